@@ -54,7 +54,7 @@ from lab.recipes import RECIPES  # noqa: E402
 
 MODULES = [f"scripts.{s}" for s in ("base_train", "mid_train", "chat_sft", "tok_train", "export")]
 MODULES.append("lab.measure.bench_parallel")
-FORMATS = ("safetensors", "compressed-tensors", "modelopt", "gguf", "gguf-bf16")
+FORMATS = ("safetensors", "compressed-tensors", "gguf", "gguf-bf16")
 # Their runs must see the change of the method. One method changes at 97% of the steps.
 LATE, STEPS, LONG = ("nvidia_full", "clover_late", "clover_feedback_late"), 8, {"clover_feedback_late": 34}
 LEFT_OUT = {"dt", "tok_per_sec", "mfu", "training_seconds", "commit", "environment", "config_key", "config", "backend"}

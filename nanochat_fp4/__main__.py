@@ -37,7 +37,6 @@ STAGES = {
     "chat_cli": "talk to the model in a terminal",
     "chat_web": "talk to it in a browser",
     "export": "to Hugging Face, GGUF and others",
-    "import_model": "from GGUF files and transformers",
 }
 TOOLS = {
     "doctor": ("nanochat_fp4.doctor", "does this machine compute what the paper says, and with which kernels?"),

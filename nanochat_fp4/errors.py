@@ -40,7 +40,7 @@ def one_line(error: BaseException | str) -> str:
     return text if text or isinstance(error, str) else type(error).__name__
 
 
-# The extra of this package that brings a module, and the packages that no extra brings.
+# The extra of this package that brings a module.
 EXTRAS = {
     "train": ("datasets", "filelock", "huggingface_hub", "matplotlib", "muon", "pyarrow", "rustbpe", "safetensors",
               "tiktoken", "tqdm", "wandb", "yaml"),
@@ -48,15 +48,12 @@ EXTRAS = {
     "web": ("fastapi", "starlette", "uvicorn"),
     "trackio": ("trackio",),
 }  # fmt: skip
-NO_EXTRA = {"modelopt": "nvidia-modelopt", "xllamacpp": "xllamacpp"}
 
 
 def install_command(*modules: str) -> str:
-    """The `pip install` that brings the modules; "" for a module that is not of EXTRAS or NO_EXTRA."""
+    """The `pip install` that brings the modules; "" for a module that is not of EXTRAS."""
     wanted = [extra for extra, names in EXTRAS.items() if set(names) & set(modules)]
-    packages = [f"'nanochat_fp4[{','.join(wanted)}]'"] if wanted else []
-    packages += [NO_EXTRA[module] for module in modules if module in NO_EXTRA]
-    return f"pip install {' '.join(packages)}" if packages else ""
+    return f"pip install 'nanochat_fp4[{','.join(wanted)}]'" if wanted else ""
 
 
 def missing_package(error: BaseException) -> str:

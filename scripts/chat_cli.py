@@ -44,13 +44,13 @@ class Chat:
         self.clear()
 
     def clear(self) -> None:
-        self.tokens = self.tokenizer.encode_marker("<|bos|>")
+        self.tokens = [self.tokenizer.get_bos_token_id()]
 
     def ask(self, text: str):
         """Yield the answer piece by piece, as text. Raises UserError where the conversation no longer fits."""
-        marker = self.tokenizer.encode_marker
-        prompt = [*self.tokens, *marker("<|user_start|>"), *self.tokenizer.encode(text), *marker("<|user_end|>")]
-        prompt += marker("<|assistant_start|>")
+        special = self.tokenizer.encode_special
+        prompt = [*self.tokens, special("<|user_start|>"), *self.tokenizer.encode(text), special("<|user_end|>")]
+        prompt.append(special("<|assistant_start|>"))
         room = self.engine.model.rotary_seq_len - len(prompt)
         if room < 1:
             problem = f"the conversation is {len(prompt)} tokens long and no longer fits"
@@ -62,7 +62,7 @@ class Chat:
             yield shown.add(column[0])
         yield shown.rest()
         # The end belongs there even if the answer was cut off at MAX_TOKENS.
-        self.tokens = [*prompt, *shown.tokens, *marker("<|assistant_end|>")]
+        self.tokens = [*prompt, *shown.tokens, special("<|assistant_end|>")]
 
 
 def main(argv: list[str] | None = None) -> None:

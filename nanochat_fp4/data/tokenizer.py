@@ -56,9 +56,9 @@ PICKLE_NAME = "tokenizer.pkl"
 FORMAT = "nanochat_fp4 tokenizer, version 1"
 
 
-def _digest(pattern: str, ranks: list[bytes], special_tokens: dict[str, int], markers: dict | None = None) -> str:
+def _digest(pattern: str, ranks: list[bytes], special_tokens: dict[str, int]) -> str:
     """SHA-256, in hex, of everything that decides which ids a text becomes."""
-    parts = [pattern, sorted(special_tokens.items(), key=lambda kv: kv[1])] + ([markers] if markers else [])
+    parts = [pattern, sorted(special_tokens.items(), key=lambda kv: kv[1])]
     digest = hashlib.sha256(json.dumps(parts).encode())
     for token in ranks:
         digest.update(len(token).to_bytes(4, "little") + token)
@@ -86,12 +86,8 @@ class _EncodingUnpickler(pickle.Unpickler):
 class RustBPETokenizer:
     """A tiktoken Encoding with nanochat's conveniences: special tokens, batches, conversations."""
 
-    def __init__(self, enc: tiktoken.Encoding, bos_token: str, markers: dict[str, str] | None = None):
-        """
-        markers: text in place of special tokens, for the conversation format of another model. An example is
-        "<|user_start|>": "<|im_start|>user\\n". Special tokens may be in the text.
-        """
-        self.enc, self.markers = enc, markers or {}
+    def __init__(self, enc: tiktoken.Encoding, bos_token: str):
+        self.enc = enc
         self.encode_special = lru_cache(maxsize=32)(self._encode_special)
         self.bos_token_id = self.encode_special(bos_token)
 
@@ -118,16 +114,12 @@ class RustBPETokenizer:
 
     @classmethod
     def _from_parts(
-        cls,
-        pattern: str,
-        ranks: dict[bytes, int],
-        special_tokens: dict[str, int] | None = None,
-        markers: dict[str, str] | None = None,
+        cls, pattern: str, ranks: dict[bytes, int], special_tokens: dict[str, int] | None = None
     ) -> "RustBPETokenizer":
         if special_tokens is None:
             special_tokens = {name: len(ranks) + i for i, name in enumerate(SPECIAL_TOKENS)}
         enc = tiktoken.Encoding(name="rustbpe", pat_str=pattern, mergeable_ranks=ranks, special_tokens=special_tokens)
-        return cls(enc, "<|bos|>", markers)
+        return cls(enc, "<|bos|>")
 
     @classmethod
     def from_directory(cls, tokenizer_dir: str | os.PathLike, allow_pickle: bool = False) -> "RustBPETokenizer":
@@ -164,8 +156,12 @@ class RustBPETokenizer:
             if data["format"] != FORMAT:
                 raise UserError(f"{path} has the format {str(data['format'])[:60]!r}, not {FORMAT!r}; {retrain}")
             tokens = [base64.b64decode(token, validate=True) for token in data["tokens"]]
-            pattern, special_tokens, markers = data["pattern"], data["special_tokens"], data.get("markers", {})
-            if data["sha256"] != _digest(pattern, tokens, special_tokens, markers):
+            pattern, special_tokens = data["pattern"], data["special_tokens"]
+            if data.get("markers"):
+                raise UserError(
+                    f"{path} has the chat format of another model; 40089ce is the last commit that reads it"
+                )
+            if data["sha256"] != _digest(pattern, tokens, special_tokens):
                 raise UserError(f"{path} differs from its own checksum, so it was altered or damaged; {retrain}")
             ranks = {token: rank for rank, token in enumerate(tokens)}
             # tiktoken notices the following faults by aborting, or not at all.
@@ -173,7 +169,7 @@ class RustBPETokenizer:
                 raise ValueError("tokens repeat, or single bytes are missing")
             if sorted(special_tokens.values()) != list(range(len(ranks), len(ranks) + len(special_tokens))):
                 raise ValueError("the special tokens are not numbered after the others")
-            return cls._from_parts(pattern, ranks, special_tokens, markers)
+            return cls._from_parts(pattern, ranks, special_tokens)
         except UserError:
             raise
         except FileNotFoundError as e:
@@ -190,7 +186,6 @@ class RustBPETokenizer:
             "sha256": self._sha256(),
             "pattern": self.enc._pat_str,
             "special_tokens": self.enc._special_tokens,
-            **({"markers": self.markers} if self.markers else {}),
             "tokens": [base64.b64encode(token).decode("ascii") for token in tokens],  # the rank is the place
         }
         path = os.path.join(tokenizer_dir, FILE_NAME)
@@ -203,7 +198,7 @@ class RustBPETokenizer:
         return sorted(ranks, key=ranks.__getitem__)
 
     def _sha256(self) -> str:
-        return _digest(self.enc._pat_str, self._tokens(), self.enc._special_tokens, self.markers)
+        return _digest(self.enc._pat_str, self._tokens(), self.enc._special_tokens)
 
     def fingerprint(self) -> str:
         """16 hex digits that name this tokenizer; two tokenizers share them only where every text gets the same ids."""
@@ -242,12 +237,6 @@ class RustBPETokenizer:
 
     def get_bos_token_id(self) -> int:
         return self.bos_token_id
-
-    def encode_marker(self, name: str) -> list[int]:
-        """Ids of what stands in a conversation where nanochat has the special token `name`; most often that token."""
-        if name not in self.markers:
-            return [self.encode_special(name)]
-        return self.enc.encode(self.markers[name], allowed_special="all")
 
     def token_bytes(self) -> torch.Tensor:
         """
@@ -316,17 +305,17 @@ class RustBPETokenizer:
             mask.extend([learn] * len(tokens))
 
         def add_between(name: str, text: str, learn_start: int, learn: int) -> None:
-            add(self.encode_marker(f"<|{name}_start|>"), learn_start)
+            add([self.encode_special(f"<|{name}_start|>")], learn_start)
             add(self.encode(text), learn)
-            add(self.encode_marker(f"<|{name}_end|>"), learn)
+            add([self.encode_special(f"<|{name}_end|>")], learn)
 
-        add(self.encode_marker("<|bos|>") if "<|bos|>" in self.markers else [self.get_bos_token_id()], 0)
+        add([self.get_bos_token_id()], 0)
         for message in messages:
             content = message["content"]
             if message["role"] == "user":
                 add_between("user", content, 0, 0)
                 continue
-            add(self.encode_marker("<|assistant_start|>"), 0)
+            add([self.encode_special("<|assistant_start|>")], 0)
             for part in [{"type": "text", "text": content}] if isinstance(content, str) else content:
                 if part["type"] == "text":
                     add(self.encode(part["text"]), 1)
@@ -334,7 +323,7 @@ class RustBPETokenizer:
                     add_between("python", part["text"], 1, 1)
                 else:
                     add_between("output", part["text"], 0, 0)
-            add(self.encode_marker("<|assistant_end|>"), 1)
+            add([self.encode_special("<|assistant_end|>")], 1)
         return ids[:max_tokens], mask[:max_tokens]
 
     def render_for_completion(self, conversation: dict, max_tokens: int = 2048) -> list[int]:
@@ -347,7 +336,7 @@ class RustBPETokenizer:
         if messages[-1]["role"] != "assistant":
             raise ValueError("the last message must be from the assistant; it is the one to be completed")
         ids, _ = self._render(messages[:-1], max_tokens)
-        return ids + self.encode_marker("<|assistant_start|>")
+        return [*ids, self.encode_special("<|assistant_start|>")]
 
 
 def checked_messages(conversation: Any, answered: bool = False) -> list[dict]:

@@ -43,14 +43,6 @@ CHAT_TEMPLATE = """\
 """
 
 
-def chat_template(tokenizer: RustBPETokenizer) -> str:
-    """CHAT_TEMPLATE, with the conversation format of the tokenizer's markers where it has some."""
-    text = CHAT_TEMPLATE
-    for name, written in tokenizer.markers.items():
-        text = text.replace(f"'{name}'", repr(written))
-    return text
-
-
 def byte_characters() -> list[str]:
     """The printable character that stands for each byte in a byte-level vocabulary (GPT-2's table)."""
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
@@ -143,4 +135,4 @@ def tokenizer_config(tokenizer: RustBPETokenizer, chat: bool, model_max_length: 
             str(i): dict(sorted({"content": name, **_FLAGS}.items())) for name, i in special_tokens(tokenizer).items()
         },
     }
-    return config | ({"chat_template": chat_template(tokenizer)} if chat else {})
+    return config | ({"chat_template": CHAT_TEMPLATE} if chat else {})

@@ -1,1 +1,1 @@
-"""Models for other programs: transformers, vLLM, TensorRT-LLM, llama.cpp. scripts/export.py is the command."""
+"""Models for other programs: transformers, vLLM, llama.cpp. scripts/export.py is the command."""

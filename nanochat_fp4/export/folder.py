@@ -25,8 +25,9 @@ LIST = "export.json"
 FORMAT = "nanochat_fp4 export, version 1"
 # All that any format writes. A folder that is not finished yet lists them all.
 FILES = (
-    "model.safetensors", "model.gguf", "config.json", "hf_quant_config.json", "modeling_nanochat_fp4.py",
+    "model.safetensors", "model.gguf", "config.json", "modeling_nanochat_fp4.py",
     "generation_config.json", "tokenizer.json", "tokenizer_config.json", "README.md",
+    "hf_quant_config.json",  # of earlier versions, in the format of modelopt
     # of transformers' tokenizers
     "special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "vocab.json", "vocab.txt", "merges.txt",
     "tokenizer.model", "spiece.model",

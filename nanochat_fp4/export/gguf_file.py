@@ -225,7 +225,7 @@ def write(
 def _add_tokenizer(writer: Any, tokenizer: "RustBPETokenizer", chat: bool) -> None:
     import gguf
 
-    from nanochat_fp4.data.tokenizer_files import chat_template, special_tokens, vocabulary
+    from nanochat_fp4.data.tokenizer_files import CHAT_TEMPLATE, special_tokens, vocabulary
 
     tokens, pairs = vocabulary(tokenizer)
     special = special_tokens(tokenizer)
@@ -240,7 +240,7 @@ def _add_tokenizer(writer: Any, tokenizer: "RustBPETokenizer", chat: bool) -> No
     writer.add_eos_token_id(tokenizer.encode_special("<|assistant_end|>") if chat else bos)
     writer.add_add_bos_token(True)
     if chat:
-        writer.add_chat_template(chat_template(tokenizer))
+        writer.add_chat_template(CHAT_TEMPLATE)
 
 
 def other_ids(tokenizer: "RustBPETokenizer", texts: list[str]) -> tuple[int, int]:

@@ -1,14 +1,14 @@
-"""A model as a folder that transformers and the servers built on it read: safetensors, compressed-tensors, modelopt.
+"""A model as a folder that transformers and the servers built on it read: safetensors, compressed-tensors.
 
-`describe` chooses the class of transformers for a model: names of tensors, config.json. `_compressed_tensors` and
-`_modelopt` have the names of codes and scales in the two formats for NVFP4. scripts.export writes tokenizer and card.
+`describe` chooses the class of transformers for a model: names of tensors, config.json. `compressed_tensors` has the
+names of codes and scales in the format for NVFP4. scripts.export writes tokenizer and card.
 
 Llama's rotation turns the other way round there: its pairs (x_i, x_{i + D/2}) are ours with the two swapped. So the
 rows of q and k change places, half a head at a time. A row keeps its codes and scales.
 """
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -119,11 +119,14 @@ def is_hf_compatible(model: GPT) -> bool:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The names that the two formats have for codes and scales
+# Codes and scales as compressed-tensors stores them
 
 
-def _compressed_tensors(tensor: NVFP4Tensor, input_scale: float | None) -> dict[str, Tensor]:
-    """Values are *divided* by weight_global_scale, and an input multiplied by input_global_scale."""
+def compressed_tensors(tensor: NVFP4Tensor, input_scale: float | None) -> dict[str, Tensor]:
+    """A layer's tensors, by the last part of their names.
+
+    Values are *divided* by weight_global_scale, and an input is multiplied by input_global_scale.
+    """
     parts = {
         "weight_packed": tensor.codes,
         "weight_scale": tensor.scales,
@@ -132,17 +135,8 @@ def _compressed_tensors(tensor: NVFP4Tensor, input_scale: float | None) -> dict[
     return parts if input_scale is None else parts | {"input_global_scale": torch.tensor([input_scale])}
 
 
-def _modelopt(tensor: NVFP4Tensor, input_scale: float | None) -> dict[str, Tensor]:
-    """The same, with reciprocal scales: values are multiplied by weight_scale_2, an input divided by input_scale."""
-    parts = {
-        "weight": tensor.codes,
-        "weight_scale": tensor.scales,
-        "weight_scale_2": tensor.tensor_scale.reshape(()).clone(),  # safetensors refuses shared memory
-    }
-    return parts if input_scale is None else parts | {"input_scale": torch.tensor(input_scale).reciprocal()}
-
-
-def _compressed_tensors_config(ignore: list[str], weights_only: bool) -> dict[str, Any]:
+def quantization_config(ignore: list[str], weights_only: bool) -> dict[str, Any]:
+    """config.json's entry for 4-bit weights. ignore: names of the linear layers that are in 16 bits."""
     operand = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16, "symmetric": True,
                "scale_dtype": "torch.float8_e4m3fn", "zp_dtype": "torch.float8_e4m3fn"}  # fmt: skip
     inputs = None if weights_only else operand | {"dynamic": "local", "observer": "static_minmax"}
@@ -158,45 +152,21 @@ def _compressed_tensors_config(ignore: list[str], weights_only: bool) -> dict[st
             "global_compression_ratio": None}  # fmt: skip
 
 
-_PRODUCER = {"name": "modelopt", "version": "0.47.0"}  # whose layout this is
-
-
-def _modelopt_config(ignore: list[str], weights_only: bool) -> dict[str, Any]:
-    operand = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": 16}
-    group = {"weights": operand, "targets": ["Linear"]} | ({} if weights_only else {"input_activations": operand})
-    algorithm = "W4A16_NVFP4" if weights_only else "NVFP4"
-    return {"quant_method": "modelopt", "quant_algo": algorithm, "producer": _PRODUCER,
-            "config_groups": {"group_0": group}, "ignore": ignore, "kv_cache_scheme": None}  # fmt: skip
-
-
-def _hf_quant_config(config: dict[str, Any]) -> dict[str, Any]:
-    """The same as modelopt's own file says it."""
-    return {"producer": _PRODUCER, "quantization": {"quant_algo": config["quant_algo"], "kv_cache_quant_algo": None,
-            "group_size": 16, "exclude_modules": config["ignore"]}}  # fmt: skip
-
-
-FORMATS: dict[str, Callable[[NVFP4Tensor, float | None], dict[str, Tensor]]] = {
-    "compressed-tensors": _compressed_tensors,
-    "modelopt": _modelopt,
-}
-_QUANTIZATION_CONFIG = {"compressed-tensors": _compressed_tensors_config, "modelopt": _modelopt_config}
-
-
 def write(
     model: GPT | Llama,
     folder: Path,
-    file_format: str,
     dtype: torch.dtype,
     weights: Weights | None = None,
     input_scales: Mapping[str, float] | None = None,
     config: Mapping[str, Any] = {},
 ) -> dict[str, Any]:
-    """model.safetensors, config.json and what else the format needs, into an existing folder; returns config.json.
+    """model.safetensors, config.json and our modeling code, if it is needed, into an existing folder.
 
-    file_format:  "safetensors", or one of FORMATS, which takes weights, and input_scales by our names of layers (None:
-                  weights alone in 4 bits)
-    dtype:        of what is not in 4 bits
+    dtype:        of the weights that are not in 4 bits
+    weights:      the 4-bit weights, written as compressed-tensors; None: all weights are in dtype
+    input_scales: by our names of layers; None: inputs stay in 16 bits
     config:       more entries of config.json
+    Returns config.json.
     """
     about = describe(model)
     state = {name.removesuffix(".weight"): t for name, t in model.state_dict().items() if name.endswith(".weight")}
@@ -210,7 +180,7 @@ def write(
             t = quantized[ours]
             codes, scales = about.rows(ours, t.codes), about.rows(ours, t.scales)
             scale = None if input_scales is None else input_scales[ours]
-            parts = FORMATS[file_format](NVFP4Tensor(codes, scales, t.tensor_scale), scale)
+            parts = compressed_tensors(NVFP4Tensor(codes, scales, t.tensor_scale), scale)
             tensors |= {f"{theirs}.{part}": value for part, value in parts.items()}
         else:
             rows = state[ours][:vocab] if ours in ("transformer.wte", "lm_head") else state[ours]
@@ -220,7 +190,7 @@ def write(
     save_tensors(folder, tensors)
     written = {**about.config, **dtype_entries(dtype), **config}
     if quantized:
-        written |= quantization_entries(folder, file_format, ignore, weights_only=input_scales is None)
+        written["quantization_config"] = quantization_config(ignore, weights_only=input_scales is None)
     atomic_write(folder / "config.json", _json(written))
     if about.remote:
         atomic_write(folder / MODELING_FILE, Path(__file__).with_name(MODELING_FILE).read_bytes())
@@ -240,14 +210,6 @@ def dtype_entries(dtype: torch.dtype) -> dict[str, str]:
     """config.json's entries for the dtype of what is not in 4 bits; the second is of transformers before 5."""
     name = str(dtype).removeprefix("torch.")
     return {"dtype": name, "torch_dtype": name}
-
-
-def quantization_entries(folder: Path, file_format: str, ignore: list[str], weights_only: bool) -> dict[str, Any]:
-    """config.json's entry for 4-bit weights; writes what else the format has. ignore: names of layers in 16 bits."""
-    config = _QUANTIZATION_CONFIG[file_format](ignore, weights_only)
-    if file_format == "modelopt":
-        atomic_write(folder / "hf_quant_config.json", _json(_hf_quant_config(config)))
-    return {"quantization_config": config}
 
 
 def _json(value: Any) -> str:

@@ -1,4 +1,4 @@
-"""Back in: the weights of exported folders, and of the same formats as others write them.
+"""Back in: the weights of exported folders.
 
 Every tensor of a file is used or refused by its name. Shapes are equal, values are finite. A file that is refused
 changes nothing in the model.
@@ -28,18 +28,16 @@ from nanochat_fp4.nvfp4.operands import Codes
 
 INDEX_FILE = f"{huggingface.WEIGHTS_FILE}.index.json"  # transformers writes it beside several files of weights
 LAMBDAS = {"resid_lambdas": 1.0, "x0_lambdas": 0.0}  # GPT's scalars in config.json, and their neutral values
-# The names of codes, block scales, tensor scale and input scale. An input scale is for servers.
-_COMPRESSED = ("weight_packed", "weight_scale", "weight_global_scale", "input_global_scale")
-_MODELOPT = ("weight", "weight_scale", "weight_scale_2", "input_scale")
-_CACHE = {"k_scale", "v_scale"}  # of a server's cache of keys and values
-_KNOWN = ("nvfp4-pack-quantized", "NVFP4", "W4A16_NVFP4")  # what config.json may call the format
+FORMAT = "nvfp4-pack-quantized"  # compressed-tensors' name of NVFP4
+CODES = ("weight_packed", "weight_scale", "weight_global_scale")
+FOR_SERVERS = {"input_global_scale", "k_scale", "v_scale"}  # scales of inputs, and of a cache of keys and values
 
 M = TypeVar("M", bound=nn.Module)
 
 
 @torch.no_grad()
 def load_quantized(model: M, folder: str | Path, codes: bool = False, device: torch.device | str = "cpu") -> M:
-    """Loads the weights of an exported folder (safetensors, compressed-tensors, modelopt or GGUF), in place.
+    """Loads the weights of an exported folder (safetensors, compressed-tensors or GGUF), in place.
 
     model: a GPT or Llama of the folder's shapes, converted or not. Folders that are not GGUF fit any module with the
            file's names, too, as a model of transformers. Its experts are read one by one, as checkpoints have them.
@@ -303,25 +301,19 @@ def load_safetensors(folder: Path) -> dict[str, Tensor]:
 
 
 def _check_quantization(folder: Path) -> None:
-    """Raises UserError where a config describes another quantization than NVFP4 as it is read here."""
-    described = []
-    if (folder / "config.json").exists():
-        described.append(read_config(folder).get("quantization_config"))
-    if (folder / "hf_quant_config.json").exists():
-        try:
-            described.append(json.loads((folder / "hf_quant_config.json").read_bytes())["quantization"])
-        except (OSError, ValueError, KeyError, TypeError, RecursionError) as e:
-            raise UserError(f"{folder}/hf_quant_config.json is damaged ({one_line(e)[:80]}); download it again") from e
-    for about in (d for d in described if isinstance(d, dict)):
-        groups = about.get("config_groups")
-        groups = [g.get("weights") for g in groups.values() if isinstance(g, dict)] if isinstance(groups, dict) else []
-        sizes = {g.get("group_size") for g in (about, *groups) if isinstance(g, dict)} - {None, BLOCK}
-        name = about.get("format") or about.get("quant_algo") or about.get("quant_method")
-        problem = f"is in {str(name)[:60]!r}" if name not in _KNOWN else ""
-        problem = problem or (f"has groups of {str(max(sizes, key=str))[:20]}" if sizes else "")
-        problem = problem or ("has rotated weights (transform_config)" if about.get("transform_config") else "")
-        if problem:
-            raise UserError(f"{folder} {problem}; expected {_KNOWN[0]} or {_KNOWN[1]} with groups of {BLOCK}")
+    """Raises UserError where config.json describes another quantization than NVFP4 of compressed-tensors."""
+    about = read_config(folder).get("quantization_config") if (folder / "config.json").exists() else None
+    if not isinstance(about, dict):
+        return
+    groups = about.get("config_groups")
+    groups = [g.get("weights") for g in groups.values() if isinstance(g, dict)] if isinstance(groups, dict) else []
+    sizes = {g.get("group_size") for g in (about, *groups) if isinstance(g, dict)} - {None, BLOCK}
+    name = about.get("format") or about.get("quant_algo") or about.get("quant_method")
+    problem = f"is in {str(name)[:60]!r}" if name != FORMAT else ""
+    problem = problem or (f"has groups of {str(max(sizes, key=str))[:20]}" if sizes else "")
+    problem = problem or ("has rotated weights (transform_config)" if about.get("transform_config") else "")
+    if problem:
+        raise UserError(f"{folder} {problem}; expected {FORMAT} (compressed-tensors) with groups of {BLOCK}")
 
 
 def _read_safetensors(
@@ -337,26 +329,24 @@ def _read_safetensors(
     weights = Weights()
     for theirs, parts in layers.items():
         name = ours.get(theirs, "" if about else theirs)
-        kind = next((kind for kind in (_COMPRESSED, _MODELOPT) if set(kind[:3]) <= set(parts)), ())
-        if not kind and ("weight_packed" in parts or getattr(parts.get("weight"), "dtype", None) == torch.uint8):
-            whole = _COMPRESSED[:3] if "weight_packed" in parts else _MODELOPT[:3]
+        quantized = set(CODES) <= set(parts)
+        if not quantized and "weight_packed" in parts:
             raise UserError(
-                f"{folder}: {theirs} has codes without {', '.join(sorted(set(whole) - set(parts)))}; expected NVFP4 of "
-                "compressed-tensors or modelopt; download or export it again"
+                f"{folder}: {theirs} has codes without {', '.join(sorted(set(CODES) - set(parts)))}; expected NVFP4 of "
+                "compressed-tensors; download or export it again"
             )
-        for part in sorted(set(parts) - set(kind) - _CACHE):
+        for part in sorted(set(parts) - FOR_SERVERS - set(CODES if quantized else ())):
             full = f"{name}.{part}" if name else part
             known = shapes.get(full) if name or not about else None
             _check_tensor(folder, f"{theirs}.{part}", parts[part], known)
             plain[full] = about.rows(name, parts[part]) if about else parts[part]
-        if not kind:
+        if not quantized:
             continue
-        codes, scales, scale = (parts[part] for part in kind[:3])
-        for part in set(kind[2:]) & set(parts):
+        codes, scales, scale = (parts[part] for part in CODES)
+        for part in {"weight_global_scale", "input_global_scale"} & set(parts):
             if parts[part].numel() != 1 or not parts[part].isfinite():
                 raise UserError(f"{folder}: {theirs}.{part} is not one finite value; export or download it again")
-        scale = scale.float().reshape(())
-        read = NVFP4Tensor(codes, scales, scale.reciprocal() if kind is _COMPRESSED else scale)
+        read = NVFP4Tensor(codes, scales, scale.float().reshape(()).reciprocal())
         _check_codes(folder, theirs, read, shapes.get(f"{name}.weight"))
         if about:
             read = NVFP4Tensor(about.rows(name, codes), about.rows(name, scales), read.tensor_scale)

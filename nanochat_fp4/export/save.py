@@ -31,11 +31,11 @@ def save_quantized(
     """Writes a model of transformers that nf.convert has changed as NVFP4, with its config and tokenizer.
 
     Codes and block scales are the trained forward pass's, to the bit. scripts.export writes the same for the project's
-    own models. transformers and vLLM read compressed-tensors. TensorRT-LLM and vLLM read modelopt.
+    own models. transformers and vLLM read compressed-tensors.
 
     model:       a converted PreTrainedModel, with nn.Linear layers and experts in 4 bits
     folder:      a new folder. With overwrite, an earlier export is replaced whole
-    format:      "compressed-tensors" or "modelopt"
+    format:      "compressed-tensors"
     tokenizer:   transformers' tokenizer, saved beside the weights
     calibration: token ids (B, T) on which input scales are found. None: weights in 4 bits, inputs in 16
     dtype:       of what is not in 4 bits
@@ -47,8 +47,8 @@ def save_quantized(
     Traceback (most recent call last):
     nanochat_fp4.errors.UserError: save_quantized: Linear is no model of transformers; ...
     """
-    if format not in huggingface.FORMATS:
-        raise UserError(f"save_quantized: the format is {format!r}, expected one of {', '.join(huggingface.FORMATS)}")
+    if format != "compressed-tensors":
+        raise UserError(f"save_quantized: the format is {format!r}, expected 'compressed-tensors'")
     if not isinstance(model, nn.Module) or not hasattr(getattr(model, "config", None), "to_json_string"):
         raise UserError(
             f"save_quantized: {type(model).__name__} is no model of transformers; scripts.export writes nanochat_fp4's"
@@ -83,7 +83,7 @@ def save_quantized(
             t = weights.tensors[source]
             scales = t.scales.view(torch.uint8)[rows].view(t.scales.dtype)
             scale = None if input_scales is None else input_scales[source]
-            parts = huggingface.FORMATS[format](NVFP4Tensor(t.codes[rows], scales, t.tensor_scale), scale)
+            parts = huggingface.compressed_tensors(NVFP4Tensor(t.codes[rows], scales, t.tensor_scale), scale)
             tensors |= {f"{layer}.{part}": tensor for part, tensor in parts.items()}
         else:
             tensors[name] = value.to(dtype) if value.is_floating_point() else value
@@ -93,7 +93,7 @@ def save_quantized(
         huggingface.save_tensors(part, tensors)
         config = json.loads(model.config.to_json_string()) | huggingface.dtype_entries(dtype)
         config["architectures"] = [type(model).__name__]
-        config |= huggingface.quantization_entries(part, format, ignored, weights_only=input_scales is None)
+        config["quantization_config"] = huggingface.quantization_config(ignored, weights_only=input_scales is None)
         atomic_write(part / "config.json", json.dumps(config, indent=2) + "\n")
         if (generation := getattr(model, "generation_config", None)) is not None:
             atomic_write(part / "generation_config.json", generation.to_json_string())

@@ -15,13 +15,12 @@ from nanochat_fp4.export.huggingface import MODELING_FILE, WEIGHTS_FILE, Descrip
 from nanochat_fp4.export.weights import Weights
 from nanochat_fp4.nvfp4.format import NVFP4Tensor, decode_e2m1, unpack
 
-MODULES = {"nvidia-modelopt": "modelopt"}  # package -> module, if the names differ
 MAX_ULPS = 2  # between decoded values in FP32: the packages divide by 1 / tensor_scale
 
 
 def needs(*packages: str) -> list[str]:
     """ "name version" of each package (by its distribution's name). Raises UserError if one is not installed."""
-    require(*(MODULES.get(p, p.replace("-", "_")) for p in packages))
+    require(*(p.replace("-", "_") for p in packages))
     return [f"{p} {importlib.metadata.version(p)}" for p in packages]
 
 
@@ -103,32 +102,6 @@ def compressed_tensors(folder: Path, about: Description, weights: Weights) -> st
     return f"{', '.join(versions)}: {_compare(found(), weights)}"
 
 
-def modelopt(folder: Path, about: Description, weights: Weights) -> str:
-    """The codes, scales and values that modelopt's NVFP4QTensor reads, against ours."""
-    versions = needs("nvidia-modelopt", "safetensors")
-    from modelopt.torch.quantization.qtensor import NVFP4QTensor
-    from safetensors.torch import load_file
-
-    tensors = load_file(folder / WEIGHTS_FILE)
-
-    def values(parts: dict[str, Tensor], dtype: torch.dtype, scale: Tensor | None = None) -> Tensor:
-        packed, block, tensor = (parts[name] for name in ("weight", "weight_scale", "weight_scale_2"))
-        if scale is not None:
-            block, tensor = scale, torch.ones(())
-        read = NVFP4QTensor(torch.Size((packed.shape[0], 2 * packed.shape[1])), dtype, packed)
-        return read.dequantize(scale=block, double_scale=tensor, block_sizes={-1: 16}, dtype=dtype)
-
-    def found():
-        for ours in weights.tensors:
-            parts = _layer(tensors, about.names[ours])
-            packed, scale = parts["weight"], parts["weight_scale"]
-            codes = values(parts, torch.float32, torch.ones_like(scale.float()))
-            each = (packed, codes, scale, values(parts, torch.float32), values(parts, torch.bfloat16))
-            yield ours, *(about.rows(ours, t) for t in each)
-
-    return f"{', '.join(versions)}: {_compare(found(), weights)}"
-
-
 def gguf(folder: Path, about: Description, weights: Weights) -> str:
     """The codes, scales and values that the gguf package reads, against ours."""
     versions = needs("gguf")
@@ -181,36 +154,6 @@ def transformers_logits(folder: Path, ids: Tensor, quantized_inputs: bool = Fals
     model = model_class.from_pretrained(folder, config=config, trust_remote_code=False, dtype=dtype)
     with torch.no_grad():
         return f"{versions[0]}, {type(model).__name__}", model.eval()(ids).logits.float()
-
-
-def llama_cpp(folder: Path, model: torch.nn.Module, prompts: list[list[int]], bound: float, tokens: int = 8) -> str:
-    """Compares llama.cpp's logits and greedy tokens with those of a model that has the same weights in FP32.
-
-    bound: largest standard deviation of the difference of logits, over the logits' own. Raises UserError above it.
-    """
-    from nanochat_fp4.export.llama_cpp import answers
-
-    version = needs("xllamacpp")[0]
-    same = furthest = worst = 0
-    size = model.config.vocab_size
-    for prompt, (greedy, theirs) in zip(prompts, answers(folder / gguf_file.FILE_NAME, prompts, tokens, size)):
-        device, ids = model.get_device(), list(prompt)
-        ours = model(torch.tensor([ids], device=device))[0, -1, :size].float().log_softmax(-1).cpu()
-        for _ in range(tokens):
-            ids.append(int(model(torch.tensor([ids], device=device))[0, -1, :size].argmax()))
-        same += sum(a == b for a, b in zip(greedy, ids[len(prompt) :]))
-        seen = theirs > -60  # llama.cpp cuts smaller ones off
-        difference = (theirs - ours)[seen]
-        difference -= difference.mean()  # logits are known up to a constant
-        worst = max(worst, float(difference.std() / ours[seen].std()))
-        furthest = max(furthest, float(difference.abs().max()))
-    total = tokens * len(prompts)
-    if not worst <= bound:
-        raise UserError(f"{version}: logits differ by {worst:.3f} of their standard deviation, more than {bound}")
-    return (
-        f"{version} (llama.cpp): {same} of {total} greedy tokens equal after {len(prompts)} prompts; logits differ by "
-        f"at most {furthest:.2g}, by {worst:.3f} of their standard deviation (bound {bound}), from ours, FP32 inputs"
-    )
 
 
 def tokenizer(folder: Path, ours: RustBPETokenizer, texts: Iterable[str]) -> str:

@@ -3,7 +3,6 @@
 import importlib.util
 import json
 import sys
-from contextlib import nullcontext
 from dataclasses import replace
 
 import jinja2
@@ -20,8 +19,8 @@ pytest.importorskip("safetensors")
 from safetensors.torch import load_file, save_file
 
 import nanochat_fp4 as nf
-from nanochat_fp4.data.tokenizer import RustBPETokenizer, get_tokenizer
-from nanochat_fp4.data.tokenizer_files import CHAT_TEMPLATE, chat_template, tokenizer_json
+from nanochat_fp4.data.tokenizer import get_tokenizer
+from nanochat_fp4.data.tokenizer_files import CHAT_TEMPLATE, tokenizer_json
 from nanochat_fp4.errors import UserError
 from nanochat_fp4.export.gguf_file import pack_blocks, unpack_blocks
 from nanochat_fp4.export.weights import static_quantize
@@ -99,24 +98,6 @@ def test_the_codes_of_the_forward_pass(tiny_base, tmp_path, family, method, roun
     assert tensors["lm_head.weight"][0] == "BF16" and (tensors["lm_head.weight"][1] == head).all()
 
 
-def test_modelopt_has_the_same_codes_and_reciprocal_scales(tiny_base, tmp_path):
-    save_small(tiny_base, "llama", "clover")
-    one, two = (
-        read_safetensors(run(tmp_path, "--format", name, out=name) / "model.safetensors")
-        for name in ("compressed-tensors", "modelopt")
-    )
-    layers = [name.removesuffix(".weight_packed") for name in one if name.endswith(".weight_packed")]
-    assert len(layers) == 14
-    for name in layers:
-        assert (one[f"{name}.weight_packed"][1] == two[f"{name}.weight"][1]).all()
-        assert (one[f"{name}.weight_scale"][1] == two[f"{name}.weight_scale"][1]).all()
-        for theirs, divisor in (("weight_scale_2", "weight_global_scale"), ("input_scale", "input_global_scale")):
-            scale = two[f"{name}.{theirs}"][1]
-            assert scale.shape == () and scale == pytest.approx(1 / one[f"{name}.{divisor}"][1][0], rel=1e-6)
-    quantization = json.loads((tmp_path / "modelopt" / "hf_quant_config.json").read_text())["quantization"]
-    assert quantization["quant_algo"] == "NVFP4" and quantization["exclude_modules"] == ["lm_head"]
-
-
 def test_the_exported_code_computes_what_was_trained(tiny_base, tmp_path):
     """The bits of gpt.py's logits, of a model through base, mid and SFT, at positions where BF16 angles are close."""
     base_train.main([*BASE, "--depth=1", "--max-seq-len=256", "--total-batch-size=512", "--eval-tokens=512",
@@ -149,7 +130,7 @@ def test_a_lean_training_is_exported_evaluated_and_talked_to(tiny_base, tmp_path
     """Weights are BF16 in the checkpoint, and the same bits in the file."""
     base_train.main([*BASE, "--method=clover", "--state=lean", "--num-iterations=2", "--model-tag=lean"])
     trained, _, _ = load_checkpoint(tiny_base / "base_checkpoints" / "lean", 2, "cpu")
-    for file_format in "compressed-tensors", "modelopt", "safetensors":
+    for file_format in "compressed-tensors", "safetensors":
         folder = run(tmp_path, "--model-tag=lean", f"--format={file_format}", "--overwrite")
     exported = load_file(folder / "model.safetensors")
     for ours, theirs in (NAMES | MLP["gpt"]).items():
@@ -248,12 +229,12 @@ def test_flags_of_the_scales(tiny_base, tmp_path, capsys):
         (["--format=safetensors", "--model-tag=other"], "there is no base checkpoint other"),
         (["--format=safetensors", "--out={}"], "is there already; choose another --out"),
         (["--format=safetensors", "--out={}", "--overwrite"], "is not an export, so --overwrite leaves it alone"),
-        (["--format=modelopt", "--verify"], "pip install .*nvidia-modelopt"),
+        (["--format=compressed-tensors", "--verify"], "pip install"),
     ],
 )
 def test_refused_in_one_line(tiny_base, tmp_path, monkeypatch, flags, message):
     save_small(tiny_base, "gpt", "clover")
-    monkeypatch.setitem(sys.modules, "modelopt", None)  # as if it were not installed
+    monkeypatch.setitem(sys.modules, "compressed_tensors", None)  # as if it were not installed
     (tmp_path / "mine").touch()
     with pytest.raises((UserError, ValueError), match=message) as refused:
         run(tmp_path, *(flag.format(tmp_path) for flag in flags))
@@ -377,7 +358,7 @@ def fresh(model: torch.nn.Module) -> torch.nn.Module:
 
 @pytest.mark.parametrize(
     "family, file_format",
-    [("gpt", "safetensors"), ("llama", "safetensors"), ("llama", "compressed-tensors"), ("gpt", "modelopt")],
+    [("gpt", "safetensors"), ("llama", "safetensors"), ("llama", "compressed-tensors"), ("gpt", "compressed-tensors")],
 )
 def test_what_was_exported_comes_back(tiny_base, tmp_path, family, file_format):
     """Decoded weights to train on, and the codes themselves: the outputs of the trained forward pass."""
@@ -520,31 +501,3 @@ def test_gguf_reads_the_codes(tiny_base, tmp_path, capsys):
     fields = GGUFReader(folder / "model.gguf").fields
     assert fields["general.architecture"].contents() == "llama" and fields["llama.rope.freq_base"].contents() == 10000
     assert fields["tokenizer.ggml.tokens"].contents()[-1] == "<|output_end|>"
-
-
-@has("gguf", "xllamacpp")
-@pytest.mark.parametrize("flags, bound", [(("--format=gguf",), 0.08), (("--format=gguf-bf16",), 1e-6)])
-def test_llama_cpp_says_the_same(tiny_base, tmp_path, capsys, monkeypatch, flags, bound):
-    """Within what it rounds inputs to; and a bound that nothing keeps is not kept."""
-    save_small(tiny_base, "llama", "clover")
-    monkeypatch.setattr(export, "LLAMA_CPP_LOGITS", {"gguf": bound, "gguf-bf16": bound})
-    with pytest.raises(UserError, match="xllamacpp .*: logits differ by") if bound < 1e-3 else nullcontext():
-        run(tmp_path, *flags, "--verify")
-    assert bound < 1e-3 or "of 32 greedy tokens equal" in capsys.readouterr().out
-
-
-def test_the_chat_format_of_another_model(tiny_base, tmp_path):
-    """Markers stand for nanochat's special tokens in conversations, on disk, and in the exported template."""
-    tokenizer = get_tokenizer()
-    markers = {"<|user_start|>": "<|python_start|>user\n", "<|user_end|>": "<|assistant_end|>\n"}
-    other = RustBPETokenizer(tokenizer.enc, "<|bos|>", markers)
-    other.save(tmp_path)
-    other = RustBPETokenizer.from_directory(tmp_path)
-    assert other.fingerprint() != tokenizer.fingerprint()
-    want, _ = other.render_conversation({"messages": CONVERSATION})
-    assert "<|python_start|>user\nbe short\n\nthe capital?<|assistant_end|>\n<|assistant_start|>hot" in other.decode(
-        want
-    )
-    template = jinja2.Environment(trim_blocks=True, lstrip_blocks=True).from_string(chat_template(other))
-    text = template.render(messages=CONVERSATION, add_generation_prompt=False)
-    assert other.enc.encode(text, allowed_special="all") == want

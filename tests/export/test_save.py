@@ -11,7 +11,6 @@ from torch import nn
 import nanochat_fp4 as nf
 from nanochat_fp4.errors import UserError
 from nanochat_fp4.export import huggingface, save, stacked
-from nanochat_fp4.export.adapters import keep_codes_alone
 from nanochat_fp4.export.load import load_safetensors
 from nanochat_fp4.export.weights import forward_weights
 from nanochat_fp4.models.llama import Llama, LlamaConfig
@@ -25,11 +24,10 @@ def model() -> nn.Module:
     return nf.convert(Foreign(), "clover", verbose=False)
 
 
-@pytest.mark.parametrize("file_format", ["compressed-tensors", "modelopt"])
 @pytest.mark.parametrize("inputs", [False, True])
-def test_codes_of_the_trained_forward_go_out_and_come_back(model, tmp_path, file_format, inputs):
+def test_codes_of_the_trained_forward_go_out_and_come_back(model, tmp_path, inputs):
     text = [torch.randint(50, (2, 16))] if inputs else ()
-    assert nf.save_quantized(model, tmp_path / "out", file_format, calibration=text) == []
+    assert nf.save_quantized(model, tmp_path / "out", calibration=text) == []
     files = {path.name for path in (tmp_path / "out").iterdir()}
     assert {"model.safetensors", "config.json", "export.json"} <= files
     config = json.loads((tmp_path / "out" / "config.json").read_text())
@@ -37,8 +35,7 @@ def test_codes_of_the_trained_forward_go_out_and_come_back(model, tmp_path, file
     assert config["quantization_config"]["ignore"] == ["lm_head"]
     tensors = load_safetensors(tmp_path / "out")
     assert "lm_head.weight" not in tensors and tensors["embed.weight"].dtype == torch.bfloat16
-    scale = "input_global_scale" if file_format == "compressed-tensors" else "input_scale"
-    assert (f"layers.0.{scale}" in tensors) == inputs
+    assert ("layers.0.input_global_scale" in tensors) == inputs
     read = nf.load_quantized(nf.convert(Foreign(), "clover", verbose=False), tmp_path / "out", codes=True)
     want, got = forward_weights(model), {f"layers.{i}": layer.packed[1] for i, layer in enumerate(read.layers)}
     for name, t in want.tensors.items():
@@ -88,12 +85,12 @@ def test_what_cannot_be_written_is_one_line(model, tmp_path):
     unseen.more = nn.Linear(32, 32)
     nf.convert(unseen, "clover", verbose=False)
     for arguments, message in (
-        ((model, out, "gguf"), "expected one of compressed-tensors, modelopt"),
+        ((model, out, "gguf"), "expected 'compressed-tensors'"),
         ((nn.Linear(16, 16), out), "Linear is no model of transformers"),
         ((unconverted, out), "is not converted"),
         ((experts, out), "checkpoints of Foreign have one experts.gate_up_proj for all experts, which compressed"),
         ((some, out), "experts.expert_linears.gate_up_proj.1 is not in 4 bits, and others are"),
-        ((unseen, out, "modelopt", None, [torch.zeros(1, 4, dtype=torch.long)]), "more read nothing of the"),
+        ((unseen, out, "compressed-tensors", None, [torch.zeros(1, 4, dtype=torch.long)]), "more read nothing of the"),
     ):
         with pytest.raises(UserError, match=message):
             nf.save_quantized(*arguments)
@@ -173,32 +170,19 @@ def mixture(tmp_path, monkeypatch, request) -> nn.Module:
     for module in (save, stacked):
         monkeypatch.setattr(module, "as_in_checkpoints", _as_in_a_checkpoint)
     model = nf.convert(Mixture(request.param), "clover", verbose=False).eval()
-    nf.save_quantized(model, tmp_path / "out", "modelopt", dtype=torch.float32)  # no reciprocal of a tensor scale
+    nf.save_quantized(model, tmp_path / "out", dtype=torch.float32)
     return model
 
 
 def test_experts_come_back(mixture, tmp_path):
-    """Decoded, into a model that nobody converted, and as codes alone on the meta device."""
+    """Decoded, into a model that nobody converted."""
     transposed, want = mixture.experts.is_transposed, forward_weights(mixture).tensors
     read = nf.load_quantized(Mixture(transposed), tmp_path / "out")
     for name in ("gate_up_proj", "down_proj"):
         for e, part in enumerate(getattr(read.experts, name)):
-            assert torch.equal(part.T if transposed else part, want[f"experts.expert_linears.{name}.{e}"].dequantize())
+            decoded = want[f"experts.expert_linears.{name}.{e}"].dequantize()
+            torch.testing.assert_close(part.T if transposed else part, decoded, rtol=1e-6, atol=0)
     assert torch.equal(read.gate.weight, mixture.gate.weight)
-    with torch.device("meta"):
-        alone = nf.convert(Mixture(transposed), "clover", verbose=False).eval()
-    nf.load_quantized(alone, tmp_path / "out", codes=True)
-    assert all(p.untyped_storage().nbytes() == 4 and not p.requires_grad for p in alone.experts.parameters())
-    for name, t in forward_weights(alone).tensors.items():
-        assert torch.equal(t.codes, want[name].codes) and torch.equal(t.tensor_scale, want[name].tensor_scale)
-        assert torch.equal(t.scales.float(), want[name].scales.float())
-    ids = torch.arange(40).view(2, 20)
-    with torch.no_grad():
-        y = mixture(ids)
-        keep_codes_alone(mixture)
-        assert torch.equal(alone(ids), y) and torch.equal(mixture(ids), y) and mixture.experts.down_proj.isnan().all()
-    alone.train()(ids).square().sum().backward()
-    assert alone.embed.weight.grad.any() and alone.gate.weight.grad.any()  # dgrad of the experts, from codes
 
 
 def test_experts_in_full_precision_come_back(mixture, tmp_path):
@@ -242,7 +226,7 @@ def test_bit_for_bit_what_scripts_export_writes(tmp_path):
     ours = Llama(LlamaConfig(32, 64, n_layer=1, n_head=1, n_kv_head=1, n_embd=64), pad_vocab_size_to=64)
     ours.init_weights()
     (tmp_path / "ours").mkdir()
-    huggingface.write(ours, tmp_path / "ours", "safetensors", torch.float32)
+    huggingface.write(ours, tmp_path / "ours", torch.float32)
     theirs = nn.Module()
     theirs.config = Foreign.config
     for name, value in load_safetensors(tmp_path / "ours").items():
@@ -261,7 +245,7 @@ def test_bit_for_bit_what_scripts_export_writes(tmp_path):
     block.mlp.fused_linears = ("gate_proj", "up_proj")
     for model in (ours, theirs):
         nf.convert(model, "clover", verbose=False)
-    huggingface.write(ours, tmp_path / "ours", "compressed-tensors", torch.bfloat16, forward_weights(ours))
+    huggingface.write(ours, tmp_path / "ours", torch.bfloat16, forward_weights(ours))
     nf.save_quantized(theirs, tmp_path / "theirs")
     want, got = load_safetensors(tmp_path / "ours"), load_safetensors(tmp_path / "theirs")
     assert set(want) == set(got) and sum("packed" in name for name in want) == 7

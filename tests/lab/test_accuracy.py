@@ -36,7 +36,7 @@ def test_bad_input_is_one_line(tiny_base, tmp_path):
     for flags, message in (
         ([model, "--rows=gptq"], "--rows is 'gptq', expected some of bf16"),
         ([model, "--rows=merged"], "results of other settings"),
-        ([f"--model={tmp_path}/nothing.gguf"], "nothing.gguf"),
+        ([f"--model={tmp_path}/nothing"], "nothing|not installed"),  # the second without transformers
     ):
         with pytest.raises(UserError, match=message) as e:
             accuracy.main([*flags, f"--out={out}" if flags[-1] == "--rows=merged" else f"--out={tmp_path}/new", *SMALL])

@@ -440,7 +440,7 @@ NOT_HERE |= {"nanochat_fp4.upstream"}  # wants a checkout of nanochat
 NOT_HERE |= {"lab.predict.measured", "lab.study.forwards", "lab.record"}  # want files of a benchmark, a sweep, a run
 NOT_HERE |= {"lab.debian"}  # wants names of packages
 NOT_HERE |= {"lab.measure.accuracy"}  # wants a model
-NOT_HERE |= {"scripts.export", "scripts.import_model", "scripts.chat_rl"}  # want a format, a file, GSM8K
+NOT_HERE |= {"scripts.export", "scripts.chat_rl"}  # want a format, GSM8K
 
 
 def try_commands(server: ForkServer, base: Path, module: str, count: int, rng: random.Random, tmp: Path) -> dict:

@@ -70,7 +70,7 @@ def train(method: str | nf.Recipe, steps: int = 2) -> nn.Sequential:
 
 
 def load(folder: str | Path) -> nn.Sequential:
-    notes: list[str] = nf.save_quantized(build(), folder, format="modelopt")
+    notes: list[str] = nf.save_quantized(build(), folder, dtype=torch.float32)
     print(*notes)
     errors: dict[str, float] = nf.merge_adapter(build(), deltas={"0": torch.zeros(64, 32)})
     print(errors)
