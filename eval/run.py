@@ -19,6 +19,7 @@ import torch.distributed as dist
 from nanochat_fp4.common import get_dist_info, is_ddp_initialized
 from nanochat_fp4.console import Progress
 from nanochat_fp4.data.chat_data import Task
+from nanochat_fp4.data.tokenizer import without_end
 from nanochat_fp4.generation.engine import Engine
 from nanochat_fp4.models.gpt import autocast
 from nanochat_fp4.nvfp4.contexts import per_token_scale, quantize_weights_once
@@ -176,7 +177,10 @@ def _choose(batch: list[_Problem], model: torch.nn.Module, tokenizer: Any) -> li
 def _answer(
     batch: list[_Problem], task: Task, model: torch.nn.Module, tokenizer: Any, num_samples: int, sampling: dict
 ) -> list[list[str]]:
-    """num_samples answers to each problem, as text, special tokens (the calculator's) included."""
+    """num_samples answers to each problem, as text with the calculator's special tokens and without the end."""
     engine = Engine(model, tokenizer)
     results = engine.generate_many([p.prompt for p in batch], num_samples=num_samples, **sampling)
-    return [[tokenizer.decode(tokens[len(p.prompt) :]) for tokens in samples] for p, samples in zip(batch, results)]
+    return [
+        [tokenizer.decode(without_end(tokens[len(p.prompt) :], tokenizer)) for tokens in samples]
+        for p, samples in zip(batch, results)
+    ]

@@ -30,6 +30,7 @@ from nanochat_fp4.common import is_ddp_initialized
 from nanochat_fp4.console import ArgumentParser, Progress, parse_finite
 from nanochat_fp4.data.chat_data import Source, Task, describe_sources, load_sources
 from nanochat_fp4.data.chat_loader import Rollouts
+from nanochat_fp4.data.tokenizer import without_end
 from nanochat_fp4.errors import UserError, run_main
 from nanochat_fp4.generation.engine import Engine
 from nanochat_fp4.nvfp4.contexts import per_token_scale
@@ -110,7 +111,8 @@ def pass_at_k(
                 problem = task[index]
                 prompt = run.tokenizer.render_for_completion(problem)
                 sequences, _ = answers(prompt, rows, args.seed + index, temperature=1.0)
-                right = [bool(task.evaluate(problem, run.tokenizer.decode(row[len(prompt) :]))) for row in sequences]
+                said = (without_end(row[len(prompt) :], run.tokenizer) for row in sequences)
+                right = [bool(task.evaluate(problem, run.tokenizer.decode(answer))) for answer in said]
                 solved += torch.tensor([any(right[: k + 1]) for k in range(rows)], device=process.device)
     if is_ddp_initialized():
         dist.all_reduce(solved)

@@ -19,6 +19,7 @@ from torch import Tensor
 from nanochat_fp4.common import mean_over_ranks
 from nanochat_fp4.data.chat_data import Task
 from nanochat_fp4.data.dataloader import Lane, PackedRows, RowOrder, at_least_one, check_position, lanes_of
+from nanochat_fp4.data.tokenizer import without_end
 from nanochat_fp4.errors import UserError
 
 IGNORE = -1  # target that does not count
@@ -194,9 +195,10 @@ class Rollouts(_Dealt):
     generate(prompt, rows, seed) -> (sequences, masks): as engine.Engine.generate_batch gives them. Each problem is
     answered num_samples times, B at a time, which makes num_samples / B micro-batches. inputs, targets: int64 (B,
     longest answer's length - 1). advantages: FP32 (B,). A target is -1 in the prompt, the calculator's answers and the
-    padding. An answer's advantage is its reward minus the mean reward of the problem's answers (nanochat's: GRPO
-    without dividing by the deviation). The answers are made when the first of a problem's micro-batches is asked for,
-    by the model as it then is. Problem n of the run goes to rank n % world_size, and its seeds depend on n alone.
+    padding. The end that the model chose is a target like its other tokens, so that the model learns when to stop. An
+    answer's advantage is its reward minus the mean reward of the problem's answers (nanochat's: GRPO without dividing
+    by the deviation). The answers are made when the first of a problem's micro-batches is asked for, by the model as
+    it then is. Problem n of the run goes to rank n % world_size, and its seeds depend on n alone.
     """
 
     KEY = "number"
@@ -235,7 +237,7 @@ class Rollouts(_Dealt):
             seed = int.from_bytes(hashlib.sha256(f"{self.seed} {number} {first}".encode()).digest()[:4], "big") // 2
             for part, new in zip((rows, masks), self.generate(prompt, self.B, seed)):
                 part += new
-        answers = [self.tokenizer.decode(row[len(prompt) :]) for row in rows]
+        answers = [self.tokenizer.decode(without_end(row[len(prompt) :], self.tokenizer)) for row in rows]
         rewards = torch.tensor([float(self.dataset.evaluate(problem, answer)) for answer in answers])
         self.rewards += rewards.tolist()
         self.lengths += [len(row) - len(prompt) for row in rows]

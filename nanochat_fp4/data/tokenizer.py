@@ -74,6 +74,12 @@ def _in_parts(text: str) -> list[str]:
     return [text[a:b] for a, b in zip(cuts, cuts[1:])]
 
 
+def without_end(tokens: list[int], tokenizer: Any) -> list[int]:
+    """An answer's tokens without the <|assistant_end|> or <|bos|> that ends it, if the answer was not cut off."""
+    ends = (tokenizer.encode_special("<|assistant_end|>"), tokenizer.get_bos_token_id())
+    return tokens[:-1] if tokens and tokens[-1] in ends else tokens
+
+
 class _EncodingUnpickler(pickle.Unpickler):
     """Reads a pickled tiktoken.Encoding; refuses every other class or function that the file names."""
 

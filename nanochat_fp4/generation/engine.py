@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanochat_fp4.common import preserved_rng
+from nanochat_fp4.data.tokenizer import without_end
 from nanochat_fp4.generation.calculator import use_calculator
 from nanochat_fp4.models.gpt import autocast
 from nanochat_fp4.nvfp4.contexts import per_token_scale, quantize_weights_once
@@ -282,15 +283,15 @@ class Engine:
         """
         `generate` with the same arguments, as (token sequences, masks), one of each a sample.
 
-        A sequence starts with the prompt (mask 0) and ends before its <|assistant_end|> or <|bos|>.
+        A sequence starts with the prompt (mask 0). The <|assistant_end|> or <|bos|> that the model chose is its last
+        token (mask 1). A sequence that was cut off at max_tokens has no such end. See tokenizer.without_end.
         """
         results = [list(tokens) for _ in range(num_samples)]
         masks = [[0] * len(tokens) for _ in range(num_samples)]
         for new in self._steps([tokens], num_samples, **kwargs):
             for i, (token, mask) in new.items():
-                if token not in self.terminal:
-                    results[i].append(token)
-                    masks[i].append(mask)
+                results[i].append(token)
+                masks[i].append(mask)
         return results, masks
 
     def generate_many(self, prompts: list[list[int]], num_samples: int = 1, **kwargs: Any) -> list[list[list[int]]]:
@@ -304,8 +305,7 @@ class Engine:
         sequences = [list(prompt) for prompt in prompts for _ in range(num_samples)]
         for new in self._steps(prompts, num_samples, **kwargs):
             for i, (token, _) in new.items():
-                if token not in self.terminal:
-                    sequences[i].append(token)
+                sequences[i].append(token)
         return [sequences[i : i + num_samples] for i in range(0, len(sequences), num_samples)]
 
 
@@ -357,5 +357,5 @@ def draw_samples(
         for prompt in prompts:
             tokens = tokenizer(prompt, prepend="<|bos|>")
             rows, _ = engine.generate_batch(tokens, num_samples=1, max_tokens=max_tokens, temperature=0)
-            samples.append(tokenizer.decode(rows[0][1:]))  # without <|bos|>
+            samples.append(tokenizer.decode(without_end(rows[0][1:], tokenizer)))  # nor the <|bos|> that begins it
     return samples

@@ -7,6 +7,7 @@ import torch
 from _samples import byte_tokenizer
 
 import nanochat_fp4 as nf
+from nanochat_fp4.data.tokenizer import without_end
 from nanochat_fp4.generation.engine import AnswerText, Engine, KVCache, prepare, sample_next_token
 from nanochat_fp4.models.gpt import GPT, GPTConfig, autocast
 
@@ -158,7 +159,10 @@ def run(*script, num_samples=1, **kwargs):
 )  # fmt: skip
 def test_calls_of_the_calculator_and_ends(script, text):
     (results, masks), model = run(script)
-    assert results[0] == [BOS, *say(text)]
+    assert without_end(results[0][1:], TOKENIZER) == say(text)
+    ended = len(text) != 63  # the end that the model chose is the answer's; nothing stands for an end that it did not
+    assert results[0][1 + len(say(text)) :] == ended * [BOS if "[bos]" in script else ASSISTANT_END]
+    assert masks[0][-1] == 1 and len(masks[0]) == len(results[0])
     put_in = say(text.partition("[python_end]")[2].partition("[output_end]")[0] + "[output_end]")
     assert masks[0].count(0) == 1 + (len(put_in) if "[output_end]" in text else 0)
     assert model.calls <= len(text) + 1  # nothing is computed after the end
@@ -169,7 +173,7 @@ def test_many_prompts_call_side_by_side():
     model = ScriptedModel(say("a[python_start]2+2[python_end]xxxe"), say("yyahi"))
     got = Engine(model, TOKENIZER).generate_many([[BOS], [BOS, *b"pq"]], temperature=0.0, max_tokens=20)
     called = say("a[python_start]2+2[python_end][output_start]4[output_end]e")
-    assert got == [[[BOS, *called]], [[BOS, *b"pqahi"]]]
+    assert got == [[[BOS, *called, ASSISTANT_END]], [[BOS, *b"pqahi", ASSISTANT_END]]]
 
 
 @pytest.mark.parametrize(
@@ -190,9 +194,9 @@ def test_an_answer_is_text_with_readable_calls(tokens, pieces):
 def test_rows_call_and_end_on_their_own():
     # The first token comes from the prompt, which the rows share.
     (results, masks), _ = run("a[python_start]2+2[python_end]xxxe", "ahi", num_samples=2)
-    assert results[0][1:] == say("a[python_start]2+2[python_end][output_start]4[output_end]e")
-    assert results[1][1:] == say("ahi")
-    assert masks[1] == [0, 1, 1, 1]
+    assert results[0][1:] == say("a[python_start]2+2[python_end][output_start]4[output_end]e[assistant_end]")
+    assert results[1][1:] == say("ahi[assistant_end]")
+    assert masks[1] == [0, 1, 1, 1, 1]
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -79,6 +79,22 @@ def test_what_is_made_of_answers():
     assert asked[-2:] == asked[2:4], "a resume asks what would have been asked"
 
 
+def test_the_end_is_learned_and_padding_is_not():
+    """Of an answer that ends and one that is cut off. Rewards see neither end."""
+    tokenizer, seen = byte_tokenizer(), []
+    end = tokenizer.encode_special("<|assistant_end|>")
+
+    class Seen(Lower):
+        def evaluate(self, conversation, answer):
+            return not seen.append(answer)
+
+    def generate(prompt, rows, seed):
+        return [prompt + [97, end], prompt + [98, 99, 100]], [[0] * len(prompt) + [1] * n for n in (2, 3)]
+
+    _, y, _, _ = next(Rollouts(Seen(), tokenizer, generate, 2, 2, "cpu"))
+    assert y[:, -3:].tolist() == [[97, end, -1], [98, 99, 100]] and seen == ["a", "bcd"]
+
+
 def test_what_is_rewarded_becomes_likelier():
     tokenizer = byte_tokenizer()
     torch.manual_seed(0)
