@@ -13,12 +13,11 @@ GPU and a CPU emulate the same arithmetic.
 The other names, by task:
 
     train       convert, and for methods that change in a run set_progress; for clover_feedback update_gram_matrices,
-                gram_state, load_gram_state; distillation_loss, to learn from a teacher in full precision
+                gram_state, load_gram_state
     go faster   quantize_weights_once and accumulate_gradients around the micro-batches of a step
     evaluate    full_precision for the same weights in BF16; per_token_scale for results that ignore the batch
     many GPUs   gather_codes with FSDP2; ColwiseParallel and RowwiseParallel with DTensor
-    load, save  load_quantized reads a folder of scripts.export; save_quantized writes one of a transformers model;
-                merge_adapter rounds weights with adapters to 4 bits again
+    load, save  load_quantized reads a folder of scripts.export; save_quantized writes one of a transformers model
     numerics    quantize, rotate and NVFP4Tensor are the format; QuantLinear is one layer
     methods     METHODS are the names to choose from, ROUNDINGS what they are made of. get_recipe gives the Recipe of a
                 name, and register adds a row. A Recipe of your own has a Gemm of two Operands for each product:
@@ -67,14 +66,12 @@ __all__ = [
     "accumulate_gradients",
     "backend",
     "convert",
-    "distillation_loss",
     "full_precision",
     "gather_codes",
     "get_recipe",
     "gram_state",
     "load_gram_state",
     "load_quantized",
-    "merge_adapter",
     "per_token_scale",
     "quantize",
     "quantize_weights_once",
@@ -86,19 +83,15 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from nanochat_fp4.export.adapters import merge_adapter
     from nanochat_fp4.export.load import load_quantized
     from nanochat_fp4.export.save import save_quantized
-    from nanochat_fp4.models.distill import distillation_loss
     from nanochat_fp4.nvfp4.tensor_parallel import ColwiseParallel, RowwiseParallel
 else:
     # Few programs need these names, and their modules import more than torch's core, so they are loaded on demand.
     _ON_DEMAND = {
         "ColwiseParallel": "nvfp4.tensor_parallel",
         "RowwiseParallel": "nvfp4.tensor_parallel",
-        "distillation_loss": "models.distill",
         "load_quantized": "export.load",
-        "merge_adapter": "export.adapters",
         "save_quantized": "export.save",
     }
 

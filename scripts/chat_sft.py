@@ -8,14 +8,11 @@ A tiny model on a CPU, without a network:
 
     python -m scripts.chat_sft --data local --num-iterations=20
 
-nanochat's flags, mixture and loss mask. --distill learns the distribution of a teacher in full precision:
-
-    python -m scripts.chat_sft --distill
+nanochat's flags, mixture and loss mask.
 """
 
 import argparse
 import functools
-from pathlib import Path
 
 import torch
 
@@ -32,12 +29,9 @@ from nanochat_fp4.data import chat_data
 from nanochat_fp4.data.chat_data import CustomJSON, SimpleSpelling, SmolTalk, Source, Task
 from nanochat_fp4.data.chat_loader import ConversationBatches
 from nanochat_fp4.errors import UserError, run_main
-from nanochat_fp4.models.distill import distillation_loss
 from nanochat_fp4.parallel import unsharded
 from nanochat_fp4.signals import StopRequested
-from nanochat_fp4.training.checkpoint_manager import NoCheckpointError, weights_digest
 from nanochat_fp4.training.flags import add_common_arguments, changed_flags, steps_of_epochs
-from nanochat_fp4.training.load_model import build_model, checkpoint_folder
 from nanochat_fp4.training.setup import PostTraining, run_stage
 from nanochat_fp4.training.trainer import Process, TrainingStep, due
 
@@ -47,8 +41,6 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add_common_arguments(parser, init_lr_frac=0.02)
     add = parser.add_argument
     add("--source", default="mid", choices=("base", "mid"), help="base|mid - which checkpoint to load from")
-    text = "learn from a teacher's logits: the same checkpoint in full precision, or the newest of this folder"
-    add("--distill", nargs="?", const="itself", metavar="FOLDER", help=text)
     # Training horizon
     add("--num-epochs", type=int, default=1, help="number of epochs")
     add("--num-iterations", type=int, default=-1, help="override number of iterations (-1 = use num_epochs)")
@@ -150,20 +142,6 @@ class Evaluation:
         return score.accuracy
 
 
-def load_teacher(args: argparse.Namespace, run: PostTraining) -> tuple[torch.nn.Module, str | None]:
-    """(the teacher, which computes in the precision of autocast; the digest of its weights). Raises UserError."""
-    if args.parallel != "ddp":
-        raise UserError("--distill reads the whole output head on each process; leave --parallel out")
-    folder, step = checkpoint_folder(run.source, run.model_tag), run.parent.get("step")
-    if args.distill != "itself":
-        folder, step = Path(args.distill), None
-    try:
-        teacher, _, meta = build_model(folder, step, run.process.device, "eval")
-    except NoCheckpointError as e:
-        raise UserError(f"--distill: {e}; name a folder with checkpoints of the teacher") from e
-    return teacher.requires_grad_(False), weights_digest(folder, meta.get("step"))
-
-
 def train(args: argparse.Namespace, process: Process) -> None:
     examples, world_size = args.target_examples_per_step, process.world_size
     run = PostTraining("sft", args.source, args, process)
@@ -187,14 +165,12 @@ def train(args: argparse.Namespace, process: Process) -> None:
     optimizers, schedule = run.model.setup_finetuning(
         run.rates, args.init_lr_frac, lambda progress: 1.0 - progress, orthogonalizer=run.orthogonalizer
     )
-    teacher, digest = load_teacher(args, run) if args.distill else (None, None)
-    loss = {"loss": lambda forward, x, y: distillation_loss(forward, teacher, x, y)} if teacher else {}
-    parts = run.parts(optimizers, run.model, **loss)
+    parts = run.parts(optimizers, run.model)
     evaluation = Evaluation(args, run, parts, val_dataset, B)
     trainer = run.trainer(
         parts,
         sources,
-        {"target_examples_per_step": examples, "device_batch_size": B, "teacher": digest},
+        {"target_examples_per_step": examples, "device_batch_size": B},
         make_loader=lambda position: ConversationBatches(
             dataset, tokenizer, B, process.device, process.rank, world_size, max_tokens, state=position
         ),

@@ -14,10 +14,8 @@ EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 TRAINER = ("transformers", "accelerate")
 NEEDS = {
     "hf_trainer": (*TRAINER, "compressed_tensors"),
-    "distill_trainer": TRAINER,
     "lightning_module": ("lightning",),
     "lora": ("peft",),
-    "lora_packed": ("peft", "accelerate"),
 }
 
 
@@ -46,12 +44,6 @@ def test_plain_loop(capsys):
     assert "converted 4 linear layers" in out
     # The loss of the same weights, on the rows of the last one: one step of AdamW and BF16 for 4 bits lie between them.
     assert abs(float(out.split()[-1]) - losses[-1]) < 0.1
-
-
-def test_distill(capsys):
-    losses = load("distill").main("clover", 40)
-    assert f"-> {losses[-1]:.4f} nats" in capsys.readouterr().out
-    assert len(losses) == 40 and sum(losses[-5:]) < 0.8 * sum(losses[:5])
 
 
 def test_fsdp2(tmp_path):
@@ -85,13 +77,6 @@ def test_hf_trainer(tmp_path):
 
 
 @pytest.mark.slow
-def test_distill_trainer(tmp_path):
-    losses = load("distill_trainer").main(str(tmp_path / "run"), "clover", 20)
-    assert len(losses) == 20 and sum(losses[-5:]) < 0.8 * sum(losses[:5])
-    assert (tmp_path / "run" / "nvfp4" / "model.safetensors").stat().st_size > 0
-
-
-@pytest.mark.slow
 def test_lightning_module(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     losses = load("lightning_module").main("clover_late", 10)
@@ -103,19 +88,3 @@ def test_lora(capsys):
     losses = load("lora").main(10)
     assert len(losses) == 10 and losses[-1] < losses[0]
     assert "left alone (an adapter's low-rank factor)" in capsys.readouterr().out
-
-
-@pytest.mark.slow
-def test_lora_packed(tmp_path):
-    example = load("lora_packed")
-    found = example.main(str(tmp_path / "run"), 20)
-    assert found.pop("loss") < 4.5 and 0 < found.pop("logits") < 0.3
-    assert len(found) == 14 and all(0.02 < error < 0.12 for error in found.values())
-    from peft import PeftModel
-    from transformers import LlamaConfig
-
-    assert [path.name for path in (tmp_path / "run" / "adapter").glob("*.safetensors")] == ["adapter_model.safetensors"]
-    config = LlamaConfig.from_pretrained(tmp_path / "run" / "merged")
-    again = PeftModel.from_pretrained(example.load(config, str(tmp_path / "run")), tmp_path / "run" / "adapter")
-    packed = example.load(config, str(tmp_path / "run" / "merged")).get_submodule("model.layers.0.mlp.up_proj").packed
-    assert again(torch.arange(10)[None]).logits.isfinite().all() and packed[1].codes.dtype == torch.uint8

@@ -10,9 +10,7 @@ hub. Rows that --out holds are not made again. All rows read the same held-out t
     tuned     bf16, trained as long as the rows below: what the training text alone brings
     ptq       4/6 for the weights, nothing is trained
     feedback  the same after calibration: error feedback (GPTQ), with a search over six block scales
-    qat       trained in 4 bits on the text       qad     trained in 4 bits to the logits of bf16
-    lora      adapters on codes alone, trained to the logits of bf16
-    merged    lora's adapters added to the weights, which are rounded to 4 bits again
+    qat       trained in 4 bits on the text
 """
 
 import argparse
@@ -35,18 +33,16 @@ from nanochat_fp4.data.dataloader import tokenizing_distributed_data_loader_bos_
 from nanochat_fp4.data.dataset import ensure_data
 from nanochat_fp4.environment import environment_info
 from nanochat_fp4.errors import UserError, run_main
-from nanochat_fp4.export.adapters import keep_codes_alone
 from nanochat_fp4.files import atomic_write
 from nanochat_fp4.models.gpt import autocast
 from nanochat_fp4.models.hf_model import load_hf_model
 from nanochat_fp4.training.checkpoint_manager import list_steps
 from nanochat_fp4.training.load_model import build_model
 
-ROWS = ("bf16", "tuned", "ptq", "feedback", "qat", "qad", "lora", "merged")
+ROWS = ("bf16", "tuned", "ptq", "feedback", "qat")
 INPUTS = {"W4A4": nf.Operand("four_over_six"), "W4A16": nf.Operand()}
 PLAIN, FEEDBACK = nf.Operand("four_over_six"), nf.Operand("scale_search_6", feedback=True)
 CALIBRATION = 4  # batches, for the Gram matrices
-LORA_RATE = 10  # times the learning rate of whole weights
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -57,8 +53,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--rows", default=",".join(ROWS), help=f"some of {','.join(ROWS)}")
     add("--data-dir", default=None, help="text, as DATA_DIR")
     add("--steps", type=int, default=100, help="of each training")
-    add("--lr", type=parse_finite, default=5e-6, help=f"AdamW's largest; it falls to zero. LoRA: {LORA_RATE}x")
-    add("--rank", type=int, default=16, help="of LoRA")
+    add("--lr", type=parse_finite, default=5e-6, help="AdamW's largest; it falls to zero")
     add("--device-batch-size", type=int, default=4, help="rows of a batch")
     add("--seq-len", type=int, default=512, help="tokens of a row")
     add("--eval-batches", type=int, default=8, help="of held-out text; their logits are kept, 4 bytes each")
@@ -76,18 +71,6 @@ def load(name: str, device: torch.device) -> tuple[nn.Module, Any, Tensor]:
     return model, tokenizer, tokenizer.token_bytes(device)
 
 
-class LoRA(nn.Module):
-    """What a layer adds to its output, 2 B A x, for a forward hook; B is zero at first."""
-
-    def __init__(self, layer: nn.Linear, rank: int):
-        super().__init__()
-        self.a = nn.Parameter(torch.randn(rank, layer.in_features, device=layer.weight.device) / layer.in_features**0.5)
-        self.b = nn.Parameter(torch.zeros(layer.out_features, rank, device=layer.weight.device))
-
-    def forward(self, layer: nn.Module, args: tuple, output: Tensor) -> Tensor:
-        return output + 2 * F.linear(F.linear(args[0], self.a), self.b)
-
-
 class Study:
     """The model, its text, and bf16's logits on the held-out part of the text."""
 
@@ -98,7 +81,6 @@ class Study:
         self.held_out = [batch for _, batch in zip(range(args.eval_batches), self.batches("val"))]
         with torch.no_grad(), autocast(device.type):
             self.wanted = [self.model(x).log_softmax(-1) for x, _ in self.held_out]
-        self.adapted: dict[str, tuple[nn.Module, dict[str, LoRA]]] = {}
 
     def batches(self, split: str) -> Iterator[tuple[Tensor, Tensor]]:
         rows, length = self.args.device_batch_size, self.args.seq_len
@@ -149,12 +131,6 @@ class Study:
             if row == "tuned":
                 self.train(model, model)
             return model, {}
-        if row == "merged":
-            if inputs not in self.adapted:
-                raise UserError("--rows: merged needs lora in the same call")
-            model, adapters = self.adapted[inputs]
-            errors = nf.merge_adapter(model, {name: 2 * lora.b @ lora.a for name, lora in adapters.items()})
-            return model, {"error": sum(errors.values()) / len(errors), "largest": max(errors.values())}
         model = self.converted(inputs, FEEDBACK if row == "feedback" else PLAIN)
         if row == "feedback":
             look = [x for _, (x, _) in zip(range(CALIBRATION), self.batches("train"))]
@@ -162,20 +138,7 @@ class Study:
                 nf.update_gram_matrices(model, lambda: [model(x) for x in look])
         elif row == "qat":
             self.train(model, model)
-        elif row == "qad":
-            self.train(model, lambda x, y: nf.distillation_loss(model, self.model, x, y))
-        elif row == "lora":
-            self.lora(model, inputs)
         return model, {}
-
-    def lora(self, model: nn.Module, inputs: str) -> None:
-        """Trains adapters beside codes alone; they are hooks until the row `merged` takes them."""
-        keep_codes_alone(model.requires_grad_(False))
-        adapters = {name: LoRA(model.get_submodule(name), self.args.rank) for name in model.nf_report.converted}
-        self.adapted[inputs] = model, adapters
-        self.hooks = [model.get_submodule(n).register_forward_hook(lora) for n, lora in adapters.items()]
-        trained = nn.ModuleList(adapters.values())
-        self.train(trained, lambda x, y: nf.distillation_loss(model, self.model, x, y), LORA_RATE)
 
 
 def run(study: Study, row: str, inputs: str) -> dict[str, Any]:
@@ -193,8 +156,6 @@ def run(study: Study, row: str, inputs: str) -> dict[str, Any]:
         memory = next(int(line.split()[1]) * 1024 for line in status.read_text().splitlines() if "VmHWM" in line)
     with nf.quantize_weights_once(model):
         numbers |= study.measure(model)
-    for hook in vars(study).pop("hooks", ()):
-        hook.remove()
     return {"row": row, "inputs": inputs, **numbers, "minutes": seconds / 60, "memory_gib": memory / 2**30}
 
 
@@ -215,11 +176,9 @@ def main(argv: list[str] | None = None) -> None:
                 record["environment"] = environment_info()
                 atomic_write(args.out, json.dumps(record, indent=1) + "\n")
                 print0(record["lines"][-1])
-    keys = ("bpb", "kl", "top1", "minutes", "memory_gib", "error")
-    print0(
-        "| row | inputs | bits per byte | KL to BF16, nats | same first token | minutes | memory, GiB | weight error |"
-    )
-    print0("|---|---|---:|---:|---:|---:|---:|---:|")
+    keys = ("bpb", "kl", "top1", "minutes", "memory_gib")
+    print0("| row | inputs | bits per byte | KL to BF16, nats | same first token | minutes | memory, GiB |")
+    print0("|---|---|---:|---:|---:|---:|---:|")
     for n in sorted(record["lines"], key=lambda n: ROWS.index(n["row"])):
         print0(f"| {n['row']} | {n['inputs']} | {' | '.join(f'{n[k]:.4f}' if k in n else '-' for k in keys)} |")
 

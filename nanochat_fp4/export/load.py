@@ -5,14 +5,12 @@ changes nothing in the model.
 """
 
 import json
-import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from nanochat_fp4.console import progress_iter
 from nanochat_fp4.errors import UserError, one_line, require
@@ -22,9 +20,6 @@ from nanochat_fp4.export.weights import Weights
 from nanochat_fp4.models.gpt import GPT
 from nanochat_fp4.models.llama import Llama
 from nanochat_fp4.nvfp4.format import BLOCK, E2M1_MAX, NVFP4Tensor
-from nanochat_fp4.nvfp4.fused import groups_computed_as_one
-from nanochat_fp4.nvfp4.linear import QuantLinear
-from nanochat_fp4.nvfp4.operands import Codes
 
 INDEX_FILE = f"{huggingface.WEIGHTS_FILE}.index.json"  # transformers writes it beside several files of weights
 LAMBDAS = {"resid_lambdas": 1.0, "x0_lambdas": 0.0}  # GPT's scalars in config.json, and their neutral values
@@ -36,18 +31,16 @@ M = TypeVar("M", bound=nn.Module)
 
 
 @torch.no_grad()
-def load_quantized(model: M, folder: str | Path, codes: bool = False, device: torch.device | str = "cpu") -> M:
+def load_quantized(model: M, folder: str | Path, device: torch.device | str = "cpu") -> M:
     """Loads the weights of an exported folder (safetensors, compressed-tensors or GGUF), in place.
 
-    model: a GPT or Llama of the folder's shapes, converted or not. Folders that are not GGUF fit any module with the
-           file's names, too, as a model of transformers. Its experts are read one by one, as checkpoints have them.
-    codes: False decodes 4-bit weights into the parameters, for further training or for any inference. With True the
-           converted layers compute with the codes of the file from now on, and their parameters are frozen.
-    device: of what is on the meta device. There, codes=True keeps 4.5 bits a weight and no copy in 16: adapters can be
-           trained beside it, for the forward pass and dgrad need the codes alone. Full precision is then refused.
+    Weights in 4 bits are decoded into the parameters, for further training or for any inference.
+
+    model:  a GPT or Llama of the folder's shapes, converted or not. Folders that are not GGUF fit any module with the
+            file's names, too, as a model of transformers. Its experts are read one by one, as checkpoints have them.
+    device: of parameters that are on the meta device
     Returns the model. Raises UserError where safetensors or gguf is not installed, and for a folder of another format
-    or model. Each tensor must be known, of its shape, and finite. With codes=True the layers must be converted
-    (nf.convert).
+    or model. Each tensor must be known, of its shape, and finite.
 
     >>> nf.load_quantized(torch.nn.Linear(32, 16), "nowhere")  # doctest: +ELLIPSIS
     Traceback (most recent call last):
@@ -62,8 +55,6 @@ def load_quantized(model: M, folder: str | Path, codes: bool = False, device: to
     config = file.config if file else read_config(folder) if about else {}
     check_config(folder, config, about)
     plain, weights = read_weights(file or folder, model, about, tied=bool(config.get("tie_word_embeddings")))
-    if codes and not weights.tensors:
-        raise UserError(f"{file.path if file else folder} has no weights in NVFP4 codes; load it with codes=False")
     lambdas = {}
     if isinstance(model, GPT):
         for name, neutral in LAMBDAS.items():
@@ -79,8 +70,6 @@ def load_quantized(model: M, folder: str | Path, codes: bool = False, device: to
         layer = name.removesuffix(".weight")
         if layer not in weights.tensors and name not in experts:
             value = plain.get(name, lambdas.get(name))
-        elif codes and parameter.is_meta:
-            value = without_memory(parameter, device)
         elif name in experts:
             value = stacked(weights.tensors, *experts[name])
         else:
@@ -89,8 +78,6 @@ def load_quantized(model: M, folder: str | Path, codes: bool = False, device: to
             _replace(model, on_meta[id(parameter)], value.to(device, parameter.dtype))
         elif value is not None:
             parameter[: len(value)].copy_(value) if parameter.ndim else parameter.copy_(value)
-    if codes:
-        compute_with(model, weights)
     if about and model.cos.is_meta:
         model.cos, model.sin = model._rotary_tables()
     if left := [name for name, buffer in model.named_buffers() if buffer.is_meta]:
@@ -207,72 +194,6 @@ def _check_codes(path: Path, name: str, t: NVFP4Tensor, shape: tuple[int, ...] |
     _check_tensor(path, f"{name}, its values,", largest, t.scales.shape)
     if bool((largest < 0).any()):
         raise UserError(f"{path}: {name} has negative scales, which is not NVFP4; export or download it again")
-
-
-def compute_with(model: nn.Module, weights: Weights) -> None:
-    """Gives converted layers these codes to compute with, and freezes their parameters. Raises UserError."""
-    names = {layer: name for name, layer in model.named_modules()}
-    groups = groups_computed_as_one(model)
-    if unconverted := set(weights.tensors) - {names[layer] for group in groups for layer in group}:
-        raise UserError(f"codes=True: {sorted(unconverted)[0]} is not converted; call nf.convert(model, method) first")
-    for name, tensor in weights.tensors.items():
-        if tensor.tensor_scale.numel() > 1:
-            raise UserError(
-                f"codes=True: the parts of {name} have several tensor scales in the file, expected one; decode it with "
-                "codes=False"
-            )
-    for layers in groups:
-        parts = [weights.tensors[names[layer]] for layer in layers if names[layer] in weights.tensors]
-        if len(parts) < len(layers):
-            if parts:
-                raise UserError(
-                    f"codes=True: {names[layers[0]]} has codes, and layers computed as one with it have none"
-                )
-            continue
-        recipe = layers[0].recipe
-        if _codes_alone(layers[0]) and (recipe.grad_input.b.raw or not recipe.fixed_weight):
-            raise UserError(
-                f"codes=True: {recipe.name} rounds a weight anew in each pass, and there are only codes; convert with "
-                'another method, for example "clover"'
-            )
-        give_codes(layers, parts)
-        for layer in layers:
-            packed[id(layer.weight)] = layer.weight.requires_grad_(False)
-
-
-def give_codes(layers: Sequence[QuantLinear], parts: Sequence[NVFP4Tensor]) -> None:
-    """Each layer's codes, in one tensor where the layers are computed as one. Another tensor scale keeps them apart."""
-    device = layers[0].weight.device
-    codes = torch.cat([p.codes for p in parts]).to(device)
-    scales = torch.cat([p.scales.view(torch.uint8) for p in parts]).to(device)
-    start = 0
-    for layer, part in zip(layers, parts):
-        rows = slice(start, start := start + layer.out_features)
-        scale = part.tensor_scale.float().to(device)
-        layer.packed = {1: Codes(codes[rows], scales[rows].view(torch.float8_e4m3fn), scale)}
-    if len(layers) > 1 and all(torch.equal(p.tensor_scale, parts[0].tensor_scale) for p in parts):
-        layers[0].packed[len(layers)] = Codes(codes, scales.view(torch.float8_e4m3fn), layers[0].packed[1].tensor_scale)
-
-
-def without_memory(weight: Tensor, device: torch.device | str) -> Tensor:
-    """For a weight that codes replace. NaN shows where it is taken for a weight: save_pretrained saves it, and peft's
-    merge adds to it."""
-    return torch.full((), torch.nan, dtype=weight.dtype, device=device).expand(weight.shape)
-
-
-def _codes_alone(layer: nn.Module) -> bool:
-    return not any(layer.weight.stride())
-
-
-packed: "weakref.WeakValueDictionary[int, Tensor]" = weakref.WeakValueDictionary()  # id -> a weight that codes replace
-
-
-@register_optimizer_step_pre_hook
-def _refuse_packed(optimizer: torch.optim.Optimizer, *_) -> None:
-    if packed and any(packed.get(id(p)) is p for group in optimizer.param_groups for p in group["params"]):
-        raise UserError(
-            "an optimizer holds weights that 4-bit codes replace; give it the parameters with requires_grad=True"
-        )
 
 
 def load_safetensors(folder: Path) -> dict[str, Tensor]:

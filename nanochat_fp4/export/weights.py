@@ -64,9 +64,7 @@ def forward_weights(model: nn.Module, together: Iterable[Sequence[str]] = ()) ->
     if forced:
         in_forced = {layer for group in forced for layer in group}
         groups = [g for g in forced if g] + [g for g in groups if not in_forced.intersection(g)]
-    known = [group[0].packed.get(len(group)) for group in groups]  # of a model that was loaded as codes
-    made = iter(quantized_weights([group for group, operand in zip(groups, known) if operand is None]))
-    operands = [next(made) if operand is None else operand for operand in known]
+    operands = quantized_weights(groups)
     if not groups or any(operand is None for operand in operands):
         recipe = model.nf_report.recipe if hasattr(model, "nf_report") else None
         method = f"the method {recipe.name}" if recipe else "a model that is not converted"

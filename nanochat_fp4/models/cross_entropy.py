@@ -12,9 +12,6 @@ For a known reduction (mean, sum) the forward pass also makes the gradients of x
 is computed twice. Two tensors of the sizes of x and weight stay for the backward pass. Per-token losses (reduction
 "none") do not know their weights yet: their backward pass runs the same sweep a second time.
 
-Distillation takes the same sweep (linear_kl_divergence). A chunk then has two products, the model's logits and the
-teacher's, and the loss of a token is the KL divergence of the two distributions.
-
 The sweep is a custom operator, so torch.compile(fullgraph=True) of a model around it sees one opaque node and cannot
 decide to keep the logits after all. On CUDA a kernel makes losses and gradient (nvfp4_kernels/cross_entropy.py), with
 6 bytes of traffic a logit. The functions here are its reference.
@@ -26,7 +23,7 @@ The scale is therefore known before the gradient is made, and no pass looks for 
 
 import functools
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -106,33 +103,6 @@ def _chunk_gradient(
     logits.copy_(F.pad(grad, (0, logits.size(1) - vocab_size)))
 
 
-def _chunk_divergences(
-    logits: Tensor, wanted: Tensor, vocab_size: int, softcap: float, wanted_softcap: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """KL(teacher, model) `(C,)` FP32 of one chunk, and the logsumexp `(C, 1)` of both. wanted: the teacher's logits."""
-    z, t = softcap * _capped(logits, vocab_size, softcap), wanted_softcap * _capped(wanted, vocab_size, wanted_softcap)
-    log_sum, log_sum_t = z.logsumexp(-1, keepdim=True), t.logsumexp(-1, keepdim=True)
-    log_p = t - log_sum_t
-    return (log_p.exp() * (log_p - z + log_sum)).sum(-1), log_sum, log_sum_t
-
-
-def _chunk_divergence_gradient(
-    logits: Tensor,
-    wanted: Tensor,
-    log_sum: Tensor,
-    log_sum_t: Tensor,
-    token_weight: Tensor,
-    vocab_size: int,
-    softcap: float,
-    wanted_softcap: float,
-) -> None:
-    """Replace the logits by the gradient of sum(token_weight * divergences) with respect to them."""
-    capped = _capped(logits, vocab_size, softcap)
-    p = torch.exp(wanted_softcap * _capped(wanted, vocab_size, wanted_softcap) - log_sum_t)
-    grad = (torch.exp(softcap * capped - log_sum) - p) * (1 - capped * capped) * token_weight.unsqueeze(1)
-    logits.copy_(F.pad(grad, (0, logits.size(1) - vocab_size)))
-
-
 @functools.cache
 def _compiled(function: Callable) -> Callable:
     """Eagerly the functions are ten passes over the chunk, fused three. The compiler is slow to import."""
@@ -184,28 +154,6 @@ class _Products:
         return grad @ self.weight, grad.T @ self.x_part
 
 
-class _Divergences(_Products):
-    """The same with a teacher's product beside the first one. teacher: x (N, D'), weight (rows', D'), soft cap."""
-
-    def __init__(self, teacher: tuple[Tensor, Tensor, float], *arguments: Any):
-        super().__init__(*arguments)
-        self.teacher_x, self.softcap = teacher[0], teacher[2]
-        self.teacher_weight = teacher[1].to(self.dtype)
-
-    def logits(self, part: slice) -> Tensor:
-        self.wanted = self.teacher_x[part].to(self.dtype) @ self.teacher_weight.T
-        return super().logits(part)
-
-    def losses(
-        self, logits: Tensor, targets: Tensor, token_weight: Tensor | None, vocab_size: int, softcap: float
-    ) -> tuple[Tensor, Tensor | None]:
-        wanted, sizes = self.wanted, (vocab_size, softcap, self.softcap)
-        losses, *log_sums = _on(logits.device, _chunk_divergences)(logits, wanted, *sizes)
-        if token_weight is not None:
-            _on(logits.device, _chunk_divergence_gradient)(logits, wanted, *log_sums, token_weight, *sizes)
-        return losses, logits if token_weight is not None else None
-
-
 class _FP8Products:
     """The same in FP8: x and weight in E4M3, grad in E5M2, the results in compute_dtype.
 
@@ -254,12 +202,8 @@ def _sweep(
     softcap: float,
     compute_dtype: torch.dtype,
     fp8: bool,
-    teacher: tuple[Tensor, Tensor, float] | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Losses (N,) FP32 and, where token_weight (N,) is given, the gradients of sum(token_weight * losses).
-
-    With a teacher (_Divergences) the losses are divergences from it.
-    """
+    """Losses (N,) FP32 and, where token_weight (N,) is given, the gradients of sum(token_weight * losses)."""
     num_tokens, num_rows = x.size(0), weight.size(0)
     fp8 = fp8 and num_tokens > 0
     # In FP8 a chunk's logits have their gradient beside them, as codes and as transposed codes: twice the memory.
@@ -273,8 +217,7 @@ def _sweep(
     if token_weight is not None:
         grad_x = torch.zeros_like(x)
     with torch.autocast(x.device.type, enabled=False):  # dtypes are chosen here
-        kind = functools.partial(_Divergences, teacher) if teacher else _FP8Products if fp8 else _Products
-        products = kind(x, weight, token_weight, compute_dtype)
+        products = (_FP8Products if fp8 else _Products)(x, weight, token_weight, compute_dtype)
         for start in range(0, num_tokens, chunk):
             part = slice(start, min(start + chunk, num_tokens))
             part_weight = None if token_weight is None else token_weight[part]
@@ -299,14 +242,10 @@ def _weighted_sum(
     compute_dtype: torch.dtype,
     fp8: bool,
     want_grad: bool,
-    teacher_x: Tensor | None = None,
-    teacher_weight: Tensor | None = None,
-    teacher_softcap: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """sum(token_weight * losses) () FP32 and its gradients for x and weight (empty unless want_grad)."""
-    teacher = None if teacher_x is None else (teacher_x, teacher_weight, teacher_softcap)
     losses, grad_x, grad_weight = _sweep(
-        x, weight, targets, token_weight if want_grad else None, vocab_size, softcap, compute_dtype, fp8, teacher
+        x, weight, targets, token_weight if want_grad else None, vocab_size, softcap, compute_dtype, fp8
     )
     loss = (losses * token_weight).sum()
     if not want_grad:
@@ -315,7 +254,7 @@ def _weighted_sum(
 
 
 @_weighted_sum.register_fake
-def _(x, weight, targets, token_weight, vocab_size, softcap, compute_dtype, fp8, want_grad, *teacher):
+def _(x, weight, targets, token_weight, vocab_size, softcap, compute_dtype, fp8, want_grad):
     loss = x.new_empty((), dtype=torch.float32)
     if not want_grad:
         return loss, x.new_empty(0), weight.new_empty(0)
@@ -331,7 +270,7 @@ def _save_gradients(ctx, inputs, output):
 
 def _scale_gradients(ctx, grad_loss, _grad_x, _grad_weight):
     grad_x, grad_weight = ctx.saved_tensors
-    return grad_x * grad_loss, grad_weight * grad_loss, *[None] * 10
+    return grad_x * grad_loss, grad_weight * grad_loss, *[None] * 7
 
 
 _weighted_sum.register_autograd(_scale_gradients, setup_context=_save_gradients)
@@ -412,36 +351,3 @@ def _compute_dtype(x: Tensor) -> torch.dtype:
 def _equal_weights(targets: Tensor) -> Tensor:
     counts = (targets >= 0).float()
     return counts / counts.sum().clamp_min(1)
-
-
-def linear_kl_divergence(
-    x: Tensor,
-    weight: Tensor,
-    teacher_x: Tensor,
-    teacher_weight: Tensor,
-    targets: Tensor,
-    vocab_size: int | None = None,
-    softcap: float = 15.0,
-    teacher_softcap: float | None = None,
-) -> Tensor:
-    """
-    The mean of KL(teacher, model) over the tokens with targets >= 0, in nats; neither's logits are ever kept.
-
-    Args:
-        x: (..., D), and weight (rows, D), of the model, as linear_cross_entropy has them.
-        teacher_x: (..., D'), and teacher_weight (rows', D'), of the teacher; constants. D' may differ from D.
-        targets: (...) int64. Negative ones do not count, and the others only say that their token counts.
-        vocab_size: entries that count, at most the rows of both weights (default: all rows of weight).
-        teacher_softcap: of the teacher (default: softcap).
-
-    Returns FP32 (). Raises ValueError for shapes that do not fit.
-    """
-    vocab_size = weight.size(0) if vocab_size is None else vocab_size
-    if not x.shape[:-1] == teacher_x.shape[:-1] == targets.shape or teacher_weight.size(0) < vocab_size:
-        found = f"{tuple(teacher_x.shape)}, targets {tuple(targets.shape)} and {teacher_weight.size(0)} rows"
-        raise ValueError(f"teacher {found} do not fit x {tuple(x.shape)} and a vocabulary of {vocab_size}")
-    x, teacher_x = (t.reshape(-1, t.size(-1)).contiguous() for t in (x, teacher_x.detach()))
-    token_weight = _equal_weights(targets.reshape(-1))
-    args = (x, weight, targets.reshape(-1), token_weight, vocab_size, softcap, _compute_dtype(x), False)
-    teacher = teacher_x, teacher_weight.detach(), softcap if teacher_softcap is None else teacher_softcap
-    return _weighted_sum(*args, torch.is_grad_enabled(), *teacher)[0]

@@ -100,7 +100,7 @@ def quantize_weights_once(model: nn.Module) -> Iterator[None]:
     ...         layer(rows).sum().backward()
     """
     _layers(model, "quantize_weights_once")
-    groups = [g for g in groups_computed_as_one(model) if not g[0].packed]
+    groups = groups_computed_as_one(model)
     # FSDP's codes are made by sharding.py.
     groups = [g for g in groups if g[0].divided or not any(hasattr(layer.weight, "device_mesh") for layer in g)]
     versions = {layer: _version(layer.weight) for layers in groups for layer in layers}

@@ -26,7 +26,6 @@ def can_be_fused(linears: Sequence[torch.nn.Module]) -> bool:
         type(linear) is type(first)
         and (type(linear) is torch.nn.Linear or getattr(linear, "by_rows", False))
         and linear.bias is None
-        and not (getattr(first, "packed", None) and len(linears) not in first.packed)  # codes of each alone
         and "forward" not in vars(linear)
         and not any(getattr(linear, name) for name in hooks)
         and (type(first) is torch.nn.Linear or _alike(linear, first))

@@ -325,7 +325,6 @@ class QuantLinear(torch.nn.Linear):
     recipe: Recipe
     per_token_in_eval = False  # in eval mode without gradients each row has a tensor_scale of its own (convert)
     context = LayerContext()
-    packed: dict[int, GemmOperand] = {}  # LayerContext.weights of weights that are kept as codes alone
     gathered: GemmOperand | None = None  # the weight in FSDP's buffers (sharding.py)
     gram_matrix: torch.Tensor | None = None  # of the inputs (feedback.py), where it is known
     feedback_factor: torch.Tensor | None = None  # feedback.factor_for of the Gram matrix
@@ -401,8 +400,7 @@ class QuantLinear(torch.nn.Linear):
     def made_weight(self, layers: int) -> GemmOperand | None:
         """The weight operand of the output GEMM where it was made before: of so many layers that fused_linear computes
         as one, this one first."""
-        packed = self.packed.get(layers)
-        return self.context.weights.get(layers) if packed is None else packed
+        return self.context.weights.get(layers)
 
     def change_context(self, change: Callable[[dict], dict]) -> None:
         """change: of LayerContext.entered, to another dict."""
@@ -443,7 +441,8 @@ class QuantLinear(torch.nn.Linear):
         dtype = _compute_dtype(x)
         bias = None if self.bias is None else self.bias.to(dtype)
         if not x.numel() or self._is_plain(layers, dtype):
-            return torch.nn.functional.linear(x, self._plain_weight(x, layers, dtype), bias)
+            # Outside autocast too the weight follows the input, so that FP32 master weights serve BF16 activations.
+            return torch.nn.functional.linear(x, _stacked([layer.matrix.to(dtype) for layer in layers]), bias)
         y = self._product(x, layers, amax=amax, squares=squares)
         y = y.view(*x.shape[:-1], y.shape[-1])
         return y if bias is None else y + bias
@@ -463,14 +462,6 @@ class QuantLinear(torch.nn.Linear):
             and dtype in COMPUTE_DTYPES
         )
         return not (self.quantizes or accumulates or self._gathered(layers) is not None)
-
-    def _plain_weight(self, x: torch.Tensor, layers: "tuple[QuantLinear, ...]", dtype: torch.dtype) -> torch.Tensor:
-        if self.packed and not any(self.weight.stride()) or self.weight.is_meta and not x.is_meta:
-            if not x.numel():  # as some models call experts without tokens
-                return x.new_zeros(()).expand(sum(layer.out_features for layer in layers), self.in_features)
-            raise ValueError("QuantLinear: of this weight only the codes were kept (prepare); load the model anew")
-        # Outside autocast too the weight follows the input, so that FP32 master weights serve BF16 activations.
-        return _stacked([layer.matrix.to(dtype) for layer in layers])
 
     def _product(
         self,

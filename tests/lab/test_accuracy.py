@@ -18,13 +18,12 @@ def test_every_row_of_the_table(tiny_base, tmp_path, capsys):
     accuracy.main([*run, "--rows=bf16"])
     accuracy.main(run)
     lines = {(n["row"], n["inputs"]): n for n in json.loads(out.read_text())["lines"]}
-    assert len(lines) == 2 + 2 * 6 and all(n["memory_gib"] > 0 for n in lines.values())
+    assert len(lines) == 2 + 2 * 3 and all(n["memory_gib"] > 0 for n in lines.values())
     assert lines["bf16", "-"]["kl"] == 0 and lines["bf16", "-"]["top1"] == 1
     assert all(n["kl"] > 0 for key, n in lines.items() if key != ("bf16", "-"))
     bpb = [n["bpb"] for n in lines.values()]
     assert len(set(bpb)) == len(bpb) and max(bpb) < 1.2 * min(bpb)
     assert lines["ptq", "W4A16"]["kl"] < lines["ptq", "W4A4"]["kl"]  # inputs in 16 bits
-    assert all(0 < lines["merged", inputs]["error"] < 0.12 for inputs in accuracy.INPUTS)
     assert "W4A16" in capsys.readouterr().out.splitlines()[-1]
 
 
@@ -35,9 +34,9 @@ def test_bad_input_is_one_line(tiny_base, tmp_path):
     model = f"--model={tiny_base}/base_checkpoints/d2_clover"
     for flags, message in (
         ([model, "--rows=gptq"], "--rows is 'gptq', expected some of bf16"),
-        ([model, "--rows=merged"], "results of other settings"),
+        ([model, "--rows=qat"], "results of other settings"),
         ([f"--model={tmp_path}/nothing"], "nothing|not installed"),  # the second without transformers
     ):
         with pytest.raises(UserError, match=message) as e:
-            accuracy.main([*flags, f"--out={out}" if flags[-1] == "--rows=merged" else f"--out={tmp_path}/new", *SMALL])
+            accuracy.main([*flags, f"--out={out}" if flags[-1] == "--rows=qat" else f"--out={tmp_path}/new", *SMALL])
         assert "\n" not in str(e.value)

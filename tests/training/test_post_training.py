@@ -467,27 +467,6 @@ def test_conversations_that_the_mixture_has_no_place_for_are_refused(base, tmp_p
         mid(f"--sft-dir={tmp_path}")
 
 
-def test_sft_learns_from_a_teacher(base):
-    """The same checkpoint in full precision, or a folder's; a run that goes on has the same teacher."""
-    mid(steps=1)
-    losses = []
-    for flags in (["--quantization=none"], ["--overwrite"]):
-        sft("--distill", *flags, steps=1)
-        rows = read_jsonl(base / "chatsft_checkpoints" / "d2_clover" / "metrics.jsonl")
-        losses += [row["loss"] for row in rows if row["event"] == "train"]
-    assert abs(losses[0]) < 1e-7 < 1e-6 < losses[1] < 0.1  # nats: BF16 is its own teacher, and 4 bits are near it
-    with pytest.raises(UserError, match="teacher was '[0-9a-f]+' and is now None"):
-        sft("--resume-from-step=latest", steps=4)
-    sft("--overwrite", f"--distill={base}/base_checkpoints/d2_clover", steps=1)
-    for flags, message in (
-        (["--distill=nowhere"], "--distill: .*name a folder"),
-        (["--distill", "--parallel=fsdp"], "leave"),
-    ):
-        with pytest.raises(UserError, match=message) as e:
-            sft("--overwrite", *flags, steps=1)
-        one_line(e)
-
-
 def test_a_finished_stage_is_left_alone_unless_its_model_was_trained_anew(base, capsys):
     mid("--quantization=none", steps=1)
     report = base / "report" / "d2_clover" / "midtraining.json"

@@ -62,8 +62,6 @@ def train(method: str | nf.Recipe, steps: int = 2) -> nn.Sequential:
             nf.update_gram_matrices(model, lambda: model(micro_batches[0]))
     state: dict[str, torch.Tensor] = nf.gram_state(model)
     nf.load_gram_state(model, state)
-    distilled: torch.Tensor = nf.distillation_loss(teacher := language_model(), teacher, torch.zeros(1, 4).long())
-    print(distilled.shape)
     with torch.no_grad(), nf.full_precision(model), nf.per_token_scale(model):
         print(model(micro_batches[0]).shape)
     return model
@@ -72,9 +70,7 @@ def train(method: str | nf.Recipe, steps: int = 2) -> nn.Sequential:
 def load(folder: str | Path) -> nn.Sequential:
     notes: list[str] = nf.save_quantized(build(), folder, dtype=torch.float32)
     print(*notes)
-    errors: dict[str, float] = nf.merge_adapter(build(), deltas={"0": torch.zeros(64, 32)})
-    print(errors)
-    return nf.load_quantized(build(), folder, codes=False)
+    return nf.load_quantized(build(), folder)
 
 
 def many_gpus(model: nn.Module) -> list[str]:
