@@ -198,11 +198,7 @@ run() {
     local status=0
     "$@" &
     await $! || status=$?
-    if [ -n "$STOPPED" ]; then
-        # After SIGUSR1 the status is 0, unless the stage could not save. What is not Python dies of SIGUSR1.
-        if [ "$STOPPED" = 0 ] && [ "$status" -ne $((128 + $(kill -l USR1))) ]; then STOPPED=$status; fi
-        stop
-    fi
+    [ -z "$STOPPED" ] || stop
     if [ "$status" -gt 0 ] && [ "$status" -lt 128 ] && [ "${MAY_BE_MISSING:-0}" != 0 ]; then
         echo "going on without it"
         return
@@ -216,8 +212,10 @@ run() {
 
 # on_devices MODULE ARGS...: the stage in one process, or in one for each GPU.
 on_devices() {
+    local nohup=() # torchrun stops at a SIGHUP, also where nohup has it ignored, unless it is told which signals to handle
+    [ -z "$(trap -p HUP | grep "''")" ] || nohup=(--signals-to-handle=SIGTERM,SIGINT,SIGQUIT)
     if [ "$NPROC" -gt 1 ]; then
-        run "$PY" -m nanochat_fp4.training.launch --standalone --nproc_per_node="$NPROC" -m "$@"
+        run "$PY" -m torch.distributed.run ${nohup[@]+"${nohup[@]}"} --standalone --nproc_per_node="$NPROC" -m "$@"
     else
         run "$PY" -m "$@"
     fi

@@ -42,7 +42,7 @@ signal_jobs() { # SIGNAL
 
 stop() {
     # The terminal may be closed. Then the line cannot be written.
-    [ "$STOPPED" = 0 ] || echo "stopped (exit status $STOPPED)${GO_ON:-}" >&2 || true
+    echo "stopped (exit status $STOPPED)${GO_ON:-}" >&2 || true
     exit "$STOPPED"
 }
 
@@ -62,7 +62,6 @@ await() {
 trap 'pass_on HUP 129' HUP   # has no effect under nohup, as it should
 trap 'pass_on TERM 130' INT  # bash starts background commands with SIGINT ignored
 trap 'pass_on TERM 143' TERM
-trap 'pass_on USR1 0' USR1
 trap 'signal_jobs TERM; wait 2>/dev/null || true' EXIT # nothing outlives the script
 
 # Number of NVIDIA GPUs on this machine; 0 where there is none or no driver.
@@ -92,7 +91,7 @@ quietly() {
     shift
     echo "setup: $what"
     (
-        trap 'kill $!; exit' HUP TERM USR1 # the sleep
+        trap 'kill $!; exit' HUP TERM # the sleep
         while sleep 15 & wait $!; do echo "setup: ... still at it after $((SECONDS - started)) s"; done
     ) &
     beat=$!

@@ -7,16 +7,12 @@ import random
 import runpy
 import statistics
 import sys
-import time
-import uuid
 from collections.abc import Callable, Iterator
-from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from nanochat_fp4 import rank_watch
 from nanochat_fp4.console import logger, print_safely
 from nanochat_fp4.errors import UserError, one_line
 from nanochat_fp4.hardware import available_memory, cpu_threads, ignore_false_warnings
@@ -249,86 +245,12 @@ def preserved_rng(device: torch.device) -> Iterator[None]:
 # Joining and leaving the process group
 
 
-_restarts: int | None = None  # as several nodes agreed
-
-
 def restarts() -> int:
-    """How often torchrun has started all processes again because one died. The same number on all ranks."""
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0) if _restarts is None else _restarts
+    """How often torchrun has started all processes again because one died (--max-restarts).
 
-
-def _agent_store(seconds: float) -> dist.Store | None:
+    Nodes count for themselves, so the largest count is taken. All ranks must call this together.
     """
-    torchrun's own store, under a prefix for this start of all processes; None where there is no such store.
-
-    The store outlives a restart (--max-restarts) and keeps the addresses of dead processes. A rank that reads before
-    its peer has written would connect to a dead address. A prefix for each start hides the old addresses. On one node
-    the prefix is torchrun's count of restarts. Several nodes count their restarts separately, so there the processes
-    agree on a number.
-    """
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        return None
-    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
-    start = str(restarts())
-    if os.environ.get("LOCAL_WORLD_SIZE") != os.environ["WORLD_SIZE"]:
-        rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        number = agree_on_start(store, rank, world_size, seconds)
-        start = f"agreed_{number}"
-        global _restarts
-        _restarts = number - 1
-    return dist.PrefixStore(f"nanochat_fp4/start_{start}", store)
-
-
-def agree_on_start(store: dist.Store, rank: int, world_size: int, seconds: float) -> int:
-    """
-    A number that is new for this start and equal on all ranks. All ranks call this function together.
-
-    The store may hold entries of dead processes of earlier starts. Each rank but 0 writes a name, drawn anew. Rank 0
-    answers each name with a new number. A rank whose own name is answered agrees. Rank 0 waits until all ranks have
-    agreed to its last answer. Raises UserError if a rank does not come within `seconds`.
-    """
-
-    def read(key: str) -> str:
-        return store.get(key).decode() if store.check([key]) else ""
-
-    end, others = time.monotonic() + seconds, range(1, world_size)
-    if rank == 0:
-        number = str(store.add("starts", 1))
-        waiting = set(others)
-    else:
-        name = uuid.uuid4().hex
-        store.set(f"name/{rank}", name)
-    while time.monotonic() < end:
-        if rank == 0:
-            for other in sorted(waiting):
-                answer = f"{read(f'name/{other}')} {number}"
-                if read(f"agreed/{other}") == answer:
-                    waiting.discard(other)
-                else:
-                    store.set(f"answer/{other}", answer)
-            if not waiting:
-                return int(number)
-        else:
-            answer = read(f"answer/{rank}")
-            if answer.startswith(f"{name} "):
-                store.set(f"agreed/{rank}", answer)
-                return int(answer.split()[1])
-        time.sleep(0.05)
-    raise UserError(
-        f"not all of {world_size} processes came within {seconds:.0f} seconds; look at those of other nodes"
-    )
-
-
-def rank_timeout() -> timedelta:
-    """How long a process waits for the others before it gives up: NANOCHAT_RANK_TIMEOUT, in seconds; default 120."""
-    text = os.environ.get("NANOCHAT_RANK_TIMEOUT") or "120"
-    try:
-        seconds = float(text)
-        if not 1 <= seconds <= 86_400:
-            raise ValueError
-    except ValueError:
-        raise UserError(f"NANOCHAT_RANK_TIMEOUT={text!r} is not a number of seconds from 1 to 86400") from None
-    return timedelta(seconds=seconds)
+    return max(of_all_ranks(int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0)))
 
 
 def use_deterministic_kernels() -> None:
@@ -391,22 +313,12 @@ def compute_init(device_type: str = "cuda", seed: int = 42) -> tuple[bool, int, 
             torch.cuda.set_device(device)
         if not is_ddp_initialized():
             try:
-                limit = rank_timeout()
-                agents = _agent_store(limit.total_seconds())
-                where = {"store": agents, "rank": rank, "world_size": world_size} if agents else {}
-                where["timeout"] = limit
                 if device_type == "cuda":
-                    dist.init_process_group(backend="nccl", device_id=device, **where)
+                    dist.init_process_group(backend="nccl", device_id=device)
                 else:
-                    dist.init_process_group(backend="gloo", **where)
+                    dist.init_process_group(backend="gloo")
             except (dist.DistError, ValueError) as e:
                 raise UserError(f"cannot join the process group: {one_line(e)}; start with torchrun") from e
-            if world_size > 1:
-                # The watch names a lost rank before the collectives' own timeout.
-                seconds = limit.total_seconds()
-                watched = agents or dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
-                watched = dist.PrefixStore("ranks", watched.clone() if hasattr(watched, "clone") else watched)
-                rank_watch.start(watched, rank, world_size, max(seconds / 2, seconds - 10))
         dist.barrier()
     if rank == 0:
         logger.info(f"device {device}, world size {world_size}")
@@ -415,7 +327,6 @@ def compute_init(device_type: str = "cuda", seed: int = 42) -> tuple[bool, int, 
 
 def compute_cleanup() -> None:
     """Leave the process group, if there is one."""
-    rank_watch.stop()
     if is_ddp_initialized():
         dist.destroy_process_group()
 

@@ -152,7 +152,7 @@ def print_safely(*args: Any, **kwargs: Any) -> None:
         print(*args, **kwargs)
 
 
-OTHER_RANKS_WAIT = 3.0  # seconds; less than rank_watch needs to report a lost process
+OTHER_RANKS_WAIT = 3.0  # seconds
 
 
 def print_error(message: str) -> None:

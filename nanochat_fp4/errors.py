@@ -22,10 +22,6 @@ class UserError(Exception):
     """An error that the user can mend. The message is one line: what was wrong, what was expected, what to do."""
 
 
-class LostRankError(Exception):
-    """Another process of the run was lost; the message is one line that names it."""
-
-
 # The user can mend a full or read-only disk, or a limit of sizes (EFBIG). Any other OSError is a bug and keeps its
 # traceback.
 USER_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS, errno.EFBIG}
@@ -93,8 +89,8 @@ def run_main(main: Callable[[], Any]) -> None:
     - a number that is too large for the machine
 
     Ctrl-C ends in exit status 130. A `print` that nobody reads any more (`| head`) ends in 141 without a word; print0
-    goes on. The loss of another process of the run ends in one line and exit status 1. Any other exception is a bug and
-    keeps its traceback. NANOCHAT_TRACEBACK=1 prints the traceback of the others as well.
+    goes on. Any other exception is a bug and keeps its traceback. NANOCHAT_TRACEBACK=1 prints the traceback of the
+    others as well.
     """
     if sys.stdout is None:  # closed when Python started
         sys.stdout = open(os.devnull, "w")
@@ -121,10 +117,6 @@ def run_main(main: Callable[[], Any]) -> None:
             message = f"a number is too large ({one_line(e)[:150]}); see the command's --help"
         elif isinstance(e, RuntimeError) and (name := _NOT_DETERMINISTIC.match(str(e))):
             message = f"{name[1]} has no deterministic form on this device; train without --deterministic"
-        elif isinstance(e, LostRankError):
-            message, status = one_line(e), 1
-        elif is_lost_rank(e):
-            message, status = f"{LOST_RANK} ({one_line(e).rpartition('] ')[2][:120]})", 1
         elif isinstance(e, BrokenPipeError) and _reader_has_gone():
             sys.exit(128 + signal.SIGPIPE)
         elif isinstance(e, OSError) and e.errno in USER_ERRNOS:
@@ -157,22 +149,6 @@ def _let_go_of_stdout() -> None:
     except OSError:
         with contextlib.suppress(OSError, ValueError):  # no file behind it
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-LOST_RANK = (
-    "another process of this run has ended, or did not answer within the seconds of NANOCHAT_RANK_TIMEOUT; see what it "
-    "said last, and start all of them again with --resume-from-step latest"
-)
-
-
-def is_lost_rank(error: BaseException) -> bool:
-    """Whether a collective of gloo or NCCL, or their store, waited in vain for another rank."""
-    text = str(error)
-    return isinstance(error, RuntimeError) and (
-        isinstance(error, torch.distributed.DistError)
-        or "/gloo/transport/" in text
-        or "Application timeout caused pair closure" in text
-    )
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -17,17 +17,13 @@ def begin_program() -> None:
     Until run_main a signal ends this process without a traceback, by the signal's own default action. A package that
     is not installed is one line.
 
-    SIGUSR1 ends a single process with status 0: nothing is there to be saved. A rank of several dies of SIGUSR1 at
-    once, even where it waits for the other ranks, and training/launch.py then ends with 0. The function does nothing in
-    a program that only imports this package.
+    The function does nothing in a program that only imports this package.
     """
     if not _is_our_program():
         return
     sys.excepthook = _say_what_is_missing
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not where a shell had it ignored
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-    if hasattr(signal, "SIGUSR1") and "RANK" not in os.environ:
-        signal.signal(signal.SIGUSR1, lambda number, frame: os._exit(0))
 
 
 def _say_what_is_missing(kind: type[BaseException], error: BaseException, trace: Any) -> None:
@@ -58,7 +54,7 @@ class StopRequested(Exception):
 
 class StopSignals:
     """
-    SIGTERM, SIGINT (Ctrl-C), SIGHUP (a closed terminal) and SIGUSR1 ask the run to save and stop.
+    SIGTERM, SIGINT (Ctrl-C) and SIGHUP (a closed terminal) ask the run to save and stop.
 
     Nothing is interrupted half-way. A SIGHUP that nohup had ignored stays ignored.
 
@@ -67,13 +63,12 @@ class StopSignals:
                 if signals.received(device): save and leave
         sys.exit(signals.exit_code)
 
-    Exit status: 143 after SIGTERM, 130 after Ctrl-C and 129 after SIGHUP, as a shell has it. The status is 0 after
-    SIGUSR1, which a scheduler sends to have the job saved and queued again. A second Ctrl-C stops at once without
-    saving (checkpoints are replaced in one piece, so those on disk stay good). Under torchrun, which repeats signals,
-    the second Ctrl-C counts after two seconds.
+    Exit status: 143 after SIGTERM, 130 after Ctrl-C and 129 after SIGHUP, as a shell has it. A second Ctrl-C stops at
+    once without saving (checkpoints are replaced in one piece, so those on disk stay good). Under torchrun, which
+    repeats signals, the second Ctrl-C counts after two seconds.
     """
 
-    NAMES = ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1")  # Windows has the first two
+    NAMES = ("SIGTERM", "SIGINT", "SIGHUP")  # Windows has the first two
     HANDLED = tuple(getattr(signal, name) for name in NAMES if hasattr(signal, name))
 
     def __init__(self) -> None:
@@ -119,9 +114,7 @@ class StopSignals:
 
     @property
     def exit_code(self) -> int:
-        if self.signum is None or self.signum == getattr(signal, "SIGUSR1", None):
-            return 0
-        return 128 + self.signum
+        return 0 if self.signum is None else 128 + self.signum
 
     def watch(self, batches: Iterator, device: "torch.device | None" = None) -> Iterator:
         """`batches`, until a signal comes: then StopRequested. So that a long evaluation does not delay the stop."""

@@ -62,8 +62,8 @@ from scripts.base_eval import evaluate_model
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = ArgumentParser(
         description="Pretrain base model",
-        epilog="SIGTERM, Ctrl-C, SIGHUP and SIGUSR1 save a checkpoint and stop within one step; the exit status is "
-        "then 143, 130, 129 and 0. Bad input and numerical trouble end in one line and exit status 2.",
+        epilog="SIGTERM, Ctrl-C and SIGHUP save a checkpoint and stop within one step; the exit status is then "
+        "143, 130 and 129. Bad input and numerical trouble end in one line and exit status 2.",
     )
     add = parser.add_argument
     add_run_arguments(parser)

@@ -119,7 +119,7 @@ with socket.socket(socket.AF_UNIX) as server:
     socket.send_fds(server, [(job + "\\n").encode()], [0, 1, 2])
     answers = server.makefile()
     pid = int(answers.readline())
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda number, frame: os.kill(pid, number))
     status = int(answers.readline())
 if status < 0:
@@ -485,12 +485,6 @@ def interrupts(count: int, step: int) -> None:
     at_step(step, lambda: [os.kill(os.getpid(), signal.SIGINT) for _ in range(count)], step, lambda: None)
 
 
-def rank_stops(rank: int) -> None:
-    """This rank is stopped (SIGSTOP) inside step 1, as by a debugger or a suspended virtual machine."""
-    if os.environ["RANK"] == str(rank):
-        at_step(1, lambda: os.kill(os.getpid(), signal.SIGSTOP), 1, lambda: None)
-
-
 def unwritable(folder: str) -> None:
     """From the start nothing can be made or deleted in the folder, not even by root."""
     _give_up_root_rights()
@@ -525,18 +519,6 @@ def log_is_gone(how: str) -> None:
     os.dup2(write, 1)
     os.dup2(write, 2)
     os.close(write)
-
-
-def bounded(seconds: float, gigabytes: float) -> None:
-    """For made-up command lines: a valid run is asked to stop after so much processor time, and has so much memory."""
-    limit = int(gigabytes * 2**30)
-    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-    for number, timer, after in (
-        (signal.SIGPROF, signal.ITIMER_PROF, seconds),
-        (signal.SIGALRM, signal.ITIMER_REAL, 20 * seconds),
-    ):
-        signal.signal(number, lambda *_: os.kill(os.getpid(), signal.SIGINT))
-        signal.setitimer(timer, after)
 
 
 def write_results(checks: Sequence[Callable[[Path], None]], folder: str | Path) -> None:

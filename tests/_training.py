@@ -1,6 +1,8 @@
 """The training stages as tests run them, and things that happen inside a step of training."""
 
 import contextlib
+import os
+import signal
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -45,6 +47,14 @@ def in_step(step: int, do: Callable[[], Any]) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as m:
         m.setattr(GPT, "clip_gradients", clip_gradients)
         yield
+
+
+@contextlib.contextmanager
+def stopped_in_step(step: int) -> Iterator[None]:
+    """The training in this block gets SIGTERM inside of this step, and must save, stop and exit with 143."""
+    with in_step(step, lambda: os.kill(os.getpid(), signal.SIGTERM)), pytest.raises(SystemExit) as stopped:
+        yield
+    assert stopped.value.code == 143
 
 
 @contextlib.contextmanager

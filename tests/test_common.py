@@ -2,12 +2,10 @@
 
 import os
 import random
-import threading
 import types
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from nanochat_fp4 import common
 from nanochat_fp4.errors import UserError, run_main
@@ -107,35 +105,6 @@ def test_seeds():
     assert draw(1) == draw(1) != draw(2)
     assert draw(1, 0, 1) == draw(1, 0, 1)
     assert len({draw(seed, *more) for seed in (1, 2) for more in ((0, 0), (0, 1), (1, 0), ())}) == 8
-
-
-def test_processes_of_several_starts_agree_on_a_number_each():
-    """Four ranks, four times, in a store that keeps all that was said; before the second start one died half-way."""
-    store = dist.HashStore()
-
-    def start(ranks):
-        numbers = {}
-
-        def one(rank):
-            numbers[rank] = common.agree_on_start(store, rank, 4, 30.0)
-
-        threads = [threading.Thread(target=one, args=(rank,)) for rank in ranks]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        return numbers
-
-    seen = []
-    for attempt in range(4):
-        if attempt == 1:
-            store.set("name/2", "of a process that died before it was answered")
-        numbers = start([3, 0, 1, 2])
-        assert len(numbers) == 4 and len(set(numbers.values())) == 1
-        seen.append(numbers[0])
-    assert len(set(seen)) == 4
-    with pytest.raises(UserError, match="not all of 4 processes came within 0 seconds"):
-        common.agree_on_start(store, 0, 4, 0.2)
 
 
 @pytest.mark.parametrize("integrated, free", [(False, 10), (True, 70)])

@@ -206,7 +206,7 @@ def add_common_arguments(parser: argparse.ArgumentParser, init_lr_frac: float) -
     --state and --recompute are those of the model that the stage begins with, unless they are given.
     """
     add = parser.add_argument
-    parser.epilog = "SIGTERM, Ctrl-C, SIGHUP and SIGUSR1 save a checkpoint and stop within one step."
+    parser.epilog = "SIGTERM, Ctrl-C and SIGHUP save a checkpoint and stop within one step."
     add_run_arguments(parser)
     parser.set_defaults(state=None, recompute=None)
     add("--dtype", default="bfloat16", choices=("float32", "bfloat16"), help="of matrix products on a GPU")

@@ -194,8 +194,6 @@ def restore_dict(new: dict[str, Any], meta: dict[str, Any], key: str, checkpoint
 # One run at a time
 
 _NO_LOCKS = {errno.ENOSYS, errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP}
-# Mount options under which flock() succeeds but is told to nobody else.
-_LOCAL_LOCKS = {"nolock", "local_lock=all", "local_lock=flock", "localflock"}
 
 
 @contextlib.contextmanager
@@ -208,7 +206,7 @@ def held_run(
     The lock is the kernel's (flock), so a killed process leaves none. Its file .<name>.lock is beside the folder:
     --overwrite deletes the folder. .<name>.lock.json names the holder. The lock reaches as far as the file system's
     locks. Linux's NFS client passes flock on to the server, and so does Lustre mounted with flock. A warning says where
-    locks end at this host, or do not exist. Raises UserError on every rank where another run holds it.
+    there are no locks. Raises UserError on every rank where another run holds it.
     doing, flag: words of the message, the deed to the folder and the flag that chooses another folder.
     """
     folder = Path(folder).absolute()
@@ -243,10 +241,6 @@ def _take(lock: filelock.FileLock, folder: Path, doing: str, flag: str) -> str |
     holder = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.time()}
     with contextlib.suppress(OSError):  # a full disk, which check_writable tells better
         atomic_write(_holder_file(folder), json.dumps(holder) + "\n")
-    with contextlib.suppress(OSError):
-        option = local_locks(folder, Path("/proc/self/mountinfo").read_text())
-        if option:
-            logger.warning(f"{folder} is mounted with {option}: a second run on another host is not kept out of it")
     return None
 
 
@@ -257,18 +251,6 @@ def _describe_holder(folder: Path) -> str:
         return f"process {int(holder['pid'])} on {str(holder['host'])[:100]} since {since}"
     except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return "a process that is just beginning"  # the process has the lock and has not written its name yet
-
-
-def local_locks(folder: Path, mountinfo: str) -> str | None:
-    """The option of the folder's mount (/proc/self/mountinfo) that keeps its locks on this host; None without one."""
-    found, longest = None, -1
-    for line in mountinfo.splitlines():
-        fields, _, options = line.partition(" - ")
-        mount_point = Path(fields.split()[4].replace("\\040", " "))
-        if folder.is_relative_to(mount_point) and len(mount_point.parts) >= longest:
-            longest = len(mount_point.parts)
-            found = next((o for o in options.rpartition(" ")[2].split(",") if o in _LOCAL_LOCKS), None)
-    return found
 
 
 # ----------------------------------------------------------------------------------------------------------------------

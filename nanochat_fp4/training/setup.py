@@ -20,7 +20,6 @@ from typing import Any
 import torch
 
 import nanochat_fp4 as nf
-from nanochat_fp4 import rank_watch
 from nanochat_fp4.common import (
     announce,
     autodetect_device_type,
@@ -33,7 +32,7 @@ from nanochat_fp4.common import (
 )
 from nanochat_fp4.console import Phases, format_seconds, rare_collections
 from nanochat_fp4.data.tokenizer import RustBPETokenizer
-from nanochat_fp4.errors import LostRankError, UserError, is_lost_rank, require
+from nanochat_fp4.errors import UserError, require
 from nanochat_fp4.evaluation.report import get_report
 from nanochat_fp4.models import flash_attention, llama
 from nanochat_fp4.models.cross_entropy import head_problem
@@ -90,10 +89,6 @@ def run_stage(args: argparse.Namespace, train: Callable[[Process], None]) -> Non
         with contextlib.ExitStack() as held, StopSignals() as signals, contextlib.ExitStack() as starting:
             starting.enter_context(rare_collections())
             train(Process(device, rank, world_size, signals, held, starting, phases))
-    except RuntimeError as e:
-        if is_lost_rank(e) and (line := rank_watch.lost()):
-            raise LostRankError(line) from e
-        raise
     finally:
         compute_cleanup()
     if signals.exit_code:

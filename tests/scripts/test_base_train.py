@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from _assertions import assert_same, final_state
-from _training import BASE, after_steps, in_step, out_of_memory
+from _training import BASE, after_steps, in_step, out_of_memory, stopped_in_step
 
 from nanochat_fp4.errors import UserError
 from nanochat_fp4.evaluation.metrics import read_jsonl
@@ -128,12 +128,13 @@ def test_signal_cuts_an_evaluation_short(tiny_base, monkeypatch):
     def evaluate(model, batches, steps, token_bytes):
         calls.append(1)
         if len(calls) == 2:  # that of step 4
-            os.kill(os.getpid(), signal.SIGUSR1)
+            os.kill(os.getpid(), signal.SIGTERM)
         return real(model, batches, steps, token_bytes)
 
     with monkeypatch.context() as m:
         m.setattr(base_train, "evaluate_bpb", evaluate)
-        train(steps=6, method="bf16")
+        with pytest.raises(SystemExit):
+            train(steps=6, method="bf16")
     folder = tiny_base / "base_checkpoints" / "d1_bf16"
     assert list_steps(folder) == [4] and len(calls) == 2
     assert load_checkpoint(folder, 4, "cpu")[2]["loop_state"]["evaluated_at"] == 0
@@ -147,7 +148,7 @@ def test_a_run_that_was_stopped_at_a_change_of_the_method_evaluates_as_an_undist
     """With the method of the step before: it made the weights."""
     flags = ["--method-phases=0.5=bf16", "--eval-every=1"]
     train(*flags, "--model-tag=whole", steps=4)
-    with in_step(1, functools.partial(os.kill, os.getpid(), signal.SIGUSR1)):
+    with stopped_in_step(1):
         train(*flags, steps=4)
     folder = tiny_base / "base_checkpoints"
     assert list_steps(folder / "d1_clover") == [2]  # not yet evaluated
@@ -158,9 +159,9 @@ def test_a_run_that_was_stopped_at_a_change_of_the_method_evaluates_as_an_undist
 def test_a_signal_in_the_last_step_leaves_the_report_to_the_resume(tiny_base, capsys):
     """Else the report would have an earlier evaluation as the final one, for ever."""
     train("--eval-every=3", "--matrix-lr=0.01", steps=4, method="bf16")  # its report is not the next run's
-    with in_step(3, functools.partial(os.kill, os.getpid(), signal.SIGUSR1)):
+    with stopped_in_step(3):
         train("--eval-every=3", "--overwrite", steps=4, method="bf16")
-    assert "SIGUSR1: stopped at step 4 of 4" in capsys.readouterr().out
+    assert "SIGTERM: stopped at step 4 of 4" in capsys.readouterr().out
     train("--eval-every=3", "--resume-from-step=latest", steps=4, method="bf16")
     records = read_jsonl(tiny_base / "base_checkpoints" / "d1_bf16" / "metrics.jsonl")
     section = json.loads((tiny_base / "report" / "d1_bf16" / "base-model-training.json").read_text())
@@ -171,8 +172,7 @@ def test_a_signal_in_the_last_step_leaves_the_report_to_the_resume(tiny_base, ca
 def test_samples_and_telemetry_of_the_step_of_a_resume_are_made_once(tiny_base, stopped):
     """They come before a checkpoint of their step, unless a signal made the checkpoint."""
     flags = ["--sample-every=2", "--telemetry-every=2", "--save-every=2", "--keep-last=-1"]
-    stop = functools.partial(os.kill, os.getpid(), signal.SIGUSR1)
-    with in_step(1, stop) if stopped else contextlib.nullcontext():
+    with stopped_in_step(1) if stopped else contextlib.nullcontext():
         train(*flags, steps=4)
     train(*flags, "--resume-from-step=2", steps=4)
     records = read_jsonl(tiny_base / "base_checkpoints" / "d1_clover" / "metrics.jsonl")
@@ -377,7 +377,8 @@ def test_computing_again_trains_the_same_bits(tiny_base):
 # Several processes
 
 
-def test_sigterm_to_torchrun_saves_on_all_ranks(fork_server, tiny_base):
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGHUP"])
+def test_a_signal_to_torchrun_saves_on_all_ranks(fork_server, tiny_base, name):
     flags = ["--method=bf16", "--num-iterations=2000", "--eval-every=-1"]
     code = f"""
 import os, signal
@@ -386,7 +387,7 @@ from _training import BASE, in_step
 from scripts import base_train
 def terminate():
     if os.environ["RANK"] == "1":
-        os.kill(os.getppid(), signal.SIGTERM)
+        os.kill(os.getppid(), signal.{name})
 def train():
     with in_step(3, terminate):
         base_train.main([*BASE, *{flags}])
@@ -399,7 +400,7 @@ except BaseException as e:
     assert "torchrun: SignalException" in out
     folder = tiny_base / "base_checkpoints" / "d1_bf16"
     (step,) = list_steps(folder)
-    assert f"SIGTERM: stopped at step {step} of 2000" in out
+    assert f"{name}: stopped at step {step} of 2000" in out
     assert find_last_step(folder) == step  # both ranks' files are there and intact
     assert len(list(folder.glob("optim_*_rank?.pt"))) == 2
 

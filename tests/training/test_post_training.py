@@ -1,18 +1,15 @@
 """Mid-training, SFT, evaluation and chat on a tiny model: end to end, resumed to the bit, and given bad input."""
 
 import builtins
-import functools
 import json
-import os
 import re
-import signal
 import zipfile
 
 import pytest
 import torch
 from _assertions import assert_same, final_state
 from _samples import CORE_TASKS, byte_tokenizer, make_bundle, save_base
-from _training import BASE, MID, SFT, after_steps, in_step
+from _training import BASE, MID, SFT, after_steps, stopped_in_step
 
 from eval.local import LocalArithmetic, LocalChoice
 from nanochat_fp4.data.chat_data import LOCAL_IDENTITY, CustomJSON, Source, Task
@@ -283,7 +280,7 @@ def test_stages_go_on_as_the_base_was_trained(tiny_base):
     run(base_train, *BASE, *sizes, *as_planned)
     for stage, flags, place in (mid_train, MID, "mid_checkpoints"), (chat_sft, SFT, "chatsft_checkpoints"):
         flags = [f for f in flags if not f.startswith("--device-batch-size")]
-        with in_step(0, functools.partial(os.kill, os.getpid(), signal.SIGUSR1)):
+        with stopped_in_step(0):
             run(stage, *flags)
         run(stage, *flags)
         weights, _, meta = load_checkpoint(tiny_base / place / "d1", 2, "cpu")

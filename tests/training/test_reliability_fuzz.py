@@ -1,10 +1,8 @@
 """
-Damaged files and made-up command lines: every file that is read, every script. Whatever comes, the answer is a result
-or one line, soon, and nothing that was there before is harmed. --soak tries many more, drawn anew. Also: the calls that
-could run what is in a file, which are nowhere in the code.
+Damaged files of every kind that is read: whatever comes, the answer is a result or one line, and soon. --soak tries
+many more, drawn anew. Also: the calls that could run what is in a file, which are nowhere in the code.
 """
 
-import argparse
 import ast
 import contextlib
 import gzip
@@ -22,9 +20,8 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 import torch
-from _commands import options
 from _damage import DAMAGES, damaged
-from _forking import ROOT, ForkServer
+from _forking import ROOT
 from _samples import BENCHMARK_ROWS, make_bundle, save_base
 
 from eval.arc import ARC
@@ -42,10 +39,13 @@ from nanochat_fp4.training.load_model import build_model
 from scripts import base_eval, base_train, chat_eval
 
 INPUTS = 40  # damaged versions of each kind of file, in a normal run
-COMMANDS = 3  # command lines of each script, of one of the laboratory 1
-SOAKED = 400  # the same, with --soak
 FILES_OF_A_KIND = 160  # in the soak: a multiple of the kinds of damage
 
+
+SMALL = (
+    "--depth=1 --aspect-ratio=64 --head-dim=64 --max-seq-len=16 --device-batch-size=2 --total-batch-size=32 "
+    "--eval-tokens=32 --core-metric-every=-1 --sample-every=-1 --num-iterations=1 --device-type=cpu"
+).split()
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Damage
@@ -112,7 +112,7 @@ def resealed_kind(base: Path, tmp: Path) -> Kind:
 
 def resumed_kind(base: Path, tmp: Path) -> Kind:
     """The same for what a training run goes on with, here by one more step."""
-    flags = f"{SCRIPTS['scripts.base_train']} --eval-every=-1 --method=bf16 --model-tag=resumed".split()
+    flags = [*SMALL, "--eval-every=-1", "--method=bf16", "--model-tag=resumed"]
     base_train.main(flags)
     folder = base / "base_checkpoints" / "resumed"
     model, _, meta = load_checkpoint(folder, 1, "cpu")
@@ -340,153 +340,6 @@ def test_many_damaged_files(tiny_base, tmp_path, name):
     kind = KINDS[name](tiny_base, tmp_path)
     seed = int.from_bytes(os.urandom(4), "little")
     print("seed", seed, name, try_damage(kind, FILES_OF_A_KIND, random.Random(seed)))
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Command lines
-
-TINY = "--device-type=cpu"
-MEASURE_ALL = ("instructions.py", "golden.py")  # of this project
-FOUND = [
-    ".".join(p.relative_to(ROOT).with_suffix("").parts)
-    for folder in ("scripts", "lab")
-    for p in sorted((ROOT / folder).rglob("*.py"))
-    if "def main(" in p.read_text() and p.name not in MEASURE_ALL
-]
-FOUND.remove("lab.predict.blackwell")  # takes no arguments
-FOUND.remove("scripts.chat_web")  # serves until it is stopped: test_chat_web.py
-SCRIPTS = dict.fromkeys(
-    FOUND, ""
-) | {  # arguments that keep it small; what is made up comes after them, so that it wins
-    "scripts.base_train": "--depth=1 --aspect-ratio=64 --head-dim=64 --max-seq-len=16 --device-batch-size=2 "
-    "--total-batch-size=32 --eval-tokens=32 --core-metric-every=-1 --sample-every=-1 --num-iterations=1 "
-    f"--model-tag=new {TINY}",
-    "scripts.mid_train": "--data=local --device-batch-size=2 --total-batch-size=256 --eval-tokens=256 "
-    f"--num-iterations=1 --model-tag=for_mid {TINY}",
-    "scripts.chat_sft": "--data=local --device-batch-size=2 --target-examples-per-step=2 --eval-steps=1 "
-    f"--eval-metrics-every=-1 --num-iterations=1 --model-tag=for_sft {TINY}",
-    "scripts.chat_eval": f"-i sft -a Local-Choice -x 2 -b 2 -m 4 {TINY}",
-    "scripts.chat_cli": f"-p hello {TINY}",
-    "scripts.base_loss": f"--device-batch-size=2 --split-tokens=256 {TINY}",
-    "scripts.base_eval": f"--max-per-task=2 --bundle-dir=bundle {TINY}",
-    "scripts.tok_train": "--vocab-size=290 --max-chars=20000 --overwrite",
-    "scripts.tok_eval": "--no-compare",
-    "lab.study.sweep": "--sizes=tiny --seeds=1 --tokens=1M --plan",
-    "lab.predict.glue": "--methods=bf16 --depth=2 --rows=1",
-    "lab.reproduce": "list",
-    "lab.measure.bench_memory": "--depth=1 --methods=bf16",
-    "lab.measure.bench_parallel": "--depth=1 --aspect-ratio=64 --head-dim=64 --vocab-size=512 --seq-len=64 "
-    "--micro-batch=1 --total-batch-size=128 --seconds=0.01",
-    "nanochat_fp4.data.dataset": "--embedded --size-mb=0.2",
-    "nanochat_fp4.data.tokenizer": "",
-    "nanochat_fp4.evaluation.report": "",
-    "nanochat_fp4.doctor": "--method=bf16",
-    "nanochat_fp4.upstream": "",
-}
-INTEGERS = ("-1", "0", "1", "2", "3", "7", "x", "", "1.5", "1e3", "9" * 21, "-" + "9" * 21, "nan", " 4", "0x10", "٣")
-NUMBERS = ("0", "-1", "1e-3", "0.5", "nan", "inf", "-inf", "1e400", "1e300", "x", "", "1,5")
-TEXTS = ("", " ", "x", "..", ".", "../../x", "run", "/nonexistent/y", "a" * 300, "ünïcødé", "-", "{}", "%s%n", "a\nb")
-TEXTS += ("\udcff", "latest", "clover", "bf16", "all", "|", "*", "~")
-GARBAGE = ("--nope", "extra", "--", "-", "--=1", "--de", "-z", "", "--help", "--model-tag", "\udcff")
-
-
-def made_up(module: str, actions: list[argparse.Action], rng: random.Random) -> list[str]:
-    argv = SCRIPTS[module].split()
-    for _ in range(rng.choice([1, 1, 2, 3])):
-        if rng.random() < 0.08 or not actions:
-            argv.append(rng.choice(GARBAGE))
-            continue
-        action = rng.choice(actions)
-        flag = rng.choice(action.option_strings)
-        if action.nargs == 0:
-            argv.append(flag if rng.random() < 0.9 else f"{flag}=1")
-            continue
-        if action.choices and rng.random() < 0.7:
-            value = rng.choice([*map(str, action.choices)])
-        elif action.type is int or rng.random() < 0.1:
-            value = rng.choice(INTEGERS)
-        else:
-            value = rng.choice(TEXTS if action.type is None else NUMBERS)
-        argv += [f"{flag}={value}"] if rng.random() < 0.8 else [flag, value]
-    return argv
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory, _tiny_base, fork_server):
-    """A base directory with a model of each stage, a tokenizer and a report."""
-    base = tmp_path_factory.mktemp("commands") / "base"
-    shutil.copytree(_tiny_base / "tokenizer", base / "tokenizer")
-    with pytest.MonkeyPatch.context() as m:
-        m.setenv("NANOCHAT_BASE_DIR", str(base))
-        for place in ("base_checkpoints", "mid_checkpoints", "chatsft_checkpoints"):
-            small = {"n_layer": 1, "n_embd": 64, "n_head": 1, "n_kv_head": 1, "sequence_len": 128}
-            save_base(base, tag="run", source=place, method="fig2_1x16_rtn", **small)
-        save_base(base, tag="for_mid", source="base_checkpoints", **small)
-        save_base(base, tag="for_sft", source="mid_checkpoints", **small)
-        report.get_report("run").log("Base model training", [{"a": 1}], {"val_bpb": 1.0, "method": "bf16"})
-    if not (fork_server.folder / "bundle").exists():
-        make_bundle(fork_server.folder / "bundle")  # where the server's runs are at home
-    return base
-
-
-def content(base: Path) -> dict[str, bytes]:
-    """What is worth something in a base directory."""
-    paths = [p for p in base.rglob("*") if p.is_file() and p.name not in ("data.lock", "metrics.jsonl")]
-    return {str(p.relative_to(base)): p.read_bytes() for p in paths if "matplotlib" not in p.parts}
-
-
-NOT_HERE = {f"lab.measure.bench_{what}" for what in ("generate", "linear", "quantize", "train")}  # want a GPU
-NOT_HERE |= {"nanochat_fp4.upstream"}  # wants a checkout of nanochat
-NOT_HERE |= {"lab.predict.measured", "lab.study.forwards", "lab.record"}  # want files of a benchmark, a sweep, a run
-NOT_HERE |= {"lab.debian"}  # wants names of packages
-NOT_HERE |= {"lab.measure.accuracy"}  # wants a model
-NOT_HERE |= {"scripts.export", "scripts.chat_rl"}  # want a format, GSM8K
-
-
-def try_commands(server: ForkServer, base: Path, module: str, count: int, rng: random.Random, tmp: Path) -> dict:
-    # Compiling the reference takes minutes, in which a process does not let itself be interrupted.
-    actions = [a for a in options(module) if not isinstance(a, argparse._HelpAction) and a.dest != "compile"]
-    outcome = {}
-    before = content(base)
-    plain = SCRIPTS[module].split()  # what the made-up arguments are added to works
-    for argv in [*([plain] if count == SOAKED else []), *(made_up(module, actions, rng) for _ in range(count))]:
-        mine = tmp / "base"
-        shutil.copytree(base, mine)
-        seconds = 500.0 if argv == plain else 1.0
-        run = server.run(module, argv, env={"NANOCHAT_BASE_DIR": str(mine)}, fault=("bounded", seconds, 8.0))
-        said = f"{module} {argv!r}: status {run.status}\n{run.log[-3000:]}"
-        assert run.status is not None, f"hangs: {said}"
-        assert run.status in (0, 2, 130, -signal.SIGINT) and "Traceback" not in run.log, said
-        assert argv != plain or run.status == 0 or module in NOT_HERE, said
-        if run.status == 2:
-            last = run.log.strip().splitlines()[-1]
-            assert "error: " in last and len(last) < 2000, said
-        after = content(mine)
-        left = [name for name in after if name.endswith((".staged", ".tmp", ".part", ".fresh"))]
-        assert not left, said
-        if run.status != 0:
-            changed = [name for name, data in before.items() if after.get(name) != data]
-            assert not changed, f"{changed} changed: {said}"
-        for name, data in after.items():
-            if name.endswith(".json"):
-                json.loads(data)
-        outcome[run.status] = outcome.get(run.status, 0) + 1
-        shutil.rmtree(mine)
-    return outcome
-
-
-@pytest.mark.parametrize("module", SCRIPTS)
-def test_made_up_command_lines_end_in_a_result_or_one_line(fork_server, base, tmp_path, module):
-    count = 1 if module.startswith("lab.") else COMMANDS
-    print(try_commands(fork_server, base, module, count, random.Random(module), tmp_path))
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("module", SCRIPTS)
-def test_many_made_up_command_lines(fork_server, base, tmp_path, module):
-    seed = int.from_bytes(os.urandom(4), "little")
-    print("seed", seed)
-    print(try_commands(fork_server, base, module, SOAKED, random.Random(seed), tmp_path))
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from _assertions import assert_same, final_state
 from _training import BASE
 
 from nanochat_fp4.errors import UserError
-from nanochat_fp4.training.resume import check_writable, held_run, local_locks, save_bytes
+from nanochat_fp4.training.resume import check_writable, held_run, save_bytes
 
 TAG = "run"
 BASE = [*BASE, "--eval-every=-1", "--method=bf16", "--num-iterations=3", "--save-every=1", f"--model-tag={TAG}"]
@@ -98,19 +98,6 @@ def test_of_two_runs_under_one_tag_one_trains(fork_server, tiny_base, alone):
 def test_of_many_pairs_of_runs_under_one_tag_one_trains(fork_server, tiny_base, alone):
     for _ in range(10):
         pair(fork_server, tiny_base)
-
-
-def test_locks_that_end_at_this_host_are_told_of():
-    mountinfo = (
-        "22 1 8:1 / / rw,relatime shared:1 - ext4 /dev/sda1 rw,errors=remount-ro\n"
-        "40 22 0:50 / /home rw shared:2 - nfs4 server:/home rw,vers=4.2,hard,local_lock=none,addr=10.0.0.1\n"
-        "41 22 0:51 / /scratch\\040disk rw shared:3 - nfs server:/s rw,vers=3,nolock,local_lock=all\n"
-        "42 22 0:52 / /lustre rw - lustre 10.0.0.2@tcp:/l rw,localflock,lazystatfs\n"
-    )
-    assert local_locks(Path("/root/runs"), mountinfo) is None
-    assert local_locks(Path("/home/me/runs"), mountinfo) is None
-    assert local_locks(Path("/scratch disk/me"), mountinfo) == "nolock"
-    assert local_locks(Path("/lustre/me"), mountinfo) == "localflock"
 
 
 # ----------------------------------------------------------------------------------------------------------------------
