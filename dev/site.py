@@ -1,4 +1,4 @@
-"""The pages of the site that are not in docs/: README as the first, the API by module, a list of the tables.
+"""The pages of the site that are not in docs/: README as the first, and the API by module.
 
 A hook of mkdocs and an extension of griffe, both named in mkdocs.yml.
 """
@@ -49,10 +49,6 @@ def on_files(files, config):
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     # Links and pictures of README lie below docs/, which is the site's root.
     pages = {"index.md": re.sub(r'(\]\(|srcset="|src=")docs/', r"\1", readme), **api_pages()}
-    tables = sorted(f.src_uri for f in files if re.fullmatch(r"results/.*\.md", f.src_uri))
-    titles = [(ROOT / "docs" / t).read_text(encoding="utf-8").partition("\n")[0].lstrip("# ") for t in tables]
-    lines = [f"- [{title}]({t}) ({t.split('/')[1].removesuffix('.md')})" for title, t in zip(titles, tables)]
-    pages["tables.md"] = "# All tables\n\nMade by `python -m lab.reproduce` and its neighbours.\n\n" + "\n".join(lines)
     for path, text in pages.items():
         files.append(File.generated(config, path, content=text))
     return files

@@ -8,4 +8,4 @@ lab may import everything, and nothing imports lab. `python -m lab.reproduce lis
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]  # of the repository
-RESULTS = ROOT / "docs/results"
+RESULTS = ROOT / "lab/results"

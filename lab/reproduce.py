@@ -6,9 +6,9 @@
     python -m lab.reproduce list
     python -m lab.reproduce attribution           # where Clover's gap comes from; also: operands, remedies, systems
 
-    python -m lab.reproduce table5 --results docs/results/d6.json    # from that sweep's runs, without training
-    python -m lab.reproduce horizon --results a.json,b.json          # long runs: gaps; see OF_RESULTS
-    python -m lab.reproduce fig6 --results bench_linear.json         # from that benchmark; table7: bench_train's
+    python -m lab.reproduce table5 --results d6                      # from that sweep's runs, without training
+    python -m lab.reproduce horizon --results d6_stored              # long runs: gaps; see OF_RESULTS
+    python -m lab.reproduce fig6 --results bench_linear              # from that benchmark; table7: bench_train's
 
 Each prints a table, writes <folder>/<name>.json, .md and .png, and says on what hardware, data, tokens, seeds and
 commit it was measured. What is done is kept, piece by piece, so that the same command goes on where it was interrupted.
@@ -21,6 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from lab.leaderboard import leaderboard
 from lab.study import sweep, sweep_scheduler
 from lab.study.forwards import forwards
 from lab.study.reproduce_common import Context, Outcome
@@ -47,14 +48,14 @@ ITEMS: dict[str, Callable[[Context], Outcome]] = {
     "remedies": partial(made, "remedies"),
 }
 OF_RESULTS: dict[str, Callable[[Context], Outcome]] = {  # of --results alone
-    item.__name__: item for item in (horizon, frontier, claims, forwards, equal_time, extra_steps)
+    item.__name__: item for item in (horizon, frontier, claims, forwards, equal_time, extra_steps, leaderboard)
 }
 SAME = {"table6": "fig6"}
 
 
 def footer(context: Context, measured_on: str, info: dict[str, Any]) -> str:
     """Hardware, data, commit: what a number needs beside it."""
-    hardware = f"{info['gpu_count']} x {info['gpu']}" if info["gpu"] else f"{info['cpu']}, {info['cpu_count']} cores"
+    hardware = f"{info['gpu_count']} x {info['gpu']}" if info["gpu"] else info["cpu"]
     quick = "QUICK: small sizes, a check of the command" if context.quick else ""
     parts = quick, hardware, measured_on, f"torch {info['torch']}", f"commit {info['commit'] or 'unknown'}"
     return "; ".join(filter(None, parts))
@@ -99,8 +100,9 @@ def main(argv: list[str] | None = None) -> None:
     add("--samples", type=int, default=0, help="table1: numbers that are rounded")
     add("--draws", type=int, default=0, help="table1: products; fig9: backward passes that are averaged")
     add("--models", default="", help="fig6: of 800M,3B,7B,22B")
-    text = "train and time nothing: take the runs from this file of lab.study.sweep (fig6: of bench_linear, table7: of "
-    text += f"bench_train); {', '.join(OF_RESULTS)}: from several, with commas"
+    text = "train and time nothing: take the runs from this study of lab.runs, or JSON file of lab.study.sweep (fig6, "
+    text += "table7: of a benchmark; fig9: own_forward or both_forwards); with commas from several: "
+    text += ", ".join(OF_RESULTS)
     add("--results", default="", help=text)
     sweep.add_sweep_arguments(parser)
     parser.set_defaults(seeds=0)

@@ -5,7 +5,7 @@
 
 A study is a command line of lab.study.sweep. Where the list says "forwards", its checkpoints are evaluated in other
 forwards as soon as its runs are done. Each run resumes, also on another machine if --folder comes along. What
-docs/results has of a run, on the same text and for any study, is not trained again. Minutes are PREDICTED for one GPU,
+runs.parquet has of a run, on the same text and for any study, is not trained again. Minutes are PREDICTED for one GPU,
 from the seconds that runs of the same size took there beside others. The start of a run and the evaluation of a
 checkpoint are guesses. Where the list says "pieces of 256", the text is that of PIECES/256, which lab.epoch cuts to
 rows of so many tokens.
@@ -19,17 +19,17 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from lab import RESULTS
+from lab import runs as kept_runs
 from lab.study import forwards, sweep
-from lab.study.sweep_runs import Run, current_flags, data_key, flag_values
+from lab.study.sweep_runs import Run, data_key, flag_values
 from lab.study.sweep_scheduler import Sweep
 from nanochat_fp4.common import autodetect_device_type, print0
 from nanochat_fp4.console import ArgumentParser, table
 from nanochat_fp4.errors import UserError, run_main
 from nanochat_fp4.files import atomic_write
 
-# Seconds of a GPU for a million tokens: training_seconds over jobs, of docs/results/d4_40m.json, d6_frontier.json and
-# d8_second_half.json (H200). d2: the ladder's 6,800M tokens, 36 runs beside each other on each of two H100s with MPS.
+# Seconds of a GPU for a million tokens, over jobs: of the studies d4_40m, d6_frontier and d8_second_half (H200).
+# d2: the ladder's 6,800M tokens, 36 runs beside each other on each of two H100s with MPS.
 SECONDS = {"d4": 0.35, "d6": 0.5, "d8": 1.15, "d2": 0.4}
 SECONDS_TO_START, SECONDS_TO_EVALUATE = 30, 15
 VISIT = 28  # minutes
@@ -67,7 +67,7 @@ class Study:
         return sweep.planned(sweep.parse_args(self.arguments()), data)
 
     def stored(self) -> dict[Run, dict]:
-        """The results that docs/results has of its runs, also where another study trained them; all on one text."""
+        """The results that runs.parquet has of its runs, also where another study trained them; all on one text."""
         texts, mine = stored_by_text(self), [computed(run) for run in self.runs()]
         key, results = max(texts.items(), key=lambda of: sum(run in of[1] for run in mine), default=("", {}))
         return {run: results[computed(run)] for run in self.runs(key) if computed(run) in results}
@@ -99,27 +99,25 @@ def computed(run: Run) -> tuple:
 
 
 def stored_by_text(study: Study) -> dict[str, dict[tuple, dict]]:
-    """data_key of a text -> computed(run) -> result in docs/results: of the study's own file, else of the first.
+    """data_key of a text -> computed(run) -> result in runs.parquet: of the study itself, else of the first.
 
-    Whether a text is one of pieces no file says: a study of pieces has its own file alone, and no other study has it.
+    Whether a text is one of pieces no file says: a study of pieces has its own rows alone, and no other study has it.
     """
     found: dict[str, dict[tuple, dict]] = {}
     apart = {s.name for s in studies() if s.pieces}
-    for path in sorted(sorted(RESULTS.glob("*.json"), reverse=True), key=lambda path: path.stem == study.name):
-        if path.stem != study.name and (study.pieces or path.stem in apart):
+    for name in sorted(reversed(kept_runs.studies()), key=lambda name: name == study.name):
+        if name != study.name and (study.pieces or name in apart):
             continue
-        key, results = results_in(path)
+        key, results = results_of(name)
         found.setdefault(key, {}).update(results)
     return found
 
 
 @cache
-def results_in(path: Path) -> tuple[str, dict[tuple, dict]]:
-    """(data_key of the text, computed(run) -> result) of a file; without results where it is no sweep's."""
-    content = json.loads(path.read_text())
-    if not (isinstance(content, dict) and {"data", "results"} <= content.keys()):
-        return "", {}
-    runs = [(Run(r["method"], r["size"], r["seed"], tuple(current_flags(r["flags"]))), r) for r in content["results"]]
+def results_of(name: str) -> tuple[str, dict[tuple, dict]]:
+    """(data_key of the text, computed(run) -> result) of a study in runs.parquet."""
+    content = kept_runs.stored(name)
+    runs = [(Run(r["method"], r["size"], r["seed"], tuple(r["flags"])), r) for r in content["results"]]
     return content["data"].rpartition("(")[2].rstrip(")"), {computed(run): r for run, r in runs}
 
 

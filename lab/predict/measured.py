@@ -2,7 +2,7 @@
 
 python -m lab.predict.measured linear.json train.json                       # of bench_linear and bench_train
 python -m lab.predict.measured linear.json train.json --card my_card.json   # the same numbers in one file to send
-python -m lab.predict.measured --page docs/measured.md                      # from docs/results
+python -m lab.predict.measured --page docs/measured.md                      # from lab/results
 """
 
 import json
@@ -46,9 +46,13 @@ QUESTIONS = {
 
 
 def read(path: str | Path) -> list[dict]:
-    """The results in a file of bench_linear, bench_train or of a card. Raises UserError for another file."""
+    """The results in a file of bench_linear, bench_train or of a card, or in a part of lab/results/bench.json.
+
+    Raises UserError for another file.
+    """
     try:
-        content = json.loads(Path(path).read_text(encoding="utf-8"))
+        kept = json.loads((RESULTS / "bench.json").read_text(encoding="utf-8"))
+        content = kept.get(str(path)) or json.loads(Path(path).read_text(encoding="utf-8"))
         parts = content.get("parts", [content])
         for part in parts:
             _ = part["environment"]["gpu"], part["records"], part["benchmark"], part["settings"]
@@ -85,7 +89,7 @@ def comparison(parts: list[dict]) -> list[list[object]]:
 
 def page(cards: list[Path]) -> str:
     """docs/measured.md: the H200 of this project, then the cards that were sent."""
-    of_cards = [[part for name in H200 for part in read(RESULTS / f"{name}.json")], *map(read, cards)]
+    of_cards = [[part for name in H200 for part in read(name)], *map(read, cards)]
     lines = [
         "# Measured: what cards really did",
         "",
@@ -130,7 +134,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("json", nargs="*", help="files of bench_linear and bench_train, or of cards")
     parser.add_argument("--card", default="", help="also write the numbers of all files into this one, to be sent")
     parser.add_argument("--statuses", default="", help="exit statuses for --card: doctor=0,train=2")
-    parser.add_argument("--page", default="", help="write docs/measured.md, from docs/results/cards/*.json")
+    parser.add_argument("--page", default="", help="write docs/measured.md, from lab/results/cards/*.json")
     args = parser.parse_args(argv)
     if args.page:
         atomic_write(Path(args.page), page(sorted((RESULTS / "cards").glob("*.json"))))

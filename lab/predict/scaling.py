@@ -1,7 +1,7 @@
 """Do 4 bits lose parameters or tokens? A law L(N, D) of BF16's losses, and the share of N or D that a method keeps.
 
-    python -m lab.predict.scaling                                  # the paper's 21 runs, docs/results/paper_runs.json
-    python -m lab.predict.scaling --runs 'docs/results/ladder_*.json'        # sweeps, of several N and D
+    python -m lab.predict.scaling                                  # the paper's 21 runs, lab/results/paper_runs.json
+    python -m lab.predict.scaling --runs 'ladder_*'                # studies of lab.runs, of several N and D
 
     L(N, D) = E + (A N^-a + B D^-b)^c      N parameters of the blocks, D tokens; Quartet's law (arXiv 2505.14669)
 
@@ -17,12 +17,11 @@ import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from glob import glob
-from pathlib import Path
 
 import numpy as np
 
 from lab import RESULTS
+from lab import runs as kept_runs
 from lab.study.statistics import against_target, t95, with_half
 from lab.study.sweep_runs import flag_values
 from nanochat_fp4.console import ArgumentParser, table
@@ -243,18 +242,12 @@ def runs_of(result: dict) -> list[Run]:
     return runs
 
 
-def read_runs(path: Path) -> list[Run]:
-    """The runs of a file like paper_runs.json or of lab.study.sweep. Raises UserError."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        if "results" in content:
-            return [run for result in content["results"] for run in runs_of(result)]
-        return [Run(r["parameters"], r["tokens"], r["method"], r["loss"]) for r in content["runs"]]
-    except (OSError, ValueError, KeyError, TypeError) as e:
-        raise UserError(
-            f"{path} holds no runs ({type(e).__name__}: {e}); expected a file of lab.study.sweep, or one like "
-            f"{PAPER_RUNS.name}; give its path with --runs"
-        ) from None
+def read_runs(names: str) -> list[Run]:
+    """The paper's runs, or those of studies and sweeps' files, with commas. Raises UserError."""
+    if names == "paper":
+        runs = json.loads(PAPER_RUNS.read_text(encoding="utf-8"))["runs"]
+        return [Run(r["parameters"], r["tokens"], r["method"], r["loss"]) for r in runs]
+    return [run for name in kept_runs.names_of(names) for r in kept_runs.stored(name)["results"] for run in runs_of(r)]
 
 
 def doubled(ratio: float) -> float:
@@ -354,12 +347,9 @@ def report(runs: Sequence[Run]) -> str:
 
 def main(argv: list[str] | None = None) -> None:
     parser = ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--runs", default=str(PAPER_RUNS), help="files or patterns, with commas: of a sweep, or paper_runs"
-    )
-    args = parser.parse_args(argv)
-    paths = [path for part in args.runs.split(",") if part for path in sorted(glob(part)) or [part]]
-    print(report([run for path in paths for run in read_runs(Path(path))]))
+    add = parser.add_argument
+    add("--runs", default="paper", help="studies of lab.runs (patterns: ladder_*) or sweeps' JSON files, with commas")
+    print(report(read_runs(parser.parse_args(argv).runs)))
 
 
 if __name__ == "__main__":

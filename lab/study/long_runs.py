@@ -7,11 +7,11 @@ import statistics
 from dataclasses import dataclass
 from typing import Any
 
+from lab import runs as kept_runs
 from lab.predict.predicted_time import CARD, DEPTH, over_clover
 from lab.study import sweep_results
 from lab.study.reproduce_common import Context, Outcome
 from lab.study.statistics import Estimate, against_target, gaps_by_seed, has_gap, pooled_differences, with_half
-from lab.study.sweep_runs import current_flags
 from nanochat_fp4.errors import UserError
 from nanochat_fp4.hardware import MACHINES
 
@@ -35,10 +35,11 @@ TIME_NOTE = (
 def stored_runs(context: Context) -> tuple[list[dict], dict]:
     """The runs of --results (several files with commas: of the same data, other seeds or methods), of --sizes if that
     is given, and what else the first file says; each run with its "file". Raises UserError."""
-    paths = [path for path in context.args.results.split(",") if path]
+    paths = kept_runs.names_of(context.args.results)
     if not paths:
-        raise UserError("this item takes its runs from a sweep: add --results=<folder>/<name>.json of lab.study.sweep")
-    content, *_ = contents = [sweep_results.stored(path) for path in paths]
+        problem = "this item takes its runs from a study; name one of python -m lab.runs"
+        raise UserError(f"{problem}, or a JSON file of lab.study.sweep: --results=NAME")
+    content, *_ = contents = [kept_runs.stored(path) for path in paths]
     sizes = list(dict.fromkeys(r["size"] for c in contents for r in c["results"]))
     if len(sizes) > 1 and not context.args.sizes:
         raise UserError(f"--results has runs of {', '.join(sizes)}; choose one of them, --sizes={sizes[0]}")
@@ -77,7 +78,7 @@ def refuse_unlike(runs: list[dict]) -> None:
             raise UserError(f"--results has runs of {both}; give files of one, or name the others by a --variant")
 
     def text(run: dict) -> tuple:
-        order = [f for f in current_flags(run["flags"]) if f.startswith("--data-seed=")]
+        order = [f for f in run["flags"] if f.startswith("--data-seed=")]
         return order, run.get("eval_tokens")
 
     base = {r["seed"]: text(r) for r in runs if r["method"] == "bf16"}

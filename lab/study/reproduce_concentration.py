@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import json
 import math
 import statistics
 from collections.abc import Sequence
@@ -11,7 +12,10 @@ from pathlib import Path
 import torch
 
 import nanochat_fp4 as nf
+from lab import RESULTS
 from lab.study.reproduce_common import Context, Outcome, trained_model
+from nanochat_fp4.errors import UserError
+from nanochat_fp4.evaluation import plots
 from nanochat_fp4.nvfp4.methods import get_recipe
 from nanochat_fp4.nvfp4.recipes import Gemm, Operand, Recipe
 
@@ -42,6 +46,8 @@ FORWARDS = {
     "quantized": lambda recipe: recipe,
     "exact": lambda recipe: replace(recipe, name=f"{recipe.name}, exact forward", output=Gemm(Operand(), Operand())),
 }
+
+STYLES = {"exact": {"marker": "o", "markersize": 3}, "quantized": {"linewidth": 0.8, "alpha": 0.6}}
 
 
 def block_gradients(model, x: torch.Tensor, y: torch.Tensor) -> list[torch.Tensor]:
@@ -85,6 +91,8 @@ def fig9(context: Context) -> Outcome:
     draws = [b for b in draws if b <= (context.args.draws or (32 if context.quick else 1024))]
     trained = functools.cache(lambda: trained_model(context, "d8"))
     curves: dict[str, dict[str, dict]] = {forward: {} for forward in FORWARDS}
+    if context.args.results:
+        return outcome_of(*stored_curves(context.args.results))
     for forward, method in itertools.product(FORWARDS, FIG9_METHODS):
 
         def compute(forward=forward, method=method):
@@ -96,25 +104,43 @@ def fig9(context: Context) -> Outcome:
         value = context.piece("fig9", settings | context.trained_on(), compute)
         value["errors"] = {int(b): e for b, e in value["errors"].items()}
         curves[forward][method] = value
+    return outcome_of(curves, curves["exact"][FIG9_METHODS[0]]["measured_on"], None)
+
+
+def stored_curves(name: str) -> tuple[dict, str, dict]:
+    """(curves by forward and method, what they were measured on, where) of lab/results/fig9.json. Raises UserError."""
+    content = json.loads((RESULTS / "fig9.json").read_text())
+    if name not in content:
+        raise UserError(f"--results={name}: lab/results/fig9.json has {', '.join(content)}")
+    stored = content[name]
+    for value in (value for of in stored["curves"].values() for value in of.values()):
+        value["errors"] = {int(b): e for b, e in value["errors"].items()}
+    return stored["curves"], stored["measured_on"], stored["environment"]
+
+
+def outcome_of(curves: dict[str, dict[str, dict]], measured_on: str, environment: dict | None) -> Outcome:
+    """The table and the plot."""
+    methods = list(next(iter(curves.values())))
+    draws = list(next(iter(next(iter(curves.values())).values()))["errors"])
     # The paper's Figure 9 and Appendix A.
     paper = dict.fromkeys(FIG9_METHODS, "1/B")
     paper |= {"four_over_six_biased": "plateau", "four_over_six": "-", "clover_search": "-"}
     rows = []
-    for forward, method in itertools.product(FORWARDS, FIG9_METHODS):
+    for forward, method in itertools.product(curves, methods):
         curve = curves[forward][method]
         last, one = curve["errors"][draws[-1]], curve["single"]
         numbers = [round(slope(curve["errors"]), 2), round(one / last, 1), f"{one:.3g}", f"{last:.2g}"]
         rows.append([forward, method, paper[method], *numbers])
 
     def plot(axes) -> None:
-        for method in FIG9_METHODS:
-            exact, quantized = (curves[forward][method]["errors"] for forward in ("exact", "quantized"))
-            (line,) = axes.loglog(list(exact), list(exact.values()), marker="o", markersize=3, label=method)
-            color = {"color": line.get_color()}
-            axes.loglog(list(quantized), list(quantized.values()), linewidth=0.8, alpha=0.6, **color)
+        for method, color in zip(methods, (*plots.COLORS, "k")):
+            for forward, style in ((f, STYLES[f]) for f in curves):
+                errors = curves[forward][method]["errors"]
+                axes.loglog(list(errors), list(errors.values()), color=color, **style)
+            axes.plot([], [], color=color, label=method)
             if method in PUBLISHED:
-                axes.loglog([4**i for i in range(6)], PUBLISHED[method], "x--", markersize=4, **color)
-        first = max(c["single"] for c in curves["exact"].values())
+                axes.loglog([4**i for i in range(6)], PUBLISHED[method], "x--", markersize=4, color=color)
+        first = max(c["single"] for of in curves.values() for c in of.values())
         axes.loglog(draws, [first / b for b in draws], "k:", label="1/B")
         axes.set_xlabel("backward passes averaged, B")
         axes.set_ylabel("relative square error, q, k, v of block 0")
@@ -129,5 +155,4 @@ def fig9(context: Context) -> Outcome:
         "crosses: the authors' curves, an unquantized forward of Llama-3.2-1B and one sentence, another model and "
         "text, which do not compare in magnitude",
     ]
-    measured_on = curves["exact"][FIG9_METHODS[0]]["measured_on"]
-    return Outcome(title, header, rows, notes, {"curves": curves}, plot, measured_on)
+    return Outcome(title, header, rows, notes, {"curves": curves}, plot, measured_on, environment)

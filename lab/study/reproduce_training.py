@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from lab import runs as kept_runs
 from lab.study import statistics, sweep, sweep_results, sweep_runs
 from lab.study.long_runs import along
 from lab.study.reproduce_common import Context, Outcome
@@ -65,7 +66,7 @@ def training(context: Context, name: str, item: Item) -> Outcome:
         methods = [m for m in methods if m.partition(":")[0] in QUICK[name]]
     environment, numbers = None, {}
     if context.args.results:
-        content = sweep_results.stored(context.args.results)
+        content = kept_runs.stored(context.args.results)
         environment, data = content["environment"], content["data"]
         wanted = [s for s in context.args.sizes.split(",") if s]
         results = [r for r in content["results"] if r["size"] in wanted or not wanted]
@@ -249,7 +250,7 @@ TABLE_5 = {
 }
 
 # Increase of the validation loss over BF16 in percent, 30M parameters, C4 (Quartet-II, for_plots/runs.json); other
-# sizes and lengths are in docs/results/paper_runs.json.
+# sizes and lengths are in lab/results/paper_runs.json.
 LLAMA_MODELS = ("30M, 25 tokens a parameter", "30M, 800")
 FIGURE_1 = {
     "fig1a_sr": (0.19, 0.04), "fig1a_ms_eden": (0.03, 0.03), "fig1b_sr": (0.04, 0.11), "fig1c_sr": (0.19, 0.27),

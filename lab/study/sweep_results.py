@@ -1,21 +1,16 @@
-"""The results of a sweep: the table, the differences from the paper's runs, and the check of stored files."""
+"""The results of a sweep: the table, and the differences from the paper's runs."""
 
-import json
-import math
 import statistics
-from collections import Counter
 from collections.abc import Sequence
-from operator import itemgetter
 from pathlib import Path
 
 from lab.study.statistics import difference, gap
 from lab.study.sweep_runs import data_key, flag_values
-from nanochat_fp4.errors import UserError, one_line
 
 
 def summary(results: Sequence[dict], methods: Sequence[str], sizes: Sequence[str]):
     """(header, rows) of the table: BPB, gap to bf16 and paired difference to clover."""
-    header = ["size", "method", "seeds", "val BPB", "gap to bf16, %", "BF16 fwd", "minus clover", "minutes"]
+    header = ["size", "method", "seeds", "val BPB", "gap to bf16, %", "BF16 fwd", "minus clover"]
     rows = []
     for size in sizes:
         for method in methods:
@@ -23,7 +18,6 @@ def summary(results: Sequence[dict], methods: Sequence[str], sizes: Sequence[str
             if not mine:
                 continue
             bpb = statistics.fmean(r["val_bpb"] for r in mine)
-            minutes = statistics.fmean(r["training_seconds"] for r in mine) / 60
             row = [size, method, len(mine), f"{bpb:.4f}"]
             for value, missing in (
                 (gap(results, size, method), method == "bf16"),
@@ -31,7 +25,7 @@ def summary(results: Sequence[dict], methods: Sequence[str], sizes: Sequence[str
                 (difference(results, size, method, "clover"), method == "clover"),
             ):
                 row.append("-" if missing or not value.n else str(value))
-            rows.append([*row, f"{minutes:.1f}"])
+            rows.append(row)
     return header, rows
 
 
@@ -75,39 +69,3 @@ def difference_from_paper(result: dict, data: str) -> str:
 
 # The cost of a multiply-add by bits, over one in 4 bits. These are the rates of a B200's tensor cores.
 COST = {"4": 1.0, "8": 2.0, "16": 4.0}
-
-# Fields that every table needs.
-NEEDED = {
-    "method": str, "size": str, "seed": int, "flags": list, "steps": int, "tokens": int,
-    "val_bpb": float, "val_bpb_bf16": float, "gemm_work": dict, "training_seconds": float,
-}  # fmt: skip
-
-
-def check_run(run: dict) -> None:
-    """Raises ValueError, KeyError or TypeError if a field of a run is missing or wrong."""
-    for name, kind in NEEDED.items():
-        value = run[name]
-        if not isinstance(value, (int, float) if kind is float else kind):
-            raise TypeError(f"{name} is {value!r}, expected {kind.__name__}")
-        if kind in (int, float) and name != "seed" and not 0 < value < math.inf:
-            raise ValueError(f"{name} is {value!r}, expected a positive number")
-
-
-def stored(path: str | Path) -> dict:
-    """A file of sweep.report. It has at least "data", "environment" and "results". Raises UserError."""
-    try:
-        content = json.loads(Path(path).read_text())
-        for run in content["results"]:
-            check_run(run)
-        if content["results"] and content["data"]:
-            itemgetter("gpu", "gpu_count", "torch")(content["environment"])  # for the line below a table
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as e:
-        problem = f"{path} is not a file of lab.study.sweep ({type(e).__name__}: {one_line(e)[:80]})"
-        raise UserError(f"{problem}; give <folder>/<name>.json of a sweep") from None
-    if not content["results"] or not content["data"]:
-        raise UserError(f"{path} holds no results; run its sweep first")
-    runs = Counter((r["method"], r["size"], r["seed"]) for r in content["results"])
-    (method, size, seed), count = runs.most_common(1)[0]
-    if count > 1:
-        raise UserError(f"{path} has {method} of size {size} and seed {seed} twice; leave one of them out")
-    return content

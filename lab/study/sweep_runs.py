@@ -110,34 +110,9 @@ def flag_values(flags: Sequence[str]) -> dict[str, str]:
     return dict(flag.removeprefix("--").partition("=")[::2] for flag in flags)
 
 
-# The flag for a word of --runtime and --method-changes, which results from before 2026-11-26 hold.
-OLD_WORDS = {
-    "eager": "--no-compile", "skip-nonfinite": "--on-nonfinite=skip", "separate_qkv": "--separate-qkv",
-    "exact_relu_squared": "--exact-relu-squared",
-}  # fmt: skip
-
-
-def current_flags(recorded: Sequence[str]) -> list[str]:
-    """The flags of base_train in a result, as they are written now."""
-    found: list[str] = []
-    for flag in recorded:
-        name, _, value = flag.partition("=")
-        if name == "--runtime":
-            for word in value.split(","):
-                word = word.replace("recompute-", "recompute=").replace("telemetry=", "telemetry-every=")
-                found.append(OLD_WORDS.get(word, f"--{word}"))
-        elif name == "--method-changes":
-            found += changed("", *(OLD_WORDS.get(word, word) for word in value.split(",")))[1:]
-        elif name == "--seed" and "," in value:
-            found += (f"--seed={value.partition(',')[0]}", f"--data-seed={value.partition(',')[2]}")
-        else:
-            found.append(f"--save-at={value[1:]}" if flag.startswith("--save-every=@") else flag)
-    return found
-
-
 def method_changes(own: Sequence[str]) -> tuple[str, str]:
     """(--layer-methods, --method-phases) in a method's flags."""
-    values = flag_values(current_flags(own))
+    values = flag_values(own)
     return values.get("layer-methods", ""), values.get("method-phases", "")
 
 

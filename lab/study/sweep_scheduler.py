@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 
 from lab import ROOT
-from lab.study.sweep_results import check_run
+from lab.runs import check_run
 from lab.study.sweep_runs import Run
 from nanochat_fp4.errors import UserError, one_line
 from nanochat_fp4.evaluation.metrics import read_jsonl

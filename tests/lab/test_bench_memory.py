@@ -1,12 +1,10 @@
 """What a block keeps, counted on a CPU: the sizes by hand, the targets, and that the documents say the same."""
 
-import re
 from dataclasses import replace
 
 import pytest
 import torch
 
-from lab import ROOT
 from lab.measure import bench_memory
 from nanochat_fp4.models import gpt
 
@@ -75,21 +73,6 @@ def test_every_storage_is_counted_once():
 
     lines = bench_memory.kept_bytes(model, forward)
     assert lines == {"outside of gpt.py": (x.numel() + 2 * 32 + 2 * 32) * 4}
-
-
-def test_the_document_is_up_to_date(records):
-    """Its table is for another width; in units of the width the numbers differ by the few that are one a row."""
-    text = (ROOT / "docs/results/activations.md").read_text()
-    table = text.split("<!-- lab.measure.bench_memory -->")[1]
-    width = int(re.search(r"width (\d+)", table).group(1))
-    rows = [[c.strip(" *") for c in line.split("|")[1:-1]] for line in table.splitlines() if line.startswith("|")]
-    assert rows[0][1:] == [bench_memory.label(r) for r in records.values()]
-    documented = {row[0]: row[1:] for row in rows}
-    for i, r in enumerate(records.values()):
-        for name, n in [*r["tensors"].items(), ("a block", r["block"])]:
-            # 24 bytes in all of a token are not proportional to the width, and four more for each head.
-            got = float(documented[name][i].replace(",", "")) / width
-            assert got == pytest.approx(n / WIDTH, abs=24 / WIDTH), name
 
 
 def test_prints_what_it_writes(base_dir, monkeypatch, capsys, records):

@@ -17,6 +17,7 @@ import time
 import pytest
 
 import nanochat_fp4 as nf
+from lab import runs as kept_runs
 from lab.study import statistics, sweep, sweep_results, sweep_runs, sweep_scheduler
 from nanochat_fp4.errors import UserError
 from nanochat_fp4.nvfp4.plan import MethodPlan
@@ -357,7 +358,7 @@ def test_what_is_done_is_skipped_and_checkpoints_go(trained, capsys):
     for damaged in (
         '{"cut sho',  # as a full disk would leave it
         *("null", json.dumps(whole | {"val_bpb": None}), "[" * 10**5),
-        json.dumps({name: value for name, value in whole.items() if name != "training_seconds"}),
+        json.dumps({name: value for name, value in whole.items() if name != "tokens"}),
         json.dumps(whole | {"method": "clover"}),  # would be clover's row
     ):
         s.result_path(runs[2]).write_text(damaged)
@@ -367,7 +368,7 @@ def test_what_is_done_is_skipped_and_checkpoints_go(trained, capsys):
     content = json.loads((s.folder / "name.json").read_text())
     assert content["done"] == 4 and content["gaps"]["tiny clover"]["n"] == 2
     assert (s.folder / "name.md").read_text().startswith("| size | method |")
-    assert sweep_results.stored(s.folder / "name.json")["results"] == content["results"]
+    assert kept_runs.stored(str(s.folder / "name.json"))["results"] == content["results"]
     assert len((s.folder / "name.json").read_text().splitlines()) < 20  # a line for each run
 
 
@@ -403,11 +404,10 @@ def test_damaged_runs_are_refused_by_what_is_wrong_with_them(tmp_path):
     whole = {"results": [run], "environment": {"gpu": None, "gpu_count": 0, "torch": "2"}, "data": "x"}
     path, no_file = tmp_path / "d6.json", "d6.json is not a file of lab.study.sweep .*"
     path.write_text(json.dumps(whole))
-    assert sweep_results.stored(path) == whole
+    assert kept_runs.stored(str(path)) == whole
     for change, problem in (
         ({"results": [run | {"val_bpb": math.nan}]}, f"{no_file}val_bpb is nan, expected a positive number"),
         ({"results": [run | {"steps": 0}]}, f"{no_file}steps is 0, expected a positive"),
-        ({"results": [run | {"training_seconds": None}]}, f"{no_file}training_seconds is None, expected float"),
         ({"environment": {"gpu": None}}, f"{no_file}KeyError: 'gpu_count'.*; give <folder>/<name>.json"),
         ({"results": [run, run | {"val_bpb": 2.0}]}, "d6.json has clover of size tiny and seed 1 twice"),
         ({"results": []}, "holds no results"),
@@ -415,13 +415,13 @@ def test_damaged_runs_are_refused_by_what_is_wrong_with_them(tmp_path):
     ):
         path.write_text(json.dumps(whole | change))
         with pytest.raises(UserError, match=problem):
-            sweep_results.stored(path)
+            kept_runs.stored(str(path))
     for text in ("", "[]", "[" * 10**5):
         path.write_text(text)
         with pytest.raises(UserError, match=no_file):
-            sweep_results.stored(path)
+            kept_runs.stored(str(path))
     with pytest.raises(UserError, match="nothing.json is not a file of lab.study.sweep"):
-        sweep_results.stored(tmp_path / "nothing.json")
+        kept_runs.stored(str(tmp_path / "nothing.json"))
 
 
 def test_failures_are_named_and_do_not_stop_the_others(trained):

@@ -1,4 +1,4 @@
-"""Models from elsewhere, converted: the table of docs/results/models.md.
+"""Models from elsewhere, converted: the table of docs/models.md.
 
     pip install '.[examples]' timm torchvision
     NANOCHAT_TEST_CHECKOUTS=nanochat-f5425245f:nanochat NANOGPT_TEST_CHECKOUT=nanoGPT \\
@@ -28,7 +28,7 @@ REAL = {  # models with experts -> (class of transformers, sizes that differ fro
     "DeepSeek-V3": ("DeepseekV3", {}),
     "OLMoE-1B-7B": ("Olmoe", {"intermediate_size": 1024}),
 }
-TABLE = Path(__file__).resolve().parents[2] / "docs" / "results" / "models.md"
+TABLE = Path(__file__).resolve().parents[2] / "docs" / "models.md"
 PRODUCTS = re.compile(r"(linear|addmm|mm|bmm|baddbmm|convolution|_grouped_mm|_scaled_mm)")
 
 
@@ -245,13 +245,13 @@ def test_real_configurations():
         for row, text in zip(rows, (f"{numbers[0]:.1f}", f"{numbers[1]:.3%}", f"{numbers[2]:.2%}")):
             row.append(text)
         assert report.quantized_without_heads > 0.99
-    text = (TABLE.parents[1] / "models.md").read_text()
+    text = TABLE.read_text()
     for row in (list(REAL), *rows):
         assert f"| {' | '.join(row)} |" in text, row
 
 
 def test_the_table_is_of_these_models():
-    """docs/results/models.md has a row for each, with the shares that convert reports of those that are here."""
+    """docs/models.md has a row for each, with the shares that convert reports of those that are here."""
     rows = dict(re.findall(r"^\| ([^|]+?) \| (.*?) \|$", TABLE.read_text(), re.M))
     assert list(MODELS) == [name for name in rows if name in MODELS]
     for name in OWN:

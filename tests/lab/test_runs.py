@@ -1,0 +1,49 @@
+"""The stored runs: a sweep's file comes back as it was, and nothing is compared with a run of another text."""
+
+import json
+
+import pytest
+
+from lab import runs
+from nanochat_fp4.errors import UserError
+
+RUN = {
+    "method": "mine", "size": "tiny", "seed": 1, "flags": ["--depth=2", "--method=clover"], "steps": 8, "tokens": 4096,
+    "num_params": 9, "val_bpb": 1.5, "val_bpb_bf16": 1.25, "gemm_work": {"4": 1.0, "8": 0.0, "16": 0.0},
+    "vocab_size": 512, "eval_tokens": 64, "train_loss": 2.0, "curve": [[0, 3.0, 3.5], [8, 1.5, 1.25]],
+    "loss_curve": [[4, 2.5], [8, 2.0]], "forwards": {"clover": 1.5, "bf16": 1.25},
+}  # fmt: skip
+ENVIRONMENT = {"gpu": "NVIDIA H100", "gpu_count": 2, "cpu": "some", "torch": "2.11", "commit": "1234567"}
+
+
+@pytest.fixture
+def store(tmp_path, monkeypatch):
+    """Two empty tables."""
+    monkeypatch.setattr(runs, "RUNS", tmp_path / "runs.parquet")
+    monkeypatch.setattr(runs, "CURVES", tmp_path / "curves.parquet")
+    return tmp_path
+
+
+def write(path, *results) -> str:
+    path.write_text(json.dumps({"data": "text (0123)", "environment": ENVIRONMENT, "results": results}))
+    return str(path)
+
+
+def test_a_sweep_becomes_a_study_and_replaces_the_one_of_its_name(store, capsys):
+    runs.main(["add", write(store / "a.json", RUN), write(store / "b.json", RUN | {"seed": 2, "forwards": {}})])
+    study = runs.stored("a")
+    (run,) = study["results"]
+    assert {name: run[name] for name in RUN} == RUN | {"method": "mine"}
+    assert study["data"] == "text (0123)" and study["environment"]["gpu_count"] == 2
+    runs.main(["add", write(store / "a.json", RUN | {"val_bpb": 1.4}, RUN | {"method": "other"})])
+    assert [r["val_bpb"] for r in runs.stored("a")["results"]] == [1.4, 1.5]
+    assert [r["seed"] for r in runs.stored("b")["results"]] == [2] and runs.studies() == ["a", "b"]
+    assert "NVIDIA H100" in capsys.readouterr().out
+
+
+def test_names_are_groups_patterns_and_files():
+    assert runs.names_of("d6_shuffled,x.json") == [*(f"d6_forwards_s{seed}" for seed in (1, 2, 3)), "x.json"]
+    assert "ladder_128_wide_25" in runs.names_of("ladder_*")
+    assert all(set(group) <= set(runs.studies()) for group in runs.GROUPS.values())
+    with pytest.raises(UserError, match="no study is named 'd5'; python -m lab.runs lists them"):
+        runs.stored("d5")
