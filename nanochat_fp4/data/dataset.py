@@ -11,7 +11,10 @@ The first source that exists is the folder. ensure_data prints the choice and it
 4. FineWeb-Edu from the hub, if the hub answers within a few seconds.
 5. The embedded corpus, built now from Python's standard library (corpus.py).
 
-    python -m nanochat_fp4.data.dataset -n 240       download shards 0 to 239 (resumable)
+FineWeb-Edu's validation split is its shard 1822, whatever number of training shards is there, so that losses of runs
+with different amounts of text can be compared.
+
+    python -m nanochat_fp4.data.dataset -n 240       download shards 0 to 239 and shard 1822 (resumable)
     python -m nanochat_fp4.data.dataset --embedded   build the embedded corpus
     python -m nanochat_fp4.data.dataset --ensure     whatever of the above applies
 """
@@ -29,12 +32,12 @@ from nanochat_fp4.common import get_base_dir, get_dist_info, print0
 from nanochat_fp4.console import ArgumentParser, format_bytes, parse_finite
 from nanochat_fp4.data.corpus import EMBEDDED_MB, TEXT_SUFFIXES, build_embedded_corpus, convert, files_below
 from nanochat_fp4.data.download import check_space, download_file, hub_problem
-from nanochat_fp4.data.shards import Shard, data_lock, index_to_filename, open_shard, text_column
+from nanochat_fp4.data.shards import Shard, data_lock, index_to_filename, open_shard, shard_digest, text_column
 from nanochat_fp4.errors import UserError, one_line, run_main
 
 # FineWeb-Edu 100B, shuffled and re-cut into parquet shards by nanochat's author.
 DATASET = "karpathy/fineweb-edu-100b-shuffle"
-MAX_SHARD = 1822
+MAX_SHARD = 1822  # the last shard; its name sorts last, so it is the validation split
 SHARD_BYTES = 100_000_000  # estimate of a shard's size
 
 NO_NETWORK_HINT = (
@@ -67,6 +70,12 @@ def open_shards(split: str, data_dir: str | os.PathLike | None = None, column: s
     if sum(shard.num_rows for shard in shards) == 0:
         raise UserError(f"the {split} shards in {Path(paths[0]).parent} hold no rows; put text into them")
     return shards
+
+
+def validation_text(data_dir: str | os.PathLike, column: str = "") -> str:
+    """Names the validation text of a folder: equal for two runs only if they are validated on the same text."""
+    digest, column = shard_digest(list_parquet_files(data_dir)[-1]), text_column(column)
+    return digest if column == "text" else f"{digest} {column}"
 
 
 def parquets_iter_batched(
@@ -125,22 +134,27 @@ def _own_data(data_dir: str, column: str = "") -> str:
 
 def download_shards(num_files: int = -1, num_workers: int = 4, deadline: float = 1800.0) -> str:
     """
-    Download shards 0 .. num_files-1 (-1: all 1823) into <base dir>/base_data, `num_workers` at a time.
+    Download training shards 0 .. num_files-1 (-1: all 1822) and the validation shard into <base dir>/base_data.
 
-    Shards that are there are kept. The space on the disk is stated and checked first. `deadline` is for one shard, in
-    seconds. Returns the folder. Raises UserError; shards that are complete stay.
+    `num_workers` are downloaded at a time. Shards that are there are kept. The space on the disk is stated and checked
+    first. `deadline` is for one shard, in seconds. Returns the folder. Raises UserError; shards that are complete stay.
     """
     if num_files < -1 or num_files == 0 or num_workers < 1:
-        raise UserError(f"-n {num_files} -w {num_workers}: expected 1 to {MAX_SHARD + 1} files, or -1; 1 worker")
-    num = MAX_SHARD + 1 if num_files == -1 else min(num_files, MAX_SHARD + 1)
+        raise UserError(f"-n {num_files} -w {num_workers}: expected 1 to {MAX_SHARD} files, or -1; 1 worker")
+    num = MAX_SHARD if num_files == -1 else min(num_files, MAX_SHARD)
     folder = Path(get_base_dir()) / "base_data"
     folder.mkdir(parents=True, exist_ok=True)
-    missing = [name for name in map(index_to_filename, range(num)) if not (folder / name).exists()]
+    wanted = list(map(index_to_filename, [MAX_SHARD, *range(num)]))
+    missing = [name for name in wanted if not (folder / name).exists()]
     if not missing:
-        print0(f"All {num} shards are in {folder}")
+        print0(f"All {num} training shards and the validation shard are in {folder}")
         return str(folder)
+    if wanted[0] in missing and (before := list_parquet_files(folder)):
+        last = Path(before[-1]).name
+        print0(f"Note: {wanted[0]} becomes the validation split; {last} was it, and is trained on from now on")
     needed, free = len(missing) * SHARD_BYTES, format_bytes(shutil.disk_usage(folder).free)
-    print0(f"Downloading {len(missing)} of {num} shards (about {format_bytes(needed)}; {free} free) into {folder}")
+    about = f"about {format_bytes(needed)}; {free} free"
+    print0(f"Downloading {len(missing)} of {len(wanted)} shards ({about}) into {folder}")
     check_space(folder, needed, f"{len(missing)} shards")
     if problem := hub_problem(DATASET, index_to_filename(0)):
         raise UserError(f"cannot download the dataset: {problem}; {NO_NETWORK_HINT}")
@@ -159,7 +173,7 @@ def download_shards(num_files: int = -1, num_workers: int = 4, deadline: float =
                 job.result()
         finally:
             stop.set()  # after a failure or Ctrl-C the other threads end within a second
-    print0(f"Done: {num} shards in {folder}")
+    print0(f"Done: {num} training shards and the validation shard in {folder}")
     return str(folder)
 
 
@@ -180,7 +194,7 @@ def ensure_data(
 
     data_dir: --data-dir. None or "" means DATA_DIR.
     column: --text-column, which every reader of the folder needs too. "" means TEXT_COLUMN.
-    num_shards: shards to download from the hub.
+    num_shards: training shards to download from the hub.
     embedded_mb: size of the embedded corpus. None means the corpus that is there, or the default.
     make: False only looks for data, silently. Text in DATA_DIR is converted even so.
     Every rank may call this function at the same time. Raises UserError where DATA_DIR is bad, or where there is no
@@ -201,6 +215,9 @@ def ensure_data(
         shards = list_parquet_files(downloaded) if downloaded.is_dir() else []
     if len(shards) >= 2:
         say(f"Data: {len(shards)} FineWeb-Edu shards in {downloaded} (downloaded before)")
+        fixed, last = index_to_filename(MAX_SHARD), Path(shards[-1]).name
+        if last != fixed:
+            say(f"Note: without {fixed} the validation split is {last}, the last of these shards")
         return str(downloaded)
     if (embedded / "manifest.json").is_file():
         folder = build_embedded_corpus(embedded_mb) if make else str(embedded)  # rebuilt where another size is wanted
@@ -212,7 +229,7 @@ def ensure_data(
     problem = hub_problem(DATASET, index_to_filename(0))
     if problem is None:
         try:
-            folder = download_shards(max(2, num_shards))
+            folder = download_shards(max(1, num_shards))
             say(f"Data: FineWeb-Edu shards in {folder}")
             return folder
         except UserError as e:
@@ -235,7 +252,7 @@ def add_data_arguments(parser: argparse.ArgumentParser, default: str) -> None:
 def main(argv: list[str] | None = None) -> None:
     parser = ArgumentParser(description="Download, build or check the training text")
     parser.add_argument(
-        "-n", "--num-files", type=int, default=None, help="number of shards to download (-1 = all 1823)"
+        "-n", "--num-files", type=int, default=None, help="number of training shards to download (-1 = all 1822)"
     )
     parser.add_argument("-w", "--num-workers", type=int, default=4, help="parallel downloads (default: 4)")
     parser.add_argument(
@@ -255,13 +272,10 @@ def main(argv: list[str] | None = None) -> None:
     elif args.embedded:
         folder = build_embedded_corpus(args.size_mb)
     elif args.ensure:
-        count = MAX_SHARD + 1 if args.num_files == -1 else args.num_files
+        count = MAX_SHARD if args.num_files == -1 else args.num_files
         folder = ensure_data(num_shards=count, embedded_mb=args.size_mb)
     else:
         folder = download_shards(args.num_files, args.num_workers, args.deadline)
-        if len(list_parquet_files(folder)) < 2:
-            print0("Note: training needs at least 2 shards, the last being the validation split")
-            return
     for split in ("train", "val"):
         shards = open_shards(split, folder, args.text_column)
         groups, documents = sum(s.num_row_groups for s in shards), sum(s.num_rows for s in shards)

@@ -25,10 +25,12 @@ from nanochat_fp4.data.dataset import (
     list_parquet_files,
     open_shards,
     parquets_iter_batched,
+    validation_text,
 )
 from nanochat_fp4.data.shards import ShardWriter, cut_text, data_lock, index_to_filename, open_shard
 from nanochat_fp4.errors import UserError
 
+VAL = "shard_01822.parquet"
 WORDS = "the model reads a row of tokens and learns what comes next in many small steps".split()
 
 
@@ -346,8 +348,10 @@ def test_embedded_modules_are_on_one_side_of_the_split(base_dir, monkeypatch):
 
 @pytest.fixture
 def hub(shards, base_dir, monkeypatch):
-    """A hub with shards 0 to 2."""
-    with serve_hub(monkeypatch, {p.name: p.read_bytes() for p in shards.iterdir()}) as server:
+    """A hub with the training shards 0 to 2 and the validation shard."""
+    files = {p.name: p.read_bytes() for p in shards.iterdir()}
+    write_shard(last := shards.parent / VAL, [f"validation {i}" for i in range(10)])
+    with serve_hub(monkeypatch, files | {VAL: last.read_bytes()}) as server:
         yield server
 
 
@@ -356,23 +360,38 @@ def served(hub):
 
 
 def test_download_shards(hub, shards, base_dir, capsys):
-    folder = download_shards(2)
+    folder = download_shards(1)
     assert folder == str(base_dir / "base_data")
-    assert texts_of(folder, "val") == [f"document 1.{i}" for i in range(10)]
-    assert sorted(served(hub)) == ["shard_00000.parquet", "shard_00001.parquet"]
+    assert sorted(served(hub)) == ["shard_00000.parquet", VAL]
     out = capsys.readouterr().out
     assert "2 of 2 shards (about 190.7 MB" in out and "free" in out  # the space is stated first
+    text = validation_text(folder)
     download_shards(3)
-    assert len(hub.requests) == 3  # only what was missing
+    assert len(hub.requests) == 4  # only what was missing
     download_shards(3)
-    assert len(hub.requests) == 3 and "All 3 shards" in capsys.readouterr().out
+    assert len(hub.requests) == 4 and "All 3 training shards" in capsys.readouterr().out
+    # More training text is no other validation text.
+    assert texts_of(folder, "val") == [f"validation {i}" for i in range(10)] and validation_text(folder) == text
+    assert len(texts_of(folder, "train")) == 30
+
+
+def test_shards_of_an_earlier_version_are_used_as_they_are(hub, shards, base_dir, capsys):
+    """It downloaded no validation shard of a fixed name. A run that goes on needs its split."""
+    shutil.copytree(shards, base_dir / "base_data")
+    folder = ensure_data()
+    assert texts_of(folder, "val") == [f"document 2.{i}" for i in range(10)] and hub.requests == []
+    assert f"Note: without {VAL} the validation split is shard_00002.parquet" in capsys.readouterr().out
+    before = validation_text(folder)
+    download_shards(3)
+    assert f"Note: {VAL} becomes the validation split; shard_00002.parquet was it" in capsys.readouterr().out
+    assert validation_text(folder) != before
 
 
 def test_a_shard_that_is_no_parquet_is_not_kept(hub, base_dir):
     hub.files[hub.prefix + "shard_00001.parquet"] = b"<html>please log in</html>"
     with pytest.raises(UserError, match="shard_00001.parquet.*not a readable parquet file.*3 attempts.*--embedded"):
         download_shards(2, num_workers=1)
-    assert os.listdir(base_dir / "base_data") == ["shard_00000.parquet"]
+    assert sorted(os.listdir(base_dir / "base_data")) == ["shard_00000.parquet", VAL]
 
 
 def test_one_failure_stops_the_others(hub, base_dir):
@@ -381,12 +400,12 @@ def test_one_failure_stops_the_others(hub, base_dir):
     hub.bad[endless] = ["endless"]
     with pytest.raises(UserError, match="shard_00003.parquet: the server answered 404"):
         download_shards(400, num_workers=2)
-    assert set(served(hub)) <= {index_to_filename(i) for i in range(5)} and len(hub.requests) <= 5
+    assert set(served(hub)) <= {VAL, *(index_to_filename(i) for i in range(5))} and len(hub.requests) <= 6
 
 
 def test_bad_numbers(base_dir):
     for num_files, num_workers in ((0, 4), (-2, 4), (3, 0)):
-        with pytest.raises(UserError, match="expected 1 to 1823 files"):
+        with pytest.raises(UserError, match="expected 1 to 1822 files"):
             download_shards(num_files, num_workers)
     for size in (0, -3, 0.1, 1e9, float("nan")):
         with pytest.raises(UserError, match="0.2 to 100"):
@@ -395,7 +414,7 @@ def test_bad_numbers(base_dir):
 
 def test_disk_space_is_checked_before(hub, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: types.SimpleNamespace(free=150_000_000))
-    with pytest.raises(UserError, match="about 190.7 MB needed.*143.1 MB left.*NANOCHAT_BASE_DIR"):
+    with pytest.raises(UserError, match="about 286.1 MB needed.*143.1 MB left.*NANOCHAT_BASE_DIR"):
         download_shards(2)
     assert hub.requests == []
 
@@ -513,7 +532,8 @@ def test_command_line(hub, shards, base_dir, capsys, tmp_path, monkeypatch):
         dataset.main(flags)
         assert "train: 2 shards, 6 row groups, 20 documents" in capsys.readouterr().out
     dataset.main(["-n", "2", "-w", "1"])
-    assert "val: 1 shards, 3 row groups, 10 documents" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "train: 2 shards" in out and "val: 1 shards, 3 row groups, 10 documents" in out
     monkeypatch.delenv("DATA_DIR")
     dataset.main(["--ensure"])
     assert "downloaded before" in capsys.readouterr().out
