@@ -16,7 +16,7 @@ import nanochat_fp4 as nf
 from nanochat_fp4.common import joined_processes, print0, resolve_method
 from nanochat_fp4.console import ArgumentParser, progress_iter
 from nanochat_fp4.data.dataloader import evaluation_rows, tokenizing_distributed_data_loader_bos_bestfit
-from nanochat_fp4.data.dataset import add_data_arguments, ensure_data
+from nanochat_fp4.data.dataset import add_data_arguments, ensure_data, validation_text
 from nanochat_fp4.data.tokenizer import get_token_bytes
 from nanochat_fp4.errors import UserError, run_main
 from nanochat_fp4.evaluation.loss_eval import evaluate_bpb
@@ -50,12 +50,12 @@ def evaluate(args: argparse.Namespace, device: torch.device, rank: int, world_si
     if args.hf_path:
         model, tokenizer = load_hf_model(args.hf_path, device)
         sequence_len, token_bytes, model_tag = model.sequence_len, tokenizer.token_bytes(device), None
-        trained, method = "bf16", resolve_method(args.method or "bf16")
+        step, trained, method = None, "bf16", resolve_method(args.method or "bf16")
         name = args.hf_path
     else:
         model, tokenizer, meta = load_model("base", device, "eval", args.model_tag, args.step)
         sequence_len, token_bytes = meta["model_config"]["sequence_len"], get_token_bytes(device=device)
-        trained = resolve_method(args.method or meta["user_config"].get("method", "bf16"))
+        step, trained = meta["step"], resolve_method(meta["user_config"].get("method", "bf16"))
         method = checkpoint_method(meta, args.method)  # the forward pass at the end of the run
         model_tag = meta.get("model_tag") or args.model_tag
         name = f"base model {model_tag} (step {meta['step']})"
@@ -88,11 +88,15 @@ def evaluate(args: argparse.Namespace, device: torch.device, rank: int, world_si
     samples = draw_samples(model, tokenizer) if rank == 0 and not args.hf_path else []
     for sample in samples:
         print0(f"  {sample}")
-    lines = {"model": name, "method": trained, "forward": method, "tokens per split": args.split_tokens, **results}
+    lines = {"model": name, "method": trained, "forward": method, "tokens per split": args.split_tokens}
+    lines |= {key.replace("_bpb_bf16", " BPB, BF16 forward").replace("_bpb", " BPB"): v for key, v in results.items()}
+    section = "Base model loss"
+    section += f" of {name}" if args.hf_path else f", {method} forward" if args.method else ""
+    text = {"val_text": validation_text(data_dir, args.text_column), "val_tokens": args.split_tokens}
     get_report(model_tag).log(
-        "Base model loss" + (f" of {name}" if args.hf_path else ""),
+        section,
         [lines, {f"sample {i}": sample for i, sample in enumerate(samples)}],
-        results={"method": trained, **results, "val_tokens": args.split_tokens, "samples": samples},
+        results={"method": trained, "step": step, **results, **text, "samples": samples},
     )
 
 

@@ -29,8 +29,7 @@ from nanochat_fp4.data.dataloader import (
     tokenizing_distributed_data_loader_bos_bestfit,
     tokenizing_distributed_data_loader_with_state_bos_bestfit,
 )
-from nanochat_fp4.data.dataset import ensure_data, list_parquet_files
-from nanochat_fp4.data.shards import shard_digest
+from nanochat_fp4.data.dataset import ensure_data, validation_text
 from nanochat_fp4.data.tokenizer import RustBPETokenizer, get_token_bytes, get_tokenizer
 from nanochat_fp4.doctor import probe
 from nanochat_fp4.errors import UserError, one_line, run_main
@@ -220,7 +219,7 @@ def train(args: argparse.Namespace, method: str, process: Process) -> None:
     batches = num_iterations, device_batch_size, grad_accum_steps
     setup.describe(args, model_tag, model, *batches, plan, backend, folder, process)
 
-    val_data = shard_digest(list_parquet_files(data_dir)[-1])
+    val_data = validation_text(data_dir)
     optimizers, schedule = model.setup_pretraining(options, args.total_batch_size, num_iterations)
     lean = Lean(model, optimizers, args.seed) if args.state == "lean" else None
     parts = TrainingStep(model, optimizers, forward, quantized, lean=lean)
@@ -285,6 +284,8 @@ def train(args: argparse.Namespace, method: str, process: Process) -> None:
             "vocab_size": model.config.vocab_size,
             "gemm_work": plan.work(model),
             "config_key": setup.comparison_key(run_config | tunable),
+            "val_text": val_data,
+            "tokenizer": tokenizer.fingerprint(),
             **batch,
         },
         lower="the learning rates (--matrix-lr, --embedding-lr)",
@@ -303,7 +304,7 @@ def write_report(
     about = {
         "Flags": changed_flags(args, parse_args([])),
         "Number of parameters": num_params,
-        "Number of FLOPs per token": f"{trainer.flops_per_token:e}",
+        "Number of FLOPs per token": trainer.flops_per_token,
         "Number of training tokens": total_tokens,
         "Tokens : Params ratio": total_tokens / num_params,
         "Device batch size": spec.device_batch_size,
@@ -315,7 +316,7 @@ def write_report(
         "Final validation bpb, BF16 forward": numbers.get("val_bpb_bf16"),
         "CORE metric estimate": core.value,
         "MFU %": f"{trainer.mfu:.2f}%" if trainer.mfu is not None else None,
-        "Total training flops": f"{trainer.flops_per_token * total_tokens:e}",
+        "Total training FLOPs": f"{trainer.flops_per_token * total_tokens:.2e}",
     }
     results = {key: numbers.get(key) for key in ("val_bpb", "val_bpb_bf16")} | {
         "tokens_per_second": total_tokens / loop["training_seconds"] if loop["training_seconds"] else None,

@@ -13,11 +13,12 @@ import time
 from collections.abc import Iterator
 
 from nanochat_fp4.common import print0
-from nanochat_fp4.console import ArgumentParser, Progress
+from nanochat_fp4.console import ArgumentParser, Progress, format_seconds
 from nanochat_fp4.data.dataset import add_data_arguments, ensure_data, parquets_iter_batched
 from nanochat_fp4.data.tokenizer import RustBPETokenizer, get_tokenizer, get_tokenizer_dir, save_token_bytes
 from nanochat_fp4.errors import UserError, run_main
 from nanochat_fp4.evaluation.report import get_report
+from nanochat_fp4.training.flags import changed_flags
 from nanochat_fp4.training.load_model import checkpoints_made_with
 
 ROUND_TRIP_TEXT = "Hello world! It's a test: 123, 4567, 89.\n\tTabs,  spaces\r\n@#$%^&*() naïve 你好世界 🌍 <|bos|>"
@@ -92,18 +93,16 @@ def main(argv: list[str] | None = None) -> None:
     token_bytes = save_token_bytes(tokenizer, tokenizer_dir)
 
     lengths = token_bytes[token_bytes > 0].float()
-    statistics = {
-        "train_time": train_time,
-        "num_special_tokens": len(tokenizer.get_special_tokens()),
-        "tokens": vocab_size,
-        "fingerprint": tokenizer.fingerprint(),
-        "data": data_dir,
-        "token_bytes_min": int(lengths.min()),
-        "token_bytes_max": int(lengths.max()),
-        "token_bytes_mean": lengths.mean().item(),
-        "token_bytes_std": lengths.std().item(),
+    about = {
+        "Flags": changed_flags(args, parse_args([])),
+        "Data": data_dir,
+        "Tokens": vocab_size,
+        "Special tokens": len(tokenizer.get_special_tokens()),
+        "Bytes per token": f"{lengths.mean():.2f} ± {lengths.std():.2f}, {lengths.min():.0f} to {lengths.max():.0f}",
+        "Fingerprint": tokenizer.fingerprint(),
+        "Training time": format_seconds(train_time),
     }
-    get_report().log(section="Tokenizer training", data=[vars(args), statistics])
+    get_report().log(section="Tokenizer training", data=[about])
 
 
 if __name__ == "__main__":

@@ -19,8 +19,11 @@ BASELINE = "black"
 SEED = re.compile(r"_seed\d+(?=_|$)|_s\d+_[0-9a-f]{8}$")  # in run names of the pipeline, or of a sweep
 
 
-def draw(path: Path, title: str, plot: Callable[[Any], None]) -> None:
-    """Writes the PNG that plot(axes) draws. The legend goes below where it would hide lines."""
+def draw(path: Path, title: str, *panels: Callable[[Any], None]) -> None:
+    """Writes a PNG. Each panel is called with its axes; the first one is the tallest, and all have one x axis.
+
+    The legend of the first panel goes below where it would hide lines.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
@@ -29,13 +32,20 @@ def draw(path: Path, title: str, plot: Callable[[Any], None]) -> None:
 
     style = {"axes.prop_cycle": cycler(color=COLORS), "axes.spines.top": False, "axes.spines.right": False}
     with matplotlib.rc_context(style | {"axes.grid": True, "grid.alpha": 0.3, "font.size": 9}):
-        figure, axes = pyplot.subplots(figsize=(7, 4.5), layout="constrained")
+        heights = [3, *[1] * (len(panels) - 1)]
+        size = (7, 4.5 * sum(heights) / 3)
+        figure, column = pyplot.subplots(
+            len(panels), squeeze=False, sharex=True, figsize=size, layout="constrained", height_ratios=heights
+        )
+        axes = column[0, 0]
         try:
-            plot(axes)
-            axes.set_axisbelow(True)
+            for panel, below in zip(panels, column[:, 0]):
+                panel(below)
+                below.set_axisbelow(True)
+                below.label_outer()
+                if below.get_xlabel() == "step":
+                    below.xaxis.get_major_locator().set_params(integer=True)
             axes.set_title("\n".join(textwrap.wrap(title, 90)), fontsize=10)
-            if axes.get_xlabel() == "step":
-                axes.xaxis.get_major_locator().set_params(integer=True)
             lines = axes.get_legend_handles_labels()
             if axes.get_legend() is None and lines[0]:
                 widest = max(map(len, lines[1]))

@@ -9,15 +9,19 @@ the tokenizer, which belongs to every run. A stage that runs again replaces its 
 `python -m nanochat_fp4.evaluation.report generate` reads all sections and every run's metrics.jsonl. The command writes
 report.md, report.json and the plots beside them. A run that was interrupted, or is still going on, appears with the
 numbers that it has.
+
+Runs are compared with each other only if they were validated on the same text, with the same tokenizer, on as many
+tokens and with the same forward pass. Otherwise there is no gap between them, and no picture shows both.
 """
 
+import functools
 import itertools
 import json
 import math
 import os
 import re
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -56,9 +60,6 @@ MEASURES = {  # section -> the section of the training whose model it measures
 # Columns of the benchmark table, in the order of the paper's Table 5. Other tasks follow.
 TASKS = ["ARC-Easy", "ARC-Challenge", "GSM8K", "HumanEval", "MMLU", "SpellingBee", "CORE", "ChatCORE"]
 
-# US dollars per hour and GPU, rough list prices of GPU clouds.
-_GPU_HOURLY_USD = {"B200": 6.0, "H200": 3.8, "H100": 3.0, "A100": 1.8, "5090": 0.9, "4090": 0.5}
-
 CHECK_TOKENS = 1e9  # a run of fewer tokens only checks the stages
 
 _PROCESS_START = time.time()
@@ -96,8 +97,9 @@ class Report:
         Store one section. Returns its path.
 
         data: strings (Markdown), dicts (shown as a list of "key: value") or None (skipped), as in nanochat.
-        results: numbers for the tables. A stage gives `val_bpb`, `val_bpb_bf16`, `tokens_per_second` and so on. An
-            evaluation gives task -> accuracy in [0, 1] or `task -> {"accuracy": a, "count": n, "interval": 2 sigma}`.
+        results: numbers for the tables. A stage gives `val_bpb`, `val_bpb_bf16`, `tokens_per_second` and so on. What
+            goes with a `val_bpb` is in MEASUREMENT. An evaluation gives task -> accuracy in [0, 1] or
+            `task -> {"accuracy": a, "count": n, "interval": 2 sigma}`.
         """
         record = {
             "section": section,
@@ -139,7 +141,7 @@ class Report:
         tags = dict.fromkeys([s["model_tag"] for s in sections if s["model_tag"]] + list(metrics))
         own = {tag: [s for s in sections if s["model_tag"] == tag] for tag in tags}
         runs = [_summarize_run(tag, own[tag], metrics.get(tag, [])) for tag in tags]
-        _add_gaps(runs)
+        _add_gaps(runs, notes)
         stages = {"base": metrics}
         for stage, folder in (("mid", "mid_checkpoints"), ("sft", "chatsft_checkpoints"), ("rl", "chatrl_checkpoints")):
             stages[stage] = _read_metrics(self.report_dir.parent / folder, notes)
@@ -227,29 +229,39 @@ def _text(value: Any) -> str:
 
 
 # The results that a run's summary takes. Other results stay in their section.
-_TEXTS = ("method", "config_key", "backend")
-_NUMBERS = ("num_iterations", "total_batch_size", "val_bpb", "val_bpb_bf16", "val_tokens", "tokens_per_second")
-_NUMBERS += ("training_seconds",)
+_TEXTS = ("method", "config_key", "backend", "tokenizer")
+_NUMBERS = ("num_iterations", "total_batch_size", "tokens_per_second", "training_seconds")
+# One measurement of the validation loss: with the method's own forward pass and in BF16, on which text, on how many
+# tokens. It is taken as a whole, because a loss means nothing beside another measurement's text.
+MEASUREMENT = ("val_bpb", "val_bpb_bf16", "val_text", "val_tokens")
 
 
 def _summarize_run(tag: str, sections: list[dict], metrics: list[dict]) -> dict:
     """One run as a flat dict; values that were not logged are None."""
-    run: dict[str, Any] = {key: None for key in ("step", *_TEXTS, *_NUMBERS)} | {"model_tag": tag, "benchmarks": {}}
+    keys = ("step", *_TEXTS, *_NUMBERS, *MEASUREMENT)
+    run: dict[str, Any] = {key: None for key in keys} | {"model_tag": tag, "benchmarks": {}}
+
+    def measured(values: Mapping[str, Any]) -> None:
+        if _number(values.get("val_bpb")) is not None:
+            run.update({k: _number(values.get(k)) for k in MEASUREMENT if k != "val_text"})
+            run["val_text"] = values.get("val_text")
 
     def take(values: Mapping[str, Any]) -> None:
         run.update({k: _text(values[k]) for k in _TEXTS if isinstance(values.get(k), str)})
         run.update({k: _number(values[k]) for k in _NUMBERS if _number(values.get(k)) is not None})
 
+    val_text = None
     for record in metrics:
         event, step = record.get("event"), _number(record.get("step"))
         if event == "start":
             take(record)
+            val_text = record.get("val_text")
         elif event == "train" and step is not None:
             run["step"] = int(step) + 1
             take({"tokens_per_second": record.get("tok_per_sec")})
         elif event == "val":
-            take({"val_bpb": record.get("bpb"), "val_bpb_bf16": record.get("bpb_bf16")})
-            take({"val_tokens": record.get("tokens")})
+            names = {"val_bpb": "bpb", "val_bpb_bf16": "bpb_bf16", "val_tokens": "tokens"}
+            measured({key: record.get(name) for key, name in names.items()} | {"val_text": val_text})
     unfinished = metrics and run["num_iterations"] and (run["step"] or 0) < run["num_iterations"]
     if unfinished and any(s["slug"] == "base-model-training" for s in sections):
         # Training writes its section at its end, so an earlier run of this tag wrote it.
@@ -259,9 +271,16 @@ def _summarize_run(tag: str, sections: list[dict], metrics: list[dict]) -> dict:
             stage = section["slug"].removeprefix("chat-evaluation-").removesuffix("-model-evaluation")
             scored = {_text(task): _score(value) for task, value in section["results"].items()}
             run["benchmarks"][stage] = {task: score for task, score in scored.items() if score}
-        elif section["slug"] in ("base-model-training", "base-model-loss"):
-            # The loss stage comes after training and measures on more tokens. Its BPB replaces the training loop's.
+        elif section["slug"] == "base-model-training":
             take(section["results"])
+            if run["val_bpb"] is None:
+                measured(section["results"])
+        elif section["slug"] == "base-model-loss":
+            # The loss stage comes after training and measures on more tokens. Its BPB replaces the training loop's,
+            # unless it is another step's.
+            take(section["results"])
+            if section["results"].get("step") in (None, run["step"]):
+                measured(section["results"])
     if run["step"] and run["total_batch_size"]:
         run["tokens"] = int(run["total_batch_size"] * run["step"])
     run["finished"] = run["step"] is not None and run["step"] == run["num_iterations"]
@@ -279,16 +298,28 @@ def _score(value: Any) -> dict[str, float | None] | None:
     return {"accuracy": accuracy, "interval": interval}
 
 
-def _add_gaps(runs: list[dict]) -> None:
-    """Increase of validation BPB over the BF16 baseline that was trained with the same configuration, in percent."""
-    baselines = {r.get("config_key"): r for r in runs if r["method"] == "bf16" and r.get("val_bpb") and r["finished"]}
-    for run in runs:
-        base = baselines.get(run.get("config_key"))
-        if not base or base is run or not run["finished"]:
+def _add_gaps(runs: list[dict], notes: list[str]) -> None:
+    """Increase of validation BPB over the BF16 baseline that was trained with the same configuration, in percent.
+
+    There are two, by the forward pass: gap_percent of the own forward, gap_percent_bf16 of the BF16 forward. A note
+    names the runs that have no gap because another text was validated.
+    """
+    finished = [r for r in runs if r["finished"] and r["val_bpb"]]
+    baselines = {r["config_key"]: r for r in finished if r["method"] == "bf16"}
+    for run in finished:
+        base = baselines.get(run["config_key"])
+        if not base or base is run:
             continue
-        # The token counts must agree, because the loss stage measures on more tokens than the training loop.
-        if run.get("val_bpb") and run.get("val_tokens") == base.get("val_tokens"):
+        different = [key for key in ("val_text", "tokenizer") if run[key] != base[key] or not run[key]]
+        if different:
+            words = " and ".join({"val_text": "validation text", "tokenizer": "tokenizer"}[key] for key in different)
+            names = f"{run['model_tag']} and {base['model_tag']}"
+            notes.append(f"no gap between {names}, whose {words} is not known to be the same")
+        # The loss stage measures on more tokens than the training loop.
+        elif run["val_tokens"] == base["val_tokens"]:
             run["gap_percent"] = 100 * (run["val_bpb"] / base["val_bpb"] - 1)
+            if run["val_bpb_bf16"] and base["val_bpb_bf16"]:
+                run["gap_percent_bf16"] = 100 * (run["val_bpb_bf16"] / base["val_bpb_bf16"] - 1)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -306,16 +337,17 @@ def _table(header: list[str], rows: list[list[str]]) -> list[str]:
 
 def _runs_table(runs: list[dict]) -> list[str]:
     header = ["run", "method", "steps", "tokens", "val BPB", "val BPB, BF16 forward"]
-    header += ["gap to BF16", "tokens/s", "training time"]
+    header += ["gap to BF16", "gap, BF16 forward", "tokens/s", "training time"]
     rows = []
     for r in runs:
         steps = _cell(r["step"], "{:,}")
         if not r["finished"] and r["num_iterations"]:
             steps += f" of {r['num_iterations']:,.0f}, unfinished"
-        gap = "baseline" if r["method"] == "bf16" else _cell(r.get("gap_percent"), "{:+.2f}%")
+        gaps = [_cell(r.get(key), "{:+.2f}%") for key in ("gap_percent", "gap_percent_bf16")]
+        gaps = ["baseline", "baseline"] if r["method"] == "bf16" else gaps
         seconds = r["training_seconds"]
         row = [r["model_tag"], r["method"] or "-", steps, _cell(r.get("tokens"), "{:,}"), _cell(r["val_bpb"])]
-        row += [_cell(r["val_bpb_bf16"]), gap, _cell(r["tokens_per_second"], "{:,.0f}")]
+        row += [_cell(r["val_bpb_bf16"]), *gaps, _cell(r["tokens_per_second"], "{:,.0f}")]
         rows.append([*row, "-" if seconds is None else format_seconds(seconds)])
     return _table(header, rows)
 
@@ -330,9 +362,10 @@ def _explanations(runs: list[dict]) -> list[str]:
     ]
     if any(run.get("gap_percent") is not None for run in runs):
         lines.append(
-            "- gap: increase of val BPB over the BF16 run of the same configuration (`COMPARE=1`), own forward. It is "
-            "a gap of one seed. Two runs of one seed differ by 0.4% on a small CPU run and by 0.1% at 160M tokens "
-            "(d6), so a smaller gap may be chance. `python -m lab.study.sweep` trains several seeds."
+            "- gap: increase of val BPB over the BF16 run of the same configuration (`COMPARE=1`), on the same text. "
+            "In the first column the run has the forward pass of its method, in the second BF16. It is a gap of one "
+            "seed. Two runs of one seed differ by 0.4% on a small CPU run and by 0.1% at 160M tokens (d6), so a "
+            "smaller gap may be chance. `python -m lab.study.sweep` trains several seeds."
         )
     return lines
 
@@ -355,9 +388,25 @@ def _benchmark_table(runs: list[dict]) -> list[str]:
     return _table(["run", "method", "after", "val BPB", *tasks], rows) if rows else []
 
 
+_UNITS = {"gb": "GB", "seconds": "s"}
+
+
+def _label(key: Any) -> str:
+    """A key as words: gpu_memory_gb -> gpu memory, GB."""
+    *words, unit = _text(key).split("_")
+    return " ".join(words) + f", {_UNITS[unit]}" if words and unit in _UNITS else " ".join([*words, unit])
+
+
+def _list(values: Mapping[str, Any]) -> list[str]:
+    """A line for each value. Empty values are left out."""
+    return [f"- {_label(key)}: {_format_value(value)}" for key, value in values.items() if value not in (None, "")]
+
+
 def _format_value(value: Any) -> str:
-    if isinstance(value, float):
-        return f"{value:.4f}" if abs(value) >= 1e-3 or value == 0 else f"{value:.3e}"
+    if isinstance(value, float) and math.isfinite(value):
+        if abs(value) >= 10000:
+            return f"{value:,.0f}"
+        return f"{value:.4f}".rstrip("0").rstrip(".") if abs(value) >= 1e-3 or value == 0 else f"{value:.3e}"
     if isinstance(value, int) and not isinstance(value, bool) and abs(value) >= 10000:
         return f"{value:,}"
     return _text(value)
@@ -366,7 +415,7 @@ def _format_value(value: Any) -> str:
 def _environment_lines(sections: list[dict], runs: list[dict]) -> list[str]:
     environments = [s["environment"] for s in sections]
     environment = environments[-1] if environments else environment_info()
-    lines = [f"- {_text(key)}: {_format_value(value)}" for key, value in environment.items() if value not in (None, 0)]
+    lines = _list({key: value for key, value in environment.items() if value != 0})
     lines += [f"- backend ({r['model_tag']}): {r['backend']}" for r in runs if r["backend"]]
     lines.append(_break_even(_text(environment.get("gpu") or ""), runs))
     commits = sorted({_text(e.get("commit"))[:12] for e in environments})
@@ -388,25 +437,17 @@ def _break_even(gpu: str, runs: list[dict]) -> str:
     return f"- break-even with BF16, PREDICTED for {machine.name}, not measured: linear layers are faster with {found}"
 
 
-def gpu_dollars(environment: Mapping[str, Any], seconds: float) -> float | None:
-    """US dollars for the GPUs of `environment` over `seconds`; None without a GPU."""
-    name, count = str(environment.get("gpu") or ""), _number(environment.get("gpu_count"))
-    rate = next((usd for gpu, usd in _GPU_HOURLY_USD.items() if gpu in name), None)
-    return None if not count or rate is None else rate * count * seconds / 3600
-
-
 def _time_table(sections: list[dict]) -> list[str]:
-    rows, total, dollars = [], 0.0, 0.0
+    rows, total = [], 0.0
     for s in sections:
         seconds = _number(s.get("wall_seconds"))
         if seconds is None:
             continue
         total += seconds
-        dollars += gpu_dollars(s["environment"], seconds) or 0.0
         rows.append([s["section"], s["model_tag"] or "all runs", format_seconds(seconds), s["timestamp"]])
     if not rows:
         return []
-    rows.append(["**total**", "", format_seconds(total), f"about ${dollars:,.2f} of GPU time" if dollars else ""])
+    rows.append(["**total**", "", format_seconds(total), ""])
     return _table(["stage", "run", "time", "finished"], rows)
 
 
@@ -458,7 +499,7 @@ def _render(
         ("Benchmarks (accuracy in percent, 2-sigma interval)", _benchmark_table(runs)),
         ("Quantization error, mean over the blocks", _telemetry_lines(metrics)),
         ("Samples", _sample_lines(sections, runs)),
-        ("Time and cost", _time_table(sections)),
+        ("Time", _time_table(sections)),
         ("Environment", _environment_lines(sections, runs)),
         ("Notes", [f"- {note}" for note in notes]),
     ):
@@ -469,7 +510,7 @@ def _render(
         lines += [f"### {s['section']}" + (f": {s['model_tag']}" if s["model_tag"] else ""), ""]
         for item in s["data"]:
             if isinstance(item, dict):
-                lines += [f"- {_text(key)}: {_format_value(value)}" for key, value in item.items()]
+                lines += _list(item)
             else:
                 lines += ["", *str(item).strip().splitlines(), ""]
         lines.append("")
@@ -477,59 +518,103 @@ def _render(
 
 
 _LOSS = "training loss, nats per token (smoothed)"
-_PLOTS = {  # file name -> title, title of the y axis, stage, event, and keys of its lines: the second one is dashed
-    "loss": ("Pre-training", _LOSS, "base", "train", ("smoothed_loss",)),
-    "bpb": ("Pre-training: validation text", "bits per byte", "base", "val", ("bpb", "bpb_bf16")),
-    "loss_mid": ("Mid-training", _LOSS, "mid", "train", ("smoothed_loss",)),
-    "loss_sft": ("Supervised fine-tuning", _LOSS, "sft", "train", ("smoothed_loss",)),
-    "reward_rl": ("Reinforcement learning", "mean reward of the answers", "rl", "train", ("reward",)),
+_PLOTS = {  # file name -> title, title of the y axis, stage, event, key of its lines
+    "loss": ("Pre-training", _LOSS, "base", "train", "smoothed_loss"),
+    "bpb": ("Pre-training: validation text", "bits per byte", "base", "val", "bpb"),
+    "loss_mid": ("Mid-training", _LOSS, "mid", "train", "smoothed_loss"),
+    "loss_sft": ("Supervised fine-tuning", _LOSS, "sft", "train", "smoothed_loss"),
+    "reward_rl": ("Reinforcement learning", "mean reward of the answers", "rl", "train", "reward"),
 }
+
+# name of a line -> (x, y) of each of its runs; runs that differ by their seed alone are one line
+Lines = dict[str, list[tuple[list[float], list[float]]]]
 
 
 def _plot(report_dir: Path, stages: dict[str, dict[str, list[dict]]], runs: list[dict], notes: list[str]) -> list[str]:
     """Draws the files of _PLOTS, with a line for every run. Returns the names of the written files.
 
+    Runs of another tokenizer or validation text get pictures of their own: bpb.png, then bpb_2.png and so on.
     stages: base, mid, sft and rl, each with tag -> records of metrics.jsonl.
     """
-    methods = {r["model_tag"]: r["method"] for r in runs}
-    steps = {r["model_tag"]: r["num_iterations"] for r in runs}
-    lengths: dict[str, set] = {}
-    for tag, count in steps.items():
-        lengths.setdefault(plots.SEED.sub("", tag), set()).add(count)
-
-    def line(tag: str) -> str:
-        """The line's name. Runs that differ by their seed alone are one line, with a band."""
-        name = plots.SEED.sub("", tag)
-        return name if len(lengths.get(name, ())) < 2 else f"{name}, {steps.get(tag) or 0:,.0f} steps"
-
-    written = []
-    for name, (title, axis, stage, event, keys) in _PLOTS.items():
-        groups: dict[tuple[str, str], list] = {}
-        for tag, records in stages[stage].items():
-            for style, key in zip(("-", "--"), keys if methods.get(tag) != "bf16" else keys[:1]):  # bf16: both the same
-                pairs = [(_number(r.get("step")), _number(r.get(key))) for r in records if r.get("event") == event]
-                pairs = [pair for pair in pairs if None not in pair]
-                if pairs:
-                    groups.setdefault((line(tag), style), []).append((tag, *zip(*pairs)))
-        if not groups:
-            continue
-        try:
-            plots.draw(report_dir / f"{name}.png", title, lambda axes, g=groups, a=axis: _draw(axes, g, a, methods))
-        except ImportError as e:
-            notes.append(f"no plots: matplotlib cannot be imported ({e})")
-            return written
-        written.append(f"{name}.png")
+    alike: dict[tuple, list[dict]] = {}
+    for run in runs:
+        records = stages["base"].get(run["model_tag"], [])
+        alike.setdefault((run["tokenizer"], _newest_text(records)), []).append(run)
+    written: list[str] = []
+    for number, group in enumerate(alike.values(), start=1):
+        ending = f"_{number}" if number > 1 else ""
+        about = f" ({', '.join(run['model_tag'] for run in group)})" if len(alike) > 1 else ""
+        name_of = _names_of_lines(group)
+        baselines = {name_of[run["model_tag"]] for run in group if run["method"] == "bf16"}
+        others = [name for name in dict.fromkeys(name_of.values()) if name not in baselines]
+        colors = dict.fromkeys(baselines, plots.BASELINE) | dict(zip(others, itertools.cycle(plots.COLORS)))
+        for name, (title, axis, stage, event, key) in _PLOTS.items():
+            lines: Lines = {}
+            differences: Lines = {}
+            for tag in (run["model_tag"] for run in group):
+                records = [r for r in _of_one_text(stages[stage].get(tag, [])) if r.get("event") == event]
+                if points := _points(records, lambda r, k=key: _number(r.get(k))):
+                    lines.setdefault(name_of[tag], []).append(points)
+                if event == "val" and name_of[tag] not in baselines and (points := _points(records, _own_over_bf16)):
+                    differences.setdefault(name_of[tag], []).append(points)
+            if not lines:
+                continue
+            panels = [functools.partial(_draw, lines=lines, axis=axis, colors=colors)]
+            if differences:
+                below = "own over BF16\nforward, %"
+                panels.append(functools.partial(_draw, lines=differences, axis=below, colors=colors))
+            try:
+                plots.draw(report_dir / f"{name}{ending}.png", title + about, *panels)
+            except ImportError as e:
+                notes.append(f"no plots: matplotlib cannot be imported ({e})")
+                return written
+            written.append(f"{name}{ending}.png")
     return written
 
 
-def _draw(axes: Any, groups: dict[tuple[str, str], list], axis: str, methods: dict[str, str | None]) -> None:
-    """Each run has a colour of its own, for both of its forward passes; the baseline is black."""
-    baselines = {tag for (tag, _), runs in groups.items() if methods.get(runs[0][0]) == "bf16"}
-    others = dict.fromkeys(tag for tag, _ in groups if tag not in baselines)
-    colors = dict(zip(others, itertools.cycle(plots.COLORS)))
-    for (tag, style), runs in groups.items():
-        label = tag if style == "-" else f"{tag}, BF16 forward"
-        plots.curve(axes, label, [(x, y) for _, x, y in runs], style, colors.get(tag, plots.BASELINE))
+def _names_of_lines(runs: list[dict]) -> dict[str, str]:
+    """tag -> the name of its line. Runs that differ by their seed alone have one name."""
+    lengths: dict[str, set] = {}
+    for run in runs:
+        lengths.setdefault(plots.SEED.sub("", run["model_tag"]), set()).add(run["num_iterations"])
+    names = {}
+    for run in runs:
+        name = plots.SEED.sub("", run["model_tag"])
+        steps = f", {run['num_iterations'] or 0:,.0f} steps"
+        names[run["model_tag"]] = name + (steps if len(lengths[name]) > 1 else "")
+    return names
+
+
+def _newest_text(records: list[dict]) -> Any:
+    """The validation text of the log's last start. A resume may have changed it."""
+    return next((r.get("val_text") for r in reversed(records) if r.get("event") == "start"), None)
+
+
+def _of_one_text(records: list[dict]) -> list[dict]:
+    """The log without the validations on another text than the newest one."""
+    kept, text, newest = [], None, _newest_text(records)
+    for record in records:
+        text = record.get("val_text") if record.get("event") == "start" else text
+        if record.get("event") != "val" or text == newest:
+            kept.append(record)
+    return kept
+
+
+def _points(records: list[dict], value: Callable[[dict], float | None]) -> tuple[list[float], list[float]] | None:
+    """(steps, values) of the records that have both."""
+    pairs = [(step, y) for r in records if (step := _number(r.get("step"))) is not None and (y := value(r)) is not None]
+    return ([x for x, _ in pairs], [y for _, y in pairs]) if pairs else None
+
+
+def _own_over_bf16(record: dict) -> float | None:
+    """By how much the loss with the own forward pass is above that of the same weights in BF16, in percent."""
+    own, bf16 = _number(record.get("bpb")), _number(record.get("bpb_bf16"))
+    return 100 * (own / bf16 - 1) if own is not None and bf16 else None
+
+
+def _draw(axes: Any, lines: Lines, axis: str, colors: dict[str, str]) -> None:
+    for name, runs in lines.items():
+        plots.curve(axes, name, runs, "-", colors[name])
     axes.set(xlabel="step", ylabel=axis)
 
 

@@ -19,11 +19,15 @@ def folder(base_dir):
     return base_dir / "report"
 
 
-def make_run(base_dir: Path, tag: str, method: str, bpb: float, steps: int = 6, finished: bool = True, key: str = "k"):
-    """What base_train and base_loss leave behind."""
+def make_run(
+    base_dir: Path, tag: str, method: str, bpb: float, steps: int = 6, finished: bool = True, key: str = "k",
+    text: str | None = "text 1", measured: str | None = "text 1", tokenizer: str = "T", loss_step: int | None = None,
+):  # fmt: skip
+    """What base_train and base_loss leave behind, with the validation text and the step of either."""
     log = MetricsLog(base_dir / "base_checkpoints" / tag)
     sizes = {"num_iterations": steps, "total_batch_size": 1000}
-    log.append("start", 0, method=method, config_key=key, backend="reference", **sizes)
+    same = {"config_key": key, "val_text": text, "tokenizer": tokenizer}
+    log.append("start", 0, method=method, backend="reference", **same, **sizes)
     for step in range(steps if finished else steps // 2):
         log.append("train", step, loss=5 - step / 10, smoothed_loss=5 - step / 10, tok_per_sec=100.0)
     log.append("val", step + 1, bpb=bpb + 0.01, bpb_bf16=bpb + 0.02, tokens=500)
@@ -34,7 +38,8 @@ def make_run(base_dir: Path, tag: str, method: str, bpb: float, steps: int = 6, 
     if finished:
         results = {"method": method, "tokens_per_second": 123.0, "training_seconds": 75.0}
         get_report(tag).log("Base model training", [{"Number of parameters": 12345}], results)
-        results = {"val_bpb": bpb, "val_bpb_bf16": bpb + 0.001, "val_tokens": 9000, "samples": ["One `two`", "Three"]}
+        results = {"val_bpb": bpb, "val_bpb_bf16": bpb + 0.001 * (method != "bf16"), "val_tokens": 9000}
+        results |= {"samples": ["One `two`", "Three"], "val_text": measured, "step": loss_step or steps}
         get_report(tag).log("Base model loss", [{"val_bpb": bpb}], results)
 
 
@@ -60,12 +65,13 @@ def test_whole_report(base_dir, folder):
     make_run(base_dir, "d4_clover", "clover", 1.275)
     text = generated(folder, drawn=True)
     assert row_of(text, "d4_clover") == [
-        "d4_clover", "clover", "6", "6,000", "1.2750", "1.2760", "+2.00%", "123", "1m15s",
+        "d4_clover", "clover", "6", "6,000", "1.2750", "1.2760", "+2.00%", "+2.08%", "123", "1m15s",
     ]  # fmt: skip
-    assert row_of(text, "d4_bf16")[6] == "baseline"
+    assert row_of(text, "d4_bf16")[6:8] == ["baseline", "baseline"]
+    assert "$" not in text and not re.search(r"^- \w*_\w*:|^- [^:]*: *$", text, re.M), "a raw key, or an empty value"
     for expected in (
         "![loss](loss.png)", "![bpb](bpb.png)", "## Samples", "- `One 'two'`", "## Environment", torch.__version__,
-        "backend (d4_clover): reference", "### Tokenizer training", "free text", "- vocab_size: 4096", "12,345",
+        "backend (d4_clover): reference", "### Tokenizer training", "free text", "- vocab size: 4096", "12,345",
         "| **total** |",
     ):  # fmt: skip
         assert expected in text
@@ -92,9 +98,9 @@ def test_runs_of_several_seeds_are_a_line_with_a_band(base_dir, folder, monkeypa
     monkeypatch.setattr(plots, "curve", noted)
     from matplotlib.figure import Figure
 
-    monkeypatch.setattr(plots, "draw", lambda path, title, plot: plot(Figure().subplots()))
+    monkeypatch.setattr(plots, "draw", lambda path, title, *panels: [p(Figure().subplots()) for p in panels])
     generated(folder, drawn=True)
-    assert {d for d in drawn if "BF16" not in d[0]} == {
+    assert drawn == {
         ("d4_clover", 2, 1), ("tiny_clover, 6 steps", 2, 1), ("tiny_clover, 4 steps", 1, 0),
     }  # fmt: skip
 
@@ -106,6 +112,57 @@ def test_gap_only_between_finished_runs_of_one_configuration(base_dir, folder):
     MetricsLog(base_dir / "base_checkpoints" / "unmeasured").append("start", 0, method="clover", config_key="k")
     text = generated(folder)
     assert [row_of(text, tag)[6] for tag in ("other", "half", "unmeasured")] == ["-", "-", "-"]
+
+
+@pytest.mark.parametrize(
+    "of_base, of_run",
+    [
+        ({}, {"text": "text 2", "measured": "text 2"}),
+        ({}, {"measured": "text 2"}),  # base_loss on another folder than training
+        ({}, {"measured": None}),  # measured by an earlier version, which did not say
+        ({"text": None, "measured": None}, {"text": None, "measured": None}),
+        ({}, {"tokenizer": "U"}),
+    ],
+)
+def test_no_gap_between_runs_of_different_text_or_tokenizer(base_dir, folder, of_base, of_run):
+    make_run(base_dir, "base", "bf16", 1.25, **of_base)
+    make_run(base_dir, "other", "clover", 1.275, **of_run)
+    text = generated(folder)
+    assert row_of(text, "other")[4:8] == ["1.2750", "1.2760", "-", "-"]
+    assert "- no gap between other and base, whose" in text
+
+
+def test_a_loss_of_another_step_is_not_that_of_the_run(base_dir, folder):
+    make_run(base_dir, "base", "bf16", 1.25)
+    make_run(base_dir, "other", "clover", 1.275, loss_step=3)
+    assert row_of(generated(folder), "other")[4:8] == ["1.2850", "1.2950", "-", "-"]
+
+
+def test_runs_of_different_text_share_no_picture(base_dir, folder, monkeypatch):
+    make_run(base_dir, "a", "bf16", 1.25)
+    make_run(base_dir, "b", "clover", 1.25)
+    make_run(base_dir, "c", "clover", 1.25, text="text 2", measured="text 2")
+    log = MetricsLog(base_dir / "base_checkpoints" / "b")
+    log.append("start", 6, method="clover", config_key="k", val_text="text 3", tokenizer="T")  # a resume on other text
+    log.append("val", 8, bpb=2.0, bpb_bf16=1.0, tokens=500)
+    pictures = {}
+
+    def draw(path, title, *panels):
+        from matplotlib.figure import Figure
+
+        axes = Figure().subplots(2)
+        for panel, below in zip(panels, axes):
+            panel(below)
+        lines = {line.get_label(): list(line.get_ydata()) for line in axes[0].get_lines()}
+        pictures[path.name] = lines, [list(line.get_ydata()) for line in axes[1].get_lines()]
+
+    monkeypatch.setattr(plots, "draw", draw)
+    generated(folder, drawn=True)
+    bpb = {name: shown for name, shown in pictures.items() if name.startswith("bpb")}
+    # The difference of both forward passes is below, in percent of the loss in BF16; the baseline has none.
+    assert bpb["bpb.png"] == ({"a": [1.26]}, [])
+    assert bpb["bpb_2.png"] == ({"b": [2.0]}, [[pytest.approx(100.0)]])
+    assert bpb["bpb_3.png"] == ({"c": [1.26]}, [[pytest.approx(100 * (1.26 / 1.27 - 1))]])
 
 
 def test_interrupted_run_shows_what_it_has(base_dir, folder):
@@ -196,7 +253,7 @@ def test_values_of_all_kinds(folder, base_dir):
     path = get_report().log("Some Section!", [odd, {}, "", None, 3])
     assert path.endswith("some-section.json")
     text = generated(folder)
-    for expected in ("- nan: nan", "- inf: inf", "- tensor: 1.5000", "- path: /x", "- n: 1,000,000"):
+    for expected in ("- nan: nan", "- inf: inf", "- tensor: 1.5", "- path: /x", "- n: 1,000,000"):
         assert expected in text
 
 
@@ -205,9 +262,3 @@ def test_other_ranks_log_nothing(base_dir, monkeypatch):
         monkeypatch.setenv(name, value)
     get_report("tag").log("Base model training", [{}])
     assert not (base_dir / "report").exists()
-
-
-def test_cost_needs_a_gpu():
-    gpu = {"gpu": "NVIDIA H100 80GB HBM3", "gpu_count": 8}
-    assert report.gpu_dollars({}, 3600) is None
-    assert report.gpu_dollars(gpu, 3600) == pytest.approx(24.0)
