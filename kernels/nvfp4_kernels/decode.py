@@ -36,7 +36,13 @@ def decode(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 
     codes:  uint8 (R, K/2)
     scales: float8_e4m3fn (R, K/16), or flat in tiles of 128x4
+    Raises ValueError for codes or scales that are not contiguous.
     """
+    for name, tensor in (("codes", codes), ("scales", scales)):
+        if not tensor.is_contiguous():
+            raise ValueError(
+                f"decode: the {name} have strides {tensor.stride()}, expected contiguous rows; call .contiguous()"
+            )
     values = torch.empty(codes.shape[0], codes.shape[1] * 2, dtype=torch.bfloat16, device=codes.device)
     nb = 256
     groups = codes.shape[1] // 8
