@@ -12,6 +12,12 @@ import torch
 NO_FUSION = {"enable_fp_fusion": False}
 
 
+def is_captured(device: torch.device | str = "cuda") -> bool:
+    """Whether the device's current stream records a CUDA graph: what is launched then does not run."""
+    gpu = torch.device(device).type == "cuda" and torch.cuda.is_available()
+    return gpu and torch.cuda.is_current_stream_capturing()
+
+
 def empty_scales(rows: int, groups: int, tiles: bool, like: torch.Tensor) -> torch.Tensor:
     """Memory for E4M3 scales, uint8 (R, G), or flat for tiles of 128x4. Padding is 0: NaN there would be read."""
     if not tiles:

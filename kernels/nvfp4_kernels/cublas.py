@@ -6,33 +6,36 @@ pointer mode "device", cuBLAS takes alpha from device memory. The handle is torc
 workspace. The kernel is therefore the one of torch.mm, and a CUDA graph can capture it.
 """
 
+import contextlib
 import ctypes
 import functools
 
 import torch
 
-from nvfp4_kernels._ops import operator
+from nvfp4_kernels._ops import is_captured, operator
 
 R_32F, R_16BF = 0, 14  # cudaDataType_t
 COMPUTE_32F = 68  # cublasComputeType_t
 OP_N, OP_T = 0, 1
 ALGO_DEFAULT = -1
 POINTER_MODE_HOST, POINTER_MODE_DEVICE = 0, 1
-_DATA_TYPES = {torch.bfloat16: R_16BF, torch.float32: R_32F}
+DATA_TYPES = {torch.bfloat16: R_16BF, torch.float32: R_32F}
+
+
+def loaded(name: str) -> ctypes.CDLL | str:
+    """The library lib<name> of the CUDA release that torch has loaded, or why there is none."""
+    if torch.version.cuda is None:
+        return "this build of torch has no CUDA"
+    file = f"lib{name}.so.{torch.version.cuda.split('.')[0]}"
+    try:
+        return ctypes.CDLL(file)
+    except OSError as error:
+        return f"{file} cannot be loaded ({error})"
 
 
 @functools.cache
 def _library() -> ctypes.CDLL | str:
-    """The cuBLAS that torch has loaded, or why there is none."""
-    if torch.version.cuda is None:
-        return "this build of torch has no CUDA"
-    name = f"libcublas.so.{torch.version.cuda.split('.')[0]}"
-    try:
-        library = ctypes.CDLL(name)
-    except OSError as error:
-        return f"{name} cannot be loaded ({error})"
-    library.cublasGemmEx.restype = library.cublasSetPointerMode_v2.restype = ctypes.c_int
-    return library
+    return loaded("cublas")
 
 
 def unavailable_reason() -> str | None:
@@ -43,16 +46,35 @@ def unavailable_reason() -> str | None:
     return library if isinstance(library, str) else None
 
 
-@functools.cache
-def _constant(value: float, device: torch.device) -> torch.Tensor:
-    return torch.full((), value, dtype=torch.float32, device=device)
+_constants: dict[tuple[float, torch.device], torch.Tensor] = {}
+
+
+def constant(value: float, device: torch.device) -> torch.Tensor:
+    """value, float32 () on the device.
+
+    A capture of a CUDA graph records what fills a tensor and does not run it. A constant that is made inside a capture
+    therefore belongs to this graph and is not kept. One that is made outside is there before any other stream reads it.
+    """
+    if (value, device) not in _constants:
+        made = torch.full((), value, dtype=torch.float32, device=device)
+        if is_captured(device):
+            return made
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()
+        _constants[value, device] = made
+    return _constants[value, device]
+
+
+def current(device: torch.device) -> contextlib.AbstractContextManager:
+    """Makes the device torch's current one, whose handle and stream are then those of cuBLAS."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
 @operator("mm_alpha(Tensor a, Tensor b, Tensor? alpha, ScalarType out_dtype) -> Tensor")
 def mm_alpha(a: torch.Tensor, b: torch.Tensor, alpha: torch.Tensor | None, out_dtype: torch.dtype) -> torch.Tensor:
     """alpha * a . b^T, (M, N) in out_dtype.
 
-    a, b:      BF16 (M, K) and (N, K), with contiguous rows or columns
+    a, b:      BF16 (M, K) and (N, K); copied where neither rows nor columns are contiguous
     alpha:     float32 () on the GPU, or None for 1
     out_dtype: torch.bfloat16 or torch.float32
     Raises RuntimeError with cuBLAS's status if cuBLAS refuses.
@@ -84,25 +106,34 @@ def _(a, b, alpha, into):
     return None
 
 
+def rows_or_columns(x: torch.Tensor) -> torch.Tensor:
+    """x (R, C), or a copy of it if it has neither contiguous rows nor contiguous columns that do not overlap."""
+    (rows, columns), (down, along) = x.shape, x.stride()
+    taken = down >= columns if along == 1 else down == 1 and along >= rows
+    return x if taken else x.clone(memory_format=torch.contiguous_format)
+
+
 def _gemm(a: torch.Tensor, b: torch.Tensor, alpha: torch.Tensor | None, beta: float, out: torch.Tensor) -> None:
+    a, b = rows_or_columns(a), rows_or_columns(b)
     (m, k), n = a.shape, b.shape[0]
     # Column-major cuBLAS computes C^T (N, M) = B . A^T. A row-major matrix here is a transposed one there.
     op_b, ldb = (OP_T, b.stride(0)) if b.stride(1) == 1 else (OP_N, b.stride(1))
     op_a, lda = (OP_N, a.stride(0)) if a.stride(1) == 1 else (OP_T, a.stride(1))
     library = _library()
-    handle = ctypes.c_void_p(torch.cuda.current_blas_handle())
-    beta = _constant(beta, a.device)
-    alpha = _constant(1.0, a.device) if alpha is None else alpha
+    beta = constant(beta, a.device)
+    alpha = constant(1.0, a.device) if alpha is None else alpha
 
     def pointer(t: torch.Tensor) -> ctypes.c_void_p:
         return ctypes.c_void_p(t.data_ptr())
 
-    library.cublasSetPointerMode_v2(handle, POINTER_MODE_DEVICE)
-    status = library.cublasGemmEx(
-        handle, op_b, op_a, n, m, k, pointer(alpha), pointer(b), R_16BF, ldb, pointer(a), R_16BF, lda,
-        pointer(beta), pointer(out), _DATA_TYPES[out.dtype], n, COMPUTE_32F, ALGO_DEFAULT,
-    )  # fmt: skip
-    library.cublasSetPointerMode_v2(handle, POINTER_MODE_HOST)
+    with current(a.device):
+        handle = ctypes.c_void_p(torch.cuda.current_blas_handle())
+        library.cublasSetPointerMode_v2(handle, POINTER_MODE_DEVICE)
+        status = library.cublasGemmEx(
+            handle, op_b, op_a, n, m, k, pointer(alpha), pointer(b), R_16BF, ldb, pointer(a), R_16BF, lda,
+            pointer(beta), pointer(out), DATA_TYPES[out.dtype], n, COMPUTE_32F, ALGO_DEFAULT,
+        )  # fmt: skip
+        library.cublasSetPointerMode_v2(handle, POINTER_MODE_HOST)
     if status:
         raise RuntimeError(
             f"cublasGemmEx returned status {status} for {tuple(a.shape)} x {tuple(b.shape)} -> {out.dtype}"

@@ -1,17 +1,12 @@
 """NVFP4 GEMMs on FP4 tensor cores (sm_100 and later): C = A . B^T from codes, block scales and tensor scales.
 
-`scaled_mm` is torch's product by cuBLAS, `dot_scaled` Triton's (3.6 and later; for sm_121 after 3.8.0), `mm_fp4`
-flashinfer's, where that package is installed. All read block scales in tiles of 128x4 (format.swizzle_scales).
-Row-major scales are brought into tiles first. The tensor scales are applied to the FP32 accumulator. None has run on a
-Blackwell yet. The tests compile and interpret `dot_scaled`, and check the arguments of the others.
-
-Threads. torch up to 2.13 keeps the product of the tensor scales in one buffer of the process (ATen's
-get_user_alpha_ptr): a second stream could overwrite it before the GEMM has read it, and it lies on one GPU. `scaled_mm`
-therefore gives it to the first stream alone, one call after the other. On every other stream or GPU the tensor scales
-are multiplied into an FP32 product, to the same bits, with one pass more.
+`dot_scaled` is Triton's product (3.6 and later; for sm_121 after 3.8.0), `scaled_mm` torch's by cuBLAS, `mm_fp4`
+flashinfer's, where that package is installed. cublaslt.py calls cuBLAS without torch between. All read block scales in
+tiles of 128x4 (format.swizzle_scales). Row-major scales are brought into tiles first. The tensor scales are applied to
+the FP32 accumulator. None has run on a Blackwell yet. The tests compile and interpret `dot_scaled`, and check the
+arguments of the others.
 """
 
-import threading
 from collections.abc import Callable
 
 import torch
@@ -29,6 +24,22 @@ def _decode_block(codes, scales, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     code = codes.to(tl.int32)
     value = m.decode_e2m1(tl.reshape(tl.join(code & 0xF, code >> 4), (ROWS, COLUMNS // 16, 16)))
     return tl.reshape(value * m.decode_e4m3(scales)[:, :, None], (ROWS, COLUMNS))
+
+
+@triton.jit
+def _scale_tiles(scales_ptr, block, k, rows, K, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Scales uint8 (ROWS, COLUMNS / 16) of the rows from block * ROWS on and the columns from k on.
+
+    Tiles of 128x4 scales are read whole, 512 bytes in a row. Their padding is zeros.
+    """
+    columns = tl.cdiv(K, 64)  # tiles side by side
+    row = block * (ROWS // 128) + tl.arange(0, ROWS // 128)
+    column = k // 64 + tl.arange(0, COLUMNS // 64)
+    tile = row.to(tl.int64)[:, None, None] * columns + column[None, :, None]
+    there = (row * 128 < rows)[:, None, None] & (column < columns)[None, :, None]
+    scales = tl.load(scales_ptr + tile * 512 + tl.arange(0, 512)[None, None, :], mask=there, other=0)
+    scales = tl.permute(tl.reshape(scales, (ROWS // 128, COLUMNS // 64, 32, 4, 4)), (0, 3, 2, 1, 4))
+    return tl.reshape(scales, (ROWS, COLUMNS // 16))
 
 
 @triton.jit
@@ -57,18 +68,16 @@ def dot_scaled_kernel(
 
     r = row_block * BM + tl.arange(0, BM)
     c = column_block * BN + tl.arange(0, BN)
-    byte, group16 = tl.arange(0, BK // 2), tl.arange(0, BK // 16)
+    byte = tl.arange(0, BK // 2)
     a_row, b_row = r.to(tl.int64)[:, None], c.to(tl.int64)[:, None]
     accumulator = tl.zeros((BM, BN), tl.float32)
     for k in range(0, K, BK):
-        in_bytes, in_groups = (k // 2 + byte < K // 2)[None, :], (k // 16 + group16 < K // 16)[None, :]
+        in_bytes = (k // 2 + byte < K // 2)[None, :]
         a_at, b_at = a_row * (K // 2) + k // 2 + byte[None, :], b_row * (K // 2) + k // 2 + byte[None, :]
         a = tl.load(a_ptr + a_at, mask=(r < M)[:, None] & in_bytes, other=0)
         b = tl.load(b_ptr + b_at, mask=(c < N)[:, None] & in_bytes, other=0)
-        a_at = m.scale_address(a_row, (k // 16 + group16)[None, :], K // 16, True)
-        b_at = m.scale_address(b_row, (k // 16 + group16)[None, :], K // 16, True)
-        a_scale = tl.load(a_scales_ptr + a_at, mask=(r < M)[:, None] & in_groups, other=0)
-        b_scale = tl.load(b_scales_ptr + b_at, mask=(c < N)[:, None] & in_groups, other=0)
+        a_scale = _scale_tiles(a_scales_ptr, row_block, k, M, K, BM, BK)
+        b_scale = _scale_tiles(b_scales_ptr, column_block, k, N, K, BN, BK)
         if m.INTERPRETED:  # the interpreter has no dot_scaled
             a, b = _decode_block(a, a_scale, BM, BK), _decode_block(b, b_scale, BN, BK)
             accumulator = tl.dot(a, tl.trans(b), accumulator, input_precision="ieee")
@@ -80,7 +89,7 @@ def dot_scaled_kernel(
     tl.store(out_ptr + a_row * N + c[None, :], out, mask=(r < M)[:, None] & (c < N)[None, :])
 
 
-def _gemm_operator(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def gemm_operator(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Registers a GEMM. factor: the operand's tensor_scale."""
     operands = ", ".join(f"Tensor {o}, Tensor {o}_scales, Tensor {o}_factor" for o in "ab")
     call = operator(f"{function.__name__}({operands}, ScalarType out_dtype) -> Tensor")(function)
@@ -88,7 +97,7 @@ def _gemm_operator(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return call
 
 
-@_gemm_operator
+@gemm_operator
 def dot_scaled(
     a: Tensor, a_scales: Tensor, a_factor: Tensor, b: Tensor, b_scales: Tensor, b_factor: Tensor, out_dtype: torch.dtype
 ) -> Tensor:
@@ -150,42 +159,27 @@ def in_tiles(scales: torch.Tensor) -> torch.Tensor:
     return swizzle(scales) if scales.dim() == 2 else scales
 
 
-_ALPHA = threading.Lock()
-_alphas_place: tuple[int, int] | None = None  # the device and stream that scaled_mm gives its alpha
-
-
-def _may_give_alpha(device: torch.device) -> bool:
-    """Whether torch's one buffer for alpha is this stream's. Called with _ALPHA held."""
-    global _alphas_place
-    if device.type != "cuda":
-        return True
-    stream = torch.cuda.current_stream(device)
-    here = stream.device_index, stream.cuda_stream
-    _alphas_place = _alphas_place or here
-    return _alphas_place == here
-
-
-@_gemm_operator
+@gemm_operator
 def scaled_mm(
     a: Tensor, a_scales: Tensor, a_factor: Tensor, b: Tensor, b_scales: Tensor, b_factor: Tensor, out_dtype: torch.dtype
 ) -> Tensor:
-    """As dot_scaled, K a multiple of 32 and N of 16."""
+    """As dot_scaled, K a multiple of 32 and N of 16.
+
+    torch would multiply the tensor scales inside, but up to torch 2.13 it keeps their product in one buffer of the
+    process (ATen's get_user_alpha_ptr), which a second stream or thread overwrites. Here the product is made in FP32
+    and scaled afterwards, to the same bits: one more pass over the output.
+    """
     from torch.nn.functional import ScalingType, SwizzleType
 
     codes = a.contiguous().view(torch.float4_e2m1fn_x2), b.contiguous().view(torch.float4_e2m1fn_x2).T
     recipe, layout = [ScalingType.BlockWise1x16], [SwizzleType.SWIZZLE_32_4_4]
-    x, y = [in_tiles(a_scales)], [in_tiles(b_scales)]
-    with _ALPHA:
-        inside = _may_give_alpha(a.device)
-        if inside:
-            recipe, layout = [*recipe, ScalingType.TensorWise], [*layout, SwizzleType.NO_SWIZZLE]
-            x, y = [*x, a_factor], [*y, b_factor]
-        options = {"swizzle_a": layout, "swizzle_b": layout, "output_dtype": out_dtype if inside else torch.float32}
-        product = torch.nn.functional.scaled_mm(*codes, x, recipe, y, recipe, **options)
-    return product if inside else product.mul_(a_factor * b_factor).to(out_dtype)
+    scales = [in_tiles(a_scales)], [in_tiles(b_scales)]
+    options = {"swizzle_a": layout, "swizzle_b": layout, "output_dtype": torch.float32}
+    product = torch.nn.functional.scaled_mm(*codes, scales[0], recipe, scales[1], recipe, **options)
+    return product.mul_(a_factor * b_factor).to(out_dtype)
 
 
-@_gemm_operator
+@gemm_operator
 def mm_fp4(
     a: Tensor, a_scales: Tensor, a_factor: Tensor, b: Tensor, b_scales: Tensor, b_factor: Tensor, out_dtype: torch.dtype
 ) -> Tensor:

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from nvfp4_kernels import _math as m
-from nvfp4_kernels._ops import NO_FUSION, empty_scales, operator
+from nvfp4_kernels._ops import NO_FUSION, empty_scales, is_captured, operator
 
 
 @triton.jit
@@ -288,19 +288,29 @@ def quantize_16x16_kernel(
         tl.store(decoded_ptr + element, (q * scale[:, None]).to(tl.bfloat16), mask=mask)
 
 
-def _arch() -> int:
+@functools.cache
+def architecture() -> int:
+    """The GPU's compute capability, 120 for sm_120; 0 in the interpreter."""
     return 0 if m.INTERPRETED.value else triton.runtime.driver.active.get_current_target().arch
 
 
-@functools.cache
 def hardware() -> int:
     """The conversions that kernels use on this GPU, for HARDWARE; 0 for none, as in the interpreter.
 
     _math.CONVERTS_E4M3 from sm_89 on. CONVERTS_E2M1 from sm_100 on, if it agrees with the arithmetic that it replaces.
+    Inside the capture of a CUDA graph the two cannot be compared yet, and the arithmetic, with the same results, is
+    taken.
     """
-    arch = _arch()
-    if arch < 100:
-        return m.CONVERTS_E4M3.value if arch >= 89 else 0
+    if architecture() < 100:
+        return m.CONVERTS_E4M3.value if architecture() >= 89 else 0
+    if not compared_conversion.cache_info().currsize and is_captured():
+        return m.CONVERTS_E4M3.value
+    return compared_conversion()
+
+
+@functools.cache
+def compared_conversion() -> int:
+    """HARDWARE of a Blackwell, once for the process."""
     problem = conversion_problem()
     if problem:
         warnings.warn(f"kernels do without the conversion to E2M1, which {problem}", stacklevel=2)
@@ -441,6 +451,8 @@ def quantize_with(
     codes = torch.empty(rows, columns // 2, dtype=torch.uint8, device=x.device)
     scales = empty_scales(rows, columns // 16, tiles, x)
     tensor_scale = torch.empty((rows, 1) if per_token else (), dtype=torch.float32, device=x.device)
+    if not rows:  # no program runs; the scale is that of zeros
+        tensor_scale.fill_(m.TENSOR_SCALE_MIN.value)
     decoded = torch.empty((rows, columns) if decode else (0,), dtype=torch.bfloat16, device=x.device)
     blocks = rows * columns // 16
     if block_rows == 1:

@@ -222,7 +222,7 @@ class _Launches:
             hadamard = _hadamard(operand.rht_dim, x.device).view(torch.int16)
         if made and operand.emulated:
             decoded = made[0]
-        elif made:
+        elif made and made[0].numel():  # without rows nothing is written
             codes = made[0].view(torch.int32)
         if made and operand.ms_eden:
             _, scales, correction = made

@@ -125,6 +125,8 @@ def finish(pseudo: torch.Tensor, correction: torch.Tensor, amax: torch.Tensor, s
     """
     scales = empty_scales(*pseudo.shape, operand.tiles, pseudo)
     tensor_scale = torch.empty((), dtype=torch.float32, device=pseudo.device)
+    if not pseudo.numel():  # no program runs; the scale is that of zeros
+        tensor_scale.fill_(m.TENSOR_SCALE_MIN.value)
     finish_kernel[_grid(correction)](
         pseudo,
         correction,

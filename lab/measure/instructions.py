@@ -71,7 +71,7 @@ def compile_kernels(arch: int, methods: list[str], every_input: bool) -> list[di
     import nanochat_fp4 as nf
     from nanochat_fp4.nvfp4 import dispatch, linear, operands
 
-    dispatch._no_kernels_reason = lambda device_type: None
+    dispatch.no_kernels_reason = lambda device_type: None
     quantize.conversion_problem = lambda: None  # it needs a GPU
     cases = [(torch.bfloat16, torch.float32, 256)]
     if every_input:  # FP32 activations, BF16 weights, a number of tokens that nothing divides
@@ -159,6 +159,7 @@ def _inspect(kernel) -> dict:
         "loops": sorted((size for size in loops if size > 32), reverse=True),
         "warps": kernel.metadata.num_warps,
         "target": re.search(r"\.target (\w+)", ptx).group(1),
+        "byte_loads": len(re.findall(r"ld\.global\S*\.[bu]8", ptx)),
         "products": sorted(set(re.findall(r"wgmma\.mma_async|tcgen05\.mma\b|mma\.sync", ptx))),
         "kinds": sorted(set(re.findall(r"(?:mma|mma\.sync)\.\S*(?:block_scale|mxf4nvf4)\S*", ptx))),
         "fused": len(re.findall(r"\bfma\.rn\.f32", ptx)),

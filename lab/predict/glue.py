@@ -153,7 +153,7 @@ def capture(
 def _kernels() -> Iterator[None]:
     """The operators that a GPU's layers call, with opaque GEMMs and attention."""
     with (
-        mock.patch.multiple(dispatch, _no_kernels_reason=lambda _: None),
+        mock.patch.multiple(dispatch, no_kernels_reason=lambda _: None),
         mock.patch.multiple(linear, gemm_add=_gemm_add),
         mock.patch.object(linear.Gemms, "gemm", staticmethod(_gemm)),
         mock.patch.multiple(

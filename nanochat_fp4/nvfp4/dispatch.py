@@ -5,10 +5,10 @@ NVFP4_KERNELS=reference|triton chooses. On a CPU the kernels need TRITON_INTERPR
 
 GEMMs. Libraries for the FP4 tensor cores of a Blackwell have returned zeros without an error. Each implementation
 therefore multiplies known operands before its first use (probe.py), and is not asked again for shapes that it gets
-wrong. If all are wrong, the next implementation is tried. The order is torch's scaled_mm (cuBLAS), Triton's dot_scaled,
-flashinfer's mm_fp4. The last one is the emulated GEMM (gemm.py), which computes the same.
-NVFP4_GEMM=scaled_mm|dot_scaled|flashinfer|emulated chooses. Training times the implementations on the model's own
-shapes, and chooses for each shape (training/gemms.py, `use_choice`).
+wrong. If all are wrong, the next implementation is tried, in the order of IMPLEMENTATIONS: cuBLASLt called directly,
+torch's scaled_mm (cuBLAS with one pass more), Triton's dot_scaled, flashinfer's mm_fp4. The last one is the emulated
+GEMM (gemm.py), which computes the same. NVFP4_GEMM takes one of these names, or "emulated". Training times the
+implementations on the model's own shapes, and chooses for each shape (training/gemms.py, `use_choice`).
 
 A choice that cannot run raises an error with the reason. There is no silent fallback from it.
 
@@ -22,6 +22,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -29,7 +30,14 @@ from nanochat_fp4.nvfp4 import probe
 from nanochat_fp4.nvfp4.format import NVFP4Tensor
 from nanochat_fp4.nvfp4.probe import OUTPUT_DTYPES
 
-IMPLEMENTATIONS = ("scaled_mm", "dot_scaled", "flashinfer")  # of a GEMM of two NVFP4 operands
+IMPLEMENTATIONS = ("cublaslt", "scaled_mm", "dot_scaled", "flashinfer")  # of a GEMM of two NVFP4 operands
+# How each one applies the tensor scales and adds to a weight's gradient, for `backend` and the report.
+PATHS = {
+    "cublaslt": "tensor scales and gradient accumulation inside",
+    "scaled_mm": "tensor scales in a second pass over an FP32 product",
+    "dot_scaled": "tensor scales inside",
+    "flashinfer": "tensor scales inside",
+}
 BF16_ALONE = ("flashinfer",)  # cannot make weight gradients, which are FP32
 
 
@@ -62,7 +70,7 @@ def backend() -> Backend:
     major, minor = torch.cuda.get_device_capability()
     reason = f"{torch.cuda.get_device_name()}, sm_{major}{minor}" + (f"; {why_not}" if why_not else "")
     if name:
-        gemm = f"FP4 tensor cores ({name})"
+        gemm = f"FP4 tensor cores ({name}: {PATHS[name]})"
     else:
         why = cublas_unavailable_reason()
         after = " with the tensor scales as alpha" if why is None else f", scaled after ({why})"
@@ -92,9 +100,11 @@ def _use_kernels(device_type: str) -> bool:
     wanted = os.environ.get("NVFP4_KERNELS") or "auto"
     if wanted not in ("auto", "reference", "triton"):
         raise ValueError(f"NVFP4_KERNELS is {wanted!r}, expected auto, reference or triton")
-    reason = _no_kernels_reason(device_type)
+    reason = no_kernels_reason(device_type)
     if wanted == "triton" and reason:
         raise ValueError(f"NVFP4_KERNELS=triton, but {reason}; unset it, or set NVFP4_KERNELS=reference")
+    if wanted == "auto" and device_type == "cuda" and (problem := triton_problem()):
+        raise ValueError(f"{problem}, or set NVFP4_KERNELS=reference, which is slow, and do not compile")
     return wanted == "triton" or (wanted == "auto" and reason is None and device_type == "cuda")
 
 
@@ -117,14 +127,29 @@ def _say_what_is_left_out() -> None:
 
 
 @functools.cache
-def _no_kernels_reason(device_type: str) -> str | None:
+def no_kernels_reason(device_type: str) -> str | None:
     reason = kernels_unavailable_reason()
     if reason:
         return reason
+    if device_type == "cuda" and (problem := triton_problem()):
+        return problem
     if device_type == "cuda" and torch.cuda.get_device_capability() < (8, 0):
         return "the GPU is older than sm_80, which the kernels need for BF16"
     if device_type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
         return "there is no CUDA device (on a CPU they run under TRITON_INTERPRET=1)"
+    return None
+
+
+def triton_problem() -> str | None:
+    """Why the release of Triton that is installed must not compile for this GPU, or None."""
+    with contextlib.suppress(ImportError):
+        import triton
+
+        if triton.__version__ == "3.8.0" and torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 12:
+            return (
+                "Triton 3.8.0 computes wrong results on sm_12x (triton#11733, #11735), in torch.compile's kernels too; "
+                "install another release of torch and Triton (torch 2.14 brings 3.8.0)"
+            )
     return None
 
 
@@ -181,8 +206,8 @@ def native_choice(device_type: str) -> tuple[str | None, str]:
         return None, reason
     reasons = []
     for name in IMPLEMENTATIONS if wanted == "auto" else (wanted,):
-        multiple, problem = _look(device_type, name)
-        reasons += [f"{name} {problem}"] if problem else []
+        multiple, problem, note = verdict(device_type, name)
+        reasons += [f"{name} {what}" for what in (problem, note) if what]
         if multiple:
             if multiple > 1:
                 only = f"{name} multiplies shapes of multiples of {multiple} alone here"
@@ -220,16 +245,16 @@ def has_fp8_tensor_cores(device_type: str) -> bool:
 
 
 @functools.cache
-def _look(device_type: str, name: str) -> tuple[int | None, str]:
-    """`probe_implementation`. On a GPU a child process does it: an illegal address ends every later CUDA call."""
+def verdict(device_type: str, name: str) -> probe.Verdict:
+    """What is known of an implementation on this device. On a GPU a child process finds it out (probe.in_child)."""
     if missing := missing_reason(device_type, name):
-        return None, missing
+        return probe.Verdict(None, missing)
     if device_type != "cuda":
         return probe_implementation(device_type, name)
     device = f"cuda:{torch.cuda.current_device()}"
     found, problem = probe.in_child(__name__, f"[probe_implementation({device!r}, {name!r})]")
-    multiple, problem = found[0] if found else (None, problem)
-    return multiple, f"{problem}{_hint(name)}" if problem else ""
+    known = probe.Verdict(*found[0]) if found else probe.Verdict(None, problem)
+    return known._replace(problem=f"{known.problem}{_hint(name)}") if known.problem else known
 
 
 def _sm_121() -> bool:
@@ -238,12 +263,19 @@ def _sm_121() -> bool:
 
 def missing_reason(device_type: str, name: str) -> str | None:
     """The reason why an implementation cannot run here, if no probe is needed to know it."""
+    if name == "cublaslt":
+        from nvfp4_kernels import cublaslt
+
+        library = cublaslt.library()
+        return f"is not there: {library}" if isinstance(library, str) else None
+    if name == "scaled_mm" and not hasattr(torch.nn.functional, "scaled_mm"):
+        return f"is not in torch {torch.__version__}; install torch 2.10 or later"
     if name == "flashinfer" and importlib.util.find_spec("flashinfer") is None:
         return "is not installed (pip install flashinfer-python)"
     if name == "dot_scaled" and device_type == "cuda" and _sm_121():
         import triton
 
-        if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 8):
+        if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9):
             return f"has no FP4 for sm_121 in Triton {triton.__version__}; install one after 3.8.0"
     return None
 
@@ -251,7 +283,7 @@ def missing_reason(device_type: str, name: str) -> str | None:
 def _hint(name: str) -> str:
     """A known remedy for this implementation on this GPU, or ""."""
     version = tuple(map(int, (torch.version.cuda or "0.0").split(".")[:2]))
-    if name == "scaled_mm" and _sm_121() and version < (13, 4):
+    if name in ("cublaslt", "scaled_mm") and _sm_121() and version < (13, 4):
         return f"; cuBLASLt is known to have FP4 for sm_121 from CUDA 13.4 on, and this torch has {torch.version.cuda}"
     return ""
 
@@ -261,9 +293,9 @@ def output_dtypes(name: str) -> tuple[torch.dtype, ...]:
     return (torch.bfloat16,) if name in BF16_ALONE else OUTPUT_DTYPES
 
 
-def probe_implementation(device: str, name: str) -> tuple[int | None, str]:
-    """probe.usable_multiple of one of IMPLEMENTATIONS on this device, in this process."""
-    return probe.usable_multiple(torch.device(device), lambda a, b, dtype: mm(a, b, dtype, name), output_dtypes(name))
+def probe_implementation(device: str, name: str) -> probe.Verdict:
+    """probe.examine of one of IMPLEMENTATIONS on this device, in this process."""
+    return probe.examine(torch.device(device), lambda a, b, dtype: mm(a, b, dtype, name), output_dtypes(name))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -315,8 +347,8 @@ def _implementation_of(device_type: str, m: int, n: int, k: int, out_dtype: torc
     name = native_gemm(device_type)
     if out_dtype not in output_dtypes(name):
         others = [other for other in IMPLEMENTATIONS if out_dtype in output_dtypes(other)]
-        name = next((other for other in others if _look(device_type, other)[0]), "emulated")
-    multiple = 1 if name == "emulated" else _look(device_type, name)[0]
+        name = next((other for other in others if verdict(device_type, other).multiple), "emulated")
+    multiple = 1 if name == "emulated" else verdict(device_type, name).multiple
     if not (m % multiple or n % multiple or k % multiple):
         return name
     if asked_for_native():
@@ -334,10 +366,57 @@ def asked_for_native() -> bool:
 
 def mm(a: NVFP4Tensor, b: NVFP4Tensor, out_dtype: torch.dtype, name: str) -> torch.Tensor:
     """a (M, K) . b (N, K)^T by the implementation `name` -> (M, N) in out_dtype, BF16 or FP32."""
-    from nvfp4_kernels import matmul
+    return _function(name)(a.codes, a.scales, a.tensor_scale, b.codes, b.scales, b.tensor_scale, out_dtype)
 
-    function = getattr(matmul, "mm_fp4" if name == "flashinfer" else name)
-    return function(a.codes, a.scales, a.tensor_scale, b.codes, b.scales, b.tensor_scale, out_dtype)
+
+def mm_add(a: NVFP4Tensor, b: NVFP4Tensor, into: torch.Tensor, name: str) -> None:
+    """into += a . b^T, FP32 (M, N): inside the GEMM by cuBLASLt, with one rounding; else a product and an addition."""
+    if name != "cublaslt":
+        into.add_(mm(a, b, torch.float32, name))
+        return
+    from nvfp4_kernels.cublaslt import cublaslt_add
+
+    cublaslt_add(a.codes, a.scales, a.tensor_scale, b.codes, b.scales, b.tensor_scale, into)
+
+
+def _function(name: str) -> Callable[..., torch.Tensor]:
+    from nvfp4_kernels import cublaslt, matmul
+
+    return {
+        "cublaslt": cublaslt.cublaslt,
+        "scaled_mm": matmul.scaled_mm,
+        "dot_scaled": matmul.dot_scaled,
+        "flashinfer": matmul.mm_fp4,
+    }[name]
+
+
+class FP4Product(NamedTuple):
+    """a (M, K) . b (N, K)^T by the implementation `name`."""
+
+    a: NVFP4Tensor
+    b: NVFP4Tensor
+    name: str
+
+    def result(self, out_dtype: torch.dtype) -> torch.Tensor:
+        return mm(self.a, self.b, out_dtype, self.name)
+
+    def add_to(self, into: torch.Tensor) -> None:
+        mm_add(self.a, self.b, into, self.name)
+
+
+class FP8Product(NamedTuple):
+    """a (M, K) . b (N, K)^T of 8-bit numbers with one scale each."""
+
+    a: torch.Tensor
+    a_scale: torch.Tensor
+    b: torch.Tensor
+    b_scale: torch.Tensor
+
+    def result(self, out_dtype: torch.dtype) -> torch.Tensor:
+        return mm_fp8(*self, out_dtype)
+
+    def add_to(self, into: torch.Tensor) -> None:
+        into.add_(self.result(torch.float32))
 
 
 def takes_fp8(a: torch.Tensor, a_scale: torch.Tensor, b: torch.Tensor, b_scale: torch.Tensor) -> bool:

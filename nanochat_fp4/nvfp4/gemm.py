@@ -13,11 +13,19 @@ A2 . B2, of the residuals, is left out; it is of the size of the error that the 
 """
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, NamedTuple, Protocol
 
 import torch
 
 from nanochat_fp4.nvfp4.dispatch import cublas_unavailable_reason
+
+
+class TensorCoreProduct(Protocol):
+    """A product (M, N) that FP4 or FP8 tensor cores make: dispatch.FP4Product or dispatch.FP8Product."""
+
+    def result(self, out_dtype: torch.dtype) -> torch.Tensor: ...
+
+    def add_to(self, into: torch.Tensor) -> None: ...
 
 
 class GemmOperand:
@@ -35,7 +43,8 @@ class GemmOperand:
     def from_tensors(cls, *tensors: torch.Tensor) -> "GemmOperand":
         return cls(*tensors)
 
-    def tensor_core_product(self, b: "GemmOperand", out_dtype: torch.dtype) -> torch.Tensor | None:
+    def on_tensor_cores(self, b: "GemmOperand", out_dtype: torch.dtype) -> "TensorCoreProduct | None":
+        """The product with b if FP4 or FP8 tensor cores of this machine make it in out_dtype, else None."""
         return None
 
     def without_cache(self) -> "GemmOperand":
@@ -94,82 +103,103 @@ def _(value: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(value)
 
 
-def gemm(
-    a: GemmOperand,
-    b: GemmOperand,
-    *,
-    compute_dtype: torch.dtype,
-    out_dtype: torch.dtype,
-    into: torch.Tensor | None = None,
-) -> torch.Tensor | None:
-    """a (M, K) . b (N, K)^T -> (M, N) in out_dtype.
+class _Dense(NamedTuple):
+    """The factors of a dense product, alpha * x . y^T, with x (M, K) and y (N, K).
 
-    compute_dtype: what a plain operand is cast to (the dtype that the layer computes in without us).
-    into:          of gemm_add. The result is None if the product was added to it here.
-    An operand that was padded along K (zeros, so nothing changes) may meet one that was not.
+    alpha: FP32 () or, with a quantized per token, (M, 1); or None for 1
+    dtype: in which a product outside of cuBLAS's BF16 kernels is computed
     """
-    if not (a.single and b.single):
-        return _sum_of_products(a, b, compute_dtype, out_dtype)
-    product = a.tensor_core_product(b, out_dtype)
-    if product is not None:
-        return product
+
+    x: torch.Tensor
+    y: torch.Tensor
+    alpha: torch.Tensor | None
+    dtype: torch.dtype
+
+    @property
+    def in_bf16(self) -> bool:
+        return self.x.is_cuda and self.x.dtype == self.y.dtype == torch.bfloat16
+
+    @property
+    def scaled_by_cublas(self) -> bool:
+        """Whether cuBLAS takes alpha from the device."""
+        one_scale = self.alpha is None or self.alpha.dim() == 0
+        return self.in_bf16 and one_scale and cublas_unavailable_reason() is None
+
+    def result(self, out_dtype: torch.dtype) -> torch.Tensor:
+        if not self.in_bf16:
+            with torch.autocast(self.x.device.type, enabled=False):
+                product = self.x.to(self.dtype) @ self.y.to(self.dtype).T
+        elif self.alpha is None and out_dtype == torch.bfloat16:
+            return self.x @ self.y.T
+        elif self.scaled_by_cublas:
+            from nvfp4_kernels.cublas import mm_alpha
+
+            return mm_alpha(self.x, self.y, self.alpha, out_dtype)
+        else:
+            product = torch.mm(self.x, self.y.T, out_dtype=torch.float32)
+        return _cast(product if self.alpha is None else product * self.alpha, out_dtype)
+
+    def add_to(self, into: torch.Tensor) -> None:
+        if not self.scaled_by_cublas:
+            into.add_(self.result(torch.float32))
+            return
+        from nvfp4_kernels.cublas import mm_alpha_add
+
+        mm_alpha_add(self.x, self.y, self.alpha, into)
+
+
+def _dense(a: GemmOperand, b: GemmOperand, compute_dtype: torch.dtype) -> _Dense:
     scales = [v.tensor_scale for v in (a, b) if v.tensor_scale is not None]
-    # FP32 () or, with a quantized per token, (M, 1)
     alpha = (scales[0] if len(scales) == 1 else scales[0] * scales[1]) if scales else None
     x, y = a.matrix(compute_dtype), b.matrix(compute_dtype)
     k = min(x.shape[-1], y.shape[-1])
-    x, y = x[:, :k], y[:, :k]
-    if not x.is_cuda or x.dtype != torch.bfloat16 or y.dtype != torch.bfloat16:
-        # On a CPU decoded values are in FP32: nothing is lost, and CPUs are not faster in BF16.
-        dtype = torch.float32 if x.is_cuda or a.exact or b.exact else compute_dtype
-        with torch.autocast(x.device.type, enabled=False):
-            product = x.to(dtype) @ y.to(dtype).T
-        return _cast(product if alpha is None else product * alpha, out_dtype)
-    if alpha is None and out_dtype == torch.bfloat16:
-        return x @ y.T
-    if (alpha is None or alpha.dim() == 0) and cublas_unavailable_reason() is None:
-        from nvfp4_kernels.cublas import mm_alpha, mm_alpha_add
+    # On a CPU decoded values are in FP32: nothing is lost, and CPUs are not faster in BF16.
+    dtype = torch.float32 if x.is_cuda or a.exact or b.exact else compute_dtype
+    return _Dense(x[:, :k], y[:, :k], alpha, dtype)
 
-        if into is not None:
-            return mm_alpha_add(_dense(x), _dense(y), alpha, into)
-        return mm_alpha(_dense(x), _dense(y), alpha, out_dtype)
-    product = torch.mm(x, y.T, out_dtype=torch.float32)
-    return _cast(product if alpha is None else product * alpha, out_dtype)
+
+def _product(
+    a: GemmOperand, b: GemmOperand, compute_dtype: torch.dtype, out_dtype: torch.dtype
+) -> TensorCoreProduct | _Dense:
+    """The product of two operands of one term, before it is computed."""
+    on_tensor_cores = a.on_tensor_cores(b, out_dtype)
+    return _dense(a, b, compute_dtype) if on_tensor_cores is None else on_tensor_cores
+
+
+def gemm(a: GemmOperand, b: GemmOperand, *, compute_dtype: torch.dtype, out_dtype: torch.dtype) -> torch.Tensor:
+    """a (M, K) . b (N, K)^T -> (M, N) in out_dtype.
+
+    compute_dtype: what a plain operand is cast to (the dtype that the layer computes in without us).
+    An operand that was padded along K (zeros, so nothing changes) may meet one that was not.
+    """
+    if a.single and b.single:
+        return _product(a, b, compute_dtype, out_dtype).result(out_dtype)
+    return _cast(_sum_of_products(a, b, compute_dtype), out_dtype)
 
 
 def gemm_add(a: GemmOperand, b: GemmOperand, into: torch.Tensor, *, compute_dtype: torch.dtype) -> None:
     """Adds a (M, K) . b (N, K)^T to `into`, float32 (M, N) with contiguous rows.
 
-    The reference is `into += gemm(...)` in FP32: to the bit the sum that autograd makes. CPUs do that, and FP4 tensor
-    cores (torch's scaled_mm has no C), and operands of two terms. If cuBLAS takes alpha from the device, it adds in
-    the GEMM itself, alpha * accumulator + into. No product is written, and the sum is rounded once instead of twice.
+    The reference is `into += gemm(...)` in FP32: to the bit the sum that autograd makes. CPUs do that, and operands of
+    two terms. Where cuBLAS, or cuBLASLt for FP4, takes alpha from the device, the GEMM itself adds, alpha * accumulator
+    + into. No product is written, and the sum is rounded once instead of twice.
     """
-    product = gemm(a, b, compute_dtype=compute_dtype, out_dtype=torch.float32, into=into)
-    if product is not None:
-        into.add_(product)
+    if a.single and b.single:
+        _product(a, b, compute_dtype, torch.float32).add_to(into)
+    else:
+        into.add_(_sum_of_products(a, b, compute_dtype))
 
 
-def _sum_of_products(
-    a: GemmOperand, b: GemmOperand, compute_dtype: torch.dtype, out_dtype: torch.dtype
-) -> torch.Tensor:
-    """Term by term."""
+def _sum_of_products(a: GemmOperand, b: GemmOperand, compute_dtype: torch.dtype) -> torch.Tensor:
+    """Term by term, in FP32."""
     (a_first, *a_rest), (b_first, *b_rest) = a.terms, b.terms
-    pairs = [(a_first, b_first), *((a_first, rest) for rest in b_rest), *((rest, b_first) for rest in a_rest)]
-    total = gemm(*pairs[0], compute_dtype=compute_dtype, out_dtype=torch.float32)
-    for x, y in pairs[1:]:
-        product = gemm(x, y, compute_dtype=compute_dtype, out_dtype=torch.float32, into=total)
-        total = total if product is None else total + product
-    return _cast(total, out_dtype)
+    total = gemm(a_first, b_first, compute_dtype=compute_dtype, out_dtype=torch.float32)
+    for x, y in (*((a_first, rest) for rest in b_rest), *((rest, b_first) for rest in a_rest)):
+        gemm_add(x, y, total, compute_dtype=compute_dtype)
+    return total
 
 
 def _cast(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """x.to(dtype), not called where it would return x itself: where an autograd function's forward pass ends in such a
     call, torch 2.11's torch.compile makes its gradients zero."""
     return x if x.dtype == dtype else x.to(dtype)
-
-
-def _dense(x: torch.Tensor) -> torch.Tensor:
-    """With contiguous rows or columns that do not overlap, which is what cuBLAS takes."""
-    (rows, columns), (down, along) = x.shape, x.stride()
-    taken = down >= columns if along == 1 else down == 1 and along >= rows
-    return x if taken else x.clone(memory_format=torch.contiguous_format)

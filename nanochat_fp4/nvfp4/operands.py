@@ -15,7 +15,7 @@ A kind has
     tensors(), from_tensors(...)   what is kept for the backward pass: the rest is made again from it
     terms                          the operands whose sum it is: a product is taken term by term
     matrix(dtype), tensor_scale    a term's factors in a dense product: matrix times tensor_scale is its value
-    tensor_core_product(b, dtype)  its product with b where tensor cores of this machine multiply the two, else None
+    on_tensor_cores(b, dtype)      its product with b where tensor cores of this machine multiply the two, else None
     source()                       what it is quantized again from: FP32 or BF16 values, or codes that a kernel reads
     transposed()                   its values contracted over the other dimension, not rounded again
     depending_on(seed)             itself, with values that a compiler must take for a function of the seed as well
@@ -39,7 +39,7 @@ from nanochat_fp4.nvfp4.dispatch import (
 )
 from nanochat_fp4.nvfp4.feedback import round_with_feedback, with_feedback
 from nanochat_fp4.nvfp4.format import BLOCK, NVFP4Tensor, row_major_scales, swizzle_scales, transpose_square
-from nanochat_fp4.nvfp4.gemm import Decoded, GemmOperand, Plain, after
+from nanochat_fp4.nvfp4.gemm import Decoded, GemmOperand, Plain, TensorCoreProduct, after
 from nanochat_fp4.nvfp4.philox import Noise
 from nanochat_fp4.nvfp4.quantizers import Rounding, quantize_reference
 
@@ -111,13 +111,13 @@ class Codes(NVFP4Tensor, GemmOperand):
     def source(self) -> torch.Tensor | NVFP4Tensor:
         return self.fp32() if self.tensor_scale.dim() else self  # the kernels that requantize read one tensor_scale
 
-    def tensor_core_product(self, b: GemmOperand, out_dtype: torch.dtype) -> torch.Tensor | None:
+    def on_tensor_cores(self, b: GemmOperand, out_dtype: torch.dtype) -> TensorCoreProduct | None:
         if native_gemm(self.codes.device.type) is None:
             return None
         if isinstance(b, Stacked):
             b = b.joined  # 4.5 bits an element are copied, where decoding would write 16
         name = isinstance(b, Codes) and dispatch.implementation(self, b, out_dtype)
-        return dispatch.mm(self, b, out_dtype, name) if name else None
+        return dispatch.FP4Product(self, b, name) if name else None
 
     def transposed(self) -> GemmOperand:
         per_token = self.tensor_scale.dim()  # a scale of each row, and the rows are contracted now
@@ -290,11 +290,11 @@ class FP8(GemmOperand):
             return Plain(self.dequantize().T)
         return FP8(self.codes.T.contiguous(), self.tensor_scale)  # tensor cores contract over both's last dimension
 
-    def tensor_core_product(self, b: GemmOperand, out_dtype: torch.dtype) -> torch.Tensor | None:
+    def on_tensor_cores(self, b: GemmOperand, out_dtype: torch.dtype) -> TensorCoreProduct | None:
         if not (isinstance(b, FP8) and has_fp8_tensor_cores(self.codes.device.type)):
             return None
         pair = (self.codes, self.tensor_scale, b.codes, b.tensor_scale)
-        return dispatch.mm_fp8(*pair, out_dtype) if dispatch.takes_fp8(*pair) else None
+        return dispatch.FP8Product(*pair) if dispatch.takes_fp8(*pair) else None
 
     def dequantize(self) -> torch.Tensor:
         return self.codes.to(torch.float32) * self.tensor_scale

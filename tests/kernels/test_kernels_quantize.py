@@ -164,6 +164,12 @@ def test_a_given_amax_is_used(name):
     assert twice.tensor_scale == 2 * known.tensor_scale
 
 
+@pytest.mark.parametrize("name", ["rtn", "sr"])
+def test_blocks_that_fill_a_part_of_a_program(name):
+    """404 blocks are more than one program of the interpreter takes, and no multiple of it."""
+    assert_as_reference(name, uneven(101, 64), name)
+
+
 def test_without_decode():
     x = torch.randn(9, 48)
     for name in ("rtn", "rtn_16x16"):
@@ -236,6 +242,18 @@ def test_dispatch_requantizes_codes_that_are_not_rotated(monkeypatch):
         assert_same_bits(field, *(getattr(t, field).cpu() for t in results))
 
 
+@pytest.mark.parametrize("name", ["rtn", "sr", "rtn_16x16", "ms_eden"])
+def test_a_tensor_without_rows_has_the_scale_of_zeros(name, monkeypatch):
+    """No program runs that would write it. It had been whatever the memory held."""
+    monkeypatch.setenv("NVFP4_KERNELS", "triton")
+    zeros, none = torch.zeros(16, 128, device=DEVICE), torch.zeros(0, 128, device=DEVICE)
+    seed = torch.tensor(3, device=DEVICE)
+    for rht_dim in (128,) if name == "ms_eden" else (0, 128) if name == "sr" else (0,):
+        how = Quantization(ROUNDINGS[name], seed=seed, rht_dim=rht_dim, rht_seed=seed)
+        got, want = (quantize_operand(x, how, keep_codes=True) for x in (none, zeros))
+        assert got.tensor_scale == want.tensor_scale and got.codes.shape == (0, 64) and got.scales.shape == (0, 8)
+
+
 # --------------------------------------------------------------------------------------------------------------------
 # The instruction of sm_100a and sm_120a that rounds to E2M1.
 
@@ -243,12 +261,24 @@ def test_dispatch_requantizes_codes_that_are_not_rotated(monkeypatch):
 @pytest.mark.skipif(ON_GPU, reason="for machines that lack the instruction")
 def test_a_conversion_that_does_not_work_is_not_used(monkeypatch):
     assert "raises" in conversion_problem("cpu")
-    monkeypatch.setattr(quantize_module, "_arch", lambda: 120)
+    monkeypatch.setattr(quantize_module, "architecture", lambda: 120)
     monkeypatch.setattr(quantize_module, "conversion_problem", lambda: "rounds 5 to 6")
+    quantize_module.compared_conversion.cache_clear()
     with pytest.warns(UserWarning, match="conversion to E2M1, which rounds 5 to 6"):
-        assert quantize_module.hardware.__wrapped__() == m.CONVERTS_E4M3.value
+        assert quantize_module.hardware() == m.CONVERTS_E4M3.value
+    quantize_module.compared_conversion.cache_clear()
+
+
+@pytest.mark.skipif(ON_GPU, reason="for machines that lack the instruction")
+def test_a_graph_does_not_decide_on_the_conversion(monkeypatch):
+    """The comparison needs results, which a capture does not have. It had switched the instruction off for good."""
+    monkeypatch.setattr(quantize_module, "architecture", lambda: 120)
     monkeypatch.setattr(quantize_module, "conversion_problem", lambda: None)
-    assert quantize_module.hardware.__wrapped__() == m.CONVERTS_E2M1.value
+    quantize_module.compared_conversion.cache_clear()
+    for captured, conversion in ((True, m.CONVERTS_E4M3), (False, m.CONVERTS_E2M1), (True, m.CONVERTS_E2M1)):
+        monkeypatch.setattr(quantize_module, "is_captured", lambda captured=captured: captured)
+        assert quantize_module.hardware() == conversion.value
+    quantize_module.compared_conversion.cache_clear()
 
 
 @pytest.mark.parametrize("wrong", [None, "tie", "zero", "nan", "infinity", "neighbour"])

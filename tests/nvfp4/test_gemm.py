@@ -5,7 +5,7 @@ import torch
 from _assertions import assert_within_ulps, relative_square_error
 
 from nanochat_fp4.nvfp4.format import NVFP4Tensor
-from nanochat_fp4.nvfp4.gemm import _dense, gemm
+from nanochat_fp4.nvfp4.gemm import gemm
 from nanochat_fp4.nvfp4.operands import Codes, Plain, Quantization, WithResidual, quantize_operand
 from nanochat_fp4.nvfp4.quantizers import ROUNDINGS, quantize, quantize_reference
 
@@ -123,14 +123,15 @@ def test_the_error_of_two_terms_is_the_square_of_that_of_one():
     assert relative_square_error(got, want) < 0.2 * relative_square_error(eight_bits[0] @ eight_bits[1].T, want)
 
 
-def test_what_goes_to_cublas_has_rows_or_columns_of_its_own():
+def test_what_goes_to_cublas_hasrows_or_columns_of_its_own():
     """cuBLAS refuses a leading dimension below the length of a row: the gradient of a sum over tokens has 0."""
+    rows_or_columns = pytest.importorskip("nvfp4_kernels.cublas").rows_or_columns
     row, x = torch.arange(8.0), torch.arange(32.0).view(4, 8)
     for operand in (row.expand(4, 8), row[:4, None].expand(4, 8), row.unfold(0, 4, 1), row[:, None].T, x[:, ::2]):
-        dense = _dense(operand)
+        dense = rows_or_columns(operand)
         assert dense.is_contiguous() and dense.stride(0) >= dense.shape[1] and torch.equal(dense, operand)
     for operand in (x, x.T, x[:, :4], x[:2].T):
-        assert _dense(operand) is operand
+        assert rows_or_columns(operand) is operand
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
