@@ -7,9 +7,10 @@ leaves one implementation. The choice goes into checkpoints: implementations add
 it.
 """
 
+import concurrent.futures
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -84,12 +85,12 @@ def run_jobs(device: str, jobs: list[tuple[str, int, int, int, str]]) -> Iterato
         yield result
 
 
-def measure(jobs: list[tuple[str, Product]]) -> dict[tuple[str, Product], Measured]:
+def measure(jobs: list[tuple[str, Product]], device: str) -> dict[tuple[str, Product], Measured]:
     """`measured` of each job in a child process, and in another one after that has died.
 
-    The implementation that ended a process is asked no more.
+    The implementation that ended a process is asked no more. device: "cuda:0" and the like.
     """
-    device, results = f"cuda:{torch.cuda.current_device()}", {}
+    results: dict[tuple[str, Product], Measured] = {}
     for name, product in jobs:
         if missing := dispatch.missing_reason("cuda", name):
             results[name, product] = None, missing
@@ -144,11 +145,14 @@ class Choice:
             slower = ", ".join(str(p) for p, (own, their) in times.items() if own >= their)
             slower = f"; FP4 is not faster than {other} here: {slower}" if slower else ""
             rows.append(f"all of them: {ours:.2f} ms, {theirs:.2f} ms in {other}{slower}")
-        return rows + self.notes
+        taken = [name for name in IMPLEMENTATIONS if name in self.taken.values()]
+        return rows + [f"{name}: {dispatch.PATHS[name]}" for name in taken] + self.notes
 
 
-def choose(products: Counter[Product], gpu: str, stored: dict[str, Any] | None = None) -> Choice:
-    """The choice for these products, times in a micro-batch. stored: `record` of the run that goes on.
+def choose(products: Counter[Product], gpu: str, device: str, stored: dict[str, Any] | None = None) -> Choice:
+    """The choice for these products, times in a micro-batch, on the GPU of that name.
+
+    stored: `record` of the run that goes on.
 
     A stored choice is kept on the same kind of GPU, so that bits stay, unless an implementation is wrong now. Raises
     ValueError where NVFP4_GEMM asks for an implementation that is wrong on one of them.
@@ -162,7 +166,7 @@ def choose(products: Counter[Product], gpu: str, stored: dict[str, Any] | None =
 
     jobs = [(name, product) for name in BASELINES for product in products]
     jobs += [(name, product) for name in IMPLEMENTATIONS for product in products if name in able(product)]
-    choice = Choice(gpu, dict(products), measure(jobs), {})
+    choice = Choice(gpu, dict(products), measure(jobs, device), {})
     for product in products:
         times = {name: choice.ms(name, product) for name in able(product)}
         right = {name: ms for name, ms in times.items() if ms is not None}
@@ -218,6 +222,39 @@ def products_of(model: nn.Module, rows: int, seq_len: int, dtype: torch.dtype | 
     return Counter(Product(*mnk, str(one[3]).removeprefix("torch.")) for mnk, one in zip(sizes, passes[0]))
 
 
+def from_rank_0(work: Callable[[], Any], meet_every: float = 10.0) -> Any:
+    """The result of work(), which rank 0 alone computes, on all ranks. They call this together.
+
+    Measuring takes minutes where a library is compiled first, and a rank that waits inside of one collective is ended
+    after NANOCHAT_RANK_TIMEOUT seconds. Rank 0 therefore works in a thread, and the ranks meet every few seconds.
+    meet_every: seconds. Raises UserError on all ranks for work's ValueError.
+    """
+
+    def result() -> tuple[Any, str]:
+        try:
+            return work(), ""
+        except ValueError as error:
+            return None, one_line(error)
+
+    if not is_ddp_initialized():
+        found, problem = result()
+    elif dist.get_rank() == 0:
+        with concurrent.futures.ThreadPoolExecutor(1) as pool:
+            working = pool.submit(result)
+            while not concurrent.futures.wait([working], timeout=meet_every).done:
+                dist.broadcast_object_list([None], src=0)
+        found, problem = working.result()
+        dist.broadcast_object_list([(found, problem)], src=0)
+    else:
+        box: list[Any] = [None]
+        while box[0] is None:
+            dist.broadcast_object_list(box, src=0)
+        found, problem = box[0]
+    if problem:
+        raise UserError(problem)
+    return found
+
+
 def choose_gemms(
     model: nn.Module, rows: int, seq_len: int, dtype: torch.dtype | None, stored: dict[str, Any] | None
 ) -> Choice | None:
@@ -227,22 +264,16 @@ def choose_gemms(
     asks for what is wrong here.
     """
     dispatch.use_choice({})
-    box: list[Any] = [None]
     try:
         if dispatch.native_gemm(model.get_device().type) is None:
             if stored:
                 print0(f"note: the run had FP4 GEMMs on {stored['gpu']} and emulates them here: bits change")
             return None
-        products = products_of(model, rows, seq_len, dtype)
-        if products and not (is_ddp_initialized() and dist.get_rank()):
-            box = [choose(products, torch.cuda.get_device_name(), stored)]
     except ValueError as error:
-        box = [one_line(error)]
-    if is_ddp_initialized():
-        dist.broadcast_object_list(box, src=0)
-    choice = box[0]
-    if isinstance(choice, str):
-        raise UserError(choice)
+        raise UserError(one_line(error)) from error
+    products = products_of(model, rows, seq_len, dtype)
+    gpu, device = torch.cuda.get_device_name(), f"cuda:{torch.cuda.current_device()}"
+    choice = from_rank_0(lambda: choose(products, gpu, device, stored) if products else None)
     if choice is not None:
         dispatch.use_choice({(*p[:3], p.out_dtype): name for p, name in choice.taken.items()})
         print0("\n".join(choice.lines()))

@@ -20,7 +20,15 @@ from scripts import base_train
 
 FORWARD, WGRAD = Product(4096, 1024, 512, "bfloat16"), Product(1024, 512, 4096, "float32")
 PRODUCTS = Counter({FORWARD: 2, WGRAD: 1})
-SPEEDS = {"BF16": 2.0, "FP8": 1.0, "emulated": 4.0, "scaled_mm": 0.8, "dot_scaled": 0.7, "flashinfer": 0.5}
+SPEEDS = {
+    "BF16": 2.0,
+    "FP8": 1.0,
+    "emulated": 4.0,
+    "cublaslt": 0.9,
+    "scaled_mm": 0.8,
+    "dot_scaled": 0.7,
+    "flashinfer": 0.5,
+}
 
 
 @pytest.fixture
@@ -45,29 +53,33 @@ def speeds(monkeypatch):
     monkeypatch.setattr(probe, "in_child", in_child)
     monkeypatch.setattr(dispatch, "missing_reason", lambda device, name: None)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *device: "RTX")
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.delenv("NVFP4_GEMM", raising=False)
     return times
 
 
 def test_the_fastest_is_taken_for_each_product(speeds):
-    choice = choose(PRODUCTS, "RTX")
+    choice = choose(PRODUCTS, "RTX", "cuda:0")
     assert choice.taken == {FORWARD: "flashinfer", WGRAD: "dot_scaled"}  # flashinfer makes no FP32
     speeds["emulated", WGRAD] = 0.1
-    assert choose(PRODUCTS, "RTX").taken[WGRAD] == "emulated"
+    assert choose(PRODUCTS, "RTX", "cuda:0").taken[WGRAD] == "emulated"
 
 
 def test_the_table(speeds):
-    lines = choose(PRODUCTS, "RTX").lines()
-    assert lines[0] == "GEMMs of a micro-batch on RTX" and "BF16         FP8    emulated   scaled_mm" in lines[1]
-    assert lines[2].split() == "4096 x 1024 x 512 2 2 4 1 5 6 9 flashinfer".split()  # TFLOP/s: 4.29 GFLOP in 2 ms ...
-    assert lines[3].split() == "1024 x 512 x 4096 FP32 1 2 4 1 5 6 - dot_scaled".split()
-    assert lines[4:] == ["all of them: 1.70 ms, 6.00 ms in BF16", "all of them: 1.70 ms, 3.00 ms in FP8"]
+    lines = choose(PRODUCTS, "RTX", "cuda:0").lines()
+    assert lines[0] == "GEMMs of a micro-batch on RTX"
+    assert lines[1].split()[-9:-1] == ["times", "BF16", "FP8", "emulated", *dispatch.IMPLEMENTATIONS]
+    assert lines[2].split() == "4096 x 1024 x 512 2 2 4 1 5 5 6 9 flashinfer".split()  # TFLOP/s: 4.29 GFLOP in 2 ms ...
+    assert lines[3].split() == "1024 x 512 x 4096 FP32 1 2 4 1 5 5 6 - dot_scaled".split()
+    assert lines[4:6] == ["all of them: 1.70 ms, 6.00 ms in BF16", "all of them: 1.70 ms, 3.00 ms in FP8"]
+    # Which path ran: one that scales afterwards or adds outside moves more bytes.
+    assert [line.split(":")[0] for line in lines[6:]] == ["dot_scaled", "flashinfer"]
 
 
 def test_fp4_that_is_not_faster_is_said(speeds):
     speeds["FP8", FORWARD] = 0.4
-    assert choose(PRODUCTS, "RTX").lines()[5] == (
+    assert choose(PRODUCTS, "RTX", "cuda:0").lines()[5] == (
         "all of them: 1.70 ms, 1.80 ms in FP8; FP4 is not faster than FP8 here: 4096 x 1024 x 512"
     )
 
@@ -75,11 +87,11 @@ def test_fp4_that_is_not_faster_is_said(speeds):
 def test_a_refused_product_runs_emulated_and_loudly(speeds):
     for name in dispatch.IMPLEMENTATIONS:
         speeds[name, WGRAD] = "returns zeros"
-    choice = choose(PRODUCTS, "RTX")
+    choice = choose(PRODUCTS, "RTX", "cuda:0")
     assert choice.taken == {FORWARD: "flashinfer", WGRAD: "emulated"}
     assert choice.lines()[-1] == (
         "WARNING: 1024 x 512 x 4096 FP32 runs emulated, slower than BF16: 4.00 ms instead of 2.00 in BF16 "
-        "(scaled_mm returns zeros; dot_scaled returns zeros)"
+        "(cublaslt returns zeros; scaled_mm returns zeros; dot_scaled returns zeros)"
     )
 
 
@@ -87,16 +99,16 @@ def test_a_refused_product_runs_emulated_and_loudly(speeds):
 def test_what_is_asked_for_by_name_is_taken_or_refused(speeds, monkeypatch, name):
     monkeypatch.setenv("NVFP4_GEMM", name)
     speeds["emulated"] = 0.01
-    taken = choose(PRODUCTS, "RTX").taken
+    taken = choose(PRODUCTS, "RTX", "cuda:0").taken
     assert taken == {FORWARD: name, WGRAD: "dot_scaled" if name == "flashinfer" else name}
     speeds[name, FORWARD] = "returns zeros with subnormal scales"
     with pytest.raises(ValueError, match=f"NVFP4_GEMM={name}, but on 4096 x 1024 x 512: {name} returns .*unset"):
-        choose(PRODUCTS, "RTX")
+        choose(PRODUCTS, "RTX", "cuda:0")
 
 
 def test_what_ends_its_process_is_asked_no_more(speeds):
     speeds["scaled_mm"] = "dies"
-    choice = choose(PRODUCTS, "RTX")
+    choice = choose(PRODUCTS, "RTX", "cuda:0")
     assert choice.taken == {FORWARD: "flashinfer", WGRAD: "dot_scaled"}
     assert {choice.results["scaled_mm", p][1] for p in PRODUCTS} == {
         "ended its process with status -11 (Segmentation fault)"
@@ -107,10 +119,10 @@ def test_no_memory_to_measure_is_no_fault(speeds):
     """The product is then made as before the choice."""
     for name in dispatch.IMPLEMENTATIONS:
         speeds[name, FORWARD] = "raises CUDA out of memory"
-    choice = choose(PRODUCTS, "RTX")
+    choice = choose(PRODUCTS, "RTX", "cuda:0")
     assert FORWARD not in choice.taken and "was not measured" in choice.lines()[-1]
     stored = {"gpu": "RTX", "gemms": [[*FORWARD, "scaled_mm"]]}
-    assert choose(PRODUCTS, "RTX", stored).taken[FORWARD] == "scaled_mm"
+    assert choose(PRODUCTS, "RTX", "cuda:0", stored).taken[FORWARD] == "scaled_mm"
 
 
 def test_a_dead_gpu_ends_the_child(monkeypatch):
@@ -124,31 +136,31 @@ def test_a_dead_gpu_ends_the_child(monkeypatch):
 
 
 def test_a_resume_keeps_its_gemms(speeds):
-    stored = json.loads(json.dumps(choose(PRODUCTS, "RTX").record))
+    stored = json.loads(json.dumps(choose(PRODUCTS, "RTX", "cuda:0").record))
     speeds["scaled_mm"] = 0.1  # would be taken now
-    choice = choose(PRODUCTS, "RTX", stored)
+    choice = choose(PRODUCTS, "RTX", "cuda:0", stored)
     assert choice.taken == {FORWARD: "flashinfer", WGRAD: "dot_scaled"} and not choice.notes
     assert choice.record == stored
 
 
 def test_another_gpu_chooses_anew_and_says_so(speeds):
-    stored = choose(PRODUCTS, "RTX").record
+    stored = choose(PRODUCTS, "RTX", "cuda:0").record
     speeds["scaled_mm"] = 0.1
-    choice = choose(PRODUCTS, "B200", stored)
+    choice = choose(PRODUCTS, "B200", "cuda:0", stored)
     assert set(choice.taken.values()) == {"scaled_mm"}
     assert choice.lines()[-1] == "note: the run had RTX and has B200: GEMMs are chosen anew, bits change"
 
 
 def test_a_stored_gemm_that_is_wrong_now_is_replaced(speeds, monkeypatch):
-    stored = choose(PRODUCTS, "RTX").record
+    stored = choose(PRODUCTS, "RTX", "cuda:0").record
     speeds["flashinfer"] = "returns zeros"
-    choice = choose(PRODUCTS, "RTX", stored)
+    choice = choose(PRODUCTS, "RTX", "cuda:0", stored)
     assert choice.taken == dict.fromkeys(PRODUCTS, "dot_scaled")
     assert choice.notes == [
         "WARNING: 4096 x 1024 x 512 was made by flashinfer so far, by dot_scaled from here on (returns zeros)"
     ]
     monkeypatch.setenv("NVFP4_GEMM", "scaled_mm")
-    choice = choose(PRODUCTS, "RTX", stored)
+    choice = choose(PRODUCTS, "RTX", "cuda:0", stored)
     assert set(choice.taken.values()) == {"scaled_mm"} and "(NVFP4_GEMM=scaled_mm)" in choice.notes[0]
 
 
@@ -167,14 +179,14 @@ def tensor_cores(monkeypatch):
 
     monkeypatch.setattr(dispatch, "no_tensor_cores_reason", lambda device_type: None)
     monkeypatch.setattr(dispatch, "mm", mm)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *device: "RTX")
+    monkeypatch.setattr(dispatch, "mm_add", lambda a, b, into, name: into.add_(dispatch.mm(a, b, into.dtype, name)))
     monkeypatch.delenv("NVFP4_GEMM", raising=False)
     dispatch.native_choice.cache_clear()
-    dispatch._look.cache_clear()
+    dispatch.verdict.cache_clear()
     yield
     dispatch.use_choice({})
     dispatch.native_choice.cache_clear()
-    dispatch._look.cache_clear()
+    dispatch.verdict.cache_clear()
 
 
 @pytest.fixture
@@ -208,8 +220,8 @@ def test_a_run_uses_the_choice(model, speeds, capsys, monkeypatch):
     gemms.try_micro_batch(model, 4, 32)
     assert asked == {"dot_scaled"}  # on a CPU all products are FP32
     stored = choice.record | {"gemms": [[*p, "scaled_mm" if p == wgrad else "emulated"] for p in choice.taken]}
-    asked.clear()
     gemms.choose_gemms(model, 4, 32, None, stored)
+    asked.clear()
     gemms.try_micro_batch(model, 4, 32)
     assert asked == {"scaled_mm"}
 
@@ -266,6 +278,32 @@ def test_what_cannot_be_had_ends_the_run_in_one_line(model, speeds, monkeypatch)
     speeds["scaled_mm"] = "returns zeros"
     with pytest.raises(UserError, match="NVFP4_GEMM=scaled_mm, but on .*returns zeros; unset it, or set NVFP4_GEMM"):
         gemms.choose_gemms(model, 4, 32, None, None)
+
+
+WAITS = """
+import datetime, time
+import torch.distributed as dist
+from nanochat_fp4.training.gemms import from_rank_0
+
+def measured():
+    time.sleep(4)
+    return dist.get_rank()
+
+def refused():
+    raise ValueError("returns zeros")
+
+dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=2))
+print(from_rank_0(measured, meet_every=0.5))
+try:
+    from_rank_0(refused, meet_every=0.5)
+except Exception as error:
+    print(type(error).__name__, error)
+"""
+
+
+def test_ranks_wait_for_as_long_as_the_libraries_are_measured(run_ranks):
+    """Four seconds, where a rank that waits inside of one collective gives up after two."""
+    assert [out.splitlines() for out in run_ranks(WAITS)] == 2 * [["0", "UserError returns zeros"]]
 
 
 def test_without_fp4_tensor_cores_nothing_is_chosen(monkeypatch, capsys):
