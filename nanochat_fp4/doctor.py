@@ -11,7 +11,8 @@ code with the kernels and the GEMM of a GPU.
 * attention  Forward and gradients, with a window and without, of each backend that is there.
 * speed      Copy and quantization bandwidth and the BF16 GEMM, on a GPU.
 
-A problem ends in exit status 2 and one line on stderr. A training run calls `probe`, a short check, at its start.
+A problem ends in exit status 2 and one line on stderr. A training run calls `self_check`, a short
+check, at its start.
 """
 
 import contextlib
@@ -37,7 +38,7 @@ from nanochat_fp4.nvfp4.format import BLOCK, BYTES
 from nanochat_fp4.nvfp4.hadamard import RHT_DIM
 from nanochat_fp4.nvfp4.methods import METHODS, get_recipe
 from nanochat_fp4.nvfp4.operands import Codes, Quantization, quantize_grad_output, quantize_operand
-from nanochat_fp4.nvfp4.probe import relative_square_error
+from nanochat_fp4.nvfp4.probe import EXCLUSIVE, compute_mode, relative_square_error
 from nanochat_fp4.nvfp4.quantizers import ROUNDINGS, Rounding, quantize_reference
 from nanochat_fp4.nvfp4.recipes import Operand, Recipe
 
@@ -46,6 +47,7 @@ LAYER = (144, 96, 160)
 SHAPES = ((1000, 528), (144, 160), (2048, 2048))
 SHAPES_INTERPRETED = ((40, 144),)
 TIPPED = 1e-3  # The largest share of codes, and of scales, that may differ after a rotation; four in a small tensor.
+LAUNCHES = 20  # at the start of a run
 REPEATS, REPEATED = 200, (8192, 5120)  # times, and the tokens and features of d20's widest grad_output
 ATTENTION = (2, 256, 4, 2, 64)  # rows, tokens, heads, key heads, head dimension
 ATTENTION_ERROR = 1e-3  # BF16 products and sums give 1e-5.
@@ -56,10 +58,11 @@ MOST_PROCESSES = 8  # Processes that compile and check at once. Each takes some 
 MOST_METHODS = 12  # With more methods the kernels are checked on several shapes.
 
 
-def probe(device: torch.device | str, method: str | Recipe = "clover") -> str:
+def self_check(device: torch.device | str, method: str | Recipe = "clover") -> str:
     """Checks the chosen backend once, forward and backward, on a known answer. Returns one line for the log.
 
-    Takes a few milliseconds once the kernels are compiled, and leaves torch's generators as they were.
+    Takes a few milliseconds once the kernels are compiled, and leaves torch's generators as they were. On sm_10x the
+    rotating kernels run LAUNCHES times: Triton before 3.7.1 may miss a fence there (triton#10590).
     Raises UserError with one line that says what is wrong.
     """
     device = torch.device(device)
@@ -72,6 +75,9 @@ def probe(device: torch.device | str, method: str | Recipe = "clover") -> str:
                 if rounding.ms_eden
                 else kernel_problem(device, rounding, 0, LAYER[::2])
             )
+        for rounding, rht_dim in _kernels([recipe]):
+            if rht_dim and device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 10:
+                problem = problem or repeat_problem(device, rounding, REPEATED, LAUNCHES, rht_dim)
     problem = problem or layer_problem(device, recipe)
     if problem:
         raise UserError(
@@ -206,14 +212,16 @@ def training_problem(device: torch.device, rounding: Rounding, shape: tuple[int,
     return None
 
 
-def repeat_problem(device: torch.device, rounding: Rounding, shape: tuple[int, int], times: int) -> str | None:
+def repeat_problem(
+    device: torch.device, rounding: Rounding, shape: tuple[int, int], times: int, rht_dim: int = RHT_DIM
+) -> str | None:
     """Names an operand of a backward pass whose bits differ between launches with the same random numbers, or None.
 
     A missing fence in a compiler shows in some launches of a full GPU alone (triton#10590 on sm_100).
     """
     x = _uneven(shape).to(device)
     seeds = {"seed": torch.tensor(7, device=device), "rht_seed": torch.tensor(8, device=device)}
-    how = Quantization(rounding, **seeds, stream=3, rht_dim=RHT_DIM, rht_stream=2)
+    how = Quantization(rounding, **seeds, stream=3, rht_dim=rht_dim, rht_stream=2)
     codes = quantize_operand(x, Quantization(ROUNDINGS["four_over_six"]), keep_codes=True).without_cache()
     first: list[torch.Tensor] = []
     for i in range(times):
@@ -367,7 +375,8 @@ def operations(device: torch.device) -> list[str]:
     kernels = use_kernels(device)
     lines = [f"{name:10s} {backend.quantize}" for name in ("quantize", "rotate", "requantize")]
     decode = "Triton" if kernels and device.type == "cuda" else "PyTorch"
-    return [*lines, f"{'decode':10s} {decode}", f"{'GEMM':10s} {backend.gemm}", f"{'because':10s} {backend.reason}"]
+    lines += [f"{'decode':10s} {decode}", f"{'GEMM':10s} {backend.gemm}", f"{'because':10s} {backend.reason}"]
+    return [*lines, f"{'note':10s} {EXCLUSIVE}"] if compute_mode() == "EXCLUSIVE_PROCESS" else lines
 
 
 def versions() -> str:

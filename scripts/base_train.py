@@ -31,7 +31,7 @@ from nanochat_fp4.data.dataloader import (
 )
 from nanochat_fp4.data.dataset import ensure_data, validation_text
 from nanochat_fp4.data.tokenizer import RustBPETokenizer, get_token_bytes, get_tokenizer
-from nanochat_fp4.doctor import probe
+from nanochat_fp4.doctor import self_check
 from nanochat_fp4.errors import UserError, one_line, run_main
 from nanochat_fp4.evaluation.loss_eval import evaluate_bpb
 from nanochat_fp4.generation.engine import draw_samples
@@ -202,7 +202,7 @@ def train(args: argparse.Namespace, method: str, process: Process) -> None:
 
     backend = str(nf.backend())
     if method != "bf16":
-        backend += f"; {probe(device, method)}"  # a silent fault of kernels or GEMMs ends the run here
+        backend += f"; {self_check(device, method)}"  # a silent fault of kernels or GEMMs ends the run here
 
     device_batch_size = args.device_batch_size
     if device_batch_size == "auto":

@@ -1,5 +1,6 @@
 """The doctor and the start-up probe: silent on a sound machine, one clear line for every fault that is injected."""
 
+import contextlib
 import os
 import time
 from pathlib import Path
@@ -40,18 +41,37 @@ def test_every_layer_passes(method):
 
 
 def test_probe_passes_quickly_and_says_so():
-    assert "clover" in doctor.probe(DEVICE)
+    assert "clover" in doctor.self_check(DEVICE)
     start = time.process_time()
-    doctor.probe(DEVICE)
+    doctor.self_check(DEVICE)
     assert time.process_time() - start < 2  # about 0.2 s
-    assert "nvidia" in doctor.probe(str(DEVICE), "nvidia")
+    assert "nvidia" in doctor.self_check(str(DEVICE), "nvidia")
+
+
+@pytest.mark.parametrize("capability, launches", [((10, 0), [("ms_eden", 20, 128)]), ((12, 0), []), ((9, 0), [])])
+def test_a_b200_repeats_its_rotating_kernels_at_the_start(monkeypatch, capability, launches):
+    """A fence that Triton before 3.7.1 may miss on sm_10x shows in some launches alone."""
+    seen = []
+
+    def repeat(device, rounding, shape, times, rht_dim):
+        seen.append((rounding.name, times, rht_dim))
+        return "launch 13 has other bits than the first"
+
+    for name in ("training_problem", "kernel_problem", "layer_problem"):
+        monkeypatch.setattr(doctor, name, lambda *arguments: None)
+    monkeypatch.setattr(doctor, "use_kernels", lambda device: True)
+    monkeypatch.setattr(doctor, "repeat_problem", repeat)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    with pytest.raises(UserError, match="launch 13 has other bits") if launches else contextlib.nullcontext():
+        doctor.self_check("cuda", "clover")
+    assert seen == launches
 
 
 def test_probe_leaves_the_generators_alone():
     torch.manual_seed(5)
     want = torch.rand(3, device=DEVICE)
     torch.manual_seed(5)
-    doctor.probe(DEVICE)
+    doctor.self_check(DEVICE)
     assert torch.equal(torch.rand(3, device=DEVICE), want)
 
 
@@ -62,7 +82,7 @@ def test_probe_checks_the_kernels_where_they_are_used(monkeypatch):
     for name in ("kernel_problem", "training_problem"):
         real = getattr(doctor, name)
         monkeypatch.setattr(doctor, name, lambda *a, name=name, real=real: seen.append((name, a[1].name)) or real(*a))
-    doctor.probe(DEVICE, "clover")
+    doctor.self_check(DEVICE, "clover")
     assert seen == [("kernel_problem", "four_over_six"), ("training_problem", "ms_eden")]
 
 
@@ -79,7 +99,7 @@ def test_the_command_passes_here(fork_server):
 
 def failure(method="clover") -> str:
     with pytest.raises(UserError) as caught:
-        doctor.probe(DEVICE, method)
+        doctor.self_check(DEVICE, method)
     text = str(caught.value)
     assert "\n" not in text and "NVFP4_KERNELS=reference" in text
     return text
@@ -285,7 +305,7 @@ def test_unknown_method_and_unknown_kernels(monkeypatch, capsys):
     assert "unknown method 'clever'" in capsys.readouterr().err
     monkeypatch.setenv("NVFP4_KERNELS", "cutlass")
     with pytest.raises(ValueError, match="NVFP4_KERNELS is 'cutlass'"):
-        doctor.probe("cpu")
+        doctor.self_check("cpu")
 
 
 def test_by_default_the_methods_to_choose_from_are_examined(monkeypatch):

@@ -35,7 +35,7 @@ from nanochat_fp4.models.cross_entropy import linear_cross_entropy
 from nanochat_fp4.models.elementwise import ReluSquared, apply_rotary_emb, norm, rotary_tables
 from nanochat_fp4.models.lean import drawn
 from nanochat_fp4.models.recompute import attention_part, can_recompute, mlp_part
-from nanochat_fp4.nvfp4.dispatch import left_out_of_graphs
+from nanochat_fp4.nvfp4.dispatch import left_out_of_graphs, triton_problem
 from nanochat_fp4.nvfp4.fused import fused_linear, relu_squared_linear
 from nanochat_fp4.parallel import is_sharded
 
@@ -219,8 +219,10 @@ def compile_layers(model: nn.Module) -> Callable[..., Tensor]:
     The time to compile does not depend on the depth. Outside of the layers, embedding and loss are a few launches. The
     norms before and after the layers are compiled as well. Eagerly the backward pass of one norm moves 70 bytes an
     element in nine kernels; compiled it moves 6. Every batch shape is compiled for itself. A model that is no GPT is
-    compiled whole.
+    compiled whole. Raises ValueError if the installed Triton is known to be wrong on this GPU.
     """
+    if model.get_device().type == "cuda" and (problem := triton_problem()):
+        raise ValueError(problem)
     if not isinstance(model, GPT):
         return torch.compile(model, dynamic=False)
     # One function is compiled for each window, micro-batch size and method of a plan, with and without gradients.
