@@ -35,6 +35,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import HTMLResponse, JSONResponse, StreamingResponse
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import ClientDisconnect
+from uvicorn.protocols.http.flow_control import service_unavailable
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from nanochat_fp4.errors import one_line
@@ -299,19 +300,24 @@ class Connection(H11Protocol):
     """
     uvicorn's connection, with a limit of connections and a deadline for a request's head.
 
-    uvicorn answers 503 beyond limit_concurrency. Half-sent requests alone would reach that limit and shut everybody
-    out. At the limit, a new connection closes the oldest connection whose client keeps the server waiting.
+    At the limit, a new connection closes the oldest one whose client keeps the server waiting. So half-sent requests
+    shut nobody out. If the server keeps all clients waiting, the new connection's requests are answered with 503.
+    uvicorn's own limit is not used: it counts a closed connection's task too, which ends a turn of the loop later.
     """
 
+    most: int  # connections that are open at the same time
+
     def connection_made(self, transport: asyncio.Transport) -> None:
+        super().connection_made(transport)
         self.since, self.head_deadline = self.loop.time(), None
-        if len(self.connections) >= self.limit_concurrency - 1:
-            waiting = [c for c in self.connections if c.waits_for_client()]
+        if len(self.connections) >= self.most:
+            waiting = [c for c in self.connections if c is not self and c.waits_for_client()]
             if waiting:
                 oldest = min(waiting, key=lambda c: c.since)
                 self.connections.discard(oldest)
                 oldest.transport.abort()
-        super().connection_made(transport)
+            else:
+                self.app = service_unavailable
         self.watch()
 
     def waits_for_client(self) -> bool:
@@ -334,11 +340,12 @@ class Connection(H11Protocol):
 
 def make_server(app: FastAPI, host: str = "127.0.0.1", port: int = 0, limits: Limits = Limits()) -> uvicorn.Server:  # noqa: B008
     """uvicorn with these limits. asyncio accepts up to `backlog` connections before any of them can be closed."""
+    limited = type("LimitedConnection", (Connection,), {"most": limits.connections})
     return uvicorn.Server(
         uvicorn.Config(
-            app, host, port, http=Connection, ws="none", limit_concurrency=limits.connections,
-            timeout_keep_alive=limits.seconds, backlog=max(1, limits.connections // 2), timeout_graceful_shutdown=2,
-            log_config=None, log_level="error", access_log=False,
+            app, host, port, http=limited, ws="none", timeout_keep_alive=limits.seconds,
+            backlog=max(1, limits.connections // 2), timeout_graceful_shutdown=2, log_config=None, log_level="error",
+            access_log=False,
         )
     )  # fmt: skip
 

@@ -268,6 +268,31 @@ def test_half_sent_requests_shut_nobody_out(serve, caplog):
     assert caplog.text == ""
 
 
+def test_a_storm_of_half_sent_bodies_shuts_nobody_out(serve):
+    """New ones all the time: uvicorn counted the tasks of closed ones, and answered others with 503."""
+    served, over = serve(limits=Limits(per_minute=0)), threading.Event()
+
+    def storm():
+        halves = []
+        while not over.is_set():
+            halves.append(served.send(HALF_BODY))
+            if len(halves) > 400:
+                halves.pop(0).close()
+            time.sleep(0.004)
+        for half in halves:
+            half.close()
+
+    threads = [threading.Thread(target=storm) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    time.sleep(1)
+    statuses = [(time.sleep(0.02), served.get("/health")[0])[1] for _ in range(60)]
+    over.set()
+    for thread in threads:
+        thread.join()
+    assert set(statuses) == {200}
+
+
 def test_beyond_the_limit_of_connections_is_503(serve):
     served = serve(limits=Limits(connections=3, per_minute=0))
     served.model.gate.clear()
