@@ -8,6 +8,8 @@ One process. Calculator calls of the model are answered while it writes, as in t
 """
 
 import argparse
+import sys
+from collections.abc import Iterator
 
 import torch
 
@@ -46,8 +48,11 @@ class Chat:
     def clear(self) -> None:
         self.tokens = [self.tokenizer.get_bos_token_id()]
 
-    def ask(self, text: str):
-        """Yield the answer piece by piece, as text. Raises UserError where the conversation no longer fits."""
+    def ask(self, text: str) -> Iterator[str]:
+        """Yield the answer piece by piece, as text. cut_off then says why it has no end, or is empty.
+
+        Raises UserError where the conversation no longer fits.
+        """
         special = self.tokenizer.encode_special
         prompt = [*self.tokens, special("<|user_start|>"), *self.tokenizer.encode(text), special("<|user_end|>")]
         prompt.append(special("<|assistant_start|>"))
@@ -56,8 +61,12 @@ class Chat:
             problem = f"the conversation is {len(prompt)} tokens long and no longer fits"
             raise UserError(f"{problem}; type 'clear', or shorten it")
         shown, sampling = AnswerText(self.tokenizer), {"temperature": self.temperature, "top_k": self.top_k}
+        self.cut_off = f"cut off after {MAX_TOKENS} tokens, the most of an answer here; ask it to go on"
+        if room <= MAX_TOKENS:
+            self.cut_off = "cut off: no room is left for this conversation; type 'clear'"
         for column, _ in self.engine.generate(prompt, max_tokens=min(MAX_TOKENS, room), **sampling):
             if column[0] in self.engine.terminal:
+                self.cut_off = ""
                 break
             yield shown.add(column[0])
         yield shown.rest()
@@ -114,6 +123,8 @@ def answer(chat: Chat, text: str) -> None:
     for piece in chat.ask(text):
         print(piece, end="", flush=True)
     print()
+    if chat.cut_off:
+        print(f"({chat.cut_off})", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -8,8 +8,9 @@ The web chat's server, on FastAPI: one page, and an answer streamed token by tok
 
     {"waiting": 2}          answers before this one; again whenever the number changes
     {"token": text}         the next piece of the answer
-    {"done": true, "finish", "tokens", "tokens_per_second"}
-                            the last event; finish: "end" (the model's own), "length", or "failed: " and the reason
+    {"done": true, "finish", "limit", "tokens", "tokens_per_second"}
+                            the last event; finish: "end" (the model's own), "length" (limit is max_tokens), "context"
+                            (limit is the model's, and no room is left in it), or "failed: " and the reason
 
 Requests and events have nanochat's form. Beyond the Limits below, the answer is 400, 408, 413, 429 or 503 with one line
 of JSON. The page talks to its own origin only. A request must be JSON, because a foreign page cannot send JSON unasked.
@@ -169,14 +170,15 @@ class Worker:
 
     def answer(self, reply: "Answer", tokens: list[int], precision: str, numbers: dict[str, float]) -> None:
         """In the thread: tells the reply its events."""
-        text, finish, count, started, now, trouble = AnswerText(self.engine.tokenizer), "length", 0, 0.0, 0.0, ""
-        most = min(int(numbers["max_tokens"]), self.engine.model.config.sequence_len - len(tokens))
+        text, count, started, now, trouble = AnswerText(self.engine.tokenizer), 0, 0.0, 0.0, ""
+        most, context = int(numbers["max_tokens"]), self.engine.model.config.sequence_len
+        room = context - len(tokens)
+        finish, limit = ("length", most) if most < room else ("context", context)
         try:
             with self.contexts[precision]():
-                for column, _ in self.engine.generate(
-                    tokens, max_tokens=most, temperature=float(numbers["temperature"]), top_k=int(numbers["top_k"]),
-                    seed=secrets.randbits(31),
-                ):  # fmt: skip
+                sampling = {"temperature": float(numbers["temperature"]), "top_k": int(numbers["top_k"])}
+                answer = self.engine.generate(tokens, max_tokens=min(most, room), seed=secrets.randbits(31), **sampling)
+                for column, _ in answer:
                     if reply.left:
                         return
                     if column[0] in self.engine.terminal:
@@ -191,7 +193,7 @@ class Worker:
             log.error("an answer %s", finish)
         self.trouble = trouble
         speed = (count - 1) / (now - started) if now > started else None
-        reply.tell({"done": True, "finish": finish, "tokens": count, "tokens_per_second": speed})
+        reply.tell({"done": True, "finish": finish, "limit": limit, "tokens": count, "tokens_per_second": speed})
 
     def leave(self, reply: "Answer") -> None:
         """Takes a reply out of the line and tells those behind it their new place."""

@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanochat_fp4.common import preserved_rng
-from nanochat_fp4.data.tokenizer import without_end
+from nanochat_fp4.data.tokenizer import SPECIAL_TOKENS, without_end
 from nanochat_fp4.generation.calculator import use_calculator
 from nanochat_fp4.models.gpt import autocast
 from nanochat_fp4.nvfp4.contexts import per_token_scale, quantize_weights_once
@@ -110,7 +110,8 @@ class AnswerText:
     The text of an answer, token by token.
 
     A character whose bytes are spread over several tokens is shown when complete. The text has a tool call with its
-    result as "[12*3 = 36]", and a call without a result as "[1/0]".
+    result as "[12*3 = 36]", and a call without a result as "[1/0]". Other special tokens, which a model may say in the
+    wrong place, are no text.
     """
 
     MARKERS = {"python_start": "[", "python_end": "]", "output_start": "[", "output_end": "]"}
@@ -121,12 +122,15 @@ class AnswerText:
         self.call_end, self.answered = ids["python_end"], [ids["python_end"], ids["output_start"]]
         # By id: a model may also write "<|python_end|>" in ordinary tokens.
         self.readable = {ids[name]: text for name, text in self.MARKERS.items()}
+        self.silent = {tokenizer.encode_special(name) for name in SPECIAL_TOKENS} - set(self.readable)
         self.tokens: list[int] = []
         self.held: list[int] = []
 
     def add(self, token: int) -> str:
         """The text that became complete with this token."""
         self.tokens.append(token)
+        if token in self.silent:
+            return self.rest()
         self.held.append(token)
         # After a call's end, the next token decides whether " = " or "]" follows.
         incomplete = token == self.call_end or self.tokenizer.decode(self.held).endswith("\ufffd")

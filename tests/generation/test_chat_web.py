@@ -141,7 +141,22 @@ def test_an_answer_is_streamed_and_counted(serve):
     text, last = served.ask(precision="bf16")
     assert text == "an answer in words"
     assert last["done"] and last["finish"] == "end" and last["tokens"] == len(served.model.script) - 1
-    assert served.ask(max_tokens=2)[1]["finish"] == "length"
+    cut_off = served.ask(max_tokens=2)[1]
+    assert (cut_off["finish"], cut_off["limit"]) == ("length", 2)
+
+
+def test_an_answer_without_room_says_so(serve):
+    served = serve(says="word " * 200)  # more tokens than the context has
+    served.model.config.sequence_len = 64
+    text, last = served.ask(max_tokens=300)
+    assert (last["finish"], last["limit"]) == ("context", 64)
+    assert len(served.model.prompt) + last["tokens"] == 64 and text
+
+
+def test_special_tokens_are_no_text(serve, tokenizer):
+    served = serve()
+    served.model.script[1:1] = [tokenizer.encode_special(f"<|{name}|>") for name in ("user_end", "assistant_start")]
+    assert served.ask()[0] == "an answer in words"
 
 
 def test_the_prompt_is_the_conversation_as_it_was_trained_on(serve, tokenizer):
@@ -369,6 +384,29 @@ def test_the_page_asks_streams_stops_and_asks_again(page):
     assert browser.run(ANSWERS + ".length") == 2
     browser.run("location.reload()")
     browser.wait("document.body?.dataset.ready === 'yes' && !document.querySelector('.message')")
+
+
+def test_a_message_that_is_not_taken_goes_back_into_the_box(page):
+    _, browser = page("an answer")
+    browser.run("document.getElementById('temperature').value = 9")
+    browser.type("a long question")
+    browser.press("Enter")
+    browser.wait("document.querySelector('.failed')?.textContent.includes('temperature is 9, expected 0.0 to 2.0')")
+    assert browser.run("document.getElementById('text').value") == "a long question"
+    assert browser.run("document.querySelectorAll('.user, .assistant').length") == 0
+    browser.run("document.getElementById('temperature').value = 1")
+    browser.press("Enter")
+    browser.wait("document.getElementById('status').textContent.includes('tokens')")
+    assert browser.run(ANSWERS) == ["an answer"] and browser.run("document.getElementById('text').value") == ""
+
+
+@pytest.mark.parametrize("length, says", [(64, "no room is left in the 64 tokens"), (512, "cut off at 100 tokens")])
+def test_the_page_says_why_an_answer_was_cut_off(page, length, says):
+    served, browser = page("word " * 200)
+    served.model.config.sequence_len = length
+    browser.type("question")
+    browser.press("Enter")
+    browser.wait(f"document.getElementById('status').textContent.includes({says!r})")
 
 
 def test_who_waits_sees_the_place_in_the_line(page):

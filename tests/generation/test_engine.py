@@ -183,6 +183,8 @@ def test_many_prompts_call_side_by_side():
         ("[python_start]1/0[python_end]b", "[|1|/|0||]b|"),
         ("[python_start]1/0[python_end]", "[|1|/|0||]"),
         ("\N{SNOWMAN}!\N{SNOWMAN}", "||\N{SNOWMAN}|!|||\N{SNOWMAN}|"),
+        ("a[user_end][assistant_start]b", "a|||b|"),  # said in the wrong place
+        ("[python_start]1[python_end][user_start]b", "[|1||]|b|"),
         ("a<|python_end|>ab", "a|<|||p|y|t|h|o|n|_|e|n|d|||>|a|b|"),  # ordinary tokens, no call's end
     ],
 )

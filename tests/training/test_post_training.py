@@ -500,11 +500,14 @@ def test_a_model_that_never_stops_can_be_talked_to(base):
     chat = chat_cli.Chat(chat_cli.Engine(model.eval(), tokenizer), temperature=0, top_k=0)
     for turn in (1, 2):
         assert "".join(chat.ask("hello"))
+        assert "the most of an answer" in chat.cut_off
         ends = [t for t in chat.tokens if t == tokenizer.encode_special("<|assistant_end|>")]
         assert len(ends) == turn and chat.tokens[-1] == ends[0]
     model.rotary_seq_len = len(chat.tokens) + 10
     with pytest.raises(UserError, match="no longer fits"):
         list(chat.ask("hello hello hello"))
+    model.rotary_seq_len = len(chat.tokens) + 40
+    assert "".join(chat.ask("hello")) and "no room is left" in chat.cut_off
 
 
 # ----------------------------------------------------------------------------------------------------------------------
