@@ -30,6 +30,7 @@ from nanochat_fp4.nvfp4.plan import MethodPlan
 from nanochat_fp4.nvfp4.recipes import Recipe
 
 LOOK_EVERY = 10  # steps between looks at the layers' inputs
+LOOK_TOKENS = 8192  # of a rank, for a look
 
 
 class QuantizedTraining:

@@ -42,7 +42,7 @@ from nanochat_fp4.hardware import get_peak_flops
 from nanochat_fp4.models.gpt import autocast
 from nanochat_fp4.models.lean import Lean
 from nanochat_fp4.models.optim import Schedule
-from nanochat_fp4.nvfp4.training import QuantizedTraining
+from nanochat_fp4.nvfp4.training import LOOK_TOKENS, QuantizedTraining
 from nanochat_fp4.parallel import full_state_dict, is_sharded
 from nanochat_fp4.signals import StopRequested, StopSignals
 from nanochat_fp4.training.checkpoint_manager import forget_later_checkpoints, prune_checkpoints, save_checkpoint
@@ -53,7 +53,6 @@ from nanochat_fp4.training.telemetry import layer_telemetry, name_nonfinite, sum
 from nanochat_fp4.training.wandb_run import setup_tracker
 
 MAX_SKIPPED_IN_A_ROW = 10  # --on-nonfinite=skip gives up after so many
-LOOK_TOKENS = 8192  # of a rank, for a look at the layers' inputs
 
 Batch = tuple[Tensor, ...]  # tokens, targets (negative: none), and whatever else the loss takes
 
