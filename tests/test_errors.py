@@ -202,7 +202,7 @@ def test_a_broken_pipe_of_another_reader_is_a_bug():
 def test_each_missing_package_has_its_extra():
     text = (Path(__file__).resolve().parent.parent / "pyproject.toml").read_text()
     extras = {extra: re.search(rf"^{extra} = \[(.*?)\]", text, re.M | re.S)[1] for extra in EXTRAS}
-    brought_by = {"huggingface_hub": "datasets", "yaml": "datasets", "starlette": "fastapi",
+    brought_by = {"muon": "muon-optimizer", "huggingface_hub": "datasets", "yaml": "datasets", "starlette": "fastapi",
                   "tokenizers": "transformers"}  # fmt: skip
     for extra, modules in EXTRAS.items():
         for module in modules:
