@@ -1,7 +1,7 @@
 """Models from elsewhere in tiny configurations, with random weights: nothing is downloaded.
 
-Each entry of MODELS makes a Sample; it raises Missing where its package or checkout is not there. Checkouts of nanochat
-are those that NANOCHAT_TEST_CHECKOUTS names (separated by :), that of nanoGPT is NANOGPT_TEST_CHECKOUT.
+Each entry of MODELS makes a Sample; it raises Missing where its package or checkout is not there. NANOCHAT_DIR has a
+checkout of nanochat, NANOGPT_DIR one of nanoGPT.
 """
 
 import contextlib
@@ -207,13 +207,12 @@ def torchvision_vit() -> Sample:
 
 def checkout(file: str, holds: str, without: str = "") -> Path:
     """The checkout whose file holds this text, and not that one."""
-    names = [os.environ.get(name, "") for name in ("NANOCHAT_TEST_CHECKOUTS", "NANOGPT_TEST_CHECKOUT")]
-    for folder in filter(None, os.pathsep.join(names).split(os.pathsep)):
+    for folder in filter(None, (os.environ.get(name) for name in ("NANOCHAT_DIR", "NANOGPT_DIR"))):
         path = Path(folder).expanduser() / file
         text = path.read_text() if path.is_file() else ""
         if holds in text and not (without and without in text):
             return Path(folder).expanduser()
-    raise Missing("needs a checkout in NANOCHAT_TEST_CHECKOUTS or NANOGPT_TEST_CHECKOUT")
+    raise Missing("needs a checkout in NANOCHAT_DIR or NANOGPT_DIR")
 
 
 @contextlib.contextmanager

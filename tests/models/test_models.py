@@ -1,7 +1,7 @@
 """Models from elsewhere, converted: the table of docs/models.md.
 
     pip install '.[examples]' timm torchvision
-    NANOCHAT_TEST_CHECKOUTS=nanochat-f5425245f:nanochat NANOGPT_TEST_CHECKOUT=nanoGPT \\
+    NANOCHAT_DIR=nanochat NANOGPT_DIR=nanoGPT \\
         python -m pytest tests/models/test_models.py --slow -n 0 -s -k thirty     # prints it; ten minutes on one core
 
 What is missing is skipped; _models.py names the checkouts. Without --slow three models of torch alone take two steps.
