@@ -17,12 +17,12 @@ import torch
 import torch.distributed as dist
 
 from nanochat_fp4.common import get_dist_info, is_ddp_initialized
-from nanochat_fp4.console import Progress
 from nanochat_fp4.data.chat_data import Task
 from nanochat_fp4.data.tokenizer import without_end
 from nanochat_fp4.generation.engine import Engine
 from nanochat_fp4.models.gpt import autocast
 from nanochat_fp4.nvfp4.contexts import per_token_scale, quantize_weights_once
+from nanochat_fp4.progress import Progress
 
 
 @dataclass

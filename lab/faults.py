@@ -235,7 +235,7 @@ def find(checkout: Path, fault: Fault, all_tests: bool = False) -> Found:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__.split("\n")[0])
     parser.add_argument("--only", action="append", default=[], metavar="NAME", help="this fault (may be repeated)")
     parser.add_argument("--all-tests", action="store_true", help="run the whole suite for each fault")
     parser.add_argument("--list", action="store_true", help="print the table and run nothing")

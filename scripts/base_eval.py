@@ -26,7 +26,7 @@ import torch
 
 import nanochat_fp4 as nf
 from nanochat_fp4.common import get_base_dir, get_dist_info, joined_processes, print0
-from nanochat_fp4.console import ArgumentParser, Progress, format_bytes
+from nanochat_fp4.console import ArgumentParser, format_bytes
 from nanochat_fp4.data.download import download_file_with_lock
 from nanochat_fp4.data.rows import MissingDataError, read_rows
 from nanochat_fp4.errors import UserError, one_line, run_main
@@ -35,6 +35,7 @@ from nanochat_fp4.evaluation.report import get_report
 from nanochat_fp4.files import atomic_write
 from nanochat_fp4.models.gpt import autocast
 from nanochat_fp4.models.hf_model import load_hf_model
+from nanochat_fp4.progress import Progress
 from nanochat_fp4.training.flags import add_model_arguments
 from nanochat_fp4.training.load_model import checkpoint_method, load_for_inference
 
@@ -165,7 +166,7 @@ def evaluate_model(
                 raise UserError(f"{task['dataset_uri']} of the eval bundle: {one_line(e)[:200]}") from e
             chance = guessing[label] / 100
             results[label], centered[label] = accuracy, (accuracy - chance) / (1 - chance)
-            progress.info[label] = f"{accuracy:.3f} ({time.monotonic() - start:.0f}s)"  # the next line shows it
+            progress.write(f"{label}: {accuracy:.3f} ({time.monotonic() - start:.0f} s)")
     core = sum(centered.values()) / len(centered) if centered else 0.0
     return {"results": results, "centered_results": centered, "core_metric": core}
 

@@ -14,7 +14,7 @@ import torch
 
 import nanochat_fp4 as nf
 from nanochat_fp4.common import joined_processes, print0, resolve_method
-from nanochat_fp4.console import ArgumentParser, progress_iter
+from nanochat_fp4.console import ArgumentParser
 from nanochat_fp4.data.dataloader import evaluation_rows, tokenizing_distributed_data_loader_bos_bestfit
 from nanochat_fp4.data.dataset import add_data_arguments, ensure_data, validation_text
 from nanochat_fp4.data.tokenizer import get_token_bytes
@@ -24,6 +24,7 @@ from nanochat_fp4.evaluation.report import get_report
 from nanochat_fp4.generation.engine import draw_samples
 from nanochat_fp4.models.gpt import autocast
 from nanochat_fp4.models.hf_model import load_hf_model
+from nanochat_fp4.progress import progress_iter
 from nanochat_fp4.training.flags import add_model_arguments
 from nanochat_fp4.training.load_model import checkpoint_method, load_model
 

@@ -24,7 +24,7 @@ from torch.nn.functional import cross_entropy
 
 import nanochat_fp4 as nf
 from nanochat_fp4.common import joined_processes, print0
-from nanochat_fp4.console import ArgumentParser, progress_iter
+from nanochat_fp4.console import ArgumentParser
 from nanochat_fp4.data import tokenizer_files
 from nanochat_fp4.data.dataloader import tokenizing_distributed_data_loader_bos_bestfit
 from nanochat_fp4.data.dataset import ensure_data
@@ -38,6 +38,7 @@ from nanochat_fp4.files import atomic_write
 from nanochat_fp4.models.gpt import autocast
 from nanochat_fp4.models.llama import Llama
 from nanochat_fp4.nvfp4.methods import get_recipe
+from nanochat_fp4.progress import progress_iter
 from nanochat_fp4.training.flags import add_model_arguments
 from nanochat_fp4.training.load_model import load_for_inference
 from nanochat_fp4.training.resume import held_run

@@ -13,11 +13,12 @@ import time
 from collections.abc import Iterator
 
 from nanochat_fp4.common import print0
-from nanochat_fp4.console import ArgumentParser, Progress, format_seconds
+from nanochat_fp4.console import ArgumentParser, format_seconds
 from nanochat_fp4.data.dataset import add_data_arguments, ensure_data, parquets_iter_batched
 from nanochat_fp4.data.tokenizer import RustBPETokenizer, get_tokenizer, get_tokenizer_dir, save_token_bytes
 from nanochat_fp4.errors import UserError, run_main
 from nanochat_fp4.evaluation.report import get_report
+from nanochat_fp4.progress import Progress
 from nanochat_fp4.training.flags import changed_flags
 from nanochat_fp4.training.load_model import checkpoints_made_with
 

@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from nanochat_fp4.common import get_base_dir, print0
-from nanochat_fp4.console import Progress, format_bytes
+from nanochat_fp4.console import format_bytes
 from nanochat_fp4.data.download import check_space
 from nanochat_fp4.data.rows import read_lines
 from nanochat_fp4.data.shards import (
@@ -32,6 +32,7 @@ from nanochat_fp4.data.shards import (
     whole_manifest,
 )
 from nanochat_fp4.errors import UserError
+from nanochat_fp4.progress import Progress
 
 JSON_LINES = (".jsonl", ".jsonl.gz", ".json.gz")
 TEXT_SUFFIXES = (".txt", ".md", *JSON_LINES)

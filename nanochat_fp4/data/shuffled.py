@@ -14,11 +14,12 @@ import numpy as np
 import pyarrow as pa
 
 from nanochat_fp4.common import get_base_dir, print0
-from nanochat_fp4.console import Progress, format_bytes
+from nanochat_fp4.console import format_bytes
 from nanochat_fp4.data.download import check_space
 from nanochat_fp4.data.shards import Shard, data_lock
 from nanochat_fp4.errors import UserError, one_line
 from nanochat_fp4.files import atomic_open
+from nanochat_fp4.progress import Progress
 
 GROUP = 256  # documents that are read at a time
 MIN_GROUPS = 64  # of a small corpus, because groups are dealt to lanes

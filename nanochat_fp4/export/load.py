@@ -12,7 +12,6 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from nanochat_fp4.console import progress_iter
 from nanochat_fp4.errors import UserError, one_line, require
 from nanochat_fp4.export import gguf_file, huggingface
 from nanochat_fp4.export.stacked import into_model, places, stacked, stacked_parameters
@@ -284,7 +283,7 @@ def _read_gguf(
     path, read = file.path, file.tensors
     plain: dict[str, Tensor] = {}
     weights = Weights()
-    for key, tensor in progress_iter(read.items(), len(read), desc="read", unit="tensor"):
+    for key, tensor in read.items():
         theirs, _, part = key.rpartition(".")
         name = ours.get(theirs, "")
         shape = shapes.get(f"{name}.weight")

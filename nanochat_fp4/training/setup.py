@@ -30,7 +30,7 @@ from nanochat_fp4.common import (
     set_cpu_threads,
     use_deterministic_kernels,
 )
-from nanochat_fp4.console import Phases, format_seconds, rare_collections
+from nanochat_fp4.console import format_seconds
 from nanochat_fp4.data.tokenizer import RustBPETokenizer
 from nanochat_fp4.errors import UserError, require
 from nanochat_fp4.evaluation.report import get_report
@@ -67,6 +67,7 @@ from nanochat_fp4.training.resume import (
     save_bytes,
     starts_over,
 )
+from nanochat_fp4.training.startup import Phases, rare_collections
 from nanochat_fp4.training.trainer import Process, RunSpec, Trainer, TrainingStep
 
 # ----------------------------------------------------------------------------------------------------------------------

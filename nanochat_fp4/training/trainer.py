@@ -33,7 +33,6 @@ from nanochat_fp4.common import (
     seed_micro_batch,
     set_rng_state,
 )
-from nanochat_fp4.console import Phases, Progress
 from nanochat_fp4.data.dataloader import merge_states
 from nanochat_fp4.environment import environment_info
 from nanochat_fp4.errors import UserError, is_out_of_memory
@@ -44,11 +43,13 @@ from nanochat_fp4.models.lean import Lean
 from nanochat_fp4.models.optim import Schedule
 from nanochat_fp4.nvfp4.training import LOOK_TOKENS, QuantizedTraining
 from nanochat_fp4.parallel import full_state_dict, is_sharded
+from nanochat_fp4.progress import Progress
 from nanochat_fp4.signals import StopRequested, StopSignals
 from nanochat_fp4.training.checkpoint_manager import forget_later_checkpoints, prune_checkpoints, save_checkpoint
 from nanochat_fp4.training.gemms import choose_gemms
 from nanochat_fp4.training.micro_batch import auto_device_batch_size, memory_lever
 from nanochat_fp4.training.resume import Start, changed_settings, restore_dict, restore_state, start_over, starts_over
+from nanochat_fp4.training.startup import Phases
 from nanochat_fp4.training.telemetry import layer_telemetry, name_nonfinite, summarize_telemetry
 from nanochat_fp4.training.wandb_run import setup_tracker
 

@@ -1,0 +1,104 @@
+"""How far a long piece of work has come: tqdm's bar on a terminal, its numbers as plain lines in a log."""
+
+import contextlib
+import os
+import sys
+import time
+import types
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from tqdm import tqdm
+
+from nanochat_fp4.console import print_safely
+
+LINE = "{desc}: {n_fmt}/{total_fmt} ({percentage:.0f}%) {unit} | {rate_fmt} | {elapsed}<{remaining}{postfix}"
+LINE_WITHOUT_TOTAL = "{desc}: {n_fmt} {unit} | {rate_fmt} | {elapsed}{postfix}"
+NOWHERE = types.SimpleNamespace(write=lambda text: None, flush=lambda: None)
+
+
+class Bar(tqdm):
+    monitor_interval = 0  # no thread of tqdm's: this process may fork
+
+
+class Progress:
+    """
+    Progress of `total` units (None: unknown), on stderr and from rank 0 only.
+
+        with Progress(total=num_steps, desc="train", unit="step") as progress:
+            for ...:
+                progress.update(1, loss="2.31")
+
+    On a terminal it is tqdm's bar. In a log it is a line every `every` seconds, and one at the end. A terminal that is
+    closed, or a disk that is full, does not end the work.
+    """
+
+    def __init__(
+        self, total: int | None = None, desc: str = "", unit: str = "it", every: float = 10.0, initial: int = 0
+    ):
+        self.every, self.last_line = every, time.monotonic()
+        self.silent = os.environ.get("RANK", "0") != "0"
+        self.terminal = not self.silent and sys.stderr is not None and sys.stderr.isatty()
+        lines = LINE if total else LINE_WITHOUT_TOTAL
+        self.bar = Bar(
+            total=total,
+            desc=desc,
+            unit=unit,
+            initial=initial,
+            unit_scale=unit == "char",
+            dynamic_ncols=True,
+            file=sys.stderr if self.terminal else NOWHERE,
+            bar_format=None if self.terminal else lines,
+        )
+
+    def update(self, n: int = 1, **info: Any) -> None:
+        """`n` more units are done. `info` (e.g. loss="2.31") is shown beside them until the next info."""
+        with contextlib.suppress(OSError):
+            if info:
+                self.bar.set_postfix(info, refresh=False)
+            self.bar.update(n)
+        if time.monotonic() - self.last_line >= self.every:
+            self.line()
+
+    def line(self) -> None:
+        self.last_line = time.monotonic()
+        if not (self.terminal or self.silent):
+            print_safely(self.bar, file=sys.stderr, flush=True)
+
+    def write(self, text: str) -> None:
+        """A line of its own that does not tear the bar."""
+        with contextlib.suppress(OSError):
+            if not self.silent:
+                Bar.write(text, file=sys.stderr)
+                sys.stderr.flush()
+
+    def meanwhile(self, batches: Iterable, total: int, what: str) -> Iterator:
+        """`batches` of other work that happens between two units: a line every `every` seconds, none for short work."""
+        last_line = time.monotonic()
+        for done, batch in enumerate(batches):
+            if time.monotonic() - last_line >= self.every:
+                last_line = time.monotonic()
+                self.write(f"{what}: {done:,}/{total:,} batches")
+            yield batch
+
+    def close(self) -> None:
+        if not self.bar.disable:
+            self.line()
+        with contextlib.suppress(OSError):
+            self.bar.close()  # and disables it
+
+    def __enter__(self) -> "Progress":
+        return self
+
+    def __exit__(self, *exc: Any) -> None:
+        self.close()
+
+
+def progress_iter(iterable: Iterable, total: int | None = None, **kwargs: Any) -> Iterator:
+    """Iterate with a Progress (same keyword arguments); `total` defaults to len(iterable) where it has one."""
+    if total is None and hasattr(iterable, "__len__"):
+        total = len(iterable)
+    with Progress(total=total, **kwargs) as progress:
+        for item in iterable:
+            progress.update(1)
+            yield item
