@@ -17,7 +17,8 @@ from typing import NoReturn
 
 from nanochat_fp4 import __version__, console
 from nanochat_fp4.console import print_safely
-from nanochat_fp4.errors import EXTRAS, UserError, require, run_main
+from nanochat_fp4.errors import UserError, require, run_main
+from nanochat_fp4.packages import EXTRAS
 
 PACKAGE = Path(__file__).resolve().parent
 RUNS = {

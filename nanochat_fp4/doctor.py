@@ -28,8 +28,9 @@ from pathlib import Path
 import torch
 
 import nanochat_fp4 as nf
-from nanochat_fp4.common import autodetect_device_type, get_base_dir, median_ms, set_cpu_threads
+from nanochat_fp4.common import autodetect_device_type, get_base_dir, set_cpu_threads
 from nanochat_fp4.console import ArgumentParser
+from nanochat_fp4.devices import median_ms
 from nanochat_fp4.errors import UserError, one_line, run_main
 from nanochat_fp4.hardware import usable_cpus
 from nanochat_fp4.models import flash_attention

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from nanochat_fp4.console import print_error, setup_default_logging
+from nanochat_fp4.packages import install_command, missing_package
 
 
 class UserError(Exception):
@@ -34,29 +35,6 @@ def one_line(error: BaseException | str) -> str:
     """The message of `error` on a single line; its class name where it has no message."""
     text = " ".join(str(error).split())
     return text if text or isinstance(error, str) else type(error).__name__
-
-
-# The extra of this package that brings a module.
-EXTRAS = {
-    "train": ("datasets", "filelock", "huggingface_hub", "matplotlib", "muon", "pyarrow", "rustbpe", "safetensors",
-              "tiktoken", "tqdm", "wandb", "yaml"),
-    "export": ("compressed_tensors", "gguf", "tokenizers", "transformers"),
-    "web": ("fastapi", "starlette", "uvicorn"),
-    "trackio": ("trackio",),
-}  # fmt: skip
-
-
-def install_command(*modules: str) -> str:
-    """The `pip install` that brings the modules; "" for a module that is not of EXTRAS."""
-    wanted = [extra for extra, names in EXTRAS.items() if set(names) & set(modules)]
-    return f"pip install 'nanochat_fp4[{','.join(wanted)}]'" if wanted else ""
-
-
-def missing_package(error: BaseException) -> str:
-    """One line on a ModuleNotFoundError of an optional package, with the `pip install` that brings it; else ""."""
-    name = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
-    command = install_command(name)
-    return f"the package {name} is not installed, which this needs; {command}" if command else ""
 
 
 def require(*modules: str) -> None:

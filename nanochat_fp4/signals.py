@@ -29,7 +29,7 @@ def begin_program() -> None:
 def _say_what_is_missing(kind: type[BaseException], error: BaseException, trace: Any) -> None:
     """One line and status 2 for a package that is not installed; else Python's own traceback."""
     from nanochat_fp4.console import print_error  # imports torch
-    from nanochat_fp4.errors import missing_package
+    from nanochat_fp4.packages import missing_package
 
     if not (message := missing_package(error)):
         return sys.__excepthook__(kind, error, trace)

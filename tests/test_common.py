@@ -7,7 +7,7 @@ import types
 import pytest
 import torch
 
-from nanochat_fp4 import common
+from nanochat_fp4 import common, devices
 from nanochat_fp4.errors import UserError, run_main
 
 
@@ -113,5 +113,5 @@ def test_free_memory_of_a_gpu_that_shares_the_systems(integrated, free, monkeypa
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (10, 100))
     properties = types.SimpleNamespace(is_integrated=integrated)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device=None: properties)
-    monkeypatch.setattr(common, "available_memory", lambda: 70)
-    assert common.gpu_memory() == (free, 100)
+    monkeypatch.setattr(devices, "available_memory", lambda: 70)
+    assert devices.gpu_memory() == (free, 100)

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from nanochat_fp4.console import ArgumentParser
-from nanochat_fp4.errors import EXTRAS, UserError, install_command, missing_package, one_line, run_main
+from nanochat_fp4.errors import UserError, one_line, run_main
+from nanochat_fp4.packages import EXTRAS, install_command, missing_package
 
 
 def test_one_line():

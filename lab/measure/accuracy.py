@@ -27,10 +27,11 @@ from torch import Tensor, nn
 
 import nanochat_fp4 as nf
 from lab.measure.bench_common import some_of
-from nanochat_fp4.common import autodetect_device_type, peak_memory, print0
+from nanochat_fp4.common import autodetect_device_type, print0
 from nanochat_fp4.console import ArgumentParser, parse_finite
 from nanochat_fp4.data.dataloader import tokenizing_distributed_data_loader_bos_bestfit
 from nanochat_fp4.data.dataset import ensure_data
+from nanochat_fp4.devices import peak_memory
 from nanochat_fp4.environment import environment_info
 from nanochat_fp4.errors import UserError, run_main
 from nanochat_fp4.files import atomic_write

@@ -28,8 +28,9 @@ import torch.distributed as dist
 import nanochat_fp4 as nf
 from lab.measure.bench_common import new_model
 from lab.predict import communication
-from nanochat_fp4.common import compute_cleanup, compute_init, is_ddp_initialized, peak_memory, print0
+from nanochat_fp4.common import compute_cleanup, compute_init, is_ddp_initialized, print0
 from nanochat_fp4.console import ArgumentParser, parse_finite, table
+from nanochat_fp4.devices import peak_memory
 from nanochat_fp4.environment import environment_info
 from nanochat_fp4.errors import UserError, run_main
 from nanochat_fp4.models.gpt import compile_layers, config_from_depth

@@ -17,7 +17,7 @@ import torch
 import nanochat_fp4 as nf
 from lab.measure import bench_common as common
 from nanochat_fp4 import step_time
-from nanochat_fp4.common import median_ms
+from nanochat_fp4.devices import median_ms
 from nanochat_fp4.doctor import copy_bandwidth, kernel_problem
 from nanochat_fp4.errors import UserError, run_main
 from nanochat_fp4.hardware import MACHINES

@@ -42,8 +42,9 @@ import nanochat_fp4 as nf
 from lab.measure import bench_common as common
 from lab.measure import bench_step
 from lab.measure.bench_step import Stopwatch, Subject, Variant
-from nanochat_fp4.common import gpu_memory, print0
+from nanochat_fp4.common import print0
 from nanochat_fp4.console import format_bytes
+from nanochat_fp4.devices import gpu_memory
 from nanochat_fp4.doctor import layer_problem
 from nanochat_fp4.errors import UserError, is_out_of_memory, one_line, run_main
 from nanochat_fp4.hardware import get_peak_flops

@@ -21,7 +21,8 @@ from typing import Any
 import numpy as np
 
 from nanochat_fp4.data.download import hub_problem, within
-from nanochat_fp4.errors import UserError, missing_package, one_line
+from nanochat_fp4.errors import UserError, one_line
+from nanochat_fp4.packages import missing_package
 
 SHUFFLE_SEED = 42
 SUFFIXES = (".jsonl", ".jsonl.gz", ".parquet")

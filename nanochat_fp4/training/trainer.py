@@ -27,13 +27,13 @@ from nanochat_fp4.common import (
     get_rng_state,
     mean_over_ranks,
     of_all_ranks,
-    peak_memory,
     preserved_rng,
     print0,
     seed_micro_batch,
     set_rng_state,
 )
 from nanochat_fp4.data.dataloader import merge_states
+from nanochat_fp4.devices import peak_memory
 from nanochat_fp4.environment import environment_info
 from nanochat_fp4.errors import UserError, is_out_of_memory
 from nanochat_fp4.evaluation.metrics import LossMonitor, MetricsLog

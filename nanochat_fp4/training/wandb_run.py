@@ -6,7 +6,8 @@ from typing import Any
 
 from nanochat_fp4.common import get_base_dir, print0
 from nanochat_fp4.console import logger
-from nanochat_fp4.errors import UserError, missing_package, one_line
+from nanochat_fp4.errors import UserError, one_line
+from nanochat_fp4.packages import missing_package
 
 
 class DummyWandb:
