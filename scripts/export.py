@@ -33,7 +33,7 @@ from nanochat_fp4.environment import environment_info
 from nanochat_fp4.errors import UserError, require, run_main
 from nanochat_fp4.evaluation.loss_eval import evaluate_bpb
 from nanochat_fp4.export import folder, gguf_file, huggingface, verify
-from nanochat_fp4.export.weights import Weights, calibrate, forward_weights, served
+from nanochat_fp4.export.weights import Weights, calibrate, check_values, forward_weights, served
 from nanochat_fp4.files import atomic_write
 from nanochat_fp4.models.gpt import autocast
 from nanochat_fp4.models.llama import Llama
@@ -41,9 +41,9 @@ from nanochat_fp4.nvfp4.methods import get_recipe
 from nanochat_fp4.progress import progress_iter
 from nanochat_fp4.training.flags import add_model_arguments
 from nanochat_fp4.training.load_model import load_for_inference
-from nanochat_fp4.training.resume import held_run
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+FLAGS = folder.Words("another --out", "--overwrite")
 FOUR_BITS = ("compressed-tensors", "gguf")
 FORMATS = ("safetensors", *FOUR_BITS, "gguf-bf16")
 TRANSFORMERS = ("transformers", "tokenizers")
@@ -89,15 +89,18 @@ def main(argv: list[str] | None = None) -> None:
         verify.needs(*VERIFIED_BY.get(args.format, ()))
     if args.calibration_tokens < 1 or args.eval_tokens < 0 or args.device_batch_size < 1:
         raise UserError("--calibration-tokens and --device-batch-size must be at least 1, --eval-tokens at least 0")
-    folder.check_replaceable(out, args.overwrite)
+    folder.check_replaceable(out, args.overwrite, FLAGS)
     with (
         joined_processes(args.device_type, alone="export") as (_, _, device),
-        held_run(out, "another export is writing", "--out"),
         torch.no_grad(),
         autocast(device.type),
     ):
-        folder.prepare(out, args.overwrite)
-        Export(args, device).run(out)
+        with folder.new_export(out, args.overwrite, FLAGS, wait=False) as part:
+            export = Export(args, device)
+            export.write(part)
+        export.say_where(out)
+        if args.verify:
+            export.verify(out)
 
 
 class Export:
@@ -113,6 +116,8 @@ class Export:
             problem = f"--format={args.format} is for Llama-like models (base_train --llama), not nanochat's GPT"
             raise UserError(f"{problem}; use --format=compressed-tensors or safetensors")
         self.notes: list[str] = []
+        self.weights: Weights | None = None
+        self.input_scales: dict[str, float] | None = None
 
     def batches(self, split: str, tokens: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """(inputs, targets) of about so many tokens, at least one batch."""
@@ -131,29 +136,30 @@ class Export:
             texts += [self.tokenizer.decode(row[i + 1 : j]) for i, j in zip(starts, starts[1:])]
         return list(filter(None, texts))
 
-    def run(self, out: Path) -> None:
-        weights, input_scales = None, None
+    def write(self, target: Path) -> None:
+        """The files of the export, into an empty folder."""
+        dtype = torch.bfloat16 if self.gguf else DTYPES[self.args.dtype]
+        check_values(self.model.state_dict(), dtype)
         if self.four_bits:
             print0(f"Quantizing the weights: {self.method}")
-            weights = forward_weights(self.model, self.about.fused if self.args.share_scales else ())
-            self.say_what_is_lost(weights)
+            self.weights = forward_weights(self.model, self.about.fused if self.args.share_scales else ())
+            self.say_what_is_lost(self.weights)
             if not self.args.weights_only:
                 text = self.batches("train", self.args.calibration_tokens)
                 rows = progress_iter((x for x, _ in text), len(text), desc="calibration", unit="batch")
-                input_scales = calibrate(self.model, weights, rows)
+                self.input_scales = calibrate(self.model, self.weights, rows)
         if self.gguf:
             self.say_what_llama_cpp_does()
         for note in self.notes:
             print0(note)
-        measured, measured_on = self.measure(weights, input_scales)
-        with folder.fresh_folder(out) as part:
-            self.write(part, weights, input_scales, measured, measured_on)
-            folder.publish(part, out, self.args.overwrite)
+        measured, measured_on = self.measure()
+        self.write_model(target)
+        self.write_card(target, measured, measured_on)
+
+    def say_where(self, out: Path) -> None:
         size = sum(f.stat().st_size for f in out.iterdir())
         print0(f"Exported {self.meta['model_tag']} (step {self.meta['step']}) as {self.args.format} to {out}: "
                f"{size / 1e6:.1f} MB")  # fmt: skip
-        if self.args.verify:
-            self.verify(out, weights, input_scales)
 
     def say_what_is_lost(self, weights: Weights) -> None:
         if weights.lost:
@@ -181,7 +187,7 @@ class Export:
             f"{changed:,} of {total:,} ids differ."
         )
 
-    def measure(self, weights: Weights | None, input_scales: dict[str, float] | None) -> tuple[dict[str, float], str]:
+    def measure(self) -> tuple[dict[str, float], str]:
         """Bits per byte of the trained forward pass and of what a server will make of the export."""
         if not self.args.eval_tokens:
             return {}, ""
@@ -199,14 +205,14 @@ class Export:
         bpb(self.model, f"trained: {self.method}")
         with nf.full_precision(self.model):
             bpb(self.model, f"{precision} weights and inputs")
-        if weights is not None:
+        if self.weights is not None:
             inputs = {f"{precision} inputs": None}
-            if input_scales is not None:
-                inputs["4-bit inputs with a scale for each token"] = dict.fromkeys(weights.tensors)
-                inputs["4-bit inputs with static scales"] = input_scales
+            if self.input_scales is not None:
+                inputs["4-bit inputs with a scale for each token"] = dict.fromkeys(self.weights.tensors)
+                inputs["4-bit inputs with static scales"] = self.input_scales
             logits = []
             for what, scales in inputs.items():
-                with served(self.model, weights, scales) as copied:
+                with served(self.model, self.weights, scales) as copied:
                     bpb(copied, f"exported: 4-bit weights, {what}")
                     logits.append(copied(batches[0][0]).float())
                 if scales is not None:
@@ -217,17 +223,19 @@ class Export:
         tokens = sum(y.numel() for _, y in batches)
         return measured, f"Of {tokens:,} validation tokens, on {info['gpu'] or info['cpu']}, torch {info['torch']}."
 
-    def write(self, target: Path, weights, input_scales, measured: dict[str, float], measured_on: str) -> None:
-        args, chat = self.args, self.args.source != "base"
+    def write_model(self, target: Path) -> None:
+        chat = self.args.source != "base"
+        if self.gguf:
+            made_of = self.weights, self.input_scales, chat, self.meta["model_tag"]
+            self.notes += gguf_file.write(self.model, self.tokenizer, target, *made_of)
+            return
         ends = [self.tokenizer.encode_special(name) for name in tokenizer_files.end_tokens(self.tokenizer, chat)]
         ids = {"bos_token_id": self.tokenizer.get_bos_token_id(), "eos_token_id": ends, "pad_token_id": ends[0]}
-        if self.gguf:
-            made_of = weights, input_scales, chat, self.meta["model_tag"]
-            self.notes += gguf_file.write(self.model, self.tokenizer, target, *made_of)
-        else:
-            first = {**ids, "eos_token_id": ends[0]}
-            huggingface.write(self.model, target, DTYPES[args.dtype], weights, input_scales, first)
-            self.write_tokenizer(target, ids, chat)
+        first, dtype = {**ids, "eos_token_id": ends[0]}, DTYPES[self.args.dtype]
+        huggingface.write(self.model, target, dtype, self.weights, self.input_scales, first)
+        self.write_tokenizer(target, ids, chat)
+
+    def write_card(self, target: Path, measured: dict[str, float], measured_on: str) -> None:
         remote = ", trust_remote_code=True" if self.about.remote else ""
         use = [
             "from transformers import AutoModelForCausalLM, AutoTokenizer",
@@ -278,8 +286,9 @@ class Export:
         for name, value in files.items():
             atomic_write(target / name, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
 
-    def verify(self, out: Path, weights: Weights | None, input_scales: dict[str, float] | None) -> None:
+    def verify(self, out: Path) -> None:
         """Prints what the packages of others read; raises UserError where it is not what was written."""
+        weights, input_scales = self.weights, self.input_scales
         if weights is not None:
             check = verify.gguf if self.gguf else verify.compressed_tensors
             print0(f"verified with {check(out, self.about, weights)}")

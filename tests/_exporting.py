@@ -11,6 +11,8 @@ from types import ModuleType, SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from _models import Foreign
+from torch import nn
 
 from nanochat_fp4.data.tokenizer import get_tokenizer
 from nanochat_fp4.models.gpt import GPT, GPTConfig
@@ -26,8 +28,12 @@ CONFIGS = {
 }
 
 
-def save_small(base: Path, family: str, method: str, tag: str = "", **changes) -> torch.nn.Module:
-    """Saves a base checkpoint of random weights, step 7, as if trained with the method; returns the model."""
+def save_small(
+    base: Path, family: str, method: str, tag: str = "", poke: float | None = None, **changes
+) -> torch.nn.Module:
+    """Saves a base checkpoint of random weights, step 7, as if trained with the method; returns the model.
+
+    poke: a value for one weight of the second block."""
     config = replace(CONFIGS[family], vocab_size=get_tokenizer().get_vocab_size(), **changes)
     model = (GPT if family == "gpt" else Llama)(config)
     model.init_weights()
@@ -35,11 +41,59 @@ def save_small(base: Path, family: str, method: str, tag: str = "", **changes) -
     with torch.no_grad():
         for p in model.parameters():
             p += 0.1 * torch.randn(p.shape, generator=generator)
+        if poke is not None:
+            model.transformer.h[1].mlp.c_fc.weight[0, 0] = poke
     meta = {"model_config": asdict(config), "user_config": {"method": method}, "val_bpb": 1.5,
             "tokenizer": get_tokenizer().fingerprint()}  # fmt: skip
     assert save_checkpoint(base / "base_checkpoints" / (tag or family), 7, model.state_dict(), None, meta)
     return model.eval()
 
+
+# ----------------------------------------------------------------------------------------------------------------------
+# A model with experts, as transformers has them
+
+
+class Experts(nn.Module):
+    """As transformers has them, two of them, with the arguments that its forward takes."""
+
+    def __init__(self, transposed: bool = False):
+        super().__init__()
+        self.is_transposed, self.act_fn = transposed, nn.functional.silu
+        up, down = (2, 96, 32), (2, 32, 48)
+        self.gate_up_proj = nn.Parameter(torch.randn(up).mT.contiguous() if transposed else torch.randn(up))
+        self.down_proj = nn.Parameter(torch.randn(down).mT.contiguous() if transposed else torch.randn(down))
+
+    def forward(self, hidden_states, top_k_index, top_k_weights):
+        raise NotImplementedError
+
+
+class Mixture(Foreign):
+    def __init__(self, transposed: bool = False):
+        super().__init__()
+        self.gate, self.experts = nn.Linear(32, 2, bias=False), Experts(transposed)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids).flatten(0, 1)
+        weights, chosen = self.gate(x).softmax(-1).topk(1)
+        return self.lm_head(self.layers[1](self.layers[0](x + self.experts(x, chosen, weights))))
+
+
+def as_in_a_checkpoint(model: nn.Module, state: dict) -> dict:
+    """Instead of transformers' revert_weight_conversion, which --slow tests ask: a tensor for each expert and part."""
+    result = {}
+    for name, value in state.items():
+        if name not in ("experts.gate_up_proj", "experts.down_proj"):
+            result[name.replace("gate.", "router.")] = value
+            continue
+        value = value.mT if model.experts.is_transposed else value
+        for e, rows in enumerate(value):
+            parts = zip(("w1", "w3"), rows.chunk(2)) if "gate_up" in name else [("w2", rows)]
+            result |= {f"experts.{e}.{part}.weight": piece for part, piece in parts}
+    return result
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Readers
 
 _DTYPES = {"F32": "<f4", "BF16": "<u2", "U8": "u1", "F8_E4M3": "u1"}
 

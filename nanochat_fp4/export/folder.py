@@ -1,21 +1,25 @@
 """The folder of an export: written under a fresh name, renamed whole, replaced without touching anybody else's files.
 
-    with held_run(out, ...):                 # one export at a time
-        prepare(out, overwrite)              # what a killed export left; refuses what is not to be replaced
-        with fresh_folder(out) as part:      # .<name>.<random>.part beside `out`
-            ...                              # files of FILES
-            publish(part, out, overwrite)    # the old export -> .<name>.<random>.old, part -> out, .old is deleted
+    with new_export(out, overwrite) as part:  # .<name>.<random>.part beside `out`
+        ...                                   # files of FILES
+                                              # the old export -> .<name>.<random>.old, part -> out, .old is deleted
 
-export.json lists the files of an export. Only files on this list are ever deleted, and the list is deleted last.
+Scripts and library write exports in this way alone. One process at a time writes to `out` (the lock .<name>.lock beside
+it). export.json lists the files of an export. Only files on this list are ever deleted, and the list is deleted last.
 """
 
 import contextlib
+import errno
 import json
 import os
 import re
 import secrets
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
+
+import filelock
 
 from nanochat_fp4.console import logger
 from nanochat_fp4.errors import UserError
@@ -34,6 +38,65 @@ FILES = (
 )  # fmt: skip
 
 
+class Words(NamedTuple):
+    """What errors call the caller's means: the arguments of a function, or the flags of a command."""
+
+    folder: str = "another folder"
+    overwrite: str = "overwrite=True"
+
+
+ARGUMENTS = Words()
+
+
+@contextlib.contextmanager
+def new_export(
+    out: str | os.PathLike, overwrite: bool = False, words: Words = ARGUMENTS, wait: bool = True
+) -> Iterator[Path]:
+    """An empty folder to write an export into. It gets the name `out` at the end, all at once.
+
+    out:       missing or empty, or with `overwrite` an earlier export, which is replaced whole
+    wait:      whether to wait while another process writes to `out`. Otherwise that is an error
+    An exception inside leaves `out` as it was. What a killed export left beside `out` is finished or deleted first.
+    Raises UserError where `out` is not to be replaced.
+    """
+    out = Path(out).resolve()  # behind a link, the folder itself is replaced
+    with _locked(out, words, wait):
+        _finish_killed_exports(out)
+        check_replaceable(out, overwrite, words)
+        part = _beside(out, "part")
+        part.mkdir(parents=True)
+        try:
+            _write_list(part, FILES)
+            yield part
+            _publish(part, out, overwrite, words)
+        finally:
+            _delete(part)
+
+
+@contextlib.contextmanager
+def _locked(out: Path, words: Words, wait: bool) -> Iterator[None]:
+    """The lock is the kernel's (flock), so that a killed process leaves none."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    lock = filelock.FileLock(out.with_name(f".{out.name}.lock"), fallback_to_soft=False)
+    try:
+        try:
+            lock.acquire(timeout=0)
+        except filelock.Timeout:
+            if not wait:
+                problem = f"another export is writing {out}; wait until it ends, or choose {words.folder}"
+                raise UserError(problem) from None
+            logger.warning(f"another process is writing {out}; waiting until it ends")
+            lock.acquire()
+    except OSError as e:
+        if e.errno not in (errno.ENOSYS, errno.ENOLCK, errno.ENOTSUP):
+            raise
+        logger.warning(f"the file system of {out} has no locks; let no other process write there")
+    try:
+        yield
+    finally:
+        lock.release()  # its file stays: to delete it would let two exports in
+
+
 def own_files(folder: Path) -> set[str] | None:
     """The names on an export's list, the list's own among them; None where there is no such list."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
@@ -43,11 +106,8 @@ def own_files(folder: Path) -> set[str] | None:
     return None
 
 
-def prepare(out: Path, overwrite: bool) -> None:
-    """Finishes what killed exports to `out` left beside it. Raises UserError where `out` is not to be replaced.
-
-    Call only with the lock of `out`. An old export that was renamed aside gets its name back if nothing has it.
-    """
+def _finish_killed_exports(out: Path) -> None:
+    """An old export that was renamed aside gets its name back if nothing has it; the rest is deleted."""
     for old in _left(out, "old"):
         names = own_files(old)
         if not out.exists() and names and all((old / name).is_file() for name in names):
@@ -56,47 +116,38 @@ def prepare(out: Path, overwrite: bool) -> None:
             _delete(old)
     for part in _left(out, "part"):
         _delete(part)
-    check_replaceable(out, overwrite)
 
 
-def check_replaceable(out: Path, overwrite: bool) -> None:
-    """Raise UserError unless `out` is missing, or empty or an export and to be overwritten."""
+def check_replaceable(out: Path, overwrite: bool, words: Words = ARGUMENTS) -> None:
+    """Raise UserError unless `out` is missing or an empty folder, or an export that is to be overwritten."""
+    if os.path.ismount(out):
+        raise UserError(f"{out} is a mount point, which cannot be renamed; choose a folder inside it")
     if not out.exists():
         return
-    if not overwrite:
-        raise UserError(f"{out} is there already; choose another --out, or replace it with --overwrite")
     found = {path.name for path in out.iterdir()} if out.is_dir() else None
+    if found == set():
+        return
     own = own_files(out)
-    if found is None or found and own is None:
-        raise UserError(f"{out} is not an export, so --overwrite leaves it alone; choose another --out, or remove it")
-    if strangers := ", ".join(sorted(found - (own or set()))[:4]):
-        raise UserError(f"{out} holds {strangers}, not of the export, so --overwrite leaves it alone; move the file")
+    if not overwrite:
+        raise UserError(f"{out} is there already; choose {words.folder}, or replace it with {words.overwrite}")
+    if found is None or own is None:
+        problem = f"{out} is not an export, so {words.overwrite} leaves it alone"
+        raise UserError(f"{problem}; choose {words.folder}, or remove it")
+    if strangers := ", ".join(sorted(found - own)[:4]):
+        problem = f"{out} holds {strangers}, not of the export, so {words.overwrite} leaves it alone"
+        raise UserError(f"{problem}; move the file")
 
 
-@contextlib.contextmanager
-def fresh_folder(out: Path) -> Iterator[Path]:
-    """A new folder beside `out`, which is deleted at the end unless publish has renamed it."""
-    part = _beside(out, "part")
-    part.mkdir(parents=True)
-    try:
-        _write_list(part, FILES)
-        yield part
-    finally:
-        _delete(part)
-
-
-def publish(part: Path, out: Path, overwrite: bool) -> None:
-    """Rename a complete folder to `out`. An old export there is renamed aside first and deleted last.
-
-    Raises UserError where `out` is not to be replaced.
-    """
+def _publish(part: Path, out: Path, overwrite: bool, words: Words) -> None:
+    """Rename a complete folder to `out`. An old export there is renamed aside first and deleted last."""
     _write_list(part, sorted(path.name for path in part.iterdir() if path.name != LIST))
     for path in filter(Path.is_file, part.iterdir()):
         with path.open("r+b") as file:
             os.fsync(file.fileno())  # the packages of safetensors and GGUF do not
-    check_replaceable(out, overwrite)
+    check_replaceable(out, overwrite, words)
     old = _beside(out, "old")
     if out.exists():
+        shutil.copymode(out, part)  # a folder that its owner alone may read stays one
         os.rename(out, old)
     os.rename(part, out)
     fsync_dir(out.parent)

@@ -1,21 +1,27 @@
 """Out again: a converted model of transformers as a folder that transformers and servers read."""
 
 import json
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from nanochat_fp4.errors import UserError
-from nanochat_fp4.export import folder as folders
+from nanochat_fp4.console import logger
+from nanochat_fp4.errors import UserError, one_line, require
 from nanochat_fp4.export import huggingface
+from nanochat_fp4.export.folder import new_export
 from nanochat_fp4.export.stacked import are_rows, as_in_checkpoints, numbered_rows, source_of
-from nanochat_fp4.export.weights import calibrate, forward_weights
+from nanochat_fp4.export.weights import calibrate, check_values, forward_weights, with_unread_experts
 from nanochat_fp4.files import atomic_write
 from nanochat_fp4.nvfp4.format import NVFP4Tensor
-from nanochat_fp4.nvfp4.linear import QuantConv1D
+from nanochat_fp4.nvfp4.linear import QuantConv1D, QuantLinear
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 @torch.no_grad()
@@ -34,14 +40,18 @@ def save_quantized(
     own models. transformers and vLLM read compressed-tensors.
 
     model:       a converted PreTrainedModel, with nn.Linear layers and experts in 4 bits
-    folder:      a new folder. With overwrite, an earlier export is replaced whole
+    folder:      a new or an empty folder. With overwrite, an earlier export is replaced whole
     format:      "compressed-tensors"
     tokenizer:   transformers' tokenizer, saved beside the weights
-    calibration: token ids (B, T) on which input scales are found. None: weights in 4 bits, inputs in 16
-    dtype:       of what is not in 4 bits
-    Returns a line for each thing that the format cannot hold. Raises UserError for another format, and for a model that
-    is not of transformers or not converted. Conv1D layers and gpt-oss's experts are refused, too. So is a folder that
-    no export wrote. safetensors must be installed.
+    calibration: token ids (B, T) on which input scales are found. None: weights in 4 bits, inputs in 16. An expert that
+                 no token reaches takes the input range of the experts beside it
+    dtype:       of what is not in 4 bits: torch.bfloat16, torch.float16 or torch.float32
+    The folder appears whole, or not at all. Every rank of torchrun may call it: the first one writes, and the others
+    wait for it. Any other process that writes to the folder is waited for.
+    Returns a line for each thing that the folder cannot hold. Raises UserError for other arguments, for a model that is
+    not of transformers or not converted, and for values that are not finite or beyond dtype. Conv1D layers, gpt-oss's
+    experts, adapters and weights that FSDP has divided are refused, too. So is a folder that no export wrote.
+    safetensors must be installed.
 
     >>> nf.save_quantized(torch.nn.Linear(32, 16), "folder")  # doctest: +ELLIPSIS
     Traceback (most recent call last):
@@ -49,55 +59,152 @@ def save_quantized(
     """
     if format != "compressed-tensors":
         raise UserError(f"save_quantized: the format is {format!r}, expected 'compressed-tensors'")
+    if dtype not in DTYPES:
+        raise UserError(f"save_quantized: dtype is {dtype!r}, expected one of {', '.join(map(str, DTYPES))}")
+    if tokenizer is not None and not hasattr(tokenizer, "save_pretrained"):
+        raise UserError(f"save_quantized: tokenizer is a {type(tokenizer).__name__}, expected one of transformers")
+    model = getattr(model, "_orig_mod", model)  # of torch.compile
+    _check_model(model)
+    require("safetensors")
+    out = Path(folder).resolve()
+
+    def write() -> list[str]:
+        with new_export(out, overwrite) as part:  # before what takes minutes
+            notes = _write(model, part, list(calibration), dtype)
+            if tokenizer is not None:
+                tokenizer.save_pretrained(part)
+        if tokenizer is None:
+            logger.warning(f"save_quantized: no tokenizer is in {out}; pass tokenizer=, or copy its files there")
+        return notes
+
+    return _once_of_all_ranks(str(out), write)
+
+
+def _check_model(model: nn.Module) -> None:
+    """Raises UserError for what cannot be written at all."""
     if not isinstance(model, nn.Module) or not hasattr(getattr(model, "config", None), "to_json_string"):
         raise UserError(
             f"save_quantized: {type(model).__name__} is no model of transformers; scripts.export writes nanochat_fp4's"
         )
+    others = {id(m.weight): n for n, m in model.named_modules() if isinstance(m, nn.Embedding)}
     for name, layer in model.named_modules():
         if isinstance(layer, QuantConv1D) and layer.quantizes:
             raise UserError(
-                f"save_quantized: {name} is transposed (Conv1D), which {format} has no name for; skip it in nf.convert"
+                f"save_quantized: {name} is transposed (Conv1D), which compressed-tensors has no name for; skip it in "
+                "nf.convert"
             )
-    out = Path(folder).resolve()
-    folders.prepare(out, overwrite)  # before what takes minutes
+        if isinstance(layer, QuantLinear) and layer.quantizes and id(layer.weight) in others:
+            raise UserError(
+                f"save_quantized: {name} is in 4 bits and shares its weight with {others[id(layer.weight)]}, which is "
+                "not; skip it in nf.convert"
+            )
+        if hasattr(layer, "base_layer"):  # of peft
+            raise UserError(
+                f"save_quantized: {name} has an adapter; merge it into the weights first (merge_and_unload), and save "
+                "the result"
+            )
+    for name, parameter in model.named_parameters():
+        if hasattr(parameter, "device_mesh"):
+            raise UserError(
+                f"save_quantized: {name} is divided among processes; gather the weights (get_model_state_dict with "
+                "full_state_dict) into a model of one process"
+            )
+
+
+def _write(model: nn.Module, folder: Path, calibration: list[Tensor], dtype: torch.dtype) -> list[str]:
+    """Weights and configs into an empty folder; the lines that save_quantized returns."""
+    check_values(model.state_dict())
     weights = forward_weights(model)
-    batches = list(calibration)
-    input_scales = calibrate(model, weights, batches) if batches else None
-    if unseen := sorted(set(weights.tensors) - set(input_scales or weights.tensors)):
-        raise UserError(f"save_quantized: {unseen[0]} read nothing of the calibration text; give more of it, or none")
+    notes = [weights.lost] if weights.lost else []
+    input_scales = None
+    if calibration:
+        if wrong := next((ids for ids in calibration if not isinstance(ids, Tensor)), None):
+            raise UserError(f"save_quantized: calibration has a {type(wrong).__name__}, expected token ids (B, T)")
+        read = calibrate(model, weights, calibration)
+        input_scales = with_unread_experts(read, weights.tensors)
+        if not read:
+            raise UserError("save_quantized: no layer read anything of the calibration text; give other token ids")
+        if guessed := sorted(set(input_scales) - set(read)):
+            notes.append(
+                f"{len(guessed)} experts read nothing of the calibration text, {guessed[0]} among them; they have the "
+                "input range of the experts beside them"
+            )
+        if unread := sorted(set(weights.tensors) - set(input_scales)):
+            notes.append(f"{', '.join(unread[:4])} read nothing of the calibration text: {len(unread)} in {dtype}")
+            weights.tensors = {name: t for name, t in weights.tensors.items() if name in input_scales}
     tied = set(getattr(model, "all_tied_weights_keys", None) or ())
     state = {name: tensor for name, tensor in model.state_dict().items() if name not in tied}
     embeddings = {m.weight.data_ptr() for m in model.modules() if isinstance(m, nn.Embedding)}
     ignored = [n for n, m in model.named_modules() if isinstance(m, nn.Linear) and f"{n}.weight" in tied]
     sizes, tensors = {name: len(t.codes) for name, t in weights.tensors.items()}, {}
-    for name, value in as_in_checkpoints(model, state | numbered_rows(model, sizes)).items():
+    rows = numbered_rows(model, sizes)
+    if any(f"{name}.weight" not in rows for name in sizes):  # experts, which are rows of one parameter
+        logger.warning(
+            "save_quantized: transformers 5.24 reads experts without their weight_global_scale, which is wrong; "
+            "nf.load_quantized and the package compressed-tensors read them right"
+        )
+    check_values({name: tensor for name, tensor in state.items() if name not in rows}, dtype)
+    for name, value in as_in_checkpoints(model, state | rows).items():
         layer = name.removesuffix(".weight")
         if are_rows(value):
             found = source_of(name, value, sizes)
             if found is None:
                 raise UserError(
                     f"save_quantized: checkpoints of {type(model).__name__} have one {name} for all experts, which "
-                    f"{format} has no codes for; skip it in nf.convert"
+                    "compressed-tensors has no codes for; skip it in nf.convert"
                 )
-            source, rows = found
+            source, its_rows = found
             t = weights.tensors[source]
-            scales = t.scales.view(torch.uint8)[rows].view(t.scales.dtype)
+            scales = t.scales.view(torch.uint8)[its_rows].view(t.scales.dtype)
             scale = None if input_scales is None else input_scales[source]
-            parts = huggingface.compressed_tensors(NVFP4Tensor(t.codes[rows], scales, t.tensor_scale), scale)
+            parts = huggingface.compressed_tensors(NVFP4Tensor(t.codes[its_rows], scales, t.tensor_scale), scale)
             tensors |= {f"{layer}.{part}": tensor for part, tensor in parts.items()}
         else:
             tensors[name] = value.to(dtype) if value.is_floating_point() else value
             if layer != name and value.dim() == 2 and value.data_ptr() not in embeddings:
                 ignored.append(layer)
-    with folders.fresh_folder(out) as part:
-        huggingface.save_tensors(part, tensors)
-        config = json.loads(model.config.to_json_string()) | huggingface.dtype_entries(dtype)
-        config["architectures"] = [type(model).__name__]
-        config["quantization_config"] = huggingface.quantization_config(ignored, weights_only=input_scales is None)
-        atomic_write(part / "config.json", json.dumps(config, indent=2) + "\n")
-        if (generation := getattr(model, "generation_config", None)) is not None:
-            atomic_write(part / "generation_config.json", generation.to_json_string())
-        if tokenizer is not None:
-            tokenizer.save_pretrained(part)
-        folders.publish(part, out, overwrite)
-    return [weights.lost] if weights.lost else []
+    huggingface.save_tensors(folder, tensors)
+    config = json.loads(model.config.to_json_string()) | huggingface.dtype_entries(dtype)
+    config["architectures"] = [type(model).__name__]
+    config["quantization_config"] = huggingface.quantization_config(ignored, weights_only=input_scales is None)
+    atomic_write(folder / "config.json", json.dumps(config, indent=2) + "\n")
+    if (generation := getattr(model, "generation_config", None)) is not None:
+        atomic_write(folder / "generation_config.json", generation.to_json_string())
+    return notes
+
+
+_calls: Counter[str] = Counter()  # of save_quantized by this process, for each folder
+
+
+def _once_of_all_ranks(folder: str, write: Callable[[], list[str]]) -> list[str]:
+    """write(), by the first rank that calls this for the folder. The others wait for its end and return its result.
+
+    A rank that calls alone, as rank 0 does in many programs, writes and waits for nobody.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        return write()
+    store = dist.distributed_c10d._get_default_store()
+    key = f"nanochat_fp4.save_quantized/{folder}/{_calls[folder]}"
+    _calls[folder] += 1
+    result: dict[str, Any] = {}
+    try:
+        if store.add(f"{key}/callers", 1) > 1:
+            store.wait([key], timedelta(days=1))
+            result = json.loads(store.get(key))
+    except dist.DistError as e:
+        raise UserError(
+            f"save_quantized: rank 0, which keeps the group's store, has ended; see whether {folder} is there, and let "
+            "all ranks end together (torch.distributed.barrier)"
+        ) from e
+    if "error" in result:
+        raise UserError(f"save_quantized: another rank could not write {folder}: {result['error']}")
+    if "notes" in result:
+        return result["notes"]
+    try:
+        result["notes"] = write()
+        return result["notes"]
+    except BaseException as e:
+        result["error"] = one_line(e)
+        raise
+    finally:
+        store.set(key, json.dumps(result))

@@ -11,6 +11,7 @@ what the difference costs.
 
 import contextlib
 import copy
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -25,6 +26,7 @@ from nanochat_fp4.nvfp4.linear import QuantLinear
 from nanochat_fp4.nvfp4.quantizers import quantize, round_e2m1, round_e4m3
 
 AGAIN = "rtn"  # the rounding of what is no NVFP4 tensor
+SMALLEST_AMAX = 2.0**-100  # of inputs: 448 * 6 / amax is finite in FP32
 
 
 @dataclass
@@ -69,8 +71,7 @@ def forward_weights(model: nn.Module, together: Iterable[Sequence[str]] = ()) ->
         recipe = model.nf_report.recipe if hasattr(model, "nf_report") else None
         method = f"the method {recipe.name}" if recipe else "a model that is not converted"
         raise UserError(
-            f"{method} has no 4-bit weights in its forward pass; use --format=safetensors, or --method=clover (or "
-            "another) to round its weights now"
+            f'{method} has no 4-bit weights in its forward pass; convert the model first, nf.convert(model, "clover")'
         )
     result, lost = Weights(), set()
     for layers, operand in zip(groups, operands):
@@ -97,6 +98,27 @@ def _as_nvfp4(operand) -> tuple[NVFP4Tensor, str]:
             return operand, ""
     what = f"operands of the kind {type(operand).__name__}, which NVFP4 does not have"
     return quantize(operand.dequantize().float(), AGAIN), f"{what}: the weights are rounded again, to nearest"
+
+
+def check_values(tensors: Mapping[str, Tensor], dtype: torch.dtype | None = None) -> None:
+    """Raise UserError for the first tensor that has NaN or infinity, or a value that dtype cannot hold.
+
+    dtype: in which the tensors will be written. A tensor that would become all zeros is refused, too.
+    """
+    for name, value in tensors.items():
+        if not value.is_floating_point() or not value.numel():
+            continue
+        if value.is_meta:
+            raise UserError(f"{name} is on the meta device, so it has no values; load the weights first")
+        largest = torch.stack(torch.aminmax(value.detach().float() if value.element_size() == 1 else value.detach()))
+        largest = largest.abs().max()  # NaN stays NaN
+        if not bool(largest.isfinite()):
+            raise UserError(f"{name} has values that are not finite; export the weights of an earlier step")
+        there = largest.to(dtype or value.dtype)
+        if not bool(there.isfinite()) or (bool(largest > 0) and not bool(there > 0)):
+            raise UserError(
+                f"{name} has values up to {float(largest):.3g}, which {dtype} does not hold; use another dtype"
+            )
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -142,7 +164,7 @@ def served(
         def hook(layer: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
             x = args[0]
             if constant is None:
-                scale = E4M3_MAX * E2M1_MAX / x.float().abs().amax(dim=-1, keepdim=True).clamp(min=2.0**-100)
+                scale = E4M3_MAX * E2M1_MAX / x.float().abs().amax(dim=-1, keepdim=True).clamp(min=SMALLEST_AMAX)
             else:
                 scale = torch.tensor(constant, dtype=torch.float32, device=x.device)
             return (static_quantize(x, scale).to(x.dtype), *args[1:])
@@ -159,27 +181,51 @@ def served(
 def calibrate(model: nn.Module, weights: Weights, batches: Iterable[Tensor]) -> dict[str, float]:
     """448 * 6 / amax of each quantized layer's input, over the batches (token ids, (B, T)).
 
-    The model computes with its 4-bit weights and unquantized inputs meanwhile. Raises UserError where an input is not
-    finite.
+    The model computes with its 4-bit weights and unquantized inputs meanwhile. A layer that reads nothing of the text
+    is left out. Raises UserError where an input is not finite.
     """
     amax: dict[str, Tensor] = {}
 
     def look(name: str):
         def hook(layer: nn.Module, args: tuple[Tensor, ...]) -> None:
-            amax[name] = torch.maximum(amax.get(name, args[0].new_zeros(())), args[0].abs().amax())
+            if args[0].numel():  # some models call experts without tokens
+                amax[name] = torch.maximum(amax.get(name, args[0].new_zeros(())), args[0].abs().amax())
 
         return hook
 
     with served(model, weights) as copied:
+        copied.eval()
+        device = next(copied.parameters()).device
         for name, layer in copied.named_modules():
             if name in weights.tensors:
                 layer.register_forward_pre_hook(look(name))
         for ids in batches:
-            copied(ids)
+            copied(ids.to(device))
     scales = {}
     for name, value in amax.items():
         largest = float(value)
         if not largest < float("inf"):
             raise UserError(f"the input of {name} is not finite on the calibration text; export another step")
-        scales[name] = E4M3_MAX * E2M1_MAX / largest if largest > 0 else 1.0
+        scales[name] = E4M3_MAX * E2M1_MAX / max(largest, SMALLEST_AMAX) if largest > 0 else 1.0
     return scales
+
+
+def with_unread_experts(scales: Mapping[str, float], names: Iterable[str]) -> dict[str, float]:
+    """The input scales, and for each expert that read nothing the smallest scale of the experts beside it.
+
+    The smallest scale is that of the largest input. The experts of a layer read the same activations, so an expert that
+    no token of the calibration text reached gets the widest range that its neighbours needed.
+    """
+    smallest: dict[str, float] = {}
+    for name, scale in scales.items():
+        smallest[_layer_of(name)] = min(scale, smallest.get(_layer_of(name), scale))
+    found = {name: scales.get(name, smallest.get(_layer_of(name))) for name in names}
+    return {name: scale for name, scale in found.items() if scale is not None}
+
+
+_EXPERT = re.compile(r"(\b(?:experts|expert_linears)\.(?:\w*[a-z_]\w*\.)*)\d+(?=\.|$)")
+
+
+def _layer_of(name: str) -> str:
+    """An expert's name without its number: mlp.experts.*.up_proj. The name of any other layer as it is."""
+    return _EXPERT.sub(r"\1*", name)

@@ -2,8 +2,6 @@
 
 import importlib.util
 import json
-import sys
-from dataclasses import replace
 
 import jinja2
 import numpy as np
@@ -16,12 +14,11 @@ from _samples import make_bundle
 from _training import BASE, MID, SFT
 
 pytest.importorskip("safetensors")
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 import nanochat_fp4 as nf
 from nanochat_fp4.data.tokenizer import get_tokenizer
 from nanochat_fp4.data.tokenizer_files import CHAT_TEMPLATE, tokenizer_json
-from nanochat_fp4.errors import UserError
 from nanochat_fp4.export.gguf_file import pack_blocks, unpack_blocks
 from nanochat_fp4.export.weights import forward_weights, static_quantize
 from nanochat_fp4.models.gpt import GPT
@@ -220,27 +217,6 @@ def test_flags_of_the_scales(tiny_base, tmp_path, capsys):
     assert fused in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    "flags, message",
-    [
-        (["--format=compressed-tensors", "--method=bf16"], "the method bf16 has no 4-bit weights"),
-        (["--format=safetensors", "--weights-only"], "--format=safetensors has none"),
-        (["--format=safetensors", "--eval-tokens=-1"], "--eval-tokens at least 0"),
-        (["--format=safetensors", "--model-tag=other"], "there is no base checkpoint other"),
-        (["--format=safetensors", "--out={}"], "is there already; choose another --out"),
-        (["--format=safetensors", "--out={}", "--overwrite"], "is not an export, so --overwrite leaves it alone"),
-        (["--format=compressed-tensors", "--verify"], "pip install"),
-    ],
-)
-def test_refused_in_one_line(tiny_base, tmp_path, monkeypatch, flags, message):
-    save_small(tiny_base, "gpt", "clover")
-    monkeypatch.setitem(sys.modules, "compressed_tensors", None)  # as if it were not installed
-    (tmp_path / "mine").touch()
-    with pytest.raises((UserError, ValueError), match=message) as refused:
-        run(tmp_path, *(flag.format(tmp_path) for flag in flags))
-    assert "\n" not in str(refused.value) and not (tmp_path / "out").exists() and (tmp_path / "mine").exists()
-
-
 # ----------------------------------------------------------------------------------------------------------------------
 # The tokenizer
 
@@ -376,72 +352,6 @@ def test_what_was_exported_comes_back(tiny_base, tmp_path, family, file_format):
     assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in loaded.parameters() if p.ndim > 1)
 
 
-def test_folders_that_do_not_fit(tiny_base, tmp_path):
-    model = save_small(tiny_base, "llama", "clover")
-    folder = run(tmp_path, "--format=compressed-tensors")
-    with pytest.raises(UserError, match="is not there; name a folder"):
-        nf.load_quantized(model, tmp_path)
-    layer = torch.nn.ModuleDict({"layer": torch.nn.Linear(16, 4)})
-    good = {f"layer.{name}": p.detach() + 1 for name, p in layer["layer"].named_parameters()}
-    save_file(good, folder / "model.safetensors")
-    nf.load_quantized(layer, folder)
-    before = {name: p.clone() for name, p in layer.state_dict().items()}
-    for name, value in before.items():
-        assert_same_bits(name, value, good[name])
-    packed = {"weight_packed": torch.ones(4, 8, dtype=torch.uint8), "weight_global_scale": torch.ones(1),
-              "weight_scale": torch.ones(4, 1).to(torch.float8_e4m3fn)}  # fmt: skip
-    packed = {"layer.bias": good["layer.bias"], **{f"layer.{part}": t for part, t in packed.items()}}
-    for change, message in (
-        ({"layer.bias": None}, "has no layer.bias"),
-        ({"layer.more": torch.ones(1)}, "layer.more is not of this model"),
-        ({"layer.weight": torch.ones(1, 16)}, r"layer.weight is \(1, 16\), expected \(4, 16\)"),
-        ({"layer.weight": torch.full((4, 16), torch.nan)}, "not finite"),
-        (packed | {"layer.weight": None, "layer.weight_global_scale": torch.zeros(1)}, "not finite"),
-        (packed | {"layer.weight": None, "layer.weight_global_scale": torch.ones(4)}, "is not one finite value"),
-        (packed | {"layer.weight": None, "layer.weight_packed": torch.ones(4, 8)}, "not NVFP4"),
-        (packed | {"layer.weight": None, "layer.weight_scale": None}, "codes without weight_scale; expected NVFP4"),
-    ):
-        changed = {name: t for name, t in (good | change).items() if t is not None}
-        save_file(changed, folder / "model.safetensors")
-        with pytest.raises(UserError, match=message):
-            nf.load_quantized(layer, folder)
-        for name, value in before.items():
-            assert_same_bits(name, layer.state_dict()[name], value)
-    whole = (folder / "model.safetensors").read_bytes()
-    for damaged in (whole[:-1], whole[:20], b"", b"\xff" * 100):
-        (folder / "model.safetensors").write_bytes(damaged)
-        with pytest.raises(UserError, match="is not a whole safetensors file"):
-            nf.load_quantized(layer, folder)
-
-
-def test_a_folder_of_another_model_is_refused(tiny_base, tmp_path):
-    """What no tensor shows: the base of the rotation, and GPT's scalars and windows."""
-    model = save_small(tiny_base, "llama", "clover")
-    folder = run(tmp_path, "--format=safetensors")
-    config = json.loads((folder / "config.json").read_text())
-    for change in ({"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}, {"rms_norm_eps": 1e-6},
-                   {"rope_scaling": {"factor": 2.0}}, {"num_attention_heads": 4}):  # fmt: skip
-        (folder / "config.json").write_text(json.dumps(config | change))
-        with pytest.raises(UserError, match="expected .*; use the model it was made from"):
-            nf.load_quantized(fresh(model), folder)
-    gpt = save_small(tiny_base, "gpt", "clover")
-    folder = run(tmp_path, "--model-tag=gpt", "--format=safetensors", out="gpt")
-    config = json.loads((folder / "config.json").read_text())
-    for change, message in (([1.0], "expected"), ([float("nan")] * 3, "not finite")):
-        (folder / "config.json").write_text(json.dumps(config | {"resid_lambdas": change}))
-        with pytest.raises(UserError, match=f"resid_lambdas .*{message}"):
-            nf.load_quantized(fresh(gpt), folder)
-    (folder / "config.json").write_text(json.dumps(config))
-    nf.load_quantized(GPT(replace(gpt.config, sequence_len=64)), folder)
-    with pytest.raises(UserError, match="windows are .*; use the model it was made from"):
-        nf.load_quantized(GPT(replace(gpt.config, window_pattern="L")), folder)
-    gpt = save_small(tiny_base, "gpt", "clover", window_pattern="L")
-    full = run(tmp_path, "--model-tag=gpt", "--format=safetensors", out="full")
-    nf.load_quantized(fresh(gpt), full)
-    with pytest.raises(UserError, match="windows are"):
-        nf.load_quantized(GPT(replace(gpt.config, window_pattern="SL")), full)
-
-
 # ----------------------------------------------------------------------------------------------------------------------
 # GGUF
 
@@ -456,16 +366,6 @@ def test_blocks_of_gguf():
     back = unpack_blocks(data, t.tensor_scale)
     assert_same_bits("codes", back.codes, t.codes)
     assert_same_bits("scales", back.scales, t.scales)
-
-
-def test_gguf_is_for_llama(tiny_base, tmp_path):
-    save_small(tiny_base, "gpt", "clover")
-    for flags, says in (
-        (["--format=gguf"], "Llama-like models"),
-        (["--format=gguf", "--dtype=float32"], "not for GGUF"),
-    ):
-        with pytest.raises(UserError, match=f"{says}|pip install"):  # the second where the package is not installed
-            run(tmp_path, "--format=gguf", *flags)
 
 
 @has("gguf")

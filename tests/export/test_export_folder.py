@@ -1,8 +1,9 @@
-"""The folder of an export: whose files it replaces, two exports at once, and kills at every file operation."""
+"""The folder of an export: whose files it replaces, several writers at once, and kills at every file operation."""
 
 import json
 import os
 import shutil
+import threading
 from pathlib import Path
 
 import _forking
@@ -10,20 +11,16 @@ import pytest
 from _exporting import save_small
 
 from nanochat_fp4.errors import UserError
-from nanochat_fp4.export.folder import FORMAT, LIST, fresh_folder, prepare, publish
+from nanochat_fp4.export.folder import FORMAT, LIST, new_export
 from nanochat_fp4.files import atomic_write
-from nanochat_fp4.training.resume import held_run
 from scripts import export
 
 
 def write(out: Path, value: int, overwrite: bool = True) -> None:
     """An export of two files, and of a third where the value is even."""
-    with held_run(out):
-        prepare(out, overwrite)
-        with fresh_folder(out) as part:
-            for name in ("README.md", "config.json", "tokenizer.json")[: 3 - value % 2]:
-                atomic_write(part / name, str(value))
-            publish(part, out, overwrite)
+    with new_export(out, overwrite) as part:
+        for name in ("README.md", "config.json", "tokenizer.json")[: 3 - value % 2]:
+            atomic_write(part / name, str(value))
 
 
 def value_of(out: Path) -> int:
@@ -34,38 +31,64 @@ def value_of(out: Path) -> int:
     return value
 
 
+def beside(folder: Path) -> set[str]:
+    """The names in a folder, without the lock."""
+    return {name for name in os.listdir(folder) if ".out.lock" not in name}
+
+
 def test_the_script_replaces_an_export_and_nothing_else(tiny_base, tmp_path):
     save_small(tiny_base, "gpt", "clover")
     out, mine = tmp_path / "out", tmp_path / "out.part"
     mine.mkdir()
     (mine / "work").write_text("mine")
+    out.mkdir()  # empty: nobody's
 
-    def run(*flags: str) -> None:
+    def run(*flags: str, out: Path = out) -> None:
         export.main(["--source=base", "--format=safetensors", f"--out={out}", "--eval-tokens=0", *flags])
 
     run()
     files = sorted(os.listdir(out))
     assert "model.safetensors" in files and LIST in files
-    with pytest.raises(UserError, match="is there already; choose another --out"):
+    with pytest.raises(UserError, match="is there already; choose another --out, or replace it with --overwrite"):
         run()
     run("--overwrite")
-    (out / "notes.txt").write_text("mine")
-    with pytest.raises(UserError, match="holds notes.txt, not of the export, so --overwrite leaves it") as refused:
-        run("--overwrite")
-    assert "\n" not in str(refused.value) and sorted(os.listdir(out)) == sorted([*files, "notes.txt"])
-    (out / "notes.txt").unlink()
     link = tmp_path / "link"
     link.symlink_to(out)
-    export.main(["--source=base", "--format=safetensors", f"--out={link}", "--eval-tokens=0", "--overwrite"])
+    run("--overwrite", out=link)
     assert link.is_symlink() and sorted(os.listdir(out)) == files and (mine / "work").read_text() == "mine"
-    assert {p.name for p in tmp_path.iterdir()} == {"out", "out.part", "link", "tiny", ".out.lock"}
-    with held_run(out), pytest.raises(UserError, match=f"another export is writing {out}: .*choose another --out") as e:
+    assert beside(tmp_path) == {"out", "out.part", "link", "tiny"}
+    with new_export(out, True), pytest.raises(UserError, match=f"another export is writing {out}; .*another --out"):
         run("--overwrite")
-    assert "\n" not in str(e.value) and sorted(os.listdir(out)) == files
+
+
+def test_writers_wait_for_one_another(tmp_path):
+    """Whoever looks meanwhile sees a whole export, or none while it is replaced."""
+    out, trouble = tmp_path / "out", []
+
+    def writer(first: int) -> None:
+        for value in range(first, first + 20):
+            write(out, value)
+
+    writers = [threading.Thread(target=writer, args=(first,)) for first in (0, 100)]
+    for thread in writers:
+        thread.start()
+    while any(thread.is_alive() for thread in writers):
+        try:
+            if "README.md" not in (listed := json.loads((out / LIST).read_text())["files"]):
+                trouble.append(listed)
+        except FileNotFoundError:
+            continue
+    assert not trouble and value_of(out) in (19, 119) and beside(tmp_path) == {"out"}
+
+
+def test_an_empty_folder_is_taken_with_its_rights(tmp_path):
+    (tmp_path / "out").mkdir(mode=0o700)
+    write(tmp_path / "out", 1, overwrite=False)
+    assert value_of(tmp_path / "out") == 1 and (tmp_path / "out").stat().st_mode & 0o777 == 0o700
 
 
 def test_an_export_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
-    """Else a power cut after --overwrite leaves neither the old weights nor the new ones."""
+    """Else a power cut after overwriting leaves neither the old weights nor the new ones."""
     flushed, fsync, rename = set(), os.fsync, os.rename
 
     def renamed(source, target):
@@ -75,33 +98,30 @@ def test_an_export_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "fsync", lambda fd: (flushed.add(os.fstat(fd).st_ino), fsync(fd)))
     monkeypatch.setattr(os, "rename", renamed)
-    with fresh_folder(tmp_path / "out") as part:
+    with new_export(tmp_path / "out") as part:
         (part / "model.safetensors").write_bytes(b"as save_file writes it")
-        publish(part, tmp_path / "out", overwrite=False)
 
 
 @pytest.mark.parametrize("stranger", ["a", "folder", ".git"])
 def test_files_of_others_stay(tmp_path, stranger):
     """In a folder that is no export, in an export, and in one that is written meanwhile."""
     out = tmp_path / "out"
-    out.mkdir()
-    write(out, 1)  # an empty folder is nobody's
+    write(out, 1)
     shutil.copytree(out, tmp_path / "before")
     (out / stranger).mkdir()
-    with pytest.raises(UserError, match="not of the export"):
+    with pytest.raises(UserError, match="not of the export, so overwrite=True leaves it alone"):
         write(out, 2)
     (out / LIST).unlink()
     with pytest.raises(UserError, match="is not an export"):
         write(out, 2)
     shutil.copyfile(tmp_path / "before" / LIST, out / LIST)
     (out / stranger).rmdir()
-    with pytest.raises(UserError, match="not of the export"), fresh_folder(out) as part:
+    with pytest.raises(UserError, match="not of the export"), new_export(out, True):
         (out / stranger).mkdir()
-        publish(part, out, True)
     (out / stranger).rmdir()
-    assert value_of(out) == 1 and sorted(os.listdir(tmp_path)) == [".out.lock", "before", "out"]
-    with pytest.raises(UserError, match="is there already"), fresh_folder(out) as part:
-        publish(part, out, False)
+    assert value_of(out) == 1 and beside(tmp_path) == {"before", "out"}
+    with pytest.raises(UserError, match="is there already; choose another folder, or replace it with overwrite=True"):
+        write(out, 2, overwrite=False)
     assert value_of(out) == 1
 
 
@@ -123,11 +143,6 @@ def test_a_damaged_list_deletes_nothing(tmp_path, text):
 # Kills, in a process without threads: see test_checkpoint_manager.py
 
 OPERATIONS = ("mkdir", "open", "replace", "rename", "unlink", "rmdir", "fsync")
-
-
-def beside(folder: Path) -> set[str]:
-    """The names in a folder, without the lock's own files."""
-    return {name for name in os.listdir(folder) if ".out.lock" not in name}
 
 
 def a_killed_export_is_finished_by_the_next(tmp_path):
