@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from nanochat_fp4.errors import UserError, one_line, require
 from nanochat_fp4.export import gguf_file, huggingface
 from nanochat_fp4.export.stacked import into_model, places, stacked, stacked_parameters
-from nanochat_fp4.export.weights import Weights
+from nanochat_fp4.export.weights import Weights, check_values
 from nanochat_fp4.models.gpt import GPT
 from nanochat_fp4.models.llama import Llama
 from nanochat_fp4.nvfp4.format import BLOCK, E2M1_MAX, NVFP4Tensor
@@ -25,6 +25,7 @@ LAMBDAS = {"resid_lambdas": 1.0, "x0_lambdas": 0.0}  # GPT's scalars in config.j
 FORMAT = "nvfp4-pack-quantized"  # compressed-tensors' name of NVFP4
 CODES = ("weight_packed", "weight_scale", "weight_global_scale")
 FOR_SERVERS = {"input_global_scale", "k_scale", "v_scale"}  # scales of inputs, and of a cache of keys and values
+FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -33,13 +34,15 @@ M = TypeVar("M", bound=nn.Module)
 def load_quantized(model: M, folder: str | Path, device: torch.device | str = "cpu") -> M:
     """Loads the weights of an exported folder (safetensors, compressed-tensors or GGUF), in place.
 
-    Weights in 4 bits are decoded into the parameters, for further training or for any inference.
+    Weights in 4 bits are decoded into the parameters, for further training or for any inference. All tensors of the
+    folder are checked before the first one is loaded.
 
     model:  a GPT or Llama of the folder's shapes, converted or not. Folders that are not GGUF fit any module with the
             file's names, too, as a model of transformers. Its experts are read one by one, as checkpoints have them.
     device: of parameters that are on the meta device
     Returns the model. Raises UserError where safetensors or gguf is not installed, and for a folder of another format
-    or model. Each tensor must be known, of its shape, and finite.
+    or model. Each tensor must be known, of its shape and kind, and finite, also in the dtype of its parameter. Tensors
+    for one parameter of two names (tied embeddings) must be equal.
 
     >>> nf.load_quantized(torch.nn.Linear(32, 16), "nowhere")  # doctest: +ELLIPSIS
     Traceback (most recent call last):
@@ -60,6 +63,15 @@ def load_quantized(model: M, folder: str | Path, device: torch.device | str = "c
             lambdas[name] = torch.tensor(config.get(name, [neutral] * model.config.n_layer), dtype=torch.float32)
             _check_tensor(folder, name, lambdas[name], getattr(model, name).shape)
     state = model.state_dict(keep_vars=True)
+    _check_dtypes(state, plain, weights)
+    if divided := next((name for name, t in state.items() if hasattr(t, "device_mesh")), None):
+        raise UserError(f"{divided} is divided among processes; load the weights before fully_shard")
+    computed = {"cos", "sin"} if about else set()
+    if left := [name for name, b in model.named_buffers() if b.is_meta and name not in computed | set(plain)]:
+        raise UserError(
+            f"{left[0]} is on the meta device, and no file has it; build the model inside "
+            "accelerate.init_empty_weights(), which leaves buffers where they are"
+        )
     experts = {name: rest for name, *rest in stacked_parameters(model) if rest[0][0] in weights.tensors}
     on_meta: dict[int, list[str]] = {}  # id of a parameter -> its names
     for name, parameter in state.items():
@@ -79,11 +91,6 @@ def load_quantized(model: M, folder: str | Path, device: torch.device | str = "c
             parameter[: len(value)].copy_(value) if parameter.ndim else parameter.copy_(value)
     if about and model.cos.is_meta:
         model.cos, model.sin = model._rotary_tables()
-    if left := [name for name, buffer in model.named_buffers() if buffer.is_meta]:
-        raise UserError(
-            f"{left[0]} is on the meta device, and no file has it; build the model inside "
-            "accelerate.init_empty_weights(), which leaves buffers where they are"
-        )
     return model
 
 
@@ -147,15 +154,23 @@ def read_weights(
     """
     targets = {k: t for k, t in model.state_dict(keep_vars=True).items() if k not in LAMBDAS or about is None}
     shapes = {name: tuple(t.shape) for name, t in targets.items()}
+    no_floats = {name: t.dtype for name, t in targets.items() if not t.is_floating_point()}
     for name in ("transformer.wte.weight", "lm_head.weight") if about else ():
         shapes[name] = (model.config.vocab_size, *shapes[name][1:])
     if isinstance(source, gguf_file.File):
         path, (plain, weights) = source.path, _read_gguf(source, shapes, about)
     else:
         found = {} if about else places(model, shapes)
-        path, (plain, weights) = source, _read_safetensors(source, shapes, about)
+        path, (plain, weights) = source, _read_safetensors(source, shapes, about, no_floats)
         into_model(path, model, found, plain, weights.tensors)
+    names: dict[int, list[str]] = {}  # id of a parameter -> its names, several of a tied one
+    for name, parameter in targets.items():
+        names.setdefault(id(parameter), []).append(name)
+    for first, *others in names.values():
+        for other in others:
+            _check_equal(path, first, other, plain, weights)
     if tied and about and "transformer.wte.weight" in plain:
+        _check_equal(path, "transformer.wte.weight", "lm_head.weight", plain, weights)
         plain.setdefault("lm_head.weight", plain["transformer.wte.weight"])
     read = {*plain, *(f"{layer}.weight" for layer in weights.tensors)}
     read |= {name for name, layers, _ in stacked_parameters(model) if layers[0] in weights.tensors}
@@ -165,13 +180,43 @@ def read_weights(
     return plain, weights
 
 
-def _check_tensor(path: Path, name: str, tensor: Tensor, shape: tuple[int, ...] | None) -> None:
-    """Raise UserError unless the tensor is known (shape is given), of its shape, and finite."""
+def _value(name: str, plain: Mapping[str, Tensor], weights: Weights) -> Tensor | None:
+    """The tensor that was read for a parameter, decoded."""
+    codes = weights.tensors.get(name.removesuffix(".weight"))
+    return plain.get(name) if codes is None else codes.dequantize()
+
+
+def _check_equal(path: Path, one: str, other: str, plain: Mapping[str, Tensor], weights: Weights) -> None:
+    """Raise UserError where the file has two tensors for two names of one parameter, and they differ."""
+    a, b = (_value(name, plain, weights) for name in (one, other))
+    if a is not None and b is not None and not torch.equal(a.float(), b.float()):
+        raise UserError(
+            f"{path}: {one} and {other} are one parameter of the model and differ in the file; build the model with "
+            "tie_word_embeddings=False"
+        )
+
+
+def _check_dtypes(state: Mapping[str, Tensor], plain: Mapping[str, Tensor], weights: Weights) -> None:
+    """Raise UserError where a parameter's dtype does not hold its tensor's values."""
+    for name, parameter in state.items():
+        if name in plain or parameter.dtype == torch.float16:  # 4-bit weights of other dtypes always fit
+            value = _value(name, plain, weights)
+            check_values({} if value is None else {name: value}, parameter.dtype)
+
+
+def _check_tensor(
+    path: Path, name: str, tensor: Tensor, shape: tuple[int, ...] | None, dtype: torch.dtype | None = None
+) -> None:
+    """Raise UserError unless the tensor is known (shape is given), of its shape and dtype (None: one of FLOATS), and
+    finite."""
     if shape is None:
         raise UserError(f"{path}: {name} is not of this model; load it into the model it was made from")
     if tuple(tensor.shape) != tuple(shape):
         raise UserError(f"{path}: {name} is {tuple(tensor.shape)}, expected {tuple(shape)}; use the model it is of")
-    if tensor.is_floating_point() and not bool(torch.isfinite(tensor.float()).all()):
+    if tensor.dtype != dtype if dtype else tensor.dtype not in FLOATS:
+        expected = dtype or "floating-point numbers of at least 16 bits"
+        raise UserError(f"{path}: {name} is in {tensor.dtype}, expected {expected}; export or download it again")
+    if not bool(torch.isfinite(tensor.float() if tensor.dtype == torch.float8_e4m3fn else tensor).all()):
         raise UserError(f"{path}: {name} has values that are not finite; export or download it again")
 
 
@@ -187,8 +232,8 @@ def _check_codes(path: Path, name: str, t: NVFP4Tensor, shape: tuple[int, ...] |
             f"{path}: {name} has {t.scales.shape[1]} scales in {columns} columns, expected {columns // BLOCK}; "
             f"only groups of {BLOCK} are read"
         )
-    _check_tensor(path, f"{name}, its codes,", t.codes, shape and (rows, columns // 2))
-    _check_tensor(path, f"{name}, its scales,", t.scales, (rows, columns // BLOCK))
+    _check_tensor(path, f"{name}, its codes,", t.codes, shape and (rows, columns // 2), torch.uint8)
+    _check_tensor(path, f"{name}, its scales,", t.scales, (rows, columns // BLOCK), torch.float8_e4m3fn)
     largest = t.scales.float() * (E2M1_MAX * t.tensor_scale)
     _check_tensor(path, f"{name}, its values,", largest, t.scales.shape)
     if bool((largest < 0).any()):
@@ -237,8 +282,12 @@ def _check_quantization(folder: Path) -> None:
 
 
 def _read_safetensors(
-    folder: Path, shapes: Mapping[str, tuple[int, ...]], about: huggingface.Description | None
+    folder: Path,
+    shapes: Mapping[str, tuple[int, ...]],
+    about: huggingface.Description | None,
+    no_floats: Mapping[str, torch.dtype],
 ) -> tuple[dict[str, Tensor], Weights]:
+    """no_floats: the dtypes of the model's tensors that hold no floating-point numbers."""
     ours = {theirs: name for name, theirs in about.names.items()} if about else {}
     layers: dict[str, dict[str, Tensor]] = {}
     _check_quantization(folder)
@@ -255,16 +304,18 @@ def _read_safetensors(
                 f"{folder}: {theirs} has codes without {', '.join(sorted(set(CODES) - set(parts)))}; expected NVFP4 of "
                 "compressed-tensors; download or export it again"
             )
+        if quantized and "weight" in parts:
+            raise UserError(f"{folder}: {theirs} has codes and a weight, expected one of them; export it again")
         for part in sorted(set(parts) - FOR_SERVERS - set(CODES if quantized else ())):
             full = f"{name}.{part}" if name else part
             known = shapes.get(full) if name or not about else None
-            _check_tensor(folder, f"{theirs}.{part}", parts[part], known)
+            _check_tensor(folder, f"{theirs}.{part}", parts[part], known, no_floats.get(full))
             plain[full] = about.rows(name, parts[part]) if about else parts[part]
         if not quantized:
             continue
         codes, scales, scale = (parts[part] for part in CODES)
         for part in {"weight_global_scale", "input_global_scale"} & set(parts):
-            if parts[part].numel() != 1 or not parts[part].isfinite():
+            if parts[part].dtype not in FLOATS or parts[part].numel() != 1 or not parts[part].isfinite():
                 raise UserError(f"{folder}: {theirs}.{part} is not one finite value; export or download it again")
         read = NVFP4Tensor(codes, scales, scale.float().reshape(()).reciprocal())
         _check_codes(folder, theirs, read, shapes.get(f"{name}.weight"))

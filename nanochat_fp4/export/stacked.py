@@ -109,6 +109,8 @@ def into_model(
     plain.clear(), codes.clear()
     for theirs, value in read.items():
         ours, rows = found.get(theirs, (theirs, None))
+        if ours in plain or ours.removesuffix(".weight") in codes:
+            raise UserError(f"{path}: {theirs} is there under two names; export or download it again")
         if rows is not None:
             pieces.setdefault(ours, []).append((rows, value))
         elif isinstance(value, NVFP4Tensor):
@@ -119,6 +121,8 @@ def into_model(
     for name, layers, transposed in stacked_parameters(model):
         if not pieces.keys() & set(layers):
             continue
+        if name in plain:
+            raise UserError(f"{path} has {name} whole and one by one, expected one of them; export it again")
         if lost := [missing[layer] for layer in layers if layer in missing]:
             raise UserError(f"{path} has no {lost[0]}, and other experts of {name}; download or export it again")
         whole = {layer: _joined(pieces[layer]) for layer in layers}

@@ -1,0 +1,301 @@
+"""What is not exported and what is not loaded: (call, a word of the message). Each is one line, and changes nothing."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from _exporting import Mixture, as_in_a_checkpoint, save_small
+from _models import Foreign
+from torch import nn
+
+import nanochat_fp4 as nf
+from nanochat_fp4.errors import UserError
+from nanochat_fp4.export import stacked
+from nanochat_fp4.models.gpt import GPT
+from scripts import export
+
+pytest.importorskip("safetensors")
+from safetensors.torch import load_file, save_file  # noqa: E402
+
+F8, INT = torch.float8_e4m3fn, torch.int64
+
+
+def refused(call, word: str, flags: bool = False) -> None:
+    """A library's message names arguments; a script's may name flags."""
+    with pytest.raises(UserError, match=word) as e:
+        call()
+    assert "\n" not in str(e.value) and (flags or "--" not in str(e.value)), e.value
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Out: save_quantized
+
+
+def poked(name: str, value: float):
+    """A converted model with this value in a tensor; of a whole tensor for name*."""
+
+    def make() -> nn.Module:
+        model = nf.convert(Foreign(), "clover", verbose=False)
+        tensor = model.get_parameter(name.rstrip("*"))
+        with torch.no_grad():
+            tensor.fill_(value) if name.endswith("*") else tensor.view(-1)[3].fill_(value)
+        return model
+
+    return make
+
+
+def converted() -> nn.Module:
+    return nf.convert(Foreign(), "clover", verbose=False)
+
+
+def with_adapter() -> nn.Module:
+    model = converted()
+    model.layers[0] = nn.ModuleDict({"base_layer": model.layers[0]})
+    return model
+
+
+def with_tied_head_in_4_bits() -> nn.Module:
+    model = converted()
+    model.layers[0].weight = nn.Parameter(torch.randn(50, 32))
+    model.embed.weight = model.layers[0].weight
+    return model
+
+
+def some_experts() -> nn.Module:
+    return nf.convert(Mixture(), "clover", skip=["*.gate_up_proj.1"], verbose=False)
+
+
+def on_meta() -> nn.Module:
+    with torch.device("meta"):
+        return converted()
+
+
+SAVES = [
+    (converted, {"format": "gguf"}, "expected 'compressed-tensors'"),
+    (converted, {"dtype": "bfloat16"}, "dtype is 'bfloat16', expected one of torch.bfloat16"),
+    (converted, {"dtype": torch.int8}, "torch.int8, expected"),
+    (converted, {"dtype": torch.complex64}, "torch.complex64, expected"),
+    (converted, {"dtype": torch.float8_e4m3fn}, "float8"),
+    (converted, {"tokenizer": "folder"}, "tokenizer is a str"),
+    (converted, {"calibration": [{"input_ids": torch.zeros(1, 4, dtype=INT)}]}, "calibration has a dict"),
+    (converted, {"calibration": [torch.zeros(0, 4, dtype=INT)]}, "no layer read anything"),
+    (lambda: nn.Linear(16, 16), {}, "Linear is no model of transformers"),
+    (Foreign, {}, "is not converted .*nf.convert"),
+    (lambda: nf.convert(Foreign(), "bf16", verbose=False), {}, "the method bf16 has no 4-bit weights"),
+    (Mixture, {}, "is not converted"),
+    (lambda: nf.convert(Mixture(), "clover", verbose=False), {}, "one experts.gate_up_proj for all experts"),
+    (some_experts, {}, "gate_up_proj.1 is not in 4 bits, and others are"),
+    (with_adapter, {}, "layers.0 has an adapter"),
+    (with_tied_head_in_4_bits, {}, "layers.0 is in 4 bits and shares its weight with embed"),
+    (on_meta, {}, "on the meta device"),
+    (poked("layers.0.weight", torch.nan), {}, "layers.0.weight has values that are not finite"),
+    (poked("layers.1.bias", torch.inf), {}, "layers.1.bias has values that are not finite"),
+    (poked("embed.weight", -torch.inf), {}, "embed.weight has values that are not finite"),
+    (poked("embed.weight", 1e6), {"dtype": torch.float16}, r"up to 1e\+06, which torch.float16 does not hold"),
+    (poked("embed.weight", 3.4e38), {}, "which torch.bfloat16 does not hold"),
+    (poked("layers.0.bias*", 1e-9), {"dtype": torch.float16}, "layers.0.bias has values up to 1e-09"),
+]
+
+
+@pytest.mark.parametrize("make, arguments, word", SAVES, ids=[word for *_, word in SAVES])
+def test_save_quantized_refuses(tmp_path, make, arguments, word):
+    torch.manual_seed(0)
+    model = make()
+    refused(lambda: nf.save_quantized(model, tmp_path / "out", **arguments), word)
+    assert not (tmp_path / "out").exists()
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# In: load_quantized. The changes of a file's tensors (None: without it), and of its description
+
+NO = torch.zeros
+HEAD = {"lm_head.weight_packed": NO(50, 16).byte(), "lm_head.weight_scale": torch.ones(50, 2).to(F8)}
+HEAD["lm_head.weight_global_scale"] = torch.ones(1)
+FILES = [
+    ({"layers.0.bias": None}, "has no layers.0.bias"),
+    ({"layers.0.more": torch.ones(1)}, "layers.0.more is not of this model"),
+    ({"embed.weight": torch.ones(1, 32)}, r"embed.weight is \(1, 32\), expected \(50, 32\)"),
+    ({"embed.weight": torch.full((50, 32), torch.nan)}, "embed.weight has values that are not finite"),
+    ({"embed.weight": torch.full((50, 32), 1e300, dtype=torch.float64)}, "which torch.float32 does not hold"),
+    ({"embed.weight": torch.ones(50, 32).to(INT)}, "embed.weight is in torch.int64, expected floating-point"),
+    ({"embed.weight": torch.ones(50, 32).to(torch.int8)}, "torch.int8"),
+    (
+        {"embed.weight": torch.ones(50, 32).to(F8)},
+        "torch.float8_e4m3fn, expected floating-point numbers of at least 16",
+    ),
+    ({"layers.0.bias": torch.ones(32).bool()}, "layers.0.bias is in torch.bool"),
+    ({"layers.0.bias": torch.ones(32) * 1j}, "torch.complex64"),
+    ({"layers.0.weight": torch.ones(32, 32)}, "layers.0 has codes and a weight"),
+    ({"layers.0.weight_scale": torch.ones(32, 1).to(F8)}, "only groups of 16"),
+    ({"layers.0.weight_scale": None}, "layers.0 has codes without weight_scale; expected NVFP4"),
+    ({"layers.0.weight_global_scale": None}, "has codes without weight_global_scale"),
+    ({"layers.0.weight_global_scale": torch.ones(4)}, "is not one finite value"),
+    ({"layers.0.weight_global_scale": torch.ones(1).to(INT)}, "is not one finite value"),
+    ({"layers.0.weight_global_scale": NO(1)}, "layers.0, its values, has values that are not finite"),
+    ({"layers.0.weight_global_scale": -torch.ones(1)}, "layers.0 has negative scales"),
+    ({"layers.0.weight_packed": NO(16, 16).byte()}, r"expected \(32, 16\)"),
+    ({"layers.0.weight_packed": NO(32, 4).int()}, "codes in torch.int32"),
+    ({"layers.0.weight_packed": torch.ones(32, 16)}, "codes in torch.float32"),
+    ({"layers.0.weight_scale": torch.ones(32, 2).byte()}, "scales in torch.uint8, which is not NVFP4"),
+    ({"layers.0.weight_zero_point": NO(1)}, "weight_zero_point is not of this model"),
+    ({"lm_head.weight": torch.ones(50, 32)}, "embed.weight and lm_head.weight are one parameter .* differ in the file"),
+    (HEAD, "embed.weight and lm_head.weight are one parameter"),
+]
+DESCRIPTIONS = [
+    ({"format": "mxfp4-pack-quantized"}, "is in 'mxfp4-pack-quantized'; expected nvfp4"),
+    ({"format": None, "quant_method": "gptq"}, "is in 'gptq'"),
+    ({"format": None, "quant_method": "modelopt", "quant_algo": "NVFP4"}, "is in 'NVFP4'"),
+    ({"config_groups": {"group_0": {"weights": {"group_size": 32}}}}, "has groups of 32; expected"),
+    ({"transform_config": {"config_groups": {"R1": {}}}}, "has rotated weights"),
+]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp("saved") / "out"
+    nf.save_quantized(converted(), folder)
+    return folder
+
+
+def changed(saved, tmp_path, tensors=(), **description):
+    """A copy of the folder with other tensors, and another description of its format."""
+    folder = shutil.copytree(saved, tmp_path / "out")
+    found = {name: t for name, t in (load_file(folder / "model.safetensors") | dict(tensors)).items() if t is not None}
+    save_file(found, folder / "model.safetensors", {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] |= description
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.mark.parametrize("tensors, word", FILES, ids=[word for _, word in FILES])
+def test_load_quantized_refuses_files(saved, tmp_path, tensors, word):
+    folder, model = changed(saved, tmp_path, tensors), Foreign()
+    before = {name: p.clone() for name, p in model.state_dict().items()}
+    refused(lambda: nf.load_quantized(model, folder), word)
+    assert all(torch.equal(p, before[name]) for name, p in model.state_dict().items())
+
+
+@pytest.mark.parametrize("description, word", DESCRIPTIONS, ids=[word for _, word in DESCRIPTIONS])
+def test_load_quantized_refuses_formats(saved, tmp_path, description, word):
+    folder = changed(saved, tmp_path, **description)
+    refused(lambda: nf.load_quantized(Foreign(), folder), word)
+
+
+@pytest.mark.parametrize("damage", [lambda b: b[:-1], lambda b: b[:20], lambda b: b"", lambda b: b"\xff" * 100])
+def test_load_quantized_refuses_damaged_files(saved, tmp_path, damage):
+    path = changed(saved, tmp_path) / "model.safetensors"
+    path.write_bytes(damage(path.read_bytes()))
+    refused(lambda: nf.load_quantized(Foreign(), path.parent), "is not a whole safetensors file")
+    refused(lambda: nf.load_quantized(Foreign(), tmp_path / "nowhere"), "is not there; name a folder")
+
+
+def test_what_is_equal_or_not_for_the_model_is_taken(saved, tmp_path):
+    """A head that the file has as well as the embedding, and scales of a server's cache."""
+    same = load_file(saved / "model.safetensors")["embed.weight"].clone()
+    folder = changed(saved, tmp_path, {"lm_head.weight": same, "layers.0.k_scale": torch.ones(1)})
+    assert torch.equal(nf.load_quantized(Foreign(), folder).embed.weight, same.float())
+
+
+def test_models_that_cannot_hold_the_values_are_refused(saved, tmp_path):
+    large = changed(saved, tmp_path, {"embed.weight": torch.full((50, 32), 1e6)})
+    refused(lambda: nf.load_quantized(Foreign().half(), large), "which torch.float16 does not hold")
+    with torch.device("meta"):
+        model = converted()
+        model.register_buffer("inv_freq", torch.ones(4), persistent=False)
+    refused(lambda: nf.load_quantized(model, saved), "inv_freq is on the meta device, and no file has it")
+    assert model.embed.weight.is_meta
+
+
+EXPERTS = [
+    (["experts.1.w3.weight"], {}, "has no experts.1.w3.weight, and other experts of experts.gate_up_proj"),
+    (["experts."], {}, "has no experts.down_proj, experts.gate_up_proj"),
+    (["w3.weight_scale"], {}, "experts.0.w3 has codes without weight_scale"),
+    ([], {"experts.1.w3.weight_packed": NO(16, 16).byte()}, r"w3, its codes, is \(16, 16\), expected \(48, 16\)"),
+    ([], {"experts.2.w2.weight": torch.ones(32, 48)}, "experts.2.w2.weight is not of this model"),
+    ([], {"experts.down_proj": torch.ones(2, 32, 48)}, "experts.down_proj whole and one by one"),
+]
+
+
+def test_load_quantized_refuses_experts(tmp_path, monkeypatch):
+    for module in ("nanochat_fp4.export.save", "nanochat_fp4.export.stacked"):
+        monkeypatch.setattr(f"{module}.as_in_checkpoints", as_in_a_checkpoint)
+    torch.manual_seed(0)
+    nf.save_quantized(nf.convert(Mixture(), "clover", verbose=False), tmp_path / "saved")
+    good = load_file(tmp_path / "saved" / "model.safetensors")
+    for i, (without, tensors, word) in enumerate(EXPERTS):
+        gone = dict.fromkeys(name for name in good if any(part in name for part in without))
+        folder = changed(tmp_path / "saved", tmp_path / str(i), gone | tensors)
+        refused(lambda folder=folder: nf.load_quantized(Mixture(), folder), word)
+    assert stacked.as_in_checkpoints is as_in_a_checkpoint
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The project's own models
+
+
+def exported(tmp_path, family: str, *flags: str):
+    export.main(["--source=base", f"--model-tag={family}", f"--out={tmp_path / family}", "--eval-tokens=0",
+                 "--format=safetensors", *flags])  # fmt: skip
+    return tmp_path / family
+
+
+def fresh(model: nn.Module, **changes) -> nn.Module:
+    config = type(model.config)(**{**vars(model.config), **changes})
+    return type(model)(config)
+
+
+def test_a_folder_of_another_model_is_refused(tiny_base, tmp_path):
+    """What no tensor shows: the base of the rotation, and GPT's scalars and windows."""
+
+    def change(folder, **entries):
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | entries))
+        return config
+
+    model = save_small(tiny_base, "llama", "clover")
+    folder = exported(tmp_path, "llama")
+    for entries in ({"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}, {"rms_norm_eps": 1e-6},
+                    {"rope_scaling": {"factor": 2.0}}, {"num_attention_heads": 4}):  # fmt: skip
+        before = change(folder, **entries)
+        refused(lambda: nf.load_quantized(fresh(model), folder), "expected .*; use the model it was made from")
+        (folder / "config.json").write_text(json.dumps(before))
+    change(folder, tie_word_embeddings=True)
+    refused(lambda: nf.load_quantized(fresh(model), folder), "are one parameter of the model and differ")
+    gpt = save_small(tiny_base, "gpt", "clover")
+    folder = exported(tmp_path, "gpt")
+    for value, word in (([1.0], "expected"), ([float("nan")] * 3, "not finite")):
+        before = change(folder, resid_lambdas=value)
+        refused(lambda: nf.load_quantized(fresh(gpt), folder), f"resid_lambdas .*{word}")
+        (folder / "config.json").write_text(json.dumps(before))
+    nf.load_quantized(fresh(gpt, sequence_len=64), folder)
+    refused(lambda: nf.load_quantized(fresh(gpt, window_pattern="L"), folder), "windows are .*; use the model")
+    refused(lambda: nf.load_quantized(fresh(model), folder), "; use the model it was made from")
+    assert isinstance(gpt, GPT)
+
+
+SCRIPT = [
+    (["--format=compressed-tensors", "--method=bf16"], "the method bf16 has no 4-bit weights .*--method=clover"),
+    (["--format=compressed-tensors", "--model-tag=nan"], "has values that are not finite"),
+    (["--weights-only"], "--format=safetensors has none"),
+    (["--eval-tokens=-1"], "--eval-tokens at least 0"),
+    (["--model-tag=other"], "there is no base checkpoint other"),
+    (["--out={}"], "is there already; choose another --out"),
+    (["--out={}", "--overwrite"], "is not an export, so --overwrite leaves it alone"),
+    (["--format=gguf"], "Llama-like models|pip install"),  # the second where the package is not installed
+    (["--format=gguf", "--dtype=float32"], "not for GGUF|pip install"),
+    (["--format=compressed-tensors", "--verify"], "pip install"),
+]
+
+
+@pytest.mark.parametrize("flags, word", SCRIPT, ids=[word for _, word in SCRIPT])
+def test_the_script_refuses(tiny_base, tmp_path, monkeypatch, flags, word):
+    save_small(tiny_base, "gpt", "clover")
+    if "--model-tag=nan" in flags:
+        save_small(tiny_base, "gpt", "clover", tag="nan", poke=torch.nan)
+    monkeypatch.setitem(__import__("sys").modules, "compressed_tensors", None)  # as if it were not installed
+    (tmp_path / "mine").touch()
+    refused(lambda: exported(tmp_path, "gpt", *(flag.format(tmp_path) for flag in flags)), word, flags=True)
+    assert not (tmp_path / "gpt").exists() and (tmp_path / "mine").exists()
