@@ -1,6 +1,6 @@
 """transformers' Trainer, then compressed-tensors, then transformers again. nf.convert comes before the Trainer.
 
-Needs transformers, accelerate and compressed-tensors: pip install 'nanochat_fp4[examples]' compressed-tensors
+Needs transformers, accelerate and compressed-tensors: pip install -e '.[examples]' compressed-tensors
 """
 
 import torch

@@ -1,6 +1,6 @@
 """Lightning: convert in the module's __init__, and tell the methods that change in time where the run is.
 
-Needs lightning: pip install 'nanochat_fp4[examples]'
+Needs lightning: pip install -e '.[examples]'
 """
 
 import lightning

@@ -1,6 +1,6 @@
 """LoRA with peft on a base model that computes in 4 bits: the adapters stay in high precision, and convert says so.
 
-Needs peft and transformers: pip install 'nanochat_fp4[examples]'
+Needs peft and transformers: pip install -e '.[examples]'
 """
 
 import torch

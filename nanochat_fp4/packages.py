@@ -1,5 +1,10 @@
 """Which `pip install` brings a module that is not installed."""
 
+import os
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent  # of a checkout, or site-packages
+
 # The extra of this package that brings a module.
 EXTRAS = {
     "train": ("datasets", "filelock", "huggingface_hub", "matplotlib", "muon", "pyarrow", "rustbpe", "safetensors",
@@ -11,9 +16,17 @@ EXTRAS = {
 
 
 def install_command(*modules: str) -> str:
-    """The `pip install` that brings the modules; "" for a module that is not of EXTRAS."""
-    wanted = [extra for extra, names in EXTRAS.items() if set(names) & set(modules)]
-    return f"pip install 'nanochat_fp4[{','.join(wanted)}]'" if wanted else ""
+    """The `pip install` that brings the modules; "" for a module that is not of EXTRAS.
+
+    In a checkout pip is given its folder, because no package index has this package's name.
+    """
+    wanted = ",".join(extra for extra, names in EXTRAS.items() if set(names) & set(modules))
+    if not wanted:
+        return ""
+    if not (ROOT / "pyproject.toml").is_file():
+        return f"pip install 'nanochat_fp4[{wanted}]'"
+    folder = "." if os.path.realpath(os.curdir) == str(ROOT) else ROOT
+    return f"pip install -e '{folder}[{wanted}]'"
 
 
 def missing_package(error: BaseException) -> str:

@@ -10,7 +10,7 @@ Write a checkpoint as other programs read it. From the root of the repository:
 
 The 4-bit formats hold the codes and block scales that the trained forward pass multiplies, to the bit. Input scales are
 found on training text; --weights-only leaves inputs in 16 bits. What that costs is measured on validation text and
-written into the model card. --verify reads the result with the packages of pip install 'nanochat_fp4[export]'.
+written into the model card. --verify reads the result with the packages of pip install -e '.[export]'.
 
 A program that has trained a model of transformers calls nf.save_quantized, which writes the same.
 """

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from nanochat_fp4 import packages
 from nanochat_fp4.console import ArgumentParser
 from nanochat_fp4.errors import UserError, one_line, run_main
 from nanochat_fp4.packages import EXTRAS, install_command, missing_package
@@ -95,7 +96,7 @@ import nanochat_fp4.doctor
 try:
     load_quantized(torch.nn.Linear(1, 1), ".")
 except UserError as e:
-    assert "pip install 'nanochat_fp4[train]'" in str(e), e
+    assert "pip install -e '.[train]'" in str(e), e
 else:
     raise AssertionError
 del sys.modules["safetensors"]
@@ -142,8 +143,8 @@ for option, what, *rest in json.loads(sys.argv[1]):
 print(json.dumps(answers))
 """
 PROGRAMS = {  # the end of stderr without a single package of the extras
-    ("-m", "nanochat_fp4", "base_train"): "which this needs; pip install 'nanochat_fp4[train]'",
-    ("-m", "scripts.export", "--format=safetensors"): "which this needs; pip install 'nanochat_fp4[train]'",
+    ("-m", "nanochat_fp4", "base_train"): "which this needs; pip install -e '.[train]'",
+    ("-m", "scripts.export", "--format=safetensors"): "which this needs; pip install -e '.[train]'",
     ("-m", "nanochat_fp4.upstream", "scripts.base_train"): "",
     ("-c", LIBRARY): None,
 }
@@ -200,7 +201,7 @@ def test_a_broken_pipe_of_another_reader_is_a_bug():
         run_main(main)
 
 
-def test_each_missing_package_has_its_extra():
+def test_each_missing_package_has_its_extra(tmp_path, monkeypatch):
     text = (Path(__file__).resolve().parent.parent / "pyproject.toml").read_text()
     extras = {extra: re.search(rf"^{extra} = \[(.*?)\]", text, re.M | re.S)[1] for extra in EXTRAS}
     brought_by = {"muon": "muon-optimizer", "huggingface_hub": "datasets", "yaml": "datasets", "starlette": "fastapi",
@@ -208,5 +209,10 @@ def test_each_missing_package_has_its_extra():
     for extra, modules in EXTRAS.items():
         for module in modules:
             assert f'"{brought_by.get(module, module.replace("_", "-"))}>' in extras[extra], module
-    assert install_command("gguf", "tiktoken") == "pip install 'nanochat_fp4[train,export]'"
+    monkeypatch.chdir(packages.ROOT)
+    assert install_command("gguf", "tiktoken") == "pip install -e '.[train,export]'"
+    monkeypatch.chdir(tmp_path)  # an example that is run elsewhere
+    assert install_command("gguf") == f"pip install -e '{packages.ROOT}[export]'"
+    monkeypatch.setattr(packages, "ROOT", tmp_path)  # as site-packages, without pyproject.toml
+    assert install_command("gguf") == "pip install 'nanochat_fp4[export]'"
     assert missing_package(ModuleNotFoundError("x", name="nanochat.gpt")) == ""

@@ -19,8 +19,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-import filelock
-
 from nanochat_fp4.console import logger
 from nanochat_fp4.errors import UserError
 from nanochat_fp4.files import atomic_write, fsync_dir
@@ -76,6 +74,8 @@ def new_export(
 @contextlib.contextmanager
 def _locked(out: Path, words: Words, wait: bool) -> Iterator[None]:
     """The lock is the kernel's (flock), so that a killed process leaves none."""
+    import filelock  # which torch brings
+
     out.parent.mkdir(parents=True, exist_ok=True)
     lock = filelock.FileLock(out.with_name(f".{out.name}.lock"), fallback_to_soft=False)
     try:
@@ -142,6 +142,7 @@ def _publish(part: Path, out: Path, overwrite: bool, words: Words) -> None:
     """Rename a complete folder to `out`. An old export there is renamed aside first and deleted last."""
     _write_list(part, sorted(path.name for path in part.iterdir() if path.name != LIST))
     for path in filter(Path.is_file, part.iterdir()):
+        shutil.copymode(part / LIST, path)  # safetensors lets the owner alone read
         with path.open("r+b") as file:
             os.fsync(file.fileno())  # the packages of safetensors and GGUF do not
     check_replaceable(out, overwrite, words)

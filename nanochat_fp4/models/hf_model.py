@@ -1,6 +1,6 @@
 """Language models of the transformers library, with the interface of ours: for bits per byte and CORE.
 
-transformers is optional (pip install 'nanochat_fp4[export]'). A path is a name on the hub, or a folder. No code of the
+transformers is optional (pip install -e '.[export]'). A path is a name on the hub, or a folder. No code of the
 path runs.
 """
 
