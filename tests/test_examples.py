@@ -1,6 +1,7 @@
 """examples/: what they show runs, and is short."""
 
 import importlib.util
+import re
 from pathlib import Path
 
 import _models
@@ -35,6 +36,12 @@ def load(name: str):
 def test_each_is_short_and_tested(file):
     assert len(file.read_text().splitlines()) <= 40
     assert f"def test_{file.stem}(" in Path(__file__).read_text()
+
+
+def test_they_write_where_git_does_not_look():
+    ignored = (EXAMPLES.parent / ".gitignore").read_text().split()
+    written = [m[1] for file in EXAMPLES.glob("*.py") for m in re.finditer(r'folder: str = "(\w+)"', file.read_text())]
+    assert written and all(f"/{name}/" in ignored for name in written)
 
 
 def test_plain_loop(capsys):

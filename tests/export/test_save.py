@@ -29,6 +29,7 @@ def test_codes_of_the_trained_forward_go_out_and_come_back(model, tmp_path, inpu
     assert nf.save_quantized(model, tmp_path / "out", calibration=text) == []
     files = {path.name for path in (tmp_path / "out").iterdir()}
     assert {"model.safetensors", "config.json", "export.json"} <= files
+    assert len({path.stat().st_mode for path in (tmp_path / "out").iterdir()}) == 1  # a server's user reads them all
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["architectures"] == ["Foreign"] and config["dtype"] == "bfloat16"
     assert config["quantization_config"]["ignore"] == ["lm_head"]
