@@ -4,7 +4,7 @@ Write a checkpoint as other programs read it. From the root of the repository:
     python -m scripts.export --source=sft --model-tag=d20_clover --format=compressed-tensors --out=exported
 
 --format  safetensors         BF16 or FP32 weights for transformers
-          compressed-tensors  NVFP4 for vLLM and transformers (nvfp4-pack-quantized)
+          compressed-tensors  NVFP4 for transformers and vLLM (nvfp4-pack-quantized; vLLM itself was not run)
           gguf                NVFP4 for llama.cpp, of Llama-like models (needs the gguf package)
           gguf-bf16           BF16 for llama.cpp, of Llama-like models (needs the gguf package)
 

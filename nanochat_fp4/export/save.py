@@ -37,7 +37,7 @@ def save_quantized(
     """Writes a model of transformers that nf.convert has changed as NVFP4, with its config and tokenizer.
 
     Codes and block scales are the trained forward pass's, to the bit. scripts.export writes the same for the project's
-    own models. transformers and vLLM read compressed-tensors.
+    own models. docs/export.md has the servers that read compressed-tensors, and which of them were run.
 
     model:       a converted PreTrainedModel, with nn.Linear layers and experts in 4 bits
     folder:      a new or an empty folder. With overwrite, an earlier export is replaced whole
