@@ -127,16 +127,22 @@ async def _read(request: Request, limits: Limits) -> bytes:
     return data
 
 
-async def read_json(request: Request, limits: Limits) -> Any:
-    """The JSON of a request's body. Raises Refused."""
+async def read_body(request: Request, limits: Limits) -> bytes:
+    """The whole body of a request that says it is JSON. Raises Refused."""
     if request.headers.get("content-type", "").partition(";")[0].strip() != "application/json":
         raise Refused(400, "expected a body of type application/json")
     try:
-        return json.loads(await asyncio.wait_for(_read(request, limits), limits.seconds))
+        return await asyncio.wait_for(_read(request, limits), limits.seconds)
     except asyncio.TimeoutError:
         raise Refused(408, f"the body was incomplete after {limits.seconds} seconds; send the request again") from None
     except ClientDisconnect:
         raise Refused(400, "the client left before its body was complete") from None
+
+
+def parsed(body: bytes) -> Any:
+    """The JSON of a body. Raises Refused."""
+    try:
+        return json.loads(body)
     except (ValueError, RecursionError):
         raise Refused(400, "the body is not JSON") from None
 
@@ -264,8 +270,10 @@ def create_app(
 
     @app.post("/chat/completions")
     async def completions(request: Request) -> StreamingResponse:
+        data = await read_body(request, limits)
+        # Half-sent bodies do not count: behind a proxy all users have one address, and would be shut out.
         requests.count(request.client.host if request.client else "")
-        body = await read_json(request, limits)
+        body = parsed(data)
         messages, numbers = checked(body, limits)
         precision = str(body.get("precision") or next(iter(worker.contexts)))
         if precision not in worker.contexts:

@@ -71,7 +71,8 @@ class KVCache:
         self._position += num_tokens
 
     def prefill(self, other: "KVCache") -> None:
-        """Copy `other`, a cache of one row or of as many rows as this one, into this empty and no shorter one."""
+        """Copy the prompt's cache into this empty cache, which is at least as long. `other` has one row, which is then
+        repeated, or as many rows as this cache."""
         position = other.get_pos()
         self.k_cache[:, :, :position] = other.k_cache[:, :, :position]
         self.v_cache[:, :, :position] = other.v_cache[:, :, :position]

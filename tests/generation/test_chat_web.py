@@ -283,6 +283,14 @@ def test_half_sent_requests_shut_nobody_out(serve, caplog):
     assert caplog.text == ""
 
 
+def test_half_sent_bodies_do_not_count_as_requests(serve):
+    """Behind a proxy all users have one address."""
+    served = serve(limits=Limits(per_minute=3))
+    halves = [served.send(HALF_BODY) for _ in range(10)]
+    served.get("/health")
+    assert [served.post(MESSAGE).status for _ in range(4)] == [200, 200, 200, 429] and len(halves) == 10
+
+
 def test_a_storm_of_half_sent_bodies_shuts_nobody_out(serve):
     """New ones all the time: uvicorn counted the tasks of closed ones, and answered others with 503."""
     served, over = serve(limits=Limits(per_minute=0)), threading.Event()
