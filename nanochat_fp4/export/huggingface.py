@@ -63,7 +63,11 @@ class Description:
 
 
 def describe(model: GPT | Llama) -> Description:
-    """How transformers knows this model: by a class that has all of it, or else by one of our own."""
+    """Chooses the class of transformers for a model, and says how its tensors are called there.
+
+    The class is LlamaForCausalLM for our Llama, transformers' own NanoChatForCausalLM if it computes this GPT, and
+    otherwise the one in MODELING_FILE, which is written beside the weights.
+    """
     config = model.config
     common = {
         "vocab_size": config.vocab_size,

@@ -50,6 +50,9 @@ def load_quantized(model: M, folder: str | Path, device: torch.device | str = "c
     """
     folder, file = Path(folder), None
     about = huggingface.describe(model) if isinstance(model, GPT | Llama) else None
+    weight_files = (gguf_file.FILE_NAME, huggingface.WEIGHTS_FILE, INDEX_FILE)
+    if len(both := [name for name in weight_files if (folder / name).exists()]) > 1:
+        raise UserError(f"{folder} has {' and '.join(both)}, which both are weights; keep one of them")
     if (folder / gguf_file.FILE_NAME).exists():
         file = gguf_file.read(folder / gguf_file.FILE_NAME)
         if not isinstance(model, Llama):

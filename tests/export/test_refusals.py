@@ -192,6 +192,13 @@ def test_load_quantized_refuses_damaged_files(saved, tmp_path, damage):
     refused(lambda: nf.load_quantized(Foreign(), tmp_path / "nowhere"), "is not there; name a folder")
 
 
+@pytest.mark.parametrize("name", ["model.gguf", "model.safetensors.index.json"])
+def test_load_quantized_refuses_two_files_of_weights(saved, tmp_path, name):
+    folder = changed(saved, tmp_path)
+    (folder / name).write_text("{}")
+    refused(lambda: nf.load_quantized(Foreign(), folder), "which both are weights")
+
+
 def test_what_is_equal_or_not_for_the_model_is_taken(saved, tmp_path):
     """A head that the file has as well as the embedding, and scales of a server's cache."""
     same = load_file(saved / "model.safetensors")["embed.weight"].clone()
