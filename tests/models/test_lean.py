@@ -276,6 +276,26 @@ def test_gradients_add_up_in_bf16():
             assert p.grad.float().norm() / q.grad.norm() == pytest.approx(1.0, abs=0.01)
 
 
+SUMS = """
+from test_lean import nn, small, torch
+from nanochat_fp4.common import compute_init
+compute_init("cpu")
+step, x = small("bf16", "lean"), torch.arange(64).view(2, 32)
+nn.init.normal_(step.model.lm_head.weight, std=0.05)
+with step.micro_batches(3, 0):
+    for _ in range(3):
+        step.micro_batch(x, x, count=3)
+print(step.model.lm_head.weight.grad.float().sum(0).tolist())
+"""
+
+
+def test_ranks_round_their_sums_with_numbers_of_their_own(run_ranks):
+    """The same text on both: their errors are then independent, and the average over ranks has a part of them."""
+    first, second = (torch.tensor(eval(out.splitlines()[-1])) for out in run_ranks(SUMS))
+    assert not torch.equal(first, second)
+    torch.testing.assert_close(first, second, rtol=0.05, atol=1e-2)
+
+
 @pytest.mark.slow
 def test_a_thousand_steps_of_both_states_side_by_side():
     """64 rows again and again, clover: both states learn them by heart. They leave the first plateau at other steps."""

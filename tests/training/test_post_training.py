@@ -240,7 +240,17 @@ def test_base_to_mid_to_sft_to_evaluation_and_chat(base, capsys, monkeypatch):
     capsys.readouterr()
 
     arguments = "-i sft -a local -x 4 -m 8 -b 4 --precision both --device-type cpu".split()
-    chat_eval.main(arguments)
+    in_four_bits, run_task = [], chat_eval.run_task
+
+    def watched(task, model, *rest, **settings):
+        in_four_bits.append(model.transformer.h[0].mlp.c_fc.quantizes)
+        return run_task(task, model, *rest, **settings)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(chat_eval, "run_task", watched)
+        chat_eval.main(arguments)
+    tasks = len(chat_eval.LOCAL_TASKS)
+    assert in_four_bits == [True] * tasks + [False] * tasks  # the method's own forward first, then BF16's
     out = capsys.readouterr().out
     assert "clover forward:" in out and "FP32 forward" in out and "Local-Code: 0.00 ± 0.00% (0/4)" in out
     stored = json.loads((folder / "eval_000004.json").read_text())
@@ -585,7 +595,9 @@ def test_base_eval_with_a_bundle_and_without(base, tmp_path, capsys, monkeypatch
         "language_modeling",
         "CORE",
     ]
-    centered = [float(line.split(",")[2]) for line in table[1:4]]
+    accuracy, centered = ([float(line.split(",")[column]) for line in table[1:4]] for column in (1, 2))
+    # Guessing, half of the answers in the first two kinds, counts 0.
+    assert centered == pytest.approx([2 * accuracy[0] - 1, 2 * accuracy[1] - 1, accuracy[2]], abs=1e-5)
     assert float(table[4].split(",")[2]) == pytest.approx(sum(centered) / 3, abs=1e-6)
     section = json.loads((base / "report" / "d2_clover" / "base-model-evaluation.json").read_text())
     assert section["results"]["CORE"] == pytest.approx(sum(centered) / 3, abs=1e-6)
