@@ -127,6 +127,10 @@ class RustBPETokenizer:
         enc = tiktoken.Encoding(name="rustbpe", pat_str=pattern, mergeable_ranks=ranks, special_tokens=special_tokens)
         return cls(enc, "<|bos|>")
 
+    def with_pattern(self, pattern: str) -> "RustBPETokenizer":
+        """A tokenizer of the same tokens that splits text by another pattern before it merges bytes."""
+        return self._from_parts(pattern, self.enc._mergeable_ranks)
+
     @classmethod
     def from_directory(cls, tokenizer_dir: str | os.PathLike, allow_pickle: bool = False) -> "RustBPETokenizer":
         """

@@ -143,7 +143,7 @@ def names(about: Description) -> dict[str, str]:
 
 
 def rows(about: Description, name: str, tensor: Tensor, back: bool = False) -> Tensor:
-    """A tensor with the rows of our module `name`, in llama.cpp's order; back: the inverse."""
+    """Puts the rows of our module `name` into llama.cpp's order. With `back`, puts llama.cpp's rows into our order."""
     half = about.swapped.get(name)
     if not half:
         return tensor
@@ -162,10 +162,11 @@ def write(
     chat: bool = True,
     name: str = "",
 ) -> list[str]:
-    """model.gguf into an existing folder; returns sentences on what the format cannot hold.
+    """Writes model.gguf into an existing folder. Returns sentences on what the format cannot hold.
 
-    weights: 4-bit weights, else everything is BF16 (norms are FP32). A layer whose rows are not a multiple of 64 values
-    is written in BF16, decoded. Raises UserError for another model than Llama.
+    weights: the 4-bit weights. Without them all matrices are written in BF16. Norms are always in FP32. A layer whose
+             rows are no multiple of 64 values is decoded and written in BF16
+    Raises UserError for another model than Llama.
     """
     if not isinstance(model, Llama):
         raise UserError("GGUF is for Llama-like models (base_train --llama); llama.cpp does not know nanochat's GPT")
@@ -244,12 +245,10 @@ def _add_tokenizer(writer: Any, tokenizer: "RustBPETokenizer", chat: bool) -> No
 
 
 def other_ids(tokenizer: "RustBPETokenizer", texts: list[str]) -> tuple[int, int]:
-    """(ids that are not ours where PRE_TOKENIZER splits the texts, all ids)."""
+    """(number of ids that differ from ours if PRE_TOKENIZER splits the texts, number of all ids)."""
     import difflib
 
-    from nanochat_fp4.data.tokenizer import RustBPETokenizer
-
-    theirs = RustBPETokenizer._from_parts(PRE_TOKENIZER_PATTERN, tokenizer.enc._mergeable_ranks)
+    theirs = tokenizer.with_pattern(PRE_TOKENIZER_PATTERN)
     changed = total = 0
     for text in texts:
         a, b = tokenizer.encode(text), theirs.encode(text)

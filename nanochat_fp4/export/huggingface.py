@@ -42,7 +42,7 @@ class Description:
 
     config:    config.json without what the format and the tokenizer add
     names:     our name of each module with a weight -> theirs
-    swapped:   our names of the modules whose rows change places, and the size of the halves that do
+    swapped:   our names of the modules whose rows change places -> the size of the halves that do
     fused:     groups of modules that servers compute as one
     remote:    whether MODELING_FILE goes beside the weights
     """
@@ -54,7 +54,7 @@ class Description:
     remote: bool = False
 
     def rows(self, name: str, tensor: Tensor) -> Tensor:
-        """A tensor with the rows of the module `name`, in their order. Its own inverse."""
+        """Puts the rows of our module `name` into transformers' order. The function is its own inverse."""
         half = self.swapped.get(name)
         if not half:
             return tensor

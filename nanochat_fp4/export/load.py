@@ -93,7 +93,7 @@ def load_quantized(model: M, folder: str | Path, device: torch.device | str = "c
         elif value is not None:
             parameter[: len(value)].copy_(value) if parameter.ndim else parameter.copy_(value)
     if about and model.cos.is_meta:
-        model.cos, model.sin = model._rotary_tables()
+        model.prepare()
     return model
 
 

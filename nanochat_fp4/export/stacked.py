@@ -1,8 +1,9 @@
-"""The tensors of a checkpoint, where transformers 5 keeps them otherwise in its models.
+"""The names and rows that experts have in a checkpoint, where a model of transformers 5 stacks them.
 
-The experts of a layer are one parameter there, where a checkpoint has a tensor for each expert and projection. Its
-revert_weight_conversion knows the names and rows of checkpoints. Here it gets numbers of rows in place of weights in 4
-bits, and the codes follow their rows out (save.py) and back in (load.py).
+In the model all experts of a layer are one parameter. In a checkpoint each expert and projection is a tensor of its
+own. transformers' revert_weight_conversion maps the first to the second. Codes cannot pass through it, so it gets a
+number for each row of a 4-bit weight instead. The numbers come out at the place of their rows, and the codes follow
+them: out in save.py, and back in in load.py.
 """
 
 import sys
@@ -59,8 +60,8 @@ def are_rows(value: Tensor) -> bool:
 
 
 def source_of(name: str, value: Tensor, sizes: Mapping[str, int]) -> tuple[str, Tensor] | None:
-    """(layer, its rows) that a checkpoint's tensor `name` has, by the numbers in its place. None where it is not the
-    weight of one layer."""
+    """(layer, its rows) that make the checkpoint's tensor `name`, read from the numbers in its place. None if the
+    tensor is not the weight of one layer."""
     numbers = (value // ROWS).unique()
     if value.shape[1:] != (1,) or len(numbers) > 1 or not name.endswith(".weight"):
         return None
@@ -97,12 +98,12 @@ def into_model(
     path: Path, model: nn.Module, found: Mapping[str, tuple[str, Tensor | None]], plain: dict[str, Tensor],
     codes: dict[str, NVFP4Tensor],
 ) -> None:  # fmt: skip
-    """Gives tensors that were read the model's names, and puts experts together, in place.
+    """Renames the tensors that were read to the model's names, and puts experts together. Changes `plain` and `codes`.
 
     found: the result of `places`
     codes: name of a layer -> its codes
-    An expert whose parts have several tensor scales gets one for each row, (N, 1).
-    Raises UserError where an expert is missing.
+    An expert whose parts have several tensor scales gets a tensor scale for each row, (N, 1).
+    Raises UserError where an expert is missing, or a tensor is there twice.
     """
     pieces: dict[str, list[tuple[Tensor, NVFP4Tensor | Tensor]]] = {}
     read = plain | {f"{layer}.weight": t for layer, t in codes.items()}
@@ -133,7 +134,7 @@ def into_model(
 
 
 def stacked(values: Mapping[str, NVFP4Tensor | Tensor], layers: list[str], transposed: bool) -> Tensor:
-    """The parameter whose experts these are, decoded, FP32."""
+    """The parameter that stacks these experts, decoded to FP32."""
     parts = (values[layer] for layer in layers)
     whole = torch.stack([t.dequantize() if isinstance(t, NVFP4Tensor) else t.float() for t in parts])
     return whole.mT if transposed else whole

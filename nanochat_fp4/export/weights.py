@@ -1,12 +1,12 @@
-"""What leaves the house: the 4-bit weights of the trained forward pass, and what a server makes of the inputs.
+"""The 4-bit weights of the trained forward pass, and the input scales that a server needs beside them.
 
-`forward_weights` hands out the operands of the output GEMM as they are: the codes and block scales that training
-computed with. What the formats of others cannot hold (a second term, channels in 8 bits, scales by 128) is left out or
-rounded again, and `Weights.lost` says so.
+`forward_weights` returns the weight operands of the output GEMM as they are: the codes and block scales that training
+computed with. A format of others cannot hold everything. Second terms are left out, other kinds of operands are rounded
+again, and `Weights.lost` says so.
 
-A server knows neither our rounding of the inputs nor one tensor_scale a batch: it takes one constant for each layer,
-found beforehand on some text (`calibrate`), and rounds to nearest. `served` is that server, on any machine, to measure
-what the difference costs.
+A server does not round inputs as training does. It has one constant scale for each layer, which `calibrate` finds on
+some text beforehand, and it rounds to nearest. `served` computes as such a server would, on any machine, so that the
+cost of the difference can be measured.
 """
 
 import contextlib
@@ -33,9 +33,9 @@ SMALLEST_AMAX = 2.0**-100  # of inputs: 448 * 6 / amax is finite in FP32
 class Weights:
     """The 4-bit weights of a model by the names of its layers.
 
-    tensors: codes (N, K/2), scales (N, K/16) and tensor_scale () of each layer's weight, on the CPU; the part of each
-             where several layers are computed as one, which then have the same tensor_scale
-    lost:    what of the trained forward pass is not in them, one line; "" for nothing
+    tensors: codes (N, K/2), scales (N, K/16) and tensor_scale () of each layer's weight, on the CPU. Layers that are
+             computed as one have their own rows, and the same tensor_scale
+    lost:    one line that says which part of the trained forward pass the tensors leave out; "" for no part
     """
 
     tensors: dict[str, NVFP4Tensor] = field(default_factory=dict)
@@ -55,8 +55,8 @@ class Weights:
 def forward_weights(model: nn.Module, together: Iterable[Sequence[str]] = ()) -> Weights:
     """The weights of a converted model as its forward pass multiplies them.
 
-    together: layers (by name) to be rounded as one, with one tensor_scale, although the model computes them one by one:
-              for servers that fuse them. These are not the codes of the trained forward pass any more.
+    together: groups of names of layers. A group is rounded as one, with one tensor_scale, although the model computes
+              its layers one by one, because some servers fuse them. The codes are then not those of training
     Raises UserError for a model whose forward pass has no 4-bit weights.
     """
     names = {layer: name for name, layer in model.named_modules() if isinstance(layer, QuantLinear)}
@@ -89,7 +89,7 @@ def forward_weights(model: nn.Module, together: Iterable[Sequence[str]] = ()) ->
 
 
 def _as_nvfp4(operand) -> tuple[NVFP4Tensor, str]:
-    """An operand as one NVFP4 tensor, and what that leaves out."""
+    """(the operand as one NVFP4 tensor, words for the part of the operand that this leaves out)."""
     first = getattr(operand, "first", None)
     if first is not None:
         return first, "the second term of 4 bits of each weight"
