@@ -14,18 +14,20 @@ process that has some can hang), which is why pytest's own process cannot do it.
 import contextlib
 import ctypes
 import gc
+import itertools
 import json
 import os
 import resource
 import runpy
 import select
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -375,40 +377,53 @@ def _die_in_a_save(n: int | None) -> list[int]:
     return count
 
 
-def killed_at(n: int, action: Callable[[], Any], names: Sequence[str], after: Sequence[tuple[Any, str]] = ()) -> bool:
-    """Run `action` in a child that dies at its n-th file operation. True if it was killed, False if it finished.
+FILE_OPERATIONS = ("mkdir", "open", "replace", "rename", "unlink", "rmdir", "fsync")  # of the module os
 
-    Counted are the functions of `os` by their names, and the attributes `after`. Of the first, the n-th is not done.
+
+def killed_everywhere(
+    scratch: Path, action: Callable[[Path], Any], before: Path | None = None, every: int = 1
+) -> Iterator[Path]:
     """
-    pid = os.fork()
-    if pid == 0:
-        count = 0
+    Runs action(folder) in children that die at their n-th file operation, n = 1, 1 + every, ..., until one is through.
 
-        def dying(function: Any, before: bool) -> Any:
-            def wrapped(*args: Any, **kwargs: Any) -> Any:
-                nonlocal count
-                count += 1
-                if count == n and before:
-                    os.kill(os.getpid(), signal.SIGKILL)
-                result = function(*args, **kwargs)
-                if count == n:
-                    os.kill(os.getpid(), signal.SIGKILL)
-                return result
+    Yields the folder of each, a copy of `before` (or an empty one) that the action has worked in. The last one is of
+    the child that was not killed. This process must have no threads.
+    """
+    for n in itertools.count(1, every):
+        folder = scratch / str(n)
+        if before is None:
+            folder.mkdir(parents=True)
+        else:
+            shutil.copytree(before, folder)
+        if not (pid := os.fork()):
+            try:
+                _die_at(n)
+                action(folder)
+                os._exit(0)
+            except BaseException:
+                traceback.print_exc()
+                os._exit(1)
+        status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        assert status in (0, -signal.SIGKILL), status
+        yield folder
+        if status == 0:
+            return
 
-            return wrapped
 
-        try:
-            for name in names:
-                setattr(os, name, dying(getattr(os, name), before=True))
-            for owner, name in after:
-                setattr(owner, name, dying(getattr(owner, name), before=False))
-            action()
-            os._exit(0)
-        finally:
-            os._exit(1)
-    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    assert status in (0, -signal.SIGKILL)
-    return status != 0
+def _die_at(n: int) -> None:
+    """This process is killed instead of its n-th file operation."""
+    count = itertools.count(1)
+
+    def dying(function: Any) -> Any:
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            if next(count) == n:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return function(*args, **kwargs)
+
+        return wrapped
+
+    for name in FILE_OPERATIONS:
+        setattr(os, name, dying(getattr(os, name)))
 
 
 def torchrun(function: Callable[[], Any], max_restarts: int = 0) -> None:
@@ -519,16 +534,3 @@ def log_is_gone(how: str) -> None:
     os.dup2(write, 1)
     os.dup2(write, 2)
     os.close(write)
-
-
-def write_results(checks: Sequence[Callable[[Path], None]], folder: str | Path) -> None:
-    """Calls each check with a folder of its own. What went wrong, as text, goes into <folder>/<name>.result."""
-    for check in checks:
-        path = Path(folder) / check.__name__
-        path.mkdir()
-        try:
-            check(path)
-            result = ""
-        except BaseException:
-            result = traceback.format_exc()
-        (Path(folder) / f"{check.__name__}.result").write_text(result)

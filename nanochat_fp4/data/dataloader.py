@@ -328,7 +328,7 @@ class BestFitLoader(PackedRows):
         text_column: str = "",
     ):
         if not 0 <= data_seed < 2**32:
-            raise UserError(f"--seed: the data's {data_seed} is not a number from 0 to {2**32 - 1}")
+            raise UserError(f"--data-seed={data_seed} is not a number from 0 to {2**32 - 1}; choose one")
         if rank is None or world_size is None:
             _, rank, _, world_size = get_dist_info()
         lanes = lanes_of(resume_state_dict) if lanes is None else lanes

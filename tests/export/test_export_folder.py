@@ -6,7 +6,6 @@ import shutil
 import threading
 from pathlib import Path
 
-import _forking
 import pytest
 from _exporting import save_small
 
@@ -137,56 +136,3 @@ def test_a_damaged_list_deletes_nothing(tmp_path, text):
     with pytest.raises(UserError, match="is not an export"):
         write(out, 2)
     assert (out / "README.md").read_text() == "1" and (tmp_path / "mine").exists()
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Kills, in a process without threads: see test_checkpoint_manager.py
-
-OPERATIONS = ("mkdir", "open", "replace", "rename", "unlink", "rmdir", "fsync")
-
-
-def a_killed_export_is_finished_by_the_next(tmp_path):
-    """At each kill the old export is whole, under its name or aside, or the new one is; strangers' files stay."""
-    write(tmp_path / "before" / "out", 1)
-    found, n, killed = [], 0, True
-    while killed:
-        n += 1
-        folder = tmp_path / str(n)
-        out, mine = folder / "out", folder / ".out.part"
-        shutil.copytree(tmp_path / "before", folder)
-        mine.mkdir()
-        (mine / "work").touch()
-        killed = _forking.killed_at(n, lambda out=out: write(out, 2), OPERATIONS)
-        aside = [path for path in folder.glob(".out.*.old") if not out.exists()]
-        found.append(value_of(*aside) * 10 if aside else value_of(out))
-        for m in range(1, 5) if aside else (n,) if n % 3 == 0 else ():  # a second kill, of the one that finishes
-            again = folder.with_name(f"{folder.name}_{m}")
-            shutil.copytree(folder, again)
-            _forking.killed_at(m, lambda again=again: write(again / "out", 4), OPERATIONS)
-            write(again / "out", 3)
-            assert value_of(again / "out") == 3 and (again / ".out.part" / "work").exists()
-            assert beside(again) == {"out", ".out.part"}
-    order = [1, 10, 2]
-    assert [order.index(x) for x in found] == sorted(order.index(x) for x in found) and set(found) == set(order)
-    assert n > 25, n
-
-
-def a_killed_first_export_is_all_or_nothing(tmp_path):
-    found, n, killed = [], 0, True
-    while killed:
-        n += 1
-        out = tmp_path / str(n) / "out"
-        killed = _forking.killed_at(n, lambda out=out: write(out, 2, overwrite=False), OPERATIONS)
-        found.append(out.exists() and value_of(out))
-        write(out, 4, overwrite=out.exists())
-        assert value_of(out) == 4 and beside(out.parent) == {"out"}
-    assert found == sorted(found) and found[0] is False and found[-1] == 2 and n > 15, found
-
-
-CHECKS = (a_killed_export_is_finished_by_the_next, a_killed_first_export_is_all_or_nothing)
-
-
-def test_kills(tmp_path, fork_server):
-    code = f"import _forking, test_export_folder as t; _forking.write_results(t.CHECKS, {str(tmp_path)!r})"
-    fork_server.run_ranks(code, 1)
-    assert {p.name: p.read_text() for p in tmp_path.glob("*.result")} == {f"{c.__name__}.result": "" for c in CHECKS}

@@ -367,10 +367,6 @@ def test_computing_again_trains_the_same_bits(tiny_base):
         train("--eval-every=-1", *more, f"--model-tag={again}", steps=2)
     a, *others = (load_checkpoint(tiny_base / "base_checkpoints" / tag, 2, "cpu")[0] for tag in flags)
     assert all(torch.equal(a[name], b[name]) for b in others for name in a)
-    with pytest.raises(UserError, match="--recompute=codes: it needs q, k and v as one layer"):
-        base_train.main(["--recompute=codes", "--separate-qkv"])
-    with pytest.raises(UserError, match="--recompute=mlp: it is not for the --llama models"):
-        base_train.main(["--llama=30M", "--recompute=mlp"])
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -434,62 +430,6 @@ torchrun(train, max_restarts=1)
 # Bad input, and the rest
 
 
-@pytest.mark.parametrize(
-    "flags, message",
-    [
-        (["--method=fp3"], "unknown method 'fp3'; use one of: bf16"),
-        (["--total-batch-size=100"], "--total-batch-size=100 is not a multiple of 32 tokens"),
-        (["--total-batch-size=96", "--device-batch-size=2"], "is not a multiple of 64 tokens"),
-        (["--num-iterations=-1", "--target-param-data-ratio=-1"], "no training horizon"),
-        (["--num-iterations=-1", "--target-flops=1"], "--target-flops asks for less than one step"),
-        (["--device-type=cuda"], "--device-type cuda"),
-        (["--data-dir=/nowhere"], "/nowhere"),
-        (["--window-pattern=X"], "window pattern 'X'"),
-        (["--depth=0"], "depth 0"),
-        (["--resume-from-step=5"], "no checkpoint of step 5"),
-        (["--branch-from=d1_clover"], "--branch-from='d1_clover': expected '<model tag>@<step>'"),
-        (["--branch-from=../d2@3"], "is not the name of one folder"),
-        (["--branch-from=d1_bf16@3"], "is this run itself"),
-    ],
-)
-def test_bad_input_is_one_line(tiny_base, flags, message):
-    if flags == ["--device-type=cuda"] and torch.cuda.is_available():
-        pytest.skip("there is a GPU")
-    with pytest.raises((UserError, ValueError)) as error:
-        train(*flags, method="bf16", steps=2) if "method" not in flags[0] else base_train.main([*BASE, *flags])
-    assert message in str(error.value) and "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize(
-    "flag, named",
-    [
-        ("--device-batch-size=0", ""),
-        ("--device-batch-size=some", ""),
-        ("--resume-from-step=x", ""),
-        ("--save-every=x", ""),
-        ("--save-at=1,x", ""),
-        ("--seed=x", ""),
-        ("--recompute=some", "codes-mlp"),
-        ("--on-nonfinite=ignore", "skip"),
-        ("--matrix-lr=nan", ""),
-        ("--target-flops=inf", ""),
-        ("--head=fp4", "fp8"),
-        ("--nope", ""),
-        # Spellings of version 0.2, with the flag that is meant.
-        ("--runtime=eager,telemetry=5", "--telemetry-every"),
-        ("--method-changes=0.85=bf16", "--method-phases"),
-        ("--save-every=@3,4", "--save-at=3,4"),
-        ("--seed=42,3", "--data-seed=3"),
-    ],
-)
-def test_bad_flags_are_refused_by_the_parser(flag, named, capsys):
-    with pytest.raises(SystemExit) as stopped:
-        train(flag)
-    (line,) = capsys.readouterr().err.splitlines()
-    assert stopped.value.code == 2 and flag.split("=")[0] in line and named in line
-    assert "invalid _" not in line  # a function's name
-
-
 def test_a_long_evaluation_says_how_far_it_is(tiny_base, monkeypatch, capsys):
     monkeypatch.setattr(trainer, "Progress", functools.partial(trainer.Progress, every=0))  # every batch is long
     train(method="bf16", steps=1)
@@ -519,11 +459,9 @@ def test_another_run_is_not_overwritten_or_resumed(tiny_base, monkeypatch):
     ):
         with pytest.raises(UserError, match=named):
             train(*flags, "--resume-from-step=latest", steps=4, method=method)
-    with pytest.raises(UserError, match="is not a multiple"):
-        train("--overwrite", "--device-batch-size=3", steps=1, method="bf16")
-    for branch, message in (("d1_none@1", "no checkpoint of step 1"), ("d1_none", "expected '<model tag>@<step>'")):
-        with pytest.raises(UserError, match=message):
-            train("--overwrite", f"--branch-from={branch}", steps=1, method="bf16")
+    for flag in ("--device-batch-size=3", "--branch-from=d1_none@1", "--num-iterations=0"):
+        with pytest.raises(UserError):
+            train("--overwrite", flag, steps=1, method="bf16")
     monkeypatch.setenv("TRACKER", "foo")
     with pytest.raises(UserError, match="TRACKER=foo is not known"):
         train("--overwrite", steps=1, method="bf16")
@@ -531,9 +469,6 @@ def test_another_run_is_not_overwritten_or_resumed(tiny_base, monkeypatch):
     with monkeypatch.context() as m, pytest.raises(UserError, match="cannot be read"):
         m.setattr(Trainer, "fetch", lambda self: (_ for _ in ()).throw(UserError("row group 0 cannot be read")))
         train("--overwrite", steps=1, method="bf16")
-    for count in (0, -2):
-        with pytest.raises(UserError, match=f"--num-iterations={count}: expected at least 1 step, or -1"):
-            train("--overwrite", steps=count, method="bf16")
     assert list_steps(tiny_base / "base_checkpoints" / "d1_bf16") == [2]  # a mistake deletes nothing
     train("--overwrite", steps=1, method="bf16")
     assert list_steps(tiny_base / "base_checkpoints" / "d1_bf16") == [1]

@@ -149,17 +149,3 @@ def test_gsm8k_from_files_and_resumed(tiny_base, tmp_path, monkeypatch, capsys):
     with pytest.raises(UserError, match="positions; lower --max-new-tokens"):
         chat_rl.main([*flags, "--overwrite", "--max-new-tokens=99999"])
     assert_same(final_state(out, 2), whole)
-
-
-@pytest.mark.parametrize(
-    "flags, message",
-    [
-        (["--num-samples=3"], "--num-samples=3 must be a multiple of --device-batch-size=2"),
-        (["--max-new-tokens=0"], "--max-new-tokens=0 must be at least 1"),
-        (["--temperature=0"], "--temperature=0 above 0"),
-        (["--data=local"], "there is no sft checkpoint in .*; make one with python -m scripts.chat_sft"),
-    ],
-)
-def test_bad_flags_end_in_one_line(tiny_base, flags, message):
-    with pytest.raises(UserError, match=message):
-        chat_rl.main([*RL, *flags])

@@ -109,20 +109,6 @@ def test_a_tokenizer_that_checkpoints_need_is_kept(tiny_base):
     tok_train.main(train)  # these checkpoints are lost already
 
 
-@pytest.mark.parametrize(
-    "argv, text",
-    [
-        (["--vocab-size=100"], "vocab-size=.* is too small: at least 265"),
-        (["--doc-cap=0"], "must be at least 1"),
-        (["--max-chars=-5"], "must be at least 1"),
-        (["--data-dir=/nowhere"], "/nowhere is not there"),
-    ],
-)
-def test_bad_arguments(data, argv, text):
-    with pytest.raises((UserError, ValueError), match=text):
-        tok_train.main([f"--data-dir={data}", *argv])
-
-
 def test_eval_without_a_tokenizer(data):
     with pytest.raises(UserError, match="run python -m scripts.tok_train first"):
         tok_eval.main([f"--data-dir={data}"])

@@ -8,11 +8,8 @@ import os
 import random
 import re
 import shutil
-import signal
-import time
 import types
 
-import _forking
 import pytest
 import torch
 from _damage import cut_or_scratched
@@ -209,102 +206,6 @@ def test_a_checkpoint_cannot_run_code(tmp_path):
     assert "\n" not in str(e.value) and not (tmp_path / "was_here").exists()
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Kills. Children are forked and killed, and a fork of a process that has threads (pytest's, after other tests) can
-# hang; so the checks run in a process of their own that has none.
-
-
-def killed_at(n, action):
-    """At the n-th file operation, or when a file was opened. Kills while it is written: random_kills."""
-    return _forking.killed_at(n, action, ("replace", "unlink", "fsync"), [(cm._HashingFile, "__init__")])
-
-
-def a_kill_at_any_point_of_a_save_loses_nothing(tmp_path):
-    """Neither of the first save of a run, nor of one that replaces the newest checkpoint."""
-    for steps, order in (((), [None, 11.0]), ((5, 10), [10.0, 5.0, 11.0])):
-        before = tmp_path / f"before_{len(steps)}"
-        before.mkdir()
-        for step in steps:
-            save(before, step)
-        found, n, killed = [], 0, True
-        while killed:
-            n += 1
-            folder = shutil.copytree(before, tmp_path / f"{len(steps)}_{n}")
-            killed = killed_at(n, lambda folder=folder: save(folder, 10, 11))
-            left = list_steps(folder)
-            found.append(value_of(folder, left[0]) if left else None)  # never a mixture of the old one and the new one
-            assert left == ([find_last_step(folder), *steps[: len(left) - 1]] if left else [])
-            save(folder, 15)  # the next save tidies up
-            prune_checkpoints(folder, 3)
-            assert value_of(folder, 15) == 15 and list_steps(folder) == [15, *left]
-            assert len(os.listdir(folder)) == 4 * len(list_steps(folder))
-        assert [v for i, v in enumerate(found) if i == 0 or v != found[i - 1]] == order and n > 20, found
-
-
-def a_kill_at_any_point_of_pruning_leaves_the_newest(tmp_path):
-    for step in (1, 2, 3, 4):
-        save(tmp_path / "before", step)
-    n, killed = 0, True
-    while killed:
-        n += 1
-        folder = shutil.copytree(tmp_path / "before", tmp_path / str(n))
-        killed = killed_at(n, lambda folder=folder: prune_checkpoints(folder, 2))
-        assert value_of(folder, 4) == 4 and value_of(folder, 3) == 3 and find_last_step(folder) == 4
-        save(folder, 5)
-        prune_checkpoints(folder, 2)
-        assert list_steps(folder) == [5, 4] and len(os.listdir(folder)) == 8
-    assert n > 8
-
-
-def random_kills(tmp_path):
-    """A process that saves and prunes without pause, killed 10 times at random moments."""
-    start = time.monotonic()
-    assert save(tmp_path, 1, size=40_000)
-    one_save = time.monotonic() - start
-    rng, last = random.Random(int.from_bytes(os.urandom(4), "big")), 1
-    for _ in range(10):
-        read, write = os.pipe()
-        pid = os.fork()
-        if pid == 0:
-            try:
-                os.write(write, last.to_bytes(4, "big"))  # ready
-                for step in range(last + 1, last + 10_000):
-                    assert save(tmp_path, step, size=40_000)
-                    os.write(write, step.to_bytes(4, "big"))
-                    prune_checkpoints(tmp_path, 2)
-            finally:
-                os._exit(1)
-        os.close(write)
-        reported = os.read(read, 4)
-        time.sleep(rng.uniform(0, 6 * one_save))
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
-        with os.fdopen(read, "rb") as f:
-            reported += f.read()
-        done = int.from_bytes(reported[-4:], "big")
-        found = find_last_step(tmp_path)
-        assert value_of(tmp_path, found) == found
-        assert done <= found <= done + 1  # what was reported as saved is there
-        one_save *= 2 if found == last else 1  # the machine is busier now
-        last = found
-    save(tmp_path, last + 1)  # tidies up
-    prune_checkpoints(tmp_path, 2)
-    assert last > 2 and list_steps(tmp_path) == [last + 1, last] and len(os.listdir(tmp_path)) == 8
-
-
-FORKING = (
-    a_kill_at_any_point_of_a_save_loses_nothing,
-    a_kill_at_any_point_of_pruning_leaves_the_newest,
-    random_kills,
-)
-
-
-def run_forking_checks(folder):
-    """Runs in the process of its own: what went wrong in each check, as text, into <folder>/<name>.result."""
-    torch.set_num_threads(1)
-    _forking.write_results(FORKING, folder)
-
-
 def test_everything_is_on_the_disk_before_the_manifest_appears(tmp_path, monkeypatch):
     """What a power cut could undo is undone before the checkpoint exists, never after."""
     events = []
@@ -329,18 +230,6 @@ def test_everything_is_on_the_disk_before_the_manifest_appears(tmp_path, monkeyp
     assert {*names[:appears]} == {f"{what} {kind}" for kind in kinds for what in ("fsync", "replace")} | {
         "fsync manifest_000007.json", "fsync d4"
     } and names[appears + 1 :] == ["fsync d4"]  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def forked(tmp_path_factory, fork_server):
-    folder = tmp_path_factory.mktemp("forked")
-    fork_server.run_ranks(f"import test_checkpoint_manager as t; t.run_forking_checks({str(folder)!r})", 1)
-    return folder
-
-
-@pytest.mark.parametrize("name", [check.__name__ for check in FORKING])
-def test_forked(forked, name):
-    assert (forked / f"{name}.result").read_text() == ""
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -396,66 +396,6 @@ def test_missing_data_is_named_or_left_out(base, tmp_path, capsys, monkeypatch):
 # Bad input
 
 
-def test_a_stage_names_the_command_that_makes_its_predecessor(tiny_base):
-    for run, command in ((mid, "scripts.base_train"), (sft, "scripts.mid_train")):
-        with pytest.raises(UserError) as e:
-            run()
-        assert command in one_line(e)
-    for source, command in (("mid", "scripts.mid_train"), ("sft", "scripts.chat_sft")):
-        with pytest.raises(UserError, match=command):
-            chat_eval.main(["-i", source, "-a", "local", "--device-type=cpu"])
-        with pytest.raises(UserError, match=command):
-            chat_cli.main(["-i", source, "-p", "hi", "--device-type=cpu"])
-    save_base(tiny_base)
-    with pytest.raises(
-        UserError, match="no base checkpoint d9 .*there is d2_clover.*scripts.base_train --model-tag=d9"
-    ):
-        mid("--model-tag=d9")
-    with pytest.raises(UserError, match="no checkpoint of step 99"):
-        mid("--model-step=99")
-
-
-@pytest.mark.parametrize(
-    "flags, expected",
-    [
-        (["--total-batch-size=100"], "--total-batch-size=100 is not a multiple"),
-        (["--method=quartz"], "unknown method 'quartz'"),
-        (["--device-batch-size=0"], "--total-batch-size"),
-    ],
-)
-def test_bad_flags_of_mid_train(base, flags, expected):
-    with pytest.raises(UserError) as e:
-        mid(*flags)
-    assert expected in one_line(e)
-
-
-def test_bad_flags_of_the_others(base):
-    save_base(base, source="mid_checkpoints")
-    for flags, expected in [
-        (["--target-examples-per-step=3"], "not a multiple of 2"),
-        (["--eval-steps=0"], "--eval-steps=0"),
-        (["--num-iterations=-1", "--num-epochs=0"], "make no step"),
-    ]:
-        with pytest.raises(UserError) as e:
-            sft(*flags)
-        assert expected in one_line(e)
-    for flags, expected in [
-        (["-a", "Chess"], "unknown task 'Chess'"),
-        (["-a", "|"], "no task in"),
-        (["-x", "0"], "--max-problems=0"),
-        (["-t", "-1"], "--temperature=-1.0"),
-        (["-b", "0", "-a", "local"], "--batch-size 0"),
-    ]:
-        with pytest.raises((UserError, ValueError)) as e:
-            chat_eval.main(["-i", "mid", "--device-type=cpu", *flags])
-        assert expected in one_line(e)
-    for prompt in ("", "  \n"):
-        with pytest.raises(UserError, match="the prompt is empty"):
-            chat_cli.main(["-i", "mid", "-p", prompt, "--device-type=cpu"])
-    with pytest.raises(UserError, match="--top-k=-1 is negative"):
-        chat_cli.main(["-i", "mid", "--top-k=-1", "--device-type=cpu"])
-
-
 def test_resume_of_another_run_is_refused(base):
     mid("--save-every=1", steps=2)
     with pytest.raises(UserError) as e:
@@ -467,11 +407,6 @@ def test_resume_of_another_run_is_refused(base):
         # Another --model-tag alone would name a base model that is not there.
         assert "belongs to another run" in one_line(e) and "with --overwrite in place of" in one_line(e)
     mid("--overwrite", "--total-batch-size=256", steps=2)
-
-
-def test_conversations_that_the_mixture_has_no_place_for_are_refused(base, tmp_path):
-    with pytest.raises(UserError, match="--sft-dir takes SmolTalk's place"):
-        mid(f"--sft-dir={tmp_path}")
 
 
 def test_a_finished_stage_is_left_alone_unless_its_model_was_trained_anew(base, capsys):

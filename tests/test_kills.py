@@ -1,0 +1,188 @@
+"""SIGKILL at every file operation of what writes a folder: a checkpoint, pruning, an export, converted text.
+
+Each check runs in a process of its own that has no threads, because a fork of a process with threads can hang.
+"""
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from _forking import killed_everywhere
+
+from nanochat_fp4.data.dataset import ensure_data
+from nanochat_fp4.export.folder import LIST, new_export
+from nanochat_fp4.files import atomic_write
+from nanochat_fp4.training.checkpoint_manager import (
+    find_last_step,
+    list_steps,
+    load_checkpoint,
+    prune_checkpoints,
+    save_checkpoint,
+)
+
+
+def in_order(found: list, order: list) -> bool:
+    """Whether the states were found in this order, each at least once."""
+    return [x for i, x in enumerate(found) if i == 0 or x != found[i - 1]] == order
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Checkpoints
+
+
+def save(folder: Path, step: int, value: float | None = None) -> bool:
+    tensor = torch.full((100,), float(step if value is None else value))
+    return save_checkpoint(folder, step, {"w": tensor}, {"m": tensor}, {"value": float(tensor[0])})
+
+
+def checkpoint_value(folder: Path, step: int) -> float:
+    model, optimizer, meta = load_checkpoint(folder, step, "cpu", load_optimizer=True)
+    values = {*model["w"].tolist(), *optimizer["m"].tolist(), meta["value"]}
+    assert len(values) == 1 and meta["step"] == step  # never a mixture of the old one and the new one
+    return values.pop()
+
+
+def check_save(scratch: Path, steps: tuple[int, ...], order: list) -> None:
+    """A save of step 10 where there are these steps."""
+    before = scratch / "before"
+    before.mkdir()
+    for step in steps:
+        save(before, step)
+    found = []
+    for folder in killed_everywhere(scratch, lambda folder: save(folder, 10, 11), before):
+        left = list_steps(folder)
+        found.append(checkpoint_value(folder, left[0]) if left else None)
+        assert left == ([find_last_step(folder), *steps[: len(left) - 1]] if left else [])
+        save(folder, 15)  # the next save tidies up
+        prune_checkpoints(folder, 3)
+        assert checkpoint_value(folder, 15) == 15 and list_steps(folder) == [15, *left]
+        assert len(os.listdir(folder)) == 4 * len(list_steps(folder))
+    assert in_order(found, order) and len(found) > 20, found
+
+
+def check_pruning(scratch: Path) -> None:
+    for step in (1, 2, 3, 4):
+        save(scratch / "before", step)
+    kills = 0
+    for folder in killed_everywhere(scratch, lambda folder: prune_checkpoints(folder, 2), scratch / "before"):
+        assert checkpoint_value(folder, 4) == 4 and checkpoint_value(folder, 3) == 3 and find_last_step(folder) == 4
+        save(folder, 5)
+        prune_checkpoints(folder, 2)
+        assert list_steps(folder) == [5, 4] and len(os.listdir(folder)) == 8
+        kills += 1
+    assert kills > 8
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Exports
+
+
+def export(folder: Path, value: int, overwrite: bool = True) -> None:
+    """An export of two files, and of a third where the value is even."""
+    with new_export(folder / "out", overwrite) as part:
+        for name in ("README.md", "config.json", "tokenizer.json")[: 3 - value % 2]:
+            atomic_write(part / name, str(value))
+
+
+def export_value(out: Path) -> int:
+    files = {path.name: path.read_text() for path in out.iterdir()}
+    value = int(files["README.md"])
+    assert len(files) == 4 - value % 2 and {v for k, v in files.items() if k != LIST} == {str(value)}
+    return value
+
+
+def whole_export(folder: Path) -> tuple[int, bool]:
+    """(its value, whether it has its name). An old export may have been renamed aside, and is whole there."""
+    if (folder / "out").exists():
+        return export_value(folder / "out"), True
+    (old,) = folder.glob(".out.*.old")
+    return export_value(old), False
+
+
+def beside(folder: Path) -> set[str]:
+    """The names in a folder, without the lock's own files."""
+    return {name for name in os.listdir(folder) if ".out.lock" not in name}
+
+
+def check_export(scratch: Path) -> None:
+    """The old export is whole, under its name or aside, or the new one is; another program's files stay."""
+    before = scratch / "before"
+    export(before, 1)
+    (before / ".out.part").mkdir()
+    (before / ".out.part" / "work").touch()
+    found = []
+    for number, folder in enumerate(killed_everywhere(scratch, lambda folder: export(folder, 2), before)):
+        found.append(whole_export(folder))
+        # A second kill, of the export that finishes; at each operation would be hundreds.
+        value, named = found[-1]
+        if not named or number % 5 == 0:
+            (again := scratch / f"again_{number}").mkdir()
+            for twice in killed_everywhere(again, lambda folder: export(folder, 4), folder, every=5 if named else 1):
+                assert whole_export(twice)[0] in (value, 4)
+                export(twice, 3)
+                assert export_value(twice / "out") == 3 and (twice / ".out.part" / "work").exists()
+                assert beside(twice) == {"out", ".out.part"}
+        export(folder, 3)
+        assert export_value(folder / "out") == 3 and beside(folder) == {"out", ".out.part"}
+    assert in_order(found, [(1, True), (1, False), (2, True)]) and len(found) > 25, found
+
+
+def check_first_export(scratch: Path) -> None:
+    found = []
+    for folder in killed_everywhere(scratch, lambda folder: export(folder, 2, overwrite=False)):
+        out = folder / "out"
+        found.append(export_value(out) if out.exists() else None)
+        export(folder, 4, overwrite=out.exists())
+        assert export_value(out) == 4 and beside(folder) == {"out"}
+    assert in_order(found, [None, 2]) and len(found) > 15, found
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Text of one's own, written as shards into the base directory
+
+
+def check_conversion(scratch: Path) -> None:
+    texts = scratch / "texts"
+    texts.mkdir()
+    for i in range(25):
+        (texts / f"{i}.txt").write_text(f"Document {i}. " * 300)
+
+    def convert(folder: Path) -> None:
+        os.environ["NANOCHAT_BASE_DIR"] = str(folder)
+        ensure_data(str(texts))
+
+    def shards(folder: Path) -> dict[str, bytes]:
+        made = [p for p in (folder / "converted_data").glob("*/*") if not p.parent.name.endswith(".tmp")]
+        return {p.name: p.read_bytes() for p in made}
+
+    *killed, whole = killed_everywhere(scratch, convert)
+    expected = shards(whole)
+    assert len(expected) > 2 and len(killed) > 5
+    for folder in killed:
+        assert shards(folder) in ({}, expected)  # no folder that only looks done
+        *_, again = killed_everywhere(scratch / f"{folder.name}_again", convert, folder, every=1000)
+        assert shards(again) == expected and [p.suffix for p in (again / "converted_data").iterdir()] == [""]
+
+
+CHECKS = {
+    "first save": (check_save, ((), [None, 11.0])),
+    "save that replaces the newest": (check_save, ((5, 10), [10.0, 5.0, 11.0])),
+    "pruning": (check_pruning, ()),
+    "export": (check_export, ()),
+    "first export": (check_first_export, ()),
+    "conversion": (check_conversion, ()),
+}
+
+
+def run_check(name: str, scratch: str) -> None:
+    torch.set_num_threads(1)
+    check, arguments = CHECKS[name]
+    check(Path(scratch), *arguments)
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_a_kill_at_any_file_operation_loses_nothing(fork_server, tmp_path, name):
+    fork_server.run_ranks(f"import test_kills as t; t.run_check({name!r}, {str(tmp_path)!r})", 1)
+    shutil.rmtree(tmp_path)
