@@ -86,7 +86,8 @@ class Answers:
         args, was_training = self.args, self.model.training
         self.model.eval()
         try:
-            with self.parts.autocast(), per_token_scale(self.model):
+            once = self.parts.weights_once(args.max_new_tokens)  # not anew for each token
+            with self.parts.autocast(), per_token_scale(self.model), once:
                 return self.engine.generate_batch(
                     prompt, rows, max_tokens=args.max_new_tokens, top_k=args.top_k, seed=seed,
                     temperature=args.temperature if temperature is None else temperature,
