@@ -104,7 +104,7 @@ def _check_model(model: nn.Module) -> None:
                 "the result"
             )
     for name, parameter in model.named_parameters():
-        if hasattr(parameter, "device_mesh"):
+        if hasattr(parameter, "device_mesh") or not parameter.numel():  # FSDP2, DeepSpeed
             raise UserError(
                 f"save_quantized: {name} is divided among processes; gather the weights (get_model_state_dict with "
                 "full_state_dict) into a model of one process"

@@ -66,6 +66,13 @@ def some_experts() -> nn.Module:
     return nf.convert(Mixture(), "clover", skip=["*.gate_up_proj.1"], verbose=False)
 
 
+def divided() -> nn.Module:
+    """As DeepSpeed's ZeRO-3 leaves weights between steps."""
+    model = converted()
+    model.layers[1].weight = nn.Parameter(torch.empty(0))
+    return model
+
+
 def on_meta() -> nn.Module:
     with torch.device("meta"):
         return converted()
@@ -89,6 +96,7 @@ SAVES = [
     (with_adapter, {}, "layers.0 has an adapter"),
     (with_tied_head_in_4_bits, {}, "layers.0 is in 4 bits and shares its weight with embed"),
     (on_meta, {}, "on the meta device"),
+    (divided, {}, "layers.1.weight is divided among processes"),
     (poked("layers.0.weight", torch.nan), {}, "layers.0.weight has values that are not finite"),
     (poked("layers.1.bias", torch.inf), {}, "layers.1.bias has values that are not finite"),
     (poked("embed.weight", -torch.inf), {}, "embed.weight has values that are not finite"),
