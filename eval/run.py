@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from nanochat_fp4.common import get_dist_info, is_ddp_initialized
+from nanochat_fp4.common import get_dist_info, is_ddp_initialized, print0
 from nanochat_fp4.data.chat_data import Task
 from nanochat_fp4.data.tokenizer import without_end
 from nanochat_fp4.generation.engine import Engine
@@ -75,6 +75,7 @@ def run_task(
     _, rank, _, world_size = get_dist_info()
     device = model.get_device()
     outcomes = torch.zeros(count, dtype=torch.int32, device=device)
+    cropped = torch.zeros((), dtype=torch.int32, device=device)
     settings: dict[str, Any] = {}
     if task.eval_type == "categorical":
         evaluate: Callable = lambda batch: _choose(batch, model, tokenizer)  # noqa: E731
@@ -86,6 +87,7 @@ def run_task(
     else:
         raise ValueError(f"{name}: unknown eval_type {task.eval_type!r}; use categorical or generative")
 
+    longest = longest_prompt(model, max_new_tokens if task.eval_type == "generative" else 0)
     was_training = model.training
     model.eval()
     mine = range(rank, count, world_size)
@@ -99,9 +101,10 @@ def run_task(
             per_token_scale(model),
             quantize_weights_once(model),
         ):
-            for batch in _batches(task, mine, tokenizer, batch_size):
+            for batch in _batches(task, mine, tokenizer, batch_size, longest):
                 if interrupted():
                     break
+                cropped += sum(len(problem.prompt) > longest for problem in batch)
                 for problem, answers in zip(batch, evaluate(batch)):
                     solved = any(task.evaluate(problem.conversation, answer) for answer in answers)
                     outcomes[problem.index] = int(solved)
@@ -111,6 +114,9 @@ def run_task(
         model.train(was_training)
     if is_ddp_initialized():
         dist.all_reduce(outcomes)
+        dist.all_reduce(cropped)
+    if cropped:
+        print0(f"note: {what}: {int(cropped)} prompts were cut after {longest:,} tokens, more than the model can read")
     return Score([bool(o) for o in outcomes.tolist()], task.VERSION, settings)
 
 
@@ -120,11 +126,26 @@ class _Problem(NamedTuple):
     prompt: list[int]
 
 
-def _batches(task: Task, indices: range, tokenizer: Any, batch_size: int, pool: int = 64) -> Iterator[list[_Problem]]:
-    """Batches of problems of similar length: sorted within pools of `pool` batches."""
+NANOCHATS_LIMIT = 2048  # of tokens before the assistant's opening token
+
+
+def longest_prompt(model: torch.nn.Module, max_new_tokens: int) -> int:
+    """Tokens of a prompt, before the assistant's opening token, that leave room for the answer."""
+    positions = getattr(model, "rotary_seq_len", None)
+    room = NANOCHATS_LIMIT if positions is None else positions - max_new_tokens - 1
+    if room < 1:
+        problem = f"--max-new-tokens={max_new_tokens} leaves no room for a prompt in the model's {positions} positions"
+        raise ValueError(f"{problem}; lower --max-new-tokens")
+    return min(NANOCHATS_LIMIT, room)
+
+
+def _batches(
+    task: Task, indices: range, tokenizer: Any, batch_size: int, longest: int, pool: int = 64
+) -> Iterator[list[_Problem]]:
+    """Batches of problems of similar length: sorted within pools of `pool` batches. longest: tokens of a prompt."""
     for start in range(0, len(indices), pool * batch_size):
         conversations = [(i, task[i]) for i in indices[start : start + pool * batch_size]]
-        problems = [_Problem(i, c, tokenizer.render_for_completion(c)) for i, c in conversations]
+        problems = [_Problem(i, c, tokenizer.render_for_completion(c, longest)) for i, c in conversations]
         problems.sort(key=lambda p: len(p.prompt))
         for j in range(0, len(problems), batch_size):
             yield problems[j : j + batch_size]

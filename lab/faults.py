@@ -182,7 +182,7 @@ OUTWARDS = [
           "tests/training/test_post_training.py tests/evaluation"),
     Fault("core_not_centered", "scripts/base_eval.py",
           "(accuracy - chance) / (1 - chance)", "(accuracy - chance)",
-          "tests/evaluation/test_eval.py tests/training/test_post_training.py"),
+          "tests/evaluation/test_core.py"),
 ]  # fmt: skip
 FAULTS = [*NVFP4, *KERNELS, *MODELS, *TRAINING, *DATA, *OUTWARDS]
 

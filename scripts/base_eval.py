@@ -19,6 +19,7 @@ import tempfile
 import time
 import zipfile
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ from nanochat_fp4.console import ArgumentParser, format_bytes
 from nanochat_fp4.data.download import download_file_with_lock
 from nanochat_fp4.data.rows import MissingDataError, read_rows
 from nanochat_fp4.errors import UserError, one_line, run_main
-from nanochat_fp4.evaluation.core_eval import evaluate_task
+from nanochat_fp4.evaluation.core_eval import TASK_TYPES, evaluate_task, fault_of, longest_input
 from nanochat_fp4.evaluation.report import get_report
 from nanochat_fp4.files import atomic_write
 from nanochat_fp4.models.gpt import autocast
@@ -91,8 +92,8 @@ def find_bundle(bundle_dir: str | os.PathLike | None = None) -> Path:
             problem = f"CORE needs the eval bundle, which is not in {folder} and cannot be downloaded"
             mend = f"unpack {EVAL_BUNDLE_URL} somewhere and name the folder with --bundle-dir"
             raise MissingDataError(f"{problem} ({one_line(e)[:150]}); {mend}") from e
-    for name in ("core.yaml", "eval_meta_data.csv", "eval_data"):
-        if not (folder / name).exists():
+    for name, there in (("core.yaml", Path.is_file), ("eval_meta_data.csv", Path.is_file), ("eval_data", Path.is_dir)):
+        if not there(folder / name):
             problem = f"{folder / name} is missing, so {folder} is no eval bundle"
             raise MissingDataError(f"{problem}; unpack {EVAL_BUNDLE_URL} there")
     return folder
@@ -125,30 +126,48 @@ def read_bundle(folder: Path) -> tuple[list[dict[str, Any]], dict[str, float]]:
 # Evaluation
 
 
+def read_questions(
+    folder: Path, task: dict[str, Any], guessing: dict[str, float], max_per_task: int
+) -> list[dict[str, Any]]:
+    """The questions of a task, shuffled. Raises UserError for a fault that would end the evaluation later."""
+    label, kind, shots = task["label"], task["icl_task_type"], task["num_fewshot"][0]
+    if label not in guessing:
+        raise UserError(f"{folder / 'eval_meta_data.csv'} has no row for {label!r}; unpack the bundle again")
+    if kind not in TASK_TYPES:
+        raise UserError(f"{folder / 'core.yaml'}: {label} is {kind!r}, expected one of {', '.join(TASK_TYPES)}")
+    if not isinstance(shots, int) or shots < 0:
+        raise UserError(f"{folder / 'core.yaml'}: {label} has num_fewshot {shots!r}, expected a number")
+    data = read_rows(folder / "eval_data" / task["dataset_uri"], lambda row: fault_of(row, kind))
+    random.Random(SHUFFLE_SEED).shuffle(data)
+    data = data[:max_per_task] if max_per_task > 0 else data
+    if len(data) <= shots:
+        raise UserError(
+            f"{label} shows {shots} other questions before each of its {len(data)}; raise --max-per-task "
+            f"(--core-metric-max-per-task) to {shots + 1}"
+        )
+    return data
+
+
 def evaluate_model(
     model: Any,
     tokenizer: Any,
     device: torch.device,
     max_per_task: int = -1,
     bundle_dir: str | os.PathLike | None = None,
+    finished: Callable[[dict[str, float], dict[str, float]], None] = lambda results, centered: None,
 ) -> dict[str, Any]:
     """
     CORE as a dict: "results" is the accuracy by task. "centered_results" is the same with guessing at 0, and
-    "core_metric" the mean of the latter.
+    "core_metric" the mean of the latter. "notes" says in words which questions were cropped or not judged.
 
     All ranks call this, inside the precision context of their choice. Only the first max_per_task questions of each
-    task count.
+    task count. All files are read and checked before the first question. finished(results, centered results so far) is
+    called after each task.
     """
     folder = find_bundle(bundle_dir)
     tasks, guessing = read_bundle(folder)
-    results, centered, questions = {}, {}, {}
-    for task in tasks:
-        label = task["label"]
-        if label not in guessing:
-            raise UserError(f"{folder / 'eval_meta_data.csv'} has no row for {label!r}; unpack the bundle again")
-        data = read_rows(folder / "eval_data" / task["dataset_uri"])
-        random.Random(SHUFFLE_SEED).shuffle(data)
-        questions[label] = data[:max_per_task] if max_per_task > 0 else data
+    results, centered, notes = {}, {}, []
+    questions = {task["label"]: read_questions(folder, task, guessing, max_per_task) for task in tasks}
     _, rank, _, world_size = get_dist_info()
     mine = sum(len(range(rank, len(data), world_size)) for data in questions.values())
     with contextlib.ExitStack() as inside:
@@ -160,15 +179,17 @@ def evaluate_model(
             start, label = time.monotonic(), task["label"]
             meta = {"task_type": task["icl_task_type"], "num_fewshot": task["num_fewshot"][0]}
             meta["continuation_delimiter"] = task.get("continuation_delimiter", " ")
-            try:
-                accuracy = evaluate_task(model, tokenizer, questions[label], device, meta, progress.update)
-            except (KeyError, IndexError, TypeError, ValueError, AttributeError) as e:
-                raise UserError(f"{task['dataset_uri']} of the eval bundle: {one_line(e)[:200]}") from e
+            accuracy, cropped, lost = evaluate_task(model, tokenizer, questions[label], device, meta, progress.update)
+            if cropped:
+                notes.append(f"{label}: {cropped} prompts were cropped to their last {longest_input(model):,} tokens")
+            if lost:
+                notes.append(f"{label}: {lost} questions count as wrong, whose answer does not fit or has no own token")
             chance = guessing[label] / 100
             results[label], centered[label] = accuracy, (accuracy - chance) / (1 - chance)
             progress.write(f"{label}: {accuracy:.3f} ({time.monotonic() - start:.0f} s)")
+            finished(results, centered)
     core = sum(centered.values()) / len(centered) if centered else 0.0
-    return {"results": results, "centered_results": centered, "core_metric": core}
+    return {"results": results, "centered_results": centered, "core_metric": core, "notes": notes}
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -193,19 +214,27 @@ def evaluate(args: argparse.Namespace, device: torch.device, rank: int) -> None:
             precision, method = nf.full_precision(model), "bf16"
         name, slug = f"base model {model_tag} (step {meta['step']})", f"base_model_{meta['step']:06d}"
     print0(f"CORE of {name}, {method} forward")
-    with precision, autocast(device.type):
-        out = evaluate_model(model, tokenizer, device, max_per_task=args.max_per_task, bundle_dir=args.bundle_dir)
+    folder = Path(get_base_dir()) / "base_eval" / (model_tag or "")
 
-    if rank == 0:
+    def save(results: dict[str, float], centered: dict[str, float], core: float | None = None) -> list[str]:
+        """Writes the table of the tasks so far, and their mean if they are all."""
         lines = [f"{'Task':<35}, {'Accuracy':<10}, {'Centered':<10}"]
-        for label, accuracy in out["results"].items():
-            lines.append(f"{label:<35}, {accuracy:<10.6f}, {out['centered_results'][label]:<10.6f}")
-        lines.append(f"{'CORE':<35}, {'':<10}, {out['core_metric']:<10.6f}")
-        folder = Path(get_base_dir()) / "base_eval" / (model_tag or "")
-        folder.mkdir(parents=True, exist_ok=True)
-        atomic_write(folder / f"{slug}.csv", "\n".join(lines) + "\n")
-        print0("\n".join(lines))
+        for label, accuracy in results.items():
+            lines.append(f"{label:<35}, {accuracy:<10.6f}, {centered[label]:<10.6f}")
+        lines += [f"{'CORE':<35}, {'':<10}, {core:<10.6f}"] if core is not None else []
+        if rank == 0:
+            folder.mkdir(parents=True, exist_ok=True)
+            atomic_write(folder / f"{slug}.csv", "\n".join(lines) + "\n")
+        return lines
+
+    with precision, autocast(device.type):
+        out = evaluate_model(
+            model, tokenizer, device, max_per_task=args.max_per_task, bundle_dir=args.bundle_dir, finished=save
+        )
+    print0("\n".join(save(out["results"], out["centered_results"], out["core_metric"])))
+    print0("".join(f"note: {note}\n" for note in out["notes"]), end="")
     about = {"Model": name, "Forward": method, "CORE metric": out["core_metric"], "Max per task": args.max_per_task}
+    about |= {"Notes": "; ".join(out["notes"])}
     # Another forward pass than that of the training has a column of its own.
     column = "CORE" if method == own else f"CORE, {method} forward"
     get_report(model_tag).log("Base model evaluation", [about, out["centered_results"]], {column: out["core_metric"]})

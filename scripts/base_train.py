@@ -136,6 +136,8 @@ class CoreMetric:
             self.every = -1
             return
         self.value = results["core_metric"]
+        for note in results["notes"]:
+            trainer.progress.write(f"note: {note}")
         trainer.progress.write(f"step {trainer.step:05d} | CORE metric {self.value:.4f}")
         trainer.metrics.append("core", trainer.step, core_metric=self.value)
         trainer.wandb_run.log({"step": trainer.step, "core_metric": self.value})

@@ -26,6 +26,7 @@ from torch import Tensor
 from eval.common import resolve_eval_dir
 from eval.gsm8k import GSM8K
 from eval.local import LocalArithmetic
+from eval.run import longest_prompt
 from nanochat_fp4.common import is_ddp_initialized
 from nanochat_fp4.console import ArgumentParser, parse_finite
 from nanochat_fp4.data.chat_data import Source, Task, describe_sources, load_sources
@@ -102,6 +103,7 @@ def pass_at_k(
     """Share of the first --eval-examples problems that one of the first k answers solves, for k up to the micro-batch,
     drawn at temperature 1. All ranks call it together; StopRequested on a signal."""
     process, rows = run.process, args.device_batch_size
+    longest = longest_prompt(run.model, args.max_new_tokens)
     count = min(len(task), args.eval_examples)
     solved = torch.zeros(rows, device=process.device)
     with answers.parts.weights_once(count):
@@ -111,7 +113,7 @@ def pass_at_k(
             index = first + process.rank
             if index < count:
                 problem = task[index]
-                prompt = run.tokenizer.render_for_completion(problem)
+                prompt = run.tokenizer.render_for_completion(problem, longest)
                 sequences, _ = answers(prompt, rows, args.seed + index, temperature=1.0)
                 said = (without_end(row[len(prompt) :], run.tokenizer) for row in sequences)
                 right = [bool(task.evaluate(problem, run.tokenizer.decode(answer))) for answer in said]
@@ -141,10 +143,7 @@ def train(args: argparse.Namespace, process: Process) -> None:
     train_part, val_part = source(args, "train"), source(args, "test")
     task = load_sources([train_part], False, "training").tasks[0]
     val_task = load_sources([val_part], False, "validation").tasks[0]
-    longest = max(len(run.tokenizer.render_for_completion(of[0])) for of in (task, val_task)) + args.max_new_tokens
-    if longest > run.model.rotary_seq_len:
-        problem = f"a prompt and --max-new-tokens={args.max_new_tokens} are {longest} tokens"
-        raise UserError(f"{problem}, and this model has {run.model.rotary_seq_len} positions; lower --max-new-tokens")
+    longest = longest_prompt(run.model, args.max_new_tokens)  # a longer one is cut, as in chat_eval
     sources = describe_sources([train_part])
     num_iterations = steps_of_epochs(args, len(task), "problems", "--examples-per-step", examples)
     optimizers, schedule = run.model.setup_finetuning(
@@ -156,7 +155,7 @@ def train(args: argparse.Namespace, process: Process) -> None:
 
     def make_loader(position: dict | None) -> Rollouts:
         where = process.device, process.rank, world_size
-        rollouts[:] = [Rollouts(task, run.tokenizer, answers, B, samples, *where, args.seed, position)]
+        rollouts[:] = [Rollouts(task, run.tokenizer, answers, B, samples, *where, args.seed, position, longest)]
         return rollouts[0]
 
     trainer = run.trainer(

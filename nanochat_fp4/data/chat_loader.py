@@ -215,9 +215,10 @@ class Rollouts(_Dealt):
         world_size: int = 1,
         seed: int = 42,
         state: dict[str, Any] | None = None,
+        longest_prompt: int = 2048,
     ):
         super().__init__(task, tokenizer, B, device, rank, world_size, state, num_samples=num_samples)
-        self.generate, self.num_samples, self.seed = generate, num_samples, seed
+        self.generate, self.num_samples, self.seed, self.longest_prompt = generate, num_samples, seed, longest_prompt
         self.waiting: list[tuple[Tensor, Tensor, Tensor]] = []
         self.rewards: list[float] = []  # and lengths of answers, in tokens: since numbers() was last called
         self.lengths: list[int] = []
@@ -230,7 +231,7 @@ class Rollouts(_Dealt):
 
     def _answer(self, number: int) -> list[tuple[Tensor, Tensor, Tensor]]:
         problem = self.dataset[number % len(self.dataset)]
-        prompt = self.tokenizer.render_for_completion(problem)
+        prompt = self.tokenizer.render_for_completion(problem, self.longest_prompt)
         rows: list[list[int]] = []
         masks: list[list[int]] = []
         for first in range(0, self.num_samples, self.B):

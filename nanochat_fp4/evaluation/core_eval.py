@@ -14,14 +14,35 @@ Prompts are nanochat's at f5425245f, where they are Jinja templates.
 import random
 from collections.abc import Sequence
 from os.path import commonprefix
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
 FEWSHOT_SEED = 1234  # example i draws its few-shot examples with this seed + i
-TASK_TYPES = ("multiple_choice", "schema", "language_modeling")
+# kind of a task -> the fields of its questions
+FIELDS: dict[str, dict[str, type]] = {
+    "multiple_choice": {"query": str, "choices": list, "gold": int},
+    "schema": {"context_options": list, "continuation": str, "gold": int},
+    "language_modeling": {"context": str, "continuation": str},
+}
+TASK_TYPES = tuple(FIELDS)
+
+
+def fault_of(item: dict[str, Any], kind: str) -> str | None:
+    """What is wrong with a question of this kind of task, or None."""
+    for name, expected in FIELDS[kind].items():
+        if not isinstance(item.get(name), expected):
+            found = type(item[name]).__name__ if name in item else "missing"
+            return f"{name!r} is {found}, expected {expected.__name__}"
+        texts = item[name] if expected is list else ()
+        if not all(isinstance(text, str) for text in texts):
+            return f"{name!r} holds something else than strings"
+    options = item.get("choices", item.get("context_options", ()))
+    if "gold" in FIELDS[kind] and not 0 <= item["gold"] < len(options):
+        return f"'gold' is {item['gold']}, expected 0 to {len(options) - 1}"
+    return None
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -54,8 +75,8 @@ def render_prompts_lm(item: dict, delimiter: str, fewshot: Sequence[dict] = ()) 
 
 def render_question(
     item: dict, tokenizer: Any, task_meta: dict[str, Any], fewshot: Sequence[dict]
-) -> tuple[list[list[int]], list[tuple[int, int]]]:
-    """(token sequences, the judged span [start, end) of each)."""
+) -> tuple[list[list[int]], list[tuple[int, int]]] | None:
+    """(token sequences, the judged span [start, end) of each). None if the answer does not begin at a token."""
     kind, delimiter = task_meta["task_type"], task_meta["continuation_delimiter"]
     render = dict(zip(TASK_TYPES, (render_prompts_mc, render_prompts_schema, render_prompts_lm)))[kind]
     sequences = tokenizer(render(item, delimiter, fewshot), prepend=tokenizer.get_bos_token_id())
@@ -67,7 +88,7 @@ def render_question(
         return sequences, [(len(s) - length, len(s)) for s in sequences]
     without, whole = sequences
     if len(without) >= len(whole) or whole[: len(without)] != without:
-        raise ValueError(f"in tokens, the whole text does not begin with the context: {item['context'][-60:]!r}")
+        return None
     return [whole], [(len(without), len(whole))]
 
 
@@ -75,20 +96,41 @@ def render_question(
 # Judging
 
 
-def crop(sequence: list[int], span: tuple[int, int], longest: int | None) -> tuple[list[int], tuple[int, int]]:
-    """The last `longest` tokens, for a model with a fixed context, and the span's new position."""
+class Outcome(NamedTuple):
+    """Of one question. cropped: the model has seen the end of the prompt alone. judged: False for a question that the
+    model cannot be asked, because the answer is longer than its context or does not begin at a token. It counts as
+    wrong."""
+
+    right: bool
+    cropped: bool = False
+    judged: bool = True
+
+
+class TaskResult(NamedTuple):
+    """Of a task: the share of right answers, and how many questions were cropped, and how many not judged."""
+
+    accuracy: float
+    cropped: int
+    not_judged: int
+
+
+def longest_input(model: Any) -> int | None:
+    """Tokens that the model can read at once: GPT-2's fixed context, or the rotary tables. None: any number."""
+    return getattr(model, "max_seq_len", None) or getattr(model, "rotary_seq_len", None)
+
+
+def crop(sequence: list[int], span: tuple[int, int], longest: int | None) -> tuple[list[int], tuple[int, int]] | None:
+    """The last `longest` tokens, and the span's new position. None if the span and a token before it do not fit."""
     surplus = 0 if longest is None else max(0, len(sequence) - longest)
     start, end = span[0] - surplus, span[1] - surplus
-    if start < 1:
-        raise ValueError(f"the answer does not fit into the model's context of {longest} tokens")
-    return sequence[surplus:], (start, end)
+    return (sequence[surplus:], (start, end)) if start >= 1 else None
 
 
 @torch.no_grad()
 def evaluate_example(
     index: int, model: Any, tokenizer: Any, data: Sequence[dict], device: torch.device | str, task_meta: dict[str, Any]
-) -> bool:
-    """Whether the model gets question `index` right. The few-shot examples are drawn from the other questions."""
+) -> Outcome:
+    """The model's answer to question `index`. The few-shot examples are drawn from the other questions."""
     item = data[index]
     if task_meta["task_type"] not in TASK_TYPES:
         raise ValueError(f"unknown task type {task_meta['task_type']!r}; known are {', '.join(TASK_TYPES)}")
@@ -96,9 +138,12 @@ def evaluate_example(
     if task_meta["num_fewshot"] > len(others):
         raise ValueError(f"{task_meta['num_fewshot']} examples are wanted, and there are {len(others)} other questions")
     chosen = random.Random(FEWSHOT_SEED + index).sample(others, task_meta["num_fewshot"])
-    sequences, spans = render_question(item, tokenizer, task_meta, [data[i] for i in chosen])
-    longest = getattr(model, "max_seq_len", None)
-    sequences, spans = map(list, zip(*(crop(s, span, longest) for s, span in zip(sequences, spans))))
+    rendered = render_question(item, tokenizer, task_meta, [data[i] for i in chosen])
+    whole = rendered and [crop(s, span, longest_input(model)) for s, span in zip(*rendered)]
+    if not whole or None in whole:
+        return Outcome(False, judged=False)
+    sequences, spans = map(list, zip(*whole))
+    cropped = sequences != rendered[0]
 
     padding = tokenizer.get_bos_token_id()  # padding is at the end, where no judged token sees it
     width = max(map(len, sequences))
@@ -106,12 +151,12 @@ def evaluate_example(
     logits = model(ids)
     if task_meta["task_type"] == "language_modeling":
         start, end = spans[0]
-        return bool((logits[0, start - 1 : end - 1].argmax(-1) == ids[0, start:end]).all())
+        return Outcome(bool((logits[0, start - 1 : end - 1].argmax(-1) == ids[0, start:end]).all()), cropped)
     losses = [
         float(F.cross_entropy(logits[row, start - 1 : end - 1].float(), ids[row, start:end]))
         for row, (start, end) in enumerate(spans)
     ]
-    return losses.index(min(losses)) == item["gold"]
+    return Outcome(losses.index(min(losses)) == item["gold"], cropped)
 
 
 def evaluate_task(
@@ -121,14 +166,16 @@ def evaluate_task(
     device: torch.device | str,
     task_meta: dict[str, Any],
     done: Any = lambda: None,
-) -> float:
-    """Share of the questions that the model gets right. All ranks call this; done() is called after each question."""
+) -> TaskResult:
+    """The result over all questions. All ranks call this; done() is called after each question."""
     distributed = dist.is_available() and dist.is_initialized()
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if distributed else (0, 1)
-    correct = torch.zeros(len(data), device=device)
+    counts = torch.zeros(3, device=device)
     for index in range(rank, len(data), world_size):
-        correct[index] = float(evaluate_example(index, model, tokenizer, data, device, task_meta))
+        right, cropped, judged = evaluate_example(index, model, tokenizer, data, device, task_meta)
+        counts += torch.tensor([right, cropped, not judged], device=device)
         done()
     if world_size > 1:
-        dist.all_reduce(correct)
-    return correct.mean().item()
+        dist.all_reduce(counts)
+    right, cropped, not_judged = counts.tolist()
+    return TaskResult(right / len(data), int(cropped), int(not_judged))

@@ -327,6 +327,27 @@ def test_seeded_sampling_is_repeatable():
     assert sorted(answers[:4]) == sorted(answers[4:8]) != sorted(answers[8:])
 
 
+def test_prompts_longer_than_the_model_can_read_are_cut(capsys):
+    model, tokenizer = tiny_model(sequence_len=16), byte_tokenizer()  # 160 positions
+
+    class Long(LocalArithmetic):
+        def __getitem__(self, i):
+            question = {"role": "user", "content": "x" * (20 + 200 * (i % 2))}
+            return {"messages": [question, super().__getitem__(i)["messages"][1]]}
+
+    class LongChoice(Long):
+        eval_type = "categorical"
+
+        def __getitem__(self, i):
+            return {**super().__getitem__(i), "letters": ("A", "B")}
+
+    for task, longest in ((Long(size=4), 149), (LongChoice(size=4), 159)):
+        assert run_task(task, model, tokenizer, "Long", max_new_tokens=10).count == 4
+        assert f"note: Long: 2 prompts were cut after {longest} tokens" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="leaves no room"):
+        run_task(Long(size=4), model, tokenizer, max_new_tokens=160)
+
+
 def test_bad_requests():
     model, tokenizer = tiny_model(), byte_tokenizer()
     for kwargs in ({"max_problems": 0}, {"batch_size": 0}, {"num_samples": 0}, {"max_new_tokens": 0}):

@@ -481,7 +481,7 @@ def test_core_metric_that_cannot_be_had_does_not_end_a_run(tiny_base, monkeypatc
     monkeypatch.setattr(base_train, "evaluate_model", missing)
     train("--core-metric-every=1", "--eval-every=-1", method="bf16", steps=3)
     assert capsys.readouterr().err.count("no CORE metric from here on: no network") == 1
-    monkeypatch.setattr(base_train, "evaluate_model", lambda *args, **kwargs: {"core_metric": 0.25})
+    monkeypatch.setattr(base_train, "evaluate_model", lambda *args, **kwargs: {"core_metric": 0.25, "notes": []})
     train("--core-metric-every=1", "--eval-every=-1", "--model-tag=other", method="bf16", steps=3)
     records = read_jsonl(tiny_base / "base_checkpoints" / "other" / "metrics.jsonl")
     assert [(r["step"], r["core_metric"]) for r in records if r["event"] == "core"] == [(1, 0.25), (2, 0.25), (3, 0.25)]

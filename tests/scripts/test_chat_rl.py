@@ -146,6 +146,6 @@ def test_gsm8k_from_files_and_resumed(tiny_base, tmp_path, monkeypatch, capsys):
     assert_same(final_state(out, 2), whole)
     with pytest.raises(UserError, match="num_samples was 4 and is now 2"):
         chat_rl.main([*flags, "--resume-from-step=1", "--num-samples=2"])
-    with pytest.raises(UserError, match="positions; lower --max-new-tokens"):
+    with pytest.raises(ValueError, match="positions; lower --max-new-tokens"):
         chat_rl.main([*flags, "--overwrite", "--max-new-tokens=99999"])
     assert_same(final_state(out, 2), whole)

@@ -2,13 +2,11 @@
 
 import builtins
 import json
-import re
-import zipfile
 
 import pytest
 import torch
 from _assertions import assert_same, final_state
-from _samples import CORE_TASKS, byte_tokenizer, make_bundle, save_base
+from _samples import byte_tokenizer, save_base
 from _training import BASE, MID, SFT, after_steps, stopped_in_step
 
 from eval.local import LocalArithmetic, LocalChoice
@@ -16,11 +14,10 @@ from nanochat_fp4.data.chat_data import LOCAL_IDENTITY, CustomJSON, Source, Task
 from nanochat_fp4.data.chat_loader import ConversationBatches, PackedConversations
 from nanochat_fp4.data.tokenizer import get_tokenizer
 from nanochat_fp4.errors import UserError
-from nanochat_fp4.evaluation import core_eval
 from nanochat_fp4.evaluation.metrics import read_jsonl
 from nanochat_fp4.training.checkpoint_manager import list_steps, load_checkpoint, weights_digest
 from nanochat_fp4.training.load_model import checkpoint_method
-from scripts import base_eval, base_train, chat_cli, chat_eval, chat_sft, mid_train
+from scripts import base_train, chat_cli, chat_eval, chat_sft, mid_train
 
 MID = [*MID, "--eval-every=4"]
 SFT = [*SFT, "--eval-every=4", "--eval-metrics-every=4", "--eval-metrics-max-problems=6"]
@@ -456,140 +453,7 @@ def test_a_model_that_never_stops_can_be_talked_to(base):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# CORE
-
-MC, SCHEMA, LM = CORE_TASKS.values()
-
-
-def test_core_prompts_to_the_letter():
-    assert core_eval.render_prompts_mc(MC[2], " -> ", [MC[1], MC[0]]) == [
-        "Question 1 -> no\n\nQuestion 0 -> yes\n\nQuestion 2 -> yes",
-        "Question 1 -> no\n\nQuestion 0 -> yes\n\nQuestion 2 -> no",
-    ]
-    assert core_eval.render_prompts_schema(SCHEMA[0], " ", [SCHEMA[1]]) == [
-        "The cat sat.\n\nThe cat sat.",
-        "The cat sat.\n\nThe dog sat.",
-    ]
-    assert core_eval.render_prompts_lm(LM[0], " ", [LM[1]]) == [
-        "One two 1 three\n\nOne two 0",
-        "One two 1 three\n\nOne two 0 three",
-    ]
-
-
-def test_core_spans():
-    tokenizer = byte_tokenizer()
-    meta = {"task_type": "multiple_choice", "continuation_delimiter": " "}
-    sequences, spans = core_eval.render_question(MC[0], tokenizer, meta, [])
-    assert [tokenizer.decode(s[a:b]) for s, (a, b) in zip(sequences, spans)] == ["yes", "no"]
-    sequences, spans = core_eval.render_question(SCHEMA[0], tokenizer, {**meta, "task_type": "schema"}, [])
-    assert [tokenizer.decode(s[a:b]) for s, (a, b) in zip(sequences, spans)] == [" sat.", " sat."]
-    sequences, spans = core_eval.render_question(LM[0], tokenizer, {**meta, "task_type": "language_modeling"}, [])
-    assert [tokenizer.decode(s[a:b]) for s, (a, b) in zip(sequences, spans)] == [" three"]
-    assert core_eval.crop(list(range(10)), (6, 10), 5) == ([5, 6, 7, 8, 9], (1, 5))
-    with pytest.raises(ValueError, match="does not fit"):
-        core_eval.crop(list(range(10)), (5, 10), 5)
-
-
-@pytest.mark.parametrize("kind, data", CORE_TASKS.items())
-def test_core_finds_what_the_model_knows(kind, data):
-    """A model that makes the right answer likely is right everywhere; one that makes the wrong one likely, nowhere."""
-    tokenizer = byte_tokenizer()
-
-    class Knows:
-        def __init__(self, right):
-            self.right = right
-
-        def __call__(self, ids):
-            logits = torch.zeros(*ids.shape, 265)
-            for row in range(ids.size(0)):
-                good = kind == "language_modeling" or (row == self.gold) == self.right
-                bonus = 5.0 if good and (self.right or kind != "language_modeling") else -5.0
-                logits[row, :-1].scatter_(1, ids[row, 1:, None], bonus)
-            return logits
-
-    meta = {"task_type": kind, "num_fewshot": 2, "continuation_delimiter": " "}
-    for right in (True, False):
-        model = Knows(right)
-        outcomes = []
-        for i, item in enumerate(data):
-            model.gold = item.get("gold", 0)
-            outcomes.append(core_eval.evaluate_example(i, model, tokenizer, data, "cpu", meta))
-        assert outcomes == [right] * len(data)
-
-
-def test_base_eval_with_a_bundle_and_without(base, tmp_path, capsys, monkeypatch):
-    bundle = make_bundle(tmp_path / "bundle")
-    base_eval.main([f"--bundle-dir={bundle}", "--device-type=cpu", "--max-per-task=3"])
-    out = capsys.readouterr().out
-    assert "clover forward" in out and "CORE" in out
-    table = (base / "base_eval" / "d2_clover" / "base_model_000005.csv").read_text().splitlines()
-    assert [line.split(",")[0].strip() for line in table] == [
-        "Task",
-        "multiple_choice",
-        "schema",
-        "language_modeling",
-        "CORE",
-    ]
-    accuracy, centered = ([float(line.split(",")[column]) for line in table[1:4]] for column in (1, 2))
-    # Guessing, half of the answers in the first two kinds, counts 0.
-    assert centered == pytest.approx([2 * accuracy[0] - 1, 2 * accuracy[1] - 1, accuracy[2]], abs=1e-5)
-    assert float(table[4].split(",")[2]) == pytest.approx(sum(centered) / 3, abs=1e-6)
-    section = json.loads((base / "report" / "d2_clover" / "base-model-evaluation.json").read_text())
-    assert section["results"]["CORE"] == pytest.approx(sum(centered) / 3, abs=1e-6)
-
-    def no_network(*args, **kwargs):
-        raise UserError("download failed (test)")
-
-    monkeypatch.setattr(base_eval, "download_file_with_lock", no_network)
-    with pytest.raises(UserError) as e:
-        base_eval.main(["--device-type=cpu"])
-    assert "CORE needs the eval bundle" in one_line(e) and "--bundle-dir" in str(e.value)
-    (bundle / "core.yaml").write_text("icl_tasks: 3\n")
-    with pytest.raises(UserError, match="core.yaml is damaged"):
-        base_eval.main([f"--bundle-dir={bundle}", "--device-type=cpu"])
-    make_bundle(tmp_path / "two")
-    (tmp_path / "two" / "eval_data" / "schema.jsonl").write_text('{"gold": 1}\n{"gold": 1}\n')
-    with pytest.raises(UserError, match="schema.jsonl of the eval bundle"):
-        base_eval.main([f"--bundle-dir={tmp_path / 'two'}", "--device-type=cpu"])
-    with pytest.raises(UserError, match="is missing, so .* is no eval bundle"):
-        base_eval.main([f"--bundle-dir={tmp_path}", "--device-type=cpu"])
-
-
-def test_bundles_that_are_bombs(tmp_path, base_dir):
-    """An archive that says it would unpack to more than there should be, and YAML of a hundred thousand brackets."""
-    base_dir.mkdir()
-    path = base_dir / "eval_bundle.zip"
-
-    def unpack(why):
-        with pytest.raises(UserError, match=f"CORE needs the eval bundle.*{why}"):
-            base_eval.find_bundle()
-        assert [p.name for p in base_dir.iterdir() if not p.name.endswith(".lock")] == ["eval_bundle.zip"]
-
-    with zipfile.ZipFile(path, "w") as archive:
-        for i in range(2):
-            archive.writestr(f"eval_bundle/{i}", "x")
-    data = bytearray(path.read_bytes())
-    for match in re.finditer(rb"PK\x01\x02", bytes(data)):  # the directory's entries, which have the unpacked size
-        data[match.start() + 24 : match.start() + 28] = (0xF000_0000).to_bytes(4, "little")
-    path.write_bytes(data)
-    unpack("would unpack to 2 files of 7.5 GB")
-    with zipfile.ZipFile(path, "w") as archive:
-        for i in range(10_001):
-            archive.writestr(f"eval_bundle/{i}", "")
-    unpack("would unpack to 10,001 files")
-    path.write_bytes(b"PK nothing")
-    unpack("is not the eval bundle")
-
-    bundle = make_bundle(tmp_path / "bundle")
-    for text in (
-        "[" * 10_000,
-        "icl_tasks: " + "[" * 10_000,
-        "a: &a [x]\n" + "b: [*a,*a]\n" * 200_000,
-        "icl_tasks: 2001-99-99",
-    ):
-        (bundle / "core.yaml").write_text(text)
-        with pytest.raises(UserError, match="core.yaml is damaged"):
-            base_eval.read_bundle(bundle)
+# Results
 
 
 def test_results_of_other_weights_are_not_kept(tmp_path):
