@@ -1,4 +1,4 @@
-"""Atomic writes, flushed to the disk, and the SHA-256 of files."""
+"""Atomic writes, flushed to the disk, and the hashes of files."""
 
 import contextlib
 import errno
@@ -61,3 +61,9 @@ def sha256_file(path: str | os.PathLike) -> str:
         while chunk := f.read(1 << 20):
             digest.update(chunk)
     return digest.hexdigest()
+
+
+def git_hash(path: str | os.PathLike) -> str:
+    """The name that git gives to a file's content, in hex: a SHA-1."""
+    data = Path(path).read_bytes()
+    return hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()

@@ -13,8 +13,10 @@ import types
 class Server(http.server.ThreadingHTTPServer):
     """
     Serves `files` (path -> content) at url(path). `bad` (path -> list) says what to do wrong, one a request:
-    500; flip (every byte); cut (half of it); stall (ten bytes, then nothing for a while); no length (in the header);
-    endless (more and more, until the client hangs up, 20 requests came or the server is closed).
+    500; flip (every byte); cut (half of it); stall (ten bytes, then nothing for a while); endless (more and more,
+    until the client hangs up, 20 requests came or the server is closed); no, negative or two lengths; 206 (a part, as
+    if it had been asked for); gzip (says that it is compressed); cut head (before its end); chunked, cut chunks; to ftp
+    and to file (redirections).
     """
 
     daemon_threads = True
@@ -58,6 +60,14 @@ class Handler(http.server.BaseHTTPRequestHandler):
         if data is None or wrong == "500":
             self.send_error(404 if data is None else 500)
             return
+        if wrong.startswith("to "):
+            self.send_response(302)
+            self.send_header("Location", {"to ftp": "ftp://127.0.0.1:9/x", "to file": "file:///etc/passwd"}[wrong])
+            self.end_headers()
+            return
+        if wrong == "cut head":
+            self.wfile.write(b"HTTP/1.0 200 OK\r\nX: ")
+            return
         start = 0
         match = re.fullmatch(r"bytes=(\d+)-", self.headers.get("Range") or "")
         if match:
@@ -70,12 +80,21 @@ class Handler(http.server.BaseHTTPRequestHandler):
             self.send_response(206)
             self.send_header("Content-Range", f"bytes {start}-{len(data) - 1}/{len(data)}")
         else:
-            self.send_response(200)
+            self.send_response(206 if wrong == "206" else 200)
         body = data[start:]
         if wrong == "flip":
             body = bytes(b ^ 1 for b in body)
-        if wrong not in ("no length", "endless"):
-            self.send_header("Content-Length", str(len(body)))
+        chunked = wrong in ("chunked", "cut chunks")
+        lengths = {"no length": [], "negative length": [-5], "two lengths": [5, len(body)]}
+        for length in [] if chunked else lengths.get(wrong, [10**9 if wrong == "endless" else len(body)]):
+            self.send_header("Content-Length", str(length))
+        if wrong == "gzip":
+            self.send_header("Content-Encoding", "gzip")
+        if chunked:
+            self.send_header("Transfer-Encoding", "chunked")
+            half = len(body) // 2
+            chunks = b"".join(b"%x\r\n%s\r\n" % (len(part), part) for part in (body[:half], body[half:]))
+            body = chunks[: len(chunks) // 4] if wrong == "cut chunks" else chunks + b"0\r\n\r\n"
         self.end_headers()
         if wrong == "cut":
             body = body[: len(body) // 2]

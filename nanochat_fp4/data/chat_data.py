@@ -6,7 +6,6 @@ answers. Order and content are nanochat's, so that a mixture here is the mixture
 """
 
 import bisect
-import hashlib
 import itertools
 import os
 import random
@@ -20,6 +19,7 @@ from nanochat_fp4.data.download import download_file_with_lock
 from nanochat_fp4.data.rows import MissingDataError, load_rows, read_folder, read_jsonl, read_lines
 from nanochat_fp4.data.tokenizer import checked_messages
 from nanochat_fp4.errors import UserError, one_line
+from nanochat_fp4.files import git_hash
 
 MIXTURE_SEED = 42
 
@@ -231,8 +231,7 @@ def load_words(eval_dir: str | os.PathLike | None = None) -> list[str]:
 
 def _check_words(path: str) -> None:
     """Raise UserError where a download is not the word list."""
-    data = Path(path).read_bytes()
-    if hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest() != WORD_LIST_BLOB:
+    if git_hash(path) != WORD_LIST_BLOB:
         raise UserError("it is not the list of words that it should be")
 
 

@@ -2,7 +2,8 @@
 Downloads with a deadline. A file gets its name when it is whole, has the published SHA-256 and was looked at.
 
 Files of the Hugging Face hub come through huggingface_hub, which goes on after a cut connection. Other files come
-through urllib. A download of either kind begins anew in the next process.
+through urllib, by http and https alone, also after a redirect. A server must answer 200 and state the length: otherwise
+nobody can tell whether the file is whole. A download of either kind begins anew in the next process.
 """
 
 import os
@@ -13,6 +14,7 @@ import time
 import urllib.request
 from collections.abc import Callable
 from concurrent.futures import Future, wait
+from email.message import Message
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -20,7 +22,7 @@ from typing import Any, TypeVar
 from nanochat_fp4.common import get_base_dir, print0
 from nanochat_fp4.console import format_bytes, logger
 from nanochat_fp4.errors import USER_ERRNOS, UserError, one_line
-from nanochat_fp4.files import fsync_dir, sha256_file
+from nanochat_fp4.files import fsync_dir, git_hash, sha256_file
 
 LIMIT_BYTES = 1 << 30  # of any file
 BACKOFF_SECONDS = 1.0  # before the second attempt; doubled before each further one
@@ -114,8 +116,8 @@ def download_file(
     Download an http or https `url` to `path`; with `dataset`, the file of that name of a dataset on the hub.
 
     The size that the server states is logged, compared with the free disk space before the first byte is written, and
-    with the bytes that arrived. The hub publishes the SHA-256 of large files, which is compared too. More than `limit`
-    bytes are refused. validate(temporary path) may raise UserError to reject the content.
+    with the bytes that arrived. The hub publishes hashes of its files, which are compared too. More than `limit` bytes
+    are refused. validate(temporary path) may raise UserError to reject the content.
     A failed attempt is repeated up to `attempts` times, after 1, 2, ... seconds. No answer for `timeout` seconds is a
     failure. All attempts together have `deadline` seconds. `stop` ends a download in a thread.
     Returns the path as a str. Raises UserError with the attempts and `hint`, which should name the way around the
@@ -170,19 +172,57 @@ def _fetch_hub(dataset: str, name: str, file: Path, timeout: float, end: float, 
     from huggingface_hub import hf_hub_download
 
     stated = hub_metadata(dataset, name, timeout)
+    if stated.size is None or stated.size < 0:
+        raise ValueError(f"the hub states the length {stated.size}")
     _check_size(file, stated.size, limit)
     place = hf_hub_download(dataset, name, repo_type="dataset", endpoint=hub_url(), local_dir=file.parent)
-    if re.fullmatch(r"[0-9a-f]{64}", stated.etag or "") and sha256_file(place) != stated.etag:
+    if (arrived := os.path.getsize(place)) != stated.size:
+        raise ValueError(f"{arrived} bytes arrived instead of {stated.size}")
+    # The hub publishes the SHA-256 of a large file, and git's hash of a small one.
+    etag = stated.etag or ""
+    if re.fullmatch(r"[0-9a-f]{64}", etag) and sha256_file(place) != etag:
         raise ValueError("the SHA-256 differs from the published one")
+    if re.fullmatch(r"[0-9a-f]{40}", etag) and git_hash(place) != etag:
+        raise ValueError("git's hash differs from the published one")
     return place
+
+
+def _http_opener() -> urllib.request.OpenerDirector:
+    """urllib's default opener without its handlers of ftp:, file: and data:, which a redirect could ask for."""
+    opener = urllib.request.OpenerDirector()
+    for handler in (
+        urllib.request.ProxyHandler,
+        urllib.request.UnknownHandler,
+        urllib.request.HTTPHandler,
+        urllib.request.HTTPSHandler,
+        urllib.request.HTTPDefaultErrorHandler,
+        urllib.request.HTTPRedirectHandler,
+        urllib.request.HTTPErrorProcessor,
+    ):
+        opener.add_handler(handler())
+    return opener
+
+
+def _stated_length(headers: Message) -> int | None:
+    """The bytes of the body by its head; None for a body in chunks, whose end is marked. Raises ValueError."""
+    encoding = headers.get("Content-Encoding", "identity")
+    if encoding != "identity":
+        raise ValueError(f"the server sent the encoding {encoding!r}, which was not asked for")
+    if headers.get("Transfer-Encoding", "").lower() == "chunked":
+        return None
+    lengths = set(headers.get_all("Content-Length", []))
+    if len(lengths) != 1 or not re.fullmatch("[0-9]+", length := lengths.pop()):
+        raise ValueError("the server states no length")
+    return int(length)
 
 
 def _fetch_url(url: str, file: Path, timeout: float, end: float, limit: int) -> str:
     headers = {"User-Agent": "nanochat_fp4", "Accept-Encoding": "identity"}
-    request = urllib.request.Request(url, headers=headers)  # noqa: S310 the caller has looked at the scheme
-    with urllib.request.urlopen(request, timeout=timeout) as response, open(file, "xb") as f:  # noqa: S310
-        stated = response.headers.get("Content-Length", "")
-        _check_size(file, size := int(stated) if stated.isdigit() else None, limit)
+    request = urllib.request.Request(url, headers=headers)  # noqa: S310 the opener knows http and https alone
+    with _http_opener().open(request, timeout=timeout) as response, open(file, "xb") as f:
+        if response.status != 200:
+            raise ValueError(f"the server answered {response.status} in place of 200")
+        _check_size(file, size := _stated_length(response.headers), limit)
         while chunk := response.read1(1 << 20):
             f.write(chunk)
             if f.tell() > limit:

@@ -25,12 +25,12 @@ def server(monkeypatch):
         server.shutdown()
 
 
-@pytest.mark.parametrize("wrong", [[], ["500"], ["cut"], ["no length"], ["500", "cut"]], ids="-".join)
+@pytest.mark.parametrize("wrong", [[], ["500"], ["cut"], ["chunked"], ["500", "cut"]], ids="-".join)
 def test_a_file_arrives_whole_or_not_at_all(server, tmp_path, wrong):
     server.bad["/f"] = list(wrong)
     assert download_file(server.url("/f"), tmp_path / "f") == str(tmp_path / "f")
     assert (tmp_path / "f").read_bytes() == DATA and os.listdir(tmp_path) == ["f"]
-    assert len(server.requests) == 1 + len([w for w in wrong if w != "no length"])
+    assert len(server.requests) == 1 + len([w for w in wrong if w != "chunked"])
 
 
 @pytest.mark.parametrize(
@@ -41,6 +41,15 @@ def test_a_file_arrives_whole_or_not_at_all(server, tmp_path, wrong):
         ("/f", ["stall"] * 9, {"deadline": 0.4, "timeout": 0.3}, "not finished within 0.4 seconds .*; the way", None),
         ("/f", [], {"limit": 100_000}, "f is larger than the 97.7 KB that it may have; the way", 1),
         ("/f", ["endless"] * 20, {"limit": 100_000}, "f is larger than the 97.7 KB that it may have; the way", 1),
+        ("/f", ["no length"] * 9, {"attempts": 1}, "the server states no length", 1),
+        ("/f", ["negative length"] * 9, {"attempts": 1}, "the server states no length", 1),
+        ("/f", ["two lengths"] * 9, {"attempts": 1}, "the server states no length", 1),
+        ("/f", ["206"] * 9, {"attempts": 1}, "the server answered 206 in place of 200", 1),
+        ("/f", ["cut head"] * 9, {"attempts": 1}, "the server states no length", 1),
+        ("/f", ["cut chunks"] * 9, {"attempts": 1}, "could not download", 1),
+        ("/f", ["gzip"] * 9, {"attempts": 1}, "encoding 'gzip', which was not asked for", 1),
+        ("/f", ["to ftp"] * 9, {"attempts": 1}, "unknown url type: ftp", 1),
+        ("/f", ["to file"] * 9, {"attempts": 1}, "could not download", 1),
     ],
 )
 def test_failures_name_the_way_around_and_leave_nothing(server, tmp_path, path, wrong, kwargs, text, requests):
