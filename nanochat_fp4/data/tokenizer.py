@@ -46,6 +46,10 @@ SPLIT_PATTERN = (
     r"""'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}{1,2}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+"""
 )
 
+# The patterns that a file may have: this one, and GPT-4's as nanochat had it before. tiktoken drops whatever a pattern
+# does not match, without a word, and aborts at a match of nothing, so a pattern of a stranger is not taken.
+KNOWN_PATTERNS = (SPLIT_PATTERN, SPLIT_PATTERN.replace(r"\p{N}{1,2}", r"\p{N}{1,3}"))
+
 # The pattern steps back over trailing white space, one character at a time. About half a million characters exhaust the
 # stack of both Rust libraries, which then abort the process.
 MAX_WHITE_SPACE = 100_000
@@ -152,6 +156,8 @@ class RustBPETokenizer:
                 enc = _EncodingUnpickler(f).load()
             if not isinstance(enc, tiktoken.Encoding):
                 raise pickle.UnpicklingError("it holds no tiktoken Encoding")
+            if enc._pat_str not in KNOWN_PATTERNS:
+                raise pickle.UnpicklingError("it splits text by another pattern than nanochat's")
             return cls(enc, "<|bos|>")
         except (KeyboardInterrupt, SystemExit):
             raise
@@ -173,6 +179,9 @@ class RustBPETokenizer:
                 )
             if data["sha256"] != _digest(pattern, tokens, special_tokens):
                 raise UserError(f"{path} differs from its own checksum, so it was altered or damaged; {retrain}")
+            if pattern not in KNOWN_PATTERNS:
+                found = f"{path} splits text by the pattern {str(pattern)[:60]!r}"
+                raise UserError(f"{found}, which is none of nanochat's and may lose text; {retrain}")
             ranks = {token: rank for rank, token in enumerate(tokens)}
             # tiktoken notices the following faults by aborting, or not at all.
             if len(ranks) != len(tokens) or not all(bytes([b]) in ranks for b in range(256)):

@@ -162,15 +162,16 @@ def test_a_tampered_file_is_refused(saved, change, text):
 
 
 @pytest.mark.parametrize(
-    "tokens, special, pattern",
+    "tokens, special, pattern, text",
     [
-        (["aa"] * 2, None, SPLIT_PATTERN),  # repeated
-        ([], {"<|bos|>": 3}, SPLIT_PATTERN),  # a special token that is another token, too
-        ([], {"<|eos|>": 256}, SPLIT_PATTERN),  # no BOS
-        ([], None, "("),  # not a pattern
+        (["aa"] * 2, None, SPLIT_PATTERN, "tokens repeat"),
+        ([], {"<|bos|>": 3}, SPLIT_PATTERN, "special tokens are not numbered after the others"),
+        ([], {"<|eos|>": 256}, SPLIT_PATTERN, "is not a special token"),  # no BOS
+        # Patterns that are none, that lose text in silence, that abort tiktoken, or that never end.
+        *(([], None, p, "by the pattern") for p in ("(", "a", r"[^q]", r"\w+", "", "(?=a)", "x*", "(a+)+$", 3)),
     ],
 )
-def test_a_file_that_is_wrong_with_a_right_checksum(saved, tokens, special, pattern):
+def test_a_file_that_is_wrong_with_a_right_checksum(saved, tokens, special, pattern, text):
     import base64
 
     data = json.loads(saved.read_text())
@@ -179,8 +180,17 @@ def test_a_file_that_is_wrong_with_a_right_checksum(saved, tokens, special, patt
     data.update(pattern=pattern, special_tokens=special, tokens=[base64.b64encode(t).decode() for t in raw])
     data["sha256"] = tokenizer_module._digest(pattern, raw, special)
     saved.write_text(json.dumps(data))
-    with pytest.raises(UserError, match="is not a tokenizer"):
+    with pytest.raises(UserError, match=text):
         load(saved)
+
+
+def test_nanochats_earlier_pattern_is_read(saved, tok):
+    data = json.loads(saved.read_text())
+    data["pattern"] = data["pattern"].replace("{1,2}", "{1,3}")
+    data["sha256"] = tokenizer_module._digest(data["pattern"], tok._tokens(), data["special_tokens"])
+    saved.write_text(json.dumps(data))
+    text = "12345 " + TEXTS[0]
+    assert load(saved).decode(load(saved).encode(text)) == text
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -218,6 +228,14 @@ def test_a_pickle_with_a_program_in_it_is_refused_and_not_run(pickled, tmp_path,
     with pytest.raises(UserError, match="is not a nanochat tokenizer .it refers to posix.system"):
         get_tokenizer(allow_pickle=True)
     assert not (tmp_path / "was_here").exists()
+
+
+def test_a_pickle_with_a_pattern_of_a_stranger_is_refused(pickled):
+    ranks = {bytes([b]): b for b in range(256)}
+    enc = tiktoken.Encoding("x", pat_str=r"\w+", mergeable_ranks=ranks, special_tokens={"<|bos|>": 256})
+    pickled.write_bytes(pickle.dumps(enc))
+    with pytest.raises(UserError, match="splits text by another pattern than nanochat's"):
+        get_tokenizer(allow_pickle=True)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
