@@ -44,29 +44,25 @@ from nvfp4_kernels.scales import finish, repair, tensor_scale_kernel
 @functools.cache
 def _launch_options() -> dict:
     """On sm_90, 128 registers let four programs fit a multiprocessor: three compute while one waits for memory. From
-    sm_100 on the compiler would spill with 128. It takes 131 to 167 registers on sm_120, so three programs fit.
-
-    num_stages is 1 and stays so. An FP32 input takes three products into one accumulator, and Triton 3.6 to 3.8
-    computes such products in a pipelined loop wrongly on sm_100 (triton#10821).
-    """
+    sm_100 on the compiler would spill with 128. It takes 131 to 167 registers on sm_120, so three programs fit."""
     arch = 90 if m.INTERPRETED.value else triton.runtime.driver.active.get_current_target().arch
     return {"num_warps": 4, "num_stages": 1, "maxnreg": 128 if arch < 100 else None, **NO_FUSION}
 
 
 @functools.cache
-def programs_of(device: torch.device) -> int:
+def _programs(device: torch.device) -> int:
     """How many programs share the strips: four for each multiprocessor."""
     return 4 * torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 6
 
 
 @functools.cache
-def uses_butterflies() -> bool:
+def _butterflies() -> bool:
     """Whether H is 16 x 16 products and butterflies: on GPUs without wgmma (sm_90) and tcgen05 (sm_100 to sm_110)."""
     return m.INTERPRETED.value or triton.runtime.driver.active.get_current_target().arch // 10 not in (9, 10, 11)
 
 
 @functools.cache
-def hadamard_matrix(dim: int, device: torch.device) -> torch.Tensor:
+def _hadamard(dim: int, device: torch.device) -> torch.Tensor:
     """Sylvester's H of order dim along the diagonal up to 128: BF16 (128, 128), columns in the order of `_blocks`.
 
     With butterflies it is (16, 16), H of bits 6, 5, 4 and 0 of the row and the column.
@@ -74,7 +70,7 @@ def hadamard_matrix(dim: int, device: torch.device) -> torch.Tensor:
     # Column c of a tensor-core accumulator holds element (c // 8 % 8) * 2 + c % 2 of block c // 2 % 4 * 2 + c // 64.
     k, c = torch.arange(TILE)[:, None], torch.arange(TILE)[None, :]
     j = (c // 2 % 4 * 2 + c // 64) * 16 + c // 8 % 8 * 2 + c % 2
-    if uses_butterflies():
+    if _butterflies():
         k, c = k[:16], c[:, :16]
         k, j = k // 2 * 16 + k % 2, (c // 2 % 4 * 2 + c // 8) * 16 + c % 2
     parity = sum(((k & j) >> bit) & 1 for bit in range(dim.bit_length() - 1)) % 2
@@ -117,7 +113,7 @@ class Operand(NamedTuple):
 
 
 @functools.cache
-def constants_of(operand: Operand | None, columns: int, amax_only: bool) -> Constants | None:
+def _constants(operand: Operand | None, columns: int, amax_only: bool) -> Constants | None:
     """The kernel's compile-time arguments for one operand, or None: a launch for the amax makes nothing of MS-EDEN.
 
     columns: of the padded operand.
@@ -199,12 +195,12 @@ class _Launches:
         arguments, constants = [], []
         for (operand, seed, rht_seed), tensors, own, k in zip(self.sides, made, amax, (self.columns, self.rows)):
             padded = operand.padded(k) if operand else 16
-            constants.append(constants_of(operand, padded, amax_only))
+            constants.append(_constants(operand, padded, amax_only))
             arguments.append(self._buffers(operand, seed, rht_seed, own, tensors))
             arguments += (operand or Operand()).place(padded // 16)
         tiles = triton.cdiv(self.rows, TILE) * triton.cdiv(self.columns, TILE)
         strips = 2 * tiles * sum(c is not None for c in constants)
-        rotate_quantize_kernel[(min(strips, max(programs_of(self.x.device) // 4 * 4, 4)),)](
+        rotate_quantize_kernel[(min(strips, max(_programs(self.x.device) // 4 * 4, 4)),)](
             *self.sources,
             self.rows,
             self.columns,
@@ -213,7 +209,7 @@ class _Launches:
             FROM_TILES=self.from_tiles,
             FP32=self.x.dtype == torch.float32,
             HARDWARE=hardware(),
-            BUTTERFLIES=uses_butterflies(),
+            BUTTERFLIES=_butterflies(),
             ROW=constants[0],
             COL=constants[1],
             **_launch_options(),
@@ -223,7 +219,7 @@ class _Launches:
         x = self.x
         hadamard = codes = scales = correction = decoded = x
         if operand and operand.rht_dim:
-            hadamard = hadamard_matrix(operand.rht_dim, x.device).view(torch.int16)
+            hadamard = _hadamard(operand.rht_dim, x.device).view(torch.int16)
         if made and operand.emulated:
             decoded = made[0]
         elif made and made[0].numel():  # without rows nothing is written

@@ -28,7 +28,7 @@ AMAX, ALIGNED, EDEN, EDEN_EMULATED = tl.constexpr(0), tl.constexpr(1), tl.conste
 class Buffers(NamedTuple):
     """Tensors of one operand, and its streams of random numbers. A tensor that the kernel does not touch is any.
 
-    hadamard:   BF16 as int16 (128, 128) or (16, 16), of rotate.hadamard_matrix
+    hadamard:   BF16 as int16 (128, 128) or (16, 16), of rotate._hadamard
     seeds:      int64 ()
     amax:       int32 (), the bits of a float32
     codes:      int32 (R, K/8), eight codes a word
@@ -91,8 +91,8 @@ def _rotation(hadamard_ptr, flips):
 def _blocks(accumulator):
     """(64, 128) with permuted columns -> blocks (512, 16) in their true order.
 
-    On tensor cores of sm_80 to sm_120 a thread holds columns 8 j + 2 q + i of its rows. rotate.hadamard_matrix put
-    whole blocks there. The permutation moves no data, and sums and maxima over a block stay inside a thread.
+    On tensor cores of sm_80 to sm_120 a thread holds columns 8 j + 2 q + i of its rows. `rotate._hadamard` put whole
+    blocks there. The permutation moves no data, and sums and maxima over a block stay inside a thread.
     """
     x = tl.reshape(accumulator, (64, 2, 8, 4, 2))
     return tl.reshape(tl.permute(x, (0, 3, 1, 2, 4)), (512, 16))

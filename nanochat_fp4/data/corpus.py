@@ -13,6 +13,7 @@ import itertools
 import json
 import random
 import re
+import shutil
 import sys
 import sysconfig
 from collections.abc import Iterator
@@ -49,19 +50,25 @@ def files_below(folder: Path) -> list[Path]:
     return sorted(p for p in found if ours is None or not p.is_relative_to(ours))
 
 
-def _documents(path: Path, field: str) -> Iterator[str]:
-    """The documents of one file: a text file is one, a JSON-lines file or a parquet shard has one a row."""
+def _documents(path: Path, field: str, most: int) -> Iterator[str]:
+    """The documents of one file: a text file is one, a JSON-lines file or a parquet shard has one a row.
+
+    most: characters of a file of JSON lines. A null is an empty document, as in parquet.
+    """
     name = path.name.lower()
     if name.endswith(".parquet"):
         shard = open_shard(path, field)
         for index in range(shard.num_row_groups):
             yield from shard.read(index)
     elif name.endswith(JSON_LINES):
-        for number, line in read_lines(path, errors="replace"):
+        for number, line in read_lines(path, "replace", most):
             try:
                 row = json.loads(line)
             except (ValueError, RecursionError):
                 row = None
+            if isinstance(row, dict) and field in row and row[field] is None:
+                yield ""
+                continue
             if not isinstance(row, dict) or not isinstance(row.get(field), str):
                 raise UserError(
                     f'{path}, line {number}: expected a JSON object like {{"{field}": "..."}}; name the field that '
@@ -99,11 +106,18 @@ def convert(folder: Path, files: list[Path], column: str) -> Path:
             return target
         print0(f"Writing the text of {folder} ({len(files)} files, {format_bytes(size)}) as shards into {target}")
         check_space(target.parent, 2 * size, f"the shards of {folder}")
-        counted = itertools.islice((1 for path in files for _ in _documents(path, column)), 20)
+        # A compressed file may hold any amount of text; the disk has room for so much.
+        room = shutil.disk_usage(target.parent).free
+        counted = itertools.islice((1 for path in files for _ in _documents(path, column, room)), 20)
         many = sum(counted) == 20
         with new_folder(target) as tmp, Progress(desc="convert", unit="char") as progress:
             writer = ShardWriter(tmp)
-            for index, text in enumerate(text for path in files for text in _documents(path, column)):
+            for index, text in enumerate(text for path in files for text in _documents(path, column, room)):
+                if writer.total_chars > room:
+                    raise UserError(
+                        f"{folder} holds more than the {format_bytes(room)} of text that {target.parent} has room for; "
+                        "remove files, or set NANOCHAT_BASE_DIR to a larger disk"
+                    )
                 pieces = cut_text(text, random.Random(index))
                 # Validation: every 20th document as a whole. Fewer than 20 documents give the last tenth of each
                 # longer one instead, which is adjacent to training text.

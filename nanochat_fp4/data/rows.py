@@ -22,6 +22,7 @@ import numpy as np
 
 from nanochat_fp4.data.download import hub_problem, within
 from nanochat_fp4.errors import UserError, one_line
+from nanochat_fp4.hardware import physical_memory
 from nanochat_fp4.packages import missing_package
 
 SHUFFLE_SEED = 42
@@ -112,17 +113,27 @@ def read_rows(path: str | os.PathLike, check: Check | None = None) -> list[dict[
     return rows
 
 
-def read_lines(path: Path, errors: str = "strict") -> Iterator[tuple[int, str]]:
+LONGEST_LINE = 1 << 28  # characters
+
+
+def read_lines(path: Path, errors: str = "strict", most: int | None = None) -> Iterator[tuple[int, str]]:
     """
     (line number, text) of the non-empty lines of a text file or a .gz of one. Raises UserError.
 
     errors: open()'s, for bytes that are no UTF-8.
+    most: characters of the whole file. A .gz of a few kilobytes can hold gigabytes. Default: a quarter of this
+        machine's memory, for readers that keep all lines.
     """
+    if path.exists() and not path.is_file():
+        raise UserError(f"{path} is a folder or a device, not a file; remove it")
     opener = gzip.open if path.suffix.lower() == ".gz" else open
-    number = 0
+    number, left = 0, physical_memory() // 4 if most is None else most
     try:
         with opener(path, "rt", encoding="utf-8-sig", errors=errors) as f:
-            for number, line in enumerate(f, 1):
+            while line := f.readline(LONGEST_LINE + 1):
+                number, left = number + 1, left - len(line)
+                if len(line) > LONGEST_LINE or left < 0:
+                    raise UserError(f"{path}, line {number}: more text than there is room for; split the file")
                 if line.strip():
                     yield number, line
     except FileNotFoundError as e:

@@ -7,8 +7,9 @@ import os
 import random
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -34,6 +35,10 @@ class Shard:
     path: str
     rows: tuple[int, ...]  # documents in each row group
     column: str = "text"
+    # The footer, and the file that it was read from. Reading the footer for each row group would take a time that
+    # grows with the square of their number.
+    footer: Any = field(default=None, repr=False, compare=False)
+    version: tuple[int, ...] = ()
 
     @property
     def num_row_groups(self) -> int:
@@ -46,7 +51,9 @@ class Shard:
     def read(self, index: int) -> list[str]:
         """The documents of a row group. A null becomes the empty string. Raises UserError where the data is damaged."""
         try:
-            with pq.ParquetFile(self.path, page_checksum_verification=True) as f:
+            if self.version != _version(self.path):
+                raise UserError(f"{self.path} changed while it was being read; start again")
+            with pq.ParquetFile(self.path, metadata=self.footer, page_checksum_verification=True) as f:
                 texts = f.read_row_group(index, columns=[self.column]).column(self.column).to_pylist()
         except (pa.ArrowException, OSError, ValueError, KeyError) as e:
             what = f"row group {index} cannot be read ({one_line(e)[:150]})"
@@ -64,9 +71,10 @@ def open_shard(path: str | os.PathLike, column: str = "") -> Shard:
     """
     path, column = str(path), text_column(column)
     try:
+        version = _version(path)
         with pq.ParquetFile(path) as f:
-            schema = f.schema_arrow
-            rows = tuple(f.metadata.row_group(i).num_rows for i in range(f.metadata.num_row_groups))
+            schema, footer = f.schema_arrow, f.metadata
+            rows = tuple(footer.row_group(i).num_rows for i in range(footer.num_row_groups))
     except (pa.ArrowException, OSError, ValueError) as e:
         what = f"is not a readable parquet file ({one_line(e)[:150]})"
         raise UserError(f"{path} {what}; delete it and download or copy it again") from e
@@ -74,10 +82,26 @@ def open_shard(path: str | os.PathLike, column: str = "") -> Shard:
     if name not in schema.names:
         has = ", ".join(schema.names[:10]) or "none"
         raise UserError(f"{path} has no column named {column} (it has: {has}); correct --text-column (TEXT_COLUMN)")
-    text_type = schema.field(name).type
-    if not (pa.types.is_string(text_type) or pa.types.is_large_string(text_type)):
+    if (count := schema.names.count(name)) > 1:
+        raise UserError(f"{path} has {count} columns named {name}; write it again with one")
+    if not _is_text(text_type := schema.field(name).type):
         raise UserError(f"{path}: the column {name} holds {text_type}, not strings; convert it")
-    return Shard(path, rows, name)
+    return Shard(path, rows, name, footer, version)
+
+
+def _version(path: str) -> tuple[int, ...]:
+    """Changes when a file is written anew."""
+    status = os.stat(path)
+    return status.st_ino, status.st_size, status.st_mtime_ns
+
+
+def _is_text(kind: pa.DataType) -> bool:
+    """Whether values of this Arrow type come out as str: strings of any layout, encoded by a dictionary or not."""
+    if isinstance(kind, pa.BaseExtensionType):
+        return _is_text(kind.storage_type)
+    if pa.types.is_dictionary(kind) or pa.types.is_run_end_encoded(kind):
+        return _is_text(kind.value_type)
+    return pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)
 
 
 DIGEST_BLOCKS, DIGEST_BLOCK = 32, 4096

@@ -10,9 +10,10 @@ from nvfp4_kernels.rotate import Operand  # noqa: E402
 from nvfp4_kernels.scales import finish, repair  # noqa: E402
 
 from nanochat_fp4.nvfp4.format import TENSOR_SCALE_MIN  # noqa: E402
-from nanochat_fp4.nvfp4.philox import uniform_scales  # noqa: E402
+from nanochat_fp4.nvfp4.philox import Noise, uniform_scales  # noqa: E402
 from nanochat_fp4.nvfp4.quantizers import (  # noqa: E402
     ROUNDINGS,
+    _finish_scales,
     divide,
     power_of_two_ceil,
     power_of_two_floor,
@@ -55,9 +56,8 @@ def test_finish_bit_for_bit(rows, groups, amax):
     pseudo, correction = pseudo_scales(rows, groups, -24, 12), corrections(rows, groups)
     scales, tensor_scale = run_finish(pseudo, correction, amax)
     want_scale = tensor_scale_of(amax)
-    corrected = pseudo.float() * (1 / want_scale) * correction.repeat_interleave(8, -1)
-    uniform = uniform_scales(SEED, *pseudo.shape, OPERAND.stream, torch.device("cpu"))
-    want = stochastic_round_e4m3(corrected, uniform)
+    repeated = correction.repeat_interleave(8, -1)
+    want = _finish_scales(pseudo.float(), repeated, EDEN, want_scale, Noise(SEED, OPERAND.stream))
     assert_same_bits("tensor_scale", tensor_scale, want_scale)
     assert_same_bits("scales", scales, want)
 
