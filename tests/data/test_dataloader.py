@@ -89,7 +89,7 @@ def test_a_data_seed_is_kept_by_a_resume(data):
     for seed in (0, 6):
         with pytest.raises(UserError, match=f"data_seed was 5, is {seed}; resume with"):
             loader(data, data_seed=seed, resume_state_dict=state)
-    with pytest.raises(UserError, match="--seed: the data's -1 is not a number from 0"):
+    with pytest.raises(UserError, match="--data-seed=-1 is not a number"):
         loader(data, data_seed=-1)
 
 
