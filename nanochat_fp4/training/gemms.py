@@ -227,7 +227,7 @@ def from_rank_0(work: Callable[[], Any], meet_every: float = 10.0) -> Any:
     """The result of work(), which rank 0 alone computes, on all ranks. They call this together.
 
     Measuring takes minutes where a library is compiled first, and a rank that waits inside of one collective is ended
-    after NANOCHAT_RANK_TIMEOUT seconds. Rank 0 therefore works in a thread, and the ranks meet every few seconds.
+    after the process group's timeout. Rank 0 therefore works in a thread, and the ranks meet every few seconds.
     meet_every: seconds. Raises UserError on all ranks for work's ValueError.
     """
 
