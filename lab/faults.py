@@ -144,8 +144,8 @@ TRAINING = [
     Fault("gradients_not_averaged", "nanochat_fp4/training/trainer.py",
           "(loss / count).backward()", "loss.backward()",
           "tests/scripts/test_base_train.py tests/training/test_resume_changes.py"),
-    Fault("lock_not_taken", "nanochat_fp4/training/resume.py",
-          "lock.acquire(timeout=0)", "lock.is_locked", "tests/training/test_run_folder.py"),
+    Fault("lock_not_taken", "nanochat_fp4/locks.py",
+          "lock.acquire(timeout=ASKED_SECONDS)", "lock.is_locked", "tests/training/test_run_folder.py"),
 ]  # fmt: skip
 DATA = [
     Fault("targets_not_shifted", "nanochat_fp4/data/dataloader.py",

@@ -12,12 +12,19 @@ import argparse
 import time
 from collections.abc import Iterator
 
-from nanochat_fp4.common import print0
+from nanochat_fp4.common import get_base_dir, print0
 from nanochat_fp4.console import ArgumentParser, format_seconds
 from nanochat_fp4.data.dataset import add_data_arguments, ensure_data, parquets_iter_batched
-from nanochat_fp4.data.tokenizer import RustBPETokenizer, get_tokenizer, get_tokenizer_dir, save_token_bytes
+from nanochat_fp4.data.tokenizer import (
+    RustBPETokenizer,
+    get_tokenizer,
+    get_tokenizer_dir,
+    save_token_bytes,
+    tokenizer_lock,
+)
 from nanochat_fp4.errors import UserError, run_main
 from nanochat_fp4.evaluation.report import get_report
+from nanochat_fp4.locks import running_runs
 from nanochat_fp4.progress import Progress
 from nanochat_fp4.training.flags import changed_flags
 from nanochat_fp4.training.load_model import checkpoints_made_with
@@ -55,11 +62,21 @@ def documents(data_dir: str, column: str, max_chars: int, doc_cap: int, progress
                 return
 
 
-def check_replaceable() -> None:
-    """Raise UserError if checkpoints were made with the present tokenizer, because they fit no other."""
+def check_replaceable(overwrite: bool) -> None:
+    """Raise UserError if a run trains with the present tokenizer now, or if checkpoints were made with it.
+
+    Its checkpoints would fit no other tokenizer. overwrite: those that are there may be lost, not those of a run.
+    """
     try:
         tokenizer = get_tokenizer()
     except UserError:  # no tokenizer, or an unreadable one
+        return
+    if users := running_runs(get_base_dir()):
+        raise UserError(
+            f"{', '.join(users)} trains with the tokenizer in {get_tokenizer_dir()}; wait for it or stop it, or train "
+            "the new one under another NANOCHAT_BASE_DIR"
+        )
+    if overwrite:
         return
     if made := checkpoints_made_with(tokenizer):
         more = f" and {len(made) - 8} more" if len(made) > 8 else ""
@@ -71,8 +88,7 @@ def check_replaceable() -> None:
 
 def main(argv: list[str] | None = None) -> None:
     args = parse_args(argv)
-    if not args.overwrite:
-        check_replaceable()
+    check_replaceable(args.overwrite)
     print0(f"max_chars: {args.max_chars:,}\ndoc_cap: {args.doc_cap:,}\nvocab_size: {args.vocab_size:,}")
     data_dir = ensure_data(args.data_dir, column=args.text_column)
 
@@ -90,8 +106,10 @@ def main(argv: list[str] | None = None) -> None:
         raise UserError("the new tokenizer does not give a text back as it was; not saved. Try another --vocab-size")
 
     tokenizer_dir = get_tokenizer_dir()
-    tokenizer.save(tokenizer_dir)
-    token_bytes = save_token_bytes(tokenizer, tokenizer_dir)
+    with tokenizer_lock():
+        check_replaceable(args.overwrite)  # a run may have begun meanwhile
+        tokenizer.save(tokenizer_dir)
+        token_bytes = save_token_bytes(tokenizer, tokenizer_dir)
 
     lengths = token_bytes[token_bytes > 0].float()
     about = {

@@ -33,6 +33,7 @@ from nanochat_fp4.data.shards import (
     whole_manifest,
 )
 from nanochat_fp4.errors import UserError
+from nanochat_fp4.locks import running_runs
 from nanochat_fp4.progress import Progress
 
 JSON_LINES = (".jsonl", ".jsonl.gz", ".json.gz")
@@ -209,6 +210,8 @@ def build_embedded_corpus(size_mb: float | None = None) -> str:
         manifest = whole_manifest(target)
         if manifest is not None and (size_mb is None or manifest == manifest | info):
             return str(target)
+        if target.is_dir() and (users := running_runs(target.parent)):
+            raise UserError(f"{', '.join(users)} may be reading {target}, which would be replaced; wait, or stop it")
         print0(f"Building the embedded corpus from Python's standard library in {target}")
         check_space(target.parent, int(wanted * 1e6), "the embedded corpus")
         with new_folder(target) as tmp, Progress(total=int(wanted * 1e6), desc="embedded", unit="char") as progress:

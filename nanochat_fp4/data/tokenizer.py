@@ -21,6 +21,7 @@ from typing import Any
 
 import tiktoken
 import torch
+from filelock import FileLock
 
 from nanochat_fp4.common import get_base_dir, print0
 from nanochat_fp4.console import ArgumentParser
@@ -404,6 +405,11 @@ def checked_messages(conversation: Any, answered: bool = False) -> list[dict]:
 
 def get_tokenizer_dir() -> str:
     return os.path.join(get_base_dir(), "tokenizer")
+
+
+def tokenizer_lock() -> FileLock:
+    """Held by who replaces the tokenizer, and by a run that looks whether the tokenizer is still the one it has."""
+    return FileLock(os.path.join(get_base_dir(), "tokenizer.lock"))
 
 
 def get_tokenizer(allow_pickle: bool = False) -> RustBPETokenizer:

@@ -1,30 +1,28 @@
 """
-A run's folder and its beginning: the folder's lock, the room for a checkpoint, and the state to go on from.
+A run's beginning: the room for a checkpoint in its folder, and the state to go on from.
 """
 
 import contextlib
 import errno
-import json
 import os
 import shutil
-import socket
 import tempfile
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import filelock
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from nanochat_fp4.common import get_dist_info, is_ddp_initialized, of_all_ranks, restarts, set_rng_state
-from nanochat_fp4.console import format_bytes, logger
+from nanochat_fp4.common import get_dist_info, is_ddp_initialized, restarts, set_rng_state
+from nanochat_fp4.console import format_bytes
+from nanochat_fp4.data.tokenizer import get_tokenizer, tokenizer_lock
 from nanochat_fp4.errors import UserError, one_line
-from nanochat_fp4.files import atomic_write
+from nanochat_fp4.locks import fail_together, running
 from nanochat_fp4.training.checkpoint_manager import NoCheckpointError, find_last_step, list_steps
+from nanochat_fp4.training.load_model import SOURCES
 
 
 @dataclass
@@ -68,8 +66,10 @@ def find_resume_step(checkpoint_dir: Path, resume_from_step: int | str, overwrit
             return find_last_step(checkpoint_dir)
         except NoCheckpointError:
             return None
-    steps = [] if overwrite else list_steps(checkpoint_dir)
-    if steps:
+    steps = list_steps(checkpoint_dir)
+    if overwrite and steps:
+        check_unused(checkpoint_dir)
+    elif steps:
         raise UserError(
             f"{checkpoint_dir} already holds a run (checkpoint of step {steps[0]}); go on with --resume-from-step "
             "latest, start over with --overwrite, or choose another --model-tag"
@@ -80,6 +80,36 @@ def find_resume_step(checkpoint_dir: Path, resume_from_step: int | str, overwrit
 
 
 LAST_OSCILLATION_COMMIT = "c116c2a"
+
+
+def check_unused(checkpoint_dir: Path) -> None:
+    """Raise UserError on every rank if a run of a later stage, which began with this folder's model, is going on.
+
+    It could not be resumed any more. Call this before the model is replaced.
+    """
+    places = [place for place, _ in SOURCES.values()]
+    later = places[places.index(checkpoint_dir.parent.name) + 1 :] if checkpoint_dir.parent.name in places else []
+    base, users = checkpoint_dir.parent.parent, []
+    if get_dist_info()[1] == 0:
+        folders = [base / place / checkpoint_dir.name for place in later]
+        users = [f"{folder} ({who})" for folder in folders if (who := running(folder))]
+    fail_together(
+        f"the run in {users[0]} began with the model in {checkpoint_dir}; wait for it or stop it" if users else None
+    )
+
+
+def check_tokenizer(fingerprint: str) -> None:
+    """Raise UserError on every rank if the tokenizer is not the one that this run has loaded.
+
+    Call this when the run holds its lock: from then on nobody replaces the tokenizer. Before, someone may have.
+    """
+    problem = None
+    if get_dist_info()[1] == 0:
+        with tokenizer_lock():
+            if get_tokenizer().fingerprint() != fingerprint:
+                problem = "the tokenizer was replaced while this run began; start it again"
+    fail_together(problem)
+
 
 _LOSES = {
     "lean": "; weights are rounded to BF16 and moments to 8 bits, and their lower bits are lost",
@@ -191,69 +221,6 @@ def restore_dict(new: dict[str, Any], meta: dict[str, Any], key: str, checkpoint
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# One run at a time
-
-_NO_LOCKS = {errno.ENOSYS, errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP}
-
-
-@contextlib.contextmanager
-def held_run(
-    folder: str | os.PathLike, doing: str = "another run is training in", flag: str = "--model-tag"
-) -> Iterator[None]:
-    """
-    Inside, the run's folder is this run's, until the end of the process, whatever ends it. All ranks enter it together.
-
-    The lock is the kernel's (flock), so a killed process leaves none. Its file .<name>.lock is beside the folder:
-    --overwrite deletes the folder. .<name>.lock.json names the holder. The lock reaches as far as the file system's
-    locks. Linux's NFS client passes flock on to the server, and so does Lustre mounted with flock. A warning says where
-    there are no locks. Raises UserError on every rank where another run holds it.
-    doing, flag: words of the message, the deed to the folder and the flag that chooses another folder.
-    """
-    folder = Path(folder).absolute()
-    lock = filelock.FileLock(folder.with_name(f".{folder.name}.lock"), fallback_to_soft=False)
-    problem = _take(lock, folder, doing, flag) if get_dist_info()[1] == 0 else None
-    _fail_together(problem)
-    try:
-        yield
-    finally:
-        if lock.is_locked:
-            with contextlib.suppress(OSError):
-                _holder_file(folder).unlink()
-            lock.release()  # its file stays: to delete it would let two runs in
-
-
-def _holder_file(folder: Path) -> Path:
-    return folder.with_name(f".{folder.name}.lock.json")
-
-
-def _take(lock: filelock.FileLock, folder: Path, doing: str, flag: str) -> str | None:
-    """Take the lock; why it cannot be had otherwise."""
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        lock.acquire(timeout=0)
-    except filelock.Timeout:
-        return f"{doing} {folder}: {_describe_holder(folder)}; wait for it or stop it, or choose another {flag}"
-    except OSError as e:
-        if e.errno not in _NO_LOCKS:
-            return _cannot_write(folder, e, flag=flag)
-        logger.warning(f"the file system of {folder} has no locks: nothing keeps a second run out of it")
-        return None
-    holder = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.time()}
-    with contextlib.suppress(OSError):  # a full disk, which check_writable tells better
-        atomic_write(_holder_file(folder), json.dumps(holder) + "\n")
-    return None
-
-
-def _describe_holder(folder: Path) -> str:
-    try:
-        holder = json.loads(_holder_file(folder).read_bytes())
-        since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(holder["since"]))
-        return f"process {int(holder['pid'])} on {str(holder['host'])[:100]} since {since}"
-    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
-        return "a process that is just beginning"  # the process has the lock and has not written its name yet
-
-
-# ----------------------------------------------------------------------------------------------------------------------
 # A folder that can be written
 
 
@@ -284,7 +251,7 @@ def check_writable(folder: str | os.PathLike, size: int, overwrite: bool = False
     except OSError as e:
         problem = _cannot_write(folder, e, size)
     try:
-        _fail_together(problem)
+        fail_together(problem)
     except UserError:
         if made:
             with contextlib.suppress(OSError):
@@ -305,15 +272,8 @@ def _fill(fd: int, size: int) -> None:
         os.write(fd, bytes(min(1 << 20, size - start)))
 
 
-def _cannot_write(folder: Path, error: OSError, size: int | None = None, flag: str = "--model-tag") -> str:
-    what = "" if size is None else f" of {format_bytes(size)}"
+def _cannot_write(folder: Path, error: OSError, size: int) -> str:
     return (
-        f"{folder} cannot take a checkpoint{what} ({one_line(error.strerror or error)}); free some space, or choose a "
-        f"writable folder ({'NANOCHAT_BASE_DIR, ' if flag == '--model-tag' else ''}{flag})"
+        f"{folder} cannot take a checkpoint of {format_bytes(size)} ({one_line(error.strerror or error)}); free some "
+        "space, or choose a writable folder (NANOCHAT_BASE_DIR, --model-tag)"
     )
-
-
-def _fail_together(problem: str | None) -> None:
-    """Raise the first problem of any rank on all of them."""
-    if first := next(filter(None, of_all_ranks(problem)), None):
-        raise UserError(first)

@@ -34,6 +34,7 @@ from nanochat_fp4.console import format_seconds
 from nanochat_fp4.data.tokenizer import RustBPETokenizer
 from nanochat_fp4.errors import UserError, require
 from nanochat_fp4.evaluation.report import get_report
+from nanochat_fp4.locks import held_run
 from nanochat_fp4.models import flash_attention, llama
 from nanochat_fp4.models.cross_entropy import head_problem
 from nanochat_fp4.models.gpt import GPT, RECOMPUTE, config_from_depth
@@ -61,9 +62,9 @@ from nanochat_fp4.training.load_model import (
 from nanochat_fp4.training.resume import (
     Start,
     check_same_run,
+    check_tokenizer,
     check_writable,
     find_resume_step,
-    held_run,
     save_bytes,
     starts_over,
 )
@@ -177,6 +178,7 @@ def find_start(
     """The beginning of a run of so many steps. The model gets its weights. same: of run_settings. Raises UserError."""
     branch = branch_point(args.branch_from, folder) if args.branch_from else None
     process.held.enter_context(held_run(folder))
+    check_tokenizer(same["tokenizer"])
     step = find_resume_step(folder, args.resume_from_step, args.overwrite)
     source = folder
     if step is None and branch:
@@ -299,6 +301,8 @@ class PostTraining:
             self.begin_anew()
         else:
             self.go_on(step)
+        if not self.dry_run:
+            check_tokenizer(self.tokenizer.fingerprint())
         set_state(self.model, self.state, state_of(self.parent_meta))
         self.set_recompute(args.recompute)
         if not self.dry_run:

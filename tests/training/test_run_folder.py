@@ -11,10 +11,15 @@ from pathlib import Path
 import pytest
 import torch
 from _assertions import assert_same, final_state
+from _samples import save_base
 from _training import BASE
 
+from nanochat_fp4.data.corpus import build_embedded_corpus
 from nanochat_fp4.errors import UserError
-from nanochat_fp4.training.resume import check_writable, held_run, save_bytes
+from nanochat_fp4.locks import held_run, running, running_runs
+from nanochat_fp4.training import setup
+from nanochat_fp4.training.resume import check_writable, save_bytes
+from scripts import base_train, tok_train
 
 TAG = "run"
 BASE = [*BASE, "--eval-every=-1", "--method=bf16", "--num-iterations=3", "--save-every=1", f"--model-tag={TAG}"]
@@ -54,7 +59,7 @@ def test_a_second_run_is_refused_and_told_who_is_there(run, folder):
 
 
 def test_a_run_that_was_killed_is_in_nobodys_way(fork_server, folder):
-    code = "import os, sys, time\nfrom nanochat_fp4.training.resume import held_run\n"
+    code = "import os, sys, time\nfrom nanochat_fp4.locks import held_run\n"
     code += "with held_run(sys.argv[1]): print(os.getpid(), flush=True)"
     code += ", time.sleep(60)"
     holder = subprocess.Popen([fork_server.python, "-c", code, folder], stdout=subprocess.PIPE, text=True)
@@ -66,6 +71,42 @@ def test_a_run_that_was_killed_is_in_nobodys_way(fork_server, folder):
     assert holder.returncode == -signal.SIGKILL
     with held_run(folder):
         pass
+
+
+def test_what_a_run_uses_is_not_replaced_under_it(tiny_base, monkeypatch):
+    """Before it has saved anything, too: there is only its lock to ask."""
+    monkeypatch.delenv("DATA_DIR")
+    build_embedded_corpus(0.3)
+    save_base(tiny_base, tag="a", n_layer=1)
+    kept = {path: path.read_bytes() for path in tiny_base.rglob("*") if path.is_file()}
+    base, tokenizer = ["--model-tag=a", "--overwrite"], ["--vocab-size=300"]
+    replacers = [
+        ("base_checkpoints/new", "base_checkpoints/new .process", lambda: tok_train.main(tokenizer)),
+        ("mid_checkpoints/a", "mid_checkpoints/a .process", lambda: tok_train.main([*tokenizer, "--overwrite"])),
+        ("base_checkpoints/new", "base_checkpoints/new .process", lambda: build_embedded_corpus(0.4)),
+        ("chatsft_checkpoints/a", "/chatsft_checkpoints/a .process", lambda: base_train.main([*BASE, *base])),
+        ("mid_checkpoints/a", "began with the model in .*/base_checkpoints/a", lambda: base_train.main([*BASE, *base])),
+    ]
+    for user, said, replace in replacers:
+        with held_run(tiny_base / user), pytest.raises(UserError, match=said):
+            replace()
+    assert {path: path.read_bytes() for path in kept} == kept
+    assert running_runs(tiny_base) == [] and running(tiny_base / "mid_checkpoints" / "a") is None
+    with held_run(tiny_base / "mid_checkpoints" / "b"):  # of another model
+        base_train.main([*BASE, *base])
+
+
+def test_a_run_does_not_begin_with_a_tokenizer_that_is_gone(tiny_base, monkeypatch):
+    """Replaced between the moment when the run loads it and the moment when the run holds its lock."""
+    real = setup.held_run
+
+    def late(folder):
+        tok_train.main(["--vocab-size=300"])
+        return real(folder)
+
+    monkeypatch.setattr(setup, "held_run", late)
+    with pytest.raises(UserError, match="the tokenizer was replaced while this run began"):
+        base_train.main(BASE)
 
 
 def pair(fork_server, tiny_base: Path) -> None:

@@ -1,0 +1,119 @@
+"""
+Who uses what. A run holds the lock of its folder, and whoever replaces a thing asks for the locks of all its users.
+
+    with held_run(folder):                    # one run at a time, until the end of the process
+        ...
+    if users := running_runs(base_dir):       # ["base_checkpoints/d20_clover (process 7 on host since ...)"]
+        raise UserError(...)                  # they train with what is about to be replaced
+"""
+
+import contextlib
+import errno
+import json
+import os
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import filelock
+
+from nanochat_fp4.common import get_dist_info, of_all_ranks
+from nanochat_fp4.console import logger
+from nanochat_fp4.errors import UserError, one_line
+from nanochat_fp4.files import atomic_write
+
+_NO_LOCKS = {errno.ENOSYS, errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP}
+ASKED_SECONDS = 0.3  # for which a run waits for its lock: whoever asks whether the run is there holds the lock a moment
+
+
+@contextlib.contextmanager
+def held_run(folder: str | os.PathLike) -> Iterator[None]:
+    """
+    Inside, the run's folder is this run's, until the end of the process, whatever ends it. All ranks enter it together.
+
+    The lock is the kernel's (flock), so a killed process leaves none. Its file .<name>.lock is beside the folder:
+    --overwrite deletes the folder. .<name>.lock.json names the holder. The lock reaches as far as the file system's
+    locks. Linux's NFS client passes flock on to the server, and so does Lustre mounted with flock. A warning says where
+    there are no locks. Raises UserError on every rank where another run holds it.
+    """
+    folder = Path(folder).absolute()
+    lock = _lock_of(folder)
+    problem = _take(lock, folder) if get_dist_info()[1] == 0 else None
+    fail_together(problem)
+    try:
+        yield
+    finally:
+        if lock.is_locked:
+            with contextlib.suppress(OSError):
+                _holder_file(folder).unlink()
+            lock.release()  # its file stays: to delete it would let two runs in
+
+
+def running(folder: str | os.PathLike) -> str | None:
+    """The process that trains in a folder, in words. None if there is none, or if the file system has no locks."""
+    folder = Path(folder).absolute()
+    if not _lock_file(folder).exists():
+        return None
+    lock = _lock_of(folder)
+    try:
+        lock.acquire(timeout=0)
+    except filelock.Timeout:
+        return _describe_holder(folder)
+    except OSError:
+        return None
+    lock.release()
+    return None
+
+
+def running_runs(base_dir: str | os.PathLike) -> list[str]:
+    """The runs of all stages that train in a base directory now, with their processes, in words."""
+    folders = [path.parent / path.name[1 : -len(".lock")] for path in Path(base_dir).glob("*_checkpoints/.*.lock")]
+    return [f"{folder.parent.name}/{folder.name} ({who})" for folder in sorted(folders) if (who := running(folder))]
+
+
+def fail_together(problem: str | None) -> None:
+    """Raise the first problem of any rank on all of them, as a UserError. All ranks call this together."""
+    if first := next(filter(None, of_all_ranks(problem)), None):
+        raise UserError(first)
+
+
+def _lock_file(folder: Path) -> Path:
+    return folder.with_name(f".{folder.name}.lock")
+
+
+def _lock_of(folder: Path) -> filelock.FileLock:
+    return filelock.FileLock(_lock_file(folder), fallback_to_soft=False)
+
+
+def _holder_file(folder: Path) -> Path:
+    return folder.with_name(f".{folder.name}.lock.json")
+
+
+def _take(lock: filelock.FileLock, folder: Path) -> str | None:
+    """Take the lock; why it cannot be had otherwise."""
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        lock.acquire(timeout=ASKED_SECONDS)
+    except filelock.Timeout:
+        who = _describe_holder(folder)
+        return f"another run is training in {folder}: {who}; wait for it or stop it, or choose another --model-tag"
+    except OSError as e:
+        if e.errno not in _NO_LOCKS:
+            why = one_line(e.strerror or e)
+            return f"{folder} cannot be written ({why}); choose a writable folder (NANOCHAT_BASE_DIR, --model-tag)"
+        logger.warning(f"the file system of {folder} has no locks: nothing keeps a second run out of it")
+        return None
+    holder = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.time()}
+    with contextlib.suppress(OSError):  # a full disk, which check_writable tells better
+        atomic_write(_holder_file(folder), json.dumps(holder) + "\n")
+    return None
+
+
+def _describe_holder(folder: Path) -> str:
+    try:
+        holder = json.loads(_holder_file(folder).read_bytes())
+        since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(holder["since"]))
+        return f"process {int(holder['pid'])} on {str(holder['host'])[:100]} since {since}"
+    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
+        return "a process that is just beginning"  # the process has the lock and has not written its name yet
