@@ -224,6 +224,21 @@ def restarts() -> int:
     return max(of_all_ranks(int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0)))
 
 
+def store_of_this_start(rank: int, world_size: int) -> dict[str, Any]:
+    """Arguments of init_process_group by which the processes of one start find each other; {} for torch's own way.
+
+    torchrun's store outlives a restart (--max-restarts) and keeps the addresses of dead processes. A rank that reads
+    before its peer has written would connect to a dead one, so each start has a prefix of its own. Several nodes count
+    their restarts separately, and have no common prefix.
+    """
+    one_node = os.environ.get("LOCAL_WORLD_SIZE") == str(world_size)
+    if not one_node or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return {}
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+    start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return {"store": dist.PrefixStore(f"start_{start}", store), "rank": rank, "world_size": world_size}
+
+
 def use_deterministic_kernels() -> None:
     """
     Make the results of a CUDA device the same bits in each run.
@@ -284,10 +299,11 @@ def compute_init(device_type: str = "cuda", seed: int = 42) -> tuple[bool, int, 
             torch.cuda.set_device(device)
         if not is_ddp_initialized():
             try:
+                where = store_of_this_start(rank, world_size)
                 if device_type == "cuda":
-                    dist.init_process_group(backend="nccl", device_id=device)
+                    dist.init_process_group(backend="nccl", device_id=device, **where)
                 else:
-                    dist.init_process_group(backend="gloo")
+                    dist.init_process_group(backend="gloo", **where)
             except (dist.DistError, ValueError) as e:
                 raise UserError(f"cannot join the process group: {one_line(e)}; start with torchrun") from e
         dist.barrier()

@@ -173,7 +173,7 @@ def test_a_reader_that_has_gone_ends_it_without_a_word(monkeypatch, capsys):
     os.close(read)
     with open(write, "w") as stdout, pytest.raises(SystemExit) as e:
         monkeypatch.setattr(sys, "stdout", stdout)
-        run_main(lambda: print("x" * 100_000))  # more than the buffer takes
+        run_main(lambda: print("x" * 1_000_000))  # more than the buffer takes
     monkeypatch.undo()
     assert e.value.code == 141 and capsys.readouterr().err == ""
 
