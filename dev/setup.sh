@@ -22,47 +22,7 @@ only_variables() { # "$@" of a script that variables alone tell what to do; --he
     esac
 }
 
-# Signals. bash acts on a signal only after its foreground command has ended. So a long command runs in the background
-# and is awaited. A signal is passed on to every background command. The script ends when the awaited one has ended.
-STOPPED="" # the exit status that the first signal asks for
-AWAITED="" # a process id
-INTERRUPTED=""
-
-pass_on() { # SIGNAL STATUS
-    : "${STOPPED:=$2}"
-    INTERRUPTED=1
-    signal_jobs "$1"
-    [ -n "$AWAITED" ] || stop
-}
-
-signal_jobs() { # SIGNAL
-    local pid
-    for pid in $(jobs -pr); do kill -"$1" "$pid" 2>/dev/null || true; done
-}
-
-stop() {
-    # The terminal may be closed. Then the line cannot be written.
-    echo "stopped (exit status $STOPPED)${GO_ON:-}" >&2 || true
-    exit "$STOPPED"
-}
-
-# await PID: returns its exit status. A signal does not end the wait.
-await() {
-    local status
-    AWAITED=$1
-    while :; do
-        status=0 INTERRUPTED=""
-        wait "$1" 2>/dev/null || status=$?
-        [ -n "$INTERRUPTED" ] || break
-    done
-    AWAITED=""
-    return "$status"
-}
-
-trap 'pass_on HUP 129' HUP   # has no effect under nohup, as it should
-trap 'pass_on TERM 130' INT  # bash starts background commands with SIGINT ignored
-trap 'pass_on TERM 143' TERM
-trap 'signal_jobs TERM; wait 2>/dev/null || true' EXIT # nothing outlives the script
+source "$ROOT/dev/signals.sh"
 
 # Number of NVIDIA GPUs on this machine; 0 where there is none or no driver.
 count_gpus() {
@@ -132,24 +92,6 @@ install_torch() {
     quietly "installing $torch" "${pip[@]}" "$torch" || install_failed "$torch"
 }
 
-# Fast (no torch import): which of the required modules are not there?
-missing_modules() {
-    trap '' INT # in the subshell of $(...): the script acts on the signal, without a traceback of Python's
-    "$PY" - <<'PYTHON'
-import importlib.util
-import re
-import sys
-
-missing = []
-for name in re.findall(r"^[A-Za-z0-9_-]+", open("requirements.txt").read(), re.M):
-    if name in ("fastapi", "uvicorn", "muon-optimizer", "setuptools", "pytest", "pytest-xdist", "ruff") or (name == "triton" and sys.platform != "linux"):
-        continue  # a default run does not need it
-    if importlib.util.find_spec(name) is None and name not in missing:
-        missing.append(name)
-print(" ".join(missing))
-PYTHON
-}
-
 # What would stop a run on this GPU is said before anything is installed or downloaded.
 check_driver() {
     local driver capability
@@ -180,7 +122,7 @@ setup_environment() {
     if [ -n "${VENV:-}" ]; then
         PY=$VENV/bin/python
         [ -x "$PY" ] || die "VENV=$VENV has no bin/python; unset VENV to have one made in .venv"
-        missing=$(missing_modules)
+        missing=$("$PY" dev/missing_modules.py)
         [ -z "$missing" ] || die "VENV=$VENV lacks: $missing; install them there, or unset VENV to have .venv made"
         [ "$flavour" = cpu ] || check_compiler
         return
@@ -191,7 +133,7 @@ setup_environment() {
     SETUP_LOG=$venv/setup.log
     stamp=$venv/.installed # what was installed, on what kind of machine, for which folder
     want="$flavour $(cat requirements.txt constraints.txt pyproject.toml | cksum) $ROOT"
-    if [ -x "$PY" ] && [ "$(cat "$stamp" 2>/dev/null)" = "$want" ] && [ -z "$(missing_modules)" ]; then
+    if [ -x "$PY" ] && [ "$(cat "$stamp" 2>/dev/null)" = "$want" ] && [ -z "$("$PY" dev/missing_modules.py)" ]; then
         return
     fi
 

@@ -49,7 +49,7 @@ from nanochat_fp4.nvfp4.recipes import Gemm, Operand, Recipe
 from nanochat_fp4.nvfp4.sharding import gather_codes
 from nanochat_fp4.nvfp4.training import set_progress, update_gram_matrices
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 METHODS = (*methods.METHODS, *methods.ALIASES)  # the names to choose QAT_METHOD from
 

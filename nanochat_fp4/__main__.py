@@ -42,7 +42,7 @@ STAGES = {
 TOOLS = {
     "doctor": ("nanochat_fp4.doctor", "does this machine compute what the paper says, and with which kernels?"),
     "upstream": ("nanochat_fp4.upstream", "run a script of a nanochat checkout, quantized"),
-    "step_time": ("nanochat_fp4.step_time", "predict the time of a training step on a GPU"),
+    "plan": ("nanochat_fp4.plan", "what a whole run will do: hours, memory, disk, what is missing"),
     "dataset": ("nanochat_fp4.data.dataset", "download text"),
     "tokenizer": ("nanochat_fp4.data.tokenizer", "show the tokenizer, or convert nanochat's"),
     "report": ("nanochat_fp4.evaluation.report", "write the report"),

@@ -29,6 +29,7 @@ import nanochat_fp4 as nf
 from nanochat_fp4.common import get_base_dir, get_dist_info, joined_processes, print0
 from nanochat_fp4.console import ArgumentParser, format_bytes
 from nanochat_fp4.data.download import download_file_with_lock
+from nanochat_fp4.data.needs import Need, base_dir, file_or_url
 from nanochat_fp4.data.rows import MissingDataError, read_rows
 from nanochat_fp4.errors import UserError, one_line, run_main
 from nanochat_fp4.evaluation.core_eval import TASK_TYPES, evaluate_task, fault_of, longest_input
@@ -54,6 +55,14 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add_model_arguments(parser, "nvfp4", "bf16")
     add("--bundle-dir", default=None, help="folder of the eval bundle (default: <base dir>/eval_bundle, downloaded)")
     return parser.parse_args(argv)
+
+
+def needs(args: argparse.Namespace) -> list[Need]:
+    """The bundle, for a plan."""
+    folder = Path(args.bundle_dir) if args.bundle_dir else base_dir() / "eval_bundle"
+    url = "" if args.bundle_dir else EVAL_BUNDLE_URL
+    remedy = f"unpack {EVAL_BUNDLE_URL} into {folder.parent}, or CORE_ARGS=--bundle-dir=folder"
+    return [file_or_url("the eval bundle", remedy, folder, url, vital=True)]
 
 
 # ----------------------------------------------------------------------------------------------------------------------

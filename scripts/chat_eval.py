@@ -30,9 +30,11 @@ from eval.run import Score, run_task
 from eval.spellingbee import SpellingBee
 from nanochat_fp4.common import joined_processes, print0
 from nanochat_fp4.console import ArgumentParser, parse_finite
+from nanochat_fp4.data import needs as needed
 from nanochat_fp4.data.chat_data import Task
+from nanochat_fp4.data.needs import Need
 from nanochat_fp4.data.rows import MissingDataError
-from nanochat_fp4.errors import UserError, run_main
+from nanochat_fp4.errors import UserError, one_line, run_main
 from nanochat_fp4.evaluation.execution import SandboxError, describe_sandbox
 from nanochat_fp4.evaluation.report import get_report
 from nanochat_fp4.files import atomic_write
@@ -98,6 +100,33 @@ def chosen_tasks(names: str | None) -> list[str]:
         problem = problems[0] if problems else f"no task in -a {names!r}"
         raise UserError(f"{problem}; use one or several (with |) of {', '.join(known)}, local")
     return list(dict.fromkeys(chosen))
+
+
+def needs(args: argparse.Namespace) -> list[Need]:
+    """What the chosen tasks load, for a plan. Each is vital alone, for --allow-missing leaves out a task."""
+    rows = {
+        "ARC-Easy": ("allenai/ai2_arc", "ARC-Easy"),
+        "ARC-Challenge": ("allenai/ai2_arc", "ARC-Challenge"),
+        "MMLU": ("cais/mmlu", "all"),
+        "GSM8K": ("openai/gsm8k", "main"),
+        "HumanEval": ("openai/openai_humaneval", "openai_humaneval"),
+    }
+    names = chosen_tasks(args.task_name)
+    found = [needed.rows(*rows[name], "test", args.eval_dir) for name in names if name in rows]
+    found += [needed.words(args.eval_dir)] if "SpellingBee" in names else []
+    if code := [name for name in names if name in RUNS_CODE]:
+        found.append(
+            Need("a sandbox", f"leave out {' and '.join(code)} (EVAL_ARGS=-a ...)", sandbox_problem, vital=True)
+        )
+    return found
+
+
+def sandbox_problem() -> str | None:
+    try:
+        describe_sandbox()
+    except SandboxError as e:
+        return one_line(e)
+    return None
 
 
 def chatcore(scores: dict[str, Score]) -> float | None:

@@ -26,8 +26,10 @@ from eval.spellingbee import SpellingBee
 from nanochat_fp4.common import mean_over_ranks
 from nanochat_fp4.console import ArgumentParser
 from nanochat_fp4.data import chat_data
+from nanochat_fp4.data import needs as needed
 from nanochat_fp4.data.chat_data import CustomJSON, SimpleSpelling, SmolTalk, Source, Task
 from nanochat_fp4.data.chat_loader import ConversationBatches
+from nanochat_fp4.data.needs import Need
 from nanochat_fp4.errors import UserError, run_main
 from nanochat_fp4.parallel import unsharded
 from nanochat_fp4.signals import StopRequested
@@ -68,6 +70,22 @@ def train_sources(args: argparse.Namespace) -> list[Source]:
         Source("identity conversations", lambda: CustomJSON(chat_data.identity_conversations())),
         Source("SimpleSpelling", lambda: SimpleSpelling(size=300, eval_dir=args.eval_dir)),
         Source("SpellingBee", lambda: SpellingBee(size=300, eval_dir=args.eval_dir)),
+    ]
+
+
+def needs(args: argparse.Namespace) -> list[Need]:
+    """What the mixtures load, for a plan."""
+    if args.data == "local":
+        return []
+    return [
+        *needed.smoltalk(args.sft_dir, "SFT_ARGS=--sft-dir"),
+        needed.rows("allenai/ai2_arc", "ARC-Easy", "train", args.eval_dir),
+        needed.rows("allenai/ai2_arc", "ARC-Easy", "test", args.eval_dir),
+        needed.rows("allenai/ai2_arc", "ARC-Challenge", "train", args.eval_dir),
+        needed.rows("openai/gsm8k", "main", "train", args.eval_dir),
+        needed.rows("cais/mmlu", "all", "test", args.eval_dir),
+        needed.identity_conversations(),
+        needed.words(args.eval_dir),
     ]
 
 

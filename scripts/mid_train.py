@@ -23,9 +23,11 @@ from eval.spellingbee import SpellingBee
 from nanochat_fp4.common import print0
 from nanochat_fp4.console import ArgumentParser
 from nanochat_fp4.data import chat_data
+from nanochat_fp4.data import needs as needed
 from nanochat_fp4.data.chat_data import LOCAL_WORDS, CustomJSON, SimpleSpelling, SmolTalk, Source
 from nanochat_fp4.data.chat_loader import PackedConversations
 from nanochat_fp4.data.dataloader import evaluation_rows
+from nanochat_fp4.data.needs import Need
 from nanochat_fp4.data.tokenizer import get_token_bytes
 from nanochat_fp4.errors import run_main
 from nanochat_fp4.evaluation.loss_eval import evaluate_bpb
@@ -74,6 +76,21 @@ def train_sources(args: argparse.Namespace) -> list[Source]:
         Source("identity conversations", lambda: CustomJSON(chat_data.identity_conversations())),  # two epochs of them
         Source("SimpleSpelling", lambda: SimpleSpelling(size=200_000, eval_dir=args.eval_dir)),
         Source("SpellingBee", lambda: SpellingBee(size=80_000, eval_dir=args.eval_dir)),
+    ]
+
+
+def needs(args: argparse.Namespace) -> list[Need]:
+    """What the mixtures load, for a plan."""
+    if args.data == "local":
+        return []
+    return [
+        *needed.smoltalk(args.sft_dir, "MID_ARGS=--sft-dir"),
+        needed.rows("cais/mmlu", "auxiliary_train", "train", args.eval_dir),
+        needed.rows("cais/mmlu", "all", "test", args.eval_dir),
+        needed.rows("openai/gsm8k", "main", "train", args.eval_dir),
+        needed.rows("openai/gsm8k", "main", "test", args.eval_dir),
+        needed.identity_conversations(),
+        needed.words(args.eval_dir),
     ]
 
 

@@ -1,4 +1,4 @@
-"""speedrun_fp4.sh, run1000_fp4.sh and dev/setup.sh: plans, bad input, reuse. The training is that of a toy."""
+"""speedrun_fp4.sh, run1000_fp4.sh and dev/setup.sh: a toy's run, reuse, failing stages, signals. Plans: tests/plan."""
 
 import contextlib
 import json
@@ -54,43 +54,6 @@ def shell(command: str, environment: dict, cwd: Path = ROOT, **variables: str) -
     return subprocess.run(command, cwd=cwd, env=environment | variables, capture_output=True, text=True, timeout=300)
 
 
-def plan(done: subprocess.CompletedProcess) -> dict[str, str]:
-    """The numbers that a plan prints."""
-    assert done.returncode == 0, done.stderr
-    return {name: value.strip('"') for name, value in re.findall(r'(?<=  )([A-Z_]+)=("[^"]*"|\S+)', done.stdout)}
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Plans
-
-
-def test_the_plan_of_a_gpu_that_is_not_here_has_its_hours(environment):
-    done = bash("run1000_fp4.sh", environment, PLAN_ONLY="1", GPU="rtx5090", QAT_METHOD="fp8")
-    assert plan(done)["DEPTH"] == "32" and plan(done)["DEVICE_BATCH"] == "auto"
-    assert re.search(
-        r"RTX 5090, d32, fp8: [0-9,]+ tokens/s predicted, \d+ hours for 37\.6B tokens, "
-        r"[\d.]+ of them validation and [\d.]+ checkpoints; a day has",
-        done.stdout,
-    )
-    assert "machine   1 x rtx5090, 1 process(es); not this machine" in done.stdout and "no GPU" not in done.stdout
-    assert "stages    tok base loss core mid sft report" in done.stdout
-    assert "on one GPU, without mid-training, SFT and benchmarks" in done.stdout
-    assert re.search(r"memory: 2\d\.\d GiB for weights.* disk: 120 GB of text, [\d.]+ GB for each", done.stdout)
-    small = bash("run1000_fp4.sh", environment, PLAN_ONLY="1", GPU="rtx5060", DATA_DIR="")  # 8 GiB
-    assert plan(small)["DEPTH"] == "24" and "\n  runs      d24_clover\n" in small.stdout
-    assert re.search(r"d32 on 8 GiB: needs [\d.]+ GiB; d24 fits, so DEPTH=24\n", small.stdout)
-    assert "flags:\n    d24 on 8 GiB: 2 rows, " in small.stdout and "set by you" not in small.stdout
-    usual, four = (
-        bash("speedrun_fp4.sh", environment, PLAN_ONLY="1", GPU="rtx5090", **v) for v in ({}, {"DEVICE_BATCH": "4"})
-    )
-    speeds = [re.search(r"d20, clover: ([0-9,]+) tokens/s predicted", done.stdout)[1] for done in (usual, four)]
-    assert re.search(rf"\n    fp32 +none +16 +[\d.]+ +{speeds[0]}\n", usual.stdout) and speeds[0] > speeds[1]
-    unknown = bash("speedrun_fp4.sh", environment, PLAN_ONLY="1", GPU="rtx9090")
-    assert unknown.returncode == 2 and "GPU=rtx9090: nothing is predicted for rtx9090; use one of" in unknown.stderr
-    done = bash("speedrun_fp4.sh", environment, GPU="rtx5090")
-    assert done.returncode == 2 and "GPU=rtx5090 is for plans of a machine that is not here" in done.stderr
-
-
 @pytest.mark.parametrize("script", ["speedrun_fp4.sh", "run1000_fp4.sh", "dev/measure.sh"])
 def test_help_is_what_the_script_says_of_itself(script):
     done, wrong = (shell(f"bash {script} {flag}", dict(os.environ)) for flag in ("--help", "--depth=4"))
@@ -98,129 +61,8 @@ def test_help_is_what_the_script_says_of_itself(script):
     assert wrong.returncode == 2 and "takes no arguments, and got '--depth=4'" in wrong.stderr
 
 
-def test_relative_folders_are_the_callers(environment, tmp_path):
-    """The scripts work in their own folder. A relative DATA_DIR there keeps its text, which is in the run's name."""
-    for cwd, data in ((tmp_path, f"{tmp_path}/text"), (ROOT, "text")):
-        done = shell(f"{PIPELINE} env", environment, cwd, DATA_DIR="text")
-        assert f"\nDATA_DIR={data}\n" in done.stdout, done.stderr
-        assert f"\nNANOCHAT_BASE_DIR={environment['NANOCHAT_BASE_DIR']}\n" in done.stdout  # absolute, as it was
-
-
-@pytest.mark.parametrize(
-    "variables, expected",
-    [({}, "1 PASSIVE"), ({"OMP_NUM_THREADS": "7"}, "7 PASSIVE"), ({"OMP_WAIT_POLICY": "ACTIVE"}, "1 ACTIVE")],
-)
-def test_one_thread_that_does_not_spin(environment, variables, expected):
-    unset = {k: v for k, v in environment.items() if not k.startswith("OMP_")}
-    done = shell(f'{PIPELINE} echo "$OMP_NUM_THREADS $OMP_WAIT_POLICY"', unset, **variables)
-    assert done.stdout.strip() == expected, done.stderr
-
-
-@pytest.mark.parametrize(
-    "visible, machine",
-    [
-        ("1", "1 x NVIDIA X, 1 process(es)"),
-        ("2,0", "2 x NVIDIA X, 2 process(es)"),
-        ("", "no GPU, "),
-        ("-1", "no GPU, "),
-    ],
-)
-def test_only_visible_gpus_count(environment, visible, machine):
-    smi(environment, 'case "$1" in -L) seq -f "GPU %g: X" 0 2;; *) echo "NVIDIA X";; esac')
-    assert shell(f'{PIPELINE} echo "$MACHINE"', environment, CUDA_VISIBLE_DEVICES=visible).stdout.startswith(machine)
-
-
-def test_names_of_runs_say_what_differs(environment, tmp_path):
-    script = f"{PIPELINE} choose DEPTH=2 NUM_ITERATIONS=120 EVAL_EVERY=40 SEED=42 MATRIX_LR=0.32; "
-    script += 'CONFIG+="DATA_DIR=$DATA_DIR BASE_ARGS=$BASE_ARGS"; DEFAULTS+="DATA_DIR= BASE_ARGS="; tag_of clover'
-
-    def name(**variables):
-        done = shell(script, environment, **{"DATA_DIR": "", "BASE_ARGS": ""} | variables)
-        return done.stdout.strip() or pytest.fail(done.stderr)
-
-    mine = {"NUM_ITERATIONS": "77", "DATA_DIR": f"{tmp_path}/my books", "BASE_ARGS": "--weight-decay=0.1 --llama=30M"}
-    assert name() == "d2_clover" and name(EVAL_EVERY="7", DEPTH="3") == "d3_clover"
-    assert name(NUM_ITERATIONS="77", MATRIX_LR="0.1", SEED="2") == "d2_clover_steps77_seed2_matrix-lr0.1"
-    assert re.fullmatch(r"d2_clover_steps77_data-my-books-\d+_weight-decay-0.1-llama-30M", name(**mine))
-    assert name(**mine | {"DATA_DIR": f"{tmp_path}/other/my books"}) != name(**mine)
-    long = name(BASE_ARGS="--weight-decay=0.1 " * 9)
-    assert re.fullmatch(r"d2_clover_[\w.-]+-\d+", long) and len(long) < 100
-
-
-@pytest.mark.parametrize("name, meant", [("NUM_ITERATION", "NUM_ITERATIONS"), ("DETPH", "DEPTH"), ("NPROCS", "NPROC")])
-def test_a_name_that_is_nearly_one_of_ours_is_refused(environment, name, meant):
-    done = bash("speedrun_fp4.sh", environment, **{"PLAN_ONLY": "1", name: "3"})
-    assert done.returncode == 2 and f"{name} is set" in done.stderr and f"did you mean {meant}?" in done.stderr
-    assert len(done.stderr.strip().splitlines()) == 1
-
-
-@pytest.mark.parametrize("name, value", [("EVAL_EVERY", "1.5"), ("TOTAL_BATCH", "5e5"), ("NUM_ITERATIONS", "1e3")])
-def test_whole_numbers_are_asked_for(environment, name, value):
-    done = bash("speedrun_fp4.sh", environment, **{"PLAN_ONLY": "1", "GPU": "rtx5090", name: value})
-    assert done.returncode == 2 and f"{name}={value}: expected a whole number" in done.stderr
-    assert len(done.stderr.strip().splitlines()) == 1
-
-
-def test_a_plan_without_a_ratio_has_the_hours_of_its_steps(environment):
-    ratios = {"DATA_RATIO": "-1", "NUM_ITERATIONS": "1000"}
-    done = bash("speedrun_fp4.sh", environment, PLAN_ONLY="1", GPU="rtx5090", **ratios)
-    assert done.returncode == 0 and "hours" in done.stdout and "for 0.524B tokens" in done.stdout
-    wrong = bash("speedrun_fp4.sh", environment, PLAN_ONLY="1", GPU="rtx5090", DEVICE_BATCH="0")
-    assert wrong.returncode == 2 and wrong.stderr.startswith("error: --depth and --micro-batch must be at least 1")
-
-
-def test_plan_on_a_cpu(environment):
-    done = bash("speedrun_fp4.sh", environment, PLAN_ONLY="1", NUM_ITERATIONS="77")
-    shown = plan(done)
-    assert shown["NUM_ITERATIONS"] == "77"
-    assert re.search(r"set by you: NUM_ITERATIONS=77 \(default: \d+\)", done.stdout)
-    assert re.search(r"methods +clover ", done.stdout) and "no GPU" in done.stdout
-    assert int(shown["DEPTH"]) <= 8 and int(shown["VOCAB_SIZE"]) <= 8192  # a small model
-    assert not list((Path(environment["NANOCHAT_BASE_DIR"])).glob("base_checkpoints"))  # nothing was started
-    deeper = plan(bash("run1000_fp4.sh", environment, PLAN_ONLY="1"))
-    assert int(shown["DEPTH"]) < int(deeper["DEPTH"]) <= 8
-
-
-def test_steps_chosen_for_a_cpu(environment):
-    """The stored number shrinks the run and its later stages, and is in its name. NUM_ITERATIONS overrides it."""
-    base, environment = Path(environment["NANOCHAT_BASE_DIR"]), environment | {"DATA_DIR": ""}
-    runs = lambda done: re.search(r"^  runs +(.*)$", done.stdout, re.M).group(1).split()  # noqa: E731
-    first = bash("speedrun_fp4.sh", environment, PLAN_ONLY="1")
-    assert runs(first) == ["d2_clover"] and "NUM_ITERATIONS=120 (a probe before training may" in first.stdout
-    assert not (base / "cpu_steps.json").exists()
-    (base / "cpu_steps.json").write_text(
-        '{"d2_120": {"steps": 60, "why": "slow"}, "d4_160": {"steps": 40, "why": "-"}}'
-    )
-    done = bash("speedrun_fp4.sh", environment, PLAN_ONLY="1", COMPARE="1")
-    shown = plan(done)
-    assert "chosen for a CPU: NUM_ITERATIONS=60 (slow)" in done.stdout and "set by you" not in done.stdout
-    assert runs(done) == ["d2_clover_steps60", "d2_bf16_steps60"] and shown["NUM_ITERATIONS"] == "60"
-    assert shown["SPLIT_TOKENS"] == "32768" and "--max-problems=16 " in shown["EVAL_ARGS"]
-    assert "--num-iterations=30" in shown["MID_ARGS"] and "--num-iterations=10 " in shown["SFT_ARGS"]
-    mine = bash("speedrun_fp4.sh", environment, PLAN_ONLY="1", NUM_ITERATIONS="120")
-    assert runs(mine) == ["d2_clover"] and "chosen for a CPU" not in mine.stdout
-    assert "--num-iterations=60" in plan(mine)["MID_ARGS"] and plan(mine)["SPLIT_TOKENS"] == "65536"
-    large = plan(bash("run1000_fp4.sh", environment, PLAN_ONLY="1", SFT_ARGS="--num-iterations=9", SPLIT_TOKENS="512"))
-    assert large["NUM_ITERATIONS"] == "40" and large["SFT_ARGS"] == "--num-iterations=9"
-    assert large["SPLIT_TOKENS"] == "512" and "--num-iterations=15" in large["MID_ARGS"]
-
-
 def smi(environment: dict, script: str) -> None:
     (Path(environment["PATH"].split(":")[0]) / "nvidia-smi").write_text(f"#!/bin/sh\n{script}\n")
-
-
-def test_plan_on_gpus_is_nanochats(environment):
-    smi(environment, 'case "$1" in -L) echo "GPU 0: X"; echo "GPU 1: X";; *) echo "NVIDIA X";; esac')
-    done = bash("speedrun_fp4.sh", environment, PLAN_ONLY="1", COMPARE="1", QAT_METHOD="quartet2")
-    shown = plan(done)
-    expected = {
-        "DEPTH": "20", "ASPECT_RATIO": "64", "HEAD_DIM": "128", "SEQ_LEN": "2048", "VOCAB_SIZE": "65536",
-        "TOTAL_BATCH": "524288", "DATA_RATIO": "20", "DEVICE_BATCH": "auto", "NUM_SHARDS": "370",
-    }  # fmt: skip
-    assert {k: shown[k] for k in expected} == expected
-    assert "2 x NVIDIA X, 2 process(es)" in done.stdout and "clover bf16" in done.stdout
-    shown = plan(bash("run1000_fp4.sh", environment, PLAN_ONLY="1", QAT_METHOD=""))  # empty means the default
-    assert (shown["DEPTH"], shown["DEVICE_BATCH"], shown["DATA_RATIO"]) == ("32", "auto", "20")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -228,25 +70,27 @@ def test_plan_on_gpus_is_nanochats(environment):
 
 
 @pytest.mark.parametrize(
-    "script, variables, message",
+    "variables, message",
     [
-        ("speedrun_fp4.sh", {"QAT_METHOD": "fp3"}, "error: QAT_METHOD: unknown method 'fp3'; use one of: bf16"),
-        ("speedrun_fp4.sh", {"DEPTH": "abc"}, "error: DEPTH=abc: expected a number, such as the default 2"),
-        ("speedrun_fp4.sh", {"STAGES": "tok fly"}, "error: STAGES: there is no stage 'fly'"),
-        ("speedrun_fp4.sh", {"NPROC": "2x"}, "error: NPROC='2x' is not a number of processes"),
-        ("run1000_fp4.sh", {"NPROC": "0"}, "error: NPROC='0' is not a number of processes"),
-        ("speedrun_fp4.sh", {"VENV": "/nowhere"}, "error: VENV=/nowhere has no bin/python"),
-        ("speedrun_fp4.sh", {"NANOCHAT_BASE_DIR": "/dev/null/x"}, "error: cannot create /dev/null/x"),
-        ("speedrun_fp4.sh", {"DATA_DIR": "/nowhere", "STAGES": "base"}, "error: .*/nowhere is not there"),
-        ("speedrun_fp4.sh", {"VOCAB_SIZE": "999"}, "error: .* holds a tokenizer of 300 tokens, this run wants 999"),
+        ({"DETPH": "3"}, "error: DETPH is set, and there is no such variable here; did you mean DEPTH?"),
+        ({"VENV": "/nowhere"}, "error: VENV=/nowhere has no bin/python"),
+        ({"NANOCHAT_BASE_DIR": "/dev/null/x"}, "error: cannot create /dev/null/x"),
+        ({"DATA_DIR": "/nowhere"}, "error: .*/nowhere is not there"),
+        ({"VOCAB_SIZE": "999"}, "error: .* holds a tokenizer of 300 tokens, this run wants 999"),
+        ({"TOTAL_BATCH": "100"}, "error: TOTAL_BATCH=100 is not a multiple of"),
+        ({"GPU": "rtx5090"}, "error: GPU=rtx5090 is for plans of a machine that is not here; set PLAN_ONLY=1"),
     ],
 )
-def test_bad_input(environment, script, variables, message):
-    done = bash(script, environment, **TOY | variables)
-    assert done.returncode == 2
-    errors = [line for line in done.stderr.splitlines() if re.match(message, line)]
-    assert len(errors) == 1 and "Traceback" not in done.stderr, done.stderr
-    assert not list(Path(environment["NANOCHAT_BASE_DIR"]).glob("base_checkpoints/*/model*"))
+def test_bad_input_ends_before_anything_is_made(environment, variables, message):
+    done = bash("speedrun_fp4.sh", environment, **TOY | variables)
+    assert done.returncode == 2 and re.match(message, done.stderr) and len(done.stderr.splitlines()) == 1, done.stderr
+    assert "==" not in done.stdout and not list(Path(environment["NANOCHAT_BASE_DIR"]).glob("base_checkpoints"))
+
+
+def test_relative_folders_are_the_callers(environment, tmp_path):
+    """The scripts work in their own folder."""
+    done = shell(f"bash {ROOT}/speedrun_fp4.sh", environment, tmp_path, PLAN_ONLY="1", DATA_DIR="text")
+    assert f"DATA_DIR (--data-dir) {tmp_path}/text is not there" in done.stderr
 
 
 def test_environment_without_a_module(environment):
@@ -299,7 +143,7 @@ def test_no_compiler(environment, tmp_path, tools, include, plan, message):
 
 def test_no_python_that_fits(environment, tmp_path):
     clone = tmp_path / "clone"
-    for name in ("dev/setup.sh", "requirements.txt", "constraints.txt", "pyproject.toml"):
+    for name in ("dev/setup.sh", "dev/signals.sh", "requirements.txt", "constraints.txt", "pyproject.toml"):
         (clone / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, clone / name)
     environment = {k: v for k, v in environment.items() if k != "VENV"}
@@ -332,9 +176,33 @@ def test_speedrun_compare_reuse_and_second_method(environment):
     second = bash("speedrun_fp4.sh", environment, **toy)
     assert second.returncode == 0 and second.stdout.splitlines()[-1] == str(path), second.stderr[-2000:]
     assert {p: p.stat().st_mtime_ns for p in state} == state  # nothing was made again
-    assert second.stdout.count("reusing") == 2 and "base training, nvidia" in second.stdout
+    assert "base training, bf16: done before" in second.stdout and "base training, nvidia\n" in second.stdout
     text = path.read_text()
     assert "| d1_nvidia" in text and f"| {clover} |" in text  # every run of the folder
+
+
+def test_a_stage_that_fails_takes_only_those_that_need_it(environment, tmp_path):
+    """The script's status is that of the first failure. The report's list and the last lines have what was left out."""
+    base = Path(environment["NANOCHAT_BASE_DIR"])
+    (base / "report").mkdir()
+    python = tmp_path / "python"
+    python.write_text(
+        '#!/bin/bash\ncase $2 in bad) exit 3;; slow) sleep 0.3; echo late >$3;; *) echo "ran $*";; esac\n'
+    )
+    python.chmod(0o755)
+    calls = f"""beside download '' '' '' Text 1 slow {tmp_path}/late
+stage base:a '' '' '' 'base training, a' 1 bad
+stage mid:a base:a '' '' 'mid-training, a' 1 mid
+stage sft:a mid:a '' '' 'SFT, a' 1 sft
+stage base:b download '' '' 'base training, b' 1 base --flag='two words'
+stage report '' '' '' report 1 report
+cat {tmp_path}/late; exit $STATUS"""
+    done = shell(f"{PIPELINE} PY={python}; {calls}", environment)
+    assert done.returncode == 3 and "ran -m base --flag=two words\n" in done.stdout, done.stdout + done.stderr
+    assert "ran -m mid" not in done.stdout and "ran -m sft" not in done.stdout and "ran -m report" in done.stdout
+    assert done.stdout.endswith("late\n") and "base training, a failed (exit status 3)" in done.stderr
+    left = (base / "report/left_out.txt").read_text().splitlines()
+    assert [line.partition(", because")[0] for line in left] == ["base training, a", "mid-training, a", "SFT, a"]
 
 
 def test_every_stage(environment):
@@ -366,28 +234,7 @@ def test_every_stage(environment):
     (run,) = (p.name for p in (base / "base_checkpoints").iterdir() if p.is_dir())
     assert ("_steps" in run) == (record["steps"] != 120)
     second = bash("speedrun_fp4.sh", environment, **toy)
-    assert second.returncode == 0 and second.stdout.count("done before") == 4, second.stdout
-    assert f"reusing {base}/base_checkpoints/{run}" in second.stdout
-
-
-def test_torchrun_takes_every_stage(environment, tmp_path):
-    """torchrun's parser looks at the flags of the script, too: --run=name it took for a beginning of its --run-path."""
-    from torch.distributed.run import parse_args
-
-    python, calls = Path(environment["VENV"]) / "bin" / "python", tmp_path / "calls"
-    python.rename(python.with_name("real"))
-    python.write_text(
-        f'#!/bin/bash\n[ "$2" != torch.distributed.run ] || {{ echo "${{@:3}}" >> {calls}; exit; }}\n'
-        'exec "$(dirname "$0")/real" "$@"\n'
-    )
-    python.chmod(0o755)
-    toy = TOY | {"STAGES": "base loss core mid sft"}
-    done = bash("speedrun_fp4.sh", environment, **toy, NPROC="2", QAT_METHOD="bf16")
-    assert done.returncode == 0, done.stdout + done.stderr
-    taken = [parse_args(line.split()) for line in calls.read_text().splitlines()]
-    expected = ["base_train", "base_loss", "base_eval", "mid_train", "chat_eval", "chat_sft", "chat_eval"]
-    assert [t.training_script for t in taken] == [f"scripts.{name}" for name in expected]
-    assert {t.nproc_per_node for t in taken} == {"2"}
+    assert second.returncode == 0 and second.stdout.count("done before") == 6, second.stdout
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -416,7 +263,7 @@ def script(tmp_path):
 
     def start(text: str, *before: str, ignored: tuple[int, ...] = ()) -> subprocess.Popen:
         (tmp_path / "dev").mkdir()
-        for name in ("dev/setup.sh", "dev/pipeline.sh"):
+        for name in ("dev/setup.sh", "dev/signals.sh", "dev/pipeline.sh", "dev/interruptible.py"):
             shutil.copy(ROOT / name, tmp_path / name)
         (tmp_path / "script.sh").write_text(STUB + text)
 

@@ -25,12 +25,12 @@ import torch
 
 import nanochat_fp4 as nf
 from lab.measure import bench_common as common
+from lab.predict import step_time
 from lab.predict.blackwell import LAYER_SETS
+from lab.predict.machines import MACHINES, Machine
 from lab.predict.measured import layer_set_ms
-from nanochat_fp4 import step_time
 from nanochat_fp4.doctor import layer_problem
 from nanochat_fp4.errors import UserError, run_main
-from nanochat_fp4.hardware import MACHINES, Machine
 from nanochat_fp4.nvfp4.probe import relative_square_error
 
 METHODS = ("fp8", "clover", "clover_search", "nvidia", "tetrajet_v2")

@@ -19,15 +19,15 @@ import torch
 
 import nanochat_fp4 as nf
 from lab.measure import bench_common as common
+from lab.predict import fits
+from lab.predict.machines import MACHINES
+from lab.predict.step_time import Shape, is_predictable, step_ms
 from nanochat_fp4.console import table
 from nanochat_fp4.errors import run_main
-from nanochat_fp4.hardware import MACHINES
 from nanochat_fp4.models import gpt
 from nanochat_fp4.models import recompute as from_codes
 from nanochat_fp4.models.gpt import RECOMPUTE
 from nanochat_fp4.nvfp4.methods import get_recipe
-from nanochat_fp4.step_time import Shape, is_predictable, step_ms
-from nanochat_fp4.training import fits
 
 # Parts of the lines of gpt.py and recompute.py that keep tensors, and what these are.
 NAMES = {

@@ -16,14 +16,14 @@ import torch
 
 import nanochat_fp4 as nf
 from lab.measure import bench_common as common
-from nanochat_fp4 import step_time
+from lab.predict import step_time
+from lab.predict.machines import MACHINES
+from lab.predict.step_time import BF16, CODES, Step
 from nanochat_fp4.devices import median_ms
 from nanochat_fp4.doctor import copy_bandwidth, kernel_problem
 from nanochat_fp4.errors import UserError, run_main
-from nanochat_fp4.hardware import MACHINES
 from nanochat_fp4.nvfp4.operands import Quantization, quantize_operand
 from nanochat_fp4.nvfp4.quantizers import get_rounding
-from nanochat_fp4.step_time import BF16, CODES, Step
 
 # Multiples of 16, as what is timed: for other sizes (the doctor's) Triton compiles every kernel once more.
 CHECKED_SHAPE = (2048, 2048)

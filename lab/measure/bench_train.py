@@ -313,7 +313,7 @@ def set_up_device(args: argparse.Namespace) -> torch.device:
         if args.memory_cap or (args.micro_batch == "auto" and not all(rows for _, rows in args.variants)):
             todo = "give --micro-batch a number, and small sizes (see the top of lab/measure/bench_train.py)"
             problem = f"there is no CUDA device, so there is no memory to measure: {todo}"
-            raise UserError(f"{problem}; python -m nanochat_fp4.step_time predicts")
+            raise UserError(f"{problem}; python -m lab.predict.step_time predicts")
         return torch.device("cpu")
     free, total = gpu_memory()
     args.budget = min(args.memory_cap or free, free)

@@ -30,9 +30,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from nanochat_fp4.errors import run_main
-from nanochat_fp4.hardware import MACHINES, Machine
-from nanochat_fp4.step_time import (
+from lab.predict.machines import MACHINES, Machine
+from lab.predict.step_time import (
     ACCUMULATE,
     CAST,
     CODES,
@@ -46,6 +45,7 @@ from nanochat_fp4.step_time import (
     optimizer_step,
     output_tiles,
 )
+from nanochat_fp4.errors import run_main
 
 # The paper's Table 6: [in_features, out_features] of a model's linear layers.
 LAYER_SETS: dict[str, dict[str, tuple[int, int]]] = {

@@ -6,10 +6,10 @@ python -m lab.predict.cards      # The last line is a hash of the model's consta
 import hashlib
 import itertools
 
-from nanochat_fp4 import step_time
+from lab.predict import step_time
+from lab.predict.machines import MACHINES
+from lab.predict.step_time import Shape, run_hours, tokens_per_second
 from nanochat_fp4.errors import run_main
-from nanochat_fp4.hardware import MACHINES
-from nanochat_fp4.step_time import Shape, run_hours, tokens_per_second
 
 # What would make a card's prediction wrong.
 DOUBTS = {

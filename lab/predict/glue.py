@@ -37,6 +37,7 @@ from torch._subclasses import FakeTensorMode
 from torch.utils._sympy.functions import Identity
 
 import nanochat_fp4 as nf
+from lab.predict.step_time import Shape
 from nanochat_fp4.console import ArgumentParser, table
 from nanochat_fp4.errors import UserError, run_main
 from nanochat_fp4.files import atomic_write
@@ -44,7 +45,6 @@ from nanochat_fp4.models import flash_attention, gpt
 from nanochat_fp4.nvfp4 import contexts, dispatch, linear, operands
 from nanochat_fp4.nvfp4.gemm import Decoded, GemmOperand
 from nanochat_fp4.nvfp4.operands import Codes
-from nanochat_fp4.step_time import Shape
 
 PROCESSORS = {90: 132, 120: 170}  # an H200's, an RTX 5090's
 LENGTH, HEAD, SHARE = 2048, 128, 128  # the indices of 1/SHARE of all tokens are looked at

@@ -10,13 +10,13 @@ from pathlib import Path
 
 from lab import RESULTS
 from lab.predict.blackwell import LAYER_SETS
+from lab.predict.machines import Machine, machine_of
+from lab.predict.step_time import Shape, is_counted, is_predictable, layer_steps, predicted_ms, tokens_per_second
 from lab.recipes import RECIPES
 from nanochat_fp4.console import ArgumentParser, table
 from nanochat_fp4.errors import UserError, run_main
 from nanochat_fp4.files import atomic_write
-from nanochat_fp4.hardware import Machine, machine_of
 from nanochat_fp4.nvfp4.methods import METHODS, get_recipe
-from nanochat_fp4.step_time import Shape, is_counted, is_predictable, layer_steps, predicted_ms, tokens_per_second
 
 
 def layer_set_ms(machine: Machine, model: str, method: str, tokens: int, backward: bool) -> float:

@@ -6,10 +6,10 @@ A step with one recipe is step_time's. Nothing here was timed on the cards that 
 from dataclasses import replace
 from functools import cache
 
+from lab.predict.machines import MACHINES, Machine
+from lab.predict.step_time import Shape, is_predictable, step_ms
 from lab.study.sweep_runs import method_plan
-from nanochat_fp4.hardware import MACHINES, Machine
 from nanochat_fp4.nvfp4.recipes import Recipe
-from nanochat_fp4.step_time import Shape, is_predictable, step_ms
 
 BATCH = 524288  # tokens of a step
 CARD, DEPTH = "rtx5090", 20  # that tables name

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from lab import runs as kept_runs
+from lab.predict.machines import MACHINES
 from lab.predict.predicted_time import CARD, DEPTH, over_clover
 from lab.study import sweep_results
 from lab.study.reproduce_common import Context, Outcome
 from lab.study.statistics import Estimate, against_target, gaps_by_seed, has_gap, pooled_differences, with_half
 from nanochat_fp4.errors import UserError
-from nanochat_fp4.hardware import MACHINES
 
 # The forward that is evaluated, and what a run calls its bits per byte with it.
 VALUES = {"own": "val_bpb", "BF16": "val_bpb_bf16"}

@@ -8,12 +8,11 @@ import torch
 
 from lab import ROOT
 from lab.measure import bench_linear
-from lab.predict import measured
+from lab.predict import measured, step_time
+from lab.predict.machines import MACHINES
 from lab.study.reproduce_common import Context, Outcome
-from nanochat_fp4 import step_time
 from nanochat_fp4.environment import environment_info
 from nanochat_fp4.errors import UserError
-from nanochat_fp4.hardware import MACHINES
 
 
 def benchmark(path: str | Path, name: str) -> tuple[list[dict], dict]:

@@ -10,14 +10,14 @@ from typing import Any
 
 import numpy as np
 
+from lab.predict.machines import MACHINES, Machine
 from lab.predict.predicted_time import BATCH, computation, mean_step_ms, micro_batch_of, phases_of
+from lab.predict.step_time import Shape, tokens_per_second
 from lab.study.long_runs import VALUES, cost_cells, methods_of, outcome, steps_of, stored_runs
 from lab.study.reproduce_common import Context, Outcome
 from lab.study.statistics import pooled_differences, with_half
 from nanochat_fp4.errors import UserError
 from nanochat_fp4.evaluation.plots import BASELINE, COLORS
-from nanochat_fp4.hardware import MACHINES, Machine
-from nanochat_fp4.step_time import Shape, tokens_per_second
 
 CARDS, DEPTHS = ("rtxpro4000", "rtx5090", "b200"), (20, 26, 32)
 RATIO = 11.6  # tokens of a run for each parameter of blocks and head, as in d6's runs

@@ -11,6 +11,7 @@ Rows come in nanochat's order, which is the shuffle of `datasets` with seed 42.
 
 import functools
 import gzip
+import importlib.util
 import json
 import os
 import zlib
@@ -77,7 +78,15 @@ def read_folder(
     folder: str | os.PathLike, inside: str, split: str, check: Check | None = None, flag: str = "--eval-dir"
 ) -> list[dict[str, Any]]:
     """All rows of <folder>/<inside>/<split>.*, in the order of the file. Raises as load_rows does."""
-    folder = Path(folder)
+    paths = files_of(Path(folder), inside, split, flag)
+    rows = [row for path in paths for row in read_rows(path, check)]
+    if not rows:
+        raise UserError(f"{paths[0]} has no rows; copy it again")
+    return rows
+
+
+def files_of(folder: Path, inside: str, split: str, flag: str) -> list[Path]:
+    """The file, or the parts in order, of <folder>/<inside>/<split>. Raises MissingDataError, UserError."""
     if not folder.is_dir():
         raise UserError(f"{flag} {folder} is not a folder; name one that holds {Path(inside, split)}.jsonl")
     place = folder / inside
@@ -90,10 +99,7 @@ def read_folder(
         there = ", ".join(sorted(p.name for p in place.iterdir())[:8]) if place.is_dir() else ""
         what = f"{place / split}.jsonl (or .jsonl.gz, .parquet) is missing ({place} has {there or 'nothing'})"
         raise MissingDataError(f"{what}; put it there, or leave out {flag} to load it from the hub")
-    rows = [row for path in paths for row in read_rows(path, check)]
-    if not rows:
-        raise UserError(f"{paths[0]} has no rows; copy it again")
-    return rows
+    return paths
 
 
 def read_rows(path: str | os.PathLike, check: Check | None = None) -> list[dict[str, Any]]:
@@ -193,6 +199,19 @@ def _from_hub(dataset: str, config: str | None, split: str, flag: str) -> Sequen
         why = problem or f"{type(e).__name__}: {one_line(e)[:150]}"
         hint = f"give a folder that holds it with {flag}, or check the network"
         raise MissingDataError(f"{name} cannot be loaded from the hub ({why}); {hint}") from e
+
+
+def rows_problem(dataset: str, config: str | None, split: str, folder: str | None, flag: str) -> str | None:
+    """Why load_rows could not have these rows, by one look at the folder or one question to the hub; None if it can."""
+    if folder:
+        try:
+            files_of(Path(folder), "/".join(filter(None, (dataset, config))), split, flag)
+            return None
+        except UserError as e:
+            return one_line(e)
+    if importlib.util.find_spec("datasets") is None:
+        return "the package datasets is not installed"
+    return None if _is_cached(dataset) else hub_problem(dataset, "README.md")
 
 
 @functools.cache

@@ -32,9 +32,6 @@ from nanochat_fp4.errors import UserError, run_main
 from nanochat_fp4.evaluation import plots
 from nanochat_fp4.evaluation.metrics import read_jsonl
 from nanochat_fp4.files import atomic_write
-from nanochat_fp4.hardware import MACHINES, machine_of
-from nanochat_fp4.nvfp4.methods import METHODS
-from nanochat_fp4.step_time import break_even, is_counted
 
 # Order of the stages in the report; sections with other names follow in the order of their time.
 SECTIONS = [
@@ -149,14 +146,22 @@ class Report:
         metrics = stages["base"]
         plots = _plot(self.report_dir, stages, runs, notes)
 
-        markdown = _render(runs, sections, metrics, plots, notes)
+        left_out = self._left_out()
+        markdown = _render(runs, sections, metrics, plots, notes, left_out)
         self.report_dir.mkdir(parents=True, exist_ok=True)
-        document = {"runs": runs, "sections": sections, "notes": notes, "plots": plots}
+        document = {"runs": runs, "sections": sections, "notes": notes, "plots": plots, "left_out": left_out}
         atomic_write(self.report_dir / "report.json", json.dumps(_plain(document), indent=2))
         path = self.report_dir / "report.md"
         atomic_write(path, markdown.encode("utf-8", "replace"))
         print("\n".join(_runs_table(runs)))
         return str(path)
+
+    def _left_out(self) -> list[str]:
+        """What the run went without, a line each: its plan and dev/pipeline.sh write left_out.txt."""
+        try:
+            return [_text(line) for line in (self.report_dir / "left_out.txt").read_text("utf-8").splitlines() if line]
+        except (OSError, UnicodeError):
+            return []
 
     def _read_sections(self, notes: list[str]) -> Iterable[dict]:
         found = []
@@ -417,24 +422,10 @@ def _environment_lines(sections: list[dict], runs: list[dict]) -> list[str]:
     environment = environments[-1] if environments else environment_info()
     lines = _list({key: value for key, value in environment.items() if value != 0})
     lines += [f"- backend ({r['model_tag']}): {r['backend']}" for r in runs if r["backend"]]
-    lines.append(_break_even(_text(environment.get("gpu") or ""), runs))
     commits = sorted({_text(e.get("commit"))[:12] for e in environments})
     if len(commits) > 1:
         lines.append(f"- sections were made at different commits: {', '.join(commits)}")
     return lines
-
-
-def _break_even(gpu: str, runs: list[dict]) -> str:
-    """A line that predicts the width from which 4 bits pay on this GPU, labelled as a prediction."""
-    machine = machine_of(gpu)
-    if machine is None:
-        known = ", ".join(m.name for m in MACHINES.values())
-        return f"- break-even with BF16: not known for {gpu or 'a CPU'}; predicted for {known} only"
-    trained = {r["method"] for r in runs}
-    methods = [m for m in METHODS if m in trained and is_counted(m)] or ["clover"]
-    widths = [(method, break_even(machine, method)) for method in methods]
-    found = ", ".join(f"{method} {f'from width {width}' if width else 'at no width'}" for method, width in widths)
-    return f"- break-even with BF16, PREDICTED for {machine.name}, not measured: linear layers are faster with {found}"
 
 
 def _time_table(sections: list[dict]) -> list[str]:
@@ -489,8 +480,9 @@ def _sample_lines(sections: list[dict], runs: list[dict]) -> list[str]:
 
 
 def _render(
-    runs: list[dict], sections: list[dict], metrics: dict[str, list[dict]], plots: list[str], notes: list[str]
-) -> str:
+    runs: list[dict], sections: list[dict], metrics: dict[str, list[dict]], plots: list[str], notes: list[str],
+    left_out: list[str],
+) -> str:  # fmt: skip
     lines = ["# nanochat_fp4 report", "", f"Written {time.strftime('%Y-%m-%d %H:%M:%S')}.", ""]
     if runs:
         lines += [*_runs_table(runs), "", *_explanations(runs), ""]
@@ -501,6 +493,7 @@ def _render(
         ("Samples", _sample_lines(sections, runs)),
         ("Time", _time_table(sections)),
         ("Environment", _environment_lines(sections, runs)),
+        ("Left out", [f"- {line}" for line in left_out]),
         ("Notes", [f"- {note}" for note in notes]),
     ):
         if body:

@@ -279,20 +279,21 @@ def set_state(model: nn.Module, state: str, before: str = "fp32") -> None:
 # Bytes
 
 
-def state_bytes(model: nn.Module, state: str) -> dict[str, float]:
+def state_bytes(model: nn.Module, state: str, gpu: bool = False) -> dict[str, float]:
     """Bytes of one process between the passes of a step, by what they are for. The model may be on meta.
 
     Muon keeps one moment, of the matrices of a GPT's blocks, and AdamW two of all else. Codes are of the blocks, for a
-    method that keeps 4.5 bits a weight.
+    method that keeps 4.5 bits a weight. gpu: a GPT's embedding is BF16 there in both states.
     """
     total = dict.fromkeys(("weights", "gradients", "moments", "codes"), 0.0)
     blocks = set(model.transformer.h.parameters())
     for p in model.parameters():
         n, small = local(p).numel(), state == "lean" and p.ndim == 2
         muon = p in blocks and not is_llama(model)
-        moment = 1 + 4 / block_size(p.shape[-1]) if small else 4
-        total["weights"] += n * (2 if small else 4)
-        total["gradients"] += n * (2 if small else 4)
+        size = 2 if small or (gpu and p is model.transformer.wte.weight and not is_llama(model)) else 4
+        moment = 1 + 4 / block_size(p.shape[-1]) if small else size
+        total["weights"] += n * size
+        total["gradients"] += n * size
         # Muon's variance reduction has one number for each row or column.
         total["moments"] += n * moment + 4 * max(p.shape) if muon else 2 * n * moment
         total["codes"] += BYTES * n if p in blocks and p.ndim == 2 else 0

@@ -1,7 +1,5 @@
 """
-How many steps the shell scripts train on a CPU: all, half or a quarter, by a probe of a few steps before the first run.
-
-    python -m nanochat_fp4.training.cpu_steps --steps 120 --depth 2 --aspect-ratio 64 ...  (dev/pipeline.sh)
+How many steps a plan trains on a CPU: all, half or a quarter, by a probe of a few steps before the first run.
 
 The number is stored in the base directory, so that every method, resume and comparison there has the same one.
 """
@@ -17,13 +15,11 @@ from typing import Any
 import torch
 
 import nanochat_fp4 as nf
-from nanochat_fp4.common import get_base_dir, set_cpu_threads
-from nanochat_fp4.console import ArgumentParser, parse_finite
-from nanochat_fp4.errors import run_main
+from nanochat_fp4.common import set_cpu_threads
 from nanochat_fp4.files import atomic_write
 from nanochat_fp4.models.gpt import GPT, config_from_depth
 from nanochat_fp4.models.optim import PretrainingOptions
-from nanochat_fp4.training.micro_batch import parse_device_batch_size, plan_accumulation
+from nanochat_fp4.training.micro_batch import plan_accumulation
 from nanochat_fp4.training.trainer import TrainingStep
 
 # The time of the other stages, in units of a base training step. Both are estimates from one busy run (dev/LOG.md).
@@ -41,12 +37,12 @@ def choose_steps(most: int, seconds_per_step: float, minutes: float) -> int:
     return most // 4
 
 
-def probe(args: argparse.Namespace) -> float:
-    """Seconds that a training step of the run that main's flags describe takes now: a mean, without the first step."""
+def probe(args: argparse.Namespace, vocab_size: int) -> float:
+    """Seconds that a training step of the run that base_train's flags describe takes now: a mean, without the first."""
     device = torch.device("cpu")
     batch, seq_len, tokens = args.device_batch_size, args.max_seq_len, args.total_batch_size
     batch = tokens // seq_len if batch == "auto" else batch
-    config = config_from_depth(args.depth, args.vocab_size, seq_len, args.head_dim, args.aspect_ratio, "L")
+    config = config_from_depth(args.depth, vocab_size, seq_len, args.head_dim, args.aspect_ratio, "L")
     set_cpu_threads(device, config.n_embd)
     model = GPT(config)
     model.init_weights()
@@ -57,7 +53,7 @@ def probe(args: argparse.Namespace) -> float:
     while len(ends) <= PROBE_STEPS and (len(ends) < 2 or ends[-1] - ends[0] < PROBE_SECONDS):
         with step.micro_batches(count):
             for _ in range(count):
-                x = torch.randint(args.vocab_size, (batch, seq_len + 1))
+                x = torch.randint(vocab_size, (batch, seq_len + 1))
                 step.micro_batch(x[:, :-1], x[:, 1:], count=count)
         step.update()
         ends.append(time.monotonic())
@@ -75,33 +71,28 @@ def stored(path: Path, name: str, most: int) -> tuple[dict[str, Any], dict[str, 
     return records, record if known else None
 
 
-def main(argv: list[str] | None = None) -> None:
-    parser = ArgumentParser(description="Chooses the number of training steps on a CPU; prints it and the reason")
-    parser.add_argument("--method", default="clover")
-    parser.add_argument("--minutes", type=parse_finite, default=5, help="of the whole run")
-    parser.add_argument("--look", action="store_true", help="print what is stored, if anything; choose nothing")
-    for name in ("steps", "depth", "aspect-ratio", "head-dim", "max-seq-len", "vocab-size", "total-batch-size"):
-        parser.add_argument(f"--{name}", type=int, required=True)
-    parser.add_argument("--device-batch-size", type=parse_device_batch_size, required=True)
-    args = parser.parse_args(argv)
-    base = Path(get_base_dir())
-    path, name, most = base / "cpu_steps.json", f"d{args.depth}_{args.steps}", args.steps
+def steps_for(
+    args: argparse.Namespace, vocab_size: int, most: int, minutes: float, base_dir: Path, look: bool
+) -> tuple[int, str] | None:
+    """(steps, the reason): stored, or else chosen now by a probe and stored; look: None instead of a probe.
+
+    args: base_train's flags. most: the steps where there is time for all.
+    """
+    path, name = base_dir / "cpu_steps.json", f"d{args.depth}_{most}"
     records, record = stored(path, name, most)
-    if record is None and not args.look:
-        runs = [p.name for p in sorted((base / "base_checkpoints").glob(f"d{args.depth}_*")) if p.is_dir()]
+    if record is None and look:
+        return None
+    if record is None:
+        runs = [p.name for p in sorted((base_dir / "base_checkpoints").glob(f"d{args.depth}_*")) if p.is_dir()]
         runs = [run for run in runs if "_steps" not in run]  # a number of the user's
         if runs:
             record = {"steps": most, "why": f"as the run {runs[0]} has them"}
         else:
             with contextlib.redirect_stdout(io.StringIO()):  # the training will print convert's report
-                seconds = probe(args)
-            steps = choose_steps(most, seconds, args.minutes)
-            why = f"a step took {seconds:.2g} s in a probe; the whole run is to take {args.minutes:g} minutes"
+                seconds = probe(args, vocab_size)
+            steps = choose_steps(most, seconds, minutes)
+            why = f"a step took {seconds:.2g} s in a probe; the whole run is to take {minutes:g} minutes"
             record = {"steps": steps, "why": why, "seconds_per_step": seconds}
+        base_dir.mkdir(parents=True, exist_ok=True)
         atomic_write(path, json.dumps(records | {name: record}, indent=1) + "\n")
-    if record is not None:
-        print(record["steps"], record["why"])
-
-
-if __name__ == "__main__":
-    run_main(main)
+    return record["steps"], record["why"]

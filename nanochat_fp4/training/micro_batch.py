@@ -12,10 +12,10 @@ from nanochat_fp4.console import format_bytes
 from nanochat_fp4.devices import gpu_memory
 from nanochat_fp4.errors import UserError, is_out_of_memory
 from nanochat_fp4.hardware import physical_memory
-from nanochat_fp4.models.gpt import GPTConfig, autocast
+from nanochat_fp4.models.gpt import GPT, autocast
 from nanochat_fp4.models.lean import STEP_BYTES, is_lean, stack_that_fits, state_bytes
 from nanochat_fp4.models.optim import STACK_BYTES, STACK_ELEMENTS
-from nanochat_fp4.training import fits
+from nanochat_fp4.training.memory import SHARE, next_lever
 
 
 def plan_accumulation(
@@ -79,23 +79,16 @@ def largest_micro_batch(
     return b
 
 
-def optimizer_bytes(model: nn.Module) -> int:
-    """
-    Memory of a step that a trial pass does not show: the gradients of earlier micro-batches, and the moments.
-
-    Muon keeps one moment of each matrix. AdamW keeps two of embedding and head.
-    """
-    if any(map(is_lean, model.transformer.h.parameters())):
-        of_lean = state_bytes(model, "lean")
-        return int(of_lean["gradients"] + of_lean["moments"])
-    sizes = [p.numel() * p.element_size() for p in model.parameters()]
-    return 2 * sum(sizes) + 2 * max(sizes, default=0)
+def optimizer_bytes(model: nn.Module) -> float:
+    """Memory of a step that a trial pass does not show: the gradients of earlier micro-batches, and the moments."""
+    of_state = state_bytes(model, state_now(model), gpu=model.get_device().type == "cuda")
+    return of_state["gradients"] + of_state["moments"]
 
 
 def update_bytes(model: nn.Module) -> int:
     """Memory that the update itself takes, when the activations are gone: of Muon, 20 bytes an element of a stack."""
     elements = min(STACK_ELEMENTS, sum(p.numel() for p in model.parameters() if p.ndim == 2))
-    if any(map(is_lean, model.transformer.h.parameters())):
+    if state_now(model) == "lean":
         return STEP_BYTES * min(elements, stack_that_fits(model))
     return STACK_BYTES * elements
 
@@ -124,7 +117,7 @@ def auto_device_batch_size(
     if device.type == "cuda":
         free, total = gpu_memory(device)
         taken_by_others = total - free - torch.cuda.memory_reserved(device)
-        budget = int(fits.SHARE * (total - taken_by_others)) - optimizer_bytes(model)
+        budget = int(SHARE * (total - taken_by_others) - optimizer_bytes(model))
 
         def peak_bytes(size: int) -> int:
             torch.cuda.reset_peak_memory_stats(device)
@@ -157,12 +150,10 @@ def auto_device_batch_size(
 
 
 def memory_lever(model: nn.Module, rows: int, seq_len: int) -> str:
-    """What one more row takes by count, and the next flag that lowers the peak; "" for models that are not counted."""
-    config = model.config
-    if not isinstance(config, GPTConfig) or config.n_embd != 64 * config.n_layer:
-        return ""
-    state = "lean" if any(map(is_lean, model.transformer.h.parameters())) else "fp32"
-    kind = "codes" if any(getattr(m, "quantizes_input", False) for m in model.modules()) else "bf16"
-    flag = fits.next_lever(config.n_layer, state, model.recompute, rows * seq_len / fits.SEQUENCE, kind)
-    row = seq_len * fits.activation_bytes(config.n_layer, model.recompute, kind)
-    return f"one more row takes {row / 2**30:.2f} GiB" + (f", and {flag}" if flag else "")
+    """next_lever of a GPT as it trains now; "" for models that are not counted."""
+    return next_lever(model, rows, state_now(model), seq_len) if isinstance(model, GPT) else ""
+
+
+def state_now(model: nn.Module) -> str:
+    """The --state that the model's weights are in."""
+    return "lean" if any(map(is_lean, model.transformer.h.parameters())) else "fp32"

@@ -105,19 +105,22 @@ CPU_FLOPS = 1e11  # a second, of a CPU, generously
 CPU_TOO_MUCH = 1e15  # hours
 
 
+def model_config(args: argparse.Namespace, vocab_size: int) -> tuple[type[torch.nn.Module], Any, str]:
+    """(class and config of the model that the flags describe, what its runs are called before the method)."""
+    if args.llama:
+        if unfit := next((switch for switch in SWITCHES if getattr(args, switch)), None):
+            raise UserError(f"--{unfit.replace('_', '-')} is not for the --llama models; leave one of them out")
+        return llama.Llama, llama.config_from_size(args.llama, vocab_size, args.max_seq_len), f"llama-{args.llama}"
+    config = config_from_depth(
+        args.depth, vocab_size, args.max_seq_len, args.head_dim, args.aspect_ratio, args.window_pattern
+    )
+    config = replace(config, separate_qkv=args.separate_qkv, exact_relu_squared=args.exact_relu_squared)
+    return GPT, config, f"d{args.depth}"
+
+
 def make_model(args: argparse.Namespace, vocab_size: int, device: torch.device) -> tuple[torch.nn.Module, str]:
     """(the model with its first weights, what its runs are called before the method)."""
-    if args.llama:
-        cls, config = llama.Llama, llama.config_from_size(args.llama, vocab_size, args.max_seq_len)
-        name = f"llama-{args.llama}"
-    else:
-        cls, name = GPT, f"d{args.depth}"
-        config = config_from_depth(
-            args.depth, vocab_size, args.max_seq_len, args.head_dim, args.aspect_ratio, args.window_pattern
-        )
-        config = replace(config, separate_qkv=args.separate_qkv, exact_relu_squared=args.exact_relu_squared)
-    if args.llama and (unfit := next((switch for switch in SWITCHES if getattr(args, switch)), None)):
-        raise UserError(f"--{unfit.replace('_', '-')} is not for the --llama models; leave one of them out")
+    cls, config, name = model_config(args, vocab_size)
     if reason := recompute_problem(args.recompute, config, device):
         raise UserError(f"--recompute={args.recompute}: {reason}")
     check_model_fits(config, device)

@@ -119,7 +119,7 @@ def test_how_many_rotating_programs_fit_a_multiprocessor(clover, arch):
 @pytest.mark.parametrize("arch", ARCHITECTURES[:1], indirect=True)
 def test_predictions_count_these_instructions(clover, arch):
     """step_time.py's budgets, which are of another version of the compiler, against the loops of sm_90."""
-    from nanochat_fp4 import step_time
+    from lab.predict import step_time
 
     eden = step_time._instructions("ms_eden", step_time.ROTATED_INSTRUCTIONS)
     expected = {

@@ -10,9 +10,9 @@ from _rows import METHOD_TABLE
 
 from lab.measure import bench_common as common
 from lab.measure import bench_linear, bench_quantize
-from nanochat_fp4 import step_time
+from lab.predict import step_time
+from lab.predict.machines import MACHINES, Machine, machine_of
 from nanochat_fp4.errors import UserError
-from nanochat_fp4.hardware import MACHINES, Machine, machine_of
 from nanochat_fp4.nvfp4 import linear
 from nanochat_fp4.nvfp4.methods import get_recipe
 from nanochat_fp4.nvfp4.quantizers import get_rounding

@@ -2,10 +2,9 @@
 
 import pytest
 
-from lab.predict import predicted_time
+from lab.predict import predicted_time, step_time
+from lab.predict.machines import MACHINES
 from lab.predict.predicted_time import mean_step_ms, over_clover, phases_of, recipe_ms
-from nanochat_fp4 import step_time
-from nanochat_fp4.hardware import MACHINES
 from nanochat_fp4.nvfp4.methods import get_recipe
 
 CARD = MACHINES["rtx5090"]

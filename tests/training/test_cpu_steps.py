@@ -10,35 +10,43 @@ from pathlib import Path
 import pytest
 
 from nanochat_fp4.training import cpu_steps
+from scripts import base_train
 
 ROOT = Path(__file__).resolve().parents[2]
+MOST, MINUTES, VOCABULARY = 120, 5, 300
 SHAPE = (
-    "--depth=1 --aspect-ratio=128 --head-dim=64 --max-seq-len=32 --vocab-size=300 --device-batch-size=2 "
-    "--total-batch-size=128"
+    "--depth=1 --aspect-ratio=128 --head-dim=64 --max-seq-len=32 --device-batch-size=2 --total-batch-size=128 "
+    "--method=clover"
 ).split()
 
 
-@pytest.fixture
-def choose(base_dir, monkeypatch, capsys):
-    """choose(seconds, *flags): what main prints where a step takes so many seconds; None: where no probe may run."""
-    base_dir.mkdir()
+def steps_for(base_dir, *flags, look=False):
+    """What the plan of a run with these flags of base_train chooses."""
+    args = base_train.parse_args([*SHAPE, *flags])
+    return cpu_steps.steps_for(args, VOCABULARY, MOST, MINUTES, base_dir, look)
 
-    def choose(seconds, *flags):
-        monkeypatch.setattr(cpu_steps, "probe", lambda args: seconds if seconds else pytest.fail("a probe ran"))
-        cpu_steps.main(["--steps=120", *SHAPE, *flags])
-        return capsys.readouterr().out
+
+@pytest.fixture
+def choose(base_dir, monkeypatch):
+    """choose(seconds, *flags): the choice where a step takes so many seconds; None: where no probe may run."""
+
+    def choose(seconds, *flags, look=False):
+        monkeypatch.setattr(
+            cpu_steps, "probe", lambda args, vocabulary: seconds if seconds else pytest.fail("a probe ran")
+        )
+        return steps_for(base_dir, *flags, look=look)
 
     return choose
 
 
 @pytest.mark.parametrize("seconds, steps", [(0.01, 120), (1.2, 60), (9, 30)])
-def test_the_choice_is_stored(choose, base_dir, seconds, steps):
-    assert choose(None, "--look") == ""
-    said = choose(seconds)
-    assert said.startswith(f"{steps} ") and "in a probe" in said and len(said.splitlines()) == 1
-    assert choose(None) == choose(None, "--look") == choose(None, "--method=bf16") == said
-    assert choose(0.01, "--depth=3").startswith("120 ")  # another model has a choice of its own
-    assert choose(None) == said
+def test_the_choice_is_stored(choose, seconds, steps):
+    assert choose(None, look=True) is None
+    chosen = choose(seconds)
+    assert chosen[0] == steps and "in a probe" in chosen[1]
+    assert choose(None) == choose(None, look=True) == choose(None, "--method=bf16") == chosen
+    assert choose(0.01, "--depth=3")[0] == 120  # another model has a choice of its own
+    assert choose(None) == chosen
 
 
 def test_slower_steps_never_mean_more_of_them():
@@ -49,23 +57,22 @@ def test_slower_steps_never_mean_more_of_them():
 def test_runs_of_before_keep_their_number(choose, base_dir):
     (base_dir / "base_checkpoints" / "d1_clover_steps77").mkdir(parents=True)  # of somebody's NUM_ITERATIONS
     (base_dir / "base_checkpoints" / "d1_four_over_six").mkdir()
-    assert choose(None).startswith("120 as the run d1_four_over_six")
-    assert choose(None, "--look").startswith("120 ")
+    steps, why = choose(None)
+    assert steps == 120 and "d1_four_over_six" in why
+    assert choose(None, look=True) == (steps, why)
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{", '{"d1_120": 5}', '{"d1_120": {"steps": 7, "why": "no"}}'])
 def test_a_damaged_file_means_another_probe(choose, base_dir, text):
+    base_dir.mkdir()
     (base_dir / "cpu_steps.json").write_text(text)
-    assert choose(9).startswith("30 ")
+    assert choose(9)[0] == 30
     assert json.loads((base_dir / "cpu_steps.json").read_text())["d1_120"]["steps"] == 30
 
 
 @pytest.mark.parametrize("batch", ["2", "auto"])
-def test_the_probe_trains(base_dir, capsys, batch):
-    base_dir.mkdir()
-    cpu_steps.main(["--steps=120", *SHAPE, f"--device-batch-size={batch}"])
-    out = capsys.readouterr().out
-    assert out.split()[0] in ("120", "60", "30") and len(out.splitlines()) == 1, out
+def test_the_probe_trains(base_dir, batch):
+    assert steps_for(base_dir, f"--device-batch-size={batch}")[0] in (120, 60, 30)
     assert json.loads((base_dir / "cpu_steps.json").read_text())["d1_120"]["seconds_per_step"] > 0
 
 

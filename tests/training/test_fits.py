@@ -8,9 +8,10 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lab.measure import bench_memory
+from lab.predict import fits
 from nanochat_fp4.errors import UserError
 from nanochat_fp4.models.gpt import GPT, RECOMPUTE, config_from_depth
-from nanochat_fp4.training import fits, micro_batch
+from nanochat_fp4.training import micro_batch
 
 ROOT = Path(__file__).resolve().parents[2]
 

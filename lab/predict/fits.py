@@ -1,7 +1,7 @@
 """What fits a card: memory of a nanochat's training by count, for each state of the optimizer and each recomputation.
 
-    python -m nanochat_fp4.training.fits                    # cards of 8 to 32 GB: the table of README
-    python -m nanochat_fp4.training.fits --gpu rtx5060      # d20 on one card; --memory 16 for another, in GiB
+    python -m lab.predict.fits                    # cards of 8 to 32 GB: the table of README
+    python -m lab.predict.fits --gpu rtx5060      # d20 on one card; --memory 16 for another, in GiB
 
 The counts are docs/memory.md's. A card gives SHARE of its memory to the tensors, as --device-batch-size=auto does.
 """
@@ -11,15 +11,8 @@ from typing import NamedTuple
 
 import torch
 
-from nanochat_fp4.console import ArgumentParser, parse_finite, table
-from nanochat_fp4.errors import UserError, run_main
-from nanochat_fp4.hardware import MACHINES, Machine
-from nanochat_fp4.models.cross_entropy import CHUNK_ELEMENTS
-from nanochat_fp4.models.lean import BLOCK, STEP_BYTES
-from nanochat_fp4.models.optim import STACK_BYTES, STACK_ELEMENTS
-from nanochat_fp4.nvfp4.format import BYTES
-from nanochat_fp4.nvfp4.methods import get_recipe
-from nanochat_fp4.step_time import (
+from lab.predict.machines import MACHINES, Machine
+from lab.predict.step_time import (
     BF16,
     CODES,
     DECODE_INSTRUCTIONS,
@@ -31,6 +24,13 @@ from nanochat_fp4.step_time import (
     predicted_ms,
     step_ms,
 )  # fmt: skip
+from nanochat_fp4.console import ArgumentParser, parse_finite, table
+from nanochat_fp4.errors import UserError, run_main
+from nanochat_fp4.models.cross_entropy import CHUNK_ELEMENTS
+from nanochat_fp4.models.lean import BLOCK, STEP_BYTES
+from nanochat_fp4.models.optim import STACK_BYTES, STACK_ELEMENTS
+from nanochat_fp4.nvfp4.format import BYTES
+from nanochat_fp4.nvfp4.methods import get_recipe
 
 SHARE = 0.94  # 6% for fragmentation and libraries
 CARDS = (8, 12, 16, 24, 32)  # GiB

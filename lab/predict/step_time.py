@@ -1,6 +1,6 @@
 """How long a training step takes on a GPU that is not here: a prediction from bytes, instructions and FLOPs.
 
-    python -m nanochat_fp4.step_time --gpu rtx5090 --depth 20 --methods clover,fp8      # tokens/s, hours, a day
+    python -m lab.predict.step_time --gpu rtx5090 --depth 20 --methods clover,fp8      # tokens/s, hours, a day
 
 A kernel moves each of its tensors once. Our own kernels are bound by instructions: their number at the share of the
 issue rate that they reach on an H200, with a BAND around it. The rest of a step are bytes and FLOPs (`groups`).
@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from lab.predict.machines import LONGER, MACHINES, Machine, machine_of
 from nanochat_fp4.console import ArgumentParser, parse_finite
 from nanochat_fp4.errors import UserError, run_main
-from nanochat_fp4.hardware import LONGER, MACHINES, Machine, machine_of
 from nanochat_fp4.nvfp4.methods import get_recipe
 from nanochat_fp4.nvfp4.quantizers import get_rounding
 from nanochat_fp4.nvfp4.recipes import Recipe

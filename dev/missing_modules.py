@@ -1,0 +1,16 @@
+"""Prints the packages of requirements.txt that training needs and this Python has not. It imports none of them."""
+
+import importlib.util
+import re
+import signal
+import sys
+from pathlib import Path
+
+NOT_NEEDED = {"fastapi", "uvicorn", "muon-optimizer", "setuptools", "pytest", "pytest-xdist", "ruff"} | (
+    {"triton"} if sys.platform != "linux" else set()
+)
+
+signal.signal(signal.SIGINT, signal.SIG_IGN)  # the shell script acts on it
+names = re.findall(r"^[A-Za-z0-9_-]+", (Path(__file__).parent.parent / "requirements.txt").read_text(), re.M)
+missing = [n for n in names if n not in NOT_NEEDED and importlib.util.find_spec(n) is None]
+print(" ".join(dict.fromkeys(missing)))

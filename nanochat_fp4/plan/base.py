@@ -1,0 +1,138 @@
+"""The base training of a plan: flags as base_train's own parser reads them, steps, memory and hours."""
+
+import argparse
+import contextlib
+import importlib
+import io
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+import nanochat_fp4 as nf
+from nanochat_fp4.errors import UserError
+from nanochat_fp4.models.lean import state_bytes
+from nanochat_fp4.nvfp4.plan import MethodPlan
+from nanochat_fp4.plan.cards import Card
+from nanochat_fp4.plan.settings import Settings
+from nanochat_fp4.training.memory import Memory, choose, largest
+from nanochat_fp4.training.micro_batch import plan_accumulation
+from nanochat_fp4.training.setup import check_machine, model_config, resolve_horizon
+
+# Flags of base_train that variables set. A message about a flag names the variable.
+FLAGS = {
+    "DEPTH": "--depth", "ASPECT_RATIO": "--aspect-ratio", "HEAD_DIM": "--head-dim", "SEQ_LEN": "--max-seq-len",
+    "WINDOW_PATTERN": "--window-pattern", "NUM_ITERATIONS": "--num-iterations",
+    "DATA_RATIO": "--target-param-data-ratio", "TOTAL_BATCH": "--total-batch-size", "MATRIX_LR": "--matrix-lr",
+    "EMBEDDING_LR": "--embedding-lr", "UNEMBEDDING_LR": "--unembedding-lr", "DEVICE_BATCH": "--device-batch-size",
+    "EVAL_EVERY": "--eval-every", "EVAL_TOKENS": "--eval-tokens", "SAMPLE_EVERY": "--sample-every",
+    "CORE_EVERY": "--core-metric-every", "SAVE_EVERY": "--save-every", "SEED": "--seed",
+}  # fmt: skip
+OTHER_FLAGS = {"VOCAB_SIZE": "--vocab-size", "TOK_CHARS": "--max-chars", "SPLIT_TOKENS": "--split-tokens"}
+DEPTHS = (40, 36, 32, 28, 26, 24, 20, 16, 12, 8, 4)  # that a card too small for the default may get
+
+
+@dataclass(frozen=True)
+class Base:
+    """One base training."""
+
+    method: str
+    tag: str
+    argv: list[str]  # of base_train
+    args: argparse.Namespace
+    parameters: int
+    weights: int  # of matrix products
+    steps: int
+    tokens: int
+    checkpoint_bytes: float
+    ways: list[Memory]  # how it can train on the card, its own way first; empty on a CPU
+
+
+def parse(script: str, argv: list[str], variable: str) -> argparse.Namespace:
+    """The flags as the stage's own parser reads them. variable: what a user would have to change, in words."""
+    module = importlib.import_module(f"scripts.{script}")  # by name: the package stands below the scripts
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):
+            return module.parse_args(argv)
+    except SystemExit:
+        lines = said.getvalue().strip().splitlines() or ["--help prints no plan"]
+        line = re.sub(r" \(see \S+ --help\)$", f" (see python -m scripts.{script} --help)", lines[-1])
+        raise UserError(f"{variable}: {in_variables(line.removeprefix('error: '))}") from None
+    except UserError as e:
+        raise UserError(f"{variable}: {in_variables(str(e))}") from None
+
+
+def in_variables(message: str) -> str:
+    """A message about flags, for somebody who has set variables."""
+    for name, flag in sorted((FLAGS | OTHER_FLAGS).items(), key=lambda pair: -len(pair[1])):
+        message = message.replace(f"argument {flag}", name).replace(flag, name)
+    return message
+
+
+def describe(settings: Settings, method: str, card: Card | None, processes: int, states: Sequence[str]) -> Base:
+    """The base training with a method. card: None on a CPU. Raises UserError for what base_train would refuse."""
+    try:
+        return _describe(settings, method, card, processes, states)
+    except (UserError, ValueError) as e:  # a ValueError is of the model's config
+        raise UserError(in_variables(str(e))) from None
+
+
+def _describe(settings: Settings, method: str, card: Card | None, processes: int, states: Sequence[str]) -> Base:
+    own, tag = settings.words_of("BASE_ARGS"), settings.tag(method)
+    argv = [f"{flag}={settings.numbers[name]}" for name, flag in FLAGS.items()]
+    argv = [f"--method={method}", f"--model-tag={tag}", *argv, "--resume-from-step=latest"]
+    args = parse("base_train", argv + own, "BASE_ARGS" if own else settings.run)
+    model = make_model(args, int(settings.numbers["VOCAB_SIZE"]), method)
+    steps = resolve_horizon(args, model.estimate_flops(), model.num_scaling_params())
+    rows = plan_accumulation(args.total_batch_size, 1, args.max_seq_len, processes)
+    sizes = [n for n in range(1, min(rows, 1024) + 1) if rows % n == 0]
+    if args.device_batch_size != "auto":
+        plan_accumulation(args.total_batch_size, args.device_batch_size, args.max_seq_len, processes)
+        sizes = [args.device_batch_size]
+    if card is None:
+        check_machine(args, torch.device("cpu"), model.estimate_flops() * args.total_batch_size * steps)
+    ways: list[Memory] = []
+    if card is not None and not args.llama:
+        total = card.gib * 2**30
+        chosen_by_user = any(word.startswith(("--state", "--recompute")) for word in own)
+        if chosen_by_user or processes > 1:  # several processes share moments, which is not counted
+            ways = [largest(model, total, sizes, args.state, args.recompute)]
+        else:
+            ways = choose(model, total, sizes, states)
+            argv += ways[0].flags
+            args = parse("base_train", argv + own, "BASE_ARGS")
+    parameters, embedding = model.num_scaling_params(), model.transformer.wte.weight.numel()
+    saved = sum(state_bytes(model, args.state, gpu=card is not None)[key] for key in ("weights", "moments"))
+    tokens = steps * args.total_batch_size
+    return Base(method, tag, argv + own, args, parameters, parameters - embedding, steps, tokens, saved, ways)
+
+
+def make_model(args: argparse.Namespace, vocab_size: int, method: str) -> Any:
+    """The model on the meta device, converted as the run will convert it."""
+    cls, config, _ = model_config(args, vocab_size)
+    with contextlib.redirect_stdout(io.StringIO()), torch.device("meta"):
+        model = cls(config)
+    nf.convert(model, method, verbose=False)
+    MethodPlan.parse(method, args.layer_methods, args.method_phases).apply(model, 0.0)
+    return model
+
+
+def deepest(settings: Settings, card: Card, states: Sequence[str]) -> int | None:
+    """The largest of DEPTHS below the default whose base training fits the card with all methods; None where none does,
+    or where the default fits or was not asked for."""
+    wanted = settings.numbers["DEPTH"]
+    if wanted != settings.defaults["DEPTH"] or _fits(settings, card, states):
+        return None
+    for depth in (d for d in DEPTHS if d < int(wanted)):
+        smaller = replace(settings, numbers=settings.numbers | {"DEPTH": depth})
+        if _fits(smaller, card, states):
+            return depth
+    return None
+
+
+def _fits(settings: Settings, card: Card, states: Sequence[str]) -> bool:
+    found = [describe(settings, method, card, 1, states).ways for method in settings.methods]
+    return all(not ways or ways[0].rows for ways in found)

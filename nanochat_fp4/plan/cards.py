@@ -1,0 +1,110 @@
+"""GPUs by their names, in any spelling, and how fast others have seen them train (nanochat_fp4/cards.json)."""
+
+import difflib
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from nanochat_fp4.errors import UserError
+from nanochat_fp4.nvfp4.methods import get_recipe
+from nanochat_fp4.nvfp4.recipes import Recipe
+
+CARDS = Path(__file__).parent.parent / "cards.json"
+# Programs of two authors on one card (RTX PRO 4000, NVFP4) differ by a factor of two. A rate with a single source is
+# therefore widened by the root of that in both directions.
+SINGLE_SOURCE = 1.4
+
+
+@dataclass(frozen=True)
+class Card:
+    """A GPU. rates: records of cards.json."""
+
+    name: str
+    gib: float
+    fp4: bool = False  # whether its tensor cores multiply 4-bit operands; elsewhere they are emulated
+    rates: tuple[dict[str, Any], ...] = ()
+
+
+@dataclass(frozen=True)
+class Rate:
+    """Tokens a second of one GPU, as an estimate with two ends, and where the ends are from."""
+
+    low: float
+    high: float
+    sources: tuple[str, ...]
+
+
+def read_cards() -> list[Card]:
+    cards = json.loads(CARDS.read_text())["cards"]
+    return [Card(c["name"], c["gib"], c["fp4"], tuple(c["rates"])) for c in cards]
+
+
+def _bare(name: str) -> str:
+    return re.sub(r"nvidia|geforce|tesla|[^a-z0-9]", "", name.lower())
+
+
+def find_card(name: str, gib: float = 0.0) -> Card:
+    """The card of a name that a user typed: rtx5090, 5090, "RTX 5090". gib: GPU_MEMORY, which any card may have.
+
+    Raises UserError, with the names that are alike, for a card whose memory is not known.
+    """
+    cards = read_cards()
+    same = [c for c in cards if _bare(c.name) == _bare(name)]
+    ending = [c for c in cards if _bare(name) and _bare(c.name).endswith(_bare(name))]
+    found = (same or (ending if len(ending) == 1 else []) or [None])[0]
+    if found is not None:
+        return Card(found.name, gib or found.gib, found.fp4, found.rates)
+    if gib:
+        return Card(name, gib)
+    names = {_bare(c.name): c.name for c in cards}
+    alike = [names[n] for n in difflib.get_close_matches(_bare(name), names, n=3)]
+    meant = (
+        f"did you mean {' or '.join(dict.fromkeys([c.name for c in ending] + alike))}? Or " if ending or alike else ""
+    )
+    raise UserError(
+        f"GPU={name} is not in nanochat_fp4/cards.json; {meant}give its memory in GiB, for example GPU_MEMORY=24"
+    )
+
+
+def card_of_device(device_name: str, gib: float) -> Card:
+    """The card of torch.cuda.get_device_name(), with the memory of this very device."""
+    # "RTX 5090 Laptop GPU" and "RTX 5090 D" are other chips, or the same with less power; "MIG" is a part of one.
+    other = r"(?!.*\b(Laptop|Max-Q|MIG|Ti|SUPER|D)\b)"
+    known = [c for c in read_cards() if re.search(rf"\b{re.escape(c.name)}\b{other}", device_name)]
+    card = max(known, key=lambda c: len(c.name), default=Card(device_name, gib))
+    return Card(device_name, gib, card.fp4, card.rates)
+
+
+def precision(method: str | Recipe) -> str:
+    """The key of cards.json for a method."""
+    recipe = get_recipe(method)
+    operands = [o for gemm in (recipe.output, recipe.grad_input, recipe.grad_weight) for o in (gemm.a, gemm.b)]
+    elements = {o.rounding.element for o in operands if o.rounding}
+    return "bf16" if not elements else "nvfp4" if "e2m1" in elements else "fp8"
+
+
+def published(card: Card, key: str, weights: float) -> Rate | None:
+    """The published rates of this precision, scaled by FLOPs to a model with so many weights in products."""
+    ends, sources = [], []
+    for rate in card.rates:
+        if key in rate:
+            values = rate[key] if isinstance(rate[key], list) else [rate[key]]
+            ends += [value / rate["gpus"] * rate["weights"] / weights for value in values]
+            sources.append(f"{rate['source']} ({rate['model']}, {rate['note']})")
+    if not ends:
+        return None
+    wider = SINGLE_SOURCE if len(sources) == 1 else 1.0
+    return Rate(min(ends) / wider, max(ends) * wider, tuple(sources))
+
+
+def gain(card: Card, key: str, over: str) -> Rate | None:
+    """How many times as fast one precision was as another in the same program, by every source that has both."""
+    ends, sources = [], []
+    for rate in card.rates:
+        if key in rate and over in rate:
+            mine, other = (rate[k] if isinstance(rate[k], list) else [rate[k]] for k in (key, over))
+            ends += [min(mine) / max(other), max(mine) / min(other)]
+            sources.append(rate["source"])
+    return Rate(min(ends), max(ends), tuple(dict.fromkeys(sources))) if ends else None

@@ -1,0 +1,65 @@
+"""How long a base training takes: measured on this GPU by earlier runs, else estimated from published rates."""
+
+import statistics
+from dataclasses import dataclass
+from pathlib import Path
+
+from nanochat_fp4.evaluation.metrics import read_jsonl
+from nanochat_fp4.plan.base import Base
+from nanochat_fp4.plan.cards import Card, Rate, precision, published
+
+MEASURED_STEPS = 20  # of a run, before its speed counts
+
+
+@dataclass(frozen=True)
+class Hours:
+    """kind: "measured" or "estimated". Speeds are of all GPUs together, in tokens a second of training."""
+
+    kind: str
+    low: float
+    high: float
+    speed_low: float
+    speed_high: float
+    sources: tuple[str, ...]
+
+
+def evaluated_tokens(base: Base) -> float:
+    """Tokens of all validations, in tokens of training: a forward pass is a third of a step's work, and a method that
+    quantizes is validated twice, the second time in BF16."""
+    every = base.args.eval_every
+    if every < 1:
+        return 0.0
+    passes = 1 if base.method == "bf16" else 2
+    return (base.steps // every + 1) * base.args.eval_tokens * passes / 3
+
+
+def hours(base: Base, card: Card, processes: int, base_dir: Path) -> Hours | None:
+    """Of the base training with its validations, on so many GPUs of this kind. None where nothing is known."""
+    rate, kind = measured(base, card, base_dir), "measured"
+    if rate is None:
+        rate, kind = published(card, precision(base.method), base.weights), "estimated"
+    if rate is None:
+        return None
+    tokens = base.tokens + evaluated_tokens(base)
+    low, high = rate.low * processes, rate.high * processes
+    return Hours(kind, tokens / high / 3600, tokens / low / 3600, low, high, rate.sources)
+
+
+def measured(base: Base, card: Card, base_dir: Path) -> Rate | None:
+    """The speeds of runs with this method on this GPU in the base directory, scaled by FLOPs."""
+    speeds, sources = [], []
+    for path in sorted(base_dir.glob("base_checkpoints/*/metrics.jsonl")):
+        records = [r for r in read_jsonl(path) if isinstance(r, dict)]
+        start = next((r for r in reversed(records) if r.get("event") == "start"), {})
+        environment, config = start.get("environment") or {}, start.get("config") or {}
+        if environment.get("gpu") != card.name or start.get("method") != base.method:
+            continue
+        steps = [r["tok_per_sec"] for r in records if r.get("event") == "train" and r.get("tok_per_sec")]
+        if len(steps) < MEASURED_STEPS or not all(isinstance(start.get(k), int) for k in ("num_params", "vocab_size")):
+            continue
+        heads = -(-config.get("depth", 0) * config.get("aspect_ratio", 0) // config.get("head_dim", 1))
+        weights = start["num_params"] - start["vocab_size"] * heads * config.get("head_dim", 1)
+        each = statistics.median(steps[MEASURED_STEPS // 2 :]) / max(1, start.get("world_size", 1))
+        speeds.append(each * weights / base.weights)
+        sources.append(f"{path.parent.name}, {len(steps)} steps on this GPU")
+    return Rate(min(speeds), max(speeds), tuple(sources)) if speeds else None

@@ -1,0 +1,108 @@
+"""What a plan must know of this machine and of the base directory; everything else in a plan is arithmetic."""
+
+import json
+import shutil
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from nanochat_fp4.data.dataset import DATASET, MAX_SHARD
+from nanochat_fp4.data.download import hub_problem
+from nanochat_fp4.data.needs import Missing
+from nanochat_fp4.data.shards import index_to_filename
+from nanochat_fp4.errors import UserError
+from nanochat_fp4.hardware import usable_cpus
+from nanochat_fp4.plan.cards import Card, card_of_device, find_card
+from nanochat_fp4.plan.settings import Settings
+
+
+@dataclass(frozen=True)
+class Machine:
+    """cards: of each GPU that the processes may use; none on a CPU."""
+
+    cards: tuple[Card, ...]
+    cpus: int
+    here: bool = True  # False: GPU names another machine, for a plan alone
+
+    @property
+    def card(self) -> Card | None:
+        return self.cards[0] if self.cards else None
+
+    def processes(self, settings: Settings) -> int:
+        """One for each GPU, or NPROC. Raises UserError for more than the machine has."""
+        usual = max(1, len(self.cards))
+        number = settings.processes or usual
+        most, what = (usual, "GPU(s)") if self.cards else (self.cpus, "CPU(s)")
+        if number > most:
+            raise UserError(f"NPROC={number}: this machine has {most} {what}; use at most {most}")
+        return number
+
+    def __str__(self) -> str:
+        if not self.cards:
+            return "no GPU"
+        others = "" if self.here else "; not this machine, a plan alone"
+        return f"{len(self.cards)} x {self.cards[0].name}, {self.cards[0].gib:.0f} GiB{others}"
+
+
+def this_machine(settings_gpu: str, gpu_memory: float) -> Machine:
+    """The machine of a plan: this one, or one GPU of the name. Raises UserError for a card that is not known."""
+    if settings_gpu or gpu_memory:
+        return Machine((find_card(settings_gpu or "unnamed", gpu_memory),), usable_cpus(), here=False)
+    cards = []
+    for i in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(i)
+        cards.append(card_of_device(properties.name, properties.total_memory / 2**30))
+    return Machine(tuple(cards), usable_cpus())
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What the base directory has, and what can be had. missing: of each later stage."""
+
+    text: str = "embedded"  # folder (DATA_DIR), shards (downloaded before), embedded, or hub
+    why_text: str = ""  # why it is not the hub
+    shards: int = 0  # that are here
+    tokenizer: int | None = None  # tokens of the one that is here
+    asked_tokens: int | None = None  # that it was asked for; a small text may yield fewer
+    disk_free: float = 0.0  # bytes
+    missing: dict[str, list[Missing]] = field(default_factory=dict)
+
+
+def text_source(settings: Settings) -> tuple[str, str, int]:
+    """(Facts.text, why not the hub, shards that are here), by the rule of data/dataset.py."""
+    base = settings.base_dir
+    if settings.data_dir:
+        return "folder", "DATA_DIR", 0
+    shards = sum((base / "base_data" / index_to_filename(i)).is_file() for i in range(MAX_SHARD + 1))
+    if shards >= 2:
+        return "shards", "downloaded before", shards
+    if (base / "embedded_data/manifest.json").is_file():
+        return "embedded", "built before; for FineWeb-Edu: python -m nanochat_fp4.data.dataset -n 8", shards
+    problem = hub_problem(DATASET, index_to_filename(0))
+    return ("hub", "", shards) if problem is None else ("embedded", problem, shards)
+
+
+def tokenizer_sizes(base: Path) -> tuple[int | None, int | None]:
+    """(tokens of the tokenizer that is here, tokens that it was asked for). 0 for one that cannot be read."""
+    folder = base / "tokenizer"
+    if not all((folder / name).is_file() for name in ("tokenizer.json", "token_bytes.pt")):
+        return None, None
+    try:
+        content = json.loads((folder / "tokenizer.json").read_bytes())
+        size = len(content["tokens"]) + len(content["special_tokens"])
+    except (OSError, ValueError, KeyError, TypeError):
+        size = 0
+    try:
+        report = json.loads((base / "report/tokenizer-training.json").read_bytes())
+        asked = next(item["vocab_size"] for item in report["data"] if isinstance(item, dict) and "vocab_size" in item)
+    except (OSError, ValueError, KeyError, TypeError, StopIteration):
+        asked = None
+    return size, asked
+
+
+def disk_free(folder: Path) -> float:
+    """Bytes that are free where the folder is, or will be."""
+    while not folder.exists() and folder != folder.parent:
+        folder = folder.parent
+    return float(shutil.disk_usage(folder).free)

@@ -1,0 +1,128 @@
+"""A plan: everything that a run will do, from settings, this machine and what is there. Pure."""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from nanochat_fp4.data.dataset import MAX_SHARD, SHARD_BYTES
+from nanochat_fp4.data.tokenizer import SPECIAL_TOKENS
+from nanochat_fp4.errors import UserError
+from nanochat_fp4.models.lean import STATES
+from nanochat_fp4.plan.base import Base, deepest, describe, parse
+from nanochat_fp4.plan.hours import Hours, hours
+from nanochat_fp4.plan.machine import Facts, Machine
+from nanochat_fp4.plan.settings import Settings
+from nanochat_fp4.plan.stages import LeftOut, Stage, choose, commands, needs, wanted
+
+CHARACTERS, SHARD_CHARACTERS = 4.8, 250e6  # of a token, and of a shard of FineWeb-Edu
+KEPT, SPARE = 0.65, 1.1  # best-fit packing crops 35% of the text away; a tenth more is downloaded than is needed
+
+
+@dataclass(frozen=True)
+class Plan:
+    settings: Settings
+    machine: Machine
+    processes: int
+    facts: Facts
+    bases: list[Base]
+    stages: list[Stage]
+    hours: list[Hours | None]  # of each base training
+    left_out: list[LeftOut]
+    text_bytes: float  # that are still to be had
+    checkpoint_bytes: float  # of all checkpoints that will be on the disk together
+
+
+def settle(settings: Settings, machine: Machine, steps: Callable[[Base], tuple[int, str] | None]) -> list[Base]:
+    """Chooses what the settings leave open: depth on a small card, steps on a slow CPU, shards by tokens.
+
+    steps(base): (steps, the reason) that this CPU has the time for, or None. Raises UserError for what a stage would
+    refuse. Returns the base trainings.
+    """
+    processes = machine.processes(settings)
+    if (smallest := 256 + len(SPECIAL_TOKENS)) > int(settings.numbers["VOCAB_SIZE"]):
+        raise UserError(f"VOCAB_SIZE={settings.numbers['VOCAB_SIZE']} is too small: at least {smallest} are needed")
+    numbers = settings.numbers
+    parse("tok_train", [f"--max-chars={numbers['TOK_CHARS']}", f"--vocab-size={numbers['VOCAB_SIZE']}"], "tokenizer")
+    parse(
+        "base_loss",
+        [f"--device-batch-size={numbers['EVAL_BATCH']}", f"--split-tokens={numbers['SPLIT_TOKENS']}"],
+        "base loss",
+    )
+    for kind in wanted(settings):
+        needs(settings, kind)  # parses the stage's flags
+    card = machine.card
+    if card is not None and processes == 1 and (depth := deepest(settings, card, STATES)):
+        settings.notes.append(f"d{numbers['DEPTH']} does not fit {card.gib:.0f} GiB by count, so DEPTH={depth}")
+        settings.instead("DEPTH", depth)
+    bases = _bases(settings, machine, processes)
+    if settings.cpu_minutes and (found := steps(bases[0])):
+        _fewer_steps(settings, *found)
+        bases = _bases(settings, machine, processes)
+    shards = -(-bases[0].tokens * CHARACTERS * SPARE / SHARD_CHARACTERS / KEPT // 10) * 10
+    if settings.defaults["NUM_SHARDS"] == 0:
+        settings.instead("NUM_SHARDS", int(min(max(shards, 10), MAX_SHARD + 1)))
+        settings.instead("TOK_SHARDS", min(int(settings.defaults["TOK_SHARDS"]), int(settings.numbers["NUM_SHARDS"])))
+    for base in bases:
+        if card and base.ways and not base.ways[0].rows and base.ways[0].peak > card.gib * 2**30:
+            need, much = f"{base.ways[0].peak / 2**30:.1f} GiB", f"{card.gib:.0f} GiB"
+            raise UserError(
+                f"{base.tag} needs {need} with one row by count, and {card.name} has {much}; lower DEPTH or SEQ_LEN"
+            )
+    return _bases(settings, machine, processes)
+
+
+def _bases(settings: Settings, machine: Machine, processes: int) -> list[Base]:
+    """All methods train in one state of the optimizer, so that their losses compare."""
+    bases = [describe(settings, method, machine.card, processes, STATES) for method in settings.methods]
+    states = {base.ways[0].state for base in bases if base.ways}
+    if len(states) > 1:
+        bases = [describe(settings, method, machine.card, processes, ("lean",)) for method in settings.methods]
+    return bases
+
+
+def _fewer_steps(settings: Settings, steps: int, why: str) -> None:
+    """Later stages and the loss shrink with the base training's steps."""
+    share = int(settings.numbers["NUM_ITERATIONS"]) // steps
+    settings.why_steps = why
+    settings.numbers["NUM_ITERATIONS"] = steps
+    settings.instead("SPLIT_TOKENS", int(settings.defaults["SPLIT_TOKENS"]) // share)
+    for name, usual in settings.default_args.items():
+        fewer = re.sub(r"(--num-iterations=|--max-problems=)(\d+)", lambda m: f"{m[1]}{int(m[2]) // share}", usual)
+        if settings.args[name] == usual:
+            settings.args[name] = fewer
+        settings.default_args[name] = fewer
+
+
+def make_plan(settings: Settings, machine: Machine, bases: list[Base], facts: Facts) -> Plan:
+    """The plan of settled settings. Raises UserError for what cannot be: a tokenizer of another size, a full disk."""
+    processes, numbers, base_dir = machine.processes(settings), settings.numbers, settings.base_dir
+    has_tokenizer = facts.tokenizer is not None and "tok" in settings.stages
+    if has_tokenizer and numbers["VOCAB_SIZE"] not in (facts.tokenizer, facts.asked_tokens):
+        held = f"{base_dir / 'tokenizer'} holds a tokenizer of {facts.tokenizer} tokens"
+        raise UserError(
+            f"{held}, this run wants {numbers['VOCAB_SIZE']}; set VOCAB_SIZE={facts.tokenizer}, or choose another "
+            "NANOCHAT_BASE_DIR"
+        )
+    chosen = choose(settings, facts.missing)
+    shards = int(numbers["NUM_SHARDS"]) if facts.text in ("hub", "shards") else 0
+    stages = commands(settings, bases, chosen, processes, facts.text, has_tokenizer, facts.shards >= shards)
+    kinds = [kind for kind in ("base", "mid", "sft") if kind in settings.stages]
+    kept = sum(base.checkpoint_bytes * (1 + max(1, base.args.keep_last)) for base in bases) * len(kinds)
+    plan = Plan(
+        settings, machine, processes, facts, bases, stages,
+        [hours(base, machine.card, processes, base_dir) if machine.card else None for base in bases],
+        chosen.left_out, max(0, shards - facts.shards) * float(SHARD_BYTES), kept,
+    )  # fmt: skip
+    return plan
+
+
+def disk_problem(plan: Plan) -> str | None:
+    """Why the disk does not hold the run, or None."""
+    needed, free = plan.text_bytes + plan.checkpoint_bytes, plan.facts.disk_free
+    if needed <= free:
+        return None
+    return (
+        f"{plan.settings.base_dir} has {free / 1e9:.1f} GB free, and the run takes {needed / 1e9:.1f} GB "
+        f"({plan.text_bytes / 1e9:.1f} of text, {plan.checkpoint_bytes / 1e9:.1f} of checkpoints); free some space, or "
+        "set NANOCHAT_BASE_DIR to a larger disk"
+    )

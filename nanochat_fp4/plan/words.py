@@ -1,0 +1,206 @@
+"""The page that a person reads: how long, does it fit, what does it gain, which method."""
+
+import json
+import textwrap
+
+from nanochat_fp4.console import table
+from nanochat_fp4.plan.base import Base
+from nanochat_fp4.plan.cards import CARDS, Card, gain, precision
+from nanochat_fp4.plan.hours import Hours, evaluated_tokens
+from nanochat_fp4.plan.plan import Plan
+
+GIB = 2**30
+# A longer run of the same model lowers the loss as tokens^-b: of d6 here, and of the paper's models of 203M parameters.
+EXPONENTS = (0.084, 0.0385)
+
+
+def amount(count: float) -> str:
+    """A count in words of three digits: 246 thousand, 11.2 billion."""
+    for size, name in ((1e9, "billion"), (1e6, "million"), (1e3, "thousand")):
+        if count >= size:
+            return f"{count / size:.3g} {name}"
+    return f"{count:.0f}"
+
+
+def page(plan: Plan) -> str:
+    parts = [head(plan), how_long(plan), does_it_fit(plan), which_method(plan), numbers(plan), missing(plan)]
+    return "\n".join(part for part in parts if part)
+
+
+def head(plan: Plan) -> str:
+    s, facts = plan.settings, plan.facts
+    tokens = plan.bases[0].tokens
+    text = {
+        "folder": f"{s.data_dir} (DATA_DIR)",
+        "shards": f"FineWeb-Edu, {s.numbers['NUM_SHARDS']} shards, {facts.shards} of them here",
+        "hub": f"FineWeb-Edu, {s.numbers['NUM_SHARDS']} shards from the hub",
+        "embedded": f"the embedded corpus, small ({facts.why_text})",
+    }[facts.text]
+    lines = [
+        f"nanochat_fp4: {s.run}",
+        f"  machine   {plan.machine}, {plan.processes} process(es)",
+        f"  methods   {' '.join(s.methods)}   (QAT_METHOD={s.methods[0]}; COMPARE=1 adds the bf16 baseline)",
+        f"  runs      {' '.join(base.tag for base in plan.bases)}",
+        f"  stages    {' '.join(stage for stage in s.stages)}",
+        f"  folder    {s.base_dir}   (NANOCHAT_BASE_DIR)",
+        f"  text      {text}; {amount(tokens)} tokens are trained on",
+        f"  disk      {plan.text_bytes / 1e9:.0f} GB of text to come, {plan.checkpoint_bytes / 1e9:.1f} of checkpoints"
+        f"{f'; {facts.disk_free / 1e9:.0f} GB are free' if plan.machine.here else ''}",
+        *(f"  note      {note}" for note in s.notes),
+    ]
+    return "\n".join(lines)
+
+
+def how_long(plan: Plan) -> str:
+    if plan.machine.card is None:
+        minutes = plan.settings.cpu_minutes
+        return f"How long? The whole run is made for {minutes:g} minutes of this CPU." if minutes else ""
+    lines = [
+        "How long does the base training take, with its validations? Mid-training, SFT and benchmarks come besides."
+    ]
+    for base, found in zip(plan.bases, plan.hours):
+        if found is None:
+            lines.append(f"  {base.method}: not known. Nobody has published a whole training step of this GPU.")
+            continue
+        lines.append(f"  {base.method}: {span(found.low, found.high)} hours {found.kind}, {speed(found)} tokens/s")
+        lines += [f"    {found.kind} from {source}" for source in found.sources]
+    share = evaluated_tokens(plan.bases[0]) / (plan.bases[0].tokens + evaluated_tokens(plan.bases[0]))
+    lines.append(f"  Validation is {100 * share:.0f}% of that.")
+    if any(found and found.kind == "estimated" for found in plan.hours):
+        lines.append("  An estimate is scaled by FLOPs from another model, most often of another program.")
+    if any(found is None or found.kind == "estimated" for found in plan.hours):
+        lines.append(
+            '  To measure: NUM_ITERATIONS=20 STAGES="tok base" trains 20 steps, and the next plan takes their speed.'
+        )
+    return "\n".join(lines)
+
+
+def span(low: float, high: float) -> str:
+    a, b = (f"{x:.0f}" if x >= 9.95 else f"{x:.2g}" for x in (low, high))
+    return a if a == b else f"{a} to {b}"
+
+
+def speed(found: Hours) -> str:
+    a, b = (f"{round(x, -2):,.0f}" for x in (found.speed_low, found.speed_high))
+    return a if a == b else f"{a} to {b}"
+
+
+def does_it_fit(plan: Plan) -> str:
+    card = plan.machine.card
+    if card is None or not plan.bases[0].ways:
+        return ""
+    lines = ["Does it fit? Memory by count, without the CUDA context (docs/memory.md)."]
+    for base in plan.bases:
+        lines += memory_of(base, card)
+    first = plan.bases[0]
+    if len(first.ways) > 1 and (first.ways[0].flags or not first.ways[0].rows):
+        lines.append(
+            f"  Other ways for {first.method}, the chosen one first (BASE_ARGS='--state=... --recompute=...'):"
+        )
+        rows = [[w.state, w.recompute, w.rows or "-", f"{w.peak / GIB:.1f}"] for w in first.ways]
+        lines += ["    " + line for line in table(["state", "recompute", "rows", "GiB"], rows).splitlines()]
+        lines.append(
+            "    The first one with 4 rows is taken. FP32 state comes before lean state, which rounds weights to"
+        )
+        lines.append("    BF16, and less recomputation comes before more, which takes 4% to 8% of the time (H200).")
+    return "\n".join(lines)
+
+
+def memory_of(base: Base, card: Card) -> list[str]:
+    way = base.ways[0]
+    if not way.rows:
+        need = f"{way.peak / GIB:.1f} GiB of {card.gib:.0f}, and 6% is for fragments"
+        return [f"  {base.tag}: hardly, for by count one row takes {need}"]
+    rows = f"{way.rows} rows of {base.args.max_seq_len} tokens"
+    rows += " (the run tries which fit)" if base.args.device_batch_size == "auto" else ""
+    flags = f", {' '.join(way.flags)}" if way.flags else ""
+    names = ("weights", "gradients", "moments", "codes", "activations", "loss")
+    parts = " + ".join(f"{name} {getattr(way, name) / GIB:.1f}" for name in names)
+    return [
+        f"  {base.tag}: {rows}, {way.peak / GIB:.1f} of {card.gib:.0f} GiB{flags}",
+        f"    {parts}; in the update {way.update / GIB:.1f} in the place of the last two",
+    ]
+
+
+def which_method(plan: Plan) -> str:
+    card = plan.machine.card
+    if card is None:
+        return ""
+    gaps = json.loads(CARDS.read_text())["gaps"]
+    rows, ends = [], {"bf16": (0.0, 0.0)}
+    for method in dict.fromkeys(["bf16", "fp8", "clover", "clover_feedback", *plan.settings.methods]):
+        ratio, gap = gain(card, precision(method), "bf16"), gaps.get(method)
+        if method == "bf16":
+            rows.append([method, "1", "0", "0", "0"])
+            continue
+        row = [method, "not published", "not measured", "not measured", "-"]
+        if ratio:
+            row[1] = f"{ratio.low:.2f}" + (f" to {ratio.high:.2f}" if ratio.high - ratio.low > 0.005 else "")
+        if gap:
+            row[2], row[3] = (f"{g[0]:.2f} ± {g[1]:.2f}" if g else "not measured" for g in (gap["own"], gap["bf16"]))
+        if ratio and gap:
+            ends[method] = equal_time(gap["own"], ratio.low, ratio.high)
+            row[4] = "{:+.1f} to {:+.1f}".format(*ends[method])
+        rows.append(row)
+    header = ["method", "times BF16's speed", "own forward", "BF16 forward", "after equal time"]
+    lines = ["What does it gain? Published ratios of speed on this card, and bits per byte over BF16 in percent (d6)."]
+    lines += ["  " + line for line in table(header, rows).splitlines()]
+    return "\n".join([*lines, "Which method? " + advice(card, ends)])
+
+
+def equal_time(gap: list[float], low: float, high: float) -> tuple[float, float]:
+    """Percent of bits per byte over a BF16 run of the same hours: the faster one trains on more tokens."""
+    worst, best = gap[0] + gap[1], gap[0] - gap[1]
+    found = [(1 + g / 100) * ratio**-b - 1 for g, ratio in ((worst, low), (best, high)) for b in EXPONENTS]
+    return 100 * min(found), 100 * max(found)
+
+
+def advice(card: Card, ends: dict[str, tuple[float, float]]) -> str:
+    """ends: of the methods whose speed on this card is known."""
+    if not card.fp4:
+        return (
+            "This GPU has no FP4 tensor cores. It emulates 4 bits, which saves memory and costs time: in the\n"
+            "  same hours bf16 or fp8 ends lower. clover has the numbers that a Blackwell would have."
+        )
+    if len(ends) < 2:
+        return "Nobody has published speeds of this card. At equal tokens bf16 ends lowest, then fp8."
+    best = min(ends, key=lambda name: sum(ends[name]))
+    others = [name for name in ends if name != best and ends[name][0] < ends[best][1]]
+    rest = f" Their intervals overlap: {', '.join([best, *others])}." if others else ""
+    return f"In the same hours {best} is expected to end lowest.{rest}\n  At equal tokens bf16 ends lowest, then fp8."
+
+
+def numbers(plan: Plan) -> str:
+    s = plan.settings
+    values = {**s.numbers, **{name: value for name, value in s.args.items() if value}}
+    items = [f'{k}="{v}"' if " " in str(v) else f"{k}={v}" for k, v in values.items()]
+    lines, line = ["Numbers, each a variable that can be set:"], ""
+    for item in items:
+        if line and len(line) + len(item) > 100:
+            lines.append(f"  {line}")
+            line = ""
+        line += ("  " if line else "") + item
+    lines.append(f"  {line}")
+    if s.cpu_minutes:
+        why = s.why_steps or "a probe before training may choose half or a quarter of them"
+        lines.append(
+            f"  chosen for a CPU: NUM_ITERATIONS={s.numbers['NUM_ITERATIONS']} ({why}); set it to have another number"
+        )
+    changed = {k: v for k, v in s.set_by_user.items() if not (k == "NUM_ITERATIONS" and s.why_steps)}
+    changed |= {k: v for k, v in s.args.items() if v != s.default_args[k]}
+    defaults = s.defaults | s.default_args
+    return "\n".join(
+        [*lines, *(f"  set by you: {k}={v} (default: {defaults[k] or 'none'})" for k, v in changed.items())]
+    )
+
+
+def missing(plan: Plan) -> str:
+    lines = ["This run goes without:"] if plan.left_out else []
+    for left in plan.left_out:
+        lines += [f"  {left.what}", *wrapped(f"because {left.why}")]
+        lines += [line for remedy in left.remedies for line in wrapped(f"to have it: {remedy}")]
+    return "\n".join(lines)
+
+
+def wrapped(text: str) -> list[str]:
+    return textwrap.wrap(text, 110, initial_indent="    ", subsequent_indent="      ", break_long_words=False)

@@ -1,0 +1,326 @@
+"""The plan of a run, as JSON: what a user's variables, a machine and a base directory make of it."""
+
+import json
+
+import pytest
+
+from nanochat_fp4.data.needs import Missing
+from nanochat_fp4.errors import UserError
+from nanochat_fp4.models.gpt import GPT
+from nanochat_fp4.plan import __main__ as program
+from nanochat_fp4.plan import cards, shell, words
+from nanochat_fp4.plan.base import FLAGS
+from nanochat_fp4.plan.machine import Facts, Machine, tokenizer_sizes
+from nanochat_fp4.plan.plan import disk_problem, make_plan, settle
+from nanochat_fp4.plan.settings import CPU, GPU, read
+from nanochat_fp4.plan.stages import needs
+from nanochat_fp4.plan.variables import NUMBERS, problem
+
+EVERYTHING = Facts(text="hub", disk_free=1e15)
+NO_HUB = {
+    kind: [
+        Missing(need.what, "a remedy", "no network", need.vital)
+        for need in needs(read("speedrun", {}, True), kind)
+        if need.what != "a sandbox"
+    ]
+    for kind in ("core", "mid", "sft", "eval")
+}
+
+
+def planned(run="speedrun", gpu="", facts=EVERYTHING, gpus=1, steps=None, **variables):
+    machine = Machine((cards.find_card(gpu),) * gpus if gpu else (), 4)
+    settings = read(run, variables, bool(gpu))
+    bases = settle(settings, machine, lambda base: steps)
+    return make_plan(settings, machine, bases, facts)
+
+
+def as_json(**how):
+    return json.loads(json.dumps(shell.as_json(planned(**how))))
+
+
+def commands(plan):
+    return {stage["name"]: stage["command"] for stage in plan["stages"]}
+
+
+def test_every_number_is_a_variable_and_reaches_base_train():
+    assert set(NUMBERS) == set(GPU) == set(CPU) and set(FLAGS) < set(NUMBERS)
+    plan = as_json(gpu="rtx5090", DEPTH="12", MATRIX_LR="0.01", EVAL_EVERY="7", BASE_ARGS="--warmup-ratio=0.1")
+    command = commands(plan)["base d12_clover_matrix-lr0.01_warmup-ratio-0.1"]
+    assert command[0] == "scripts.base_train" and command[-1] == "--warmup-ratio=0.1"
+    assert {"--depth=12", "--matrix-lr=0.01", "--eval-every=7", "--device-batch-size=auto"} < set(command)
+
+
+def test_the_defaults_on_gpus_are_nanochats():
+    plan = as_json(gpu="h100", gpus=2, COMPARE="1", QAT_METHOD="quartet2")
+    expected = {"DEPTH": 20, "SEQ_LEN": 2048, "VOCAB_SIZE": 65536, "TOTAL_BATCH": 524288, "DATA_RATIO": 20}
+    assert expected.items() < plan["numbers"].items() and plan["processes"] == 2
+    assert [run["tag"] for run in plan["runs"]] == ["d20_clover", "d20_bf16"] and plan["methods"] == ["clover", "bf16"]
+    assert {stage["processes"] for stage in plan["stages"] if stage["source"]} == {2}
+    assert as_json(run="run1000", gpu="h100")["numbers"]["DEPTH"] == 32
+    assert as_json(run="run1000")["numbers"]["DEPTH"] == 4  # on a CPU
+
+
+@pytest.mark.parametrize(
+    "variables, tag",
+    [
+        ({}, "d2_clover"),
+        ({"EVAL_EVERY": "7", "DEPTH": "3", "METHOD": "nvidia"}, "d3_nvidia"),
+        ({"NUM_ITERATIONS": "77", "MATRIX_LR": "0.1", "SEED": "2"}, "d2_clover_steps77_seed2_matrix-lr0.1"),
+        ({"BASE_ARGS": "--weight-decay=0.1"}, "d2_clover_weight-decay-0.1"),
+    ],
+)
+def test_a_runs_name_says_what_differs(variables, tag):
+    assert as_json(**variables)["runs"][0]["tag"] == tag
+
+
+def test_names_of_long_and_of_other_text_differ():
+    tags = [read("speedrun", v, False).tag("clover") for v in ({"DATA_DIR": "/a/books"}, {"DATA_DIR": "/b/books"})]
+    long = read("speedrun", {"BASE_ARGS": "--weight-decay=0.1 " * 9}, False).tag("clover")
+    assert tags[0] != tags[1] and all("_data-books-" in tag for tag in tags) and len(long) < 100
+
+
+def test_each_method_has_its_own_memory():
+    """bf16 keeps more than clover. Both train in one state, for a comparison."""
+    plan = as_json(gpu="rtx5090", DEPTH="32", COMPARE="1")
+    clover, bf16 = (run["memory"][0] for run in plan["runs"])
+    assert clover["state"] == bf16["state"] == "lean" and clover["rows"] == bf16["rows"] == 4
+    assert clover["activations"] < 0.9 * bf16["activations"]
+    for run in plan["runs"]:
+        for way in run["memory"]:
+            parts = way["weights"] + way["gradients"] + way["moments"] + way["codes"]
+            assert way["peak"] == pytest.approx(parts + max(way["activations"] + way["loss"], way["update"]))
+            assert not way["rows"] or way["peak"] <= 0.94 * plan["gib"] * 2**30
+    assert set(clover["flags"]) < set(commands(plan)["base d32_clover"])
+
+
+@pytest.mark.parametrize("gpu", ["rtx5090", "5090", "RTX 5090", "rtx-5090", "NVIDIA GeForce RTX 5090"])
+def test_a_card_in_any_spelling(gpu):
+    assert cards.find_card(gpu).gib == 32
+
+
+def test_other_chips_of_the_same_name_have_no_rates():
+    named = {
+        "NVIDIA GeForce RTX 5090": True,
+        "NVIDIA GeForce RTX 5090 Laptop GPU": False,
+        "NVIDIA GeForce RTX 5090 D": False,
+    }
+    assert {name: bool(cards.card_of_device(name, 31.4).rates) for name in named} == named
+    assert cards.card_of_device("NVIDIA H100 80GB HBM3", 79.1).rates and not cards.card_of_device("NVIDIA A30", 24).fp4
+
+
+def test_a_small_card_gets_a_smaller_model_unless_the_user_has_chosen():
+    assert as_json(run="run1000", gpu="rtx5060")["numbers"]["DEPTH"] == 24
+    with pytest.raises(UserError, match="d36_clover needs .* GiB with one row by count, and RTX 5060 has 8 GiB"):
+        planned(gpu="rtx5060", DEPTH="36")
+
+
+def test_hours_are_an_estimate_with_sources_and_are_scaled():
+    d20, d12 = (as_json(gpu="rtx5090", DEPTH=depth)["runs"][0] for depth in ("20", "12"))
+    assert d20["hours"]["kind"] == "estimated" and d20["hours"]["sources"]
+    assert d20["hours"]["low"] < d20["hours"]["high"] and d12["hours"]["speed_low"] > d20["hours"]["speed_low"]
+    tokens = d20["tokens"] / 3600
+    assert tokens < d20["hours"]["low"] * d20["hours"]["speed_high"] < 1.2 * tokens  # and the validations
+    assert as_json(gpu="rtx5080")["runs"][0]["hours"] is None
+
+
+def test_hours_are_measured_where_a_run_on_this_gpu_is_there(tmp_path):
+    config = {"depth": 20, "aspect_ratio": 64, "head_dim": 128}
+    start = {"event": "start", "method": "clover", "environment": {"gpu": "RTX 5090"}, "config": config}
+    start |= {"num_params": 560_988_200, "vocab_size": 65536, "world_size": 1}
+    steps = [{"event": "train", "step": i, "tok_per_sec": 1e3 if i < 5 else 8e4} for i in range(25)]
+    folder = tmp_path / "base_checkpoints/d20_clover"
+    folder.mkdir(parents=True)
+    (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, [start, *steps])))
+    found = as_json(gpu="rtx5090", NANOCHAT_BASE_DIR=str(tmp_path))["runs"][0]["hours"]
+    assert found["kind"] == "measured" and found["speed_low"] == pytest.approx(8e4)
+
+
+def test_text_by_tokens():
+    shards = [as_json(gpu="rtx5090", DEPTH=depth)["numbers"]["NUM_SHARDS"] for depth in ("12", "20", "32")]
+    assert shards == sorted(shards) and shards[1] == 370 and shards[0] < 150
+    assert as_json(gpu="rtx5090", NUM_SHARDS="8")["numbers"]["NUM_SHARDS"] == 8
+
+
+def test_a_shorter_sequence_takes_more_rows():
+    long, short = (as_json(gpu="rtx5090", SEQ_LEN=n)["runs"][0]["memory"][0] for n in ("2048", "1024"))
+    assert short["rows"] == 2 * long["rows"] and short["activations"] == long["activations"]
+
+
+def test_steps_chosen_for_a_cpu_shrink_the_later_stages():
+    plan = as_json(steps=(60, "slow"))
+    assert plan["numbers"]["NUM_ITERATIONS"] == 60 and plan["numbers"]["SPLIT_TOKENS"] == 32768
+    assert plan["runs"][0]["tag"] == "d2_clover_steps60" and "--max-problems=16 " in plan["args"]["EVAL_ARGS"]
+    assert "--num-iterations=30" in plan["args"]["MID_ARGS"] and "--num-iterations=10 " in plan["args"]["SFT_ARGS"]
+    mine = as_json(steps=(60, "slow"), NUM_ITERATIONS="120", SFT_ARGS="--num-iterations=9")
+    assert mine["numbers"]["NUM_ITERATIONS"] == 120 and mine["args"]["SFT_ARGS"] == "--num-iterations=9"
+
+
+REFUSED = [
+    ({"QAT_METHOD": "fp3"}, "QAT_METHOD: unknown method 'fp3'"),
+    ({"QAT_METHOD": "clover", "METHOD": "nvidia"}, "two methods"),
+    ({"DEPTH": "abc"}, "DEPTH=abc: expected a whole number, such as the default 2"),
+    ({"DEPTH": "0"}, "depth 0"),
+    ({"HEAD_DIM": "63"}, "not an even head dimension"),
+    ({"TOTAL_BATCH": "1000"}, "TOTAL_BATCH=1000 is not a multiple of 256"),
+    ({"TOTAL_BATCH": "5e5"}, "TOTAL_BATCH=5e5: expected a whole number"),
+    ({"SEQ_LEN": "100"}, "is not a multiple of 100"),
+    ({"DEVICE_BATCH": "7"}, "another DEVICE_BATCH"),
+    ({"NUM_ITERATIONS": "0"}, "NUM_ITERATIONS=0: expected at least 1 step"),
+    ({"VOCAB_SIZE": "10"}, "VOCAB_SIZE=10 is too small"),
+    ({"MATRIX_LR": "-1"}, "MATRIX_LR"),
+    ({"WINDOW_PATTERN": "X"}, "window pattern 'X'"),
+    ({"BASE_ARGS": "--nope"}, "BASE_ARGS: unrecognized arguments: --nope"),
+    ({"MID_ARGS": "--nope"}, "MID_ARGS: unrecognized arguments: --nope"),
+    ({"SFT_ARGS": "--num-epochs=x"}, "SFT_ARGS: "),
+    ({"EVAL_ARGS": "-a nope"}, "unknown task 'nope'"),
+    ({"BASE_ARGS": "--run='a"}, "close the quotation"),
+    ({"STAGES": "tok fly"}, "there is no stage 'fly'"),
+    ({"NPROC": "99"}, "NPROC=99: this machine has 4 CPU"),
+    ({"NPROC": "2x"}, "'2x' is not a number of processes"),
+]
+
+
+@pytest.mark.parametrize("variables, message", REFUSED)
+def test_what_a_stage_would_refuse_is_refused_by_the_plan(variables, message):
+    with pytest.raises(UserError) as error:
+        planned(**variables)
+    assert message in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "name, meant",
+    [
+        ("NUM_ITERATION", "NUM_ITERATIONS"), ("DETPH", "DEPTH"), ("NPROCS", "NPROC"), ("BATCH_SIZE", "DEVICE_BATCH"),
+        ("NUM_STEPS", "NUM_ITERATIONS"), ("LR", "MATRIX_LR"), ("MODEL_TAG", "NANOCHAT_BASE_DIR"),
+    ],
+)  # fmt: skip
+def test_a_variable_that_would_be_ignored_is_refused(name, meant):
+    assert meant in problem({name, "PATH", "HOME"}) and problem({"PATH", "METHOD", "SHELL", "PYTHONHASHSEED"}) is None
+
+
+def test_a_card_that_is_not_known():
+    with pytest.raises(UserError, match="did you mean RTX 5090 .*GPU_MEMORY=24"):
+        cards.find_card("rtx5099")
+    assert cards.find_card("rtx5099", gib=24).gib == 24
+
+
+def test_a_tokenizer_of_another_size():
+    with pytest.raises(UserError, match="holds a tokenizer of 300 tokens, this run wants 4096; set VOCAB_SIZE=300"):
+        planned(facts=Facts(tokenizer=300))
+    assert "tok" not in commands(as_json(facts=Facts(tokenizer=3000, asked_tokens=4096)))  # of a small text
+
+
+def test_a_tokenizer_that_is_there_is_seen(tiny_base):
+    assert tokenizer_sizes(tiny_base)[0] == 300
+
+
+def test_a_disk_that_is_too_small():
+    plan = planned(gpu="rtx5090", facts=Facts(text="hub", disk_free=60e9))
+    assert "has 60.0 GB free, and the run takes 78.9 GB" in disk_problem(plan)
+    assert disk_problem(planned(gpu="rtx5090", facts=Facts(text="folder", disk_free=60e9))) is None
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What is missing
+
+
+def test_without_a_hub_the_run_takes_what_is_embedded():
+    plan = as_json(gpu="h100", facts=Facts(text="embedded", disk_free=1e15, missing=NO_HUB))
+    run = commands(plan)
+    assert "--data=local" in run["mid d20_clover"] and "--data=local" in run["sft d20_clover"]
+    assert "--task-name=local" in run["eval_sft d20_clover"] and "core d20_clover" not in run and "report" in run
+    assert "--no-compare" in run["tok_eval"] and "--embedded" in run["text"]
+    assert len(plan["left_out"]) == 4 and all(left["remedies"] == ["a remedy"] for left in plan["left_out"])
+
+
+def test_one_data_set_that_is_missing_leaves_the_stage():
+    lacks = {"mid": [Missing("words", "a list", "gone", False)]}
+    plan = as_json(gpu="h100", facts=Facts(text="hub", disk_free=1e15, missing=lacks))
+    assert "--allow-missing" in commands(plan)["mid d20_clover"] and "core d20_clover" in commands(plan)
+
+
+def test_a_stage_that_is_named_is_refused():
+    with pytest.raises(
+        UserError, match="STAGES asks for mid, which needs SmolTalk .*: no network.* To have it: a remedy"
+    ):
+        planned(gpu="h100", STAGES="tok base mid", facts=Facts(text="hub", missing=NO_HUB))
+
+
+def test_without_a_sandbox_no_code_runs():
+    lacks = {"eval": [Missing("a sandbox", "leave them out", "no namespaces", True)]}
+    plan = as_json(gpu="h100", facts=Facts(text="hub", disk_free=1e15, missing=lacks))
+    tasks = next(flag for flag in commands(plan)["eval_mid d20_clover"] if flag.startswith("--task-name="))
+    assert "HumanEval" not in tasks and "GSM8K" in tasks
+
+
+@pytest.mark.parametrize("kind", ["core", "mid", "sft", "eval"])
+def test_the_needs_of_a_stage_are_what_it_loads(kind, base_dir, monkeypatch):
+    """Each data set that the stage's mixtures or tasks load is one that the plan looks for."""
+    import importlib
+
+    from nanochat_fp4.data import chat_data, rows
+    from nanochat_fp4.plan.stages import SCRIPTS
+
+    base_dir.mkdir()
+    module = importlib.import_module(f"scripts.{SCRIPTS[kind]}")
+    args = module.parse_args(["-i", "sft"] if kind == "eval" else [])
+    loaded = set()
+    row = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
+    fake = lambda dataset, config, split, **how: loaded.add((dataset, config, split)) or [row]  # noqa: E731
+    for place in (chat_data, importlib.import_module("eval.common")):
+        monkeypatch.setattr(place, "load_rows", fake)
+    monkeypatch.setattr(chat_data, "identity_conversations", lambda: chat_data.LOCAL_IDENTITY)
+    monkeypatch.setattr(chat_data, "load_words", lambda eval_dir=None: ["a"])
+    importlib.import_module("eval.spellingbee")
+    monkeypatch.setattr(importlib.import_module("eval.spellingbee"), "load_words", lambda eval_dir=None: ["a"])
+    if kind in ("mid", "sft"):
+        metrics = module.metric_sources(args) if kind == "sft" else []
+        for source in [*module.train_sources(args), *module.val_sources(args), *metrics]:
+            source.make()
+    elif kind == "eval":
+        for name in module.chosen_tasks(None):
+            module.TASKS[name](None)
+    looked = set()
+    monkeypatch.setattr(rows, "rows_problem", None)
+    from nanochat_fp4.data import needs as needed
+
+    monkeypatch.setattr(needed, "rows_problem", lambda *what: looked.add(what[:3]))
+    monkeypatch.setattr(needed, "url_problem", lambda url: None)
+    needed.look_for([need for need in needs(read("speedrun", {}, True), kind) if need.what != "a sandbox"])
+    assert looked == loaded
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Words and calls
+
+
+@pytest.mark.parametrize(
+    "how", [{}, {"gpu": "rtx5090", "COMPARE": "1"}, {"gpu": "h100", "facts": Facts(missing=NO_HUB)}]
+)
+def test_the_page_answers(how):
+    plan = planned(**how)
+    page = words.page(plan)
+    assert plan.bases[0].tag in page and ("How long" in page) and all(left.what in page for left in plan.left_out)
+    if plan.machine.card:
+        assert all(question in page for question in ("Does it fit?", "What does it gain?", "Which method?"))
+        assert max(map(len, page.splitlines())) < 190
+
+
+def test_calls_are_quoted_for_the_shell():
+    plan = planned(BASE_ARGS="--run='a $(b)'", STAGES="base report")
+    base, report = shell.calls(plan).splitlines()
+    assert base.startswith("stage base:d2_clover") and "'--run=a $(b)'" in base and report.startswith("stage report")
+
+
+def test_the_program_prints_json(base_dir, monkeypatch, capsys):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("GPU", "5090")
+    monkeypatch.delenv("DATA_DIR", raising=False)
+    program.main(["run1000", "--json"])
+    assert json.loads(capsys.readouterr().out)["runs"][0]["tag"] == "d32_clover"
+
+
+def test_the_model_of_a_plan_is_the_runs(monkeypatch):
+    """Its parameters are those of the published sizes, and nothing is allocated."""
+    monkeypatch.setattr(GPT, "init_weights", None)
+    assert as_json(gpu="h200")["runs"][0]["parameters"] == 560_988_200
