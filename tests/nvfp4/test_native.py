@@ -17,7 +17,7 @@ from _cublaslt import NOT_SUPPORTED, SimulatedCublasLt, multiply
 import nanochat_fp4 as nf
 from nanochat_fp4.errors import UserError
 from nanochat_fp4.nvfp4 import dispatch, probe
-from nanochat_fp4.nvfp4.format import decode, swizzle_scales, unswizzle_scales
+from nanochat_fp4.nvfp4.format import decode, swizzle_scales
 
 pytest.importorskip("triton")
 from nvfp4_kernels import cublas, cublaslt, matmul  # noqa: E402
@@ -611,8 +611,3 @@ def test_decoding_refuses_what_is_not_contiguous():
     for codes, scales in ((sliced[0], dense[1]), (dense[0], sliced[1])):
         with pytest.raises(ValueError, match="expected contiguous rows; call .contiguous()"):
             kernel(codes, scales)
-
-
-def test_unswizzled_scales_of_a_slice():
-    scales = probe.random_operand(CPU, 130, 96).scales
-    assert torch.equal(unswizzle_scales(swizzle_scales(scales), 130, 6).view(torch.uint8), scales.view(torch.uint8))
