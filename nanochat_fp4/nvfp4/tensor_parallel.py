@@ -281,7 +281,9 @@ class DividedLinear(QuantLinear):
         shard = self.shard.of_pass(x, UNQUANTIZED if per_token else recipe, [layer.matrix for layer in layers])
         x, amax = shard.enter(x, amax)
         if not x.numel() or self._is_plain(layers, dtype):
-            return shard.leave(nn.functional.linear(x, self._plain_weight(x, layers, dtype)), self.bias)
+            return shard.leave(
+                nn.functional.linear(x, torch.cat([layer.matrix.to(dtype) for layer in layers])), self.bias
+            )
         y = self._product(x, layers, gemms=DividedGemms(recipe, shard), amax=amax, squares=squares)
         return shard.leave(y.view(*shard.leading(x.shape), y.shape[-1]), self.bias)
 

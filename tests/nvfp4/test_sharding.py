@@ -1,5 +1,6 @@
 """FSDP2 with weights that travel as codes: two gloo processes do what one does, to the bit, and send 4.5 bits."""
 
+import _rows  # noqa: F401  # registers rows for a rank, which has no conftest
 import pytest
 import torch
 import torch.distributed as dist
