@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import json
 
+import _rows  # noqa: F401  # registers rows for a rank, which has no conftest
 import pytest
 import torch
 import torch.distributed as dist
