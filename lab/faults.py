@@ -148,10 +148,10 @@ TRAINING = [
           "lock.acquire(timeout=ASKED_SECONDS)", "lock.is_locked", "tests/training/test_run_folder.py"),
 ]  # fmt: skip
 DATA = [
-    Fault("targets_not_shifted", "nanochat_fp4/data/dataloader.py",
+    Fault("targets_not_shifted", "nanochat_fp4/data/packing.py",
           "batch[:, 1:].clone()", "batch[:, :-1].clone()", "tests/data/test_dataloader.py"),
-    Fault("lane_off_by_one", "nanochat_fp4/data/dataloader.py",
-          "self._skip(k % self.lanes, k // self.lanes, pack)", "self._skip(k % self.lanes, k // self.lanes + 1, pack)",
+    Fault("lane_off_by_one", "nanochat_fp4/data/packing.py",
+          "lane, place = k % self.lanes, k // self.lanes", "lane, place = k % self.lanes, k // self.lanes + 1",
           "tests/data/test_dataloader.py"),
     Fault("mask_of_the_token_before", "nanochat_fp4/data/chat_loader.py",
           "torch.where(mask[:, 1:] == 1", "torch.where(mask[:, :-1] == 1",

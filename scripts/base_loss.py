@@ -15,7 +15,7 @@ import torch
 import nanochat_fp4 as nf
 from nanochat_fp4.common import joined_processes, print0, resolve_method
 from nanochat_fp4.console import ArgumentParser
-from nanochat_fp4.data.dataloader import evaluation_rows, tokenizing_distributed_data_loader_bos_bestfit
+from nanochat_fp4.data.dataloader import Text, evaluation_rows, tokenizing_distributed_data_loader_bos_bestfit
 from nanochat_fp4.data.dataset import add_data_arguments, ensure_data, validation_text
 from nanochat_fp4.data.tokenizer import get_token_bytes
 from nanochat_fp4.errors import UserError, run_main
@@ -70,8 +70,8 @@ def evaluate(args: argparse.Namespace, device: torch.device, rank: int, world_si
 
     def bpb(split: str, what: str) -> float:
         loader = tokenizing_distributed_data_loader_bos_bestfit(
-            tokenizer, args.device_batch_size, sequence_len, split, device=device, data_dir=data_dir,
-            text_column=args.text_column, num_rows=num_rows,
+            tokenizer, args.device_batch_size, sequence_len, split, device=device,
+            text=Text(data_dir, args.text_column), num_rows=num_rows,
         )  # fmt: skip
         batches = progress_iter(loader, steps, desc=f"{split} bpb, {what}", unit="batch")
         with autocast(device.type), nf.quantize_weights_once(model):

@@ -25,11 +25,13 @@ import nanochat_fp4 as nf
 from nanochat_fp4.common import resolve_method
 from nanochat_fp4.console import ArgumentParser, parse_beta, parse_finite, parse_rate, parse_share
 from nanochat_fp4.data.dataloader import (
+    Text,
     evaluation_rows,
     tokenizing_distributed_data_loader_bos_bestfit,
     tokenizing_distributed_data_loader_with_state_bos_bestfit,
 )
-from nanochat_fp4.data.dataset import ensure_data, validation_text
+from nanochat_fp4.data.dataset import ensure_data, open_shards, validation_text
+from nanochat_fp4.data.packing import Deal
 from nanochat_fp4.data.tokenizer import RustBPETokenizer, get_token_bytes, get_tokenizer
 from nanochat_fp4.doctor import self_check
 from nanochat_fp4.errors import UserError, one_line, run_main
@@ -221,7 +223,8 @@ def train(args: argparse.Namespace, method: str, process: Process) -> None:
     batches = num_iterations, device_batch_size, grad_accum_steps
     setup.describe(args, model_tag, model, *batches, plan, backend, folder, process)
 
-    val_data = validation_text(data_dir)
+    text = Text(data_dir, data_seed=args.data_seed, shuffle_documents=args.shuffle_documents)
+    val_text, val_data = Text(shards=open_shards("val", data_dir)), validation_text(data_dir)
     optimizers, schedule = model.setup_pretraining(options, args.total_batch_size, num_iterations)
     lean = Lean(model, optimizers, args.seed) if args.state == "lean" else None
     parts = TrainingStep(model, optimizers, forward, quantized, lean=lean)
@@ -229,14 +232,13 @@ def train(args: argparse.Namespace, method: str, process: Process) -> None:
     def make_loader(position: Any) -> Any:
         return tokenizing_distributed_data_loader_with_state_bos_bestfit(
             tokenizer, device_batch_size, args.max_seq_len, "train", device=device, resume_state_dict=position,
-            data_dir=data_dir, data_seed=args.data_seed, micro_batches=grad_accum_steps * world_size,
-            shuffle_documents=args.shuffle_documents,
+            text=text, deal=Deal(micro_batches=grad_accum_steps * world_size),
         )  # fmt: skip
 
     def validation_bpb(forward: Any) -> float:
         batches = tokenizing_distributed_data_loader_bos_bestfit(
-            tokenizer, device_batch_size, args.max_seq_len, "val", device=device, data_dir=data_dir,
-            lanes=trainer.loader.lanes, num_rows=num_rows,
+            tokenizer, device_batch_size, args.max_seq_len, "val", device=device, text=val_text,
+            deal=Deal(trainer.loader.lanes), num_rows=num_rows,
         )  # fmt: skip
         with parts.autocast():
             batches = trainer.progress.meanwhile(process.signals.watch(batches, device), eval_steps, "evaluation")

@@ -26,7 +26,7 @@ import nanochat_fp4 as nf
 from nanochat_fp4.common import joined_processes, print0
 from nanochat_fp4.console import ArgumentParser
 from nanochat_fp4.data import tokenizer_files
-from nanochat_fp4.data.dataloader import tokenizing_distributed_data_loader_bos_bestfit
+from nanochat_fp4.data.dataloader import Text, tokenizing_distributed_data_loader_bos_bestfit
 from nanochat_fp4.data.dataset import ensure_data
 from nanochat_fp4.data.tokenizer import get_token_bytes
 from nanochat_fp4.environment import environment_info
@@ -123,7 +123,7 @@ class Export:
         """(inputs, targets) of about so many tokens, at least one batch."""
         rows, length = self.args.device_batch_size, self.model.config.sequence_len
         loader = tokenizing_distributed_data_loader_bos_bestfit(
-            self.tokenizer, rows, length, split, device=self.device, data_dir=ensure_data(self.args.data_dir)
+            self.tokenizer, rows, length, split, device=self.device, text=Text(ensure_data(self.args.data_dir))
         )
         return [batch for batch, _ in zip(loader, range(max(1, round(tokens / (rows * length)))))]
 

@@ -28,6 +28,7 @@ from nanochat_fp4.data.chat_data import LOCAL_WORDS, CustomJSON, SimpleSpelling,
 from nanochat_fp4.data.chat_loader import PackedConversations
 from nanochat_fp4.data.dataloader import evaluation_rows
 from nanochat_fp4.data.needs import Need
+from nanochat_fp4.data.packing import Deal
 from nanochat_fp4.data.tokenizer import get_token_bytes
 from nanochat_fp4.errors import run_main
 from nanochat_fp4.evaluation.loss_eval import evaluate_bpb
@@ -124,7 +125,7 @@ def train(args: argparse.Namespace, process: Process) -> None:
     check_iterations(args.num_iterations)
     run = PostTraining("mid", "base", args, process)
     model, tokenizer, T = run.model, run.tokenizer, args.max_seq_len or run.config.sequence_len
-    device, rank, world_size = process.device, process.rank, process.world_size
+    device, world_size = process.device, process.world_size
     pretrained_with, B = run.trained_rows, args.device_batch_size
     if B is None:
         B = min(32, pretrained_with or 32)
@@ -145,10 +146,10 @@ def train(args: argparse.Namespace, process: Process) -> None:
     )
     parts = run.parts(optimizers, forward)
 
-    where, lanes = (tokenizer, B, T, device, rank, world_size), grad_accum_steps * world_size
+    where = tokenizer, B, T, device
 
     def evaluate(step: int, last: bool) -> dict[str, float]:
-        batches = PackedConversations(val_dataset, *where, lanes=trainer.loader.lanes, num_rows=num_rows)
+        batches = PackedConversations(val_dataset, *where, Deal(trainer.loader.lanes), num_rows=num_rows)
         with parts.autocast():
             pairs = ((x, y) for x, y, _ in batches)
             pairs = trainer.progress.meanwhile(process.signals.watch(pairs, device), eval_steps, "evaluation")
@@ -158,7 +159,9 @@ def train(args: argparse.Namespace, process: Process) -> None:
         parts,
         sources,
         {"total_batch_size": args.total_batch_size, "max_seq_len": T},
-        make_loader=lambda position: PackedConversations(dataset, *where, state=position, micro_batches=lanes),
+        make_loader=lambda position: PackedConversations(
+            dataset, *where, Deal(micro_batches=grad_accum_steps * world_size), state=position
+        ),
         schedule=schedule,
         device_batch_size=B,
         seq_len=T,

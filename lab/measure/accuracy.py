@@ -29,7 +29,7 @@ import nanochat_fp4 as nf
 from lab.measure.bench_common import some_of
 from nanochat_fp4.common import autodetect_device_type, print0
 from nanochat_fp4.console import ArgumentParser, parse_finite
-from nanochat_fp4.data.dataloader import tokenizing_distributed_data_loader_bos_bestfit
+from nanochat_fp4.data.dataloader import Text, tokenizing_distributed_data_loader_bos_bestfit
 from nanochat_fp4.data.dataset import ensure_data
 from nanochat_fp4.devices import peak_memory
 from nanochat_fp4.environment import environment_info
@@ -86,7 +86,7 @@ class Study:
     def batches(self, split: str) -> Iterator[tuple[Tensor, Tensor]]:
         rows, length = self.args.device_batch_size, self.args.seq_len
         make = tokenizing_distributed_data_loader_bos_bestfit
-        return make(self.tokenizer, rows, length, split, device=self.device, data_dir=self.data_dir)
+        return make(self.tokenizer, rows, length, split, device=self.device, text=Text(self.data_dir))
 
     @torch.no_grad()
     def measure(self, model: nn.Module) -> dict[str, float]:

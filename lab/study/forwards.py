@@ -23,7 +23,7 @@ from lab.study.reproduce_horizon import judge, shown_p
 from lab.study.sweep_scheduler import base_directory
 from nanochat_fp4.common import autodetect_device_type, print0
 from nanochat_fp4.console import ArgumentParser, table
-from nanochat_fp4.data.dataloader import tokenizing_distributed_data_loader_bos_bestfit
+from nanochat_fp4.data.dataloader import Text, tokenizing_distributed_data_loader_bos_bestfit
 from nanochat_fp4.data.dataset import ensure_data
 from nanochat_fp4.data.tokenizer import get_token_bytes
 from nanochat_fp4.environment import environment_info
@@ -66,7 +66,7 @@ def evaluate(tag: str, args: argparse.Namespace, device: torch.device, data_dir:
 
     def batches(split: str):
         make = tokenizing_distributed_data_loader_bos_bestfit
-        return make(tokenizer, rows, length, split, device=device, data_dir=data_dir)
+        return make(tokenizer, rows, length, split, device=device, text=Text(data_dir))
 
     def look() -> None:
         for _, (x, _) in zip(range(GRAM_BATCHES), batches("train")):

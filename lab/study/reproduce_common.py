@@ -12,7 +12,7 @@ import torch
 
 from lab.study import sweep, sweep_runs, sweep_scheduler
 from nanochat_fp4.common import print0
-from nanochat_fp4.data.dataloader import tokenizing_distributed_data_loader_bos_bestfit
+from nanochat_fp4.data.dataloader import Text, tokenizing_distributed_data_loader_bos_bestfit
 from nanochat_fp4.files import atomic_write
 from nanochat_fp4.training.load_model import build_model
 
@@ -91,7 +91,7 @@ def trained_model(context: Context, size: str) -> tuple[Any, str, str]:
     with sweep_scheduler.base_directory(where.folder):
         model, tokenizer, _ = build_model(checkpoints / run.tag, None, device, "train")
         batches = tokenizing_distributed_data_loader_bos_bestfit(
-            tokenizer, 4, model.config.sequence_len, "val", device=device, data_dir=where.data_dir
+            tokenizer, 4, model.config.sequence_len, "val", device=device, text=Text(where.data_dir)
         )
         x, y = next(iter(batches))
     # FP32 throughout: BF16's rounding of activations and gradients would be a floor under what is measured.

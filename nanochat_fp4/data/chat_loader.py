@@ -18,7 +18,7 @@ from torch import Tensor
 
 from nanochat_fp4.common import mean_over_ranks
 from nanochat_fp4.data.chat_data import Task
-from nanochat_fp4.data.dataloader import Lane, PackedRows, RowOrder, at_least_one, check_position, lanes_of
+from nanochat_fp4.data.packing import THIS_PROCESS, Deal, Lane, PackedRows, at_least_one, check_position
 from nanochat_fp4.data.tokenizer import without_end
 from nanochat_fp4.errors import UserError
 
@@ -70,7 +70,7 @@ class PackedConversations(PackedRows):
 
     buffer_size: conversations that a lane holds back to choose from, at most a quarter of its share of the dataset.
         nanochat has 100 for each process.
-    micro_batches, lanes, num_rows: as for dataloader.BestFitLoader.
+    deal, num_rows: as for PackedRows.
     state["consumed"]: conversations in this rank's rows so far. The sum over ranks is the progress in the epoch.
     Raises UserError (no conversation, one that cannot be rendered, a state of another run).
     """
@@ -82,25 +82,21 @@ class PackedConversations(PackedRows):
         B: int,
         T: int,
         device: torch.device | str,
-        rank: int = 0,
-        world_size: int = 1,
+        deal: Deal = THIS_PROCESS,
         buffer_size: int = 100,
         state: dict[str, Any] | None = None,
-        micro_batches: int | None = None,
-        lanes: int | None = None,
         num_rows: int | None = None,
     ):
         _check(dataset, B=B, T=T, buffer_size=buffer_size)
         self.dataset, self.tokenizer, self.content = dataset, tokenizer, _content(dataset)
-        lanes = lanes_of(state) if lanes is None else lanes
-        order = RowOrder(B, lanes, rank, world_size, micro_batches)
-        super().__init__(_Lane, B, T, device, order, num_rows, min(buffer_size, len(dataset) // (4 * lanes)))
+        deal = deal.filled(state)
+        super().__init__(_Lane, B, T, device, deal, num_rows, min(buffer_size, len(dataset) // (4 * deal.lanes)))
         if state is not None:
-            check_position(state, self._config())
+            check_position(state, self.config())
             self.restore(state)
             self.consumed = int(state["consumed"])
 
-    def _config(self) -> dict[str, Any]:
+    def config(self) -> dict[str, Any]:
         config = {"conversations": len(self.dataset), "content": self.content}
         return config | {"T": self.T, "lanes": self.lanes, "lane_buffer": self.lane_buffer}
 

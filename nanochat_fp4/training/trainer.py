@@ -32,7 +32,7 @@ from nanochat_fp4.common import (
     seed_micro_batch,
     set_rng_state,
 )
-from nanochat_fp4.data.dataloader import merge_states
+from nanochat_fp4.data.packing import merge_states
 from nanochat_fp4.devices import peak_memory
 from nanochat_fp4.environment import environment_info
 from nanochat_fp4.errors import UserError, is_out_of_memory

@@ -7,6 +7,7 @@ import json
 import random
 import shutil
 import types
+from dataclasses import fields
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -16,11 +17,12 @@ from _samples import BOS, BYTE_TOKENIZER, make_shards
 
 from nanochat_fp4.data.dataloader import (
     BestFitLoader,
+    Text,
     evaluation_rows,
-    merge_states,
     tokenizing_distributed_data_loader_bos_bestfit,
     tokenizing_distributed_data_loader_with_state_bos_bestfit,
 )
+from nanochat_fp4.data.packing import Deal, merge_states
 from nanochat_fp4.data.shards import Shard, shard_digest
 from nanochat_fp4.errors import UserError
 
@@ -33,8 +35,12 @@ def data(tmp_path_factory):
 
 
 def loader(data, B=4, T=64, split="train", buffer_size=100, **kwargs):
+    """kwargs: of Text, Deal and BestFitLoader."""
     kwargs = {"tokenizer_batch_size": 16, "device": "cpu", "data_dir": data} | kwargs
-    return BestFitLoader(BYTE_TOKENIZER, B, T, split, buffer_size=buffer_size, **kwargs)
+    text, deal = (
+        kind(**{f.name: kwargs.pop(f.name) for f in fields(kind) if f.name in kwargs}) for kind in (Text, Deal)
+    )
+    return BestFitLoader(BYTE_TOKENIZER, B, T, split, buffer_size=buffer_size, text=text, deal=deal, **kwargs)
 
 
 def rows_of(it, num_batches):
@@ -77,7 +83,7 @@ def test_a_data_seed_is_another_order_of_the_same_text(data):
     assert torch.equal(orders[0], rows_of(loader(data), 30))
     assert not torch.equal(orders[0], orders[1]) and not torch.equal(orders[1], orders[2])
     whole = [loader(data, data_seed=seed) for seed in (0, 7)]
-    texts = [[sorted(it.read(g)) for g in range(len(it.row_groups))] for it in whole]
+    texts = [[sorted(it.read(g)) for g in range(len(it.documents.groups))] for it in whole]
     assert sorted(texts[0]) == sorted(texts[1]) and texts[0] != texts[1]
 
 
@@ -98,7 +104,7 @@ def test_shuffled_documents_are_all_of_them_in_an_order_of_the_seed(tmp_path, ba
     orders = {}
     for seed in (0, 1):
         it = loader(tmp_path / "d", shuffle_documents=True, data_seed=seed)
-        orders[seed] = [text for g in range(len(it.row_groups)) for text in it.read(g)]
+        orders[seed] = [text for g in range(len(it.documents.groups)) for text in it.read(g)]
         assert sorted(orders[seed]) == sorted(documents)
         # Neighbours in the shards, of one row group, are apart.
         places = [documents.index(text) // 10 for text in orders[seed]]
@@ -190,7 +196,7 @@ def test_epochs_of_a_small_corpus(tmp_path):
 
 
 def test_nanochats_names(data):
-    kwargs = dict(device="cpu", data_dir=data)
+    kwargs = dict(device="cpu", text=Text(data))
     x, y, state = next(
         tokenizing_distributed_data_loader_with_state_bos_bestfit(BYTE_TOKENIZER, 2, 32, "train", **kwargs)
     )
@@ -272,13 +278,19 @@ def test_fewer_row_groups_than_ranks(tmp_path, num_documents, row_group_size):
 
 @pytest.mark.parametrize("row_group_size", [400, 150])
 @pytest.mark.parametrize("data_seed", [0, 7])
-def test_few_row_groups_give_each_lane_text_of_its_own(tmp_path, row_group_size, data_seed):
+def test_few_row_groups_give_each_lane_text_of_its_own(tmp_path, monkeypatch, row_group_size, data_seed):
     """A file of pandas is one row group, and eight lanes that read it alike would pack one row eight times."""
     documents = make_shards(tmp_path / "d", num_documents=800, num_shards=2, row_group_size=row_group_size)
     made = functools.partial(loader, tmp_path / "d", B=8, buffer_size=8, data_seed=data_seed)
     it = made()
-    texts = [text for g in range(len(it.row_groups)) for text in it.read(g)]
+    texts = [text for g in range(len(it.documents.groups)) for text in it.read(g)]
     assert sorted(texts) == sorted(documents[:400]) and texts[: len(it.read(0))] == it.read(0)
+    read = []
+    with monkeypatch.context() as m:
+        real = Shard.read
+        m.setattr(Shard, "read", lambda shard, index: read.append(index) or real(shard, index))
+        next(made())
+    assert data_seed or read == [0]  # once, and not once for each lane's piece
     rows = rows_of(made(), 20)
     assert len({tuple(row) for row in rows.tolist()}) == 160
     half = made()
@@ -295,7 +307,7 @@ def test_empty_row_groups_and_shards_do_not_hang(tmp_path):
         with pq.ParquetWriter(folder / f"{name}.parquet", pa.schema([("text", pa.string())])) as writer:
             for i in range(8):  # lane 3 would get nothing but empty ones
                 writer.write_table(pa.table({"text": pa.array([] if i in (0, 3, 7) else ["text", None], pa.string())}))
-    assert loader(folder).shards[0].rows == (0, 2, 2, 0, 2, 2, 2, 0)
+    assert loader(folder).documents.shards[0].rows == (0, 2, 2, 0, 2, 2, 2, 0)
     assert rows_of(loader(folder), 20).shape == (80, 65)
     for name in ("a", "b"):
         pq.write_table(pa.table({"text": pa.array([""] * 8, pa.string())}), folder / f"{name}.parquet")
@@ -389,8 +401,8 @@ def test_a_state_that_does_not_fit(data, tmp_path):
 def test_a_resume_reads_the_same_column(tmp_path):
     for k in range(2):
         pq.write_table(pa.table({"text": ["a" * 50] * 99, "other": ["b" * 50] * 99}), tmp_path / f"{k}.parquet")
-    state = next(loader(tmp_path, text_column="other"))[2]
-    next(loader(tmp_path, text_column="other", resume_state_dict=state))
+    state = next(loader(tmp_path, column="other"))[2]
+    next(loader(tmp_path, column="other", resume_state_dict=state))
     next(loader(tmp_path, resume_state_dict={k: v for k, v in state.items() if k != "column"}))  # as states were
     with pytest.raises(UserError, match="the text was in the column other, not text; correct --text-column"):
         loader(tmp_path, resume_state_dict=state)

@@ -7,6 +7,7 @@ import json
 import math
 import os
 import re
+import shutil
 import signal
 import types
 from pathlib import Path
@@ -71,6 +72,19 @@ def test_resume_is_exact(tiny_base, method, flags):
 
     train(f"--resume-from-step={2 if method == 'clover_feedback' else 1}", *flags, method=method, steps=3)
     assert_same(final_state(folder, 3), expected)
+
+
+def test_a_run_is_validated_on_the_same_text_to_its_end(tiny_base, tmp_path, monkeypatch):
+    """A shard that arrives during the run sorts last, and would be the validation text of the next evaluation."""
+    folder = tmp_path / "own"
+    shutil.copytree(os.environ["DATA_DIR"], folder)
+    monkeypatch.setenv("DATA_DIR", str(folder))
+    train("--model-tag=alone", method="bf16", steps=2)
+    with in_step(0, lambda: shutil.copy(folder / "shard_00000.parquet", folder / "shard_99999.parquet")):
+        train("--model-tag=beside", method="bf16", steps=2)
+    logs = [read_jsonl(tiny_base / "base_checkpoints" / tag / "metrics.jsonl") for tag in ("alone", "beside")]
+    losses = [[r["bpb"] for r in records if r["event"] == "val"] for records in logs]
+    assert losses[0] == losses[1] and len(losses[0]) == 2
 
 
 def test_the_head_is_the_runs_own(tiny_base):

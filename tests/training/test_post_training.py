@@ -12,6 +12,7 @@ from _training import BASE, MID, SFT, after_steps, stopped_in_step
 from eval.local import LocalArithmetic, LocalChoice
 from nanochat_fp4.data.chat_data import LOCAL_IDENTITY, CustomJSON, Source, Task
 from nanochat_fp4.data.chat_loader import ConversationBatches, PackedConversations
+from nanochat_fp4.data.packing import Deal
 from nanochat_fp4.data.tokenizer import get_tokenizer
 from nanochat_fp4.errors import UserError
 from nanochat_fp4.evaluation.metrics import read_jsonl
@@ -102,7 +103,8 @@ def test_rows_do_not_depend_on_the_world_size():
     dataset, tokenizer = Texts(LENGTHS), byte_tokenizer()
 
     def rows(world_size, B, batches):
-        loaders = [PackedConversations(dataset, tokenizer, B, 50, "cpu", r, world_size) for r in range(world_size)]
+        deals = [Deal(rank=r, world_size=world_size) for r in range(world_size)]
+        loaders = [PackedConversations(dataset, tokenizer, B, 50, "cpu", deal) for deal in deals]
         out = {}
         for _ in range(batches):
             for r, loader in enumerate(loaders):
