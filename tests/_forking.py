@@ -344,7 +344,7 @@ def _child(job: dict[str, Any], chosen: bool, write: int) -> None:
 
 def _die_in_a_save(n: int | None) -> list[int]:
     """Count what a save does to files, in the list that is returned; SIGKILL at the n-th of it."""
-    from nanochat_fp4.training import checkpoint_manager as cm
+    from nanochat_fp4.training.trainer import Trainer
 
     count, saving = [0], [0]
 
@@ -368,11 +368,8 @@ def _die_in_a_save(n: int | None) -> list[int]:
 
         return wrapped
 
-    from nanochat_fp4.training.trainer import Trainer
-
-    os.fsync = counted(os.fsync)
-    os.replace, os.unlink = counted(os.replace), counted(os.unlink)
-    cm._HashingFile.write = counted(cm._HashingFile.write)
+    for name in FILE_OPERATIONS:
+        setattr(os, name, counted(getattr(os, name)))
     Trainer.save = in_a_save(Trainer.save)
     return count
 

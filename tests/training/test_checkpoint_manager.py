@@ -332,14 +332,14 @@ def save(step):
     return cm.save_checkpoint(folder, step, {"w": torch.ones(2)}, state, {"a": 1}, rank=rank)
 
 assert save(1) is True and save(2) is True
-write = cm._write
-def broken(folder, name, content):
+atomic_open = cm.atomic_open
+def broken(path):
     if rank == 1:
         raise OSError(28, "No space left on device")
-    return write(folder, name, content)
-cm._write = broken
+    return atomic_open(path)
+cm.atomic_open = broken
 assert save(3) is False  # on both ranks
-cm._write = write
+cm.atomic_open = atomic_open
 if rank == 0:
     os.truncate(os.path.join(folder, "optim_000002_rank1.pt"), 10)
 torch.distributed.barrier()
