@@ -3,7 +3,7 @@
 # afterwards it takes a fraction of a second. What can be set:
 #
 #   VENV=/path        an environment of your own: it is checked and used as it is, nothing is installed into it
-#   PYTHON=python3.12 the interpreter that makes .venv (3.10 to 3.13; the default is the first that is found)
+#   PYTHON=python3.12 the interpreter that makes .venv (3.10 to 3.14; the default is the first that is found)
 #   PIP_TORCH_ARGS=   arguments for the installation of torch, e.g. an index with builds for your GPU
 
 die() {
@@ -33,16 +33,16 @@ count_gpus() {
 
 find_python() {
     local candidate
-    for candidate in ${PYTHON:-python3 python3.13 python3.12 python3.11 python3.10 python}; do
-        if "$candidate" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null; then
+    for candidate in ${PYTHON:-python3 python3.14 python3.13 python3.12 python3.11 python3.10 python}; do
+        if "$candidate" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 14))' 2>/dev/null; then
             echo "$candidate"
             return
         fi
     done
     if [ -n "${PYTHON:-}" ]; then
-        die "PYTHON=$PYTHON is not a Python 3.10 to 3.13; set it to one, or unset it"
+        die "PYTHON=$PYTHON is not a Python 3.10 to 3.14; set it to one, or unset it"
     fi
-    die "no Python 3.10 to 3.13 found; install one, or name it with PYTHON=/path/to/python3"
+    die "no Python 3.10 to 3.14 found; install one, or name it with PYTHON=/path/to/python3"
 }
 
 # quietly WHAT COMMAND...: run it with its output in $SETUP_LOG and a sign of life every 15 seconds.
