@@ -170,7 +170,7 @@ OUTWARDS = [
     Fault("answer_one_token_late", "nanochat_fp4/evaluation/core_eval.py",
           "F.cross_entropy(logits[row, start - 1 : end - 1].float()", "F.cross_entropy(logits[row, start:end].float()",
           "tests/evaluation tests/training/test_post_training.py"),
-    Fault("gap_in_the_other_direction", "nanochat_fp4/evaluation/report.py",
+    Fault("gap_in_the_other_direction", "nanochat_fp4/evaluation/report_runs.py",
           '100 * (run["val_bpb"] / base["val_bpb"] - 1)', '100 * (1 - run["val_bpb"] / base["val_bpb"])',
           "tests/evaluation/test_report.py"),
     Fault("both_losses_of_one_forward", "scripts/base_loss.py",

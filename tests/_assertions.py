@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from nanochat_fp4.evaluation.report import read_jsonl
+from nanochat_fp4.evaluation.metrics import read_jsonl
 from nanochat_fp4.training.checkpoint_manager import load_checkpoint, load_method_data
 
 DRAWS = (1, 4, 16, 64, 256, 1024)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from nanochat_fp4.errors import UserError
-from nanochat_fp4.evaluation import plots, report
+from nanochat_fp4.evaluation import plots, report, report_page
 from nanochat_fp4.evaluation.metrics import MetricsLog
 from nanochat_fp4.evaluation.report import Report, get_report
 
@@ -47,7 +47,7 @@ def generated(folder: Path, drawn: bool = False) -> str:
     """report.md; without the plots, which are slow, unless they are to be `drawn`."""
     with pytest.MonkeyPatch.context() as m:
         if not drawn:
-            m.setattr(report, "_plot", lambda *_: [])
+            m.setattr(report_page, "draw_plots", lambda *_: [])
         path = Report(folder).generate()
     assert path == str(folder / "report.md")
     json.loads((folder / "report.json").read_text())  # strict JSON: no NaN
@@ -174,24 +174,8 @@ def test_interrupted_run_shows_what_it_has(base_dir, folder):
     assert row_of(text, "d4_clover")[2:6] == ["3 of 6, unfinished", "3,000", "1.3100", "1.3200"]
 
 
-@pytest.mark.parametrize(
-    "gpu, expected",
-    [
-        ("NVIDIA B200", r"PREDICTED for B200, not measured: .* nvidia from width \d+, clover from width \d+$"),
-        ("NVIDIA H200", "PREDICTED for H200, not measured: .* nvidia at no width, clover at no width$"),
-        (None, "not known for a CPU; predicted for H200, B200, GB200, .*, GB10 only$"),
-    ],
-)
-def test_break_even_on_this_gpu_is_a_prediction(gpu, expected, base_dir, folder, monkeypatch):
-    monkeypatch.setattr(report, "environment_info", lambda: {"gpu": gpu})
-    for method in ("bf16", "clover", "nvidia", "fp8", "something else"):
-        make_run(base_dir, method.split()[0], method, 1.25)
-    lines = [line for line in generated(folder).splitlines() if line.startswith("- break-even with BF16")]
-    assert len(lines) == 1 and re.search(expected, lines[0]), lines
-
-
 def test_section_is_replaced_and_reset_keeps_metrics(base_dir, folder, capsys, monkeypatch):
-    monkeypatch.setattr(report, "_plot", lambda *_: [])
+    monkeypatch.setattr(report_page, "draw_plots", lambda *_: [])
     make_run(base_dir, "d4_bf16", "bf16", 1.25)
     get_report("d4_bf16").log("Base model loss", [{"val_bpb": 1.0}], {"val_bpb": 1.0})
     assert row_of(generated(folder), "d4_bf16")[4] == "1.0000"

@@ -1,0 +1,248 @@
+"""The report as a page in Markdown."""
+
+import json
+import math
+import re
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from nanochat_fp4.console import format_seconds
+from nanochat_fp4.environment import environment_info
+from nanochat_fp4.errors import UserError
+from nanochat_fp4.evaluation.report import plain_json
+from nanochat_fp4.evaluation.report_plots import draw_plots
+from nanochat_fp4.evaluation.report_runs import (
+    add_gaps,
+    as_text,
+    finite_number,
+    read_metrics,
+    read_sections,
+    summarize_run,
+)
+from nanochat_fp4.files import atomic_write
+
+# Columns of the benchmark table, in the order of the paper's Table 5. Other tasks follow.
+TASKS = ["ARC-Easy", "ARC-Challenge", "GSM8K", "HumanEval", "MMLU", "SpellingBee", "CORE", "ChatCORE"]
+
+CHECK_TOKENS = 1e9  # a run of fewer tokens only checks the stages
+
+
+def generate(report_dir: Path) -> str:
+    """Writes report.md, report.json and the plots, and prints the table of runs; returns the path of report.md.
+
+    Raises UserError where there is nothing to report.
+    """
+    notes: list[str] = []
+    sections = read_sections(report_dir, notes)
+    metrics = read_metrics(report_dir.parent / "base_checkpoints", notes)
+    if not sections and not metrics:
+        raise UserError(f"nothing to report in {report_dir}; run bash speedrun_fp4.sh first, or a stage of it")
+    tags = dict.fromkeys([s["model_tag"] for s in sections if s["model_tag"]] + list(metrics))
+    own = {tag: [s for s in sections if s["model_tag"] == tag] for tag in tags}
+    runs = [summarize_run(tag, own[tag], metrics.get(tag, [])) for tag in tags]
+    add_gaps(runs, notes)
+    stages = {"base": metrics}
+    for stage, folder in (("mid", "mid_checkpoints"), ("sft", "chatsft_checkpoints"), ("rl", "chatrl_checkpoints")):
+        stages[stage] = read_metrics(report_dir.parent / folder, notes)
+    stages = {stage: {tag: found[tag] for tag in tags if tag in found} for stage, found in stages.items()}
+    metrics = stages["base"]
+    pictures = draw_plots(report_dir, stages, runs, notes)
+
+    left_out = _left_out(report_dir)
+    markdown = render(runs, sections, metrics, pictures, notes, left_out)
+    report_dir.mkdir(parents=True, exist_ok=True)
+    document = {"runs": runs, "sections": sections, "notes": notes, "plots": pictures, "left_out": left_out}
+    atomic_write(report_dir / "report.json", json.dumps(plain_json(document), indent=2))
+    path = report_dir / "report.md"
+    atomic_write(path, markdown.encode("utf-8", "replace"))
+    print("\n".join(runs_table(runs)))
+    return str(path)
+
+
+def _left_out(report_dir: Path) -> list[str]:
+    """What the run went without, a line each: its plan and dev/pipeline.sh write left_out.txt."""
+    try:
+        return [as_text(line) for line in (report_dir / "left_out.txt").read_text("utf-8").splitlines() if line]
+    except (OSError, UnicodeError):
+        return []
+
+
+def _cell(value: Any, form: str = "{:.4f}") -> str:
+    return "-" if value is None else form.format(value)
+
+
+def _table(header: list[str], rows: list[list[str]]) -> list[str]:
+    head, *body = ["| " + " | ".join(row) + " |" for row in (header, *rows)]
+    return [head, "|" + "---|" * len(header), *body]
+
+
+def runs_table(runs: list[dict]) -> list[str]:
+    header = ["run", "method", "steps", "tokens", "val BPB", "val BPB, BF16 forward"]
+    header += ["gap to BF16", "gap, BF16 forward", "tokens/s", "training time"]
+    rows = []
+    for r in runs:
+        steps = _cell(r["step"], "{:,}")
+        if not r["finished"] and r["num_iterations"]:
+            steps += f" of {r['num_iterations']:,.0f}, unfinished"
+        gaps = [_cell(r.get(key), "{:+.2f}%") for key in ("gap_percent", "gap_percent_bf16")]
+        gaps = ["baseline", "baseline"] if r["method"] == "bf16" else gaps
+        seconds = r["training_seconds"]
+        row = [r["model_tag"], r["method"] or "-", steps, _cell(r.get("tokens"), "{:,}"), _cell(r["val_bpb"])]
+        row += [_cell(r["val_bpb_bf16"]), *gaps, _cell(r["tokens_per_second"], "{:,.0f}")]
+        rows.append([*row, "-" if seconds is None else format_seconds(seconds)])
+    return _table(header, rows)
+
+
+def _explanations(runs: list[dict]) -> list[str]:
+    """Explains the numbers of the runs' table, and how far chance moves them."""
+    lines = [
+        "- val BPB: bits per byte of the validation text, lower is better, with the forward pass of the method. The "
+        "next column has the same weights in BF16.",
+        "- The loss stage measures on more text than training does on the way, so val BPB differs from the last value "
+        "of the training log. A run without that stage shows the training's value.",
+    ]
+    if any(run.get("gap_percent") is not None for run in runs):
+        lines.append(
+            "- gap: increase of val BPB over the BF16 run of the same configuration (`COMPARE=1`), on the same text. "
+            "In the first column the run has the forward pass of its method, in the second BF16. It is a gap of one "
+            "seed. Two runs of one seed differ by 0.4% on a small CPU run and by 0.1% at 160M tokens (d6), so a "
+            "smaller gap may be chance. `python -m lab.study.sweep` trains several seeds."
+        )
+    return lines
+
+
+def _benchmark_table(runs: list[dict]) -> list[str]:
+    """Like the paper's Table 5, with a row for each run and stage, a column for each task, and percent with 2 sigma."""
+    scored = [(r, stage, scores) for r in runs for stage, scores in r["benchmarks"].items() if scores]
+    tasks = list(dict.fromkeys(task for _, _, scores in scored for task in scores))
+    tasks.sort(key=lambda t: TASKS.index(t) if t in TASKS else len(TASKS))
+    rows = []
+    for run, stage, scores in scored:
+        row = [run["model_tag"], run["method"] or "-", stage, _cell(run["val_bpb"])]
+        for task in tasks:
+            score = scores.get(task)
+            text = "-" if score is None else f"{100 * score['accuracy']:.2f}"
+            if score and score["interval"] is not None:
+                text += f" ± {100 * score['interval']:.2f}"
+            row.append(text)
+        rows.append(row)
+    return _table(["run", "method", "after", "val BPB", *tasks], rows) if rows else []
+
+
+_UNITS = {"gb": "GB", "seconds": "s"}
+
+
+def _label(key: Any) -> str:
+    """A key as words: gpu_memory_gb -> gpu memory, GB."""
+    *words, unit = as_text(key).split("_")
+    return " ".join(words) + f", {_UNITS[unit]}" if words and unit in _UNITS else " ".join([*words, unit])
+
+
+def _list(values: Mapping[str, Any]) -> list[str]:
+    """A line for each value. Empty values are left out."""
+    return [f"- {_label(key)}: {_format_value(value)}" for key, value in values.items() if value not in (None, "")]
+
+
+def _format_value(value: Any) -> str:
+    if isinstance(value, float) and math.isfinite(value):
+        if abs(value) >= 10000:
+            return f"{value:,.0f}"
+        return f"{value:.4f}".rstrip("0").rstrip(".") if abs(value) >= 1e-3 or value == 0 else f"{value:.3e}"
+    if isinstance(value, int) and not isinstance(value, bool) and abs(value) >= 10000:
+        return f"{value:,}"
+    return as_text(value)
+
+
+def _environment_lines(sections: list[dict], runs: list[dict]) -> list[str]:
+    environments = [s["environment"] for s in sections]
+    environment = environments[-1] if environments else environment_info()
+    lines = _list({key: value for key, value in environment.items() if value != 0})
+    lines += [f"- backend ({r['model_tag']}): {r['backend']}" for r in runs if r["backend"]]
+    commits = sorted({as_text(e.get("commit"))[:12] for e in environments})
+    if len(commits) > 1:
+        lines.append(f"- sections were made at different commits: {', '.join(commits)}")
+    return lines
+
+
+def _time_table(sections: list[dict]) -> list[str]:
+    rows, total = [], 0.0
+    for s in sections:
+        seconds = finite_number(s.get("wall_seconds"))
+        if seconds is None:
+            continue
+        total += seconds
+        rows.append([s["section"], s["model_tag"] or "all runs", format_seconds(seconds), s["timestamp"]])
+    if not rows:
+        return []
+    rows.append(["**total**", "", format_seconds(total), ""])
+    return _table(["stage", "run", "time", "finished"], rows)
+
+
+def _telemetry_lines(metrics: dict[str, list[dict]]) -> list[str]:
+    """The newest telemetry of each run (--telemetry-every=N): the mean over the blocks, for each kind of layer."""
+    lines = []
+    for tag, records in metrics.items():
+        newest = next((r for r in reversed(records) if r.get("event") == "telemetry"), {})
+        kinds: dict[str, dict[str, list[float]]] = {}
+        for layer, numbers in newest.get("layers", {}).items() if isinstance(newest.get("layers"), dict) else ():
+            kind = re.sub(r"^.*\.\d+\.", "", as_text(layer))  # transformer.h.3.mlp.c_fc -> mlp.c_fc
+            for name, value in numbers.items() if isinstance(numbers, dict) else ():
+                if finite_number(value) is not None:
+                    kinds.setdefault(kind, {}).setdefault(as_text(name), []).append(value)
+        names = list(dict.fromkeys(name for values in kinds.values() for name in values))
+        if not names:
+            continue
+        mean = {k: {n: sum(v) / len(v) for n, v in values.items()} for k, values in kinds.items()}
+        rows = [[kind, *(_cell(values.get(n), "{:.3f}") for n in names)] for kind, values in mean.items()]
+        lines += [f"**{tag}**, step {as_text(newest.get('step'))}", ""]
+        lines += [*_table(["layer", *(n.replace("_", " ") for n in names)], rows), ""]
+    return lines
+
+
+def _sample_lines(sections: list[dict], runs: list[dict]) -> list[str]:
+    """The samples that the loss stage drew, one list for each run."""
+    small = {run["model_tag"]: run["tokens"] for run in runs if run.get("tokens", CHECK_TOKENS) < CHECK_TOKENS}
+    stages = ("base-model-training", "base-model-loss")  # the second one's samples replace the first one's
+    sampled = {s["model_tag"]: s["results"].get("samples") for s in sections if s["slug"] in stages}
+    lines = []
+    for tag, samples in sampled.items():
+        if isinstance(samples, list) and samples:
+            lines += [f"**{tag}**", ""]
+            if tokens := small.get(tag):
+                lines += [f"This model read {tokens / 1e6:,.2f}M tokens. Its samples show that the stages work."]
+                lines += ["They do not show what 4-bit training can do.", ""]
+            lines += [f"- `{_format_value(sample).replace('`', chr(39))}`" for sample in samples] + [""]
+    return lines
+
+
+def render(
+    runs: list[dict], sections: list[dict], metrics: dict[str, list[dict]], plots: list[str], notes: list[str],
+    left_out: list[str],
+) -> str:  # fmt: skip
+    lines = ["# nanochat_fp4 report", "", f"Written {time.strftime('%Y-%m-%d %H:%M:%S')}.", ""]
+    if runs:
+        lines += [*runs_table(runs), "", *_explanations(runs), ""]
+    lines += [f"![{Path(plot).stem}]({plot})" for plot in plots] + [""] * bool(plots)
+    for title, body in (
+        ("Benchmarks (accuracy in percent, 2-sigma interval)", _benchmark_table(runs)),
+        ("Quantization error, mean over the blocks", _telemetry_lines(metrics)),
+        ("Samples", _sample_lines(sections, runs)),
+        ("Time", _time_table(sections)),
+        ("Environment", _environment_lines(sections, runs)),
+        ("Left out", [f"- {line}" for line in left_out]),
+        ("Notes", [f"- {note}" for note in notes]),
+    ):
+        if body:
+            lines += [f"## {title}", "", *body, ""]
+    lines += ["## Stages", ""] if sections else []
+    for s in sections:
+        lines += [f"### {s['section']}" + (f": {s['model_tag']}" if s["model_tag"] else ""), ""]
+        for item in s["data"]:
+            if isinstance(item, dict):
+                lines += _list(item)
+            else:
+                lines += ["", *str(item).strip().splitlines(), ""]
+        lines.append("")
+    return "\n".join(lines).rstrip() + "\n"

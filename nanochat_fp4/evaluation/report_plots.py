@@ -1,0 +1,113 @@
+"""The pictures of the report: losses of all runs over one another, one file for each stage."""
+
+import functools
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from nanochat_fp4.evaluation import plots
+from nanochat_fp4.evaluation.report_runs import finite_number
+
+_LOSS = "training loss, nats per token (smoothed)"
+_PLOTS = {  # file name -> title, title of the y axis, stage, event, key of its lines
+    "loss": ("Pre-training", _LOSS, "base", "train", "smoothed_loss"),
+    "bpb": ("Pre-training: validation text", "bits per byte", "base", "val", "bpb"),
+    "loss_mid": ("Mid-training", _LOSS, "mid", "train", "smoothed_loss"),
+    "loss_sft": ("Supervised fine-tuning", _LOSS, "sft", "train", "smoothed_loss"),
+    "reward_rl": ("Reinforcement learning", "mean reward of the answers", "rl", "train", "reward"),
+}
+
+# name of a line -> (x, y) of each of its runs; runs that differ by their seed alone are one line
+Lines = dict[str, list[tuple[list[float], list[float]]]]
+
+
+def draw_plots(
+    report_dir: Path, stages: dict[str, dict[str, list[dict]]], runs: list[dict], notes: list[str]
+) -> list[str]:
+    """Draws the files of _PLOTS, with a line for every run. Returns the names of the written files.
+
+    Runs of another tokenizer or validation text get pictures of their own: bpb.png, then bpb_2.png and so on.
+    stages: base, mid, sft and rl, each with tag -> records of metrics.jsonl.
+    """
+    alike: dict[tuple, list[dict]] = {}
+    for run in runs:
+        records = stages["base"].get(run["model_tag"], [])
+        alike.setdefault((run["tokenizer"], _newest_text(records)), []).append(run)
+    written: list[str] = []
+    for place, group in enumerate(alike.values(), start=1):
+        ending = f"_{place}" if place > 1 else ""
+        about = f" ({', '.join(run['model_tag'] for run in group)})" if len(alike) > 1 else ""
+        name_of = _names_of_lines(group)
+        baselines = {name_of[run["model_tag"]] for run in group if run["method"] == "bf16"}
+        others = [name for name in dict.fromkeys(name_of.values()) if name not in baselines]
+        colors = dict.fromkeys(baselines, plots.BASELINE) | dict(zip(others, itertools.cycle(plots.COLORS)))
+        for name, (title, axis, stage, event, key) in _PLOTS.items():
+            lines: Lines = {}
+            differences: Lines = {}
+            for tag in (run["model_tag"] for run in group):
+                records = [r for r in _of_one_text(stages[stage].get(tag, [])) if r.get("event") == event]
+                if points := _points(records, lambda r, k=key: finite_number(r.get(k))):
+                    lines.setdefault(name_of[tag], []).append(points)
+                if event == "val" and name_of[tag] not in baselines and (points := _points(records, _own_over_bf16)):
+                    differences.setdefault(name_of[tag], []).append(points)
+            if not lines:
+                continue
+            panels = [functools.partial(_draw, lines=lines, axis=axis, colors=colors)]
+            if differences:
+                below = "own over BF16\nforward, %"
+                panels.append(functools.partial(_draw, lines=differences, axis=below, colors=colors))
+            try:
+                plots.draw(report_dir / f"{name}{ending}.png", title + about, *panels)
+            except ImportError as e:
+                notes.append(f"no plots: matplotlib cannot be imported ({e})")
+                return written
+            written.append(f"{name}{ending}.png")
+    return written
+
+
+def _names_of_lines(runs: list[dict]) -> dict[str, str]:
+    """tag -> the name of its line. Runs that differ by their seed alone have one name."""
+    lengths: dict[str, set] = {}
+    for run in runs:
+        lengths.setdefault(plots.SEED.sub("", run["model_tag"]), set()).add(run["num_iterations"])
+    names = {}
+    for run in runs:
+        name = plots.SEED.sub("", run["model_tag"])
+        steps = f", {run['num_iterations'] or 0:,.0f} steps"
+        names[run["model_tag"]] = name + (steps if len(lengths[name]) > 1 else "")
+    return names
+
+
+def _newest_text(records: list[dict]) -> Any:
+    """The validation text of the log's last start. A resume may have changed it."""
+    return next((r.get("val_text") for r in reversed(records) if r.get("event") == "start"), None)
+
+
+def _of_one_text(records: list[dict]) -> list[dict]:
+    """The log without the validations on another text than the newest one."""
+    kept, text, newest = [], None, _newest_text(records)
+    for record in records:
+        text = record.get("val_text") if record.get("event") == "start" else text
+        if record.get("event") != "val" or text == newest:
+            kept.append(record)
+    return kept
+
+
+def _points(records: list[dict], value: Callable[[dict], float | None]) -> tuple[list[float], list[float]] | None:
+    """(steps, values) of the records that have both."""
+    pairs = [(finite_number(record.get("step")), value(record)) for record in records]
+    pairs = [(step, y) for step, y in pairs if step is not None and y is not None]
+    return ([x for x, _ in pairs], [y for _, y in pairs]) if pairs else None
+
+
+def _own_over_bf16(record: dict) -> float | None:
+    """By how much the loss with the own forward pass is above that of the same weights in BF16, in percent."""
+    own, bf16 = finite_number(record.get("bpb")), finite_number(record.get("bpb_bf16"))
+    return 100 * (own / bf16 - 1) if own is not None and bf16 else None
+
+
+def _draw(axes: Any, lines: Lines, axis: str, colors: dict[str, str]) -> None:
+    for name, runs in lines.items():
+        plots.curve(axes, name, runs, "-", colors[name])
+    axes.set(xlabel="step", ylabel=axis)
