@@ -196,6 +196,51 @@ OF_CLOVER = (
     ),
 )
 
-RECIPES = {recipe.name: recipe for recipe in (*FIGURE_1, *FIGURE_2, *OTHER_SYSTEMS, *OF_CLOVER)}
+# clover_mixed with one thing changed.
+MIXED = nf.get_recipe("clover_mixed")
+MIXED_OF = dict(MIXED.kinds)
+eight_bits = nf.Operand("e4m3")
+refined = nf.Operand("four_over_six", terms=2)
+
+
+def _mixed(name: str, summary: str, attention: nf.Recipe, up: nf.Recipe | None, **changes) -> nf.Recipe:
+    kinds = (("attention", attention), *([("mlp_up", up)] if up else []))
+    return replace(MIXED, name=f"mixed_{name}", summary=f"clover_mixed {summary}", kinds=kinds, **changes)
+
+
+def _both_kinds(**changes) -> dict[str, nf.Recipe]:
+    return {"attention": replace(MIXED_OF["attention"], **changes), "up": replace(MIXED_OF["mlp_up"], **changes)}
+
+
+OF_MIXED = (
+    _mixed("8bit", "whose backward pass keeps the 8-bit codes", **_both_kinds(output=both("e4m3"))),
+    _mixed(
+        "weight8",
+        "whose backward pass keeps 4-bit codes of the input and 8-bit ones of the weight",
+        **_both_kinds(output=nf.Gemm(MIXED_OF["mlp_up"].output.a, eight_bits)),
+    ),
+    _mixed(
+        "one_rotation",
+        "with one rotation everywhere",
+        **_both_kinds(grad_input=eden, grad_weight=eden),
+        grad_weight=eden,
+    ),
+    _mixed(
+        "8bit_one_rotation",
+        "whose backward pass keeps the 8-bit codes, with one rotation everywhere",
+        **_both_kinds(output=both("e4m3"), grad_input=eden, grad_weight=eden),
+        grad_weight=eden,
+    ),
+    _mixed("attention", "in attention alone, with feedback in the whole MLP", MIXED_OF["attention"], None),
+    _mixed(
+        "late",
+        "with two terms in the MLP's second matrix in the last 3% of the steps",
+        MIXED_OF["attention"],
+        MIXED_OF["mlp_up"],
+        late=(0.97, replace(MIXED, name="mixed_refined", output=nf.Gemm(refined, refined))),
+    ),
+)
+
+RECIPES = {recipe.name: recipe for recipe in (*FIGURE_1, *FIGURE_2, *OTHER_SYSTEMS, *OF_CLOVER, *OF_MIXED)}
 for _recipe in RECIPES.values():
     nf.register(_recipe)

@@ -36,6 +36,7 @@ from nanochat_fp4.hardware import usable_cpus
 from nanochat_fp4.models import flash_attention
 from nanochat_fp4.nvfp4.dispatch import use_kernels
 from nanochat_fp4.nvfp4.format import BLOCK, BYTES
+from nanochat_fp4.nvfp4.gemm import GemmOperand
 from nanochat_fp4.nvfp4.hadamard import RHT_DIM
 from nanochat_fp4.nvfp4.methods import METHODS, get_recipe
 from nanochat_fp4.nvfp4.operands import Codes, Quantization, quantize_grad_output, quantize_operand
@@ -93,8 +94,15 @@ def self_check(device: torch.device | str, method: str | Recipe = "clover") -> s
 
 
 def layer_problem(device: torch.device, method: str | Recipe) -> str | None:
-    """Names the problem of a layer of this method, or None. BF16 activations and FP32 weights, as in training."""
-    recipe = get_recipe(method)
+    """Names the problem of a layer of this method, or None. BF16 activations and FP32 weights, as in training.
+
+    A method that treats kinds of layers differently is checked on a layer of each kind.
+    """
+    problems = (_problem_of_part(device, part) for part in get_recipe(method).parts)
+    return next(filter(None, problems), None)
+
+
+def _problem_of_part(device: torch.device, recipe: Recipe) -> str | None:
     tokens, in_features, out_features = LAYER
     generator = torch.Generator().manual_seed(1234)
 
@@ -118,13 +126,19 @@ def layer_problem(device: torch.device, method: str | Recipe) -> str | None:
         """The terms that stand for t in the output GEMM; t itself where they are drawn."""
         if recipe.output.random:
             return [t]
-        how = Quantization(operand.rounding, terms=operand.terms)
-        return [term.dequantize() for term in quantize_operand(t, how).terms]
+        return [term.dequantize() for term in operand_of(t, operand).terms]
+
+    def operand_of(t: torch.Tensor, operand: Operand) -> GemmOperand:
+        return quantize_operand(t, Quantization(operand.rounding, terms=operand.terms, kept=operand.kept))
+
+    def for_backward(t: torch.Tensor, operand: Operand) -> torch.Tensor:
+        """What the backward pass takes for t: codes of its own, where the recipe keeps them, else the terms' sum."""
+        return operand_of(t, operand).for_backward().dequantize() if operand.kept else sum(used(t, operand))
 
     x_terms, w_terms = used(x, recipe.output.a), used(w, recipe.output.b)
     output_of_terms = sum(a @ b.T for i, a in enumerate(x_terms) for j, b in enumerate(w_terms) if i + j < 2)
-    grad_input = e @ (w if recipe.grad_input.b.raw else sum(w_terms))
-    grad_weight = e.T @ (x if recipe.grad_weight.b.raw else sum(x_terms))
+    grad_input = e @ (w if recipe.grad_input.b.raw else for_backward(w, recipe.output.b))
+    grad_weight = e.T @ (x if recipe.grad_weight.b.raw else for_backward(x, recipe.output.a))
     for name, got, want, gemm in (
         ("output", output.detach(), output_of_terms, recipe.output if recipe.output.random else None),
         ("grad_input", gradients[0], grad_input, recipe.grad_input),
@@ -149,8 +163,9 @@ def layer_problem(device: torch.device, method: str | Recipe) -> str | None:
 
 def _kernels(recipes: Iterable[Recipe]) -> list[tuple[Rounding, int]]:
     """The kernels' roundings for these methods, each with the group size of its rotation, sorted by name."""
-    gemms = [g for r in recipes for part in {r, r.final} for g in (part.output, part.grad_input, part.grad_weight)]
+    gemms = [g for r in recipes for p in (*r.parts, *r.final.parts) for g in (p.output, p.grad_input, p.grad_weight)]
     found = {(o.rounding, g.rht_dim) for g in gemms for o in (g.a, g.b) if o.rounding and o.rounding.has_kernels}
+    found |= {(o.kept, 0) for g in gemms for o in (g.a, g.b) if o.kept}
     return sorted(found, key=lambda pair: (pair[0].name, pair[1]))
 
 

@@ -42,17 +42,21 @@ from nvfp4_kernels.scales import finish, repair, tensor_scale_kernel
 
 
 @functools.cache
-def _launch_options() -> dict:
+def _launch_options(twice: bool) -> dict:
     """On sm_90, 128 registers let four programs fit a multiprocessor: three compute while one waits for memory. From
-    sm_100 on the compiler would spill with 128. It takes 131 to 167 registers on sm_120, so three programs fit."""
+    sm_100 on the compiler would spill with 128. It takes 131 to 167 registers on sm_120, so three programs fit. Two
+    rotations (twice) hold the signs between them as well: three programs of 168."""
     arch = 90 if m.INTERPRETED.value else triton.runtime.driver.active.get_current_target().arch
-    return {"num_warps": 4, "num_stages": 1, "maxnreg": 128 if arch < 100 else None, **NO_FUSION}
+    registers = 168 if twice else 128
+    return {"num_warps": 4, "num_stages": 1, "maxnreg": registers if arch < 100 else None, **NO_FUSION}
 
 
 @functools.cache
-def _programs(device: torch.device) -> int:
-    """How many programs share the strips: four for each multiprocessor."""
-    return 4 * torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 6
+def _programs(device: torch.device, twice: bool) -> int:
+    """How many programs share the strips: four for each multiprocessor, three with two rotations."""
+    if device.type != "cuda":
+        return 6
+    return (3 if twice else 4) * torch.cuda.get_device_properties(device).multi_processor_count
 
 
 @functools.cache
@@ -62,19 +66,28 @@ def _butterflies() -> bool:
 
 
 @functools.cache
-def _hadamard(dim: int, device: torch.device) -> torch.Tensor:
+def _hadamard(dim: int, twice: bool, device: torch.device) -> torch.Tensor:
     """Sylvester's H of order dim along the diagonal up to 128: BF16 (128, 128), columns in the order of `_blocks`.
 
-    With butterflies it is (16, 16), H of bits 6, 5, 4 and 0 of the row and the column.
+    twice: the order of a matrix that is applied two times. With p for the order of `_blocks`, a permutation of the bits
+    of a column whose third power is the identity, H has its columns in the order p p: two times that is p.
+    With butterflies it is (16, 16), H of bits 6, 5, 4 and 0 of the row and the column, once or twice.
     """
     # Column c of a tensor-core accumulator holds element (c // 8 % 8) * 2 + c % 2 of block c // 2 % 4 * 2 + c // 64.
     k, c = torch.arange(TILE)[:, None], torch.arange(TILE)[None, :]
-    j = (c // 2 % 4 * 2 + c // 64) * 16 + c // 8 % 8 * 2 + c % 2
+    j = _element(c)
+    if twice:
+        j = _element(j)
     if _butterflies():
         k, c = k[:16], c[:, :16]
         k, j = k // 2 * 16 + k % 2, (c // 2 % 4 * 2 + c // 8) * 16 + c % 2
     parity = sum(((k & j) >> bit) & 1 for bit in range(dim.bit_length() - 1)) % 2
     return ((1 - 2 * parity) * (k // dim == j // dim)).to(torch.bfloat16).to(device)
+
+
+def _element(c: torch.Tensor) -> torch.Tensor:
+    """rotate_kernel._element."""
+    return (c // 2 % 4 * 2 + c // 64) * 16 + c // 8 % 8 * 2 + c % 2
 
 
 class Operand(NamedTuple):
@@ -83,6 +96,7 @@ class Operand(NamedTuple):
     emulated: make the BF16 operand for a decoding GEMM instead of codes and scales.
     row, column, columns: the operand's place in the whole that it is a part of, as in tensor_parallel.Part.
     tiles:    scales in tiles of 128x4, flat (format.swizzle_scales), of an operand that is not emulated.
+    rotations: 2 for two rotations in a row, of 128 each
     """
 
     grid_max: float = 6.0
@@ -98,6 +112,7 @@ class Operand(NamedTuple):
     column: int = 0
     columns: int = 0
     tiles: bool = False
+    rotations: int = 1
 
     def place(self, blocks: int) -> tuple[int, int, int]:
         """The operand's first row and block in the whole, and the blocks of a row of the whole. blocks: of its own."""
@@ -125,7 +140,8 @@ def _constants(operand: Operand | None, columns: int, amax_only: bool) -> Consta
     return Constants(
         KIND=kind.value,
         RHT_DIM=o.rht_dim,
-        NORM=float(o.rht_dim) ** -0.5 if o.rht_dim else 1.0,
+        TWICE=o.rotations == 2,
+        NORM=float(o.rht_dim) ** (-0.5 * o.rotations) if o.rht_dim else 1.0,
         DIVISOR=o.divisor,
         GRID_MAX=o.grid_max,
         INVERSE=m.inverse(o.grid_max),
@@ -200,7 +216,8 @@ class _Launches:
             arguments += (operand or Operand()).place(padded // 16)
         tiles = triton.cdiv(self.rows, TILE) * triton.cdiv(self.columns, TILE)
         strips = 2 * tiles * sum(c is not None for c in constants)
-        rotate_quantize_kernel[(min(strips, max(_programs(self.x.device) // 4 * 4, 4)),)](
+        twice = any(c is not None and c.TWICE for c in constants)
+        rotate_quantize_kernel[(min(strips, max(_programs(self.x.device, twice) // 4 * 4, 4)),)](
             *self.sources,
             self.rows,
             self.columns,
@@ -212,14 +229,14 @@ class _Launches:
             BUTTERFLIES=_butterflies(),
             ROW=constants[0],
             COL=constants[1],
-            **_launch_options(),
+            **_launch_options(twice),
         )
 
     def _buffers(self, operand: Operand | None, seed, rht_seed, amax, made: list[torch.Tensor]) -> Buffers:
         x = self.x
         hadamard = codes = scales = correction = decoded = x
         if operand and operand.rht_dim:
-            hadamard = _hadamard(operand.rht_dim, x.device).view(torch.int16)
+            hadamard = _hadamard(operand.rht_dim, operand.rotations == 2, x.device).view(torch.int16)
         if made and operand.emulated:
             decoded = made[0]
         elif made and made[0].numel():  # without rows nothing is written

@@ -7,7 +7,10 @@ H is one product of 128 x 128 where wgmma or tcgen05 computes it. mma.sync takes
 each warp. There (BUTTERFLIES) H128 = H16 x H8: bits 6, 5, 4 and 0 of a column by a product of 16 x 16, bits 3, 2 and 1
 by three butterflies in registers. A thread ends with whole blocks in both cases.
 
-After the rotation the arithmetic is that of nanochat_fp4.nvfp4.quantizers, bit for bit. Sums are FP32, in the tensor
+A second rotation (TWICE) takes the sums of the first one, rounded to BF16, in the same tile. Its product has the same
+matrix, so that H is in shared memory once; the signs of both are on the numbers between the two.
+
+After the rotations the arithmetic is that of nanochat_fp4.nvfp4.quantizers, bit for bit. Sums are FP32, in the tensor
 cores' order. Their error is at most 128 ulps of the sum of magnitudes by one product, 19 by products of 16 and
 butterflies. So a value may differ from the reference's in its last bits.
 """
@@ -52,6 +55,7 @@ class Buffers(NamedTuple):
 class Constants(NamedTuple):
     """Compile-time arguments of one operand.
 
+    TWICE: two rotations in a row, each of 128
     KIND: of AMAX, ALIGNED, EDEN, EDEN_EMULATED. INVERSE: 1 / GRID_MAX in FP32.
     PADDING: the contracted dimension is padded to a multiple of this; 0 if it is a multiple of 128.
     TILES: scales are stored in tiles of 128x4. Pseudo-scales never are.
@@ -59,6 +63,7 @@ class Constants(NamedTuple):
 
     KIND: int
     RHT_DIM: int
+    TWICE: bool
     NORM: float
     DIVISOR: float
     GRID_MAX: float
@@ -71,10 +76,9 @@ class Constants(NamedTuple):
 
 
 @triton.jit
-def _flips(seed_ptr, stream, DIM: tl.constexpr):
-    """Sign bits int16 (128,), those of philox.random_signs."""
-    j = tl.arange(0, 128) % DIM
-    a, b, c, d = m.philox4(tl.load(seed_ptr), j.to(tl.int64) * 0, m.SIGN, stream)
+def _flips(seed_ptr, stream, j, VECTOR: tl.constexpr):
+    """Sign bits int16 of elements j (128,), those of philox.random_signs of this vector."""
+    a, b, c, d = m.philox4(tl.load(seed_ptr), j.to(tl.int64) * 0 + VECTOR, m.SIGN, stream)
     word = tl.where(j < 32, a, tl.where(j < 64, b, tl.where(j < 96, c, d)))
     return ((word >> (j % 32).to(tl.uint32)) & 1).to(tl.int16) << 15
 
@@ -85,6 +89,12 @@ def _rotation(hadamard_ptr, flips):
     k = tl.arange(0, 128)
     h = tl.load(hadamard_ptr + k[:, None] * 128 + k[None, :])
     return (h ^ flips[:, None]).to(tl.bfloat16, bitcast=True)
+
+
+@triton.jit
+def _element(column):
+    """The element in a column of an accumulator: what `rotate._hadamard` does, and `_blocks` undoes."""
+    return (column // 2 % 4 * 2 + column // 64) * 16 + column // 8 % 8 * 2 + column % 2
 
 
 @triton.jit
@@ -131,6 +141,14 @@ def _butterfly(x, LEFT: tl.constexpr):
 
 
 @triton.jit
+def _butterflies(y):
+    """The part of the rotation in bits 3, 2 and 1 of the column, of a product of `_interleaved`: blocks (512, 16)."""
+    y = _butterfly(_butterfly(_butterfly(y, 1), 2), 4)
+    y = tl.reshape(y, (8, 64, 2, 4, 2))
+    return tl.reshape(tl.permute(y, (1, 3, 2, 0, 4)), (512, 16))
+
+
+@triton.jit
 def _dot(a, b, accumulator, TRANSPOSE: tl.constexpr):
     if TRANSPOSE:
         a = tl.trans(a)
@@ -140,22 +158,35 @@ def _dot(a, b, accumulator, TRANSPOSE: tl.constexpr):
 
 
 @triton.jit
-def _rotate(hi, mid, lo, matrix, flips, THREE_PARTS: tl.constexpr, TRANSPOSE: tl.constexpr, BUTTERFLIES: tl.constexpr):
-    """THREE_PARTS: an FP32 input is three BF16 numbers that add up to it, and three products keep FP32's precision."""
+def _rotate(
+    hi, mid, lo, matrix, flips, again,
+    THREE_PARTS: tl.constexpr, TRANSPOSE: tl.constexpr, BUTTERFLIES: tl.constexpr, TWICE: tl.constexpr,
+):  # fmt: skip
+    """The rotated strip, blocks (512, 16).
+
+    THREE_PARTS: an FP32 input is three BF16 numbers that add up to it, and three products keep FP32's precision.
+    again: TWICE, the flips of the numbers between two rotations
+    """
     if BUTTERFLIES:
         y = tl.zeros((512, 16), tl.float32)
         y = _dot(_interleaved(_flipped(hi, flips, TRANSPOSE), TRANSPOSE), matrix, y, False)
         if THREE_PARTS:
             y = _dot(_interleaved(_flipped(mid, flips, TRANSPOSE), TRANSPOSE), matrix, y, False)
             y = _dot(_interleaved(_flipped(lo, flips, TRANSPOSE), TRANSPOSE), matrix, y, False)
-        y = _butterfly(_butterfly(_butterfly(y, 1), 2), 4)
-        y = tl.reshape(y, (8, 64, 2, 4, 2))
-        y = tl.reshape(tl.permute(y, (1, 3, 2, 0, 4)), (512, 16))
+        y = _butterflies(y)
+        if TWICE:
+            between = _flipped(m.rounded_to(tl.reshape(y, (64, 128)), tl.bfloat16), again, False)
+            y = _dot(_interleaved(between, False), matrix.to(tl.bfloat16), tl.zeros((512, 16), tl.float32), False)
+            y = _butterflies(y)
     else:
         y = _dot(hi, matrix, tl.zeros((64, 128), tl.float32), TRANSPOSE)
         if THREE_PARTS:
             y = _dot(mid, matrix, y, TRANSPOSE)
             y = _dot(lo, matrix, y, TRANSPOSE)
+        if TWICE:
+            y = _dot(
+                _flipped(m.rounded_to(y, tl.bfloat16), again, False), matrix, tl.zeros((64, 128), tl.float32), False
+            )
         y = _blocks(y)
     return y
 
@@ -294,6 +325,7 @@ def _make(
     from left to right, then the next rows.
     """
     RHT_DIM: tl.constexpr = C.RHT_DIM
+    TWICE: tl.constexpr = C.TWICE
     DIVISOR: tl.constexpr = C.DIVISOR
     column_tiles = tl.cdiv(columns, 128)
     row_tiles = tl.cdiv(rows, 128)
@@ -305,12 +337,21 @@ def _make(
         tensor_scale = m.tensor_scale_of(m.from_bits(tl.load(buffers.amax)), DIVISOR, False)
         factor = tl.math.div_rn(1.0, tensor_scale) * factor
     if RHT_DIM:
-        flips = _flips(buffers.rht_seed, buffers.rht_stream, RHT_DIM)
+        j = tl.arange(0, 128)
+        flips = _flips(buffers.rht_seed, buffers.rht_stream, j % RHT_DIM, 0)
+        again = flips
         if BUTTERFLIES:
             k = tl.arange(0, 16)
             matrix = tl.load(buffers.hadamard + k[:, None] * 16 + k[None, :]).to(tl.bfloat16, bitcast=True)
         else:
             matrix = _rotation(buffers.hadamard, flips)
+        if TWICE:
+            if BUTTERFLIES:
+                again = _flips(buffers.rht_seed, buffers.rht_stream, j, 1)
+            else:
+                # Column j of the first product is element _element(_element(j)), and row j of the matrix has the flip
+                # of element j, which this takes back.
+                again = _flips(buffers.rht_seed, buffers.rht_stream, _element(_element(j)), 1) ^ flips
     largest = tl.zeros((512 if TCGEN05 else 128,), tl.float32)
     for strip in range(first, 2 * row_tiles * column_tiles, step):
         tile_row = strip // 2 // column_tiles
@@ -328,8 +369,10 @@ def _make(
             g = tile_column * 8 + strip % 2 * 4 + tl.arange(0, 4)
             at = m.scale_address(r.to(tl.int64)[:, None], g[None, :], columns // 16, FROM_TILES)
             scale = tl.load(x_scales_ptr + at, mask=(r < rows)[:, None] & (g < columns // 16)[None, :], other=0)
-            hi = _decoded(byte, m.decode_e4m3(scale), HARDWARE)
-            y = _rotate(hi, hi, hi, matrix.to(hi.dtype), flips, False, True, BUTTERFLIES)
+            # Sums of the first rotation may be beyond FP16.
+            CODES: tl.constexpr = m.CONVERTS_E4M3 if TWICE and HARDWARE >= m.CONVERTS_E2M1 else HARDWARE
+            hi = _decoded(byte, m.decode_e4m3(scale), CODES)
+            y = _rotate(hi, hi, hi, matrix.to(hi.dtype), flips, again, False, True, BUTTERFLIES, TWICE)
         else:
             mask = (r < rows)[:, None] & (c < columns)[None, :]
             at = r.to(tl.int64)[:, None] * columns + c[None, :]
@@ -342,7 +385,7 @@ def _make(
                     rest = x - hi.to(tl.float32)
                     mid = rest.to(tl.bfloat16)
                     lo = (rest - mid.to(tl.float32)).to(tl.bfloat16)
-                y = _rotate(hi, mid, lo, matrix, flips, FP32, COL, BUTTERFLIES)
+                y = _rotate(hi, mid, lo, matrix, flips, again, FP32, COL, BUTTERFLIES, TWICE)
             else:
                 y = tl.reshape(x.to(tl.float32), (512, 16))
         absolute = _emit(

@@ -17,6 +17,7 @@ from torch import nn
 from nanochat_fp4.nvfp4.experts import LINEARS, ExpertLinear, as_quantized_experts, routers, stacked_linears
 from nanochat_fp4.nvfp4.linear import QuantLinear, as_quantized, unsupported_reason
 from nanochat_fp4.nvfp4.methods import get_recipe
+from nanochat_fp4.nvfp4.places import KINDS, layer_kind
 from nanochat_fp4.nvfp4.recipes import Recipe
 from nanochat_fp4.nvfp4.training import expect_calls
 
@@ -40,6 +41,7 @@ class ConvertReport:
     others: dict[str, float] = field(default_factory=dict)  # what else such weights are: kind -> share
     slow_paths: list[str] = field(default_factory=list)  # layers whose fast path was switched off
     experts: int = 0  # modules of experts of a known layout
+    kinds: dict[str, str | None] = field(default_factory=dict)  # of each converted layer, where the recipe asks for it
 
     def __str__(self) -> str:
         share = f"{100 * self.quantized:.1f}% of the weights in matrix products"
@@ -51,6 +53,11 @@ class ConvertReport:
                 f"warning: that is less than {100 * ENOUGH:.0f}%; most of this model may stay in high precision"
             )
         lines += [f"not reached, {100 * share:.1f}% of these weights: {kind}" for kind, share in self.others.items()]
+        if self.kinds:
+            count = {kind: list(self.kinds.values()).count(kind) for kind in KINDS}
+            lines.append(f"layers by kind: {', '.join(f'{number} {kind}' for kind, number in count.items())}")
+            if other := [name for name, kind in self.kinds.items() if kind is None]:
+                lines.append(f"{len(other)} layers of no known kind compute with {self.recipe.output}: {_some(other)}")
         if self.experts:
             lines.append(f"experts of {self.experts} layers: each computes its own GEMMs, one after the other")
         if self.slow_paths:
@@ -135,7 +142,8 @@ def convert(
         head = head or ("a router stays in full precision" if name in choosers else None)
         named = head or _skip_reason(name, skip)
         reason = named or _subclass_reason(linear)
-        reason = reason or reason_to_leave(name, linear) or unsupported_reason(linear, recipe)
+        kind = layer_kind(name)
+        reason = reason or reason_to_leave(name, linear) or unsupported_reason(linear, recipe.of(kind))
         if any(name.startswith(block + ".") for block in kept_blocks):
             if not reason:
                 report.kept.append(name)
@@ -146,7 +154,7 @@ def convert(
                 linear.set_recipe(get_recipe("bf16"))
             continue
         as_quantized(linear)
-        linear.per_token_in_eval = per_token_in_eval
+        linear.per_token_in_eval, linear.kind = per_token_in_eval, kind
         linear.set_recipe(recipe)
         report.converted.append(name)
     if not report.converted:
@@ -154,6 +162,14 @@ def convert(
         reasons += [kind for kind in shares(model, (), heads)[2] if "left alone" not in kind]
         reason = "; ".join(reasons) or "the model has none"
         raise ValueError(f"convert: no linear layer could be converted ({reason})")
+    if recipe.kinds:
+        report.kinds = {name: layer_kind(name) for name in report.converted}
+        if not any(report.kinds.values()):
+            raise ValueError(
+                f"convert: {recipe.name} has recipes for {', '.join(kind for kind, _ in recipe.kinds)} layers, and the "
+                f"names of this model's layers do not tell which they are ({_some(report.converted)}); use a method "
+                "that treats all layers alike, or convert the parts of the model one by one"
+            )
     known = any(linears[name].gram_matrix is not None for name in report.converted)
     report.without_gram_matrices = recipe.looks_at_inputs and not known
     report.quantized, report.quantized_without_heads, report.others = shares(model, report.converted, heads)

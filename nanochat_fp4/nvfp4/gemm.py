@@ -47,6 +47,10 @@ class GemmOperand:
         """The product with b if FP4 or FP8 tensor cores of this machine make it in out_dtype, else None."""
         return None
 
+    def for_backward(self) -> "GemmOperand":
+        """What the backward pass takes and keeps of an operand of the forward product."""
+        return self
+
     def without_cache(self) -> "GemmOperand":
         """Itself without what can be made again from its tensors."""
         return self
@@ -173,7 +177,7 @@ def gemm(a: GemmOperand, b: GemmOperand, *, compute_dtype: torch.dtype, out_dtyp
     An operand that was padded along K (zeros, so nothing changes) may meet one that was not.
     """
     if a.single and b.single:
-        return _product(a, b, compute_dtype, out_dtype).result(out_dtype)
+        return _product(a.terms[0], b.terms[0], compute_dtype, out_dtype).result(out_dtype)
     return _cast(_sum_of_products(a, b, compute_dtype), out_dtype)
 
 
@@ -185,7 +189,7 @@ def gemm_add(a: GemmOperand, b: GemmOperand, into: torch.Tensor, *, compute_dtyp
     + into. No product is written, and the sum is rounded once instead of twice.
     """
     if a.single and b.single:
-        _product(a, b, compute_dtype, torch.float32).add_to(into)
+        _product(a.terms[0], b.terms[0], compute_dtype, torch.float32).add_to(into)
     else:
         into.add_(_sum_of_products(a, b, compute_dtype))
 

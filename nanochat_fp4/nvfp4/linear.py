@@ -77,8 +77,18 @@ class Gemms(NamedTuple):
         tiles = native_gemm(device.type) is not None
         a, b = (
             Quantization(
-                o.rounding, seed, stream + i, spec.rht_dim, rht_seed, stream, o.terms, tiles=tiles, make=o.make
-            )
+                o.rounding,
+                seed,
+                stream + i,
+                spec.rht_dim,
+                rht_seed,
+                stream,
+                o.terms,
+                tiles=tiles,
+                make=o.make,
+                rotations=spec.rotations,
+                kept=o.kept,
+            )  # fmt: skip
             for i, o in enumerate((spec.a, spec.b))
         )
         return a, b
@@ -179,7 +189,8 @@ def _forward(this: _Pass, needs: tuple[bool, bool], x: torch.Tensor, *tensors: t
         wq = quantize_operand(weight, for_w._replace(factor=this.factor), keep_codes=True)
 
     # The backward GEMMs take the values used here, or ("raw") codes made now of the unquantized tensor.
-    backward_w, backward_x = wq if needs_dgrad else None, xq if needs_wgrad else None
+    backward_w = wq.for_backward() if needs_dgrad else None
+    backward_x = xq.for_backward() if needs_wgrad else None
     if needs_dgrad and recipe.grad_input.b.raw:
         _, for_w = gemms.operands(recipe.grad_input, GRAD_INPUT, seed, seed, device)
         backward_w = quantize_operand(weight, for_w, transpose=True, keep_codes=True)
@@ -323,6 +334,7 @@ class QuantLinear(torch.nn.Linear):
     """
 
     recipe: Recipe
+    kind: str | None = None  # of places.KINDS, where convert can tell it
     per_token_in_eval = False  # in eval mode without gradients each row has a tensor_scale of its own (convert)
     context = LayerContext()
     gathered: GemmOperand | None = None  # the weight in FSDP's buffers (sharding.py)
@@ -343,8 +355,9 @@ class QuantLinear(torch.nn.Linear):
         self.set_recipe(get_recipe(method))
 
     def set_recipe(self, recipe: Recipe) -> None:
-        """Changes the recipe in place, inside quantize_weights_once as well: the layer then makes its weight's codes in
-        each pass. Raises ValueError if the dimensions do not allow it."""
+        """Changes the recipe in place to the one that `recipe` has for this layer's kind. Inside quantize_weights_once
+        the layer then makes its weight's codes in each pass. Raises ValueError if the dimensions do not allow it."""
+        recipe = recipe.of(self.kind)
         reason = unsupported_reason(self, recipe)
         if reason:
             raise ValueError(f"QuantLinear: {reason}; use nn.Linear here, or skip this layer in convert")

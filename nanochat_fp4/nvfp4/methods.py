@@ -22,6 +22,8 @@ square_rtn, square_four_over_six = Operand("rtn_16x16"), Operand("four_over_six_
 four_over_six, two_terms = Operand("four_over_six"), Operand("four_over_six", terms=2)
 feedback = Operand("scale_search_6", feedback=True)
 eden = both("ms_eden", RHT_DIM)
+eden_twice = replace(eden, rotations=2)  # around ReLU^2, whose zeros and few large values one rotation does not mix
+eight_bits = Operand("e4m3", kept="four_over_six")  # one scale a tensor; the backward pass takes 4-bit codes
 nvidia_wgrad = Gemm(sr, raw_rtn, NVIDIA_RHT_DIM)
 fixed_signs = replace(nvidia_wgrad, fixed_signs=True)  # one sign vector for the run
 
@@ -53,6 +55,10 @@ CLOVER_REFINED = replace(
     output=Gemm(two_terms, two_terms),
     summary="clover with two terms of 4 bits for both operands of its forward: three 4-bit GEMMs in the place of one",
 )
+
+# How clover_mixed computes in attention and in the MLP's first matrix.
+MIXED_ATTENTION = replace(CLOVER, name="clover_mixed_attention", output=Gemm(eight_bits, eight_bits))
+MIXED_UP = replace(MIXED_ATTENTION, name="clover_mixed_up", grad_input=eden_twice, grad_weight=eden_twice)
 
 METHODS: dict[str, Recipe] = {
     recipe.name: recipe
@@ -107,6 +113,15 @@ METHODS: dict[str, Recipe] = {
             summary="clover with error feedback for the forward's weight, and two terms for both operands in the last "
             "3% of the steps: 2% more GEMM work, and a forward of three products at inference, or BF16 "
             "(docs/results.md)",
+        ),
+        replace(
+            CLOVER,
+            name="clover_mixed",
+            output=Gemm(four_over_six, feedback),
+            grad_weight=eden_twice,
+            kinds=(("attention", MIXED_ATTENTION), ("mlp_up", MIXED_UP)),
+            summary="the forward in FP8 (one scale a tensor) in attention and the MLP's first matrix, that of "
+            "clover_feedback in its second; all backward GEMMs in 4 bits, rotated twice around ReLU^2",
         ),
     )
 }

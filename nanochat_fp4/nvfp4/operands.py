@@ -6,6 +6,7 @@
     Stacked                 codes, or tensors, of several weights, one below the other
     WithResidual            two terms: codes, and the codes of what these leave of the tensor
     FP8                     8-bit numbers with one scale
+    FP8WithCodes            the same for the forward product, and codes for the backward pass
     Decoded                 values of codes, exact, for a product that follows at once; never kept
 
 All are (R, K), contracted over K, their last dimension. A Quantization says how one is made; `quantize_operand` makes
@@ -16,6 +17,7 @@ A kind has
     terms                          the operands whose sum it is: a product is taken term by term
     matrix(dtype), tensor_scale    a term's factors in a dense product: matrix times tensor_scale is its value
     on_tensor_cores(b, dtype)      its product with b where tensor cores of this machine multiply the two, else None
+    for_backward()                 what the backward pass takes in its place: itself, where it is not FP8WithCodes
     source()                       what it is quantized again from: FP32 or BF16 values, or codes that a kernel reads
     transposed()                   its values contracted over the other dimension, not rounded again
     depending_on(seed)             itself, with values that a compiler must take for a function of the seed as well
@@ -70,6 +72,8 @@ class Quantization(NamedTuple):
     tiles:       block scales in tiles of 128x4, as FP4 tensor cores read them; not of per_token
     part:        several processes, which make it together, have a part each (no feedback)
     make:        the kind of the operand, where recipes.Operand has chosen it. Else maker_of chooses.
+    rotations:   1, or 2 for two rotations in a row (hadamard.rotated_sums)
+    kept:        of recipes.Operand
     """
 
     rounding: Rounding | None = None
@@ -85,6 +89,8 @@ class Quantization(NamedTuple):
     tiles: bool = False
     part: "PartOfOperand | None" = None
     make: "Maker | None" = None
+    rotations: int = 1
+    kept: Rounding | None = None
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -303,6 +309,37 @@ class FP8(GemmOperand):
         return FP8(self.codes, after(self.tensor_scale, seed))
 
 
+@dataclass
+class FP8WithCodes(GemmOperand):
+    """8-bit numbers for the forward product, and 4-bit codes of the same tensor, which the backward pass takes.
+
+    The backward pass keeps 4.5 bits an element, where it would keep 8.
+    """
+
+    numbers: FP8
+    kept: Codes
+
+    @property
+    def terms(self) -> tuple[GemmOperand, ...]:
+        return (self.numbers,)
+
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        return *self.numbers.tensors(), *self.kept.tensors()
+
+    @classmethod
+    def from_tensors(cls, *tensors: torch.Tensor) -> "FP8WithCodes":
+        return cls(FP8(*tensors[:2]), Codes(*tensors[2:]))
+
+    def for_backward(self) -> Codes:
+        return self.kept
+
+    def without_cache(self) -> "FP8WithCodes":
+        return FP8WithCodes(self.numbers, self.kept.without_cache())
+
+    def depending_on(self, seed: torch.Tensor) -> "FP8WithCodes":
+        return FP8WithCodes(self.numbers.depending_on(seed), self.kept)
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # Making them
 
@@ -315,10 +352,12 @@ class Maker(Protocol):
     ) -> GemmOperand: ...
 
 
-def maker_of(rounding: Rounding | None, terms: int = 1, feedback: bool = False) -> Maker:
+def maker_of(rounding: Rounding | None, terms: int = 1, feedback: bool = False, kept: Rounding | None = None) -> Maker:
     """The kind of operand that these make."""
     if rounding is None:
         return make_plain
+    if kept is not None:
+        return make_fp8_with_codes
     if feedback:
         return make_with_feedback
     if terms == 2:
@@ -342,7 +381,7 @@ def quantize_operand(
 
 
 def _maker(how: Quantization) -> Maker:
-    return how.make or maker_of(how.rounding, how.terms, how.factor is not None)
+    return how.make or maker_of(how.rounding, how.terms, how.factor is not None, how.kept)
 
 
 def make_plain(value: torch.Tensor | GemmOperand, how: Quantization, transpose: bool, keep_codes: bool) -> GemmOperand:
@@ -360,8 +399,11 @@ def make_codes(value: torch.Tensor | GemmOperand, how: Quantization, transpose: 
     # The kernels know a scale per token, a rotation and square blocks, but no two of these together.
     two = how.per_token + (how.rht_dim > 0) + (rounding.block_rows > 1) > 1
     if not (use_kernels(device) and rounding.has_kernels) or two or (codes and how.rht_dim and not transpose):
+        scale = None
+        if codes and how.rotations == 2:  # what is between two rotations is rounded without the tensor's scale
+            value, scale = value.decode(torch.float32), value.tensor_scale
         x = _contracted_last(value, transpose, max(how.rht_dim, rounding.block))
-        t = quantize_reference(x, rounding, **_draws(how))
+        t = quantize_reference(x, rounding, scale=scale, **_draws(how))
         scales = swizzle_scales(t.scales) if how.tiles and not how.per_token else t.scales
         return codes_of(rounding)(t.codes, scales, t.tensor_scale, t.decoded)
     emulated = not keep_codes and native_gemm(device.type) is None
@@ -398,6 +440,23 @@ def make_fp8(value: torch.Tensor | GemmOperand, how: Quantization, transpose: bo
     return FP8(t.codes, t.tensor_scale)
 
 
+def make_fp8_with_codes(
+    value: torch.Tensor | GemmOperand, how: Quantization, transpose: bool, keep_codes: bool
+) -> FP8WithCodes:
+    """One pass finds the largest value for both."""
+    x = _contracted_last(_source(value), transpose, how.rounding.block)
+    if how.amax is None and not how.per_token:
+        amax = _amax_for_a_compiler(x)
+        how = how._replace(amax=largest_magnitude(x) if amax is None else amax.float())
+    t = quantize_reference(x, how.rounding, **_draws(how))
+    how = how._replace(rounding=how.kept, make=None)
+    if use_kernels(x.device):
+        codes = _quantize_rows(x, how, decode=False)
+    else:
+        codes = make_codes(x, how, False, True).without_cache()
+    return FP8WithCodes(FP8(t.codes, t.tensor_scale), codes)
+
+
 def make_compared(
     value: torch.Tensor | GemmOperand, how: Quantization, transpose: bool, keep_codes: bool
 ) -> GemmOperand:
@@ -426,6 +485,7 @@ def _draws(how: Quantization) -> dict[str, Any]:
         "rht_dim": how.rht_dim,
         "rht_seed": seed if how.rht_seed is None else how.rht_seed,
         "rht_stream": how.rht_stream,
+        "rotations": how.rotations,
         "per_token": how.per_token,
         "amax": how.amax,
         "noise": Noise(seed, how.stream) if part is None else part.noise(seed, how.stream),
@@ -486,12 +546,13 @@ def _contracted_last(value: torch.Tensor | NVFP4Tensor, transpose: bool, multipl
 # The kernels
 
 
-def _quantize_rows(x: torch.Tensor, how: Quantization) -> Codes:
+def _quantize_rows(x: torch.Tensor, how: Quantization, decode: bool = True) -> Codes:
+    """decode: also the values, where the GEMM of this machine multiplies those."""
     from nvfp4_kernels.quantize import quantize
 
     r = how.rounding
     constants = (r.grid_max, r.scale_cap, list(r.candidates), r.stochastic, r.block_rows)
-    decode = how.per_token or native_gemm(x.device.type) is None
+    decode = decode and (how.per_token or native_gemm(x.device.type) is None)
     amax = how.amax
     if amax is None and not how.per_token:
         amax = _amax_for_a_compiler(x)
@@ -553,7 +614,8 @@ def _rotate_quantize(
         r = how.rounding
         limits, random = (r.grid_max, r.scale_cap, r.candidates), (how.rht_dim, how.stream, how.rht_stream)
         place = how.part[1:] if how.part else (0, 0, 0)
-        return Operand(*limits, r.stochastic, r.ms_eden, *random, emulated, *place, how.tiles), how.seed, how.rht_seed
+        operand = Operand(*limits, r.stochastic, r.ms_eden, *random, emulated, *place, how.tiles, how.rotations)
+        return operand, how.seed, how.rht_seed
 
     parts = [how.part if how else None for how in (row, col)]
 

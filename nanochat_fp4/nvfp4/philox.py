@@ -93,9 +93,15 @@ class Noise(NamedTuple):
         return uniform_scales(self.seed, rows, blocks, self.stream, device)
 
 
-def random_signs(seed: torch.Tensor | int, count: int, stream: int, device: torch.device) -> torch.Tensor:
-    """+-1, float32 (count,), for count <= 128. Sign j is bit j % 32 of word j // 32 of one Philox call; set is -1."""
-    words = torch.stack(philox(seed, torch.zeros((), dtype=torch.int64, device=device), SIGN, stream)).view(4)
+def random_signs(
+    seed: torch.Tensor | int, count: int, stream: int, device: torch.device, vector: int = 0
+) -> torch.Tensor:
+    """+-1, float32 (count,), for count <= 128. Sign j is bit j % 32 of word j // 32 of one Philox call; set is -1.
+
+    vector: the call's index, 0 for a rotation's signs, 1 for those of a second rotation after it.
+    """
+    index = torch.full((), vector, dtype=torch.int64, device=device)
+    words = torch.stack(philox(seed, index, SIGN, stream)).view(4)
     j = torch.arange(count, device=device)
     bits = (words[j // 32] >> (j % 32)) & 1
     return 1.0 - 2.0 * bits.to(torch.float32)

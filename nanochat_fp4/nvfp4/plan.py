@@ -85,13 +85,14 @@ class MethodPlan:
                 current = recipe
         return current
 
-    def of_layer(self, name: str, progress: float) -> Recipe:
+    def of_layer(self, name: str, kind: str | None, progress: float) -> Recipe:
+        """The method of a layer of this name and kind (places.py)."""
         current = self.at(progress)
         if current.quantizes or not self.method.quantizes:
             for pattern, recipe in self.layers:
                 if fnmatch.fnmatchcase(name, pattern):
-                    return recipe
-        return current
+                    return recipe.of(kind)
+        return current.of(kind)
 
     def apply(self, model: nn.Module, progress: float) -> bool:
         """Gives each QuantLinear of the model its recipe. True if one changed: compiled code is then out of date.
@@ -104,7 +105,7 @@ class MethodPlan:
                 raise ValueError(f"layers: {pattern!r} matches no layer; there are: {', '.join(list(layers)[:6])}, ...")
         changed = False
         for name, layer in layers.items():
-            recipe = self.of_layer(name, progress)
+            recipe = self.of_layer(name, layer.kind, progress)
             if layer.recipe != recipe:
                 layer.set_recipe(recipe)
                 changed = True
@@ -124,7 +125,7 @@ class MethodPlan:
         for start, end in zip(edges, edges[1:]):
             for name, layer in model.named_modules():
                 if isinstance(layer, QuantLinear):
-                    recipe, work = self.of_layer(name, start), (end - start) * layer.weight.numel()
+                    recipe, work = self.of_layer(name, layer.kind, start), (end - start) * layer.weight.numel()
                     for bits, products in zip(gemm_bits(recipe), (recipe.output_products, 1, 1)):
                         shares[bits] += work * products
                         total += work

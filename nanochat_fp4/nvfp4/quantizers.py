@@ -367,9 +367,11 @@ def quantize_reference(
     rht_dim: int = 0,
     rht_seed: torch.Tensor | int | None = None,
     rht_stream: int = 0,
+    rotations: int = 1,
     per_token: bool = False,
     amax: torch.Tensor | None = None,
     noise: Noise | None = None,
+    scale: torch.Tensor | None = None,
     largest: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> NVFP4Tensor:
     """x (..., K), any float dtype, K a multiple of the block -> NVFP4Tensor with `decoded` in float32.
@@ -379,16 +381,20 @@ def quantize_reference(
     seed, stream: select the noise of SR.
     rht_dim:      Rotate first by an RHT of rht_dim, which divides K. MS-EDEN needs 128.
     rht_seed:     The rotation's seed, by default seed. rht_stream is its stream.
+    rotations:    2 for two RHTs in a row (rotated_sums).
     per_token:    One tensor_scale per row, `(..., 1)`, so that a row does not depend on the others.
     amax:         The amax, float32 (), of a larger tensor that x is a part of. Not for rotated operands.
     noise:        The random numbers to use, by default of seed and stream.
+    scale:        Multiplies x after the rotation, float32 (), for MS-EDEN.
     largest:      A function from the amax of the (rotated) x to the amax of a larger tensor that x is a part of.
     NaN and Inf travel into tensor_scale, and from there into all results.
     """
     noise, norm = Noise(seed, stream) if noise is None else noise, 1.0
     if rht_dim:
-        x = rotated_sums(x, seed if rht_seed is None else rht_seed, dim=rht_dim, stream=rht_stream)
-        norm = rht_dim**-0.5
+        signs_seed = seed if rht_seed is None else rht_seed
+        x = rotated_sums(x, signs_seed, dim=rht_dim, stream=rht_stream, rotations=rotations)
+        norm = rht_dim ** (-0.5 * rotations)
+    norm = norm if scale is None else scale * norm
     leading = x.shape[:-1]
     rows = x.reshape(-1, x.shape[-1]).to(torch.float32)
     if amax is None:
@@ -406,7 +412,7 @@ def quantize_reference(
     if rounding.mx or rounding.fp8:
         tensor_scale = torch.full_like(tensor_scale, 1 / rounding.prescale)
     # MS-EDEN aligns afterwards, so its factor holds norm alone.
-    factor = torch.full_like(tensor_scale, norm) if rounding.ms_eden else 1.0 / tensor_scale * norm
+    factor = torch.ones_like(tensor_scale) * norm if rounding.ms_eden else 1.0 / tensor_scale * norm
 
     # Chunks of whole blocks of rows; the result does not depend on their size.
     chunk = (

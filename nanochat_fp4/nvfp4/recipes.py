@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from nanochat_fp4.nvfp4.format import BLOCK
 from nanochat_fp4.nvfp4.hadamard import RHT_DIM
 from nanochat_fp4.nvfp4.operands import Maker, maker_of
+from nanochat_fp4.nvfp4.places import KINDS
 from nanochat_fp4.nvfp4.quantizers import ROUNDINGS, Rounding, get_rounding
 
 RHT_DIMS = (0, 16, 32, 64, 128)
@@ -37,6 +38,8 @@ class Operand:
               forward pass, so that only codes are kept. For input and weight in the backward GEMMs only.
     feedback: Rounded for a small error of the layer's output, given the inputs it has had (feedback.py). For the weight
               in the output GEMM only.
+    kept:     One of ROUNDINGS, or its name: the 4-bit codes of the unquantized tensor that the backward pass takes in
+              the place of an 8-bit operand. For FP8 with one scale, of input and weight in the output GEMM only.
 
     Raises ValueError for an unknown rounding.
 
@@ -48,18 +51,25 @@ class Operand:
     raw: bool = False
     terms: int = 1
     feedback: bool = False
+    kept: Rounding | None = None
     make: Maker = field(init=False, repr=False, compare=False)  # the kind of operand (operands.py)
 
     if TYPE_CHECKING:  # the field is a Rounding, the argument may be its name
 
         def __init__(
-            self, rounding: Rounding | str | None = None, raw: bool = False, terms: int = 1, feedback: bool = False
+            self,
+            rounding: Rounding | str | None = None,
+            raw: bool = False,
+            terms: int = 1,
+            feedback: bool = False,
+            kept: Rounding | str | None = None,
         ) -> None: ...
 
     def __post_init__(self) -> None:
-        if isinstance(self.rounding, str):
-            object.__setattr__(self, "rounding", get_rounding(self.rounding))
-        object.__setattr__(self, "make", maker_of(self.rounding, self.terms, self.feedback))
+        for name in ("rounding", "kept"):
+            if isinstance(getattr(self, name), str):
+                object.__setattr__(self, name, get_rounding(getattr(self, name)))
+        object.__setattr__(self, "make", maker_of(self.rounding, self.terms, self.feedback, self.kept))
 
     def __str__(self) -> str:
         text = (
@@ -67,6 +77,7 @@ class Operand:
             + (self.rounding.name if self.rounding else "-")
             + (" + rest" if self.terms == 2 else "")
         )
+        text += f", {self.kept.name} kept" if self.kept else ""
         return text + (" with feedback" if self.feedback else "")
 
 
@@ -76,6 +87,8 @@ class Gemm:
 
     rht_dim:     0, or the RHT's group size along the contraction dimension
     fixed_signs: one sign vector for the whole run instead of a new one at every backward (NVIDIA's own recipe)
+    rotations:   2 for two RHTs in a row, each with a sign vector of its own, with rht_dim=128 only. MS-EDEN is then
+                 unbiased for sparse operands as well (hadamard.rotated_sums)
 
     >>> print(nf.Gemm(nf.Operand("ms_eden"), nf.Operand("ms_eden"), rht_dim=128))
     ms_eden x ms_eden, RHT-128
@@ -85,6 +98,7 @@ class Gemm:
     b: Operand = field(default_factory=Operand)
     rht_dim: int = 0
     fixed_signs: bool = False
+    rotations: int = 1
 
     @property
     def random(self) -> bool:
@@ -93,7 +107,8 @@ class Gemm:
         )
 
     def __str__(self) -> str:
-        return f"{self.a} x {self.b}" + (f", RHT-{self.rht_dim}" if self.rht_dim else "")
+        rotation = f"{'two ' if self.rotations == 2 else ''}RHT-{self.rht_dim}"
+        return f"{self.a} x {self.b}" + (f", {rotation}" if self.rht_dim else "")
 
 
 @dataclass(frozen=True)
@@ -116,6 +131,8 @@ class Recipe:
     late: "tuple[float, Recipe] | None" = None
     # Share of a model's blocks, those at its end and at least one, that convert leaves in BF16.
     kept_blocks: float = 0.0
+    # Pairs of a kind of layer (places.KINDS) and the recipe of its layers; all other layers have this recipe.
+    kinds: "tuple[tuple[str, Recipe], ...]" = ()
     summary: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
@@ -125,8 +142,8 @@ class Recipe:
     @property
     def block(self) -> int:
         """in_features and out_features must be multiples of this number."""
-        operands = (o.rounding for g in (self.output, self.grad_input, self.grad_weight) for o in (g.a, g.b))
-        blocks = (BLOCK if r.fp8 else r.block for r in operands if r)
+        roundings = (o.rounding for g in (self.output, self.grad_input, self.grad_weight) for o in (g.a, g.b))
+        blocks = [BLOCK if r.fp8 else r.block for r in roundings if r]
         return max(blocks, default=0)
 
     @property
@@ -136,8 +153,8 @@ class Recipe:
 
     @property
     def looks_at_inputs(self) -> bool:
-        """Whether the layers compute with the Gram matrix of their inputs (training.update_gram_matrices)."""
-        return self.output.b.feedback
+        """Whether layers compute with the Gram matrix of their inputs (training.update_gram_matrices)."""
+        return self.output.b.feedback or any(recipe.looks_at_inputs for _, recipe in self.kinds)
 
     @property
     def input_is_codes(self) -> bool:
@@ -154,7 +171,17 @@ class Recipe:
     @property
     def quantizes(self) -> bool:
         """Whether any operand of any GEMM is quantized."""
-        return any(o.rounding for g in (self.output, self.grad_input, self.grad_weight) for o in (g.a, g.b))
+        own = any(o.rounding for g in (self.output, self.grad_input, self.grad_weight) for o in (g.a, g.b))
+        return own or any(recipe.quantizes for _, recipe in self.kinds)
+
+    @property
+    def parts(self) -> "tuple[Recipe, ...]":
+        """The recipes of single layers: that of layers of no kind, and one for each of kinds."""
+        return self.of(None), *(recipe for _, recipe in self.kinds)
+
+    def of(self, kind: str | None) -> "Recipe":
+        """The recipe of a layer of this kind: one that says nothing of kinds."""
+        return dict(self.kinds).get(kind) or replace(self, kinds=())
 
     @property
     def draws_in_forward(self) -> bool:
@@ -177,14 +204,19 @@ class Recipe:
     def forward_only(self) -> "Recipe":
         """The same forward with an unquantized backward: the paper's post-training (Appendix C).
 
-        A grad_weight of the raw input takes the raw input here as well, as in Quartet II's code.
+        A grad_weight of the raw input takes the raw input here as well, as in Quartet II's code. Where 4-bit codes are
+        kept for a quantized backward pass, the 8-bit operand is kept here.
         """
         late = self.late and (self.late[0], self.late[1].forward_only())
+        output = replace(self.output, a=replace(self.output.a, kept=None), b=replace(self.output.b, kept=None))
         weight, x = (Operand(raw=raw) for raw in (self.output.rht_dim > 0, self.grad_weight.b.raw))
-        return replace(self, grad_input=Gemm(b=weight), grad_weight=Gemm(b=x), late=late)
+        kinds = tuple((kind, recipe.forward_only()) for kind, recipe in self.kinds)
+        return replace(self, output=output, grad_input=Gemm(b=weight), grad_weight=Gemm(b=x), late=late, kinds=kinds)
 
     def __str__(self) -> str:
         text = f"{self.name}: output {self.output}; grad_input {self.grad_input}; grad_weight {self.grad_weight}"
+        for kind, r in self.kinds:
+            text += f"; in {kind}: output {r.output}; grad_input {r.grad_input}; grad_weight {r.grad_weight}"
         text += f"; the last {100 * self.kept_blocks:g}% of the blocks in BF16" if self.kept_blocks else ""
         return text + (f"; {self.late[1].name} from {100 * self.late[0]:.0f}% of the steps on" if self.late else "")
 
@@ -196,6 +228,11 @@ def _problems(recipe: Recipe) -> Iterator[str]:
         yield from (f", {name}: {problem}" for problem in _problems_of_gemm(gemm, is_output=name == "output"))
         if gemm.rht_dim not in RHT_DIMS:
             yield f", {name}: rht_dim is {gemm.rht_dim}, expected 0, 16, 32, 64 or 128"
+    for kind, other in recipe.kinds:
+        if kind not in KINDS:
+            yield f": kinds has {kind!r}, expected {', '.join(KINDS)}"
+        elif other.kinds or other.late or other.kept_blocks:
+            yield f": its recipe of {kind} has kinds, late or kept_blocks, which are for the recipe of all layers"
     if not 0 <= recipe.kept_blocks < 1:
         yield f": kept_blocks is a share of the blocks, from 0 to less than 1; got {recipe.kept_blocks}"
     if recipe.output.b.feedback and recipe.output.rht_dim:
@@ -220,7 +257,13 @@ def _problems_of_gemm(gemm: Gemm, is_output: bool) -> Iterator[str]:
         yield "a prescaled rounding is for backward operands that are not raw"
     if gemm.a.raw or (gemm.b.raw and is_output):
         yield "raw only means something for input and weight in the backward GEMMs"
+    if gemm.rotations != 1 and (gemm.rotations != 2 or gemm.rht_dim != RHT_DIM):
+        yield f"rotations is {gemm.rotations}, expected 1, or 2 with rht_dim={RHT_DIM}"
     for o in operands:
+        if o.kept and not (is_output and o.rounding and o.rounding.fp8 == "tensor" and o.terms == 1):
+            yield "kept is for operands of output in FP8 with one scale; leave it out, or use e4m3"
+        if o.kept and not (o.kept.has_kernels and not o.kept.random):
+            yield f"kept is a rounding of NVFP4 that draws nothing; got {o.kept.name}"
         if o.terms != 1 and not (o.terms == 2 and is_output and draws_nothing(o)):
             yield (
                 "two terms are for operands of output with an NVFP4 rounding that draws nothing; "
@@ -260,10 +303,12 @@ def from_record(record: Mapping[str, Any]) -> Recipe:
     """The Recipe of to_record's result. Raises ValueError for what is none."""
 
     def operand(made: Mapping[str, Any]) -> Operand:
-        rounding = made.get("rounding")
-        if isinstance(rounding, Mapping):
-            rounding = Rounding(**{k: tuple(v) if isinstance(v, list) else v for k, v in rounding.items()})
-        return Operand(**{**made, "rounding": rounding})
+        roundings = {name: made.get(name) for name in ("rounding", "kept")}
+        for name, value in roundings.items():
+            if isinstance(value, Mapping):
+                plain = {k: tuple(v) if isinstance(v, list) else v for k, v in value.items()}
+                roundings[name] = Rounding(**plain)
+        return Operand(**{**made, **roundings})
 
     def gemm(made: Mapping[str, Any]) -> Gemm:
         return Gemm(**{k: operand(v) if k in ("a", "b") else v for k, v in made.items()})
@@ -273,6 +318,7 @@ def from_record(record: Mapping[str, Any]) -> Recipe:
         for name in ("output", "grad_input", "grad_weight"):
             if name in made:
                 made[name] = gemm(made[name])
+        made["kinds"] = tuple((kind, from_record(part)) for kind, part in made.get("kinds", ()))
         if made.get("late"):
             fraction, late = made["late"]
             made["late"] = float(fraction), from_record(late)

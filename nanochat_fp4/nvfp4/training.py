@@ -203,7 +203,8 @@ def set_progress(model: nn.Module, progress: float) -> bool:
         phases |= {m: phase for m in part.modules() if isinstance(m, QuantLinear)}
     changed = False
     for layer, (method, recipe) in phases.items():
-        if layer.recipe != recipe and layer.recipe in (method, method.final):
+        recipe, begun = recipe.of(layer.kind), (method.of(layer.kind), method.final.of(layer.kind))
+        if layer.recipe != recipe and layer.recipe in begun:
             layer.set_recipe(recipe)
             changed = True
     if not changed:

@@ -146,9 +146,7 @@ def changed_flags(args: argparse.Namespace, defaults: argparse.Namespace) -> str
 def add_recipes_argument(parser: argparse.ArgumentParser) -> None:
     """Rows of the user's own. A checkpoint holds the recipes that it was trained with and needs no file."""
     text = "Python file that registers methods of your own by nanochat_fp4.register, as $RECIPES does"
-    parser.add_argument(
-        "--recipes", type=load_recipes, default=os.environ.get("RECIPES", ""), metavar="FILE.py", help=text
-    )
+    parser.add_argument("--recipes", type=load_recipes, default="", metavar="FILE.py", help=text)
 
 
 def add_method_arguments(parser: argparse.ArgumentParser) -> None:

@@ -28,13 +28,23 @@ ON_GPU = DEVICE.type == "cuda"
 ROW_SEED, COL_SEED, ROW_RHT_SEED, COL_RHT_SEED = 77, -5, 2**40 + 1, 3
 ROW_STREAM, COL_STREAM = 2, 4
 # (row rounding, its rotation, column rounding, its rotation): each rounding once, MS-EDEN and others on either side.
+# A rotation is its dimension, or TWICE for two of 128 in a row.
 EDEN_SR = ("ms_eden", 128, "sr", 32)
+TWICE = "twice"
 PAIRS = [
     EDEN_SR,
     ("sr", 0, "ms_eden_search_3", 128),
     ("ms_eden_search_6", 128, "sr_four_over_six", 16),
     ("rtn", 32, "sr", 128),
+    ("ms_eden", TWICE, "ms_eden", 128),
+    ("sr", TWICE, "ms_eden", TWICE),
 ]
+
+
+def rotation(rht) -> tuple[int, int]:
+    """(dimension, rotations)"""
+    return (128, 2) if rht == TWICE else (rht, 1)
+
 
 pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value|All-NaN)::triton.runtime.interpreter")
 
@@ -44,10 +54,9 @@ def seed(value) -> torch.Tensor:
 
 
 def operand(name, rht_dim, stream, emulated) -> Operand:
-    r = ROUNDINGS[name]
-    return Operand(
-        r.grid_max, r.scale_cap, r.candidates, r.stochastic, r.ms_eden, rht_dim, stream, stream + 10, emulated
-    )
+    r, (dim, rotations) = ROUNDINGS[name], rotation(rht_dim)
+    limits = r.grid_max, r.scale_cap, r.candidates, r.stochastic, r.ms_eden
+    return Operand(*limits, dim, stream, stream + 10, emulated, rotations=rotations)
 
 
 def collect(tensors, made) -> list:
@@ -77,8 +86,10 @@ def reference(x, pair) -> list[NVFP4Tensor]:
         (x, *pair[:2], ROW_SEED, ROW_RHT_SEED, ROW_STREAM),
         (x.T, *pair[2:], COL_SEED, COL_RHT_SEED, COL_STREAM),
     ):
-        t = torch.nn.functional.pad(t.float(), (0, -t.shape[-1] % (rht or 16)))
-        random = {"seed": noise, "stream": stream, "rht_dim": rht, "rht_seed": rht_seed, "rht_stream": stream + 10}
+        dim, rotations = rotation(rht)
+        t = torch.nn.functional.pad(t.float(), (0, -t.shape[-1] % (dim or 16)))
+        random = {"seed": noise, "stream": stream, "rht_dim": dim, "rht_seed": rht_seed, "rht_stream": stream + 10}
+        random["rotations"] = rotations
         out.append(quantize_reference(t, ROUNDINGS[name], **random))
     return out
 
@@ -167,7 +178,7 @@ def test_how_many_programs_share_the_work_changes_nothing(monkeypatch):
     """A GPU of another size: the same bits, whether a program makes one strip or several."""
     x = graded(70, 140)
     want = kernel(x, EDEN_SR, True)
-    monkeypatch.setattr(rotate, "_programs", lambda device: 1000)
+    monkeypatch.setattr(rotate, "_programs", lambda device, twice: 1000)
     for operands in zip(kernel(x, EDEN_SR, True), want):
         for name, got, first in zip(("values", "tensor_scale"), *operands):
             if first is not None:

@@ -33,6 +33,21 @@ def test_row_is_the_designs(method):
     assert not any(g.fixed_signs for g in (r.output, r.grad_input, r.grad_weight))
 
 
+def test_clover_mixed_is_a_row_of_rows():
+    """8 bits forward where a layer is attention or the MLP's first matrix, feedback in its second; two rotations where
+    an operand is one of those around ReLU^2: the gradient of the first matrix, and the input of the second."""
+    mixed, clover = get_recipe("clover_mixed"), get_recipe("clover")
+    eight, eden = "e4m3, four_over_six kept", "ms_eden x ms_eden, RHT-128"
+    rows = {kind: mixed.of(kind) for kind in ("attention", "mlp_up", "mlp_down")}
+    assert {k: (str(r.output), str(r.grad_input), str(r.grad_weight)) for k, r in rows.items()} == {
+        "attention": (f"{eight} x {eight}", eden, eden),
+        "mlp_up": (f"{eight} x {eight}", "ms_eden x ms_eden, two RHT-128", "ms_eden x ms_eden, two RHT-128"),
+        "mlp_down": ("four_over_six x scale_search_6 with feedback", eden, "ms_eden x ms_eden, two RHT-128"),
+    }
+    assert mixed.looks_at_inputs and not mixed.of("attention").looks_at_inputs and mixed.parts[0] == mixed.of(None)
+    assert rows["attention"].grad_input == clover.grad_input and get_recipe("clover_feedback").output == mixed.output
+
+
 def test_what_sets_nvidia_full_apart():
     full, nvidia = get_recipe("nvidia_full"), get_recipe("nvidia")
     assert full.grad_weight == dataclasses.replace(nvidia.grad_weight, fixed_signs=True)

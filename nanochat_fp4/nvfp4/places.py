@@ -1,0 +1,47 @@
+"""The kind of a linear layer of a Transformer, told by its place in the model: by its name and the names around it.
+
+    attention   projections of attention: queries, keys, values and the output
+    mlp_up      the first matrix of an MLP, and its gate
+    mlp_down    the second matrix of an MLP
+
+A recipe may treat the kinds differently (Recipe.kinds). The names are those of this project's GPT and Llama, of
+nanochat and of the models in transformers. A layer with another name has no kind.
+"""
+
+import re
+
+KINDS = ("attention", "mlp_up", "mlp_down")
+
+_UP = r"c_fc|c_gate|fc1|fc_in|up_proj|gate_proj|gate_up_proj|w1|w3|lin1|linear1|wi|wi_0|wi_1|dense_h_to_4h"
+_DOWN = r"fc2|fc_out|down_proj|w2|lin2|linear2|dense_4h_to_h"
+_ATTENTION = r"c_[qkv]|c_attn|[qkvo]_proj|qkv_proj|qkv|Wqkv|in_proj|out_proj|query_key_value|query|key|value|w[qkv]"
+_ATTENTION_MODULE = re.compile(r"attn|attention", re.IGNORECASE)
+_MLP_MODULE = re.compile(r"mlp|ffn|feed_?forward|experts?|DenseReluDense", re.IGNORECASE)
+_BY_NAME = {
+    kind: re.compile(pattern) for kind, pattern in (("mlp_up", _UP), ("mlp_down", _DOWN), ("attention", _ATTENTION))
+}
+# Names that say nothing by themselves, or that the last matrices of an MLP and of attention share: the module around
+# them decides.
+_LAST = re.compile(r"c_proj|wo|dense|proj|output|[qkvo]")
+
+
+def layer_kind(name: str) -> str | None:
+    """The kind of the layer of this name (as named_modules has it), one of KINDS, or None.
+
+    >>> layer_kind("transformer.h.3.attn.c_proj"), layer_kind("model.layers.0.mlp.gate_proj"), layer_kind("lm_head")
+    ('attention', 'mlp_up', None)
+    """
+    *around, own = [part for part in name.split(".") if not part.isdecimal()] or [""]
+    for kind, pattern in _BY_NAME.items():
+        if pattern.fullmatch(own):
+            return kind
+    if not _LAST.fullmatch(own):
+        return None
+    if around and around[-1] == "intermediate":  # BERT
+        return "mlp_up"
+    for module in reversed(around):
+        if _ATTENTION_MODULE.search(module):
+            return "attention"
+        if _MLP_MODULE.search(module):
+            return "mlp_down"
+    return "mlp_down" if around and around[-1] == "output" else None  # BERT

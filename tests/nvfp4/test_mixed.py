@@ -1,0 +1,198 @@
+"""Recipes by kind of layer (clover_mixed): which layer gets which, what its passes compute, and what is kept."""
+
+from collections import OrderedDict
+from dataclasses import replace
+
+import pytest
+import torch
+from _assertions import relative_square_error
+from torch import nn
+
+import nanochat_fp4 as nf
+from nanochat_fp4.models.gpt import GPT, GPTConfig
+from nanochat_fp4.models.llama import Llama, LlamaConfig
+from nanochat_fp4.nvfp4.operands import Quantization, quantize_operand
+from nanochat_fp4.nvfp4.places import layer_kind
+from nanochat_fp4.nvfp4.plan import MethodPlan
+from nanochat_fp4.nvfp4.quantizers import ROUNDINGS
+
+MIXED = nf.get_recipe("clover_mixed")
+EIGHT_BITS = MIXED.of("mlp_up").output.a
+
+
+@pytest.mark.parametrize(
+    "name, kind",
+    [
+        *((f"transformer.h.0.attn.{leaf}", "attention") for leaf in ("c_q", "c_k", "c_v", "c_proj", "c_attn")),
+        *((f"model.layers.1.self_attn.{leaf}_proj", "attention") for leaf in "qkvo"),
+        *((f"transformer.h.0.mlp.{leaf}", "mlp_up") for leaf in ("c_fc", "c_gate")),
+        ("transformer.h.0.mlp.c_proj", "mlp_down"),
+        *((f"model.layers.1.mlp.{leaf}_proj", "mlp_up") for leaf in ("up", "gate", "gate_up")),
+        ("model.layers.1.mlp.down_proj", "mlp_down"),
+        ("model.layers.1.mlp.experts.linears.gate_up_proj.3", "mlp_up"),
+        ("model.layers.1.block_sparse_moe.experts.0.w2", "mlp_down"),
+        ("bert.encoder.layer.0.attention.self.query", "attention"),
+        ("bert.encoder.layer.0.attention.output.dense", "attention"),
+        ("bert.encoder.layer.0.intermediate.dense", "mlp_up"),
+        ("bert.encoder.layer.0.output.dense", "mlp_down"),
+        ("decoder.layers.0.fc1", "mlp_up"),
+        ("decoder.layers.0.fc2", "mlp_down"),
+        ("blocks.0.attn.qkv", "attention"),
+        ("blocks.0.attn.proj", "attention"),
+        ("encoder.block.0.layer.1.DenseReluDense.wo", "mlp_down"),
+        ("encoder.block.0.layer.0.SelfAttention.o", "attention"),
+        ("lm_head", None),
+        ("0", None),
+        ("", None),
+    ],
+)
+def test_the_kind_of_a_layer_is_told_by_its_place(name, kind):
+    assert layer_kind(name) == kind
+
+
+def gpt() -> nn.Module:
+    model = GPT(GPTConfig(sequence_len=32, vocab_size=64, n_layer=1, n_head=1, n_kv_head=1, n_embd=128))
+    model.init_weights()
+    return model
+
+
+def llama() -> nn.Module:
+    return Llama(LlamaConfig(sequence_len=32, vocab_size=64, n_layer=1, n_head=1, n_kv_head=1, n_embd=128))
+
+
+@pytest.mark.parametrize("make", [gpt, llama])
+def test_each_layer_of_a_model_has_the_recipe_of_its_kind(make):
+    model = nf.convert(make(), "clover_mixed", verbose=False)
+    layers = {n: m for n, m in model.named_modules() if isinstance(m, nf.QuantLinear)}
+    assert {layer_kind(n) for n in layers} == {"attention", "mlp_up", "mlp_down"}
+    for name, layer in layers.items():
+        assert layer.recipe == MIXED.of(layer_kind(name)), name
+        assert layer.recipe.output.b.feedback == (layer_kind(name) == "mlp_down")
+    assert "layers by kind: 4 attention, " in str(model.nf_report)
+    assert nf.convert(model, "clover", verbose=False) and {m.recipe.name for m in layers.values()} == {"clover"}
+
+
+def test_layers_of_no_kind_are_told_and_a_model_of_such_layers_alone_is_refused():
+    layers = {"up_proj": nn.Linear(32, 32), "other": nn.Linear(32, 32), "lm_head": nn.Linear(32, 32)}
+    model = nf.convert(nn.Sequential(OrderedDict(layers)), "clover_mixed", verbose=False)
+    assert "1 layers of no known kind compute with four_over_six x" in str(model.nf_report)
+    assert model.other.recipe == MIXED.of(None) and model.up_proj.recipe == MIXED.of("mlp_up")
+    with pytest.raises(ValueError, match="clover_mixed has recipes for attention, mlp_up layers, .* do not tell") as e:
+        nf.convert(nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)), "clover_mixed", verbose=False)
+    assert "\n" not in str(e.value)
+
+
+def test_the_forward_is_fp8_and_the_backward_takes_the_4_bit_codes_of_the_same_tensors():
+    recipe = nf.Recipe("only_forward", output=nf.Gemm(EIGHT_BITS, EIGHT_BITS))
+    layer, x = nf.QuantLinear(64, 32, method=recipe), torch.randn(24, 64, requires_grad=True)
+    y = layer(x)
+    e = torch.randn_like(y)
+    grads = torch.autograd.grad(y, (x, layer.weight), e)
+    w = layer.weight.detach()
+    fp8 = [quantize_operand(t, Quantization(ROUNDINGS["e4m3"])).dequantize() for t in (x.detach(), w)]
+    codes = [nf.quantize(t, "four_over_six").dequantize() for t in (x, w)]
+    for got, want in zip((y, *grads), (fp8[0] @ fp8[1].T, e @ codes[1], e.T @ codes[0])):
+        assert torch.allclose(got, want, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("kept, bits", [("four_over_six", 4.5), (None, 8)])
+def test_the_backward_pass_keeps_the_codes_alone(kept, bits):
+    """In bits an element of the input, of a layer whose weight needs no dgrad."""
+    eight = nf.Operand("e4m3", kept=kept)
+    layer = nf.QuantLinear(256, 32, method=nf.Recipe(f"keeps_{kept}", output=nf.Gemm(eight, eight)))
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        layer(torch.randn(64, 256))
+    number = sum(t.numel() * t.element_size() for t in saved if t is not None)
+    assert bits * 64 * 256 / 8 <= number <= bits * 64 * 256 / 8 + 16
+
+
+def test_a_pass_without_a_quantized_backward_keeps_8_bits_and_no_codes():
+    forward = MIXED.forward_only()
+    for kind in ("attention", "mlp_up"):
+        assert forward.of(kind).output == nf.Gemm(nf.Operand("e4m3"), nf.Operand("e4m3"))
+        assert forward.of(kind).grad_input == forward.of(kind).grad_weight == nf.Gemm()
+    assert forward.of("mlp_down").output == MIXED.output
+
+
+@pytest.mark.parametrize("name", ["clover_mixed", "fp8"])
+def test_training_with_weights_made_once_and_gradients_added_is_the_same(name):
+    """To the bit on a CPU, with and without the contexts, and compiled."""
+    results = []
+    for once in (False, True):
+        torch.manual_seed(0)
+        model = nf.convert(gpt(), name, verbose=False)
+        tokens = torch.randint(64, (2, 32))
+        with nf.accumulate_gradients(model) if once else nf.quantize_weights_once(model):
+            for _ in range(2):
+                model(tokens, tokens).backward()
+        results.append([p.grad for p in model.parameters() if p.grad is not None])
+    assert all(torch.equal(a, b) for a, b in zip(*results))
+
+
+def test_compiled_layers_compute_the_same():
+    layer = nf.QuantLinear(128, 128, method=MIXED.of("mlp_up"))
+    compiled, results = torch.compile(layer, backend="aot_eager", fullgraph=True), []
+    x = torch.randn(64, 128, requires_grad=True)
+    for f in (layer, compiled):
+        torch.manual_seed(3)
+        y = f(x)
+        results.append((y, *torch.autograd.grad(y.square().sum(), (x, layer.weight))))
+    assert all(torch.equal(a, b) for a, b in zip(*results))
+
+
+def test_kernels_and_reference_agree(monkeypatch):
+    pytest.importorskip("triton")
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    layer = nf.QuantLinear(64, 144, method=MIXED.of("mlp_up")).to(device)
+    x, e, results = torch.randn(40, 64).to(device), torch.randn(40, 144).to(device), []
+    for wanted in ("triton", "reference"):
+        monkeypatch.setenv("NVFP4_KERNELS", wanted)
+        torch.manual_seed(3)
+        leaf = x.clone().requires_grad_()
+        y = layer(leaf)
+        results.append((y.detach(), *torch.autograd.grad(y, (leaf, layer.weight), e)))
+    for got, want in zip(*results):
+        assert relative_square_error(got, want) < 1e-4
+
+
+def test_a_plan_changes_each_kind_to_its_own_recipe():
+    late = replace(MIXED, name="mixed_of_test", late=(0.5, replace(nf.get_recipe("clover"), name="end_of_test")))
+    model = nf.convert(gpt(), late, verbose=False)
+    fc = model.transformer.h[0].mlp.c_fc
+    plan = MethodPlan.parse(late, layers="*.c_q=fp8")
+    assert plan.apply(model, 0.0) and model.transformer.h[0].attn.c_q.recipe == nf.get_recipe("fp8")
+    assert fc.recipe == late.of("mlp_up") and not plan.apply(model, 0.4)
+    assert plan.apply(model, 0.6) and fc.recipe == late.final
+    assert nf.set_progress(nf.convert(model, late, verbose=False), 0.7) and fc.recipe == late.final
+    work = MethodPlan.parse(MIXED).work(nf.convert(gpt(), MIXED, verbose=False))
+    assert work == pytest.approx({4: 1 - 8 / 36, 8: 8 / 36, 16: 0})  # the forward of 8 squares of the width, of 12
+
+
+@pytest.mark.parametrize(
+    "fields, message",
+    [
+        ({"kinds": (("mlp", nf.get_recipe("fp8")),)}, ": kinds has 'mlp', expected attention, mlp_up, mlp_down"),
+        ({"kinds": (("mlp_up", MIXED),)}, ": its recipe of mlp_up has kinds, late or kept_blocks"),
+        ({"output": nf.Gemm(nf.Operand("rtn", kept="rtn"))}, ", output: kept is for operands of output in FP8"),
+        ({"grad_input": nf.Gemm(b=nf.Operand("e4m3", kept="rtn"))}, ", grad_input: kept is for operands of output"),
+        ({"output": nf.Gemm(nf.Operand("e4m3", kept="sr"))}, ", output: kept is a rounding of NVFP4 .*; got sr"),
+    ],
+)
+def test_impossible_rows_name_what_is_wrong(fields, message):
+    with pytest.raises(ValueError, match=f"recipe 'mine'{message}"):
+        nf.Recipe("mine", **fields)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("k", [512, 2048, 8192])
+def test_fp8_tensor_cores_add_with_the_error_that_is_stated(k):
+    """docs/kernels.md: E4M3 products are added in units of 2^-13 of the largest one of a few; FP8's own rounding has
+    a relative square error of 7e-4."""
+    x, w = (torch.randn(256, k, device="cuda").bfloat16() for _ in range(2))
+    a, b = (quantize_operand(t, Quantization(ROUNDINGS["e4m3"])) for t in (x, w))
+    product = a.on_tensor_cores(b, torch.float32)
+    if product is None:
+        pytest.skip("no FP8 tensor cores here")
+    want = a.dequantize().double() @ b.dequantize().double().T
+    assert relative_square_error(product.result(torch.float32).double(), want) < 1e-5
