@@ -122,11 +122,11 @@ MODELS = [
           "sign = 2 * torch.arange(2", "sign = 1 - 2 * torch.arange(2", "tests/models/test_gpt.py"),
     Fault("decay_where_signs_differ", "nanochat_fp4/models/optim.py",
           "agrees = (update * params) >= 0", "agrees = (update * params) <= 0", "tests/models/test_optim.py"),
-    Fault("no_wait_for_the_owner", "nanochat_fp4/models/optim.py",
-          "            weights_work.wait()\n", "", "tests/models/test_optim.py tests/training/test_parallel.py"),
-    Fault("ranks_share_rounding_noise", "nanochat_fp4/models/lean.py",
+    Fault("no_wait_for_the_owner", "nanochat_fp4/models/optim_ranks.py",
+          "        weights_work.wait()\n", "", "tests/models/test_optim.py tests/training/test_parallel.py"),
+    Fault("ranks_share_rounding_noise", "nanochat_fp4/models/optim8bit.py",
           "GRADIENT + added[p] * world_size + rank", "GRADIENT + added[p] * world_size",
-          "tests/models/test_lean.py"),
+          "tests/models/test_optim8bit.py"),
 ]  # fmt: skip
 TRAINING = [
     Fault("checkpoint_key", "nanochat_fp4/training/checkpoint_manager.py",

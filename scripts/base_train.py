@@ -39,8 +39,8 @@ from nanochat_fp4.evaluation.loss_eval import evaluate_bpb
 from nanochat_fp4.generation.engine import draw_samples
 from nanochat_fp4.models import llama
 from nanochat_fp4.models.gpt import compile_layers
-from nanochat_fp4.models.lean import Lean
 from nanochat_fp4.models.optim import ORTHOGONALIZERS, PretrainingOptions
+from nanochat_fp4.models.optim8bit import LeanState
 from nanochat_fp4.nvfp4.plan import MethodPlan
 from nanochat_fp4.nvfp4.recipes import to_record
 from nanochat_fp4.nvfp4.training import QuantizedTraining
@@ -225,8 +225,8 @@ def train(args: argparse.Namespace, method: str, process: Process) -> None:
 
     text = Text(data_dir, data_seed=args.data_seed, shuffle_documents=args.shuffle_documents)
     val_text, val_data = Text(shards=open_shards("val", data_dir)), validation_text(data_dir)
-    optimizers, schedule = model.setup_pretraining(options, args.total_batch_size, num_iterations)
-    lean = Lean(model, optimizers, args.seed) if args.state == "lean" else None
+    lean = LeanState(model, args.seed) if args.state == "lean" else None
+    optimizers, schedule = model.setup_pretraining(options, args.total_batch_size, num_iterations, lean)
     parts = TrainingStep(model, optimizers, forward, quantized, lean=lean)
 
     def make_loader(position: Any) -> Any:

@@ -147,7 +147,7 @@ def train(args: argparse.Namespace, process: Process) -> None:
     sources = describe_sources([train_part])
     num_iterations = steps_of_epochs(args, len(task), "problems", "--examples-per-step", examples)
     optimizers, schedule = run.model.setup_finetuning(
-        run.rates, args.init_lr_frac, lambda progress: 1.0 - progress, orthogonalizer=run.orthogonalizer
+        run.rates, args.init_lr_frac, lambda progress: 1.0 - progress, orthogonalizer=run.orthogonalizer, lean=run.lean
     )
     parts = run.parts(optimizers, run.model, loss=policy_loss)
     answers = Answers(args, run, parts)

@@ -181,7 +181,7 @@ def train(args: argparse.Namespace, process: Process) -> None:
     sources = chat_data.describe_sources(train_parts)
     num_iterations = steps_of_epochs(args, len(dataset), "conversations", "--target-examples-per-step", examples)
     optimizers, schedule = run.model.setup_finetuning(
-        run.rates, args.init_lr_frac, lambda progress: 1.0 - progress, orthogonalizer=run.orthogonalizer
+        run.rates, args.init_lr_frac, lambda progress: 1.0 - progress, orthogonalizer=run.orthogonalizer, lean=run.lean
     )
     parts = run.parts(optimizers, run.model)
     evaluation = Evaluation(args, run, parts, val_dataset, B)

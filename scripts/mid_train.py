@@ -142,7 +142,7 @@ def train(args: argparse.Namespace, process: Process) -> None:
     compiled = args.compile if args.compile is not None else device.type == "cuda"
     forward = compile_layers(model) if compiled else model
     optimizers, schedule = model.setup_finetuning(
-        run.rates, args.init_lr_frac, lr_multiplier, muon_momentum, orthogonalizer=run.orthogonalizer
+        run.rates, args.init_lr_frac, lr_multiplier, muon_momentum, orthogonalizer=run.orthogonalizer, lean=run.lean
     )
     parts = run.parts(optimizers, forward)
 

@@ -85,9 +85,9 @@ def parameters(shapes, seed=0):
     return [torch.nn.Parameter(torch.randn(s, generator=generator)) for s in shapes]
 
 
-def make(params, orthogonalizer="polar_express"):
+def make(params, orthogonalizer="polar_express", lean=None):
     """The two optimizers on parameters of MATRICES + OTHERS."""
     matrices, others = params[: len(MATRICES)], params[len(MATRICES) :]
     groups = [dict(params=others[:1], lr=0.1), dict(params=others[1:])]
-    adamw = AdamW(groups, lr=0.01, betas=(0.8, 0.95), eps=1e-10, weight_decay=0.1)
-    return [Muon(matrices, weight_decay=0.1, orthogonalizer=orthogonalizer), adamw]
+    adamw = AdamW(groups, lr=0.01, betas=(0.8, 0.95), eps=1e-10, weight_decay=0.1, lean=lean)
+    return [Muon(matrices, weight_decay=0.1, orthogonalizer=orthogonalizer, lean=lean), adamw]

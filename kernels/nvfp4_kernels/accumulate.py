@@ -1,6 +1,7 @@
 """Stochastic rounding to BF16, of numbers or of a sum with the BF16 numbers that are there.
 
-The arithmetic is that of nanochat_fp4.models.lean, bit for bit. Bytes per element: a sum of BF16 reads 4 and writes 2.
+The arithmetic is that of nanochat_fp4.models.optim8bit, bit for bit. A sum of BF16 reads 4 bytes an element and writes
+2.
 """
 
 import torch

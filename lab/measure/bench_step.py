@@ -24,7 +24,7 @@ from lab.measure.bench_common import new_model
 from nanochat_fp4.console import format_bytes, table
 from nanochat_fp4.errors import UserError, one_line
 from nanochat_fp4.models.gpt import GPTConfig, compile_layers
-from nanochat_fp4.models.lean import Lean, set_state
+from nanochat_fp4.models.optim8bit import LeanState, set_state
 from nanochat_fp4.nvfp4.linear import QuantLinear
 from nanochat_fp4.nvfp4.methods import get_recipe
 from nanochat_fp4.training.micro_batch import largest_micro_batch
@@ -51,8 +51,8 @@ class Subject(TrainingStep):
         model = new_model(config, device)
         set_state(model, state)
         nf.convert(model, "bf16", verbose=False)
-        optimizers = model.setup_optimizers()
-        lean = Lean(model, optimizers, seed=0) if state == "lean" else None
+        lean = LeanState(model, seed=0) if state == "lean" else None
+        optimizers = model.setup_optimizers(lean=lean)
         super().__init__(model, optimizers, compile_layers(model) if compiled else None, lean=lean)
         self.sequence_len, self.vocab_size = config.sequence_len, config.vocab_size
         self.flops_per_token, self.num_params = model.estimate_flops(), model.num_scaling_params()

@@ -50,7 +50,7 @@ from nanochat_fp4.errors import UserError, is_out_of_memory, one_line, run_main
 from nanochat_fp4.hardware import get_peak_flops
 from nanochat_fp4.models.cross_entropy import HEADS
 from nanochat_fp4.models.gpt import RECOMPUTE, config_from_depth
-from nanochat_fp4.models.lean import STATES
+from nanochat_fp4.models.optim8bit import STATES
 from nanochat_fp4.nvfp4 import dispatch
 from nanochat_fp4.nvfp4.methods import get_recipe
 from nanochat_fp4.nvfp4.training import LOOK_EVERY

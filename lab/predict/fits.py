@@ -27,8 +27,8 @@ from lab.predict.step_time import (
 from nanochat_fp4.console import ArgumentParser, parse_finite, table
 from nanochat_fp4.errors import UserError, run_main
 from nanochat_fp4.models.cross_entropy import CHUNK_ELEMENTS
-from nanochat_fp4.models.lean import BLOCK, STEP_BYTES
 from nanochat_fp4.models.optim import STACK_BYTES, STACK_ELEMENTS
+from nanochat_fp4.models.optim8bit import BLOCK, STEP_BYTES
 from nanochat_fp4.nvfp4.format import BYTES
 from nanochat_fp4.nvfp4.methods import get_recipe
 

@@ -33,7 +33,7 @@ from nanochat_fp4.common import print0
 from nanochat_fp4.models import flash_attention, optim
 from nanochat_fp4.models.cross_entropy import linear_cross_entropy
 from nanochat_fp4.models.elementwise import ReluSquared, apply_rotary_emb, norm, rotary_tables
-from nanochat_fp4.models.lean import drawn
+from nanochat_fp4.models.optim8bit import LeanState, drawn
 from nanochat_fp4.models.recompute import attention_part, can_recompute, mlp_part
 from nanochat_fp4.nvfp4.dispatch import left_out_of_graphs, triton_problem
 from nanochat_fp4.nvfp4.fused import fused_linear, relu_squared_linear
@@ -360,6 +360,7 @@ class GPT(nn.Module):
         adam_betas: tuple[float, float] = (0.8, 0.95),
         scalar_lr: float = 0.5,
         orthogonalizer: str = "polar_express",
+        lean: LeanState | None = None,
     ) -> list[torch.optim.Optimizer]:
         """
         [AdamW for head, embedding and the per-layer scalars; Muon for the matrices of the blocks].
@@ -379,16 +380,20 @@ class GPT(nn.Module):
         ]
         matrices = list(self.transformer.h.parameters())
         assert len(matrices) + len(adam_groups) == len(list(self.parameters())), "a parameter without an optimizer"
-        adamw = optim.AdamW(adam_groups, betas=adam_betas, eps=1e-10, weight_decay=0.0)
+        adamw = optim.AdamW(adam_groups, betas=adam_betas, eps=1e-10, weight_decay=0.0, lean=lean)
         muon = optim.Muon(
-            matrices, lr=matrix_lr, momentum=0.95, weight_decay=weight_decay, orthogonalizer=orthogonalizer
+            matrices, lr=matrix_lr, momentum=0.95, weight_decay=weight_decay, orthogonalizer=orthogonalizer, lean=lean
         )
         for group in adamw.param_groups + muon.param_groups:
             group["initial_lr"] = group["lr"]
         return [adamw, muon]
 
     def setup_pretraining(
-        self, options: optim.PretrainingOptions, total_batch_size: int, num_iterations: int
+        self,
+        options: optim.PretrainingOptions,
+        total_batch_size: int,
+        num_iterations: int,
+        lean: LeanState | None = None,
     ) -> tuple[list[torch.optim.Optimizer], optim.Schedule]:
         """
         nanochat's optimizers and schedule for so many steps of total_batch_size tokens.
@@ -407,6 +412,7 @@ class GPT(nn.Module):
             adam_betas=(options.adam_beta1, options.adam_beta2),
             scalar_lr=options.scalar_lr * scale,
             orthogonalizer=options.orthogonalizer,
+            lean=lean,
         )
 
         def schedule(step: int, progress: float) -> float:
@@ -428,6 +434,7 @@ class GPT(nn.Module):
         lr_multiplier: Callable[[float], float],
         momentum: Callable[[int], float] | None = None,
         orthogonalizer: str = "polar_express",
+        lean: LeanState | None = None,
     ) -> tuple[list[torch.optim.Optimizer], optim.Schedule]:
         """
         The optimizers and schedule of a stage after pre-training.
@@ -435,9 +442,9 @@ class GPT(nn.Module):
         rates: keyword arguments of setup_optimizers. All learning rates are multiplied by init_lr_frac and by
             lr_multiplier(progress).
         momentum: Muon's, by step. None leaves the momentum constant.
-        orthogonalizer: Muon's.
+        orthogonalizer: Muon's. lean: of a run with --state=lean.
         """
-        optimizers = self.setup_optimizers(**rates, orthogonalizer=orthogonalizer)
+        optimizers = self.setup_optimizers(**rates, orthogonalizer=orthogonalizer, lean=lean)
         for group in (group for optimizer in optimizers for group in optimizer.param_groups):
             group["lr"] = group["initial_lr"] = group["lr"] * init_lr_frac
 

@@ -36,8 +36,8 @@ from nanochat_fp4.models import flash_attention
 from nanochat_fp4.models.cross_entropy import linear_cross_entropy
 from nanochat_fp4.models.elementwise import apply_rotary_emb, rotary_tables
 from nanochat_fp4.models.gpt import ROTARY_BASE, ROTARY_FACTOR
-from nanochat_fp4.models.lean import drawn
 from nanochat_fp4.models.optim import AdamW, PretrainingOptions, Schedule, gradient_norm, set_learning_rates
+from nanochat_fp4.models.optim8bit import LeanState, drawn
 from nanochat_fp4.nvfp4.fused import fused_linear
 from nanochat_fp4.nvfp4.sharding import local
 from nanochat_fp4.parallel import is_sharded
@@ -205,18 +205,22 @@ class Llama(nn.Module):
         matrix_weights = self.num_scaling_params() + self.lm_head.weight.numel()
         return 6 * matrix_weights + 12 * self.config.n_layer * self.config.n_embd * self.config.sequence_len
 
-    def setup_optimizers(self, lr: float) -> list[torch.optim.Optimizer]:
+    def setup_optimizers(self, lr: float, lean: LeanState | None = None) -> list[torch.optim.Optimizer]:
         """[AdamW], with weight decay for the matrices of blocks and head; groups remember their rate as initial_lr."""
         decayed = [p for n, p in self.named_parameters() if p.ndim == 2 and "wte" not in n]
         others = [p for n, p in self.named_parameters() if p.ndim < 2 or "wte" in n]
         groups = [dict(params=decayed, weight_decay=WEIGHT_DECAY), dict(params=others, weight_decay=0.0)]
-        adamw = AdamW(groups, lr=lr, betas=(0.9, 0.95), eps=1e-8)
+        adamw = AdamW(groups, lr=lr, betas=(0.9, 0.95), eps=1e-8, lean=lean)
         for group in adamw.param_groups:
             group["initial_lr"] = group["lr"]
         return [adamw]
 
     def setup_pretraining(
-        self, options: PretrainingOptions, total_batch_size: int, num_iterations: int
+        self,
+        options: PretrainingOptions,
+        total_batch_size: int,
+        num_iterations: int,
+        lean: LeanState | None = None,
     ) -> tuple[list[torch.optim.Optimizer], Schedule]:
         """The paper's optimizer and schedule for num_iterations steps, at the size's own learning rate.
 
@@ -229,7 +233,7 @@ class Llama(nn.Module):
         rates = [size.learning_rate for size in SIZES.values() if size[:3] == shape]
         if not rates:
             raise ValueError(f"there is no learning rate for {shape} (layers, width, heads); use a size of the family")
-        optimizers = self.setup_optimizers(lr=rates[0])
+        optimizers = self.setup_optimizers(rates[0], lean)
 
         def schedule(step: int, progress: float) -> float:
             lrm = lr_multiplier(step, num_iterations)
@@ -245,6 +249,7 @@ class Llama(nn.Module):
         lr_multiplier: Callable[[float], float],
         momentum: Callable[[int], float] | None = None,
         orthogonalizer: str = "polar_express",
+        lean: LeanState | None = None,
     ) -> tuple[list[torch.optim.Optimizer], Schedule]:
         """AdamW for all parameters at rates["unembedding_lr"] times init_lr_frac and lr_multiplier(progress).
 
@@ -252,7 +257,7 @@ class Llama(nn.Module):
         ValueError for an orthogonalizer, which AdamW has not.
         """
         check_no_orthogonalizer(orthogonalizer)
-        optimizers = self.setup_optimizers(rates["unembedding_lr"] * init_lr_frac)
+        optimizers = self.setup_optimizers(rates["unembedding_lr"] * init_lr_frac, lean)
 
         def schedule(step: int, progress: float) -> float:
             lrm = lr_multiplier(progress)

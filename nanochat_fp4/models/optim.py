@@ -1,16 +1,10 @@
 """
 Muon for the matrices, AdamW for the rest; one class each, for one process and for many.
 
-With a process group of several ranks the optimizers also average the gradients; no DDP wraps the model. The ranks share
-the work, ZeRO-2 style. Each rank receives the averaged gradients of the part it owns, keeps the state of that part
-only and updates the part. The results are gathered. The outcome is that of one process on the averaged gradients. State
-dicts are per rank; `resharded` turns the state dicts of one number of processes into those of another.
-
-Gradients of parameters that FSDP has sharded by rows (parallel.py) come averaged. AdamW's rows are then the shard
-itself. Muon needs whole matrices. Each rank receives all shards of its own matrices, gradients and weights, and sends
-the updated shards back, in three all-to-alls. Matrices that tensor parallelism divides among some of the ranks, by rows
-or by columns, take the same way. Their owner averages the gradients of ranks with the same shard. The state is the same
-as without shards.
+With a process group of several ranks the optimizers also average the gradients; no DDP wraps the model. Each rank
+updates a part of the parameters and keeps the state of that part only; optim_ranks.py says who owns what. The outcome
+is that of one process on the averaged gradients. State dicts are per rank; `resharded` turns the state dicts of one
+number of processes into those of another.
 
 Muon is Keller Jordan's (https://kellerjordan.github.io/posts/muon/), with the additions of nanochat at revision
 f5425245f. For a matrix W (M, N) with gradient G:
@@ -36,8 +30,16 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from nanochat_fp4.models.lean import Lean, is_lean, load_state, new_moment
-from nanochat_fp4.nvfp4.sharding import all_gather, local, reduce_scatter
+from nanochat_fp4.models.optim8bit import LeanState, is_lean, load_state, new_moment
+from nanochat_fp4.models.optim_ranks import (
+    matrices_of_a_rank,
+    own_rows,
+    owners_of,
+    rank_and_world_size,
+    send_row_gradients,
+    send_rows,
+)
+from nanochat_fp4.nvfp4.sharding import local
 from nanochat_fp4.parallel import is_sharded, losses_of
 
 # (a, b, c) of the steps X <- a X + (b A + c A^2) X with A = X X^T, for 5 iterations, safety factor 0.02 and cushion 2.
@@ -54,12 +56,6 @@ POLAR_EXPRESS = (
 # for each, for stacked FP32 weights and gradients and the orthogonalization: 5 GiB at every depth.
 STACK_ELEMENTS = 2**28
 STACK_BYTES = 20  # of memory that an update takes for each of them
-
-
-def _rank_and_world_size() -> tuple[int, int]:
-    if dist.is_available() and dist.is_initialized():
-        return dist.get_rank(), dist.get_world_size()
-    return 0, 1
 
 
 def _gradients(params: list[Tensor]) -> list[Tensor]:
@@ -234,12 +230,10 @@ class Muon(torch.optim.Optimizer):
         weight_decay: cautious, that is only where weight decay and update have the same sign.
         stack_elements: how many elements are updated at a time. The memory of a step is proportional to this number.
         orthogonalizer: a name of ORTHOGONALIZERS. State dicts do not keep it; the metadata of a checkpoint do.
-    lean: set by lean.Lean, else None. Weights are then BF16, and the momentum 8 bits.
+        lean: weights are then BF16, and the momentum 8 bits. The stack is at most its stack_elements.
     Raises ValueError for parameters that are not matrices, for an unknown orthogonalizer, and in step() for missing
     gradients. Raises ModuleNotFoundError for "newton_schulz" without the package muon-optimizer.
     """
-
-    lean: Lean | None = None
 
     def __init__(
         self,
@@ -250,6 +244,7 @@ class Muon(torch.optim.Optimizer):
         weight_decay: float = 0.0,
         stack_elements: int = STACK_ELEMENTS,
         orthogonalizer: str = "polar_express",
+        lean: LeanState | None = None,
     ):
         params = list(params)
         if orthogonalizer not in ORTHOGONALIZERS:
@@ -259,16 +254,13 @@ class Muon(torch.optim.Optimizer):
         for p in params:
             if p.ndim != 2:
                 raise ValueError(f"Muon is for matrices, not for shape {tuple(p.shape)}; give this one to AdamW")
-        self.rank, self.world_size = _rank_and_world_size()
-        self.stack_elements = stack_elements
+        self.rank, self.world_size = rank_and_world_size()
+        self.lean = lean
+        self.stack_elements = stack_elements if lean is None else min(stack_elements, lean.stack_elements)
         shapes = sorted({tuple(p.shape) for p in params})  # sorted: the same order on every rank
         groups = [dict(params=[p for p in params if tuple(p.shape) == shape]) for shape in shapes]
         defaults = dict(lr=lr, momentum=momentum, beta2=beta2, weight_decay=weight_decay, world_size=self.world_size)
         super().__init__(groups, defaults)
-
-    def _chunk_size(self, group: dict[str, Any]) -> int:
-        """Matrices of a group that a rank owns. Rank r's begin at r * chunk; the last ranks own fewer or none."""
-        return -(-len(group["params"]) // self.world_size)
 
     @torch.no_grad()
     def step(self) -> None:
@@ -280,84 +272,20 @@ class Muon(torch.optim.Optimizer):
                     self._update_part(group, stack, torch.stack(grads[part]), part)
                     torch._foreach_copy_(params[part], list(stack.unbind(0)))
             return
-        reduced = [self._reduce(group) for group in self.param_groups]
-        gathered = [self._update(group, *info) for group, info in zip(self.param_groups, reduced)]
-        for group, (work, stack) in zip(self.param_groups, gathered):
-            if work is not None:
-                work.wait()
-            params = [local(p) for p in group["params"]]
-            torch._foreach_copy_(params, [new.view(p.shape) for p, new in zip(params, stack)])
+        owners = [owners_of(group["params"], self.rank, self.world_size) for group in self.param_groups]
+        for shape in owners:
+            shape.send_gradients(_gradients(shape.params))
+        for group, shape in zip(self.param_groups, owners):
+            grads, stack = shape.gradients_and_weights()
+            for part in self._parts(shape.own):
+                self._update_part(group, stack[part], grads[part], part)
+            shape.send_weights(stack)
+        for shape in owners:
+            shape.write_weights()
 
-    def _reduce(self, group: dict[str, Any]) -> tuple[Any, Tensor]:
-        """(work, gradients of the own matrices `(chunk, M, N)`, summed once `work` is done).
-
-        For sharded matrices, the result of _to_owners.
-        """
-        grads = _gradients(group["params"])
-        if is_sharded(grads[0]):
-            return self._to_owners(group, [local(g) / losses_of(g) for g in grads])
-        stack = self._padded(group, torch.stack(grads))
-        own = torch.empty_like(stack[: self._chunk_size(group)])
-        return reduce_scatter(own, stack, async_op=True), own
-
-    def _padded(self, group: dict[str, Any], stack: Tensor) -> Tensor:
-        """stack with zeros for the matrices that the last ranks lack."""
-        missing = self._chunk_size(group) * self.world_size - len(stack)
-        return torch.cat((stack, stack.new_zeros(missing, *stack.shape[1:]))) if missing else stack
-
-    def _to_owners(self, group: dict[str, Any], shards: list[Tensor]) -> tuple[Any, Tensor]:
-        """Sends this rank's shard of each matrix to its owner; (work, received `(W * chunk, elements of a shard)`)."""
-        stack = self._padded(group, torch.stack([shard.flatten() for shard in shards]))
-        received = torch.empty_like(stack)
-        return dist.all_to_all_single(received, stack, async_op=True), received
-
-    def _whole(self, params: list[Tensor], own: list[Tensor], received: Tensor, average: bool) -> Tensor:
-        """The own matrices `(len(own), M, N)`, put together from the shards that _to_owners received.
-
-        If several ranks have the same shard, the result takes their average, or the first rank's shard.
-        """
-        size, matrices = params[0].device_mesh.size(), []
-        for p, shards in zip(own, received.unflatten(0, (self.world_size, -1)).unbind(1)):
-            shards = shards.unflatten(0, (-1, size))  # ranks of one mesh follow each other
-            shards = shards.mean(0) if average else shards[0]
-            matrices.append(torch.cat([s.view(local(p).shape) for s in shards], p.placements[0].dim))
-        return torch.stack(matrices) if own else received.new_empty(0, *params[0].shape)
-
-    def _to_shards(self, params: list[Tensor], own: list[Tensor], stack: Tensor, chunk: int) -> tuple[Any, Tensor]:
-        """Sends the own matrices, stack `(len(own), M, N)`, to the ranks that hold their shards.
-
-        (work, this rank's shards of all matrices, flat)
-        """
-        size, elements = params[0].device_mesh.size(), local(params[0]).numel()
-        shards = stack.new_zeros(size, chunk, elements)  # the last ranks own fewer matrices than chunk
-        for i, (p, matrix) in enumerate(zip(own, stack)):
-            for shard, into in zip(matrix.chunk(size, p.placements[0].dim), shards[:, i]):
-                into.view(shard.shape).copy_(shard)
-        shards = shards.repeat(self.world_size // size, 1, 1).flatten(0, 1)
-        received = torch.empty_like(shards)
-        return dist.all_to_all_single(received, shards, async_op=True), received
-
-    def _update(self, group: dict[str, Any], work: Any, grads: Tensor) -> tuple[Any, Tensor]:
-        """(work, all matrices of the group after the step, filled in once `work` is done)."""
-        params, chunk = group["params"], self._chunk_size(group)
-        own = params[self.rank * chunk : (self.rank + 1) * chunk]
-        if is_sharded(params[0]):
-            weights_work, weights = self._to_owners(group, [local(p) for p in params])
-            work.wait()
-            grads = self._whole(params, own, grads, average=True)
-            weights_work.wait()
-            stack = self._whole(params, own, weights, average=False)
-        else:
-            work.wait()
-            grads /= self.world_size
-            stack = torch.stack(own) if own else grads[:0]
-        for part in self._parts(own):
-            self._update_part(group, stack[part], grads[part], part)
-        if is_sharded(params[0]):
-            return self._to_shards(params, own, stack, chunk)
-        padded = torch.cat((stack, stack.new_zeros(chunk - len(own), *stack.shape[1:])))
-        everything = padded.new_empty(chunk * self.world_size, *padded.shape[1:])
-        return all_gather(everything, padded, async_op=True), everything
+    def _owned(self, group: dict[str, Any]) -> int:
+        """Matrices of a group that a rank owns. State is kept of so many, also where the last ranks own fewer."""
+        return matrices_of_a_rank(len(group["params"]), self.world_size)
 
     def _parts(self, params: list[Tensor]) -> list[slice]:
         """The parameters that are updated together. All parts have one size, so that one graph is compiled."""
@@ -369,7 +297,7 @@ class Muon(torch.optim.Optimizer):
     def _update_part(self, group: dict[str, Any], stack: Tensor, grads: Tensor, part: slice) -> None:
         """Updates the matrices `part` of those that this rank owns, in place. grads is changed as well."""
         _, rows, columns = stack.shape
-        state, chunk = self.state[group["params"][0]], self._chunk_size(group)  # nanochat: under the first parameter
+        state, chunk = self.state[group["params"][0]], self._owned(group)  # nanochat: under the first parameter
         lean = self.lean if is_lean(stack[0]) else None
         dtype = stack.dtype if lean is None else torch.float32
         if "momentum_buffer" not in state:
@@ -402,7 +330,7 @@ class Muon(torch.optim.Optimizer):
         """The state dict of this rank, from those of all ranks of a run with another number of ranks, in order."""
         result = _state_dict_of(states[0], self.world_size)
         for group, saved in zip(self.param_groups, states[0]["param_groups"], strict=True):
-            chunk, first = self._chunk_size(group), saved["params"][0]
+            chunk, first = self._owned(group), saved["params"][0]
             mine = slice(self.rank * chunk, (self.rank + 1) * chunk)
             parts = [state["state"][first] for state in states if first in state["state"]]
             for key in parts[0] if parts and self.rank * chunk < len(group["params"]) else ():
@@ -416,7 +344,7 @@ class Muon(torch.optim.Optimizer):
         _check_world_size(state_dict, self.world_size)
         for group, saved in zip(self.param_groups, state_dict["param_groups"]):
             buffer = state_dict["state"].get(saved["params"][0], {}).get("momentum_buffer")
-            expected = (self._chunk_size(group), *group["params"][0].shape)
+            expected = (self._owned(group), *group["params"][0].shape)
             if buffer is not None and tuple(buffer.shape) != expected:
                 raise ValueError(
                     f"the saved momentum of Muon is {tuple(buffer.shape)} and {expected} is needed; resume with the "
@@ -453,11 +381,9 @@ class AdamW(torch.optim.Optimizer):
 
     Every rank updates the whole of a parameter whose rows do not divide by the number of ranks, or that has fewer than
     1024 elements. On one process this is torch.optim.AdamW(fused=True), with the same state dict.
-    lean: set by lean.Lean, else None. Matrices are then BF16, and their moments 8 bits.
+    lean: matrices are then BF16, and their moments 8 bits.
     Raises ValueError in step() for missing gradients.
     """
-
-    lean: Lean | None = None
 
     def __init__(
         self,
@@ -466,51 +392,34 @@ class AdamW(torch.optim.Optimizer):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 0.01,
+        lean: LeanState | None = None,
     ):
-        self.rank, self.world_size = _rank_and_world_size()
+        self.lean = lean
+        self.rank, self.world_size = rank_and_world_size()
         # "fused" is torch's own key: it keeps the step count on the device when a state is loaded.
         defaults = dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, fused=True, world_size=self.world_size)
         super().__init__(params, defaults)
 
-    def _is_split(self, p: Tensor) -> bool:
-        return self.world_size > 1 and p.numel() >= 1024 and p.size(0) % self.world_size == 0
-
-    def _own_rows(self, p: Tensor) -> Tensor:
-        """A view of the part of p that this rank updates."""
-        if is_sharded(p):
-            return local(p)
-        if not self._is_split(p):
-            return p
-        rows = p.size(0) // self.world_size
-        return p[self.rank * rows : (self.rank + 1) * rows]
-
     @torch.no_grad()
     def step(self) -> None:
         params = [p for group in self.param_groups for p in group["params"]]
-        reduced = {p: self._reduce(p, grad) for p in params for grad in _gradients([p])}
+        where = self.rank, self.world_size
+        sent = {p: send_row_gradients(p, grad, *where) for p in params for grad in _gradients([p])}
         gathers = []
         for group in self.param_groups:
             for p in group["params"]:
-                work, grad = reduced.pop(p)
+                work, grad = sent.pop(p)
                 if work is not None:
                     work.wait()
                     grad = grad / self.world_size
                 own = self._own_rows(p)
                 self._update(group, p, own, grad)
-                if self._is_split(p) and not is_sharded(p):
-                    gathers.append(all_gather(p, own, async_op=True))
-        for work in gathers:
+                gathers.append(send_rows(p, own, self.world_size))
+        for work in filter(None, gathers):
             work.wait()
 
-    def _reduce(self, p: Tensor, grad: Tensor) -> tuple[Any, Tensor]:
-        """(work, gradient of the own rows, summed over the ranks once `work` is done)."""
-        if self.world_size == 1 or is_sharded(p):
-            return None, local(grad)
-        if self._is_split(p):
-            own = torch.empty_like(self._own_rows(p))
-            return reduce_scatter(own, grad.contiguous(), async_op=True), own
-        total = grad.clone()
-        return dist.all_reduce(total, async_op=True), total
+    def _own_rows(self, p: Tensor) -> Tensor:
+        return own_rows(p, self.rank, self.world_size)
 
     def _update(self, group: dict[str, Any], p: Tensor, own: Tensor, grad: Tensor) -> None:
         state = self.state[p]

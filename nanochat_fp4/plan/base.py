@@ -13,7 +13,7 @@ import torch
 
 import nanochat_fp4 as nf
 from nanochat_fp4.errors import UserError
-from nanochat_fp4.models.lean import state_bytes
+from nanochat_fp4.models.optim8bit import state_bytes
 from nanochat_fp4.nvfp4.plan import MethodPlan
 from nanochat_fp4.plan.cards import Card
 from nanochat_fp4.plan.settings import Settings

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from nanochat_fp4.data.dataset import MAX_SHARD, SHARD_BYTES
 from nanochat_fp4.data.tokenizer import SPECIAL_TOKENS
 from nanochat_fp4.errors import UserError
-from nanochat_fp4.models.lean import STATES
+from nanochat_fp4.models.optim8bit import STATES
 from nanochat_fp4.plan.base import Base, deepest, describe, parse
 from nanochat_fp4.plan.hours import Hours, hours
 from nanochat_fp4.plan.machine import Facts, Machine

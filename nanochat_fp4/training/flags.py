@@ -12,8 +12,8 @@ from nanochat_fp4.console import parse_rate
 from nanochat_fp4.errors import UserError
 from nanochat_fp4.models.cross_entropy import HEADS
 from nanochat_fp4.models.gpt import RECOMPUTE
-from nanochat_fp4.models.lean import STATES
 from nanochat_fp4.models.optim import ORTHOGONALIZERS
+from nanochat_fp4.models.optim8bit import STATES
 from nanochat_fp4.parallel import MODES
 
 # A run that branches from another run may differ from it in these settings (and in the method and the head).

@@ -23,8 +23,8 @@ from nanochat_fp4.data.tokenizer import RustBPETokenizer, get_tokenizer
 from nanochat_fp4.errors import UserError, one_line
 from nanochat_fp4.hardware import physical_memory
 from nanochat_fp4.models.gpt import GPT, ROTARY_FACTOR, GPTConfig
-from nanochat_fp4.models.lean import state_of
 from nanochat_fp4.models.llama import Llama, LlamaConfig
+from nanochat_fp4.models.optim8bit import state_of
 from nanochat_fp4.nvfp4.feedback import load_gram_state
 from nanochat_fp4.nvfp4.methods import register
 from nanochat_fp4.nvfp4.plan import MethodPlan

@@ -17,8 +17,8 @@ from torch import nn
 
 from nanochat_fp4.models.cross_entropy import CHUNK_ELEMENTS
 from nanochat_fp4.models.gpt import GPT
-from nanochat_fp4.models.lean import STATES, STEP_BYTES, state_bytes
 from nanochat_fp4.models.optim import STACK_BYTES, STACK_ELEMENTS
+from nanochat_fp4.models.optim8bit import STATES, STEP_BYTES, state_bytes
 from nanochat_fp4.nvfp4.format import BYTES
 from nanochat_fp4.nvfp4.recipes import Operand, Recipe
 

@@ -13,8 +13,8 @@ from nanochat_fp4.devices import gpu_memory
 from nanochat_fp4.errors import UserError, is_out_of_memory
 from nanochat_fp4.hardware import physical_memory
 from nanochat_fp4.models.gpt import GPT, autocast
-from nanochat_fp4.models.lean import STEP_BYTES, is_lean, stack_that_fits, state_bytes
 from nanochat_fp4.models.optim import STACK_BYTES, STACK_ELEMENTS
+from nanochat_fp4.models.optim8bit import STEP_BYTES, is_lean, stack_that_fits, state_bytes
 from nanochat_fp4.training.memory import SHARE, next_lever
 
 

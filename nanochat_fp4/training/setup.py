@@ -8,6 +8,7 @@ The set-up of a training run up to its first step, and the report after its last
 
 import argparse
 import contextlib
+import functools
 import hashlib
 import json
 import os
@@ -38,8 +39,8 @@ from nanochat_fp4.locks import held_run
 from nanochat_fp4.models import flash_attention, llama
 from nanochat_fp4.models.cross_entropy import head_problem
 from nanochat_fp4.models.gpt import GPT, RECOMPUTE, config_from_depth
-from nanochat_fp4.models.lean import Lean, set_state, state_of
 from nanochat_fp4.models.optim import ORTHOGONALIZERS
+from nanochat_fp4.models.optim8bit import LeanState, set_state, state_of
 from nanochat_fp4.nvfp4.methods import get_recipe
 from nanochat_fp4.nvfp4.plan import MethodPlan
 from nanochat_fp4.nvfp4.recipes import to_record
@@ -331,6 +332,11 @@ class PostTraining:
         """--state, or that of the model's checkpoint."""
         return self.args.state or state_of(self.parent_meta)
 
+    @functools.cached_property
+    def lean(self) -> LeanState | None:
+        """For the optimizers of a run with --state=lean."""
+        return LeanState(self.model, self.args.seed) if self.state == "lean" else None
+
     @property
     def orthogonalizer(self) -> str:
         """--orthogonalizer, or that of the model's checkpoint."""
@@ -437,9 +443,8 @@ class PostTraining:
         return Trainer(made, parts, self.args, self.process, self.start)
 
     def parts(self, optimizers: list[torch.optim.Optimizer], forward: Any, **loss: Any) -> TrainingStep:
-        lean = Lean(self.model, optimizers, self.args.seed) if self.state == "lean" else None
         quantized = QuantizedTraining(self.model)
-        return TrainingStep(self.model, optimizers, forward, quantized, self.dtype, lean=lean, **loss)
+        return TrainingStep(self.model, optimizers, forward, quantized, self.dtype, lean=self.lean, **loss)
 
     def report(self, trainer: Trainer, section: str, setup: dict[str, Any], sources: dict[str, str]) -> None:
         """Prints the results, and writes them with `setup` into the report under `section`."""

@@ -39,8 +39,8 @@ from nanochat_fp4.errors import UserError, is_out_of_memory
 from nanochat_fp4.evaluation.metrics import LossMonitor, MetricsLog
 from nanochat_fp4.hardware import get_peak_flops
 from nanochat_fp4.models.gpt import autocast
-from nanochat_fp4.models.lean import Lean
 from nanochat_fp4.models.optim import Schedule
+from nanochat_fp4.models.optim8bit import LeanState
 from nanochat_fp4.nvfp4.training import LOOK_TOKENS, QuantizedTraining
 from nanochat_fp4.parallel import full_state_dict, is_sharded
 from nanochat_fp4.progress import Progress
@@ -74,7 +74,7 @@ class TrainingStep:
         quantized: QuantizedTraining | None = None,
         dtype: torch.dtype | None = None,
         loss: Callable[..., Tensor] = lambda forward, x, y: forward(x, y),
-        lean: Lean | None = None,
+        lean: LeanState | None = None,
     ):
         self.model, self.optimizers, self.dtype, self.loss, self.lean = model, list(optimizers), dtype, loss, lean
         self.forward = model if forward is None else forward

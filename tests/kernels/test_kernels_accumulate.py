@@ -7,7 +7,7 @@ pytest.importorskip("triton")
 
 from nvfp4_kernels.accumulate import round_into
 
-from nanochat_fp4.models import lean
+from nanochat_fp4.models import optim8bit
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -21,7 +21,7 @@ def test_kernel_is_the_reference(shape, dtype, add):
     seed, before = torch.tensor(-(2**40) - 7), torch.randn(shape).bfloat16()
     for stream, first_row in ((0, 0), (70000, 3)):
         want, got = before.clone(), before.to(DEVICE)
-        lean.round_into(want, x, seed, stream, first_row, add)
+        optim8bit.round_into(want, x, seed, stream, first_row, add)
         round_into(got, x.to(DEVICE), seed.to(DEVICE), stream, first_row, add)
         assert torch.equal(got.cpu(), want)
 

@@ -18,7 +18,7 @@ import nanochat_fp4 as nf
 from nanochat_fp4 import parallel
 from nanochat_fp4.common import compute_cleanup, compute_init
 from nanochat_fp4.data.tokenizer import get_tokenizer
-from nanochat_fp4.models import lean
+from nanochat_fp4.models import optim8bit
 from nanochat_fp4.models.gpt import GPT, config_from_depth
 from nanochat_fp4.models.llama import Llama, LlamaConfig
 from nanochat_fp4.models.optim import PretrainingOptions
@@ -43,7 +43,7 @@ def test_the_mean_of_many_roundings_is_the_number():
     total, draws = torch.zeros(8, 64, dtype=torch.float64), 1024
     for stream in range(draws):
         into = torch.empty(8, 64, dtype=torch.bfloat16)
-        lean.round_into(into, x, SEED, stream)
+        optim8bit.round_into(into, x, SEED, stream)
         assert ((into.float() - x).abs() < ulp).all()
         total += into
     error = (total / draws - x).abs() / ulp
@@ -56,33 +56,33 @@ def test_updates_below_half_an_ulp_add_up():
     weight, nearest = torch.ones(64, 64).bfloat16(), torch.ones(64, 64).bfloat16()
     update = torch.full((64, 64), -1e-4)
     for step in range(1000):
-        lean.round_into(weight, update, SEED, step, add=True)
+        optim8bit.round_into(weight, update, SEED, step, add=True)
         nearest += update
     assert (nearest == 1).all()
     assert weight.float().mean() == pytest.approx(0.9, abs=5e-4)
 
 
-@pytest.mark.parametrize("stream", [lean.MOMENT, lean.SECOND_MOMENT])
+@pytest.mark.parametrize("stream", [optim8bit.MOMENT, optim8bit.SECOND_MOMENT])
 def test_moments_in_8_bits(stream):
     x = torch.randn(3, 4, 96) * torch.exp(2 * torch.randn(3, 4, 1))
-    x = x if stream == lean.MOMENT else x.square()
+    x = x if stream == optim8bit.MOMENT else x.square()
     x[1, 2] = 0
     seeds = torch.tensor([5, -7, 2**60])
-    codes, scales = lean.encode(x, seeds, 0, stream)
+    codes, scales = optim8bit.encode(x, seeds, 0, stream)
     assert codes.element_size() == 1 and scales.shape == (3, 4, 1)
-    once = lean.decode(codes, scales)
+    once = optim8bit.decode(codes, scales)
     assert (once - x).norm() < 0.015 * x.norm() and (once[1, 2] == 0).all()
-    mean = sum(lean.decode(*lean.encode(x, seeds + 10 * i, 0, stream)) for i in range(256)) / 256
+    mean = sum(optim8bit.decode(*optim8bit.encode(x, seeds + 10 * i, 0, stream)) for i in range(256)) / 256
     assert (mean - x).norm() < 0.15 * (once - x).norm()  # 1 / 16, and its deviation
     # A part of the rows has the numbers that it has in the whole.
-    part = lean.encode(x[:, 2:], seeds, 2, stream)
+    part = optim8bit.encode(x[:, 2:], seeds, 2, stream)
     assert torch.equal(part[0], codes[:, 2:]) and torch.equal(part[1], scales[:, 2:])
 
 
 def test_a_second_moment_does_not_become_zero():
     x = torch.tensor([[[1.0, 1e-12, 0.0, 1e-30]]])
     for i in range(8):
-        value = lean.decode(*lean.encode(x, torch.tensor([i]), 0, lean.SECOND_MOMENT))[0, 0]
+        value = optim8bit.decode(*optim8bit.encode(x, torch.tensor([i]), 0, optim8bit.SECOND_MOMENT))[0, 0]
         assert (value[[0, 1, 3]] > 0).all() and value[2] == 0
 
 
@@ -92,13 +92,13 @@ def test_a_moment_that_decays_by_less_than_a_step_decays():
     x[..., 0] = 1.0  # the block's largest stays
     before, value = x[..., 1:].mean(), x
     for i in range(60):
-        value = lean.decode(*lean.encode(value, torch.tensor([i]), 0, lean.SECOND_MOMENT))
+        value = optim8bit.decode(*optim8bit.encode(value, torch.tensor([i]), 0, optim8bit.SECOND_MOMENT))
         value[..., 1:] *= 0.95
     assert value[..., 1:].mean() / before == pytest.approx(0.95**60, rel=0.1)
 
 
 def test_block_sizes():
-    assert [lean.block_size(n) for n in (1280, 1664, 2048, 2560, 40, 33, 257)] == [256, 208, 256, 256, 40, 33, 1]
+    assert [optim8bit.block_size(n) for n in (1280, 1664, 2048, 2560, 40, 33, 257)] == [256, 208, 256, 256, 40, 33, 1]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -106,7 +106,7 @@ def test_block_sizes():
 
 
 class Holder(nn.Module):
-    """Parameters as a model, for Lean."""
+    """Parameters as a model, for LeanState."""
 
     def __init__(self, params):
         super().__init__()
@@ -120,8 +120,8 @@ def made(seed=0):
     params = parameters(MATRICES + OTHERS)
     for p in params:
         p.data = p.data.bfloat16() if p.ndim == 2 else p.data
-    optimizers = make(params)
-    return params, optimizers, lean.Lean(Holder(params), optimizers, seed)
+    state = optim8bit.LeanState(Holder(params), seed)
+    return params, make(params, lean=state), state
 
 
 def steps(params, optimizers, state, first, last):
@@ -135,7 +135,7 @@ def steps(params, optimizers, state, first, last):
             optimizer.step()
 
 
-def test_lean_follows_fp32_and_saves_all_that_it_needs():
+def test_optim8bit_follows_fp32_and_saves_all_that_it_needs():
     params, optimizers, state = made()
     exact = [nn.Parameter(p.detach().float()) for p in params]
     steps(exact, make(exact), None, 0, 4)
@@ -191,7 +191,7 @@ def one_rank(results):
 
 def test_two_processes_do_what_one_does(run_ranks, tmp_path):
     """The same gradient on both is its own average, so that only batched products could differ by a bit."""
-    run_ranks(f"import test_lean; test_lean.one_rank({str(tmp_path)!r})")
+    run_ranks(f"import test_optim8bit; test_optim8bit.one_rank({str(tmp_path)!r})")
     ranks = [torch.load(tmp_path / f"{r}.pt", weights_only=True) for r in (0, 1)]
     params, optimizers, state = made()
     steps(params, optimizers, state, 0, 3)
@@ -216,14 +216,15 @@ def small(method, state, cls=GPT, layers=1, sharded=False, width=128, orthogonal
     else:
         model = Llama(LlamaConfig(sequence_len=32, vocab_size=256, n_layer=layers, n_head=2, n_kv_head=2, n_embd=128))
     model.init_weights()
-    lean.set_state(model, state)
+    optim8bit.set_state(model, state)
     nf.convert(model, method, verbose=False)
     if sharded:
         parallel.shard(model)
     rates = dict(unembedding_lr=0.004, embedding_lr=0.2, matrix_lr=0.02, weight_decay=0.1)
-    optimizers, schedule = model.setup_finetuning(rates, 1.0, lambda progress: 1.0, orthogonalizer=orthogonalizer)
+    made = optim8bit.LeanState(model, seed=1) if state == "lean" else None
+    how = {"orthogonalizer": orthogonalizer, "lean": made}
+    optimizers, schedule = model.setup_finetuning(rates, 1.0, lambda progress: 1.0, **how)
     schedule(0, 0.0)
-    made = lean.Lean(model, optimizers, seed=1) if state == "lean" else None
     # On a CPU lean computes in BF16, as a GPU does in either state.
     return TrainingStep(model, optimizers, dtype=torch.bfloat16, lean=made)
 
@@ -249,7 +250,7 @@ def test_methods_train(method):
     losses = train(step, 2)
     assert losses[-1] < losses[0]
     assert all(p.isfinite().all() and not torch.equal(p, q) for p, q in zip(step.model.parameters(), before))
-    assert all(lean.is_lean(p) == (p.ndim == 2) for p in step.model.parameters())
+    assert all(optim8bit.is_lean(p) == (p.ndim == 2) for p in step.model.parameters())
 
 
 def test_a_llama_trains():
@@ -277,7 +278,7 @@ def test_gradients_add_up_in_bf16():
 
 
 SUMS = """
-from test_lean import nn, small, torch
+from test_optim8bit import nn, small, torch
 from nanochat_fp4.common import compute_init
 compute_init("cpu")
 step, x = small("bf16", "lean"), torch.arange(64).view(2, 32)
@@ -299,7 +300,7 @@ def test_ranks_round_their_sums_with_numbers_of_their_own(run_ranks):
 @pytest.mark.slow
 def test_a_thousand_steps_of_both_states_side_by_side():
     """64 rows again and again, clover: both states learn them by heart. They leave the first plateau at other steps."""
-    both = {state: small("clover", state, width=64) for state in lean.STATES}
+    both = {state: small("clover", state, width=64) for state in optim8bit.STATES}
     windows = {s: torch.tensor(train(step, 1000, period=64)).view(-1, 200).mean(1) for s, step in both.items()}
     print({state: of.tolist() for state, of in windows.items()})
     assert windows["fp32"][-1] < 0.2 * windows["fp32"][0]
@@ -327,7 +328,7 @@ def one_sharded_rank():
 
 
 def test_shards_train_alike(run_ranks):
-    run_ranks("import test_lean; test_lean.one_sharded_rank()")
+    run_ranks("import test_optim8bit; test_optim8bit.one_sharded_rank()")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -347,11 +348,11 @@ def test_bytes_a_parameter(depth, width, small):
     """Weight, gradient, moments (Muon's one, AdamW's two for embedding and head), codes; counted by hand."""
     model = meta(depth)
     matrices, others = 12 * depth * width**2, 2 * 65536 * width
-    scale = 4 / lean.block_size(width)
+    scale = 4 / optim8bit.block_size(width)
     fp32 = (4 + 4 + 4 + 0.5625) * matrices + (4 + 4 + 8) * others
     half = (2 + 2 + 1 + scale + 0.5625) * matrices + (2 + 2 + 2 * (1 + scale)) * others
-    assert sum(lean.state_bytes(model, "fp32").values()) == pytest.approx(fp32, rel=1e-3)
-    assert sum(lean.state_bytes(model, "lean").values()) == pytest.approx(half, rel=1e-3)
+    assert sum(optim8bit.state_bytes(model, "fp32").values()) == pytest.approx(fp32, rel=1e-3)
+    assert sum(optim8bit.state_bytes(model, "lean").values()) == pytest.approx(half, rel=1e-3)
     assert half / (matrices + others) == pytest.approx(small, abs=0.01)
 
 
@@ -379,7 +380,7 @@ class Fp32Elements(TorchDispatchMode):
 def test_no_fp32_copy_of_more_than_a_stack(tiny_base, monkeypatch):
     """Of creation, update, save, load and resume, also from the state of FP32. One stack here is one matrix."""
     stack, folder = 256 * 1024, tiny_base / "base_checkpoints" / "d4"
-    monkeypatch.setattr(lean, "stack_that_fits", lambda model: stack)
+    monkeypatch.setattr(optim8bit, "stack_that_fits", lambda model: stack)
     tokenizer = get_tokenizer()
 
     def peak_of(work, *known):
@@ -388,9 +389,10 @@ def test_no_fp32_copy_of_more_than_a_stack(tiny_base, monkeypatch):
         return counted.peak, result
 
     def optimizers_of(model, state):
-        optimizers, schedule = model.setup_pretraining(PretrainingOptions(), 2**19, 10)
+        made = optim8bit.LeanState(model, seed=1) if state == "lean" else None
+        optimizers, schedule = model.setup_pretraining(PretrainingOptions(), 2**19, 10, made)
         schedule(0, 0.0)
-        return optimizers, lean.Lean(model, optimizers, seed=1) if state == "lean" else None
+        return optimizers, made
 
     def step(model, optimizers):
         for p in model.parameters():
@@ -427,23 +429,23 @@ def test_no_fp32_copy_of_more_than_a_stack(tiny_base, monkeypatch):
 
 
 def test_the_automatic_micro_batch_counts_the_state():
-    of = {state: small("clover", state).model for state in lean.STATES}
+    of = {state: small("clover", state).model for state in optim8bit.STATES}
     assert optimizer_bytes(of["lean"]) < 0.5 * optimizer_bytes(of["fp32"])
-    counted = lean.state_bytes(of["lean"], "lean")
+    counted = optim8bit.state_bytes(of["lean"], "lean")
     assert optimizer_bytes(of["lean"]) == int(counted["gradients"] + counted["moments"])
     assert update_bytes(of["lean"]) == 32 * sum(p.numel() for p in of["lean"].parameters() if p.ndim == 2)
 
 
-@pytest.mark.parametrize("state", lean.STATES)
+@pytest.mark.parametrize("state", optim8bit.STATES)
 def test_a_real_model_has_the_bytes_of_the_formula(state):
     torch.manual_seed(0)
     model = GPT(config_from_depth(2, 256, 64))
     model.init_weights()
-    lean.set_state(model, state)
+    optim8bit.set_state(model, state)
     nf.convert(model, "clover", verbose=False)
-    optimizers, schedule = model.setup_pretraining(PretrainingOptions(), 2**19, 10)
+    made = optim8bit.LeanState(model, seed=1) if state == "lean" else None
+    optimizers, schedule = model.setup_pretraining(PretrainingOptions(), 2**19, 10, made)
     schedule(0, 0.0)
-    made = lean.Lean(model, optimizers, seed=1) if state == "lean" else None
     step = TrainingStep(model, optimizers, dtype=torch.bfloat16, lean=made)
     x = torch.randint(256, (1, 16))
     with step.micro_batches(2):
@@ -458,4 +460,4 @@ def test_a_real_model_has_the_bytes_of_the_formula(state):
     held += sum(t.numel() * t.element_size() for p in model.parameters() for t in (p, p.grad))
     moments = [t for o in optimizers for s in o.state.values() for t in s.values()]
     held += sum(t.numel() * t.element_size() for t in moments)
-    assert held == pytest.approx(sum(lean.state_bytes(model, state).values()), rel=0.03)
+    assert held == pytest.approx(sum(optim8bit.state_bytes(model, state).values()), rel=0.03)

@@ -1,11 +1,13 @@
 """
---state=lean: training with half the bytes. Matrices and their gradients are BF16, the optimizers' moments 8 bits.
+Optimizers with half the bytes, --state=lean: matrices and their gradients in BF16, moments in 8 bits.
 
-    lean = Lean(model, optimizers, seed)
+    lean = LeanState(model, seed)
+    optimizers, schedule = model.setup_pretraining(..., lean=lean)
     for step in ...:
         with lean.gradients(micro_batches, step):   # forward and backward passes
             ...
-        ...                                         # the optimizers' steps (optim.py asks `Optimizer.lean`)
+        for optimizer in optimizers:                # each updates through lean.update
+            optimizer.step()
 
 - Weights. An update is computed in FP32 and rounded to BF16 stochastically, so updates far below half an ulp add up.
 - Gradients. Each micro-batch's gradient is added in FP32 to the sum, which is rounded to BF16 stochastically.
@@ -161,20 +163,16 @@ def _recoded(state: dict[str, Any], lean: bool, device: torch.device) -> dict[st
 # A run
 
 
-class Lean:
-    """The state of a run with --state=lean, beside its model (with BF16 matrices: set_state) and its optimizers."""
+class LeanState:
+    """What the optimizers of a run with --state=lean share: the model's matrices are BF16 already (set_state)."""
 
-    def __init__(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], seed: int):
+    def __init__(self, model: nn.Module, seed: int):
         self.seed, self.step = seed, -1
         self.stack_elements = stack_that_fits(model)
         self.names = [name for name, _ in model.named_parameters()]
         self.numbers = {p: i for i, p in enumerate(model.parameters())}
         self.device = model.get_device()
         self.begin(0)
-        for optimizer in optimizers:
-            optimizer.lean = self
-            if hasattr(optimizer, "stack_elements"):
-                optimizer.stack_elements = min(optimizer.stack_elements, self.stack_elements)
 
     def begin(self, step: int) -> None:
         """The random numbers of this step."""
