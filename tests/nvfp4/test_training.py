@@ -33,7 +33,7 @@ def test_method_flag_then_environment_then_clover(monkeypatch):
     monkeypatch.setenv("QAT_METHOD", "fp3")
     with pytest.raises(UserError, match="QAT_METHOD: unknown method 'fp3'; use one of: bf16, .*clover"):
         resolve_method(None)
-    with pytest.raises(UserError, match="--method: method 'clover_hot' was .* the last commit .* is 880d786"):
+    with pytest.raises(UserError, match="--method: method 'clover_hot' left the package; .*--recipes.*40089ce"):
         resolve_method("clover_hot")  # what mid-training, SFT and evaluations ask of a checkpoint, too
 
 
