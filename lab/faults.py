@@ -246,6 +246,8 @@ def find(checkout: Path, fault: Fault, all_tests: bool = False) -> Found:
             path.write_text(right)
             if found.test is None or first_failure(tree, [found.test]).test is None:
                 return found
+            if "::" not in found.test:
+                return Found(None, f"{found.test} cannot be collected without the fault either")
             arguments += ["--deselect", found.test]
 
 
