@@ -252,6 +252,22 @@ def test_micro_batches_add_to_the_gradient_in_the_gemm(library, monkeypatch):
     assert [beta for *_, beta in library.calls] == [0.0, 1.0] * 3  # an output, and a weight gradient
 
 
+def test_compiled_layers_multiply_and_add_alike(library):
+    """torch.compile takes a product, and one that is added to a gradient, for operators of one graph."""
+    layer, x, results = nf.QuantLinear(64, 128, method="clover"), torch.randn(32, 64), []
+    for forward in (layer, torch.compile(layer, backend="aot_eager", fullgraph=True)):
+        assert dispatch.native_choice("cpu")[0] == "cublaslt"
+        library.calls.clear()
+        torch.manual_seed(0)
+        layer.zero_grad()
+        leaf = x.clone().requires_grad_()
+        with nf.accumulate_gradients(layer):
+            forward(leaf).square().sum().backward()
+        results.append((leaf.grad, layer.weight.grad.clone()))
+        assert [beta for *_, beta in library.calls] == [0.0, 0.0, 1.0]
+    assert all(map(torch.equal, *results))
+
+
 def test_operands_that_tensor_cores_do_not_take(library, monkeypatch):
     """K = 48 is no whole number of 16-byte rows of codes: the forward is emulated, and its result the same."""
     want = emulated(monkeypatch, "clover", in_features=48)
