@@ -4,7 +4,6 @@ import gzip
 import json
 import random
 import re
-import shutil
 from pathlib import Path
 
 import numpy as np
@@ -39,12 +38,6 @@ class Numbers(Task):
 
     def get_example(self, index):
         return self.first + index
-
-
-def one_line_error(error):
-    text = str(error.value)
-    assert "\n" not in text and len(text) < 500
-    return text
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -99,11 +92,6 @@ def test_rows_of_every_form_come_in_the_order_of_datasets(tmp_path, form):
         pq.write_table(pa.Table.from_pylist(items), place / "test.parquet")
     else:
         write_jsonl(place / f"test.{form}", items, gz=form.endswith("gz"))
-    if form == "parts":  # half a benchmark is another benchmark
-        shutil.move(place / "test-00000-of-00002.parquet", tmp_path)
-        with pytest.raises(UserError, match="has 1 of 00002 parts of test"):
-            load_rows("org/set", "main", "test", folder=tmp_path)
-        shutil.move(tmp_path / "test-00000-of-00002.parquet", place)
     loaded = load_rows("org/set", "main", "test", folder=tmp_path)
     assert [r["n"] for r in loaded] == np.random.default_rng(42).permutation(23).tolist()
 
@@ -113,49 +101,6 @@ def test_shuffle_is_that_of_datasets(tmp_path):
     expected = datasets.Dataset.from_list([{"n": i} for i in range(101)]).shuffle(seed=42)["n"]
     write_jsonl(tmp_path / "org" / "set" / "main" / "test.jsonl", [{"n": i} for i in range(101)])
     assert [r["n"] for r in load_rows("org/set", "main", "test", folder=tmp_path)] == list(expected)
-
-
-def test_damaged_files_are_named_with_the_line(tmp_path):
-    place = tmp_path / "org" / "set" / "main"
-    place.mkdir(parents=True)
-    load = lambda **kw: load_rows("org/set", "main", "test", folder=tmp_path, **kw)  # noqa: E731
-    check = lambda row: None if isinstance(row["n"], int) else "the field 'n' is not a number"  # noqa: E731
-
-    with pytest.raises(MissingDataError) as e:
-        load()
-    assert "test.jsonl" in one_line_error(e) and "--eval-dir" in str(e.value)
-    with pytest.raises(UserError, match="not a folder"):
-        load_rows("org/set", "main", "test", folder=tmp_path / "nowhere")
-
-    path = place / "test.jsonl"
-    for content, expected in [
-        (b"", "has no rows"),
-        (b'{"n": 1}\n{"n": ', "line 2: not JSON"),
-        (b'{"n": 1}\n\n[1]\n', "line 3: expected an object"),
-        (b'{"n": 1}\n{"n": "x"}\n', "line 2: the field 'n' is not a number"),
-        (b'{"n": 1}\n{"m": 1}\n', "line 2: unexpected content"),
-        (b'{"n": 1}\n\xff\xfe\n', "cannot be read past line"),
-        (b"[" * 100_000 + b"\n", "line 1: not JSON"),
-    ]:
-        path.write_bytes(content)
-        with pytest.raises(UserError) as e:
-            load(check=check)
-        assert expected in one_line_error(e) and str(path) in str(e.value)
-        assert not isinstance(e.value, MissingDataError)  # damaged data is never left out silently
-    path.unlink()
-
-    path = place / "test.jsonl.gz"
-    whole = gzip.compress(b'{"n": 1}\n' * 5000)
-    for content in (whole[: len(whole) // 2], b"no gzip at all", whole[:20] + b"\x00" * 20 + whole[40:]):
-        path.write_bytes(content)
-        with pytest.raises(UserError) as e:
-            load()
-        assert str(path) in one_line_error(e)
-    path.unlink()
-
-    (place / "test.parquet").write_bytes(b"PAR1 nonsense PAR1")
-    with pytest.raises(UserError, match="not a readable parquet"):
-        load()
 
 
 def test_the_hub_is_asked_for_one_revision(monkeypatch):
@@ -182,12 +127,6 @@ def test_the_hub_is_asked_for_one_revision(monkeypatch):
 # Conversations
 
 GOOD = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
-BAD = [  # what else is wrong is test_tokenizer's to say
-    ([], "at least one message"),
-    ("text", "at least one message"),
-    (GOOD[:1], "no message from the assistant"),
-    ([GOOD[0], {"role": "assistant", "content": 3}], "not int"),
-]
 
 
 def test_custom_json(tmp_path):
@@ -195,19 +134,6 @@ def test_custom_json(tmp_path):
     path.write_text(json.dumps(GOOD) + "\n\n" + json.dumps({"messages": GOOD * 2}) + "\n")
     task = CustomJSON(path)
     assert list(task) == [{"messages": GOOD}, {"messages": GOOD * 2}] and len(CustomJSON(LOCAL_IDENTITY)) >= 30
-    for bad, expected in BAD:
-        path.write_text(json.dumps(GOOD) + "\n" + json.dumps(bad) + "\n")
-        with pytest.raises(UserError) as e:
-            CustomJSON(path)
-        assert expected in one_line_error(e) and f"{path}, line 2" in str(e.value)
-    path.write_text("{oops\n")
-    with pytest.raises(UserError, match="line 1: not JSON"):
-        CustomJSON(path)
-    path.write_text("\n")
-    with pytest.raises(UserError, match="no conversation"):
-        CustomJSON(path)
-    with pytest.raises(MissingDataError, match="is not there"):
-        CustomJSON(tmp_path / "absent.jsonl")
 
 
 def test_smoltalk_from_a_folder(tmp_path):
@@ -215,12 +141,6 @@ def test_smoltalk_from_a_folder(tmp_path):
     write_jsonl(tmp_path / "train.jsonl.gz", [{"messages": GOOD}, {"messages": [system, *GOOD]}], gz=True)
     task = SmolTalk("train", sft_dir=tmp_path)
     assert list(task) == [{"messages": GOOD}, {"messages": [system, *GOOD]}]
-    with pytest.raises(MissingDataError) as e:
-        SmolTalk("test", sft_dir=tmp_path)
-    assert "--sft-dir" in one_line_error(e)
-    write_jsonl(tmp_path / "test.jsonl", [{"messages": GOOD}, {"messages": [system]}])
-    with pytest.raises(UserError, match="line 2: a system message must be followed by a user message"):
-        SmolTalk("test", sft_dir=tmp_path)
     with pytest.raises(ValueError, match="train and test"):
         SmolTalk("validation", sft_dir=tmp_path)
 
@@ -244,8 +164,6 @@ def test_words_of_a_folder(tmp_path):
     (tmp_path / "words").mkdir()
     (tmp_path / "words" / "words_alpha.txt").write_bytes(b"a\r\naa\r\nzebra\r\n")
     assert chat_data.load_words(tmp_path) == ["a", "aa", "zebra"]
-    with pytest.raises(MissingDataError, match="words_alpha.txt is missing"):
-        chat_data.load_words(tmp_path / "words")
 
 
 def test_simple_spelling():

@@ -83,26 +83,6 @@ def test_the_last_shard_is_validation(shards):
 
 
 @pytest.mark.parametrize(
-    "make, text",
-    [
-        (lambda p: p.write_bytes(b""), "not a readable parquet file.*delete it"),
-        (lambda p: p.write_text("this is no parquet file at all, but text"), "not a readable parquet file.*delete it"),
-        (lambda p: p.write_bytes(p.read_bytes()[:-9]), "not a readable parquet file.*delete it"),
-        (lambda p: pq.write_table(pa.table({"content": ["a"]}), p), "no column named text .it has: content.*-column"),
-        (lambda p: pq.write_table(pa.table({"text": [1, 2]}), p), "holds int64, not strings"),
-        (lambda p: pq.write_table(pa.table({"text": [["a"]]}), p), "holds list.*, not strings"),
-        (lambda p: pq.write_table(pa.table([["a"], ["b"]], names=["text", "text"]), p), "has 2 columns named text"),
-    ],
-)
-def test_bad_shards_are_named_at_the_start(shards, make, text):
-    bad = shards / "shard_00001.parquet"
-    make(bad)
-    with pytest.raises(UserError, match=f"shard_00001.parquet.*{text}") as e:
-        ensure_data(str(shards))
-    assert "\n" not in str(e.value)
-
-
-@pytest.mark.parametrize(
     "kind",
     [pa.large_string(), pa.string_view(), pa.dictionary(pa.int32(), pa.string())],
     ids=str,
@@ -133,16 +113,6 @@ def test_a_footer_is_read_once(tmp_path, monkeypatch):
     write_shard(tmp_path / "a.parquet", ["other"] * 8000, row_group_size=1)
     with pytest.raises(UserError, match="changed while it was being read"):
         shard.read(5)
-
-
-def test_damage_inside_a_shard_is_named_when_it_is_read(shards):
-    path = shards / "shard_00000.parquet"
-    data = bytearray(path.read_bytes())
-    data[4:40] = b"\xff" * 36  # the first page; the footer stays good
-    path.write_bytes(data)
-    assert open_shard(path).num_rows == 10
-    with pytest.raises(UserError, match="shard_00000.parquet: row group 0 cannot be read.*delete it"):
-        texts_of(shards, "train")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -177,51 +147,6 @@ def test_parquet_folders_are_used_as_they_are(shards, base_dir, monkeypatch, cap
     monkeypatch.setenv("DATA_DIR", "/nowhere")
     assert ensure_data(str(shards)) == str(shards)
     assert not base_dir.exists() or os.listdir(base_dir) == []
-
-
-@pytest.mark.parametrize(
-    "name, content, text",
-    [
-        (None, None, "is not there; it must be a folder"),
-        ("", b"x", "is a file; it must be a folder"),
-        ("notes.docx", b"x", "holds no data; expected .parquet"),
-        ("a.txt", b"short", "too little text"),
-        ("a.txt", b" \n", "too little text"),
-        ("a.jsonl", b'{"text": "a"}\n{"texts": "b"}\n', 'a.jsonl, line 2: .*"text"'),
-        ("a.jsonl", b'{"text": "a"}\nnot json\n', "a.jsonl, line 2"),
-        ("a.jsonl", b"[" * 100_000, "a.jsonl, line 1"),
-        ("a.jsonl.gz", b"not gzip", "a.jsonl.gz cannot be read"),
-        ("a.txt", "text".encode("utf-16"), "a.txt is text in UTF-16; convert it to UTF-8"),
-        ("a.jsonl.gz", gzip.compress(b'{"text": "a"}\n' * 999, mtime=0)[:40], "a.jsonl.gz cannot be read past line"),
-    ],
-)
-def test_bad_folders_in_one_line(tmp_path, base_dir, name, content, text):
-    folder = tmp_path / "data"
-    if name:
-        folder.mkdir()
-    if name is not None:
-        (folder / name).write_bytes(content)
-    with pytest.raises(UserError, match=text) as e:
-        ensure_data(str(folder))
-    assert "\n" not in str(e.value)
-    assert not list(base_dir.glob("converted_data/*"))  # nothing half-made
-
-
-@pytest.mark.parametrize(
-    "names, text",
-    [
-        (["test.parquet", "train.parquet"], "train.parquet would be the validation split"),
-        (["README.md", "data/train-00000-of-00002.parquet"], "/data has parquet files; name that folder"),
-    ],
-)
-def test_folders_of_which_other_text_would_be_read(tmp_path, base_dir, names, text):
-    """Training on the test set, or on the README of a clone from the hub, looks like any training."""
-    (tmp_path / "data" / "data").mkdir(parents=True)
-    for name in names:
-        path = tmp_path / "data" / name
-        path.write_text(prose(1, 60)) if name.endswith(".md") else write_shard(path, [prose(i, 4) for i in range(9)])
-    with pytest.raises(UserError, match=text):
-        ensure_data(str(tmp_path / "data"))
 
 
 def test_text_files_become_shards(tmp_path, base_dir, monkeypatch):

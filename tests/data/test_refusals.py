@@ -1,0 +1,160 @@
+"""
+Text, rows and conversations of the user that are refused: (what reads them, the files, a word of the message). Each is
+one line, names the file, and leaves nothing half made.
+"""
+
+import gzip
+import io
+import json
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from _samples import BENCHMARK_ROWS
+
+from eval.arc import ARC
+from eval.gsm8k import GSM8K
+from eval.humaneval import HumanEval
+from eval.mmlu import MMLU
+from nanochat_fp4.data.chat_data import CustomJSON, SmolTalk, load_words
+from nanochat_fp4.data.dataset import ensure_data, open_shards
+from nanochat_fp4.data.rows import MissingDataError, load_rows
+from nanochat_fp4.errors import UserError
+
+
+def lines(*values) -> bytes:
+    return "".join(json.dumps(value) + "\n" for value in values).encode()
+
+
+def shard(**columns) -> bytes:
+    table = pa.table(columns) if columns else pa.table([["a"], ["b"]], names=["text", "text"])
+    pq.write_table(table, out := io.BytesIO())
+    return out.getvalue()
+
+
+def number(row: dict) -> str | None:
+    return None if isinstance(row["n"], int) else "the field 'n' is not a number"
+
+
+WHOLE, ZIPPED = shard(text=["a"] * 9), gzip.compress(lines({"n": 1, "text": "a"}) * 5000, mtime=0)
+GOOD = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
+SYSTEM = {"role": "system", "content": "Be brief."}
+READERS = {
+    "text": lambda folder: ensure_data(str(folder)),
+    "column": lambda folder: ensure_data(str(folder), column="body"),
+    "shards": lambda folder: [s.read(0) for s in open_shards("train", folder)],
+    "rows": lambda folder: load_rows("o/s", "m", "test", folder=folder, check=number),
+    "conversations": lambda folder: CustomJSON(folder / "c.jsonl"),
+    "SmolTalk": lambda folder: SmolTalk("test", sft_dir=folder),
+    "words": load_words,
+    "ARC": lambda folder: ARC("ARC-Easy", "test", eval_dir=folder),
+    "MMLU": lambda folder: MMLU("all", "test", eval_dir=folder),
+    "GSM8K": lambda folder: GSM8K("main", "test", eval_dir=folder),
+    "HumanEval": lambda folder: HumanEval(eval_dir=folder),
+}
+TEXT = [
+    ({}, "holds no data; expected .parquet"),
+    ({"notes.docx": b"x"}, "holds no data; expected .parquet"),
+    ({"a.txt": b"short"}, "too little text"),
+    ({"a.txt": b" \n"}, "too little text"),
+    ({"a.txt": "text".encode("utf-16")}, "a.txt is text in UTF-16; convert it to UTF-8"),
+    ({"a.jsonl": lines({"text": "a"}, {"texts": "b"})}, 'a.jsonl, line 2: .*"text"'),
+    ({"a.jsonl": lines({"text": "a"}) + b"not json\n"}, "a.jsonl, line 2"),
+    ({"a.jsonl": b"[" * 100_000}, "a.jsonl, line 1"),
+    ({"a.jsonl.gz": b"not gzip"}, "a.jsonl.gz cannot be read"),
+    ({"a.jsonl.gz": ZIPPED[:40]}, "a.jsonl.gz cannot be read past line"),
+    # Training on the test set, or on the README of a clone from the hub, looks like any training.
+    ({"test.parquet": WHOLE, "train.parquet": WHOLE}, "train.parquet would be the validation split"),
+    ({"README.md": b"Read me.", "data/a.parquet": WHOLE}, "/data has parquet files; name that folder"),
+    ({"a.parquet": b"", "b.parquet": WHOLE}, "a.parquet is not a readable parquet file.*delete it"),
+    ({"a.parquet": b"this is no parquet file", "b.parquet": WHOLE}, "a.parquet is not a readable parquet file"),
+    ({"a.parquet": WHOLE, "b.parquet": WHOLE[:-9]}, "b.parquet is not a readable parquet file"),
+    ({"a.parquet": shard(content=["a"]), "b.parquet": WHOLE}, "no column named text .it has: content.*-column"),
+    ({"a.parquet": shard(text=[1]), "b.parquet": WHOLE}, "holds int64, not strings"),
+    ({"a.parquet": shard(text=[["a"]]), "b.parquet": WHOLE}, "holds list.*, not strings"),
+    ({"a.parquet": shard(), "b.parquet": WHOLE}, "has 2 columns named text"),
+]
+ROWS = [
+    (b"", "has no rows"),
+    (b'{"n": 1}\n{"n": ', "line 2: not JSON"),
+    (b'{"n": 1}\n\n[1]\n', "line 3: expected an object"),
+    (lines({"n": 1}, {"n": "x"}), "line 2: the field 'n' is not a number"),
+    (lines({"n": 1}, {"m": 1}), "line 2: unexpected content"),
+    (b'{"n": 1}\n\xff\xfe\n', "cannot be read past line"),
+    (b"[" * 100_000 + b"\n", "line 1: not JSON"),
+]
+CONVERSATIONS = [  # what else is wrong is test_tokenizer's to say
+    (lines(GOOD, []), "line 2: .*at least one message"),
+    (lines(GOOD, "text"), "line 2: .*at least one message"),
+    (lines(GOOD, GOOD[:1]), "line 2: .*no message from the assistant"),
+    (lines(GOOD, [GOOD[0], {"role": "assistant", "content": 3}]), "line 2: .*not int"),
+    (b"{oops\n", "line 1: not JSON"),
+    (b"\n", "holds no conversation"),
+]
+FIELDS = [  # of a benchmark's row: what is changed, ... for missing
+    ("ARC", {"question": ...}, "'question' is missing"),
+    ("ARC", {"answerKey": "Z"}, "'Z' is none of the labels"),
+    ("ARC", {"choices": ["a"]}, "'choices' is list, expected dict"),
+    ("ARC", {"choices": {"text": []}}, "'label' is missing"),
+    ("MMLU", {"answer": "B"}, "'answer' is str, expected int"),
+    ("MMLU", {"answer": 4}, "expected 0 to 3"),
+    ("MMLU", {"choices": ["1"]}, "1 entries, expected 4"),
+    ("MMLU", {"subject": ...}, "'subject' is missing"),
+    ("GSM8K", {"answer": "no number"}, "does not end in '#### <number>'"),
+    ("GSM8K", {"question": ...}, "'question' is missing"),
+    ("HumanEval", {"test": None}, "'test' is NoneType"),
+]
+
+
+def benchmark(name: str, changes: dict) -> dict[str, bytes]:
+    """Two rows of the benchmark, the second one changed."""
+    path = next(path for path in BENCHMARK_ROWS if name.lower() in path.lower())
+    row = BENCHMARK_ROWS[path]
+    changed = {key: value for key, value in (row | changes).items() if value is not ...}
+    return {f"{path}.jsonl": lines(row, changed)}
+
+
+REFUSED = [
+    *(("text", files, word) for files, word in TEXT),
+    ("column", {"a.parquet": WHOLE, "b.parquet": WHOLE}, "no column named body; correct --text-column"),
+    # The footer is whole, and a page is not.
+    ("shards", {"a.parquet": WHOLE[:4] + b"\xff" * 36 + WHOLE[40:], "b.parquet": WHOLE}, "row group 0 cannot be read"),
+    *(("rows", {"o/s/m/test.jsonl": content}, word) for content, word in ROWS),
+    *(("rows", {"o/s/m/test.jsonl.gz": content}, "test.jsonl.gz") for content in (ZIPPED[:99], b"no gzip at all")),
+    ("rows", {"o/s/m/test.parquet": b"PAR1 nonsense PAR1"}, "not a readable parquet"),
+    ("rows", {"o/s/m/test-00000-of-00002.parquet": WHOLE}, "has 1 of 00002 parts of test"),
+    *(("conversations", {"c.jsonl": content}, word) for content, word in CONVERSATIONS),
+    ("SmolTalk", {"test.jsonl": lines({"messages": GOOD}, {"messages": [SYSTEM]})}, "line 2: a system message must be"),
+    *((name, benchmark(name, changes), f"line 2: .*{word}") for name, changes, word in FIELDS),
+]
+MISSING = [  # may be left out on request, unlike what is damaged
+    ("rows", {}, "test.jsonl.*--eval-dir"),
+    ("conversations", {}, "is not there"),
+    ("SmolTalk", {}, "test.jsonl.*--sft-dir"),
+    ("words", {}, "words_alpha.txt is missing"),
+    *((name, {}, "test.jsonl.*--eval-dir") for name in ("ARC", "MMLU", "GSM8K", "HumanEval")),
+]
+
+
+@pytest.mark.parametrize("reader, files, word", REFUSED + MISSING)
+def test_refused_in_one_line(tmp_path, base_dir, reader, files, word):
+    folder = tmp_path / "data"
+    folder.mkdir()
+    for name, content in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(content)
+    with pytest.raises(UserError, match=word) as e:
+        READERS[reader](folder)
+    text = str(e.value)
+    assert "\n" not in text and len(text) < 600 and str(folder) in text
+    assert isinstance(e.value, MissingDataError) == (not files and reader != "text")
+    assert not list(base_dir.glob("converted_data/*"))
+
+
+def test_a_folder_that_is_none(tmp_path):
+    (tmp_path / "file").write_bytes(b"x")
+    for name, word in (("file", "is a file; it must be a folder"), ("nowhere", "is not there; it must be a folder")):
+        with pytest.raises(UserError, match=word):
+            ensure_data(str(tmp_path / name))
+        with pytest.raises(UserError, match="not a folder"):
+            load_rows("o/s", "m", "test", folder=tmp_path / name)
