@@ -13,8 +13,9 @@ import types
 class Server(http.server.ThreadingHTTPServer):
     """
     Serves `files` (path -> content) at url(path). `bad` (path -> list) says what to do wrong, one a request:
-    500; flip (every byte); cut (half of it); stall (ten bytes, then nothing for a while); endless (more and more,
-    until the client hangs up, 20 requests came or the server is closed); no, negative or two lengths; 206 (a part, as
+    500; flip (every byte); cut (half of it); stall (ten bytes, then nothing for a while); endless, and a petabyte
+    (more and more, until the client hangs up, 20 requests came or the server is closed; the second says how much); no,
+    negative or two lengths; 206 (a part, as
     if it had been asked for); gzip (says that it is compressed); cut head (before its end); chunked, cut chunks; to ftp
     and to file (redirections).
     """
@@ -85,8 +86,9 @@ class Handler(http.server.BaseHTTPRequestHandler):
         if wrong == "flip":
             body = bytes(b ^ 1 for b in body)
         chunked = wrong in ("chunked", "cut chunks")
-        lengths = {"no length": [], "negative length": [-5], "two lengths": [5, len(body)]}
-        for length in [] if chunked else lengths.get(wrong, [10**9 if wrong == "endless" else len(body)]):
+        lengths = {"no length": [], "endless": [], "a petabyte": [10**15]}
+        lengths |= {"negative length": [-5], "two lengths": [5, len(body)]}
+        for length in [] if chunked else lengths.get(wrong, [len(body)]):
             self.send_header("Content-Length", str(length))
         if wrong == "gzip":
             self.send_header("Content-Encoding", "gzip")
@@ -98,7 +100,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.end_headers()
         if wrong == "cut":
             body = body[: len(body) // 2]
-        if wrong == "endless":
+        if wrong in ("endless", "a petabyte"):
             with contextlib.suppress(OSError):
                 while len(server.requests) < 20 and not server.closed:
                     self.wfile.write(bytes(1 << 20))
