@@ -15,6 +15,7 @@ from nanochat_fp4.nvfp4 import dispatch, linear
 from nanochat_fp4.nvfp4 import gemm as gemm_module
 from nanochat_fp4.nvfp4.methods import METHODS
 from nanochat_fp4.nvfp4.quantizers import ROUNDINGS
+from nanochat_fp4.nvfp4.recipes import Recipe
 
 ROOT = Path(__file__).parent.parent
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -115,7 +116,7 @@ def inject(monkeypatch, calls, damage):
         return damage(y) if (count[0] - 1) % 3 in calls else y
 
     monkeypatch.setattr(gemm_module, "gemm", gemm)
-    monkeypatch.setattr(linear.Gemms, "gemm", staticmethod(gemm))
+    monkeypatch.setattr(linear, "gemm", gemm)
 
 
 @pytest.mark.parametrize("method", ["bf16", *TRAINING])
@@ -149,13 +150,13 @@ def test_a_gemm_that_is_wrong(damage, text, monkeypatch):
 
 
 def test_operands_rotated_with_different_signs(monkeypatch):
-    real = linear.Gemms.operands
+    real = Recipe.quantization
 
-    def operands(*args):
-        a, b = real(*args)
-        return a, b._replace(rht_stream=a.rht_stream + 1)
+    def quantization(self, operand, *args):
+        how = real(self, operand, *args)
+        return how._replace(rht_stream=how.rht_stream + operand % 2)  # the second operand of each GEMM
 
-    monkeypatch.setattr(linear.Gemms, "operands", operands)
+    monkeypatch.setattr(Recipe, "quantization", quantization)
     assert "grad_input has a relative square error" in failure()
 
 
@@ -163,7 +164,7 @@ def test_an_error_in_a_kernel_is_one_line(monkeypatch):
     def gemm(*args, **kw):
         raise RuntimeError("cublasGemmEx returned status 15\nand a long story")
 
-    monkeypatch.setattr(linear.Gemms, "gemm", staticmethod(gemm))
+    monkeypatch.setattr(linear, "gemm", gemm)
     assert "status 15" in failure()
 
 

@@ -35,7 +35,7 @@ from nanochat_fp4.environment import environment_info
 from nanochat_fp4.errors import UserError, run_main
 from nanochat_fp4.models.gpt import compile_layers, config_from_depth
 from nanochat_fp4.models.optim import PretrainingOptions
-from nanochat_fp4.nvfp4.sharding import local
+from nanochat_fp4.nvfp4.collectives import local
 from nanochat_fp4.parallel import MODES, divide, shard
 from nanochat_fp4.training.micro_batch import plan_accumulation
 from nanochat_fp4.training.trainer import TrainingStep

@@ -69,7 +69,7 @@ def compile_kernels(arch: int, methods: list[str], every_input: bool) -> list[di
     from nvfp4_kernels.relu_squared import quantize_relu_squared, relu_squared
 
     import nanochat_fp4 as nf
-    from nanochat_fp4.nvfp4 import dispatch, linear, operands
+    from nanochat_fp4.nvfp4 import dispatch, operands, recipes
 
     dispatch.no_kernels_reason = lambda device_type: None
     quantize.conversion_problem = lambda: None  # it needs a GPU
@@ -101,7 +101,7 @@ def compile_kernels(arch: int, methods: list[str], every_input: bool) -> list[di
             for out_dtype in (torch.bfloat16, torch.float32):
                 dot_scaled(*operand, torch.ones(()), *operand, torch.ones(()), out_dtype)
         transpose_square(*operand)
-        operands.native_gemm = linear.native_gemm = lambda device_type: "dot_scaled"  # the GEMM reads codes
+        operands.native_gemm = recipes.native_gemm = lambda device_type: "dot_scaled"  # the GEMM reads codes
         dispatch.implementation = lambda a, b, out_dtype: "dot_scaled"
         dispatch.mm = lambda a, b, out_dtype, name: torch.zeros(len(a.codes), len(b.codes), dtype=out_dtype)
         train(methods[0], *cases[0])

@@ -42,7 +42,7 @@ from nanochat_fp4.console import ArgumentParser, table
 from nanochat_fp4.errors import UserError, run_main
 from nanochat_fp4.files import atomic_write
 from nanochat_fp4.models import flash_attention, gpt
-from nanochat_fp4.nvfp4 import contexts, dispatch, linear, operands
+from nanochat_fp4.nvfp4 import contexts, dispatch, epilogue, linear, operands, recipes
 from nanochat_fp4.nvfp4.gemm import Decoded, GemmOperand
 from nanochat_fp4.nvfp4.operands import Codes
 
@@ -154,8 +154,8 @@ def _kernels() -> Iterator[None]:
     """The operators that a GPU's layers call, with opaque GEMMs and attention."""
     with (
         mock.patch.multiple(dispatch, no_kernels_reason=lambda _: None),
-        mock.patch.multiple(linear, gemm_add=_gemm_add),
-        mock.patch.object(linear.Gemms, "gemm", staticmethod(_gemm)),
+        mock.patch.multiple(linear, gemm=_gemm, gemm_add=_gemm_add),
+        mock.patch.multiple(epilogue, gemm=_gemm),
         mock.patch.multiple(
             flash_attention,
             attend=lambda q, k, v, *_: _attention(q, k, v).flatten(-2),
@@ -286,7 +286,7 @@ def count(method: str, depth: int, rows: int, sm: int, recompute: str = "none") 
     config_of_block = gpt.GPTConfig(LENGTH, 64, 1, heads, heads, shape.width)
     with contextlib.ExitStack() as inside:
         if sm >= 100:
-            for module in (operands, linear):
+            for module in (operands, recipes):
                 inside.enter_context(mock.patch.multiple(module, native_gemm=lambda _: "scaled_mm"))
         graphs = capture(method, config_of_block, rows, recompute)
         with _gpu(sm):

@@ -18,8 +18,9 @@ from nanochat_fp4.export.folder import new_export
 from nanochat_fp4.export.stacked import are_rows, as_in_checkpoints, numbered_rows, source_of
 from nanochat_fp4.export.weights import calibrate, check_values, forward_weights, with_unread_experts
 from nanochat_fp4.files import atomic_write
+from nanochat_fp4.nvfp4.convert import QuantConv1D
 from nanochat_fp4.nvfp4.format import NVFP4Tensor
-from nanochat_fp4.nvfp4.linear import QuantConv1D, QuantLinear
+from nanochat_fp4.nvfp4.linear import QuantLinear
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 

@@ -36,7 +36,8 @@ from nanochat_fp4.models.elementwise import ReluSquared, apply_rotary_emb, norm,
 from nanochat_fp4.models.optim8bit import LeanState, drawn
 from nanochat_fp4.models.recompute import attention_part, can_recompute, mlp_part
 from nanochat_fp4.nvfp4.dispatch import left_out_of_graphs, triton_problem
-from nanochat_fp4.nvfp4.fused import fused_linear, relu_squared_linear
+from nanochat_fp4.nvfp4.fused import fused_linear
+from nanochat_fp4.nvfp4.relu_squared_linear import relu_squared_linear
 from nanochat_fp4.parallel import is_sharded
 
 SOFTCAP = 15.0  # logits lie in (-15, 15)

@@ -38,8 +38,8 @@ from nanochat_fp4.models.elementwise import apply_rotary_emb, rotary_tables
 from nanochat_fp4.models.gpt import ROTARY_BASE, ROTARY_FACTOR
 from nanochat_fp4.models.optim import AdamW, PretrainingOptions, Schedule, gradient_norm, set_learning_rates
 from nanochat_fp4.models.optim8bit import LeanState, drawn
+from nanochat_fp4.nvfp4.collectives import local
 from nanochat_fp4.nvfp4.fused import fused_linear
-from nanochat_fp4.nvfp4.sharding import local
 from nanochat_fp4.parallel import is_sharded
 
 NORM_EPS = 1e-5

@@ -39,7 +39,7 @@ from nanochat_fp4.models.optim_ranks import (
     send_row_gradients,
     send_rows,
 )
-from nanochat_fp4.nvfp4.sharding import local
+from nanochat_fp4.nvfp4.collectives import local
 from nanochat_fp4.parallel import is_sharded, losses_of
 
 # (a, b, c) of the steps X <- a X + (b A + c A^2) X with A = X X^T, for 5 iterations, safety factor 0.02 and cushion 2.

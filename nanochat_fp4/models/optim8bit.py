@@ -30,10 +30,10 @@ import torch
 from torch import Tensor, nn
 
 from nanochat_fp4.common import get_dist_info
+from nanochat_fp4.nvfp4.collectives import local
 from nanochat_fp4.nvfp4.dispatch import use_kernels
 from nanochat_fp4.nvfp4.format import BYTES
 from nanochat_fp4.nvfp4.philox import SR_ELEMENT, philox
-from nanochat_fp4.nvfp4.sharding import local
 
 STATES = ("fp32", "lean")
 BLOCK = 256  # the most elements that share a scale

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from nanochat_fp4.nvfp4.sharding import all_gather, local, reduce_scatter
+from nanochat_fp4.nvfp4.collectives import all_gather, local, reduce_scatter
 from nanochat_fp4.parallel import is_sharded, losses_of
 
 

@@ -18,10 +18,12 @@ from torch import Tensor
 
 from nanochat_fp4.models import flash_attention
 from nanochat_fp4.models.elementwise import norm_gradient, rms_norm, rotate, rotate_back
-from nanochat_fp4.nvfp4.fused import can_be_fused, linear_then, relu_squared_linear
+from nanochat_fp4.nvfp4.epilogue import linear_with_epilogue
+from nanochat_fp4.nvfp4.fused import can_be_fused
 from nanochat_fp4.nvfp4.gemm import after
 from nanochat_fp4.nvfp4.linear import QuantLinear
 from nanochat_fp4.nvfp4.relu_squared import relu_squared_gradient
+from nanochat_fp4.nvfp4.relu_squared_linear import relu_squared_linear
 
 
 class _MixedNorm(torch.autograd.Function):
@@ -43,7 +45,7 @@ class _MixedNorm(torch.autograd.Function):
 
 
 class _Attention(NamedTuple):
-    """Attention of q, k, v side by side, (M, N). more: the rotary tables."""
+    """Attention of q, k, v side by side, (M, N). others: the rotary tables."""
 
     heads: int
     kv_heads: int
@@ -86,7 +88,7 @@ class _ResidualNorm(NamedTuple):
         return g.view(y.shape).to(y.dtype), g, None, None, None, None
 
 
-class _Relu2Slope(NamedTuple):
+class _ReluSquaredDerivative(NamedTuple):
     """The identity of y, for a gradient of relu(y)^2. The gradient of y is 2 relu(y) times that. Nothing is kept."""
 
     def forward(self, y: Tensor) -> tuple[tuple[Tensor], tuple[()]]:
@@ -106,7 +108,8 @@ def can_recompute(block: Any) -> bool:
     attn, mlp = block.attn, block.mlp
     groups = (attn.c_q, attn.c_k, attn.c_v), (attn.c_proj,), (mlp.c_fc,), (mlp.c_proj,)
     return bool(attn.fused_linears) and all(
-        isinstance(layers[0], QuantLinear) and not layers[0].divided and can_be_fused(layers) for layers in groups
+        isinstance(layers[0], QuantLinear) and layers[0].part_number is None and can_be_fused(layers)
+        for layers in groups
     )
 
 
@@ -117,12 +120,12 @@ def attention_part(
     attn = block.attn
     x1, normed = _MixedNorm.apply(x, x0, a, b)
     attention = _Attention(attn.n_head, attn.n_kv_head, left)
-    (y,) = linear_then(attention, normed, (attn.c_q, attn.c_k, attn.c_v), *cos_sin)
+    (y,) = linear_with_epilogue(attention, normed, (attn.c_q, attn.c_k, attn.c_v), *cos_sin)
     parts = (t.detach() for t in (x, x0, a, b))
-    return linear_then(_ResidualNorm(), y, (attn.c_proj,), x1, *parts)
+    return linear_with_epilogue(_ResidualNorm(), y, (attn.c_proj,), x1, *parts)
 
 
 def mlp_part(block: Any, normed: Tensor) -> Tensor:
     """The MLP of a gpt.Block, without its residual."""
-    (y,) = linear_then(_Relu2Slope(), normed, (block.mlp.c_fc,))
-    return relu_squared_linear(y.view(*normed.shape[:-1], -1), block.mlp.c_proj, straight=True)
+    (y,) = linear_with_epilogue(_ReluSquaredDerivative(), normed, (block.mlp.c_fc,))
+    return relu_squared_linear(y.view(*normed.shape[:-1], -1), block.mlp.c_proj, derivative=False)

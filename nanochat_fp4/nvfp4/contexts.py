@@ -1,7 +1,7 @@
 """The with-statements of a converted model: how its layers compute for an evaluation, a generation, a step.
 
 A context belongs to the layers, not to a thread. Contexts may be nested, and left in any order: every layer counts the
-contexts that it is inside of (linear.LayerContext). A setting holds until the last context that asks for it is left.
+contexts that it is inside of (layer_context.py). A setting holds until the last context that asks for it is left.
 Copies and pickles that are made inside a context are outside of it.
 """
 
@@ -15,28 +15,24 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from nanochat_fp4.nvfp4.collectives import local
 from nanochat_fp4.nvfp4.fused import groups_computed_as_one, groups_of, quantized_weights
+from nanochat_fp4.nvfp4.gemm import GemmOperand
+from nanochat_fp4.nvfp4.layer_context import (
+    WEIGHTS_CHANGED,
+    GradientMemory,
+    MadeWeight,
+    entered_by,
+    version_of,
+)
 from nanochat_fp4.nvfp4.linear import QuantLinear
-from nanochat_fp4.nvfp4.sharding import local
 
 _MAKING = threading.Lock()
-_CHANGED = (
-    "quantize_weights_once: weights changed inside the context, so gradients would be computed for the old ones; leave "
-    "it before optimizer.step()"
-)
 
 
-@contextlib.contextmanager
-def _inside(asked: dict[QuantLinear, dict[str, Any]]) -> Iterator[None]:
+def _inside(asked: dict[QuantLinear, dict[str, Any]]) -> contextlib.AbstractContextManager[None]:
     """asked: layer -> fields of LayerContext."""
-    this = object()
-    try:
-        for layer, fields in asked.items():
-            layer.change_context(lambda entered, fields=fields: entered | {this: fields})
-        yield
-    finally:
-        for layer in asked:
-            layer.change_context(lambda entered: {c: fields for c, fields in entered.items() if c is not this})
+    return entered_by(object(), asked)
 
 
 def _layers(model: nn.Module, context: str) -> list[QuantLinear]:
@@ -74,14 +70,6 @@ def per_token_scale(model: nn.Module) -> contextlib.AbstractContextManager[None]
     return _inside({layer: {"per_token": True} for layer in _layers(model, "per_token_scale")})
 
 
-def _version(weight: torch.Tensor) -> tuple[int, int, int]:
-    """Another one after every change that PyTorch counts (not of inference tensors), and where other memory takes the
-    weight's place."""
-    weight = local(weight)
-    changes = 0 if weight.is_inference() else weight._version
-    return id(weight), changes, 0 if weight.is_meta else weight.untyped_storage().data_ptr()
-
-
 @contextlib.contextmanager
 def quantize_weights_once(model: nn.Module) -> Iterator[None]:
     """Inside this context the weights' forward codes are those made at its beginning: for the micro-batches of one
@@ -101,28 +89,40 @@ def quantize_weights_once(model: nn.Module) -> Iterator[None]:
     """
     _layers(model, "quantize_weights_once")
     groups = groups_computed_as_one(model)
-    # FSDP's codes are made by sharding.py.
-    groups = [g for g in groups if g[0].divided or not any(hasattr(layer.weight, "device_mesh") for layer in g)]
-    versions = {layer: _version(layer.weight) for layers in groups for layer in layers}
-    codes = [layers[0].context.weights.get(len(layers)) for layers in groups]
-    missing = [i for i, operand in enumerate(codes) if operand is None]
-    for i, operand in zip(missing, quantized_weights([groups[i] for i in missing], tiles=True)):
-        codes[i] = operand
-    ids = {id(layer.weight) for layer in versions}
+    groups = [g for g in groups if all(_has_its_weight(layer) for layer in g) and g[0].gathered_weight(g) is None]
+    made = {group: group[0].made_weight(group) for group in groups}
+    missing = [group for group, operand in made.items() if operand is None]
+    made |= zip(missing, quantized_weights(missing, tiles=True))
+    asked = {g[0]: {"weights": (_made_weight(g, operand),)} for g, operand in made.items() if operand is not None}
+    weights = {layer: layer.weight for group in groups for layer in group}
+    versions = {layer: version_of(weight) for layer, weight in weights.items()}
+    ids = {id(weight) for weight in weights.values()}
 
     def before_step(optimizer: torch.optim.Optimizer, *_) -> None:
         if any(id(p) in ids for group in optimizer.param_groups for p in group["params"]):
-            raise RuntimeError(_CHANGED)
+            raise RuntimeError(WEIGHTS_CHANGED)
 
     handle = register_optimizer_step_pre_hook(before_step)  # a fused one counts no version
     try:
-        made = zip(groups, codes)
-        with _inside({g[0]: {"weights": {len(g): operand}} for g, operand in made if operand is not None}):
+        with _inside(asked):
             yield
     finally:
         handle.remove()
-    if any(_version(layer.weight) != version for layer, version in versions.items()):
-        raise RuntimeError(_CHANGED)
+    if any(layer.weight is not w or version_of(w) != versions[layer] for layer, w in weights.items()):
+        raise RuntimeError(WEIGHTS_CHANGED)
+
+
+def _has_its_weight(layer: QuantLinear) -> bool:
+    """Whether this process has the layer's weight, as the same tensor each time. FSDP's codes are made by sharding.py.
+    A parametrization makes another tensor each time, whose codes each pass makes."""
+    weight = layer.weight
+    return weight is layer.weight and (layer.part_number is not None or not hasattr(weight, "device_mesh"))
+
+
+def _made_weight(layers: Sequence[QuantLinear], operand: GemmOperand) -> MadeWeight:
+    weights = tuple(layer.weight for layer in layers)
+    versions = tuple(version_of(weight) for weight in weights)
+    return MadeWeight(operand, weights, versions, layers[0].recipe, layers[0].feedback_factor)
 
 
 @contextlib.contextmanager
@@ -159,15 +159,16 @@ def accumulate_gradients(model: nn.Module) -> Iterator[None]:
         )
     with contextlib.ExitStack() as inside:
         with _MAKING:  # threads that enter side by side must find one another's gradients
-            asked: dict[QuantLinear, dict[int, torch.Tensor]] = {
-                layer: layer.context.gradients for layer in layers if layer.context.gradients
-            }
+            asked = {layer: layer.context.gradients for layer in layers if layer.context.gradients}
             owners = Counter(layer.weight for layer in layers)
             for group in groups_of(model, lambda m: m not in asked and owners[m.weight] == 1 and _takes_gradients(m)):
-                together = _make_gradients([layer.weight for layer in group]).data
+                weights = tuple(layer.weight for layer in group)
+                together = _make_gradients(weights).data
                 for layer in group:
-                    asked[layer] = {1: local(layer.weight.grad).data}
-                asked[group[0]] = asked[group[0]] | {len(group): together}
+                    own = GradientMemory(local(layer.weight.grad).data, (layer.weight,))
+                    asked[layer] = (own,)
+                if len(group) > 1:
+                    asked[group[0]] += (GradientMemory(together, weights),)
             made = {layer: layer.weight.grad for layer in asked}
             inside.enter_context(_inside({layer: {"gradients": gradients} for layer, gradients in asked.items()}))
         yield
@@ -182,7 +183,7 @@ def _takes_gradients(layer: QuantLinear) -> bool:
     """Whether the layer's gradient may be added to weight.grad without autograd."""
     weight = layer.weight
     grad = local(weight.grad)
-    plain = layer.by_rows and (type(weight) is nn.Parameter or layer.divided)
+    plain = layer.stackable and (type(weight) is nn.Parameter or layer.part_number is not None)
     plain = plain and (
         grad is None or (type(grad) is torch.Tensor and grad.dtype == weight.dtype and not grad.is_sparse)
     )

@@ -11,11 +11,12 @@ from dataclasses import dataclass, field
 from numbers import Integral
 from typing import TypeVar
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
 from nanochat_fp4.nvfp4.experts import LINEARS, ExpertLinear, as_quantized_experts, routers, stacked_linears
-from nanochat_fp4.nvfp4.linear import QuantLinear, as_quantized, unsupported_reason
+from nanochat_fp4.nvfp4.linear import QuantLinear
 from nanochat_fp4.nvfp4.methods import get_recipe
 from nanochat_fp4.nvfp4.places import KINDS, layer_kind
 from nanochat_fp4.nvfp4.recipes import Recipe
@@ -143,7 +144,7 @@ def convert(
         named = head or _skip_reason(name, skip)
         reason = named or _subclass_reason(linear)
         kind = layer_kind(name)
-        reason = reason or reason_to_leave(name, linear) or unsupported_reason(linear, recipe.of(kind))
+        reason = reason or reason_to_leave(name, linear) or _unsupported_reason(linear, recipe.of(kind))
         if any(name.startswith(block + ".") for block in kept_blocks):
             if not reason:
                 report.kept.append(name)
@@ -183,6 +184,34 @@ def convert(
         with contextlib.suppress(OSError):  # a log that nobody takes is no reason to end a run
             print(report)
     return model
+
+
+class QuantConv1D(QuantLinear):
+    """transformers' Conv1D, a linear layer with a weight (in_features, out_features), computed as QuantLinear does."""
+
+    @property
+    def matrix(self) -> torch.Tensor:
+        return self.weight.T.contiguous()
+
+
+def as_quantized(linear: nn.Module) -> None:
+    """Turns an nn.Linear or a Conv1D into the QuantLinear with its parameters, in place; it has no recipe yet."""
+    if isinstance(linear, QuantLinear):
+        return
+    if isinstance(linear, nn.Linear):
+        linear.__class__ = QuantLinear
+    else:
+        linear.in_features, linear.out_features = linear.weight.shape
+        linear.__class__ = QuantConv1D
+
+
+def _unsupported_reason(linear: nn.Module, recipe: Recipe) -> str | None:
+    """Why this layer cannot be computed with this recipe, or None."""
+    if isinstance(linear, QuantLinear):
+        return linear.problem_with(recipe)
+    is_linear = isinstance(linear, nn.Linear)
+    sizes = (linear.in_features, linear.out_features) if is_linear else linear.weight.shape
+    return recipe.problem_with_sizes(*sizes)
 
 
 def _skip_reason(name: str, skip: Sequence[str]) -> str | None:

@@ -62,13 +62,14 @@ class ExpertLinear(QuantLinear):
     def forward(self, x: Tensor, part: Tensor) -> Tensor:
         """x (M, in_features) -> (M, out_features). part: this expert's slice, as unbind gives it. (The gradient of a
         slice that each expert takes for itself is as large as the whole parameter.)"""
-        return self._output(x, (_Matrix(self._matrix_of(part)),), None, False)
+        return self.outputs(x, (_Slice(self._matrix_of(part), self.weight),))
 
 
-class _Matrix(NamedTuple):
-    """A QuantLinear's weight where several layers are computed as one. Here there is only one layer."""
+class _Slice(NamedTuple):
+    """A layer as QuantLinear.outputs takes it: its weight as a matrix, and the Parameter that holds it."""
 
     matrix: Tensor
+    weight: Tensor
 
 
 class Layout(NamedTuple):

@@ -1,4 +1,4 @@
-"""Several QuantLinear computed as one, and what comes before or after the product of one.
+"""Several QuantLinear computed as one.
 
 Layers that read the same tensor (q, k, v) share its codes by fused_linear (the paper, Appendix D.2). fused_linear
 computes one layer whose weight is their weights, one below the other. The result is a QuantLinear's with that weight,
@@ -10,12 +10,9 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from nanochat_fp4.nvfp4.dispatch import use_kernels
 from nanochat_fp4.nvfp4.gemm import GemmOperand
-from nanochat_fp4.nvfp4.linear import QuantLinear, Then, _stacked
-from nanochat_fp4.nvfp4.operands import Codes, quantize_weights
-from nanochat_fp4.nvfp4.philox import new_seed
-from nanochat_fp4.nvfp4.relu_squared import ReluSquared, StraightReluSquared
+from nanochat_fp4.nvfp4.linear import QuantLinear
+from nanochat_fp4.nvfp4.operands import quantize_weights, stacked
 
 
 def can_be_fused(linears: Sequence[torch.nn.Module]) -> bool:
@@ -24,7 +21,7 @@ def can_be_fused(linears: Sequence[torch.nn.Module]) -> bool:
     hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     return all(
         type(linear) is type(first)
-        and (type(linear) is torch.nn.Linear or getattr(linear, "by_rows", False))
+        and (type(linear) is torch.nn.Linear or getattr(linear, "stackable", False))
         and linear.bias is None
         and "forward" not in vars(linear)
         and not any(getattr(linear, name) for name in hooks)
@@ -68,53 +65,17 @@ def fused_linear(x: torch.Tensor, *linears: torch.nn.Linear, head_dim: int | Non
         outputs = tuple(linear(x) for linear in linears)
         return outputs if head_dim is None else tuple(y.unflatten(-1, (-1, head_dim)) for y in outputs)
     if isinstance(linears[0], QuantLinear):
-        y = linears[0]._compute(x, linears)
+        y = linears[0].compute(x, linears)
     else:
         autocast = torch.is_autocast_enabled(x.device.type)
         dtype = torch.get_autocast_dtype(x.device.type) if autocast else linears[0].weight.dtype
-        y = torch.nn.functional.linear(x, _stacked([linear.weight.to(dtype) for linear in linears]))
+        y = torch.nn.functional.linear(x, stacked([linear.weight.to(dtype) for linear in linears]))
     sizes = [linear.out_features for linear in linears]
     processes = sum(sizes) // y.shape[-1]  # that the layers are divided among
     sizes = [size // processes for size in sizes]
     if head_dim is None:
         return y.split(sizes, dim=-1)
     return y.unflatten(-1, (-1, head_dim)).split([size // head_dim for size in sizes], dim=-2)
-
-
-def linear_then(
-    then: Then, x: torch.Tensor, linears: Sequence[QuantLinear], *more: torch.Tensor
-) -> tuple[torch.Tensor, ...]:
-    """then(the product of x (..., K) and the weights of layers that can_be_fused, *more). The backward pass computes
-    the product again, from the operands that it keeps anyway, and the same bits."""
-    first = linears[0]
-    return first._product(x, tuple(linears), then, more)
-
-
-def relu_squared_linear(x: torch.Tensor, linear: QuantLinear, straight: bool = False) -> torch.Tensor:
-    """linear(relu(x)^2) of a layer that quantizes its input. 8 bits of relu(x) are kept for the derivative
-    (relu_squared.py). x (..., in_features) is in FP32 or BF16.
-
-    straight: nothing is kept, and the gradient is that of relu(x)^2. The caller has the derivative.
-
-    The kernels quantize relu(x)^2 as it is made, and never write it, to the bit the same. A layer with hooks, which
-    want to see relu(x)^2, is called with it.
-    """
-    if _takes_squares(linear, x):
-        return linear._compute(x, (linear,), squares="straight" if straight else "derivative")
-    if straight:
-        if linear.quantizes_input:
-            new_seed(x.device)  # that of relu(x)'s 8 bits: all other random numbers stay the same
-        return linear(StraightReluSquared.apply(x))
-    y, amax = ReluSquared.apply(x, linear.rank)
-    return linear(y, amax)
-
-
-def _takes_squares(linear: QuantLinear, x: torch.Tensor) -> bool:
-    """Whether kernels quantize relu(x)^2 as it is made."""
-    recipe = linear.recipe
-    alone = can_be_fused([linear]) and not linear._per_token_now(torch.is_grad_enabled()) and not linear.divided
-    kernel = recipe.input_is_codes and recipe.output.a.rounding.block_rows == 1 and use_kernels(x.device)
-    return bool(alone and x.numel() and kernel)
 
 
 def quantized_weights(groups: Sequence[Sequence[QuantLinear]], tiles: bool = False) -> list[GemmOperand | None]:
@@ -125,11 +86,11 @@ def quantized_weights(groups: Sequence[Sequence[QuantLinear]], tiles: bool = Fal
     for i, layers in enumerate(groups):
         if not layers[0].recipe.fixed_weight:
             continue
-        gathered = layers[0]._gathered(layers)
-        if gathered is not None and isinstance(gathered.parts[0], Codes):
+        gathered = layers[0].gathered_weight(layers)
+        if gathered is not None:
             made[i] = gathered.joined if tiles else gathered.joined.row_major()
             continue
-        weight = _stacked([layer.matrix.detach() for layer in layers] if gathered is None else gathered.values)
+        weight = stacked([layer.matrix.detach() for layer in layers])
         how = layers[0].weight_quantization(weight.device)
         weights[i] = weight, how._replace(tiles=tiles and how.tiles)
     for i, operand in zip(weights, quantize_weights(list(weights.values()))):

@@ -12,10 +12,12 @@ An operand of two terms is multiplied term by term, A1 . B1 + A1 . B2 + A2 . B1:
 A2 . B2, of the residuals, is left out; it is of the size of the error that the operands have anyway.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple, Protocol
 
 import torch
+from torch.autograd import function
 
 from nanochat_fp4.nvfp4.dispatch import cublas_unavailable_reason
 
@@ -105,6 +107,19 @@ def after(value: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
 @after.register_fake
 def _(value: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(value)
+
+
+def once_differentiable(backward: Callable) -> Callable:
+    """torch's decorator, which raises an error in a second backward pass only if the first one's gradients require
+    grad. Others, such as those of y.sum(), would get a second derivative of zero without an error."""
+    once = function.once_differentiable(backward)
+
+    def differentiated(ctx, *grads: torch.Tensor | None):
+        if torch.is_grad_enabled():  # create_graph=True
+            grads = tuple(None if grad is None else grad.detach().requires_grad_() for grad in grads)
+        return once(ctx, *grads)
+
+    return differentiated
 
 
 class _Dense(NamedTuple):

@@ -18,13 +18,18 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+import torch
+
+from nanochat_fp4.nvfp4.dispatch import native_gemm
 from nanochat_fp4.nvfp4.format import BLOCK
 from nanochat_fp4.nvfp4.hadamard import RHT_DIM
-from nanochat_fp4.nvfp4.operands import Maker, maker_of
+from nanochat_fp4.nvfp4.operands import Maker, Quantization, maker_of
 from nanochat_fp4.nvfp4.places import KINDS
 from nanochat_fp4.nvfp4.quantizers import ROUNDINGS, Rounding, get_rounding
 
 RHT_DIMS = (0, 16, 32, 64, 128)
+# The six operands, two of each GEMM. The number is the operand's stream of random numbers, so that no two share noise.
+INPUT, WEIGHT, GRAD_OUTPUT, WEIGHT_T, GRAD_OUTPUT_T, INPUT_T = range(6)
 
 
 @dataclass(frozen=True)
@@ -145,6 +150,41 @@ class Recipe:
         roundings = (o.rounding for g in (self.output, self.grad_input, self.grad_weight) for o in (g.a, g.b))
         blocks = [BLOCK if r.fp8 else r.block for r in roundings if r]
         return max(blocks, default=0)
+
+    def problem_with_sizes(self, in_features: int, out_features: int) -> str | None:
+        """Why a layer of these sizes cannot be computed with this recipe, or None."""
+        for name, size in (("in_features", in_features), ("out_features", out_features)):
+            if self.quantizes and size % self.block:
+                return f"{name} is {size}, expected a multiple of {self.block}"
+        return None
+
+    def quantization(
+        self, operand: int, seed: torch.Tensor | None, signs: torch.Tensor | None, device: torch.device
+    ) -> Quantization:
+        """How an operand (INPUT to INPUT_T) is made, in a layer that one process computes alone.
+
+        seed: of its noise. signs: the seed of its rotation. Both operands of a GEMM have the signs of the first one's
+        stream. Without a seed, the seeds are 0.
+        """
+        gemm = (self.output, self.grad_input, self.grad_weight)[operand // 2]
+        if gemm.fixed_signs or (seed is None and gemm.random):
+            signs = torch.zeros((), dtype=torch.int64, device=device)
+            seed = signs if seed is None else seed
+        own, stream_of_signs = (gemm.a, gemm.b)[operand % 2], operand - operand % 2
+        tiles = native_gemm(device.type) is not None
+        return Quantization(
+            own.rounding,
+            seed=seed,
+            stream=operand,
+            rht_dim=gemm.rht_dim,
+            rht_seed=signs,
+            rht_stream=stream_of_signs,
+            rotations=gemm.rotations,
+            terms=own.terms,
+            kept=own.kept,
+            tiles=tiles,
+            make=own.make,
+        )
 
     @property
     def output_products(self) -> int:

@@ -4,32 +4,17 @@ The module lies beside the quantizers because, like them, it rounds with Philox'
 same bits. One Philox call serves eight elements, where torch.compile's torch.rand takes a call for each.
 """
 
-from collections.abc import Callable
-
 import torch
-from torch.autograd import function
 
 from nanochat_fp4.nvfp4.dispatch import use_kernels
+from nanochat_fp4.nvfp4.gemm import once_differentiable
 from nanochat_fp4.nvfp4.philox import new_seed, uniform_elements
 from nanochat_fp4.nvfp4.quantizers import divide
 
 STEPS = 255  # a row's largest value in steps
 
 
-def once_differentiable(backward: Callable) -> Callable:
-    """torch's decorator, which raises an error in a second backward pass only if the first one's gradients require
-    grad. Others, such as those of y.sum(), would get a second derivative of zero without an error."""
-    once = function.once_differentiable(backward)
-
-    def differentiated(ctx, *grads: torch.Tensor | None):
-        if torch.is_grad_enabled():  # create_graph=True
-            grads = tuple(None if grad is None else grad.detach().requires_grad_() for grad in grads)
-        return once(ctx, *grads)
-
-    return differentiated
-
-
-class ReluSquared(torch.autograd.Function):
+class EightBitReluSquared(torch.autograd.Function):
     """(relu(x)^2, its largest value). The derivative comes from relu_squared's 8-bit tensor."""
 
     @staticmethod
@@ -45,7 +30,7 @@ class ReluSquared(torch.autograd.Function):
         return relu_squared_gradient(grad_y, *ctx.saved_tensors), None
 
 
-class StraightReluSquared(torch.autograd.Function):
+class UndifferentiatedReluSquared(torch.autograd.Function):
     """relu(x)^2 with the gradient of relu(x)^2, which passes as it is."""
 
     @staticmethod

@@ -41,31 +41,56 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from nanochat_fp4.nvfp4.format import TILE_ROWS
 from nanochat_fp4.nvfp4.fused import groups_computed_as_one
+from nanochat_fp4.nvfp4.gemm import GemmOperand, Plain
 from nanochat_fp4.nvfp4.linear import QuantLinear
-from nanochat_fp4.nvfp4.operands import Codes, Plain, codes_of, largest_magnitude, quantize_operand
+from nanochat_fp4.nvfp4.operands import Codes, Stacked, codes_of, largest_magnitude, quantize_operand
 
 
-def local(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    """The part of a DTensor that this process has; of other tensors, all."""
-    return getattr(tensor, "_local_tensor", tensor)
+class ShardedLinear(QuantLinear):
+    """A QuantLinear whose weight FSDP gathers, as codes or as values, into buffers beside the Parameter.
+
+    gathered: these buffers. They hold the weight while the Parameter is the one that stands for them.
+    """
+
+    stackable = True
+    gathered: Codes | Plain | None = None
+
+    @property
+    def is_gathered(self) -> bool:
+        """Whether the Parameter only stands for the weight in the buffers: all its elements are one."""
+        return self.gathered is not None and not self.weight.stride(0)
+
+    @property
+    def matrix(self) -> torch.Tensor:
+        if self.is_gathered and isinstance(self.gathered, Plain):
+            return _Gathered.apply(self.weight, self.gathered.values)
+        return self.weight
+
+    def gathered_weight(self, layers: "Sequence[ShardedLinear]") -> GemmOperand | None:
+        """Codes; or values, where the pass does not quantize the weight and can take them where they are.
+
+        Raises ValueError where codes were gathered for a pass in full precision.
+        """
+        if not self.is_gathered or (self.quantizes and isinstance(self.gathered, Plain)):
+            return None
+        if not self.quantizes and isinstance(self.gathered, Codes):
+            raise ValueError("QuantLinear: FSDP gathered the codes alone; enter full_precision around unsharded")
+        return Stacked.of(tuple(layer.gathered for layer in layers)) if len(layers) > 1 else self.gathered
+
+    def is_plain(self, x: torch.Tensor, layers: Sequence[QuantLinear]) -> bool:
+        return super().is_plain(x, layers) and not self.is_gathered
 
 
-# torch 2.13 renamed these two functions. The old names warn there, and the new names do not exist before. Each call
-# looks the name up, so that communication.counted sees the call.
+class _Gathered(torch.autograd.Function):
+    """The values of a weight, whose gradient goes to the Parameter that stands for it."""
 
+    @staticmethod
+    def forward(ctx, weight: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        return values.view_as(values)
 
-def all_gather(output: torch.Tensor, source: torch.Tensor, **kwargs: Any) -> Any:
-    return (getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor)(output, source, **kwargs)
-
-
-def reduce_scatter(output: torch.Tensor, source: torch.Tensor, **kwargs: Any) -> Any:
-    return (getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor)(output, source, **kwargs)
-
-
-def process_group(name: str) -> dist.ProcessGroup:
-    from torch.distributed.distributed_c10d import _resolve_process_group
-
-    return _resolve_process_group(name)
+    @staticmethod
+    def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grad, None
 
 
 def gather_codes(model: nn.Module, raw_dtype: torch.dtype | None = None) -> list[str]:
@@ -116,8 +141,12 @@ class _Shard:
         self.group = fsdp_param.shard_mesh.get_group()
         size, rows = fsdp_param.shard_mesh.size(), layer.weight.shape[0]
         block_rows = layer.recipe.output.b.rounding.block_rows if gathers_codes(layer) else 1
-        if not layer.by_rows:
-            raise ValueError(f"gather_codes: {name} is a Conv1D, whose rows are in_features; shard it without codes")
+        if not layer.stackable or layer.part_number is not None:
+            raise ValueError(
+                f"gather_codes: {name} is a {type(layer).__name__}, and codes are gathered for plain converted layers "
+                "alone (a Conv1D's rows are in_features); shard it without codes"
+            )
+        layer.__class__ = ShardedLinear
         if rows % (size * block_rows):
             blocks = f" in blocks of {block_rows}" if block_rows > 1 else ""
             raise ValueError(

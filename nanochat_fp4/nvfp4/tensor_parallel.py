@@ -43,16 +43,25 @@ from torch.distributed.tensor import Replicate, distribute_tensor
 from torch.distributed.tensor import Shard as Sharded
 from torch.distributed.tensor.parallel import ParallelStyle
 
+from nanochat_fp4.nvfp4.collectives import all_gather, process_group, reduce_scatter
 from nanochat_fp4.nvfp4.format import BLOCK, TILE_ROWS
-from nanochat_fp4.nvfp4.gemm import gemm
-from nanochat_fp4.nvfp4.linear import GRAD_INPUT, GRAD_WEIGHT, OUTPUT, UNQUANTIZED, Gemms, QuantLinear, _compute_dtype
-from nanochat_fp4.nvfp4.operands import Codes, Quantization
+from nanochat_fp4.nvfp4.gemm import once_differentiable
+from nanochat_fp4.nvfp4.linear import (
+    UNQUANTIZED,
+    Pass,
+    QuantLinear,
+    check_input,
+    compute_dtype,
+    gradients,
+    input_operand,
+    output,
+)
+from nanochat_fp4.nvfp4.operands import Codes, Quantization, stacked
 from nanochat_fp4.nvfp4.philox import uniforms_of_elements, uniforms_of_scales
-from nanochat_fp4.nvfp4.recipes import Gemm, Recipe
-from nanochat_fp4.nvfp4.sharding import all_gather, process_group, reduce_scatter
+from nanochat_fp4.nvfp4.recipes import INPUT, WEIGHT, Recipe
 
-# (rows, contracted dimension) of the operands a and b of a GEMM: of M tokens, K in_features and N out_features.
-DIMENSIONS = {OUTPUT: ("MK", "NK"), GRAD_INPUT: ("MN", "KN"), GRAD_WEIGHT: ("NM", "KM")}
+# Rows and contracted dimension of the operands INPUT to INPUT_T: M tokens, K in_features and N out_features.
+DIMENSIONS = ("MK", "NK", "MN", "KN", "NM", "KM")
 
 
 class Part(NamedTuple):
@@ -138,21 +147,14 @@ class Shard(NamedTuple):
         sequences = x.shape[:-2].numel() if as_codes else 0
         return self._replace(extent=extent, sequences=sequences, tiles=x.shape[-2] % TILE_ROWS == 0)
 
-    def parts(self, operands: Sequence[str]) -> list[Part | None]:
-        """The parts that the operands of a GEMM are here. None where each process has the whole operand.
-
-        operands: two letters for each, its rows and its contracted dimension, as DIMENSIONS has them.
-        """
-        divided, at = "NK"[self.dim], self.rank * self.extent
-        result: list[Part | None] = []
-        for rows, contracted in operands:
-            if contracted == divided:
-                result.append(Part(self.group, column=at, columns=self.size * self.extent))
-            elif rows == divided:
-                result.append(Part(self.group, row=at))
-            else:
-                result.append(Part(self.group) if self.sequences and (rows, contracted) == ("M", "K") else None)
-        return result
+    def part_of(self, operand: int) -> Part | None:
+        """The part of an operand (INPUT to INPUT_T) that is here. None where each process has the whole operand."""
+        (rows, contracted), divided, at = DIMENSIONS[operand], "NK"[self.dim], self.rank * self.extent
+        if contracted == divided:
+            return Part(self.group, column=at, columns=self.size * self.extent)
+        if rows == divided:
+            return Part(self.group, row=at)
+        return Part(self.group) if self.sequences and operand == INPUT else None
 
     # The differentiable exchanges around the product
 
@@ -225,66 +227,79 @@ class _Exchange(torch.autograd.Function):
         return ctx.shard.exchanged(grad_y, ctx.back), None, None, None
 
 
-class DividedGemms(NamedTuple):
-    """linear.Gemms of a layer that several processes compute together."""
+class DividedQuantization(NamedTuple):
+    """How the operands of a layer that several processes compute together are made here."""
 
     recipe: Recipe
     shard: Shard
 
-    def operands(
-        self, spec: Gemm, stream: int, seed: torch.Tensor | None, rht_seed: torch.Tensor | None, device: torch.device
-    ) -> tuple[Quantization, Quantization]:
-        whole = Gemms(self.recipe).operands(spec, stream, seed, rht_seed, device)
-        a, b = (how._replace(part=part) for how, part in zip(whole, self.shard.parts(DIMENSIONS[stream])))
-        if stream == OUTPUT and self.shard.sequences:
-            a = a._replace(tiles=a.tiles and self.shard.tiles)
-        return a, b
+    def of(
+        self, operand: int, seed: torch.Tensor | None, signs: torch.Tensor | None, device: torch.device
+    ) -> Quantization:
+        """recipe.quantization of the part that is here."""
+        how = self.recipe.quantization(operand, seed, signs, device)._replace(part=self.shard.part_of(operand))
+        if operand == INPUT and self.shard.sequences:
+            how = how._replace(tiles=how.tiles and self.shard.tiles)
+        return how
 
-    def input_of_all(self, x: Codes) -> Codes:
-        return self.shard.gathered_codes(x)
 
-    def own_gradient(self, grad_x: torch.Tensor) -> torch.Tensor:
-        return self.shard.scattered_gradient(grad_x)
+class _DividedProduct(torch.autograd.Function):
+    """The product here, from the codes of all tokens where the input travels as codes."""
 
-    gemm = staticmethod(gemm)
+    @staticmethod
+    def forward(ctx, p: Pass, shard: Shard, x: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
+        needs = p.needs(*ctx.needs_input_grad[2:])
+        seed = p.forward_seed(needs, x.device)
+        xq = shard.gathered_codes(input_operand(p, x, seed))
+        y, _, ctx.state, saved = output(p, needs, x, weights, seed, xq)
+        ctx.shard = shard
+        ctx.save_for_backward(*saved)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_output: torch.Tensor):
+        grad_x, grad_weights = gradients(ctx.state, ctx.saved_tensors, grad_output)
+        if grad_x is not None:
+            grad_x = ctx.shard.scattered_gradient(grad_x)
+        return None, None, grad_x, *grad_weights
 
 
 class DividedLinear(QuantLinear):
     """A QuantLinear of which this process has a part. Its sizes are the whole layer's."""
 
-    divided = True
+    stackable = True
     shard: Shard
+
+    @property
+    def part_number(self) -> int:
+        return self.shard.rank
 
     @property
     def matrix(self) -> torch.Tensor:
         return self.weight.to_local()
 
-    @property
-    def by_rows(self) -> bool:
-        return type(self) is DividedLinear
+    def problem_with(self, recipe: Recipe) -> str | None:
+        problem = super().problem_with(recipe)
+        return problem or self.shard.problem(recipe, self.weight.shape[self.shard.dim])
 
-    @property
-    def rank(self) -> int:
-        return self.shard.rank
+    def weight_quantization(self, device: torch.device) -> Quantization:
+        shard = self.shard._replace(extent=self.matrix.shape[self.shard.dim])
+        how = DividedQuantization(self.recipe, shard).of(WEIGHT, None, None, device)
+        return how._replace(factor=self.feedback_factor)
 
-    def division_problem(self, recipe: Recipe) -> str | None:
-        return self.shard.problem(recipe, self.weight.shape[self.shard.dim])
-
-    def _gemms(self) -> DividedGemms:
-        return DividedGemms(self.recipe, self.shard._replace(extent=self.matrix.shape[self.shard.dim]))
-
-    def _output(
-        self, x: torch.Tensor, layers: tuple[QuantLinear, ...], amax: torch.Tensor | None, squares: str
-    ) -> torch.Tensor:
-        dtype, recipe = _compute_dtype(x), self._recipe_now()
-        per_token = self._per_token_now(torch.is_grad_enabled())
-        shard = self.shard.of_pass(x, UNQUANTIZED if per_token else recipe, [layer.matrix for layer in layers])
+    def outputs(self, x: torch.Tensor, layers: Sequence[QuantLinear], amax: torch.Tensor | None = None) -> torch.Tensor:
+        features = self.in_features if self.shard.dim == 0 else self.in_features // self.shard.size
+        check_input(x, features)
+        dtype, recipe = compute_dtype(x), self.recipe if self.quantizes else UNQUANTIZED
+        weights = [layer.matrix for layer in layers]
+        shard = self.shard.of_pass(x, UNQUANTIZED if self.scales_each_token else recipe, weights)
         x, amax = shard.enter(x, amax)
-        if not x.numel() or self._is_plain(layers, dtype):
-            return shard.leave(
-                nn.functional.linear(x, torch.cat([layer.matrix.to(dtype) for layer in layers])), self.bias
-            )
-        y = self._product(x, layers, gemms=DividedGemms(recipe, shard), amax=amax, squares=squares)
+        if not x.numel() or self.is_plain(x, layers):
+            weight = stacked([w.to(dtype) for w in weights])
+            return shard.leave(nn.functional.linear(x, weight), self.bias)
+        p = self.new_pass(x, layers, amax, DividedQuantization(recipe, shard).of)
+        y = _DividedProduct.apply(p, shard, p.rows(x), *weights)
         return shard.leave(y.view(*shard.leading(x.shape), y.shape[-1]), self.bias)
 
 

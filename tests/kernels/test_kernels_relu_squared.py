@@ -12,9 +12,9 @@ from nvfp4_kernels.relu_squared import quantize_relu_squared, relu_squared
 import nanochat_fp4 as nf
 from nanochat_fp4.models.gpt import MLP, GPTConfig, norm
 from nanochat_fp4.nvfp4 import relu_squared as dispatch
-from nanochat_fp4.nvfp4.fused import relu_squared_linear
 from nanochat_fp4.nvfp4.quantizers import ROUNDINGS, quantize_reference
 from nanochat_fp4.nvfp4.relu_squared import relu_squared_reference
+from nanochat_fp4.nvfp4.relu_squared_linear import relu_squared_linear
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -156,7 +156,7 @@ def test_a_derivative_that_is_elsewhere_keeps_nothing(monkeypatch):
             layer.register_forward_pre_hook(lambda _, args: None)
         torch.manual_seed(2)
         with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
-            y = relu_squared_linear(x, layer, straight=True)
+            y = relu_squared_linear(x, layer, derivative=False)
         assert not any(t.shape == x.shape for t in kept)
         results.append([y.detach(), *torch.autograd.grad(y.square().sum(), (x, layer.weight)), torch.rand(3)])
     assert all(torch.equal(*pair) for pair in zip(*results))

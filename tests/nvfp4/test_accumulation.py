@@ -44,8 +44,8 @@ def test_sums_are_autograds_to_the_bit(method):
     m = model(method)
     with nf.accumulate_gradients(m):
         got = backward(m)
-        buffer = m.q.context.gradients[2]
-        assert buffer.shape == (96, 64) and m.out.context.gradients[1].data_ptr() == m.out.weight.grad.data_ptr()
+        buffer = m.q.gradient_memory((m.q, m.k))
+        assert buffer.shape == (96, 64) and m.out.gradient_memory((m.out,)).data_ptr() == m.out.weight.grad.data_ptr()
     assert same(got, want)
     # q's and k's are slices of the one tensor that their GEMM adds to, and nothing of the context is left.
     assert [p.grad.data_ptr() - buffer.data_ptr() for p in (m.q.weight, m.k.weight)] == [0, 64 * 64 * 4]

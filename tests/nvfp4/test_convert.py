@@ -12,7 +12,7 @@ from torch import nn
 import nanochat_fp4 as nf
 from nanochat_fp4.nvfp4 import linear as linear_module
 from nanochat_fp4.nvfp4 import operands
-from nanochat_fp4.nvfp4.recipes import Gemm, Operand, Recipe, both
+from nanochat_fp4.nvfp4.recipes import WEIGHT, Gemm, Operand, Recipe, both
 
 
 class CastingLinear(nn.Linear):
@@ -403,7 +403,7 @@ def counted(monkeypatch):
 
     def count(value, how, **kw):
         if isinstance(value, torch.Tensor) and value.shape[0] in (64, 96) and not kw.get("transpose"):
-            if how.stream == linear_module.OUTPUT + 1:
+            if how.stream == WEIGHT:
                 calls.append(value.shape)
                 how = how._replace(stream=0)  # of its terms only the tensor itself counts; nothing is drawn here
         return real(value, how, **kw)
@@ -484,7 +484,7 @@ def test_compiled_code_takes_the_weights_of_each_step_and_is_not_compiled_again(
 def test_weights_quantized_once_take_four_and_a_half_bits_a_term(method, count):
     model = converted(Fused(), method)
     with nf.quantize_weights_once(model):
-        operands = [model.q.made_weight(2), model.out.made_weight(1)]
-        assert [m.made_weight(1) for m in (model.q, model.k)] == [None, None]
+        operands = [model.q.made_weight((model.q, model.k)), model.out.made_weight((model.out,))]
+        assert [m.made_weight((m,)) for m in (model.q, model.k)] == [None, None]
         assert all(term.decoded is None for operand in operands for term in operand.terms)
         assert sum(operand.nbytes for operand in operands) == count * (96 * 64 * 2 * 9 // 16 + 2 * 4)

@@ -15,7 +15,7 @@ from nanochat_fp4.nvfp4 import dispatch
 from nanochat_fp4.nvfp4.fused import fused_linear
 from nanochat_fp4.nvfp4.quantizers import ROUNDINGS, quantize, quantize_reference
 from nanochat_fp4.nvfp4.recipes import Gemm, Operand, Recipe, both
-from nanochat_fp4.nvfp4.relu_squared import ReluSquared
+from nanochat_fp4.nvfp4.relu_squared import EightBitReluSquared
 
 TRAINING = ["nvidia", "four_over_six", "tetrajet_v2", "clover", "clover_search", "clover_refined"]
 
@@ -294,7 +294,7 @@ def test_gradients_do_not_depend_on_which_are_wanted(method):
 def test_no_second_derivative(loss, relu_squared):
     """Silently zero would be worse than an error: beside another loss, a penalty of the gradient would do nothing."""
     linear, x = layer("clover"), torch.randn(16, 128, requires_grad=True)
-    y = ReluSquared.apply(x)[0] if relu_squared else linear(x)
+    y = EightBitReluSquared.apply(x)[0] if relu_squared else linear(x)
     (grad,) = torch.autograd.grad(loss(y), x, create_graph=True)
     with pytest.raises(RuntimeError, match="differentiate twice"):
         (linear.weight.sum() + grad.sum()).backward()

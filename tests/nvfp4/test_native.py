@@ -282,6 +282,7 @@ def test_weights_that_fsdp_gathered_are_multiplied_as_codes(library, method, kv)
     """
     from nanochat_fp4.nvfp4.fused import fused_linear
     from nanochat_fp4.nvfp4.operands import quantize_operand
+    from nanochat_fp4.nvfp4.sharding import ShardedLinear
 
     torch.manual_seed(0)
     layers = [nf.QuantLinear(64, rows, bias=False, method=method) for rows in (2 * kv, kv, kv)]
@@ -300,6 +301,7 @@ def test_weights_that_fsdp_gathered_are_multiplied_as_codes(library, method, kv)
     once, library.calls = [shape for _, shape, *_ in library.calls], []
     for layer in layers:
         how = layer.weight_quantization(CPU)._replace(amax=amax, tiles=kv == 128)
+        layer.__class__ = ShardedLinear
         layer.gathered = quantize_operand(layer.weight.detach(), how, keep_codes=True).without_cache()
         layer.weight = torch.nn.Parameter(torch.full((), torch.nan).expand(layer.weight.shape))  # as sharding.py's
     attention = torch.nn.ModuleDict(dict(zip("qkv", layers)))

@@ -21,9 +21,10 @@ from nanochat_fp4.errors import UserError
 from nanochat_fp4.models.gpt import GPT, config_from_depth
 from nanochat_fp4.nvfp4 import linear as linear_module
 from nanochat_fp4.nvfp4 import tensor_parallel
-from nanochat_fp4.nvfp4.linear import GRAD_INPUT, GRAD_WEIGHT, OUTPUT, QuantLinear
+from nanochat_fp4.nvfp4.linear import QuantLinear
 from nanochat_fp4.nvfp4.operands import Quantization, quantize_operand
 from nanochat_fp4.nvfp4.quantizers import get_rounding
+from nanochat_fp4.nvfp4.recipes import GRAD_OUTPUT, GRAD_OUTPUT_T, INPUT, INPUT_T, WEIGHT, WEIGHT_T
 from nanochat_fp4.nvfp4.tensor_parallel import Part
 from nanochat_fp4.parallel import divide, is_sharded, losses_of
 
@@ -40,8 +41,8 @@ def recorded():
         return made[how.stream]
 
     def both(*args):
-        made[GRAD_INPUT], made[GRAD_WEIGHT] = make_both(*args)
-        return made[GRAD_INPUT], made[GRAD_WEIGHT]
+        made[GRAD_OUTPUT], made[GRAD_OUTPUT_T] = make_both(*args)
+        return made[GRAD_OUTPUT], made[GRAD_OUTPUT_T]
 
     linear_module.quantize_operand, linear_module.quantize_grad_output = operand, both
     try:
@@ -105,17 +106,17 @@ def one_layer(mesh, method, style, sequence):
     # By rows and by columns: which part of each operand this process has.
     n, k = (rank, None) if column else (None, rank)
     where = {
-        OUTPUT: (None, k), OUTPUT + 1: (n, k),
-        GRAD_INPUT: (None, n), GRAD_INPUT + 1: (k, n),
-        GRAD_WEIGHT: (n, None), GRAD_WEIGHT + 1: (k, None),
+        INPUT: (None, k), WEIGHT: (n, k),
+        GRAD_OUTPUT: (None, n), WEIGHT_T: (k, n),
+        GRAD_OUTPUT_T: (n, None), INPUT_T: (k, None),
     }  # fmt: skip
     assert whole.keys() == parts.keys() == where.keys()
     for stream, (rows, columns) in where.items():
         values, got = whole[stream].dequantize(), parts[stream].dequantize()
         values = part_of(part_of(values, None if rows is None else 0, rank), None if columns is None else 1, rank)
-        if stream == OUTPUT and column and sequence and got.shape != values.shape:  # before it is gathered
+        if stream == INPUT and column and sequence and got.shape != values.shape:  # before it is gathered
             values = values.view(SEQUENCES, TOKENS, K).chunk(2, 1)[rank].reshape(-1, K)
-        assert differing(got, values) <= (0 if stream < GRAD_INPUT else ROTATED), (method, style, sequence, stream)
+        assert differing(got, values) <= (0 if stream < GRAD_OUTPUT else ROTATED), (method, style, sequence, stream)
 
 
 def layers_of_one_rank(methods):

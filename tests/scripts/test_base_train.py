@@ -521,7 +521,7 @@ def test_faulty_backend_ends_the_run_before_it_begins(tiny_base, monkeypatch):
     from nanochat_fp4.nvfp4 import linear
 
     real = linear.gemm
-    monkeypatch.setattr(linear.Gemms, "gemm", staticmethod(lambda *args, **kwargs: real(*args, **kwargs) * 0))
+    monkeypatch.setattr(linear, "gemm", lambda *args, **kwargs: real(*args, **kwargs) * 0)
     monkeypatch.setattr(base_train, "auto_device_batch_size", None)  # comes after the self-check
     with pytest.raises(UserError, match="self-check failed on cpu: clover: output is all zeros"):
         train("--device-batch-size=auto", steps=1)

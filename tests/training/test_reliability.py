@@ -340,13 +340,14 @@ def test_the_same_seed_gives_the_same_bits_and_another_does_not(fork_server, tin
 def test_quantized_weights_do_not_depend_on_the_micro_batch(tiny_base, monkeypatch):
     """One step in 4, 2 and 1 micro-batches: the forward passes use the same codes and scales of every weight."""
     from nanochat_fp4.nvfp4 import linear, operands
+    from nanochat_fp4.nvfp4.recipes import WEIGHT
 
     used: set[str] = set()
     real = linear.quantize_operand
 
     def recording(tensor, how, **kwargs):
         operand = real(tensor, how, **kwargs)
-        if how.stream == linear.OUTPUT + 1:  # the weight of the forward GEMM
+        if how.stream == WEIGHT:  # the weight of the forward GEMM
             parts = (operand.codes, operand.scales, operand.tensor_scale)
             used.add(hashlib.sha256(b"".join(bits(t).numpy().tobytes() for t in parts)).hexdigest())
         return operand
