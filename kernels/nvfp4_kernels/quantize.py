@@ -34,7 +34,7 @@ def fit_blocks(
     NB: tl.constexpr,
     L: tl.constexpr,
 ):
-    """quantizers._search on NB blocks of L values: returns (q, y, scale, codes).
+    """quantizers.search_scales on NB blocks of L values: returns (q, y, scale, codes).
 
     x:     (NB, L)
     amax:  (NB,), of x * factor

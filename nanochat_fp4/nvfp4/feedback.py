@@ -39,7 +39,7 @@ from nanochat_fp4.nvfp4.format import (
     pack,
     swizzle_scales,
 )
-from nanochat_fp4.nvfp4.quantizers import Rounding, _round_block_scale, _search, divide, get_rounding
+from nanochat_fp4.nvfp4.quantizers import Rounding, block_scale_rounding, divide, get_rounding, search_scales
 
 STEP = 0.2  # Step of the exponential average of Gram matrices, over about five looks at the inputs.
 COLUMNS = 128  # Columns that are rounded before their errors reach all later columns.
@@ -207,7 +207,7 @@ def _round_group(weights, inverse, before, factor, missed, codes, scales, start,
     for done in range(0, end - start, BLOCK):
         block = slice(done, done + BLOCK)
         x = wanted[..., block].clamp(-limit, limit)
-        q, scale = _search(x.reshape(-1, 1, BLOCK), spec, _round_block_scale(spec))
+        q, scale = search_scales(x.reshape(-1, 1, BLOCK), spec, block_scale_rounding(spec))
         codes[..., (start + done) // 2 :][..., : BLOCK // 2] = pack(encode_e2m1(q.view(layers, rows, BLOCK)))
         scales[..., (start + done) // BLOCK] = scale.view(layers, rows).to(torch.float8_e4m3fn).view(torch.uint8)
         error = u[..., block] - (q * scale.unsqueeze(-1)).view(layers, rows, BLOCK)

@@ -281,7 +281,7 @@ def _reciprocal(scale: torch.Tensor) -> torch.Tensor:
     return torch.where(scale > 0, 1.0 / scale, 0.0)
 
 
-def _search(x: torch.Tensor, rounding: Rounding, round_scale, draw=None, factor: torch.Tensor | float = 1.0):
+def search_scales(x: torch.Tensor, rounding: Rounding, round_scale, draw=None, factor: torch.Tensor | float = 1.0):
     """The codes q `(R, G, B)` and scales `(R, G)`, both float32, that fit x * factor best.
 
     x is `(R, G, B)`, and factor () or `(R, 1)`. The function round_scale maps the wanted scale and the block amax to
@@ -327,7 +327,7 @@ def divide(x: torch.Tensor, constant: float) -> torch.Tensor:
     return x / torch.full((), constant, dtype=torch.float32, device=x.device)
 
 
-def _round_block_scale(rounding: Rounding):
+def block_scale_rounding(rounding: Rounding):
     """RTN_E4M3, but the next larger scale where the block would be clipped; for MX a power of two.
 
     In E4M3's normal range rounding lowers a scale by a factor 16/17 at most, and nothing is clipped. SR's values stay
@@ -429,7 +429,7 @@ def quantize_reference(
         codes = pack(encode_e2m1(grid)) if rounding.element == "e2m1" else grid.to(FP8_DTYPES[rounding.element])
         chunks.append((q, codes, *scales))
     q, codes, pseudo_scales, correction = (torch.cat(p) if len(chunks) > 1 else p[0] for p in zip(*chunks))
-    scales = _finish_scales(pseudo_scales, correction, rounding, tensor_scale, noise)
+    scales = finish_scales(pseudo_scales, correction, rounding, tensor_scale, noise)
     exact = pseudo_scales if rounding.mx or rounding.fp8 else scales.to(torch.float32)  # compilers know little of E8M0
     decoded = (q * exact.unsqueeze(-1)).flatten(-2)
     return NVFP4Tensor(
@@ -447,22 +447,22 @@ def _align_first(rows, rounding, factor, noise, start):
     def draw(candidate):
         return noise.elements(start, *rows.shape, candidate, x.device).view(x.shape)
 
-    q, scales = _search(x, rounding, _round_block_scale(rounding), draw, factor)
+    q, scales = search_scales(x, rounding, block_scale_rounding(rounding), draw, factor)
     return q, scales, torch.ones_like(scales)
 
 
 def _align_post_hoc(rows, rounding, factor, noise, start):
     """Kernel one of the paper's Section 7: (q, E8M3 pseudo-scales, EDEN's correction S), all without tensor_scale."""
     x = rows.unflatten(-1, (-1, BLOCK))
-    q, pseudo_scales = _search(x, rounding, lambda scale, _: round_e8m3(scale), factor=factor)
+    q, pseudo_scales = search_scales(x, rounding, lambda scale, _: round_e8m3(scale), factor=factor)
     return q, pseudo_scales, _eden_correction(x, q, pseudo_scales, factor)
 
 
 def _eden_correction(x, q, scales, factor):
     """S = `<x, x>` / `<x, x_rtn>` (paper, Algorithm 1) for each rotation group, repeated for its blocks: `(R, G)`.
 
-    x and q are `(R, G, 16)`, scales `(R, G)`, and factor as in `_search`. A block is summed in units of its scale. The
-    block's weight is the square of its scale over a power of two above the group's largest scale.
+    x and q are `(R, G, 16)`, scales `(R, G)`, and factor as in `search_scales`. A block is summed in units of its
+    scale. Its weight is the square of its scale over a power of two above the group's largest scale.
     """
     blocks = scales.unflatten(-1, (-1, RHT_DIM // BLOCK))
     largest = power_of_two_floor(blocks.amax(dim=-1, keepdim=True)).clamp(min=TENSOR_SCALE_MIN)
@@ -479,7 +479,7 @@ def _eden_correction(x, q, scales, factor):
     return correction.repeat_interleave(RHT_DIM // BLOCK, dim=-1)
 
 
-def _finish_scales(pseudo_scales, correction, rounding, tensor_scale, noise):
+def finish_scales(pseudo_scales, correction, rounding, tensor_scale, noise):
     """Kernel two of MS-EDEN aligns, corrects and rounds the pseudo-scales. Other roundings have E4M3 scales already."""
     if rounding.fp8:
         return pseudo_scales
@@ -497,7 +497,7 @@ def ms_eden_direct(x: torch.Tensor, rounding: Rounding, seed: torch.Tensor | int
     rows = y.reshape(-1, y.shape[-1])
     tensor_scale = divide(rows.abs().amax(), rounding.grid_max * rounding.scale_cap).clamp(min=TENSOR_SCALE_MIN)
     x, factor = rows.unflatten(-1, (-1, BLOCK)), 1.0 / tensor_scale
-    q, scales = _search(x, rounding, _round_block_scale(rounding), factor=factor)
+    q, scales = search_scales(x, rounding, block_scale_rounding(rounding), factor=factor)
     correction = _eden_correction(x, q, scales, factor)
     uniform = Noise(seed).scales(*scales.shape, x.device)
     scales = stochastic_round_e4m3(scales * correction, uniform)

@@ -13,8 +13,8 @@ from nanochat_fp4.nvfp4.format import TENSOR_SCALE_MIN  # noqa: E402
 from nanochat_fp4.nvfp4.philox import Noise, uniform_scales  # noqa: E402
 from nanochat_fp4.nvfp4.quantizers import (  # noqa: E402
     ROUNDINGS,
-    _finish_scales,
     divide,
+    finish_scales,
     power_of_two_ceil,
     power_of_two_floor,
     stochastic_round_e4m3,
@@ -57,7 +57,7 @@ def test_finish_bit_for_bit(rows, groups, amax):
     scales, tensor_scale = run_finish(pseudo, correction, amax)
     want_scale = tensor_scale_of(amax)
     repeated = correction.repeat_interleave(8, -1)
-    want = _finish_scales(pseudo.float(), repeated, EDEN, want_scale, Noise(SEED, OPERAND.stream))
+    want = finish_scales(pseudo.float(), repeated, EDEN, want_scale, Noise(SEED, OPERAND.stream))
     assert_same_bits("tensor_scale", tensor_scale, want_scale)
     assert_same_bits("scales", scales, want)
 
