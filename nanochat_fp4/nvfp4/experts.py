@@ -9,6 +9,7 @@ nothing, and its gradient is zero. One call of torch's grouped_mm for all produc
 2026-11-24).
 """
 
+import functools
 import inspect
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -58,6 +59,11 @@ class ExpertLinear(QuantLinear):
 
     def _matrix_of(self, part: Tensor) -> Tensor:
         return part.T.contiguous() if self.transposed else part
+
+    def apply(self, fn: Callable[[nn.Module], None]) -> "ExpertLinear":
+        """Does nothing: nn.Module.apply visits the module that holds the parameter. It would else change all experts
+        once for each of them."""
+        return self
 
     def forward(self, x: Tensor, part: Tensor) -> Tensor:
         """x (M, in_features) -> (M, out_features). part: this expert's slice, as unbind gives it. (The gradient of a
@@ -186,8 +192,26 @@ def as_quantized_experts(model: nn.Module) -> None:
             count = getattr(module, name).shape[0]
             linears[name] = nn.ModuleList(ExpertLinear(module, name, i, transposed) for i in range(count))
         module.add_module(LINEARS, linears)
-        forward = torch.compiler.disable(layout.forward)  # the number of an expert's tokens is another in each step
-        module.__class__ = type(type(module).__name__, (type(module),), {"forward": forward})
+        module.__class__ = _quantized_class(type(module), layout.parameters)
+
+
+@functools.cache
+def _quantized_class(base: type[nn.Module], parameters: tuple[str, ...]) -> type[nn.Module]:
+    """The subclass of a class of experts whose forward is that of the layout with these parameters."""
+    layout = next(layout for layout in LAYOUTS if layout.parameters == parameters)
+
+    def reduce(self: nn.Module, protocol: int) -> tuple:
+        _, _, *state = base.__reduce_ex__(self, max(2, protocol))
+        return _without_state, (base, parameters), *state  # pickle would look for this class by its name
+
+    forward = torch.compiler.disable(layout.forward)  # the number of an expert's tokens is another in each step
+    return type(base.__name__, (base,), {"forward": forward, "__reduce_ex__": reduce})
+
+
+def _without_state(base: type[nn.Module], parameters: tuple[str, ...]) -> nn.Module:
+    """Experts as pickle makes them, before it gives them their state."""
+    cls = _quantized_class(base, parameters)
+    return cls.__new__(cls)
 
 
 def routers(model: nn.Module) -> set[str]:

@@ -1,6 +1,7 @@
 """Experts in stacked parameters: every slice is computed as a QuantLinear with it, to the bit."""
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch.nn.functional import linear, silu
 
 import nanochat_fp4 as nf
 from nanochat_fp4.nvfp4.experts import stacked_linears
+from nanochat_fp4.nvfp4.places import layer_kind
 
 EXPERTS, WIDTH, HIDDEN = 6, 32, 48
 COUNTS = (0, 1, 15, 17, 2, 5)  # tokens of each expert: none, one, a block less and more than one
@@ -125,7 +127,8 @@ def test_an_expert_is_a_quant_linear_of_its_tokens(method):
     got = y.detach(), x.grad, experts.gate_up_proj.grad, experts.down_proj.grad
 
     plain = Experts()
-    layers = {n: [quant_linear(w, method) for w in getattr(plain, n)] for n in ("gate_up_proj", "down_proj")}
+    recipes = {n: nf.get_recipe(method).of(layer_kind(n)) for n in ("gate_up_proj", "down_proj")}
+    layers = {n: [quant_linear(w, recipe) for w in getattr(plain, n)] for n, recipe in recipes.items()}
     x = x.detach().requires_grad_()
     order = index.flatten().argsort(stable=True)
     token, chosen = order // 2, index.flatten()[order]
@@ -300,3 +303,25 @@ def one_rank():
 
 def test_two_processes_train_as_one(run_ranks):
     run_ranks("import test_experts; test_experts.one_rank()")
+
+
+def test_apply_visits_a_stacked_parameter_once():
+    experts = nf.convert(nn.Sequential(Experts()), "clover", verbose=False)
+    before = experts[0].gate_up_proj.detach().clone()
+
+    def add_one(module: nn.Module) -> None:
+        for name in ("weight", "gate_up_proj"):
+            if isinstance(weight := getattr(module, name, None), nn.Parameter):
+                weight.data += 1
+
+    experts.apply(add_one)
+    assert torch.equal(experts[0].gate_up_proj, before + 1)
+
+
+def test_converted_experts_pickle():
+    experts = nf.convert(Experts(), "clover", verbose=False)
+    loaded = pickle.loads(pickle.dumps(experts))
+    x, chosen = torch.randn(7, WIDTH), torch.arange(7)[:, None] % EXPERTS
+    assert type(loaded) is type(experts)
+    assert loaded.expert_linears["down_proj"][1].weight is loaded.down_proj
+    assert torch.equal(loaded(x, chosen, torch.ones(7, 1)), experts(x, chosen, torch.ones(7, 1)))
