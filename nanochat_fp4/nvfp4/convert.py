@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from nanochat_fp4.nvfp4.experts import LINEARS, ExpertLinear, as_quantized_experts, routers, stacked_linears
-from nanochat_fp4.nvfp4.linear import QuantLinear
+from nanochat_fp4.nvfp4.linear import COMPUTE_DTYPES, QuantLinear
 from nanochat_fp4.nvfp4.methods import get_recipe
 from nanochat_fp4.nvfp4.places import KINDS, layer_kind
 from nanochat_fp4.nvfp4.recipes import Recipe
@@ -28,7 +28,7 @@ ADAPTER_PARTS = {"lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B"}  # 
 ENOUGH = 0.9  # a smaller share of quantized weights is worth a warning
 
 
-@dataclass
+@dataclass(repr=False)
 class ConvertReport:
     """The result of convert: names of the converted layers, and (name, reason) of the layers left alone."""
 
@@ -44,14 +44,22 @@ class ConvertReport:
     experts: int = 0  # modules of experts of a known layout
     kinds: dict[str, str | None] = field(default_factory=dict)  # of each converted layer, where the recipe asks for it
 
+    refused_dtypes: list[str] = field(default_factory=list)  # of converted weights, in which no layer computes
+
+    def __repr__(self) -> str:
+        return f"<ConvertReport {self.recipe.name}: {len(self.converted)} converted, {len(self.left_alone)} left alone>"
+
     def __str__(self) -> str:
         share = f"{100 * self.quantized:.1f}% of the weights in matrix products"
         if round(self.quantized, 3) != round(self.quantized_without_heads, 3):
             share += f", {100 * self.quantized_without_heads:.1f}% without the output head"
         lines = [f"QAT method {self.recipe}", f"converted {len(self.converted)} linear layers: {share}"]
         if self.recipe.quantizes and self.quantized_without_heads < ENOUGH:
+            lines.append(f"warning: that is less than {100 * ENOUGH:.0f}%; the rest stays in high precision")
+        if self.refused_dtypes:
             lines.append(
-                f"warning: that is less than {100 * ENOUGH:.0f}%; most of this model may stay in high precision"
+                f"warning: weights are in {', '.join(self.refused_dtypes)}, and layers compute in float32 or bfloat16; "
+                "use model.bfloat16(), model.float(), or autocast to bfloat16"
             )
         lines += [f"not reached, {100 * share:.1f}% of these weights: {kind}" for kind, share in self.others.items()]
         if self.kinds:
@@ -171,6 +179,8 @@ def convert(
                 f"names of this model's layers do not tell which they are ({_some(report.converted)}); use a method "
                 "that treats all layers alike, or convert the parts of the model one by one"
             )
+    dtypes = {linears[name].weight.dtype for name in report.converted} - set(COMPUTE_DTYPES)
+    report.refused_dtypes = sorted(str(dtype).removeprefix("torch.") for dtype in dtypes) if recipe.quantizes else []
     known = any(linears[name].gram_matrix is not None for name in report.converted)
     report.without_gram_matrices = recipe.looks_at_inputs and not known
     report.quantized, report.quantized_without_heads, report.others = shares(model, report.converted, heads)
@@ -292,14 +302,18 @@ def linear_layers(model: nn.Module) -> dict[str, nn.Module]:
 def output_heads(model: nn.Module, linears: Iterable[str]) -> set[str]:
     """Names of the linear layers that make the model's output.
 
-    A head is found by its name. Else it is the result of get_output_embeddings() of the model, or of a model in it.
-    Else it is the last linear layer, if that comes after a stack of blocks and is in no block (a classifier).
+    A head is found by its name, or by its weight, which is that of an embedding. Else it is the result of
+    get_output_embeddings() of the model, or of a model in it. Else it is a linear layer in no block that has the shape
+    of an embedding, in whatever order the two are defined. Else it is the last linear layer, if that comes after a
+    stack of blocks and is in no block (a classifier).
     """
     linears = list(linears)
-    named = {name for name in linears if any(fnmatch.fnmatchcase(name, pattern) for pattern in HEAD_NAMES)}
-    if named:
-        return named
     modules = dict(model.named_modules())
+    tables = [m.weight for m in modules.values() if isinstance(m, nn.Embedding)]
+    tied = {name for name in linears if any(modules[name]._parameters.get("weight") is table for table in tables)}
+    named = {name for name in linears if any(fnmatch.fnmatchcase(name, pattern) for pattern in HEAD_NAMES)}
+    if named or tied:
+        return named | tied
     outputs = [m.get_output_embeddings() for m in modules.values() if hasattr(m, "get_output_embeddings")]
     if embedded := {name for name in linears if any(modules[name] is output for output in outputs)}:
         return embedded
@@ -311,7 +325,15 @@ def output_heads(model: nn.Module, linears: Iterable[str]) -> set[str]:
         and name
     ]
     inside = {name for name in linears if any(name.startswith(stack + ".") for stack in stacks)}
-    return {linears[-1]} if inside and linears[-1] not in inside else set()
+    outside = [name for name in linears if name not in inside] if inside else []
+    shapes = {table.shape for table in tables}
+    if alike := {name for name in outside if isinstance(modules[name], nn.Linear) and _shape(modules[name]) in shapes}:
+        return alike
+    return set(outside).intersection(linears[-1:])
+
+
+def _shape(linear: nn.Linear) -> tuple[int, int]:
+    return linear.out_features, linear.in_features
 
 
 def reason_to_leave(name: str, linear: nn.Module) -> str | None:

@@ -196,7 +196,7 @@ def get_recipe(method: str | Recipe) -> Recipe:
             f"method {name!r} left the package; register its recipe (nf.register, or --recipes=FILE.py; lab/recipes.py "
             f"has most of them), or use commit {LAST_COMMIT}, the last one that has it"
         )
-    alike = difflib.get_close_matches(name, (*rows, *ALIASES), n=1)
+    alike = difflib.get_close_matches(name.lower(), (*rows, *ALIASES), n=1)
     meant = f"; did you mean {alike[0]}?" if alike else ""
     raise ValueError(
         f"unknown method {method!r}; use one of: {', '.join((*METHODS, *ALIASES))}; or register its recipe "
