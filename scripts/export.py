@@ -298,6 +298,18 @@ class Export:
         rows, _ = self.batches("val", 1)[0]
         ids = rows[:2, :128].cpu()
         self.model.cpu()
+        # Asked to decode all weights, transformers 5.24 decodes each layer as the first group of layers says.
+        if weights is None or not weights.eight_bits:
+            self.verify_decoded_logits(out, ids)
+        if input_scales is not None:
+            with served(self.model, weights, input_scales, torch.bfloat16, torch.bfloat16) as copied:
+                reader, logits = verify.transformers_logits(out, ids, quantized_inputs=True)
+                losses = [cross_entropy(x[:, :-1].transpose(1, 2), ids[:, 1:]).item() for x in (logits, copied(ids))]
+            print0(f"{reader}, 4-bit inputs, in BF16: a loss of {losses[0]:.4f} where ours is {losses[1]:.4f} (FP32)")
+
+    def verify_decoded_logits(self, out: Path, ids: torch.Tensor) -> None:
+        """transformers' FP32 logits of ids with the decoded weights, against ours."""
+        weights = self.weights
         with served(self.model, weights or Weights(), None, DTYPES[self.args.dtype], torch.bfloat16) as copied:
             reader, logits = verify.transformers_logits(out, ids)
             want = copied(ids)
@@ -308,11 +320,6 @@ class Export:
             raise UserError(f"{problem}; this is a bug, please report it")
         found = f"FP32 logits of {ids.numel()} tokens differ by at most {difference:.1e} (limit {limit:.1e})"
         print0(f"verified with {reader}: {found}")
-        if input_scales is not None:
-            with served(self.model, weights, input_scales, torch.bfloat16, torch.bfloat16) as copied:
-                reader, logits = verify.transformers_logits(out, ids, quantized_inputs=True)
-                losses = [cross_entropy(x[:, :-1].transpose(1, 2), ids[:, 1:]).item() for x in (logits, copied(ids))]
-            print0(f"{reader}, 4-bit inputs, in BF16: a loss of {losses[0]:.4f} where ours is {losses[1]:.4f} (FP32)")
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from nanochat_fp4.export.huggingface import Description, describe
 from nanochat_fp4.export.weights import Weights
 from nanochat_fp4.models.llama import Llama
 from nanochat_fp4.nvfp4.format import BLOCK, NVFP4Tensor, pack, unpack
+from nanochat_fp4.nvfp4.operands import FP8
 
 if TYPE_CHECKING:  # tiktoken is not needed for load_quantized
     from nanochat_fp4.data.tokenizer import RustBPETokenizer
@@ -164,8 +165,9 @@ def write(
 ) -> list[str]:
     """Writes model.gguf into an existing folder. Returns sentences on what the format cannot hold.
 
-    weights: the 4-bit weights. Without them all matrices are written in BF16. Norms are always in FP32. A layer whose
-             rows are no multiple of 64 values is decoded and written in BF16
+    weights: the weights in 4 and 8 bits. Without them all matrices are written in BF16. Norms are always in FP32. A
+             layer whose rows are no multiple of 64 values is decoded and written in BF16. GGUF has no FP8: a layer in
+             8 bits is rounded again, to Q8_0 (whole numbers to 127 with an FP16 scale for 32 of them)
     Raises UserError for another model than Llama.
     """
     if not isinstance(model, Llama):
@@ -198,10 +200,15 @@ def write(
         data = data.bfloat16().view(torch.uint8) if kind == types.BF16 else data
         writer.add_tensor(key, data.contiguous().numpy(), raw_dtype=kind)
 
-    state, quantized, decoded = model.state_dict(), weights.tensors if weights else {}, []
+    state, quantized, decoded, again = model.state_dict(), weights.tensors if weights else {}, [], []
     for ours, theirs in names(about).items():
         tensor = quantized.get(ours)
-        if tensor is None or tensor.codes.shape[1] * 2 % GROUP:
+        if isinstance(tensor, FP8) and tensor.codes.shape[1] % 32 == 0:
+            numbers = gguf.quantize(rows(about, ours, tensor.dequantize()).numpy(), types.Q8_0)
+            writer.add_tensor(f"{theirs}.weight", numbers, raw_dtype=types.Q8_0)
+            again.append(ours)
+            continue
+        if tensor is None or isinstance(tensor, FP8) or tensor.codes.shape[1] * 2 % GROUP:
             value = state[f"{ours}.weight"]
             if tensor is not None:
                 value = tensor.dequantize()
@@ -218,9 +225,12 @@ def write(
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    if not decoded:
-        return []
-    return [f"{len(decoded)} layers have rows that are no multiple of {GROUP} values and are in BF16, decoded."]
+    notes = []
+    if again:
+        notes.append(f"{len(again)} layers in FP8 were rounded again, to Q8_0, the 8-bit type that GGUF has.")
+    if decoded:
+        notes.append(f"{len(decoded)} layers have rows that do not divide into blocks and are in BF16, decoded.")
+    return notes
 
 
 def _add_tokenizer(writer: Any, tokenizer: "RustBPETokenizer", chat: bool) -> None:

@@ -8,7 +8,7 @@ rows of q and k change places, half a head at a time. A row keeps its codes and 
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,9 +24,12 @@ from nanochat_fp4.models.gpt import GPT, ROTARY_BASE, SOFTCAP
 from nanochat_fp4.models.llama import NORM_EPS as LLAMA_NORM_EPS
 from nanochat_fp4.models.llama import Llama
 from nanochat_fp4.nvfp4.format import NVFP4Tensor
+from nanochat_fp4.nvfp4.operands import FP8
 
 MODELING_FILE = "modeling_nanochat_fp4.py"
 WEIGHTS_FILE = "model.safetensors"
+# compressed-tensors' names of its formats: NVFP4, FP8, and both in one model.
+FOUR_BITS, EIGHT_BITS, MIXED = "nvfp4-pack-quantized", "float-quantized", "mixed-precision"
 
 _LAYER = {"attn.c_q": "self_attn.q_proj", "attn.c_k": "self_attn.k_proj", "attn.c_v": "self_attn.v_proj",
           "attn.c_proj": "self_attn.o_proj"}  # fmt: skip
@@ -126,11 +129,14 @@ def is_hf_compatible(model: GPT) -> bool:
 # Codes and scales as compressed-tensors stores them
 
 
-def compressed_tensors(tensor: NVFP4Tensor, input_scale: float | None) -> dict[str, Tensor]:
+def compressed_tensors(tensor: NVFP4Tensor | FP8, input_scale: float | None) -> dict[str, Tensor]:
     """A layer's tensors, by the last part of their names.
 
-    Values are *divided* by weight_global_scale, and an input is multiplied by input_global_scale.
+    NVFP4: values are *divided* by weight_global_scale, and an input is multiplied by input_global_scale. FP8: values
+    are multiplied by weight_scale, and a server finds each token's input scale by itself.
     """
+    if isinstance(tensor, FP8):
+        return {"weight": tensor.codes, "weight_scale": tensor.tensor_scale.reshape(1).clone()}
     parts = {
         "weight_packed": tensor.codes,
         "weight_scale": tensor.scales,
@@ -139,8 +145,15 @@ def compressed_tensors(tensor: NVFP4Tensor, input_scale: float | None) -> dict[s
     return parts if input_scale is None else parts | {"input_global_scale": torch.tensor([input_scale])}
 
 
-def quantization_config(ignore: list[str], weights_only: bool) -> dict[str, Any]:
-    """config.json's entry for 4-bit weights. ignore: names of the linear layers that are in 16 bits."""
+def quantization_config(
+    ignore: list[str], weights_only: bool, four_bits: Sequence[str] = (), eight_bits: Sequence[str] = ()
+) -> dict[str, Any]:
+    """config.json's entry for 4-bit weights, or for weights in 4 and in 8 bits.
+
+    ignore: names of the linear layers that are in 16 bits
+    four_bits, eight_bits: names of the other layers, where some are in FP8 with one scale: two groups. Without
+                           eight_bits, all layers that are not ignored are in NVFP4
+    """
     operand = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16, "symmetric": True,
                "scale_dtype": "torch.float8_e4m3fn", "zp_dtype": "torch.float8_e4m3fn"}  # fmt: skip
     inputs = None if weights_only else operand | {"dynamic": "local", "observer": "static_minmax"}
@@ -149,10 +162,23 @@ def quantization_config(ignore: list[str], weights_only: bool) -> dict[str, Any]
         "weights": operand | {"dynamic": False, "observer": "memoryless_minmax"},
         "input_activations": inputs,
         "output_activations": None,
-        "format": "nvfp4-pack-quantized",
+        "format": FOUR_BITS,
     }
-    return {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized", "quantization_status": "compressed",
-            "config_groups": {"group_0": group}, "ignore": ignore, "kv_cache_scheme": None,
+    groups, layout = {"group_0": group}, FOUR_BITS
+    if eight_bits:
+        number = {"num_bits": 8, "type": "float", "symmetric": True}
+        eight = {
+            "targets": list(eight_bits),
+            "weights": number | {"strategy": "tensor", "dynamic": False, "observer": "memoryless_minmax"},
+            "input_activations": None if weights_only else number | {"strategy": "token", "dynamic": True},
+            "output_activations": None,
+            "format": EIGHT_BITS,
+        }
+        groups, layout = {"group_0": eight}, EIGHT_BITS
+        if four_bits:
+            groups, layout = groups | {"group_1": group | {"targets": list(four_bits)}}, MIXED
+    return {"quant_method": "compressed-tensors", "format": layout, "quantization_status": "compressed",
+            "config_groups": groups, "ignore": ignore, "kv_cache_scheme": None,
             "global_compression_ratio": None}  # fmt: skip
 
 
@@ -182,9 +208,13 @@ def write(
     for ours, theirs in about.names.items():
         if ours in quantized:
             t = quantized[ours]
-            codes, scales = about.rows(ours, t.codes), about.rows(ours, t.scales)
-            scale = None if input_scales is None else input_scales[ours]
-            parts = compressed_tensors(NVFP4Tensor(codes, scales, t.tensor_scale), scale)
+            codes = about.rows(ours, t.codes)
+            if isinstance(t, FP8):
+                moved, scale = FP8(codes, t.tensor_scale), None
+            else:
+                moved = NVFP4Tensor(codes, about.rows(ours, t.scales), t.tensor_scale)
+                scale = None if input_scales is None else input_scales[ours]
+            parts = compressed_tensors(moved, scale)
             tensors |= {f"{theirs}.{part}": value for part, value in parts.items()}
         else:
             rows = state[ours][:vocab] if ours in ("transformer.wte", "lm_head") else state[ours]
@@ -194,7 +224,9 @@ def write(
     save_tensors(folder, tensors)
     written = {**about.config, **dtype_entries(dtype), **config}
     if quantized:
-        written["quantization_config"] = quantization_config(ignore, weights_only=input_scales is None)
+        eight_bits = [about.names[ours] for ours in quantized if ours in weights.eight_bits]
+        four_bits = [about.names[ours] for ours in quantized if ours not in weights.eight_bits]
+        written["quantization_config"] = quantization_config(ignore, input_scales is None, four_bits, eight_bits)
     atomic_write(folder / "config.json", _json(written))
     if about.remote:
         atomic_write(folder / MODELING_FILE, Path(__file__).with_name(MODELING_FILE).read_bytes())

@@ -19,10 +19,11 @@ from nanochat_fp4.export.weights import Weights, check_values
 from nanochat_fp4.models.gpt import GPT
 from nanochat_fp4.models.llama import Llama
 from nanochat_fp4.nvfp4.format import BLOCK, E2M1_MAX, NVFP4Tensor
+from nanochat_fp4.nvfp4.operands import FP8
 
 INDEX_FILE = f"{huggingface.WEIGHTS_FILE}.index.json"  # transformers writes it beside several files of weights
 LAMBDAS = {"resid_lambdas": 1.0, "x0_lambdas": 0.0}  # GPT's scalars in config.json, and their neutral values
-FORMAT = "nvfp4-pack-quantized"  # compressed-tensors' name of NVFP4
+FORMATS = (huggingface.FOUR_BITS, huggingface.EIGHT_BITS, huggingface.MIXED)
 CODES = ("weight_packed", "weight_scale", "weight_global_scale")
 FOR_SERVERS = {"input_global_scale", "k_scale", "v_scale"}  # scales of inputs, and of a cache of keys and values
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -277,11 +278,16 @@ def _check_quantization(folder: Path) -> None:
     groups = [g.get("weights") for g in groups.values() if isinstance(g, dict)] if isinstance(groups, dict) else []
     sizes = {g.get("group_size") for g in (about, *groups) if isinstance(g, dict)} - {None, BLOCK}
     name = about.get("format") or about.get("quant_algo") or about.get("quant_method")
-    problem = f"is in {str(name)[:60]!r}" if name != FORMAT else ""
+    problem = f"is in {str(name)[:60]!r}" if name not in FORMATS else ""
+    eight = [g for g in groups if isinstance(g, dict) and g.get("num_bits") == 8]
+    if not problem and any((g.get("type"), g.get("strategy")) != ("float", "tensor") for g in eight):
+        problem = "has 8-bit weights that are not FP8 with one scale for a tensor"
     problem = problem or (f"has groups of {str(max(sizes, key=str))[:20]}" if sizes else "")
     problem = problem or ("has rotated weights (transform_config)" if about.get("transform_config") else "")
     if problem:
-        raise UserError(f"{folder} {problem}; expected {FORMAT} (compressed-tensors) with groups of {BLOCK}")
+        raise UserError(
+            f"{folder} {problem}; expected {huggingface.FOUR_BITS} (compressed-tensors) with groups of {BLOCK}"
+        )
 
 
 def _read_safetensors(
@@ -302,6 +308,12 @@ def _read_safetensors(
     for theirs, parts in layers.items():
         name = ours.get(theirs, "" if about else theirs)
         quantized = set(CODES) <= set(parts)
+        weight = parts.get("weight")
+        if weight is not None and weight.dtype == torch.float8_e4m3fn and "weight_scale" in parts and name:
+            weights.tensors[name] = _read_fp8(folder, theirs, parts, shapes.get(f"{name}.weight"))
+            if about:
+                weights.tensors[name].codes = about.rows(name, weight)
+            continue
         if not quantized and "weight_packed" in parts:
             raise UserError(
                 f"{folder}: {theirs} has codes without {', '.join(sorted(set(CODES) - set(parts)))}; expected NVFP4 of "
@@ -326,6 +338,20 @@ def _read_safetensors(
             read = NVFP4Tensor(about.rows(name, codes), about.rows(name, scales), read.tensor_scale)
         weights.tensors[name] = read
     return plain, weights
+
+
+def _read_fp8(folder: Path, name: str, parts: Mapping[str, Tensor], shape: tuple[int, ...] | None) -> FP8:
+    """A weight in E4M3 with one scale. Raises UserError."""
+    scale = parts["weight_scale"]
+    if set(parts) - FOR_SERVERS - {"weight", "weight_scale", "input_scale"} or scale.numel() != 1:
+        raise UserError(
+            f"{folder}: {name} has {', '.join(sorted(parts))}, expected an FP8 weight with one weight_scale; "
+            "download or export it again"
+        )
+    if scale.dtype not in FLOATS or not scale.isfinite() or not scale > 0:
+        raise UserError(f"{folder}: {name}.weight_scale is no positive finite value; export or download it again")
+    _check_tensor(folder, f"{name}.weight", parts["weight"], shape, torch.float8_e4m3fn)
+    return FP8(parts["weight"], scale.float().reshape(()))
 
 
 def _read_gguf(

@@ -21,6 +21,7 @@ from nanochat_fp4.files import atomic_write
 from nanochat_fp4.nvfp4.convert import QuantConv1D
 from nanochat_fp4.nvfp4.format import NVFP4Tensor
 from nanochat_fp4.nvfp4.linear import QuantLinear
+from nanochat_fp4.nvfp4.operands import FP8
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -145,6 +146,7 @@ def _write(model: nn.Module, folder: Path, calibration: list[Tensor], dtype: tor
             "nf.load_quantized and the package compressed-tensors read them right"
         )
     check_values({name: tensor for name, tensor in state.items() if name not in rows}, dtype)
+    four_bits, eight_bits = [], []  # names of layers
     for name, value in as_in_checkpoints(model, state | rows).items():
         layer = name.removesuffix(".weight")
         if are_rows(value):
@@ -156,9 +158,14 @@ def _write(model: nn.Module, folder: Path, calibration: list[Tensor], dtype: tor
                 )
             source, its_rows = found
             t = weights.tensors[source]
-            scales = t.scales.view(torch.uint8)[its_rows].view(t.scales.dtype)
-            scale = None if input_scales is None else input_scales[source]
-            parts = huggingface.compressed_tensors(NVFP4Tensor(t.codes[its_rows], scales, t.tensor_scale), scale)
+            if isinstance(t, FP8):
+                eight_bits.append(layer)
+                its = FP8(t.codes.view(torch.uint8)[its_rows].view(t.codes.dtype), t.tensor_scale)
+            else:
+                four_bits.append(layer)
+                scales = t.scales.view(torch.uint8)[its_rows].view(t.scales.dtype)
+                its = NVFP4Tensor(t.codes[its_rows], scales, t.tensor_scale)
+            parts = huggingface.compressed_tensors(its, None if input_scales is None else input_scales[source])
             tensors |= {f"{layer}.{part}": tensor for part, tensor in parts.items()}
         else:
             tensors[name] = value.to(dtype) if value.is_floating_point() else value
@@ -167,7 +174,9 @@ def _write(model: nn.Module, folder: Path, calibration: list[Tensor], dtype: tor
     huggingface.save_tensors(folder, tensors)
     config = json.loads(model.config.to_json_string()) | huggingface.dtype_entries(dtype)
     config["architectures"] = [type(model).__name__]
-    config["quantization_config"] = huggingface.quantization_config(ignored, weights_only=input_scales is None)
+    config["quantization_config"] = huggingface.quantization_config(
+        ignored, input_scales is None, four_bits, eight_bits
+    )
     atomic_write(folder / "config.json", json.dumps(config, indent=2) + "\n")
     if (generation := getattr(model, "generation_config", None)) is not None:
         atomic_write(folder / "generation_config.json", generation.to_json_string())

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from nanochat_fp4.errors import UserError
 from nanochat_fp4.nvfp4.experts import LINEARS, is_transposed, layout_of
 from nanochat_fp4.nvfp4.format import NVFP4Tensor
+from nanochat_fp4.nvfp4.operands import FP8
 
 ROWS = 2**40  # row r of the layer with number i is i * ROWS + r, i from 1 on
 
@@ -96,7 +97,7 @@ def places(model: nn.Module, shapes: dict[str, tuple[int, ...]]) -> dict[str, tu
 
 def into_model(
     path: Path, model: nn.Module, found: Mapping[str, tuple[str, Tensor | None]], plain: dict[str, Tensor],
-    codes: dict[str, NVFP4Tensor],
+    codes: dict[str, NVFP4Tensor | FP8],
 ) -> None:  # fmt: skip
     """Renames the tensors that were read to the model's names, and puts experts together. Changes `plain` and `codes`.
 
@@ -114,7 +115,7 @@ def into_model(
             raise UserError(f"{path}: {theirs} is there under two names; export or download it again")
         if rows is not None:
             pieces.setdefault(ours, []).append((rows, value))
-        elif isinstance(value, NVFP4Tensor):
+        elif isinstance(value, NVFP4Tensor | FP8):
             codes[ours.removesuffix(".weight")] = value
         else:
             plain[ours] = value
@@ -136,15 +137,19 @@ def into_model(
 def stacked(values: Mapping[str, NVFP4Tensor | Tensor], layers: list[str], transposed: bool) -> Tensor:
     """The parameter that stacks these experts, decoded to FP32."""
     parts = (values[layer] for layer in layers)
-    whole = torch.stack([t.dequantize() if isinstance(t, NVFP4Tensor) else t.float() for t in parts])
+    whole = torch.stack([_decoded(t) for t in parts])
     return whole.mT if transposed else whole
 
 
-def _joined(pieces: list[tuple[Tensor, NVFP4Tensor | Tensor]]) -> NVFP4Tensor | Tensor:
+def _decoded(value: NVFP4Tensor | FP8 | Tensor) -> Tensor:
+    return value.float() if isinstance(value, Tensor) else value.dequantize()
+
+
+def _joined(pieces: list[tuple[Tensor, NVFP4Tensor | FP8 | Tensor]]) -> NVFP4Tensor | Tensor:
     """An expert's weight from rows of it."""
     order, values = torch.cat([rows for rows, _ in pieces]).argsort(), [value for _, value in pieces]
     if not all(isinstance(value, NVFP4Tensor) for value in values):
-        return torch.cat([t.dequantize() if isinstance(t, NVFP4Tensor) else t.float() for t in values])[order]
+        return torch.cat([_decoded(t) for t in values])[order]
     scale = torch.cat([t.tensor_scale.expand(len(t.codes)) for t in values])[order]
     scale = scale[0] if bool((scale == scale[0]).all()) else scale.unsqueeze(1)
     scales = torch.cat([t.scales.view(torch.uint8) for t in values])[order].view(torch.float8_e4m3fn)

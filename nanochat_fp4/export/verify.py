@@ -85,9 +85,22 @@ def compressed_tensors(folder: Path, about: Description, weights: Weights) -> st
     from safetensors.torch import load_file
 
     config = QuantizationConfig.model_validate(json.loads((folder / "config.json").read_text())["quantization_config"])
-    scheme = next(iter(config.config_groups.values()))
-    compressor = BaseCompressor.get_value_from_registry(config.format)
-    tensors = load_file(folder / WEIGHTS_FILE)
+    schemes = {scheme.weights.num_bits: scheme for scheme in config.config_groups.values()}
+    tensors, eight_bits = load_file(folder / WEIGHTS_FILE), weights.eight_bits
+    for ours in eight_bits:
+        parts, t = _layer(tensors, about.names[ours]), weights.tensors[ours]
+        compressor = BaseCompressor.get_value_from_registry(schemes[8].format)
+        values = compressor.decompress(parts, schemes[8])["weight"]
+        numbers = about.rows(ours, parts["weight"].view(torch.uint8))
+        if not torch.equal(numbers, t.codes.view(torch.uint8)):
+            raise _bug(f"{ours}: the 8-bit numbers differ from those of the forward pass")
+        if not torch.equal(about.rows(ours, values).float(), t.dequantize(values.dtype).float()):
+            raise _bug(f"{ours}: decoded 8-bit values differ")
+    weights = Weights({name: t for name, t in weights.tensors.items() if name not in eight_bits})
+    if not weights.tensors:
+        return f"{', '.join(versions)}: {len(eight_bits)} layers in FP8, equal to the bit"
+    scheme = schemes[4]
+    compressor = BaseCompressor.get_value_from_registry(scheme.format or config.format)
 
     def found():
         for ours in weights.tensors:
@@ -99,7 +112,8 @@ def compressed_tensors(folder: Path, about: Description, weights: Weights) -> st
             bf16 = compressor.decompress(parts, scheme)["weight"]
             yield ours, *(about.rows(ours, t) for t in (packed, codes, scale, values, bf16))
 
-    return f"{', '.join(versions)}: {_compare(found(), weights)}"
+    also = f"; {len(eight_bits)} layers in FP8, equal to the bit" if eight_bits else ""
+    return f"{', '.join(versions)}: {_compare(found(), weights)}{also}"
 
 
 def gguf(folder: Path, about: Description, weights: Weights) -> str:

@@ -23,7 +23,8 @@ from nanochat_fp4.nvfp4.contexts import full_precision
 from nanochat_fp4.nvfp4.format import BLOCK, E2M1_MAX, E4M3_MAX, NVFP4Tensor
 from nanochat_fp4.nvfp4.fused import groups_computed_as_one, quantized_weights
 from nanochat_fp4.nvfp4.linear import QuantLinear
-from nanochat_fp4.nvfp4.quantizers import quantize, round_e2m1, round_e4m3
+from nanochat_fp4.nvfp4.operands import FP8, FP8WithCodes
+from nanochat_fp4.nvfp4.quantizers import quantize, round_e2m1, round_e4m3, to_fp8
 
 AGAIN = "rtn"  # the rounding of what is no NVFP4 tensor
 SMALLEST_AMAX = 2.0**-100  # of inputs: 448 * 6 / amax is finite in FP32
@@ -34,12 +35,18 @@ class Weights:
     """The 4-bit weights of a model by the names of its layers.
 
     tensors: codes (N, K/2), scales (N, K/16) and tensor_scale () of each layer's weight, on the CPU. Layers that are
-             computed as one have their own rows, and the same tensor_scale
+             computed as one have their own rows, and the same tensor_scale. A layer whose forward pass is in FP8 with
+             one scale has E4M3 numbers (N, K) and that scale
     lost:    one line that says which part of the trained forward pass the tensors leave out; "" for no part
     """
 
-    tensors: dict[str, NVFP4Tensor] = field(default_factory=dict)
+    tensors: dict[str, NVFP4Tensor | FP8] = field(default_factory=dict)
     lost: str = ""
+
+    @property
+    def eight_bits(self) -> set[str]:
+        """The names of the layers in FP8."""
+        return {name for name, tensor in self.tensors.items() if isinstance(tensor, FP8)}
 
     def separate(self, groups: Iterable[Sequence[str]]) -> list[tuple[Sequence[str], float]]:
         """The groups of layers whose tensor scales differ, and the largest over the smallest of each."""
@@ -75,21 +82,27 @@ def forward_weights(model: nn.Module, together: Iterable[Sequence[str]] = ()) ->
         )
     result, lost = Weights(), set()
     for layers, operand in zip(groups, operands):
-        stacked, what = _as_nvfp4(operand)
+        stacked, what = _as_stored(operand)
         lost.add(what)
         start = 0
         for layer in layers:
             rows = slice(start, start := start + layer.out_features)
-            result.tensors[names[layer]] = NVFP4Tensor(
-                stacked.codes[rows].cpu(), stacked.scales[rows].cpu(), stacked.tensor_scale.float().cpu()
-            )
+            scale = stacked.tensor_scale.float().cpu()
+            if isinstance(stacked, FP8):
+                result.tensors[names[layer]] = FP8(stacked.codes[rows].cpu(), scale)
+            else:
+                result.tensors[names[layer]] = NVFP4Tensor(stacked.codes[rows].cpu(), stacked.scales[rows].cpu(), scale)
     result.tensors = {name: result.tensors[name] for name in modules if name in result.tensors}
     result.lost = "; ".join(sorted(lost - {""}))
     return result
 
 
-def _as_nvfp4(operand) -> tuple[NVFP4Tensor, str]:
-    """(the operand as one NVFP4 tensor, words for the part of the operand that this leaves out)."""
+def _as_stored(operand) -> tuple[NVFP4Tensor | FP8, str]:
+    """(the operand as one tensor of NVFP4 or FP8, words for the part of the operand that this leaves out)."""
+    if isinstance(operand, FP8WithCodes):  # the codes are for a backward pass
+        operand = operand.numbers
+    if isinstance(operand, FP8) and operand.codes.dtype == torch.float8_e4m3fn:
+        return operand, ""
     first = getattr(operand, "first", None)
     if first is not None:
         return first, "the second term of 4 bits of each weight"
@@ -147,10 +160,11 @@ def served(
     """A copy of the model that computes what a server makes of an export, in the precision of autocast.
 
     Its weights are the decoded ones; inputs stay as they are, or are rounded with input_scales (448 * 6 / amax of each
-    layer's input; None: of each token of it). The weights in 4 bits are rounded to `decoded`, the others to dtype.
+    layer's input; None: of each token of it). Inputs of layers in FP8 are then rounded to E4M3 with a scale for each
+    token. The weights in 4 and 8 bits are rounded to `decoded`, the others to dtype.
     """
     copied = copy.deepcopy(model)
-    layers = dict(copied.named_modules())
+    layers, eight_bits = dict(copied.named_modules()), weights.eight_bits
     with torch.no_grad():
         for name, parameter in copied.named_parameters():
             if name.endswith(".weight"):  # others are kept in FP32
@@ -163,6 +177,9 @@ def served(
 
         def hook(layer: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
             x = args[0]
+            if name in eight_bits:
+                scale = x.float().abs().amax(dim=-1, keepdim=True).clamp(min=SMALLEST_AMAX) / E4M3_MAX
+                return ((to_fp8(x.float() / scale, "e4m3").float() * scale).to(x.dtype), *args[1:])
             if constant is None:
                 scale = E4M3_MAX * E2M1_MAX / x.float().abs().amax(dim=-1, keepdim=True).clamp(min=SMALLEST_AMAX)
             else:

@@ -303,8 +303,8 @@ class FP8(GemmOperand):
         pair = (self.codes, self.tensor_scale, b.codes, b.tensor_scale)
         return dispatch.FP8Product(*pair) if dispatch.takes_fp8(*pair) else None
 
-    def dequantize(self) -> torch.Tensor:
-        return self.codes.to(torch.float32) * self.tensor_scale
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return (self.codes.to(torch.float32) * self.tensor_scale).to(dtype)
 
     def depending_on(self, seed: torch.Tensor) -> "FP8":
         return FP8(self.codes, after(self.tensor_scale, seed))
