@@ -96,7 +96,7 @@ for name in linear quantize train train_32gib; do
     ! { chosen "$name" && [ "$PLAN_ONLY" = 0 ] && [ -s "$OUT/$name.json" ]; } || measured+=("$OUT/$name.json")
 done
 if [ ${#measured[@]} -gt 0 ]; then
-    echo "== the model of this GPU (nanochat_fp4/step_time.py)"
+    echo "== the model of this GPU (lab/predict)"
     "$PY" -m lab.predict.measured "${measured[@]}" --card "$OUT/my_card.json" --statuses "$STATUSES" | tee "$OUT/my_card.txt" || FAILED=1
     echo "== to send it: python -m nanochat_fp4.doctor --send"
 fi

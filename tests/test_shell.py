@@ -90,7 +90,7 @@ def test_bad_input_ends_before_anything_is_made(environment, variables, message)
 def test_relative_folders_are_the_callers(environment, tmp_path):
     """The scripts work in their own folder."""
     done = shell(f"bash {ROOT}/speedrun_fp4.sh", environment, tmp_path, PLAN_ONLY="1", DATA_DIR="text")
-    assert f"DATA_DIR (--data-dir) {tmp_path}/text is not there" in done.stderr
+    assert f"DATA_DIR {tmp_path}/text is not there" in done.stderr
 
 
 def test_environment_without_a_module(environment):
@@ -182,7 +182,7 @@ def test_speedrun_compare_reuse_and_second_method(environment):
 
 
 def test_a_stage_that_fails_takes_only_those_that_need_it(environment, tmp_path):
-    """The script's status is that of the first failure. The report's list and the last lines have what was left out."""
+    """The script's status is that of the first failure. What was left out is listed for the report."""
     base = Path(environment["NANOCHAT_BASE_DIR"])
     (base / "report").mkdir()
     python = tmp_path / "python"

@@ -17,7 +17,8 @@ from pathlib import Path
 from nanochat_fp4.data.chat_data import IDENTITY_URL, WORD_LIST_URL
 from nanochat_fp4.data.download import within
 from nanochat_fp4.data.rows import rows_problem
-from nanochat_fp4.errors import install_command, one_line
+from nanochat_fp4.errors import one_line
+from nanochat_fp4.packages import install_command
 
 DEADLINE = 8.0  # seconds, of a request
 SMOLTALK = "HuggingFaceTB/smol-smoltalk"

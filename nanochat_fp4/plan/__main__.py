@@ -12,6 +12,7 @@ is said here.
 import argparse
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
 from nanochat_fp4.console import ArgumentParser
@@ -24,7 +25,7 @@ from nanochat_fp4.plan import shell, words
 from nanochat_fp4.plan.base import Base
 from nanochat_fp4.plan.machine import Facts, Machine
 from nanochat_fp4.plan.plan import Plan, disk_problem, make_plan, settle
-from nanochat_fp4.plan.settings import RUNS, Settings, number_of, read
+from nanochat_fp4.plan.settings import RUNS, Settings, read
 from nanochat_fp4.plan.stages import needs, wanted
 from nanochat_fp4.plan.variables import problem
 from nanochat_fp4.training import cpu_steps
@@ -45,19 +46,19 @@ def look(settings: Settings, machine: Machine, bases: list[Base]) -> Facts:
     return Facts(text, why, shards, size, asked, this.disk_free(settings.base_dir) + held, missing)
 
 
-def of_environment(run: str) -> Plan:
-    """The plan of a run with the variables of this process. Raises UserError."""
-    if wrong := problem(set(os.environ)):
+def plan_of(run: str, environment: Mapping[str, str]) -> Plan:
+    """The plan of a run with these variables on this machine. Raises UserError."""
+    if wrong := problem(set(environment)):
         raise UserError(wrong)
-    machine = this.this_machine(
-        os.environ.get("GPU", ""), float(number_of("GPU_MEMORY", os.environ.get("GPU_MEMORY", ""), 0.0))
-    )
-    settings = read(run, os.environ, bool(machine.cards))
+    machine = this.this_machine(environment.get("GPU", ""), environment.get("GPU_MEMORY", ""))
+    settings = read(run, environment, bool(machine.cards))
     if settings.gpu and not settings.plan_only:
         raise UserError(f"GPU={settings.gpu} is for plans of a machine that is not here; set PLAN_ONLY=1 as well")
-    os.environ["NANOCHAT_BASE_DIR"] = str(settings.base_dir)
     if settings.data_dir and machine.here:
-        ensure_data(settings.data_dir)  # a folder that cannot be trained on ends here
+        if not Path(settings.data_dir).expanduser().is_dir():
+            raise UserError(f"DATA_DIR {settings.data_dir} is not there; it must be a folder of text or parquet files")
+        if not settings.plan_only:
+            ensure_data(settings.data_dir)  # a folder that cannot be trained on ends here; text is cut into shards
 
     def steps(base: Base) -> tuple[int, str] | None:
         only_look = settings.plan_only or "base" not in settings.stages
@@ -78,9 +79,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--calls", type=Path, metavar="FILE", help="also write the calls that dev/pipeline.sh makes")
     args = parser.parse_args(argv)
-    if not args.calls:
-        os.environ["PLAN_ONLY"] = "1"
-    plan = of_environment(args.run)
+    plan = plan_of(args.run, {**os.environ, **({} if args.calls else {"PLAN_ONLY": "1"})})
     print(json.dumps(shell.as_json(plan), indent=1) if args.json else words.page(plan))
     if args.calls:
         args.calls.write_text(shell.calls(plan))

@@ -19,12 +19,17 @@ SINGLE_SOURCE = 1.4
 
 @dataclass(frozen=True)
 class Card:
-    """A GPU. rates: records of cards.json."""
+    """A GPU. arch: sm_90, ..., or "" for one that is not known. rates: records of cards.json."""
 
     name: str
     gib: float
-    fp4: bool = False  # whether its tensor cores multiply 4-bit operands; elsewhere they are emulated
+    arch: str = ""
     rates: tuple[dict[str, Any], ...] = ()
+
+    @property
+    def fp4(self) -> bool:
+        """Whether its tensor cores multiply 4-bit operands; elsewhere they are emulated."""
+        return int(self.arch.removeprefix("sm_") or 0) >= 100
 
 
 @dataclass(frozen=True)
@@ -38,7 +43,7 @@ class Rate:
 
 def read_cards() -> list[Card]:
     cards = json.loads(CARDS.read_text())["cards"]
-    return [Card(c["name"], c["gib"], c["fp4"], tuple(c["rates"])) for c in cards]
+    return [Card(c["name"], c["gib"], c["arch"], tuple(c["rates"])) for c in cards]
 
 
 def _bare(name: str) -> str:
@@ -55,7 +60,7 @@ def find_card(name: str, gib: float = 0.0) -> Card:
     ending = [c for c in cards if _bare(name) and _bare(c.name).endswith(_bare(name))]
     found = (same or (ending if len(ending) == 1 else []) or [None])[0]
     if found is not None:
-        return Card(found.name, gib or found.gib, found.fp4, found.rates)
+        return Card(found.name, gib or found.gib, found.arch, found.rates)
     if gib:
         return Card(name, gib)
     names = {_bare(c.name): c.name for c in cards}
@@ -74,7 +79,7 @@ def card_of_device(device_name: str, gib: float) -> Card:
     other = r"(?!.*\b(Laptop|Max-Q|MIG|Ti|SUPER|D)\b)"
     known = [c for c in read_cards() if re.search(rf"\b{re.escape(c.name)}\b{other}", device_name)]
     card = max(known, key=lambda c: len(c.name), default=Card(device_name, gib))
-    return Card(device_name, gib, card.fp4, card.rates)
+    return Card(device_name, gib, card.arch, card.rates)
 
 
 def precision(method: str | Recipe) -> str:
@@ -100,11 +105,12 @@ def published(card: Card, key: str, weights: float) -> Rate | None:
 
 
 def gain(card: Card, key: str, over: str) -> Rate | None:
-    """How many times as fast one precision was as another in the same program, by every source that has both."""
+    """How many times as fast one precision was as another in the same program, on cards of this architecture, by every
+    source that has tuned both alike."""
     ends, sources = [], []
-    for rate in card.rates:
-        if key in rate and over in rate:
-            mine, other = (rate[k] if isinstance(rate[k], list) else [rate[k]] for k in (key, over))
-            ends += [min(mine) / max(other), max(mine) / min(other)]
+    for rate in (rate for other in read_cards() if other.arch == card.arch for rate in other.rates):
+        if {key, over} <= set(rate["equal"]):
+            mine, others = (rate[k] if isinstance(rate[k], list) else [rate[k]] for k in (key, over))
+            ends += [min(mine) / max(others), max(mine) / min(others)]
             sources.append(rate["source"])
     return Rate(min(ends), max(ends), tuple(dict.fromkeys(sources))) if ends else None

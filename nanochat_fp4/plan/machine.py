@@ -45,10 +45,16 @@ class Machine:
         return f"{len(self.cards)} x {self.cards[0].name}, {self.cards[0].gib:.0f} GiB{others}"
 
 
-def this_machine(settings_gpu: str, gpu_memory: float) -> Machine:
-    """The machine of a plan: this one, or one GPU of the name. Raises UserError for a card that is not known."""
-    if settings_gpu or gpu_memory:
-        return Machine((find_card(settings_gpu or "unnamed", gpu_memory),), usable_cpus(), here=False)
+def this_machine(gpu: str, gpu_memory: str) -> Machine:
+    """This machine, or one GPU of that name or memory. Raises UserError for a card whose memory is not known."""
+    try:
+        gib = float(gpu_memory or 0)
+    except ValueError:
+        gib = -1.0
+    if not 0 <= gib < 10**6:
+        raise UserError(f"GPU_MEMORY={gpu_memory}: expected a number of GiB, for example GPU_MEMORY=24")
+    if gpu or gib:
+        return Machine((find_card(gpu or "unnamed", gib),), usable_cpus(), here=False)
     cards = []
     for i in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(i)

@@ -71,7 +71,6 @@ class Settings:
     base_dir: Path
     data_dir: str
     gpu: str  # GPU, of a plan for a machine that is not here
-    gpu_memory: float  # GPU_MEMORY, GiB
     plan_only: bool
     cpu_minutes: float  # how long the whole run may take on a CPU; 0 where its steps are not chosen by time
     why_steps: str = ""  # the reason for NUM_ITERATIONS, where it was chosen by time
@@ -114,7 +113,7 @@ def read(run: str, environment: Mapping[str, str], on_gpu: bool) -> Settings:
     defaults = GPU | for_gpu if on_gpu else CPU | for_cpu
     default_args = {name: "" for name in ("BASE_ARGS", "CORE_ARGS", "MID_ARGS", "SFT_ARGS", "EVAL_ARGS")}
     default_args |= gpu_args if on_gpu else CPU_ARGS
-    numbers = {name: number_of(name, environment.get(name, ""), defaults[name]) for name in NUMBERS}
+    numbers = {name: _number(name, environment.get(name, ""), defaults[name]) for name in NUMBERS}
     args = {name: environment.get(name) or text for name, text in default_args.items()}
     method = _method(environment)
     compare = environment.get("COMPARE", "0") not in ("", "0")
@@ -132,13 +131,12 @@ def read(run: str, environment: Mapping[str, str], on_gpu: bool) -> Settings:
         base_dir=Path(environment.get("NANOCHAT_BASE_DIR") or Path.home() / ".cache/nanochat"),
         data_dir=environment.get("DATA_DIR", ""),
         gpu=environment.get("GPU", ""),
-        gpu_memory=float(number_of("GPU_MEMORY", environment.get("GPU_MEMORY", ""), 0.0)),
         plan_only=environment.get("PLAN_ONLY", "0") not in ("", "0"),
         cpu_minutes=minutes * by_time,
     )  # fmt: skip
 
 
-def number_of(name: str, text: str, default: Number) -> Number:
+def _number(name: str, text: str, default: Number) -> Number:
     """The value of a variable, of its default's kind."""
     if not text:
         return default

@@ -143,7 +143,9 @@ def which_method(plan: Plan) -> str:
             row[4] = "{:+.1f} to {:+.1f}".format(*ends[method])
         rows.append(row)
     header = ["method", "times BF16's speed", "own forward", "BF16 forward", "after equal time"]
-    lines = ["What does it gain? Published ratios of speed on this card, and bits per byte over BF16 in percent (d6)."]
+    lines = [
+        "What does it gain? Published ratios of speed on cards of this kind; bits per byte over BF16 in percent (d6)."
+    ]
     lines += ["  " + line for line in table(header, rows).splitlines()]
     return "\n".join([*lines, "Which method? " + advice(card, ends)])
 
@@ -163,7 +165,7 @@ def advice(card: Card, ends: dict[str, tuple[float, float]]) -> str:
             "  same hours bf16 or fp8 ends lower. clover has the numbers that a Blackwell would have."
         )
     if len(ends) < 2:
-        return "Nobody has published speeds of this card. At equal tokens bf16 ends lowest, then fp8."
+        return "Nobody has published such ratios. At equal tokens bf16 ends lowest, then fp8."
     best = min(ends, key=lambda name: sum(ends[name]))
     others = [name for name in ends if name != best and ends[name][0] < ends[best][1]]
     rest = f" Their intervals overlap: {', '.join([best, *others])}." if others else ""

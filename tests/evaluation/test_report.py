@@ -246,3 +246,12 @@ def test_other_ranks_log_nothing(base_dir, monkeypatch):
         monkeypatch.setenv(name, value)
     get_report("tag").log("Base model training", [{}])
     assert not (base_dir / "report").exists()
+
+
+def test_what_was_left_out_is_in_the_report(base_dir):
+    (base_dir / "report").mkdir(parents=True)
+    (base_dir / "report/left_out.txt").write_text("the CORE metric, because no network. To have it: a folder\n")
+    report = Report(base_dir / "report", "d2_clover")
+    report.log("Base model training", [{}], {"val_bpb": 1.0})
+    text = Path(Report(base_dir / "report").generate()).read_text()
+    assert "## Left out\n\n- the CORE metric, because no network. To have it: a folder\n" in text
