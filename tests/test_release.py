@@ -82,8 +82,11 @@ def test_links_of_a_package_index(tmp_path):
     assert links(repository + ".git", "v9.9").returncode == 0
     text = re.sub(r"^ {4}.*|`[^`\n]*`", "", (tmp_path / "README.md").read_text(), flags=re.M)
     targets = re.findall(r'\]\(\s*([^)\s]+)\s*\)|(?:src|srcset|href)="([^"]+)"', text)
-    assert len(targets) > 20 and text.count("<picture>") == 2
+    assert len(targets) > 10 and not any(target.startswith(("docs/", "nanochat_fp4/")) for target, _ in targets)
     for target in map("".join, targets):
+        if not target.startswith(repository):
+            assert target.startswith("https://"), target  # of others
+            continue
         kind, _, path = target.removeprefix(repository + "/").partition("/v9.9/")
         assert kind == ("raw" if path.endswith((".png", ".svg")) else "blob") and (ROOT / path).is_file(), target
     assert f'[project.urls]\nSource = "{repository}"\nPaper' in (tmp_path / "pyproject.toml").read_text()
