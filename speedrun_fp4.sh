@@ -8,8 +8,9 @@
 # interrupted, it goes on. Variables:
 #
 #     QAT_METHOD=clover       how to quantize: bf16, fp8, nvidia, nvidia_full, four_over_six, tetrajet_v2, clover,
-#                             clover_feedback, clover_feedback_late. The default is the paper's method, so that a first
-#                             run is the paper's. clover_feedback ends lower for 2% more predicted time (docs/results.md)
+#                             clover_feedback, clover_feedback_late, clover_mixed. The default is the paper's method, so
+#                             that a first run is the paper's. clover_mixed ends with less than half of its gap
+#                             (docs/results.md)
 #     RECIPES=mine.py         a Python file with methods of your own (nanochat_fp4.register)
 #     COMPARE=1               also train the bf16 baseline, and report the gap to it
 #     NANOCHAT_BASE_DIR=...   where data, checkpoints and the report go (default: ~/.cache/nanochat)

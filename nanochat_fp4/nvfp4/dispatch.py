@@ -431,7 +431,9 @@ def mm_fp8(
 ) -> torch.Tensor:
     """a (M, K) . b (N, K)^T in FP8 -> (M, N) in out_dtype.
 
-    Two E4M3 operands, as in the forward, are summed a little less exactly (use_fast_accum). nanochat does the same.
+    Two E4M3 operands, as in the forward, are summed less exactly (use_fast_accum), as nanochat does. Measured on an
+    H100, relative square error of the product of N(0, 1) operands: 7e-7 for K = 2048, 4e-6 for 8192 (without it 2e-8).
+    E4M3's own rounding has 7e-4. Sums whose terms have one sign lose more: 3% for K = 2048, 13% for 8192.
     """
     fast = a.dtype == b.dtype
     return torch._scaled_mm(a, b.T, scale_a=a_scale, scale_b=b_scale, out_dtype=out_dtype, use_fast_accum=fast)

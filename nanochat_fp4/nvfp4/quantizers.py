@@ -5,7 +5,7 @@ A rounding is four independent choices (`Rounding`):
 - elements are rounded to the E2M1 grid to nearest, or stochastically
 - two constants, s and cap, align the scales
 - one or more multiples of the block scale are tried (static, 4/6, search)
-- MS-EDEN corrects the scales afterwards, so that a rotated operand is unbiased
+- MS-EDEN corrects the scales afterwards, so that a rotated operand is unbiased, if the rotation mixes its values
 
     tensor_scale = amax / (s * cap)                                         FP32
     u            = x / tensor_scale                                         so |u| <= s * cap
@@ -36,10 +36,12 @@ Bit-exactness. The kernels compute the same FP32 operations. Division happens on
 by the reciprocal. Sums over a block are taken in fixed point (`_fixed_sum`), so neither order nor layout can change
 them. Their unit is the block's scale, so magnitudes of 1e30 and 1e-30 neither overflow nor vanish.
 
-Unbiasedness. `sr` and the ms_eden roundings are unbiased, E4M3's subnormal range included. A scale that would clip
-values after rounding to nearest takes the next larger E4M3 value. MS-EDEN's scales are rounded stochastically from
-E8M3, which does not underflow. `sr_four_over_six` picks the luckier of two stochastic draws and is biased
-(the paper, Section 4.2).
+Unbiasedness. `sr` is unbiased, and so are the ms_eden roundings of groups with many comparable values, E4M3's
+subnormal range included. One rotation takes a group with a few large values to numbers of a few magnitudes, and their
+rounding is no noise: E[x1] = 0 for x = (1, 0.1, 0, ...). Two rotations in a row repair that (recipes.Gemm.rotations).
+A scale that would clip values after rounding to nearest takes the next larger E4M3 value. MS-EDEN's scales are rounded
+stochastically from E8M3, which does not underflow. `sr_four_over_six` picks the luckier of two stochastic draws and is
+biased (the paper, Section 4.2).
 """
 
 import math

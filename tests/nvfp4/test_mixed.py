@@ -187,8 +187,7 @@ def test_impossible_rows_name_what_is_wrong(fields, message):
 @pytest.mark.gpu
 @pytest.mark.parametrize("k", [512, 2048, 8192])
 def test_fp8_tensor_cores_add_with_the_error_that_is_stated(k):
-    """docs/kernels.md: E4M3 products are added in units of 2^-13 of the largest one of a few; FP8's own rounding has
-    a relative square error of 7e-4."""
+    """dispatch.mm_fp8. FP8's own rounding has a relative square error of 7e-4."""
     x, w = (torch.randn(256, k, device="cuda").bfloat16() for _ in range(2))
     a, b = (quantize_operand(t, Quantization(ROUNDINGS["e4m3"])) for t in (x, w))
     product = a.on_tensor_cores(b, torch.float32)
