@@ -1,13 +1,35 @@
 """A run's numbers: metrics.jsonl beside its checkpoints, and the watch over its loss."""
 
 import json
+import math
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from nanochat_fp4.console import logger
 from nanochat_fp4.errors import one_line
 from nanochat_fp4.files import atomic_write
+
+
+def plain_json(value: Any) -> Any:
+    """`value` as strict JSON: tensors and paths become numbers and strings, NaN and infinity become strings."""
+    if isinstance(value, Mapping):
+        return {str(k): plain_json(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain_json(v) for v in value]
+    if isinstance(value, (str, bool, int)) or value is None:
+        return value
+    if hasattr(value, "item"):
+        value = value.item()
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    return str(value)
+
+
+def section_files(report_dir: Path) -> list[Path]:
+    files = [*report_dir.glob("*.json"), *report_dir.glob("*/*.json")]
+    return sorted(path for path in files if path != report_dir / "report.json")
 
 
 def read_jsonl(path: str | os.PathLike) -> list[dict[str, Any]]:

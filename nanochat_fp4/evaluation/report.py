@@ -15,7 +15,6 @@ tokens and with the same forward pass. Otherwise there is no gap between them, a
 """
 
 import json
-import math
 import os
 import re
 import time
@@ -27,6 +26,7 @@ from nanochat_fp4.common import get_base_dir, get_dist_info
 from nanochat_fp4.console import ArgumentParser
 from nanochat_fp4.environment import environment_info
 from nanochat_fp4.errors import run_main
+from nanochat_fp4.evaluation.metrics import plain_json, section_files
 from nanochat_fp4.files import atomic_write
 
 _PROCESS_START = time.time()
@@ -35,26 +35,6 @@ _PROCESS_START = time.time()
 def slugify(text: str) -> str:
     """'Chat evaluation sft' -> 'chat-evaluation-sft': a file name."""
     return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
-
-
-def plain_json(value: Any) -> Any:
-    """`value` as strict JSON: tensors and paths become numbers and strings, NaN and infinity become strings."""
-    if isinstance(value, Mapping):
-        return {str(k): plain_json(v) for k, v in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [plain_json(v) for v in value]
-    if isinstance(value, (str, bool, int)) or value is None:
-        return value
-    if hasattr(value, "item"):
-        value = value.item()
-    if isinstance(value, float):
-        return value if math.isfinite(value) else str(value)
-    return str(value)
-
-
-def section_files(report_dir: Path) -> list[Path]:
-    files = [*report_dir.glob("*.json"), *report_dir.glob("*/*.json")]
-    return sorted(path for path in files if path != report_dir / "report.json")
 
 
 class Report:

@@ -11,7 +11,7 @@ from typing import Any
 from nanochat_fp4.console import format_seconds
 from nanochat_fp4.environment import environment_info
 from nanochat_fp4.errors import UserError
-from nanochat_fp4.evaluation.report import plain_json
+from nanochat_fp4.evaluation.metrics import plain_json
 from nanochat_fp4.evaluation.report_plots import draw_plots
 from nanochat_fp4.evaluation.report_runs import (
     add_gaps,

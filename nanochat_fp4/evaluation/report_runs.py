@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from nanochat_fp4.evaluation.metrics import read_jsonl
-from nanochat_fp4.evaluation.report import section_files
+from nanochat_fp4.evaluation.metrics import read_jsonl, section_files
 
 # Order of the stages in the report; sections with other names follow in the order of their time.
 SECTIONS = [
@@ -167,9 +166,10 @@ def add_gaps(runs: list[dict], notes: list[str]) -> None:
             continue
         different = [key for key in ("val_text", "tokenizer") if run[key] != base[key] or not run[key]]
         if different:
-            words = " and ".join({"val_text": "validation text", "tokenizer": "tokenizer"}[key] for key in different)
+            words = " and ".join({"val_text": "validation texts", "tokenizer": "tokenizers"}[key] for key in different)
             names = f"{run['model_tag']} and {base['model_tag']}"
-            notes.append(f"no gap between {names}, whose {words} is not known to be the same")
+            what = "differ" if all(run[key] and base[key] for key in different) else "may differ: a log does not say"
+            notes.append(f"no gap between {names}: {words} {what}")
         # The loss stage measures on more tokens than the training loop.
         elif run["val_tokens"] == base["val_tokens"]:
             run["gap_percent"] = 100 * (run["val_bpb"] / base["val_bpb"] - 1)
