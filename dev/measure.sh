@@ -7,7 +7,7 @@
 # Every part has a time limit and a log in $OUT, the benchmarks a JSON as well, which grows as they measure. A part that
 # fails leaves the others; a summary comes last, and the exit status is 1 if anything failed. Variables:
 #
-#     PARTS="linear quantize"  only these; PARTS=all: everything, 90 minutes
+#     PARTS="doctor layers"    only these; PARTS=all: everything, 90 minutes
 #     DRY_RUN=1                the same in small, on any machine: does it work
 #     LIMIT=60                 seconds for each part, in the place of its own limit
 #     PLAN_ONLY=1              print the commands and stop
@@ -20,8 +20,8 @@ ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 cd "$ROOT" || exit 2
 source dev/setup.sh
 only_variables "$@"
-KNOWN="doctor tests linear quantize train train_32gib train_nanochat"
-PARTS=${PARTS:-doctor linear quantize train}
+KNOWN="doctor tests layers steps steps_32gib steps_nanochat"
+PARTS=${PARTS:-doctor layers steps}
 [ "$PARTS" != all ] || PARTS=$KNOWN
 for name in $PARTS; do
     [[ " $KNOWN " == *" $name "* ]] || die "PARTS: there is no part '$name'; the parts are: $KNOWN"
@@ -73,31 +73,30 @@ optional() {
 }
 
 # The same attention on every GPU.
-bench_train=(env NANOCHAT_ATTENTION=sdpa "$PY" -m lab.measure.bench_train --window-pattern L)
+bench_steps=(env NANOCHAT_ATTENTION=sdpa "$PY" -m lab.bench steps --window-pattern L)
 doctor=("$PY" -m nanochat_fp4.doctor) needs_gpu=there
-train=("${bench_train[@]}" --depth 20 --rounds 2 --no-table7)
+steps=("${bench_steps[@]}" --depth 20 --rounds 2 --no-table7)
 if [ "${DRY_RUN:-0}" != 0 ]; then
     doctor+=(--method clover) needs_gpu=""
-    train=("${bench_train[@]}" --depth 2 --head-dim 64 --seq-len 64 --vocab-size 256 --total-batch-size 256 --micro-batch 2 --rounds 1 --methods clover --no-table7)
+    steps=("${bench_steps[@]}" --depth 2 --head-dim 64 --seq-len 64 --vocab-size 256 --total-batch-size 256 --micro-batch 2 --rounds 1 --methods clover --no-table7)
 fi
 part doctor 300 "${doctor[@]}"
 part tests 1200 "$PY" -m pytest -q -p no:cacheprovider tests/kernels/test_*.py tests/nvfp4/test_native.py tests/nvfp4/test_gemm.py
-optional linear "DRY_RUN is set" "$needs_gpu" 240 "$PY" -m lab.measure.bench_linear --passes forward+backward --json "$OUT/linear.json"
-optional quantize "DRY_RUN is set" "$needs_gpu" 180 "$PY" -m lab.measure.bench_quantize --json "$OUT/quantize.json"
-part train 480 "${train[@]}" --json "$OUT/train.json"
-part train_32gib 800 "${bench_train[@]}" --memory-cap 32GiB --recompute none,mlp --no-table7 --json "$OUT/train_32gib.json"
-optional train_nanochat "NANOCHAT is not set" "${NANOCHAT:-}" 400 \
-    "${bench_train[@]}" --depth 20 --methods "" --micro-batch 16 --no-table7 --nanochat "${NANOCHAT:-}" --json "$OUT/train_nanochat.json"
+optional layers "DRY_RUN is set" "$needs_gpu" 240 "$PY" -m lab.bench layers --passes forward+backward --json "$OUT/layers.json"
+part steps 480 "${steps[@]}" --json "$OUT/steps.json"
+part steps_32gib 800 "${bench_steps[@]}" --memory-cap 32GiB --recompute none,mlp --no-table7 --json "$OUT/steps_32gib.json"
+optional steps_nanochat "NANOCHAT is not set" "${NANOCHAT:-}" 400 \
+    "${bench_steps[@]}" --depth 20 --methods "" --micro-batch 16 --no-table7 --nanochat "${NANOCHAT:-}" --json "$OUT/steps_nanochat.json"
 
 if [ "$PLAN_ONLY" = 0 ]; then echo "== summary, in $OUT"; fi
 printf '%s' "$SUMMARY"
 measured=()
-for name in linear quantize train train_32gib; do
+for name in layers steps steps_32gib; do
     ! { chosen "$name" && [ "$PLAN_ONLY" = 0 ] && [ -s "$OUT/$name.json" ]; } || measured+=("$OUT/$name.json")
 done
 if [ ${#measured[@]} -gt 0 ]; then
-    echo "== the model of this GPU (lab/predict)"
-    "$PY" -m lab.predict.measured "${measured[@]}" --card "$OUT/my_card.json" --statuses "$STATUSES" | tee "$OUT/my_card.txt" || FAILED=1
+    echo "== beside published numbers"
+    "$PY" -m lab.bench compare "${measured[@]}" --card "$OUT/my_card.json" --statuses "$STATUSES" | tee "$OUT/my_card.txt" || FAILED=1
     echo "== to send it: python -m nanochat_fp4.doctor --send"
 fi
 exit $FAILED

@@ -18,7 +18,7 @@ if [ -n "${TRY:-}" ]; then
 fi
 bench() { # model, processes, flags ...
     timeout -k 10 "$LIMIT" "$PY" -m torch.distributed.run --standalone --nproc_per_node="$2" \
-        -m lab.measure.bench_parallel $1 --json="$OUT/bench_parallel.jsonl" "${@:3}" > "$OUT/row.log" 2>&1
+        -m lab.bench parallel $1 --json="$OUT/bench_parallel.jsonl" "${@:3}" > "$OUT/row.log" 2>&1
     grep -e "tokens/s" -e "error:" "$OUT/row.log" || tail -n 1 "$OUT/row.log"
 }
 for model in "${models[@]}"; do

@@ -2,17 +2,16 @@
 
     python -m lab.reproduce table1
     python -m lab.reproduce fig4 --sizes llama-30M,llama-50M --ratio 25 --seeds 3 --data-dir folder
-    python -m lab.reproduce all --quick            # everything in small, about a minute each on two CPU cores
+    python -m lab.reproduce all --quick                     # everything in small, about a minute each on two CPU cores
     python -m lab.reproduce list
-    python -m lab.reproduce attribution           # where Clover's gap comes from; also: operands, remedies, systems
 
-    python -m lab.reproduce table5 --results d6                      # from that sweep's runs, without training
-    python -m lab.reproduce horizon --results d6_stored              # long runs: gaps; see OF_RESULTS
-    python -m lab.reproduce fig6 --results bench_linear              # from that benchmark; table7: bench_train's
+    python -m lab.reproduce table5 --results d8             # from stored runs (python -m lab.runs), without training
+    python -m lab.reproduce horizon --results d6_stored     # whole runs: gaps along the run, both forwards
+    python -m lab.reproduce fig6 --results bench_linear     # from lab/results/bench.json; table7: bench_train
 
 Each prints a table, writes <folder>/<name>.json, .md and .png, and says on what hardware, data, tokens, seeds and
 commit it was measured. What is done is kept, piece by piece, so that the same command goes on where it was interrupted.
-Figures that need training runs share them (lab/study/sweep.py). lab/study/reproduce_*.py make them.
+Figures that need training runs share them (lab/study/sweep.py). ITEMS and RUNS are the tables of all of them.
 """
 
 import json
@@ -21,36 +20,189 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lab.leaderboard import leaderboard
-from lab.study import sweep, sweep_scheduler
-from lab.study.forwards import forwards
-from lab.study.reproduce_common import Context, Outcome
-from lab.study.reproduce_concentration import fig9
-from lab.study.reproduce_horizon import claims, frontier, horizon
-from lab.study.reproduce_numerics import candidates, operands, table1, table2
-from lab.study.reproduce_speed import fig6, table7
-from lab.study.reproduce_time import equal_time, extra_steps
-from lab.study.reproduce_training import made
+from lab.study import gaps, numerics, questions, speed, sweep, sweep_runs, sweep_scheduler
+from lab.study.context import Context, Outcome
+from lab.study.gaps import SYSTEMS, Claim, Item
 from nanochat_fp4.common import get_base_dir, print0
 from nanochat_fp4.console import ArgumentParser, table
 from nanochat_fp4.environment import environment_info
 from nanochat_fp4.errors import UserError, run_main
 from nanochat_fp4.evaluation import plots
 from nanochat_fp4.files import atomic_write
+from nanochat_fp4.models import llama
 
+# ----------------------------------------------------------------------------------------------------------------------
+# What the paper says
+
+NAMES = ("NVIDIA", "4/6", "TetraJet-v2", "4/6 (in both passes)", "TetraJet-v2 (rotated by 128)")
+BEATS_ALL = [Claim(f"Clover beats {name}", "clover", method) for name, method in zip(NAMES, SYSTEMS)]
+OF_WHOLE_RUNS = [
+    *BEATS_ALL,
+    Claim("4/6 beats NVIDIA", "four_over_six", "nvidia"),
+    Claim("TetraJet-v2 beats NVIDIA", "tetrajet_v2", "nvidia"),
+]
+OF_FIGURE_1 = [
+    Claim("(a) wgrad: MS-EDEN beats SR", "fig1a_ms_eden", "fig1a_sr"),
+    Claim("(c) dgrad with weight requantization: MS-EDEN beats SR", "fig1c_ms_eden", "fig1c_sr"),
+    Claim("(e) both GEMMs: MS-EDEN beats SR", "fig1e_ms_eden", "fig1e_sr"),
+    Claim("MS-EDEN with weight requantization (e) beats SR without (d)", "fig1e_ms_eden", "fig1d_sr"),
+    Claim("SR without weight requantization (b) beats SR with it (c)", "fig1b_sr", "fig1c_sr"),
+]
+OF_FIGURE_2 = [
+    Claim("4/6 improves native 1x16 scales", "fig2_1x16_four_over_six", "fig2_1x16_rtn"),
+    Claim("4/6 improves 16x16 weight scales", "fig2_16x16_four_over_six", "fig2_16x16_rtn"),
+    Claim("native scales beat square blocks (RTN)", "fig2_1x16_rtn", "fig2_16x16_rtn"),
+    Claim("native scales beat square blocks (4/6)", "fig2_1x16_four_over_six", "fig2_16x16_four_over_six"),
+]
+# Validation BPB of bf16, and its increase over that in percent; the paper's Table 5.
+NANOCHATS = ("d20 (560M, 11B tokens)", "d32 (1.9B, 38B tokens)")
+TABLE_5 = {
+    "bf16": (0.7693, 0.6925), "nvidia": (1.57, 1.92), "four_over_six": (1.52, 1.76), "tetrajet_v2": (1.56, 1.72),
+    "clover": (1.22, 1.44),
+}  # fmt: skip
+# Increase of the validation loss over BF16 in percent, 30M parameters, C4 (Quartet-II, for_plots/runs.json); other
+# sizes and lengths are in lab/results/paper_runs.json.
+LLAMAS = ("30M, 25 tokens a parameter", "30M, 800")
+FIGURE_1 = {
+    "fig1a_sr": (0.19, 0.04), "fig1a_ms_eden": (0.03, 0.03), "fig1b_sr": (0.04, 0.11), "fig1c_sr": (0.19, 0.27),
+    "fig1c_ms_eden": (0.0, 0.16), "fig1d_sr": (0.29, 0.30), "fig1e_sr": (0.44, 0.35), "fig1e_ms_eden": (0.19, 0.17),
+}  # fmt: skip
+FIGURE_2 = {
+    "fig2_1x16_rtn": (1.19, 2.69), "fig2_1x16_four_over_six": (1.12, 2.36), "fig2_16x16_rtn": (1.43, 3.15),
+    "fig2_16x16_four_over_six": (1.31, 2.98),
+}  # fmt: skip
+FIGURE_4 = {"nvidia": (1.60, 3.42), "four_over_six": (1.65, 3.27), "tetrajet_v2": (1.58, 2.86), "clover": (1.26, 2.45)}
+OF_LLAMAS: dict[str, Any] = {
+    "models": LLAMAS, "size": "llama-30M", "ratio": 25.0,
+    "notes": [f"the paper: {' / '.join(LLAMAS)}; of another text and length, so not to be compared in magnitude"],
+}  # fmt: skip
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Methods
+
+FULL_METHODS = ("bf16", "nvidia", "four_over_six", "tetrajet_v2", "clover", "clover_search")
+OTHERS = (
+    "four_over_six_biased", "tetrajet_v2_rht128", "nvidia_full", "clover_feedback", "clover_feedback_late",
+    "clover_late",
+)  # fmt: skip
+OTHER_SYSTEMS = (
+    "bf16", "fp8", "clover", "nvidia", "nvidia_fixed_signs", "nvidia_1d", "nvidia_no_rht", "nvidia_no_sr",
+    "nvidia_full", "chmiel", "tetrajet_v2", "tetrajet_v2_rht128", "tseng", "mxfp4_nvidia", "mxfp8",
+)  # fmt: skip
+REMEDIES = (
+    *FULL_METHODS, *OTHERS, "clover_search_forward", "clover_search_backward", "clover_weight_search",
+    "clover_warmup", "clover_late_bf16", "clover_late_forward", "clover_late_backward", "clover_refined",
+    "clover_late_fp8", "clover_up_fp8", "clover_fp8_input", "clover_fp8_weight", "clover_fp8_forward",
+    "clover_less_decay", "clover_search_feedback", "clover_late_refined_bf16", "clover_feedback_late_bf16",
+)  # fmt: skip
+
+
+def depth_of(size: str) -> int:
+    """Blocks of a size of the sweeps. Raises UserError."""
+    if "," in size:
+        raise UserError(f"--sizes={size}: this item is of one size at a time, for example d8")
+    sweep_runs.size_flags(size)
+    return {"tiny": 2}.get(size) or (llama.SIZES[size[6:]].layers if size.startswith("llama-") else int(size[1:]))
+
+
+def ends_in_bf16(method: str, size: str) -> str:
+    """The variant "label: flags" of a method with its first and last block in BF16; NVIDIA keeps some at the ends."""
+    blocks = f"transformer.h.0.*=bf16,transformer.h.{depth_of(size) - 1}.*=bf16"
+    return f"{method}_ends_bf16: {' '.join(sweep_runs.changed(method, blocks))}"
+
+
+def clover_apart(size: str) -> list[str]:
+    """The runs that take clover apart, as "label: flags": operand, kind of layer, half of the depth, phase."""
+    forward, depth = "fig2_1x16_four_over_six", depth_of(size)  # the forward of clover alone
+    methods: dict[str, tuple[str, ...]] = {  # label: method, changes
+        "bf16": ("bf16",),
+        "all": ("clover",),
+        "forward": (forward,),
+        "forward-input": ("clover_input",),
+        "forward-weight": ("clover_weight",),
+        "backward": ("fig1e_ms_eden",),
+        "backward-dgrad": ("fig1c_ms_eden",),
+        "backward-wgrad": ("fig1a_ms_eden",),
+    }
+    for kind, pattern in sweep_runs.LAYER_KINDS.items():
+        methods[f"forward-{kind}"] = ("bf16", f"{pattern}={forward}")
+        methods[f"input-{kind}"] = ("bf16", f"{pattern}=clover_input")
+        methods[f"weight-{kind}"] = ("bf16", f"{pattern}=clover_weight")
+        methods[f"all_but_{kind}"] = ("clover", f"{pattern}=bf16")
+    for half, blocks in (("first", range(depth // 2)), ("second", range(depth // 2, depth))):
+        methods[f"forward-{half}_half"] = ("bf16", ",".join(f"transformer.h.{i}.*={forward}" for i in blocks))
+    for first, last in ((0.0, 0.25), (0.25, 0.5), (0.5, 0.75), (0.75, 1.0)):
+        end = f",{last}=bf16" if last < 1 else ""
+        methods[f"steps_{100 * first:.0f}-{100 * last:.0f}%"] = ("bf16", f"{first}=clover{end}")
+    return [f"{label}: {' '.join(sweep_runs.changed(*how))}" for label, how in methods.items()]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The tables of all items
+
+SHARES = ("own: minus", "own: share", "BF16: minus", "BF16: share")
+AFTER_SFT = "the paper's rows after SFT come from the whole pipeline: COMPARE=1 QAT_METHOD=clover bash speedrun_fp4.sh"
+RUNS = {  # of training runs
+    "fig1": Item(
+        "Figure 1: quantization of selected operands of the backward pass",
+        ["bf16", *[f"fig1{p}_sr" for p in "abcde"], *[f"fig1{p}_ms_eden" for p in "ace"]],
+        claims=OF_FIGURE_1, paper=FIGURE_1, quick=("bf16", "fig1a_sr", "fig1a_ms_eden"), **OF_LLAMAS,
+    ),
+    "fig2": Item(
+        "Figure 2: quantization of the forward pass",
+        ["bf16", *[f"fig2_{b}_{r}" for r in ("rtn", "four_over_six") for b in ("1x16", "16x16")]],
+        claims=OF_FIGURE_2, paper=FIGURE_2, quick=("bf16", "fig2_1x16_rtn", "fig2_1x16_four_over_six"), **OF_LLAMAS,
+    ),
+    "fig4": Item(
+        "Figure 4: fully quantized Llama-like models", FULL_METHODS, claims=BEATS_ALL, paper=FIGURE_4, also=OTHERS,
+        **OF_LLAMAS,
+    ),
+    "table5": Item(
+        "Table 5: nanochat's validation BPB, increase over BF16 (paper: d20 / d32)", FULL_METHODS, claims=BEATS_ALL,
+        paper=TABLE_5, models=NANOCHATS, notes=[AFTER_SFT], also=OTHERS,
+    ),
+    "systems": Item(
+        "Other systems: FP8, NVIDIA's recipe piece by piece, Chmiel, Tseng, MXFP4",
+        lambda size: [*OTHER_SYSTEMS, ends_in_bf16("nvidia", size)],
+        ("BPB", "own: gap", "BF16: gap", "own: minus", "seeds"),
+        claims=[Claim("NVFP4 has a smaller gap than MXFP4 (NVIDIA: 1.5% and 2.5%)", "nvidia", "mxfp4_nvidia")],
+        quick=("bf16", "fp8", "clover", "nvidia", "mxfp4_nvidia", "nvidia_ends_bf16"),
+    ),
+    "attribution": Item(
+        "Where Clover's gap comes from: only this part is quantized", clover_apart,
+        ("BPB", "own: gap", "BF16: gap", "own: minus", "BF16: minus", "seeds"), beside="all",
+        quick=("bf16", "all", "forward-input", "forward-up", "all_but_up", "steps_75-100%"),
+    ),
+    "remedies": Item(
+        "Remedies on top of Clover", lambda size: [*REMEDIES, ends_in_bf16("clover", size)],
+        ("work in 4 / 8 / 16 bits, %", "BPB", "own: gap", "BF16: gap", "seeds", *SHARES),
+        quick=("bf16", "clover", "clover_feedback", "clover_late_forward", "clover_up_fp8", "clover_ends_bf16"),
+    ),
+    "gaps": Item("Gaps to BF16", columns=("BPB", "own: gap", "BF16: gap", "seeds", *SHARES)),
+    "horizon": Item(
+        "Gaps to BF16 of whole runs, with two forwards",
+        columns=("GEMM work", "of seeds", *gaps.PARTS, "own: by seed", "training text", "own: gap",
+                 *SHARES[:2], "BF16: gap", *SHARES[2:], "one term"),
+        pooled=True, claims=OF_WHOLE_RUNS,
+    ),
+}  # fmt: skip
 ITEMS: dict[str, Callable[[Context], Outcome]] = {
-    **{item.__name__: item for item in (table1, table2)},
-    **{name: partial(made, name) for name in ("fig1", "fig2", "fig4", "fig5", "table5")},
-    **{item.__name__: item for item in (fig6, table7, fig9)},
-    **{name: partial(made, name) for name in ("systems", "attribution")},
-    "operands": operands,
-    "candidates": candidates,
-    "remedies": partial(made, "remedies"),
+    **{item.__name__: item for item in (numerics.table1, numerics.table2, speed.table3, speed.table4)},
+    **{name: partial(gaps.table, name=name, item=RUNS[name]) for name in ("fig1", "fig2", "fig4", "table5")},
+    "fig5": partial(questions.along_the_run, item=RUNS["table5"]),
+    **{item.__name__: item for item in (speed.fig6, speed.table7, numerics.fig9)},
+    **{name: partial(gaps.table, name=name, item=RUNS[name]) for name in ("systems", "attribution", "remedies")},
+    "candidates": numerics.candidates,
 }
 OF_RESULTS: dict[str, Callable[[Context], Outcome]] = {  # of --results alone
-    item.__name__: item for item in (horizon, frontier, claims, forwards, equal_time, extra_steps, leaderboard)
-}
+    **{name: partial(gaps.table, name=name, item=RUNS[name]) for name in ("gaps", "horizon")},
+    **{item.__name__: item for item in (questions.losses, questions.claims, questions.forwards, questions.extra_steps,
+                                        questions.equal_time, questions.ladder, questions.leaderboard)},
+}  # fmt: skip
 SAME = {"table6": "fig6"}
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The command
 
 
 def footer(context: Context, measured_on: str, info: dict[str, Any]) -> str:
@@ -100,10 +252,9 @@ def main(argv: list[str] | None = None) -> None:
     add("--samples", type=int, default=0, help="table1: numbers that are rounded")
     add("--draws", type=int, default=0, help="table1: products; fig9: backward passes that are averaged")
     add("--models", default="", help="fig6: of 800M,3B,7B,22B")
-    text = "train and time nothing: take the runs from this study of lab.runs, or JSON file of lab.study.sweep (fig6, "
-    text += "table7: of a benchmark; fig9: own_forward or both_forwards); with commas from several: "
-    text += ", ".join(OF_RESULTS)
-    add("--results", default="", help=text)
+    text = "train and time nothing: take the runs from these studies of lab.runs, groups of them, or JSON files of "
+    text += "lab.study.sweep, with commas (fig6, table7: a part of lab/results/bench.json; fig9: of fig9.json). "
+    add("--results", default="", help=text + f"Of these alone are {', '.join(OF_RESULTS)}")
     sweep.add_sweep_arguments(parser)
     parser.set_defaults(seeds=0)
     args = parser.parse_args(argv)

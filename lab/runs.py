@@ -8,7 +8,8 @@ A study is what one sweep trained. Columns of runs.parquet:
     study, label           the sweep's name, and what the sweep calls the run
     method, flags          the row of the method table that the run begins with; all its flags of base_train
     size, seed             as lab.study.sweep takes them
-    text, eval_tokens      name and data_key of the text, and how many of its validation tokens are evaluated
+    text, val_text         name and data_key of the text; the hash of its validation shard, empty where it is not known
+    eval_tokens            how many tokens of it are evaluated
     tokenizer, vocab_size  a hash, empty where the run stored none, and the number of tokens
     steps, tokens, num_params
     work_4, work_8, work_16   shares of the GEMM work by bits; their sum is above 1 with second terms
@@ -57,7 +58,7 @@ RUN_SCHEMA = pa.schema(
     [
         *KEY,
         ("method", TEXT), ("flags", pa.list_(TEXT)),
-        ("text", TEXT), ("eval_tokens", WHOLE), ("tokenizer", TEXT), ("vocab_size", WHOLE),
+        ("text", TEXT), ("val_text", TEXT), ("eval_tokens", WHOLE), ("tokenizer", TEXT), ("vocab_size", WHOLE),
         ("steps", WHOLE), ("tokens", WHOLE), ("num_params", WHOLE),
         ("work_4", REAL), ("work_8", REAL), ("work_16", REAL),
         ("val_bpb", REAL), ("val_bpb_bf16", REAL), ("val_bpb_one_term", REAL),
@@ -98,6 +99,7 @@ def rows_of(study: str, content: dict[str, Any]) -> tuple[list[dict], list[dict]
         row |= {"method": begins[-1] if begins else r["method"], "text": content["data"]}
         row |= {f"work_{bits}": share for bits, share in r["gemm_work"].items()}
         row |= {"forwards": list(r.get("forwards", {}).items()), "tokenizer": r.get("tokenizer") or ""}
+        row |= {"val_text": r.get("val_text") or ""}
         row |= {"card": environment["gpu"] or environment["cpu"], "cards": environment["gpu_count"]}
         row |= {"torch": environment["torch"], "commit": environment.get("commit") or ""}
         runs.append(row)

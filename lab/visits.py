@@ -7,7 +7,7 @@ A study is a command line of lab.study.sweep. Where the list says "forwards", it
 forwards as soon as its runs are done. Each run resumes, also on another machine if --folder comes along. What
 runs.parquet has of a run, on the same text and for any study, is not trained again. Minutes are PREDICTED for one GPU,
 from the seconds that runs of the same size took there beside others. The start of a run and the evaluation of a
-checkpoint are guesses. Where the list says "pieces of 256", the text is that of PIECES/256, which lab.epoch cuts to
+checkpoint are guesses. Where the list says "pieces of 256", the text is that of PIECES/256, which lab.texts cuts to
 rows of so many tokens.
 """
 
@@ -33,7 +33,7 @@ from nanochat_fp4.files import atomic_write
 SECONDS = {"d4": 0.35, "d6": 0.5, "d8": 1.15, "d2": 0.4}
 SECONDS_TO_START, SECONDS_TO_EVALUATE = 30, 15
 VISIT = 28  # minutes
-LADDER_ROW, LADDER_EPOCH = 256, 163e6  # tokens; an epoch of the text in pieces, by lab.epoch
+LADDER_ROW, LADDER_EPOCH = 256, 163e6  # tokens; an epoch of the text in pieces, by lab.texts
 SIZE_ROW = 1024  # tokens of a row of d4 and d6 (sweep_runs.size_flags)
 NO_STOPS = "--device-batch-size=64 --eval-tokens=1048576 --eval-every=100000 --save-every=-1"
 SETTLED = "bf16,nvidia,clover,clover_feedback,clover_search_feedback,clover_feedback_late"
@@ -268,7 +268,7 @@ def main(argv: list[str] | None = None) -> None:
         raise UserError(f"there is no GPU here, and these runs take one for {minutes:.0f} minutes; run them on a GPU")
     for s in chosen:
         if s.pieces and left[s] and not Path(args.pieces, str(s.pieces)).is_dir():
-            command = f"python -m lab.epoch --data-dir TEXT --max-seq-len {s.pieces} --cut-to PIECES/{s.pieces}"
+            command = f"python -m lab.texts cut --data-dir TEXT --max-seq-len {s.pieces} --out PIECES/{s.pieces}"
             raise UserError(f"{s.name} reads no text twice: cut it by {command}, and give --pieces=PIECES")
     for s in chosen:
         do(s, args.folder, texts[s])

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 import nanochat_fp4 as nf
-from lab.measure import traffic
 from nanochat_fp4 import __main__ as command
 from nanochat_fp4 import console
 from nanochat_fp4.errors import UserError
@@ -93,12 +92,6 @@ def test_a_run_becomes_the_shell_script(run, monkeypatch):
     assert [call[2]["VENV"] for call in calls] == [sys.prefix, sys.prefix, "/mine"]
     monkeypatch.setenv("PATH", "/nowhere")
     assert run("speedrun")[2].startswith("error: bash is not installed, which speedrun needs; install it")
-
-
-def test_help_of_traffic(capsys):
-    with pytest.raises(SystemExit) as e:
-        traffic.main(["--help"])
-    assert e.value.code == 0 and "Bytes and rotations" in capsys.readouterr().out
 
 
 def test_a_full_size_model_is_not_begun_on_a_cpu_by_accident(tiny_base, monkeypatch):

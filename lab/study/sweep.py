@@ -29,7 +29,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from lab.study.statistics import gap
+from lab.statistics import gap
 from lab.study.sweep_results import data_name, difference_from_paper, other_lengths, summary
 from lab.study.sweep_runs import Run, data_key, labels, method_plan, parse_number, plan
 from lab.study.sweep_scheduler import Interrupted, Sweep, base_directory, visible_devices

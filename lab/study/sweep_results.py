@@ -4,7 +4,7 @@ import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
-from lab.study.statistics import difference, gap
+from lab.statistics import difference, gap
 from lab.study.sweep_runs import data_key, flag_values
 
 

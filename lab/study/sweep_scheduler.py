@@ -74,7 +74,7 @@ class Sweep:
     def has_checkpoint(self, tag: str, step: int) -> bool:
         return step in list_steps(self.folder / "base_checkpoints" / tag)
 
-    def finish(self, run: Run, started: float) -> dict | None:
+    def finish(self, run: Run) -> dict | None:
         """The result of a run from its metrics, stored; None where it is not complete, or has no loss at its end."""
         checkpoint = self.folder / "base_checkpoints" / run.tag
         records = read_jsonl(checkpoint / "metrics.jsonl") if (checkpoint / "metrics.jsonl").is_file() else []
@@ -83,8 +83,8 @@ class Sweep:
         if not starts or not values or values[-1]["step"] != starts[-1]["num_iterations"]:
             return None
         start, losses = starts[-1], [r for r in records if r["event"] == "train"]
-        last, steps, seconds = values[-1], start["num_iterations"], sum(r.get("dt", math.nan) for r in losses)
-        if not math.isfinite(last["bpb"] + last["bpb_bf16"] + seconds):
+        last, steps = values[-1], start["num_iterations"]
+        if not math.isfinite(last["bpb"] + last["bpb_bf16"]):
             return None
         result = {
             "method": run.method, "size": run.size, "seed": run.seed, "flags": list(run.flags),
@@ -94,7 +94,7 @@ class Sweep:
             "train_loss": statistics.fmean(r["loss"] for r in losses[-max(1, len(losses) // 20) :]),
             "steps": steps, "tokens": steps * start["total_batch_size"], "num_params": start["num_params"],
             "vocab_size": start.get("vocab_size"), "eval_tokens": last["tokens"],
-            "training_seconds": seconds, "wall_seconds": time.monotonic() - started,
+            "tokenizer": start["tokenizer"], "val_text": start["val_text"],
         }  # fmt: skip
         result |= {name: start[name] for name in ("gemm_work", "backend", "environment")}
         self.result_path(run).parent.mkdir(parents=True, exist_ok=True)
@@ -133,7 +133,7 @@ class Sweep:
         torch.set_num_threads(1)  # what fits a CPU is too small for more
         try:
             for run in waiting:
-                started, log, problem = time.monotonic(), self.log_path(run), "it ended early, or diverged"
+                log, problem = self.log_path(run), "it ended early, or diverged"
                 with open(log, "a") as f, base_directory(self.folder):
                     try:
                         with contextlib.redirect_stdout(f), contextlib.redirect_stderr(f):
@@ -142,7 +142,7 @@ class Sweep:
                         problem = one_line(e)
                     except SystemExit as e:  # a signal: the run has saved itself
                         raise Interrupted(e.code) from None
-                failed += [] if self.finish(run, started) else [f"{run.tag} ({problem}; see {log})"]
+                failed += [] if self.finish(run) else [f"{run.tag} ({problem}; see {log})"]
                 progress()
         finally:
             torch.set_num_threads(threads)
@@ -150,13 +150,13 @@ class Sweep:
 
     def _on_gpus(self, waiting: Sequence[Run], progress) -> list[str]:
         waiting, failed = list(waiting), []
-        running: dict[int, tuple[Run, subprocess.Popen, float]] = {}
+        running: dict[int, tuple[Run, subprocess.Popen]] = {}
 
         def can_start(run: Run) -> bool:
             """Not while the run that it branches from has not come that far."""
             if not run.branch or self.has_checkpoint(*run.branch):
                 return True
-            return run.branch[0] not in {r.tag for r in [*waiting, *(r for r, _, _ in running.values())]}
+            return run.branch[0] not in {r.tag for r in [*waiting, *(r for r, _ in running.values())]}
 
         with caught_signals() as signals:
             while (waiting and not signals) or running:
@@ -165,15 +165,15 @@ class Sweep:
                         continue
                     if run := next(filter(can_start, waiting), None):
                         waiting.remove(run)
-                        running[slot] = (run, self._start(run, device), time.monotonic())
-                for _, process, _ in running.values() if signals else ():
+                        running[slot] = (run, self._start(run, device))
+                for _, process in running.values() if signals else ():
                     if process.poll() is None:
                         process.send_signal(signal.SIGTERM if len(signals) == 1 else signal.SIGKILL)
-                for slot, (run, process, started) in list(running.items()):
+                for slot, (run, process) in list(running.items()):
                     if process.poll() is None:
                         continue
                     del running[slot]
-                    if self.finish(run, started) is None and not signals:
+                    if self.finish(run) is None and not signals:
                         last = self.log_path(run).read_text(errors="replace").strip().splitlines()[-1:]
                         failed.append(f"{run.tag} (status {process.returncode}: {''.join(last)[:200]})")
                     progress()

@@ -1,298 +1,321 @@
-"""The benchmarks: budgets, predictions, refusal to time what is wrong, tables and JSON. Times themselves need a GPU."""
+"""The benchmarks on a CPU, and tiny: what they run, refuse, count and write. Times themselves need a GPU."""
 
-import dataclasses
 import json
+import re
 import time
+import types
+from dataclasses import replace
 
 import pytest
 import torch
-from _rows import METHOD_TABLE
 
-from lab.measure import bench_common as common
-from lab.measure import bench_linear, bench_quantize
-from lab.predict import step_time
-from lab.predict.machines import MACHINES, Machine, machine_of
+from lab import ROOT
+from lab.bench import common, layers, memory, step, steps
+from lab.bench.step import Subject
 from nanochat_fp4.errors import UserError
+from nanochat_fp4.models import gpt
 from nanochat_fp4.nvfp4 import linear
-from nanochat_fp4.nvfp4.methods import get_recipe
-from nanochat_fp4.nvfp4.quantizers import get_rounding
 
-PASSES = list(bench_linear.PASSES)
-TINY = {"tiny": {"up": (128, 256), "down": (256, 128)}}
+PASSES = list(layers.PASSES)
+TINY = ["--depth=1", "--aspect-ratio=32", "--head-dim=32", "--seq-len=32", "--vocab-size=64", "--total-batch-size=128"]
+TINY += ["--rounds=1", "--calls=1", "--micro-batch=2"]
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 
-
-# --------------------------------------------------------------------------------------------------------------------
-# Budgets and predictions.
-
-
-def test_layer_sets_are_the_papers_table_6():
-    assert step_time.TOKENS == 16384
-    qkv, out, upgate, down = bench_linear.LAYER_SETS["3B"].values()
-    assert (qkv, out, upgate, down) == ((3072, 9216), (3072, 3072), (3072, 16384), (8192, 3072))
-    for layers in bench_linear.LAYER_SETS.values():
-        assert all(size % 128 == 0 for shape in layers.values() for size in shape)
-
-
-def test_the_byte_budget_of_clover():
-    """Per element, as the design's table: forward 2 + 2 + 0.56 + 2 for the input; grad_output is read once for both."""
-    steps = {s.name: s for s in step_time.layer_steps(get_recipe("clover"), 128, 256, 384, backward=True, native=False)}
-    elements = 128 * 256
-    assert steps["input: amax"].num_bytes + steps["input: four_over_six"].num_bytes == elements * (2 + 2 + 0.5625 + 2)
-    e = steps["grad_output: ms_eden and ms_eden"].num_bytes / (128 * 384)
-    assert e == 2 + 2 * (2 + 2 / 16 + 4 / 128)
-    assert "grad_output: amax" not in steps  # post hoc range alignment
-    assert steps["weight^T: ms_eden"].num_bytes == 256 * 384 * (0.5625 + 2 + 2 / 16 + 4 / 128)
-    native = step_time.layer_steps(get_recipe("clover"), 128, 256, 384, backward=True, native=True)
-    assert sum(s.fp4_flops for s in native) == 3 * 2 * 128 * 256 * 384 and not any(s.bf16_flops for s in native)
+REFUSED = [
+    (layers, ["--models=3B,4B"], "--models is '3B,4B', expected some of 800M, 3B"),
+    (layers, ["--seconds=nan"], "--seconds positive"),
+    (layers, ["--methods=clever"], "unknown method 'clever'"),
+    pytest.param(layers, [], "no CUDA device; run it on a GPU", marks=no_gpu),
+    (steps, ["--depth=20,x"], "--depth must be"),
+    (steps, ["--methods=clever"], "--methods: unknown method 'clever'"),
+    (steps, ["--methods=clover:"], "--methods: 'clover:', expected a method, or one with the rows"),
+    (steps, ["--methods=clover:3"], "not a multiple of 6144 tokens .3 rows of 2048"),
+    (steps, ["--recompute=some"], "--recompute is 'some', expected some of none, codes, codes-mlp, mlp, all"),
+    (steps, ["--micro-batch=0"], "expected 'auto' or a positive whole number"),
+    (steps, ["--rounds=0"], "must be at least 1"),
+    (steps, ["--nanochat=x"], "give --micro-batch a number"),
+    (steps, [*TINY, "--methods=bf16", "--nanochat=/nowhere"], "no nanochat.gpt can be imported from /nowhere"),
+    pytest.param(steps, [], "there is no CUDA device", marks=no_gpu),
+    (memory, ["--methods=clever"], "unknown method 'clever'"),
+    (memory, ["--depth=0"], "be at least 1"),
+]
 
 
-@pytest.mark.parametrize("native", [False, True])
-@pytest.mark.parametrize("backward", [False, True])
-def test_every_method_does_the_flops_of_its_gemms(native, backward):
-    flops = (3 if backward else 1) * 2 * 128 * 256 * 384
-    for method in METHOD_TABLE:
-        steps = step_time.layer_steps(get_recipe(method), 128, 256, 384, backward=backward, native=native)
-        assert sum(s.bf16_flops + s.fp4_flops + s.fp8_flops for s in steps) == flops, method
-        assert all(s.num_bytes > 0 for s in steps), method
-
-
-def test_the_slowest_resource_decides():
-    machine = Machine("m", bandwidth=1000, bf16=1, fp4=None, instructions=1, source="")
-    assert step_time.predicted_ms(step_time.Step("bytes", 1e9, 1e8, 1e8), machine) == pytest.approx(1.0)
-    assert step_time.predicted_ms(step_time.Step("instructions", 1e8, 1e9, 1e8), machine) == pytest.approx(1.0)
-    assert step_time.predicted_ms(step_time.Step("flops", 1e8, 1e8, 1e9), machine) == pytest.approx(1.0)
-    longer = dataclasses.replace(machine, longer=20)
-    assert step_time.predicted_ms(step_time.Step("instructions", 1e8, 1e8, 1e8), longer) == pytest.approx(2.0)
-
-
-@pytest.mark.parametrize("module, machine", [(bench_linear, "h200"), (bench_quantize, "rtx5090")])
-def test_roofline_is_labelled_as_a_prediction(module, machine, base_dir, capsys):
-    module.main(["--roofline", machine, *["--methods=all", "--models=800M"] * (module is bench_linear)])
-    out, target = capsys.readouterr().out, base_dir / "bench" / f"{module.__name__[12:]}_{machine}_predicted.json"
-    assert out.startswith(f"PREDICTION for {MACHINES[machine].name}, not a measurement")
-    content = json.loads(target.read_text())
-    assert content["settings"]["prediction_for"]["name"] == MACHINES[machine].name
-    assert len(content["records"]) >= 20 and str(target) in out and "torch" in json.dumps(content["environment"])
-    if module is bench_linear:
-        assert {r["mode"] for r in content["records"]} == {"predicted"}
-        assert {r["method"] for r in content["records"]} == set(METHOD_TABLE)
-
-
-NAMES = {
-    "RTX 5090": "RTX 5090", "RTX 5090 Laptop GPU": None, "RTX 5090 D v2": None, "GB200": "GB200", "B200": "B200",
-    "B300 SXM6 AC": "B300", "GB10": "GB10", "GB300": None, "H200 MIG 1g.18gb": None, "GeForce RTX 5080": "RTX 5080",
-    "GeForce RTX 5070 Ti": "RTX 5070 Ti", "GeForce RTX 5070": None, "GeForce RTX 5060": "RTX 5060",
-    "GeForce RTX 5060 Ti": None, "RTX PRO 6000 Blackwell Server Edition": "RTX PRO 6000",
-    "RTX PRO 6000 Blackwell Max-Q Workstation Edition": None,
-}  # fmt: skip
-
-
-def test_a_machine_is_known_by_its_whole_name():
-    found = {gpu: machine_of(f"NVIDIA {gpu}") for gpu in NAMES}
-    assert {gpu: machine and machine.name for gpu, machine in found.items()} == NAMES
-
-
-# --------------------------------------------------------------------------------------------------------------------
-# Bad input.
-
-
-@pytest.mark.parametrize(
-    "module, argv, message",
-    [
-        (bench_linear, ["--models", "3B,4B"], "--models is '3B,4B', expected some of 800M, 3B"),
-        (bench_linear, ["--seconds", "nan"], "--seconds positive"),
-        (bench_linear, ["--methods", "clever"], "unknown method 'clever'"),
-        (bench_quantize, ["--rows", "100"], "multiples of 128"),
-        (bench_quantize, ["--only", "nothing"], "matches none of: amax"),
-        *(pytest.param(m, [], "no CUDA device; .* --roofline", marks=no_gpu) for m in (bench_linear, bench_quantize)),
-    ],
-)
+@pytest.mark.parametrize("module, argv, message", REFUSED)
 def test_bad_arguments_are_one_line(module, argv, message):
     with pytest.raises((UserError, ValueError), match=message) as e:
         module.main(argv)
     assert "\n" not in str(e.value)
 
 
-# --------------------------------------------------------------------------------------------------------------------
-# The measuring itself, with a CPU's clock in place of CUDA's events.
+# ----------------------------------------------------------------------------------------------------------------------
+# Layers, with a CPU's clock in place of CUDA's events
 
 
 @pytest.fixture
-def on_a_cpu(monkeypatch):
-    def timed(function) -> float:
+def measured(monkeypatch, tmp_path):
+    """Measures a tiny set of layers on a CPU: (problems, results)."""
+
+    def timed(function, calls: int) -> list[float]:
         start = time.perf_counter()
-        function()
-        return (time.perf_counter() - start) * 1e3
+        for _ in range(calls):
+            function()
+        return [(time.perf_counter() - start) * 1e3 / calls] * calls
 
-    cpu = torch.device("cpu")
-    monkeypatch.delenv("NVFP4_KERNELS", raising=False)
-    monkeypatch.setattr(common, "need_cuda", lambda script: cpu)
-    monkeypatch.setattr(bench_linear, "LAYER_SETS", TINY)
-    monkeypatch.setattr(common, "timed", lambda function, calls: [timed(function) for _ in range(calls)])
-    monkeypatch.setattr(bench_quantize, "median_ms", timed)
-    return cpu
+    monkeypatch.setattr(common, "need_cuda", lambda what: torch.device("cpu"))
+    monkeypatch.setattr(layers, "LAYER_SETS", {"tiny": {"up": (128, 256), "down": (256, 128)}})
+    monkeypatch.setattr(common, "timed", timed)
 
+    def measure() -> tuple[list[str], common.Results]:
+        results = common.Results("x", str(tmp_path / "x.json"), {})
+        return layers.measure(["tiny"], ["bf16", "clover"], 256, PASSES, 0.01, results, "eager"), results
 
-def test_steady_times_each_function_in_the_state_that_it_brings_about(monkeypatch):
-    """On a clock of its own, which slows down while `hot` is called."""
-    now, heat, log = 0.0, 0.0, []
-
-    def function(name: str, change: float):
-        def run() -> float:
-            nonlocal now, heat
-            heat = min(1.0, max(0.0, heat + change))
-            log.append(name)
-            now += 0.01 * (1 + heat)
-            return 10 * (1 + heat)
-
-        return run
-
-    monkeypatch.setattr(common.time, "perf_counter", lambda: now)
-    monkeypatch.setattr(common, "timed", lambda function, calls: [function() for _ in range(calls)])
-    found = common.steady({"hot": function("hot", 0.02), "cool": function("cool", -0.02)}, 2.0)
-    assert found["hot"]["ms"] == pytest.approx(20) and found["cool"]["ms"] == pytest.approx(10)
-    assert found["hot"]["spread"] == pytest.approx(0) and found["hot"]["mhz"] is None
-    order = [a for a, b in zip(log, [*log[1:], None]) if a != b]
-    assert order == ["hot", "cool", "hot"]  # the second time in the opposite order
-    assert log.count("cool") * 0.01 > 7  # twice to warm up, twice timed
-    drifting = common.steady({"drifting": function("drifting", -0.001)}, 1.0)
-    assert drifting["drifting"]["spread"] > 0.05
+    return measure
 
 
-@pytest.mark.parametrize("fails", [None, 1])
-def test_monitor_reads_nvml(fails):
-    asked = []
-
-    def question(index: int, answer: int):
-        def ask(reference) -> int:
-            asked.append(index)
-            reference._obj.value = answer
-            return 999 if index == fails else 0
-
-        return ask
-
-    monitor = common.Monitor(interval=0.001)
-    monitor._questions = [question(i, answer) for i, answer in enumerate((1500, 699_500, 0x4))]
-    deadline = time.monotonic() + 60
-    with monitor:
-        while len(asked) < 4 and time.monotonic() < deadline:  # a whole sample was taken
-            time.sleep(0.001)
-    known = {"mhz": 1500.0, "watts": 699.5, "limit": "power 100%"}
-    assert monitor.summary() == (known if fails is None else dict.fromkeys(known))
-    assert not monitor._thread.is_alive()
-    monitor.samples = [(1000.0, 500.0, 0x0), (1200.0, 700.0, 0x4), (1400.0, 600.0, 0x4 | 0x40), (1200.0, 600.0, 0x1)]
-    assert monitor.summary() == {"mhz": 1200.0, "watts": 600.0, "limit": "power 50%, heat 25%"}
+def test_every_layer_is_timed_beside_bf16(measured):
+    problems, results = measured()
+    assert problems == []
+    assert [(r["pass"], r["method"]) for r in results.records] == [(p, m) for p in PASSES for m in ("bf16", "clover")]
+    assert all(r["ms"] > 0 and r["tflops"] > 0 and "spread" in r for r in results.records)
+    assert all(r["ratio"] == 1 for r in results.records if r["method"] == "bf16")
+    assert json.loads(results.write().read_text())["records"] == results.records
 
 
-@pytest.fixture
-def results(tmp_path):
-    return common.Results("x", str(tmp_path / "x.json"), {})
-
-
-def measure(methods: list[str], results: common.Results) -> list[str]:
-    return bench_linear.measure(["tiny"], methods, 256, PASSES, 0.01, results, "eager")
-
-
-def test_measure_layers(on_a_cpu, results):
-    methods, so_far = ["bf16", "clover"], []
-    results.write = lambda: so_far.append(len(results.records))
-    assert measure(methods, results) == []
-    records = results.records
-    assert so_far == [2, 4]  # whenever a pass is through
-    assert [(r["pass"], r["method"]) for r in records] == [(p, m) for p in PASSES for m in methods]
-    assert all(r["ms"] > 0 and r["tflops"] > 0 and "spread" in r for r in records)
-    assert all(r["ratio"] == 1 for r in records if r["method"] == "bf16")
-    assert "x BF16" in common.show(records, bench_linear.COLUMNS)
-
-
-def test_a_wrong_method_is_not_timed(on_a_cpu, monkeypatch, results):
+@pytest.mark.parametrize(
+    "wrong, problem",
+    [
+        (lambda y: torch.zeros_like(y), "clover: output is all zeros"),
+        # Only at the benchmark's shape, as after an overflow of an index: the small layer of the doctor is right.
+        (lambda y: y * (torch.arange(len(y)) < 200).unsqueeze(1) if len(y) == 256 else y, "up: output is off BF16"),
+    ],
+)
+def test_a_method_whose_result_is_wrong_is_not_timed(wrong, problem, measured, monkeypatch):
     real = linear.gemm
-    monkeypatch.setattr(linear, "gemm", lambda a, b, **kw: torch.zeros_like(real(a, b, **kw)))
-    assert measure(["bf16", "clover"], results) == ["clover: output is all zeros"]
+    monkeypatch.setattr(linear.Gemms, "gemm", staticmethod(lambda a, b, **kw: wrong(real(a, b, **kw))))
+    problems, results = measured()
+    assert len(problems) == 1 and problem in problems[0]
     assert {r["method"] for r in results.records} == {"bf16"}
-
-
-def test_a_method_that_is_wrong_only_at_the_benchmarks_shape_is_not_timed(on_a_cpu, monkeypatch, results):
-    """As after an overflow of an index: the small layer of the doctor is right."""
-    real = linear.gemm
-
-    def gemm(a, b, **kw):
-        y = real(a, b, **kw)
-        return y * (torch.arange(len(y)) < 200).unsqueeze(1) if len(y) == 256 else y
-
-    monkeypatch.setattr(linear, "gemm", gemm)
-    (problem,) = measure(["bf16", "clover"], results)
-    assert {r["method"] for r in results.records} == {"bf16"} and "tiny up: output is off BF16" in problem
-
-
-def test_measure_every_kernel_whose_check_agrees(on_a_cpu, monkeypatch, tmp_path):
-    pytest.importorskip("triton")
-    problem = lambda device, rounding, rht_dim, shape: "codes differ" if rounding.ms_eden else None  # noqa: E731
-    monkeypatch.setenv("NVFP4_KERNELS", "triton")
-    monkeypatch.setattr(bench_quantize, "kernel_problem", problem)
-    every = bench_quantize.kernels(128, 128).items()
-    alike = ("search", "-> bf16", "tetrajet_v2", "16x16", "fp32")  # kernels of the same kinds as others
-    chosen = {name: k for name, k in every if not any(part in name for part in alike)}
-    wrong = [name for name, k in chosen.items() if k.checks[0][0] == "ms_eden"]
-    problems = []
-    found = dict(bench_quantize.measure(chosen, on_a_cpu, problems))
-    assert [*found, *wrong] == sorted(chosen, key=lambda name: name in wrong) and len(wrong) == 3
-    assert problems == [f"{name} (codes differ)" for name in wrong]
-    num_bytes = sum(s.num_bytes for s in chosen["decode"].steps)
-    assert num_bytes == 128 * 128 * (0.5 + 1 / 16 + 2) and found["decode"] > 0
-
-
-def test_the_second_kernels_share():
-    """One for each operand of grad_output, timed together with the first kernel and alone."""
-    ms = {bench_quantize.SECOND_KERNEL: 0.1, "grad_output clover -> codes": 1.2}
-    records = [{"kernel": name, "ms": value} for name, value in ms.items()]
-    assert bench_quantize.second_kernel_share(records) == pytest.approx(0.2)
-    assert bench_quantize.second_kernel_share(records[:1]) is None
-    assert bench_quantize.second_kernel_share(records[1:]) is None
-
-
-def test_what_was_measured_survives(on_a_cpu, monkeypatch, capsys, tmp_path):
-    pytest.importorskip("triton")
-
-    def problem(device, rounding, rht_dim, shape):
-        if rounding == get_rounding("four_over_six"):
-            raise KeyboardInterrupt
-
-    target = tmp_path / "quantize.json"
-    monkeypatch.setenv("NVFP4_KERNELS", "triton")
-    monkeypatch.setattr(bench_quantize, "kernel_problem", problem)
-    monkeypatch.setattr(bench_quantize, "copy_bandwidth", lambda device: 100.0)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a made-up GPU")
-    with pytest.raises(KeyboardInterrupt):
-        bench_quantize.main(["--rows=128", "--columns=128", f"--json={target}"])
-    records = json.loads(target.read_text())["records"]
-    assert [r["kernel"] for r in records] == ["amax", "rtn bf16 + decode"]
-    assert records[0]["bytes"] == 128 * 128 * 2
-    assert records[0]["share_of_copy"] == pytest.approx(records[0]["bytes"] / records[0]["ms"] / 1e6 / 100)
-    assert capsys.readouterr().out.splitlines()[-1].startswith("rtn bf16 + decode ")
-
-
-@pytest.mark.gpu
-def test_on_a_gpu(monkeypatch, results):
-    monkeypatch.setattr(bench_linear, "LAYER_SETS", {"tiny": {"up": (512, 1024)}})
-    for mode in ("eager", "graph"):
-        assert not bench_linear.measure(["tiny"], ["bf16", "clover"], 1024, PASSES, 0.5, results, mode)
-        records = results.records
-        assert len(records) == 4 and all(0 < r["ms"] < 100 for r in records)
-        assert all(100 < r["mhz"] < 4000 and 10 < r["watts"] < 2000 for r in records)
 
 
 @pytest.mark.gpu
 def test_a_graph_draws_fresh_randomness_at_each_replay():
     weight, x = torch.randn(256, 128, device="cuda"), torch.randn(128, 128, device="cuda", dtype=torch.bfloat16)
-    layer = bench_linear.Layer(
-        "clover", 128, 256, weight, x.requires_grad_(), torch.randn(128, 256, device="cuda").bfloat16()
-    )
+    e = torch.randn(128, 256, device="cuda").bfloat16()
+    layer = layers.Layer("clover", 128, 256, weight, x.requires_grad_(), e)
     results = []
-    replay = bench_linear.graphed(lambda: results.append(layer.forward_backward()))
+    replay = layers.graphed(lambda: results.append(layer.forward_backward()))
     replay()
     first = [t.clone() for t in results[-1]]
     replay()
     assert torch.equal(results[-1][0], first[0])  # the forward pass draws nothing
     assert not torch.equal(results[-1][1], first[1]) and not torch.equal(results[-1][2], first[2])
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Steps
+
+
+def records_of(base_dir) -> list[dict]:
+    content = json.loads((base_dir / "bench" / "bench_train.json").read_text())
+    return [r for r in content["records"] if "tokens_per_second" in r]
+
+
+@no_gpu
+def test_one_command_measures_steps_and_operations(base_dir):
+    """Also with a micro-batch of its own for a method."""
+    steps.main([*TINY, "--methods=clover:4", "--recompute=none,all"])
+    records = records_of(base_dir)
+    names = ["bf16", "clover, 4 rows", "bf16, all again", "clover, 4 rows, all again"]
+    assert [r["variant"] for r in records] == names
+    for r, rows in zip(records, (2, 4, 2, 4)):
+        assert (r["depth"], r["micro_batch"], r["micro_batches"], r["recompiles"]) == (1, rows, 4 // rows, 0)
+        milliseconds = r["micro_batches"] * r["micro_batch_ms"] + r["codes_ms"] + r["update_ms"]
+        assert r["tokens_per_second"] == pytest.approx(128 / milliseconds * 1e3)
+        assert r["ratio"] == pytest.approx(r["tokens_per_second"] / records[0]["tokens_per_second"])
+    content = json.loads((base_dir / "bench" / "bench_train.json").read_text())
+    operations = {(r["variant"], r["phase"], r["kind"]) for r in content["records"] if "kind" in r}
+    for variant in names[0], names[3]:
+        for work in (("forward", "GEMM"), ("forward", "LM head and loss"), ("backward", "GEMM"), ("update", "GEMM")):
+            assert (variant, *work) in operations
+
+
+@pytest.mark.parametrize("part", ["passes", "run_steps", "time_by_operation"])
+def test_one_variant_that_fails_leaves_the_others(part, base_dir, monkeypatch, capsys):
+    where = Subject if part == "passes" else step
+    real, become = getattr(where, part), Subject.become
+    errors = iter([torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("a bug")])
+
+    def fails(subject, *args):
+        if subject.now == "nvidia":
+            raise next(errors)
+        return real(subject, *args)
+
+    monkeypatch.setattr(Subject, "become", lambda self, v: (become(self, v), setattr(self, "now", v.method))[0])
+    monkeypatch.setattr(where, part, fails)
+    with pytest.raises(UserError, match=r"2 of 4 variants failed: d1 nvidia: .*: out of memory; .*RuntimeError: a bug"):
+        flags = [] if part == "time_by_operation" else ["--no-table7"]
+        steps.main([*TINY, "--methods=nvidia", "--recompute=none,all", *flags])
+    for r in records_of(base_dir):
+        assert (r["problem"] is None) == (r["method"] == "bf16")
+        assert (r["tokens_per_second"] is None) == (r["method"] == "nvidia" and part != "time_by_operation")
+    captured = capsys.readouterr()
+    assert "nvidia FAILED" in captured.out and "RuntimeError: a bug" in captured.err
+
+
+def test_what_was_measured_is_written_before_the_next_round(base_dir, monkeypatch):
+    real, seen = step.run_steps, []
+
+    def run_steps(*args):
+        seen.append(records_of(base_dir))
+        if len(seen) == 7:  # the fourth round of two variants: one to warm up, and two that were timed
+            raise KeyboardInterrupt
+        return real(*args)
+
+    monkeypatch.setattr(step, "run_steps", run_steps)
+    with pytest.raises(KeyboardInterrupt):
+        steps.main([*TINY, "--methods=clover", "--rounds=9"])
+    assert [(r["micro_batch"], r["tokens_per_second"]) for r in seen[0]] == [(2, None), (2, None)]
+    assert [r["rounds"] for r in seen[-1]] == [2, 2] and all(r["tokens_per_second"] > 0 for r in seen[-1])
+
+
+FAKE = types.SimpleNamespace(sequence_len=10)
+
+
+def fake_peaks(constant: int, per_row: int, limit: int, update: int = 0):
+    """Memory of `constant` and `per_row` bytes; the sizes that are tried."""
+    tried = []
+
+    def peaks(subject, rows):
+        tried.append(rows)
+        if constant + per_row * rows > limit:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return constant + per_row * rows, update
+
+    return peaks, tried
+
+
+def test_the_largest_micro_batch_is_tried_out():
+    peaks, tried = fake_peaks(1000, 100, limit=2700, update=1500)
+    assert step.find_micro_batch(FAKE, 64, 2700, peaks) == (16, {1: 1100, 2: 1200, 16: 2600}, 1500)
+    assert tried == [1, 1, 2, 16]  # the first step makes the optimizers' states
+    peaks, tried = fake_peaks(1000, 100, limit=2000)  # less than the budget promises: fragments
+    size, passes, _ = step.find_micro_batch(FAKE, 64, 2700, peaks)
+    assert size == 8 and tried[-2:] == [16, 8] and 16 not in passes
+    with pytest.raises(UserError, match="not even one row of 10 tokens fits into"):
+        step.find_micro_batch(FAKE, 64, 1000, fake_peaks(1000, 100, limit=1000)[0])
+
+
+@pytest.mark.parametrize("free, cap", [(31.4, 31.4), (80, 32)])
+def test_the_cap_is_at_most_what_is_free(free, cap, monkeypatch):
+    """An RTX 5090 has 31.4 GiB free where the cap is its 32."""
+    args = steps.parse_args(["--memory-cap", "32GiB"])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(steps, "gpu_memory", lambda: (int(free * 2**30), 100 * 2**30))
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", fractions := [].append)
+    monkeypatch.setattr(torch, "set_float32_matmul_precision", lambda how: None)
+    steps.set_up_device(args)
+    assert args.budget == args.memory_cap == int(cap * 2**30)
+    assert fractions.__self__ == [args.budget / (100 * 2**30)]
+
+
+def event(cat, name, ts, dur, tid=1, **args):
+    return {"ph": "X", "cat": cat, "name": name, "ts": ts, "dur": dur, "tid": tid, "args": args}
+
+
+def test_kernels_belong_to_what_launched_them():
+    """A trace as a GPU's profile exports it: kernels run later than they are launched, in another row."""
+    trace = [
+        event("user_annotation", "phase: forward", 0, 100),
+        event("user_annotation", "phase: backward", 100, 100),
+        event("user_annotation", "phase: update", 200, 50),
+        event("cpu_op", "nanochat_fp4::linear_cross_entropy_sum", 60, 30),
+        event("cpu_op", "aten::mm", 65, 10),
+        event("cuda_runtime", "cudaLaunchKernel", 10, 2, correlation=1),
+        event("cuda_driver", "cuLaunchKernelEx", 20, 2, correlation=2),
+        event("cuda_runtime", "cudaLaunchKernel", 70, 2, correlation=3),
+        event("cuda_driver", "cuLaunchKernelEx", 150, 2, tid=2, correlation=4),
+        event("cuda_runtime", "cudaMemcpyAsync", 210, 2, correlation=5),
+        event("cuda_runtime", "cudaLaunchKernel", 300, 2, correlation=6),  # after all phases
+        event("kernel", "nvjet_tst_192x192_64x4_2x1_v_bz_coopB_TNT", 400, 5000, tid=7, correlation=1),
+        event("kernel", "quantize_kernel", 5400, 2000, tid=7, correlation=2),
+        event("kernel", "nvjet_tst_192x192", 7400, 3000, tid=7, correlation=3),
+        event("kernel", "rotate_quantize_kernel", 10400, 4000, tid=7, correlation=4),
+        event("gpu_memcpy", "Memcpy DtoD", 14400, 1000, tid=7, correlation=5),
+        event("kernel", "nvjet_tst_192x192", 15400, 9000, tid=7, correlation=6),
+        {"ph": "M", "name": "process_name"},
+    ]
+    assert {(r["phase"], r["kind"]): r["ms"] for r in step.summarize(trace)} == {
+        ("forward", "GEMM"): 5.0,
+        ("forward", "quantize"): 2.0,
+        ("forward", "LM head and loss"): 3.0,
+        ("backward", "rotate and quantize"): 4.0,
+        ("update", "communication and copies"): 1.0,
+    }
+
+
+# Names of a kernel and of the operators that launched it, inside out.
+OF_KIND = {
+    "abs-max": ["amax_kernel"],
+    "quantize": ["quantize_16x16_kernel", "swizzle_kernel nvfp4::scaled_mm", "a_kernel_of_no_kind nvfp4::unnamed"],
+    "rotate and quantize": ["rotate_quantize_kernel", "repair_kernel"],
+    "decode": ["decode_kernel"],
+    "GEMM": [
+        "nvjet_sm90_tst_192x192_64x4_2x1_v_bz_coopB_TNT nvfp4::mm_alpha",
+        "cutlass3x_sm100_bstensorop_s256x256x64gemm_block_scaled aten::_scaled_mm_v2 nvfp4::scaled_mm",
+    ],
+    "LM head and loss": ["nvjet_sm90_tst_192x192 aten::mm nanochat_fp4::linear_cross_entropy_sum"],
+    "attention": ["cutlass::device_kernel<flash::enable_sm90_or_later<flash::FlashAttnFwdSm90>>"],
+    "RMSNorm": ["triton_red_fused__fused_rms_norm_add_mul_quantize_view_0"],
+    "ReLU^2": ["triton_red_fused__to_copy_add_amax_clamp_max_div_quantize_rand_relu_view_6", "nvfp4::relu_squared"],
+    "other element-wise": ["triton_poi_fused__to_copy_mul_rotate_quantize_view_3", "triton_poi_fused_add_mul_1"],
+}
+
+
+def test_every_kernel_has_its_kind():
+    """A kernel of ours that is added later must not count as the model's own work."""
+    for kind, names in OF_KIND.items():
+        assert {step.kind_of(name.split()) for name in names} == {kind}
+    names = {
+        name
+        for path in (ROOT / "kernels" / "nvfp4_kernels").glob("*.py")
+        for name in re.findall(r"@triton\.jit\ndef (\w+_kernel)\(", path.read_text())
+    }
+    assert len(names) > 5 and {n for n in names if step.kind_of([n]) == step.OTHER} == set()
+
+
+@pytest.mark.gpu
+def test_steps_on_a_gpu(base_dir):
+    sizes = ["--depth=2", "--seq-len=256", "--vocab-size=512", "--total-batch-size=2048"]
+    steps.main([*sizes, "--no-compile", "--rounds=1", "--calls=1"])
+    records = records_of(base_dir)
+    assert all(r["peak_bytes"] > 0 and r["bytes_per_token"] > 0 and r["micro_batch"] == 8 for r in records)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Memory
+
+
+def test_what_a_block_keeps():
+    """In units of the width: 2 of a BF16 tensor, 9/16 of codes and scales; and FP32 numbers, one a row or head."""
+    config = replace(gpt.config_from_depth(2, vocab_size=64), n_head=1)
+    records = {(r["method"], r["recompute"]): r for r in memory.account(config, ["bf16", "clover"])}
+    width = config.n_embd
+    bf16, codes, number = 2 * width, width * 9 / 16, 4
+    assert list(records["clover", "none"]["tensors"].values()) == [
+        bf16,  # residual stream, for the gradient of its lambda
+        bf16 + number,  # the same after the lambda, and 1 / rms
+        codes,  # input of q, k, v
+        2 * (bf16 + number),  # queries and keys
+        2 * bf16 + number,  # values, result, log-sum-exp
+        codes,  # input of c_proj
+        bf16 + number,
+        codes,  # input of c_fc
+        4 * width + number + 4 * codes,  # relu in 8 bits, its step, and the input of the MLP's c_proj
+    ]
+    assert records["bf16", "none"]["block"] == 26 * width + 5 * number
+    limits = {"none": 0.87, "mlp": 0.6, "codes": 0.5, "codes-mlp": 0.4, "all": 0.4}
+    for recompute, limit in limits.items():
+        assert records["clover", recompute]["ratio"] <= limit
+    for r in records.values():
+        assert set(r["tensors"]) <= set(memory.NAMES.values())  # every kept tensor has a name

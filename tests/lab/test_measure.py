@@ -11,7 +11,7 @@ import torch
 from _commands import options
 
 from lab import ROOT
-from lab.predict import measured
+from lab.bench import compare
 from nanochat_fp4 import doctor
 from nanochat_fp4.errors import UserError
 
@@ -36,10 +36,10 @@ def plan(out: Path, **variables: str) -> tuple[str, dict[str, int]]:
 
 def test_a_plan_runs_nothing_and_what_a_stranger_runs_ends_within_20_minutes(tmp_path):
     said, limits = plan(tmp_path / "out", PARTS="all")
-    assert list(limits) == ["doctor", "tests", "linear", "quantize", "train", "train_32gib"] and limits["linear"] == 240
-    assert "train_nanochat  skipped: NANOCHAT is not set" in said
+    assert list(limits) == ["doctor", "tests", "layers", "steps", "steps_32gib"] and limits["layers"] == 240
+    assert "steps_nanochat  skipped: NANOCHAT is not set" in said
     _, limits = plan(tmp_path / "out")
-    assert list(limits) == ["doctor", "linear", "quantize", "train"] and sum(limits.values()) <= 1200
+    assert list(limits) == ["doctor", "layers", "steps"] and sum(limits.values()) <= 1200
 
 
 @no_gpu
@@ -47,15 +47,15 @@ def test_a_dry_run_makes_the_table_and_the_file_to_send(fork_server, tmp_path):
     """All of measure.sh, in small, on a CPU; then what the doctor says of it."""
     done = measure(tmp_path, fork_server.python, DRY_RUN="1")
     assert done.returncode == 0, done.stdout + done.stderr
-    found = dict(line.split(maxsplit=1) for line in done.stdout.split("== summary, in ")[1].splitlines()[1:5])
-    assert [line.split()[0] for line in found.values()] == ["ok,", "skipped:", "skipped:", "ok,"]
+    found = dict(line.split(maxsplit=1) for line in done.stdout.split("== summary, in ")[1].splitlines()[1:4])
+    assert [line.split()[0] for line in found.values()] == ["ok,", "skipped:", "ok,"]
     card = json.loads((tmp_path / "my_card.json").read_text())
-    assert card["statuses"] == {"doctor": 0, "train": 0}
-    (train,) = card["parts"]
-    assert [r["method"] for r in train["records"]] == ["bf16", "clover"]
-    assert all(r["tokens_per_second"] > 0 and r["problem"] is False for r in train["records"])
+    assert card["statuses"] == {"doctor": 0, "steps": 0}
+    (steps,) = card["parts"]
+    assert [r["method"] for r in steps["records"]] == ["bf16", "clover"]
+    assert all(r["tokens_per_second"] > 0 and r["problem"] is False for r in steps["records"])
     table = (tmp_path / "my_card.txt").read_text()
-    assert "d2, micro-batch 2, clover" in table and table.rstrip() in done.stdout
+    assert "d2, steps" in table and table.rstrip() in done.stdout
     sent = fork_server.run("nanochat_fp4.doctor", ["--send"], as_main=True, env={"OUT": str(tmp_path)})
     assert sent.status == 0 and str(tmp_path / "my_card.json") in sent.log and "my_card.yml" in sent.log
 
@@ -65,18 +65,17 @@ def test_a_cards_file_has_nothing_that_its_owner_named(tmp_path):
     content = {"benchmark": "bench_train", "environment": {"gpu": "NVIDIA X", "platform": secret, "cpu": secret}}
     content["settings"] = {"seq_len": 64, "nanochat": secret, "hardware": secret, "window_pattern": "L"}
     content["records"] = [{"method": "clover", "depth": 2, "problem": f"OSError: {secret}", "path": secret}]
-    kernels = measured.read("bench_quantize")
-    assert measured.comparison(kernels) == []
-    card = measured.card([content, *kernels], {"doctor": 0})
-    assert {r["kernel"] for r in card["parts"][1]["records"]} >= {"amax", "grad_output clover -> codes"}
+    card = compare.card([content], {"doctor": 0})
     assert secret not in json.dumps(card) and card["parts"][0]["records"][0] == {
         "method": "clover", "depth": 2, "problem": True,
     }  # fmt: skip
 
 
 def test_a_card_without_its_folder_is_refused(tmp_path):
+    content = {"benchmark": "bench_train", "environment": {"gpu": None}, "settings": {}, "records": []}
+    (steps := tmp_path / "steps.json").write_text(json.dumps(content))
     with pytest.raises(UserError, match="there is no folder .*none; make it, or name another file"):
-        measured.main([f"--card={tmp_path / 'none' / 'c.json'}"])
+        compare.main([str(steps), f"--card={tmp_path / 'none' / 'c.json'}"])
 
 
 def test_nothing_to_send_yet(tmp_path, monkeypatch):
@@ -93,22 +92,22 @@ def test_every_file_and_flag_of_the_plan_is_there(tmp_path):
         if "pytest" in words:
             assert all((ROOT / w).is_file() for w in words if w.endswith(".py"))
             continue
-        program = words[1] if words[0] == "-m" else str(ROOT / words[0])
+        program = f"lab.bench.{words[2]}" if words[1] == "lab.bench" else words[1]
         if program not in flags:
             flags[program] = {flag for action in options(program) for flag in action.option_strings}
         assert {w for w in words if w.startswith("--")} <= flags[program], words
-    assert len(flags) == 4
+    assert len(flags) == 3  # doctor, layers, steps
 
 
 @no_gpu
 def test_what_fails_leaves_the_others(fork_server, tmp_path):
-    done = measure(tmp_path, fork_server.python, PARTS="linear train_nanochat")
+    done = measure(tmp_path, fork_server.python, PARTS="layers steps_nanochat")
     assert done.returncode == 1
-    *_, title, linear, nanochat = done.stdout.splitlines()
+    *_, title, layers, nanochat = done.stdout.splitlines()
     assert title == f"== summary, in {tmp_path}"
-    assert linear.split()[:5] == ["linear", "FAILED,", "exit", "status", "2:"]
-    assert "no CUDA device" in linear and "no CUDA device" in (tmp_path / "linear.log").read_text()
-    assert nanochat.split(maxsplit=1) == ["train_nanochat", "skipped: NANOCHAT is not set"]
+    assert layers.split()[:5] == ["layers", "FAILED,", "exit", "status", "2:"]
+    assert "no CUDA device" in layers and "no CUDA device" in (tmp_path / "layers.log").read_text()
+    assert nanochat.split(maxsplit=1) == ["steps_nanochat", "skipped: NANOCHAT is not set"]
 
 
 def test_what_takes_too_long_is_cut_off(tmp_path):
@@ -120,5 +119,5 @@ def test_what_takes_too_long_is_cut_off(tmp_path):
 
 
 def test_unknown_parts(tmp_path):
-    done = measure(tmp_path, PARTS="linear speed")
-    assert done.returncode == 2 and "there is no part 'speed'; the parts are: doctor tests linear" in done.stderr
+    done = measure(tmp_path, PARTS="layers speed")
+    assert done.returncode == 2 and "there is no part 'speed'; the parts are: doctor tests layers" in done.stderr

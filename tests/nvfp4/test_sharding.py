@@ -4,11 +4,11 @@ import _rows  # noqa: F401  # registers rows for a rank, which has no conftest
 import pytest
 import torch
 import torch.distributed as dist
+from _communication import counted
 from _models import simulate_fp4_tensor_cores
 from torch import nn
 
 import nanochat_fp4 as nf
-from lab.predict.communication import counted
 from nanochat_fp4.nvfp4.fused import fused_linear
 from nanochat_fp4.nvfp4.linear import QuantLinear
 

@@ -9,13 +9,13 @@ import _rows  # noqa: F401  # registers rows for a rank, which has no conftest
 import pytest
 import torch
 import torch.distributed as dist
+from _communication import Sizes, state_bytes
 from _models import simulate_fp4_tensor_cores
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
 
 import nanochat_fp4 as nf
-from lab.predict.communication import Sizes, state_bytes
 from nanochat_fp4.common import compute_cleanup, compute_init
 from nanochat_fp4.errors import UserError
 from nanochat_fp4.models.gpt import GPT, config_from_depth
@@ -242,18 +242,12 @@ def test_a_gpt_trains_as_on_one_rank(run_ranks, ranks, methods):
     run_ranks(f"import test_tensor_parallel; test_tensor_parallel.models_of_one_rank({methods!r})", ranks=ranks)
 
 
-SMALL = (
-    "--depth 1 --aspect-ratio 256 --head-dim 128 --vocab-size 256 --seq-len 32 --micro-batch 2 --total-batch-size 128 "
-    "--seconds 0.01 --parallel tp --tensor-parallel 2"
-).split()
-
-
 def test_bytes_are_those_of_the_cost_model(run_ranks, tmp_path):
     """Counted on two gloo processes, where activations are FP32; two micro-batches a step."""
     path = tmp_path / "rows.jsonl"
     for method in ("clover", "bf16"):  # each in processes of its own: a process joins a group once
-        argv = [*SMALL, f"--method={method}", f"--json={path}"]
-        run_ranks(f"from lab.measure.bench_parallel import main; main({argv!r})")
+        shape = "mode='tp', depth=1, width=256, head_dim=128, rows=2"
+        run_ranks(f"import _communication as c; c.write_counted_step({str(path)!r}, method={method!r}, {shape})")
     clover, bf16 = (json.loads(line) for line in path.read_text().splitlines())
     for row in (clover, bf16):
         assert row["mode"] == "tp" and row["micro_batches"] == 2 and row["sent_bytes"] == row["predicted_bytes"], row

@@ -8,7 +8,6 @@ import torch
 from _assertions import assert_same, final_state
 from _training import BASE
 
-from lab.measure import bench_train
 from nanochat_fp4.errors import UserError
 from nanochat_fp4.models.gpt import GPT, GPTConfig
 from nanochat_fp4.nvfp4 import dispatch, probe
@@ -248,29 +247,6 @@ def test_a_run_saves_its_gemms_and_resumes_with_them(tensor_cores, speeds, tiny_
     dispatch.use_choice({})
     assert train("--resume-from-step=2")
     assert_same(final_state(folder / "d1_clover", 3), expected)
-
-
-def test_the_benchmark_takes_what_training_takes(tensor_cores, speeds, tmp_path, monkeypatch, capsys):
-    """lab.measure.bench_train, whose JSON then has the time of each implementation."""
-    asked, mm = [], dispatch.mm
-    monkeypatch.setattr(dispatch, "mm", lambda a, b, dtype, name: asked.append(name) or mm(a, b, dtype, name))
-    speeds["emulated"], speeds["flashinfer"] = 9.0, "returns zeros"
-    sizes = [
-        "--depth=1",
-        "--head-dim=64",
-        "--seq-len=64",
-        "--vocab-size=256",
-        "--total-batch-size=256",
-        "--micro-batch=2",
-    ]
-    file = tmp_path / "train.json"
-    bench_train.main([*sizes, "--rounds=1", "--methods=clover", "--no-table7", "--window-pattern=L", f"--json={file}"])
-    assert "GEMMs of a micro-batch on RTX" in capsys.readouterr().out and asked[-1] == "dot_scaled"
-    found = [r for r in json.loads(file.read_text())["records"] if "refused" in r]
-    assert {r["name"]: (r["ms"], r["taken"], r["refused"]) for r in found} == {
-        name: (None if name == "flashinfer" else speeds[name], name == "dot_scaled", name == "flashinfer")
-        for name in speeds if name != "flashinfer"
-    }  # fmt: skip
 
 
 def test_what_cannot_be_had_ends_the_run_in_one_line(model, speeds, monkeypatch):

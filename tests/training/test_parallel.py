@@ -26,21 +26,16 @@ from nanochat_fp4.models.gpt import GPT, compile_layers, config_from_depth
 from nanochat_fp4.models.llama import Llama, LlamaConfig
 from scripts import base_train
 
-SMALL = (
-    "--depth 2 --aspect-ratio 64 --head-dim 64 --vocab-size 256 --seq-len 32 --micro-batch 1 --total-batch-size 128 "
-    "--seconds 0.01"
-).split()
-
 
 def test_bytes_are_those_of_the_cost_model(run_ranks, tmp_path):
     """Counted on two gloo processes, where head and embedding travel in FP32."""
     path = tmp_path / "rows.jsonl"
-    fsdp = "--parallel=fsdp"
-    said = []
-    for mode in (["--parallel=ddp"], [fsdp], [fsdp, "--gather=bf16"], [fsdp, "--method=bf16"]):
-        first, *_ = run_ranks(
-            f"from lab.measure.bench_parallel import main; main({[*SMALL, *mode, f'--json={path}']!r})"
-        )
+    shape, said = "depth=2, width=128, head_dim=64, rows=1", []
+    for mode, gather, method in (
+        ("ddp", "codes", "clover"), ("fsdp", "codes", "clover"), ("fsdp", "bf16", "clover"), ("fsdp", "codes", "bf16"),
+    ):  # fmt: skip
+        how = f"mode={mode!r}, gather={gather!r}, method={method!r}, {shape}"
+        first, *_ = run_ranks(f"import _communication as c; c.write_counted_step({str(path)!r}, {how})")
         said += [line.partition(": ")[2][:30] for line in first.splitlines() if line.startswith("FSDP over 2")]
     whole = "all weights are gathered in fl"
     assert said == ["quantized weights are gathered", whole, whole]

@@ -1,8 +1,4 @@
-"""
-Instructions of the kernels for GPUs that are not here: compiled ahead of time, counted in SASS.
-
-    python -m lab.measure.instructions                        # clover on sm_90, sm_100a and sm_120a; minutes, no GPU
-    python -m lab.measure.instructions 120 --method nvidia
+"""Instructions of the kernels for GPUs that are not here: compiled ahead of time, counted in SASS.
 
 QuantLinear runs on a CPU, forward and backward, with every launch of a kernel replaced by its compilation: so what is
 compiled is what training launches, with its compile-time arguments, its specialization on alignment and its launch
@@ -10,14 +6,11 @@ options, for the GEMM that the GPU has. What the layer computes is garbage.
 
 Instructions are those of a kernel's loop (of the whole kernel where it has none) by the elements that a thread has of
 a tile, for each operand that is made: 64 of a rotating kernel's strip, 16 of the others. Spills are loads and stores of
-local memory in the whole kernel. ptxas, cuobjdump and the compiler are Triton's own; its version is printed.
+local memory in the whole kernel. ptxas, cuobjdump and the compiler are Triton's own.
 """
 
-import argparse
-import os
 import re
 import subprocess
-import sys
 import tempfile
 from collections import Counter
 from pathlib import Path
@@ -181,38 +174,3 @@ def per_element(record: dict) -> list[float]:
     """Instructions per element, of each loop over tiles."""
     elements = ELEMENTS[record["kernel"]]
     return [round(size / elements, 1) for size in record["loops"] or [record["instructions"]]]
-
-
-def show(arch: int, method: str) -> None:
-    for r in compile_kernels(arch, [method], every_input=False):
-        if r["kernel"] in ELEMENTS:
-            counts = ", ".join(f"{n:.1f}" for n in per_element(r))
-            print(
-                f"| {r['target']} | {label(r)} | {counts} | {r['registers']} | {r['stack']} | {r['spills']} | "
-                f"{r['shared'] / 1024:.0f} |",
-                flush=True,
-            )
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.strip().split("\n")[0], allow_abbrev=False)
-    parser.add_argument(
-        "arch", type=int, nargs="*", default=[90, 100, 120], help="compute capabilities: 90, 100, 120, 121"
-    )
-    parser.add_argument("--method", default="clover", help="a method of nf.METHODS or lab/recipes.py")
-    args = parser.parse_args()
-    if len(args.arch) == 1:
-        return show(args.arch[0], args.method)
-    import triton
-
-    print(f"{args.method}, Triton {triton.__version__}")
-    print("| target | kernel | instructions an element | registers | stack, bytes | spills | shared, KiB |")
-    print("|---|---|---|---|---|---|---|", flush=True)
-    for arch in args.arch:  # each in a process of its own: kernels remember the GPU
-        command = [sys.executable, "-m", "lab.measure.instructions", str(arch), f"--method={args.method}"]
-        subprocess.run(command, check=True)
-
-
-if __name__ == "__main__":
-    os.environ["NVFP4_KERNELS"] = "triton"
-    main()

@@ -1,4 +1,4 @@
-"""Counts and predicts the bytes that processes send to one another.
+"""Counts the bytes that processes send to one another, beside what docs/scale.md says of them.
 
     with counted() as sent:         # {"all_gather": bytes, ...} that this process sends
         step()
@@ -8,6 +8,7 @@ reduce-scatter and an all-to-all it sends (W - 1) / W of its input, in an all-re
 """
 
 import contextlib
+import json
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -63,14 +64,9 @@ def counted() -> Iterator[Counter[str]]:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The cost model: docs/scale.md
+# What docs/scale.md says
 
-MODES = ("ddp", "fsdp_bf16", "fsdp_codes")
 CODE_BYTES = 4.5 / 8  # bytes per element: an E2M1 code, and an E4M3 scale for 16
-NVLINK = 450e9  # bytes/s from an H200 to the GPUs of its host
-NETWORK = 400e9 / 8  # bytes/s between hosts: 400 Gb/s for each GPU
-GPUS_OF_A_HOST = 8
-CLOVER_FLOPS = 463e12  # FLOP/s of d26 with clover on an H200 (71,172 tokens/s; docs/results.md)
 
 
 @dataclass(frozen=True)
@@ -188,44 +184,64 @@ def state_bytes(sizes: Sizes, mode: str, world_size: int, divided: int = 1) -> f
     return (here if mode == "ddp" else here / world_size) + moments / world_size
 
 
-EXPOSED = 150e9  # bytes/s of tensor parallelism: small parts, no computation meanwhile (measured)
-SMALL_REDUCTION = 20e-6  # seconds of an all-reduce of one or two numbers in a host (assumed)
-REDUCTIONS = 4 + 2 + 4 + 2  # all-reduces of AMAXES: a kernel finds both amaxes of a grad_output
-SEQ_LEN = 2048
-BF16_TIME = 0.84  # BF16's time over clover's, d26, as measured when this was predicted
+# ----------------------------------------------------------------------------------------------------------------------
+# A step whose bytes are counted
 
 
-def tensor_parallel_prediction(layers: int, width: int, world_size: int, rows: int, codes: bool) -> dict[str, float]:
-    """`prediction` in a host, with the seconds of small reductions and the tokens/s of all GPUs."""
-    sizes, tokens, divided = Sizes.of_shape(layers, width), 2**19, 2
-    micro_batches = tokens * divided // (world_size * rows * SEQ_LEN)
-    step = world_size, micro_batches, rows * SEQ_LEN, divided, codes
-    sent = sum(predicted_tensor_parallel_bytes(sizes, *step))
-    computing = prediction(layers, width, world_size, 1)["ddp"]["computing"]
-    computing *= 1 if codes else BF16_TIME
-    small = codes * micro_batches * layers * REDUCTIONS * SMALL_REDUCTION
-    speed = tokens / (computing + sent / EXPOSED + small)
-    held = state_bytes(sizes, "ddp", world_size, divided) / 2**30
-    return {
-        "GB": sent / 1e9, "sending": sent / EXPOSED, "small": small, "computing": computing, "tokens/s": speed,
-        "GiB": held,
-    }  # fmt: skip
+def write_counted_step(
+    path: str, *, method: str, mode: str, gather: str = "codes", depth: int, width: int, head_dim: int,
+    rows: int, length: int = 32, total: int = 128, vocabulary: int = 256,
+) -> None:  # fmt: skip
+    """Trains nanochat's GPT for two steps of made-up tokens in this process group, and appends a JSON line of the
+    second one to `path`: mode, micro_batches, loss, state_gib, sent and sent_bytes, predicted_bytes.
 
-
-def prediction(layers: int, width: int, world_size: int, rows: int) -> dict[str, dict[str, float]]:
-    """For each mode the gigabytes that a GPU sends in a step, and its seconds of sending and of computing.
-
-    A step has 2^19 tokens, or one micro-batch of `rows` for each GPU if these are more.
+    mode: "ddp", "fsdp", or "tp", in which all processes divide each layer
     """
-    sizes = Sizes.of_shape(layers, width)
-    tokens = max(2**19, world_size * rows * SEQ_LEN)
-    micro_batches = tokens // (world_size * rows * SEQ_LEN)
-    flops = 6 * (sizes.blocks + sizes.head) + 12 * width * layers * SEQ_LEN * 5 // 8  # windows of SSSL
-    speed = NVLINK if world_size <= GPUS_OF_A_HOST else NETWORK
-    result = {}
-    for mode in MODES:
-        sent = predicted_bytes(sizes, mode, world_size, micro_batches)
-        computing = flops * tokens / world_size / CLOVER_FLOPS
-        held = state_bytes(sizes, mode, world_size) / 2**30
-        result[mode] = {"GB": sent / 1e9, "sending": sent / speed, "computing": computing, "GiB": held}
-    return result
+    import nanochat_fp4 as nf
+    from nanochat_fp4.common import compute_cleanup, compute_init
+    from nanochat_fp4.models.gpt import GPT, GPTConfig
+    from nanochat_fp4.models.optim import PretrainingOptions
+    from nanochat_fp4.nvfp4.sharding import local
+    from nanochat_fp4.parallel import divide, shard
+    from nanochat_fp4.training.trainer import TrainingStep
+
+    _, rank, _, world_size, device = compute_init("cpu")
+    divided = world_size if mode == "tp" else 1
+    heads = width // head_dim
+    with torch.device("meta"):
+        model = GPT(GPTConfig(length, vocabulary, depth, heads, heads, width))
+    model.to_empty(device=device)
+    model.init_weights()
+    nf.convert(model, method, verbose=False)
+    name = mode
+    if mode == "fsdp":
+        name = "fsdp_codes" if shard(model, None, codes=gather == "codes") else "fsdp_bf16"
+    if mode == "tp":
+        divide(model, divided)
+    optimizers, schedule = model.setup_pretraining(PretrainingOptions(), total, 1000)
+    schedule(500, 0.5)
+    step = TrainingStep(model, optimizers, model)
+    micro_batches = total * divided // (rows * length * world_size)
+    ids = torch.randint(vocabulary, (rows, length + 1), device=device)
+    torch.manual_seed(rank // divided)  # noise of its own
+    for _ in range(2):  # the first makes the codes
+        with counted() as sent:
+            with step.micro_batches(micro_batches):
+                for _ in range(micro_batches):
+                    loss = step.micro_batch(ids[:, :-1].contiguous(), ids[:, 1:].contiguous(), count=micro_batches)
+            step.model.clip_gradients()
+            step.update()
+    sizes = Sizes.of(model)
+    if mode == "tp":
+        of_step = micro_batches, rows * length, divided, method != "bf16"
+        predicted = sum(predicted_tensor_parallel_bytes(sizes, world_size, *of_step))
+    else:
+        predicted = predicted_bytes(sizes, name, world_size, micro_batches)
+    states = (t for o in optimizers for s in o.state.values() for t in s.values())
+    held = sum(2 * local(p).nbytes for p in model.parameters()) + sum(t.nbytes for t in states if torch.is_tensor(t))
+    row = {"mode": name, "micro_batches": micro_batches, "loss": float(loss), "state_gib": held / 2**30}
+    row |= {"sent": dict(sent), "sent_bytes": sum(sent.values()), "predicted_bytes": predicted}
+    compute_cleanup()
+    if rank == 0:
+        with open(path, "a", encoding="utf-8") as f:
+            f.write(json.dumps(row) + "\n")

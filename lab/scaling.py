@@ -1,7 +1,7 @@
 """Do 4 bits lose parameters or tokens? A law L(N, D) of BF16's losses, and the share of N or D that a method keeps.
 
-    python -m lab.predict.scaling                                  # the paper's 21 runs, lab/results/paper_runs.json
-    python -m lab.predict.scaling --runs 'ladder_*'                # studies of lab.runs, of several N and D
+    python -m lab.scaling                                  # the paper's 21 runs, lab/results/paper_runs.json
+    python -m lab.scaling --runs 'ladder_*'                # studies of lab.runs, of several N and D
 
     L(N, D) = E + (A N^-a + B D^-b)^c      N parameters of the blocks, D tokens; Quartet's law (arXiv 2505.14669)
 
@@ -22,7 +22,7 @@ import numpy as np
 
 from lab import RESULTS
 from lab import runs as kept_runs
-from lab.study.statistics import against_target, t95, with_half
+from lab.statistics import against_target, t95, with_half
 from lab.study.sweep_runs import flag_values
 from nanochat_fp4.console import ArgumentParser, table
 from nanochat_fp4.errors import UserError, run_main
@@ -150,6 +150,19 @@ def effective(law: Law, runs: Sequence[Run], method: str, of: str = "parameters"
 
     x = least_squares(lambda log_share: np.sqrt(seeds) * points(log_share), [-0.3])
     return Share(math.exp(x[0]), float(np.sqrt(np.mean(points(x) ** 2))), int(np.sum(seeds)))
+
+
+def constant_gap(runs: Sequence[Run], method: str) -> tuple[float, float]:
+    """(one gap in percent for all N and D, each counted by its seeds, the rms residual of the mean gaps in points)."""
+    gap, seeds = zip(*[(np.mean(gaps), len(gaps)) for _, _, gaps in pairs(runs, method)])
+    mean = float(np.average(gap, weights=seeds))
+    return mean, float(np.sqrt(np.mean((np.array(gap) - mean) ** 2)))
+
+
+def exponent_of_tokens(law: Law, parameters: float, tokens: float) -> float:
+    """b of L ~ D^-b around this size and length."""
+    more, less = (law.loss(parameters, tokens * factor) for factor in (1.001, 1 / 1.001))
+    return -float(np.log(more / less)) / (2 * math.log(1.001))
 
 
 def resampled(runs: Sequence[Run], random: np.random.Generator) -> list[Run]:
@@ -323,9 +336,10 @@ def report(runs: Sequence[Run]) -> str:
         for m in methods:
             n, d = effective(law, runs, m), effective(law, runs, m, "tokens")
             of_n, of_d = f"{n.share:.3f}{ranges[m, 'parameters']}", f"{d.share:.3f}{ranges[m, 'tokens']}"
-            rows.append([m, n.runs, of_n, f"{n.rms:.2f}", of_d, f"{d.rms:.2f}"])
-        header = ["method", "runs", "of N", "rms, points", "of D", "rms, points"]
-        lines += [f"Effective parameters and effective tokens, {name}", table(header, rows), ""]
+            mean, rms = constant_gap(runs, m)
+            rows.append([m, n.runs, of_n, f"{n.rms:.2f}", of_d, f"{d.rms:.2f}", f"{mean:.2f}", f"{rms:.2f}"])
+        header = ["method", "runs", "of N", "rms, points", "of D", "rms, points", "one gap, %", "rms, points"]
+        lines += [f"Effective parameters, effective tokens, and one gap for all, {name}", table(header, rows), ""]
     lines += ["Gap to bf16 in percent", gap_table(runs, methods), ""]
     if shown := share_table(runs, methods):
         lines += ["Share of clover's gap with the same forward, all sizes, by tokens per parameter", shown, ""]
@@ -335,12 +349,13 @@ def report(runs: Sequence[Run]) -> str:
     lines += [f"ln gap = ln level + {of_size} + ratio ln(tokens per parameter / 20); level in percent, 95%"]
     lines += [table(["method", "level", "size", "ratio"], rows), ""]
     if "clover" in methods:
-        law = laws["c fitted"]
-        share = effective(law, runs, "clover").share
-        steps = [more_steps(law, share, size, ratio * size) for ratio in SHOWN_RATIOS]
+        rows = []
+        for name, law in laws.items():
+            share = effective(law, runs, "clover").share
+            steps = [more_steps(law, share, size, ratio * size) for ratio in SHOWN_RATIOS]
+            rows += [[f"parameters, times ({name})", *[f"{1 / share:.2f}"] * len(steps)]]
+            rows += [[f"steps, times ({name})", *[f"{s:.2f}" for s in steps]]]
         lines += [f"What closes clover's gap at N = {millions(size)}, by tokens per parameter"]
-        rows = [["parameters, times", *[f"{1 / share:.2f}"] * len(steps)]]
-        rows += [["steps, times", *[f"{s:.2f}" for s in steps]]]
         lines += [table(["", *map(str, SHOWN_RATIOS)], rows)]
     return "\n".join(lines)
 

@@ -9,33 +9,28 @@ import statistics
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
-
-# Two-sided 95% quantiles of Student's t for 1 to 30 degrees of freedom (any table).
-_T95 = (
-    12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131,
-    2.120, 2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042,
-)  # fmt: skip
-
-
-def t95(freedom: int) -> float:
-    """The two-sided 95% quantile of Student's t; beyond the table the normal's, 1.96, expanded in 1 / freedom
-    (Cornish-Fisher: within 1e-4 from 31 on)."""
-    return _T95[freedom - 1] if freedom <= len(_T95) else 1.96 + 2.372 / freedom + 2.82 / freedom**2
+from mpmath import betainc, findroot  # torch brings mpmath, so a GPU without a network has it
 
 
 def two_sided_p(t: float, freedom: int) -> float:
     """The probability of a Student's t at least as far from zero; NaN without degrees of freedom."""
     if freedom < 1 or math.isnan(t):
         return math.nan
-    if math.isinf(t):
-        return 0.0
-    # With t = sqrt(freedom) tan(angle) the density is cos(angle)^(freedom - 1), and the tail's range is finite.
-    angles = np.linspace(math.atan(abs(t) / freedom**0.5), math.pi / 2, 20001)
-    density = np.cos(angles) ** (freedom - 1)
-    area = float(np.sum((density[1:] + density[:-1]) / 2) * (angles[1] - angles[0]))
-    return 2 * area * math.exp(math.lgamma((freedom + 1) / 2) - math.lgamma(freedom / 2)) / math.pi**0.5
+    return 0.0 if math.isinf(t) else float(betainc(freedom / 2, 0.5, 0, freedom / (freedom + t * t), regularized=True))
+
+
+@cache
+def t95(freedom: int) -> float:
+    """The two-sided 95% quantile of Student's t: the t whose two_sided_p is 0.05."""
+
+    def too_likely(angle: float) -> float:  # t = sqrt(freedom) tan(angle), so that the root is in a finite range
+        return betainc(freedom / 2, 0.5, 0, math.cos(angle) ** 2, regularized=True) - 0.05
+
+    angle = findroot(too_likely, (0.01, math.pi / 2 - 1e-6), solver="illinois", tol=1e-22)
+    return freedom**0.5 * math.tan(angle)
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
@@ -70,7 +65,7 @@ class Estimate:
 
     @property
     def above_zero(self) -> bool:
-        """Whether the mean is, and where there is an interval all of it."""
+        """True if the mean is above zero. With an interval, its lower end must be above zero too."""
         return self.mean > (0 if math.isnan(self.half) else self.half)
 
 
@@ -96,9 +91,10 @@ def gap(results: Sequence[dict], size: str, method: str, value: str = "val_bpb")
     return estimate([*gaps_by_seed(results, size, method, value).values()])
 
 
-def difference(results: Sequence[dict], size: str, method: str, other: str) -> Estimate:
+def difference(results: Sequence[dict], size: str, method: str, other: str, value: str = "val_bpb") -> Estimate:
     """Gap of method minus gap of other in percentage points, paired by seed."""
-    a, b, base = (by_seed(results, size, m) for m in (method, other, "bf16"))
+    a, b = (by_seed(results, size, m, value) for m in (method, other))
+    base = by_seed(results, size, "bf16")
     return estimate([100 * (a[s] - b[s]) / base[s] for s in sorted(a.keys() & b.keys() & base.keys())])
 
 

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 import nanochat_fp4 as nf
-from lab.measure.bench_common import new_model
+from lab.bench.common import new_model
 from nanochat_fp4.console import format_bytes, table
 from nanochat_fp4.errors import UserError, one_line
 from nanochat_fp4.models.gpt import GPTConfig, compile_layers

@@ -1,19 +1,13 @@
-"""
-Time, memory and traffic of whole training steps on several GPUs: ddp, FSDP with BF16 gathers, FSDP with 4-bit gathers,
-tensor and sequence parallelism (times ddp).
+"""Time and memory of whole training steps on several GPUs: ddp, FSDP, tensor and sequence parallelism (times ddp).
 
-    torchrun --standalone --nproc_per_node=2 -m lab.measure.bench_parallel --depth 26 --parallel ddp
-    torchrun --standalone --nproc_per_node=2 -m lab.measure.bench_parallel --depth 26 --parallel fsdp --gather codes
-    torchrun --standalone --nproc_per_node=4 -m lab.measure.bench_parallel --depth 32 --parallel tp --tensor-parallel 2
+    torchrun --standalone --nproc_per_node=2 -m lab.bench parallel --depth 26 --parallel ddp
+    torchrun --standalone --nproc_per_node=2 -m lab.bench parallel --depth 26 --parallel fsdp --gather codes
+    torchrun --standalone --nproc_per_node=4 -m lab.bench parallel --depth 32 --parallel tp --tensor-parallel 2
 
-Made-up tokens, nanochat's GPT and optimizers. After a step to warm up, one whose traffic is counted and whose memory is
-read, then steps for --seconds: their median. One row is appended to --json, beside what docs/scale.md predicts for it.
+Made-up tokens, nanochat's GPT and optimizers. After a step to warm up and one whose memory is read there are steps for
+--seconds: their median. One row is appended to --json.
 On a CPU: --depth 2 --aspect-ratio 64 --vocab-size 512 --seq-len 64 --micro-batch 2 --total-batch-size 512 --seconds 1.
 """
-
-import os
-
-os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # read when CUDA starts
 
 import argparse
 import json
@@ -26,13 +20,12 @@ import torch
 import torch.distributed as dist
 
 import nanochat_fp4 as nf
-from lab.measure.bench_common import new_model
-from lab.predict import communication
+from lab.bench.common import new_model
 from nanochat_fp4.common import compute_cleanup, compute_init, is_ddp_initialized, print0
-from nanochat_fp4.console import ArgumentParser, parse_finite, table
+from nanochat_fp4.console import ArgumentParser, parse_finite
 from nanochat_fp4.devices import peak_memory
 from nanochat_fp4.environment import environment_info
-from nanochat_fp4.errors import UserError, run_main
+from nanochat_fp4.errors import UserError
 from nanochat_fp4.models.gpt import compile_layers, config_from_depth
 from nanochat_fp4.models.optim import PretrainingOptions
 from nanochat_fp4.nvfp4.collectives import local
@@ -44,7 +37,7 @@ GIB = 2**30
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = ArgumentParser(description="Time, memory and traffic of training steps on several GPUs")
+    parser = ArgumentParser(description="Time and memory of training steps on several GPUs")
     add = parser.add_argument
     add("--depth", type=int, default=26)
     add("--method", default="clover", help="of nf.METHODS or lab/recipes.py")
@@ -60,7 +53,6 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--seconds", type=parse_finite, default=30.0, help="of timed steps; at least two are taken, at most 50")
     add("--compile", action=argparse.BooleanOptionalAction, default=None, help="(default: on a GPU only)")
     add("--json", default="", help="append the row to this file")
-    add("--predict", action="store_true", help="print docs/scale.md's table instead: what each GPU sends, d26 to 64B")
     args = parser.parse_args(argv)
     if args.gather == "bf16" and args.parallel != "fsdp":
         raise UserError("--gather=bf16 is for shards; add --parallel=fsdp, or leave it out")
@@ -118,63 +110,24 @@ def measure(args: argparse.Namespace, device: torch.device, rank: int, world_siz
         step.synchronize()
         return time.perf_counter() - began, held, loss
 
-    began = time.perf_counter()
     run(min(2, micro_batches))  # compiles
-    warm_up = time.perf_counter() - began
-    with communication.counted() as sent:
-        seconds, held, _ = run()
+    seconds, held, _ = run()
     steps = torch.tensor(min(50, max(2, args.seconds / seconds)), device=device)
     if is_ddp_initialized():
         dist.all_reduce(steps, op=dist.ReduceOp.MIN)
     times, _, losses = zip(*[run() for _ in range(int(steps))])
-    median, sizes = statistics.median(times), communication.Sizes.of(step.model)
-    if mode == "tp":
-        of_step = micro_batches, args.micro_batch * args.seq_len, divided, args.method != "bf16"
-        predicted = sum(communication.predicted_tensor_parallel_bytes(sizes, world_size, *of_step))
-    else:
-        predicted = communication.predicted_bytes(sizes, mode, world_size, micro_batches)
+    median = statistics.median(times)
     return {
         "depth": args.depth, "method": args.method, "mode": mode, "gpus": world_size,
         "micro_batch": args.micro_batch, "micro_batches": micro_batches, "tokens": args.total_batch_size,
         "tokens_per_second": args.total_batch_size / median, "seconds": median, "steps": len(times),
-        "fastest": min(times), "slowest": max(times), "warm_up_seconds": warm_up,
-        "peak_gib": peak_memory(device) / GIB, "held_gib": held / GIB,
-        "state_gib": state_bytes(step) / GIB, "sent_bytes": sum(sent.values()), "sent": dict(sent),
-        "predicted_bytes": predicted, "loss": float(losses[-1]), "compiled": step.compiled,
+        "fastest": min(times), "slowest": max(times), "peak_gib": peak_memory(device) / GIB, "held_gib": held / GIB,
+        "state_gib": state_bytes(step) / GIB, "loss": float(losses[-1]), "compiled": step.compiled,
     }  # fmt: skip
-
-
-# name -> layers, width, rows of a micro-batch
-MODELS = {"d26": (26, 1664, 8), "d32": (32, 2048, 8), "7B": (32, 4096, 4), "64B": (80, 8192, 2)}
-
-
-def predictions() -> str:
-    """A row for each model and number of GPUs: GB that a GPU sends in a step, its seconds over those of computing; and
-    tensor parallelism's."""
-    rows = []
-    for name, (layers, width, micro_batch) in MODELS.items():
-        for gpus in (2, 4, 8, 64, 1024):
-            by_mode = communication.prediction(layers, width, gpus, micro_batch)
-            numbers = [f"{m['GB']:.2f}, {m['sending'] / m['computing']:.2f}" for m in by_mode.values()]
-            states = [f"{by_mode[mode]['GiB']:.1f}" for mode in ("ddp", "fsdp_codes")]
-            rows.append([name, str(gpus), f"{by_mode['ddp']['computing']:.2f}", *numbers, *states])
-    divided = []
-    for method, gpus, micro_batch in (("clover", 2, 8), ("clover", 2, 32), ("bf16", 2, 8), ("clover", 4, 8)):
-        p = communication.tensor_parallel_prediction(32, 2048, gpus, micro_batch, method == "clover")
-        numbers = [f"{p[key]:.2f}" for key in ("GB", "sending", "small", "computing")]
-        numbers += [f"{p['tokens/s']:,.0f}", f"{p['GiB']:.1f}"]
-        divided.append([f"d32 {method}", str(gpus), str(micro_batch), *numbers])
-    modes = [f"{m}: GB, sending / computing" for m in communication.MODES]
-    head = ["model", "GPUs", "computing, s", *modes, "ddp GiB", "fsdp GiB"]
-    head_divided = ["tp 2", "GPUs", "micro-batch", "GB", "sending, s", "small reductions, s", "computing, s"]
-    return table(head, rows) + "\n\n" + table([*head_divided, "tokens/s", "GiB"], divided)
 
 
 def main(argv: list[str] | None = None) -> None:
     args = parse_args(argv)
-    if args.predict:
-        print0(predictions())
-        return
     _, rank, _, world_size, device = compute_init("cuda" if torch.cuda.is_available() else "cpu")
     try:
         row = measure(args, device, rank, world_size)
@@ -187,10 +140,5 @@ def main(argv: list[str] | None = None) -> None:
             f.write(json.dumps(row) + "\n")
     print0(
         f"d{row['depth']} {row['method']} {row['mode']} x {row['gpus']}: {row['tokens_per_second']:,.0f} tokens/s, "
-        f"peak {row['peak_gib']:.1f} GiB, state {row['state_gib']:.1f} GiB, sent {row['sent_bytes'] / 1e9:.2f} GB a "
-        f"step (predicted {row['predicted_bytes'] / 1e9:.2f})"
+        f"peak {row['peak_gib']:.1f} GiB, state {row['state_gib']:.1f} GiB"
     )
-
-
-if __name__ == "__main__":
-    run_main(main)

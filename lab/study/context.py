@@ -1,4 +1,4 @@
-"""Shared by the tables and figures of lab.reproduce: their result, the folder, runs, a trained model."""
+"""Shared by the tables and figures of lab.reproduce: their result, the folder and command line, a trained model."""
 
 import argparse
 import hashlib
@@ -57,10 +57,10 @@ class Context:
         names = ("sizes", "extra", "tokens", "ratio", "data_dir")
         return {"quick": self.quick} | {name: getattr(self.args, name) for name in names}
 
-    def runs(self, methods: Sequence[str], sizes: Sequence[str], ratio: float) -> tuple["sweep_scheduler.Sweep", list]:
-        """The sweep and the runs of some methods; sizes and ratio (tokens per parameter) unless the flags say more."""
+    def sweep(self, methods: Sequence[str], size: str, ratio: float) -> tuple[sweep_scheduler.Sweep, list]:
+        """A sweep and its runs of some methods; size and ratio (tokens per parameter) unless the flags say more."""
         args, quick, until = self.args, self.quick, self.args.bf16_until
-        chosen = args.sizes.split(",") if args.sizes else ["tiny"] if quick else sizes
+        sizes = args.sizes.split(",") if args.sizes else ["tiny" if quick else size]
         options = sweep.plan_options(args)
         if quick:
             options |= {"tokens": options["tokens"] or 10 * 512, "ratio": 0.0}
@@ -73,15 +73,15 @@ class Context:
         if early:
             print0(f"left out, for they change before {until:g} of the steps: {', '.join(sweep_runs.labels(early))}")
         methods = [m for m in methods if m not in early]
-        plan = sweep_runs.plan(methods, chosen, seeds, data=sweep_runs.data_key(where), **options)
+        plan = sweep_runs.plan(methods, sizes, seeds, data=sweep_runs.data_key(where), **options)
         devices = ["cpu"] if quick and not args.sizes else sweep_scheduler.visible_devices(args.jobs)
         return sweep_scheduler.Sweep(self.folder, where, devices), plan
 
 
 def trained_model(context: Context, size: str) -> tuple[Any, str, str]:
-    """((a bf16 model of that size, on this machine's device, and x, y of validation text), its checkpoint's tag, the
-    data's folder); trained first if it is not there."""
-    where, plan = context.runs(["bf16"], [size], ratio=2.0)
+    """((a bf16 model of that size on this machine's device, and x, y of validation text), its checkpoint's tag, the
+    folder of the text). The model is trained first if it is not there."""
+    where, plan = context.sweep(["bf16"], size, ratio=2.0)
     where, run = replace(where, keep=("bf16",)), plan[0]
     checkpoints = where.folder / "base_checkpoints"
     if not list((checkpoints / run.tag).glob("model_*")):

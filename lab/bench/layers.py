@@ -1,8 +1,7 @@
 """Time of the linear layers of the paper's Table 6, forward and forward+backward, against BF16 in the same run.
 
-    python -m lab.measure.bench_linear                                      # 800M, 3B, 7B; the training methods
-    python -m lab.measure.bench_linear --models 3B --methods clover --passes forward+backward --eager
-    python -m lab.measure.bench_linear --roofline rtx5090                   # a prediction; needs no GPU
+    python -m lab.bench layers                                              # 800M, 3B, 7B; the training methods
+    python -m lab.bench layers --models 3B --methods clover --passes forward+backward --eager
 
 The baseline is nn.Linear with FP32 weights under BF16 autocast, as nanochat trains; every method runs under the same
 autocast on the same tensors. A call is all four layers of a model, one after the other: as a CUDA graph (the GPU's work
@@ -18,21 +17,24 @@ are timed, with BF16. The JSON is written as the numbers come.
 """
 
 import functools
-import itertools
 from collections.abc import Callable
 
 import torch
 
 import nanochat_fp4 as nf
-from lab.measure import bench_common as common
-from lab.predict import step_time
-from lab.predict.blackwell import LAYER_SETS
-from lab.predict.machines import MACHINES, Machine
-from lab.predict.measured import layer_set_ms
+from lab.bench import common
 from nanochat_fp4.doctor import layer_problem
-from nanochat_fp4.errors import UserError, run_main
+from nanochat_fp4.errors import UserError
 from nanochat_fp4.nvfp4.probe import relative_square_error
 
+# The paper's Table 6: [in_features, out_features] of a model's linear layers.
+LAYER_SETS: dict[str, dict[str, tuple[int, int]]] = {
+    "800M": {"qkv": (2048, 6144), "out": (2048, 2048), "upgate": (2048, 11264), "down": (5632, 2048)},
+    "3B": {"qkv": (3072, 9216), "out": (3072, 3072), "upgate": (3072, 16384), "down": (8192, 3072)},
+    "7B": {"qkv": (4096, 12288), "out": (4096, 4096), "upgate": (4096, 22016), "down": (11008, 4096)},
+    "22B": {"qkv": (6144, 18432), "out": (6144, 6144), "upgate": (6144, 32768), "down": (16384, 6144)},
+}
+TOKENS = 8 * 2048  # the paper, Appendix D.1: batch 8, sequence 2048
 METHODS = ("fp8", "clover", "clover_search", "nvidia", "tetrajet_v2")
 PASSES = {"forward": "forward", "forward+backward": "forward_backward"}  # and the method of Layer
 # Relative square errors against BF16: rounding of two operands in the forward pass (0.02), of four in a gradient.
@@ -126,7 +128,7 @@ def measure(
 ) -> list[str]:  # fmt: skip
     """The problems. The results get a record for each model, pass and method that is right, and are written whenever
     there are more."""
-    device = common.need_cuda("bench_linear")
+    device = common.need_cuda("layers")
     problems = {m: p for m in methods if (p := layer_problem(device, m))}
     if "bf16" in problems:
         return list(problems.values())
@@ -149,22 +151,13 @@ def measure(
     return list(problems.values())
 
 
-def predict(machine: Machine, models: list[str], methods: list[str], tokens: int, passes: list[str]) -> list[dict]:
-    """The same records from byte, instruction and FLOP counts alone."""
-    records = []
-    for model, which in itertools.product(models, passes):
-        ms = {m: layer_set_ms(machine, model, m, tokens, which != "forward") for m in methods}
-        records += [record_of(model, "predicted", which, m, {"ms": ms[m]}, ms["bf16"], tokens) for m in methods]
-    return records
-
-
 def main(argv: list[str] | None = None) -> None:
     parser = common.argument_parser(__doc__)
     add = parser.add_argument
     add("--models", default="800M,3B,7B", help=f"of {', '.join(LAYER_SETS)}")
     known = "of nf.METHODS or lab/recipes.py, or all of both; bf16 is always there"
     add("--methods", default=",".join(METHODS), help=known)
-    add("--tokens", type=int, default=step_time.TOKENS, help="rows of the input")
+    add("--tokens", type=int, default=TOKENS, help="rows of the input")
     add("--eager", action="store_true", help="calls from the host (default: replays of a CUDA graph)")
     add("--passes", default=",".join(PASSES), help="with commas")
     add("--seconds", type=float, default=1.0, help="to warm up, and to time, in each visit")
@@ -175,19 +168,10 @@ def main(argv: list[str] | None = None) -> None:
         raise UserError("--tokens must be at least 1, --seconds positive and less than an hour")
     methods = common.methods_of(args.methods)
     settings = {"models": models, "methods": methods, "tokens": args.tokens, "seconds": args.seconds}
-    results = common.Results("bench_linear", args.json, settings, MACHINES.get(args.roofline))
-    problems: list[str] = []
-    if results.machine:
-        print(results.header())
-        results.records = predict(results.machine, models, methods, args.tokens, passes)
-    else:
-        common.need_cuda("bench_linear")
-        print(f"{torch.cuda.get_device_name()}; {nf.backend()}; {args.tokens} tokens")
-        mode = "eager" if args.eager else "graph"
-        problems = measure(models, methods, args.tokens, passes, args.seconds, results, mode)
+    results = common.Results("bench_linear", args.json, settings)
+    common.need_cuda("layers")
+    print(f"{torch.cuda.get_device_name()}; {nf.backend()}; {args.tokens} tokens")
+    mode = "eager" if args.eager else "graph"
+    problems = measure(models, methods, args.tokens, passes, args.seconds, results, mode)
     print(common.show(sorted(results.records, key=lambda r: r["pass"]), COLUMNS))
     results.finish(problems)
-
-
-if __name__ == "__main__":
-    run_main(main)

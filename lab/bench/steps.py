@@ -1,12 +1,12 @@
 """Training throughput and memory of whole models, methods against BF16 in the same run: tokens/s, MFU, peak memory, the
 largest micro-batch, where the time goes (the paper's Table 7), recompilations.
 
-    python -m lab.measure.bench_train                                          # d26, BF16 and clover, no cap
-    python -m lab.measure.bench_train --memory-cap 32GiB --recompute none,mlp  # as if on an RTX 5090
-    python -m lab.measure.bench_train --depth 20,26,32 --methods clover,nvidia --micro-batch 8
-    python -m lab.measure.bench_train --methods bf16:32,clover:64,clover:32    # each with a micro-batch of its own
-    python -m lab.measure.bench_train --depth 20 --methods "" --micro-batch 16 --nanochat ~/nanochat   # BF16, both
-    python -m lab.measure.bench_train --depth 2 --head-dim 64 --seq-len 64 --vocab-size 256 --total-batch-size 256 \\
+    python -m lab.bench steps                                          # d26, BF16 and clover, no cap
+    python -m lab.bench steps --memory-cap 32GiB --recompute none,mlp  # as if on an RTX 5090
+    python -m lab.bench steps --depth 20,26,32 --methods clover,nvidia --micro-batch 8
+    python -m lab.bench steps --methods bf16:32,clover:64,clover:32    # each with a micro-batch of its own
+    python -m lab.bench steps --depth 20 --methods "" --micro-batch 16 --nanochat ~/nanochat   # BF16, both
+    python -m lab.bench steps --depth 2 --head-dim 64 --seq-len 64 --vocab-size 256 --total-batch-size 256 \\
         --micro-batch 2 --rounds 2                                         # on a CPU: does it work
 
 One model, one set of weights and optimizers: a method is a recipe of its layers, and the methods take turns. A step is
@@ -39,14 +39,13 @@ from contextlib import contextmanager
 import torch
 
 import nanochat_fp4 as nf
-from lab.measure import bench_common as common
-from lab.measure import bench_step
-from lab.measure.bench_step import Stopwatch, Subject, Variant
+from lab.bench import common, step
+from lab.bench.step import Stopwatch, Subject, Variant
 from nanochat_fp4.common import print0
 from nanochat_fp4.console import format_bytes
 from nanochat_fp4.devices import gpu_memory
 from nanochat_fp4.doctor import layer_problem
-from nanochat_fp4.errors import UserError, is_out_of_memory, one_line, run_main
+from nanochat_fp4.errors import UserError, is_out_of_memory, one_line
 from nanochat_fp4.hardware import get_peak_flops
 from nanochat_fp4.models.cross_entropy import HEADS
 from nanochat_fp4.models.gpt import RECOMPUTE, config_from_depth
@@ -127,12 +126,12 @@ def time_in_turns(args: argparse.Namespace, subjects: dict[Variant, Subject], re
                 continue
             if i < 2:
                 watches[variant] = Stopwatch(subject.device)
-            graphs = bench_step.compiled_graphs()
+            graphs = step.compiled_graphs()
             with results.attempt(record, f"round {i}"):
                 subject.become(variant)
-                bench_step.run_steps(subject, record["micro_batch"], args.calls, watches[variant])
+                step.run_steps(subject, record["micro_batch"], args.calls, watches[variant])
                 if i:
-                    record["recompiles"] = (record["recompiles"] or 0) + bench_step.compiled_graphs() - graphs
+                    record["recompiles"] = (record["recompiles"] or 0) + step.compiled_graphs() - graphs
         if i == 0:
             continue
         for variant, subject in subjects.items():
@@ -178,7 +177,7 @@ def bench_depth(args: argparse.Namespace, depth: int, device: torch.device, resu
             with results.attempt(record, "micro-batch"):
                 subject = ours
                 if variant == nanochat:
-                    subject = bench_step.NanochatSubject(args.nanochat, config, device, args.compile)
+                    subject = step.NanochatSubject(args.nanochat, config, device, args.compile)
                 subjects[variant] = subject
                 subject.become(variant)
                 find_memory(args, record, subject, variant.rows or args.micro_batch)
@@ -194,11 +193,11 @@ def bench_depth(args: argparse.Namespace, depth: int, device: torch.device, resu
         if args.table7 and record["problem"] is None:
             with results.attempt(record, "time by operation"):
                 subject.become(variant)
-                found = bench_step.time_by_operation(subject, record["micro_batch"])
+                found = step.time_by_operation(subject, record["micro_batch"])
                 results.records += [{"depth": depth, "variant": str(variant), **r} for r in found]
                 results.write()
                 title = f"d{depth}, {variant}, micro-batch {record['micro_batch']}"
-                print0(bench_step.show_table_7(title, found) + "\n", flush=True)
+                print0(step.show_table_7(title, found) + "\n", flush=True)
 
 
 def choose_gemms(subject: Subject, variant: Variant, record: dict, taken: dict) -> list[dict]:
@@ -223,12 +222,12 @@ def find_memory(args: argparse.Namespace, record: dict, subject: Subject, size: 
     """The micro-batch of a variant, its peak, and what a token takes, as far as they can be had."""
     passes, update = {}, 0
     if size == "auto":
-        size, passes, update = bench_step.find_micro_batch(subject, args.total_batch_size // args.seq_len, args.budget)
+        size, passes, update = step.find_micro_batch(subject, args.total_batch_size // args.seq_len, args.budget)
     else:
         subject.passes(size)
         subject.update()  # makes the optimizers' states
         if subject.device.type == "cuda" and not args.nanochat:  # two models at once: their memory would mean nothing
-            passes[size], update = bench_step.peaks_of_a_step(subject, size)
+            passes[size], update = step.peaks_of_a_step(subject, size)
     record["micro_batch"] = size
     record["peak_bytes"] = max(passes[size], update) if size in passes else None
     if len(passes) > 1:
@@ -260,7 +259,7 @@ def parse_variant(text: str) -> tuple[str, int | None]:
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = common.argument_parser(__doc__.partition(":")[0].replace("\n", " "), roofline=False)
+    parser = common.argument_parser(__doc__.partition(":")[0].replace("\n", " "))
     add = parser.add_argument
     add("--depth", default="26", help="depths, with commas")
     text = "of nf.METHODS or lab/recipes.py, with commas; bf16 is always there. clover:64: in micro-batches of 64 rows"
@@ -311,9 +310,9 @@ def set_up_device(args: argparse.Namespace) -> torch.device:
     args.budget = 0
     if not cuda:
         if args.memory_cap or (args.micro_batch == "auto" and not all(rows for _, rows in args.variants)):
-            todo = "give --micro-batch a number, and small sizes (see the top of lab/measure/bench_train.py)"
+            todo = "give --micro-batch a number, and small sizes (see the top of lab/bench/steps.py)"
             problem = f"there is no CUDA device, so there is no memory to measure: {todo}"
-            raise UserError(f"{problem}; python -m lab.predict.step_time predicts")
+            raise UserError(f"{problem}")
         return torch.device("cpu")
     free, total = gpu_memory()
     args.budget = min(args.memory_cap or free, free)
@@ -367,7 +366,3 @@ def main(argv: list[str] | None = None) -> None:
     results.finish()
     if failed := [f"d{r['depth']} {r['variant']}: {r['problem']}" for r in records if r["problem"]]:
         raise UserError(f"{len(failed)} of {len(records)} variants failed: {'; '.join(failed)}")
-
-
-if __name__ == "__main__":
-    run_main(main)

@@ -2,7 +2,6 @@
 
 import contextlib
 import ctypes
-import dataclasses
 import functools
 import json
 import math
@@ -123,13 +122,10 @@ def steady(functions: dict[str, Callable[[], object]], seconds: float) -> dict:
 # Command lines, results and their files
 
 
-def argument_parser(doc: str, roofline: bool = True) -> ArgumentParser:
-    """A benchmark's parser: its flags are the caller's, but for --json and --roofline."""
+def argument_parser(doc: str) -> ArgumentParser:
+    """A benchmark's parser: its flags are the caller's, but for --json."""
     parser = ArgumentParser(description=doc.strip().split("\n")[0])
     parser.add_argument("--json", default="", help="where to write the numbers (default: bench/ in the base directory)")
-    if roofline:
-        what = "predict for this machine from byte and FLOP counts; no GPU needed"
-        parser.add_argument("--roofline", choices=sorted(MACHINES), help=what)
     return parser
 
 
@@ -156,11 +152,10 @@ def new_model(config: GPTConfig, device: torch.device) -> GPT:
     return model
 
 
-def need_cuda(script: str) -> torch.device:
+def need_cuda(what: str) -> torch.device:
     """Raises UserError where there is no GPU."""
     if not torch.cuda.is_available():
-        problem = f"{script} measures CUDA kernels and there is no CUDA device"
-        raise UserError(f"{problem}; run it on a GPU, or see which of the benchmarks predict: --roofline")
+        raise UserError(f"lab.bench {what} times CUDA kernels and there is no CUDA device; run it on a GPU")
     return torch.device("cuda")
 
 
@@ -180,19 +175,8 @@ class Results:
     name: str
     path: str  # "" for bench/<name>.json in the base directory
     settings: dict
-    machine: Machine | None = None  # of a prediction (--roofline); the name and the settings say so
     records: list[dict] = field(default_factory=list)
     environment: dict = field(default_factory=environment_info)
-
-    def __post_init__(self):
-        if self.machine is not None:
-            self.name += f"_{next(k for k, m in MACHINES.items() if m is self.machine)}_predicted"
-            self.settings["prediction_for"] = dataclasses.asdict(self.machine)
-
-    def header(self, gemm: bool = True) -> str:
-        """A prediction's first line. gemm: of GEMMs as well."""
-        how = "native NVFP4 GEMM" if self.machine.fp4 else "emulated: decode to BF16, BF16 GEMM"
-        return f"PREDICTION for {self.machine.name}, not a measurement: {f'{how}; ' * gemm}{self.machine.source}"
 
     def write(self) -> Path:
         """The records, the settings and the machine; returns where."""

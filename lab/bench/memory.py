@@ -1,12 +1,12 @@
 """What a block of the model keeps for its backward pass: tensor by tensor, in bytes per token, BF16 beside a method.
 
-    python -m lab.measure.bench_memory                             # d26, clover; a minute on a laptop, no GPU needed
-    python -m lab.measure.bench_memory --depth 20 --methods clover,nvidia
+    python -m lab.bench memory                             # d26, clover; a minute on a laptop, no GPU needed
+    python -m lab.bench memory --depth 20 --methods clover,nvidia
 
 Counted by autograd's saved-tensor hooks, each storage once, under the line of gpt.py that keeps it first. Left out are
 parameters and what does not grow with the tokens (weight codes, rotary tables). Residual stream and products are BF16,
 as on CUDA. torch.compile decides anew what to keep and what to compute again, so a GPU may differ: what it really keeps
-is measured by lab.measure.bench_train.
+is measured by lab.bench steps.
 """
 
 import itertools
@@ -18,16 +18,10 @@ from dataclasses import replace
 import torch
 
 import nanochat_fp4 as nf
-from lab.measure import bench_common as common
-from lab.predict import fits
-from lab.predict.machines import MACHINES
-from lab.predict.step_time import Shape, is_predictable, step_ms
-from nanochat_fp4.console import table
-from nanochat_fp4.errors import run_main
+from lab.bench import common
 from nanochat_fp4.models import gpt
 from nanochat_fp4.models import recompute as from_codes
 from nanochat_fp4.models.gpt import RECOMPUTE
-from nanochat_fp4.nvfp4.methods import get_recipe
 
 # Parts of the lines of gpt.py and recompute.py that keep tensors, and what these are.
 NAMES = {
@@ -126,25 +120,6 @@ def account(config: gpt.GPTConfig, methods: list[str]) -> list[dict]:
     return [r | {"ratio": r["block"] / records[0]["block"]} for r in records]
 
 
-def parts(depth: int, method: str, tokens: int = 16384, total: int = 524288) -> str:
-    """The subsets of what codes determine that no other beats on an RTX 5090, by bytes and by time of a step."""
-    shape, machines = Shape(depth), [MACHINES["rtx5090"], MACHINES["h200"]]
-    quantized = get_recipe(method).quantizes
-    tensors = [t for t in fits.AGAIN if quantized or t != "relu(x)"]  # BF16 keeps relu(x)^2, c_proj's input
-    whole, kept = (fits.BLOCK_BYTES[kind]["none"][0] for kind in ("bf16", "codes" if quantized else "bf16"))
-    batch = {"micro_batch": tokens, "total_batch": total}
-    shares = {t: [fits.again_ms(shape, method, t, m, tokens) for m in machines] for t in tensors}
-    steps = [step_ms(shape, method, m, **batch) * tokens / total for m in machines]
-    found = {}
-    for subset in itertools.chain.from_iterable(itertools.combinations(tensors, n + 1) for n in range(len(tensors))):
-        units = sum(fits.AGAIN[t][0] for t in subset)
-        times = [sum(shares[t][i] for t in subset) / ms for i, ms in enumerate(steps)]
-        found[subset] = (kept - units) / whole, *times
-    best = {s: v for s, v in found.items() if not any(o != v and o[0] <= v[0] and o[1] <= v[1] for o in found.values())}
-    rows = [[", ".join(s), f"{v[0]:.2f}", *(f"{1 + t:.3f}" for t in v[1:])] for s, v in best.items()]
-    return table([f"{method}, computed again", "of BF16", *(f"{m.name}, time predicted" for m in machines)], rows)
-
-
 def label(record: dict) -> str:
     return record["method"] + ("" if record["recompute"] == "none" else f", {record['recompute']}")
 
@@ -166,19 +141,12 @@ def show(records: list[dict]) -> str:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser, known = common.argument_parser(__doc__, roofline=False), "of nf.METHODS or lab/recipes.py, with commas"
+    parser, known = common.argument_parser(__doc__), "of nf.METHODS or lab/recipes.py, with commas"
     parser.add_argument("--depth", type=int, default=26, help="nanochat's dial; it sets the width")
     parser.add_argument("--methods", default="clover", help=f"{known}; bf16 is always there")
     args = parser.parse_args(argv)
     methods, config = common.methods_of(args.methods), gpt.config_from_depth(args.depth, vocab_size=512)
     records = account(config, methods)
     print(show(records))
-    for method in methods:
-        if method == "bf16" or is_predictable(method):
-            print(parts(args.depth, method))
     settings = {"depth": args.depth, "width": config.n_embd, "methods": methods[1:]}
     common.Results("bench_memory", args.json, settings, records=records).finish()
-
-
-if __name__ == "__main__":
-    run_main(main)

@@ -1,0 +1,1 @@
+"""Benchmarks of this machine: layers, training steps, memory. `python -m lab.bench` lists them."""

@@ -1,0 +1,35 @@
+"""Benchmarks, each by its name:
+
+    python -m lab.bench layers --models 3B           # the paper's Table 6, against BF16
+    python -m lab.bench steps --depth 20             # training steps of whole models: tokens/s, memory, Table 7
+    python -m lab.bench memory                       # what a block keeps for its backward pass, by tensor; no GPU
+    torchrun --nproc_per_node=2 -m lab.bench parallel --parallel fsdp
+    python -m lab.bench compare layers.json steps.json   # beside published numbers
+
+`python -m lab.bench NAME --help` has the flags of one.
+"""
+
+import importlib
+import os
+import sys
+
+os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # read when CUDA starts
+
+from nanochat_fp4.errors import UserError, run_main
+
+NAMES = ("layers", "steps", "memory", "parallel", "compare")
+
+
+def main() -> None:
+    name, *argv = sys.argv[1:] or [""]
+    if name not in NAMES:
+        if name not in ("", "-h", "--help"):
+            raise UserError(f"there is no benchmark {name!r}; use one of {', '.join(NAMES)}")
+        print(__doc__)
+        return
+    sys.argv[0] = f"lab.bench {name}"
+    importlib.import_module(f"lab.bench.{name}").main(argv)
+
+
+if __name__ == "__main__":
+    run_main(main)

@@ -1,0 +1,101 @@
+"""What lab.bench measured beside published numbers, and the file that the owner of a card sends.
+
+    python -m lab.bench compare layers.json steps.json --card my_card.json
+
+Published are whole steps and linear layers that others, or this project, measured. They are not of this machine: text,
+batch and versions differ, so compare ratios to BF16 before tokens/s.
+"""
+
+import json
+from pathlib import Path
+
+from lab.bench.layers import TOKENS
+from nanochat_fp4.console import ArgumentParser, table
+from nanochat_fp4.errors import UserError
+from nanochat_fp4.files import atomic_write
+
+# (GPU, model, pass): milliseconds of forward and backward of the paper's Table 6 in BF16 and NVFP4. RTX 5090: Quartet
+# II, notebooks/plots.ipynb. H200: lab/results/bench.json, where 4 bits are emulated.
+LAYERS = {
+    ("RTX 5090, Quartet II", "800M"): (24.1, 7.71),
+    ("RTX 5090, Quartet II", "3B"): (51.0, 14.01),
+    ("RTX 5090, Quartet II", "7B"): (88.2, 22.66),
+    ("RTX 5090, Quartet II", "22B"): (193.0, 46.22),
+    ("H200, here", "800M"): (7.793, 9.531),
+    ("H200, here", "3B"): (17.20, 19.28),
+    ("H200, here", "7B"): (30.74, 33.10),
+}
+# (card and source, depth): tokens/s in BF16 and in NVFP4.
+STEPS = {
+    ("RTX 5090, Quartet II (micro-batches of 1 and 4 rows)", 26): (20_800, 51_000),
+    ("RTX PRO 4000, mdhorton/nanochat_sm120", 20): (23_493, 37_532),
+    ("two RTX PRO 4000, mdhorton/nanochat-cpp (for BF16: MXFP8)", 24): (59_978, 81_303),
+    ("H200, here, 32 rows", 26): (81_019, 69_836),
+    ("H100, here, 8 rows", 26): (80_053, 65_813),
+}
+# What a card's file holds: nothing that the owner of the machine named.
+ENVIRONMENT = ("python", "torch", "triton", "cuda", "gpu", "gpu_count", "gpu_memory_gb", "compute_capability", "driver")
+SETTINGS = ("tokens", "seq_len", "vocab_size", "total_batch_size", "window_pattern", "memory_cap")
+NAMES = ("model", "pass", "method", "mode", "variant", "recompute", "name", "limit")
+
+
+def read(path: str) -> dict:
+    """The content of a file of lab.bench. Raises UserError for another file."""
+    try:
+        content = json.loads(Path(path).read_text(encoding="utf-8"))
+        _ = content["environment"]["gpu"], content["records"], content["benchmark"], content["settings"]
+    except (OSError, ValueError, KeyError, TypeError) as e:
+        raise UserError(f"{path} is no JSON of lab.bench ({e}); make one with dev/measure.sh") from e
+    return content
+
+
+def card(parts: list[dict], statuses: dict[str, int]) -> dict:
+    """What the owner of a card sends: numbers, versions, the names of GPU and methods. statuses: of measure.sh."""
+    kept = []
+    for part in parts:
+        kept.append({"benchmark": part["benchmark"], "records": []})
+        kept[-1]["environment"] = {k: part["environment"].get(k) for k in ENVIRONMENT}
+        kept[-1]["settings"] = {k: part["settings"][k] for k in SETTINGS if k in part["settings"]}
+        for r in part["records"]:
+            known = {k: v for k, v in r.items() if k in NAMES or not isinstance(v, str | list | dict)}
+            kept[-1]["records"].append(known | {"problem": bool(r.get("problem"))})
+    return {"statuses": statuses, "parts": kept}
+
+
+def comparison(parts: list[dict]) -> list[list[str]]:
+    """[what, where, BF16, 4 bits, speed-up] of what was measured, and below each the same that was published."""
+    rows = []
+    for part in parts:
+        here = part["environment"]["gpu"] or "this CPU"
+        times: dict[object, dict[str, float]] = {}
+        for r in part["records"]:
+            if part["benchmark"] == "bench_linear" and r["pass"] == "forward+backward" and r["mode"] == "graph":
+                times.setdefault(r["model"], {})[r["method"]] = r["ms"]
+            if part["benchmark"] == "bench_train" and r.get("tokens_per_second") and r["recompute"] == "none":
+                times.setdefault(r["depth"], {}).setdefault(r["method"], r["tokens_per_second"])
+        for key, of in times.items():
+            if not {"bf16", "clover"} <= of.keys():
+                continue
+            pair, layers = (of["bf16"], of["clover"]), part["benchmark"] == "bench_linear"
+            what = f"{key}, layers, {TOKENS} tokens" if layers else f"d{key}, steps"
+            known = {where: v for (where, k), v in (LAYERS if layers else STEPS).items() if k == key}
+            for where, (bf16, four) in ({f"{here}, measured now": pair} | known).items():
+                unit, ratio = ("ms", bf16 / four) if layers else ("tokens/s", four / bf16)
+                rows.append([what, where, f"{bf16:,.5g} {unit}", f"{four:,.5g} {unit}", f"{ratio:.2f}x"])
+    return rows
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = ArgumentParser(description="Measured numbers beside published ones")
+    parser.add_argument("json", nargs="+", help="files of lab.bench layers and steps")
+    parser.add_argument("--card", default="", help="also write the numbers of all files into this one, to be sent")
+    parser.add_argument("--statuses", default="", help="exit statuses for --card: doctor=0,train=2")
+    args = parser.parse_args(argv)
+    parts = [read(path) for path in args.json]
+    if args.card:
+        pairs = (pair.split("=") for pair in args.statuses.split(",") if pair)
+        statuses = {name: int(status) for name, status in pairs}
+        if not (folder := Path(args.card).resolve().parent).is_dir():
+            raise UserError(f"--card={args.card}: there is no folder {folder}; make it, or name another file")
+        atomic_write(Path(args.card), json.dumps(card(parts, statuses), indent=1) + "\n")
+    print(table(["", "card", "BF16", "clover, or NVFP4", "speed-up"], comparison(parts)))

@@ -1,0 +1,488 @@
+"""Tables of training runs: the gap of each method to the BF16 run of the same seed, text, tokenizer and forward.
+
+A table is an Item: the methods whose runs it takes (or trains), its columns, and what the paper says. `table` makes any
+of them. The columns are functions of COLUMNS, each for one method.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from statistics import fmean
+from typing import Any
+
+from lab import runs as kept_runs
+from lab import statistics as stats
+from lab.study import sweep, sweep_results, sweep_runs
+from lab.study.context import Context, Outcome
+from nanochat_fp4.errors import UserError
+from nanochat_fp4.evaluation import plots
+
+# The forward that is evaluated, and what a run calls its bits per byte with it.
+VALUES = {"own": "val_bpb", "BF16": "val_bpb_bf16"}
+ONE_TERM = "val_bpb_one_term"  # plain NVFP4, as export writes it, of runs that end in two terms
+PARTS = ("30%", "50%", "70%", "80%", "90%")  # of the run: columns with the gap on the way
+
+
+@dataclass(frozen=True)
+class Claim:
+    """The paper says that the gap of `better` is smaller than that of `worse`."""
+
+    text: str
+    better: str
+    worse: str
+
+    def verdict(self, runs: list[dict], size: str, pooled: bool) -> str:
+        """Whether the runs agree, by the two methods' own seeds; and before that by the scatter of a run, pooled over
+        all methods, where that is wanted."""
+        alone = stats.difference(runs, size, self.better, self.worse)
+        if not alone.n:
+            return "no runs"
+        if not pooled:
+            return said_of(alone)
+        of_all = stats.pooled_differences(runs, size, self.worse)[self.better]
+        return f"{said_of(of_all)}; by the scatter of these two alone {said_of(alone)}"
+
+
+def said_of(difference: stats.Estimate) -> str:
+    if not difference.decided:
+        return f"undecided ({difference} points)"
+    return f"{'agrees' if difference.mean < 0 else 'DISAGREES'} ({difference} points)"
+
+
+@dataclass(frozen=True)
+class Item:
+    """A table of training runs.
+
+    methods: of the runs, as lab.study.sweep takes them; a function of the size; or empty for all stored runs
+    columns: names of COLUMNS
+    beside:  the method that "minus" and "share" are of
+    pooled:  intervals of the scatter of a run, pooled over all methods, instead of each difference's own
+    paper:   numbers of bf16 (BPB) and of the others (gaps in percent), one for each of `models`
+    size, ratio: of the runs that it trains
+    """
+
+    title: str
+    methods: Sequence[str] | Callable[[str], Sequence[str]] = ()
+    columns: Sequence[str] = ("paper", "BPB", "own: gap", "BF16: gap", "seeds")
+    beside: str = "clover"
+    pooled: bool = False
+    claims: Sequence[Claim] = ()
+    paper: dict[str, tuple[float, ...]] = field(default_factory=dict)
+    models: Sequence[str] = ()
+    notes: Sequence[str] = ()
+    size: str = "d8"
+    ratio: float = 20.0
+    also: Sequence[str] = ()  # methods that are shown besides where stored runs have them
+    quick: Sequence[str] = ()  # the methods with --quick
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Stored runs
+
+
+def stored_runs(context: Context) -> tuple[list[dict], dict]:
+    """The runs of --results, of one size, and what else its first study says. Raises UserError.
+
+    They can be compared: they have one text, one tokenizer, and for each method one length. The runs of a seed have
+    one order of the text, and are evaluated on the same part of it. Each run has the "file" that it is from.
+    """
+    names = kept_runs.names_of(context.args.results)
+    if not names:
+        problem = "this item takes its runs from a study; name one of python -m lab.runs"
+        raise UserError(f"{problem}, or a JSON file of lab.study.sweep: --results=NAME")
+    content, *_ = contents = [kept_runs.stored(name) for name in names]
+    sizes = list(dict.fromkeys(r["size"] for c in contents for r in c["results"]))
+    if len(sizes) > 1 and not context.args.sizes:
+        raise UserError(f"--results has runs of {', '.join(sizes)}; choose one of them, --sizes={sizes[0]}")
+    size = context.args.sizes or sizes[0]
+    for name, other in zip(names, contents):
+        if other["data"] != content["data"]:
+            both = f"{name} is of {other['data']}, {names[0]} of {content['data']}"
+            raise UserError(f"{both}: give sweeps of the same text")
+    runs = [r | {"file": i} for i, c in enumerate(contents) for r in c["results"] if r["size"] == size]
+    seen: dict[tuple, dict] = {}
+    for r in runs:  # studies may have a run in common
+        first = seen.setdefault((r["method"], r["seed"]), r)
+        if (first["val_bpb"], first["steps"]) != (r["val_bpb"], r["steps"]):
+            raise UserError(f"--results has {r['method']} of seed {r['seed']} twice; give files of different runs")
+    seeds = {r["seed"] for r in runs if r["method"] == "bf16"}
+    if not seeds:
+        raise UserError(f"{context.args.results} has no bf16 run of size {size!r}; gaps are to bf16")
+    runs = [r for r in runs if r["seed"] in seeds]  # of an interrupted sweep the last seed may have none
+    if unused := [name for i, name in enumerate(names) if i not in {r["file"] for r in runs}]:
+        problem = f"no run of {unused[0]} has size {size!r} and a bf16 run of its seed in --results"
+        raise UserError(f"{problem}; add its file")
+    runs = [r for r in runs if r is seen[r["method"], r["seed"]]]
+    if {r["method"] for r in runs} == {"bf16"}:
+        raise UserError(f"{context.args.results} has bf16 runs of size {size!r} alone; gaps are those of other methods")
+    refuse_unlike(runs)
+    commits = dict.fromkeys((c["environment"].get("commit") or "unknown")[:7] for c in contents)
+    return runs, content | {"environment": content["environment"] | {"commit": ", ".join(commits)}}
+
+
+def refuse_unlike(runs: list[dict]) -> None:
+    """UserError where runs cannot be compared: other tokenizers, lengths of a method, or texts of a seed."""
+    for name, what in (("val_text", "validation texts"), ("tokenizer", "tokenizers"), ("vocab_size", "vocabularies")):
+        if len(values := {r[name] for r in runs if r.get(name)}) > 1:
+            raise UserError(f"--results has runs of different {what} ({values}); gaps are between runs of one")
+    length: dict[str, int] = {}
+    for r in runs:
+        if (steps := length.setdefault(r["method"], r["steps"])) != r["steps"]:
+            both = f"{r['method']} of {steps:,} and of {r['steps']:,} steps"
+            raise UserError(f"--results has runs of {both}; give files of one, or name the others by a --variant")
+
+    def text(run: dict) -> tuple:
+        return [f for f in run["flags"] if f.startswith("--data-seed=")], run.get("eval_tokens")
+
+    base = {r["seed"]: text(r) for r in runs if r["method"] == "bf16"}
+    for r in runs:
+        if text(r) != base[r["seed"]]:
+            both = f"{r['method']} and bf16 of seed {r['seed']} in --results read the text in different orders"
+            mend = "give files of sweeps with the same --vary-data and --eval-tokens"
+            raise UserError(f"{both} or are evaluated on different parts of it; {mend}")
+
+
+def steps_of(runs: list[dict]) -> int:
+    """The usual number of steps: bf16's."""
+    return next(r["steps"] for r in runs if r["method"] == "bf16")
+
+
+def methods_of(runs: list[dict]) -> list[str]:
+    """All but bf16, in the order of the runs."""
+    return [m for m in dict.fromkeys(r["method"] for r in runs) if m != "bf16"]
+
+
+def measured_on(runs: list[dict], data: str) -> str:
+    tokens, seeds = sorted({r["tokens"] for r in runs}), sorted({r["seed"] for r in runs})
+    sizes = ", ".join(dict.fromkeys(r["size"] for r in runs))
+    return f"{sizes}, data {data}, {'/'.join(f'{t:,}' for t in tokens)} tokens, seeds {seeds}"
+
+
+def length_notes(runs: list[dict]) -> list[str]:
+    """Notes of methods of other lengths than bf16's, and of other models, if there are any."""
+    note = sweep_results.other_lengths(runs, runs[0]["size"])
+    notes = [f"{note}; GEMM work counts their steps"] if note else []
+    parameters = {r["method"]: r.get("num_params") for r in runs}
+    if other := {m: n for m, n in parameters.items() if n != parameters["bf16"]}:
+        sizes = ", ".join(f"{m} {n:,}" for m, n in other.items())
+        notes += [f"bf16 has {parameters['bf16']:,} parameters, {sizes}; GEMM work does not count that"]
+    return notes
+
+
+def along(runs: list[dict], curve: str = "curve", column: int = 1) -> dict[str, dict[int, dict[int, float]]]:
+    """method -> seed -> step -> gap to bf16 in percent at that step.
+
+    curve: "curve" of the validation text, or "loss_curve" of the training text, whose numbers are means up to a step.
+    column: of "curve", 1 for the own forward and 2 for the BF16 forward.
+    """
+    base = {r["seed"]: {c[0]: c[1] for c in r.get(curve, ())} for r in runs if r["method"] == "bf16"}
+    gaps: dict[str, dict[int, dict[int, float]]] = {}
+    for r in runs:
+        if r["method"] != "bf16" and r["seed"] in base and r["steps"] == steps_of(runs):
+            bf16 = base[r["seed"]]
+            known = [c for c in r.get(curve, ()) if c[0] in bf16 and c[0] and c[column:]]
+            gaps.setdefault(r["method"], {})[r["seed"]] = {c[0]: 100 * (c[column] / bf16[c[0]] - 1) for c in known}
+    return gaps
+
+
+def gemm_work(run: dict, steps: int) -> float:
+    """GEMM work of a run in units of all GEMMs of `steps` steps in 4 bits."""
+    return sum(sweep_results.COST[bits] * share for bits, share in run["gemm_work"].items()) * run["steps"] / steps
+
+
+def ends_in_two_terms(runs: list[dict], method: str) -> bool:
+    return max(r["gemm_work"].get("4", 0) for r in runs if r["method"] == method) >= 1.001
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Columns
+
+
+@dataclass(frozen=True)
+class Rows:
+    """What a column is made of: the runs of one size, and the item of the table."""
+
+    runs: list[dict]
+    item: Item
+
+    @property
+    def size(self) -> str:
+        return self.runs[0]["size"]
+
+    def of(self, method: str) -> list[dict]:
+        return [r for r in self.runs if r["method"] == method]
+
+    def gap(self, method: str, value: str) -> stats.Estimate:
+        """Over bf16 in percent."""
+        if self.item.pooled:
+            return stats.pooled_differences(self.having(value), self.size, "bf16", value=value)[method]
+        return stats.gap(self.runs, self.size, method, value)
+
+    def minus(self, method: str, value: str) -> stats.Estimate | None:
+        """The gap minus the gap of `beside` in points, paired by seed; None without a common seed, and for itself."""
+        beside = self.item.beside
+        if method == beside:
+            return None
+        if self.item.pooled:
+            return stats.pooled_differences(self.having(value), self.size, beside, value=value).get(method)
+        difference = stats.difference(self.runs, self.size, method, beside, value)
+        return difference if difference.n else None
+
+    def share(self, method: str, value: str) -> str:
+        """Of the gap of `beside` with the same forward, on the seeds of both; "-" where that has no gap."""
+        runs, beside = self.having(value), self.item.beside
+        own, theirs = (stats.gaps_by_seed(runs, self.size, m, value) for m in (method, beside))
+        both = own.keys() & theirs.keys()
+        if not both or (self.item.pooled and not stats.has_gap(runs, value)):
+            return "-"
+        share = sum(own[s] for s in both) / sum(theirs[s] for s in both)
+        if not self.item.pooled:
+            return f"{share:.2f}x"
+        half = stats.against_target(runs, method, share, value)[1]
+        return "1" if method == beside else stats.with_half(share, half, 2)
+
+    def having(self, value: str) -> list[dict]:
+        return [r for r in self.runs if value in r]
+
+
+def _work_by_bits(rows: Rows, method: str) -> str:
+    work = rows.of(method)[0]["gemm_work"]
+    return " / ".join(f"{100 * work[bits]:.1f}" for bits in ("4", "8", "16"))
+
+
+def _by_seed(value: str) -> Callable[[Rows, str], str]:
+    def cell(rows: Rows, method: str) -> str:
+        gaps = stats.gaps_by_seed(rows.runs, rows.size, method, value)
+        return " / ".join(f"{v:.2f}" for v in gaps.values())
+
+    return cell
+
+
+def _on_the_way(part: str) -> Callable[[Rows, str], str]:
+    def cell(rows: Rows, method: str) -> str:
+        steps, share = steps_of(rows.runs), float(part.rstrip("%")) / 100
+        gaps = [(s / steps, gap) for of in along(rows.runs).get(method, {}).values() for s, gap in of.items()]
+        near = [gap for at, gap in gaps if abs(at - share) < 0.01]
+        return f"{fmean(near):.2f}" if near else "-"
+
+    return cell
+
+
+def _training_text(rows: Rows, method: str) -> str:
+    """The gap at the run's end on the text that it is trained on, and its share of clover's."""
+    curves, steps = along(rows.runs, "loss_curve"), steps_of(rows.runs)
+    own, clover = ({s: g[steps] for s, g in curves.get(m, {}).items() if steps in g} for m in (method, "clover"))
+    both, share = own.keys() & clover.keys(), ""
+    if both and min(clover[s] for s in both) > 0:  # of no gap there is no share
+        share = f" ({sum(own[s] for s in both) / sum(clover[s] for s in both):.2f}x)"
+    return f"{fmean(own.values()):.2f}{share}" if own else "-"
+
+
+def _one_term(rows: Rows, method: str) -> str:
+    """The gap of a run that ends in two terms, deployed with one term each; its share is of clover's own gap."""
+    if not ends_in_two_terms(rows.runs, method):
+        return "-"
+    plain = [r | {ONE_TERM: r["val_bpb"]} if r["method"] in ("bf16", "clover") else r for r in rows.runs]
+    of = Rows(plain, rows.item)
+    if not any(ONE_TERM in r for r in of.of(method)):
+        return "not measured"
+    return f"{of.gap(method, ONE_TERM)} ({of.share(method, ONE_TERM)} of clover's)"
+
+
+def _paper(rows: Rows, method: str) -> str:
+    form = "{:.4f}" if method == "bf16" else "{:+.2f}"
+    return " / ".join(form.format(v) for v in rows.item.paper.get(method, ())) or "-"
+
+
+COLUMNS: dict[str, Callable[[Rows, str], Any]] = {
+    "paper": _paper,
+    "BPB": lambda rows, method: f"{fmean(r['val_bpb'] for r in rows.of(method)):.4f}",
+    "seeds": lambda rows, method: len(rows.of(method)),
+    "of seeds": lambda rows, method: ", ".join(str(r["seed"]) for r in rows.of(method)),
+    "GEMM work": lambda rows, method: f"{gemm_work(rows.of(method)[0], steps_of(rows.runs)):.2f}",
+    "work in 4 / 8 / 16 bits, %": _work_by_bits,
+    "training text": _training_text,
+    "one term": _one_term,
+    **{part: _on_the_way(part) for part in PARTS},
+}
+for _name, _value in VALUES.items():
+    COLUMNS |= {
+        f"{_name}: gap": lambda rows, method, value=_value: str(rows.gap(method, value)),
+        f"{_name}: minus": lambda rows, method, value=_value: str(rows.minus(method, value) or "-"),
+        f"{_name}: share": lambda rows, method, value=_value: rows.share(method, value),
+        f"{_name}: by seed": _by_seed(_value),
+    }
+OF_BF16 = ("paper", "BPB", "seeds", "of seeds", "GEMM work", "work in 4 / 8 / 16 bits, %")
+NOTES = {  # of a column
+    "own: gap": "own: evaluated with the forward that a run ends with; gaps in percent of BF16's bits per byte",
+    "BF16: gap": "BF16: the same weights, evaluated without quantization",
+    "own: share": "minus and share are of {beside}'s gap with the same forward, on the seeds of both",
+    "GEMM work": "GEMM work: 1 is every GEMM of the run in 4 bits; 8 bits count 2 and 16 bits 4",
+    "work in 4 / 8 / 16 bits, %": "work: the linear layers' multiply-adds over all steps, by a GEMM's wider operand; "
+    "more than 100% where operands have two terms",
+    "training text": "training text: the loss of the last fiftieth of the steps, by the own forward",
+    "one term": "one term: plain NVFP4, as export writes a run that ends in two terms, and its share of clover's gap",
+    "30%": "30% to 90%: the gap on the way, own forward",
+}
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The table
+
+
+def runs_of(context: Context, name: str, item: Item) -> tuple[list[dict], list[str], dict]:
+    """(runs of --results or runs that it trains, their methods' labels in order, "data" and "environment").
+
+    Raises UserError.
+    """
+    size = context.args.sizes or ("tiny" if context.quick else item.size)
+    methods = item.methods(size) if callable(item.methods) else item.methods
+    if context.quick and item.quick:
+        methods = [m for m in methods if m.partition(":")[0] in item.quick]
+    labels = sweep_runs.labels(methods)
+    if not context.args.results:
+        if not methods:
+            raise UserError(f"{name} trains nothing: give --results=STUDY (python -m lab.runs)")
+        where, plan = context.sweep(methods, item.size, item.ratio)
+        runs = sweep.run_sweep(where, f"{name}_runs", plan)
+        return runs, labels, {"data": sweep_results.data_name(where.data_dir), "environment": None}
+    runs, content = stored_runs(context)
+    labels += item.also
+    runs = [r for r in runs if r["method"] in labels] if labels else runs
+    if not methods_of(runs):
+        raise UserError(f"{context.args.results} has no run of {name}'s methods")
+    return runs, labels or ["bf16", *methods_of(runs)], content
+
+
+def table(context: Context, name: str, item: Item) -> Outcome:
+    """The table of an item's runs, for each size. Raises UserError."""
+    runs, names, content = runs_of(context, name, item)
+    data = content["data"]
+    sizes = list(dict.fromkeys(r["size"] for r in runs))
+    table_rows, notes, gaps = [], [], {}
+    for size in sizes:
+        rows = Rows([r for r in runs if r["size"] == size], item)
+        order = [m for m in names if rows.of(m)]
+        if item.pooled:  # the best with its own forward last
+            order.sort(key=lambda m: -rows.gap(m, "val_bpb").mean if m != "bf16" else -math.inf)
+        for method in order:
+            shown = [c for c in item.columns if method != "bf16" or c in OF_BF16]
+            cells = [COLUMNS[c](rows, method) if c in shown else "-" for c in item.columns]
+            table_rows.append([size, method, *cells])
+            gaps[f"{size} {method}"] = {value: asdict(rows.gap(method, value)) for value in VALUES.values()}
+        said = [f"the paper: {c.text}. Here, {size}: {c.verdict(rows.runs, size, item.pooled)}"
+                for c in item.claims if rows.of(c.better) and rows.of(c.worse)]  # fmt: skip
+        notes += [*said, *reduction(rows), *(last_phase(rows.runs) if item.pooled else ())]
+        if differs := sweep_results.difference_from_paper(rows.runs[0], data):
+            notes.append(f"{size} differs from the paper's runs: {differs}")
+        notes += length_notes(rows.runs) if item.pooled else []
+    if item.pooled:
+        notes.append("intervals: 95%, of the scatter of a run from scratch, pooled over the methods (two-way analysis "
+                     "of variance)")  # fmt: skip
+    else:
+        notes.append("intervals: 95%, paired by seed: the same initialization and data for all")
+    notes += [note.format(beside=item.beside) for column, note in NOTES.items() if column in item.columns]
+    numbers = {"gaps": gaps}
+    if not context.args.results:
+        numbers["results"] = [{k: v for k, v in r.items() if k != "environment"} for r in runs]
+    header = ["size", "method", *item.columns]
+
+    def plot(axes: Any) -> None:
+        if item.pooled:
+            draw_curves(axes, Rows(runs, item))
+        else:
+            draw_bars(axes, [Rows([r for r in runs if r["size"] == size], item) for size in sizes], names)
+
+    where = measured_on(runs, data)
+    return Outcome(item.title, header, table_rows, [*notes, *item.notes], numbers, plot, where, content["environment"])
+
+
+SYSTEMS = ("nvidia", "four_over_six", "tetrajet_v2", "four_over_six_biased", "tetrajet_v2_rht128")
+
+
+def reduction(rows: Rows) -> list[str]:
+    """By how much clover's mean gap is below the best of the other systems, where all gaps are clear of zero."""
+    gaps = {m: rows.gap(m, "val_bpb") for m in (*SYSTEMS, "clover") if rows.of(m)}
+    if len(gaps) < 2 or "clover" not in gaps or not all(g.above_zero for g in gaps.values()):
+        return []
+    clover = gaps.pop("clover")
+    best = min(gaps, key=lambda m: gaps[m].mean)
+    if rows.item.pooled:  # on the seeds of both
+        minus = stats.pooled_differences(rows.runs, rows.size, best)["clover"]
+        below, half = -100 * minus.mean / gaps[best].mean, 100 * minus.half / gaps[best].mean
+        return [f"clover's gap is {stats.with_half(below, half, 0)}% below that of {best}, the best other system"]
+    below = 100 * (1 - clover.mean / gaps[best].mean)
+    where = f"{abs(below):.0f}% {'below' if below >= 0 else 'ABOVE'}"
+    return [f"clover's mean gap is {where} that of {best}, the best of {', '.join(gaps)} ({rows.size})"]
+
+
+def last_phase(runs: list[dict], early: str = "clover_feedback", late: str = "clover_feedback_late") -> list[str]:
+    """The parts of the difference to clover of a method with a last phase, in points, paired by seed."""
+    size, of = runs[0]["size"], stats.gaps_by_seed
+    own, bf16 = ({m: of(runs, size, m, value) for m in ("clover", early, late)} for value in VALUES.values())
+    seeds = sorted(set.intersection(*(set(of) for of in own.values())))
+    if not seeds:
+        return []
+    parts = (
+        (f"{early} trains and rounds", own[early], own["clover"]),
+        (f"{early}'s weights are evaluated in BF16", bf16[early], own[early]),
+        ("the last phase trains", bf16[late], bf16[early]),
+        ("its own forward instead of BF16", own[late], bf16[late]),
+        (f"{late} minus clover", own[late], own["clover"]),
+    )
+    *shown, whole = [f"{what} {stats.estimate([a[s] - b[s] for s in seeds]).shown(3)}" for what, a, b in parts]
+    return [f"{whole}, of which: {'; '.join(shown)}"]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Plots
+
+
+def draw_bars(axes: Any, sizes: list[Rows], names: Sequence[str]) -> None:
+    """Bars: gaps with the own forward, by method and size; dashes: with the BF16 forward; and the paper's points."""
+    item, others = sizes[0].item, [m for m in names if m != "bf16"]
+    for i, rows in enumerate(sizes):
+        width = 0.8 / len(sizes)
+        shown = [(j, m) for j, m in enumerate(others) if rows.of(m)]
+        at = [j + width * (i - (len(sizes) - 1) / 2) for j, _ in shown]
+        gaps = [rows.gap(m, "val_bpb") for _, m in shown]
+        errors = [v.half if v.n > 1 else 0.0 for v in gaps]
+        axes.bar(
+            at, [v.mean for v in gaps], width, yerr=errors, capsize=3, alpha=0.6, label=f"{rows.size}, own forward"
+        )
+        alike = [rows.gap(m, "val_bpb_bf16").mean for _, m in shown]
+        axes.plot(at, alike, "_", color=plots.COLORS[1], markersize=12, label=f"{rows.size}, BF16 forward")
+    published = {j: item.paper[m] for j, m in enumerate(others) if m in item.paper}
+    for marker, name, values in zip("os", item.models, zip(*published.values())):
+        axes.plot(list(published), values, f"k{marker}", mfc="none", label=f"{name}, paper: other text")
+    axes.set_xticks(range(len(others)), others, rotation=45, ha="right", fontsize=7)
+    axes.set_ylabel("increase of validation BPB over bf16, %")
+
+
+def draw_curves(axes: Any, rows: Rows) -> None:
+    """Two panels, one for each forward, at one scale: the gap along the run of the methods trained from scratch."""
+    steps, runs = steps_of(rows.runs), rows.runs
+    late = {r["method"] for r in runs if any(f.startswith("--branch-from") for f in r["flags"])}
+    axes.set_axis_off()
+    panels = [axes.inset_axes((0.52 * i, 0.0, 0.48, 0.96)) for i in range(2)]
+    for panel, column, title in zip(panels, (1, 2), ("its own forward", "a BF16 forward")):
+        curves = along(runs, column=column)
+        for i, method in enumerate(m for m in methods_of(runs) if any(curves.get(m, {}).values())):
+            if method in late and method != "clover_feedback_late":
+                continue
+            seeds = curves[method].values()
+            points = [[(100 * s / steps, g) for s, g in sorted(at.items()) if s > 0.15 * steps] for at in seeds]
+            if lines := [tuple(zip(*of)) for of in points if of]:
+                plots.curve(panel, method, lines, "-" if i < len(plots.COLORS) else "--")
+        panel.set_title(f"evaluated with {title}", fontsize=9)
+        panel.set_xlabel("steps, %")
+    # While the learning rate is high, seeds may differ by ten times the methods' differences at the end.
+    lines = [line for panel in panels for line in panel.lines]
+    second = [0.0, *(y for line in lines for x, y in zip(*line.get_data()) if x >= 50)]
+    margin = 0.2 * (max(second) - min(second)) or 1
+    for panel in panels:
+        panel.set_ylim(min(second) - margin, max(second) + margin)
+    panels[0].set_ylabel("increase of validation BPB over bf16, %", fontsize=8)
+    for line in panels[0].lines:
+        if not line.get_label().startswith("_"):
+            axes.plot([], [], line.get_linestyle(), color=line.get_color(), label=line.get_label())

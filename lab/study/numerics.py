@@ -1,0 +1,384 @@
+"""Tables 1 and 2 and Figure 9: rounding errors, traffic and bias, without sweeps."""
+
+import functools
+import itertools
+import json
+import math
+import os
+import statistics
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+
+import nanochat_fp4 as nf
+from lab import RESULTS, ROOT
+from lab.study.context import Context, Outcome, trained_model
+from nanochat_fp4.errors import UserError
+from nanochat_fp4.evaluation import plots
+from nanochat_fp4.nvfp4.hadamard import RHT_DIM, rotation_matrix
+from nanochat_fp4.nvfp4.quantizers import Rounding, get_rounding, mean_squared_error, quantize_reference
+from nanochat_fp4.nvfp4.recipes import Gemm, Operand, Recipe
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Table 1, and roundings of a weight
+
+# rounding: (MSE over N(0, 1) in 1e-3, unbiased); the paper's Table 1. Rows that it does not have: None.
+TABLE_1 = {
+    "rtn": (9.0, False),
+    "four_over_six": (7.6, False),
+    "rtn_16x16": (12.4, False),
+    "four_over_six_16x16": (12.4, False),
+    "sr": (23.5, True),
+    "sr_four_over_six": (17.5, False),
+    "ms_eden": (9.8, True),
+}
+
+
+def unbiasedness_gain(rounding: str, draws: int) -> float:
+    """How many times better the mean of `draws` products of two quantized Gaussian operands (24 x 128) is than one:
+    `draws` itself without a bias, up to some scatter; a bias is where it stops growing."""
+    generator = torch.Generator().manual_seed(0)
+    a, b = (torch.randn(24, 128, generator=generator) for _ in range(2))
+    spec, target = get_rounding(rounding), a.double() @ b.double().T
+    total, single = torch.zeros_like(target), 0.0
+    for seed in range(draws):
+        kw = {"seed": seed, "rht_dim": 128 if spec.ms_eden else 0}
+        qa, qb = (quantize_reference(v, spec, stream=i, **kw).dequantize().double() for i, v in enumerate((a, b)))
+        product = qa @ qb.T
+        total += product
+        single += float((product - target).square().sum()) / draws
+    return single / float((total / draws - target).square().sum())
+
+
+def table1(context: Context) -> Outcome:
+    samples = context.args.samples or (1 << 19 if context.quick else 1 << 22)
+    draws = context.args.draws or (128 if context.quick else 1024)
+    rows, numbers = [], {}
+    names = [n for n in nf.ROUNDINGS if n not in ("scale_search", "ms_eden_search")]  # names for one of the others
+    for name in names:
+
+        def compute(name=name) -> dict[str, float]:
+            mse = 1e3 * mean_squared_error(name, samples=samples, seed=1)
+            return {"mse": mse, "gain": unbiasedness_gain(name, draws)}
+
+        value = context.piece("table1", {"rounding": name, "samples": samples, "draws": draws, "seed": 1}, compute)
+        mse, unbiased = TABLE_1.get(name, (None, None))
+        off = f"{100 * (value['mse'] / mse - 1):+.1f}%" if mse else "-"
+        said = "-" if unbiased is None else "yes" if unbiased else "no"
+        rows.append([name, mse or "-", round(value["mse"], 2), off, said, round(value["gain"])])
+        numbers[name] = value
+    title = "Table 1: quadratic error over N(0, 1), 1e-3, and unbiasedness"
+    header = ["rounding", "paper", "here", "off", "unbiased (paper)", f"gain of {draws} draws"]
+    notes = [f"gain: the mean of {draws} products is so many times better than one product; {draws} without a bias"]
+    return Outcome(title, header, rows, notes, numbers, measured_on=f"{samples:,} samples, seed 1")
+
+
+DRAWS = 32
+CANDIDATES = ("four_over_six", "scale_search_6", "sr", "ms_eden", "ms_eden_search")
+
+
+def errors(rounding: Rounding, x: torch.Tensor) -> dict[str, float]:
+    """Mean squares over x: of one rounding's error, and of the error of the mean over draws, without their scatter."""
+    total, single = torch.zeros_like(x, dtype=torch.float64), 0.0
+    draws = DRAWS if rounding.random else 1
+    for seed in range(draws):
+        t = quantize_reference(x, rounding, seed=seed, rht_dim=RHT_DIM if rounding.ms_eden else 0)
+        q = (t.decoded * t.tensor_scale).double()
+        if rounding.ms_eden:  # turned back: the rotation's matrix over sqrt(128) is orthogonal
+            back = rotation_matrix(seed).T.double() / RHT_DIM**0.5
+            q = (q.unflatten(-1, (-1, RHT_DIM)) @ back).flatten(-2)
+        single += float((q - x).square().mean()) / draws
+        total += q / draws
+    of_mean = float((total - x).square().mean())
+    return {"mse": single, "of_mean": of_mean if draws == 1 else (draws * of_mean - single) / (draws - 1)}
+
+
+def candidates(context: Context) -> Outcome:
+    samples = context.args.samples or (1 << 14 if context.quick else 1 << 17)
+    x = torch.randn(samples // 1024, 1024, generator=torch.Generator().manual_seed(1))
+    rows, numbers = [], {}
+    for label in CANDIDATES:
+        rounding = get_rounding(label)
+        settings = {"rounding": str(rounding), "samples": samples, "draws": DRAWS}
+        found = context.piece("candidates", settings, partial(errors, rounding, x))
+        rows.append([label, *(f"{1e3 * abs(found[k]):.2f}" for k in ("mse", "of_mean"))])
+        numbers[label] = found
+    title = "Candidates for the weight's rounding: errors over N(0, 1), 1e-3"
+    header = ["rounding", "mean square", f"of the mean over {DRAWS} draws"]
+    notes = ["ms_eden: of a tensor that is turned by new signs each draw, and turned back"]
+    return Outcome(title, header, rows, notes, numbers, measured_on=f"{samples:,} samples, seed 1")
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Table 2: bytes and rotations of MS-EDEN's requantization, counted while Triton's interpreter runs the kernels
+
+# (bits read, bits written, mma.m16n8k16 per group) of each kernel; the paper's Table 2.
+TABLE_2 = {"naive": ("4.5 + 4.5", "0 + 4.5", 2), "post hoc": ("4.5 + 1", "5 + 0.5", 1)}
+ROWS, COLUMNS = 256, 256  # whole tiles: nothing is padded
+# The rotation and what draws it: a constant of a few KB that stays in the caches, however often tiles read it.
+OF_ALL_TILES = ("hadamard", "seed", "rht_seed", "amax", "tensor_scale")
+
+
+@dataclass
+class Launch:
+    """One kernel launch: bytes read and written by argument name, and multiply-adds of its matrix products."""
+
+    kernel: str
+    read: Counter = field(default_factory=Counter)
+    written: Counter = field(default_factory=Counter)
+    rotated: int = 0
+
+
+def count_launches(function) -> list[Launch]:
+    """What the kernels that function() launches do: bytes of the elements whose mask is set, an element that one load
+    asks for several times once. Needs TRITON_INTERPRET=1 from before triton was imported."""
+    from triton.runtime import interpreter
+
+    builder, executor = interpreter.InterpreterBuilder, interpreter.GridExecutor
+    originals = {name: getattr(builder, name) for name in ("create_masked_load", "create_masked_store", "create_dot")}
+    call = executor.__call__
+    launches: list[Launch] = []
+    ranges: list[tuple[int, int, str]] = []
+
+    def add(counter: Counter, pointers, mask) -> None:
+        addresses = np.unique(pointers.data[mask.data.astype(bool)])
+        if addresses.size:
+            size = max(1, pointers.get_element_ty().primitive_bitwidth // 8)
+            first = int(addresses[0])
+            counter[next((name for low, high, name in ranges if low <= first < high), "?")] += addresses.size * size
+
+    def load(self, pointers, mask, *rest):
+        add(launches[-1].read, pointers, mask)
+        return originals["create_masked_load"](self, pointers, mask, *rest)
+
+    def store(self, pointers, value, mask, *rest):
+        add(launches[-1].written, pointers, mask)
+        return originals["create_masked_store"](self, pointers, value, mask, *rest)
+
+    def dot(self, a, b, *rest):
+        launches[-1].rotated += a.data.shape[-2] * b.data.shape[-1]  # by a matrix of 128, or of 16 with butterflies
+        return originals["create_dot"](self, a, b, *rest)
+
+    def tensors(named):
+        for name, value in named:
+            if hasattr(value, "data_ptr"):
+                yield name.removesuffix("_ptr"), value
+            elif hasattr(value, "_asdict"):  # a record of arguments
+                yield from tensors(value._asdict().items())
+
+    def launch(self, *arguments, **keywords):
+        launches.append(Launch(self.fn.__name__))
+        ranges[:] = [
+            (t.data_ptr(), t.data_ptr() + t.numel() * t.element_size(), name)
+            for name, t in tensors([*zip(self.arg_names, arguments), *keywords.items()])
+        ]
+        return call(self, *arguments, **keywords)
+
+    patched = {"create_masked_load": load, "create_masked_store": store, "create_dot": dot}
+    with mock.patch.multiple(builder, **patched), mock.patch.object(executor, "__call__", launch):
+        function()
+    return launches
+
+
+def requantization() -> dict[str, list[dict]]:
+    """{alignment: launches} of requantizing a tensor from its 4-bit codes along its other dimension, rotated by 128.
+
+    naive:    the tensor's maximum first, then scales aligned with it: two passes, as for nearest rounding
+    post hoc: MS-EDEN as it trains
+    Per launch: kernel, bits read and written per element by argument, rotations per element.
+    """
+    from nanochat_fp4.nvfp4.operands import Codes, Quantization, quantize_operand
+
+    torch.manual_seed(0)
+    t = quantize_reference(torch.randn(ROWS, COLUMNS), get_rounding("four_over_six"))
+    codes = Codes(t.codes, t.scales, t.tensor_scale)
+    elements, seed = ROWS * COLUMNS, torch.tensor(1)
+    result = {}
+    for alignment, rounding in (("naive", "rtn"), ("post hoc", "ms_eden")):
+
+        def requantize(rounding=rounding):
+            how = Quantization(get_rounding(rounding), seed=seed, rht_dim=128, rht_seed=seed)
+            with mock.patch.dict(os.environ, NVFP4_KERNELS="triton"):
+                quantize_operand(codes, how, transpose=True, keep_codes=True)
+
+        result[alignment] = []
+        for launch in count_launches(requantize):
+            ways = {"read": launch.read, "written": launch.written}
+            bits = {way: {k: 8 * v / elements for k, v in counter.items()} for way, counter in ways.items()}
+            result[alignment].append({"kernel": launch.kernel, **bits, "rotations": launch.rotated / elements})
+    return result
+
+
+def interpreted() -> dict[str, list[dict]]:
+    """requantization() in a process that interprets its kernels. Raises UserError."""
+    path = os.pathsep.join([str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", "")])
+    environment = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": path}
+    code = "import json; from lab.study.numerics import requantization; print(json.dumps(requantization()))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
+    if done.returncode:
+        raise UserError(f"the kernels could not be interpreted: {(done.stderr.strip().splitlines() or ['?'])[-1]}")
+    return json.loads(done.stdout)
+
+
+def table2(context: Context) -> Outcome:
+    counted = context.piece("table2", {"rows": ROWS, "columns": COLUMNS}, interpreted)
+
+    def of_operand(bits: dict[str, float]) -> float:
+        return sum(v for name, v in bits.items() if not any(shared in name for shared in OF_ALL_TILES))
+
+    rows, totals = [], {}
+    for alignment, launches in counted.items():
+        kernels = [(of_operand(k["read"]), of_operand(k["written"]), k["rotations"]) for k in launches]
+        read, written, rotations = zip(*[k for k in kernels if k[0] + k[1] > 0])
+        totals[alignment] = sum(read) + sum(written)
+        here = [" + ".join(f"{v:g}" for v in bits) for bits in (read, written)] + [f"{sum(rotations):g}"]
+        what = ("bits read per element", "bits written per element", "rotations per element")
+        rows += [[alignment, *row] for row in zip(what, TABLE_2[alignment], here)]
+    saving = 1 - totals["post hoc"] / totals["naive"]
+    rows.append(["saving", "of all traffic", "about 20%", f"{100 * saving:.1f}%"])
+    notes = [
+        "counted while the kernels run in Triton's interpreter; a rotation is what the paper counts as one "
+        "mma.m16n8k16 per group of 16 values",
+        "0.25 bits more than the paper's in each post hoc kernel: EDEN's S, an FP32 number for 128 values, is written "
+        "by the first kernel and read by the second",
+    ]
+    title, numbers = "Table 2: memory traffic and rotations of MS-EDEN requantization", {"launches": counted}
+    numbers |= {"bits": totals, "saving": saving}
+    return Outcome(title, ["alignment", "what", "paper", "here"], rows, notes, numbers, measured_on="exact counts")
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Figure 9: does the mean of many quantized backward passes approach the unquantized one?
+
+FIG9_METHODS = ("nvidia", "four_over_six", "four_over_six_biased", "tetrajet_v2", "clover", "clover_search")
+# The authors' curves (Quartet-II, data/*_concentration.json), of Llama-3.2-1B with an unquantized forward. The error is
+# of q, k and v of block 0, for B = 1, 4, 16, 64, 256 and 1024.
+PUBLISHED = {
+    "nvidia": (1.1, 2.0e-1, 5.6e-2, 1.5e-2, 5.4e-3, 9.4e-4),
+    "four_over_six_biased": (1.4, 2.8e-1, 1.8e-1, 1.0e-1, 1.1e-1, 1.1e-1),
+    "tetrajet_v2": (4.4, 7.7e-1, 2.2e-1, 5.7e-2, 1.4e-2, 3.0e-3),
+    "clover": (5.6e-1, 1.9e-1, 6.8e-2, 1.8e-2, 5.6e-3, 1.5e-3),
+}
+# "exact": an unquantized forward. The recipe's backward pass takes its tensors instead of codes, as the published
+# classes do with disable_forward_quant.
+FORWARDS = {
+    "quantized": lambda recipe: recipe,
+    "exact": lambda recipe: replace(recipe, name=f"{recipe.name}, exact forward", output=Gemm(Operand(), Operand())),
+}
+STYLES = {"exact": {"marker": "o", "markersize": 3}, "quantized": {"linewidth": 0.8, "alpha": 0.6}}
+
+
+def backward_left_alone(recipe: Recipe) -> Recipe:
+    """The recipe with an exact backward pass. Its operands are taken from the recipe's source, the forward's values or
+    the unquantized ones, and are not rounded."""
+    gemms = {name: getattr(recipe, name) for name in ("grad_input", "grad_weight")}
+    exact = {name: Gemm(Operand(), Operand(raw=gemm.b.raw)) for name, gemm in gemms.items()}
+    return replace(recipe, name=f"{recipe.name}, exact backward", **exact)
+
+
+def block_gradients(model, x: torch.Tensor, y: torch.Tensor) -> list[torch.Tensor]:
+    """Gradients of the loss for q, k and v of block 0, float64: the furthest from the loss, so that all rounding
+    is in them."""
+    attention = model.transformer.h[0].attn
+    grads = torch.autograd.grad(model(x, y), [attention.c_q.weight, attention.c_k.weight, attention.c_v.weight])
+    return [g.double() for g in grads]
+
+
+def concentration(model, recipe: Recipe, x: torch.Tensor, y: torch.Tensor, draws: Sequence[int]) -> dict:
+    """{"single": mean error of one pass, "errors": {B: that of the mean of B passes}} against the unquantized backward
+    of the same forward: relative squares, the mean of those of q, k and v, as in the authors' notebook."""
+    nf.convert(model, backward_left_alone(recipe), verbose=False)
+    targets = block_gradients(model, x, y)
+
+    def error(gradients: list[torch.Tensor]) -> float:
+        return sum(float((g - t).square().sum() / t.square().sum()) for g, t in zip(gradients, targets)) / len(targets)
+
+    nf.convert(model, recipe, verbose=False)
+    totals, single, found = [torch.zeros_like(t) for t in targets], 0.0, {}
+    torch.manual_seed(0)
+    for b in range(1, draws[-1] + 1):
+        gradients = block_gradients(model, x, y)
+        single += error(gradients)
+        for total, gradient in zip(totals, gradients):
+            total += gradient
+        if b in draws:
+            found[b] = error([total / b for total in totals])
+    return {"single": single / draws[-1], "errors": found}
+
+
+def slope(by_draws: dict[int, float]) -> float:
+    """Of log error over log B, least squares through the three largest B: -1 without a bias, 0 on a plateau."""
+    points = [(math.log(b), math.log(e)) for b, e in sorted(by_draws.items())][-3:]
+    return statistics.linear_regression(*zip(*points)).slope
+
+
+def stored_curves(name: str) -> tuple[dict, str, dict]:
+    """(curves by forward and method, what they were measured on, where) of lab/results/fig9.json. Raises UserError."""
+    content = json.loads((RESULTS / "fig9.json").read_text())
+    if name not in content:
+        raise UserError(f"--results={name}: lab/results/fig9.json has {', '.join(content)}")
+    return content[name]["curves"], content[name]["measured_on"], content[name]["environment"]
+
+
+def fig9(context: Context) -> Outcome:
+    draws = [b for b in (2**i for i in range(11)) if b <= (context.args.draws or (32 if context.quick else 1024))]
+    trained = functools.cache(lambda: trained_model(context, "d8"))
+    curves: dict[str, dict[str, dict]] = {forward: {} for forward in FORWARDS}
+    where = environment = None
+    if context.args.results:
+        curves, where, environment = stored_curves(context.args.results)
+    else:
+        for forward, method in itertools.product(FORWARDS, FIG9_METHODS):
+
+            def compute(forward=forward, method=method):
+                (model, x, y), tag, data = trained()
+                value = concentration(model, FORWARDS[forward](nf.get_recipe(method)), x, y, draws)
+                return value | {"measured_on": f"{tag}, data {Path(data).name}, a batch of 4 validation sequences"}
+
+            settings = {"method": method, "draws": draws, "forward": forward}
+            curves[forward][method] = context.piece("fig9", settings | context.trained_on(), compute)
+            where = curves[forward][method]["measured_on"]
+    by_draws = {key: {int(b): e for b, e in curves[key[0]][key[1]]["errors"].items()}
+                for key in ((forward, method) for forward in curves for method in curves[forward])}  # fmt: skip
+    most = max(next(iter(by_draws.values())))
+    paper = dict.fromkeys(FIG9_METHODS, "1/B")  # the paper's Figure 9 and Appendix A
+    paper |= {"four_over_six_biased": "plateau", "four_over_six": "-", "clover_search": "-"}
+    rows = []
+    for (forward, method), found in by_draws.items():
+        one, last = curves[forward][method]["single"], found[most]
+        numbers = [round(slope(found), 2), round(one / last, 1), f"{one:.3g}", f"{last:.2g}"]
+        rows.append([forward, method, paper[method], *numbers])
+
+    def plot(axes: Any) -> None:
+        colors = dict(zip(FIG9_METHODS, plots.COLORS))
+        for (forward, method), found in by_draws.items():
+            axes.loglog(list(found), list(found.values()), color=colors[method], **STYLES[forward])
+        for method in dict.fromkeys(method for _, method in by_draws):
+            axes.plot([], [], color=colors[method], label=method)
+            if method in PUBLISHED:
+                axes.loglog([4**i for i in range(6)], PUBLISHED[method], "x--", markersize=4, color=colors[method])
+        first = max(c["single"] for of in curves.values() for c in of.values())
+        axes.loglog([1, most], [first, first / most], "k:", label="1/B")
+        axes.set_xlabel("backward passes averaged, B")
+        axes.set_ylabel("relative square error, q, k, v of block 0")
+
+    title = "Figure 9: concentration of the mean of B quantized backward passes"
+    header = ["forward", "method", "paper", "slope", f"gain of {most}", "error of one pass", f"of {most}"]
+    notes = [
+        f"slope of log error over log B through the last points: -1 unbiased, towards 0 a plateau; gain: the mean of "
+        f"{most} passes against one",
+        "the model is trained in bf16 and then converted, as in the paper; forward exact, circles: unquantized, as in "
+        "the authors' notebook; quantized, thin lines: the method's own, and the target is its exact backward",
+        "crosses: the authors' curves, an unquantized forward of Llama-3.2-1B and one sentence, another model and "
+        "text, which do not compare in magnitude",
+    ]
+    return Outcome(title, header, rows, notes, {"curves": curves}, plot, where or "", environment)

@@ -1,0 +1,431 @@
+"""What the stored runs answer beyond one table of gaps: targets, other forwards, steps, equal time, the ladder."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from statistics import fmean
+from typing import Any
+
+import numpy as np
+
+from lab import runs as kept_runs
+from lab import scaling
+from lab import statistics as stats
+from lab.study import gaps
+from lab.study.context import Context, Outcome
+from lab.study.gaps import VALUES, methods_of, steps_of, stored_runs
+from lab.study.sweep_runs import method_plan
+from nanochat_fp4.errors import UserError
+from nanochat_fp4.evaluation import plots
+
+FORWARD_NAMES = {"val_bpb": "own forward", "val_bpb_bf16": "BF16 forward"}
+
+
+def work(runs: list[dict], method: str, steps: int) -> str:
+    """GEMM work of a method's run, for a table."""
+    return f"{gaps.gemm_work(next(r for r in runs if r['method'] == method), steps):.2f}"
+
+
+def outcome(runs: list[dict], content: dict, title: str, header: list[str], *args: Any) -> Outcome:
+    where = gaps.measured_on(runs, content["data"])
+    return Outcome(title, header, *args, measured_on=where, environment=content["environment"])
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Figure 5, and the losses of each seed
+
+
+def along_the_run(context: Context, item: gaps.Item) -> Outcome:
+    """Figure 5: gaps at some steps, and a plot of all. Where runs were evaluated at their ends alone, the gaps are of
+    the mean training loss of parts of the run, on the same batches."""
+    runs, _, content = gaps.runs_of(context, "table5", item)
+    loss = any(len(r["curve"]) < 4 for r in runs) and all(r.get("loss_curve") for r in runs)
+    what = "training loss" if loss else "validation BPB"
+    found = gaps.along(runs, "loss_curve" if loss else "curve")
+    rows, lines = [], {}
+    for method in (m for m in methods_of(runs) if any(found.get(m, {}).values())):
+        seeds = [of for of in found[method].values() if of]
+        at = {step: [of[step] for of in seeds if step in of] for step in sorted(set().union(*seeds))}
+        points = [(step, fmean(values)) for step, values in at.items()]
+        lines[method] = [tuple(zip(*of.items())) for of in seeds]
+        rows.append([method, "  ".join(f"{s}: {g:+.2f}" for s, g in points[:: max(1, len(points) // 6)])])
+
+    def plot(axes: Any) -> None:
+        for method, of in lines.items():
+            plots.curve(axes, method, of)
+        axes.set_xlabel("step")
+        axes.set_ylabel(f"increase of the {what} over bf16, %")
+
+    title = f"Figure 5: increase of the {what} over BF16 in the course of training, own forward"
+    return outcome(runs, content, title, ["method", "gap in % at steps"], rows, [], {"curves": found}, plot)
+
+
+def losses(context: Context) -> Outcome:
+    """Bits per byte of every seed, with both forwards: what the gaps are made of."""
+    runs, content = stored_runs(context)
+    seeds, rows = sorted({r["seed"] for r in runs}), []
+    for method in dict.fromkeys(r["method"] for r in runs):
+        of = {r["seed"]: f"{r['val_bpb']:.4f}; {r['val_bpb_bf16']:.4f}" for r in runs if r["method"] == method}
+        rows.append([method, *(of.get(seed, "-") for seed in seeds)])
+    header = ["method", *(f"seed {seed}: own; BF16" for seed in seeds)]
+    return outcome(runs, content, "Bits per byte by seed", header, rows, [], {})
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Targets
+
+TARGETS = (
+    ("clover_feedback_late", 0.5, "val_bpb"),
+    ("both_from_92.5%", 0.5, "val_bpb"),
+    ("both_from_85%", 1 / 3, "val_bpb"),
+    ("clover_feedback_late", 0.4, "val_bpb_bf16"),
+    ("both_from_85%", 0.4, "val_bpb_bf16"),
+    # More work, or no more of it, spent on steps as well.
+    ("clover_feedback_late_2.9%_longer", 0.5, "val_bpb"),
+    ("clover_feedback_late_2.9%_longer", 0.4, "val_bpb_bf16"),
+    ("clover_feedback_late_7.8%_longer", 1 / 3, "val_bpb"),
+    ("clover_feedback_late_7.8%_longer", 0.4, "val_bpb_bf16"),
+    ("search_feedback_late_1%_shorter", 0.5, "val_bpb"),
+)  # method, share of clover's gap, of which forward
+
+
+def judge(found: list[dict]) -> None:
+    """Adds to targets that are tested together each one's p, corrected by Holm, and verdict."""
+    for of, corrected in zip(found, stats.holm([of["p"] for of in found])):
+        decided = not math.isnan(corrected) and corrected < 0.05
+        verdict = "not decided" if not decided else "reached" if of["share"] < of["target"] else "missed"
+        of |= {"p_holm": corrected, "verdict": verdict}
+
+
+def shown_p(p: float) -> str:
+    return "-" if math.isnan(p) else "<0.001" if p < 0.001 else f"{p:.3f}"
+
+
+def claims(context: Context) -> Outcome:
+    """The targets, on the seeds of the last study of --results, which are fresh: one verdict each."""
+    runs, content = stored_runs(context)
+    seeds = sorted({r["seed"] for r in runs if r["file"] == max(r["file"] for r in runs)})
+    fresh = [r for r in runs if r["seed"] in seeds]
+    methods = {r["method"] for r in fresh}
+    if missing := {"bf16", "clover"} - methods:
+        which = f"no {min(missing)} run of seeds {seeds}, which the last file is of"
+        raise UserError(f"--results has {which}; add its file")
+    targets = [t for t in TARGETS if t[0] in methods]
+    if not targets:
+        known = ", ".join(dict.fromkeys(t[0] for t in TARGETS))
+        raise UserError(f"--results has no run of seeds {seeds} of a method with a target: {known}")
+    found = []
+    for method, target, value in targets:
+        share = half = p = whole = whole_half = math.nan
+        if stats.has_gap(fresh, value) and stats.has_gap(runs, value):
+            share, half, p = stats.against_target(fresh, method, target, value, runs)
+            whole, whole_half, _ = stats.against_target(runs, method, target, value)
+        found.append({"method": method, "target": target, "value": value, "share": share, "half": half, "p": p})
+        found[-1] |= {"all_seeds": whole, "all_seeds_half": whole_half}
+    judge(found)
+    rows = []
+    for of in found:
+        cost = work(fresh, of["method"], steps_of(runs))
+        shares = ["clover has no gap", "-"]
+        if not math.isnan(of["share"]):
+            pairs = (of["share"], of["half"]), (of["all_seeds"], of["all_seeds_half"])
+            shares = [stats.with_half(*pair, 3) for pair in pairs]
+        forward, p_values = FORWARD_NAMES[of["value"]], [shown_p(of[k]) for k in ("p", "p_holm")]
+        row = [of["method"], cost, forward, f"{of['target']:.2f}x", shares[0], *p_values, of["verdict"], shares[1]]
+        rows.append(row)
+    header = ["method", "GEMM work", "forward", "target", f"share, seeds {seeds}", "p", "p, Holm"]
+    notes = [
+        f"{len(targets)} targets are tested together. p is of the hypothesis that the share is the target, two-sided; "
+        "Holm's correction is for all of this table",
+        "reached: the share is below its target and the corrected p below 0.05; missed: above it, and the same",
+        "shares are of clover's gap with the same forward. Intervals (95%, without the correction) and p are of method "
+        "minus target times clover, paired by seed, with the pooled scatter of all seeds' runs from scratch",
+        "clover has no gap: none above zero beyond its interval, and so no share of it",
+        *gaps.length_notes(runs),
+    ]
+    title, header = "Shares of clover's gap, and the targets", [*header, "verdict", "share, all seeds"]
+    return outcome(runs, content, title, header, rows, notes, {"claims": found})
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The same weights in several forwards (lab.study.forwards evaluates them)
+
+# A column of the table, and the method whose forward pass it is.
+IN_FORWARD = {"4/6, one term": "clover", "feedback, one term": "clover_feedback", "two terms": "clover_refined"}
+# What is wanted, the share of clover's gap, and what a run calls its bits per byte. "deployed" is one term: the own
+# forward, or that of feedback where the method ends in two terms.
+OF_FORWARDS = ("both in BF16", 0.5, "val_bpb_bf16"), ("deployed in plain NVFP4", 0.6, "deployed")
+WITH_TARGETS = "clover_feedback", "clover_search_feedback", "clover_feedback_late"
+
+
+def with_value(runs: list[dict], name: str) -> list[dict]:
+    """Keeps the runs that were evaluated with this forward pass, and stores that loss in r[name]. BF16 runs keep their
+    own loss, because gaps are measured against it."""
+    found = [r | {name: r["forwards"][name]} for r in runs if r["method"] != "bf16" and name in r.get("forwards", ())]
+    return found + [r | {name: r["val_bpb"]} for r in runs if r["method"] == "bf16"]
+
+
+def with_deployed(runs: list[dict]) -> list[dict]:
+    """The runs that can be deployed in one term, as r["deployed"]."""
+    feedback = with_value(runs, "clover_feedback")
+    two_terms = {m for m in methods_of(runs) if gaps.ends_in_two_terms(runs, m)}
+    one_term = [r | {"deployed": r["val_bpb"]} for r in runs if r["method"] not in two_terms]
+    return one_term + [r | {"deployed": r["clover_feedback"]} for r in feedback if r["method"] in two_terms]
+
+
+def rounded_afterwards(runs: list[dict], name: str) -> str:
+    """The gap of BF16's weights in another forward, paired by seed; "-" where no run has it."""
+    base = [r for r in runs if r["method"] == "bf16" and name in r.get("forwards", ())]
+    found = [100 * (r["forwards"][name] / r["val_bpb"] - 1) for r in base]
+    return stats.estimate(found).shown(2) if found else "-"
+
+
+def forwards(context: Context) -> Outcome:
+    """Gaps of each method's weights in each forward, and the targets of these, with one correction by Holm."""
+    runs, content = stored_runs(context)
+    (size,), methods = {r["size"] for r in runs}, methods_of(runs)
+    values = {"own": "val_bpb", **IN_FORWARD, "BF16": "val_bpb_bf16"}
+    cells: dict[str, dict[str, str]] = {m: {} for m in methods}
+    for column, name in values.items():
+        having = runs if name.startswith("val_bpb") else with_value(runs, name)
+        for method, gap in stats.pooled_differences(having, size, "bf16", value=name).items():
+            if method != "bf16":
+                cells[method][column] = f"{gap.shown(2)} [{gap.n}]"
+    if not any(column in cells[m] for m in methods for column in IN_FORWARD):
+        raise UserError("no run of --results was evaluated in several forwards; run lab.study.forwards, then its sweep")
+    steps = steps_of(runs)
+    rows = [[m, work(runs, m, steps), *(cells[m].get(c, "-") for c in values)] for m in methods]
+    afterwards = (rounded_afterwards(runs, name) for name in IN_FORWARD.values())
+    rows.insert(0, ["bf16", work(runs, "bf16", steps), "0", *afterwards, "0"])
+    found = []
+    for what, target, value in OF_FORWARDS:
+        having = with_deployed(runs) if value == "deployed" else runs
+        beside_clover = stats.pooled_differences(having, size, "clover", value=value)
+        for method in [m for m in WITH_TARGETS if m in beside_clover] if stats.has_gap(having, value) else []:
+            share, half, p = stats.against_target(having, method, target, value)
+            found.append({"method": method, "what": what, "target": target, "share": share, "half": half, "p": p})
+    judge(found)
+    notes = []
+    for of in found:
+        share = stats.with_half(of["share"], of["half"], 3)
+        said = f"share {share}, target {of['target']:.2f}, p by Holm {shown_p(of['p_holm'])}: {of['verdict']}"
+        notes.append(f"{of['method']}, {of['what']}: {said}")
+    notes += [
+        f"{len(found)} targets are tested together, two-sided, with the pooled scatter of a run; shares are of "
+        "clover's gap with the same forward. Intervals are 95%, without the correction",
+        "deployed in plain NVFP4: the own forward, or feedback of one term for a method that ends in two; clover's is "
+        "4/6, its own",
+        "gaps in percent of BF16's bits per byte, [seeds]; bf16: its weights, rounded after training",
+    ]
+    header, title = (
+        ["weights of", "GEMM work", *values],
+        "The same weights in several forward passes",
+    )
+    return outcome(runs, content, title, header, rows, notes, {"gaps": cells, "targets": found})
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# More steps, and equal time
+
+
+def computed(run: dict) -> object:
+    """Equal for two runs that compute alike for their whole length, however they are called."""
+    try:
+        plan = method_plan(run["flags"])
+    except ValueError:  # a method that was removed
+        return run["method"]
+    if plan.layers:
+        return run["method"]
+    return tuple((at, replace(of, name="", summary="", late=None)) for at, of in ((0.0, plan.method), *plan.phases))
+
+
+def exponent(runs: list[dict], value: str = "val_bpb") -> tuple[float, dict[str, float]]:
+    """(b of loss ~ steps^-b of all methods with two lengths or more, the same of each such method).
+
+    A method's runs of one seed have a level of their own. Raises UserError where no method has two lengths.
+    """
+    groups: dict[tuple, list[dict]] = {}
+    for r in runs:
+        groups.setdefault((computed(r), r["seed"]), []).append(r)
+    groups = {key: of for key, of in groups.items() if len({r["steps"] for r in of}) > 1}
+    if not groups:
+        raise UserError("--results has no method of two lengths with one seed; add a sweep with --num-iterations")
+
+    def fit(of: list[list[dict]]) -> float:
+        logs = [np.log([[r["steps"], r[value]] for r in runs]) for runs in of]
+        x, y = np.concatenate([log - log.mean(0) for log in logs]).T
+        return -float(x @ y / (x @ x))
+
+    single: dict[str, list[list[dict]]] = {}
+    for of in groups.values():
+        single.setdefault(min((r["method"] for r in of), key=len), []).append(of)
+    return fit(list(groups.values())), {name: fit(of) for name, of in single.items()}
+
+
+def more_tokens(gap: float, b: float) -> float:
+    """By how many percent more tokens a gap in percent is made up for."""
+    return 100 * ((1 + gap / 100) ** (1 / b) - 1)
+
+
+def extra_steps(context: Context) -> Outcome:
+    """Runs of other lengths against BF16 of its usual length, and against BF16 given the same steps."""
+    runs, content = stored_runs(context)
+    usual, (b, single) = steps_of(runs), exponent(runs)
+    base = {r["seed"]: r for r in runs if r["method"] == "bf16"}
+    rows, numbers = [], []
+    for method in ["bf16", *methods_of(runs)]:
+        mine = [r for r in runs if r["method"] == method and r["seed"] in base]
+        steps = mine[0]["steps"]
+        longer: dict[str, Any] = {"method": method, "steps": steps / usual}
+        cells = [method, f"{100 * (steps / usual - 1):+.1f}%", work(mine, method, usual)]
+        for name, value in VALUES.items():
+            gap = fmean(100 * (r[value] / base[r["seed"]][value] - 1) for r in mine)
+            alike = 100 * ((1 + gap / 100) * (steps / usual) ** b - 1)
+            longer[name] = {"gap": gap, "same_steps": alike, "more_tokens": more_tokens(alike, b)}
+            cells += [f"{gap:+.2f}", f"{alike:+.2f}", f"{more_tokens(alike, b):+.0f}%"]
+        rows.append([*cells, len(mine)])
+        numbers.append(longer)
+    shown = ", ".join(f"{name} {of:.3f}" for name, of in single.items())
+    what = [f"{name}: {w}" for name in VALUES for w in ("gap", "same steps", "tokens")]
+    header = ["method", "steps", "GEMM work", *what, "seeds"]
+    notes = [
+        "gap: over bf16 of its usual length, percent; same steps: over a bf16 with as many steps as the method, whose "
+        "loss is bf16's times (steps / usual)^-b, not measured",
+        "tokens: by how much longer the method must train than bf16 to be level, by the same b",
+        f"b = {b:.3f}, of all methods with several lengths: {shown}",
+        "runs of other lengths end on other text, and read more of it",
+    ]
+    numbers_of = {"exponent": b, "exponents": single, "methods": numbers}
+    return outcome(runs, content, "Extra steps, and gaps as tokens", header, rows, notes, numbers_of)
+
+
+# Whole steps that others measured: a method's time over that of NVFP4 in the same program on the same cards.
+MEASURED = (
+    ("mdhorton/nanochat_sm120, d20, RTX PRO 4000", "bf16", 37_532 / 23_493, 20),
+    ("mdhorton/nanochat_sm120, d20, RTX PRO 4000, FP8 untuned", "fp8", 37_532 / 29_040, 20),
+    ("mdhorton/nanochat_sm120, d12, two RTX PRO 4000, FP8 untuned", "fp8", 232_678 / 193_025, 12),
+    ("mdhorton/nanochat_sm120, d12, two RTX PRO 4000, FP8 tuned", "fp8", 1.015, 12),
+    ("mdhorton/nanochat-cpp, d12, two RTX PRO 4000, MXFP8 fused", "fp8", 351_321 / 273_814, 12),
+    ("mdhorton/nanochat-cpp, d24, two RTX PRO 4000, MXFP8 fused", "fp8", 81_303 / 59_978, 24),
+)
+IN_4_BITS = ("clover", "clover_feedback", "clover_feedback_late")
+
+
+def equal_time(context: Context) -> Outcome:
+    """Gaps to BF16 of 8 and 16 bits that train for no longer than NVFP4, by whole steps that others measured.
+
+    A method that takes t times as long makes 1/t of the steps, and its loss is larger by t^b. b is d6's own, or that of
+    the law of the paper's runs at the size and length of the model. The gap is d6's in any case.
+    """
+    runs, content = stored_runs(context)
+    own_b, law = exponent(runs)[0], scaling.fit_law(scaling.read_runs("paper"))
+    trained = ("bf16", "fp8", *IN_4_BITS)
+    seeds = set.intersection(*({r["seed"] for r in runs if r["method"] == m} for m in trained))
+    if not seeds:
+        raise UserError(f"--results has no seed of all of {', '.join(trained)}; add the study of the missing ones")
+    mean = {}
+    for method in trained:
+        of = [r for r in runs if r["method"] == method and r["seed"] in seeds]
+        mean[method] = {name: fmean(r[value] for r in of) for name, value in VALUES.items()}
+    gap = {m: {name: mean[m][name] / mean["bf16"][name] - 1 for name in VALUES} for m in trained}
+    rows, numbers = [], []
+    for where, method, time, depth in MEASURED:
+        blocks, ends = 12 * (64 * depth) ** 2 * depth, 2 * 65536 * 64 * depth
+        b_of_law = scaling.exponent_of_tokens(law, blocks, 20 * (blocks + ends))
+        cells = []
+        for b in (own_b, b_of_law):
+            cells.append("; ".join(f"{100 * ((1 + gap[method][name]) * time**b - 1):.2f}" for name in VALUES))
+        rows.append([where, method, f"{time:.2f}", f"{b_of_law:.3f}", *cells])
+        numbers.append({"measured": where, "method": method, "time": time, "b": [own_b, b_of_law]})
+    for method in IN_4_BITS:
+        rows.append(["-", method, "1.00", "-", *["; ".join(f"{100 * gap[method][name]:.2f}" for name in VALUES)] * 2])
+    header = [
+        "measured by",
+        "method",
+        "time over NVFP4's",
+        "b of the law",
+        f"gap, b = {own_b:.3f}",
+        "gap, b of the law",
+    ]
+    notes = [
+        "gap over a BF16 that trains for as many steps as NVFP4, with the own forward; with the BF16 forward; percent",
+        "ASSUMPTIONS: d6's gap at every size; clover is as fast as the measured NVFP4, which has no MS-EDEN in "
+        "nanochat-cpp; feedback and a last phase take more: 2% each on an H200",
+        f"b = {own_b:.3f} is d6's, from runs 7.8% longer; b of the law is that of the paper's runs at 20 tokens per "
+        "parameter. Speed, text and b move a difference by 0.3 to 1.3, so no interval of seeds is given",
+    ]
+    title = "At equal time: gaps of d6, and whole steps that others measured"
+    return outcome(runs, content, title, header, rows, notes, {"rows": numbers})
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Sizes and lengths; the leaderboard
+
+LADDER = ("nvidia", "clover", "clover_feedback")
+
+
+def ladder(context: Context) -> Outcome:
+    """Gaps of each study of --results (sweeps of small models of several widths and lengths), both forwards."""
+    rows, numbers, environment, data = [], {}, None, ""
+    for name in kept_runs.names_of(context.args.results or "ladder_*"):
+        content = kept_runs.stored(name)
+        runs, environment, data = content["results"], content["environment"], content["data"]
+        size, first = runs[0]["size"], runs[0]
+        blocks = scaling.runs_of(first)[0].parameters
+        head = (first["num_params"] - blocks) // 2
+        gap = {(m, v): stats.gap(runs, size, m, v) for m in LADDER for v in VALUES.values()}
+        cells = ["; ".join(str(gap[m, v]) for v in VALUES.values()) if gap[m, "val_bpb"].n else "-" for m in LADDER]
+        ratios = [f"{first['tokens'] / n:.0f}" for n in (blocks + head, blocks)]
+        scatter = stats.scatter(runs, size)[0]
+        seeds = len({r["seed"] for r in runs if r["method"] == "bf16"})
+        rows.append([name, f"{blocks / 1e6:.2f}M", *ratios, seeds, "-" if math.isnan(scatter) else f"{scatter:.2f}"])
+        rows[-1] += cells
+        numbers[name] = {"blocks": blocks, "tokens": first["tokens"]}
+    header = ["study", "N, blocks", "tokens / (N + head)", "tokens / N", "seeds", "scatter, %"]
+    notes = [
+        "gaps to BF16 in percent, own forward; BF16 forward; 95%, paired by seed",
+        "scatter: of one run, pooled over the methods, own forward",
+        "python -m lab.scaling --runs 'ladder_*' fits lost parameters, lost tokens and a constant gap",
+    ]
+    title = "The ladder: gaps of small models by size and length"
+    return Outcome(title, [*header, *LADDER], rows, notes, numbers, None, f"data {data}", environment)
+
+
+# Studies that were validated often along the run, and the bits per byte that are to be reached.
+TO_REACH = {"d6_stored": 1.27, "d2_embedded": 2.6}
+
+
+def reached(curve: Sequence[Sequence[float]], target: float) -> float | None:
+    """The step at which the loss of a curve of (step, loss, ...) first is `target`; None if it never is.
+
+    Between two validations it is interpolated.
+    """
+    for i, (step, loss, *_) in enumerate(curve):
+        if loss <= target:
+            before, higher = curve[i - 1][:2] if i else (step, loss)
+            return step if higher == loss else before + (step - before) * (higher - target) / (higher - loss)
+    return None
+
+
+def leaderboard(context: Context) -> Outcome:
+    """A row for each method of --results, the fewest tokens over BF16's of the same seed first."""
+    group = context.args.results or next(iter(TO_REACH))
+    if group not in TO_REACH:
+        raise UserError(f"--results={group}: the leaderboard has {', '.join(TO_REACH)}; others validate too rarely")
+    context.args.results = group
+    runs, content = stored_runs(context)
+    target, tokens = TO_REACH[group], {}
+    for r in runs:
+        step = reached(r["curve"], target)
+        if step is not None and not any(flag.startswith("--branch-from") for flag in r["flags"]):
+            tokens.setdefault(r["method"], {})[r["seed"]] = round(step * r["tokens"] / r["steps"])
+    seeds = sorted({seed for of in tokens.values() for seed in of})
+    over = {m: fmean(n / tokens["bf16"][seed] for seed, n in of.items()) for m, of in tokens.items()}
+    rows = []
+    for method in sorted(over, key=over.__getitem__):
+        cells = [f"{tokens[method][seed]:,}" if seed in tokens[method] else "-" for seed in seeds]
+        rows.append([method, f"{over[method]:.4f}", *cells])
+    header = ["method", "over bf16", *(f"seed {seed}" for seed in seeds)]
+    notes = ["over bf16: the mean over the seeds of both, of the tokens over bf16's", "runs from scratch alone"]
+    title = f"Leaderboard: training tokens to {target:g} bits per byte, own forward"
+    return outcome(runs, content, title, header, rows, notes, {"tokens": tokens})

@@ -1,0 +1,138 @@
+"""Tables 3, 4, 6, 7 and Figure 6: the models of the paper, and speed as lab.bench times it."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+from lab import RESULTS, ROOT
+from lab.study.context import Context, Outcome
+from lab.study.sweep_runs import flag_values, size_flags
+from nanochat_fp4.environment import environment_info
+from nanochat_fp4.errors import UserError
+from nanochat_fp4.models import llama
+
+
+def benchmark(name: str) -> tuple[list[dict], dict]:
+    """(records, environment) of a file of lab.bench, or of a part of lab/results/bench.json. Raises UserError."""
+    try:
+        kept = json.loads((RESULTS / "bench.json").read_text(encoding="utf-8"))
+        content = kept[name] if name in kept else json.loads(Path(name).read_text(encoding="utf-8"))
+        return content["records"], content["environment"]
+    except (OSError, ValueError, KeyError, TypeError) as e:
+        problem = f"{name} is no file of lab.bench ({type(e).__name__})"
+        raise UserError(f"{problem}; give its JSON, or a part of lab/results/bench.json: {', '.join(kept)}") from None
+
+
+def run_benchmark(context: Context, what: str, flags: list[str]) -> list[dict]:
+    """The records of a benchmark, run in a process of its own. Raises UserError."""
+    path = context.folder / f"bench_{what}.json"
+    command = [sys.executable, "-m", "lab.bench", what, f"--json={path}", *flags]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    if done.returncode:
+        raise UserError(f"lab.bench {what} failed: {(done.stderr.strip().splitlines() or ['?'])[-1]}")
+    return benchmark(str(path))[0]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Tables 3 and 4: the Llama-like models
+
+TABLE_3 = {  # layers, width, heads, learning rate
+    "30M": (6, 640, 5, 0.0012), "50M": (7, 768, 6, 0.0012), "100M": (8, 1024, 8, 0.0009),
+    "200M": (10, 1280, 10, 0.00072),
+}  # fmt: skip
+TABLE_4 = {  # of the paper, and what this package sets
+    "sequence length": (512, lambda flags: int(flags["max-seq-len"])),
+    "batch, sequences": (512, lambda flags: int(flags["total-batch-size"]) // int(flags["max-seq-len"])),
+    "warm-up, share of the steps": (0.1, lambda flags: 1 / llama.WARMUP_SHARE),
+    "gradient clipping": (1.0, lambda flags: llama.CLIP_NORM),
+    "weight decay": (0.1, lambda flags: llama.WEIGHT_DECAY),
+}
+
+
+def table3(context: Context) -> Outcome:
+    rows = [[size, *(f"{a:g}; {b:g}" for a, b in zip(of, llama.SIZES[size]))] for size, of in TABLE_3.items()]
+    header = ["model", *(f"{name}: paper; here" for name in ("layers", "width", "heads", "learning rate"))]
+    return Outcome("Table 3: the Llama-like models", header, rows, [], {})
+
+
+def table4(context: Context) -> Outcome:
+    flags = flag_values(size_flags("llama-30M"))
+    rows = [[name, f"{paper:g}", f"{here(flags):g}"] for name, (paper, here) in TABLE_4.items()]
+    notes = ["AdamW with a cosine schedule, optimizer and accumulators in FP32, as in the paper"]
+    return Outcome("Table 4: how the Llama-like models train", ["setting", "paper", "here"], rows, notes, {})
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Figure 6, Table 6: speed of linear layers
+
+
+def fig6(context: Context) -> Outcome:
+    on_gpu, models = torch.cuda.is_available() and not context.quick, context.args.models or "800M,3B,7B"
+    stored = context.args.results or ("" if on_gpu else "bench_linear")
+    if stored:
+        records, environment = benchmark(stored)
+    else:
+        flags, environment = [f"--models={models}", "--passes=forward+backward"], environment_info()
+        settings = {"models": models, "machine": environment["gpu"]}
+        records = context.piece("fig6", settings, lambda: run_benchmark(context, "layers", flags))
+    rows = []
+    for r in records:
+        if r["pass"] == "forward+backward" and r["method"] != "bf16" and r["ratio"]:
+            paper = "up to 4.2 (RTX 5090)" if r["method"] == "clover" else "-"
+            where = f"{environment['gpu']}, {r['mode']}"
+            rows.append([where, r["model"], r["method"], paper, round(1 / r["ratio"], 2), round(r["ms"], 2)])
+    notes = ["the paper: more than 4x over BF16, and about 70% more than Quartet's kernels, on an RTX 5090"]
+    header = ["machine", "model", "method", "paper, x", "here, x BF16", "ms"]
+    title = "Figure 6, Table 6: speed of the linear layers of Llama-like models, forward + backward"
+    what = "8 x 2048 tokens, the paper's Table 6 shapes"
+    return Outcome(title, header, rows, notes, {"records": records}, None, what, environment)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Table 7: time by operation
+
+# kind of work as lab.bench steps names it: (forward, backward), percent of the pass; the paper's Table 7, whose rows of
+# one kind are added up: LM head and loss; grad quant. and act. requant.
+TABLE_7 = {
+    "GEMM": (24, 19),
+    "attention": (21, 18),
+    "LM head and loss": (18, 13),
+    "quantize": (8, None),
+    "rotate and quantize": (None, 21),
+    "abs-max": (5, None),
+    "ReLU^2": (7, 4),
+    "RMSNorm": (6, 7),
+    "gradient accumulation": (None, 3),
+}
+
+
+def table7(context: Context) -> Outcome:
+    name, environment = context.args.results, None
+    on_gpu = bool(name) or (torch.cuda.is_available() and not context.quick)
+    if name:
+        records, environment = benchmark(name)
+    else:
+        flags = ["--depth=26", "--methods=clover", "--total-batch-size=524288"]
+        if not on_gpu:
+            small = "--seq-len=64 --vocab-size=256 --total-batch-size=128 --micro-batch=2 --rounds=1 --calls=1"
+            flags = ["--depth=2", "--methods=clover", "--head-dim=64", *small.split()]
+        settings = {"flags": flags, "gpu": environment_info()["gpu"]}
+        records = context.piece("table7", settings, lambda: run_benchmark(context, "steps", flags))
+    timed = [r for r in records if "phase" in r and r["variant"].split(",")[0] == "clover"]  # maybe in several sizes
+    if not timed:
+        raise UserError(f"{name} has no times by operation of clover; run lab.bench steps with clover and --table7")
+    ms = {(r["phase"], r["kind"]): r["ms"] for r in timed if r["variant"] == timed[0]["variant"]}
+    sums = {phase: sum(v for (p, _), v in ms.items() if p == phase) for phase in ("forward", "backward")}
+    rows = []
+    for kind in (*TABLE_7, *sorted({k for p, k in ms if p in sums} - set(TABLE_7))):
+        shares = [f"{100 * ms.get((p, kind), 0.0) / sums[p]:.0f}" for p in sums]
+        forward, backward = TABLE_7.get(kind, (None, None))
+        rows.append([kind, forward or "-", shares[0], backward or "-", shares[1]])
+    title = "Table 7: time by operation, clover, % of the pass (paper: 1.1B parameters on an RTX 5090)"
+    header = ["operation", "forward, paper", "here", "backward, paper", "here"]
+    notes = [f"forward {sums['forward']:.1f} ms, backward {sums['backward']:.1f} ms a micro-batch"]
+    what = "d26, micro-batch as large as fits" if on_gpu else "a model of two layers: a check of the command"
+    return Outcome(title, header, rows, notes, {"records": records}, None, what, environment)

@@ -1,0 +1,132 @@
+"""The texts of the stored runs made again, and how long an epoch of a text is.
+
+    python -m lab.texts make 1db8be907300 --corpus CORPUS --code CODE --out folder
+    python -m lab.texts epoch --data-dir folder --max-seq-len 256               # with the base directory's tokenizer
+    python -m lab.texts cut --data-dir folder --max-seq-len 256 --out pieces    # documents cut to fit into the rows
+
+A text is named by its data_key, a hash of its shards' names and sizes; docs/texts.md says what CORPUS and CODE are made
+of, and their licences. Any other text needs no command: --data-dir takes a folder of text files.
+
+A row of T + 1 tokens takes documents whole while they fit. The rest is filled by a document that is cropped, and what
+is cropped is not read, in this epoch or another. Long documents in short rows lose most of their text.
+"""
+
+import argparse
+import io
+import random
+import shutil
+from pathlib import Path
+
+from lab.study.sweep_runs import data_key
+from nanochat_fp4.common import print0
+from nanochat_fp4.console import ArgumentParser
+from nanochat_fp4.data.dataloader import BestFitLoader
+from nanochat_fp4.data.dataset import open_shards
+from nanochat_fp4.data.shards import cut_text, new_folder
+from nanochat_fp4.data.tokenizer import get_tokenizer
+from nanochat_fp4.errors import UserError, run_main
+
+# data_key -> the shards in the order of their names, and how these names begin.
+PROSE, CODE = ([f"{folder}/shard_0000{i}.parquet" for i in range(3)] for folder in ("corpus", "code"))
+MIXED = "code/val_mixed.parquet"  # half prose of corpus/shard_00003.parquet, half code that is in no other shard
+TEXTS = {
+    "0ca8b83e6a47": {f"shard_0000{i}.parquet": f"corpus/shard_0000{i}.parquet" for i in range(4)},
+    "1db8be907300": {
+        f"shard_0000{i}.parquet": shard
+        for i, shard in enumerate([*(shard for pair in zip(PROSE, CODE) for shard in pair), MIXED])
+    },
+    # Its training text has the prose of its validation text: half of that is no held-out text.
+    "b02ca4613600": {
+        **{shard.replace("code/shard", "code"): shard for shard in CODE},
+        **{f"prose_0000{i}.parquet": f"corpus/shard_0000{i}.parquet" for i in range(4)},
+        "val_mixed.parquet": MIXED,
+    },
+}
+GROUP = 1024  # documents in a row group
+SAMPLE, SHORTEST_PIECE = 1000, 0.25  # documents of a shard that are counted; a piece, of the longest
+
+
+def make(name: str, corpus: Path, code: Path, out: Path) -> None:
+    """Copies the shards of a text to `out` under the names that it had. Raises UserError where they are not its own."""
+    if name not in TEXTS:
+        raise UserError(f"no text is named {name}; use one of {', '.join(TEXTS)} (docs/texts.md)")
+    folders = {"corpus": corpus, "code": code}
+    with new_folder(out) as folder:
+        for target, source in TEXTS[name].items():
+            kind, _, shard = source.partition("/")
+            try:
+                shutil.copyfile(folders[kind] / shard, folder / target)
+            except OSError as e:
+                raise UserError(f"--{kind}: {e.strerror}: {folders[kind] / shard}; see docs/texts.md") from None
+        if (found := data_key(str(folder))) != name:
+            raise UserError(f"the shards are those of {found}, not of {name}; give the folders of docs/texts.md")
+
+
+def parquet(texts: list[str]) -> bytes:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    file = io.BytesIO()
+    options = {"compression": "zstd", "compression_level": 12, "use_dictionary": False, "data_page_size": 1 << 26}
+    pq.write_table(pa.table({"text": texts}), file, row_group_size=GROUP, **options)
+    return file.getvalue()
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# An epoch
+
+
+def epoch(tokenizer, data_dir: str, T: int) -> tuple[int, str]:
+    """(tokens that rows of T train on before the text begins again, what they crop away), documents shuffled."""
+    loader = BestFitLoader(
+        tokenizer, 64, T, "train", device="cpu", data_dir=data_dir, data_seed=1, shuffle_documents=True
+    )
+    state = next(state for _, _, state in loader if state["epoch"] > 1)
+    return state["row"] * T, loader.cropped()
+
+
+def cut(tokenizer, data_dir: str, out: Path, T: int) -> None:
+    """Writes each shard of data_dir to the folder out, its documents in pieces of at most about T tokens."""
+    for shard in [*open_shards("train", data_dir), *open_shards("val", data_dir)]:
+        texts = [text for k in range(shard.num_row_groups) for text in shard.read(k)]
+        sample = texts[:SAMPLE]
+        tokens = sum(map(len, tokenizer.encode(sample)))
+        longest = max(2, int(0.98 * T * sum(map(len, sample)) / max(1, tokens)))
+        name = Path(shard.path).name
+        rng = random.Random(name)
+        pieces = [p for text in texts for p in cut_text(text, rng, max(1, int(SHORTEST_PIECE * longest)), longest)]
+        (out / name).write_bytes(parquet(pieces))
+        print0(f"{name}: {len(texts):,} documents, {len(pieces):,} pieces of at most {longest} characters")
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("what", choices=("make", "epoch", "cut"))
+    add("name", nargs="?", default="", help="make: the text's data_key")
+    add("--out", type=Path, help="an empty folder, or none yet")
+    add("--corpus", type=Path, help="make: folder of prose (docs/texts.md)")
+    add("--code", type=Path, help="make: folder of code")
+    add("--data-dir", help="epoch, cut: folder of parquet shards, the last for validation")
+    add("--max-seq-len", type=int, default=0, help="epoch, cut: tokens of a row")
+    args = parser.parse_args(argv)
+    needed = {"make": ("corpus", "code", "out"), "epoch": ("data_dir",), "cut": ("data_dir", "out")}
+    if missing := [name for name in needed[args.what] if not getattr(args, name)]:
+        raise UserError(f"lab.texts {args.what} needs --{missing[0].replace('_', '-')}")
+    if args.data_dir and args.max_seq_len < 1:
+        raise UserError(f"--max-seq-len={args.max_seq_len}: expected at least 1 token")
+    if args.out and args.out.exists() and (not args.out.is_dir() or any(args.out.iterdir())):
+        raise UserError(f"--out={args.out} has something already; choose an empty folder, or remove it")
+    if args.what == "make":
+        make(args.name, args.corpus, args.code, args.out)
+    else:
+        tokenizer = get_tokenizer()
+        if args.what == "cut":
+            with new_folder(args.out) as folder:  # never some of the shards, of which the last would be for validation
+                cut(tokenizer, args.data_dir, folder, args.max_seq_len)
+        tokens, cropped = epoch(tokenizer, str(args.out or args.data_dir), args.max_seq_len)
+        print0(f"an epoch has about {tokens:,} tokens; {cropped}")
+
+
+if __name__ == "__main__":
+    run_main(main)
