@@ -20,7 +20,7 @@ from pathlib import Path
 from lab.study.sweep_runs import data_key
 from nanochat_fp4.common import print0
 from nanochat_fp4.console import ArgumentParser
-from nanochat_fp4.data.dataloader import BestFitLoader
+from nanochat_fp4.data.dataloader import BestFitLoader, Text
 from nanochat_fp4.data.dataset import open_shards
 from nanochat_fp4.data.shards import cut_text, new_folder
 from nanochat_fp4.data.tokenizer import get_tokenizer
@@ -79,7 +79,7 @@ def parquet(texts: list[str]) -> bytes:
 def epoch(tokenizer, data_dir: str, T: int) -> tuple[int, str]:
     """(tokens that rows of T train on before the text begins again, what they crop away), documents shuffled."""
     loader = BestFitLoader(
-        tokenizer, 64, T, "train", device="cpu", data_dir=data_dir, data_seed=1, shuffle_documents=True
+        tokenizer, 64, T, "train", device="cpu", text=Text(data_dir, data_seed=1, shuffle_documents=True)
     )
     state = next(state for _, _, state in loader if state["epoch"] > 1)
     return state["row"] * T, loader.cropped()

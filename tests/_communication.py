@@ -201,7 +201,7 @@ def write_counted_step(
     from nanochat_fp4.common import compute_cleanup, compute_init
     from nanochat_fp4.models.gpt import GPT, GPTConfig
     from nanochat_fp4.models.optim import PretrainingOptions
-    from nanochat_fp4.nvfp4.sharding import local
+    from nanochat_fp4.nvfp4.collectives import local
     from nanochat_fp4.parallel import divide, shard
     from nanochat_fp4.training.trainer import TrainingStep
 

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 
-from lab.predict.machines import MACHINES, Machine
 from lab.recipes import RECIPES
 from nanochat_fp4.common import get_base_dir
 from nanochat_fp4.console import ArgumentParser, table

@@ -5,7 +5,7 @@
         report(trainer.loop, trainer.monitor)
 
 RunSpec says how the stages differ: data, schedule, evaluation, a checkpoint's metadata. TrainingStep is one optimizer
-step in parts, which lab.measure.bench_train times one by one.
+step in parts, which lab.bench steps times one by one.
 
 A resumed run equals an undisturbed one. A checkpoint has everything that a step depends on: model and optimizers,
 generators and data position, `loop` and the monitor.
