@@ -13,8 +13,8 @@ A2 . B2, of the residuals, is left out; it is of the size of the error that the 
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import ClassVar, NamedTuple, Protocol
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
 
 import torch
 from torch.autograd import function
@@ -30,16 +30,36 @@ class TensorCoreProduct(Protocol):
     def add_to(self, into: torch.Tensor) -> None: ...
 
 
+@dataclass
 class GemmOperand:
-    """The common part of all kinds of operand. operands.py has the other kinds, and a kind's methods."""
+    """The common part of all kinds of operand. operands.py has the other kinds, and a kind's methods.
 
-    tensor_scale: ClassVar[torch.Tensor | None] = None
+    padding: how many of the contracted elements are zeros that were put behind the tensor's own
+    """
+
+    padding: int = field(default=0, kw_only=True)
+    tensor_scale = None  # a field of kinds that have one
     single = True  # one term
     exact = True  # the matrix has a dtype that holds all values, not the dtype that was asked for
 
     @property
     def terms(self) -> "tuple[GemmOperand, ...]":
         return (self,)
+
+    @property
+    def shape(self) -> torch.Size:
+        """(R, K), with the padding."""
+        raise NotImplementedError
+
+    @property
+    def length(self) -> int:
+        """The number of contracted elements, without the padding."""
+        return self.shape[-1] - self.padding
+
+    def padded_from(self, length: int) -> "GemmOperand":
+        """Itself, of a tensor with so many contracted elements."""
+        self.padding = self.shape[-1] - length
+        return self
 
     @classmethod
     def from_tensors(cls, *tensors: torch.Tensor) -> "GemmOperand":
@@ -64,6 +84,10 @@ class Plain(GemmOperand):
 
     values: torch.Tensor
     exact = False
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.values.shape
 
     def tensors(self) -> tuple[torch.Tensor, ...]:
         return (self.values,)
@@ -90,6 +114,10 @@ class Decoded(GemmOperand):
 
     values: torch.Tensor
     tensor_scale: torch.Tensor | None = None
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.values.shape
 
     def matrix(self, dtype: torch.dtype) -> torch.Tensor:
         return self.values
@@ -185,12 +213,21 @@ def _product(
     return _dense(a, b, compute_dtype) if on_tensor_cores is None else on_tensor_cores
 
 
+def _check_lengths(a: GemmOperand, b: GemmOperand) -> None:
+    if a.length != b.length:
+        raise ValueError(
+            f"gemm: a is contracted over {a.length} elements and b over {b.length}; give two operands of one length"
+        )
+
+
 def gemm(a: GemmOperand, b: GemmOperand, *, compute_dtype: torch.dtype, out_dtype: torch.dtype) -> torch.Tensor:
     """a (M, K) . b (N, K)^T -> (M, N) in out_dtype.
 
     compute_dtype: what a plain operand is cast to (the dtype that the layer computes in without us).
-    An operand that was padded along K (zeros, so nothing changes) may meet one that was not.
+    An operand that was padded along K (zeros, so nothing changes) may meet one that was not. Raises ValueError where
+    K differs in another way.
     """
+    _check_lengths(a, b)
     if a.single and b.single:
         return _product(a.terms[0], b.terms[0], compute_dtype, out_dtype).result(out_dtype)
     return _cast(_sum_of_products(a, b, compute_dtype), out_dtype)
@@ -203,6 +240,7 @@ def gemm_add(a: GemmOperand, b: GemmOperand, into: torch.Tensor, *, compute_dtyp
     two terms. Where cuBLAS, or cuBLASLt for FP4, takes alpha from the device, the GEMM itself adds, alpha * accumulator
     + into. No product is written, and the sum is rounded once instead of twice.
     """
+    _check_lengths(a, b)
     if a.single and b.single:
         _product(a.terms[0], b.terms[0], compute_dtype, torch.float32).add_to(into)
     else:

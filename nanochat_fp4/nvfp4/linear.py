@@ -35,6 +35,7 @@ from nanochat_fp4.nvfp4.gemm import GemmOperand, after, gemm, gemm_add, once_dif
 from nanochat_fp4.nvfp4.layer_context import OUTSIDE, LayerContext
 from nanochat_fp4.nvfp4.methods import get_recipe
 from nanochat_fp4.nvfp4.operands import (
+    KeptOperand,
     Quantization,
     operands_of,
     quantize_grad_output,
@@ -88,10 +89,10 @@ class Pass(NamedTuple):
 
 
 class ForBackward(NamedTuple):
-    """What `gradients` knows of a pass besides tensors. kinds: of the kept operands. rows: of each weight."""
+    """What `gradients` knows of a pass besides tensors. kept: of weight and input. rows: of each weight."""
 
     p: Pass
-    kinds: list
+    kept: list[KeptOperand | None]
     rows: list[int]
     x_dtype: torch.dtype
     weight_dtype: torch.dtype
@@ -138,8 +139,8 @@ def output(
         kept_w = quantize_operand(weight, of(WEIGHT_T, seed, seed, x.device), transpose=True, keep_codes=True)
     if needs[1] and wgrad.b.raw:
         kept_x = quantize_operand(x, of(INPUT_T, seed, seed, x.device), transpose=True, keep_codes=True)
-    kinds, tensors = tensors_of(kept_w, kept_x)
-    state = ForBackward(p, kinds, [w.shape[0] for w in weights], x.dtype, weights[0].dtype, needs)
+    kept, tensors = tensors_of(kept_w, kept_x)
+    state = ForBackward(p, kept, [w.shape[0] for w in weights], x.dtype, weights[0].dtype, needs)
     return y, (xq, wq), state, [*tensors, seed]
 
 
@@ -152,7 +153,7 @@ def gradients(
     """
     p, (needs_dgrad, needs_wgrad), device = state.p, state.needs, grad_output.device
     of, dgrad, wgrad = p.quantization, p.recipe.grad_input, p.recipe.grad_weight
-    (w, x), (forward_seed,) = operands_of(state.kinds, tensors)
+    (w, x), (forward_seed,) = operands_of(state.kept, tensors)
     seed = _backward_seed(grad_output) if p.recipe.draws_in_backward else None
     # A GEMM whose b was rotated in the forward pass goes on with that pass's signs.
     signs = forward_seed if dgrad.b.raw else seed

@@ -174,6 +174,10 @@ class Stacked(GemmOperand):
     parts: tuple[GemmOperand, ...]
     codes_type: ClassVar[type[Codes]] = Codes
 
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size((sum(part.shape[0] for part in self.parts), self.parts[0].shape[1]))
+
     @staticmethod
     def of(parts: tuple[GemmOperand, ...]) -> "Stacked":
         return (SquareStacked if isinstance(parts[0], SquareCodes) else Stacked)(parts)
@@ -270,10 +274,10 @@ class WithResidual(GemmOperand):
         return (self.first.dequantize() + self.residual.dequantize()).to(dtype)
 
     def without_cache(self) -> "WithResidual":
-        return WithResidual(self.first.without_cache(), self.residual.without_cache())
+        return replace(self, first=self.first.without_cache(), residual=self.residual.without_cache())
 
     def depending_on(self, seed: torch.Tensor) -> "WithResidual":
-        return WithResidual(self.first.depending_on(seed), self.residual.depending_on(seed))
+        return replace(self, first=self.first.depending_on(seed), residual=self.residual.depending_on(seed))
 
 
 @dataclass
@@ -282,6 +286,10 @@ class FP8(GemmOperand):
 
     codes: torch.Tensor
     tensor_scale: torch.Tensor
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.codes.shape
 
     def tensors(self) -> tuple[torch.Tensor, ...]:
         return self.codes, self.tensor_scale
@@ -307,7 +315,7 @@ class FP8(GemmOperand):
         return (self.codes.to(torch.float32) * self.tensor_scale).to(dtype)
 
     def depending_on(self, seed: torch.Tensor) -> "FP8":
-        return FP8(self.codes, after(self.tensor_scale, seed))
+        return replace(self, tensor_scale=after(self.tensor_scale, seed))
 
 
 @dataclass
@@ -324,6 +332,10 @@ class FP8WithCodes(GemmOperand):
     def terms(self) -> tuple[GemmOperand, ...]:
         return (self.numbers,)
 
+    @property
+    def shape(self) -> torch.Size:
+        return self.numbers.shape
+
     def tensors(self) -> tuple[torch.Tensor, ...]:
         return *self.numbers.tensors(), *self.kept.tensors()
 
@@ -335,10 +347,10 @@ class FP8WithCodes(GemmOperand):
         return self.kept
 
     def without_cache(self) -> "FP8WithCodes":
-        return FP8WithCodes(self.numbers, self.kept.without_cache())
+        return replace(self, kept=self.kept.without_cache())
 
     def depending_on(self, seed: torch.Tensor) -> "FP8WithCodes":
-        return FP8WithCodes(self.numbers.depending_on(seed), self.kept)
+        return replace(self, numbers=self.numbers.depending_on(seed))
 
 
 def stacked(weights: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -346,22 +358,31 @@ def stacked(weights: Sequence[torch.Tensor]) -> torch.Tensor:
     return weights[0] if len(weights) == 1 else torch.cat(weights)
 
 
-def tensors_of(
-    *operands: GemmOperand | None,
-) -> tuple[list[tuple[type[GemmOperand] | None, int]], list[torch.Tensor]]:
-    """(kinds of the operands and the number of tensors of each, these tensors): for autograd, which keeps tensors."""
+class KeptOperand(NamedTuple):
+    """An operand whose tensors autograd keeps: what is needed besides them to have it back."""
+
+    kind: type[GemmOperand]
+    tensors: int
+    length: int
+
+
+def tensors_of(*operands: GemmOperand | None) -> tuple[list[KeptOperand | None], list[torch.Tensor]]:
+    """The operands as autograd keeps them, and all their tensors, one operand's after the other's."""
     parts = [() if operand is None else operand.tensors() for operand in operands]
-    kinds = [(None if o is None else type(o), len(part)) for o, part in zip(operands, parts)]
-    return kinds, list(itertools.chain.from_iterable(parts))
+    kept = [None if o is None else KeptOperand(type(o), len(part), o.length) for o, part in zip(operands, parts)]
+    return kept, list(itertools.chain.from_iterable(parts))
 
 
 def operands_of(
-    kinds: Sequence[tuple[type[GemmOperand] | None, int]], kept: Sequence[torch.Tensor | None]
+    kept: Sequence[KeptOperand | None], tensors: Sequence[torch.Tensor | None]
 ) -> tuple[list[GemmOperand | None], list[torch.Tensor | None]]:
-    """The operands of tensors_of, and the tensors that were kept behind theirs."""
-    tensors = iter(kept)
-    parts = [(kind, list(itertools.islice(tensors, count))) for kind, count in kinds]
-    return [None if kind is None else kind.from_tensors(*part) for kind, part in parts], list(tensors)
+    """The operands of tensors_of, and the tensors behind theirs."""
+    rest = iter(tensors)
+    operands = [
+        None if one is None else one.kind.from_tensors(*itertools.islice(rest, one.tensors)).padded_from(one.length)
+        for one in kept
+    ]
+    return operands, list(rest)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -404,7 +425,11 @@ def quantize_operand(
     keep_codes: the codes will be kept. Otherwise the kernels make what the GEMM of this machine reads alone: codes on
     FP4 tensor cores, and the decoded BF16 operand elsewhere.
     """
-    return _maker(how)(value, how, transpose, keep_codes)
+    if isinstance(value, torch.Tensor):
+        length = value.shape[0 if transpose else 1]
+    else:
+        length = value.shape[0] if transpose else value.length
+    return _maker(how)(value, how, transpose, keep_codes).padded_from(length)
 
 
 def _maker(how: Quantization) -> Maker:
@@ -535,10 +560,11 @@ def quantize_grad_output(
         kernels = a and b and a.has_kernels and b.has_kernels and a.block_rows == b.block_rows == 1
         kernels = kernels and for_wgrad.rht_dim
         if kernels and use_kernels(e.device):
-            return _rotate_quantize(e, for_dgrad, for_wgrad, native_gemm(e.device.type) is None)
+            a, b = _rotate_quantize(e, for_dgrad, for_wgrad, native_gemm(e.device.type) is None)
+            return a.padded_from(e.shape[1]), b.padded_from(e.shape[0])
     return (
-        None if for_dgrad is None else _maker(for_dgrad)(e, for_dgrad, False, False),
-        None if for_wgrad is None else _maker(for_wgrad)(e, for_wgrad, True, False),
+        None if for_dgrad is None else quantize_operand(e, for_dgrad),
+        None if for_wgrad is None else quantize_operand(e, for_wgrad, transpose=True),
     )
 
 

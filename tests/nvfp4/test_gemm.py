@@ -5,7 +5,7 @@ import torch
 from _assertions import assert_within_ulps, relative_square_error
 
 from nanochat_fp4.nvfp4.format import NVFP4Tensor
-from nanochat_fp4.nvfp4.gemm import gemm
+from nanochat_fp4.nvfp4.gemm import gemm, gemm_add
 from nanochat_fp4.nvfp4.operands import Codes, Plain, Quantization, WithResidual, quantize_operand
 from nanochat_fp4.nvfp4.quantizers import ROUNDINGS, quantize, quantize_reference
 
@@ -71,8 +71,31 @@ def test_plain_operands_are_rounded_to_the_compute_dtype(dtype):
 def test_padding_of_one_operand_along_k_is_ignored():
     x, w = torch.randn(3, 32), torch.randn(4, 32)
     padded = quantize(torch.nn.functional.pad(x, (0, 96)), "rtn")
+    padded = operand(padded).padded_from(32)
     assert relative_square_error(run(padded, w), quantize(x, "rtn").dequantize() @ w.T) < 1e-12
     assert relative_square_error(run(w, padded), w @ quantize(x, "rtn").dequantize().T) < 1e-12
+
+
+@pytest.mark.parametrize("kind", ["plain", "codes", "two terms", "fp8", "made"])
+def test_operands_of_different_lengths_are_refused(kind):
+    """A product of the columns that both have would be garbage that looks like a result."""
+    x, w = torch.randn(3, 32), torch.randn(4, 48)
+    make = {
+        "plain": Plain,
+        "codes": lambda t: operand(quantize(t, "rtn")),
+        "two terms": lambda t: quantize_operand(t, Quantization(ROUNDINGS["rtn"], terms=2)),
+        "fp8": lambda t: quantize_operand(t, Quantization(ROUNDINGS["e4m3"])),
+        "made": lambda t: quantize_operand(
+            t.T, Quantization(ROUNDINGS["sr"], torch.tensor(1), rht_dim=128), transpose=True
+        ),
+    }[kind]
+    into = torch.zeros(3, 4)
+    for a, b in ((make(x), make(w)), (make(x), Plain(w)), (Plain(x), make(w))):
+        with pytest.raises(ValueError, match="over 32 elements and b over 48"):
+            run(a, b)
+        with pytest.raises(ValueError, match="over 32 elements and b over 48"):
+            gemm_add(a, b, into, compute_dtype=torch.float32)
+    assert not into.any()
 
 
 def test_per_token_scales():
