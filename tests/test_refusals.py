@@ -168,7 +168,7 @@ def base(tmp_path_factory, _tiny_base):
 
 def content(folder):
     """Everything but locks and folders without files."""
-    paths = (p for p in folder.rglob("*") if p.is_file() and not p.name.startswith("."))
+    paths = (p for p in folder.rglob("*") if p.is_file() and not (p.name.startswith(".") or p.suffix == ".lock"))
     return {str(p.relative_to(folder)): p.read_bytes() for p in paths}
 
 

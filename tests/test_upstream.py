@@ -37,14 +37,30 @@ class OwnLinear(nn.Linear):
 
 Linear = OwnLinear if NEW else nn.Linear
 
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.c_proj, self.gate = Linear(32, 32, bias=False), Linear(12, 1, bias=False)
+
+    def forward(self, x):
+        return self.c_proj(x.cumsum(1) / 8) * torch.sigmoid(self.gate(x[..., :12]))
+
+class MLP(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.c_fc, self.c_proj = Linear(32, 64, bias=False), Linear(64, 32, bias=False)
+
+    def forward(self, x):
+        return self.c_proj(F.relu(self.c_fc(x)).square())
+
 class Block(nn.Module):
     def __init__(self):
         super().__init__()
-        self.up, self.down = Linear(32, 64, bias=False), Linear(64, 32, bias=False)
-        self.gate = Linear(12, 1, bias=False)
+        self.attn, self.mlp = Attention(), MLP()
 
     def forward(self, x):
-        return x + self.down(F.relu(self.up(x)).square()) * torch.sigmoid(self.gate(x[..., :12]))
+        x = x + self.attn(x)
+        return x + self.mlp(x)
 
 class Optimizer(torch.optim.SGD):
     @torch.no_grad()
@@ -135,7 +151,7 @@ record["same_parameters"] = before == {name: id(p) for name, p in model.named_pa
 if args.resume_from_step != -1:
     model.load_state_dict(load_checkpoint(folder, args.resume_from_step, "cpu", True)[0], assign=True)
 if args.fp8:
-    model.transformer.h[0].up = type("Float8Linear", (nn.Linear,), {})(32, 64, bias=False)
+    model.transformer.h[0].mlp.c_fc = type("Float8Linear", (nn.Linear,), {})(32, 64, bias=False)
 compiled = torch.compile(model, dynamic=False, backend="eager")  # no C++ compiler in a test
 if NEW:
     with torch.device("meta"):
@@ -160,7 +176,7 @@ while step < num_iterations:
         save_checkpoint(folder, step, model.state_dict(), None, {}, rank)
 record["keys"] = list(model.state_dict())
 record["checksum"] = sum(p.double().sum().item() for p in model.parameters())
-record["recipe"] = str(getattr(model.transformer.h[0].up, "recipe", None))
+record["recipe"] = str(getattr(model.transformer.h[0].mlp.c_proj, "recipe", None))
 sys.stdout.write(f"RECORD {rank} " + json.dumps(record) + chr(10))  # one write: two processes share the pipe
 if dist.is_initialized():
     dist.barrier()
@@ -172,10 +188,10 @@ import json, sys
 import torch
 from nanochat.checkpoint_manager import load_model
 model, data = load_model(int(sys.argv[1]))
-up = model.transformer.h[0].up
+layer = model.transformer.h[0].mlp.c_proj
 loaded = all((model.state_dict()[k] == v).all().item() for k, v in data.items())
-record = {"recipe": str(getattr(up, "recipe", None)), "loaded": loaded}
-record["gram"] = getattr(up, "gram_matrix", None) is not None
+record = {"recipe": str(getattr(layer, "recipe", None)), "loaded": loaded}
+record["gram"] = getattr(layer, "gram_matrix", None) is not None
 alone = torch.tensor([[1, 2, 3, 4]])
 with torch.no_grad():
     model.transformer.wte.weight[9] *= 1000  # a stranger whose amax would dwarf everything else
@@ -290,7 +306,7 @@ def test_converts_after_the_weights_and_before_compile_and_optimizers(checkout, 
     result = run(checkout, "--method", "clover", "scripts.base_train", "--", "--num-iterations=3")
     made, err = record(result), result[2]
     assert {name for name, kind in made["kinds"].items() if kind == "QuantLinear"} == {
-        f"transformer.h.{i}.{name}" for i in range(2) for name in ("up", "down")
+        f"transformer.h.{i}.{name}" for i in range(2) for name in ("attn.c_proj", "mlp.c_fc", "mlp.c_proj")
     }
     assert made["same_parameters"] and "nanochat_fp4" not in result[1]  # stdout is the script's own
     script = checkout / "scripts/base_train.py"
@@ -346,8 +362,8 @@ def test_later_stages_quantize_the_forward_pass_of_loaded_weights(checkout, run)
 
 
 def test_layers_can_be_left_alone(new, run):
-    made = record(run(new, "--method=clover", "--skip=*.down", "--skip=transformer.h.0.*", "scripts.base_train"))
-    assert [name for name, kind in made["kinds"].items() if kind == "QuantLinear"] == ["transformer.h.1.up"]
+    made = record(run(new, "--method=clover", "--skip=*.c_proj", "--skip=transformer.h.0.*", "scripts.base_train"))
+    assert [name for name, kind in made["kinds"].items() if kind == "QuantLinear"] == ["transformer.h.1.mlp.c_fc"]
 
 
 def test_two_processes_share_weights_and_not_their_random_numbers(new, tmp_path, run_ranks):
