@@ -46,7 +46,7 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     "clover_warmup": changed("bf16", "0.1=clover"),
     "clover_up_fp8": changed("clover", f"{LAYER_KINDS['up']}=clover_fp8_forward"),
     "clover_less_decay": changed("clover", "--weight-decay=0.1"),  # nanochat's is 0.2
-    # As in the paper's nanochat runs, where these differ from ours (docs/published.md).
+    # As in the paper's nanochat runs, where these differ from ours.
     "clover_separate_qkv": changed("clover", "--separate-qkv"),
     "clover_exact_relu_squared": changed("clover", "--exact-relu-squared"),
 }
