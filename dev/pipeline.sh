@@ -116,7 +116,7 @@ ask() {
 
 # pipeline RUN: the whole run.
 pipeline() {
-    local calls name python
+    local name
     # Before anything is installed. An installed package has the file elsewhere; there the plan itself looks.
     [ ! -f "$ROOT/nanochat_fp4/plan/variables.py" ] || "$(find_python)" "$ROOT/nanochat_fp4/plan/variables.py" || exit 2
     export NANOCHAT_BASE_DIR=${NANOCHAT_BASE_DIR:-$HOME/.cache/nanochat}
@@ -136,8 +136,8 @@ pipeline() {
     fi
     run "$PY" -m nanochat_fp4.plan "$1" --calls "$NANOCHAT_BASE_DIR/report/calls.sh" || exit $?
     ask
-    calls=$(<"$NANOCHAT_BASE_DIR/report/calls.sh") # read now: another script may write its own
-    eval "$calls"
+    # shellcheck disable=SC1091  # the plan has just written it. bash reads the whole file before it runs the first line.
+    source "$NANOCHAT_BASE_DIR/report/calls.sh"
     [ ! -s "$NANOCHAT_BASE_DIR/report/left_out.txt" ] || sed 's/^/left out: /' "$NANOCHAT_BASE_DIR/report/left_out.txt"
     exit "$STATUS"
 }
