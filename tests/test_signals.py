@@ -86,7 +86,9 @@ def test_another_program_keeps_its_signals(slow_import):
 
 def test_torchrun_repeats_the_one_line_last(fork_server):
     """All processes fail alike: rank 0 says why, the other one does not, and torchrun's report ends with it."""
-    bad = "from nanochat_fp4.console import print_error; print_error('no data'); raise SystemExit(2)"
+    # A busy machine may start rank 0 seconds later than rank 1, which waits long enough here.
+    bad = "from nanochat_fp4 import console; console.OTHER_RANKS_WAIT = 200; console.print_error('no data')"
+    bad += "; raise SystemExit(2)"
     code = "import nanochat_fp4, torch.distributed.run as run; run.main()"
     argv = [str(fork_server.python), "-c", code, "--standalone", "--nproc_per_node=2", "--no-python"]
     done = subprocess.run([*argv, str(fork_server.python), "-c", bad], capture_output=True, text=True, timeout=300)
