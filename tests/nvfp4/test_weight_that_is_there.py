@@ -46,11 +46,13 @@ def test_an_input_of_another_size_is_refused(method, features):
             run(x)
 
 
-def test_a_compiled_layer_refuses_an_input_of_another_size(monkeypatch):
-    monkeypatch.setitem(os.environ, "NVFP4_COMPILE", "1")
+@pytest.mark.parametrize("in_graphs", ["0", "1"])
+def test_a_compiled_layer_refuses_an_input_of_another_size(monkeypatch, in_graphs):
+    """Left out of the compiler's graphs, as on a CPU by default, and inside of them."""
+    monkeypatch.setitem(os.environ, "NVFP4_COMPILE", in_graphs)
     compiled = torch.compile(nf.QuantLinear(64, 32), backend="eager")
     assert compiled(torch.randn(4, 64)).shape == (4, 32)
-    for features in (16, 48, 128):
+    for features in (16, 48, 80, 128):
         with pytest.raises(ValueError, match=r"expected \(\.\.\., 64\)"):
             compiled(torch.randn(4, features))
 
@@ -66,6 +68,8 @@ def test_shapes_are_inferred_on_the_meta_device():
     y = model(x)
     y.sum().backward()
     assert y.shape == x.grad.shape == (2, 3, 64) and y.is_meta
+    with torch.device("meta"):
+        assert nf.QuantLinear(64, 32)(torch.empty(2, 3, 64)).shape == (2, 3, 32)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
