@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from nanochat_fp4.console import print_error, setup_default_logging
-from nanochat_fp4.packages import install_command, missing_package
+from nanochat_fp4.packages import missing_package, remedy
 
 
 class UserError(Exception):
@@ -41,7 +41,7 @@ def require(*modules: str) -> None:
     """Raises UserError with the `pip install` for those of the modules that are not installed."""
     if missing := [module for module in modules if importlib.util.find_spec(module) is None]:
         what = f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not installed"
-        raise UserError(f"{what}, which this needs; {install_command(*missing)}")
+        raise UserError(f"{what}, which this needs; {remedy(*missing)}")
 
 
 def _allow_interrupts() -> None:

@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from nanochat_fp4.packages import missing_package  # imports nothing that may be missing
+
 if TYPE_CHECKING:  # torch takes seconds to import: after begin_program
     import torch
 
@@ -28,20 +30,22 @@ def begin_program() -> None:
 
 def _say_what_is_missing(kind: type[BaseException], error: BaseException, trace: Any) -> None:
     """One line and status 2 for a package that is not installed; else Python's own traceback."""
-    from nanochat_fp4.console import print_error  # imports torch
-    from nanochat_fp4.packages import missing_package
-
     if not (message := missing_package(error)):
         return sys.__excepthook__(kind, error, trace)
-    print_error(message)
+    try:
+        from nanochat_fp4.console import print_error  # imports torch
+    except ModuleNotFoundError:
+        print(f"error: {message}", file=sys.stderr)
+    else:
+        print_error(message)
     raise SystemExit(2)
 
 
 def _is_our_program() -> bool:
-    """Whether Python is just starting a module of ours by `-m`, or a command of the installed package."""
-    if sys.argv[:1] == ["-m"] and "-m" in sys.orig_argv:
+    """Whether Python was started with a module of ours by `-m`, or with a command of the installed package."""
+    if sys.argv[:1] != ["-c"] and "-m" in sys.orig_argv:
         module = sys.orig_argv[sys.orig_argv.index("-m") + 1]
-        return module.partition(".")[0] in ("nanochat_fp4", "scripts")
+        return module.partition(".")[0] in ("nanochat_fp4", "scripts", "eval", "lab")
     return Path(sys.argv[0] if sys.argv else "").name.startswith("nanochat-fp4")
 
 

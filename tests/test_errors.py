@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -215,4 +216,25 @@ def test_each_missing_package_has_its_extra(tmp_path, monkeypatch):
     assert install_command("gguf") == f"pip install -e '{packages.ROOT}[export]'"
     monkeypatch.setattr(packages, "ROOT", tmp_path)  # as site-packages, without pyproject.toml
     assert install_command("gguf") == "pip install 'nanochat_fp4[export]'"
+    assert install_command("torch") == "pip install 'nanochat_fp4'"
     assert missing_package(ModuleNotFoundError("x", name="nanochat.gpt")) == ""
+
+
+@pytest.mark.parametrize("program", ["nanochat_fp4.doctor", "scripts.chat_web", "lab.bench", "lab.reproduce"])
+def test_a_python_without_torch_says_what_to_type(program, tmp_path):
+    """The shell that typed `bash speedrun_fp4.sh` has the system's Python, and the packages are in .venv."""
+    for name in ("scripts", "eval", "lab", "pyproject.toml"):
+        (tmp_path / name).symlink_to(packages.ROOT / name)
+    shutil.copytree(packages.ROOT / "nanochat_fp4", tmp_path / "nanochat_fp4", ignore=shutil.ignore_patterns("*cache*"))
+    start = f"""if True:
+        import runpy, sys
+        sys.path.insert(0, "")
+        sys.argv, sys.orig_argv = ["-m"], ["python", "-m", {program!r}]
+        runpy.run_module({program!r}, run_name="__main__", alter_sys=True)"""
+    command = [sys.executable, "-IS", "-c", start]
+    for has_venv, expected in ((False, "pip install -e '.'"), (True, "source .venv/bin/activate` and run it again")):
+        if has_venv:
+            (tmp_path / ".venv/lib/python3.13/site-packages/torch").mkdir(parents=True)
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+        assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
+        assert done.stderr.startswith("error: the package ") and done.stderr.rstrip().endswith(expected)
