@@ -2,13 +2,14 @@
 # Measures on this machine's GPU what README.md and docs/ say about one:
 #
 #     bash dev/measure.sh                      # 20 minutes at most
-#     python -m nanochat_fp4.doctor --send     # what to send of it, and where
+#
+# The last line is the command that says what to send of it, and where.
 #
 # Every part has a time limit and a log in $OUT, the benchmarks a JSON as well, which grows as they measure. A part that
 # fails leaves the others; a summary comes last, and the exit status is 1 if anything failed. Variables:
 #
 #     PARTS="doctor layers"    only these; PARTS=all: everything, 90 minutes
-#     DRY_RUN=1                the same in small, on any machine: does it work
+#     DRY_RUN=1                the same parts in small, on any machine: do they work? Its numbers are not worth sending
 #     LIMIT=60                 seconds for each part, in the place of its own limit
 #     PLAN_ONLY=1              print the commands and stop
 #     OUT=...                  where logs and numbers go (default: measurements/ in the base directory)
@@ -63,30 +64,26 @@ part() {
     STATUSES+=$name=$status,
     [ "$status" = 0 ] || FAILED=1
 }
-# optional NAME WHY WHAT SECONDS COMMAND...: skipped, and said why, where WHAT is empty.
-optional() {
-    if [ -n "$3" ]; then
-        part "$1" "${@:4}"
-    elif chosen "$1"; then
-        result "$1" "skipped: $2"
-    fi
-}
-
 # The same attention on every GPU.
 bench_steps=(env NANOCHAT_ATTENTION=sdpa "$PY" -m lab.bench steps --window-pattern L)
-doctor=("$PY" -m nanochat_fp4.doctor) needs_gpu=there
+doctor=("$PY" -m nanochat_fp4.doctor)
+layers=("$PY" -m lab.bench layers --passes forward+backward)
 steps=("${bench_steps[@]}" --depth 20 --rounds 2 --no-table7)
 if [ "${DRY_RUN:-0}" != 0 ]; then
-    doctor+=(--method clover) needs_gpu=""
+    doctor+=(--method clover)
+    layers+=(--models tiny --tokens 256 --seconds 0.01 --eager)
     steps=("${bench_steps[@]}" --depth 2 --head-dim 64 --seq-len 64 --vocab-size 256 --total-batch-size 256 --micro-batch 2 --rounds 1 --methods clover --no-table7)
 fi
 part doctor 300 "${doctor[@]}"
 part tests 1200 "$PY" -m pytest -q -p no:cacheprovider tests/kernels/test_*.py tests/nvfp4/test_native.py tests/nvfp4/test_gemm.py
-optional layers "DRY_RUN is set" "$needs_gpu" 240 "$PY" -m lab.bench layers --passes forward+backward --json "$OUT/layers.json"
+part layers 240 "${layers[@]}" --json "$OUT/layers.json"
 part steps 480 "${steps[@]}" --json "$OUT/steps.json"
 part steps_32gib 800 "${bench_steps[@]}" --memory-cap 32GiB --recompute none,mlp --no-table7 --json "$OUT/steps_32gib.json"
-optional steps_nanochat "NANOCHAT is not set" "${NANOCHAT:-}" 400 \
-    "${bench_steps[@]}" --depth 20 --methods "" --micro-batch 16 --no-table7 --nanochat "${NANOCHAT:-}" --json "$OUT/steps_nanochat.json"
+if [ -n "${NANOCHAT:-}" ]; then
+    part steps_nanochat 400 "${bench_steps[@]}" --depth 20 --methods "" --micro-batch 16 --no-table7 --nanochat "$NANOCHAT" --json "$OUT/steps_nanochat.json"
+elif chosen steps_nanochat; then
+    result steps_nanochat "skipped: NANOCHAT is not set"
+fi
 
 if [ "$PLAN_ONLY" = 0 ]; then echo "== summary, in $OUT"; fi
 printf '%s' "$SUMMARY"
@@ -97,6 +94,10 @@ done
 if [ ${#measured[@]} -gt 0 ]; then
     echo "== beside published numbers"
     "$PY" -m lab.bench compare "${measured[@]}" --card "$OUT/my_card.json" --statuses "$STATUSES" | tee "$OUT/my_card.txt" || FAILED=1
-    echo "== to send it: python -m nanochat_fp4.doctor --send"
+    if [ "${DRY_RUN:-0}" != 0 ]; then
+        echo "== DRY_RUN is set: these are no measurements. On a GPU: bash dev/measure.sh"
+    else
+        echo "== to send it: $PY -m nanochat_fp4.doctor --send $OUT"
+    fi
 fi
 exit $FAILED

@@ -18,7 +18,6 @@ check, at its start.
 import contextlib
 import functools
 import multiprocessing
-import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -411,12 +410,14 @@ def versions() -> str:
     return f"Python {python}, torch {torch.__version__}, CUDA {torch.version.cuda or 'none'}, Triton {triton_version}"
 
 
-def what_to_send() -> str:
-    """How to report what dev/measure.sh found on a card. Raises UserError where it has not run."""
-    folder = Path(os.environ.get("OUT") or Path(get_base_dir()) / "measurements")
+def what_to_send(folder: Path) -> str:
+    """How to report what dev/measure.sh found on a card. Raises UserError where the folder has no such file."""
     file = folder / "my_card.json"
     if not file.is_file():
-        raise UserError(f"there is no {file}; run `bash dev/measure.sh` first in a checkout, 20 minutes at most")
+        raise UserError(
+            f"there is no {file}; run `bash dev/measure.sh` first in a checkout (20 minutes), or give --send the "
+            "folder that OUT named"
+        )
     what = "numbers, versions and the names of GPU and methods; no path, no host name, no text of yours"
     where = "to the project's issues, with the form 'My card' (.github/ISSUE_TEMPLATE/my_card.yml)"
     return f"send {file} ({what})\nand the table in {folder / 'my_card.txt'}\n{where}"
@@ -427,11 +428,13 @@ def main(argv: list[str] | None = None) -> None:
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--method", default="", help="check this method only (default: those of nf.METHODS)")
     which.add_argument(
-        "--send", action="store_true", help="check nothing: say what to send of dev/measure.sh, and where"
-    )
+        "--send", nargs="?", const="", metavar="FOLDER",
+        help="check nothing: say what to send of dev/measure.sh's folder (default: measurements/ in the base "
+        "directory), and where",
+    )  # fmt: skip
     args = parser.parse_args(argv)
-    if args.send:
-        print(what_to_send())
+    if args.send is not None:
+        print(what_to_send(Path(args.send or Path(get_base_dir()) / "measurements")))
         return
     methods = (get_recipe(args.method).name,) if args.method else tuple(METHODS)
     device = torch.device(autodetect_device_type())

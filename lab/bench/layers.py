@@ -2,6 +2,7 @@
 
     python -m lab.bench layers                                              # 800M, 3B, 7B; the training methods
     python -m lab.bench layers --models 3B --methods clover --passes forward+backward --eager
+    python -m lab.bench layers --models tiny --tokens 256 --seconds 0.01 --eager        # does it run; also on a CPU
 
 The baseline is nn.Linear with FP32 weights under BF16 autocast, as nanochat trains; every method runs under the same
 autocast on the same tensors. A call is all four layers of a model, one after the other: as a CUDA graph (the GPU's work
@@ -33,6 +34,7 @@ LAYER_SETS: dict[str, dict[str, tuple[int, int]]] = {
     "3B": {"qkv": (3072, 9216), "out": (3072, 3072), "upgate": (3072, 16384), "down": (8192, 3072)},
     "7B": {"qkv": (4096, 12288), "out": (4096, 4096), "upgate": (4096, 22016), "down": (11008, 4096)},
     "22B": {"qkv": (6144, 18432), "out": (6144, 6144), "upgate": (6144, 32768), "down": (16384, 6144)},
+    "tiny": {"upgate": (128, 256), "down": (256, 128)},  # to try the program out, also on a CPU
 }
 TOKENS = 8 * 2048  # the paper, Appendix D.1: batch 8, sequence 2048
 METHODS = ("fp8", "clover", "clover_search", "nvidia", "tetrajet_v2")
@@ -116,6 +118,11 @@ def call(layers: list[Layer], which: str) -> None:
         getattr(layer, PASSES[which])()
 
 
+def on_a_cpu(models: list[str], mode: str) -> bool:
+    """Whether the layers run without a GPU: the tiny ones alone, and no CUDA graph of them."""
+    return not torch.cuda.is_available() and models == ["tiny"] and mode == "eager"
+
+
 def record_of(model: str, mode: str, which: str, method: str, numbers: dict, bf16_ms: float, tokens: int) -> dict:
     flops = sum(2.0 * tokens * k * n for k, n in LAYER_SETS[model].values()) * (1 if which == "forward" else 3)
     record = {"model": model, "mode": mode, "pass": which, "method": method} | numbers
@@ -128,7 +135,7 @@ def measure(
 ) -> list[str]:  # fmt: skip
     """The problems. The results get a record for each model, pass and method that is right, and are written whenever
     there are more."""
-    device = common.need_cuda("layers")
+    device = torch.device("cpu") if on_a_cpu(models, mode) else common.need_cuda("layers")
     problems = {m: p for m in methods if (p := layer_problem(device, m))}
     if "bf16" in problems:
         return list(problems.values())
@@ -146,7 +153,8 @@ def measure(
             results.write()
             del functions
         del layers
-        torch.cuda.empty_cache()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
     results.records = [r for r in records if r["method"] not in problems]
     return list(problems.values())
 
@@ -169,9 +177,9 @@ def main(argv: list[str] | None = None) -> None:
     methods = common.methods_of(args.methods)
     settings = {"models": models, "methods": methods, "tokens": args.tokens, "seconds": args.seconds}
     results = common.Results("bench_linear", args.json, settings)
-    common.need_cuda("layers")
-    print(f"{torch.cuda.get_device_name()}; {nf.backend()}; {args.tokens} tokens")
     mode = "eager" if args.eager else "graph"
+    name = "a CPU" if on_a_cpu(models, mode) else torch.cuda.get_device_name(common.need_cuda("layers"))
+    print(f"{name}; {nf.backend()}; {args.tokens} tokens")
     problems = measure(models, methods, args.tokens, passes, args.seconds, results, mode)
     print(common.show(sorted(results.records, key=lambda r: r["pass"]), COLUMNS))
     results.finish(problems)

@@ -2,7 +2,6 @@
 
 import json
 import re
-import time
 import types
 from dataclasses import replace
 
@@ -49,22 +48,12 @@ def test_bad_arguments_are_one_line(module, argv, message):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Layers, with a CPU's clock in place of CUDA's events
+# Layers
 
 
 @pytest.fixture
-def measured(monkeypatch, tmp_path):
-    """Measures a tiny set of layers on a CPU: (problems, results)."""
-
-    def timed(function, calls: int) -> list[float]:
-        start = time.perf_counter()
-        for _ in range(calls):
-            function()
-        return [(time.perf_counter() - start) * 1e3 / calls] * calls
-
-    monkeypatch.setattr(common, "need_cuda", lambda what: torch.device("cpu"))
-    monkeypatch.setattr(layers, "LAYER_SETS", {"tiny": {"up": (128, 256), "down": (256, 128)}})
-    monkeypatch.setattr(common, "timed", timed)
+def measured(tmp_path):
+    """Measures a tiny set of layers: (problems, results)."""
 
     def measure() -> tuple[list[str], common.Results]:
         results = common.Results("x", str(tmp_path / "x.json"), {})

@@ -44,19 +44,21 @@ def test_a_plan_runs_nothing_and_what_a_stranger_runs_ends_within_20_minutes(tmp
 
 @no_gpu
 def test_a_dry_run_makes_the_table_and_the_file_to_send(fork_server, tmp_path):
-    """All of measure.sh, in small, on a CPU; then what the doctor says of it."""
+    """All parts of measure.sh, in small, on a CPU; then what the doctor says of a folder."""
     done = measure(tmp_path, fork_server.python, DRY_RUN="1")
     assert done.returncode == 0, done.stdout + done.stderr
     found = dict(line.split(maxsplit=1) for line in done.stdout.split("== summary, in ")[1].splitlines()[1:4])
-    assert [line.split()[0] for line in found.values()] == ["ok,", "skipped:", "ok,"]
+    assert [line.split()[0] for line in found.values()] == ["ok,", "ok,", "ok,"]
     card = json.loads((tmp_path / "my_card.json").read_text())
-    assert card["statuses"] == {"doctor": 0, "steps": 0}
-    (steps,) = card["parts"]
+    assert card["statuses"] == {"doctor": 0, "layers": 0, "steps": 0}
+    layers, steps = card["parts"]
+    assert {r["method"] for r in layers["records"]} >= {"bf16", "clover"}
     assert [r["method"] for r in steps["records"]] == ["bf16", "clover"]
     assert all(r["tokens_per_second"] > 0 and r["problem"] is False for r in steps["records"])
     table = (tmp_path / "my_card.txt").read_text()
     assert "d2, steps" in table and table.rstrip() in done.stdout
-    sent = fork_server.run("nanochat_fp4.doctor", ["--send"], as_main=True, env={"OUT": str(tmp_path)})
+    assert "--send" not in done.stdout and "DRY_RUN" in done.stdout.splitlines()[-1]
+    sent = fork_server.run("nanochat_fp4.doctor", ["--send", str(tmp_path)], as_main=True)
     assert sent.status == 0 and str(tmp_path / "my_card.json") in sent.log and "my_card.yml" in sent.log
 
 
@@ -78,10 +80,10 @@ def test_a_card_without_its_folder_is_refused(tmp_path):
         compare.main([str(steps), f"--card={tmp_path / 'none' / 'c.json'}"])
 
 
-def test_nothing_to_send_yet(tmp_path, monkeypatch):
-    monkeypatch.setenv("OUT", str(tmp_path))
-    with pytest.raises(UserError, match="there is no .*my_card.json; run `bash dev/measure.sh` first"):
-        doctor.main(["--send"])
+@pytest.mark.parametrize("folder", [[], ["elsewhere"]])
+def test_nothing_to_send_yet(folder, base_dir):
+    with pytest.raises(UserError, match=f"there is no .*{(folder or ['measurements'])[0]}.my_card.json"):
+        doctor.main(["--send", *folder])
 
 
 def test_every_file_and_flag_of_the_plan_is_there(tmp_path):
