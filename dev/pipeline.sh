@@ -138,6 +138,7 @@ pipeline() {
     ask
     # shellcheck disable=SC1091  # the plan has just written it. bash reads the whole file before it runs the first line.
     source "$NANOCHAT_BASE_DIR/report/calls.sh"
+    [ -n "${VENV:-}" ] || echo "other commands in this shell: source $ROOT/.venv/bin/activate first"
     [ ! -s "$NANOCHAT_BASE_DIR/report/left_out.txt" ] || sed 's/^/left out: /' "$NANOCHAT_BASE_DIR/report/left_out.txt"
     exit "$STATUS"
 }
