@@ -1,8 +1,9 @@
-"""The laboratory: what measures, studies and predicts. The wheel does not contain it.
+"""The laboratory: what measures and studies the package, and the runs that its claims rest on. The wheel lacks it.
 
-measure times kernels, layers and steps. study trains many models and compares them. predict compares this project's
-model of a GPU with published times. golden proves that a change of the code changes no result.
-lab may import everything, and nothing imports lab. `python -m lab.reproduce list` names the paper's tables and figures.
+`lab.bench` times layers and training steps. `lab.study.sweep` trains many models, whose runs `lab.runs` keeps.
+`lab.reproduce` makes the paper's tables and figures, and every table of a page, from the stored runs or anew.
+`lab.golden` proves that a change of the code changes no result. The laboratory may import everything, and nothing
+imports it. `python -m lab.reproduce list` names the tables and figures.
 """
 
 from pathlib import Path

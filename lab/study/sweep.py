@@ -2,6 +2,7 @@
 
     python -m lab.study.sweep --methods bf16,nvidia,clover --sizes d6,d8 --seeds 3 --tokens 100M --data-dir folder
     python -m lab.study.sweep ... the same again          # goes on where it was interrupted; what is done is skipped
+    python -m lab.study.sweep --again d6_longer --data-dir folder       # the runs of a study of lab.runs once more
 
 Each GPU has one process, or --jobs of them, which train run after run. Without a GPU the runs follow one another in
 this process. Methods of a seed have the same initialization and the same order of the data, so their differences are
@@ -29,9 +30,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from lab.runs import stored
 from lab.statistics import gap
 from lab.study.sweep_results import data_name, difference_from_paper, other_lengths, summary
-from lab.study.sweep_runs import Run, data_key, labels, method_plan, parse_number, plan
+from lab.study.sweep_runs import Run, again, data_key, labels, method_plan, parse_number, plan
 from lab.study.sweep_scheduler import Interrupted, Sweep, base_directory, visible_devices
 from nanochat_fp4.common import get_base_dir, print0
 from nanochat_fp4.console import ArgumentParser, format_seconds, table
@@ -198,7 +200,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     """Raises UserError."""
     parser = ArgumentParser(description=__doc__.split("\n")[0])
     add = parser.add_argument
-    add("--name", default="sweep", help="of the table and its files")
+    add("--name", default="", help="of the table and its files (default: the study's, or sweep)")
+    add("--again", default="", metavar="STUDY", help="train the runs of this study of lab.runs, with their flags")
     add("--methods", default="bf16,nvidia,four_over_six,tetrajet_v2,clover,clover_search")
     add("--variant", action="append", default=[], help='"label: flags of base_train"; may be repeated')
     add("--keep", default="", help="methods whose checkpoints stay, with commas")
@@ -207,9 +210,16 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     args.methods = [*filter(None, args.methods.split(",")), *args.variant]
     args.sizes = [s for s in args.sizes.split(",") if s]
+    args.stored = []
+    if args.again:
+        args.stored = stored(args.again)["results"]
+        args.methods = list(dict.fromkeys(r["method"] for r in args.stored))
+        args.sizes = list(dict.fromkeys(r["size"] for r in args.stored))
+        args.vocab_size = args.vocab_size or args.stored[0].get("vocab_size", 0)
+    args.name = args.name or args.again or "sweep"
     if not args.sizes or not args.methods or min(args.seeds, args.jobs) < 1:
         raise UserError("--sizes, --methods, --seeds and --jobs must be at least one each")
-    if not args.name or "/" in args.name:
+    if "/" in args.name:
         raise UserError(f"--name={args.name}: expected the name of a file without /; --folder says where it goes")
     args.keep, names = [m for m in args.keep.split(",") if m], labels(args.methods)
     if unknown := [m for m in args.keep if m not in names]:
@@ -219,6 +229,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 def planned(args: argparse.Namespace, data: str = "") -> list[Run]:
     """The runs of a command line. Without data (data_key of the text) bad flags of base_train raise UserError, too."""
+    if args.stored:
+        return again(args.stored, data)
     seeds = range(args.first_seed, args.first_seed + args.seeds)
     runs = plan(args.methods, args.sizes, seeds, **plan_options(args), data=data)
     for run in () if data else runs:

@@ -233,6 +233,34 @@ def plan(
     return runs
 
 
+def again(results: Iterable[dict], data: str) -> list[Run]:
+    """The runs of a stored study, to be trained on the text of this data_key.
+
+    A run's tag depends on the text, so a branch starts from the new tag of the run that it once started from.
+    Raises UserError where the study lacks that run.
+    """
+    waiting = [Run(r["method"], r["size"], r["seed"], tuple(r["flags"]), data) for r in results]
+    tags: dict[str, str] = {}  # "size_method_seed", how every tag begins -> tag
+
+    def begins(tag: str) -> str:
+        return re.sub(r"_[0-9a-f]{8}$", "", tag)
+
+    found = []
+    while waiting:
+        ready = [run for run in waiting if not run.branch or begins(run.branch[0]) in tags]
+        if not ready:
+            raise UserError(f"no run of the study is {begins(waiting[0].branch[0])}, from which others branch")
+        for run in ready:
+            waiting.remove(run)
+            if run.branch:
+                tag, step = run.branch
+                old, new = f"--branch-from={tag}@{step}", f"--branch-from={tags[begins(tag)]}@{step}"
+                run = dataclasses.replace(run, flags=tuple(new if flag == old else flag for flag in run.flags))
+            tags[begins(run.tag)] = run.tag
+            found.append(run)
+    return found
+
+
 def branches(flags: Sequence[tuple[str, ...]], fractions: Sequence[float], steps: int) -> list[tuple[int, int] | None]:
     """For each method (index of an earlier method, step), the point at which it may branch, or None.
 

@@ -31,6 +31,27 @@ def result(method: str, seed: int, bpb: float, size: str = "tiny") -> dict:
 # What is run
 
 
+@pytest.mark.parametrize("study", ["d6_work", "d8_mixed", "ladder_192_wide_12"])
+def test_a_stored_study_is_trained_again_on_another_text(study):
+    """Its runs have their flags, and branches begin at the runs of the new text that they once began at."""
+    args = sweep.parse_args([f"--again={study}"])
+    stored, runs = kept_runs.stored(study)["results"], sweep.planned(args, "of another text")
+    assert args.name == study and args.vocab_size == stored[0]["vocab_size"]
+    assert {(r["method"], r["size"], r["seed"]) for r in stored} == {(r.method, r.size, r.seed) for r in runs}
+    tags = [run.tag for run in runs]
+    for run in runs:
+        (old,) = (r for r in stored if (r["method"], r["seed"]) == (run.method, run.seed))
+        differ = [flag for flag in run.flags if flag not in old["flags"]]
+        assert differ == ([f"--branch-from={run.branch[0]}@{run.branch[1]}"] if run.branch else [])
+        assert not run.branch or tags.index(run.branch[0]) < tags.index(run.tag)
+
+
+def test_a_study_without_the_run_that_others_branch_from_is_refused():
+    lost = {"method": "clover", "size": "d6", "seed": 1, "flags": ["--branch-from=d6_bf16_s1_0123abcd@244"]}
+    with pytest.raises(UserError, match="no run of the study is d6_bf16_s1, from which others branch"):
+        sweep_runs.again([lost], "text")
+
+
 def test_a_plan_is_whole_seeds_with_equal_flags_but_for_method_and_seed():
     sizes = ["d6", "llama-30M"]
     runs = sweep_runs.plan(["bf16", "clover"], sizes, [1, 2], tokens=10_000_000, vary_data=True)
