@@ -6,7 +6,7 @@ and references to the module stay valid. State dicts of converted and unconverte
 
 import contextlib
 import fnmatch
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral
 from typing import TypeVar
@@ -25,7 +25,11 @@ from nanochat_fp4.nvfp4.training import expect_calls
 # Output heads by name: their error reaches the loss without any averaging, and all recipes keep them in BF16.
 HEAD_NAMES = ("lm_head", "*.lm_head")
 ADAPTER_PARTS = {"lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B"}  # peft's
-ENOUGH = 0.9  # a smaller share of quantized weights is worth a warning
+ADAPTER = "an adapter's low-rank factor"
+# Kinds of weights that are meant to stay in high precision.
+ON_PURPOSE = (AS_ASKED, ADAPTERS, ROUTERS) = ("left out as asked", "adapters' factors", "routers")
+LEFT_ALONE = "linear layers left alone for the reasons below"
+ENOUGH = 0.9  # of the weights that are not; a smaller quantized share of them is worth a warning
 
 
 @dataclass(repr=False)
@@ -53,15 +57,22 @@ class ConvertReport:
         share = f"{100 * self.quantized:.1f}% of the weights in matrix products"
         if round(self.quantized, 3) != round(self.quantized_without_heads, 3):
             share += f", {100 * self.quantized_without_heads:.1f}% without the output head"
-        lines = [f"QAT method {self.recipe}", f"converted {len(self.converted)} linear layers: {share}"]
-        if self.recipe.quantizes and self.quantized_without_heads < ENOUGH:
-            lines.append(f"warning: that is less than {100 * ENOUGH:.0f}%; the rest stays in high precision")
+        layers = f"{len(self.converted)} linear layer{'' if len(self.converted) == 1 else 's'}"
+        lines = [f"QAT method {self.recipe}", f"converted {layers}: {share}"]
+        missed = sum(share for kind, share in self.others.items() if kind not in ON_PURPOSE)
+        if self.recipe.quantizes and self.quantized < ENOUGH * (self.quantized + missed):
+            lines.append(
+                f"warning: {100 * missed:.1f}% of these weights stay in high precision, and nobody asked for that; the "
+                "lines below name them"
+            )
         if self.refused_dtypes:
             lines.append(
                 f"warning: weights are in {', '.join(self.refused_dtypes)}, and layers compute in float32 or bfloat16; "
                 "use model.bfloat16(), model.float(), or autocast to bfloat16"
             )
-        lines += [f"not reached, {100 * share:.1f}% of these weights: {kind}" for kind, share in self.others.items()]
+        lines += [
+            f"in high precision, {100 * share:.1f}% of these weights: {kind}" for kind, share in self.others.items()
+        ]
         if self.kinds:
             count = {kind: list(self.kinds.values()).count(kind) for kind in KINDS}
             lines.append(f"layers by kind: {', '.join(f'{number} {kind}' for kind, number in count.items())}")
@@ -145,6 +156,7 @@ def convert(
             )
     keep_last_blocks = keep_last_blocks or _kept_blocks(model, recipe)
     kept_blocks = _end_blocks(model, keep_first_blocks, keep_last_blocks)
+    meant = dict.fromkeys(choosers, ROUTERS)  # layers that stay in high precision on purpose -> their kind
     report = ConvertReport(recipe)
     for name, linear in linears.items():
         head = "the output head stays in full precision" if name in heads else None
@@ -157,7 +169,10 @@ def convert(
             if not reason:
                 report.kept.append(name)
             reason = named or "in a first or last block kept in full precision"
+            meant.setdefault(name, AS_ASKED)
         if reason:
+            if reason == ADAPTER or (named and not head):
+                meant[name] = ADAPTERS if reason == ADAPTER else AS_ASKED
             report.left_alone.append((name, reason))
             if isinstance(linear, QuantLinear):  # converted before, to another method
                 linear.set_recipe(get_recipe("bf16"))
@@ -168,7 +183,7 @@ def convert(
         report.converted.append(name)
     if not report.converted:
         reasons = [f"{name}: {reason}" for name, reason in report.left_alone[:4]]
-        reasons += [kind for kind in shares(model, (), heads)[2] if "left alone" not in kind]
+        reasons += [kind for kind in shares(model, (), heads)[2] if "not supported" in kind]
         reason = "; ".join(reasons) or "the model has none"
         raise ValueError(f"convert: no linear layer could be converted ({reason})")
     if recipe.kinds:
@@ -183,7 +198,7 @@ def convert(
     report.refused_dtypes = sorted(str(dtype).removeprefix("torch.") for dtype in dtypes) if recipe.quantizes else []
     known = any(linears[name].gram_matrix is not None for name in report.converted)
     report.without_gram_matrices = recipe.looks_at_inputs and not known
-    report.quantized, report.quantized_without_heads, report.others = shares(model, report.converted, heads)
+    report.quantized, report.quantized_without_heads, report.others = shares(model, report.converted, heads, meant)
     report.slow_paths = call_every_layer(model) if recipe.quantizes else []
     report.experts = sum(bool(stacked_linears(module)) for module in model.modules())
     for part in model.modules():  # converted before, by itself
@@ -339,7 +354,7 @@ def _shape(linear: nn.Linear) -> tuple[int, int]:
 def reason_to_leave(name: str, linear: nn.Module) -> str | None:
     """Why a linear layer cannot be replaced by one that only computes differently, or None."""
     if ADAPTER_PARTS.intersection(name.split(".")):
-        return "an adapter's low-rank factor"
+        return ADAPTER
     if "weight" not in linear._parameters and not isinstance(linear, ExpertLinear):
         return "its weight is computed from other parameters (weight norm and the like)"
     if "forward" in vars(linear) and not isinstance(linear, QuantLinear):
@@ -358,11 +373,16 @@ def call_every_layer(model: nn.Module) -> list[str]:
     return changed
 
 
-def shares(model: nn.Module, converted: Iterable[str], heads: set[str]) -> tuple[float, float, dict[str, float]]:
+def shares(
+    model: nn.Module, converted: Iterable[str], heads: set[str], meant: Mapping[str, str] | None = None
+) -> tuple[float, float, dict[str, float]]:
     """(share of the weights in matrix products that converted layers hold, the same without the output heads, and what
     else there is: kind -> share). Weights of embeddings and norms are in no product and are not counted; a head that
-    shares its weight with an embedding is."""
-    converted = set(converted)
+    shares its weight with an embedding is.
+
+    meant: names of linear layers that stay in high precision on purpose -> their kind, of ON_PURPOSE
+    """
+    converted, meant = set(converted), meant or {}
     modules = dict(model.named_modules())
     counted: dict[int, tuple[str, int]] = {}  # id of a parameter -> (kind, elements)
     for name, module in modules.items():
@@ -377,7 +397,7 @@ def shares(model: nn.Module, converted: Iterable[str], heads: set[str]) -> tuple
                 continue  # added to each row of a batch: a vision transformer's positions
             kind = _kind(module, parameter_name, parameter.dim())
             if linear:
-                kind = "quantized" if name in converted else "head" if name in heads else "linear layers left alone"
+                kind = "quantized" if name in converted else "head" if name in heads else meant.get(name, LEFT_ALONE)
             elif parameter_name in experts:
                 slices = {f"{name}.{LINEARS}.{parameter_name}.{i}" for i in range(len(experts[parameter_name]))}
                 kind = "quantized" if slices <= converted else "experts left alone"
@@ -396,7 +416,7 @@ def _kind(module: nn.Module, name: str, dim: int) -> str:
     if isinstance(module, nn.modules.conv._ConvNd):
         return "convolutions: not supported"
     if "router" in type(module).__name__.lower():
-        return "routers, which stay in full precision"
+        return ROUTERS
     if dim == 3:
         return f"3-D weights ({type(module).__name__}.{name}), experts for example: not supported"
     return f"{type(module).__name__}.{name}, no linear layer: not supported"

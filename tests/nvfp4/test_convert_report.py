@@ -46,3 +46,27 @@ def test_a_report_is_one_short_line_in_a_notebook():
 def test_a_method_is_suggested_in_any_case():
     with pytest.raises(ValueError, match="did you mean clover"):
         nf.get_recipe("CLOVER")
+
+
+class Adapted(nn.Module):
+    """A layer of a stack with an adapter that is as large as the layer."""
+
+    def __init__(self, rank: int = 64):
+        super().__init__()
+        self.base_layer = nn.Linear(64, 64)
+        self.lora_A, self.lora_B = nn.Linear(64, rank, bias=False), nn.Linear(rank, 64, bias=False)
+        self.gate = nn.Linear(64, 12)
+
+
+@pytest.mark.parametrize("skip, warned", [(["gate"], False), ([], True)])
+def test_only_weights_that_nobody_asked_to_keep_are_worth_a_warning(skip, warned):
+    """Adapters, and layers that skip= names, stay in high precision on purpose; a layer of 12 columns does not."""
+    report = nf.convert(Adapted(), skip=skip, verbose=False).nf_report
+    assert ("warning" in str(report)) == warned
+    assert "converted 1 linear layer:" in str(report)
+    assert report.quantized + sum(report.others.values()) == pytest.approx(1)
+
+
+def test_blocks_that_are_kept_on_purpose_are_not_worth_a_warning():
+    model = nn.ModuleDict({"blocks": nn.ModuleList(nn.Sequential(nn.Linear(64, 64)) for _ in range(4))})
+    assert "warning" not in str(nf.convert(model, keep_last_blocks=2, verbose=False).nf_report)
