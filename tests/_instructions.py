@@ -95,7 +95,7 @@ def compile_kernels(arch: int, methods: list[str], every_input: bool) -> list[di
                 dot_scaled(*operand, torch.ones(()), *operand, torch.ones(()), out_dtype)
         transpose_square(*operand)
         operands.native_gemm = recipes.native_gemm = lambda device_type: "dot_scaled"  # the GEMM reads codes
-        dispatch.implementation = lambda a, b, out_dtype: "dot_scaled"
+        dispatch.implementation = lambda a, b, out_dtype, libraries: "dot_scaled"
         dispatch.mm = lambda a, b, out_dtype, name: torch.zeros(len(a.codes), len(b.codes), dtype=out_dtype)
         train(methods[0], *cases[0])
     return list(launched.values())

@@ -50,7 +50,6 @@ from nanochat_fp4.hardware import get_peak_flops
 from nanochat_fp4.models.cross_entropy import HEADS
 from nanochat_fp4.models.gpt import RECOMPUTE, config_from_depth
 from nanochat_fp4.models.optim8bit import STATES
-from nanochat_fp4.nvfp4 import dispatch
 from nanochat_fp4.nvfp4.methods import get_recipe
 from nanochat_fp4.nvfp4.training import LOOK_EVERY
 from nanochat_fp4.training import gemms
@@ -165,7 +164,7 @@ def bench_depth(args: argparse.Namespace, depth: int, device: torch.device, resu
     known = {"width": config.n_embd, "flops_per_token": ours.flops_per_token}
     subjects: dict[Variant, Subject] = {}
     records: dict[Variant, dict] = {}
-    nanochat, gemms_taken = Variant("nanochat"), {}
+    nanochat = Variant("nanochat")
     for recompute in args.recompute:
         added = [Variant(m, recompute, rows) for m, rows in args.variants]
         added += [nanochat] if args.nanochat and not subjects else []
@@ -182,7 +181,7 @@ def bench_depth(args: argparse.Namespace, depth: int, device: torch.device, resu
                 subject.become(variant)
                 find_memory(args, record, subject, variant.rows or args.micro_batch)
                 if subject is ours:
-                    results.records += choose_gemms(ours, variant, record, gemms_taken)
+                    results.records += choose_gemms(ours, variant, record)
                 add_ratios(list(records.values()))
                 results.write()
                 print0(show([record]), flush=True)
@@ -200,17 +199,15 @@ def bench_depth(args: argparse.Namespace, depth: int, device: torch.device, resu
                 print0(step.show_table_7(title, found) + "\n", flush=True)
 
 
-def choose_gemms(subject: Subject, variant: Variant, record: dict, taken: dict) -> list[dict]:
-    """Of the FP4 GEMMs of a variant the fastest are taken, as in training. taken: those of all variants, which grow.
+def choose_gemms(subject: Subject, variant: Variant, record: dict) -> list[dict]:
+    """Of the FP4 GEMMs of a variant the fastest are taken, as in training.
 
     Returns a record for each product and implementation. What was compiled with others is forgotten.
     """
     rows, dtype = record["micro_batch"], subject.dtype
     choice = gemms.choose_gemms(subject.model, rows, subject.sequence_len, dtype, None)
     if choice is not None:
-        taken |= {(*p[:3], p.out_dtype): name for p, name in choice.taken.items()}
         torch._dynamo.reset()
-    dispatch.use_choice(taken)
     return [
         {"depth": record["depth"], "variant": str(variant), "name": name, "m": p.m, "n": p.n, "k": p.k, "ms": ms,
          "fp32": p.dtype == "float32", "taken": choice.taken.get(p) == name, "refused": ms is None}

@@ -8,7 +8,7 @@ therefore multiplies known operands before its first use (probe.py), and is not 
 wrong. If all are wrong, the next implementation is tried, in the order of IMPLEMENTATIONS: cuBLASLt called directly,
 torch's scaled_mm (cuBLAS with one pass more), Triton's dot_scaled, flashinfer's mm_fp4. The last one is the emulated
 GEMM (gemm.py), which computes the same. NVFP4_GEMM takes one of these names, or "emulated". Training times the
-implementations on the model's own shapes, and chooses for each shape (training/gemms.py, `use_choice`).
+implementations on the model's own shapes, and gives layers the choice (training/gemms.py, `Libraries`).
 
 A choice that cannot run raises an error with the reason. There is no silent fallback from it.
 
@@ -20,7 +20,7 @@ import functools
 import importlib.util
 import os
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -302,48 +302,63 @@ def probe_implementation(device: str, name: str) -> probe.Verdict:
 # Their GEMMs, and the operands that each takes
 
 
-_chosen: dict[tuple[int, int, int, torch.dtype], str] = {}
-_record: list[tuple[int, int, int, torch.dtype]] | None = None
+class Libraries:
+    """Which implementation makes each FP4 product of a layer: the first one of IMPLEMENTATIONS that is right on it."""
+
+    def name_for(self, device_type: str, m: int, n: int, k: int, out_dtype: torch.dtype) -> str:
+        """The implementation of (M, K) . (N, K)^T, or "emulated".
+
+        Raises ValueError if NVFP4_GEMM names an implementation that is wrong on this shape.
+        """
+        return _first_right(device_type, m, n, k, out_dtype)
 
 
-def use_choice(choice: dict[tuple[int, int, int, torch.dtype], str]) -> None:
-    """Sets the implementation of each product (M, N, K, output dtype). "emulated" is allowed, too."""
-    global _chosen
-    _chosen = dict(choice)
+FIRST_RIGHT = Libraries()
 
 
-@contextlib.contextmanager
-def recorded_products() -> Iterator[list[tuple[int, int, int, torch.dtype]]]:
-    """Lists the products that FP4 tensor cores could make, in order. Compiled code is not recorded."""
-    global _record
-    _record = []
-    try:
-        yield _record
-    finally:
-        _record = None
+class ChosenLibraries(Libraries):
+    """The implementations that training has measured to be the fastest (training/gemms.py).
+
+    chosen: (M, N, K, output dtype) -> a name of IMPLEMENTATIONS, or "emulated". Other products are made by the first
+            right one.
+    """
+
+    def __init__(self, chosen: Mapping[tuple[int, int, int, torch.dtype], str]):
+        self.chosen = dict(chosen)
+
+    def name_for(self, device_type: str, m: int, n: int, k: int, out_dtype: torch.dtype) -> str:
+        return self.chosen.get((m, n, k, out_dtype)) or _first_right(device_type, m, n, k, out_dtype)
 
 
-def implementation(a: NVFP4Tensor, b: NVFP4Tensor, out_dtype: torch.dtype) -> str | None:
+class RecordingLibraries(Libraries):
+    """As the first right ones; lists the products that FP4 tensor cores could make, in order, of code that is not
+    compiled."""
+
+    def __init__(self) -> None:
+        self.products: list[tuple[int, int, int, torch.dtype]] = []
+
+    def name_for(self, device_type: str, m: int, n: int, k: int, out_dtype: torch.dtype) -> str:
+        self.products.append((m, n, k, out_dtype))
+        return _first_right(device_type, m, n, k, out_dtype)
+
+
+def implementation(
+    a: NVFP4Tensor, b: NVFP4Tensor, out_dtype: torch.dtype, libraries: Libraries = FIRST_RIGHT
+) -> str | None:
     """The implementation that multiplies these operands. None is the emulated GEMM.
 
     Tensor cores need one tensor_scale for each operand, whole 16-byte rows, and N a multiple of 16. Raises ValueError
-    if NVFP4_GEMM names an implementation that is wrong on this shape.
+    as Libraries.name_for.
     """
-    same_k = a.codes.shape[1] == b.codes.shape[1]
-    if not (same_k and a.codes.shape[1] % 16 == 0 and b.codes.shape[0] % 16 == 0 and a.tensor_scale.dim() == 0):
+    (m, half_k), (n, half_k_of_b) = a.codes.shape, b.codes.shape
+    if half_k != half_k_of_b or half_k % 16 or n % 16 or a.tensor_scale.dim():
         return None
-    product = a.codes.shape[0], b.codes.shape[0], a.codes.shape[1] * 2, out_dtype
-    if _record is not None:
-        _record.append(product)
-    name = _implementation_of(a.codes.device.type, *product)
+    name = libraries.name_for(a.codes.device.type, m, n, 2 * half_k, out_dtype)
     return None if name == "emulated" else name
 
 
 @constant_when_compiled
-def _implementation_of(device_type: str, m: int, n: int, k: int, out_dtype: torch.dtype) -> str:
-    chosen = _chosen.get((m, n, k, out_dtype))
-    if chosen:
-        return chosen
+def _first_right(device_type: str, m: int, n: int, k: int, out_dtype: torch.dtype) -> str:
     name = native_gemm(device_type)
     if out_dtype not in output_dtypes(name):
         others = [other for other in IMPLEMENTATIONS if out_dtype in output_dtypes(other)]

@@ -51,8 +51,8 @@ class _WithEpilogue(torch.autograd.Function):
         saved, rest = ctx.saved_tensors[: ctx.of_layer], ctx.saved_tensors[ctx.of_layer :]
         both, kept = operands_of(ctx.both, rest)
         a, b = (_again(operand, grads[0]) for operand in both)
-        dtype = ctx.state.p.dtype
-        y = gemm(a, b, compute_dtype=dtype, out_dtype=dtype)
+        p = ctx.state.p
+        y = gemm(a, b, compute_dtype=p.dtype, out_dtype=p.dtype, libraries=p.libraries)
         grad_output, *grad_others = ctx.epilogue.backward(y, kept, *grads)
         grad_x, grad_weights = gradients(ctx.state, saved, grad_output)
         return None, None, None, grad_x, *grad_weights, *grad_others

@@ -19,7 +19,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch.autograd import function
 
-from nanochat_fp4.nvfp4.dispatch import cublas_unavailable_reason
+from nanochat_fp4.nvfp4.dispatch import FIRST_RIGHT, Libraries, cublas_unavailable_reason
 
 
 class TensorCoreProduct(Protocol):
@@ -65,7 +65,9 @@ class GemmOperand:
     def from_tensors(cls, *tensors: torch.Tensor) -> "GemmOperand":
         return cls(*tensors)
 
-    def on_tensor_cores(self, b: "GemmOperand", out_dtype: torch.dtype) -> "TensorCoreProduct | None":
+    def on_tensor_cores(
+        self, b: "GemmOperand", out_dtype: torch.dtype, libraries: Libraries
+    ) -> "TensorCoreProduct | None":
         """The product with b if FP4 or FP8 tensor cores of this machine make it in out_dtype, else None."""
         return None
 
@@ -206,10 +208,10 @@ def _dense(a: GemmOperand, b: GemmOperand, compute_dtype: torch.dtype) -> _Dense
 
 
 def _product(
-    a: GemmOperand, b: GemmOperand, compute_dtype: torch.dtype, out_dtype: torch.dtype
+    a: GemmOperand, b: GemmOperand, compute_dtype: torch.dtype, out_dtype: torch.dtype, libraries: Libraries
 ) -> TensorCoreProduct | _Dense:
     """The product of two operands of one term, before it is computed."""
-    on_tensor_cores = a.on_tensor_cores(b, out_dtype)
+    on_tensor_cores = a.on_tensor_cores(b, out_dtype, libraries)
     return _dense(a, b, compute_dtype) if on_tensor_cores is None else on_tensor_cores
 
 
@@ -220,21 +222,36 @@ def _check_lengths(a: GemmOperand, b: GemmOperand) -> None:
         )
 
 
-def gemm(a: GemmOperand, b: GemmOperand, *, compute_dtype: torch.dtype, out_dtype: torch.dtype) -> torch.Tensor:
+def gemm(
+    a: GemmOperand,
+    b: GemmOperand,
+    *,
+    compute_dtype: torch.dtype,
+    out_dtype: torch.dtype,
+    libraries: Libraries = FIRST_RIGHT,
+) -> torch.Tensor:
     """a (M, K) . b (N, K)^T -> (M, N) in out_dtype.
 
     compute_dtype: what a plain operand is cast to (the dtype that the layer computes in without us).
+    libraries:     which implementation makes a product on FP4 tensor cores
     An operand that was padded along K (zeros, so nothing changes) may meet one that was not. Raises ValueError where
     K differs in another way.
     """
     _check_lengths(a, b)
     if a.single and b.single:
-        return _product(a.terms[0], b.terms[0], compute_dtype, out_dtype).result(out_dtype)
-    return _cast(_sum_of_products(a, b, compute_dtype), out_dtype)
+        return _product(a.terms[0], b.terms[0], compute_dtype, out_dtype, libraries).result(out_dtype)
+    return _cast(_sum_of_products(a, b, compute_dtype, libraries), out_dtype)
 
 
-def gemm_add(a: GemmOperand, b: GemmOperand, into: torch.Tensor, *, compute_dtype: torch.dtype) -> None:
-    """Adds a (M, K) . b (N, K)^T to `into`, float32 (M, N) with contiguous rows.
+def gemm_add(
+    a: GemmOperand,
+    b: GemmOperand,
+    into: torch.Tensor,
+    *,
+    compute_dtype: torch.dtype,
+    libraries: Libraries = FIRST_RIGHT,
+) -> None:
+    """Adds a (M, K) . b (N, K)^T to `into`, float32 (M, N) with contiguous rows. The other arguments are gemm's.
 
     The reference is `into += gemm(...)` in FP32: to the bit the sum that autograd makes. CPUs do that, and operands of
     two terms. Where cuBLAS, or cuBLASLt for FP4, takes alpha from the device, the GEMM itself adds, alpha * accumulator
@@ -242,17 +259,17 @@ def gemm_add(a: GemmOperand, b: GemmOperand, into: torch.Tensor, *, compute_dtyp
     """
     _check_lengths(a, b)
     if a.single and b.single:
-        _product(a.terms[0], b.terms[0], compute_dtype, torch.float32).add_to(into)
+        _product(a.terms[0], b.terms[0], compute_dtype, torch.float32, libraries).add_to(into)
     else:
-        into.add_(_sum_of_products(a, b, compute_dtype))
+        into.add_(_sum_of_products(a, b, compute_dtype, libraries))
 
 
-def _sum_of_products(a: GemmOperand, b: GemmOperand, compute_dtype: torch.dtype) -> torch.Tensor:
+def _sum_of_products(a: GemmOperand, b: GemmOperand, compute_dtype: torch.dtype, libraries: Libraries) -> torch.Tensor:
     """Term by term, in FP32."""
     (a_first, *a_rest), (b_first, *b_rest) = a.terms, b.terms
-    total = gemm(a_first, b_first, compute_dtype=compute_dtype, out_dtype=torch.float32)
+    total = gemm(a_first, b_first, compute_dtype=compute_dtype, out_dtype=torch.float32, libraries=libraries)
     for x, y in (*((a_first, rest) for rest in b_rest), *((rest, b_first) for rest in a_rest)):
-        gemm_add(x, y, total, compute_dtype=compute_dtype)
+        gemm_add(x, y, total, compute_dtype=compute_dtype, libraries=libraries)
     return total
 
 

@@ -29,7 +29,7 @@ from typing import NamedTuple
 import torch
 
 from nanochat_fp4.nvfp4.checkpointing import gradients_are_wanted, inside_checkpoint
-from nanochat_fp4.nvfp4.dispatch import left_out_of_graphs
+from nanochat_fp4.nvfp4.dispatch import FIRST_RIGHT, Libraries, left_out_of_graphs
 from nanochat_fp4.nvfp4.feedback import set_gram_matrix
 from nanochat_fp4.nvfp4.gemm import GemmOperand, after, gemm, gemm_add, once_differentiable
 from nanochat_fp4.nvfp4.layer_context import OUTSIDE, LayerContext
@@ -62,6 +62,7 @@ class Pass(NamedTuple):
     made_weight:  the weight operand of the output GEMM where it was made already
     gradient:     float32 (N, K), to which the gradient of the weights is added. Autograd then gets none. Not saved by
                   autograd, which takes no tensor that changes.
+    libraries:    which implementation makes each FP4 product
     """
 
     recipe: Recipe
@@ -73,6 +74,7 @@ class Pass(NamedTuple):
     factor: torch.Tensor | None = None
     made_weight: GemmOperand | None = None
     gradient: torch.Tensor | None = None
+    libraries: Libraries = FIRST_RIGHT
 
     def rows(self, x: torch.Tensor) -> torch.Tensor:
         """x (..., K) as (M, K). What is not quantized is kept for the backward pass, so in the dtype of the product."""
@@ -130,7 +132,7 @@ def output(
         how = of(WEIGHT, seed, seed, x.device)._replace(factor=p.factor)
         wq = quantize_operand(weight, how, keep_codes=True)
 
-    y = gemm(xq, _needing(wq, seed), compute_dtype=p.dtype, out_dtype=p.dtype)
+    y = gemm(xq, _needing(wq, seed), compute_dtype=p.dtype, out_dtype=p.dtype, libraries=p.libraries)
 
     # The backward GEMMs take the values used here, or ("raw") codes made now of the unquantized tensor.
     kept_w = wq.for_backward() if needs[0] else None
@@ -166,13 +168,14 @@ def gradients(
     grad_x, grad_weights = None, [None] * len(state.rows)
     if needs_dgrad:
         wt = w if dgrad.b.raw else quantize_operand(w, of(WEIGHT_T, seed, signs, device), transpose=True)
-        grad_x = gemm(e, wt, compute_dtype=p.dtype, out_dtype=state.x_dtype)
+        grad_x = gemm(e, wt, compute_dtype=p.dtype, out_dtype=state.x_dtype, libraries=p.libraries)
     if needs_wgrad:
         xt = x if wgrad.b.raw else quantize_operand(x, of(INPUT_T, seed, signs_t, device), transpose=True)
         if p.gradient is None:
-            grad_weights = gemm(et, xt, compute_dtype=p.dtype, out_dtype=state.weight_dtype).split(state.rows)
+            dw = gemm(et, xt, compute_dtype=p.dtype, out_dtype=state.weight_dtype, libraries=p.libraries)
+            grad_weights = dw.split(state.rows)
         else:
-            gemm_add(et, xt, p.gradient, compute_dtype=p.dtype)
+            gemm_add(et, xt, p.gradient, compute_dtype=p.dtype, libraries=p.libraries)
     return grad_x, grad_weights
 
 
@@ -236,6 +239,7 @@ class QuantLinear(torch.nn.Linear):
     context: LayerContext = OUTSIDE
     gram_matrix: torch.Tensor | None = None  # of the inputs (feedback.py), where it is known
     feedback_factor: torch.Tensor | None = None  # feedback.factor_for of the Gram matrix
+    libraries: Libraries = FIRST_RIGHT  # of FP4 tensor cores: training measures them (training/gemms.py)
     part_number: int | None = None  # of this process's part, where several processes compute the layer together
     stackable = True  # fused_linear may put the weight below another layer's. Subclasses say so anew, if they are.
 
@@ -384,6 +388,7 @@ class QuantLinear(torch.nn.Linear):
             self.feedback_factor,
             self.made_weight(layers) if self.quantizes else self.gathered_weight(layers),
             self.gradient_memory(layers),
+            self.libraries,
         )
 
     def extra_repr(self) -> str:

@@ -16,7 +16,7 @@ A kind has
     tensors(), from_tensors(...)   what is kept for the backward pass: the rest is made again from it
     terms                          the operands whose sum it is: a product is taken term by term
     matrix(dtype), tensor_scale    a term's factors in a dense product: matrix times tensor_scale is its value
-    on_tensor_cores(b, dtype)      its product with b where tensor cores of this machine multiply the two, else None
+    on_tensor_cores(b, dtype, ...) its product with b where tensor cores of this machine multiply the two, else None
     for_backward()                 what the backward pass takes in its place: itself, where it is not FP8WithCodes
     source()                       what it is quantized again from: FP32 or BF16 values, or codes that a kernel reads
     transposed()                   its values contracted over the other dimension, not rounded again
@@ -35,6 +35,7 @@ import torch
 
 from nanochat_fp4.nvfp4 import dispatch
 from nanochat_fp4.nvfp4.dispatch import (
+    Libraries,
     has_fp8_tensor_cores,
     kernels_unavailable_reason,
     native_gemm,
@@ -118,12 +119,12 @@ class Codes(NVFP4Tensor, GemmOperand):
     def source(self) -> torch.Tensor | NVFP4Tensor:
         return self.fp32() if self.tensor_scale.dim() else self  # the kernels that requantize read one tensor_scale
 
-    def on_tensor_cores(self, b: GemmOperand, out_dtype: torch.dtype) -> TensorCoreProduct | None:
+    def on_tensor_cores(self, b: GemmOperand, out_dtype: torch.dtype, libraries: Libraries) -> TensorCoreProduct | None:
         if native_gemm(self.codes.device.type) is None:
             return None
         if isinstance(b, Stacked):
             b = b.joined  # 4.5 bits an element are copied, where decoding would write 16
-        name = isinstance(b, Codes) and dispatch.implementation(self, b, out_dtype)
+        name = isinstance(b, Codes) and dispatch.implementation(self, b, out_dtype, libraries)
         return dispatch.FP4Product(self, b, name) if name else None
 
     def transposed(self) -> GemmOperand:
@@ -305,7 +306,7 @@ class FP8(GemmOperand):
             return Plain(self.dequantize().T)
         return FP8(self.codes.T.contiguous(), self.tensor_scale)  # tensor cores contract over both's last dimension
 
-    def on_tensor_cores(self, b: GemmOperand, out_dtype: torch.dtype) -> TensorCoreProduct | None:
+    def on_tensor_cores(self, b: GemmOperand, out_dtype: torch.dtype, libraries: Libraries) -> TensorCoreProduct | None:
         if not (isinstance(b, FP8) and has_fp8_tensor_cores(self.codes.device.type)):
             return None
         pair = (self.codes, self.tensor_scale, b.codes, b.tensor_scale)

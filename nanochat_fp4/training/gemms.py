@@ -24,6 +24,7 @@ from nanochat_fp4.errors import UserError, one_line
 from nanochat_fp4.nvfp4 import dispatch, probe
 from nanochat_fp4.nvfp4.dispatch import IMPLEMENTATIONS
 from nanochat_fp4.nvfp4.gemm import Decoded, GemmOperand, Plain, gemm
+from nanochat_fp4.nvfp4.linear import QuantLinear
 from nanochat_fp4.nvfp4.operands import Codes
 from nanochat_fp4.training.micro_batch import try_micro_batch
 
@@ -206,6 +207,13 @@ def _keep(choice: Choice, before: dict[Product, str], wanted: str) -> None:
             choice.taken[product] = name
 
 
+def use(model: nn.Module, libraries: dispatch.Libraries) -> None:
+    """Gives all layers of the model these libraries for their FP4 products."""
+    for layer in model.modules():
+        if isinstance(layer, QuantLinear):
+            layer.libraries = libraries
+
+
 def products_of(model: nn.Module, rows: int, seq_len: int, dtype: torch.dtype | None) -> Counter[Product]:
     """The products of a micro-batch that FP4 tensor cores could make -> how often.
 
@@ -213,9 +221,14 @@ def products_of(model: nn.Module, rows: int, seq_len: int, dtype: torch.dtype | 
     """
     passes = []
     for size in (1, 2):
-        with dispatch.recorded_products() as products, torch.compiler.set_stance("force_eager"):
-            try_micro_batch(model, size, seq_len, dtype)
-        passes.append(products)
+        recording = dispatch.RecordingLibraries()
+        use(model, recording)
+        try:
+            with torch.compiler.set_stance("force_eager"):
+                try_micro_batch(model, size, seq_len, dtype)
+        finally:
+            use(model, dispatch.FIRST_RIGHT)
+        passes.append(recording.products)
     model.zero_grad(set_to_none=True)
     if len(passes[0]) != len(passes[1]):  # the tokens decide what is computed
         return Counter()
@@ -259,12 +272,14 @@ def from_rank_0(work: Callable[[], Any], meet_every: float = 10.0) -> Any:
 def choose_gemms(
     model: nn.Module, rows: int, seq_len: int, dtype: torch.dtype | None, stored: dict[str, Any] | None
 ) -> Choice | None:
-    """Chooses, prints the table, and has all processes use the choice. None where FP4 tensor cores make nothing.
+    """Chooses, prints the table, and gives the model's layers the choice, in all processes.
+
+    None where FP4 tensor cores make nothing.
 
     stored: Choice.record of the run that goes on. All processes call this together. Raises UserError where NVFP4_GEMM
     asks for what is wrong here.
     """
-    dispatch.use_choice({})
+    use(model, dispatch.FIRST_RIGHT)
     try:
         if dispatch.native_gemm(model.get_device().type) is None:
             if stored:
@@ -276,6 +291,6 @@ def choose_gemms(
     gpu, device = torch.cuda.get_device_name(), f"cuda:{torch.cuda.current_device()}"
     choice = from_rank_0(lambda: choose(products, gpu, device, stored) if products else None)
     if choice is not None:
-        dispatch.use_choice({(*p[:3], p.out_dtype): name for p, name in choice.taken.items()})
+        use(model, dispatch.ChosenLibraries({(*p[:3], p.out_dtype): name for p, name in choice.taken.items()}))
         print0("\n".join(choice.lines()))
     return choice

@@ -33,7 +33,6 @@ CACHED = dispatch.native_choice, dispatch.verdict
 def forget():
     for function in CACHED:
         function.cache_clear()
-    dispatch.use_choice({})
     cublaslt.forget_plans()
 
 
@@ -252,9 +251,12 @@ def test_micro_batches_add_to_the_gradient_in_the_gemm(library, monkeypatch):
     assert [beta for *_, beta in library.calls] == [0.0, 1.0] * 3  # an output, and a weight gradient
 
 
-def test_compiled_layers_multiply_and_add_alike(library):
-    """torch.compile takes a product, and one that is added to a gradient, for operators of one graph."""
+@pytest.mark.parametrize("chosen, betas", [({}, [0.0, 0.0, 1.0]), ({(32, 128, 64, FP32): "emulated"}, [0.0, 1.0])])
+def test_compiled_layers_multiply_and_add_alike(library, chosen, betas):
+    """torch.compile takes a product, and one that is added to a gradient, for operators of one graph. The layer's own
+    libraries decide, in compiled code as well."""
     layer, x, results = nf.QuantLinear(64, 128, method="clover"), torch.randn(32, 64), []
+    layer.libraries = dispatch.ChosenLibraries(chosen)
     for forward in (layer, torch.compile(layer, backend="aot_eager", fullgraph=True)):
         assert dispatch.native_choice("cpu")[0] == "cublaslt"
         library.calls.clear()
@@ -264,7 +266,7 @@ def test_compiled_layers_multiply_and_add_alike(library):
         with nf.accumulate_gradients(layer):
             forward(leaf).square().sum().backward()
         results.append((leaf.grad, layer.weight.grad.clone()))
-        assert [beta for *_, beta in library.calls] == [0.0, 0.0, 1.0]
+        assert [beta for *_, beta in library.calls] == betas
     assert all(map(torch.equal, *results))
 
 

@@ -183,7 +183,6 @@ def tensor_cores(monkeypatch):
     dispatch.native_choice.cache_clear()
     dispatch.verdict.cache_clear()
     yield
-    dispatch.use_choice({})
     dispatch.native_choice.cache_clear()
     dispatch.verdict.cache_clear()
 
@@ -202,8 +201,10 @@ def test_the_products_are_the_models_own(model):
     state = torch.get_rng_state()
     products = gemms.products_of(model, 4, 32, None)
     assert torch.equal(torch.get_rng_state(), state) and all(p.grad is None for p in model.parameters())
-    with dispatch.recorded_products() as recorded:
-        gemms.try_micro_batch(model, 4, 32)
+    recording = dispatch.RecordingLibraries()
+    gemms.use(model, recording)
+    gemms.try_micro_batch(model, 4, 32)
+    recorded = recording.products
     model.zero_grad()
     assert recorded and products == Counter(Product(*p[:3], str(p[3]).removeprefix("torch.")) for p in recorded)
     tokens = {product for product in products if 128 in product[:3]}
@@ -244,7 +245,6 @@ def test_a_run_saves_its_gemms_and_resumes_with_them(tensor_cores, speeds, tiny_
     assert {name for *_, name in other} == {"scaled_mm"}
     with pytest.raises(AssertionError):  # bits depend on the choice
         assert_same(final_state(folder / "other", 3), expected)
-    dispatch.use_choice({})
     assert train("--resume-from-step=2")
     assert_same(final_state(folder / "d1_clover", 3), expected)
 
