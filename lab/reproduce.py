@@ -8,18 +8,22 @@
     python -m lab.reproduce table5 --results d8             # from stored runs (python -m lab.runs), without training
     python -m lab.reproduce horizon --results d6_stored     # whole runs: gaps along the run, both forwards
     python -m lab.reproduce fig6 --results bench_linear     # from lab/results/bench.json; table7: bench_train
+    python -m lab.reproduce gaps --results d8_mixed --columns "method | own: gap"     # some of a table
 
 Each prints a table, writes <folder>/<name>.json, .md and .png, and says on what hardware, data, tokens, seeds and
 commit it was measured. What is done is kept, piece by piece, so that the same command goes on where it was interrupted.
 Figures that need training runs share them (lab/study/sweep.py). ITEMS and RUNS are the tables of all of them.
 """
 
+import argparse
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from lab import scaling
 from lab.study import gaps, numerics, questions, speed, sweep, sweep_runs, sweep_scheduler
 from lab.study.context import Context, Outcome
 from lab.study.gaps import SYSTEMS, Claim, Item
@@ -196,8 +200,10 @@ ITEMS: dict[str, Callable[[Context], Outcome]] = {
 }
 OF_RESULTS: dict[str, Callable[[Context], Outcome]] = {  # of --results alone
     **{name: partial(gaps.table, name=name, item=RUNS[name]) for name in ("gaps", "horizon")},
-    **{item.__name__: item for item in (questions.losses, questions.claims, questions.forwards, questions.extra_steps,
-                                        questions.equal_time, questions.ladder, questions.leaderboard)},
+    **{item.__name__: item for item in (
+        questions.methods, questions.losses, questions.claims, questions.forwards, questions.extra_steps,
+        questions.equal_time, questions.ladder, questions.leaderboard)},
+    **{name: partial(questions.of_scaling, name=name) for name in scaling.TABLES},
 }  # fmt: skip
 SAME = {"table6": "fig6"}
 
@@ -213,7 +219,27 @@ def footer(context: Context, measured_on: str, info: dict[str, Any]) -> str:
     return "; ".join(filter(None, parts))
 
 
-def save(context: Context, name: str, outcome: Outcome) -> None:
+def choose(outcome: Outcome, columns: str, rows: str) -> Outcome:
+    """The table with some of its columns, and the rows that have one of these names in any cell; "" takes all.
+
+    The names have | between them, and the table takes their order. Raises UserError for a name that it lacks.
+    """
+    header, table_rows = outcome.header, outcome.rows
+    if rows:
+        names = [name.strip() for name in rows.split("|")]
+        if missing := [name for name in names if not any(name in row for row in table_rows)]:
+            raise UserError(f"--rows: no row of the table has {missing[0]!r}; print it once without --rows")
+        table_rows = [row for name in names for row in table_rows if name in row]
+    if columns:
+        names = [name.strip() for name in columns.split("|")]
+        if missing := [name for name in names if name not in header]:
+            raise UserError(f"--columns: the table has no {missing[0]!r}; its columns are {' | '.join(header)}")
+        table_rows = [[row[header.index(name)] for name in names] for row in table_rows]
+        header = names
+    return replace(outcome, header=header, rows=table_rows)
+
+
+def save(context: Context, outcome: Outcome, name: str) -> None:
     """Prints the item and writes its JSON, its Markdown and its plot."""
     info = outcome.environment or environment_info()
     last = footer(context, outcome.measured_on, info)
@@ -221,6 +247,7 @@ def save(context: Context, name: str, outcome: Outcome) -> None:
     print0("\n".join(lines))
     content = {"name": name, "quick": context.quick, "title": outcome.title, "table": [outcome.header, *outcome.rows]}
     content |= {"notes": outcome.notes, "measured_on": last, "environment": info, "numbers": outcome.numbers}
+    sweep.make_folder(context.folder)
     path = context.folder / f"{name}.json"
     atomic_write(path, json.dumps(content, indent=1) + "\n")
     atomic_write(path.with_suffix(".md"), page(content))
@@ -230,21 +257,27 @@ def save(context: Context, name: str, outcome: Outcome) -> None:
     print0(f"written to {path}")
 
 
-def page(content: dict[str, Any]) -> str:
-    """The Markdown of what `save` wrote as JSON: title, table, notes, and what it was measured on."""
+def markdown(header: list[str], *rows: list[Any]) -> list[str]:
+    """The lines of a Markdown table."""
 
     def line(row: list[Any]) -> str:
         cells = (f"{v:.3f}" if isinstance(v, float) else str(v) for v in row)
         return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
-    header, *rows = content["table"]
+    return [line(header), "|---" * len(header) + "|", *map(line, rows)]
+
+
+def page(content: dict[str, Any]) -> str:
+    """The Markdown of what `save` wrote as JSON: title, table, notes, and what it was measured on."""
+
     made = f"Made by `reproduce {content['name']}`, not by hand."
-    lines = [f"# {content['title']}", "", made, "", line(header), "|---" * len(header) + "|", *map(line, rows), ""]
+    lines = [f"# {content['title']}", "", made, "", *markdown(*content["table"]), ""]
     lines += [*[f"- {note}" for note in content["notes"]], "", content["measured_on"]]
     return "\n".join(lines) + "\n"
 
 
-def main(argv: list[str] | None = None) -> None:
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+    """Raises UserError."""
     parser = ArgumentParser(description=__doc__.split("\n")[0])
     add, known = parser.add_argument, ", ".join([*ITEMS, *OF_RESULTS, *SAME])
     add("name", help=f"all, list, or one of {known}")
@@ -255,23 +288,35 @@ def main(argv: list[str] | None = None) -> None:
     text = "train and time nothing: take the runs from these studies of lab.runs, groups of them, or JSON files of "
     text += "lab.study.sweep, with commas (fig6, table7: a part of lab/results/bench.json; fig9: of fig9.json). "
     add("--results", default="", help=text + f"Of these alone are {', '.join(OF_RESULTS)}")
+    add("--columns", default="", help="some columns of the table, with | between them, in this order")
+    add("--rows", default="", help="the rows that have one of these names in a cell, with | between them")
     sweep.add_sweep_arguments(parser)
     parser.set_defaults(seeds=0)
     args = parser.parse_args(argv)
-    if args.name == "list":
-        print0("\n".join([*ITEMS, *OF_RESULTS, *[f"{a} (= {b})" for a, b in SAME.items()]]))
-        return
-    names = list(ITEMS) if args.name == "all" else [SAME.get(args.name, args.name)]
-    if names[0] not in ITEMS | OF_RESULTS:
+    if args.name not in ("list", "all", *ITEMS, *OF_RESULTS, *SAME):
         raise UserError(f"{args.name!r} is no table or figure; use all, list, or one of {known}")
     if min(args.seeds, args.samples) < 0 or args.jobs < 1 or (args.draws and args.draws < 4):
         raise UserError("--seeds and --samples cannot be negative, --jobs is at least 1 and --draws at least 4")
+    return args
+
+
+def make(args: argparse.Namespace, name: str) -> tuple[Context, Outcome]:
+    """An item, with the rows and columns that the command line asks for. Raises UserError, Interrupted."""
     default = Path(get_base_dir()) / ("reproduce_quick" if args.quick else "reproduce")
     context = Context(Path(args.folder) if args.folder else default, args.quick, args)
-    sweep.make_folder(context.folder)
-    for name in names:
+    return context, choose((ITEMS | OF_RESULTS)[name](context), args.columns, args.rows)
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = parse_args(argv)
+    if args.name == "list":
+        print0("\n".join([*ITEMS, *OF_RESULTS, *[f"{a} (= {b})" for a, b in SAME.items()]]))
+        return
+    if args.folder:
+        sweep.make_folder(Path(args.folder))
+    for name in list(ITEMS) if args.name == "all" else [SAME.get(args.name, args.name)]:
         try:
-            save(context, name, (ITEMS | OF_RESULTS)[name](context))
+            save(*make(args, name), name)
         except sweep_scheduler.Interrupted as e:
             sweep.stopped(e)
 

@@ -1,7 +1,7 @@
 """Do 4 bits lose parameters or tokens? A law L(N, D) of BF16's losses, and the share of N or D that a method keeps.
 
-    python -m lab.scaling                                  # the paper's 21 runs, lab/results/paper_runs.json
-    python -m lab.scaling --runs 'ladder_*'                # studies of lab.runs, of several N and D
+    python -m lab.reproduce effective --results paper        # the paper's 21 runs, lab/results/paper_runs.json
+    python -m lab.reproduce effective --results 'ladder_*'   # studies of lab.runs, of several N and D
 
     L(N, D) = E + (A N^-a + B D^-b)^c      N parameters of the blocks, D tokens; Quartet's law (arXiv 2505.14669)
 
@@ -12,7 +12,6 @@ The rms residual in points of gap says which of the two describes a method. Wher
 twice: with their own forward, and evaluated in BF16.
 """
 
-import argparse
 import json
 import math
 from collections.abc import Callable, Sequence
@@ -24,8 +23,7 @@ from lab import RESULTS
 from lab import runs as kept_runs
 from lab.statistics import against_target, t95, with_half
 from lab.study.sweep_runs import flag_values
-from nanochat_fp4.console import ArgumentParser, table
-from nanochat_fp4.errors import UserError, run_main
+from nanochat_fp4.errors import UserError
 from nanochat_fp4.models.gpt import config_from_depth
 
 PAPER_RUNS = RESULTS / "paper_runs.json"
@@ -33,6 +31,7 @@ BASE_PARAMETERS, BASE_TOKENS, BASE_RATIO = 1e8, 1e9, 20.0  # units of the fits
 SIZES, LENGTHS = 3, 3  # that a law needs: fewer leave its exponents open
 SHOWN_RATIOS = (12, 25, 50, 100, 200, 400)  # tokens per parameter
 DRAWS = 100
+Table = tuple[list[str], list[list]]  # header, rows
 IN_BF16 = ", BF16 forward"  # the end of a method's name
 
 
@@ -272,7 +271,7 @@ def millions(parameters: float) -> str:
     return f"{parameters / 1e6:.{0 if parameters >= 1e7 else 2}f}M"
 
 
-def gap_table(runs: Sequence[Run], methods: Sequence[str]) -> str:
+def gap_table(runs: Sequence[Run], methods: Sequence[str]) -> Table:
     """Gaps in percent: a row for each size and method, a column for tokens per parameter."""
     gaps = {(n, m, doubled(d / n)): np.mean(of) for m in methods for n, d, of in pairs(runs, m)}
     sizes, ratios = sorted({n for n, _, _ in gaps}), sorted({ratio for _, _, ratio in gaps})
@@ -281,7 +280,7 @@ def gap_table(runs: Sequence[Run], methods: Sequence[str]) -> str:
         for n in sizes
         for m in methods
     ]
-    return table(["N", "method", *[f"{ratio:g}" for ratio in ratios]], rows)
+    return ["N", "method", *[f"{ratio:g}" for ratio in ratios]], rows
 
 
 def shares(runs: Sequence[Run], method: str) -> dict[float, tuple[float, float]]:
@@ -307,10 +306,10 @@ def shares(runs: Sequence[Run], method: str) -> dict[float, tuple[float, float]]
     }
 
 
-def share_table(runs: Sequence[Run], methods: Sequence[str]) -> str:
+def share_table(runs: Sequence[Run], methods: Sequence[str]) -> Table:
     """A row for each method, a column for tokens per parameter, and the longest runs' share over the shortest's.
 
-    "" where no method but clover has a share.
+    Without rows where no method but clover has a share.
     """
     rows, of = [], {m: found for m in methods if m.removesuffix(IN_BF16) != "clover" and (found := shares(runs, m))}
     ratios = sorted({ratio for found in of.values() for ratio in found})
@@ -319,53 +318,53 @@ def share_table(runs: Sequence[Run], methods: Sequence[str]) -> str:
         growth = last / first, last / first * math.hypot(half / first, last_half / last)
         cells = [with_half(*found[ratio], 2) if ratio in found else "-" for ratio in ratios]
         rows.append([m, *cells, with_half(*growth, 2)])
-    return table(["method", *[f"{ratio:g}" for ratio in ratios], "last over first"], rows) if rows else ""
+    return ["method", *[f"{ratio:g}" for ratio in ratios], "last over first"], rows
 
 
-def report(runs: Sequence[Run]) -> str:
-    """The tables of a set of runs, or one line that says why the runs decide no law."""
-    methods = [m for m in dict.fromkeys(r.method for r in runs) if m != "bf16" and pairs(runs, m)]
-    if problem := too_few([r for r in runs if r.method == "bf16"]):
-        return problem
-    lines, laws = [], {"c fitted": fit_law(runs), "c = 1": fit_law(runs, outer=False)}
+def law_table(runs: Sequence[Run], methods: Sequence[str]) -> Table:
+    """The constants of the law of BF16's losses, E + (A (N / 100M)^-a + B (D / 1B)^-b)^c, with c fitted and c = 1."""
+    laws = {"c fitted": fit_law(runs), "c = 1": fit_law(runs, outer=False)}
     rows = [[name, *[f"{v:.4g}" for v in law.constants], f"{law.rms:.2f}"] for name, law in laws.items()]
-    lines += ["The law of bf16's losses: E + (A (N / 100M)^-a + B (D / 1B)^-b)^c"]
-    lines += [table(["", "E", "A", "a", "B", "b", "c", "rms, %"], rows), ""]
-    for name, law in laws.items():
-        rows, ranges = [], intervals(runs, methods, outer=name == "c fitted")
+    return ["law", "E", "A", "a", "B", "b", "c", "rms, %"], rows
+
+
+def effective_table(runs: Sequence[Run], methods: Sequence[str]) -> Table:
+    """Of each method the effective parameters, the effective tokens and one gap for all runs, by either law."""
+    rows = []
+    for name in ("c fitted", "c = 1"):
+        law, ranges = fit_law(runs, name == "c fitted"), intervals(runs, methods, outer=name == "c fitted")
         for m in methods:
             n, d = effective(law, runs, m), effective(law, runs, m, "tokens")
             of_n, of_d = f"{n.share:.3f}{ranges[m, 'parameters']}", f"{d.share:.3f}{ranges[m, 'tokens']}"
             mean, rms = constant_gap(runs, m)
-            rows.append([m, n.runs, of_n, f"{n.rms:.2f}", of_d, f"{d.rms:.2f}", f"{mean:.2f}", f"{rms:.2f}"])
-        header = ["method", "runs", "of N", "rms, points", "of D", "rms, points", "one gap, %", "rms, points"]
-        lines += [f"Effective parameters, effective tokens, and one gap for all, {name}", table(header, rows), ""]
-    lines += ["Gap to bf16 in percent", gap_table(runs, methods), ""]
-    if shown := share_table(runs, methods):
-        lines += ["Share of clover's gap with the same forward, all sizes, by tokens per parameter", shown, ""]
+            rows.append([name, m, n.runs, of_n, f"{n.rms:.2f}", of_d, f"{d.rms:.2f}", f"{mean:.2f}", f"{rms:.2f}"])
+    header = ["law", "method", "runs", "of N", "rms of N, points", "of D", "rms of D, points", "one gap, %"]
+    return [*header, "rms of one gap, points"], rows
+
+
+def growth_table(runs: Sequence[Run], methods: Sequence[str]) -> Table:
+    """ln gap = ln level + size ln(N / reference) + ratio ln(tokens per parameter / 20); level in percent, 95%."""
     rows = [[m, *[f"{value:.3f} ± {half:.3f}" for value, half in trend(runs, m).values()]] for m in methods]
-    size = reference(runs)
-    of_size = f"size ln(N / {millions(size)})"
-    lines += [f"ln gap = ln level + {of_size} + ratio ln(tokens per parameter / 20); level in percent, 95%"]
-    lines += [table(["method", "level", "size", "ratio"], rows), ""]
-    if "clover" in methods:
-        rows = []
-        for name, law in laws.items():
-            share = effective(law, runs, "clover").share
-            steps = [more_steps(law, share, size, ratio * size) for ratio in SHOWN_RATIOS]
-            rows += [[f"parameters, times ({name})", *[f"{1 / share:.2f}"] * len(steps)]]
-            rows += [[f"steps, times ({name})", *[f"{s:.2f}" for s in steps]]]
-        lines += [f"What closes clover's gap at N = {millions(size)}, by tokens per parameter"]
-        lines += [table(["", *map(str, SHOWN_RATIOS)], rows)]
-    return "\n".join(lines)
+    return ["method", f"level at N = {millions(reference(runs))}", "size", "ratio"], rows
 
 
-def main(argv: list[str] | None = None) -> None:
-    parser = ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add = parser.add_argument
-    add("--runs", default="paper", help="studies of lab.runs (patterns: ladder_*) or sweeps' JSON files, with commas")
-    print(report(read_runs(parser.parse_args(argv).runs)))
+def closing_table(runs: Sequence[Run], methods: Sequence[str]) -> Table:
+    """How many times the parameters, or the steps, close clover's gap at the reference size."""
+    size, rows = reference(runs), []
+    for name in ("c fitted", "c = 1"):
+        law = fit_law(runs, name == "c fitted")
+        share = effective(law, runs, "clover").share
+        steps = [more_steps(law, share, size, ratio * size) for ratio in SHOWN_RATIOS]
+        rows.append([name, "parameters", *[f"{1 / share:.2f}"] * len(steps)])
+        rows.append([name, "steps", *[f"{factor:.2f}" for factor in steps]])
+    return ["law", f"times, at N = {millions(size)}", *map(str, SHOWN_RATIOS)], rows
 
 
-if __name__ == "__main__":
-    run_main(main)
+TABLES = {  # name of the item in lab.reproduce -> (its title, what makes it)
+    "law": ("The law of BF16's losses: E + (A (N / 100M)^-a + B (D / 1B)^-b)^c", law_table),
+    "effective": ("Effective parameters, effective tokens, and one gap for all sizes and lengths", effective_table),
+    "by_length": ("Gap to BF16 in percent, by size and tokens per parameter", gap_table),
+    "shares_by_length": ("Share of clover's gap, all sizes, by tokens per parameter", share_table),
+    "growth": ("ln gap = ln level + size ln(N / reference) + ratio ln(tokens per parameter / 20)", growth_table),
+    "closing": ("What closes clover's gap, by tokens per parameter", closing_table),
+}

@@ -1,5 +1,6 @@
 """What the stored runs answer beyond one table of gaps: targets, other forwards, steps, equal time, the ladder."""
 
+import json
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -8,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from lab import RESULTS, scaling
 from lab import runs as kept_runs
-from lab import scaling
 from lab import statistics as stats
 from lab.study import gaps
 from lab.study.context import Context, Outcome
@@ -29,6 +30,72 @@ def work(runs: list[dict], method: str, steps: int) -> str:
 def outcome(runs: list[dict], content: dict, title: str, header: list[str], *args: Any) -> Outcome:
     where = gaps.measured_on(runs, content["data"])
     return Outcome(title, header, *args, measured_on=where, environment=content["environment"])
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Which method?
+
+WHEN = {  # a row of nf.METHODS -> when it is the one to take
+    "bf16": "where 4 bits are neither faster nor needed to fit",
+    "fp8": "as the 8-bit baseline (not tuned)",
+    "nvidia": "to compare with NVIDIA's recipe, every GEMM in 4 bits",
+    "nvidia_full": "to compare with NVIDIA's recipe as published, which ends in BF16",
+    "four_over_six": "to compare with Four-over-Six",
+    "tetrajet_v2": "to compare with TetraJet-v2",
+    "clover": "to reproduce the paper: it is the paper's method, and the default",
+    "clover_feedback": "for pure NVFP4 that is evaluated or served in BF16",
+    "clover_feedback_late": "for a model that is evaluated in two terms; in plain NVFP4 it is no better than the last",
+    "clover_mixed": "recommended: the forward of attention and of the MLP's first matrix in FP8, the rest in 4 bits",
+}
+
+
+def time_of_steps() -> dict[str, str]:
+    """Method -> time of a step of d26 (8 rows, one H100) over BF16's in the same run, of bench.json's last such run."""
+    found: dict[str, str] = {}
+    for part in json.loads((RESULTS / "bench.json").read_text(encoding="utf-8")).values():
+        if isinstance(part, dict) and part["benchmark"] == "bench_train" and "H100" in part["environment"]["gpu"]:
+            records = [r for r in part["records"] if r.get("tokens_per_second") and r["depth"] == 26]
+            speed = {r["method"]: r["tokens_per_second"] for r in records if r["micro_batch"] == 8}
+            found |= {method: f"{speed['bf16'] / of:.2f}" for method, of in speed.items()}
+    return found
+
+
+def exported(runs: list[dict], method: str) -> str:
+    """The gap as scripts.export writes a model: a run that ends in two terms keeps one, and BF16 is rounded by 4/6."""
+    if method == "bf16":
+        found = rounded_afterwards(runs, "clover")
+        return "not measured" if found == "-" else found
+    if not gaps.ends_in_two_terms(runs, method):
+        ends_in_16_bits = any(r["gemm_work"]["16"] > 0 for r in runs if r["method"] == method)
+        return "not measured" if ends_in_16_bits else "as own forward"
+    base = {r["seed"]: r["val_bpb"] for r in runs if r["method"] == "bf16"}
+    mine = {r["seed"]: r[gaps.ONE_TERM] for r in runs if r["method"] == method and gaps.ONE_TERM in r}
+    return str(stats.estimate([100 * (bpb / base[s] - 1) for s, bpb in mine.items()])) if mine else "not measured"
+
+
+def methods(context: Context) -> Outcome:
+    """README's table: a row for each method of the package that the study has, of runs from scratch on one text."""
+    context.args.results = context.args.results or "d6_mixed"
+    runs, content = stored_runs(context)
+    times, known, of = time_of_steps(), methods_of(runs), gaps.Rows(runs, gaps.Item("", pooled=True))
+    rows = []
+    for method in [m for m in WHEN if m == "bf16" or m in known]:
+        cells = ["0", "0", "0; 0"]
+        if method != "bf16":
+            found = [of.gap(method, value) for value in VALUES.values()]
+            cells = [stats.with_half(gap.mean, gap.half, 2) for gap in found]
+            cells.append("; ".join(of.share(method, value) for value in VALUES.values()))
+        seeds = len({r["seed"] for r in runs if r["method"] == method})
+        rows.append([f"`{method}`", *cells, exported(runs, method), times.get(method, "not measured"), seeds])
+        rows[-1].append(WHEN[method])
+    header = ["`QAT_METHOD`", "gap, own forward, %", "gap, BF16 forward, %", "share of clover's gap: own; BF16 forward"]
+    header += ["gap as exported, %", "step time on one H100, BF16 = 1", "seeds", "take it"]
+    notes = [
+        "gap: the increase of validation bits per byte over BF16 of the same seed; intervals are 95%, of the scatter "
+        "of a run, pooled over the methods of the study",
+        "time: d26, 8 rows, where 4 bits are emulated (lab/results/bench.json)",
+    ]
+    return outcome(runs, content, "Which method? Gaps to BF16 from scratch", header, rows, notes, {})
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -385,10 +452,20 @@ def ladder(context: Context) -> Outcome:
     notes = [
         "gaps to BF16 in percent, own forward; BF16 forward; 95%, paired by seed",
         "scatter: of one run, pooled over the methods, own forward",
-        "python -m lab.scaling --runs 'ladder_*' fits lost parameters, lost tokens and a constant gap",
+        "python -m lab.reproduce effective --results 'ladder_*' fits lost parameters, lost tokens and a constant gap",
     ]
     title = "The ladder: gaps of small models by size and length"
     return Outcome(title, [*header, *LADDER], rows, notes, numbers, None, f"data {data}", environment)
+
+
+def of_scaling(context: Context, name: str) -> Outcome:
+    """A table of lab.scaling: of the paper's 21 runs, or of the studies of --results, of several sizes and lengths."""
+    runs = scaling.read_runs(context.args.results or "paper")
+    title, make = scaling.TABLES[name]
+    methods = [m for m in dict.fromkeys(r.method for r in runs) if m != "bf16" and scaling.pairs(runs, m)]
+    header, rows = make(runs, methods)
+    notes = ["N counts the parameters of the blocks; c of the law is fitted, or 1"]
+    return Outcome(title, header, rows, notes, {}, None, f"runs: {context.args.results or 'paper'}")
 
 
 # Studies that were validated often along the run, and the bits per byte that are to be reached.

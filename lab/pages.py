@@ -1,0 +1,63 @@
+"""Puts the tables of README.md and docs/ in: below a command of lab.reproduce stands what it prints.
+
+    python -m lab.pages             # makes all of these tables again from the stored runs
+    python -m lab.pages --check     # changes nothing, names the pages that differ, and ends with status 2
+
+A command is a line of a code block, alone in it, that names its runs with --results. The table below it is the
+command's. Everything else on a page is written by hand.
+"""
+
+import re
+import shlex
+from pathlib import Path
+
+from lab import ROOT, reproduce
+from nanochat_fp4.common import print0
+from nanochat_fp4.console import ArgumentParser
+from nanochat_fp4.errors import UserError, run_main
+from nanochat_fp4.files import atomic_write
+
+COMMAND = r"^    python -m lab\.reproduce ([^\n]*--results[^\n]*)\n\n"
+COMMAND_AND_TABLE = re.compile(COMMAND + r"((?:\|[^\n]*\n)+)", re.MULTILINE)
+
+
+def pages() -> list[Path]:
+    return [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+def table(command: str) -> str:
+    """The Markdown table of a command line of lab.reproduce. Raises UserError."""
+    args = reproduce.parse_args(shlex.split(command, comments=True))
+    _, outcome = reproduce.make(args, reproduce.SAME.get(args.name, args.name))
+    return "\n".join(reproduce.markdown(outcome.header, *outcome.rows)) + "\n"
+
+
+def filled(text: str) -> str:
+    """The text of a page with its tables made again. Raises UserError, naming the command that does not work."""
+
+    def again(match: re.Match) -> str:
+        try:
+            return match[0].removesuffix(match[2]) + table(match[1])
+        except UserError as e:
+            raise UserError(f"python -m lab.reproduce {match[1]}: {e}") from None
+
+    return COMMAND_AND_TABLE.sub(again, text)
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = ArgumentParser(description="Puts the tables of the stored runs into the pages")
+    parser.add_argument("--check", action="store_true", help="change nothing; fail if a page differs")
+    args, differ = parser.parse_args(argv), []
+    for path in pages():
+        text = path.read_text(encoding="utf-8")
+        if (new := filled(text)) != text:
+            differ.append(str(path.relative_to(ROOT)))
+            if not args.check:
+                atomic_write(path, new)
+    if differ and args.check:
+        raise UserError(f"tables differ from the stored runs in {', '.join(differ)}; run python -m lab.pages")
+    print0(f"changed: {', '.join(differ)}" if differ else "all tables are those of the stored runs")
+
+
+if __name__ == "__main__":
+    run_main(main)
