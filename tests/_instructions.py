@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 BLACKWELL = (100, 120, 121)  # the operands of a GEMM are codes
-ELEMENTS = {"quantize_kernel": 16, "rotate_quantize_kernel": 64}  # that a thread has of a tile
+ELEMENTS = {"quantize_kernel": 16, "fp8_with_codes_kernel": 16, "rotate_quantize_kernel": 64}  # of a thread, of a tile
 
 
 def compile_kernels(arch: int, methods: list[str], every_input: bool) -> list[dict]:
@@ -57,6 +57,7 @@ def compile_kernels(arch: int, methods: list[str], every_input: bool) -> list[di
 
     from nvfp4_kernels import quantize
     from nvfp4_kernels.decode import decode, transpose_square
+    from nvfp4_kernels.fp8 import fp8_with_codes
     from nvfp4_kernels.matmul import dot_scaled, swizzle
     from nvfp4_kernels.quantize import amax
     from nvfp4_kernels.relu_squared import quantize_relu_squared, relu_squared
@@ -78,6 +79,9 @@ def compile_kernels(arch: int, methods: list[str], every_input: bool) -> list[di
     for method in methods if every_input or arch not in BLACKWELL else ():
         for case in cases:
             train(method, *case)
+    fp8_with_codes(
+        torch.zeros(8, 1536, dtype=torch.bfloat16), torch.ones(()), 6.0, 256.0, [1.0, 1.5], arch in BLACKWELL
+    )
     operand = torch.zeros(256, 128, dtype=torch.uint8), torch.zeros(256, 16, dtype=torch.float8_e4m3fn)
     if every_input or arch not in BLACKWELL:  # kernels that are the same everywhere
         decode(*operand)
@@ -163,6 +167,8 @@ def _inspect(kernel) -> dict:
 def label(record: dict) -> str:
     """What a kernel of ELEMENTS makes of what."""
     constants = record["constants"]
+    if record["kernel"] == "fp8_with_codes_kernel":
+        return "rows to 8 bits and codes"
     if record["kernel"] == "quantize_kernel":
         source = "ReLU^2" if "'SQUARE': True" in constants else "rows"
         return f"quantize {source} to codes" + (" and BF16" if "'DECODE': True" in constants else "")

@@ -193,6 +193,18 @@ def encode_e4m3(scale, HARDWARE: tl.constexpr):
 
 
 @triton.jit
+def to_e4m3(x, HARDWARE: tl.constexpr):
+    """Float32 to the nearest E4M3 number, its byte, uint8. Larger numbers become 448 with their sign, NaN stays."""
+    if HARDWARE >= CONVERTS_E4M3:
+        return x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    magnitude = tl.minimum(tl.abs(x), E4M3_MAX)
+    e = tl.maximum(power_of_two_floor(magnitude), E4M3_MIN_NORMAL)
+    q = tl.fma(e, -E4M3_MAGIC, tl.fma(e, E4M3_MAGIC, magnitude))
+    byte = tl.where(x == x, bits(q * 2.0**-120) >> 20, 0x7F)
+    return (byte | ((bits(x) >> 24) & 0x80)).to(tl.uint8)
+
+
+@triton.jit
 def decode_e4m3(byte):
     """uint8, sign clear -> float32."""
     value = byte.to(tl.int32)

@@ -183,14 +183,7 @@ def quantize_kernel(
             GRID_MAX, INVERSE, CANDIDATES, STOCHASTIC, False, HARDWARE, NB, 16,
         )  # fmt: skip
 
-        place = block
-        if TILES:
-            narrow = block.to(tl.int32)  # division of 64 bits is slow, and 2^31 blocks fit no GPU
-            row = narrow // (columns // 16)
-            place = m.scale_address(row.to(tl.int64), narrow - row * (columns // 16), columns // 16, True)
-        tl.store(scales_ptr + place, m.encode_e4m3(scale, HARDWARE), mask=mask)
-        word = block[:, None] * 2 + tl.arange(0, 2)[None, :]
-        tl.store(codes_ptr + word, codes, mask=mask[:, None])
+        store_blocks(codes_ptr, scales_ptr, codes, scale, block, mask, columns, TILES, HARDWARE)
         if DECODE:
             # In the order in which a warp holds the blocks, so that it needs no other to write whole lines.
             value = tl.reshape(q * scale[:, None], (4, NB // 64, 16, 16))
@@ -222,6 +215,21 @@ def load_blocks(x_ptr, first, mask):
         low = tl.load(at, mask=mask, other=0.0)
         x = tl.permute(tl.join(low, tl.load(at + 8, mask=mask, other=0.0)), (0, 2, 1))
     return tl.reshape(x, (first.shape[0], 16)).to(tl.float32)
+
+
+@triton.jit
+def store_blocks(
+    codes_ptr, scales_ptr, codes, scale, block, mask, columns, TILES: tl.constexpr, HARDWARE: tl.constexpr
+):
+    """Stores what fit_blocks has made of the blocks of numbers `block` (NB,), in a tensor of `columns` columns."""
+    place = block
+    if TILES:
+        narrow = block.to(tl.int32)  # division of 64 bits is slow, and 2^31 blocks fit no GPU
+        row = narrow // (columns // 16)
+        place = m.scale_address(row.to(tl.int64), narrow - row * (columns // 16), columns // 16, True)
+    tl.store(scales_ptr + place, m.encode_e4m3(scale, HARDWARE), mask=mask)
+    word = block[:, None] * 2 + tl.arange(0, 2)[None, :]
+    tl.store(codes_ptr + word, codes, mask=mask[:, None])
 
 
 @triton.jit

@@ -496,17 +496,21 @@ def make_fp8(value: torch.Tensor | GemmOperand, how: Quantization, transpose: bo
 def make_fp8_with_codes(
     value: torch.Tensor | GemmOperand, how: Quantization, transpose: bool, keep_codes: bool
 ) -> FP8WithCodes:
-    """One pass finds the largest value for both."""
-    x = _contracted_last(_source(value), transpose, how.rounding.block)
+    """The kernels read the tensor once for its largest value, and once for both."""
+    x, kept, eight = _contracted_last(_source(value), transpose, how.rounding.block), how.kept, how.rounding
     if how.amax is None and not how.per_token:
         amax = _amax_for_a_compiler(x)
         how = how._replace(amax=largest_magnitude(x) if amax is None else amax.float())
-    t = quantize_reference(x, how.rounding, **_draws(how))
-    how = how._replace(rounding=how.kept, make=None)
-    if use_kernels(x.device):
-        codes = _quantize_rows(x, how, decode=False)
-    else:
-        codes = make_codes(x, how, False, True).without_cache()
+    kernels = use_kernels(x.device)
+    if kernels and eight.element == "e4m3" and kept.block_rows == 1 and not how.per_token:
+        from nvfp4_kernels.fp8 import fp8_with_codes
+
+        amax = how.amax if how.part is None else how.part.largest(how.amax)
+        made = fp8_with_codes(x, amax, kept.grid_max, kept.scale_cap, list(kept.candidates), how.tiles)
+        return FP8WithCodes.from_tensors(*made)
+    t = quantize_reference(x, eight, **_draws(how))
+    how = how._replace(rounding=kept, make=None)
+    codes = _quantize_rows(x, how, decode=False) if kernels else make_codes(x, how, False, True).without_cache()
     return FP8WithCodes(FP8(t.codes, t.tensor_scale), codes)
 
 

@@ -1,0 +1,77 @@
+"""A tensor in 8 bits and in codes by one kernel, against the references of both; on a CPU in Triton's interpreter."""
+
+import pytest
+import torch
+from _assertions import assert_same_bits
+
+pytest.importorskip("triton")
+
+from nvfp4_kernels.fp8 import fp8_with_codes
+
+import nanochat_fp4 as nf
+from nanochat_fp4.nvfp4.quantizers import FP8_AMAX_MIN, ROUNDINGS, quantize_reference
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def made(x, name, tiles=False):
+    r = ROUNDINGS[name]
+    amax = x.abs().amax()
+    return [
+        t.cpu()
+        for t in fp8_with_codes(x.to(DEVICE), amax.to(DEVICE), r.grid_max, r.scale_cap, list(r.candidates), tiles)
+    ]
+
+
+def numbers(case: str, dtype) -> torch.Tensor:
+    torch.manual_seed(len(case))
+    x = torch.randn(9, 272) * torch.exp(3 * torch.randn(9, 1))
+    if case == "ties":  # all E4M3 numbers, what lies in the middle between two, and the largest one
+        grid = torch.arange(0x7F, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+        x = torch.cat([grid, (grid[1:] + grid[:-1]) / 2])
+        x = torch.nn.functional.pad(torch.cat([x, -x]), (0, 6), value=448.0).view(-1, 16)
+    elif case == "small":
+        x = x / x.abs().amax() * FP8_AMAX_MIN * 0.9
+    elif case == "zeros":
+        x = torch.zeros(2, 32)
+    elif case == "large":
+        x = x * 1e30
+    return x.to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("case", ["normal", "ties", "small", "zeros", "large"])
+def test_both_are_the_references_bit_for_bit(case, dtype):
+    for name in ("four_over_six", "rtn"):
+        x = numbers(case, dtype)
+        eight, four = quantize_reference(x, ROUNDINGS["e4m3"]), quantize_reference(x, ROUNDINGS[name])
+        want = eight.codes, eight.tensor_scale, four.codes, four.scales, four.tensor_scale
+        parts = ("numbers", "number_scale", "codes", "scales", "tensor_scale")
+        for part, got, expected in zip(parts, made(x, name), want, strict=True):
+            assert_same_bits(f"{case} {name} {part}", got, expected)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_what_is_not_finite_reaches_both(bad):
+    x = torch.randn(4, 32)
+    x[1, 5] = bad
+    eight, _, _, scales, tensor_scale = made(x, "four_over_six")
+    assert eight.float()[1, 5].isnan()
+    assert scales.float()[1].isnan().any() or not tensor_scale.isfinite()
+
+
+def test_a_layer_takes_them(monkeypatch):
+    """The outputs and gradients of a layer are those that the references give."""
+    eight = nf.Operand("e4m3", kept="four_over_six")
+    recipe = nf.Recipe("eight_and_four", output=nf.Gemm(eight, eight))
+    weight, x0, e = torch.randn(32, 64), torch.randn(24, 64), torch.randn(24, 32)
+    results = []
+    for kernels in ("reference", "triton"):
+        monkeypatch.setenv("NVFP4_KERNELS", kernels)
+        layer = nf.QuantLinear(64, 32, method=recipe, device=DEVICE)
+        layer.weight.data.copy_(weight)
+        x = x0.to(DEVICE).requires_grad_()
+        y = layer(x)
+        results.append([y, *torch.autograd.grad(y, (x, layer.weight), e.to(DEVICE))])
+    for part, a, b in zip(("y", "dx", "dw"), *results):
+        assert_same_bits(part, a.detach().cpu(), b.detach().cpu())
