@@ -29,6 +29,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from nanochat_fp4.nvfp4.checkpointing import gradients_are_wanted
 from nanochat_fp4.nvfp4.dispatch import has_fp8_tensor_cores, use_kernels
 from nanochat_fp4.nvfp4.gemm import gemm
 from nanochat_fp4.nvfp4.operands import FP8
@@ -332,7 +333,7 @@ def linear_cross_entropy(
         raise ValueError(f"targets {tuple(targets.shape)} do not fit x {tuple(x.shape)}; expected one target a token")
     if head != "bf16" and (problem := head_problem(head, *weight.shape, x.device.type)):
         raise ValueError(problem)
-    fp8 = head == "fp8" and torch.is_grad_enabled()
+    fp8 = head == "fp8" and gradients_are_wanted()
     vocab_size = weight.size(0) if vocab_size is None else vocab_size
     compute_dtype = _compute_dtype(x)
     x, targets = x.reshape(-1, x.size(-1)).contiguous(), targets.reshape(-1)

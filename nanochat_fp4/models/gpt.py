@@ -35,6 +35,7 @@ from nanochat_fp4.models.cross_entropy import linear_cross_entropy
 from nanochat_fp4.models.elementwise import ReluSquared, apply_rotary_emb, norm, rotary_tables
 from nanochat_fp4.models.optim8bit import LeanState, drawn
 from nanochat_fp4.models.recompute import attention_part, can_recompute, mlp_part
+from nanochat_fp4.nvfp4.checkpointing import gradients_are_wanted
 from nanochat_fp4.nvfp4.dispatch import left_out_of_graphs, triton_problem
 from nanochat_fp4.nvfp4.fused import fused_linear
 from nanochat_fp4.nvfp4.relu_squared_linear import relu_squared_linear
@@ -161,7 +162,7 @@ class MLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.exact_relu_squared:
             return self.c_proj(F.relu(self.c_fc(x)).square())
-        eight_bits = torch.is_grad_enabled() and getattr(self.c_proj, "quantizes_input", False)
+        eight_bits = gradients_are_wanted() and getattr(self.c_proj, "quantizes_input", False)
         x = self.c_fc(x)
         if eight_bits:
             return relu_squared_linear(x, self.c_proj)

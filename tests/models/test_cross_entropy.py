@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 import nanochat_fp4.models.cross_entropy as module
 from nanochat_fp4.models.cross_entropy import linear_cross_entropy
@@ -210,6 +211,10 @@ def test_an_fp8_head_is_for_training_alone():
     with torch.no_grad():
         fp8, plain = (linear_cross_entropy(x, weight, targets, 50, head=head) for head in ("fp8", "bf16"))
     assert torch.equal(fp8, plain)
-    assert not torch.equal(linear_cross_entropy(x, weight, targets, 50, head="fp8").detach(), plain)
+    trained = linear_cross_entropy(x, weight, targets, 50, head="fp8").detach()
+    assert not torch.equal(trained, plain)
+    # The first run of a reentrant checkpoint has no gradients, and is the loss that is trained.
+    loss = checkpoint(linear_cross_entropy, x, weight, targets, 50, 15.0, "mean", "fp8", use_reentrant=True)
+    assert torch.equal(loss.detach(), trained)
     empty = linear_cross_entropy(x[:0], weight, targets[:0], 50, head="fp8")
     assert empty == 0

@@ -11,6 +11,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 
 import nanochat_fp4 as nf
 from nanochat_fp4.models.elementwise import NORM_EPS, apply_rotary_emb, norm
@@ -333,6 +334,24 @@ def test_recomputing_changes_no_bit_and_keeps_less(method):
     assert kept["all"] < 0.6 * kept["mlp"] < 0.6 * 0.9 * kept["none"]
     assert kept["codes-mlp"] <= kept["codes"] < 0.75 * kept["none"]
     assert torch.equal(results["codes-mlp"][0], results["none"][0])
+
+
+@pytest.mark.parametrize("method, recompute", [("clover", "none"), ("nvidia", "none"), ("nvidia", "codes-mlp")])
+def test_blocks_in_reentrant_checkpoints_draw_as_they_do_without(method, recompute):
+    """Such a checkpoint puts the generator back before it runs a block again. A block that draws more in the second run
+    than in the first one repeats the next block's random numbers."""
+    model, ids = nf.convert(make(n_layer=2), method, verbose=False), tokens(2, 24)
+    model.recompute = recompute
+
+    def checkpointed(block, *args):
+        return checkpoint(functools.partial(type(block).forward, block), *args, use_reentrant=True)
+
+    states = []
+    for layer in (type(model.transformer.h[0]).forward, checkpointed):
+        torch.manual_seed(4)
+        model(ids, ids.roll(-1, 1), layer=layer)
+        states.append(torch.get_rng_state())
+    assert torch.equal(*states)
 
 
 @pytest.mark.slow
