@@ -355,7 +355,7 @@ def fig9(context: Context) -> Outcome:
     rows = []
     for (forward, method), found in by_draws.items():
         one, last = curves[forward][method]["single"], found[most]
-        numbers = [round(slope(found), 2), round(one / last, 1), f"{one:.3g}", f"{last:.2g}"]
+        numbers = [f"{slope(found):.2f}", f"{one / last:.1f}", f"{one:.3g}", f"{last:.2g}"]
         rows.append([forward, method, paper[method], *numbers])
 
     def plot(axes: Any) -> None:

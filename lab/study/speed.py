@@ -36,6 +36,28 @@ def run_benchmark(context: Context, what: str, flags: list[str]) -> list[dict]:
     return benchmark(str(path))[0]
 
 
+def measured(context: Context) -> Outcome:
+    """What cards did: every layer and step of lab/results/bench.json, or of one part of it."""
+    kept = json.loads((RESULTS / "bench.json").read_text(encoding="utf-8"))
+    wanted = context.args.results if context.args.results in kept else ""
+    rows = []
+    for name, part in kept.items():
+        if (wanted and name != wanted) or not isinstance(part, dict):
+            continue
+        card = part["environment"]["gpu"].removeprefix("NVIDIA ").split()[0]
+        windows = part["settings"].get("window_pattern", "L")
+        for r in part["records"]:
+            if r.get("pass") == "forward+backward":
+                rows.append([card, f"{r['model']}, layers", r["method"], f"{r['ms']:.4g} ms", name])
+            elif r.get("tokens_per_second"):
+                what = f"d{r['depth']}, {r['micro_batch']} rows" + ("" if windows == "L" else f", windows {windows}")
+                peak = f"{r['peak_bytes'] / 2**30:.1f} GiB" if r.get("peak_bytes") else "-"
+                rows.append([card, what, r["method"], f"{r['tokens_per_second']:,.0f} tokens/s; {peak}", name])
+    title = "Measured: linear layers (forward and backward, 8 x 2,048 tokens) and training steps"
+    notes = ["a row of a micro-batch has 2,048 tokens; the memory is the peak of a whole step"]
+    return Outcome(title, ["card", "what", "method", "measured", "part of bench.json"], rows, notes, {})
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # Tables 3 and 4: the Llama-like models
 
@@ -83,7 +105,7 @@ def fig6(context: Context) -> Outcome:
         if r["pass"] == "forward+backward" and r["method"] != "bf16" and r["ratio"]:
             paper = "up to 4.2 (RTX 5090)" if r["method"] == "clover" else "-"
             where = f"{environment['gpu']}, {r['mode']}"
-            rows.append([where, r["model"], r["method"], paper, round(1 / r["ratio"], 2), round(r["ms"], 2)])
+            rows.append([where, r["model"], r["method"], paper, f"{1 / r['ratio']:.2f}", f"{r['ms']:.2f}"])
     notes = ["the paper: more than 4x over BF16, and about 70% more than Quartet's kernels, on an RTX 5090"]
     header = ["machine", "model", "method", "paper, x", "here, x BF16", "ms"]
     title = "Figure 6, Table 6: speed of the linear layers of Llama-like models, forward + backward"
