@@ -58,16 +58,21 @@ def draw(path: Path, title: str, *panels: Callable[[Any], None]) -> None:
             pyplot.close(figure)
 
 
-def curve(axes: Any, label: str, runs: list[tuple[list, list]], style: str = "-", color: str | None = None) -> None:
-    """Draws one run as a line of (x, y). Several runs, of different seeds, become their mean and a band."""
+def curve(
+    axes: Any, label: str, runs: list[tuple[list, list]], style: str = "-", color: str | None = None, wide: bool = False
+) -> None:
+    """Draws one run as a line of (x, y). Several runs, of different seeds, become their mean and a band.
+
+    wide: a pale, wide line, which stays visible under another one
+    """
     common = sorted(set.intersection(*(set(x) for x, _ in runs)))
     values = [[dict(zip(x, y))[at] for x, y in runs] for at in common]
     mean = [sum(v) / len(v) for v in values]
     if len(runs) > 1:
         label = f"{label}, mean and range of {len(runs)} seeds"
     (line,) = axes.plot(
-        common, mean, style, label=label, color=color, linewidth=1.4, marker="o" if len(common) < 15 else None,
-        markersize=3,
+        common, mean, style, label=label, color=color, linewidth=5 if wide else 1.4, alpha=0.25 if wide else 1,
+        marker="o" if len(common) < 15 else None, markersize=3,
     )  # fmt: skip
     if len(runs) > 1:
         low, high = [min(v) for v in values], [max(v) for v in values]

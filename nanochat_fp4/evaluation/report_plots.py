@@ -39,24 +39,36 @@ def draw_plots(
         ending = f"_{place}" if place > 1 else ""
         about = f" ({', '.join(run['model_tag'] for run in group)})" if len(alike) > 1 else ""
         name_of = _names_of_lines(group)
-        baselines = {name_of[run["model_tag"]] for run in group if run["method"] == "bf16"}
+        baseline_of = {run["config_key"]: run["model_tag"] for run in group if run["method"] == "bf16"}
+        baselines = {name_of[tag] for tag in baseline_of.values()}
         others = [name for name in dict.fromkeys(name_of.values()) if name not in baselines]
         colors = dict.fromkeys(baselines, plots.BASELINE) | dict(zip(others, itertools.cycle(plots.COLORS)))
         for name, (title, axis, stage, event, key) in _PLOTS.items():
             lines: Lines = {}
-            differences: Lines = {}
+            gaps: Lines = {}
+            forwards: Lines = {}
+            found: dict[str, tuple[list[float], list[float]]] = {}  # of each tag
             for tag in (run["model_tag"] for run in group):
                 records = [r for r in _of_one_text(stages[stage].get(tag, [])) if r.get("event") == event]
                 if points := _points(records, lambda r, k=key: finite_number(r.get(k))):
+                    found[tag] = points
                     lines.setdefault(name_of[tag], []).append(points)
                 if event == "val" and name_of[tag] not in baselines and (points := _points(records, _own_over_bf16)):
-                    differences.setdefault(name_of[tag], []).append(points)
+                    forwards.setdefault(name_of[tag], []).append(points)
+            for run in group:
+                tag, base = run["model_tag"], baseline_of.get(run["config_key"])
+                if name_of[tag] in baselines or not {tag, base} <= found.keys():
+                    continue
+                if (points := _over(found[tag], found[base])) and not key.startswith("reward"):
+                    gaps.setdefault(name_of[tag], []).append(points)
             if not lines:
                 continue
+            # A baseline is a wide line under the others, so that a line on it can be seen.
+            lines = {name: lines[name] for name in sorted(lines, key=lambda name: name not in baselines)}
             panels = [functools.partial(_draw, lines=lines, axis=axis, colors=colors)]
-            if differences:
-                below = "own over BF16\nforward, %"
-                panels.append(functools.partial(_draw, lines=differences, axis=below, colors=colors))
+            for below, differences in (("over the bf16\nrun, %", gaps), ("own over BF16\nforward, %", forwards)):
+                if differences:
+                    panels.append(functools.partial(_draw, lines=differences, axis=below, colors=colors))
             try:
                 plots.draw(report_dir / f"{name}{ending}.png", title + about, *panels)
             except ImportError as e:
@@ -101,6 +113,13 @@ def _points(records: list[dict], value: Callable[[dict], float | None]) -> tuple
     return ([x for x, _ in pairs], [y for _, y in pairs]) if pairs else None
 
 
+def _over(points: tuple[list[float], list[float]], base: tuple[list[float], list[float]]) -> tuple[list, list] | None:
+    """(steps, percent): by how much a run is above its baseline at the steps that both have."""
+    at = dict(zip(*base))
+    pairs = [(x, 100 * (y / at[x] - 1)) for x, y in zip(*points) if at.get(x)]
+    return ([x for x, _ in pairs], [y for _, y in pairs]) if pairs else None
+
+
 def _own_over_bf16(record: dict) -> float | None:
     """By how much the loss with the own forward pass is above that of the same weights in BF16, in percent."""
     own, bf16 = finite_number(record.get("bpb")), finite_number(record.get("bpb_bf16"))
@@ -109,5 +128,5 @@ def _own_over_bf16(record: dict) -> float | None:
 
 def _draw(axes: Any, lines: Lines, axis: str, colors: dict[str, str]) -> None:
     for name, runs in lines.items():
-        plots.curve(axes, name, runs, "-", colors[name])
+        plots.curve(axes, name, runs, "-", colors[name], wide=colors[name] == plots.BASELINE)
     axes.set(xlabel="step", ylabel=axis)

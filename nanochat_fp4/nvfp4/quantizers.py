@@ -44,6 +44,7 @@ stochastically from E8M3, which does not underflow. `sr_four_over_six` picks the
 biased (the paper, Section 4.2).
 """
 
+import difflib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -183,7 +184,9 @@ def get_rounding(name: str | Rounding) -> Rounding:
     if isinstance(name, Rounding):
         return name
     if name not in ROUNDINGS:
-        raise ValueError(f"unknown rounding {name!r}; known: {', '.join(ROUNDINGS)}")
+        alike = difflib.get_close_matches(str(name).lower(), ROUNDINGS, n=1)
+        meant = f"; did you mean {alike[0]}?" if alike else ""
+        raise ValueError(f"unknown rounding {name!r}; known: {', '.join(ROUNDINGS)}{meant}")
     return ROUNDINGS[name]
 
 

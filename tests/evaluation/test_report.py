@@ -90,9 +90,9 @@ def test_runs_of_several_seeds_are_a_line_with_a_band(base_dir, folder, monkeypa
     make_run(base_dir, "tiny_clover_s1_01234567", "clover", 1.25, steps=4)
     drawn, curve = set(), plots.curve
 
-    def noted(axes, label, runs, *style):
+    def noted(axes, label, runs, *style, **more):
         before = len(axes.collections)
-        curve(axes, label, runs, *style)
+        curve(axes, label, runs, *style, **more)
         drawn.add((label, len(runs), len(axes.collections) - before))
 
     monkeypatch.setattr(plots, "curve", noted)
@@ -163,6 +163,29 @@ def test_runs_of_different_text_share_no_picture(base_dir, folder, monkeypatch):
     assert bpb["bpb.png"] == ({"a": [1.26]}, [])
     assert bpb["bpb_2.png"] == ({"b": [2.0]}, [[pytest.approx(100.0)]])
     assert bpb["bpb_3.png"] == ({"c": [1.26]}, [[pytest.approx(100 * (1.26 / 1.27 - 1))]])
+
+
+def test_a_picture_shows_the_gap_to_the_baseline_below(base_dir, folder, monkeypatch):
+    make_run(base_dir, "a", "clover", 1.27)
+    make_run(base_dir, "b", "bf16", 1.25)
+    make_run(base_dir, "c", "clover", 1.25, key="another configuration")
+    pictures = {}
+
+    def draw(path, title, *panels):
+        from matplotlib.figure import Figure
+
+        axes = Figure().subplots(len(panels), squeeze=False)[:, 0]
+        for panel, below in zip(panels, axes):
+            panel(below)
+        pictures[path.name] = [[(x.get_label(), *x.get_ydata()) for x in below.get_lines()] for below in axes]
+
+    monkeypatch.setattr(plots, "draw", draw)
+    generated(folder, drawn=True)
+    whole, gaps, forwards = pictures["bpb.png"]
+    assert [name for name, _ in whole] == ["b", "a", "c"]  # the baseline first, under the others
+    assert gaps == [("a", pytest.approx(100 * (1.28 / 1.26 - 1)))]
+    assert [name for name, _ in forwards] == ["a", "c"]
+    assert len(pictures["loss.png"]) == 2
 
 
 def test_interrupted_run_shows_what_it_has(base_dir, folder):
