@@ -33,6 +33,7 @@ _PEAK_FLOPS = [
     (r"mi300a", 980.6e12),
     (r"mi250x", 383e12),
     (r"mi250", 362.1e12),
+    (r"rtx pro 6000", 503.8e12),  # PRO cards do not halve the rate with FP32 accumulation
     (r"rtx 5090", 209.5e12),
     (r"rtx 4090", 165.2e12),
     (r"rtx 3090", 71e12),

@@ -3,7 +3,7 @@
 import difflib
 import json
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +19,18 @@ SINGLE_SOURCE = 1.4
 
 @dataclass(frozen=True)
 class Card:
-    """A GPU. arch: sm_90, ..., or "" for one that is not known. rates: records of cards.json."""
+    """A GPU.
+
+    arch:     sm_90, ..., or "" for one that is not known
+    rates:    records of cards.json
+    products: TFLOP/s of large BF16 products as users measured them, two ends, and the source; or None
+    """
 
     name: str
     gib: float
     arch: str = ""
     rates: tuple[dict[str, Any], ...] = ()
+    products: tuple[float, float, str] | None = None
 
     @property
     def fp4(self) -> bool:
@@ -43,7 +49,8 @@ class Rate:
 
 def read_cards() -> list[Card]:
     cards = json.loads(CARDS.read_text())["cards"]
-    return [Card(c["name"], c["gib"], c["arch"], tuple(c["rates"])) for c in cards]
+    products = [(*c["bf16_products"], c["bf16_products_source"]) if "bf16_products" in c else None for c in cards]
+    return [Card(c["name"], c["gib"], c["arch"], tuple(c["rates"]), p) for c, p in zip(cards, products)]
 
 
 def _bare(name: str) -> str:
@@ -60,7 +67,7 @@ def find_card(name: str, gib: float = 0.0) -> Card:
     ending = [c for c in cards if _bare(name) and _bare(c.name).endswith(_bare(name))]
     found = (same or (ending if len(ending) == 1 else []) or [None])[0]
     if found is not None:
-        return Card(found.name, gib or found.gib, found.arch, found.rates)
+        return replace(found, gib=gib or found.gib)
     if gib:
         return Card(name, gib)
     names = {_bare(c.name): c.name for c in cards}
@@ -79,7 +86,7 @@ def card_of_device(device_name: str, gib: float) -> Card:
     other = r"(?!.*\b(Laptop|Max-Q|MIG|Ti|SUPER|D)\b)"
     known = [c for c in read_cards() if re.search(rf"\b{re.escape(c.name)}\b{other}", device_name)]
     card = max(known, key=lambda c: len(c.name), default=Card(device_name, gib))
-    return Card(device_name, gib, card.arch, card.rates)
+    return replace(card, name=device_name, gib=gib)
 
 
 def precision(method: str | Recipe) -> str:

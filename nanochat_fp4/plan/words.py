@@ -64,6 +64,9 @@ def how_long(plan: Plan) -> str:
             continue
         lines.append(f"  {base.method}: {span(found.low, found.high)} hours {found.kind}, {speed(found)} tokens/s")
         lines += [f"    {found.kind} from {source}" for source in found.sources]
+    if plan.machine.card.products and not all(plan.hours):
+        low, high, source = plan.machine.card.products
+        lines.append(f"  Large BF16 products run at {span(low, high)} TFLOP/s here, as users measured them ({source}).")
     share = evaluated_tokens(plan.bases[0]) / (plan.bases[0].tokens + evaluated_tokens(plan.bases[0]))
     lines.append(f"  Validation is {100 * share:.0f}% of that.")
     if any(found and found.kind == "estimated" for found in plan.hours):

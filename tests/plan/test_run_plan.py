@@ -6,6 +6,7 @@ import pytest
 
 from nanochat_fp4.data.needs import Missing
 from nanochat_fp4.errors import UserError
+from nanochat_fp4.hardware import get_peak_flops
 from nanochat_fp4.models.gpt import GPT
 from nanochat_fp4.plan import __main__ as program
 from nanochat_fp4.plan import cards, shell, words
@@ -202,6 +203,15 @@ def test_a_card_that_is_not_known():
     with pytest.raises(UserError, match="did you mean RTX 5090 .*GPU_MEMORY=24"):
         cards.find_card("rtx5099")
     assert cards.find_card("rtx5099", gib=24).gib == 24
+
+
+def test_measured_products_agree_with_data_sheets():
+    """PRO cards do not halve their BF16 rate with FP32 sums: a sheet's 252 TFLOP/s for one that makes 334 to 417 turned
+    a comparison with FP8 round."""
+    both = {c.name: (c.products, get_peak_flops(c.name)) for c in cards.read_cards() if c.products}
+    assert {"RTX 5090", "RTX PRO 6000"} <= {name for name, (_, peak) in both.items() if peak}
+    for name, ((low, high, _), peak) in both.items():
+        assert low <= high and (peak is None or 0.6 * peak <= low * 1e12 and high * 1e12 <= 1.15 * peak), name
 
 
 def test_a_tokenizer_of_another_size():
