@@ -18,9 +18,10 @@ An operand may be a part of one that several processes have. The amax of the who
 function that `rotate_quantize` takes.
 """
 
+import ast
 import functools
-from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -66,7 +67,7 @@ def _butterflies() -> bool:
 
 
 @functools.cache
-def _hadamard(dim: int, twice: bool, device: torch.device) -> torch.Tensor:
+def _hadamard(dim: int, twice: bool, butterflies: bool, device: torch.device) -> torch.Tensor:
     """Sylvester's H of order dim along the diagonal up to 128: BF16 (128, 128), columns in the order of `_blocks`.
 
     twice: the order of a matrix that is applied two times. With p for the order of `_blocks`, a permutation of the bits
@@ -78,7 +79,7 @@ def _hadamard(dim: int, twice: bool, device: torch.device) -> torch.Tensor:
     j = _element(c)
     if twice:
         j = _element(j)
-    if _butterflies():
+    if butterflies:
         k, c = k[:16], c[:, :16]
         k, j = k // 2 * 16 + k % 2, (c // 2 % 4 * 2 + c // 8) * 16 + c % 2
     parity = sum(((k & j) >> bit) & 1 for bit in range(dim.bit_length() - 1)) % 2
@@ -94,9 +95,9 @@ class Operand(NamedTuple):
     """One operand to make: the fields of quantizers.Rounding, its rotation and its streams of random numbers.
 
     emulated: make the BF16 operand for a decoding GEMM instead of codes and scales.
-    row, column, columns: the operand's place in the whole that it is a part of, as in tensor_parallel.Part.
     tiles:    scales in tiles of 128x4, flat (format.swizzle_scales), of an operand that is not emulated.
     rotations: 2 for two rotations in a row, of 128 each
+    row, column, columns: the operand's place in the whole that it is a part of, as in tensor_parallel.Part.
     """
 
     grid_max: float = 6.0
@@ -108,11 +109,11 @@ class Operand(NamedTuple):
     stream: int = 0
     rht_stream: int = 0
     emulated: bool = True
+    tiles: bool = False
+    rotations: int = 1
     row: int = 0
     column: int = 0
     columns: int = 0
-    tiles: bool = False
-    rotations: int = 1
 
     def place(self, blocks: int) -> tuple[int, int, int]:
         """The operand's first row and block in the whole, and the blocks of a row of the whole. blocks: of its own."""
@@ -174,69 +175,148 @@ def _empty(operand: Operand, rows: int, contraction: int, x: torch.Tensor) -> li
     return [values, empty_scales(rows, k // 16, operand.tiles, x).view(torch.float8_e4m3fn), tensor_scale]
 
 
-class _Launches:
-    """The launches that make the operands of one input. sides: of the operators' schema."""
+class _Side(NamedTuple):
+    """One operand of an input of one shape: all that its launches need and that is the same in each of them."""
 
-    def __init__(self, x: torch.Tensor, x_scales: torch.Tensor | None, x_tensor_scale: torch.Tensor | None, sides):
-        self.from_codes = x.dtype == torch.uint8
-        self.from_tiles = self.from_codes and x_scales.dim() == 1
-        self.x = x = x.contiguous()
-        self.sources = (x, x_scales.view(torch.uint8), x_tensor_scale) if self.from_codes else (x, x, x)
-        self.rows, self.columns = x.shape[0], x.shape[1] * (2 if self.from_codes else 1)
-        self.sides = list(_sides(sides))
-        (row, *_), (col, *_) = self.sides
-        if (self.from_codes and row) or (col and not col.rht_dim):
-            raise ValueError(
-                "nvfp4::rotate_quantize: a col operand must be rotated, and codes are requantized as col only"
-            )
+    operand: Operand
+    rows: int
+    contraction: int
+    hadamard: torch.Tensor | None
+    place: tuple[int, int, int]
+    constants: Constants
+    constants_for_amax: Constants | None
+
+
+class _Plan(NamedTuple):
+    """The launches for inputs of one shape and kind. programs, options: of the kernel."""
+
+    sides: tuple[_Side | None, _Side | None]
+    needs_amax: bool
+    programs: int
+    programs_for_amax: int
+    options: dict[str, Any]
+    places: tuple[tuple[int, int, int], ...]
+    butterflies: bool
+
+
+@functools.lru_cache(maxsize=1024)  # conversations have any number of tokens
+def _plan(
+    row: str,
+    row_place: tuple,
+    col: str,
+    col_place: tuple,
+    rows: int,
+    columns: int,
+    of_codes: bool,
+    butterflies: bool,
+    device: torch.device,
+) -> _Plan:
+    """row, col and the places: as the operators take them. of_codes: the input is codes."""
+    if (of_codes and row) or (col and not _operand(col, col_place).rht_dim):
+        raise ValueError("nvfp4::rotate_quantize: a col operand must be rotated, and codes are requantized as col only")
+    sides: list[_Side | None] = []
+    for text, place, r, k in ((row, row_place, rows, columns), (col, col_place, columns, rows)):
+        if not text:
+            sides.append(None)
+            continue
+        operand = _operand(text, place)
+        padded = operand.padded(k)
+        hadamard = None
+        if operand.rht_dim:
+            hadamard = _hadamard(operand.rht_dim, operand.rotations == 2, butterflies, device).view(torch.int16)
+        constants = [_constants(operand, padded, amax_only) for amax_only in (False, True)]
+        sides.append(_Side(operand, r, k, hadamard, operand.place(padded // 16), *constants))
+    wanted = [side for side in sides if side]
+    twice = any(side.operand.rotations == 2 for side in wanted)
+    strips = 2 * triton.cdiv(rows, TILE) * triton.cdiv(columns, TILE)
+    most = max(_programs(device, twice) // 4 * 4, 4)
+    rounded_first = [side for side in wanted if side.constants_for_amax]
+    return _Plan(
+        tuple(sides),
+        bool(rounded_first),
+        min(strips * len(wanted), most),
+        min(strips * len(rounded_first), most),
+        _launch_options(twice),
+        tuple(side.place if side else Operand().place(1) for side in sides),
+        butterflies,
+    )
+
+
+class _Input(NamedTuple):
+    """An input as the kernel takes it, the seeds of both sides, and the plan of its launches."""
+
+    x: torch.Tensor
+    scales: torch.Tensor
+    tensor_scale: torch.Tensor
+    seeds: tuple[tuple[torch.Tensor | None, torch.Tensor | None], ...]
+    plan: _Plan
+    of_codes: bool
+    of_tiles: bool
+
+    @classmethod
+    def of(
+        cls, x, x_scales, x_tensor_scale, row, row_place, row_seed, row_rht_seed, col, col_place, col_seed, col_rht_seed
+    ) -> "_Input":
+        """The arguments are those of the operators."""
+        of_codes = x.dtype == torch.uint8
+        x, (rows, columns) = x.contiguous(), x.shape
+        columns = columns * 2 if of_codes else columns
+        places = tuple(row_place), tuple(col_place)
+        plan = _plan(row, places[0], col, places[1], rows, columns, of_codes, _butterflies(), x.device)
+        scales, tensor_scale = (x_scales.view(torch.uint8), x_tensor_scale) if of_codes else (x, x)
+        seeds = (row_seed, row_rht_seed), (col_seed, col_rht_seed)
+        return cls(x, scales, tensor_scale, seeds, plan, of_codes, of_codes and x_scales.dim() == 1)
 
     def find_amax(self) -> torch.Tensor:
         """int32 (2,), the bits of float32: the amaxes of row and col that their roundings need first, otherwise 0."""
         amax = torch.zeros(2, dtype=torch.int32, device=self.x.device)
-        if any(operand is not None and not operand.ms_eden for operand, *_ in self.sides):
+        if self.plan.needs_amax:
             self._launch(amax.unbind(), ([], []), amax_only=True)
         return amax
 
     def quantize(self, amax: tuple[torch.Tensor, ...]) -> list[list[torch.Tensor]]:
         """The tensors of `_empty` for row and for col. amax: find_amax's two numbers, to which MS-EDEN adds its own."""
-        extents = (self.rows, self.columns), (self.columns, self.rows)
-        made = [_empty(o, *extent, self.x) if o else [] for (o, *_), extent in zip(self.sides, extents)]
+        sides = self.plan.sides
+        made = [_empty(side.operand, side.rows, side.contraction, self.x) if side else [] for side in sides]
         self._launch(amax, made, amax_only=False)
-        for i, (operand, *_) in enumerate(self.sides):
-            if operand is not None and not operand.ms_eden:
-                tensor_scale_kernel[(1,)](amax[i], made[i][-1], operand.divisor, False, **NO_FUSION)
+        for side, tensors, own in zip(sides, made, amax):
+            if side is not None and not side.operand.ms_eden:
+                tensor_scale_kernel[(1,)](own, tensors[-1], side.operand.divisor, False, **NO_FUSION)
         return made
 
-    def _launch(self, amax: tuple[torch.Tensor, ...], made, amax_only: bool) -> None:
-        arguments, constants = [], []
-        for (operand, seed, rht_seed), tensors, own, k in zip(self.sides, made, amax, (self.columns, self.rows)):
-            padded = operand.padded(k) if operand else 16
-            constants.append(_constants(operand, padded, amax_only))
-            arguments.append(self._buffers(operand, seed, rht_seed, own, tensors))
-            arguments += (operand or Operand()).place(padded // 16)
-        tiles = triton.cdiv(self.rows, TILE) * triton.cdiv(self.columns, TILE)
-        strips = 2 * tiles * sum(c is not None for c in constants)
-        twice = any(c is not None and c.TWICE for c in constants)
-        rotate_quantize_kernel[(min(strips, max(_programs(self.x.device, twice) // 4 * 4, 4)),)](
-            *self.sources,
-            self.rows,
-            self.columns,
-            *arguments,
-            FROM_CODES=self.from_codes,
-            FROM_TILES=self.from_tiles,
+    def _launch(self, amax: tuple[torch.Tensor, ...], made: Sequence[list[torch.Tensor]], amax_only: bool) -> None:
+        plan, (row, col) = self.plan, self.plan.sides
+        buffers = [
+            self._buffers(side, seeds, own, tensors)
+            for side, seeds, own, tensors in zip(plan.sides, self.seeds, amax, made)
+        ]
+        rotate_quantize_kernel[(plan.programs_for_amax if amax_only else plan.programs,)](
+            self.x,
+            self.scales,
+            self.tensor_scale,
+            self.x.shape[0],
+            self.x.shape[1] * 2 if self.of_codes else self.x.shape[1],
+            buffers[0],
+            *plan.places[0],
+            buffers[1],
+            *plan.places[1],
+            FROM_CODES=self.of_codes,
+            FROM_TILES=self.of_tiles,
             FP32=self.x.dtype == torch.float32,
             HARDWARE=hardware(),
-            BUTTERFLIES=_butterflies(),
-            ROW=constants[0],
-            COL=constants[1],
-            **_launch_options(twice),
+            BUTTERFLIES=plan.butterflies,
+            ROW=row and (row.constants_for_amax if amax_only else row.constants),
+            COL=col and (col.constants_for_amax if amax_only else col.constants),
+            **plan.options,
         )
 
-    def _buffers(self, operand: Operand | None, seed, rht_seed, amax, made: list[torch.Tensor]) -> Buffers:
+    def _buffers(self, side: _Side | None, seeds: tuple, amax: torch.Tensor, made: list[torch.Tensor]) -> Buffers:
+        """The kernel's tensors of one side. x stands in for a tensor that the kernel does not touch."""
         x = self.x
-        hadamard = codes = scales = correction = decoded = x
-        if operand and operand.rht_dim:
-            hadamard = _hadamard(operand.rht_dim, operand.rotations == 2, x.device).view(torch.int16)
+        if side is None:
+            return Buffers(x, x, amax, x, x, x, x, x, 0, 0)
+        operand = side.operand
+        codes = scales = correction = decoded = x
         if made and operand.emulated:
             decoded = made[0]
         elif made and made[0].numel():  # without rows nothing is written
@@ -245,9 +325,11 @@ class _Launches:
             _, scales, correction = made
         elif made and not operand.emulated:
             scales = made[1].view(torch.uint8)
-        seed, rht_seed = (x if s is None else s for s in (seed, rht_seed))
-        streams = (operand.stream, operand.rht_stream) if operand else (0, 0)
-        return Buffers(hadamard, rht_seed, amax, seed, codes, scales, correction, decoded, *streams)
+        seed, rht_seed = (x if s is None else s for s in seeds)
+        hadamard = x if side.hadamard is None else side.hadamard
+        return Buffers(
+            hadamard, rht_seed, amax, seed, codes, scales, correction, decoded, operand.stream, operand.rht_stream
+        )
 
 
 def rotate_quantize(
@@ -275,16 +357,15 @@ def rotate_quantize(
     * [decoded BF16] of an emulated MS-EDEN operand, with its tensor_scale multiplied in.
     Raises ValueError if codes are wanted as row, or col without a rotation.
     """
-    row_fields = row_seed, row_rht_seed, row is not None, *(row or Operand())
-    col_fields = col_seed, col_rht_seed, col is not None, *(col or Operand())
-    arguments, sides = (x, x_scales, x_tensor_scale), (*row_fields, *col_fields)
+    arguments = x, x_scales, x_tensor_scale
+    sides = (*described(row), row_seed, row_rht_seed, *described(col), col_seed, col_rht_seed)
     if largest is None:
         return rotate_quantize_sides(*arguments, *sides)
     wanted = [operand for operand in (row, col) if operand is not None]
     amax = rotated_amax(*arguments, *sides)
     if not all(operand.ms_eden for operand in wanted):
         amax = largest(amax)
-    *made, amax = rotate_quantize_parts(*arguments, amax, *sides)
+    *made, amax = rotate_quantize_parts(amax, *arguments, *sides)
     if any(operand.ms_eden for operand in wanted):
         amax = largest(amax)
     result = []
@@ -294,86 +375,90 @@ def rotate_quantize(
         count = 2 if operand.emulated and not operand.ms_eden else 3  # of _empty's tensors
         tensors, made = made[:count], made[count:]
         if operand.ms_eden and operand.emulated:
-            repair_part(*tensors, amax[i], seed, *operand)
+            repair_part(*tensors, amax[i], seed, *described(operand))
             tensors = tensors[:1]
         elif operand.ms_eden:
-            tensors = [tensors[0], *finish_part(*tensors[1:], amax[i], seed, *operand)]
+            tensors = [tensors[0], *finish_part(*tensors[1:], amax[i], seed, *described(operand))]
         result += tensors
     return result
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The operators. A schema knows no records: an operand is its fields, one after the other.
+# The operators. A schema knows no records, and each argument of an operator costs time in every call. An operand is
+# therefore two arguments: its text, from which `_operand` has the record back once for all calls, and its place.
 
 
-def _fields(prefix: str = "") -> str:
-    kinds = {float: "float", int: "int", bool: "bool", tuple[float, ...]: "float[]"}
-    return ", ".join(f"{kinds[kind]} {prefix}{field}" for field, kind in Operand.__annotations__.items())
+def described(operand: Operand | None) -> tuple[str, list[int]]:
+    """An operand as two arguments of an operator, text and place. "" is no operand."""
+    return ("", []) if operand is None else (_text(operand[:PLACE]), list(operand[PLACE:]))
 
 
-_SIDES = ", ".join(f"Tensor? {s}_seed, Tensor? {s}_rht_seed, bool {s}, {_fields(f'{s}_')}" for s in ("row", "col"))
+PLACE = Operand._fields.index("row")  # the fields from here on are the place
+
+
+def _text(fields: tuple) -> str:
+    return _repr(fields)
+
+
+_text._dynamo_marked_constant = True  # torch.compile calls it, and takes the result for a constant of the graph
+
+
+@functools.lru_cache(maxsize=1024)
+def _repr(fields: tuple) -> str:
+    return repr(fields)
+
+
+@functools.lru_cache(maxsize=1024)
+def _operand(text: str, place: tuple[int, ...]) -> Operand:
+    return Operand(*ast.literal_eval(text), *place)
+
+
+_SIDES = ", ".join(f"str {s}, int[] {s}_place, Tensor? {s}_seed, Tensor? {s}_rht_seed" for s in ("row", "col"))
 _INPUT = "Tensor x, Tensor? x_scales, Tensor? x_tensor_scale"
-_PSEUDO = f"Tensor pseudo, Tensor correction, Tensor amax, Tensor seed, {_fields()}"
-
-
-def _operand(fields: tuple) -> Operand:
-    operand = Operand(*fields)
-    return operand._replace(candidates=tuple(operand.candidates))
-
-
-def _sides(sides: tuple) -> Iterator[tuple[Operand | None, torch.Tensor | None, torch.Tensor | None]]:
-    """(operand, seed, rht_seed) of row and of col, from an operator's arguments."""
-    half = len(sides) // 2
-    for seed, rht_seed, wanted, *fields in (sides[:half], sides[half:]):
-        yield _operand(fields) if wanted else None, seed, rht_seed
+_PSEUDO = "Tensor pseudo, Tensor correction, Tensor amax, Tensor seed, str operand, int[] place"
 
 
 @operator(f"rotate_quantize_sides({_INPUT}, {_SIDES}) -> Tensor[]")
-def rotate_quantize_sides(
-    x: torch.Tensor, x_scales: torch.Tensor | None, x_tensor_scale: torch.Tensor | None, *sides
-) -> list[torch.Tensor]:
+def rotate_quantize_sides(*arguments) -> list[torch.Tensor]:
     """rotate_quantize of a whole tensor."""
-    launches = _Launches(x, x_scales, x_tensor_scale, sides)
-    amax = launches.find_amax().unbind()
+    given = _Input.of(*arguments)
+    amax = given.find_amax().unbind()
     result = []
-    for (operand, seed, _), tensors, own in zip(launches.sides, launches.quantize(amax), amax):
-        if operand is not None and operand.ms_eden and operand.emulated:
-            repair(*tensors, own, seed, operand)
+    for side, seeds, tensors, own in zip(given.plan.sides, given.seeds, given.quantize(amax), amax):
+        if side is not None and side.operand.ms_eden and side.operand.emulated:
+            repair(*tensors, own, seeds[0], side.operand)
             tensors = tensors[:1]
-        elif operand is not None and operand.ms_eden:
-            tensors = [tensors[0], *finish(*tensors[1:], own, seed, operand)]
+        elif side is not None and side.operand.ms_eden:
+            tensors = [tensors[0], *finish(*tensors[1:], own, seeds[0], side.operand)]
         result += tensors
     return result
 
 
 @operator(f"rotated_amax({_INPUT}, {_SIDES}) -> Tensor")
-def rotated_amax(
-    x: torch.Tensor, x_scales: torch.Tensor | None, x_tensor_scale: torch.Tensor | None, *sides
-) -> torch.Tensor:
+def rotated_amax(*arguments) -> torch.Tensor:
     """The amaxes of row and col after their rotations, float32 (2,); 0 for an operand of MS-EDEN, or for none."""
-    return _Launches(x, x_scales, x_tensor_scale, sides).find_amax().view(torch.float32)
+    return _Input.of(*arguments).find_amax().view(torch.float32)
 
 
-@operator(f"rotate_quantize_parts({_INPUT}, Tensor amax, {_SIDES}) -> Tensor[]")
-def rotate_quantize_parts(
-    x: torch.Tensor,
-    x_scales: torch.Tensor | None,
-    x_tensor_scale: torch.Tensor | None,
-    amax: torch.Tensor,
-    *sides,
-) -> list[torch.Tensor]:
+@operator(f"rotate_quantize_parts(Tensor amax, {_INPUT}, {_SIDES}) -> Tensor[]")
+def rotate_quantize_parts(amax: torch.Tensor, *arguments) -> list[torch.Tensor]:
     """The tensors of `_empty` for row, then for col. The last tensor is amax with MS-EDEN's amaxes, float32 (2,)."""
     amax = amax.view(torch.int32).clone()
-    row, col = _Launches(x, x_scales, x_tensor_scale, sides).quantize(amax.unbind())
+    row, col = _Input.of(*arguments).quantize(amax.unbind())
     return [*row, *col, amax.view(torch.float32)]
 
 
 @operator(f"finish_part({_PSEUDO}) -> (Tensor, Tensor)")
 def finish_part(
-    pseudo: torch.Tensor, correction: torch.Tensor, amax: torch.Tensor, seed: torch.Tensor, *fields
+    pseudo: torch.Tensor,
+    correction: torch.Tensor,
+    amax: torch.Tensor,
+    seed: torch.Tensor,
+    operand: str,
+    place: list[int],
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """scales.finish with amax float32 ()."""
-    return finish(pseudo, correction, amax.view(torch.int32), seed, _operand(fields))
+    return finish(pseudo, correction, amax.view(torch.int32), seed, _operand(operand, tuple(place)))
 
 
 @operator(f"repair_part(Tensor(a!) decoded, {_PSEUDO}) -> ()")
@@ -383,23 +468,25 @@ def repair_part(
     correction: torch.Tensor,
     amax: torch.Tensor,
     seed: torch.Tensor,
-    *fields,
+    operand: str,
+    place: list[int],
 ) -> None:
     """scales.repair with amax float32 ()."""
-    repair(decoded, pseudo, correction, amax.view(torch.int32), seed, _operand(fields))
+    repair(decoded, pseudo, correction, amax.view(torch.int32), seed, _operand(operand, tuple(place)))
 
 
-def _fake_sides(x, x_scales, sides) -> Iterator[tuple[Operand, list[torch.Tensor]]]:
+def _fake_sides(x, row, row_place, col, col_place) -> Iterator[tuple[Operand, list[torch.Tensor]]]:
     rows, columns = x.shape[0], x.shape[1] * (2 if x.dtype == torch.uint8 else 1)
-    for (operand, *_), r, c in zip(_sides(sides), (rows, columns), (columns, rows)):
-        if operand is not None:
+    for text, place, r, c in ((row, row_place, rows, columns), (col, col_place, columns, rows)):
+        if text:
+            operand = _operand(text, tuple(place))
             yield operand, _empty(operand, r, c, x)
 
 
 @rotate_quantize_sides.register_fake
-def _(x, x_scales, x_tensor_scale, *sides):
+def _(x, x_scales, x_tensor_scale, row, row_place, row_seed, row_rht_seed, col, col_place, *seeds):
     result = []
-    for operand, (values, *more) in _fake_sides(x, x_scales, sides):
+    for operand, (values, *more) in _fake_sides(x, row, row_place, col, col_place):
         if operand.ms_eden and operand.emulated:
             more = []
         elif operand.ms_eden:
@@ -410,21 +497,22 @@ def _(x, x_scales, x_tensor_scale, *sides):
 
 
 @rotated_amax.register_fake
-def _(x, x_scales, x_tensor_scale, *sides):
+def _(x, *more):
     return x.new_empty(2, dtype=torch.float32)
 
 
 @rotate_quantize_parts.register_fake
-def _(x, x_scales, x_tensor_scale, amax, *sides):
-    return [*(t for _, tensors in _fake_sides(x, x_scales, sides) for t in tensors), torch.empty_like(amax)]
+def _(amax, x, x_scales, x_tensor_scale, row, row_place, row_seed, row_rht_seed, col, col_place, *seeds):
+    sides = _fake_sides(x, row, row_place, col, col_place)
+    return [*(t for _, tensors in sides for t in tensors), torch.empty_like(amax)]
 
 
 @finish_part.register_fake
-def _(pseudo, correction, amax, seed, *fields):
-    scales = empty_scales(*pseudo.shape, _operand(fields).tiles, pseudo)
+def _(pseudo, correction, amax, seed, operand, place):
+    scales = empty_scales(*pseudo.shape, _operand(operand, tuple(place)).tiles, pseudo)
     return scales.view(torch.float8_e4m3fn), correction.new_empty(())
 
 
 @repair_part.register_fake
-def _(decoded, pseudo, correction, amax, seed, *fields):
+def _(decoded, pseudo, correction, amax, seed, operand, place):
     return None

@@ -672,7 +672,7 @@ def _rotate_quantize(
         r = how.rounding
         limits, random = (r.grid_max, r.scale_cap, r.candidates), (how.rht_dim, how.stream, how.rht_stream)
         place = how.part[1:] if how.part else (0, 0, 0)
-        operand = Operand(*limits, r.stochastic, r.ms_eden, *random, emulated, *place, how.tiles, how.rotations)
+        operand = Operand(*limits, r.stochastic, r.ms_eden, *random, emulated, how.tiles, how.rotations, *place)
         return operand, how.seed, how.rht_seed
 
     parts = [how.part if how else None for how in (row, col)]

@@ -172,7 +172,7 @@ def operator_calls():
     import nvfp4_kernels.matmul
     import nvfp4_kernels.quantize
     import nvfp4_kernels.relu_squared  # noqa: F401
-    from nvfp4_kernels.rotate import Operand
+    from nvfp4_kernels.rotate import Operand, described
 
     op = torch.ops.nvfp4
     x, seed = torch.randn(40, 48), torch.tensor(3)
@@ -183,7 +183,7 @@ def operator_calls():
     aligned_codes = aligned._replace(emulated=False)
 
     def side(operand: Operand | None) -> tuple:
-        return (seed, seed, True, *operand) if operand else (None, None, False, *Operand())
+        return *described(operand), *((seed, seed) if operand else (None, None))
 
     yield op.amax.default, (x,)
     for block_rows, stochastic, decode in ((16, False, True), (1, True, False)):
@@ -199,8 +199,9 @@ def operator_calls():
         yield op.rotate_quantize_sides.default, (*arguments, *side(row), *side(col))
     yield op.rotate_quantize_sides.default, (*codes[:3], *side(None), *side(eden))
     yield op.rotated_amax.default, (*arguments, *side(eden), *side(aligned))
-    yield op.rotate_quantize_parts.default, (*arguments, torch.ones(2), *side(eden_codes), *side(aligned))
-    yield op.finish_part.default, (torch.rand(40, 8).bfloat16(), torch.ones(40, 1), torch.ones(()), seed, *eden_codes)
+    yield op.rotate_quantize_parts.default, (torch.ones(2), *arguments, *side(eden_codes), *side(aligned))
+    pseudo = torch.rand(40, 8).bfloat16(), torch.ones(40, 1), torch.ones(()), seed
+    yield op.finish_part.default, (*pseudo, *described(eden_codes))
 
 
 interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="on a CPU, in the interpreter")

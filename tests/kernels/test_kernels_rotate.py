@@ -141,9 +141,6 @@ def assert_close(label, got: NVFP4Tensor, want: NVFP4Tensor) -> None:
 def each_rotation(request, monkeypatch):
     """Both ways to rotate: 16 x 16 products and butterflies, and one 128 x 128 product."""
     monkeypatch.setattr(rotate, "_butterflies", lambda: request.param)
-    rotate._hadamard.cache_clear()
-    yield
-    rotate._hadamard.cache_clear()
 
 
 # A tile of 128 x 128 takes the interpreter a third of a second. (130, 96) is one in rows and a bit.
