@@ -238,7 +238,7 @@ class Rows:
         share = sum(own[s] for s in both) / sum(theirs[s] for s in both)
         if not self.item.pooled:
             return f"{share:.2f}x"
-        half = stats.against_target(runs, method, share, value)[1]
+        half = stats.against_target(runs, method, share, value)[1] if len(both) > 1 else math.nan
         return "1" if method == beside else stats.with_half(share, half, 2)
 
     def having(self, value: str) -> list[dict]:

@@ -121,7 +121,7 @@ REFUSED = [
     ("claims --results d6_longer", "has no run of seeds .* of a method with a target"),
     ("extra_steps --results d4_once", "no method of two lengths"),
     ("equal_time --results d4_once", "no seed of all of bf16, fp8, clover, clover_feedback, clover_feedback_late"),
-    ("leaderboard --results d6_longer", "the leaderboard has d6_stored, d2_embedded"),
+    ("leaderboard --results d6_longer", "the leaderboard has d6_stored, d6_mixed, d2_embedded"),
     ("fig6 --results bench_none", "bench_none is no file of lab.bench"),
     ("fig9 --results none", "lab/results/fig9.json has own_forward, both_forwards"),
 ]
