@@ -20,15 +20,14 @@ from nanochat_fp4.data.dataset import ensure_data
 from nanochat_fp4.data.needs import look_for
 from nanochat_fp4.errors import UserError, run_main
 from nanochat_fp4.files import atomic_write
+from nanochat_fp4.plan import cpu_steps, shell, words
 from nanochat_fp4.plan import machine as this
-from nanochat_fp4.plan import shell, words
 from nanochat_fp4.plan.base import Base
 from nanochat_fp4.plan.machine import Facts, Machine
 from nanochat_fp4.plan.plan import Plan, disk_problem, make_plan, settle
 from nanochat_fp4.plan.settings import RUNS, Settings, read
 from nanochat_fp4.plan.stages import needs, wanted
 from nanochat_fp4.plan.variables import problem
-from nanochat_fp4.training import cpu_steps
 
 
 def look(settings: Settings, machine: Machine, bases: list[Base]) -> Facts:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from nanochat_fp4.training import cpu_steps
+from nanochat_fp4.plan import cpu_steps
 from scripts import base_train
 
 ROOT = Path(__file__).resolve().parents[2]
