@@ -128,19 +128,17 @@ MODELS = [
           "tests/models/test_optim8bit.py"),
 ]  # fmt: skip
 TRAINING = [
-    Fault("checkpoint_key", "nanochat_fp4/training/checkpoint_manager.py",
-          'part.get("dataloader") for part in parts', 'part.get("loader") for part in parts',
+    Fault("checkpoint_key", "nanochat_fp4/training/checkpoint.py",
+          "part.get(POSITION)", 'part.get("loader")',
           "tests/training/test_resume_changes.py tests/training/test_checkpoint_manager.py"),
     Fault("lost_rename", "nanochat_fp4/files.py",
           "        os.replace(tmp, path)\n", "        path.write_bytes(tmp.read_bytes())\n        os.unlink(tmp)\n",
           "tests/test_files.py tests/training/test_checkpoint_manager.py"),
-    Fault("position_one_batch_ahead", "nanochat_fp4/training/trainer.py",
-          "                self.loader_state = self.next_loader_state\n                if spec.prefetch:\n"
-          "                    self.fetch()\n",
-          "                if spec.prefetch:\n                    self.fetch()\n"
-          "                self.loader_state = self.next_loader_state\n",
+    Fault("position_one_batch_ahead", "nanochat_fp4/training/loop.py",
+          "            run.position = run.next_position\n            if run.data.ahead:\n                fetch(run)\n",
+          "            if run.data.ahead:\n                fetch(run)\n            run.position = run.next_position\n",
           "tests/training/test_resume_changes.py tests/scripts/test_base_train.py"),
-    Fault("gradients_not_averaged", "nanochat_fp4/training/trainer.py",
+    Fault("gradients_not_averaged", "nanochat_fp4/training/step.py",
           "(loss / count).backward()", "loss.backward()",
           "tests/scripts/test_base_train.py tests/training/test_resume_changes.py"),
     Fault("lock_not_taken", "nanochat_fp4/locks.py",

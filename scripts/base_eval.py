@@ -218,10 +218,10 @@ def evaluate(args: argparse.Namespace, device: torch.device, rank: int) -> None:
     else:
         model, tokenizer, meta, method = load_for_inference("base", device, args)
         own = checkpoint_method(meta)
-        model_tag = meta["model_tag"]
+        model_tag = meta.model_tag
         if args.precision == "bf16":
             precision, method = nf.full_precision(model), "bf16"
-        name, slug = f"base model {model_tag} (step {meta['step']})", f"base_model_{meta['step']:06d}"
+        name, slug = f"base model {model_tag} (step {meta.step})", f"base_model_{meta.step:06d}"
     print0(f"CORE of {name}, {method} forward")
     folder = Path(get_base_dir()) / "base_eval" / (model_tag or "")
 

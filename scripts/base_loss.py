@@ -55,11 +55,11 @@ def evaluate(args: argparse.Namespace, device: torch.device, rank: int, world_si
         name = args.hf_path
     else:
         model, tokenizer, meta = load_model("base", device, "eval", args.model_tag, args.step)
-        sequence_len, token_bytes = meta["model_config"]["sequence_len"], get_token_bytes(device=device)
-        step, trained = meta["step"], resolve_method(meta["user_config"].get("method", "bf16"))
+        sequence_len, token_bytes = meta.model_config["sequence_len"], get_token_bytes(device=device)
+        step, trained = meta.step, resolve_method(meta.user_config.get("method", "bf16"))
         method = checkpoint_method(meta, args.method)  # the forward pass at the end of the run
-        model_tag = meta.get("model_tag") or args.model_tag
-        name = f"base model {model_tag} (step {meta['step']})"
+        model_tag = meta.model_tag or args.model_tag
+        name = f"base model {model_tag} (step {meta.step})"
     if args.split_tokens <= 0 or args.split_tokens % sequence_len:
         problem = f"--split-tokens={args.split_tokens} is not a multiple of {sequence_len}, the tokens of a row"
         raise UserError(f"{problem}; choose a multiple")

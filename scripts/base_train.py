@@ -19,10 +19,8 @@ import os
 from dataclasses import asdict, fields
 from typing import Any
 
-import torch
-
 import nanochat_fp4 as nf
-from nanochat_fp4.common import resolve_method
+from nanochat_fp4.common import announce, print0, resolve_method
 from nanochat_fp4.console import ArgumentParser, parse_beta, parse_finite, parse_rate, parse_share
 from nanochat_fp4.data.dataloader import (
     Text,
@@ -38,15 +36,12 @@ from nanochat_fp4.errors import UserError, one_line, run_main
 from nanochat_fp4.evaluation.loss_eval import evaluate_bpb
 from nanochat_fp4.generation.engine import draw_samples
 from nanochat_fp4.models import llama
-from nanochat_fp4.models.gpt import compile_layers
 from nanochat_fp4.models.optim import ORTHOGONALIZERS, PretrainingOptions
-from nanochat_fp4.models.optim8bit import LeanState
 from nanochat_fp4.nvfp4.plan import MethodPlan
-from nanochat_fp4.nvfp4.recipes import to_record
-from nanochat_fp4.nvfp4.training import QuantizedTraining
-from nanochat_fp4.parallel import check_parallel, shard, unsharded
-from nanochat_fp4.training import setup
+from nanochat_fp4.parallel import unsharded
+from nanochat_fp4.training import loop
 from nanochat_fp4.training.checkpoint_manager import check_model_tag
+from nanochat_fp4.training.extras import evaluating
 from nanochat_fp4.training.flags import (
     add_compile_argument,
     add_method_arguments,
@@ -54,9 +49,17 @@ from nanochat_fp4.training.flags import (
     changed_flags,
     parse_seed,
 )
-from nanochat_fp4.training.load_model import checkpoint_folder, config_record, register_stored_recipes
+from nanochat_fp4.training.load_model import checkpoint_folder, register_stored_recipes
 from nanochat_fp4.training.micro_batch import auto_device_batch_size, parse_device_batch_size, plan_accumulation
-from nanochat_fp4.training.trainer import Process, RunSpec, Trainer, TrainingStep, due
+from nanochat_fp4.training.new_model import (
+    check_machine,
+    comparison_key,
+    make_model,
+    resolve_horizon,
+    run_settings,
+)
+from nanochat_fp4.training.report_run import report_run
+from nanochat_fp4.training.run import Data, Evaluation, Process, Run, Size, due, run_stage
 from scripts.base_eval import evaluate_model
 
 
@@ -126,23 +129,22 @@ class CoreMetric:
         self.tokenizer, self.every, self.max_per_task = tokenizer, every, max_per_task
         self.value: float | None = None
 
-    def __call__(self, trainer: Trainer, last: bool) -> None:
-        if not (due(self.every, trainer.step, last) and trainer.step > 0):
+    def __call__(self, run: Run, last: bool) -> None:
+        if not due(self.every, run.step, last) or run.step == 0 or (run.came_before and not last):
             return
         try:
-            parts = trainer.parts
-            with trainer.evaluating(), unsharded(trainer.model), parts.weights_once(1), parts.autocast():
-                results = evaluate_model(trainer.model, self.tokenizer, trainer.device, max_per_task=self.max_per_task)
+            with evaluating(run), unsharded(run.model), run.training_step.weights_once(1), run.training_step.autocast():
+                results = evaluate_model(run.model, self.tokenizer, run.device, max_per_task=self.max_per_task)
         except (UserError, ValueError) as e:
-            trainer.progress.write(f"warning: no CORE metric from here on: {one_line(e)}")
+            run.progress.write(f"warning: no CORE metric from here on: {one_line(e)}")
             self.every = -1
             return
         self.value = results["core_metric"]
         for note in results["notes"]:
-            trainer.progress.write(f"note: {note}")
-        trainer.progress.write(f"step {trainer.step:05d} | CORE metric {self.value:.4f}")
-        trainer.metrics.append("core", trainer.step, core_metric=self.value)
-        trainer.wandb_run.log({"step": trainer.step, "core_metric": self.value})
+            run.progress.write(f"note: {note}")
+        run.progress.write(f"step {run.step:05d} | CORE metric {self.value:.4f}")
+        run.metrics.append("core", run.step, core_metric=self.value)
+        run.tracker.log({"step": run.step, "core_metric": self.value})
 
 
 class Samples:
@@ -152,16 +154,45 @@ class Samples:
         self.tokenizer, self.every = tokenizer, every
         self.newest: list[str] = []
 
-    def __call__(self, trainer: Trainer, last: bool) -> None:
-        if not due(self.every, trainer.step, last) or trainer.step == 0:
+    def __call__(self, run: Run, last: bool) -> None:
+        if not due(self.every, run.step, last) or run.step == 0 or (run.came_before and not last):
             return
-        with trainer.evaluating(), unsharded(trainer.model):
-            if trainer.process.rank:
+        with evaluating(run), unsharded(run.model):
+            if run.process.rank:
                 return
-            self.newest = draw_samples(trainer.model, self.tokenizer)
+            self.newest = draw_samples(run.model, self.tokenizer)
         for sample in self.newest:
-            trainer.progress.write(f"  {sample}")
-        trainer.metrics.append("sample", trainer.step, samples=self.newest)
+            run.progress.write(f"  {sample}")
+        run.metrics.append("sample", run.step, samples=self.newest)
+
+
+class Validation:
+    """Bits per byte of the validation text, with the method's own forward pass, and in BF16 (FP32 on a CPU)."""
+
+    def __init__(self, run: Run, text: Text, rows: int, seq_len: int, tokens: int):
+        self.run, self.text, self.rows, self.seq_len = run, text, rows, seq_len
+        self.num_rows, self.steps = evaluation_rows(tokens, rows, seq_len, run.process.world_size)
+        self.token_bytes = get_token_bytes(device=run.device)
+
+    def __call__(self, step: int, last: bool) -> dict[str, float]:
+        run = self.run
+        with run.training_step.weights_once(1):
+            bpb = bpb_bf16 = self.measure(run.forward)
+        if run.quantized.quantizes():
+            # Not compiled: the same layers compiled for another forward would be a second compilation.
+            with nf.full_precision(run.model):
+                bpb_bf16 = self.measure(run.model)
+        return {"val_bpb": bpb, "val_bpb_bf16": bpb_bf16}
+
+    def measure(self, forward: Any) -> float:
+        run = self.run
+        batches = tokenizing_distributed_data_loader_bos_bestfit(
+            run.tokenizer, self.rows, self.seq_len, "val", device=run.device, text=self.text,
+            deal=Deal(run.loader.lanes), num_rows=self.num_rows,
+        )  # fmt: skip
+        with run.training_step.autocast():
+            batches = run.progress.meanwhile(run.process.signals.watch(batches, run.device), self.steps, "evaluation")
+            return evaluate_bpb(forward, batches, self.steps, self.token_bytes)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -172,161 +203,138 @@ def main(argv: list[str] | None = None) -> None:
         tag = args.model_tag or f"{name}_{args.method or os.environ.get('QAT_METHOD')}"
         register_stored_recipes(checkpoint_folder("base", tag))
     method = resolve_method(args.method)
-    setup.run_stage(args, functools.partial(train, args, method))
+    run_stage(args, functools.partial(train, args, method))
 
 
 def train(args: argparse.Namespace, method: str, process: Process) -> None:
-    device, world_size = process.device, process.world_size
-    sharded = check_parallel(args)
+    run, world_size, T = Run("base", args, process), process.world_size, args.max_seq_len
     data_dir = ensure_data(args.data_dir)
     tokenizer = get_tokenizer()
-    token_bytes = get_token_bytes(device=device)
     process.phases.end("data, tokenizer")
-    model, name = setup.make_model(args, tokenizer.get_vocab_size(), device)
+
+    # The model, its folder, and the checkpoint to go on from
+    model, name = make_model(args, tokenizer.get_vocab_size(), process.device)
     flops, num_params = model.estimate_flops(), model.num_scaling_params()
-    num_iterations = setup.resolve_horizon(args, flops, num_params)
-    setup.check_machine(args, device, flops * args.total_batch_size * num_iterations)
-    options = PretrainingOptions(**{f.name: getattr(args, f.name) for f in fields(PretrainingOptions)})
-    run_config = setup.run_settings(args, method, model, tokenizer)
-    # A resume notes a change of these.
-    tunable = {**asdict(options), "num_iterations": num_iterations, "data_dir": str(data_dir)}
-    tunable |= {"world_size": world_size, "parallel": args.parallel}
-    rows = plan_accumulation(args.total_batch_size, 1, args.max_seq_len, world_size)
+    steps = resolve_horizon(args, flops, num_params)
+    check_machine(args, process.device, flops * args.total_batch_size * steps)
+    settings = run_settings(args, method, model, tokenizer)
+    all_rows = plan_accumulation(args.total_batch_size, 1, T, world_size)
     if args.device_batch_size != "auto":
-        plan_accumulation(args.total_batch_size, args.device_batch_size, args.max_seq_len, world_size)
+        plan_accumulation(args.total_batch_size, args.device_batch_size, T, world_size)
     # Each method has a tag of its own, so that none overwrites another's run.
-    model_tag = f"{name}_{method}" if args.model_tag is None else args.model_tag
-    folder = checkpoint_folder("base", model_tag)
-    start = setup.find_start(args, run_config, num_iterations, folder, model, process)
+    run.open_folder(f"{name}_{method}" if args.model_tag is None else args.model_tag, args.branch_from)
+    run.adopt(model, tokenizer, settings, steps)
 
-    nf.convert(model, method, per_token_in_eval=False)
+    # The method, and the micro-batch that fits
     plan = MethodPlan.parse(method, args.layer_methods, args.method_phases)
-    quantized = QuantizedTraining(model, plan, num_iterations)
-    quantized.set_progress(max(start.step - 1, 0))  # of the step before: train_step changes it after the evaluation
-
+    run.convert(method, method, plan, steps)
     backend = str(nf.backend())
     if method != "bf16":
-        backend += f"; {self_check(device, method)}"  # a silent fault of kernels or GEMMs ends the run here
-
-    device_batch_size = args.device_batch_size
-    if device_batch_size == "auto":
+        backend += f"; {self_check(process.device, method)}"  # a silent fault of kernels or GEMMs ends the run here
+    rows = args.device_batch_size
+    if rows == "auto":
         # The same one after a resume: it decides what shares a tensor scale, hence the bits of the result.
-        known = start.meta.get("device_batch_size")
-        device_batch_size = known or auto_device_batch_size(model, rows, args.max_seq_len)
-    grad_accum_steps = plan_accumulation(args.total_batch_size, device_batch_size, args.max_seq_len, world_size)
-    num_rows, eval_steps = evaluation_rows(args.eval_tokens, device_batch_size, args.max_seq_len, world_size)
+        rows = run.trained.device_batch_size or auto_device_batch_size(model, all_rows, T)
+    micro_batches = plan_accumulation(args.total_batch_size, rows, T, world_size)
+    run.divide(args.compile if args.compile is not None else process.device.type == "cuda")
+    run.size = Size(rows, T, micro_batches, steps, args.total_batch_size)
+    announce_run(run, plan, backend)
 
-    if sharded:
-        shard(model, torch.bfloat16 if device.type == "cuda" else None)
-    compiled = args.compile if args.compile is not None else device.type == "cuda"
-    forward = compile_layers(model) if compiled else model
-    batches = num_iterations, device_batch_size, grad_accum_steps
-    setup.describe(args, model_tag, model, *batches, plan, backend, folder, process)
-
+    # Data and optimizers
     text = Text(data_dir, data_seed=args.data_seed, shuffle_documents=args.shuffle_documents)
     val_text, val_data = Text(shards=open_shards("val", data_dir)), validation_text(data_dir)
-    lean = LeanState(model, args.seed) if args.state == "lean" else None
-    optimizers, schedule = model.setup_pretraining(options, args.total_batch_size, num_iterations, lean)
-    parts = TrainingStep(model, optimizers, forward, quantized, lean=lean)
+    options = PretrainingOptions(**{f.name: getattr(args, f.name) for f in fields(PretrainingOptions)})
+    run.make_step(*model.setup_pretraining(options, args.total_batch_size, steps, run.lean))
 
     def make_loader(position: Any) -> Any:
         return tokenizing_distributed_data_loader_with_state_bos_bestfit(
-            tokenizer, device_batch_size, args.max_seq_len, "train", device=device, resume_state_dict=position,
-            text=text, deal=Deal(micro_batches=grad_accum_steps * world_size),
+            tokenizer, rows, T, "train", device=process.device, resume_state_dict=position, text=text,
+            deal=Deal(micro_batches=micro_batches * world_size),
         )  # fmt: skip
 
-    def validation_bpb(forward: Any) -> float:
-        batches = tokenizing_distributed_data_loader_bos_bestfit(
-            tokenizer, device_batch_size, args.max_seq_len, "val", device=device, text=val_text,
-            deal=Deal(trainer.loader.lanes), num_rows=num_rows,
-        )  # fmt: skip
-        with parts.autocast():
-            batches = trainer.progress.meanwhile(process.signals.watch(batches, device), eval_steps, "evaluation")
-            return evaluate_bpb(forward, batches, eval_steps, token_bytes)
-
-    def evaluate(step: int, last: bool) -> dict[str, float]:
-        """Validation BPB with the method's own forward pass, and in BF16 (FP32 on a CPU)."""
-        with parts.weights_once(1):
-            bpb = bpb_bf16 = validation_bpb(forward)
-        if quantized.quantizes():
-            # Not compiled: the same layers compiled for another forward would be a second compilation.
-            with nf.full_precision(model):
-                bpb_bf16 = validation_bpb(model)
-        return {"val_bpb": bpb, "val_bpb_bf16": bpb_bf16}
-
+    run.data = Data(make_loader)
+    validation = Validation(run, val_text, rows, T, args.eval_tokens)
+    run.evaluation = Evaluation(validation, functools.partial(due, args.eval_every), validation.num_rows * T)
     core = CoreMetric(tokenizer, args.core_metric_every, args.core_metric_max_per_task)
     samples = Samples(tokenizer, args.sample_every)
-    batch = {"device_batch_size": device_batch_size}
-    spec = RunSpec(
-        stage="base",
-        method=method,
-        make_loader=make_loader,
-        schedule=schedule,
-        device_batch_size=device_batch_size,
-        seq_len=args.max_seq_len,
-        grad_accum_steps=grad_accum_steps,
-        num_iterations=num_iterations,
-        seed=args.seed,
-        evaluate=evaluate,
-        evaluate_due=functools.partial(due, args.eval_every),
-        also=(core, samples),
-        tokens_per_step=args.total_batch_size,
-        val_tokens=num_rows * args.max_seq_len,
-        user_config={**vars(args), "method": method, **batch, "num_iterations": num_iterations},
-        meta={
-            "model_config": config_record(model.config),
-            "run_config": run_config,
-            "recipes": [to_record(recipe) for recipe in dict.fromkeys(plan.recipes)],
-            "tunable": {**tunable, **batch, "recompute": args.recompute, "val_data": val_data},
-            "max_seq_len": args.max_seq_len,
-            **batch,
-        },
-        start_record={
-            "backend": backend,
-            "total_batch_size": args.total_batch_size,
-            "num_params": num_params,
-            "vocab_size": model.config.vocab_size,
-            "gemm_work": plan.work(model),
-            "config_key": setup.comparison_key(run_config | tunable),
-            "val_text": val_data,
-            "tokenizer": tokenizer.fingerprint(),
-            **batch,
-        },
-        lower="the learning rates (--matrix-lr, --embedding-lr)",
+    run.before_step += [core, samples]
+    run.rate_flags = "the learning rates (--matrix-lr, --embedding-lr)"
+
+    # What checkpoints and metrics.jsonl say of the run
+    batch = {"device_batch_size": rows}
+    tunable = {**asdict(options), "num_iterations": steps, "data_dir": str(data_dir)}
+    run.record_settings(
+        settings,
+        plan.recipes,
+        batch | {"num_iterations": steps},
+        tunable={**tunable, **batch, "recompute": args.recompute, "val_data": val_data},
+        max_seq_len=T,
+        **batch,
     )
-    trainer = Trainer(spec, parts, args, process, start)
-    if trainer.run():
-        write_report(args, model_tag, trainer, backend, core, samples)
+    spread = {"world_size": world_size, "parallel": args.parallel}
+    run.start_record = {
+        "backend": backend,
+        "total_batch_size": args.total_batch_size,
+        "num_params": num_params,
+        "vocab_size": model.config.vocab_size,
+        "gemm_work": plan.work(model),
+        "config_key": comparison_key(settings | tunable | spread),
+        "val_text": val_data,
+        "tokenizer": tokenizer.fingerprint(),
+        **batch,
+    }
+    if loop.train(run):
+        write_report(run, backend, core, samples)
 
 
-def write_report(
-    args: argparse.Namespace, model_tag: str, trainer: Trainer, backend: str, core: CoreMetric, samples: Samples
-) -> None:
+def announce_run(run: Run, plan: MethodPlan, backend: str) -> None:
+    """Prints the model, the steps and the batch."""
+    config, num_params, flops = run.model.config, run.model.num_scaling_params(), run.flops_per_token
+    size = run.size
+    total_tokens = run.args.total_batch_size * size.steps
+    print0(f"Training {run.model_tag}:")
+    announce(
+        {
+            "model": f"{num_params:,} parameters: {config.n_layer} layers, width {config.n_embd}, "
+            f"{config.n_head} heads, vocabulary {config.vocab_size:,}",
+            "steps": f"{size.steps:,} of {run.args.total_batch_size:,} tokens: {total_tokens:,} tokens, "
+            f"{total_tokens / num_params:.2f} per parameter, {flops * total_tokens:.2e} FLOPs",
+            "batch": f"{size.rows} x {size.seq_len} tokens, {run.process.world_size} process(es), "
+            f"{size.micro_batches} micro-batch(es) a step",
+            "GEMM work": ", ".join(f"{100 * s:.1f}% in {bits} bits" for bits, s in plan.work(run.model).items() if s),
+            "backend": backend,
+            "output": run.folder,
+        }
+    )
+
+
+def write_report(run: Run, backend: str, core: CoreMetric, samples: Samples) -> None:
     """Prints the results and writes them into the report."""
-    spec, loop, num_params = trainer.spec, trainer.loop, trainer.model.num_scaling_params()
-    total_tokens, numbers = args.total_batch_size * spec.num_iterations, loop["numbers"]
+    num_params, numbers = run.model.num_scaling_params(), run.loop.numbers
+    total_tokens = run.args.total_batch_size * run.size.steps
     about = {
-        "Flags": changed_flags(args, parse_args([])),
+        "Flags": changed_flags(run.args, parse_args([])),
         "Number of parameters": num_params,
-        "Number of FLOPs per token": trainer.flops_per_token,
+        "Number of FLOPs per token": run.flops_per_token,
         "Number of training tokens": total_tokens,
         "Tokens : Params ratio": total_tokens / num_params,
-        "Device batch size": spec.device_batch_size,
+        "Device batch size": run.size.rows,
         "Backend": backend,
     }
     outcome = {
-        "Minimum validation bpb": loop["best"].get("val_bpb"),
+        "Minimum validation bpb": run.loop.best.get("val_bpb"),
         "Final validation bpb": numbers.get("val_bpb"),
         "Final validation bpb, BF16 forward": numbers.get("val_bpb_bf16"),
         "CORE metric estimate": core.value,
-        "MFU %": f"{trainer.mfu:.2f}%" if trainer.mfu is not None else None,
-        "Total training FLOPs": f"{trainer.flops_per_token * total_tokens:.2e}",
+        "MFU %": f"{run.mfu:.2f}%" if run.mfu is not None else None,
+        "Total training FLOPs": f"{run.flops_per_token * total_tokens:.2e}",
     }
+    seconds = run.loop.training_seconds
     results = {key: numbers.get(key) for key in ("val_bpb", "val_bpb_bf16")} | {
-        "tokens_per_second": total_tokens / loop["training_seconds"] if loop["training_seconds"] else None,
+        "tokens_per_second": total_tokens / seconds if seconds else None,
         "samples": samples.newest,
     }
-    setup.report_run(trainer, model_tag, "Base model training", about, outcome, results)
+    report_run(run, "Base model training", about, outcome, results)
 
 
 if __name__ == "__main__":

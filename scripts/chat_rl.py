@@ -35,10 +35,9 @@ from nanochat_fp4.data.tokenizer import without_end
 from nanochat_fp4.errors import UserError, run_main
 from nanochat_fp4.generation.engine import Engine
 from nanochat_fp4.nvfp4.contexts import per_token_scale
-from nanochat_fp4.progress import Progress
+from nanochat_fp4.training import later_stage, loop
 from nanochat_fp4.training.flags import add_common_arguments, changed_flags, steps_of_epochs
-from nanochat_fp4.training.setup import PostTraining, run_stage
-from nanochat_fp4.training.trainer import Process, TrainingStep, due
+from nanochat_fp4.training.run import Data, Evaluation, Process, Run, Size, due, run_stage
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -79,16 +78,16 @@ def policy_loss(forward, x: Tensor, y: Tensor, advantages: Tensor) -> Tensor:
 class Answers:
     """How the model answers a problem: (prompt, rows, seed) -> (sequences, masks)."""
 
-    def __init__(self, args: argparse.Namespace, run: PostTraining, parts: TrainingStep):
-        self.args, self.model, self.parts, self.engine = args, run.model, parts, Engine(run.model, run.tokenizer)
+    def __init__(self, args: argparse.Namespace, run: Run):
+        self.args, self.run, self.model, self.engine = args, run, run.model, Engine(run.model, run.tokenizer)
 
     @torch.no_grad()
     def __call__(self, prompt: list[int], rows: int, seed: int, temperature: float | None = None):
         args, was_training = self.args, self.model.training
         self.model.eval()
         try:
-            once = self.parts.weights_once(args.max_new_tokens)  # not anew for each token
-            with self.parts.autocast(), per_token_scale(self.model), once:
+            once = self.run.training_step.weights_once(args.max_new_tokens)  # not anew for each token
+            with self.run.training_step.autocast(), per_token_scale(self.model), once:
                 return self.engine.generate_batch(
                     prompt, rows, max_tokens=args.max_new_tokens, top_k=args.top_k, seed=seed,
                     temperature=args.temperature if temperature is None else temperature,
@@ -97,19 +96,17 @@ class Answers:
             self.model.train(was_training)
 
 
-def pass_at_k(
-    args: argparse.Namespace, run: PostTraining, answers: Answers, task: Task, progress: Progress
-) -> dict[str, float]:
+def pass_at_k(args: argparse.Namespace, run: Run, answers: Answers, task: Task) -> dict[str, float]:
     """Share of the first --eval-examples problems that one of the first k answers solves, for k up to the micro-batch,
     drawn at temperature 1. All ranks call it together; StopRequested on a signal."""
     process, rows = run.process, args.device_batch_size
     longest = longest_prompt(run.model, args.max_new_tokens)
     count = min(len(task), args.eval_examples)
     solved = torch.zeros(rows, device=process.device)
-    with answers.parts.weights_once(count):
+    with run.training_step.weights_once(count):
         problems = range(0, count, process.world_size)
         watched = process.signals.watch(iter(problems), process.device)
-        for first in progress.meanwhile(watched, len(problems), "evaluation"):
+        for first in run.progress.meanwhile(watched, len(problems), "evaluation"):
             index = first + process.rank
             if index < count:
                 problem = task[index]
@@ -139,18 +136,15 @@ def train(args: argparse.Namespace, process: Process) -> None:
     if min(args.eval_examples, args.max_new_tokens) < 1 or args.temperature <= 0 or args.top_k < 0:
         sizes = f"--eval-examples={args.eval_examples} and --max-new-tokens={args.max_new_tokens} must be at least 1"
         raise UserError(f"{sizes}, --temperature={args.temperature:g} above 0, and --top-k={args.top_k} not negative")
-    run = PostTraining("rl", args.source, args, process)
+    run = later_stage.begin("rl", args.source, args, process)
     train_part, val_part = source(args, "train"), source(args, "test")
     task = load_sources([train_part], False, "training").tasks[0]
     val_task = load_sources([val_part], False, "validation").tasks[0]
     longest = longest_prompt(run.model, args.max_new_tokens)  # a longer one is cut, as in chat_eval
     sources = describe_sources([train_part])
-    num_iterations = steps_of_epochs(args, len(task), "problems", "--examples-per-step", examples)
-    optimizers, schedule = run.model.setup_finetuning(
-        run.rates, args.init_lr_frac, lambda progress: 1.0 - progress, orthogonalizer=run.orthogonalizer, lean=run.lean
-    )
-    parts = run.parts(optimizers, run.model, loss=policy_loss)
-    answers = Answers(args, run, parts)
+    steps = steps_of_epochs(args, len(task), "problems", "--examples-per-step", examples)
+    later_stage.finetune(run, lambda progress: 1.0 - progress, loss=policy_loss)
+    answers = Answers(args, run)
     rollouts: list[Rollouts] = []
 
     def make_loader(position: dict | None) -> Rollouts:
@@ -158,28 +152,22 @@ def train(args: argparse.Namespace, process: Process) -> None:
         rollouts[:] = [Rollouts(task, run.tokenizer, answers, B, samples, *where, args.seed, position, longest)]
         return rollouts[0]
 
-    trainer = run.trainer(
-        parts,
-        sources,
-        {
-            "examples_per_step": examples, "num_samples": samples, "device_batch_size": B,
-            "max_new_tokens": args.max_new_tokens, "temperature": args.temperature, "top_k": args.top_k,
-        },
-        make_loader=make_loader,
-        schedule=schedule,
-        device_batch_size=B,
-        seq_len=run.config.sequence_len,
-        grad_accum_steps=samples // B * (examples // world_size),
-        num_iterations=num_iterations,
-        evaluate=lambda step, last: pass_at_k(args, run, answers, val_task, trainer.progress),
-        evaluate_due=functools.partial(due, args.eval_every),
-        prefetch=False,
-        numbers=lambda: rollouts[0].numbers(),
-    )  # fmt: skip
-    if trainer.run():
+    def evaluate(step: int, last: bool) -> dict[str, float]:
+        return pass_at_k(args, run, answers, val_task)
+
+    run.size = Size(B, run.model.config.sequence_len, samples // B * (examples // world_size), steps)
+    run.data = Data(make_loader, ahead=False)
+    run.evaluation = Evaluation(evaluate, functools.partial(due, args.eval_every))
+    run.numbers = lambda: rollouts[0].numbers()
+    batch = {
+        "examples_per_step": examples, "num_samples": samples, "device_batch_size": B,
+        "max_new_tokens": args.max_new_tokens, "temperature": args.temperature, "top_k": args.top_k,
+    }  # fmt: skip
+    later_stage.record_settings(run, sources, batch)
+    if loop.train(run):
         setup = {"Flags": changed_flags(args, parse_args([])), "Training problems": len(task)}
         setup |= {"Problems per step": examples, "Answers to a problem": samples}
-        run.report(trainer, "Chat RL", setup, sources)
+        later_stage.report(run, "Chat RL", setup, sources)
 
 
 if __name__ == "__main__":

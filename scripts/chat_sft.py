@@ -33,9 +33,9 @@ from nanochat_fp4.data.needs import Need
 from nanochat_fp4.errors import UserError, run_main
 from nanochat_fp4.parallel import unsharded
 from nanochat_fp4.signals import StopRequested
+from nanochat_fp4.training import later_stage, loop
 from nanochat_fp4.training.flags import add_common_arguments, changed_flags, steps_of_epochs
-from nanochat_fp4.training.setup import PostTraining, run_stage
-from nanochat_fp4.training.trainer import Process, TrainingStep, due
+from nanochat_fp4.training.run import Data, Evaluation, Process, Run, Size, due, run_stage
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -111,11 +111,11 @@ def main(argv: list[str] | None = None) -> None:
     run_stage(args, functools.partial(train, args))
 
 
-class Evaluation:
+class Measures:
     """Validation loss, and accuracies of the metric sources, each as often as its flag says."""
 
-    def __init__(self, args: argparse.Namespace, run: PostTraining, parts: TrainingStep, val_dataset: Task, rows: int):
-        self.args, self.run, self.parts, self.val_dataset, self.rows = args, run, parts, val_dataset, rows
+    def __init__(self, args: argparse.Namespace, run: Run, val_dataset: Task, rows: int):
+        self.args, self.run, self.val_dataset, self.rows = args, run, val_dataset, rows
         self.metrics = []
         if args.eval_metrics_every > 0:
             self.metrics = metric_sources(args)
@@ -141,9 +141,9 @@ class Evaluation:
         """Mean over --eval-steps micro-batches, dealt to the processes. All processes take equally many."""
         args, process, losses = self.args, self.run.process, []
         rank, world_size = process.rank, process.world_size
-        where = self.rows, process.device, rank, world_size, self.run.config.sequence_len
+        where = self.rows, process.device, rank, world_size, self.run.model.config.sequence_len
         batches = ConversationBatches(self.val_dataset, self.run.tokenizer, *where)
-        with torch.no_grad(), self.parts.autocast():
+        with torch.no_grad(), self.run.training_step.autocast():
             numbers = range(rank, args.eval_steps + rank, world_size)
             for number, (x, y, _) in zip(numbers, process.signals.watch(batches, process.device)):
                 losses.append(self.run.model(x, y) * (number < args.eval_steps))
@@ -162,8 +162,8 @@ class Evaluation:
 
 def train(args: argparse.Namespace, process: Process) -> None:
     examples, world_size = args.target_examples_per_step, process.world_size
-    run = PostTraining("sft", args.source, args, process)
-    B = min(4, run.trained_rows or 4) if args.device_batch_size is None else args.device_batch_size
+    run = later_stage.begin("sft", args.source, args, process)
+    B = min(4, run.trained.device_batch_size or 4) if args.device_batch_size is None else args.device_batch_size
     if B < 1 or examples < 1 or examples % (B * world_size):
         batch = f"{B * world_size} (--device-batch-size {B} on {world_size} device(s))"
         problem = f"--target-examples-per-step={examples} is not a multiple of {batch}"
@@ -173,37 +173,23 @@ def train(args: argparse.Namespace, process: Process) -> None:
     if args.eval_metrics_every > 0 and args.eval_metrics_max_problems < 1:
         problem = f"--eval-metrics-max-problems={args.eval_metrics_max_problems} measures nothing"
         raise UserError(f"{problem}; use at least 1, or --eval-metrics-every=-1")
-    tokenizer, max_tokens = run.tokenizer, run.config.sequence_len
+    tokenizer, max_tokens = run.tokenizer, run.model.config.sequence_len
 
     train_parts = train_sources(args)
     dataset = chat_data.load_sources(train_parts, args.allow_missing, "training")
     val_dataset = chat_data.load_sources(val_sources(args), args.allow_missing, "validation")
     sources = chat_data.describe_sources(train_parts)
-    num_iterations = steps_of_epochs(args, len(dataset), "conversations", "--target-examples-per-step", examples)
-    optimizers, schedule = run.model.setup_finetuning(
-        run.rates, args.init_lr_frac, lambda progress: 1.0 - progress, orthogonalizer=run.orthogonalizer, lean=run.lean
-    )
-    parts = run.parts(optimizers, run.model)
-    evaluation = Evaluation(args, run, parts, val_dataset, B)
-    trainer = run.trainer(
-        parts,
-        sources,
-        {"target_examples_per_step": examples, "device_batch_size": B},
-        make_loader=lambda position: ConversationBatches(
-            dataset, tokenizer, B, process.device, process.rank, world_size, max_tokens, state=position
-        ),
-        schedule=schedule,
-        device_batch_size=B,
-        seq_len=max_tokens,
-        grad_accum_steps=examples // (B * world_size),
-        num_iterations=num_iterations,
-        evaluate=evaluation,
-        evaluate_due=evaluation.due,
-        conversations=len(dataset),
-    )
-    if trainer.run():
+    steps = steps_of_epochs(args, len(dataset), "conversations", "--target-examples-per-step", examples)
+    later_stage.finetune(run, lambda progress: 1.0 - progress)
+    where = tokenizer, B, process.device, process.rank, world_size, max_tokens
+    measures = Measures(args, run, val_dataset, B)
+    run.size = Size(B, max_tokens, examples // (B * world_size), steps)
+    run.data = Data(lambda position: ConversationBatches(dataset, *where, state=position), len(dataset))
+    run.evaluation = Evaluation(measures, measures.due)
+    later_stage.record_settings(run, sources, {"target_examples_per_step": examples, "device_batch_size": B})
+    if loop.train(run):
         setup = {"Flags": changed_flags(args, parse_args([])), "Training rows": len(dataset)}
-        run.report(trainer, "Chat SFT", setup | {"Examples per step": examples}, sources)
+        later_stage.report(run, "Chat SFT", setup | {"Examples per step": examples}, sources)
 
 
 if __name__ == "__main__":

@@ -111,7 +111,7 @@ def load(args: argparse.Namespace, device: torch.device) -> tuple[Any, dict]:
     with forward("nvfp4" in contexts):
         prepare(model, dtype)
     info = {
-        "model": f"{args.source} {meta.get('model_tag') or args.model_tag or ''}".strip() + f", step {meta['step']}",
+        "model": f"{args.source} {meta.model_tag}".strip() + f", step {meta.step}",
         "method": method,
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         "precisions": precisions,

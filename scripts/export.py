@@ -158,7 +158,7 @@ class Export:
 
     def say_where(self, out: Path) -> None:
         size = sum(f.stat().st_size for f in out.iterdir())
-        print0(f"Exported {self.meta['model_tag']} (step {self.meta['step']}) as {self.args.format} to {out}: "
+        print0(f"Exported {self.meta.model_tag} (step {self.meta.step}) as {self.args.format} to {out}: "
                f"{size / 1e6:.1f} MB")  # fmt: skip
 
     def say_what_is_lost(self, weights: Weights) -> None:
@@ -226,7 +226,7 @@ class Export:
     def write_model(self, target: Path) -> None:
         chat = self.args.source != "base"
         if self.gguf:
-            made_of = self.weights, self.input_scales, chat, self.meta["model_tag"]
+            made_of = self.weights, self.input_scales, chat, self.meta.model_tag
             self.notes += gguf_file.write(self.model, self.tokenizer, target, *made_of)
             return
         ends = [self.tokenizer.encode_special(name) for name in tokenizer_files.end_tokens(self.tokenizer, chat)]
@@ -249,10 +249,10 @@ class Export:
     def card(self, measured: dict[str, float], measured_on: str, use: list[str]) -> str:
         """README.md: Markdown with the front matter that model hubs read. use: lines of Python."""
         args, meta = self.args, self.meta
-        user, config = dict(meta.get("user_config") or {}), meta.get("model_config") or {}
+        user, config = dict(meta.user_config), meta.model_config
         trained = {
             "stage": args.source,
-            "steps": meta.get("step"),
+            "steps": meta.step,
             "QAT method trained with": user.get("method") or "bf16",
             "forward pass exported": self.method,
             "data": user.get("data_dir") or meta.get("data_dir") or "see the run's report",

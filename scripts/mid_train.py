@@ -32,8 +32,8 @@ from nanochat_fp4.data.packing import Deal
 from nanochat_fp4.data.tokenizer import get_token_bytes
 from nanochat_fp4.errors import run_main
 from nanochat_fp4.evaluation.loss_eval import evaluate_bpb
-from nanochat_fp4.models.gpt import compile_layers
 from nanochat_fp4.models.optim import muon_momentum
+from nanochat_fp4.training import later_stage, loop
 from nanochat_fp4.training.flags import (
     add_common_arguments,
     add_compile_argument,
@@ -41,8 +41,7 @@ from nanochat_fp4.training.flags import (
     check_iterations,
 )
 from nanochat_fp4.training.micro_batch import plan_accumulation
-from nanochat_fp4.training.setup import PostTraining, run_stage
-from nanochat_fp4.training.trainer import Process, due
+from nanochat_fp4.training.run import Data, Evaluation, Process, Size, due, run_stage
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -123,15 +122,16 @@ def main(argv: list[str] | None = None) -> None:
 
 def train(args: argparse.Namespace, process: Process) -> None:
     check_iterations(args.num_iterations)
-    run = PostTraining("mid", "base", args, process)
-    model, tokenizer, T = run.model, run.tokenizer, args.max_seq_len or run.config.sequence_len
     device, world_size = process.device, process.world_size
-    pretrained_with, B = run.trained_rows, args.device_batch_size
+    compiled = args.compile if args.compile is not None else device.type == "cuda"
+    run = later_stage.begin("mid", "base", args, process, compiled)
+    tokenizer, T = run.tokenizer, args.max_seq_len or run.model.config.sequence_len
+    pretrained_with, B = run.trained.device_batch_size, args.device_batch_size
     if B is None:
         B = min(32, pretrained_with or 32)
     elif pretrained_with and B > pretrained_with:
         print0(f"note: the base model was trained with --device-batch-size={pretrained_with}; {B} may not fit")
-    grad_accum_steps = plan_accumulation(args.total_batch_size, B, T, world_size)
+    micro_batches = plan_accumulation(args.total_batch_size, B, T, world_size)
     num_rows, eval_steps = evaluation_rows(args.eval_tokens, B, T, world_size)
     token_bytes = get_token_bytes(device=device)
 
@@ -139,43 +139,24 @@ def train(args: argparse.Namespace, process: Process) -> None:
     dataset = chat_data.load_sources(train_parts, args.allow_missing, "training")
     val_dataset = chat_data.load_sources(val_sources(args), args.allow_missing, "validation")
     sources = chat_data.describe_sources(train_parts)
-    compiled = args.compile if args.compile is not None else device.type == "cuda"
-    forward = compile_layers(model) if compiled else model
-    optimizers, schedule = model.setup_finetuning(
-        run.rates, args.init_lr_frac, lr_multiplier, muon_momentum, orthogonalizer=run.orthogonalizer, lean=run.lean
-    )
-    parts = run.parts(optimizers, forward)
-
+    later_stage.finetune(run, lr_multiplier, muon_momentum)
     where = tokenizer, B, T, device
 
-    def evaluate(step: int, last: bool) -> dict[str, float]:
-        batches = PackedConversations(val_dataset, *where, Deal(trainer.loader.lanes), num_rows=num_rows)
-        with parts.autocast():
+    def validation_bpb(step: int, last: bool) -> dict[str, float]:
+        batches = PackedConversations(val_dataset, *where, Deal(run.loader.lanes), num_rows=num_rows)
+        with run.training_step.autocast():
             pairs = ((x, y) for x, y, _ in batches)
-            pairs = trainer.progress.meanwhile(process.signals.watch(pairs, device), eval_steps, "evaluation")
-            return {"val_bpb": evaluate_bpb(forward, pairs, eval_steps, token_bytes)}
+            pairs = run.progress.meanwhile(process.signals.watch(pairs, device), eval_steps, "evaluation")
+            return {"val_bpb": evaluate_bpb(run.forward, pairs, eval_steps, token_bytes)}
 
-    trainer = run.trainer(
-        parts,
-        sources,
-        {"total_batch_size": args.total_batch_size, "max_seq_len": T},
-        make_loader=lambda position: PackedConversations(
-            dataset, *where, Deal(micro_batches=grad_accum_steps * world_size), state=position
-        ),
-        schedule=schedule,
-        device_batch_size=B,
-        seq_len=T,
-        grad_accum_steps=grad_accum_steps,
-        num_iterations=args.num_iterations,
-        evaluate=evaluate,
-        evaluate_due=functools.partial(due, args.eval_every),
-        conversations=len(dataset),
-        tokens_per_step=args.total_batch_size,
-        val_tokens=num_rows * T,
-    )
-    if trainer.run():
+    deal = Deal(micro_batches=micro_batches * world_size)
+    run.size = Size(B, T, micro_batches, args.num_iterations, args.total_batch_size)
+    run.data = Data(lambda position: PackedConversations(dataset, *where, deal, state=position), len(dataset))
+    run.evaluation = Evaluation(validation_bpb, functools.partial(due, args.eval_every), num_rows * T)
+    later_stage.record_settings(run, sources, {"total_batch_size": args.total_batch_size, "max_seq_len": T})
+    if loop.train(run):
         setup = {"Flags": changed_flags(args, parse_args([])), "Training conversations": len(dataset)}
-        run.report(trainer, "Midtraining", setup | {"Tokens per step": args.total_batch_size}, sources)
+        later_stage.report(run, "Midtraining", setup | {"Tokens per step": args.total_batch_size}, sources)
 
 
 if __name__ == "__main__":

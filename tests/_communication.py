@@ -203,7 +203,7 @@ def write_counted_step(
     from nanochat_fp4.models.optim import PretrainingOptions
     from nanochat_fp4.nvfp4.collectives import local
     from nanochat_fp4.parallel import divide, shard
-    from nanochat_fp4.training.trainer import TrainingStep
+    from nanochat_fp4.training.step import TrainingStep
 
     _, rank, _, world_size, device = compute_init("cpu")
     divided = world_size if mode == "tp" else 1

@@ -344,7 +344,7 @@ def _child(job: dict[str, Any], chosen: bool, write: int) -> None:
 
 def _die_in_a_save(n: int | None) -> list[int]:
     """Count what a save does to files, in the list that is returned; SIGKILL at the n-th of it."""
-    from nanochat_fp4.training.trainer import Trainer
+    from nanochat_fp4.training import loop
 
     count, saving = [0], [0]
 
@@ -370,7 +370,7 @@ def _die_in_a_save(n: int | None) -> list[int]:
 
     for name in FILE_OPERATIONS:
         setattr(os, name, counted(getattr(os, name)))
-    Trainer.save = in_a_save(Trainer.save)
+    loop.save = in_a_save(loop.save)
     return count
 
 

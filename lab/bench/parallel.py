@@ -31,7 +31,7 @@ from nanochat_fp4.models.optim import PretrainingOptions
 from nanochat_fp4.nvfp4.collectives import local
 from nanochat_fp4.parallel import MODES, divide, shard
 from nanochat_fp4.training.micro_batch import plan_accumulation
-from nanochat_fp4.training.trainer import TrainingStep
+from nanochat_fp4.training.step import TrainingStep
 
 GIB = 2**30
 

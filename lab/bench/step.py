@@ -27,8 +27,9 @@ from nanochat_fp4.models.gpt import GPTConfig, compile_layers
 from nanochat_fp4.models.optim8bit import LeanState, set_state
 from nanochat_fp4.nvfp4.linear import QuantLinear
 from nanochat_fp4.nvfp4.methods import get_recipe
+from nanochat_fp4.nvfp4.training import LOOK_TOKENS
 from nanochat_fp4.training.micro_batch import largest_micro_batch
-from nanochat_fp4.training.trainer import LOOK_TOKENS, TrainingStep
+from nanochat_fp4.training.step import TrainingStep
 
 
 @dataclass(frozen=True)

@@ -49,7 +49,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 def evaluate(tag: str, args: argparse.Namespace, device: torch.device, data_dir: str) -> dict[str, float]:
     """Validation bits per byte of a run's newest checkpoint, by forward. Of the base directory of the moment."""
     model, tokenizer, meta = load_model("base", device, "eval", tag)
-    rows, length = args.device_batch_size, meta["model_config"]["sequence_len"]
+    rows, length = args.device_batch_size, meta.model_config["sequence_len"]
     steps = args.eval_tokens // (rows * length)
     if not steps:
         raise UserError(f"--eval-tokens={args.eval_tokens} is less than a batch of {rows * length}; raise it")

@@ -252,12 +252,6 @@ def load_state(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> 
         optimizer.state.update({p: state[index] for index, p in zip(indices, params) if index in state})
 
 
-def state_of(meta: dict[str, Any]) -> str:
-    """The --state of a checkpoint with this metadata."""
-    config = meta.get("user_config")
-    return config.get("state", "fp32") if isinstance(config, dict) else "fp32"
-
-
 @torch.no_grad()
 def set_state(model: nn.Module, state: str, before: str = "fp32") -> None:
     """Gives the model's matrices the dtype of this state, one after the other; they are in the state `before`.

@@ -19,7 +19,7 @@ from nanochat_fp4.plan.cards import Card
 from nanochat_fp4.plan.settings import Settings
 from nanochat_fp4.training.memory import Memory, choose, largest
 from nanochat_fp4.training.micro_batch import plan_accumulation
-from nanochat_fp4.training.setup import check_machine, model_config, resolve_horizon
+from nanochat_fp4.training.new_model import check_machine, model_config, resolve_horizon
 
 # Flags of base_train that variables set. A message about a flag names the variable.
 FLAGS = {

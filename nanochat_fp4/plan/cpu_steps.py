@@ -20,7 +20,7 @@ from nanochat_fp4.files import atomic_write
 from nanochat_fp4.models.gpt import GPT, config_from_depth
 from nanochat_fp4.models.optim import PretrainingOptions
 from nanochat_fp4.training.micro_batch import plan_accumulation
-from nanochat_fp4.training.trainer import TrainingStep
+from nanochat_fp4.training.step import TrainingStep
 
 # The time of the other stages, in units of a base training step. Both are estimates from one busy run (dev/LOG.md).
 # LATER_SHARE is for each base step: evaluations, mid-training and SFT shrink with the base training.

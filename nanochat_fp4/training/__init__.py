@@ -1,5 +1,6 @@
-"""A training run: its set-up, the only training loop (trainer), its checkpoints, and how it resumes.
+"""Training: one Run (run) that all four stages build, one loop (loop), one type that is a checkpoint (checkpoint).
 
-Scripts call flags, setup, trainer and load_model. Modules of this folder may import evaluation, generation, models,
-data, nvfp4 and the flat modules of nanochat_fp4.
+new_model makes the model of a pre-training run; later_stage begins with the model of another stage. resume decides
+where a run begins, extras has what the loop does between two steps, and report_run ends a run. Modules of this folder
+may import evaluation, generation, models, data, nvfp4 and the flat modules of nanochat_fp4.
 """

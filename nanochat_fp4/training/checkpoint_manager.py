@@ -369,8 +369,7 @@ def load_checkpoint(
     step=None takes the newest intact one (find_last_step); meta_data["step"] says which. A step that was asked for is
     never replaced by another: where it is damaged, the UserError names the file and the newest intact step.
     load_optimizer: also this rank's file. Where another number of ranks wrote the checkpoint, optimizer_data is one
-    rank's and has two more entries. "all_ranks" are the optimizers' states of each rank, on the CPU. resume.py gives
-    every optimizer its part. "dataloaders" are the data positions of each rank.
+    rank's and has one more entry: "ranks" is the list of all ranks' data, with tensors on the CPU.
     """
     folder = Path(checkpoint_dir)
     step = find_last_step(folder) if step is None else step
@@ -396,6 +395,7 @@ def load_checkpoint(
             raise ValueError("not an object")
     except (OSError, ValueError, RecursionError) as e:
         raise UserError(f"{folder / meta_name} is damaged ({one_line(e)[:100]}); {_way_out(folder, step)}") from e
+    meta.setdefault("step", step)
     model_data = _torch_load(folder / model_name, device)
     if not isinstance(model_data, dict):
         raise UserError(f"{folder / model_name} holds no state dict; {_way_out(folder, step)}")
@@ -405,8 +405,7 @@ def load_checkpoint(
     elif ranks:
         parts = [_torch_load(folder / _name("optim", step, r), "cpu", mmap=True) for r in ranks]
         optimizer_data = dict(parts[rank] if rank < len(parts) else parts[0])
-        optimizer_data["all_ranks"] = [part["optimizers"] for part in parts]
-        optimizer_data["dataloaders"] = [part.get("dataloader") for part in parts]
+        optimizer_data["ranks"] = parts
     return model_data, optimizer_data, meta
 
 

@@ -6,10 +6,8 @@ A model comes back as it was trained, neither compiled nor converted. nanochat's
 
 import argparse
 import contextlib
-import json
 import os
 import re
-from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -22,13 +20,14 @@ from nanochat_fp4.console import format_bytes
 from nanochat_fp4.data.tokenizer import RustBPETokenizer, get_tokenizer
 from nanochat_fp4.errors import UserError, one_line
 from nanochat_fp4.hardware import physical_memory
+from nanochat_fp4.models import flash_attention
 from nanochat_fp4.models.gpt import GPT, ROTARY_FACTOR, GPTConfig
 from nanochat_fp4.models.llama import Llama, LlamaConfig
-from nanochat_fp4.models.optim8bit import state_of
 from nanochat_fp4.nvfp4.feedback import load_gram_state
 from nanochat_fp4.nvfp4.methods import register
 from nanochat_fp4.nvfp4.plan import MethodPlan
 from nanochat_fp4.nvfp4.recipes import from_record
+from nanochat_fp4.training.checkpoint import Metadata
 from nanochat_fp4.training.checkpoint_manager import (
     NoCheckpointError,
     check_model_tag,
@@ -61,24 +60,33 @@ def config_record(config: GPTConfig | LlamaConfig) -> dict[str, Any]:
 
 def build_model(
     checkpoint_dir: str | os.PathLike, step: int | None, device: str | torch.device, phase: str
-) -> tuple[GPT, RustBPETokenizer, dict[str, Any]]:
+) -> tuple[GPT, RustBPETokenizer, Metadata]:
     """
     (model, tokenizer, meta) of a checkpoint; the model is neither compiled nor converted, whatever it was trained with.
 
-    phase: 'train' or 'eval'. The method that it was trained with is in the meta data, where the script that trained it
-    put it. BF16 weights become FP32 on a CPU (and on mps), as in nanochat, but not those of a --state=lean that will be
-    trained. Raises UserError (damaged checkpoint, config that does not fit, another tokenizer than the one in the base
-    directory).
+    phase: 'train' or 'eval'. The method that it was trained with is in the metadata. BF16 weights become FP32 on a CPU
+    (and on mps), as in nanochat, but not those of a --state=lean that will be trained. Raises UserError (damaged
+    checkpoint, config that does not fit, another tokenizer than the one in the base directory).
     """
+    weights, _, meta = load_checkpoint(checkpoint_dir, step, device)
+    meta = Metadata(meta)
+    return *model_of(weights, meta, Path(checkpoint_dir), meta.step if step is None else step, device, phase), meta
+
+
+def model_of(
+    model_data: dict[str, torch.Tensor], meta: Metadata, folder: Path, step: int, device: str | torch.device, phase: str
+) -> tuple[GPT, RustBPETokenizer]:
+    """build_model of a checkpoint that is loaded already."""
     device = torch.device(device)
-    model_data, _, meta = load_checkpoint(checkpoint_dir, step, device)
-    where = f"checkpoint of step {meta.get('step', step)} in {checkpoint_dir}"
+    where = f"checkpoint of step {step} in {folder}"
     register_recipes(meta, where)
-    model_data = {name.removeprefix("_orig_mod."): tensor for name, tensor in model_data.items()}
-    if device.type in ("cpu", "mps") and not (phase == "train" and state_of(meta) == "lean"):
+    model_data = {name.removeprefix("_orig_mod."): tensor.to(device) for name, tensor in model_data.items()}
+    if device.type in ("cpu", "mps") and not (phase == "train" and meta.state == "lean"):
         model_data = {name: t.float() if t.dtype == torch.bfloat16 else t for name, t in model_data.items()}
     try:
-        model_config = dict(meta["model_config"])
+        model_config = dict(meta.model_config)
+        if not model_config:
+            raise ValueError("it has none")
         is_llama = model_config.pop("family", None) == "llama"
         if not is_llama:  # before nanochat had windows and per-layer scalars: full context, scalars that do nothing
             model_config.setdefault("window_pattern", "L")
@@ -100,22 +108,21 @@ def build_model(
             model = Llama(config) if is_llama else GPT(config)
     except (AttributeError, KeyError, TypeError, ValueError, ZeroDivisionError) as e:
         raise UserError(f"{where}: its model config is not one of this GPT ({one_line(e)[:150]})") from e
-    load_weights(model, model_data, checkpoint_dir, meta.get("step", step))
+    load_weights(model, model_data, folder, step)
     model.prepare()
     model.train(phase == "train")
     tokenizer = get_tokenizer()
     check_tokenizer(meta, tokenizer, where)
-    return model, tokenizer, meta
+    return model, tokenizer
 
 
-def register_recipes(meta: Mapping[str, Any], where: str) -> None:
-    """Registers the recipes that a checkpoint was trained with (RunSpec.recipes), so that their names are methods.
+def register_recipes(meta: Metadata, where: str) -> None:
+    """Registers the recipes that a checkpoint was trained with (Run.record_settings), so that their names are methods.
 
     Raises UserError for a damaged record, and where a name stands for another recipe in this process.
     """
-    stored = meta.get("recipes", [])
     try:
-        for record in stored:
+        for record in meta.recipes:
             register(from_record(record))
     except (TypeError, ValueError) as e:
         raise UserError(
@@ -127,9 +134,7 @@ def register_recipes(meta: Mapping[str, Any], where: str) -> None:
 def register_stored_recipes(checkpoint_dir: Path) -> None:
     """register_recipes of the newest checkpoint in a folder, if it has one that says how it was trained."""
     for step in list_steps(checkpoint_dir)[:1]:
-        with contextlib.suppress(OSError, ValueError, AttributeError):  # damaged: whoever loads it says so
-            meta = json.loads((checkpoint_dir / f"meta_{step:06d}.json").read_bytes())
-            register_recipes(meta, f"checkpoint of step {step} in {checkpoint_dir}")
+        register_recipes(Metadata.read(checkpoint_dir, step), f"checkpoint of step {step} in {checkpoint_dir}")
 
 
 def check_model_fits(config: GPTConfig, device: torch.device) -> None:
@@ -144,6 +149,17 @@ def check_model_fits(config: GPTConfig, device: torch.device) -> None:
             f"of {format_bytes(4 * (matrices + tables))}, and this device has {format_bytes(memory)} of memory; lower "
             "--depth, --aspect-ratio or --max-seq-len"
         )
+
+
+def recompute_problem(recompute: str, config: Any, device: torch.device) -> str | None:
+    """Why a model of this config cannot recompute so on the device, and what can be done; or None."""
+    reason = None
+    if isinstance(config, LlamaConfig) and recompute != "none":
+        return "it is not for the --llama models; leave it out"
+    if recompute.startswith("codes"):
+        reason = config.separate_qkv and "it needs q, k and v as one layer, without --separate-qkv"
+        reason = reason or flash_attention.unkept_reason(device.type, config.head_dim)
+    return reason and f"{reason}; use --recompute=mlp or --recompute=all"
 
 
 def load_weights(model: GPT, model_data: dict[str, torch.Tensor], checkpoint_dir: str | os.PathLike, step: int) -> None:
@@ -165,16 +181,15 @@ def load_weights(model: GPT, model_data: dict[str, torch.Tensor], checkpoint_dir
         ) from e
 
 
-def check_tokenizer(meta: dict[str, Any], tokenizer: RustBPETokenizer, where: str = "the checkpoint") -> None:
+def check_tokenizer(meta: Metadata, tokenizer: RustBPETokenizer, where: str = "the checkpoint") -> None:
     """Raise UserError unless the model was trained with this tokenizer (its fingerprint, or at least its size)."""
     remedy = "use the base directory (NANOCHAT_BASE_DIR) in which it was trained, or train a new model"
-    run_config = meta.get("run_config")
-    before = (run_config.get("tokenizer") if isinstance(run_config, dict) else None) or meta.get("tokenizer")
-    if isinstance(before, str) and before != tokenizer.fingerprint():
+    if meta.tokenizer is not None and meta.tokenizer != tokenizer.fingerprint():
         raise UserError(
-            f"{where} was trained with the tokenizer {before}, but the one here is {tokenizer.fingerprint()}; {remedy}"
+            f"{where} was trained with the tokenizer {meta.tokenizer}, but the one here is {tokenizer.fingerprint()}; "
+            f"{remedy}"
         )
-    size = meta.get("model_config", {}).get("vocab_size")
+    size = meta.model_config.get("vocab_size")
     if size is not None and size != tokenizer.get_vocab_size():
         raise UserError(
             f"{where} has a vocabulary of {size} tokens, the tokenizer here {tokenizer.get_vocab_size()}; {remedy}"
@@ -187,13 +202,12 @@ def checkpoints_made_with(tokenizer: RustBPETokenizer) -> list[str]:
     for place, _ in SOURCES.values():
         for folder in sorted(Path(get_base_dir(), place).glob("*/")):
             for step in list_steps(folder):
-                try:
-                    meta = json.loads((folder / f"meta_{step:06d}.json").read_bytes())
+                meta = Metadata.read(folder, step)
+                with contextlib.suppress(UserError):  # made with another one
                     check_tokenizer(meta, tokenizer)
                     found.append(f"{place}/{folder.name}")
-                except (OSError, ValueError, AttributeError, RecursionError, UserError):
-                    continue  # damaged, or made with another one
-                break
+                if meta:  # else it is damaged, and an older one counts
+                    break
     return found
 
 
@@ -211,11 +225,11 @@ def find_largest_model(checkpoints_dir: str | os.PathLike) -> str:
     return max(tags, key=rank).name
 
 
-def checkpoint_method(meta: dict[str, Any], flag: str | None = None) -> str:
+def checkpoint_method(meta: Metadata, flag: str | None = None) -> str:
     """The QAT method of a checkpoint's forward pass, the last one if it changed in training; --method wins.
 
     nanochat's own checkpoints have none: bf16."""
-    config = meta.get("user_config") or {}
+    config = meta.user_config
     if flag is None and config.get("quantization") == "none":
         return "bf16"
     name = resolve_method(flag or config.get("method") or "bf16")
@@ -241,9 +255,9 @@ def find_model_tag(source: str, model_tag: str | None) -> str:
 
 def load_model(
     source: str, device: str | torch.device, phase: str, model_tag: str | None = None, step: int | None = None
-) -> tuple[GPT, RustBPETokenizer, dict[str, Any]]:
+) -> tuple[GPT, RustBPETokenizer, Metadata]:
     """
-    (model, tokenizer, meta) of a stage's model in the base directory; meta has "model_tag". See build_model.
+    (model, tokenizer, meta) of a stage's model in the base directory; meta has its model_tag. See build_model.
 
     source: base | mid | sft | rl. model_tag: by default find_largest_model's. step: by default the newest intact one.
     Raises UserError, which names the command that makes a missing checkpoint.
@@ -258,12 +272,12 @@ def load_model(
         raise UserError(f"{e}{hint}") from e
     if model_tag is None:
         print0(f"no --model-tag given: taking {tag}")
-    return model, tokenizer, {**meta, "model_tag": tag}
+    return model, tokenizer, meta.loaded_from(tag)
 
 
 def load_for_inference(
     source: str, device: torch.device, args: argparse.Namespace
-) -> tuple[GPT, RustBPETokenizer, dict[str, Any], str]:
+) -> tuple[GPT, RustBPETokenizer, Metadata, str]:
     """load_model of the flags' model, converted to its method or --method's, and the name of the method."""
     model, tokenizer, meta = load_model(source, device, "eval", args.model_tag, args.step)
     method = checkpoint_method(meta, args.method)

@@ -8,7 +8,6 @@ import os
 import shutil
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,32 +17,13 @@ from torch import nn
 
 from nanochat_fp4.common import get_dist_info, is_ddp_initialized, restarts, set_rng_state
 from nanochat_fp4.console import format_bytes
+from nanochat_fp4.data.packing import merge_states
 from nanochat_fp4.data.tokenizer import get_tokenizer, tokenizer_lock
 from nanochat_fp4.errors import UserError, one_line
 from nanochat_fp4.locks import fail_together, running
-from nanochat_fp4.training.checkpoint_manager import NoCheckpointError, find_last_step, list_steps
+from nanochat_fp4.training.checkpoint import Checkpoint, Metadata
+from nanochat_fp4.training.checkpoint_manager import NoCheckpointError, check_model_tag, find_last_step, list_steps
 from nanochat_fp4.training.load_model import SOURCES
-
-
-@dataclass
-class Start:
-    """
-    The beginning of a run.
-
-    folder: has the run's own checkpoints. source: the folder of the checkpoint to go on from. A new run has None, a
-    branch another folder than its own. rank_state, meta: the checkpoint's.
-    """
-
-    folder: Path
-    source: Path | None = None
-    step: int = 0
-    rank_state: dict[str, Any] = field(default_factory=dict)
-    meta: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def resumed_step(self) -> int | None:
-        """The step that this very run has a checkpoint of already; None for a new run and for a branch."""
-        return self.step if self.source == self.folder else None
 
 
 def starts_over(resume_from_step: int | str, overwrite: bool) -> bool:
@@ -77,6 +57,17 @@ def find_resume_step(checkpoint_dir: Path, resume_from_step: int | str, overwrit
     if is_ddp_initialized():
         dist.barrier()  # nobody saves before everybody has looked
     return None
+
+
+def branch_point(text: str, checkpoint_dir: Path) -> tuple[Path, int]:
+    """(folder, step) of --branch-from, of a run beside that of checkpoint_dir. Raises UserError."""
+    tag, at, step = text.rpartition("@")
+    if not (tag and at and step.isdecimal()):
+        raise UserError(f"--branch-from={text!r}: expected '<model tag>@<step>', for example d20_bf16@5000")
+    check_model_tag(tag, "--branch-from")
+    if tag == checkpoint_dir.name:
+        raise UserError(f"--branch-from={text!r} is this run itself; give the new run a --model-tag of its own")
+    return checkpoint_dir.parent / tag, int(step)
 
 
 LAST_OSCILLATION_COMMIT = "c116c2a"
@@ -118,19 +109,17 @@ _LOSES = {
 _OF_THE_CALL = {"resume_from_step", "overwrite", "run", "model_tag", "model_step", "branch_from", "dry_run", "recipes"}
 
 
-def changed_settings(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+def changed_settings(before: Metadata, now: Metadata) -> list[str]:
     """
     'matrix_lr was 0.02 so far and is 0.01 from here on', ...: what may change in a resume, and did.
 
-    before, now: metadata of a checkpoint. "tunable", "user_config" and "commit" are compared. A setting that only one
-    has is left out.
+    A setting that only one of the two has is left out.
     """
 
-    def settings(meta: dict[str, Any]) -> dict[str, Any]:
-        parts = [meta.get(key) for key in ("user_config", "tunable")]
-        flat = {k: v for part in parts if isinstance(part, dict) for k, v in part.items() if k not in _OF_THE_CALL}
+    def settings(meta: Metadata) -> dict[str, Any]:
+        flat = {k: v for k, v in (meta.user_config | meta.tunable).items() if k not in _OF_THE_CALL}
         before_there_was_a_choice = {"state": "fp32", "orthogonalizer": "polar_express"}
-        return before_there_was_a_choice | flat | ({"commit": meta["commit"]} if meta.get("commit") else {})
+        return before_there_was_a_choice | flat | ({"commit": meta.commit} if meta.commit else {})
 
     old, new = settings(before), settings(now)
     loses = {"state": _LOSES[new["state"]]}
@@ -168,20 +157,15 @@ def check_same_run(now: dict[str, Any], before: Any, checkpoint_dir: str | os.Pa
         )
 
 
-def restore_state(
-    optimizers: Sequence[torch.optim.Optimizer],
-    rank_state: Any,
-    device: torch.device,
-    checkpoint_dir: str | os.PathLike,
-) -> None:
+def restore_state(optimizers: Sequence[torch.optim.Optimizer], checkpoint: Checkpoint, device: torch.device) -> None:
     """
     Put the optimizers and torch's generators where a checkpoint left them; the optimizers' options (rates, betas, ...)
     stay this run's. Raises UserError where it holds something else: its checksums only say that it is what was written.
     """
     try:
-        states = rank_state["optimizers"]
-        if "all_ranks" in rank_state:  # the saving run had another number of processes
-            of_each = zip(*rank_state["all_ranks"], strict=True)
+        states = checkpoint.optimizers
+        if checkpoint.of_ranks:  # the saving run had another number of processes
+            of_each = zip(*(parts for parts, _ in checkpoint.of_ranks), strict=True)
             states = [o.resharded(list(parts)) for o, parts in zip(optimizers, of_each, strict=True)]
         for optimizer, state in zip(optimizers, states, strict=True):
             groups = getattr(optimizer, "param_groups", ())
@@ -189,18 +173,26 @@ def restore_state(
             optimizer.load_state_dict(state)
             for group, own in zip(getattr(optimizer, "param_groups", ()), options):
                 group.update(own)
-        set_rng_state(rank_state["rng"], device)
+        set_rng_state(checkpoint.rng, device)
     except (KeyError, TypeError, ValueError, IndexError, AttributeError, RuntimeError) as e:
         raise UserError(
-            f"the optimizer state of the checkpoint in {checkpoint_dir} is not one of this run "
+            f"the optimizer state of the checkpoint in {checkpoint.folder} is not one of this run "
             f"({type(e).__name__}: {one_line(e)[:150]}); resume from another step"
         ) from e
 
 
-def restore_dict(new: dict[str, Any], meta: dict[str, Any], key: str, checkpoint_dir: str | os.PathLike) -> dict:
+def restore_position(checkpoint: Checkpoint, rank: int) -> Any:
+    """The loader's position. Of a run with another number of processes the positions of all are put together."""
+    if not any(position for _, position in checkpoint.of_ranks):
+        return checkpoint.position
+    position = merge_states([position for _, position in checkpoint.of_ranks])
+    return position | ({"consumed": 0} if rank and "consumed" in position else {})
+
+
+def restored(new: dict[str, Any], saved: Any, what: str, folder: Path) -> dict[str, Any]:
     """
-    `new`, the state of a run that begins, updated with meta[key] of a checkpoint. Raises UserError where a value there
-    is not of the kind that `new` has; dictionaries in it hold numbers.
+    `new`, the state of a run that begins, updated with a checkpoint's. Raises UserError where a value there is not of
+    the kind that `new` has; dictionaries in it hold numbers.
     """
 
     def is_number(value: Any) -> bool:
@@ -211,11 +203,9 @@ def restore_dict(new: dict[str, Any], meta: dict[str, Any], key: str, checkpoint
             return isinstance(value, dict) and all(map(is_number, value.values()))
         return is_number(value) if is_number(like) else type(value) is type(like)
 
-    saved = meta.get(key)
     if not isinstance(saved, dict) or not all(fits(saved[k], like) for k, like in new.items() if k in saved):
         raise UserError(
-            f"the {key} in the metadata of the checkpoint in {checkpoint_dir} is not one of this run; resume from "
-            "another step"
+            f"the {what} in the metadata of the checkpoint in {folder} is not one of this run; resume from another step"
         )
     return new | {k: saved[k] for k in new if k in saved}
 

@@ -175,7 +175,7 @@ def test_training_checkpoints_and_resuming(tiny_base):
 
 BAD_RANK = """
 import os
-from nanochat_fp4.training.trainer import TrainingStep
+from nanochat_fp4.training.step import TrainingStep
 from scripts import base_train
 real = TrainingStep.micro_batch
 def micro_batch(parts, *batch, count=1):

@@ -25,8 +25,8 @@ from nanochat_fp4.models.optim import PretrainingOptions
 from nanochat_fp4.training.checkpoint_manager import save_checkpoint
 from nanochat_fp4.training.load_model import build_model
 from nanochat_fp4.training.micro_batch import optimizer_bytes, update_bytes
-from nanochat_fp4.training.setup import make_model
-from nanochat_fp4.training.trainer import TrainingStep
+from nanochat_fp4.training.new_model import make_model
+from nanochat_fp4.training.step import TrainingStep
 from scripts import base_train
 
 SEED = torch.tensor(12345)

@@ -22,10 +22,10 @@ from nanochat_fp4.evaluation.metrics import read_jsonl
 from nanochat_fp4.models import optim
 from nanochat_fp4.models.gpt import GPT
 from nanochat_fp4.nvfp4 import training as quantized_training
-from nanochat_fp4.training import trainer
+from nanochat_fp4.training import extras, loop
+from nanochat_fp4.training.checkpoint import LoopState
 from nanochat_fp4.training.checkpoint_manager import find_last_step, list_steps, load_checkpoint
 from nanochat_fp4.training.flags import changed_flags
-from nanochat_fp4.training.trainer import Trainer
 from scripts import base_loss, base_train
 
 
@@ -35,16 +35,16 @@ def train(*flags: str, method: str = "clover", steps: int = 8) -> None:
 
 def test_text_that_is_read_again_and_again_is_said():
     said: list[str] = []
-    trainer = types.SimpleNamespace(
-        loader_state={"epoch": 2}, loop={"best": {"val_bpb": 2.71}}, warned_of_repetition=False, step=60,
+    run = types.SimpleNamespace(
+        position={"epoch": 2}, loop=LoopState(best={"val_bpb": 2.71}), warned_of_repetition=False, step=60,
         progress=types.SimpleNamespace(write=said.append),
     )  # fmt: skip
-    Trainer.warn_of_repetition(trainer, {"val_bpb": 2.96})  # once is no repetition
-    trainer.loader_state = {"epoch": 9}
-    Trainer.warn_of_repetition(trainer, {"val_bpb": 2.70})  # and it still helps
+    extras.warn_of_repetition(run, {"val_bpb": 2.96})  # once is no repetition
+    run.position = {"epoch": 9}
+    extras.warn_of_repetition(run, {"val_bpb": 2.70})  # and it still helps
     assert not said
     for _ in range(2):
-        Trainer.warn_of_repetition(trainer, {"val_bpb": 2.96})
+        extras.warn_of_repetition(run, {"val_bpb": 2.96})
     rising = "the data has been seen 8 times, and val_bpb is rising: 2.7100 -> 2.9600; train on more text"
     assert len(said) == 1 and f"step 60: {rising}" in said[0]
 
@@ -105,7 +105,7 @@ def test_the_head_is_the_runs_own(tiny_base):
 
 def test_the_generators_are_where_the_run_left_them(tiny_base, monkeypatch):
     """Each micro-batch seeds them. Left to themselves they are restored with a checkpoint, and after telemetry."""
-    monkeypatch.setattr(trainer, "seed_micro_batch", lambda *args: None)
+    monkeypatch.setattr(loop, "seed_micro_batch", lambda *args: None)
     train("--save-every=1", "--keep-last=-1", steps=2)
     folder = tiny_base / "base_checkpoints" / "d1_clover"
     expected = final_state(folder, 2)
@@ -281,7 +281,7 @@ def broken_layer(where: str, name: str, steps: set[int]):
         finally:
             del layer.forward
 
-    def over(trainer):
+    def over(run):
         nonlocal now
         now += 1
 
@@ -445,7 +445,7 @@ torchrun(train, max_restarts=1)
 
 
 def test_a_long_evaluation_says_how_far_it_is(tiny_base, monkeypatch, capsys):
-    monkeypatch.setattr(trainer, "Progress", functools.partial(trainer.Progress, every=0))  # every batch is long
+    monkeypatch.setattr(loop, "Progress", functools.partial(loop.Progress, every=0))  # every batch is long
     train(method="bf16", steps=1)
     assert "evaluation: 1/2 batches" in capsys.readouterr().err
 
@@ -481,7 +481,7 @@ def test_another_run_is_not_overwritten_or_resumed(tiny_base, monkeypatch):
         train("--overwrite", steps=1, method="bf16")
     monkeypatch.delenv("TRACKER")
     with monkeypatch.context() as m, pytest.raises(UserError, match="cannot be read"):
-        m.setattr(Trainer, "fetch", lambda self: (_ for _ in ()).throw(UserError("row group 0 cannot be read")))
+        m.setattr(loop, "fetch", lambda run: (_ for _ in ()).throw(UserError("row group 0 cannot be read")))
         train("--overwrite", steps=1, method="bf16")
     assert list_steps(tiny_base / "base_checkpoints" / "d1_bf16") == [2]  # a mistake deletes nothing
     train("--overwrite", steps=1, method="bf16")
@@ -536,7 +536,7 @@ def growth(steps: int, method: str) -> float:
     """MB that the process grew between a quarter of the run and its end."""
     seen = []
     files = len(os.listdir("/proc/self/fd"))
-    with after_steps(lambda trainer: seen.append(resident_mb())):
+    with after_steps(lambda run: seen.append(resident_mb())):
         train("--eval-every=10", "--save-every=10", "--telemetry-every=10", method=method, steps=steps)
     assert len(os.listdir("/proc/self/fd")) == files and len(seen) == steps
     return seen[-1] - seen[steps // 4]

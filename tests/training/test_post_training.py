@@ -16,6 +16,7 @@ from nanochat_fp4.data.packing import Deal
 from nanochat_fp4.data.tokenizer import get_tokenizer
 from nanochat_fp4.errors import UserError
 from nanochat_fp4.evaluation.metrics import read_jsonl
+from nanochat_fp4.training.checkpoint import Metadata
 from nanochat_fp4.training.checkpoint_manager import list_steps, load_checkpoint, weights_digest
 from nanochat_fp4.training.load_model import checkpoint_method
 from scripts import base_train, chat_cli, chat_eval, chat_sft, mid_train
@@ -323,14 +324,14 @@ def test_a_full_epoch_ends_where_the_data_ends(base, monkeypatch):
 @pytest.mark.parametrize("quantization", ["forward", "full", "none"])
 def test_quantization_of_post_training(base, quantization):
     recipes = []
-    with after_steps(lambda trainer: recipes.append(trainer.model.transformer.h[0].mlp.c_fc.recipe)):
+    with after_steps(lambda run: recipes.append(run.model.transformer.h[0].mlp.c_fc.recipe)):
         mid(f"--quantization={quantization}", steps=1)
     recipe = recipes[0]
     assert (recipe.output.a.rounding is not None) == (quantization != "none")
     assert (recipe.grad_weight.a.rounding is not None) == (quantization == "full")
     _, _, meta = load_checkpoint(base / "mid_checkpoints" / "d2_clover", 1, "cpu")
-    assert checkpoint_method(meta) == ("bf16" if quantization == "none" else "clover")
-    assert checkpoint_method(meta, "nvidia") == "nvidia"
+    assert checkpoint_method(Metadata(meta)) == ("bf16" if quantization == "none" else "clover")
+    assert checkpoint_method(Metadata(meta), "nvidia") == "nvidia"
 
 
 @pytest.mark.parametrize(
@@ -343,8 +344,8 @@ def test_quantization_of_post_training(base, quantization):
     ],
 )
 def test_a_checkpoint_is_used_with_the_method_that_it_was_trained_with_last(config, method):
-    assert checkpoint_method({"user_config": config}) == method
-    assert checkpoint_method({"user_config": config}, "clover_late") == "clover_refined"
+    assert checkpoint_method(Metadata(user_config=config)) == method
+    assert checkpoint_method(Metadata(user_config=config), "clover_late") == "clover_refined"
 
 
 def test_method_is_the_checkpoints_unless_a_flag_says_otherwise(base, monkeypatch, capsys):

@@ -31,7 +31,7 @@ from nanochat_fp4.errors import UserError
 from nanochat_fp4.evaluation import metrics, report
 from nanochat_fp4.evaluation.metrics import read_jsonl
 from nanochat_fp4.models.gpt import GPT
-from nanochat_fp4.training import trainer
+from nanochat_fp4.training import loop
 from nanochat_fp4.training.checkpoint_manager import find_last_step, list_steps
 from scripts import base_loss, base_train, chat_cli, chat_eval, chat_sft, mid_train, tok_train
 
@@ -393,7 +393,7 @@ def run_stage(stage: str, base: Path, *flags: str, steps: int = 4) -> Path:
 
 def test_telemetry_of_every_layer_is_logged_and_reported(tiny_base, monkeypatch):
     recorder = Recorder()
-    monkeypatch.setattr(trainer, "setup_tracker", lambda *args: recorder)
+    monkeypatch.setattr(loop, "setup_tracker", lambda *args: recorder)
     folder = run_stage("base", tiny_base, "--telemetry-every=2", "--eval-every=-1", steps=3)
     names = {"train/loss", "train/lrm", "train/dt", "train/tok_per_sec", "train/grad_norm", "total_training_time"}
     assert names <= recorder.logged.keys()  # nanochat's, in every stage

@@ -13,6 +13,7 @@ from _samples import save_base
 from _training import STAGES
 
 from nanochat_fp4.environment import get_commit
+from nanochat_fp4.training.checkpoint import Metadata
 from nanochat_fp4.training.resume import changed_settings
 
 TAG = "run"
@@ -124,8 +125,8 @@ def text(tiny_base, tmp_path):
 
 
 def test_a_checkpoint_from_before_a_setting_had_its_default():
-    now = {"user_config": {"state": "lean", "orthogonalizer": "newton_schulz", "matrix_lr": 0.01}}
-    assert [line.split()[0] for line in changed_settings({"user_config": {}}, now)] == ["state", "orthogonalizer"]
+    now = Metadata(user_config={"state": "lean", "orthogonalizer": "newton_schulz", "matrix_lr": 0.01})
+    assert [line.split()[0] for line in changed_settings(Metadata(user_config={}), now)] == ["state", "orthogonalizer"]
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from _training import BASE
 from nanochat_fp4.data.corpus import build_embedded_corpus
 from nanochat_fp4.errors import UserError
 from nanochat_fp4.locks import held_run, running, running_runs
-from nanochat_fp4.training import setup
+from nanochat_fp4.training import run as run_module
 from nanochat_fp4.training.resume import check_writable, save_bytes
 from scripts import base_train, tok_train
 
@@ -98,13 +98,13 @@ def test_what_a_run_uses_is_not_replaced_under_it(tiny_base, monkeypatch):
 
 def test_a_run_does_not_begin_with_a_tokenizer_that_is_gone(tiny_base, monkeypatch):
     """Replaced between the moment when the run loads it and the moment when the run holds its lock."""
-    real = setup.held_run
+    real = run_module.held_run
 
     def late(folder):
         tok_train.main(["--vocab-size=300"])
         return real(folder)
 
-    monkeypatch.setattr(setup, "held_run", late)
+    monkeypatch.setattr(run_module, "held_run", late)
     with pytest.raises(UserError, match="the tokenizer was replaced while this run began"):
         base_train.main(BASE)
 

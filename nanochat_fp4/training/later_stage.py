@@ -1,0 +1,74 @@
+"""What mid-training, SFT and RL have in common: a Run that begins with the model of the stage before."""
+
+import argparse
+from collections.abc import Callable
+from typing import Any
+
+from nanochat_fp4.errors import UserError
+from nanochat_fp4.nvfp4.methods import get_recipe
+from nanochat_fp4.training.load_model import config_record
+from nanochat_fp4.training.report_run import report_run
+from nanochat_fp4.training.run import Process, Run
+
+
+def begin(stage: str, source: str, args: argparse.Namespace, process: Process, compiled: bool = False) -> Run:
+    """A run with its model, converted and divided. source: the stage whose model it begins with."""
+    if args.data == "local" and args.sft_dir:
+        raise UserError("--sft-dir takes SmolTalk's place, which is not in --data=local; leave out one of the two")
+    run = Run(stage, args, process)
+    run.begin_with_model_of(source)
+    method = run.method_of_model()
+    recipe = "bf16" if args.quantization == "none" else get_recipe(method).final
+    run.convert(method, recipe, backward=args.quantization == "full", verbose=process.rank == 0)
+    run.divide(compiled)
+    run.rate_flags = "--init-lr-frac"
+    return run
+
+
+def finetune(
+    run: Run, lr_multiplier: Callable[[float], float], momentum: Callable[[int], float] | None = None, **loss: Any
+) -> None:
+    """The optimizers and the schedule of nanochat's later stages. loss: of TrainingStep."""
+    names = ("unembedding_lr", "embedding_lr", "matrix_lr", "weight_decay")
+    rates = {name: getattr(run.args, name) for name in names}
+    how = {"orthogonalizer": run.orthogonalizer, "lean": run.lean}
+    run.make_step(*run.model.setup_finetuning(rates, run.args.init_lr_frac, lr_multiplier, momentum, **how), **loss)
+
+
+def record_settings(run: Run, sources: dict[str, str], batch_settings: dict[str, Any]) -> None:
+    """What checkpoints say of the run, when its size is known. sources: name of a dataset -> its rows.
+
+    batch_settings: further settings that decide the batches. Raises UserError where a checkpoint is of another run.
+    """
+    args = run.args
+    settings = {
+        "stage": run.stage,
+        "method": run.method,
+        "quantization": args.quantization,
+        **config_record(run.model.config),
+        **batch_settings,
+        "num_iterations": run.size.steps,
+        "sources": sources,
+        "seed": args.seed,
+        "tokenizer": run.tokenizer.fingerprint(),
+    }
+    changes = {
+        "state": run.state,
+        "recompute": run.model.recompute,
+        "orthogonalizer": run.orthogonalizer,
+        "device_batch_size": run.size.rows,
+    }
+    run.record_settings(settings, [get_recipe(run.method)], changes, parent=run.parent)
+    run.start_record = {"quantization": args.quantization, "sources": sources}
+
+
+def report(run: Run, section: str, setup: dict[str, Any], sources: dict[str, str]) -> None:
+    """Prints the results, and writes them with `setup` into the report under `section`."""
+    bests = {f"Best {key}": value for key, value in run.loop.best.items()}
+    about = {
+        "Model": f"{run.parent.get('stage')} model {run.model_tag}, step {run.parent.get('step')}",
+        **setup,
+        **{f"Data: {name}": rows for name, rows in sources.items()},
+    }
+    results = {"quantization": run.args.quantization, "train_loss": run.monitor.smoothed}
+    report_run(run, section, about, bests, results | run.loop.numbers)

@@ -1,0 +1,115 @@
+"""What pre-training makes of its flags: a new model, how long it trains, the settings that decide the run's bits."""
+
+import argparse
+import hashlib
+import json
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from nanochat_fp4.common import set_cpu_threads
+from nanochat_fp4.data.tokenizer import RustBPETokenizer
+from nanochat_fp4.errors import UserError
+from nanochat_fp4.models import llama
+from nanochat_fp4.models.cross_entropy import head_problem
+from nanochat_fp4.models.gpt import GPT, config_from_depth
+from nanochat_fp4.models.optim8bit import set_state
+from nanochat_fp4.training.flags import BRANCH_SETTINGS, check_iterations
+from nanochat_fp4.training.load_model import SWITCHES, check_model_fits, config_record, recompute_problem
+
+MAX_STEPS = 10**9  # more is a slip of the finger
+CPU_FLOPS = 1e11  # a second, of a CPU, generously
+CPU_TOO_MUCH = 1e15  # hours
+
+
+def model_config(args: argparse.Namespace, vocab_size: int) -> tuple[type[torch.nn.Module], Any, str]:
+    """(class and config of the model that the flags describe, what its runs are called before the method)."""
+    if args.llama:
+        if unfit := next((switch for switch in SWITCHES if getattr(args, switch)), None):
+            raise UserError(f"--{unfit.replace('_', '-')} is not for the --llama models; leave one of them out")
+        return llama.Llama, llama.config_from_size(args.llama, vocab_size, args.max_seq_len), f"llama-{args.llama}"
+    config = config_from_depth(
+        args.depth, vocab_size, args.max_seq_len, args.head_dim, args.aspect_ratio, args.window_pattern
+    )
+    config = replace(config, separate_qkv=args.separate_qkv, exact_relu_squared=args.exact_relu_squared)
+    return GPT, config, f"d{args.depth}"
+
+
+def make_model(args: argparse.Namespace, vocab_size: int, device: torch.device) -> tuple[torch.nn.Module, str]:
+    """(the model with its first weights, what its runs are called before the method)."""
+    cls, config, name = model_config(args, vocab_size)
+    if reason := recompute_problem(args.recompute, config, device):
+        raise UserError(f"--recompute={args.recompute}: {reason}")
+    check_model_fits(config, device)
+    set_cpu_threads(device, config.n_embd)
+    with torch.device("meta"):
+        model = cls(config)
+    if problem := head_problem(args.head, *model.lm_head.weight.shape, device.type):
+        raise UserError(f"--head: {problem}")
+    set_state(model, args.state)
+    model.to_empty(device=device)
+    model.init_weights()
+    model.recompute, model.head = args.recompute, args.head
+    return model, name
+
+
+def run_settings(
+    args: argparse.Namespace, method: str, model: torch.nn.Module, tokenizer: RustBPETokenizer
+) -> dict[str, Any]:
+    """A pre-training run's settings that decide its bits. A checkpoint must agree with them."""
+    return {
+        "method": method,
+        **{k: v for k, v in config_record(model.config).items() if k not in SWITCHES},
+        "total_batch_size": args.total_batch_size,
+        "seed": args.seed,
+        "data_seed": args.data_seed or None,
+        "shuffle_documents": args.shuffle_documents or None,
+        **({"schedule": "OneCycleLR"} if args.llama else {}),
+        "tokenizer": tokenizer.fingerprint(),
+        **{k: getattr(args, k) or None for k in BRANCH_SETTINGS},
+        "head": None if args.head == "bf16" else args.head,
+    }
+
+
+def comparison_key(settings: dict[str, Any]) -> str:
+    """The same for two runs that differ only in the method, or in how they are spread over devices."""
+    apart = {"method", "world_size", "parallel", "head", *BRANCH_SETTINGS}
+    apart |= {key for key in ("data_seed", "shuffle_documents") if not settings[key]}  # the text as it is stored
+    # Runs from before the setting existed had Polar Express, and stay comparable.
+    apart |= {"orthogonalizer"} if settings["orthogonalizer"] == "polar_express" else set()
+    comparable = {k: v for k, v in settings.items() if k not in apart}
+    return hashlib.sha256(json.dumps(comparable, sort_keys=True).encode()).hexdigest()[:12]
+
+
+def resolve_horizon(args: argparse.Namespace, flops_per_token: float, num_params: int) -> int:
+    """Number of optimizer steps from --num-iterations, --target-flops or --target-param-data-ratio."""
+    check_iterations(args.num_iterations)
+    if args.num_iterations > MAX_STEPS:
+        raise UserError(f"--num-iterations={args.num_iterations} is more than {MAX_STEPS:,} steps; lower it")
+    if args.num_iterations > 0:
+        return args.num_iterations
+    if args.total_batch_size < 1:
+        raise UserError(f"--total-batch-size={args.total_batch_size} is less than one token; raise it")
+    if args.target_flops > 0:
+        steps, what = round(args.target_flops / (flops_per_token * args.total_batch_size)), "--target-flops"
+    elif args.target_param_data_ratio > 0:
+        tokens = int(args.target_param_data_ratio * num_params)
+        steps, what = tokens // args.total_batch_size, "--target-param-data-ratio"
+    else:
+        raise UserError("no training horizon; set --num-iterations, --target-flops or --target-param-data-ratio")
+    if steps < 1:
+        raise UserError(f"{what} asks for less than one step of {args.total_batch_size} tokens; raise it")
+    if steps > MAX_STEPS:
+        raise UserError(f"{what} asks for {float(steps):.3g} steps of {args.total_batch_size} tokens; lower it")
+    return steps
+
+
+def check_machine(args: argparse.Namespace, device: torch.device, flops: float) -> None:
+    """Raises UserError where a machine without a GPU would begin what it will not end, and nobody asked for that."""
+    if device.type == "cpu" and not args.device_type and flops > CPU_TOO_MUCH:
+        raise UserError(
+            f"there is no GPU here, and this run takes {flops:.1e} FLOPs, {flops / CPU_FLOPS / 3600:,.0f} hours or "
+            "more on a CPU; train less (--depth, --max-seq-len, --total-batch-size, --num-iterations: see --help), or "
+            "say --device-type=cpu to begin all the same"
+        )

@@ -1,0 +1,414 @@
+"""
+A training run: what base_train, mid_train, chat_sft and chat_rl build before they call loop.train.
+
+    run = Run("mid", args, process)         # the flags that do not go together are refused
+    run.begin_with_model_of("base")         # the folder's lock; the run's own checkpoint, or the stage before's model
+    run.convert(...)                        # the layers, as the method has them
+    run.divide(compiled)                    # over processes; forward is the compiled model
+    run.make_step(optimizers, schedule)
+    run.record_settings(settings, ...)      # what a checkpoint says of the run; a resume must have the same
+    run.size, run.data, run.evaluation = ...
+    if train(run): ...
+
+base_train makes its model from flags, and calls open_folder and adopt instead of begin_with_model_of.
+"""
+
+import argparse
+import contextlib
+import functools
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import nanochat_fp4 as nf
+from nanochat_fp4.common import (
+    autodetect_device_type,
+    compute_cleanup,
+    compute_init,
+    print0,
+    resolve_method,
+    use_deterministic_kernels,
+)
+from nanochat_fp4.data.tokenizer import RustBPETokenizer
+from nanochat_fp4.environment import environment_info
+from nanochat_fp4.errors import UserError, require
+from nanochat_fp4.evaluation.metrics import LossMonitor, MetricsLog
+from nanochat_fp4.hardware import get_peak_flops
+from nanochat_fp4.locks import held_run
+from nanochat_fp4.models.gpt import RECOMPUTE, compile_layers
+from nanochat_fp4.models.optim import ORTHOGONALIZERS, Schedule
+from nanochat_fp4.models.optim8bit import LeanState, set_state
+from nanochat_fp4.nvfp4.plan import MethodPlan
+from nanochat_fp4.nvfp4.recipes import Recipe, to_record
+from nanochat_fp4.nvfp4.training import QuantizedTraining
+from nanochat_fp4.parallel import check_parallel, shard
+from nanochat_fp4.progress import Progress
+from nanochat_fp4.signals import StopSignals
+from nanochat_fp4.training.checkpoint import Checkpoint, LoopState, Metadata
+from nanochat_fp4.training.checkpoint_manager import weights_digest
+from nanochat_fp4.training.flags import BRANCH_SETTINGS
+from nanochat_fp4.training.load_model import (
+    checkpoint_folder,
+    config_record,
+    find_model_tag,
+    load_model,
+    load_weights,
+    model_of,
+    recompute_problem,
+    register_recipes,
+)
+from nanochat_fp4.training.resume import (
+    branch_point,
+    changed_settings,
+    check_same_run,
+    check_tokenizer,
+    check_writable,
+    find_resume_step,
+    restore_position,
+    restore_state,
+    restored,
+    save_bytes,
+    starts_over,
+)
+from nanochat_fp4.training.startup import Phases, rare_collections
+from nanochat_fp4.training.step import Attempt, Batch, TrainingStep
+
+
+@dataclass(frozen=True)
+class Process:
+    """A process of a run, and its open contexts."""
+
+    device: torch.device
+    rank: int
+    world_size: int
+    signals: StopSignals
+    until_exit: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)  # closed at exit: the folder's lock
+    until_first_step: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)  # closed after the first step
+    phases: Phases = field(default_factory=Phases)  # parts of the time to the first step
+
+
+def run_stage(args: argparse.Namespace, train: Callable[[Process], None]) -> None:
+    """Calls train in the process group that torchrun asks for, if it does.
+
+    Exits with the status of the signal that stopped it, if one did.
+    """
+    phases = Phases()
+    if args.orthogonalizer == "newton_schulz":
+        require("muon")  # said before the data are made
+    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # read when CUDA starts
+    if args.deterministic:
+        use_deterministic_kernels()
+    _, rank, _, world_size, device = compute_init(args.device_type or autodetect_device_type(), args.seed)
+    try:
+        with contextlib.ExitStack() as until_exit, StopSignals() as signals, contextlib.ExitStack() as until_first_step:
+            until_first_step.enter_context(rare_collections())
+            train(Process(device, rank, world_size, signals, until_exit, until_first_step, phases))
+    finally:
+        compute_cleanup()
+    if signals.exit_code:
+        sys.exit(signals.exit_code)
+
+
+@dataclass(frozen=True)
+class Size:
+    """How much a step and the run are. micro_batches: of this process in a step."""
+
+    rows: int  # of a micro-batch
+    seq_len: int
+    micro_batches: int
+    steps: int  # less than 1: one epoch of Data.conversations
+    tokens: int | None = None  # of a step of all processes; None where it is not the same in every step
+
+
+@dataclass(frozen=True)
+class Data:
+    """Where batches come from.
+
+    make_loader: saved position or None -> endless iterator over (*batch, position)
+    conversations: of an epoch, for a run whose length is an epoch
+    ahead: the next batch is made while a step computes. False: the weights decide the batch (RL)
+    """
+
+    make_loader: Callable[[Any], Iterator]
+    conversations: int = 0
+    ahead: bool = True
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """measure: (step, last step) -> val_bpb, mmlu_acc, ...; due: whether before this step; tokens: of a validation."""
+
+    measure: Callable[[int, bool], dict[str, float]]
+    due: Callable[[int, bool], bool]
+    tokens: int | None = None
+
+
+def due(every: int, step: int, last: bool) -> bool:
+    """Whether a thing with this period in steps is due before `step`, or at the end. Period -1: never."""
+    return every > 0 and (last or step % every == 0)
+
+
+class Run:
+    """One run of a stage: base, mid, sft or rl. args: of flags.add_run_arguments and the stage's own."""
+
+    # Set by the calls that the module's head lists.
+    model: nn.Module
+    tokenizer: RustBPETokenizer
+    folder: Path
+    model_tag: str
+    method: str
+    quantized: QuantizedTraining
+    training_step: TrainingStep
+    schedule: Schedule
+    size: Size
+    data: Data
+    evaluation: Evaluation
+    meta: Metadata
+    progress: Progress
+    loader: Iterator
+
+    def __init__(self, stage: str, args: argparse.Namespace, process: Process):
+        self.stage, self.args, self.process, self.device = stage, args, process, process.device
+        self.dry_run = getattr(args, "dry_run", False)  # only mid_train has the flag
+        if stage == "rl" and args.parallel != "ddp":
+            raise UserError("reinforcement learning generates on each process by itself; leave --parallel out")
+        self.sharded = check_parallel(args)
+        self.checkpoint: Checkpoint | None = None  # the one to go on from
+        self.trained = Metadata()  # what the checkpoint of the model says, the run's own or that of the stage before
+        self.parent: dict[str, Any] = {}  # the model that the run began with
+        # Functions that the loop calls before and after each step (extras.py).
+        self.before_step: list[Callable[[Run, bool], None]] = []
+        self.after_step: list[Callable[[Run, Attempt], None]] = []
+        self.numbers: Callable[[], Mapping[str, float]] = dict  # further numbers of the last step
+        self.rate_flags = "the learning rates"  # advice after bad numbers
+        self.start_record: dict[str, Any] = {}  # for metrics.jsonl
+        # The state that a checkpoint keeps, besides weights and optimizers.
+        self.step = 0
+        self.loop = LoopState()
+        self.monitor = LossMonitor()
+        self.position: Any = None  # of the loader, after the last batch that was trained on
+        # The state of this process alone.
+        self.saved_step: int | None = None  # the newest in the folder
+        self.batch: Batch | None = None  # the one that is trained on next, and the position after it
+        self.next_position: Any = None
+        self.updating = self.made_first_step = self.warned_of_repetition = False
+        self.skipped_in_a_row = 0
+        self.tokens_per_second: float | None = None
+        self.mfu: float | None = None
+        self.telemetry: str | None = None  # the newest summary
+        self.gemms: Any = None
+        self.tracker: Any = None
+        self.environment = environment_info() if process.rank == 0 else None
+        self.evaluated_before = -1  # the step of the checkpoint's last evaluation
+
+    # ------------------------------------------------------------------------------------------------------------------
+    # The model and its folder
+
+    def open_folder(self, model_tag: str, branch_from: str = "") -> None:
+        """Takes the lock of the run's folder, and reads the checkpoint to go on from, if there is one."""
+        args, process = self.args, self.process
+        self.model_tag, self.folder = model_tag, checkpoint_folder(self.stage, model_tag)
+        branch = branch_point(branch_from, self.folder) if branch_from else None
+        source, step = self.folder, None
+        if not self.dry_run:
+            process.until_exit.enter_context(held_run(self.folder))
+            step = find_resume_step(self.folder, args.resume_from_step, args.overwrite)
+        if step is None and branch:
+            source, step = branch
+        if step is not None:
+            lean = (args.state or Metadata.read(source, step).state) == "lean"
+            self.checkpoint = Checkpoint.load(source, step, torch.device("cpu") if lean else self.device, process.rank)
+            self.trained, self.step = self.checkpoint.meta, step
+        self.saved_step = self.resumed_step
+        self.metrics = MetricsLog(self.folder, enabled=process.rank == 0 and not self.dry_run)
+
+    @property
+    def resumed_step(self) -> int | None:
+        """The step that this very run has a checkpoint of already; None for a new run and for a branch."""
+        own = self.checkpoint is not None and self.checkpoint.folder == self.folder
+        return self.checkpoint.step if own and self.checkpoint else None
+
+    def adopt(self, model: nn.Module, tokenizer: RustBPETokenizer, settings: dict[str, Any], steps: int) -> None:
+        """A model made from flags, which gets the checkpoint's weights. Raises UserError for one of other settings, or
+        beyond so many steps."""
+        self.model, self.tokenizer = model, tokenizer
+        check_tokenizer(tokenizer.fingerprint())
+        if (own := self.checkpoint) is not None:
+            where = f"checkpoint of step {own.step} in {own.folder}"
+            if self.resumed_step is not None:
+                register_recipes(own.meta, where)
+            else:  # a branch may have another method than the run that it leaves
+                settings = {k: v for k, v in settings.items() if k not in ("method", "head", *BRANCH_SETTINGS)}
+            check_same_run(settings, own.meta.run_config, own.folder)
+            load_weights(model, own.weights, own.folder, own.step)
+            own.weights = None  # the model has them; kept here, they would be in memory twice after a change of dtype
+            set_state(model, self.state, own.meta.state)
+            model.to(self.device)
+            if own.step > steps:
+                raise UserError(
+                    f"the {where} is beyond this run's {steps} steps; lengthen the run (--num-iterations), or begin at "
+                    "an earlier step"
+                )
+        check_writable(self.folder, save_bytes(model), self.args.overwrite)
+
+    def begin_with_model_of(self, source: str) -> None:
+        """The model of the stage before, or the run's own checkpoint of a model that began with it."""
+        args = self.args
+        self.open_folder(find_model_tag(source, None) if args.model_tag is None else args.model_tag)
+        folder = checkpoint_folder(source, self.model_tag)
+        if (own := self.checkpoint) is None:
+            loaded = load_model(source, self.device, "train", self.model_tag, args.model_step)
+            self.model, self.tokenizer, self.trained = loaded
+            tag = {"stage": source, "model_tag": self.model_tag, "step": self.trained.step}
+            self.parent = {**tag, "weights_sha256": weights_digest(folder, self.trained.step)}
+        else:
+            self.model, self.tokenizer = model_of(own.weights, own.meta, own.folder, own.step, self.device, "train")
+            self.parent, own.weights = own.meta.parent, None  # the model has the weights
+            before, now = self.parent.get("weights_sha256"), weights_digest(folder, self.parent.get("step"))
+            if before is not None and now is not None and before != now:
+                raise UserError(
+                    f"the run in {self.folder} began with another {source} model than {self.model_tag} is now; start "
+                    "it over with --overwrite"
+                )
+        set_state(self.model, self.state, self.trained.state)
+        self.model.recompute = self.wanted_recompute(args.recompute)
+        if not self.dry_run:
+            check_tokenizer(self.tokenizer.fingerprint())
+            check_writable(self.folder, save_bytes(self.model), starts_over(args.resume_from_step, args.overwrite))
+
+    # ------------------------------------------------------------------------------------------------------------------
+    # Settings that a flag gives, or else the checkpoint of the model
+
+    @property
+    def state(self) -> str:
+        return self.args.state or self.trained.state
+
+    @property
+    def orthogonalizer(self) -> str:
+        trained = self.trained.user_config.get("orthogonalizer")
+        return self.args.orthogonalizer or (trained if trained in ORTHOGONALIZERS else "polar_express")
+
+    def wanted_recompute(self, wished: str | None) -> str:
+        """As the flag says, or as the model was trained, where that is possible on this machine."""
+        recompute = wished or self.trained.user_config.get("recompute")
+        recompute = recompute if recompute in RECOMPUTE else "none"
+        if reason := recompute_problem(recompute, self.model.config, self.device):
+            if wished:
+                raise UserError(f"--recompute={wished}: {reason}")
+            print0(f"note: the model was trained with --recompute={recompute}, which is not used here: {reason}")
+            return "none"
+        return recompute
+
+    def method_of_model(self) -> str:
+        """--method, or the method that the model was trained with. A resume refuses another one than it had."""
+        method = resolve_method(self.args.method or self.trained.user_config.get("method") or "bf16")
+        wished = os.environ.get("QAT_METHOD")
+        if wished and not self.args.method and resolve_method(wished) != method:
+            print0(f"note: the model was trained with {method}, so QAT_METHOD={wished} is not used (--method is)")
+        return method
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """The type of matrix products (gpt.autocast)."""
+        return torch.float32 if getattr(self.args, "dtype", "") == "float32" else None
+
+    @functools.cached_property
+    def lean(self) -> LeanState | None:
+        """For the optimizers of a run with --state=lean."""
+        return LeanState(self.model, self.args.seed) if self.state == "lean" else None
+
+    # ------------------------------------------------------------------------------------------------------------------
+    # From the model to a step
+
+    def convert(
+        self, method: str, recipe: Recipe | str, plan: MethodPlan | None = None, steps: int = 0, **how: Any
+    ) -> None:
+        """The layers get the recipe. plan: the methods in the course of so many steps. how: of nf.convert."""
+        self.method = method
+        nf.convert(self.model, recipe, per_token_in_eval=False, **how)
+        self.quantized = QuantizedTraining(self.model, plan, steps)
+        self.quantized.set_progress(max(self.step - 1, 0))  # of the step before: train_step changes it after the look
+
+    def divide(self, compiled: bool) -> None:
+        """The weights over the processes, where --parallel=fsdp; and the forward pass that training calls."""
+        if self.sharded:
+            shard(self.model, torch.bfloat16 if self.device.type == "cuda" and self.dtype is None else None)
+        self.forward = compile_layers(self.model) if compiled else self.model
+
+    def make_step(self, optimizers: Sequence[torch.optim.Optimizer], schedule: Schedule, **loss: Any) -> None:
+        """loss: of TrainingStep."""
+        self.schedule = schedule
+        self.training_step = TrainingStep(
+            self.model, optimizers, self.forward, self.quantized, self.dtype, lean=self.lean, **loss
+        )
+
+    def record_settings(
+        self, settings: dict[str, Any], recipes: Sequence[Recipe], changes: dict[str, Any], **more: Any
+    ) -> None:
+        """What a checkpoint says of this run. Raises UserError where the one to go on from is of another run.
+
+        settings: decide the bits. changes: what flags have become (--device-batch-size=auto, ...), for user_config.
+        more: of Metadata.of_run.
+        """
+        if self.resumed_step is not None and self.checkpoint:
+            check_same_run(settings, self.checkpoint.meta.run_config, self.folder)
+        spread = {"world_size": self.process.world_size, "parallel": self.args.parallel}
+        self.meta = Metadata.of_run(
+            model_config=config_record(self.model.config),
+            run_config=settings,
+            tunable=spread | more.pop("tunable", {}),
+            user_config={**vars(self.args), "method": self.method, **changes},
+            recipes=[to_record(recipe) for recipe in dict.fromkeys(recipes)],
+            commit=self.environment and self.environment["commit"],
+            **more,
+        )
+
+    def restore(self) -> None:
+        """Everything of the checkpoint to go on from but the weights, which `adopt` and `begin_with_model_of` have put
+        into the model: they come before the layers are converted and divided."""
+        if (own := self.checkpoint) is None:
+            return
+        restore_state(self.training_step.optimizers, own, self.device)
+        self.position = restore_position(own, self.process.rank)
+        self.loop = LoopState(**restored(asdict(self.loop), own.meta.loop_state, "loop_state", own.folder))
+        self.evaluated_before = self.loop.evaluated_at
+        self.monitor = LossMonitor(restored(self.monitor.state, own.meta.loss_state, "loss_state", own.folder))
+        own.forget()
+        branch = f" of {own.folder.name}" if self.resumed_step is None else ""
+        print0(f"Resuming from step {self.step}{branch}")
+        for change in changed_settings(own.meta, self.meta):
+            print0(f"  note: {change}")
+
+    # ------------------------------------------------------------------------------------------------------------------
+    # In the loop
+
+    @property
+    def by_epoch(self) -> bool:
+        return self.size.steps < 1
+
+    @property
+    def finished(self) -> bool:
+        return self.loop.progress >= 1 if self.by_epoch else self.step >= self.size.steps
+
+    @property
+    def came_before(self) -> bool:
+        """Whether what comes before this step has been done: a run that goes on does only the end of a run again."""
+        return self.loop.looked_at == self.step
+
+    @functools.cached_property
+    def flops_per_token(self) -> int:
+        return self.model.estimate_flops()
+
+    @functools.cached_property
+    def peak_flops(self) -> float | None:
+        return get_peak_flops(torch.cuda.get_device_name(self.device)) if self.device.type == "cuda" else None
+
+    def failure(self, text: str) -> UserError:
+        self.progress.close()
+        return UserError(text)
