@@ -11,7 +11,7 @@ import sys
 import pytest
 import torch
 
-from lab import reproduce, scaling
+from lab import ROOT, reproduce, scaling
 from lab.study import numerics, questions, sweep, sweep_runs
 from lab.study.context import Context
 from lab.study.gaps import Claim
@@ -53,8 +53,8 @@ TABLE = [
     ("systems --results d6_systems", "d6 mxfp8", ""),
     ("losses --results d4_rates", "bf16_rate_1.6", "1.4338"),
     ("ladder", "ladder_256_wide_88 1.57M 88", "1.71 ± 0.52; +1.56 ± 0.65"),
-    ("methods --results d6_stored", "`clover_feedback` 1.22 ± 0.07 0.73 ± 0.08 0.89 ± 0.05; 0.70 ± 0.07", "as own"),
-    ("methods --results d6_shuffled", "`clover_feedback_late`", "0.65 ± 0.04 +2.36 ± 0.32"),
+    ("methods --results d6_stored", "clover_feedback 1.22 ± 0.07 0.73 ± 0.08 0.89 ± 0.05; 0.70 ± 0.07", "as own"),
+    ("methods --results d6_shuffled", "clover_feedback_late", "0.65 ± 0.04 +2.36 ± 0.32"),
     ("law", "c fitted 0.6334", "0.10"),
     ("effective", "c fitted clover 21 0.743 0.17 0.641 0.98 1.83 0.34", ""),
     ("by_length", "30M clover", ""),
@@ -99,6 +99,15 @@ def printed(tmp_path_factory):
 def test_what_the_documents_say_is_printed(printed, command, begins, holds):
     lines = [line for line in printed(command) if line.startswith(begins)]
     assert lines and any(holds in line for line in lines), "\n".join(printed(command))
+
+
+def test_the_plans_gaps_are_those_of_readmes_table(printed):
+    """The package cannot read the stored runs, so nanochat_fp4/cards.json repeats what the plan prints of them."""
+    gaps = json.loads((ROOT / "nanochat_fp4/cards.json").read_text())["gaps"]
+    lines = {line.split()[0]: line for line in printed("methods --results d6_mixed") if line}
+    for method in gaps.keys() - {"about", "bf16"}:
+        (own, own_half), (bf16, bf16_half) = gaps[method]["own"], gaps[method]["bf16"]
+        assert f"{method} {own:.2f} ± {own_half:.2f} {bf16:.2f} ± {bf16_half:.2f}" in lines[method]
 
 
 def test_every_item_of_stored_runs_is_in_the_table():
