@@ -6,8 +6,9 @@ import signal
 import sys
 from pathlib import Path
 
+# A run without a hub, a tracker or pictures needs none of the second line; the plan and the report say what they lack.
 NOT_NEEDED = {"fastapi", "uvicorn", "muon-optimizer", "setuptools", "pytest", "pytest-xdist", "ruff"} | (
-    {"triton"} if sys.platform != "linux" else set()
+    {"datasets", "wandb", "matplotlib"} | ({"triton"} if sys.platform != "linux" else set())
 )
 
 signal.signal(signal.SIGINT, signal.SIG_IGN)  # the shell script acts on it
