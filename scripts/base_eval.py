@@ -12,6 +12,8 @@ bundle.
 import argparse
 import contextlib
 import csv
+import hashlib
+import json
 import os
 import random
 import shutil
@@ -33,6 +35,7 @@ from nanochat_fp4.data.needs import Need, base_dir, file_or_url
 from nanochat_fp4.data.rows import MissingDataError, read_rows
 from nanochat_fp4.errors import UserError, one_line, run_main
 from nanochat_fp4.evaluation.core_eval import TASK_TYPES, evaluate_task, fault_of, longest_input
+from nanochat_fp4.evaluation.kept import Kept, weights_hash
 from nanochat_fp4.evaluation.report import get_report
 from nanochat_fp4.files import atomic_write
 from nanochat_fp4.models.gpt import autocast
@@ -157,6 +160,10 @@ def read_questions(
     return data
 
 
+def _hash(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:12]
+
+
 def evaluate_model(
     model: Any,
     tokenizer: Any,
@@ -164,6 +171,7 @@ def evaluate_model(
     max_per_task: int = -1,
     bundle_dir: str | os.PathLike | None = None,
     finished: Callable[[dict[str, float], dict[str, float]], None] = lambda results, centered: None,
+    part: Callable[[str, Callable[[], list]], list] = lambda name, measure: measure(),
 ) -> dict[str, Any]:
     """
     CORE as a dict: "results" is the accuracy by task. "centered_results" is the same with guessing at 0, and
@@ -171,7 +179,8 @@ def evaluate_model(
 
     All ranks call this, inside the precision context of their choice. Only the first max_per_task questions of each
     task count. All files are read and checked before the first question. finished(results, centered results so far) is
-    called after each task.
+    called after each task. part(name, measure) returns the numbers of a task, measure() or what is kept of it
+    (evaluation/kept.py); the name has a hash of the task and its questions.
     """
     folder = find_bundle(bundle_dir)
     tasks, guessing = read_bundle(folder)
@@ -188,7 +197,8 @@ def evaluate_model(
             start, label = time.monotonic(), task["label"]
             meta = {"task_type": task["icl_task_type"], "num_fewshot": task["num_fewshot"][0]}
             meta["continuation_delimiter"] = task.get("continuation_delimiter", " ")
-            accuracy, cropped, lost = evaluate_task(model, tokenizer, questions[label], device, meta, progress.update)
+            measure = lambda: list(evaluate_task(model, tokenizer, questions[label], device, meta, progress.update))  # noqa: B023, E731
+            accuracy, cropped, lost = part(f"{label} {_hash([meta, questions[label]])}", measure)
             if cropped:
                 notes.append(f"{label}: {cropped} prompts were cropped to their last {longest_input(model):,} tokens")
             if lost:
@@ -224,6 +234,10 @@ def evaluate(args: argparse.Namespace, device: torch.device, rank: int) -> None:
         name, slug = f"base model {model_tag} (step {meta.step})", f"base_model_{meta.step:06d}"
     print0(f"CORE of {name}, {method} forward")
     folder = Path(get_base_dir()) / "base_eval" / (model_tag or "")
+    kept = Kept(
+        folder / f"unfinished_{slug}.json",
+        {"weights": weights_hash(model), "tokenizer": tokenizer.fingerprint(), "forward": method},
+    )
 
     def save(results: dict[str, float], centered: dict[str, float], core: float | None = None) -> list[str]:
         """Writes the table of the tasks so far, and their mean if they are all."""
@@ -238,7 +252,7 @@ def evaluate(args: argparse.Namespace, device: torch.device, rank: int) -> None:
 
     with precision, autocast(device.type):
         out = evaluate_model(
-            model, tokenizer, device, max_per_task=args.max_per_task, bundle_dir=args.bundle_dir, finished=save
+            model, tokenizer, device, args.max_per_task, args.bundle_dir, finished=save, part=kept.part
         )
     print0("\n".join(save(out["results"], out["centered_results"], out["core_metric"])))
     print0("".join(f"note: {note}\n" for note in out["notes"]), end="")
@@ -247,6 +261,7 @@ def evaluate(args: argparse.Namespace, device: torch.device, rank: int) -> None:
     # Another forward pass than that of the training has a column of its own.
     column = "CORE" if method == own else f"CORE, {method} forward"
     get_report(model_tag).log("Base model evaluation", [about, out["centered_results"]], {column: out["core_metric"]})
+    kept.finish()
 
 
 if __name__ == "__main__":

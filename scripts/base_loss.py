@@ -9,16 +9,19 @@ Measured twice: with the forward pass of the method that the model was trained w
 """
 
 import argparse
+from pathlib import Path
 
 import torch
 
 import nanochat_fp4 as nf
-from nanochat_fp4.common import joined_processes, print0, resolve_method
+from nanochat_fp4.common import get_base_dir, joined_processes, print0, resolve_method
 from nanochat_fp4.console import ArgumentParser
 from nanochat_fp4.data.dataloader import Text, evaluation_rows, tokenizing_distributed_data_loader_bos_bestfit
-from nanochat_fp4.data.dataset import add_data_arguments, ensure_data, validation_text
+from nanochat_fp4.data.dataset import add_data_arguments, ensure_data, list_parquet_files, validation_text
+from nanochat_fp4.data.shards import shard_digest, text_column
 from nanochat_fp4.data.tokenizer import get_token_bytes
 from nanochat_fp4.errors import UserError, run_main
+from nanochat_fp4.evaluation.kept import Kept, weights_hash
 from nanochat_fp4.evaluation.loss_eval import evaluate_bpb
 from nanochat_fp4.evaluation.report import get_report
 from nanochat_fp4.generation.engine import draw_samples
@@ -77,12 +80,22 @@ def evaluate(args: argparse.Namespace, device: torch.device, rank: int, world_si
         with autocast(device.type), nf.quantize_weights_once(model):
             return evaluate_bpb(model, batches, steps, token_bytes)
 
+    base_dir, slug = Path(get_base_dir()), "" if step is None else f"_{step:06d}"
+    key = {"weights": weights_hash(model), "tokenizer": tokenizer.fingerprint(), "rows": num_rows, "steps": steps}
+    key |= {
+        "text": [shard_digest(path) for path in list_parquet_files(data_dir)],
+        "column": text_column(args.text_column),
+    }
+    kept = Kept(base_dir / "base_loss" / (model_tag or "") / f"unfinished{slug}.json", key)
+
     results = {}
     for split in ("train", "val"):
-        results[f"{split}_bpb"] = results[f"{split}_bpb_bf16"] = bpb(split, method)
+        measured = kept.part(f"{split} bpb, {method}", lambda: bpb(split, method))  # noqa: B023
+        results[f"{split}_bpb"] = results[f"{split}_bpb_bf16"] = measured
         if method != "bf16":
             with nf.full_precision(model):
-                results[f"{split}_bpb_bf16"] = bpb(split, "BF16 forward")
+                measured = kept.part(f"{split} bpb, BF16 forward", lambda: bpb(split, "BF16 forward"))  # noqa: B023
+            results[f"{split}_bpb_bf16"] = measured
         line = f"{split} bpb: {results[f'{split}_bpb']:.4f}"
         print0(line + (f" ({method} forward), {results[f'{split}_bpb_bf16']:.4f} (BF16)" if method != "bf16" else ""))
 
@@ -99,6 +112,7 @@ def evaluate(args: argparse.Namespace, device: torch.device, rank: int, world_si
         [lines, {f"sample {i}": sample for i, sample in enumerate(samples)}],
         results={"method": trained, "step": step, **results, **text, "samples": samples},
     )
+    kept.finish()
 
 
 if __name__ == "__main__":

@@ -12,12 +12,15 @@ deviations, and the precision of the forward pass is stated: the method's own (n
 
 import argparse
 import contextlib
+import hashlib
 import json
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
+from filelock import FileLock
 
 import nanochat_fp4 as nf
 from eval.arc import ARC
@@ -36,6 +39,7 @@ from nanochat_fp4.data.needs import Need
 from nanochat_fp4.data.rows import MissingDataError
 from nanochat_fp4.errors import UserError, one_line, run_main
 from nanochat_fp4.evaluation.execution import SandboxError, describe_sandbox
+from nanochat_fp4.evaluation.kept import Kept, weights_hash
 from nanochat_fp4.evaluation.report import get_report
 from nanochat_fp4.files import atomic_write
 from nanochat_fp4.training.checkpoint_manager import weights_digest
@@ -180,7 +184,10 @@ def evaluate(args: argparse.Namespace, names: list[str], device: torch.device, r
 
     path = checkpoint_folder(args.source, model_tag) / f"eval_{step:06d}.json"
     weights = {"weights_sha256": weights_digest(path.parent, step)}
-    stored = read_results(path, weights)
+    about = {"source": args.source, "model_tag": model_tag, "step": step, "method": method, **weights}
+    key = {"weights": weights_hash(model), "tokenizer": tokenizer.fingerprint(), "method": method}
+    kept = Kept(path.with_name(f"unfinished_eval_{step:06d}.json"), key)
+    settings = {flag: getattr(args, flag) for flag in SETTINGS}
     scores: dict[str, dict[str, Score]] = {precision: {} for precision in precisions}
     for precision in precisions:
         forward = f"{method} forward" if precision == "nvfp4" else "BF16 forward"
@@ -188,18 +195,18 @@ def evaluate(args: argparse.Namespace, names: list[str], device: torch.device, r
             forward = "FP32 forward (a CPU computes in FP32 what a GPU computes in BF16)"
         print0(f"\n{forward}:")
         for name, task in tasks.items():
+            asked = hashlib.sha256(json.dumps([settings, task.VERSION, list(task)]).encode()).hexdigest()[:12]
+            measure = lambda: asdict(run_task(task, model, tokenizer, name, **settings))  # noqa: B023, E731
             try:
                 with nf.full_precision(model) if precision == "bf16" else contextlib.nullcontext():
-                    score = run_task(task, model, tokenizer, name, **{flag: getattr(args, flag) for flag in SETTINGS})
+                    score = Score(**kept.part(f"{name} {asked}, {forward}", measure))
             except SandboxError as e:
-                kept = f"; what was evaluated before is kept in {path}" if scores[precision] else ""
-                raise UserError(f"{name}: the sandbox worked before and fails now: {e}; start again{kept}") from e
+                others = f"; what was evaluated before is kept in {path}" if scores[precision] else ""
+                raise UserError(f"{name}: the sandbox worked before and fails now: {e}; start again{others}") from e
             scores[precision][name] = score
             print0(f"{name}: {score}")
             if rank == 0:  # after each task, so that finished tasks are kept
-                stored.setdefault("results", {}).setdefault(precision, {})[name] = score.as_dict()
-                stored |= {"source": args.source, "model_tag": model_tag, "step": step, "method": method, **weights}
-                save_results(path, stored)
+                save_result(path, weights, about, precision, name, score)
 
     results: dict[str, Any] = {}
     lines = {"Model": what, "Method": method, "Precision": ", ".join(precisions), "Sandbox": sandbox}
@@ -216,6 +223,7 @@ def evaluate(args: argparse.Namespace, names: list[str], device: torch.device, r
             print0(f"ChatCORE{suffix}: {core:.4f}")
     lines = {k: v for k, v in lines.items() if v is not None}
     get_report(model_tag).log(f"Chat evaluation {args.source}", [lines], results)
+    kept.finish()
 
 
 def read_results(path: Path, weights: dict[str, Any]) -> dict[str, Any]:
@@ -228,9 +236,13 @@ def read_results(path: Path, weights: dict[str, Any]) -> dict[str, Any]:
         return {}
 
 
-def save_results(path: Path, stored: dict[str, Any]) -> None:
+def save_result(path: Path, weights: dict, about: dict[str, Any], precision: str, name: str, score: Score) -> None:
+    """Adds a task to the stored results. A second evaluation of other tasks may do so at the same time."""
     try:
-        atomic_write(path, json.dumps(stored, indent=2) + "\n")
+        with FileLock(path.with_name(f".{path.name}.lock")):
+            stored = read_results(path, weights)
+            stored.setdefault("results", {}).setdefault(precision, {})[name] = score.as_dict()
+            atomic_write(path, json.dumps(stored | about, indent=2) + "\n")
     except OSError as e:
         print0(f"warning: {path} cannot be written ({e.strerror}); the results are in the report only")
 

@@ -4,6 +4,7 @@ transformers is optional (pip install -e '.[export]'). A path is a name on the h
 path runs.
 """
 
+import hashlib
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -56,6 +57,10 @@ class HuggingFaceTokenizer:
         return [[prepend, *row] for row in rows]
 
     __call__ = encode
+
+    def fingerprint(self) -> str:
+        """16 hex digits of its vocabulary."""
+        return hashlib.sha256(repr(sorted(self.tokenizer.get_vocab().items())).encode()).hexdigest()[:16]
 
     def token_bytes(self, device: torch.device) -> Tensor:
         """Bytes of text for each token, int32; 0 for special tokens.

@@ -264,14 +264,14 @@ def report_kind(base: Path, tmp: Path) -> Kind:
 
 def results_kind(base: Path, tmp: Path) -> Kind:
     stored = {"weights_sha256": "aa", "results": {"nvfp4": {"MMLU": {"accuracy": 0.5}}}, "step": 4}
-    path = write(tmp / "eval_000004.json", json.dumps(stored))
+    whole = json.dumps(stored)
+    path = write(tmp / "eval_000004.json", whole)
 
     def read():
-        found = chat_eval.read_results(path, {"weights_sha256": "aa"})
-        found.setdefault("results", {}).setdefault("nvfp4", {})["ARC-Easy"] = {}
-        chat_eval.save_results(tmp / "out.json", found)
+        about = {"weights_sha256": "aa"}
+        chat_eval.save_result(path, about, about, "nvfp4", "ARC-Easy", chat_eval.Score([True]))
 
-    return Kind([path], read)
+    return Kind([path], read, reset=lambda: write(path, whole))
 
 
 def manifest_kind(base: Path, tmp: Path) -> Kind:
