@@ -196,7 +196,6 @@ ITEMS: dict[str, Callable[[Context], Outcome]] = {
     "fig5": partial(questions.along_the_run, item=RUNS["table5"]),
     **{item.__name__: item for item in (speed.fig6, speed.table7, numerics.fig9)},
     **{name: partial(gaps.table, name=name, item=RUNS[name]) for name in ("systems", "attribution", "remedies")},
-    "candidates": numerics.candidates,
 }
 OF_RESULTS: dict[str, Callable[[Context], Outcome]] = {  # of --results alone
     **{name: partial(gaps.table, name=name, item=RUNS[name]) for name in ("gaps", "horizon")},

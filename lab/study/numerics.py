@@ -11,7 +11,6 @@ import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -24,12 +23,11 @@ from lab import RESULTS, ROOT
 from lab.study.context import Context, Outcome, trained_model
 from nanochat_fp4.errors import UserError
 from nanochat_fp4.evaluation import plots
-from nanochat_fp4.nvfp4.hadamard import RHT_DIM, rotation_matrix
-from nanochat_fp4.nvfp4.quantizers import Rounding, get_rounding, mean_squared_error, quantize_reference
+from nanochat_fp4.nvfp4.quantizers import get_rounding, mean_squared_error, quantize_reference
 from nanochat_fp4.nvfp4.recipes import Gemm, Operand, Recipe
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Table 1, and roundings of a weight
+# Table 1
 
 # rounding: (MSE over N(0, 1) in 1e-3, unbiased); the paper's Table 1. Rows that it does not have: None.
 TABLE_1 = {
@@ -79,42 +77,6 @@ def table1(context: Context) -> Outcome:
     title = "Table 1: quadratic error over N(0, 1), 1e-3, and unbiasedness"
     header = ["rounding", "paper", "here", "off", "unbiased (paper)", f"gain of {draws} draws"]
     notes = [f"gain: the mean of {draws} products is so many times better than one product; {draws} without a bias"]
-    return Outcome(title, header, rows, notes, numbers, measured_on=f"{samples:,} samples, seed 1")
-
-
-DRAWS = 32
-CANDIDATES = ("four_over_six", "scale_search_6", "sr", "ms_eden", "ms_eden_search")
-
-
-def errors(rounding: Rounding, x: torch.Tensor) -> dict[str, float]:
-    """Mean squares over x: of one rounding's error, and of the error of the mean over draws, without their scatter."""
-    total, single = torch.zeros_like(x, dtype=torch.float64), 0.0
-    draws = DRAWS if rounding.random else 1
-    for seed in range(draws):
-        t = quantize_reference(x, rounding, seed=seed, rht_dim=RHT_DIM if rounding.ms_eden else 0)
-        q = (t.decoded * t.tensor_scale).double()
-        if rounding.ms_eden:  # turned back: the rotation's matrix over sqrt(128) is orthogonal
-            back = rotation_matrix(seed).T.double() / RHT_DIM**0.5
-            q = (q.unflatten(-1, (-1, RHT_DIM)) @ back).flatten(-2)
-        single += float((q - x).square().mean()) / draws
-        total += q / draws
-    of_mean = float((total - x).square().mean())
-    return {"mse": single, "of_mean": of_mean if draws == 1 else (draws * of_mean - single) / (draws - 1)}
-
-
-def candidates(context: Context) -> Outcome:
-    samples = context.args.samples or (1 << 14 if context.quick else 1 << 17)
-    x = torch.randn(samples // 1024, 1024, generator=torch.Generator().manual_seed(1))
-    rows, numbers = [], {}
-    for label in CANDIDATES:
-        rounding = get_rounding(label)
-        settings = {"rounding": str(rounding), "samples": samples, "draws": DRAWS}
-        found = context.piece("candidates", settings, partial(errors, rounding, x))
-        rows.append([label, *(f"{1e3 * abs(found[k]):.2f}" for k in ("mse", "of_mean"))])
-        numbers[label] = found
-    title = "Candidates for the weight's rounding: errors over N(0, 1), 1e-3"
-    header = ["rounding", "mean square", f"of the mean over {DRAWS} draws"]
-    notes = ["ms_eden: of a tensor that is turned by new signs each draw, and turned back"]
     return Outcome(title, header, rows, notes, numbers, measured_on=f"{samples:,} samples, seed 1")
 
 

@@ -1,6 +1,7 @@
 """`python -m lab.reproduce`: what it prints from the stored runs, what it refuses, and each sort of item in small.
 
-The numbers of TABLE are those of the documents. A change of the statistics, of the stored runs or of a column shows.
+TABLE has what no page shows as a table: notes, and items that have no page. A change of the statistics or of a column
+shows there and in test_pages.py.
 """
 
 import json
@@ -11,61 +12,35 @@ import sys
 import pytest
 import torch
 
-from lab import ROOT, reproduce, scaling
+from lab import ROOT, pages, reproduce, scaling
 from lab.study import numerics, questions, sweep, sweep_runs
 from lab.study.context import Context
 from lab.study.gaps import Claim
 from nanochat_fp4.errors import UserError
 from nanochat_fp4.evaluation import plots
 from nanochat_fp4.nvfp4.methods import get_recipe
-from nanochat_fp4.nvfp4.quantizers import get_rounding
 from scripts import base_train
 
 # Command, beginning of a line of its output, what else is in that line.
 TABLE = [
-    ("horizon --results d6_stored", "d6 nvidia 1.00 1", "+1.78 ± 0.09 +0.36 ± 0.09 1.25 ± 0.07 +1.50 ± 0.11"),
-    ("horizon --results d6_stored", "d6 clover 1.00", "+1.37 ± 0.07 - 1 +1.03 ± 0.08 - 1 -"),
-    ("horizon --results d6_stored", "d6 clover_feedback_late 1.02", "+0.65 ± 0.07 -0.72 ± 0.07 0.48 ± 0.04"),
     ("horizon --results d6_stored", "- the paper: Clover beats NVIDIA", "agrees (-0.36 ± 0.09 points)"),
     ("horizon --results d6_stored", "- clover_feedback_late minus clover -0.715", "the last phase trains -0.080"),
     ("horizon --results d6_stored", "- clover's gap is 19 ± 5% below that of four_over_six", ""),
     ("horizon --results d4_64m", "- the paper: Clover beats NVIDIA", "these two alone undecided (-0.36 ± 0.39 points)"),
     ("horizon --results d6_shuffled,d6_means_apart", "d6 clover 1.00", "+2.14 ± 0.06 - 1 +1.74 ± 0.05 - 1"),
     ("horizon --results d6_width", "d6 clover_448_wide", "+0.06 ± 0.42"),
-    ("gaps --results d6_width", "d6 clover_448_wide", "+0.06 ± 0.71"),
-    ("gaps --results d8_fresh_rotation", "d8 clover_feedback", "+0.88 ± 0.15 +0.54 ± 0.13 3 -0.19 ± 0.01 0.82x -0.29"),
-    ("claims --results d6_stored", "clover_feedback_late_7.8%_longer", "own forward 0.33x 0.140 ± 0.059 <0.001"),
-    ("claims --results d6_stored", "clover_feedback_late 1.02 BF16", "0.40x 0.643 ± 0.100"),
-    ("forwards --results d6_shuffled", "clover_feedback 1.00", "1.83 ± 0.12 [3] +2.34 ± 0.14 [3] +1.84 ± 0.11 [3]"),
     ("forwards --results d6_shuffled", "- clover_feedback, both in BF16: share 0.703", "missed"),
-    ("extra_steps --results d6_longer", "clover +0.0%", "+2.11 +2.11 +28%"),
     ("equal_time --results d6_shuffled,d6_longer", "mdhorton/nanochat_sm120, d20, RTX PRO 4000 bf16",
      "1.60 0.036 4.01"),
-    ("table5 --results d8_second_half", "d8 clover +1.22 / +1.44", "+0.81 ± 0.07 +0.60 ± 0.04 3"),
     ("table5 --results d8_second_half", "- the paper: Clover beats TetraJet-v2", "agrees (-0.29 ± 0.12 points)"),
     ("fig1 --results d6_ablations", "- the paper: (e) both GEMMs: MS-EDEN beats SR", "agrees (-0.24 ± 0.05 points)"),
     ("fig2 --results d6_ablations", "- the paper: native scales beat square blocks (4/6)",
      "agrees (-0.18 ± 0.05 points)"),
     ("fig4 --results llama_second_half", "- clover's mean gap is 15% below", ""),
     ("fig5 --results d8", "clover", ""),
-    ("attribution --results d6_attribution", "d6 forward-weight", "+0.35 ± 0.17 +0.36 ± 0.18"),
-    ("remedies --results d8_remedies", "d8 clover_late 120.0 / 0.0 / 0.0", "-0.46 ± 0.03 0.39x"),
-    ("systems --results d6_systems", "d6 mxfp8", ""),
-    ("losses --results d4_rates", "bf16_rate_1.6", "1.4338"),
-    ("ladder", "ladder_256_wide_88 1.57M 88", "1.71 ± 0.52; +1.56 ± 0.65"),
-    ("methods --results d6_stored", "clover_feedback 1.22 ± 0.07 0.73 ± 0.08 0.89 ± 0.05; 0.70 ± 0.07", "as own"),
     ("methods --results d6_shuffled", "clover_feedback_late", "0.65 ± 0.04 +2.36 ± 0.32"),
     ("law", "c fitted 0.6334", "0.10"),
-    ("effective", "c fitted clover 21 0.743 0.17 0.641 0.98 1.83 0.34", ""),
     ("by_length", "30M clover", ""),
-    ("shares_by_length --results ladder_*", "clover_feedback, BF16 forward", "1.24 ± 0.31"),
-    ("growth", "clover 1.367 ± 0.089 -0.023 ± 0.055 0.146 ± 0.031", ""),
-    ("closing", "c = 1 steps 1.44 1.61 1.84 2.19 2.78 3.85", ""),
-    ("leaderboard", "clover 1.0667", "151,735,129 152,222,064 147,133,136"),
-    ("fig6", "NVIDIA H200, graph 3B clover", "0.89"),
-    ("measured", "H100 d26, 8 rows, windows SSSL clover_mixed 62,027 tokens/s; 29.0 GiB", ""),
-    ("table7 --results bench_train", "GEMM", "24 46 19 51"),
-    ("fig9 --results own_forward", "quantized clover 1/B", "-0.98 1032.4"),
     ("table3", "30M", "6; 6"),
     ("table4", "weight decay", "0.1 0.1"),
 ]  # fmt: skip
@@ -110,8 +85,11 @@ def test_the_plans_gaps_are_those_of_readmes_table(printed):
         assert f"{method} {own:.2f} ± {own_half:.2f} {bf16:.2f} ± {bf16_half:.2f}" in lines[method]
 
 
-def test_every_item_of_stored_runs_is_in_the_table():
-    assert set(reproduce.OF_RESULTS) <= {command.split()[0] for command, *_ in TABLE}
+def test_every_item_of_stored_runs_is_on_a_page_or_in_the_table():
+    """What is on a page is compared with it (test_pages.py)."""
+    text = "\n".join(path.read_text() for path in pages.pages())
+    on_pages = {command.split()[0] for command, _ in pages.COMMAND_AND_TABLE.findall(text)}
+    assert set(reproduce.OF_RESULTS) <= on_pages | {command.split()[0] for command, *_ in TABLE}
 
 
 REFUSED = [
@@ -303,14 +281,6 @@ def test_gain_of_averaging_products():
     assert numerics.unbiasedness_gain("sr", 32) > 0.7 * 32
     assert numerics.unbiasedness_gain("rtn", 8) == pytest.approx(1)
     assert numerics.unbiasedness_gain("sr_four_over_six", 64) < 0.5 * 64
-
-
-def test_what_a_weight_could_learn_of_a_rounding():
-    x = torch.randn(64, 256, generator=torch.Generator().manual_seed(0))
-    found = {name: numerics.errors(get_rounding(name), x) for name in numerics.CANDIDATES}
-    assert found["four_over_six"]["mse"] == found["four_over_six"]["of_mean"]
-    for name in ("sr", "ms_eden_search"):  # without a bias, in the tensor's own space
-        assert abs(found[name]["of_mean"]) < 0.02 * found[name]["mse"]
 
 
 def test_what_was_interrupted_goes_on_and_what_changed_is_done_again(tmp_path):
