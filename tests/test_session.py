@@ -58,7 +58,7 @@ if __name__ == "__main__":
     text = PAGE.read_text(encoding="utf-8")
     with tempfile.TemporaryDirectory() as folder:
         for command, expected in commands(text):
-            shown = run(command, Path(folder))
+            shown = run(command, Path(folder)).replace(folder, "…")
             if not fits(expected, shown):
                 text = text.replace(f"$ {command}\n{expected}", f"$ {command}\n{shown}", 1)
     PAGE.write_text(text, encoding="utf-8")

@@ -89,12 +89,34 @@ def card_of_device(device_name: str, gib: float) -> Card:
     return replace(card, name=device_name, gib=gib)
 
 
-def precision(method: str | Recipe) -> str:
-    """The key of cards.json for a method."""
-    recipe = get_recipe(method)
-    operands = [o for gemm in (recipe.output, recipe.grad_input, recipe.grad_weight) for o in (gemm.a, gemm.b)]
-    elements = {o.rounding.element for o in operands if o.rounding}
-    return "bf16" if not elements else "nvfp4" if "e2m1" in elements else "fp8"
+def precisions(method: str | Recipe) -> tuple[str, ...]:
+    """The keys of cards.json for a method. One that multiplies some layers in FP8 and others in FP4 has both."""
+    keys = set()
+    for recipe in get_recipe(method).parts:
+        operands = [o for gemm in (recipe.output, recipe.grad_input, recipe.grad_weight) for o in (gemm.a, gemm.b)]
+        elements = {o.rounding.element for o in operands if o.rounding}
+        forward = {o.rounding.element for o in (recipe.output.a, recipe.output.b) if o.rounding}
+        keys |= {"nvfp4" if "e2m1" in elements else "fp8"} if elements else set()
+        keys |= {"fp8"} if forward and "e2m1" not in forward else set()
+    return tuple(sorted(keys)) or ("bf16",)
+
+
+def _between(rates: list[Rate | None]) -> Rate | None:
+    """From the slowest to the fastest of these rates; None where one of them is not known."""
+    if not all(rates):
+        return None
+    sources = dict.fromkeys(source for rate in rates for source in rate.sources)
+    return Rate(min(rate.low for rate in rates), max(rate.high for rate in rates), tuple(sources))
+
+
+def published_of(card: Card, method: str | Recipe, weights: float) -> Rate | None:
+    """The published rates for a method; between those of its precisions, where it has two."""
+    return _between([published(card, key, weights) for key in precisions(method)])
+
+
+def gain_of(card: Card, method: str | Recipe) -> Rate | None:
+    """How many times as fast as BF16; between the gains of its precisions, where a method has two."""
+    return _between([gain(card, key, "bf16") for key in precisions(method)])
 
 
 def published(card: Card, key: str, weights: float) -> Rate | None:

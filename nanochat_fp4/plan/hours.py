@@ -6,7 +6,7 @@ from pathlib import Path
 
 from nanochat_fp4.evaluation.metrics import read_jsonl
 from nanochat_fp4.plan.base import Base
-from nanochat_fp4.plan.cards import Card, Rate, precision, published
+from nanochat_fp4.plan.cards import Card, Rate, published_of
 
 MEASURED_STEPS = 20  # of a run, before its speed counts
 
@@ -37,7 +37,7 @@ def hours(base: Base, card: Card, processes: int, base_dir: Path) -> Hours | Non
     """Of the base training with its validations, on so many GPUs of this kind. None where nothing is known."""
     rate, kind = measured(base, card, base_dir), "measured"
     if rate is None:
-        rate, kind = published(card, precision(base.method), base.weights), "estimated"
+        rate, kind = published_of(card, base.method, base.weights), "estimated"
     if rate is None:
         return None
     tokens = base.tokens + evaluated_tokens(base)

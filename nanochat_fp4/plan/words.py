@@ -5,7 +5,7 @@ import textwrap
 
 from nanochat_fp4.console import table
 from nanochat_fp4.plan.base import Base
-from nanochat_fp4.plan.cards import CARDS, Card, gain, precision
+from nanochat_fp4.plan.cards import CARDS, Card, gain_of
 from nanochat_fp4.plan.hours import Hours, evaluated_tokens
 from nanochat_fp4.plan.plan import Plan
 
@@ -68,7 +68,8 @@ def how_long(plan: Plan) -> str:
         low, high, source = plan.machine.card.products
         lines.append(f"  Large BF16 products run at {span(low, high)} TFLOP/s here, as users measured them ({source}).")
     share = evaluated_tokens(plan.bases[0]) / (plan.bases[0].tokens + evaluated_tokens(plan.bases[0]))
-    lines.append(f"  Validation is {100 * share:.0f}% of that.")
+    if any(plan.hours):
+        lines.append(f"  Validation is {100 * share:.0f}% of that.")
     if any(found and found.kind == "estimated" for found in plan.hours):
         lines.append("  An estimate is scaled by FLOPs from another model, most often of another program.")
     if any(found is None or found.kind == "estimated" for found in plan.hours):
@@ -131,8 +132,8 @@ def which_method(plan: Plan) -> str:
         return ""
     gaps = json.loads(CARDS.read_text())["gaps"]
     rows, ends = [], {"bf16": (0.0, 0.0)}
-    for method in dict.fromkeys(["bf16", "fp8", "clover", "clover_feedback", *plan.settings.methods]):
-        ratio, gap = gain(card, precision(method), "bf16"), gaps.get(method)
+    for method in dict.fromkeys(["bf16", "fp8", "clover", "clover_feedback", "clover_mixed", *plan.settings.methods]):
+        ratio, gap = gain_of(card, method), gaps.get(method)
         if method == "bf16":
             rows.append([method, "1", "0", "0", "0"])
             continue

@@ -124,6 +124,19 @@ def test_hours_are_an_estimate_with_sources_and_are_scaled():
     assert as_json(gpu="rtx5080")["runs"][0]["hours"] is None
 
 
+def test_a_method_of_two_precisions_is_as_fast_as_either():
+    """clover_mixed multiplies a third of its products in FP8, and nobody has published a rate for that."""
+    card = cards.find_card("rtx5090")
+    fp8, nvfp4, mixed = (cards.gain_of(card, method) for method in ("fp8", "clover", "clover_mixed"))
+    assert (mixed.low, mixed.high) == (min(fp8.low, nvfp4.low), max(fp8.high, nvfp4.high))
+    assert cards.gain_of(cards.find_card("rtx4090"), "clover_mixed") is None
+
+
+def test_hours_that_are_not_known_have_no_share():
+    assert "Validation is" in words.how_long(planned(gpu="rtx5090"))
+    assert "Validation is" not in words.how_long(planned(gpu="rtx5080"))
+
+
 def test_hours_are_measured_where_a_run_on_this_gpu_is_there(tmp_path):
     config = {"depth": 20, "aspect_ratio": 64, "head_dim": 128}
     start = {"event": "start", "method": "clover", "environment": {"gpu": "RTX 5090"}, "config": config}
