@@ -20,7 +20,7 @@ from nanochat_fp4.errors import UserError, run_main
 from nanochat_fp4.generation.engine import AnswerText, Engine, compute_dtype, prepare
 from nanochat_fp4.models.gpt import autocast
 from nanochat_fp4.training.flags import add_model_arguments
-from nanochat_fp4.training.load_model import load_for_inference
+from nanochat_fp4.training.load_model import SOURCES, load_for_inference
 
 MAX_TOKENS = 256  # of an answer
 
@@ -28,7 +28,7 @@ MAX_TOKENS = 256  # of an answer
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = ArgumentParser(description="Chat with the model")
     add = parser.add_argument
-    add("-i", "--source", default="sft", choices=("base", "mid", "sft", "rl"), help="Source of the model: sft|mid|rl")
+    add("-i", "--source", default="sft", choices=tuple(SOURCES), help="Source of the model: sft|mid|rl")
     add("-p", "--prompt", default=None, help="Prompt the model, get a single response back")
     add("-t", "--temperature", type=parse_finite, default=0.6, help="Temperature for generation")
     add("-k", "--top-k", type=int, default=50, help="Top-k sampling parameter")

@@ -44,7 +44,7 @@ from nanochat_fp4.evaluation.report import get_report
 from nanochat_fp4.files import atomic_write
 from nanochat_fp4.training.checkpoint_manager import weights_digest
 from nanochat_fp4.training.flags import add_benchmark_arguments, add_model_arguments, changed_flags
-from nanochat_fp4.training.load_model import checkpoint_folder, load_for_inference
+from nanochat_fp4.training.load_model import SOURCES, checkpoint_folder, load_for_inference
 
 TASKS: dict[str, Callable[[str | None], Task]] = {
     "ARC-Easy": lambda eval_dir: ARC("ARC-Easy", "test", eval_dir=eval_dir),
@@ -76,7 +76,7 @@ SETTINGS = (
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = ArgumentParser(description="Evaluate the chat model")
     add = parser.add_argument
-    add("-i", "--source", required=True, choices=("base", "mid", "sft", "rl"), help="Source of the model: sft|mid|rl")
+    add("-i", "--source", required=True, choices=tuple(SOURCES), help="Source of the model: sft|mid|rl")
     text = "Task name. Default = all tasks. Use | to split multiple tasks; 'local' is the tasks that need no files"
     add("-a", "--task-name", default=None, help=text)
     add("-d", "--dtype", default="bfloat16", choices=("float32", "bfloat16"))

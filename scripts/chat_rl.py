@@ -36,13 +36,20 @@ from nanochat_fp4.errors import UserError, run_main
 from nanochat_fp4.generation.engine import Engine
 from nanochat_fp4.nvfp4.contexts import per_token_scale
 from nanochat_fp4.training import later_stage, loop
-from nanochat_fp4.training.flags import add_common_arguments, changed_flags, steps_of_epochs
+from nanochat_fp4.training.flags import (
+    add_common_arguments,
+    add_conversation_arguments,
+    changed_flags,
+    check_conversations,
+    steps_of_epochs,
+)
 from nanochat_fp4.training.run import Data, Evaluation, Process, Run, Size, due, run_stage
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = ArgumentParser(description="Reinforcement learning on GSM8K")
     add_common_arguments(parser, init_lr_frac=0.05)
+    add_conversation_arguments(parser)
     parser.set_defaults(save_every=60)
     add = parser.add_argument
     add("--source", default="sft", choices=("mid", "sft"), help="mid|sft - which checkpoint to load from")
@@ -122,6 +129,7 @@ def pass_at_k(args: argparse.Namespace, run: Run, answers: Answers, task: Task) 
 
 def main(argv: list[str] | None = None) -> None:
     args = parse_args(argv)
+    check_conversations(args)
     args.eval_dir = resolve_eval_dir(args.eval_dir)
     run_stage(args, functools.partial(train, args))
 

@@ -34,13 +34,20 @@ from nanochat_fp4.errors import UserError, run_main
 from nanochat_fp4.parallel import unsharded
 from nanochat_fp4.signals import StopRequested
 from nanochat_fp4.training import later_stage, loop
-from nanochat_fp4.training.flags import add_common_arguments, changed_flags, steps_of_epochs
+from nanochat_fp4.training.flags import (
+    add_common_arguments,
+    add_conversation_arguments,
+    changed_flags,
+    check_conversations,
+    steps_of_epochs,
+)
 from nanochat_fp4.training.run import Data, Evaluation, Process, Run, Size, due, run_stage
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = ArgumentParser(description="Supervised finetuning for chat")
     add_common_arguments(parser, init_lr_frac=0.02)
+    add_conversation_arguments(parser)
     add = parser.add_argument
     add("--source", default="mid", choices=("base", "mid"), help="base|mid - which checkpoint to load from")
     # Training horizon
@@ -75,6 +82,7 @@ def train_sources(args: argparse.Namespace) -> list[Source]:
 
 def needs(args: argparse.Namespace) -> list[Need]:
     """What the mixtures load, for a plan."""
+    check_conversations(args)
     if args.data == "local":
         return []
     return [
@@ -107,6 +115,7 @@ def metric_sources(args: argparse.Namespace) -> list[Source]:
 
 def main(argv: list[str] | None = None) -> None:
     args = parse_args(argv)
+    check_conversations(args)
     args.eval_dir = resolve_eval_dir(args.eval_dir)
     run_stage(args, functools.partial(train, args))
 

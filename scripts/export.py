@@ -40,7 +40,7 @@ from nanochat_fp4.models.llama import Llama
 from nanochat_fp4.nvfp4.methods import get_recipe
 from nanochat_fp4.progress import progress_iter
 from nanochat_fp4.training.flags import add_model_arguments
-from nanochat_fp4.training.load_model import load_for_inference
+from nanochat_fp4.training.load_model import SOURCES, load_for_inference
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 FLAGS = folder.Words("another --out", "--overwrite")
@@ -58,7 +58,7 @@ NANOCHAT_LOGITS = 0.05
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = ArgumentParser(description="Export a checkpoint to the formats of other programs")
     add = parser.add_argument
-    add("--source", default="sft", choices=("base", "mid", "sft", "rl"), help="stage of the checkpoint")
+    add("--source", default="sft", choices=tuple(SOURCES), help="stage of the checkpoint")
     add("--format", required=True, choices=FORMATS, help="kind of files")
     add("--out", required=True, help="folder to write; it must not exist, or --overwrite")
     add("--overwrite", action="store_true", help="replace the folder if it is there")

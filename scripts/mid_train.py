@@ -37,7 +37,9 @@ from nanochat_fp4.training import later_stage, loop
 from nanochat_fp4.training.flags import (
     add_common_arguments,
     add_compile_argument,
+    add_conversation_arguments,
     changed_flags,
+    check_conversations,
     check_iterations,
 )
 from nanochat_fp4.training.micro_batch import plan_accumulation
@@ -47,6 +49,7 @@ from nanochat_fp4.training.run import Data, Evaluation, Process, Size, due, run_
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = ArgumentParser(description="Midtrain the model")
     add_common_arguments(parser, init_lr_frac=1.0)
+    add_conversation_arguments(parser)
     add_compile_argument(parser)
     add = parser.add_argument
     # Training horizon
@@ -81,6 +84,7 @@ def train_sources(args: argparse.Namespace) -> list[Source]:
 
 def needs(args: argparse.Namespace) -> list[Need]:
     """What the mixtures load, for a plan."""
+    check_conversations(args)
     if args.data == "local":
         return []
     return [
@@ -116,6 +120,7 @@ def lr_multiplier(progress: float) -> float:
 
 def main(argv: list[str] | None = None) -> None:
     args = parse_args(argv)
+    check_conversations(args)
     args.eval_dir = resolve_eval_dir(args.eval_dir)
     run_stage(args, functools.partial(train, args))
 

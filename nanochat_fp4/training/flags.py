@@ -198,8 +198,23 @@ def add_benchmark_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--allow-missing", action="store_true", help=text)
 
 
+def add_conversation_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of a stage that trains on conversations. main and needs of the stage call check_conversations."""
+    text = "nanochat's mixture, or a small one made on the spot without a network (no benchmark numbers)"
+    parser.add_argument("--data", default="nanochat", choices=("nanochat", "local"), help=text)
+    text = "folder with train.jsonl and test.jsonl of conversations, in place of SmolTalk"
+    parser.add_argument("--sft-dir", default=None, help=text)
+    add_benchmark_arguments(parser)
+
+
+def check_conversations(args: argparse.Namespace) -> None:
+    """Raises UserError for --sft-dir with --data=local, which has no SmolTalk to replace."""
+    if args.data == "local" and args.sft_dir:
+        raise UserError("--sft-dir takes SmolTalk's place, which is not in --data=local; leave out one of the two")
+
+
 def add_common_arguments(parser: argparse.ArgumentParser, init_lr_frac: float) -> None:
-    """nanochat's flags that these stages have, and ours.
+    """The flags that all stages after pre-training have: nanochat's and ours.
 
     --state and --recompute are those of the model that the stage begins with, unless they are given.
     """
@@ -217,11 +232,6 @@ def add_common_arguments(parser: argparse.ArgumentParser, init_lr_frac: float) -
     # Model loading
     add("--model-tag", default=None, help="model tag to load from, and to save under")
     add("--model-step", type=int, default=None, help="model step to load from")
-    # Data
-    text = "nanochat's mixture, or a small one made on the spot without a network (no benchmark numbers)"
-    add("--data", default="nanochat", choices=("nanochat", "local"), help=text)
-    add("--sft-dir", default=None, help="folder with train.jsonl and test.jsonl of conversations, in place of SmolTalk")
-    add_benchmark_arguments(parser)
     # Optimization
     add("--embedding-lr", type=parse_rate, default=0.2, help="learning rate for embedding parameters (Adam)")
     add("--unembedding-lr", type=parse_rate, default=0.004, help="learning rate for unembedding parameters (Adam)")

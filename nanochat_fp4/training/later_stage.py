@@ -4,7 +4,6 @@ import argparse
 from collections.abc import Callable
 from typing import Any
 
-from nanochat_fp4.errors import UserError
 from nanochat_fp4.nvfp4.methods import get_recipe
 from nanochat_fp4.training.load_model import config_record
 from nanochat_fp4.training.report_run import report_run
@@ -13,8 +12,6 @@ from nanochat_fp4.training.run import Process, Run
 
 def begin(stage: str, source: str, args: argparse.Namespace, process: Process, compiled: bool = False) -> Run:
     """A run with its model, converted and divided. source: the stage whose model it begins with."""
-    if args.data == "local" and args.sft_dir:
-        raise UserError("--sft-dir takes SmolTalk's place, which is not in --data=local; leave out one of the two")
     run = Run(stage, args, process)
     run.begin_with_model_of(source)
     method = run.method_of_model()

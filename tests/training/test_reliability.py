@@ -50,7 +50,7 @@ class Case:
     def __init__(self, server: ForkServer, tiny_base: Path, stage: str, method: str, *flags: str, steps: int = STEPS):
         self.module, arguments, place, parent = STAGES[stage]
         self.server, self.steps = server, steps
-        arguments = [*arguments, *SHORT[stage]]
+        arguments = [*arguments, *SHORT.get(stage, [])]
         self.argv = [*arguments, f"--model-tag={TAG}", f"--num-iterations={steps}", "--save-every=1", *flags]
         self.argv += [f"--method={method}"] if stage == "base" else []
         if parent:
