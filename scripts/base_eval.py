@@ -36,7 +36,7 @@ from nanochat_fp4.data.rows import MissingDataError, read_rows
 from nanochat_fp4.errors import UserError, one_line, run_main
 from nanochat_fp4.evaluation.core_eval import TASK_TYPES, evaluate_task, fault_of, longest_input
 from nanochat_fp4.evaluation.kept import Kept, weights_hash
-from nanochat_fp4.evaluation.report import get_report
+from nanochat_fp4.evaluation.report_log import get_report
 from nanochat_fp4.files import atomic_write
 from nanochat_fp4.models.gpt import autocast
 from nanochat_fp4.models.hf_model import load_hf_model

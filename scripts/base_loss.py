@@ -23,7 +23,7 @@ from nanochat_fp4.data.tokenizer import get_token_bytes
 from nanochat_fp4.errors import UserError, run_main
 from nanochat_fp4.evaluation.kept import Kept, weights_hash
 from nanochat_fp4.evaluation.loss_eval import evaluate_bpb
-from nanochat_fp4.evaluation.report import get_report
+from nanochat_fp4.evaluation.report_log import get_report
 from nanochat_fp4.generation.engine import draw_samples
 from nanochat_fp4.models.gpt import autocast
 from nanochat_fp4.models.hf_model import load_hf_model

@@ -40,7 +40,7 @@ from nanochat_fp4.data.rows import MissingDataError
 from nanochat_fp4.errors import UserError, one_line, run_main
 from nanochat_fp4.evaluation.execution import SandboxError, describe_sandbox
 from nanochat_fp4.evaluation.kept import Kept, weights_hash
-from nanochat_fp4.evaluation.report import get_report
+from nanochat_fp4.evaluation.report_log import get_report
 from nanochat_fp4.files import atomic_write
 from nanochat_fp4.training.checkpoint_manager import weights_digest
 from nanochat_fp4.training.flags import add_benchmark_arguments, add_model_arguments, changed_flags

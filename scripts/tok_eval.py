@@ -13,7 +13,7 @@ from nanochat_fp4.console import ArgumentParser, logger, parse_finite
 from nanochat_fp4.data.dataset import add_data_arguments, ensure_data, parquets_iter_batched
 from nanochat_fp4.data.tokenizer import RustBPETokenizer, get_tokenizer
 from nanochat_fp4.errors import UserError, one_line, run_main
-from nanochat_fp4.evaluation.report import get_report
+from nanochat_fp4.evaluation.report_log import get_report
 
 # Short texts of kinds that a training corpus has more or less of.
 SAMPLES = {

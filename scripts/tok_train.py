@@ -23,7 +23,7 @@ from nanochat_fp4.data.tokenizer import (
     tokenizer_lock,
 )
 from nanochat_fp4.errors import UserError, run_main
-from nanochat_fp4.evaluation.report import get_report
+from nanochat_fp4.evaluation.report_log import get_report
 from nanochat_fp4.locks import running_runs
 from nanochat_fp4.progress import Progress
 from nanochat_fp4.training.flags import changed_flags

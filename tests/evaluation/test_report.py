@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from nanochat_fp4.errors import UserError
-from nanochat_fp4.evaluation import plots, report, report_page
+from nanochat_fp4.evaluation import plots, report, report_log, report_page
 from nanochat_fp4.evaluation.metrics import MetricsLog
-from nanochat_fp4.evaluation.report import Report, get_report
+from nanochat_fp4.evaluation.report_log import Report, get_report
 
 
 @pytest.fixture
@@ -48,7 +48,7 @@ def generated(folder: Path, drawn: bool = False) -> str:
     with pytest.MonkeyPatch.context() as m:
         if not drawn:
             m.setattr(report_page, "draw_plots", lambda *_: [])
-        path = Report(folder).generate()
+        path = report_page.generate(folder)
     assert path == str(folder / "report.md")
     json.loads((folder / "report.json").read_text())  # strict JSON: no NaN
     return Path(path).read_text()
@@ -211,7 +211,7 @@ def test_section_is_replaced_and_reset_keeps_metrics(base_dir, folder, capsys, m
 
 def test_measurements_of_an_earlier_model_are_left_out(base_dir, folder, monkeypatch):
     times = iter(["2026-01-01 10:00:00", "2026-01-01 11:00:00", "2026-01-01 12:00:00", "2026-01-01 13:00:00"])
-    monkeypatch.setattr(report.time, "strftime", lambda _: next(times))
+    monkeypatch.setattr(report_log.time, "strftime", lambda _: next(times))
     logged = get_report("d4_clover")
     logged.log("Base model loss", [], {"val_bpb": 1.0})
     logged.log("Chat evaluation sft", [], {"MMLU": 0.3})
@@ -255,7 +255,7 @@ def test_newest_telemetry_by_kind_of_layer(base_dir, folder):
 
 def test_values_of_all_kinds(folder, base_dir):
     with pytest.raises(UserError, match="nothing to report in .*; run bash speedrun_fp4.sh"):
-        Report(folder).generate()
+        report_page.generate(folder)
     odd = {"nan": math.nan, "inf": math.inf, "tensor": torch.tensor(1.5), "path": Path("/x"), "none": None, "n": 10**6}
     path = get_report().log("Some Section!", [odd, {}, "", None, 3])
     assert path.endswith("some-section.json")
@@ -276,5 +276,5 @@ def test_what_was_left_out_is_in_the_report(base_dir):
     (base_dir / "report/left_out.txt").write_text("the CORE metric, because no network. To have it: a folder\n")
     report = Report(base_dir / "report", "d2_clover")
     report.log("Base model training", [{}], {"val_bpb": 1.0})
-    text = Path(Report(base_dir / "report").generate()).read_text()
+    text = Path(report_page.generate(base_dir / "report")).read_text()
     assert "## Left out\n\n- the CORE metric, because no network. To have it: a folder\n" in text

@@ -32,7 +32,7 @@ from nanochat_fp4.data.chat_data import CustomJSON, SmolTalk, load_words
 from nanochat_fp4.data.dataset import ensure_data, parquets_iter_batched
 from nanochat_fp4.data.tokenizer import get_token_bytes, get_tokenizer
 from nanochat_fp4.errors import UserError
-from nanochat_fp4.evaluation import plots, report
+from nanochat_fp4.evaluation import plots, report_log, report_page
 from nanochat_fp4.evaluation.metrics import MetricsLog
 from nanochat_fp4.training.checkpoint_manager import find_last_step, load_checkpoint, save_checkpoint
 from nanochat_fp4.training.load_model import build_model
@@ -241,7 +241,7 @@ def bundle_kind(base: Path, tmp: Path) -> Kind:
 
 
 def report_kind(base: Path, tmp: Path) -> Kind:
-    made = report.get_report("d2_x")
+    made = report_log.get_report("d2_x")
     made.log("Base model training", [{"a": 1}], {"val_bpb": 1.0, "method": "bf16", "samples": ["x"]})
     made.log("Chat evaluation sft", [{"a": 1}], {"MMLU": {"accuracy": 0.25, "count": 10}})
     log = MetricsLog(base / "base_checkpoints" / "d2_x")
@@ -255,7 +255,7 @@ def report_kind(base: Path, tmp: Path) -> Kind:
     def read():
         with pytest.MonkeyPatch.context() as m:
             m.setattr(plots, "draw", lambda *args: None)  # slow; damaged numbers reach it in test_report.py
-            report.get_report().generate()
+            report_page.generate(report_log.get_report().report_dir)
         log.rewind(2)
 
     paths = [log.path, *(base / "report" / "d2_x").glob("*.json")]
