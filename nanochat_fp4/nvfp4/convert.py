@@ -16,14 +16,13 @@ import torch.distributed as dist
 from torch import nn
 
 from nanochat_fp4.nvfp4.experts import LINEARS, ExpertLinear, as_quantized_experts, routers, stacked_linears
+from nanochat_fp4.nvfp4.heads import is_conv1d, is_linear, linear_layers, output_heads, sizes_of
 from nanochat_fp4.nvfp4.linear import COMPUTE_DTYPES, QuantLinear
 from nanochat_fp4.nvfp4.methods import get_recipe
 from nanochat_fp4.nvfp4.places import KINDS, layer_kind
 from nanochat_fp4.nvfp4.recipes import Recipe
 from nanochat_fp4.nvfp4.training import expect_calls
 
-# Output heads by name: their error reaches the loss without any averaging, and all recipes keep them in BF16.
-HEAD_NAMES = ("lm_head", "*.lm_head")
 ADAPTER_PARTS = {"lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B"}  # peft's
 ADAPTER = "an adapter's low-rank factor"
 # Kinds of weights that are meant to stay in high precision.
@@ -126,8 +125,9 @@ def convert(
 
     `model.nf_report` names the layers that were converted, and those that were not, with the reason. Works on meta or
     real tensors, before torch.compile; converting again changes the method. Subclasses of nn.Linear are converted if
-    they override forward alone (dtype handling). Raises ValueError for arguments of other types, an unknown method, a
-    pattern that matches nothing, or a model in which nothing can be converted.
+    they override forward alone, and it computes x . weight^T + bias in whatever dtype: that is tried on a small layer.
+    A layer that stands at several places of the model goes by all of their names. Raises ValueError for arguments of
+    other types, an unknown method, a pattern that matches nothing, or a model in which nothing can be converted.
 
     >>> model = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.GELU(), torch.nn.Linear(64, 5))
     >>> model = nf.convert(model, "clover", verbose=False)
@@ -147,25 +147,27 @@ def convert(
         recipe = recipe.forward_only()
     if recipe.quantizes:
         as_quantized_experts(model)
-    linears = linear_layers(model)
-    heads, choosers = output_heads(model, linears), routers(model)
+    all_names = linear_layers(model)
+    linears = {names[0]: linear for linear, names in all_names.items()}
+    heads, choosers = output_heads(model), routers(model) & set(all_names)
     for pattern in skip:
-        if not any(_in_pattern(name, pattern) for name in linears):
+        if not any(_in_pattern(name, pattern) for names in all_names.values() for name in names):
             raise ValueError(
                 f"convert: the skip pattern {pattern!r} matches no linear layer; there are: {_some(linears)}"
             )
     keep_last_blocks = keep_last_blocks or _kept_blocks(model, recipe)
     kept_blocks = _end_blocks(model, keep_first_blocks, keep_last_blocks)
-    meant = dict.fromkeys(choosers, ROUTERS)  # layers that stay in high precision on purpose -> their kind
+    meant = {all_names[layer][0]: ROUTERS for layer in choosers}  # layers in high precision on purpose -> their kind
     report = ConvertReport(recipe)
     for name, linear in linears.items():
-        head = "the output head stays in full precision" if name in heads else None
-        head = head or ("a router stays in full precision" if name in choosers else None)
-        named = head or _skip_reason(name, skip)
+        names = all_names[linear]
+        head = "the output head stays in full precision" if linear in heads else None
+        head = head or ("a router stays in full precision" if linear in choosers else None)
+        named = head or _skip_reason(names, skip)
         reason = named or _subclass_reason(linear)
-        kind = layer_kind(name)
-        reason = reason or reason_to_leave(name, linear) or _unsupported_reason(linear, recipe.of(kind))
-        if any(name.startswith(block + ".") for block in kept_blocks):
+        kind = next(filter(None, map(layer_kind, names)), None)
+        reason = reason or reason_to_leave(names, linear) or _unsupported_reason(linear, recipe.of(kind))
+        if any(name.startswith(block + ".") for name in names for block in kept_blocks):
             if not reason:
                 report.kept.append(name)
             reason = named or "in a first or last block kept in full precision"
@@ -187,7 +189,7 @@ def convert(
         reason = "; ".join(reasons) or "the model has none"
         raise ValueError(f"convert: no linear layer could be converted ({reason})")
     if recipe.kinds:
-        report.kinds = {name: layer_kind(name) for name in report.converted}
+        report.kinds = {name: linears[name].kind for name in report.converted}
         if not any(report.kinds.values()):
             raise ValueError(
                 f"convert: {recipe.name} has recipes for {', '.join(kind for kind, _ in recipe.kinds)} layers, and the "
@@ -234,13 +236,12 @@ def _unsupported_reason(linear: nn.Module, recipe: Recipe) -> str | None:
     """Why this layer cannot be computed with this recipe, or None."""
     if isinstance(linear, QuantLinear):
         return linear.problem_with(recipe)
-    is_linear = isinstance(linear, nn.Linear)
-    sizes = (linear.in_features, linear.out_features) if is_linear else linear.weight.shape
-    return recipe.problem_with_sizes(*sizes)
+    return recipe.problem_with_sizes(*sizes_of(linear))
 
 
-def _skip_reason(name: str, skip: Sequence[str]) -> str | None:
-    return next((f"skip pattern {pattern!r}" for pattern in skip if _in_pattern(name, pattern)), None)
+def _skip_reason(names: Sequence[str], skip: Sequence[str]) -> str | None:
+    found = (pattern for pattern in skip if any(_in_pattern(name, pattern) for name in names))
+    return next((f"skip pattern {pattern!r}" for pattern in found), None)
 
 
 def _in_pattern(name: str, pattern: str) -> bool:
@@ -253,13 +254,32 @@ def _subclass_reason(linear: nn.Linear) -> str | None:
     """A subclass is safe to replace if it only overrides forward: it then has no state or behaviour to lose."""
     if isinstance(linear, QuantLinear) or is_conv1d(linear):
         return None
+    if nn.parameter.is_lazy(linear._parameters.get("weight")):
+        return "its sizes are not known before the model's first call; call the model, then convert it"
     for cls in type(linear).__mro__[: type(linear).__mro__.index(nn.Linear)]:
         if cls is nn.modules.linear.NonDynamicallyQuantizableLinear:
             return "nn.MultiheadAttention takes its weight and does not call it"
         extra = [k for k in vars(cls) if not (k.startswith("__") and k.endswith("__")) and k != "forward"]
         if "__init__" in vars(cls) or extra:
             return f"{type(linear).__name__} changes more of nn.Linear than forward"
+    if type(linear).forward is not nn.Linear.forward and not _is_weight_times_input(linear):
+        return f"the forward of {type(linear).__name__} computes something else than x . weight^T + bias"
     return None
+
+
+def _is_weight_times_input(linear: nn.Linear) -> bool:
+    """Whether the forward of a subclass gives x . weight^T + bias, in any dtype: tried on a small layer like this."""
+    values = torch.linspace(-1, 1, 16 * 16, device="cpu").view(16, 16)
+    x, weight, bias = values[:4].sin(), values.cos(), None if linear.bias is None else 8 + values[5]
+    small = object.__new__(type(linear))
+    vars(small).update(vars(linear), in_features=16, out_features=16, _parameters={"weight": weight, "bias": bias})
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            got = type(linear).forward(small, x).float()
+    except Exception:  # whatever a stranger's code raises: it cannot be tried, so nothing is known of it
+        return False
+    want = nn.functional.linear(x, weight, bias)
+    return got.shape == want.shape and bool((got - want).abs().max() < 0.02 * want.abs().max())
 
 
 def _blocks(model: nn.Module) -> list[str]:
@@ -304,56 +324,9 @@ def _some(names) -> str:
 # The part of a model that convert reaches, by types, names and shapes. Nothing of the model is run.
 
 
-def is_conv1d(module: nn.Module) -> bool:
-    """Whether the module is transformers' Conv1D, the linear layer of GPT-2 with a weight (in, out)."""
-    return any(f"{c.__module__}.{c.__name__}" == "transformers.pytorch_utils.Conv1D" for c in type(module).__mro__)
-
-
-def linear_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """Name -> module of all that can be converted by its type: nn.Linear and transformers' Conv1D."""
-    return {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear) or is_conv1d(m)}
-
-
-def output_heads(model: nn.Module, linears: Iterable[str]) -> set[str]:
-    """Names of the linear layers that make the model's output.
-
-    A head is found by its name, or by its weight, which is that of an embedding. Else it is the result of
-    get_output_embeddings() of the model, or of a model in it. Else it is a linear layer in no block that has the shape
-    of an embedding, in whatever order the two are defined. Else it is the last linear layer, if that comes after a
-    stack of blocks and is in no block (a classifier).
-    """
-    linears = list(linears)
-    modules = dict(model.named_modules())
-    tables = [m.weight for m in modules.values() if isinstance(m, nn.Embedding)]
-    tied = {name for name in linears if any(modules[name]._parameters.get("weight") is table for table in tables)}
-    named = {name for name in linears if any(fnmatch.fnmatchcase(name, pattern) for pattern in HEAD_NAMES)}
-    if named or tied:
-        return named | tied
-    outputs = [m.get_output_embeddings() for m in modules.values() if hasattr(m, "get_output_embeddings")]
-    if embedded := {name for name in linears if any(modules[name] is output for output in outputs)}:
-        return embedded
-    stacks = [
-        name
-        for name, m in modules.items()
-        if isinstance(m, nn.ModuleList | nn.Sequential)
-        and any(not isinstance(child, nn.Linear) and list(linear_layers(child)) for child in m)
-        and name
-    ]
-    inside = {name for name in linears if any(name.startswith(stack + ".") for stack in stacks)}
-    outside = [name for name in linears if name not in inside] if inside else []
-    shapes = {table.shape for table in tables}
-    if alike := {name for name in outside if isinstance(modules[name], nn.Linear) and _shape(modules[name]) in shapes}:
-        return alike
-    return set(outside).intersection(linears[-1:])
-
-
-def _shape(linear: nn.Linear) -> tuple[int, int]:
-    return linear.out_features, linear.in_features
-
-
-def reason_to_leave(name: str, linear: nn.Module) -> str | None:
-    """Why a linear layer cannot be replaced by one that only computes differently, or None."""
-    if ADAPTER_PARTS.intersection(name.split(".")):
+def reason_to_leave(names: Sequence[str], linear: nn.Module) -> str | None:
+    """Why a linear layer of these names cannot be replaced by one that only computes differently, or None."""
+    if any(ADAPTER_PARTS.intersection(name.split(".")) for name in names):
         return ADAPTER
     if "weight" not in linear._parameters and not isinstance(linear, ExpertLinear):
         return "its weight is computed from other parameters (weight norm and the like)"
@@ -374,7 +347,7 @@ def call_every_layer(model: nn.Module) -> list[str]:
 
 
 def shares(
-    model: nn.Module, converted: Iterable[str], heads: set[str], meant: Mapping[str, str] | None = None
+    model: nn.Module, converted: Iterable[str], heads: set[nn.Module], meant: Mapping[str, str] | None = None
 ) -> tuple[float, float, dict[str, float]]:
     """(share of the weights in matrix products that converted layers hold, the same without the output heads, and what
     else there is: kind -> share). Weights of embeddings and norms are in no product and are not counted; a head that
@@ -383,13 +356,16 @@ def shares(
     meant: names of linear layers that stay in high precision on purpose -> their kind, of ON_PURPOSE
     """
     converted, meant = set(converted), meant or {}
-    modules = dict(model.named_modules())
     counted: dict[int, tuple[str, int]] = {}  # id of a parameter -> (kind, elements)
-    for name, module in modules.items():
-        linear = isinstance(module, nn.Linear) or is_conv1d(module)
+    # A weight that several modules share counts as the last one's.
+    rank = lambda item: (is_linear(item[1]), item[1] in heads, item[0] in converted)  # noqa: E731
+    for name, module in sorted(model.named_modules(), key=rank):
+        linear = is_linear(module)
         experts = stacked_linears(module)
         for parameter_name, parameter in module.named_parameters(recurse=False):
-            if parameter.dim() < 2 or isinstance(module, nn.Embedding | nn.EmbeddingBag):
+            if nn.parameter.is_lazy(parameter) or parameter.dim() < 2:
+                continue
+            if isinstance(module, nn.Embedding | nn.EmbeddingBag):
                 continue
             if "bias" in parameter_name:
                 continue  # of experts: one for each
@@ -397,7 +373,7 @@ def shares(
                 continue  # added to each row of a batch: a vision transformer's positions
             kind = _kind(module, parameter_name, parameter.dim())
             if linear:
-                kind = "quantized" if name in converted else "head" if name in heads else meant.get(name, LEFT_ALONE)
+                kind = "quantized" if name in converted else "head" if module in heads else meant.get(name, LEFT_ALONE)
             elif parameter_name in experts:
                 slices = {f"{name}.{LINEARS}.{parameter_name}.{i}" for i in range(len(experts[parameter_name]))}
                 kind = "quantized" if slices <= converted else "experts left alone"

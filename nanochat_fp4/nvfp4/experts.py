@@ -152,7 +152,10 @@ def layout_of(module: nn.Module) -> Layout | None:
 
     A further child is something that the layout's forward would not call: a norm, or an expert that is the identity.
     """
-    names = {name: p.dim() for name, p in module.named_parameters(recurse=False)}
+    parameters = dict(module.named_parameters(recurse=False))
+    if any(nn.parameter.is_lazy(parameter) for parameter in parameters.values()):
+        return None
+    names = {name: parameter.dim() for name, parameter in parameters.items()}
     if not {name for name, _ in module.named_children()} <= {"act_fn", LINEARS}:
         return None
     for layout in LAYOUTS:
@@ -214,12 +217,11 @@ def _without_state(base: type[nn.Module], parameters: tuple[str, ...]) -> nn.Mod
     return cls.__new__(cls)
 
 
-def routers(model: nn.Module) -> set[str]:
-    """Names of the linear layers that choose experts: they stand beside them and have an output for each."""
-    names = set()
-    for name, parent in model.named_modules():
-        children = dict(parent.named_children())
-        sizes = {len(parts) for child in children.values() for parts in stacked_linears(child).values()}
-        found = [n for n, child in children.items() if getattr(child, "out_features", None) in sizes]
-        names |= {f"{name}.{n}" if name else n for n in found}
-    return names
+def routers(model: nn.Module) -> set[nn.Module]:
+    """The linear layers that choose experts: they stand beside the experts and have an output for each."""
+    found = set()
+    for parent in model.modules():
+        children = list(parent.children())
+        sizes = {len(parts) for child in children for parts in stacked_linears(child).values()}
+        found |= {child for child in children if getattr(child, "out_features", None) in sizes}
+    return found

@@ -2,6 +2,7 @@
 
 import copy
 import io
+import pickle
 
 import pytest
 import torch
@@ -172,7 +173,7 @@ def test_subclasses():
     """Replaced if they override forward alone; anything with state or methods of its own is left alone."""
     model = nn.ModuleDict(
         {
-            "casting": CastingLinear(16, 16),
+            "casting": CastingLinear(16, 16, bias=False),
             "scaled": Scaled(16, 16),
             "helper": Lazy(16, 16),
             "attention": nn.MultiheadAttention(16, 2),
@@ -245,8 +246,11 @@ def test_state_dicts_are_interchangeable():
 
 def test_a_converted_model_survives_saving_and_copying():
     model = converted(Model())
-    twin = copy.deepcopy(model)
-    assert torch.equal(twin(TOKENS), model(TOKENS)) and kinds(twin) == kinds(model)
+    whole = io.BytesIO()
+    torch.save(model, whole)
+    whole.seek(0)
+    for twin in (torch.load(whole, weights_only=False), pickle.loads(pickle.dumps(model)), copy.deepcopy(model)):
+        assert torch.equal(twin(TOKENS), model(TOKENS)) and kinds(twin) == kinds(model)
     file = io.BytesIO()
     torch.save(model.state_dict(), file)
     file.seek(0)

@@ -1,5 +1,7 @@
 """What convert keeps in full precision wherever it is defined, and what it says of a model."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -7,28 +9,143 @@ from torch import nn
 import nanochat_fp4 as nf
 
 
-class HeadFirst(nn.Module):
-    def __init__(self, tie: bool = False, bias: bool = False):
+class Block(nn.Module):
+    def __init__(self, width: int = 64):
         super().__init__()
-        self.emb = nn.Embedding(256, 64)
-        self.unembed = nn.Linear(64, 256, bias=bias)
-        if tie:
-            self.unembed.weight = self.emb.weight
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64)) for _ in range(2))
-        self.project = nn.Linear(64, 64)
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
 
 
-@pytest.mark.parametrize("tie, bias", [(False, False), (True, False), (False, True), (True, True)])
-def test_an_output_head_is_kept_wherever_it_is_defined(tie, bias):
-    report = nf.convert(HeadFirst(tie, bias), verbose=False).nf_report
-    assert "unembed" in dict(report.left_alone)
-    assert {"blocks.0.0", "blocks.1.2"} <= set(report.converted)
+def model_of(**parts: nn.Module) -> nn.Module:
+    """A model with these parts, in this order."""
+    model = nn.Module()
+    for name, part in parts.items():
+        model.add_module(name, part)
+    return model
 
 
-def test_a_tied_weight_stays_without_a_stack_of_blocks():
-    model = nn.ModuleDict({"emb": nn.Embedding(64, 32), "out": nn.Linear(32, 64), "mlp": nn.Linear(32, 32)})
-    model["out"].weight = model["emb"].weight
-    assert nf.convert(model, verbose=False).nf_report.converted == ["mlp"]
+def tied(layer: nn.Linear, other: nn.Module, parameter: str = "weight") -> nn.Linear:
+    layer.weight = getattr(other, parameter)
+    return layer
+
+
+def blocks(stack=nn.ModuleList) -> nn.Module:
+    children = [Block(), Block()]
+    return stack({"0": children[0], "1": children[1]}) if stack is nn.ModuleDict else stack(children)
+
+
+class Table(nn.Module):
+    """An embedding of one's own."""
+
+    def __init__(self):
+        super().__init__()
+        self.rows = nn.Parameter(torch.zeros(256, 64))
+
+
+def tied_to_a_table():
+    table = Table()
+    return model_of(table=table, out=tied(nn.Linear(64, 256, bias=False), table, "rows"), blocks=blocks())
+
+
+def tied_to_a_head_in_a_block():
+    head, last = nn.Linear(64, 256), nn.ModuleDict({"block": Block(), "head": nn.Linear(64, 256)})
+    tied(last["head"], head)
+    return model_of(lm_head=head, blocks=blocks(), predictors=nn.ModuleList([last]))
+
+
+def with_a_second_name():
+    head = nn.Linear(64, 80)
+    return model_of(project=head, lm_head=head, blocks=blocks())
+
+
+def no_stack_of_blocks():
+    return model_of(emb=nn.Embedding(256, 64), out=nn.Linear(64, 256), first=Block(), second=Block())
+
+
+def embedded(rows: int, head: nn.Linear, table: type = nn.Embedding):
+    return model_of(emb=table(rows, 64), unembed=head, blocks=blocks(), project=nn.Linear(64, 64))
+
+
+def embedded_and_tied(bias: bool):
+    table = nn.Embedding(256, 64)
+    return model_of(emb=table, unembed=tied(nn.Linear(64, 256, bias=bias), table), blocks=blocks())
+
+
+@pytest.mark.parametrize(
+    "build, heads",
+    [
+        (lambda: embedded(256, nn.Linear(64, 256)), {"unembed"}),
+        (lambda: embedded(256, nn.Linear(64, 256, bias=False), nn.EmbeddingBag), {"unembed"}),
+        (lambda: embedded(250, nn.Linear(64, 256)), {"unembed"}),  # padded
+        (lambda: embedded_and_tied(bias=False), {"unembed"}),
+        (lambda: embedded_and_tied(bias=True), {"unembed"}),
+        (tied_to_a_table, {"out"}),
+        (tied_to_a_head_in_a_block, {"lm_head", "predictors.0.head"}),
+        (with_a_second_name, {"project"}),
+        (no_stack_of_blocks, {"out"}),
+        (lambda: model_of(emb=nn.Embedding(256, 64), more=nn.Linear(64, 256), lm_head=nn.Linear(64, 80)),
+         {"more", "lm_head"}),
+        (lambda: model_of(classes=nn.Linear(64, 16), blocks=blocks(), patches=nn.Linear(48, 64)), {"classes"}),
+        (lambda: model_of(classes=nn.Linear(64, 32), blocks=blocks(nn.ModuleDict)), {"classes"}),
+        (lambda: model_of(blocks=blocks(), classes=nn.Linear(64, 64)), {"classes"}),
+    ],
+)  # fmt: skip
+def test_an_output_head_is_kept_wherever_it_is_defined(build, heads):
+    """In 4 bits its error would reach the loss without any averaging."""
+    model = build()
+    model.add_module("mlp", nn.ModuleList([Block()]))
+    report = nf.convert(model, verbose=False).nf_report
+    assert dict(report.left_alone) == dict.fromkeys(heads, "the output head stays in full precision")
+
+
+def test_a_layer_at_two_places_of_a_model_has_both_names():
+    """A pattern, or a block that is kept, holds for the layer wherever it stands."""
+    block = Block()
+    model = nn.ModuleDict({"h": nn.ModuleList([block, Block(), block]), "alias": nn.ModuleList([block.up])})
+    report = nf.convert(model, keep_last_blocks=1, verbose=False).nf_report
+    assert report.converted == ["h.1.up", "h.1.down"]
+    skipped = nf.convert(model, skip=["alias.*"], verbose=False).nf_report
+    assert dict(skipped.left_alone) == {"h.0.up": "skip pattern 'alias.*'"}
+
+
+@pytest.mark.parametrize("skipped", ["0", "1"])
+def test_layers_that_share_weight_and_bias(skipped):
+    """Each computes as its own method says, and their gradients add up; a shared weight counts as quantized."""
+    layers = nn.Linear(64, 64), nn.Linear(64, 64)
+    layers[1].weight, layers[1].bias = layers[0].weight, layers[0].bias
+    model, x = nf.convert(nn.Sequential(*layers), skip=[skipped], verbose=False), torch.randn(16, 64)
+    assert model.nf_report.quantized == 1
+    apart = copy.deepcopy(model)
+    for name in ("weight", "bias"):
+        setattr(apart[1], name, nn.Parameter(getattr(model[0], name).detach().clone()))
+    grads = []
+    for m in (model, apart):
+        torch.manual_seed(0)
+        with nf.quantize_weights_once(m), nf.accumulate_gradients(m):
+            m(x).square().sum().backward()
+        grads.append([p.grad for p in m.parameters()])
+    weight, bias, *others = grads[1]
+    torch.testing.assert_close(grads[0], [weight + others[0], bias + others[1]])
+
+
+class Halved(nn.Linear):
+    def forward(self, x):
+        return super().forward(x) / 2
+
+
+class WithoutItsBias(nn.Linear):
+    def forward(self, x):
+        return nn.functional.linear(x, self.weight.to(x.dtype))
+
+
+def test_a_forward_that_computes_something_else_is_left_alone():
+    """Converted, the layer would lose the factor, or gain a bias, without a word."""
+    parts = Halved(32, 32), WithoutItsBias(32, 32), WithoutItsBias(32, 32, bias=False), nn.LazyLinear(32)
+    state = torch.get_rng_state()
+    report = nf.convert(nn.Sequential(*parts), verbose=False).nf_report
+    assert report.converted == ["2"] and torch.equal(torch.get_rng_state(), state)
+    reasons = dict(report.left_alone)
+    assert "Halved computes something else" in reasons["0"] and "WithoutItsBias computes" in reasons["1"]
+    assert "sizes are not known" in reasons["3"]
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float64])

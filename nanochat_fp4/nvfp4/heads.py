@@ -1,0 +1,122 @@
+"""The linear layers of a model, all of their names, and those that make the model's output.
+
+All recipes keep output heads in BF16, because a head's error reaches the loss without any averaging. A head is told by
+names, shared parameters and shapes, in whatever order the model defines its layers. Nothing of the model is run.
+"""
+
+import fnmatch
+from collections import Counter
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+HEAD_NAMES = ("lm_head", "*.lm_head")
+PADDING = 1 / 8  # A head may have so many rows more than the embedding, or fewer: vocabularies are padded.
+
+
+def is_conv1d(module: nn.Module) -> bool:
+    """Whether the module is transformers' Conv1D, the linear layer of GPT-2 with a weight (in, out)."""
+    return any(f"{c.__module__}.{c.__name__}" == "transformers.pytorch_utils.Conv1D" for c in type(module).__mro__)
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Whether convert can replace a layer of this type: nn.Linear, its subclasses and transformers' Conv1D."""
+    return isinstance(module, nn.Linear) or is_conv1d(module)
+
+
+def sizes_of(linear: nn.Module) -> tuple[int, int]:
+    """(in_features, out_features) of a linear layer."""
+    if isinstance(linear, nn.Linear):
+        return linear.in_features, linear.out_features
+    return linear.weight.shape[0], linear.weight.shape[1]
+
+
+def linear_layers(model: nn.Module) -> dict[nn.Module, list[str]]:
+    """Each linear layer of the model with all of its names. A model may hold a layer at several places."""
+    names: dict[nn.Module, list[str]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        if is_linear(module):
+            names.setdefault(module, []).append(name)
+    return names
+
+
+def output_heads(model: nn.Module) -> set[nn.Module]:
+    """The linear layers that make the model's output.
+
+    These are output heads:
+
+    - a layer that is called lm_head, or that get_output_embeddings() of a model returns
+    - a layer that has the weight of an embedding. Outside of the blocks, the weight may also belong to another module
+      that is no linear layer, which looks rows up in it.
+    - outside of the blocks, a layer with an embedding's shape, padding of the vocabulary aside
+    - a layer that shares its weight with one of these
+
+    In a model without such a layer, the heads are the layers outside of the blocks that read the blocks' width and give
+    another one (a classifier). If there is none either, the head is the last layer outside of the blocks that does not
+    lead into them.
+    """
+    layers = linear_layers(model)
+    modules = list(model.modules())
+    blocks = blocks_of(model)
+    inside = {layer for block in blocks for layer in block.modules() if layer in layers}
+    inside |= {m.out_proj for m in modules if isinstance(m, nn.MultiheadAttention)}
+    outside = [layer for layer in layers if layer not in inside]
+    embeddings = [m for m in modules if isinstance(m, nn.Embedding | nn.EmbeddingBag)]
+    looked_up = [m._parameters.values() for m in modules if not is_linear(m) and m not in embeddings]
+
+    heads = {layer for layer, names in layers.items() if any(_is_head_name(name) for name in names)}
+    heads |= {m.get_output_embeddings() for m in modules if hasattr(m, "get_output_embeddings")} & set(layers)
+    heads |= {layer for layer in layers if _holds(layer, (table.weight for table in embeddings))}
+    heads |= {layer for layer in outside if any(_holds(layer, parameters) for parameters in looked_up)}
+    heads |= {layer for layer in outside if any(_has_shape_of(layer, table) for table in embeddings)}
+    if not heads and blocks:
+        heads = _by_width(blocks, outside)
+    return heads | {layer for layer in layers if _holds(layer, (head._parameters.get("weight") for head in heads))}
+
+
+def _by_width(blocks: list[nn.Module], outside: list[nn.Module]) -> set[nn.Module]:
+    """The layers outside that lead from the blocks to something else. The first layer of a block reads its width."""
+    widths = {sizes_of(next(iter(linear_layers(block))))[0] for block in blocks}
+    reading = [layer for layer in outside if sizes_of(layer)[0] in widths]
+    leading_out = {layer for layer in reading if sizes_of(layer)[1] not in widths}
+    elsewhere = [layer for layer in outside if layer in reading or sizes_of(layer)[1] not in widths]
+    return leading_out or set(elsewhere[-1:])
+
+
+def blocks_of(model: nn.Module) -> list[nn.Module]:
+    """The blocks of the model: what lists of modules hold, or else what the model has several of, of one class.
+
+    A linear layer by itself is no block, and neither is a module without linear layers.
+    """
+    modules = list(model.modules())
+    stacks = [m.children() for m in modules if m is not model and _is_stack(m)]
+    blocks = [child for stack in stacks for child in stack]
+    if not blocks:
+        count = Counter(type(m) for m in modules)
+        blocks = [m for m in modules if count[type(m)] > 1 and not type(m).__module__.startswith("torch.nn.")]
+    return [block for block in blocks if not is_linear(block) and linear_layers(block)]
+
+
+def _is_stack(module: nn.Module) -> bool:
+    """Whether this module lists blocks. A dictionary does if its entries have one class: it may be a whole model."""
+    with_layers = [child for child in module.children() if not is_linear(child) and linear_layers(child)]
+    if isinstance(module, nn.ModuleDict):
+        return len(with_layers) > 1 and len({type(child) for child in module.children()}) == 1
+    return isinstance(module, nn.ModuleList | nn.Sequential) and bool(with_layers)
+
+
+def _is_head_name(name: str) -> bool:
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in HEAD_NAMES)
+
+
+def _holds(layer: nn.Module, parameters: Iterable[torch.Tensor | None]) -> bool:
+    """Whether the layer's weight is one of these parameters. A weight that is computed is none."""
+    weight = layer._parameters.get("weight")
+    return weight is not None and any(weight is parameter for parameter in parameters)
+
+
+def _has_shape_of(layer: nn.Module, table: nn.Module) -> bool:
+    width, outputs = sizes_of(layer)
+    rows = table.num_embeddings
+    return width == table.embedding_dim and abs(outputs - rows) <= PADDING * rows
