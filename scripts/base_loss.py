@@ -43,6 +43,15 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
+def check_flags(args: argparse.Namespace, sequence_len: int, processes: int) -> None:
+    """Raises UserError for what this stage would refuse, for a plan."""
+    if args.split_tokens <= 0 or args.split_tokens % sequence_len:
+        problem = f"--split-tokens={args.split_tokens} is not a multiple of {sequence_len}, the tokens of a row"
+        raise UserError(f"{problem}; choose a multiple")
+    if args.device_batch_size < 1:
+        raise UserError(f"--device-batch-size={args.device_batch_size} has no row; use at least 1")
+
+
 def main(argv: list[str] | None = None) -> None:
     args = parse_args(argv)
     with joined_processes(args.device_type) as (rank, world_size, device):
@@ -63,9 +72,7 @@ def evaluate(args: argparse.Namespace, device: torch.device, rank: int, world_si
         method = checkpoint_method(meta, args.method)  # the forward pass at the end of the run
         model_tag = meta.model_tag or args.model_tag
         name = f"base model {model_tag} (step {meta.step})"
-    if args.split_tokens <= 0 or args.split_tokens % sequence_len:
-        problem = f"--split-tokens={args.split_tokens} is not a multiple of {sequence_len}, the tokens of a row"
-        raise UserError(f"{problem}; choose a multiple")
+    check_flags(args, sequence_len, world_size)
     nf.convert(model, method, per_token_in_eval=False)
     print0(f"Evaluating {name} on {data_dir}")
 

@@ -42,6 +42,7 @@ from nanochat_fp4.evaluation.execution import SandboxError, describe_sandbox
 from nanochat_fp4.evaluation.kept import Kept, weights_hash
 from nanochat_fp4.evaluation.report_log import get_report
 from nanochat_fp4.files import atomic_write
+from nanochat_fp4.models.gpt import ROTARY_FACTOR
 from nanochat_fp4.training.checkpoint_manager import weights_digest
 from nanochat_fp4.training.flags import add_benchmark_arguments, add_model_arguments, changed_flags
 from nanochat_fp4.training.load_model import SOURCES, checkpoint_folder, load_for_inference
@@ -133,6 +134,21 @@ def sandbox_problem() -> str | None:
     return None
 
 
+def check_flags(args: argparse.Namespace, sequence_len: int | None = None, processes: int = 1) -> None:
+    """Raises UserError for what this stage would refuse, for a plan. sequence_len: of the base model, where known."""
+    if args.max_problems is not None and args.max_problems < 1:
+        raise UserError(f"--max-problems={args.max_problems} leaves nothing to evaluate; use at least 1")
+    if args.temperature < 0:
+        raise UserError(f"--temperature={args.temperature} is negative; use 0 for the most likely answer")
+    if min(args.batch_size, args.num_samples, args.max_new_tokens) < 1:
+        flags = f"--batch-size={args.batch_size}, --num-samples={args.num_samples}"
+        raise UserError(f"{flags} and --max-new-tokens={args.max_new_tokens} must be at least 1")
+    positions = sequence_len and ROTARY_FACTOR * sequence_len
+    if positions and args.max_new_tokens > positions - 2:
+        problem = f"--max-new-tokens={args.max_new_tokens} leaves no room for a prompt"
+        raise UserError(f"{problem} in the model's {positions} positions; lower --max-new-tokens")
+
+
 def chatcore(scores: dict[str, Score]) -> float | None:
     """Mean over nanochat's six tasks of accuracy, 0 at guessing and 1 at perfection; None without all six."""
     if not all(name in scores for name in TASKS):
@@ -144,10 +160,7 @@ def chatcore(scores: dict[str, Score]) -> float | None:
 def main(argv: list[str] | None = None) -> None:
     args = parse_args(argv)
     names = chosen_tasks(args.task_name)
-    if args.max_problems is not None and args.max_problems < 1:
-        raise UserError(f"--max-problems={args.max_problems} leaves nothing to evaluate; use at least 1")
-    if args.temperature < 0:
-        raise UserError(f"--temperature={args.temperature} is negative; use 0 for the most likely answer")
+    check_flags(args)
     with joined_processes(args.device_type, args.seed) as (rank, _, device):
         evaluate(args, names, device, rank)
 

@@ -39,6 +39,7 @@ from nanochat_fp4.training.flags import (
     add_conversation_arguments,
     changed_flags,
     check_conversations,
+    check_iterations,
     steps_of_epochs,
 )
 from nanochat_fp4.training.run import Data, Evaluation, Process, Run, Size, due, run_stage
@@ -95,6 +96,31 @@ def needs(args: argparse.Namespace) -> list[Need]:
         needed.identity_conversations(),
         needed.words(args.eval_dir),
     ]
+
+
+def batches(args: argparse.Namespace, processes: int, most: int = 4) -> int:
+    """Rows of a device. Raises UserError for flags that do not go together. most: rows where no flag says how many."""
+    examples, B = args.target_examples_per_step, args.device_batch_size
+    if B is None:
+        B = next((B for B in range(min(4, most), 1, -1) if examples % (B * processes) == 0), 1)
+    if B < 1 or examples < 1 or examples % (B * processes):
+        batch = f"{B * processes} (--device-batch-size {B} on {processes} device(s))"
+        problem = f"--target-examples-per-step={examples} is not a multiple of {batch}"
+        raise UserError(f"{problem}; choose a multiple, or another --device-batch-size")
+    return B
+
+
+def check_flags(args: argparse.Namespace, sequence_len: int, processes: int) -> None:
+    """Raises UserError for what this stage would refuse, for a plan."""
+    check_iterations(args.num_iterations)
+    if args.num_iterations == -1 and args.num_epochs < 1:
+        raise UserError(f"--num-epochs={args.num_epochs} makes no step; use at least 1, or --num-iterations")
+    batches(args, processes)
+    if args.eval_steps < 1:
+        raise UserError(f"--eval-steps={args.eval_steps} measures nothing; use at least 1")
+    if args.eval_metrics_every > 0 and args.eval_metrics_max_problems < 1:
+        problem = f"--eval-metrics-max-problems={args.eval_metrics_max_problems} measures nothing"
+        raise UserError(f"{problem}; use at least 1, or --eval-metrics-every=-1")
 
 
 def val_sources(args: argparse.Namespace) -> list[Source]:
@@ -172,16 +198,8 @@ class Measures:
 def train(args: argparse.Namespace, process: Process) -> None:
     examples, world_size = args.target_examples_per_step, process.world_size
     run = later_stage.begin("sft", args.source, args, process)
-    B = min(4, run.trained.device_batch_size or 4) if args.device_batch_size is None else args.device_batch_size
-    if B < 1 or examples < 1 or examples % (B * world_size):
-        batch = f"{B * world_size} (--device-batch-size {B} on {world_size} device(s))"
-        problem = f"--target-examples-per-step={examples} is not a multiple of {batch}"
-        raise UserError(f"{problem}; choose a multiple, or another --device-batch-size")
-    if args.eval_steps < 1:
-        raise UserError(f"--eval-steps={args.eval_steps} measures nothing; use at least 1")
-    if args.eval_metrics_every > 0 and args.eval_metrics_max_problems < 1:
-        problem = f"--eval-metrics-max-problems={args.eval_metrics_max_problems} measures nothing"
-        raise UserError(f"{problem}; use at least 1, or --eval-metrics-every=-1")
+    check_flags(args, run.model.config.sequence_len, world_size)
+    B = batches(args, world_size, run.trained.device_batch_size or 4)
     tokenizer, max_tokens = run.tokenizer, run.model.config.sequence_len
 
     train_parts = train_sources(args)

@@ -98,6 +98,25 @@ def needs(args: argparse.Namespace) -> list[Need]:
     ]
 
 
+def batches(args: argparse.Namespace, sequence_len: int, processes: int, most: int = 32) -> tuple[int, int, int]:
+    """(rows of a device, rows and batches of an evaluation). Raises UserError for flags that do not go together.
+
+    sequence_len: of the base model. most: rows that a device takes where no flag says how many.
+    """
+    T, total = args.max_seq_len or sequence_len, args.total_batch_size
+    B = args.device_batch_size
+    if B is None:
+        B = next((B for B in range(min(32, most), 1, -1) if total > 0 and total % (B * T * processes) == 0), 1)
+    plan_accumulation(total, B, T, processes)
+    return B, *evaluation_rows(args.eval_tokens, B, T, processes)
+
+
+def check_flags(args: argparse.Namespace, sequence_len: int, processes: int) -> None:
+    """Raises UserError for what this stage would refuse, for a plan."""
+    check_iterations(args.num_iterations)
+    batches(args, sequence_len, processes)
+
+
 def val_sources(args: argparse.Namespace) -> list[Source]:
     if args.data == "local":
         return [
@@ -126,18 +145,16 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def train(args: argparse.Namespace, process: Process) -> None:
-    check_iterations(args.num_iterations)
     device, world_size = process.device, process.world_size
     compiled = args.compile if args.compile is not None else device.type == "cuda"
     run = later_stage.begin("mid", "base", args, process, compiled)
     tokenizer, T = run.tokenizer, args.max_seq_len or run.model.config.sequence_len
-    pretrained_with, B = run.trained.device_batch_size, args.device_batch_size
-    if B is None:
-        B = min(32, pretrained_with or 32)
-    elif pretrained_with and B > pretrained_with:
+    pretrained_with = run.trained.device_batch_size
+    check_flags(args, run.model.config.sequence_len, world_size)
+    B, num_rows, eval_steps = batches(args, run.model.config.sequence_len, world_size, pretrained_with or 32)
+    if pretrained_with and B > pretrained_with:
         print0(f"note: the base model was trained with --device-batch-size={pretrained_with}; {B} may not fit")
-    micro_batches = plan_accumulation(args.total_batch_size, B, T, world_size)
-    num_rows, eval_steps = evaluation_rows(args.eval_tokens, B, T, world_size)
+    micro_batches = args.total_batch_size // (B * T * world_size)
     token_bytes = get_token_bytes(device=device)
 
     train_parts = train_sources(args)

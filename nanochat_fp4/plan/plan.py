@@ -12,7 +12,7 @@ from nanochat_fp4.plan.base import Base, deepest, describe, parse
 from nanochat_fp4.plan.hours import Hours, hours
 from nanochat_fp4.plan.machine import Facts, Machine
 from nanochat_fp4.plan.settings import Settings
-from nanochat_fp4.plan.stages import LeftOut, Stage, choose, commands, needs, wanted
+from nanochat_fp4.plan.stages import LeftOut, Stage, check_flags, check_loss, choose, commands, needs, wanted
 
 CHARACTERS, SHARD_CHARACTERS = 4.8, 250e6  # of a token, and of a shard of FineWeb-Edu
 KEPT, SPARE = 0.65, 1.1  # best-fit packing crops 35% of the text away; a tenth more is downloaded than is needed
@@ -43,11 +43,6 @@ def settle(settings: Settings, machine: Machine, steps: Callable[[Base], tuple[i
         raise UserError(f"VOCAB_SIZE={settings.numbers['VOCAB_SIZE']} is too small: at least {smallest} are needed")
     numbers = settings.numbers
     parse("tok_train", [f"--max-chars={numbers['TOK_CHARS']}", f"--vocab-size={numbers['VOCAB_SIZE']}"], "tokenizer")
-    parse(
-        "base_loss",
-        [f"--device-batch-size={numbers['EVAL_BATCH']}", f"--split-tokens={numbers['SPLIT_TOKENS']}"],
-        "base loss",
-    )
     for kind in wanted(settings):
         needs(settings, kind)  # parses the stage's flags
     card = machine.card
@@ -55,9 +50,16 @@ def settle(settings: Settings, machine: Machine, steps: Callable[[Base], tuple[i
         settings.notes.append(f"d{numbers['DEPTH']} does not fit {card.gib:.0f} GiB by count, so DEPTH={depth}")
         settings.instead("DEPTH", depth)
     bases = _bases(settings, machine, processes)
+    for kind in wanted(settings):
+        check_flags(settings, kind, processes)
     if settings.cpu_minutes and (found := steps(bases[0])):
         _fewer_steps(settings, *found)
         bases = _bases(settings, machine, processes)
+    if "loss" in settings.stages:
+        row = int(numbers["SEQ_LEN"])
+        settings.instead("SPLIT_TOKENS", max(1, int(settings.defaults["SPLIT_TOKENS"]) // row) * row)
+        flags = [f"--device-batch-size={numbers['EVAL_BATCH']}", f"--split-tokens={numbers['SPLIT_TOKENS']}"]
+        check_loss(parse("base_loss", flags, "base loss"), row, processes)
     shards = -(-bases[0].tokens * CHARACTERS * SPARE / SHARD_CHARACTERS / KEPT // 10) * 10
     if settings.defaults["NUM_SHARDS"] == 0:
         settings.instead("NUM_SHARDS", int(min(max(shards, 10), MAX_SHARD + 1)))
@@ -103,7 +105,7 @@ def make_plan(settings: Settings, machine: Machine, bases: list[Base], facts: Fa
             f"{held}, this run wants {numbers['VOCAB_SIZE']}; set VOCAB_SIZE={facts.tokenizer}, or choose another "
             "NANOCHAT_BASE_DIR"
         )
-    chosen = choose(settings, facts.missing)
+    chosen = choose(settings, facts.missing, processes)
     shards = int(numbers["NUM_SHARDS"]) if facts.text in ("hub", "shards") else 0
     stages = commands(settings, bases, chosen, processes, facts.text, has_tokenizer, facts.shards >= shards)
     kinds = [kind for kind in ("base", "mid", "sft") if kind in settings.stages]

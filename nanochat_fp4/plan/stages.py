@@ -7,12 +7,14 @@ from dataclasses import dataclass, field
 
 from nanochat_fp4.data.needs import Missing, Need
 from nanochat_fp4.errors import UserError
-from nanochat_fp4.plan.base import Base, parse
+from nanochat_fp4.plan.base import Base, in_variables, parse
 from nanochat_fp4.plan.settings import Settings
 
 SCRIPTS = {"core": "base_eval", "mid": "mid_train", "sft": "chat_sft", "eval": "chat_eval"}
 ARGS = {"core": "CORE_ARGS", "mid": "MID_ARGS", "sft": "SFT_ARGS", "eval": "EVAL_ARGS"}
-EMBEDDED = {"mid": "--data=local", "sft": "--data=local", "eval": "--task-name=local"}  # needs no files
+# Flags with which a stage needs no files. Answers to the local tasks are short.
+EMBEDDED = {"mid": ["--data=local"], "sft": ["--data=local"], "eval": ["--task-name=local", "--max-new-tokens=64"]}
+EMBEDDED_ROWS = 4  # of a device's batch in mid-training, whose embedded mixture would be less than one usual step
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,24 @@ def arguments(settings: Settings, kind: str, words: Sequence[str] | None = None)
     return parse(SCRIPTS[kind], [*first, *words], ARGS[kind])
 
 
+def check_flags(settings: Settings, kind: str, processes: int) -> None:
+    """Raises UserError for what a later stage would refuse after hours, such as a batch that does not divide."""
+    module = importlib.import_module(f"scripts.{SCRIPTS[kind]}")
+    try:
+        if kind != "core":  # whose flags stand alone
+            module.check_flags(arguments(settings, kind), int(settings.numbers["SEQ_LEN"]), processes)
+    except UserError as e:
+        raise UserError(f"{ARGS[kind]}: {e}") from None
+
+
+def check_loss(args: argparse.Namespace, sequence_len: int, processes: int) -> None:
+    """As check_flags, of base_loss, whose flags have variables of their own."""
+    try:
+        importlib.import_module("scripts.base_loss").check_flags(args, sequence_len, processes)
+    except UserError as e:
+        raise UserError(in_variables(str(e).replace("--device-batch-size", "EVAL_BATCH"))) from None
+
+
 def needs(settings: Settings, kind: str) -> list[Need]:
     """What a later stage will load. Raises UserError for flags that it would refuse."""
     args = arguments(settings, kind)
@@ -72,7 +92,16 @@ def needs(settings: Settings, kind: str) -> list[Need]:
         raise UserError(f"{ARGS[kind]}: {e}") from None
 
 
-def choose(settings: Settings, missing: dict[str, list[Missing]]) -> Chosen:
+def embedded(settings: Settings, kind: str, processes: int) -> list[str]:
+    """Flags with which a stage trains on, or answers, what is embedded."""
+    flags = list(EMBEDDED[kind])
+    if kind == "mid":
+        tokens = EMBEDDED_ROWS * (arguments(settings, kind).max_seq_len or int(settings.numbers["SEQ_LEN"])) * processes
+        flags += [f"--device-batch-size={EMBEDDED_ROWS}", f"--total-batch-size={tokens}", f"--eval-tokens={8 * tokens}"]
+    return flags
+
+
+def choose(settings: Settings, missing: dict[str, list[Missing]], processes: int = 1) -> Chosen:
     """The flags of the later stages with what can be had. missing: by stage.
 
     A stage that lacks what is vital gets the embedded data, and CORE, which has none, is left out. Of other things a
@@ -96,12 +125,12 @@ def choose(settings: Settings, missing: dict[str, list[Missing]]) -> Chosen:
             del chosen.words[kind]
             what = "the CORE metric"
         else:
-            what = instead(kind, words, lacks, needs(settings, kind))
+            what = instead(kind, words, lacks, needs(settings, kind), embedded(settings, kind, processes))
         chosen.left_out.append(LeftOut(what, why, remedies))
     return chosen
 
 
-def instead(kind: str, words: list[str], lacks: list[Missing], of_stage: list[Need]) -> str:
+def instead(kind: str, words: list[str], lacks: list[Missing], of_stage: list[Need], without_files: list[str]) -> str:
     """Changes a stage's flags so that it needs nothing of what is missing; says in words what it goes without."""
     if kind == "eval":
         if any(m.what == "a sandbox" for m in lacks):
@@ -114,12 +143,12 @@ def instead(kind: str, words: list[str], lacks: list[Missing], of_stage: list[Ne
             words.append(f"--task-name={'|'.join(names)}")
         rows = [m for m in lacks if m.what != "a sandbox"]
         if rows and len(rows) >= len([n for n in of_stage if n.what != "a sandbox"]):
-            words.append(EMBEDDED[kind])
+            words.extend(without_files)
             return "the benchmarks (three small tasks take their place)"
         words.extend(["--allow-missing"] if rows else [])
         return f"of the benchmarks: {', '.join(m.what for m in lacks)}"
     if any(m.vital for m in lacks):
-        words.append(EMBEDDED[kind])
+        words.extend(without_files)
         return f"nanochat's conversations in {kind} (a small embedded mixture takes their place)"
     words.append("--allow-missing")
     return f"of the conversations in {kind}: {', '.join(m.what for m in lacks)}"

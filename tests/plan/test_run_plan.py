@@ -186,6 +186,19 @@ REFUSED = [
     ({"BASE_ARGS": "--nope"}, "BASE_ARGS: unrecognized arguments: --nope"),
     ({"MID_ARGS": "--nope"}, "MID_ARGS: unrecognized arguments: --nope"),
     ({"SFT_ARGS": "--num-epochs=x"}, "SFT_ARGS: "),
+    # What a stage would refuse after the base training.
+    ({"MID_ARGS": "--total-batch-size=1000"}, "MID_ARGS: --total-batch-size=1000 is not a multiple of 256"),
+    ({"MID_ARGS": "--device-batch-size=3"}, "MID_ARGS: --total-batch-size=524288 is not a multiple of 768"),
+    ({"MID_ARGS": "--num-iterations=0"}, "MID_ARGS: --num-iterations=0"),
+    ({"MID_ARGS": "--data=local --sft-dir=x"}, "MID_ARGS: --sft-dir takes SmolTalk's place"),
+    ({"SFT_ARGS": "--target-examples-per-step=3 --device-batch-size=2"}, "SFT_ARGS: --target-examples-per-step=3"),
+    ({"SFT_ARGS": "--eval-steps=0"}, "SFT_ARGS: --eval-steps=0"),
+    ({"SFT_ARGS": "--num-epochs=0"}, "SFT_ARGS: --num-epochs=0"),
+    ({"EVAL_ARGS": "--max-problems=0"}, "EVAL_ARGS: --max-problems=0"),
+    ({"EVAL_ARGS": "-b 0"}, "EVAL_ARGS: --batch-size=0"),
+    ({"EVAL_ARGS": "-m 3000"}, "EVAL_ARGS: --max-new-tokens=3000 leaves no room for a prompt in the model's 2560"),
+    ({"SPLIT_TOKENS": "1000"}, "SPLIT_TOKENS=1000 is not a multiple of 256"),
+    ({"EVAL_BATCH": "0"}, "EVAL_BATCH=0 has no row"),
     ({"EVAL_ARGS": "-a nope"}, "unknown task 'nope'"),
     ({"BASE_ARGS": "--run='a"}, "close the quotation"),
     ({"STAGES": "tok fly"}, "there is no stage 'fly'"),
@@ -251,6 +264,8 @@ def test_without_a_hub_the_run_takes_what_is_embedded():
     plan = as_json(gpu="h100", facts=Facts(text="embedded", disk_free=1e15, missing=NO_HUB))
     run = commands(plan)
     assert "--data=local" in run["mid d20_clover"] and "--data=local" in run["sft d20_clover"]
+    # The embedded mixture has some 440,000 tokens: many steps of this batch, less than one of the usual batch.
+    assert "--total-batch-size=8192" in run["mid d20_clover"]
     assert "--task-name=local" in run["eval_sft d20_clover"] and "core d20_clover" not in run and "report" in run
     assert "--no-compare" in run["tok_eval"] and "--embedded" in run["text"]
     assert len(plan["left_out"]) == 4 and all(left["remedies"] == ["a remedy"] for left in plan["left_out"])
