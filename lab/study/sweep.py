@@ -212,6 +212,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     args.sizes = [s for s in args.sizes.split(",") if s]
     args.stored = []
     if args.again:
+        if given := [name for name in ("sizes", "tokens", "ratio", "variant", "extra") if getattr(args, name)]:
+            raise UserError(f"--again trains the runs of {args.again} with the flags they had; leave out --{given[0]}")
         args.stored = stored(args.again)["results"]
         args.methods = list(dict.fromkeys(r["method"] for r in args.stored))
         args.sizes = list(dict.fromkeys(r["size"] for r in args.stored))

@@ -178,6 +178,10 @@ def test_a_tokenizer_of_another_size_is_not_taken(tmp_path, monkeypatch):
         ),
         ("--tokens=1M --extra='--total-batch-size 1024'", "--extra: '1024' stands apart"),
         ("--tokens=1M --name=a/b", "--name=a/b: .* a file without /"),
+        (
+            "--again=d6_work --extra=--seed=3",
+            "--again trains the runs of d6_work with the flags they had; leave out --",
+        ),
         ("--tokens=1M --keep=bf61", "--keep: 'bf61' is none of .*use one of b"),
         ("--tokens=1M --folder=/dev/null/x", "cannot create --folder=/dev/null/x .*; choose a writable"),
         ("", "either --tokens=100M or --ratio=20"),
