@@ -178,7 +178,7 @@ OUTWARDS = [
           'with nf.full_precision(model) if precision == "bf16"',
           'with nf.full_precision(model) if precision == "nvfp4"',
           "tests/training/test_post_training.py tests/evaluation"),
-    Fault("core_not_centered", "scripts/base_eval.py",
+    Fault("core_not_centered", "nanochat_fp4/evaluation/core_metric.py",
           "(accuracy - chance) / (1 - chance)", "(accuracy - chance)",
           "tests/evaluation/test_core.py"),
 ]  # fmt: skip

@@ -33,6 +33,7 @@ from nanochat_fp4.data.packing import Deal
 from nanochat_fp4.data.tokenizer import RustBPETokenizer, get_token_bytes, get_tokenizer
 from nanochat_fp4.doctor import self_check
 from nanochat_fp4.errors import UserError, one_line, run_main
+from nanochat_fp4.evaluation.core_metric import evaluate_model
 from nanochat_fp4.evaluation.loss_eval import evaluate_bpb
 from nanochat_fp4.generation.engine import draw_samples
 from nanochat_fp4.models import llama
@@ -60,7 +61,6 @@ from nanochat_fp4.training.new_model import (
 )
 from nanochat_fp4.training.report_run import report_run
 from nanochat_fp4.training.run import Data, Evaluation, Process, Run, Size, due, run_stage
-from scripts.base_eval import evaluate_model
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:

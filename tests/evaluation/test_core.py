@@ -10,7 +10,7 @@ import torch
 from _samples import CORE_TASKS, byte_tokenizer, make_bundle, save_base
 
 from nanochat_fp4.errors import UserError
-from nanochat_fp4.evaluation import core_eval
+from nanochat_fp4.evaluation import core_eval, core_metric
 from nanochat_fp4.models.gpt import GPT, GPTConfig
 from scripts import base_eval
 
@@ -96,7 +96,7 @@ def test_base_eval_with_a_bundle_and_without(tiny_base, tmp_path, capsys, monkey
     def no_network(*args, **kwargs):
         raise UserError("download failed (test)")
 
-    monkeypatch.setattr(base_eval, "download_file_with_lock", no_network)
+    monkeypatch.setattr(core_metric, "download_file_with_lock", no_network)
     with pytest.raises(UserError) as e:
         base_eval.main(["--device-type=cpu"])
     assert "CORE needs the eval bundle" in str(e.value) and "--bundle-dir" in str(e.value)
@@ -118,7 +118,7 @@ def test_bundles_that_are_bombs(tmp_path, base_dir):
 
     def unpack(why):
         with pytest.raises(UserError, match=f"CORE needs the eval bundle.*{why}"):
-            base_eval.find_bundle()
+            core_metric.find_bundle()
         assert [p.name for p in base_dir.iterdir() if not p.name.endswith(".lock")] == ["eval_bundle.zip"]
 
     with zipfile.ZipFile(path, "w") as archive:
@@ -145,7 +145,7 @@ def test_bundles_that_are_bombs(tmp_path, base_dir):
     ):
         (bundle / "core.yaml").write_text(text)
         with pytest.raises(UserError, match="core.yaml is damaged"):
-            base_eval.read_bundle(bundle)
+            core_metric.read_bundle(bundle)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -181,7 +181,7 @@ ENDLESS = [{"query": "?", "choices": ["x" * 400, "no"], "gold": 0} for _ in rang
 
 def test_long_prompts_end_no_evaluation(tmp_path):
     bundle = bundle_of(tmp_path / "b", short=(SHORT, 0), long=(LONG, 10), endless=(ENDLESS, 0))
-    out = base_eval.evaluate_model(small_gpt(), byte_tokenizer(), torch.device("cpu"), bundle_dir=bundle)
+    out = core_metric.evaluate_model(small_gpt(), byte_tokenizer(), torch.device("cpu"), bundle_dir=bundle)
     assert set(out["results"]) == {"short", "long", "endless"} and out["results"]["endless"] == 0
     assert [note.split(" ", 2)[:2] for note in out["notes"]] == [["long:", "12"], ["endless:", "3"]]
 
@@ -224,7 +224,7 @@ def test_an_answer_that_begins_inside_a_token_counts_as_wrong():
 def test_finished_tasks_are_kept(tiny_base, tmp_path, monkeypatch):
     save_base(tiny_base, n_layer=1)
     bundle = bundle_of(tmp_path / "b", first=(SHORT, 0), second=(SHORT, 0))
-    real, calls = base_eval.evaluate_task, []
+    real, calls = core_metric.evaluate_task, []
 
     def once(*args):
         if calls:
@@ -232,7 +232,7 @@ def test_finished_tasks_are_kept(tiny_base, tmp_path, monkeypatch):
         calls.append(args)
         return real(*args)
 
-    monkeypatch.setattr(base_eval, "evaluate_task", once)
+    monkeypatch.setattr(core_metric, "evaluate_task", once)
     with contextlib.suppress(MemoryError):
         base_eval.main([f"--bundle-dir={bundle}", "--device-type=cpu"])
     (table,) = (tiny_base / "base_eval").rglob("*.csv")
@@ -251,4 +251,4 @@ def test_finished_tasks_are_kept(tiny_base, tmp_path, monkeypatch):
 def test_what_would_fail_later_is_said_before_the_first_question(tmp_path, rows, shots, said):
     bundle = bundle_of(tmp_path / "b", first=(SHORT, 0), late=(rows, shots))
     with pytest.raises(UserError, match=said):
-        base_eval.evaluate_model(None, byte_tokenizer(), torch.device("cpu"), bundle_dir=bundle)
+        core_metric.evaluate_model(None, byte_tokenizer(), torch.device("cpu"), bundle_dir=bundle)

@@ -7,15 +7,24 @@ from pathlib import Path
 import pytest
 from _samples import make_bundle, save_base
 
+from nanochat_fp4.evaluation import core_metric
 from nanochat_fp4.evaluation.kept import Kept
 from scripts import base_eval, base_loss, chat_eval
 
-EVALUATIONS = {  # script, its flags, the function that measures a part, how many parts there are, section of the report
-    "CORE": (base_eval, ["--max-per-task=3"], "evaluate_task", 3, "base-model-evaluation"),
-    "bits per byte": (base_loss, ["--device-batch-size=2", "--split-tokens=512"], "evaluate_bpb", 4, "base-model-loss"),
+EVALUATIONS = {  # script, flags, module and function that measure a part, number of parts, section of the report
+    "CORE": (base_eval, ["--max-per-task=3"], core_metric, "evaluate_task", 3, "base-model-evaluation"),
+    "bits per byte": (
+        base_loss,
+        ["--device-batch-size=2", "--split-tokens=512"],
+        base_loss,
+        "evaluate_bpb",
+        4,
+        "base-model-loss",
+    ),
     "benchmarks": (
         chat_eval,
         "-i base -a Local-Choice|Local-Arithmetic -x 4 -m 2 --precision=both".split(),
+        chat_eval,
         "run_task",
         4,
         "chat-evaluation-base",
@@ -25,7 +34,7 @@ EVALUATIONS = {  # script, its flags, the function that measures a part, how man
 
 @pytest.mark.parametrize("name", EVALUATIONS)
 def test_what_is_killed_goes_on(name, tiny_base, tmp_path, monkeypatch):
-    script, flags, measures, parts, section = EVALUATIONS[name]
+    script, flags, module, measures, parts, section = EVALUATIONS[name]
     save_base(tiny_base, n_layer=1)
     flags = [*flags, "--device-type=cpu"]
     if name == "CORE":
@@ -35,7 +44,7 @@ def test_what_is_killed_goes_on(name, tiny_base, tmp_path, monkeypatch):
     whole = json.loads(report.read_text())["results"]
     report.unlink()
 
-    real, calls = getattr(script, measures), []
+    real, calls = getattr(module, measures), []
 
     def killed_at_the_third(*args, **kwargs):
         calls.append(args)
@@ -43,7 +52,7 @@ def test_what_is_killed_goes_on(name, tiny_base, tmp_path, monkeypatch):
             raise MemoryError
         return real(*args, **kwargs)
 
-    monkeypatch.setattr(script, measures, killed_at_the_third)
+    monkeypatch.setattr(module, measures, killed_at_the_third)
     with pytest.raises(MemoryError):
         script.main(flags)
     assert len(calls) == 3 and not report.exists()

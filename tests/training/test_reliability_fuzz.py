@@ -32,11 +32,11 @@ from nanochat_fp4.data.chat_data import CustomJSON, SmolTalk, load_words
 from nanochat_fp4.data.dataset import ensure_data, parquets_iter_batched
 from nanochat_fp4.data.tokenizer import get_token_bytes, get_tokenizer
 from nanochat_fp4.errors import UserError
-from nanochat_fp4.evaluation import plots, report_log, report_page
+from nanochat_fp4.evaluation import core_metric, plots, report_log, report_page
 from nanochat_fp4.evaluation.metrics import MetricsLog
 from nanochat_fp4.training.checkpoint_manager import find_last_step, load_checkpoint, save_checkpoint
 from nanochat_fp4.training.load_model import build_model
-from scripts import base_eval, base_train, chat_eval
+from scripts import base_train, chat_eval
 
 INPUTS = 40  # damaged versions of each kind of file, in a normal run
 FILES_OF_A_KIND = 160  # in the soak: a multiple of the kinds of damage
@@ -235,7 +235,7 @@ def bundle_kind(base: Path, tmp: Path) -> Kind:
             return torch.zeros(*ids.shape, get_tokenizer().get_vocab_size())
 
     def read():
-        base_eval.evaluate_model(Model(), get_tokenizer(), torch.device("cpu"), 2, folder)
+        core_metric.evaluate_model(Model(), get_tokenizer(), torch.device("cpu"), 2, folder)
 
     return Kind([p for p in folder.rglob("*") if p.is_file()], read, share=2)
 
