@@ -17,7 +17,8 @@ from torch import nn
 
 from nanochat_fp4.nvfp4.experts import LINEARS, ExpertLinear, as_quantized_experts, routers, stacked_linears
 from nanochat_fp4.nvfp4.heads import is_conv1d, is_linear, linear_layers, output_heads, sizes_of
-from nanochat_fp4.nvfp4.linear import COMPUTE_DTYPES, QuantLinear
+from nanochat_fp4.nvfp4.layer_pass import COMPUTE_DTYPES
+from nanochat_fp4.nvfp4.linear import QuantLinear
 from nanochat_fp4.nvfp4.methods import get_recipe
 from nanochat_fp4.nvfp4.places import KINDS, layer_kind
 from nanochat_fp4.nvfp4.recipes import Recipe

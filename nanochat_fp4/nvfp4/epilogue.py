@@ -10,7 +10,8 @@ from typing import Protocol
 import torch
 
 from nanochat_fp4.nvfp4.gemm import GemmOperand, gemm, once_differentiable
-from nanochat_fp4.nvfp4.linear import Pass, QuantLinear, check_input, gradients, output
+from nanochat_fp4.nvfp4.layer_pass import Pass, check_input
+from nanochat_fp4.nvfp4.linear import QuantLinear, gradients, output
 from nanochat_fp4.nvfp4.operands import operands_of, tensors_of
 
 

@@ -25,14 +25,9 @@ def can_be_fused(linears: Sequence[torch.nn.Module]) -> bool:
         and linear.bias is None
         and "forward" not in vars(linear)
         and not any(getattr(linear, name) for name in hooks)
-        and (type(first) is torch.nn.Linear or _alike(linear, first))
+        and (type(first) is torch.nn.Linear or first.is_like(linear))
         for linear in linears
     )
-
-
-def _alike(a: QuantLinear, b: QuantLinear) -> bool:
-    same = a.recipe == b.recipe and a.quantizes == b.quantizes and a.context.per_token == b.context.per_token
-    return same and getattr(a, "shard", None) == getattr(b, "shard", None)
 
 
 def groups_computed_as_one(model: torch.nn.Module) -> list[tuple[QuantLinear, ...]]:

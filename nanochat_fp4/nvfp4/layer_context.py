@@ -91,6 +91,16 @@ class LayerContext:
     gradients: tuple[GradientMemory, ...] = ()
     entered: dict[object, dict[str, Any]] = field(default_factory=dict)
 
+    def weight_of(
+        self, weights: Sequence[torch.Tensor], recipe: Recipe, factor: torch.Tensor | None
+    ) -> GemmOperand | None:
+        """The operand that was made of these weights, or None. Raises RuntimeError if a weight has changed since."""
+        return next((made.operand for made in self.weights if made.is_of(weights, recipe, factor)), None)
+
+    def gradient_of(self, weights: Sequence[torch.Tensor]) -> torch.Tensor | None:
+        """The memory that the gradients of these weights are added to, or None: autograd adds them."""
+        return next((gradient.memory for gradient in self.gradients if gradient.is_of(weights)), None)
+
 
 OUTSIDE = LayerContext()
 _LOCK = threading.Lock()  # threads enter and leave contexts of one model side by side

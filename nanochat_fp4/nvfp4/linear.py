@@ -4,8 +4,9 @@
     grad_input   dX = Qe(E) . Qwt(W^T)^T       contracted over out_features     `gradients`
     grad_weight  dW = Qet(E^T) . Qxt(X^T)^T    contracted over tokens           `gradients`
 
-Shapes: M tokens (all leading dimensions of the input), K in_features, N out_features. operands.py has the kinds of
-operand: how each is made, kept and multiplied.
+Shapes: M tokens (all leading dimensions of the input), K in_features, N out_features. These are the products of the
+paper's Section 6. operands.py has the kinds of operand: how each is made, kept and multiplied. layer_pass.py has what a
+pass knows besides its tensors.
 
 The backward pass keeps the codes of input and weight, 4.5 bits an element (the paper, Section 5). A tensor that the
 recipe's forward does not quantize is kept itself. The backward GEMMs take the values that the forward used. An operand
@@ -19,20 +20,31 @@ the layers, so threads may call them side by side.
 
 Other files reach a layer in one place each: contexts.py through `context`, feedback.py through `gram_matrix`,
 sharding.py through `gathered_weight`, experts.py through `matrix`, tensor_parallel.py through `outputs`.
-relu_squared_linear.py, epilogue.py and tensor_parallel.py have autograd functions of their own around `output` and
-`gradients`.
+relu_squared_linear.py and epilogue.py have autograd functions of their own around `output` and `gradients`.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 
-from nanochat_fp4.nvfp4.checkpointing import gradients_are_wanted, inside_checkpoint
+from nanochat_fp4.nvfp4.checkpointing import gradients_are_wanted
 from nanochat_fp4.nvfp4.dispatch import FIRST_RIGHT, Libraries, left_out_of_graphs
 from nanochat_fp4.nvfp4.feedback import set_gram_matrix
-from nanochat_fp4.nvfp4.gemm import GemmOperand, after, gemm, gemm_add, once_differentiable
+from nanochat_fp4.nvfp4.gemm import GemmOperand, gemm, gemm_add, once_differentiable
 from nanochat_fp4.nvfp4.layer_context import OUTSIDE, LayerContext
+from nanochat_fp4.nvfp4.layer_pass import (
+    COMPUTE_DTYPES,
+    UNQUANTIZED,
+    LayerOperands,
+    Pass,
+    WholeOperands,
+    backward_seed,
+    check_compute_dtype,
+    check_input,
+    compute_dtype,
+    needing,
+)
 from nanochat_fp4.nvfp4.methods import get_recipe
 from nanochat_fp4.nvfp4.operands import (
     KeptOperand,
@@ -43,55 +55,14 @@ from nanochat_fp4.nvfp4.operands import (
     stacked,
     tensors_of,
 )
-from nanochat_fp4.nvfp4.philox import new_seed
-from nanochat_fp4.nvfp4.recipes import GRAD_OUTPUT, GRAD_OUTPUT_T, INPUT, INPUT_T, WEIGHT, WEIGHT_T, Recipe
-
-COMPUTE_DTYPES = (torch.float32, torch.bfloat16)
-UNQUANTIZED = Recipe("bf16")
-
-
-class Pass(NamedTuple):
-    """One forward pass of a layer and its backward pass, but for the tensors that autograd follows.
-
-    quantization: how an operand is made: recipe.quantization, or that of a part of a layer
-    dtype:        in which unquantized operands are multiplied, and of the output
-    grad_enabled: the caller's torch.is_grad_enabled(). needs_input_grad does not know of no_grad.
-    per_token:    each row of the input has a tensor_scale of its own
-    amax:         max |input|, float32 (), where the caller knows it
-    factor:       of the weight's error feedback, float16 (K, K), or None
-    made_weight:  the weight operand of the output GEMM where it was made already
-    gradient:     float32 (N, K), to which the gradient of the weights is added. Autograd then gets none. Not saved by
-                  autograd, which takes no tensor that changes.
-    libraries:    which implementation makes each FP4 product
-    """
-
-    recipe: Recipe
-    quantization: Callable[..., Quantization]
-    dtype: torch.dtype
-    grad_enabled: bool
-    per_token: bool = False
-    amax: torch.Tensor | None = None
-    factor: torch.Tensor | None = None
-    made_weight: GemmOperand | None = None
-    gradient: torch.Tensor | None = None
-    libraries: Libraries = FIRST_RIGHT
-
-    def rows(self, x: torch.Tensor) -> torch.Tensor:
-        """x (..., K) as (M, K). What is not quantized is kept for the backward pass, so in the dtype of the product."""
-        rows = x.reshape(-1, x.shape[-1])
-        return rows if self.recipe.quantizes else rows.to(self.dtype)
-
-    def needs(self, x: bool, *weights: bool) -> tuple[bool, bool]:
-        """Whether the gradients of the input and of the weights are wanted. Arguments: of needs_input_grad."""
-        return x and self.grad_enabled, any(weights) and self.grad_enabled
-
-    def forward_seed(self, needs: tuple[bool, bool], device: torch.device) -> torch.Tensor | None:
-        drawn = self.recipe.draws_in_forward and (any(needs) or inside_checkpoint())
-        return new_seed(device) if drawn else None
+from nanochat_fp4.nvfp4.recipes import GRAD_OUTPUT, GRAD_OUTPUT_T, INPUT_T, WEIGHT, WEIGHT_T, Recipe
 
 
 class ForBackward(NamedTuple):
-    """What `gradients` knows of a pass besides tensors. kept: of weight and input. rows: of each weight."""
+    """What `gradients` knows of a pass besides tensors.
+
+    kept: of weight and input. rows: of each weight. needs: whether the gradients of x and of the weights are wanted.
+    """
 
     p: Pass
     kept: list[KeptOperand | None]
@@ -99,15 +70,6 @@ class ForBackward(NamedTuple):
     x_dtype: torch.dtype
     weight_dtype: torch.dtype
     needs: tuple[bool, bool]
-
-
-def input_operand(p: Pass, x: torch.Tensor, seed: torch.Tensor | None) -> GemmOperand:
-    """Qx(X) of x (M, K)."""
-    how = p.quantization(INPUT, seed, seed, x.device)
-    knows_amax = how.rounding and how.rounding.takes_amax and not (how.rht_dim or p.per_token)
-    return quantize_operand(
-        x, how._replace(per_token=p.per_token, amax=p.amax if knows_amax else None), keep_codes=True
-    )
 
 
 def output(
@@ -124,23 +86,24 @@ def output(
     xq:    the input operand, where the caller has made it
     Returns Y (M, N) in p.dtype, its two operands, and what `gradients` takes.
     """
-    of, made, dgrad, wgrad = p.quantization, p.made_weight, p.recipe.grad_input, p.recipe.grad_weight
-    weight = stacked(weights) if made is None or dgrad.b.raw else None
-    xq = input_operand(p, x, seed) if xq is None else xq
-    wq = made
-    if wq is None:
-        how = of(WEIGHT, seed, seed, x.device)._replace(factor=p.factor)
-        wq = quantize_operand(weight, how, keep_codes=True)
+    dgrad, wgrad = p.recipe.grad_input, p.recipe.grad_weight
+    weight = stacked(weights) if p.made_weight is None or dgrad.b.raw else None
 
-    y = gemm(xq, _needing(wq, seed), compute_dtype=p.dtype, out_dtype=p.dtype, libraries=p.libraries)
+    if xq is None:
+        xq = p.operands.gathered(quantize_operand(x, p.of_input(seed, x.device), keep_codes=True))
+    if (wq := p.made_weight) is None:
+        wq = quantize_operand(weight, p.of_weight(seed, x.device), keep_codes=True)
+    y = gemm(xq, needing(wq, seed), compute_dtype=p.dtype, out_dtype=p.dtype, libraries=p.libraries)
 
     # The backward GEMMs take the values used here, or ("raw") codes made now of the unquantized tensor.
     kept_w = wq.for_backward() if needs[0] else None
     kept_x = xq.for_backward() if needs[1] else None
     if needs[0] and dgrad.b.raw:
-        kept_w = quantize_operand(weight, of(WEIGHT_T, seed, seed, x.device), transpose=True, keep_codes=True)
+        how = p.operands.quantization(WEIGHT_T, seed, seed, x.device)
+        kept_w = quantize_operand(weight, how, transpose=True, keep_codes=True)
     if needs[1] and wgrad.b.raw:
-        kept_x = quantize_operand(x, of(INPUT_T, seed, seed, x.device), transpose=True, keep_codes=True)
+        how = p.operands.quantization(INPUT_T, seed, seed, x.device)
+        kept_x = quantize_operand(x, how, transpose=True, keep_codes=True)
     kept, tensors = tensors_of(kept_w, kept_x)
     state = ForBackward(p, kept, [w.shape[0] for w in weights], x.dtype, weights[0].dtype, needs)
     return y, (xq, wq), state, [*tensors, seed]
@@ -154,9 +117,9 @@ def gradients(
     Returns dX (M, K) and the gradient of each weight; None for those that are not wanted, or were added elsewhere.
     """
     p, (needs_dgrad, needs_wgrad), device = state.p, state.needs, grad_output.device
-    of, dgrad, wgrad = p.quantization, p.recipe.grad_input, p.recipe.grad_weight
+    of, dgrad, wgrad = p.operands.quantization, p.recipe.grad_input, p.recipe.grad_weight
     (w, x), (forward_seed,) = operands_of(state.kept, tensors)
-    seed = _backward_seed(grad_output) if p.recipe.draws_in_backward else None
+    seed = backward_seed(grad_output) if p.recipe.draws_in_backward else None
     # A GEMM whose b was rotated in the forward pass goes on with that pass's signs.
     signs = forward_seed if dgrad.b.raw else seed
     signs_t = forward_seed if wgrad.b.raw else seed
@@ -169,6 +132,7 @@ def gradients(
     if needs_dgrad:
         wt = w if dgrad.b.raw else quantize_operand(w, of(WEIGHT_T, seed, signs, device), transpose=True)
         grad_x = gemm(e, wt, compute_dtype=p.dtype, out_dtype=state.x_dtype, libraries=p.libraries)
+        grad_x = p.operands.scattered(grad_x)
     if needs_wgrad:
         xt = x if wgrad.b.raw else quantize_operand(x, of(INPUT_T, seed, signs_t, device), transpose=True)
         if p.gradient is None:
@@ -179,7 +143,7 @@ def gradients(
     return grad_x, grad_weights
 
 
-class _QuantLinear(torch.autograd.Function):
+class _QuantizedLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, p: Pass, x: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
         needs = p.needs(*ctx.needs_input_grad[1:])
@@ -194,27 +158,9 @@ class _QuantLinear(torch.autograd.Function):
         return None, grad_x, *grad_weights
 
 
-# torch.compile chooses anew which operation runs in which pass. A seed may be drawn in both passes, if neither the
-# forward's outputs nor the backward's inputs seem to need the seed. The two operands of a GEMM would then be rotated
-# with different signs, and the result would be noise. Under a compiler, therefore, the output depends on the forward's
-# seed, and the backward's seed on grad_output.
-
-
-def _needing(wq: GemmOperand, seed: torch.Tensor | None) -> GemmOperand:
-    return wq if seed is None or not torch.compiler.is_compiling() else wq.depending_on(seed)
-
-
-def _backward_seed(grad_output: torch.Tensor) -> torch.Tensor:
-    seed = new_seed(grad_output.device)
-    return after(seed, grad_output) if torch.compiler.is_compiling() else seed
-
-
-def compute_dtype(x: torch.Tensor) -> torch.dtype:
-    """The dtype in which nn.Linear would multiply x: autocast's where autocast is on, else x's."""
-    device = x.device.type
-    if x.is_meta or not torch.is_autocast_enabled(device):
-        return x.dtype
-    return torch.get_autocast_dtype(device)
+def quantized_linear(p: Pass, x: torch.Tensor, weights: Sequence[torch.Tensor]) -> torch.Tensor:
+    """x (..., K) and weights (N_i, K), one below the other -> (M, N) in p.dtype, with the gradients of `gradients`."""
+    return _QuantizedLinear.apply(p, p.rows(x), *weights)
 
 
 class QuantLinear(torch.nn.Linear):
@@ -294,6 +240,11 @@ class QuantLinear(torch.nn.Linear):
         return self.recipe.quantizes and not self.context.full_precision
 
     @property
+    def present_recipe(self) -> Recipe:
+        """The recipe that a pass has at the moment: full_precision (contexts.py) takes its place."""
+        return self.recipe if self.quantizes else UNQUANTIZED
+
+    @property
     def quantizes_input(self) -> bool:
         """Whether codes of the input are kept for the backward pass and not the input itself."""
         return self.quantizes and self.recipe.output.a.rounding is not None
@@ -302,6 +253,11 @@ class QuantLinear(torch.nn.Linear):
     def scales_each_token(self) -> bool:
         """Whether each row of the input has a tensor_scale of its own at the moment."""
         return self.context.per_token or (self.per_token_in_eval and not (self.training or gradients_are_wanted()))
+
+    def is_like(self, other: "QuantLinear") -> bool:
+        """Whether fused_linear may compute another layer of this class together with this one."""
+        same_recipe = self.recipe == other.recipe and self.quantizes == other.quantizes
+        return same_recipe and self.context.per_token == other.context.per_token
 
     def weight_quantization(self, device: torch.device) -> Quantization:
         """How the weight operand of the output GEMM is made, where that is the same in each pass."""
@@ -314,15 +270,12 @@ class QuantLinear(torch.nn.Linear):
     def made_weight(self, layers: "Sequence[QuantLinear]") -> GemmOperand | None:
         """The weight operand of the output GEMM of these layers, itself the first, where it was made before."""
         weights = [layer.weight for layer in layers]
-        for made in self.context.weights:
-            if made.is_of(weights, self.recipe, self.feedback_factor):
-                return made.operand
-        return self.gathered_weight(layers)
+        made = self.context.weight_of(weights, self.recipe, self.feedback_factor)
+        return self.gathered_weight(layers) if made is None else made
 
     def gradient_memory(self, layers: "Sequence[QuantLinear]") -> torch.Tensor | None:
         """Float32 (N, K), to which the gradient of these layers' weights is added (contexts.accumulate_gradients)."""
-        weights = [layer.weight for layer in layers]
-        return next((g.memory for g in self.context.gradients if g.is_of(weights)), None)
+        return self.context.gradient_of([layer.weight for layer in layers])
 
     def forward(self, x: torch.Tensor, amax: torch.Tensor | None = None) -> torch.Tensor:
         """x (..., in_features) -> (..., out_features). amax: max |x|, float32 (), where the maker of x has found it.
@@ -348,8 +301,7 @@ class QuantLinear(torch.nn.Linear):
         if not x.numel() or self.is_plain(x, layers):
             # Outside autocast too the weight follows the input, so that FP32 master weights serve BF16 activations.
             return torch.nn.functional.linear(x, stacked([layer.matrix.to(dtype) for layer in layers]), bias)
-        p = self.new_pass(x, layers, amax)
-        y = _QuantLinear.apply(p, p.rows(x), *[layer.matrix for layer in layers])
+        y = quantized_linear(self.new_pass(x, layers, amax), x, [layer.matrix for layer in layers])
         y = y.view(*x.shape[:-1], y.shape[-1])
         return y if bias is None else y + bias
 
@@ -364,23 +316,18 @@ class QuantLinear(torch.nn.Linear):
         x: torch.Tensor,
         layers: "Sequence[QuantLinear]",
         amax: torch.Tensor | None = None,
-        quantization: Callable[..., Quantization] | None = None,
+        operands: LayerOperands | None = None,
     ) -> Pass:
-        """The Pass of x (..., in_features) through these layers. quantization: by default the recipe's.
+        """The Pass of x (..., in_features) through these layers. operands: by default those of the whole layer.
 
         Raises ValueError for a dtype that layers do not compute in.
         """
-        dtype, recipe = compute_dtype(x), self.recipe if self.quantizes else UNQUANTIZED
-        if dtype not in COMPUTE_DTYPES:
-            raise ValueError(
-                f"QuantLinear computes in float32 or bfloat16 and got {str(dtype).removeprefix('torch.')}; use "
-                "model.bfloat16(), model.float(), or autocast to bfloat16"
-            )
+        dtype = compute_dtype(x)
+        check_compute_dtype(dtype)
         # Autocast stays on: where a product must be FP32 (rotate, gemm on a CPU), it is off around it. A context around
         # the whole would be traced by torch.compile into the backward, which CUDA's autocast does not survive.
         return Pass(
-            recipe,
-            quantization or recipe.quantization,
+            operands or WholeOperands(self.present_recipe),
             dtype,
             torch.is_grad_enabled(),
             self.scales_each_token,
@@ -393,14 +340,3 @@ class QuantLinear(torch.nn.Linear):
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, {self.recipe}"
-
-
-def check_input(x: torch.Tensor, features: int) -> None:
-    """Raises ValueError unless x is (..., features) in a float dtype."""
-    if x.dim() and x.shape[-1] == features and x.is_floating_point():
-        return
-    dtype = str(x.dtype).removeprefix("torch.")
-    raise ValueError(
-        f"QuantLinear: the input is {tuple(x.shape)} in {dtype}, expected (..., {features}) in float32 or bfloat16; "
-        "give it the layer's in_features"
-    )

@@ -9,7 +9,8 @@ import torch
 from nanochat_fp4.nvfp4.dispatch import use_kernels
 from nanochat_fp4.nvfp4.fused import can_be_fused
 from nanochat_fp4.nvfp4.gemm import once_differentiable
-from nanochat_fp4.nvfp4.linear import Pass, QuantLinear, check_input, gradients, output
+from nanochat_fp4.nvfp4.layer_pass import Pass, check_input
+from nanochat_fp4.nvfp4.linear import QuantLinear, gradients, output
 from nanochat_fp4.nvfp4.operands import quantize_relu_squared
 from nanochat_fp4.nvfp4.philox import new_seed
 from nanochat_fp4.nvfp4.recipes import INPUT
@@ -24,7 +25,7 @@ class _OfReluSquared(torch.autograd.Function):
         needs = p.needs(*ctx.needs_input_grad[2:])
         seed_of_bits = new_seed(x.device)
         seed = p.forward_seed(needs, x.device)
-        how = p.quantization(INPUT, seed, seed, x.device)
+        how = p.operands.quantization(INPUT, seed, seed, x.device)
         xq, *bits = quantize_relu_squared(x, how, seed_of_bits)
         y, _, ctx.state, saved = output(p, needs, x, (weight,), seed, xq)
         ctx.kept = len(saved)

@@ -45,17 +45,9 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from nanochat_fp4.nvfp4.collectives import all_gather, process_group, reduce_scatter
 from nanochat_fp4.nvfp4.format import BLOCK, TILE_ROWS
-from nanochat_fp4.nvfp4.gemm import once_differentiable
-from nanochat_fp4.nvfp4.linear import (
-    UNQUANTIZED,
-    Pass,
-    QuantLinear,
-    check_input,
-    compute_dtype,
-    gradients,
-    input_operand,
-    output,
-)
+from nanochat_fp4.nvfp4.gemm import GemmOperand
+from nanochat_fp4.nvfp4.layer_pass import UNQUANTIZED, check_input, compute_dtype
+from nanochat_fp4.nvfp4.linear import QuantLinear, quantized_linear
 from nanochat_fp4.nvfp4.operands import Codes, Quantization, stacked
 from nanochat_fp4.nvfp4.philox import uniforms_of_elements, uniforms_of_scales
 from nanochat_fp4.nvfp4.recipes import INPUT, WEIGHT, Recipe
@@ -182,9 +174,7 @@ class Shard(NamedTuple):
         return (*shape[:-2], shape[-2] * self.size) if self.sequences else tuple(shape[:-1])
 
     def gathered_codes(self, x: Codes) -> Codes:
-        """Codes of all tokens, of those of this process, where the input travels as codes."""
-        if not self.sequences:
-            return x
+        """Codes of all tokens, of the codes of this process's tokens."""
         scales = x.scales.view(torch.uint8).view(x.codes.shape[0], -1)
         packed = torch.cat((x.codes, scales), dim=1)
         packed = _gather(packed.unflatten(0, (self.sequences, -1)), self.group, self.size).flatten(0, 1)
@@ -193,9 +183,7 @@ class Shard(NamedTuple):
         return Codes(codes, scales.view(x.scales.dtype), x.tensor_scale)
 
     def scattered_gradient(self, grad_x: torch.Tensor) -> torch.Tensor:
-        """Its gradient for the tokens of this process."""
-        if not self.sequences:
-            return grad_x
+        """The gradient (M / W, K) of this process's tokens, added up over the processes, of the one of all tokens."""
         return _scatter(grad_x.unflatten(0, (self.sequences, -1)), self.group, self.size).flatten(0, 1)
 
     def exchanged(self, x: torch.Tensor, how: str) -> torch.Tensor:
@@ -227,42 +215,25 @@ class _Exchange(torch.autograd.Function):
         return ctx.shard.exchanged(grad_y, ctx.back), None, None, None
 
 
-class DividedQuantization(NamedTuple):
-    """How the operands of a layer that several processes compute together are made here."""
+class DividedOperands(NamedTuple):
+    """layer_pass.LayerOperands of the part that this process has of a layer."""
 
     recipe: Recipe
     shard: Shard
 
-    def of(
+    def quantization(
         self, operand: int, seed: torch.Tensor | None, signs: torch.Tensor | None, device: torch.device
     ) -> Quantization:
-        """recipe.quantization of the part that is here."""
         how = self.recipe.quantization(operand, seed, signs, device)._replace(part=self.shard.part_of(operand))
         if operand == INPUT and self.shard.sequences:
             how = how._replace(tiles=how.tiles and self.shard.tiles)
         return how
 
+    def gathered(self, xq: GemmOperand) -> GemmOperand:
+        return self.shard.gathered_codes(xq) if self.shard.sequences else xq
 
-class _DividedProduct(torch.autograd.Function):
-    """The product here, from the codes of all tokens where the input travels as codes."""
-
-    @staticmethod
-    def forward(ctx, p: Pass, shard: Shard, x: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
-        needs = p.needs(*ctx.needs_input_grad[2:])
-        seed = p.forward_seed(needs, x.device)
-        xq = shard.gathered_codes(input_operand(p, x, seed))
-        y, _, ctx.state, saved = output(p, needs, x, weights, seed, xq)
-        ctx.shard = shard
-        ctx.save_for_backward(*saved)
-        return y
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad_output: torch.Tensor):
-        grad_x, grad_weights = gradients(ctx.state, ctx.saved_tensors, grad_output)
-        if grad_x is not None:
-            grad_x = ctx.shard.scattered_gradient(grad_x)
-        return None, None, grad_x, *grad_weights
+    def scattered(self, grad_x: torch.Tensor) -> torch.Tensor:
+        return self.shard.scattered_gradient(grad_x) if self.shard.sequences else grad_x
 
 
 class DividedLinear(QuantLinear):
@@ -285,21 +256,23 @@ class DividedLinear(QuantLinear):
 
     def weight_quantization(self, device: torch.device) -> Quantization:
         shard = self.shard._replace(extent=self.matrix.shape[self.shard.dim])
-        how = DividedQuantization(self.recipe, shard).of(WEIGHT, None, None, device)
+        how = DividedOperands(self.recipe, shard).quantization(WEIGHT, None, None, device)
         return how._replace(factor=self.feedback_factor)
+
+    def is_like(self, other: QuantLinear) -> bool:
+        return super().is_like(other) and self.shard == other.shard
 
     def outputs(self, x: torch.Tensor, layers: Sequence[QuantLinear], amax: torch.Tensor | None = None) -> torch.Tensor:
         features = self.in_features if self.shard.dim == 0 else self.in_features // self.shard.size
         check_input(x, features)
-        dtype, recipe = compute_dtype(x), self.recipe if self.quantizes else UNQUANTIZED
         weights = [layer.matrix for layer in layers]
-        shard = self.shard.of_pass(x, UNQUANTIZED if self.scales_each_token else recipe, weights)
+        shard = self.shard.of_pass(x, UNQUANTIZED if self.scales_each_token else self.present_recipe, weights)
         x, amax = shard.enter(x, amax)
         if not x.numel() or self.is_plain(x, layers):
-            weight = stacked([w.to(dtype) for w in weights])
+            weight = stacked([w.to(compute_dtype(x)) for w in weights])
             return shard.leave(nn.functional.linear(x, weight), self.bias)
-        p = self.new_pass(x, layers, amax, DividedQuantization(recipe, shard).of)
-        y = _DividedProduct.apply(p, shard, p.rows(x), *weights)
+        p = self.new_pass(x, layers, amax, DividedOperands(self.present_recipe, shard))
+        y = quantized_linear(p, x, weights)
         return shard.leave(y.view(*shard.leading(x.shape), y.shape[-1]), self.bias)
 
 
