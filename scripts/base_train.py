@@ -130,7 +130,7 @@ class CoreMetric:
         self.value: float | None = None
 
     def __call__(self, run: Run, last: bool) -> None:
-        if not due(self.every, run.step, last) or run.step == 0 or (run.came_before and not last):
+        if not due(self.every, run.step, last) or run.step == 0 or (run.before_step_is_done and not last):
             return
         try:
             with evaluating(run), unsharded(run.model), run.training_step.weights_once(1), run.training_step.autocast():
@@ -155,7 +155,7 @@ class Samples:
         self.newest: list[str] = []
 
     def __call__(self, run: Run, last: bool) -> None:
-        if not due(self.every, run.step, last) or run.step == 0 or (run.came_before and not last):
+        if not due(self.every, run.step, last) or run.step == 0 or (run.before_step_is_done and not last):
             return
         with evaluating(run), unsharded(run.model):
             if run.process.rank:

@@ -1,11 +1,11 @@
 """
-What a checkpoint is: everything that a run's next step depends on. The names of its parts on the disk are here alone.
+A checkpoint: everything that a run's next step depends on. No other module spells the names of its parts on the disk.
 
     checkpoint = Checkpoint.load(folder, step, device, rank)
     checkpoint.meta.run_config, checkpoint.weights, checkpoint.optimizers, ...
     checkpoint.save(rank)
 
-checkpoint_manager.py writes and reads the files, and knows nothing of their content.
+checkpoint_manager.py writes and reads the files, and does not know what is in them.
 """
 
 import json
@@ -18,26 +18,26 @@ from torch import Tensor
 
 from nanochat_fp4.training.checkpoint_manager import load_checkpoint, save_checkpoint
 
-# Of optim_<step>_rank<rank>.pt, a file of each process.
+# Keys of optim_<step>_rank<rank>.pt, a file that each process has.
 OPTIMIZERS, RNG, POSITION = "optimizers", "rng", "dataloader"
 
 
 @dataclass
 class LoopState:
-    """The state of the loop that a checkpoint keeps."""
+    """The part of the loop's state that a checkpoint keeps."""
 
-    numbers: dict[str, float] = field(default_factory=dict)  # the last evaluation's
+    numbers: dict[str, float] = field(default_factory=dict)  # of the newest evaluation
     best: dict[str, float] = field(default_factory=dict)
     evaluated_at: int = -1
-    looked_at: int = -1  # the last step that everything before a step was done for
-    progress: float = 0.0  # from 0 to 1
+    looked_at: int = -1  # the newest step that the functions of before_step have run for
+    progress: float = 0.0  # of the run, from 0 to 1
     training_seconds: float = 0.0
 
 
 class Metadata(dict):
-    """meta_<step>.json: what a checkpoint says of itself. Beside the names below are the last evaluation's numbers.
+    """meta_<step>.json: what a checkpoint says of itself, and the numbers of the newest evaluation.
 
-    Files of others (nanochat's own, damaged ones) may lack anything. A property then has an empty value.
+    nanochat's own files lack most of this. A property whose part is missing has an empty value.
     """
 
     @classmethod
@@ -52,17 +52,21 @@ class Metadata(dict):
         commit: str | None,
         **more: Any,
     ) -> "Metadata":
-        """
-        model_config: of the model's class, as nanochat has it. run_config: settings that decide the bits, which a
-        resume must have again. tunable: settings that a resume may change, and then notes. user_config: all flags.
-        recipes: of the methods. more: device_batch_size, max_seq_len, and parent, the model that the run began with.
+        """What all checkpoints of a run have in common.
+
+        model_config: the arguments of the model's class, as nanochat has them
+        run_config: settings that decide the bits, which a resume must have again
+        tunable: settings that a resume may change; a note names them
+        user_config: all flags
+        recipes: the methods' recipes as records
+        more: device_batch_size, max_seq_len, and parent (the model that the run began with)
         """
         known = {"model_config": model_config, "run_config": run_config, "tunable": tunable, "user_config": user_config}
         return cls(**known, recipes=recipes, commit=commit, **more)
 
     @classmethod
     def read(cls, folder: Path, step: int) -> "Metadata":
-        """Of the file alone, which nothing has checked. Empty for a damaged one: loading the checkpoint says why."""
+        """Reads the file without checking it. A damaged file gives empty metadata; Checkpoint.load says why."""
         try:
             found = json.loads((folder / f"meta_{step:06d}.json").read_bytes())
         except (OSError, ValueError, RecursionError):
@@ -70,11 +74,11 @@ class Metadata(dict):
         return cls(found) if isinstance(found, dict) else cls()
 
     def at(self, loop: LoopState, loss: dict[str, Any]) -> "Metadata":
-        """Of a checkpoint of this run: with the loop's state, its last evaluation's numbers, and the loss monitor's."""
+        """The metadata of one checkpoint of the run: with the state of the loop and of the loss monitor."""
         return Metadata({**loop.numbers, **self, "loop_state": asdict(loop), "loss_state": loss})
 
     def loaded_from(self, model_tag: str) -> "Metadata":
-        """With the name of the folder that the model was loaded from."""
+        """The same metadata with the tag of the folder that the model was loaded from."""
         return Metadata({**self, "model_tag": model_tag})
 
     def _dict(self, key: str) -> dict[str, Any]:
@@ -87,7 +91,7 @@ class Metadata(dict):
 
     @property
     def model_tag(self) -> str | None:
-        """Of loaded_from; no part of the file."""
+        """The tag of the folder that the model was loaded from. It is not in the file."""
         return self.get("model_tag")
 
     @property
@@ -108,7 +112,7 @@ class Metadata(dict):
 
     @property
     def run_config(self) -> dict[str, Any] | None:
-        """None: the checkpoint does not say how it was trained, as nanochat's own."""
+        """None if the checkpoint does not say how it was trained, as nanochat's own do not."""
         return self._dict("run_config") or None
 
     @property
@@ -157,11 +161,12 @@ class Metadata(dict):
 @dataclass
 class Checkpoint:
     """
-    A run at a step. weights and method are of the whole model, and on rank 0 alone when they are saved. optimizers,
-    rng and position are this rank's. method: what the QAT method has learned besides the weights (nf.gram_state).
+    A run at one step. Only rank 0 has weights and method when a checkpoint is saved.
 
-    position: of the loader, after the last batch that was trained on.
-    of_ranks: the optimizers' states, and the positions, of each rank of a run that had another number of processes.
+    weights: of the whole model
+    optimizers, rng, position: this rank's optimizers, generators, and place in the data after the last trained batch
+    method: what the QAT method has learned besides the weights (nf.gram_state)
+    of_ranks: (optimizers, position) of each rank, if a run of another number of processes saved the checkpoint
     """
 
     folder: Path
@@ -176,7 +181,7 @@ class Checkpoint:
 
     @classmethod
     def load(cls, folder: Path, step: int, device: torch.device, rank: int) -> "Checkpoint":
-        """Checked against the manifest, its tensors on the device. Raises UserError."""
+        """Reads a checkpoint onto the device. Raises UserError if it does not agree with its manifest."""
         weights, own, meta = load_checkpoint(folder, step, device, load_optimizer=True, rank=rank)
         own, parts = own if isinstance(own, dict) else {}, []
         for part in own.get("ranks", ()):
@@ -186,10 +191,10 @@ class Checkpoint:
         return cls(Path(folder), step, Metadata(meta), weights, *state, of_ranks=parts)
 
     def save(self, rank: int) -> bool:
-        """True once the checkpoint is on the disk as a whole. All ranks call this together."""
+        """Saves, and returns whether all of the checkpoint is on the disk. All ranks call this together."""
         of_rank = {OPTIMIZERS: self.optimizers, RNG: self.rng, POSITION: self.position}
         return save_checkpoint(self.folder, self.step, self.weights, of_rank, self.meta, rank, self.method)
 
     def forget(self) -> None:
-        """Lets go of the tensors, when the run has them."""
+        """Drops the tensors, so that their memory is free. The run has taken them up."""
         self.weights, self.optimizers, self.rng, self.of_ranks = None, [], {}, []

@@ -1,6 +1,8 @@
 """
-What the loop does besides training, as plain functions: evaluation and telemetry before a step, bad numbers and the log
-after it, and advice where memory runs out. A stage adds its own to run.before_step and run.after_step.
+What the loop does besides training, in plain functions.
+
+Functions of run.before_step take (run, whether the run ends here): evaluation, telemetry. Functions of run.after_step
+take (run, attempt): bad numbers, the log. A stage adds its own to these lists.
 """
 
 import contextlib
@@ -20,12 +22,12 @@ MAX_SKIPPED_IN_A_ROW = 10  # --on-nonfinite=skip gives up after so many
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Before a step: (run, whether this is the end of the run)
+# Before a step
 
 
 @contextlib.contextmanager
 def evaluating(run: Run) -> Iterator[None]:
-    """Inside, the model evaluates and may draw random numbers; afterwards training goes on as if it had not."""
+    """A block in which the model evaluates and may draw random numbers. Training then goes on as if it had not."""
     run.model.eval()
     try:
         with preserved_rng(run.device):
@@ -35,6 +37,7 @@ def evaluating(run: Run) -> Iterator[None]:
 
 
 def evaluate(run: Run, last: bool) -> None:
+    """Evaluates if that is due, and keeps the best and the newest numbers."""
     if run.loop.evaluated_at == run.step or not run.evaluation.due(run.step, last):
         return
     with evaluating(run):
@@ -53,7 +56,7 @@ def evaluate(run: Run, last: bool) -> None:
 
 
 def warn_of_repetition(run: Run, numbers: dict[str, float]) -> None:
-    """Says once that the text is read again and again and validation gets worse."""
+    """Warns once if the text has been read twice and validation gets worse."""
     epoch = run.position.get("epoch", 1) if isinstance(run.position, dict) else 1
     best = run.loop.best
     rising = [k for k, v in numbers.items() if ("loss" in k or "bpb" in k) and v > best.get(k, v)]
@@ -67,8 +70,8 @@ def warn_of_repetition(run: Run, numbers: dict[str, float]) -> None:
 
 
 def measure_layers(run: Run, last: bool) -> None:
-    """Telemetry of every quantized layer on the first row that is trained on next."""
-    is_due = run.batch and not last and not run.came_before and due(run.args.telemetry_every, run.step, last)
+    """Measures the quantization error of every layer on the first row of the next batch, if that is due."""
+    is_due = run.batch and not last and not run.before_step_is_done and due(run.args.telemetry_every, run.step, last)
     if not is_due or not run.quantized.quantizes():
         return
     batch = [part[:1] for part in run.batch]
@@ -86,11 +89,11 @@ def measure_layers(run: Run, last: bool) -> None:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# After a step: (run, the attempt)
+# After a step
 
 
 def skip_bad_numbers(run: Run, attempt: Attempt) -> None:
-    """A step whose numbers are not finite updated nothing. Raises UserError unless it may be passed over."""
+    """Names the layer with the first bad number of a step. Raises UserError unless such steps may be skipped."""
     if not attempt.bad:
         run.skipped_in_a_row = 0
         return
@@ -114,7 +117,7 @@ def skip_bad_numbers(run: Run, attempt: Attempt) -> None:
 
 
 def first_bad_layer(run: Run, attempt: Attempt) -> str:
-    """The source of the first bad number of these micro-batches, which are computed again."""
+    """Computes the step's micro-batches again, and returns where the first bad number came from."""
     place = ""
     for batch, rng in attempt.batches:
 
@@ -131,7 +134,7 @@ def first_bad_layer(run: Run, attempt: Attempt) -> str:
 
 
 def write_log(run: Run, attempt: Attempt) -> None:
-    """A good step's numbers go to metrics.jsonl, to the tracker, and beside the progress bar."""
+    """Writes the numbers of a good step to metrics.jsonl, to the tracker, and beside the progress bar."""
     if attempt.bad:
         return
     average, loss = run.monitor.state["mean"], attempt.loss
@@ -161,7 +164,7 @@ def write_log(run: Run, attempt: Attempt) -> None:
 
 
 def track(run: Run, event: str, numbers: dict[str, Any]) -> None:
-    """To wandb or trackio, under nanochat's names, the same in every stage: train/loss, val/bpb, ..."""
+    """Logs to wandb or trackio, under nanochat's names, which are the same in every stage: train/loss, val/bpb, ..."""
     values = {f"{event}/{key}": value for key, value in numbers.items() if value is not None}
     if run.size.tokens:
         values["total_training_tokens"] = run.size.tokens * run.step
@@ -175,7 +178,7 @@ def track(run: Run, event: str, numbers: dict[str, Any]) -> None:
 
 
 def out_of_memory(run: Run, attempt: Attempt) -> UserError:
-    """The line that ends a run whose memory ran out, naming the micro-batch that fits."""
+    """Saves the run if possible, and returns the error that ends it, with the micro-batch that fits."""
     attempt.batches.clear()
     run.batch = None
     run.model.zero_grad(set_to_none=True)

@@ -1,4 +1,4 @@
-"""What mid-training, SFT and RL have in common: a Run that begins with the model of the stage before."""
+"""What mid-training, SFT and RL have in common: their Run begins with the model of another stage."""
 
 import argparse
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from nanochat_fp4.training.run import Process, Run
 
 
 def begin(stage: str, source: str, args: argparse.Namespace, process: Process, compiled: bool = False) -> Run:
-    """A run with its model, converted and divided. source: the stage whose model it begins with."""
+    """Returns a Run whose model is loaded, converted and divided. source: the stage whose model it begins with."""
     run = Run(stage, args, process)
     run.begin_with_model_of(source)
     method = run.method_of_model()
@@ -25,7 +25,7 @@ def begin(stage: str, source: str, args: argparse.Namespace, process: Process, c
 def finetune(
     run: Run, lr_multiplier: Callable[[float], float], momentum: Callable[[int], float] | None = None, **loss: Any
 ) -> None:
-    """The optimizers and the schedule of nanochat's later stages. loss: of TrainingStep."""
+    """Gives the run the optimizers and the schedule of nanochat's later stages. loss: of TrainingStep."""
     names = ("unembedding_lr", "embedding_lr", "matrix_lr", "weight_decay")
     rates = {name: getattr(run.args, name) for name in names}
     how = {"orthogonalizer": run.orthogonalizer, "lean": run.lean}
@@ -33,9 +33,10 @@ def finetune(
 
 
 def record_settings(run: Run, sources: dict[str, str], batch_settings: dict[str, Any]) -> None:
-    """What checkpoints say of the run, when its size is known. sources: name of a dataset -> its rows.
+    """Writes down what checkpoints will say of the run. run.size must be known.
 
-    batch_settings: further settings that decide the batches. Raises UserError where a checkpoint is of another run.
+    sources: the number of rows by name of data set. batch_settings: further settings that decide the batches.
+    Raises UserError if the checkpoint to go on from belongs to another run.
     """
     args = run.args
     settings = {

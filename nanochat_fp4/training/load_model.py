@@ -76,7 +76,7 @@ def build_model(
 def model_of(
     model_data: dict[str, torch.Tensor], meta: Metadata, folder: Path, step: int, device: str | torch.device, phase: str
 ) -> tuple[GPT, RustBPETokenizer]:
-    """build_model of a checkpoint that is loaded already."""
+    """build_model for a checkpoint whose weights and metadata are loaded already."""
     device = torch.device(device)
     where = f"checkpoint of step {step} in {folder}"
     register_recipes(meta, where)
@@ -152,7 +152,7 @@ def check_model_fits(config: GPTConfig, device: torch.device) -> None:
 
 
 def recompute_problem(recompute: str, config: Any, device: torch.device) -> str | None:
-    """Why a model of this config cannot recompute so on the device, and what can be done; or None."""
+    """Why the device cannot recompute a model of this config in this way, and what to do; None if it can."""
     reason = None
     if isinstance(config, LlamaConfig) and recompute != "none":
         return "it is not for the --llama models; leave it out"

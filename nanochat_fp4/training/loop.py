@@ -1,12 +1,12 @@
 """
 The training loop of all four stages.
 
-    if train(run):          # False: a signal stopped the run, and the run is saved
+    if train(run):          # False if a signal stopped the run, which is saved then
         report(run)
 
-Between two steps come run.before_step (evaluation, samples, telemetry), then a checkpoint if one is due. A step has
-micro-batches and an update. After a step comes run.after_step (bad numbers, the log). These are lists of plain
-functions (extras.py), which a stage may add to.
+A step has micro-batches and an update. Before each step the loop calls the functions of run.before_step (evaluation,
+samples, telemetry) and saves a checkpoint if one is due. After each step it calls those of run.after_step (bad numbers,
+the log). extras.py has the functions that all stages have in common.
 
 A resumed run equals an undisturbed one. A checkpoint has everything that a step depends on: weights, optimizers,
 generators, the data position, run.loop and run.monitor.
@@ -42,7 +42,7 @@ from nanochat_fp4.training.wandb_run import setup_tracker
 
 
 def train(run: Run) -> bool:
-    """Trains to the end, or until a signal. True where it came to the end.
+    """Trains until the end or until a signal. Returns whether the end was reached.
 
     Raises UserError where the run must end: numbers that are not finite, memory or disk that are full.
     """
@@ -52,7 +52,7 @@ def train(run: Run) -> bool:
         stopping = run.process.signals.received(run.device)
         if not stopping:
             try:
-                look(run, last)
+                do_before_step(run, last)
             except StopRequested:
                 stopping = True
         end = last or stopping
@@ -78,7 +78,7 @@ def train(run: Run) -> bool:
 
 
 def begin(run: Run) -> None:
-    """Everything up to the first step. What --overwrite names is deleted when nothing else can refuse the run."""
+    """Does everything up to the first step. --overwrite deletes the old run last, when nothing refuses the new one."""
     run.process.phases.end("model")
     run.restore()
     stored = run.checkpoint.meta.gemms if run.checkpoint else None
@@ -109,18 +109,15 @@ def begin(run: Run) -> None:
     run.process.phases.end("first batch")
 
 
-def look(run: Run, last: bool) -> None:
-    """What comes before the next step. Raises StopRequested on a signal.
-
-    A resumed run has looked at its first step before; then only what belongs to the end of a run comes again.
-    """
+def do_before_step(run: Run, last: bool) -> None:
+    """Calls the functions of run.before_step. last: whether the run ends here. Raises StopRequested on a signal."""
     for extra in run.before_step:
         extra(run, last)
     run.loop.looked_at = run.step
 
 
 def train_step(run: Run) -> None:
-    """One optimizer step, or the attempt at one."""
+    """Attempts one optimizer step. A step with numbers that are not finite updates nothing."""
     if not run.made_first_step:
         run.process.phases.end("evaluation")
     if changed := run.quantized.set_progress(run.step):
@@ -154,7 +151,7 @@ def train_step(run: Run) -> None:
 
 
 def optimize(run: Run, attempt: Attempt) -> None:
-    """Micro-batches and, where all numbers are finite, the update."""
+    """Computes the micro-batches and, if all numbers are finite on all processes, updates the weights."""
     parts, count, process = run.training_step, run.size.micro_batches, run.process
     losses, counted = [], 0
     with parts.micro_batches(count, run.step):
@@ -189,20 +186,20 @@ def optimize(run: Run, attempt: Attempt) -> None:
 
 
 def forward_of_few(run: Run) -> None:
-    """A forward pass of some thousand tokens, for methods that look at the layers' inputs."""
+    """Makes a forward pass of some thousand tokens, for methods that measure the layers' inputs."""
     x, y, *_ = run.batch
     rows = max(1, LOOK_TOKENS // run.size.seq_len)
     run.model(x[:rows], y[:rows])
 
 
 def fetch(run: Run) -> None:
-    """The next batch, made on the CPU while the GPU works; run.position stays that of the batch before it."""
+    """Makes the next batch on the CPU while the GPU works. run.position stays that of the batch before."""
     *batch, run.next_position = next(run.loader)
     run.batch = tuple(batch)
 
 
 def save(run: Run, step: int, rng: dict[str, Tensor], position: Any) -> bool:
-    """True once the checkpoint is on the disk as a whole. All ranks call this together."""
+    """Saves a checkpoint, and returns whether all of it is on the disk. All processes call this together."""
     if run.dry_run or step == run.saved_step:
         return True
     weights = full_state_dict(run.model, run.process.rank)

@@ -1,4 +1,4 @@
-"""What pre-training makes of its flags: a new model, how long it trains, the settings that decide the run's bits."""
+"""What pre-training makes of its flags: a new model, the number of steps, the settings that decide the run's bits."""
 
 import argparse
 import hashlib
@@ -24,7 +24,7 @@ CPU_TOO_MUCH = 1e15  # hours
 
 
 def model_config(args: argparse.Namespace, vocab_size: int) -> tuple[type[torch.nn.Module], Any, str]:
-    """(class and config of the model that the flags describe, what its runs are called before the method)."""
+    """The model that the flags describe: (its class, its config, the first part of its runs' names)."""
     if args.llama:
         if unfit := next((switch for switch in SWITCHES if getattr(args, switch)), None):
             raise UserError(f"--{unfit.replace('_', '-')} is not for the --llama models; leave one of them out")
@@ -37,7 +37,7 @@ def model_config(args: argparse.Namespace, vocab_size: int) -> tuple[type[torch.
 
 
 def make_model(args: argparse.Namespace, vocab_size: int, device: torch.device) -> tuple[torch.nn.Module, str]:
-    """(the model with its first weights, what its runs are called before the method)."""
+    """(the model with its first weights, the first part of its runs' names: d20, llama-tiny)."""
     cls, config, name = model_config(args, vocab_size)
     if reason := recompute_problem(args.recompute, config, device):
         raise UserError(f"--recompute={args.recompute}: {reason}")
@@ -73,7 +73,7 @@ def run_settings(
 
 
 def comparison_key(settings: dict[str, Any]) -> str:
-    """The same for two runs that differ only in the method, or in how they are spread over devices."""
+    """A key that two runs share if they differ only in the method, or in how they are spread over devices."""
     apart = {"method", "world_size", "parallel", "head", *BRANCH_SETTINGS}
     apart |= {key for key in ("data_seed", "shuffle_documents") if not settings[key]}  # the text as it is stored
     # Runs from before the setting existed had Polar Express, and stay comparable.
@@ -83,7 +83,7 @@ def comparison_key(settings: dict[str, Any]) -> str:
 
 
 def resolve_horizon(args: argparse.Namespace, flops_per_token: float, num_params: int) -> int:
-    """Number of optimizer steps from --num-iterations, --target-flops or --target-param-data-ratio."""
+    """The number of optimizer steps that --num-iterations, --target-flops or --target-param-data-ratio asks for."""
     check_iterations(args.num_iterations)
     if args.num_iterations > MAX_STEPS:
         raise UserError(f"--num-iterations={args.num_iterations} is more than {MAX_STEPS:,} steps; lower it")
@@ -106,7 +106,7 @@ def resolve_horizon(args: argparse.Namespace, flops_per_token: float, num_params
 
 
 def check_machine(args: argparse.Namespace, device: torch.device, flops: float) -> None:
-    """Raises UserError where a machine without a GPU would begin what it will not end, and nobody asked for that."""
+    """Raises UserError if a machine without a GPU would take hours, unless --device-type asks for the CPU."""
     if device.type == "cpu" and not args.device_type and flops > CPU_TOO_MUCH:
         raise UserError(
             f"there is no GPU here, and this run takes {flops:.1e} FLOPs, {flops / CPU_FLOPS / 3600:,.0f} hours or "

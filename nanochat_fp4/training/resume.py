@@ -1,5 +1,5 @@
 """
-A run's beginning: the room for a checkpoint in its folder, and the state to go on from.
+How a run begins: whether its folder can take a checkpoint, where it goes on, and with which state.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ from nanochat_fp4.training.load_model import SOURCES
 
 
 def starts_over(resume_from_step: int | str, overwrite: bool) -> bool:
-    """Whether what is in the folder is to be deleted: not when torchrun starts all ranks again after one died."""
+    """Whether --overwrite deletes the old run. It does not when torchrun starts all ranks again after one has died."""
     return overwrite and resume_from_step == -1 and not restarts()
 
 
@@ -60,7 +60,7 @@ def find_resume_step(checkpoint_dir: Path, resume_from_step: int | str, overwrit
 
 
 def branch_point(text: str, checkpoint_dir: Path) -> tuple[Path, int]:
-    """(folder, step) of --branch-from, of a run beside that of checkpoint_dir. Raises UserError."""
+    """--branch-from as (folder, step) of another run beside checkpoint_dir. Raises UserError for any other text."""
     tag, at, step = text.rpartition("@")
     if not (tag and at and step.isdecimal()):
         raise UserError(f"--branch-from={text!r}: expected '<model tag>@<step>', for example d20_bf16@5000")
@@ -182,7 +182,7 @@ def restore_state(optimizers: Sequence[torch.optim.Optimizer], checkpoint: Check
 
 
 def restore_position(checkpoint: Checkpoint, rank: int) -> Any:
-    """The loader's position. Of a run with another number of processes the positions of all are put together."""
+    """The loader's position. If another number of processes saved the run, the positions of all of them are merged."""
     if not any(position for _, position in checkpoint.of_ranks):
         return checkpoint.position
     position = merge_states([position for _, position in checkpoint.of_ranks])
@@ -191,8 +191,9 @@ def restore_position(checkpoint: Checkpoint, rank: int) -> Any:
 
 def restored(new: dict[str, Any], saved: Any, what: str, folder: Path) -> dict[str, Any]:
     """
-    `new`, the state of a run that begins, updated with a checkpoint's. Raises UserError where a value there is not of
-    the kind that `new` has; dictionaries in it hold numbers.
+    `new`, the state of a run that begins, with the values of `saved`, the state in a checkpoint.
+
+    Raises UserError if a saved value is of another type than in `new`. Dictionaries must have numbers only.
     """
 
     def is_number(value: Any) -> bool:

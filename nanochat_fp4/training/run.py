@@ -1,16 +1,16 @@
 """
-A training run: what base_train, mid_train, chat_sft and chat_rl build before they call loop.train.
+A training run. All four stages build a Run in the same order, and then call loop.train.
 
-    run = Run("mid", args, process)         # the flags that do not go together are refused
-    run.begin_with_model_of("base")         # the folder's lock; the run's own checkpoint, or the stage before's model
-    run.convert(...)                        # the layers, as the method has them
-    run.divide(compiled)                    # over processes; forward is the compiled model
+    run = Run("mid", args, process)         # refuses flags that exclude each other
+    run.begin_with_model_of("base")         # locks the folder; loads the run's own checkpoint, or the base model
+    run.convert(...)                        # gives the layers their QAT method
+    run.divide(compiled)                    # spreads the weights over the processes, and compiles
     run.make_step(optimizers, schedule)
-    run.record_settings(settings, ...)      # what a checkpoint says of the run; a resume must have the same
+    run.record_settings(settings, ...)      # what a checkpoint says of the run; a resume must have the same settings
     run.size, run.data, run.evaluation = ...
-    if train(run): ...
+    finished = loop.train(run)
 
-base_train makes its model from flags, and calls open_folder and adopt instead of begin_with_model_of.
+base_train makes its model from flags. It calls open_folder and adopt in the place of begin_with_model_of.
 """
 
 import argparse
@@ -82,7 +82,7 @@ from nanochat_fp4.training.step import Attempt, Batch, TrainingStep
 
 @dataclass(frozen=True)
 class Process:
-    """A process of a run, and its open contexts."""
+    """One process of a run, and the contexts that it has open."""
 
     device: torch.device
     rank: int
@@ -94,9 +94,9 @@ class Process:
 
 
 def run_stage(args: argparse.Namespace, train: Callable[[Process], None]) -> None:
-    """Calls train in the process group that torchrun asks for, if it does.
+    """Runs a stage as a program: joins torchrun's process group if there is one, and calls train.
 
-    Exits with the status of the signal that stopped it, if one did.
+    A signal that stopped the training decides the exit status (143 after SIGTERM).
     """
     phases = Phases()
     if args.orthogonalizer == "newton_schulz":
@@ -117,22 +117,22 @@ def run_stage(args: argparse.Namespace, train: Callable[[Process], None]) -> Non
 
 @dataclass(frozen=True)
 class Size:
-    """How much a step and the run are. micro_batches: of this process in a step."""
+    """The size of a step and of the run. micro_batches counts those that this process has in a step."""
 
     rows: int  # of a micro-batch
     seq_len: int
     micro_batches: int
-    steps: int  # less than 1: one epoch of Data.conversations
-    tokens: int | None = None  # of a step of all processes; None where it is not the same in every step
+    steps: int  # below 1 the run is one epoch of Data.conversations
+    tokens: int | None = None  # in a step of all processes; None where steps differ
 
 
 @dataclass(frozen=True)
 class Data:
-    """Where batches come from.
+    """Where the batches come from.
 
-    make_loader: saved position or None -> endless iterator over (*batch, position)
-    conversations: of an epoch, for a run whose length is an epoch
-    ahead: the next batch is made while a step computes. False: the weights decide the batch (RL)
+    make_loader: takes a saved position or None, and returns an endless iterator over (*batch, position)
+    conversations: how many an epoch has, for a run whose length is an epoch
+    ahead: whether the next batch is made while a step computes. RL makes batches with the newest weights: False
     """
 
     make_loader: Callable[[Any], Iterator]
@@ -142,7 +142,12 @@ class Data:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """measure: (step, last step) -> val_bpb, mmlu_acc, ...; due: whether before this step; tokens: of a validation."""
+    """The evaluation of a run.
+
+    measure: takes (step, whether it is the last one), and returns numbers by name: val_bpb, mmlu_acc, ...
+    due: takes the same, and says whether the evaluation comes before this step
+    tokens: how many tokens a validation reads, if that is known
+    """
 
     measure: Callable[[int, bool], dict[str, float]]
     due: Callable[[int, bool], bool]
@@ -150,14 +155,14 @@ class Evaluation:
 
 
 def due(every: int, step: int, last: bool) -> bool:
-    """Whether a thing with this period in steps is due before `step`, or at the end. Period -1: never."""
+    """Whether something that comes every so many steps is due before `step` or at the end of the run. Never: -1."""
     return every > 0 and (last or step % every == 0)
 
 
 class Run:
-    """One run of a stage: base, mid, sft or rl. args: of flags.add_run_arguments and the stage's own."""
+    """One run of a stage (base, mid, sft or rl). args has the flags of flags.add_run_arguments and the stage's own."""
 
-    # Set by the calls that the module's head lists.
+    # The calls that the module's docstring lists set these.
     model: nn.Module
     tokenizer: RustBPETokenizer
     folder: Path
@@ -180,9 +185,9 @@ class Run:
             raise UserError("reinforcement learning generates on each process by itself; leave --parallel out")
         self.sharded = check_parallel(args)
         self.checkpoint: Checkpoint | None = None  # the one to go on from
-        self.trained = Metadata()  # what the checkpoint of the model says, the run's own or that of the stage before
+        self.trained = Metadata()  # of the checkpoint that the weights came from, of this run or of the stage before
         self.parent: dict[str, Any] = {}  # the model that the run began with
-        # Functions that the loop calls before and after each step (extras.py).
+        # The loop calls these before and after each step. A stage may add functions of its own.
         self.before_step: list[Callable[[Run, bool], None]] = []
         self.after_step: list[Callable[[Run, Attempt], None]] = []
         self.numbers: Callable[[], Mapping[str, float]] = dict  # further numbers of the last step
@@ -235,8 +240,10 @@ class Run:
         return self.checkpoint.step if own and self.checkpoint else None
 
     def adopt(self, model: nn.Module, tokenizer: RustBPETokenizer, settings: dict[str, Any], steps: int) -> None:
-        """A model made from flags, which gets the checkpoint's weights. Raises UserError for one of other settings, or
-        beyond so many steps."""
+        """Gives the run a model that was made from flags, and gives the model the checkpoint's weights.
+
+        Raises UserError if the checkpoint has other settings, or is beyond so many steps.
+        """
         self.model, self.tokenizer = model, tokenizer
         check_tokenizer(tokenizer.fingerprint())
         if (own := self.checkpoint) is not None:
@@ -258,7 +265,10 @@ class Run:
         check_writable(self.folder, save_bytes(model), self.args.overwrite)
 
     def begin_with_model_of(self, source: str) -> None:
-        """The model of the stage before, or the run's own checkpoint of a model that began with it."""
+        """Loads the run's own checkpoint, or the model of the stage `source` if there is none to go on from.
+
+        Raises UserError if that model was trained anew after this run had begun with it.
+        """
         args = self.args
         self.open_folder(find_model_tag(source, None) if args.model_tag is None else args.model_tag)
         folder = checkpoint_folder(source, self.model_tag)
@@ -295,7 +305,7 @@ class Run:
         return self.args.orthogonalizer or (trained if trained in ORTHOGONALIZERS else "polar_express")
 
     def wanted_recompute(self, wished: str | None) -> str:
-        """As the flag says, or as the model was trained, where that is possible on this machine."""
+        """--recompute, or the setting that the model was trained with if this machine can do so."""
         recompute = wished or self.trained.user_config.get("recompute")
         recompute = recompute if recompute in RECOMPUTE else "none"
         if reason := recompute_problem(recompute, self.model.config, self.device):
@@ -315,12 +325,12 @@ class Run:
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """The type of matrix products (gpt.autocast)."""
+        """The dtype of matrix products (gpt.autocast); None is BF16 on a GPU."""
         return torch.float32 if getattr(self.args, "dtype", "") == "float32" else None
 
     @functools.cached_property
     def lean(self) -> LeanState | None:
-        """For the optimizers of a run with --state=lean."""
+        """The lean optimizer state; None without --state=lean."""
         return LeanState(self.model, self.args.seed) if self.state == "lean" else None
 
     # ------------------------------------------------------------------------------------------------------------------
@@ -329,20 +339,23 @@ class Run:
     def convert(
         self, method: str, recipe: Recipe | str, plan: MethodPlan | None = None, steps: int = 0, **how: Any
     ) -> None:
-        """The layers get the recipe. plan: the methods in the course of so many steps. how: of nf.convert."""
+        """Gives the layers the recipe. plan says which methods follow each other within so many steps.
+
+        how: further arguments of nf.convert.
+        """
         self.method = method
         nf.convert(self.model, recipe, per_token_in_eval=False, **how)
         self.quantized = QuantizedTraining(self.model, plan, steps)
         self.quantized.set_progress(max(self.step - 1, 0))  # of the step before: train_step changes it after the look
 
     def divide(self, compiled: bool) -> None:
-        """The weights over the processes, where --parallel=fsdp; and the forward pass that training calls."""
+        """Spreads the weights over the processes under --parallel=fsdp, and sets the forward pass of the training."""
         if self.sharded:
             shard(self.model, torch.bfloat16 if self.device.type == "cuda" and self.dtype is None else None)
         self.forward = compile_layers(self.model) if compiled else self.model
 
     def make_step(self, optimizers: Sequence[torch.optim.Optimizer], schedule: Schedule, **loss: Any) -> None:
-        """loss: of TrainingStep."""
+        """Builds the TrainingStep. loss: its argument of this name, if the stage has another loss than the model's."""
         self.schedule = schedule
         self.training_step = TrainingStep(
             self.model, optimizers, self.forward, self.quantized, self.dtype, lean=self.lean, **loss
@@ -351,10 +364,13 @@ class Run:
     def record_settings(
         self, settings: dict[str, Any], recipes: Sequence[Recipe], changes: dict[str, Any], **more: Any
     ) -> None:
-        """What a checkpoint says of this run. Raises UserError where the one to go on from is of another run.
+        """Writes down what every checkpoint of this run will say of it.
 
-        settings: decide the bits. changes: what flags have become (--device-batch-size=auto, ...), for user_config.
-        more: of Metadata.of_run.
+        settings: decide the bits of the run, so that a resume must have the same
+        changes: values that took the place of flags' values, such as those of --device-batch-size=auto
+        more: further arguments of Metadata.of_run
+
+        Raises UserError if the checkpoint to go on from has other settings.
         """
         if self.resumed_step is not None and self.checkpoint:
             check_same_run(settings, self.checkpoint.meta.run_config, self.folder)
@@ -370,8 +386,10 @@ class Run:
         )
 
     def restore(self) -> None:
-        """Everything of the checkpoint to go on from but the weights, which `adopt` and `begin_with_model_of` have put
-        into the model: they come before the layers are converted and divided."""
+        """Takes up the state of the checkpoint to go on from: optimizers, generators, data position, loop, monitor.
+
+        The weights are in the model already, because they must be there before the layers are converted and divided.
+        """
         if (own := self.checkpoint) is None:
             return
         restore_state(self.training_step.optimizers, own, self.device)
@@ -397,8 +415,8 @@ class Run:
         return self.loop.progress >= 1 if self.by_epoch else self.step >= self.size.steps
 
     @property
-    def came_before(self) -> bool:
-        """Whether what comes before this step has been done: a run that goes on does only the end of a run again."""
+    def before_step_is_done(self) -> bool:
+        """Whether the functions of before_step have run for this step, in the process that saved the checkpoint."""
         return self.loop.looked_at == self.step
 
     @functools.cached_property

@@ -1,4 +1,4 @@
-"""One optimizer step in parts, which the loop calls and lab's benchmark times one by one."""
+"""One optimizer step, in parts: the loop calls them, and lab.bench steps times each of them."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
@@ -55,7 +55,7 @@ class TrainingStep:
 
     @contextlib.contextmanager
     def micro_batches(self, count: int, step: int = 0) -> Iterator[None]:
-        """Around so many micro-batches of one step: what they share is made once."""
+        """A block around the micro-batches of one step, in which their common work is done once."""
         if self.lean is not None:
             adding = self.lean.gradients(count, step)
         else:
@@ -64,7 +64,7 @@ class TrainingStep:
             yield
 
     def micro_batch(self, *batch: Tensor, count: int = 1) -> Tensor:
-        """Adds the gradients of one of `count` micro-batches, with its share; its mean loss, ()."""
+        """Adds the gradients of one of `count` micro-batches, weighted by 1 / count. Returns its mean loss, ()."""
         with record_function("phase: forward"), self.autocast():
             loss = self.loss(self.forward, *batch)
         with record_function("phase: backward"):
@@ -72,7 +72,7 @@ class TrainingStep:
         return loss.detach()
 
     def update(self) -> None:
-        """The optimizers' steps; the gradients are dropped."""
+        """Makes the optimizers' steps and drops the gradients."""
         with record_function("phase: update"):
             for optimizer in self.optimizers:
                 optimizer.step()
@@ -81,7 +81,7 @@ class TrainingStep:
 
 @dataclass
 class Attempt:
-    """An optimizer step of the loop, and its result over all ranks. Nothing was updated where numbers are bad."""
+    """An optimizer step of the loop, and its result over all ranks. A step with bad numbers has updated nothing."""
 
     save_before: Callable[[], bool]  # saves the run as it was before this step
     batches: list[tuple[Batch, dict[str, Tensor]]] = field(default_factory=list)  # with the generators before each
