@@ -82,7 +82,8 @@ def run_main(main: Callable[[], Any]) -> None:
         main()
         return
     except (KeyboardInterrupt, Exception) as e:
-        if isinstance(e, KeyboardInterrupt):
+        # A Ctrl-C that comes inside compiled code (the tokenizer's training) can be the cause of another exception.
+        if isinstance(e, KeyboardInterrupt) or isinstance(e.__cause__, KeyboardInterrupt):
             message, status = "interrupted", 130
         elif is_out_of_memory(e):
             where = "GPU memory" if isinstance(e, torch.OutOfMemoryError) else "memory"

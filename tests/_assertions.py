@@ -109,8 +109,9 @@ def final_state(folder: Path, step: int) -> dict[str, Any]:
     model, _, meta = load_checkpoint(folder, step, "cpu")
     learned = load_method_data(folder, step, "cpu")
     ranks = [torch.load(p, weights_only=True) for p in sorted(folder.glob(f"optim_{step:06d}_rank*.pt"))]
-    for group in (g for rank in ranks for optimizer in rank["optimizers"] for g in optimizer.get("param_groups", ())):
-        group.pop("differentiable", None)  # torch's load_state_dict adds it
+    for optimizer in (optimizer for rank in ranks for optimizer in rank["optimizers"] if "param_groups" in optimizer):
+        # Rates and the like are set before each step. A run that was stopped after its last step makes none any more.
+        optimizer["param_groups"] = [group["params"] for group in optimizer["param_groups"]]
     timed = ("dt", "tok_per_sec", "mfu")
     records = [r for r in read_jsonl(folder / "metrics.jsonl") if r["event"] in ("train", "val", "skip", "spike")]
     return {

@@ -33,12 +33,20 @@ def run(raised, capsys, monkeypatch=None):
     return e.value.code, capsys.readouterr().err
 
 
+def caused_by(cause: BaseException) -> SystemError:
+    """What Python makes of a Ctrl-C inside compiled code that calls Python again."""
+    error = SystemError("<method> returned a result with an exception set")
+    error.__cause__ = cause
+    return error
+
+
 @pytest.mark.parametrize(
     "raised, status, text",
     [
         (UserError("no data;\n  set DATA_DIR"), 2, "error: no data; set DATA_DIR\n"),
         (ValueError("K=17 is not a multiple of 16"), 2, "error: K=17 is not a multiple of 16\n"),
         (KeyboardInterrupt(), 130, "error: interrupted\n"),
+        (caused_by(KeyboardInterrupt()), 130, "error: interrupted\n"),
     ],
 )
 def test_user_errors_end_in_one_line(raised, status, text, capsys):

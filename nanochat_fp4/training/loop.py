@@ -200,7 +200,8 @@ def fetch(run: Run) -> None:
 
 def save(run: Run, step: int, rng: dict[str, Tensor], position: Any) -> bool:
     """Saves a checkpoint, and returns whether all of it is on the disk. All processes call this together."""
-    if run.dry_run or step == run.saved_step:
+    # A signal can have saved the step without what comes before it: at the end of a run, its last evaluation.
+    if run.dry_run or (step, run.loop.looked_at) == (run.saved_step, run.saved_look):
         return True
     weights = full_state_dict(run.model, run.process.rank)
     optimizers = [optimizer.state_dict() for optimizer in run.training_step.optimizers]
@@ -208,7 +209,8 @@ def save(run: Run, step: int, rng: dict[str, Tensor], position: Any) -> bool:
     saved = Checkpoint(run.folder, step, meta, weights, optimizers, rng, position, nf.gram_state(run.model)).save(
         run.process.rank
     )
-    run.saved_step = step if saved else run.saved_step
+    if saved:
+        run.saved_step, run.saved_look = step, run.loop.looked_at
     if saved and run.process.rank == 0:
         if run.args.resume_from_step != "latest":
             forget_later_checkpoints(run.folder, step)  # an earlier step's resume left them behind

@@ -200,6 +200,7 @@ class Run:
         self.position: Any = None  # of the loader, after the last batch that was trained on
         # The state of this process alone.
         self.saved_step: int | None = None  # the newest in the folder
+        self.saved_look = -1  # LoopState.looked_at in it
         self.batch: Batch | None = None  # the one that is trained on next, and the position after it
         self.next_position: Any = None
         self.updating = self.made_first_step = self.warned_of_repetition = False
@@ -396,6 +397,7 @@ class Run:
         self.position = restore_position(own, self.process.rank)
         self.loop = LoopState(**restored(asdict(self.loop), own.meta.loop_state, "loop_state", own.folder))
         self.evaluated_before = self.loop.evaluated_at
+        self.saved_look = self.loop.looked_at
         self.monitor = LossMonitor(restored(self.monitor.state, own.meta.loss_state, "loss_state", own.folder))
         own.forget()
         branch = f" of {own.folder.name}" if self.resumed_step is None else ""

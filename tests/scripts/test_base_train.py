@@ -171,7 +171,7 @@ def test_a_run_that_was_stopped_at_a_change_of_the_method_evaluates_as_an_undist
 
 
 def test_a_signal_in_the_last_step_leaves_the_report_to_the_resume(tiny_base, capsys):
-    """Else the report would have an earlier evaluation as the final one, for ever."""
+    """Else the report and the checkpoint would have an earlier evaluation as the final one, for ever."""
     train("--eval-every=3", "--matrix-lr=0.01", steps=4, method="bf16")  # its report is not the next run's
     with stopped_in_step(3):
         train("--eval-every=3", "--overwrite", steps=4, method="bf16")
@@ -180,6 +180,8 @@ def test_a_signal_in_the_last_step_leaves_the_report_to_the_resume(tiny_base, ca
     records = read_jsonl(tiny_base / "base_checkpoints" / "d1_bf16" / "metrics.jsonl")
     section = json.loads((tiny_base / "report" / "d1_bf16" / "base-model-training.json").read_text())
     assert [section["results"]["val_bpb"]] == [r["bpb"] for r in records if r["event"] == "val" and r["step"] == 4]
+    _, _, meta = load_checkpoint(tiny_base / "base_checkpoints" / "d1_bf16", 4, "cpu")
+    assert meta["val_bpb"] == section["results"]["val_bpb"]
 
 
 @pytest.mark.parametrize("stopped", [True, False])
