@@ -33,7 +33,10 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-MODULES = ("base_train", "base_loss", "base_eval", "mid_train", "chat_sft", "chat_eval", "chat_cli", "tok_train")
+MODULES = (
+    "base_train", "base_loss", "base_eval", "mid_train", "chat_sft", "chat_rl", "chat_eval", "chat_cli", "tok_train",
+    "export",
+)  # fmt: skip
 
 
 @dataclass
@@ -76,6 +79,7 @@ class ForkServer:
         executable: what it takes for the Python that runs it.
         """
         (log,) = self._logs(1)
+        log.touch()  # a run can be killed before it begins
         answer = self._ask({"module": module, "argv": argv, "log": str(log)} | job)
         return Run(**answer, log=log.read_text(errors="replace"))
 
