@@ -1,0 +1,214 @@
+"""Runs or parses every command that README.md, CONTRIBUTING.md and docs/ print, and says of each how far it got.
+
+    python dev/check_pages.py                      # all pages; exit status 1 if a command fails
+    python dev/check_pages.py docs/memory.md       # some pages
+    python dev/check_pages.py --rewrite            # write the outputs of console blocks anew, where … does not fit
+
+A command that takes seconds on a CPU (RUNS below) is run. Of any other Python program the arguments are given to its
+own argument parser, which is as far as it gets. Shell scripts are read by `bash -n`, Python examples are compiled and
+their names nf.* looked up, and the files and modules that a page names must exist. Bash itself reads each line, with
+`python`, `bash`, `pip` and the like replaced by this file. Nothing needs a GPU or the network.
+"""
+
+import argparse
+import concurrent.futures
+import importlib
+import importlib.util
+import os
+import re
+import runpy
+import subprocess
+import sys
+import tempfile
+import textwrap
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+PROGRAMS = ("python", "bash", "pip", "torchrun", "git", "nanochat-fp4", "vllm", "llama-server", "trackio", "hf")
+COMMAND = re.compile(rf"(?:[A-Z_0-9]+=\S* )*(?:timeout \S+ \S+ )?(?:{'|'.join(PROGRAMS)}|export|grep) ")
+# Commands that are run. Each takes at most a minute or two of one core, and reads only what the repository has.
+RUNS = re.compile(
+    r"python -c|python examples/plain_loop|PLAN_ONLY=1|python -m nanochat_fp4\.doctor$|python -m lab\.scaling|grep "
+    r"|python -m lab\.reproduce (list|leaderboard|horizon|forwards|remedies|equal_time|claims|extra_steps|table5)"
+    r"|python -m lab\.(pages|runs)$|bash \S+ --help|nanochat-fp4 --help|python -m lab\.bench \S+ --predict"
+)
+# What stands for a name of the reader's own.
+STAND_INS = {"FILE.py": "lab/recipes.py", "five_over_six": "rtn", "my_method": "clover_search"}
+MISSING = {"vllm", "llama-server", "trackio", "hf", "git"}  # programs of others, which no test of ours needs
+PARSED, NOT_HERE, SECONDS = "PARSED", "NOT HERE", 300
+
+
+def commands(text: str) -> list[tuple[str, str | None]]:
+    """(command, its output if the page prints it) of the console blocks, other blocks, and `spans` in the text."""
+    blocks = re.findall(r"^ *```(\w*)\n(.*?)^ *```", text, re.M | re.S)
+    found: list[tuple[str, str | None]] = []
+    for kind, block in blocks:
+        if kind == "console":
+            found += re.findall(r"^\$ (.*)\n((?:(?!\$ ).*\n)*)", block, re.M)
+        elif kind in ("bash", "sh", ""):
+            found += [(line, None) for line in re.sub(r"\\\n\s*", "", block).splitlines()]
+    rest = re.sub(r"^ *```.*?^ *```", "", text, flags=re.M | re.S)
+    indented = re.sub(r"\\\n\s*", "", "\n".join(re.findall(r"^ {4,}(.*(?:\\\n.*)*)", rest, re.M)))
+    found += [(line.strip(), None) for line in indented.splitlines() if COMMAND.match(line.strip())]
+    found += [(span, None) for span in re.findall(r"`([^`\n]+)`", rest) if COMMAND.match(span)]
+    cleaned = [(re.sub(r"\s+#\s.*", "", command).strip(), output) for command, output in found]
+    return list(dict.fromkeys((command, output) for command, output in cleaned if command))
+
+
+def examples(text: str) -> list[str]:
+    """The blocks of Python, fenced or indented."""
+    blocks = re.findall(r"^( *)```python\n(.*?)^ *```", text, re.M | re.S)
+    rest = re.sub(r"^ *```.*?^ *```", "", text, flags=re.M | re.S)
+    indented = re.findall(r"(?:^\n)((?: {4,}.*\n|\n)+)", rest, re.M)
+    return [textwrap.dedent(block) for _, block in blocks] + [
+        textwrap.dedent(block) for block in indented if re.match(r"\s*(import|from|model =|nf\.)", block)
+    ]
+
+
+def fits(masked: str, output: str) -> bool:
+    """Whether output is the page's text, in which … stands for any part of a line."""
+    pattern = "".join(".*" if part == "…" else re.escape(part) for part in re.split("(…)", masked))
+    return re.fullmatch(pattern, output) is not None
+
+
+def shim(program: str, words: list[str]) -> None:
+    """What runs in the place of a program in a command that is parsed only. Prints how far that got."""
+    if program == "bash":
+        if not words or words[0].startswith("-"):
+            sys.exit(f"no shell script: {words}")
+        subprocess.run(["/bin/bash", "-n", words[0]], check=True)
+        print(PARSED, "by bash -n")
+    elif program == "pip":
+        extras = re.findall(r"\[([\w,]+)\]", " ".join(words))
+        known = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+        unknown = [e for group in extras for e in group.split(",") if not re.search(rf"^{e} = \[", known, re.M)]
+        sys.exit(f"no extra {unknown}") if unknown else print(NOT_HERE, "pip: the extras exist; nothing is installed")
+    elif program in MISSING:
+        print(NOT_HERE, f"{program} is not of this project")
+    else:
+        if program == "torchrun":
+            if "-m" not in words:
+                return print(NOT_HERE, "torchrun names no module")
+            words = words[words.index("-m") :]
+        if program == "nanochat-fp4":
+            words = ["-m", "nanochat_fp4", *words]
+        parse(words)
+
+
+def parse(words: list[str]) -> None:
+    """`python WORDS`, up to and with its argument parser."""
+    real = argparse.ArgumentParser.parse_args
+
+    def parse_args(self, *args, **kwargs):
+        real(self, *args, **kwargs)
+        print(PARSED, "by its own parser")
+        os._exit(sys.stdout.flush() or 0)
+
+    argparse.ArgumentParser.parse_args = parse_args
+    name, sys.argv = (words[1], words[1:]) if words[0] == "-m" else (words[0], words)
+    sys.path.insert(0, str(ROOT))
+    if name.endswith(".py"):
+        compile((ROOT / name).read_text(encoding="utf-8"), name, "exec")
+        print(PARSED, "by Python: it compiles")
+    elif name in ("pytest", "mkdocs"):
+        print(NOT_HERE, f"{name} is not of this project")
+    else:
+        runpy.run_module(name, run_name="__main__", alter_sys=True)
+        print(PARSED, "it has no parser, and ran")
+
+
+def environment(folder: Path, shims: tuple[str, ...]) -> dict[str, str]:
+    """No GPU, no network, an empty home, and `python` and the shims in front of PATH."""
+    (folder / "bin").mkdir()
+    for name in {"python", *shims}:
+        this = f'"{Path(__file__).resolve()}" --shim {name}' if name in shims else ""
+        (folder / "bin" / name).write_text(f'#!/bin/sh\nexec "{sys.executable}" {this} "$@"\n')
+        (folder / "bin" / name).chmod(0o755)
+    keep = {k: v for k, v in os.environ.items() if not k.startswith("NANOCHAT_")}
+    return keep | {
+        "HOME": str(folder), "VENV": str(folder), "PATH": f"{folder / 'bin'}:{keep['PATH']}", "HF_HUB_OFFLINE": "1",
+        "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1",
+    }  # fmt: skip
+
+
+def check(command: str, expected: str | None) -> tuple[str, str]:
+    """(ran, parsed, not here or FAILED; the last line that says why, or for a console block the output)."""
+    run = expected is not None or RUNS.match(command)
+    if re.search(r"OWNER|\bBASE\b|&& nanochat-fp4", command):
+        run = None
+    for name, stand_in in STAND_INS.items():
+        command = command.replace(name, stand_in)
+    with tempfile.TemporaryDirectory() as folder:
+        env = environment(Path(folder), ("nanochat-fp4",) if run else PROGRAMS)
+        if not run:
+            env |= {"HEAD": "127.0.0.1", "NANOCHAT_DIR": folder}
+        try:
+            done = subprocess.run(
+                ["/bin/bash", "-c", command], cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                text=True, timeout=SECONDS,
+            )  # fmt: skip
+        except subprocess.TimeoutExpired:
+            return "FAILED", f"it takes more than {SECONDS} seconds: take it out of RUNS"
+    output = done.stdout.replace("\r", "\n")
+    if expected is not None:
+        return ("ran", "") if fits(expected, output) else ("FAILED", output.replace(folder, "…"))
+    last = (output.strip().splitlines() or [""])[-1]
+    if done.returncode:
+        return "FAILED", f"exit status {done.returncode}: {last}"
+    if run or not last.startswith((PARSED, NOT_HERE)):
+        return "ran", ""
+    kind = PARSED if last.startswith(PARSED) else NOT_HERE
+    return kind.lower(), last.removeprefix(kind).strip()
+
+
+def named(text: str) -> list[str]:
+    """What is wrong with the modules, files and names of nf that a page names in `spans` and in Python examples."""
+    import nanochat_fp4 as nf
+
+    wrong = [f"nf.{n} does not exist" for n in set(re.findall(r"\bnf\.(\w+)", text)) if not hasattr(nf, n)]
+    for example in examples(text):
+        try:
+            compile(example, "example", "exec")
+        except SyntaxError as e:
+            wrong.append(f"Python example, line {e.lineno}: {e.msg}: {e.text}")
+    for span in set(re.findall(r"`([\w./]+)`", text)):
+        if re.fullmatch(r"(nanochat_fp4|lab|scripts|eval|dev|tests|docs|examples|kernels)/[\w./]*\w\.\w+", span):
+            wrong += [] if (ROOT / span).exists() else [f"{span} does not exist"]
+        elif re.fullmatch(r"(nanochat_fp4|lab|scripts|eval)(\.\w+)+", span) and not span.endswith((".py", ".sh")):
+            parts = span.split(".")
+            try:
+                if importlib.util.find_spec(span) is None:
+                    getattr(importlib.import_module(".".join(parts[:-1])), parts[-1])
+            except (ImportError, AttributeError) as e:
+                wrong.append(f"{span}: {e}")
+    return wrong
+
+
+def main() -> None:
+    sys.path[:0] = [str(ROOT), str(ROOT / "kernels")]
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("pages", nargs="*", type=Path, help="default: README.md, CONTRIBUTING.md and docs/")
+    parser.add_argument("--rewrite", action="store_true", help="write the outputs of console blocks anew")
+    args = parser.parse_args()
+    pages = args.pages or [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    failed = total = 0
+    for page in pages:
+        text = page.read_text(encoding="utf-8")
+        found = [c for c in commands(text) if not args.rewrite or c[1] is not None]
+        print(f"{page.resolve().relative_to(ROOT)}: {len(found)} commands", flush=True)
+        with concurrent.futures.ThreadPoolExecutor(2) as pool:
+            for (command, expected), (kind, why) in zip(found, pool.map(lambda c: check(*c), found), strict=True):
+                total, failed = total + 1, failed + (kind == "FAILED")
+                print(f"  {kind:9}  {command}{f'    # {why}' if why else ''}", flush=True)
+                if args.rewrite and kind == "FAILED":
+                    text = text.replace(f"$ {command}\n{expected}", f"$ {command}\n{why}")
+                    page.write_text(text, encoding="utf-8")
+        for problem in named(text):
+            total, failed = total + 1, failed + 1
+            print(f"  FAILED     {problem}", flush=True)
+    print(f"{total} checked, {failed} failed")
+    sys.exit(failed > 0)
+
+
+if __name__ == "__main__":
+    shim(sys.argv[2], sys.argv[3:]) if sys.argv[1:2] == ["--shim"] else main()
