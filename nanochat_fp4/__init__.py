@@ -41,13 +41,14 @@ from nanochat_fp4.nvfp4.convert import convert
 from nanochat_fp4.nvfp4.dispatch import backend
 from nanochat_fp4.nvfp4.feedback import gram_state, load_gram_state
 from nanochat_fp4.nvfp4.format import NVFP4Tensor
+from nanochat_fp4.nvfp4.gram_matrices import update_gram_matrices
 from nanochat_fp4.nvfp4.hadamard import rotate
 from nanochat_fp4.nvfp4.linear import QuantLinear
 from nanochat_fp4.nvfp4.methods import get_recipe, register
+from nanochat_fp4.nvfp4.quantized_training import set_progress
 from nanochat_fp4.nvfp4.quantizers import ROUNDINGS, quantize
 from nanochat_fp4.nvfp4.recipes import Gemm, Operand, Recipe
 from nanochat_fp4.nvfp4.sharding import gather_codes
-from nanochat_fp4.nvfp4.training import set_progress, update_gram_matrices
 
 __version__ = "0.3.0"
 

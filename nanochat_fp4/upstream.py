@@ -36,7 +36,7 @@ import nanochat_fp4 as nf
 from nanochat_fp4.common import get_dist_info, load_recipes, print0, resolve_method
 from nanochat_fp4.console import ArgumentParser
 from nanochat_fp4.errors import UserError, one_line, run_main
-from nanochat_fp4.nvfp4.training import LOOK_EVERY, LOOK_TOKENS
+from nanochat_fp4.nvfp4.gram_matrices import GRAM_EVERY, GRAM_TOKENS
 
 # Pre-training quantizes everything; later stages and evaluations keep the forward pass (the paper, Appendix C). The
 # tokenizer's scripts have no model.
@@ -194,7 +194,7 @@ class Patch:
     def before_forward(self, called: nn.Module, batch: tuple[torch.Tensor, ...]) -> None:
         """Before the first forward pass of a step: the method of this step, and a look at the layers' inputs."""
         model, recipe, step = self.model, self.recipe, self.namespace.get("step")
-        if not (recipe.late or recipe.looks_at_inputs) or not (called.training and torch.is_grad_enabled()):
+        if not (recipe.late or recipe.uses_feedback) or not (called.training and torch.is_grad_enabled()):
             return
         if not isinstance(step, int) or (recipe.late and not isinstance(self.namespace.get("num_iterations"), int)):
             raise changed("its script does not say where the run is, in variables step and num_iterations")
@@ -204,8 +204,8 @@ class Patch:
         if recipe.late and nf.set_progress(model, min(1.0, step / self.namespace["num_iterations"])):
             say(f"step {step}: from here on {recipe.final}")
         # As QuantizedTraining: after the updates of steps 0, 10, ...; and as soon as there is none, after a resume.
-        if recipe.looks_at_inputs and step and (step % LOOK_EVERY == 1 or not nf.gram_state(model)):
-            rows = max(1, LOOK_TOKENS // batch[0].shape[1])
+        if recipe.uses_feedback and step and (step % GRAM_EVERY == 1 or not nf.gram_state(model)):
+            rows = max(1, GRAM_TOKENS // batch[0].shape[1])
             nf.update_gram_matrices(model, lambda: model(*(tensor[:rows] for tensor in batch)))
 
     def save_checkpoint(self, original: Callable, folder: str, step: int, *args: Any, **kwargs: Any) -> None:
@@ -222,7 +222,7 @@ class Patch:
         return original(folder, step, *args, **kwargs)
 
     def load_gram_matrices(self) -> None:
-        if self.model and self.recipe.looks_at_inputs and self.gram_file and self.gram_file.exists():
+        if self.model and self.recipe.uses_feedback and self.gram_file and self.gram_file.exists():
             nf.load_gram_state(self.model, torch.load(self.gram_file, weights_only=True))
 
 

@@ -38,7 +38,7 @@ from nanochat_fp4.evaluation.loss_eval import evaluate_bpb
 from nanochat_fp4.generation.engine import draw_samples
 from nanochat_fp4.models import llama
 from nanochat_fp4.models.optim import ORTHOGONALIZERS, PretrainingOptions
-from nanochat_fp4.nvfp4.plan import MethodPlan
+from nanochat_fp4.nvfp4.phases import MethodPlan
 from nanochat_fp4.parallel import unsharded
 from nanochat_fp4.training import loop
 from nanochat_fp4.training.checkpoint_manager import check_model_tag

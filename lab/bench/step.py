@@ -25,9 +25,9 @@ from nanochat_fp4.console import format_bytes, table
 from nanochat_fp4.errors import UserError, one_line
 from nanochat_fp4.models.gpt import GPTConfig, compile_layers
 from nanochat_fp4.models.optim8bit import LeanState, set_state
+from nanochat_fp4.nvfp4.gram_matrices import GRAM_TOKENS
 from nanochat_fp4.nvfp4.linear import QuantLinear
 from nanochat_fp4.nvfp4.methods import get_recipe
-from nanochat_fp4.nvfp4.training import LOOK_TOKENS
 from nanochat_fp4.training.micro_batch import largest_micro_batch
 from nanochat_fp4.training.step import TrainingStep
 
@@ -207,8 +207,8 @@ def run_steps(subject: Subject, rows: int, micro_batches: int, watch: Stopwatch)
     finally:
         codes.__exit__(None, None, None)
     watch.time("update", subject.update)
-    if any(isinstance(m, QuantLinear) and m.recipe.looks_at_inputs for m in subject.model.modules()):
-        few = ids[: max(1, LOOK_TOKENS // ids.shape[1])]
+    if any(isinstance(m, QuantLinear) and m.recipe.uses_feedback for m in subject.model.modules()):
+        few = ids[: max(1, GRAM_TOKENS // ids.shape[1])]
         with subject.autocast():
             watch.time("gram", lambda: nf.update_gram_matrices(subject.model, lambda: subject.model(few, few)))
 

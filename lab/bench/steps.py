@@ -50,8 +50,8 @@ from nanochat_fp4.hardware import get_peak_flops
 from nanochat_fp4.models.cross_entropy import HEADS
 from nanochat_fp4.models.gpt import RECOMPUTE, config_from_depth
 from nanochat_fp4.models.optim8bit import STATES
+from nanochat_fp4.nvfp4.gram_matrices import GRAM_EVERY
 from nanochat_fp4.nvfp4.methods import get_recipe
-from nanochat_fp4.nvfp4.training import LOOK_EVERY
 from nanochat_fp4.training import gemms
 from nanochat_fp4.training.micro_batch import plan_accumulation
 
@@ -144,7 +144,7 @@ def time_in_turns(args: argparse.Namespace, subjects: dict[Variant, Subject], re
 
 def add_times(args: argparse.Namespace, record: dict, ms: dict[str, float], subject: Subject) -> None:
     count = args.total_batch_size // args.seq_len // record["micro_batch"]
-    step_ms = count * ms["micro-batch"] + ms["codes"] + ms["update"] + ms.get("gram", 0.0) / LOOK_EVERY
+    step_ms = count * ms["micro-batch"] + ms["codes"] + ms["update"] + ms.get("gram", 0.0) / GRAM_EVERY
     speed = count * record["micro_batch"] * args.seq_len / step_ms * 1e3
     cuda = subject.device.type == "cuda"
     peak_flops = get_peak_flops(torch.cuda.get_device_name(subject.device)) if cuda else None

@@ -66,7 +66,7 @@ def evaluate(tag: str, args: argparse.Namespace, device: torch.device, data_dir:
     for name in args.forwards.split(","):
         nf.convert(model, name, backward=False, per_token_in_eval=False, verbose=False)
         with autocast(device.type), torch.no_grad():
-            if nf.get_recipe(name).looks_at_inputs:
+            if nf.get_recipe(name).uses_feedback:
                 nf.update_gram_matrices(model, look)
             with nf.quantize_weights_once(model):
                 results[name] = evaluate_bpb(model, batches("val"), steps, get_token_bytes(device=device))

@@ -14,7 +14,7 @@ import nanochat_fp4 as nf
 from lab.recipes import RECIPES  # noqa: F401  registers them
 from nanochat_fp4.errors import UserError
 from nanochat_fp4.models import llama
-from nanochat_fp4.nvfp4.plan import MethodPlan
+from nanochat_fp4.nvfp4.phases import MethodPlan
 from nanochat_fp4.nvfp4.recipes import Recipe
 
 # Names of the layers of one kind, in both families of models.

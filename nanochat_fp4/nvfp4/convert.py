@@ -22,7 +22,7 @@ from nanochat_fp4.nvfp4.linear import QuantLinear
 from nanochat_fp4.nvfp4.methods import get_recipe
 from nanochat_fp4.nvfp4.places import KINDS, layer_kind
 from nanochat_fp4.nvfp4.recipes import Recipe
-from nanochat_fp4.nvfp4.training import expect_calls
+from nanochat_fp4.nvfp4.reminders import expect_calls
 
 ADAPTER_PARTS = {"lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B"}  # peft's
 ADAPTER = "an adapter's low-rank factor"
@@ -113,7 +113,7 @@ def convert(
     Experts in stacked parameters count as a linear layer each, where their layout is known (experts.py).
 
     method:    a name of METHODS, or a Recipe; one that changes late in a run (Recipe.late) computes as it begins, and
-               plan.MethodPlan changes it
+               phases.MethodPlan changes it
     skip:      glob patterns of module names to leave alone, of linear layers ("*.c_proj") or of what holds them
                ("transformer.h.0"); the output head and adapters always are (output_heads)
     backward:  False leaves the backward pass unquantized, for post-training (the paper, Appendix C)
@@ -200,7 +200,7 @@ def convert(
     dtypes = {linears[name].weight.dtype for name in report.converted} - set(COMPUTE_DTYPES)
     report.refused_dtypes = sorted(str(dtype).removeprefix("torch.") for dtype in dtypes) if recipe.quantizes else []
     known = any(linears[name].gram_matrix is not None for name in report.converted)
-    report.without_gram_matrices = recipe.looks_at_inputs and not known
+    report.without_gram_matrices = recipe.uses_feedback and not known
     report.quantized, report.quantized_without_heads, report.others = shares(model, report.converted, heads, meant)
     report.slow_paths = call_every_layer(model) if recipe.quantizes else []
     report.experts = sum(bool(stacked_linears(module)) for module in model.modules())

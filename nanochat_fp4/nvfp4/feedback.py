@@ -118,7 +118,7 @@ def set_gram_matrix(layer: nn.Module, gram: torch.Tensor) -> None:
     gram = gram.to(layer.weight.device)
     layer.gram_matrix = gram if gram.dtype == torch.float16 else in_units_of_its_mean(gram.float()).half()
     if hasattr(layer, "recipe"):
-        wanted = layer.recipe.looks_at_inputs
+        wanted = layer.recipe.uses_feedback
         layer.feedback_factor = factor_for(layer.gram_matrix) if wanted else None
 
 

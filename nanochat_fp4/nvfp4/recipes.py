@@ -192,9 +192,9 @@ class Recipe:
         return self.output.a.terms + self.output.b.terms - 1
 
     @property
-    def looks_at_inputs(self) -> bool:
-        """Whether layers compute with the Gram matrix of their inputs (training.update_gram_matrices)."""
-        return self.output.b.feedback or any(recipe.looks_at_inputs for _, recipe in self.kinds)
+    def uses_feedback(self) -> bool:
+        """Whether layers compute with the Gram matrix of their inputs (gram_matrices.update_gram_matrices)."""
+        return self.output.b.feedback or any(recipe.uses_feedback for _, recipe in self.kinds)
 
     @property
     def input_is_codes(self) -> bool:

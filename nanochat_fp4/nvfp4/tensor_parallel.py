@@ -122,7 +122,7 @@ class Shard(NamedTuple):
         """Why a layer whose divided dimension is so large cannot be computed with this recipe, or None."""
         gemms = recipe.output, recipe.grad_input, recipe.grad_weight
         operands = [o for gemm in gemms for o in (gemm.a, gemm.b)]
-        if recipe.looks_at_inputs:
+        if recipe.uses_feedback:
             return f"{recipe.name} has feedback, which is not divided among processes; use another method"
         roundings = [o.rounding for o in operands if o.rounding]
         unit = max([BLOCK, *(g.rht_dim for g in gemms), *(max(r.block, r.block_rows) for r in roundings)])

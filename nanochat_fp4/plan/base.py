@@ -14,7 +14,7 @@ import torch
 import nanochat_fp4 as nf
 from nanochat_fp4.errors import UserError
 from nanochat_fp4.models.optim8bit import state_bytes
-from nanochat_fp4.nvfp4.plan import MethodPlan
+from nanochat_fp4.nvfp4.phases import MethodPlan
 from nanochat_fp4.plan.cards import Card
 from nanochat_fp4.plan.settings import Settings
 from nanochat_fp4.training.memory import Memory, choose, largest

@@ -25,7 +25,7 @@ from nanochat_fp4.models.gpt import GPT, ROTARY_FACTOR, GPTConfig
 from nanochat_fp4.models.llama import Llama, LlamaConfig
 from nanochat_fp4.nvfp4.feedback import load_gram_state
 from nanochat_fp4.nvfp4.methods import register
-from nanochat_fp4.nvfp4.plan import MethodPlan
+from nanochat_fp4.nvfp4.phases import MethodPlan
 from nanochat_fp4.nvfp4.recipes import from_record
 from nanochat_fp4.training.checkpoint import Metadata
 from nanochat_fp4.training.checkpoint_manager import (

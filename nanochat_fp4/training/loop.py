@@ -21,7 +21,7 @@ from torch import Tensor
 import nanochat_fp4 as nf
 from nanochat_fp4.common import get_rng_state, mean_over_ranks, print0, seed_micro_batch
 from nanochat_fp4.errors import is_out_of_memory
-from nanochat_fp4.nvfp4.training import LOOK_TOKENS
+from nanochat_fp4.nvfp4.gram_matrices import GRAM_TOKENS
 from nanochat_fp4.parallel import full_state_dict
 from nanochat_fp4.progress import Progress
 from nanochat_fp4.signals import StopRequested
@@ -188,7 +188,7 @@ def optimize(run: Run, attempt: Attempt) -> None:
 def forward_of_few(run: Run) -> None:
     """Makes a forward pass of some thousand tokens, for methods that measure the layers' inputs."""
     x, y, *_ = run.batch
-    rows = max(1, LOOK_TOKENS // run.size.seq_len)
+    rows = max(1, GRAM_TOKENS // run.size.seq_len)
     run.model(x[:rows], y[:rows])
 
 

@@ -111,7 +111,7 @@ def count(model: GPT, rows: int, state: str = "fp32", recompute: str = "none", s
     of_state, blocks = state_bytes(model, state, gpu=True), model.transformer.h
     linears = [m for m in blocks.modules() if isinstance(m, nn.Linear)]
     codes = sum(m.weight.numel() * max(operand_bytes(r.output.b) for r in _recipes(m)) for m in linears)
-    with_feedback = [m for m in linears if any(r.looks_at_inputs for r in _recipes(m))]
+    with_feedback = [m for m in linears if any(r.uses_feedback for r in _recipes(m))]
     same_input = {m for block in blocks for m in (block.attn.c_k, block.attn.c_v)}  # as c_q
     codes += sum(2 * BF16 * m.in_features**2 for m in with_feedback if m not in same_input)
     stack = STACK_BYTES * min(STACK_ELEMENTS, sum(m.weight.numel() for m in linears))

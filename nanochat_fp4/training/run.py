@@ -44,9 +44,9 @@ from nanochat_fp4.locks import held_run
 from nanochat_fp4.models.gpt import RECOMPUTE, compile_layers
 from nanochat_fp4.models.optim import ORTHOGONALIZERS, Schedule
 from nanochat_fp4.models.optim8bit import LeanState, set_state
-from nanochat_fp4.nvfp4.plan import MethodPlan
+from nanochat_fp4.nvfp4.phases import MethodPlan
+from nanochat_fp4.nvfp4.quantized_training import QuantizedTraining
 from nanochat_fp4.nvfp4.recipes import Recipe, to_record
-from nanochat_fp4.nvfp4.training import QuantizedTraining
 from nanochat_fp4.parallel import check_parallel, shard
 from nanochat_fp4.progress import Progress
 from nanochat_fp4.signals import StopSignals

@@ -11,7 +11,7 @@ from torch.profiler import record_function
 import nanochat_fp4 as nf
 from nanochat_fp4.models.gpt import autocast
 from nanochat_fp4.models.optim8bit import LeanState
-from nanochat_fp4.nvfp4.training import QuantizedTraining
+from nanochat_fp4.nvfp4.quantized_training import QuantizedTraining
 
 Batch = tuple[Tensor, ...]  # tokens, targets (negative: none), and whatever else the loss takes
 

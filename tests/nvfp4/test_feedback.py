@@ -202,7 +202,7 @@ def test_a_look_at_the_inputs_wants_a_function_that_calls_the_model():
     for wrong in ((model, x), (model, None), (None, lambda: model(x))):
         with pytest.raises(ValueError, match="update_gram_matrices: got .*, expected the model and a function that"):
             nf.update_gram_matrices(*wrong)
-    with pytest.raises(ValueError, match="called none of the 1 layers that look at their inputs; let it call this"):
+    with pytest.raises(ValueError, match="called none of the 1 layers with error feedback; let it call this"):
         nf.update_gram_matrices(model, lambda: x)
     assert not nf.gram_state(model)
     for wrong in (None, [x], {"0": 3.0}):

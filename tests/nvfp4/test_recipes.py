@@ -44,7 +44,7 @@ def test_clover_mixed_is_a_row_of_rows():
         "mlp_up": (f"{eight} x {eight}", "ms_eden x ms_eden, two RHT-128", "ms_eden x ms_eden, two RHT-128"),
         "mlp_down": ("four_over_six x scale_search_6 with feedback", eden, "ms_eden x ms_eden, two RHT-128"),
     }
-    assert mixed.looks_at_inputs and not mixed.of("attention").looks_at_inputs and mixed.parts[0] == mixed.of(None)
+    assert mixed.uses_feedback and not mixed.of("attention").uses_feedback and mixed.parts[0] == mixed.of(None)
     assert rows["attention"].grad_input == clover.grad_input and get_recipe("clover_feedback").output == mixed.output
 
 

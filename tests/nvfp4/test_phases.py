@@ -7,7 +7,7 @@ import nanochat_fp4 as nf
 from nanochat_fp4.errors import UserError
 from nanochat_fp4.nvfp4 import methods
 from nanochat_fp4.nvfp4.methods import get_recipe
-from nanochat_fp4.nvfp4.plan import MethodPlan, gemm_bits
+from nanochat_fp4.nvfp4.phases import MethodPlan, gemm_bits
 from nanochat_fp4.nvfp4.recipes import Gemm, Operand, Recipe
 from nanochat_fp4.training.checkpoint_manager import load_checkpoint
 from scripts import base_loss, base_train

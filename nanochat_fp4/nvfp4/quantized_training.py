@@ -1,0 +1,99 @@
+"""A training loop's duties to the quantized layers of its model.
+
+quantized = QuantizedTraining(model, plan, num_steps)
+for step in ...:
+    quantized.set_progress(step)                    # the methods of this step
+    with quantized.weights_once(micro_batches):     # forward and backward passes
+        ...
+    ...                                             # the optimizers' steps
+    quantized.after_update(step, forward)           # new Gram matrices, for methods with error feedback
+"""
+
+import contextlib
+import sys
+from collections.abc import Callable
+from numbers import Real
+
+import torch
+from torch import nn
+
+from nanochat_fp4.nvfp4.contexts import quantize_weights_once
+from nanochat_fp4.nvfp4.gram_matrices import GRAM_EVERY, update_gram_matrices
+from nanochat_fp4.nvfp4.linear import QuantLinear
+from nanochat_fp4.nvfp4.phases import MethodPlan
+from nanochat_fp4.nvfp4.reminders import expect_calls, was_called
+
+
+class QuantizedTraining:
+    """
+    plan is the method of each layer at each point of the run. None, for post-training, leaves the layers' methods and
+    Gram matrices as they are. num_steps is the length of the whole run.
+    """
+
+    def __init__(self, model: nn.Module, plan: MethodPlan | None = None, num_steps: int = 0):
+        self.model, self.plan, self.num_steps = model, plan, num_steps
+        expect_calls(model, None)  # no reminders: QuantizedTraining makes the calls that a method needs
+
+    def set_progress(self, step: int) -> str | None:
+        """Gives the layers the methods of this step.
+
+        Returns the new methods if one changed. Methods are constants of compiled code, which is then out of date.
+        """
+        if self.plan is None or not self.plan.apply(self.model, step / self.num_steps):
+            return None
+        return str(self.plan.at(step / self.num_steps))
+
+    def quantizes(self) -> bool:
+        """Whether any layer quantizes at the moment."""
+        return any(isinstance(m, QuantLinear) and m.recipe.quantizes for m in self.model.modules())
+
+    def weights_once(self, passes: int) -> contextlib.AbstractContextManager:
+        """A context that makes the weights' codes once for `passes` passes, if that is less work."""
+        layers = (m for m in self.model.modules() if isinstance(m, QuantLinear))
+        often = passes > 1 or any(layer.recipe.uses_feedback for layer in layers)  # rounding with feedback is long
+        return quantize_weights_once(self.model) if often else contextlib.nullcontext()
+
+    def after_update(self, step: int, forward: Callable[[], object]) -> None:
+        """forward() calls the model on some thousand tokens. All ranks must call this together."""
+        if self.plan is not None and step % GRAM_EVERY == 0:
+            update_gram_matrices(self.model, forward)
+
+
+def set_progress(model: nn.Module, progress: float) -> bool:
+    """Tells a method that changes in the course of a run (clover_feedback_late, nvidia_full) the place of a step.
+
+    A training loop calls this before each step. Gives the layers the method of the present phase. Returns whether one
+    changed; torch.compile then looks at the layers again. Methods without phases ignore the call, and so do layers that
+    have been given another method since convert.
+
+    model:    the converted model, or a module that holds it (DistributedDataParallel, a compiled model, an average)
+    progress: steps done over steps of the run, from 0 to 1
+    Raises ValueError for a progress outside 0 to 1 and a model that was not converted.
+
+    >>> model = nf.convert(torch.nn.Sequential(torch.nn.Linear(32, 32)), "nvidia_full", verbose=False)
+    >>> nf.set_progress(model, 0.5), nf.set_progress(model, 0.9)  # nvidia_full changes from 82% of the steps on
+    (False, True)
+    """
+    converted = [m for m in model.modules() if "nf_report" in vars(m)] if isinstance(model, nn.Module) else []
+    if not converted:
+        raise ValueError("set_progress: the model was not converted; call nanochat_fp4.convert(model, method) first")
+    number = isinstance(progress, Real) or (isinstance(progress, torch.Tensor) and progress.numel() == 1)
+    if not number or not 0 <= progress <= 1:
+        raise ValueError(f"set_progress: progress is {progress!r}, expected the share of the run's steps, from 0 to 1")
+    was_called(model, "set_progress")
+    phases = {}  # layer -> (its method, the method now). The innermost converted part comes last and wins.
+    for part in converted:
+        method = part.nf_report.recipe
+        phase = method, MethodPlan.parse(method).at(progress)
+        phases |= {m: phase for m in part.modules() if isinstance(m, QuantLinear)}
+    changed = False
+    for layer, (method, recipe) in phases.items():
+        recipe, begun = recipe.of(layer.kind), (method.of(layer.kind), method.final.of(layer.kind))
+        if layer.recipe != recipe and layer.recipe in begun:
+            layer.set_recipe(recipe)
+            changed = True
+    if not changed:
+        return False
+    if torch.compiler.is_dynamo_compiling() or "torch._dynamo" in sys.modules:
+        torch.compiler.reset()  # recipes are constants of compiled code
+    return True
