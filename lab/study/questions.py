@@ -147,6 +147,8 @@ def losses(context: Context) -> Outcome:
 # Targets
 
 TARGETS = (
+    ("clover_mixed", 0.33, "val_bpb"),
+    ("clover_mixed", 0.4, "val_bpb_bf16"),
     ("clover_feedback_late", 0.5, "val_bpb"),
     ("both_from_92.5%", 0.5, "val_bpb"),
     ("both_from_85%", 1 / 3, "val_bpb"),
