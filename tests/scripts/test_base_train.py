@@ -21,7 +21,7 @@ from nanochat_fp4.errors import UserError
 from nanochat_fp4.evaluation.metrics import read_jsonl
 from nanochat_fp4.models import optim
 from nanochat_fp4.models.gpt import GPT
-from nanochat_fp4.nvfp4 import training as quantized_training
+from nanochat_fp4.nvfp4 import quantized_training
 from nanochat_fp4.training import extras, loop
 from nanochat_fp4.training.checkpoint import LoopState
 from nanochat_fp4.training.checkpoint_manager import find_last_step, list_steps, load_checkpoint
