@@ -1,7 +1,7 @@
-"""Experiments: sweeps of training runs, their statistics, and the paper's tables and figures (reproduce_*.py).
+"""Experiments: sweeps of training runs, and what the tables and figures of `lab.reproduce` are made of.
 
-`python -m lab.study.sweep` trains. `python -m lab.reproduce NAME` makes a table or figure. This folder may import
-everything.
+`sweep` trains many models and `forwards` evaluates them in other forwards. `gaps` makes any table of gaps, and
+`questions` what one such table does not answer. `numerics` and `speed` have the paper's tables without training runs.
 """
 
 import nanochat_fp4  # noqa: F401  first: a package that is missing is one line (nanochat_fp4.signals)
