@@ -37,7 +37,7 @@ BYTE_TOKENIZER = ByteTokenizer()
 def byte_tokenizer() -> RustBPETokenizer:
     """A real tokenizer without merges: a token a byte, then the special tokens."""
     ranks = {bytes([i]): i for i in range(256)}
-    return RustBPETokenizer._from_parts(r"[\s\S]", ranks, {n: 256 + i for i, n in enumerate(SPECIAL_TOKENS)})
+    return RustBPETokenizer.from_parts(r"[\s\S]", ranks, {n: 256 + i for i, n in enumerate(SPECIAL_TOKENS)})
 
 
 def make_shards(folder, num_documents=400, num_shards=4, row_group_size=10, seed=0, longest=120):

@@ -252,7 +252,7 @@ def test_a_rotating_kernel_with_other_bits_in_one_of_many_launches(monkeypatch):
 @pytest.mark.parametrize("wrong", ["window", "gradient", "raises"])
 def test_an_attention_that_is_wrong(wrong, monkeypatch):
     assert doctor.attention_problem(DEVICE, "sdpa") is None
-    real = doctor.flash_attention._sdpa
+    real = doctor.flash_attention.sdpa_attention
 
     def sdpa(q, k, v, left):
         if wrong == "raises":
@@ -261,7 +261,7 @@ def test_an_attention_that_is_wrong(wrong, monkeypatch):
             k = k.detach() + 0.9 * (k - k.detach())
         return real(q, k, v, left - 1 if wrong == "window" and left > 0 else left)
 
-    monkeypatch.setattr(doctor.flash_attention, "_sdpa", sdpa)
+    monkeypatch.setattr(doctor.flash_attention, "sdpa_attention", sdpa)
     expected = {
         "window": "attention, sdpa, a window of 65: output has a relative square error of",
         "gradient": "attention, sdpa, no window: grad of k has a relative square error of 1.0e-02",

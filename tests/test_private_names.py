@@ -8,7 +8,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 ROOMS = ("nanochat_fp4", "nvfp4_kernels", "scripts", "lab", "eval")
-FOLDERS = ("nanochat_fp4", "kernels", "scripts", "eval", "lab", "examples")
+FOLDERS = ("nanochat_fp4", "kernels", "scripts", "eval", "lab", "examples", "tests")
 
 
 def is_private(name: str) -> bool:

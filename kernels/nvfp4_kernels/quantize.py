@@ -375,10 +375,10 @@ def conversion_problem(device: str = "cuda") -> str | None:
 @operator("amax(Tensor x) -> Tensor")
 def amax(x: torch.Tensor) -> torch.Tensor:
     """max |x| of an FP32 or BF16 tensor, float32 (); NaN if x holds one."""
-    return _amax_bits(x.contiguous()).view(torch.float32)
+    return amax_bits(x.contiguous()).view(torch.float32)
 
 
-def _amax_bits(x: torch.Tensor) -> torch.Tensor:
+def amax_bits(x: torch.Tensor) -> torch.Tensor:
     result = torch.zeros((), dtype=torch.int32, device=x.device)
     block, numel = 4096, x.numel()
     per_program = max(1, min(32, numel // (block * 132 * 8)))
@@ -431,7 +431,7 @@ def quantize(
         raise ValueError("nvfp4::quantize: blocks of 16 rows cannot have a tensor_scale per token")
     x = x.contiguous()
     if amax is None:
-        amax = x.abs().amax(-1).float().view(torch.int32) if per_token else _amax_bits(x)
+        amax = x.abs().amax(-1).float().view(torch.int32) if per_token else amax_bits(x)
     else:
         amax = amax.float().view(torch.int32)
     constants = (stream, grid_max, scale_cap, candidates, stochastic, block_rows, decode, per_token, tiles)

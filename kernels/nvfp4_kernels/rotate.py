@@ -53,7 +53,7 @@ def _launch_options(twice: bool) -> dict:
 
 
 @functools.cache
-def _programs(device: torch.device, twice: bool) -> int:
+def programs_of(device: torch.device, twice: bool) -> int:
     """How many programs share the strips: four for each multiprocessor, three with two rotations."""
     if device.type != "cuda":
         return 6
@@ -61,7 +61,7 @@ def _programs(device: torch.device, twice: bool) -> int:
 
 
 @functools.cache
-def _butterflies() -> bool:
+def rotates_by_butterflies() -> bool:
     """Whether H is 16 x 16 products and butterflies: on GPUs without wgmma (sm_90) and tcgen05 (sm_100 to sm_110)."""
     return m.INTERPRETED.value or triton.runtime.driver.active.get_current_target().arch // 10 not in (9, 10, 11)
 
@@ -129,7 +129,7 @@ class Operand(NamedTuple):
 
 
 @functools.cache
-def _constants(operand: Operand | None, columns: int, amax_only: bool) -> Constants | None:
+def constants_of(operand: Operand | None, columns: int, amax_only: bool) -> Constants | None:
     """The kernel's compile-time arguments for one operand, or None: a launch for the amax makes nothing of MS-EDEN.
 
     columns: of the padded operand.
@@ -224,12 +224,12 @@ def _plan(
         hadamard = None
         if operand.rht_dim:
             hadamard = _hadamard(operand.rht_dim, operand.rotations == 2, butterflies, device).view(torch.int16)
-        constants = [_constants(operand, padded, amax_only) for amax_only in (False, True)]
+        constants = [constants_of(operand, padded, amax_only) for amax_only in (False, True)]
         sides.append(_Side(operand, r, k, hadamard, operand.place(padded // 16), *constants))
     wanted = [side for side in sides if side]
     twice = any(side.operand.rotations == 2 for side in wanted)
     strips = 2 * triton.cdiv(rows, TILE) * triton.cdiv(columns, TILE)
-    most = max(_programs(device, twice) // 4 * 4, 4)
+    most = max(programs_of(device, twice) // 4 * 4, 4)
     rounded_first = [side for side in wanted if side.constants_for_amax]
     return _Plan(
         tuple(sides),
@@ -262,7 +262,7 @@ class _Input(NamedTuple):
         x, (rows, columns) = x.contiguous(), x.shape
         columns = columns * 2 if of_codes else columns
         places = tuple(row_place), tuple(col_place)
-        plan = _plan(row, places[0], col, places[1], rows, columns, of_codes, _butterflies(), x.device)
+        plan = _plan(row, places[0], col, places[1], rows, columns, of_codes, rotates_by_butterflies(), x.device)
         scales, tensor_scale = (x_scales.view(torch.uint8), x_tensor_scale) if of_codes else (x, x)
         seeds = (row_seed, row_rht_seed), (col_seed, col_rht_seed)
         return cls(x, scales, tensor_scale, seeds, plan, of_codes, of_codes and x_scales.dim() == 1)

@@ -144,7 +144,7 @@ def _spread(key: str) -> int:
     return int.from_bytes(hashlib.sha256(key.encode("utf-8", "replace")).digest()[:8], "big")
 
 
-def _docstrings_and_code(source: str, module: str) -> tuple[str, str]:
+def docstrings_and_code(source: str, module: str) -> tuple[str, str]:
     """A module's documentation strings as prose, each under its qualified name, and its source without them."""
     tree = ast.parse(source)
     prose: list[str] = []
@@ -165,7 +165,7 @@ def _docstrings_and_code(source: str, module: str) -> tuple[str, str]:
     return "\n\n".join(prose), re.sub(r"\n{4,}", "\n\n\n", code)
 
 
-def _embedded_documents() -> Iterator[tuple[str, str]]:
+def embedded_documents() -> Iterator[tuple[str, str]]:
     """(key, text): the language reference, documentation strings, sources and the library's tests, in this order."""
     with contextlib.suppress(ImportError):
         from pydoc_data.topics import topics
@@ -180,7 +180,7 @@ def _embedded_documents() -> Iterator[tuple[str, str]]:
     for place in (p for p in places if p not in tests):
         key = place.with_suffix("").as_posix().replace("/", ".")
         with contextlib.suppress(OSError, SyntaxError, ValueError, RecursionError):  # a few are broken on purpose
-            prose, code = _docstrings_and_code((root / place).read_text(encoding="utf-8"), key)
+            prose, code = docstrings_and_code((root / place).read_text(encoding="utf-8"), key)
             codes.append((key, code))
             yield key, prose
     yield from codes
@@ -217,7 +217,7 @@ def build_embedded_corpus(size_mb: float | None = None) -> str:
         with new_folder(target) as tmp, Progress(total=int(wanted * 1e6), desc="embedded", unit="char") as progress:
             pieces: list[tuple[str, bool]] = []  # and whether each is validation text
             total = 0
-            for key, text in _embedded_documents():
+            for key, text in embedded_documents():
                 val = _spread("split " + key) % 12 == 0
                 # Short pieces: this corpus trains small models, whose rows are short.
                 for piece in cut_text(text, random.Random(_spread(key)), shortest=400, longest=4000):

@@ -189,7 +189,7 @@ def _from_hub(dataset: str, config: str | None, split: str, flag: str) -> Sequen
         import datasets
     except ImportError as e:
         raise MissingDataError(f"{name}: {missing_package(e) or one_line(e)}") from e
-    problem = _hub_problem()
+    problem = benchmarks_problem()
     try:
         if problem and not _is_cached(dataset):  # with a cache, datasets finds out by itself that there is no network
             raise UserError(problem)
@@ -215,6 +215,6 @@ def rows_problem(dataset: str, config: str | None, split: str, folder: str | Non
 
 
 @functools.cache
-def _hub_problem() -> str | None:
+def benchmarks_problem() -> str | None:
     """Asked once per process: without a network each answer takes seconds."""
     return hub_problem("openai/gsm8k", "README.md")

@@ -61,7 +61,7 @@ PICKLE_NAME = "tokenizer.pkl"
 FORMAT = "nanochat_fp4 tokenizer, version 1"
 
 
-def _digest(pattern: str, ranks: list[bytes], special_tokens: dict[str, int]) -> str:
+def digest_of(pattern: str, ranks: list[bytes], special_tokens: dict[str, int]) -> str:
     """SHA-256, in hex, of everything that decides which ids a text becomes."""
     parts = [pattern, sorted(special_tokens.items(), key=lambda kv: kv[1])]
     digest = hashlib.sha256(json.dumps(parts).encode())
@@ -121,10 +121,10 @@ class RustBPETokenizer:
         texts = (part for text in text_iterator for part in _in_parts(text))
         tokenizer.train_from_iterator(texts, vocab_size - len(SPECIAL_TOKENS), pattern=SPLIT_PATTERN)
         ranks = {bytes(token): rank for token, rank in tokenizer.get_mergeable_ranks()}
-        return cls._from_parts(tokenizer.get_pattern(), ranks)
+        return cls.from_parts(tokenizer.get_pattern(), ranks)
 
     @classmethod
-    def _from_parts(
+    def from_parts(
         cls, pattern: str, ranks: dict[bytes, int], special_tokens: dict[str, int] | None = None
     ) -> "RustBPETokenizer":
         if special_tokens is None:
@@ -134,7 +134,7 @@ class RustBPETokenizer:
 
     def with_pattern(self, pattern: str) -> "RustBPETokenizer":
         """A tokenizer of the same tokens that splits text by another pattern before it merges bytes."""
-        return self._from_parts(pattern, self.enc._mergeable_ranks)
+        return self.from_parts(pattern, self.enc._mergeable_ranks)
 
     @classmethod
     def from_directory(cls, tokenizer_dir: str | os.PathLike, allow_pickle: bool = False) -> "RustBPETokenizer":
@@ -178,7 +178,7 @@ class RustBPETokenizer:
                 raise UserError(
                     f"{path} has the chat format of another model; 40089ce is the last commit that reads it"
                 )
-            if data["sha256"] != _digest(pattern, tokens, special_tokens):
+            if data["sha256"] != digest_of(pattern, tokens, special_tokens):
                 raise UserError(f"{path} differs from its own checksum, so it was altered or damaged; {retrain}")
             if pattern not in KNOWN_PATTERNS:
                 found = f"{path} splits text by the pattern {str(pattern)[:60]!r}"
@@ -189,7 +189,7 @@ class RustBPETokenizer:
                 raise ValueError("tokens repeat, or single bytes are missing")
             if sorted(special_tokens.values()) != list(range(len(ranks), len(ranks) + len(special_tokens))):
                 raise ValueError("the special tokens are not numbered after the others")
-            return cls._from_parts(pattern, ranks, special_tokens)
+            return cls.from_parts(pattern, ranks, special_tokens)
         except UserError:
             raise
         except FileNotFoundError as e:
@@ -200,7 +200,7 @@ class RustBPETokenizer:
     def save(self, tokenizer_dir: str | os.PathLike) -> None:
         """Write tokenizer.json into the folder (created), all or nothing."""
         os.makedirs(tokenizer_dir, exist_ok=True)
-        tokens = self._tokens()
+        tokens = self.token_bytes_by_rank()
         data = {
             "format": FORMAT,
             "sha256": self._sha256(),
@@ -212,13 +212,13 @@ class RustBPETokenizer:
         atomic_write(path, json.dumps(data, indent=0) + "\n")
         print0(f"Saved tokenizer to {path}")
 
-    def _tokens(self) -> list[bytes]:
+    def token_bytes_by_rank(self) -> list[bytes]:
         """Token bytes by rank."""
         ranks = self.enc._mergeable_ranks
         return sorted(ranks, key=ranks.__getitem__)
 
     def _sha256(self) -> str:
-        return _digest(self.enc._pat_str, self._tokens(), self.enc._special_tokens)
+        return digest_of(self.enc._pat_str, self.token_bytes_by_rank(), self.enc._special_tokens)
 
     def fingerprint(self) -> str:
         """16 hex digits that name this tokenizer; two tokenizers share them only where every text gets the same ids."""

@@ -43,7 +43,7 @@ GRACE_SECONDS = 5.0  # A supervisor that has not reported this long after its de
 CLEANING_SECONDS = 5.0  # After this a supervisor that removes files goes on in the background.
 
 # Strongest first. A machine of x86_64 or aarch64 without seccomp is not known, so namespaces are not tried alone.
-_LAYER_SETS = (
+LAYER_SETS = (
     ("namespaces", "seccomp"),
     ("landlock", "seccomp"),
     ("seccomp", "audit"),
@@ -113,7 +113,9 @@ def execute_code(
         raise SandboxError("model-written code can be run on Linux and macOS only; use WSL2 or leave HumanEval out")
     layers = sandbox_layers() if layers is None else layers
     try:
-        return _run({"code": code, "tests": tests, "function": function}, timeout, maximum_memory_bytes, layers)
+        return run_in_sandbox(
+            {"code": code, "tests": tests, "function": function}, timeout, maximum_memory_bytes, layers
+        )
     except OSError as e:  # no processes, files or disk space to be had here; nothing that the program could cause
         raise SandboxError(f"{type(e).__name__}: {e}") from e
 
@@ -122,7 +124,7 @@ def execute_code(
 def sandbox_layers() -> tuple[str, ...]:
     """The strongest set of layers that works here, e.g. ("namespaces", "seccomp"). Tried out once per process."""
     reasons = []
-    for layers in _LAYER_SETS:
+    for layers in LAYER_SETS:
         try:
             if execute_code("pass", layers=layers).success:
                 return layers
@@ -147,7 +149,7 @@ def describe_sandbox() -> str:
     return f"{line}. Not guaranteed here: {'; '.join(missing)}" if missing else line
 
 
-def _run(task: dict, timeout: float, memory: int | None, layers: tuple[str, ...]) -> ExecutionResult:
+def run_in_sandbox(task: dict, timeout: float, memory: int | None, layers: tuple[str, ...]) -> ExecutionResult:
     folder = tempfile.mkdtemp(prefix="nanochat_sandbox_")
     request = {
         "timeout": timeout,

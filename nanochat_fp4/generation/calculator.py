@@ -22,7 +22,7 @@ MAX_EXPONENT = 64
 
 _ARITHMETIC = frozenset("0123456789*+-/.() ")
 
-_BINARY = {
+BINARY_OPERATORS = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
     ast.Mult: operator.mul,
@@ -51,11 +51,11 @@ def _arithmetic(node: ast.expr) -> int | float:
         return _number(node.value)
     if isinstance(node, ast.UnaryOp) and type(node.op) in _UNARY:
         return _number(_UNARY[type(node.op)](_arithmetic(node.operand)))
-    if isinstance(node, ast.BinOp) and type(node.op) in _BINARY:
+    if isinstance(node, ast.BinOp) and type(node.op) in BINARY_OPERATORS:
         left, right = _arithmetic(node.left), _arithmetic(node.right)
         if isinstance(node.op, ast.Pow) and abs(right) > MAX_EXPONENT:
             raise _Refused
-        return _number(_BINARY[type(node.op)](left, right))
+        return _number(BINARY_OPERATORS[type(node.op)](left, right))
     raise _Refused
 
 

@@ -70,7 +70,7 @@ def _capped(logits: Tensor, vocab_size: int, softcap: float) -> Tensor:
     return torch.tanh(logits[:, :vocab_size].float() / softcap)
 
 
-def _chunk_losses(logits: Tensor, targets: Tensor, vocab_size: int, softcap: float) -> tuple[Tensor, Tensor]:
+def chunk_losses(logits: Tensor, targets: Tensor, vocab_size: int, softcap: float) -> tuple[Tensor, Tensor]:
     """
     Losses `(C,)` FP32, 0 where ignored, and logsumexp `(C, 1)` FP32 of one chunk.
 
@@ -87,13 +87,13 @@ def _chunk_losses(logits: Tensor, targets: Tensor, vocab_size: int, softcap: flo
     return torch.where(targets >= 0, losses.squeeze(1), 0.0), log_sum + largest
 
 
-def _chunk_gradient(
+def chunk_gradient(
     logits: Tensor, targets: Tensor, logsumexp: Tensor, token_weight: Tensor, vocab_size: int, softcap: float
 ) -> None:
     """
     Replace the logits by the gradient of sum(token_weight * losses) with respect to them; token_weight is (C,) FP32.
 
-    Element by element, and separate from _chunk_losses: compiled together with the losses, torch 2.11 read the target's
+    Element by element, and separate from chunk_losses: compiled together with the losses, torch 2.11 read the target's
     logit after its replacement.
     """
     capped = _capped(logits, vocab_size, softcap)
@@ -132,9 +132,9 @@ def _losses(
 
         losses, _ = cross_entropy.losses(logits, targets, token_weight, vocab_size, softcap)
     else:
-        losses, logsumexp = _on(logits.device, _chunk_losses)(logits, targets, vocab_size, softcap)
+        losses, logsumexp = _on(logits.device, chunk_losses)(logits, targets, vocab_size, softcap)
         if token_weight is not None:
-            _on(logits.device, _chunk_gradient)(logits, targets, logsumexp, token_weight, vocab_size, softcap)
+            _on(logits.device, chunk_gradient)(logits, targets, logsumexp, token_weight, vocab_size, softcap)
     return losses, logits if token_weight is not None else None
 
 

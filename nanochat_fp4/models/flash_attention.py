@@ -38,13 +38,13 @@ TIMED_ROWS = 4  # of a micro-batch, when backends are timed
 CLEARLY = 1.25  # Another backend takes over from this ratio on. Noise must not change the choice of a resumed run.
 FA3_REPOSITORY = "varunneal/flash-attention-3"  # nanochat's choice on Hopper
 
-_NOT_TRIED = "it is looked for only when a model is set up on a CUDA device"
+NOT_TRIED = "it is looked for only when a model is set up on a CUDA device"
 
-_fa3: ModuleType | None = None
-_fa3_reason: str | None = _NOT_TRIED
-_forced: str | None = None
-_fastest: dict[bool, str | None] = {}  # of CANDIDATES; empty where they were not timed
-_announced: set[str] = set()
+fa3_module: ModuleType | None = None
+fa3_reason: str | None = NOT_TRIED
+forced_backend: str | None = None
+fastest_backends: dict[bool, str | None] = {}  # of CANDIDATES; empty where they were not timed
+announced_lines: set[str] = set()
 
 try:
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
@@ -90,7 +90,7 @@ def _flash_reason() -> str | None:
 
 
 @constant_when_compiled
-def _has_flash() -> bool:
+def has_flash() -> bool:
     return _flash_reason() is None
 
 
@@ -99,7 +99,7 @@ def unavailable_reason(backend: str) -> str | None:
     if backend not in BACKENDS:
         raise ValueError(f"unknown attention backend {backend!r}; use one of {', '.join(BACKENDS)}")
     if backend == "fa3":
-        return _fa3_reason
+        return fa3_reason
     if backend == "flash":
         return _flash_reason()
     return _flex_reason if backend == "flex" else None
@@ -110,16 +110,16 @@ def available(backend: str) -> bool:
 
 
 def _force(backend: str | None) -> None:
-    global _forced
+    global forced_backend
     if backend is not None and (reason := unavailable_reason(backend)):
         raise ValueError(f"attention backend {backend} cannot run: {reason}; use NANOCHAT_ATTENTION=sdpa, or unset it")
-    _forced = backend
+    forced_backend = backend
 
 
 @contextlib.contextmanager
 def use(backend: str | None) -> Iterator[None]:
     """Force a backend for all calls inside (None: choose automatically). For tests and comparisons."""
-    before = _forced
+    before = forced_backend
     _force(backend)
     try:
         yield
@@ -135,21 +135,21 @@ def setup(device_type: str, windowed: bool = False, shape: tuple[int, int, int, 
     sliding windows. `shape`: (T, H, H_kv, D, left), for which backends are timed. Returns the line. Raises ValueError
     for a forced backend that cannot run.
     """
-    global _fa3, _fa3_reason
+    global fa3_module, fa3_reason
     wanted = os.environ.get("NANOCHAT_ATTENTION") or None
-    if device_type == "cuda" and wanted in (None, "fa3") and _fa3_reason == _NOT_TRIED:
-        _fa3, _fa3_reason = _load_fa3()
+    if device_type == "cuda" and wanted in (None, "fa3") and fa3_reason == NOT_TRIED:
+        fa3_module, fa3_reason = _load_fa3()
     if wanted is not None:
         _force(wanted)
     times: dict[bool, dict[str, float]] = {}
-    timed = device_type == "cuda" and shape is not None and _fa3 is None and _forced is None
+    timed = device_type == "cuda" and shape is not None and fa3_module is None and forced_backend is None
     if timed and not torch.are_deterministic_algorithms_enabled():
         for narrow in (True, False) if windowed else (False,):
             times[narrow] = time_backends(*shape[:4], shape[4] if narrow else -1)
-            _fastest[narrow] = _clearly_fastest(times[narrow])
+            fastest_backends[narrow] = _clearly_fastest(times[narrow])
     line = _describe(device_type, windowed, times)
-    if line not in _announced:
-        _announced.add(line)
+    if line not in announced_lines:
+        announced_lines.add(line)
         print0(line)
     return line
 
@@ -164,7 +164,12 @@ def time_backends(length: int, heads: int, kv_heads: int, dim: int, left: int) -
         for h in (heads, kv_heads, kv_heads, heads)
     )
     times = {}
-    functions = {"flash": _flash, "flex": torch.compile(_flex, dynamic=False), "sdpa": _sdpa, "cudnn": _cudnn}
+    functions = {
+        "flash": flash_kernel,
+        "flex": torch.compile(_flex, dynamic=False),
+        "sdpa": sdpa_attention,
+        "cudnn": cudnn_kernel,
+    }
     results: list[tuple[Tensor, ...]] = []  # of the first candidate, with which the others must agree
     for name in CANDIDATES[left >= 0]:
         function = functions[name]
@@ -193,25 +198,25 @@ def _clearly_fastest(times: dict[str, float]) -> str | None:
 
 def _describe(device_type: str, windowed: bool, times: dict[bool, dict[str, float]]) -> str:
     masked = "SDPA, sliding windows by a T x T mask: a windowed layer costs as much as a full one, and no flash kernel"
-    if _forced is not None:
-        return f"attention: {_forced}, as asked for"
+    if forced_backend is not None:
+        return f"attention: {forced_backend}, as asked for"
     if device_type != "cuda":
         return f"attention: {masked if windowed else 'SDPA'} ({device_type})"
-    if _fa3 is not None:
+    if fa3_module is not None:
         return "attention: FlashAttention-3"
     if times:
         found = {narrow: ", ".join(f"{name} {ms:.2f} ms" for name, ms in of.items()) for narrow, of in times.items()}
         what = {True: "for sliding windows", False: "for full context"}
-        return "attention: " + ", ".join(f"{_fastest[n]} {what[n]} ({text})" for n, text in found.items())
+        return "attention: " + ", ".join(f"{fastest_backends[n]} {what[n]} ({text})" for n, text in found.items())
     if not windowed:
-        return f"attention: SDPA (FlashAttention-3: {_fa3_reason})"
+        return f"attention: SDPA (FlashAttention-3: {fa3_reason})"
     if _flash_reason() is None:
         line = "attention: PyTorch's flash kernel for sliding windows, SDPA for full context"
-        return f"{line} (FlashAttention-3: {_fa3_reason})"
+        return f"{line} (FlashAttention-3: {fa3_reason})"
     if _flex_reason is None:
         line = f"attention: FlexAttention for sliding windows where compiled, else {masked}; SDPA for full context"
-        return f"{line} (FlashAttention-3: {_fa3_reason})"
-    return f"attention: {masked} (FlashAttention-3: {_fa3_reason}; FlexAttention: {_flex_reason})"
+        return f"{line} (FlashAttention-3: {fa3_reason})"
+    return f"attention: {masked} (FlashAttention-3: {fa3_reason}; FlexAttention: {_flex_reason})"
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -219,7 +224,7 @@ def _describe(device_type: str, windowed: bool, times: dict[bool, dict[str, floa
 # last Tq of the Tk positions. Results are `(B, Tq, H, D)`.
 
 
-def _sdpa(q: Tensor, k: Tensor, v: Tensor, left: int) -> Tensor:
+def sdpa_attention(q: Tensor, k: Tensor, v: Tensor, left: int) -> Tensor:
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     num_q, num_k = q.size(2), k.size(2)
     if num_q == 1 and left >= 0:  # the keys that one new token sees are a slice: no mask
@@ -242,7 +247,7 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, left: int) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2)
 
 
-def _flash(q: Tensor, k: Tensor, v: Tensor, left: int) -> Tensor:
+def flash_kernel(q: Tensor, k: Tensor, v: Tensor, left: int) -> Tensor:
     # SDPA calls this operator, but without a window. The backward pass is torch's own as well.
     out, *_ = torch.ops.aten._flash_attention_forward(
         q, k, v, None, None, q.size(1), k.size(1), 0.0, True, False, window_size_left=left, window_size_right=0
@@ -250,7 +255,7 @@ def _flash(q: Tensor, k: Tensor, v: Tensor, left: int) -> Tensor:
     return out
 
 
-def _cudnn(q: Tensor, k: Tensor, v: Tensor, left: int) -> Tensor:
+def cudnn_kernel(q: Tensor, k: Tensor, v: Tensor, left: int) -> Tensor:
     """Full context alone: the operator has no window. left is not used."""
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     return torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, True)[0].transpose(1, 2)
@@ -268,16 +273,16 @@ def _flex(q: Tensor, k: Tensor, v: Tensor, left: int) -> Tensor:
     return y.transpose(1, 2)
 
 
-def _choose(q: Tensor, left: int) -> str:
-    if _forced is not None:
-        return _forced
+def chosen_backend(q: Tensor, left: int) -> str:
+    if forced_backend is not None:
+        return forced_backend
     if q.is_cuda:
         half, width = q.dtype in (torch.bfloat16, torch.float16), q.size(-1)
-        if _fa3 is not None and half:
+        if fa3_module is not None and half:
             return "fa3"
-        flash = half and width % 8 == 0 and width <= 256 and _has_flash()
+        flash = half and width % 8 == 0 and width <= 256 and has_flash()
         narrow = 0 <= left < q.size(1) - 1
-        fastest = _fastest.get(narrow)
+        fastest = fastest_backends.get(narrow)
         if narrow:
             flex = _flex_reason is None and torch.compiler.is_compiling()
             if fastest == "sdpa" or (flex and fastest == "flex"):
@@ -290,14 +295,14 @@ def _choose(q: Tensor, left: int) -> str:
 
 
 @constant_when_compiled
-def _limits_tokens(device_type: str) -> bool:
+def limits_tokens(device_type: str) -> bool:
     return device_type == "cuda" and torch.cuda.get_device_capability()[0] == 12
 
 
 def _parts(*tensors: Tensor) -> list[tuple[Tensor, ...]]:
     """Tensors `(B, T, ...)` in parts of as many rows as this GPU's attention takes."""
     batch, length = tensors[0].shape[:2]
-    if batch * length <= MOST_TOKENS or not _limits_tokens(tensors[0].device.type):
+    if batch * length <= MOST_TOKENS or not limits_tokens(tensors[0].device.type):
         return [tensors]
     if length > MOST_TOKENS:
         raise ValueError(f"a row has {length} tokens, this GPU's attention takes {MOST_TOKENS}; shorten it")
@@ -372,12 +377,12 @@ def flash_attn_func(
     parts = _parts(q, k, v)
     if len(parts) > 1:
         return torch.cat([flash_attn_func(*part, window_size=window_size) for part in parts])
-    backend = _choose(q, window_size[0])
+    backend = chosen_backend(q, window_size[0])
     if backend == "fa3":
-        return _fa3.flash_attn_func(q, k, v, causal=True, window_size=window_size)
+        return fa3_module.flash_attn_func(q, k, v, causal=True, window_size=window_size)
     if backend == "flash":
-        return _flash(q, k, v, window_size[0])
-    return {"flex": _flex, "cudnn": _cudnn}.get(backend, _sdpa)(q, k, v, window_size[0])
+        return flash_kernel(q, k, v, window_size[0])
+    return {"flex": _flex, "cudnn": cudnn_kernel}.get(backend, sdpa_attention)(q, k, v, window_size[0])
 
 
 def unkept_reason(device_type: str, head_dim: int) -> str | None:
@@ -438,13 +443,13 @@ def flash_attn_with_kvcache(
     end = position + q.size(1)
     if end > k_cache.size(1):
         raise ValueError(f"the KV cache holds {k_cache.size(1)} positions and {end} are needed; make it longer")
-    if _choose(q, window_size[0]) == "fa3":
-        return _fa3.flash_attn_with_kvcache(
+    if chosen_backend(q, window_size[0]) == "fa3":
+        return fa3_module.flash_attn_with_kvcache(
             q, k_cache, v_cache, k=k, v=v, cache_seqlens=cache_seqlens, causal=True, window_size=window_size,
         )  # fmt: skip
     k_cache[:, position:end] = k
     v_cache[:, position:end] = v
-    return _sdpa(q, k_cache[:, :end], v_cache[:, :end], window_size[0])
+    return sdpa_attention(q, k_cache[:, :end], v_cache[:, :end], window_size[0])
 
 
 def attend(

@@ -267,7 +267,7 @@ class Muon(torch.optim.Optimizer):
         if self.world_size == 1:
             for group, grads in [(g, _gradients(g["params"])) for g in self.param_groups]:
                 params = group["params"]
-                for part in self._parts(params):
+                for part in self.parts(params):
                     stack = torch.stack(params[part])
                     self._update_part(group, stack, torch.stack(grads[part]), part)
                     torch._foreach_copy_(params[part], list(stack.unbind(0)))
@@ -277,7 +277,7 @@ class Muon(torch.optim.Optimizer):
             shape.send_gradients(_gradients(shape.params))
         for group, shape in zip(self.param_groups, owners):
             grads, stack = shape.gradients_and_weights()
-            for part in self._parts(shape.own):
+            for part in self.parts(shape.own):
                 self._update_part(group, stack[part], grads[part], part)
             shape.send_weights(stack)
         for shape in owners:
@@ -287,7 +287,7 @@ class Muon(torch.optim.Optimizer):
         """Matrices of a group that a rank owns. State is kept of so many, also where the last ranks own fewer."""
         return matrices_of_a_rank(len(group["params"]), self.world_size)
 
-    def _parts(self, params: list[Tensor]) -> list[slice]:
+    def parts(self, params: list[Tensor]) -> list[slice]:
         """The parameters that are updated together. All parts have one size, so that one graph is compiled."""
         count = len(params)
         sizes = [n for n in range(1, count + 1) if count % n == 0 and n * params[0].numel() <= self.stack_elements]

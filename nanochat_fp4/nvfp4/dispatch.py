@@ -113,12 +113,12 @@ def left_out_of_graphs(device_type: str) -> bool:
     """Whether torch.compile leaves the quantized layers alone on this kind of device; says so the first time."""
     left = device_type == "cpu" and os.environ.get("NVFP4_COMPILE", "0") in ("", "0") and not _use_kernels(device_type)
     if left:
-        _say_what_is_left_out()
+        say_what_is_left_out()
     return left
 
 
 @functools.cache
-def _say_what_is_left_out() -> None:
+def say_what_is_left_out() -> None:
     warnings.warn(
         "torch.compile leaves the quantized layers alone: on a CPU they are computed by the PyTorch reference, which "
         "would take minutes to compile (NVFP4_COMPILE=1 does)",

@@ -71,7 +71,7 @@ class Part(NamedTuple):
 
     def largest(self, amax: torch.Tensor) -> torch.Tensor:
         """The largest of the processes' amaxes, non-negative numbers: float32, of amax's shape."""
-        return _largest(amax.float(), self.group)
+        return largest_over_ranks(amax.float(), self.group)
 
     def noise(self, seed: torch.Tensor | int, stream: int) -> "PartNoise":
         return PartNoise(self, seed, stream)
@@ -376,13 +376,13 @@ def _(x: torch.Tensor, group: str) -> torch.Tensor:
 
 
 @torch.library.custom_op("nanochat_fp4::largest", mutates_args=())
-def _largest(amax: torch.Tensor, group: str) -> torch.Tensor:
+def largest_over_ranks(amax: torch.Tensor, group: str) -> torch.Tensor:
     """As the bits of a float32: of non-negative numbers their order is that of the numbers, NaN on top."""
     bits = amax.clone().view(torch.int32)
     dist.all_reduce(bits, op=dist.ReduceOp.MAX, group=process_group(group))
     return bits.view(torch.float32)
 
 
-@_largest.register_fake
+@largest_over_ranks.register_fake
 def _(amax: torch.Tensor, group: str) -> torch.Tensor:
     return torch.empty_like(amax)

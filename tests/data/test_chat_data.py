@@ -112,7 +112,7 @@ def test_the_hub_is_asked_for_one_revision(monkeypatch):
         asked[name] = revision
         return datasets.Dataset.from_list([{"x": 1}])
 
-    monkeypatch.setattr(rows, "_hub_problem", lambda: None)
+    monkeypatch.setattr(rows, "benchmarks_problem", lambda: None)
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     for name in rows.REVISIONS:
         assert list(load_rows(name, None, "test")) == [{"x": 1}]

@@ -313,7 +313,7 @@ def test_embedded_prose_and_code():
     source = (
         'import os\n\n\nclass A:\n    """Says a."""\n\n    def f(self, x=1):\n        "Says f."\n        return os\n'
     )
-    text, code = corpus._docstrings_and_code(source, "pkg.mod")
+    text, code = corpus.docstrings_and_code(source, "pkg.mod")
     assert text == "pkg.mod.A\n\nSays a.\n\npkg.mod.A.f(self, x=1)\n\nSays f."
     assert code == "import os\n\n\nclass A:\n\n    def f(self, x=1):\n        return os"
 
@@ -321,12 +321,12 @@ def test_embedded_prose_and_code():
 def test_embedded_modules_are_on_one_side_of_the_split(base_dir, monkeypatch):
     modules = [f"m{i}" for i in range(80)]
     documents = [(m, f"{m}! prose " * 300) for m in modules] + [(m, f"{m}! code " * 300) for m in modules]
-    monkeypatch.setattr(corpus, "_embedded_documents", lambda: iter(documents))
+    monkeypatch.setattr(corpus, "embedded_documents", lambda: iter(documents))
     made = build_embedded_corpus(100)
     train, val = (set(re.findall(r"m\d+!", "".join(texts_of(made, split)))) for split in ("train", "val"))
     assert not train & val and len(train | val) == 80 and 2 <= len(val) <= 16
     shutil.rmtree(made)
-    monkeypatch.setattr(corpus, "_embedded_documents", lambda: iter([("a", "b")]))
+    monkeypatch.setattr(corpus, "embedded_documents", lambda: iter([("a", "b")]))
     with pytest.raises(UserError, match="no library sources.*DATA_DIR"):  # as in a Python without them
         build_embedded_corpus()
     assert not (base_dir / "embedded_data").exists()
@@ -428,12 +428,12 @@ def test_a_benchmark_without_a_network_blames_the_network(monkeypatch):
     """And not the training text, whose shards are asked for first."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
-    rows._hub_problem.cache_clear()
+    rows.benchmarks_problem.cache_clear()
     try:
         with pytest.raises(rows.MissingDataError, match="openai/gsm8k .*http://127.0.0.1:9 cannot be reached") as e:
             rows.load_rows("openai/gsm8k", "main", "test")
     finally:
-        rows._hub_problem.cache_clear()
+        rows.benchmarks_problem.cache_clear()
     assert "fineweb" not in str(e.value) and "\n" not in str(e.value) and "--eval-dir" in str(e.value)
 
 

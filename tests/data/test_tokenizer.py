@@ -178,7 +178,7 @@ def test_a_file_that_is_wrong_with_a_right_checksum(saved, tokens, special, patt
     raw = [bytes([b]) for b in range(256)] + [t.encode() for t in tokens]
     special = special or {"<|bos|>": len(raw)}
     data.update(pattern=pattern, special_tokens=special, tokens=[base64.b64encode(t).decode() for t in raw])
-    data["sha256"] = tokenizer_module._digest(pattern, raw, special)
+    data["sha256"] = tokenizer_module.digest_of(pattern, raw, special)
     saved.write_text(json.dumps(data))
     with pytest.raises(UserError, match=text):
         load(saved)
@@ -187,7 +187,7 @@ def test_a_file_that_is_wrong_with_a_right_checksum(saved, tokens, special, patt
 def test_nanochats_earlier_pattern_is_read(saved, tok):
     data = json.loads(saved.read_text())
     data["pattern"] = data["pattern"].replace("{1,2}", "{1,3}")
-    data["sha256"] = tokenizer_module._digest(data["pattern"], tok._tokens(), data["special_tokens"])
+    data["sha256"] = tokenizer_module.digest_of(data["pattern"], tok.token_bytes_by_rank(), data["special_tokens"])
     saved.write_text(json.dumps(data))
     text = "12345 " + TEXTS[0]
     assert load(saved).decode(load(saved).encode(text)) == text

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.skipif(os.name != "posix", reason="the sandbox needs Li
 
 def working_layers() -> list[tuple[str, ...]]:
     found = []
-    for layers in execution._LAYER_SETS:
+    for layers in execution.LAYER_SETS:
         try:
             if execute_code("pass", timeout=60, layers=layers).success:
                 found.append(layers)
@@ -822,7 +822,7 @@ def test_without_a_sandbox_nothing_runs(monkeypatch):
     def refuse(*args):
         raise SandboxError("refused by this test")
 
-    monkeypatch.setattr(execution, "_run", refuse)
+    monkeypatch.setattr(execution, "run_in_sandbox", refuse)
     execution.sandbox_layers.cache_clear()
     try:
         with pytest.raises(SandboxError, match="no sandbox .* works on this machine .*refused by this test"):

@@ -115,7 +115,9 @@ def test_no_text_and_no_number_is_large_whatever_it_is_given(expr, monkeypatch):
         assert len(text) <= 256
         return parse(text, mode=mode)
 
-    monkeypatch.setattr(calculator, "_BINARY", {kind: small(f) for kind, f in calculator._BINARY.items()})
+    monkeypatch.setattr(
+        calculator, "BINARY_OPERATORS", {kind: small(f) for kind, f in calculator.BINARY_OPERATORS.items()}
+    )
     monkeypatch.setattr(ast, "parse", parse)
     use_calculator(expr)
 

@@ -140,7 +140,7 @@ def assert_close(label, got: NVFP4Tensor, want: NVFP4Tensor) -> None:
 @pytest.fixture(params=[True, False], ids=["butterflies", "products"])
 def each_rotation(request, monkeypatch):
     """Both ways to rotate: 16 x 16 products and butterflies, and one 128 x 128 product."""
-    monkeypatch.setattr(rotate, "_butterflies", lambda: request.param)
+    monkeypatch.setattr(rotate, "rotates_by_butterflies", lambda: request.param)
 
 
 # A tile of 128 x 128 takes the interpreter a third of a second. (130, 96) is one in rows and a bit.
@@ -175,7 +175,7 @@ def test_how_many_programs_share_the_work_changes_nothing(monkeypatch):
     """A GPU of another size: the same bits, whether a program makes one strip or several."""
     x = graded(70, 140)
     want = kernel(x, EDEN_SR, True)
-    monkeypatch.setattr(rotate, "_programs", lambda device, twice: 1000)
+    monkeypatch.setattr(rotate, "programs_of", lambda device, twice: 1000)
     for operands in zip(kernel(x, EDEN_SR, True), want):
         for name, got, first in zip(("values", "tensor_scale"), *operands):
             if first is not None:
@@ -325,7 +325,7 @@ def test_a_length_that_changes_compiles_once_more_at_most():
     SFT of nvidia took three minutes on an H200."""
     operand = Operand(rht_dim=16, stochastic=True)
     lengths = {operand.padded(tokens) for tokens in range(1, 1025)}
-    compiled = {rotate._constants(operand, length, False) for length in lengths}
+    compiled = {rotate.constants_of(operand, length, False) for length in lengths}
     assert len(lengths) == 64 and len(compiled) == 2
 
 

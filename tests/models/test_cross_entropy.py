@@ -118,7 +118,7 @@ def test_exponentials_neither_overflow_nor_vanish(softcap):
 def test_gradients_of_a_chunk_take_the_place_of_its_logits(vocab_size, compiled):
     """The memory of a chunk is its logits, and only once: no copy in FP32, no gradient beside them."""
     chunk_losses, chunk_gradient = (
-        torch.compile(f, fullgraph=True) if compiled else f for f in (module._chunk_losses, module._chunk_gradient)
+        torch.compile(f, fullgraph=True) if compiled else f for f in (module.chunk_losses, module.chunk_gradient)
     )
     generator = torch.Generator().manual_seed(0)
     logits = (8 * torch.randn(5, 64, generator=generator)).bfloat16()
@@ -138,9 +138,9 @@ def test_without_grad_nothing_is_prepared(monkeypatch):
     x, weight, targets = case()
     set_chunk(monkeypatch, 10)
     seen = []
-    original = module._chunk_losses
-    monkeypatch.setattr(module, "_chunk_losses", lambda *a: seen.append(len(a[0])) or original(*a))
-    monkeypatch.setattr(module, "_chunk_gradient", None)
+    original = module.chunk_losses
+    monkeypatch.setattr(module, "chunk_losses", lambda *a: seen.append(len(a[0])) or original(*a))
+    monkeypatch.setattr(module, "chunk_gradient", None)
     with torch.no_grad():
         loss = linear_cross_entropy(x, weight, targets, 50)
     assert seen == [10, 10, 10, 7] and not loss.requires_grad
@@ -152,9 +152,15 @@ def test_operator_is_well_formed(reduction):
     """torch's own checks: schema, fake implementation, autograd registration."""
     x, weight, targets = case(tokens=5)
     if reduction == "none":
-        args = (module._per_token, (x, weight, targets, 50, 15.0, torch.float32, False))
+        args = (
+            torch.ops.nanochat_fp4.linear_cross_entropy_none.default,
+            (x, weight, targets, 50, 15.0, torch.float32, False),
+        )
     else:
-        args = (module._weighted_sum, (x, weight, targets, torch.ones(5), 50, 15.0, torch.float32, False, True))
+        args = (
+            torch.ops.nanochat_fp4.linear_cross_entropy_sum.default,
+            (x, weight, targets, torch.ones(5), 50, 15.0, torch.float32, False, True),
+        )
     checks = ("test_schema", "test_faketensor", "test_autograd_registration")
     torch.library.opcheck(*args, test_utils=checks)
 

@@ -102,7 +102,7 @@ def test_the_flash_kernel_is_asked_for_the_window():
 
     inputs = [torch.empty(2, 20, h, 16, dtype=torch.bfloat16, device="meta", requires_grad=True) for h in (4, 2, 2)]
     with Record():
-        y = flash_attention._flash(*inputs, 7)
+        y = flash_attention.flash_kernel(*inputs, 7)
         grads = torch.autograd.grad(y, inputs, torch.ones_like(y))
     assert [t.shape for t in (y, *grads)] == [t.shape for t in (inputs[0], *inputs)]
     assert calls == [[20, 20, True, 0.0, 7, 0]] * 2
@@ -111,7 +111,7 @@ def test_the_flash_kernel_is_asked_for_the_window():
 def test_cudnns_operator_is_called_for_causal_attention():
     """On tensors without memory, since it runs on GPUs alone: shapes, and a gradient for each input."""
     inputs = [torch.empty(2, 20, 4, 16, dtype=torch.bfloat16, device="meta", requires_grad=True) for _ in range(3)]
-    y = flash_attention._cudnn(*inputs, -1)
+    y = flash_attention.cudnn_kernel(*inputs, -1)
     grads = torch.autograd.grad(y, inputs, torch.ones_like(y))
     assert [t.shape for t in (y, *grads)] == [t.shape for t in (inputs[0], *inputs)]
 
@@ -146,9 +146,14 @@ def test_the_clearly_fastest_attention_is_taken_for_windows(times, chosen, monke
     asked, cuda_q = [], types.SimpleNamespace(is_cuda=True, dtype=torch.bfloat16, size=lambda i: (2, 64, 4, 128)[i])
     full = {"sdpa": 2.0, "cudnn": 1.0} if chosen == "flash" else {"sdpa": 1.0, "flash": 1.1}
     monkeypatch.setattr(flash_attention, "time_backends", lambda *s: asked.append(s) or (times if s[4] > 0 else full))
-    for name, value in (("_fa3", None), ("_fa3_reason", "none"), ("_forced", None), ("_fastest", {})):
+    for name, value in (
+        ("fa3_module", None),
+        ("fa3_reason", "none"),
+        ("forced_backend", None),
+        ("fastest_backends", {}),
+    ):
         monkeypatch.setattr(flash_attention, name, value)
-    monkeypatch.setattr(flash_attention, "_has_flash", lambda: "flash" in times)
+    monkeypatch.setattr(flash_attention, "has_flash", lambda: "flash" in times)
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     line = flash_attention.setup("cuda", True, (64, 4, 4, 128, 31))
     assert asked == [(64, 4, 4, 128, 31), (64, 4, 4, 128, -1)]
@@ -156,9 +161,9 @@ def test_the_clearly_fastest_attention_is_taken_for_windows(times, chosen, monke
     assert (
         line.startswith(f"attention: {chosen} for sliding windows (") and f", {whole} for full context (sdpa " in line
     )
-    assert flash_attention._choose(cuda_q, 31) == chosen and flash_attention._choose(cuda_q, 64) == whole
+    assert flash_attention.chosen_backend(cuda_q, 31) == chosen and flash_attention.chosen_backend(cuda_q, 64) == whole
     cuda_q.dtype = torch.float32
-    assert flash_attention._choose(cuda_q, 64) == "sdpa"
+    assert flash_attention.chosen_backend(cuda_q, 64) == "sdpa"
 
 
 def test_a_model_asks_for_the_time_of_its_own_windows(monkeypatch):
@@ -172,11 +177,11 @@ def test_a_model_asks_for_the_time_of_its_own_windows(monkeypatch):
 def test_at_most_65535_tokens_at_once_on_sm_120(monkeypatch):
     """From 65,536 on SDPA gave NaN on an RTX PRO 6000."""
     q, k, v = qkv(batch=5, length=12, kv_heads=2)
-    want, real, seen = flash_attn_func(q, k, v, window_size=(3, 0)), flash_attention._sdpa, []
+    want, real, seen = flash_attn_func(q, k, v, window_size=(3, 0)), flash_attention.sdpa_attention, []
     monkeypatch.setattr(flash_attention, "MOST_TOKENS", 30)
     assert torch.equal(flash_attn_func(q, k, v, window_size=(3, 0)), want)
-    monkeypatch.setattr(flash_attention, "_limits_tokens", lambda device_type: True)
-    monkeypatch.setattr(flash_attention, "_sdpa", lambda *a: seen.append(a[0].size(0)) or real(*a))
+    monkeypatch.setattr(flash_attention, "limits_tokens", lambda device_type: True)
+    monkeypatch.setattr(flash_attention, "sdpa_attention", lambda *a: seen.append(a[0].size(0)) or real(*a))
     torch.testing.assert_close(flash_attn_func(q, k, v, window_size=(3, 0)), want)
     assert seen == [2, 2, 1]
     with pytest.raises(ValueError, match="a row has 32 tokens, this GPU's attention takes 30; shorten it"):
@@ -184,7 +189,7 @@ def test_at_most_65535_tokens_at_once_on_sm_120(monkeypatch):
 
 
 def test_says_what_it_uses_once_and_what_it_costs(capsys):
-    flash_attention._announced.clear()
+    flash_attention.announced_lines.clear()
     line = flash_attention.setup("cpu", windowed=True)
     assert "SDPA" in line and "costs as much as a full one" in line
     assert flash_attention.setup("cpu", windowed=True) == line
@@ -211,12 +216,12 @@ def test_a_failing_load_is_reported_with_its_reason(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     monkeypatch.setitem(__import__("sys").modules, "kernels", None)  # makes `import kernels` raise ImportError
-    monkeypatch.setattr(flash_attention, "_fa3", None)
-    monkeypatch.setattr(flash_attention, "_fa3_reason", flash_attention._NOT_TRIED)
+    monkeypatch.setattr(flash_attention, "fa3_module", None)
+    monkeypatch.setattr(flash_attention, "fa3_reason", flash_attention.NOT_TRIED)
     line = flash_attention.setup("cuda", windowed=False)
     assert "FlashAttention-3: loading" in line and "ModuleNotFoundError" in line
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (12, 0))
-    monkeypatch.setattr(flash_attention, "_fa3_reason", flash_attention._NOT_TRIED)
+    monkeypatch.setattr(flash_attention, "fa3_reason", flash_attention.NOT_TRIED)
     assert "this is sm_120" in flash_attention.setup("cuda", windowed=True)
 
 

@@ -72,7 +72,7 @@ def test_the_size_of_the_stacks_changes_nothing():
     """One matrix at a time, two of six, and all; with their states taken over from one another."""
     params = [parameters([(24, 16)] * 6 + [(8, 40)] * 3) for _ in range(3)]
     muons = [Muon(p, weight_decay=0.1, stack_elements=n) for p, n in zip(params, (1, 2 * 24 * 16, 2**28))]
-    assert [[len(m._parts(g["params"])) for g in m.param_groups] for m in muons] == [[3, 6], [3, 3], [1, 1]]
+    assert [[len(m.parts(g["params"])) for g in m.param_groups] for m in muons] == [[3, 6], [3, 3], [1, 1]]
     for step in range(3):
         for p, optimizer in zip(params, muons):
             set_grads(p, step)

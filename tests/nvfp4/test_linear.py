@@ -541,7 +541,7 @@ def test_compiles_into_one_graph_with_the_same_bits(method, backend, layers, aut
 def test_a_cpu_leaves_the_layers_out_of_the_graph_and_says_so(monkeypatch):
     """To compile two takes a C++ compiler minutes. What is around them is compiled; the numbers are the same."""
     monkeypatch.setenv("NVFP4_COMPILE", "")
-    dispatch._say_what_is_left_out.cache_clear()
+    dispatch.say_what_is_left_out.cache_clear()
     torch.compiler.reset()
     model = torch.nn.ModuleList([nf.QuantLinear(32, 64), nf.QuantLinear(64, 32)])
 

@@ -169,7 +169,7 @@ def test_parts_of_operands_are_rounded_as_the_whole(monkeypatch, kernels, roundi
         return largest[0].clone()
 
     monkeypatch.setenv("NVFP4_KERNELS", kernels)
-    monkeypatch.setattr(tensor_parallel, "_largest", reduce)
+    monkeypatch.setattr(tensor_parallel, "largest_over_ranks", reduce)
     value = torch.randn(32, 256)
     value[:, :150] *= 1e-4  # scales that end in E4M3's subnormal range, by a largest magnitude that is elsewhere
     seed = torch.tensor(5)
