@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from lab import scaling
-from lab.study import gaps, numerics, questions, speed, sweep, sweep_runs, sweep_scheduler
+from lab.study import gaps, numerics, questions, sparse, speed, sweep, sweep_runs, sweep_scheduler
 from lab.study.context import Context, Outcome
 from lab.study.gaps import SYSTEMS, Claim, Item
 from nanochat_fp4.common import get_base_dir, print0
@@ -194,7 +194,7 @@ ITEMS: dict[str, Callable[[Context], Outcome]] = {
     **{item.__name__: item for item in (numerics.table1, numerics.table2, speed.table3, speed.table4)},
     **{name: partial(gaps.table, name=name, item=RUNS[name]) for name in ("fig1", "fig2", "fig4", "table5")},
     "fig5": partial(questions.along_the_run, item=RUNS["table5"]),
-    **{item.__name__: item for item in (speed.fig6, speed.table7, numerics.fig9)},
+    **{item.__name__: item for item in (speed.fig6, speed.table7, numerics.fig9, sparse.averaging)},
     **{name: partial(gaps.table, name=name, item=RUNS[name]) for name in ("systems", "attribution", "remedies")},
 }
 OF_RESULTS: dict[str, Callable[[Context], Outcome]] = {  # of --results alone
@@ -282,7 +282,12 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("name", help=f"all, list, or one of {known}")
     add("--quick", action="store_true", help="small sizes, on a CPU: a check of the command")
     add("--samples", type=int, default=0, help="table1: numbers that are rounded")
-    add("--draws", type=int, default=0, help="table1: products; fig9: backward passes that are averaged")
+    add(
+        "--draws",
+        type=int,
+        default=0,
+        help="table1: products; fig9: backward passes that are averaged; averaging: draws",
+    )
     add("--models", default="", help="fig6: of 800M,3B,7B,22B")
     text = "train and time nothing: take the runs from these studies of lab.runs, groups of them, or JSON files of "
     text += "lab.study.sweep, with commas (fig6, table7: a part of lab/results/bench.json; fig9: of fig9.json). "
