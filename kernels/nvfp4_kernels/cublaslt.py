@@ -63,7 +63,7 @@ def _check(status: int, call: str) -> None:
         raise RuntimeError(f"{call} returned status {status}")
 
 
-class Plan:
+class MatmulPlan:
     """The descriptions of the products of one shape, and the algorithm that cuBLASLt chooses for them.
 
     m, n, k:   (M, K) . (N, K)^T -> (M, N)
@@ -137,21 +137,21 @@ _plans = threading.local()  # a plan holds the addresses of the scales between t
 
 def _plan(handle: int, device: int, shape: tuple[int, int, int], dtype: torch.dtype, scales: tuple[Tensor, Tensor]):
     """This thread's plan for the shape, with these scales."""
-    kept: dict[tuple, Plan] = vars(_plans).get("kept", {})
+    kept: dict[tuple, MatmulPlan] = vars(_plans).get("kept", {})
     key = device, *shape, dtype
     if key in kept:
         kept[key].set_scales(*scales)
         return kept[key]
     if len(kept) == PLANS:
         forget_plans()
-    made = Plan(handle, *shape, dtype, scales)
+    made = MatmulPlan(handle, *shape, dtype, scales)
     vars(_plans).setdefault("kept", {})[key] = made
     return made
 
 
 def forget_plans() -> None:
     """Destroys this thread's plans."""
-    kept: dict[tuple, Plan] = vars(_plans).pop("kept", {})
+    kept: dict[tuple, MatmulPlan] = vars(_plans).pop("kept", {})
     for plan in kept.values():
         plan.destroy()
 

@@ -91,7 +91,7 @@ def _element(c: torch.Tensor) -> torch.Tensor:
     return (c // 2 % 4 * 2 + c // 64) * 16 + c // 8 % 8 * 2 + c % 2
 
 
-class Operand(NamedTuple):
+class RotatedOperand(NamedTuple):
     """One operand to make: the fields of quantizers.Rounding, its rotation and its streams of random numbers.
 
     emulated: make the BF16 operand for a decoding GEMM instead of codes and scales.
@@ -129,7 +129,7 @@ class Operand(NamedTuple):
 
 
 @functools.cache
-def constants_of(operand: Operand | None, columns: int, amax_only: bool) -> Constants | None:
+def constants_of(operand: RotatedOperand | None, columns: int, amax_only: bool) -> Constants | None:
     """The kernel's compile-time arguments for one operand, or None: a launch for the amax makes nothing of MS-EDEN.
 
     columns: of the padded operand.
@@ -154,7 +154,7 @@ def constants_of(operand: Operand | None, columns: int, amax_only: bool) -> Cons
     )
 
 
-def _empty(operand: Operand, rows: int, contraction: int, x: torch.Tensor) -> list[torch.Tensor]:
+def _empty(operand: RotatedOperand, rows: int, contraction: int, x: torch.Tensor) -> list[torch.Tensor]:
     """Memory for one operand (R, K), with K padded: codes uint8 (R, K/2), or BF16 (R, K) if emulated.
 
     MS-EDEN adds pseudo-scales BF16 (R, K/16) and S float32 (R, K/128). Other roundings add scales float8_e4m3fn
@@ -178,7 +178,7 @@ def _empty(operand: Operand, rows: int, contraction: int, x: torch.Tensor) -> li
 class _Side(NamedTuple):
     """One operand of an input of one shape: all that its launches need and that is the same in each of them."""
 
-    operand: Operand
+    operand: RotatedOperand
     rows: int
     contraction: int
     hadamard: torch.Tensor | None
@@ -187,7 +187,7 @@ class _Side(NamedTuple):
     constants_for_amax: Constants | None
 
 
-class _Plan(NamedTuple):
+class _Launches(NamedTuple):
     """The launches for inputs of one shape and kind. programs, options: of the kernel."""
 
     sides: tuple[_Side | None, _Side | None]
@@ -200,7 +200,7 @@ class _Plan(NamedTuple):
 
 
 @functools.lru_cache(maxsize=1024)  # conversations have any number of tokens
-def _plan(
+def _launches(
     row: str,
     row_place: tuple,
     col: str,
@@ -210,7 +210,7 @@ def _plan(
     of_codes: bool,
     butterflies: bool,
     device: torch.device,
-) -> _Plan:
+) -> _Launches:
     """row, col and the places: as the operators take them. of_codes: the input is codes."""
     if (of_codes and row) or (col and not _operand(col, col_place).rht_dim):
         raise ValueError("nvfp4::rotate_quantize: a col operand must be rotated, and codes are requantized as col only")
@@ -231,25 +231,25 @@ def _plan(
     strips = 2 * triton.cdiv(rows, TILE) * triton.cdiv(columns, TILE)
     most = max(programs_of(device, twice) // 4 * 4, 4)
     rounded_first = [side for side in wanted if side.constants_for_amax]
-    return _Plan(
+    return _Launches(
         tuple(sides),
         bool(rounded_first),
         min(strips * len(wanted), most),
         min(strips * len(rounded_first), most),
         _launch_options(twice),
-        tuple(side.place if side else Operand().place(1) for side in sides),
+        tuple(side.place if side else RotatedOperand().place(1) for side in sides),
         butterflies,
     )
 
 
 class _Input(NamedTuple):
-    """An input as the kernel takes it, the seeds of both sides, and the plan of its launches."""
+    """An input as the kernel takes it, the seeds of both sides, and its launches."""
 
     x: torch.Tensor
     scales: torch.Tensor
     tensor_scale: torch.Tensor
     seeds: tuple[tuple[torch.Tensor | None, torch.Tensor | None], ...]
-    plan: _Plan
+    launches: _Launches
     of_codes: bool
     of_tiles: bool
 
@@ -262,21 +262,23 @@ class _Input(NamedTuple):
         x, (rows, columns) = x.contiguous(), x.shape
         columns = columns * 2 if of_codes else columns
         places = tuple(row_place), tuple(col_place)
-        plan = _plan(row, places[0], col, places[1], rows, columns, of_codes, rotates_by_butterflies(), x.device)
+        launches = _launches(
+            row, places[0], col, places[1], rows, columns, of_codes, rotates_by_butterflies(), x.device
+        )
         scales, tensor_scale = (x_scales.view(torch.uint8), x_tensor_scale) if of_codes else (x, x)
         seeds = (row_seed, row_rht_seed), (col_seed, col_rht_seed)
-        return cls(x, scales, tensor_scale, seeds, plan, of_codes, of_codes and x_scales.dim() == 1)
+        return cls(x, scales, tensor_scale, seeds, launches, of_codes, of_codes and x_scales.dim() == 1)
 
     def find_amax(self) -> torch.Tensor:
         """int32 (2,), the bits of float32: the amaxes of row and col that their roundings need first, otherwise 0."""
         amax = torch.zeros(2, dtype=torch.int32, device=self.x.device)
-        if self.plan.needs_amax:
+        if self.launches.needs_amax:
             self._launch(amax.unbind(), ([], []), amax_only=True)
         return amax
 
     def quantize(self, amax: tuple[torch.Tensor, ...]) -> list[list[torch.Tensor]]:
         """The tensors of `_empty` for row and for col. amax: find_amax's two numbers, to which MS-EDEN adds its own."""
-        sides = self.plan.sides
+        sides = self.launches.sides
         made = [_empty(side.operand, side.rows, side.contraction, self.x) if side else [] for side in sides]
         self._launch(amax, made, amax_only=False)
         for side, tensors, own in zip(sides, made, amax):
@@ -285,29 +287,29 @@ class _Input(NamedTuple):
         return made
 
     def _launch(self, amax: tuple[torch.Tensor, ...], made: Sequence[list[torch.Tensor]], amax_only: bool) -> None:
-        plan, (row, col) = self.plan, self.plan.sides
+        launches, (row, col) = self.launches, self.launches.sides
         buffers = [
             self._buffers(side, seeds, own, tensors)
-            for side, seeds, own, tensors in zip(plan.sides, self.seeds, amax, made)
+            for side, seeds, own, tensors in zip(launches.sides, self.seeds, amax, made)
         ]
-        rotate_quantize_kernel[(plan.programs_for_amax if amax_only else plan.programs,)](
+        rotate_quantize_kernel[(launches.programs_for_amax if amax_only else launches.programs,)](
             self.x,
             self.scales,
             self.tensor_scale,
             self.x.shape[0],
             self.x.shape[1] * 2 if self.of_codes else self.x.shape[1],
             buffers[0],
-            *plan.places[0],
+            *launches.places[0],
             buffers[1],
-            *plan.places[1],
+            *launches.places[1],
             FROM_CODES=self.of_codes,
             FROM_TILES=self.of_tiles,
             FP32=self.x.dtype == torch.float32,
             HARDWARE=hardware(),
-            BUTTERFLIES=plan.butterflies,
+            BUTTERFLIES=launches.butterflies,
             ROW=row and (row.constants_for_amax if amax_only else row.constants),
             COL=col and (col.constants_for_amax if amax_only else col.constants),
-            **plan.options,
+            **launches.options,
         )
 
     def _buffers(self, side: _Side | None, seeds: tuple, amax: torch.Tensor, made: list[torch.Tensor]) -> Buffers:
@@ -336,10 +338,10 @@ def rotate_quantize(
     x: torch.Tensor,
     x_scales: torch.Tensor | None,
     x_tensor_scale: torch.Tensor | None,
-    row: Operand | None,
+    row: RotatedOperand | None,
     row_seed: torch.Tensor | None,
     row_rht_seed: torch.Tensor | None,
-    col: Operand | None,
+    col: RotatedOperand | None,
     col_seed: torch.Tensor | None,
     col_rht_seed: torch.Tensor | None,
     largest: Callable[[torch.Tensor], torch.Tensor] | None = None,
@@ -388,12 +390,12 @@ def rotate_quantize(
 # therefore two arguments: its text, from which `_operand` has the record back once for all calls, and its place.
 
 
-def described(operand: Operand | None) -> tuple[str, list[int]]:
+def described(operand: RotatedOperand | None) -> tuple[str, list[int]]:
     """An operand as two arguments of an operator, text and place. "" is no operand."""
     return ("", []) if operand is None else (_text(operand[:PLACE]), list(operand[PLACE:]))
 
 
-PLACE = Operand._fields.index("row")  # the fields from here on are the place
+PLACE = RotatedOperand._fields.index("row")  # the fields from here on are the place
 
 
 def _text(fields: tuple) -> str:
@@ -409,8 +411,8 @@ def _repr(fields: tuple) -> str:
 
 
 @functools.lru_cache(maxsize=1024)
-def _operand(text: str, place: tuple[int, ...]) -> Operand:
-    return Operand(*ast.literal_eval(text), *place)
+def _operand(text: str, place: tuple[int, ...]) -> RotatedOperand:
+    return RotatedOperand(*ast.literal_eval(text), *place)
 
 
 _SIDES = ", ".join(f"str {s}, int[] {s}_place, Tensor? {s}_seed, Tensor? {s}_rht_seed" for s in ("row", "col"))
@@ -424,7 +426,7 @@ def rotate_quantize_sides(*arguments) -> list[torch.Tensor]:
     given = _Input.of(*arguments)
     amax = given.find_amax().unbind()
     result = []
-    for side, seeds, tensors, own in zip(given.plan.sides, given.seeds, given.quantize(amax), amax):
+    for side, seeds, tensors, own in zip(given.launches.sides, given.seeds, given.quantize(amax), amax):
         if side is not None and side.operand.ms_eden and side.operand.emulated:
             repair(*tensors, own, seeds[0], side.operand)
             tensors = tensors[:1]
@@ -475,7 +477,7 @@ def repair_part(
     repair(decoded, pseudo, correction, amax.view(torch.int32), seed, _operand(operand, tuple(place)))
 
 
-def _fake_sides(x, row, row_place, col, col_place) -> Iterator[tuple[Operand, list[torch.Tensor]]]:
+def _fake_sides(x, row, row_place, col, col_place) -> Iterator[tuple[RotatedOperand, list[torch.Tensor]]]:
     rows, columns = x.shape[0], x.shape[1] * (2 if x.dtype == torch.uint8 else 1)
     for text, place, r, c in ((row, row_place, rows, columns), (col, col_place, columns, rows)):
         if text:
@@ -486,18 +488,18 @@ def _fake_sides(x, row, row_place, col, col_place) -> Iterator[tuple[Operand, li
 @rotate_quantize_sides.register_fake
 def _(x, x_scales, x_tensor_scale, row, row_place, row_seed, row_rht_seed, col, col_place, *seeds):
     result = []
-    for operand, (values, *more) in _fake_sides(x, row, row_place, col, col_place):
+    for operand, (values, *scales_of) in _fake_sides(x, row, row_place, col, col_place):
         if operand.ms_eden and operand.emulated:
-            more = []
+            scales_of = []
         elif operand.ms_eden:
-            scales = empty_scales(*more[0].shape, operand.tiles, more[0])
-            more = [scales.view(torch.float8_e4m3fn), more[1].new_empty(())]
-        result += [values, *more]
+            scales = empty_scales(*scales_of[0].shape, operand.tiles, scales_of[0])
+            scales_of = [scales.view(torch.float8_e4m3fn), scales_of[1].new_empty(())]
+        result += [values, *scales_of]
     return result
 
 
 @rotated_amax.register_fake
-def _(x, *more):
+def _(x, *arguments):
     return x.new_empty(2, dtype=torch.float32)
 
 

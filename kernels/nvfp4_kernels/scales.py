@@ -121,7 +121,7 @@ def finish(pseudo: torch.Tensor, correction: torch.Tensor, amax: torch.Tensor, s
     correction: float32 (R, K/128)
     amax:       int32 (), the bits of a float32
     seed:       int64 ()
-    operand:    a rotate.Operand
+    operand:    a rotate.RotatedOperand
     """
     scales = empty_scales(*pseudo.shape, operand.tiles, pseudo)
     tensor_scale = torch.empty((), dtype=torch.float32, device=pseudo.device)

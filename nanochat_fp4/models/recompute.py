@@ -60,13 +60,13 @@ class _Attention(NamedTuple):
 
     def forward(self, y: Tensor, cos: Tensor, sin: Tensor) -> tuple[tuple[Tensor], tuple[Tensor, ...]]:
         qkv, _ = self._qkv(y, cos, sin)
-        out, more = flash_attention.forward(*qkv, self.left)
-        return (out.flatten(2),), (cos, sin, out, *more)
+        out, statistics = flash_attention.forward(*qkv, self.left)
+        return (out.flatten(2),), (cos, sin, out, *statistics)
 
     def backward(self, y: Tensor, kept: Sequence[Tensor], grad: Tensor) -> tuple[Tensor | None, ...]:
-        cos, sin, out, *more = kept
+        cos, sin, out, *statistics = kept
         qkv, r = self._qkv(y, cos, sin)
-        *grads, grad_v = flash_attention.backward(grad.view(out.shape), *qkv, self.left, out, more)
+        *grads, grad_v = flash_attention.backward(grad.view(out.shape), *qkv, self.left, out, statistics)
         grads = [rotate_back(norm_gradient(*of_one), cos, sin) for of_one in zip(grads, qkv, r)]
         return torch.cat((*grads, grad_v), dim=-2).view(y.shape), None, None
 

@@ -664,7 +664,7 @@ def _rotate_quantize(
 
     emulated: as Decoded, for the emulated GEMM alone.
     """
-    from nvfp4_kernels.rotate import Operand, rotate_quantize
+    from nvfp4_kernels.rotate import RotatedOperand, rotate_quantize
 
     def described(how: Quantization | None) -> tuple:
         if how is None:
@@ -672,7 +672,7 @@ def _rotate_quantize(
         r = how.rounding
         limits, random = (r.grid_max, r.scale_cap, r.candidates), (how.rht_dim, how.stream, how.rht_stream)
         place = how.part[1:] if how.part else (0, 0, 0)
-        operand = Operand(*limits, r.stochastic, r.ms_eden, *random, emulated, how.tiles, how.rotations, *place)
+        operand = RotatedOperand(*limits, r.stochastic, r.ms_eden, *random, emulated, how.tiles, how.rotations, *place)
         return operand, how.seed, how.rht_seed
 
     parts = [how.part if how else None for how in (row, col)]

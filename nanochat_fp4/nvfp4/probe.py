@@ -22,7 +22,7 @@ import torch
 
 from nanochat_fp4.nvfp4.format import NVFP4Tensor, swizzle_scales
 
-Gemm = Callable[[NVFP4Tensor, NVFP4Tensor, torch.dtype], torch.Tensor]
+Multiply = Callable[[NVFP4Tensor, NVFP4Tensor, torch.dtype], torch.Tensor]
 OUTPUT_DTYPES = (torch.bfloat16, torch.float32)
 # A key divides M, N and K of its shape. The shapes need several tiles, padding in N and K, padding in all dimensions.
 PROBE_SHAPES = {128: (512, 384, 1024), 64: (192, 320, 192), 1: (144, 160, 96)}
@@ -50,7 +50,7 @@ class Verdict(NamedTuple):
     note: str = ""
 
 
-def examine(device: torch.device, function: Gemm, dtypes: Sequence[torch.dtype] = OUTPUT_DTYPES) -> Verdict:
+def examine(device: torch.device, function: Multiply, dtypes: Sequence[torch.dtype] = OUTPUT_DTYPES) -> Verdict:
     """Compares a GEMM of NVFP4 operands with known products on the shapes of PROBE_SHAPES."""
     found, note = None, ""
     for multiple, shape in PROBE_SHAPES.items():
@@ -78,17 +78,17 @@ def tiled(t: NVFP4Tensor) -> NVFP4Tensor:
     return NVFP4Tensor(t.codes, swizzle_scales(t.scales), t.tensor_scale)
 
 
-def _lines(size: int, must: int) -> torch.Tensor:
+def _lines(size: int, included: int) -> torch.Tensor:
     """Rows (or columns) of a product to look at: all of a small one, some of each tile of a large one."""
     first = torch.arange(0, size, SAMPLED_TILE)
     if size <= 512:
         return torch.arange(size)
     some = first[:, None] + torch.randint(0, SAMPLED_TILE, (len(first), SAMPLED_LINES))
-    return torch.cat((some.flatten().clamp(max=size - 1), torch.tensor([must, size - 1]))).unique()
+    return torch.cat((some.flatten().clamp(max=size - 1), torch.tensor([included, size - 1]))).unique()
 
 
 def problem_of_shape(
-    device: torch.device, function: Gemm, shape: tuple[int, int, int], dtypes: Sequence[torch.dtype] = OUTPUT_DTYPES
+    device: torch.device, function: Multiply, shape: tuple[int, int, int], dtypes: Sequence[torch.dtype] = OUTPUT_DTYPES
 ) -> str | None:
     """The first failure of a GEMM on operands of this shape (M, N, K), or None.
 
@@ -120,7 +120,7 @@ def problem_of_shape(
     return None
 
 
-def keeps_nan(device: torch.device, function: Gemm, shape: tuple[int, int, int], dtype: torch.dtype) -> bool:
+def keeps_nan(device: torch.device, function: Multiply, shape: tuple[int, int, int], dtype: torch.dtype) -> bool:
     """Whether a NaN block scale makes NaN of its row of the product, and of nothing else."""
     m, n, k = shape
     with _own_random_numbers(device):

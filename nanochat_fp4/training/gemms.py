@@ -31,7 +31,7 @@ from nanochat_fp4.training.micro_batch import try_micro_batch
 BASELINES = ("BF16", "FP8", "emulated")
 
 
-class Product(NamedTuple):
+class ProductShape(NamedTuple):
     """(M, K) . (N, K)^T -> (M, N) in dtype, "bfloat16" or "float32"."""
 
     m: int
@@ -50,7 +50,7 @@ class Product(NamedTuple):
 Measured = tuple[float | None, str]  # milliseconds, or None and the reason
 
 
-def measured(device: torch.device, name: str, product: Product) -> Measured:
+def measured(device: torch.device, name: str, product: ProductShape) -> Measured:
     """The time of an implementation, or of one of BASELINES, on this product; an implementation is probed first."""
     (m, n, k), dtype = product[:3], product.out_dtype
     if name in IMPLEMENTATIONS:
@@ -79,7 +79,7 @@ def measured(device: torch.device, name: str, product: Product) -> Measured:
 def run_jobs(device: str, jobs: list[tuple[str, int, int, int, str]]) -> Iterator[Measured]:
     """`measured` for each (name, *product). Ends the process where CUDA does not work any more."""
     for name, *product in jobs:
-        result = measured(torch.device(device), name, Product(*product))
+        result = measured(torch.device(device), name, ProductShape(*product))
         try:
             torch.cuda.synchronize()
         except RuntimeError:  # an illegal address: all later calls would fail
@@ -87,12 +87,12 @@ def run_jobs(device: str, jobs: list[tuple[str, int, int, int, str]]) -> Iterato
         yield result
 
 
-def measure(jobs: list[tuple[str, Product]], device: str) -> dict[tuple[str, Product], Measured]:
+def measure(jobs: list[tuple[str, ProductShape]], device: str) -> dict[tuple[str, ProductShape], Measured]:
     """`measured` of each job in a child process, and in another one after that has died.
 
     The implementation that ended a process is asked no more. device: "cuda:0" and the like.
     """
-    results: dict[tuple[str, Product], Measured] = {}
+    results: dict[tuple[str, ProductShape], Measured] = {}
     for name, product in jobs:
         if missing := dispatch.missing_reason("cuda", name):
             results[name, product] = None, missing
@@ -117,9 +117,9 @@ class Choice:
     """
 
     gpu: str
-    count: dict[Product, int]
-    results: dict[tuple[str, Product], Measured]
-    taken: dict[Product, str]
+    count: dict[ProductShape, int]
+    results: dict[tuple[str, ProductShape], Measured]
+    taken: dict[ProductShape, str]
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -127,7 +127,7 @@ class Choice:
         """For a checkpoint's metadata."""
         return {"gpu": self.gpu, "gemms": [[*product, name] for product, name in self.taken.items()]}
 
-    def ms(self, name: str, product: Product) -> float | None:
+    def ms(self, name: str, product: ProductShape) -> float | None:
         return self.results.get((name, product), (None, ""))[0]
 
     def lines(self) -> list[str]:
@@ -151,7 +151,7 @@ class Choice:
         return rows + [f"{name}: {dispatch.PATHS[name]}" for name in taken] + self.notes
 
 
-def choose(products: Counter[Product], gpu: str, device: str, stored: dict[str, Any] | None = None) -> Choice:
+def choose(products: Counter[ProductShape], gpu: str, device: str, stored: dict[str, Any] | None = None) -> Choice:
     """The choice for these products, times in a micro-batch, on the GPU of that name.
 
     stored: `record` of the run that goes on.
@@ -161,7 +161,7 @@ def choose(products: Counter[Product], gpu: str, device: str, stored: dict[str, 
     """
     wanted = dispatch.gemm_asked_for()
 
-    def able(product: Product) -> list[str]:
+    def able(product: ProductShape) -> list[str]:
         """An implementation that NVFP4_GEMM names makes all that it can. The others make the rest."""
         names = [name for name in IMPLEMENTATIONS if product.out_dtype in dispatch.output_dtypes(name)]
         return [wanted] if wanted in names else names
@@ -188,11 +188,11 @@ def choose(products: Counter[Product], gpu: str, device: str, stored: dict[str, 
     if stored and stored["gpu"] != gpu:
         choice.notes.append(f"note: the run had {stored['gpu']} and has {gpu}: GEMMs are chosen anew, bits change")
     elif stored:
-        _keep(choice, {Product(*product): name for *product, name in stored["gemms"]}, wanted)
+        _keep(choice, {ProductShape(*product): name for *product, name in stored["gemms"]}, wanted)
     return choice
 
 
-def _keep(choice: Choice, before: dict[Product, str], wanted: str) -> None:
+def _keep(choice: Choice, before: dict[ProductShape, str], wanted: str) -> None:
     """Puts what was chosen before in the place of what was chosen now."""
     for product in choice.count:
         now = choice.taken.get(product)
@@ -214,7 +214,7 @@ def use(model: nn.Module, libraries: dispatch.Libraries) -> None:
             layer.libraries = libraries
 
 
-def products_of(model: nn.Module, rows: int, seq_len: int, dtype: torch.dtype | None) -> Counter[Product]:
+def products_of(model: nn.Module, rows: int, seq_len: int, dtype: torch.dtype | None) -> Counter[ProductShape]:
     """The products of a micro-batch that FP4 tensor cores could make -> how often.
 
     Passes of one and of two rows are recorded, which need little memory. A size that differs counts tokens.
@@ -233,7 +233,7 @@ def products_of(model: nn.Module, rows: int, seq_len: int, dtype: torch.dtype | 
     if len(passes[0]) != len(passes[1]):  # the tokens decide what is computed
         return Counter()
     sizes = [[a + (rows - 1) * (b - a) for a, b in zip(one[:3], two[:3])] for one, two in zip(*passes)]
-    return Counter(Product(*mnk, str(one[3]).removeprefix("torch.")) for mnk, one in zip(sizes, passes[0]))
+    return Counter(ProductShape(*mnk, str(one[3]).removeprefix("torch.")) for mnk, one in zip(sizes, passes[0]))
 
 
 def from_rank_0(work: Callable[[], Any], meet_every: float = 10.0) -> Any:

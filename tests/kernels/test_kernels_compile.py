@@ -172,17 +172,17 @@ def operator_calls():
     import nvfp4_kernels.matmul
     import nvfp4_kernels.quantize
     import nvfp4_kernels.relu_squared  # noqa: F401
-    from nvfp4_kernels.rotate import Operand, described
+    from nvfp4_kernels.rotate import RotatedOperand, described
 
     op = torch.ops.nvfp4
     x, seed = torch.randn(40, 48), torch.tensor(3)
     codes = op.quantize.default(x, None, None, 0, 6.0, 256.0, [1.0, 1.5], False, 1, True)
-    eden = Operand(6.07, 256.0, (1.0,), False, True, 128, 2, 3)
+    eden = RotatedOperand(6.07, 256.0, (1.0,), False, True, 128, 2, 3)
     eden_codes = eden._replace(emulated=False)
-    aligned = Operand(5.6, 448.0, (1.0,), True, False, 16, 4, 5)
+    aligned = RotatedOperand(5.6, 448.0, (1.0,), True, False, 16, 4, 5)
     aligned_codes = aligned._replace(emulated=False)
 
-    def side(operand: Operand | None) -> tuple:
+    def side(operand: RotatedOperand | None) -> tuple:
         return *described(operand), *((seed, seed) if operand else (None, None))
 
     yield op.amax.default, (x,)

@@ -95,11 +95,13 @@ def test_codes_with_scales_in_tiles_are_requantized(rows, columns, name, rht_dim
 
 
 def rotated(x, scales, tensor_scale, name, rht_dim, sides, tiles):
-    from nvfp4_kernels.rotate import Operand, rotate_quantize
+    from nvfp4_kernels.rotate import RotatedOperand, rotate_quantize
 
     r, seed = ROUNDINGS[name], torch.tensor(7, device=DEVICE)
     how = (r.grid_max, r.scale_cap, r.candidates, r.stochastic, r.ms_eden, rht_dim)
-    row, col = (Operand(*how, 2 + i, 3, emulated=False, tiles=tiles) if side else None for i, side in enumerate(sides))
+    row, col = (
+        RotatedOperand(*how, 2 + i, 3, emulated=False, tiles=tiles) if side else None for i, side in enumerate(sides)
+    )
     return rotate_quantize(x, scales, tensor_scale, row, seed, seed, col, seed, seed)
 
 

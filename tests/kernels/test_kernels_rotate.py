@@ -16,7 +16,7 @@ pytest.importorskip("triton")
 
 from _rows import METHOD_TABLE  # noqa: E402
 from nvfp4_kernels import rotate  # noqa: E402
-from nvfp4_kernels.rotate import Operand, rotate_quantize  # noqa: E402
+from nvfp4_kernels.rotate import RotatedOperand, rotate_quantize  # noqa: E402
 
 import nanochat_fp4 as nf  # noqa: E402
 from nanochat_fp4.nvfp4.format import NVFP4Tensor, unpack  # noqa: E402
@@ -53,10 +53,10 @@ def seed(value) -> torch.Tensor:
     return torch.tensor(value, device=DEVICE)
 
 
-def operand(name, rht_dim, stream, emulated) -> Operand:
+def operand(name, rht_dim, stream, emulated) -> RotatedOperand:
     r, (dim, rotations) = ROUNDINGS[name], rotation(rht_dim)
     limits = r.grid_max, r.scale_cap, r.candidates, r.stochastic, r.ms_eden
-    return Operand(*limits, dim, stream, stream + 10, emulated, rotations=rotations)
+    return RotatedOperand(*limits, dim, stream, stream + 10, emulated, rotations=rotations)
 
 
 def collect(tensors, made) -> list:
@@ -323,7 +323,7 @@ def dequantized(value) -> torch.Tensor:
 def test_a_length_that_changes_compiles_once_more_at_most():
     """Conversations have any number of tokens: with a kernel for each number of blocks in the last group, 30 steps of
     SFT of nvidia took three minutes on an H200."""
-    operand = Operand(rht_dim=16, stochastic=True)
+    operand = RotatedOperand(rht_dim=16, stochastic=True)
     lengths = {operand.padded(tokens) for tokens in range(1, 1025)}
     compiled = {rotate.constants_of(operand, length, False) for length in lengths}
     assert len(lengths) == 64 and len(compiled) == 2

@@ -6,7 +6,7 @@ from _assertions import assert_same_bits
 
 pytest.importorskip("triton")
 
-from nvfp4_kernels.rotate import Operand  # noqa: E402
+from nvfp4_kernels.rotate import RotatedOperand  # noqa: E402
 from nvfp4_kernels.scales import finish, repair  # noqa: E402
 
 from nanochat_fp4.nvfp4.format import TENSOR_SCALE_MIN  # noqa: E402
@@ -23,7 +23,7 @@ from nanochat_fp4.nvfp4.quantizers import (  # noqa: E402
 pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value)::triton.runtime.interpreter")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 EDEN = ROUNDINGS["ms_eden"]
-OPERAND = Operand(EDEN.grid_max, EDEN.scale_cap, EDEN.candidates, False, True, 128, stream=4)
+OPERAND = RotatedOperand(EDEN.grid_max, EDEN.scale_cap, EDEN.candidates, False, True, 128, stream=4)
 SEED = 99
 
 

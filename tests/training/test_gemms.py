@@ -14,10 +14,10 @@ from nanochat_fp4.nvfp4 import dispatch, probe
 from nanochat_fp4.nvfp4.convert import convert
 from nanochat_fp4.training import gemms
 from nanochat_fp4.training.checkpoint_manager import load_checkpoint
-from nanochat_fp4.training.gemms import Product, choose
+from nanochat_fp4.training.gemms import ProductShape, choose
 from scripts import base_train
 
-FORWARD, WGRAD = Product(4096, 1024, 512, "bfloat16"), Product(1024, 512, 4096, "float32")
+FORWARD, WGRAD = ProductShape(4096, 1024, 512, "bfloat16"), ProductShape(1024, 512, 4096, "float32")
 PRODUCTS = Counter({FORWARD: 2, WGRAD: 1})
 SPEEDS = {
     "BF16": 2.0,
@@ -206,7 +206,7 @@ def test_the_products_are_the_models_own(model):
     gemms.try_micro_batch(model, 4, 32)
     recorded = recording.products
     model.zero_grad()
-    assert recorded and products == Counter(Product(*p[:3], str(p[3]).removeprefix("torch.")) for p in recorded)
+    assert recorded and products == Counter(ProductShape(*p[:3], str(p[3]).removeprefix("torch.")) for p in recorded)
     tokens = {product for product in products if 128 in product[:3]}
     assert tokens == set(products)  # of 4 x 32 tokens each
 
