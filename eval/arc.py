@@ -22,13 +22,14 @@ def row_problem(row: dict) -> str | None:
 
 
 class ARC(RowTask):
+    dataset = "allenai/ai2_arc"
     eval_type = "categorical"
     evaluate = staticmethod(same_letter)
 
     def __init__(self, subset: str, split: str, **kwargs: Any):
         one_of("the ARC subset", subset, ("ARC-Easy", "ARC-Challenge"))
         one_of("the ARC split", split, ("train", "validation", "test"))
-        super().__init__("allenai/ai2_arc", subset, split, row_problem, **kwargs)
+        super().__init__(subset, split, row_problem, **kwargs)
 
     def get_example(self, index: int) -> dict[str, Any]:
         row = self.rows[index]

@@ -5,7 +5,8 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from nanochat_fp4.data.chat_data import Task
+from nanochat_fp4.data import needs
+from nanochat_fp4.data.chat_data import Source, Task
 from nanochat_fp4.data.rows import Check, load_rows
 
 
@@ -17,15 +18,20 @@ def resolve_eval_dir(flag: str | os.PathLike | None) -> str | None:
 class RowTask(Task):
     """A task whose conversations are made from the rows of one published split."""
 
-    def __init__(
-        self, dataset: str, config: str, split: str, check: Check, eval_dir: str | os.PathLike | None = None,
-        **kwargs: Any,
-    ):  # fmt: skip
+    dataset: str  # its name on the hub; each task has one
+
+    def __init__(self, config: str, split: str, check: Check, eval_dir: str | os.PathLike | None = None, **kwargs: Any):
         super().__init__(**kwargs)
-        self.rows = load_rows(dataset, config, split, folder=resolve_eval_dir(eval_dir), check=check)
+        self.rows = load_rows(self.dataset, config, split, folder=resolve_eval_dir(eval_dir), check=check)
 
     def num_examples(self) -> int:
         return len(self.rows)
+
+
+def source_of(name: str, task: type[RowTask], subset: str, split: str, eval_dir: str | None, **kwargs: Any) -> Source:
+    """One part of a mixture, made of a published split, and the need of that split for a plan. kwargs: of the task."""
+    make = lambda: task(subset, split, eval_dir=eval_dir, **kwargs)  # noqa: E731
+    return Source(name, make, [needs.rows(task.dataset, subset, split, eval_dir)])
 
 
 def one_of(what: str, value: str, allowed: Sequence[str]) -> None:

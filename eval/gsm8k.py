@@ -37,13 +37,14 @@ def answer_parts(answer: str) -> list[dict[str, str]]:
 
 
 class GSM8K(RowTask):
+    dataset = "openai/gsm8k"
     eval_type = "generative"
     evaluate = staticmethod(same_final_number)
 
     def __init__(self, subset: str, split: str, **kwargs: Any):
         one_of("the GSM8K subset", subset, ("main", "socratic"))
         one_of("the GSM8K split", split, ("train", "test"))
-        super().__init__("openai/gsm8k", subset, split, row_problem, **kwargs)
+        super().__init__(subset, split, row_problem, **kwargs)
 
     def get_example(self, index: int) -> dict[str, Any]:
         row = self.rows[index]

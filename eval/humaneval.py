@@ -36,10 +36,11 @@ def extract_program(completion: str) -> str:
 
 
 class HumanEval(RowTask):
+    dataset = "openai/openai_humaneval"
     eval_type = "generative"
 
     def __init__(self, **kwargs: Any):
-        super().__init__("openai/openai_humaneval", "openai_humaneval", "test", row_problem, **kwargs)
+        super().__init__("openai_humaneval", "test", row_problem, **kwargs)
 
     def get_example(self, index: int) -> dict[str, Any]:
         row = self.rows[index]

@@ -27,13 +27,14 @@ def row_problem(row: dict) -> str | None:
 
 
 class MMLU(RowTask):
+    dataset = "cais/mmlu"
     eval_type = "categorical"
     evaluate = staticmethod(same_letter)
 
     def __init__(self, subset: str, split: str, **kwargs: Any):
         one_of("the MMLU subset", subset, ("all", "auxiliary_train"))
         one_of("the MMLU split", split, ("train",) if subset == "auxiliary_train" else ("validation", "dev", "test"))
-        super().__init__("cais/mmlu", subset, split, row_problem, **kwargs)
+        super().__init__(subset, split, row_problem, **kwargs)
 
     def get_example(self, index: int) -> dict[str, Any]:
         row = unwrap(self.rows[index])

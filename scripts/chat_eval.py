@@ -110,11 +110,11 @@ def chosen_tasks(names: str | None) -> list[str]:
 def needs(args: argparse.Namespace) -> list[Need]:
     """What the chosen tasks load, for a plan. Each is vital alone, for --allow-missing leaves out a task."""
     rows = {
-        "ARC-Easy": ("allenai/ai2_arc", "ARC-Easy"),
-        "ARC-Challenge": ("allenai/ai2_arc", "ARC-Challenge"),
-        "MMLU": ("cais/mmlu", "all"),
-        "GSM8K": ("openai/gsm8k", "main"),
-        "HumanEval": ("openai/openai_humaneval", "openai_humaneval"),
+        "ARC-Easy": (ARC.dataset, "ARC-Easy"),
+        "ARC-Challenge": (ARC.dataset, "ARC-Challenge"),
+        "MMLU": (MMLU.dataset, "all"),
+        "GSM8K": (GSM8K.dataset, "main"),
+        "HumanEval": (HumanEval.dataset, "openai_humaneval"),
     }
     names = chosen_tasks(args.task_name)
     found = [needed.rows(*rows[name], "test", args.eval_dir) for name in names if name in rows]

@@ -17,7 +17,7 @@ import functools
 import torch
 
 from eval.arc import ARC
-from eval.common import resolve_eval_dir
+from eval.common import resolve_eval_dir, source_of
 from eval.gsm8k import GSM8K
 from eval.local import LocalArithmetic, LocalChoice, training_sources
 from eval.mmlu import MMLU
@@ -69,33 +69,25 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 def train_sources(args: argparse.Namespace) -> list[Source]:
     if args.data == "local":
         return training_sources(choice=500, arithmetic=500, code=200, spelling=300, bee=300)
+    conversations = needed.smoltalk(args.sft_dir, "SFT_ARGS=--sft-dir")
+    identity, words = [needed.identity_conversations()], [needed.words(args.eval_dir)]
     smoltalk = "SmolTalk" if not args.sft_dir else f"conversations of {args.sft_dir} in place of SmolTalk"
     return [
-        Source("ARC-Easy", lambda: ARC("ARC-Easy", "train", eval_dir=args.eval_dir)),
-        Source("ARC-Challenge", lambda: ARC("ARC-Challenge", "train", eval_dir=args.eval_dir)),
-        Source("GSM8K", lambda: GSM8K("main", "train", eval_dir=args.eval_dir)),
-        Source(smoltalk, lambda: SmolTalk("train", sft_dir=args.sft_dir, stop=10_000)),
-        Source("identity conversations", lambda: CustomJSON(chat_data.identity_conversations())),
-        Source("SimpleSpelling", lambda: SimpleSpelling(size=300, eval_dir=args.eval_dir)),
-        Source("SpellingBee", lambda: SpellingBee(size=300, eval_dir=args.eval_dir)),
+        source_of("ARC-Easy", ARC, "ARC-Easy", "train", args.eval_dir),
+        source_of("ARC-Challenge", ARC, "ARC-Challenge", "train", args.eval_dir),
+        source_of("GSM8K", GSM8K, "main", "train", args.eval_dir),
+        Source(smoltalk, lambda: SmolTalk("train", sft_dir=args.sft_dir, stop=10_000), conversations),
+        Source("identity conversations", lambda: CustomJSON(chat_data.identity_conversations()), identity),
+        Source("SimpleSpelling", lambda: SimpleSpelling(size=300, eval_dir=args.eval_dir), words),
+        Source("SpellingBee", lambda: SpellingBee(size=300, eval_dir=args.eval_dir), words),
     ]
 
 
 def needs(args: argparse.Namespace) -> list[Need]:
     """What the mixtures load, for a plan."""
     check_conversations(args)
-    if args.data == "local":
-        return []
-    return [
-        *needed.smoltalk(args.sft_dir, "SFT_ARGS=--sft-dir"),
-        needed.rows("allenai/ai2_arc", "ARC-Easy", "train", args.eval_dir),
-        needed.rows("allenai/ai2_arc", "ARC-Easy", "test", args.eval_dir),
-        needed.rows("allenai/ai2_arc", "ARC-Challenge", "train", args.eval_dir),
-        needed.rows("openai/gsm8k", "main", "train", args.eval_dir),
-        needed.rows("cais/mmlu", "all", "test", args.eval_dir),
-        needed.identity_conversations(),
-        needed.words(args.eval_dir),
-    ]
+    sources = [*train_sources(args), *val_sources(args), *metric_sources(args)]
+    return [need for source in sources for need in source.needs]
 
 
 def batches(args: argparse.Namespace, processes: int, most: int = 4) -> int:
@@ -134,8 +126,8 @@ def metric_sources(args: argparse.Namespace) -> list[Source]:
     if args.data == "local":
         return [Source("local_choice_acc", lambda: LocalChoice(size=200, split="test"))]
     return [
-        Source("mmlu_acc", lambda: MMLU("all", "test", eval_dir=args.eval_dir)),
-        Source("arc_easy_acc", lambda: ARC("ARC-Easy", "test", eval_dir=args.eval_dir)),
+        source_of("mmlu_acc", MMLU, "all", "test", args.eval_dir),
+        source_of("arc_easy_acc", ARC, "ARC-Easy", "test", args.eval_dir),
     ]
 
 

@@ -15,7 +15,7 @@ nanochat's flags and mixture. Every token is trained on, those of the user as we
 import argparse
 import functools
 
-from eval.common import resolve_eval_dir
+from eval.common import resolve_eval_dir, source_of
 from eval.gsm8k import GSM8K
 from eval.local import LocalArithmetic, LocalChoice, training_sources
 from eval.mmlu import MMLU
@@ -70,32 +70,25 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 def train_sources(args: argparse.Namespace) -> list[Source]:
     if args.data == "local":
         return training_sources(choice=2000, arithmetic=2000, code=500, spelling=2000, bee=1000)
+    conversations = needed.smoltalk(args.sft_dir, "MID_ARGS=--sft-dir")
+    identity, words = [needed.identity_conversations()], [needed.words(args.eval_dir)]
     smoltalk = "SmolTalk" if not args.sft_dir else f"conversations of {args.sft_dir} in place of SmolTalk"
     return [
-        Source(smoltalk, lambda: SmolTalk("train", sft_dir=args.sft_dir)),
-        Source("MMLU auxiliary_train", lambda: MMLU("auxiliary_train", "train", eval_dir=args.eval_dir)),
-        Source("GSM8K", lambda: GSM8K("main", "train", eval_dir=args.eval_dir)),
-        Source("identity conversations", lambda: CustomJSON(chat_data.identity_conversations())),
-        Source("identity conversations", lambda: CustomJSON(chat_data.identity_conversations())),  # two epochs of them
-        Source("SimpleSpelling", lambda: SimpleSpelling(size=200_000, eval_dir=args.eval_dir)),
-        Source("SpellingBee", lambda: SpellingBee(size=80_000, eval_dir=args.eval_dir)),
+        Source(smoltalk, lambda: SmolTalk("train", sft_dir=args.sft_dir), conversations),
+        source_of("MMLU auxiliary_train", MMLU, "auxiliary_train", "train", args.eval_dir),
+        source_of("GSM8K", GSM8K, "main", "train", args.eval_dir),
+        # Twice, for two epochs of them.
+        Source("identity conversations", lambda: CustomJSON(chat_data.identity_conversations()), identity),
+        Source("identity conversations", lambda: CustomJSON(chat_data.identity_conversations()), identity),
+        Source("SimpleSpelling", lambda: SimpleSpelling(size=200_000, eval_dir=args.eval_dir), words),
+        Source("SpellingBee", lambda: SpellingBee(size=80_000, eval_dir=args.eval_dir), words),
     ]
 
 
 def needs(args: argparse.Namespace) -> list[Need]:
     """What the mixtures load, for a plan."""
     check_conversations(args)
-    if args.data == "local":
-        return []
-    return [
-        *needed.smoltalk(args.sft_dir, "MID_ARGS=--sft-dir"),
-        needed.rows("cais/mmlu", "auxiliary_train", "train", args.eval_dir),
-        needed.rows("cais/mmlu", "all", "test", args.eval_dir),
-        needed.rows("openai/gsm8k", "main", "train", args.eval_dir),
-        needed.rows("openai/gsm8k", "main", "test", args.eval_dir),
-        needed.identity_conversations(),
-        needed.words(args.eval_dir),
-    ]
+    return [need for source in (*train_sources(args), *val_sources(args)) for need in source.needs]
 
 
 def batches(args: argparse.Namespace, sequence_len: int, processes: int, most: int = 32) -> tuple[int, int, int]:
@@ -127,8 +120,8 @@ def val_sources(args: argparse.Namespace) -> list[Source]:
     return [
         Source("SmolTalk", lambda: SmolTalk("test", sft_dir=args.sft_dir)),
         # As many of these as there are in the training mixture, in proportion.
-        Source("MMLU", lambda: MMLU("all", "test", eval_dir=args.eval_dir, stop=5200)),
-        Source("GSM8K", lambda: GSM8K("main", "test", eval_dir=args.eval_dir, stop=420)),
+        source_of("MMLU", MMLU, "all", "test", args.eval_dir, stop=5200),
+        source_of("GSM8K", GSM8K, "main", "test", args.eval_dir, stop=420),
     ]
 
 

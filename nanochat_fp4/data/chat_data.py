@@ -299,10 +299,14 @@ class SimpleSpelling(DrawnTask):
 
 @dataclass
 class Source:
-    """One part of a mixture. make() loads it; `missing` says why it was left out."""
+    """One part of a mixture. make() loads it, and a plan looks for its needs before the first step (data/needs.py).
+
+    `missing` says why it was left out.
+    """
 
     name: str
     make: Callable[[], Task]
+    needs: Sequence[Any] = ()
     task: Task | None = None
     missing: str | None = None
 
