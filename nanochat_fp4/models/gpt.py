@@ -36,7 +36,7 @@ from nanochat_fp4.models.elementwise import ReluSquared, apply_rotary_emb, norm,
 from nanochat_fp4.models.optim8bit import LeanState, drawn
 from nanochat_fp4.models.recompute import attention_part, can_recompute, mlp_part
 from nanochat_fp4.nvfp4.checkpointing import gradients_are_wanted
-from nanochat_fp4.nvfp4.dispatch import left_out_of_graphs, triton_problem
+from nanochat_fp4.nvfp4.dispatch import stays_eager, triton_problem
 from nanochat_fp4.nvfp4.fused import fused_linear
 from nanochat_fp4.nvfp4.relu_squared_linear import relu_squared_linear
 from nanochat_fp4.parallel import is_sharded
@@ -231,7 +231,7 @@ def compile_layers(model: nn.Module) -> Callable[..., Tensor]:
     torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
     device_type = model.get_device().type
     options = COMPILER_OPTIONS if device_type == "cuda" else None
-    whole = not left_out_of_graphs(device_type)
+    whole = not stays_eager(device_type)
     compiled = functools.partial(torch.compile, dynamic=False, fullgraph=whole, options=options)
     layer, outer_norm = compiled(Block.forward), compiled(norm)
     if not is_sharded(model) or model.sequence_part is not None:

@@ -21,7 +21,7 @@ from nanochat_fp4.nvfp4.gemm import GemmOperand
 from nanochat_fp4.nvfp4.layer_context import (
     WEIGHTS_CHANGED,
     GradientMemory,
-    MadeWeight,
+    PreparedWeight,
     entered_by,
     version_of,
 )
@@ -90,10 +90,10 @@ def quantize_weights_once(model: nn.Module) -> Iterator[None]:
     _layers(model, "quantize_weights_once")
     groups = groups_computed_as_one(model)
     groups = [g for g in groups if all(_has_its_weight(layer) for layer in g) and g[0].gathered_weight(g) is None]
-    made = {group: group[0].made_weight(group) for group in groups}
+    made = {group: group[0].prepared_weight(group) for group in groups}
     missing = [group for group, operand in made.items() if operand is None]
     made |= zip(missing, quantized_weights(missing, tiles=True))
-    asked = {g[0]: {"weights": (_made_weight(g, operand),)} for g, operand in made.items() if operand is not None}
+    asked = {g[0]: {"weights": (_prepared_weight(g, operand),)} for g, operand in made.items() if operand is not None}
     weights = {layer: layer.weight for group in groups for layer in group}
     versions = {layer: version_of(weight) for layer, weight in weights.items()}
     ids = {id(weight) for weight in weights.values()}
@@ -119,10 +119,10 @@ def _has_its_weight(layer: QuantLinear) -> bool:
     return weight is layer.weight and (layer.part_number is not None or not hasattr(weight, "device_mesh"))
 
 
-def _made_weight(layers: Sequence[QuantLinear], operand: GemmOperand) -> MadeWeight:
+def _prepared_weight(layers: Sequence[QuantLinear], operand: GemmOperand) -> PreparedWeight:
     weights = tuple(layer.weight for layer in layers)
     versions = tuple(version_of(weight) for weight in weights)
-    return MadeWeight(operand, weights, versions, layers[0].recipe, layers[0].feedback_factor)
+    return PreparedWeight(operand, weights, versions, layers[0].recipe, layers[0].feedback_factor)
 
 
 @contextlib.contextmanager

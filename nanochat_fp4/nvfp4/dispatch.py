@@ -109,7 +109,7 @@ def _use_kernels(device_type: str) -> bool:
 
 
 @constant_when_compiled
-def left_out_of_graphs(device_type: str) -> bool:
+def stays_eager(device_type: str) -> bool:
     """Whether torch.compile leaves the quantized layers alone on this kind of device; says so the first time."""
     left = device_type == "cpu" and os.environ.get("NVFP4_COMPILE", "0") in ("", "0") and not _use_kernels(device_type)
     if left:

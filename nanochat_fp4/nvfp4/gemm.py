@@ -39,7 +39,7 @@ class GemmOperand:
 
     padding: int = field(default=0, kw_only=True)
     tensor_scale = None  # a field of kinds that have one
-    single = True  # one term
+    is_one_term = True
     exact = True  # the matrix has a dtype that holds all values, not the dtype that was asked for
 
     @property
@@ -238,7 +238,7 @@ def gemm(
     K differs in another way.
     """
     _check_lengths(a, b)
-    if a.single and b.single:
+    if a.is_one_term and b.is_one_term:
         return _product(a.terms[0], b.terms[0], compute_dtype, out_dtype, libraries).result(out_dtype)
     return _cast(_sum_of_products(a, b, compute_dtype, libraries), out_dtype)
 
@@ -258,7 +258,7 @@ def gemm_add(
     + into. No product is written, and the sum is rounded once instead of twice.
     """
     _check_lengths(a, b)
-    if a.single and b.single:
+    if a.is_one_term and b.is_one_term:
         _product(a.terms[0], b.terms[0], compute_dtype, torch.float32, libraries).add_to(into)
     else:
         into.add_(_sum_of_products(a, b, compute_dtype, libraries))

@@ -34,7 +34,7 @@ def version_of(weight: torch.Tensor) -> tuple[int, int]:
     return changes, 0 if weight.is_meta else weight.untyped_storage().data_ptr()
 
 
-class MadeWeight(NamedTuple):
+class PreparedWeight(NamedTuple):
     """The weight operand of the output GEMM, made before the passes that use it.
 
     operand:  of the weights, one below the other
@@ -87,7 +87,7 @@ class LayerContext:
 
     full_precision: bool = False
     per_token: bool = False
-    weights: tuple[MadeWeight, ...] = ()
+    weights: tuple[PreparedWeight, ...] = ()
     gradients: tuple[GradientMemory, ...] = ()
     entered: dict[object, dict[str, Any]] = field(default_factory=dict)
 

@@ -62,9 +62,9 @@ class Pass(NamedTuple):
     per_token:    each row of the input has a tensor_scale of its own
     amax:         max |input|, float32 (), where the caller knows it
     factor:       of the weight's error feedback, float16 (K, K), or None
-    made_weight:  the weight operand of the output GEMM where it was made already
-    gradient:     float32 (N, K), to which the gradient of the weights is added. Autograd then gets none. Not saved by
-                  autograd, which takes no tensor that changes.
+    prepared_weight: the weight operand of the output GEMM, where it was made before this pass (quantize_weights_once)
+    gradient:     float32 (N, K), to which the gradient of the weights is added. Autograd then gets none. Autograd does
+                  not save this tensor, because it takes no tensor that changes.
     libraries:    which implementation makes each FP4 product
     """
 
@@ -74,7 +74,7 @@ class Pass(NamedTuple):
     per_token: bool = False
     amax: torch.Tensor | None = None
     factor: torch.Tensor | None = None
-    made_weight: GemmOperand | None = None
+    prepared_weight: GemmOperand | None = None
     gradient: torch.Tensor | None = None
     libraries: Libraries = FIRST_RIGHT
 

@@ -29,7 +29,7 @@ from typing import NamedTuple
 import torch
 
 from nanochat_fp4.nvfp4.checkpointing import gradients_are_wanted
-from nanochat_fp4.nvfp4.dispatch import FIRST_RIGHT, Libraries, left_out_of_graphs
+from nanochat_fp4.nvfp4.dispatch import FIRST_RIGHT, Libraries, stays_eager
 from nanochat_fp4.nvfp4.feedback import set_gram_matrix
 from nanochat_fp4.nvfp4.gemm import GemmOperand, gemm, gemm_add, once_differentiable
 from nanochat_fp4.nvfp4.layer_context import OUTSIDE, LayerContext
@@ -87,11 +87,11 @@ def output(
     Returns Y (M, N) in p.dtype, its two operands, and what `gradients` takes.
     """
     dgrad, wgrad = p.recipe.grad_input, p.recipe.grad_weight
-    weight = stacked(weights) if p.made_weight is None or dgrad.b.raw else None
+    weight = stacked(weights) if p.prepared_weight is None or dgrad.b.raw else None
 
     if xq is None:
         xq = p.operands.gathered(quantize_operand(x, p.of_input(seed, x.device), keep_codes=True))
-    if (wq := p.made_weight) is None:
+    if (wq := p.prepared_weight) is None:
         wq = quantize_operand(weight, p.of_weight(seed, x.device), keep_codes=True)
     y = gemm(xq, needing(wq, seed), compute_dtype=p.dtype, out_dtype=p.dtype, libraries=p.libraries)
 
@@ -267,7 +267,7 @@ class QuantLinear(torch.nn.Linear):
         """The weight operand of these layers that FSDP has gathered in the place of their Parameters (sharding.py)."""
         return None
 
-    def made_weight(self, layers: "Sequence[QuantLinear]") -> GemmOperand | None:
+    def prepared_weight(self, layers: "Sequence[QuantLinear]") -> GemmOperand | None:
         """The weight operand of the output GEMM of these layers, itself the first, where it was made before."""
         weights = [layer.weight for layer in layers]
         made = self.context.weight_of(weights, self.recipe, self.feedback_factor)
@@ -286,7 +286,7 @@ class QuantLinear(torch.nn.Linear):
         self, x: torch.Tensor, layers: "Sequence[QuantLinear]", amax: torch.Tensor | None = None
     ) -> torch.Tensor:
         """The outputs of layers like this one (itself the first), side by side. amax: as in forward."""
-        if torch.compiler.is_compiling() and not torch.compiler.is_exporting() and left_out_of_graphs(x.device.type):
+        if torch.compiler.is_compiling() and not torch.compiler.is_exporting() and stays_eager(x.device.type):
             # A C++ compiler takes minutes for the many small operations of two layers (NVFP4_COMPILE=1 waits for it).
             return torch.compiler.disable(type(self).outputs)(self, x, layers, amax)
         return self.outputs(x, layers, amax)
@@ -333,7 +333,7 @@ class QuantLinear(torch.nn.Linear):
             self.scales_each_token,
             amax,
             self.feedback_factor,
-            self.made_weight(layers) if self.quantizes else self.gathered_weight(layers),
+            self.prepared_weight(layers) if self.quantizes else self.gathered_weight(layers),
             self.gradient_memory(layers),
             self.libraries,
         )

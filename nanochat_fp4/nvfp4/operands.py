@@ -244,7 +244,7 @@ class WithResidual(GemmOperand):
 
     first: Codes
     residual: Codes
-    single = False
+    is_one_term = False
 
     @property
     def terms(self) -> tuple[GemmOperand, ...]:

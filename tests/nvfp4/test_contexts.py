@@ -106,7 +106,7 @@ def test_a_method_that_changes_inside_once_takes_effect(how):
         inside = step(m)
     assert equal(inside, step(m)) and not equal(inside, first)
     with nf.quantize_weights_once(m):
-        assert m.out.made_weight((m.out,)) is not None and equal(step(m), inside)
+        assert m.out.prepared_weight((m.out,)) is not None and equal(step(m), inside)
 
 
 @pytest.mark.parametrize("context", CONTEXTS)

@@ -488,7 +488,7 @@ def test_compiled_code_takes_the_weights_of_each_step_and_is_not_compiled_again(
 def test_weights_quantized_once_take_four_and_a_half_bits_a_term(method, count):
     model = converted(Fused(), method)
     with nf.quantize_weights_once(model):
-        operands = [model.q.made_weight((model.q, model.k)), model.out.made_weight((model.out,))]
-        assert [m.made_weight((m,)) for m in (model.q, model.k)] == [None, None]
+        operands = [model.q.prepared_weight((model.q, model.k)), model.out.prepared_weight((model.out,))]
+        assert [m.prepared_weight((m,)) for m in (model.q, model.k)] == [None, None]
         assert all(term.decoded is None for operand in operands for term in operand.terms)
         assert sum(operand.nbytes for operand in operands) == count * (96 * 64 * 2 * 9 // 16 + 2 * 4)

@@ -111,7 +111,7 @@ def test_layers_use_it_with_and_without_weights_quantized_once():
     want = passes(model, model)
     with nf.quantize_weights_once(model):
         got = passes(model, model)
-        q = model.q.made_weight((model.q, model.k)).dequantize()
+        q = model.q.prepared_weight((model.q, model.k)).dequantize()
     assert all(torch.equal(a, b) for a, b in zip(got, want))
     w = torch.cat([model.q.weight, model.k.weight]).detach()
     plain = nf.quantize(w, "scale_search_6").dequantize()
