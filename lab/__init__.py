@@ -8,5 +8,7 @@ imports it. `python -m lab.reproduce list` names the tables and figures.
 
 from pathlib import Path
 
+import nanochat_fp4  # noqa: F401  first: a package that is missing is one line (nanochat_fp4.signals)
+
 ROOT = Path(__file__).resolve().parents[1]  # of the repository
 RESULTS = ROOT / "lab/results"

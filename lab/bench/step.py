@@ -225,7 +225,8 @@ KINDS = (
     ("abs-max", ("amax_kernel", "nvfp4::amax")),
     ("decode", ("decode_kernel", "nvfp4::decode", "transpose_square")),
     ("rotate and quantize", ("rotate_quantize", "repair", "prepare_kernel", "finish_kernel", "nvfp4::rotate")),
-    ("quantize", ("convert_kernel", "feedback_kernel", "quantize", "tensor_scale", "nvfp4::", "swizzle", "row_kernel")),
+    ("quantize", ("convert_kernel", "feedback_kernel", "fp8_with_codes", "quantize", "tensor_scale", "nvfp4::")),
+    ("quantize", ("swizzle", "row_kernel")),
     ("GEMM", ("_mm", "::mm", "::addmm", "::bmm", "::matmul")),
     ("RMSNorm", ("rms_norm", "_Norm")),
     ("ReLU^2", ("relu", "ReluSquared", "uint8")),
@@ -247,6 +248,7 @@ def first_fit(name: str) -> int:
     """Index of the first of KINDS that one name fits; their number if none does."""
     if name.startswith("triton_"):  # by torch.compile, which names operators that only read the result, and casts
         name = re.sub("(rotate_)?quantize|tensor_scale|_to_copy", "", name)
+    name = name.replace("_QuantizedLinear", "")  # the layer's own function does all kinds of work
     fits = (any(part.lower() in name.lower() for part in parts) for _, parts in KINDS)
     return next((i for i, fit in enumerate(fits) if fit), len(KINDS))
 

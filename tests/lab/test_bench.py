@@ -76,7 +76,7 @@ def test_every_layer_is_timed_beside_bf16(measured):
     [
         (lambda y: torch.zeros_like(y), "clover: output is all zeros"),
         # Only at the benchmark's shape, as after an overflow of an index: the small layer of the doctor is right.
-        (lambda y: y * (torch.arange(len(y)) < 200).unsqueeze(1) if len(y) == 256 else y, "up: output is off BF16"),
+        (lambda y: y * (torch.arange(len(y)) < 200).unsqueeze(1) if len(y) == 256 else y, "output is off BF16"),
     ],
 )
 def test_a_method_whose_result_is_wrong_is_not_timed(wrong, problem, measured, monkeypatch):
