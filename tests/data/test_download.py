@@ -128,9 +128,9 @@ def test_a_file_of_the_hub_has_the_published_hash(monkeypatch, tmp_path, wrong):
 def test_failures_of_the_hub(monkeypatch, tmp_path):
     with hub(monkeypatch, {"f": DATA}) as server:
         server.bad[server.prefix + "f"] = ["flip"] * 9
-        with pytest.raises(UserError, match=r"SHA-256 differs from the published one \(2 attempts\); the way around"):
+        with pytest.raises(UserError, match=r"SHA-256 .*2 attempts"):
             download_file("f", tmp_path / "f", dataset=DATASET, attempts=2, hint="the way around")
-        with pytest.raises(UserError, match=r"/datasets/.*/nothing: the server answered 404 \(1 attempt\)"):
+        with pytest.raises(UserError, match=r"/nothing: .* 404 \(1 attempt"):
             download_file("nothing", tmp_path / "f", dataset=DATASET)
         with pytest.raises(UserError, match="f is larger than the 97.7 KB"):
             download_file("f", tmp_path / "f", dataset=DATASET, limit=100_000)

@@ -125,7 +125,7 @@ def test_token_bytes(tok, tmp_path, base_dir):
 
 
 def test_save_and_load(tok, saved, base_dir):
-    with pytest.raises(UserError, match="no tokenizer in .*; run python -m scripts.tok_train first"):
+    with pytest.raises(UserError, match="python -m scripts.tok_train"):
         get_tokenizer()
     tok.save(base_dir / "tokenizer")
     assert get_tokenizer().fingerprint() == tok.fingerprint()
@@ -225,7 +225,7 @@ class Evil:
 @pytest.mark.parametrize("protocol", [0, 2, 5])
 def test_a_pickle_with_a_program_in_it_is_refused_and_not_run(pickled, tmp_path, protocol):
     pickled.write_bytes(pickle.dumps(Evil(tmp_path / "was_here"), protocol=protocol))
-    with pytest.raises(UserError, match="is not a nanochat tokenizer .it refers to posix.system"):
+    with pytest.raises(UserError, match="posix.system"):
         get_tokenizer(allow_pickle=True)
     assert not (tmp_path / "was_here").exists()
 
@@ -234,7 +234,7 @@ def test_a_pickle_with_a_pattern_of_a_stranger_is_refused(pickled):
     ranks = {bytes([b]): b for b in range(256)}
     enc = tiktoken.Encoding("x", pat_str=r"\w+", mergeable_ranks=ranks, special_tokens={"<|bos|>": 256})
     pickled.write_bytes(pickle.dumps(enc))
-    with pytest.raises(UserError, match="splits text by another pattern than nanochat's"):
+    with pytest.raises(UserError, match="another pattern"):
         get_tokenizer(allow_pickle=True)
 
 

@@ -825,7 +825,7 @@ def test_without_a_sandbox_nothing_runs(monkeypatch):
     monkeypatch.setattr(execution, "run_in_sandbox", refuse)
     execution.sandbox_layers.cache_clear()
     try:
-        with pytest.raises(SandboxError, match="no sandbox .* works on this machine .*refused by this test"):
+        with pytest.raises(SandboxError, match="refused by this test"):
             execute_code("pass")
     finally:
         execution.sandbox_layers.cache_clear()

@@ -254,7 +254,7 @@ def test_newest_telemetry_by_kind_of_layer(base_dir, folder):
 
 
 def test_values_of_all_kinds(folder, base_dir):
-    with pytest.raises(UserError, match="nothing to report in .*; run bash speedrun_fp4.sh"):
+    with pytest.raises(UserError, match="bash speedrun_fp4.sh"):
         report_page.generate(folder)
     odd = {"nan": math.nan, "inf": math.inf, "tensor": torch.tensor(1.5), "path": Path("/x"), "none": None, "n": 10**6}
     path = get_report().log("Some Section!", [odd, {}, "", None, 3])

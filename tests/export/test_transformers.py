@@ -83,7 +83,7 @@ def test_experts_have_the_names_of_their_checkpoints(tmp_path, name):
 @pytest.mark.slow
 def test_gpt_oss_has_no_names(tmp_path):
     model = nf.convert(_models.MODELS["gpt-oss (transformers)"]().model, "clover", verbose=False)
-    with pytest.raises(UserError, match="checkpoints of GptOssForCausalLM have one .*gate_up_proj for all experts"):
+    with pytest.raises(UserError, match="GptOssForCausalLM .*gate_up_proj"):
         nf.save_quantized(model, tmp_path / "out")
     nf.convert(model, "clover", skip=["*.experts"], verbose=False)
     nf.save_quantized(model, tmp_path / "out")

@@ -105,7 +105,7 @@ def test_dispatch(monkeypatch):
 
 def test_what_the_kernel_refuses():
     for x in (torch.zeros(3), torch.zeros(2, 2, dtype=torch.float64)):
-        with pytest.raises(ValueError, match="nvfp4::relu_squared: got .*, expected FP32 or BF16"):
+        with pytest.raises(ValueError, match="expected FP32 or BF16"):
             relu_squared(x.to(DEVICE), torch.tensor(1, device=DEVICE))
 
 

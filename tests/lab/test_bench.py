@@ -142,7 +142,7 @@ def test_one_variant_that_fails_leaves_the_others(part, base_dir, monkeypatch, c
 
     monkeypatch.setattr(Subject, "become", lambda self, v: (become(self, v), setattr(self, "now", v.method))[0])
     monkeypatch.setattr(where, part, fails)
-    with pytest.raises(UserError, match=r"2 of 4 variants failed: d1 nvidia: .*: out of memory; .*RuntimeError: a bug"):
+    with pytest.raises(UserError, match=r"2 of 4 variants .*out of memory; .*a bug"):
         flags = [] if part == "time_by_operation" else ["--no-table7"]
         steps.main([*TINY, "--methods=nvidia", "--recompute=none,all", *flags])
     for r in records_of(base_dir):

@@ -76,7 +76,7 @@ def test_a_cards_file_has_nothing_that_its_owner_named(tmp_path):
 def test_a_card_without_its_folder_is_refused(tmp_path):
     content = {"benchmark": "bench_train", "environment": {"gpu": None}, "settings": {}, "records": []}
     (steps := tmp_path / "steps.json").write_text(json.dumps(content))
-    with pytest.raises(UserError, match="there is no folder .*none; make it, or name another file"):
+    with pytest.raises(UserError, match="no folder .*none"):
         compare.main([str(steps), f"--card={tmp_path / 'none' / 'c.json'}"])
 
 
@@ -122,4 +122,4 @@ def test_what_takes_too_long_is_cut_off(tmp_path):
 
 def test_unknown_parts(tmp_path):
     done = measure(tmp_path, PARTS="layers speed")
-    assert done.returncode == 2 and "there is no part 'speed'; the parts are: doctor tests layers" in done.stderr
+    assert done.returncode == 2 and "'speed'" in done.stderr

@@ -151,7 +151,7 @@ def test_a_share_is_of_clovers_gap_with_the_same_forward():
 
 
 def test_runs_of_one_size_say_why_there_is_nothing():
-    with pytest.raises(UserError, match="no effective parameters: bf16 has 3 runs of one size .N = 10,616,832."):
+    with pytest.raises(UserError, match="3 runs of one size"):
         scaling.fit_law(scaling.read_runs("d6_longer"))
 
 

@@ -48,7 +48,7 @@ def test_a_stored_study_is_trained_again_on_another_text(study):
 
 def test_a_study_without_the_run_that_others_branch_from_is_refused():
     lost = {"method": "clover", "size": "d6", "seed": 1, "flags": ["--branch-from=d6_bf16_s1_0123abcd@244"]}
-    with pytest.raises(UserError, match="no run of the study is d6_bf16_s1, from which others branch"):
+    with pytest.raises(UserError, match="d6_bf16_s1"):
         sweep_runs.again([lost], "text")
 
 
@@ -107,7 +107,7 @@ def test_methods_that_compute_the_same_for_a_while_share_that_part():
         ends = sweep_runs.plan(pair, ["tiny"], [1], tokens=10 * 512, share_until=[until])
         assert [r.branch for r in ends] == [None, None]
     for wrong in ({"share_until": [1.5], "tokens": 1000}, {"share_until": [0.5], "ratio": 8.0}):
-        with pytest.raises(UserError, match="--share-until=.* between 0 and 1, and --tokens"):
+        with pytest.raises(UserError, match="--share-until=.*--tokens"):
             sweep_runs.plan(["clover"], ["tiny"], [1], **wrong)
     with pytest.raises(UserError, match="exclude each other"):
         sweep_runs.plan(["clover"], ["tiny"], [1], tokens=1000, share_until=[0.5], bf16_until=0.5)
@@ -153,7 +153,7 @@ def test_a_tokenizer_of_another_size_is_not_taken(tmp_path, monkeypatch):
     assert (tmp_path / "same/tokenizer/tokenizer.json").read_bytes() == (
         tmp_path / "base/tokenizer/tokenizer.json"
     ).read_bytes()
-    with pytest.raises(UserError, match="other has a tokenizer of 290 tokens, not 280; give another --folder"):
+    with pytest.raises(UserError, match="290 tokens.*--folder"):
         tokens("other", 280)
 
 
@@ -296,7 +296,7 @@ def test_the_table_takes_plain_nvfp4_from_the_forwards_file(trained):
     }  # fmt: skip
     bpb = {"clover": 1.7, "bf16": 1.4}
     assert [r.get("forwards") for r in results] == [bpb, bpb, bpb, None]
-    assert "evaluated on 64 tokens, by lab.study.forwards on 32; remove its file in forwards/ and run" in text
+    assert "64 tokens.* on 32" in text
 
 
 def test_damaged_runs_are_refused_by_what_is_wrong_with_them(tmp_path):
@@ -320,7 +320,7 @@ def test_damaged_runs_are_refused_by_what_is_wrong_with_them(tmp_path):
         path.write_text(text)
         with pytest.raises(UserError, match=no_file):
             kept_runs.stored(str(path))
-    with pytest.raises(UserError, match="nothing.json is not a file of lab.study.sweep"):
+    with pytest.raises(UserError, match="nothing.json"):
         kept_runs.stored(str(tmp_path / "nothing.json"))
 
 

@@ -167,18 +167,16 @@ def test_operator_is_well_formed(reduction):
 
 def test_bad_input_is_named(monkeypatch):
     x, weight, targets = case()
-    with pytest.raises(ValueError, match="unknown loss reduction 'max'; use 'mean'"):
+    with pytest.raises(ValueError, match="'max'"):
         linear_cross_entropy(x, weight, targets, 50, 15.0, "max")
     with pytest.raises(ValueError, match="one target a token"):
         linear_cross_entropy(x, weight, targets[:-1], 50)
-    with pytest.raises(ValueError, match="unknown head 'fp4'; use one of bf16, fp8"):
+    with pytest.raises(ValueError, match="'fp4'.*fp8"):
         linear_cross_entropy(x, weight, targets, 50, head="fp4")
-    with pytest.raises(ValueError, match="FP8 head of 50 x 16 needs multiples of 16; change the shape"):
+    with pytest.raises(ValueError, match="50 x 16"):
         linear_cross_entropy(x, weight[:50], targets, 50, head="fp8")
     monkeypatch.setattr(module, "has_fp8_tensor_cores", lambda device_type: False)
-    assert module.head_problem("fp8", 64, 16, "cuda") == (
-        "this cuda device has no FP8 tensor cores (sm_89 and newer have); use head bf16"
-    )
+    assert "sm_89" in module.head_problem("fp8", 64, 16, "cuda")
 
 
 def rounded(t, element, amax=None):

@@ -184,7 +184,7 @@ def test_at_most_65535_tokens_at_once_on_sm_120(monkeypatch):
     monkeypatch.setattr(flash_attention, "sdpa_attention", lambda *a: seen.append(a[0].size(0)) or real(*a))
     torch.testing.assert_close(flash_attn_func(q, k, v, window_size=(3, 0)), want)
     assert seen == [2, 2, 1]
-    with pytest.raises(ValueError, match="a row has 32 tokens, this GPU's attention takes 30; shorten it"):
+    with pytest.raises(ValueError, match="32 tokens.* 30"):
         flash_attn_func(*qkv(length=32))
 
 
@@ -208,7 +208,7 @@ def test_forcing_what_is_not_there_is_an_error(monkeypatch):
     with pytest.raises(ValueError, match="fa3 cannot run"):
         flash_attention.setup("cpu")
     monkeypatch.setenv("NANOCHAT_ATTENTION", "fa9")
-    with pytest.raises(ValueError, match="unknown attention backend 'fa9'; use one of fa3, flash, flex, sdpa"):
+    with pytest.raises(ValueError, match="'fa9'.*sdpa"):
         flash_attention.setup("cpu")
 
 
@@ -233,5 +233,5 @@ def test_bad_input_is_named():
     seqlens = torch.zeros(2, dtype=torch.int32)
     with pytest.raises(ValueError, match="holds 8 positions and 20 are needed"):
         flash_attn_with_kvcache(q, *caches, k, v, seqlens)
-    with pytest.raises(ValueError, match="KV cache is torch.bfloat16 but the model computes in torch.float32"):
+    with pytest.raises(ValueError, match="KV cache"):
         flash_attn_with_kvcache(q, *(c.bfloat16() for c in caches), k, v, seqlens)

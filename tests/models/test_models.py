@@ -178,7 +178,7 @@ def sharded(names: list[str]) -> None:
                 nf.convert(sample.model, "clover", verbose=False)
             fully_shard(other.model)
             if name.startswith("GPT-2"):
-                with pytest.raises(ValueError, match="c_attn is a Conv1D, whose rows are in_features"):
+                with pytest.raises(ValueError, match="Conv1D"):
                     nf.gather_codes(other.model)
             else:
                 nf.gather_codes(other.model)

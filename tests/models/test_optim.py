@@ -168,7 +168,7 @@ def test_bad_input_is_named():
     optimizers = make(params)
     set_grads(params, 0)
     params[1].grad = None
-    with pytest.raises(ValueError, match=r"1 of 5 parameters of shape \(24, 24\) have no gradient"):
+    with pytest.raises(ValueError, match=r"1 of 5 .*\(24, 24\)"):
         optimizers[0].step()
     set_grads(params, 0)
     for o in optimizers:
@@ -176,9 +176,7 @@ def test_bad_input_is_named():
         state = copy.deepcopy(o.state_dict())
         for group in state["param_groups"]:
             group["world_size"] = 8
-        with pytest.raises(
-            ValueError, match="saved with 8 processes and this run has 1; resume with --nproc_per_node=8"
-        ):
+        with pytest.raises(ValueError, match="--nproc_per_node=8"):
             o.load_state_dict(state)
     with pytest.raises(ValueError, match="unknown orthogonalizer 'svd'"):
         Muon(params[:2], orthogonalizer="svd")

@@ -98,7 +98,7 @@ def test_the_head_is_the_runs_own(tiny_base):
     losses = [[r["loss"] for r in records if r["event"] == "train"] for records in (plain, fp8)]
     assert losses[0] != losses[1] and losses[0] == pytest.approx(losses[1], rel=1e-2)
     assert plain[0]["config_key"] == fp8[0]["config_key"]
-    with pytest.raises(UserError, match="belongs to another run: head was None and is now 'fp8'. Resume it with"):
+    with pytest.raises(UserError, match="head was None"):
         train("--head=fp8", "--resume-from-step=2", method="bf16", steps=3)
     train("--head=fp8", "--branch-from=d1_bf16@2", "--model-tag=branch", method="bf16", steps=3)
 
