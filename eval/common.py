@@ -31,7 +31,7 @@ class RowTask(Task):
 def source_of(name: str, task: type[RowTask], subset: str, split: str, eval_dir: str | None, **kwargs: Any) -> Source:
     """One part of a mixture, made of a published split, and the need of that split for a plan. kwargs: of the task."""
     make = lambda: task(subset, split, eval_dir=eval_dir, **kwargs)  # noqa: E731
-    return Source(name, make, [needs.rows(task.dataset, subset, split, eval_dir)])
+    return Source(name, make, [needs.rows(task.dataset, subset, split, eval_dir, make)])
 
 
 def one_of(what: str, value: str, allowed: Sequence[str]) -> None:

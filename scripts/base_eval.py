@@ -19,9 +19,9 @@ import torch
 import nanochat_fp4 as nf
 from nanochat_fp4.common import get_base_dir, joined_processes, print0
 from nanochat_fp4.console import ArgumentParser
-from nanochat_fp4.data.needs import Need, base_dir, file_or_url
+from nanochat_fp4.data.needs import Need, base_dir, file_or_url, package
 from nanochat_fp4.errors import run_main
-from nanochat_fp4.evaluation.core_metric import EVAL_BUNDLE_URL, evaluate_model, find_bundle
+from nanochat_fp4.evaluation.core_metric import EVAL_BUNDLE_URL, evaluate_model, find_bundle, read_all_questions
 from nanochat_fp4.evaluation.kept import Kept, weights_hash
 from nanochat_fp4.evaluation.report_log import get_report
 from nanochat_fp4.files import atomic_write
@@ -46,7 +46,8 @@ def needs(args: argparse.Namespace) -> list[Need]:
     folder = Path(args.bundle_dir) if args.bundle_dir else base_dir() / "eval_bundle"
     url = "" if args.bundle_dir else EVAL_BUNDLE_URL
     remedy = f"unpack {EVAL_BUNDLE_URL} into {folder.parent}, or CORE_ARGS=--bundle-dir=folder"
-    return [file_or_url("the eval bundle", remedy, folder, url, vital=True)]
+    read = lambda: read_all_questions(args.bundle_dir, args.max_per_task)  # noqa: E731
+    return [file_or_url("the eval bundle", remedy, folder, url, read, vital=True), package("yaml", "CORE")]
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -12,6 +12,7 @@ deviations, and the precision of the forward pass is stated: the method's own (n
 
 import argparse
 import contextlib
+import functools
 import hashlib
 import json
 from collections.abc import Callable
@@ -117,7 +118,11 @@ def needs(args: argparse.Namespace) -> list[Need]:
         "HumanEval": (HumanEval.dataset, "openai_humaneval"),
     }
     names = chosen_tasks(args.task_name)
-    found = [needed.rows(*rows[name], "test", args.eval_dir) for name in names if name in rows]
+    found = [
+        needed.rows(*rows[name], "test", args.eval_dir, functools.partial(TASKS[name], args.eval_dir))
+        for name in names
+        if name in rows
+    ]
     found += [needed.words(args.eval_dir)] if "SpellingBee" in names else []
     if code := [name for name in names if name in RUNS_CODE]:
         found.append(

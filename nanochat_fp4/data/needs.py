@@ -3,9 +3,11 @@ What a stage will need besides a model: rows of data sets, single files. A plan 
 
     missing = look_for([Need("GSM8K", "NANOCHAT_EVAL_DIR=folder", lambda: rows_problem(...)), ...])
 
-A file that is here needs no network. For everything else one request tells whether it can be had, with a deadline.
+A file that is here needs no network, and is read as the stage will read it: a damaged one would end the stage after
+hours. For everything else one request tells whether it can be had, with a deadline.
 """
 
+import functools
 import importlib.util
 import os
 import urllib.request
@@ -13,11 +15,12 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from nanochat_fp4.data.chat_data import IDENTITY_URL, WORD_LIST_URL
+from nanochat_fp4.data.chat_data import IDENTITY_URL, WORD_LIST_URL, CustomJSON, SmolTalk, load_words
 from nanochat_fp4.data.download import within
 from nanochat_fp4.data.rows import rows_problem
-from nanochat_fp4.errors import one_line
+from nanochat_fp4.errors import UserError, one_line
 from nanochat_fp4.packages import install_command
 
 DEADLINE = 8.0  # seconds, of a request
@@ -52,37 +55,53 @@ def look_for(needs: Sequence[Need]) -> list[Missing]:
         return [Missing(need.what, need.remedy, why, need.vital) for need, why in found if why]
 
 
-def rows(dataset: str, config: str, split: str, eval_dir: str | None, vital: bool = False) -> Need:
-    """The rows of a split, in the folder of benchmark files or on the hub."""
+def problem_of(read: Callable[[], Any]) -> str | None:
+    """The UserError of read() in one line, or None."""
+    try:
+        read()
+    except UserError as e:
+        return one_line(e)
+    return None
+
+
+def rows(dataset: str, config: str, split: str, eval_dir: str | None, read: Callable[[], Any]) -> Need:
+    """The rows of a split, in the folder of benchmark files, where read() loads them, or on the hub."""
     folder = eval_dir or os.environ.get("NANOCHAT_EVAL_DIR") or None
-    look = lambda: rows_problem(dataset, config, split, folder, "--eval-dir")  # noqa: E731
-    return Need(f"{dataset} ({config}, {split})", EVAL_FOLDER, look, vital)
+
+    def look() -> str | None:
+        return rows_problem(dataset, config, split, folder, "--eval-dir") or (problem_of(read) if folder else None)
+
+    return Need(f"{dataset} ({config}, {split})", EVAL_FOLDER, look)
 
 
 def smoltalk(sft_dir: str | None, flag: str) -> list[Need]:
     """SmolTalk's two splits, or the conversations in their place. flag: how a user names a folder of them."""
     inside, what = (SMOLTALK, "SmolTalk") if not sft_dir else ("", f"conversations in {sft_dir}")
-    look = {
-        split: lambda split=split: rows_problem(inside, None, split, sft_dir, "--sft-dir")
-        for split in ("train", "test")
-    }
+
+    def look(split: str) -> str | None:
+        problem = rows_problem(inside, None, split, sft_dir, "--sft-dir")
+        return problem or (problem_of(lambda: SmolTalk(split, sft_dir=sft_dir)) if sft_dir else None)
+
     remedy = f"{flag}=folder with train.jsonl and test.jsonl"
-    return [Need(f"{what} ({split})", remedy, look[split], vital=True) for split in look]
+    splits = ("train", "test")
+    return [Need(f"{what} ({split})", remedy, functools.partial(look, split), vital=True) for split in splits]
 
 
 def identity_conversations() -> Need:
     path = base_dir() / "identity_conversations.jsonl"
-    return file_or_url("the identity conversations", f"a JSONL file at {path}", path, IDENTITY_URL)
+    return file_or_url(
+        "the identity conversations", f"a JSONL file at {path}", path, IDENTITY_URL, lambda: CustomJSON(path)
+    )
 
 
 def words(eval_dir: str | None) -> Need:
     """The list of English words of the spelling tasks."""
     folder = eval_dir or os.environ.get("NANOCHAT_EVAL_DIR")
+    what, read = "the list of words", lambda: load_words(folder)
     if folder:
-        return file_or_url(
-            "the list of words", f"{WORD_LIST_URL} in {folder}/words", Path(folder, "words/words_alpha.txt")
-        )
-    return file_or_url("the list of words", EVAL_FOLDER, base_dir() / "words_alpha.txt", WORD_LIST_URL)
+        path = Path(folder, "words/words_alpha.txt")
+        return file_or_url(what, f"{WORD_LIST_URL} in {folder}/words", path, "", read)
+    return file_or_url(what, EVAL_FOLDER, base_dir() / "words_alpha.txt", WORD_LIST_URL, read)
 
 
 def base_dir() -> Path:
@@ -90,12 +109,12 @@ def base_dir() -> Path:
     return Path(os.environ.get("NANOCHAT_BASE_DIR") or Path.home() / ".cache/nanochat")
 
 
-def file_or_url(what: str, remedy: str, path: Path, url: str = "", vital: bool = False) -> Need:
-    """A file or folder that is here, or can be downloaded from the address if there is one."""
+def file_or_url(what: str, remedy: str, path: Path, url: str, read: Callable[[], Any], vital: bool = False) -> Need:
+    """A file or folder that is here, where read() loads it, or can be downloaded from the address if there is one."""
 
     def look() -> str | None:
         if path.exists():
-            return None
+            return problem_of(read)
         return url_problem(url) if url else f"{path} is missing"
 
     return Need(what, remedy, look, vital)

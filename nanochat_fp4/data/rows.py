@@ -24,7 +24,7 @@ import numpy as np
 from nanochat_fp4.data.download import hub_problem, within
 from nanochat_fp4.errors import UserError, one_line
 from nanochat_fp4.hardware import physical_memory
-from nanochat_fp4.packages import missing_package
+from nanochat_fp4.packages import install_command, missing_package
 
 SHUFFLE_SEED = 42
 SUFFIXES = (".jsonl", ".jsonl.gz", ".parquet")
@@ -210,7 +210,7 @@ def rows_problem(dataset: str, config: str | None, split: str, folder: str | Non
         except UserError as e:
             return one_line(e)
     if importlib.util.find_spec("datasets") is None:
-        return "the package datasets is not installed"
+        return f"the package datasets is not installed ({install_command('datasets')})"
     return None if _is_cached(dataset) else hub_problem(dataset, "README.md")
 
 

@@ -130,6 +130,15 @@ def read_questions(
     return data
 
 
+def read_all_questions(
+    bundle_dir: str | os.PathLike | None, max_per_task: int = -1
+) -> tuple[list[dict[str, Any]], dict[str, float], dict[str, list[dict[str, Any]]]]:
+    """(tasks, accuracy of guessing by label, questions by label) of a bundle. Raises UserError for any fault of it."""
+    folder = find_bundle(bundle_dir)
+    tasks, guessing = read_bundle(folder)
+    return tasks, guessing, {task["label"]: read_questions(folder, task, guessing, max_per_task) for task in tasks}
+
+
 def _hash(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:12]
 
@@ -152,10 +161,8 @@ def evaluate_model(
     called after each task. part(name, measure) returns the numbers of a task, measure() or what is kept of it
     (evaluation/kept.py); the name has a hash of the task and its questions.
     """
-    folder = find_bundle(bundle_dir)
-    tasks, guessing = read_bundle(folder)
+    tasks, guessing, questions = read_all_questions(bundle_dir, max_per_task)
     results, centered, notes = {}, {}, []
-    questions = {task["label"]: read_questions(folder, task, guessing, max_per_task) for task in tasks}
     _, rank, _, world_size = get_dist_info()
     mine = sum(len(range(rank, len(data), world_size)) for data in questions.values())
     with contextlib.ExitStack() as inside:

@@ -3,8 +3,9 @@
 import json
 
 import pytest
+from _samples import make_bundle
 
-from nanochat_fp4.data.needs import Missing
+from nanochat_fp4.data.needs import Missing, look_for
 from nanochat_fp4.errors import UserError
 from nanochat_fp4.hardware import get_peak_flops
 from nanochat_fp4.models.gpt import GPT
@@ -326,6 +327,35 @@ def test_the_needs_of_a_stage_are_what_it_loads(kind, base_dir, monkeypatch):
     monkeypatch.setattr(needed, "url_problem", lambda url: None)
     needed.look_for([need for need in needs(read("speedrun", {}, True), kind) if need.what != "a sandbox"])
     assert looked == loaded
+
+
+def test_files_that_are_here_are_read_before_the_first_step(base_dir, tmp_path):
+    """A file that is there and damaged would end its stage after the base training."""
+    bench, talk, bundle = tmp_path / "bench", tmp_path / "talk", make_bundle(tmp_path / "bundle")
+    conversation = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    for path, text in (
+        (bench / "openai/gsm8k/main/train.jsonl", '{"question": "1 + 1?", "answer": 2}'),
+        (bench / "words/words_alpha.txt", "\n"),
+        (talk / "train.jsonl", json.dumps({"messages": conversation})),
+        (talk / "test.jsonl", json.dumps({"messages": conversation[:1]})),
+        (base_dir / "identity_conversations.jsonl", "[1]"),
+        (bundle / "eval_data/schema.jsonl", '{"gold": 1}'),
+    ):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text + "\n")
+    flags = {"SFT_ARGS": f"--sft-dir={talk} --eval-dir={bench}", "CORE_ARGS": f"--bundle-dir={bundle}"}
+    settings = read("speedrun", flags, True)
+    found = {m.what: m.why for kind in ("core", "sft") for m in look_for(needs(settings, kind))}
+    for what, why in {
+        "openai/gsm8k (main, train)": "line 1: the field 'answer' is int",
+        "the list of words": "words_alpha.txt is empty",
+        f"conversations in {talk} (test)": "test.jsonl, line 1",
+        "the identity conversations": "identity_conversations.jsonl, line 1",
+        "the eval bundle": "schema.jsonl, line 1: 'context_options' is missing",
+        "allenai/ai2_arc (ARC-Easy, train)": "train.jsonl (or .jsonl.gz, .parquet) is missing",
+    }.items():
+        assert why in found[what]
+    assert f"conversations in {talk} (train)" not in found
 
 
 # ----------------------------------------------------------------------------------------------------------------------
