@@ -314,41 +314,6 @@ def decode_pairs(byte, scale):
 
 
 @triton.jit
-def decode_pairs_bf16(byte, scale):
-    """decode_pairs, but pairs of BF16, on GPUs without that instruction.
-
-    The bytes of BF16's eight magnitudes are two tables of eight, in which prmt looks up four codes at once. A code's
-    sign is the highest bit of its byte, of the byte shifted by four for the lower code.
-    """
-    return tl.inline_asm_elementwise(
-        """{
-        .reg .b32 l, s, h, a, z; .reg .b32 hi, lo, sg, v;
-        mov.b32 z, 0x80008000;
-        shl.b32 l, $4, 4;
-        and.b32 s, $4, 0x77777777;
-        shr.u32 h, s, 16;
-        prmt.b32 hi, 0x3F3F3F00, 0x40404040, s;
-        prmt.b32 lo, 0xC0800000, 0xC0804000, s;
-        prmt.b32 sg, l, $4, 0x5140;
-        lop3.b32 hi, sg, 0x80808080, hi, 0xEA;
-        prmt.b32 v, lo, hi, 0x5140; fma.rn.bf16x2 $0, v, $5, z;
-        prmt.b32 v, lo, hi, 0x7362; fma.rn.bf16x2 $1, v, $6, z;
-        prmt.b32 hi, 0x3F3F3F00, 0x40404040, h;
-        prmt.b32 lo, 0xC0800000, 0xC0804000, h;
-        prmt.b32 sg, l, $4, 0x7362;
-        lop3.b32 hi, sg, 0x80808080, hi, 0xEA;
-        prmt.b32 v, lo, hi, 0x5140; fma.rn.bf16x2 $2, v, $7, z;
-        prmt.b32 v, lo, hi, 0x7362; fma.rn.bf16x2 $3, v, $8, z;
-        }""",
-        "=r,=r,=r,=r,r,r,r,r,r",
-        [byte, scale],
-        dtype=tl.int32,
-        is_pure=True,
-        pack=4,
-    )
-
-
-@triton.jit
 def row_sum(x, weight):
     """Sums over 8 blocks each of x * weight (512,), float32 in [0, 2^22) -> (64,) float32, in whole numbers."""
     fixed = tl.reshape(bits(fma(x, weight, INTEGER_MAGIC)) - INTEGER_MAGIC_BITS, (64, 8))

@@ -287,13 +287,12 @@ def _store_decoded(value, decoded_ptr, row0, group, rows, blocks_per_row):
 def _decoded(byte, scale, HARDWARE: tl.constexpr):
     """Codes (128, 32), two a byte, times scale (128, 4): (128, 64) in BF16, or FP16 where an instruction converts codes
     to it. Both are exact: a product has 6 significant bits and is 0 or 2^-10 to 2688."""
-    if HARDWARE >= m.CONVERTS_E4M3:
-        FLOAT: tl.constexpr = tl.float16 if HARDWARE >= m.CONVERTS_E2M1 else tl.bfloat16
-        half = scale.to(FLOAT).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+    if HARDWARE >= m.CONVERTS_E2M1:
+        half = scale.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
         pair = tl.reshape(tl.broadcast_to((half | half << 16)[:, :, None], (128, 4, 8)), (128, 32))
-        word = m.decode_pairs(byte, pair) if HARDWARE >= m.CONVERTS_E2M1 else m.decode_pairs_bf16(byte, pair)
+        word = m.decode_pairs(byte, pair)
         value = tl.join((word & 0xFFFF).to(tl.int16), (word >> 16).to(tl.int16))
-        value = tl.reshape(value, (128, 64)).to(FLOAT, bitcast=True)
+        value = tl.reshape(value, (128, 64)).to(tl.float16, bitcast=True)
     else:
         byte = byte.to(tl.int32)
         value = m.decode_e2m1(tl.reshape(tl.join(byte & 0xF, byte >> 4), (128, 4, 16)))
