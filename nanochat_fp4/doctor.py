@@ -33,7 +33,7 @@ from nanochat_fp4.devices import median_ms
 from nanochat_fp4.errors import UserError, one_line, run_main
 from nanochat_fp4.hardware import usable_cpus
 from nanochat_fp4.models import flash_attention
-from nanochat_fp4.nvfp4.dispatch import has_fp8_tensor_cores, use_kernels
+from nanochat_fp4.nvfp4.dispatch import has_fp8_tensor_cores, use_kernels, uses_mxfp8
 from nanochat_fp4.nvfp4.format import BLOCK, BYTES
 from nanochat_fp4.nvfp4.gemm import GemmOperand
 from nanochat_fp4.nvfp4.hadamard import RHT_DIM
@@ -89,7 +89,8 @@ def self_check(device: torch.device | str, method: str | Recipe = "clover") -> s
     operands = [o for part in recipe.parts for o in (part.output.a, part.output.b)]
     if any(o.rounding and o.rounding.fp8 == "tensor" for o in operands):
         native = has_fp8_tensor_cores(device.type)
-        said += f"; FP8 products: {'FP8 tensor cores' if native else 'decoded, which is exact and no faster than BF16'}"
+        how = "MXFP8 with block scales of 1" if native and uses_mxfp8(device.type) else "FP8 tensor cores"
+        said += f"; FP8 products: {how if native else 'decoded, which is exact and no faster than BF16'}"
     return said
 
 

@@ -5,6 +5,7 @@ of a Blackwell does beyond that, no test here knows.
 """
 
 import ctypes
+from typing import NamedTuple
 
 import torch
 
@@ -12,7 +13,7 @@ from nanochat_fp4.nvfp4.format import decode, unswizzle_scales
 
 NOT_SUPPORTED = 15  # cublasStatus_t
 DTYPES = {0: torch.float32, 14: torch.bfloat16}  # cudaDataType_t of a result
-FP4 = 33
+FP4, FP8 = 33, 28
 
 
 def memory(address: ctypes.c_void_p, count: int, dtype: torch.dtype) -> torch.Tensor:
@@ -21,9 +22,23 @@ def memory(address: ctypes.c_void_p, count: int, dtype: torch.dtype) -> torch.Te
     return torch.frombuffer((ctypes.c_uint8 * size).from_address(address.value), dtype=torch.uint8).view(dtype)
 
 
-def tiles_of(rows: int, k: int) -> int:
-    """Bytes of the scales of (rows, k) values in tiles of 128x4."""
-    return -(-rows // 128) * -(-k // 64) * 512
+class Form(NamedTuple):
+    """Of operands: dtypes of what memory holds, elements in a byte, and elements that have one scale."""
+
+    element: torch.dtype
+    scale: torch.dtype
+    in_byte: int
+    block: int
+
+    def bytes_of_scales(self, rows: int, k: int) -> int:
+        """Of (rows, k) values, in tiles of 128x4."""
+        return -(-rows // 128) * -(-k // (4 * self.block)) * 512
+
+
+FORMS = {
+    FP4: Form(torch.uint8, torch.float8_e4m3fn, 2, 16),
+    FP8: Form(torch.float8_e4m3fn, torch.float8_e8m0fnu, 1, 32),
+}
 
 
 def multiply(a, a_scales, b, b_scales, alpha):
@@ -31,6 +46,15 @@ def multiply(a, a_scales, b, b_scales, alpha):
     x, y = (
         decode(codes, unswizzle_scales(scales, codes.shape[0], codes.shape[1] // 8))
         for codes, scales in ((a, a_scales), (b, b_scales))
+    )
+    return alpha * (x @ y.T)
+
+
+def multiply_8_bits(a, a_scales, b, b_scales, alpha):
+    """FP32 (M, N) of E4M3 numbers (M, K), (N, K), and flat E8M0 scales in tiles."""
+    x, y = (
+        t.float() * unswizzle_scales(scales, len(t), t.shape[1] // 32).float().repeat_interleave(32, 1)
+        for t, scales in ((a, a_scales), (b, b_scales))
     )
     return alpha * (x @ y.T)
 
@@ -76,10 +100,11 @@ class SimulatedCublasLt:
         """(M, N, K, dtype) of the layouts, which must be those of a product of rows."""
         attributes = self.alive[description.value]
         assert attributes[17] and attributes[18]  # no algorithm without the scales' addresses
-        # Pointers on the device; the first operand transposed, the second not; E4M3 scales of 16 values for both.
-        assert {key: attributes[key] for key in (2, 3, 4, 31, 32)} == {2: 1, 3: 1, 4: 0, 31: 1, 32: 1}
+        # Pointers on the device; the first operand transposed, the second not; FP4 has E4M3 scales of 16 values.
+        assert {key: attributes[key] for key in (2, 3, 4)} == {2: 1, 3: 1, 4: 0}
         (kind_b, k, n, ld_b), (kind_a, k_a, m, ld_a) = self.alive[b.value], self.alive[a.value]
-        assert kind_a == kind_b == FP4 and ld_a == ld_b == k == k_a and c.value == d.value
+        assert kind_a == kind_b in (FP4, FP8) and ld_a == ld_b == k == k_a and c.value == d.value
+        assert attributes[31] == attributes[32] == (1 if kind_a == FP4 else 2)  # E8M0 scales of 32 values for FP8
         kind, *out = self.alive[d.value]
         assert out == [n, m, n]
         return m, n, k, DTYPES[kind]
@@ -96,13 +121,15 @@ class SimulatedCublasLt:
     ):
         m, n, k, dtype = self._shape(description, of_b, of_a, of_c, of_d)
         assert c.value == d.value and size.value == algorithm._obj.workspace and workspace.value
-        of_a, of_b = (ctypes.c_void_p(self.alive[description.value][key]) for key in (18, 17))
-        scales = (memory(at, tiles_of(rows, k), torch.float8_e4m3fn) for at, rows in ((of_a, m), (of_b, n)))
-        codes = (memory(at, rows * k // 2, torch.uint8).view(rows, k // 2) for at, rows in ((a, m), (b, n)))
+        form = FORMS[self.alive[of_a.value][0]]
+        attributes = self.alive[description.value]
+        operands = []
+        for at, rows, scales in ((a, m, attributes[18]), (b, n, attributes[17])):
+            values = memory(at, rows * k // form.in_byte, form.element).view(rows, -1)
+            operands += [values, memory(ctypes.c_void_p(scales), form.bytes_of_scales(rows, k), form.scale)]
         alpha, beta = (memory(at, 1, torch.float32)[0].clone() for at in (alpha, beta))
-        (x, y), (x_scales, y_scales) = codes, scales
         out = memory(d, m * n, dtype).view(m, n)
-        product = self.multiply(x, x_scales, y, y_scales, alpha)
+        product = (self.multiply if form.in_byte == 2 else multiply_8_bits)(*operands, alpha)
         out.copy_(product + beta * out.float() if beta else product)  # with beta 0 nothing is read, NaN neither
         self.calls.append((stream.value, (m, n, k), dtype, float(alpha), float(beta)))
         return 0

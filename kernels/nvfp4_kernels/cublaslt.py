@@ -1,4 +1,4 @@
-"""NVFP4 products by cuBLASLt, called directly: alpha * A . B^T, or C + alpha * A . B^T in place in FP32.
+"""NVFP4 and MXFP8 products by cuBLASLt, called directly: alpha * A . B^T, or C + alpha * A . B^T in place in FP32.
 
 torch's scaled_mm reaches the same kernels, but up to torch 2.13 it copies alpha into one buffer of the process, so that
 two streams or threads share it, and it has no C. Here alpha, the product of the two tensor scales, is a pointer of each
@@ -15,6 +15,7 @@ CPU. Source of the arguments: cuBLAS documentation, "cublasLtMatmul()" and "1D b
 import ctypes
 import functools
 import threading
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,13 +24,29 @@ from nvfp4_kernels import cublas
 from nvfp4_kernels._ops import operator
 from nvfp4_kernels.matmul import gemm_operator, in_tiles
 
-R_4F_E2M1 = 33  # cudaDataType_t
 POINTER_MODE, TRANSA, TRANSB = 2, 3, 4  # cublasLtMatmulDescAttributes_t
 A_SCALE_POINTER, B_SCALE_POINTER, A_SCALE_MODE, B_SCALE_MODE = 17, 18, 31, 32
-SCALES_OF_16_IN_E4M3 = 1  # cublasLtMatmulMatrixScale_t: VEC16_UE4M3
 MAX_WORKSPACE_BYTES = 1  # cublasLtMatmulPreferenceAttributes_t
 WORKSPACE = 32 << 20  # bytes, as torch gives cuBLASLt on Hopper and later
 PLANS = 256  # that a thread keeps
+
+
+class Format(NamedTuple):
+    """What both operands hold.
+
+    element: cudaDataType_t
+    scales:  cublasLtMatmulMatrixScale_t of the block scales
+    in_byte: elements in a byte
+    """
+
+    element: int
+    scales: int
+    in_byte: int
+
+
+NVFP4 = Format(33, 1, 2)  # R_4F_E2M1, VEC16_UE4M3
+MXFP8 = Format(28, 2, 1)  # R_8F_E4M3, VEC32_UE8M0
+ONE_IN_E8M0 = 127
 
 
 class Algorithm(ctypes.Structure):
@@ -68,11 +85,14 @@ class MatmulPlan:
 
     m, n, k:   (M, K) . (N, K)^T -> (M, N)
     out_dtype: BF16 or FP32
+    form:      of both operands
     scales:    of A and of B. cuBLASLt chooses no algorithm before it knows their addresses.
     Raises RuntimeError with cuBLASLt's status if it has no algorithm.
     """
 
-    def __init__(self, handle: int, m: int, n: int, k: int, out_dtype: torch.dtype, scales: tuple[Tensor, Tensor]):
+    def __init__(
+        self, handle: int, m: int, n: int, k: int, out_dtype: torch.dtype, form: Format, scales: tuple[Tensor, Tensor]
+    ):
         self.library, self.matmul = library(), ctypes.c_void_p()
         self.layouts = [ctypes.c_void_p() for _ in range(3)]
         _check(
@@ -83,13 +103,14 @@ class MatmulPlan:
             (POINTER_MODE, cublas.POINTER_MODE_DEVICE),
             (TRANSA, cublas.OP_T),
             (TRANSB, cublas.OP_N),
-            (A_SCALE_MODE, SCALES_OF_16_IN_E4M3),
-            (B_SCALE_MODE, SCALES_OF_16_IN_E4M3),
+            (A_SCALE_MODE, form.scales),
+            (B_SCALE_MODE, form.scales),
         ):
             self._set(attribute, ctypes.c_int(value))
         self.set_scales(*scales)
         out = cublas.DATA_TYPES[out_dtype]
-        sizes = ((R_4F_E2M1, k, n, k), (R_4F_E2M1, k, m, k), (out, n, m, n))  # type, rows, columns, leading dimension
+        # Type, rows, columns and leading dimension.
+        sizes = ((form.element, k, n, k), (form.element, k, m, k), (out, n, m, n))
         for layout, (kind, rows, columns, leading) in zip(self.layouts, sizes):
             extent = ctypes.c_uint64(rows), ctypes.c_uint64(columns), ctypes.c_int64(leading)
             status = self.library.cublasLtMatrixLayoutCreate(ctypes.byref(layout), kind, *extent)
@@ -135,16 +156,23 @@ class MatmulPlan:
 _plans = threading.local()  # a plan holds the addresses of the scales between two calls
 
 
-def _plan(handle: int, device: int, shape: tuple[int, int, int], dtype: torch.dtype, scales: tuple[Tensor, Tensor]):
+def _plan(
+    handle: int,
+    device: int,
+    shape: tuple[int, int, int],
+    dtype: torch.dtype,
+    form: Format,
+    scales: tuple[Tensor, Tensor],
+) -> MatmulPlan:
     """This thread's plan for the shape, with these scales."""
     kept: dict[tuple, MatmulPlan] = vars(_plans).get("kept", {})
-    key = device, *shape, dtype
+    key = device, *shape, dtype, form
     if key in kept:
         kept[key].set_scales(*scales)
         return kept[key]
     if len(kept) == PLANS:
         forget_plans()
-    made = MatmulPlan(handle, *shape, dtype, scales)
+    made = MatmulPlan(handle, *shape, dtype, form, scales)
     vars(_plans).setdefault("kept", {})[key] = made
     return made
 
@@ -170,13 +198,14 @@ def _multiply(
     b_factor: Tensor,
     beta: float,
     out: Tensor,
+    form: Format = NVFP4,
 ) -> None:
-    """out <- a_factor * b_factor * a . b^T + beta * out."""
+    """out <- a_factor * b_factor * a . b^T + beta * out. Scales are in tiles."""
     if not out.numel():
         return
     a, b = a.contiguous(), b.contiguous()
-    scales = in_tiles(a_scales), in_tiles(b_scales)
-    shape = a.shape[0], b.shape[0], a.shape[1] * 2
+    scales = a_scales, b_scales
+    shape = a.shape[0], b.shape[0], a.shape[1] * form.in_byte
     alpha, beta_there = a_factor * b_factor, cublas.constant(beta, a.device)
 
     def address(t: Tensor) -> ctypes.c_void_p:
@@ -184,7 +213,7 @@ def _multiply(
 
     with cublas.current(a.device):
         handle, stream = handle_and_stream(a.device)
-        plan = _plan(handle, a.device.index or 0, shape, out.dtype, scales)
+        plan = _plan(handle, a.device.index or 0, shape, out.dtype, form, scales)
         workspace = torch.empty(plan.chosen.workspace, dtype=torch.uint8, device=a.device)
         of_b, of_a, of_out = plan.layouts
         status = plan.library.cublasLtMatmul(
@@ -202,8 +231,35 @@ def cublaslt(
 ) -> Tensor:
     """As matmul.dot_scaled, K a multiple of 32 and N of 16. Raises RuntimeError with cuBLASLt's status."""
     out = torch.empty(a.shape[0], b.shape[0], dtype=out_dtype, device=a.device)
-    _multiply(a, a_scales, a_factor, b, b_scales, b_factor, 0.0, out)
+    _multiply(a, in_tiles(a_scales), a_factor, b, in_tiles(b_scales), b_factor, 0.0, out)
     return out
+
+
+@operator("mxfp8(Tensor a, Tensor a_factor, Tensor b, Tensor b_factor, ScalarType out_dtype) -> Tensor")
+def mxfp8(a: Tensor, a_factor: Tensor, b: Tensor, b_factor: Tensor, out_dtype: torch.dtype) -> Tensor:
+    """a . b^T (M, N) in out_dtype, BF16 or FP32, of 8-bit numbers with one scale each.
+
+    a, b:    float8_e4m3fn (M, K) and (N, K), K a multiple of 32 and N of 16
+    factors: the tensor scales, float32 ()
+    The block scales of MXFP8 are all 1, so that the product is that of numbers without block scales. A GeForce runs it
+    at twice the rate of the product with one scale a tensor and sums in FP32.
+    Raises RuntimeError with cuBLASLt's status.
+    """
+    out = torch.empty(a.shape[0], b.shape[0], dtype=out_dtype, device=a.device)
+    ones = [_ones(t) for t in (a, b)]
+    _multiply(a, ones[0], a_factor, b, ones[1], b_factor, 0.0, out, MXFP8)
+    return out
+
+
+def _ones(t: Tensor) -> Tensor:
+    """Block scales 1 of t (R, K): E8M0 bytes, flat in tiles of 128 rows by 4 blocks of 32."""
+    size = -(-t.shape[0] // 128) * -(-t.shape[1] // 128) * 512
+    return torch.full((size,), ONE_IN_E8M0, dtype=torch.uint8, device=t.device)
+
+
+@mxfp8.register_fake
+def _(a, a_factor, b, b_factor, out_dtype):
+    return a.new_empty(a.shape[0], b.shape[0], dtype=out_dtype)
 
 
 @operator(
@@ -222,7 +278,7 @@ def cublaslt_add(
         raise ValueError(
             f"cublaslt_add: into is {into.dtype} with strides {into.stride()}, expected a contiguous FP32 matrix"
         )
-    _multiply(a, a_scales, a_factor, b, b_scales, b_factor, 1.0, into)
+    _multiply(a, in_tiles(a_scales), a_factor, b, in_tiles(b_scales), b_factor, 1.0, into)
 
 
 @cublaslt_add.register_fake

@@ -434,6 +434,42 @@ class FP8Product(NamedTuple):
         into.add_(self.result(torch.float32))
 
 
+@constant_when_compiled
+def uses_mxfp8(device_type: str) -> bool:
+    """Whether products of two E4M3 operands are made in MXFP8, with block scales of 1."""
+    return mxfp8_problem(device_type) is None
+
+
+@functools.cache
+def mxfp8_problem(device_type: str) -> str | None:
+    """Why such products are left to FP8 with one scale a tensor, or None. On a GPU a child process finds it out.
+
+    The two are the same arithmetic. On sm_12x FP8 with sums in FP32 has a quarter of FP4's rate and MXFP8 half of it;
+    elsewhere MXFP8 has nothing to gain.
+    """
+    if not fp8_is_slow(device_type):
+        return "FP8 with one scale a tensor is as fast here"
+    if missing := missing_reason(device_type, "cublaslt"):
+        return f"cublaslt {missing}"
+    if device_type != "cuda":
+        return probe_mxfp8(device_type)
+    device = f"cuda:{torch.cuda.current_device()}"
+    found, problem = probe.in_child(__name__, f"[probe_mxfp8({device!r})]")
+    return found[0] if found else f"cublaslt {problem}"
+
+
+def fp8_is_slow(device_type: str) -> bool:
+    """Whether this GPU halves the rate of FP8 products that sum in FP32."""
+    return device_type == "cuda" and torch.cuda.get_device_capability()[0] == 12
+
+
+def probe_mxfp8(device: str) -> str | None:
+    """probe.problem_of_fp8 of nvfp4_kernels.cublaslt.mxfp8 on this device, in this process."""
+    from nvfp4_kernels.cublaslt import mxfp8
+
+    return probe.problem_of_fp8(torch.device(device), mxfp8)
+
+
 def takes_fp8(a: torch.Tensor, a_scale: torch.Tensor, b: torch.Tensor, b_scale: torch.Tensor) -> bool:
     """Whether FP8 tensor cores multiply these: one scale each, K and N multiples of 16, not both E5M2."""
     one_scale = a_scale.dim() == b_scale.dim() == 0 and a.shape[1] == b.shape[1]
@@ -449,6 +485,11 @@ def mm_fp8(
     Two E4M3 operands, as in the forward, are summed less exactly (use_fast_accum), as nanochat does. Measured on an
     H100, relative square error of the product of N(0, 1) operands: 7e-7 for K = 2048, 4e-6 for 8192 (without it 2e-8).
     E4M3's own rounding has 7e-4. Sums whose terms have one sign lose more: 3% for K = 2048, 13% for 8192.
+    Where MXFP8 is used (uses_mxfp8), the same product has block scales of 1.
     """
+    if a.dtype == b.dtype and not a.shape[1] % 32 and uses_mxfp8(a.device.type):
+        from nvfp4_kernels.cublaslt import mxfp8
+
+        return mxfp8(a.contiguous(), a_scale, b.contiguous(), b_scale, out_dtype)
     fast = a.dtype == b.dtype
     return torch._scaled_mm(a, b.T, scale_a=a_scale, scale_b=b_scale, out_dtype=out_dtype, use_fast_accum=fast)

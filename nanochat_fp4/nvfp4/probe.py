@@ -120,6 +120,28 @@ def problem_of_shape(
     return None
 
 
+def problem_of_fp8(device: torch.device, function: Callable[..., torch.Tensor]) -> str | None:
+    """The first failure of function(a, a_scale, b, b_scale, dtype), a product of E4M3 numbers with one scale each, or
+    None. FP8 units keep fewer bits of a sum: the bound is PROBE_ERROR, for numbers of both signs."""
+    with _own_random_numbers(device):
+        for m, n, k in PROBE_SHAPES.values():
+            a, b = (torch.randn(rows, k, device=device).to(torch.float8_e4m3fn) for rows in (m, n))
+            scales = [torch.rand((), device=device) + 0.5 for _ in range(2)]
+            want = (a.double() @ b.double().T * scales[0] * scales[1]).cpu()
+            for dtype in OUTPUT_DTYPES:
+                try:
+                    results = [function(a, scales[0], b, scales[1], dtype) for _ in range(LAUNCHES)]
+                except Exception as error:  # whatever a library raises
+                    lines = str(error).splitlines() or [type(error).__name__]
+                    return f"raises {lines[0][:200]}"
+                error = relative_square_error(results[0].cpu(), want)
+                if not error < PROBE_ERROR:
+                    return f"has a relative square error of {error:.1e} on {m} x {n} x {k}"
+                if any(not torch.equal(result, results[0]) for result in results):
+                    return f"has other bits in some of {LAUNCHES} launches"
+    return None
+
+
 def keeps_nan(device: torch.device, function: Multiply, shape: tuple[int, int, int], dtype: torch.dtype) -> bool:
     """Whether a NaN block scale makes NaN of its row of the product, and of nothing else."""
     m, n, k = shape

@@ -6,9 +6,11 @@ in the interpreter. torch's scaled_mm and flashinfer's mm_fp4 are functions that
 
 import contextlib
 import importlib.machinery
+import re
 import sys
 import types
 
+import _cublaslt
 import pytest
 import torch
 from _assertions import relative_square_error
@@ -16,7 +18,7 @@ from _cublaslt import NOT_SUPPORTED, SimulatedCublasLt, multiply
 
 import nanochat_fp4 as nf
 from nanochat_fp4.errors import UserError
-from nanochat_fp4.nvfp4 import dispatch, probe
+from nanochat_fp4.nvfp4 import dispatch, operands, probe
 from nanochat_fp4.nvfp4.format import decode, swizzle_scales
 
 pytest.importorskip("triton")
@@ -27,7 +29,7 @@ pytestmark = [on_a_cpu, pytest.mark.filterwarnings("ignore::RuntimeWarning")]
 CPU, BF16, FP32 = torch.device("cpu"), torch.bfloat16, torch.float32
 
 
-CACHED = dispatch.native_choice, dispatch.verdict
+CACHED = dispatch.native_choice, dispatch.verdict, dispatch.mxfp8_problem
 
 
 def forget():
@@ -631,3 +633,43 @@ def test_decoding_refuses_what_is_not_contiguous():
     for codes, scales in ((sliced[0], dense[1]), (dense[0], sliced[1])):
         with pytest.raises(ValueError, match="expected contiguous rows; call .contiguous()"):
             kernel(codes, scales)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# FP8 on a GPU whose FP8 is slow: MXFP8 with block scales of 1
+
+
+@pytest.fixture
+def slow_fp8(library, monkeypatch):
+    monkeypatch.setattr(dispatch, "fp8_is_slow", lambda device_type: True)
+    monkeypatch.setattr(operands, "has_fp8_tensor_cores", lambda device_type: True)
+    return library
+
+
+def test_mxfp8_with_scales_of_one_is_the_product_of_fp8(slow_fp8):
+    assert dispatch.uses_mxfp8("cpu") and dispatch.mxfp8_problem("cpu") is None
+    for out_dtype in (BF16, FP32):
+        a, b = (torch.randn(rows, 96).to(torch.float8_e4m3fn) for rows in (33, 64))
+        scales = torch.tensor(0.37), torch.tensor(1.9)
+        slow_fp8.calls.clear()
+        got = dispatch.mm_fp8(a, scales[0], b, scales[1], out_dtype)
+        want = (a.double() @ b.double().T * scales[0] * scales[1]).to(out_dtype)
+        assert got.dtype == out_dtype and relative_square_error(got.float(), want.float()) < 1e-5
+        assert [call[1] for call in slow_fp8.calls] == [(33, 64, 96)]
+
+
+@pytest.mark.parametrize(
+    "wrong, problem",
+    [
+        (lambda x, xs, y, ys, alpha: torch.zeros(len(x), len(y)), r"relative square error of 1.0e\+00"),
+        (lambda x, xs, y, ys, alpha: x.float() @ y.float().T, "relative square error"),
+        (lambda x, xs, y, ys, alpha: 1 / 0, "raises division by zero"),
+    ],
+)
+def test_mxfp8_that_is_wrong_is_not_used(slow_fp8, monkeypatch, wrong, problem):
+    monkeypatch.setattr(_cublaslt, "multiply_8_bits", wrong)
+    assert re.search(problem, dispatch.mxfp8_problem("cpu")) and not dispatch.uses_mxfp8("cpu")
+
+
+def test_mxfp8_is_for_gpus_whose_fp8_is_slow(library):
+    assert not dispatch.uses_mxfp8("cpu") and "as fast" in dispatch.mxfp8_problem("cpu")
