@@ -35,9 +35,15 @@ def sizes_of(linear: nn.Module) -> tuple[int, int]:
 def linear_layers(model: nn.Module) -> dict[nn.Module, list[str]]:
     """Each linear layer of the model with all of its names. A model may hold a layer at several places."""
     names: dict[nn.Module, list[str]] = {}
-    for name, module in model.named_modules(remove_duplicate=False):
+
+    def visit(module: nn.Module, path: tuple[str, ...], above: frozenset[nn.Module]) -> None:
         if is_linear(module):
-            names.setdefault(module, []).append(name)
+            names.setdefault(module, []).append(".".join(path))
+        for name, child in module._modules.items():
+            if child is not None and child not in above:  # a part may hold the whole that it is a part of
+                visit(child, (*path, name), above | {child})
+
+    visit(model, (), frozenset({model}))
     return names
 
 

@@ -101,6 +101,7 @@ def test_a_layer_at_two_places_of_a_model_has_both_names():
     """A pattern, or a block that is kept, holds for the layer wherever it stands."""
     block = Block()
     model = nn.ModuleDict({"h": nn.ModuleList([block, Block(), block]), "alias": nn.ModuleList([block.up])})
+    block.whole = model  # and the names end although the model is a part of its part
     report = nf.convert(model, keep_last_blocks=1, verbose=False).nf_report
     assert report.converted == ["h.1.up", "h.1.down"]
     skipped = nf.convert(model, skip=["alias.*"], verbose=False).nf_report
