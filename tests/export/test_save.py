@@ -193,7 +193,7 @@ def test_bit_for_bit_what_scripts_export_writes(tmp_path):
         *path, last, _ = name.split(".")
         for child in path:
             if not hasattr(parent, child):
-                parent.register_module(child, nn.Module())
+                parent.register_module(child, nn.ModuleList() if child == "layers" else nn.Module())
             parent = getattr(parent, child)
         kind = nn.Embedding(*value.shape) if "embed" in name else nn.LayerNorm(1, bias=False)
         layer = nn.Linear(*value.shape[::-1], bias=False) if "proj" in name or "head" in name else kind
