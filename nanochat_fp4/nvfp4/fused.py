@@ -1,9 +1,9 @@
 """Several QuantLinear computed as one.
 
 Layers that read the same tensor (q, k, v) share its codes by fused_linear (the paper, Appendix D.2). fused_linear
-computes one layer whose weight is their weights, one below the other. The result is a QuantLinear's with that weight,
-to the bit. The layers one by one differ from it in two things: each weight and grad_output has a tensor scale of its
-own, and random numbers are drawn three times.
+computes one layer whose weight consists of their weights, one below the other. The result has the bits of one
+QuantLinear with that weight. Calling the layers one by one gives another result for two reasons: each weight and each
+grad_output then has a tensor scale of its own, and random numbers are drawn once for each layer.
 """
 
 from collections.abc import Callable, Sequence

@@ -4,23 +4,24 @@
     grad_input   dX = Qe(E) . Qwt(W^T)^T       contracted over out_features     `gradients`
     grad_weight  dW = Qet(E^T) . Qxt(X^T)^T    contracted over tokens           `gradients`
 
-Shapes: M tokens (all leading dimensions of the input), K in_features, N out_features. These are the products of the
-paper's Section 6. operands.py has the kinds of operand: how each is made, kept and multiplied. layer_pass.py has what a
-pass knows besides its tensors.
+These are the products of the paper's Section 6. M is the number of tokens (all leading dimensions of the input), K is
+in_features, N is out_features. operands.py has the kinds of operand: how each is made, kept and multiplied.
+layer_pass.py has what a pass knows besides its tensors.
 
 The backward pass keeps the codes of input and weight, 4.5 bits an element (the paper, Section 5). A tensor that the
-recipe's forward does not quantize is kept itself. The backward GEMMs take the values that the forward used. An operand
-of two terms, X ~ X1 + X2, is requantized to one term. With Y = X1 W1^T + X1 W2^T + X2 W1^T this gives
+recipe's forward does not quantize is kept unquantized. The backward GEMMs take the values that the forward used. An
+operand of two terms, X ~ X1 + X2, is requantized to one term. With Y = X1 W1^T + X1 W2^T + X2 W1^T this gives
 dX = E (W1 + W2) and dW = E^T (X1 + X2), the gradients of this Y. Rounding counts as the identity in a gradient:
 X1 = Q(X) and X2 = Q(X - X1) give dX1/dX = 1 and dX2/dX = 1 - 1 = 0. dY/dX1 is all of W1 + W2.
 
 Each layer and pass draws one 64-bit seed from the default generator of the layer's device. Saving and restoring torch's
 generators therefore resumes rotations and roundings to the bit. Passes without gradients draw nothing. All state is in
-the layers, so threads may call them side by side.
+the layers, so threads may call different layers at the same time.
 
 Other files reach a layer in one place each: contexts.py through `context`, feedback.py through `gram_matrix`,
-sharding.py through `gathered_weight`, experts.py through `matrix`, tensor_parallel.py through `outputs`.
-relu_squared_linear.py and epilogue.py have autograd functions of their own around `output` and `gradients`.
+sharding.py through `gathered_weight`, experts.py through `matrix`. tensor_parallel.py overrides `outputs` and gives a
+pass its own LayerOperands. relu_squared_linear.py and epilogue.py have autograd functions of their own around `output`
+and `gradients`.
 """
 
 from collections.abc import Sequence
@@ -80,11 +81,12 @@ def output(
     seed: torch.Tensor | None,
     xq: GemmOperand | None = None,
 ) -> tuple[torch.Tensor, tuple[GemmOperand, GemmOperand], ForBackward, list[torch.Tensor | None]]:
-    """Y = Qx(X) . Qw(W)^T, for x (M, K) and weights (N_i, K), one below the other.
+    """Computes Y = Qx(X) . Qw(W)^T of x (M, K) and of weights (N_i, K), which lie one below the other.
 
-    needs: whether the gradients of x and of the weights are wanted. seed: p.forward_seed
-    xq:    the input operand, where the caller has made it
-    Returns Y (M, N) in p.dtype, its two operands, and what `gradients` takes.
+    needs: whether the gradients of x and of the weights are wanted
+    seed:  the seed of p.forward_seed
+    xq:    the input operand, if the caller has made it
+    Returns Y (M, N) in p.dtype, the two operands of Y, and the state and tensors that `gradients` takes.
     """
     dgrad, wgrad = p.recipe.grad_input, p.recipe.grad_weight
     weight = stacked(weights) if p.prepared_weight is None or dgrad.b.raw else None
@@ -112,9 +114,10 @@ def output(
 def gradients(
     state: ForBackward, tensors: Sequence[torch.Tensor | None], grad_output: torch.Tensor
 ) -> tuple[torch.Tensor | None, Sequence[torch.Tensor | None]]:
-    """dX = Qe(E) . Qwt(W^T)^T and dW = Qet(E^T) . Qxt(X^T)^T, for grad_output E (M, N).
+    """Computes dX = Qe(E) . Qwt(W^T)^T and dW = Qet(E^T) . Qxt(X^T)^T of grad_output E (M, N).
 
-    Returns dX (M, K) and the gradient of each weight; None for those that are not wanted, or were added elsewhere.
+    Returns dX (M, K) and the gradient of each weight. A gradient is None if it is not wanted, or if it was added to
+    memory of the caller's (p.gradient).
     """
     p, (needs_dgrad, needs_wgrad), device = state.p, state.needs, grad_output.device
     of, dgrad, wgrad = p.operands.quantization, p.recipe.grad_input, p.recipe.grad_weight
@@ -278,8 +281,11 @@ class QuantLinear(torch.nn.Linear):
         return self.context.gradient_of([layer.weight for layer in layers])
 
     def forward(self, x: torch.Tensor, amax: torch.Tensor | None = None) -> torch.Tensor:
-        """x (..., in_features) -> (..., out_features). amax: max |x|, float32 (), where the maker of x has found it.
-        x need then not be read once more."""
+        """x (..., in_features) -> (..., out_features).
+
+        amax: the largest magnitude of x, float32 scalar, if the operation that made x has found it. x is then not read
+        a second time for it.
+        """
         return self.compute(x, (self,), amax)
 
     def compute(

@@ -4,23 +4,24 @@
     Codes                   4-bit codes and their scales (NVFP4)
     SquareCodes             codes whose scales are those of blocks of 16x16: they can be transposed
     Stacked                 codes, or tensors, of several weights, one below the other
-    WithResidual            two terms: codes, and the codes of what these leave of the tensor
+    WithResidual            two terms: the codes of a tensor, and the codes of the error that the first codes leave
     FP8                     8-bit numbers with one scale
-    FP8WithCodes            the same for the forward product, and codes for the backward pass
-    Decoded                 values of codes, exact, for a product that follows at once; never kept
+    FP8WithCodes            8-bit numbers for the forward product, and 4-bit codes for the backward pass
+    Decoded                 the exact values of codes, for a product that follows at once; never kept
 
-All are (R, K), contracted over K, their last dimension. A Quantization says how one is made; `quantize_operand` makes
-it, `quantize_grad_output` both operands that grad_output is, `quantize_weights` those of several layers.
+Every operand is a matrix (R, K), and a product contracts it over K, its last dimension. A Quantization says how an
+operand is made. `quantize_operand` makes one, `quantize_grad_output` makes both operands of grad_output, and
+`quantize_weights` makes the weights of several layers.
 
-A kind has
-    tensors(), from_tensors(...)   what is kept for the backward pass: the rest is made again from it
-    terms                          the operands whose sum it is: a product is taken term by term
-    matrix(dtype), tensor_scale    a term's factors in a dense product: matrix times tensor_scale is its value
-    on_tensor_cores(b, dtype, ...) its product with b where tensor cores of this machine multiply the two, else None
-    for_backward()                 what the backward pass takes in its place: itself, where it is not FP8WithCodes
-    source()                       what it is quantized again from: FP32 or BF16 values, or codes that a kernel reads
-    transposed()                   its values contracted over the other dimension, not rounded again
-    depending_on(seed)             itself, with values that a compiler must take for a function of the seed as well
+A kind has these methods and properties:
+    tensors(), from_tensors(...)   the tensors that are kept for the backward pass; the operand is made again from them
+    terms                          the operands whose sum this one is; a product is taken term by term
+    matrix(dtype), tensor_scale    the factors of a term in a dense product; their product is the term's value
+    on_tensor_cores(b, dtype, ...) the product with b if tensor cores of this machine make it, else None
+    for_backward()                 the operand that the backward pass takes: of FP8WithCodes its codes, else itself
+    source()                       the tensor that is quantized again: FP32 or BF16 values, or codes that a kernel reads
+    transposed()                   the same values, contracted over the other dimension and not rounded again
+    depending_on(seed)             the same operand, which a compiler must take for a function of the seed as well
 
 To add a kind, write a class and its maker here, and say in `maker_of` which Operand asks for it. A recipe chooses the
 makers of its operands when it is built; linear.py and gemm.py know none of them by name.
@@ -63,19 +64,19 @@ class PartOfOperand(Protocol):
 class Quantization(NamedTuple):
     """How one operand is made: how it is rounded and rotated, and what it draws.
 
-    rounding:    None takes the values as they are
-    seed, stream: of the noise of stochastic rounding
-    rht_dim, rht_seed, rht_stream: of the rotation along the contraction dimension. rht_dim 0 is no rotation.
-    terms:       of recipes.Operand
-    per_token:   a tensor_scale for each row, so that a row does not depend on the others
-    factor:      round with this error feedback (feedback.feedback_factor), or None
-    amax:        max |value|, (), where it is known already. Or float32 (), of the tensor that these rows are a part
-                 of (roundings of NVFP4 without a rotation, one term). Or None.
-    tiles:       block scales in tiles of 128x4, as FP4 tensor cores read them; not of per_token
-    part:        several processes, which make it together, have a part each (no feedback)
-    make:        the kind of the operand, where recipes.Operand has chosen it. Else maker_of chooses.
+    rounding:    how values are rounded; None takes them as they are
+    seed, stream: the seed (int64 scalar tensor) and the number of the stream that stochastic rounding draws from
+    rht_dim, rht_seed, rht_stream: size, seed and stream of the rotation along the contraction dimension. With rht_dim 0
+                 nothing is rotated.
+    terms, kept: those of recipes.Operand
+    per_token:   whether each row has a tensor_scale of its own, so that a row does not depend on the others
+    factor:      the factor of error feedback that the values are rounded with (feedback.factor_for), or None
+    amax:        the largest magnitude to scale by, a scalar tensor. None computes it here. Callers set it that know it:
+                 a fused norm, or a shard of a larger tensor. It is for NVFP4 without a rotation, of one term.
+    tiles:       whether block scales lie in tiles of 128x4, as FP4 tensor cores read them (not with per_token)
+    part:        the place of this process's part, where several processes make the operand together (no feedback)
+    make:        the maker that recipes.Operand has chosen; None leaves the choice to maker_of
     rotations:   1, or 2 for two rotations in a row (hadamard.rotated_sums)
-    kept:        of recipes.Operand
     """
 
     rounding: Rounding | None = None
@@ -169,8 +170,8 @@ def codes_of(rounding: Rounding) -> type[Codes]:
 
 @dataclass
 class Stacked(GemmOperand):
-    """Weights that are multiplied as one, Codes with one tensor_scale or Plain, each kept where it is: that is FSDP's
-    memory, and a copy would outlive it."""
+    """Weights that are multiplied as one: Codes with one tensor_scale, or Plain. The parts stay in FSDP's buffers. A
+    copy would hold memory that FSDP frees."""
 
     parts: tuple[GemmOperand, ...]
     codes_type: ClassVar[type[Codes]] = Codes
@@ -416,15 +417,15 @@ def maker_of(rounding: Rounding | None, terms: int = 1, feedback: bool = False, 
 def quantize_operand(
     value: torch.Tensor | GemmOperand, how: Quantization, *, transpose: bool = False, keep_codes: bool = False
 ) -> GemmOperand:
-    """One operand of a GEMM, contracted over its last dimension: of value (R, C), or (C, R) with transpose.
+    """Makes one operand of a GEMM, contracted over its last dimension, of value (R, C), or (C, R) with transpose.
 
     The contraction dimension is padded with zeros to a multiple of 16, or of rht_dim. Zeros add nothing to a product.
-    A rotated group that holds some is quantized like any other, so SR stays unbiased for any number of tokens. MS-EDEN
-    needs a rotation that mixes many values, and is unbiased from about 24 values a group on. A group of 2 to 16 tokens
-    gets a gradient whose mean is off by up to 0.5% of its square, a quarter of the noise of a single step. One token is
-    exact.
-    keep_codes: the codes will be kept. Otherwise the kernels make what the GEMM of this machine reads alone: codes on
-    FP4 tensor cores, and the decoded BF16 operand elsewhere.
+    A rotated group that holds zeros of the padding is quantized like any other, so stochastic rounding stays unbiased
+    for any number of tokens. MS-EDEN needs a rotation that mixes many values, and is unbiased from about 24 values a
+    group on. A group of 2 to 16 tokens gets a gradient whose mean is off by up to 0.5% of its square, a quarter of the
+    noise of a single step. One token is exact.
+    keep_codes: whether the codes will be kept. If not, the kernels make only the form that this machine's GEMM reads:
+    codes for FP4 tensor cores, and the decoded BF16 operand elsewhere.
     """
     if isinstance(value, torch.Tensor):
         length = value.shape[0 if transpose else 1]
