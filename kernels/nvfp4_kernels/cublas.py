@@ -35,7 +35,15 @@ def loaded(name: str) -> ctypes.CDLL | str:
 
 @functools.cache
 def _library() -> ctypes.CDLL | str:
-    return loaded("cublas")
+    library = loaded("cublas")
+    if not isinstance(library, str):  # with their types known, arguments are Python's numbers
+        pointer, number = ctypes.c_void_p, ctypes.c_int
+        library.cublasSetPointerMode_v2.argtypes = [pointer, number]
+        library.cublasGemmEx.argtypes = [
+            pointer, *[number] * 5, pointer, pointer, number, number, pointer, number, number, pointer, pointer,
+            *[number] * 4,
+        ]  # fmt: skip
+    return library
 
 
 def unavailable_reason() -> str | None:
@@ -67,7 +75,8 @@ def constant(value: float, device: torch.device) -> torch.Tensor:
 
 def current(device: torch.device) -> contextlib.AbstractContextManager:
     """Makes the device torch's current one, whose handle and stream are then those of cuBLAS."""
-    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+    is_current = device.type != "cuda" or device.index == torch.cuda.current_device()
+    return contextlib.nullcontext() if is_current else torch.cuda.device(device)
 
 
 @operator("mm_alpha(Tensor a, Tensor b, Tensor? alpha, ScalarType out_dtype) -> Tensor")
@@ -123,15 +132,12 @@ def _gemm(a: torch.Tensor, b: torch.Tensor, alpha: torch.Tensor | None, beta: fl
     beta = constant(beta, a.device)
     alpha = constant(1.0, a.device) if alpha is None else alpha
 
-    def pointer(t: torch.Tensor) -> ctypes.c_void_p:
-        return ctypes.c_void_p(t.data_ptr())
-
     with current(a.device):
-        handle = ctypes.c_void_p(torch.cuda.current_blas_handle())
+        handle = torch.cuda.current_blas_handle()
         library.cublasSetPointerMode_v2(handle, POINTER_MODE_DEVICE)
         status = library.cublasGemmEx(
-            handle, op_b, op_a, n, m, k, pointer(alpha), pointer(b), R_16BF, ldb, pointer(a), R_16BF, lda,
-            pointer(beta), pointer(out), DATA_TYPES[out.dtype], n, COMPUTE_32F, ALGO_DEFAULT,
+            handle, op_b, op_a, n, m, k, alpha.data_ptr(), b.data_ptr(), R_16BF, ldb, a.data_ptr(), R_16BF, lda,
+            beta.data_ptr(), out.data_ptr(), DATA_TYPES[out.dtype], n, COMPUTE_32F, ALGO_DEFAULT,
         )  # fmt: skip
         library.cublasSetPointerMode_v2(handle, POINTER_MODE_HOST)
     if status:
