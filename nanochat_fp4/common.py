@@ -263,11 +263,13 @@ def set_cpu_threads(device: torch.device, width: int) -> None:
 def keep_compiled(folder: str) -> None:
     """Let Inductor and Triton keep compiled kernels in `folder`, unless the environment names other folders.
 
-    Inductor's default is under /tmp, which restarts and containers empty: the next first step compiles all again.
+    Inductor's default is under /tmp, which restarts and containers empty: the next first step compiles all again. Each
+    release of torch has a folder of its own, which can be deleted with the release.
     """
     if os.access(folder, os.W_OK):
-        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", os.path.join(folder, "compiled", "inductor"))
-        os.environ.setdefault("TRITON_CACHE_DIR", os.path.join(folder, "compiled", "triton"))
+        compiled = os.path.join(folder, "compiled", f"torch-{torch.__version__}")
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", os.path.join(compiled, "inductor"))
+        os.environ.setdefault("TRITON_CACHE_DIR", os.path.join(compiled, "triton"))
 
 
 def compute_init(device_type: str = "cuda", seed: int = 42) -> tuple[bool, int, int, int, torch.device]:

@@ -45,6 +45,8 @@ from nanochat_fp4.nvfp4.recipes import Operand, Recipe
 
 # Tokens, in_features and out_features. None is a multiple of 128, so that padding is part of the check.
 LAYER = (144, 96, 160)
+# The same where all layers of a model are multiples of 128, so that training compiles no other kernels.
+ALIGNED_LAYER = (256, 128, 384)
 SHAPES = ((1000, 528), (144, 160), (2048, 2048))
 SHAPES_INTERPRETED = ((40, 144),)
 TIPPED = 1e-3  # The largest share of codes, and of scales, that may differ after a rotation; four in a small tensor.
@@ -59,27 +61,31 @@ MOST_PROCESSES = 8  # Processes that compile and check at once. Each takes some 
 MOST_METHODS = 12  # With more methods the kernels are checked on several shapes.
 
 
-def self_check(device: torch.device | str, method: str | Recipe = "clover") -> str:
+def self_check(
+    device: torch.device | str, method: str | Recipe = "clover", model: torch.nn.Module | None = None
+) -> str:
     """Checks the chosen backend once, forward and backward, on a known answer. Returns one line for the log.
 
+    model: converted; the check then compiles the kernels that this model needs and no others.
     Takes a few milliseconds once the kernels are compiled, and leaves torch's generators as they were. On sm_10x the
     rotating kernels run LAUNCHES times: Triton before 3.7.1 may miss a fence there (triton#10590).
     Raises UserError with one line that says what is wrong.
     """
     device = torch.device(device)
     recipe = get_recipe(method)
+    layer = LAYER if model is None else layer_like(model)
     problem = None
     if recipe.quantizes and use_kernels(device):
         for rounding in dict.fromkeys(rounding for rounding, _ in _kernels([recipe])):
             problem = problem or (
-                training_problem(device, rounding, LAYER[::2])
+                training_problem(device, rounding, layer[::2])
                 if rounding.ms_eden
-                else kernel_problem(device, rounding, 0, LAYER[::2])
+                else kernel_problem(device, rounding, 0, layer[::2])
             )
         for rounding, rht_dim in _kernels([recipe]):
             if rht_dim and device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 10:
                 problem = problem or repeat_problem(device, rounding, REPEATED, LAUNCHES, rht_dim)
-    problem = problem or layer_problem(device, recipe)
+    problem = problem or layer_problem(device, recipe, layer)
     if problem:
         raise UserError(
             f"self-check failed on {device}: {problem}; training would be wrong. See `python -m nanochat_fp4.doctor`, "
@@ -98,17 +104,25 @@ def self_check(device: torch.device | str, method: str | Recipe = "clover") -> s
 # A layer
 
 
-def layer_problem(device: torch.device, method: str | Recipe) -> str | None:
+def layer_like(model: torch.nn.Module) -> tuple[int, int, int]:
+    """Tokens, in_features and out_features of a small layer that runs the same kernels as the model's layers."""
+    sizes = [n for m in model.modules() if isinstance(m, nf.QuantLinear) for n in (m.in_features, m.out_features)]
+    return LAYER if any(n % 128 for n in sizes) else ALIGNED_LAYER
+
+
+def layer_problem(device: torch.device, method: str | Recipe, layer: tuple[int, int, int] | None = None) -> str | None:
     """Names the problem of a layer of this method, or None. BF16 activations and FP32 weights, as in training.
+
+    layer: tokens, in_features and out_features, or None for LAYER
 
     A method that treats kinds of layers differently is checked on a layer of each kind.
     """
-    problems = (_problem_of_part(device, part) for part in get_recipe(method).parts)
+    problems = (_problem_of_part(device, part, layer or LAYER) for part in get_recipe(method).parts)
     return next(filter(None, problems), None)
 
 
-def _problem_of_part(device: torch.device, recipe: Recipe) -> str | None:
-    tokens, in_features, out_features = LAYER
+def _problem_of_part(device: torch.device, recipe: Recipe, shape: tuple[int, int, int]) -> str | None:
+    tokens, in_features, out_features = shape
     generator = torch.Generator().manual_seed(1234)
 
     def normal(*shape: int) -> torch.Tensor:
@@ -185,7 +199,7 @@ def kernel_problem(device: torch.device, rounding: Rounding, rht_dim: int, shape
         want = quantize_reference(padded, rounding, seed=7, rht_seed=8, **random)
         try:
             seeds = {"seed": torch.tensor(7, device=device), "rht_seed": torch.tensor(8, device=device)}
-            how = Quantization(rounding, **seeds, **random)
+            how = Quantization(rounding, **(seeds if rounding.random or rht_dim else {}), **random)
             codes, operand = (
                 quantize_operand(x.to(device), how, transpose=transpose, keep_codes=keep) for keep in (True, False)
             )

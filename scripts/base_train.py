@@ -38,10 +38,12 @@ from nanochat_fp4.evaluation.loss_eval import evaluate_bpb
 from nanochat_fp4.generation.engine import draw_samples
 from nanochat_fp4.models import llama
 from nanochat_fp4.models.optim import ORTHOGONALIZERS, PretrainingOptions
+from nanochat_fp4.nvfp4.methods import get_recipe
 from nanochat_fp4.nvfp4.phases import MethodPlan
 from nanochat_fp4.parallel import unsharded
 from nanochat_fp4.training import loop
 from nanochat_fp4.training.checkpoint_manager import check_model_tag
+from nanochat_fp4.training.compiling import compiled_meanwhile
 from nanochat_fp4.training.extras import evaluating
 from nanochat_fp4.training.flags import (
     add_compile_argument,
@@ -208,6 +210,8 @@ def main(argv: list[str] | None = None) -> None:
 
 def train(args: argparse.Namespace, method: str, process: Process) -> None:
     run, world_size, T = Run("base", args, process), process.world_size, args.max_seq_len
+    compiling = compiled_meanwhile(process.device, get_recipe(method))
+    kernels_are_compiled = process.until_first_step.enter_context(compiling)
     data_dir = ensure_data(args.data_dir)
     tokenizer = get_tokenizer()
     process.phases.end("data, tokenizer")
@@ -229,8 +233,10 @@ def train(args: argparse.Namespace, method: str, process: Process) -> None:
     plan = MethodPlan.parse(method, args.layer_methods, args.method_phases)
     run.convert(method, method, plan, steps)
     backend = str(nf.backend())
+    kernels_are_compiled()
     if method != "bf16":
-        backend += f"; {self_check(process.device, method)}"  # a silent fault of kernels or GEMMs ends the run here
+        # A silent fault of kernels or GEMMs ends the run here.
+        backend += f"; {self_check(process.device, method, model)}"
     rows = args.device_batch_size
     if rows == "auto":
         # The same one after a resume: it decides what shares a tensor scale, hence the bits of the result.

@@ -21,11 +21,9 @@ BLACKWELL = (100, 120, 121)  # the operands of a GEMM are codes
 ELEMENTS = {"quantize_kernel": 16, "fp8_with_codes_kernel": 16, "rotate_quantize_kernel": 64}  # of a thread, of a tile
 
 
-def compile_kernels(arch: int, methods: list[str], every_input: bool) -> list[dict]:
-    """
-    One record for each different kernel that the methods launch, with operands for the GEMM that the GPU has, and for
-    the emulated one, too, where every input is wanted. Runs in the process without the interpreter.
-    """
+def compiled_instead_of_launched(arch: int) -> dict[str, dict]:
+    """From here on this process compiles kernels for such a GPU where it would launch them. Returns the dict that gets
+    a record of each different one. Runs in the process without the interpreter."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.runtime.jit import JITFunction
@@ -56,6 +54,21 @@ def compile_kernels(arch: int, methods: list[str], every_input: bool) -> list[di
     JITFunction.run = run
 
     from nvfp4_kernels import quantize
+
+    from nanochat_fp4.nvfp4 import dispatch
+
+    dispatch.no_kernels_reason = lambda device_type: None
+    quantize.conversion_problem = lambda: None  # it needs a GPU
+    return launched
+
+
+def compile_kernels(arch: int, methods: list[str], every_input: bool) -> list[dict]:
+    """
+    One record for each different kernel that the methods launch, with operands for the GEMM that the GPU has, and for
+    the emulated one, too, where every input is wanted. Runs in the process without the interpreter.
+    """
+    launched = compiled_instead_of_launched(arch)
+    import triton
     from nvfp4_kernels.decode import decode, transpose_square
     from nvfp4_kernels.fp8 import fp8_with_codes
     from nvfp4_kernels.matmul import dot_scaled, swizzle
@@ -65,8 +78,6 @@ def compile_kernels(arch: int, methods: list[str], every_input: bool) -> list[di
     import nanochat_fp4 as nf
     from nanochat_fp4.nvfp4 import dispatch, operands, recipes
 
-    dispatch.no_kernels_reason = lambda device_type: None
-    quantize.conversion_problem = lambda: None  # it needs a GPU
     cases = [(torch.bfloat16, torch.float32, 256)]
     if every_input:  # FP32 activations, BF16 weights, a number of tokens that nothing divides
         cases += [(torch.float32, torch.float32, 256), (torch.bfloat16, torch.bfloat16, 251)]

@@ -61,7 +61,10 @@ def test_compiled_kernels_are_kept_in_the_base_directory(tmp_path, monkeypatch):
     assert not any(name in os.environ for name in names)
     monkeypatch.setenv("TRITON_CACHE_DIR", "/elsewhere")
     common.keep_compiled(str(tmp_path))
-    assert [os.environ[name] for name in names] == [str(tmp_path / "compiled" / "inductor"), "/elsewhere"]
+    assert [os.environ[name] for name in names] == [
+        str(tmp_path / "compiled" / f"torch-{torch.__version__}" / "inductor"),
+        "/elsewhere",
+    ]
     assert cache_dir() == os.environ["TORCHINDUCTOR_CACHE_DIR"]
 
 

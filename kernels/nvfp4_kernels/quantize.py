@@ -115,7 +115,7 @@ def amax_kernel(x_ptr, amax_ptr, numel, PER_PROGRAM: tl.constexpr, BLOCK: tl.con
     tl.atomic_max(amax_ptr, tl.max(largest, axis=0), sem="relaxed")
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["stream"])
 def quantize_kernel(
     x_ptr,
     amax_ptr,

@@ -19,6 +19,8 @@ GROUPS = 8  # groups of a rotation, with 8 scales each, that a program takes of 
 # An operand's place in the whole that it is a part of. Random numbers alone depend on these arguments, so no value of
 # them is worth a kernel of its own.
 PLACE = ["place_row", "place_block", "place_blocks"]
+# Nor is a number of groups: addresses are multiples of eight of them.
+NOT_SPECIALIZED = [*PLACE, "groups"]
 
 
 @triton.jit
@@ -27,7 +29,7 @@ def tensor_scale_kernel(amax_ptr, tensor_scale_ptr, DIVISOR: tl.constexpr, POWER
     tl.store(tensor_scale_ptr, scale)
 
 
-@triton.jit(do_not_specialize=PLACE)
+@triton.jit(do_not_specialize=NOT_SPECIALIZED)
 def finish_kernel(
     pseudo_ptr,
     correction_ptr,
@@ -63,7 +65,7 @@ def finish_kernel(
     tl.store(scales_ptr + at, m.encode_e4m3(m.stochastic_round_e4m3(corrected, words), HARDWARE), mask=mask)
 
 
-@triton.jit(do_not_specialize=PLACE)
+@triton.jit(do_not_specialize=NOT_SPECIALIZED)
 def repair_kernel(
     decoded_ptr,
     pseudo_ptr,

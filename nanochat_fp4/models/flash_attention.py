@@ -17,8 +17,10 @@ A window is FlashAttention's (left, right). Position i sees the left + 1 keys i 
 
 import contextlib
 import functools
+import json
 import os
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -29,6 +31,7 @@ from torch import Tensor
 from nanochat_fp4.common import is_ddp_initialized, print0
 from nanochat_fp4.devices import median_ms
 from nanochat_fp4.errors import one_line
+from nanochat_fp4.files import atomic_write
 from nanochat_fp4.nvfp4.dispatch import constant_when_compiled
 
 BACKENDS = ("fa3", "flash", "flex", "sdpa")
@@ -157,7 +160,43 @@ def setup(device_type: str, windowed: bool = False, shape: tuple[int, int, int, 
 @functools.cache
 def time_backends(length: int, heads: int, kv_heads: int, dim: int, left: int) -> dict[str, float]:
     """Milliseconds of a layer, forward and backward in BF16, by backend; of the candidates that run here, the same on
-    all ranks. left < 0: full context. FlexAttention is timed compiled. torch's generators stay as they were."""
+    all ranks. left < 0: full context. FlexAttention is timed compiled. torch's generators stay as they were.
+
+    Timing takes some ten seconds, nearly all of them in the compiler. The times are kept beside the compiled kernels,
+    so that a later process of the same release of torch takes them from there."""
+    shape = length, heads, kv_heads, dim, left
+    folder = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+    kept = (
+        Path(folder, f"attention-{torch.cuda.get_device_name()}-{'-'.join(map(str, shape))}.json") if folder else None
+    )
+    times = _on_all_ranks(_kept_times(kept))
+    if not times:
+        times = _on_all_ranks(_timed(*shape))
+        if kept is not None:
+            with contextlib.suppress(OSError):
+                kept.parent.mkdir(parents=True, exist_ok=True)
+                atomic_write(kept, json.dumps(times))
+    return times
+
+
+def _kept_times(file: Path | None) -> dict[str, float]:
+    """The times in a file; none where it cannot be read."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        times = json.loads(file.read_text()).items()
+        return {name: float(ms) for name, ms in times if name == "cudnn" or available(name)}
+    return {}
+
+
+def _on_all_ranks(times: dict[str, float]) -> dict[str, float]:
+    """Those of rank 0."""
+    if is_ddp_initialized():
+        first = [times]
+        torch.distributed.broadcast_object_list(first)
+        (times,) = first
+    return times
+
+
+def _timed(length: int, heads: int, kv_heads: int, dim: int, left: int) -> dict[str, float]:
     generator = torch.Generator("cuda").manual_seed(0)
     q, k, v, grad = (
         torch.randn(TIMED_ROWS, length, h, dim, device="cuda", generator=generator).bfloat16().requires_grad_()
@@ -183,10 +222,6 @@ def time_backends(length: int, heads: int, kv_heads: int, dim: int, left: int) -
                 if all((a - b).float().norm() <= 0.05 * b.float().norm() for a, b in zip(results[-1], results[0])):
                     times[name] = median_ms(step, repeats=10)
     torch.cuda.empty_cache()
-    if is_ddp_initialized():
-        first = [times]
-        torch.distributed.broadcast_object_list(first)
-        (times,) = first
     return times
 
 

@@ -227,6 +227,8 @@ def compile_layers(model: nn.Module) -> Callable[..., Tensor]:
         raise ValueError(problem)
     if not isinstance(model, GPT):
         return torch.compile(model, dynamic=False)
+    # Layers are autograd functions of this package. Without this, graphs that hold one are traced anew in each process.
+    torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
     # One function is compiled for each window, micro-batch size and method of a plan, with and without gradients.
     torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
     device_type = model.get_device().type

@@ -1,0 +1,66 @@
+"""Kernels that a run needs are compiled while Python does something else: reads data, makes the model.
+
+Most of a compilation's time is spent outside of Python, in LLVM and ptxas. Each kernel is compiled by its first launch.
+Threads therefore launch the kernels of a training step on small made-up operands, one kernel each. The self-check and
+the first step then find them compiled.
+"""
+
+import concurrent.futures
+import contextlib
+from collections.abc import Callable, Iterator
+
+import torch
+
+from nanochat_fp4.nvfp4.dispatch import use_kernels
+from nanochat_fp4.nvfp4.operands import Quantization, quantize_grad_output, quantize_operand, quantize_relu_squared
+from nanochat_fp4.nvfp4.recipes import GRAD_OUTPUT, GRAD_OUTPUT_T, INPUT, INPUT_T, WEIGHT, Recipe
+
+# Of the operands. A model's sizes are multiples of 128 as well, and wide enough for the same tiles.
+ROWS, COLUMNS = 256, 2048
+
+
+@contextlib.contextmanager
+def compiled_meanwhile(device: torch.device, recipe: Recipe) -> Iterator[Callable[[], None]]:
+    """Compiles the kernels of a method in threads. Yields a function that waits for them.
+
+    What fails here fails again, with its reason, where the kernel is needed. torch's generators stay as they were.
+    """
+    pool = concurrent.futures.ThreadPoolExecutor(8, thread_name_prefix="compiling")
+    if device.type == "cuda" and recipe.quantizes and use_kernels(device):
+        for launch in (launch for part in recipe.parts for launch in launches(part, device)):
+            pool.submit(launch)
+    try:
+        yield pool.shutdown
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def launches(recipe: Recipe, device: torch.device) -> list[Callable[[], object]]:
+    """The kernels of a layer's forward and backward pass, each as a function that launches it."""
+    seed = torch.zeros((), dtype=torch.int64, device=device)
+    x = torch.ones(ROWS, COLUMNS, dtype=torch.bfloat16, device=device)
+
+    def how(operand: int) -> Quantization:
+        drawn = recipe.draws_in_forward if operand in (INPUT, WEIGHT) else True
+        return recipe.quantization(operand, *((seed, seed) if drawn else (None, None)), device)
+
+    def of_relu_squared() -> object:
+        if recipe.input_is_codes:
+            return quantize_relu_squared(x, how(INPUT), seed)
+        from nvfp4_kernels.relu_squared import relu_squared
+
+        return relu_squared(x, seed)
+
+    def transposed_input() -> object:
+        if recipe.grad_weight.b.raw:
+            return quantize_operand(x, how(INPUT_T), transpose=True, keep_codes=True)
+        kept = quantize_operand(x, how(INPUT), keep_codes=True).for_backward()
+        return quantize_operand(kept.without_cache(), how(INPUT_T), transpose=True)
+
+    return [
+        lambda: quantize_grad_output(x, how(GRAD_OUTPUT), how(GRAD_OUTPUT_T)),
+        transposed_input,  # the transposed weight's kernel as well
+        lambda: quantize_operand(x, how(INPUT), keep_codes=True),
+        lambda: quantize_operand(x.float(), how(WEIGHT), keep_codes=True),
+        of_relu_squared,
+    ]
