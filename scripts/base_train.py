@@ -52,6 +52,7 @@ from nanochat_fp4.training.flags import (
     changed_flags,
     parse_seed,
 )
+from nanochat_fp4.training.graphed import GraphedStep
 from nanochat_fp4.training.load_model import checkpoint_folder, register_stored_recipes
 from nanochat_fp4.training.micro_batch import auto_device_batch_size, parse_device_batch_size, plan_accumulation
 from nanochat_fp4.training.new_model import (
@@ -63,6 +64,7 @@ from nanochat_fp4.training.new_model import (
 )
 from nanochat_fp4.training.report_run import report_run
 from nanochat_fp4.training.run import Data, Evaluation, Process, Run, Size, due, run_stage
+from nanochat_fp4.training.step import TrainingStep
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -74,6 +76,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add_run_arguments(parser)
     add_compile_argument(parser)
+    text = "replay each micro-batch as a CUDA graph: equal bits, less work for the CPU, more memory; one GPU"
+    add("--cuda-graph", action="store_true", help=text)
     add("--seed", type=parse_seed, default=42, help="seed of weights, rotations and stochastic rounding")
     text = "folder of parquet shards or text (default: $DATA_DIR, else FineWeb-Edu, else a small embedded corpus)"
     add("--data-dir", default="", help=text)
@@ -250,7 +254,8 @@ def train(args: argparse.Namespace, method: str, process: Process) -> None:
     text = Text(data_dir, data_seed=args.data_seed, shuffle_documents=args.shuffle_documents)
     val_text, val_data = Text(shards=open_shards("val", data_dir)), validation_text(data_dir)
     options = PretrainingOptions(**{f.name: getattr(args, f.name) for f in fields(PretrainingOptions)})
-    run.make_step(*model.setup_pretraining(options, args.total_batch_size, steps, run.lean))
+    optimizers, schedule = model.setup_pretraining(options, args.total_batch_size, steps, run.lean)
+    run.make_step(optimizers, schedule, GraphedStep if args.cuda_graph else TrainingStep)
 
     def make_loader(position: Any) -> Any:
         return tokenizing_distributed_data_loader_with_state_bos_bestfit(

@@ -355,10 +355,17 @@ class Run:
             shard(self.model, torch.bfloat16 if self.device.type == "cuda" and self.dtype is None else None)
         self.forward = compile_layers(self.model) if compiled else self.model
 
-    def make_step(self, optimizers: Sequence[torch.optim.Optimizer], schedule: Schedule, **loss: Any) -> None:
-        """Builds the TrainingStep. loss: its argument of this name, if the stage has another loss than the model's."""
+    def make_step(
+        self,
+        optimizers: Sequence[torch.optim.Optimizer],
+        schedule: Schedule,
+        kind: type[TrainingStep] = TrainingStep,
+        **loss: Any,
+    ) -> None:
+        """Builds the step. kind: a subclass of TrainingStep. loss: its argument of this name, if the stage has another
+        loss than the model's."""
         self.schedule = schedule
-        self.training_step = TrainingStep(
+        self.training_step = kind(
             self.model, optimizers, self.forward, self.quantized, self.dtype, lean=self.lean, **loss
         )
 

@@ -1,0 +1,144 @@
+"""Micro-batches of a training run as one CUDA graph: a leaf of TrainingStep, for base_train's --cuda-graph.
+
+A micro-batch of a 4-bit method launches some three thousand kernels, and Python needs about as long to launch them as a
+GPU to run them: on a busy host longer. A CUDA graph launches them all with one call. The first step runs as always and
+compiles. The second step captures two graphs, and all later steps replay them:
+
+    codes        makes the weights' codes, once a step, into memory that the graph owns
+    micro-batch  forward and backward pass; reads the batch and adds the gradients at fixed addresses
+
+The bits are those of a run without the graphs. Seeds are drawn on the device by torch's generator, whose seed and
+offset a replay takes from the generator itself: each replay draws the numbers that an eager pass would draw.
+
+The graphs are captured anew where what they hold has changed: the layers' methods (a phase begins), the parameters'
+memory, the number of micro-batches. What is computed between micro-batches needs no graph: evaluation, the search for
+the layer of a NaN, the optimizers. The activations of a micro-batch keep their memory in between.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+import nanochat_fp4 as nf
+from nanochat_fp4.common import print0
+from nanochat_fp4.errors import UserError, one_line
+from nanochat_fp4.nvfp4.linear import QuantLinear
+from nanochat_fp4.parallel import is_sharded
+from nanochat_fp4.training.step import TrainingStep
+
+
+@dataclass
+class _Captured:
+    """Both graphs and the tensors at the addresses that they hold."""
+
+    grads: list[tuple[torch.nn.Parameter, Tensor]]
+    codes: torch.cuda.CUDAGraph | None = None
+    made: list[object] = field(default_factory=list)  # the weights' operands
+    micro_batch: torch.cuda.CUDAGraph | None = None
+    batch: tuple[Tensor, ...] = ()
+    loss: Tensor | None = None
+
+
+class GraphedStep(TrainingStep):
+    """TrainingStep that replays CUDA graphs from the third step on. The arguments are TrainingStep's.
+
+    Says in one line why a run is left without graphs. Raises UserError where a capture fails.
+    """
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.captured: _Captured | None = None
+        self.seen: tuple | None = None  # what the last step without graphs held
+        self.with_grads: list[torch.nn.Parameter] = []
+        self.problem = self._problem()
+        if self.problem:
+            print0(f"note: --cuda-graph does nothing here: {self.problem}")
+
+    def _problem(self) -> str | None:
+        if self.device.type != "cuda":
+            return f"the model is on {self.device}, expected a CUDA device"
+        if is_sharded(self.model):
+            return "--parallel=fsdp gathers weights inside a micro-batch"
+        if torch.distributed.is_initialized():
+            return "several processes train, and graphs beside their collectives were never tried"
+        if self.lean is not None:
+            return "--state=lean rounds gradients by the number of the micro-batch"
+        looking = next((m.recipe.name for m in self._layers() if m.recipe.looks_at_inputs), None)
+        return f"{looking} changes its factors between steps" if looking else None
+
+    def _layers(self) -> list[QuantLinear]:
+        return [m for m in self.model.modules() if isinstance(m, QuantLinear)]
+
+    def _holds(self, count: int) -> tuple:
+        """What a captured graph takes for granted."""
+        addresses = tuple(p.data_ptr() for p in self.model.parameters())
+        return count, addresses, tuple(layer.recipe for layer in self._layers())
+
+    @contextlib.contextmanager
+    def micro_batches(self, count: int, step: int = 0) -> Iterator[None]:
+        self.problem = self.problem or self._problem()  # a phase with feedback may have begun
+        holds = None if self.problem else self._holds(count)
+        if self.problem or holds != self.seen:
+            self.captured, self.seen = None, holds
+            with super().micro_batches(count, step):
+                yield
+            self.with_grads = [p for p in self.model.parameters() if p.grad is not None]
+        elif self.captured is None:
+            with self._first_with_graphs(count):
+                yield
+        else:
+            for parameter, grad in self.captured.grads:
+                parameter.grad = grad
+            torch._foreach_zero_([grad for _, grad in self.captured.grads])
+            if self.captured.codes is not None:
+                self.captured.codes.replay()
+            yield
+
+    @contextlib.contextmanager
+    def _first_with_graphs(self, count: int) -> Iterator[None]:
+        """Around the micro-batches of the step that captures. Its gradients stay where they are in later steps."""
+        with contextlib.ExitStack() as inside:
+            if count > 1:
+                inside.enter_context(nf.accumulate_gradients(self.model))
+            for p in self.with_grads:
+                p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+            captured = _Captured([(p, p.grad) for p in self.with_grads])
+            if count > 1:  # else each pass makes the codes
+                captured.codes = torch.cuda.CUDAGraph()
+                with _capture(captured.codes):
+                    inside.enter_context(self.weights_once(count))
+                captured.made = [layer.context.weights for layer in self._layers()]
+                captured.codes.replay()
+            self.captured = captured
+            yield
+
+    def micro_batch(self, *batch: Tensor, count: int = 1) -> Tensor:
+        captured = self.captured
+        if captured is None:
+            return super().micro_batch(*batch, count=count)
+        if captured.micro_batch is None:
+            captured.batch = tuple(t.clone() for t in batch)
+            graph = torch.cuda.CUDAGraph()
+            with _capture(graph, captured.codes and captured.codes.pool()):
+                captured.loss = super().micro_batch(*captured.batch, count=count)
+            captured.micro_batch = graph
+        for inside, given in zip(captured.batch, batch, strict=True):
+            inside.copy_(given)
+        captured.micro_batch.replay()
+        return captured.loss.clone()
+
+
+@contextlib.contextmanager
+def _capture(graph: torch.cuda.CUDAGraph, pool: tuple[int, int] | None = None) -> Iterator[None]:
+    """Captures what is launched inside. Other threads may go on to use CUDA."""
+    try:
+        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+            yield
+    except Exception as error:
+        raise UserError(
+            f"--cuda-graph: a micro-batch could not be captured ({one_line(error)}); train without --cuda-graph, or "
+            "lower --device-batch-size if memory ran out"
+        ) from error
