@@ -15,6 +15,9 @@ from pathlib import Path
 
 import pytest
 
+from nanochat_fp4.plan.__main__ import plan_of
+from nanochat_fp4.plan.shell import calls as shell_calls
+
 ROOT = Path(__file__).resolve().parent.parent
 TOY = {
     "DEPTH": "1", "ASPECT_RATIO": "128", "HEAD_DIM": "64", "SEQ_LEN": "32", "VOCAB_SIZE": "300", "TOTAL_BATCH": "128",
@@ -203,6 +206,29 @@ cat {tmp_path}/late; exit $STATUS"""
     assert done.stdout.endswith("late\n") and "base training, a failed (exit status 3)" in done.stderr
     left = (base / "report/left_out.txt").read_text().splitlines()
     assert [line.partition(", because")[0] for line in left] == ["base training, a", "mid-training, a", "SFT, a"]
+
+
+@pytest.mark.parametrize("compare", ["0", "1"])
+def test_each_stage_of_a_real_plan_fails_without_taking_others_along(environment, tmp_path, compare):
+    """Only those whose needs, or the needs of those, have failed are left out; the report is always made."""
+    variables = {"GPU": "h100", "PLAN_ONLY": "1", "COMPARE": compare, "STAGES": "", "EVAL_ARGS": "-a local"}
+    plan = plan_of("speedrun", variables)
+    calls, ran = tmp_path / "calls.sh", tmp_path / "ran"
+    calls.write_text(shell_calls(plan))
+    (Path(environment["NANOCHAT_BASE_DIR"]) / "report").mkdir()
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/bash\necho "$*" >> {ran}\n[ "$*" != "$FAILING" ]\n')
+    python.chmod(0o755)
+    assert len(plan.stages) >= 11
+    for failing in plan.stages:
+        gone = {failing.name}
+        for stage in plan.stages:
+            gone |= {stage.name} if gone & set(stage.needs) else set()
+        ran.unlink(missing_ok=True)
+        command = f"{PIPELINE} PY={python}; source {calls}; exit $STATUS"
+        done = shell(command, environment, FAILING=" ".join(["-m", *failing.command]))
+        expected = {" ".join(["-m", *s.command]) for s in plan.stages if s.name not in gone - {failing.name}}
+        assert done.returncode == 1 and set(ran.read_text().splitlines()) == expected, failing.name
 
 
 def test_every_stage(environment):

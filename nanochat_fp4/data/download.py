@@ -23,6 +23,7 @@ from nanochat_fp4.common import get_base_dir, print0
 from nanochat_fp4.console import format_bytes, logger
 from nanochat_fp4.errors import USER_ERRNOS, UserError, one_line
 from nanochat_fp4.files import fsync_dir, git_hash, sha256_file
+from nanochat_fp4.packages import missing_package
 
 LIMIT_BYTES = 1 << 30  # of any file
 BACKOFF_SECONDS = 1.0  # before the second attempt; doubled before each further one
@@ -68,16 +69,28 @@ def status_of(error: BaseException) -> int | None:
 
 def hub_problem(dataset: str, name: str, deadline: float = 8.0) -> str | None:
     """Why the hub gives no answer about a file of a dataset within `deadline` seconds. None if there is an answer."""
+    problem, status = _ask_hub(dataset, name, deadline)
+    return None if status else problem
+
+
+def file_problem(dataset: str, name: str, deadline: float = 8.0) -> str | None:
+    """Why the hub does not offer a file of a dataset: no answer, or one that there is none, or none for this user."""
+    return _ask_hub(dataset, name, deadline)[0]
+
+
+def _ask_hub(dataset: str, name: str, deadline: float) -> tuple[str | None, int | None]:
+    """(why there is no such file, the status of an answer that refuses it)."""
     if os.environ.get("HF_HUB_OFFLINE", "0").lower() not in ("", "0", "false"):
-        return "HF_HUB_OFFLINE is set"
+        return "HF_HUB_OFFLINE is set", None
     try:
         within(deadline, lambda: hub_metadata(dataset, name, deadline))
     except TimeoutError:
-        return f"no answer from {hub_url()} within {deadline:g} seconds"
-    except Exception as e:
-        if status_of(e) is None:
-            return f"{hub_url()} cannot be reached: {one_line(e)[:150]}"
-    return None
+        return f"no answer from {hub_url()} within {deadline:g} seconds", None
+    except Exception as e:  # of several libraries
+        if status := status_of(e):
+            return f"{hub_url()} answers {status} for {dataset}/{name}", status
+        return f"{hub_url()} cannot be reached: {missing_package(e) or one_line(e)[:150]}", None
+    return None, None
 
 
 def hub_metadata(dataset: str, name: str, timeout: float = 10.0) -> Any:
@@ -187,7 +200,7 @@ def _fetch_hub(dataset: str, name: str, file: Path, timeout: float, end: float, 
     return place
 
 
-def _http_opener() -> urllib.request.OpenerDirector:
+def http_opener() -> urllib.request.OpenerDirector:
     """urllib's default opener without its handlers of ftp:, file: and data:, which a redirect could ask for."""
     opener = urllib.request.OpenerDirector()
     for handler in (
@@ -219,7 +232,7 @@ def _stated_length(headers: Message) -> int | None:
 def _fetch_url(url: str, file: Path, timeout: float, end: float, limit: int) -> str:
     headers = {"User-Agent": "nanochat_fp4", "Accept-Encoding": "identity"}
     request = urllib.request.Request(url, headers=headers)  # noqa: S310 the opener knows http and https alone
-    with _http_opener().open(request, timeout=timeout) as response, open(file, "xb") as f:
+    with http_opener().open(request, timeout=timeout) as response, open(file, "xb") as f:
         if response.status != 200:
             raise ValueError(f"the server answered {response.status} in place of 200")
         _check_size(file, size := _stated_length(response.headers), limit)

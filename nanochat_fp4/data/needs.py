@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from nanochat_fp4.data.chat_data import IDENTITY_URL, WORD_LIST_URL, CustomJSON, SmolTalk, load_words
-from nanochat_fp4.data.download import within
+from nanochat_fp4.data.download import http_opener, within
 from nanochat_fp4.data.rows import rows_problem
 from nanochat_fp4.errors import UserError, one_line
 from nanochat_fp4.packages import install_command
@@ -129,8 +129,8 @@ def url_problem(url: str) -> str | None:
     """Why a server does not offer this file, or None. One request without a body."""
 
     def ask() -> None:
-        request = urllib.request.Request(url, method="HEAD")  # noqa: S310 (an address of this package)
-        urllib.request.urlopen(request, timeout=DEADLINE).close()  # noqa: S310 (an address of this package)
+        request = urllib.request.Request(url, method="HEAD")  # noqa: S310 the opener knows http and https alone
+        http_opener().open(request, timeout=DEADLINE).close()
 
     try:
         within(DEADLINE, ask)

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from nanochat_fp4.data.download import hub_problem, within
+from nanochat_fp4.data.download import file_problem, hub_problem, within
 from nanochat_fp4.errors import UserError, one_line
 from nanochat_fp4.hardware import physical_memory
 from nanochat_fp4.packages import install_command, missing_package
@@ -211,7 +211,7 @@ def rows_problem(dataset: str, config: str | None, split: str, folder: str | Non
             return one_line(e)
     if importlib.util.find_spec("datasets") is None:
         return f"the package datasets is not installed ({install_command('datasets')})"
-    return None if _is_cached(dataset) else hub_problem(dataset, "README.md")
+    return None if _is_cached(dataset) else file_problem(dataset, "README.md")
 
 
 @functools.cache

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from nanochat_fp4.data.dataset import DATASET, MAX_SHARD
-from nanochat_fp4.data.download import hub_problem
+from nanochat_fp4.data.download import file_problem
 from nanochat_fp4.data.needs import Missing
 from nanochat_fp4.data.shards import index_to_filename
 from nanochat_fp4.errors import UserError
@@ -85,7 +85,7 @@ def text_source(settings: Settings) -> tuple[str, str, int]:
         return "shards", "downloaded before", shards
     if (base / "embedded_data/manifest.json").is_file():
         return "embedded", "built before; for FineWeb-Edu: python -m nanochat_fp4.data.dataset -n 8", shards
-    problem = hub_problem(DATASET, index_to_filename(0))
+    problem = file_problem(DATASET, index_to_filename(0))
     return ("hub", "", shards) if problem is None else ("embedded", problem, shards)
 
 

@@ -9,6 +9,7 @@ import re
 import shutil
 import time
 import types
+import urllib.error
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -422,6 +423,18 @@ def test_a_hub_that_never_answers_is_given_up(monkeypatch):
     # Name look-ups ignore timeouts; a question that takes forever stands for one.
     monkeypatch.setattr(download, "hub_metadata", lambda *args: time.sleep(5))
     assert "within 0.2 seconds" in download.hub_problem("x/y", "z", 0.2)
+
+
+@pytest.mark.parametrize("status", [401, 404, 503])
+def test_a_file_that_the_hub_refuses_is_missing_for_a_plan(monkeypatch, status):
+    """The hub is there all the same, and may offer other files."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    refused = urllib.error.HTTPError("https://x", status, "no", None, None)
+    monkeypatch.setattr(download, "hub_metadata", lambda *args: (_ for _ in ()).throw(refused))
+    assert download.hub_problem("x/y", "z") is None and f"answers {status} for x/y/z" in download.file_problem(
+        "x/y", "z"
+    )
+    assert f"answers {status}" in rows.rows_problem("x/y", "main", "test", None, "--eval-dir")
 
 
 def test_a_benchmark_without_a_network_blames_the_network(monkeypatch):
