@@ -139,14 +139,18 @@ def choose(model: GPT, total: float, sizes: Sequence[int], states: Sequence[str]
     """Ways to train the model on a GPU of so many bytes, each with its largest micro-batch; the best one first.
 
     FP32 state comes before lean state, because lean state rounds the weights to BF16, and less recomputation comes
-    before more. The best way is the first one with GOOD_ROWS rows, or else the first one with the most rows.
+    before more. The best way is the first one with GOOD_ROWS rows, or else the first one with the most rows. Where not
+    one row fits, it is the way with the lowest peak.
     """
     ways = [
         largest(model, total, sizes, state, recompute)
         for state in states for recompute in ("none", "codes", "codes-mlp")
     ]  # fmt: skip
     most = max(way.rows for way in ways)
-    best = next(way for way in ways if way.rows >= min(GOOD_ROWS, most))
+    if not most:
+        best = min(ways, key=lambda way: way.peak)
+    else:
+        best = next(way for way in ways if way.rows >= min(GOOD_ROWS, most))
     return [best, *(way for way in ways if way is not best)]
 
 

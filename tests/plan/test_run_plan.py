@@ -116,6 +116,14 @@ def test_a_small_card_gets_a_smaller_model_unless_the_user_has_chosen():
         planned(gpu="rtx5060", DEPTH="36")
 
 
+def test_what_a_model_needs_is_its_smallest_way():
+    """A model that trains with a lean state is not said to need the bytes of an FP32 state."""
+    with pytest.raises(UserError, match="d36_clover needs ") as e:
+        planned(gpu="rtx5060", DEPTH="36")
+    ways = as_json(gpu="b200", DEPTH="36", BASE_ARGS="--state=lean", DEVICE_BATCH="1")["runs"][0]["memory"]
+    assert float(str(e.value).split(" needs ")[1].split()[0]) * 2**30 <= 1.01 * min(way["peak"] for way in ways)
+
+
 def test_hours_are_an_estimate_with_sources_and_are_scaled():
     d20, d12 = (as_json(gpu="rtx5090", DEPTH=depth)["runs"][0] for depth in ("20", "12"))
     assert d20["hours"]["kind"] == "estimated" and d20["hours"]["sources"]
