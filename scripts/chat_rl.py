@@ -38,9 +38,9 @@ from nanochat_fp4.nvfp4.contexts import per_token_scale
 from nanochat_fp4.training import later_stage, loop
 from nanochat_fp4.training.flags import (
     add_common_arguments,
-    add_conversation_arguments,
+    add_data_argument,
+    add_eval_dir_argument,
     changed_flags,
-    check_conversations,
     steps_of_epochs,
 )
 from nanochat_fp4.training.run import Data, Evaluation, Process, Run, Size, due, run_stage
@@ -49,7 +49,8 @@ from nanochat_fp4.training.run import Data, Evaluation, Process, Run, Size, due,
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = ArgumentParser(description="Reinforcement learning on GSM8K")
     add_common_arguments(parser, init_lr_frac=0.05)
-    add_conversation_arguments(parser)
+    add_data_argument(parser)
+    add_eval_dir_argument(parser)
     parser.set_defaults(save_every=60)
     add = parser.add_argument
     add("--source", default="sft", choices=("mid", "sft"), help="mid|sft - which checkpoint to load from")
@@ -129,7 +130,6 @@ def pass_at_k(args: argparse.Namespace, run: Run, answers: Answers, task: Task) 
 
 def main(argv: list[str] | None = None) -> None:
     args = parse_args(argv)
-    check_conversations(args)
     args.eval_dir = resolve_eval_dir(args.eval_dir)
     run_stage(args, functools.partial(train, args))
 

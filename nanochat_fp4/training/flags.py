@@ -191,17 +191,25 @@ def add_model_arguments(parser: argparse.ArgumentParser, *precisions: str) -> No
         add("--precision", default=precisions[0], choices=precisions, help=what)
 
 
-def add_benchmark_arguments(parser: argparse.ArgumentParser) -> None:
+def add_eval_dir_argument(parser: argparse.ArgumentParser) -> None:
     where = "folder of benchmark files (default: $NANOCHAT_EVAL_DIR, else the hub); see eval/README.md"
     parser.add_argument("--eval-dir", default=None, help=where)
+
+
+def add_benchmark_arguments(parser: argparse.ArgumentParser) -> None:
+    add_eval_dir_argument(parser)
     text = "leave out a dataset that is not to be had, instead of stopping"
     parser.add_argument("--allow-missing", action="store_true", help=text)
 
 
+def add_data_argument(parser: argparse.ArgumentParser) -> None:
+    text = "nanochat's data, or small ones made on the spot without a network (no benchmark numbers)"
+    parser.add_argument("--data", default="nanochat", choices=("nanochat", "local"), help=text)
+
+
 def add_conversation_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of a stage that trains on conversations. main and needs of the stage call check_conversations."""
-    text = "nanochat's mixture, or a small one made on the spot without a network (no benchmark numbers)"
-    parser.add_argument("--data", default="nanochat", choices=("nanochat", "local"), help=text)
+    add_data_argument(parser)
     text = "folder with train.jsonl and test.jsonl of conversations, in place of SmolTalk"
     parser.add_argument("--sft-dir", default=None, help=text)
     add_benchmark_arguments(parser)

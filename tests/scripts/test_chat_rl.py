@@ -148,4 +148,7 @@ def test_gsm8k_from_files_and_resumed(tiny_base, tmp_path, monkeypatch, capsys):
         chat_rl.main([*flags, "--resume-from-step=1", "--num-samples=2"])
     with pytest.raises(ValueError, match="positions; lower --max-new-tokens"):
         chat_rl.main([*flags, "--overwrite", "--max-new-tokens=99999"])
+    for flag in ("--sft-dir=folder", "--allow-missing"):  # its only data set is GSM8K
+        with pytest.raises(SystemExit):
+            chat_rl.main([*flags, flag])
     assert_same(final_state(out, 2), whole)
