@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import os
 import struct
 import sys
 from dataclasses import asdict, replace
@@ -15,6 +16,8 @@ from _models import Foreign
 from torch import nn
 
 from nanochat_fp4.data.tokenizer import get_tokenizer
+from nanochat_fp4.export.folder import LIST, new_export
+from nanochat_fp4.files import atomic_write
 from nanochat_fp4.models.gpt import GPT, GPTConfig
 from nanochat_fp4.models.llama import Llama, LlamaConfig
 from nanochat_fp4.training.checkpoint_manager import save_checkpoint
@@ -150,3 +153,23 @@ def exported_code(folder: Path) -> torch.nn.Module:
     assert {dtype for dtype, _ in tensors.values()} == {"F32"}
     model.load_state_dict({name: torch.tensor(array) for name, (_, array) in tensors.items()})
     return model.eval()
+
+
+def write_value(out: Path, value: int, overwrite: bool = True) -> None:
+    """An export of two files, and of a third where the value is even."""
+    with new_export(out, overwrite) as part:
+        for name in ("README.md", "config.json", "tokenizer.json")[: 3 - value % 2]:
+            atomic_write(part / name, str(value))
+
+
+def value_of(out: Path) -> int:
+    """The value of an export, whole; AssertionError where files of two are mixed."""
+    files = {path.name: path.read_text() for path in out.iterdir()}
+    value = int(files["README.md"])
+    assert len(files) == 4 - value % 2 and {v for k, v in files.items() if k != LIST} == {str(value)}
+    return value
+
+
+def names_beside(folder: Path) -> set[str]:
+    """The names in a folder, without the lock."""
+    return {name for name in os.listdir(folder) if ".out.lock" not in name}

@@ -9,11 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from _exporting import names_beside, value_of, write_value
 from _forking import killed_everywhere
 
 from nanochat_fp4.data.dataset import ensure_data
-from nanochat_fp4.export.folder import LIST, new_export
-from nanochat_fp4.files import atomic_write
 from nanochat_fp4.training.checkpoint_manager import (
     find_last_step,
     list_steps,
@@ -80,30 +79,15 @@ def check_pruning(scratch: Path) -> None:
 
 
 def export(folder: Path, value: int, overwrite: bool = True) -> None:
-    """An export of two files, and of a third where the value is even."""
-    with new_export(folder / "out", overwrite) as part:
-        for name in ("README.md", "config.json", "tokenizer.json")[: 3 - value % 2]:
-            atomic_write(part / name, str(value))
-
-
-def export_value(out: Path) -> int:
-    files = {path.name: path.read_text() for path in out.iterdir()}
-    value = int(files["README.md"])
-    assert len(files) == 4 - value % 2 and {v for k, v in files.items() if k != LIST} == {str(value)}
-    return value
+    write_value(folder / "out", value, overwrite)
 
 
 def whole_export(folder: Path) -> tuple[int, bool]:
     """(its value, whether it has its name). An old export may have been renamed aside, and is whole there."""
     if (folder / "out").exists():
-        return export_value(folder / "out"), True
+        return value_of(folder / "out"), True
     (old,) = folder.glob(".out.*.old")
-    return export_value(old), False
-
-
-def beside(folder: Path) -> set[str]:
-    """The names in a folder, without the lock's own files."""
-    return {name for name in os.listdir(folder) if ".out.lock" not in name}
+    return value_of(old), False
 
 
 def check_export(scratch: Path) -> None:
@@ -122,10 +106,10 @@ def check_export(scratch: Path) -> None:
             for twice in killed_everywhere(again, lambda folder: export(folder, 4), folder, every=5 if named else 1):
                 assert whole_export(twice)[0] in (value, 4)
                 export(twice, 3)
-                assert export_value(twice / "out") == 3 and (twice / ".out.part" / "work").exists()
-                assert beside(twice) == {"out", ".out.part"}
+                assert value_of(twice / "out") == 3 and (twice / ".out.part" / "work").exists()
+                assert names_beside(twice) == {"out", ".out.part"}
         export(folder, 3)
-        assert export_value(folder / "out") == 3 and beside(folder) == {"out", ".out.part"}
+        assert value_of(folder / "out") == 3 and names_beside(folder) == {"out", ".out.part"}
     assert in_order(found, [(1, True), (1, False), (2, True)]) and len(found) > 25, found
 
 
@@ -133,9 +117,9 @@ def check_first_export(scratch: Path) -> None:
     found = []
     for folder in killed_everywhere(scratch, lambda folder: export(folder, 2, overwrite=False)):
         out = folder / "out"
-        found.append(export_value(out) if out.exists() else None)
+        found.append(value_of(out) if out.exists() else None)
         export(folder, 4, overwrite=out.exists())
-        assert export_value(out) == 4 and beside(folder) == {"out"}
+        assert value_of(out) == 4 and names_beside(folder) == {"out"}
     assert in_order(found, [None, 2]) and len(found) > 15, found
 
 

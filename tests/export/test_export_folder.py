@@ -1,4 +1,4 @@
-"""The folder of an export: whose files it replaces, several writers at once, and kills at every file operation."""
+"""The folder of an export: whose files it replaces, and several writers at once. Kills: tests/test_kills.py."""
 
 import json
 import os
@@ -7,32 +7,12 @@ import threading
 from pathlib import Path
 
 import pytest
-from _exporting import save_small
+from _exporting import names_beside, save_small, value_of
+from _exporting import write_value as write
 
 from nanochat_fp4.errors import UserError
 from nanochat_fp4.export.folder import FORMAT, LIST, new_export
-from nanochat_fp4.files import atomic_write
 from scripts import export
-
-
-def write(out: Path, value: int, overwrite: bool = True) -> None:
-    """An export of two files, and of a third where the value is even."""
-    with new_export(out, overwrite) as part:
-        for name in ("README.md", "config.json", "tokenizer.json")[: 3 - value % 2]:
-            atomic_write(part / name, str(value))
-
-
-def value_of(out: Path) -> int:
-    """The value of an export, whole; AssertionError where files of two are mixed."""
-    files = {path.name: path.read_text() for path in out.iterdir()}
-    value = int(files["README.md"])
-    assert len(files) == 4 - value % 2 and {v for k, v in files.items() if k != LIST} == {str(value)}
-    return value
-
-
-def beside(folder: Path) -> set[str]:
-    """The names in a folder, without the lock."""
-    return {name for name in os.listdir(folder) if ".out.lock" not in name}
 
 
 def test_the_script_replaces_an_export_and_nothing_else(tiny_base, tmp_path):
@@ -55,7 +35,7 @@ def test_the_script_replaces_an_export_and_nothing_else(tiny_base, tmp_path):
     link.symlink_to(out)
     run("--overwrite", out=link)
     assert link.is_symlink() and sorted(os.listdir(out)) == files and (mine / "work").read_text() == "mine"
-    assert beside(tmp_path) == {"out", "out.part", "link", "tiny"}
+    assert names_beside(tmp_path) == {"out", "out.part", "link", "tiny"}
     with new_export(out, True), pytest.raises(UserError, match=f"{out}; .*another --out"):
         run("--overwrite")
 
@@ -77,7 +57,7 @@ def test_writers_wait_for_one_another(tmp_path):
                 trouble.append(listed)
         except FileNotFoundError:
             continue
-    assert not trouble and value_of(out) in (19, 119) and beside(tmp_path) == {"out"}
+    assert not trouble and value_of(out) in (19, 119) and names_beside(tmp_path) == {"out"}
 
 
 def test_an_empty_folder_is_taken_with_its_rights(tmp_path):
@@ -118,7 +98,7 @@ def test_files_of_others_stay(tmp_path, stranger):
     with pytest.raises(UserError, match="not of the export"), new_export(out, True):
         (out / stranger).mkdir()
     (out / stranger).rmdir()
-    assert value_of(out) == 1 and beside(tmp_path) == {"before", "out"}
+    assert value_of(out) == 1 and names_beside(tmp_path) == {"before", "out"}
     with pytest.raises(UserError, match="overwrite=True"):
         write(out, 2, overwrite=False)
     assert value_of(out) == 1
