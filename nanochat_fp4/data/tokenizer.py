@@ -169,6 +169,8 @@ class RustBPETokenizer:
     def _from_json(cls, path: Path) -> "RustBPETokenizer":
         retrain = "train it again (python -m scripts.tok_train) or copy it again"
         try:
+            if path.exists() and not path.is_file():
+                raise ValueError("it is a folder or a device, not a file")
             data = json.loads(path.read_bytes())
             if data["format"] != FORMAT:
                 raise UserError(f"{path} has the format {str(data['format'])[:60]!r}, not {FORMAT!r}; {retrain}")

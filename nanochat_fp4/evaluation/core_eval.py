@@ -140,7 +140,7 @@ def evaluate_example(
     chosen = random.Random(FEWSHOT_SEED + index).sample(others, task_meta["num_fewshot"])
     rendered = render_question(item, tokenizer, task_meta, [data[i] for i in chosen])
     whole = rendered and [crop(s, span, longest_input(model)) for s, span in zip(*rendered)]
-    if not whole or None in whole:
+    if not whole or None in whole or any(start >= end for _, (start, end) in whole):
         return Outcome(False, judged=False)
     sequences, spans = map(list, zip(*whole))
     cropped = sequences != rendered[0]

@@ -92,12 +92,18 @@ def read_bundle(folder: Path) -> tuple[list[dict[str, Any]], dict[str, float]]:
             raise ValueError(f"more than {format_bytes(MAX_YAML_BYTES)}")
         tasks = yaml.safe_load(text)["icl_tasks"]
         for task in tasks:
-            task["label"], task["icl_task_type"], task["dataset_uri"], task["num_fewshot"][0]  # noqa: B018
+            words, shots = (task["label"], task["icl_task_type"], task["dataset_uri"]), task["num_fewshot"][0]
+            if not all(isinstance(word, str) for word in words) or not isinstance(shots, int):
+                raise ValueError(f"a task with {words} and num_fewshot {shots!r}")
+        if not tasks:
+            raise ValueError("no task")
     except (OSError, yaml.YAMLError, KeyError, TypeError, IndexError, ValueError, RecursionError) as e:
         raise UserError(f"{folder / 'core.yaml'} is damaged ({one_line(e)[:100]}); unpack the bundle again") from e
     try:
         with open(folder / "eval_meta_data.csv", encoding="utf-8", newline="") as f:
             guessing = {row["Eval Task"]: float(row["Random baseline"]) for row in csv.DictReader(f)}
+        if wrong := [chance for chance in guessing.values() if not 0 <= chance < 100]:
+            raise ValueError(f"a random baseline of {wrong[0]} percent")
     except (OSError, KeyError, TypeError, ValueError, csv.Error) as e:
         damaged = f"{folder / 'eval_meta_data.csv'} is damaged ({one_line(e)[:100]})"
         raise UserError(f"{damaged}; unpack the bundle again") from e

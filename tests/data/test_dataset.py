@@ -29,6 +29,7 @@ from nanochat_fp4.data.dataset import (
     validation_text,
 )
 from nanochat_fp4.data.shards import cut_text, data_lock, index_to_filename, open_shard
+from nanochat_fp4.data.tokenizer import RustBPETokenizer
 from nanochat_fp4.errors import UserError
 
 VAL = "shard_01822.parquet"
@@ -232,6 +233,9 @@ def test_a_link_to_a_device_is_no_text(tmp_path, base_dir, target):
         ensure_data(str(tmp_path / "data"))
     with pytest.raises(UserError, match="is a folder or a device, not a file"):
         rows.read_rows(tmp_path / "data" / "a.jsonl")
+    (tmp_path / "data" / "tokenizer.json").symlink_to(target)
+    with pytest.raises(UserError, match="it is a folder or a device, not a file"):
+        RustBPETokenizer.from_directory(tmp_path / "data")
 
 
 def test_many_documents_are_split_as_wholes(tmp_path, base_dir):

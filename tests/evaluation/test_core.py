@@ -142,10 +142,19 @@ def test_bundles_that_are_bombs(tmp_path, base_dir):
         "icl_tasks: " + "[" * 10_000,
         "a: &a [x]\n" + "b: [*a,*a]\n" * 200_000,
         "icl_tasks: 2001-99-99",
+        "icl_tasks: []",
+        "icl_tasks:\n- {label: [a], icl_task_type: schema, dataset_uri: a, num_fewshot: [0]}",
+        "icl_tasks:\n- {label: a, icl_task_type: schema, dataset_uri: 3, num_fewshot: [0]}",
+        "icl_tasks:\n- {label: a, icl_task_type: schema, dataset_uri: a, num_fewshot: [x]}",
     ):
         (bundle / "core.yaml").write_text(text)
         with pytest.raises(UserError, match="core.yaml is damaged"):
             core_metric.read_bundle(bundle)
+    make_bundle(tmp_path / "chances")
+    for chance in ("100", "nan", "-1", "x"):  # 100 percent would divide by zero after all questions of the task
+        (tmp_path / "chances/eval_meta_data.csv").write_text(f"Eval Task,Random baseline\nschema,{chance}\n")
+        with pytest.raises(UserError, match="eval_meta_data.csv is damaged"):
+            core_metric.read_bundle(tmp_path / "chances")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -184,6 +193,14 @@ def test_long_prompts_end_no_evaluation(tmp_path):
     out = core_metric.evaluate_model(small_gpt(), byte_tokenizer(), torch.device("cpu"), bundle_dir=bundle)
     assert set(out["results"]) == {"short", "long", "endless"} and out["results"]["endless"] == 0
     assert [note.split(" ", 2)[:2] for note in out["notes"]] == [["long:", "12"], ["endless:", "3"]]
+
+
+def test_an_answer_without_a_token_of_its_own_is_not_judged():
+    """Its loss would be that of no token: NaN, beside which the first choice is the best."""
+    rows = [{"query": "?", "choices": ["no", "no way"], "gold": 0} for _ in range(3)]
+    meta = {"task_type": "multiple_choice", "num_fewshot": 0, "continuation_delimiter": " "}
+    model = lambda ids: torch.zeros(*ids.shape, 265)  # noqa: E731
+    assert core_eval.evaluate_task(model, byte_tokenizer(), rows, "cpu", meta) == (0.0, 0, 3)
 
 
 def test_a_cropped_prompt_is_the_end_of_the_whole_one():
