@@ -28,7 +28,7 @@ PROGRAMS = ("python", "bash", "pip", "torchrun", "git", "nanochat-fp4", "vllm", 
 COMMAND = re.compile(rf"(?:[A-Z_0-9]+=\S* )*(?:timeout \S+ \S+ )?(?:{'|'.join(PROGRAMS)}|export|grep) ")
 # Commands that are run. Each takes at most a minute or two of one core, and reads only what the repository has.
 RUNS = re.compile(
-    r"python -c|python examples/plain_loop|PLAN_ONLY=1|python -m nanochat_fp4\.doctor$|python -m lab\.scaling|grep "
+    r"python -c|python examples/plain_loop|PLAN_ONLY=1|python -m nanochat_fp4\.doctor$|grep "
     r"|python -m lab\.reproduce (list|leaderboard|horizon|forwards|remedies|equal_time|claims|extra_steps|table5)"
     r"|python -m lab\.(pages|runs)$|bash \S+ --help|nanochat-fp4 --help|python -m lab\.bench \S+ --predict"
 )
