@@ -35,6 +35,7 @@ TEXTS = {
         f"shard_0000{i}.parquet": shard
         for i, shard in enumerate([*(shard for pair in zip(PROSE, CODE) for shard in pair), MIXED])
     },
+    "86aa8225160f": {f"shard_0000{i}.parquet": shard for i, shard in enumerate([*PROSE, *CODE, MIXED])},
     # Its training text has the prose of its validation text: half of that is no held-out text.
     "b02ca4613600": {
         **{shard.replace("code/shard", "code"): shard for shard in CODE},
