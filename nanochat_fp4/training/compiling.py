@@ -28,11 +28,17 @@ def compiled_meanwhile(device: torch.device, recipe: Recipe) -> Iterator[Callabl
     pool = concurrent.futures.ThreadPoolExecutor(8, thread_name_prefix="compiling")
     if device.type == "cuda" and recipe.quantizes and use_kernels(device):
         for launch in (launch for part in recipe.parts for launch in launches(part, device)):
-            pool.submit(launch)
+            pool.submit(_on, device, launch)
     try:
         yield pool.shutdown
     finally:
         pool.shutdown(cancel_futures=True)
+
+
+def _on(device: torch.device, launch: Callable[[], object]) -> None:
+    """Calls launch with this GPU as the current one: each thread has its own, and begins with the first GPU."""
+    with torch.cuda.device(device):
+        launch()
 
 
 def launches(recipe: Recipe, device: torch.device) -> list[Callable[[], object]]:

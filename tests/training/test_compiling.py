@@ -1,6 +1,13 @@
 """Kernels that are compiled while the data are read: those of a training step, so that the step compiles none."""
 
+import contextlib
+import threading
+
 import pytest
+import torch
+
+from nanochat_fp4.nvfp4.methods import get_recipe
+from nanochat_fp4.training import compiling
 
 STEP = """
 import json
@@ -35,3 +42,21 @@ def test_a_step_finds_its_kernels_compiled(method, fork_server, tmp_path):
     environment = {"NVFP4_KERNELS": "triton", "TRITON_CACHE_DIR": str(tmp_path)}
     (out,) = fork_server.run_ranks(STEP.format(method=method), 1, env=environment)
     assert "LATE []" in out, out
+
+
+def test_each_thread_launches_on_the_gpu_of_its_process(monkeypatch):
+    here, found = threading.local(), []
+
+    @contextlib.contextmanager
+    def current(device):
+        here.device = device
+        yield
+
+    monkeypatch.setattr(torch.cuda, "device", current)
+    monkeypatch.setattr(compiling, "use_kernels", lambda device: True)
+    launch = lambda: found.append(getattr(here, "device", None))  # noqa: E731
+    monkeypatch.setattr(compiling, "launches", lambda recipe, device: [launch, launch])
+    second = torch.device("cuda", 1)
+    with compiling.compiled_meanwhile(second, get_recipe("clover")) as wait:
+        wait()
+    assert found and set(found) == {second}
