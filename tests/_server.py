@@ -16,8 +16,8 @@ class Server(http.server.ThreadingHTTPServer):
     500; flip (every byte); cut (half of it); stall (ten bytes, then nothing for a while); endless, and a petabyte
     (more and more, until the client hangs up, 20 requests came or the server is closed; the second says how much); no,
     negative or two lengths; 206 (a part, as
-    if it had been asked for); gzip (says that it is compressed); cut head (before its end); chunked, cut chunks; to ftp
-    and to file (redirections).
+    if it had been asked for); gzip (says that it is compressed); cut head (before its end); chunked, cut chunks,
+    chunks and length; to ftp and to file (redirections).
     """
 
     daemon_threads = True
@@ -85,10 +85,11 @@ class Handler(http.server.BaseHTTPRequestHandler):
         body = data[start:]
         if wrong == "flip":
             body = bytes(b ^ 1 for b in body)
-        chunked = wrong in ("chunked", "cut chunks")
+        chunked = wrong in ("chunked", "cut chunks", "chunks and length")
         lengths = {"no length": [], "endless": [], "a petabyte": [10**15]}
         lengths |= {"negative length": [-5], "two lengths": [5, len(body)]}
-        for length in [] if chunked else lengths.get(wrong, [len(body)]):
+        lengths |= {"chunked": [], "cut chunks": [], "chunks and length": [5]}
+        for length in lengths.get(wrong, [len(body)]):
             self.send_header("Content-Length", str(length))
         if wrong == "gzip":
             self.send_header("Content-Encoding", "gzip")

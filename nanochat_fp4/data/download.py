@@ -222,6 +222,8 @@ def _stated_length(headers: Message) -> int | None:
     if encoding != "identity":
         raise ValueError(f"the server sent the encoding {encoding!r}, which was not asked for")
     if headers.get("Transfer-Encoding", "").lower() == "chunked":
+        if "Content-Length" in headers:  # whoever sits between may have read the other one
+            raise ValueError("the server states a length beside chunks")
         return None
     lengths = set(headers.get_all("Content-Length", []))
     if len(lengths) != 1 or not re.fullmatch("[0-9]+", length := lengths.pop()):

@@ -48,6 +48,7 @@ def test_a_file_arrives_whole_or_not_at_all(server, tmp_path, wrong):
         ("/f", ["206"] * 9, {"attempts": 1}, "the server answered 206 in place of 200", 1),
         ("/f", ["cut head"] * 9, {"attempts": 1}, "the server states no length", 1),
         ("/f", ["cut chunks"] * 9, {"attempts": 1}, "could not download", 1),
+        ("/f", ["chunks and length"] * 9, {"attempts": 1}, "a length beside chunks", 1),
         ("/f", ["gzip"] * 9, {"attempts": 1}, "encoding 'gzip', which was not asked for", 1),
         ("/f", ["to ftp"] * 9, {"attempts": 1}, "unknown url type: ftp", 1),
         ("/f", ["to file"] * 9, {"attempts": 1}, "could not download", 1),
