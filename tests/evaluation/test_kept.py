@@ -64,6 +64,23 @@ def test_what_is_killed_goes_on(name, tiny_base, tmp_path, monkeypatch):
     assert len(calls) == 3 + parts - 2 + parts
 
 
+def test_bits_per_byte_of_other_batches_are_measured_anew(tiny_base, monkeypatch):
+    save_base(tiny_base, n_layer=1)
+    flags, calls = ["--device-type=cpu", "--split-tokens=512"], []
+
+    def killed_at_the_second(*args):
+        calls.append(args)
+        if len(calls) == 2:
+            raise MemoryError
+        return 1.0
+
+    monkeypatch.setattr(base_loss, "evaluate_bpb", killed_at_the_second)
+    with pytest.raises(MemoryError):
+        base_loss.main([*flags, "--device-batch-size=100"])
+    base_loss.main([*flags, "--device-batch-size=200"])  # as many rows and steps, in other batches
+    assert len(calls) == 2 + 4
+
+
 def test_parts_of_other_weights_and_damaged_files_are_not_used(tmp_path):
     path, key = tmp_path / "folder" / "unfinished.json", {"weights": "aa", "tokens": 1.5}
     kept = Kept(path, key)
