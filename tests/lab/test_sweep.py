@@ -296,7 +296,7 @@ def test_the_table_takes_plain_nvfp4_from_the_forwards_file(trained):
     }  # fmt: skip
     bpb = {"clover": 1.7, "bf16": 1.4}
     assert [r.get("forwards") for r in results] == [bpb, bpb, bpb, None]
-    assert "64 tokens.* on 32" in text
+    assert "64 tokens" in text and "--eval-tokens=64" in text
 
 
 def test_damaged_runs_are_refused_by_what_is_wrong_with_them(tmp_path):
