@@ -57,14 +57,15 @@ class Score:
 def run_task(
     task: Task, model: torch.nn.Module, tokenizer: Any, name: str = "", batch_size: int = 8, num_samples: int = 1,
     max_new_tokens: int = 512, temperature: float = 0.0, top_k: int | None = 50, max_problems: int | None = None,
-    seed: int = 42, interrupted: Callable[[], bool] = lambda: False,
+    seed: int = 42, interrupted: Callable[[], bool] = lambda: False, dtype: torch.dtype | None = None,
 ) -> Score:  # fmt: skip
     """
     Evaluate `model` as it is (quantized, or inside full_precision) on a task; all ranks call this together.
 
     Only the first max_problems of a fixed, shuffled order are evaluated. Each problem gets num_samples answers, and one
     right answer is enough; answers differ only for temperature > 0. Before each batch interrupted() is called. True
-    ends the evaluation early and counts the remaining problems as wrong. Raises ValueError.
+    ends the evaluation early and counts the remaining problems as wrong. dtype is that of what is not quantized, by
+    default BF16 on CUDA and FP32 elsewhere. Raises ValueError.
     """
     count, what = len(task) if max_problems is None else min(len(task), max_problems), name or type(task).__name__
     if count < 1:
@@ -97,7 +98,7 @@ def run_task(
         with (
             Progress(total=len(mine), desc=desc, unit="problem") as progress,
             torch.no_grad(),
-            autocast(torch.device(device).type),
+            autocast(torch.device(device).type, dtype),
             per_token_scale(model),
             quantize_weights_once(model),
         ):

@@ -75,7 +75,12 @@ def evaluate(args: argparse.Namespace, device: torch.device, rank: int) -> None:
     folder = Path(get_base_dir()) / "base_eval" / (model_tag or "")
     kept = Kept(
         folder / f"unfinished_{slug}.json",
-        {"weights": weights_hash(model), "tokenizer": tokenizer.fingerprint(), "forward": method},
+        {
+            "weights": weights_hash(model),
+            "tokenizer": tokenizer.fingerprint(),
+            "forward": method,
+            "device": device.type,
+        },
     )
 
     def save(results: dict[str, float], centered: dict[str, float], core: float | None = None) -> list[str]:

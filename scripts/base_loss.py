@@ -90,6 +90,7 @@ def evaluate(args: argparse.Namespace, device: torch.device, rank: int, world_si
     base_dir, slug = Path(get_base_dir()), "" if step is None else f"_{step:06d}"
     key = {"weights": weights_hash(model), "tokenizer": tokenizer.fingerprint(), "rows": num_rows, "steps": steps}
     key |= {
+        "device": device.type,  # a CPU computes in FP32 what a GPU computes in BF16
         "batch": (args.device_batch_size, world_size),  # rows of one batch share tensor scales
         "text": [shard_digest(path) for path in list_parquet_files(data_dir)],
         "column": text_column(args.text_column),

@@ -43,6 +43,7 @@ from nanochat_fp4.evaluation.execution import SandboxError, describe_sandbox
 from nanochat_fp4.evaluation.kept import Kept, weights_hash
 from nanochat_fp4.evaluation.report_log import get_report
 from nanochat_fp4.files import atomic_write
+from nanochat_fp4.generation.engine import compute_dtype
 from nanochat_fp4.models.gpt import ROTARY_FACTOR
 from nanochat_fp4.training.checkpoint_manager import weights_digest
 from nanochat_fp4.training.flags import add_benchmark_arguments, add_model_arguments, changed_flags
@@ -81,7 +82,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("-i", "--source", required=True, choices=tuple(SOURCES), help="Source of the model: sft|mid|rl")
     text = "Task name. Default = all tasks. Use | to split multiple tasks; 'local' is the tasks that need no files"
     add("-a", "--task-name", default=None, help=text)
-    add("-d", "--dtype", default="bfloat16", choices=("float32", "bfloat16"))
+    add("-d", "--dtype", default="bfloat16", choices=("float32", "bfloat16"), help="of what is not quantized, on a GPU")
     add("-t", "--temperature", type=parse_finite, default=0.0)
     add("-m", "--max-new-tokens", type=int, default=512)
     add("-n", "--num-samples", type=int, default=1)
@@ -203,7 +204,9 @@ def evaluate(args: argparse.Namespace, names: list[str], device: torch.device, r
     path = checkpoint_folder(args.source, model_tag) / f"eval_{step:06d}.json"
     weights = {"weights_sha256": weights_digest(path.parent, step)}
     about = {"source": args.source, "model_tag": model_tag, "step": step, "method": method, **weights}
+    dtype = compute_dtype(device, args.dtype)
     key = {"weights": weights_hash(model), "tokenizer": tokenizer.fingerprint(), "method": method}
+    key |= {"computed": (device.type, str(dtype))}
     kept = Kept(path.with_name(f"unfinished_eval_{step:06d}.json"), key)
     settings = {flag: getattr(args, flag) for flag in SETTINGS}
     scores: dict[str, dict[str, Score]] = {precision: {} for precision in precisions}
@@ -214,7 +217,7 @@ def evaluate(args: argparse.Namespace, names: list[str], device: torch.device, r
         print0(f"\n{forward}:")
         for name, task in tasks.items():
             asked = hashlib.sha256(json.dumps([settings, task.VERSION, list(task)]).encode()).hexdigest()[:12]
-            measure = lambda: asdict(run_task(task, model, tokenizer, name, **settings))  # noqa: B023, E731
+            measure = lambda: asdict(run_task(task, model, tokenizer, name, dtype=dtype, **settings))  # noqa: B023, E731
             try:
                 with nf.full_precision(model) if precision == "bf16" else contextlib.nullcontext():
                     score = Score(**kept.part(f"{name} {asked}, {forward}", measure))

@@ -111,7 +111,7 @@ REFUSED = [
     ("scripts.mid_train --model-step=99", "no checkpoint of step 99"),
     ("scripts.chat_sft --target-examples-per-step=3", "not a multiple of 2"),
     ("scripts.chat_sft --eval-steps=0", "--eval-steps=0"),
-    ("scripts.chat_sft --num-iterations=-1 --num-epochs=0", "make no step"),
+    ("scripts.chat_sft --num-iterations=-1 --num-epochs=0", "--num-epochs=0"),
     ("scripts.chat_sft --eval-metrics-every=1 --eval-metrics-max-problems=0", "at least 1"),
     ("scripts.chat_rl --num-samples=3", "multiple"),
     ("scripts.chat_rl --max-new-tokens=0", "at least 1"),

@@ -217,6 +217,14 @@ def tiny_model(seed=0, **changes):
     return model.eval()
 
 
+@pytest.mark.parametrize("dtype, autocasts", [(torch.bfloat16, True), (torch.float32, False), (None, False)])
+def test_a_task_is_computed_in_the_dtype_that_is_asked_for(dtype, autocasts):
+    model, seen = tiny_model(), set()
+    model.register_forward_pre_hook(lambda *_: seen.add(torch.is_autocast_enabled("cpu")))
+    run_task(LocalChoice(size=2, split="test"), model, byte_tokenizer(), dtype=dtype)
+    assert seen == {autocasts}
+
+
 @pytest.mark.parametrize("method", ["bf16", "clover"])
 def test_choices_do_not_depend_on_the_batch(method):
     """Padding and neighbours change nothing: neither in full precision nor with quantized activations."""
