@@ -82,6 +82,8 @@ def _locked(out: Path, words: Words, wait: bool) -> Iterator[None]:
         try:
             lock.acquire(timeout=0)
         except filelock.Timeout:
+            if not os.path.exists(lock.lock_file):  # filelock tries for ever where no file can be made
+                raise UserError(f"no file can be made in {out.parent}; choose {words.folder}") from None
             if not wait:
                 problem = f"another export is writing {out}; wait until it ends, or choose {words.folder}"
                 raise UserError(problem) from None

@@ -65,6 +65,9 @@ def save_quantized(
         raise UserError(f"save_quantized: dtype is {dtype!r}, expected one of {', '.join(map(str, DTYPES))}")
     if tokenizer is not None and not hasattr(tokenizer, "save_pretrained"):
         raise UserError(f"save_quantized: tokenizer is a {type(tokenizer).__name__}, expected one of transformers")
+    if isinstance(calibration, Tensor) or not isinstance(calibration, Iterable):
+        got = type(calibration).__name__
+        raise UserError(f"save_quantized: calibration is a {got}, expected a list of token ids (B, T)")
     model = getattr(model, "_orig_mod", model)  # of torch.compile
     _check_model(model)
     require("safetensors")

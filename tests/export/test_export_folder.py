@@ -60,6 +60,12 @@ def test_writers_wait_for_one_another(tmp_path):
     assert not trouble and value_of(out) in (19, 119) and names_beside(tmp_path) == {"out"}
 
 
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs a folder in which nobody can make a file")
+def test_a_place_where_no_file_can_be_made_is_refused_at_once():
+    with pytest.raises(UserError, match="/proc"), new_export("/proc/exported"):
+        pass
+
+
 def test_an_empty_folder_is_taken_with_its_rights(tmp_path):
     (tmp_path / "out").mkdir(mode=0o700)
     write(tmp_path / "out", 1, overwrite=False)

@@ -9,6 +9,7 @@ from _models import Foreign
 from torch import nn
 
 import nanochat_fp4 as nf
+from nanochat_fp4.errors import UserError
 from nanochat_fp4.export import huggingface, save, stacked
 from nanochat_fp4.export.load import load_safetensors
 from nanochat_fp4.export.weights import forward_weights
@@ -61,6 +62,13 @@ def test_a_compiled_model_is_saved_under_its_own_names(model, tmp_path):
 def test_a_missing_tokenizer_is_said(model, tmp_path, caplog):
     nf.save_quantized(model, tmp_path / "out")
     assert "no tokenizer is in" in caplog.text and "tokenizer=" in caplog.text
+
+
+@pytest.mark.parametrize("calibration", [3, torch.zeros(1, 4, dtype=torch.long)])
+def test_calibration_that_is_no_list_of_token_ids_is_refused(model, tmp_path, calibration):
+    with pytest.raises(UserError, match="calibration"):
+        nf.save_quantized(model, tmp_path / "out", calibration=calibration)
+    assert not (tmp_path / "out").exists()
 
 
 RANKS = """
