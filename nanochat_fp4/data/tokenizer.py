@@ -70,6 +70,11 @@ def digest_of(pattern: str, ranks: list[bytes], special_tokens: dict[str, int]) 
     return digest.hexdigest()
 
 
+def _digest(pattern: str, ranks: list[bytes], special_tokens: dict[str, int], markers: dict | None = None) -> str:
+    """digest_of under its earlier name, for programs outside of the repository. No tokenizer has markers any more."""
+    return digest_of(pattern, ranks, special_tokens)
+
+
 def _in_parts(text: str) -> list[str]:
     """The text, cut where more than MAX_WHITE_SPACE characters of white space follow one another."""
     if len(text) <= MAX_WHITE_SPACE:
@@ -131,6 +136,8 @@ class RustBPETokenizer:
             special_tokens = {name: len(ranks) + i for i, name in enumerate(SPECIAL_TOKENS)}
         enc = tiktoken.Encoding(name="rustbpe", pat_str=pattern, mergeable_ranks=ranks, special_tokens=special_tokens)
         return cls(enc, "<|bos|>")
+
+    _from_parts = from_parts  # its earlier name, for programs outside of the repository
 
     def with_pattern(self, pattern: str) -> "RustBPETokenizer":
         """A tokenizer of the same tokens that splits text by another pattern before it merges bytes."""
@@ -218,6 +225,8 @@ class RustBPETokenizer:
         """Token bytes by rank."""
         ranks = self.enc._mergeable_ranks
         return sorted(ranks, key=ranks.__getitem__)
+
+    _tokens = token_bytes_by_rank  # its earlier name, as well
 
     def _sha256(self) -> str:
         return digest_of(self.enc._pat_str, self.token_bytes_by_rank(), self.enc._special_tokens)
