@@ -22,7 +22,7 @@ from nanochat_fp4.console import ArgumentParser
 from nanochat_fp4.data.needs import Need, base_dir, file_or_url, package
 from nanochat_fp4.errors import run_main
 from nanochat_fp4.evaluation.core_metric import EVAL_BUNDLE_URL, evaluate_model, find_bundle, read_all_questions
-from nanochat_fp4.evaluation.kept import Kept, weights_hash
+from nanochat_fp4.evaluation.kept import Kept, key_of
 from nanochat_fp4.evaluation.report_log import get_report
 from nanochat_fp4.files import atomic_write
 from nanochat_fp4.models.gpt import autocast
@@ -73,15 +73,7 @@ def evaluate(args: argparse.Namespace, device: torch.device, rank: int) -> None:
         name, slug = f"base model {model_tag} (step {meta.step})", f"base_model_{meta.step:06d}"
     print0(f"CORE of {name}, {method} forward")
     folder = Path(get_base_dir()) / "base_eval" / (model_tag or "")
-    kept = Kept(
-        folder / f"unfinished_{slug}.json",
-        {
-            "weights": weights_hash(model),
-            "tokenizer": tokenizer.fingerprint(),
-            "forward": method,
-            "device": device.type,
-        },
-    )
+    kept = Kept(folder / f"unfinished_{slug}.json", key_of(model, tokenizer) | {"forward": method})
 
     def save(results: dict[str, float], centered: dict[str, float], core: float | None = None) -> list[str]:
         """Writes the table of the tasks so far, and their mean if they are all."""

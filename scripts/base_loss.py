@@ -21,7 +21,7 @@ from nanochat_fp4.data.dataset import add_data_arguments, ensure_data, list_parq
 from nanochat_fp4.data.shards import shard_digest, text_column
 from nanochat_fp4.data.tokenizer import get_token_bytes
 from nanochat_fp4.errors import UserError, run_main
-from nanochat_fp4.evaluation.kept import Kept, weights_hash
+from nanochat_fp4.evaluation.kept import Kept, key_of
 from nanochat_fp4.evaluation.loss_eval import evaluate_bpb
 from nanochat_fp4.evaluation.report_log import get_report
 from nanochat_fp4.generation.engine import draw_samples
@@ -88,9 +88,9 @@ def evaluate(args: argparse.Namespace, device: torch.device, rank: int, world_si
             return evaluate_bpb(model, batches, steps, token_bytes)
 
     base_dir, slug = Path(get_base_dir()), "" if step is None else f"_{step:06d}"
-    key = {"weights": weights_hash(model), "tokenizer": tokenizer.fingerprint(), "rows": num_rows, "steps": steps}
-    key |= {
-        "device": device.type,  # a CPU computes in FP32 what a GPU computes in BF16
+    key = key_of(model, tokenizer) | {
+        "rows": num_rows,
+        "steps": steps,
         "batch": (args.device_batch_size, world_size),  # rows of one batch share tensor scales
         "text": [shard_digest(path) for path in list_parquet_files(data_dir)],
         "column": text_column(args.text_column),

@@ -40,7 +40,7 @@ from nanochat_fp4.data.needs import Need
 from nanochat_fp4.data.rows import MissingDataError
 from nanochat_fp4.errors import UserError, one_line, run_main
 from nanochat_fp4.evaluation.execution import SandboxError, describe_sandbox
-from nanochat_fp4.evaluation.kept import Kept, weights_hash
+from nanochat_fp4.evaluation.kept import Kept, key_of
 from nanochat_fp4.evaluation.report_log import get_report
 from nanochat_fp4.files import atomic_write
 from nanochat_fp4.generation.engine import compute_dtype
@@ -205,8 +205,7 @@ def evaluate(args: argparse.Namespace, names: list[str], device: torch.device, r
     weights = {"weights_sha256": weights_digest(path.parent, step)}
     about = {"source": args.source, "model_tag": model_tag, "step": step, "method": method, **weights}
     dtype = compute_dtype(device, args.dtype)
-    key = {"weights": weights_hash(model), "tokenizer": tokenizer.fingerprint(), "method": method}
-    key |= {"computed": (device.type, str(dtype))}
+    key = key_of(model, tokenizer) | {"method": method, "dtype": str(dtype)}
     kept = Kept(path.with_name(f"unfinished_eval_{step:06d}.json"), key)
     settings = {flag: getattr(args, flag) for flag in SETTINGS}
     scores: dict[str, dict[str, Score]] = {precision: {} for precision in precisions}

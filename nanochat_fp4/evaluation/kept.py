@@ -1,7 +1,7 @@
 """
 Finished parts of an evaluation on the disk, so that one that is killed goes on where it was.
 
-    kept = Kept(folder / "unfinished_000005.json", {"weights": weights_hash(model), "tokens": 1024})
+    kept = Kept(folder / "unfinished_000005.json", key_of(model, tokenizer) | {"tokens": 1024})
     score = kept.part("ARC-Easy", lambda: measure("ARC-Easy"))    # measured, or read where it was measured before
     kept.finish()                                                 # whoever asks again measures again
 """
@@ -29,6 +29,13 @@ def weights_hash(model: torch.nn.Module) -> str:
                 hashing.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
         digest = hashing.hexdigest()
     return of_all_ranks(digest)[0]
+
+
+def key_of(model: torch.nn.Module, tokenizer: Any) -> dict[str, str]:
+    """The part of a key that every evaluation needs. The device's type belongs to it, for a CPU computes in FP32 what a
+    GPU computes in BF16. All ranks call this together."""
+    device = next(model.parameters()).device.type
+    return {"weights": weights_hash(model), "tokenizer": tokenizer.fingerprint(), "device": device}
 
 
 class Kept:
