@@ -41,13 +41,14 @@ def matrices_of_a_rank(count: int, world_size: int) -> int:
 
 
 def owners_of(params: list[Tensor], rank: int, world_size: int) -> "MatrixOwners":
-    """For the matrices of one shape, and one step of the optimizer."""
+    """The object that brings matrices of one shape to their owners and back, in one step of the optimizer."""
     return (ShardOwners if is_sharded(params[0]) else MatrixOwners)(params, rank, world_size)
 
 
 class MatrixOwners:
     """
-    One step of matrices of one shape, in the order of the methods. Between them other shapes' data are on the way.
+    Matrices of one shape in one step of the optimizer. The methods are called in the order in which they stand here;
+    between two of them, data of other shapes are on the way.
 
     own: the parameters that this rank owns.
     """
@@ -65,7 +66,10 @@ class MatrixOwners:
         self.work = reduce_scatter(self.received, stack, async_op=True)
 
     def gradients_and_weights(self) -> tuple[Tensor, Tensor]:
-        """Of the own matrices: averaged gradients (count, M, N), and weights (len(own), M, N); both may be changed."""
+        """The averaged gradients (count, M, N) and the weights (len(own), M, N) of the own matrices.
+
+        The caller may change both.
+        """
         self.work.wait()
         grads = self.received
         grads /= self.world_size
@@ -78,14 +82,14 @@ class MatrixOwners:
         self.work = all_gather(self.received, padded, async_op=True)
 
     def write_weights(self) -> None:
-        """Into the parameters, of all owners."""
+        """Writes what all owners have sent into the parameters."""
         if self.work is not None:
             self.work.wait()
         params = [local(p) for p in self.params]
         torch._foreach_copy_(params, [new.view(p.shape) for p, new in zip(params, self.received)])
 
     def _padded(self, stack: Tensor) -> Tensor:
-        """stack with zeros for the matrices that the last ranks lack."""
+        """The stack, followed by zeros for the matrices that the last ranks lack."""
         missing = self.count * self.world_size - len(stack)
         return torch.cat((stack, stack.new_zeros(missing, *stack.shape[1:]))) if missing else stack
 

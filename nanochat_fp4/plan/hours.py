@@ -8,12 +8,15 @@ from nanochat_fp4.evaluation.metrics import read_jsonl
 from nanochat_fp4.plan.base import Base
 from nanochat_fp4.plan.cards import Card, Rate, published_of
 
-MEASURED_STEPS = 20  # of a run, before its speed counts
+MEASURED_STEPS = 20  # A run's speed counts when it has made so many steps.
 
 
 @dataclass(frozen=True)
 class Hours:
-    """kind: "measured" or "estimated". Speeds are of all GPUs together, in tokens a second of training."""
+    """A range of hours, and of speeds in training tokens a second of all GPUs together.
+
+    kind: "measured" or "estimated"
+    """
 
     kind: str
     low: float
@@ -24,8 +27,8 @@ class Hours:
 
 
 def evaluated_tokens(base: Base) -> float:
-    """Tokens of all validations, in tokens of training: a forward pass is a third of a step's work, and a method that
-    quantizes is validated twice, the second time in BF16."""
+    """How many tokens of training cost as much as all validations. A forward pass is a third of a step's work, and a
+    method that quantizes is validated twice, the second time in BF16."""
     every = base.args.eval_every
     if every < 1:
         return 0.0
@@ -34,7 +37,10 @@ def evaluated_tokens(base: Base) -> float:
 
 
 def hours(base: Base, card: Card, processes: int, base_dir: Path) -> Hours | None:
-    """Of the base training with its validations, on so many GPUs of this kind. None where nothing is known."""
+    """How long the base training takes with its validations, on `processes` GPUs of this kind.
+
+    It is None where no run was measured and no rate is published.
+    """
     rate, kind = measured(base, card, base_dir), "measured"
     if rate is None:
         rate, kind = published_of(card, base.method, base.weights), "estimated"
@@ -46,7 +52,7 @@ def hours(base: Base, card: Card, processes: int, base_dir: Path) -> Hours | Non
 
 
 def measured(base: Base, card: Card, base_dir: Path) -> Rate | None:
-    """The speeds of runs with this method on this GPU in the base directory, scaled by FLOPs."""
+    """The speeds that runs of this method had on this GPU, scaled by FLOPs. Their logs are in the base directory."""
     speeds, sources = [], []
     for path in sorted(base_dir.glob("base_checkpoints/*/metrics.jsonl")):
         records = [r for r in read_jsonl(path) if isinstance(r, dict)]
