@@ -30,7 +30,6 @@ machine computes what the paper says.
 """
 
 from importlib import import_module
-from typing import TYPE_CHECKING
 
 from nanochat_fp4 import signals  # noqa: F401  first, for the signals that come while torch is imported
 
@@ -48,7 +47,6 @@ from nanochat_fp4.nvfp4.methods import get_recipe, register
 from nanochat_fp4.nvfp4.quantized_training import set_progress
 from nanochat_fp4.nvfp4.quantizers import ROUNDINGS, quantize
 from nanochat_fp4.nvfp4.recipes import Gemm, Operand, Recipe
-from nanochat_fp4.nvfp4.sharding import gather_codes
 
 __version__ = "0.3.0"
 
@@ -83,20 +81,18 @@ __all__ = [
     "update_gram_matrices",
 ]
 
-if TYPE_CHECKING:
-    from nanochat_fp4.export.load import load_quantized
-    from nanochat_fp4.export.save import save_quantized
-    from nanochat_fp4.nvfp4.tensor_parallel import ColwiseParallel, RowwiseParallel
-else:
-    # Few programs need these names, and their modules import more than torch's core, so they are loaded on demand.
-    _ON_DEMAND = {
-        "ColwiseParallel": "nvfp4.tensor_parallel",
-        "RowwiseParallel": "nvfp4.tensor_parallel",
-        "load_quantized": "export.load",
-        "save_quantized": "export.save",
-    }
+# Few programs need these names, so their modules are imported when a name is first asked for. A type checker reads all
+# names in __init__.pyi.
+_ON_DEMAND = {
+    "ColwiseParallel": "nvfp4.tensor_parallel",
+    "RowwiseParallel": "nvfp4.tensor_parallel",
+    "gather_codes": "nvfp4.sharding",
+    "load_quantized": "export.load",
+    "save_quantized": "export.save",
+}
 
-    def __getattr__(name: str):
-        if name not in _ON_DEMAND:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        return getattr(import_module(f"{__name__}.{_ON_DEMAND[name]}"), name)
+
+def __getattr__(name: str):
+    if name not in _ON_DEMAND:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_ON_DEMAND[name]}"), name)

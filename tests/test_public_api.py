@@ -1,5 +1,6 @@
 """The public API: types, docstrings with examples, help."""
 
+import ast
 import doctest
 import importlib.util
 import inspect
@@ -48,6 +49,13 @@ def test_the_script_uses_all_and_runs(capsys):
     assert capsys.readouterr().out.count("torch.Size([8, 32])") == 2
     with pytest.raises(AttributeError, match="module 'nanochat_fp4' has no attribute 'nonsense'"):
         nf.nonsense  # noqa: B018
+
+
+def test_type_checkers_read_the_same_names():
+    tree = ast.parse((ROOT / "nanochat_fp4" / "__init__.pyi").read_text())
+    names = {alias.asname for node in tree.body if isinstance(node, ast.ImportFrom) for alias in node.names}
+    names |= {node.target.id for node in tree.body if isinstance(node, ast.AnnAssign)}
+    assert names - {"__version__"} == set(nf.__all__)
 
 
 def mypy(*files: Path) -> set[tuple[str, int]]:
