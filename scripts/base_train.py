@@ -31,7 +31,6 @@ from nanochat_fp4.data.dataloader import (
 from nanochat_fp4.data.dataset import ensure_data, open_shards, validation_text
 from nanochat_fp4.data.packing import Deal
 from nanochat_fp4.data.tokenizer import RustBPETokenizer, get_token_bytes, get_tokenizer
-from nanochat_fp4.doctor import self_check
 from nanochat_fp4.errors import UserError, one_line, run_main
 from nanochat_fp4.evaluation.core_metric import evaluate_model
 from nanochat_fp4.evaluation.loss_eval import evaluate_bpb
@@ -41,6 +40,7 @@ from nanochat_fp4.models.optim import ORTHOGONALIZERS, PretrainingOptions
 from nanochat_fp4.nvfp4.methods import get_recipe
 from nanochat_fp4.nvfp4.phases import MethodPlan
 from nanochat_fp4.parallel import unsharded
+from nanochat_fp4.self_check import self_check
 from nanochat_fp4.training import loop
 from nanochat_fp4.training.checkpoint_manager import check_model_tag
 from nanochat_fp4.training.compiling import compiled_meanwhile

@@ -9,7 +9,7 @@ import pytest
 import torch
 from _rows import METHOD_TABLE
 
-from nanochat_fp4 import doctor
+from nanochat_fp4 import doctor, self_check
 from nanochat_fp4.errors import UserError
 from nanochat_fp4.nvfp4 import dispatch, linear
 from nanochat_fp4.nvfp4 import gemm as gemm_module
@@ -38,15 +38,15 @@ def use_interpreted_kernels(monkeypatch):
 
 @pytest.mark.parametrize("method", METHOD_TABLE)
 def test_every_layer_passes(method):
-    assert doctor.layer_problem(DEVICE, method) is None
+    assert self_check.layer_problem(DEVICE, method) is None
 
 
 def test_probe_passes_quickly_and_says_so():
-    assert "clover" in doctor.self_check(DEVICE)
+    assert "clover" in self_check.self_check(DEVICE)
     start = time.process_time()
-    doctor.self_check(DEVICE)
+    self_check.self_check(DEVICE)
     assert time.process_time() - start < 2  # about 0.2 s
-    assert "nvidia" in doctor.self_check(str(DEVICE), "nvidia")
+    assert "nvidia" in self_check.self_check(str(DEVICE), "nvidia")
 
 
 @pytest.mark.parametrize("capability, launches", [((10, 0), [("ms_eden", 20, 128)]), ((12, 0), []), ((9, 0), [])])
@@ -59,12 +59,12 @@ def test_a_b200_repeats_its_rotating_kernels_at_the_start(monkeypatch, capabilit
         return "launch 13 has other bits than the first"
 
     for name in ("training_problem", "kernel_problem", "layer_problem"):
-        monkeypatch.setattr(doctor, name, lambda *arguments: None)
-    monkeypatch.setattr(doctor, "use_kernels", lambda device: True)
-    monkeypatch.setattr(doctor, "repeat_problem", repeat)
+        monkeypatch.setattr(self_check, name, lambda *arguments: None)
+    monkeypatch.setattr(self_check, "use_kernels", lambda device: True)
+    monkeypatch.setattr(self_check, "repeat_problem", repeat)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     with pytest.raises(UserError, match="launch 13 has other bits") if launches else contextlib.nullcontext():
-        doctor.self_check("cuda", "clover")
+        self_check.self_check("cuda", "clover")
     assert seen == launches
 
 
@@ -72,18 +72,20 @@ def test_probe_leaves_the_generators_alone():
     torch.manual_seed(5)
     want = torch.rand(3, device=DEVICE)
     torch.manual_seed(5)
-    doctor.self_check(DEVICE)
+    self_check.self_check(DEVICE)
     assert torch.equal(torch.rand(3, device=DEVICE), want)
 
 
 def test_probe_checks_the_kernels_where_they_are_used(monkeypatch):
     use_interpreted_kernels(monkeypatch)
-    monkeypatch.setattr(doctor, "LAYER", (40, 32, 48))
+    monkeypatch.setattr(self_check, "LAYER", (40, 32, 48))
     seen = []
     for name in ("kernel_problem", "training_problem"):
-        real = getattr(doctor, name)
-        monkeypatch.setattr(doctor, name, lambda *a, name=name, real=real: seen.append((name, a[1].name)) or real(*a))
-    doctor.self_check(DEVICE, "clover")
+        real = getattr(self_check, name)
+        monkeypatch.setattr(
+            self_check, name, lambda *a, name=name, real=real: seen.append((name, a[1].name)) or real(*a)
+        )
+    self_check.self_check(DEVICE, "clover")
     assert seen == [("kernel_problem", "four_over_six"), ("training_problem", "ms_eden")]
 
 
@@ -100,7 +102,7 @@ def test_the_command_passes_here(fork_server):
 
 def failure(method="clover") -> str:
     with pytest.raises(UserError) as caught:
-        doctor.self_check(DEVICE, method)
+        self_check.self_check(DEVICE, method)
     text = str(caught.value)
     assert "\n" not in text and "NVFP4_KERNELS=reference" in text
     return text
@@ -180,7 +182,7 @@ def test_a_kernel_that_returns_wrong_codes(monkeypatch):
         return codes, *rest
 
     monkeypatch.setattr(kernels, "quantize", quantize)
-    monkeypatch.setattr(doctor, "LAYER", (40, 32, 48))
+    monkeypatch.setattr(self_check, "LAYER", (40, 32, 48))
     assert "four_over_six" in failure() and "1 of " in failure() and "codes differ" in failure()
 
 
@@ -202,7 +204,7 @@ def test_a_rotating_kernel_that_is_wrong(what, monkeypatch):
         return tensors
 
     monkeypatch.setattr(kernels, "rotate_quantize", rotate_quantize)
-    text = doctor.kernel_problem(DEVICE, ROUNDINGS["ms_eden"], 128, (32, 128))
+    text = self_check.kernel_problem(DEVICE, ROUNDINGS["ms_eden"], 128, (32, 128))
     assert "ms_eden after an RHT of 128" in text
     assert ("the operand that the GEMM reads" if what == "decoded" else f"{what} differ") in text
 
@@ -226,7 +228,7 @@ def test_the_probe_sees_each_operand_of_a_step(name, monkeypatch):
         return tensors
 
     monkeypatch.setattr(kernels, "rotate_quantize", rotate_quantize)
-    text = doctor.training_problem(DEVICE, ROUNDINGS["ms_eden"], (128, 128))
+    text = self_check.training_problem(DEVICE, ROUNDINGS["ms_eden"], (128, 128))
     assert f"values of a {name}, 128 x 128, differ from the reference" in text
 
 
@@ -235,7 +237,7 @@ def test_a_rotating_kernel_with_other_bits_in_one_of_many_launches(monkeypatch):
     import nvfp4_kernels.rotate as kernels
 
     real, launches = kernels.rotate_quantize, []
-    assert doctor.repeat_problem(DEVICE, ROUNDINGS["ms_eden"], (32, 128), 2) is None
+    assert self_check.repeat_problem(DEVICE, ROUNDINGS["ms_eden"], (32, 128), 2) is None
 
     def rotate_quantize(*args):
         tensors = real(*args)
@@ -245,7 +247,7 @@ def test_a_rotating_kernel_with_other_bits_in_one_of_many_launches(monkeypatch):
         return tensors
 
     monkeypatch.setattr(kernels, "rotate_quantize", rotate_quantize)
-    text = doctor.repeat_problem(DEVICE, ROUNDINGS["ms_eden"], (32, 128), 4)
+    text = self_check.repeat_problem(DEVICE, ROUNDINGS["ms_eden"], (32, 128), 4)
     assert text == "ms_eden, 32 x 128: launch 3 has other bits than the first"
 
 
@@ -304,7 +306,7 @@ def test_unknown_method_and_unknown_kernels(monkeypatch, capsys):
     assert "unknown method 'clever'" in capsys.readouterr().err
     monkeypatch.setenv("NVFP4_KERNELS", "cutlass")
     with pytest.raises(ValueError, match="NVFP4_KERNELS is 'cutlass'"):
-        doctor.self_check("cpu")
+        self_check.self_check("cpu")
 
 
 def test_by_default_the_methods_to_choose_from_are_examined(monkeypatch):
@@ -350,4 +352,4 @@ def test_what_a_compiler_raises_is_a_problem_and_no_traceback(monkeypatch):
         raise FileNotFoundError("gcc not found")
 
     monkeypatch.setattr(torch.autograd, "grad", raises)
-    assert doctor.layer_problem(torch.device("cpu"), "clover") == "clover: gcc not found"
+    assert self_check.layer_problem(torch.device("cpu"), "clover") == "clover: gcc not found"

@@ -13,8 +13,8 @@ state of its own, as in a training run: --seconds of calls to warm up, then as m
 orders of the methods. A number is the median of all timed calls; "spread" is how far the medians of the two visits are
 apart; MHz, W and what limits the clock were sampled by NVML while the calls ran.
 
-Nothing is timed before its result was compared: with the reference (nanochat_fp4.doctor), and, on the very tensors that
-are timed, with BF16. The JSON is written as the numbers come.
+Nothing is timed before its result was compared: with the reference (nanochat_fp4.self_check), and, on the very tensors
+that are timed, with BF16. The JSON is written as the numbers come.
 """
 
 import functools
@@ -24,9 +24,9 @@ import torch
 
 import nanochat_fp4 as nf
 from lab.bench import common
-from nanochat_fp4.doctor import layer_problem
 from nanochat_fp4.errors import UserError
 from nanochat_fp4.nvfp4.probe import relative_square_error
+from nanochat_fp4.self_check import layer_problem
 
 # The paper's Table 6: [in_features, out_features] of a model's linear layers.
 LAYER_SETS: dict[str, dict[str, tuple[int, int]]] = {

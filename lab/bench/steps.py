@@ -44,7 +44,6 @@ from lab.bench.step import Stopwatch, Subject, Variant
 from nanochat_fp4.common import print0
 from nanochat_fp4.console import format_bytes
 from nanochat_fp4.devices import gpu_memory
-from nanochat_fp4.doctor import layer_problem
 from nanochat_fp4.errors import UserError, is_out_of_memory, one_line
 from nanochat_fp4.hardware import get_peak_flops
 from nanochat_fp4.models.cross_entropy import HEADS
@@ -52,6 +51,7 @@ from nanochat_fp4.models.gpt import RECOMPUTE, config_from_depth
 from nanochat_fp4.models.optim8bit import STATES
 from nanochat_fp4.nvfp4.gram_matrices import GRAM_EVERY
 from nanochat_fp4.nvfp4.methods import get_recipe
+from nanochat_fp4.self_check import layer_problem
 from nanochat_fp4.training import gemms
 from nanochat_fp4.training.micro_batch import plan_accumulation
 

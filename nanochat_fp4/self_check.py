@@ -1,0 +1,247 @@
+"""Does the chosen backend compute what the paper says? The short check that a training run makes at its start.
+
+FP4 software has failed silently before: a GEMM library returned zeros on one GPU, and a recipe's gradients were all
+zero for three releases. The checks therefore compare with the PyTorch reference on the CPU, which shares no code with
+the kernels and the GEMM of a GPU. Each returns one line that names the problem, or None. nanochat_fp4.doctor makes
+the same checks for all methods, and reports them.
+"""
+
+from collections.abc import Iterable
+
+import torch
+
+from nanochat_fp4.errors import UserError, one_line
+from nanochat_fp4.nvfp4.dispatch import has_fp8_tensor_cores, use_kernels, uses_mxfp8
+from nanochat_fp4.nvfp4.format import BLOCK
+from nanochat_fp4.nvfp4.gemm import GemmOperand
+from nanochat_fp4.nvfp4.hadamard import RHT_DIM
+from nanochat_fp4.nvfp4.linear import QuantLinear
+from nanochat_fp4.nvfp4.methods import get_recipe
+from nanochat_fp4.nvfp4.operands import Codes, Quantization, quantize_grad_output, quantize_operand
+from nanochat_fp4.nvfp4.probe import relative_square_error
+from nanochat_fp4.nvfp4.quantizers import ROUNDINGS, Rounding, quantize_reference
+from nanochat_fp4.nvfp4.recipes import Operand, Recipe
+
+# Tokens, in_features and out_features. None is a multiple of 128, so that padding is part of the check.
+LAYER = (144, 96, 160)
+# The same where all layers of a model are multiples of 128, so that training compiles no other kernels.
+ALIGNED_LAYER = (256, 128, 384)
+TIPPED = 1e-3  # The largest share of codes, and of scales, that may differ after a rotation; four in a small tensor.
+LAUNCHES, REPEATED = 20, (8192, 5120)  # of a rotating kernel, and the tokens and features of d20's widest grad_output
+# SUM_ERROR and ROUNDING_ERROR are relative square errors |got - want|^2 / |want|^2.
+SUM_ERROR = 1e-4  # One rounding to BF16 and another order of summation give 3e-6.
+ROUNDING_ERROR = 0.1  # Two stochastically rounded operands of a gradient give up to 0.05.
+
+
+def self_check(
+    device: torch.device | str, method: str | Recipe = "clover", model: torch.nn.Module | None = None
+) -> str:
+    """Checks the chosen backend once, forward and backward, on a known answer. Returns one line for the log.
+
+    model: converted; the check then compiles the kernels that this model needs and no others.
+    Takes a few milliseconds once the kernels are compiled, and leaves torch's generators as they were. On sm_10x the
+    rotating kernels run LAUNCHES times: Triton before 3.7.1 may miss a fence there (triton#10590).
+    Raises UserError with one line that says what is wrong.
+    """
+    device = torch.device(device)
+    recipe = get_recipe(method)
+    layer = LAYER if model is None else layer_like(model)
+    problem = None
+    if recipe.quantizes and use_kernels(device):
+        for rounding in dict.fromkeys(rounding for rounding, _ in kernels_of([recipe])):
+            problem = problem or (
+                training_problem(device, rounding, layer[::2])
+                if rounding.ms_eden
+                else kernel_problem(device, rounding, 0, layer[::2])
+            )
+        for rounding, rht_dim in kernels_of([recipe]):
+            if rht_dim and device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 10:
+                problem = problem or repeat_problem(device, rounding, REPEATED, LAUNCHES, rht_dim)
+    problem = problem or layer_problem(device, recipe, layer)
+    if problem:
+        raise UserError(
+            f"self-check failed on {device}: {problem}; training would be wrong. See `python -m nanochat_fp4.doctor`, "
+            "or set NVFP4_KERNELS=reference"
+        )
+    said = f"self-check passed: {recipe.name} forward and backward as the reference, on {device}"
+    operands = [o for part in recipe.parts for o in (part.output.a, part.output.b)]
+    if any(o.rounding and o.rounding.fp8 == "tensor" for o in operands):
+        native = has_fp8_tensor_cores(device.type)
+        how = "MXFP8 with block scales of 1" if native and uses_mxfp8(device.type) else "FP8 tensor cores"
+        said += f"; FP8 products: {how if native else 'decoded, which is exact and no faster than BF16'}"
+    return said
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# A layer
+
+
+def layer_like(model: torch.nn.Module) -> tuple[int, int, int]:
+    """Tokens, in_features and out_features of a small layer that runs the same kernels as the model's layers."""
+    sizes = [n for m in model.modules() if isinstance(m, QuantLinear) for n in (m.in_features, m.out_features)]
+    return LAYER if any(n % 128 for n in sizes) else ALIGNED_LAYER
+
+
+def layer_problem(device: torch.device, method: str | Recipe, layer: tuple[int, int, int] | None = None) -> str | None:
+    """Names the problem of a layer of this method, or None. BF16 activations and FP32 weights, as in training.
+
+    layer: tokens, in_features and out_features, or None for LAYER
+
+    A method that treats kinds of layers differently is checked on a layer of each kind.
+    """
+    problems = (_problem_of_part(device, part, layer or LAYER) for part in get_recipe(method).parts)
+    return next(filter(None, problems), None)
+
+
+def _problem_of_part(device: torch.device, recipe: Recipe, shape: tuple[int, int, int]) -> str | None:
+    tokens, in_features, out_features = shape
+    generator = torch.Generator().manual_seed(1234)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator).bfloat16().float()
+
+    x, w, e = normal(tokens, in_features), normal(out_features, in_features), normal(tokens, out_features)
+    devices = [device] if device.type == "cuda" else []
+    try:
+        with torch.random.fork_rng(devices=devices), torch.enable_grad():
+            torch.manual_seed(1234)
+            layer = QuantLinear(in_features, out_features, method=recipe, device=device)
+            layer.weight.data.copy_(w)
+            leaf = x.to(device, torch.bfloat16).requires_grad_()
+            output = layer(leaf)
+            gradients = torch.autograd.grad(output, (leaf, layer.weight), e.to(device, torch.bfloat16))
+    except Exception as error:  # a kernel that does not compile or launch
+        return f"{recipe.name}: {one_line(error)[:200]}"
+
+    def used(t: torch.Tensor, operand: Operand) -> list[torch.Tensor]:
+        """The terms that stand for t in the output GEMM; t itself where they are drawn."""
+        if recipe.output.random:
+            return [t]
+        return [term.dequantize() for term in operand_of(t, operand).terms]
+
+    def operand_of(t: torch.Tensor, operand: Operand) -> GemmOperand:
+        return quantize_operand(t, Quantization(operand.rounding, terms=operand.terms, kept=operand.kept))
+
+    def for_backward(t: torch.Tensor, operand: Operand) -> torch.Tensor:
+        """What the backward pass takes for t: codes of its own, where the recipe keeps them, else the terms' sum."""
+        return operand_of(t, operand).for_backward().dequantize() if operand.kept else sum(used(t, operand))
+
+    x_terms, w_terms = used(x, recipe.output.a), used(w, recipe.output.b)
+    output_of_terms = sum(a @ b.T for i, a in enumerate(x_terms) for j, b in enumerate(w_terms) if i + j < 2)
+    grad_input = e @ (w if recipe.grad_input.b.raw else for_backward(w, recipe.output.b))
+    grad_weight = e.T @ (x if recipe.grad_weight.b.raw else for_backward(x, recipe.output.a))
+    for name, got, want, gemm in (
+        ("output", output.detach(), output_of_terms, recipe.output if recipe.output.random else None),
+        ("grad_input", gradients[0], grad_input, recipe.grad_input),
+        ("grad_weight", gradients[1], grad_weight, recipe.grad_weight),
+    ):
+        rounded = gemm is not None and (gemm.a.rounding or gemm.b.rounding)
+        limit = ROUNDING_ERROR if rounded else SUM_ERROR
+        got = got.float().cpu()
+        if not torch.isfinite(got).all():
+            return f"{recipe.name}: {name} has values that are not finite"
+        if not got.any():
+            return f"{recipe.name}: {name} is all zeros"
+        error = relative_square_error(got, want)
+        if not error < limit:
+            return f"{recipe.name}: {name} has a relative square error of {error:.1e}, expected below {limit:.0e}"
+    return None
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Kernels
+
+
+def kernels_of(recipes: Iterable[Recipe]) -> list[tuple[Rounding, int]]:
+    """The kernels' roundings for these methods, each with the group size of its rotation, sorted by name."""
+    gemms = [g for r in recipes for p in (*r.parts, *r.final.parts) for g in (p.output, p.grad_input, p.grad_weight)]
+    found = {(o.rounding, g.rht_dim) for g in gemms for o in (g.a, g.b) if o.rounding and o.rounding.has_kernels}
+    found |= {(o.kept, 0) for g in gemms for o in (g.a, g.b) if o.kept}
+    return sorted(found, key=lambda pair: (pair[0].name, pair[1]))
+
+
+def kernel_problem(device: torch.device, rounding: Rounding, rht_dim: int, shape: tuple[int, int]) -> str | None:
+    """Names a wrong result for a random tensor, in its codes or in the GEMM's operand, or None. Needs use_kernels."""
+    x = _uneven(shape)
+    random = {"stream": 3, "rht_dim": rht_dim, "rht_stream": 2}
+    where = f"{rounding.name}{f' after an RHT of {rht_dim}' if rht_dim else ''}, {shape[0]} x {shape[1]}"
+    for transpose in (False, True) if rht_dim else (False,):
+        padded = x.T if transpose else x
+        padded = torch.nn.functional.pad(padded.float(), (0, -padded.shape[1] % (rht_dim or 16)))
+        want = quantize_reference(padded, rounding, seed=7, rht_seed=8, **random)
+        try:
+            seeds = {"seed": torch.tensor(7, device=device), "rht_seed": torch.tensor(8, device=device)}
+            how = Quantization(rounding, **(seeds if rounding.random or rht_dim else {}), **random)
+            codes, operand = (
+                quantize_operand(x.to(device), how, transpose=transpose, keep_codes=keep) for keep in (True, False)
+            )
+        except Exception as error:
+            return f"{where}: {one_line(error)[:200]}"
+        if rht_dim == 0 and codes.tensor_scale.cpu() != want.tensor_scale:
+            return f"{where}: tensor_scale is {float(codes.tensor_scale):.6e}, expected {float(want.tensor_scale):.6e}"
+        for name, got, expected in (("codes", codes.codes, want.codes), ("scales", codes.scales, want.scales)):
+            wrong = int((got.cpu().view(torch.uint8) != expected.view(torch.uint8)).sum())
+            if wrong > (max(4, TIPPED * got.numel()) if rht_dim else 0):
+                return f"{where}: {wrong} of {got.numel()} {name} differ from the reference"
+        if (codes.without_cache().dequantize() != operand.dequantize()).any():
+            return f"{where}: the operand that the GEMM reads is not the value of the codes"
+    return None
+
+
+def training_problem(device: torch.device, rounding: Rounding, shape: tuple[int, int]) -> str | None:
+    """Like kernel_problem after a rotation, with exactly the launches of a training step.
+
+    The launches make both operands of a grad_output at once, and one operand of codes. Training needs every kernel that
+    is compiled here, and no other.
+    """
+    x = _uneven(shape)
+    random = {"stream": 3, "rht_dim": RHT_DIM, "rht_stream": 2}
+    t = quantize_reference(x.float(), ROUNDINGS["four_over_six"])
+    try:
+        seeds = {"seed": torch.tensor(7, device=device), "rht_seed": torch.tensor(8, device=device)}
+        how = Quantization(rounding, **seeds, **random)
+        row, col = quantize_grad_output(x.to(device), how, how)
+        codes = Codes(*(part.to(device) for part in (t.codes, t.scales, t.tensor_scale)))
+        again = quantize_operand(codes, how, transpose=True)
+    except Exception as error:
+        return f"{rounding.name} after an RHT of {RHT_DIM}: {one_line(error)[:200]}"
+    for name, operand, source in (
+        ("grad_output", row, x.float()),
+        ("transposed grad_output", col, x.float().T),
+        ("transposed codes", again, t.dequantize().T),
+    ):
+        padded = torch.nn.functional.pad(source, (0, -source.shape[1] % RHT_DIM))
+        want = quantize_reference(padded, rounding, seed=7, rht_seed=8, **random).dequantize()
+        wrong = int((operand.dequantize().cpu() != want).sum())
+        if wrong > max(4 * BLOCK, 4 * TIPPED * want.numel()):  # one tipped scale changes its whole block
+            of = f"{wrong} of {want.numel()} values of a {name}, {shape[0]} x {shape[1]}"
+            return f"{rounding.name} after an RHT of {RHT_DIM}: {of}, differ from the reference"
+    return None
+
+
+def repeat_problem(
+    device: torch.device, rounding: Rounding, shape: tuple[int, int], times: int, rht_dim: int = RHT_DIM
+) -> str | None:
+    """Names an operand of a backward pass whose bits differ between launches with the same random numbers, or None.
+
+    A missing fence in a compiler shows in some launches of a full GPU alone (triton#10590 on sm_100).
+    """
+    x = _uneven(shape).to(device)
+    seeds = {"seed": torch.tensor(7, device=device), "rht_seed": torch.tensor(8, device=device)}
+    how = Quantization(rounding, **seeds, stream=3, rht_dim=rht_dim, rht_stream=2)
+    codes = quantize_operand(x, Quantization(ROUNDINGS["four_over_six"]), keep_codes=True).without_cache()
+    first: list[torch.Tensor] = []
+    for i in range(times):
+        made = [*quantize_grad_output(x, how, how), quantize_operand(codes, how, transpose=True)]
+        tensors = [t for operand in made for t in vars(operand).values() if isinstance(t, torch.Tensor)]
+        bits = [t.reshape(-1).view(torch.uint8) for t in tensors]
+        first = first or bits
+        if not all(map(torch.equal, first, bits)):
+            return f"{rounding.name}, {shape[0]} x {shape[1]}: launch {i + 1} has other bits than the first"
+    return None
+
+
+def _uneven(shape: tuple[int, int]) -> torch.Tensor:
+    """A random BF16 tensor whose rows have magnitudes from 1e-6 to 1."""
+    generator = torch.Generator().manual_seed(shape[0])
+    return (torch.randn(shape, generator=generator) * torch.logspace(-6, 0, shape[0]).unsqueeze(1)).bfloat16()
