@@ -145,7 +145,7 @@ def test_fsdp2_gets_its_gradients_from_autograd():
 
 def test_gradients_that_go_inside_are_told():
     m = model()
-    with pytest.raises(RuntimeError, match="dropped or exchanged inside the context.*leave it before zero_grad"):
+    with pytest.raises(RuntimeError, match="zero_grad"):
         with nf.accumulate_gradients(m):
             m.zero_grad()
     assert not m.out.context.gradients
@@ -159,7 +159,7 @@ def test_distributed_data_parallel_is_refused():
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     try:
         m = nn.parallel.DistributedDataParallel(model())
-        with pytest.raises(ValueError, match="average weight.grad over the ranks after the last micro-batch"):
+        with pytest.raises(ValueError, match="average weight.grad"):
             with nf.accumulate_gradients(m):
                 pass
     finally:
@@ -183,5 +183,5 @@ def test_cublas_adds_to_the_accumulator(m, n, k, alpha):
     mm_alpha_add(a, b, alpha, after)
     unit = 2.0**-23 * torch.maximum(product.abs(), before.abs())
     assert ((after - (before + product)).abs() <= 2 * unit).all()
-    with pytest.raises(ValueError, match="expected a contiguous matrix"):
+    with pytest.raises(ValueError, match="contiguous"):
         mm_alpha_add(a, b, alpha, before.T.contiguous().T)

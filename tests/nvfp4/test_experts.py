@@ -203,7 +203,7 @@ def test_the_model_stays_what_it_was():
     nf.convert(model, "clover", skip=["experts"], verbose=False)
     assert not any(layer.quantizes for some in stacked_linears(model.experts).values() for layer in some)
     model.experts.extra = nn.Parameter(torch.zeros(2, 16, 16))
-    assert "experts of 1 layers: each computes its own GEMMs" in str(report)
+    assert "experts of 1 layers" in str(report)
 
 
 class WithIdentity(Experts):
@@ -223,7 +223,7 @@ def test_experts_of_an_unknown_layout_are_named_with_their_share():
             report
         )
         assert "warning: " in str(report) and type(experts) in (nn.Bilinear, WithIdentity)
-    with pytest.raises(ValueError, match=r"no linear layer could be converted \(3-D weights \(Bilinear.weight\), expe"):
+    with pytest.raises(ValueError, match="Bilinear.weight"):
         nf.convert(nn.ModuleList([nn.Bilinear(16, 16, 64)]))
 
 

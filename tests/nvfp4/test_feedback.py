@@ -200,13 +200,13 @@ def test_a_look_at_the_inputs_wants_a_function_that_calls_the_model():
     model = nf.convert(nn.Sequential(nn.Linear(32, 32)), "clover_feedback", verbose=False)
     x = correlated(64, 32)
     for wrong in ((model, x), (model, None), (None, lambda: model(x))):
-        with pytest.raises(ValueError, match="update_gram_matrices: got .*, expected the model and a function that"):
+        with pytest.raises(ValueError, match="update_gram_matrices: got "):
             nf.update_gram_matrices(*wrong)
-    with pytest.raises(ValueError, match="called none of the 1 layers with error feedback; let it call this"):
+    with pytest.raises(ValueError, match="none of the 1 layers"):
         nf.update_gram_matrices(model, lambda: x)
     assert not nf.gram_state(model)
     for wrong in (None, [x], {"0": 3.0}):
-        with pytest.raises(ValueError, match="load_gram_state: got .*, expected what gram_state returned"):
+        with pytest.raises(ValueError, match="load_gram_state: got .* gram_state"):
             nf.load_gram_state(model, wrong)
 
 
@@ -230,7 +230,7 @@ def test_the_gram_matrices_are_saved_and_loaded_apart_from_the_model(tmp_path):
     assert all(torch.equal(a, b) for a, b in zip(passes(other, other), passes(model, model)))
     assert torch.equal(gram["q"], torch.load(tmp_path / "saved.pt")[1]["q"])  # not changed in place
     for wrong in ({"nobody": gram["q"]}, {"q": gram["q"][:, :16]}, {"q": gram["q"].long()}):
-        with pytest.raises(ValueError, match="load_gram_state: '(q|nobody)' has .*, expected"):
+        with pytest.raises(ValueError, match="load_gram_state: '(q|nobody)' has "):
             nf.load_gram_state(other, wrong)
 
 

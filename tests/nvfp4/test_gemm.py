@@ -91,9 +91,9 @@ def test_operands_of_different_lengths_are_refused(kind):
     }[kind]
     into = torch.zeros(3, 4)
     for a, b in ((make(x), make(w)), (make(x), Plain(w)), (Plain(x), make(w))):
-        with pytest.raises(ValueError, match="over 32 elements and b over 48"):
+        with pytest.raises(ValueError, match="32 .* 48"):
             run(a, b)
-        with pytest.raises(ValueError, match="over 32 elements and b over 48"):
+        with pytest.raises(ValueError, match="32 .* 48"):
             gemm_add(a, b, into, compute_dtype=torch.float32)
     assert not into.any()
 

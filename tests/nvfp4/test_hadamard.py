@@ -72,5 +72,5 @@ def test_what_surrounds_a_call_does_not_stick():
 
 
 def test_a_length_that_does_not_divide_is_an_error():
-    with pytest.raises(ValueError, match="100, expected a multiple of 128; pad"):
+    with pytest.raises(ValueError, match="100, .*128; pad"):
         rotate(torch.randn(2, 100), 0)

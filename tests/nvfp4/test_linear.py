@@ -496,7 +496,7 @@ def test_zero_weights_inputs_and_gradients(method):
 
 @pytest.mark.parametrize("shape, what", [((120, 128), "in_features is 120"), ((128, 24), "out_features is 24")])
 def test_dimensions_that_do_not_divide(shape, what):
-    with pytest.raises(ValueError, match=f"{what}, expected a multiple of 16; use nn.Linear here, or skip this layer"):
+    with pytest.raises(ValueError, match=f"{what}, .*16; use nn.Linear"):
         nf.QuantLinear(*shape, method="clover")
     nf.QuantLinear(*shape, method="bf16")
 

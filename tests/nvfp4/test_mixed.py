@@ -75,9 +75,9 @@ def test_each_layer_of_a_model_has_the_recipe_of_its_kind(make):
 def test_layers_of_no_kind_are_told_and_a_model_of_such_layers_alone_is_refused():
     layers = {"up_proj": nn.Linear(32, 32), "other": nn.Linear(32, 32), "lm_head": nn.Linear(32, 32)}
     model = nf.convert(nn.Sequential(OrderedDict(layers)), "clover_mixed", verbose=False)
-    assert "1 layers of no known kind compute with four_over_six x" in str(model.nf_report)
+    assert "1 layers of no known kind" in str(model.nf_report)
     assert model.other.recipe == MIXED.of(None) and model.up_proj.recipe == MIXED.of("mlp_up")
-    with pytest.raises(ValueError, match="clover_mixed has recipes for attention, mlp_up layers, .* do not tell") as e:
+    with pytest.raises(ValueError, match="clover_mixed has recipes for attention, mlp_up") as e:
         nf.convert(nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)), "clover_mixed", verbose=False)
     assert "\n" not in str(e.value)
 
@@ -130,9 +130,10 @@ def test_training_with_weights_made_once_and_gradients_added_is_the_same(name):
     assert all(torch.equal(a, b) for a, b in zip(*results))
 
 
-def test_compiled_layers_compute_the_same():
+@pytest.mark.parametrize("backend", ["eager", pytest.param("aot_eager", marks=pytest.mark.slow)])
+def test_compiled_layers_compute_the_same(backend):
     layer = nf.QuantLinear(128, 128, method=MIXED.of("mlp_up"))
-    compiled, results = torch.compile(layer, backend="aot_eager", fullgraph=True), []
+    compiled, results = torch.compile(layer, backend=backend, fullgraph=True), []
     x = torch.randn(64, 128, requires_grad=True)
     for f in (layer, compiled):
         torch.manual_seed(3)
@@ -172,15 +173,15 @@ def test_a_plan_changes_each_kind_to_its_own_recipe():
 @pytest.mark.parametrize(
     "fields, message",
     [
-        ({"kinds": (("mlp", nf.get_recipe("fp8")),)}, ": kinds has 'mlp', expected attention, mlp_up, mlp_down"),
-        ({"kinds": (("mlp_up", MIXED),)}, ": its recipe of mlp_up has kinds, late or kept_blocks"),
-        ({"output": nf.Gemm(nf.Operand("rtn", kept="rtn"))}, ", output: kept is for operands of output in FP8"),
-        ({"grad_input": nf.Gemm(b=nf.Operand("e4m3", kept="rtn"))}, ", grad_input: kept is for operands of output"),
-        ({"output": nf.Gemm(nf.Operand("e4m3", kept="sr"))}, ", output: kept is a rounding of NVFP4 .*; got sr"),
+        ({"kinds": (("mlp", nf.get_recipe("fp8")),)}, "kinds has 'mlp', .*mlp_up, mlp_down"),
+        ({"kinds": (("mlp_up", MIXED),)}, "mlp_up has kinds"),
+        ({"output": nf.Gemm(nf.Operand("rtn", kept="rtn"))}, "output: kept .*FP8"),
+        ({"grad_input": nf.Gemm(b=nf.Operand("e4m3", kept="rtn"))}, "grad_input: kept"),
+        ({"output": nf.Gemm(nf.Operand("e4m3", kept="sr"))}, "output: kept .*; got sr"),
     ],
 )
 def test_impossible_rows_name_what_is_wrong(fields, message):
-    with pytest.raises(ValueError, match=f"recipe 'mine'{message}"):
+    with pytest.raises(ValueError, match=f"recipe 'mine'.*{message}"):
         nf.Recipe("mine", **fields)
 
 

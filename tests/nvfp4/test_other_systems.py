@@ -66,5 +66,5 @@ def test_nearest_rounding_of_gradients_is_biased():
 
 
 def test_dimensions_must_fit_the_blocks():
-    with pytest.raises(ValueError, match="in_features is 48, expected a multiple of 32"):
+    with pytest.raises(ValueError, match="in_features is 48, .*32"):
         nf.QuantLinear(48, 64, method="mxfp8")

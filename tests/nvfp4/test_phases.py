@@ -100,13 +100,13 @@ def test_a_method_that_changes_late_does_so_wherever_it_begins():
 @pytest.mark.parametrize(
     "kwargs, message",
     [
-        ({"layers": "up"}, "layers: 'up' is not of the form pattern=method"),
+        ({"layers": "up"}, "layers: 'up' .*pattern=method"),
         ({"layers": "up=cloover"}, "unknown method 'cloover'"),
-        ({"phases": "late=bf16"}, "phases: 'late' is not a fraction of the steps"),
-        ({"phases": "1.5=bf16"}, "phases: '1.5' is not a fraction"),
-        ({"phases": "nan=bf16"}, "phases: 'nan' is not a fraction"),
-        ({"phases": "0.5=nvidia_full"}, "nvidia_full keeps the last blocks in BF16 from the first step on"),
-        ({"phases": "0.5=bf16,0.4=clover"}, "phases: '0.4' is not a fraction of the steps, from 0 to 1 and rising"),
+        ({"phases": "late=bf16"}, "phases: 'late'"),
+        ({"phases": "1.5=bf16"}, "phases: '1.5'"),
+        ({"phases": "nan=bf16"}, "phases: 'nan'"),
+        ({"phases": "0.5=nvidia_full"}, "nvidia_full .*blocks"),
+        ({"phases": "0.5=bf16,0.4=clover"}, "phases: '0.4' .*rising"),
     ],
 )
 def test_bad_plans_are_one_line(kwargs, message):
@@ -116,7 +116,7 @@ def test_bad_plans_are_one_line(kwargs, message):
 
 
 def test_a_pattern_without_a_layer_is_refused():
-    with pytest.raises(ValueError, match="layers: 'mlp.*' matches no layer; there are: up, down"):
+    with pytest.raises(ValueError, match="layers: 'mlp.*' .*: up, down"):
         MethodPlan.parse("clover", layers="mlp.*=fp8").apply(model(), 0.0)
 
 
@@ -176,7 +176,7 @@ def test_a_row_of_ones_own_trains_by_name_and_goes_on_without_its_file(tiny_base
     whole = weights(tiny_base, "d2_row_of_a_file")
 
     methods.REGISTERED.pop("row_of_a_file")
-    with pytest.raises(UserError, match="--method: unknown method 'row_of_a_file'"):
+    with pytest.raises(UserError, match="--method: .*'row_of_a_file'"):
         base_train.main([*flags, "--overwrite"])
     base_train.main([*flags, "--resume-from-step=2"])
     assert same(weights(tiny_base, "d2_row_of_a_file"), whole)
@@ -187,16 +187,16 @@ def test_a_row_of_ones_own_trains_by_name_and_goes_on_without_its_file(tiny_base
 
     methods.REGISTERED.pop("row_of_a_file")
     file.write_text(MINE.format("sr"))
-    with pytest.raises(UserError, match="step 4 in .*: the recipe .* stands for another recipe already .* leave --rec"):
+    with pytest.raises(UserError, match="step 4 in .* another recipe .* leave --recipes"):
         base_train.main([*flags, "--resume-from-step=latest", f"--recipes={file}"])
 
 
 @pytest.mark.parametrize(
     "text, message",
     [
-        ("", "there is no file .*; name a Python file"),
-        ("1 / 0", "ended with ZeroDivisionError: division by zero"),
-        (MINE.format("rtn").replace("row_of_a_file", "clover"), "the name 'clover' stands for another recipe already"),
+        ("", "name a Python file"),
+        ("1 / 0", "ZeroDivisionError: division by zero"),
+        (MINE.format("rtn").replace("row_of_a_file", "clover"), "'clover' .*another recipe"),
     ],
 )
 def test_a_file_of_rows_that_cannot_be_used_is_one_line(text, message, tmp_path):

@@ -438,20 +438,20 @@ def test_does_not_track_gradients():
 @pytest.mark.parametrize(
     "x, name, message",
     [
-        (torch.zeros(2, 24), "rtn", r"shape \(2, 24\).*multiple of 16; pad"),
-        (torch.zeros(2, 64), "ms_eden", r"shape \(2, 64\).*multiple of 128; pad"),
+        (torch.zeros(2, 24), "rtn", r"\(2, 24\).*16; pad"),
+        (torch.zeros(2, 64), "ms_eden", r"\(2, 64\).*128; pad"),
         (torch.zeros(2, 0), "rtn", "non-empty"),
         (torch.zeros(0, 16), "rtn", "non-empty"),
         (torch.tensor(1.0), "rtn", "non-empty"),
-        (torch.zeros(2, 16, dtype=torch.int32), "rtn", r"floating-point tensor, got torch.int32.*\.float\(\)"),
-        (torch.zeros(2, 16, dtype=torch.bool), "rtn", "floating-point tensor, got torch.bool"),
-        (torch.zeros(2, 16, device="meta"), "rtn", "on the meta device has no values; move it"),
-        ([[1.0] * 16], "rtn", "floating-point tensor, got list"),
-        (torch.tensor([[math.nan] + [1.0] * 15]), "rtn", "1 of 16 values are NaN or Inf"),
-        (torch.tensor([[math.inf, -math.inf] + [1.0] * 14]), "sr", "2 of 16 values are NaN or Inf"),
-        (torch.full((1, 16), 1e300, dtype=torch.float64), "rtn", "16 of 16 values are NaN or Inf in FP32"),
+        (torch.zeros(2, 16, dtype=torch.int32), "rtn", r"torch.int32.*\.float\(\)"),
+        (torch.zeros(2, 16, dtype=torch.bool), "rtn", "torch.bool"),
+        (torch.zeros(2, 16, device="meta"), "rtn", "meta device"),
+        ([[1.0] * 16], "rtn", "got list"),
+        (torch.tensor([[math.nan] + [1.0] * 15]), "rtn", "1 of 16 "),
+        (torch.tensor([[math.inf, -math.inf] + [1.0] * 14]), "sr", "2 of 16 "),
+        (torch.full((1, 16), 1e300, dtype=torch.float64), "rtn", "16 of 16 .* FP32"),
         (torch.full((1, 128), 3e38), "ms_eden", "overflow when rotated"),
-        (torch.zeros(2, 16), "rtm", "unknown rounding 'rtm'; known: rtn, four_over_six"),
+        (torch.zeros(2, 16), "rtm", "'rtm'; .*rtn, four_over_six"),
     ],
 )
 def test_bad_input_is_one_clear_line(x, name, message):
@@ -572,7 +572,7 @@ def test_mx_zeros_bad_values_and_sizes(name):
     x = torch.randn(32, 64)
     x[3, 7] = math.nan
     assert not torch.isfinite(quantize_reference(x, ROUNDINGS[name]).decode()).all()
-    with pytest.raises(ValueError, match=r"shape \(2, 48\).*multiple of 32; pad"):
+    with pytest.raises(ValueError, match=r"\(2, 48\).*32; pad"):
         quantize(torch.zeros(2, 48), name)
 
 
@@ -584,10 +584,10 @@ def test_the_largest_numbers_are_quantized_to_finite_ones_or_refused(rounding):
     try:
         assert torch.isfinite(quantize(x * 3.3e38, rounding, seed=0).dequantize()).all()
     except ValueError as e:
-        assert "overflow when rounded; scale the tensor down" in str(e)
+        assert "scale the tensor down" in str(e)
 
 
 @pytest.mark.parametrize("seed", [None, "0", 1.0, torch.tensor(1.0)])
 def test_a_seed_of_another_type_is_refused(seed):
-    with pytest.raises(ValueError, match="expected an int or an int64 tensor"):
+    with pytest.raises(ValueError, match="int64"):
         quantize(torch.randn(2, 128), "rtn", seed=seed)

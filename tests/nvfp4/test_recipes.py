@@ -77,9 +77,9 @@ def test_a_registered_row_is_a_method_and_its_name_stands_for_it_alone():
         dataclasses.replace(row, name="clover"),
         dataclasses.replace(row, name="quartet2"),
     ):
-        with pytest.raises(ValueError, match="stands for another recipe already .*; give this one .* another name$"):
+        with pytest.raises(ValueError, match="give this one .* another name$"):
             nf.register(other)
-    with pytest.raises(ValueError, match="got str, expected a nanochat_fp4.Recipe"):
+    with pytest.raises(ValueError, match="got str, .*nanochat_fp4.Recipe"):
         nf.register("clover")
 
 
@@ -96,14 +96,14 @@ def test_a_rounding_of_ones_own_comes_back_from_json():
 
 @pytest.mark.parametrize("record", [{}, {"name": "x", "of_later": 1}, {"name": "x", "output": 3}, 7, [1]])
 def test_what_is_no_recipe_is_refused_in_one_line(record):
-    with pytest.raises(ValueError, match="^this is no recipe of this version"):
+    with pytest.raises(ValueError, match="no recipe"):
         from_record(record)
 
 
 def test_unknown_method_lists_the_known_ones():
     with pytest.raises(
         ValueError,
-        match=r"unknown method 'cloover'; use one of: bf16, fp8, .*quartet2; or .*; did you mean clover\?$",
+        match=r"'cloover'; .*bf16, fp8, .*quartet2; .*clover\?$",
     ) as e:
         get_recipe("cloover")
     assert "\n" not in str(e.value)
@@ -122,7 +122,7 @@ def test_another_type_is_refused_in_one_line(method):
 
 @pytest.mark.parametrize("method", ["nvidia_v2", "clover_dithered"])
 def test_a_row_that_left_names_the_last_commit_that_has_it(method):
-    with pytest.raises(ValueError, match=f"^method '{method}' left the package; register .* use commit 40089ce, "):
+    with pytest.raises(ValueError, match=f"'{method}' .*40089ce"):
         get_recipe(method)
 
 
@@ -160,26 +160,26 @@ def test_which_passes_draw_random_numbers(method, forward, backward):
     [
         ({"grad_input": Gemm(Operand("ms_eden"), Operand("ms_eden"))}, "grad_input: ms_eden .* rht_dim=128"),
         ({"grad_weight": Gemm(Operand("ms_eden"), Operand("ms_eden"), 16)}, "grad_weight: ms_eden .* rht_dim=128"),
-        ({"grad_input": Gemm(Operand("ms_eden"), Operand(), 128)}, "grad_input: a rotation needs both operands"),
-        ({"output": Gemm(rht_dim=128)}, "output: a rotation needs both operands"),
-        ({"output": both("ms_eden", 128)}, "output: a rotated forward keeps no values for the backward; set raw=True"),
-        ({"grad_weight": Gemm(Operand("sr"), Operand("sr"), 48)}, "grad_weight: rht_dim is 48, expected 0, 16, 32"),
-        ({"grad_weight": Gemm(Operand("sr", raw=True), Operand("sr"))}, "grad_weight: raw only means something"),
-        ({"output": Gemm(Operand("rtn"), Operand("rtn", raw=True))}, "output: raw only means something"),
+        ({"grad_input": Gemm(Operand("ms_eden"), Operand(), 128)}, "grad_input: a rotation"),
+        ({"output": Gemm(rht_dim=128)}, "output: a rotation"),
+        ({"output": both("ms_eden", 128)}, "output: a rotated forward .*raw=True"),
+        ({"grad_weight": Gemm(Operand("sr"), Operand("sr"), 48)}, "grad_weight: rht_dim is 48, .* 0, 16, 32"),
+        ({"grad_weight": Gemm(Operand("sr", raw=True), Operand("sr"))}, "grad_weight: raw "),
+        ({"output": Gemm(Operand("rtn"), Operand("rtn", raw=True))}, "output: raw "),
         ({"grad_input": Gemm(Operand("sr"), Operand("rtn", terms=2))}, "grad_input: two terms .* got 2 for rtn"),
-        ({"output": Gemm(Operand("sr", terms=2), Operand("rtn"))}, "output: two terms are for .* got 2 for sr"),
-        ({"output": Gemm(Operand("mxfp4", terms=2))}, "output: two terms are for .* got 2 for mxfp4"),
-        ({"output": Gemm(Operand(terms=2))}, "output: two terms are for .* got 2 for None"),
-        ({"output": Gemm(Operand("rtn", terms=3))}, "output: two terms are for .* got 3 for rtn"),
-        ({"output": Gemm(Operand("rtn", feedback=True))}, "output: feedback is for the weight .* got it for rtn"),
+        ({"output": Gemm(Operand("sr", terms=2), Operand("rtn"))}, "output: two terms .* got 2 for sr"),
+        ({"output": Gemm(Operand("mxfp4", terms=2))}, "output: two terms .* got 2 for mxfp4"),
+        ({"output": Gemm(Operand(terms=2))}, "output: two terms .* got 2 for None"),
+        ({"output": Gemm(Operand("rtn", terms=3))}, "output: two terms .* got 3 for rtn"),
+        ({"output": Gemm(Operand("rtn", feedback=True))}, "output: feedback .* for rtn"),
         (
             {"output": Gemm(b=Operand("rtn_16x16", feedback=True))},
-            "output: feedback is for the weight .* for rtn_16x16",
+            "output: feedback .* for rtn_16x16",
         ),
-        ({"output": Gemm(b=Operand("sr", feedback=True))}, "output: feedback is for .* draws nothing, .* for sr"),
-        ({"output": Gemm(b=Operand("rtn", terms=2, feedback=True))}, "output: feedback is for .* second term"),
-        ({"grad_input": Gemm(b=Operand("rtn", feedback=True))}, "grad_input: feedback is for the weight in output"),
-        ({"output": both("mxfp4_sr_prescaled")}, "output: a prescaled rounding is for backward operands"),
+        ({"output": Gemm(b=Operand("sr", feedback=True))}, "output: feedback .* draws nothing, .* for sr"),
+        ({"output": Gemm(b=Operand("rtn", terms=2, feedback=True))}, "output: feedback .* second term"),
+        ({"grad_input": Gemm(b=Operand("rtn", feedback=True))}, "grad_input: feedback "),
+        ({"output": both("mxfp4_sr_prescaled")}, "output: a prescaled rounding"),
     ],
 )
 def test_impossible_rows_name_the_gemm(fields, message):
@@ -188,7 +188,7 @@ def test_impossible_rows_name_the_gemm(fields, message):
 
 
 def test_unknown_rounding_lists_the_known_ones():
-    with pytest.raises(ValueError, match="unknown rounding 'srr'; known: rtn, "):
+    with pytest.raises(ValueError, match="'srr'; .*rtn, "):
         Operand("srr")
 
 

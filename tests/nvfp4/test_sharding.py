@@ -155,7 +155,7 @@ def counts(model, rows):
 def refusals():
     from torch.distributed.fsdp import fully_shard
 
-    with pytest.raises(ValueError, match="nothing of the model is sharded; call fully_shard on it first"):
+    with pytest.raises(ValueError, match="fully_shard"):
         nf.gather_codes(made("clover"))
     for method, rows, text in (
         ("clover", 33 * 16 + 1, "529 rows of 0"),
@@ -165,7 +165,7 @@ def refusals():
         model = nf.convert(nn.Sequential(layer), method, verbose=False)
         layer.weight = nn.Parameter(torch.randn(rows, 64))
         fully_shard(model)
-        with pytest.raises(ValueError, match=f"the {text} do not divide by 2 processes"):
+        with pytest.raises(ValueError, match=f"{text} .*2 processes"):
             nf.gather_codes(model)
 
 

@@ -264,24 +264,24 @@ def refusals_of_one_rank():
     try:
         mesh = init_device_mesh("cpu", (2,))
         for method, features, text in (
-            ("clover", 384, "in_features is 384, expected a multiple of 2 x 128 for 2 processes"),
-            ("nvidia", 48, "in_features is 48, expected a multiple of 2 x 16"),
-            ("clover_feedback", 256, "clover_feedback has feedback, which is not divided among processes"),
+            ("clover", 384, "in_features is 384, .*2 x 128"),
+            ("nvidia", 48, "in_features is 48, .*2 x 16"),
+            ("clover_feedback", 256, "clover_feedback has feedback"),
         ):
             with pytest.raises(ValueError, match=text):
                 parallelize_module(QuantLinear(features, 512, method=method), mesh, nf.RowwiseParallel())
         layer = QuantLinear(256, 256, method="clover")
-        with pytest.raises(ValueError, match="for layers that nanochat_fp4.convert has converted; got Linear"):
+        with pytest.raises(ValueError, match="nanochat_fp4.convert .*got Linear"):
             parallelize_module(nn.Linear(256, 256), mesh, nf.ColwiseParallel())
         parallelize_module(layer, mesh, nf.ColwiseParallel())
-        with pytest.raises(ValueError, match="got a layer that is parallel already"):
+        with pytest.raises(ValueError, match="parallel already"):
             parallelize_module(layer, mesh, nf.ColwiseParallel())
         row = parallelize_module(QuantLinear(256, 256, method="bf16"), mesh, nf.RowwiseParallel())
-        with pytest.raises(ValueError, match="7 tokens do not divide by 2 processes"):
+        with pytest.raises(ValueError, match="7 tokens"):
             row(torch.ones(7, 128))
         with pytest.raises(ValueError, match="clover_feedback has feedback"):
             layer.set_recipe(nf.get_recipe("clover_feedback"))
-        for depth, size, text in ((13, 2, "13 attention heads do not divide by 2"), (2, 3, "=3 does not divide 2")):
+        for depth, size, text in ((13, 2, "13 attention heads"), (2, 3, "=3 ")):
             with torch.device("meta"):
                 model = GPT(config_from_depth(depth, 256, 64, 128, 128))
             with pytest.raises(UserError, match=text):

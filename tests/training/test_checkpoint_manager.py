@@ -111,12 +111,12 @@ def test_the_newest_is_found(tmp_path, monkeypatch):
 def test_no_checkpoints(tmp_path):
     assert list_steps(tmp_path / "none") == []
     for folder in (tmp_path / "none", tmp_path):
-        with pytest.raises(NoCheckpointError, match="no checkpoints in .* train a model first"):
+        with pytest.raises(NoCheckpointError, match="train a model first"):
             find_last_step(folder)
         with pytest.raises(FileNotFoundError):  # nanochat's kind of error
             load_checkpoint(folder, None, "cpu")
     save(tmp_path, 5)
-    with pytest.raises(NoCheckpointError, match="no checkpoint of step 6 .* it has steps 5"):
+    with pytest.raises(NoCheckpointError, match="step 6 .* steps 5"):
         load_checkpoint(tmp_path, 6, "cpu")
 
 
@@ -134,7 +134,7 @@ def flip(path):
     path.write_bytes(data)
 
 
-DAMAGE = {"truncated": (truncate, "bytes instead of"), "flipped": (flip, "differs from its checksum")}
+DAMAGE = {"truncated": (truncate, "bytes"), "flipped": (flip, "checksum")}
 DAMAGE |= {"empty": (lambda p: p.write_bytes(b""), "has 0 bytes"), "missing": (os.unlink, "is missing")}
 
 
@@ -145,18 +145,18 @@ def test_damage_is_named_and_an_older_one_is_used(tmp_path, caplog, kind, damage
         save(tmp_path, step)
     name = kind.format(30)
     DAMAGE[damage][0](tmp_path / name)
-    with pytest.raises(UserError, match=f"step 30 .*{name} .*{DAMAGE[damage][1]}.*step 20 is intact") as e:
+    with pytest.raises(UserError, match=f"step 30 .*{name} .*{DAMAGE[damage][1]}.*step 20 ") as e:
         load_checkpoint(tmp_path, 30, "cpu", load_optimizer=True)
     assert "\n" not in str(e.value)
     assert find_last_step(tmp_path) == 20 and value_of(tmp_path, None or 20) == 20
-    assert f"{name} " in caplog.text and "falling back to step 20" in caplog.text
+    assert f"{name} " in caplog.text and "step 20" in caplog.text
 
 
 def test_nothing_is_intact(tmp_path):
     for step in (10, 20):
         save(tmp_path, step)
         truncate(tmp_path / f"model_{step:06d}.pt")
-    with pytest.raises(UserError, match="no checkpoint .* is intact .step 20: model_000020.pt .*; step 10: ") as e:
+    with pytest.raises(UserError, match="step 20: model_000020.pt .*; step 10: ") as e:
         find_last_step(tmp_path)
     assert not isinstance(e.value, NoCheckpointError)  # a run must not start over as if there had been nothing
 
@@ -202,7 +202,7 @@ def test_a_checkpoint_cannot_run_code(tmp_path):
             return os.system, (f"touch {tmp_path / 'was_here'}",)
 
     assert save_checkpoint(tmp_path, 1, {"w": Evil()}, None, {})  # a valid manifest, a bad heart
-    with pytest.raises(UserError, match="model_000001.pt cannot be read as weights") as e:
+    with pytest.raises(UserError, match="model_000001.pt ") as e:
         load_checkpoint(tmp_path, 1, "cpu")
     assert "\n" not in str(e.value) and not (tmp_path / "was_here").exists()
 
@@ -424,11 +424,11 @@ def test_what_the_method_learned_has_a_file_of_its_own(model):
     assert learned.keys() == {name} and torch.equal(learned[name], gram[name])
     assert not nf.gram_state(build_model(model.folder, 3, "cpu", "eval")[0])
     assert save_checkpoint(model.folder, 6, model.state_dict(), None, model.meta, method_data={name: torch.eye(16)})
-    with pytest.raises(UserError, match="its weights do not fit its model config .*c_fc"):
+    with pytest.raises(UserError, match="model config .*c_fc"):
         build_model(model.folder, 6, "cpu", "eval")
     file = model.folder / "method_000004.pt"
     file.write_bytes(file.read_bytes()[:-1] + b"!")
-    with pytest.raises(UserError, match="method_000004.pt differs from its checksum"):
+    with pytest.raises(UserError, match="method_000004.pt .*checksum"):
         build_model(model.folder, 4, "cpu", "eval")
     prune_checkpoints(model.folder, 1)
     assert [p.name for p in model.folder.glob("method*")] == ["method_000006.pt"]
@@ -437,17 +437,17 @@ def test_what_the_method_learned_has_a_file_of_its_own(model):
 @pytest.mark.parametrize(
     "change, text",
     [
-        (lambda m: m.pop("model_config"), "its model config is not one of this GPT"),
-        (lambda m: m["model_config"].update(n_rotors=3), "its model config is not one of this GPT"),
-        (lambda m: m["model_config"].update(n_head=0), "its model config is not one of this GPT"),
-        (lambda m: m["model_config"].update(n_layer="two"), "its model config is not one of this GPT"),
-        (lambda m: m["model_config"].update(n_layer=3), "its weights do not fit its model config"),
-        (lambda m: m["model_config"].update(n_embd=128), "its weights do not fit its model config"),
+        (lambda m: m.pop("model_config"), "model config is"),
+        (lambda m: m["model_config"].update(n_rotors=3), "model config is"),
+        (lambda m: m["model_config"].update(n_head=0), "model config is"),
+        (lambda m: m["model_config"].update(n_layer="two"), "model config is"),
+        (lambda m: m["model_config"].update(n_layer=3), "weights"),
+        (lambda m: m["model_config"].update(n_embd=128), "weights"),
         (
             lambda m: m["run_config"].update(tokenizer="0123456789abcdef"),
-            "trained with the tokenizer 0123456789abcdef, but",
+            "tokenizer 0123456789abcdef",
         ),
-        (lambda m: (m["model_config"].update(vocab_size=301), m.pop("run_config")), "vocabulary of 301 tokens"),
+        (lambda m: (m["model_config"].update(vocab_size=301), m.pop("run_config")), "301 tokens"),
     ],
 )
 def test_models_that_do_not_fit(model, change, text):
@@ -460,13 +460,13 @@ def test_models_that_do_not_fit(model, change, text):
 
 
 def test_sources_that_are_not_there(model):
-    with pytest.raises(UserError, match="unknown source 'bse'; use one of base, mid, sft, rl"):
+    with pytest.raises(UserError, match="'bse'; .*base, mid, sft, rl"):
         load_model("bse", "cpu", "eval")
-    with pytest.raises(UserError, match="no sft checkpoint in .*chatsft_checkpoints; make one with .*chat_sft"):
+    with pytest.raises(UserError, match="chatsft_checkpoints; .*chat_sft"):
         load_model("sft", "cpu", "eval")
     with pytest.raises(UserError, match="no_such_tag"):
         load_model("base", "cpu", "eval", model_tag="no_such_tag")
-    with pytest.raises(UserError, match=r"no checkpoint of step 99 in .*; it has steps \d+$"):  # and nothing to make
+    with pytest.raises(UserError, match=r"step 99 in .*; it has steps \d+$"):  # and nothing to make
         load_model("base", "cpu", "eval", step=99)
 
 

@@ -98,7 +98,7 @@ def test_feedback_keeps_gram_matrices():
 
 def test_the_next_lever_follows_what_is_on_already():
     model = on_meta(26)
-    assert next_lever(model, 8, "fp32").startswith("one more row takes 1.84 GiB, and --recompute=codes saves ")
+    assert next_lever(model, 8, "fp32").startswith("one more row takes 1.84 GiB, and --recompute=codes ")
     model.recompute = "codes-mlp"
     assert "--state=lean saves " in next_lever(model, 8, "fp32")
     assert "--recompute=all saves " in next_lever(model, 8, "lean")

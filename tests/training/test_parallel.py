@@ -58,12 +58,12 @@ def test_what_does_not_go_with_shards(monkeypatch, capsys):
     monkeypatch.setattr(parallel, "is_ddp_initialized", lambda: True)
     monkeypatch.setattr(parallel.dist, "get_world_size", lambda *_: 2)
     for flag in ("--device-batch-size=auto", "--telemetry-every=5"):
-        with pytest.raises(UserError, match=f"{flag.split('=')[0]}.* does not go with --parallel=fsdp"):
+        with pytest.raises(UserError, match=f"{flag.split('=')[0]}.* --parallel=fsdp"):
             check(flag)
     args = base_train.parse_args(["--parallel=fsdp"])
     assert parallel.check_parallel(args) and args.sample_every == args.core_metric_every == 2000
     model = nn.ModuleDict({"odd": nn.Linear(16, 33, bias=False)})
-    with pytest.raises(UserError, match="the 33 rows of odd.weight do not divide by 2 processes"):
+    with pytest.raises(UserError, match="33 rows of odd.weight"):
         parallel.shard(model, torch.bfloat16)
 
 
@@ -165,7 +165,7 @@ def trained_and_evaluated(method: str, sharded: bool, evaluates: bool = True) ->
                 run_task(Words(size=3), model, tokenizer, max_new_tokens=2, batch_size=1)
                 results.append((samples, core, solved, list(ANSWERS), model(x[:1, : 4 + rank]).tolist()))
             # CORE's errors are caught, and training goes on: those before the blocks and those inside one.
-            with pytest.raises(ValueError, match="position 401 is beyond"), parallel.unsharded(model):
+            with pytest.raises(ValueError, match="position 401"), parallel.unsharded(model):
                 model(x.new_zeros(1, 401))
             hook = model.transformer.h[0].mlp.register_forward_pre_hook(lambda *_: 1 / 0)
             with pytest.raises(ZeroDivisionError), parallel.unsharded(model):
@@ -188,7 +188,7 @@ def one_rank_that_evaluates():
     torch.distributed.fsdp.fully_shard(model)
     nf.gather_codes(model)
     model.unshard()
-    with nf.full_precision(model), pytest.raises(ValueError, match="enter full_precision around unsharded"):
+    with nf.full_precision(model), pytest.raises(ValueError, match="full_precision around unsharded"):
         model(torch.ones(1, 64))
     compute_cleanup()
 

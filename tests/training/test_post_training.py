@@ -153,7 +153,7 @@ def test_sft_batches():
 
     for before, now in ((1, 2), (2, 1), (2, 3), (3, 2), (2, 2)):
         assert gone_on_with(before, now) == micro_batches(1, 6)[before:]
-    with pytest.raises(UserError, match="anything to learn in 64 tokens; .* --max-seq-len"):
+    with pytest.raises(UserError, match="64 tokens; .* --max-seq-len"):
         next(ConversationBatches(Texts([200]), tokenizer, 1, "cpu", max_tokens=64))
 
 
@@ -194,7 +194,7 @@ def test_conversations_that_say_something_else_are_not_gone_on_with():
     ):
         state = next(make(Texts(LENGTHS)))[2]
         make(Texts(LENGTHS), state)
-        with pytest.raises(UserError, match="does not fit: content was"):
+        with pytest.raises(UserError, match="content was"):
             make(Other(LENGTHS), state)
 
 
@@ -207,9 +207,9 @@ def test_loaders_name_bad_conversations(tmp_path):
         lambda d: PackedConversations(d, byte_tokenizer(), 8, 50, "cpu"),
         lambda d: ConversationBatches(d, byte_tokenizer(), 8, "cpu"),
     ):
-        with pytest.raises(UserError, match="conversation 2 of the mixture cannot be used: .*assistant"):
+        with pytest.raises(UserError, match="conversation 2 .*assistant"):
             next(make(Bad([1] * 8)))
-        with pytest.raises(UserError, match="no conversation to train on"):
+        with pytest.raises(UserError, match="no conversation"):
             make(Texts([]))
 
 
@@ -351,7 +351,7 @@ def test_a_checkpoint_is_used_with_the_method_that_it_was_trained_with_last(conf
 def test_method_is_the_checkpoints_unless_a_flag_says_otherwise(base, monkeypatch, capsys):
     monkeypatch.setenv("QAT_METHOD", "nvidia")
     mid("--dry-run", steps=1)
-    assert "QAT_METHOD=nvidia is not used" in capsys.readouterr().out
+    assert "QAT_METHOD=nvidia" in capsys.readouterr().out
     mid("--dry-run", "--method=nvidia", steps=1)
     assert "QAT method nvidia" in capsys.readouterr().out
     assert not (base / "mid_checkpoints").exists()  # nothing was saved
@@ -400,12 +400,12 @@ def test_resume_of_another_run_is_refused(base):
     mid("--save-every=1", steps=2)
     with pytest.raises(UserError) as e:
         mid(steps=2)
-    assert "already holds a run" in one_line(e)
+    assert "already" in one_line(e)
     for flags in (["--quantization=full"], ["--total-batch-size=256"], ["--method=nvidia"]):
         with pytest.raises(UserError) as e:
             mid("--resume-from-step=latest", *flags, steps=2)
         # Another --model-tag alone would name a base model that is not there.
-        assert "belongs to another run" in one_line(e) and "with --overwrite in place of" in one_line(e)
+        assert "another run" in one_line(e) and "--overwrite" in one_line(e)
     mid("--overwrite", "--total-batch-size=256", steps=2)
 
 
@@ -419,7 +419,7 @@ def test_a_finished_stage_is_left_alone_unless_its_model_was_trained_anew(base, 
     mid("--quantization=none", "--resume-from-step=latest", steps=1)
     assert json.loads(report.read_text())["results"]["val_bpb"] == json.loads(before)["results"]["val_bpb"]
     save_base(base, n_layer=3)
-    with pytest.raises(UserError, match="another base model than d2_clover is now.*--overwrite"):
+    with pytest.raises(UserError, match="d2_clover .*--overwrite"):
         mid("--quantization=none", "--resume-from-step=latest", steps=1)
 
 
@@ -431,7 +431,7 @@ def test_overwrite_deletes_nothing_before_all_is_known_to_be_good(base, tmp_path
             mid("--overwrite", *flags, steps=1)
         assert list_steps(folder) == [1]
     sft("--source=mid", steps=1)
-    with pytest.raises(UserError, match="--eval-metrics-max-problems=0 measures nothing; use at least 1"):
+    with pytest.raises(UserError, match="--eval-metrics-max-problems=0 .*at least 1"):
         sft("--source=mid", "--overwrite", "--eval-metrics-max-problems=0", steps=1)
     assert list_steps(base / "chatsft_checkpoints" / "d2_clover") == [1]
 
