@@ -253,12 +253,11 @@ def test_micro_batches_add_to_the_gradient_in_the_gemm(library, monkeypatch):
     assert [beta for *_, beta in library.calls] == [0.0, 1.0] * 3  # an output, and a weight gradient
 
 
-@pytest.mark.parametrize("chosen, betas", [({}, [0.0, 0.0, 1.0]), ({(32, 128, 64, FP32): "emulated"}, [0.0, 1.0])])
-def test_compiled_layers_multiply_and_add_alike(library, chosen, betas):
+def test_compiled_layers_multiply_and_add_alike(library):
     """torch.compile takes a product, and one that is added to a gradient, for operators of one graph. The layer's own
     libraries decide, in compiled code as well."""
     layer, x, results = nf.QuantLinear(64, 128, method="clover"), torch.randn(32, 64), []
-    layer.libraries = dispatch.ChosenLibraries(chosen)
+    layer.libraries = dispatch.ChosenLibraries({(32, 128, 64, FP32): "emulated"})  # the forward
     for forward in (layer, torch.compile(layer, backend="aot_eager", fullgraph=True)):
         assert dispatch.native_choice("cpu")[0] == "cublaslt"
         library.calls.clear()
@@ -268,7 +267,7 @@ def test_compiled_layers_multiply_and_add_alike(library, chosen, betas):
         with nf.accumulate_gradients(layer):
             forward(leaf).square().sum().backward()
         results.append((leaf.grad, layer.weight.grad.clone()))
-        assert [beta for *_, beta in library.calls] == betas
+        assert [beta for *_, beta in library.calls] == [0.0, 1.0]  # dgrad, and wgrad into the gradient
     assert all(map(torch.equal, *results))
 
 
@@ -363,9 +362,9 @@ def raises(*operands):
 
 FAULTS = {
     zeros: "returns zeros",
-    without_tensor_scales: "has a relative square error of",
-    rows_swapped: "has a relative square error of",
-    ignores_layouts: "has a relative square error of",
+    without_tensor_scales: "has a relative square error",
+    rows_swapped: "has a relative square error",
+    ignores_layouts: "has a relative square error",
     no_subnormal_scales: "returns zeros with subnormal scales",
     raises: "raises cublasLtMatmul returned status 15",
 }
@@ -394,7 +393,7 @@ def test_a_library_that_is_wrong_in_one_launch_of_twenty_is_not_used(library, mo
 
     monkeypatch.setattr(probe, "LAUNCHES", 20)
     library.multiply = tips
-    assert "has other bits in launch 13 of 20" in dispatch.probe_implementation("cpu", "cublaslt").problem
+    assert "launch 13 of 20" in dispatch.probe_implementation("cpu", "cublaslt").problem
 
 
 def test_a_library_that_swallows_nan_is_used_with_a_note(library):
@@ -406,17 +405,17 @@ def test_a_library_that_swallows_nan_is_used_with_a_note(library):
 def test_nothing_works(library, monkeypatch):
     """A run that did not ask for FP4 by name goes on, and hears what that costs."""
     monkeypatch.setattr(dispatch, "mm", lambda a, b, dtype, name: torch.zeros(a.codes.shape[0], b.codes.shape[0]))
-    with pytest.warns(UserWarning, match="no FP4 GEMM works on this GPU.*slower than method bf16"):
+    with pytest.warns(UserWarning, match="slower than method bf16"):
         name, why = dispatch.native_choice("cpu")
     assert name is None and why.startswith("cublaslt returns zeros") and "; dot_scaled returns zeros" in why
-    assert why.endswith("; flashinfer is not installed (pip install flashinfer-python)")
+    assert "pip install flashinfer-python" in why
     assert all(torch.isfinite(t).all() and t.any() for t in step("clover"))
 
 
 @pytest.mark.parametrize(
     "value, text",
-    [("fast", "NVFP4_GEMM is 'fast', expected auto, emulated, cublaslt, scaled_mm, dot_scaled, flashinfer"),
-     ("cublaslt", "NVFP4_GEMM=cublaslt, but no CUDA device")],
+    [("fast", "NVFP4_GEMM is 'fast', .*auto, emulated, cublaslt"),
+     ("cublaslt", "NVFP4_GEMM=cublaslt, .*CUDA")],
 )  # fmt: skip
 def test_a_wish_that_cannot_be_met(monkeypatch, value, text):
     monkeypatch.setenv("NVFP4_GEMM", value)
@@ -446,7 +445,7 @@ def test_the_doctor_runs_through_it(library, monkeypatch):
 def test_a_refused_shape_alone_is_emulated(library, monkeypatch):
     """One refused shape had taken FP4 away everywhere."""
     library.multiply = lambda *operands: raises() if operands[0].shape[1] % 64 else multiply(*operands)
-    with pytest.warns(UserWarning, match="cublaslt multiplies shapes of multiples of 128 alone here"):
+    with pytest.warns(UserWarning, match="cublaslt .*128"):
         assert dispatch.native_choice("cpu")[0] == "cublaslt"
     library.calls.clear()
     step("clover", tokens=128, in_features=128, out_features=128)
@@ -455,7 +454,7 @@ def test_a_refused_shape_alone_is_emulated(library, monkeypatch):
     assert len(library.calls) == 3
     # A run that asked for FP4 by name is told instead.
     monkeypatch.setenv("NVFP4_GEMM", "cublaslt")
-    with pytest.raises(ValueError, match="do not multiply 128 x 128 x 96 right.*or unset NVFP4_GEMM"):
+    with pytest.raises(ValueError, match="128 x 128 x 96 .*unset NVFP4_GEMM"):
         step("clover", tokens=128, in_features=96, out_features=128)
 
 
@@ -490,13 +489,13 @@ def test_a_large_product_is_sampled_in_every_tile(library):
 
 def test_a_crash_ends_a_child_process_alone():
     found, problem = probe.in_child(dispatch.__name__, "(IMPLEMENTATIONS[n] for n in (0, 1, 9))")
-    assert found == ["cublaslt", "scaled_mm"] and problem.startswith("ended its process with status 1 (IndexError")
+    assert found == ["cublaslt", "scaled_mm"] and "status 1 (IndexError" in problem
     # Of a module that is imported faster.
     found, problem = probe.in_child("os", "(n if n < 2 else abort() for n in range(4))")
-    assert found == [0, 1] and problem.startswith("ended its process with status -6")
+    assert found == [0, 1] and "status -6" in problem
     assert probe.in_child("os", "[(128, 'raises x')]") == ([[128, "raises x"]], "")
     found, problem = probe.in_child("os", "[__import__('os')._exit(3)]")
-    assert not found and problem.startswith("ended its process with status 3")
+    assert not found and "status 3" in problem
     assert probe.in_child("time", "[sleep(60)]", timeout=0.01) == ([], "had no result after 0 s")
 
 
@@ -522,7 +521,7 @@ def test_a_gpu_for_one_process_is_named(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(probe, "driver", Driver)
     _, problem = probe.in_child("os", "[__import__('os')._exit(1)]")
-    assert "ended its process with status 1" in problem and "EXCLUSIVE_PROCESS" in problem and "nvidia-smi" in problem
+    assert "status 1" in problem and "EXCLUSIVE_PROCESS" in problem and "nvidia-smi" in problem
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert "EXCLUSIVE_PROCESS" not in "".join(doctor.operations(CPU))
     monkeypatch.setattr(doctor, "compute_mode", lambda: "EXCLUSIVE_PROCESS")
@@ -568,7 +567,7 @@ def test_the_choice_on_each_gpu(monkeypatch, capability, first, second):
         for asked, how in states.items():
             monkeypatch.setenv("NVFP4_GEMM", asked)
             dispatch.native_choice.cache_clear()
-            refused = pytest.raises(ValueError, match=f"NVFP4_GEMM={asked}, but .*or set NVFP4_GEMM=emulated")
+            refused = pytest.raises(ValueError, match=f"NVFP4_GEMM={asked}, .*NVFP4_GEMM=emulated")
             with contextlib.nullcontext() if how == "present" else refused:
                 assert dispatch.native_choice("cuda")[0] == asked
         monkeypatch.delenv("NVFP4_GEMM")
@@ -586,7 +585,7 @@ def test_what_is_known_of_sm_121(library, monkeypatch, triton_version, cuda, mis
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(probe, "in_child", lambda module, call: ([(None, "returns zeros", "")], ""))
     dot, ours = (dispatch.verdict("cuda", name).problem for name in ("dot_scaled", "cublaslt"))
-    assert dot == ("has no FP4 for sm_121 in Triton 3.8.0; install one after 3.8.0" if missing else "returns zeros")
+    assert ("Triton 3.8.0; install" if missing else "returns zeros") in dot
     assert ours.startswith("returns zeros") and ("CUDA 13.4" in ours) == missing
 
 
@@ -602,7 +601,7 @@ def test_a_triton_that_is_known_to_be_wrong_is_refused(monkeypatch):
         for wish in ("", "triton"):
             monkeypatch.setenv("NVFP4_KERNELS", wish)
             dispatch.no_kernels_reason.cache_clear()
-            error = pytest.raises(ValueError, match="Triton 3.8.0 computes wrong results on sm_12x")
+            error = pytest.raises(ValueError, match="Triton 3.8.0 .*sm_12x")
             with error if refused else contextlib.nullcontext():
                 assert dispatch.use_kernels(gpu)
         monkeypatch.setenv("NVFP4_KERNELS", "reference")
@@ -613,7 +612,7 @@ def test_a_triton_that_is_known_to_be_wrong_is_refused(monkeypatch):
 
 def test_torch_without_scaled_mm_is_named(library, monkeypatch):
     monkeypatch.delattr(torch.nn.functional, "scaled_mm", raising=False)
-    assert "install torch 2.10 or later" in dispatch.verdict("cpu", "scaled_mm").problem
+    assert "torch 2.10" in dispatch.verdict("cpu", "scaled_mm").problem
 
 
 def test_the_backend_says_which_path_runs(library, monkeypatch):
@@ -621,7 +620,7 @@ def test_the_backend_says_which_path_runs(library, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *device: (12, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *device: "RTX")
     monkeypatch.setattr(dispatch, "verdict", lambda device, name: FOUND["present"])
-    assert nf.backend().gemm == "FP4 tensor cores (cublaslt: tensor scales and gradient accumulation inside)"
+    assert "FP4 tensor cores (cublaslt" in nf.backend().gemm
 
 
 def test_decoding_refuses_what_is_not_contiguous():
@@ -631,7 +630,7 @@ def test_decoding_refuses_what_is_not_contiguous():
     t = probe.random_operand(CPU, 32, 128)
     sliced, dense = (t.codes[:, :32], t.scales[:, :4]), (t.codes[:, :32].contiguous(), t.scales[:, :4].contiguous())
     for codes, scales in ((sliced[0], dense[1]), (dense[0], sliced[1])):
-        with pytest.raises(ValueError, match="expected contiguous rows; call .contiguous()"):
+        with pytest.raises(ValueError, match="contiguous()"):
             kernel(codes, scales)
 
 
@@ -661,7 +660,7 @@ def test_mxfp8_with_scales_of_one_is_the_product_of_fp8(slow_fp8):
 @pytest.mark.parametrize(
     "wrong, problem",
     [
-        (lambda x, xs, y, ys, alpha: torch.zeros(len(x), len(y)), r"relative square error of 1.0e\+00"),
+        (lambda x, xs, y, ys, alpha: torch.zeros(len(x), len(y)), r"square error of 1.0e\+00"),
         (lambda x, xs, y, ys, alpha: x.float() @ y.float().T, "relative square error"),
         (lambda x, xs, y, ys, alpha: 1 / 0, "raises division by zero"),
     ],

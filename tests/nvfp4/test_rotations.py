@@ -45,8 +45,8 @@ def test_two_rotations_have_no_bias_where_one_has(operand):
     """On 16 vectors. One rotation takes a large value to numbers of one magnitude, whose rounding is no noise."""
     torch.manual_seed(0)
     x = operand()
-    assert bias_over_error(x, 1, 400) > 5 * LIMIT
-    assert bias_over_error(x, 2, 3000) < LIMIT
+    assert bias_over_error(x, 1, 200) > 5 * LIMIT
+    assert bias_over_error(x, 2, 600) < LIMIT
 
 
 @pytest.mark.slow
@@ -77,5 +77,5 @@ def test_products_of_operands_that_are_rotated_twice_stay_what_they_were():
 )
 def test_other_rotations_are_refused_in_one_line(fields):
     gemm = nf.Gemm(nf.Operand("sr"), nf.Operand("sr"), **fields)
-    with pytest.raises(ValueError, match="grad_weight: rotations is [23], expected 1, or 2 with rht_dim=128$"):
+    with pytest.raises(ValueError, match="grad_weight: rotations is [23], .*rht_dim=128$"):
         nf.Recipe("mine", grad_weight=gemm)
