@@ -25,6 +25,7 @@ from nanochat_fp4.nvfp4.linear import QuantLinear
 from nanochat_fp4.nvfp4.sharding import gather_codes
 
 MODES = ("ddp", "fsdp")
+TENSOR = "tensor"  # the mesh dimension of processes that compute a layer together (models/divided.py)
 
 
 def check_parallel(args: argparse.Namespace) -> bool:
@@ -82,44 +83,6 @@ def shard(model: nn.Module, dtype: torch.dtype | None = None, codes: bool = True
     )
     print0(f"FSDP over {size} processes: quantized weights are gathered as codes; {others} in {name}")
     return coded
-
-
-TENSOR = "tensor"  # the mesh dimension of processes that compute a layer together
-
-
-def divide(model: nn.Module, size: int) -> None:
-    """Divides the blocks of a converted GPT among each `size` consecutive processes, in place.
-
-    Products and heads use tensor parallelism, and the operations between them sequence parallelism. Call it before
-    compiling and before the optimizers. The `size` processes need the same tokens and the same state of torch's
-    generators. Each returns the mean loss of its part of the sequence. Every process has the whole embedding, head and
-    scalars, and their gradients are averaged over all processes, as in ddp. Raises UserError for numbers that do not
-    divide, and for methods without a divided form.
-    """
-    from torch.distributed.tensor.parallel import parallelize_module
-
-    from nanochat_fp4.nvfp4.tensor_parallel import ColwiseParallel, RowwiseParallel
-
-    world_size = dist.get_world_size()
-    if world_size % size:
-        raise UserError(f"--tensor-parallel={size} does not divide {world_size} processes; use a number that does")
-    for heads in (model.config.n_head, model.config.n_kv_head):
-        if heads % size:
-            raise UserError(
-                f"--tensor-parallel={size}: {heads} attention heads do not divide by {size}; use another depth (d32 "
-                "has 16 heads), or --parallel=ddp"
-            )
-    names = ("data", TENSOR)
-    mesh = dist.device_mesh.init_device_mesh(model.get_device().type, (world_size // size, size), mesh_dim_names=names)
-    styles = {f"attn.{name}": ColwiseParallel() for name in ("c_q", "c_k", "c_v")}
-    styles |= {"mlp.c_fc": ColwiseParallel(), "attn.c_proj": RowwiseParallel(), "mlp.c_proj": RowwiseParallel()}
-    try:
-        for block in model.transformer.h:
-            parallelize_module(block, mesh[TENSOR], styles)
-    except ValueError as e:
-        raise UserError(f"--tensor-parallel={size}: {e}") from e
-    model.sequence_part = mesh[TENSOR].get_local_rank(), size
-    print0(f"tensor and sequence parallel over {size} of {world_size} processes")
 
 
 def is_sharded(value: Any) -> bool:

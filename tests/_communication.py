@@ -199,10 +199,11 @@ def write_counted_step(
     """
     import nanochat_fp4 as nf
     from nanochat_fp4.common import compute_cleanup, compute_init
+    from nanochat_fp4.models.divided import divide
     from nanochat_fp4.models.gpt import GPT, GPTConfig
     from nanochat_fp4.models.optim import PretrainingOptions
     from nanochat_fp4.nvfp4.collectives import local
-    from nanochat_fp4.parallel import divide, shard
+    from nanochat_fp4.parallel import shard
     from nanochat_fp4.training.step import TrainingStep
 
     _, rank, _, world_size, device = compute_init("cpu")

@@ -26,10 +26,11 @@ from nanochat_fp4.console import ArgumentParser, parse_finite
 from nanochat_fp4.devices import peak_memory
 from nanochat_fp4.environment import environment_info
 from nanochat_fp4.errors import UserError
+from nanochat_fp4.models.divided import divide
 from nanochat_fp4.models.gpt import compile_layers, config_from_depth
 from nanochat_fp4.models.optim import PretrainingOptions
 from nanochat_fp4.nvfp4.collectives import local
-from nanochat_fp4.parallel import MODES, divide, shard
+from nanochat_fp4.parallel import MODES, shard
 from nanochat_fp4.training.micro_batch import plan_accumulation
 from nanochat_fp4.training.step import TrainingStep
 

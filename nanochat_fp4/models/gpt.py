@@ -39,7 +39,6 @@ from nanochat_fp4.nvfp4.checkpointing import gradients_are_wanted
 from nanochat_fp4.nvfp4.dispatch import stays_eager, triton_problem
 from nanochat_fp4.nvfp4.fused import fused_linear
 from nanochat_fp4.nvfp4.relu_squared_linear import relu_squared_linear
-from nanochat_fp4.parallel import is_sharded
 
 SOFTCAP = 15.0  # logits lie in (-15, 15)
 ROTARY_BASE = 10000.0
@@ -236,7 +235,7 @@ def compile_layers(model: nn.Module) -> Callable[..., Tensor]:
     whole = not stays_eager(device_type)
     compiled = functools.partial(torch.compile, dynamic=False, fullgraph=whole, options=options)
     layer, outer_norm = compiled(Block.forward), compiled(norm)
-    if not is_sharded(model) or model.sequence_part is not None:
+    if not hasattr(model, "unshard"):  # FSDP's
         return functools.partial(model, layer=layer, outer_norm=outer_norm)
     # FSDP's hooks gather and free weights around a block. No graph may hold the hooks, so only forward is compiled.
     for block in model.transformer.h:
@@ -265,7 +264,6 @@ class GPT(nn.Module):
 
     recompute: Recompute = "none"
     head: Literal["bf16", "fp8"] = "bf16"  # of training: cross_entropy.HEADS
-    sequence_part: tuple[int, int] | None = None  # (index of this process's part, number of parts): parallel.divide
 
     def __init__(self, config: GPTConfig, pad_vocab_size_to: int = 64):
         super().__init__()
@@ -465,6 +463,10 @@ class GPT(nn.Module):
         """The 2-norm of all gradients on this rank, (). The gradients do not change, because nanochat does not clip."""
         return optim.gradient_norm(self)
 
+    def own_part(self, tokens: Tensor) -> Tensor:
+        """The tokens that this process computes of `(B, T)`: all, unless a subclass divides them (divided.py)."""
+        return tokens
+
     def forward(
         self,
         idx: Tensor,
@@ -478,8 +480,7 @@ class GPT(nn.Module):
         Without targets: idx `(B, T)` int64 -> capped logits `(B, T, vocab_size)` FP32.
 
         With targets `(B, T)`, of which -1 does not count, the result is the cross-entropy in nats, FP32. Its shape is
-        () for loss_reduction "mean" and "sum", and (B * T,) for "none". If the sequence is divided among processes, the
-        result is of this process's part.
+        () for loss_reduction "mean" and "sum", and (B * T,) for "none".
 
         With a kv_cache (engine.KVCache) the tokens continue the cached ones and are added to the cache. compile_layers
         replaces `layer`, and `outer_norm`, the norm before and after the layers. Raises ValueError for positions beyond
@@ -496,13 +497,7 @@ class GPT(nn.Module):
             raise ValueError(f"tokens are on {idx.device} and the model on {self.cos.device}; move the tokens there")
         cos_sin = self.cos[:, start:end], self.sin[:, start:end]
 
-        if self.sequence_part is not None:  # layers that need the whole sequence gather the parts
-            part, parts = self.sequence_part
-            if idx.size(1) % parts or kv_cache is not None:
-                raise ValueError(f"{idx.size(1)} tokens: expected a multiple of {parts}, by which they are divided")
-            idx, targets = (None if t is None else t.chunk(parts, dim=1)[part] for t in (idx, targets))
-
-        x0 = outer_norm(self.transformer.wte(idx))
+        x0 = outer_norm(self.transformer.wte(self.own_part(idx)))
         x = x0.view_as(x0)  # a second object: the same tensor as two arguments would be compiled separately
         lambdas = zip(self.resid_lambdas.unbind(), self.x0_lambdas.unbind())
         for block, scalars, window_size in zip(self.transformer.h, lambdas, self.window_sizes):
@@ -511,7 +506,7 @@ class GPT(nn.Module):
 
         if targets is not None:
             options = self.config.vocab_size, SOFTCAP, loss_reduction, self.head
-            return linear_cross_entropy(x, self.lm_head.weight, targets, *options)
+            return linear_cross_entropy(x, self.lm_head.weight, self.own_part(targets), *options)
         logits = self.lm_head(x)[..., : self.config.vocab_size].float()
         return SOFTCAP * torch.tanh(logits / SOFTCAP)
 

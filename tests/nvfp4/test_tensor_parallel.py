@@ -18,6 +18,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 import nanochat_fp4 as nf
 from nanochat_fp4.common import compute_cleanup, compute_init
 from nanochat_fp4.errors import UserError
+from nanochat_fp4.models.divided import divide
 from nanochat_fp4.models.gpt import GPT, config_from_depth
 from nanochat_fp4.nvfp4 import linear as linear_module
 from nanochat_fp4.nvfp4 import tensor_parallel
@@ -26,7 +27,7 @@ from nanochat_fp4.nvfp4.operands import Quantization, quantize_operand
 from nanochat_fp4.nvfp4.quantizers import get_rounding
 from nanochat_fp4.nvfp4.recipes import GRAD_OUTPUT, GRAD_OUTPUT_T, INPUT, INPUT_T, WEIGHT, WEIGHT_T
 from nanochat_fp4.nvfp4.tensor_parallel import Part
-from nanochat_fp4.parallel import divide, is_sharded, losses_of
+from nanochat_fp4.parallel import is_sharded, losses_of
 
 K, N, SEQUENCES, TOKENS = 256, 512, 2, 64
 
