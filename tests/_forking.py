@@ -14,20 +14,18 @@ process that has some can hang), which is why pytest's own process cannot do it.
 import contextlib
 import ctypes
 import gc
-import itertools
 import json
 import os
 import resource
 import runpy
 import select
-import shutil
 import signal
 import socket
 import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -152,6 +150,7 @@ def serve(path: str) -> None:
     importlib.import_module("nvfp4_kernels.rotate")  # what the first quantized layer imports, used or not
     for name in MODULES:
         importlib.import_module(f"scripts.{name}")
+    importlib.import_module("_training")
     gc.collect()
     gc.freeze()  # or each fork would copy what its garbage collector looks at
     _listener.bind(path)
@@ -315,7 +314,7 @@ def _child(job: dict[str, Any], chosen: bool, write: int) -> None:
         sys.stderr = open(2, "w", buffering=1, errors="backslashreplace")
         for fd in {null, log, errors}:
             os.close(fd)
-        operations = _die_in_a_save(job.get("operation") if chosen else None)
+        operations = _count_operations_of_saves(job.get("operation") if chosen else None)
 
         import importlib
 
@@ -346,15 +345,16 @@ def _child(job: dict[str, Any], chosen: bool, write: int) -> None:
         os._exit(status)
 
 
-def _die_in_a_save(n: int | None) -> list[int]:
-    """Count what a save does to files, in the list that is returned; SIGKILL at the n-th of it."""
-    from nanochat_fp4.training import loop
+FILE_OPERATIONS = ("mkdir", "open", "replace", "rename", "unlink", "rmdir", "fsync")  # of the module os
 
-    count, saving = [0], [0]
+
+def count_operations(n: int | None, counts: Callable[[], bool] = lambda: True) -> list[int]:
+    """Counts this process's file operations while counts(), in the list it returns; SIGKILL in place of the n-th."""
+    count = [0]
 
     def counted(function: Any) -> Any:
         def wrapped(*args: Any, **kwargs: Any) -> Any:
-            if saving[0]:
+            if counts():
                 count[0] += 1
                 if count[0] == n:
                     os.kill(os.getpid(), signal.SIGKILL)
@@ -362,69 +362,25 @@ def _die_in_a_save(n: int | None) -> list[int]:
 
         return wrapped
 
-    def in_a_save(function: Any) -> Any:
-        def wrapped(*args: Any, **kwargs: Any) -> Any:
-            saving[0] += 1
-            try:
-                return function(*args, **kwargs)
-            finally:
-                saving[0] -= 1
-
-        return wrapped
-
     for name in FILE_OPERATIONS:
         setattr(os, name, counted(getattr(os, name)))
-    loop.save = in_a_save(loop.save)
     return count
 
 
-FILE_OPERATIONS = ("mkdir", "open", "replace", "rename", "unlink", "rmdir", "fsync")  # of the module os
+def _count_operations_of_saves(n: int | None) -> list[int]:
+    from nanochat_fp4.training import loop
 
+    saves, real = [], loop.save  # the saves that are going on
 
-def killed_everywhere(
-    scratch: Path, action: Callable[[Path], Any], before: Path | None = None, every: int = 1
-) -> Iterator[Path]:
-    """
-    Runs action(folder) in children that die at their n-th file operation, n = 1, 1 + every, ..., until one is through.
+    def save(*args: Any, **kwargs: Any) -> Any:
+        saves.append(1)
+        try:
+            return real(*args, **kwargs)
+        finally:
+            saves.pop()
 
-    Yields the folder of each, a copy of `before` (or an empty one) that the action has worked in. The last one is of
-    the child that was not killed. This process must have no threads.
-    """
-    for n in itertools.count(1, every):
-        folder = scratch / str(n)
-        if before is None:
-            folder.mkdir(parents=True)
-        else:
-            shutil.copytree(before, folder)
-        if not (pid := os.fork()):
-            try:
-                _die_at(n)
-                action(folder)
-                os._exit(0)
-            except BaseException:
-                traceback.print_exc()
-                os._exit(1)
-        status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-        assert status in (0, -signal.SIGKILL), status
-        yield folder
-        if status == 0:
-            return
-
-
-def _die_at(n: int) -> None:
-    """This process is killed instead of its n-th file operation."""
-    count = itertools.count(1)
-
-    def dying(function: Any) -> Any:
-        def wrapped(*args: Any, **kwargs: Any) -> Any:
-            if next(count) == n:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return function(*args, **kwargs)
-
-        return wrapped
-
-    for name in FILE_OPERATIONS:
-        setattr(os, name, dying(getattr(os, name)))
+    loop.save = save
+    return count_operations(n, lambda: bool(saves))
 
 
 def torchrun(function: Callable[[], Any], max_restarts: int = 0) -> None:
@@ -442,21 +398,14 @@ def torchrun(function: Callable[[], Any], max_restarts: int = 0) -> None:
 # Faults: called in the child before the script
 
 
-def at_step(first: int, begin: Any, last: int, end: Any) -> None:
-    """begin() inside step `first` (from 0) of training, end() inside step `last`."""
-    from nanochat_fp4.models.gpt import GPT
+_FAULTS = contextlib.ExitStack()  # they last as long as the child
 
-    calls, real = [0], GPT.clip_gradients
 
-    def clip_gradients(model: Any) -> Any:
-        if calls[0] == first:
-            begin()
-        if calls[0] == last:
-            end()
-        calls[0] += 1
-        return real(model)
+def at_step(step: int, do: Callable[[], Any]) -> None:
+    """do() inside this step (from 0) of training."""
+    from _training import in_step
 
-    GPT.clip_gradients = clip_gradients
+    _FAULTS.enter_context(in_step(step, do))
 
 
 def _must_be_intact(folder: str, step: int) -> None:
@@ -475,7 +424,8 @@ def disk_full(folder: str, first: int, last: int) -> None:
         _must_be_intact(folder, first)
         resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
 
-    at_step(first, lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, unlimited[1])), last, end)
+    at_step(first, lambda: no_room(200_000))
+    at_step(last, end)
 
 
 def read_only(folder: str, first: int, last: int) -> None:
@@ -486,19 +436,14 @@ def read_only(folder: str, first: int, last: int) -> None:
         _must_be_intact(folder, first)
         os.chmod(folder, 0o755)
 
-    at_step(first, lambda: os.chmod(folder, 0o555), last, end)
+    at_step(first, lambda: os.chmod(folder, 0o555))
+    at_step(last, end)
 
 
-def in_step(step: int, how: str) -> None:
-    """Rank 1 (or the only one) gets SIGKILL, or SIGTERM, inside this step of those that this process trains."""
+def signals(number: int, step: int, count: int = 1) -> None:
+    """Rank 1 (or the only one) gets this signal, so many times, inside this step of those that this process trains."""
     if os.environ.get("RANK", "1") == "1":
-        number = {"kill": signal.SIGKILL, "term": signal.SIGTERM}[how]
-        at_step(step, lambda: os.kill(os.getpid(), number), step, lambda: None)
-
-
-def interrupts(count: int, step: int) -> None:
-    """So many SIGINT inside this step."""
-    at_step(step, lambda: [os.kill(os.getpid(), signal.SIGINT) for _ in range(count)], step, lambda: None)
+        at_step(step, lambda: [os.kill(os.getpid(), number) for _ in range(count)])
 
 
 def unwritable(folder: str) -> None:

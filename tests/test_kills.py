@@ -3,14 +3,19 @@
 Each check runs in a process of its own that has no threads, because a fork of a process with threads can hang.
 """
 
+import itertools
 import os
 import shutil
+import signal
+import traceback
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from _exporting import names_beside, value_of, write_value
-from _forking import killed_everywhere
+from _forking import count_operations
 
 from nanochat_fp4.data.dataset import ensure_data
 from nanochat_fp4.training.checkpoint_manager import (
@@ -20,6 +25,36 @@ from nanochat_fp4.training.checkpoint_manager import (
     prune_checkpoints,
     save_checkpoint,
 )
+
+
+def killed_everywhere(
+    scratch: Path, action: Callable[[Path], Any], before: Path | None = None, every: int = 1
+) -> Iterator[Path]:
+    """
+    Runs action(folder) in children that die at their n-th file operation, n = 1, 1 + every, ..., until one is through.
+
+    Yields the folder of each, a copy of `before` (or an empty one) that the action has worked in. The last one is of
+    the child that was not killed.
+    """
+    for n in itertools.count(1, every):
+        folder = scratch / str(n)
+        if before is None:
+            folder.mkdir(parents=True)
+        else:
+            shutil.copytree(before, folder)
+        if not (pid := os.fork()):
+            try:
+                count_operations(n)
+                action(folder)
+                os._exit(0)
+            except BaseException:
+                traceback.print_exc()
+                os._exit(1)
+        status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        assert status in (0, -signal.SIGKILL), status
+        yield folder
+        if status == 0:
+            return
 
 
 def in_order(found: list, order: list) -> bool:

@@ -211,7 +211,7 @@ def test_a_signal_at_any_moment_saves_within_a_step(fork_server, tiny_base, stag
 def test_a_second_interrupt_ends_a_run_at_once(fork_server, tiny_base):
     """The first Ctrl-C saves after the step, the second does not wait for the end of the step."""
     case = Case(fork_server, tiny_base, "base", "bf16")
-    run = case.run(fault=("interrupts", 2, 1))
+    run = case.run(fault=("signals", signal.SIGINT, 1, 2))
     assert run.status == -signal.SIGINT and "stopped at step" not in run.log, run.log
     assert list_steps(case.folder) == [1]
 
@@ -261,10 +261,10 @@ def test_any_number_of_processes_goes_on_with_what_others_saved(fork_server, tin
         *([six[stage], "--eval-every=1"] if 3 in ranks else []), steps=len(ranks),
     )  # fmt: skip
     shards = "--parallel=ddp" if 3 in ranks else "--parallel=fsdp"  # the vocabulary does not divide by 3
-    killed = case.run("--save-every=1", shards, ranks=ranks[0], fault=("in_step", 1, "kill"), rank=1)
+    killed = case.run("--save-every=1", shards, ranks=ranks[0], fault=("signals", signal.SIGKILL, 1), rank=1)
     assert killed.status == -signal.SIGKILL and find_last_step(case.folder) == 1, killed.log
     for before, now in zip(ranks, ranks[1:-1]):
-        stopped = case.run("--resume-from-step=latest", ranks=now, fault=("in_step", 0, "term"))
+        stopped = case.run("--resume-from-step=latest", ranks=now, fault=("signals", signal.SIGTERM, 0))
         assert stopped.status == 143 and f"world_size was {before} " in stopped.log, stopped.log
     assert case.run("--resume-from-step=latest", ranks=ranks[-1]).status == 0
     for a, b in zip(final_state(case.folder, case.steps)["records"], case.expected["records"], strict=True):
