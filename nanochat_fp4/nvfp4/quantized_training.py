@@ -47,11 +47,15 @@ class QuantizedTraining:
         """Whether any layer quantizes at the moment."""
         return any(isinstance(m, QuantLinear) and m.recipe.quantizes for m in self.model.modules())
 
+    def makes_codes_once(self, passes: int) -> bool:
+        """Whether it is less work to make the weights' codes once for `passes` passes. Rounding with feedback is long:
+        kernels for one weight at a time take longer than for all weights together."""
+        layers = (m for m in self.model.modules() if isinstance(m, QuantLinear))
+        return passes > 1 or any(layer.recipe.uses_feedback for layer in layers)
+
     def weights_once(self, passes: int) -> contextlib.AbstractContextManager:
         """A context that makes the weights' codes once for `passes` passes, if that is less work."""
-        layers = (m for m in self.model.modules() if isinstance(m, QuantLinear))
-        often = passes > 1 or any(layer.recipe.uses_feedback for layer in layers)  # rounding with feedback is long
-        return quantize_weights_once(self.model) if often else contextlib.nullcontext()
+        return quantize_weights_once(self.model) if self.makes_codes_once(passes) else contextlib.nullcontext()
 
     def after_update(self, step: int, forward: Callable[[], object]) -> None:
         """forward() calls the model on some thousand tokens. All ranks must call this together."""

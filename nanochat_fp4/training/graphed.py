@@ -12,7 +12,8 @@ offset a replay takes from the generator itself: each replay draws the numbers t
 
 The graphs are captured anew where what they hold has changed: the layers' methods (a phase begins), the parameters'
 memory, the number of micro-batches. What is computed between micro-batches needs no graph: evaluation, the search for
-the layer of a NaN, the optimizers. The activations of a micro-batch keep their memory in between.
+the layer of a NaN, the optimizers, the Gram matrices of error feedback. A new feedback factor is copied into the factor
+that the graphs have captured. The activations of a micro-batch keep their memory in between.
 """
 
 import contextlib
@@ -24,7 +25,7 @@ from torch import Tensor
 
 import nanochat_fp4 as nf
 from nanochat_fp4.common import print0
-from nanochat_fp4.errors import UserError, one_line
+from nanochat_fp4.errors import UserError, is_out_of_memory, one_line
 from nanochat_fp4.nvfp4.linear import QuantLinear
 from nanochat_fp4.parallel import is_sharded
 from nanochat_fp4.training.step import TrainingStep
@@ -35,6 +36,7 @@ class _Captured:
     """Both graphs and the tensors at the addresses that they hold."""
 
     grads: list[tuple[torch.nn.Parameter, Tensor]]
+    factors: list[tuple[QuantLinear, Tensor]]  # of error feedback
     codes: torch.cuda.CUDAGraph | None = None
     made: list[object] = field(default_factory=list)  # the weights' operands
     micro_batch: torch.cuda.CUDAGraph | None = None
@@ -53,11 +55,12 @@ class GraphedStep(TrainingStep):
         self.captured: _Captured | None = None
         self.seen: tuple | None = None  # what the last step without graphs held
         self.with_grads: list[torch.nn.Parameter] = []
-        self.problem = self._problem()
+        self.problem = self.reason_against()
         if self.problem:
             print0(f"note: --cuda-graph does nothing here: {self.problem}")
 
-    def _problem(self) -> str | None:
+    def reason_against(self) -> str | None:
+        """Why this run is left without graphs, in part of a line, or None."""
         if self.device.type != "cuda":
             return f"the model is on {self.device}, expected a CUDA device"
         if is_sharded(self.model):
@@ -66,20 +69,31 @@ class GraphedStep(TrainingStep):
             return "several processes train, and graphs beside their collectives were never tried"
         if self.lean is not None:
             return "--state=lean rounds gradients by the number of the micro-batch"
-        looking = next((m.recipe.name for m in self._layers() if m.recipe.looks_at_inputs), None)
-        return f"{looking} changes its factors between steps" if looking else None
+        return None
 
     def _layers(self) -> list[QuantLinear]:
         return [m for m in self.model.modules() if isinstance(m, QuantLinear)]
 
     def _holds(self, count: int) -> tuple:
-        """What a captured graph takes for granted."""
+        """What a captured graph takes for granted: of feedback factors, which layers have one, and which layers share
+        one."""
         addresses = tuple(p.data_ptr() for p in self.model.parameters())
-        return count, addresses, tuple(layer.recipe for layer in self._layers())
+        layers, first = self._layers(), {}
+        recipes, factors = [layer.recipe for layer in layers], [layer.feedback_factor for layer in layers]
+        shared = [None if factor is None else first.setdefault(id(factor), i) for i, factor in enumerate(factors)]
+        return count, addresses, recipes, shared
 
     @contextlib.contextmanager
     def micro_batches(self, count: int, step: int = 0) -> Iterator[None]:
-        self.problem = self.problem or self._problem()  # a phase with feedback may have begun
+        try:
+            with self._with_or_without_graphs(count, step):
+                yield
+        except Exception:
+            self.captured = self.seen = None  # half a capture; and where memory ran out, theirs is wanted
+            raise
+
+    @contextlib.contextmanager
+    def _with_or_without_graphs(self, count: int, step: int) -> Iterator[None]:
         holds = None if self.problem else self._holds(count)
         if self.problem or holds != self.seen:
             self.captured, self.seen = None, holds
@@ -93,6 +107,9 @@ class GraphedStep(TrainingStep):
             for parameter, grad in self.captured.grads:
                 parameter.grad = grad
             torch._foreach_zero_([grad for _, grad in self.captured.grads])
+            for layer, factor in self.captured.factors:
+                if layer.feedback_factor is not factor:
+                    layer.feedback_factor = factor.copy_(layer.feedback_factor)
             if self.captured.codes is not None:
                 self.captured.codes.replay()
             yield
@@ -105,8 +122,9 @@ class GraphedStep(TrainingStep):
                 inside.enter_context(nf.accumulate_gradients(self.model))
             for p in self.with_grads:
                 p.grad = torch.zeros_like(p) if p.grad is None else p.grad
-            captured = _Captured([(p, p.grad) for p in self.with_grads])
-            if count > 1:  # else each pass makes the codes
+            factors = [(layer, layer.feedback_factor) for layer in self._layers() if layer.feedback_factor is not None]
+            captured = _Captured([(p, p.grad) for p in self.with_grads], factors)
+            if self.quantized.makes_codes_once(count):
                 captured.codes = torch.cuda.CUDAGraph()
                 with _capture(captured.codes):
                     inside.enter_context(self.weights_once(count))
@@ -138,7 +156,8 @@ def _capture(graph: torch.cuda.CUDAGraph, pool: tuple[int, int] | None = None) -
         with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
             yield
     except Exception as error:
+        if is_out_of_memory(error):
+            raise  # the training loop names the micro-batch that fits
         raise UserError(
-            f"--cuda-graph: a micro-batch could not be captured ({one_line(error)}); train without --cuda-graph, or "
-            "lower --device-batch-size if memory ran out"
+            f"--cuda-graph: a micro-batch could not be captured ({one_line(error)}); train without --cuda-graph"
         ) from error
