@@ -376,20 +376,20 @@ def test_dispatch_of_grad_output(pair, monkeypatch):
 # A whole layer.
 
 
-WITH_KERNELS = [m for m in METHOD_TABLE if m != "bf16" and METHOD_TABLE[m].block <= 16]
-FAST_METHODS = ("nvidia", "clover")
+ROWS = {m: row for m, row in METHOD_TABLE.items() if m not in ("bf16", "clover_mixed") and row.block <= 32}
+ROWS |= {kind: nf.get_recipe("clover_mixed").of(kind) for kind in ("attention", "mlp_up", "mlp_down")}
+FAST = ("nvidia", "clover", "mlp_up", "fp8", "tseng", "clover_fp8_input")
 
 
-@pytest.mark.parametrize(
-    "method", [pytest.param(m, marks=[pytest.mark.slow] * (m not in FAST_METHODS)) for m in WITH_KERNELS]
-)
-def test_quant_linear_with_kernels_is_the_reference(method, monkeypatch):
+@pytest.mark.parametrize("row", [pytest.param(r, marks=[pytest.mark.slow] * (r not in FAST)) for r in ROWS])
+def test_quant_linear_with_kernels_is_the_reference(row, monkeypatch):
     """The same seeds give the same results: the output to the bit (nothing is rotated in the forward pass), gradients
-    up to the few codes that the rotation's rounding tips."""
-    tokens, in_features, out_features = (40, 64, 144) if not ON_GPU else (520, 512, 784)
+    up to the few codes that the rotation's rounding tips. MXFP4 and MXFP8 take the reference beside kernels."""
+    tokens, in_features, out_features = (520, 512, 784) if ON_GPU else (40, 64, 144)
+    out_features += out_features % ROWS[row].block  # of MXFP4 and MXFP8
     torch.manual_seed(1)
-    linear = nf.QuantLinear(in_features, out_features, method=method).to(DEVICE)
-    bf16 = method in ("clover", "nvidia")
+    linear = nf.QuantLinear(in_features, out_features, method=ROWS[row]).to(DEVICE)
+    bf16 = row in ("clover", "nvidia")
     x = torch.randn(tokens, in_features, device=DEVICE)
     e = torch.randn(tokens, out_features, device=DEVICE)
     if bf16:

@@ -1,4 +1,4 @@
-"""The randomized Hadamard transform: the matrix, its signs, and that it leaves products and norms alone."""
+"""The randomized Hadamard transform: the matrix, its signs, and what surrounds a call."""
 
 import pytest
 import torch
@@ -23,15 +23,6 @@ def test_is_the_formula(dim):
     x = torch.randn(5, 2 * dim)
     # FP32 sums of up to 128 terms: relative error about 1e-7, squared 1e-14.
     assert relative_square_error(rotate(x, 11, dim=dim, stream=4), explicit(x, 11, dim, 4)) < 1e-13
-
-
-def test_products_and_norms_are_unchanged():
-    a, b = torch.randn(7, 384), torch.randn(9, 384)
-    ra, rb = rotate(a, 3), rotate(b, 3)
-    assert relative_square_error(ra.double() @ rb.double().T, a.double() @ b.double().T) < 1e-12
-    assert torch.allclose(ra.norm(dim=1), a.norm(dim=1), rtol=1e-6)
-    # Different signs for the two operands give something else entirely.
-    assert relative_square_error(ra @ rotate(b, 4).T, a @ b.T) > 0.5
 
 
 def test_seed_and_stream_choose_the_signs():

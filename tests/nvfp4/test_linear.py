@@ -8,7 +8,6 @@ import pytest
 import torch
 from _assertions import assert_unbiased, concentrate, relative_square_error
 from _rows import METHOD_TABLE
-from torch.utils.checkpoint import checkpoint
 
 import nanochat_fp4 as nf
 from nanochat_fp4.nvfp4 import dispatch
@@ -98,10 +97,12 @@ def requantized(e, x, w, rounding, dim=128):
     )
 
 
+@pytest.mark.parametrize("tokens", [100, 1])
 @pytest.mark.parametrize("method", TRAINING)
-def test_gradients_are_those_of_the_recipe_by_hand(method):
+def test_gradients_are_those_of_the_recipe_by_hand(method, tokens):
+    """wgrad's contraction, over the tokens, is padded to whole groups."""
     linear = layer(method, 64, 144)  # 144: dgrad's contraction is padded to 256, or not at all
-    x, e = torch.randn(100, 64), torch.randn(100, 144)
+    x, e = torch.randn(tokens, 64), torch.randn(tokens, 144)
     got = backward(linear, x, e, seed=3)
     want = by_hand(method, x, linear.weight.detach(), e, seed=3)
     for name, g, w in zip(("output", "grad_input", "grad_weight"), got, want):
@@ -183,18 +184,12 @@ def test_four_over_six_in_both_passes_reaches_a_plateau():
     assert 200 < grad_weight.gain < 750, str(grad_weight)
 
 
-@pytest.mark.parametrize("method, tokens", [("tetrajet_v2", 1), ("clover", 7)])
-def test_any_number_of_tokens(method, tokens):
-    """Padded with zeros to whole groups. MS-EDEN needs groups with many values that are not zero: with 2 to about 16
-    tokens in all it has the small bias that linear.py states (0.5% of the gradient's square at most)."""
-    draws = 64
-    grad_input, grad_weight = gradients(method, tokens, draws=draws, again=False)
-    if tokens > 1:  # one row of grad_input has too few entries to be measured well
-        assert_unbiased("grad_input", grad_input)
-    if method != "tetrajet_v2" and tokens == 7:
-        assert grad_weight.errors[draws] < 0.005, str(grad_weight)
-    else:
-        assert_unbiased("grad_weight", grad_weight)
+def test_the_bias_of_few_tokens_is_small():
+    """MS-EDEN needs groups with many values that are not zero. With 2 to about 16 tokens in all the gradient of the
+    weight has the bias that linear.py states, at most 0.5% of its square."""
+    grad_input, grad_weight = gradients("clover", tokens=7, draws=64, again=False)
+    assert_unbiased("grad_input", grad_input)
+    assert grad_weight.errors[64] < 0.005, str(grad_weight)
 
 
 @pytest.mark.parametrize("method", METHOD_TABLE)
@@ -396,25 +391,6 @@ def test_layers_that_are_not_alike_are_computed_one_by_one(change):
 # Randomness.
 
 
-@pytest.mark.parametrize("method", TRAINING)
-def test_restoring_the_generator_resumes_to_the_bit(method):
-    """The same state gives the same bits. The next pass draws anew."""
-    model = torch.nn.Sequential(layer(method), torch.nn.ReLU(), layer(method))
-    x = torch.randn(16, 128)
-
-    def step():
-        model.zero_grad()
-        model(x).square().sum().backward()
-        return [p.grad.clone() for p in model.parameters()]
-
-    step()
-    state = torch.get_rng_state()
-    first = step()
-    assert not any(torch.equal(a, b) for a, b in zip(step(), first))
-    torch.set_rng_state(state)
-    assert all(torch.equal(a, b) for a, b in zip(step(), first))
-
-
 @pytest.mark.parametrize("method", METHOD_TABLE)
 def test_evaluation_draws_nothing(method):
     """Or an evaluation between two steps would change the run."""
@@ -451,19 +427,6 @@ def test_fixed_signs_are_the_same_in_both_passes():
     assert relative_square_error(backward(linear, x, e)[2], e.T @ x) < 0.05
     with torch.no_grad():
         linear(x)
-
-
-@pytest.mark.parametrize("method", ["clover", "nvidia"])
-def test_activation_checkpointing_changes_nothing(method):
-    linear, e = layer(method), torch.randn(32, 128)
-    x = torch.randn(32, 128, requires_grad=True)
-
-    def run(checkpointed):
-        torch.manual_seed(4)
-        y = checkpoint(linear, x, use_reentrant=False) if checkpointed else linear(x)
-        return torch.autograd.grad(y, (x, linear.weight), e)
-
-    assert all(torch.equal(a, b) for a, b in zip(run(True), run(False)))
 
 
 # --------------------------------------------------------------------------------------------------------------------

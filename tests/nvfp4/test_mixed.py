@@ -142,21 +142,6 @@ def test_compiled_layers_compute_the_same(backend):
     assert all(torch.equal(a, b) for a, b in zip(*results))
 
 
-def test_kernels_and_reference_agree(monkeypatch):
-    pytest.importorskip("triton")
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    layer = nf.QuantLinear(64, 144, method=MIXED.of("mlp_up")).to(device)
-    x, e, results = torch.randn(40, 64).to(device), torch.randn(40, 144).to(device), []
-    for wanted in ("triton", "reference"):
-        monkeypatch.setenv("NVFP4_KERNELS", wanted)
-        torch.manual_seed(3)
-        leaf = x.clone().requires_grad_()
-        y = layer(leaf)
-        results.append((y.detach(), *torch.autograd.grad(y, (leaf, layer.weight), e)))
-    for got, want in zip(*results):
-        assert relative_square_error(got, want) < 1e-4
-
-
 def test_a_plan_changes_each_kind_to_its_own_recipe():
     late = replace(MIXED, name="mixed_of_test", late=(0.5, replace(nf.get_recipe("clover"), name="end_of_test")))
     model = nf.convert(gpt(), late, verbose=False)

@@ -67,23 +67,3 @@ def test_a_part_of_the_sequence_is_that_part():
     whole = px.uniform_elements(9, 0, 4096, 0, 0, CPU)
     parts = [px.uniform_elements(9, start, 1024, 0, 0, CPU) for start in range(0, 4096, 1024)]
     assert torch.equal(torch.cat(parts), whole)
-
-
-def test_uniforms_are_uniform_and_unrelated():
-    """64 K draws: mean, variance and correlations within 5 standard errors."""
-    n = 1 << 16
-    base = px.uniform_elements(1, 0, n, 0, 0, CPU).double()
-    assert abs(float(base.mean()) - 0.5) < 5 * (1 / 12 / n) ** 0.5
-    assert abs(float(base.var()) - 1 / 12) < 5 * (1 / 180 / n) ** 0.5
-    others = {
-        "seed": px.uniform_elements(2, 0, n, 0, 0, CPU),
-        "upper half of the seed": px.uniform_elements(1 + 2**32, 0, n, 0, 0, CPU),
-        "stream": px.uniform_elements(1, 0, n, 1, 0, CPU),
-        "candidate": px.uniform_elements(1, 0, n, 0, 1, CPU),
-        "purpose": px.uniform_scales(1, n >> 8, 1 << 8, 0, CPU).flatten(),
-        "next row of 4096": base.roll(4096),
-        "neighbour": base.roll(1),
-    }
-    for what, other in others.items():
-        correlation = float(((base - 0.5) * (other.double() - 0.5)).mean() * 12)
-        assert abs(correlation) < 5 / n**0.5, f"{what}: correlation {correlation:.1e}"

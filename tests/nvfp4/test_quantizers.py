@@ -152,23 +152,13 @@ def test_four_over_six_by_hand():
     assert relative_square_error(quantize(x, "rtn").dequantize()[:, 16:32], x[:, 16:32]) > 1e-4
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_zero_blocks_and_rows_stay_zero(name):
-    x = torch.zeros(4, 256)
-    assert quantize(x, name).tensor_scale == 2.0**-116 and (quantize(x, name).dequantize() == 0).all()
-    x[2, 128:] = torch.randn(128)
-    t = quantize(x, name, seed=3)
-    error = relative_square_error(t.dequantize(), target(x, name, 3))
-    assert error < 0.05, error
-    assert (t.dequantize()[[0, 1, 3]] == 0).all() and (t.dequantize()[2, :128] == 0).all()
-
-
 # --------------------------------------------------------------------------------------------------------------------
 # A second implementation, bit for bit.
 
 
 def hard_cases(columns: int) -> dict[str, torch.Tensor]:
-    """Inputs (R, columns) that meet ties, subnormal scales, zeros, one-sided blocks and incomplete square blocks."""
+    """Inputs (R, columns) that meet ties, subnormal scales, zeros, one-sided blocks, incomplete square blocks and both
+    ends of FP32's range: at 2^-116, about 1e-35, tensor_scale stops shrinking."""
     g = torch.Generator().manual_seed(11)
     spread = torch.randn(19, columns, generator=g) * torch.exp(3 * torch.randn(19, 1, generator=g))
     ties = torch.randint(-24, 25, (4, columns), generator=g) / 4.0  # multiples of 1/4: midpoints of the grid
@@ -176,7 +166,8 @@ def hard_cases(columns: int) -> dict[str, torch.Tensor]:
     ties[1, ::16] = 6.0
     tiny = torch.randn(3, columns, generator=g) * 2.0 ** -torch.arange(0, columns, dtype=torch.float32)
     sparse = torch.randn(3, columns, generator=g) * (torch.rand(3, columns, generator=g) < 0.05)
-    return {"spread": spread, "ties": ties, "tiny": tiny, "sparse": sparse, "zeros": torch.zeros(1, columns)}
+    ends = {f"{size:g}": torch.randn(3, columns, generator=g) * size for size in (1e36, 1e-34, 1e-38, 1e-42)}
+    return {"spread": spread, "ties": ties, "tiny": tiny, "sparse": sparse, "zeros": torch.zeros(1, columns)} | ends
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -295,7 +286,7 @@ def products(name: str, draws: int = 1024):
 
 
 @pytest.mark.parametrize("draws", [256, pytest.param(1024, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", ["sr", "ms_eden", "ms_eden_search"])
+@pytest.mark.parametrize("name", ["sr", "ms_eden", pytest.param("ms_eden_search", marks=pytest.mark.slow)])
 def test_products_are_unbiased(name, draws):
     assert_unbiased(name, products(name, draws))
 
@@ -324,45 +315,6 @@ def test_unbiased_where_scales_are_subnormal_or_vanish(name):
 
 # --------------------------------------------------------------------------------------------------------------------
 # Magnitudes, seeds, chunks, tokens, dtypes.
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_magnitude_does_not_matter(name):
-    """FP32's range but for the last orders: at 2^-116, about 1e-35, tensor_scale stops shrinking. A tenth more than the
-    error at 1 leaves room for another position of the scales between E4M3's values."""
-    x = torch.randn(64, 256).clamp(-3, 3)
-
-    def error(x):
-        return relative_square_error(quantize(x, name, seed=1).dequantize(), target(x, name, 1))
-
-    for magnitude in (1e36, 1e-34):
-        assert error(x * magnitude) < 1.1 * error(x), magnitude
-    for magnitude in (1e-38, 1e-42):
-        t = quantize(x * magnitude, name, seed=1)
-        assert torch.isfinite(t.dequantize()).all() and torch.isfinite(t.scales.float()).all()
-        # At most one unit of the smallest scale, 2^-9, with tensor_scale 2^-116 and a code of 6.
-        assert t.dequantize().abs().max() <= 6 * 2.0**-9 * 2.0**-116 * 2
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_powers_of_two_pass_through(name):
-    """They change tensor_scale and nothing else: every operation before it is exact in a power of two."""
-    x = torch.randn(32, 256)
-    a = quantize(x, name, seed=2)
-    for power in (2.0**100, 2.0**-100):
-        b = quantize(x * power, name, seed=2)
-        assert_same_bits("codes", a.codes, b.codes)
-        assert_same_bits("scales", a.scales, b.scales)
-        assert a.tensor_scale * power == b.tensor_scale
-
-
-@pytest.mark.parametrize("name", [name for name in NAMES if not ROUNDINGS[name].stochastic])
-def test_deterministic_roundings_are_odd(name):
-    """Q(-x) = -Q(x), which EDEN needs; SR has it only in distribution."""
-    x = torch.randn(32, 256)
-    a, b = quantize(x, name, seed=2), quantize(-x, name, seed=2)
-    assert_same_bits("scales", a.scales, b.scales)
-    assert torch.equal(a.dequantize(), -b.dequantize())
 
 
 @pytest.mark.parametrize("name", NAMES)
