@@ -36,8 +36,8 @@ from nanochat_fp4.models import flash_attention
 from nanochat_fp4.nvfp4.dispatch import use_kernels
 from nanochat_fp4.nvfp4.format import BYTES
 from nanochat_fp4.nvfp4.hadamard import RHT_DIM
+from nanochat_fp4.nvfp4.makers import Quantization, quantize_operand
 from nanochat_fp4.nvfp4.methods import METHODS, get_recipe
-from nanochat_fp4.nvfp4.operands import Quantization, quantize_operand
 from nanochat_fp4.nvfp4.probe import EXCLUSIVE, compute_mode, relative_square_error
 from nanochat_fp4.nvfp4.quantizers import ROUNDINGS, Rounding
 from nanochat_fp4.self_check import REPEATED, kernel_problem, kernels_of, layer_problem, repeat_problem

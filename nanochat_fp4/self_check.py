@@ -16,8 +16,9 @@ from nanochat_fp4.nvfp4.format import BLOCK
 from nanochat_fp4.nvfp4.gemm import GemmOperand
 from nanochat_fp4.nvfp4.hadamard import RHT_DIM
 from nanochat_fp4.nvfp4.linear import QuantLinear
+from nanochat_fp4.nvfp4.makers import Quantization, quantize_grad_output, quantize_operand
 from nanochat_fp4.nvfp4.methods import get_recipe
-from nanochat_fp4.nvfp4.operands import Codes, Quantization, quantize_grad_output, quantize_operand
+from nanochat_fp4.nvfp4.operands import Codes
 from nanochat_fp4.nvfp4.probe import relative_square_error
 from nanochat_fp4.nvfp4.quantizers import ROUNDINGS, Rounding, quantize_reference
 from nanochat_fp4.nvfp4.recipes import Operand, Recipe

@@ -76,7 +76,7 @@ def compile_kernels(arch: int, methods: list[str], every_input: bool) -> list[di
     from nvfp4_kernels.relu_squared import quantize_relu_squared, relu_squared
 
     import nanochat_fp4 as nf
-    from nanochat_fp4.nvfp4 import dispatch, operands, recipes
+    from nanochat_fp4.nvfp4 import dispatch, makers, operands, recipes
 
     cases = [(torch.bfloat16, torch.float32, 256)]
     if every_input:  # FP32 activations, BF16 weights, a number of tokens that nothing divides
@@ -109,7 +109,8 @@ def compile_kernels(arch: int, methods: list[str], every_input: bool) -> list[di
             for out_dtype in (torch.bfloat16, torch.float32):
                 dot_scaled(*operand, torch.ones(()), *operand, torch.ones(()), out_dtype)
         transpose_square(*operand)
-        operands.native_gemm = recipes.native_gemm = lambda device_type: "dot_scaled"  # the GEMM reads codes
+        for module in (makers, operands, recipes):  # the GEMM reads codes
+            module.native_gemm = lambda device_type: "dot_scaled"
         dispatch.implementation = lambda a, b, out_dtype, libraries: "dot_scaled"
         dispatch.mm = lambda a, b, out_dtype, name: torch.zeros(len(a.codes), len(b.codes), dtype=out_dtype)
         train(methods[0], *cases[0])

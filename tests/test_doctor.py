@@ -276,9 +276,9 @@ def test_an_attention_that_is_wrong(wrong, monkeypatch):
 def test_a_decode_that_is_not_written_is_not_counted(native, num_bytes, monkeypatch):
     """FP4 tensor cores read the codes."""
     use_interpreted_kernels(monkeypatch)
-    from nanochat_fp4.nvfp4 import operands
+    from nanochat_fp4.nvfp4 import makers
 
-    monkeypatch.setattr(operands, "native_gemm", lambda device_type: native)
+    monkeypatch.setattr(makers, "native_gemm", lambda device_type: native)
     monkeypatch.setattr(doctor, "median_ms", lambda function: 1.0)
     assert doctor.quantize_bandwidth(DEVICE, 32, 128) == pytest.approx(32 * 128 * num_bytes / 1e6)
 

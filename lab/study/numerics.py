@@ -158,7 +158,8 @@ def requantization() -> dict[str, list[dict]]:
     post hoc: MS-EDEN as it trains
     Per launch: kernel, bits read and written per element by argument, rotations per element.
     """
-    from nanochat_fp4.nvfp4.operands import Codes, Quantization, quantize_operand
+    from nanochat_fp4.nvfp4.makers import Quantization, quantize_operand
+    from nanochat_fp4.nvfp4.operands import Codes
 
     torch.manual_seed(0)
     t = quantize_reference(torch.randn(ROWS, COLUMNS), get_rounding("four_over_six"))

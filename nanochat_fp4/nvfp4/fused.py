@@ -12,7 +12,8 @@ import torch
 
 from nanochat_fp4.nvfp4.gemm import GemmOperand
 from nanochat_fp4.nvfp4.linear import QuantLinear
-from nanochat_fp4.nvfp4.operands import quantize_weights, stacked
+from nanochat_fp4.nvfp4.makers import quantize_weights
+from nanochat_fp4.nvfp4.operands import stacked
 
 
 def can_be_fused(linears: Sequence[torch.nn.Module]) -> bool:

@@ -7,7 +7,7 @@ import torch
 from nanochat_fp4.nvfp4.checkpointing import inside_checkpoint
 from nanochat_fp4.nvfp4.dispatch import FIRST_RIGHT, Libraries
 from nanochat_fp4.nvfp4.gemm import GemmOperand, after
-from nanochat_fp4.nvfp4.operands import Quantization
+from nanochat_fp4.nvfp4.makers import Quantization
 from nanochat_fp4.nvfp4.philox import new_seed
 from nanochat_fp4.nvfp4.recipes import INPUT, WEIGHT, Recipe
 

@@ -5,8 +5,8 @@
     grad_weight  dW = Qet(E^T) . Qxt(X^T)^T    contracted over tokens           `gradients`
 
 These are the products of the paper's Section 6. M is the number of tokens (all leading dimensions of the input), K is
-in_features, N is out_features. operands.py has the kinds of operand: how each is made, kept and multiplied.
-layer_pass.py has what a pass knows besides its tensors.
+in_features, N is out_features. operands.py has the kinds of operand, and makers.py makes them. layer_pass.py has what a
+pass knows besides its tensors.
 
 The backward pass keeps the codes of input and weight, 4.5 bits an element (the paper, Section 5). A tensor that the
 recipe's forward does not quantize is kept unquantized. The backward GEMMs take the values that the forward used. An
@@ -46,16 +46,9 @@ from nanochat_fp4.nvfp4.layer_pass import (
     compute_dtype,
     needing,
 )
+from nanochat_fp4.nvfp4.makers import Quantization, quantize_grad_output, quantize_operand
 from nanochat_fp4.nvfp4.methods import get_recipe
-from nanochat_fp4.nvfp4.operands import (
-    KeptOperand,
-    Quantization,
-    operands_of,
-    quantize_grad_output,
-    quantize_operand,
-    stacked,
-    tensors_of,
-)
+from nanochat_fp4.nvfp4.operands import KeptOperand, operands_of, stacked, tensors_of
 from nanochat_fp4.nvfp4.recipes import GRAD_OUTPUT, GRAD_OUTPUT_T, INPUT_T, WEIGHT, WEIGHT_T, Recipe
 
 

@@ -23,7 +23,7 @@ import torch
 from nanochat_fp4.nvfp4.dispatch import native_gemm
 from nanochat_fp4.nvfp4.format import BLOCK
 from nanochat_fp4.nvfp4.hadamard import RHT_DIM
-from nanochat_fp4.nvfp4.operands import Maker, Quantization, maker_of
+from nanochat_fp4.nvfp4.makers import Maker, Quantization, maker_of
 from nanochat_fp4.nvfp4.places import KINDS
 from nanochat_fp4.nvfp4.quantizers import ROUNDINGS, Rounding, get_rounding
 

@@ -11,7 +11,7 @@ from nanochat_fp4.nvfp4.fused import can_be_fused
 from nanochat_fp4.nvfp4.gemm import once_differentiable
 from nanochat_fp4.nvfp4.layer_pass import Pass, check_input
 from nanochat_fp4.nvfp4.linear import QuantLinear, gradients, output
-from nanochat_fp4.nvfp4.operands import quantize_relu_squared
+from nanochat_fp4.nvfp4.makers import quantize_relu_squared
 from nanochat_fp4.nvfp4.philox import new_seed
 from nanochat_fp4.nvfp4.recipes import INPUT
 from nanochat_fp4.nvfp4.relu_squared import EightBitReluSquared, UndifferentiatedReluSquared, relu_squared_gradient

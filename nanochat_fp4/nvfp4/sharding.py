@@ -43,7 +43,8 @@ from nanochat_fp4.nvfp4.format import TILE_ROWS
 from nanochat_fp4.nvfp4.fused import groups_computed_as_one
 from nanochat_fp4.nvfp4.gemm import GemmOperand, Plain
 from nanochat_fp4.nvfp4.linear import QuantLinear
-from nanochat_fp4.nvfp4.operands import Codes, Stacked, codes_of, largest_magnitude, quantize_operand
+from nanochat_fp4.nvfp4.makers import largest_magnitude, quantize_operand
+from nanochat_fp4.nvfp4.operands import Codes, Stacked, codes_of
 
 
 class ShardedLinear(QuantLinear):

@@ -48,7 +48,8 @@ from nanochat_fp4.nvfp4.format import BLOCK, TILE_ROWS
 from nanochat_fp4.nvfp4.gemm import GemmOperand
 from nanochat_fp4.nvfp4.layer_pass import UNQUANTIZED, check_input, compute_dtype
 from nanochat_fp4.nvfp4.linear import QuantLinear, quantized_linear
-from nanochat_fp4.nvfp4.operands import Codes, Quantization, stacked
+from nanochat_fp4.nvfp4.makers import Quantization
+from nanochat_fp4.nvfp4.operands import Codes, stacked
 from nanochat_fp4.nvfp4.philox import uniforms_of_elements, uniforms_of_scales
 from nanochat_fp4.nvfp4.recipes import INPUT, WEIGHT, Recipe
 

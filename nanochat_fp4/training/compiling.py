@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from nanochat_fp4.nvfp4.dispatch import use_kernels
-from nanochat_fp4.nvfp4.operands import Quantization, quantize_grad_output, quantize_operand, quantize_relu_squared
+from nanochat_fp4.nvfp4.makers import Quantization, quantize_grad_output, quantize_operand, quantize_relu_squared
 from nanochat_fp4.nvfp4.recipes import GRAD_OUTPUT, GRAD_OUTPUT_T, INPUT, INPUT_T, WEIGHT, Recipe
 
 # Of the operands. A model's sizes are multiples of 128 as well, and wide enough for the same tiles.

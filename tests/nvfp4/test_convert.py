@@ -12,7 +12,7 @@ from torch import nn
 
 import nanochat_fp4 as nf
 from nanochat_fp4.nvfp4 import linear as linear_module
-from nanochat_fp4.nvfp4 import operands
+from nanochat_fp4.nvfp4 import makers
 from nanochat_fp4.nvfp4.recipes import WEIGHT, Gemm, Operand, Recipe, both
 
 
@@ -403,7 +403,7 @@ def passes(model, forward, count=3):
 
 def counted(monkeypatch):
     """How often a weight is quantized: the operands with as many rows as a layer has output features."""
-    calls, real = [], operands.quantize_operand
+    calls, real = [], makers.quantize_operand
 
     def count(value, how, **kw):
         if isinstance(value, torch.Tensor) and value.shape[0] in (64, 96) and not kw.get("transpose"):
@@ -413,7 +413,7 @@ def counted(monkeypatch):
         return real(value, how, **kw)
 
     monkeypatch.setattr(linear_module, "quantize_operand", count)
-    monkeypatch.setattr(operands, "quantize_operand", count)
+    monkeypatch.setattr(makers, "quantize_operand", count)
     return calls
 
 

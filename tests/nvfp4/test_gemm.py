@@ -6,7 +6,8 @@ from _assertions import assert_within_ulps, relative_square_error
 
 from nanochat_fp4.nvfp4.format import NVFP4Tensor
 from nanochat_fp4.nvfp4.gemm import gemm, gemm_add
-from nanochat_fp4.nvfp4.operands import Codes, Plain, Quantization, WithResidual, quantize_operand
+from nanochat_fp4.nvfp4.makers import Quantization, quantize_operand
+from nanochat_fp4.nvfp4.operands import Codes, Plain, WithResidual
 from nanochat_fp4.nvfp4.quantizers import ROUNDINGS, quantize, quantize_reference
 
 

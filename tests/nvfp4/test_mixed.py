@@ -11,7 +11,7 @@ from torch import nn
 import nanochat_fp4 as nf
 from nanochat_fp4.models.gpt import GPT, GPTConfig
 from nanochat_fp4.models.llama import Llama, LlamaConfig
-from nanochat_fp4.nvfp4.operands import Quantization, quantize_operand
+from nanochat_fp4.nvfp4.makers import Quantization, quantize_operand
 from nanochat_fp4.nvfp4.phases import MethodPlan
 from nanochat_fp4.nvfp4.places import layer_kind
 from nanochat_fp4.nvfp4.quantizers import ROUNDINGS

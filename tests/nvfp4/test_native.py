@@ -284,7 +284,7 @@ def test_weights_that_fsdp_gathered_are_multiplied_as_codes(library, method, kv)
     Weights of whole tiles have their scales in them, one weight's tiles after the other's.
     """
     from nanochat_fp4.nvfp4.fused import fused_linear
-    from nanochat_fp4.nvfp4.operands import quantize_operand
+    from nanochat_fp4.nvfp4.makers import quantize_operand
     from nanochat_fp4.nvfp4.sharding import ShardedLinear
 
     torch.manual_seed(0)

@@ -339,7 +339,7 @@ def test_the_same_seed_gives_the_same_bits_and_another_does_not(fork_server, tin
 
 def test_quantized_weights_do_not_depend_on_the_micro_batch(tiny_base, monkeypatch):
     """One step in 4, 2 and 1 micro-batches: the forward passes use the same codes and scales of every weight."""
-    from nanochat_fp4.nvfp4 import linear, operands
+    from nanochat_fp4.nvfp4 import linear, makers
     from nanochat_fp4.nvfp4.recipes import WEIGHT
 
     used: set[str] = set()
@@ -353,7 +353,7 @@ def test_quantized_weights_do_not_depend_on_the_micro_batch(tiny_base, monkeypat
         return operand
 
     monkeypatch.setattr(linear, "quantize_operand", recording)
-    monkeypatch.setattr(operands, "quantize_operand", recording)
+    monkeypatch.setattr(makers, "quantize_operand", recording)
     found = []
     for size in (1, 2, 4):
         used.clear()

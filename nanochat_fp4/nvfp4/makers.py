@@ -1,0 +1,378 @@
+"""How the operands of a GEMM are made: by the reference, or by the kernels where they compute the same.
+
+A Quantization says how an operand is made. `quantize_operand` makes one, `quantize_grad_output` makes both operands of
+grad_output, and `quantize_weights` makes the weights of several layers. A maker makes one kind of operand
+(operands.py), and `maker_of` says which recipes.Operand asks for it. A recipe chooses the makers of its operands when
+it is built.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from nanochat_fp4.nvfp4.dispatch import native_gemm, use_kernels
+from nanochat_fp4.nvfp4.feedback import round_with_feedback, with_feedback
+from nanochat_fp4.nvfp4.format import BLOCK, NVFP4Tensor, swizzle_scales
+from nanochat_fp4.nvfp4.gemm import Decoded, GemmOperand, Plain
+from nanochat_fp4.nvfp4.operands import FP8, Codes, FP8WithCodes, WithResidual, codes_of
+from nanochat_fp4.nvfp4.philox import Noise
+from nanochat_fp4.nvfp4.quantizers import Rounding, quantize_reference
+
+ROUNDED_AT_ONCE = 2**28  # elements of weights that are rounded together with feedback, 1 GiB in FP32
+
+
+class PartOfOperand(Protocol):
+    """The part of an operand that this process has: tensor_parallel.Part."""
+
+    def largest(self, amax: torch.Tensor) -> torch.Tensor: ...
+
+    def noise(self, seed: torch.Tensor | int, stream: int) -> Noise: ...
+
+    def __getitem__(self, fields: slice) -> tuple[Any, ...]: ...
+
+
+class Quantization(NamedTuple):
+    """How one operand is made: how it is rounded and rotated, and what it draws.
+
+    rounding:    how values are rounded; None takes them as they are
+    seed, stream: the seed (int64 scalar tensor) and the number of the stream that stochastic rounding draws from
+    rht_dim, rht_seed, rht_stream: size, seed and stream of the rotation along the contraction dimension. With rht_dim 0
+                 nothing is rotated.
+    terms, kept: those of recipes.Operand
+    per_token:   whether each row has a tensor_scale of its own, so that a row does not depend on the others
+    factor:      the factor of error feedback that the values are rounded with (feedback.factor_for), or None
+    amax:        the largest magnitude to scale by, a scalar tensor. None computes it here. Callers set it that know it:
+                 a fused norm, or a shard of a larger tensor. It is for NVFP4 without a rotation, of one term.
+    tiles:       whether block scales lie in tiles of 128x4, as FP4 tensor cores read them (not with per_token)
+    part:        the place of this process's part, where several processes make the operand together (no feedback)
+    make:        the maker that recipes.Operand has chosen; None leaves the choice to maker_of
+    rotations:   1, or 2 for two rotations in a row (hadamard.rotated_sums)
+    """
+
+    rounding: Rounding | None = None
+    seed: torch.Tensor | None = None
+    stream: int = 0
+    rht_dim: int = 0
+    rht_seed: torch.Tensor | None = None
+    rht_stream: int = 0
+    terms: int = 1
+    per_token: bool = False
+    factor: torch.Tensor | None = None
+    amax: torch.Tensor | None = None
+    tiles: bool = False
+    part: "PartOfOperand | None" = None
+    make: "Maker | None" = None
+    rotations: int = 1
+    kept: Rounding | None = None
+
+
+class Maker(Protocol):
+    """How one kind of operand is made: of value (R, C), or (C, R) with transpose. recipes.Operand has one."""
+
+    def __call__(
+        self, value: torch.Tensor | GemmOperand, how: Quantization, transpose: bool, keep_codes: bool
+    ) -> GemmOperand: ...
+
+
+def maker_of(rounding: Rounding | None, terms: int = 1, feedback: bool = False, kept: Rounding | None = None) -> Maker:
+    """The kind of operand that these make."""
+    if rounding is None:
+        return make_plain
+    if kept is not None:
+        return make_fp8_with_codes
+    if feedback:
+        return make_with_feedback
+    if terms == 2:
+        return make_two_terms
+    if rounding.fp8 == "tensor":
+        return make_fp8
+    return make_compared if rounding.mx or rounding.fp8 else make_codes
+
+
+def quantize_operand(
+    value: torch.Tensor | GemmOperand, how: Quantization, *, transpose: bool = False, keep_codes: bool = False
+) -> GemmOperand:
+    """Makes one operand of a GEMM, contracted over its last dimension, of value (R, C), or (C, R) with transpose.
+
+    The contraction dimension is padded with zeros to a multiple of 16, or of rht_dim. Zeros add nothing to a product.
+    A rotated group that holds zeros of the padding is quantized like any other, so stochastic rounding stays unbiased
+    for any number of tokens. MS-EDEN needs a rotation that mixes many values, and is unbiased from about 24 values a
+    group on. A group of 2 to 16 tokens gets a gradient whose mean is off by up to 0.5% of its square, a quarter of the
+    noise of a single step. One token is exact.
+    keep_codes: whether the codes will be kept. If not, the kernels make only the form that this machine's GEMM reads:
+    codes for FP4 tensor cores, and the decoded BF16 operand elsewhere.
+    """
+    if isinstance(value, torch.Tensor):
+        length = value.shape[0 if transpose else 1]
+    else:
+        length = value.shape[0] if transpose else value.length
+    return _maker(how)(value, how, transpose, keep_codes).padded_from(length)
+
+
+def _maker(how: Quantization) -> Maker:
+    return how.make or maker_of(how.rounding, how.terms, how.factor is not None, how.kept)
+
+
+def make_plain(value: torch.Tensor | GemmOperand, how: Quantization, transpose: bool, keep_codes: bool) -> GemmOperand:
+    """The value as it is, of a tensor or of another operand."""
+    if isinstance(value, torch.Tensor):
+        return Plain(value.T if transpose else value)
+    return value.transposed() if transpose else value
+
+
+def make_codes(value: torch.Tensor | GemmOperand, how: Quantization, transpose: bool, keep_codes: bool) -> GemmOperand:
+    """NVFP4, by the kernels where they compute it."""
+    value, rounding = value.source() if isinstance(value, GemmOperand) else value, how.rounding
+    codes = isinstance(value, NVFP4Tensor)
+    device = (value.codes if codes else value).device
+    # The kernels know a scale per token, a rotation and square blocks, but no two of these together.
+    two = how.per_token + (how.rht_dim > 0) + (rounding.block_rows > 1) > 1
+    if not (use_kernels(device) and rounding.has_kernels) or two or (codes and how.rht_dim and not transpose):
+        scale = None
+        if codes and how.rotations == 2:  # what is between two rotations is rounded without the tensor's scale
+            value, scale = value.decode(torch.float32), value.tensor_scale
+        x = _contracted_last(value, transpose, max(how.rht_dim, rounding.block))
+        t = quantize_reference(x, rounding, scale=scale, **_draws(how))
+        scales = swizzle_scales(t.scales) if how.tiles and not how.per_token else t.scales
+        return codes_of(rounding)(t.codes, scales, t.tensor_scale, t.decoded)
+    emulated = not keep_codes and native_gemm(device.type) is None
+    if how.rht_dim:
+        return _rotate_quantize(value, *((None, how) if transpose else (how, None)), emulated)[1 if transpose else 0]
+    x = _contracted_last(value, transpose, BLOCK)
+    if how.part is not None and rounding.stochastic:  # the other kernel knows no places
+        return _rotate_quantize(x, how, None, emulated)[0]
+    return _quantize_rows(x, how)
+
+
+def make_with_feedback(
+    value: torch.Tensor | GemmOperand, how: Quantization, transpose: bool, keep_codes: bool
+) -> GemmOperand:
+    """NVFP4 with error feedback, where the inputs are known."""
+    if how.factor is None:
+        return make_codes(value, how, transpose, keep_codes)
+    return Codes(*with_feedback(_source(value), how.factor, how.rounding.name, how.amax, how.tiles))
+
+
+def make_two_terms(
+    value: torch.Tensor | GemmOperand, how: Quantization, transpose: bool, keep_codes: bool
+) -> GemmOperand:
+    how = how._replace(terms=1, make=make_codes)
+    value = _source(value)
+    first = quantize_operand(value, how, keep_codes=True)
+    rest = value.float() - first.fp32()
+    return WithResidual(first, quantize_operand(rest, how._replace(amax=None), keep_codes=True))
+
+
+def make_fp8(value: torch.Tensor | GemmOperand, how: Quantization, transpose: bool, keep_codes: bool) -> GemmOperand:
+    x = _contracted_last(_source(value), transpose, max(how.rht_dim, how.rounding.block))
+    t = quantize_reference(x, how.rounding, **_draws(how))
+    return FP8(t.codes, t.tensor_scale)
+
+
+def make_fp8_with_codes(
+    value: torch.Tensor | GemmOperand, how: Quantization, transpose: bool, keep_codes: bool
+) -> FP8WithCodes:
+    """The kernels read the tensor once for its largest value, and once for both."""
+    x, kept, eight = _contracted_last(_source(value), transpose, how.rounding.block), how.kept, how.rounding
+    if how.amax is None and not how.per_token:
+        amax = _amax_for_a_compiler(x)
+        how = how._replace(amax=largest_magnitude(x) if amax is None else amax.float())
+    kernels = use_kernels(x.device)
+    if kernels and eight.element == "e4m3" and kept.block_rows == 1 and not how.per_token:
+        from nvfp4_kernels.fp8 import fp8_with_codes
+
+        amax = how.amax if how.part is None else how.part.largest(how.amax)
+        made = fp8_with_codes(x, amax, kept.grid_max, kept.scale_cap, list(kept.candidates), how.tiles)
+        return FP8WithCodes.from_tensors(*made)
+    t = quantize_reference(x, eight, **_draws(how))
+    how = how._replace(rounding=kept, make=None)
+    codes = _quantize_rows(x, how, decode=False) if kernels else make_codes(x, how, False, True).without_cache()
+    return FP8WithCodes(FP8(t.codes, t.tensor_scale), codes)
+
+
+def make_compared(
+    value: torch.Tensor | GemmOperand, how: Quantization, transpose: bool, keep_codes: bool
+) -> GemmOperand:
+    """MXFP4, MXFP8 and FP8 in blocks, which exist to be compared with: no kernels, no GEMM of their own.
+
+    Their values are exact in BF16, but for FP8 in blocks. Its scales are FP32 numbers, and rounded to BF16 on a GPU.
+    """
+    value, rounding = _source(value), how.rounding
+    x = _contracted_last(value, transpose, max(how.rht_dim, rounding.block))
+    t = quantize_reference(x, rounding, **_draws(how))
+    values = t.decoded.to(torch.bfloat16) if t.decoded.is_cuda else t.decoded
+    if rounding.fp8:  # the backward pass makes its operands of this one, without the padding
+        values = values[:, : value.shape[0 if transpose else 1]]
+    return Plain(values) if rounding.prescale == 1 else Decoded(values, t.tensor_scale)
+
+
+def _source(value: torch.Tensor | GemmOperand) -> torch.Tensor | NVFP4Tensor:
+    """The values or codes that an operand is quantized again from."""
+    return value.source() if isinstance(value, GemmOperand) else value
+
+
+def _draws(how: Quantization) -> dict[str, Any]:
+    """quantize_reference's arguments for a rotation, and for what is drawn."""
+    seed, part = 0 if how.seed is None else how.seed, how.part
+    return {
+        "rht_dim": how.rht_dim,
+        "rht_seed": seed if how.rht_seed is None else how.rht_seed,
+        "rht_stream": how.rht_stream,
+        "rotations": how.rotations,
+        "per_token": how.per_token,
+        "amax": how.amax,
+        "noise": Noise(seed, how.stream) if part is None else part.noise(seed, how.stream),
+        "largest": None if part is None else part.largest,
+    }
+
+
+def quantize_grad_output(
+    e: torch.Tensor, for_dgrad: Quantization | None, for_wgrad: Quantization | None
+) -> tuple[GemmOperand | None, GemmOperand | None]:
+    """grad_output (M, N) as the dgrad operand E (M, N) and as the wgrad operand E^T (N, M); None where not wanted.
+
+    The kernels read grad_output once for both.
+    """
+    if for_dgrad is not None and for_wgrad is not None:
+        a, b = for_dgrad.rounding, for_wgrad.rounding
+        if a and a == b and a.fp8 == "tensor":
+            quantized = quantize_operand(e, for_dgrad)
+            return quantized, quantized.transposed()
+        kernels = a and b and a.has_kernels and b.has_kernels and a.block_rows == b.block_rows == 1
+        kernels = kernels and for_wgrad.rht_dim
+        if kernels and use_kernels(e.device):
+            a, b = _rotate_quantize(e, for_dgrad, for_wgrad, native_gemm(e.device.type) is None)
+            return a.padded_from(e.shape[1]), b.padded_from(e.shape[0])
+    return (
+        None if for_dgrad is None else quantize_operand(e, for_dgrad),
+        None if for_wgrad is None else quantize_operand(e, for_wgrad, transpose=True),
+    )
+
+
+@torch.no_grad()
+def quantize_weights(weights: Sequence[tuple[torch.Tensor, Quantization]]) -> list[GemmOperand]:
+    """quantize_operand of each, without caches. Weights with feedback that are alike are rounded together."""
+    operands: list[GemmOperand | None] = [None] * len(weights)
+    alike: dict[tuple, list[int]] = {}
+    for i, (weight, how) in enumerate(weights):
+        if how.factor is None:
+            operands[i] = quantize_operand(weight, how, keep_codes=True).without_cache()
+        else:
+            alike.setdefault((weight.shape, weight.dtype, how.rounding, how.tiles), []).append(i)
+    for (*_, rounding, tiles), numbers in alike.items():
+        at_once = max(1, ROUNDED_AT_ONCE // weights[numbers[0]][0].numel())
+        for some in (numbers[i : i + at_once] for i in range(0, len(numbers), at_once)):
+            factors = [weights[i][1].factor for i in some]
+            together = torch.stack([weights[i][0] for i in some])
+            for i, t in zip(some, round_with_feedback(together, factors, rounding, tiles=tiles)):
+                operands[i] = Codes(t.codes, t.scales, t.tensor_scale)
+    return operands
+
+
+def _contracted_last(value: torch.Tensor | NVFP4Tensor, transpose: bool, multiple: int) -> torch.Tensor:
+    x = value.dequantize() if isinstance(value, NVFP4Tensor) else value
+    x = x.T if transpose else x
+    missing = -x.shape[-1] % multiple
+    return torch.nn.functional.pad(x, (0, missing)) if missing else x  # pad copies even where it adds nothing
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The kernels
+
+
+def _quantize_rows(x: torch.Tensor, how: Quantization, decode: bool = True) -> Codes:
+    """decode: also the values, where the GEMM of this machine multiplies those."""
+    from nvfp4_kernels.quantize import quantize
+
+    r = how.rounding
+    constants = (r.grid_max, r.scale_cap, list(r.candidates), r.stochastic, r.block_rows)
+    decode = decode and (how.per_token or native_gemm(x.device.type) is None)
+    amax = how.amax
+    if amax is None and not how.per_token:
+        amax = _amax_for_a_compiler(x)
+    if how.part is not None:
+        if amax is None:
+            amax = x.abs().amax(-1) if how.per_token else largest_magnitude(x)
+        amax = how.part.largest(amax)
+    layout = how.per_token, how.tiles and not how.per_token
+    codes, scales, tensor_scale, decoded = quantize(x, amax, how.seed, how.stream, *constants, decode, *layout)
+    return codes_of(r)(codes, scales, tensor_scale, decoded if decode else None)
+
+
+def quantize_relu_squared(
+    x: torch.Tensor, how: Quantization, seed: torch.Tensor
+) -> tuple[Codes, torch.Tensor, torch.Tensor]:
+    """relu(x)^2 as an operand, with kept and step as relu_squared(x) draws them from seed: by a kernel that does not
+    write relu(x)^2. Needs Recipe.input_is_codes, and blocks of one row."""
+    from nvfp4_kernels.relu_squared import quantize_relu_squared as kernel
+
+    r, decode = how.rounding, native_gemm(x.device.type) is None
+    *codes, decoded, kept, step = kernel(x, seed, r.grid_max, r.scale_cap, list(r.candidates), decode, how.tiles)
+    return Codes(*codes, decoded if decode else None), kept, step
+
+
+def largest_magnitude(x: torch.Tensor) -> torch.Tensor:
+    """max |x|, float32 ()."""
+    if use_kernels(x.device):
+        from nvfp4_kernels.quantize import amax
+
+        return amax(x)
+    return x.abs().amax().float()
+
+
+def _amax_for_a_compiler(x: torch.Tensor) -> torch.Tensor | None:
+    """max |x|, (), in x's dtype. torch.compile puts these operations into the kernel that makes x, such as a norm.
+    Without a compiler None: a kernel of ours finds it.
+
+    The compiler takes the numbers before they are rounded to BF16. The result is the largest of the written x all the
+    same, to the bit: rounding keeps the order, and the result is rounded.
+    """
+    return x.abs().amax(-1).amax() if torch.compiler.is_compiling() else None
+
+
+def _rotate_quantize(
+    value: torch.Tensor | NVFP4Tensor,
+    row: Quantization | None,
+    col: Quantization | None,
+    emulated: bool,
+) -> tuple[GemmOperand | None, GemmOperand | None]:
+    """The operands contracted over the last ("row") and over the first dimension ("col"), or None for either.
+
+    emulated: as Decoded, for the emulated GEMM alone.
+    """
+    from nvfp4_kernels.rotate import RotatedOperand, rotate_quantize
+
+    def described(how: Quantization | None) -> tuple:
+        if how is None:
+            return None, None, None
+        r = how.rounding
+        limits, random = (r.grid_max, r.scale_cap, r.candidates), (how.rht_dim, how.stream, how.rht_stream)
+        place = how.part[1:] if how.part else (0, 0, 0)
+        operand = RotatedOperand(*limits, r.stochastic, r.ms_eden, *random, emulated, how.tiles, how.rotations, *place)
+        return operand, how.seed, how.rht_seed
+
+    parts = [how.part if how else None for how in (row, col)]
+
+    def largest(amax: torch.Tensor) -> torch.Tensor:
+        if all(parts):  # of one layer, and so of one group
+            return parts[0].largest(amax)
+        return torch.stack([part.largest(own) if part else own for part, own in zip(parts, amax)])
+
+    codes = isinstance(value, NVFP4Tensor)
+    source = (value.codes, value.scales, value.tensor_scale) if codes else (value, None, None)
+    tensors = rotate_quantize(*source, *described(row), *described(col), largest if any(parts) else None)
+    results: list[GemmOperand | None] = []
+    for how in (row, col):
+        if how is None:
+            results.append(None)
+        elif not emulated:
+            results.append(Codes(*tensors[:3]))
+            tensors = tensors[3:]
+        elif how.rounding.ms_eden:  # its tensor_scale is a power of two, and multiplied in
+            results.append(Decoded(tensors[0]))
+            tensors = tensors[1:]
+        else:
+            results.append(Decoded(tensors[0], tensors[1]))
+            tensors = tensors[2:]
+    return results[0], results[1]
