@@ -107,10 +107,3 @@ def test_a_method_that_changes_inside_once_takes_effect(how):
     assert equal(inside, step(m)) and not equal(inside, first)
     with nf.quantize_weights_once(m):
         assert m.out.prepared_weight((m.out,)) is not None and equal(step(m), inside)
-
-
-@pytest.mark.parametrize("context", CONTEXTS)
-def test_what_is_no_model_is_refused_in_one_line(context):
-    with pytest.raises(ValueError, match=f"{context.__name__}: got NoneType"):
-        with context(None):
-            pass

@@ -161,11 +161,6 @@ def test_a_report_is_one_short_line_in_a_notebook():
     assert len(repr(report)) < 120
 
 
-def test_a_method_is_suggested_in_any_case():
-    with pytest.raises(ValueError, match="did you mean clover"):
-        nf.get_recipe("CLOVER")
-
-
 class Adapted(nn.Module):
     """A layer of a stack with an adapter that is as large as the layer."""
 

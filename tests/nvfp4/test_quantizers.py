@@ -384,32 +384,7 @@ def test_does_not_track_gradients():
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# Bad input: one line that says what is wrong and what to do.
-
-
-@pytest.mark.parametrize(
-    "x, name, message",
-    [
-        (torch.zeros(2, 24), "rtn", r"\(2, 24\).*16; pad"),
-        (torch.zeros(2, 64), "ms_eden", r"\(2, 64\).*128; pad"),
-        (torch.zeros(2, 0), "rtn", "non-empty"),
-        (torch.zeros(0, 16), "rtn", "non-empty"),
-        (torch.tensor(1.0), "rtn", "non-empty"),
-        (torch.zeros(2, 16, dtype=torch.int32), "rtn", r"torch.int32.*\.float\(\)"),
-        (torch.zeros(2, 16, dtype=torch.bool), "rtn", "torch.bool"),
-        (torch.zeros(2, 16, device="meta"), "rtn", "meta device"),
-        ([[1.0] * 16], "rtn", "got list"),
-        (torch.tensor([[math.nan] + [1.0] * 15]), "rtn", "1 of 16 "),
-        (torch.tensor([[math.inf, -math.inf] + [1.0] * 14]), "sr", "2 of 16 "),
-        (torch.full((1, 16), 1e300, dtype=torch.float64), "rtn", "16 of 16 .* FP32"),
-        (torch.full((1, 128), 3e38), "ms_eden", "overflow when rotated"),
-        (torch.zeros(2, 16), "rtm", "'rtm'; .*rtn, four_over_six"),
-    ],
-)
-def test_bad_input_is_one_clear_line(x, name, message):
-    with pytest.raises(ValueError, match=message) as error:
-        quantize(x, name)
-    assert "\n" not in str(error.value)
+# Bad values.
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -519,13 +494,11 @@ def test_fp8_in_blocks_by_definition(name, rows):
 
 
 @pytest.mark.parametrize("name", MX)
-def test_mx_zeros_bad_values_and_sizes(name):
+def test_mx_zeros_and_bad_values(name):
     assert (quantize(torch.zeros(3, 64), name).dequantize() == 0).all()
     x = torch.randn(32, 64)
     x[3, 7] = math.nan
     assert not torch.isfinite(quantize_reference(x, ROUNDINGS[name]).decode()).all()
-    with pytest.raises(ValueError, match=r"\(2, 48\).*32; pad"):
-        quantize(torch.zeros(2, 48), name)
 
 
 @pytest.mark.parametrize("rounding", ["rtn", "four_over_six", "sr", "scale_search_6", "mxfp4", "mxfp8"])
@@ -537,9 +510,3 @@ def test_the_largest_numbers_are_quantized_to_finite_ones_or_refused(rounding):
         assert torch.isfinite(quantize(x * 3.3e38, rounding, seed=0).dequantize()).all()
     except ValueError as e:
         assert "scale the tensor down" in str(e)
-
-
-@pytest.mark.parametrize("seed", [None, "0", 1.0, torch.tensor(1.0)])
-def test_a_seed_of_another_type_is_refused(seed):
-    with pytest.raises(ValueError, match="int64"):
-        quantize(torch.randn(2, 128), "rtn", seed=seed)

@@ -70,12 +70,3 @@ def test_products_of_operands_that_are_rotated_twice_stay_what_they_were():
     rotated = [rotated_sums(t, 1, rotations=2) / RHT_DIM for t in (a, b)]
     assert torch.allclose(rotated[0] @ rotated[1].T, a @ b.T, atol=0.15)  # what is between them is in BF16
     assert torch.allclose(nf.rotate(a, 1) @ nf.rotate(b, 1).T, a @ b.T, atol=1e-4)
-
-
-@pytest.mark.parametrize(
-    "fields", [{"rht_dim": 16, "rotations": 2}, {"rht_dim": 128, "rotations": 3}, {"rotations": 2}]
-)
-def test_other_rotations_are_refused_in_one_line(fields):
-    gemm = nf.Gemm(nf.Operand("sr"), nf.Operand("sr"), **fields)
-    with pytest.raises(ValueError, match="grad_weight: rotations is [23], .*rht_dim=128$"):
-        nf.Recipe("mine", grad_weight=gemm)
