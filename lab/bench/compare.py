@@ -13,6 +13,7 @@ from lab.bench.layers import TOKENS
 from nanochat_fp4.console import ArgumentParser, table
 from nanochat_fp4.errors import UserError
 from nanochat_fp4.files import atomic_write
+from nanochat_fp4.plan.cards import read_cards
 
 # (GPU, model, pass): milliseconds of forward and backward of the paper's Table 6 in BF16 and NVFP4. RTX 5090: Quartet
 # II, notebooks/plots.ipynb. H200: lab/results/bench.json, where 4 bits are emulated.
@@ -25,18 +26,23 @@ LAYERS = {
     ("H200, here", "3B"): (17.20, 19.28),
     ("H200, here", "7B"): (30.74, 33.10),
 }
-# (card and source, depth): tokens/s in BF16 and in NVFP4.
-STEPS = {
-    ("RTX 5090, Quartet II (micro-batches of 1 and 4 rows)", 26): (20_800, 51_000),
-    ("RTX PRO 4000, mdhorton/nanochat_sm120", 20): (23_493, 37_532),
-    ("two RTX PRO 4000, mdhorton/nanochat-cpp (for BF16: MXFP8)", 24): (59_978, 81_303),
-    ("H200, here, 32 rows", 26): (81_019, 69_836),
-    ("H100, here, 8 rows", 26): (80_053, 65_813),
-}
 # What a card's file holds: nothing that the owner of the machine named.
 ENVIRONMENT = ("python", "torch", "triton", "cuda", "gpu", "gpu_count", "gpu_memory_gb", "compute_capability", "driver")
 SETTINGS = ("tokens", "seq_len", "vocab_size", "total_batch_size", "window_pattern", "memory_cap")
 NAMES = ("model", "pass", "method", "mode", "variant", "recompute", "name", "limit")
+
+
+def published_steps() -> dict[tuple[str, int], tuple[float, float]]:
+    """(card and source, depth) -> tokens/s in BF16, or FP8 where it was not timed, and in NVFP4 (cards.json)."""
+    found = {}
+    for card in read_cards():
+        for rate in card.rates:
+            pair = [k for k in ("bf16", "fp8") if k in rate and "nvfp4" in rate]
+            if "depth" in rate and pair:
+                over = "" if pair[0] == "bf16" else "; for BF16: FP8"
+                where = f"{rate['gpus']} x {card.name}, {rate['source']} ({rate['note']}{over})"
+                found[where, rate["depth"]] = (rate[pair[0]], rate["nvfp4"])
+    return found
 
 
 def read(path: str) -> dict:
@@ -78,7 +84,7 @@ def comparison(parts: list[dict]) -> list[list[str]]:
                 continue
             pair, layers = (of["bf16"], of["clover"]), part["benchmark"] == "bench_linear"
             what = f"{key}, layers, {TOKENS} tokens" if layers else f"d{key}, steps"
-            known = {where: v for (where, k), v in (LAYERS if layers else STEPS).items() if k == key}
+            known = {where: v for (where, k), v in (LAYERS if layers else published_steps()).items() if k == key}
             for where, (bf16, four) in ({f"{here}, measured now": pair} | known).items():
                 unit, ratio = ("ms", bf16 / four) if layers else ("tokens/s", four / bf16)
                 rows.append([what, where, f"{bf16:,.5g} {unit}", f"{four:,.5g} {unit}", f"{ratio:.2f}x"])

@@ -18,6 +18,7 @@ from lab.study.gaps import VALUES, methods_of, steps_of, stored_runs
 from lab.study.sweep_runs import method_plan
 from nanochat_fp4.errors import UserError
 from nanochat_fp4.evaluation import plots
+from nanochat_fp4.plan import cards
 
 FORWARD_NAMES = {"val_bpb": "own forward", "val_bpb_bf16": "BF16 forward"}
 
@@ -373,18 +374,23 @@ def extra_steps(context: Context) -> Outcome:
     return outcome(runs, content, "Extra steps, and gaps as tokens", header, rows, notes, numbers_of)
 
 
-# Whole steps that others measured: a method's time over that of NVFP4 in the same program on the same cards.
-MEASURED = (
-    ("mdhorton/nanochat_sm120, d20, RTX PRO 4000", "bf16", 37_532 / 23_493, 20),
-    ("mdhorton/nanochat_sm120, d20, RTX PRO 4000, FP8 untuned", "fp8", 37_532 / 29_040, 20),
-    ("mdhorton/nanochat_sm120, d12, two RTX PRO 4000, FP8 untuned", "fp8", 232_678 / 193_025, 12),
-    ("mdhorton/nanochat_sm120, d12, two RTX PRO 4000, FP8 tuned", "fp8", 1.015, 12),
-    ("mdhorton/nanochat_sm120, d12, two RTX PRO 4000, FP8 tuned, by its TODO.md", "fp8", 234_000 / 240_038, 12),
-    ("mdhorton/nanochat-cpp, d12, two RTX PRO 4000, MXFP8 fused", "fp8", 351_321 / 273_814, 12),
-    ("mdhorton/nanochat-cpp, d24, two RTX PRO 4000, MXFP8 fused", "fp8", 81_303 / 59_978, 24),
-)
+# A ratio without rates, of a later note: (where, method, its time over that of NVFP4, depth).
+RATIO = ("mdhorton/nanochat_sm120, d12, 2 x RTX PRO 4000, FP8 tuned, a later note", "fp8", 1.015, 12)
 IN_4_BITS = ("clover", "clover_feedback", "clover_feedback_late", "clover_mixed")
 OF_TWO_LENGTHS = "d6_longer"  # the study whose b is taken where the runs of --results have one length
+
+
+def measured_by_others() -> list[tuple[str, str, float, int]]:
+    """(where, method, its time over that of NVFP4 in the same program on the same cards, depth): whole steps of
+    nanochat's sizes in nanochat_fp4/cards.json."""
+    found = []
+    for card in cards.read_cards():
+        for rate in (rate for rate in card.rates if "depth" in rate and "part" not in rate):
+            program = "/".join(rate["source"].split(",")[0].split("/")[1:])
+            where = f"{program}, d{rate['depth']}, {rate['gpus']} x {card.name}, {rate['note']}"
+            alike = [method for method in ("bf16", "fp8") if {method, "nvfp4"} <= set(rate["equal"])]
+            found += [(where, method, rate["nvfp4"] / rate[method], rate["depth"]) for method in alike]
+    return [*found, RATIO]
 
 
 def equal_time(context: Context) -> Outcome:
@@ -408,7 +414,7 @@ def equal_time(context: Context) -> Outcome:
         mean[method] = {name: fmean(r[value] for r in of) for name, value in VALUES.items()}
     gap = {m: {name: mean[m][name] / mean["bf16"][name] - 1 for name in VALUES} for m in trained}
     rows, numbers = [], []
-    for where, method, time, depth in MEASURED:
+    for where, method, time, depth in measured_by_others():
         blocks, ends = 12 * (64 * depth) ** 2 * depth, 2 * 65536 * 64 * depth
         b_of_law = scaling.exponent_of_tokens(law, blocks, 20 * (blocks + ends))
         cells = []

@@ -60,6 +60,11 @@ CLOVER_REFINED = replace(
 MIXED_ATTENTION = replace(CLOVER, name="clover_mixed_attention", output=Gemm(eight_bits, eight_bits))
 MIXED_UP = replace(MIXED_ATTENTION, name="clover_mixed_up", grad_input=eden_twice, grad_weight=eden_twice)
 
+# Which row to take. The plan of a run, --help and the documents have this answer.
+WHICH = (
+    "On a Blackwell time fp8 and clover_mixed, and take the one that ends lower after your hours. On an older GPU take "
+    "fp8, or bf16 before sm_89. To reproduce the paper take clover, the default."
+)
 METHODS: dict[str, Recipe] = {
     recipe.name: recipe
     for recipe in (

@@ -40,11 +40,16 @@ class Card:
 
 @dataclass(frozen=True)
 class Rate:
-    """Tokens a second of one GPU, as an estimate with two ends, and where the ends are from."""
+    """Tokens a second of one GPU, or a ratio of such rates, as an estimate with two ends.
+
+    sources: where the ends are from
+    models:  weights in products of the models that were timed, where the rate was scaled from them
+    """
 
     low: float
     high: float
     sources: tuple[str, ...]
+    models: tuple[float, ...] = ()
 
 
 def read_cards() -> list[Card]:
@@ -90,7 +95,7 @@ def card_of_device(device_name: str, gib: float) -> Card:
 
 
 def precisions(method: str | Recipe) -> tuple[str, ...]:
-    """The keys of cards.json for a method. One that multiplies some layers in FP8 and others in FP4 has both."""
+    """The precisions in cards.json that a method multiplies in; two where some layers are in FP8 and others in FP4."""
     keys = set()
     for recipe in get_recipe(method).parts:
         operands = [o for gemm in (recipe.output, recipe.grad_input, recipe.grad_weight) for o in (gemm.a, gemm.b)]
@@ -106,40 +111,65 @@ def _between(rates: list[Rate | None]) -> Rate | None:
     if not all(rates):
         return None
     sources = dict.fromkeys(source for rate in rates for source in rate.sources)
-    return Rate(min(rate.low for rate in rates), max(rate.high for rate in rates), tuple(sources))
+    models = [weights for rate in rates for weights in rate.models]
+    return Rate(min(rate.low for rate in rates), max(rate.high for rate in rates), tuple(sources), tuple(models))
 
 
-def published_of(card: Card, method: str | Recipe, weights: float) -> Rate | None:
-    """The published rates for a method; between those of its precisions, where it has two."""
+def speed_of(card: Card, method: str | Recipe, weights: float) -> Rate | None:
+    """Tokens a second of a method on this card, with so many weights in products.
+
+    It is BF16's published speed on this card times the method's gain, so that hours and gains cannot disagree. Where
+    no BF16 speed is published, it is the published speed of the method's own precision.
+    """
+    bf16, times = published(card, "bf16", weights), gain_of(card, method)
+    if bf16 and times:
+        sources = tuple(dict.fromkeys(bf16.sources + times.sources))
+        return Rate(bf16.low * times.low, bf16.high * times.high, sources, bf16.models)
     return _between([published(card, key, weights) for key in precisions(method)])
 
 
 def gain_of(card: Card, method: str | Recipe) -> Rate | None:
-    """How many times as fast as BF16; between the gains of its precisions, where a method has two."""
-    return _between([gain(card, key, "bf16") for key in precisions(method)])
+    """How many times as fast as BF16: measured with this method, or else between the gains of its precisions."""
+    recipe = get_recipe(method)
+    if not recipe.quantizes:
+        return Rate(1.0, 1.0, (), ())
+    return _gain(card, recipe.name) or _between([_gain(card, key) for key in precisions(recipe)])
 
 
 def published(card: Card, key: str, weights: float) -> Rate | None:
     """The published rates of this precision, scaled by FLOPs to a model with so many weights in products."""
-    ends, sources = [], []
-    for rate in card.rates:
-        if key in rate:
-            values = rate[key] if isinstance(rate[key], list) else [rate[key]]
-            ends += [value / rate["gpus"] * rate["weights"] / weights for value in values]
-            sources.append(f"{rate['source']} ({rate['model']}, {rate['note']})")
+    ends, sources, models = [], [], []
+    for rate in _own_first([rate for rate in card.rates if key in rate]):
+        ends += [value / rate["gpus"] * rate["weights"] / weights for value in _ends(rate[key])]
+        sources.append(f"{rate['source']} ({rate['model']}, {rate['note']})")
+        models.append(rate["weights"])
     if not ends:
         return None
     wider = SINGLE_SOURCE if len(sources) == 1 else 1.0
-    return Rate(min(ends) / wider, max(ends) * wider, tuple(sources))
+    return Rate(min(ends) / wider, max(ends) * wider, tuple(sources), tuple(models))
 
 
-def gain(card: Card, key: str, over: str) -> Rate | None:
-    """How many times as fast one precision was as another in the same program, on cards of this architecture, by every
-    source that has tuned both alike."""
-    ends, sources = [], []
-    for rate in (rate for other in read_cards() if other.arch == card.arch for rate in other.rates):
-        if {key, over} <= set(rate["equal"]):
-            mine, others = (rate[k] if isinstance(rate[k], list) else [rate[k]] for k in (key, over))
-            ends += [min(mine) / max(others), max(mine) / min(others)]
-            sources.append(rate["source"])
-    return Rate(min(ends), max(ends), tuple(dict.fromkeys(sources))) if ends else None
+def _gain(card: Card, key: str) -> Rate | None:
+    """How many times as fast as BF16 in the same program, on cards of this architecture.
+
+    Sources that tuned both alike give both ends. A source that gave BF16 a smaller micro-batch raises the upper end.
+    """
+    all_rates = [rate for other in read_cards() if other.arch == card.arch for rate in other.rates]
+    alike = _own_first([rate for rate in all_rates if {key, "bf16"} <= set(rate["equal"])])
+    if not alike:
+        return None
+    upper = [rate for rate in all_rates if rate.get("upper") == [key, "bf16"]]
+    pairs = [(_ends(rate[key]), _ends(rate["bf16"])) for rate in [*alike, *upper]]
+    high = max(max(mine) / min(bf16) for mine, bf16 in pairs)
+    low = min(min(mine) / max(bf16) for mine, bf16 in pairs)
+    sources = [f"{rate['source']} ({rate['model']}, {rate['note']})" for rate in [*alike, *upper]]
+    return Rate(low, high, tuple(dict.fromkeys(sources)), ())
+
+
+def _ends(value: float | list[float]) -> list[float]:
+    return value if isinstance(value, list) else [value]
+
+
+def _own_first(rates: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Those that this program measured, where there are some; otherwise all."""
+    return [rate for rate in rates if "part" in rate] or rates

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from nanochat_fp4.evaluation.metrics import read_jsonl
 from nanochat_fp4.plan.base import Base
-from nanochat_fp4.plan.cards import Card, Rate, published_of
+from nanochat_fp4.plan.cards import Card, Rate, speed_of
 
 MEASURED_STEPS = 20  # A run's speed counts when it has made so many steps.
 
@@ -16,6 +16,7 @@ class Hours:
     """A range of hours, and of speeds in training tokens a second of all GPUs together.
 
     kind: "measured" or "estimated"
+    models: weights in products of the models that an estimate was scaled from
     """
 
     kind: str
@@ -24,6 +25,7 @@ class Hours:
     speed_low: float
     speed_high: float
     sources: tuple[str, ...]
+    models: tuple[float, ...] = ()
 
 
 def evaluated_tokens(base: Base) -> float:
@@ -43,12 +45,12 @@ def hours(base: Base, card: Card, processes: int, base_dir: Path) -> Hours | Non
     """
     rate, kind = measured(base, card, base_dir), "measured"
     if rate is None:
-        rate, kind = published_of(card, base.method, base.weights), "estimated"
+        rate, kind = speed_of(card, base.method, base.weights), "estimated"
     if rate is None:
         return None
     tokens = base.tokens + evaluated_tokens(base)
     low, high = rate.low * processes, rate.high * processes
-    return Hours(kind, tokens / high / 3600, tokens / low / 3600, low, high, rate.sources)
+    return Hours(kind, tokens / high / 3600, tokens / low / 3600, low, high, rate.sources, rate.models)
 
 
 def measured(base: Base, card: Card, base_dir: Path) -> Rate | None:

@@ -4,14 +4,16 @@ import json
 import textwrap
 
 from nanochat_fp4.console import table
+from nanochat_fp4.nvfp4.methods import WHICH
 from nanochat_fp4.plan.base import Base
-from nanochat_fp4.plan.cards import CARDS, Card, gain_of
+from nanochat_fp4.plan.cards import CARDS, SINGLE_SOURCE, Card, gain_of
 from nanochat_fp4.plan.hours import Hours, evaluated_tokens
 from nanochat_fp4.plan.plan import Plan
 
 GIB = 2**30
 # A longer run of the same model lowers the loss as tokens^-b: of d6 here, and of the paper's models of 203M parameters.
 EXPONENTS = (0.084, 0.0385)
+FAR = 2  # An estimate for a model that is so many times larger or smaller than those that were timed says so.
 
 
 def amount(count: float) -> str:
@@ -64,6 +66,7 @@ def how_long(plan: Plan) -> str:
             continue
         lines.append(f"  {base.method}: {span(found.low, found.high)} hours {found.kind}, {speed(found)} tokens/s")
         lines += [f"    {found.kind} from {source}" for source in found.sources]
+        lines += [f"    {line}" for line in doubts(base, found)]
     if plan.machine.card.products and not all(plan.hours):
         low, high, source = plan.machine.card.products
         lines.append(f"  Large BF16 products run at {span(low, high)} TFLOP/s here, as users measured them ({source}).")
@@ -77,6 +80,21 @@ def how_long(plan: Plan) -> str:
             '  To measure: NUM_ITERATIONS=20 STAGES="tok base" trains 20 steps, and the next plan takes their speed.'
         )
     return "\n".join(lines)
+
+
+def doubts(base: Base, found: Hours) -> list[str]:
+    """Why an estimate is worse than its range: a single source, or models of another size."""
+    if not found.models:
+        return []
+    lines = []
+    if len(found.models) == 1:
+        lines.append(f"ONE SOURCE: the range is its hours times and over {SINGLE_SOURCE}.")
+    if base.weights > FAR * max(found.models) or FAR * base.weights < min(found.models):
+        timed = f"{amount(min(found.models))} to {amount(max(found.models))}"
+        timed = amount(found.models[0]) if min(found.models) == max(found.models) else timed
+        has = f"this model has {amount(base.weights)} weights in products"
+        lines.append(f"EXTRAPOLATED: {has}, and those that were timed have {timed}.")
+    return lines
 
 
 def span(low: float, high: float) -> str:
@@ -144,14 +162,15 @@ def which_method(plan: Plan) -> str:
             row[2], row[3] = (f"{g[0]:.2f} ± {g[1]:.2f}" if g else "not measured" for g in (gap["own"], gap["bf16"]))
         if ratio and gap:
             ends[method] = equal_time(gap["own"], ratio.low, ratio.high)
-            row[4] = "{:+.1f} to {:+.1f}".format(*ends[method])
+            row[4] = " to ".join(f"{round(end, 1) + 0.0:+.1f}" for end in ends[method])
         rows.append(row)
     header = ["method", "times BF16's speed", "own forward", "BF16 forward", "after equal time"]
     lines = [
         "What does it gain? Published ratios of speed on cards of this kind; bits per byte over BF16 in percent (d6)."
     ]
     lines += ["  " + line for line in table(header, rows).splitlines()]
-    return "\n".join([*lines, "Which method? " + advice(card, ends)])
+    answer = textwrap.fill(f"Which method? {advice(card, ends)}", 110, subsequent_indent="  ")
+    return "\n".join([*lines, answer])
 
 
 def equal_time(gap: list[float], low: float, high: float) -> tuple[float, float]:
@@ -163,17 +182,18 @@ def equal_time(gap: list[float], low: float, high: float) -> tuple[float, float]
 
 def advice(card: Card, ends: dict[str, tuple[float, float]]) -> str:
     """ends: of the methods whose speed on this card is known."""
+    lines = [WHICH]
     if not card.fp4:
-        return (
-            "This GPU has no FP4 tensor cores. It emulates 4 bits, which saves memory and costs time: in the\n"
-            "  same hours bf16 or fp8 ends lower. clover has the numbers that a Blackwell would have."
-        )
-    if len(ends) < 2:
-        return "Nobody has published such ratios. At equal tokens bf16 ends lowest, then fp8."
+        lines.append("This GPU has no FP4 tensor cores. It emulates 4 bits, which saves memory and costs time.")
     best = min(ends, key=lambda name: sum(ends[name]))
     others = [name for name in ends if name != best and ends[name][0] < ends[best][1]]
-    rest = f" Their intervals overlap: {', '.join([best, *others])}." if others else ""
-    return f"In the same hours {best} is expected to end lowest.{rest}\n  At equal tokens bf16 ends lowest, then fp8."
+    if len(ends) < 2:
+        lines.append("Nobody has published ratios of speed for this card. At equal tokens bf16 ends lowest, then fp8.")
+    elif others:
+        lines.append(f"In the same hours no estimate ranks {', '.join(sorted([best, *others]))}: their ranges overlap.")
+    else:
+        lines.append(f"In the same hours {best} is expected to end lowest.")
+    return " ".join(lines)
 
 
 def numbers(plan: Plan) -> str:

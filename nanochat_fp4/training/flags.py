@@ -14,6 +14,7 @@ from nanochat_fp4.models.cross_entropy import HEADS
 from nanochat_fp4.models.gpt import RECOMPUTE
 from nanochat_fp4.models.optim import ORTHOGONALIZERS
 from nanochat_fp4.models.optim8bit import STATES
+from nanochat_fp4.nvfp4.methods import WHICH
 from nanochat_fp4.parallel import MODES
 
 # A run that branches from another run may differ from it in these settings (and in the method and the head).
@@ -153,7 +154,7 @@ def add_method_arguments(parser: argparse.ArgumentParser) -> None:
     """How to quantize."""
     add = parser.add_argument
     add_recipes_argument(parser)
-    add("--method", default=None, help=f"QAT method (default: $QAT_METHOD, else clover): {METHODS}")
+    add("--method", default=None, help=f"QAT method (default: $QAT_METHOD, else clover): {METHODS}. {WHICH}")
     text = "other methods of single layers, 'pattern=method' with commas: '*.c_fc=fp8,*.attn.c_proj=bf16'"
     add("--layer-methods", default="", help=text)
     text = "other methods in the course of the run, 'fraction of the steps=method' with commas: '0.1=clover,0.85=bf16'"
