@@ -8,7 +8,8 @@ Causal attention with a sliding window: one signature (FlashAttention-3's) over 
 
 The fastest one that can do a call is chosen for that call. On a GPU without FlashAttention-3 the others are timed once,
 at the model's shape, for windows and for full context: PyTorch's flash kernel has a third of cuDNN's rate on a B200.
-SDPA's own choice for full context is compared with its flash and cuDNN kernels.
+SDPA's own choice for full context is compared with its flash and cuDNN kernels. Timing compiles FlexAttention, which
+takes 18 s of a run's first minute. For the shapes in MEASURED nothing is timed.
 NANOCHAT_ATTENTION=fa3|flash|flex|sdpa, or `use(...)` in a test, forces one; a forced backend that cannot run raises
 instead of falling back.
 
@@ -37,6 +38,11 @@ from nanochat_fp4.nvfp4.dispatch import constant_when_compiled
 BACKENDS = ("fa3", "flash", "flex", "sdpa")
 MOST_TOKENS = 65535  # at once on sm_12x: from 65,536 on SDPA gave NaN on an RTX PRO 6000 (pytorch#171389)
 CANDIDATES = {True: ("flash", "flex", "sdpa"), False: ("sdpa", "flash", "cudnn")}  # for windows, for full context
+# (major version of sm, T, D) -> the backends that were the fastest for windows of T / 2 and for full context. Times are
+# ms of four rows of ten heads, forward and backward, by _timed (dev/LOG.md, 2026-11-24).
+MEASURED = {
+    (9, 2048, 128): {True: "flex", False: "sdpa"},  # H200: flash 0.57, flex 0.45, SDPA 1.07; SDPA 0.40, flash 0.70
+}
 TIMED_ROWS = 4  # of a micro-batch, when backends are timed
 CLEARLY = 1.25  # Another backend takes over from this ratio on. Noise must not change the choice of a resumed run.
 FA3_REPOSITORY = "varunneal/flash-attention-3"  # nanochat's choice on Hopper
@@ -147,7 +153,11 @@ def setup(device_type: str, windowed: bool = False, shape: tuple[int, int, int, 
     times: dict[bool, dict[str, float]] = {}
     timed = device_type == "cuda" and shape is not None and fa3_module is None and forced_backend is None
     if timed and not torch.are_deterministic_algorithms_enabled():
-        for narrow in (True, False) if windowed else (False,):
+        kinds = (True, False) if windowed else (False,)
+        if known := measured_backends(*shape):
+            fastest_backends.update((narrow, known[narrow]) for narrow in kinds)
+            kinds = ()
+        for narrow in kinds:
             times[narrow] = time_backends(*shape[:4], shape[4] if narrow else -1)
             fastest_backends[narrow] = _clearly_fastest(times[narrow])
     line = _describe(device_type, windowed, times)
@@ -155,6 +165,14 @@ def setup(device_type: str, windowed: bool = False, shape: tuple[int, int, int, 
         announced_lines.add(line)
         print0(line)
     return line
+
+
+def measured_backends(length: int, heads: int, kv_heads: int, dim: int, left: int) -> dict[bool, str] | None:
+    """The fastest backends for windows and for full context where they are known for this GPU and shape and can run."""
+    known = MEASURED.get((torch.cuda.get_device_capability()[0], length, dim))
+    if known is None or heads != kv_heads or (0 <= left < length - 1 and 2 * left != length):
+        return None
+    return known if all(map(available, known.values())) else None
 
 
 @functools.cache
@@ -245,6 +263,9 @@ def _describe(device_type: str, windowed: bool, times: dict[bool, dict[str, floa
         return "attention: " + ", ".join(f"{fastest_backends[n]} {what[n]} ({text})" for n, text in found.items())
     if not windowed:
         return f"attention: SDPA (FlashAttention-3: {fa3_reason})"
+    if True in fastest_backends:  # of MEASURED
+        chosen = f"{fastest_backends[True]} for sliding windows, {fastest_backends[False]} for full context"
+        return f"attention: {chosen}, as measured on such a GPU (FlashAttention-3: {fa3_reason})"
     if _flash_reason() is None:
         line = "attention: PyTorch's flash kernel for sliding windows, SDPA for full context"
         return f"{line} (FlashAttention-3: {fa3_reason})"

@@ -155,6 +155,7 @@ def test_the_clearly_fastest_attention_is_taken_for_windows(times, chosen, monke
         monkeypatch.setattr(flash_attention, name, value)
     monkeypatch.setattr(flash_attention, "has_flash", lambda: "flash" in times)
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (10, 0))
     line = flash_attention.setup("cuda", True, (64, 4, 4, 128, 31))
     assert asked == [(64, 4, 4, 128, 31), (64, 4, 4, 128, -1)]
     whole = "cudnn" if chosen == "flash" else "sdpa"
@@ -164,6 +165,21 @@ def test_the_clearly_fastest_attention_is_taken_for_windows(times, chosen, monke
     assert flash_attention.chosen_backend(cuda_q, 31) == chosen and flash_attention.chosen_backend(cuda_q, 64) == whole
     cuda_q.dtype = torch.float32
     assert flash_attention.chosen_backend(cuda_q, 64) == "sdpa"
+
+
+@pytest.mark.parametrize(
+    "shape, timed", [((2048, 4, 4, 128, 1024), 0), ((2048, 4, 4, 64, 1024), 2), ((2048, 4, 4, 128, 700), 2)]
+)
+def test_backends_of_a_measured_shape_are_not_timed(shape, timed, monkeypatch):
+    """Timing compiles FlexAttention, 18 s before the first step."""
+    asked: list[tuple] = []
+    monkeypatch.setattr(flash_attention, "time_backends", lambda *s: asked.append(s) or {"sdpa": 1.0})
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    for name, value in (("fa3_module", None), ("fa3_reason", "none"), ("fastest_backends", {})):
+        monkeypatch.setattr(flash_attention, name, value)
+    line = flash_attention.setup("cuda", True, shape)
+    assert len(asked) == timed and flash_attention.fastest_backends[True] == ("sdpa" if timed else "flex")
+    assert ("as measured" in line) == (not timed)
 
 
 def test_a_model_asks_for_the_time_of_its_own_windows(monkeypatch):
