@@ -77,7 +77,13 @@ def describe(settings: Settings, method: str, card: Card | None, processes: int,
     try:
         return _describe(settings, method, card, processes, states)
     except (UserError, ValueError) as e:  # a ValueError is of the model's config
-        raise UserError(in_variables(str(e))) from None
+        message = in_variables(str(e))
+        if not any(name in message for name in (*FLAGS, "BASE_ARGS")):  # the model knows neither flags nor variables
+            wanted = {k: v for k, v in settings.set_by_user.items() if k in FLAGS}
+            if settings.args["BASE_ARGS"]:
+                wanted["BASE_ARGS"] = repr(settings.args["BASE_ARGS"])
+            message = f"{', '.join(f'{k}={v}' for k, v in wanted.items()) or settings.run}: {message}"
+        raise UserError(message) from None
 
 
 def _describe(settings: Settings, method: str, card: Card | None, processes: int, states: Sequence[str]) -> Base:

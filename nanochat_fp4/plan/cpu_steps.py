@@ -37,6 +37,15 @@ def choose_steps(most: int, seconds_per_step: float, minutes: float) -> int:
     return most // 4
 
 
+def minutes_of(steps: int, work: float, most: int, minutes: float) -> float:
+    """Minutes of the whole run, by FLOPs.
+
+    work: of a step, over that of the model whose run of `most` steps takes `minutes`.
+    """
+    usual = most * (1 + LATER_SHARE) + OTHER_STEPS
+    return minutes * (steps * (1 + LATER_SHARE) * work + OTHER_STEPS) / usual
+
+
 def probe(args: argparse.Namespace, vocab_size: int) -> float:
     """Seconds that a training step of the run that base_train's flags describe takes now: a mean, without the first."""
     device = torch.device("cpu")

@@ -34,6 +34,8 @@ class Machine:
         usual = max(1, len(self.cards))
         number = settings.processes or usual
         most, what = (usual, "GPU(s)") if self.cards else (self.cpus, "CPU(s)")
+        if number > most and not self.here:
+            raise UserError(f"NPROC={number}: GPU and GPU_MEMORY plan a machine with one GPU; leave NPROC out")
         if number > most:
             raise UserError(f"NPROC={number}: this machine has {most} {what}; use at most {most}")
         return number

@@ -5,10 +5,12 @@ import textwrap
 
 from nanochat_fp4.console import table
 from nanochat_fp4.nvfp4.methods import WHICH
-from nanochat_fp4.plan.base import Base
+from nanochat_fp4.plan.base import Base, describe
 from nanochat_fp4.plan.cards import CARDS, SINGLE_SOURCE, Card, gain_of
+from nanochat_fp4.plan.cpu_steps import minutes_of
 from nanochat_fp4.plan.hours import Hours, evaluated_tokens
 from nanochat_fp4.plan.plan import Plan
+from nanochat_fp4.plan.settings import RUNS, read
 
 GIB = 2**30
 # A longer run of the same model lowers the loss as tokens^-b: of d6 here, and of the paper's models of 203M parameters.
@@ -55,8 +57,7 @@ def head(plan: Plan) -> str:
 
 def how_long(plan: Plan) -> str:
     if plan.machine.card is None:
-        minutes = plan.settings.cpu_minutes
-        return f"How long? The whole run is made for {minutes:g} minutes of this CPU." if minutes else ""
+        return how_long_on_a_cpu(plan)
     lines = [
         "How long does the base training take, with its validations? Mid-training, SFT and benchmarks come besides."
     ]
@@ -79,6 +80,25 @@ def how_long(plan: Plan) -> str:
         lines.append(
             '  To measure: NUM_ITERATIONS=20 STAGES="tok base" trains 20 steps, and the next plan takes their speed.'
         )
+    return "\n".join(lines)
+
+
+def how_long_on_a_cpu(plan: Plan) -> str:
+    """A run with another model, or other steps, than the one that was made for a few minutes says what it takes."""
+    s, base = plan.settings, plan.bases[0]
+    usual = describe(read(s.run, {}, False), "clover", None, 1, ())
+    minutes = RUNS[s.run][3]
+    work = base.weights * base.args.total_batch_size / usual.weights / usual.args.total_batch_size
+    if s.cpu_minutes and work < 1.5:
+        return f"How long? The whole run is made for {minutes:g} minutes of this CPU."
+    fewest = base.steps // 4 if s.cpu_minutes and not s.why_steps else base.steps
+    ends = [minutes_of(steps, work, usual.steps, minutes) for steps in (fewest, base.steps)]
+    lines = [
+        f"How long? By FLOPs the whole run takes {span(*ends)} minutes for each method.",
+        f"  The default takes {minutes:g} on two cores, and a step here has {work:.2g} times its work.",
+    ]
+    if fewest < base.steps:
+        lines.append(f"  A probe before training chooses {fewest} to {base.steps} steps.")
     return "\n".join(lines)
 
 

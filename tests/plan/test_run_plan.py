@@ -242,8 +242,9 @@ REFUSED = [
     ({"QAT_METHOD": "fp3"}, "QAT_METHOD: unknown method 'fp3'"),
     ({"QAT_METHOD": "clover", "METHOD": "nvidia"}, "two methods"),
     ({"DEPTH": "abc"}, "DEPTH=abc: expected a whole number, such as the default 2"),
-    ({"DEPTH": "0"}, "depth 0"),
-    ({"HEAD_DIM": "63"}, "not an even head dimension"),
+    ({"DEPTH": "0"}, "DEPTH=0: depth 0"),
+    ({"HEAD_DIM": "63"}, "HEAD_DIM=63: n_embd 189 over n_head 3 is not an even head dimension"),
+    ({"BASE_ARGS": "--head-dim=63"}, "BASE_ARGS='--head-dim=63': n_embd 189"),
     ({"TOTAL_BATCH": "1000"}, "TOTAL_BATCH=1000 is not a multiple of 256"),
     ({"TOTAL_BATCH": "5e5"}, "TOTAL_BATCH=5e5: expected a whole number"),
     ({"SEQ_LEN": "100"}, "is not a multiple of 100"),
@@ -307,6 +308,20 @@ def test_measured_products_agree_with_data_sheets():
     assert {"RTX 5090", "RTX PRO 6000"} <= {name for name, (_, peak) in both.items() if peak}
     for name, ((low, high, _), peak) in both.items():
         assert low <= high and (peak is None or 0.6 * peak <= low * 1e12 and high * 1e12 <= 1.15 * peak), name
+
+
+def test_a_plan_of_another_machine_speaks_of_that_machine():
+    with pytest.raises(UserError, match="NPROC=99: GPU .* one GPU"):
+        program.plan_of("speedrun", {"GPU": "rtx5090", "NPROC": "99", "PLAN_ONLY": "1"})
+
+
+def test_a_larger_model_on_a_cpu_is_not_said_to_take_minutes():
+    """Its minutes follow the work of a step and the number of steps, which a probe may lower to a quarter."""
+    said = words.how_long(planned(DEPTH="12"))
+    low, high = map(int, re.search(r"takes (\d+) to (\d+) minutes", said).groups())
+    assert low > 60 and 3.5 < high / low < 4.1
+    assert "made for 5 minutes" in words.how_long(planned())
+    assert "1.1 minutes" in words.how_long(planned(NUM_ITERATIONS="2"))
 
 
 def test_a_tokenizer_of_another_size():
