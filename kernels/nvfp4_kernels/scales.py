@@ -4,7 +4,8 @@
 them stochastically to E4M3. Bytes per 16 elements: 2.5 read, 1 written.
 
 `repair` follows a first kernel that has already written the BF16 operand, and reads the same. Only blocks whose scale
-falls into E4M3's subnormal range are rounded again. The first kernel could not know them.
+falls into E4M3's subnormal range are rounded again. The first kernel could not know them. Most programs find no such
+block, so a program first looks at the smallest scale of each group.
 """
 
 import torch
@@ -15,7 +16,9 @@ from nvfp4_kernels import _math as m
 from nvfp4_kernels._ops import NO_FUSION, empty_scales
 from nvfp4_kernels.quantize import hardware
 
-GROUPS = 8  # groups of a rotation, with 8 scales each, that a program takes of 16 rows.
+# Groups of a rotation, with 8 scales each, that a program takes of 16 rows, and a program's warps.
+GROUPS = 8
+REPAIR = {"GROUPS": 16, "num_warps": 4}
 # An operand's place in the whole that it is a part of. Random numbers alone depend on these arguments, so no value of
 # them is worth a kernel of its own.
 PLACE = ["place_row", "place_block", "place_blocks"]
@@ -84,25 +87,34 @@ def repair_kernel(
     """16 rows of GROUPS groups a program. Most find nothing to do, and the rare work is done in parts, which need few
     registers."""
     tensor_scale = m.tensor_scale_of(m.from_bits(tl.load(amax_ptr)), DIVISOR, True)
-    shift = m.power_of_two_reciprocal(tensor_scale)
+    shift = m.power_of_two_reciprocal(tensor_scale)  # below 0 if the amax is not finite
     row16 = tl.program_id(0)
     first = tl.program_id(1) * GROUPS
-    _, _, corrected = _corrected(pseudo_ptr, correction_ptr, shift, row16, first, rows, groups, GROUPS)
-    subnormal = (corrected > 0) & (corrected < m.E4M3_MIN_NORMAL)
-    if tl.max(tl.max(subnormal.to(tl.int32), axis=1), axis=0) > 0:
+    row = (row16 * 16 + tl.arange(0, 16)).to(tl.int64)[:, None]
+    looked_at = first + tl.arange(0, GROUPS)[None, :]
+    here = (row < rows) & (looked_at < groups)
+    of_group = row * groups + looked_at
+    of_block = of_group[:, :, None] * 8 + tl.arange(0, 8)[None, None, :]
+    pseudo = tl.load(pseudo_ptr + of_block, mask=here[:, :, None], other=0.0).to(tl.float32)
+    smallest = tl.min(tl.where(pseudo > 0, pseudo, float("inf")), axis=2)
+    smallest = smallest * shift * tl.load(correction_ptr + of_group, mask=here, other=1.0)
+    low = tl.where(shift > 0, smallest, 1.0) < m.E4M3_MIN_NORMAL
+    if tl.max(tl.max(low.to(tl.int32), axis=1), axis=0) > 0:
         for group in range(first, tl.minimum(first + GROUPS, groups)):
-            at, mask, corrected_again = _corrected(pseudo_ptr, correction_ptr, shift, row16, group, rows, groups, 1)
-            at16, pair = place_row // 16 + row16, place_block // 2 + group * 4
-            words = m.scale_words(tl.load(seed_ptr), at16, pair, place_blocks // 2, stream, 16, 4)
-            # The first kernel's rounding, free of E4M3's range, and the right one.
-            before = m.stochastic_round_m3(corrected_again, words)
-            after = m.stochastic_round_e4m3(corrected_again, words)
-            wrong = mask & (before != after)
-            element = at[:, :, None] * 16 + tl.arange(0, 16)[None, None, :]
-            value = tl.load(decoded_ptr + element, mask=wrong[:, :, None], other=0.0).to(tl.float32)
-            # decoded / before is the E2M1 value times tensor_scale: both divisions are exact.
-            q = tl.math.div_rn(value, tl.where(wrong, before, 1.0)[:, :, None])
-            tl.store(decoded_ptr + element, (q * after[:, :, None]).to(tl.bfloat16), mask=wrong[:, :, None])
+            at, mask, corrected = _corrected(pseudo_ptr, correction_ptr, shift, row16, group, rows, groups, 1)
+            subnormal = (corrected > 0) & (corrected < m.E4M3_MIN_NORMAL)
+            if tl.max(tl.max(subnormal.to(tl.int32), axis=1), axis=0) > 0:
+                at16, pair = place_row // 16 + row16, place_block // 2 + group * 4
+                words = m.scale_words(tl.load(seed_ptr), at16, pair, place_blocks // 2, stream, 16, 4)
+                # The first kernel's rounding, free of E4M3's range, and the right one.
+                before = m.stochastic_round_m3(corrected, words)
+                after = m.stochastic_round_e4m3(corrected, words)
+                wrong = mask & (before != after)
+                element = at[:, :, None] * 16 + tl.arange(0, 16)[None, None, :]
+                value = tl.load(decoded_ptr + element, mask=wrong[:, :, None], other=0.0).to(tl.float32)
+                # decoded / before is the E2M1 value times tensor_scale: both divisions are exact.
+                q = tl.math.div_rn(value, tl.where(wrong, before, 1.0)[:, :, None])
+                tl.store(decoded_ptr + element, (q * after[:, :, None]).to(tl.bfloat16), mask=wrong[:, :, None])
 
 
 @triton.jit
@@ -129,7 +141,7 @@ def finish(pseudo: torch.Tensor, correction: torch.Tensor, amax: torch.Tensor, s
     tensor_scale = torch.empty((), dtype=torch.float32, device=pseudo.device)
     if not pseudo.numel():  # no program runs; the scale is that of zeros
         tensor_scale.fill_(m.TENSOR_SCALE_MIN.value)
-    finish_kernel[_grid(correction)](
+    finish_kernel[_grid(correction, GROUPS)](
         pseudo,
         correction,
         amax,
@@ -150,7 +162,7 @@ def finish(pseudo: torch.Tensor, correction: torch.Tensor, amax: torch.Tensor, s
 
 def repair(decoded, pseudo, correction, amax, seed, operand) -> None:
     """Rounds blocks of decoded, BF16 (R, K), again in place. The other arguments are those of finish."""
-    repair_kernel[_grid(correction)](
+    repair_kernel[_grid(correction, REPAIR["GROUPS"])](
         decoded,
         pseudo,
         correction,
@@ -160,11 +172,11 @@ def repair(decoded, pseudo, correction, amax, seed, operand) -> None:
         operand.stream,
         *operand.place(pseudo.shape[1]),
         DIVISOR=operand.divisor,
-        GROUPS=GROUPS,
+        **REPAIR,
         **NO_FUSION,
     )
 
 
-def _grid(correction: torch.Tensor) -> tuple[int, int]:
+def _grid(correction: torch.Tensor, groups_of_a_program: int) -> tuple[int, int]:
     rows, groups = correction.shape
-    return triton.cdiv(rows, 16), triton.cdiv(groups, GROUPS)
+    return triton.cdiv(rows, 16), triton.cdiv(groups, groups_of_a_program)

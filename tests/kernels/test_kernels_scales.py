@@ -80,9 +80,11 @@ def test_nan_in_the_amax_comes_out():
 # --------------------------------------------------------------------------------------------------------------------
 
 
-def test_repair_turns_free_rounding_into_e4m3():
+# A program takes 16 rows and 16 groups.
+@pytest.mark.parametrize("rows, groups", [(18, 9), (3, 19)])
+def test_repair_turns_free_rounding_into_e4m3(rows, groups):
     """decoded = q * (what S * p was rounded to without E4M3's limits) in; q * (its E4M3 rounding, shifted) out."""
-    rows, groups, amax = 18, 9, 4.0
+    amax = 4.0
     pseudo, correction = pseudo_scales(rows, groups, -20, -1), corrections(rows, groups)
     tensor_scale = tensor_scale_of(amax)
     q = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.5, -1, -1.5, -2, -3, -4, -6, 6]).expand(rows, groups * 8, 16)
