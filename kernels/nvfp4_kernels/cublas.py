@@ -54,23 +54,26 @@ def unavailable_reason() -> str | None:
     return library if isinstance(library, str) else None
 
 
-_constants: dict[tuple[float, torch.device], torch.Tensor] = {}
+_constants: dict[tuple[float, torch.device, tuple[int, ...], torch.dtype], torch.Tensor] = {}
 
 
-def constant(value: float, device: torch.device) -> torch.Tensor:
-    """value, float32 () on the device.
+def constant(
+    value: float, device: torch.device, size: tuple[int, ...] = (), dtype: torch.dtype = torch.float32
+) -> torch.Tensor:
+    """A tensor of this size that holds value everywhere, the same one in each call. Nobody may write to it.
 
     A capture of a CUDA graph records what fills a tensor and does not run it. A constant that is made inside a capture
     therefore belongs to this graph and is not kept. One that is made outside is there before any other stream reads it.
     """
-    if (value, device) not in _constants:
-        made = torch.full((), value, dtype=torch.float32, device=device)
+    key = value, device, size, dtype
+    if key not in _constants:
+        made = torch.full(size, value, dtype=dtype, device=device)
         if is_captured(device):
             return made
         if device.type == "cuda":
             torch.cuda.current_stream(device).synchronize()
-        _constants[value, device] = made
-    return _constants[value, device]
+        _constants[key] = made
+    return _constants[key]
 
 
 def current(device: torch.device) -> contextlib.AbstractContextManager:

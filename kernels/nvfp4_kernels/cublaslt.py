@@ -254,7 +254,7 @@ def mxfp8(a: Tensor, a_factor: Tensor, b: Tensor, b_factor: Tensor, out_dtype: t
 def _ones(t: Tensor) -> Tensor:
     """Block scales 1 of t (R, K): E8M0 bytes, flat in tiles of 128 rows by 4 blocks of 32."""
     size = -(-t.shape[0] // 128) * -(-t.shape[1] // 128) * 512
-    return torch.full((size,), ONE_IN_E8M0, dtype=torch.uint8, device=t.device)
+    return cublas.constant(ONE_IN_E8M0, t.device, (size,), torch.uint8)
 
 
 @mxfp8.register_fake
