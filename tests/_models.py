@@ -79,11 +79,7 @@ def classification(model: nn.Module) -> Sample:
 def labelled(model: nn.Module) -> Sample:
     """A model of transformers that takes labels."""
     ids = tokens()
-    return Sample(
-        model,
-        lambda m: m(input_ids=ids, labels=ids).logits,
-        lambda m: m(input_ids=ids, labels=ids).loss,
-    )
+    return Sample(model, lambda m: m(input_ids=ids, labels=ids).logits, lambda m: m(input_ids=ids, labels=ids).loss)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -13,11 +13,7 @@ from nanochat_fp4.export.weights import forward_weights, served
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 TRAINER = ("transformers", "accelerate")
-NEEDS = {
-    "hf_trainer": (*TRAINER, "compressed_tensors"),
-    "lightning_module": ("lightning",),
-    "lora": ("peft",),
-}
+NEEDS = {"hf_trainer": (*TRAINER, "compressed_tensors"), "lightning_module": ("lightning",), "lora": ("peft",)}
 
 
 def load(name: str):

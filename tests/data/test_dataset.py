@@ -84,11 +84,7 @@ def test_the_last_shard_is_validation(shards):
     assert dealt == sorted(texts_of(shards, "train"))
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [pa.large_string(), pa.string_view(), pa.dictionary(pa.int32(), pa.string())],
-    ids=str,
-)
+@pytest.mark.parametrize("kind", [pa.large_string(), pa.string_view(), pa.dictionary(pa.int32(), pa.string())], ids=str)
 def test_text_of_every_layout_is_read(tmp_path, kind):
     """pandas' category, polars' Categorical, string_view of newer writers."""
     texts = ["one", None, "two", "one"]

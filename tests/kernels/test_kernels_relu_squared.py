@@ -45,8 +45,7 @@ def test_kernel_is_the_reference(shape, dtype):
 
 
 @pytest.mark.parametrize(
-    "name, dtype, shape",
-    [("four_over_six", torch.float32, (9, 48)), ("rtn", torch.bfloat16, (6, 2064))],
+    "name, dtype, shape", [("four_over_six", torch.float32, (9, 48)), ("rtn", torch.bfloat16, (6, 2064))]
 )
 def test_quantized_as_it_is_made_is_quantized_after(name, dtype, shape):
     """To the bit the references of both, one after the other."""

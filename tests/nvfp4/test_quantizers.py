@@ -7,13 +7,7 @@ import _scalar_reference as scalar
 import numpy as np
 import pytest
 import torch
-from _assertions import (
-    assert_same_bits,
-    assert_same_operand,
-    assert_unbiased,
-    concentrate,
-    relative_square_error,
-)
+from _assertions import assert_same_bits, assert_same_operand, assert_unbiased, concentrate, relative_square_error
 
 from nanochat_fp4.nvfp4 import quantizers as qz
 from nanochat_fp4.nvfp4.format import unpack

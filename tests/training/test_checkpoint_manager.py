@@ -443,10 +443,7 @@ def test_what_the_method_learned_has_a_file_of_its_own(model):
         (lambda m: m["model_config"].update(n_layer="two"), "model config is"),
         (lambda m: m["model_config"].update(n_layer=3), "weights"),
         (lambda m: m["model_config"].update(n_embd=128), "weights"),
-        (
-            lambda m: m["run_config"].update(tokenizer="0123456789abcdef"),
-            "tokenizer 0123456789abcdef",
-        ),
+        (lambda m: m["run_config"].update(tokenizer="0123456789abcdef"), "tokenizer 0123456789abcdef"),
         (lambda m: (m["model_config"].update(vocab_size=301), m.pop("run_config")), "301 tokens"),
     ],
 )

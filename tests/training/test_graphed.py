@@ -94,12 +94,7 @@ def trained(kind: type[TrainingStep], device: str, method: str, count: int, phas
     return model.state_dict()
 
 
-CASES = [
-    ("clover", 1, ""),
-    ("clover", 2, "0.5=bf16"),
-    ("clover_mixed", 2, ""),
-    ("clover_feedback", 1, ""),
-]
+CASES = [("clover", 1, ""), ("clover", 2, "0.5=bf16"), ("clover_mixed", 2, ""), ("clover_feedback", 1, "")]
 
 
 @pytest.mark.parametrize("method, count, phases", CASES)

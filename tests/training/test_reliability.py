@@ -535,10 +535,7 @@ def test_downloads_are_stated_and_checked(tmp_path, base_dir, monkeypatch, caplo
         monkeypatch.setattr(chat_data, "WORD_LIST_URL", url)
         monkeypatch.setattr(chat_data, "IDENTITY_URL", url)
         monkeypatch.setattr(download, "BACKOFF_SECONDS", 0.0)
-        loads = {
-            chat_data.load_words: "list of words",
-            chat_data.identity_conversations: "cannot be downloaded",
-        }
+        loads = {chat_data.load_words: "list of words", chat_data.identity_conversations: "cannot be downloaded"}
         for load, problem in loads.items():
             with pytest.raises(MissingDataError, match=problem):
                 load()
