@@ -41,7 +41,7 @@ def test_deterministic_kernels_or_one_line(monkeypatch, capsys):
         assert not torch.backends.cuda.cudnn_sdp_enabled()
         with pytest.raises(SystemExit):  # warned of only, flash attention's backward pass would stay as it was
             run_main(lambda: torch.zeros(3).put_(torch.tensor([0]), torch.ones(1)))
-        assert capsys.readouterr().err.startswith("error: put_ has no deterministic form")
+        assert "error: put_ " in capsys.readouterr().err
         assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
     finally:
         torch.use_deterministic_algorithms(False)

@@ -300,15 +300,6 @@ def test_the_command_fails_with_one_line(monkeypatch, capsys):
     assert len(error) == 1 and "NVFP4_KERNELS=reference" in error[0]
 
 
-def test_unknown_method_and_unknown_kernels(monkeypatch, capsys):
-    with pytest.raises(SystemExit):
-        doctor.run_main(lambda: doctor.main(["--method", "clever"]))
-    assert "unknown method 'clever'" in capsys.readouterr().err
-    monkeypatch.setenv("NVFP4_KERNELS", "cutlass")
-    with pytest.raises(ValueError, match="NVFP4_KERNELS is 'cutlass'"):
-        self_check.self_check("cpu")
-
-
 def test_by_default_the_methods_to_choose_from_are_examined(monkeypatch):
     seen = []
     monkeypatch.setattr(doctor, "examine", lambda device, methods, **more: seen.append(methods) or [])

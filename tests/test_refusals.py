@@ -27,17 +27,7 @@ USUAL = {
     "scripts.export": "--source=base --format=safetensors --out=out --device-type=cpu",
 }
 TAGS = ("../../x", "/tmp/x", ".", "..", "''", "a/b", "'a\nb'")
-WITH_A_TAG = (
-    "base_train",
-    "mid_train",
-    "chat_sft",
-    "chat_rl",
-    "base_loss",
-    "chat_eval",
-    "chat_cli",
-    "chat_web",
-    "export",
-)
+WITH_A_TAG = "base_train mid_train chat_sft chat_rl base_loss chat_eval chat_cli chat_web export".split()
 # (command, a word of the one line). The base directory holds a base model and a mid model, both d2_clover of step 5.
 REFUSED = [
     # Flags that argparse refuses

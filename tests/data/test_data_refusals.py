@@ -53,34 +53,34 @@ READERS = {
     "HumanEval": lambda folder: HumanEval(eval_dir=folder),
 }
 TEXT = [
-    ({}, "holds no data; expected .parquet"),
-    ({"notes.docx": b"x"}, "holds no data; expected .parquet"),
+    ({}, "holds no data; .*.parquet"),
+    ({"notes.docx": b"x"}, "holds no data; .*.parquet"),
     ({"a.txt": b"short"}, "too little text"),
     ({"a.txt": b" \n"}, "too little text"),
-    ({"a.txt": "text".encode("utf-16")}, "a.txt is text in UTF-16; convert it to UTF-8"),
+    ({"a.txt": "text".encode("utf-16")}, "a.txt .*UTF-16; .*UTF-8"),
     ({"a.jsonl": lines({"text": "a"}, {"texts": "b"})}, 'a.jsonl, line 2: .*"text"'),
     ({"a.jsonl": lines({"text": "a"}) + b"not json\n"}, "a.jsonl, line 2"),
     ({"a.jsonl": b"[" * 100_000}, "a.jsonl, line 1"),
-    ({"a.jsonl.gz": b"not gzip"}, "a.jsonl.gz cannot be read"),
-    ({"a.jsonl.gz": ZIPPED[:40]}, "a.jsonl.gz cannot be read past line"),
+    ({"a.jsonl.gz": b"not gzip"}, "a.jsonl.gz "),
+    ({"a.jsonl.gz": ZIPPED[:40]}, "a.jsonl.gz .*past line"),
     # Training on the test set, or on the README of a clone from the hub, looks like any training.
-    ({"test.parquet": WHOLE, "train.parquet": WHOLE}, "train.parquet would be the validation split"),
-    ({"README.md": b"Read me.", "data/a.parquet": WHOLE}, "/data has parquet files; name that folder"),
-    ({"a.parquet": b"", "b.parquet": WHOLE}, "a.parquet is not a readable parquet file.*delete it"),
-    ({"a.parquet": b"this is no parquet file", "b.parquet": WHOLE}, "a.parquet is not a readable parquet file"),
-    ({"a.parquet": WHOLE, "b.parquet": WHOLE[:-9]}, "b.parquet is not a readable parquet file"),
-    ({"a.parquet": shard(content=["a"]), "b.parquet": WHOLE}, "no column named text .it has: content.*-column"),
-    ({"a.parquet": shard(text=[1]), "b.parquet": WHOLE}, "holds int64, not strings"),
-    ({"a.parquet": shard(text=[["a"]]), "b.parquet": WHOLE}, "holds list.*, not strings"),
+    ({"test.parquet": WHOLE, "train.parquet": WHOLE}, "train.parquet .*validation"),
+    ({"README.md": b"Read me.", "data/a.parquet": WHOLE}, "/data .*name that folder"),
+    ({"a.parquet": b"", "b.parquet": WHOLE}, "a.parquet .*delete it"),
+    ({"a.parquet": b"this is no parquet file", "b.parquet": WHOLE}, "a.parquet .*readable"),
+    ({"a.parquet": WHOLE, "b.parquet": WHOLE[:-9]}, "b.parquet .*readable"),
+    ({"a.parquet": shard(content=["a"]), "b.parquet": WHOLE}, "named text .*content.*-column"),
+    ({"a.parquet": shard(text=[1]), "b.parquet": WHOLE}, "int64"),
+    ({"a.parquet": shard(text=[["a"]]), "b.parquet": WHOLE}, "list.*"),
     ({"a.parquet": shard(), "b.parquet": WHOLE}, "has 2 columns named text"),
 ]
 ROWS = [
     (b"", "has no rows"),
     (b'{"n": 1}\n{"n": ', "line 2: not JSON"),
     (b'{"n": 1}\n\n[1]\n', "line 3: expected an object"),
-    (lines({"n": 1}, {"n": "x"}), "line 2: the field 'n' is not a number"),
+    (lines({"n": 1}, {"n": "x"}), "line 2: .*'n'"),
     (lines({"n": 1}, {"m": 1}), "line 2: unexpected content"),
-    (b'{"n": 1}\n\xff\xfe\n', "cannot be read past line"),
+    (b'{"n": 1}\n\xff\xfe\n', "past line"),
     (b"[" * 100_000 + b"\n", "line 1: not JSON"),
 ]
 CONVERSATIONS = [  # what else is wrong is test_tokenizer's to say
@@ -100,7 +100,7 @@ FIELDS = [  # of a benchmark's row: what is changed, ... for missing
     ("MMLU", {"answer": 4}, "expected 0 to 3"),
     ("MMLU", {"choices": ["1"]}, "1 entries, expected 4"),
     ("MMLU", {"subject": ...}, "'subject' is missing"),
-    ("GSM8K", {"answer": "no number"}, "does not end in '#### <number>'"),
+    ("GSM8K", {"answer": "no number"}, "'#### <number>'"),
     ("GSM8K", {"question": ...}, "'question' is missing"),
     ("HumanEval", {"test": None}, "'test' is NoneType"),
 ]
@@ -116,15 +116,15 @@ def benchmark(name: str, changes: dict) -> dict[str, bytes]:
 
 REFUSED = [
     *(("text", files, word) for files, word in TEXT),
-    ("column", {"a.parquet": WHOLE, "b.parquet": WHOLE}, "no column named body; correct --text-column"),
+    ("column", {"a.parquet": WHOLE, "b.parquet": WHOLE}, "named body; .*--text-column"),
     # The footer is whole, and a page is not.
-    ("shards", {"a.parquet": WHOLE[:4] + b"\xff" * 36 + WHOLE[40:], "b.parquet": WHOLE}, "row group 0 cannot be read"),
+    ("shards", {"a.parquet": WHOLE[:4] + b"\xff" * 36 + WHOLE[40:], "b.parquet": WHOLE}, "row group 0"),
     *(("rows", {"o/s/m/test.jsonl": content}, word) for content, word in ROWS),
     *(("rows", {"o/s/m/test.jsonl.gz": content}, "test.jsonl.gz") for content in (ZIPPED[:99], b"no gzip at all")),
-    ("rows", {"o/s/m/test.parquet": b"PAR1 nonsense PAR1"}, "not a readable parquet"),
-    ("rows", {"o/s/m/test-00000-of-00002.parquet": WHOLE}, "has 1 of 00002 parts of test"),
+    ("rows", {"o/s/m/test.parquet": b"PAR1 nonsense PAR1"}, "readable"),
+    ("rows", {"o/s/m/test-00000-of-00002.parquet": WHOLE}, "1 of 00002 parts"),
     *(("conversations", {"c.jsonl": content}, word) for content, word in CONVERSATIONS),
-    ("SmolTalk", {"test.jsonl": lines({"messages": GOOD}, {"messages": [SYSTEM]})}, "line 2: a system message must be"),
+    ("SmolTalk", {"test.jsonl": lines({"messages": GOOD}, {"messages": [SYSTEM]})}, "line 2: a system message"),
     *((name, benchmark(name, changes), f"line 2: .*{word}") for name, changes, word in FIELDS),
 ]
 MISSING = [  # may be left out on request, unlike what is damaged
@@ -153,7 +153,7 @@ def test_refused_in_one_line(tmp_path, base_dir, reader, files, word):
 
 def test_a_folder_that_is_none(tmp_path):
     (tmp_path / "file").write_bytes(b"x")
-    for name, word in (("file", "is a file; it must be a folder"), ("nowhere", "is not there; it must be a folder")):
+    for name, word in (("file", "is a file"), ("nowhere", "is not there")):
         with pytest.raises(UserError, match=word):
             ensure_data(str(tmp_path / name))
         with pytest.raises(UserError, match="not a folder"):

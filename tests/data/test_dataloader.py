@@ -93,9 +93,9 @@ def test_a_data_seed_is_kept_by_a_resume(data):
     state = json.loads(json.dumps(next(it)[2]))
     assert torch.equal(rows_of(loader(data, data_seed=5, resume_state_dict=state), 20), rows_of(it, 20))
     for seed in (0, 6):
-        with pytest.raises(UserError, match=f"data_seed was 5, is {seed}; resume with"):
+        with pytest.raises(UserError, match=f"data_seed was 5, is {seed};"):
             loader(data, data_seed=seed, resume_state_dict=state)
-    with pytest.raises(UserError, match="--data-seed=-1 is not a number"):
+    with pytest.raises(UserError, match="--data-seed=-1"):
         loader(data, data_seed=-1)
 
 
@@ -150,7 +150,7 @@ def test_a_shuffled_copy_is_whole_and_of_this_text(tmp_path, base_dir, monkeypat
     assert len(list((base_dir / "shuffled_data").iterdir())) == 2  # other text
     make_shards(tmp_path / "d")
     copy.write_bytes(copy.read_bytes()[:-100])
-    with pytest.raises(UserError, match="is damaged .*; delete it and start again"):
+    with pytest.raises(UserError, match="delete it"):
         loader(tmp_path / "d", shuffle_documents=True)
 
 
@@ -296,7 +296,7 @@ def test_few_row_groups_give_each_lane_text_of_its_own(tmp_path, monkeypatch, ro
     half = made()
     state = [next(half)[2] for _ in range(10)][-1]
     assert torch.equal(rows_of(made(resume_state_dict=through_json(state)), 10), rows[80:])
-    with pytest.raises(UserError, match="pieces was None, is 8; start a new run"):  # of a run whose rows were equal
+    with pytest.raises(UserError, match="pieces was None, is 8"):  # of a run whose rows were equal
         made(resume_state_dict={k: v for k, v in state.items() if k != "pieces"})
 
 
@@ -383,13 +383,13 @@ def test_a_state_that_does_not_fit(data, tmp_path):
     state = next(loader(data, rank=0, world_size=2))[2]
     make_shards(tmp_path / "other", num_documents=500)
     for kwargs, text in [
-        (dict(T=32), "T was 64, is 32; resume with the same --max-seq-len"),
+        (dict(T=32), "T was 64, is 32; .*--max-seq-len"),
         (dict(split="val"), "split was train, is val"),
-        (dict(data_dir=tmp_path / "other"), "data was .* resume with the shards that the run began with"),
-        (dict(lanes=2), "lanes was 8, is 2; resume with the data and arguments"),
-        (dict(buffer_size=16), "lane_buffer was .* arguments"),
-        (dict(rank=1), "not that of rank 1 of 2; resume with the same number of processes"),
-        (dict(world_size=1), "not that of rank 0 of 1"),
+        (dict(data_dir=tmp_path / "other"), "data was .*shards"),
+        (dict(lanes=2), "lanes was 8, is 2;"),
+        (dict(buffer_size=16), "lane_buffer was "),
+        (dict(rank=1), "rank 1 of 2; .*processes"),
+        (dict(world_size=1), "rank 0 of 1"),
     ]:
         with pytest.raises(UserError, match=text) as e:
             loader(data, resume_state_dict=copy.deepcopy(state), **(dict(rank=0, world_size=2) | kwargs))
@@ -424,7 +424,7 @@ def test_a_shard_whose_text_was_replaced_is_named(tmp_path):
     for change in (str.upper, lambda text: text[:-1] + "?"):
         table = pa.table({"text": pa.array([change(text) for text in texts], pa.string())})
         pq.write_table(table, path, row_group_size=groups)
-        with pytest.raises(UserError, match=rf"does not fit: the text of {path.name} is not the one .* old file back"):
+        with pytest.raises(UserError, match=f"the text of {path.name} .*old file back"):
             loader(folder, resume_state_dict=state)
     path.write_bytes(whole)
     for odd in ({"content": None}, {"content": []}, {"lane_states": {"0": []}}, {"row": "x"}, {"row": -1}):
@@ -455,7 +455,7 @@ def test_the_digest_of_a_large_shard(tmp_path):
 
 def test_bad_sizes(data):
     for name in ("B", "T", "buffer_size", "tokenizer_batch_size", "lanes"):
-        with pytest.raises(ValueError, match=f"{name} is 0; it must be at least 1"):
+        with pytest.raises(ValueError, match=f"{name} is 0"):
             loader(data, **{name: 0})
 
 

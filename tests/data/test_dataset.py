@@ -109,7 +109,7 @@ def test_a_footer_is_read_once(tmp_path, monkeypatch):
     assert [shard.read(i) for i in (0, 4000, 7999)] == [["0"], ["4000"], ["7999"]]
     monkeypatch.undo()
     write_shard(tmp_path / "a.parquet", ["other"] * 8000, row_group_size=1)
-    with pytest.raises(UserError, match="changed while it was being read"):
+    with pytest.raises(UserError, match="changed"):
         shard.read(5)
 
 
@@ -216,7 +216,7 @@ def test_a_small_file_that_unpacks_to_gigabytes_is_stopped(tmp_path, base_dir, m
         ensure_data(str(tmp_path / "lines"))
     assert not list(base_dir.glob("converted_data/*"))
     monkeypatch.setattr(rows, "physical_memory", lambda: 10**6)
-    with pytest.raises(UserError, match="more text than there is room for"):  # benchmarks are kept in memory
+    with pytest.raises(UserError, match="more text than"):  # benchmarks are kept in memory
         rows.read_rows(tmp_path / "lines" / "0.jsonl.gz")
 
 
@@ -227,10 +227,10 @@ def test_a_link_to_a_device_is_no_text(tmp_path, base_dir, target):
         (tmp_path / "data" / name).symlink_to(target)
     with pytest.raises(UserError, match="holds no data"):
         ensure_data(str(tmp_path / "data"))
-    with pytest.raises(UserError, match="is a folder or a device, not a file"):
+    with pytest.raises(UserError, match="a device"):
         rows.read_rows(tmp_path / "data" / "a.jsonl")
     (tmp_path / "data" / "tokenizer.json").symlink_to(target)
-    with pytest.raises(UserError, match="it is a folder or a device, not a file"):
+    with pytest.raises(UserError, match="a device"):
         RustBPETokenizer.from_directory(tmp_path / "data")
 
 
@@ -355,7 +355,7 @@ def test_download_shards(hub, shards, base_dir, capsys):
     assert folder == str(base_dir / "base_data")
     assert sorted(served(hub)) == ["shard_00000.parquet", VAL]
     out = capsys.readouterr().out
-    assert "2 of 2 shards (about 190.7 MB" in out and "free" in out  # the space is stated first
+    assert "190.7 MB" in out and "free" in out  # the space is stated first
     text = validation_text(folder)
     download_shards(3)
     assert len(hub.requests) == 4  # only what was missing
@@ -371,16 +371,16 @@ def test_shards_of_an_earlier_version_are_used_as_they_are(hub, shards, base_dir
     shutil.copytree(shards, base_dir / "base_data")
     folder = ensure_data()
     assert texts_of(folder, "val") == [f"document 2.{i}" for i in range(10)] and hub.requests == []
-    assert f"Note: without {VAL} the validation split is shard_00002.parquet" in capsys.readouterr().out
+    assert "validation split is shard_00002.parquet" in capsys.readouterr().out
     before = validation_text(folder)
     download_shards(3)
-    assert f"Note: {VAL} becomes the validation split; shard_00002.parquet" in capsys.readouterr().out
+    assert f"{VAL} becomes the validation split" in capsys.readouterr().out
     assert validation_text(folder) != before
 
 
 def test_a_shard_that_is_no_parquet_is_not_kept(hub, base_dir):
     hub.files[hub.prefix + "shard_00001.parquet"] = b"<html>please log in</html>"
-    with pytest.raises(UserError, match="shard_00001.parquet.*not a readable parquet file.*3 attempts.*--embedded"):
+    with pytest.raises(UserError, match="shard_00001.parquet.*3 attempts.*--embedded"):
         download_shards(2, num_workers=1)
     assert sorted(os.listdir(base_dir / "base_data")) == ["shard_00000.parquet", VAL]
 
@@ -389,14 +389,14 @@ def test_one_failure_stops_the_others(hub, base_dir):
     """Shard 3 is not there; shard 4 would never end, and whoever loads it stops when shard 3 has failed."""
     hub.files[endless := hub.prefix + "shard_00004.parquet"] = b"x"
     hub.bad[endless] = ["endless"]
-    with pytest.raises(UserError, match="shard_00003.parquet: the server answered 404"):
+    with pytest.raises(UserError, match="shard_00003.parquet: .*404"):
         download_shards(400, num_workers=2)
     assert set(served(hub)) <= {VAL, *(index_to_filename(i) for i in range(5))} and len(hub.requests) <= 6
 
 
 def test_bad_numbers(base_dir):
     for num_files, num_workers in ((0, 4), (-2, 4), (3, 0)):
-        with pytest.raises(UserError, match="expected 1 to 1822 files"):
+        with pytest.raises(UserError, match="1 to 1822"):
             download_shards(num_files, num_workers)
     for size in (0, -3, 0.1, 1e9, float("nan")):
         with pytest.raises(UserError, match="0.2 to 100"):
@@ -405,7 +405,7 @@ def test_bad_numbers(base_dir):
 
 def test_disk_space_is_checked_before(hub, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: types.SimpleNamespace(free=150_000_000))
-    with pytest.raises(UserError, match="about 286.1 MB needed.*143.1 MB left.*NANOCHAT_BASE_DIR"):
+    with pytest.raises(UserError, match="286.1 MB .*143.1 MB .*NANOCHAT_BASE_DIR"):
         download_shards(2)
     assert hub.requests == []
 
@@ -413,7 +413,7 @@ def test_disk_space_is_checked_before(hub, monkeypatch):
 def test_no_network_names_the_ways_around(base_dir, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
-    with pytest.raises(UserError, match="cannot download the dataset: http://127.0.0.1:9.*DATA_DIR.*--embedded") as e:
+    with pytest.raises(UserError, match="http://127.0.0.1:9.*DATA_DIR.*--embedded") as e:
         download_shards(2)
     assert "\n" not in str(e.value)
 
@@ -443,7 +443,7 @@ def test_a_benchmark_without_a_network_blames_the_network(monkeypatch):
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
     rows.benchmarks_problem.cache_clear()
     try:
-        with pytest.raises(rows.MissingDataError, match="openai/gsm8k .*http://127.0.0.1:9 cannot be reached") as e:
+        with pytest.raises(rows.MissingDataError, match="openai/gsm8k .*http://127.0.0.1:9 ") as e:
             rows.load_rows("openai/gsm8k", "main", "test")
     finally:
         rows.benchmarks_problem.cache_clear()
@@ -472,7 +472,7 @@ def test_the_column_with_the_text_can_be_named(tmp_path, base_dir, monkeypatch, 
         ensure_data(str(folder))  # nothing of the process remembers the column
     monkeypatch.setenv("TEXT_COLUMN", "content")
     assert ensure_data(str(folder)) == made and texts_of(made, "train") == found
-    with pytest.raises(UserError, match="is for text of your own; add --data-dir"):
+    with pytest.raises(UserError, match="add --data-dir"):
         ensure_data()
 
 
@@ -519,7 +519,7 @@ def test_a_rank_that_comes_late_waits_for_all_shards(shards, base_dir, monkeypat
 def test_a_broken_hub_means_the_embedded_corpus(hub, base_dir, capsys):
     hub.files = {hub.prefix + "shard_00000.parquet": b"no parquet"}
     assert ensure_data(embedded_mb=0.3) == str(base_dir / "embedded_data")
-    assert "the server answered 404" in capsys.readouterr().out
+    assert " 404" in capsys.readouterr().out
 
 
 def test_nothing_there(base_dir):

@@ -36,21 +36,21 @@ def test_a_file_arrives_whole_or_not_at_all(server, tmp_path, wrong):
 @pytest.mark.parametrize(
     "path, wrong, kwargs, text, requests",
     [
-        ("/f", ["cut"] * 9, {"attempts": 2}, r"150000 bytes arrived instead of 300000 \(2 attempts\); the way", 2),
-        ("/nothing", [], {}, r"the server answered 404 \(1 attempt\); the way", 1),
-        ("/f", ["stall"] * 9, {"deadline": 0.4, "timeout": 0.3}, "not finished within 0.4 seconds .*; the way", None),
-        ("/f", [], {"limit": 100_000}, "f is larger than the 97.7 KB that it may have; the way", 1),
-        ("/f", ["a petabyte"] * 9, {"limit": 100_000}, "f is larger than the 97.7 KB that it may have; the way", 1),
-        ("/f", ["chunked"] * 9, {"limit": 100_000}, "f is larger than the 97.7 KB that it may have; the way", 1),
-        ("/f", ["no length"] * 9, {"attempts": 1}, "the server states no length", 1),
-        ("/f", ["negative length"] * 9, {"attempts": 1}, "the server states no length", 1),
-        ("/f", ["two lengths"] * 9, {"attempts": 1}, "the server states no length", 1),
-        ("/f", ["206"] * 9, {"attempts": 1}, "the server answered 206 in place of 200", 1),
-        ("/f", ["cut head"] * 9, {"attempts": 1}, "the server states no length", 1),
+        ("/f", ["cut"] * 9, {"attempts": 2}, r"150000 .*300000 \(2 attempts\); the way", 2),
+        ("/nothing", [], {}, r"404 \(1 attempt\); the way", 1),
+        ("/f", ["stall"] * 9, {"deadline": 0.4, "timeout": 0.3}, "0.4 seconds .*; the way", None),
+        ("/f", [], {"limit": 100_000}, "f is larger than the 97.7 KB .*; the way", 1),
+        ("/f", ["a petabyte"] * 9, {"limit": 100_000}, "f is larger than the 97.7 KB .*; the way", 1),
+        ("/f", ["chunked"] * 9, {"limit": 100_000}, "f is larger than the 97.7 KB .*; the way", 1),
+        ("/f", ["no length"] * 9, {"attempts": 1}, "no length", 1),
+        ("/f", ["negative length"] * 9, {"attempts": 1}, "no length", 1),
+        ("/f", ["two lengths"] * 9, {"attempts": 1}, "no length", 1),
+        ("/f", ["206"] * 9, {"attempts": 1}, "206", 1),
+        ("/f", ["cut head"] * 9, {"attempts": 1}, "no length", 1),
         ("/f", ["cut chunks"] * 9, {"attempts": 1}, "could not download", 1),
-        ("/f", ["chunks and length"] * 9, {"attempts": 1}, "a length beside chunks", 1),
-        ("/f", ["gzip"] * 9, {"attempts": 1}, "encoding 'gzip', which was not asked for", 1),
-        ("/f", ["to ftp"] * 9, {"attempts": 1}, "unknown url type: ftp", 1),
+        ("/f", ["chunks and length"] * 9, {"attempts": 1}, "beside chunks", 1),
+        ("/f", ["gzip"] * 9, {"attempts": 1}, "'gzip'", 1),
+        ("/f", ["to ftp"] * 9, {"attempts": 1}, "ftp", 1),
         ("/f", ["to file"] * 9, {"attempts": 1}, "could not download", 1),
     ],
 )
@@ -80,7 +80,7 @@ def test_remains_and_links_are_neither_used_nor_followed(server, tmp_path):
 
 @pytest.mark.parametrize("url", ["file:///etc/passwd", "data:text/plain,x", "ftp://127.0.0.1/f"])
 def test_only_http(tmp_path, url):
-    with pytest.raises(UserError, match="is no http or https address"):
+    with pytest.raises(UserError, match="https"):
         download_file(url, tmp_path / "f")
 
 
@@ -133,9 +133,9 @@ def test_failures_of_the_hub(monkeypatch, tmp_path):
             download_file("f", tmp_path / "f", dataset=DATASET, attempts=2, hint="the way around")
         with pytest.raises(UserError, match=r"/nothing: .* 404 \(1 attempt"):
             download_file("nothing", tmp_path / "f", dataset=DATASET)
-        with pytest.raises(UserError, match="f is larger than the 97.7 KB"):
+        with pytest.raises(UserError, match="97.7 KB"):
             download_file("f", tmp_path / "f", dataset=DATASET, limit=100_000)
         server.bad[server.prefix + "f"] = ["stall"] * 9
-        with pytest.raises(UserError, match="not finished within 0.5 seconds"):
+        with pytest.raises(UserError, match="0.5 seconds"):
             download_file("f", tmp_path / "f", dataset=DATASET, deadline=0.5)
     assert os.listdir(tmp_path) == []

@@ -59,7 +59,7 @@ def test_training_is_deterministic(tok):
     assert RustBPETokenizer.train_from_iterator(iter(TEXTS), 321).fingerprint() != tok.fingerprint()
     small = RustBPETokenizer.train_from_iterator(iter(["aaaa"]), 400)  # too little text
     assert 265 <= small.get_vocab_size() < 270 and small.decode(small.encode("bab")) == "bab"
-    with pytest.raises(ValueError, match="--vocab-size=264 is too small: at least 265"):
+    with pytest.raises(ValueError, match="--vocab-size=264 .*265"):
         RustBPETokenizer.train_from_iterator(iter(TEXTS), 264)
 
 
@@ -104,7 +104,7 @@ def test_encoding_of_batches(tok):
     assert tok.encode(texts[0], prepend=7, append="<|user_end|>") == [7, *rows[0], 313]
     with pytest.raises(ValueError, match="not tuple"):
         tok.encode(("a",))
-    with pytest.raises(ValueError, match="'<|nope|>' is not a special token.*<|bos|>"):
+    with pytest.raises(ValueError, match="nope.*bos"):
         tok.encode("a", prepend="<|nope|>")
 
 
@@ -143,13 +143,13 @@ def swap_two_tokens(data):
 @pytest.mark.parametrize(
     "change, text",
     [
-        (swap_two_tokens, "differs from its own checksum.*altered"),
-        (lambda d: d.update(pattern="."), "differs from its own checksum"),
-        (lambda d: d.pop("tokens"), "is not a tokenizer .KeyError"),
-        (lambda d: d["tokens"].append("!!"), "is not a tokenizer"),
-        (lambda d: d.update(format="nanochat_fp4 tokenizer, version 9"), "has the format .*version 9"),
+        (swap_two_tokens, "checksum.*altered"),
+        (lambda d: d.update(pattern="."), "checksum"),
+        (lambda d: d.pop("tokens"), "KeyError"),
+        (lambda d: d["tokens"].append("!!"), "not a tokenizer"),
+        (lambda d: d.update(format="nanochat_fp4 tokenizer, version 9"), "version 9"),
         (lambda d: d.update(format=["x"] * 10**5), "has the format"),
-        (None, "is not a tokenizer .RecursionError"),
+        (None, "RecursionError"),
     ],
 )
 def test_a_tampered_file_is_refused(saved, change, text):
@@ -165,7 +165,7 @@ def test_a_tampered_file_is_refused(saved, change, text):
     "tokens, special, pattern, text",
     [
         (["aa"] * 2, None, SPLIT_PATTERN, "tokens repeat"),
-        ([], {"<|bos|>": 3}, SPLIT_PATTERN, "special tokens are not numbered after the others"),
+        ([], {"<|bos|>": 3}, SPLIT_PATTERN, "special tokens are not numbered"),
         ([], {"<|eos|>": 256}, SPLIT_PATTERN, "is not a special token"),  # no BOS
         # Patterns that are none, that lose text in silence, that abort tiktoken, or that never end.
         *(([], None, p, "by the pattern") for p in ("(", "a", r"[^q]", r"\w+", "", "(?=a)", "x*", "(a+)+$", 3)),
@@ -206,7 +206,7 @@ def pickled(tok, base_dir):
 
 
 def test_a_pickle_is_converted_if_asked(pickled, tok, capsys):
-    with pytest.raises(UserError, match="loading a pickle can run code.*--allow-pickle"):
+    with pytest.raises(UserError, match="--allow-pickle"):
         tokenizer_module.main([])
     tokenizer_module.main(["--allow-pickle"])
     assert tok.fingerprint() in capsys.readouterr().out
@@ -245,13 +245,13 @@ def test_a_pickle_with_a_pattern_of_a_stranger_is_refused(pickled):
 def test_pretrained_has_a_deadline(monkeypatch):
     answer = threading.Event()
     monkeypatch.setattr(tiktoken, "get_encoding", lambda name: answer.wait(60))
-    with pytest.raises(UserError, match="gpt2: no answer within 0.2 seconds"):
+    with pytest.raises(UserError, match="gpt2: .*0.2 seconds"):
         RustBPETokenizer.from_pretrained("gpt2", deadline=0.2)
     answer.set()
 
 
 def test_pretrained(monkeypatch, tok):
-    with pytest.raises(UserError, match="no-such-encoding cannot be downloaded"):
+    with pytest.raises(UserError, match="no-such-encoding"):
         RustBPETokenizer.from_pretrained("no-such-encoding")
     ranks = {bytes([b]): b for b in range(256)}
     enc = tiktoken.Encoding("x", pat_str=".", mergeable_ranks=ranks, special_tokens={"<|endoftext|>": 256})
@@ -334,7 +334,7 @@ def test_render_for_completion(tok):
     )
     assert tok.render_for_completion(conversation) == ids and len(conversation["messages"]) == 2
     assert tok.render_for_completion(conversation, max_tokens=2) == ids[:2] + [ids[-1]]
-    with pytest.raises(ValueError, match="last message must be from the assistant"):
+    with pytest.raises(ValueError, match="last message"):
         tok.render_for_completion({"messages": [user("Hi")]})
 
 
@@ -344,19 +344,19 @@ def test_render_for_completion(tok):
         ([user("Hi")], "no message from the assistant"),
         (None, "at least one message"),
         ("Hi", "at least one message"),
-        ([assistant("Hi")], "message 0 is from the assistant but should be from the user"),
+        ([assistant("Hi")], "message 0 is from the assistant"),
         ([user("a"), assistant("b"), assistant("c")], "message 2 is from the assistant"),
-        ([user("a"), {"role": "tool", "content": "x"}], "message 1 has the unknown role 'tool'; use system, user or"),
-        ([{"role": "system", "content": "x"}, assistant("y")], "must be followed by a user message"),
+        ([user("a"), {"role": "tool", "content": "x"}], "message 1 .*'tool'; use system"),
+        ([{"role": "system", "content": "x"}, assistant("y")], "followed by a user"),
         ([{"role": "system", "content": 1}, user("a"), assistant("y")], "must be strings"),
         ([user("a"), {"role": "system", "content": "x"}], "message 1 is from the system"),
-        ([user(["a"]), assistant("b")], "message 0: content must be a string, not list"),
-        ([user("a"), assistant(3)], "message 1: content must be a string or a list of parts, not int"),
-        ([user("a"), assistant([{"type": "image", "text": "x"}])], "unknown part type 'image'"),
-        ([user("a"), assistant([{"type": "text"}])], "a part must be of the form"),
-        ([user("a"), assistant(["x"])], "a part must be of the form"),
-        ([user("a"), {"role": "assistant"}], "message 1 is not of the form"),
-        ([user("a"), "b"], "message 1 is not of the form"),
+        ([user(["a"]), assistant("b")], "message 0: .*not list"),
+        ([user("a"), assistant(3)], "message 1: .*not int"),
+        ([user("a"), assistant([{"type": "image", "text": "x"}])], "'image'"),
+        ([user("a"), assistant([{"type": "text"}])], "a part must be"),
+        ([user("a"), assistant(["x"])], "a part must be"),
+        ([user("a"), {"role": "assistant"}], "message 1 is not"),
+        ([user("a"), "b"], "message 1 is not"),
     ],
 )
 def test_bad_conversations_in_one_line(tok, messages, text):

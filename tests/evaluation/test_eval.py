@@ -128,7 +128,7 @@ def test_unknown_subsets_and_splits():
         lambda: GSM8K("main", "validation"),
         lambda: SpellingBee(split="dev", words=["a"]),
     ):
-        with pytest.raises(ValueError, match="use one of|splits train and test"):
+        with pytest.raises(ValueError, match="use one of|train and test"):
             make()
 
 

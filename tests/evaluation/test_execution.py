@@ -218,7 +218,7 @@ while True:
     except BaseException: pass
 """
     result = run(stubborn, layers, timeout=0.5)
-    assert result.timeout and not result.success and "timed out after 0.5 s" in result.error
+    assert result.timeout and not result.success and "0.5 s" in result.error
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux limits the address space")
@@ -544,7 +544,7 @@ MANY_FILES = "import os\nos.mkdir('d')\nfor i in range(600): os.symlink('x' * 50
 MANY_BYTES = "for i in range(12):\n    with open(str(i), 'wb') as f: f.write(bytes(1 << 20))\n"
 
 
-@pytest.mark.parametrize("code, says", [(MANY_FILES, "more than 400 files"), (MANY_BYTES, "more than 8 MB of files")])
+@pytest.mark.parametrize("code, says", [(MANY_FILES, "400 files"), (MANY_BYTES, "8 MB")])
 @every_layer
 def test_many_files_or_bytes_are_the_end(layers, code, says, tmp_path, monkeypatch):
     monkeypatch.setattr(execution.tempfile, "tempdir", str(tmp_path))

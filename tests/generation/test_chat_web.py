@@ -179,12 +179,12 @@ def said(*contents, **options):
 BAD_REQUESTS = [
     ("{", 400, "not JSON"),
     ("[" * 100_000, 400, "not JSON"),
-    (" " * 200_000, 413, "more than 150000 bytes"),
+    (" " * 200_000, 413, "150000 bytes"),
     ({"messages": []}, 400, "expected {'messages'"),
-    ({"messages": [{"role": "system", "content": "x"}]}, 400, "message 0: expected role 'user'"),
+    ({"messages": [{"role": "system", "content": "x"}]}, 400, "message 0: "),
     (said(["x"]), 400, "message 0"),
     (said("x", "y"), 400, "the last message"),
-    (said("x" * 101), 413, "101 characters, at most 100"),
+    (said("x" * 101), 413, "101 characters"),
     (said("x", temperature="hot"), 400, "temperature is 'hot'"),
     (said("x", temperature=1e9), 400, "expected 0.0 to 2.0"),
     (said("x", max_tokens=0), 400, "max_tokens is 0"),
@@ -215,9 +215,9 @@ def test_too_many_requests_and_a_full_line(serve):
     second = served.post(MESSAGE)
     assert len(served.worker.line) == 2
     third = served.post(MESSAGE)
-    assert third.status == 503 and "1 requests are waiting already" in third.read().decode()
+    assert third.status == 503 and "waiting" in third.read().decode()
     fourth = served.post(MESSAGE)
-    assert fourth.status == 429 and "more than 3 requests" in fourth.read().decode()
+    assert fourth.status == 429 and "3 requests" in fourth.read().decode()
     served.model.gate.set()
     assert "waiting" not in str(events_of(first))
     assert [e.get("waiting") for e in events_of(second)][:2] == [1, 0]
@@ -468,4 +468,4 @@ def test_a_port_that_is_taken_and_a_host_that_is_not_checked_are_one_line(monkey
     with socket.create_server((host, 0)) as taken:
         with pytest.raises(UserError, match=f"cannot listen at {host}:.*; choose another --port"):
             chat_web.main([f"--port={taken.getsockname()[1]}", f"--host={host}", "--device-type=cpu"])
-    assert ("--host=0.0.0.0: any host name is accepted" in capsys.readouterr().out) == says
+    assert ("--host=0.0.0.0" in capsys.readouterr().out) == says

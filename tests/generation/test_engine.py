@@ -228,15 +228,15 @@ def test_prefill_copies_one_row_to_all():
 
 def test_bad_input_is_named():
     engine = make_engine()
-    with pytest.raises(ValueError, match="the prompt is empty"):
+    with pytest.raises(ValueError, match="prompt is empty"):
         engine.generate_batch([])
-    with pytest.raises(ValueError, match="ask for at least 1"):
+    with pytest.raises(ValueError, match="at least 1"):
         next(engine.generate([1], num_samples=0))
     with pytest.raises(ValueError, match="prompt has 32 tokens"):
         next(engine.generate([1] * 32))
-    with pytest.raises(ValueError, match=r"exceeds the model's 320 positions"):
+    with pytest.raises(ValueError, match=r"320 positions"):
         next(engine.generate([1] * 32, max_tokens=289))
-    with pytest.raises(ValueError, match="temperature -1 is negative"):
+    with pytest.raises(ValueError, match="temperature -1"):
         next(engine.generate([1], temperature=-1))
     assert engine.generate_batch([1, 2], max_tokens=0)[0] == [[1, 2]]
     (results, _), model = run("x" * 1000, max_tokens=9)

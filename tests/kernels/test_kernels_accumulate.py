@@ -28,7 +28,7 @@ def test_kernel_is_the_reference(shape, dtype, add):
 
 def test_what_the_kernel_does_not_take():
     into, seed = torch.zeros(4, 8, dtype=torch.bfloat16), torch.tensor(1)
-    with pytest.raises(ValueError, match=r"expected BF16 \(R, C\)"):
+    with pytest.raises(ValueError, match="expected BF16"):
         round_into(into.float(), into, seed, 0, 0, False)
     with pytest.raises(ValueError, match="contiguous"):
         round_into(into[:, :4], into[:, :4], seed, 0, 0, False)

@@ -21,20 +21,20 @@ TINY += ["--rounds=1", "--calls=1", "--micro-batch=2"]
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 
 REFUSED = [
-    (layers, ["--models=3B,4B"], "--models is '3B,4B', expected some of 800M, 3B"),
+    (layers, ["--models=3B,4B"], "--models is '3B,4B', .*800M, 3B"),
     (layers, ["--seconds=nan"], "--seconds positive"),
     (layers, ["--methods=clever"], "unknown method 'clever'"),
-    pytest.param(layers, [], "no CUDA device; run it on a GPU", marks=no_gpu),
+    pytest.param(layers, [], "no CUDA device", marks=no_gpu),
     (steps, ["--depth=20,x"], "--depth must be"),
     (steps, ["--methods=clever"], "--methods: unknown method 'clever'"),
-    (steps, ["--methods=clover:"], "--methods: 'clover:', expected a method, or one with the rows"),
-    (steps, ["--methods=clover:3"], "not a multiple of 6144 tokens .3 rows of 2048"),
-    (steps, ["--recompute=some"], "--recompute is 'some', expected some of none, codes, codes-mlp, mlp, all"),
-    (steps, ["--micro-batch=0"], "expected 'auto' or a positive whole number"),
+    (steps, ["--methods=clover:"], "--methods: 'clover:'"),
+    (steps, ["--methods=clover:3"], "6144 tokens .3 rows of 2048"),
+    (steps, ["--recompute=some"], "--recompute is 'some', .*none, codes"),
+    (steps, ["--micro-batch=0"], "'auto'"),
     (steps, ["--rounds=0"], "must be at least 1"),
-    (steps, ["--nanochat=x"], "give --micro-batch a number"),
-    (steps, [*TINY, "--methods=bf16", "--nanochat=/nowhere"], "no nanochat.gpt can be imported from /nowhere"),
-    pytest.param(steps, [], "there is no CUDA device", marks=no_gpu),
+    (steps, ["--nanochat=x"], "--micro-batch"),
+    (steps, [*TINY, "--methods=bf16", "--nanochat=/nowhere"], "nanochat.gpt .*/nowhere"),
+    pytest.param(steps, [], "no CUDA device", marks=no_gpu),
     (memory, ["--methods=clever"], "unknown method 'clever'"),
     (memory, ["--depth=0"], "be at least 1"),
 ]
@@ -191,7 +191,7 @@ def test_the_largest_micro_batch_is_tried_out():
     peaks, tried = fake_peaks(1000, 100, limit=2000)  # less than the budget promises: fragments
     size, passes, _ = step.find_micro_batch(FAKE, 64, 2700, peaks)
     assert size == 8 and tried[-2:] == [16, 8] and 16 not in passes
-    with pytest.raises(UserError, match="not even one row of 10 tokens fits into"):
+    with pytest.raises(UserError, match="one row of 10 tokens"):
         step.find_micro_batch(FAKE, 64, 1000, fake_peaks(1000, 100, limit=1000)[0])
 
 

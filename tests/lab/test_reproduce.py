@@ -93,16 +93,16 @@ def test_every_item_of_stored_runs_is_on_a_page_or_in_the_table():
 
 
 REFUSED = [
-    ("table1 --folder=/dev/null/x", "cannot create --folder=/dev/null/x .*; choose a writable folder"),
-    ("fig3", "'fig3' is no table or figure; use all, list, or one of table1, table2"),
-    *((f"table1 {flag}", "--jobs is at least 1 and --draws at least 4") for flag in ("--seeds=-1", "--draws=3")),
-    ("attribution --sizes=d6,d8", "--sizes=d6,d8: this item is of one size at a time"),
-    ("horizon", "horizon trains nothing: give --results=STUDY"),
-    ("claims", "takes its runs from a study; name one of python -m lab.runs"),
-    ("horizon --results d5", "no study is named 'd5'"),
+    ("table1 --folder=/dev/null/x", "--folder=/dev/null/x "),
+    ("fig3", "'fig3' .*table1, table2"),
+    *((f"table1 {flag}", "--draws at least 4") for flag in ("--seeds=-1", "--draws=3")),
+    ("attribution --sizes=d6,d8", "--sizes=d6,d8: .*one size"),
+    ("horizon", "--results=STUDY"),
+    ("claims", "lab.runs"),
+    ("horizon --results d5", "'d5'"),
     ("horizon --results d6_forwards_s1,d6_fresh", r"d6_fresh is of prose and code .* give sweeps of the same text"),
     ("horizon --results d6_longer,d6_lean", "--results has bf16 of seed 1 twice"),
-    ("horizon --results d6_fresh,d8_350m", "--results has runs of d6, d8; choose one of them, --sizes=d6"),
+    ("horizon --results d6_fresh,d8_350m", "d6, d8; .*--sizes=d6"),
     ("fig1 --results d6_longer", "has no run of fig1's methods"),
     ("forwards --results d6_longer", "no run of --results was evaluated in several forwards"),
     ("claims --results d6_longer", "has no run of seeds .* of a method with a target"),
@@ -140,12 +140,12 @@ def study(path, change=lambda run: {}, **gaps: list[float]) -> str:
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
-        ({"flags": ["--data-seed=1"]}, "nvidia and bf16 of seed 0 in --results read the text in different orders"),
+        ({"flags": ["--data-seed=1"]}, "nvidia and bf16 of seed 0 .*different orders"),
         ({"eval_tokens": 2048}, "evaluated on different parts of it"),
         ({"vocab_size": 1024}, "runs of different vocabularies"),
         ({"tokenizer": "b"}, "runs of different tokenizers"),
         ({"val_text": "b"}, "runs of different validation texts"),
-        ({"seed": 7}, "no run of .*other.json has size 'd6' and a bf16 run of its seed in --results; add its file"),
+        ({"seed": 7}, "other.json .*'d6' .*add its file"),
     ],
 )
 def test_runs_that_cannot_be_compared_have_no_gap(tmp_path, change, problem):

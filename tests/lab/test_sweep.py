@@ -81,10 +81,10 @@ def test_runs_branch_from_the_bf16_run_of_their_seed():
             # What follows the branch is the method's own plan.
             own = [f for f in r.flags if not f.startswith("--branch-from=")]
             assert own == list(sweep_runs.plan([r.method], ["tiny"], [seed], tokens=5 * 512)[0].flags)
-    with pytest.raises(UserError, match="--bf16-until=0.8: clover_late_fp8 changes before that"):
+    with pytest.raises(UserError, match="--bf16-until=0.8: clover_late_fp8"):
         sweep_runs.plan(["clover_late_fp8"], ["tiny"], [1], tokens=5 * 512, bf16_until=0.8)
     for wrong in ({"bf16_until": 1.0, "tokens": 1000}, {"bf16_until": 0.5, "ratio": 8.0}):
-        with pytest.raises(UserError, match="between 0 and 1, and --tokens"):
+        with pytest.raises(UserError, match="--tokens"):
             sweep_runs.plan(["clover"], ["tiny"], [1], **wrong)
 
 
@@ -160,35 +160,35 @@ def test_a_tokenizer_of_another_size_is_not_taken(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "argv, message",
     [
-        ("--tokens=many", "'many' is not a number of tokens; write for example 100M"),
-        ("--tokens=1M --sizes=d0", "unknown size 'd0'; use d<depth>, llama-30M"),
-        ("--tokens=1M --sizes=llama-7B", "--llama='7B' is not a size of the family; use one of 30M"),
-        ("--tokens=1M --methods=cloover", "unknown method 'cloover'; use one of: bf16, .*clover_late_bf16"),
-        ("--tokens=1M --methods=bf16,bf16", "have bf16 twice; give each a label"),
-        ("--tokens=1M --variant=': --method=bf16'", "expected a label without /, a"),
+        ("--tokens=many", "'many' .*100M"),
+        ("--tokens=1M --sizes=d0", "'d0'; use d<depth>, llama-30M"),
+        ("--tokens=1M --sizes=llama-7B", "--llama='7B' .*30M"),
+        ("--tokens=1M --methods=cloover", "'cloover'; .*bf16, .*clover_late_bf16"),
+        ("--tokens=1M --methods=bf16,bf16", "bf16 twice"),
+        ("--tokens=1M --variant=': --method=bf16'", "a label"),
         ("--tokens=1M --variant='x: --method=foo'", "--variant 'x': .*unknown method 'foo'"),
         (
             "--tokens=1M --variant='x: --layer-methods=foo'",
-            "--variant 'x': layers: 'foo' is not of the form pattern=method",
+            "--variant 'x': layers: 'foo' .*pattern=method",
         ),
         # What --bf16-until would not have seen, and a number of steps of another batch.
         (
             "--tokens=1M --variant='x: --method-phases 0.5=bf16'",
-            "--variant 'x': '0.5=bf16' stands apart; write flags of",
+            "--variant 'x': '0.5=bf16' stands apart",
         ),
         ("--tokens=1M --extra='--total-batch-size 1024'", "--extra: '1024' stands apart"),
         ("--tokens=1M --name=a/b", "--name=a/b: .* a file without /"),
         (
             "--again=d6_work --extra=--seed=3",
-            "--again trains the runs of d6_work with the flags they had; leave out --",
+            "d6_work .*leave out --",
         ),
-        ("--tokens=1M --keep=bf61", "--keep: 'bf61' is none of .*use one of b"),
-        ("--tokens=1M --folder=/dev/null/x", "cannot create --folder=/dev/null/x .*; choose a writable"),
-        ("", "either --tokens=100M or --ratio=20"),
-        ("--ratio=-1", "either --tokens=100M or --ratio=20"),
-        ("--tokens=1 --ratio=1", "either --tokens=100M or --ratio=20"),
-        ("--tokens=4096 --bf16-until=0.9", "=0.9 leaves none of 8 steps"),
-        ("--tokens=1M --sizes=", "--sizes, --methods, --seeds and --jobs must be at least one"),
+        ("--tokens=1M --keep=bf61", "--keep: 'bf61' .*use one of b"),
+        ("--tokens=1M --folder=/dev/null/x", "--folder=/dev/null/x "),
+        ("", "--tokens=100M or --ratio=20"),
+        ("--ratio=-1", "--tokens=100M or --ratio=20"),
+        ("--tokens=1 --ratio=1", "--tokens=100M or --ratio=20"),
+        ("--tokens=4096 --bf16-until=0.9", "=0.9 .*8 steps"),
+        ("--tokens=1M --sizes=", "--sizes, --methods, --seeds and --jobs"),
     ],
 )
 def test_bad_input_is_one_line(tiny_base, argv, message):

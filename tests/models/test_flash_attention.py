@@ -207,7 +207,7 @@ def test_at_most_65535_tokens_at_once_on_sm_120(monkeypatch):
 def test_says_what_it_uses_once_and_what_it_costs(capsys):
     flash_attention.announced_lines.clear()
     line = flash_attention.setup("cpu", windowed=True)
-    assert "SDPA" in line and "costs as much as a full one" in line
+    assert "SDPA" in line and "as much as" in line
     assert flash_attention.setup("cpu", windowed=True) == line
     assert capsys.readouterr().out.count(line) == 1
     assert "costs" not in flash_attention.setup("cpu", windowed=False)
@@ -217,7 +217,7 @@ def test_forcing_what_is_not_there_is_an_error(monkeypatch):
     if torch.cuda.is_available():
         pytest.skip("may be there")
     assert flash_attention.available("sdpa") and not flash_attention.available("fa3")
-    with pytest.raises(ValueError, match="fa3 cannot run: .*; use NANOCHAT_ATTENTION=sdpa"):
+    with pytest.raises(ValueError, match="fa3 .*NANOCHAT_ATTENTION=sdpa"):
         with flash_attention.use("fa3"):
             pass
     monkeypatch.setenv("NANOCHAT_ATTENTION", "fa3")
@@ -247,7 +247,7 @@ def test_bad_input_is_named():
         flash_attn_func(q, k, v, causal=False)
     caches = [torch.zeros(2, 8, 4, 16) for _ in range(2)]
     seqlens = torch.zeros(2, dtype=torch.int32)
-    with pytest.raises(ValueError, match="holds 8 positions and 20 are needed"):
+    with pytest.raises(ValueError, match="8 positions and 20"):
         flash_attn_with_kvcache(q, *caches, k, v, seqlens)
     with pytest.raises(ValueError, match="KV cache"):
         flash_attn_with_kvcache(q, *(c.bfloat16() for c in caches), k, v, seqlens)

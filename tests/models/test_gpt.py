@@ -354,24 +354,6 @@ def test_blocks_in_reentrant_checkpoints_draw_as_they_do_without(method, recompu
     assert torch.equal(*states)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("method", nf.METHODS)
-def test_the_head_is_the_same_for_every_method(method):
-    """Losses and the head's gradient of two accumulated micro-batches differ by the head's rounding alone."""
-    model, ids = nf.convert(make(n_layer=1), method, verbose=False), tokens(2, 24)
-    results = []
-    for model.head in ("bf16", "fp8"):
-        model.zero_grad()
-        torch.manual_seed(4)
-        with nf.accumulate_gradients(model), nf.quantize_weights_once(model):
-            losses = [model(ids, ids.roll(-shift, 1)) for shift in (1, 2)]
-            for loss in losses:
-                loss.backward()
-        results.append([torch.stack(losses).detach(), model.lm_head.weight.grad.clone()])
-    for fp8, bf16 in zip(*reversed(results)):
-        assert 0 < (fp8 - bf16).norm() < 0.1 * bf16.norm()
-
-
 @pytest.mark.parametrize("method", ["clover", "nvidia"])
 def test_a_hidden_layer_from_codes_has_the_gradients_of_relu_squared_itself(method):
     block = nf.convert(make(n_layer=1), method, verbose=False).transformer.h[0]
@@ -420,8 +402,8 @@ def test_exact_relu_squared_has_the_gradient_of_its_own_input(exact):
 
 @pytest.mark.parametrize("recompute", ["none", "codes-mlp"])
 def test_layers_compile_once_for_each_window(monkeypatch, recompute):
-    """Three graphs for four layers and any step: one for each window and one for the norms before and after the layers.
-    The loss and the gradients are the same."""
+    """Three graphs for three layers and any step: one for each window, and one for the norms before and after them. The
+    loss and the gradients are the same."""
     graphs = []
 
     def backend(graph, example_inputs):
@@ -430,7 +412,7 @@ def test_layers_compile_once_for_each_window(monkeypatch, recompute):
 
     real = torch.compile
     monkeypatch.setattr(torch, "compile", lambda function, **kw: real(function, **kw, backend=backend))
-    model, ids = make(n_layer=4, window_pattern="SSL"), tokens(2, 24)
+    model, ids = make(n_layer=3, window_pattern="SSL"), tokens(2, 24)
     model = nf.convert(model, "bf16", verbose=False)
     model.recompute = recompute
     torch._dynamo.reset()
@@ -502,8 +484,8 @@ def test_generate_is_greedy_at_temperature_0_and_repeatable_above():
         (dict(n_head=5), "head dimension"),
         (dict(n_head=64, n_kv_head=64), "even head dimension"),
         (dict(n_kv_head=3), "multiple of n_kv_head"),
-        (dict(window_pattern="SXL"), "'SXL' is not made of S and L"),
-        (dict(window_pattern=""), "not made of S and L"),
+        (dict(window_pattern="SXL"), "'SXL' .* S and L"),
+        (dict(window_pattern=""), "S and L"),
     ],
 )
 def test_impossible_configs(changes, match):
@@ -513,11 +495,11 @@ def test_impossible_configs(changes, match):
 
 def test_bad_input_is_named():
     model = make()
-    with pytest.raises(ValueError, match="beyond the 240 positions"):
+    with pytest.raises(ValueError, match="240 positions"):
         model(tokens(1, 241))
     with pytest.raises(ValueError, match="prompt is empty"):
         next(model.generate([], max_tokens=1))
     with pytest.raises(ValueError, match="at least 1"):
         config_from_depth(0, vocab_size=10)
-    with pytest.raises(ValueError, match="tokens are on meta"):
+    with pytest.raises(ValueError, match="on meta"):
         model(tokens(1, 4).to("meta"))

@@ -51,7 +51,7 @@ def test_no_code_of_a_folder_runs(folder, tmp_path, monkeypatch, base, name):
     try:
         load_hf_model(str(folder), torch.device("cpu"))  # where transformers finds a class of its own
     except UserError as refused:
-        assert "transformers cannot load it" in str(refused) and "\n" not in str(refused)
+        assert "transformers" in str(refused) and "\n" not in str(refused)
     assert not (tmp_path / "ran").exists()
 
 

@@ -168,7 +168,7 @@ def test_training_checkpoints_and_resuming(tiny_base):
     path = tiny_base / "base_checkpoints" / "llama-tiny_bf16"
     run_config = json.loads((path / "meta_000009.json").read_text())["run_config"]
     edit_meta(path, 9, run_config={k: v for k, v in run_config.items() if k != "schedule"}, commit="abc1234")
-    with pytest.raises(UserError, match="schedule was None and is now 'OneCycleLR'"):
+    with pytest.raises(UserError, match="schedule was None .*'OneCycleLR'"):
         base_train.main([*flags, "--resume-from-step=9"])
     assert load_model("base", "cpu", "eval", "llama-tiny_bf16", step=9)[2]["commit"] == "abc1234"
 
@@ -205,7 +205,7 @@ def test_fine_tuning_moves_all_parameters_at_one_rate():
     model.init_weights()
     before = [p.detach().clone() for p in model.parameters()]
     (adamw,), schedule = model.setup_finetuning({"unembedding_lr": 4e-3, "matrix_lr": 9.0}, 0.5, lambda done: 1 - done)
-    with pytest.raises(ValueError, match="AdamW, which has none"):
+    with pytest.raises(ValueError, match="AdamW"):
         model.setup_finetuning({"unembedding_lr": 4e-3}, 0.5, lambda done: 1 - done, orthogonalizer="newton_schulz")
     ids = torch.randint(0, 64, (2, 8))
     model(ids, ids).backward()

@@ -163,7 +163,7 @@ def test_nanochats_own_state_can_be_loaded():
 
 def test_bad_input_is_named():
     params = parameters(MATRICES + OTHERS)
-    with pytest.raises(ValueError, match=r"Muon is for matrices, not for shape \(7,\)"):
+    with pytest.raises(ValueError, match=r"matrices, .*\(7,\)"):
         Muon(parameters([(7,)]))
     optimizers = make(params)
     set_grads(params, 0)
@@ -184,7 +184,7 @@ def test_bad_input_is_named():
     state = optimizers[0].state_dict()
     state["param_groups"] = state["param_groups"][2:3]
     state["param_groups"][0]["params"] = state["param_groups"][0]["params"][:2]
-    with pytest.raises(ValueError, match="resume with the same model"):
+    with pytest.raises(ValueError, match="same model"):
         fewer.load_state_dict(state)
 
 

@@ -243,19 +243,15 @@ def train(step: TrainingStep, count: int, micro_batches: int = 2, period: int = 
     return losses
 
 
+@pytest.mark.parametrize("cls", [GPT, Llama])
 @pytest.mark.parametrize("method", ["bf16", "nvidia", "clover_feedback_late"])
-def test_methods_train(method):
-    step = small(method, "lean")
+def test_methods_train(cls, method):
+    step = small(method, "lean", cls)
     before = [p.detach().clone() for p in step.model.parameters()]
     losses = train(step, 2)
     assert losses[-1] < losses[0]
     assert all(p.isfinite().all() and not torch.equal(p, q) for p, q in zip(step.model.parameters(), before))
     assert all(optim8bit.is_lean(p) == (p.ndim == 2) for p in step.model.parameters())
-
-
-def test_a_llama_trains():
-    losses = train(small("clover", "lean", Llama), 3)
-    assert losses[-1] < losses[0]
 
 
 def test_gradients_add_up_in_bf16():

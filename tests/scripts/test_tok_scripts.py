@@ -73,7 +73,7 @@ def test_caps_are_obeyed(data, base_dir, monkeypatch):
 
 def test_a_vocabulary_larger_than_the_text_has(data, capsys):
     tok_train.main(["--vocab-size=50000", f"--data-dir={data}"])
-    assert "fewer than --vocab-size 50,000" in capsys.readouterr().out
+    assert "--vocab-size 50,000" in capsys.readouterr().out
 
 
 def test_comparison_with_published_tokenizers(data, capsys, caplog, monkeypatch):
@@ -110,7 +110,7 @@ def test_a_tokenizer_that_checkpoints_need_is_kept(tiny_base):
 
 
 def test_eval_without_a_tokenizer(data):
-    with pytest.raises(UserError, match="run python -m scripts.tok_train first"):
+    with pytest.raises(UserError, match="scripts.tok_train"):
         tok_eval.main([f"--data-dir={data}"])
 
 
