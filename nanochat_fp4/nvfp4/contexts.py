@@ -1,8 +1,9 @@
-"""The with-statements of a converted model: how its layers compute for an evaluation, a generation, a step.
+"""The context managers of a converted model. They change how its layers compute for an evaluation, for generation, or
+for the micro-batches of one optimizer step.
 
-A context belongs to the layers, not to a thread. Contexts may be nested, and left in any order: every layer counts the
-contexts that it is inside of (layer_context.py). A setting holds until the last context that asks for it is left.
-Copies and pickles that are made inside a context are outside of it.
+A context belongs to the layers and not to a thread. Contexts may be nested and may be left in any order, because each
+layer records the contexts that it is inside of (layer_context.py). A setting holds until the last context that asks for
+it is left. A copy or a pickle of a model that is made inside a context does not have the context's settings.
 """
 
 import contextlib
@@ -31,21 +32,21 @@ _MAKING = threading.Lock()
 
 
 def _inside(asked: dict[QuantLinear, dict[str, Any]]) -> contextlib.AbstractContextManager[None]:
-    """asked: layer -> fields of LayerContext."""
+    """Enters one new context. `asked` maps each layer to the fields of LayerContext that the context sets for it."""
     return entered_by(object(), asked)
 
 
 def _layers(model: nn.Module, context: str) -> list[QuantLinear]:
-    """The model's converted layers. Raises ValueError that names the context for what has no modules."""
+    """The model's converted layers. Raises ValueError, which names the context, if the model is no torch module."""
     if not callable(getattr(model, "modules", None)):
         raise ValueError(f"{context}: got {type(model).__name__}, expected a torch.nn.Module; pass the converted model")
     return [m for m in model.modules() if isinstance(m, QuantLinear)]
 
 
 def full_precision(model: nn.Module) -> contextlib.AbstractContextManager[None]:
-    """Inside this context the converted layers compute like nn.Linear: to evaluate a model in BF16.
+    """Inside this context the converted layers compute like nn.Linear. A model is evaluated in BF16 this way.
 
-    Raises ValueError if model is no module.
+    Raises ValueError if model is no torch.nn.Module.
 
     >>> layer = nf.QuantLinear(32, 16)
     >>> x = torch.randn(4, 32)
@@ -57,10 +58,11 @@ def full_precision(model: nn.Module) -> contextlib.AbstractContextManager[None]:
 
 
 def per_token_scale(model: nn.Module) -> contextlib.AbstractContextManager[None]:
-    """Inside this context every token has a tensor_scale of its own. A token's result then does not depend on the other
-    tokens of the batch. Generation needs this: a token is computed alone, in a prompt, or next to strangers.
+    """Inside this context every token has a tensor_scale of its own, so that a token's result does not depend on the
+    other tokens of the batch. Generation needs this, because the same token may be computed alone, inside a prompt, or
+    in a batch with other conversations.
 
-    Raises ValueError if model is no module.
+    Raises ValueError if model is no torch.nn.Module.
 
     >>> layer, x = nf.QuantLinear(32, 16), torch.randn(4, 32)
     >>> with torch.no_grad(), nf.per_token_scale(layer):
@@ -72,15 +74,19 @@ def per_token_scale(model: nn.Module) -> contextlib.AbstractContextManager[None]
 
 @contextlib.contextmanager
 def quantize_weights_once(model: nn.Module) -> Iterator[None]:
-    """Inside this context the weights' forward codes are those made at its beginning: for the micro-batches of one
-    optimizer step. Outputs and gradients are the same bits as without it.
+    """Quantizes the weights for the forward pass once, when the context is entered. The micro-batches of one optimizer
+    step share these codes, because weights change only between steps. Outputs and gradients have the same bits as
+    without the context.
 
-    The codes take 4.5 bits a weight while the context lasts; autograd keeps them for each forward pass anyway. State
-    dicts have none of them. Works with torch.compile: the codes are inputs of the graph, made anew for each step.
-    Inside another such context it takes over the other one's codes. A layer whose method changes inside makes its codes
-    in each pass from then on. Raises RuntimeError where an optimizer is about to change a weight inside, and at the end
-    if a weight changed otherwise or was exchanged. A change in place through .data, which PyTorch does not count, is
-    not seen. Raises ValueError if model is no module.
+    The codes take 4.5 bits a weight while the context lasts. This is little extra memory, because autograd keeps the
+    codes of each forward pass for the backward pass anyway. State dicts do not contain the codes. The context works
+    with torch.compile: the codes are inputs of the compiled graph and are made anew for each step. A context inside
+    another one uses the outer one's codes. If a layer's method changes inside, the layer quantizes its weight in each
+    pass from then on.
+
+    Raises RuntimeError when an optimizer is about to change a weight inside the context, and at the end of the context
+    if a weight was changed in another way or was replaced. A change in place through `.data` is not noticed, because
+    PyTorch does not count such changes. Raises ValueError if model is no torch.nn.Module.
 
     >>> layer = nf.QuantLinear(32, 16)
     >>> with nf.quantize_weights_once(layer):
@@ -102,7 +108,8 @@ def quantize_weights_once(model: nn.Module) -> Iterator[None]:
         if any(id(p) in ids for group in optimizer.param_groups for p in group["params"]):
             raise RuntimeError(WEIGHTS_CHANGED)
 
-    handle = register_optimizer_step_pre_hook(before_step)  # a fused one counts no version
+    # The versions below do not show the step of a fused optimizer, which changes weights without counting it.
+    handle = register_optimizer_step_pre_hook(before_step)
     try:
         with _inside(asked):
             yield
@@ -113,8 +120,9 @@ def quantize_weights_once(model: nn.Module) -> Iterator[None]:
 
 
 def _has_its_weight(layer: QuantLinear) -> bool:
-    """Whether this process has the layer's weight, as the same tensor each time. FSDP's codes are made by sharding.py.
-    A parametrization makes another tensor each time, whose codes each pass makes."""
+    """Whether the layer's weight is one tensor that stays the same and that this process has. Two kinds of weights are
+    not: sharding.py makes the codes of weights that FSDP shards, and a parametrization computes a new tensor at each
+    access, which each pass has to quantize."""
     weight = layer.weight
     return weight is layer.weight and (layer.part_number is not None or not hasattr(weight, "device_mesh"))
 
@@ -127,22 +135,24 @@ def _prepared_weight(layers: Sequence[QuantLinear], operand: GemmOperand) -> Pre
 
 @contextlib.contextmanager
 def accumulate_gradients(model: nn.Module) -> Iterator[None]:
-    """Inside this context, for the micro-batches of one optimizer step, converted layers add the gradient of their
-    weight to weight.grad in the GEMM that computes it (gemm.gemm_add). Autograd gets no tensor to add.
+    """Inside this context a converted layer adds its weight's gradient to weight.grad in the GEMM that computes the
+    gradient (gemm.gemm_add). Autograd would otherwise write each micro-batch's gradient to a tensor of its own and add
+    that in a second pass over memory.
 
-    weight.grad stays as everybody else knows it: float32, of the parameter's shape, made of zeros where there was none.
-    After the context it has the sum that autograd would have made of the same backward passes. Clipping, all-reducing,
-    optimizers and zero_grad() outside of the context need to know nothing. Nor does GradScaler. retain_graph,
-    activation checkpointing and a layer that is called twice add as often as they are computed. Gradients of layers
-    that are computed as one are slices of one tensor. docs/gradients.md says which sums are equal to the bit.
+    weight.grad keeps its usual form, float32 in the parameter's shape. Where there is none, the context makes one of
+    zeros. After the context, weight.grad holds the sum that autograd would have made of the same backward passes.
+    Gradient clipping, all-reduce, optimizers, GradScaler, and zero_grad() outside of the context therefore work
+    unchanged. With retain_graph, activation checkpointing, or a layer that is called twice, each backward computation
+    adds once. Layers that are computed as one have gradients that are slices of one tensor. docs/gradients.md says
+    which sums equal autograd's to the bit.
 
-    Autograd still adds the gradients of some weights: those that are not float32, are frozen, have hooks or belong to
-    several layers, and those of Conv1D. It adds those of FSDP2, too, which sees only what backward returns. For the
-    other weights torch.autograd.grad does not work inside. Inside another such context it adds to the other one's
-    gradients.
+    Autograd still adds the gradients of some weights: weights that are not float32, are frozen, have hooks, or belong
+    to several layers, the weights of Conv1D, and the weights of FSDP2, which sees only the gradients that backward
+    returns. For all other weights, torch.autograd.grad does not work inside the context. A context inside another one
+    adds to the outer one's gradients.
 
     Raises ValueError for a model inside DistributedDataParallel, whose reduction waits for gradients that autograd
-    accumulates. Raises RuntimeError at the end if a weight's grad was dropped or exchanged inside.
+    accumulates. Raises RuntimeError at the end of the context if a weight's grad was set to None or replaced inside.
 
     >>> layer = nf.QuantLinear(32, 16)
     >>> with nf.accumulate_gradients(layer):
@@ -158,7 +168,7 @@ def accumulate_gradients(model: nn.Module) -> Iterator[None]:
             "would not see these; average weight.grad over the ranks after the last micro-batch, or leave this out"
         )
     with contextlib.ExitStack() as inside:
-        with _MAKING:  # threads that enter side by side must find one another's gradients
+        with _MAKING:  # so that threads that enter at the same time find one another's gradients
             asked = {layer: layer.context.gradients for layer in layers if layer.context.gradients}
             owners = Counter(layer.weight for layer in layers)
             for group in groups_of(model, lambda m: m not in asked and owners[m.weight] == 1 and _takes_gradients(m)):
@@ -192,7 +202,8 @@ def _takes_gradients(layer: QuantLinear) -> bool:
 
 
 def _make_gradients(weights: Sequence[nn.Parameter]) -> torch.Tensor:
-    """Makes the gradients of these weights slices of one tensor, which it returns; they keep their values."""
+    """Makes the gradients of these weights slices of one tensor and returns this tensor, float32 (sum of rows, K). The
+    gradients keep their values."""
     values, grads = [local(weight.detach()) for weight in weights], [local(weight.grad) for weight in weights]
     rows = [value.shape[0] for value in values]
     first = grads[0]

@@ -1,9 +1,10 @@
-"""Several QuantLinear computed as one.
+"""Computes several QuantLinear layers as one.
 
-Layers that read the same tensor (q, k, v) share its codes by fused_linear (the paper, Appendix D.2). fused_linear
-computes one layer whose weight consists of their weights, one below the other. The result has the bits of one
-QuantLinear with that weight. Calling the layers one by one gives another result for two reasons: each weight and each
-grad_output then has a tensor scale of its own, and random numbers are drawn once for each layer.
+Layers that read the same tensor, such as q, k and v, should quantize it once. fused_linear does this (the paper,
+Appendix D.2): it computes one layer whose weight is made of the layers' weights, stacked one below the other. The
+result has the bits of one QuantLinear with this weight. Calling the layers one after the other gives slightly different
+numbers, for two reasons: each weight and each grad_output then has a tensor scale of its own, and each layer draws its
+own random numbers.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,7 +18,8 @@ from nanochat_fp4.nvfp4.operands import stacked
 
 
 def can_be_fused(linears: Sequence[torch.nn.Module]) -> bool:
-    """Whether fused_linear computes these layers as one: without bias, hooks, or a forward of their own, and alike."""
+    """Whether fused_linear computes these layers as one. The layers must be of one class, have the same recipe and
+    settings, and have no bias, no hooks, and no forward that was replaced on the instance."""
     first = linears[0]
     hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     return all(
@@ -32,14 +34,15 @@ def can_be_fused(linears: Sequence[torch.nn.Module]) -> bool:
 
 
 def groups_computed_as_one(model: torch.nn.Module) -> list[tuple[QuantLinear, ...]]:
-    """The layers that quantize, each with those that fused_linear computes as one with it, or alone."""
+    """Returns the layers that quantize, in groups: the layers that fused_linear computes as one form a group, and any
+    other layer is a group of its own."""
     return groups_of(model, lambda layer: layer.quantizes)
 
 
 def groups_of(model: torch.nn.Module, wanted: Callable[[QuantLinear], bool]) -> list[tuple[QuantLinear, ...]]:
-    """The layers that are wanted, each with those that fused_linear computes as one with it, or alone.
+    """Returns the layers for which `wanted` is true, in groups as groups_computed_as_one describes them.
 
-    Layers that are computed as one are found by their parent's attribute `fused_linears`, a tuple of names.
+    A module lists the names of the children that it passes to fused_linear in its attribute `fused_linears`, a tuple.
     """
     layers = [m for m in model.modules() if isinstance(m, QuantLinear) and wanted(m)]
     parents = [[getattr(m, name) for name in getattr(m, "fused_linears", ())] for m in model.modules()]
@@ -49,13 +52,14 @@ def groups_of(model: torch.nn.Module, wanted: Callable[[QuantLinear], bool]) -> 
 
 
 def fused_linear(x: torch.Tensor, *linears: torch.nn.Linear, head_dim: int | None = None) -> tuple[torch.Tensor, ...]:
-    """[linear(x) for each linear], computed as one layer; see the top of this file for what that changes.
+    """Computes `linear(x)` of each of the layers as one layer. The docstring of this module says how the numbers differ
+    from those of separate calls.
 
-    With head_dim the last dimension of each result is split into (heads, head_dim), before the layers are told apart.
-    torch.compile can then write each layer's gradient where it belongs in the backward pass.
+    x is (..., in_features), and each result is (..., out_features). With head_dim, each result is
+    (..., heads, head_dim) instead. The results of all layers are then reshaped together before they are split, so that
+    torch.compile can write each layer's gradient directly into its place in the common gradient.
 
-    The results are views of one tensor. Layers are called one by one if they are not alike or have a bias. So are
-    layers with hooks or a replaced forward, which want to see each of them.
+    The results are views of one tensor. If can_be_fused is false for the layers, each layer is called by itself.
     """
     if not can_be_fused(linears):
         outputs = tuple(linear(x) for linear in linears)
@@ -67,7 +71,7 @@ def fused_linear(x: torch.Tensor, *linears: torch.nn.Linear, head_dim: int | Non
         dtype = torch.get_autocast_dtype(x.device.type) if autocast else linears[0].weight.dtype
         y = torch.nn.functional.linear(x, stacked([linear.weight.to(dtype) for linear in linears]))
     sizes = [linear.out_features for linear in linears]
-    processes = sum(sizes) // y.shape[-1]  # that the layers are divided among
+    processes = sum(sizes) // y.shape[-1]  # The number of processes that tensor parallelism divides the layers among.
     sizes = [size // processes for size in sizes]
     if head_dim is None:
         return y.split(sizes, dim=-1)
@@ -75,8 +79,11 @@ def fused_linear(x: torch.Tensor, *linears: torch.nn.Linear, head_dim: int | Non
 
 
 def quantized_weights(groups: Sequence[Sequence[QuantLinear]], tiles: bool = False) -> list[GemmOperand | None]:
-    """The weight operand of the output GEMM of each group of layers that are computed as one; None where it is not the
-    same in each pass. tiles: with block scales as this machine's GEMM reads them."""
+    """Returns the weight operand of the output GEMM for each group of layers that are computed as one.
+
+    An operand is None if it is not the same in each pass, because its rounding is random. tiles: whether the block
+    scales are laid out in the order in which this machine's FP4 tensor cores read them.
+    """
     made: list[GemmOperand | None] = [None] * len(groups)
     weights = {}
     for i, layers in enumerate(groups):

@@ -1,8 +1,8 @@
-"""What the with-statements of contexts.py have set for a layer, and the weights that this holds for.
+"""The settings that the context managers of contexts.py have given a layer, and the weights that the settings hold for.
 
-Codes that were made before a pass, and memory that gradients are added to, belong to weights and not to layers: a layer
-may compute with another weight in between (torch.func.functional_call, a parametrization). Both are therefore kept
-together with the Parameters that they were made for, and used for these alone.
+Codes that were made before a pass, and memory that gradients are added to, belong to weights and not to layers, because
+a layer may compute with another weight in between (torch.func.functional_call, a parametrization). Both are therefore
+stored together with the Parameters that they were made for, and are used for these Parameters only.
 """
 
 import contextlib
@@ -25,9 +25,10 @@ WEIGHTS_CHANGED = (
 
 
 def version_of(weight: torch.Tensor) -> tuple[int, int]:
-    """Two numbers, one of which changes with every change of the weight that PyTorch counts, and with its memory.
+    """Returns PyTorch's version counter of the weight and the address of its memory. A weight with the same two numbers
+    has not changed.
 
-    PyTorch counts no change of an inference tensor, and none that is made through `.data`.
+    There are two exceptions. PyTorch does not count changes of an inference tensor, nor changes through `.data`.
     """
     weight = local(weight)
     changes = 0 if weight.is_inference() else weight._version
@@ -35,12 +36,13 @@ def version_of(weight: torch.Tensor) -> tuple[int, int]:
 
 
 class PreparedWeight(NamedTuple):
-    """The weight operand of the output GEMM, made before the passes that use it.
+    """A weight operand of the output GEMM that was made before the passes that use it.
 
-    operand:  of the weights, one below the other
-    weights:  the layers' weights that it was made of
-    versions: version_of each of them at that time
-    recipe, factor: of the layers at that time (factor: their error feedback, or None)
+    operand:  the operand of the weights, stacked one below the other
+    weights:  the layers' weights that the operand was made of
+    versions: version_of each weight when the operand was made
+    recipe:   the layers' recipe when the operand was made
+    factor:   the factor of the layers' error feedback when the operand was made, or None
     """
 
     operand: GemmOperand
@@ -50,17 +52,20 @@ class PreparedWeight(NamedTuple):
     factor: torch.Tensor | None
 
     def is_of(self, weights: Sequence[torch.Tensor], recipe: Recipe, factor: torch.Tensor | None) -> bool:
-        """Whether a pass with these weights computes with this operand. Raises RuntimeError if a weight has changed."""
+        """Whether a pass with these weights, recipe and factor may use this operand.
+
+        Raises RuntimeError if the operand was made of these weights and one of them has changed since.
+        """
         if not _same(self.weights, weights) or self.recipe != recipe or self.factor is not factor:
             return False
-        # A graph has no versions. The context compares them when it is left.
+        # A compiled graph cannot read versions. The context compares the versions when it is left.
         if not torch.compiler.is_compiling() and self.versions != tuple(version_of(w) for w in weights):
             raise RuntimeError(WEIGHTS_CHANGED)
         return True
 
 
 class GradientMemory(NamedTuple):
-    """Float32 (N, K), to which the gradients of these weights are added, one below the other."""
+    """The memory, float32 (N, K), that the gradients of these weights are added to, stacked one below the other."""
 
     memory: torch.Tensor
     weights: tuple[torch.Tensor, ...]
@@ -75,14 +80,15 @@ def _same(some: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> bool:
 
 @dataclass
 class LayerContext:
-    """The settings of a layer by the contexts that it is inside of. Outside of all contexts: the defaults. Never
-    changed, only replaced.
+    """The settings that a layer has from the contexts that it is inside of. Outside of all contexts the layer has the
+    defaults. A LayerContext is never changed in place. It is replaced by another one, so that other threads read a
+    consistent state.
 
-    full_precision: compute like nn.Linear
-    per_token:      each row of the input has a tensor_scale of its own
-    weights:        made for this layer, and for groups of layers computed as one that begin with it
-    gradients:      of this layer, and of such groups
-    entered:        each context that was entered and not left -> the fields above that it asks for
+    full_precision: whether the layer computes like nn.Linear
+    per_token:      whether each row of the input has a tensor_scale of its own
+    weights:        the prepared weights of this layer, and of the fused groups of layers that begin with this layer
+    gradients:      the gradient memory of this layer, and of the same groups
+    entered:        the contexts that were entered and not yet left, each with the fields above that it asks for
     """
 
     full_precision: bool = False
@@ -94,11 +100,14 @@ class LayerContext:
     def weight_of(
         self, weights: Sequence[torch.Tensor], recipe: Recipe, factor: torch.Tensor | None
     ) -> GemmOperand | None:
-        """The operand that was made of these weights, or None. Raises RuntimeError if a weight has changed since."""
+        """Returns the operand that was made of these weights, or None if there is none.
+
+        Raises RuntimeError if a weight has changed since.
+        """
         return next((made.operand for made in self.weights if made.is_of(weights, recipe, factor)), None)
 
     def gradient_of(self, weights: Sequence[torch.Tensor]) -> torch.Tensor | None:
-        """The memory that the gradients of these weights are added to, or None: autograd adds them."""
+        """Returns the memory that the gradients of these weights are added to. None means that autograd adds them."""
         return next((gradient.memory for gradient in self.gradients if gradient.is_of(weights)), None)
 
 
@@ -108,7 +117,8 @@ _entered: "weakref.WeakSet[torch.nn.Module]" = weakref.WeakSet()  # the layers i
 
 
 def change_context(layer: torch.nn.Module, change: Callable[[dict], dict]) -> None:
-    """Gives the layer the settings of other contexts. change: from LayerContext.entered to another dict."""
+    """Changes the contexts that a layer is inside of, and with them its settings. The function `change` maps the
+    present LayerContext.entered to the new one."""
     with _LOCK:
         entered = change(layer.context.entered)
         asked = {name: value for fields in entered.values() for name, value in fields.items()}
@@ -125,7 +135,7 @@ def change_context(layer: torch.nn.Module, change: Callable[[dict], dict]) -> No
 
 
 def settings_now() -> "weakref.WeakKeyDictionary[torch.nn.Module, tuple[bool, bool]]":
-    """(full_precision, per_token) of each layer that is inside of a context."""
+    """Returns (full_precision, per_token) for each layer that is inside of a context at this moment."""
     with _LOCK:
         found = {layer: (layer.context.full_precision, layer.context.per_token) for layer in _entered}
     return weakref.WeakKeyDictionary(found)
@@ -133,7 +143,8 @@ def settings_now() -> "weakref.WeakKeyDictionary[torch.nn.Module, tuple[bool, bo
 
 @contextlib.contextmanager
 def with_settings(settings: "weakref.WeakKeyDictionary[torch.nn.Module, tuple[bool, bool]]") -> Iterator[None]:
-    """Inside, layers have the settings that settings_now returned earlier. Layers without one have the defaults."""
+    """Inside this context, layers have the settings that settings_now returned earlier. A layer that is not among them
+    has the defaults."""
     now, token = settings_now(), object()
     other = {}
     for layer in {*settings, *now}:
@@ -146,7 +157,8 @@ def with_settings(settings: "weakref.WeakKeyDictionary[torch.nn.Module, tuple[bo
 
 @contextlib.contextmanager
 def entered_by(context: object, asked: dict[torch.nn.Module, dict[str, Any]]) -> Iterator[None]:
-    """Inside, layers have the settings that `context` asks for. asked: layer -> fields of LayerContext."""
+    """Inside this context, layers have the settings that `context` asks for. `asked` maps each layer to the fields of
+    LayerContext that are set for it."""
     try:
         for layer, fields in asked.items():
             change_context(layer, lambda entered, fields=fields: entered | {context: fields})

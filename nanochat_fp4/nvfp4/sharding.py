@@ -1,4 +1,4 @@
-"""FSDP2 that gathers weights as codes: 4.5 bits an element in place of 16 or 32.
+"""Lets FSDP2 gather weights as 4-bit codes: 4.5 bits an element, where FSDP2 itself sends 16 or 32.
 
     nf.convert(model, method)
     for block in model.blocks:
@@ -7,25 +7,28 @@
     nf.gather_codes(model)          # then the optimizer, as always with FSDP2
 
 A rank holds some rows of each weight in FP32. Blocks of 1x16 lie along in_features, so a rank can quantize its rows as
-soon as it knows the tensor's amax. With 16x16 blocks the rank's rows must be whole rows of blocks.
+soon as it knows the amax of the whole weight. With blocks of 16x16, a rank's rows must consist of whole blocks.
 
-Codes are made before the first gather after a change of the weights. A change is a step of a torch.optim.Optimizer, or
-a change in place that PyTorch counts. One all-reduce of 4 bytes a layer reduces the amaxes of all weights, and each
-rank makes the codes of its rows. To the bit, one process would make the same codes. Each gather until the next change
-sends these codes. Layers that fused_linear computes as one share a tensor_scale, so they share the amax.
+Codes are made before the first gather that follows a change of the weights. A change is a step of a
+torch.optim.Optimizer, or a change in place that PyTorch counts. First one all-reduce, of 4 bytes a layer, finds the
+amaxes of all weights. Then each rank makes the codes of its rows. The codes are those that a single process would make,
+to the bit. Every gather until the next change sends the same codes. Layers that fused_linear computes as one share a
+tensor_scale, so they also share the amax.
 
-Products, and the backward pass, read the buffers that FSDP gathers into. FSDP frees the buffers after the layer's
-forward pass and fills them again before the backward pass. No process holds the whole weight. While a weight is
-gathered, FSDP puts a Parameter in its place that has the same shape and dtype and receives the gradient. The Parameter
-takes no memory. All its elements are one NaN, so that reading them by mistake is noticed.
+The GEMMs of both passes read the buffers that FSDP gathers into. FSDP frees the buffers after the layer's forward pass
+and fills them again before the layer's backward pass, so no process keeps the whole weight. While a weight is gathered,
+FSDP replaces the sharded Parameter by another one that has the whole weight's shape and dtype and receives the
+gradient. The values are in the buffers, so this Parameter takes no memory. All its elements are a single NaN, and code
+that reads it by mistake computes NaN and is noticed.
 
-Some layers need the weight itself and gather it in raw_dtype: layers inside full_precision, and layers of four kinds of
-methods. The methods have no quantized forward, or backward operands of the raw weight, or two terms, or FP8. The
-function gather_codes returns the names of these layers.
+Some layers need the weight itself and gather it in raw_dtype. These are layers inside full_precision, and layers with
+one of four kinds of methods: the forward leaves the weight unquantized or rounds it at random, a backward operand is
+made of the unquantized weight, the weight has two terms, or the weight has another format than NVFP4, such as FP8.
+gather_codes returns the names of these layers.
 
-FSDP2's hooks (fsdp_pre_all_gather, fsdp_post_all_gather) are made for tensor subclasses. FSDP2 looks for them on the
-rank's local tensor, and this module puts them there as attributes. The rows stay a plain tensor for optimizers and
-checkpoints.
+FSDP2's hooks (fsdp_pre_all_gather, fsdp_post_all_gather) are meant for tensor subclasses. FSDP2 looks for them on the
+rank's local tensor, so this module sets them there as attributes. For optimizers and checkpoints the local tensor stays
+a plain tensor.
 """
 
 import functools
@@ -50,7 +53,7 @@ from nanochat_fp4.nvfp4.operands import Codes, Stacked, codes_of
 class ShardedLinear(QuantLinear):
     """A QuantLinear whose weight FSDP gathers, as codes or as values, into buffers beside the Parameter.
 
-    gathered: these buffers. They hold the weight while the Parameter is the one that stands for them.
+    gathered: the operand in these buffers. It holds the weight while FSDP's placeholder is the layer's Parameter.
     """
 
     stackable = True
@@ -58,7 +61,7 @@ class ShardedLinear(QuantLinear):
 
     @property
     def is_gathered(self) -> bool:
-        """Whether the Parameter only stands for the weight in the buffers: all its elements are one."""
+        """Whether the Parameter is FSDP's placeholder for the weight in the buffers. A placeholder has the stride 0."""
         return self.gathered is not None and not self.weight.stride(0)
 
     @property
@@ -68,9 +71,10 @@ class ShardedLinear(QuantLinear):
         return self.weight
 
     def gathered_weight(self, layers: "Sequence[ShardedLinear]") -> GemmOperand | None:
-        """Codes; or values, where the pass does not quantize the weight and can take them where they are.
+        """Returns the gathered codes, or the gathered values if the pass does not quantize the weight. None means that
+        the layer has to make the operand from its weight.
 
-        Raises ValueError where codes were gathered for a pass in full precision.
+        Raises ValueError if codes were gathered and the pass is in full precision.
         """
         if not self.is_gathered or (self.quantizes and isinstance(self.gathered, Plain)):
             return None
@@ -83,7 +87,7 @@ class ShardedLinear(QuantLinear):
 
 
 class _Gathered(torch.autograd.Function):
-    """The values of a weight, whose gradient goes to the Parameter that stands for it."""
+    """Returns the values of a gathered weight and passes their gradient to the placeholder Parameter."""
 
     @staticmethod
     def forward(ctx, weight: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
@@ -95,16 +99,20 @@ class _Gathered(torch.autograd.Function):
 
 
 def gather_codes(model: nn.Module, raw_dtype: torch.dtype | None = None) -> list[str]:
-    """Makes the converted layers of a sharded model gather their weights as codes.
+    """Makes the converted layers of a model that fully_shard has sharded gather their weights as codes.
 
-    Returns the names of the layers that gather the weight itself, with their present method.
+    Returns the names of the layers that gather the weight itself, because their present method needs it.
 
-    Call this on all ranks, after the last fully_shard and before the first forward pass and the optimizer. Call it
-    again after model.to(), which makes other local tensors. With one rank nothing is gathered, and nothing changes.
+    Call this function on all ranks, after the last fully_shard and before the first forward pass and before the
+    optimizer is made. Call it again after model.to(), which makes new local tensors. With one rank nothing is gathered,
+    and the model stays as it is.
 
-    raw_dtype is the dtype of gathered weights that are no codes, by default the MixedPrecisionPolicy's, else the
-    weight's own. Gradients have the policy's param_dtype, or else the weight's, and are reduced in the policy's
-    reduce_dtype. Raises ValueError for a model that is not sharded, or whose rows do not divide.
+    raw_dtype is the dtype in which a weight is gathered that is not gathered as codes. The default is the param_dtype
+    of the MixedPrecisionPolicy, or the weight's dtype if the policy has none. Gradients have the policy's param_dtype,
+    or the weight's dtype, and are reduced in the policy's reduce_dtype.
+
+    Raises ValueError for a model that is not sharded, for a Conv1D or a layer that tensor parallelism divides, and for
+    a weight whose rows, or rows of blocks, cannot be divided equally among the ranks.
 
     >>> nf.gather_codes(nf.QuantLinear(32, 16))
     Traceback (most recent call last):
@@ -133,7 +141,7 @@ def gather_codes(model: nn.Module, raw_dtype: torch.dtype | None = None) -> list
 
 
 class _Shard:
-    """The rows of a layer's weight that this rank holds, with FSDP's hooks before and after a gather."""
+    """The rows of a layer's weight that this rank holds. `before` and `after` are FSDP's hooks around a gather."""
 
     def __init__(
         self, name: str, layer: QuantLinear, fsdp_param: Any, shards: "_Shards", raw_dtype: torch.dtype | None
@@ -164,24 +172,25 @@ class _Shard:
         self.local.fsdp_post_all_gather = self.after
 
     def version_now(self) -> tuple:
-        """A tuple that changes with the weight and with its rounding.
+        """Returns a tuple that changes whenever the weight or its rounding changes.
 
-        Changes of the weight are steps of any optimizer, and changes of the DTensor or the local tensor.
+        A weight changes in a step of any optimizer, or by a change in place of the DTensor or of the local tensor.
         """
         layer, sharded = self.layer, self.fsdp_param.sharded_param
         return self.shards.steps, sharded._version, self.local._version, layer.recipe, id(layer.feedback_factor)
 
     def as_codes(self) -> bool:
-        """Whether the forward pass takes codes of the weight, and nothing takes the weight itself."""
+        """Whether the forward pass reads the weight's codes, and no pass reads the weight itself."""
         layer = self.layer
         return layer.quantizes and gathers_codes(layer)
 
     def before(self, mesh: Any, outer_size: Any, outer_stride: Any, module: nn.Module, policy: Any) -> tuple:
-        """The tensors that this rank sends: codes and scales of its rows, or the rows."""
+        """Returns the tensors that this rank sends: the codes and scales of its rows, or the rows themselves."""
         in_backward = torch._C._current_graph_task_id() != -1
         as_codes = self.gathered_as_codes if in_backward else self.as_codes()
         if as_codes != self.gathered_as_codes:
-            # Codes and rows need different buffers. FSDP makes missing buffers, and their Parameter, anew.
+            # Codes and rows need buffers of different shapes. FSDP makes the buffers and their Parameter anew if they
+            # are missing, so they are removed here.
             self.fsdp_param.all_gather_outputs = []
             vars(self.fsdp_param).pop("_unsharded_param", None)
             self.gathered_as_codes = as_codes
@@ -192,7 +201,7 @@ class _Shard:
         return (self.codes.codes, self.codes.scales), None
 
     def after(self, outputs: tuple, metadata: Any, param_dtype: torch.dtype, *, out: torch.Tensor | None = None) -> Any:
-        """Gives the layer the buffers, once, since they stay the same tensors."""
+        """Gives the layer the buffers. FSDP fills the same tensors at each later gather, so this is done once."""
         if out is not None:
             return None
         codes = codes_of(self.layer.recipe.output.b.rounding) if self.gathered_as_codes else None
@@ -223,7 +232,8 @@ class _Shards:
     def refresh(self) -> None:
         """Makes the codes of all weights anew. All ranks call this together, because a weight changes on all ranks."""
         shards = [s for s in self.all if s.as_codes()]
-        # The bits of non-negative numbers have the order of the numbers, and NaN is the largest: no reduction loses it.
+        # The maximum is taken of the amaxes' bits. The bits of non-negative floats have the order of the floats, and
+        # NaN is above all of them, so that the reduction cannot lose a NaN.
         amaxes = _reduced([largest_magnitude(s.local).view(torch.int32) for s in shards], [s.group for s in shards])
         of_layer = {s.layer: amax for s, amax in zip(shards, amaxes)}
         for group in groups_computed_as_one(self.model):
@@ -234,14 +244,17 @@ class _Shards:
             amax = of_layer[shard.layer].view(torch.float32)
             how = shard.layer.weight_quantization(shard.local.device)._replace(amax=amax)
             if shard.local.shape[0] % TILE_ROWS:
-                how = how._replace(tiles=False)  # ranks' scales, one after the other, are the whole weight's
+                # Row-major scales can be gathered by joining the ranks' scales. Tiles of 128 rows that a rank's rows
+                # do not fill cannot.
+                how = how._replace(tiles=False)
             codes = quantize_operand(shard.local, how, keep_codes=True).without_cache()
             shard.tensor_scale.copy_(codes.tensor_scale)
             shard.codes, shard.version = codes, shard.version_now()
 
 
 class _Unread(torch.Tensor):
-    """One number for all elements of a tensor. FSDP asks for it in the weight's shape (as_strided)."""
+    """A tensor of one number that can be seen in any shape. FSDP views it in the weight's shape by as_strided, and gets
+    a tensor whose elements all are this number."""
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
@@ -253,7 +266,8 @@ class _Unread(torch.Tensor):
 
 
 def gathers_codes(layer: QuantLinear) -> bool:
-    """Whether the layer's recipe takes only NVFP4 codes of its weight, each determined by a row, or a row of blocks."""
+    """Whether the layer's recipe reads its weight only as NVFP4 codes that a rank can make from its own rows and the
+    tensor's amax. With blocks of 16x16 the rows must be whole rows of blocks."""
     recipe = layer.recipe
     weight = recipe.output.b
     if not recipe.fixed_weight or recipe.grad_input.b.raw:
@@ -262,7 +276,7 @@ def gathers_codes(layer: QuantLinear) -> bool:
 
 
 def _reduced(amaxes: Sequence[torch.Tensor], groups: Sequence[Any]) -> list[torch.Tensor]:
-    """The maxima of the amaxes over the ranks, with one all-reduce for each process group."""
+    """Returns the maximum of each amax over the ranks of its process group. Each group does one all-reduce."""
     reduced = list(amaxes)
     for group in dict.fromkeys(groups):
         numbers = [i for i, g in enumerate(groups) if g is group]
