@@ -425,14 +425,16 @@ def rotate_quantize_sides(*arguments) -> list[torch.Tensor]:
     """rotate_quantize of a whole tensor."""
     given = _Input.of(*arguments)
     amax = given.find_amax().unbind()
-    result = []
-    for side, seeds, tensors, own in zip(given.launches.sides, given.seeds, given.quantize(amax), amax):
+    result, repaired = [], [None, None]
+    for i, (side, seeds, tensors, own) in enumerate(zip(given.launches.sides, given.seeds, given.quantize(amax), amax)):
         if side is not None and side.operand.ms_eden and side.operand.emulated:
-            repair(*tensors, own, seeds[0], side.operand)
+            repaired[i] = (*tensors, own, seeds[0], side.operand)
             tensors = tensors[:1]
         elif side is not None and side.operand.ms_eden:
             tensors = [tensors[0], *finish(*tensors[1:], own, seeds[0], side.operand)]
         result += tensors
+    if any(repaired):
+        repair(*repaired)
     return result
 
 
@@ -474,7 +476,7 @@ def repair_part(
     place: list[int],
 ) -> None:
     """scales.repair with amax float32 ()."""
-    repair(decoded, pseudo, correction, amax.view(torch.int32), seed, _operand(operand, tuple(place)))
+    repair((decoded, pseudo, correction, amax.view(torch.int32), seed, _operand(operand, tuple(place))), None)
 
 
 def _fake_sides(x, row, row_place, col, col_place) -> Iterator[tuple[RotatedOperand, list[torch.Tensor]]]:

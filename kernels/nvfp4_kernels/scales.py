@@ -8,6 +8,9 @@ falls into E4M3's subnormal range are rounded again. The first kernel could not 
 block, so a program first looks at the smallest scale of each group.
 """
 
+import math
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -68,28 +71,68 @@ def finish_kernel(
     tl.store(scales_ptr + at, m.encode_e4m3(m.stochastic_round_e4m3(corrected, words), HARDWARE), mask=mask)
 
 
-@triton.jit(do_not_specialize=NOT_SPECIALIZED)
+class Repaired(NamedTuple):
+    """An operand that repair_kernel repairs: what finish takes, and decoded, BF16 (R, K)."""
+
+    decoded: torch.Tensor
+    pseudo: torch.Tensor
+    correction: torch.Tensor
+    amax: torch.Tensor
+    seed: torch.Tensor
+    stream: int
+
+
+_SIDES = [f"{side}_{name}" for side in ("row", "col") for name in NOT_SPECIALIZED]
+
+
+@triton.jit(do_not_specialize=_SIDES)
 def repair_kernel(
-    decoded_ptr,
-    pseudo_ptr,
-    correction_ptr,
-    amax_ptr,
-    seed_ptr,
-    rows,
-    groups,
-    stream,
-    place_row,
-    place_block,
-    place_blocks,
-    DIVISOR: tl.constexpr,
+    row_buffers,
+    row_rows,
+    row_groups,
+    row_place_row,
+    row_place_block,
+    row_place_blocks,
+    col_buffers,
+    col_rows,
+    col_groups,
+    col_place_row,
+    col_place_block,
+    col_place_blocks,
+    ROW_DIVISOR: tl.constexpr,
+    COL_DIVISOR: tl.constexpr,
     GROUPS: tl.constexpr,
 ):
-    """16 rows of GROUPS groups a program. Most find nothing to do, and the rare work is done in parts, which need few
+    """One or both operands of a rotation: the first programs have row's parts, the others col's. A DIVISOR is None for
+    an operand that is not there."""
+    program = tl.program_id(0)
+    if ROW_DIVISOR is not None:
+        of_row = tl.cdiv(row_rows, 16) * tl.cdiv(row_groups, GROUPS)
+        if program < of_row:
+            _repair(
+                program, row_buffers, row_rows, row_groups, row_place_row, row_place_block, row_place_blocks,
+                ROW_DIVISOR, GROUPS,
+            )  # fmt: skip
+        program -= of_row
+    if COL_DIVISOR is not None:
+        if program >= 0:
+            _repair(
+                program, col_buffers, col_rows, col_groups, col_place_row, col_place_block, col_place_blocks,
+                COL_DIVISOR, GROUPS,
+            )  # fmt: skip
+
+
+@triton.jit
+def _repair(
+    program, buffers, rows, groups, place_row, place_block, place_blocks, DIVISOR: tl.constexpr, GROUPS: tl.constexpr
+):
+    """16 rows of GROUPS groups. Most programs find nothing to do, and the rare work is done in parts, which need few
     registers."""
-    tensor_scale = m.tensor_scale_of(m.from_bits(tl.load(amax_ptr)), DIVISOR, True)
+    pseudo_ptr, correction_ptr, decoded_ptr = buffers.pseudo, buffers.correction, buffers.decoded
+    tensor_scale = m.tensor_scale_of(m.from_bits(tl.load(buffers.amax)), DIVISOR, True)
     shift = m.power_of_two_reciprocal(tensor_scale)  # below 0 if the amax is not finite
-    row16 = tl.program_id(0)
-    first = tl.program_id(1) * GROUPS
+    row16 = program // tl.cdiv(groups, GROUPS)
+    first = program % tl.cdiv(groups, GROUPS) * GROUPS
     row = (row16 * 16 + tl.arange(0, 16)).to(tl.int64)[:, None]
     looked_at = first + tl.arange(0, GROUPS)[None, :]
     here = (row < rows) & (looked_at < groups)
@@ -105,7 +148,7 @@ def repair_kernel(
             subnormal = (corrected > 0) & (corrected < m.E4M3_MIN_NORMAL)
             if tl.max(tl.max(subnormal.to(tl.int32), axis=1), axis=0) > 0:
                 at16, pair = place_row // 16 + row16, place_block // 2 + group * 4
-                words = m.scale_words(tl.load(seed_ptr), at16, pair, place_blocks // 2, stream, 16, 4)
+                words = m.scale_words(tl.load(buffers.seed), at16, pair, place_blocks // 2, buffers.stream, 16, 4)
                 # The first kernel's rounding, free of E4M3's range, and the right one.
                 before = m.stochastic_round_m3(corrected, words)
                 after = m.stochastic_round_e4m3(corrected, words)
@@ -160,21 +203,21 @@ def finish(pseudo: torch.Tensor, correction: torch.Tensor, amax: torch.Tensor, s
     return scales.view(torch.float8_e4m3fn), tensor_scale
 
 
-def repair(decoded, pseudo, correction, amax, seed, operand) -> None:
-    """Rounds blocks of decoded, BF16 (R, K), again in place. The other arguments are those of finish."""
-    repair_kernel[_grid(correction, REPAIR["GROUPS"])](
-        decoded,
-        pseudo,
-        correction,
-        amax,
-        seed,
-        *correction.shape,
-        operand.stream,
-        *operand.place(pseudo.shape[1]),
-        DIVISOR=operand.divisor,
-        **REPAIR,
-        **NO_FUSION,
-    )
+def repair(row: tuple | None, col: tuple | None) -> None:
+    """Rounds blocks of one or two operands again in place, in one launch.
+
+    Each is (decoded, pseudo, correction, amax, seed, operand): BF16 (R, K), and the arguments of finish.
+    """
+    given = [side for side in (row, col) if side is not None]
+    programs, arguments, divisors = 0, [], []
+    for side in (row, col):
+        *tensors, operand = given[0] if side is None else side
+        correction, pseudo = tensors[2], tensors[1]
+        buffers = Repaired(*tensors, operand.stream)
+        arguments += [buffers, *correction.shape, *operand.place(pseudo.shape[1])]
+        divisors.append(None if side is None else operand.divisor)
+        programs += 0 if side is None else math.prod(_grid(correction, REPAIR["GROUPS"]))
+    repair_kernel[(programs,)](*arguments, ROW_DIVISOR=divisors[0], COL_DIVISOR=divisors[1], **REPAIR, **NO_FUSION)
 
 
 def _grid(correction: torch.Tensor, groups_of_a_program: int) -> tuple[int, int]:

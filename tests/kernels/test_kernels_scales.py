@@ -100,9 +100,9 @@ def test_repair_turns_free_rounding_into_e4m3(rows, groups):
 
     bits = torch.tensor(amax).view(torch.int32).to(DEVICE)
     on_device = [t.to(DEVICE) for t in (decoded, pseudo, correction)]
-    repair(*on_device, bits, torch.tensor(SEED, device=DEVICE), OPERAND)
+    repair((*on_device, bits, torch.tensor(SEED, device=DEVICE), OPERAND), None)
     assert_same_bits("decoded", on_device[0].cpu().float() + 0.0, want.float() + 0.0)
     # What is normal is left alone: with a tensor_scale 2^20 times smaller, all of it.
     untouched, bits = decoded.to(DEVICE), torch.tensor(amax * 2.0**-20).view(torch.int32).to(DEVICE)
-    repair(untouched, *on_device[1:], bits, torch.tensor(SEED, device=DEVICE), OPERAND)
+    repair(None, (untouched, *on_device[1:], bits, torch.tensor(SEED, device=DEVICE), OPERAND))
     assert_same_bits("untouched", untouched.cpu(), decoded)
