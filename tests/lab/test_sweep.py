@@ -3,6 +3,7 @@
 Training is replaced by something that writes the metrics of a run. Real runs are in test_forwards.py.
 """
 
+import contextlib
 import json
 import math
 import os
@@ -11,7 +12,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 
 import pytest
 
@@ -396,7 +396,9 @@ def processes(monkeypatch, tmp_path):
     s = sweep_scheduler.Sweep(tmp_path, "data", ["3", "5"])
 
     def order():
-        return [json.loads(line) for line in (tmp_path / "order.jsonl").read_text().splitlines()]
+        """What is written in whole lines."""
+        path = tmp_path / "order.jsonl"
+        return [json.loads(x) for x in path.read_text().splitlines(True) if x.endswith("\n")] if path.exists() else []
 
     return s, order
 
@@ -427,36 +429,46 @@ def test_branches_wait_for_their_trunk_and_what_needs_none_goes_first(processes)
         assert events.index(("end", trunk.tag)) < events.index(("start", branch.tag))
 
 
-def kill_when(condition, times: int = 1, number: int = signal.SIGTERM) -> None:
-    """A signal to this process once condition() holds, and again each half second; from a thread of its own."""
+@contextlib.contextmanager
+def signals_when(condition, times: int = 1, number: int = signal.SIGTERM):
+    """A signal to this process once condition() holds, and again each half second, from a thread that ends with the
+    block. A signal that comes when the sweep is over is ignored: its default action would end all tests of a worker."""
+    over, before = threading.Event(), signal.signal(number, lambda number, frame: None)
 
-    def interrupt():
-        deadline = time.monotonic() + 300
-        while time.monotonic() < deadline and not condition():
-            time.sleep(0.05)
-        for i in range(times):
-            time.sleep(0.5 * (i > 0))
+    def send():
+        while not condition():
+            if over.wait(0.05):
+                return
+        for _ in range(times):
             os.kill(os.getpid(), number)
+            if over.wait(0.5):
+                return
 
-    threading.Thread(target=interrupt).start()
+    thread = threading.Thread(target=send)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+        signal.signal(number, before)
 
 
 @pytest.mark.parametrize("number, status", [(signal.SIGTERM, 143), (signal.SIGHUP, 129)])
 def test_a_signal_reaches_every_process_and_nothing_new_is_started(processes, number, status):
     s, order = processes
     runs = sweep_runs.plan(["clover", "clover_search", "bf16"], ["tiny"], [1], tokens=1024)
-    kill_when(lambda: (s.folder / "order.jsonl").exists() and len(order()) == 2, number=number)
-    with pytest.raises(sweep_scheduler.Interrupted) as e:
-        s.train(runs)
-    assert e.value.args == (status,)
+    with signals_when(lambda: len(order()) == 2, number=number):
+        before = signal.getsignal(number)
+        with pytest.raises(sweep_scheduler.Interrupted) as e:
+            s.train(runs)
+        assert e.value.args == (status,) and signal.getsignal(number) is before
     assert sorted(x[0] for x in order()) == ["start", "start", "stopped", "stopped"]
-    assert signal.getsignal(number) == signal.SIG_DFL
 
 
 def test_a_second_signal_kills_what_does_not_stop(processes):
     s, order = processes
     runs = sweep_runs.plan(["clover_deaf: --method=clover"], ["tiny"], [1], tokens=1024)
-    kill_when(lambda: (s.folder / "order.jsonl").exists() and len(order()) == 1, times=2)
-    with pytest.raises(sweep_scheduler.Interrupted):
+    with signals_when(lambda: len(order()) == 1, times=2), pytest.raises(sweep_scheduler.Interrupted):
         s.train(runs)
     assert {x[0] for x in order()} == {"start", "stopped"}  # not "end": its 100 seconds were not waited for
