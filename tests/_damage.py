@@ -8,28 +8,22 @@ from pathlib import Path
 from typing import Any
 
 
+def reseal(folder: Path, step: int) -> None:
+    """The manifest of a checkpoint whose metadata was changed has the right size and checksum again."""
+    data = (folder / f"meta_{step:06d}.json").read_bytes()
+    path = folder / f"manifest_{step:06d}.json"
+    manifest = json.loads(path.read_bytes())
+    for entry in manifest["files"]:
+        if entry["name"].startswith("meta"):
+            entry |= {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    path.write_text(json.dumps(manifest))
+
+
 def edit_meta(folder: Path, step: int, **changes) -> None:
     """As a checkpoint of another version of the program has it: with checksums that are right."""
-    path, manifest_path = folder / f"meta_{step:06d}.json", folder / f"manifest_{step:06d}.json"
-    data = json.dumps(json.loads(path.read_bytes()) | changes).encode()
-    manifest = json.loads(manifest_path.read_bytes())
-    for entry in manifest["files"]:
-        if entry["name"] == path.name:
-            entry |= {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
-    path.write_bytes(data)
-    manifest_path.write_text(json.dumps(manifest))
-
-
-def with_random_bytes(data: bytes, rng: random.Random) -> bytes:
-    out = bytearray(data)
-    for _ in range(rng.choice([1, 3, 40])):
-        out[rng.randrange(len(out))] = rng.randrange(256)
-    return bytes(out)
-
-
-def cut_or_scratched(data: bytes, rng: random.Random) -> bytes:
-    """Cut short, or with random bytes."""
-    return data[: rng.randrange(len(data))] if rng.random() < 0.3 else with_random_bytes(data, rng)
+    path = folder / f"meta_{step:06d}.json"
+    path.write_text(json.dumps(json.loads(path.read_bytes()) | changes))
+    reseal(folder, step)
 
 
 ODD = (None, True, False, -1, 0, 1, 3.5, 10**30, 1e308, float("nan"), float("-inf"), "", "x", "\ud800", "\0")

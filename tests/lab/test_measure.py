@@ -1,14 +1,15 @@
 """dev/measure.sh: plans, failures, limits. What it measures needs a GPU."""
 
+import importlib
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from _commands import options
 
 from lab import ROOT
 from lab.bench import compare
@@ -86,7 +87,14 @@ def test_nothing_to_send_yet(folder, base_dir):
         doctor.main(["--send", *folder])
 
 
-def test_every_file_and_flag_of_the_plan_is_there(tmp_path):
+def flags_of(program: str, capsys) -> set[str]:
+    """The flags that its help names."""
+    with pytest.raises(SystemExit):
+        importlib.import_module(program).main(["--help"])
+    return set(re.findall(r"(?<![\w-])--[a-z][\w-]*", capsys.readouterr().out))
+
+
+def test_every_file_and_flag_of_the_plan_is_there(tmp_path, capsys):
     """A GPU is too dear to find out there that a flag was renamed."""
     flags: dict[str, set[str]] = {}
     for line in plan(tmp_path / "out", PARTS="all", NANOCHAT="x")[0].splitlines():
@@ -96,7 +104,7 @@ def test_every_file_and_flag_of_the_plan_is_there(tmp_path):
             continue
         program = f"lab.bench.{words[2]}" if words[1] == "lab.bench" else words[1]
         if program not in flags:
-            flags[program] = {flag for action in options(program) for flag in action.option_strings}
+            flags[program] = flags_of(program, capsys)
         assert {w for w in words if w.startswith("--")} <= flags[program], words
     assert len(flags) == 3  # doctor, layers, steps
 

@@ -12,7 +12,7 @@ import types
 
 import pytest
 import torch
-from _damage import cut_or_scratched
+from _damage import damaged
 
 import nanochat_fp4 as nf
 from nanochat_fp4.data.tokenizer import RustBPETokenizer
@@ -183,7 +183,7 @@ def test_fuzzed_checkpoints_are_refused_or_as_they_were(tmp_path):
         folder = tmp_path / f"f{i}"
         shutil.copytree(good, folder)
         path = folder / rng.choice(["manifest_000020.json", *(kind.format(20) for kind in KINDS)])
-        path.write_bytes(cut_or_scratched(path.read_bytes(), rng))
+        path.write_bytes(damaged(path.read_bytes(), rng, rng.choice(("cut", "bytes", "a byte"))))
         try:
             assert value_of(folder, 20) == 20
         except UserError as e:
