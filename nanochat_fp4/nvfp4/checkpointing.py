@@ -1,14 +1,17 @@
-"""Reentrant activation checkpointing (torch.utils.checkpoint with use_reentrant=True) of quantized layers.
+"""Makes quantized layers work with reentrant activation checkpointing (torch.utils.checkpoint with use_reentrant=True).
 
-Such a checkpoint runs its function twice: in the forward pass without gradients, and again with gradients in the
-backward pass. torch puts the random generators back for the second run. Two things must therefore hold that torch
-cannot know of.
+A reentrant checkpoint runs its function twice: in the forward pass without gradients, and in the backward pass with
+gradients. torch restores the state of the random generators before the second run. Quantized layers need two more
+things, which torch cannot provide.
 
-- A run without gradients draws nothing elsewhere. The first run must draw what the second one draws, or the layers of
-  all checkpoints would begin with one state of the generator, and would have one seed.
-- The second run must compute what the first one did, although contexts (contexts.py) may have been left in between.
+- The first run must draw the random numbers that the second run draws. Elsewhere a quantized layer draws nothing in a
+  pass without gradients. If the first run drew nothing, the generator would not advance between checkpoints, and all
+  checkpoints would use the same seed.
+- The second run must compute with the settings of the first one, although contexts (contexts.py) may have been left in
+  between.
 
-Both runs are seen here: CheckpointFunction.forward is given a function that knows its run.
+This module therefore replaces CheckpointFunction.forward by one that wraps the checkpoint's function. The wrapper
+marks when the function runs, and restores the layers' settings.
 """
 
 import contextlib
@@ -21,18 +24,19 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from nanochat_fp4.nvfp4.layer_context import settings_now, with_settings
 
-# The number of runs in progress, in all threads: a thread of its own computes the backward pass on a GPU. A plain
-# number, because torch.compile reads it.
+# The number of runs in progress in all threads. It is not kept by thread, because autograd computes the backward pass
+# of a GPU in a thread of its own. It is a plain number, because torch.compile reads it.
 _runs = 0
 
 
 def inside_checkpoint() -> bool:
-    """Whether a reentrant checkpoint runs its function, the first or the second time."""
+    """Whether a reentrant checkpoint is running its function now, for the first or the second time."""
     return _runs > 0
 
 
 def gradients_are_wanted() -> bool:
-    """torch.is_grad_enabled(), of a checkpoint's first run as well, whose second run has gradients."""
+    """Whether gradients will be computed for the present pass. torch.is_grad_enabled() is false in the first run of a
+    checkpoint, although its second run computes gradients, so this function also returns true inside a checkpoint."""
     return torch.is_grad_enabled() or _runs > 0
 
 
@@ -47,7 +51,7 @@ def _running() -> Iterator[None]:
 
 
 class _Run:
-    """The function of one checkpoint. Its first call remembers the layers' settings, and later calls have them."""
+    """The function of one checkpoint. The layers' settings at the time of its making hold in each of its calls."""
 
     def __init__(self, function: Callable[..., Any]):
         self.function = function

@@ -1,7 +1,8 @@
-"""The patch layer: turns the linear layers of any model into QuantLinear, in place.
+"""Turns the linear layers of any model into QuantLinear, in place.
 
-A layer keeps its identity, its Parameters, hooks and names. Only its class and recipe change. Optimizers, checkpoints
-and references to the module stay valid. State dicts of converted and unconverted models are the same.
+A converted layer is the same object as before, with the same Parameters, hooks and names. Only its class and its recipe
+change. Optimizers, checkpoints and references to the module therefore stay valid, and a converted model has the state
+dict of the unconverted one.
 """
 
 import contextlib
@@ -29,26 +30,30 @@ ADAPTER = "an adapter's low-rank factor"
 # Kinds of weights that are meant to stay in high precision.
 ON_PURPOSE = (AS_ASKED, ADAPTERS, ROUTERS) = ("left out as asked", "adapters' factors", "routers")
 LEFT_ALONE = "linear layers left alone for the reasons below"
-ENOUGH = 0.9  # of the weights that are not; a smaller quantized share of them is worth a warning
+# The report warns if less than this share is quantized of the weights that were not meant to stay in high precision.
+ENOUGH = 0.9
 
 
 @dataclass(repr=False)
 class ConvertReport:
-    """The result of convert: names of the converted layers, and (name, reason) of the layers left alone."""
+    """The result of convert: the names of the converted layers, and (name, reason) for each layer left alone.
+
+    Shares are fractions of the weights that take part in matrix products.
+    """
 
     recipe: Recipe
     converted: list[str] = field(default_factory=list)
     left_alone: list[tuple[str, str]] = field(default_factory=list)
-    kept: list[str] = field(default_factory=list)  # names of those that are left alone for their block
-    without_gram_matrices: bool = False  # feedback is asked for, and no layer has a Gram matrix yet
-    quantized: float = 1.0  # share of all weights in matrix products that the converted layers hold
-    quantized_without_heads: float = 1.0
-    others: dict[str, float] = field(default_factory=dict)  # what else such weights are: kind -> share
-    slow_paths: list[str] = field(default_factory=list)  # layers whose fast path was switched off
-    experts: int = 0  # modules of experts of a known layout
-    kinds: dict[str, str | None] = field(default_factory=dict)  # of each converted layer, where the recipe asks for it
+    kept: list[str] = field(default_factory=list)  # layers left alone because their whole block stays in BF16
+    without_gram_matrices: bool = False  # the method needs Gram matrices, and no layer has one yet
+    quantized: float = 1.0  # the share of the weights that the converted layers hold
+    quantized_without_heads: float = 1.0  # the same share if output heads are not counted
+    others: dict[str, float] = field(default_factory=dict)  # kind of weights in high precision -> their share
+    slow_paths: list[str] = field(default_factory=list)  # layers whose fast path in eval mode was switched off
+    experts: int = 0  # number of modules whose stacked experts were converted
+    kinds: dict[str, str | None] = field(default_factory=dict)  # converted layer -> its kind, if the recipe has kinds
 
-    refused_dtypes: list[str] = field(default_factory=list)  # of converted weights, in which no layer computes
+    refused_dtypes: list[str] = field(default_factory=list)  # dtypes of converted weights that layers cannot compute in
 
     def __repr__(self) -> str:
         return f"<ConvertReport {self.recipe.name}: {len(self.converted)} converted, {len(self.left_alone)} left alone>"
@@ -108,27 +113,33 @@ def convert(
     verbose: bool = True,
     per_token_in_eval: bool = True,
 ) -> M:
-    """Computes every nn.Linear (and transformers' Conv1D) of the model as the method says, in place; returns the model.
+    """Makes every nn.Linear, and every Conv1D of transformers, compute with the method. The model is changed in place
+    and returned.
 
-    Experts in stacked parameters count as a linear layer each, where their layout is known (experts.py).
+    Experts that are stored as slices of one parameter count as linear layers, if their layout is known (experts.py).
+    Output heads, routers and adapters stay in full precision (heads.output_heads).
 
-    method:    a name of METHODS, or a Recipe; one that changes late in a run (Recipe.late) computes as it begins, and
-               phases.MethodPlan changes it
-    skip:      glob patterns of module names to leave alone, of linear layers ("*.c_proj") or of what holds them
-               ("transformer.h.0"); the output head and adapters always are (output_heads)
+    method:    a name of METHODS, or a Recipe. A method that changes late in a run (Recipe.late) starts with its first
+               part, and phases.MethodPlan makes the change.
+    skip:      glob patterns of the names of modules to leave alone. A pattern names linear layers ("*.c_proj"), or a
+               module that contains linear layers ("transformer.h.0").
     backward:  False leaves the backward pass unquantized, for post-training (the paper, Appendix C)
-    keep_first_blocks, keep_last_blocks: leaves so many blocks at either end alone, as NVIDIA's recipe does; blocks
-               are the entries of the nn.ModuleList that holds the most linear layers. keep_last_blocks 0: as many as
-               the method says (Recipe.kept_blocks), at least one and not all, in a model with such a list
-    verbose:   print the report
-    per_token_in_eval: in eval mode without gradients every token has a scale of its own (per_token_scale), so that
-               generation and validation of a row do not depend on the rows beside it
+    keep_first_blocks, keep_last_blocks: the numbers of blocks at the model's beginning and at its end to leave alone,
+               as NVIDIA's recipe does. The blocks are the entries of the nn.ModuleList that holds the most linear
+               layers. If keep_last_blocks is 0, the method decides (Recipe.kept_blocks): it may keep a share of the
+               blocks, but at least one and not all.
+    verbose:   whether to print the report
+    per_token_in_eval: whether every token has a scale of its own (per_token_scale) in eval mode without gradients.
+               Generation and validation of a row then do not depend on the other rows of the batch.
 
-    `model.nf_report` names the layers that were converted, and those that were not, with the reason. Works on meta or
-    real tensors, before torch.compile; converting again changes the method. Subclasses of nn.Linear are converted if
-    they override forward alone, and it computes x . weight^T + bias in whatever dtype: that is tried on a small layer.
-    A layer that stands at several places of the model goes by all of their names. Raises ValueError for arguments of
-    other types, an unknown method, a pattern that matches nothing, or a model in which nothing can be converted.
+    `model.nf_report` (a ConvertReport) names the converted layers, and each layer left alone with the reason. The model
+    may be on the meta device. Convert it before torch.compile. Converting a model again changes its method. A subclass
+    of nn.Linear is converted if it overrides nothing but forward, and if its forward computes x . weight^T + bias in
+    any dtype, which convert tries on a small layer. A layer that the model holds at several places is matched by all of
+    its names.
+
+    Raises ValueError for arguments of wrong types, an unknown method, a pattern that matches no linear layer, numbers
+    of blocks that the model does not have, and a model in which no layer can be converted.
 
     >>> model = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.GELU(), torch.nn.Linear(64, 5))
     >>> model = nf.convert(model, "clover", verbose=False)
@@ -158,7 +169,7 @@ def convert(
             )
     keep_last_blocks = keep_last_blocks or _kept_blocks(model, recipe)
     kept_blocks = _end_blocks(model, keep_first_blocks, keep_last_blocks)
-    meant = {all_names[layer][0]: ROUTERS for layer in choosers}  # layers in high precision on purpose -> their kind
+    meant = {all_names[layer][0]: ROUTERS for layer in choosers}  # layer in high precision on purpose -> its kind
     report = ConvertReport(recipe)
     for name, linear in linears.items():
         names = all_names[linear]
@@ -215,7 +226,7 @@ def convert(
 
 
 class QuantConv1D(QuantLinear):
-    """transformers' Conv1D, a linear layer with a weight (in_features, out_features), computed as QuantLinear does."""
+    """A Conv1D of transformers, whose weight is (in_features, out_features), computed as a QuantLinear."""
 
     @property
     def matrix(self) -> torch.Tensor:
@@ -223,7 +234,8 @@ class QuantConv1D(QuantLinear):
 
 
 def as_quantized(linear: nn.Module) -> None:
-    """Turns an nn.Linear or a Conv1D into the QuantLinear with its parameters, in place; it has no recipe yet."""
+    """Turns an nn.Linear or a Conv1D into a QuantLinear with the same parameters, in place. The result has no recipe
+    yet."""
     if isinstance(linear, QuantLinear):
         return
     if isinstance(linear, nn.Linear):
@@ -246,13 +258,17 @@ def _skip_reason(names: Sequence[str], skip: Sequence[str]) -> str | None:
 
 
 def _in_pattern(name: str, pattern: str) -> bool:
-    """Whether the pattern matches this module's name or that of a module it is in."""
+    """Whether the pattern matches the name of this module or of a module that contains it."""
     parts = name.split(".")
     return any(fnmatch.fnmatchcase(".".join(parts[: i + 1]), pattern) for i in range(len(parts)))
 
 
 def _subclass_reason(linear: nn.Linear) -> str | None:
-    """A subclass is safe to replace if it only overrides forward: it then has no state or behaviour to lose."""
+    """Returns the reason why a subclass of nn.Linear cannot be replaced, or None.
+
+    A subclass can be replaced if it overrides only forward, and if this forward computes a linear layer. It then has no
+    other state or behaviour that would be lost.
+    """
     if isinstance(linear, QuantLinear) or is_conv1d(linear):
         return None
     if nn.parameter.is_lazy(linear._parameters.get("weight")):
@@ -269,7 +285,8 @@ def _subclass_reason(linear: nn.Linear) -> str | None:
 
 
 def _is_weight_times_input(linear: nn.Linear) -> bool:
-    """Whether the forward of a subclass gives x . weight^T + bias, in any dtype: tried on a small layer like this."""
+    """Whether the forward of a subclass computes x . weight^T + bias, in any dtype. It is tried on a small layer that
+    has the attributes of this one."""
     values = torch.linspace(-1, 1, 16 * 16, device="cpu").view(16, 16)
     x, weight, bias = values[:4].sin(), values.cos(), None if linear.bias is None else 8 + values[5]
     small = object.__new__(type(linear))
@@ -277,14 +294,14 @@ def _is_weight_times_input(linear: nn.Linear) -> bool:
     try:
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
             got = type(linear).forward(small, x).float()
-    except Exception:  # whatever a stranger's code raises: it cannot be tried, so nothing is known of it
+    except Exception:  # Code that we do not know may raise anything. A forward that cannot be tried is not replaced.
         return False
     want = nn.functional.linear(x, weight, bias)
     return got.shape == want.shape and bool((got - want).abs().max() < 0.02 * want.abs().max())
 
 
 def _blocks(model: nn.Module) -> list[str]:
-    """Names of the blocks of the model's largest stack; none if it has no stack."""
+    """Returns the names of the blocks: the entries of the nn.ModuleList that holds the most linear layers."""
     stacks = {name: m for name, m in model.named_modules() if isinstance(m, nn.ModuleList)}
 
     def count(name: str) -> int:
@@ -295,13 +312,14 @@ def _blocks(model: nn.Module) -> list[str]:
 
 
 def _kept_blocks(model: nn.Module, recipe: Recipe) -> int:
-    """How many of the model's last blocks the recipe leaves in BF16: its share, at least one, but not all."""
+    """Returns how many of the model's last blocks the recipe leaves in BF16. A recipe that leaves a share of them
+    leaves at least one block, but not all."""
     count = len(_blocks(model))
     return min(count - 1, max(1, round(recipe.kept_blocks * count))) if recipe.kept_blocks and count else 0
 
 
 def _end_blocks(model: nn.Module, first: int, last: int) -> list[str]:
-    """Names of the first and last blocks of the model's largest stack."""
+    """Returns the names of the first and the last blocks (_blocks). Raises ValueError if the model has fewer blocks."""
     if first == last == 0:
         return []
     names = _blocks(model)
@@ -322,11 +340,12 @@ def _some(names) -> str:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The part of a model that convert reaches, by types, names and shapes. Nothing of the model is run.
+# Which layers convert reaches, and the share of the weights that they hold. Both are found by types, names and shapes.
+# The model is not run.
 
 
 def reason_to_leave(names: Sequence[str], linear: nn.Module) -> str | None:
-    """Why a linear layer of these names cannot be replaced by one that only computes differently, or None."""
+    """Returns the reason why a linear layer with these names cannot be replaced by a QuantLinear, or None."""
     if any(ADAPTER_PARTS.intersection(name.split(".")) for name in names):
         return ADAPTER
     if "weight" not in linear._parameters and not isinstance(linear, ExpertLinear):
@@ -337,12 +356,14 @@ def reason_to_leave(names: Sequence[str], linear: nn.Module) -> str | None:
 
 
 def call_every_layer(model: nn.Module) -> list[str]:
-    """Switches off what computes without calling the layers: the fast path that nn.TransformerEncoderLayer takes in
-    eval mode, which would validate another model than the one that was trained. Returns the names of the layers."""
+    """Switches off the fast path that nn.TransformerEncoderLayer takes in eval mode. The fast path reads the weights
+    and does not call the layers, so a validation would measure the unquantized model. Returns the names of the modules
+    that were changed."""
     changed = []
     for name, module in model.named_modules():
         if isinstance(module, nn.TransformerEncoderLayer) and module.activation_relu_or_gelu:
-            module.activation_relu_or_gelu = 0  # its own note that the fast path does not know the activation
+            # nn.TransformerEncoderLayer sets 0 for an activation that its fast path does not support.
+            module.activation_relu_or_gelu = 0
             changed.append(name)
     return changed
 
@@ -350,15 +371,16 @@ def call_every_layer(model: nn.Module) -> list[str]:
 def shares(
     model: nn.Module, converted: Iterable[str], heads: set[nn.Module], meant: Mapping[str, str] | None = None
 ) -> tuple[float, float, dict[str, float]]:
-    """(share of the weights in matrix products that converted layers hold, the same without the output heads, and what
-    else there is: kind -> share). Weights of embeddings and norms are in no product and are not counted; a head that
-    shares its weight with an embedding is.
+    """Returns three numbers: the share of the weights in matrix products that the converted layers hold, the same share
+    if output heads are not counted, and a dictionary with the share of each other kind of weights.
 
-    meant: names of linear layers that stay in high precision on purpose -> their kind, of ON_PURPOSE
+    Weights of embeddings and norms are not counted, because they take part in no matrix product. A head is counted even
+    if it shares its weight with an embedding. `meant` maps the names of linear layers that stay in high precision on
+    purpose to their kind, one of ON_PURPOSE.
     """
     converted, meant = set(converted), meant or {}
     counted: dict[int, tuple[str, int]] = {}  # id of a parameter -> (kind, elements)
-    # A weight that several modules share counts as the last one's.
+    # If several modules share a weight, the last module in this order decides the weight's kind.
     rank = lambda item: (is_linear(item[1]), item[1] in heads, item[0] in converted)  # noqa: E731
     for name, module in sorted(model.named_modules(), key=rank):
         linear = is_linear(module)
@@ -369,9 +391,9 @@ def shares(
             if isinstance(module, nn.Embedding | nn.EmbeddingBag):
                 continue
             if "bias" in parameter_name:
-                continue  # of experts: one for each
+                continue  # the biases of stacked experts, one row for each expert
             if parameter.dim() > 2 and parameter.shape[0] == 1 and not isinstance(module, nn.modules.conv._ConvNd):
-                continue  # added to each row of a batch: a vision transformer's positions
+                continue  # added to each row of a batch, as the position embeddings of a vision transformer are
             kind = _kind(module, parameter_name, parameter.dim())
             if linear:
                 kind = "quantized" if name in converted else "head" if module in heads else meant.get(name, LEFT_ALONE)

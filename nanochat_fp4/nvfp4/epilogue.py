@@ -1,7 +1,7 @@
-"""A layer and the operation behind it as one autograd function, which computes the layer's output twice.
+"""Computes a layer and the operation after it as one autograd function that does not keep the layer's output.
 
-The backward pass makes the output again from the layer's two operands, which it keeps anyway: to the bit, by one more
-GEMM. Tensors that depend on the output alone need not be kept (docs/memory.md).
+The backward pass computes the output again, by one more GEMM of the layer's two operands, which it keeps anyway. The
+result has the same bits. Tensors that depend only on the output therefore need not be kept (docs/memory.md).
 """
 
 from collections.abc import Sequence
@@ -16,21 +16,22 @@ from nanochat_fp4.nvfp4.operands import operands_of, tensors_of
 
 
 class Epilogue(Protocol):
-    """What follows a product, with a gradient of its own.
+    """The operation that follows a layer's product, with a gradient of its own.
 
-    Under torch.compile the gradients given to `backward` must decide all that it computes again (gemm.after).
+    Under torch.compile, everything that `backward` computes again must depend on the gradients that it is given.
+    Otherwise the compiler would move the computation into the forward pass and keep its result (gemm.after).
     """
 
     def forward(
         self, y: torch.Tensor, *others: torch.Tensor
     ) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
-        """y (M, N) -> (results, the tensors to keep for the gradient, but for y)."""
+        """Computes the operation on y (M, N). Returns the results, and the tensors besides y that `backward` needs."""
         ...
 
     def backward(
         self, y: torch.Tensor, kept: Sequence[torch.Tensor], *grads: torch.Tensor
     ) -> tuple[torch.Tensor | None, ...]:
-        """The gradients of y and of each of `others`. grads: of the results."""
+        """Returns the gradients of y and of each of `others`. grads holds the gradients of the results."""
         ...
 
 
@@ -60,16 +61,19 @@ class _WithEpilogue(torch.autograd.Function):
 
 
 def _again(operand: GemmOperand, grad: torch.Tensor) -> GemmOperand:
-    """A compiler that knew the operand's product of the forward pass would keep it."""
+    """Returns the operand in a form that a compiler takes for a new one. The compiler would otherwise see that the
+    forward pass has computed the same product, and would keep that product."""
     return operand.depending_on(grad) if torch.compiler.is_compiling() else operand
 
 
 def linear_with_epilogue(
     epilogue: Epilogue, x: torch.Tensor, linears: Sequence[QuantLinear], *others: torch.Tensor
 ) -> tuple[torch.Tensor, ...]:
-    """epilogue(x . W^T, *others) of x (..., K) and the weights of layers that can_be_fused, without biases.
+    """Computes epilogue(x . W^T, *others) and returns the epilogue's results.
 
-    Returns the epilogue's results.
+    x is (..., K). W (N, K) is made of the weights of `linears`, stacked one below the other. The layers must be ones
+    for which can_be_fused is true, so they have no biases. Raises ValueError if x has another size or dtype than the
+    layers take.
     """
     first = linears[0]
     check_input(x, first.in_features)

@@ -1,7 +1,8 @@
-"""The linear layers of a model, all of their names, and those that make the model's output.
+"""Finds the linear layers of a model with all of their names, and its output heads.
 
-All recipes keep output heads in BF16, because a head's error reaches the loss without any averaging. A head is told by
-names, shared parameters and shapes, in whatever order the model defines its layers. Nothing of the model is run.
+All recipes keep output heads in BF16, because a head's error reaches the loss without any averaging. Heads are
+recognized by names, shared parameters and shapes. The order in which the model defines its layers matters only if these
+say nothing. The model is not run.
 """
 
 import fnmatch
@@ -12,11 +13,12 @@ import torch
 from torch import nn
 
 HEAD_NAMES = ("lm_head", "*.lm_head")
-PADDING = 1 / 8  # A head may have so many rows more than the embedding, or fewer: vocabularies are padded.
+# A head and the embedding may differ in their number of rows by this share, because vocabularies are padded.
+PADDING = 1 / 8
 
 
 def is_conv1d(module: nn.Module) -> bool:
-    """Whether the module is transformers' Conv1D, the linear layer of GPT-2 with a weight (in, out)."""
+    """Whether the module is a Conv1D of transformers: the linear layer of GPT-2, whose weight is (in, out)."""
     return any(f"{c.__module__}.{c.__name__}" == "transformers.pytorch_utils.Conv1D" for c in type(module).__mro__)
 
 
@@ -33,14 +35,15 @@ def sizes_of(linear: nn.Module) -> tuple[int, int]:
 
 
 def linear_layers(model: nn.Module) -> dict[nn.Module, list[str]]:
-    """Each linear layer of the model with all of its names. A model may hold a layer at several places."""
+    """Returns each linear layer of the model with all of its names. A layer that the model holds at several places has
+    several names."""
     names: dict[nn.Module, list[str]] = {}
 
     def visit(module: nn.Module, path: tuple[str, ...], above: frozenset[nn.Module]) -> None:
         if is_linear(module):
             names.setdefault(module, []).append(".".join(path))
         for name, child in module._modules.items():
-            if child is not None and child not in above:  # a part may hold the whole that it is a part of
+            if child is not None and child not in above:  # A module may hold a module that contains it.
                 visit(child, (*path, name), above | {child})
 
     visit(model, (), frozenset({model}))
@@ -48,19 +51,19 @@ def linear_layers(model: nn.Module) -> dict[nn.Module, list[str]]:
 
 
 def output_heads(model: nn.Module) -> set[nn.Module]:
-    """The linear layers that make the model's output.
+    """Returns the linear layers that compute the model's output.
 
-    These are output heads:
+    These layers are output heads:
 
-    - a layer that is called lm_head, or that get_output_embeddings() of a model returns
-    - a layer that has the weight of an embedding. Outside of the blocks, the weight may also belong to another module
-      that is no linear layer, which looks rows up in it.
-    - outside of the blocks, a layer with an embedding's shape, padding of the vocabulary aside
+    - a layer with the name lm_head, and a layer that the method get_output_embeddings() of a module returns
+    - a layer whose weight is the weight of an embedding. For a layer outside of the blocks, the weight may also belong
+      to any other module that is no linear layer, such as an embedding that a model defines by itself.
+    - a layer outside of the blocks that has an embedding's shape, up to the padding of the vocabulary (PADDING)
     - a layer that shares its weight with one of these
 
-    In a model without such a layer, the heads are the layers outside of the blocks that read the blocks' width and give
-    another one (a classifier). If there is none either, the head is the last layer outside of the blocks that does not
-    lead into them.
+    If a model has blocks and none of these layers, its heads are the layers outside of the blocks whose in_features are
+    the blocks' width and whose out_features are not, such as a classifier. If there is no such layer either, the head
+    is the last layer outside of the blocks that does not lead into them.
     """
     layers = linear_layers(model)
     modules = list(model.modules())
@@ -82,7 +85,8 @@ def output_heads(model: nn.Module) -> set[nn.Module]:
 
 
 def _by_width(blocks: list[nn.Module], outside: list[nn.Module]) -> set[nn.Module]:
-    """The layers outside that lead from the blocks to something else. The first layer of a block reads its width."""
+    """Returns the layers outside of the blocks that lead from the blocks' width to another one. The width of a block is
+    the in_features of its first layer."""
     widths = {sizes_of(next(iter(linear_layers(block))))[0] for block in blocks}
     reading = [layer for layer in outside if sizes_of(layer)[0] in widths]
     leading_out = {layer for layer in reading if sizes_of(layer)[1] not in widths}
@@ -91,9 +95,10 @@ def _by_width(blocks: list[nn.Module], outside: list[nn.Module]) -> set[nn.Modul
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
-    """The blocks of the model: what lists of modules hold, or else what the model has several of, of one class.
+    """Returns the blocks of the model. These are the entries of its lists of modules. In a model without such lists,
+    they are the modules of any class that the model has several instances of.
 
-    A linear layer by itself is no block, and neither is a module without linear layers.
+    A linear layer by itself is no block, and a module without linear layers is none.
     """
     modules = list(model.modules())
     stacks = [m.children() for m in modules if m is not model and _is_stack(m)]
@@ -105,7 +110,8 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
 
 
 def _is_stack(module: nn.Module) -> bool:
-    """Whether this module lists blocks. A dictionary does if its entries have one class: it may be a whole model."""
+    """Whether this module is a list of blocks. An nn.ModuleDict is one only if its entries have the same class, because
+    some models keep all of their parts in an nn.ModuleDict."""
     with_layers = [child for child in module.children() if not is_linear(child) and linear_layers(child)]
     if isinstance(module, nn.ModuleDict):
         return len(with_layers) > 1 and len({type(child) for child in module.children()}) == 1
@@ -117,7 +123,7 @@ def _is_head_name(name: str) -> bool:
 
 
 def _holds(layer: nn.Module, parameters: Iterable[torch.Tensor | None]) -> bool:
-    """Whether the layer's weight is one of these parameters. A weight that is computed is none."""
+    """Whether the layer's weight is one of these parameters. A weight that is computed (a parametrization) is not."""
     weight = layer._parameters.get("weight")
     return weight is not None and any(weight is parameter for parameter in parameters)
 

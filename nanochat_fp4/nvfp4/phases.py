@@ -1,14 +1,17 @@
-"""The method of each layer at each point of a run: one method, or changes in time and between layers.
+"""The plan of a run's methods: which method each layer computes with at each point of the run. A plan is one method, or
+it varies between layers and over time.
 
     MethodPlan.parse("clover", layers="*.c_fc=fp8", phases="0.85=bf16")
 
-computes with clover, the MLP's first layers with fp8, and from 85% of the steps on everything in BF16.
+This plan computes with clover, except for the first layers of the MLPs, which compute with fp8. After 85% of the steps
+all layers compute in BF16. Other common plans are these:
 
-- A late switch of both passes is 0.85=bf16.
-- A late switch of the forward alone is 0.85=fig1e_ms_eden (lab/recipes.py), whose row quantizes only the backward.
-- A warm-up is bf16 with phases 0.1=clover.
+- phases="0.85=bf16" switches both passes to BF16 late in the run.
+- phases="0.85=fig1e_ms_eden" switches only the forward to BF16, because this method of lab/recipes.py quantizes only
+  the backward.
+- method="bf16" with phases="0.1=clover" warms up in BF16.
 
-One kind of layer, or one phase, can be quantized alone.
+A plan can also quantize only one kind of layer, or only one phase.
 """
 
 import fnmatch
@@ -34,11 +37,13 @@ def _pairs(text: str, what: str, form: str) -> list[tuple[str, Recipe]]:
 
 @dataclass(frozen=True)
 class MethodPlan:
-    """The methods of a run by phase and layer. While the method of a phase quantizes nothing, no layer quantizes.
+    """The methods of a run by phase and by layer.
 
-    - method is the method of the whole run, except for phases and layers.
-    - layers are pairs of a glob pattern of layer names and a method. The first pattern that fits counts.
-    - phases are pairs of a fraction of the steps and the method from there on, in order.
+    - method is the method of all layers from the first step on, unless layers or phases say otherwise.
+    - layers are pairs of a glob pattern of layer names and a method. The first pattern that matches a name counts.
+    - phases are pairs of a fraction of the run's steps and the method from that step on, in rising order.
+
+    In a phase whose method is unquantized, no layer is quantized, not even those named in layers.
     """
 
     method: Recipe
@@ -47,9 +52,11 @@ class MethodPlan:
 
     @classmethod
     def parse(cls, method: str | Recipe, layers: str = "", phases: str = "") -> "MethodPlan":
-        """A plan of layers as "pattern=method,..." and phases as "fraction=method,...". Raises ValueError, in one line.
+        """Makes a plan of layers written as "pattern=method,..." and phases written as "fraction=method,...".
 
-        If the last method in time itself changes late in a run (Recipe.late), the plan does as well.
+        If the last method of the run is one that changes late in a run (Recipe.late), this change becomes a phase.
+        Raises ValueError, with a message of one line, for text of another form, an unknown method, or fractions that do
+        not rise from 0 to 1.
         """
         steps = []
         for key, recipe in _pairs(phases, "phases", "fraction=method"):
@@ -78,7 +85,7 @@ class MethodPlan:
         return [self.method, *(recipe for _, recipe in (*self.layers, *self.phases))]
 
     def at(self, progress: float) -> Recipe:
-        """The method of the phase that `progress` (0 to 1) is in."""
+        """The method of the phase at `progress`, the fraction of the run's steps that are done (0 to 1)."""
         current = self.method
         for fraction, recipe in self.phases:
             if progress >= fraction:
@@ -95,9 +102,10 @@ class MethodPlan:
         return current.of(kind)
 
     def apply(self, model: nn.Module, progress: float) -> bool:
-        """Gives each QuantLinear of the model its recipe. True if one changed: compiled code is then out of date.
+        """Gives each QuantLinear of the model its recipe for this point of the run.
 
-        Raises ValueError for a pattern that matches no layer, and for a layer that its recipe does not fit.
+        Returns whether any recipe changed. If so, compiled code is out of date. Raises ValueError for a pattern that
+        matches no layer, and for a layer whose sizes do not suit its recipe.
         """
         layers = {name: m for name, m in model.named_modules() if isinstance(m, QuantLinear)}
         for pattern, _ in self.layers:
@@ -112,11 +120,13 @@ class MethodPlan:
         return changed
 
     def work(self, model: nn.Module) -> dict[int, float]:
-        """The shares of all steps' multiply-adds that run in 4, 8 and 16 bits, as `{4: ..., 8: ..., 16: ...}`.
+        """Returns the shares of the run's multiply-adds that are done in 4, 8 and 16 bits, as
+        `{4: ..., 8: ..., 16: ...}`.
 
-        The wider operand of a GEMM counts. All products of two-term operands count, so the shares can add up to more
-        than 1. The shares are those of a machine with tensor cores for each format. Only quantized layers count, and
-        layers that would be quantized if their block were not kept in BF16.
+        The shares hold for a machine that has tensor cores for each of these formats. The wider operand of a GEMM
+        decides its number of bits. An output GEMM with two-term operands counts once for each of its products, so the
+        shares can add up to more than 1. Only the linear layers that convert reaches count, and those that it would
+        reach if their blocks were not kept in BF16.
         """
         edges = [0.0, *[fraction for fraction, _ in self.phases], 1.0]
         kept = model.nf_report.kept if hasattr(model, "nf_report") else ()
@@ -133,7 +143,8 @@ class MethodPlan:
 
 
 def gemm_bits(recipe: Recipe) -> tuple[int, int, int]:
-    """Bits of the wider operand of output, grad_input and grad_weight, 16 if an operand is not quantized."""
+    """Returns the number of bits of the wider operand in each of output, grad_input and grad_weight. An operand that is
+    not quantized has 16 bits."""
 
     def bits(rounding: Rounding | None) -> int:
         return 16 if rounding is None else 4 if rounding.element == "e2m1" else 8

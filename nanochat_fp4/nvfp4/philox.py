@@ -1,8 +1,8 @@
-"""Counter-based random numbers: Philox4x32-10 (Salmon et al., 2011), bit for bit what `tl.philox` computes.
+"""Counter-based random numbers: Philox4x32-10 (Salmon et al., 2011), with the bits that Triton's `tl.philox` computes.
 
-A number is a function of seed, purpose, stream and index alone. The same seed therefore gives the same codes in the
-PyTorch reference and in the kernels, at any block size and after a resume. Every element and every scale has an index
-of its own, and rows share no noise.
+A random number is a function of seed, purpose, stream and index, and of nothing else. The same seed therefore gives the
+same codes in the PyTorch reference and in the kernels, with any block size of a kernel, and after a resume. Every
+element and every scale has an index of its own, so rows share no noise.
 
     counter = (index mod 2^32, index div 2^32, purpose, stream)        key = (low, high 32 bits of seed)
 """
@@ -16,14 +16,17 @@ KEY_A, KEY_B = 0x9E3779B9, 0xBB67AE85
 ROUND_A, ROUND_B = 0xD2511F53, 0xCD9E8D57
 ROUNDS = 10
 
-# Purposes, the third word of the counter. Candidate c of a stochastic search draws for SR_ELEMENT + c.
+# The purposes of random numbers, which are the third word of the counter. Candidate c of a stochastic search draws with
+# the purpose SR_ELEMENT + c.
 SIGN, SCALE, SR_ELEMENT = 0, 1, 2
 
 
 def philox(seed: torch.Tensor | int, index: torch.Tensor, purpose: int, stream: int = 0) -> tuple[torch.Tensor, ...]:
-    """Four 32-bit words for each index (int64, any shape), as int64 tensors with values in [0, 2^32).
+    """Returns four random 32-bit words for each index, as four int64 tensors with values in [0, 2^32).
 
-    seed: a Python int of 64 bits, signed or unsigned (as torch.initial_seed()), or an int64 tensor, () or like index.
+    index: int64, of any shape, which is also the shape of the results
+    seed:  a Python int of 64 bits, signed or unsigned (torch.initial_seed() is unsigned), or an int64 tensor that is
+           a scalar or has index's shape
     """
     if isinstance(seed, int) and seed >= 2**63:
         seed -= 2**64
@@ -32,7 +35,7 @@ def philox(seed: torch.Tensor | int, index: torch.Tensor, purpose: int, stream: 
     c0, c1 = index & MASK, (index >> 32) & MASK
     c2, c3 = torch.full_like(index, purpose), torch.full_like(index, stream)
     for _ in range(ROUNDS):
-        # int64 products wrap around. The low 64 bits equal those of the unsigned product.
+        # Products in int64 wrap around, and their 64 bits are those of the unsigned product.
         high, low = c2 * ROUND_B, c0 * ROUND_A
         c0, c1 = ((high >> 32) & MASK) ^ c1 ^ k0, high & MASK
         c2, c3 = ((low >> 32) & MASK) ^ c3 ^ k1, low & MASK
@@ -43,34 +46,36 @@ def philox(seed: torch.Tensor | int, index: torch.Tensor, purpose: int, stream: 
 def uniform_elements(
     seed: torch.Tensor | int, start: int, count: int, stream: int, candidate: int, device: torch.device
 ) -> torch.Tensor:
-    """Uniforms in (0, 1) for the stochastic rounding of elements start .. start + count, float32 (count,).
+    """Returns uniforms in (0, 1) for the stochastic rounding of the elements start to start + count, float32 (count,).
 
-    A uniform is (k + 1/2) / 2^16 of 16 bits k. A Philox call makes eight, low halves first. Rounding probabilities are
-    exact to 2^-17; no average over a feasible number of draws can see the difference. start and count are multiples
-    of 8.
+    start and count must be multiples of 8, because one call of Philox makes eight uniforms, low halves of the words
+    first. A uniform is (k + 1/2) / 2^16 for 16 random bits k. Rounding probabilities are therefore exact to 2^-17. No
+    average over a feasible number of draws can see the difference.
     """
     index = torch.arange(start // 8, (start + count) // 8, device=device, dtype=torch.int64)
     return uniforms_of_elements(seed, index, stream, candidate)
 
 
 def uniforms_of_elements(seed: torch.Tensor | int, index: torch.Tensor, stream: int, candidate: int) -> torch.Tensor:
-    """The uniforms of elements 8 index .. 8 index + 8 for each index, int64 (n,) -> float32 (8 n,)."""
+    """Returns the uniforms of the elements 8 i to 8 i + 8 for each i in index, int64 (n,), as float32 (8 n,)."""
     words = torch.stack(philox(seed, index, SR_ELEMENT + candidate, stream), dim=-1)
     halves = torch.stack((words & 0xFFFF, words >> 16), dim=-1)
     return (halves.flatten().to(torch.float32) + 0.5) * 2.0**-16
 
 
 def uniform_scales(seed: torch.Tensor | int, rows: int, blocks: int, stream: int, device: torch.device) -> torch.Tensor:
-    """Uniforms in [0, 1) of 24 bits for the stochastic rounding of scales, float32 (rows, blocks); blocks is even."""
+    """Returns uniforms in [0, 1) of 24 bits for the stochastic rounding of scales, float32 (rows, blocks). The number
+    of blocks must be even."""
     line = torch.arange(-(-rows // 16) * 8, device=device, dtype=torch.int64).unsqueeze(1)
     return uniforms_of_scales(seed, line * (blocks // 2) + torch.arange(blocks // 2, device=device), rows, stream)
 
 
 def uniforms_of_scales(seed: torch.Tensor | int, calls: torch.Tensor, rows: int, stream: int) -> torch.Tensor:
-    """calls int64 (8 ceil(rows / 16), blocks / 2) -> float32 (rows, blocks).
+    """Returns the uniforms of scales, float32 (rows, blocks), from the indices of the calls of Philox that make them,
+    int64 (8 ceil(rows / 16), blocks / 2).
 
-    A call makes the uniforms of two neighbours in two rows that are 8 apart. In a kernel one thread holds these four
-    values of a tensor core's result.
+    One call makes four uniforms: for two neighbouring blocks in each of two rows that are 8 apart. In a kernel, one
+    thread holds these four values of a tensor core's result, so that no thread draws numbers that another one needs.
     """
     blocks = 2 * calls.shape[1]
     words = torch.stack(philox(seed, calls.flatten(), SCALE, stream), dim=-1)
@@ -79,26 +84,28 @@ def uniforms_of_scales(seed: torch.Tensor | int, calls: torch.Tensor, rows: int,
 
 
 class Noise(NamedTuple):
-    """The random numbers of an operand (R, C). seed is an int or an int64 tensor ()."""
+    """The random numbers of an operand (R, C), determined by a seed, an int or an int64 tensor (), and a stream."""
 
     seed: torch.Tensor | int
     stream: int = 0
 
     def elements(self, row: int, rows: int, columns: int, candidate: int, device: torch.device) -> torch.Tensor:
-        """Uniforms of rows row .. row + rows, float32 (rows * columns,). columns is a multiple of 8."""
+        """Returns the uniforms of the rows row to row + rows, float32 (rows * columns,). The number of columns must be
+        a multiple of 8. candidate is the number of the candidate scale that the elements are rounded with."""
         return uniform_elements(self.seed, row * columns, rows * columns, self.stream, candidate, device)
 
     def scales(self, rows: int, blocks: int, device: torch.device) -> torch.Tensor:
-        """float32 (rows, blocks), as uniform_scales."""
+        """Returns the uniforms of all scales of the operand, float32 (rows, blocks), from uniform_scales."""
         return uniform_scales(self.seed, rows, blocks, self.stream, device)
 
 
 def random_signs(
     seed: torch.Tensor | int, count: int, stream: int, device: torch.device, vector: int = 0
 ) -> torch.Tensor:
-    """+-1, float32 (count,), for count <= 128. Sign j is bit j % 32 of word j // 32 of one Philox call; set is -1.
+    """Returns random signs +1 and -1, float32 (count,), for a count of at most 128.
 
-    vector: the call's index, 0 for a rotation's signs, 1 for those of a second rotation after it.
+    One call of Philox makes all signs. Sign j is -1 if bit j % 32 of word j // 32 is set. vector is the index of the
+    call: 0 for the signs of a rotation, and 1 for the signs of a second rotation after it.
     """
     index = torch.full((), vector, dtype=torch.int64, device=device)
     words = torch.stack(philox(seed, index, SIGN, stream)).view(4)
@@ -108,5 +115,6 @@ def random_signs(
 
 
 def new_seed(device: torch.device) -> torch.Tensor:
-    """64 random bits from torch's generator of the device, int64 (). No host sync; fresh at each CUDA graph replay."""
+    """Returns 64 random bits from torch's generator of the device, int64 (). The call does not synchronize with the
+    host, and each replay of a CUDA graph draws new bits."""
     return torch.randint(-(2**63), 2**63 - 1, (), dtype=torch.int64, device=device)

@@ -1,11 +1,11 @@
-"""The kind of a linear layer of a Transformer, told by its place in the model: by its name and the names around it.
+"""Finds the kind of a linear layer of a Transformer from the layer's name and the names of the modules around it.
 
-    attention   projections of attention: queries, keys, values and the output
-    mlp_up      the first matrix of an MLP, and its gate
+    attention   the projections of attention: queries, keys, values and the output
+    mlp_up      the first matrix of an MLP, and the matrix of its gate
     mlp_down    the second matrix of an MLP
 
-A recipe may treat the kinds differently (Recipe.kinds). The names are those of this project's GPT and Llama, of
-nanochat and of the models in transformers. A layer with another name has no kind.
+A recipe may treat the kinds differently (Recipe.kinds). The known names are those of this project's GPT and Llama, of
+nanochat, and of the models in transformers. A layer with an unknown name has no kind.
 """
 
 import re
@@ -20,13 +20,14 @@ _MLP_MODULE = re.compile(r"mlp|ffn|feed_?forward|experts?|DenseReluDense", re.IG
 _BY_NAME = {
     kind: re.compile(pattern) for kind, pattern in (("mlp_up", _UP), ("mlp_down", _DOWN), ("attention", _ATTENTION))
 }
-# Names that say nothing by themselves, or that the last matrices of an MLP and of attention share: the module around
-# them decides.
+# These names do not tell the kind, some because the last matrices of an MLP and of attention share them. The names of
+# the modules around the layer decide.
 _LAST = re.compile(r"c_proj|wo|dense|proj|output|[qkvo]")
 
 
 def layer_kind(name: str) -> str | None:
-    """The kind of the layer of this name (as named_modules has it), one of KINDS, or None.
+    """Returns the kind of the layer with this name, one of KINDS, or None if the kind is not known. The name is the one
+    that named_modules gives.
 
     >>> layer_kind("transformer.h.3.attn.c_proj"), layer_kind("model.layers.0.mlp.gate_proj"), layer_kind("lm_head")
     ('attention', 'mlp_up', None)

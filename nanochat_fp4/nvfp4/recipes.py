@@ -1,15 +1,18 @@
-"""The records that a method is made of: Operand, Gemm, Recipe.
+"""The records that describe a method: a Recipe has three Gemms, and a Gemm has two Operands.
 
-A linear layer has three GEMMs and six operands, each contracted over its last dimension:
+A linear layer has three GEMMs and six operands. Each operand is contracted over its last dimension:
 
     output       Y  = X   . W^T       input (tokens, in)        weight (out, in)          contraction over in_features
     grad_input   dX = E   . W         grad_output (tokens, out) weight^T (in, out)        contraction over out_features
     grad_weight  dW = E^T . X         grad_output^T (out, tok.) input^T (in, tokens)      contraction over tokens
 
-A Recipe gives each operand a rounding, a name of quantizers.ROUNDINGS, and a source. None leaves the operand alone. For
-each GEMM the recipe says whether both operands are rotated first, by an RHT along the contraction dimension. Both have
-the same signs, redrawn at every backward. By default the backward pass takes the forward GEMM's values of input and
-weight, 4-bit codes dequantized. By the chain rule the results are the gradients of the quantized forward.
+For each operand, a Recipe says how it is rounded (one of quantizers.ROUNDINGS, or None for no rounding) and from which
+tensor it is made. For each GEMM, the Recipe says whether both operands are first rotated along the contraction
+dimension by a random Hadamard transform (RHT). Both operands of a GEMM are rotated with the same signs, because only
+then does the rotation cancel in the product. The signs are drawn anew in every backward pass.
+
+By default the backward GEMMs use the values that the forward GEMM used: the dequantized 4-bit codes of input and
+weight. By the chain rule, the results are then the gradients of the quantized forward.
 
 The table of the methods is in methods.py.
 """
@@ -28,7 +31,8 @@ from nanochat_fp4.nvfp4.places import KINDS
 from nanochat_fp4.nvfp4.quantizers import ROUNDINGS, Rounding, get_rounding
 
 RHT_DIMS = (0, 16, 32, 64, 128)
-# The six operands, two of each GEMM. The number is the operand's stream of random numbers, so that no two share noise.
+# The six operands, two of each GEMM. The number of an operand is also the number of its random stream, so that no two
+# operands share noise.
 INPUT, WEIGHT, GRAD_OUTPUT, WEIGHT_T, GRAD_OUTPUT_T, INPUT_T = range(6)
 
 
@@ -36,15 +40,19 @@ INPUT, WEIGHT, GRAD_OUTPUT, WEIGHT_T, GRAD_OUTPUT_T, INPUT_T = range(6)
 class Operand:
     """How one operand of a GEMM is rounded.
 
-    rounding: One of ROUNDINGS, or its name. None is the forward GEMM's value, or grad_output itself.
-    terms:    2 for the sum of two quantized tensors, the second of the first one's remainder. The error is like FP8's,
-              from a larger number of 4-bit products. For input and weight in the output GEMM only.
-    raw:      Taken from the unquantized tensor, although the forward GEMM used a quantized one. Quantized during the
-              forward pass, so that only codes are kept. For input and weight in the backward GEMMs only.
-    feedback: Rounded for a small error of the layer's output, given the inputs it has had (feedback.py). For the weight
-              in the output GEMM only.
-    kept:     One of ROUNDINGS, or its name: the 4-bit codes of the unquantized tensor that the backward pass takes in
-              the place of an 8-bit operand. For FP8 with one scale, of input and weight in the output GEMM only.
+    rounding: One of ROUNDINGS, or its name. With None the operand is not rounded: a backward GEMM takes the value that
+              the forward GEMM used, or grad_output itself.
+    raw:      If true, the operand is made of the unquantized tensor, although the forward GEMM used a quantized one.
+              It is quantized during the forward pass, so that only codes are kept. This is for the input and the weight
+              in the backward GEMMs only.
+    terms:    1, or 2 for the sum of two quantized tensors, of which the second one is the quantized error of the first.
+              The error is about as small as FP8's, at the cost of more 4-bit products. Two terms are for the input and
+              the weight in the output GEMM only.
+    feedback: If true, the weight is rounded so that the error of the layer's output is small for the inputs that the
+              layer has had (feedback.py). This is for the weight in the output GEMM only.
+    kept:     One of ROUNDINGS, or its name. The forward GEMM multiplies the operand in FP8, and the backward pass takes
+              4-bit codes of the same unquantized tensor with this rounding. This is for the input and the weight in the
+              output GEMM only, if their rounding is FP8 with one scale.
 
     Raises ValueError for an unknown rounding.
 
@@ -88,12 +96,14 @@ class Operand:
 
 @dataclass(frozen=True)
 class Gemm:
-    """The two operands of one GEMM, in the order of the module's table, and the rotation of both.
+    """The two operands of one GEMM, in the order of the table at the top of this file, and the rotation of both.
 
-    rht_dim:     0, or the RHT's group size along the contraction dimension
-    fixed_signs: one sign vector for the whole run instead of a new one at every backward (NVIDIA's own recipe)
-    rotations:   2 for two RHTs in a row, each with a sign vector of its own, with rht_dim=128 only. MS-EDEN is then
-                 unbiased for sparse operands as well (hadamard.rotated_sums)
+    rht_dim:     the size of the groups along the contraction dimension that the RHT rotates: 16, 32, 64 or 128. With 0
+                 nothing is rotated.
+    fixed_signs: if true, the whole run uses one sign vector, as NVIDIA's own recipe does. Otherwise each backward pass
+                 draws a new one.
+    rotations:   1, or 2 for two RHTs in a row, each with a sign vector of its own. With two rotations MS-EDEN is
+                 unbiased for sparse operands as well (hadamard.rotated_sums). Two rotations need rht_dim=128.
 
     >>> print(nf.Gemm(nf.Operand("ms_eden"), nf.Operand("ms_eden"), rht_dim=128))
     ms_eden x ms_eden, RHT-128
@@ -118,7 +128,9 @@ class Gemm:
 
 @dataclass(frozen=True)
 class Recipe:
-    """A method: one Gemm for each of the three products. Raises ValueError for combinations that cannot be computed.
+    """A method: one Gemm for each of the three products of a linear layer.
+
+    Raises ValueError for a combination that cannot be computed.
 
     >>> weights_only = nf.Recipe("weights_only", output=nf.Gemm(b=nf.Operand("four_over_six")))
     >>> nf.QuantLinear(32, 16, method=weights_only)(torch.randn(4, 32)).shape
@@ -132,11 +144,11 @@ class Recipe:
     output: Gemm = field(default_factory=Gemm)
     grad_input: Gemm = field(default_factory=Gemm)
     grad_weight: Gemm = field(default_factory=Gemm)
-    # (fraction of a run's steps, the method from there on): plan.py.
+    # (fraction of a run's steps, the method from that step on). phases.MethodPlan makes the change.
     late: "tuple[float, Recipe] | None" = None
-    # Share of a model's blocks, those at its end and at least one, that convert leaves in BF16.
+    # The share of a model's blocks, counted from its end, that convert leaves in BF16. At least one block is left.
     kept_blocks: float = 0.0
-    # Pairs of a kind of layer (places.KINDS) and the recipe of its layers; all other layers have this recipe.
+    # Pairs of a kind of layer (places.KINDS) and the recipe of its layers. All other layers have this recipe.
     kinds: "tuple[tuple[str, Recipe], ...]" = ()
     summary: str = field(default="", compare=False)
 
@@ -146,7 +158,7 @@ class Recipe:
 
     @property
     def block(self) -> int:
-        """in_features and out_features must be multiples of this number."""
+        """The number that in_features and out_features must be multiples of."""
         roundings = (o.rounding for g in (self.output, self.grad_input, self.grad_weight) for o in (g.a, g.b))
         blocks = [BLOCK if r.fp8 else r.block for r in roundings if r]
         return max(blocks, default=0)
@@ -161,10 +173,11 @@ class Recipe:
     def quantization(
         self, operand: int, seed: torch.Tensor | None, signs: torch.Tensor | None, device: torch.device
     ) -> Quantization:
-        """How an operand (INPUT to INPUT_T) is made, in a layer that one process computes alone.
+        """Describes how an operand (INPUT to INPUT_T) is made in a layer that one process computes alone.
 
-        seed: of its noise. signs: the seed of its rotation. Both operands of a GEMM have the signs of the first one's
-        stream. Without a seed, the seeds are 0.
+        seed is the seed of the operand's noise, and signs is the seed of its rotation, both int64 (). Both operands of
+        a GEMM draw their signs from the stream of the first one, so that they are rotated alike. A GEMM that draws
+        random numbers although there is no seed has the seed 0.
         """
         gemm = (self.output, self.grad_input, self.grad_weight)[operand // 2]
         if gemm.fixed_signs or (seed is None and gemm.random):
@@ -188,24 +201,25 @@ class Recipe:
 
     @property
     def output_products(self) -> int:
-        """The number of products in the output GEMM, 1 and one more for each second term."""
+        """The number of products in the output GEMM: one, and another one for each operand of two terms."""
         return self.output.a.terms + self.output.b.terms - 1
 
     @property
     def uses_feedback(self) -> bool:
-        """Whether layers compute with the Gram matrix of their inputs (gram_matrices.update_gram_matrices)."""
+        """Whether layers round with the Gram matrix of their inputs (gram_matrices.update_gram_matrices)."""
         return self.output.b.feedback or any(recipe.uses_feedback for _, recipe in self.kinds)
 
     @property
     def input_is_codes(self) -> bool:
-        """Whether the forward GEMM takes only NVFP4 codes of its input, which a row and the tensor's amax determine."""
+        """Whether the input reaches the GEMMs only as NVFP4 codes, and the codes of a row depend only on the row and on
+        the tensor's amax. Parts of such an input can be quantized separately."""
         rounding, raw = self.output.a.rounding, self.grad_weight.b.raw
         plain = self.output.a.terms == 1 and not (self.output.rht_dim or raw)
         return plain and rounding is not None and rounding.has_kernels and not rounding.random
 
     @property
     def fixed_weight(self) -> bool:
-        """Whether the forward rounds the weight alike in each pass, so that codes can be made once for several."""
+        """Whether the forward rounds the weight alike in each pass, so that several passes can share its codes."""
         return bool(self.output.b.rounding) and not self.output.random
 
     @property
@@ -216,18 +230,18 @@ class Recipe:
 
     @property
     def parts(self) -> "tuple[Recipe, ...]":
-        """The recipes of single layers: that of layers of no kind, and one for each of kinds."""
+        """The recipes of single layers: first the one for layers of no kind, then one for each entry of `kinds`."""
         return self.of(None), *(recipe for _, recipe in self.kinds)
 
     def of(self, kind: str | None) -> "Recipe":
-        """The recipe of a layer of this kind: one that says nothing of kinds."""
+        """The recipe of a layer of this kind. The result has no `kinds` of its own."""
         return dict(self.kinds).get(kind) or replace(self, kinds=())
 
     @property
     def draws_in_forward(self) -> bool:
-        """Whether the forward pass needs random numbers.
+        """Whether the forward pass draws random numbers.
 
-        Only raw operands, which the forward pass quantizes, are rotated or rounded stochastically there.
+        The backward operands with `raw` count, because the forward pass quantizes them.
         """
         raw = [g for g in (self.grad_input, self.grad_weight) if g.b.raw]
         return self.output.random or any(g.random for g in raw)
@@ -238,14 +252,16 @@ class Recipe:
 
     @property
     def final(self) -> "Recipe":
-        """The method at the end of a run, with which its model is evaluated and used."""
+        """The method at the end of a run. The trained model is evaluated and used with this method."""
         return self.late[1] if self.late else self
 
     def forward_only(self) -> "Recipe":
-        """The same forward with an unquantized backward: the paper's post-training (Appendix C).
+        """Returns a recipe with the same forward and an unquantized backward, as in the paper's post-training
+        (Appendix C).
 
-        A grad_weight of the raw input takes the raw input here as well, as in Quartet II's code. Where 4-bit codes are
-        kept for a quantized backward pass, the 8-bit operand is kept here.
+        If this recipe's grad_weight is made of the raw input, the result's grad_weight takes the raw input as well, as
+        in Quartet II's code. If this recipe keeps 4-bit codes of an FP8 operand for its backward pass, the result keeps
+        the FP8 operand itself.
         """
         late = self.late and (self.late[0], self.late[1].forward_only())
         output = replace(self.output, a=replace(self.output.a, kept=None), b=replace(self.output.b, kept=None))
@@ -262,7 +278,7 @@ class Recipe:
 
 
 def _problems(recipe: Recipe) -> Iterator[str]:
-    """Reasons why a recipe cannot be computed, a line each, to go behind the recipe's name."""
+    """Yields the reasons why a recipe cannot be computed. Each is one line that continues the recipe's name."""
     for name in ("output", "grad_input", "grad_weight"):
         gemm = getattr(recipe, name)
         yield from (f", {name}: {problem}" for problem in _problems_of_gemm(gemm, is_output=name == "output"))
@@ -318,16 +334,17 @@ def _problems_of_gemm(gemm: Gemm, is_output: bool) -> Iterator[str]:
 
 
 def both(rounding: str, rht_dim: int = 0) -> Gemm:
-    """Both operands rounded alike."""
+    """Returns a Gemm whose two operands have the same rounding."""
     return Gemm(Operand(rounding), Operand(rounding), rht_dim)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Recipes as JSON, so that a checkpoint says by itself how it was trained
+# Recipes as JSON. A checkpoint stores its recipe, so that it can be read without the file that registered the method.
 
 
 def to_record(value: Any) -> Any:
-    """A Recipe as JSON: the fields that are not their defaults. A rounding of ROUNDINGS is its name."""
+    """Returns a Recipe as JSON data, with the fields that differ from their defaults. A rounding of ROUNDINGS is stored
+    as its name."""
     if isinstance(value, Rounding) and ROUNDINGS.get(value.name) == value:
         return value.name
     if is_dataclass(value):
@@ -340,7 +357,7 @@ def to_record(value: Any) -> Any:
 
 
 def from_record(record: Mapping[str, Any]) -> Recipe:
-    """The Recipe of to_record's result. Raises ValueError for what is none."""
+    """Returns the Recipe that to_record has made `record` of. Raises ValueError if `record` describes no recipe."""
 
     def operand(made: Mapping[str, Any]) -> Operand:
         roundings = {name: made.get(name) for name in ("rounding", "kept")}
