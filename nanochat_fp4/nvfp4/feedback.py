@@ -1,24 +1,26 @@
-"""Error feedback (GPTQ): a weight is rounded so that the error of the layer's output is small, not that of the weight.
+"""Error feedback (GPTQ): rounds a weight so that the error of the layer's output is small, and not the weight's error.
 
-S = E[x x^T] is the Gram matrix of the layer's inputs. The output's error E |(W - Q) x|^2 is tr((W - Q) S (W - Q)^T).
-Rounding to nearest minimizes |W - Q|^2, as if S were the identity. Here blocks of 16 columns are rounded one after the
-other. Before a block is rounded, a correction for the errors of all earlier blocks is added to its weights:
+S = E[x x^T] is the Gram matrix of the layer's inputs x. The mean square error of the output, E |(W - Q) x|^2, is
+tr((W - Q) S (W - Q)^T). Rounding to nearest minimizes |W - Q|^2 instead, as if S were the identity. With feedback,
+blocks of 16 columns are rounded one after the other. Before a block is rounded, a correction for the errors of all
+earlier blocks is added to its weights:
 
     S + damping = R R^T, R upper triangular        T = R blockdiag(R)^-1, in blocks of 16 x 16
     Q_b = round(W_b + (W - Q)_{<b} T_{<b, b})
 
-The method is GPTQ (Frantar et al., 2023) in the form of QuIP's LDLQ (Chee et al., 2023). Blocks have one NVFP4 scale. A
-block's scale is chosen after the feedback. The weights' errors grow in directions that the inputs hardly reach. A
-gradient that goes back through the weight sees |W - Q|^2, so the damping bounds the weights' errors.
+The method is GPTQ (Frantar et al., 2023) in the form of QuIP's LDLQ (Chee et al., 2023). A block is the group of values
+that share an NVFP4 scale, and its scale is chosen after the correction. The weight's error grows in directions that the
+inputs hardly reach. The gradient that goes back through the weight sees |W - Q|^2, however, so a damping term bounds
+the weight's error.
 
-The feedback can push a block beyond the tensor's amax. The block's scale then uses the room above scale_cap. Values
-beyond the largest scale are clipped, and the clipping is fed back like any other error.
+The correction can push values of a block beyond the tensor's amax. The block's scale can then grow above scale_cap, up
+to the largest E4M3 number. Values beyond that are clipped, and the clipping is corrected like any other error.
 
-The Gram matrix of a layer's inputs, E[x x^T] (GPTQ's H), is state of the training, not of the model. Layers hold it
-beside their parameters and buffers. State dicts, EMA copies and `model.to(dtype)` leave it out.
-training.update_gram_matrices makes the matrices; gram_state and load_gram_state save and load them. The dtype is FP16.
-The unit is the inputs' mean square, so no entry is beyond K. docs/memory.md has the size, and the reason against blocks
-of channels.
+The Gram matrix of a layer's inputs (GPTQ's H) is state of the training and not of the model. A layer holds it beside
+its parameters and buffers, so state dicts and `model.to(dtype)` do not contain it.
+gram_matrices.update_gram_matrices measures the matrices, and gram_state and load_gram_state save and load them. They
+are FP16. Their unit is the inputs' mean square, so that no entry is larger than K and FP16 cannot overflow.
+docs/memory.md gives their size, and says why they are not divided into blocks of channels.
 """
 
 from collections.abc import Mapping, Sequence
@@ -41,22 +43,23 @@ from nanochat_fp4.nvfp4.format import (
 )
 from nanochat_fp4.nvfp4.quantizers import Rounding, block_scale_rounding, divide, get_rounding, search_scales
 
-STEP = 0.2  # Step of the exponential average of Gram matrices, over about five looks at the inputs.
-COLUMNS = 128  # Columns that are rounded before their errors reach all later columns.
-DAMPING = 0.3  # In units of the mean of S's diagonal.
+STEP = 0.2  # The step of the exponential average of Gram matrices, which averages over about five measurements.
+COLUMNS = 128  # The number of columns that are rounded before their errors are passed to all later columns.
+DAMPING = 0.3  # The damping that is added to the diagonal of S, in units of the diagonal's mean.
 
 
 def products_of_rows(rows: torch.Tensor) -> torch.Tensor:
-    """The sum of x x^T over rows (T, K), float32 (K, K)."""
+    """Returns the sum of x x^T over the rows x of a tensor (T, K), float32 (K, K)."""
     with torch.autocast(rows.device.type, enabled=False):
         rows = rows.float()
         return rows.T @ rows
 
 
 def gram_matrix(mean: torch.Tensor, before: torch.Tensor | None = None) -> torch.Tensor:
-    """The Gram matrix `before`, moved a STEP of the way to the mean of x x^T (K, K).
+    """Returns the Gram matrix `before`, moved by STEP towards the mean of x x^T, float16 (K, K).
 
-    A mean that is not finite changes nothing.
+    mean is float32 (K, K). Without `before`, the result is the mean in units of its diagonal's mean. A mean that is not
+    finite leaves `before` as it is, or gives zeros.
     """
     new = in_units_of_its_mean(mean)
     moved = new if before is None else before.float().lerp(new, STEP)
@@ -68,15 +71,17 @@ def in_units_of_its_mean(gram: torch.Tensor) -> torch.Tensor:
 
 
 def factor_for(gram: torch.Tensor) -> torch.Tensor:
-    """The layer's feedback factor, FP16 `(K, K)`, from gram_matrix's result, `(K, K)`. No host sync."""
+    """Returns the layer's feedback factor, float16 (K, K), from the Gram matrix that gram_matrix returns. The call does
+    not synchronize with the host."""
     return feedback_factor(gram.float()).half()
 
 
 def gram_state(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Name of a layer -> Gram matrix of its inputs, float16 (K, K). Empty if the method has none, or none yet.
+    """Returns the Gram matrices of the layers' inputs by the layers' names, each float16 (K, K). The dictionary is
+    empty if the method uses no Gram matrices, and before the first update_gram_matrices.
 
-    A run that goes on needs this state besides state dicts. Layers that read the same tensor share a matrix, also after
-    torch.save and torch.load.
+    A run that is resumed needs this state besides the state dicts. Layers that read the same tensor share a matrix.
+    They still share it after torch.save and torch.load.
 
     >>> nf.gram_state(nf.QuantLinear(32, 16, method="clover_feedback"))  # before update_gram_matrices
     {}
@@ -85,9 +90,11 @@ def gram_state(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def load_gram_state(model: nn.Module, state: Mapping[str, torch.Tensor]) -> None:
-    """Gives the layers the result of gram_state, on the device of their weights. Call it before or after convert.
+    """Gives the layers the Gram matrices of `state`, which gram_state returned, on the device of their weights. The
+    model may be converted before or afterwards.
 
-    Raises ValueError for a state of another kind, for a missing layer, and for a layer with inputs of another size.
+    Raises ValueError if state is not a dictionary of tensors, or names a layer that the model does not have or whose
+    in_features differ.
 
     >>> model = nf.convert(torch.nn.Sequential(torch.nn.Linear(32, 32)), "four_over_six", verbose=False)
     >>> nf.load_gram_state(model, {"0": torch.eye(32)})
@@ -111,9 +118,11 @@ def load_gram_state(model: nn.Module, state: Mapping[str, torch.Tensor]) -> None
 
 
 def set_gram_matrix(layer: nn.Module, gram: torch.Tensor) -> None:
-    """gram is gram_matrix's result, or FP32 in any units.
+    """Gives a layer the Gram matrix of its inputs, (K, K): the float16 result of gram_matrix, or another dtype in any
+    unit.
 
-    A quantized layer derives its recipe's factor from gram. Another layer keeps gram until it is converted.
+    A converted layer computes its feedback factor at once, if its recipe has feedback. Any other layer keeps the matrix
+    until it is converted.
     """
     gram = gram.to(layer.weight.device)
     layer.gram_matrix = gram if gram.dtype == torch.float16 else in_units_of_its_mean(gram.float()).half()
@@ -124,9 +133,11 @@ def set_gram_matrix(layer: nn.Module, gram: torch.Tensor) -> None:
 
 @torch.no_grad()
 def feedback_factor(gram: torch.Tensor) -> torch.Tensor:
-    """S `(K, K)` float32, K % 16 == 0 -> the strictly block upper triangular part of T, `(K, K)` float32.
+    """Returns the strictly block upper triangular part of T (see the top of this file), float32 (K, K), from S, float32
+    (K, K), with K a multiple of 16.
 
-    If S is zero or not finite, S + damping has no Cholesky factor, and the result is zeros: no feedback. No host sync.
+    If S is zero or not finite, S + damping has no Cholesky factor. The result is then zero, which means no feedback.
+    The call does not synchronize with the host.
     """
     blocks = gram.shape[0] // BLOCK
     damped = gram.clone()
@@ -150,14 +161,20 @@ def round_with_feedback(
     amaxes: torch.Tensor | None = None,
     tiles: bool = False,
 ) -> list[NVFP4Tensor]:
-    """weights `(L, N, K)` FP32 or BF16, and L factors `(K, K)` of feedback_factor -> L NVFP4Tensors `(N, K)`.
+    """Rounds L weights of the same shape with feedback and returns L NVFP4Tensors (N, K).
 
-    COLUMNS get the errors of the columns before them by one product. The errors are the largest tensor to read, and
-    are read once for eight blocks. Within COLUMNS a kernel goes from block to block.
+    weights: FP32 or BF16 (L, N, K)
+    factors: L results of feedback_factor or factor_for, each (K, K)
+    spec:    a rounding with blocks of 1x16 that draws no random numbers
+    amaxes:  float32 (L,), the amaxes of the whole tensors, if the weights are some rows of larger tensors
+    tiles:   whether the scales are laid out as swizzle_scales does
 
-    spec has blocks of 1x16 and draws no random numbers. If the weights are some rows of larger tensors, amaxes (L,) are
-    the amaxes of the whole tensors. Each weight has quantize's tensor_scale. With factors of zeros the result is
-    quantize's, to the bit. tiles: scales in the layout of swizzle_scales.
+    Each weight has the tensor_scale that quantizers.quantize gives it. With factors of zeros the whole result has the
+    bits of quantizers.quantize.
+
+    The columns are rounded in groups of COLUMNS. One matrix product gives a group the errors of all columns before it,
+    so that the errors, the largest tensor to read, are read once for eight blocks. Inside a group a kernel goes from
+    block to block.
     """
     weights = weights.contiguous()
     layers, rows, columns = weights.shape
@@ -183,7 +200,8 @@ def round_with_feedback(
 
 
 def _empty_scales(weights: torch.Tensor, tiles: bool) -> torch.Tensor:
-    """Memory for the scales of weights (..., N, K): uint8 (..., N, K/16), or flat in tiles, where padding is 0."""
+    """Returns memory for the scales of weights (..., N, K): uint8 (..., N, K/16), or uint8 (..., size) for scales in
+    tiles, whose padding must be zero."""
     *layers, rows, columns = weights.shape
     if tiles:
         count = -(-rows // TILE_ROWS) * -(-columns // (TILE_COLUMNS * BLOCK))
@@ -192,10 +210,10 @@ def _empty_scales(weights: torch.Tensor, tiles: bool) -> torch.Tensor:
 
 
 def _round_group(weights, inverse, before, factor, missed, codes, scales, start, grid_max, candidates) -> None:
-    """The reference of nvfp4_kernels.feedback.round_group, whose docstring has shapes and dtypes.
+    """The reference of nvfp4_kernels.feedback.round_group, whose docstring gives the shapes and dtypes.
 
-    Each element receives the errors of the earlier columns of its group, one column after the other. Product and sum
-    are rounded separately.
+    Each element receives the corrections for the earlier columns of its group one column after the other. The product
+    and the sum are rounded separately, as in the kernel.
     """
     layers, rows, _ = weights.shape
     limit = E2M1_MAX * E4M3_MAX
@@ -220,7 +238,8 @@ def _round_group(weights, inverse, before, factor, missed, codes, scales, start,
 def with_feedback(
     weight: torch.Tensor, factor: torch.Tensor, rounding: str, amax: torch.Tensor | None = None, tiles: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """round_with_feedback of one weight: codes, scales, tensor_scale. torch.compile must not trace the long loop."""
+    """Applies round_with_feedback to one weight and returns (codes, scales, tensor_scale). It is an operator, so that
+    torch.compile does not trace the long loop."""
     amaxes = None if amax is None else amax.unsqueeze(0)
     t = round_with_feedback(weight.unsqueeze(0), [factor], get_rounding(rounding), amaxes, tiles)[0]
     return t.codes, t.scales, t.tensor_scale

@@ -1,6 +1,6 @@
-"""The Gram matrices of the layers' inputs, which error feedback needs, measured in the course of a training run.
+"""Measures the Gram matrices of the layers' inputs in the course of a training run. Error feedback needs them.
 
-feedback.py says what a Gram matrix is for, and rounds with it.
+feedback.py explains what a Gram matrix is for, and rounds weights with it.
 """
 
 import contextlib
@@ -18,24 +18,30 @@ from nanochat_fp4.nvfp4.fused import groups_computed_as_one
 from nanochat_fp4.nvfp4.linear import QuantLinear
 from nanochat_fp4.nvfp4.reminders import was_called
 
-GRAM_EVERY = 10  # steps between two measurements of the layers' inputs
-GRAM_TOKENS = 8192  # of a rank, in a measurement
+GRAM_EVERY = 10  # The number of steps from one measurement of the layers' inputs to the next.
+GRAM_TOKENS = 8192  # The number of tokens that a rank uses in a measurement.
 
 
 @torch.no_grad()
 def update_gram_matrices(model: nn.Module, forward: Callable[[], object]) -> None:
-    """For a training loop of a method with error feedback (clover_feedback), after every few steps.
+    """Updates the Gram matrices of the layers' inputs. A training loop calls this function after every few steps if its
+    method has error feedback (clover_feedback).
 
-    Runs forward(), which calls the model on some thousand tokens. The model computes in full precision, uncompiled and
-    without gradients. Dropout and batch statistics are those of the model's present mode. The Gram matrix of each layer
-    with feedback moves a part of the way (feedback.STEP) to the Gram matrix of its inputs in all calls, the first time
-    all of the way. Does nothing if no layer has feedback, as in the last phase of clover_feedback_late.
+    `forward` is a function without arguments that calls the model on some thousand tokens. update_gram_matrices runs it
+    once. Meanwhile the model computes in full precision, uncompiled and without gradients. Whether dropout and batch
+    statistics are active depends on the model's present mode.
 
-    The mean is over the tokens of all ranks, which must call together. Inputs that are not finite change nothing. A run
-    that goes on needs gram_state, and so does a copy (an EMA) before its evaluation. A copy has the Gram matrices and
-    the phase of its own moment.
+    From the inputs of each layer with feedback, in all calls of the layer, the function computes a Gram matrix. The
+    layer's own Gram matrix moves a part of the way to it (feedback.STEP), and all of the way the first time. The mean
+    is over the tokens of all ranks, so all ranks must call this function together. If inputs are not finite, the Gram
+    matrix stays as it is. If no layer has feedback, as in the last phase of clover_feedback_late, nothing is done.
 
-    Raises ValueError for a model that is no module, and a forward that is not a function or calls none of these layers.
+    Gram matrices are no part of the state dict. A run that is resumed needs the result of gram_state besides its
+    checkpoint, and so does a copy of the weights, such as an EMA, that is evaluated later. A deep copy has the
+    model's Gram matrices and its phase as they are at that moment.
+
+    Raises ValueError if model is no torch.nn.Module, if forward is no function, and if forward calls no layer that has
+    feedback.
 
     >>> model = torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.ReLU(), torch.nn.Linear(32, 16))
     >>> model, x = nf.convert(model, "clover_feedback", verbose=False), torch.randn(64, 32)
@@ -69,7 +75,7 @@ def update_gram_matrices(model: nn.Module, forward: Callable[[], object]) -> Non
 
 
 class _Inputs(NamedTuple):
-    """The sum of x x^T over the rows that a layer has read, float32 (K, K), and their number."""
+    """The sum of x x^T over the rows x that a layer has read, float32 (K, K), and the number of these rows."""
 
     products: torch.Tensor
     rows: int
@@ -78,9 +84,11 @@ class _Inputs(NamedTuple):
 def _products_of_inputs(
     layers: list[QuantLinear], model: nn.Module, forward: Callable[[], object]
 ) -> dict[QuantLinear, _Inputs]:
-    """The inputs of these layers in all their calls in forward(). Layers with the same input share one object."""
+    """Returns the inputs of these layers in all of their calls in forward(). Layers that read the same tensors share
+    one object, so that its products are computed once."""
     seen: dict[QuantLinear, _Inputs] = {}
-    last, made = None, {}  # the last input, and its updates of the layers' sums: id -> (before, now)
+    # The last input, and the sums that have been updated with it: id of the sum before -> (sum before, sum after).
+    last, made = None, {}
 
     def add(layer: QuantLinear, args: tuple) -> None:
         nonlocal last, made
@@ -94,7 +102,8 @@ def _products_of_inputs(
 
     hooks = [layer.register_forward_pre_hook(add) for layer in layers]
     try:
-        # Under torch.compile the hooks would cause a compilation, and `seen` another one at each measurement.
+        # The model runs eagerly, because torch.compile would compile it for the hooks, and again for `seen` at each
+        # measurement.
         eager = torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else contextlib.nullcontext()
         with full_precision(model), eager:
             forward()
@@ -105,10 +114,10 @@ def _products_of_inputs(
 
 
 def _over_ranks(layers: list[QuantLinear], seen: dict[QuantLinear, _Inputs]) -> dict[QuantLinear, _Inputs]:
-    """The inputs that all ranks have seen. A rank may not have called a layer (an expert) that another one has."""
+    """Returns the sums over all ranks. A layer that only some ranks have called, such as an expert, is included."""
     if not (dist.is_available() and dist.is_initialized()):
         return seen
-    # The inputs' device comes first, because weights may be offloaded.
+    # The device is the inputs' one if there are inputs, because weights may be offloaded to another device.
     device = next((inputs.products.device for inputs in seen.values()), layers[0].weight.device)
     first: dict[int, int] = {}  # id of shared inputs -> number of the first layer
     numbers = [first.setdefault(id(seen[m]), i) if m in seen else -1 for i, m in enumerate(layers)]

@@ -1,4 +1,4 @@
-"""One pass through a quantized layer: what the three products of linear.py need to know besides their tensors."""
+"""The settings of one pass through a quantized layer, which the three products of linear.py need besides tensors."""
 
 from typing import NamedTuple, Protocol
 
@@ -16,12 +16,13 @@ UNQUANTIZED = Recipe("bf16")
 
 
 class LayerOperands(Protocol):
-    """The operands of a layer: WholeOperands, or those of a process that has a part of the layer (tensor_parallel.py).
+    """How the operands of a layer are made. A process that computes the layer alone has WholeOperands. A process that
+    computes a part of the layer has tensor_parallel.DividedOperands.
 
-    recipe:       of this pass
-    quantization: how an operand (INPUT to INPUT_T) is made; arguments as Recipe.quantization
-    gathered:     the input operand of all tokens, of the one that was made of this process's tokens
-    scattered:    the gradient (M, K) of this process's tokens, of the product with all tokens
+    recipe:       the recipe of this pass
+    quantization: says how an operand (INPUT to INPUT_T) is made. The arguments are those of Recipe.quantization.
+    gathered:     makes the input operand of all tokens from the input operand of this process's tokens
+    scattered:    makes the gradient of this process's tokens, (M, K), from the gradient of all tokens
     """
 
     @property
@@ -37,7 +38,7 @@ class LayerOperands(Protocol):
 
 
 class WholeOperands(NamedTuple):
-    """The operands of a layer that this process computes alone, of all its tokens."""
+    """The operands of a layer that this process computes alone."""
 
     recipe: Recipe
 
@@ -54,17 +55,19 @@ class WholeOperands(NamedTuple):
 
 
 class Pass(NamedTuple):
-    """One forward pass of a layer and its backward pass, but for the tensors that autograd follows.
+    """The settings of one forward pass of a layer and of its backward pass. The tensors that autograd differentiates
+    are not among them.
 
-    operands:     how the operands are made, by the recipe of this pass
-    dtype:        in which unquantized operands are multiplied, and of the output
-    grad_enabled: the caller's torch.is_grad_enabled(). needs_input_grad does not know of no_grad.
-    per_token:    each row of the input has a tensor_scale of its own
-    amax:         max |input|, float32 (), where the caller knows it
-    factor:       of the weight's error feedback, float16 (K, K), or None
-    prepared_weight: the weight operand of the output GEMM, where it was made before this pass (quantize_weights_once)
-    gradient:     float32 (N, K), to which the gradient of the weights is added. Autograd then gets none. Autograd does
-                  not save this tensor, because it takes no tensor that changes.
+    operands:     how the operands are made with the recipe of this pass
+    dtype:        the dtype of the output, in which unquantized operands are multiplied
+    grad_enabled: the caller's torch.is_grad_enabled(). It is stored because needs_input_grad ignores torch.no_grad.
+    per_token:    whether each row of the input has a tensor_scale of its own
+    amax:         max |input|, float32 (), if the caller knows it
+    factor:       the factor of the weight's error feedback, float16 (K, K), or None
+    prepared_weight: the weight operand of the output GEMM, if it was made before this pass (quantize_weights_once)
+    gradient:     the memory that the gradient of the weights is added to, float32 (N, K), or None. If it is given,
+                  backward returns no gradient of the weights. It is stored here and not by autograd, because autograd
+                  refuses saved tensors that change.
     libraries:    which implementation makes each FP4 product
     """
 
@@ -83,49 +86,51 @@ class Pass(NamedTuple):
         return self.operands.recipe
 
     def rows(self, x: torch.Tensor) -> torch.Tensor:
-        """x (..., K) as (M, K). What is not quantized is kept for the backward pass, so in the dtype of the product."""
+        """Returns x (..., K) as (M, K). An input that is not quantized is kept for the backward pass, so it is
+        converted to the dtype of the product here."""
         rows = x.reshape(-1, x.shape[-1])
         return rows if self.recipe.quantizes else rows.to(self.dtype)
 
     def needs(self, x: bool, *weights: bool) -> tuple[bool, bool]:
-        """Whether the gradients of the input and of the weights are wanted. Arguments: of needs_input_grad."""
+        """Whether the gradients of the input and of the weights are wanted. The arguments are the entries of
+        ctx.needs_input_grad for them."""
         return x and self.grad_enabled, any(weights) and self.grad_enabled
 
     def forward_seed(self, needs: tuple[bool, bool], device: torch.device) -> torch.Tensor | None:
-        """The seed of this forward pass, int64 (), or None if nothing is drawn."""
+        """Draws the seed of this forward pass, int64 (). Returns None if the pass draws no random numbers."""
         drawn = self.recipe.draws_in_forward and (any(needs) or inside_checkpoint())
         return new_seed(device) if drawn else None
 
     def of_input(self, seed: torch.Tensor | None, device: torch.device) -> Quantization:
-        """How Qx(X), the input operand of the output GEMM, is made."""
+        """Says how Qx(X), the input operand of the output GEMM, is made."""
         how = self.operands.quantization(INPUT, seed, seed, device)
         knows_amax = how.rounding and how.rounding.takes_amax and not (how.rht_dim or self.per_token)
         return how._replace(per_token=self.per_token, amax=self.amax if knows_amax else None)
 
     def of_weight(self, seed: torch.Tensor | None, device: torch.device) -> Quantization:
-        """How Qw(W), the weight operand of the output GEMM, is made."""
+        """Says how Qw(W), the weight operand of the output GEMM, is made."""
         return self.operands.quantization(WEIGHT, seed, seed, device)._replace(factor=self.factor)
 
 
-# torch.compile chooses anew which operation runs in which pass. A seed may be drawn in both passes, if neither the
-# forward's outputs nor the backward's inputs seem to need the seed. The two operands of a GEMM would then be rotated
-# with different signs, and the result would be noise. Under a compiler, therefore, the output depends on the forward's
-# seed, and the backward's seed on grad_output.
+# torch.compile decides by itself which operation runs in which of the two passes. If neither the forward's outputs nor
+# the backward's inputs seemed to depend on a seed, the compiler could draw the seed once in each pass. The two operands
+# of a GEMM would then be rotated with different signs, and their product would be noise. Under a compiler, therefore,
+# the output is made to depend on the forward's seed, and the backward's seed is made to depend on grad_output.
 
 
 def needing(wq: GemmOperand, seed: torch.Tensor | None) -> GemmOperand:
-    """The weight operand, which a compiler must take for a function of the seed."""
+    """Returns the weight operand in a form that a compiler takes for a function of the seed."""
     return wq if seed is None or not torch.compiler.is_compiling() else wq.depending_on(seed)
 
 
 def backward_seed(grad_output: torch.Tensor) -> torch.Tensor:
-    """The seed of a backward pass, int64 ()."""
+    """Draws the seed of a backward pass, int64 ()."""
     seed = new_seed(grad_output.device)
     return after(seed, grad_output) if torch.compiler.is_compiling() else seed
 
 
 def compute_dtype(x: torch.Tensor) -> torch.dtype:
-    """The dtype in which nn.Linear would multiply x: autocast's where autocast is on, else x's."""
+    """Returns the dtype in which nn.Linear would multiply x: autocast's dtype if autocast is on, otherwise x's."""
     device = x.device.type
     if x.is_meta or not torch.is_autocast_enabled(device):
         return x.dtype
@@ -133,7 +138,7 @@ def compute_dtype(x: torch.Tensor) -> torch.dtype:
 
 
 def check_compute_dtype(dtype: torch.dtype) -> None:
-    """Raises ValueError unless layers multiply in this dtype."""
+    """Raises ValueError if quantized layers do not compute in this dtype."""
     if dtype not in COMPUTE_DTYPES:
         raise ValueError(
             f"QuantLinear computes in float32 or bfloat16 and got {str(dtype).removeprefix('torch.')}; use "
@@ -142,7 +147,7 @@ def check_compute_dtype(dtype: torch.dtype) -> None:
 
 
 def check_input(x: torch.Tensor, features: int) -> None:
-    """Raises ValueError unless x is (..., features) in a float dtype."""
+    """Raises ValueError if x is not (..., features) or has no floating-point dtype."""
     if x.dim() and x.shape[-1] == features and x.is_floating_point():
         return
     dtype = str(x.dtype).removeprefix("torch.")

@@ -1,11 +1,11 @@
-"""A known answer before a GEMM is trusted.
+"""Tests a GEMM on operands whose product is known, before the GEMM is trusted.
 
-Libraries for FP4 tensor cores have returned zeros without an error, on some shapes alone. Here a GEMM multiplies
-operands whose product is known: codes and block scales are random numbers, and the reference decodes them on the CPU.
-Nothing here knows a library by name; dispatch.py does.
+The test is needed because libraries for FP4 tensor cores have returned zeros without an error, some of them only on
+some shapes. The operands have random codes and random block scales, and the reference product is computed on the CPU
+from the decoded operands. This file knows no library by name. dispatch.py calls it for each library.
 
-On a GPU the comparison runs in a child process (`in_child`). A library that reads an illegal address ends every later
-CUDA call of its process, and a library that crashes ends the process.
+On a GPU the test runs in a child process (`in_child`), for two reasons. After a library has read an illegal address,
+every later CUDA call of the process fails. A library that crashes ends its process.
 """
 
 import contextlib
@@ -24,25 +24,27 @@ from nanochat_fp4.nvfp4.format import NVFP4Tensor, swizzle_scales
 
 Multiply = Callable[[NVFP4Tensor, NVFP4Tensor, torch.dtype], torch.Tensor]
 OUTPUT_DTYPES = (torch.bfloat16, torch.float32)
-# A key divides M, N and K of its shape. The shapes need several tiles, padding in N and K, padding in all dimensions.
+# The key divides M, N and K of its shape. The first shape consists of several whole tiles, the second one needs padding
+# in N and K, and the third one needs padding in all dimensions.
 PROBE_SHAPES = {128: (512, 384, 1024), 64: (192, 320, 192), 1: (144, 160, 96)}
-# Relative square error: a rounding to BF16 gives 3e-6, whatever the order of summation. Wrong scales give 1.
+# The largest relative square error that passes. Rounding to BF16 causes 3e-6 for any order of summation, and wrong
+# scales cause about 1.
 PROBE_ERROR = 1e-4
-LAUNCHES = 20  # of a product, whose bits must agree
-SAMPLED_TILE, SAMPLED_LINES = 128, 4  # Of a large product each tile has 4 rows and 4 columns compared.
+LAUNCHES = 20  # Each product is computed so often, and all results must have the same bits.
+SAMPLED_TILE, SAMPLED_LINES = 128, 4  # In a large product, 4 rows and 4 columns of each tile of 128 are compared.
 
 
 def relative_square_error(got: torch.Tensor, want: torch.Tensor) -> float:
-    """|got - want|^2 / |want|^2, summed in FP64."""
+    """Returns |got - want|^2 / |want|^2. The sums are computed in FP64."""
     return float((got - want).double().square().sum() / want.double().square().sum())
 
 
 class Verdict(NamedTuple):
-    """What is known of a GEMM.
+    """The result of testing a GEMM.
 
-    multiple: it is right if this number divides M, N and K; None if it is wrong everywhere
-    problem:  its first failure, or ""
-    note:     what a user should know though nothing is refused, or ""
+    multiple: the GEMM is right if this number divides M, N and K. None means that it is wrong on all shapes.
+    problem:  the first failure, or ""
+    note:     a remark for the user that is no reason to refuse the GEMM, or ""
     """
 
     multiple: int | None
@@ -51,22 +53,25 @@ class Verdict(NamedTuple):
 
 
 def examine(device: torch.device, function: Multiply, dtypes: Sequence[torch.dtype] = OUTPUT_DTYPES) -> Verdict:
-    """Compares a GEMM of NVFP4 operands with known products on the shapes of PROBE_SHAPES."""
+    """Compares a GEMM of NVFP4 operands with known products, on each of PROBE_SHAPES and for each output dtype."""
     found, note = None, ""
     for multiple, shape in PROBE_SHAPES.items():
         if problem := problem_of_shape(device, function, shape, dtypes):
             return Verdict(found, f"{problem} on {' x '.join(map(str, shape))}", note)
         if found is None and not keeps_nan(device, function, shape, dtypes[0]):
-            # No reason to refuse it: a number that is not finite reaches the loss by the tensor scale as well.
+            # This is no reason to refuse the GEMM, because a number that is not finite also reaches the loss through
+            # the tensor scale.
             note = "makes a number of a NaN block scale"
         found = multiple
     return Verdict(found, "", note)
 
 
 def random_operand(device: torch.device, rows: int, k: int, lowest: int = 8, highest: int = 127) -> NVFP4Tensor:
-    """Random codes (rows, K), and scales with E4M3 bytes from lowest to highest - 1, row-major.
+    """Returns an operand (rows, K) with random codes and random row-major scales. The bytes of the E4M3 scales are from
+    lowest to highest - 1.
 
-    Bytes from 8 to 126 are 2^-6 to 448: no two scales of a tile need be the same. Below are zero and subnormal numbers.
+    The bytes 8 to 126 are the normal numbers from 2^-6 to 448, so that the scales of a tile differ and a wrong order
+    is noticed. The bytes below 8 are zero and the subnormal numbers.
     """
     codes = torch.randint(0, 256, (rows, k // 2), device=device, dtype=torch.uint8)
     scales = torch.randint(lowest, highest, (rows, k // 16), device=device, dtype=torch.uint8)
@@ -74,12 +79,13 @@ def random_operand(device: torch.device, rows: int, k: int, lowest: int = 8, hig
 
 
 def tiled(t: NVFP4Tensor) -> NVFP4Tensor:
-    """The same with scales in tiles, as the GEMMs get them."""
+    """Returns the same operand with its scales in tiles (swizzle_scales), which is the layout that the GEMMs take."""
     return NVFP4Tensor(t.codes, swizzle_scales(t.scales), t.tensor_scale)
 
 
 def _lines(size: int, included: int) -> torch.Tensor:
-    """Rows (or columns) of a product to look at: all of a small one, some of each tile of a large one."""
+    """Returns the numbers of the rows, or columns, of a product to compare: all of them in a small product, and some of
+    each tile in a large one. The number `included` is always among them."""
     first = torch.arange(0, size, SAMPLED_TILE)
     if size <= 512:
         return torch.arange(size)
@@ -90,10 +96,11 @@ def _lines(size: int, included: int) -> torch.Tensor:
 def problem_of_shape(
     device: torch.device, function: Multiply, shape: tuple[int, int, int], dtypes: Sequence[torch.dtype] = OUTPUT_DTYPES
 ) -> str | None:
-    """The first failure of a GEMM on operands of this shape (M, N, K), or None.
+    """Returns the first failure of a GEMM on operands of this shape (M, N, K), as text, or None.
 
-    The block scales of one product are usual, those of another zero and subnormal. LAUNCHES of a product must have the
-    same bits: a missing fence in a compiler shows in some launches alone. torch's generators keep their states.
+    One product has normal block scales, and another one has zero and subnormal scales. Each product is launched
+    LAUNCHES times and must have the same bits each time, because a race that a compiler has caused shows only in some
+    launches. torch's random generators keep their states.
     """
     m, n, k = shape
     with _own_random_numbers(device):
@@ -105,7 +112,7 @@ def problem_of_shape(
                 try:
                     results = [function(tiled(a), tiled(b), dtype) for _ in range(LAUNCHES)]
                     got = results[0][rows][:, columns].float().cpu()
-                except Exception as error:  # whatever a library or a compiler raises: another implementation is tried
+                except Exception as error:  # Libraries and compilers may raise anything. Another one is tried then.
                     lines = str(error).splitlines() or [type(error).__name__]
                     return f"raises {lines[0][:200]}"
                 if tuple(results[0].shape) != (m, n):
@@ -121,8 +128,11 @@ def problem_of_shape(
 
 
 def problem_of_fp8(device: torch.device, function: Callable[..., torch.Tensor]) -> str | None:
-    """The first failure of function(a, a_scale, b, b_scale, dtype), a product of E4M3 numbers with one scale each, or
-    None. FP8 units keep fewer bits of a sum: the bound is PROBE_ERROR, for numbers of both signs."""
+    """Returns the first failure of function(a, a_scale, b, b_scale, dtype), as text, or None. The function multiplies
+    E4M3 tensors a (M, K) and b (N, K) with one scale each.
+
+    FP8 units keep fewer bits of a sum. Numbers of both signs still pass with the bound PROBE_ERROR.
+    """
     with _own_random_numbers(device):
         for m, n, k in PROBE_SHAPES.values():
             a, b = (torch.randn(rows, k, device=device).to(torch.float8_e4m3fn) for rows in (m, n))
@@ -131,7 +141,7 @@ def problem_of_fp8(device: torch.device, function: Callable[..., torch.Tensor]) 
             for dtype in OUTPUT_DTYPES:
                 try:
                     results = [function(a, scales[0], b, scales[1], dtype) for _ in range(LAUNCHES)]
-                except Exception as error:  # whatever a library raises
+                except Exception as error:  # A library may raise anything.
                     lines = str(error).splitlines() or [type(error).__name__]
                     return f"raises {lines[0][:200]}"
                 error = relative_square_error(results[0].cpu(), want)
@@ -143,7 +153,7 @@ def problem_of_fp8(device: torch.device, function: Callable[..., torch.Tensor]) 
 
 
 def keeps_nan(device: torch.device, function: Multiply, shape: tuple[int, int, int], dtype: torch.dtype) -> bool:
-    """Whether a NaN block scale makes NaN of its row of the product, and of nothing else."""
+    """Whether a NaN block scale makes its row of the product NaN, and nothing else."""
     m, n, k = shape
     with _own_random_numbers(device):
         a, b = random_operand(device, m, k), random_operand(device, n, k)
@@ -154,20 +164,21 @@ def keeps_nan(device: torch.device, function: Multiply, shape: tuple[int, int, i
 
 @contextlib.contextmanager
 def _own_random_numbers(device: torch.device) -> Iterator[None]:
-    """Inside, torch's generators begin with one seed; afterwards they go on as before."""
+    """Inside this context, torch's generators start from a fixed seed. Afterwards they continue as if nothing had been
+    drawn."""
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         torch.manual_seed(4)
         yield
 
 
 def _rows_of(t: NVFP4Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """Float32 (len(rows), K) on the CPU."""
+    """Returns the dequantized rows of t with these numbers, float32 (len(rows), K), on the CPU."""
     scales = t.scales.view(torch.uint8)[rows].view(t.scales.dtype)
     return NVFP4Tensor(t.codes[rows], scales, t.tensor_scale).dequantize().cpu()
 
 
-COMPUTE_MODE = 20  # of CUdevice_attribute
-COMPUTE_MODES = {0: "DEFAULT", 2: "PROHIBITED", 3: "EXCLUSIVE_PROCESS"}  # CUcomputemode
+COMPUTE_MODE = 20  # CU_DEVICE_ATTRIBUTE_COMPUTE_MODE of the CUDA driver
+COMPUTE_MODES = {0: "DEFAULT", 2: "PROHIBITED", 3: "EXCLUSIVE_PROCESS"}  # CUcomputemode of the CUDA driver
 EXCLUSIVE = (
     "the GPU is in compute mode EXCLUSIVE_PROCESS, in which no child process can try an FP4 GEMM; "
     "set it to DEFAULT (nvidia-smi -c 0)"
@@ -176,14 +187,15 @@ EXCLUSIVE = (
 
 @functools.cache
 def driver() -> ctypes.CDLL | None:
-    """The CUDA driver's library, or None."""
+    """Returns the CUDA driver's library, or None if there is none."""
     with contextlib.suppress(OSError):
         return ctypes.CDLL("libcuda.so.1")
     return None
 
 
 def compute_mode() -> str:
-    """The compute mode of torch's current GPU, of COMPUTE_MODES; "" without a GPU or where the driver does not say."""
+    """Returns the compute mode of torch's current GPU, one of COMPUTE_MODES, or "" if there is no GPU or the driver
+    does not tell."""
     if driver() is None or not torch.cuda.is_available():
         return ""
     device, mode = ctypes.c_int(), ctypes.c_int()
@@ -193,9 +205,14 @@ def compute_mode() -> str:
 
 
 def in_child(module: str, call: str, timeout: float = 600) -> tuple[list, str]:
-    """([each result of `call`], "") from a new process; where that process dies, the results until then, and how.
+    """Evaluates `call` in a new Python process and returns (results, problem).
 
-    call: an iterable of results of the module's functions, as Python code. Results are JSON.
+    module:  the module whose names `call` uses
+    call:    Python code of an iterable, whose items can be written as JSON
+    timeout: the longest time to wait, in seconds
+
+    problem is "" if the process ends well. If the process dies or takes too long, problem says how, and the results are
+    those that it had until then.
     """
     code = f"import json; from {module} import *\nfor result in {call}: print('FOUND', json.dumps(result), flush=True)"
     env = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
