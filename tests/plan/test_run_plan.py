@@ -337,33 +337,33 @@ def test_a_disk_that_is_too_small():
 
 
 def test_without_a_hub_the_run_takes_what_is_embedded():
-    plan = as_json(gpu="h100", facts=Facts(text="embedded", disk_free=1e15, missing=NO_HUB))
+    plan = as_json(gpu="h100", DEPTH="4", facts=Facts(text="embedded", disk_free=1e15, missing=NO_HUB))
     run = commands(plan)
-    assert "--data=local" in run["mid d20_clover"] and "--data=local" in run["sft d20_clover"]
+    assert "--data=local" in run["mid d4_clover"] and "--data=local" in run["sft d4_clover"]
     # The embedded mixture has some 440,000 tokens: many steps of this batch, less than one of the usual batch.
-    assert "--total-batch-size=8192" in run["mid d20_clover"]
-    assert "--task-name=local" in run["eval_sft d20_clover"] and "core d20_clover" not in run and "report" in run
+    assert "--total-batch-size=8192" in run["mid d4_clover"]
+    assert "--task-name=local" in run["eval_sft d4_clover"] and "core d4_clover" not in run and "report" in run
     assert "--no-compare" in run["tok_eval"] and "--embedded" in run["text"]
     assert len(plan["left_out"]) == 4 and all(left["remedies"] == ["a remedy"] for left in plan["left_out"])
 
 
 def test_one_data_set_that_is_missing_leaves_the_stage():
     lacks = {"mid": [Missing("words", "a list", "gone", False)]}
-    plan = as_json(gpu="h100", facts=Facts(text="hub", disk_free=1e15, missing=lacks))
-    assert "--allow-missing" in commands(plan)["mid d20_clover"] and "core d20_clover" in commands(plan)
+    plan = as_json(gpu="h100", DEPTH="4", facts=Facts(text="hub", disk_free=1e15, missing=lacks))
+    assert "--allow-missing" in commands(plan)["mid d4_clover"] and "core d4_clover" in commands(plan)
 
 
 def test_a_stage_that_is_named_is_refused():
     with pytest.raises(
         UserError, match="STAGES asks for mid, which needs SmolTalk .*: no network.* To have it: a remedy"
     ):
-        planned(gpu="h100", STAGES="tok base mid", facts=Facts(text="hub", missing=NO_HUB))
+        planned(gpu="h100", DEPTH="4", STAGES="tok base mid", facts=Facts(text="hub", missing=NO_HUB))
 
 
 def test_without_a_sandbox_no_code_runs():
     lacks = {"eval": [Missing("a sandbox", "leave them out", "no namespaces", True)]}
-    plan = as_json(gpu="h100", facts=Facts(text="hub", disk_free=1e15, missing=lacks))
-    tasks = next(flag for flag in commands(plan)["eval_mid d20_clover"] if flag.startswith("--task-name="))
+    plan = as_json(gpu="h100", DEPTH="4", facts=Facts(text="hub", disk_free=1e15, missing=lacks))
+    tasks = next(flag for flag in commands(plan)["eval_mid d4_clover"] if flag.startswith("--task-name="))
     assert "HumanEval" not in tasks and "GSM8K" in tasks
 
 
@@ -438,7 +438,12 @@ def test_files_that_are_here_are_read_before_the_first_step(base_dir, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "how", [{}, {"gpu": "rtx5090", "COMPARE": "1"}, {"gpu": "h100", "facts": Facts(missing=NO_HUB)}]
+    "how",
+    [
+        {},
+        {"gpu": "rtx5090", "DEPTH": "4", "COMPARE": "1"},
+        {"gpu": "h100", "DEPTH": "4", "facts": Facts(missing=NO_HUB)},
+    ],
 )
 def test_the_page_answers(how):
     plan = planned(**how)
