@@ -5,6 +5,7 @@ import os
 import random
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from _server import Server, hub
@@ -103,11 +104,8 @@ def test_the_lock_downloads_once(server, base_dir):
     def fetch():
         download_file_with_lock(server.url("/f"), "words.txt", lambda path: seen.append(os.path.exists(path)))
 
-    threads = [threading.Thread(target=fetch) for _ in range(4)]
-    for t in threads:
-        t.start()
-    for t in threads:
-        t.join()
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda _: fetch(), range(4)))
     assert len(server.requests) == 1 and seen == [True]
     assert (base_dir / "words.txt").read_bytes() == DATA
 

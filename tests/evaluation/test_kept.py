@@ -1,7 +1,7 @@
 """Evaluations that are killed go on where they were, with the numbers of one that was not; two at once lose nothing."""
 
 import json
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -103,9 +103,6 @@ def test_two_evaluations_at_once_lose_no_task(tmp_path: Path):
             chat_eval.save_result(path, weights, weights | {"step": 5}, "nvfp4", name, chat_eval.Score([True]))
 
     names = [f"task {i}" for i in range(40)]
-    threads = [threading.Thread(target=evaluate, args=(names[i::4],)) for i in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(evaluate, [names[i::4] for i in range(4)]))
     assert set(chat_eval.read_results(path, weights)["results"]["nvfp4"]) == set(names)

@@ -3,6 +3,7 @@
 import copy
 import pickle
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -69,27 +70,39 @@ def test_three_threads_evaluate_one_model():
     """Each enters while the others are inside, and leaves first, second or last in turn."""
     m = model()
     before = step(m)
-    barrier, failed = threading.Barrier(3), []
+    barrier = threading.Barrier(3)
 
     def evaluate(number):
         try:
-            for turn in range(20):
+            for _ in range(20):
                 with nf.full_precision(m), nf.quantize_weights_once(m), nf.accumulate_gradients(m):
                     barrier.wait(60)
-                    if any(layer.quantizes for layer in layers(m)):
-                        failed.append(turn)
+                    assert not any(layer.quantizes for layer in layers(m))
                 barrier.wait(60)
-        except Exception as error:
-            failed.append(error)
-            barrier.abort()
+        except Exception:
+            barrier.abort()  # the others' waiting
+            raise
 
-    threads = [threading.Thread(target=evaluate, args=(i,)) for i in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failed
+    with ThreadPoolExecutor(3) as pool:
+        list(pool.map(evaluate, range(3)))
     assert equal(step(m), before) and not any("context" in vars(layer) for layer in layers(m))
+
+
+@pytest.mark.parametrize("method", ["nvidia", "clover"])
+def test_threads_get_the_outputs_of_their_own_inputs(method):
+    layer, together = nf.QuantLinear(128, 128, method=method), threading.Barrier(4)
+    inputs = torch.randn(4, 8, 4, 128)
+    with torch.no_grad():
+        expected = [[layer(x) for x in mine] for mine in inputs]
+
+    def outputs(thread):
+        together.wait()
+        with torch.no_grad():
+            return [layer(inputs[thread][i % 8]) for i in range(50)]
+
+    with ThreadPoolExecutor(4) as pool:
+        for want, got in zip(expected, pool.map(outputs, range(4))):
+            assert all(torch.equal(y, want[i % 8]) for i, y in enumerate(got))
 
 
 @pytest.mark.parametrize("how", ["convert", "set_progress"])
