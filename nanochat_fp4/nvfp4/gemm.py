@@ -1,15 +1,15 @@
-"""The GEMM of two operands, Y = A . B^T, of any two kinds of operands.py, and what all kinds share.
+"""The GEMM of two operands, Y = A . B^T. The operands may be of any two kinds of operands.py, and this file has the
+base class of all kinds.
 
-Where a Blackwell's tensor cores multiply NVFP4, two operands with codes go there, and FP8 operands with one scale go to
-FP8 tensor cores (dispatch.py). Otherwise the product is emulated.
-Decoded codes, exact in BF16, are multiplied with FP32 accumulation. The product of the tensor scales is applied to the
-accumulator before the one rounding to the output dtype, which is the arithmetic of the tensor cores up to the order of
-summation. On CUDA one cuBLAS call does it, whose alpha stays on the device (nvfp4_kernels/cublas.py). Where cuBLAS
-cannot be reached this way, the product is kept in FP32 and scaled in a second step. The result is the same, with more
-traffic.
+FP4 tensor cores multiply two operands of codes, and FP8 tensor cores multiply two FP8 operands with one scale each, on
+GPUs that have them (dispatch.py). Any other product is emulated: the codes are decoded, which is exact in BF16, and
+multiplied with sums in FP32. The sums are multiplied by the two tensor scales before they are rounded once to the
+output dtype. This is the arithmetic of FP4 tensor cores, up to the order of summation. On CUDA one call of cuBLAS
+computes it, which reads the factor alpha from GPU memory (nvfp4_kernels/cublas.py). If cuBLAS cannot be called in this
+way, the product is written in FP32 and multiplied by the scales in a second pass, which gives the same result.
 
-An operand of two terms is multiplied term by term, A1 . B1 + A1 . B2 + A2 . B1: every product is one of 4-bit operands.
-A2 . B2, of the residuals, is left out; it is of the size of the error that the operands have anyway.
+An operand of two terms is multiplied term by term, A1 . B1 + A1 . B2 + A2 . B1, so that every product is one of 4-bit
+operands. The product A2 . B2 of the residuals is left out, because it is as small as the error of the operands.
 """
 
 from collections.abc import Callable
@@ -23,7 +23,7 @@ from nanochat_fp4.nvfp4.dispatch import FIRST_RIGHT, Libraries, cublas_unavailab
 
 
 class TensorCoreProduct(Protocol):
-    """A product (M, N) that FP4 or FP8 tensor cores make: dispatch.FP4Product or dispatch.FP8Product."""
+    """A product (M, N) that FP4 or FP8 tensor cores compute: dispatch.FP4Product or dispatch.FP8Product."""
 
     def result(self, out_dtype: torch.dtype) -> torch.Tensor: ...
 
@@ -32,15 +32,15 @@ class TensorCoreProduct(Protocol):
 
 @dataclass
 class GemmOperand:
-    """The common part of all kinds of operand. operands.py has the other kinds, and a kind's methods.
+    """The base class of all kinds of operand. operands.py has the other kinds, and lists the methods of a kind.
 
-    padding: how many of the contracted elements are zeros that were put behind the tensor's own
+    padding: the number of zeros at the end of the contracted dimension that are not the tensor's own elements
     """
 
     padding: int = field(default=0, kw_only=True)
-    tensor_scale = None  # a field of kinds that have one
+    tensor_scale = None  # Kinds with a tensor scale have a field of this name.
     is_one_term = True
-    exact = True  # the matrix has a dtype that holds all values, not the dtype that was asked for
+    exact = True  # `matrix` returns a dtype that holds all values exactly, whatever dtype it was asked for.
 
     @property
     def terms(self) -> "tuple[GemmOperand, ...]":
@@ -48,7 +48,7 @@ class GemmOperand:
 
     @property
     def shape(self) -> torch.Size:
-        """(R, K), with the padding."""
+        """The shape (R, K), with the padding."""
         raise NotImplementedError
 
     @property
@@ -57,7 +57,8 @@ class GemmOperand:
         return self.shape[-1] - self.padding
 
     def padded_from(self, length: int) -> "GemmOperand":
-        """Itself, of a tensor with so many contracted elements."""
+        """Sets the padding of an operand that was made of a tensor with this number of contracted elements, and returns
+        the operand."""
         self.padding = self.shape[-1] - length
         return self
 
@@ -68,15 +69,15 @@ class GemmOperand:
     def on_tensor_cores(
         self, b: "GemmOperand", out_dtype: torch.dtype, libraries: Libraries
     ) -> "TensorCoreProduct | None":
-        """The product with b if FP4 or FP8 tensor cores of this machine make it in out_dtype, else None."""
+        """Returns the product with b, if tensor cores of this machine can compute it in out_dtype, or None."""
         return None
 
     def for_backward(self) -> "GemmOperand":
-        """What the backward pass takes and keeps of an operand of the forward product."""
+        """Returns the operand that the backward pass keeps and uses instead of this operand of the forward product."""
         return self
 
     def without_cache(self) -> "GemmOperand":
-        """Itself without what can be made again from its tensors."""
+        """Returns the operand without cached values that can be computed again from its tensors."""
         return self
 
 
@@ -112,7 +113,7 @@ class Plain(GemmOperand):
 
 @dataclass
 class Decoded(GemmOperand):
-    """code * scale in BF16 or FP32, and a tensor_scale of its own, or None for 1."""
+    """The values code * scale in BF16 or FP32, and a tensor_scale, float32 () or (R, 1), or None for 1."""
 
     values: torch.Tensor
     tensor_scale: torch.Tensor | None = None
@@ -130,7 +131,8 @@ class Decoded(GemmOperand):
 
 @torch.library.custom_op("nanochat_fp4::after", mutates_args=())
 def after(value: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """A copy of value that a compiler must take for a function of both."""
+    """Returns a copy of value. A compiler cannot look into this operator, so it takes the copy for a function of both
+    tensors, and computes the copy only after `other`."""
     return value.clone()
 
 
@@ -140,8 +142,10 @@ def _(value: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
 
 
 def once_differentiable(backward: Callable) -> Callable:
-    """torch's decorator, which raises an error in a second backward pass only if the first one's gradients require
-    grad. Others, such as those of y.sum(), would get a second derivative of zero without an error."""
+    """A decorator for the backward of an autograd function: a second derivative raises an error.
+
+    torch's decorator of this name raises the error only if the incoming gradients require grad. Other gradients, such
+    as those of y.sum(), would get a second derivative of zero without an error."""
     once = function.once_differentiable(backward)
 
     def differentiated(ctx, *grads: torch.Tensor | None):
@@ -153,10 +157,10 @@ def once_differentiable(backward: Callable) -> Callable:
 
 
 class _Dense(NamedTuple):
-    """The factors of a dense product, alpha * x . y^T, with x (M, K) and y (N, K).
+    """The factors of a dense product alpha * x . y^T, with x (M, K) and y (N, K).
 
-    alpha: FP32 () or, with a quantized per token, (M, 1); or None for 1
-    dtype: in which a product outside of cuBLAS's BF16 kernels is computed
+    alpha: float32 (), or (M, 1) if a is quantized per token, or None for 1
+    dtype: the dtype in which a product is computed that cuBLAS does not compute in BF16
     """
 
     x: torch.Tensor
@@ -170,7 +174,7 @@ class _Dense(NamedTuple):
 
     @property
     def scaled_by_cublas(self) -> bool:
-        """Whether cuBLAS takes alpha from the device."""
+        """Whether cuBLAS computes the product and reads alpha from GPU memory."""
         one_scale = self.alpha is None or self.alpha.dim() == 0
         return self.in_bf16 and one_scale and cublas_unavailable_reason() is None
 
@@ -202,7 +206,7 @@ def _dense(a: GemmOperand, b: GemmOperand, compute_dtype: torch.dtype) -> _Dense
     alpha = (scales[0] if len(scales) == 1 else scales[0] * scales[1]) if scales else None
     x, y = a.matrix(compute_dtype), b.matrix(compute_dtype)
     k = min(x.shape[-1], y.shape[-1])
-    # On a CPU decoded values are in FP32: nothing is lost, and CPUs are not faster in BF16.
+    # On a CPU decoded values are multiplied in FP32. This loses nothing, and CPUs are not faster in BF16.
     dtype = torch.float32 if x.is_cuda or a.exact or b.exact else compute_dtype
     return _Dense(x[:, :k], y[:, :k], alpha, dtype)
 
@@ -210,7 +214,7 @@ def _dense(a: GemmOperand, b: GemmOperand, compute_dtype: torch.dtype) -> _Dense
 def _product(
     a: GemmOperand, b: GemmOperand, compute_dtype: torch.dtype, out_dtype: torch.dtype, libraries: Libraries
 ) -> TensorCoreProduct | _Dense:
-    """The product of two operands of one term, before it is computed."""
+    """Returns the product of two operands of one term, ready to be computed."""
     on_tensor_cores = a.on_tensor_cores(b, out_dtype, libraries)
     return _dense(a, b, compute_dtype) if on_tensor_cores is None else on_tensor_cores
 
@@ -230,12 +234,14 @@ def gemm(
     out_dtype: torch.dtype,
     libraries: Libraries = FIRST_RIGHT,
 ) -> torch.Tensor:
-    """a (M, K) . b (N, K)^T -> (M, N) in out_dtype.
+    """Computes a (M, K) . b (N, K)^T. Returns (M, N) in out_dtype.
 
-    compute_dtype: what a plain operand is cast to (the dtype that the layer computes in without us).
-    libraries:     which implementation makes a product on FP4 tensor cores
-    An operand that was padded along K (zeros, so nothing changes) may meet one that was not. Raises ValueError where
-    K differs in another way.
+    compute_dtype: the dtype that an unquantized operand is cast to, in which the layer would compute without
+                   quantization
+    libraries:     which implementation computes a product on FP4 tensor cores
+
+    One operand may be padded along K and the other one not, because the padding consists of zeros. Raises ValueError if
+    K differs in any other way.
     """
     _check_lengths(a, b)
     if a.is_one_term and b.is_one_term:
@@ -253,9 +259,9 @@ def gemm_add(
 ) -> None:
     """Adds a (M, K) . b (N, K)^T to `into`, float32 (M, N) with contiguous rows. The other arguments are gemm's.
 
-    The reference is `into += gemm(...)` in FP32: to the bit the sum that autograd makes. CPUs do that, and operands of
-    two terms. Where cuBLAS, or cuBLASLt for FP4, takes alpha from the device, the GEMM itself adds, alpha * accumulator
-    + into. No product is written, and the sum is rounded once instead of twice.
+    The reference is `into += gemm(...)` in FP32, which has the bits of the sum that autograd computes. CPUs compute it
+    in this way, and so do operands of two terms. Where cuBLAS, or cuBLASLt for FP4, reads alpha from GPU memory, the
+    GEMM itself computes alpha * sum + into. No product is written, and the result is rounded once instead of twice.
     """
     _check_lengths(a, b)
     if a.is_one_term and b.is_one_term:
@@ -265,7 +271,7 @@ def gemm_add(
 
 
 def _sum_of_products(a: GemmOperand, b: GemmOperand, compute_dtype: torch.dtype, libraries: Libraries) -> torch.Tensor:
-    """Term by term, in FP32."""
+    """Returns the sum of the products of the terms, float32 (M, N), without the product of the two second terms."""
     (a_first, *a_rest), (b_first, *b_rest) = a.terms, b.terms
     total = gemm(a_first, b_first, compute_dtype=compute_dtype, out_dtype=torch.float32, libraries=libraries)
     for x, y in (*((a_first, rest) for rest in b_rest), *((rest, b_first) for rest in a_rest)):
@@ -274,6 +280,6 @@ def _sum_of_products(a: GemmOperand, b: GemmOperand, compute_dtype: torch.dtype,
 
 
 def _cast(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """x.to(dtype), not called where it would return x itself: where an autograd function's forward pass ends in such a
-    call, torch 2.11's torch.compile makes its gradients zero."""
+    """Returns x in this dtype. x.to is not called if x has the dtype already, because torch.compile of torch 2.11 makes
+    the gradients of an autograd function zero if its forward ends in a call of `to` that returns its input."""
     return x if x.dtype == dtype else x.to(dtype)
