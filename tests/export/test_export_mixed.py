@@ -70,10 +70,10 @@ def test_a_server_rounds_the_inputs_of_8_bit_layers_to_8_bits(tiny_base):
 @pytest.mark.parametrize(
     "change, message",
     [
-        (lambda parts: parts.pop("weight_scale"), "is in torch.float8_e4m3fn, expected floating-point numbers of"),
-        (lambda parts: parts.update(weight_scale=torch.tensor([0.0])), "weight_scale is no positive finite value"),
-        (lambda parts: parts.update(weight_scale=torch.ones(2)), "expected an FP8 weight with one weight_scale"),
-        (lambda parts: parts.update(weight=parts["weight"][:-1]), "use the model it is of"),
+        (lambda parts: parts.pop("weight_scale"), "torch.float8_e4m3fn"),
+        (lambda parts: parts.update(weight_scale=torch.tensor([0.0])), "weight_scale "),
+        (lambda parts: parts.update(weight_scale=torch.ones(2)), "one weight_scale"),
+        (lambda parts: parts.update(weight=parts["weight"][:-1]), "use the model"),
     ],
 )
 def test_a_damaged_layer_in_8_bits_is_refused_in_one_line(tiny_base, tmp_path, change, message):
@@ -92,7 +92,7 @@ def test_a_damaged_layer_in_8_bits_is_refused_in_one_line(tiny_base, tmp_path, c
 def test_gguf_has_the_8_bit_layers_in_its_own_8_bit_type(tiny_base, tmp_path):
     model = save_small(tiny_base, "llama", "clover_mixed")
     folder = run(tmp_path, "--model-tag=llama", "--format=gguf", "--weights-only")
-    assert "in FP8 were rounded again, to Q8_0" in (folder / "README.md").read_text()
+    assert "Q8_0" in (folder / "README.md").read_text()
     nf.convert(model, "clover_mixed", backward=False, verbose=False)
     back = nf.load_quantized(type(model)(model.config), folder)
     for name, tensor in forward_weights(model).tensors.items():

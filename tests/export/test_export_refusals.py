@@ -80,29 +80,29 @@ def on_meta() -> nn.Module:
 
 SAVES = [
     (converted, {"format": "gguf"}, "expected 'compressed-tensors'"),
-    (converted, {"dtype": "bfloat16"}, "dtype is 'bfloat16', expected one of torch.bfloat16"),
+    (converted, {"dtype": "bfloat16"}, "dtype is 'bfloat16'"),
     (converted, {"dtype": torch.int8}, "torch.int8, expected"),
     (converted, {"dtype": torch.complex64}, "torch.complex64, expected"),
     (converted, {"dtype": torch.float8_e4m3fn}, "float8"),
-    (converted, {"tokenizer": "folder"}, "tokenizer is a str"),
-    (converted, {"calibration": [{"input_ids": torch.zeros(1, 4, dtype=INT)}]}, "calibration has a dict"),
+    (converted, {"tokenizer": "folder"}, "tokenizer"),
+    (converted, {"calibration": [{"input_ids": torch.zeros(1, 4, dtype=INT)}]}, "a dict"),
     (converted, {"calibration": [torch.zeros(0, 4, dtype=INT)]}, "no layer read anything"),
-    (lambda: nn.Linear(16, 16), {}, "Linear is no model of transformers"),
-    (Foreign, {}, "is not converted .*nf.convert"),
-    (lambda: nf.convert(Foreign(), "bf16", verbose=False), {}, "the method bf16 has no 4-bit weights"),
+    (lambda: nn.Linear(16, 16), {}, "Linear is no model"),
+    (Foreign, {}, "nf.convert"),
+    (lambda: nf.convert(Foreign(), "bf16", verbose=False), {}, "method bf16"),
     (Mixture, {}, "is not converted"),
-    (lambda: nf.convert(Mixture(), "clover", verbose=False), {}, "one experts.gate_up_proj for all experts"),
-    (some_experts, {}, "gate_up_proj.1 is not in 4 bits, and others are"),
+    (lambda: nf.convert(Mixture(), "clover", verbose=False), {}, "one experts.gate_up_proj"),
+    (some_experts, {}, "gate_up_proj.1 "),
     (with_adapter, {}, "layers.0 has an adapter"),
-    (with_tied_head_in_4_bits, {}, "layers.0 is in 4 bits and shares its weight with embed"),
+    (with_tied_head_in_4_bits, {}, "layers.0 .*with embed"),
     (on_meta, {}, "on the meta device"),
-    (divided, {}, "layers.1.weight is divided among processes"),
-    (poked("layers.0.weight", torch.nan), {}, "layers.0.weight has values that are not finite"),
-    (poked("layers.1.bias", torch.inf), {}, "layers.1.bias has values that are not finite"),
-    (poked("embed.weight", -torch.inf), {}, "embed.weight has values that are not finite"),
-    (poked("embed.weight", 1e6), {"dtype": torch.float16}, r"up to 1e\+06, which torch.float16 does not hold"),
-    (poked("embed.weight", 3.4e38), {}, "which torch.bfloat16 does not hold"),
-    (poked("layers.0.bias*", 1e-9), {"dtype": torch.float16}, "layers.0.bias has values up to 1e-09"),
+    (divided, {}, "layers.1.weight is divided"),
+    (poked("layers.0.weight", torch.nan), {}, "layers.0.weight .*finite"),
+    (poked("layers.1.bias", torch.inf), {}, "layers.1.bias .*finite"),
+    (poked("embed.weight", -torch.inf), {}, "embed.weight .*finite"),
+    (poked("embed.weight", 1e6), {"dtype": torch.float16}, r"1e\+06, .*torch.float16"),
+    (poked("embed.weight", 3.4e38), {}, "torch.bfloat16"),
+    (poked("layers.0.bias*", 1e-9), {"dtype": torch.float16}, "layers.0.bias .*1e-09"),
 ]
 
 
@@ -122,39 +122,39 @@ HEAD = {"lm_head.weight_packed": NO(50, 16).byte(), "lm_head.weight_scale": torc
 HEAD["lm_head.weight_global_scale"] = torch.ones(1)
 FILES = [
     ({"layers.0.bias": None}, "has no layers.0.bias"),
-    ({"layers.0.more": torch.ones(1)}, "layers.0.more is not of this model"),
-    ({"embed.weight": torch.ones(1, 32)}, r"embed.weight is \(1, 32\), expected \(50, 32\)"),
-    ({"embed.weight": torch.full((50, 32), torch.nan)}, "embed.weight has values that are not finite"),
-    ({"embed.weight": torch.full((50, 32), 1e300, dtype=torch.float64)}, "which torch.float32 does not hold"),
-    ({"embed.weight": torch.ones(50, 32).to(INT)}, "embed.weight is in torch.int64, expected floating-point"),
+    ({"layers.0.more": torch.ones(1)}, "layers.0.more "),
+    ({"embed.weight": torch.ones(1, 32)}, r"embed.weight is \(1, 32\), .*\(50, 32\)"),
+    ({"embed.weight": torch.full((50, 32), torch.nan)}, "embed.weight .*finite"),
+    ({"embed.weight": torch.full((50, 32), 1e300, dtype=torch.float64)}, "torch.float32"),
+    ({"embed.weight": torch.ones(50, 32).to(INT)}, "embed.weight .*torch.int64"),
     ({"embed.weight": torch.ones(50, 32).to(torch.int8)}, "torch.int8"),
     (
         {"embed.weight": torch.ones(50, 32).to(F8)},
-        "torch.float8_e4m3fn, expected floating-point numbers of at least 16",
+        "torch.float8_e4m3fn, .*16",
     ),
-    ({"layers.0.bias": torch.ones(32).bool()}, "layers.0.bias is in torch.bool"),
+    ({"layers.0.bias": torch.ones(32).bool()}, "layers.0.bias .*torch.bool"),
     ({"layers.0.bias": torch.ones(32) * 1j}, "torch.complex64"),
     ({"layers.0.weight": torch.ones(32, 32)}, "layers.0 has codes and a weight"),
     ({"layers.0.weight_scale": torch.ones(32, 1).to(F8)}, "only groups of 16"),
-    ({"layers.0.weight_scale": None}, "layers.0 has codes without weight_scale; expected NVFP4"),
-    ({"layers.0.weight_global_scale": None}, "has codes without weight_global_scale"),
-    ({"layers.0.weight_global_scale": torch.ones(4)}, "is not one finite value"),
-    ({"layers.0.weight_global_scale": torch.ones(1).to(INT)}, "is not one finite value"),
-    ({"layers.0.weight_global_scale": NO(1)}, "layers.0, its values, has values that are not finite"),
+    ({"layers.0.weight_scale": None}, "layers.0 .*without weight_scale"),
+    ({"layers.0.weight_global_scale": None}, "without weight_global_scale"),
+    ({"layers.0.weight_global_scale": torch.ones(4)}, "one finite value"),
+    ({"layers.0.weight_global_scale": torch.ones(1).to(INT)}, "one finite value"),
+    ({"layers.0.weight_global_scale": NO(1)}, "layers.0, .*finite"),
     ({"layers.0.weight_global_scale": -torch.ones(1)}, "layers.0 has negative scales"),
     ({"layers.0.weight_packed": NO(16, 16).byte()}, r"expected \(32, 16\)"),
     ({"layers.0.weight_packed": NO(32, 4).int()}, "codes in torch.int32"),
     ({"layers.0.weight_packed": torch.ones(32, 16)}, "codes in torch.float32"),
-    ({"layers.0.weight_scale": torch.ones(32, 2).byte()}, "scales in torch.uint8, which is not NVFP4"),
-    ({"layers.0.weight_zero_point": NO(1)}, "weight_zero_point is not of this model"),
-    ({"lm_head.weight": torch.ones(50, 32)}, "embed.weight and lm_head.weight are one parameter .* differ in the file"),
-    (HEAD, "embed.weight and lm_head.weight are one parameter"),
+    ({"layers.0.weight_scale": torch.ones(32, 2).byte()}, "scales in torch.uint8"),
+    ({"layers.0.weight_zero_point": NO(1)}, "weight_zero_point"),
+    ({"lm_head.weight": torch.ones(50, 32)}, "embed.weight and lm_head.weight .* differ"),
+    (HEAD, "embed.weight and lm_head.weight "),
 ]
 DESCRIPTIONS = [
-    ({"format": "mxfp4-pack-quantized"}, "is in 'mxfp4-pack-quantized'; expected nvfp4"),
+    ({"format": "mxfp4-pack-quantized"}, "'mxfp4-pack-quantized'; .*nvfp4"),
     ({"format": None, "quant_method": "gptq"}, "is in 'gptq'"),
     ({"format": None, "quant_method": "modelopt", "quant_algo": "NVFP4"}, "is in 'NVFP4'"),
-    ({"config_groups": {"group_0": {"weights": {"group_size": 32}}}}, "has groups of 32; expected"),
+    ({"config_groups": {"group_0": {"weights": {"group_size": 32}}}}, "groups of 32"),
     ({"transform_config": {"config_groups": {"R1": {}}}}, "has rotated weights"),
 ]
 
@@ -196,8 +196,8 @@ def test_load_quantized_refuses_formats(saved, tmp_path, description, word):
 def test_load_quantized_refuses_damaged_files(saved, tmp_path, damage):
     path = changed(saved, tmp_path) / "model.safetensors"
     path.write_bytes(damage(path.read_bytes()))
-    refused(lambda: nf.load_quantized(Foreign(), path.parent), "is not a whole safetensors file")
-    refused(lambda: nf.load_quantized(Foreign(), tmp_path / "nowhere"), "is not there; name a folder")
+    refused(lambda: nf.load_quantized(Foreign(), path.parent), "safetensors")
+    refused(lambda: nf.load_quantized(Foreign(), tmp_path / "nowhere"), "is not there")
 
 
 @pytest.mark.parametrize("name", ["model.gguf", "model.safetensors.index.json"])
@@ -216,21 +216,21 @@ def test_what_is_equal_or_not_for_the_model_is_taken(saved, tmp_path):
 
 def test_models_that_cannot_hold_the_values_are_refused(saved, tmp_path):
     large = changed(saved, tmp_path, {"embed.weight": torch.full((50, 32), 1e6)})
-    refused(lambda: nf.load_quantized(Foreign().half(), large), "which torch.float16 does not hold")
+    refused(lambda: nf.load_quantized(Foreign().half(), large), "torch.float16")
     with torch.device("meta"):
         model = converted()
         model.register_buffer("inv_freq", torch.ones(4), persistent=False)
-    refused(lambda: nf.load_quantized(model, saved), "inv_freq is on the meta device, and no file has it")
+    refused(lambda: nf.load_quantized(model, saved), "inv_freq is on the meta device")
     assert model.embed.weight.is_meta
 
 
 EXPERTS = [
-    (["experts.1.w3.weight"], {}, "has no experts.1.w3.weight, and other experts of experts.gate_up_proj"),
-    (["experts."], {}, "has no experts.down_proj, experts.gate_up_proj"),
-    (["w3.weight_scale"], {}, "experts.0.w3 has codes without weight_scale"),
-    ([], {"experts.1.w3.weight_packed": NO(16, 16).byte()}, r"w3, its codes, is \(16, 16\), expected \(48, 16\)"),
-    ([], {"experts.2.w2.weight": torch.ones(32, 48)}, "experts.2.w2.weight is not of this model"),
-    ([], {"experts.down_proj": torch.ones(2, 32, 48)}, "experts.down_proj whole and one by one"),
+    (["experts.1.w3.weight"], {}, "no experts.1.w3.weight"),
+    (["experts."], {}, "no experts.down_proj"),
+    (["w3.weight_scale"], {}, "experts.0.w3 .*weight_scale"),
+    ([], {"experts.1.w3.weight_packed": NO(16, 16).byte()}, r"w3, .*\(16, 16\), .*\(48, 16\)"),
+    ([], {"experts.2.w2.weight": torch.ones(32, 48)}, "experts.2.w2.weight "),
+    ([], {"experts.down_proj": torch.ones(2, 32, 48)}, "experts.down_proj whole"),
 ]
 
 
@@ -275,10 +275,10 @@ def test_a_folder_of_another_model_is_refused(tiny_base, tmp_path):
     for entries in ({"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}, {"rms_norm_eps": 1e-6},
                     {"rope_scaling": {"factor": 2.0}}, {"num_attention_heads": 4}):  # fmt: skip
         before = change(folder, **entries)
-        refused(lambda: nf.load_quantized(fresh(model), folder), "expected .*; use the model it was made from")
+        refused(lambda: nf.load_quantized(fresh(model), folder), "use the model")
         (folder / "config.json").write_text(json.dumps(before))
     change(folder, tie_word_embeddings=True)
-    refused(lambda: nf.load_quantized(fresh(model), folder), "are one parameter of the model and differ")
+    refused(lambda: nf.load_quantized(fresh(model), folder), "one parameter")
     gpt = save_small(tiny_base, "gpt", "clover")
     folder = exported(tmp_path, "gpt")
     for value, word in (([1.0], "expected"), ([float("nan")] * 3, "not finite")):
@@ -286,19 +286,19 @@ def test_a_folder_of_another_model_is_refused(tiny_base, tmp_path):
         refused(lambda: nf.load_quantized(fresh(gpt), folder), f"resid_lambdas .*{word}")
         (folder / "config.json").write_text(json.dumps(before))
     nf.load_quantized(fresh(gpt, sequence_len=64), folder)
-    refused(lambda: nf.load_quantized(fresh(gpt, window_pattern="L"), folder), "windows are .*; use the model")
-    refused(lambda: nf.load_quantized(fresh(model), folder), "; use the model it was made from")
+    refused(lambda: nf.load_quantized(fresh(gpt, window_pattern="L"), folder), "windows are ")
+    refused(lambda: nf.load_quantized(fresh(model), folder), "use the model")
     assert isinstance(gpt, GPT)
 
 
 SCRIPT = [
-    (["--format=compressed-tensors", "--method=bf16"], "the method bf16 has no 4-bit weights .*--method=clover"),
-    (["--format=compressed-tensors", "--model-tag=nan"], "has values that are not finite"),
+    (["--format=compressed-tensors", "--method=bf16"], "bf16 .*--method=clover"),
+    (["--format=compressed-tensors", "--model-tag=nan"], "finite"),
     (["--weights-only"], "--format=safetensors has none"),
     (["--eval-tokens=-1"], "--eval-tokens at least 0"),
-    (["--model-tag=other"], "there is no base checkpoint other"),
-    (["--out={}"], "is there already; choose another --out"),
-    (["--out={}", "--overwrite"], "is not an export, so --overwrite leaves it alone"),
+    (["--model-tag=other"], "checkpoint other"),
+    (["--out={}"], "another --out"),
+    (["--out={}", "--overwrite"], "is not an export"),
     (["--format=gguf"], "Llama-like models|pip install"),  # the second where the package is not installed
     (["--format=gguf", "--dtype=float32"], "not for GGUF|pip install"),
     (["--format=compressed-tensors", "--verify"], "pip install"),

@@ -47,7 +47,7 @@ def test_a_layer_that_reads_nothing_stays_in_16_bits(model, tmp_path):
     model.more = nn.Linear(32, 32)
     nf.convert(model, "clover", verbose=False)
     notes = nf.save_quantized(model, tmp_path / "out", calibration=[torch.randint(50, (2, 16))])
-    assert len(notes) == 1 and notes[0].startswith("more read nothing of the calibration text")
+    assert len(notes) == 1 and notes[0].startswith("more read nothing")
     tensors = load_safetensors(tmp_path / "out")
     assert tensors["more.weight"].dtype == torch.bfloat16 and "layers.0.weight_packed" in tensors
     config = json.loads((tmp_path / "out" / "config.json").read_text())
