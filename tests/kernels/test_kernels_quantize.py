@@ -99,11 +99,6 @@ def test_a_tensor_scale_per_token(name):
     assert kernel(x, name, per_token=True).tensor_scale.isfinite().flatten().tolist() == [True, False, True]
 
 
-def test_a_tensor_scale_per_token_of_square_blocks_is_refused():
-    with pytest.raises(ValueError, match="blocks of 16 rows"):
-        kernel(torch.randn(32, 32), "rtn_16x16", per_token=True)
-
-
 @pytest.mark.parametrize("name", ["rtn_16x16", pytest.param("sr", marks=pytest.mark.slow)])
 def test_every_finite_bf16_value(name):
     x = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
@@ -189,15 +184,6 @@ def test_a_transposed_view():
 def test_any_seed():
     for seed in (-1, 2**63 - 1, -(2**63)):
         assert_as_reference(f"seed {seed}", torch.randn(9, 64), "sr", seed=seed)
-
-
-def test_bad_arguments():
-    constants = (6.0, 448.0, [1.0], False)
-    for x, rows in ((torch.randn(4, 24), 1), (torch.randn(4, 32).half(), 1), (torch.randn(32), 1)):
-        with pytest.raises(ValueError, match="expected FP32 or BF16"):
-            quantize(x.to(DEVICE), None, None, 0, *constants, rows, True)
-    with pytest.raises(ValueError, match="block_rows is 4"):
-        quantize(torch.randn(4, 32, device=DEVICE), None, None, 0, *constants, 4, True)
 
 
 def test_decode_of_every_code_and_scale():

@@ -302,18 +302,6 @@ def test_the_amax_of_a_whole_comes_from_the_caller(names, emulated):
             assert_same_bits(f"tensor {i}", t.cpu(), w.cpu())
 
 
-def test_what_the_kernel_refuses():
-    x = torch.randn(16, 32, device=DEVICE)
-    plain, turned = operand("sr", 0, 0, True), operand("sr", 16, 0, True)
-    s = seed(1)
-    with pytest.raises(ValueError, match="col operand"):
-        rotate_quantize(x, None, None, None, None, None, plain, s, s)
-    t = quantize_reference(x.cpu(), ROUNDINGS["rtn"])
-    codes = [v.to(DEVICE) for v in (t.codes, t.scales, t.tensor_scale)]
-    with pytest.raises(ValueError, match="as col only"):
-        rotate_quantize(*codes, turned, s, s, None, None, None)
-
-
 def dequantized(value) -> torch.Tensor:
     if isinstance(value, NVFP4Tensor):
         return value.dequantize().cpu()
