@@ -5,23 +5,23 @@
     grad_weight  dW = Qet(E^T) . Qxt(X^T)^T    contracted over tokens           `gradients`
 
 These are the products of the paper's Section 6. M is the number of tokens (all leading dimensions of the input), K is
-in_features, N is out_features. operands.py has the kinds of operand, and makers.py makes them. layer_pass.py has what a
-pass knows besides its tensors.
+in_features, and N is out_features. operands.py has the kinds of operand, and makers.py makes them. layer_pass.py has
+the settings of a pass.
 
 The backward pass keeps the codes of input and weight, 4.5 bits an element (the paper, Section 5). A tensor that the
-recipe's forward does not quantize is kept unquantized. The backward GEMMs take the values that the forward used. An
-operand of two terms, X ~ X1 + X2, is requantized to one term. With Y = X1 W1^T + X1 W2^T + X2 W1^T this gives
-dX = E (W1 + W2) and dW = E^T (X1 + X2), the gradients of this Y. Rounding counts as the identity in a gradient:
-X1 = Q(X) and X2 = Q(X - X1) give dX1/dX = 1 and dX2/dX = 1 - 1 = 0. dY/dX1 is all of W1 + W2.
+forward does not quantize is kept as it is. The backward GEMMs use the values that the forward used. An operand of two
+terms, X ~ X1 + X2, is requantized to one term. With Y = X1 W1^T + X1 W2^T + X2 W1^T this gives dX = E (W1 + W2) and
+dW = E^T (X1 + X2). These are the gradients of this Y if the derivative of a rounding is taken to be the identity:
+X1 = Q(X) and X2 = Q(X - X1) give dX1/dX = 1 and dX2/dX = 1 - 1 = 0, and dY/dX1 is W1 + W2.
 
-Each layer and pass draws one 64-bit seed from the default generator of the layer's device. Saving and restoring torch's
-generators therefore resumes rotations and roundings to the bit. Passes without gradients draw nothing. All state is in
-the layers, so threads may call different layers at the same time.
+Each pass of a layer draws one 64-bit seed from torch's default generator of the layer's device. A run that saves and
+restores torch's generators therefore resumes with the same rotations and roundings, to the bit. Passes without
+gradients draw nothing. All state is in the layers, so threads may call different layers at the same time.
 
-Other files reach a layer in one place each: contexts.py through `context`, feedback.py through `gram_matrix`,
-sharding.py through `gathered_weight`, experts.py through `matrix`. tensor_parallel.py overrides `outputs` and gives a
-pass its own LayerOperands. relu_squared_linear.py and epilogue.py have autograd functions of their own around `output`
-and `gradients`.
+Each other feature reaches a layer in one place: contexts.py through `context`, feedback.py through `gram_matrix`,
+sharding.py through `gathered_weight`, and experts.py through `matrix`. tensor_parallel.py overrides `outputs` and gives
+a pass its own LayerOperands. relu_squared_linear.py and epilogue.py have autograd functions of their own that call
+`output` and `gradients`.
 """
 
 from collections.abc import Sequence
@@ -53,9 +53,11 @@ from nanochat_fp4.nvfp4.recipes import GRAD_OUTPUT, GRAD_OUTPUT_T, INPUT_T, WEIG
 
 
 class ForBackward(NamedTuple):
-    """What `gradients` knows of a pass besides tensors.
+    """The state that `output` hands to `gradients` besides tensors.
 
-    kept: of weight and input. rows: of each weight. needs: whether the gradients of x and of the weights are wanted.
+    kept:  how the operands of weight and input are made again from the tensors that autograd keeps
+    rows:  the number of rows of each weight
+    needs: whether the gradients of x and of the weights are wanted
     """
 
     p: Pass
@@ -74,12 +76,13 @@ def output(
     seed: torch.Tensor | None,
     xq: GemmOperand | None = None,
 ) -> tuple[torch.Tensor, tuple[GemmOperand, GemmOperand], ForBackward, list[torch.Tensor | None]]:
-    """Computes Y = Qx(X) . Qw(W)^T of x (M, K) and of weights (N_i, K), which lie one below the other.
+    """Computes Y = Qx(X) . Qw(W)^T. X is x (M, K), and W (N, K) is made of the weights (N_i, K), stacked one below the
+    other.
 
     needs: whether the gradients of x and of the weights are wanted
-    seed:  the seed of p.forward_seed
-    xq:    the input operand, if the caller has made it
-    Returns Y (M, N) in p.dtype, the two operands of Y, and the state and tensors that `gradients` takes.
+    seed:  the seed that p.forward_seed has drawn
+    xq:    the input operand, if the caller has made it already
+    Returns Y (M, N) in p.dtype, the two operands of Y, and the state and the tensors that `gradients` takes.
     """
     dgrad, wgrad = p.recipe.grad_input, p.recipe.grad_weight
     weight = stacked(weights) if p.prepared_weight is None or dgrad.b.raw else None
@@ -90,7 +93,8 @@ def output(
         wq = quantize_operand(weight, p.of_weight(seed, x.device), keep_codes=True)
     y = gemm(xq, needing(wq, seed), compute_dtype=p.dtype, out_dtype=p.dtype, libraries=p.libraries)
 
-    # The backward GEMMs take the values used here, or ("raw") codes made now of the unquantized tensor.
+    # The backward GEMMs use the values of this GEMM. A raw operand is instead quantized now from the unquantized
+    # tensor.
     kept_w = wq.for_backward() if needs[0] else None
     kept_x = xq.for_backward() if needs[1] else None
     if needs[0] and dgrad.b.raw:
@@ -107,16 +111,16 @@ def output(
 def gradients(
     state: ForBackward, tensors: Sequence[torch.Tensor | None], grad_output: torch.Tensor
 ) -> tuple[torch.Tensor | None, Sequence[torch.Tensor | None]]:
-    """Computes dX = Qe(E) . Qwt(W^T)^T and dW = Qet(E^T) . Qxt(X^T)^T of grad_output E (M, N).
+    """Computes dX = Qe(E) . Qwt(W^T)^T and dW = Qet(E^T) . Qxt(X^T)^T. E is grad_output (M, N).
 
-    Returns dX (M, K) and the gradient of each weight. A gradient is None if it is not wanted, or if it was added to
-    memory of the caller's (p.gradient).
+    Returns dX (M, K) and the gradient of each weight. A gradient is None if it is not wanted. The weights' gradients
+    are also None if they have been added to p.gradient.
     """
     p, (needs_dgrad, needs_wgrad), device = state.p, state.needs, grad_output.device
     of, dgrad, wgrad = p.operands.quantization, p.recipe.grad_input, p.recipe.grad_weight
     (w, x), (forward_seed,) = operands_of(state.kept, tensors)
     seed = backward_seed(grad_output) if p.recipe.draws_in_backward else None
-    # A GEMM whose b was rotated in the forward pass goes on with that pass's signs.
+    # If the forward pass has rotated operand b of a GEMM, operand a is rotated with the same signs.
     signs = forward_seed if dgrad.b.raw else seed
     signs_t = forward_seed if wgrad.b.raw else seed
     e, et = quantize_grad_output(
@@ -155,18 +159,19 @@ class _QuantizedLinear(torch.autograd.Function):
 
 
 def quantized_linear(p: Pass, x: torch.Tensor, weights: Sequence[torch.Tensor]) -> torch.Tensor:
-    """x (..., K) and weights (N_i, K), one below the other -> (M, N) in p.dtype, with the gradients of `gradients`."""
+    """Applies `output` to x (..., K) and weights (N_i, K), with `gradients` as its backward. Returns (M, N) in
+    p.dtype."""
     return _QuantizedLinear.apply(p, p.rows(x), *weights)
 
 
 class QuantLinear(torch.nn.Linear):
-    """nn.Linear with the same parameters and state-dict keys, computed as `method` says.
+    """An nn.Linear, with the same parameters and state-dict keys, whose GEMMs are computed with a method.
 
-    method: a name of METHODS or a Recipe. in_features and out_features must be multiples of 16 unless the method
-    quantizes nothing. Input (..., in_features) and weights are in FP32 or BF16, with autocast on or off. The output
-    (..., out_features) has the input's dtype, or autocast's. device and dtype are nn.Linear's.
-    Raises ValueError for an unknown method, for dimensions that do not divide, and for an input of another size or
-    dtype.
+    method is a name of METHODS, or a Recipe. in_features and out_features must be multiples of 16 (for MX methods 32,
+    for FP8 in blocks 128) unless the method quantizes nothing. Input (..., in_features) and weight are FP32 or BF16,
+    with autocast on or off. The output (..., out_features) has the input's dtype, or autocast's. device and dtype are
+    those of nn.Linear. Raises ValueError for an unknown method, for sizes that are no such multiples, and for an input
+    of another size or dtype.
 
     >>> layer = nf.QuantLinear(64, 32, method="nvidia")
     >>> x = torch.randn(2, 3, 64, requires_grad=True)
@@ -176,14 +181,14 @@ class QuantLinear(torch.nn.Linear):
     """
 
     recipe: Recipe
-    kind: str | None = None  # of places.KINDS, where convert can tell it
-    per_token_in_eval = False  # in eval mode without gradients each row has a tensor_scale of its own (convert)
+    kind: str | None = None  # one of places.KINDS, if convert can tell it
+    per_token_in_eval = False  # whether each row has its own tensor_scale in eval mode without gradients (convert)
     context: LayerContext = OUTSIDE
-    gram_matrix: torch.Tensor | None = None  # of the inputs (feedback.py), where it is known
+    gram_matrix: torch.Tensor | None = None  # the inputs' Gram matrix (feedback.py), if it is known
     feedback_factor: torch.Tensor | None = None  # feedback.factor_for of the Gram matrix
-    libraries: Libraries = FIRST_RIGHT  # of FP4 tensor cores: training measures them (training/gemms.py)
-    part_number: int | None = None  # of this process's part, where several processes compute the layer together
-    stackable = True  # fused_linear may put the weight below another layer's. Subclasses say so anew, if they are.
+    libraries: Libraries = FIRST_RIGHT  # which FP4 GEMMs to use; training measures them (training/gemms.py)
+    part_number: int | None = None  # the number of this process's part, if several processes compute the layer together
+    stackable = True  # whether fused_linear may stack the weight with another layer's. Each subclass must say it anew.
 
     def __init__(
         self,
@@ -202,8 +207,8 @@ class QuantLinear(torch.nn.Linear):
         cls.stackable = vars(cls).get("stackable", False)
 
     def set_recipe(self, recipe: Recipe) -> None:
-        """Changes the recipe in place to the one that `recipe` has for this layer's kind. Raises ValueError if the
-        dimensions do not allow it."""
+        """Gives the layer the recipe that `recipe` has for the layer's kind. Raises ValueError if the layer's sizes do
+        not suit it."""
         recipe = recipe.of(self.kind)
         if problem := self.problem_with(recipe):
             raise ValueError(f"QuantLinear: {problem}; use nn.Linear here, or skip this layer in convert")
@@ -212,7 +217,7 @@ class QuantLinear(torch.nn.Linear):
             set_gram_matrix(self, self.gram_matrix)
 
     def problem_with(self, recipe: Recipe) -> str | None:
-        """Why this layer cannot be computed with the recipe, or None."""
+        """Returns the reason why this layer cannot be computed with the recipe, or None."""
         return recipe.problem_with_sizes(self.in_features, self.out_features)
 
     def _apply(self, fn, recurse: bool = True) -> "QuantLinear":
@@ -222,12 +227,12 @@ class QuantLinear(torch.nn.Linear):
         return self
 
     def __getstate__(self) -> dict:
-        """A copy or pickle that is made inside a context is outside of it."""
+        """Leaves the context out, so that a copy or a pickle that is made inside a context is outside of it."""
         return {name: value for name, value in vars(self).items() if name != "context"}
 
     @property
     def matrix(self) -> torch.Tensor:
-        """The weight that this process has, (out_features, in_features), with its gradient's way to the Parameter."""
+        """The weight that this process has, (out_features, in_features). Its gradient flows to the Parameter."""
         return self.weight
 
     @property
@@ -237,12 +242,12 @@ class QuantLinear(torch.nn.Linear):
 
     @property
     def present_recipe(self) -> Recipe:
-        """The recipe that a pass has at the moment: full_precision (contexts.py) takes its place."""
+        """The recipe of a pass at the moment. Inside full_precision (contexts.py) it is the unquantized one."""
         return self.recipe if self.quantizes else UNQUANTIZED
 
     @property
     def quantizes_input(self) -> bool:
-        """Whether codes of the input are kept for the backward pass and not the input itself."""
+        """Whether the forward GEMM quantizes the input, so that the backward pass need not keep the input itself."""
         return self.quantizes and self.recipe.output.a.rounding is not None
 
     @property
@@ -256,57 +261,60 @@ class QuantLinear(torch.nn.Linear):
         return same_recipe and self.context.per_token == other.context.per_token
 
     def weight_quantization(self, device: torch.device) -> Quantization:
-        """How the weight operand of the output GEMM is made, where that is the same in each pass."""
+        """Says how the weight operand of the output GEMM is made, for recipes that make it alike in each pass."""
         return self.recipe.quantization(WEIGHT, None, None, device)._replace(factor=self.feedback_factor)
 
     def gathered_weight(self, layers: "Sequence[QuantLinear]") -> GemmOperand | None:
-        """The weight operand of these layers that FSDP has gathered in the place of their Parameters (sharding.py)."""
+        """The weight operand of these layers, if FSDP has gathered one (sharding.py). This layer is the first of
+        them."""
         return None
 
     def prepared_weight(self, layers: "Sequence[QuantLinear]") -> GemmOperand | None:
-        """The weight operand of the output GEMM of these layers, itself the first, where it was made before."""
+        """The weight operand of the output GEMM of these layers, of which this is the first, if it was made before."""
         weights = [layer.weight for layer in layers]
         made = self.context.weight_of(weights, self.recipe, self.feedback_factor)
         return self.gathered_weight(layers) if made is None else made
 
     def gradient_memory(self, layers: "Sequence[QuantLinear]") -> torch.Tensor | None:
-        """Float32 (N, K), to which the gradient of these layers' weights is added (contexts.accumulate_gradients)."""
+        """The memory for these layers' weight gradients, float32 (N, K), inside contexts.accumulate_gradients."""
         return self.context.gradient_of([layer.weight for layer in layers])
 
     def forward(self, x: torch.Tensor, amax: torch.Tensor | None = None) -> torch.Tensor:
-        """x (..., in_features) -> (..., out_features).
+        """Computes the layer: x (..., in_features) gives (..., out_features).
 
-        amax: the largest magnitude of x, float32 scalar, if the operation that made x has found it. x is then not read
-        a second time for it.
+        amax is max |x|, float32 (), if the operation that made x has computed it. The layer then need not read x an
+        additional time.
         """
         return self.compute(x, (self,), amax)
 
     def compute(
         self, x: torch.Tensor, layers: "Sequence[QuantLinear]", amax: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """The outputs of layers like this one (itself the first), side by side. amax: as in forward."""
+        """Computes several layers that are alike, of which this is the first, as one. Returns their outputs side by
+        side, (..., sum of out_features). amax is forward's."""
         if torch.compiler.is_compiling() and not torch.compiler.is_exporting() and stays_eager(x.device.type):
-            # A C++ compiler takes minutes for the many small operations of two layers (NVFP4_COMPILE=1 waits for it).
+            # A C++ compiler takes minutes for the many small operations of two layers. NVFP4_COMPILE=1 compiles them.
             return torch.compiler.disable(type(self).outputs)(self, x, layers, amax)
         return self.outputs(x, layers, amax)
 
     def outputs(
         self, x: torch.Tensor, layers: "Sequence[QuantLinear]", amax: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """compute, without a look at the compiler."""
+        """Does the work of `compute`, compiled or not."""
         check_input(x, self.in_features)
         dtype = compute_dtype(x)
         bias = None if self.bias is None else self.bias.to(dtype)
         if not x.numel() or self.is_plain(x, layers):
-            # Outside autocast too the weight follows the input, so that FP32 master weights serve BF16 activations.
+            # Without autocast, too, the weight is cast to the input's dtype, so that FP32 master weights can be used
+            # with BF16 activations.
             return torch.nn.functional.linear(x, stacked([layer.matrix.to(dtype) for layer in layers]), bias)
         y = quantized_linear(self.new_pass(x, layers, amax), x, [layer.matrix for layer in layers])
         y = y.view(*x.shape[:-1], y.shape[-1])
         return y if bias is None else y + bias
 
     def is_plain(self, x: torch.Tensor, layers: "Sequence[QuantLinear]") -> bool:
-        """Whether nn.Linear computes this pass: nothing is quantized, or added to gradients. A pass on the meta device
-        is plain, because it has shapes alone."""
+        """Whether nn.Linear computes this pass, because it neither quantizes nor adds to gradient memory. A pass on the
+        meta device is plain, because it only has shapes."""
         adds = not self.recipe.quantizes and torch.is_grad_enabled() and compute_dtype(x) in COMPUTE_DTYPES
         return x.is_meta or not (self.quantizes or (adds and self.gradient_memory(layers) is not None))
 
@@ -317,14 +325,14 @@ class QuantLinear(torch.nn.Linear):
         amax: torch.Tensor | None = None,
         operands: LayerOperands | None = None,
     ) -> Pass:
-        """The Pass of x (..., in_features) through these layers. operands: by default those of the whole layer.
+        """Makes the Pass of x (..., in_features) through these layers. By default the operands are the whole layer's.
 
-        Raises ValueError for a dtype that layers do not compute in.
+        Raises ValueError for a dtype that quantized layers do not compute in.
         """
         dtype = compute_dtype(x)
         check_compute_dtype(dtype)
-        # Autocast stays on: where a product must be FP32 (rotate, gemm on a CPU), it is off around it. A context around
-        # the whole would be traced by torch.compile into the backward, which CUDA's autocast does not survive.
+        # Autocast stays on here. Products that must be FP32 (rotate, gemm on a CPU) switch it off around themselves.
+        # torch.compile would trace a context around the whole pass into the backward, where CUDA's autocast fails.
         return Pass(
             operands or WholeOperands(self.present_recipe),
             dtype,

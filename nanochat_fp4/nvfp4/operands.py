@@ -1,25 +1,25 @@
-"""The kinds of operand that a GEMM takes: how each is kept for the backward pass, and multiplied.
+"""The kinds of operand that a GEMM takes. A kind defines how an operand is kept for the backward pass and multiplied.
 
-    Plain                   a tensor in a float dtype, rounded to the layer's compute dtype when it is multiplied
+    Plain                   a tensor in a float dtype, which is cast to the layer's compute dtype when it is multiplied
     Codes                   4-bit codes and their scales (NVFP4)
-    SquareCodes             codes whose scales are those of blocks of 16x16: they can be transposed
-    Stacked                 codes, or tensors, of several weights, one below the other
+    SquareCodes             codes whose scales belong to blocks of 16x16, so that they can be transposed
+    Stacked                 codes, or tensors, of several weights, stacked one below the other
     WithResidual            two terms: the codes of a tensor, and the codes of the error that the first codes leave
     FP8                     8-bit numbers with one scale
     FP8WithCodes            8-bit numbers for the forward product, and 4-bit codes for the backward pass
-    Decoded                 the exact values of codes, for a product that follows at once; never kept
+    Decoded                 the exact values of codes, for a product that follows at once. It is never kept.
 
 Every operand is a matrix (R, K), and a product contracts it over K, its last dimension. makers.py makes operands.
 
 A kind has these methods and properties:
-    tensors(), from_tensors(...)   the tensors that are kept for the backward pass; the operand is made again from them
-    terms                          the operands whose sum this one is; a product is taken term by term
-    matrix(dtype), tensor_scale    the factors of a term in a dense product; their product is the term's value
-    on_tensor_cores(b, dtype, ...) the product with b if tensor cores of this machine make it, else None
-    for_backward()                 the operand that the backward pass takes: of FP8WithCodes its codes, else itself
-    source()                       the tensor that is quantized again: FP32 or BF16 values, or codes that a kernel reads
-    transposed()                   the same values, contracted over the other dimension and not rounded again
-    depending_on(seed)             the same operand, which a compiler must take for a function of the seed as well
+    tensors(), from_tensors(...)   the tensors to keep for the backward pass, and the operand made again from them
+    terms                          the operands whose sum this operand is. A product is computed term by term.
+    matrix(dtype), tensor_scale    the two factors of a term in a dense product. Their product is the term's value.
+    on_tensor_cores(b, dtype, ...) the product with b, if tensor cores of this machine can compute it, or None
+    for_backward()                 the operand that the backward pass uses: the codes of an FP8WithCodes, else itself
+    source()                       the tensor to quantize again: FP32 or BF16 values, or codes that a kernel can read
+    transposed()                   the same values, contracted over the other dimension, without another rounding
+    depending_on(seed)             the same operand, in a form that a compiler takes for a function of the seed
 
 To add a kind, write a class here and its maker in makers.py. linear.py and gemm.py know none of them by name.
 """
@@ -46,13 +46,13 @@ from nanochat_fp4.nvfp4.quantizers import Rounding
 
 @dataclass
 class Codes(NVFP4Tensor, GemmOperand):
-    """Codes, scales and tensor_scale; 4.5 bits an element are kept."""
+    """NVFP4 codes, scales and tensor_scale: 4.5 bits an element."""
 
     def tensors(self) -> tuple[torch.Tensor, ...]:
         return self.codes, self.scales, self.tensor_scale
 
     def matrix(self, dtype: torch.dtype) -> torch.Tensor:
-        """code * scale, exact: BF16 on a GPU, by a kernel where Triton is there, FP32 on a CPU."""
+        """Returns code * scale (R, K), which is exact: in BF16 on a GPU, and in FP32 on a CPU."""
         if not self.codes.is_cuda:
             return self.decode(torch.float32)
         if self.decoded is None and kernels_unavailable_reason() is None:
@@ -62,42 +62,45 @@ class Codes(NVFP4Tensor, GemmOperand):
         return self.decode(torch.bfloat16)
 
     def source(self) -> torch.Tensor | NVFP4Tensor:
-        return self.fp32() if self.tensor_scale.dim() else self  # the kernels that requantize read one tensor_scale
+        # The kernels that quantize codes again can read only a single tensor_scale.
+        return self.fp32() if self.tensor_scale.dim() else self
 
     def on_tensor_cores(self, b: GemmOperand, out_dtype: torch.dtype, libraries: Libraries) -> TensorCoreProduct | None:
         if native_gemm(self.codes.device.type) is None:
             return None
         if isinstance(b, Stacked):
-            b = b.joined  # 4.5 bits an element are copied, where decoding would write 16
+            b = b.joined  # This copies 4.5 bits an element. Decoding would write 16.
         name = isinstance(b, Codes) and dispatch.implementation(self, b, out_dtype, libraries)
         return dispatch.FP4Product(self, b, name) if name else None
 
     def transposed(self) -> GemmOperand:
-        per_token = self.tensor_scale.dim()  # a scale of each row, and the rows are contracted now
+        # Scales of rows cannot be applied after a product that contracts the rows, so they are multiplied in.
+        per_token = self.tensor_scale.dim()
         return Plain(self.fp32().T) if per_token else Decoded(self.matrix(torch.float32).T, self.tensor_scale)
 
     def without_cache(self) -> "Codes":
-        return replace(self, decoded=None)  # four times the memory of the codes
+        return replace(self, decoded=None)  # The decoded values take four times the memory of the codes.
 
     def row_major(self) -> "Codes":
-        """Itself, with row-major scales."""
+        """Returns the same codes with row-major scales."""
         return replace(self, scales=row_major_scales(self.codes, self.scales))
 
     def fp32(self) -> torch.Tensor:
-        """FP32 (R, K): exact products of code and scale, times tensor_scale, rounded once."""
+        """Returns the values code * scale * tensor_scale, float32 (R, K), rounded once."""
         return self.matrix(torch.float32).float() * self.tensor_scale
 
     def depending_on(self, seed: torch.Tensor) -> "Codes":
-        # A kernel that decodes reads no tensor_scale, and a matrix that is decoded already no scales.
+        # Both tensors are marked, because a kernel that decodes does not read tensor_scale, and a product of values
+        # that are decoded already does not read the scales.
         return replace(self, scales=after(self.scales, seed), tensor_scale=after(self.tensor_scale, seed))
 
 
 @dataclass
 class SquareCodes(Codes):
-    """Codes in which 16 rows of a block have the same scale, so that columns have blocks, too."""
+    """Codes in which 16 neighbouring rows share their scales. Their columns therefore consist of blocks as well."""
 
     def transposed(self) -> GemmOperand:
-        """Codes where FP4 tensor cores read them, to the bit the values of the decoded ones."""
+        """Returns codes if FP4 tensor cores can multiply them, otherwise decoded values. Both are the same numbers."""
         device = self.codes.device
         if self.tensor_scale.dim() or self.codes.shape[0] % BLOCK or native_gemm(device.type) is None:
             return super().transposed()
@@ -108,14 +111,14 @@ class SquareCodes(Codes):
 
 
 def codes_of(rounding: Rounding) -> type[Codes]:
-    """The kind of codes that a rounding makes along the dimension of its blocks."""
+    """Returns the kind of codes that this rounding makes: SquareCodes for blocks of 16x16, otherwise Codes."""
     return SquareCodes if rounding.block_rows == BLOCK else Codes
 
 
 @dataclass
 class Stacked(GemmOperand):
-    """Weights that are multiplied as one: Codes with one tensor_scale, or Plain. The parts stay in FSDP's buffers. A
-    copy would hold memory that FSDP frees."""
+    """Several weights that are multiplied as one: Codes with a common tensor_scale, or Plain tensors. The parts stay in
+    FSDP's buffers, because a copy would hold memory after FSDP has freed the buffers."""
 
     parts: tuple[GemmOperand, ...]
     codes_type: ClassVar[type[Codes]] = Codes
@@ -135,7 +138,7 @@ class Stacked(GemmOperand):
             return first
         if isinstance(first, Plain):
             return Plain(torch.cat([part.values for part in self.parts]))
-        # Older releases cannot join E4M3 tensors.
+        # Older releases of torch cannot join E4M3 tensors, so their bytes are joined.
         codes, scales = (
             torch.cat([t.view(torch.uint8) for t in some]) for some in zip(*(p.tensors()[:2] for p in self.parts))
         )
@@ -175,16 +178,17 @@ class Stacked(GemmOperand):
 
 
 class SquareStacked(Stacked):
-    """Of SquareCodes."""
+    """Several weights of SquareCodes that are multiplied as one."""
 
     codes_type = SquareCodes
 
 
 @dataclass
 class WithResidual(GemmOperand):
-    """A tensor as the sum of two: `first`, quantized, and `residual`, what that leaves of it, quantized.
+    """A tensor as the sum of two quantized tensors: `first`, and `residual`, which is the quantized error of `first`.
 
-    9 bits an element, whose error is the square of that of 4.5 bits, for twice as many products of 4-bit operands.
+    The operand takes 9 bits an element. Its relative error is about the square of the error of one term. Its
+    product with an operand of one term takes two 4-bit products.
     """
 
     first: Codes
@@ -228,7 +232,7 @@ class WithResidual(GemmOperand):
 
 @dataclass
 class FP8(GemmOperand):
-    """8-bit numbers, float8_e4m3fn or float8_e5m2 (R, K), with a tensor_scale, float32 () or, per token, (R, 1)."""
+    """8-bit numbers, float8_e4m3fn or float8_e5m2 (R, K), with a tensor_scale, float32 (), or (R, 1) per token."""
 
     codes: torch.Tensor
     tensor_scale: torch.Tensor
@@ -249,7 +253,8 @@ class FP8(GemmOperand):
     def transposed(self) -> GemmOperand:
         if self.tensor_scale.dim():
             return Plain(self.dequantize().T)
-        return FP8(self.codes.T.contiguous(), self.tensor_scale)  # tensor cores contract over both's last dimension
+        # FP8 tensor cores contract both operands over their last dimension, so the codes are moved.
+        return FP8(self.codes.T.contiguous(), self.tensor_scale)
 
     def on_tensor_cores(self, b: GemmOperand, out_dtype: torch.dtype, libraries: Libraries) -> TensorCoreProduct | None:
         if not (isinstance(b, FP8) and has_fp8_tensor_cores(self.codes.device.type)):
@@ -266,9 +271,9 @@ class FP8(GemmOperand):
 
 @dataclass
 class FP8WithCodes(GemmOperand):
-    """8-bit numbers for the forward product, and 4-bit codes of the same tensor, which the backward pass takes.
+    """8-bit numbers for the forward product, and 4-bit codes of the same tensor for the backward pass.
 
-    The backward pass keeps 4.5 bits an element, where it would keep 8.
+    The backward pass keeps only the codes, 4.5 bits an element, and not the 8-bit numbers.
     """
 
     numbers: FP8
@@ -300,12 +305,15 @@ class FP8WithCodes(GemmOperand):
 
 
 def stacked(weights: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Weights (N_i, K), one below the other."""
+    """Returns the weights (N_i, K) stacked one below the other, (N, K)."""
     return weights[0] if len(weights) == 1 else torch.cat(weights)
 
 
 class KeptOperand(NamedTuple):
-    """An operand whose tensors autograd keeps: what is needed besides them to have it back."""
+    """The data, besides its tensors, from which an operand is made again in the backward pass.
+
+    tensors is the number of the operand's tensors, and length is the number of contracted elements without padding.
+    """
 
     kind: type[GemmOperand]
     tensors: int
@@ -313,7 +321,7 @@ class KeptOperand(NamedTuple):
 
 
 def tensors_of(*operands: GemmOperand | None) -> tuple[list[KeptOperand | None], list[torch.Tensor]]:
-    """The operands as autograd keeps them, and all their tensors, one operand's after the other's."""
+    """Takes operands apart for autograd. Returns a KeptOperand for each, and a list of all their tensors in order."""
     parts = [() if operand is None else operand.tensors() for operand in operands]
     kept = [None if o is None else KeptOperand(type(o), len(part), o.length) for o, part in zip(operands, parts)]
     return kept, list(itertools.chain.from_iterable(parts))
@@ -322,7 +330,7 @@ def tensors_of(*operands: GemmOperand | None) -> tuple[list[KeptOperand | None],
 def operands_of(
     kept: Sequence[KeptOperand | None], tensors: Sequence[torch.Tensor | None]
 ) -> tuple[list[GemmOperand | None], list[torch.Tensor | None]]:
-    """The operands of tensors_of, and the tensors behind theirs."""
+    """Makes the operands again that tensors_of has taken apart. Returns them, and the tensors that follow theirs."""
     rest = iter(tensors)
     operands = [
         None if one is None else one.kind.from_tensors(*itertools.islice(rest, one.tensors)).padded_from(one.length)
