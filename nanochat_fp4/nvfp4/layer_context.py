@@ -56,12 +56,15 @@ class PreparedWeight(NamedTuple):
 
         Raises RuntimeError if the operand was made of these weights and one of them has changed since.
         """
-        if not _same(self.weights, weights) or self.recipe != recipe or self.factor is not factor:
+        if not _same(self.weights, weights) or self.recipe != recipe:
             return False
-        # A compiled graph cannot read versions. The context compares the versions when it is left.
-        if not torch.compiler.is_compiling() and self.versions != tuple(version_of(w) for w in weights):
+        # A graph has no versions. The context compares them when it is left. A graph has no factor either: the layer's
+        # first one would be a reason to compile all graphs again.
+        if torch.compiler.is_compiling():
+            return True
+        if self.factor is factor and self.versions != tuple(version_of(w) for w in weights):
             raise RuntimeError(WEIGHTS_CHANGED)
-        return True
+        return self.factor is factor
 
 
 class GradientMemory(NamedTuple):

@@ -272,7 +272,8 @@ class QuantLinear(torch.nn.Linear):
     def prepared_weight(self, layers: "Sequence[QuantLinear]") -> GemmOperand | None:
         """The weight operand of the output GEMM of these layers, of which this is the first, if it was made before."""
         weights = [layer.weight for layer in layers]
-        made = self.context.weight_of(weights, self.recipe, self.feedback_factor)
+        factor = None if torch.compiler.is_compiling() else self.feedback_factor
+        made = self.context.weight_of(weights, self.recipe, factor)
         return self.gathered_weight(layers) if made is None else made
 
     def gradient_memory(self, layers: "Sequence[QuantLinear]") -> torch.Tensor | None:
@@ -333,14 +334,15 @@ class QuantLinear(torch.nn.Linear):
         check_compute_dtype(dtype)
         # Autocast stays on here. Products that must be FP32 (rotate, gemm on a CPU) switch it off around themselves.
         # torch.compile would trace a context around the whole pass into the backward, where CUDA's autocast fails.
+        prepared = self.prepared_weight(layers) if self.quantizes else self.gathered_weight(layers)
         return Pass(
             operands or WholeOperands(self.present_recipe),
             dtype,
             torch.is_grad_enabled(),
             self.scales_each_token,
             amax,
-            self.feedback_factor,
-            self.prepared_weight(layers) if self.quantizes else self.gathered_weight(layers),
+            self.feedback_factor if prepared is None else None,
+            prepared,
             self.gradient_memory(layers),
             self.libraries,
         )

@@ -259,3 +259,17 @@ def test_the_kernel_equals_the_reference_to_the_bit(rounding, dtype, tiles, monk
             torch.equal(r.scales.float(), swizzle_scales(v.scales).float()) for r, v in zip(results[1], row_major)
         )
         assert results[0][1].scales.shape == (1024,)
+
+
+def test_the_first_factor_is_no_reason_to_compile_again(monkeypatch):
+    """A step makes the weights' codes outside of the graph. The first Gram matrix is there after the first step."""
+    from torch._dynamo.testing import CompileCounter
+
+    monkeypatch.setenv("NVFP4_COMPILE", "1")
+    layer, x, graphs = nf.QuantLinear(32, 16, method="clover_feedback"), torch.randn(64, 32), CompileCounter()
+    compiled = torch.compile(layer, backend=graphs)
+    for _ in range(3):
+        with nf.quantize_weights_once(layer), torch.no_grad():
+            assert torch.equal(compiled(x), layer(x))
+        nf.update_gram_matrices(layer, lambda: layer(x))
+    assert graphs.frame_count == 1
