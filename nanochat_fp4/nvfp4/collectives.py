@@ -1,4 +1,4 @@
-"""What processes exchange, under names that all supported releases of torch have, and their part of a DTensor."""
+"""Collective operations under names that work in all supported releases of torch, and the local part of a DTensor."""
 
 from typing import Any
 
@@ -7,12 +7,12 @@ import torch.distributed as dist
 
 
 def local(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    """The part of a DTensor that this process has; of other tensors, all."""
+    """Returns the part of a DTensor that this process has. Any other tensor is returned as it is."""
     return getattr(tensor, "_local_tensor", tensor)
 
 
-# torch 2.13 renamed these two functions. The old names warn there, and the new names do not exist before. Each call
-# looks the name up, so that communication.counted sees the call.
+# torch 2.13 renamed these two functions. The old names give a warning there, and older releases do not have the new
+# names. The name is looked up in each call, so that the tests can replace the functions and count the calls.
 
 
 def all_gather(output: torch.Tensor, source: torch.Tensor, **kwargs: Any) -> Any:

@@ -1,8 +1,9 @@
 """The randomized Hadamard transform (RHT): y = H diag(signs) x / sqrt(d), on groups of d along the last dimension.
 
-H is Sylvester's matrix of order d: H[i, j] = (-1)^popcount(i & j). The transform is orthonormal. Two operands rotated
-with the same signs along the contraction dimension of a GEMM leave the result unchanged, so no inverse is needed. Every
-group of a tensor uses the same signs (the paper, Appendix A, point 2), so the transform is one small GEMM.
+H is Sylvester's matrix of order d: H[i, j] = (-1)^popcount(i & j). The transform is orthonormal. If both operands of a
+GEMM are rotated with the same signs along the contraction dimension, their product stays the same, so that no inverse
+is needed. All groups of a tensor use the same signs (the paper, Appendix A, point 2), so the transform is one small
+GEMM.
 """
 
 import torch
@@ -23,20 +24,22 @@ def _sylvester(dim: int) -> torch.Tensor:
 def rotation_matrix(
     seed: torch.Tensor | int, *, dim: int = RHT_DIM, stream: int = 0, vector: int = 0, device="cpu"
 ) -> torch.Tensor:
-    """diag(signs) H, entries +-1, float32 (dim, dim): rotate(x) = x @ rotation_matrix / sqrt(dim) on each group.
+    """Returns diag(signs) H, float32 (dim, dim), with entries +1 and -1. For each group, rotate(x) is
+    x @ rotation_matrix / sqrt(dim).
 
-    vector: of random_signs.
+    The signs are random_signs of seed, stream and vector.
     """
     signs = random_signs(seed, dim, stream, torch.device(device), vector)
-    # Not cached: a matrix made inside FakeTensorMode would break all later calls outside.
+    # The matrix is not cached, because one that is made inside FakeTensorMode would break all later calls outside.
     return signs.unsqueeze(1) * _sylvester(dim).to(device)
 
 
 def rotate(x: torch.Tensor, seed: torch.Tensor | int, *, dim: int = RHT_DIM, stream: int = 0) -> torch.Tensor:
-    """The RHT of x (..., K), K % dim == 0, in FP32; seed is an int or an int64 tensor ().
+    """Returns the RHT of x (..., K) in groups of dim along the last dimension, float32 (..., K).
 
-    `quantize(x, "ms_eden", seed)` quantizes rotate(x, seed). Raises ValueError if K is not a multiple of dim. The
-    rotation is orthogonal, so products of two tensors that are rotated with one seed stay what they were.
+    seed is an int or an int64 tensor (). The rotation is orthogonal, so the product of two tensors that are rotated
+    with the same seed stays the same. `quantize(x, "ms_eden", seed)` quantizes rotate(x, seed). Raises ValueError if K
+    is not a multiple of dim.
 
     >>> a, b = torch.randn(3, 256), torch.randn(5, 256)
     >>> torch.allclose(nf.rotate(a, 1) @ nf.rotate(b, 1).T, a @ b.T, atol=1e-4)
@@ -48,18 +51,20 @@ def rotate(x: torch.Tensor, seed: torch.Tensor | int, *, dim: int = RHT_DIM, str
 def rotated_sums(
     x: torch.Tensor, seed: torch.Tensor | int, *, dim: int = RHT_DIM, stream: int = 0, rotations: int = 1
 ) -> torch.Tensor:
-    """`rotate` without its factor 1/sqrt(dim), which quantization applies once a block; once for each rotation.
+    """Computes `rotate` without its factor 1/sqrt(dim), which quantization applies once a block instead. With two
+    rotations the missing factor is 1/dim.
 
-    rotations: 2 for a second RHT of the result, with signs of its own. One RHT takes a group with a single large value
-    to numbers of one magnitude, two do not (arXiv 2605.06014). What the second one reads is rounded to BF16, as tensor
-    cores take it. That error is 2^-9 of a value at most; those of 4 bits are 50 times larger.
+    With rotations=2, the result is rotated a second time, with other signs. One RHT turns a group with a single large
+    value into numbers of one magnitude, and two RHTs do not (arXiv 2605.06014). The input of the second rotation is
+    rounded to BF16, because tensor cores read BF16. This error is at most 2^-9 of a value, and the errors of 4 bits are
+    50 times larger.
     """
     if x.shape[-1] % dim:
         raise ValueError(
             f"rotate: the last dimension is {x.shape[-1]}, expected a multiple of {dim}; pad it with zeros"
         )
-    groups = x.to(torch.float32).unflatten(-1, (-1, dim))  # signs and H are +-1, so only the sum rounds
-    with torch.autocast(x.device.type, enabled=False):  # autocast would make this a BF16 product
+    groups = x.to(torch.float32).unflatten(-1, (-1, dim))  # The matrix has entries +-1, so only the sums are rounded.
+    with torch.autocast(x.device.type, enabled=False):  # Autocast would compute the product in BF16.
         for vector in range(rotations):
             groups = groups.to(torch.bfloat16).float() if vector else groups
             groups = groups @ rotation_matrix(seed, dim=dim, stream=stream, vector=vector, device=x.device)

@@ -1,9 +1,9 @@
-"""How the operands of a GEMM are made: by the reference, or by the kernels where they compute the same.
+"""Makes the operands of a GEMM, by the Triton kernels where they can and by the reference otherwise.
 
-A Quantization says how an operand is made. `quantize_operand` makes one, `quantize_grad_output` makes both operands of
-grad_output, and `quantize_weights` makes the weights of several layers. A maker makes one kind of operand
-(operands.py), and `maker_of` says which recipes.Operand asks for it. A recipe chooses the makers of its operands when
-it is built.
+A Quantization says how an operand is made. `quantize_operand` makes one operand, `quantize_grad_output` makes both
+operands of grad_output, and `quantize_weights` makes the weight operands of several layers. For each kind of operand
+(operands.py) there is a function that makes it, its maker. `maker_of` chooses the maker for a recipes.Operand when the
+recipe is built.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from nanochat_fp4.nvfp4.operands import FP8, Codes, FP8WithCodes, WithResidual, 
 from nanochat_fp4.nvfp4.philox import Noise
 from nanochat_fp4.nvfp4.quantizers import Rounding, quantize_reference
 
-ROUNDED_AT_ONCE = 2**28  # elements of weights that are rounded together with feedback, 1 GiB in FP32
+ROUNDED_AT_ONCE = 2**28  # The number of weight elements that are rounded together with feedback: 1 GiB in FP32.
 
 
 class PartOfOperand(Protocol):
@@ -33,20 +33,22 @@ class PartOfOperand(Protocol):
 
 
 class Quantization(NamedTuple):
-    """How one operand is made: how it is rounded and rotated, and what it draws.
+    """How one operand is made: how it is rounded and rotated, and which random numbers it draws.
 
-    rounding:    how values are rounded; None takes them as they are
-    seed, stream: the seed (int64 scalar tensor) and the number of the stream that stochastic rounding draws from
-    rht_dim, rht_seed, rht_stream: size, seed and stream of the rotation along the contraction dimension. With rht_dim 0
-                 nothing is rotated.
-    terms, kept: those of recipes.Operand
+    rounding:    how the values are rounded. None leaves them as they are.
+    seed, stream: the seed, int64 (), and the number of the stream that stochastic rounding draws from
+    rht_dim, rht_seed, rht_stream: the group size, the seed and the stream of the rotation along the contraction
+                 dimension. With rht_dim 0 nothing is rotated.
+    terms, kept: the fields of recipes.Operand with these names
     per_token:   whether each row has a tensor_scale of its own, so that a row does not depend on the others
     factor:      the factor of error feedback that the values are rounded with (feedback.factor_for), or None
-    amax:        the largest magnitude to scale by, a scalar tensor. None computes it here. Callers set it that know it:
-                 a fused norm, or a shard of a larger tensor. It is for NVFP4 without a rotation, of one term.
-    tiles:       whether block scales lie in tiles of 128x4, as FP4 tensor cores read them (not with per_token)
-    part:        the place of this process's part, where several processes make the operand together (no feedback)
-    make:        the maker that recipes.Operand has chosen; None leaves the choice to maker_of
+    amax:        the largest magnitude to scale by, a scalar tensor. With None it is computed. A caller gives it if the
+                 operation that made the tensor has found it, or if the tensor is a part of a larger one. It can be
+                 given for operands of one term without a rotation.
+    tiles:       whether block scales are laid out in tiles of 128x4, the layout of FP4 tensor cores (not with
+                 per_token)
+    part:        the place of this process's part, if several processes make the operand together (not with feedback)
+    make:        the maker that recipes.Operand has chosen. With None, maker_of chooses it.
     rotations:   1, or 2 for two rotations in a row (hadamard.rotated_sums)
     """
 
@@ -68,7 +70,8 @@ class Quantization(NamedTuple):
 
 
 class Maker(Protocol):
-    """How one kind of operand is made: of value (R, C), or (C, R) with transpose. recipes.Operand has one."""
+    """A function that makes one kind of operand (R, C) from value, (R, C), or (C, R) with transpose. The other
+    arguments are those of quantize_operand."""
 
     def __call__(
         self, value: torch.Tensor | GemmOperand, how: Quantization, transpose: bool, keep_codes: bool
@@ -76,7 +79,7 @@ class Maker(Protocol):
 
 
 def maker_of(rounding: Rounding | None, terms: int = 1, feedback: bool = False, kept: Rounding | None = None) -> Maker:
-    """The kind of operand that these make."""
+    """Returns the maker for these fields of a recipes.Operand."""
     if rounding is None:
         return make_plain
     if kept is not None:
@@ -93,15 +96,17 @@ def maker_of(rounding: Rounding | None, terms: int = 1, feedback: bool = False, 
 def quantize_operand(
     value: torch.Tensor | GemmOperand, how: Quantization, *, transpose: bool = False, keep_codes: bool = False
 ) -> GemmOperand:
-    """Makes one operand of a GEMM, contracted over its last dimension, of value (R, C), or (C, R) with transpose.
+    """Makes one operand of a GEMM, which is contracted over its last dimension, from value (R, C), or from the
+    transpose of value (C, R) with transpose.
 
-    The contraction dimension is padded with zeros to a multiple of 16, or of rht_dim. Zeros add nothing to a product.
-    A rotated group that holds zeros of the padding is quantized like any other, so stochastic rounding stays unbiased
-    for any number of tokens. MS-EDEN needs a rotation that mixes many values, and is unbiased from about 24 values a
-    group on. A group of 2 to 16 tokens gets a gradient whose mean is off by up to 0.5% of its square, a quarter of the
-    noise of a single step. One token is exact.
-    keep_codes: whether the codes will be kept. If not, the kernels make only the form that this machine's GEMM reads:
-    codes for FP4 tensor cores, and the decoded BF16 operand elsewhere.
+    keep_codes says whether the codes will be kept. If not, the kernels make only the form that this machine's GEMM
+    reads: codes for FP4 tensor cores, and the decoded BF16 values otherwise.
+
+    The contraction dimension is padded with zeros to a multiple of 16, or of rht_dim. Zeros add nothing to a product. A
+    rotated group with zeros of the padding is quantized like any other group, so stochastic rounding stays unbiased for
+    any number of tokens. MS-EDEN is unbiased only if the rotation mixes many values, from about 24 in a group. With 2
+    to 16 tokens in a group, the gradient's mean is wrong by up to 0.5% of its square, which is a quarter of the noise
+    of a single step. A single token is exact.
     """
     if isinstance(value, torch.Tensor):
         length = value.shape[0 if transpose else 1]
@@ -115,22 +120,22 @@ def _maker(how: Quantization) -> Maker:
 
 
 def make_plain(value: torch.Tensor | GemmOperand, how: Quantization, transpose: bool, keep_codes: bool) -> GemmOperand:
-    """The value as it is, of a tensor or of another operand."""
+    """Makes an operand of the unrounded values of a tensor or of another operand."""
     if isinstance(value, torch.Tensor):
         return Plain(value.T if transpose else value)
     return value.transposed() if transpose else value
 
 
 def make_codes(value: torch.Tensor | GemmOperand, how: Quantization, transpose: bool, keep_codes: bool) -> GemmOperand:
-    """NVFP4, by the kernels where they compute it."""
+    """Makes NVFP4 codes, by the kernels if they can compute this operand."""
     value, rounding = value.source() if isinstance(value, GemmOperand) else value, how.rounding
     codes = isinstance(value, NVFP4Tensor)
     device = (value.codes if codes else value).device
-    # The kernels know a scale per token, a rotation and square blocks, but no two of these together.
+    # The kernels can compute a scale per token, a rotation, or square blocks, but no two of these together.
     two = how.per_token + (how.rht_dim > 0) + (rounding.block_rows > 1) > 1
     if not (use_kernels(device) and rounding.has_kernels) or two or (codes and how.rht_dim and not transpose):
         scale = None
-        if codes and how.rotations == 2:  # what is between two rotations is rounded without the tensor's scale
+        if codes and how.rotations == 2:  # The BF16 rounding between two rotations is done before tensor_scale.
             value, scale = value.decode(torch.float32), value.tensor_scale
         x = _contracted_last(value, transpose, max(how.rht_dim, rounding.block))
         t = quantize_reference(x, rounding, scale=scale, **_draws(how))
@@ -140,7 +145,7 @@ def make_codes(value: torch.Tensor | GemmOperand, how: Quantization, transpose: 
     if how.rht_dim:
         return _rotate_quantize(value, *((None, how) if transpose else (how, None)), emulated)[1 if transpose else 0]
     x = _contracted_last(value, transpose, BLOCK)
-    if how.part is not None and rounding.stochastic:  # the other kernel knows no places
+    if how.part is not None and rounding.stochastic:  # _quantize_rows cannot draw the noise of a part.
         return _rotate_quantize(x, how, None, emulated)[0]
     return _quantize_rows(x, how)
 
@@ -148,7 +153,7 @@ def make_codes(value: torch.Tensor | GemmOperand, how: Quantization, transpose: 
 def make_with_feedback(
     value: torch.Tensor | GemmOperand, how: Quantization, transpose: bool, keep_codes: bool
 ) -> GemmOperand:
-    """NVFP4 with error feedback, where the inputs are known."""
+    """Makes NVFP4 codes with error feedback, or without it as long as the inputs' Gram matrix is not known."""
     if how.factor is None:
         return make_codes(value, how, transpose, keep_codes)
     return Codes(*with_feedback(_source(value), how.factor, how.rounding.name, how.amax, how.tiles))
@@ -173,7 +178,8 @@ def make_fp8(value: torch.Tensor | GemmOperand, how: Quantization, transpose: bo
 def make_fp8_with_codes(
     value: torch.Tensor | GemmOperand, how: Quantization, transpose: bool, keep_codes: bool
 ) -> FP8WithCodes:
-    """The kernels read the tensor once for its largest value, and once for both."""
+    """Makes the 8-bit numbers and the 4-bit codes of one tensor. The kernels read the tensor once for its amax, and
+    once more for both results."""
     x, kept, eight = _contracted_last(_source(value), transpose, how.rounding.block), how.kept, how.rounding
     if how.amax is None and not how.per_token:
         amax = _amax_for_a_compiler(x)
@@ -194,26 +200,27 @@ def make_fp8_with_codes(
 def make_compared(
     value: torch.Tensor | GemmOperand, how: Quantization, transpose: bool, keep_codes: bool
 ) -> GemmOperand:
-    """MXFP4, MXFP8 and FP8 in blocks, which exist to be compared with: no kernels, no GEMM of their own.
+    """Makes operands in MXFP4, MXFP8 and FP8 in blocks. These formats are for comparisons and have no kernels and no
+    GEMM of their own, so their values are multiplied in BF16 on a GPU.
 
-    Their values are exact in BF16, but for FP8 in blocks. Its scales are FP32 numbers, and rounded to BF16 on a GPU.
+    MX values are exact in BF16. The values of FP8 in blocks are rounded to BF16, because their scales are FP32 numbers.
     """
     value, rounding = _source(value), how.rounding
     x = _contracted_last(value, transpose, max(how.rht_dim, rounding.block))
     t = quantize_reference(x, rounding, **_draws(how))
     values = t.decoded.to(torch.bfloat16) if t.decoded.is_cuda else t.decoded
-    if rounding.fp8:  # the backward pass makes its operands of this one, without the padding
+    if rounding.fp8:  # The backward pass makes its operands from this one, and must not see the padding.
         values = values[:, : value.shape[0 if transpose else 1]]
     return Plain(values) if rounding.prescale == 1 else Decoded(values, t.tensor_scale)
 
 
 def _source(value: torch.Tensor | GemmOperand) -> torch.Tensor | NVFP4Tensor:
-    """The values or codes that an operand is quantized again from."""
+    """Returns the values or codes from which an operand is quantized again. A tensor is returned as it is."""
     return value.source() if isinstance(value, GemmOperand) else value
 
 
 def _draws(how: Quantization) -> dict[str, Any]:
-    """quantize_reference's arguments for a rotation, and for what is drawn."""
+    """Returns the arguments of quantize_reference for the rotation, the random numbers and the scales."""
     seed, part = 0 if how.seed is None else how.seed, how.part
     return {
         "rht_dim": how.rht_dim,
@@ -230,9 +237,10 @@ def _draws(how: Quantization) -> dict[str, Any]:
 def quantize_grad_output(
     e: torch.Tensor, for_dgrad: Quantization | None, for_wgrad: Quantization | None
 ) -> tuple[GemmOperand | None, GemmOperand | None]:
-    """grad_output (M, N) as the dgrad operand E (M, N) and as the wgrad operand E^T (N, M); None where not wanted.
+    """Makes both operands of grad_output (M, N): E (M, N) for grad_input, and E^T (N, M) for grad_weight. An operand
+    whose Quantization is None is not made, and None is returned for it.
 
-    The kernels read grad_output once for both.
+    The kernels read grad_output once for both operands.
     """
     if for_dgrad is not None and for_wgrad is not None:
         a, b = for_dgrad.rounding, for_wgrad.rounding
@@ -252,7 +260,8 @@ def quantize_grad_output(
 
 @torch.no_grad()
 def quantize_weights(weights: Sequence[tuple[torch.Tensor, Quantization]]) -> list[GemmOperand]:
-    """quantize_operand of each, without caches. Weights with feedback that are alike are rounded together."""
+    """Applies quantize_operand to each weight (N, K) and returns the operands without cached values. Weights of one
+    shape that have feedback are rounded together, because the kernels would be slow for one weight at a time."""
     operands: list[GemmOperand | None] = [None] * len(weights)
     alike: dict[tuple, list[int]] = {}
     for i, (weight, how) in enumerate(weights):
@@ -274,7 +283,7 @@ def _contracted_last(value: torch.Tensor | NVFP4Tensor, transpose: bool, multipl
     x = value.dequantize() if isinstance(value, NVFP4Tensor) else value
     x = x.T if transpose else x
     missing = -x.shape[-1] % multiple
-    return torch.nn.functional.pad(x, (0, missing)) if missing else x  # pad copies even where it adds nothing
+    return torch.nn.functional.pad(x, (0, missing)) if missing else x  # pad would copy x even if nothing is missing.
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -282,7 +291,8 @@ def _contracted_last(value: torch.Tensor | NVFP4Tensor, transpose: bool, multipl
 
 
 def _quantize_rows(x: torch.Tensor, how: Quantization, decode: bool = True) -> Codes:
-    """decode: also the values, where the GEMM of this machine multiplies those."""
+    """Makes the codes of x (R, K) by the kernel for rows. With decode, the kernel also writes the decoded values, if
+    this machine's GEMM multiplies decoded values."""
     from nvfp4_kernels.quantize import quantize
 
     r = how.rounding
@@ -303,8 +313,10 @@ def _quantize_rows(x: torch.Tensor, how: Quantization, decode: bool = True) -> C
 def quantize_relu_squared(
     x: torch.Tensor, how: Quantization, seed: torch.Tensor
 ) -> tuple[Codes, torch.Tensor, torch.Tensor]:
-    """relu(x)^2 as an operand, with kept and step as relu_squared(x) draws them from seed: by a kernel that does not
-    write relu(x)^2. Needs Recipe.input_is_codes, and blocks of one row."""
+    """Quantizes relu(x)^2 of x (R, K) by a kernel that does not write relu(x)^2 to memory. Returns the operand, and
+    `kept` and `step`, which relu_squared.relu_squared would draw from the same seed.
+
+    The recipe must have input_is_codes, and its blocks must have one row."""
     from nvfp4_kernels.relu_squared import quantize_relu_squared as kernel
 
     r, decode = how.rounding, native_gemm(x.device.type) is None
@@ -313,7 +325,7 @@ def quantize_relu_squared(
 
 
 def largest_magnitude(x: torch.Tensor) -> torch.Tensor:
-    """max |x|, float32 ()."""
+    """Returns max |x|, float32 ()."""
     if use_kernels(x.device):
         from nvfp4_kernels.quantize import amax
 
@@ -322,11 +334,11 @@ def largest_magnitude(x: torch.Tensor) -> torch.Tensor:
 
 
 def _amax_for_a_compiler(x: torch.Tensor) -> torch.Tensor | None:
-    """max |x|, (), in x's dtype. torch.compile puts these operations into the kernel that makes x, such as a norm.
-    Without a compiler None: a kernel of ours finds it.
+    """Under torch.compile, returns max |x|, a scalar in x's dtype. The compiler fuses this computation with the kernel
+    that makes x, such as a norm. Without a compiler the result is None, and a kernel of this project finds the maximum.
 
-    The compiler takes the numbers before they are rounded to BF16. The result is the largest of the written x all the
-    same, to the bit: rounding keeps the order, and the result is rounded.
+    The fused kernel computes the maximum before x is rounded to BF16, and rounds the maximum. The result is the maximum
+    of the rounded x to the bit, because rounding keeps the order of numbers.
     """
     return x.abs().amax(-1).amax() if torch.compiler.is_compiling() else None
 
@@ -337,9 +349,11 @@ def _rotate_quantize(
     col: Quantization | None,
     emulated: bool,
 ) -> tuple[GemmOperand | None, GemmOperand | None]:
-    """The operands contracted over the last ("row") and over the first dimension ("col"), or None for either.
+    """Makes up to two operands of value (R, C) by the kernel that rotates and quantizes: `row` describes the operand
+    that is contracted over value's last dimension, and `col` the one that is contracted over its first dimension. The
+    result has None for an operand whose description is None.
 
-    emulated: as Decoded, for the emulated GEMM alone.
+    With emulated, the operands are made as Decoded, which only the emulated GEMM can multiply.
     """
     from nvfp4_kernels.rotate import RotatedOperand, rotate_quantize
 
@@ -355,7 +369,7 @@ def _rotate_quantize(
     parts = [how.part if how else None for how in (row, col)]
 
     def largest(amax: torch.Tensor) -> torch.Tensor:
-        if all(parts):  # of one layer, and so of one group
+        if all(parts):  # Both parts belong to one layer, and therefore to one group of processes.
             return parts[0].largest(amax)
         return torch.stack([part.largest(own) if part else own for part, own in zip(parts, amax)])
 
@@ -369,7 +383,7 @@ def _rotate_quantize(
         elif not emulated:
             results.append(Codes(*tensors[:3]))
             tensors = tensors[3:]
-        elif how.rounding.ms_eden:  # its tensor_scale is a power of two, and multiplied in
+        elif how.rounding.ms_eden:  # MS-EDEN's tensor_scale is a power of two and is contained in the values.
             results.append(Decoded(tensors[0]))
             tensors = tensors[1:]
         else:

@@ -1,8 +1,7 @@
-"""The table of methods, METHODS: what a user should choose from. A method is a row of it, nothing else.
+"""METHODS, the table of the methods that a user can choose from. A method is a row of this table.
 
-QAT_METHOD takes the names of the rows, and the aliases. Whoever needs another row (a researcher, the figures of the
-paper in lab/recipes.py) adds it with `register`. A row that was registered trains, evaluates and exports by its name
-like one of the table.
+QAT_METHOD takes the name of a row, or an alias. Further rows are added with `register`, as lab/recipes.py does for the
+figures of the paper. A registered row is used by its name, like a row of the table: it trains, evaluates and exports.
 """
 
 import difflib
@@ -12,22 +11,25 @@ from dataclasses import replace
 from nanochat_fp4.nvfp4.hadamard import RHT_DIM
 from nanochat_fp4.nvfp4.recipes import Gemm, Operand, Recipe, both
 
-NVIDIA_RHT_DIM = 16  # NVIDIA et al. (2025): rotate in blocks of 16, which fuse into any quantization kernel
-TETRAJET_RHT_DIM = 32  # of the paper's runs: its class has 32, and its sweep passes no other (Quartet-II repository)
+NVIDIA_RHT_DIM = 16  # NVIDIA et al. (2025) rotate groups of 16, which can be fused into any quantization kernel.
+# The paper's runs of TetraJet-v2 had groups of 32: this is the default of its class in the Quartet-II repository, and
+# the sweep there does not change it.
+TETRAJET_RHT_DIM = 32
 
-# Operands and GEMMs that several rows have.
-as_used = Operand()  # in the backward pass: as the forward GEMM used it, not rounded again
+# Operands and GEMMs that several rows share.
+as_used = Operand()  # A backward operand with the values that the forward GEMM used, not rounded again.
 rtn, sr, raw_rtn = Operand("rtn"), Operand("sr"), Operand("rtn", raw=True)
 square_rtn, square_four_over_six = Operand("rtn_16x16"), Operand("four_over_six_16x16")
 four_over_six, two_terms = Operand("four_over_six"), Operand("four_over_six", terms=2)
 feedback = Operand("scale_search_6", feedback=True)
 eden = both("ms_eden", RHT_DIM)
-eden_twice = replace(eden, rotations=2)  # around ReLU^2, whose zeros and few large values one rotation does not mix
-eight_bits = Operand("e4m3", kept="four_over_six")  # one scale a tensor; the backward pass takes 4-bit codes
+# For operands next to ReLU^2. They have many zeros and a few large values, which one rotation does not mix well.
+eden_twice = replace(eden, rotations=2)
+eight_bits = Operand("e4m3", kept="four_over_six")  # FP8 in the forward, and 4-bit codes in the backward pass.
 nvidia_wgrad = Gemm(sr, raw_rtn, NVIDIA_RHT_DIM)
-fixed_signs = replace(nvidia_wgrad, fixed_signs=True)  # one sign vector for the run
+fixed_signs = replace(nvidia_wgrad, fixed_signs=True)  # One sign vector for the whole run.
 
-# Recipes that other rows are made of, and two with which a run ends.
+# Recipes from which other rows are made, and two recipes with which other rows end a run.
 NVIDIA = Recipe(
     "nvidia",
     output=Gemm(rtn, square_rtn),
@@ -35,7 +37,8 @@ NVIDIA = Recipe(
     grad_weight=nvidia_wgrad,
     summary="NVIDIA et al. (2025): square weight blocks, reused in dgrad; SR on gradients, RHT-16 in wgrad",
 )
-NVIDIA_FULL_END = Recipe(  # in 4 bits the backward pass alone, which then makes square blocks of the raw weight
+# Only the backward pass is in 4 bits, so it makes the square blocks of the unquantized weight itself.
+NVIDIA_FULL_END = Recipe(
     "nvidia_full_end",
     grad_input=Gemm(sr, Operand("rtn_16x16", raw=True)),
     grad_weight=fixed_signs,
@@ -56,11 +59,11 @@ CLOVER_REFINED = replace(
     summary="clover with two terms of 4 bits for both operands of its forward: three 4-bit GEMMs in the place of one",
 )
 
-# How clover_mixed computes in attention and in the MLP's first matrix.
+# The recipes of clover_mixed for attention and for the MLP's first matrix.
 MIXED_ATTENTION = replace(CLOVER, name="clover_mixed_attention", output=Gemm(eight_bits, eight_bits))
 MIXED_UP = replace(MIXED_ATTENTION, name="clover_mixed_up", grad_input=eden_twice, grad_weight=eden_twice)
 
-# Which row to take. The plan of a run, --help and the documents have this answer.
+# The advice which row to use. The plan of a run, --help and the documents print it.
 WHICH = (
     "On a Blackwell time fp8 and clover_mixed, and take the one that ends lower after your hours. On an older GPU take "
     "fp8, or bf16 before sm_89. To reproduce the paper take clover, the default."
@@ -77,8 +80,9 @@ METHODS: dict[str, Recipe] = {
             summary="the FP8 baseline, nanochat's --fp8: a scale per tensor; E4M3 for input and weight, E5M2 gradients",
         ),
         NVIDIA,
-        # NVIDIA's own recipe has more than the paper's comparison. Of 62 blocks the last 8 and the first 2 stay in
-        # BF16, 16%. The last ones are the sensitive ones; here all are at the end.
+        # NVIDIA's own recipe has more parts than the paper's comparison with it. In a model of 62 blocks, NVIDIA keeps
+        # the first 2 and the last 8 in BF16, which are 16%. The last blocks are the sensitive ones, so this row keeps
+        # only blocks at the end.
         replace(
             NVIDIA,
             name="nvidia_full",
@@ -132,8 +136,8 @@ METHODS: dict[str, Recipe] = {
 }
 ALIASES = {"quartet2": "clover"}  # the paper's public name
 
-LAST_COMMIT = "40089ce"  # the last one with all the rows that left the package
-# Rows that left the package, to be told apart from a slip of the finger. lab/recipes.py has most of them.
+LAST_COMMIT = "40089ce"  # The last commit that has all rows that were removed from the package.
+# The names of removed rows, so that an error can tell them from misspelled names. lab/recipes.py has most of them.
 LEFT = frozenset(
     "chmiel clover_dithered clover_dithered_weight clover_fp8_forward clover_fp8_input clover_fp8_weight "
     "clover_fresh_rotation clover_hot clover_input clover_late clover_masked clover_reset clover_rotated "
@@ -145,13 +149,13 @@ LEFT = frozenset(
     "tetrajet_v2_outcontrol tetrajet_v2_rht128 tseng".split()
 )
 
-REGISTERED: dict[str, Recipe] = {}  # the rows that `register` has added
+REGISTERED: dict[str, Recipe] = {}  # The rows that `register` has added.
 
 
 def register(recipe: Recipe) -> None:
-    """Adds a row: its name is a method for the rest of this process. A row that is there already may come again.
+    """Adds a recipe to the known methods, for the rest of this process. The same recipe may be registered again.
 
-    Raises ValueError for what is no Recipe, and for a name that stands for another recipe.
+    Raises ValueError for an argument that is no Recipe, and for a name that another recipe has already.
 
     >>> nf.register(nf.Recipe("weights_only", output=nf.Gemm(b=nf.Operand("four_over_six"))))
     >>> nf.QuantLinear(32, 16, method="weights_only")(torch.randn(4, 32)).shape
@@ -170,21 +174,22 @@ def register(recipe: Recipe) -> None:
 
 
 def _parts(recipe: Recipe) -> Iterator[Recipe]:
-    """The recipe, and the one with which its runs end."""
+    """Yields the recipe, and the recipe with which its runs end if there is one."""
     yield recipe
     if recipe.late:
         yield recipe.final
 
 
 def _known() -> dict[str, Recipe]:
-    """Name -> Recipe of all rows, and of the recipes with which their runs end."""
+    """Returns all rows, and the recipes with which their runs end, by name."""
     return {part.name: part for row in (*REGISTERED.values(), *METHODS.values()) for part in _parts(row)}
 
 
 def get_recipe(method: str | Recipe) -> Recipe:
-    """The Recipe of a name of METHODS, of ALIASES or of a registered row; a Recipe is returned as it is.
+    """Returns the Recipe of a name: a row of METHODS, an alias, or a registered row. A Recipe is returned as it is.
 
-    Raises ValueError with the names of METHODS, for another type, or for a method that left the package.
+    Raises ValueError for an unknown name, for a method that was removed from the package, and for an argument of
+    another type.
 
     >>> print(nf.get_recipe("quartet2").output)
     four_over_six x four_over_six

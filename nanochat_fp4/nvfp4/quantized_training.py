@@ -1,4 +1,4 @@
-"""A training loop's duties to the quantized layers of its model.
+"""The calls that a training loop makes for the quantized layers of its model, gathered in one object.
 
 quantized = QuantizedTraining(model, plan, num_steps)
 for step in ...:
@@ -25,19 +25,21 @@ from nanochat_fp4.nvfp4.reminders import expect_calls, was_called
 
 
 class QuantizedTraining:
-    """
-    plan is the method of each layer at each point of the run. None, for post-training, leaves the layers' methods and
-    Gram matrices as they are. num_steps is the length of the whole run.
+    """The quantized layers of a model in a training loop, as the top of this file shows.
+
+    plan says which method each layer has at each point of the run. None, for post-training, leaves the layers' methods
+    and Gram matrices as they are. num_steps is the number of steps of the whole run.
     """
 
     def __init__(self, model: nn.Module, plan: MethodPlan | None = None, num_steps: int = 0):
         self.model, self.plan, self.num_steps = model, plan, num_steps
-        expect_calls(model, None)  # no reminders: QuantizedTraining makes the calls that a method needs
+        expect_calls(model, None)  # This object makes the calls that a method needs, so no reminder is needed.
 
     def set_progress(self, step: int) -> str | None:
-        """Gives the layers the methods of this step.
+        """Gives the layers their methods for this step.
 
-        Returns the new methods if one changed. Methods are constants of compiled code, which is then out of date.
+        Returns a description of the new method if any layer's method changed, otherwise None. Compiled code contains
+        methods as constants, so it is out of date after a change.
         """
         if self.plan is None or not self.plan.apply(self.model, step / self.num_steps):
             return None
@@ -48,31 +50,32 @@ class QuantizedTraining:
         return any(isinstance(m, QuantLinear) and m.recipe.quantizes for m in self.model.modules())
 
     def makes_codes_once(self, passes: int) -> bool:
-        """Whether it is less work to make the weights' codes once for `passes` passes. Rounding with feedback is long:
-        kernels for one weight at a time take longer than for all weights together."""
+        """Whether it is faster to make the weights' codes once before `passes` passes than in each pass. With feedback
+        it is faster even for one pass, because rounding all weights together takes less time than one by one."""
         layers = (m for m in self.model.modules() if isinstance(m, QuantLinear))
         return passes > 1 or any(layer.recipe.uses_feedback for layer in layers)
 
     def weights_once(self, passes: int) -> contextlib.AbstractContextManager:
-        """A context that makes the weights' codes once for `passes` passes, if that is less work."""
+        """Returns a context that makes the weights' codes once for `passes` passes, if that is faster."""
         return quantize_weights_once(self.model) if self.makes_codes_once(passes) else contextlib.nullcontext()
 
     def after_update(self, step: int, forward: Callable[[], object]) -> None:
-        """forward() calls the model on some thousand tokens. All ranks must call this together."""
+        """Updates the Gram matrices after an optimizer step, every GRAM_EVERY steps. forward() calls the model on some
+        thousand tokens. All ranks must call this method together."""
         if self.plan is not None and step % GRAM_EVERY == 0:
             update_gram_matrices(self.model, forward)
 
 
 def set_progress(model: nn.Module, progress: float) -> bool:
-    """Tells a method that changes in the course of a run (clover_feedback_late, nvidia_full) the place of a step.
+    """Gives the layers the method of the present phase. A training loop calls this function before each step if its
+    method changes in the course of a run (clover_feedback_late, nvidia_full).
 
-    A training loop calls this before each step. Gives the layers the method of the present phase. Returns whether one
-    changed; torch.compile then looks at the layers again. Methods without phases ignore the call, and so do layers that
-    have been given another method since convert.
+    model:    the converted model, or a module that contains it (DistributedDataParallel, a compiled model, an average)
+    progress: the number of steps done divided by the number of steps of the run, from 0 to 1
 
-    model:    the converted model, or a module that holds it (DistributedDataParallel, a compiled model, an average)
-    progress: steps done over steps of the run, from 0 to 1
-    Raises ValueError for a progress outside 0 to 1 and a model that was not converted.
+    Returns whether any layer's method changed. If so, compiled code is discarded and compiled again. For methods
+    without phases the call does nothing. It also leaves alone layers that have been given another method since convert.
+    Raises ValueError for a progress outside 0 to 1, and for a model that was not converted.
 
     >>> model = nf.convert(torch.nn.Sequential(torch.nn.Linear(32, 32)), "nvidia_full", verbose=False)
     >>> nf.set_progress(model, 0.5), nf.set_progress(model, 0.9)  # nvidia_full changes from 82% of the steps on
@@ -85,7 +88,9 @@ def set_progress(model: nn.Module, progress: float) -> bool:
     if not number or not 0 <= progress <= 1:
         raise ValueError(f"set_progress: progress is {progress!r}, expected the share of the run's steps, from 0 to 1")
     was_called(model, "set_progress")
-    phases = {}  # layer -> (its method, the method now). The innermost converted part comes last and wins.
+    # Each layer's method, and the method of its present phase. Of nested parts that were converted, the innermost one
+    # comes last and decides.
+    phases = {}
     for part in converted:
         method = part.nf_report.recipe
         phase = method, MethodPlan.parse(method).at(progress)
@@ -99,5 +104,5 @@ def set_progress(model: nn.Module, progress: float) -> bool:
     if not changed:
         return False
     if torch.compiler.is_dynamo_compiling() or "torch._dynamo" in sys.modules:
-        torch.compiler.reset()  # recipes are constants of compiled code
+        torch.compiler.reset()  # Compiled code contains recipes as constants.
     return True

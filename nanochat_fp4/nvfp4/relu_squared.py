@@ -1,7 +1,9 @@
-"""relu(x)^2 with relu(x) in 8 bits beside it, for the derivative: the reference, and the choice of the implementation.
+"""relu(x)^2, for which the backward pass keeps relu(x) in 8 bits. This file has the reference, and calls the kernel.
 
-The module lies beside the quantizers because, like them, it rounds with Philox's numbers. The Triton kernel gives the
-same bits. One Philox call serves eight elements, where torch.compile's torch.rand takes a call for each.
+The derivative of relu(x)^2 is 2 relu(x). Keeping relu(x) in 8 bits instead of 16 saves memory, and rounding it
+stochastically keeps the gradient unbiased. Random numbers come from Philox, as in the quantizers, so that the Triton
+kernel gives the same bits. One call of Philox serves eight elements. torch.rand under torch.compile would take a call
+for each element.
 """
 
 import torch
@@ -11,11 +13,11 @@ from nanochat_fp4.nvfp4.gemm import once_differentiable
 from nanochat_fp4.nvfp4.philox import new_seed, uniform_elements
 from nanochat_fp4.nvfp4.quantizers import divide
 
-STEPS = 255  # a row's largest value in steps
+STEPS = 255  # The largest value of a row, in units of the row's step.
 
 
 class EightBitReluSquared(torch.autograd.Function):
-    """(relu(x)^2, its largest value). The derivative comes from relu_squared's 8-bit tensor."""
+    """Computes (relu(x)^2, its largest value). The derivative is computed from the 8-bit tensor of relu_squared."""
 
     @staticmethod
     def forward(ctx, x: torch.Tensor, part: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
@@ -31,7 +33,7 @@ class EightBitReluSquared(torch.autograd.Function):
 
 
 class UndifferentiatedReluSquared(torch.autograd.Function):
-    """relu(x)^2 with the gradient of relu(x)^2, which passes as it is."""
+    """Computes relu(x)^2 without its derivative: the gradient of the result is passed on as the gradient of x."""
 
     @staticmethod
     def forward(ctx, x: torch.Tensor) -> torch.Tensor:
@@ -43,19 +45,22 @@ class UndifferentiatedReluSquared(torch.autograd.Function):
 
 
 def relu_squared_gradient(grad_y: torch.Tensor, kept: torch.Tensor, step: torch.Tensor | None = None) -> torch.Tensor:
-    """grad_y * 2 relu(x), in grad_y's dtype. Without step, kept is x."""
+    """Returns grad_y * 2 relu(x), in grad_y's dtype. kept and step are results of relu_squared. Without step, kept is x
+    itself."""
     return (grad_y * (2 * torch.relu(kept) if step is None else 2 * step * kept)).to(grad_y.dtype)
 
 
 def relu_squared(x: torch.Tensor, part: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """x `(..., C)` FP32 or BF16 -> (y, kept, step, max y).
+    """Computes relu(x)^2 of x, FP32 or BF16 (..., C), and relu(x) in 8 bits. Returns (y, kept, step, amax).
 
-    y = relu(x)^2 is `(..., C)` in x's dtype. kept is uint8 `(..., C)`, and step float32 `(..., 1)`. max y, float32 (),
-    is for the quantization of y. On average kept * step is relu(x).
+    - y is relu(x)^2, (..., C), in x's dtype.
+    - kept is uint8 (..., C), and the expected value of kept * step is relu(x). kept is rounded stochastically with 16
+      random bits, which gives a bias of at most 2^-16 of a step.
+    - step is float32 (..., 1): 1/255 of the row's largest value.
+    - amax is the largest value of y, float32 (). The quantization of y needs it.
 
-    - step is 1/255 of the row's largest value.
-    - kept is rounded stochastically with 16 random bits, with a bias of at most 2^-16 of a step.
-    - part is the index of these columns if several processes have some columns each and draw the same seeds.
+    part is the number of this process's columns, if several processes have some columns each. Such processes draw the
+    same seeds, and the number keeps their noise apart.
     """
     seed, rows = new_seed(x.device) + part, x.reshape(-1, x.shape[-1])
     if use_kernels(x.device):
@@ -70,10 +75,11 @@ def relu_squared(x: torch.Tensor, part: int = 0) -> tuple[torch.Tensor, torch.Te
 def relu_squared_reference(
     x: torch.Tensor, seed: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """relu_squared of x (R, C), with the random numbers of seed, int64 (). Every row begins with a Philox call."""
+    """Computes relu_squared of x (R, C) with the random numbers of the seed, int64 (). Each row begins with a new call
+    of Philox, so that a kernel can compute rows independently."""
     rows, columns = x.shape
     positive = torch.relu(x)
-    # clamp_min: an all-zero row would otherwise divide by 0.
+    # Without the lower bound, a row of zeros would cause a division by 0.
     step = divide(positive.amax(-1, keepdim=True).float(), STEPS).clamp_min(torch.finfo(torch.float32).tiny)
     padded = -(-columns // 16) * 16
     noise = uniform_elements(seed, 0, rows * padded, 0, 0, x.device).view(rows, padded)[:, :columns] - 0.5

@@ -1,7 +1,7 @@
-"""A quantized layer of relu(x)^2, which is quantized as it is made.
+"""Computes relu(x)^2 and the quantized layer after it as one operation.
 
-The kernels read x once, and write the codes of relu(x)^2 and 8 bits of relu(x) for the derivative (relu_squared.py).
-relu(x)^2 itself is never written. The result has the bits of the two operations one after the other.
+The kernels read x and write the codes of relu(x)^2, and relu(x) in 8 bits for the derivative (relu_squared.py). They do
+not write relu(x)^2 itself. The result has the bits of the two operations one after the other.
 """
 
 import torch
@@ -18,7 +18,7 @@ from nanochat_fp4.nvfp4.relu_squared import EightBitReluSquared, Undifferentiate
 
 
 class _OfReluSquared(torch.autograd.Function):
-    """relu(x)^2 . W^T. derivative: the gradient is that of x, not of relu(x)^2."""
+    """Computes relu(x)^2 . W^T. With derivative, backward returns the gradient of x, otherwise the one of relu(x)^2."""
 
     @staticmethod
     def forward(ctx, p: Pass, derivative: bool, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -43,12 +43,13 @@ class _OfReluSquared(torch.autograd.Function):
 
 
 def relu_squared_linear(x: torch.Tensor, linear: QuantLinear, derivative: bool = True) -> torch.Tensor:
-    """linear(relu(x)^2) of a layer that quantizes its input. x (..., in_features) is in FP32 or BF16.
+    """Computes linear(relu(x)^2). x is FP32 or BF16 (..., in_features), and the result is (..., out_features).
 
-    8 bits of relu(x) are kept for the derivative (relu_squared.py). Without derivative nothing is kept, and the
-    gradient is that of relu(x)^2: the caller multiplies by 2 relu(x).
+    For the derivative, relu(x) is kept in 8 bits (relu_squared.py). If derivative is false, nothing is kept. Backward
+    then returns the gradient of relu(x)^2, and the caller multiplies it by 2 relu(x).
 
-    A layer with hooks, which want to see relu(x)^2, is called with it.
+    If the kernels cannot compute both at once, for example because the layer has hooks, relu(x)^2 is computed first and
+    the layer is called with it.
     """
     if _quantizes_as_it_is_made(linear, x):
         check_input(x, linear.in_features)
@@ -56,7 +57,8 @@ def relu_squared_linear(x: torch.Tensor, linear: QuantLinear, derivative: bool =
         return _OfReluSquared.apply(p, derivative, p.rows(x), linear.matrix).view(*x.shape[:-1], -1)
     if not derivative:
         if linear.quantizes_input:
-            new_seed(x.device)  # that of relu(x)'s 8 bits: all other random numbers stay the same
+            # The seed that relu(x)'s 8 bits would have used is drawn, so that all later random numbers stay the same.
+            new_seed(x.device)
         return linear(UndifferentiatedReluSquared.apply(x))
     y, amax = EightBitReluSquared.apply(x, linear.part_number or 0)
     return linear(y, amax)

@@ -1,7 +1,7 @@
-"""Warnings for a training loop that does not make the calls that a method needs.
+"""Warns if a training loop does not make the calls that its method needs.
 
-A method that changes late in a run needs set_progress, and one with error feedback needs update_gram_matrices. Without
-these calls the run trains another method, in silence.
+A method that changes late in a run needs set_progress, and a method with error feedback needs update_gram_matrices.
+Without these calls the run would silently train another method.
 """
 
 import warnings
@@ -14,19 +14,20 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from nanochat_fp4.nvfp4.feedback import gram_state
 from nanochat_fp4.nvfp4.recipes import Recipe
 
-PATIENCE = 12  # steps without a needed call before the warning; a run of 40 steps must hear of it
+PATIENCE = 12  # The number of steps without a needed call before the warning. Even a run of 40 steps must get it.
 _reminders: "weakref.WeakKeyDictionary[nn.Module, _Reminder]" = weakref.WeakKeyDictionary()
 
 
 class _Reminder:
     """Warns once if PATIENCE optimizer steps pass without a call that the method needs.
 
-    The steps are an optimizer's. A hook of the model would be compiled with the model, and would not count.
+    The steps of an optimizer are counted and not calls of the model, because a hook of the model would be compiled with
+    the model and could not count.
     """
 
     def __init__(self, model: nn.Module, recipe: Recipe):
         self.model, self.recipe, self.steps = weakref.ref(model), recipe, 0
-        self.missing = {}  # call -> the reason why the method needs it
+        self.missing = {}  # needed call -> the reason why the method needs it
         if recipe.late:
             self.missing["set_progress(model, done)"] = f"changes from {100 * recipe.late[0]:.0f}% of the steps on"
         if recipe.uses_feedback:
@@ -52,14 +53,14 @@ class _Reminder:
 
 
 def expect_calls(model: nn.Module, recipe: Recipe | None) -> None:
-    """Reminds of the calls that this recipe needs from a training loop. None ends the reminders."""
+    """Starts the reminder of the calls that this recipe needs from a training loop. None ends all reminders."""
     was_called(model, "")
     if recipe is not None and (recipe.late or recipe.uses_feedback):
         _reminders[model] = _Reminder(model, recipe)
 
 
 def was_called(model: nn.Module, name: str) -> None:
-    """Ends the reminder of the call of that name, or with "" of all calls."""
+    """Ends the reminder of the call with this name, or of all calls if the name is ""."""
     for module in model.modules() if _reminders else ():
         if reminder := _reminders.get(module):
             reminder.missing = {c: what for c, what in reminder.missing.items() if not c.startswith(name)}
