@@ -213,17 +213,23 @@ def _program(job: dict[str, Any], files: list[int]) -> None:
         os.environ.clear()
         os.environ.update(job["env"])
         os.chdir(job["cwd"])
-        for target, fd in enumerate(files):
-            os.dup2(fd, target)
-            os.close(fd)
-        sys.stdin, sys.stdout = open(0), open(1, "w")
-        sys.stderr = open(2, "w", buffering=1, errors="backslashreplace")
+        _standard_files(files)
         sys.argv = [job["option"], *job["argv"]]
         ways = {"-m": lambda: _main(job["what"]), "-c": lambda: exec(job["what"], {})}
         status = _status_of(ways.get(job["option"], lambda: runpy.run_path(job["option"], run_name="__main__")))
         sys.stdout.flush()
     finally:
         os._exit(status)
+
+
+def _standard_files(descriptors: list[int]) -> None:
+    """They become this process's stdin, stdout and stderr."""
+    for target, fd in enumerate(descriptors):
+        os.dup2(fd, target)
+    for fd in set(descriptors):
+        os.close(fd)
+    sys.stdin, sys.stdout = open(0), open(1, "w", buffering=1)
+    sys.stderr = open(2, "w", buffering=1, errors="backslashreplace")
 
 
 def _main(module: str) -> None:
@@ -308,12 +314,7 @@ def _child(job: dict[str, Any], chosen: bool, write: int) -> None:
         log = os.open(job["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
         null = os.open(os.devnull, os.O_RDONLY)
         errors = os.open(Path(job["log"]).with_suffix(".err"), os.O_WRONLY | os.O_CREAT) if "code" in job else log
-        for fd, target in ((null, 0), (log, 1), (errors, 2)):
-            os.dup2(fd, target)
-        sys.stdin, sys.stdout = open(0), open(1, "w", buffering=1)
-        sys.stderr = open(2, "w", buffering=1, errors="backslashreplace")
-        for fd in {null, log, errors}:
-            os.close(fd)
+        _standard_files([null, log, errors])
         operations = _count_operations_of_saves(job.get("operation") if chosen else None)
 
         import importlib
