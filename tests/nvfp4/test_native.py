@@ -220,18 +220,26 @@ def test_what_runs_on_tensor_cores(library, monkeypatch, method):
     assert_same_step(got, want, 1e-5)  # MS-EDEN's tensor_scale is applied after the rounding to BF16, not before
 
 
-@pytest.mark.parametrize("name, kernels", [("cublaslt", "reference"), ("dot_scaled", "triton")])
-def test_a_layer_with_ragged_edges(library, monkeypatch, name, kernels):
-    """150 tokens: tiles that end inside of a matrix, padded groups in wgrad."""
+@pytest.mark.parametrize(
+    "name, kernels, shape, products",
+    [
+        ("cublaslt", "reference", {"tokens": 150}, 3),
+        ("dot_scaled", "triton", {"tokens": 150}, 3),
+        ("cublaslt", "reference", {"in_features": 48}, 2),
+    ],
+)
+def test_a_layer_with_ragged_edges(library, monkeypatch, name, kernels, shape, products):
+    """150 tokens: tiles that end inside of a matrix, padded groups in wgrad. 48 numbers are no whole rows of 16 bytes
+    of codes: the forward is emulated."""
     monkeypatch.setenv("NVFP4_KERNELS", kernels)
-    want = emulated(monkeypatch, "clover", tokens=150)
+    want = emulated(monkeypatch, "clover", **shape)
     monkeypatch.setenv("NVFP4_GEMM", name)
     asked, mm = [], dispatch.mm
     monkeypatch.setattr(dispatch, "mm", lambda *a: asked.append(a[3]) or mm(*a))
     assert dispatch.native_choice("cpu")[0] == name  # the probe's own products are not counted
     asked.clear()
-    assert_same_step(step("clover", tokens=150), want, 1e-12)
-    assert asked == [name] * 3
+    assert_same_step(step("clover", **shape), want, 1e-12)
+    assert asked == [name] * products
 
 
 def test_micro_batches_add_to_the_gradient_in_the_gemm(library, monkeypatch):
@@ -269,12 +277,6 @@ def test_compiled_layers_multiply_and_add_alike(library):
         results.append((leaf.grad, layer.weight.grad.clone()))
         assert [beta for *_, beta in library.calls] == [0.0, 1.0]  # dgrad, and wgrad into the gradient
     assert all(map(torch.equal, *results))
-
-
-def test_operands_that_tensor_cores_do_not_take(library, monkeypatch):
-    """K = 48 is no whole number of 16-byte rows of codes: the forward is emulated, and its result the same."""
-    want = emulated(monkeypatch, "clover", in_features=48)
-    assert_same_step(step("clover", in_features=48), want, 1e-12)
 
 
 @pytest.mark.parametrize("method, kv", [("clover", 32), ("nvidia", 32), ("clover", 128)])
