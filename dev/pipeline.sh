@@ -100,12 +100,6 @@ await_download() {
     [ "$status" = 0 ] || failed "$DOWNLOAD_NAME" "the download (see $NANOCHAT_BASE_DIR/download.log)" "$status"
 }
 
-talk_to() { # TAG
-    [[ "$FAILED" != *" sft:$1 "* ]] || return 0
-    echo "talk to it: $PY -m nanochat_fp4 chat_web --model-tag $1"
-    echo "            (a page in your browser; chat_cli in this terminal)"
-}
-
 # On a terminal, where the plan goes without something: a minute to say no.
 ask() {
     local answer=""
@@ -138,7 +132,7 @@ pipeline() {
     ask
     # shellcheck disable=SC1091  # the plan has just written it. bash reads the whole file before it runs the first line.
     source "$NANOCHAT_BASE_DIR/report/calls.sh"
-    [ -n "${VENV:-}" ] || echo "other commands in this shell: source $ROOT/.venv/bin/activate first"
     [ ! -s "$NANOCHAT_BASE_DIR/report/left_out.txt" ] || sed 's/^/left out: /' "$NANOCHAT_BASE_DIR/report/left_out.txt"
+    [ -n "${VENV:-}" ] || echo "these commands need, once in a shell: source $ROOT/.venv/bin/activate"
     exit "$STATUS"
 }

@@ -8,7 +8,6 @@ token (see engine.py).
 """
 
 import contextlib
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -19,6 +18,7 @@ import torch.distributed as dist
 from nanochat_fp4.common import get_dist_info, is_ddp_initialized, print0
 from nanochat_fp4.data.chat_data import Task
 from nanochat_fp4.data.tokenizer import without_end
+from nanochat_fp4.evaluation.metrics import accuracy_interval
 from nanochat_fp4.generation.engine import Engine
 from nanochat_fp4.models.gpt import autocast
 from nanochat_fp4.nvfp4.contexts import per_token_scale, quantize_weights_once
@@ -43,8 +43,8 @@ class Score:
 
     @property
     def interval(self) -> float:
-        """Two standard deviations of the accuracy if problems are drawn at random: 2 sqrt(p (1 - p) / n)."""
-        return 2 * math.sqrt(self.accuracy * (1 - self.accuracy) / self.count)
+        """Two standard deviations of the accuracy if problems are drawn at random."""
+        return accuracy_interval(self.accuracy, self.count)
 
     def __str__(self) -> str:
         return f"{100 * self.accuracy:.2f} ± {100 * self.interval:.2f}% ({sum(self.outcomes)}/{self.count})"

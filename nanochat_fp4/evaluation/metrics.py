@@ -27,6 +27,16 @@ def plain_json(value: Any) -> Any:
     return str(value)
 
 
+def accuracy_interval(accuracy: float, count: int) -> float:
+    """Two standard deviations of an accuracy if `count` problems are drawn at random, as in the paper's Table 5.
+
+    Where none or each is right, these are 0, and the distance to the other end of Wilson's interval (1927) takes their
+    place: none right of 32 says that the accuracy is below 11%, and not that it is 0.
+    """
+    spread = accuracy * (1 - accuracy)
+    return 2 * math.sqrt(spread / count) if spread > 0 else 4 / (count + 4)
+
+
 def section_files(report_dir: Path) -> list[Path]:
     files = [*report_dir.glob("*.json"), *report_dir.glob("*/*.json")]
     return sorted(path for path in files if path != report_dir / "report.json")

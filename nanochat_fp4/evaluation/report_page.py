@@ -51,13 +51,14 @@ def generate(report_dir: Path) -> str:
     pictures = draw_plots(report_dir, stages, runs, notes)
 
     left_out = _left_out(report_dir)
-    markdown = render(runs, sections, metrics, pictures, notes, left_out)
+    about = summary(runs, report_dir.parent)
+    markdown = render(runs, sections, metrics, pictures, notes, left_out, about)
     report_dir.mkdir(parents=True, exist_ok=True)
     document = {"runs": runs, "sections": sections, "notes": notes, "plots": pictures, "left_out": left_out}
     atomic_write(report_dir / "report.json", json.dumps(plain_json(document), indent=2))
     path = report_dir / "report.md"
     atomic_write(path, markdown.encode("utf-8", "replace"))
-    print("\n".join(runs_table(runs)))
+    print("\n".join([*runs_table(runs), "", *about, "report:"]))
     return str(path)
 
 
@@ -113,6 +114,24 @@ def _explanations(runs: list[dict]) -> list[str]:
     return lines
 
 
+def summary(runs: list[dict], base_dir: Path) -> list[str]:
+    """For each run that has ended: what was trained, how good it is, where it is, and how to talk to it."""
+    lines = []
+    for r in (r for r in runs if r["finished"]):
+        folders = [base_dir / name / r["model_tag"] for name in ("chatsft_checkpoints", "mid_checkpoints")]
+        chat = next((folder for folder in folders if any(folder.glob("model_*"))), None)
+        good = f"{_cell(r['val_bpb'])} bits per byte of validation text"
+        good += "" if r["method"] == "bf16" else f", {_cell(r['val_bpb_bf16'])} with a BF16 forward"
+        if r.get("gap_percent") is not None:
+            good += f"; {r['gap_percent']:+.2f}% over the BF16 run"
+        lines += [f"{r['model_tag']}: {r['method']}, {r['step']:,} steps, {_cell(r.get('tokens'), '{:,}')} tokens"]
+        lines += [f"  how good:   {good}", f"  where:      {chat or base_dir / 'base_checkpoints' / r['model_tag']}"]
+        if chat:
+            stage = "sft" if chat == folders[0] else "mid"
+            lines += [f"  talk to it: python -m nanochat_fp4 chat_web -i {stage} --model-tag {r['model_tag']}"]
+    return lines
+
+
 def _benchmark_table(runs: list[dict]) -> list[str]:
     """Like the paper's Table 5, with a row for each run and stage, a column for each task, and percent with 2 sigma."""
     scored = [(r, stage, scores) for r in runs for stage, scores in r["benchmarks"].items() if scores]
@@ -128,7 +147,7 @@ def _benchmark_table(runs: list[dict]) -> list[str]:
                 text += f" ± {100 * score['interval']:.2f}"
             row.append(text)
         rows.append(row)
-    return _table(["run", "method", "after", "val BPB", *tasks], rows) if rows else []
+    return _table(["run", "method", "after", "val BPB of the base model", *tasks], rows) if rows else []
 
 
 _UNITS = {"gb": "GB", "seconds": "s"}
@@ -219,9 +238,10 @@ def _sample_lines(sections: list[dict], runs: list[dict]) -> list[str]:
 
 def render(
     runs: list[dict], sections: list[dict], metrics: dict[str, list[dict]], plots: list[str], notes: list[str],
-    left_out: list[str],
+    left_out: list[str], about: list[str],
 ) -> str:  # fmt: skip
     lines = ["# nanochat_fp4 report", "", f"Written {time.strftime('%Y-%m-%d %H:%M:%S')}.", ""]
+    lines += ["```", *about, "```", ""] if about else []
     if runs:
         lines += [*runs_table(runs), "", *_explanations(runs), ""]
     lines += [f"![{Path(plot).stem}]({plot})" for plot in plots] + [""] * bool(plots)

@@ -1,12 +1,11 @@
 """From the sections and metrics.jsonl of a run to one row of numbers, and the gaps between rows."""
 
 import json
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from nanochat_fp4.evaluation.metrics import read_jsonl, section_files
+from nanochat_fp4.evaluation.metrics import accuracy_interval, read_jsonl, section_files
 
 # Order of the stages in the report; sections with other names follow in the order of their time.
 SECTIONS = [
@@ -147,8 +146,8 @@ def _score(value: Any) -> dict[str, float | None] | None:
     accuracy, count, interval = (finite_number(given.get(key)) for key in ("accuracy", "count", "interval"))
     if accuracy is None:
         return None
-    if interval is None and count is not None and count > 0:
-        interval = 2 * math.sqrt(max(0.0, accuracy * (1 - accuracy)) / count)
+    if count is not None and count > 0 and 0 <= accuracy <= 1:
+        interval = accuracy_interval(accuracy, count)  # an older one may be 0 where no answer was right
     return {"accuracy": accuracy, "interval": interval}
 
 

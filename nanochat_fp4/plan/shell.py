@@ -21,8 +21,6 @@ def calls(plan: Plan) -> str:
             str(s.processes),
         ]
         lines.append(shlex.join(["beside" if s.beside else "stage", *words, *s.command]))
-    if any(s.name.startswith("sft") for s in plan.stages):
-        lines.append(shlex.join(["talk_to", plan.bases[0].tag]))
     # The report comes last, and says what is missing.
     lines.sort(key=lambda line: line.startswith("stage report"))
     return "\n".join(lines) + "\n"

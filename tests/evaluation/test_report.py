@@ -83,6 +83,21 @@ def test_whole_report(base_dir, folder):
     assert places == sorted(places)
 
 
+def test_the_first_lines_say_what_where_and_how_to_chat(base_dir, folder, capsys):
+    for tag, chat in (("d4_clover", True), ("d4_nvidia", False)):
+        make_run(base_dir, tag, "clover", 1.275)
+        if chat:
+            place = base_dir / "chatsft_checkpoints" / tag
+            (place / "model_000002.pt").write_bytes(b"")
+    make_run(base_dir, "half", "clover", 1.3, finished=False)
+    text = generated(folder)
+    head, said = text.split("| run |")[0], capsys.readouterr().out.split("\n\n")[-1]
+    for part in (head, said):
+        assert str(place) in part and "chat_web -i sft --model-tag d4_clover" in part and "1.2750 bits per byte" in part
+        assert str(base_dir / "base_checkpoints/d4_nvidia") in part and "--model-tag d4_nvidia" not in part
+        assert "half" not in part
+
+
 def test_runs_of_several_seeds_are_a_line_with_a_band(base_dir, folder, monkeypatch):
     """By the pipeline's names and by the sweep's; runs of another length are not among them."""
     for tag in ("d4_clover", "d4_clover_seed43", "tiny_clover_s1_0123abcd", "tiny_clover_s2_89abcdef"):
@@ -232,14 +247,15 @@ def test_a_run_that_starts_over_has_no_number_of_the_one_before(base_dir, folder
 def test_benchmarks_as_in_table_5(base_dir, folder):
     make_run(base_dir, "d4_bf16", "bf16", 1.25)
     sft = {"ARC-Easy": {"accuracy": 0.5, "count": 400}, "MMLU": {"accuracy": 0.25, "interval": 0.01}, "Own": 0.75}
+    sft["None"] = {"accuracy": 0.0, "count": 32, "interval": 0.0}
     get_report("d4_bf16").log("Chat evaluation sft", [{"temperature": 0.0}], sft)
     get_report("d4_bf16").log("Chat evaluation mid", [{"temperature": 0.0}], {"ARC-Easy": 0.4})
     text = generated(folder)
     header = next(line for line in text.splitlines() if line.startswith("| run | method | after |"))
-    assert header == "| run | method | after | val BPB | ARC-Easy | MMLU | Own |"
+    assert header == "| run | method | after | val BPB of the base model | ARC-Easy | MMLU | Own | None |"
     rows = [line for line in text.splitlines() if line.startswith("| d4_bf16 | bf16 | ")]
-    assert "| d4_bf16 | bf16 | mid | 1.2500 | 40.00 | - | - |" in rows
-    assert "| d4_bf16 | bf16 | sft | 1.2500 | 50.00 ± 5.00 | 25.00 ± 1.00 | 75.00 |" in rows
+    assert "| d4_bf16 | bf16 | mid | 1.2500 | 40.00 | - | - | - |" in rows
+    assert "| d4_bf16 | bf16 | sft | 1.2500 | 50.00 ± 5.00 | 25.00 ± 1.00 | 75.00 | 0.00 ± 11.11 |" in rows
 
 
 def test_newest_telemetry_by_kind_of_layer(base_dir, folder):
