@@ -1,12 +1,12 @@
-"""Experts whose weights are slices of parameters with three dimensions, as transformers 5 and torchtitan keep them.
+"""Quantizes experts whose weights are slices of parameters with three dimensions, as in transformers 5 and torchtitan.
 
-Each slice becomes an ExpertLinear: a QuantLinear without a parameter of its own. Contexts, methods, Gram matrices and
-reports therefore know experts as they know linear layers. The model keeps its Parameters and its state dict.
+Each slice becomes an ExpertLinear, which is a QuantLinear without a parameter of its own. Contexts, methods, Gram
+matrices and reports therefore treat experts like linear layers. The model keeps its Parameters and its state dict.
 
-Tokens are sorted by expert. Each expert computes GEMMs of its own tokens, with codes and tensor scales of its own. A
-QuantLinear with the expert's slice computes the same of these tokens, to the bit. An expert without tokens computes
-nothing, and its gradient is zero. One call of torch's grouped_mm for all products was slower on an H200 (dev/LOG.md,
-2026-11-24).
+Tokens are sorted by expert. Each expert computes GEMMs of its own tokens, with its own codes and tensor scales. The
+result has the bits that a QuantLinear with the expert's slice would compute for these tokens. An expert without tokens
+computes nothing, and its gradient is zero. One call of torch's grouped_mm for all products was slower on an H200
+(dev/LOG.md, 2026-11-24).
 """
 
 import functools
@@ -21,21 +21,22 @@ from torch.nn.functional import silu
 from nanochat_fp4.nvfp4.linear import QuantLinear
 from nanochat_fp4.nvfp4.methods import get_recipe
 
-LINEARS = "expert_linears"  # the experts' ExpertLinears: ModuleDict of parameter -> ModuleList
+# The name of the child that holds a module's ExpertLinears: a ModuleDict from a parameter's name to a ModuleList.
+LINEARS = "expert_linears"
 
 
 class ExpertLinear(QuantLinear):
     """One expert's slice of a stacked parameter, computed as a QuantLinear.
 
-    experts:    the module that holds the parameter (E, out_features, in_features), or transposed
-                (E, in_features, out_features)
-    parameter:  its name
-    index:      the expert's number
+    experts:    the module that holds the parameter
+    parameter:  the name of the parameter, which is (E, out_features, in_features) for E experts
+    index:      the number of the expert
+    transposed: whether the parameter is (E, in_features, out_features) instead
     """
 
     def __init__(self, experts: nn.Module, parameter: str, index: int, transposed: bool):
         nn.Module.__init__(self)
-        self.experts = (experts,)  # in a tuple, so that it is no module of this one
+        self.experts = (experts,)  # The tuple hides the module, which would otherwise become a child of this one.
         self.parameter, self.index, self.transposed = parameter, index, transposed
         rows, columns = self.weight.shape[1:]
         self.out_features, self.in_features = (columns, rows) if transposed else (rows, columns)
@@ -49,7 +50,7 @@ class ExpertLinear(QuantLinear):
 
     @property
     def part(self) -> Tensor:
-        """The slice, (out_features, in_features), of the parameter's memory."""
+        """The expert's slice, (out_features, in_features), which is a view of the parameter."""
         part = self.weight[self.index]
         return part.T if self.transposed else part
 
@@ -61,29 +62,31 @@ class ExpertLinear(QuantLinear):
         return part.T.contiguous() if self.transposed else part
 
     def apply(self, fn: Callable[[nn.Module], None]) -> "ExpertLinear":
-        """Does nothing: nn.Module.apply visits the module that holds the parameter. It would else change all experts
-        once for each of them."""
+        """Does nothing, because nn.Module.apply also visits the module that holds the parameter. Otherwise fn would
+        change the whole parameter once for each expert."""
         return self
 
     def forward(self, x: Tensor, part: Tensor) -> Tensor:
-        """x (M, in_features) -> (M, out_features). part: this expert's slice, as unbind gives it. (The gradient of a
-        slice that each expert takes for itself is as large as the whole parameter.)"""
+        """Computes the expert: x (M, in_features) gives (M, out_features). part is this expert's slice from
+        parameter.unbind(). It is not taken here by indexing, because the gradient of each indexing is as large as the
+        whole parameter."""
         return self.outputs(x, (_Slice(self._matrix_of(part), self.weight),))
 
 
 class _Slice(NamedTuple):
-    """A layer as QuantLinear.outputs takes it: its weight as a matrix, and the Parameter that holds it."""
+    """The two attributes of a layer that QuantLinear.outputs reads: the weight as a matrix (out_features, in_features),
+    and the Parameter that contains it."""
 
     matrix: Tensor
     weight: Tensor
 
 
 class Layout(NamedTuple):
-    """How an architecture keeps its experts.
+    """How an architecture stores its experts.
 
-    parameters: names of the stacked parameters
-    arguments:  the names that forward's have, in any release
-    forward:    takes the module and these arguments
+    parameters: the names of the stacked parameters
+    arguments:  the tuples of names that the arguments of the module's forward have in the supported releases
+    forward:    the function that computes the experts. It takes the module and these arguments.
     """
 
     parameters: tuple[str, ...]
@@ -92,7 +95,8 @@ class Layout(NamedTuple):
 
 
 def _project(experts: nn.Module, parameter: str, x: Tensor, counts: Sequence[int]) -> Tensor:
-    """Each expert's product of its tokens: x (T, K), sorted by expert -> (T, N)."""
+    """Computes one linear layer of all experts. x (T, K) is sorted by expert, and counts has the number of tokens of
+    each expert. Returns (T, N)."""
     linears, bias = getattr(experts, LINEARS)[parameter], getattr(experts, f"{parameter}_bias", None)
     parts = [(e, rows) for e, rows in enumerate(x.split(counts)) if len(rows)]
     weights = getattr(experts, parameter).unbind()
@@ -103,13 +107,15 @@ def _project(experts: nn.Module, parameter: str, x: Tensor, counts: Sequence[int
 
 
 def _routed(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """transformers' experts: hidden_states (T, K), top_k_index (T, k), top_k_weights (T, k) or (T, E) -> (T, K)."""
+    """The forward of experts in transformers. hidden_states is (T, K), top_k_index is (T, k), and top_k_weights is (T,
+    k) or (T, E). Returns (T, K)."""
     experts, choices = self.gate_up_proj.shape[0], top_k_index.shape[-1]
     chosen = top_k_index.flatten()
     if top_k_weights.shape != top_k_index.shape:
         top_k_weights = top_k_weights.gather(-1, top_k_index)
     order = chosen.argsort(stable=True)
-    counts = chosen.bincount(minlength=experts)[:experts].tolist()  # E and above: tokens of other processes
+    # Numbers from E on mark tokens of experts that other processes compute.
+    counts = chosen.bincount(minlength=experts)[:experts].tolist()
     order = order[: sum(counts)]
     token = order // choices
     y = _project(self, "gate_up_proj", hidden_states[token], counts)
@@ -123,7 +129,8 @@ def _routed(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_w
 
 
 def _sorted(self: nn.Module, x: Tensor, num_tokens_per_expert: Tensor) -> Tensor:
-    """torchtitan's experts: x (T, K), sorted by expert -> (T, K). Rows beyond the sum of the numbers are padding."""
+    """The forward of experts in torchtitan. x (T, K) is sorted by expert. Rows beyond the sum of num_tokens_per_expert
+    are padding. Returns (T, K)."""
     gate, down, up = getattr(self, LINEARS)
     counts = num_tokens_per_expert.tolist()
     rows = x[: sum(counts)]
@@ -148,9 +155,11 @@ LAYOUTS = (
 
 
 def layout_of(module: nn.Module) -> Layout | None:
-    """The layout of a module that holds experts, by its parameters and the arguments of its forward, or None.
+    """Returns the layout of a module that holds experts, or None if the module holds none or its layout is unknown. The
+    layout is recognized by the module's parameters and the arguments of its forward.
 
-    A further child is something that the layout's forward would not call: a norm, or an expert that is the identity.
+    A module with further children has no known layout, because the layout's forward would not call these children. They
+    may be a norm, or experts that are the identity.
     """
     parameters = dict(module.named_parameters(recurse=False))
     if any(nn.parameter.is_lazy(parameter) for parameter in parameters.values()):
@@ -170,20 +179,21 @@ def layout_of(module: nn.Module) -> Layout | None:
 
 def is_transposed(module: nn.Module) -> bool:
     """Whether the experts of a known layout have weights (E, in_features, out_features)."""
-    # transformers' name of an attribute in 5.0, then in later releases.
+    # The attribute has the first name in transformers 5.0, and the second name in later releases.
     return getattr(module, "is_transposed", getattr(module, "experts_are_transposed", False))
 
 
 def stacked_linears(module: nn.Module) -> dict[str, list[ExpertLinear]]:
-    """Stacked parameter -> the ExpertLinears that read it, of a module that as_quantized_experts has changed."""
+    """Returns the ExpertLinears that read each stacked parameter, by the parameter's name. The dictionary is empty if
+    as_quantized_experts has not changed the module."""
     return {name: list(linears) for name, linears in getattr(module, LINEARS, {}).items()}
 
 
 def as_quantized_experts(model: nn.Module) -> None:
-    """Gives each module of the model that holds experts of a known layout an ExpertLinear for each slice, in place.
+    """Adds an ExpertLinear for each slice to each module of the model that holds experts of a known layout, in place.
 
-    They compute in full precision until convert gives them a recipe. Nothing else of the module changes but its class,
-    a subclass of the one that it had.
+    The layers compute in full precision until convert gives them a recipe. Besides, only the module's class changes: it
+    becomes a subclass of the class that it had.
     """
     for module in list(model.modules()):
         layout = None if hasattr(module, LINEARS) else layout_of(module)
@@ -200,25 +210,28 @@ def as_quantized_experts(model: nn.Module) -> None:
 
 @functools.cache
 def _quantized_class(base: type[nn.Module], parameters: tuple[str, ...]) -> type[nn.Module]:
-    """The subclass of a class of experts whose forward is that of the layout with these parameters."""
+    """Returns the subclass of `base`, a class of experts, that has the forward of the layout with these parameters."""
     layout = next(layout for layout in LAYOUTS if layout.parameters == parameters)
 
     def reduce(self: nn.Module, protocol: int) -> tuple:
         _, _, *state = base.__reduce_ex__(self, max(2, protocol))
-        return _without_state, (base, parameters), *state  # pickle would look for this class by its name
+        # Pickle cannot find this class by its name, so a function makes the class again.
+        return _without_state, (base, parameters), *state
 
-    forward = torch.compiler.disable(layout.forward)  # the number of an expert's tokens is another in each step
+    # The number of an expert's tokens changes from step to step, so that compiled code would be compiled again.
+    forward = torch.compiler.disable(layout.forward)
     return type(base.__name__, (base,), {"forward": forward, "__reduce_ex__": reduce})
 
 
 def _without_state(base: type[nn.Module], parameters: tuple[str, ...]) -> nn.Module:
-    """Experts as pickle makes them, before it gives them their state."""
+    """Makes a module of experts without its state, which pickle adds afterwards."""
     cls = _quantized_class(base, parameters)
     return cls.__new__(cls)
 
 
 def routers(model: nn.Module) -> set[nn.Module]:
-    """The linear layers that choose experts: they stand beside the experts and have an output for each."""
+    """Returns the linear layers that choose experts. A router is a sibling of the module of experts and has one output
+    for each expert."""
     found = set()
     for parent in model.modules():
         children = list(parent.children())

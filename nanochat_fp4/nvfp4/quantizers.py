@@ -1,47 +1,50 @@
-"""The reference quantizers: every rounding of the paper's Table 1, and the scale search, in plain PyTorch.
+"""The reference quantizers in plain PyTorch: every rounding of the paper's Table 1, and the search over block scales.
 
-A rounding is four independent choices (`Rounding`):
+A rounding (`Rounding`) consists of four independent choices:
 
-- elements are rounded to the E2M1 grid to nearest, or stochastically
-- two constants, s and cap, align the scales
-- one or more multiples of the block scale are tried (static, 4/6, search)
-- MS-EDEN corrects the scales afterwards, so that a rotated operand is unbiased, if the rotation mixes its values
+- Elements are rounded to the E2M1 grid, either to nearest or stochastically.
+- Two constants, s (grid_max) and cap (scale_cap), determine the range of the scales.
+- One or more multiples of the block scale are tried: one (static), two (4/6), or more (search).
+- MS-EDEN corrects the scales after rounding, so that a rotated operand is unbiased if the rotation mixes its values.
 
     tensor_scale = amax / (s * cap)                                         FP32
     u            = x / tensor_scale                                         so |u| <= s * cap
     scale_b      = RTN_E4M3(m * amax_b(|u|) / s)       for each candidate m, per block b of 16
     q            = RTN_E2M1 or SR_E2M1 (u / scale_b)
-    the candidate with the lowest sum of (q * scale_b - u)^2 in its block wins, the first one on a tie
+    The candidate with the lowest sum of (q * scale_b - u)^2 in its block is used, the first one in a tie.
 
-MS-EDEN (paper, Algorithm 1; post hoc range alignment, Section 7) rotates first, and then cannot know amax without a
-second pass. The scale is therefore rounded to E8M3, with 3 mantissa bits and any exponent. A second step over scales
-alone shifts the scale into E4M3's range, with the correction S and one stochastic rounding:
+MS-EDEN (the paper, Algorithm 1, with the post hoc range alignment of Section 7) rotates first. The amax of the rotated
+tensor is known only after a pass over the whole tensor. Scales are therefore first rounded to E8M3, which has E4M3's 3
+mantissa bits and FP32's exponents. A second step, over scales only, multiplies them by the correction S, shifts them
+into E4M3's range, and rounds them stochastically:
 
     y = RHT(x),  p_b = RTN_E8M3(m * amax_b(|y|) / s),  q = RTN_E2M1(y / p_b)          the search as above
     S = <y, y> / <y, q * p_b>                                               per rotation group of 128
     tensor_scale = amax / (s * cap), rounded up to a power of two
     scale_b = SR_E4M3(S * p_b / tensor_scale)
 
-tensor_scale is a power of two, because only a shift leaves the 3 mantissa bits of p_b on E4M3's grid. S is close to 1,
-so a scale that was on the grid is rounded with little noise. With tensor_scale = amax / (s * cap) itself the error is
-5% to 12% larger. `ms_eden_direct` is Algorithm 1 to the letter: align, round to E4M3, then correct. Both forms have the
-same error.
+tensor_scale is a power of two, because only then do the scaled 3 mantissa bits of p_b stay on E4M3's grid. S is close
+to 1, so that such a scale is rounded with little noise. If tensor_scale were amax / (s * cap) itself, the error would
+be 5% to 12% larger. `ms_eden_direct` follows Algorithm 1 literally: it aligns the scales, rounds them to E4M3, and then
+corrects them. Both forms have the same error.
 
-Other systems, for comparison. MXFP4 and MXFP8 (MX_ROUNDINGS) differ in the scale alone. The scale is a power of two
-(E8M0) for 32 values, and tensor_scale is a constant. The Open Compute Project's specification rounds the scale down;
-rounding up clips nothing. FP8 (FP8_ROUNDINGS) has tensor_scale alone, or an FP32 scale for each block of 128. All of
-these have no kernels and run as this reference on every machine. FP8 with one scale has a GEMM (gemm.py).
+Other systems, for comparison. MXFP4 and MXFP8 (MX_ROUNDINGS) differ only in the scale. It is a power of two (E8M0) for
+32 values, and tensor_scale is a constant. The Open Compute Project's specification rounds the scale down, which may
+clip large values. Rounding up clips nothing. FP8 (FP8_ROUNDINGS) has only tensor_scale, or an FP32 scale for each block
+of 128 values. These formats have no quantization kernels and run as this reference on every machine. FP8 with one scale
+has a GEMM of its own (gemm.py).
 
-Bit-exactness. The kernels compute the same FP32 operations. Division happens once a block, and elements are multiplied
-by the reciprocal. Sums over a block are taken in fixed point (`_fixed_sum`), so neither order nor layout can change
-them. Their unit is the block's scale, so magnitudes of 1e30 and 1e-30 neither overflow nor vanish.
+Bit-exactness. The kernels compute the same FP32 operations as this reference. There is one division for each block, and
+elements are multiplied by its result. Sums over a block are computed in fixed point (`_fixed_sum`), so that they do not
+depend on the order of summation. The unit of the fixed-point numbers is the block's scale, so that values around 1e30
+do not overflow and values around 1e-30 do not vanish.
 
-Unbiasedness. `sr` is unbiased, and so are the ms_eden roundings of groups with many comparable values, E4M3's
-subnormal range included. One rotation takes a group with a few large values to numbers of a few magnitudes, and their
-rounding is no noise: E[x1] = 0 for x = (1, 0.1, 0, ...). Two rotations in a row repair that (recipes.Gemm.rotations).
-A scale that would clip values after rounding to nearest takes the next larger E4M3 value. MS-EDEN's scales are rounded
-stochastically from E8M3, which does not underflow. `sr_four_over_six` picks the luckier of two stochastic draws and is
-biased (the paper, Section 4.2).
+Unbiasedness. `sr` is unbiased. The ms_eden roundings are unbiased for groups with many values of comparable size, also
+if scales are in E4M3's subnormal range. In a group with a few large values, one rotation leads to numbers of only a few
+magnitudes, whose rounding errors do not average out: E[x1] = 0 for x = (1, 0.1, 0, ...). Two rotations in a row repair
+this (recipes.Gemm.rotations). If a scale rounded to nearest would be so small that values are clipped, the next larger
+E4M3 value is used. MS-EDEN's scales are rounded stochastically from E8M3, which does not underflow. `sr_four_over_six`
+takes the better of two stochastic draws, which is biased (the paper, Section 4.2).
 """
 
 import difflib
@@ -65,47 +68,61 @@ from nanochat_fp4.nvfp4.format import (
 from nanochat_fp4.nvfp4.hadamard import RHT_DIM, rotate, rotated_sums
 from nanochat_fp4.nvfp4.philox import Noise
 
-# Rounding a scale to nearest lowers the scale by a factor 16/17 at most. Elements reach 6 at most; SR never clips.
+# Rounding a scale to nearest lowers it by a factor of 16/17 at most. With this grid maximum, elements are at most 6
+# after that, so that stochastic rounding never clips.
 SR_GRID_MAX = 6.0 * 16 / 17
-# Room above the largest scale: for 4/6's x1.5, the search's x1.625 and EDEN's correction (the paper, Section 3.3).
+# The largest scale is below E4M3's maximum of 448, because 4/6 multiplies scales by up to 1.5, the search by up to
+# 1.625, and EDEN's correction increases them as well (the paper, Section 3.3).
 SEARCH_SCALE_CAP = 256.0
-# The clipping that minimizes MS-EDEN's error with one candidate (the paper's code; recomputed in the tests).
+# The grid maximum whose clipping minimizes MS-EDEN's error with one candidate. Source: the paper's code. The tests
+# compute it again.
 MS_EDEN_GRID_MAX = 6.0 / (17 / 16 * 0.93)
 
-E2M1_OVERFLOW = 6.875  # between the largest element after a rounded normal scale (6 * 17/15) and 7, which rounds to 8
+# A limit between 6 * 17/15, the largest element that a rounded normal scale can cause, and 7, which would round to 8.
+E2M1_OVERFLOW = 6.875
 
-FOUR_OVER_SIX = (1.0, 3 / 2)  # grid maximum 6, or 4: a scale 1.5 times larger (Cook et al., 2025)
+# Four-over-Six (Cook et al., 2025): a block's amax is mapped to 6, or to 4 by a scale that is 1.5 times larger.
+FOUR_OVER_SIX = (1.0, 3 / 2)
 SEARCH_3 = (1.0, 3 / 2, 15 / 16)
 SEARCH_6 = (1.0, 3 / 2, 15 / 16, 11 / 8, 13 / 8, 17 / 16)
 
-# Fixed-point resolution of sums over a block, in units of the block's scale. Squared rounding errors are below 16, and
-# products of values and codes below 64. An FP32 number near 3/4 of the next power of two has this resolution.
+# The number of fraction bits of sums over a block, in units of the block's scale. A kernel rounds a number below 16 to
+# 2^-18 by adding 48 to it, because FP32 numbers near 48 have this spacing, and a number below 64 to 2^-16 by adding
+# 192. Squared rounding errors are below 16, and products of values and codes are below 64.
 ERROR_BITS, PRODUCT_BITS = 18, 16
 
-MX_BLOCK = 32  # Values that share a power of two in MXFP4 and MXFP8. Source: Open Compute Project, MX 1.0.
-FP8_BLOCK = 128  # Values that share a scale; in a weight also rows. Source: DeepSeek-V3, Section 3.3.2.
+# The number of values that share a power of two in MXFP4 and MXFP8. Source: Open Compute Project, MX 1.0.
+MX_BLOCK = 32
+# The number of values that share a scale in FP8 with blocks. In a weight, 128 rows share it as well. Source:
+# DeepSeek-V3, Section 3.3.2.
+FP8_BLOCK = 128
 FP8_DTYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 E5M2_MAX = 57344.0
-FP8_AMAX_MIN = 1e-30  # The amax of an all-zero tensor. The scale and its inverse are then finite in FP32.
+FP8_AMAX_MIN = 1e-30  # Stands for the amax of a tensor of zeros, so that the scale and its inverse are finite in FP32.
 
-CHUNK = 1 << 17  # Elements at a time on a CPU, so that the intermediate tensors stay in the CPU's cache.
+CHUNK = 1 << 17  # The number of elements to process at once on a CPU, so that temporary tensors stay in its cache.
 
 
 @dataclass(frozen=True)
 class Rounding:
-    """How one operand is brought to NVFP4; the module's docstring has the formulas.
+    """How one operand is rounded to NVFP4, or to a format for comparison. The docstring of this module has the
+    formulas.
 
-    grid_max:   s, the value that a block's amax is mapped to with candidate 1
-    scale_cap:  the largest E4M3 scale with candidate 1
-    candidates: multiples of the block scale that compete
-    stochastic: elements are rounded stochastically (SR), else to nearest, ties to even (RTN)
-    block_rows: number of rows that share a scale, 1, or 16 for square blocks
-    ms_eden:    rotate by an RHT of 128, correct the scales by S, round them stochastically
-    mx:         "" for NVFP4's scales. "floor" or "ceil" for the power of two below or above amax / s.
-    fp8:        "", or the FP32 scales of FP8. "tensor" is tensor_scale alone, "block" a scale per block.
-    block:      number of values that share a scale, 16. MXFP4 and MXFP8 have 32, FP8 with blocks 128.
-    prescale:   multiplies elements before they are rounded, and divides them afterwards (mx only)
-    element:    "e2m1", or, to nearest, "e4m3" (mx and fp8) or "e5m2" (fp8)
+    grid_max:   s, the value that a block's amax is mapped to with the candidate 1
+    scale_cap:  cap, the largest block scale with the candidate 1
+    candidates: the multiples of the block scale that are tried
+    stochastic: whether elements are rounded stochastically (SR). Otherwise they are rounded to nearest, ties to even
+                (RTN).
+    block_rows: the number of rows that share a scale: 1, or 16 for square blocks
+    ms_eden:    whether to rotate by an RHT of 128, correct the scales by S, and round the scales stochastically
+    mx:         "" for the scales of NVFP4. "floor" and "ceil" are the powers of two below and above amax / s.
+    fp8:        "" if the format is not FP8. "tensor" is FP8 with only tensor_scale, and "block" is FP8 with an FP32
+                scale for each block.
+    block:      the number of values in a row that share a scale: 16 for NVFP4, 32 for MXFP4 and MXFP8, and 128 for FP8
+                with blocks
+    prescale:   the factor by which elements are multiplied before rounding and divided afterwards (mx only)
+    element:    the format of an element: "e2m1", "e4m3" (mx and fp8), or "e5m2" (fp8). The 8-bit formats are rounded to
+                nearest.
     name:       the key in ROUNDINGS
     """
 
@@ -124,12 +141,13 @@ class Rounding:
 
     @property
     def has_kernels(self) -> bool:
-        """Whether the Triton kernels compute this rounding. The others run as this reference on every machine."""
+        """Whether the Triton kernels can compute this rounding. The other roundings run as this reference
+        everywhere."""
         return not (self.mx or self.fp8 or (self.random and self.block_rows > 1))
 
     @property
     def takes_amax(self) -> bool:
-        """Whether the largest value of an input that is not rotated may come from the kernel that makes the input."""
+        """Whether the amax of an input that is not rotated can be given by the kernel that makes the input."""
         return self.has_kernels or self.fp8 == "tensor"
 
     @property
@@ -151,9 +169,9 @@ ROUNDINGS: dict[str, Rounding] = {
     "ms_eden_search_3": Rounding(scale_cap=SEARCH_SCALE_CAP, candidates=SEARCH_3, ms_eden=True),
     "ms_eden_search_6": Rounding(scale_cap=SEARCH_SCALE_CAP, candidates=SEARCH_6, ms_eden=True),
 }
-# Other systems. With scales rounded down, the largest value of a block may be almost 8 and is clipped to 6. Tseng et
-# al. therefore shrink by 3/4 before stochastic rounding. With scales rounded up (NVIDIA), nothing is clipped and up to
-# a binade is not used.
+# Formats of other systems. If scales are rounded down, the largest value of a block can be almost 8 and is clipped to
+# 6. Tseng et al. therefore multiply values by 3/4 before stochastic rounding. If scales are rounded up (NVIDIA),
+# nothing is clipped, but the largest value of a block can be as small as 3.
 _UP = {"mx": "ceil", "block": MX_BLOCK}
 MX_ROUNDINGS: dict[str, Rounding] = {
     "mxfp4_ocp": Rounding(grid_max=4.0, mx="floor", block=MX_BLOCK),  # 4: the largest power of two of E2M1
@@ -164,7 +182,7 @@ MX_ROUNDINGS: dict[str, Rounding] = {
     "mxfp8": Rounding(grid_max=E4M3_MAX, **_UP, element="e4m3"),
 }
 ROUNDINGS |= MX_ROUNDINGS
-# FP8: one scale per tensor (nanochat's --fp8), or FP32 scales for 1x128 and 128x128 blocks (DeepSeek-V3).
+# FP8 has one scale per tensor (nanochat's --fp8), or FP32 scales for blocks of 1x128 and 128x128 (DeepSeek-V3).
 _BLOCKS = {"grid_max": E4M3_MAX, "fp8": "block", "element": "e4m3", "block": FP8_BLOCK}
 FP8_ROUNDINGS: dict[str, Rounding] = {
     "e4m3": Rounding(grid_max=E4M3_MAX, scale_cap=1.0, fp8="tensor", element="e4m3"),
@@ -173,14 +191,15 @@ FP8_ROUNDINGS: dict[str, Rounding] = {
     "e4m3_128x128": Rounding(**_BLOCKS, block_rows=FP8_BLOCK),
 }
 ROUNDINGS |= FP8_ROUNDINGS
-# The plain names try 3 candidates. 6 lower the error by another 5%, but a step on an H200 takes 1.5 times as long.
+# The names without a number try 3 candidates. With 6 candidates the error is another 5% lower, but a step on an H200
+# takes 1.5 times as long.
 ROUNDINGS["scale_search"] = ROUNDINGS["scale_search_3"]
 ROUNDINGS["ms_eden_search"] = ROUNDINGS["ms_eden_search_3"]
 ROUNDINGS = {name: replace(rounding, name=name) for name, rounding in ROUNDINGS.items()}
 
 
 def get_rounding(name: str | Rounding) -> Rounding:
-    """The Rounding of a name; a Rounding is returned as it is. Raises ValueError with the known names."""
+    """Returns the Rounding with this name. A Rounding is returned as it is. Raises ValueError for an unknown name."""
     if isinstance(name, Rounding):
         return name
     if name not in ROUNDINGS:
@@ -191,33 +210,35 @@ def get_rounding(name: str | Rounding) -> Rounding:
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# Rounding to the three grids. All on float32, elementwise.
+# Rounding to the grids of E2M1, E4M3 and E8M3. These functions work on float32 tensors elementwise.
 
 
 def round_e2m1(y: torch.Tensor) -> torch.Tensor:
-    """To the nearest E2M1 value, ties to the even code, |y| > 6 clipped. The sign of zero is kept."""
+    """Rounds to the nearest E2M1 value, and ties to the even code. Values beyond 6 are clipped. -0.0 keeps its sign."""
     step = _e2m1_spacing(y.abs())
     return (torch.round(y / step) * step).clamp(-E2M1_MAX, E2M1_MAX)
 
 
 def stochastic_round_e2m1(y: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
-    """To one of the two neighbouring E2M1 values; the mean over uniform in (0, 1) is y. Needs |y| <= 6."""
+    """Rounds to one of the two neighbouring E2M1 values. The mean over uniform in (0, 1) is y, if |y| <= 6."""
     step = _e2m1_spacing(y.abs())
     return torch.copysign(torch.round(y / step + (uniform - 0.5)) * step, y).clamp(-E2M1_MAX, E2M1_MAX)
 
 
 def _e2m1_spacing(magnitude: torch.Tensor) -> torch.Tensor:
-    """Distance of the E2M1 values around a magnitude: 1/2 below 2, 1 below 4, 2 from there on."""
+    """Returns the distance between the E2M1 values around a magnitude: 1/2 below 2, 1 below 4, and 2 above that."""
     return 0.5 + 0.5 * (magnitude >= 2) + (magnitude >= 4)
 
 
 def round_e4m3(scale: torch.Tensor) -> torch.Tensor:
-    """Non-negative scales to the nearest E4M3 value, ties to even, above 448 clipped; returns float8_e4m3fn."""
+    """Rounds non-negative scales to the nearest E4M3 value, and ties to even. Scales above 448 are clipped. Returns
+    float8_e4m3fn."""
     return scale.clamp(max=E4M3_MAX).to(torch.float8_e4m3fn)
 
 
 def stochastic_round_e4m3(scale: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
-    """Non-negative scales to a neighbouring E4M3 value with the right mean, subnormals included; above 448 clipped."""
+    """Rounds non-negative scales to one of the two neighbouring E4M3 values so that the mean is right, also for
+    subnormal numbers. Scales above 448 are clipped. Returns float8_e4m3fn."""
     scale = scale.clamp(max=E4M3_MAX)
     step = power_of_two_floor(scale).clamp(min=2.0**E4M3_MIN_EXPONENT) * 2.0**-E4M3_MANTISSA_BITS
     n = scale / step
@@ -227,9 +248,8 @@ def stochastic_round_e4m3(scale: torch.Tensor, uniform: torch.Tensor) -> torch.T
 
 
 def round_e8m3(scale: torch.Tensor) -> torch.Tensor:
-    """Non-negative float32 to 3 mantissa bits, ties to even, the exponent of FP32: a pseudo-scale that fits BF16.
-
-    Results below 2^-116, the smallest tensor_scale, are 0.
+    """Rounds non-negative float32 numbers to 3 mantissa bits, and ties to even. The result keeps FP32's exponents and
+    is exact in BF16. Numbers below 2^-116, the smallest tensor_scale, become 0.
     """
     bits = torch.where(scale < TENSOR_SCALE_MIN, 0.0, scale).view(torch.int32)
     dropped = 23 - E4M3_MANTISSA_BITS
@@ -238,41 +258,44 @@ def round_e8m3(scale: torch.Tensor) -> torch.Tensor:
 
 
 def power_of_two_floor(x: torch.Tensor) -> torch.Tensor:
-    """2^floor(log2 x) for positive normal float32, 0 for zero."""
+    """Returns 2^floor(log2 x) for positive normal float32 numbers, and 0 for zero."""
     return (x.view(torch.int32) & 0x7F800000).view(torch.float32)
 
 
 def power_of_two_ceil(x: torch.Tensor) -> torch.Tensor:
-    """2^ceil(log2 x) for positive normal float32; NaN and Inf give Inf."""
+    """Returns 2^ceil(log2 x) for positive normal float32 numbers, and Inf for NaN and Inf."""
     floor = power_of_two_floor(x)
     return torch.where(floor == x, x, floor * 2)
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# Blocks.
+# Sums and scales of blocks
 
 
 def _fixed_sum(x: torch.Tensor, y: torch.Tensor, fraction_bits: int) -> torch.Tensor:
-    """Sum of x * y over the last dimension in fixed point, float32 -> int32.
+    """Returns the sum of x * y over the last dimension in fixed point, int32, in units of 2^-fraction_bits. x and y are
+    float32.
 
-    Each product is rounded once, to 2^-fraction_bits, and the integers are added exactly. The result does not depend on
-    the order and is the same in every kernel layout. A kernel rounds a product by one fused multiply-add.
+    Each product is rounded once to a whole number of units, and the whole numbers are added exactly. The result
+    therefore does not depend on the order of summation, and every kernel computes the same. A kernel rounds a product
+    by one fused multiply-add.
     """
     return _rounded_product(x * 2.0**fraction_bits, y).sum(dim=-1, dtype=torch.int32)
 
 
 def _rounded_product(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """The whole number nearest to x * y, float32 to int32. FP64 holds the product exactly."""
+    """Returns the whole number nearest to x * y, int32, of float32 tensors. FP64 holds the product exactly."""
     return torch.round(x.to(torch.float64) * y.to(torch.float64)).to(torch.int32)
 
 
 def _block_amax(u: torch.Tensor, block_rows: int) -> torch.Tensor:
-    """`(R, G, B)` -> `(R, G)`: the largest magnitude of each 1x16 block, or of its block_rows x 16 block."""
+    """Returns the largest magnitude of each block of u `(R, G, B)`, repeated for each of the block's rows: `(R, G)`."""
     return _over_rows(u.abs().amax(dim=-1), block_rows, lambda rows: rows.amax(dim=-1))
 
 
 def _over_rows(x: torch.Tensor, block_rows: int, reduce) -> torch.Tensor:
-    """Reduces (R, G) over each run of block_rows rows and repeats the result for each row. Missing rows are 0."""
+    """Reduces x (R, G) over each group of block_rows rows, and repeats the result for each of these rows: (R, G). Rows
+    that the last group lacks count as 0."""
     if block_rows == 1:
         return x
     rows = x.shape[0]
@@ -282,16 +305,17 @@ def _over_rows(x: torch.Tensor, block_rows: int, reduce) -> torch.Tensor:
 
 
 def _reciprocal(scale: torch.Tensor) -> torch.Tensor:
-    """1 / scale, and 0 for the scale 0 of an empty block."""
+    """Returns 1 / scale, and 0 for the scale 0 of a block of zeros."""
     return torch.where(scale > 0, 1.0 / scale, 0.0)
 
 
 def search_scales(x: torch.Tensor, rounding: Rounding, round_scale, draw=None, factor: torch.Tensor | float = 1.0):
-    """The codes q `(R, G, B)` and scales `(R, G)`, both float32, that fit x * factor best.
+    """Finds the block scales among the rounding's candidates with which x * factor is rounded best. Returns the rounded
+    elements q `(R, G, B)` and the scales `(R, G)`, both float32.
 
-    x is `(R, G, B)`, and factor () or `(R, 1)`. The function round_scale maps the wanted scale and the block amax to
-    values that the scale may take, all float32 `(R, G)`. The function draw maps a candidate's number to uniforms like
-    x. Each candidate of a stochastic rounding draws its own.
+    x is `(R, G, B)`: R rows of G blocks with B values. factor is () or `(R, 1)`. The function round_scale maps the
+    wanted scale and the block's amax to a scale that the format has, all float32 `(R, G)`. The function draw maps the
+    number of a candidate to uniforms of x's shape. Each candidate of a stochastic rounding draws its own numbers.
     """
     amax = _block_amax(x, rounding.block_rows) * factor
     base = divide(amax, rounding.grid_max)
@@ -309,7 +333,7 @@ def search_scales(x: torch.Tensor, rounding: Rounding, round_scale, draw=None, f
         difference = q - y
         error = _fixed_sum(difference, difference, ERROR_BITS)
         error = _over_rows(error, rounding.block_rows, lambda rows: rows.sum(dim=-1, dtype=torch.int32))
-        relative = scale * (1.0 / unit)  # exact: by a power of two
+        relative = scale * (1.0 / unit)  # This is exact, because unit is a power of two.
         error = error.to(torch.float32) * (relative * relative)
         if best_error is None:
             best_q, best_scale, best_error = q, scale, error
@@ -322,22 +346,26 @@ def search_scales(x: torch.Tensor, rounding: Rounding, round_scale, draw=None, f
 
 
 def to_fp8(x: torch.Tensor, element: str) -> torch.Tensor:
-    """To the nearest E4M3 or E5M2 value. Larger values are clipped; NaN stays."""
+    """Rounds to the nearest E4M3 or E5M2 value. Values beyond the largest number are clipped, and NaN stays NaN."""
     limit = torch.finfo(FP8_DTYPES[element]).max
     return x.clamp(-limit, limit).to(FP8_DTYPES[element])
 
 
 def divide(x: torch.Tensor, constant: float) -> torch.Tensor:
-    """x / constant with one rounding. For a Python number a GPU would multiply by the reciprocal instead."""
+    """Returns x / constant, rounded once. If the divisor were a Python number, a GPU would multiply by its rounded
+    reciprocal instead."""
     return x / torch.full((), constant, dtype=torch.float32, device=x.device)
 
 
 def block_scale_rounding(rounding: Rounding):
-    """RTN_E4M3, but the next larger scale where the block would be clipped; for MX a power of two.
+    """Returns the function that rounds a block's wanted scale to a scale that the format has. The arguments are the
+    wanted scale and the block's amax.
 
-    In E4M3's normal range rounding lowers a scale by a factor 16/17 at most, and nothing is clipped. SR's values stay
-    within 6 by SR's choice of s, and nearest rounding takes everything below 7 to 6. Only subnormal scales can be too
-    small, or zero. A block with a too small scale would lose its largest values, or all.
+    For NVFP4 the scale is rounded to nearest in E4M3, but the next larger E4M3 value is used if the block would be
+    clipped otherwise. In E4M3's normal range rounding lowers a scale by a factor of 16/17 at most, and no element is
+    clipped: with SR the choice of s keeps elements within 6, and with RTN all values below 7 are rounded to 6. Only a
+    subnormal scale can be rounded to a scale that is too small, or to zero. The block would then lose its largest
+    values, or all of them. For MX the scale is a power of two.
     """
     if rounding.fp8:
         return lambda wanted, amax: wanted.clamp(min=TENSOR_SCALE_MIN)
@@ -354,13 +382,13 @@ def block_scale_rounding(rounding: Rounding):
 
 
 def _next_e4m3(scale: torch.Tensor) -> torch.Tensor:
-    """The next larger E4M3 value, float32 to float32."""
+    """Returns the next larger E4M3 value of an E4M3 value, both as float32."""
     bits = scale.to(torch.float8_e4m3fn).view(torch.uint8) + 1
     return bits.view(torch.float8_e4m3fn).to(torch.float32)
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# The two ways through.
+# Quantization of whole tensors
 
 
 def quantize_reference(
@@ -379,20 +407,23 @@ def quantize_reference(
     scale: torch.Tensor | None = None,
     largest: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> NVFP4Tensor:
-    """x (..., K), any float dtype, K a multiple of the block -> NVFP4Tensor with `decoded` in float32.
+    """Quantizes x (..., K) of any float dtype along its last dimension. K must be a multiple of the rounding's block.
+    Returns an NVFP4Tensor whose `decoded` is float32.
 
-    Checks nothing; no host sync.
+    The arguments are not checked, and the call does not synchronize with the host. If x has NaN or Inf, tensor_scale
+    and all results are not finite either.
 
-    seed, stream: select the noise of SR.
-    rht_dim:      Rotate first by an RHT of rht_dim, which divides K. MS-EDEN needs 128.
-    rht_seed:     The rotation's seed, by default seed. rht_stream is its stream.
-    rotations:    2 for two RHTs in a row (rotated_sums).
-    per_token:    One tensor_scale per row, `(..., 1)`, so that a row does not depend on the others.
-    amax:         The amax, float32 (), of a larger tensor that x is a part of. Not for rotated operands.
-    noise:        The random numbers to use, by default of seed and stream.
-    scale:        Multiplies x after the rotation, float32 (), for MS-EDEN.
-    largest:      A function from the amax of the (rotated) x to the amax of a larger tensor that x is a part of.
-    NaN and Inf travel into tensor_scale, and from there into all results.
+    seed, stream: the seed and the stream of stochastic rounding
+    rht_dim:      the group size of an RHT that x is rotated by first, or 0. It must divide K. MS-EDEN needs 128.
+    rht_seed:     the seed of the rotation, by default `seed`. rht_stream is its stream.
+    rotations:    1, or 2 for two RHTs in a row (rotated_sums)
+    per_token:    whether each row has its own tensor_scale, `(..., 1)`, so that a row does not depend on the others
+    amax:         the amax to scale by, float32 (), if x is a part of a larger tensor. It cannot be given with a
+                  rotation.
+    noise:        the random numbers to use, by default those of seed and stream
+    scale:        a factor, float32 (), that x is multiplied by after the rotation (for MS-EDEN)
+    largest:      a function from the amax of x, after the rotation, to the amax of the larger tensor that x is a part
+                  of
     """
     noise, norm = Noise(seed, stream) if noise is None else noise, 1.0
     if rht_dim:
@@ -406,7 +437,7 @@ def quantize_reference(
         amax = rows.abs().amax(dim=-1, keepdim=True) if per_token else rows.abs().amax()
     if largest is not None:
         amax = largest(amax)
-    if rounding.fp8 == "tensor":  # FP64 makes the scale the same in compiled code, as in nanochat's fp8.py
+    if rounding.fp8 == "tensor":  # With FP64 compiled code computes the same scale, as in nanochat's fp8.py.
         scale = (rounding.grid_max / (amax * norm).double().clamp(min=FP8_AMAX_MIN)).float()
         codes = to_fp8(rows * (scale * norm), rounding.element).view(*leading, -1)
         scales = codes.new_empty(*leading, 0)
@@ -416,10 +447,10 @@ def quantize_reference(
         tensor_scale = power_of_two_ceil(tensor_scale)
     if rounding.mx or rounding.fp8:
         tensor_scale = torch.full_like(tensor_scale, 1 / rounding.prescale)
-    # MS-EDEN aligns afterwards, so its factor holds norm alone.
+    # MS-EDEN divides its scales by tensor_scale afterwards, so its factor is only the norm of the rotation.
     factor = torch.ones_like(tensor_scale) * norm if rounding.ms_eden else 1.0 / tensor_scale * norm
 
-    # Chunks of whole blocks of rows; the result does not depend on their size.
+    # The rows are processed in chunks of whole blocks. The result does not depend on the chunks' size.
     chunk = (
         max(FP8_BLOCK, CHUNK // rows.shape[1] // FP8_BLOCK * FP8_BLOCK)
         if x.device.type == "cpu"
@@ -435,7 +466,8 @@ def quantize_reference(
         chunks.append((q, codes, *scales))
     q, codes, pseudo_scales, correction = (torch.cat(p) if len(chunks) > 1 else p[0] for p in zip(*chunks))
     scales = finish_scales(pseudo_scales, correction, rounding, tensor_scale, noise)
-    exact = pseudo_scales if rounding.mx or rounding.fp8 else scales.to(torch.float32)  # compilers know little of E8M0
+    # For MX the scales are not taken from the E8M0 tensor, because compilers hardly support this dtype.
+    exact = pseudo_scales if rounding.mx or rounding.fp8 else scales.to(torch.float32)
     decoded = (q * exact.unsqueeze(-1)).flatten(-2)
     return NVFP4Tensor(
         codes=codes.view(*leading, -1),
@@ -446,7 +478,8 @@ def quantize_reference(
 
 
 def _align_first(rows, rounding, factor, noise, start):
-    """Aligns by a factor with the known tensor_scale: (q, E4M3 scales in float32, no correction)."""
+    """Quantizes rows whose tensor_scale is known and contained in factor. Returns (q, E4M3 scales in float32, a
+    correction of 1)."""
     x = rows.unflatten(-1, (-1, rounding.block))
 
     def draw(candidate):
@@ -457,21 +490,24 @@ def _align_first(rows, rounding, factor, noise, start):
 
 
 def _align_post_hoc(rows, rounding, factor, noise, start):
-    """Kernel one of the paper's Section 7: (q, E8M3 pseudo-scales, EDEN's correction S), all without tensor_scale."""
+    """Does the work of the first kernel of the paper's Section 7. Returns (q, E8M3 pseudo-scales, EDEN's correction S),
+    none of which contains tensor_scale."""
     x = rows.unflatten(-1, (-1, BLOCK))
     q, pseudo_scales = search_scales(x, rounding, lambda scale, _: round_e8m3(scale), factor=factor)
     return q, pseudo_scales, _eden_correction(x, q, pseudo_scales, factor)
 
 
 def _eden_correction(x, q, scales, factor):
-    """S = `<x, x>` / `<x, x_rtn>` (paper, Algorithm 1) for each rotation group, repeated for its blocks: `(R, G)`.
+    """Returns S = `<x, x>` / `<x, x_rtn>` (the paper, Algorithm 1) for each rotation group, repeated for the group's
+    blocks: `(R, G)`.
 
-    x and q are `(R, G, 16)`, scales `(R, G)`, and factor as in `search_scales`. A block is summed in units of its
-    scale. Its weight is the square of its scale over a power of two above the group's largest scale.
+    x and q are `(R, G, 16)`, and scales are `(R, G)`. factor is the one of `search_scales`. Each block is summed in
+    units of its scale. The sums of a group's blocks are then added with weights, which are the squares of the blocks'
+    scales relative to a power of two above the group's largest scale.
     """
     blocks = scales.unflatten(-1, (-1, RHT_DIM // BLOCK))
     largest = power_of_two_floor(blocks.amax(dim=-1, keepdim=True)).clamp(min=TENSOR_SCALE_MIN)
-    weight = blocks * (0.125 / largest)  # a block's sums stay below 2^22
+    weight = blocks * (0.125 / largest)  # With this factor a block's sums stay below 2^22.
     weight = weight * weight
     y = x * (_reciprocal(scales) * factor).unsqueeze(-1)
 
@@ -485,7 +521,9 @@ def _eden_correction(x, q, scales, factor):
 
 
 def finish_scales(pseudo_scales, correction, rounding, tensor_scale, noise):
-    """Kernel two of MS-EDEN aligns, corrects and rounds the pseudo-scales. Other roundings have E4M3 scales already."""
+    """Returns the final scales in the dtype of the format. For MS-EDEN this is the work of the paper's second kernel:
+    it aligns and corrects the pseudo-scales and rounds them stochastically. The scales of other roundings are only
+    cast."""
     if rounding.fp8:
         return pseudo_scales
     if rounding.mx:
@@ -497,7 +535,8 @@ def finish_scales(pseudo_scales, correction, rounding, tensor_scale, noise):
 
 
 def ms_eden_direct(x: torch.Tensor, rounding: Rounding, seed: torch.Tensor | int = 0) -> NVFP4Tensor:
-    """Algorithm 1 of the paper to the letter: amax of the rotated tensor first, E4M3 scales, then the correction."""
+    """Quantizes x (..., K) by the paper's Algorithm 1, literally: it finds the amax of the rotated tensor first, rounds
+    the scales to E4M3, and then corrects them. K must be a multiple of 128."""
     y = rotate(x, seed)
     rows = y.reshape(-1, y.shape[-1])
     tensor_scale = divide(rows.abs().amax(), rounding.grid_max * rounding.scale_cap).clamp(min=TENSOR_SCALE_MIN)
@@ -511,14 +550,15 @@ def ms_eden_direct(x: torch.Tensor, rounding: Rounding, seed: torch.Tensor | int
 
 
 def quantize(x: torch.Tensor, rounding: str | Rounding, seed: torch.Tensor | int = 0) -> NVFP4Tensor:
-    """Quantizes x (..., K) along its last dimension with a rounding of ROUNDINGS (the paper's Table 1): NVFP4, or MX.
+    """Quantizes x (..., K) along its last dimension with one of ROUNDINGS (the paper's Table 1) and returns an
+    NVFP4Tensor.
 
-    seed (an int, or an int64 tensor) determines rotation and rounding; the deterministic roundings ignore it.
-    The ms_eden roundings return the operand in rotated space: it approximates rotate(x, seed).
+    seed is an int or an int64 tensor. It determines rotation and rounding, and deterministic roundings ignore it. With
+    the ms_eden roundings the result is rotated: it approximates rotate(x, seed).
 
-    Raises ValueError for an unknown rounding, a seed of another type, and an integer, empty or meta tensor. K must be a
-    multiple of 16, for ms_eden of 128 and for MX of 32. All values must be finite in FP32, before and after the
-    rotation and the rounding.
+    K must be a multiple of 16, of 128 for ms_eden, and of 32 for MX. All values must be finite in FP32, and stay finite
+    after the rotation and the rounding. Raises ValueError if they are not, for another K, for an unknown rounding, for
+    a seed of another type, and for an integer, empty or meta tensor.
 
     >>> t = nf.quantize(torch.tensor([[6.0, 3.2, -1.1] + [0.0] * 13]), "rtn")
     >>> t.dequantize()[0, :3].round(decimals=3).tolist()
@@ -548,13 +588,14 @@ def quantize(x: torch.Tensor, rounding: str | Rounding, seed: torch.Tensor | int
     if not torch.isfinite(t.tensor_scale):
         raise ValueError(f"quantize: values up to {x.abs().max():.1e} overflow when rotated; scale the tensor down")
     result = NVFP4Tensor(t.codes, t.scales, t.tensor_scale)
-    if not torch.isfinite(result.dequantize()).all():  # rounding up may leave FP32's range
+    if not torch.isfinite(result.dequantize()).all():  # Rounding up can lead beyond FP32's range.
         raise ValueError(f"quantize: values up to {x.abs().max():.1e} overflow when rounded; scale the tensor down")
     return result
 
 
 def mean_squared_error(rounding: str, *, samples: int = 1 << 22, seed: int = 0) -> float:
-    """E (x - Q(x))^2 over N(0, 1), the paper's Table 1, on rows of 4096; for ms_eden in rotated space."""
+    """Returns E (x - Q(x))^2 for x from N(0, 1), as in the paper's Table 1, measured on rows of 4096 values. For
+    ms_eden the rotated tensors are compared."""
     generator = torch.Generator().manual_seed(seed)
     rows = max(16, samples // 4096)
     x = torch.randn(rows, 4096, generator=generator)

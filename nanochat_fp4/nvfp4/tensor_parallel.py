@@ -1,4 +1,4 @@
-"""Tensor and sequence parallelism: a quantized layer that several processes compute together, through DTensor's styles.
+"""Tensor and sequence parallelism: several processes compute a quantized layer together, with parallelize_module.
 
     nf.convert(model, method)
     mesh = init_device_mesh("cuda", (2,))                    # or one dimension of a larger mesh
@@ -6,30 +6,34 @@
     for block in model.blocks:
         parallelize_module(block, mesh, styles | {"mlp.up": nf.ColwiseParallel(), "mlp.down": nf.RowwiseParallel()})
 
-W processes, M tokens, K in_features, N out_features. What is between the layers (norms, residual stream) is divided
-along the sequence (sequence_parallel, the default), or whole in each process.
+In this text there are W processes, M tokens, K in_features and N out_features. Tensors between the parallel layers,
+such as the residual stream, are divided along the sequence (sequence_parallel=True, the default), or each process has
+all of them. The table gives the shapes in a process for a divided sequence, and after "or" for a whole one.
 
                       ColwiseParallel                            RowwiseParallel
     weight            N / W rows                                 K / W columns
     input             (M / W, K), gathered as codes; or (M, K)   (M, K / W)
-    output            (M, N / W)                                 added up, (M / W, N) of it here; or all (M, N)
-    grad_input        added up, (M / W, K) of it; or all (M, K)  (M, K / W)
+    output            (M, N / W)                                 (M / W, N) of the sum; or (M, N), the sum
+    grad_input        (M / W, K) of the sum; or (M, K), the sum  (M, K / W)
     grad_output       (M, N / W)                                 (M / W, N), gathered as it is; or (M, N)
 
-A process quantizes its tokens with the tensor_scale of all, for which the group reduces one number, and sends codes and
-scales, 4.5 bits an element. The gathered codes are kept for wgrad, so nothing is sent twice. Each process then
-has 4.5 bits for each element of the whole input. Methods whose input is not plain codes gather the input itself, in its
-own dtype: bf16, FP8, MX, those of two terms, nvidia for its wgrad, and a scale per token.
+A gathered input is sent as codes and scales, 4.5 bits an element. Each process quantizes its own tokens with the
+tensor_scale of all tokens, for which the group first reduces one number. The gathered codes are kept for grad_weight,
+so they are sent only once, and each process holds 4.5 bits for each element of the whole input. Some methods do not
+multiply plain codes of the input, and gather the input itself in its own dtype: bf16, FP8, MX, methods with two terms,
+nvidia (for its grad_weight), and layers with a scale per token.
 
-The group reduces the largest magnitude of every divided operand, and each process draws the random numbers of its place
-in the whole (Part). Forward codes are therefore one process's codes, to the bit. Backward codes of the same grad_output
-are, too, up to the order in which a rotation is summed. The exception is q, k and v: one process has their rows in
-another order, and draws accordingly. grad_output itself differs by the order in which partial products are added. All
-processes of a group must draw the same seeds, from the same state of torch's generators in the same passes.
+For every divided operand the group reduces the largest magnitude, and each process draws the random numbers that belong
+to its part of the whole operand (Part). The codes of the forward therefore have the bits that a single process would
+compute. The codes of a given grad_output have them too, up to the order in which a rotation is summed. Fused q, k and v
+are an exception, because a single process has their rows in another order and draws for this order. grad_output itself
+differs in the order in which partial products are added. All processes of a group must draw the same seeds. They need
+the same states of torch's generators, and must compute the same passes.
 
-With a divided sequence, gradients are those of the sum of the processes' losses. Else all processes have one loss.
-Weights and their gradients are DTensors. Two things are refused in one line. Shards must be whole blocks and rotation
-groups (16, 32, 128). Feedback needs the inputs of all processes.
+With a divided sequence, gradients are those of the sum of the processes' losses. Otherwise all processes compute the
+same loss. Weights and their gradients are DTensors. Two things are refused with an error: parts that do not consist of
+whole blocks and whole rotation groups (16, 32 or 128 elements), and error feedback, which would need the inputs of all
+processes.
 """
 
 from collections.abc import Sequence
@@ -53,16 +57,16 @@ from nanochat_fp4.nvfp4.operands import Codes, stacked
 from nanochat_fp4.nvfp4.philox import uniforms_of_elements, uniforms_of_scales
 from nanochat_fp4.nvfp4.recipes import INPUT, WEIGHT, Recipe
 
-# Rows and contracted dimension of the operands INPUT to INPUT_T: M tokens, K in_features and N out_features.
+# The rows and the contracted dimension of each operand from INPUT to INPUT_T, with the letters of the docstring above.
 DIMENSIONS = ("MK", "NK", "MN", "KN", "NM", "KM")
 
 
 class Part(NamedTuple):
-    """The place of an operand (R, C) in the one that the processes of a group have together.
+    """The place of a process's operand (R, C) in the whole operand that the processes of a group have together.
 
-    group:       its name
-    row, column: of the first element there, multiples of 16
-    columns:     of the whole, or 0 for as many as here
+    group:       the name of the group
+    row, column: the place of this operand's first element in the whole operand, both multiples of 16
+    columns:     the number of columns of the whole operand. 0 means that all columns are here.
     """
 
     group: str
@@ -71,7 +75,7 @@ class Part(NamedTuple):
     columns: int = 0
 
     def largest(self, amax: torch.Tensor) -> torch.Tensor:
-        """The largest of the processes' amaxes, non-negative numbers: float32, of amax's shape."""
+        """Returns the maximum of the processes' amaxes, float32, in amax's shape."""
         return largest_over_ranks(amax.float(), self.group)
 
     def noise(self, seed: torch.Tensor | int, stream: int) -> "PartNoise":
@@ -79,7 +83,7 @@ class Part(NamedTuple):
 
 
 class PartNoise(NamedTuple):
-    """philox.Noise of the whole operand, at the place of a part."""
+    """The random numbers that philox.Noise has for the whole operand, restricted to a part of it."""
 
     part: Part
     seed: torch.Tensor | int
@@ -102,12 +106,17 @@ class PartNoise(NamedTuple):
 class Shard(NamedTuple):
     """A process's part of a layer.
 
-    group, rank, size: the processes that compute it together, by the group's name, and this one
+    group, rank, size: the name of the group that computes the layer together, this process's number in it, and the
+               number of its processes
     dim:       the divided dimension of the weight (out_features, in_features)
-    sequence:  inputs of column-parallel and outputs of row-parallel layers are divided along the sequence, dimension -2
-    extent:    in a pass, this process's size of the divided dimension, of all layers that are computed as one
-    sequences: in a pass, the number of sequences whose input is gathered as codes
-    tiles:     in a pass, whether they can be gathered with their scales in tiles: a process has whole ones
+    sequence:  whether the inputs of column-parallel layers and the outputs of row-parallel layers are divided along the
+               sequence, which is dimension -2
+
+    The other fields are set for a pass (of_pass):
+
+    extent:    the size of the divided dimension in this process, summed over all layers that are computed as one
+    sequences: the number of sequences whose input is gathered as codes, or 0
+    tiles:     whether scales can be gathered in tiles, because each process has whole tiles
     """
 
     group: str
@@ -120,7 +129,8 @@ class Shard(NamedTuple):
     tiles: bool = False
 
     def problem(self, recipe: Recipe, features: int) -> str | None:
-        """Why a layer whose divided dimension is so large cannot be computed with this recipe, or None."""
+        """Returns the reason why a layer cannot be computed with this recipe, or None. `features` is the size of the
+        layer's divided dimension."""
         gemms = recipe.output, recipe.grad_input, recipe.grad_weight
         operands = [o for gemm in gemms for o in (gemm.a, gemm.b)]
         if recipe.uses_feedback:
@@ -134,14 +144,16 @@ class Shard(NamedTuple):
         return None
 
     def of_pass(self, x: torch.Tensor, recipe: Recipe, weights: list[torch.Tensor]) -> "Shard":
-        """recipe: that of this pass. weights: this process's, of all layers that are computed as one."""
+        """Returns the shard for a pass of the input x. recipe is the recipe of this pass, and weights are this
+        process's parts of the weights of all layers that are computed as one."""
         extent = sum(w.shape[0] for w in weights) if self.dim == 0 else weights[0].shape[1]
         as_codes = self.dim == 0 and self.sequence and recipe.input_is_codes
         sequences = x.shape[:-2].numel() if as_codes else 0
         return self._replace(extent=extent, sequences=sequences, tiles=x.shape[-2] % TILE_ROWS == 0)
 
     def part_of(self, operand: int) -> Part | None:
-        """The part of an operand (INPUT to INPUT_T) that is here. None where each process has the whole operand."""
+        """Returns the part of an operand (INPUT to INPUT_T) that this process has. None means that each process has the
+        whole operand."""
         (rows, contracted), divided, at = DIMENSIONS[operand], "NK"[self.dim], self.rank * self.extent
         if contracted == divided:
             return Part(self.group, column=at, columns=self.size * self.extent)
@@ -152,7 +164,7 @@ class Shard(NamedTuple):
     # The differentiable exchanges around the product
 
     def enter(self, x: torch.Tensor, amax: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The input (..., T, K) of the product, and what is known of its largest magnitude."""
+        """Returns the input (..., T, K) of the product for the layer's input x, and its amax if it is known."""
         if self.dim == 1 or self.sequences:
             return x, amax
         if not self.sequence:
@@ -160,7 +172,7 @@ class Shard(NamedTuple):
         return _Exchange.apply(x, self, "gather", "scatter"), None
 
     def leave(self, y: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """The layer's output from the product's."""
+        """Returns the layer's output for the product's output y: adds up partial sums, and adds the bias."""
         if self.dim == 1:
             y = _Exchange.apply(y, self, *(("scatter", "gather") if self.sequence else ("sum", "")))
         if bias is None:
@@ -168,14 +180,14 @@ class Shard(NamedTuple):
         bias = bias.to_local().to(y.dtype)
         return y + (_Exchange.apply(bias, self, "", "sum") if self.dim == 1 and self.sequence else bias)
 
-    # and inside it
+    # The exchanges inside the product
 
     def leading(self, shape: torch.Size) -> tuple[int, ...]:
-        """The product's leading dimensions, of an input (..., T, K)."""
+        """Returns the leading dimensions of the product's output for an input (..., T, K)."""
         return (*shape[:-2], shape[-2] * self.size) if self.sequences else tuple(shape[:-1])
 
     def gathered_codes(self, x: Codes) -> Codes:
-        """Codes of all tokens, of the codes of this process's tokens."""
+        """Gathers the codes of all tokens from the codes of each process's tokens."""
         scales = x.scales.view(torch.uint8).view(x.codes.shape[0], -1)
         packed = torch.cat((x.codes, scales), dim=1)
         packed = _gather(packed.unflatten(0, (self.sequences, -1)), self.group, self.size).flatten(0, 1)
@@ -184,11 +196,14 @@ class Shard(NamedTuple):
         return Codes(codes, scales.view(x.scales.dtype), x.tensor_scale)
 
     def scattered_gradient(self, grad_x: torch.Tensor) -> torch.Tensor:
-        """The gradient (M / W, K) of this process's tokens, added up over the processes, of the one of all tokens."""
+        """Adds up the processes' gradients (M, K) of all tokens, and returns the sum for this process's tokens,
+        (M / W, K)."""
         return _scatter(grad_x.unflatten(0, (self.sequences, -1)), self.group, self.size).flatten(0, 1)
 
     def exchanged(self, x: torch.Tensor, how: str) -> torch.Tensor:
-        """ "gather" makes (..., T, C) of (..., T / W, C). "scatter" is the other way, added up. "sum" adds up."""
+        """Exchanges x among the processes. `how` is one of four: "gather" makes (..., T, C) from the processes'
+        (..., T / W, C), "scatter" adds up the processes' (..., T, C) and returns a part (..., T / W, C), "sum" adds up
+        and returns all, and "" exchanges nothing."""
         if how == "":
             return x.view_as(x)
         if how == "sum":
@@ -204,7 +219,7 @@ class Shard(NamedTuple):
 
 
 class _Exchange(torch.autograd.Function):
-    """Shard.exchanged, with another exchange in the backward pass."""
+    """Applies Shard.exchanged, with the exchange `back` in the backward pass."""
 
     @staticmethod
     def forward(ctx, x: torch.Tensor, shard: Shard, forth: str, back: str) -> torch.Tensor:
@@ -217,7 +232,7 @@ class _Exchange(torch.autograd.Function):
 
 
 class DividedOperands(NamedTuple):
-    """layer_pass.LayerOperands of the part that this process has of a layer."""
+    """The layer_pass.LayerOperands of a process that has a part of a layer."""
 
     recipe: Recipe
     shard: Shard
@@ -238,7 +253,7 @@ class DividedOperands(NamedTuple):
 
 
 class DividedLinear(QuantLinear):
-    """A QuantLinear of which this process has a part. Its sizes are the whole layer's."""
+    """A QuantLinear of which this process has a part. in_features and out_features are those of the whole layer."""
 
     stackable = True
     shard: Shard
@@ -309,11 +324,12 @@ class _Style(ParallelStyle):
 
 
 class ColwiseParallel(_Style):
-    """A ParallelStyle for parallelize_module: a quantized layer by its out_features.
+    """A ParallelStyle for parallelize_module that divides a quantized layer by its out_features among W processes.
 
     The input is (..., T / W, in_features), or (..., T, in_features) with sequence_parallel=False. The output is
-    (..., T, out_features / W). Layers that fused_linear computes as one (q, k, v) are gathered and quantized as one.
-    Raises ValueError for a layer that is not converted, a size that does not divide, a method that is refused.
+    (..., T, out_features / W). For layers that fused_linear computes as one (q, k, v), the input is gathered and
+    quantized once. parallelize_module raises ValueError for a layer that is not converted or is parallel already, for a
+    mesh of several dimensions, for a size that cannot be divided, and for a method with error feedback.
 
     >>> styles = {name: nf.ColwiseParallel() for name in ("attn.q", "attn.k", "attn.v")}  # for parallelize_module
     """
@@ -322,10 +338,10 @@ class ColwiseParallel(_Style):
 
 
 class RowwiseParallel(_Style):
-    """A ParallelStyle for parallelize_module: a quantized layer by its in_features.
+    """A ParallelStyle for parallelize_module that divides a quantized layer by its in_features among W processes.
 
     The input is (..., T, in_features / W). The output is (..., T / W, out_features), or (..., T, out_features) with
-    sequence_parallel=False. Raises ValueError as ColwiseParallel does.
+    sequence_parallel=False. Errors are those of ColwiseParallel.
 
     >>> styles = {"mlp.up": nf.ColwiseParallel(), "mlp.down": nf.RowwiseParallel()}  # for parallelize_module
     """
@@ -334,12 +350,12 @@ class RowwiseParallel(_Style):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Collectives as operators, which torch.compile does not look into.
+# Collectives as operators that torch.compile does not trace
 
 
 @torch.library.custom_op("nanochat_fp4::gather_sequences", mutates_args=())
 def _gather(x: torch.Tensor, group: str, size: int) -> torch.Tensor:
-    """(B, T / W, C) -> (B, T, C)"""
+    """Gathers (B, T, C) from the processes' (B, T / W, C)."""
     out = x.new_empty(size, *x.shape)
     all_gather(out.flatten(0, 1), x.contiguous(), group=process_group(group))
     return out.movedim(0, 1).flatten(1, 2).contiguous()
@@ -352,7 +368,7 @@ def _(x: torch.Tensor, group: str, size: int) -> torch.Tensor:
 
 @torch.library.custom_op("nanochat_fp4::scatter_sequences", mutates_args=())
 def _scatter(x: torch.Tensor, group: str, size: int) -> torch.Tensor:
-    """(B, T, C) -> (B, T / W, C), the sum over the processes"""
+    """Adds up the processes' (B, T, C) and returns this process's part of the sum, (B, T / W, C)."""
     parts = x.unflatten(1, (size, -1)).movedim(1, 0).contiguous()
     out = torch.empty_like(parts[0])
     reduce_scatter(out, parts.flatten(0, 1), group=process_group(group))
@@ -378,7 +394,8 @@ def _(x: torch.Tensor, group: str) -> torch.Tensor:
 
 @torch.library.custom_op("nanochat_fp4::largest", mutates_args=())
 def largest_over_ranks(amax: torch.Tensor, group: str) -> torch.Tensor:
-    """As the bits of a float32: of non-negative numbers their order is that of the numbers, NaN on top."""
+    """Returns the maximum of the processes' amaxes. It is taken of the bits, which have the order of non-negative
+    floats with NaN above all numbers, so that a NaN cannot get lost."""
     bits = amax.clone().view(torch.int32)
     dist.all_reduce(bits, op=dist.ReduceOp.MAX, group=process_group(group))
     return bits.view(torch.float32)
