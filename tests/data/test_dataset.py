@@ -56,10 +56,14 @@ def shards(tmp_path):
 
 
 @pytest.fixture
-def texts(tmp_path):
+def folder(tmp_path):
+    (tmp_path / "data").mkdir()
+    return tmp_path / "data"
+
+
+@pytest.fixture
+def texts(folder):
     """A folder of 25 text files."""
-    folder = tmp_path / "data"
-    folder.mkdir()
     for i in range(25):
         (folder / f"{i}.txt").write_text(prose(i, 12))
     return str(folder)
@@ -234,9 +238,7 @@ def test_a_link_to_a_device_is_no_text(tmp_path, base_dir, target):
         RustBPETokenizer.from_directory(tmp_path / "data")
 
 
-def test_many_documents_are_split_as_wholes(tmp_path, base_dir):
-    folder = tmp_path / "data"
-    folder.mkdir()
+def test_many_documents_are_split_as_wholes(folder, base_dir):
     documents = [prose(i, 10 + i % 20) for i in range(60)]
     (folder / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in documents))
     made = ensure_data(str(folder))
@@ -244,18 +246,14 @@ def test_many_documents_are_split_as_wholes(tmp_path, base_dir):
     assert not found[0] & found[1] and len(found[0] | found[1]) == 60 and len(found[1]) == 3
 
 
-def test_a_single_parquet_file_is_split(tmp_path, base_dir):
-    folder = tmp_path / "data"
-    folder.mkdir()
+def test_a_single_parquet_file_is_split(folder, base_dir):
     write_shard(folder / "all.parquet", [prose(i, 4) for i in range(100)])
     made = ensure_data(str(folder))
     assert made != str(folder) and len(texts_of(made, "val")) >= 5
     assert len(texts_of(made, "val")) + len(texts_of(made, "train")) >= 100
 
 
-def test_lone_surrogates_and_bad_utf8_do_not_stop_the_conversion(tmp_path, base_dir):
-    folder = tmp_path / "data"
-    folder.mkdir()
+def test_lone_surrogates_and_bad_utf8_do_not_stop_the_conversion(folder, base_dir):
     (folder / "a.txt").write_bytes(b"\xfe bad bytes " + prose(1, 60).encode())
     mark = codecs.BOM_UTF8
     (folder / "b.jsonl").write_bytes(mark + b'{"text": "lone \\ud800 surrogate"}\n')
@@ -451,9 +449,7 @@ def test_a_benchmark_without_a_network_blames_the_network(monkeypatch):
 
 
 @pytest.mark.parametrize("suffix", ["parquet", "jsonl"])
-def test_the_column_with_the_text_can_be_named(tmp_path, base_dir, monkeypatch, suffix):
-    folder = tmp_path / "mine"
-    folder.mkdir()
+def test_the_column_with_the_text_can_be_named(folder, base_dir, monkeypatch, suffix):
     for i in range(2):
         texts = [prose(10 * i + j, 4) for j in range(12)]
         if suffix == "parquet":

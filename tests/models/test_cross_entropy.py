@@ -165,16 +165,7 @@ def test_operator_is_well_formed(reduction):
     torch.library.opcheck(*args, test_utils=checks)
 
 
-def test_bad_input_is_named(monkeypatch):
-    x, weight, targets = case()
-    with pytest.raises(ValueError, match="'max'"):
-        linear_cross_entropy(x, weight, targets, 50, 15.0, "max")
-    with pytest.raises(ValueError, match="target"):
-        linear_cross_entropy(x, weight, targets[:-1], 50)
-    with pytest.raises(ValueError, match="'fp4'.*fp8"):
-        linear_cross_entropy(x, weight, targets, 50, head="fp4")
-    with pytest.raises(ValueError, match="50 x 16"):
-        linear_cross_entropy(x, weight[:50], targets, 50, head="fp8")
+def test_a_gpu_without_fp8_is_named(monkeypatch):
     monkeypatch.setattr(module, "has_fp8_tensor_cores", lambda device_type: False)
     assert "sm_89" in module.head_problem("fp8", 64, 16, "cuda")
 

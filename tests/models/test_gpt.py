@@ -476,30 +476,3 @@ def test_generate_is_greedy_at_temperature_0_and_repeatable_above():
     sampled = [list(model.generate(prompt, 6, temperature=1.0, top_k=50, seed=s)) for s in (1, 1, 2)]
     assert sampled[0] == sampled[1] != sampled[2]
     assert list(model.generate(prompt, 6, temperature=1.0, top_k=1)) == out
-
-
-@pytest.mark.parametrize(
-    "changes, match",
-    [
-        (dict(n_head=5), "head dimension"),
-        (dict(n_head=64, n_kv_head=64), "even head dimension"),
-        (dict(n_kv_head=3), "multiple of n_kv_head"),
-        (dict(window_pattern="SXL"), "'SXL' .* S and L"),
-        (dict(window_pattern=""), "S and L"),
-    ],
-)
-def test_impossible_configs(changes, match):
-    with pytest.raises(ValueError, match=match):
-        GPTConfig(**{**TINY, **changes})
-
-
-def test_bad_input_is_named():
-    model = make()
-    with pytest.raises(ValueError, match="240 positions"):
-        model(tokens(1, 241))
-    with pytest.raises(ValueError, match="prompt is empty"):
-        next(model.generate([], max_tokens=1))
-    with pytest.raises(ValueError, match="at least 1"):
-        config_from_depth(0, vocab_size=10)
-    with pytest.raises(ValueError, match="on meta"):
-        model(tokens(1, 4).to("meta"))

@@ -163,8 +163,6 @@ def test_nanochats_own_state_can_be_loaded():
 
 def test_bad_input_is_named():
     params = parameters(MATRICES + OTHERS)
-    with pytest.raises(ValueError, match=r"matrices, .*\(7,\)"):
-        Muon(parameters([(7,)]))
     optimizers = make(params)
     set_grads(params, 0)
     params[1].grad = None
@@ -178,8 +176,6 @@ def test_bad_input_is_named():
             group["world_size"] = 8
         with pytest.raises(ValueError, match="--nproc_per_node=8"):
             o.load_state_dict(state)
-    with pytest.raises(ValueError, match="unknown orthogonalizer 'svd'"):
-        Muon(params[:2], orthogonalizer="svd")
     fewer = Muon(params[:2])
     state = optimizers[0].state_dict()
     state["param_groups"] = state["param_groups"][2:3]
