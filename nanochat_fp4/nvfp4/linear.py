@@ -332,9 +332,9 @@ class QuantLinear(torch.nn.Linear):
         """
         dtype = compute_dtype(x)
         check_compute_dtype(dtype)
+        prepared = self.prepared_weight(layers) if self.quantizes else self.gathered_weight(layers)
         # Autocast stays on here. Products that must be FP32 (rotate, gemm on a CPU) switch it off around themselves.
         # torch.compile would trace a context around the whole pass into the backward, where CUDA's autocast fails.
-        prepared = self.prepared_weight(layers) if self.quantizes else self.gathered_weight(layers)
         return Pass(
             operands or WholeOperands(self.present_recipe),
             dtype,
