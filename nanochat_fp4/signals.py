@@ -45,7 +45,7 @@ def _is_our_program() -> bool:
     """Whether Python was started with a module of ours by `-m`, or with a command of the installed package."""
     if sys.argv[:1] != ["-c"] and "-m" in sys.orig_argv:
         module = sys.orig_argv[sys.orig_argv.index("-m") + 1]
-        return module.partition(".")[0] in ("nanochat_fp4", "scripts", "eval", "lab")
+        return module.partition(".")[0] in ("nanochat_fp4", "scripts", "eval", "lab", "examples")
     return Path(sys.argv[0] if sys.argv else "").name.startswith("nanochat-fp4")
 
 

@@ -228,10 +228,10 @@ def test_each_missing_package_has_its_extra(tmp_path, monkeypatch):
     assert missing_package(ModuleNotFoundError("x", name="nanochat.gpt")) == ""
 
 
-@pytest.mark.parametrize("program", ["nanochat_fp4.doctor", "scripts.chat_web", "lab.bench", "lab.reproduce"])
+@pytest.mark.parametrize("program", ["nanochat_fp4.doctor", "scripts.chat_web", "lab.bench", "examples.lora"])
 def test_a_python_without_torch_says_what_to_type(program, tmp_path):
     """The shell that typed `bash speedrun_fp4.sh` has the system's Python, and the packages are in .venv."""
-    for name in ("scripts", "eval", "lab", "pyproject.toml"):
+    for name in ("scripts", "eval", "lab", "examples", "pyproject.toml"):
         (tmp_path / name).symlink_to(packages.ROOT / name)
     shutil.copytree(packages.ROOT / "nanochat_fp4", tmp_path / "nanochat_fp4", ignore=shutil.ignore_patterns("*cache*"))
     start = f"""if True:

@@ -72,8 +72,8 @@ class ConvertReport:
             )
         if self.refused_dtypes:
             lines.append(
-                f"warning: weights are in {', '.join(self.refused_dtypes)}, and layers compute in float32 or bfloat16; "
-                "use model.bfloat16(), model.float(), or autocast to bfloat16"
+                f"warning: weights are in {', '.join(self.refused_dtypes)}, and the first forward will refuse them; "
+                "layers compute in float32 or bfloat16; use model.bfloat16(), model.float(), or autocast to bfloat16"
             )
         lines += [
             f"in high precision, {100 * share:.1f}% of these weights: {kind}" for kind, share in self.others.items()

@@ -205,7 +205,10 @@ def get_rounding(name: str | Rounding) -> Rounding:
     if name not in ROUNDINGS:
         alike = difflib.get_close_matches(str(name).lower(), ROUNDINGS, n=1)
         meant = f"; did you mean {alike[0]}?" if alike else ""
-        raise ValueError(f"unknown rounding {name!r}; known: {', '.join(ROUNDINGS)}{meant}")
+        raise ValueError(
+            f"unknown rounding {name!r}; known: {', '.join(ROUNDINGS)}{meant}; to add a row: nanochat_fp4.ROUNDINGS"
+            f"[{name!r}] = dataclasses.replace(nanochat_fp4.ROUNDINGS['rtn'], name={name!r}, ...), see CONTRIBUTING.md"
+        )
     return ROUNDINGS[name]
 
 

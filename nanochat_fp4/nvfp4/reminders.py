@@ -14,7 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from nanochat_fp4.nvfp4.feedback import gram_state
 from nanochat_fp4.nvfp4.recipes import Recipe
 
-PATIENCE = 12  # The number of steps without a needed call before the warning. Even a run of 40 steps must get it.
+PATIENCE = 6  # The number of steps without a needed call before the warning. A short trial must get it, too.
 _reminders: "weakref.WeakKeyDictionary[nn.Module, _Reminder]" = weakref.WeakKeyDictionary()
 
 

@@ -187,13 +187,13 @@ def test_phases_happen_in_a_foreign_loop_and_forgetting_them_is_said():
     assert late[:7] == clover[:7] and late[7] != clover[7]  # 70% of ten steps
     with pytest.warns(UserWarning, match="clover_feedback_late .* nanochat_fp4.update_gram_mat") as seen:
         model = fresh("clover_feedback_late")
-        train(model, 15, lambda done: nf.set_progress(model, done))
+        train(model, 6, lambda done: nf.set_progress(model, done))
     assert len(seen) == 1
     for method, call in (("clover_late", "set_progress"), ("clover_feedback", "update_gram_matrices")):
         model = fresh(method)
         forward = torch.compile(model, backend="eager") if call == "set_progress" else model
         with pytest.warns(UserWarning, match=rf"{method} .* nanochat_fp4.{call}") as seen:
-            train(model, 15, forward=forward)
+            train(model, 6, forward=forward)
         assert len(seen) == 1
 
 

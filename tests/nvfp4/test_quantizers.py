@@ -1,5 +1,6 @@
 """The reference quantizers: cases by hand, a second implementation bit for bit, Table 1, unbiasedness, extremes."""
 
+import dataclasses
 import math
 from fractions import Fraction
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from _assertions import assert_same_bits, assert_same_operand, assert_unbiased, concentrate, relative_square_error
 
+import nanochat_fp4 as nf
 from nanochat_fp4.nvfp4 import quantizers as qz
 from nanochat_fp4.nvfp4.format import unpack
 from nanochat_fp4.nvfp4.hadamard import rotate, rotated_sums, rotation_matrix
@@ -504,3 +506,14 @@ def test_the_largest_numbers_are_quantized_to_finite_ones_or_refused(rounding):
         assert torch.isfinite(quantize(x * 3.3e38, rounding, seed=0).dequantize()).all()
     except ValueError as e:
         assert "scale the tensor down" in str(e)
+
+
+def test_an_unknown_rounding_can_be_added_as_its_refusal_says(monkeypatch):
+    monkeypatch.setitem(ROUNDINGS, "my_round", None)
+    del ROUNDINGS["my_round"]  # and again at the test's end
+    with pytest.raises(ValueError) as error:
+        nf.Operand("my_round")
+    typed = str(error.value).partition("to add a row: ")[2].partition(", see")[0]
+    typed = typed.replace("...", "candidates=(1.0, 1.2)")
+    exec(typed, {"nanochat_fp4": nf, "dataclasses": dataclasses})
+    assert str(nf.Operand("my_round")) == "my_round"
