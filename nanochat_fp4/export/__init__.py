@@ -1,1 +1,1 @@
-"""Models for other programs: transformers, vLLM, llama.cpp. scripts/export.py is the command."""
+"""Writes and reads models in the formats of transformers, vLLM and llama.cpp. scripts/export.py is the command."""

@@ -1,11 +1,13 @@
-"""The folder of an export: written under a fresh name, renamed whole, replaced without touching anybody else's files.
+"""Writes the folder of an export so that it is complete at any moment or absent, and so that files of others are never
+deleted.
 
-    with new_export(out, overwrite) as part:  # .<name>.<random>.part beside `out`
-        ...                                   # files of FILES
-                                              # the old export -> .<name>.<random>.old, part -> out, .old is deleted
+    with new_export(out, overwrite) as part:  # part is the new folder .<name>.<random>.part beside `out`
+        ...                                   # write files with names of FILES into it
 
-Scripts and library write exports in this way alone. One process at a time writes to `out` (the lock .<name>.lock beside
-it). export.json lists the files of an export. Only files on this list are ever deleted, and the list is deleted last.
+At the end of the context an old export is renamed to .<name>.<random>.old, the new folder is renamed to `out`, and the
+old export is deleted. The scripts and the library write all exports in this way. Only one process at a time writes to
+`out`, because it holds the lock .<name>.lock beside it. export.json lists the files of an export. Only files on this
+list are ever deleted, and the list is deleted last.
 """
 
 import contextlib
@@ -25,19 +27,19 @@ from nanochat_fp4.files import atomic_write, fsync_dir
 
 LIST = "export.json"
 FORMAT = "nanochat_fp4 export, version 1"
-# All that any format writes. A folder that is not finished yet lists them all.
+# The names of all files that any format writes. The list of a folder that is not finished yet has all of them.
 FILES = (
     "model.safetensors", "model.gguf", "config.json", "modeling_nanochat_fp4.py",
     "generation_config.json", "tokenizer.json", "tokenizer_config.json", "README.md",
-    "hf_quant_config.json",  # of earlier versions, in the format of modelopt
-    # of transformers' tokenizers
+    "hf_quant_config.json",  # Earlier versions wrote this file for the format of modelopt.
+    # Tokenizers of transformers write these.
     "special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "vocab.json", "vocab.txt", "merges.txt",
     "tokenizer.model", "spiece.model",
 )  # fmt: skip
 
 
 class Words(NamedTuple):
-    """What errors call the caller's means: the arguments of a function, or the flags of a command."""
+    """Words for error messages that name what the caller can change: arguments of a function, or flags of a command."""
 
     folder: str = "another folder"
     overwrite: str = "overwrite=True"
@@ -50,14 +52,18 @@ ARGUMENTS = Words()
 def new_export(
     out: str | os.PathLike, overwrite: bool = False, words: Words = ARGUMENTS, wait: bool = True
 ) -> Iterator[Path]:
-    """An empty folder to write an export into. It gets the name `out` at the end, all at once.
+    """Gives an empty folder to write an export into. At the end of the context the folder gets the name `out`.
 
-    out:       missing or empty, or with `overwrite` an earlier export, which is replaced whole
-    wait:      whether to wait while another process writes to `out`. Otherwise that is an error
-    An exception inside leaves `out` as it was. What a killed export left beside `out` is finished or deleted first.
-    Raises UserError where `out` is not to be replaced.
+    out:       the folder of the export. It must be missing or empty. With `overwrite` it may be an earlier export,
+    which
+               is then replaced.
+    words:     the words for error messages
+    wait:      whether to wait while another process writes to `out`. Otherwise UserError is raised.
+
+    If an exception is raised inside the context, `out` stays as it was. Folders that a killed export left beside `out`
+    are first given their name back or deleted. Raises UserError if `out` must not be replaced.
     """
-    out = Path(out).resolve()  # behind a link, the folder itself is replaced
+    out = Path(out).resolve()  # If `out` is a link, the folder that it points to is replaced.
     with _locked(out, words, wait):
         _finish_killed_exports(out)
         check_replaceable(out, overwrite, words)
@@ -73,8 +79,8 @@ def new_export(
 
 @contextlib.contextmanager
 def _locked(out: Path, words: Words, wait: bool) -> Iterator[None]:
-    """The lock is the kernel's (flock), so that a killed process leaves none."""
-    import filelock  # which torch brings
+    """Holds the lock of `out`. The kernel keeps the lock (flock), so it is released when the process is killed."""
+    import filelock  # torch depends on this package.
 
     out.parent.mkdir(parents=True, exist_ok=True)
     lock = filelock.FileLock(out.with_name(f".{out.name}.lock"), fallback_to_soft=False)
@@ -82,7 +88,7 @@ def _locked(out: Path, words: Words, wait: bool) -> Iterator[None]:
         try:
             lock.acquire(timeout=0)
         except filelock.Timeout:
-            if not os.path.exists(lock.lock_file):  # filelock tries for ever where no file can be made
+            if not os.path.exists(lock.lock_file):  # filelock would try for ever if no file can be made.
                 raise UserError(f"no file can be made in {out.parent}; choose {words.folder}") from None
             if not wait:
                 problem = f"another export is writing {out}; wait until it ends, or choose {words.folder}"
@@ -96,11 +102,11 @@ def _locked(out: Path, words: Words, wait: bool) -> Iterator[None]:
     try:
         yield
     finally:
-        lock.release()  # its file stays: to delete it would let two exports in
+        lock.release()  # The lock's file stays, because deleting it could let two exports in at once.
 
 
 def own_files(folder: Path) -> set[str] | None:
-    """The names on an export's list, the list's own among them; None where there is no such list."""
+    """Returns the names on an export's list and the name of the list, or None if the folder has no list."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
         about = json.loads((folder / LIST).read_bytes())
         if about["format"] == FORMAT and set(about["files"]) <= set(FILES):
@@ -109,7 +115,8 @@ def own_files(folder: Path) -> set[str] | None:
 
 
 def _finish_killed_exports(out: Path) -> None:
-    """An old export that was renamed aside gets its name back if nothing has it; the rest is deleted."""
+    """Cleans up after killed exports. If `out` is missing, a complete old export that was renamed gets this name back.
+    All other remains are deleted."""
     for old in _left(out, "old"):
         names = own_files(old)
         if not out.exists() and names and all((old / name).is_file() for name in names):
@@ -121,7 +128,7 @@ def _finish_killed_exports(out: Path) -> None:
 
 
 def check_replaceable(out: Path, overwrite: bool, words: Words = ARGUMENTS) -> None:
-    """Raise UserError unless `out` is missing or an empty folder, or an export that is to be overwritten."""
+    """Raises UserError unless `out` is missing, is an empty folder, or is an export and overwrite is true."""
     if os.path.ismount(out):
         raise UserError(f"{out} is a mount point, which cannot be renamed; choose a folder inside it")
     if not out.exists():
@@ -141,16 +148,16 @@ def check_replaceable(out: Path, overwrite: bool, words: Words = ARGUMENTS) -> N
 
 
 def _publish(part: Path, out: Path, overwrite: bool, words: Words) -> None:
-    """Rename a complete folder to `out`. An old export there is renamed aside first and deleted last."""
+    """Renames a complete folder to `out`. An old export there is renamed first, and deleted last."""
     _write_list(part, sorted(path.name for path in part.iterdir() if path.name != LIST))
     for path in filter(Path.is_file, part.iterdir()):
-        shutil.copymode(part / LIST, path)  # safetensors lets the owner alone read
+        shutil.copymode(part / LIST, path)  # safetensors makes files that only their owner can read.
         with path.open("r+b") as file:
-            os.fsync(file.fileno())  # the packages of safetensors and GGUF do not
+            os.fsync(file.fileno())  # The packages safetensors and gguf do not do this.
     check_replaceable(out, overwrite, words)
     old = _beside(out, "old")
     if out.exists():
-        shutil.copymode(out, part)  # a folder that its owner alone may read stays one
+        shutil.copymode(out, part)  # The new folder is as private as the old one.
         os.rename(out, old)
     os.rename(part, out)
     fsync_dir(out.parent)
@@ -166,18 +173,19 @@ def _beside(out: Path, kind: str) -> Path:
 
 
 def _left(out: Path, kind: str) -> list[Path]:
-    """The folders that _beside named."""
+    """Returns the folders beside `out` whose names _beside has made."""
     name = re.compile(re.escape(f".{out.name}.") + r"[0-9a-f]{8}\." + kind)
     folders = out.parent.iterdir() if out.parent.is_dir() else ()
     return sorted(path for path in folders if name.fullmatch(path.name) and path.is_dir())
 
 
 def _delete(folder: Path) -> None:
-    """Delete the files on a folder's list, then the list, then the folder. Files of others stay, and their folder."""
+    """Deletes the files on a folder's list, then the list, and then the folder. If the folder has files of others,
+    these files and the folder stay."""
     if not folder.is_dir():
         return
     own = own_files(folder) or set()
-    unfinished = re.compile(r"\.(.+)\.[0-9a-f]{8}\.tmp")  # of files.atomic_open
+    unfinished = re.compile(r"\.(.+)\.[0-9a-f]{8}\.tmp")  # Names of files.atomic_open.
     for path in sorted(folder.iterdir(), key=lambda path: path.name == LIST):
         match = unfinished.fullmatch(path.name)
         if path.name in own or match and match[1] in (LIST, *FILES):

@@ -1,11 +1,13 @@
-"""GGUF, for llama.cpp and programs built on it: Llama-like models, in BF16 or NVFP4 (type 40), by the gguf package.
+"""Reads and writes GGUF files for llama.cpp and programs built on it, with the gguf package. The models are Llama-like,
+in BF16 or in NVFP4 (GGUF's type 40).
 
-An NVFP4 row is in groups of 64 values. A group is four block scales (E4M3 without a sign), then 8 bytes for each block
-of 16. Low nibbles are the block's first half, high nibbles the second. The tensor scale is the tensor NAME.scale, the
-input's scale is NAME.input_scale. Codes and block scales are those of the forward pass, to the bit.
+A row in NVFP4 consists of groups of 64 values. A group has four block scales (E4M3 without a sign), and then 8 bytes
+for each block of 16 values. The low nibbles are the first half of the block, and the high nibbles the second half. The
+tensor scale is the separate tensor NAME.scale, and the input's scale is NAME.input_scale. Codes and block scales are
+those of the forward pass, to the bit.
 
-llama.cpp's rotation takes the pairs (x_2i, x_2i+1) where transformers takes (x_i, x_{i + D/2}): rows of q and k change
-places once more.
+The rotary embedding of llama.cpp takes the pairs (x_2i, x_{2i+1}), where transformers takes (x_i, x_{i + D/2}). The
+rows of q and k are therefore put into another order than for transformers.
 """
 
 from collections.abc import Mapping
@@ -27,16 +29,18 @@ if TYPE_CHECKING:  # tiktoken is not needed for load_quantized
     from nanochat_fp4.data.tokenizer import RustBPETokenizer
 
 FILE_NAME = "model.gguf"
-GROUP = 64  # values
-# llama.cpp knows split patterns by name alone, and has none for nanochat's. The nearest pattern takes three digits for
-# two, and several line ends for one. scripts.export says how many ids of a text differ.
+GROUP = 64  # The number of values in a group.
+# llama.cpp knows the patterns that split text only by name, and has no name for nanochat's pattern. The nearest pattern
+# keeps three digits together instead of two, and several line ends instead of one. scripts.export reports how many
+# token ids of a text differ.
 PRE_TOKENIZER = "llama-bpe"
 PRE_TOKENIZER_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 
-# The keys that are read: llama.* by their names in config.json, and keys whose only value changes nothing.
+# The keys llama.* that are read, with the names of their values in config.json. _NOTHING has keys that are accepted
+# only with a value that has no effect.
 _CONFIG = {
     "context_length": "max_position_embeddings",
     "embedding_length": "hidden_size",
@@ -55,23 +59,25 @@ _NOTHING = {"rope.scaling.type": "none", "expert_count": 0, "expert_used_count":
 _TOKENIZER = {f"tokenizer.ggml.{k}" for k in ("model", "pre", "tokens", "token_type", "merges", "add_space_prefix",
               "add_bos_token", "add_eos_token", "bos_token_id", "eos_token_id", "eot_token_id", "padding_token_id",
               "unknown_token_id")} | {"tokenizer.chat_template"}  # fmt: skip
-MAX_PIECES = 5_000_000  # values and strings of the metadata; each takes about 200 bytes while the package reads it
+# The largest number of values and strings in the metadata. Each takes about 200 bytes while the package reads it.
+MAX_PIECES = 5_000_000
 
 
 class File(NamedTuple):
-    """A GGUF file that was read. config: its llama.* keys by their names in config.json."""
+    """A GGUF file that was read. `config` has the values of its llama.* keys by their names in config.json."""
 
     path: Path
     config: dict[str, Any]
     fields: dict[str, Any]
-    tensors: dict[str, Any]  # of gguf.ReaderTensor, not decoded
+    tensors: dict[str, Any]  # name -> gguf.ReaderTensor, not decoded
 
 
 def read(path: Path) -> File:
-    """The keys and tensors of a GGUF file, by the gguf package. Raises UserError where the package is not installed.
+    """Reads the keys and tensors of a GGUF file with the gguf package. A damaged file cannot make it use more memory
+    than the file's size justifies.
 
-    Raises UserError, too, for a damaged file, another architecture than llama, and a key that is not known. Nothing is
-    built that is larger than the file.
+    Raises UserError if the package is not installed, for a missing or a damaged file, for another architecture than
+    llama, and for an unknown key.
     """
     require("gguf")
     from gguf import GGUFReader
@@ -80,7 +86,8 @@ def read(path: Path) -> File:
         pieces = 0
 
         def _get(self, offset: int, dtype: Any, count: int = 1, *rest: Any, **named: Any) -> Any:
-            """As the package's, but a read beyond the end is an error: all counts are bounded by the file's size."""
+            """Reads values like the package's method, but raises an error for a read beyond the end of the file, so
+            that the file's size bounds all counts."""
             self.pieces += 1
             if offset + np.dtype(dtype).itemsize * int(count) > len(self.data) or self.pieces > MAX_PIECES:
                 raise ValueError("it ends too early, or has too many keys")
@@ -103,7 +110,8 @@ def read(path: Path) -> File:
         if key in _TOKENIZER or key.startswith(("GGUF.", "general.", "quantize.")):
             continue
         short = key.removeprefix("llama.") if key.startswith("llama.") else ""
-        value = float(str(np.float32(value))) if isinstance(value, float) else value  # 1e-5 is 9.99e-6 in FP32
+        # The shortest decimal number is used, because 1e-5 in FP32 would otherwise be read as 9.99e-6.
+        value = float(str(np.float32(value))) if isinstance(value, float) else value
         if short in _NOTHING and value == _NOTHING[short]:
             continue
         if short not in _CONFIG:
@@ -118,7 +126,7 @@ def read(path: Path) -> File:
 
 
 def pack_blocks(tensor: NVFP4Tensor) -> Tensor:
-    """An NVFP4 tensor (N, K), K a multiple of 64 -> its bytes in GGUF, uint8 (N, K / 64 * 36)."""
+    """Returns the bytes in GGUF, uint8 (N, K / 64 * 36), of an NVFP4 tensor (N, K). K must be a multiple of 64."""
     rows, groups = tensor.codes.shape[0], tensor.codes.shape[1] * 2 // GROUP
     codes = unpack(tensor.codes).view(rows, groups, GROUP // BLOCK, 2, BLOCK // 2)
     nibbles = (codes[..., 0, :] | (codes[..., 1, :] << 4)).flatten(-2)
@@ -127,7 +135,7 @@ def pack_blocks(tensor: NVFP4Tensor) -> Tensor:
 
 
 def unpack_blocks(data: Tensor, tensor_scale: Tensor) -> NVFP4Tensor:
-    """The inverse of pack_blocks."""
+    """Inverts pack_blocks: returns the NVFP4 tensor of the bytes, uint8 (N, K / 64 * 36), and a tensor scale."""
     groups = data.unflatten(-1, (-1, GROUP // BLOCK + GROUP // 2))
     scales, nibbles = groups.split((GROUP // BLOCK, GROUP // 2), dim=-1)
     halves = nibbles.unflatten(-1, (GROUP // BLOCK, BLOCK // 2))
@@ -136,7 +144,7 @@ def unpack_blocks(data: Tensor, tensor_scale: Tensor) -> NVFP4Tensor:
 
 
 def names(about: Description) -> dict[str, str]:
-    """Our names of modules -> theirs."""
+    """Returns the name in GGUF of each module, by our name."""
     from gguf import MODEL_ARCH, get_tensor_name_map
 
     known = get_tensor_name_map(MODEL_ARCH.LLAMA, about.config["num_hidden_layers"])
@@ -144,7 +152,7 @@ def names(about: Description) -> dict[str, str]:
 
 
 def rows(about: Description, name: str, tensor: Tensor, back: bool = False) -> Tensor:
-    """Puts the rows of our module `name` into llama.cpp's order. With `back`, puts llama.cpp's rows into our order."""
+    """Puts the rows of our module `name` into the order of llama.cpp. With `back`, puts them back into our order."""
     half = about.swapped.get(name)
     if not half:
         return tensor
@@ -163,12 +171,16 @@ def write(
     chat: bool = True,
     name: str = "",
 ) -> list[str]:
-    """Writes model.gguf into an existing folder. Returns sentences on what the format cannot hold.
+    """Writes model.gguf into an existing folder. Returns sentences about what the format cannot hold.
 
-    weights: the weights in 4 and 8 bits. Without them all matrices are written in BF16. Norms are always in FP32. A
-             layer whose rows are no multiple of 64 values is decoded and written in BF16. GGUF has no FP8: a layer in
-             8 bits is rounded again, to Q8_0 (whole numbers to 127 with an FP16 scale for 32 of them)
-    Raises UserError for another model than Llama.
+    weights:      the quantized weights. Without them all matrices are written in BF16. A 4-bit weight whose rows are no
+                  multiple of 64 values is decoded and written in BF16. GGUF has no FP8, so an FP8 weight is rounded
+                  again, to Q8_0 (whole numbers up to 127, with an FP16 scale for 32 of them). Norms are in FP32.
+    input_scales: the input scale of each layer in 4 bits, by our name
+    chat:         whether the model is for chats. The file then has a chat template.
+    name:         the model's name in the file
+
+    Raises UserError for any other model than Llama, and if the gguf package is not installed.
     """
     if not isinstance(model, Llama):
         raise UserError("GGUF is for Llama-like models (base_train --llama); llama.cpp does not know nanochat's GPT")
@@ -255,7 +267,8 @@ def _add_tokenizer(writer: Any, tokenizer: "RustBPETokenizer", chat: bool) -> No
 
 
 def other_ids(tokenizer: "RustBPETokenizer", texts: list[str]) -> tuple[int, int]:
-    """(number of ids that differ from ours if PRE_TOKENIZER splits the texts, number of all ids)."""
+    """Returns the number of token ids that change if PRE_TOKENIZER splits the texts, and the number of all token
+    ids."""
     import difflib
 
     theirs = tokenizer.with_pattern(PRE_TOKENIZER_PATTERN)

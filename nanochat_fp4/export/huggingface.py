@@ -1,10 +1,13 @@
-"""A model as a folder that transformers and the servers built on it read: safetensors, compressed-tensors.
+"""Writes a model as a folder that transformers, and servers built on it, can read: safetensors, with quantized weights
+in the format compressed-tensors.
 
-`describe` chooses the class of transformers for a model: names of tensors, config.json. `compressed_tensors` has the
-names of codes and scales in the format for NVFP4. scripts.export writes tokenizer and card.
+`describe` chooses the class of transformers for a model, and with it the names of the tensors and config.json.
+`compressed_tensors` names the codes and scales of a layer in the format. scripts.export writes the tokenizer and the
+model card.
 
-Llama's rotation turns the other way round there: its pairs (x_i, x_{i + D/2}) are ours with the two swapped. So the
-rows of q and k change places, half a head at a time. A row keeps its codes and scales.
+The rotary embedding of Llama in transformers turns the pairs (x_i, x_{i + D/2}) in the opposite direction, which is the
+same as swapping the two elements. The two halves of each head's rows of q and k are therefore swapped. A row keeps its
+codes and scales.
 """
 
 import json
@@ -28,7 +31,7 @@ from nanochat_fp4.nvfp4.operands import FP8
 
 MODELING_FILE = "modeling_nanochat_fp4.py"
 WEIGHTS_FILE = "model.safetensors"
-# compressed-tensors' names of its formats: NVFP4, FP8, and both in one model.
+# The names in compressed-tensors for NVFP4, for FP8, and for both in one model.
 FOUR_BITS, EIGHT_BITS, MIXED = "nvfp4-pack-quantized", "float-quantized", "mixed-precision"
 
 _LAYER = {"attn.c_q": "self_attn.q_proj", "attn.c_k": "self_attn.k_proj", "attn.c_v": "self_attn.v_proj",
@@ -41,13 +44,13 @@ _OUTSIDE = {"transformer.wte": "model.embed_tokens", "transformer.ln_f": "model.
 
 @dataclass
 class Description:
-    """A model in the terms of transformers.
+    """A model in the terms of transformers. In this package "our" names are those of this project's models.
 
-    config:    config.json without what the format and the tokenizer add
-    names:     our name of each module with a weight -> theirs
-    swapped:   our names of the modules whose rows change places -> the size of the halves that do
-    fused:     groups of modules that servers compute as one
-    remote:    whether MODELING_FILE goes beside the weights
+    config:    config.json without the entries of the format and the tokenizer
+    names:     the name in transformers of each module with a weight, by our name
+    swapped:   the modules in which halves of each head's rows are swapped: our name -> the number of rows of a half
+    fused:     groups of modules that servers compute as one, by our names
+    remote:    whether MODELING_FILE is written beside the weights
     """
 
     config: dict[str, Any]
@@ -66,7 +69,7 @@ class Description:
 
 
 def describe(model: GPT | Llama) -> Description:
-    """Chooses the class of transformers for a model, and says how its tensors are called there.
+    """Chooses the class of transformers for a model, and describes the model in its terms.
 
     The class is LlamaForCausalLM for our Llama, transformers' own NanoChatForCausalLM if it computes this GPT, and
     otherwise the one in MODELING_FILE, which is written beside the weights.
@@ -120,7 +123,8 @@ def describe(model: GPT | Llama) -> Description:
 
 
 def is_hf_compatible(model: GPT) -> bool:
-    """Whether transformers' own NanoChatForCausalLM is the same function: full windows, and scalars that do nothing."""
+    """Whether NanoChatForCausalLM of transformers computes the same function. It has only full windows, and none of the
+    scalars of this GPT, so these must have no effect."""
     full = all(left >= model.config.sequence_len for left, _ in model.window_sizes)
     return full and bool((model.resid_lambdas == 1).all()) and bool((model.x0_lambdas == 0).all())
 
@@ -130,10 +134,10 @@ def is_hf_compatible(model: GPT) -> bool:
 
 
 def compressed_tensors(tensor: NVFP4Tensor | FP8, input_scale: float | None) -> dict[str, Tensor]:
-    """A layer's tensors, by the last part of their names.
+    """Returns a layer's tensors in the format, by the last part of their names.
 
-    NVFP4: values are *divided* by weight_global_scale, and an input is multiplied by input_global_scale. FP8: values
-    are multiplied by weight_scale, and a server finds each token's input scale by itself.
+    In NVFP4, values are divided by weight_global_scale, and inputs are multiplied by input_global_scale. In FP8, values
+    are multiplied by weight_scale, and a server computes an input scale for each token by itself.
     """
     if isinstance(tensor, FP8):
         return {"weight": tensor.codes, "weight_scale": tensor.tensor_scale.reshape(1).clone()}
@@ -148,11 +152,12 @@ def compressed_tensors(tensor: NVFP4Tensor | FP8, input_scale: float | None) -> 
 def quantization_config(
     ignore: list[str], weights_only: bool, four_bits: Sequence[str] = (), eight_bits: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """config.json's entry for 4-bit weights, or for weights in 4 and in 8 bits.
+    """Returns the entry `quantization_config` of config.json.
 
-    ignore: names of the linear layers that are in 16 bits
-    four_bits, eight_bits: names of the other layers, where some are in FP8 with one scale: two groups. Without
-                           eight_bits, all layers that are not ignored are in NVFP4
+    ignore:       the names of the linear layers in 16 bits
+    weights_only: whether servers compute with inputs in 16 bits
+    four_bits, eight_bits: the names of the layers in NVFP4 and of the layers in FP8 with one scale. Without eight_bits,
+                  all layers that are not ignored are in NVFP4.
     """
     operand = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16, "symmetric": True,
                "scale_dtype": "torch.float8_e4m3fn", "zp_dtype": "torch.float8_e4m3fn"}  # fmt: skip
@@ -190,13 +195,15 @@ def write(
     input_scales: Mapping[str, float] | None = None,
     config: Mapping[str, Any] = {},
 ) -> dict[str, Any]:
-    """model.safetensors, config.json and our modeling code, if it is needed, into an existing folder.
+    """Writes model.safetensors, config.json and, if it is needed, MODELING_FILE into an existing folder. Returns the
+    entries of config.json.
 
-    dtype:        of the weights that are not in 4 bits
-    weights:      the 4-bit weights, written as compressed-tensors; None: all weights are in dtype
-    input_scales: by our names of layers; None: inputs stay in 16 bits
-    config:       more entries of config.json
-    Returns config.json.
+    dtype:        the dtype of the weights that are not quantized
+    weights:      the quantized weights, which are written as compressed-tensors. Without them all weights are in dtype.
+    input_scales: the input scale of each layer in 4 bits, by our name. Without them inputs stay in 16 bits.
+    config:       additional entries of config.json
+
+    Raises UserError for a model with unknown or missing weights, and if safetensors is not installed.
     """
     about = describe(model)
     state = {name.removesuffix(".weight"): t for name, t in model.state_dict().items() if name.endswith(".weight")}
@@ -234,7 +241,7 @@ def write(
 
 
 def save_tensors(folder: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Writes model.safetensors."""
+    """Writes model.safetensors. Raises UserError if safetensors is not installed."""
     require("safetensors")
     from safetensors.torch import save_file
 
@@ -243,7 +250,8 @@ def save_tensors(folder: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 def dtype_entries(dtype: torch.dtype) -> dict[str, str]:
-    """config.json's entries for the dtype of what is not in 4 bits; the second is of transformers before 5."""
+    """Returns the entries of config.json for the dtype of weights that are not quantized. Releases of transformers
+    before 5 read the second one."""
     name = str(dtype).removeprefix("torch.")
     return {"dtype": name, "torch_dtype": name}
 

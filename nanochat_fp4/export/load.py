@@ -1,7 +1,7 @@
-"""Back in: the weights of exported folders.
+"""Loads the weights of an exported folder into a model.
 
-Every tensor of a file is used or refused by its name. Shapes are equal, values are finite. A file that is refused
-changes nothing in the model.
+Every tensor of a file must have a place in the model, and have the place's shape and finite values. Otherwise the file
+is refused, and the model stays as it was.
 """
 
 import json
@@ -21,11 +21,12 @@ from nanochat_fp4.models.llama import Llama
 from nanochat_fp4.nvfp4.format import BLOCK, E2M1_MAX, NVFP4Tensor
 from nanochat_fp4.nvfp4.operands import FP8
 
-INDEX_FILE = f"{huggingface.WEIGHTS_FILE}.index.json"  # transformers writes it beside several files of weights
-LAMBDAS = {"resid_lambdas": 1.0, "x0_lambdas": 0.0}  # GPT's scalars in config.json, and their neutral values
+INDEX_FILE = f"{huggingface.WEIGHTS_FILE}.index.json"  # transformers writes it if the weights are in several files.
+LAMBDAS = {"resid_lambdas": 1.0, "x0_lambdas": 0.0}  # GPT's scalars in config.json, and values that have no effect.
 FORMATS = (huggingface.FOUR_BITS, huggingface.EIGHT_BITS, huggingface.MIXED)
 CODES = ("weight_packed", "weight_scale", "weight_global_scale")
-FOR_SERVERS = {"input_global_scale", "k_scale", "v_scale"}  # scales of inputs, and of a cache of keys and values
+# Scales that only servers use: those of inputs, and those of a cache of keys and values.
+FOR_SERVERS = {"input_global_scale", "k_scale", "v_scale"}
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 M = TypeVar("M", bound=nn.Module)
@@ -33,17 +34,20 @@ M = TypeVar("M", bound=nn.Module)
 
 @torch.no_grad()
 def load_quantized(model: M, folder: str | Path, device: torch.device | str = "cpu") -> M:
-    """Loads the weights of an exported folder (safetensors, compressed-tensors or GGUF), in place.
+    """Loads the weights of an exported folder (safetensors, compressed-tensors or GGUF) into a model, in place. Returns
+    the model.
 
-    Weights in 4 bits are decoded into the parameters, for further training or for any inference. All tensors of the
-    folder are checked before the first one is loaded.
+    Quantized weights are decoded into the parameters, so the model can be trained further or used in any way. All
+    tensors of the folder are checked before the first one is loaded.
 
-    model:  a GPT or Llama of the folder's shapes, converted or not. Folders that are not GGUF fit any module with the
-            file's names, too, as a model of transformers. Its experts are read one by one, as checkpoints have them.
-    device: of parameters that are on the meta device
-    Returns the model. Raises UserError where safetensors or gguf is not installed, and for a folder of another format
-    or model. Each tensor must be known, of its shape and kind, and finite, also in the dtype of its parameter. Tensors
-    for one parameter of two names (tied embeddings) must be equal.
+    model:  a GPT or a Llama of this project, converted or not, with the folder's shapes. A folder that is not GGUF can
+            also be loaded into any module that has the file's names, such as a model of transformers. Its experts are
+            read one by one, as in checkpoints of transformers.
+    device: the device for parameters that are on the meta device
+
+    Raises UserError if safetensors or gguf is not installed, if the folder has another format or belongs to another
+    model, and if a tensor is unknown, has another shape or dtype, or has a value that is not finite in the parameter's
+    dtype. It is also an error if a parameter with two names (tied embeddings) has two different values in the file.
 
     >>> nf.load_quantized(torch.nn.Linear(32, 16), "nowhere")  # doctest: +ELLIPSIS
     Traceback (most recent call last):
@@ -77,7 +81,7 @@ def load_quantized(model: M, folder: str | Path, device: torch.device | str = "c
             "accelerate.init_empty_weights(), which leaves buffers where they are"
         )
     experts = {name: rest for name, *rest in stacked_parameters(model) if rest[0][0] in weights.tensors}
-    on_meta: dict[int, list[str]] = {}  # id of a parameter -> its names
+    on_meta: dict[int, list[str]] = {}  # id of a parameter on the meta device -> its names
     for name, parameter in state.items():
         if parameter.is_meta:
             on_meta.setdefault(id(parameter), []).append(name)
@@ -99,7 +103,7 @@ def load_quantized(model: M, folder: str | Path, device: torch.device | str = "c
 
 
 def _replace(model: nn.Module, names: list[str], value: Tensor) -> None:
-    """Gives the parameter or buffer of these names (a tied one has several) another value."""
+    """Replaces a parameter or a buffer on the meta device. A tied parameter has several names."""
     parameter = nn.Parameter(value, requires_grad=False)
     for name in names:
         owner, _, name = name.rpartition(".")
@@ -111,7 +115,7 @@ def _replace(model: nn.Module, names: list[str], value: Tensor) -> None:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """config.json of a folder. Raises UserError."""
+    """Returns the entries of a folder's config.json. Raises UserError if the file is missing or damaged."""
     path = folder / "config.json"
     try:
         config = json.loads(path.read_bytes())
@@ -125,19 +129,21 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def check_config(path: Path, config: Mapping[str, Any], about: huggingface.Description | None) -> None:
-    """Raise UserError where config describes another model. Missing entries are not compared."""
+    """Raises UserError if config describes another model. Missing entries are not compared."""
     if about is None:
         return
     rope = config.get("rope_parameters")
     found = {**config, **(rope if isinstance(rope, dict) else {})}
-    free = {"architectures", "auto_map", "model_type", "windows", *LAMBDAS}  # GPT's classes, and their arguments
+    # These entries may differ: a GPT has one of two classes, which have different arguments.
+    free = {"architectures", "auto_map", "model_type", "windows", *LAMBDAS}
     free |= {"max_position_embeddings", "rope_parameters", "tie_word_embeddings"}
     for key, want in {**about.config, "rope_type": "default", "rope_scaling": None}.items():
         if key in found and found[key] != want and key not in free:
             raise UserError(f"{path}: {key} is {str(found[key])[:60]}, expected {want}; use the model it was made from")
 
     def narrow(entries: Mapping[str, Any]) -> list[bool]:
-        """Whether each layer's window is shorter than a sequence, whose length may change."""
+        """Whether each layer's window is shorter than the longest sequence. The windows' sizes are not compared,
+        because the longest sequence may change."""
         longest, windows = entries.get("max_position_embeddings"), entries.get("windows")
         layers = about.config["num_hidden_layers"]
         return [w != longest for w in windows] if isinstance(windows, list) else [False] * layers
@@ -149,12 +155,16 @@ def check_config(path: Path, config: Mapping[str, Any], about: huggingface.Descr
 def read_weights(
     source: Path | gguf_file.File, model: nn.Module, about: huggingface.Description | None, tied: bool = False
 ) -> tuple[dict[str, Tensor], Weights]:
-    """(unquantized tensors by our names of them, 4-bit weights by our names of layers), with our rows, on the CPU.
+    """Reads the weights of a file. Returns the unquantized tensors by their names in the model, and the quantized
+    weights by their layers' names. The rows are in the model's order, and the tensors are on the CPU.
 
-    source: a folder with safetensors, or a GGUF file
-    model: whose tensors these are, on any device, the meta device too
-    tied: a missing lm_head is the embedding
-    Raises UserError unless there is one finite value of the right shape for each tensor of the model, and no other.
+    source: a folder with safetensors, or a GGUF file that was read
+    model:  the model that the tensors belong to, on any device, which may be the meta device
+    about:  the model's description, or None for a model of another project
+    tied:   whether the embedding is used for a missing lm_head
+
+    Raises UserError unless the file has one finite value of the right shape for each tensor of the model, and no
+    others.
     """
     targets = {k: t for k, t in model.state_dict(keep_vars=True).items() if k not in LAMBDAS or about is None}
     shapes = {name: tuple(t.shape) for name, t in targets.items()}
@@ -167,7 +177,7 @@ def read_weights(
         found = {} if about else places(model, shapes)
         path, (plain, weights) = source, _read_safetensors(source, shapes, about, no_floats)
         into_model(path, model, found, plain, weights.tensors)
-    names: dict[int, list[str]] = {}  # id of a parameter -> its names, several of a tied one
+    names: dict[int, list[str]] = {}  # id of a parameter -> its names, of which a tied parameter has several
     for name, parameter in targets.items():
         names.setdefault(id(parameter), []).append(name)
     for first, *others in names.values():
@@ -185,13 +195,13 @@ def read_weights(
 
 
 def _value(name: str, plain: Mapping[str, Tensor], weights: Weights) -> Tensor | None:
-    """The tensor that was read for a parameter, decoded."""
+    """Returns the tensor that was read for a parameter, decoded, or None."""
     codes = weights.tensors.get(name.removesuffix(".weight"))
     return plain.get(name) if codes is None else codes.dequantize()
 
 
 def _check_equal(path: Path, one: str, other: str, plain: Mapping[str, Tensor], weights: Weights) -> None:
-    """Raise UserError where the file has two tensors for two names of one parameter, and they differ."""
+    """Raises UserError if the file has two tensors for two names of one parameter, and they differ."""
     a, b = (_value(name, plain, weights) for name in (one, other))
     if a is not None and b is not None and not torch.equal(a.float(), b.float()):
         raise UserError(
@@ -201,9 +211,9 @@ def _check_equal(path: Path, one: str, other: str, plain: Mapping[str, Tensor], 
 
 
 def _check_dtypes(state: Mapping[str, Tensor], plain: Mapping[str, Tensor], weights: Weights) -> None:
-    """Raise UserError where a parameter's dtype does not hold its tensor's values."""
+    """Raises UserError if a parameter's dtype cannot hold the values that were read for it."""
     for name, parameter in state.items():
-        if name in plain or parameter.dtype == torch.float16:  # 4-bit weights of other dtypes always fit
+        if name in plain or parameter.dtype == torch.float16:  # Quantized weights always fit into other dtypes.
             value = _value(name, plain, weights)
             check_values({} if value is None else {name: value}, parameter.dtype)
 
@@ -211,8 +221,8 @@ def _check_dtypes(state: Mapping[str, Tensor], plain: Mapping[str, Tensor], weig
 def _check_tensor(
     path: Path, name: str, tensor: Tensor, shape: tuple[int, ...] | None, dtype: torch.dtype | None = None
 ) -> None:
-    """Raise UserError unless the tensor is known (shape is given), of its shape and dtype (None: one of FLOATS), and
-    finite."""
+    """Raises UserError unless the tensor belongs to the model (shape is not None), has this shape and dtype, and is
+    finite. Without dtype, any of FLOATS is right."""
     if shape is None:
         raise UserError(f"{path}: {name} is not of this model; load it into the model it was made from")
     if tuple(tensor.shape) != tuple(shape):
@@ -245,7 +255,8 @@ def _check_codes(path: Path, name: str, t: NVFP4Tensor, shape: tuple[int, ...] |
 
 
 def load_safetensors(folder: Path) -> dict[str, Tensor]:
-    """All tensors of a folder's safetensors files, by their names. Raises UserError."""
+    """Returns all tensors of a folder's safetensors files by their names. Raises UserError if a file is missing or
+    damaged, or if safetensors is not installed."""
     require("safetensors")
     from safetensors import SafetensorError
     from safetensors.torch import load_file
@@ -270,7 +281,8 @@ def load_safetensors(folder: Path) -> dict[str, Tensor]:
 
 
 def _check_quantization(folder: Path) -> None:
-    """Raises UserError where config.json describes another quantization than NVFP4 of compressed-tensors."""
+    """Raises UserError if config.json describes a quantization that cannot be read. NVFP4 and FP8 with one scale in the
+    format compressed-tensors can be read."""
     about = read_config(folder).get("quantization_config") if (folder / "config.json").exists() else None
     if not isinstance(about, dict):
         return
@@ -296,7 +308,8 @@ def _read_safetensors(
     about: huggingface.Description | None,
     no_floats: Mapping[str, torch.dtype],
 ) -> tuple[dict[str, Tensor], Weights]:
-    """no_floats: the dtypes of the model's tensors that hold no floating-point numbers."""
+    """Reads the weights of a folder with safetensors. Arguments and results are those of read_weights, and no_floats
+    has the dtypes of the model's tensors that hold no floating-point numbers."""
     ours = {theirs: name for name, theirs in about.names.items()} if about else {}
     layers: dict[str, dict[str, Tensor]] = {}
     _check_quantization(folder)
@@ -341,7 +354,7 @@ def _read_safetensors(
 
 
 def _read_fp8(folder: Path, name: str, parts: Mapping[str, Tensor], shape: tuple[int, ...] | None) -> FP8:
-    """A weight in E4M3 with one scale. Raises UserError."""
+    """Returns a weight in E4M3 with one scale. Raises UserError if its tensors are not those of such a weight."""
     scale = parts["weight_scale"]
     if set(parts) - FOR_SERVERS - {"weight", "weight_scale", "input_scale"} or scale.numel() != 1:
         raise UserError(
@@ -369,7 +382,7 @@ def _read_gguf(
         shape = shapes.get(f"{name}.weight")
         four_bits = f"{theirs}.weight" in read and read[f"{theirs}.weight"].tensor_type == GGMLQuantizationType.NVFP4
         if part in ("scale", "input_scale") and four_bits:
-            _check_tensor(path, key, torch.tensor(tensor.data), (1,))  # an input scale is for servers
+            _check_tensor(path, key, torch.tensor(tensor.data), (1,))  # Only servers use an input scale.
             continue
         if shape is None or part != "weight" or tuple(tensor.shape[::-1].tolist()) != shape:
             found = tuple(tensor.shape[::-1].tolist())

@@ -1,4 +1,4 @@
-"""Out again: a converted model of transformers as a folder that transformers and servers read."""
+"""Writes a converted model of transformers as a folder that transformers and servers can read."""
 
 import json
 from collections import Counter
@@ -36,24 +36,27 @@ def save_quantized(
     dtype: torch.dtype = torch.bfloat16,
     overwrite: bool = False,
 ) -> list[str]:
-    """Writes a model of transformers that nf.convert has changed as NVFP4, with its config and tokenizer.
+    """Writes a model of transformers that nf.convert has changed as NVFP4, with its config and its tokenizer.
 
-    Codes and block scales are the trained forward pass's, to the bit. scripts.export writes the same for the project's
-    own models. docs/export.md has the servers that read compressed-tensors, and which of them were run.
+    The written codes and block scales are those of the trained forward pass, to the bit. scripts.export writes the same
+    format for this project's own models. docs/export.md lists the servers that read it, and says which were tried.
 
-    model:       a converted PreTrainedModel, with nn.Linear layers and experts in 4 bits
-    folder:      a new or an empty folder. With overwrite, an earlier export is replaced whole
+    model:       a converted PreTrainedModel whose nn.Linear layers and experts are in 4 bits
+    folder:      a new or an empty folder. With overwrite it may be an earlier export, which is replaced.
     format:      "compressed-tensors"
-    tokenizer:   transformers' tokenizer, saved beside the weights
-    calibration: token ids (B, T) on which input scales are found. None: weights in 4 bits, inputs in 16. An expert that
-                 no token reaches takes the input range of the experts beside it
-    dtype:       of what is not in 4 bits: torch.bfloat16, torch.float16 or torch.float32
-    The folder appears whole, or not at all. Every rank of torchrun may call it: the first one writes, and the others
-    wait for it. Any other process that writes to the folder is waited for.
-    Returns a line for each thing that the folder cannot hold. Raises UserError for other arguments, for a model that is
-    not of transformers or not converted, and for values that are not finite or beyond dtype. Conv1D layers, gpt-oss's
-    experts, adapters and weights that FSDP has divided are refused, too. So is a folder that no export wrote.
-    safetensors must be installed.
+    tokenizer:   the model's tokenizer (of transformers), which is saved beside the weights
+    calibration: a list of token ids (B, T). The range of each layer's inputs is measured on them. An expert that no
+                 token reaches gets the input range of the other experts of its layer. Without calibration only weights
+                 are in 4 bits, and servers compute with inputs in 16 bits.
+    dtype:       the dtype of all tensors that are not in 4 bits: torch.bfloat16, torch.float16 or torch.float32
+
+    The folder appears complete, or not at all. All ranks of torchrun may call this function: the first one writes, and
+    the others wait for it. If another process is writing to the folder, the function waits until it has finished.
+
+    Returns a line of text for each thing that the folder cannot hold. Raises UserError for other arguments, for a model
+    that is not one of transformers or was not converted, for values that are not finite or that dtype cannot hold, for
+    Conv1D layers, experts of gpt-oss, adapters, and weights that FSDP has divided, for a folder that is not an export,
+    and if safetensors is not installed.
 
     >>> nf.save_quantized(torch.nn.Linear(32, 16), "folder")  # doctest: +ELLIPSIS
     Traceback (most recent call last):
@@ -68,13 +71,13 @@ def save_quantized(
     if isinstance(calibration, Tensor) or not isinstance(calibration, Iterable):
         got = type(calibration).__name__
         raise UserError(f"save_quantized: calibration is a {got}, expected a list of token ids (B, T)")
-    model = getattr(model, "_orig_mod", model)  # of torch.compile
+    model = getattr(model, "_orig_mod", model)  # The model inside of torch.compile's module.
     _check_model(model)
     require("safetensors")
     out = Path(folder).resolve()
 
     def write() -> list[str]:
-        with new_export(out, overwrite) as part:  # before what takes minutes
+        with new_export(out, overwrite) as part:  # This refuses a wrong folder before minutes of work.
             notes = _write(model, part, list(calibration), dtype)
             if tokenizer is not None:
                 tokenizer.save_pretrained(part)
@@ -86,7 +89,7 @@ def save_quantized(
 
 
 def _check_model(model: nn.Module) -> None:
-    """Raises UserError for what cannot be written at all."""
+    """Raises UserError for a model that cannot be written in this format."""
     if not isinstance(model, nn.Module) or not hasattr(getattr(model, "config", None), "to_json_string"):
         raise UserError(
             f"save_quantized: {type(model).__name__} is no model of transformers; scripts.export writes nanochat_fp4's"
@@ -103,13 +106,13 @@ def _check_model(model: nn.Module) -> None:
                 f"save_quantized: {name} is in 4 bits and shares its weight with {others[id(layer.weight)]}, which is "
                 "not; skip it in nf.convert"
             )
-        if hasattr(layer, "base_layer"):  # of peft
+        if hasattr(layer, "base_layer"):  # A layer of peft.
             raise UserError(
                 f"save_quantized: {name} has an adapter; merge it into the weights first (merge_and_unload), and save "
                 "the result"
             )
     for name, parameter in model.named_parameters():
-        if hasattr(parameter, "device_mesh") or not parameter.numel():  # FSDP2, DeepSpeed
+        if hasattr(parameter, "device_mesh") or not parameter.numel():  # Divided by FSDP2, or by DeepSpeed.
             raise UserError(
                 f"save_quantized: {name} is divided among processes; gather the weights (get_model_state_dict with "
                 "full_state_dict) into a model of one process"
@@ -117,7 +120,7 @@ def _check_model(model: nn.Module) -> None:
 
 
 def _write(model: nn.Module, folder: Path, calibration: list[Tensor], dtype: torch.dtype) -> list[str]:
-    """Weights and configs into an empty folder; the lines that save_quantized returns."""
+    """Writes weights and configs into an empty folder. Returns the lines that save_quantized returns."""
     check_values(model.state_dict())
     weights = forward_weights(model)
     notes = [weights.lost] if weights.lost else []
@@ -143,13 +146,13 @@ def _write(model: nn.Module, folder: Path, calibration: list[Tensor], dtype: tor
     ignored = [n for n, m in model.named_modules() if isinstance(m, nn.Linear) and f"{n}.weight" in tied]
     sizes, tensors = {name: len(t.codes) for name, t in weights.tensors.items()}, {}
     rows = numbered_rows(model, sizes)
-    if any(f"{name}.weight" not in rows for name in sizes):  # experts, which are rows of one parameter
+    if any(f"{name}.weight" not in rows for name in sizes):  # The model has stacked experts.
         logger.warning(
             "save_quantized: transformers 5.24 reads experts without their weight_global_scale, which is wrong; "
             "nf.load_quantized and the package compressed-tensors read them right"
         )
     check_values({name: tensor for name, tensor in state.items() if name not in rows}, dtype)
-    four_bits, eight_bits = [], []  # names of layers
+    four_bits, eight_bits = [], []  # The names of the layers in 4 and in 8 bits.
     for name, value in as_in_checkpoints(model, state | rows).items():
         layer = name.removesuffix(".weight")
         if are_rows(value):
@@ -186,13 +189,15 @@ def _write(model: nn.Module, folder: Path, calibration: list[Tensor], dtype: tor
     return notes
 
 
-_calls: Counter[str] = Counter()  # of save_quantized by this process, for each folder
+_calls: Counter[str] = Counter()  # The number of calls of save_quantized in this process for each folder.
 
 
 def _once_of_all_ranks(folder: str, write: Callable[[], list[str]]) -> list[str]:
-    """write(), by the first rank that calls this for the folder. The others wait for its end and return its result.
+    """Lets the first rank that calls this function for the folder run write(). The other ranks wait for the end, and
+    all
+    return the same result.
 
-    A rank that calls alone, as rank 0 does in many programs, writes and waits for nobody.
+    If only one rank calls, as rank 0 does in many programs, it writes and does not wait for the others.
     """
     if not (dist.is_available() and dist.is_initialized()):
         return write()

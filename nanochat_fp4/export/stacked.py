@@ -1,9 +1,9 @@
-"""The names and rows that experts have in a checkpoint, where a model of transformers 5 stacks them.
+"""Maps the experts of a model of transformers 5 to the tensors of a checkpoint, and back.
 
-In the model all experts of a layer are one parameter. In a checkpoint each expert and projection is a tensor of its
-own. transformers' revert_weight_conversion maps the first to the second. Codes cannot pass through it, so it gets a
-number for each row of a 4-bit weight instead. The numbers come out at the place of their rows, and the codes follow
-them: out in save.py, and back in in load.py.
+In such a model all experts of a layer are stacked in one parameter. In a checkpoint each expert and each projection is
+a tensor of its own. revert_weight_conversion of transformers converts the first form into the second one, but codes
+cannot pass through it. It is therefore given a number for each row of a 4-bit weight. In its result the numbers show
+where each row belongs, and the codes of the rows are then put there. save.py and load.py do this in the two directions.
 """
 
 import sys
@@ -18,11 +18,12 @@ from nanochat_fp4.nvfp4.experts import LINEARS, is_transposed, layout_of
 from nanochat_fp4.nvfp4.format import NVFP4Tensor
 from nanochat_fp4.nvfp4.operands import FP8
 
-ROWS = 2**40  # row r of the layer with number i is i * ROWS + r, i from 1 on
+ROWS = 2**40  # Row r of the layer with number i has the number i * ROWS + r. The first layer has the number 1.
 
 
 def stacked_parameters(model: nn.Module) -> Iterator[tuple[str, list[str], bool]]:
-    """(name, names of its ExpertLinears once converted, whether it is transposed) of each parameter of experts."""
+    """Yields three values for each parameter that stacks experts: its name, the names that its ExpertLinears have in a
+    converted model, and whether it is transposed."""
     for name, module in model.named_modules():
         layout, before = layout_of(module), f"{name}." if name else ""
         for parameter in layout.parameters if layout else ():
@@ -32,9 +33,11 @@ def stacked_parameters(model: nn.Module) -> Iterator[tuple[str, list[str], bool]
 
 
 def numbered_rows(model: nn.Module, sizes: Mapping[str, int]) -> dict[str, Tensor]:
-    """Name of each parameter of these layers -> numbers of its rows, int64 (N, 1). Experts have (E, N, 1) or (E, 1, N).
+    """Returns the numbers of the rows of each of these layers' parameters, by the parameter's name. They are int64 (N,
+    1) for a linear layer, and (E, N, 1), or transposed (E, 1, N), for a parameter that stacks E experts.
 
-    sizes: layer -> its number of rows. Raises UserError for some experts of a layer without the others.
+    sizes maps the name of a layer to its number of rows N. Raises UserError if it has some experts of a layer but not
+    the others.
     """
     rows = {name: torch.arange(n).unsqueeze(1) + i * ROWS for i, (name, n) in enumerate(sizes.items(), 1)}
     numbered = {}
@@ -49,7 +52,8 @@ def numbered_rows(model: nn.Module, sizes: Mapping[str, int]) -> dict[str, Tenso
 
 
 def as_in_checkpoints(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """A state dict with the names and rows of checkpoints. Before transformers 5 they are the model's."""
+    """Returns a state dict with the names and shapes that the tensors have in a checkpoint. Before transformers 5 these
+    are the same as in the model."""
     loading = sys.modules.get("transformers.core_model_loading")
     if loading is None or not isinstance(model, sys.modules["transformers"].PreTrainedModel):
         return state
@@ -61,8 +65,8 @@ def are_rows(value: Tensor) -> bool:
 
 
 def source_of(name: str, value: Tensor, sizes: Mapping[str, int]) -> tuple[str, Tensor] | None:
-    """(layer, its rows) that make the checkpoint's tensor `name`, read from the numbers in its place. None if the
-    tensor is not the weight of one layer."""
+    """Returns the layer whose rows form the checkpoint's tensor `name`, and the numbers of these rows. `value` has the
+    numbers that stand in the place of the tensor. None means that the tensor is not the weight of a single layer."""
     numbers = (value // ROWS).unique()
     if value.shape[1:] != (1,) or len(numbers) > 1 or not name.endswith(".weight"):
         return None
@@ -70,13 +74,15 @@ def source_of(name: str, value: Tensor, sizes: Mapping[str, int]) -> tuple[str, 
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Back in
+# Reading checkpoints
 
 
 def places(model: nn.Module, shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple[str, Tensor | None]]:
-    """Name of a checkpoint's tensor -> (name in the model, None), or (an expert's layer, its rows there, (N,)).
+    """Returns the place in the model of each tensor of a checkpoint, by the tensor's name. A place is (name in the
+    model, None), or for experts (the expert's layer, the numbers of the tensor's rows in the layer, int64 (N,)).
 
-    shapes: name -> shape of the model's tensors. The checkpoint's shapes are added.
+    shapes maps the names of the model's tensors to their shapes. The shapes of the checkpoint's tensors are added to
+    it.
     """
     columns, sizes, names = {}, {}, list(shapes)
     for path, layers, transposed in stacked_parameters(model):
@@ -99,12 +105,15 @@ def into_model(
     path: Path, model: nn.Module, found: Mapping[str, tuple[str, Tensor | None]], plain: dict[str, Tensor],
     codes: dict[str, NVFP4Tensor | FP8],
 ) -> None:  # fmt: skip
-    """Renames the tensors that were read to the model's names, and puts experts together. Changes `plain` and `codes`.
+    """Gives the tensors that were read their names in the model, and stacks experts. `plain` and `codes` are changed in
+    place.
 
     found: the result of `places`
-    codes: name of a layer -> its codes
-    An expert whose parts have several tensor scales gets a tensor scale for each row, (N, 1).
-    Raises UserError where an expert is missing, or a tensor is there twice.
+    plain: the unquantized tensors by their names
+    codes: the quantized weights by the names of their layers
+
+    If the parts of an expert have several tensor scales, the expert gets a tensor scale for each row, (N, 1). Raises
+    UserError if an expert is missing, or if a tensor is there twice.
     """
     pieces: dict[str, list[tuple[Tensor, NVFP4Tensor | Tensor]]] = {}
     read = plain | {f"{layer}.weight": t for layer, t in codes.items()}
@@ -135,7 +144,7 @@ def into_model(
 
 
 def stacked(values: Mapping[str, NVFP4Tensor | Tensor], layers: list[str], transposed: bool) -> Tensor:
-    """The parameter that stacks these experts, decoded to FP32."""
+    """Returns the parameter that stacks these experts, decoded, in FP32."""
     parts = (values[layer] for layer in layers)
     whole = torch.stack([_decoded(t) for t in parts])
     return whole.mT if transposed else whole
@@ -146,7 +155,7 @@ def _decoded(value: NVFP4Tensor | FP8 | Tensor) -> Tensor:
 
 
 def _joined(pieces: list[tuple[Tensor, NVFP4Tensor | FP8 | Tensor]]) -> NVFP4Tensor | Tensor:
-    """An expert's weight from rows of it."""
+    """Puts an expert's weight together from pieces. Each piece is (the numbers of its rows, their values or codes)."""
     order, values = torch.cat([rows for rows, _ in pieces]).argsort(), [value for _, value in pieces]
     if not all(isinstance(value, NVFP4Tensor) for value in values):
         return torch.cat([_decoded(t) for t in values])[order]

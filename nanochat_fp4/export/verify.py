@@ -15,24 +15,26 @@ from nanochat_fp4.export.huggingface import MODELING_FILE, WEIGHTS_FILE, Descrip
 from nanochat_fp4.export.weights import Weights
 from nanochat_fp4.nvfp4.format import NVFP4Tensor, decode_e2m1, unpack
 
-MAX_ULPS = 2  # between decoded values in FP32: the packages divide by 1 / tensor_scale
+# The largest difference of decoded values in FP32. They differ because the packages divide by 1 / tensor_scale.
+MAX_ULPS = 2
 
 
 def needs(*packages: str) -> list[str]:
-    """ "name version" of each package (by its distribution's name). Raises UserError if one is not installed."""
+    """Returns "name version" for each package, by the name of its distribution. Raises UserError if one is missing."""
     require(*(p.replace("-", "_") for p in packages))
     return [f"{p} {importlib.metadata.version(p)}" for p in packages]
 
 
 def fp32_limit(model: torch.nn.Module, logits: torch.Tensor) -> float:
-    """The largest difference of FP32 logits that another order of summation explains."""
+    """Returns the largest difference of FP32 logits that another order of summation can explain."""
     additions = sum(layer.in_features for layer in model.modules() if isinstance(layer, torch.nn.Linear))
-    # Each addition on the way to a logit rounds by at most 2^-24 of it. Independent roundings add in quadrature.
+    # Each addition on the way to a logit has a rounding error of at most 2^-24 of the logit. The errors are
+    # independent, so the square of their sum is about the sum of their squares.
     return 2.0**-24 * additions**0.5 * float(logits.abs().max())
 
 
 def ulps(got: Tensor, want: Tensor) -> Tensor:
-    """The number of FP32 values between got and want, elementwise, int64."""
+    """Returns the number of FP32 values from got to want, elementwise, int64."""
 
     def ordered(t: Tensor) -> Tensor:
         bits = t.contiguous().view(torch.int32).to(torch.int64)
@@ -54,7 +56,8 @@ def _compare(found: Iterable[tuple], weights: Weights) -> str:
     for name, packed, got_codes, got_scales, got, got_bf16 in found:
         t = weights.tensors[name]
         want_codes, want = decode_e2m1(unpack(t.codes)), t.dequantize()
-        if not torch.equal(packed, t.codes) or not torch.equal(got_codes, want_codes):  # -0 may be read as 0
+        # The values are compared as well as the packed codes, because a package may read -0 as 0.
+        if not torch.equal(packed, t.codes) or not torch.equal(got_codes, want_codes):
             raise _bug(f"{name}: the codes differ from those of the forward pass")
         if not torch.equal(got_scales.view(torch.uint8), t.scales.view(torch.uint8)):
             raise _bug(f"{name}: the block scales differ from the forward pass's")
@@ -76,7 +79,8 @@ def _layer(tensors: dict[str, Tensor], name: str) -> dict[str, Tensor]:
 
 
 def compressed_tensors(folder: Path, about: Description, weights: Weights) -> str:
-    """The codes, scales and values that the package compressed-tensors reads, against ours."""
+    """Compares the codes, scales and values that the package compressed-tensors reads with the model's. Returns a line
+    with the result. Raises UserError at the first difference, and if a package is missing."""
     versions = needs("compressed-tensors", "safetensors")
     from compressed_tensors.compressors import BaseCompressor
     from compressed_tensors.compressors.nvfp4.helpers import unpack_fp4_from_uint8
@@ -117,7 +121,8 @@ def compressed_tensors(folder: Path, about: Description, weights: Weights) -> st
 
 
 def gguf(folder: Path, about: Description, weights: Weights) -> str:
-    """The codes, scales and values that the gguf package reads, against ours."""
+    """Compares the codes, scales and values that the gguf package reads with the model's. Returns a line with the
+    result. Raises UserError at the first difference, and if the package is missing."""
     versions = needs("gguf")
     from gguf import GGMLQuantizationType, GGUFReader, dequantize
 
@@ -142,9 +147,11 @@ def gguf(folder: Path, about: Description, weights: Weights) -> str:
 
 
 def transformers_logits(folder: Path, ids: Tensor, quantized_inputs: bool = False) -> tuple[str, Tensor]:
-    """(version and class, logits of ids (B, T)) from transformers.
+    """Computes the logits of ids (B, T) with transformers. Returns (version and class, logits (B, T, V) in FP32).
 
-    quantized_inputs: 4-bit inputs as compressed-tensors emulates them, in BF16. Otherwise the decoded weights, in FP32.
+    With quantized_inputs the model computes in BF16, with 4-bit inputs that compressed-tensors emulates. Otherwise it
+    computes in FP32 with the decoded weights. Raises UserError if transformers is missing, or if the folder's modeling
+    code is not this version's.
     """
     versions = needs("transformers")
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -171,7 +178,8 @@ def transformers_logits(folder: Path, ids: Tensor, quantized_inputs: bool = Fals
 
 
 def tokenizer(folder: Path, ours: RustBPETokenizer, texts: Iterable[str]) -> str:
-    """transformers' ids of the texts, against ours. Raises UserError that shows the first text with other ids."""
+    """Compares the token ids that transformers makes of the texts with ours. Returns a line with the result. Raises
+    UserError for the first text with other ids, and if a package is missing."""
     versions = needs("transformers", "tokenizers")
     from transformers import AutoTokenizer
 

@@ -1,12 +1,12 @@
-"""The 4-bit weights of the trained forward pass, and the input scales that a server needs beside them.
+"""Collects the weights of the trained forward pass for an export, and the input scales that a server needs.
 
-`forward_weights` returns the weight operands of the output GEMM as they are: the codes and block scales that training
-computed with. A format of others cannot hold everything. Second terms are left out, other kinds of operands are rounded
-again, and `Weights.lost` says so.
+`forward_weights` returns the weight operands of the output GEMM, with the codes and block scales that training computed
+with. The formats of other programs cannot hold every operand. The second term of an operand is left out, and other
+kinds of operands are rounded again. `Weights.lost` then says what was lost.
 
-A server does not round inputs as training does. It has one constant scale for each layer, which `calibrate` finds on
-some text beforehand, and it rounds to nearest. `served` computes as such a server would, on any machine, so that the
-cost of the difference can be measured.
+A server does not round inputs as training does. It rounds to nearest, with a constant scale for each layer. `calibrate`
+finds this scale on some text. `served` computes like such a server on any machine, so that the loss from the difference
+can be measured.
 """
 
 import contextlib
@@ -26,18 +26,18 @@ from nanochat_fp4.nvfp4.linear import QuantLinear
 from nanochat_fp4.nvfp4.operands import FP8, FP8WithCodes
 from nanochat_fp4.nvfp4.quantizers import quantize, round_e2m1, round_e4m3, to_fp8
 
-AGAIN = "rtn"  # the rounding of what is no NVFP4 tensor
-SMALLEST_AMAX = 2.0**-100  # of inputs: 448 * 6 / amax is finite in FP32
+AGAIN = "rtn"  # The rounding of operands that are no NVFP4 tensors.
+SMALLEST_AMAX = 2.0**-100  # A lower bound of inputs' amax, with which 448 * 6 / amax is finite in FP32.
 
 
 @dataclass
 class Weights:
-    """The 4-bit weights of a model by the names of its layers.
+    """The quantized weights of a model.
 
-    tensors: codes (N, K/2), scales (N, K/16) and tensor_scale () of each layer's weight, on the CPU. Layers that are
-             computed as one have their own rows, and the same tensor_scale. A layer whose forward pass is in FP8 with
-             one scale has E4M3 numbers (N, K) and that scale
-    lost:    one line that says which part of the trained forward pass the tensors leave out; "" for no part
+    tensors: the weight of each layer, by the layer's name, on the CPU. A 4-bit weight has codes (N, K/2), scales
+             (N, K/16) and tensor_scale (). Layers that are computed as one have the same tensor_scale. The weight of a
+             layer whose forward is in FP8 with one scale has E4M3 numbers (N, K) and tensor_scale ().
+    lost:    one line that says which part of the trained forward pass the tensors leave out, or ""
     """
 
     tensors: dict[str, NVFP4Tensor | FP8] = field(default_factory=dict)
@@ -49,7 +49,8 @@ class Weights:
         return {name for name, tensor in self.tensors.items() if isinstance(tensor, FP8)}
 
     def separate(self, groups: Iterable[Sequence[str]]) -> list[tuple[Sequence[str], float]]:
-        """The groups of layers whose tensor scales differ, and the largest over the smallest of each."""
+        """Returns the groups of layers whose tensor scales differ, each with the ratio of its largest tensor scale to
+        its smallest one."""
         found = []
         for names in groups:
             scales = [float(self.tensors[name].tensor_scale) for name in names if name in self.tensors]
@@ -60,11 +61,12 @@ class Weights:
 
 @torch.no_grad()
 def forward_weights(model: nn.Module, together: Iterable[Sequence[str]] = ()) -> Weights:
-    """The weights of a converted model as its forward pass multiplies them.
+    """Returns the weights of a converted model as its forward pass multiplies them.
 
-    together: groups of names of layers. A group is rounded as one, with one tensor_scale, although the model computes
-              its layers one by one, because some servers fuse them. The codes are then not those of training
-    Raises UserError for a model whose forward pass has no 4-bit weights.
+    together: groups of names of layers that a server fuses, although the model computes the layers one by one. The
+              layers of a group are rounded together, with one tensor_scale. Their codes are then not those of training.
+
+    Raises UserError for a model whose forward pass has no quantized weights.
     """
     names = {layer: name for name, layer in model.named_modules() if isinstance(layer, QuantLinear)}
     modules = {name: layer for layer, name in names.items()}
@@ -98,8 +100,8 @@ def forward_weights(model: nn.Module, together: Iterable[Sequence[str]] = ()) ->
 
 
 def _as_stored(operand) -> tuple[NVFP4Tensor | FP8, str]:
-    """(the operand as one tensor of NVFP4 or FP8, words for the part of the operand that this leaves out)."""
-    if isinstance(operand, FP8WithCodes):  # the codes are for a backward pass
+    """Returns the operand as a tensor of NVFP4 or FP8, and words for the part of the operand that is lost, or ""."""
+    if isinstance(operand, FP8WithCodes):  # Only the backward pass needs the codes.
         operand = operand.numbers
     if isinstance(operand, FP8) and operand.codes.dtype == torch.float8_e4m3fn:
         return operand, ""
@@ -114,9 +116,9 @@ def _as_stored(operand) -> tuple[NVFP4Tensor | FP8, str]:
 
 
 def check_values(tensors: Mapping[str, Tensor], dtype: torch.dtype | None = None) -> None:
-    """Raise UserError for the first tensor that has NaN or infinity, or a value that dtype cannot hold.
+    """Raises UserError for the first tensor that has NaN or infinity, or a value that dtype cannot hold.
 
-    dtype: in which the tensors will be written. A tensor that would become all zeros is refused, too.
+    dtype is the dtype in which the tensors will be written. A tensor that would become zero is refused, too.
     """
     for name, value in tensors.items():
         if not value.is_floating_point() or not value.numel():
@@ -135,13 +137,14 @@ def check_values(tensors: Mapping[str, Tensor], dtype: torch.dtype | None = None
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Inputs, as a server rounds them
+# The rounding of inputs in a server
 
 
 def static_quantize(x: Tensor, global_scale: Tensor) -> Tensor:
-    """x (..., K) rounded to NVFP4 with a constant (or (..., 1)) for 1 / tensor_scale, as servers do; FP32 values.
+    """Rounds x (..., K) to NVFP4 as a server does, with a given 1 / tensor_scale, () or (..., 1). Returns the rounded
+    values, float32.
 
-    Block scales are amax / 6, to nearest; what is larger than the constant was made for is clipped.
+    A block's scale is amax / 6, rounded to nearest. Values beyond the range of global_scale are clipped.
     """
     blocks = (x.float() * global_scale).unflatten(-1, (-1, BLOCK))
     scale = round_e4m3(blocks.abs().amax(dim=-1, keepdim=True) / E2M1_MAX).float()
@@ -157,17 +160,19 @@ def served(
     dtype: torch.dtype = torch.float32,
     decoded: torch.dtype = torch.float32,
 ) -> Iterator[nn.Module]:
-    """A copy of the model that computes what a server makes of an export, in the precision of autocast.
+    """Gives a copy of the model that computes like a server with an export, in the precision of autocast.
 
-    Its weights are the decoded ones; inputs stay as they are, or are rounded with input_scales (448 * 6 / amax of each
-    layer's input; None: of each token of it). Inputs of layers in FP8 are then rounded to E4M3 with a scale for each
-    token. The weights in 4 and 8 bits are rounded to `decoded`, the others to dtype.
+    weights:      the quantized weights, which the copy uses decoded and rounded to the dtype `decoded`
+    input_scales: for each layer whose inputs are rounded, 448 * 6 / amax of its input, or None to use the amax of each
+                  token. Inputs of layers in FP8 are rounded to E4M3 with a scale for each token. Without input_scales,
+                  inputs are not rounded.
+    dtype:        the dtype that all other weights are rounded to
     """
     copied = copy.deepcopy(model)
     layers, eight_bits = dict(copied.named_modules()), weights.eight_bits
     with torch.no_grad():
         for name, parameter in copied.named_parameters():
-            if name.endswith(".weight"):  # others are kept in FP32
+            if name.endswith(".weight"):  # Other parameters stay in FP32.
                 parameter.copy_(parameter.to(dtype))
         for name, tensor in weights.tensors.items():
             getattr(layers[name], "part", layers[name].weight).copy_(tensor.dequantize(decoded))
@@ -196,16 +201,17 @@ def served(
 
 @torch.no_grad()
 def calibrate(model: nn.Module, weights: Weights, batches: Iterable[Tensor]) -> dict[str, float]:
-    """448 * 6 / amax of each quantized layer's input, over the batches (token ids, (B, T)).
+    """Returns 448 * 6 / amax of the input of each quantized layer, by the layer's name. The amax is taken over all
+    batches, which are token ids (B, T).
 
-    The model computes with its 4-bit weights and unquantized inputs meanwhile. A layer that reads nothing of the text
-    is left out. Raises UserError where an input is not finite.
+    Meanwhile the model computes with its quantized weights and unquantized inputs. The result leaves out layers that
+    were not called with any token. Raises UserError if an input is not finite.
     """
     amax: dict[str, Tensor] = {}
 
     def look(name: str):
         def hook(layer: nn.Module, args: tuple[Tensor, ...]) -> None:
-            if args[0].numel():  # some models call experts without tokens
+            if args[0].numel():  # Some models call experts that get no tokens.
                 amax[name] = torch.maximum(amax.get(name, args[0].new_zeros(())), args[0].abs().amax())
 
         return hook
@@ -228,10 +234,11 @@ def calibrate(model: nn.Module, weights: Weights, batches: Iterable[Tensor]) -> 
 
 
 def with_unread_experts(scales: Mapping[str, float], names: Iterable[str]) -> dict[str, float]:
-    """The input scales, and for each expert that read nothing the smallest scale of the experts beside it.
+    """Returns the input scales, completed for experts that no token has reached. Such an expert gets the smallest scale
+    of the other experts of its layer.
 
-    The smallest scale is that of the largest input. The experts of a layer read the same activations, so an expert that
-    no token of the calibration text reached gets the widest range that its neighbours needed.
+    The smallest scale belongs to the largest input. The experts of a layer read the same activations, so the expert
+    gets the widest range that any of them needed.
     """
     smallest: dict[str, float] = {}
     for name, scale in scales.items():
@@ -244,5 +251,6 @@ _EXPERT = re.compile(r"(\b(?:experts|expert_linears)\.(?:\w*[a-z_]\w*\.)*)\d+(?=
 
 
 def _layer_of(name: str) -> str:
-    """An expert's name without its number: mlp.experts.*.up_proj. The name of any other layer as it is."""
+    """Returns an expert's name with a star for its number, such as mlp.experts.*.up_proj, and any other name as it
+    is."""
     return _EXPERT.sub(r"\1*", name)
