@@ -48,12 +48,19 @@ class Variant:
 class Subject(TrainingStep):
     """The training step of base_train on made-up tokens, in turns as each of the variants."""
 
-    def __init__(self, config: GPTConfig, device: torch.device, compiled: bool, state: str = "fp32"):
+    def __init__(
+        self,
+        config: GPTConfig,
+        device: torch.device,
+        compiled: bool,
+        state: str = "fp32",
+        orthogonalizer: str = "polar_express",
+    ):
         model = new_model(config, device)
         set_state(model, state)
         nf.convert(model, "bf16", verbose=False)
         lean = LeanState(model, seed=0) if state == "lean" else None
-        optimizers = model.setup_optimizers(lean=lean)
+        optimizers = model.setup_optimizers(lean=lean, orthogonalizer=orthogonalizer)
         super().__init__(model, optimizers, compile_layers(model) if compiled else None, lean=lean)
         self.sequence_len, self.vocab_size = config.sequence_len, config.vocab_size
         self.flops_per_token, self.num_params = model.estimate_flops(), model.num_scaling_params()

@@ -4,6 +4,7 @@ largest micro-batch, where the time goes (the paper's Table 7), recompilations.
     python -m lab.bench steps                                          # d26, BF16 and clover, no cap
     python -m lab.bench steps --memory-cap 32GiB --recompute none,mlp  # as if on an RTX 5090
     python -m lab.bench steps --depth 20,26,32 --methods clover,nvidia --micro-batch 8
+    python -m lab.bench steps --depth 20 --orthogonalizer newton_schulz    # its update_ms, in the JSON
     python -m lab.bench steps --methods bf16:32,clover:64,clover:32    # each with a micro-batch of its own
     python -m lab.bench steps --depth 20 --methods "" --micro-batch 16 --nanochat ~/nanochat   # BF16, both
     python -m lab.bench steps --depth 2 --head-dim 64 --seq-len 64 --vocab-size 256 --total-batch-size 256 \\
@@ -48,6 +49,7 @@ from nanochat_fp4.errors import UserError, is_out_of_memory, one_line
 from nanochat_fp4.hardware import get_peak_flops
 from nanochat_fp4.models.cross_entropy import HEADS
 from nanochat_fp4.models.gpt import RECOMPUTE, config_from_depth
+from nanochat_fp4.models.optim import ORTHOGONALIZERS
 from nanochat_fp4.models.optim8bit import STATES
 from nanochat_fp4.nvfp4.gram_matrices import GRAM_EVERY
 from nanochat_fp4.nvfp4.methods import get_recipe
@@ -158,7 +160,7 @@ def add_times(args: argparse.Namespace, record: dict, ms: dict[str, float], subj
 def bench_depth(args: argparse.Namespace, depth: int, device: torch.device, results: Report) -> None:
     sizes = args.vocab_size, args.seq_len, args.head_dim, args.aspect_ratio, args.window_pattern
     config = config_from_depth(depth, *sizes)
-    ours = Subject(config, device, args.compile, args.state)
+    ours = Subject(config, device, args.compile, args.state, args.orthogonalizer)
     ours.model.head = args.head
     print0(f"d{depth}: {ours.num_params:,} parameters, width {config.n_embd}, {config.sequence_len} tokens a row")
     known = {"width": config.n_embd, "flops_per_token": ours.flops_per_token}
@@ -263,6 +265,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--methods", default="fp8,clover", help=text)
     add("--recompute", default="none", help=f"of {', '.join(RECOMPUTE)}, with commas: what is computed twice")
     add("--state", choices=STATES, default="fp32", help="of weights, gradients and moments, as base_train's")
+    add("--orthogonalizer", choices=ORTHOGONALIZERS, default="polar_express", help="of Muon; its time is update_ms")
     add("--head", choices=HEADS, default="bf16", help="products of the output head")
     add("--micro-batch", default="auto", help="rows, or auto for the largest that fits (needs a GPU)")
     add("--memory-cap", type=parse_bytes, help="hard limit on the GPU's memory, e.g. 32GiB")
