@@ -1,24 +1,27 @@
 """
-The loss of a language model without its logits: linear, soft cap and cross-entropy, some tokens at a time.
+Computes the loss of a language model without keeping its logits. Linear layer, soft cap and cross-entropy are computed
+for a chunk of tokens at a time.
 
-With a vocabulary of 65,536 the logits of one 2048-token sequence take 0.5 GiB in FP32, and plain PyTorch keeps several
-copies until the backward pass. Here only one chunk of them exists at any time:
+With a vocabulary of 65,536 the logits of a sequence of 2048 tokens take 0.5 GiB in FP32, and plain PyTorch keeps
+several copies of them until the backward pass. Here only the logits of one chunk exist at any time:
 
     logits = x @ weight^T                         in the compute dtype (BF16 under autocast)
     z      = softcap * tanh(logits / softcap)     in FP32
     loss_i = logsumexp(z_i) - z_i[target_i]
 
-For a known reduction (mean, sum) the forward pass also makes the gradients of x and weight, chunk by chunk, and nothing
-is computed twice. Two tensors of the sizes of x and weight stay for the backward pass. Per-token losses (reduction
-"none") do not know their weights yet: their backward pass runs the same sweep a second time.
+If the reduction is "mean" or "sum", the forward pass also computes the gradients of x and weight, chunk by chunk, so
+that nothing is computed twice. Two tensors of the sizes of x and weight are kept for the backward pass. With the
+reduction "none" the weights of the tokens' losses are not known yet, so the backward pass goes over all chunks a second
+time.
 
-The sweep is a custom operator, so torch.compile(fullgraph=True) of a model around it sees one opaque node and cannot
-decide to keep the logits after all. On CUDA a kernel makes losses and gradient (nvfp4_kernels/cross_entropy.py), with
-6 bytes of traffic a logit. The functions here are its reference.
+The pass over all chunks is a custom operator. torch.compile cannot look into it, and therefore cannot decide to keep
+the logits. On CUDA a kernel computes losses and gradient (nvfp4_kernels/cross_entropy.py), with 6 bytes of memory
+traffic a logit. The functions of this file are its reference.
 
-HEADS: the three products are in the compute dtype, or in training in FP8, as with nanochat's --fp8. FP8 has one scale a
-tensor, E4M3 for x and weight, E5M2 for the logits' gradient. An element of this gradient is at most its token's weight.
-The scale is therefore known before the gradient is made, and no pass looks for the largest element.
+The three products of the head are in the compute dtype, or in training optionally in FP8, as with nanochat's --fp8
+(HEADS). FP8 has one scale for a tensor. x and weight are in E4M3, and the logits' gradient is in E5M2. An element of
+this gradient is at most its token's weight. Its scale is therefore known in advance, without a pass that looks for the
+largest element.
 """
 
 import functools
@@ -36,23 +39,24 @@ from nanochat_fp4.nvfp4.operands import FP8
 from nanochat_fp4.nvfp4.quantizers import E5M2_MAX, FP8_AMAX_MIN, ROUNDINGS, quantize_reference
 
 HEADS = ("bf16", "fp8")
-FP8_MULTIPLE = 16  # of the dimensions that FP8 tensor cores take
-# Elements of one chunk of logits. On a GPU: 8192 tokens at 65,536 entries, 1 GiB in BF16. Every chunk adds its part to
-# the weight's whole gradient, with 12 bytes of traffic an element. On an H200 the traffic takes 4% of the time of the
-# chunk's products at 8192 tokens, and 16% at 2048 tokens. Moreover 2048 rows are too few to keep the multiprocessors
-# busy. On a CPU: 8 MiB, which stays close to the caches.
+FP8_MULTIPLE = 16  # FP8 tensor cores take dimensions that are multiples of this number.
+# The number of elements in a chunk of logits. On a GPU it is 8192 tokens at a vocabulary of 65,536, or 1 GiB in BF16.
+# Each chunk adds its part to the weight's whole gradient, which costs 12 bytes of memory traffic an element. On an H200
+# this takes 4% of the time of the chunk's products at 8192 tokens, and 16% at 2048 tokens. 2048 rows are also too few
+# to keep the multiprocessors busy. On a CPU a chunk has 8 MiB, which is about the size of the caches.
 CHUNK_ELEMENTS = {"cuda": 2**29}
 CHUNK_ELEMENTS_ELSEWHERE = 2**21
-# Keeps the products large enough also for a very large vocabulary.
+# A chunk has at least this number of tokens, so that the products are large enough for a very large vocabulary, too.
 MIN_CHUNK_TOKENS = 512
-# Up to this soft cap the exp of a capped logit and the sum over a row stay within FP32 (e^88).
+# Up to this soft cap, the exp of a capped logit and the sum of a row stay below FP32's largest number, about e^88.
 SAFE_SOFTCAP = 60.0
 
 
 def head_problem(head: str, rows: int, width: int, device_type: str) -> str | None:
-    """Why a weight of (rows, width) cannot have such a head on this kind of device, in one line; None where it can.
+    """Returns the reason, in one line, why a weight (rows, width) cannot have this head on this kind of device, or
+    None.
 
-    CPUs emulate FP8, for tests.
+    On CPUs FP8 is emulated, which the tests use.
     """
     if head not in HEADS:
         return f"unknown head {head!r}; use one of {', '.join(HEADS)}"
@@ -66,22 +70,23 @@ def head_problem(head: str, rows: int, width: int, device_type: str) -> str | No
 
 
 def _capped(logits: Tensor, vocab_size: int, softcap: float) -> Tensor:
-    """tanh(logits / softcap) FP32 (C, vocab_size), without the columns that are padding."""
+    """Returns tanh(logits / softcap), FP32 (C, vocab_size), without the columns that are padding."""
     return torch.tanh(logits[:, :vocab_size].float() / softcap)
 
 
 def chunk_losses(logits: Tensor, targets: Tensor, vocab_size: int, softcap: float) -> tuple[Tensor, Tensor]:
     """
-    Losses `(C,)` FP32, 0 where ignored, and logsumexp `(C, 1)` FP32 of one chunk.
+    Returns the losses of a chunk, FP32 `(C,)`, and its logsumexp, FP32 `(C, 1)`. The loss of an ignored token is 0.
 
-    logits is `(C, V)` in any float dtype, targets `(C,)`. Columns from vocab_size on are padding and take no part.
-    A soft cap of up to SAFE_SOFTCAP bounds the exponents. No maximum is needed then, and the compiled function is one
-    pass over the chunk.
+    logits is `(C, V)` in any float dtype, and targets is `(C,)`. Columns from vocab_size on are padding and are
+    ignored. A soft cap of up to SAFE_SOFTCAP bounds the exponents, so that no maximum needs to be subtracted. The
+    compiled function then is one pass over the chunk.
     """
     z = softcap * _capped(logits, vocab_size, softcap)
     largest = z.amax(-1, keepdim=True) if softcap > SAFE_SOFTCAP else 0.0
     log_sum = torch.exp(z - largest).sum(-1, keepdim=True).log()
-    # Gathered from the logits. Gathering from z would write all of z, twice the size of the chunk, for one column.
+    # The targets are gathered from the logits and capped again. Gathering from z would write all of z, which is twice
+    # as large as the chunk, for one column.
     at_target = logits[:, :vocab_size].gather(1, targets.clamp_min(0).unsqueeze(1))
     losses = log_sum - (softcap * _capped(at_target, 1, softcap) - largest)
     return torch.where(targets >= 0, losses.squeeze(1), 0.0), log_sum + largest
@@ -91,13 +96,14 @@ def chunk_gradient(
     logits: Tensor, targets: Tensor, logsumexp: Tensor, token_weight: Tensor, vocab_size: int, softcap: float
 ) -> None:
     """
-    Replace the logits by the gradient of sum(token_weight * losses) with respect to them; token_weight is (C,) FP32.
+    Replaces the logits by the gradient of sum(token_weight * losses) with respect to them. token_weight is FP32 (C,).
 
-    Element by element, and separate from chunk_losses: compiled together with the losses, torch 2.11 read the target's
-    logit after its replacement.
+    This function is separate from chunk_losses, because torch 2.11, if it compiles both together, reads the target's
+    logit after it was replaced.
     """
     capped = _capped(logits, vocab_size, softcap)
-    # A comparison instead of a scatter: it fuses with the rest, so that no FP32 copy of the chunk is written.
+    # A comparison is used instead of a scatter, because the compiler fuses it with the other operations. No FP32 copy
+    # of the chunk is written then.
     one_hot = torch.arange(vocab_size, device=logits.device) == targets.unsqueeze(1)
     scale = torch.where(targets >= 0, token_weight, 0.0).unsqueeze(1)
     grad = (torch.exp(softcap * capped - logsumexp) - one_hot.float()) * (1 - capped * capped) * scale
@@ -106,7 +112,8 @@ def chunk_gradient(
 
 @functools.cache
 def _compiled(function: Callable) -> Callable:
-    """Eagerly the functions are ten passes over the chunk, fused three. The compiler is slow to import."""
+    """Compiles a function at its first use, because the compiler is slow to import. The eager functions make ten passes
+    over a chunk, and the compiled ones three."""
     return torch.compile(function, fullgraph=True)
 
 
@@ -115,9 +122,9 @@ def _on(device: torch.device, function: Callable) -> Callable:
 
 
 def _fp8(x: Tensor, element: str, amax: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes (R, C), the same transposed (C, R), and tensor_scale () of x `(R, C)` as E4M3 or E5M2.
+    """Quantizes x `(R, C)` to E4M3 or E5M2. Returns the codes (R, C), the transposed codes (C, R), and tensor_scale ().
 
-    amax: float32 (), of a larger tensor that x is a part of, or a bound of it; None: x's own.
+    amax is the amax of a larger tensor that x is a part of, or a bound of it, float32 (). With None it is x's own amax.
     """
     t = quantize_reference(x, ROUNDINGS[element], amax=amax)
     return t.codes, t.codes.T.contiguous(), t.tensor_scale
@@ -126,7 +133,8 @@ def _fp8(x: Tensor, element: str, amax: Tensor | None) -> tuple[Tensor, Tensor, 
 def _losses(
     logits: Tensor, targets: Tensor, token_weight: Tensor | None, vocab_size: int, softcap: float
 ) -> tuple[Tensor, Tensor | None]:
-    """(losses (C,) FP32, the gradient (C, V) in the logits' place) of a chunk. No gradient without weights."""
+    """Returns the losses of a chunk, FP32 (C,), and the logits' gradient (C, V), which replaces the logits. Without
+    token_weight the gradient is None."""
     if use_kernels(logits.device) and softcap <= SAFE_SOFTCAP:
         from nvfp4_kernels import cross_entropy
 
@@ -139,7 +147,8 @@ def _losses(
 
 
 class _Products:
-    """The head's three products, of one chunk of tokens after another, in compute_dtype."""
+    """The three products of the head in compute_dtype. `logits`, `losses` and `gradients` are called for one chunk of
+    tokens after another."""
 
     def __init__(self, x: Tensor, weight: Tensor, token_weight: Tensor | None, compute_dtype: torch.dtype):
         self.x, self.dtype, self.weight = x, compute_dtype, weight.to(compute_dtype)
@@ -151,14 +160,15 @@ class _Products:
     losses = staticmethod(_losses)
 
     def gradients(self, grad: Tensor) -> tuple[Tensor, Tensor]:
-        """Of the chunk's x, and the chunk's part of the weight's."""
+        """Returns the gradient of the chunk's x, and the chunk's part of the weight's gradient."""
         return grad @ self.weight, grad.T @ self.x_part
 
 
 class _FP8Products:
-    """The same in FP8: x and weight in E4M3, grad in E5M2, the results in compute_dtype.
+    """The three products of the head in FP8. x and weight are in E4M3, the logits' gradient is in E5M2, and the results
+    are in compute_dtype.
 
-    Tensor cores contract over the last dimension of both operands. Each operand has therefore a transposed copy.
+    Tensor cores contract both operands over their last dimension, so each operand also has a transposed copy.
     """
 
     def __init__(self, x: Tensor, weight: Tensor, token_weight: Tensor | None, compute_dtype: torch.dtype):
@@ -177,7 +187,8 @@ class _FP8Products:
     def losses(
         self, logits: Tensor, targets: Tensor, token_weight: Tensor | None, vocab_size: int, softcap: float
     ) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor] | None]:
-        """(losses (C,) FP32, the gradient as of _fp8) of a chunk. No gradient without weights."""
+        """Returns the losses of a chunk, FP32 (C,), and the logits' gradient in the form that _fp8 returns. Without
+        token_weight the gradient is None."""
         if token_weight is not None and use_kernels(logits.device) and softcap <= SAFE_SOFTCAP:
             from nvfp4_kernels import cross_entropy
 
@@ -204,20 +215,22 @@ def _sweep(
     compute_dtype: torch.dtype,
     fp8: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Losses (N,) FP32 and, where token_weight (N,) is given, the gradients of sum(token_weight * losses)."""
+    """Goes over all chunks. Returns the losses, FP32 (N,), and the gradients of sum(token_weight * losses) for x and
+    weight. Without token_weight (N,) the gradients are None."""
     num_tokens, num_rows = x.size(0), weight.size(0)
     fp8 = fp8 and num_tokens > 0
-    # In FP8 a chunk's logits have their gradient beside them, as codes and as transposed codes: twice the memory.
+    # In FP8 a chunk's logits and their gradient, as codes and as transposed codes, exist together. This takes twice the
+    # memory, so chunks are half as large.
     limit = CHUNK_ELEMENTS.get(x.device.type, CHUNK_ELEMENTS_ELSEWHERE) // (2 if fp8 else 1)
     num_chunks = max(1, -(-num_tokens // max(limit // num_rows, MIN_CHUNK_TOKENS)))
-    chunk = max(1, -(-num_tokens // num_chunks))  # chunks of equal size: one compiled graph
+    chunk = max(1, -(-num_tokens // num_chunks))  # Chunks of equal size need only one compiled graph.
     chunk = -(-chunk // FP8_MULTIPLE) * FP8_MULTIPLE if fp8 else chunk
 
     losses = torch.zeros(num_tokens, dtype=torch.float32, device=x.device)
     grad_x = grad_weight = None
     if token_weight is not None:
         grad_x = torch.zeros_like(x)
-    with torch.autocast(x.device.type, enabled=False):  # dtypes are chosen here
+    with torch.autocast(x.device.type, enabled=False):  # All dtypes are chosen in this file.
         products = (_FP8Products if fp8 else _Products)(x, weight, token_weight, compute_dtype)
         for start in range(0, num_tokens, chunk):
             part = slice(start, min(start + chunk, num_tokens))
@@ -244,7 +257,8 @@ def _weighted_sum(
     fp8: bool,
     want_grad: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """sum(token_weight * losses) () FP32 and its gradients for x and weight (empty unless want_grad)."""
+    """Returns sum(token_weight * losses), FP32 (), and its gradients for x and weight. Without want_grad the gradients
+    are empty tensors."""
     losses, grad_x, grad_weight = _sweep(
         x, weight, targets, token_weight if want_grad else None, vocab_size, softcap, compute_dtype, fp8
     )
@@ -281,7 +295,7 @@ _weighted_sum.register_autograd(_scale_gradients, setup_context=_save_gradients)
 def _per_token(
     x: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, softcap: float, compute_dtype: torch.dtype, fp8: bool
 ) -> Tensor:
-    """Losses (N,) FP32."""
+    """Returns the losses, FP32 (N,)."""
     return _sweep(x, weight, targets, None, vocab_size, softcap, compute_dtype, fp8)[0]
 
 
@@ -313,19 +327,24 @@ def linear_cross_entropy(
     head: Literal["bf16", "fp8"] = "bf16",
 ) -> Tensor:
     """
-    F.cross_entropy(softcap * tanh(x @ weight.T / softcap), targets, ignore_index=-1), the logits never kept.
+    Computes F.cross_entropy(softcap * tanh(x @ weight.T / softcap), targets, ignore_index=-1) without keeping the
+    logits.
 
     Args:
-        x: (..., D), float. weight: (rows, D), rows >= vocab_size; further rows are padding and get a zero gradient.
-        targets: (...) int64; negative ones (nanochat: -1) are ignored.
-        vocab_size: entries that count (default: all rows).
-        reduction: "mean" over the targets that count, "sum", or "none" for all losses, flattened, 0 where ignored.
-            A batch without any target that counts has mean 0 and no gradient. F.cross_entropy gives NaN there: one row
-            without an answer would end a fine-tuning run.
-        head: of HEADS. "fp8" needs D and rows that are multiples of 16. Without gradients, in evaluation, it is "bf16".
+        x: (..., D), of any float dtype
+        weight: (rows, D), with at least vocab_size rows. Rows from vocab_size on are padding and get a gradient of
+        zero.
+        targets: (...), int64. Negative targets (-1 in nanochat) are ignored.
+        vocab_size: the number of vocabulary entries, by default the number of rows
+        reduction: "mean" is the mean over all targets that are not ignored, "sum" is the sum, and "none" returns the
+            losses of all targets, flattened, with 0 for ignored ones. If all targets of a batch are ignored, the mean
+            is 0, without a gradient. F.cross_entropy would give NaN, so that a row without an answer would end a
+            fine-tuning run.
+        head: one of HEADS. "fp8" needs D and rows that are multiples of 16. It is used only if gradients are computed.
 
-    Products are taken in autocast's dtype where autocast is on, else in x's; soft cap, softmax and sums in FP32.
-    Returns FP32: () or (N,) for "none". Raises ValueError for shapes that do not fit, an unknown reduction or head.
+    The products are computed in autocast's dtype, or in x's dtype without autocast. Soft cap, softmax and sums are in
+    FP32. Returns FP32 (), or (N,) for the reduction "none". Raises ValueError for shapes that do not match, an unknown
+    reduction or head, and an FP8 head that this device or these shapes do not allow.
     """
     if reduction not in ("mean", "sum", "none"):
         raise ValueError(f"unknown loss reduction {reduction!r}; use 'mean', 'sum' or 'none'")

@@ -1,9 +1,10 @@
-"""A GPT whose blocks several processes compute together: tensor parallelism, and sequence parallelism between products.
+"""Divides the blocks of a GPT among several processes, by tensor parallelism for the matrix products and by sequence
+parallelism for the operations between them.
 
-    model = GPT(config), on its device and converted
-    divide(model, 2)        # of each two consecutive processes
+    model = ...             # a GPT on its device, converted
+    divide(model, 2)        # two consecutive processes compute each block together
 
-No stage has a flag for it; lab.bench parallel trains so.
+No training stage has a flag for this. lab.bench parallel uses it.
 """
 
 from typing import Any
@@ -20,15 +21,15 @@ from nanochat_fp4.parallel import TENSOR
 
 
 class DividedGPT(GPT):
-    """A GPT that computes a part of each sequence. Layers that need the whole sequence gather the parts.
+    """A GPT of which this process computes a part of each sequence. Layers that need the whole sequence gather it.
 
-    sequence_part: (index of this process's part, number of parts)
+    sequence_part: (the number of this process's part, the number of parts)
     """
 
     sequence_part: tuple[int, int]
 
     def own_part(self, tokens: Tensor) -> Tensor:
-        """tokens `(B, T)` -> this process's part `(B, T / parts)`. Raises ValueError if the parts do not divide T."""
+        """Returns this process's part `(B, T / parts)` of tokens `(B, T)`. Raises ValueError if T cannot be divided."""
         part, parts = self.sequence_part
         if tokens.size(1) % parts:
             raise ValueError(f"{tokens.size(1)} tokens: expected a multiple of {parts}, by which they are divided")

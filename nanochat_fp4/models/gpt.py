@@ -1,20 +1,23 @@
 """
-nanochat's GPT, as it is at revision f5425245f: the same function of the same state dict.
+The GPT of nanochat at revision f5425245f. With the same state dict it computes the same function.
 
-- rotary positions; queries and keys are normalized after the rotation
-- RMSNorm without weights: after the embedding, before attention, MLP and the head
-- ReLU^2 in the MLP, no biases, untied embedding and head, vocabulary padded to a multiple of 64
-- grouped key/value heads; sliding windows by a pattern over the layers, where S is half the context and L all of it
-- each layer starts from resid_lambda * x + x0_lambda * x0, x0 being the normalized embedding
-- logits capped softly at +-15
+- Positions are rotary. Queries and keys are normalized after the rotation.
+- RMSNorm has no weights. It follows the embedding, and precedes attention, the MLP and the head.
+- The MLP has ReLU^2. There are no biases. Embedding and head are untied, and the vocabulary is padded to a multiple
+  of 64.
+- Key and value heads may be grouped. A pattern over the layers gives their windows: S is half the context and L all of
+  it.
+- A layer's input is resid_lambda * x + x0_lambda * x0, where x0 is the normalized embedding.
+- Logits are softly capped at +-15.
 
-All matrices are plain nn.Linear, so that nanochat_fp4.convert can put quantized layers in their place.
+All matrices are plain nn.Linear layers, so that nanochat_fp4.convert can turn them into quantized layers.
 
-Little is kept for the backward pass; docs/memory.md has the table. The logits are not kept (cross_entropy.py). ReLU^2
-keeps its output, which the next layer keeps anyway, or 8 bits an element. Queries and keys are kept once.
+The model keeps few tensors for the backward pass (docs/memory.md has the table). The logits are not kept
+(cross_entropy.py). ReLU^2 keeps its output, which the next layer keeps anyway, or 8 bits an element. Queries and keys
+are kept only once.
 
-Precision: parameters are FP32 (on CUDA the embedding is BF16, as in nanochat). Run the model inside
-`autocast(device_type)`: BF16 products on CUDA, FP32 elsewhere.
+Parameters are FP32, and on CUDA the embedding is BF16, as in nanochat. Run the model inside `autocast(device_type)`,
+which makes matrix products BF16 on CUDA and FP32 elsewhere.
 """
 
 import contextlib
@@ -40,9 +43,9 @@ from nanochat_fp4.nvfp4.dispatch import stays_eager, triton_problem
 from nanochat_fp4.nvfp4.fused import fused_linear
 from nanochat_fp4.nvfp4.relu_squared_linear import relu_squared_linear
 
-SOFTCAP = 15.0  # logits lie in (-15, 15)
+SOFTCAP = 15.0  # Logits lie in (-15, 15).
 ROTARY_BASE = 10000.0
-ROTARY_FACTOR = 10  # length of the rotary tables, in sequence lengths
+ROTARY_FACTOR = 10  # The length of the rotary tables, in units of the sequence length.
 REFERENCE_BATCH_SIZE = 2**19  # nanochat's learning rates are tuned for this number of tokens.
 Recompute = Literal["none", "codes", "codes-mlp", "mlp", "all"]
 RECOMPUTE: tuple[Recompute, ...] = get_args(Recompute)
@@ -57,10 +60,11 @@ class GPTConfig:
     n_head: int = 6
     n_kv_head: int = 6
     n_embd: int = 768
-    # Tiled over the layers: "L" all positions of sequence_len, "S" half of them. The last layer is always L.
+    # The pattern is repeated over the layers. "L" sees all positions of sequence_len, and "S" half of them. The last
+    # layer is always L.
     window_pattern: str = "L"
-    # Two options for runs as in the paper, unknown to nanochat. The first quantizes c_q, c_k and c_v as three layers
-    # with a tensor_scale each. The second keeps relu(x) unrounded for the derivative of ReLU^2.
+    # Two options for runs as in the paper, which nanochat does not have. The first one quantizes c_q, c_k and c_v as
+    # three layers with a tensor_scale each. The second one keeps relu(x) unrounded for the derivative of ReLU^2.
     separate_qkv: bool = False
     exact_relu_squared: bool = False
 
@@ -90,11 +94,13 @@ def config_from_depth(
     window_pattern: str = "SSSL",
 ) -> GPTConfig:
     """
-    nanochat's one dial: width = depth * aspect_ratio, rounded up to whole heads of head_dim, no grouped heads.
+    Returns the configuration that nanochat derives from the depth: the width is depth * aspect_ratio, rounded up to
+    whole heads of head_dim. Heads are not grouped.
 
-    At an even depth, with the defaults, the shape is exactly the revision's. At an odd depth the revision looks for
-    another head dimension. The newest nanochat rounds instead, and so does this function: widths stay divisible by 128,
-    as the rotations of the 4-bit backward pass need. Raises ValueError.
+    With the defaults and an even depth, the shape is exactly that of the revision. At an odd depth the revision looks
+    for another head dimension. The newest nanochat rounds the width up instead, and so does this function, because the
+    rotations of the 4-bit backward pass need widths that are multiples of 128. Raises ValueError if an argument is
+    below 1.
     """
     if min(depth, vocab_size, sequence_len, head_dim, aspect_ratio) < 1:
         raise ValueError(
@@ -114,14 +120,15 @@ def config_from_depth(
 
 
 def autocast(device_type: str, dtype: torch.dtype | None = None) -> contextlib.AbstractContextManager:
-    """The context models run in: matrix products in `dtype`, by default BF16 on CUDA, FP32 (no autocast) elsewhere."""
+    """Returns the context that models run in. Matrix products are in `dtype`: by default BF16 on CUDA, and FP32, which
+    needs no autocast, on other devices."""
     if dtype is None:
         dtype = torch.bfloat16 if device_type == "cuda" else torch.float32
     return contextlib.nullcontext() if dtype == torch.float32 else torch.autocast(device_type, dtype=dtype)
 
 
 class CausalSelfAttention(nn.Module):
-    fused_linears = ("c_q", "c_k", "c_v")  # all three read the same input; they are computed as one layer
+    fused_linears = ("c_q", "c_k", "c_v")  # These layers read the same input and are computed as one layer.
 
     def __init__(self, config: GPTConfig, layer_idx: int):
         super().__init__()
@@ -135,13 +142,14 @@ class CausalSelfAttention(nn.Module):
         self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=False)
 
     def qkv(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """x `(B, T, C)` -> q `(B, T, H, D)`, k and v `(B, T, H_kv, D)`."""
+        """Computes q `(B, T, H, D)`, and k and v `(B, T, H_kv, D)`, of x `(B, T, C)`."""
         layers = [self.c_q, self.c_k, self.c_v]
         if not self.fused_linears:
             q, k, v = (layer(x).unflatten(-1, (-1, self.head_dim)) for layer in layers)
             return q, k, v
         q, k, v = fused_linear(x, *layers, head_dim=self.head_dim)
-        # Attention keeps v. A view would keep the unrotated q and k alive as well, so v is copied.
+        # Attention keeps v for the backward pass. A view of v would keep the memory of the unrotated q and k as well,
+        # so v is copied.
         return q, k, v.contiguous()
 
     def forward(self, x: Tensor, cos_sin: tuple[Tensor, Tensor], window_size: tuple[int, int], kv_cache: Any) -> Tensor:
@@ -186,7 +194,8 @@ class Block(nn.Module):
         kv_cache: Any,
         recompute: Recompute,
     ) -> Tensor:
-        """x is the residual stream and x0 the normalized embedding, both `(B, T, C)`; returns `(B, T, C)`."""
+        """Computes the layer. x is the residual stream, and x0 is the normalized embedding, both `(B, T, C)`. Returns
+        the new residual stream `(B, T, C)`."""
 
         def attention(x: Tensor) -> Tensor:
             return x + self.attn(norm(x), cos_sin, window_size, kv_cache)
@@ -203,10 +212,10 @@ class Block(nn.Module):
         return checkpoint(mlp, x, use_reentrant=False) if training and recompute in ("mlp", "all") else mlp(x)
 
 
-# Inductor's limits, in reads and operations, for recomputing a value at each use instead of materializing it. Its
-# defaults on a GPU are 4, 8 and 30. With these the backward pass writes and reads an FP32 copy of the first norm's
-# output, and the gradients of q and k once more than needed. The first limit stays below the 8 reads of the forward
-# pass's rotation, which must not be recomputed.
+# Inductor's limits, in reads and operations, for recomputing a value at each use instead of writing it to memory. The
+# defaults on a GPU are 4, 8 and 30. With the defaults the backward pass writes and reads an FP32 copy of the first
+# norm's output, and it writes and reads the gradients of q and k once more than needed. The first limit must stay below
+# 8, because the rotation of the forward pass has 8 reads and must not be recomputed.
 COMPILER_OPTIONS = {
     "realize_reads_threshold": 6,
     "realize_acc_reads_threshold": 16,
@@ -215,29 +224,32 @@ COMPILER_OPTIONS = {
 
 
 def compile_layers(model: nn.Module) -> Callable[..., Tensor]:
-    """model.forward with layers compiled by torch.compile(fullgraph=True): one graph for each window, not each layer.
+    """Returns model.forward with compiled layers (torch.compile with fullgraph=True). Layers with the same window share
+    a graph.
 
-    The time to compile does not depend on the depth. Outside of the layers, embedding and loss are a few launches. The
-    norms before and after the layers are compiled as well. Eagerly the backward pass of one norm moves 70 bytes an
-    element in nine kernels; compiled it moves 6. Every batch shape is compiled for itself. A model that is no GPT is
-    compiled whole. Raises ValueError if the installed Triton is known to be wrong on this GPU.
+    The time to compile therefore does not depend on the depth. The norms before and after the layers are compiled as
+    well: the backward pass of an eager norm moves 70 bytes an element in nine kernels, and the compiled one moves 6.
+    Embedding and loss stay eager, because they are only a few launches. Each batch shape is compiled by itself. A model
+    that is no GPT is compiled as a whole. Raises ValueError if the installed Triton is known to be wrong on this GPU.
     """
     if model.get_device().type == "cuda" and (problem := triton_problem()):
         raise ValueError(problem)
     if not isinstance(model, GPT):
         return torch.compile(model, dynamic=False)
-    # Layers are autograd functions of this package. Without this, graphs that hold one are traced anew in each process.
+    # Layers are autograd functions of this package. Without this setting, graphs with such functions are not cached and
+    # each process traces them anew.
     torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
-    # One function is compiled for each window, micro-batch size and method of a plan, with and without gradients.
+    # A function is compiled for each window, micro-batch size and method of a plan, with and without gradients.
     torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
     device_type = model.get_device().type
     options = COMPILER_OPTIONS if device_type == "cuda" else None
     whole = not stays_eager(device_type)
     compiled = functools.partial(torch.compile, dynamic=False, fullgraph=whole, options=options)
     layer, outer_norm = compiled(Block.forward), compiled(norm)
-    if not hasattr(model, "unshard"):  # FSDP's
+    if not hasattr(model, "unshard"):  # FSDP adds this method.
         return functools.partial(model, layer=layer, outer_norm=outer_norm)
-    # FSDP's hooks gather and free weights around a block. No graph may hold the hooks, so only forward is compiled.
+    # FSDP's hooks gather and free weights around a block. The hooks must not be part of a graph, so only the blocks'
+    # forward is compiled.
     for block in model.transformer.h:
         block.forward = functools.partial(layer, block)
     return functools.partial(model, outer_norm=outer_norm)
@@ -245,25 +257,28 @@ def compile_layers(model: nn.Module) -> Callable[..., Tensor]:
 
 class GPT(nn.Module):
     """
-    Built in three steps, so that a large model is never made twice:
+    nanochat's GPT. It is built in three steps, so that memory is allocated only once:
 
         with torch.device("meta"):
             model = GPT(config)            # shapes only
         model.to_empty(device=device)      # memory
         model.init_weights()               # values, rotary tables, attention backend
 
-    recompute: parts that the backward pass computes a second time instead of keeping them: less memory for more time.
-        The same bits result, except the gradients of "codes-mlp" (recompute.py). Under torch.compile the random numbers
-        are others, of the same distribution.
-        "none": nothing.
-        "mlp": norm, c_fc, ReLU^2 and the quantization of their results. Costs a ninth of the layers' matrix products.
-        "all": the same and queries, keys, values and attention. Costs a fifth of the products and one attention.
-        "codes": what kept codes determine (recompute.py). Costs a ninth of the products, in 4 bits.
-        "codes-mlp": the same and c_fc. Costs two ninths of the products, in 4 bits.
+    recompute says which tensors the backward pass computes a second time instead of keeping them, which saves memory
+    and costs time. The results have the same bits, except for the gradients of "codes-mlp" (recompute.py). Under
+    torch.compile other random numbers of the same distribution are drawn.
+        "none": none.
+        "mlp": the second norm, c_fc, ReLU^2, and the quantization of their results. This costs a ninth of the layers'
+            matrix products.
+        "all": the tensors of "mlp", and queries, keys, values and attention. This costs a fifth of the products, and
+            attention once more.
+        "codes": the tensors that can be computed from kept codes (recompute.py). This costs a ninth of the products, in
+            4 bits.
+        "codes-mlp": the tensors of "codes", and c_fc. This costs two ninths of the products, in 4 bits.
     """
 
     recompute: Recompute = "none"
-    head: Literal["bf16", "fp8"] = "bf16"  # of training: cross_entropy.HEADS
+    head: Literal["bf16", "fp8"] = "bf16"  # The precision of the head in training, one of cross_entropy.HEADS.
 
     def __init__(self, config: GPTConfig, pad_vocab_size_to: int = 64):
         super().__init__()
@@ -288,15 +303,16 @@ class GPT(nn.Module):
     @torch.no_grad()
     def init_weights(self) -> None:
         """
-        Draw all weights from torch's default generator, in nanochat's order: the same seed gives the same weights.
+        Draws all weights from torch's default generator, in nanochat's order, so that the same seed gives nanochat's
+        weights.
 
-        wte is normal with std 1, and lm_head normal with std 0.001. The matrices c_q, c_k, c_v and c_fc are uniform
-        with std 1/sqrt(n_embd); a uniform distribution has no outliers. Both c_proj and x0_lambdas are 0, and
-        resid_lambdas 1.
+        wte is normal with std 1, and lm_head is normal with std 0.001. c_q, c_k, c_v and c_fc are uniform with std
+        1/sqrt(n_embd), because a uniform distribution has no outliers. Both c_proj and x0_lambdas are 0, and
+        resid_lambdas are 1.
         """
         drawn(self.transformer.wte.weight, nn.init.normal_)
         drawn(self.lm_head.weight, nn.init.normal_, 0.0, 0.001)
-        bound = 3**0.5 * self.config.n_embd**-0.5  # a uniform distribution on (-b, b) has std b / sqrt(3)
+        bound = 3**0.5 * self.config.n_embd**-0.5  # A uniform distribution on (-b, b) has std b / sqrt(3).
         for block in self.transformer.h:
             for linear in (block.attn.c_q, block.attn.c_k, block.attn.c_v, block.mlp.c_fc):
                 drawn(linear.weight, nn.init.uniform_, -bound, bound)
@@ -305,11 +321,11 @@ class GPT(nn.Module):
         self.resid_lambdas.fill_(1.0)
         self.x0_lambdas.fill_(0.0)
         if self.get_device().type == "cuda":
-            self.transformer.wte.to(dtype=torch.bfloat16)  # halves the largest table; the optimizer takes BF16
+            self.transformer.wte.to(dtype=torch.bfloat16)  # This halves the largest table. The optimizer takes BF16.
         self.prepare()
 
     def prepare(self) -> None:
-        """Makes what the weights' device needs besides the weights: rotary tables, the attention backend."""
+        """Makes the rotary tables and sets up the attention backend for the device of the weights."""
         self.cos, self.sin = self._rotary_tables()
         device_type = self.get_device().type
         if device_type != "meta":
@@ -320,13 +336,15 @@ class GPT(nn.Module):
             flash_attention.setup(device_type, 0 <= left < longest - 1, shape)
 
     def _rotary_tables(self) -> tuple[Tensor, Tensor]:
-        # BF16 on every device, as in nanochat. A checkpoint must mean the same function everywhere.
+        # The tables are BF16 on every device, as in nanochat, because a checkpoint must be the same function
+        # everywhere.
         cos, sin = rotary_tables(self.rotary_seq_len, self.config.head_dim, ROTARY_BASE, self.get_device())
         return cos.bfloat16(), sin.bfloat16()
 
     @staticmethod
     def _compute_window_sizes(config: GPTConfig) -> list[tuple[int, int]]:
-        """(left, 0) of each layer. L is sequence_len, S half of it; the last layer is always L."""
+        """Returns the window (left, 0) of each layer. For L left is sequence_len, and for S it is half of that. The
+        last layer is always L."""
         left = {"L": config.sequence_len, "S": config.sequence_len // 2}
         pattern = config.window_pattern.upper()
         sizes = [(left[pattern[i % len(pattern)]], 0) for i in range(config.n_layer)]
@@ -337,15 +355,16 @@ class GPT(nn.Module):
         return self.transformer.wte.weight.device
 
     def num_scaling_params(self) -> int:
-        """All parameters, as Chinchilla counts them for tokens per parameter and scaling laws."""
+        """Returns the number of all parameters, which Chinchilla uses for tokens per parameter and scaling laws."""
         return sum(p.numel() for p in self.parameters())
 
     def estimate_flops(self) -> int:
         """
-        FLOPs per token of training, forward and backward, counted as in PaLM (arXiv 2204.02311, appendix B).
+        Returns the FLOPs of training per token, forward and backward, counted as in PaLM (arXiv 2204.02311, appendix
+        B).
 
-        A matrix weight counts 6. Attention counts 12 * heads * head_dim * keys per layer, and a window counts with its
-        width. Look-ups, norms and element-wise work are not counted.
+        A weight of a matrix counts 6. Attention counts 12 * heads * head_dim * keys in each layer, where the number of
+        keys is at most the window's width. Look-ups, norms and elementwise operations are not counted.
         """
         not_matrices = (self.transformer.wte.weight, self.resid_lambdas, self.x0_lambdas)
         matrix_weights = self.num_scaling_params() - sum(p.numel() for p in not_matrices)
@@ -365,12 +384,12 @@ class GPT(nn.Module):
         lean: LeanState | None = None,
     ) -> list[torch.optim.Optimizer]:
         """
-        [AdamW for head, embedding and the per-layer scalars; Muon for the matrices of the blocks].
+        Returns [AdamW for head, embedding and the layers' scalars, Muon for the matrices of the blocks].
 
-        AdamW's rates of head and embedding hold for a width of 768; they are scaled by (width / 768)^-0.5. The rate of
-        resid_lambdas is a hundredth of scalar_lr, because their effects multiply up through the layers. weight_decay is
-        Muon's only. Every group remembers its rate as "initial_lr", for the schedules. With a process group of several
-        ranks both optimizers average the gradients themselves.
+        AdamW's learning rates of head and embedding are given for a width of 768 and are multiplied by
+        (width / 768)^-0.5. The rate of resid_lambdas is a hundredth of scalar_lr, because their effects multiply over
+        the layers. weight_decay applies to Muon only. Each group stores its rate as "initial_lr" for the schedules. In
+        a process group of several ranks both optimizers average the gradients themselves.
         """
         scale = (self.config.n_embd / 768) ** -0.5
         print0(f"Scaling the learning rates of AdamW by ({self.config.n_embd}/768)^-0.5 = {scale:.6f}")
@@ -398,11 +417,11 @@ class GPT(nn.Module):
         lean: LeanState | None = None,
     ) -> tuple[list[torch.optim.Optimizer], optim.Schedule]:
         """
-        nanochat's optimizers and schedule for so many steps of total_batch_size tokens.
+        Returns nanochat's optimizers and its schedule for num_iterations steps of total_batch_size tokens.
 
-        The options' learning rates hold for batches of 2^19 tokens; they grow with the square root of the batch. The
-        options' weight decay holds for 12 layers. Weight decay falls with the square of the depth, and linearly to zero
-        over the run.
+        The options' learning rates are for batches of 2^19 tokens. They are multiplied by the square root of
+        total_batch_size / 2^19. The options' weight decay is for 12 layers. It is multiplied by (12 / depth)^2, and
+        falls linearly to zero over the run.
         """
         scale = (total_batch_size / REFERENCE_BATCH_SIZE) ** 0.5
         weight_decay = options.weight_decay * (REFERENCE_DEPTH / self.config.n_layer) ** 2
@@ -439,12 +458,13 @@ class GPT(nn.Module):
         lean: LeanState | None = None,
     ) -> tuple[list[torch.optim.Optimizer], optim.Schedule]:
         """
-        The optimizers and schedule of a stage after pre-training.
+        Returns the optimizers and the schedule of a stage after pre-training.
 
         rates: keyword arguments of setup_optimizers. All learning rates are multiplied by init_lr_frac and by
             lr_multiplier(progress).
-        momentum: Muon's, by step. None leaves the momentum constant.
-        orthogonalizer: Muon's. lean: of a run with --state=lean.
+        momentum: a function from the step to Muon's momentum. None leaves the momentum constant.
+        orthogonalizer: the name of Muon's orthogonalizer, one of optim.ORTHOGONALIZERS
+        lean: the LeanState of a run with --state=lean, otherwise None
         """
         optimizers = self.setup_optimizers(**rates, orthogonalizer=orthogonalizer, lean=lean)
         for group in (group for optimizer in optimizers for group in optimizer.param_groups):
@@ -460,11 +480,13 @@ class GPT(nn.Module):
         return optimizers, schedule
 
     def clip_gradients(self) -> Tensor:
-        """The 2-norm of all gradients on this rank, (). The gradients do not change, because nanochat does not clip."""
+        """Returns the 2-norm of all gradients on this rank, (). The gradients stay as they are, because nanochat does
+        not clip them."""
         return optim.gradient_norm(self)
 
     def own_part(self, tokens: Tensor) -> Tensor:
-        """The tokens that this process computes of `(B, T)`: all, unless a subclass divides them (divided.py)."""
+        """Returns the part of the tokens `(B, T)` that this process computes. These are all tokens, unless a subclass
+        divides them (divided.py)."""
         return tokens
 
     def forward(
@@ -477,14 +499,15 @@ class GPT(nn.Module):
         outer_norm: Callable[[Tensor], Tensor] = norm,
     ) -> Tensor:
         """
-        Without targets: idx `(B, T)` int64 -> capped logits `(B, T, vocab_size)` FP32.
+        Computes the model for tokens idx `(B, T)`, int64.
 
-        With targets `(B, T)`, of which -1 does not count, the result is the cross-entropy in nats, FP32. Its shape is
-        () for loss_reduction "mean" and "sum", and (B * T,) for "none".
+        Without targets, the result is the capped logits `(B, T, vocab_size)`, FP32. With targets `(B, T)`, the result
+        is the cross-entropy in nats, FP32. A target of -1 does not count. The shape is () for loss_reduction "mean" and
+        "sum", and (B * T,) for "none".
 
-        With a kv_cache (engine.KVCache) the tokens continue the cached ones and are added to the cache. compile_layers
-        replaces `layer`, and `outer_norm`, the norm before and after the layers. Raises ValueError for positions beyond
-        the rotary tables and for idx on another device.
+        With a kv_cache (engine.KVCache), the tokens continue the cached ones and are added to the cache. compile_layers
+        passes compiled functions as `layer` and as `outer_norm`, which is the norm before and after the layers. Raises
+        ValueError for positions beyond the rotary tables, and if idx is on another device than the model.
         """
         start = 0 if kv_cache is None else kv_cache.get_pos()
         end = start + idx.size(1)
@@ -498,7 +521,8 @@ class GPT(nn.Module):
         cos_sin = self.cos[:, start:end], self.sin[:, start:end]
 
         x0 = outer_norm(self.transformer.wte(self.own_part(idx)))
-        x = x0.view_as(x0)  # a second object: the same tensor as two arguments would be compiled separately
+        # x is a second object, because a call with the same tensor as two arguments would be compiled separately.
+        x = x0.view_as(x0)
         lambdas = zip(self.resid_lambdas.unbind(), self.x0_lambdas.unbind())
         for block, scalars, window_size in zip(self.transformer.h, lambdas, self.window_sizes):
             x = layer(block, x, x0, *scalars, cos_sin, window_size, kv_cache, self.recompute)
@@ -515,9 +539,10 @@ class GPT(nn.Module):
         self, tokens: list[int], max_tokens: int, temperature: float = 1.0, top_k: int | None = None, seed: int = 42
     ) -> Iterator[int]:
         """
-        Yield max_tokens new tokens after the prompt `tokens`, one at a time, without a cache: slow and obviously right.
+        Yields max_tokens new tokens after the prompt `tokens`, one at a time. It uses no cache, which is slow but easy
+        to verify. engine.Engine generates fast.
 
-        temperature 0 is greedy. engine.Engine generates fast. Raises ValueError for an empty prompt.
+        With temperature 0 the most probable token is taken. Raises ValueError for an empty prompt.
         """
         if not tokens:
             raise ValueError("the prompt is empty; give at least one token (usually <|bos|>)")

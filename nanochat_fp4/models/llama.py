@@ -1,22 +1,24 @@
 """
-The Llama-like family of the paper's Tables 3 and 4, beside nanochat's GPT: for Figures 1, 2 and 4.
+The Llama-like models of the paper's Tables 3 and 4, which its Figures 1, 2 and 4 need.
 
-The block is Llama 2's: RMSNorm with weights, rotary positions, SwiGLU and no biases. Embeddings are untied and heads
-have 128 dimensions. AdamW trains with a cosine schedule. Sizes are named by their parameters without embeddings, the
-same count as in tokens per parameter.
+A block is that of Llama 2: RMSNorm with weights, rotary positions, SwiGLU, and no biases. Embedding and head are
+untied, and attention heads have 128 dimensions. AdamW trains the model with a cosine schedule. A size is named by its
+number of parameters without embeddings, which is also the number in tokens per parameter.
 
-Details that the paper leaves out come from its published code:
+The paper leaves out some details, which come from its published code:
 
-- q, k and v are one layer with one tensor_scale, and so are up and gate
-- the MLP's width is 2/3 of 4 widths, rounded up to a multiple of 256
-- initialization is normal with std 0.02, and 0.02 / sqrt(2 layers) for layers that add to the residual stream
-- betas are 0.9 and 0.95; embedding and norms have no weight decay
-- eps is 1e-5 in the norms; the schedule is torch's OneCycleLR with cosines
+- q, k and v are one layer with one tensor_scale, and so are up and gate.
+- The MLP's width is 2/3 of four times the model's width, rounded up to a multiple of 256.
+- Weights are drawn from a normal distribution with std 0.02, or 0.02 / sqrt(2 layers) in layers that add to the
+residual
+  stream.
+- AdamW's betas are 0.9 and 0.95. The embedding and the norms have no weight decay.
+- The eps of the norms is 1e-5. The schedule is torch's OneCycleLR with cosines.
 
-Steps have 512 sequences of 512 tokens, in micro-batches of 128 sequences. The text is C4
-(`python -m nanochat_fp4.data.dataset --c4`) in 32,000 tokens. Two things differ from the published code, which rotates
-neighbouring dimensions of q and k together. Here the pairs are half a head apart, which permutes rows of c_q and c_k.
-On disk the fused matrices are separate here.
+A step has 512 sequences of 512 tokens, in micro-batches of 128 sequences. The text is C4
+(`python -m nanochat_fp4.data.dataset --c4`), with a vocabulary of 32,000 tokens. Two things differ from the published
+code. It rotates pairs of neighbouring dimensions of q and k, and here the pairs are half a head apart, which only
+permutes the rows of c_q and c_k. Checkpoints here store the fused matrices separately.
 """
 
 import math
@@ -45,11 +47,13 @@ from nanochat_fp4.parallel import is_sharded
 NORM_EPS = 1e-5
 HIDDEN_MULTIPLE = 256
 INIT_STD = 0.02
-# linear_cross_entropy caps logits softly. A cap of 1e5 changes a logit of 30 by 1e-6, less than FP32 rounds the loss.
+# linear_cross_entropy always caps logits softly. A cap of 1e5 changes a logit of 30 by 1e-6, which is less than FP32's
+# rounding of the loss.
 NO_SOFTCAP = 1e5
-WEIGHT_DECAY, CLIP_NORM = 0.1, 1.0  # Table 4 of the paper.
-# The warm-up begins at FIRST_LR of the size's rate, and the cosine ends at FINAL_LR. OneCycleLR calls them div_factor
-# 100 and final_div_factor 0.1, that is, a hundredth over 0.1. The warm-up is a tenth of the steps, rounded down.
+WEIGHT_DECAY, CLIP_NORM = 0.1, 1.0  # Source: Table 4 of the paper.
+# The warm-up begins at FIRST_LR times the size's rate, and the cosine ends at FINAL_LR times this rate. In OneCycleLR
+# these are div_factor 100 and final_div_factor 0.1, because the final rate is the first rate divided by 0.1. The
+# warm-up takes a tenth of the steps, rounded down.
 FIRST_LR, FINAL_LR, WARMUP_SHARE = 0.01, 0.1, 10
 
 
@@ -60,7 +64,7 @@ class Size(NamedTuple):
     learning_rate: float
 
 
-# Table 3 of the paper, and "tiny" for tests and CPUs.
+# The sizes of the paper's Table 3, and "tiny" for tests and CPUs.
 SIZES = {
     "30M": Size(6, 640, 5, 0.0012),
     "50M": Size(7, 768, 6, 0.0012),
@@ -87,12 +91,12 @@ class LlamaConfig:
 
     @property
     def hidden(self) -> int:
-        """Width of the MLP."""
+        """The width of the MLP."""
         return -(-(8 * self.n_embd // 3) // HIDDEN_MULTIPLE) * HIDDEN_MULTIPLE
 
 
 def config_from_size(size: str, vocab_size: int, sequence_len: int = 512) -> LlamaConfig:
-    """Raises UserError for a size that is not in the table."""
+    """Returns the configuration of a size. Raises UserError for a size that is not in SIZES."""
     if size not in SIZES:
         raise UserError(f"--llama={size!r} is not a size of the family; use one of {', '.join(SIZES)}")
     layers, width, heads, _ = SIZES[size]
@@ -100,7 +104,7 @@ def config_from_size(size: str, vocab_size: int, sequence_len: int = 512) -> Lla
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) * weight over the last dimension, statistics in FP32, result in x's dtype."""
+    """Computes x / rms(x) * weight over the last dimension. Statistics are in FP32, and the result is in x's dtype."""
 
     def __init__(self, dim: int):
         super().__init__()
@@ -112,7 +116,7 @@ class RMSNorm(nn.Module):
 
 
 class Attention(nn.Module):
-    fused_linears = ("c_q", "c_k", "c_v")  # computed as one layer, as in the published code
+    fused_linears = ("c_q", "c_k", "c_v")  # These are computed as one layer, as in the published code.
 
     def __init__(self, config: LlamaConfig, layer_idx: int):
         super().__init__()
@@ -128,7 +132,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    fused_linears = ("c_gate", "c_fc")  # likewise
+    fused_linears = ("c_gate", "c_fc")  # These are computed as one layer, as in the published code.
 
     def __init__(self, config: LlamaConfig):
         super().__init__()
@@ -153,9 +157,9 @@ class Block(nn.Module):
 
 
 class Llama(nn.Module):
-    """Built as gpt.GPT is: on the meta device, to_empty, init_weights."""
+    """A Llama-like model. It is built like gpt.GPT: on the meta device, then to_empty, then init_weights."""
 
-    head: Literal["bf16", "fp8"] = "bf16"  # of training: cross_entropy.HEADS
+    head: Literal["bf16", "fp8"] = "bf16"  # The precision of the head in training, one of cross_entropy.HEADS.
 
     def __init__(self, config: LlamaConfig, pad_vocab_size_to: int = 64):
         super().__init__()
@@ -188,7 +192,7 @@ class Llama(nn.Module):
         self.prepare()
 
     def prepare(self) -> None:
-        """Rotary tables and the attention backend, for the weights' device."""
+        """Makes the rotary tables and sets up the attention backend for the device of the weights."""
         self.cos, self.sin = self._rotary_tables()
         if self.get_device().type != "meta":
             flash_attention.setup(self.get_device().type)
@@ -197,16 +201,17 @@ class Llama(nn.Module):
         return self.transformer.wte.weight.device
 
     def num_scaling_params(self) -> int:
-        """Parameters of the blocks: the N of the paper's tokens-per-parameter ratios."""
+        """Returns the number of parameters of the blocks, which is the paper's N in tokens per parameter."""
         return sum(p.numel() for p in self.transformer.h.parameters())
 
     def estimate_flops(self) -> int:
-        """FLOPs per token of training, counted as in gpt.GPT.estimate_flops: 6 a matrix weight, and attention."""
+        """Returns the FLOPs of training per token, counted as in gpt.GPT.estimate_flops."""
         matrix_weights = self.num_scaling_params() + self.lm_head.weight.numel()
         return 6 * matrix_weights + 12 * self.config.n_layer * self.config.n_embd * self.config.sequence_len
 
     def setup_optimizers(self, lr: float, lean: LeanState | None = None) -> list[torch.optim.Optimizer]:
-        """[AdamW], with weight decay for the matrices of blocks and head; groups remember their rate as initial_lr."""
+        """Returns [AdamW], with weight decay for the matrices of the blocks and the head. Each group stores its rate as
+        "initial_lr" for the schedules."""
         decayed = [p for n, p in self.named_parameters() if p.ndim == 2 and "wte" not in n]
         others = [p for n, p in self.named_parameters() if p.ndim < 2 or "wte" in n]
         groups = [dict(params=decayed, weight_decay=WEIGHT_DECAY), dict(params=others, weight_decay=0.0)]
@@ -222,10 +227,11 @@ class Llama(nn.Module):
         num_iterations: int,
         lean: LeanState | None = None,
     ) -> tuple[list[torch.optim.Optimizer], Schedule]:
-        """The paper's optimizer and schedule for num_iterations steps, at the size's own learning rate.
+        """Returns the paper's optimizer and schedule for num_iterations steps, with the learning rate of the model's
+        size.
 
-        The options are nanochat's and ignored. Raises ValueError for a shape that is no size of the family, and for an
-        orthogonalizer, which AdamW has not.
+        The other options are nanochat's and are ignored. Raises ValueError for a shape that is not in SIZES, and if an
+        orthogonalizer is chosen, because AdamW has none.
         """
         check_no_orthogonalizer(options.orthogonalizer)
         config = self.config
@@ -251,10 +257,11 @@ class Llama(nn.Module):
         orthogonalizer: str = "polar_express",
         lean: LeanState | None = None,
     ) -> tuple[list[torch.optim.Optimizer], Schedule]:
-        """AdamW for all parameters at rates["unembedding_lr"] times init_lr_frac and lr_multiplier(progress).
+        """Returns AdamW for all parameters, with the rate rates["unembedding_lr"] times init_lr_frac times
+        lr_multiplier(progress), and the schedule that sets this rate.
 
-        "unembedding_lr" is GPT's AdamW rate for a matrix. The other rates and the momentum are ignored. Raises
-        ValueError for an orthogonalizer, which AdamW has not.
+        "unembedding_lr" is used because it is the rate of AdamW for a matrix in GPT. The other rates and the momentum
+        are ignored. Raises ValueError if an orthogonalizer is chosen, because AdamW has none.
         """
         check_no_orthogonalizer(orthogonalizer)
         optimizers = self.setup_optimizers(rates["unembedding_lr"] * init_lr_frac, lean)
@@ -268,9 +275,11 @@ class Llama(nn.Module):
 
     @torch.no_grad()
     def clip_gradients(self) -> Tensor:
-        """Averages the gradients over the ranks and scales them to a norm of at most CLIP_NORM, in place; the norm, ().
+        """Averages the gradients over the ranks and scales them to a norm of at most CLIP_NORM, in place. Returns their
+        norm before the scaling, ().
 
-        The average comes first, because clipping is not linear. The optimizer's own average then changes nothing.
+        The gradients are averaged first, because clipping is not linear. The average that the optimizer computes later
+        then changes nothing.
         """
         grads = [p.grad for p in self.parameters() if p.grad is not None]
         if is_ddp_initialized():
@@ -286,7 +295,8 @@ class Llama(nn.Module):
     def forward(
         self, idx: Tensor, targets: Tensor | None = None, kv_cache: Any = None, loss_reduction: str = "mean"
     ) -> Tensor:
-        """idx `(B, T)` -> logits `(B, T, vocab_size)` FP32, or the loss in nats, as gpt.GPT.forward."""
+        """Computes the model for tokens idx `(B, T)`. Returns the logits `(B, T, vocab_size)`, FP32, or with targets
+        the loss in nats. Arguments, results and errors are those of gpt.GPT.forward."""
         start = 0 if kv_cache is None else kv_cache.get_pos()
         end = start + idx.size(1)
         if end > self.rotary_seq_len:
@@ -303,13 +313,14 @@ class Llama(nn.Module):
 
 
 def check_no_orthogonalizer(name: str) -> None:
-    """Raises ValueError unless the name is the default, which says nothing."""
+    """Raises ValueError if the name of the orthogonalizer is not the default."""
     if name != PretrainingOptions.orthogonalizer:
         raise ValueError(f"orthogonalizer {name}: a Llama model trains with AdamW, which has none; leave it out")
 
 
 def lr_multiplier(step: int, num_iterations: int) -> float:
-    """torch's OneCycleLR: half a cosine from FIRST_LR up to 1 over the warm-up, and another down to FINAL_LR."""
+    """Returns the multiplier of the learning rate in a step, as torch's OneCycleLR computes it: half a cosine from
+    FIRST_LR up to 1 over the warm-up, and then another half down to FINAL_LR."""
 
     def cosine(start: float, end: float, done: float) -> float:
         return end + (start - end) * 0.5 * (1 + math.cos(math.pi * done))

@@ -1,13 +1,14 @@
 """A block whose backward pass recomputes tensors from the kept 4-bit codes (`GPT.recompute`, docs/memory.md).
 
-    residual stream after the lambdas   from the stream before them, the output of the block before
-    queries, keys, values               from the codes of their input, one GEMM
-    stream into the second norm         from attention's codes, one GEMM, and the first stream
-    relu(x), "codes-mlp" alone          from the codes of c_fc's input, one GEMM
+    recomputed tensor                         is computed from
+    residual stream after the lambdas         the residual stream before them, which is the output of the block before
+    queries, keys, values                     the codes of their input, by one GEMM
+    residual stream before the second norm    the codes of attention's output, by one GEMM, and the first stream
+    relu(x), only with "codes-mlp"            the codes of c_fc's input, by one GEMM
 
-Recomputed tensors have the forward pass's bits, so the gradients have the bits that they have without recomputation.
-Only the derivative of ReLU^2 differs. The recomputed one is exact, the 8 bits that are kept otherwise are unbiased.
-Attention is not recomputed. Its result and log-sum-exp are kept.
+The recomputed tensors have the bits of the forward pass, so the gradients have the bits that they have without
+recomputation. Only the derivative of ReLU^2 differs: the recomputed one is exact, and the 8 bits that are kept
+otherwise are only unbiased. Attention is not recomputed. Its result and its log-sum-exp are kept.
 """
 
 from collections.abc import Sequence
@@ -27,7 +28,7 @@ from nanochat_fp4.nvfp4.relu_squared_linear import relu_squared_linear
 
 
 class _MixedNorm(torch.autograd.Function):
-    """(y, norm(y)) of y = a x + b x0. x and x0 are kept for the backward pass."""
+    """Computes y = a x + b x0 and returns (y, norm(y)). The backward pass keeps x and x0, and computes y again."""
 
     @staticmethod
     def forward(ctx, x: Tensor, x0: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
@@ -45,14 +46,15 @@ class _MixedNorm(torch.autograd.Function):
 
 
 class _Attention(NamedTuple):
-    """Attention of q, k, v side by side, (M, N). others: the rotary tables."""
+    """The epilogue that computes attention of q, k and v, which stand side by side in y (M, N). Its further arguments
+    are the rotary tables."""
 
     heads: int
     kv_heads: int
     left: int  # the window
 
     def _qkv(self, y: Tensor, cos: Tensor, sin: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-        """([q, k, v], [1 / rms of q, of k]). q and k are rotated and normalized."""
+        """Returns [q, k, v], with q and k rotated and normalized, and [1 / rms of q, 1 / rms of k]."""
         heads = [self.heads, self.kv_heads, self.kv_heads]
         q, k, v = y.view(-1, cos.size(1), sum(heads), 2 * cos.size(-1)).split(heads, dim=-2)
         (q, q_r), (k, k_r) = (rms_norm(rotate(t, cos, sin)) for t in (q, k))
@@ -72,7 +74,8 @@ class _Attention(NamedTuple):
 
 
 class _ResidualNorm(NamedTuple):
-    """(x1 + y, norm(x1 + y)), with x1 = a x + b x0. The backward pass keeps x, x0, a and b, not x1."""
+    """The epilogue that returns (x1 + y, norm(x1 + y)), with x1 = a x + b x0. The backward pass keeps x, x0, a and b,
+    and computes x1 again."""
 
     def forward(self, y: Tensor, x1: Tensor, *parts: Tensor) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, ...]]:
         x2 = x1 + y.view(x1.shape)
@@ -89,7 +92,8 @@ class _ResidualNorm(NamedTuple):
 
 
 class _ReluSquaredDerivative(NamedTuple):
-    """The identity of y, for a gradient of relu(y)^2. The gradient of y is 2 relu(y) times that. Nothing is kept."""
+    """The epilogue that returns y, but receives the gradient of relu(y)^2 and multiplies it by 2 relu(y). It keeps
+    nothing."""
 
     def forward(self, y: Tensor) -> tuple[tuple[Tensor], tuple[()]]:
         return (y,), ()
@@ -99,12 +103,14 @@ class _ReluSquaredDerivative(NamedTuple):
 
 
 def _depending_on(grad: Tensor, scalar: Tensor) -> Tensor:
-    """Makes a compiler recompute the results of this scalar in the backward pass, instead of keeping them."""
+    """Returns the scalar in a form with which a compiler cannot keep results of the forward pass, and has to compute
+    them again in the backward pass."""
     return after(scalar, grad) if torch.compiler.is_compiling() else scalar
 
 
 def can_recompute(block: Any) -> bool:
-    """Whether a gpt.Block can be recomputed: QuantLinear layers of one process, no hooks, q, k and v fused."""
+    """Whether a gpt.Block can be recomputed. All of its layers must be QuantLinear layers without hooks that one
+    process computes alone, and q, k and v must be fused."""
     attn, mlp = block.attn, block.mlp
     groups = (attn.c_q, attn.c_k, attn.c_v), (attn.c_proj,), (mlp.c_fc,), (mlp.c_proj,)
     return bool(attn.fused_linears) and all(
@@ -116,7 +122,8 @@ def can_recompute(block: Any) -> bool:
 def attention_part(
     block: Any, x: Tensor, x0: Tensor, a: Tensor, b: Tensor, cos_sin: tuple[Tensor, Tensor], left: int
 ) -> tuple[Tensor, Tensor]:
-    """(stream after attention, its norm) of a gpt.Block. x, x0 have the shape (B, T, C); a, b are the two lambdas."""
+    """Computes the attention of a gpt.Block. x and x0 are (B, T, C), a and b are the two lambdas, and left is the
+    window. Returns the residual stream after attention and its norm, both (B, T, C)."""
     attn = block.attn
     x1, normed = _MixedNorm.apply(x, x0, a, b)
     attention = _Attention(attn.n_head, attn.n_kv_head, left)
@@ -126,6 +133,6 @@ def attention_part(
 
 
 def mlp_part(block: Any, normed: Tensor) -> Tensor:
-    """The MLP of a gpt.Block, without its residual."""
+    """Computes the MLP of a gpt.Block, without the addition to the residual stream. normed is (B, T, C)."""
     (y,) = linear_with_epilogue(_ReluSquaredDerivative(), normed, (block.mlp.c_fc,))
     return relu_squared_linear(y.view(*normed.shape[:-1], -1), block.mlp.c_proj, derivative=False)
