@@ -124,7 +124,7 @@ class GraphedStep(TrainingStep):
                 p.grad = torch.zeros_like(p) if p.grad is None else p.grad
             factors = [(layer, layer.feedback_factor) for layer in self._layers() if layer.feedback_factor is not None]
             captured = _Captured([(p, p.grad) for p in self.with_grads], factors)
-            if self.quantized.makes_codes_once(count):
+            if self.quantized.quantizes() and self.quantized.makes_codes_once(count):
                 captured.codes = torch.cuda.CUDAGraph()
                 with _capture(captured.codes):
                     inside.enter_context(self.weights_once(count))

@@ -103,7 +103,7 @@ def test_weights_are_those_without_graphs(device, method, count, phases, request
     graphs = request.getfixturevalue("recorded") if device == "cpu" else None
     kinds = TrainingStep, RecordedStep if device == "cpu" else GraphedStep
     plain, graphed = (trained(kind, device, method, count, phases) for kind in kinds)
-    assert graphs is None or graphs
+    assert graphs is None or (graphs and all(graph.calls for graph in graphs))  # PyTorch warns of an empty one
     for name, weight in plain.items():
         assert torch.equal(weight, graphed[name]), name
 
