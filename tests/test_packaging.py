@@ -198,7 +198,8 @@ def test_everything_imports_without_a_gpu_and_without_the_kernels():
 
 def test_the_library_needs_torch_triton_and_numpy_alone():
     """`pip install nanochat_fp4` without extras: what the extras bring is not there, and convert works. The import
-    takes nothing that takes long and is not needed yet: torch's compiler, Triton, what plots and loads data."""
+    takes nothing that takes long and is not needed yet: torch's compiler, Triton, what plots and loads data. A model is
+    made without the compiler, too."""
     project = tomllib(ROOT / "pyproject.toml")["project"]
     names = {"compressed-tensors": "compressed_tensors", "muon-optimizer": "muon"}
     extras = {re.split(r"[<>=;]", d)[0] for k, v in project["optional-dependencies"].items() if k != "dev" for d in v}
@@ -209,6 +210,8 @@ def test_the_library_needs_torch_triton_and_numpy_alone():
         "import nanochat_fp4 as nf\n"
         "new = {m.partition('.')[0] for m in set(sys.modules) - before}\n"
         "assert not new & {'triton', 'sympy', 'wandb', 'datasets', 'matplotlib', 'pyarrow', 'tiktoken', 'muon'}, new\n"
+        "from nanochat_fp4.models.gpt import GPT, GPTConfig\n"
+        "with torch.device('meta'): GPT(GPTConfig(n_layer=1))\n"
         "assert not {'torch._dynamo', 'torch._inductor'} & set(sys.modules), 'the compiler was imported'\n"
         "model = nf.convert(torch.nn.Sequential(torch.nn.Linear(128, 128), torch.nn.Linear(128, 8)), skip='1')\n"
         "model(torch.randn(2, 128)).sum().backward()\n"

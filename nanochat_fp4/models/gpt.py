@@ -287,9 +287,12 @@ class GPT(nn.Module):
         padded_vocab_size = -(-config.vocab_size // pad_vocab_size_to) * pad_vocab_size_to
         if padded_vocab_size != config.vocab_size:
             print0(f"Padding vocab_size from {config.vocab_size} to {padded_vocab_size} for efficiency")
+        table = padded_vocab_size, config.n_embd
+        # On the device "meta" nn.Embedding would draw no numbers, and import the whole compiler for it.
+        unfilled = torch.empty(table) if torch.get_default_device().type == "meta" else None
         self.transformer = nn.ModuleDict(
             {
-                "wte": nn.Embedding(padded_vocab_size, config.n_embd),
+                "wte": nn.Embedding(*table, _weight=unfilled),
                 "h": nn.ModuleList([Block(config, layer_idx) for layer_idx in range(config.n_layer)]),
             }
         )
@@ -336,6 +339,9 @@ class GPT(nn.Module):
             flash_attention.setup(device_type, 0 <= left < longest - 1, shape)
 
     def _rotary_tables(self) -> tuple[Tensor, Tensor]:
+        if self.get_device().type == "meta":  # arange would import the whole compiler
+            table = torch.empty(1, self.rotary_seq_len, 1, self.config.head_dim // 2, device="meta").bfloat16()
+            return table, table.clone()
         # The tables are BF16 on every device, as in nanochat, because a checkpoint must be the same function
         # everywhere.
         cos, sin = rotary_tables(self.rotary_seq_len, self.config.head_dim, ROTARY_BASE, self.get_device())
