@@ -1,19 +1,23 @@
 """
-Causal attention with a sliding window: one signature (FlashAttention-3's) over four backends.
+Causal attention with a sliding window. The functions have the signature of FlashAttention-3 and four backends.
 
-    fa3    FlashAttention-3 from Hugging Face's `kernels` package: Hopper, FP16 or BF16
-    flash  PyTorch's own flash kernel, with the window that SDPA has no argument for: sm_80 and newer, FP16 or BF16
-    flex   torch's FlexAttention: sliding windows on other GPUs, inside torch.compile (outside it is not fused)
-    sdpa   torch's scaled_dot_product_attention: everywhere; a window needs an explicit mask there
+    fa3    FlashAttention-3 from Hugging Face's `kernels` package, on Hopper GPUs, for FP16 or BF16
+    flash  PyTorch's own flash kernel, called directly, because SDPA has no argument for a window. It needs sm_80 or
+           newer, and FP16 or BF16.
+    flex   torch's FlexAttention, for sliding windows inside torch.compile. Outside of it, it is not fused.
+    sdpa   torch's scaled_dot_product_attention, which runs everywhere. A window needs an explicit mask.
 
-The fastest one that can do a call is chosen for that call. On a GPU without FlashAttention-3 the others are timed once,
-at the model's shape, for windows and for full context: PyTorch's flash kernel has a third of cuDNN's rate on a B200.
-SDPA's own choice for full context is compared with its flash and cuDNN kernels. Timing compiles FlexAttention, which
-takes 18 s of a run's first minute. For the shapes in MEASURED nothing is timed.
-NANOCHAT_ATTENTION=fa3|flash|flex|sdpa, or `use(...)` in a test, forces one; a forced backend that cannot run raises
-instead of falling back.
+For each call the fastest backend is chosen that can compute it. Which one is the fastest depends on the GPU: on a B200
+PyTorch's flash kernel has a third of cuDNN's rate. On a GPU without FlashAttention-3 the other backends are therefore
+timed once at the model's shape, for windows and for full context. For full context, SDPA's own choice is compared with
+its flash and cuDNN kernels. Timing compiles FlexAttention, which takes 18 s of a run's first minute. Shapes in MEASURED
+need no timing.
 
-A window is FlashAttention's (left, right). Position i sees the left + 1 keys i - left .. i; left < 0 is no limit.
+The environment variable NANOCHAT_ATTENTION=fa3|flash|flex|sdpa forces a backend, and so does `use(...)` in a test. A
+forced backend that cannot run raises an error, and no other backend is used instead.
+
+A window is FlashAttention's pair (left, right). Position i sees the left + 1 keys from i - left to i. A negative left
+means no limit.
 """
 
 import contextlib
@@ -36,23 +40,29 @@ from nanochat_fp4.files import atomic_write
 from nanochat_fp4.nvfp4.dispatch import constant_when_compiled
 
 BACKENDS = ("fa3", "flash", "flex", "sdpa")
-MOST_TOKENS = 65535  # at once on sm_12x: from 65,536 on SDPA gave NaN on an RTX PRO 6000 (pytorch#171389)
-CANDIDATES = {True: ("flash", "flex", "sdpa"), False: ("sdpa", "flash", "cudnn")}  # for windows, for full context
-# (major version of sm, T, D) -> the backends that were the fastest for windows of T / 2 and for full context. Times are
-# ms of four rows of ten heads, forward and backward, by _timed (dev/LOG.md, 2026-11-24).
+# The largest number of tokens in a call on sm_12x. With 65,536 tokens SDPA gave NaN on an RTX PRO 6000
+# (pytorch#171389).
+MOST_TOKENS = 65535
+# The backends to time, by whether attention has a window. The first one is the default.
+CANDIDATES = {True: ("flash", "flex", "sdpa"), False: ("sdpa", "flash", "cudnn")}
+# (major version of sm, T, D) -> the fastest backend for windows of T / 2 (True) and for full context (False). The times
+# in ms are for four rows of ten heads, forward and backward, by _timed (dev/LOG.md, 2026-11-24).
 MEASURED = {
     (9, 2048, 128): {True: "flex", False: "sdpa"},  # H200: flash 0.57, flex 0.45, SDPA 1.07; SDPA 0.40, flash 0.70
 }
-TIMED_ROWS = 4  # of a micro-batch, when backends are timed
-CLEARLY = 1.25  # Another backend takes over from this ratio on. Noise must not change the choice of a resumed run.
-FA3_REPOSITORY = "varunneal/flash-attention-3"  # nanochat's choice on Hopper
+TIMED_ROWS = 4  # The number of rows of the micro-batch with which backends are timed.
+# Another backend than the default is chosen only if it is faster by this factor, so that noise does not change the
+# choice when a run is resumed.
+CLEARLY = 1.25
+FA3_REPOSITORY = "varunneal/flash-attention-3"  # The package that nanochat uses on Hopper.
 
 NOT_TRIED = "it is looked for only when a model is set up on a CUDA device"
 
 fa3_module: ModuleType | None = None
 fa3_reason: str | None = NOT_TRIED
 forced_backend: str | None = None
-fastest_backends: dict[bool, str | None] = {}  # of CANDIDATES; empty where they were not timed
+# The fastest backend by whether attention has a window. It is empty if backends were not timed.
+fastest_backends: dict[bool, str | None] = {}
 announced_lines: set[str] = set()
 
 try:
@@ -64,11 +74,11 @@ except ImportError as error:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# What there is
+# Which backends can run here
 
 
 def _load_fa3() -> tuple[ModuleType | None, str | None]:
-    """(FlashAttention-3's interface module, None) or (None, the reason why not)."""
+    """Loads FlashAttention-3. Returns (its interface module, None), or (None, the reason why it cannot be used)."""
     if not torch.cuda.is_available():
         return None, "it needs a Hopper GPU, and there is no CUDA device"
     if torch.are_deterministic_algorithms_enabled():
@@ -80,13 +90,13 @@ def _load_fa3() -> tuple[ModuleType | None, str | None]:
         from kernels import get_kernel
 
         return get_kernel(FA3_REPOSITORY).flash_attn_interface, None
-    except Exception as e:  # a missing package, a failed download and a foreign binary raise different exceptions
+    except Exception as e:  # A missing package, a failed download and a foreign binary raise different exceptions.
         return None, f"loading {FA3_REPOSITORY} failed: {type(e).__name__}: {one_line(e)}"
 
 
 @functools.cache
 def _flash_reason() -> str | None:
-    """Why PyTorch's flash kernel cannot be called here, or None."""
+    """Returns the reason why PyTorch's flash kernel cannot be called here, or None."""
     if not torch.cuda.is_available():
         return "it needs a GPU, and there is no CUDA device"
     major, minor = torch.cuda.get_device_capability()
@@ -104,7 +114,8 @@ def has_flash() -> bool:
 
 
 def unavailable_reason(backend: str) -> str | None:
-    """None where `backend` can run on this machine (for fa3: after setup), else why it cannot. Raises ValueError."""
+    """Returns the reason why a backend cannot run on this machine, or None. For fa3 the answer is right after setup.
+    Raises ValueError for an unknown backend."""
     if backend not in BACKENDS:
         raise ValueError(f"unknown attention backend {backend!r}; use one of {', '.join(BACKENDS)}")
     if backend == "fa3":
@@ -127,7 +138,8 @@ def _force(backend: str | None) -> None:
 
 @contextlib.contextmanager
 def use(backend: str | None) -> Iterator[None]:
-    """Force a backend for all calls inside (None: choose automatically). For tests and comparisons."""
+    """Forces a backend for all calls inside this context, for tests and comparisons. With None the backend is chosen
+    automatically. Raises ValueError for a backend that cannot run."""
     before = forced_backend
     _force(backend)
     try:
@@ -138,11 +150,12 @@ def use(backend: str | None) -> Iterator[None]:
 
 def setup(device_type: str, windowed: bool = False, shape: tuple[int, int, int, int, int] | None = None) -> str:
     """
-    Load FlashAttention-3, read NANOCHAT_ATTENTION, and print one line that names the backend and its cost, once.
+    Loads FlashAttention-3, reads NANOCHAT_ATTENTION, and prints one line, once, that names the backend and its cost.
+    Returns this line.
 
-    The model calls setup in init_weights, because compiled code can neither load nor print. `windowed`: the model has
-    sliding windows. `shape`: (T, H, H_kv, D, left), for which backends are timed. Returns the line. Raises ValueError
-    for a forced backend that cannot run.
+    The model calls setup in init_weights, because compiled code can neither load nor print. `windowed` says whether the
+    model has sliding windows. `shape` is (T, H, H_kv, D, left), for which backends are timed. Raises ValueError for a
+    forced backend that cannot run.
     """
     global fa3_module, fa3_reason
     wanted = os.environ.get("NANOCHAT_ATTENTION") or None
@@ -168,7 +181,8 @@ def setup(device_type: str, windowed: bool = False, shape: tuple[int, int, int, 
 
 
 def measured_backends(length: int, heads: int, kv_heads: int, dim: int, left: int) -> dict[bool, str] | None:
-    """The fastest backends for windows and for full context where they are known for this GPU and shape and can run."""
+    """Returns the entry of MEASURED for this GPU and shape: the fastest backend for windows and for full context. None
+    means that there is no entry, or that one of its backends cannot run here."""
     known = MEASURED.get((torch.cuda.get_device_capability()[0], length, dim))
     if known is None or heads != kv_heads or (0 <= left < length - 1 and 2 * left != length):
         return None
@@ -177,11 +191,12 @@ def measured_backends(length: int, heads: int, kv_heads: int, dim: int, left: in
 
 @functools.cache
 def time_backends(length: int, heads: int, kv_heads: int, dim: int, left: int) -> dict[str, float]:
-    """Milliseconds of a layer, forward and backward in BF16, by backend; of the candidates that run here, the same on
-    all ranks. left < 0: full context. FlexAttention is timed compiled. torch's generators stay as they were.
+    """Returns the time of a layer's attention for each candidate that runs here, in ms, forward and backward in BF16.
+    All ranks get the same times. A negative left means full context. torch's random generators stay as they were.
 
-    Timing takes some ten seconds, nearly all of them in the compiler. The times are kept beside the compiled kernels,
-    so that a later process of the same release of torch takes them from there."""
+    FlexAttention is timed in its compiled form. Timing takes some ten seconds, nearly all of them in the compiler. The
+    times are stored beside the compiled kernels, and a later process with the same release of torch reads them
+    there."""
     shape = length, heads, kv_heads, dim, left
     folder = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
     kept = (
@@ -198,7 +213,7 @@ def time_backends(length: int, heads: int, kv_heads: int, dim: int, left: int) -
 
 
 def _kept_times(file: Path | None) -> dict[str, float]:
-    """The times in a file; none where it cannot be read."""
+    """Returns the times that a file holds, or {} if it cannot be read."""
     with contextlib.suppress(OSError, ValueError, AttributeError):
         times = json.loads(file.read_text()).items()
         return {name: float(ms) for name, ms in times if name == "cudnn" or available(name)}
@@ -206,7 +221,7 @@ def _kept_times(file: Path | None) -> dict[str, float]:
 
 
 def _on_all_ranks(times: dict[str, float]) -> dict[str, float]:
-    """Those of rank 0."""
+    """Returns the times of rank 0 on all ranks."""
     if is_ddp_initialized():
         first = [times]
         torch.distributed.broadcast_object_list(first)
@@ -227,7 +242,7 @@ def _timed(length: int, heads: int, kv_heads: int, dim: int, left: int) -> dict[
         "sdpa": sdpa_attention,
         "cudnn": cudnn_kernel,
     }
-    results: list[tuple[Tensor, ...]] = []  # of the first candidate, with which the others must agree
+    results: list[tuple[Tensor, ...]] = []  # The results must agree with those of the first candidate.
     for name in CANDIDATES[left >= 0]:
         function = functions[name]
 
@@ -235,7 +250,7 @@ def _timed(length: int, heads: int, kv_heads: int, dim: int, left: int) -> dict[
             return torch.autograd.grad(function(q, k, v, left), (q, k, v), grad)
 
         if name == "cudnn" or available(name):
-            with torch.enable_grad(), contextlib.suppress(Exception):  # a backend that fails is not chosen
+            with torch.enable_grad(), contextlib.suppress(Exception):  # A backend that fails gets no time.
                 results.append(step())
                 if all((a - b).float().norm() <= 0.05 * b.float().norm() for a, b in zip(results[-1], results[0])):
                     times[name] = median_ms(step, repeats=10)
@@ -244,7 +259,8 @@ def _timed(length: int, heads: int, kv_heads: int, dim: int, left: int) -> dict[
 
 
 def _clearly_fastest(times: dict[str, float]) -> str | None:
-    """The backend to take: the default (the first) unless another one is clearly faster."""
+    """Returns the backend to use: the default, which is the first one, unless another one is clearly faster
+    (CLEARLY)."""
     default, best = next(iter(times), None), min(times, key=times.__getitem__, default=None)
     return best if default and times[default] >= CLEARLY * times[best] else default
 
@@ -276,17 +292,17 @@ def _describe(device_type: str, windowed: bool, times: dict[bool, dict[str, floa
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The backends take q `(B, Tq, H, D)`, and k and v `(B, Tk, H_kv, D)` with H a multiple of H_kv. The queries are the
-# last Tq of the Tk positions. Results are `(B, Tq, H, D)`.
+# The backends. They take q `(B, Tq, H, D)`, and k and v `(B, Tk, H_kv, D)` with H a multiple of H_kv. The queries are
+# the last Tq of the Tk positions. Results are `(B, Tq, H, D)`.
 
 
 def sdpa_attention(q: Tensor, k: Tensor, v: Tensor, left: int) -> Tensor:
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     num_q, num_k = q.size(2), k.size(2)
-    if num_q == 1 and left >= 0:  # the keys that one new token sees are a slice: no mask
+    if num_q == 1 and left >= 0:  # A single new token needs no mask, because the keys that it sees are a slice.
         k, v = k[:, :, -(left + 1) :], v[:, :, -(left + 1) :]
         num_k = k.size(2)
-    # Plain bools: where the compiler has symbols for sizes, a comparison is a symbol, and SDPA refuses symbols.
+    # These are made plain bools. If the compiler has symbols for sizes, a comparison is a symbol, which SDPA refuses.
     grouped, causal = (True if found else False for found in (q.size(1) != k.size(1), num_q > 1))
     narrow = 0 <= left < num_k - 1
     if num_q == 1 or (num_q == num_k and not narrow):
@@ -297,14 +313,16 @@ def sdpa_attention(q: Tensor, k: Tensor, v: Tensor, left: int) -> Tensor:
     mask = key <= query
     if narrow:
         mask = mask & (query - key <= left)
-    if grouped:  # CUDA has no fused kernel for grouped heads with a mask, and the unfused one keeps T x T scores
+    # Keys and values are repeated for grouped heads, because CUDA has no fused kernel for grouped heads with a mask.
+    # The unfused one would keep T x T scores.
+    if grouped:
         repeats = q.size(1) // k.size(1)
         k, v = k.repeat_interleave(repeats, dim=1), v.repeat_interleave(repeats, dim=1)
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2)
 
 
 def flash_kernel(q: Tensor, k: Tensor, v: Tensor, left: int) -> Tensor:
-    # SDPA calls this operator, but without a window. The backward pass is torch's own as well.
+    # SDPA calls this operator, too, but cannot pass a window to it. torch has the operator's backward pass.
     out, *_ = torch.ops.aten._flash_attention_forward(
         q, k, v, None, None, q.size(1), k.size(1), 0.0, True, False, window_size_left=left, window_size_right=0
     )
@@ -321,7 +339,7 @@ def _flex(q: Tensor, k: Tensor, v: Tensor, left: int) -> Tensor:
     def visible(_batch, _head, query, key):
         return (key <= query) & (query - key <= left) if left >= 0 else key <= query
 
-    # Not cached: torch.compile cannot trace a cache, and merges the equal masks of the layers by itself.
+    # The mask is not cached, because torch.compile cannot trace a cache. It merges equal masks of layers by itself.
     mask = create_block_mask(visible, None, None, q.size(1), k.size(1), device=q.device)
     y = flex_attention(
         q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), block_mask=mask, enable_gqa=q.size(2) != k.size(2)
@@ -356,7 +374,8 @@ def limits_tokens(device_type: str) -> bool:
 
 
 def _parts(*tensors: Tensor) -> list[tuple[Tensor, ...]]:
-    """Tensors `(B, T, ...)` in parts of as many rows as this GPU's attention takes."""
+    """Divides tensors `(B, T, ...)` into parts with as many rows as this GPU's attention can take in a call. Raises
+    ValueError if a single row has too many tokens."""
     batch, length = tensors[0].shape[:2]
     if batch * length <= MOST_TOKENS or not limits_tokens(tensors[0].device.type):
         return [tensors]
@@ -366,11 +385,11 @@ def _parts(*tensors: Tensor) -> list[tuple[Tensor, ...]]:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Forward and backward apart, for a backward pass that computes q, k and v again.
+# Separate forward and backward functions, for a backward pass that computes q, k and v again
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, left: int) -> tuple[Tensor, ...]:
-    """(result, what the backward pass needs)."""
+    """Returns the result and the tensors that _backward needs."""
     if q.is_cuda:
         out, log_sum_exp, *state, _ = torch.ops.aten._flash_attention_forward(
             q, k, v, None, None, q.size(1), k.size(1), 0.0, True, False, **_window(q, left)
@@ -405,7 +424,7 @@ def _window(q: Tensor, left: int) -> dict[str, int]:
 
 
 def _for_cpu(q: Tensor, k: Tensor, v: Tensor, left: int) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """q, k and v as `(B, H, T, D)`, and the mask of a window in q's dtype."""
+    """Returns q, k and v as `(B, H, T, D)`, and the mask of a window in q's dtype, or None for full context."""
     k, v = (t.repeat_interleave(q.size(2) // t.size(2), dim=2) for t in (k, v))
     mask = None
     if 0 <= left < q.size(1) - 1:
@@ -423,10 +442,10 @@ def flash_attn_func(
     q: Tensor, k: Tensor, v: Tensor, causal: bool = True, window_size: tuple[int, int] = (-1, 0)
 ) -> Tensor:
     """
-    Causal attention over whole sequences, differentiable.
+    Computes causal attention over whole sequences, with gradients.
 
-    q is `(B, T, H, D)`, and k and v `(B, T, H_kv, D)`, in one dtype; returns `(B, T, H, D)`. `causal` is part of
-    FlashAttention's signature; only True is supported (ValueError).
+    q is `(B, T, H, D)`, and k and v are `(B, T, H_kv, D)`, all in one dtype. Returns `(B, T, H, D)`. `causal` is part
+    of FlashAttention's signature. Raises ValueError if it is not True.
     """
     if not causal:
         raise ValueError("only causal attention is supported; pass causal=True")
@@ -442,7 +461,7 @@ def flash_attn_func(
 
 
 def unkept_reason(device_type: str, head_dim: int) -> str | None:
-    """Why `forward` and `backward` cannot run on this machine, or None."""
+    """Returns the reason why `forward` and `backward` cannot run on this machine, or None."""
     if device_type == "cuda" and (head_dim % 8 or head_dim > 256):
         return f"the head dimension is {head_dim}, PyTorch's flash kernel needs a multiple of 8 up to 256"
     if device_type == "cuda":
@@ -451,7 +470,8 @@ def unkept_reason(device_type: str, head_dim: int) -> str | None:
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, left: int) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """flash_attn_func by PyTorch's flash kernels: (result, what `backward` needs besides it and q, k, v)."""
+    """Computes flash_attn_func with PyTorch's flash kernels. Returns the result, and the tensors that `backward` needs
+    besides the result and q, k, v."""
     parts = [_forward(*part, left) for part in _parts(q, k, v)]
     results = [out for out, *_ in parts]
     return results[0] if len(parts) == 1 else torch.cat(results), tuple(t for _, *more in parts for t in more)
@@ -460,7 +480,8 @@ def forward(q: Tensor, k: Tensor, v: Tensor, left: int) -> tuple[Tensor, tuple[T
 def backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, left: int, out: Tensor, kept: Sequence[Tensor]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of q, k, v, from the gradient of the result `out` of `forward`, and what that kept."""
+    """Returns the gradients of q, k and v. grad is the gradient of `out`, and `out` and `kept` are the results of
+    `forward`."""
     parts = list(_parts(q, k, v, grad, out))
     each = len(kept) // len(parts)
     found = [_backward(*part, kept[each * i : each * (i + 1)], left) for i, part in enumerate(parts)]
@@ -479,15 +500,17 @@ def flash_attn_with_kvcache(
     window_size: tuple[int, int] = (-1, 0),
 ) -> Tensor:
     """
-    Attention of T new tokens to themselves and to the cached tokens; writes k and v into the caches. No gradient.
+    Computes attention of T new tokens to themselves and to the cached tokens, and writes k and v into the caches. There
+    is no gradient.
 
     Args:
-        q: `(B, T, H, D)`. k, v: `(B, T, H_kv, D)`.
-        k_cache, v_cache: `(B, T_max, H_kv, D)` in q's dtype, changed in place.
-        cache_seqlens: `(B,)` int32, the number of filled positions, the same for all rows.
-        position: the same number, from a caller who knows it: reading cache_seqlens from a GPU would stall.
+        q: `(B, T, H, D)`
+        k, v: `(B, T, H_kv, D)`
+        k_cache, v_cache: `(B, T_max, H_kv, D)` in q's dtype, which are changed in place
+        cache_seqlens: `(B,)` int32, the number of filled positions, which is the same for all rows
+        position: the same number as an int, if the caller knows it. Reading cache_seqlens from a GPU would stall.
 
-    Returns `(B, T, H, D)`. Raises ValueError for a cache of another dtype and for a full cache.
+    Returns `(B, T, H, D)`. Raises ValueError for a cache of another dtype, for a full cache, and if causal is not True.
     """
     if not causal:
         raise ValueError("only causal attention is supported; pass causal=True")
@@ -512,9 +535,11 @@ def attend(
     q: Tensor, k: Tensor, v: Tensor, kv_cache: Any, layer_idx: int, window_size: tuple[int, int] = (-1, 0)
 ) -> Tensor:
     """
-    A layer's attention: flash_attn_func, or flash_attn_with_kvcache where there is a kv_cache (engine.KVCache).
+    Computes a layer's attention by flash_attn_func, or by flash_attn_with_kvcache if there is a kv_cache
+    (engine.KVCache).
 
-    q is `(B, T, H, D)`, and k and v `(B, T, H_kv, D)`; returns `(B, T, H * D)`. The last layer moves the cache on.
+    q is `(B, T, H, D)`, and k and v are `(B, T, H_kv, D)`. Returns `(B, T, H * D)`. The last layer advances the cache
+    by T positions.
     """
     if kv_cache is None:
         return flash_attn_func(q, k, v, causal=True, window_size=window_size).flatten(2)

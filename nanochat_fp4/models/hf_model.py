@@ -1,7 +1,7 @@
-"""Language models of the transformers library, with the interface of ours: for bits per byte and CORE.
+"""Language models of transformers with the interface of this project's models, for bits per byte and CORE.
 
-transformers is optional (pip install -e '.[export]'). A path is a name on the hub, or a folder. No code of the
-path runs.
+transformers is optional (pip install -e '.[export]'). The path of a model is a name on the hub, or a folder. Code that
+belongs to the model is not run.
 """
 
 import hashlib
@@ -16,14 +16,15 @@ from torch import Tensor
 from nanochat_fp4.data.tokenizer_files import byte_characters
 from nanochat_fp4.errors import UserError, one_line, require
 
-LONGEST = 1024  # tokens of a sequence: nanochat's choice, and GPT-2's context
-BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")  # how SentencePiece writes a byte that is no character
+LONGEST = 1024  # The largest number of tokens in a sequence: nanochat's choice, and the context of GPT-2.
+BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")  # SentencePiece writes a byte that is no character in this form.
 
 
 class HuggingFaceModel(torch.nn.Module):
-    """A causal language model: (tokens, targets) -> losses, or tokens -> logits, as gpt.GPT.forward gives them.
+    """A causal language model that returns the losses of (tokens, targets), or the logits of tokens, like gpt.GPT.
 
-    sequence_len is for bits per byte. max_seq_len is GPT-2's fixed context, and None for other models.
+    sequence_len is the length of sequences for bits per byte. max_seq_len is the fixed context of GPT-2, and None for
+    other models.
     """
 
     def __init__(self, model: torch.nn.Module):
@@ -59,13 +60,13 @@ class HuggingFaceTokenizer:
     __call__ = encode
 
     def fingerprint(self) -> str:
-        """16 hex digits of its vocabulary."""
+        """Returns 16 hex digits of a hash of the vocabulary."""
         return hashlib.sha256(repr(sorted(self.tokenizer.get_vocab().items())).encode()).hexdigest()[:16]
 
     def token_bytes(self, device: torch.device) -> Tensor:
-        """Bytes of text for each token, int32; 0 for special tokens.
+        """Returns the number of bytes of text of each token, int32, with 0 for special tokens.
 
-        nanochat decodes each token by itself, and so counts three bytes for a token that is no whole character.
+        nanochat decodes each token by itself. It therefore counts three bytes for a token that is no whole character.
         """
         vocabulary, special = self.tokenizer.get_vocab(), set(self.tokenizer.all_special_tokens)
         as_written = set(self.tokenizer.get_added_vocab())
@@ -85,10 +86,10 @@ class HuggingFaceTokenizer:
 
 
 def load_hf_model(path: str, device: torch.device) -> tuple[HuggingFaceModel, HuggingFaceTokenizer]:
-    """The model in FP32, and its tokenizer.
+    """Loads a model in FP32, and its tokenizer.
 
-    Raises UserError without transformers, where there is no such model, and where the model needs code of its own.
-    Raises UserError, too, for weights that are missing, left over or misshapen. transformers would draw them at random.
+    Raises UserError if transformers is not installed, if there is no such model, if the model needs code of its own,
+    and if weights are missing, unused or of another shape. transformers would replace such weights by random ones.
     """
     require("transformers")
     from transformers import AutoModelForCausalLM, AutoTokenizer

@@ -1,12 +1,12 @@
 """
-Muon for the matrices, AdamW for the rest; one class each, for one process and for many.
+Muon for matrices, and AdamW for all other parameters. Each is one class, for one process and for several.
 
-With a process group of several ranks the optimizers also average the gradients; no DDP wraps the model. Each rank
-updates a part of the parameters and keeps the state of that part only; optim_ranks.py says who owns what. The outcome
-is that of one process on the averaged gradients. State dicts are per rank; `resharded` turns the state dicts of one
-number of processes into those of another.
+In a process group of several ranks the optimizers also average the gradients, so the model is not wrapped in DDP. Each
+rank updates a part of the parameters and keeps the state of this part only (optim_ranks.py says which). The result is
+that of one process on the averaged gradients. Each rank has a state dict of its own. `resharded` turns the state dicts
+of a run with one number of processes into those for another number.
 
-Muon is Keller Jordan's (https://kellerjordan.github.io/posts/muon/), with the additions of nanochat at revision
+Muon is by Keller Jordan (https://kellerjordan.github.io/posts/muon/), here with the additions of nanochat at revision
 f5425245f. For a matrix W (M, N) with gradient G:
 
     m  <- momentum * m + (1 - momentum) * G                                       momentum
@@ -16,8 +16,8 @@ f5425245f. For a matrix W (M, N) with gradient G:
     U  =  O / sqrt(v), rescaled to the Frobenius norm of O                        arXiv 2510.05491
     W  <- W - lr * sqrt(max(1, M / N)) * (U + weight_decay * W where U * W >= 0)  cautious weight decay
 
-One thing differs from the revision's formula. Hyper-parameters, the variance reduction and the update are FP32 here.
-The revision rounds them to BF16 on the way: its lr of 0.02 is in effect 0.02002, and its beta2 of 0.95 is 0.949.
+One thing differs from the revision. Here the hyper-parameters, the variance reduction and the update are FP32. The
+revision rounds them to BF16, so that its lr of 0.02 is in effect 0.02002, and its beta2 of 0.95 is 0.949.
 """
 
 import functools
@@ -42,8 +42,8 @@ from nanochat_fp4.models.optim_ranks import (
 from nanochat_fp4.nvfp4.collectives import local
 from nanochat_fp4.parallel import is_sharded, losses_of
 
-# (a, b, c) of the steps X <- a X + (b A + c A^2) X with A = X X^T, for 5 iterations, safety factor 0.02 and cushion 2.
-# Source: arXiv 2505.16932.
+# The coefficients (a, b, c) of the five steps X <- a X + (b A + c A^2) X with A = X X^T, for a safety factor of 0.02
+# and a cushion of 2. Source: arXiv 2505.16932.
 POLAR_EXPRESS = (
     (8.156554524902461, -22.48329292557795, 15.878769915207462),
     (4.042929935166739, -2.808917465908714, 0.5000178451051316),
@@ -52,10 +52,11 @@ POLAR_EXPRESS = (
     (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
 )
 
-# Elements that Muon works on at a time: a stack of whole matrices of one shape. An update takes some 20 bytes of memory
-# for each, for stacked FP32 weights and gradients and the orthogonalization: 5 GiB at every depth.
+# The number of elements that Muon updates at a time, as a stack of whole matrices of one shape. An update takes some 20
+# bytes of memory for each element, for stacked FP32 weights and gradients and for the orthogonalization. This is 5 GiB
+# at every depth.
 STACK_ELEMENTS = 2**28
-STACK_BYTES = 20  # of memory that an update takes for each of them
+STACK_BYTES = 20  # The bytes of memory that an update takes for each element of the stack.
 
 
 def _gradients(params: list[Tensor]) -> list[Tensor]:
@@ -69,9 +70,10 @@ def _gradients(params: list[Tensor]) -> list[Tensor]:
 
 
 def gradient_norm(model: torch.nn.Module) -> torch.Tensor:
-    """2-norm of all gradients on this rank, a scalar on their device; not finite if any gradient is not.
+    """Returns the 2-norm of all gradients on this rank, a scalar on their device. It is not finite if any gradient is
+    not finite.
 
-    Sharded gradients count with all of their shards. The ranks that hold the shards call this function together.
+    All shards of sharded gradients count, so the ranks that hold the shards must call this function together.
     """
     grads = [p.grad for p in model.parameters() if p.grad is not None]
     norm = torch.nn.utils.get_total_norm([g for g in grads if not is_sharded(g)]).float()
@@ -84,16 +86,17 @@ def gradient_norm(model: torch.nn.Module) -> torch.Tensor:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Schedules: each model makes its own (setup_pretraining, setup_finetuning)
+# Schedules. Each model makes its own (setup_pretraining, setup_finetuning).
 
-# (step, progress of the run from 0 to 1) -> the multiplier of all learning rates in this step. A call also sets the
-# rates, momentum and weight decay of the optimizers' groups.
+# A schedule maps (step, progress of the run from 0 to 1) to the multiplier of all learning rates in this step. A call
+# also sets the learning rates, momentum and weight decay of the optimizers' groups.
 Schedule = Callable[[int, float], float]
 
 
 @dataclass(frozen=True)
 class PretrainingOptions:
-    """nanochat's flags of pre-training, by the same names, before scaling to batch and model."""
+    """The options of pre-training with the names of nanochat's flags. They are scaled to the batch size and the model
+    later (setup_pretraining)."""
 
     embedding_lr: float = 0.3
     unembedding_lr: float = 0.004
@@ -109,7 +112,7 @@ class PretrainingOptions:
 
 
 def set_learning_rates(optimizers: Iterable[torch.optim.Optimizer], multiplier: float) -> None:
-    """Every group's rate becomes its initial_lr times the multiplier."""
+    """Sets the learning rate of each group to its initial_lr times the multiplier."""
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["lr"] = group["initial_lr"] * multiplier
@@ -118,7 +121,8 @@ def set_learning_rates(optimizers: Iterable[torch.optim.Optimizer], multiplier: 
 def lr_multiplier(
     step: int, num_iterations: int, warmup_ratio: float = 0.0, warmdown_ratio: float = 0.4, final_lr_frac: float = 0.0
 ) -> float:
-    """nanochat's: linear warm-up over the first part, 1, linear warm-down to final_lr_frac over the last part."""
+    """Returns nanochat's multiplier of the learning rates: it rises linearly during the warm-up, is then 1, and falls
+    linearly to final_lr_frac during the warm-down. The ratios are shares of the run's steps."""
     warmup, warmdown = round(warmup_ratio * num_iterations), round(warmdown_ratio * num_iterations)
     if step < warmup:
         return (step + 1) / warmup
@@ -129,12 +133,12 @@ def lr_multiplier(
 
 
 def muon_momentum(step: int) -> float:
-    """0.85 to 0.95 over the first 300 steps."""
+    """Returns Muon's momentum, which rises from 0.85 to 0.95 over the first 300 steps."""
     return 0.85 + 0.10 * min(step / 300, 1.0)
 
 
 def weight_decay_at(step: int, num_iterations: int, initial: float) -> float:
-    """Linear to zero over the run."""
+    """Returns the weight decay, which falls linearly from its initial value to zero over the run."""
     return initial * (1 - step / num_iterations)
 
 
@@ -144,13 +148,13 @@ def weight_decay_at(step: int, num_iterations: int, initial: float) -> float:
 
 def polar_express(g: Tensor) -> Tensor:
     """
-    Roughly the nearest semi-orthogonal matrix U V^T of each g = U S V^T, both `(..., M, N)`, in g's dtype.
+    Returns roughly the nearest semi-orthogonal matrix U V^T of each g = U S V^T, `(..., M, N)`, in g's dtype.
 
-    Singular values that were above 1/1000 of the norm are in 0.84 to 1.15. Others are smaller.
+    Singular values above 1/1000 of the norm become values between 0.84 and 1.15. Smaller ones become less than that.
     """
     tall = g.size(-2) > g.size(-1)
     x = g.mT if tall else g
-    # The coefficients need singular values below 1; 2% of margin for the rounding of BF16.
+    # The coefficients need singular values below 1. The 2% are a margin for BF16's rounding.
     x = x / (x.norm(dim=(-2, -1), keepdim=True) * 1.02 + 1e-6)
     for a, b, c in POLAR_EXPRESS:
         gram = x @ x.mT
@@ -160,19 +164,20 @@ def polar_express(g: Tensor) -> Tensor:
 
 def newton_schulz(g: Tensor) -> Tensor:
     """
-    The same by five Newton-Schulz steps of Keller Jordan's package muon-optimizer, through its own function.
+    Orthogonalizes like polar_express, but by the five Newton-Schulz steps of Keller Jordan's package muon-optimizer.
 
-    The result is BF16 whatever the dtype of g. Singular values are in about 0.7 to 1.2, because the package's fixed
-    coefficients are chosen for a steep start and do not converge to 1. Raises ModuleNotFoundError without the package.
+    The result is BF16 for any dtype of g. Its singular values are between about 0.7 and 1.2, because the package's
+    coefficients are chosen to raise small values fast and do not converge to 1. Raises ModuleNotFoundError if the
+    package is not installed.
     """
     from muon import zeropower_via_newtonschulz5
 
     return zeropower_via_newtonschulz5(g, steps=5)
 
 
-# What --orthogonalizer chooses from: (..., M, N) -> (..., M, N).
+# The functions from (..., M, N) to (..., M, N) that --orthogonalizer chooses from.
 ORTHOGONALIZERS: dict[str, Callable[[Tensor], Tensor]] = {
-    "polar_express": polar_express,  # nanochat's: coefficients of its own for each of five steps, arXiv 2505.16932
+    "polar_express": polar_express,  # nanochat's orthogonalizer. Each step has its own coefficients.
     "newton_schulz": newton_schulz,
 }
 
@@ -190,11 +195,12 @@ def muon_update(
     orthogonalize: Callable[[Tensor], Tensor] = polar_express,
 ) -> None:
     """
-    One step for K matrices of one shape at once; params, both buffers and grads (which is scratch) change in place.
+    Updates K matrices of one shape in one step. params, both buffers and grads are changed in place. grads has no
+    meaning afterwards.
 
-    params, grads and momentum_buffer are `(K, M, N)`. second_momentum_buffer is `(K, M, 1)` where M >= N, else
-    `(K, 1, N)`. The hyper-parameters are 0-d tensors, so that a schedule does not recompile. lr includes the factor for
-    the shape. orthogonalize is one of ORTHOGONALIZERS and gets its argument in dtype.
+    params, grads and momentum_buffer are `(K, M, N)`. second_momentum_buffer is `(K, M, 1)` if M >= N, otherwise
+    `(K, 1, N)`. The hyper-parameters are tensors (), so that a change of their values causes no new compilation. lr
+    includes the factor for the shape. orthogonalize is one of ORTHOGONALIZERS, and its argument is cast to dtype.
     """
     momentum_buffer.lerp_(grads, 1 - momentum)
     g = grads.lerp_(momentum_buffer, momentum)
@@ -212,27 +218,30 @@ def muon_update(
 
 @functools.cache
 def _compiled_muon_update() -> Callable[..., None]:
-    """One fused graph a shape. Made at first use: the compiler is slow to import."""
+    """Compiles muon_update at its first use, because the compiler is slow to import. Each shape gets a graph."""
     return torch.compile(muon_update, dynamic=False, fullgraph=True)
 
 
 class Muon(torch.optim.Optimizer):
     """
-    Muon for 2-D parameters; see the top of this file for the formula.
+    Muon for matrices. The formula is at the top of this file.
 
-    Parameters of one shape form a group; groups are in the order of sorted shapes. As many matrices of a group as
-    stack_elements allows are updated as one stack. Callers set "lr", "momentum" and "weight_decay" of the groups before
+    Parameters of one shape form a group, and groups are in the order of their shapes. As many matrices of a group as
+    stack_elements allows are updated together. Callers set "lr", "momentum" and "weight_decay" of the groups before
     each step.
 
     Args:
-        params: 2-D parameters, floating.
-        momentum, beta2: decay rates of the first and second moment.
-        weight_decay: cautious, that is only where weight decay and update have the same sign.
-        stack_elements: how many elements are updated at a time. The memory of a step is proportional to this number.
-        orthogonalizer: a name of ORTHOGONALIZERS. State dicts do not keep it; the metadata of a checkpoint do.
-        lean: weights are then BF16, and the momentum 8 bits. The stack is at most its stack_elements.
-    Raises ValueError for parameters that are not matrices, for an unknown orthogonalizer, and in step() for missing
-    gradients. Raises ModuleNotFoundError for "newton_schulz" without the package muon-optimizer.
+        params: the matrices, of a floating-point dtype
+        momentum, beta2: the decay rates of the first and the second moment
+        weight_decay: the weight decay, which is applied only to elements where it has the sign of the update
+        stack_elements: the number of elements that are updated at a time. A step's memory is proportional to it.
+        orthogonalizer: a name of ORTHOGONALIZERS. It is stored in a checkpoint's metadata, and not in state dicts.
+        lean: the LeanState of a run whose weights are BF16 and whose momentum has 8 bits, otherwise None. Its
+            stack_elements is an upper bound for the argument of this name.
+
+    Raises ValueError for parameters that are not matrices and for an unknown orthogonalizer. step() raises ValueError
+    if gradients are missing. Raises ModuleNotFoundError for "newton_schulz" if the package muon-optimizer is not
+    installed.
     """
 
     def __init__(
@@ -250,14 +259,14 @@ class Muon(torch.optim.Optimizer):
         if orthogonalizer not in ORTHOGONALIZERS:
             raise ValueError(f"unknown orthogonalizer {orthogonalizer!r}; use one of {', '.join(ORTHOGONALIZERS)}")
         self.orthogonalize = ORTHOGONALIZERS[orthogonalizer]
-        self.orthogonalize(torch.eye(2))  # a missing package is found here, before the first step
+        self.orthogonalize(torch.eye(2))  # A missing package causes an error here and not only in the first step.
         for p in params:
             if p.ndim != 2:
                 raise ValueError(f"Muon is for matrices, not for shape {tuple(p.shape)}; give this one to AdamW")
         self.rank, self.world_size = rank_and_world_size()
         self.lean = lean
         self.stack_elements = stack_elements if lean is None else min(stack_elements, lean.stack_elements)
-        shapes = sorted({tuple(p.shape) for p in params})  # sorted: the same order on every rank
+        shapes = sorted({tuple(p.shape) for p in params})  # Sorting gives the same order on all ranks.
         groups = [dict(params=[p for p in params if tuple(p.shape) == shape]) for shape in shapes]
         defaults = dict(lr=lr, momentum=momentum, beta2=beta2, weight_decay=weight_decay, world_size=self.world_size)
         super().__init__(groups, defaults)
@@ -284,20 +293,23 @@ class Muon(torch.optim.Optimizer):
             shape.write_weights()
 
     def _owned(self, group: dict[str, Any]) -> int:
-        """Matrices of a group that a rank owns. State is kept of so many, also where the last ranks own fewer."""
+        """Returns the number of matrices of a group that a rank owns. Each rank has state for this number of matrices,
+        although the last ranks may own fewer."""
         return matrices_of_a_rank(len(group["params"]), self.world_size)
 
     def parts(self, params: list[Tensor]) -> list[slice]:
-        """The parameters that are updated together. All parts have one size, so that one graph is compiled."""
+        """Divides the parameters of a group into parts that are updated together. All parts have the same size, so that
+        only one graph is compiled."""
         count = len(params)
         sizes = [n for n in range(1, count + 1) if count % n == 0 and n * params[0].numel() <= self.stack_elements]
         size = max(sizes, default=1)
         return [slice(i, i + size) for i in range(0, count, size)]
 
     def _update_part(self, group: dict[str, Any], stack: Tensor, grads: Tensor, part: slice) -> None:
-        """Updates the matrices `part` of those that this rank owns, in place. grads is changed as well."""
+        """Updates a part of the matrices that this rank owns, in place. grads is changed as well."""
         _, rows, columns = stack.shape
-        state, chunk = self.state[group["params"][0]], self._owned(group)  # nanochat: under the first parameter
+        # A group's state is stored under its first parameter, as in nanochat.
+        state, chunk = self.state[group["params"][0]], self._owned(group)
         lean = self.lean if is_lean(stack[0]) else None
         dtype = stack.dtype if lean is None else torch.float32
         if "momentum_buffer" not in state:
@@ -316,7 +328,7 @@ class Muon(torch.optim.Optimizer):
                 torch.tensor(group["beta2"], dtype=torch.float32),
                 torch.tensor(group["lr"] * max(1.0, rows / columns) ** 0.5, dtype=torch.float32),
                 torch.tensor(group["weight_decay"], dtype=torch.float32),
-                torch.bfloat16 if stack.is_cuda else dtype,  # elsewhere BF16 products can be many times slower
+                torch.bfloat16 if stack.is_cuda else dtype,  # BF16 products can be very slow on other devices.
                 self.orthogonalize,
             )
 
@@ -357,7 +369,7 @@ class Muon(torch.optim.Optimizer):
 
 
 def _state_dict_of(state_dict: dict[str, Any], world_size: int) -> dict[str, Any]:
-    """The groups of state_dict with this world_size, and no state."""
+    """Returns a state dict with the groups of state_dict, this world_size, and no state."""
     groups = [{**group, "world_size": world_size} for group in state_dict["param_groups"]]
     return {"state": {}, "param_groups": groups}
 
@@ -377,12 +389,12 @@ def _check_world_size(state_dict: dict[str, Any], world_size: int) -> None:
 
 class AdamW(torch.optim.Optimizer):
     """
-    AdamW by torch's fused kernel, its state and work split by rows among the ranks.
+    AdamW by torch's fused kernel. The ranks share its state and its work: each rank updates some rows of a parameter.
 
-    Every rank updates the whole of a parameter whose rows do not divide by the number of ranks, or that has fewer than
-    1024 elements. On one process this is torch.optim.AdamW(fused=True), with the same state dict.
-    lean: matrices are then BF16, and their moments 8 bits.
-    Raises ValueError in step() for missing gradients.
+    If a parameter has fewer than 1024 elements, or if its rows cannot be divided equally among the ranks, each rank
+    updates the whole parameter. On one process this class is torch.optim.AdamW(fused=True), with the same state dict.
+    lean is the LeanState of a run whose matrices are BF16 and whose moments have 8 bits, otherwise None. step() raises
+    ValueError if gradients are missing.
     """
 
     def __init__(
@@ -396,7 +408,7 @@ class AdamW(torch.optim.Optimizer):
     ):
         self.lean = lean
         self.rank, self.world_size = rank_and_world_size()
-        # "fused" is torch's own key: it keeps the step count on the device when a state is loaded.
+        # "fused" is a key of torch, with which loading a state keeps the step count on the device.
         defaults = dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, fused=True, world_size=self.world_size)
         super().__init__(params, defaults)
 

@@ -1,23 +1,25 @@
 """
-Optimizers with half the bytes, --state=lean: matrices and their gradients in BF16, moments in 8 bits.
+Optimizers that need half the memory (--state=lean). Matrices and their gradients are BF16, and moments have 8 bits.
 
     lean = LeanState(model, seed)
     optimizers, schedule = model.setup_pretraining(..., lean=lean)
     for step in ...:
         with lean.gradients(micro_batches, step):   # forward and backward passes
             ...
-        for optimizer in optimizers:                # each updates through lean.update
+        for optimizer in optimizers:                # each optimizer calls lean.update
             optimizer.step()
 
-- Weights. An update is computed in FP32 and rounded to BF16 stochastically, so updates far below half an ulp add up.
-- Gradients. Each micro-batch's gradient is added in FP32 to the sum, which is rounded to BF16 stochastically.
-- Moments. A block is a part of a row with an FP32 scale, its largest value. Codes are equal steps of the square root
-  (with sign), or of the fourth root for AdamW's second moment, which spans more. Rounding is stochastic and right on
-  average: a moment that decays by less than a step still decays.
+- Weights. An update is computed in FP32, and the new weight is rounded to BF16 stochastically. Updates far below half
+  an ulp therefore add up on average.
+- Gradients. The gradient of each micro-batch is added to the sum in FP32, and the sum is rounded to BF16
+  stochastically.
+- Moments. A block is a part of a row and has an FP32 scale, its largest value. Codes are equal steps of the square root
+  (with sign). For AdamW's second moment, which spans more magnitudes, they are steps of the fourth root. Rounding is
+  stochastic and right on average, so that a moment that decays by less than a step still decays.
 
-Parameters of fewer than two dimensions stay FP32. Random numbers are Philox's, a function of the run's seed, the step,
-the parameter's name and the row: the same after a resume, and on any number of processes. FP32 copies exist for one of
-Muon's stacks at a time.
+Parameters with fewer than two dimensions stay FP32. Random numbers come from Philox. They depend only on the run's
+seed, the step, the parameter's name and the row, so they are the same after a resume and on any number of processes.
+FP32 copies exist for only one of Muon's stacks at a time.
 """
 
 import contextlib
@@ -36,11 +38,12 @@ from nanochat_fp4.nvfp4.format import BYTES
 from nanochat_fp4.nvfp4.philox import SR_ELEMENT, philox
 
 STATES = ("fp32", "lean")
-BLOCK = 256  # the most elements that share a scale
-WEIGHT, MOMENT, SECOND_MOMENT, GRADIENT = range(4)  # streams of a parameter's random numbers; gradients have the rest
-MOMENTS = {"momentum_buffer": MOMENT, "exp_avg": MOMENT, "exp_avg_sq": SECOND_MOMENT}  # keys of optimizers' states
-SCALES = "_scales"  # a moment's scales have its key with this ending
-STEP_BYTES = 32  # of memory that an update takes for each element of Muon's stack
+BLOCK = 256  # The largest number of elements that share a scale.
+# The streams of a parameter's random numbers. Gradients use GRADIENT and all numbers above it.
+WEIGHT, MOMENT, SECOND_MOMENT, GRADIENT = range(4)
+MOMENTS = {"momentum_buffer": MOMENT, "exp_avg": MOMENT, "exp_avg_sq": SECOND_MOMENT}  # The keys of optimizers' states.
+SCALES = "_scales"  # The scales of a moment are stored under its key with this ending.
+STEP_BYTES = 32  # The bytes of memory that an update takes for each element of Muon's stack.
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -48,7 +51,8 @@ STEP_BYTES = 32  # of memory that an update takes for each element of Muon's sta
 
 
 def _random_halves(seeds: Tensor, first_row: int, rows: int, columns: int, stream: int) -> Tensor:
-    """16 random bits for each element, int64 (K, rows, columns). Each row begins with a Philox call for 8 elements."""
+    """Returns 16 random bits for each element, int64 (K, rows, columns). One call of Philox makes the bits of 8
+    elements, and each row begins with a new call."""
     calls = -(-columns // 8)
     index = torch.arange(first_row * calls, (first_row + rows) * calls, device=seeds.device)
     words = torch.stack(philox(seeds[:, None], index, SR_ELEMENT, stream), dim=-1)
@@ -57,9 +61,11 @@ def _random_halves(seeds: Tensor, first_row: int, rows: int, columns: int, strea
 
 
 def round_into(into: Tensor, x: Tensor, seed: Tensor, stream: int, first_row: int = 0, add: bool = False) -> None:
-    """into <- x, or into + x, rounded to one of the two BF16 numbers around it: up with the probability of the rest.
+    """Writes x, or with `add` the sum into + x, to `into`. It is rounded stochastically to one of the two neighbouring
+    BF16 numbers, so that the mean is exact.
 
-    into is BF16 (R, C) and contiguous, x FP32 or BF16 (R, C), seed int64 (). first_row: of into in the parameter.
+    into is BF16 (R, C) and contiguous, x is FP32 or BF16 (R, C), and seed is int64 (). first_row is the number of
+    into's first row in the parameter.
     """
     if use_kernels(into.device):
         from nvfp4_kernels.accumulate import round_into as kernel
@@ -73,7 +79,8 @@ def round_into(into: Tensor, x: Tensor, seed: Tensor, stream: int, first_row: in
 
 
 def drawn(weight: Tensor, fill: Callable[..., Tensor], *args: float) -> None:
-    """fill(weight, *args), as nn.init.normal_ does it in FP32: a BF16 weight is the FP32 one rounded to nearest."""
+    """Calls fill(weight, *args), where fill is a function like nn.init.normal_. A BF16 weight is drawn in FP32 and
+    rounded to nearest, so that the same random numbers are drawn for both dtypes."""
     if weight.dtype == torch.float32:
         fill(weight, *args)
     else:
@@ -85,14 +92,16 @@ def drawn(weight: Tensor, fill: Callable[..., Tensor], *args: float) -> None:
 
 
 def block_size(columns: int) -> int:
-    """The largest divisor of columns up to BLOCK."""
+    """Returns the largest divisor of columns that is at most BLOCK."""
     return next(n for n in range(min(BLOCK, columns), 0, -1) if columns % n == 0)
 
 
 def encode(x: Tensor, seeds: Tensor, first_row: int = 0, stream: int = MOMENT) -> tuple[Tensor, Tensor]:
-    """FP32 x (K, R, C) -> codes (K, R, C), scales FP32 (K, R, C / block). seeds: int64 (K,).
+    """Encodes moments x, FP32 (K, R, C), with seeds int64 (K,). Returns codes (K, R, C) and scales, FP32
+    (K, R, C / block).
 
-    Codes are int8 of the square root; of the fourth root they are uint8, and x >= 0.
+    Codes of the square root are int8. For the stream SECOND_MOMENT they are uint8 codes of the fourth root, and x must
+    not be negative.
     """
     signed = stream == MOMENT
     steps, root, power = (127, torch.sqrt, 2) if signed else (255, lambda y: y.sqrt().sqrt(), 4)
@@ -103,13 +112,13 @@ def encode(x: Tensor, seeds: Tensor, first_row: int = 0, stream: int = MOMENT) -
     below, above = (low / steps).pow(power), ((low + 1) / steps).pow(power)
     uniform = (_random_halves(seeds, first_row, *x.shape[1:], stream).float() + 0.5) * 2.0**-16
     q = low + (uniform.view_as(y) < (y - below) / (above - below))
-    # A second moment must not become 0 beside a first moment that is not: AdamW divides by it.
+    # A second moment that is not 0 must not become 0, because AdamW divides by it.
     q = torch.where(blocks < 0, -q, q) if signed else torch.where(y > 0, q.clamp_min(1), q)
     return q.to(torch.int8 if signed else torch.uint8).flatten(-2), scales
 
 
 def decode(codes: Tensor, scales: Tensor) -> Tensor:
-    """What encode's result stands for, FP32 (..., C)."""
+    """Returns the values of the codes and scales that encode has made, FP32 (..., C)."""
     q = codes.unflatten(-1, (scales.shape[-1], -1)).float()
     y = q * q.abs() / 127**2 if codes.dtype == torch.int8 else (q / 255).pow(4)
     return (y * scales.unsqueeze(-1)).flatten(-2)
@@ -117,12 +126,12 @@ def decode(codes: Tensor, scales: Tensor) -> Tensor:
 
 @functools.cache
 def _fused(function: Callable, gpu: bool) -> Callable:
-    """Compiled on a GPU, where some twenty passes over FP32 copies become one."""
+    """Returns the function, compiled if it is for a GPU. This turns some twenty passes over FP32 copies into one."""
     return torch.compile(function, dynamic=False, fullgraph=True) if gpu else function
 
 
 def new_moment(state: dict[str, Any], key: str, like: Tensor, lean: bool) -> None:
-    """A moment of zeros for `like` (..., C), under its keys of an optimizer's state."""
+    """Adds a moment of zeros for a parameter with the shape of `like` (..., C) to an optimizer's state."""
     if not lean:
         state[key] = like.new_zeros(like.shape)
         return
@@ -132,7 +141,7 @@ def new_moment(state: dict[str, Any], key: str, like: Tensor, lean: bool) -> Non
 
 
 def _write(state: dict[str, Any], key: str, part: slice, value: Tensor, seeds: Tensor, first_row: int = 0) -> None:
-    """value: FP32 (K, R, C), or (R, C) with one seed."""
+    """Encodes `value`, FP32 (K, R, C), or (R, C) with one seed, and writes it to a part of the moment `key`."""
     stacked = value if value.ndim == 3 else value[None]
     codes, scales = _fused(encode, value.is_cuda)(stacked, seeds, first_row, MOMENTS[key])
     state[key][part] = codes.view(value.shape)
@@ -140,7 +149,7 @@ def _write(state: dict[str, Any], key: str, part: slice, value: Tensor, seeds: T
 
 
 def _recoded(state: dict[str, Any], lean: bool, device: torch.device) -> dict[str, Any]:
-    """A parameter's state of either kind, as this kind has it, on the device."""
+    """Returns a parameter's state, which is in FP32 or in 8 bits, in the form that `lean` asks for, on the device."""
     result = {}
     for key, value in state.items():
         if key.endswith(SCALES):
@@ -150,8 +159,9 @@ def _recoded(state: dict[str, Any], lean: bool, device: torch.device) -> dict[st
             result[key] = decode(value, state[key + SCALES])
         elif lean and key in MOMENTS and value.is_floating_point() and value.ndim > 1:
             new_moment(result, key, torch.empty((), device=device).expand(value.shape), True)
-            rows = 1 if value.ndim == 3 else max(1, 2**24 // value.shape[1])  # at a time
-            for i in range(0, len(value), rows):  # no copy of the whole in FP32 on the device
+            # Some rows are converted at a time, so that the device never has an FP32 copy of the whole moment.
+            rows = 1 if value.ndim == 3 else max(1, 2**24 // value.shape[1])
+            for i in range(0, len(value), rows):
                 part = slice(i, i + rows)
                 _write(result, key, part, value[part].to(device, torch.float32), torch.full((1,), i, device=device))
         else:
@@ -160,11 +170,12 @@ def _recoded(state: dict[str, Any], lean: bool, device: torch.device) -> dict[st
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# A run
+# The state of a run
 
 
 class LeanState:
-    """What the optimizers of a run with --state=lean share: the model's matrices are BF16 already (set_state)."""
+    """The state that the optimizers of a run with --state=lean share: seeds, and the way to update a part of a
+    parameter. The model's matrices must already be BF16 (set_state)."""
 
     def __init__(self, model: nn.Module, seed: int):
         self.seed, self.step = seed, -1
@@ -175,7 +186,7 @@ class LeanState:
         self.begin(0)
 
     def begin(self, step: int) -> None:
-        """The random numbers of this step."""
+        """Computes the seeds of this step, int64 (number of parameters,)."""
         if step != self.step:
             texts = [f"nanochat_fp4 seed {self.seed} step {step} parameter {name}" for name in self.names]
             digests = [hashlib.sha256(text.encode()).digest()[:8] for text in texts]
@@ -186,10 +197,12 @@ class LeanState:
         self, apply: Callable[..., None], state: dict[str, Any], keys: list[str], part: slice,
         params: Sequence[Tensor], weights: Tensor, grads: Tensor, first_row: int = 0,
     ) -> None:  # fmt: skip
-        """Calls apply(weights, grads, *moments) with FP32 copies of a part, and rounds the weights and moments back.
+        """Calls apply(weights, grads, *moments) with FP32 copies, and rounds the new weights and moments
+        stochastically into their places.
 
-        part: of the state's moments, for these weights: BF16 (K, R, C) of K params, or (R, C), rows `part` of those
-            from first_row on of one.
+        weights are BF16: (K, R, C) for K whole matrices, which are the entries `part` of the state's moments, or (R, C)
+        for some rows of one matrix. These are the rows `part` of the state's moments, and the state's first row is the
+        row first_row of the matrix. params are the parameters that the weights belong to.
         """
         seeds = self.seeds[[self.numbers[p] for p in params]]
         exact = weights.float()
@@ -204,7 +217,8 @@ class LeanState:
 
     @contextlib.contextmanager
     def gradients(self, micro_batches: int, step: int) -> Iterator[None]:
-        """Around the micro-batches of a step: matrices' gradients add up in BF16, rounded stochastically."""
+        """A context for the micro-batches of a step. Inside, the gradients of matrices are added up in BF16 with
+        stochastic rounding."""
         self.begin(step)
         sums: dict[Tensor, Tensor] = {}
         added: dict[Tensor, int] = {}
@@ -239,7 +253,8 @@ def is_lean(p: Tensor) -> bool:
 
 
 def load_state(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
-    """Optimizer.load_state_dict of a state of either kind, without torch's conversion to the weights' dtype."""
+    """Loads a state dict in FP32 or with moments in 8 bits into an optimizer of either kind. Unlike torch's
+    Optimizer.load_state_dict, it does not convert moments to the dtype of the weights."""
     indices = [i for group in state_dict["param_groups"] for i in group["params"]]
     params = [p for group in optimizer.param_groups for p in group["params"]]
     lean = optimizer.lean is not None
@@ -254,9 +269,10 @@ def load_state(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> 
 
 @torch.no_grad()
 def set_state(model: nn.Module, state: str, before: str = "fp32") -> None:
-    """Gives the model's matrices the dtype of this state, one after the other; they are in the state `before`.
+    """Converts the model's matrices from the dtype of the state `before` to that of `state`, one matrix after the
+    other. Both are names of STATES.
 
-    A GPT's embedding is BF16 on a GPU in both.
+    The embedding of a GPT is BF16 on a GPU in both states.
     """
     if (state, before) == ("fp32", "fp32"):
         return
@@ -268,14 +284,16 @@ def set_state(model: nn.Module, state: str, before: str = "fp32") -> None:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Bytes
+# Memory
 
 
 def state_bytes(model: nn.Module, state: str, gpu: bool = False) -> dict[str, float]:
-    """Bytes of one process between the passes of a step, by what they are for. The model may be on meta.
+    """Returns the bytes of memory that one process needs between the passes of a step, for "weights", "gradients",
+    "moments" and "codes". The model may be on the meta device.
 
-    Muon keeps one moment, of the matrices of a GPT's blocks, and AdamW two of all else. Codes are of the blocks, for a
-    method that keeps 4.5 bits a weight. gpu: a GPT's embedding is BF16 there in both states.
+    Muon keeps one moment of the matrices in a GPT's blocks, and AdamW keeps two moments of all other parameters.
+    "codes" are those of the blocks' matrices, for a method that keeps 4.5 bits a weight. `gpu` says whether the model
+    is for a GPU, where a GPT's embedding is BF16.
     """
     total = dict.fromkeys(("weights", "gradients", "moments", "codes"), 0.0)
     blocks = set(model.transformer.h.parameters())
@@ -293,8 +311,9 @@ def state_bytes(model: nn.Module, state: str, gpu: bool = False) -> dict[str, fl
 
 
 def stack_that_fits(model: nn.Module) -> int:
-    """Elements of Muon's stack on this device. The memory of the whole device decides: the memory that is free now may
-    be another after a resume, and so would be the order of sums."""
+    """Returns the number of elements of Muon's stack that fits on this device. It depends on the memory of the whole
+    device and not on the memory that is free. The latter may differ after a resume, and other stacks would be summed in
+    another order."""
     device = model.get_device()
     if device.type != "cuda":
         return 2**24
