@@ -146,14 +146,7 @@ def convert(
     >>> model.nf_report.converted, model.nf_report.left_alone
     (['0'], [('2', 'out_features is 5, expected a multiple of 16')])
     """
-    if not isinstance(model, nn.Module):
-        raise ValueError(f"convert: got {type(model).__name__} for the model, expected a torch.nn.Module")
-    skip = (skip,) if isinstance(skip, str) else skip
-    if not isinstance(skip, Iterable) or not all(isinstance(pattern, str) for pattern in skip):
-        raise ValueError(f'convert: skip is {skip!r}, expected glob patterns of module names, for example ["*.c_proj"]')
-    if not all(isinstance(number, Integral) for number in (keep_first_blocks, keep_last_blocks)):
-        kept = f"{keep_first_blocks!r} and {keep_last_blocks!r}"
-        raise ValueError(f"convert: keep_first_blocks and keep_last_blocks are {kept}, expected numbers of blocks")
+    skip = _checked(model, skip, keep_first_blocks, keep_last_blocks)
     recipe = get_recipe(method)
     if not backward:
         recipe = recipe.forward_only()
@@ -162,11 +155,7 @@ def convert(
     all_names = linear_layers(model)
     linears = {names[0]: linear for linear, names in all_names.items()}
     heads, choosers = output_heads(model), routers(model) & set(all_names)
-    for pattern in skip:
-        if not any(_in_pattern(name, pattern) for names in all_names.values() for name in names):
-            raise ValueError(
-                f"convert: the skip pattern {pattern!r} matches no linear layer; there are: {_some(linears)}"
-            )
+    _check_patterns(skip, all_names)
     keep_last_blocks = keep_last_blocks or _kept_blocks(model, recipe)
     kept_blocks = _end_blocks(model, keep_first_blocks, keep_last_blocks)
     meant = {all_names[layer][0]: ROUTERS for layer in choosers}  # layer in high precision on purpose -> its kind
@@ -201,13 +190,7 @@ def convert(
         reason = "; ".join(reasons) or "the model has none"
         raise ValueError(f"convert: no linear layer could be converted ({reason})")
     if recipe.kinds:
-        report.kinds = {name: linears[name].kind for name in report.converted}
-        if not any(report.kinds.values()):
-            raise ValueError(
-                f"convert: {recipe.name} has recipes for {', '.join(kind for kind, _ in recipe.kinds)} layers, and the "
-                f"names of this model's layers do not tell which they are ({_some(report.converted)}); use a method "
-                "that treats all layers alike, or convert the parts of the model one by one"
-            )
+        report.kinds = _known_kinds(recipe, {name: linears[name] for name in report.converted})
     dtypes = {linears[name].weight.dtype for name in report.converted} - set(COMPUTE_DTYPES)
     report.refused_dtypes = sorted(str(dtype).removeprefix("torch.") for dtype in dtypes) if recipe.quantizes else []
     known = any(linears[name].gram_matrix is not None for name in report.converted)
@@ -223,6 +206,39 @@ def convert(
         with contextlib.suppress(OSError):  # a log that nobody takes is no reason to end a run
             print(report)
     return model
+
+
+def _checked(model: nn.Module, skip: Sequence[str], keep_first_blocks: int, keep_last_blocks: int) -> Sequence[str]:
+    """The patterns of skip, also where it is a single one. Raises ValueError for arguments of other types."""
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"convert: got {type(model).__name__} for the model, expected a torch.nn.Module")
+    skip = (skip,) if isinstance(skip, str) else skip
+    if not isinstance(skip, Iterable) or not all(isinstance(pattern, str) for pattern in skip):
+        raise ValueError(f'convert: skip is {skip!r}, expected glob patterns of module names, for example ["*.c_proj"]')
+    if not all(isinstance(number, Integral) for number in (keep_first_blocks, keep_last_blocks)):
+        kept = f"{keep_first_blocks!r} and {keep_last_blocks!r}"
+        raise ValueError(f"convert: keep_first_blocks and keep_last_blocks are {kept}, expected numbers of blocks")
+    return skip
+
+
+def _check_patterns(skip: Sequence[str], all_names: Mapping[nn.Module, Sequence[str]]) -> None:
+    """Raises ValueError for a pattern that matches no layer. all_names: each linear layer -> all of its names"""
+    for pattern in skip:
+        if not any(_in_pattern(name, pattern) for names in all_names.values() for name in names):
+            there = _some(names[0] for names in all_names.values())
+            raise ValueError(f"convert: the skip pattern {pattern!r} matches no linear layer; there are: {there}")
+
+
+def _known_kinds(recipe: Recipe, layers: Mapping[str, QuantLinear]) -> dict[str, str | None]:
+    """Name of a converted layer -> its kind. Raises ValueError if no layer has a kind that the recipe could go by."""
+    kinds = {name: layer.kind for name, layer in layers.items()}
+    if not any(kinds.values()):
+        raise ValueError(
+            f"convert: {recipe.name} has recipes for {', '.join(kind for kind, _ in recipe.kinds)} layers, and the "
+            f"names of this model's layers do not tell which they are ({_some(layers)}); use a method that treats all "
+            "layers alike, or convert the parts of the model one by one"
+        )
+    return kinds
 
 
 class QuantConv1D(QuantLinear):
