@@ -410,10 +410,7 @@ except BaseException as e:
 
 
 def test_torchrun_starts_again_where_it_was(fork_server, tiny_base):
-    """One of two ranks is killed in step 2; torchrun starts both again, and the run ends as an undisturbed one.
-
-    On a busy machine gloo may lose the new connection, too. torchrun then starts once more, from the same checkpoint.
-    """
+    """One of two ranks is killed in step 2; torchrun starts both again, and the run ends as an undisturbed one."""
     flags = [*BASE, "--method=bf16", "--num-iterations=3", "--save-every=2", "--eval-every=-1"]
     code = f"""
 import os, signal
@@ -426,15 +423,14 @@ def die():
 def train():
     with in_step(2, die):
         base_train.main([*{flags}, "--model-tag=killed"])
-torchrun(train, max_restarts=3)
+torchrun(train, max_restarts=1)
 """
     base = {"NANOCHAT_BASE_DIR": str(tiny_base)}
     fork_server.run_ranks(code, 1, env=base)
     whole = fork_server.run("scripts.base_train", [*flags, "--model-tag=whole"], ranks=2, env=base)
     assert whole.status == 0, whole.log
     folders = [tiny_base / "base_checkpoints" / tag for tag in ("killed", "whole")]
-    first, *again = [r["step"] for r in read_jsonl(folders[0] / "metrics.jsonl") if r["event"] == "start"]
-    assert first == 0 and set(again) == {2}
+    assert [r["step"] for r in read_jsonl(folders[0] / "metrics.jsonl") if r["event"] == "start"] == [0, 2]
     assert_same(*(final_state(folder, 3) for folder in folders))
 
 
