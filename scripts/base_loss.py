@@ -1,11 +1,13 @@
 """
-Bits per byte of a base model on train and validation text, and a few samples. From the root of the repository:
+Evaluates a base model: bits per byte of train and validation text, and a few samples. From the root of the
+repository:
 
     python -m scripts.base_loss
     torchrun --standalone --nproc_per_node=8 -m scripts.base_loss
     python -m scripts.base_loss --hf-path openai-community/gpt2     # a causal model of transformers, on the same text
 
-Measured twice: with the forward pass of the method that the model was trained with, and in BF16 (FP32 on a CPU).
+Both texts are evaluated twice: with the forward pass of the method that the model was trained with, and with the same
+weights in BF16 (FP32 on a CPU).
 """
 
 import argparse
@@ -44,7 +46,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def check_flags(args: argparse.Namespace, sequence_len: int, processes: int) -> None:
-    """Raises UserError for what this stage would refuse, for a plan."""
+    """Raises UserError for values that this stage cannot use. The plan calls it as well, before any stage has run."""
     if args.split_tokens <= 0 or args.split_tokens % sequence_len:
         problem = f"--split-tokens={args.split_tokens} is not a multiple of {sequence_len}, the tokens of a row"
         raise UserError(f"{problem}; choose a multiple")

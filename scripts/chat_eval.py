@@ -141,7 +141,10 @@ def sandbox_problem() -> str | None:
 
 
 def check_flags(args: argparse.Namespace, sequence_len: int | None = None, processes: int = 1) -> None:
-    """Raises UserError for what this stage would refuse, for a plan. sequence_len: of the base model, where known."""
+    """Raises UserError for values that this stage cannot use. The plan calls it as well, before any stage has run.
+
+    sequence_len: the length of the base model's rows, where it is known
+    """
     if args.max_problems is not None and args.max_problems < 1:
         raise UserError(f"--max-problems={args.max_problems} leaves nothing to evaluate; use at least 1")
     if args.temperature < 0:

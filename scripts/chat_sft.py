@@ -103,7 +103,7 @@ def batches(args: argparse.Namespace, processes: int, most: int = 4) -> int:
 
 
 def check_flags(args: argparse.Namespace, sequence_len: int, processes: int) -> None:
-    """Raises UserError for what this stage would refuse, for a plan."""
+    """Raises UserError for values that this stage cannot use. The plan calls it as well, before any stage has run."""
     check_iterations(args.num_iterations)
     if args.num_iterations == -1 and args.num_epochs < 1:
         raise UserError(f"--num-epochs={args.num_epochs} makes no step; use at least 1, or --num-iterations")

@@ -105,7 +105,7 @@ def batches(args: argparse.Namespace, sequence_len: int, processes: int, most: i
 
 
 def check_flags(args: argparse.Namespace, sequence_len: int, processes: int) -> None:
-    """Raises UserError for what this stage would refuse, for a plan."""
+    """Raises UserError for values that this stage cannot use. The plan calls it as well, before any stage has run."""
     check_iterations(args.num_iterations)
     batches(args, sequence_len, processes)
 
