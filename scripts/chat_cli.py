@@ -17,7 +17,8 @@ import nanochat_fp4 as nf
 from nanochat_fp4.common import joined_processes
 from nanochat_fp4.console import ArgumentParser, parse_finite
 from nanochat_fp4.errors import UserError, run_main
-from nanochat_fp4.generation.engine import AnswerText, Engine, compute_dtype, prepare
+from nanochat_fp4.generation.chat import AnswerText, compute_dtype, prepare
+from nanochat_fp4.generation.engine import Engine
 from nanochat_fp4.models.gpt import autocast
 from nanochat_fp4.training.flags import add_model_arguments
 from nanochat_fp4.training.load_model import SOURCES, load_for_inference

@@ -43,7 +43,7 @@ from nanochat_fp4.evaluation.execution import SandboxError, describe_sandbox
 from nanochat_fp4.evaluation.kept import Kept, key_of
 from nanochat_fp4.evaluation.report_log import get_report
 from nanochat_fp4.files import atomic_write
-from nanochat_fp4.generation.engine import compute_dtype
+from nanochat_fp4.generation.chat import compute_dtype
 from nanochat_fp4.models.gpt import ROTARY_FACTOR
 from nanochat_fp4.training.checkpoint_manager import weights_digest
 from nanochat_fp4.training.flags import add_benchmark_arguments, add_model_arguments, changed_flags

@@ -14,7 +14,6 @@ Rule: a row's tokens do not depend on the other rows of the batch. Two things co
 The order of floating-point sums may still depend on the number of rows.
 """
 
-import itertools
 from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -24,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanochat_fp4.common import preserved_rng
-from nanochat_fp4.data.tokenizer import SPECIAL_TOKENS, without_end
+from nanochat_fp4.data.tokenizer import without_end
 from nanochat_fp4.generation.calculator import use_calculator
 from nanochat_fp4.models.gpt import autocast
 from nanochat_fp4.nvfp4.contexts import per_token_scale, quantize_weights_once
@@ -104,46 +103,6 @@ def sample_next_token(
     probs = F.softmax(logits / temperature, dim=-1)
     choice = torch.stack([torch.multinomial(row, 1, generator=rng) for row, rng in zip(probs, rngs)])
     return choice if ids is None else ids.gather(1, choice)
-
-
-class AnswerText:
-    """
-    The text of an answer, token by token.
-
-    A character whose bytes are spread over several tokens is shown when complete. The text has a tool call with its
-    result as "[12*3 = 36]", and a call without a result as "[1/0]". Other special tokens, which a model may say in the
-    wrong place, are no text.
-    """
-
-    MARKERS = {"python_start": "[", "python_end": "]", "output_start": "[", "output_end": "]"}
-
-    def __init__(self, tokenizer: Any):
-        self.tokenizer = tokenizer
-        ids = {name: tokenizer.encode_special(f"<|{name}|>") for name in self.MARKERS}
-        self.call_end, self.answered = ids["python_end"], [ids["python_end"], ids["output_start"]]
-        # By id: a model may also write "<|python_end|>" in ordinary tokens.
-        self.readable = {ids[name]: text for name, text in self.MARKERS.items()}
-        self.silent = {tokenizer.encode_special(name) for name in SPECIAL_TOKENS} - set(self.readable)
-        self.tokens: list[int] = []
-        self.held: list[int] = []
-
-    def add(self, token: int) -> str:
-        """The text that became complete with this token."""
-        self.tokens.append(token)
-        if token in self.silent:
-            return self.rest()
-        self.held.append(token)
-        # After a call's end, the next token decides whether " = " or "]" follows.
-        incomplete = token == self.call_end or self.tokenizer.decode(self.held).endswith("\ufffd")
-        return "" if incomplete else self.rest()
-
-    def rest(self) -> str:
-        """The text that add() held back."""
-        held, self.held, result = self.held, [], ""
-        if held[-2:] == self.answered:
-            held, result = held[:-2], " = "
-        groups = [(marker, list(ids)) for marker, ids in itertools.groupby(held, self.readable.get)]
-        return "".join(len(ids) * marker if marker else self.tokenizer.decode(ids) for marker, ids in groups) + result
 
 
 class RowState:
@@ -312,29 +271,6 @@ class Engine:
             for i, (token, _) in new.items():
                 sequences[i].append(token)
         return [sequences[i : i + num_samples] for i in range(0, len(sequences), num_samples)]
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# The precision of a chat
-
-
-def compute_dtype(device: torch.device, wanted: str = "bfloat16") -> torch.dtype:
-    """The dtype to generate in: BF16 on CUDA unless "float32" is wanted, FP32 on other devices."""
-    return torch.bfloat16 if device.type == "cuda" and wanted != "float32" else torch.float32
-
-
-@torch.no_grad()
-def prepare(model: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Module:
-    """Rounds the weights of linear layers to dtype, in place, where they have more bits; returns the model.
-
-    Autocast would round these weights anew for each token, to the same values. Layers that quantize at the moment keep
-    their weights, because their codes are those of the weights as they were trained.
-    """
-    for module in model.modules():
-        if isinstance(module, torch.nn.Linear) and not getattr(module, "quantizes", False):
-            if module.weight.element_size() > dtype.itemsize:
-                module.weight = torch.nn.Parameter(module.weight.to(dtype), requires_grad=False)
-    return model
 
 
 # ----------------------------------------------------------------------------------------------------------------------

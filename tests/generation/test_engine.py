@@ -8,7 +8,8 @@ from _samples import byte_tokenizer
 
 import nanochat_fp4 as nf
 from nanochat_fp4.data.tokenizer import without_end
-from nanochat_fp4.generation.engine import AnswerText, Engine, KVCache, prepare, sample_next_token
+from nanochat_fp4.generation.chat import AnswerText, prepare
+from nanochat_fp4.generation.engine import Engine, KVCache, sample_next_token
 from nanochat_fp4.models.gpt import GPT, GPTConfig, autocast
 
 TOKENIZER = byte_tokenizer()
