@@ -1,11 +1,12 @@
 """
-A checkpoint: everything that a run's next step depends on. No other module spells the names of its parts on the disk.
+A checkpoint is everything that the next step of a run depends on. No other module spells the names of its parts on the
+disk.
 
     checkpoint = Checkpoint.load(folder, step, device, rank)
     checkpoint.meta.run_config, checkpoint.weights, checkpoint.optimizers, ...
     checkpoint.save(rank)
 
-checkpoint_manager.py writes and reads the files, and does not know what is in them.
+checkpoint_manager.py writes and reads the files. It does not know their content.
 """
 
 import json
@@ -18,26 +19,33 @@ from torch import Tensor
 
 from nanochat_fp4.training.checkpoint_manager import load_checkpoint, save_checkpoint
 
-# Keys of optim_<step>_rank<rank>.pt, a file that each process has.
+# These are the keys of the file optim_<step>_rank<rank>.pt, which each process has.
 OPTIMIZERS, RNG, POSITION = "optimizers", "rng", "dataloader"
 
 
 @dataclass
 class LoopState:
-    """The part of the loop's state that a checkpoint keeps."""
+    """The part of the training loop's state that a checkpoint keeps.
 
-    numbers: dict[str, float] = field(default_factory=dict)  # of the newest evaluation
+    - numbers are the results of the newest evaluation, and best are the best results so far, both by name.
+    - evaluated_at is the step of the newest evaluation.
+    - looked_at is the newest step for which the functions of Run.before_step have run.
+    - progress is the part of the run that is done, from 0 to 1.
+    - training_seconds is the time that steps have taken so far.
+    """
+
+    numbers: dict[str, float] = field(default_factory=dict)
     best: dict[str, float] = field(default_factory=dict)
     evaluated_at: int = -1
-    looked_at: int = -1  # the newest step that the functions of before_step have run for
-    progress: float = 0.0  # of the run, from 0 to 1
+    looked_at: int = -1
+    progress: float = 0.0
     training_seconds: float = 0.0
 
 
 class Metadata(dict):
-    """meta_<step>.json: what a checkpoint says of itself, and the numbers of the newest evaluation.
+    """The content of meta_<step>.json: a description of the checkpoint, and the results of the newest evaluation.
 
-    nanochat's own files lack most of this. A property whose part is missing has an empty value.
+    Checkpoints of nanochat itself lack most entries. The property of a missing entry has an empty value.
     """
 
     @classmethod
@@ -52,21 +60,22 @@ class Metadata(dict):
         commit: str | None,
         **more: Any,
     ) -> "Metadata":
-        """What all checkpoints of a run have in common.
+        """Returns the metadata that all checkpoints of a run have in common.
 
-        model_config: the arguments of the model's class, as nanochat has them
-        run_config: settings that decide the bits, which a resume must have again
-        tunable: settings that a resume may change; a note names them
-        user_config: all flags
-        recipes: the methods' recipes as records
-        more: device_batch_size, max_seq_len, and parent (the model that the run began with)
+        - model_config: the arguments of the model's class, under nanochat's names
+        - run_config: the settings that decide the bits, which a resumed run must have again
+        - tunable: the settings that a resumed run may change, with a note that names the change
+        - user_config: the values of all flags
+        - recipes: the methods' recipes as records
+        - more: device_batch_size, max_seq_len, and parent (the model that the run began with)
         """
         known = {"model_config": model_config, "run_config": run_config, "tunable": tunable, "user_config": user_config}
         return cls(**known, recipes=recipes, commit=commit, **more)
 
     @classmethod
     def read(cls, folder: Path, step: int) -> "Metadata":
-        """Reads the file without checking it. A damaged file gives empty metadata; Checkpoint.load says why."""
+        """Reads the file without checking it. A damaged file gives empty metadata, and Checkpoint.load then says
+        what is damaged."""
         try:
             found = json.loads((folder / f"meta_{step:06d}.json").read_bytes())
         except (OSError, ValueError, RecursionError):
@@ -74,11 +83,11 @@ class Metadata(dict):
         return cls(found) if isinstance(found, dict) else cls()
 
     def at(self, loop: LoopState, loss: dict[str, Any]) -> "Metadata":
-        """The metadata of one checkpoint of the run: with the state of the loop and of the loss monitor."""
+        """Returns the metadata of one checkpoint of the run, with the states of the loop and of the loss monitor."""
         return Metadata({**loop.numbers, **self, "loop_state": asdict(loop), "loss_state": loss})
 
     def loaded_from(self, model_tag: str) -> "Metadata":
-        """The same metadata with the tag of the folder that the model was loaded from."""
+        """Returns the same metadata with the tag of the folder that the model was loaded from."""
         return Metadata({**self, "model_tag": model_tag})
 
     def _dict(self, key: str) -> dict[str, Any]:
@@ -91,7 +100,7 @@ class Metadata(dict):
 
     @property
     def model_tag(self) -> str | None:
-        """The tag of the folder that the model was loaded from. It is not in the file."""
+        """The tag of the folder that the model was loaded from. The tag is not stored in the file."""
         return self.get("model_tag")
 
     @property
@@ -112,7 +121,8 @@ class Metadata(dict):
 
     @property
     def run_config(self) -> dict[str, Any] | None:
-        """None if the checkpoint does not say how it was trained, as nanochat's own do not."""
+        """The settings that decide the bits of the run, or None if the checkpoint has none. nanochat's own
+        checkpoints have none."""
         return self._dict("run_config") or None
 
     @property
@@ -125,7 +135,7 @@ class Metadata(dict):
 
     @property
     def state(self) -> str:
-        """--state of the run."""
+        """The --state of the run."""
         return self.user_config.get("state", "fp32")
 
     @property
@@ -138,7 +148,7 @@ class Metadata(dict):
 
     @property
     def gemms(self) -> Any:
-        """The FP4 library of each product (gemms.Choice.record); None where none was chosen."""
+        """The implementation that was chosen for each FP4 product (gemms.Choice.record), or None if none was chosen."""
         return self.get("gemms")
 
     @gemms.setter
@@ -147,13 +157,13 @@ class Metadata(dict):
 
     @property
     def device_batch_size(self) -> int | None:
-        """Rows of a micro-batch, if the checkpoint says so."""
+        """The number of rows of a micro-batch, or None if the checkpoint does not have it."""
         rows = self.get("device_batch_size") or self.user_config.get("device_batch_size")
         return rows if isinstance(rows, int) and rows > 0 else None
 
     @property
     def tokenizer(self) -> str | None:
-        """The fingerprint of the tokenizer."""
+        """The fingerprint of the tokenizer, or None if the checkpoint does not have it."""
         found = (self.run_config or {}).get("tokenizer") or self.get("tokenizer")
         return found if isinstance(found, str) else None
 
@@ -161,12 +171,13 @@ class Metadata(dict):
 @dataclass
 class Checkpoint:
     """
-    A run at one step. Only rank 0 has weights and method when a checkpoint is saved.
+    The state of a run at one step. When a checkpoint is saved, only rank 0 has weights and method.
 
-    weights: of the whole model
-    optimizers, rng, position: this rank's optimizers, generators, and place in the data after the last trained batch
-    method: what the QAT method has learned besides the weights (nf.gram_state)
-    of_ranks: (optimizers, position) of each rank, if a run of another number of processes saved the checkpoint
+    - weights are those of the whole model.
+    - optimizers, rng and position are this rank's optimizers, random generators, and place in the data after the last
+      batch that was trained on.
+    - method is what the QAT method has learned besides the weights (nf.gram_state).
+    - of_ranks has (optimizers, position) of each rank, if a run with another number of processes saved the checkpoint.
     """
 
     folder: Path
@@ -181,7 +192,8 @@ class Checkpoint:
 
     @classmethod
     def load(cls, folder: Path, step: int, device: torch.device, rank: int) -> "Checkpoint":
-        """Reads a checkpoint onto the device. Raises UserError if it does not agree with its manifest."""
+        """Reads a checkpoint, with its tensors on `device`. Raises UserError if a file differs from the checkpoint's
+        manifest."""
         weights, own, meta = load_checkpoint(folder, step, device, load_optimizer=True, rank=rank)
         own, parts = own if isinstance(own, dict) else {}, []
         for part in own.get("ranks", ()):
@@ -191,10 +203,11 @@ class Checkpoint:
         return cls(Path(folder), step, Metadata(meta), weights, *state, of_ranks=parts)
 
     def save(self, rank: int) -> bool:
-        """Saves, and returns whether all of the checkpoint is on the disk. All ranks call this together."""
+        """Saves the checkpoint, and returns whether all of it is on the disk. All ranks must call this method
+        together."""
         of_rank = {OPTIMIZERS: self.optimizers, RNG: self.rng, POSITION: self.position}
         return save_checkpoint(self.folder, self.step, self.weights, of_rank, self.meta, rank, self.method)
 
     def forget(self) -> None:
-        """Drops the tensors, so that their memory is free. The run has taken them up."""
+        """Drops the tensors, so that their memory becomes free. It is called when the run has taken them over."""
         self.weights, self.optimizers, self.rng, self.of_ranks = None, [], {}, []

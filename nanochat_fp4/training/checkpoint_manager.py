@@ -1,19 +1,21 @@
 """
-Saving, finding, loading and pruning checkpoints: nanochat's files and a manifest of their checksums, all there or not.
+Saving, finding, loading and deleting checkpoints. A checkpoint is a set of nanochat's files with a manifest of their
+checksums. Either all of the files exist, or the checkpoint does not exist.
 
-    model_000100.pt         weights (rank 0)
-    optim_000100_rank0.pt   a rank's optimizer, random state and data position (every rank)
-    method_000100.pt        what the QAT method has learned besides the weights, where it has (rank 0; nf.gram_state)
+    model_000100.pt         the weights (rank 0)
+    optim_000100_rank0.pt   a rank's optimizers, random state and data position (every rank)
+    method_000100.pt        what the QAT method has learned besides the weights, if anything (rank 0; nf.gram_state)
     meta_000100.json        model config, method, settings, losses (rank 0)
     manifest_000100.json    size and SHA-256 of the files above, and how many ranks wrote them
 
 A save first makes the empty file unfinished_000100.json. Then it writes each file under a temporary name, flushes it to
-the disk and renames it. The manifest comes last, and the checkpoint exists from then on. Files of an unfinished step
-without a manifest do not count: a save or a deletion was killed. The next save deletes them.
+the disk and renames it. It writes the manifest last, and from then on the checkpoint exists. A step that has an
+unfinished file and no manifest is not a checkpoint, because a save or a deletion was killed. The next save deletes the
+files of such a step.
 
-Other files without a manifest are nanochat's own checkpoints, or ours whose manifest was lost. Reading them gives a
-warning. torch.load has weights_only=True
-everywhere, so that a checkpoint cannot run code.
+Files that have neither an unfinished file nor a manifest are nanochat's own checkpoints, or checkpoints of this package
+whose manifest was lost. They can be read, and reading them gives a warning. All calls of torch.load have
+weights_only=True, so that a checkpoint cannot run code.
 """
 
 import contextlib
@@ -37,13 +39,13 @@ FORMAT = "nanochat_fp4 checkpoint, version 1"
 
 
 class NoCheckpointError(UserError, FileNotFoundError):
-    """There is no checkpoint at all (rather than a damaged one)."""
+    """The error for a folder that has no checkpoint at all. A damaged checkpoint raises UserError instead."""
 
 
 def check_model_tag(model_tag: str | None, flag: str = "--model-tag") -> None:
-    """Raise UserError unless the tag of a flag names one folder (None: no tag was given).
+    """Raises UserError unless the model tag, the value of `flag`, is the name of one folder. The tag may be None.
 
-    The tag becomes part of paths, also of paths that are deleted.
+    The tag becomes a part of paths, and some of these paths are deleted.
     """
     if model_tag is None:
         return
@@ -55,7 +57,7 @@ def check_model_tag(model_tag: str | None, flag: str = "--model-tag") -> None:
 
 
 def _name(kind: str, step: int, rank: int = 0) -> str:
-    """The file of a step: kind is model, optim, method, meta, manifest or unfinished."""
+    """Returns the name of a step's file. kind is model, optim, method, meta, manifest or unfinished."""
     ends = {"optim": f"_rank{rank:d}.pt", "model": ".pt", "method": ".pt"}
     return f"{kind}_{step:06d}{ends.get(kind, '.json')}"
 
@@ -65,7 +67,7 @@ def _name(kind: str, step: int, rank: int = 0) -> str:
 
 
 class _HashingFile:
-    """A file object for torch.save that computes the SHA-256 and size of what passes through."""
+    """A file object for torch.save that computes the size and the SHA-256 of the data that it writes."""
 
     def __init__(self, f: Any):
         self.f, self.sha256, self.size = f, hashlib.sha256(), 0
@@ -85,7 +87,7 @@ class _HashingFile:
 
 
 def _write(folder: Path, name: str, content: Any) -> dict[str, Any]:
-    """Write `content` (bytes, or an object for torch.save); returns the manifest's entry."""
+    """Writes `content`, which is bytes or an object for torch.save. Returns the file's entry in the manifest."""
     with atomic_open(folder / name) as f:
         hashing = _HashingFile(f)
         if isinstance(content, bytes):
@@ -93,13 +95,14 @@ def _write(folder: Path, name: str, content: Any) -> dict[str, Any]:
         else:
             try:
                 torch.save(content, hashing)
-            except RuntimeError as e:  # torch.save hides the reason of a failed write
+            except RuntimeError as e:  # torch.save hides the reason of a failed write.
                 raise hashing.error or e from e
     return {"name": name, "size": hashing.size, "sha256": hashing.sha256.hexdigest()}
 
 
 def _plain(value: Any) -> Any:
-    """For json: numbers from torch and numpy as Python's, everything else as text."""
+    """Makes a value fit for JSON. A number of torch or NumPy becomes a number of Python, and anything else becomes
+    text."""
     return value.item() if hasattr(value, "item") and getattr(value, "numel", lambda: 1)() == 1 else str(value)
 
 
@@ -113,18 +116,21 @@ def save_checkpoint(
     method_data: dict[str, torch.Tensor] | None = None,
 ) -> bool:
     """
-    Save a checkpoint; to be called by all ranks of a process group together. True once it is on the disk as a whole.
+    Saves a checkpoint. All ranks of a process group must call this function together. Returns whether all of the
+    checkpoint is on the disk.
 
-    model_data, meta_data, method_data: used on rank 0. An empty method_data gets no file. optimizer_data: of this rank,
-    made of tensors, numbers, strings, lists and dicts, as torch.load(weights_only=True) reads them. None gets no file.
-    A full disk or a read-only folder is reported (by a warning) and gives False on every rank; the checkpoints of other
-    steps stay as they are.
+    - model_data, meta_data and method_data are used on rank 0 only. An empty method_data gets no file.
+    - optimizer_data is this rank's, made of tensors, numbers, strings, lists and dicts, which
+      torch.load(weights_only=True) can read. None gets no file.
+
+    If the disk is full or the folder is read-only, a warning says so, and the result is False on every rank. The
+    checkpoints of other steps stay as they are.
     """
     folder = Path(checkpoint_dir)
     entries: list[dict[str, Any]] = []
 
     def begin() -> None:
-        """From here on the step is unfinished."""
+        """Marks the step as unfinished, and writes the metadata."""
         if rank == 0:
             folder.mkdir(parents=True, exist_ok=True)
             _delete_remains(folder)
@@ -161,7 +167,7 @@ def save_checkpoint(
 
 
 def _problem_of_any_rank(work: Callable[[], None], rank: int) -> str | None:
-    """What kept the first rank from this work; None where all ranks have done it."""
+    """Calls work() on every rank. Returns the problem of the first rank on which it failed, or None."""
     problem = None
     try:
         work()
@@ -171,13 +177,13 @@ def _problem_of_any_rank(work: Callable[[], None], rank: int) -> str | None:
 
 
 def _delete_remains(folder: Path) -> None:
-    """Delete what killed saves and deletions left: temporary files, and files of unfinished steps."""
+    """Deletes what killed saves and deletions have left: temporary files, and the files of unfinished steps."""
     for path in folder.iterdir():
         if re.fullmatch(r"\.?(model|method|optim|meta|manifest|unfinished)_\d+[_.].*\.(staged|tmp)", path.name):
             with contextlib.suppress(OSError):
                 path.unlink()
     for step in _named_steps(folder, "unfinished"):
-        if (folder / _name("manifest", step)).exists():  # all was written, or nothing was touched yet
+        if (folder / _name("manifest", step)).exists():  # Either everything was written, or nothing was deleted yet.
             (folder / _name("unfinished", step)).unlink(missing_ok=True)
         else:
             _delete(folder, step)
@@ -185,10 +191,11 @@ def _delete_remains(folder: Path) -> None:
 
 def prune_checkpoints(checkpoint_dir: str | os.PathLike, keep_last: int, step: int | None = None) -> None:
     """
-    Delete all but the newest `keep_last` complete checkpoints; nothing where keep_last < 1. For one rank.
+    Deletes all complete checkpoints but the newest `keep_last`. Only one rank must call this function.
 
-    Checkpoints that are not complete do not count, and nanochat's own (without a manifest) are never deleted. Nor do
-    those after `step`, the one that was saved last: 'latest' passed them over, so they are damaged.
+    If keep_last is less than 1, nothing is deleted. Incomplete checkpoints do not count, and nanochat's own, which have
+    no manifest, are never deleted. `step` is the step that was saved last. Checkpoints of later steps do not count
+    either: they are damaged, because --resume-from-step=latest has passed over them.
     """
     if keep_last < 1:
         return
@@ -199,13 +206,14 @@ def prune_checkpoints(checkpoint_dir: str | os.PathLike, keep_last: int, step: i
 
 
 def forget_later_checkpoints(checkpoint_dir: str | os.PathLike, step: int) -> None:
-    """Delete the checkpoints after `step`. The run went on from an earlier one, and 'latest' must not find them."""
+    """Deletes the checkpoints of later steps than `step`. They belong to a run that was resumed from an earlier
+    step, and --resume-from-step=latest must not find them."""
     for later in (s for s in list_steps(checkpoint_dir) if s > step):
         _delete(Path(checkpoint_dir), later)
 
 
 def _delete(folder: Path, step: int) -> None:
-    """Deletes the files of a step; killed meanwhile, it leaves an unfinished one."""
+    """Deletes the files of a step. If the process is killed meanwhile, the step is left unfinished."""
     unfinished = folder / _name("unfinished", step)
     try:
         if any(folder.glob(f"*_{step:06d}[._]*")):
@@ -219,11 +227,11 @@ def _delete(folder: Path, step: int) -> None:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Looking
+# Finding
 
 
 def _named_steps(folder: Path, kind: str) -> list[int]:
-    """Steps of all files <kind>_<step>.<suffix>, the newest first."""
+    """Returns the steps of all files <kind>_<step>.<suffix>, the newest first."""
     if not folder.is_dir():
         return []
     matches = (re.fullmatch(rf"{kind}_(\d{{6,}})\.(?:pt|json)", name) for name in os.listdir(folder))
@@ -231,13 +239,13 @@ def _named_steps(folder: Path, kind: str) -> list[int]:
 
 
 def _read_manifest(folder: Path, step: int) -> dict[str, Any]:
-    """The manifest of a step, checked for its form. Raises UserError."""
+    """Reads the manifest of a step. Raises UserError if it cannot be read or is not of the form of a manifest."""
     path = folder / _name("manifest", step)
     try:
         manifest = json.loads(path.read_bytes())
         good = manifest["format"] == FORMAT and manifest["step"] == step and manifest["world_size"] >= 1
         for entry in manifest["files"]:
-            # Only names that a save makes: a manifest must not lead out of the folder.
+            # Only names that a save makes are accepted, because a manifest must not lead out of the folder.
             kind = re.fullmatch(
                 rf"((model|method)_{step:06d}\.pt|meta_{step:06d}\.json|optim_{step:06d}_rank\d+\.pt)", entry["name"]
             )
@@ -254,7 +262,7 @@ def _read_manifest(folder: Path, step: int) -> dict[str, Any]:
 
 
 def _entries(folder: Path, step: int) -> dict[str, dict[str, Any]]:
-    """The manifest's entries by name. Empty where there is no manifest, or a damaged one."""
+    """Returns the manifest's entries by name. Without an intact manifest the result is empty."""
     try:
         return {entry["name"]: entry for entry in _read_manifest(folder, step)["files"]}
     except UserError:
@@ -278,8 +286,10 @@ def _file_problem(folder: Path, entry: dict[str, Any], hashes: bool) -> str | No
 
 
 def _problem(folder: Path, step: int, hashes: bool = True, wanted: Sequence[str] = ()) -> str | None:
-    """Why the checkpoint of a step cannot be used, or None. wanted: these files alone. hashes=False: only sizes."""
-    if not (folder / _name("manifest", step)).exists():  # nanochat's own, or it was lost: a model and metadata
+    """Returns the reason why the checkpoint of a step cannot be used, or None. If `wanted` has names, only these
+    files are checked. hashes=False compares the sizes of files and not their checksums."""
+    # Without a manifest, which was lost or which nanochat did not write, a model and its metadata are enough.
+    if not (folder / _name("manifest", step)).exists():
         names = (_name("model", step), _name("meta", step))
         return next((f"{name} is missing" for name in names if not (folder / name).is_file()), None)
     try:
@@ -295,10 +305,8 @@ def _problem(folder: Path, step: int, hashes: bool = True, wanted: Sequence[str]
 
 
 def list_steps(checkpoint_dir: str | os.PathLike) -> list[int]:
-    """Steps that have a checkpoint, intact or not, the newest first. Empty where the folder does not exist.
-
-    Files of an unfinished step are no checkpoint.
-    """
+    """Returns the steps that have a checkpoint, intact or damaged, the newest first. If the folder does not exist,
+    the result is empty. The files of an unfinished step are not a checkpoint."""
     folder = Path(checkpoint_dir)
     steps = set(_named_steps(folder, "manifest"))
     steps |= set(_named_steps(folder, "model")) - set(_named_steps(folder, "unfinished"))
@@ -307,10 +315,11 @@ def list_steps(checkpoint_dir: str | os.PathLike) -> list[int]:
 
 def find_last_step(checkpoint_dir: str | os.PathLike) -> int:
     """
-    Step of the newest intact checkpoint. Damaged ones that are newer are named in warnings and passed over.
+    Returns the step of the newest intact checkpoint. A warning names each newer checkpoint that is damaged.
 
-    Every listed file of every rank is hashed. Under a process group rank 0 looks and all ranks get its answer (they
-    must call together). Raises NoCheckpointError where there is none, UserError where none is intact.
+    Every file of every rank that the manifest lists is hashed. In a process group rank 0 does so, and all ranks get its
+    result; they must call this function together. Raises NoCheckpointError if there is no checkpoint, and UserError if
+    none is intact.
     """
     folder = Path(checkpoint_dir)
     answer: Any = None
@@ -345,14 +354,14 @@ def find_last_step(checkpoint_dir: str | os.PathLike) -> int:
 
 
 def _torch_load(path: Path, device: Any, mmap: bool = False) -> Any:
-    """mmap: read the file on demand, for a caller that needs little of the file."""
+    """Loads a file. With mmap the file is read on demand, for a caller that needs little of it."""
     try:
         return torch.load(str(path), map_location=device, weights_only=True, mmap=mmap)
     except FileNotFoundError as e:
         raise UserError(f"{path} is missing; restore a copy, or use another step") from e
     except torch.cuda.OutOfMemoryError:
         raise
-    except Exception as e:  # a damaged file makes torch.load raise nearly anything
+    except Exception as e:  # For a damaged file torch.load raises exceptions of nearly any type.
         raise UserError(f"{path} cannot be read as weights ({one_line(e)[:120]}); use another step") from e
 
 
@@ -364,12 +373,16 @@ def load_checkpoint(
     rank: int = 0,
 ) -> tuple[dict[str, torch.Tensor], Any, dict[str, Any]]:
     """
-    (model_data, optimizer_data or None, meta_data) of a step, checked against the manifest; tensors on `device`.
+    Returns (model_data, optimizer_data or None, meta_data) of a step, checked against the manifest, with tensors on
+    `device`.
 
-    step=None takes the newest intact one (find_last_step); meta_data["step"] says which. A step that was asked for is
-    never replaced by another: where it is damaged, the UserError names the file and the newest intact step.
-    load_optimizer: also this rank's file. Where another number of ranks wrote the checkpoint, optimizer_data is one
-    rank's and has one more entry: "ranks" is the list of all ranks' data, with tensors on the CPU.
+    step=None takes the newest intact checkpoint (find_last_step), and meta_data["step"] is its step. A given step is
+    never replaced by another one: if it is damaged, the UserError names the damaged file and the newest intact step.
+    Raises NoCheckpointError if the step has no checkpoint.
+
+    load_optimizer says whether to load this rank's file as well. If another number of ranks wrote the checkpoint,
+    optimizer_data is that of one rank and has one more entry: "ranks" is the list of all ranks' data, with tensors on
+    the CPU.
     """
     folder = Path(checkpoint_dir)
     step = find_last_step(folder) if step is None else step
@@ -410,8 +423,8 @@ def load_checkpoint(
 
 
 def load_method_data(checkpoint_dir: str | os.PathLike, step: int, device: str | torch.device) -> dict[str, Any]:
-    """The QAT method's state besides the weights (nf.gram_state), checked against the manifest. Empty where the method
-    has none. Raises UserError where the file is damaged."""
+    """Returns what the QAT method has learned besides the weights (nf.gram_state), checked against the manifest. The
+    result is empty if the checkpoint has no such file. Raises UserError if the file is damaged."""
     folder = Path(checkpoint_dir)
     entry = _entries(folder, step).get(_name("method", step))
     if entry is None:
@@ -422,11 +435,12 @@ def load_method_data(checkpoint_dir: str | os.PathLike, step: int, device: str |
 
 
 def weights_digest(checkpoint_dir: Path, step: int | None) -> str | None:
-    """SHA-256 of the weights as the manifest has it; None where there is none (nanochat's own checkpoints)."""
+    """Returns the SHA-256 of the weights from the manifest, or None without a manifest (nanochat's own checkpoints)."""
     return None if step is None else _entries(checkpoint_dir, step).get(_name("model", step), {}).get("sha256")
 
 
 def _way_out(folder: Path, step: int) -> str:
+    """Returns the last part of an error message, which names the newest other step that is intact."""
     for other in list_steps(folder):
         if other != step and _problem(folder, other) is None:
             return f"step {other} is intact (--resume-from-step {other}, --model-step {other})"

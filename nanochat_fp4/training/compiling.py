@@ -1,8 +1,8 @@
-"""Kernels that a run needs are compiled while Python does something else: reads data, makes the model.
+"""Compiles the kernels that a run needs while Python reads data and makes the model.
 
-Most of a compilation's time is spent outside of Python, in LLVM and ptxas. Each kernel is compiled by its first launch.
-Threads therefore launch the kernels of a training step on small made-up operands, one kernel each. The self-check and
-the first step then find them compiled.
+Most of a compilation's time is spent outside of Python, in LLVM and ptxas. A kernel is compiled by its first launch.
+Threads therefore launch each kernel of a training step once on small made-up operands. The self-check and the first
+step then find the kernels compiled.
 """
 
 import concurrent.futures
@@ -15,15 +15,17 @@ from nanochat_fp4.nvfp4.dispatch import use_kernels
 from nanochat_fp4.nvfp4.makers import Quantization, quantize_grad_output, quantize_operand, quantize_relu_squared
 from nanochat_fp4.nvfp4.recipes import GRAD_OUTPUT, GRAD_OUTPUT_T, INPUT, INPUT_T, WEIGHT, Recipe
 
-# Of the operands. A model's sizes are multiples of 128 as well, and wide enough for the same tiles.
+# The size of the made-up operands. The sizes of a model are multiples of 128, too, and are wide enough for the same
+# tiles.
 ROWS, COLUMNS = 256, 2048
 
 
 @contextlib.contextmanager
 def compiled_meanwhile(device: torch.device, recipe: Recipe) -> Iterator[Callable[[], None]]:
-    """Compiles the kernels of a method in threads. Yields a function that waits for them.
+    """Compiles the kernels of a method in threads. Yields a function that waits for the threads.
 
-    What fails here fails again, with its reason, where the kernel is needed. torch's generators stay as they were.
+    A compilation that fails here fails again, with its reason, where the kernel is needed. The states of torch's random
+    generators do not change.
     """
     pool = concurrent.futures.ThreadPoolExecutor(8, thread_name_prefix="compiling")
     if device.type == "cuda" and recipe.quantizes and use_kernels(device):
@@ -36,13 +38,14 @@ def compiled_meanwhile(device: torch.device, recipe: Recipe) -> Iterator[Callabl
 
 
 def _on(device: torch.device, launch: Callable[[], object]) -> None:
-    """Calls launch with this GPU as the current one: each thread has its own, and begins with the first GPU."""
+    """Calls launch() with this GPU as the current one. Every thread has a current GPU of its own, which at first is
+    GPU 0."""
     with torch.cuda.device(device):
         launch()
 
 
 def launches(recipe: Recipe, device: torch.device) -> list[Callable[[], object]]:
-    """The kernels of a layer's forward and backward pass, each as a function that launches it."""
+    """Returns one function for each kernel of a layer's forward and backward pass, which launches this kernel."""
     seed = torch.zeros((), dtype=torch.int64, device=device)
     x = torch.ones(ROWS, COLUMNS, dtype=torch.bfloat16, device=device)
 
@@ -65,7 +68,7 @@ def launches(recipe: Recipe, device: torch.device) -> list[Callable[[], object]]
 
     return [
         lambda: quantize_grad_output(x, how(GRAD_OUTPUT), how(GRAD_OUTPUT_T)),
-        transposed_input,  # the transposed weight's kernel as well
+        transposed_input,  # This launches the kernel of the transposed weight as well.
         lambda: quantize_operand(x, how(INPUT), keep_codes=True),
         lambda: quantize_operand(x.float(), how(WEIGHT), keep_codes=True),
         of_relu_squared,

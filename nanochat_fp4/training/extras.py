@@ -1,8 +1,9 @@
 """
-What the loop does besides training, in plain functions.
+Functions for what the loop does besides training.
 
-Functions of run.before_step take (run, whether the run ends here): evaluation, telemetry. Functions of run.after_step
-take (run, attempt): bad numbers, the log. A stage adds its own to these lists.
+The functions in run.before_step take (run, last), where `last` says whether the run ends here. They evaluate the model
+and measure quantization errors. The functions in run.after_step take (run, attempt). They handle numbers that are not
+finite, and write the log. A stage adds functions of its own to these lists.
 """
 
 import contextlib
@@ -18,7 +19,7 @@ from nanochat_fp4.training.run import Run, due
 from nanochat_fp4.training.step import Attempt
 from nanochat_fp4.training.telemetry import layer_telemetry, name_nonfinite, summarize_telemetry
 
-MAX_SKIPPED_IN_A_ROW = 10  # --on-nonfinite=skip gives up after so many
+MAX_SKIPPED_IN_A_ROW = 10  # --on-nonfinite=skip stops after so many skipped updates in a row.
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -27,7 +28,8 @@ MAX_SKIPPED_IN_A_ROW = 10  # --on-nonfinite=skip gives up after so many
 
 @contextlib.contextmanager
 def evaluating(run: Run) -> Iterator[None]:
-    """A block in which the model evaluates and may draw random numbers. Training then goes on as if it had not."""
+    """A context in which the model evaluates and may draw random numbers. Afterwards training goes on as if it had
+    drawn none."""
     run.model.eval()
     try:
         with preserved_rng(run.device):
@@ -37,7 +39,7 @@ def evaluating(run: Run) -> Iterator[None]:
 
 
 def evaluate(run: Run, last: bool) -> None:
-    """Evaluates if that is due, and keeps the best and the newest numbers."""
+    """Evaluates the model if an evaluation is due, and keeps the newest and the best results."""
     if run.loop.evaluated_at == run.step or not run.evaluation.due(run.step, last):
         return
     with evaluating(run):
@@ -56,7 +58,7 @@ def evaluate(run: Run, last: bool) -> None:
 
 
 def warn_of_repetition(run: Run, numbers: dict[str, float]) -> None:
-    """Warns once if the text has been read twice and validation gets worse."""
+    """Warns once if the text has been read at least twice and the validation loss is rising."""
     epoch = run.position.get("epoch", 1) if isinstance(run.position, dict) else 1
     best = run.loop.best
     rising = [k for k, v in numbers.items() if ("loss" in k or "bpb" in k) and v > best.get(k, v)]
@@ -70,7 +72,7 @@ def warn_of_repetition(run: Run, numbers: dict[str, float]) -> None:
 
 
 def measure_layers(run: Run, last: bool) -> None:
-    """Measures the quantization error of every layer on the first row of the next batch, if that is due."""
+    """Measures the quantization error of every layer on the first row of the next batch, if a measurement is due."""
     is_due = run.batch and not last and not run.before_step_is_done and due(run.args.telemetry_every, run.step, last)
     if not is_due or not run.quantized.quantizes():
         return
@@ -93,11 +95,12 @@ def measure_layers(run: Run, last: bool) -> None:
 
 
 def skip_bad_numbers(run: Run, attempt: Attempt) -> None:
-    """Names the layer with the first bad number of a step. Raises UserError unless such steps may be skipped."""
+    """Names the layer with the first number of a step that is not finite. Raises UserError unless such steps may be
+    skipped."""
     if not attempt.bad:
         run.skipped_in_a_row = 0
         return
-    if is_sharded(run.model):  # one process alone cannot compute it again
+    if is_sharded(run.model):  # A process that has a shard of the weights cannot compute the step again by itself.
         place = "a process that shares the weights; --parallel=ddp names the layer"
     else:
         places = enumerate(of_all_ranks(first_bad_layer(run, attempt) if attempt.bad_here else None))
@@ -117,7 +120,7 @@ def skip_bad_numbers(run: Run, attempt: Attempt) -> None:
 
 
 def first_bad_layer(run: Run, attempt: Attempt) -> str:
-    """Computes the step's micro-batches again, and returns where the first bad number came from."""
+    """Computes the micro-batches of the step again, and returns the source of the first number that is not finite."""
     place = ""
     for batch, rng in attempt.batches:
 
@@ -134,7 +137,8 @@ def first_bad_layer(run: Run, attempt: Attempt) -> str:
 
 
 def write_log(run: Run, attempt: Attempt) -> None:
-    """Writes the numbers of a good step to metrics.jsonl, to the tracker, and beside the progress bar."""
+    """Writes the numbers of a step to metrics.jsonl, to the tracker, and beside the progress bar. A step whose
+    numbers are not finite is left out."""
     if attempt.bad:
         return
     average, loss = run.monitor.state["mean"], attempt.loss
@@ -164,7 +168,8 @@ def write_log(run: Run, attempt: Attempt) -> None:
 
 
 def track(run: Run, event: str, numbers: dict[str, Any]) -> None:
-    """Logs to wandb or trackio, under nanochat's names, which are the same in every stage: train/loss, val/bpb, ..."""
+    """Logs numbers to wandb or trackio. Their names are nanochat's and the same in every stage: train/loss, val/bpb,
+    ..."""
     values = {f"{event}/{key}": value for key, value in numbers.items() if value is not None}
     if run.size.tokens:
         values["total_training_tokens"] = run.size.tokens * run.step
@@ -174,15 +179,16 @@ def track(run: Run, event: str, numbers: dict[str, Any]) -> None:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Where memory runs out
+# When memory runs out
 
 
 def out_of_memory(run: Run, attempt: Attempt) -> UserError:
-    """Saves the run if possible, and returns the error that ends it, with the micro-batch that fits."""
+    """Saves the run if possible. Returns the error that ends the run, which names the micro-batch that fits."""
     attempt.batches.clear()
     run.batch = None
     run.model.zero_grad(set_to_none=True)
-    saved = not run.updating and attempt.save_before()  # the weights may be half updated
+    # In the middle of an update, only some of the weights may be updated.
+    saved = not run.updating and attempt.save_before()
     rows = run.size.rows
     try:
         fits = auto_device_batch_size(
@@ -194,6 +200,7 @@ def out_of_memory(run: Run, attempt: Attempt) -> UserError:
     lever = memory_lever(run.model, rows, run.size.seq_len)
     advice += f"; by count, {lever}" if lever else ""
     go_on = "; go on with it and --resume-from-step latest" if saved else ""
-    if run.stage in ("sft", "rl"):  # a micro-batch's rows are padded to one length, which decides the bits
+    # The rows of a micro-batch are padded to one length, so the micro-batch's size decides the bits.
+    if run.stage in ("sft", "rl"):
         go_on = "; start over with it and --overwrite"
     return run.failure(f"out of memory at step {run.step} with --device-batch-size={rows}; {advice}{go_on}")

@@ -1,4 +1,5 @@
-"""The flags of the training stages: of all of them, of pre-training, and of the stages after it."""
+"""The flags of the training stages: those that all stages have, those of pre-training, and those of the later
+stages."""
 
 import argparse
 import os
@@ -17,10 +18,10 @@ from nanochat_fp4.models.optim8bit import STATES
 from nanochat_fp4.nvfp4.methods import WHICH
 from nanochat_fp4.parallel import MODES
 
-# A run that branches from another run may differ from it in these settings (and in the method and the head).
+# A run that branches from another run may differ from it in these settings, in the method, and in the head.
 BRANCH_SETTINGS = ("layer_methods", "method_phases", "branch_from", "separate_qkv", "exact_relu_squared")
 METHODS = f"{', '.join(nf.METHODS)}; or a row that --recipes registers"
-# Flags of version 0.2 that set several things, and the flags that replace them.
+# These flags of version 0.2 set several things each. The values are the flags that replace them.
 REPLACED = {
     "--runtime": "--compile, --no-compile, --deterministic, --on-nonfinite=skip, --telemetry-every=N, --recompute=..., "
     "--shuffle-documents",
@@ -30,7 +31,7 @@ REPLACED = {
 
 
 def add_replaced(parser: argparse.ArgumentParser, *flags: str) -> None:
-    """Refuses flags of REPLACED with the names of the new ones. --help does not show them."""
+    """Adds flags of REPLACED, which are refused with the names of the new flags. --help does not show them."""
     for flag in flags:
         parser.add_argument(flag, type=_refuse(REPLACED[flag]), dest=argparse.SUPPRESS, help=argparse.SUPPRESS)
 
@@ -43,7 +44,7 @@ def _refuse(new: str) -> Callable[[str], NoReturn]:
 
 
 def add_run_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags that every training stage has, with the same meaning."""
+    """Adds the flags that every training stage has with the same meaning."""
     add = parser.add_argument
     # Logging
     run = os.environ.get("WANDB_RUN") or "dummy"
@@ -79,12 +80,14 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_compile_argument(parser: argparse.ArgumentParser) -> None:
+    """Adds --compile and --no-compile."""
     text = "torch.compile the model or not (default: on a GPU only)"
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=None, help=text)
 
 
 def parse_seed(text: str) -> int:
-    """argparse type of base_train's --seed. Earlier versions took a second number for the order of the text."""
+    """The argparse type of base_train's --seed. Earlier versions took a second number, the seed of the order of the
+    text."""
     seed, comma, data_seed = text.partition(",")
     if comma:
         raise argparse.ArgumentTypeError(f"{text!r} has two numbers; write --seed={seed} --data-seed={data_seed}")
@@ -115,13 +118,15 @@ def _step_or_latest(text: str) -> int | str:
 
 
 def check_iterations(count: int) -> None:
-    """Raises UserError for a --num-iterations that is neither a number of steps nor -1."""
+    """Raises UserError if --num-iterations is neither a number of steps nor -1."""
     if count < -1 or count == 0:
         raise UserError(f"--num-iterations={count}: expected at least 1 step, or -1 for another limit")
 
 
 def steps_of_epochs(args: argparse.Namespace, count: int, what: str, flag: str, per_step: int) -> int:
-    """--num-iterations, or the steps of --num-epochs over so many conversations. Raises UserError where it is none."""
+    """Returns the number of steps: --num-iterations, or those of --num-epochs over `count` conversations, `per_step`
+    of them in each step. `what` and `flag` name both numbers in the error. Raises UserError if there is not a single
+    step."""
     check_iterations(args.num_iterations)
     steps = args.num_iterations if args.num_iterations >= 1 else count // per_step * args.num_epochs
     if steps < 1:
@@ -131,7 +136,7 @@ def steps_of_epochs(args: argparse.Namespace, count: int, what: str, flag: str, 
 
 
 def changed_flags(args: argparse.Namespace, defaults: argparse.Namespace) -> str:
-    """The flags that differ from their defaults, as they would be typed; for the report."""
+    """Returns the flags whose values differ from the defaults, as a user would type them. The report shows them."""
     typed = []
     for name, value in vars(args).items():
         if value == getattr(defaults, name) or name == "resume_from_step":
@@ -145,13 +150,14 @@ def changed_flags(args: argparse.Namespace, defaults: argparse.Namespace) -> str
 
 
 def add_recipes_argument(parser: argparse.ArgumentParser) -> None:
-    """Rows of the user's own. A checkpoint holds the recipes that it was trained with and needs no file."""
+    """Adds --recipes. The file is needed for new runs only, because a checkpoint has the recipes that it was trained
+    with."""
     text = "Python file that registers methods of your own by nanochat_fp4.register, as $RECIPES does"
     parser.add_argument("--recipes", type=load_recipes, default="", metavar="FILE.py", help=text)
 
 
 def add_method_arguments(parser: argparse.ArgumentParser) -> None:
-    """How to quantize."""
+    """Adds the flags that say how to quantize."""
     add = parser.add_argument
     add_recipes_argument(parser)
     add("--method", default=None, help=f"QAT method (default: $QAT_METHOD, else clover): {METHODS}. {WHICH}")
@@ -177,8 +183,8 @@ METHOD_OF_THE_MODEL = f"QAT method (default: the one the model was trained with)
 
 
 def add_model_arguments(parser: argparse.ArgumentParser, *precisions: str) -> None:
-    """Of a script that uses a trained model: the model, the device, and the forward pass. precisions: the choices of
-    --precision, the default first."""
+    """Adds the flags of a script that uses a trained model: the model, the device, and the forward pass.
+    `precisions` are the choices of --precision, the default first. Without any, the script has no such flag."""
     add = parser.add_argument
     add("-g", "--model-tag", default=None, help="model tag to load (default: that of the largest model)")
     add("-s", "--step", "--model-step", type=int, default=None, help="step to load (default: the last one)")
@@ -193,23 +199,27 @@ def add_model_arguments(parser: argparse.ArgumentParser, *precisions: str) -> No
 
 
 def add_eval_dir_argument(parser: argparse.ArgumentParser) -> None:
+    """Adds --eval-dir."""
     where = "folder of benchmark files (default: $NANOCHAT_EVAL_DIR, else the hub); see eval/README.md"
     parser.add_argument("--eval-dir", default=None, help=where)
 
 
 def add_benchmark_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags of a script that reads benchmarks."""
     add_eval_dir_argument(parser)
     text = "leave out a dataset that is not to be had, instead of stopping"
     parser.add_argument("--allow-missing", action="store_true", help=text)
 
 
 def add_data_argument(parser: argparse.ArgumentParser) -> None:
+    """Adds --data."""
     text = "nanochat's data, or small ones made on the spot without a network (no benchmark numbers)"
     parser.add_argument("--data", default="nanochat", choices=("nanochat", "local"), help=text)
 
 
 def add_conversation_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags of a stage that trains on conversations. main and needs of the stage call check_conversations."""
+    """Adds the flags of a stage that trains on conversations. The stage's functions main and needs must call
+    check_conversations."""
     add_data_argument(parser)
     text = "folder with train.jsonl and test.jsonl of conversations, in place of SmolTalk"
     parser.add_argument("--sft-dir", default=None, help=text)
@@ -217,15 +227,16 @@ def add_conversation_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def check_conversations(args: argparse.Namespace) -> None:
-    """Raises UserError for --sft-dir with --data=local, which has no SmolTalk to replace."""
+    """Raises UserError if --sft-dir is given with --data=local, because the local data have no SmolTalk to replace."""
     if args.data == "local" and args.sft_dir:
         raise UserError("--sft-dir takes SmolTalk's place, which is not in --data=local; leave out one of the two")
 
 
 def add_common_arguments(parser: argparse.ArgumentParser, init_lr_frac: float) -> None:
-    """The flags that all stages after pre-training have: nanochat's and ours.
+    """Adds the flags that all stages after pre-training have, nanochat's and our own.
 
-    --state and --recompute are those of the model that the stage begins with, unless they are given.
+    --state and --recompute have no default here. Unless they are given, the stage takes them from the model that it
+    begins with.
     """
     add = parser.add_argument
     parser.epilog = "SIGTERM, Ctrl-C and SIGHUP save a checkpoint and stop within one step."

@@ -1,10 +1,12 @@
-"""The choice of an implementation for each FP4 GEMM of a run: probed, timed, and the fastest is taken.
+"""The choice of an implementation for each FP4 product of a run. All implementations are tested and timed, and the
+fastest one is taken.
 
-Rank 0 chooses for all. The products are those of the model itself: forward, dgrad and wgrad of each layer at its
-micro-batch. Each implementation of dispatch.IMPLEMENTATIONS multiplies operands of that shape in a child process. One
-with a wrong result is refused for the shape. The others are timed beside the emulated GEMM, BF16 and FP8. NVFP4_GEMM
-leaves one implementation. The choice goes into checkpoints: implementations add in different orders, so bits depend on
-it.
+Rank 0 chooses for all ranks. The products are those of the model itself: forward, dgrad and wgrad of each layer, at the
+size of the run's micro-batch. A child process has each implementation of dispatch.IMPLEMENTATIONS multiply operands of
+these shapes. An implementation whose result is wrong is refused for the shape. The others are timed, and so are the
+emulated GEMM, BF16 and FP8 for comparison. The variable NVFP4_GEMM leaves one implementation to choose from.
+
+Implementations sum in different orders, so the choice decides the bits of a run. Checkpoints therefore keep it.
 """
 
 import concurrent.futures
@@ -32,7 +34,7 @@ BASELINES = ("BF16", "FP8", "emulated")
 
 
 class ProductShape(NamedTuple):
-    """(M, K) . (N, K)^T -> (M, N) in dtype, "bfloat16" or "float32"."""
+    """The shape of a product (M, K) . (N, K)^T -> (M, N), and the dtype of its result, "bfloat16" or "float32"."""
 
     m: int
     n: int
@@ -47,11 +49,12 @@ class ProductShape(NamedTuple):
         return f"{self.m} x {self.n} x {self.k}{' FP32' if self.dtype == 'float32' else ''}"
 
 
-Measured = tuple[float | None, str]  # milliseconds, or None and the reason
+Measured = tuple[float | None, str]  # The time in milliseconds, or None and the reason why there is no time.
 
 
 def measured(device: torch.device, name: str, product: ProductShape) -> Measured:
-    """The time of an implementation, or of one of BASELINES, on this product; an implementation is probed first."""
+    """Times one of IMPLEMENTATIONS or BASELINES on a product. An implementation is timed only if its result is
+    right."""
     (m, n, k), dtype = product[:3], product.out_dtype
     if name in IMPLEMENTATIONS:
         problem = probe.problem_of_shape(device, lambda *pair: dispatch.mm(*pair, name), (m, n, k), (dtype,))
@@ -72,25 +75,26 @@ def measured(device: torch.device, name: str, product: ProductShape) -> Measured
     }
     try:
         return median_ms(baselines.get(name, lambda: dispatch.mm(x, y, dtype, name))), ""
-    except Exception as error:  # a library or a compiler, or no memory beside the model
+    except Exception as error:  # A library or a compiler fails, or no memory is left beside the model.
         return None, f"raises {(str(error).splitlines() or [type(error).__name__])[0][:200]}"
 
 
 def run_jobs(device: str, jobs: list[tuple[str, int, int, int, str]]) -> Iterator[Measured]:
-    """`measured` for each (name, *product). Ends the process where CUDA does not work any more."""
+    """Yields the result of `measured` for each (name, *product). Ends the process if CUDA stops working."""
     for name, *product in jobs:
         result = measured(torch.device(device), name, ProductShape(*product))
         try:
             torch.cuda.synchronize()
-        except RuntimeError:  # an illegal address: all later calls would fail
+        except RuntimeError:  # After an illegal address all later calls would fail.
             sys.exit(result[1])
         yield result
 
 
 def measure(jobs: list[tuple[str, ProductShape]], device: str) -> dict[tuple[str, ProductShape], Measured]:
-    """`measured` of each job in a child process, and in another one after that has died.
+    """Returns the results of `measured` for all jobs, which a child process computes. `device` is a text like
+    "cuda:0".
 
-    The implementation that ended a process is asked no more. device: "cuda:0" and the like.
+    If the child process dies, the implementation that ended it gets no further job, and another child process goes on.
     """
     results: dict[tuple[str, ProductShape], Measured] = {}
     for name, product in jobs:
@@ -110,10 +114,11 @@ def measure(jobs: list[tuple[str, ProductShape]], device: str) -> dict[tuple[str
 class Choice:
     """The measurements of each product, and the implementation that is taken for it.
 
-    gpu:   the GPU's name
-    count: product -> how often a micro-batch multiplies it
-    taken: product -> of IMPLEMENTATIONS, or "emulated"
-    notes: warnings for the user, a line each
+    - gpu: the GPU's name
+    - count: how often a micro-batch computes each product
+    - results: the time of each (implementation or baseline, product)
+    - taken: the implementation for each product, one of IMPLEMENTATIONS or "emulated"
+    - notes: warnings for the user, one line each
     """
 
     gpu: str
@@ -124,14 +129,15 @@ class Choice:
 
     @property
     def record(self) -> dict[str, Any]:
-        """For a checkpoint's metadata."""
+        """The choice in the form in which a checkpoint's metadata keeps it."""
         return {"gpu": self.gpu, "gemms": [[*product, name] for product, name in self.taken.items()]}
 
     def ms(self, name: str, product: ProductShape) -> float | None:
+        """Returns the time of a product in milliseconds, or None if there is none."""
         return self.results.get((name, product), (None, ""))[0]
 
     def lines(self) -> list[str]:
-        """The table, and what it says in words."""
+        """Returns the lines of a table of all times, followed by sentences about the choice."""
         names = [n for n in (*BASELINES, *IMPLEMENTATIONS) if any(self.ms(n, p) for p in self.count)]
         header = f"{'M x N x K, TFLOP/s':>28s}  times" + "".join(f"{name:>12s}" for name in names) + "  taken"
         rows = [f"GEMMs of a micro-batch on {self.gpu}", header]
@@ -152,17 +158,17 @@ class Choice:
 
 
 def choose(products: Counter[ProductShape], gpu: str, device: str, stored: dict[str, Any] | None = None) -> Choice:
-    """The choice for these products, times in a micro-batch, on the GPU of that name.
+    """Chooses an implementation for each product. `products` counts how often a micro-batch computes each product,
+    `gpu` is the GPU's name, and `stored` is the `record` of the run that is resumed.
 
-    stored: `record` of the run that goes on.
-
-    A stored choice is kept on the same kind of GPU, so that bits stay, unless an implementation is wrong now. Raises
-    ValueError where NVFP4_GEMM asks for an implementation that is wrong on one of them.
+    On a GPU of the same name a stored choice is kept, so that the bits stay the same, unless an implementation has
+    become wrong. Raises ValueError if NVFP4_GEMM asks for an implementation that is wrong on one of the products.
     """
     wanted = dispatch.gemm_asked_for()
 
     def able(product: ProductShape) -> list[str]:
-        """An implementation that NVFP4_GEMM names makes all that it can. The others make the rest."""
+        """Returns the implementations that may compute a product. If NVFP4_GEMM names one that has this output
+        dtype, it is the only one."""
         names = [name for name in IMPLEMENTATIONS if product.out_dtype in dispatch.output_dtypes(name)]
         return [wanted] if wanted in names else names
 
@@ -193,7 +199,7 @@ def choose(products: Counter[ProductShape], gpu: str, device: str, stored: dict[
 
 
 def _keep(choice: Choice, before: dict[ProductShape, str], wanted: str) -> None:
-    """Puts what was chosen before in the place of what was chosen now."""
+    """Replaces the new choice by the choice before, wherever that one still works."""
     for product in choice.count:
         now = choice.taken.get(product)
         name = before.get(product, now)
@@ -215,9 +221,10 @@ def use(model: nn.Module, libraries: dispatch.Libraries) -> None:
 
 
 def products_of(model: nn.Module, rows: int, seq_len: int, dtype: torch.dtype | None) -> Counter[ProductShape]:
-    """The products of a micro-batch that FP4 tensor cores could make -> how often.
+    """Returns how often a micro-batch computes each product that FP4 tensor cores could compute.
 
-    Passes of one and of two rows are recorded, which need little memory. A size that differs counts tokens.
+    To save memory, only passes of one and of two rows are recorded. A size that differs between them grows in
+    proportion to the number of rows.
     """
     passes = []
     for size in (1, 2):
@@ -230,18 +237,18 @@ def products_of(model: nn.Module, rows: int, seq_len: int, dtype: torch.dtype | 
             use(model, dispatch.FIRST_RIGHT)
         passes.append(recording.products)
     model.zero_grad(set_to_none=True)
-    if len(passes[0]) != len(passes[1]):  # the tokens decide what is computed
+    if len(passes[0]) != len(passes[1]):  # The tokens decide what is computed, so the two passes cannot be compared.
         return Counter()
     sizes = [[a + (rows - 1) * (b - a) for a, b in zip(one[:3], two[:3])] for one, two in zip(*passes)]
     return Counter(ProductShape(*mnk, str(one[3]).removeprefix("torch.")) for mnk, one in zip(sizes, passes[0]))
 
 
 def from_rank_0(work: Callable[[], Any], meet_every: float = 10.0) -> Any:
-    """The result of work(), which rank 0 alone computes, on all ranks. They call this together.
+    """Returns the result of work() on all ranks. Only rank 0 computes it. All ranks must call this function
+    together. Raises UserError on all ranks if work() raises ValueError.
 
-    Measuring takes minutes where a library is compiled first, and a rank that waits inside of one collective is ended
-    after the process group's timeout. Rank 0 therefore works in a thread, and the ranks meet every few seconds.
-    meet_every: seconds. Raises UserError on all ranks for work's ValueError.
+    Measuring takes minutes if a library is compiled first, and a rank that waits in one collective for longer than the
+    process group's timeout is ended. Rank 0 therefore works in a thread, and all ranks meet every `meet_every` seconds.
     """
 
     def result() -> tuple[Any, str]:
@@ -272,12 +279,11 @@ def from_rank_0(work: Callable[[], Any], meet_every: float = 10.0) -> Any:
 def choose_gemms(
     model: nn.Module, rows: int, seq_len: int, dtype: torch.dtype | None, stored: dict[str, Any] | None
 ) -> Choice | None:
-    """Chooses, prints the table, and gives the model's layers the choice, in all processes.
+    """Chooses an implementation for each FP4 product, prints the table, and gives the choice to the model's layers
+    on all ranks. Returns the choice, or None if FP4 tensor cores compute nothing.
 
-    None where FP4 tensor cores make nothing.
-
-    stored: Choice.record of the run that goes on. All processes call this together. Raises UserError where NVFP4_GEMM
-    asks for what is wrong here.
+    `stored` is the Choice.record of the run that is resumed. All ranks must call this function together. Raises
+    UserError if NVFP4_GEMM asks for an implementation that does not work here.
     """
     use(model, dispatch.FIRST_RIGHT)
     try:

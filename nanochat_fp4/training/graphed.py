@@ -1,19 +1,22 @@
-"""Micro-batches of a training run as one CUDA graph: a leaf of TrainingStep, for base_train's --cuda-graph.
+"""Micro-batches of a training run as one CUDA graph. GraphedStep is a subclass of TrainingStep for base_train's
+--cuda-graph.
 
-A micro-batch of a 4-bit method launches some three thousand kernels, and Python needs about as long to launch them as a
-GPU to run them: on a busy host longer. A CUDA graph launches them all with one call. The first step runs as always and
-compiles. The second step captures two graphs, and all later steps replay them:
+A micro-batch of a 4-bit method launches some three thousand kernels. Python needs about as long to launch them as a GPU
+needs to run them, and on a busy host it needs longer. A CUDA graph launches all of them with one call. The first step
+runs without graphs and compiles the model. The second step captures two graphs, and all later steps replay them:
 
-    codes        makes the weights' codes, once a step, into memory that the graph owns
-    micro-batch  forward and backward pass; reads the batch and adds the gradients at fixed addresses
+    codes        makes the weights' codes, once a step, in memory that the graph owns
+    micro-batch  computes the forward and backward pass. It reads the batch and adds the gradients at fixed addresses.
 
-The bits are those of a run without the graphs. Seeds are drawn on the device by torch's generator, whose seed and
-offset a replay takes from the generator itself: each replay draws the numbers that an eager pass would draw.
+The results have the same bits as without graphs. Seeds are drawn on the device by torch's generator. A replay takes the
+generator's seed and offset from the generator itself, so each replay draws the numbers that a pass without graphs would
+draw.
 
-The graphs are captured anew where what they hold has changed: the layers' methods (a phase begins), the parameters'
-memory, the number of micro-batches. What is computed between micro-batches needs no graph: evaluation, the search for
-the layer of a NaN, the optimizers, the Gram matrices of error feedback. A new feedback factor is copied into the factor
-that the graphs have captured. The activations of a micro-batch keep their memory in between.
+The graphs are captured again if something that they contain has changed: the layers' methods (when a phase begins), the
+memory of the parameters, or the number of micro-batches. Work between micro-batches runs without graphs: evaluation,
+the search for the layer of a NaN, the optimizers, and the Gram matrices of error feedback. A new feedback factor is
+copied into the factor that the graphs have captured. The memory of a micro-batch's activations stays allocated between
+replays.
 """
 
 import contextlib
@@ -33,34 +36,37 @@ from nanochat_fp4.training.step import TrainingStep
 
 @dataclass
 class _Captured:
-    """Both graphs and the tensors at the addresses that they hold."""
+    """Both graphs, and the tensors at the addresses that the graphs contain. The factors are those of error
+    feedback."""
 
     grads: list[tuple[torch.nn.Parameter, Tensor]]
-    factors: list[tuple[QuantLinear, Tensor]]  # of error feedback
+    factors: list[tuple[QuantLinear, Tensor]]
     codes: torch.cuda.CUDAGraph | None = None
-    made: list[object] = field(default_factory=list)  # the weights' operands
+    # These operands of the weights must stay alive as long as the graphs.
+    made: list[object] = field(default_factory=list)
     micro_batch: torch.cuda.CUDAGraph | None = None
     batch: tuple[Tensor, ...] = ()
     loss: Tensor | None = None
 
 
 class GraphedStep(TrainingStep):
-    """TrainingStep that replays CUDA graphs from the third step on. The arguments are TrainingStep's.
+    """A TrainingStep that captures CUDA graphs in the second step and replays them in later steps. Its arguments are
+    those of TrainingStep.
 
-    Says in one line why a run is left without graphs. Raises UserError where a capture fails.
+    If a run cannot use graphs, one line says why. Raises UserError if a capture fails.
     """
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
         self.captured: _Captured | None = None
-        self.seen: tuple | None = None  # what the last step without graphs held
+        self.seen: tuple | None = None  # The result of _holds in the last step without graphs.
         self.with_grads: list[torch.nn.Parameter] = []
         self.problem = self.reason_against()
         if self.problem:
             print0(f"note: --cuda-graph does nothing here: {self.problem}")
 
     def reason_against(self) -> str | None:
-        """Why this run is left without graphs, in part of a line, or None."""
+        """Returns the reason why this run cannot use graphs, as a part of a line, or None."""
         if self.device.type != "cuda":
             return f"the model is on {self.device}, expected a CUDA device"
         if is_sharded(self.model):
@@ -75,8 +81,8 @@ class GraphedStep(TrainingStep):
         return [m for m in self.model.modules() if isinstance(m, QuantLinear)]
 
     def _holds(self, count: int) -> tuple:
-        """What a captured graph takes for granted: of feedback factors, which layers have one, and which layers share
-        one."""
+        """Returns everything that a captured graph takes for granted. For feedback factors this is which layers have
+        one, and which layers share one."""
         addresses = tuple(p.data_ptr() for p in self.model.parameters())
         layers, first = self._layers(), {}
         recipes, factors = [layer.recipe for layer in layers], [layer.feedback_factor for layer in layers]
@@ -89,7 +95,8 @@ class GraphedStep(TrainingStep):
             with self._with_or_without_graphs(count, step):
                 yield
         except Exception:
-            self.captured = self.seen = None  # half a capture; and where memory ran out, theirs is wanted
+            # The graphs may be captured only in part, and if memory ran out, their memory is needed.
+            self.captured = self.seen = None
             raise
 
     @contextlib.contextmanager
@@ -116,7 +123,7 @@ class GraphedStep(TrainingStep):
 
     @contextlib.contextmanager
     def _first_with_graphs(self, count: int) -> Iterator[None]:
-        """Around the micro-batches of the step that captures. Its gradients stay where they are in later steps."""
+        """The context of the step that captures. Its gradients keep their addresses in later steps."""
         with contextlib.ExitStack() as inside:
             if count > 1:
                 inside.enter_context(nf.accumulate_gradients(self.model))
@@ -151,13 +158,13 @@ class GraphedStep(TrainingStep):
 
 @contextlib.contextmanager
 def _capture(graph: torch.cuda.CUDAGraph, pool: tuple[int, int] | None = None) -> Iterator[None]:
-    """Captures what is launched inside. Other threads may go on to use CUDA."""
+    """Captures the kernels that are launched in this context. Other threads may go on to use CUDA."""
     try:
         with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
             yield
     except Exception as error:
         if is_out_of_memory(error):
-            raise  # the training loop names the micro-batch that fits
+            raise  # The training loop catches this error and names the micro-batch that fits.
         raise UserError(
             f"--cuda-graph: a micro-batch could not be captured ({one_line(error)}); train without --cuda-graph"
         ) from error

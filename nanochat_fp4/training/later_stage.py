@@ -1,4 +1,4 @@
-"""What mid-training, SFT and RL have in common: their Run begins with the model of another stage."""
+"""The parts that mid-training, SFT and RL have in common. Their Run begins with the model of another stage."""
 
 import argparse
 from collections.abc import Callable
@@ -11,7 +11,8 @@ from nanochat_fp4.training.run import Process, Run
 
 
 def begin(stage: str, source: str, args: argparse.Namespace, process: Process, compiled: bool = False) -> Run:
-    """Returns a Run whose model is loaded, converted and divided. source: the stage whose model it begins with."""
+    """Returns a Run whose model is loaded, converted, and spread over the processes. `source` is the stage whose
+    model the run begins with."""
     run = Run(stage, args, process)
     run.begin_with_model_of(source)
     method = run.method_of_model()
@@ -25,7 +26,8 @@ def begin(stage: str, source: str, args: argparse.Namespace, process: Process, c
 def finetune(
     run: Run, lr_multiplier: Callable[[float], float], momentum: Callable[[int], float] | None = None, **loss: Any
 ) -> None:
-    """Gives the run the optimizers and the schedule of nanochat's later stages. loss: of TrainingStep."""
+    """Gives the run the optimizers and the schedule of nanochat's later stages. `loss` is the argument of
+    TrainingStep."""
     names = ("unembedding_lr", "embedding_lr", "matrix_lr", "weight_decay")
     rates = {name: getattr(run.args, name) for name in names}
     how = {"orthogonalizer": run.orthogonalizer, "lean": run.lean}
@@ -33,10 +35,10 @@ def finetune(
 
 
 def record_settings(run: Run, sources: dict[str, str], batch_settings: dict[str, Any]) -> None:
-    """Writes down what checkpoints will say of the run. run.size must be known.
+    """Sets what checkpoints will say of the run. run.size must be known.
 
-    sources: the number of rows by name of data set. batch_settings: further settings that decide the batches.
-    Raises UserError if the checkpoint to go on from belongs to another run.
+    `sources` are the numbers of rows by name of data set, and `batch_settings` are further settings that decide the
+    batches. Raises UserError if the checkpoint that is resumed belongs to another run.
     """
     args = run.args
     settings = {
@@ -61,7 +63,7 @@ def record_settings(run: Run, sources: dict[str, str], batch_settings: dict[str,
 
 
 def report(run: Run, section: str, setup: dict[str, Any], sources: dict[str, str]) -> None:
-    """Prints the results, and writes them with `setup` into the report under `section`."""
+    """Prints the results, and writes them together with `setup` into the report under `section`."""
     bests = {f"Best {key}": value for key, value in run.loop.best.items()}
     about = {
         "Model": f"{run.parent.get('stage')} model {run.model_tag}, step {run.parent.get('step')}",

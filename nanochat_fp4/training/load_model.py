@@ -1,7 +1,8 @@
 """
-Models from checkpoints: build_model from a folder, load_model from a stage of the base directory.
+Loads models from checkpoints. build_model loads from a folder, and load_model from a stage of the base directory.
 
-A model comes back as it was trained, neither compiled nor converted. nanochat's own checkpoints load as well.
+The model has the weights that it was trained to. It is neither compiled nor converted. nanochat's own checkpoints can
+be loaded, too.
 """
 
 import argparse
@@ -36,7 +37,7 @@ from nanochat_fp4.training.checkpoint_manager import (
     load_method_data,
 )
 
-# stage -> its folder in the base directory, and the script that fills it
+# Each stage has a folder in the base directory, and a script that fills this folder.
 SOURCES = {
     "base": ("base_checkpoints", "scripts.base_train"),
     "mid": ("mid_checkpoints", "scripts.mid_train"),
@@ -44,17 +45,19 @@ SOURCES = {
     "rl": ("chatrl_checkpoints", "scripts.chat_rl"),
 }
 
-SWITCHES = ("separate_qkv", "exact_relu_squared")  # fields of GPTConfig that nanochat does not have
+SWITCHES = ("separate_qkv", "exact_relu_squared")  # These fields of GPTConfig do not exist in nanochat.
 
 
 def checkpoint_folder(source: str, model_tag: str) -> Path:
-    """The folder of a tag's checkpoints of base, mid, sft or rl. Raises UserError for a tag that is no name."""
+    """Returns the folder of the checkpoints of a stage (base, mid, sft or rl) under a model tag. Raises UserError
+    for a tag that is not the name of one folder."""
     check_model_tag(model_tag)
     return Path(get_base_dir()) / SOURCES[source][0] / model_tag
 
 
 def config_record(config: GPTConfig | LlamaConfig) -> dict[str, Any]:
-    """A model's config as metadata has it: without switches that are off, so that nanochat can read it."""
+    """Returns a model's config in the form of the metadata. Switches that are off are left out, so that nanochat can
+    read it."""
     return {k: v for k, v in asdict(config).items() if v or k not in SWITCHES}
 
 
@@ -62,11 +65,12 @@ def build_model(
     checkpoint_dir: str | os.PathLike, step: int | None, device: str | torch.device, phase: str
 ) -> tuple[GPT, RustBPETokenizer, Metadata]:
     """
-    (model, tokenizer, meta) of a checkpoint; the model is neither compiled nor converted, whatever it was trained with.
+    Returns (model, tokenizer, metadata) of a checkpoint. The model is neither compiled nor converted, whatever it was
+    trained with; the metadata name the method of its training. step=None takes the newest intact checkpoint.
 
-    phase: 'train' or 'eval'. The method that it was trained with is in the metadata. BF16 weights become FP32 on a CPU
-    (and on mps), as in nanochat, but not those of a --state=lean that will be trained. Raises UserError (damaged
-    checkpoint, config that does not fit, another tokenizer than the one in the base directory).
+    `phase` is 'train' or 'eval'. BF16 weights become FP32 on a CPU and on mps, as in nanochat. Only the weights of a
+    --state=lean that will be trained stay BF16. Raises UserError for a damaged checkpoint, for a config that does not
+    fit the weights, and for a tokenizer that is not the one in the base directory.
     """
     weights, _, meta = load_checkpoint(checkpoint_dir, step, device)
     meta = Metadata(meta)
@@ -76,7 +80,7 @@ def build_model(
 def model_of(
     model_data: dict[str, torch.Tensor], meta: Metadata, folder: Path, step: int, device: str | torch.device, phase: str
 ) -> tuple[GPT, RustBPETokenizer]:
-    """build_model for a checkpoint whose weights and metadata are loaded already."""
+    """Does the work of build_model for a checkpoint whose weights and metadata are loaded already."""
     device = torch.device(device)
     where = f"checkpoint of step {step} in {folder}"
     register_recipes(meta, where)
@@ -88,7 +92,8 @@ def model_of(
         if not model_config:
             raise ValueError("it has none")
         is_llama = model_config.pop("family", None) == "llama"
-        if not is_llama:  # before nanochat had windows and per-layer scalars: full context, scalars that do nothing
+        # Before nanochat had windows and per-layer scalars, its models had full context. These scalars change nothing.
+        if not is_llama:
             model_config.setdefault("window_pattern", "L")
             model_data.setdefault("resid_lambdas", torch.ones(model_config.get("n_layer", 0)))
             model_data.setdefault("x0_lambdas", torch.zeros(model_config.get("n_layer", 0)))
@@ -98,7 +103,8 @@ def model_of(
             raise ValueError(f"{' and '.join(SWITCHES)} must be true or false")
         if not all(isinstance(v, int) and v > 0 for v in numbers.values()):
             raise ValueError(f"these must be positive whole numbers: {numbers}")
-        # Before anything is made of these numbers: a wrong one could ask for more memory or time than there is.
+        # The numbers are checked before anything is allocated, because a wrong one could ask for too much memory or
+        # time.
         layers = len({name.split(".")[2] for name in model_data if name.startswith("transformer.h.")})
         if config.n_layer != layers:
             raise UserError(f"{where}: its weights do not fit its model config ({layers} layers, not {config.n_layer})")
@@ -117,9 +123,10 @@ def model_of(
 
 
 def register_recipes(meta: Metadata, where: str) -> None:
-    """Registers the recipes that a checkpoint was trained with (Run.record_settings), so that their names are methods.
+    """Registers the recipes that a checkpoint was trained with (Run.record_settings), so that their names are
+    methods.
 
-    Raises UserError for a damaged record, and where a name stands for another recipe in this process.
+    Raises UserError for a damaged record, and if a name stands for another recipe in this process.
     """
     try:
         for record in meta.recipes:
@@ -132,13 +139,14 @@ def register_recipes(meta: Metadata, where: str) -> None:
 
 
 def register_stored_recipes(checkpoint_dir: Path) -> None:
-    """register_recipes of the newest checkpoint in a folder, if it has one that says how it was trained."""
+    """Calls register_recipes for the newest checkpoint in a folder, if there is one."""
     for step in list_steps(checkpoint_dir)[:1]:
         register_recipes(Metadata.read(checkpoint_dir, step), f"checkpoint of step {step} in {checkpoint_dir}")
 
 
 def check_model_fits(config: GPTConfig, device: torch.device) -> None:
-    """Raise UserError where the weights alone are more than the device's memory, before anything is allocated."""
+    """Raises UserError if the weights alone need more than the device's memory. It is called before anything is
+    allocated."""
     matrices = 12 * config.n_layer * config.n_embd**2 + 2 * config.vocab_size * config.n_embd
     tables = 2 * ROTARY_FACTOR * config.sequence_len * (config.n_embd // config.n_head)
     gpu = device.type == "cuda"
@@ -152,7 +160,8 @@ def check_model_fits(config: GPTConfig, device: torch.device) -> None:
 
 
 def recompute_problem(recompute: str, config: Any, device: torch.device) -> str | None:
-    """Why the device cannot recompute a model of this config in this way, and what to do; None if it can."""
+    """Returns the reason why a model of this config cannot recompute in this way on the device, with a remedy, or
+    None."""
     reason = None
     if isinstance(config, LlamaConfig) and recompute != "none":
         return "it is not for the --llama models; leave it out"
@@ -164,9 +173,10 @@ def recompute_problem(recompute: str, config: Any, device: torch.device) -> str 
 
 def load_weights(model: GPT, model_data: dict[str, torch.Tensor], checkpoint_dir: str | os.PathLike, step: int) -> None:
     """
-    model.load_state_dict that takes the checkpoint's tensors over, and nf.load_gram_state of the method's own file.
+    Gives a model the checkpoint's tensors themselves, without a copy. If the QAT method has a file of its own, it is
+    loaded as well (nf.load_gram_state).
 
-    Raises UserError where they do not fit.
+    Raises UserError if the tensors do not fit the model.
     """
     try:
         shapes = {name: p.shape for name, p in model.state_dict().items()}
@@ -182,7 +192,8 @@ def load_weights(model: GPT, model_data: dict[str, torch.Tensor], checkpoint_dir
 
 
 def check_tokenizer(meta: Metadata, tokenizer: RustBPETokenizer, where: str = "the checkpoint") -> None:
-    """Raise UserError unless the model was trained with this tokenizer (its fingerprint, or at least its size)."""
+    """Raises UserError unless the model was trained with this tokenizer. The fingerprint and the size of the
+    vocabulary are compared, each if the metadata have it."""
     remedy = "use the base directory (NANOCHAT_BASE_DIR) in which it was trained, or train a new model"
     if meta.tokenizer is not None and meta.tokenizer != tokenizer.fingerprint():
         raise UserError(
@@ -197,22 +208,25 @@ def check_tokenizer(meta: Metadata, tokenizer: RustBPETokenizer, where: str = "t
 
 
 def checkpoints_made_with(tokenizer: RustBPETokenizer) -> list[str]:
-    """'base_checkpoints/d20_clover', ...: the runs in the base directory whose newest checkpoint fits the tokenizer."""
+    """Returns the runs in the base directory whose newest checkpoint fits the tokenizer, like
+    'base_checkpoints/d20_clover'."""
     found = []
     for place, _ in SOURCES.values():
         for folder in sorted(Path(get_base_dir(), place).glob("*/")):
             for step in list_steps(folder):
                 meta = Metadata.read(folder, step)
-                with contextlib.suppress(UserError):  # made with another one
+                with contextlib.suppress(UserError):  # A checkpoint of another tokenizer raises UserError.
                     check_tokenizer(meta, tokenizer)
                     found.append(f"{place}/{folder.name}")
-                if meta:  # else it is damaged, and an older one counts
+                if meta:  # If the metadata are damaged, an older checkpoint is read.
                     break
     return found
 
 
 def find_largest_model(checkpoints_dir: str | os.PathLike) -> str:
-    """The default model tag: the deepest of d<number>..., the newest of equally deep ones, else the newest of all."""
+    """Returns the default model tag. Of the tags d<number>... this is the one with the largest number, and of
+    several with the same number the newest. If no tag has this form, it is the newest of all. Raises NoCheckpointError
+    if there is no tag."""
     folder = Path(checkpoints_dir)
     tags = [p for p in folder.iterdir() if p.is_dir() and list_steps(p)] if folder.is_dir() else []
     if not tags:
@@ -226,9 +240,9 @@ def find_largest_model(checkpoints_dir: str | os.PathLike) -> str:
 
 
 def checkpoint_method(meta: Metadata, flag: str | None = None) -> str:
-    """The QAT method of a checkpoint's forward pass, the last one if it changed in training; --method wins.
-
-    nanochat's own checkpoints have none: bf16."""
+    """Returns the name of the QAT method with which a checkpoint computes its forward pass. If the method changed in
+    training, this is the last one. `flag`, the value of --method, takes precedence. nanochat's own checkpoints have no
+    method and compute in bf16."""
     config = meta.user_config
     if flag is None and config.get("quantization") == "none":
         return "bf16"
@@ -237,7 +251,8 @@ def checkpoint_method(meta: Metadata, flag: str | None = None) -> str:
 
 
 def find_model_tag(source: str, model_tag: str | None) -> str:
-    """The tag to take from a stage. Raises UserError that names the command which makes one."""
+    """Returns the tag of the model to take from a stage, by default that of find_largest_model. If there is no such
+    model, the UserError names the command that makes one."""
     check_model_tag(model_tag)
     folder, made_by = Path(get_base_dir()) / SOURCES[source][0], f"python -m {SOURCES[source][1]}"
     try:
@@ -257,10 +272,11 @@ def load_model(
     source: str, device: str | torch.device, phase: str, model_tag: str | None = None, step: int | None = None
 ) -> tuple[GPT, RustBPETokenizer, Metadata]:
     """
-    (model, tokenizer, meta) of a stage's model in the base directory; meta has its model_tag. See build_model.
+    Loads a stage's model from the base directory with build_model. Returns (model, tokenizer, metadata), and the
+    metadata have the model's tag.
 
-    source: base | mid | sft | rl. model_tag: by default find_largest_model's. step: by default the newest intact one.
-    Raises UserError, which names the command that makes a missing checkpoint.
+    `source` is base, mid, sft or rl. `model_tag` is by default that of find_largest_model, and `step` the newest intact
+    one. If there is no such checkpoint, the UserError names the command that makes it.
     """
     if source not in SOURCES:
         raise UserError(f"unknown source {source!r}; use one of {', '.join(SOURCES)}")
@@ -278,7 +294,8 @@ def load_model(
 def load_for_inference(
     source: str, device: torch.device, args: argparse.Namespace
 ) -> tuple[GPT, RustBPETokenizer, Metadata, str]:
-    """load_model of the flags' model, converted to its method or --method's, and the name of the method."""
+    """Loads the model that the flags name, and converts it to --method or else to the method of its training.
+    Returns (model, tokenizer, metadata, name of the method)."""
     model, tokenizer, meta = load_model(source, device, "eval", args.model_tag, args.step)
     method = checkpoint_method(meta, args.method)
     nf.convert(model, method, backward=False, verbose=False)

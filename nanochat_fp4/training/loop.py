@@ -4,12 +4,12 @@ The training loop of all four stages.
     if train(run):          # False if a signal stopped the run, which is saved then
         report(run)
 
-A step has micro-batches and an update. Before each step the loop calls the functions of run.before_step (evaluation,
-samples, telemetry) and saves a checkpoint if one is due. After each step it calls those of run.after_step (bad numbers,
-the log). extras.py has the functions that all stages have in common.
+A step consists of micro-batches and an update. Before each step the loop calls the functions in run.before_step
+(evaluation, samples, telemetry), and saves a checkpoint if one is due. After each step it calls the functions in
+run.after_step (numbers that are not finite, the log). extras.py has the functions that all stages have in common.
 
-A resumed run equals an undisturbed one. A checkpoint has everything that a step depends on: weights, optimizers,
-generators, the data position, run.loop and run.monitor.
+A resumed run computes the same bits as an uninterrupted one. A checkpoint therefore has everything that a step depends
+on: weights, optimizers, random generators, the position in the data, run.loop and run.monitor.
 """
 
 import time
@@ -42,9 +42,9 @@ from nanochat_fp4.training.wandb_run import setup_tracker
 
 
 def train(run: Run) -> bool:
-    """Trains until the end or until a signal. Returns whether the end was reached.
+    """Trains until the end of the run or until a signal. Returns whether the end was reached.
 
-    Raises UserError where the run must end: numbers that are not finite, memory or disk that are full.
+    Raises UserError if the run cannot go on, because numbers are not finite, or because memory or the disk is full.
     """
     begin(run)
     while True:
@@ -72,13 +72,14 @@ def train(run: Run) -> bool:
     if stopping:
         of = "" if run.by_epoch else f" of {run.size.steps}"
         print0(f"{run.process.signals.name}: stopped at step {run.step}{of}, saved in {run.folder}")
-        if run.args.resume_from_step != "latest":  # else the same command goes on
+        if run.args.resume_from_step != "latest":  # With latest, the same command resumes the run.
             print0("go on with: --resume-from-step latest")
     return not stopping
 
 
 def begin(run: Run) -> None:
-    """Does everything up to the first step. --overwrite deletes the old run last, when nothing refuses the new one."""
+    """Does everything that comes before the first step. --overwrite deletes the old run as late as possible, when
+    nothing can refuse the new run any more."""
     run.process.phases.end("model")
     run.restore()
     stored = run.checkpoint.meta.gemms if run.checkpoint else None
@@ -110,20 +111,21 @@ def begin(run: Run) -> None:
 
 
 def do_before_step(run: Run, last: bool) -> None:
-    """Calls the functions of run.before_step. last: whether the run ends here. Raises StopRequested on a signal."""
+    """Calls the functions in run.before_step. `last` says whether the run ends here. Raises StopRequested after a
+    signal."""
     for extra in run.before_step:
         extra(run, last)
     run.loop.looked_at = run.step
 
 
 def train_step(run: Run) -> None:
-    """Attempts one optimizer step. A step with numbers that are not finite updates nothing."""
+    """Attempts one optimizer step. If numbers of the step are not finite, the step updates nothing."""
     if not run.made_first_step:
         run.process.phases.end("evaluation")
     if changed := run.quantized.set_progress(run.step):
         run.progress.write(f"step {run.step:05d} | from here on {changed}")
         if run.training_step.compiled:
-            torch._dynamo.reset()  # recipes are constants of compiled code
+            torch._dynamo.reset()  # Recipes are constants of compiled code.
     before = run.step, get_rng_state(run.device), run.position
     attempt = Attempt(save_before=lambda: save(run, *before))
     run.training_step.synchronize()
@@ -134,12 +136,13 @@ def train_step(run: Run) -> None:
         if not is_out_of_memory(e) or run.process.world_size > 1:
             raise
         out = True
-    if out:  # here the exception is gone, and with it the frames that hold activations
+    if out:  # Outside of the except block the exception is gone, and with it the frames that keep the activations.
         raise out_of_memory(run, attempt)
     run.training_step.synchronize()
     attempt.seconds = time.monotonic() - began
     attempt.progress = attempt.consumed / run.data.conversations if run.by_epoch else (run.step + 1) / run.size.steps
-    for extra in run.after_step:  # may save the run as it was before this step, so its state changes only afterwards
+    # These functions may save the run as it was before the step. Its state therefore changes only after them.
+    for extra in run.after_step:
         extra(run, attempt)
     run.step, run.loop.progress = run.step + 1, attempt.progress
     run.progress.update(1, **attempt.shown)
@@ -151,7 +154,7 @@ def train_step(run: Run) -> None:
 
 
 def optimize(run: Run, attempt: Attempt) -> None:
-    """Computes the micro-batches and, if all numbers are finite on all processes, updates the weights."""
+    """Computes the micro-batches. Updates the weights if all numbers of all processes are finite."""
     parts, count, process = run.training_step, run.size.micro_batches, run.process
     losses, counted = [], 0
     with parts.micro_batches(count, run.step):
@@ -159,7 +162,7 @@ def optimize(run: Run, attempt: Attempt) -> None:
             if not run.data.ahead:
                 fetch(run)
             batch = run.batch
-            # Rank r has the step's micro-batches r, r + world size, ... (data/packing.py).
+            # Rank r has the micro-batches r, r + world size, ... of the step (data/packing.py).
             seed_micro_batch(run.args.seed, run.step, i * process.world_size + process.rank)
             attempt.batches.append((batch, get_rng_state(run.device)))
             losses.append(parts.micro_batch(*batch, count=count))
@@ -179,28 +182,29 @@ def optimize(run: Run, attempt: Attempt) -> None:
     if any_bad == 0:
         progress = run.loop.progress if run.by_epoch else run.step / run.size.steps
         attempt.rate = run.schedule(run.step, progress)
-        run.updating = True  # to the end of the step
+        run.updating = True  # The flag stays set to the end of the step.
         parts.update()
         with parts.autocast():
             run.quantized.after_update(run.step, lambda: forward_of_few(run))
 
 
 def forward_of_few(run: Run) -> None:
-    """Makes a forward pass of some thousand tokens, for methods that measure the layers' inputs."""
+    """Makes a forward pass of some thousand tokens, for methods that measure the inputs of layers."""
     x, y, *_ = run.batch
     rows = max(1, GRAM_TOKENS // run.size.seq_len)
     run.model(x[:rows], y[:rows])
 
 
 def fetch(run: Run) -> None:
-    """Makes the next batch on the CPU while the GPU works. run.position stays that of the batch before."""
+    """Makes the next batch on the CPU while the GPU computes. run.position stays that of the batch before."""
     *batch, run.next_position = next(run.loader)
     run.batch = tuple(batch)
 
 
 def save(run: Run, step: int, rng: dict[str, Tensor], position: Any) -> bool:
-    """Saves a checkpoint, and returns whether all of it is on the disk. All processes call this together."""
-    # A signal can have saved the step without what comes before it: at the end of a run, its last evaluation.
+    """Saves a checkpoint, and returns whether all of it is on the disk. All processes must call this function
+    together."""
+    # A step can have been saved before its last evaluation, because of a signal. It is then saved again.
     if run.dry_run or (step, run.loop.looked_at) == (run.saved_step, run.saved_look):
         return True
     weights = full_state_dict(run.model, run.process.rank)
@@ -213,6 +217,7 @@ def save(run: Run, step: int, rng: dict[str, Tensor], position: Any) -> bool:
         run.saved_step, run.saved_look = step, run.loop.looked_at
     if saved and run.process.rank == 0:
         if run.args.resume_from_step != "latest":
-            forget_later_checkpoints(run.folder, step)  # an earlier step's resume left them behind
+            # These checkpoints are left from before the run was resumed from an earlier step.
+            forget_later_checkpoints(run.folder, step)
         prune_checkpoints(run.folder, run.args.keep_last, step)
     return saved

@@ -1,4 +1,4 @@
-"""How many rows a device takes at once: a step's batch in micro-batches, and the largest of them that fits."""
+"""The size of micro-batches: how many micro-batches make a step, and how many rows fit the memory of a device."""
 
 import argparse
 from collections.abc import Callable
@@ -21,8 +21,8 @@ from nanochat_fp4.training.memory import SHARE, next_lever
 def plan_accumulation(
     total_batch_size: int, device_batch_size: int, seq_len: int, world_size: int, flag: str = "--device-batch-size"
 ) -> int:
-    """Micro-batches per step, so that a step sees total_batch_size tokens whatever fits a device. Raises UserError that
-    names `flag`."""
+    """Returns the number of micro-batches in a step of total_batch_size tokens. Raises UserError, which names
+    `flag`, if the tokens cannot be divided into micro-batches of this size."""
     tokens = device_batch_size * seq_len * world_size
     if tokens <= 0 or total_batch_size < tokens or total_batch_size % tokens:
         raise UserError(
@@ -33,7 +33,7 @@ def plan_accumulation(
 
 
 def parse_device_batch_size(text: str) -> int | str:
-    """argparse type of --device-batch-size: 'auto' or a positive whole number."""
+    """The argparse type of --device-batch-size, which is 'auto' or a positive whole number."""
     if text == "auto":
         return text
     if not text.isdigit() or int(text) < 1:
@@ -45,12 +45,15 @@ def largest_micro_batch(
     rows: int, peak_bytes: Callable[[int], int], budget: int, limit: int = 1024, below: int | None = None
 ) -> int | None:
     """
-    The largest micro-batch that fits, for `rows` rows per device and step; None where not even one row fits.
+    Returns the largest number of rows that fits in a micro-batch, or None if not even one row fits. `rows` is the
+    number of rows of this device in a step.
 
-    peak_bytes(size) runs a forward and backward pass of that many rows and returns the peak memory in bytes, or runs
-    out of memory. Candidates are the divisors of `rows` up to `limit` (and smaller than `below`), so that gradient
-    accumulation comes out even. Memory is a constant plus a part proportional to the size. Two small passes give both.
-    A trial checks the prediction, and the next smaller size follows as long as the trial fails.
+    peak_bytes(size) runs a forward and backward pass of `size` rows and returns the peak of memory in bytes, or runs
+    out of memory. The peak may be at most `budget` bytes. Candidates are the divisors of `rows` up to `limit` and
+    smaller than `below`, so that all micro-batches of a step have the same size.
+
+    Memory is a constant plus a part proportional to the size, and two small passes determine both. A trial then checks
+    the predicted size. While trials fail, the next smaller size is tried.
     """
 
     def measure(size: int) -> int | None:
@@ -80,13 +83,15 @@ def largest_micro_batch(
 
 
 def optimizer_bytes(model: nn.Module) -> float:
-    """Memory of a step that a trial pass does not show: the gradients of earlier micro-batches, and the moments."""
+    """Returns the memory of a step that a trial pass does not use: the gradients of earlier micro-batches, and the
+    moments."""
     of_state = state_bytes(model, state_now(model), gpu=model.get_device().type == "cuda")
     return of_state["gradients"] + of_state["moments"]
 
 
 def update_bytes(model: nn.Module) -> int:
-    """Memory that the update itself takes, when the activations are gone: of Muon, 20 bytes an element of a stack."""
+    """Returns the memory that the update itself takes when the activations are gone. For Muon in FP32 state this is
+    STACK_BYTES for each element of a stack."""
     elements = min(STACK_ELEMENTS, sum(p.numel() for p in model.parameters() if p.ndim == 2))
     if state_now(model) == "lean":
         return STEP_BYTES * min(elements, stack_that_fits(model))
@@ -94,7 +99,8 @@ def update_bytes(model: nn.Module) -> int:
 
 
 def try_micro_batch(model: nn.Module, size: int, seq_len: int, dtype: torch.dtype | None = None) -> None:
-    """A forward and backward pass of `size` rows of made-up tokens: leaves gradients, no trace in the generators."""
+    """Computes a forward and backward pass of `size` rows of random tokens. The gradients stay, and the states of
+    the random generators do not change."""
     device = model.get_device()
     with preserved_rng(device), autocast(device.type, dtype):
         tokens = torch.randint(model.config.vocab_size, (size, seq_len), device=device)
@@ -107,11 +113,15 @@ def auto_device_batch_size(
     model: nn.Module, rows: int, seq_len: int, dtype: torch.dtype | None = None, below: int | None = None
 ) -> int:
     """
-    --device-batch-size=auto: the largest micro-batch for this device, the same on all ranks. Raises UserError.
+    Returns the largest micro-batch that fits this device, for --device-batch-size=auto. The result is the same on all
+    ranks. Raises UserError if not even one row fits.
 
-    model: a gpt.GPT, not compiled. Its gradients are dropped. rows: of a device in a step. The size divides them.
-    below: the size must be smaller. A CPU's process ends when memory runs out, so nothing is tried there: up to 32 rows
-    (nanochat's default) that take no more than a quarter of the memory.
+    - model: a gpt.GPT that is not compiled. Its gradients are dropped.
+    - rows: the number of rows of a device in a step, of which the size is a divisor
+    - below: the size must be smaller than this number
+
+    On a CPU nothing is tried, because the process would be killed if memory ran out. There the result is at most 32
+    rows, nanochat's default, that take no more than a quarter of the memory by estimate.
     """
     device, config = model.get_device(), model.config
     if device.type == "cuda":
@@ -150,10 +160,10 @@ def auto_device_batch_size(
 
 
 def memory_lever(model: nn.Module, rows: int, seq_len: int) -> str:
-    """next_lever of a GPT as it trains now; "" for models that are not counted."""
+    """Returns next_lever of a GPT in its present state, or "" for models whose memory is not counted."""
     return next_lever(model, rows, state_now(model), seq_len) if isinstance(model, GPT) else ""
 
 
 def state_now(model: nn.Module) -> str:
-    """The --state that the model's weights are in."""
+    """Returns the --state of the model's weights."""
     return "lean" if any(map(is_lean, model.transformer.h.parameters())) else "fp32"

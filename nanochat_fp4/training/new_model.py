@@ -1,4 +1,4 @@
-"""What pre-training makes of its flags: a new model, the number of steps, the settings that decide the run's bits."""
+"""Turns the flags of pre-training into a new model, a number of steps, and the settings that decide the run's bits."""
 
 import argparse
 import hashlib
@@ -18,13 +18,14 @@ from nanochat_fp4.models.optim8bit import set_state
 from nanochat_fp4.training.flags import BRANCH_SETTINGS, check_iterations
 from nanochat_fp4.training.load_model import SWITCHES, check_model_fits, config_record, recompute_problem
 
-MAX_STEPS = 10**9  # more is a slip of the finger
-CPU_FLOPS = 1e11  # a second, of a CPU, generously
-CPU_TOO_MUCH = 1e15  # hours
+MAX_STEPS = 10**9  # A larger number is a typing error.
+CPU_FLOPS = 1e11  # A generous estimate of how many FLOPs a CPU computes in a second.
+CPU_TOO_MUCH = 1e15  # A run with more FLOPs takes a CPU hours.
 
 
 def model_config(args: argparse.Namespace, vocab_size: int) -> tuple[type[torch.nn.Module], Any, str]:
-    """The model that the flags describe: (its class, its config, the first part of its runs' names)."""
+    """Returns the class and the config of the model that the flags describe, and the first part of its runs' names.
+    Raises UserError for flags that exclude each other."""
     if args.llama:
         if unfit := next((switch for switch in SWITCHES if getattr(args, switch)), None):
             raise UserError(f"--{unfit.replace('_', '-')} is not for the --llama models; leave one of them out")
@@ -37,7 +38,8 @@ def model_config(args: argparse.Namespace, vocab_size: int) -> tuple[type[torch.
 
 
 def make_model(args: argparse.Namespace, vocab_size: int, device: torch.device) -> tuple[torch.nn.Module, str]:
-    """(the model with its first weights, the first part of its runs' names: d20, llama-tiny)."""
+    """Returns the model with its first weights, and the first part of its runs' names, like d20 or llama-tiny.
+    Raises UserError if the device cannot train it in the way that the flags ask for."""
     cls, config, name = model_config(args, vocab_size)
     if reason := recompute_problem(args.recompute, config, device):
         raise UserError(f"--recompute={args.recompute}: {reason}")
@@ -57,7 +59,8 @@ def make_model(args: argparse.Namespace, vocab_size: int, device: torch.device) 
 def run_settings(
     args: argparse.Namespace, method: str, model: torch.nn.Module, tokenizer: RustBPETokenizer
 ) -> dict[str, Any]:
-    """A pre-training run's settings that decide its bits. A checkpoint must agree with them."""
+    """Returns the settings of a pre-training run that decide its bits. A run can only be resumed with the same
+    settings."""
     return {
         "method": method,
         **{k: v for k, v in config_record(model.config).items() if k not in SWITCHES},
@@ -73,17 +76,20 @@ def run_settings(
 
 
 def comparison_key(settings: dict[str, Any]) -> str:
-    """A key that two runs share if they differ only in the method, or in how they are spread over devices."""
+    """Returns a key that is the same for two runs if they differ only in the method or in how they are spread over
+    devices."""
     apart = {"method", "world_size", "parallel", "head", *BRANCH_SETTINGS}
-    apart |= {key for key in ("data_seed", "shuffle_documents") if not settings[key]}  # the text as it is stored
-    # Runs from before the setting existed had Polar Express, and stay comparable.
+    # Without these settings the text is read in the order in which it is stored.
+    apart |= {key for key in ("data_seed", "shuffle_documents") if not settings[key]}
+    # Runs from before this setting existed used Polar Express. They stay comparable.
     apart |= {"orthogonalizer"} if settings["orthogonalizer"] == "polar_express" else set()
     comparable = {k: v for k, v in settings.items() if k not in apart}
     return hashlib.sha256(json.dumps(comparable, sort_keys=True).encode()).hexdigest()[:12]
 
 
 def resolve_horizon(args: argparse.Namespace, flops_per_token: float, num_params: int) -> int:
-    """The number of optimizer steps that --num-iterations, --target-flops or --target-param-data-ratio asks for."""
+    """Returns the number of optimizer steps that --num-iterations, --target-flops or --target-param-data-ratio asks
+    for. Raises UserError if it is less than one step or more than MAX_STEPS, or if no flag is set."""
     check_iterations(args.num_iterations)
     if args.num_iterations > MAX_STEPS:
         raise UserError(f"--num-iterations={args.num_iterations} is more than {MAX_STEPS:,} steps; lower it")
@@ -106,7 +112,7 @@ def resolve_horizon(args: argparse.Namespace, flops_per_token: float, num_params
 
 
 def check_machine(args: argparse.Namespace, device: torch.device, flops: float) -> None:
-    """Raises UserError if a machine without a GPU would take hours, unless --device-type asks for the CPU."""
+    """Raises UserError if the run would take hours on this machine, which has no GPU. --device-type=cpu allows it."""
     if device.type == "cpu" and not args.device_type and flops > CPU_TOO_MUCH:
         raise UserError(
             f"there is no GPU here, and this run takes {flops:.1e} FLOPs, {flops / CPU_FLOPS / 3600:,.0f} hours or "

@@ -1,4 +1,4 @@
-"""The end of a run: its results are printed, and written into the report."""
+"""Prints the results of a run at its end, and writes them into the report."""
 
 from typing import Any
 
@@ -11,7 +11,8 @@ from nanochat_fp4.training.run import Run
 
 
 def report_run(run: Run, section: str, about: dict[str, Any], outcome: dict[str, Any], results: dict[str, Any]) -> None:
-    """Prints the outcome of a run, and writes it with `about` and the results into the report under `section`."""
+    """Prints the outcome of a run, and writes it together with `about` and the results into the report under
+    `section`."""
     done_before = run.resumed_step == run.step
     if done_before:
         print0(f"Nothing to do: {run.model_tag} is through this stage ({run.step} steps)")
@@ -30,7 +31,7 @@ def report_run(run: Run, section: str, about: dict[str, Any], outcome: dict[str,
     announce({k: f"{v:.6f}" if isinstance(v, float) else v for k, v in outcome.items()})
     report = get_report(run.model_tag)
     evaluated = run.loop.evaluated_at != run.evaluated_before
-    # Else the run was killed before it could report, or stopped before its last evaluation.
+    # Otherwise the run was killed before it could report, or was stopped before its last evaluation.
     if run.dry_run or (done_before and report.has(section) and not evaluated):
         return
     about = {"Layers": " / ".join(str(run.model.nf_report).splitlines())} | about

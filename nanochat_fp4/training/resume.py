@@ -1,5 +1,5 @@
 """
-How a run begins: whether its folder can take a checkpoint, where it goes on, and with which state.
+The beginning of a run: whether its folder can take a checkpoint, from which step it is resumed, and with which state.
 """
 
 import contextlib
@@ -27,16 +27,17 @@ from nanochat_fp4.training.load_model import SOURCES
 
 
 def starts_over(resume_from_step: int | str, overwrite: bool) -> bool:
-    """Whether --overwrite deletes the old run. It does not when torchrun starts all ranks again after one has died."""
+    """Returns whether --overwrite deletes the old run. It does not if torchrun starts all ranks again after one has
+    died."""
     return overwrite and resume_from_step == -1 and not restarts()
 
 
 def find_resume_step(checkpoint_dir: Path, resume_from_step: int | str, overwrite: bool) -> int | None:
     """
-    The step whose checkpoint to go on from; None to start anew. All ranks must call this together.
+    Returns the step whose checkpoint is resumed, or None for a new run. All ranks must call this function together.
 
-    resume_from_step: -1, a step, or 'latest'. Deletes nothing: see start_over. Raises UserError where a new run would
-    mix with one that is there.
+    `resume_from_step` is -1, a step, or 'latest'. Nothing is deleted here (see start_over). Raises UserError if a new
+    run would be mixed with a run that exists already.
     """
     wanted = "latest" if resume_from_step == -1 and restarts() else resume_from_step
     if wanted != -1:
@@ -55,12 +56,13 @@ def find_resume_step(checkpoint_dir: Path, resume_from_step: int | str, overwrit
             "latest, start over with --overwrite, or choose another --model-tag"
         )
     if is_ddp_initialized():
-        dist.barrier()  # nobody saves before everybody has looked
+        dist.barrier()  # No rank may save before all ranks have looked for checkpoints.
     return None
 
 
 def branch_point(text: str, checkpoint_dir: Path) -> tuple[Path, int]:
-    """--branch-from as (folder, step) of another run beside checkpoint_dir. Raises UserError for any other text."""
+    """Returns (folder, step) of the run that --branch-from names, which must be another run beside checkpoint_dir.
+    Raises UserError for any other text."""
     tag, at, step = text.rpartition("@")
     if not (tag and at and step.isdecimal()):
         raise UserError(f"--branch-from={text!r}: expected '<model tag>@<step>', for example d20_bf16@5000")
@@ -74,9 +76,9 @@ LAST_OSCILLATION_COMMIT = "c116c2a"
 
 
 def check_unused(checkpoint_dir: Path) -> None:
-    """Raise UserError on every rank if a run of a later stage, which began with this folder's model, is going on.
+    """Raises UserError on every rank if a run of a later stage that began with this folder's model is still running.
 
-    It could not be resumed any more. Call this before the model is replaced.
+    Such a run could not be resumed any more. Call this function before the model is replaced.
     """
     places = [place for place, _ in SOURCES.values()]
     later = places[places.index(checkpoint_dir.parent.name) + 1 :] if checkpoint_dir.parent.name in places else []
@@ -90,9 +92,10 @@ def check_unused(checkpoint_dir: Path) -> None:
 
 
 def check_tokenizer(fingerprint: str) -> None:
-    """Raise UserError on every rank if the tokenizer is not the one that this run has loaded.
+    """Raises UserError on every rank if the stored tokenizer is not the one that this run has loaded.
 
-    Call this when the run holds its lock: from then on nobody replaces the tokenizer. Before, someone may have.
+    Call this function when the run has its lock. From then on nobody replaces the tokenizer, but before it can have
+    been replaced.
     """
     problem = None
     if get_dist_info()[1] == 0:
@@ -111,9 +114,10 @@ _OF_THE_CALL = {"resume_from_step", "overwrite", "run", "model_tag", "model_step
 
 def changed_settings(before: Metadata, now: Metadata) -> list[str]:
     """
-    'matrix_lr was 0.02 so far and is 0.01 from here on', ...: what may change in a resume, and did.
+    Returns the changes of settings that a resumed run may have, like 'matrix_lr was 0.02 so far and is 0.01 from here
+    on'.
 
-    A setting that only one of the two has is left out.
+    A setting that only one of the two runs has is left out.
     """
 
     def settings(meta: Metadata) -> dict[str, Any]:
@@ -128,17 +132,19 @@ def changed_settings(before: Metadata, now: Metadata) -> list[str]:
 
 
 def start_over(checkpoint_dir: Path, rank: int) -> None:
-    """Delete the run in the folder. All ranks must call this together, when nothing else can refuse the new run."""
+    """Deletes the run in the folder. All ranks must call this function together, when nothing else can refuse the
+    new run. Raises UserError if the run cannot be deleted."""
     if rank == 0:
         shutil.rmtree(checkpoint_dir, ignore_errors=True)
-        if list_steps(checkpoint_dir):  # else the new run's "latest" would be one of the old one's
+        if list_steps(checkpoint_dir):  # Otherwise 'latest' would find a checkpoint of the old run.
             raise UserError(f"--overwrite cannot delete {checkpoint_dir}; delete it, or choose another --model-tag")
     if is_ddp_initialized():
         dist.barrier()
 
 
 def check_same_run(now: dict[str, Any], before: Any, checkpoint_dir: str | os.PathLike) -> None:
-    """Raise UserError, naming what differs, unless a checkpoint's settings that decide the bits are this run's."""
+    """Raises UserError, which names the differences, unless the checkpoint has this run's settings that decide the
+    bits."""
     if not isinstance(before, dict):
         raise UserError(
             f"the checkpoint in {checkpoint_dir} does not say how it was trained (nanochat's own?), so it cannot be "
@@ -159,12 +165,15 @@ def check_same_run(now: dict[str, Any], before: Any, checkpoint_dir: str | os.Pa
 
 def restore_state(optimizers: Sequence[torch.optim.Optimizer], checkpoint: Checkpoint, device: torch.device) -> None:
     """
-    Put the optimizers and torch's generators where a checkpoint left them; the optimizers' options (rates, betas, ...)
-    stay this run's. Raises UserError where it holds something else: its checksums only say that it is what was written.
+    Gives the optimizers and torch's random generators the state that a checkpoint has. The options of the optimizers
+    (rates, betas, ...) stay those of this run.
+
+    Raises UserError if the state is not one of this run. The checksums of a checkpoint cannot show this, because they
+    only prove that the files are as they were written.
     """
     try:
         states = checkpoint.optimizers
-        if checkpoint.of_ranks:  # the saving run had another number of processes
+        if checkpoint.of_ranks:  # A run with another number of processes saved the checkpoint.
             of_each = zip(*(parts for parts, _ in checkpoint.of_ranks), strict=True)
             states = [o.resharded(list(parts)) for o, parts in zip(optimizers, of_each, strict=True)]
         for optimizer, state in zip(optimizers, states, strict=True):
@@ -182,7 +191,8 @@ def restore_state(optimizers: Sequence[torch.optim.Optimizer], checkpoint: Check
 
 
 def restore_position(checkpoint: Checkpoint, rank: int) -> Any:
-    """The loader's position. If another number of processes saved the run, the positions of all of them are merged."""
+    """Returns the position of the data loader. If a run with another number of processes saved the checkpoint, the
+    positions of all these processes are merged."""
     if not any(position for _, position in checkpoint.of_ranks):
         return checkpoint.position
     position = merge_states([position for _, position in checkpoint.of_ranks])
@@ -191,9 +201,9 @@ def restore_position(checkpoint: Checkpoint, rank: int) -> Any:
 
 def restored(new: dict[str, Any], saved: Any, what: str, folder: Path) -> dict[str, Any]:
     """
-    `new`, the state of a run that begins, with the values of `saved`, the state in a checkpoint.
+    Returns `new`, the state of a run that begins, with the values of `saved`, the state in a checkpoint.
 
-    Raises UserError if a saved value is of another type than in `new`. Dictionaries must have numbers only.
+    Raises UserError if a saved value has another type than in `new`. Dictionaries must have numbers only.
     """
 
     def is_number(value: Any) -> bool:
@@ -216,7 +226,8 @@ def restored(new: dict[str, Any], saved: Any, what: str, folder: Path) -> dict[s
 
 
 def save_bytes(model: nn.Module) -> int:
-    """About what a checkpoint of this rank takes: the weights (rank 0), and its share of two moments for each."""
+    """Estimates the bytes of this rank's files of a checkpoint: the weights (rank 0 only), and this rank's share of
+    two moments for each weight."""
     _, rank, _, world_size = get_dist_info()
     weights = sum(p.numel() * p.element_size() for p in model.parameters())
     return (weights if rank == 0 else 0) + 2 * weights // world_size
@@ -224,10 +235,10 @@ def save_bytes(model: nn.Module) -> int:
 
 def check_writable(folder: str | os.PathLike, size: int, overwrite: bool = False) -> None:
     """
-    Raise UserError on every rank unless each can write and flush a file of its `size` bytes in the folder.
+    Raises UserError on every rank unless each rank can write and flush a file of `size` bytes in the folder.
 
-    To be called before anything is deleted or trained. overwrite: the run that is there will be deleted, so its bytes
-    count as free. All ranks call it together, and write at the same time, as in a save.
+    Call this function before anything is deleted or trained. All ranks must call it together, and they write at the
+    same time, as in a save. With `overwrite` the run in the folder will be deleted, so its bytes count as free.
     """
     folder = Path(folder)
     problem = None
@@ -235,7 +246,7 @@ def check_writable(folder: str | os.PathLike, size: int, overwrite: bool = False
     try:
         folder.mkdir(parents=True, exist_ok=True)
         freed = sum(p.stat().st_size for p in folder.iterdir() if p.is_file()) if overwrite else 0
-        # As a save names its files: the next save deletes what a kill leaves here.
+        # The name has the form of a save's temporary file. If this process is killed, the next save deletes the file.
         with tempfile.NamedTemporaryFile(dir=folder, prefix=".model_000000.pt.", suffix=".tmp") as f:
             _fill(f.fileno(), max(size - freed, 1 << 20))
             os.fsync(f.fileno())
@@ -251,13 +262,14 @@ def check_writable(folder: str | os.PathLike, size: int, overwrite: bool = False
 
 
 def _fill(fd: int, size: int) -> None:
-    """Make the file `size` bytes long, with blocks of the disk behind all of them."""
-    if hasattr(os, "posix_fallocate"):  # not on macOS
+    """Makes the file `size` bytes long. The disk has allocated blocks for all of these bytes afterwards."""
+    if hasattr(os, "posix_fallocate"):  # macOS does not have this function.
         try:
             os.posix_fallocate(fd, 0, size)
             return
         except OSError as e:
-            if e.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):  # a file system that cannot do this
+            # These errors mean that the file system cannot allocate in this way.
+            if e.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
                 raise
     for start in range(0, size, 1 << 20):
         os.write(fd, bytes(min(1 << 20, size - start)))

@@ -10,7 +10,7 @@ A training run. All four stages build a Run in the same order, and then call loo
     run.size, run.data, run.evaluation = ...
     finished = loop.train(run)
 
-base_train makes its model from flags. It calls open_folder and adopt in the place of begin_with_model_of.
+base_train makes its model from flags. It calls open_folder and adopt instead of begin_with_model_of.
 """
 
 import argparse
@@ -82,26 +82,32 @@ from nanochat_fp4.training.step import Attempt, Batch, TrainingStep
 
 @dataclass(frozen=True)
 class Process:
-    """One process of a run, and the contexts that it has open."""
+    """One process of a run, and the contexts that it has entered.
+
+    - until_exit is closed at exit. It has the lock of the run's folder.
+    - until_first_step is closed after the first step.
+    - phases are the parts of the time to the first step.
+    """
 
     device: torch.device
     rank: int
     world_size: int
     signals: StopSignals
-    until_exit: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)  # closed at exit: the folder's lock
-    until_first_step: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)  # closed after the first step
-    phases: Phases = field(default_factory=Phases)  # parts of the time to the first step
+    until_exit: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+    until_first_step: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+    phases: Phases = field(default_factory=Phases)
 
 
 def run_stage(args: argparse.Namespace, train: Callable[[Process], None]) -> None:
-    """Runs a stage as a program: joins torchrun's process group if there is one, and calls train.
+    """Runs a stage as a program. Joins torchrun's process group if there is one, and calls train(process).
 
-    A signal that stopped the training decides the exit status (143 after SIGTERM).
+    If a signal has stopped the training, the signal determines the exit status, which is 143 after SIGTERM.
     """
     phases = Phases()
     if args.orthogonalizer == "newton_schulz":
-        require("muon")  # said before the data are made
-    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # read when CUDA starts
+        require("muon")  # The error must come before the data are prepared, which takes long.
+    # torch reads this variable when CUDA starts.
+    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     if args.deterministic:
         use_deterministic_kernels()
     _, rank, _, world_size, device = compute_init(args.device_type or autodetect_device_type(), args.seed)
@@ -117,22 +123,30 @@ def run_stage(args: argparse.Namespace, train: Callable[[Process], None]) -> Non
 
 @dataclass(frozen=True)
 class Size:
-    """The size of a step and of the run. micro_batches counts those that this process has in a step."""
+    """The size of a step and of the run.
 
-    rows: int  # of a micro-batch
+    - rows are the rows of a micro-batch.
+    - seq_len is the number of tokens in a row.
+    - micro_batches counts the micro-batches of this process in a step.
+    - steps is the number of steps. If it is below 1, the run is one epoch of Data.conversations.
+    - tokens are the tokens in a step of all processes, or None if steps differ in the number of tokens.
+    """
+
+    rows: int
     seq_len: int
     micro_batches: int
-    steps: int  # below 1 the run is one epoch of Data.conversations
-    tokens: int | None = None  # in a step of all processes; None where steps differ
+    steps: int
+    tokens: int | None = None
 
 
 @dataclass(frozen=True)
 class Data:
-    """Where the batches come from.
+    """The source of the batches.
 
-    make_loader: takes a saved position or None, and returns an endless iterator over (*batch, position)
-    conversations: how many an epoch has, for a run whose length is an epoch
-    ahead: whether the next batch is made while a step computes. RL makes batches with the newest weights: False
+    - make_loader takes a saved position or None, and returns an endless iterator over (*batch, position).
+    - conversations is the number of conversations in an epoch, for a run whose length is an epoch.
+    - ahead says whether the next batch is made while a step computes. It is False for RL, which makes batches with the
+      newest weights.
     """
 
     make_loader: Callable[[Any], Iterator]
@@ -144,9 +158,9 @@ class Data:
 class Evaluation:
     """The evaluation of a run.
 
-    measure: takes (step, whether it is the last one), and returns numbers by name: val_bpb, mmlu_acc, ...
-    due: takes the same, and says whether the evaluation comes before this step
-    tokens: how many tokens a validation reads, if that is known
+    - measure takes (step, whether it is the last one), and returns results by name: val_bpb, mmlu_acc, ...
+    - due takes the same, and says whether an evaluation comes before this step.
+    - tokens is the number of tokens that a validation reads, if it is known.
     """
 
     measure: Callable[[int, bool], dict[str, float]]
@@ -155,14 +169,16 @@ class Evaluation:
 
 
 def due(every: int, step: int, last: bool) -> bool:
-    """Whether something that comes every so many steps is due before `step` or at the end of the run. Never: -1."""
+    """Returns whether something that comes every `every` steps is due before `step`, or at the end of the run. It is
+    never due if `every` is -1."""
     return every > 0 and (last or step % every == 0)
 
 
 class Run:
-    """One run of a stage (base, mid, sft or rl). args has the flags of flags.add_run_arguments and the stage's own."""
+    """One run of a stage (base, mid, sft or rl). `args` has the flags of flags.add_run_arguments and those of the
+    stage."""
 
-    # The calls that the module's docstring lists set these.
+    # The calls that the module's docstring lists set these attributes.
     model: nn.Module
     tokenizer: RustBPETokenizer
     folder: Path
@@ -180,44 +196,46 @@ class Run:
 
     def __init__(self, stage: str, args: argparse.Namespace, process: Process):
         self.stage, self.args, self.process, self.device = stage, args, process, process.device
-        self.dry_run = getattr(args, "dry_run", False)  # only mid_train has the flag
+        self.dry_run = getattr(args, "dry_run", False)  # Only mid_train has this flag.
         if stage == "rl" and args.parallel != "ddp":
             raise UserError("reinforcement learning generates on each process by itself; leave --parallel out")
         self.sharded = check_parallel(args)
-        self.checkpoint: Checkpoint | None = None  # the one to go on from
-        self.trained = Metadata()  # of the checkpoint that the weights came from, of this run or of the stage before
-        self.parent: dict[str, Any] = {}  # the model that the run began with
-        # The loop calls these before and after each step. A stage may add functions of its own.
+        # The checkpoint that is resumed, of this run or of the run that it branches from.
+        self.checkpoint: Checkpoint | None = None
+        # The metadata of the checkpoint that the weights came from, which is one of this run or of the stage before.
+        self.trained = Metadata()
+        self.parent: dict[str, Any] = {}  # A description of the model that the run began with.
+        # The loop calls these functions before and after each step. A stage may add functions of its own.
         self.before_step: list[Callable[[Run, bool], None]] = []
         self.after_step: list[Callable[[Run, Attempt], None]] = []
-        self.numbers: Callable[[], Mapping[str, float]] = dict  # further numbers of the last step
-        self.rate_flags = "the learning rates"  # advice after bad numbers
-        self.start_record: dict[str, Any] = {}  # for metrics.jsonl
-        # The state that a checkpoint keeps, besides weights and optimizers.
+        self.numbers: Callable[[], Mapping[str, float]] = dict  # Returns further results of the last step.
+        self.rate_flags = "the learning rates"  # The advice after numbers that are not finite names these flags.
+        self.start_record: dict[str, Any] = {}  # The stage's entries in the first record of metrics.jsonl.
+        # A checkpoint keeps this state besides weights and optimizers.
         self.step = 0
         self.loop = LoopState()
         self.monitor = LossMonitor()
-        self.position: Any = None  # of the loader, after the last batch that was trained on
-        # The state of this process alone.
-        self.saved_step: int | None = None  # the newest in the folder
-        self.saved_look = -1  # LoopState.looked_at in it
-        self.batch: Batch | None = None  # the one that is trained on next, and the position after it
+        self.position: Any = None  # The position of the data loader after the last batch that was trained on.
+        # The following state belongs to this process alone.
+        self.saved_step: int | None = None  # The step of the newest checkpoint in the folder.
+        self.saved_look = -1  # The value of LoopState.looked_at in this checkpoint.
+        self.batch: Batch | None = None  # The batch that is trained on next. next_position is the position after it.
         self.next_position: Any = None
         self.updating = self.made_first_step = self.warned_of_repetition = False
         self.skipped_in_a_row = 0
         self.tokens_per_second: float | None = None
         self.mfu: float | None = None
-        self.telemetry: str | None = None  # the newest summary
+        self.telemetry: str | None = None  # The newest summary of the layers' errors.
         self.gemms: Any = None
         self.tracker: Any = None
         self.environment = environment_info() if process.rank == 0 else None
-        self.evaluated_before = -1  # the step of the checkpoint's last evaluation
+        self.evaluated_before = -1  # The step of the last evaluation before the checkpoint that is resumed.
 
     # ------------------------------------------------------------------------------------------------------------------
     # The model and its folder
 
     def open_folder(self, model_tag: str, branch_from: str = "") -> None:
-        """Takes the lock of the run's folder, and reads the checkpoint to go on from, if there is one."""
+        """Takes the lock of the run's folder, and reads the checkpoint that is resumed, if there is one."""
         args, process = self.args, self.process
         self.model_tag, self.folder = model_tag, checkpoint_folder(self.stage, model_tag)
         branch = branch_point(branch_from, self.folder) if branch_from else None
@@ -236,14 +254,16 @@ class Run:
 
     @property
     def resumed_step(self) -> int | None:
-        """The step that this very run has a checkpoint of already; None for a new run and for a branch."""
+        """The step of this run's own checkpoint that is resumed. It is None for a new run and for a run that
+        branches from another."""
         own = self.checkpoint is not None and self.checkpoint.folder == self.folder
         return self.checkpoint.step if own and self.checkpoint else None
 
     def adopt(self, model: nn.Module, tokenizer: RustBPETokenizer, settings: dict[str, Any], steps: int) -> None:
-        """Gives the run a model that was made from flags, and gives the model the checkpoint's weights.
+        """Gives the run a model that was made from flags. The model gets the weights of the checkpoint, if there is
+        one.
 
-        Raises UserError if the checkpoint has other settings, or is beyond so many steps.
+        Raises UserError if the checkpoint has other settings, or if it has more than `steps` steps.
         """
         self.model, self.tokenizer = model, tokenizer
         check_tokenizer(tokenizer.fingerprint())
@@ -251,11 +271,12 @@ class Run:
             where = f"checkpoint of step {own.step} in {own.folder}"
             if self.resumed_step is not None:
                 register_recipes(own.meta, where)
-            else:  # a branch may have another method than the run that it leaves
+            else:  # A branch may have another method than the run that it leaves.
                 settings = {k: v for k, v in settings.items() if k not in ("method", "head", *BRANCH_SETTINGS)}
             check_same_run(settings, own.meta.run_config, own.folder)
             load_weights(model, own.weights, own.folder, own.step)
-            own.weights = None  # the model has them; kept here, they would be in memory twice after a change of dtype
+            # The model has the weights now. Another reference would keep them in memory twice after a change of dtype.
+            own.weights = None
             set_state(model, self.state, own.meta.state)
             model.to(self.device)
             if own.step > steps:
@@ -266,9 +287,9 @@ class Run:
         check_writable(self.folder, save_bytes(model), self.args.overwrite)
 
     def begin_with_model_of(self, source: str) -> None:
-        """Loads the run's own checkpoint, or the model of the stage `source` if there is none to go on from.
+        """Loads the run's own checkpoint, or the model of the stage `source` if no checkpoint is resumed.
 
-        Raises UserError if that model was trained anew after this run had begun with it.
+        Raises UserError if the model of `source` was trained again after this run had begun with it.
         """
         args = self.args
         self.open_folder(find_model_tag(source, None) if args.model_tag is None else args.model_tag)
@@ -280,7 +301,7 @@ class Run:
             self.parent = {**tag, "weights_sha256": weights_digest(folder, self.trained.step)}
         else:
             self.model, self.tokenizer = model_of(own.weights, own.meta, own.folder, own.step, self.device, "train")
-            self.parent, own.weights = own.meta.parent, None  # the model has the weights
+            self.parent, own.weights = own.meta.parent, None  # The model has the weights now.
             before, now = self.parent.get("weights_sha256"), weights_digest(folder, self.parent.get("step"))
             if before is not None and now is not None and before != now:
                 raise UserError(
@@ -294,7 +315,7 @@ class Run:
             check_writable(self.folder, save_bytes(self.model), starts_over(args.resume_from_step, args.overwrite))
 
     # ------------------------------------------------------------------------------------------------------------------
-    # Settings that a flag gives, or else the checkpoint of the model
+    # Settings that a flag gives, or else the checkpoint that the model came from
 
     @property
     def state(self) -> str:
@@ -306,7 +327,9 @@ class Run:
         return self.args.orthogonalizer or (trained if trained in ORTHOGONALIZERS else "polar_express")
 
     def wanted_recompute(self, wished: str | None) -> str:
-        """--recompute, or the setting that the model was trained with if this machine can do so."""
+        """Returns `wished`, the value of --recompute, or else the setting that the model was trained with. Raises
+        UserError if this machine cannot do what the flag asks for. If it cannot do what the model was trained with, the
+        result is "none"."""
         recompute = wished or self.trained.user_config.get("recompute")
         recompute = recompute if recompute in RECOMPUTE else "none"
         if reason := recompute_problem(recompute, self.model.config, self.device):
@@ -317,7 +340,8 @@ class Run:
         return recompute
 
     def method_of_model(self) -> str:
-        """--method, or the method that the model was trained with. A resume refuses another one than it had."""
+        """Returns the method of --method, or else the one that the model was trained with. A resumed run must have
+        the method that it had before."""
         method = resolve_method(self.args.method or self.trained.user_config.get("method") or "bf16")
         wished = os.environ.get("QAT_METHOD")
         if wished and not self.args.method and resolve_method(wished) != method:
@@ -326,12 +350,12 @@ class Run:
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """The dtype of matrix products (gpt.autocast); None is BF16 on a GPU."""
+        """The dtype of matrix products (gpt.autocast). None stands for BF16 on a GPU."""
         return torch.float32 if getattr(self.args, "dtype", "") == "float32" else None
 
     @functools.cached_property
     def lean(self) -> LeanState | None:
-        """The lean optimizer state; None without --state=lean."""
+        """The lean optimizer state, or None without --state=lean."""
         return LeanState(self.model, self.args.seed) if self.state == "lean" else None
 
     # ------------------------------------------------------------------------------------------------------------------
@@ -340,17 +364,18 @@ class Run:
     def convert(
         self, method: str, recipe: Recipe | str, plan: MethodPlan | None = None, steps: int = 0, **how: Any
     ) -> None:
-        """Gives the layers the recipe. plan says which methods follow each other within so many steps.
-
-        how: further arguments of nf.convert.
-        """
+        """Gives the layers the recipe. `plan` says which methods follow each other in a run of so many steps. `how`
+        are further arguments of nf.convert."""
         self.method = method
         nf.convert(self.model, recipe, per_token_in_eval=False, **how)
         self.quantized = QuantizedTraining(self.model, plan, steps)
-        self.quantized.set_progress(max(self.step - 1, 0))  # of the step before: train_step changes it after the look
+        # The layers get the method of the step before. train_step changes it after the functions of before_step have
+        # run.
+        self.quantized.set_progress(max(self.step - 1, 0))
 
     def divide(self, compiled: bool) -> None:
-        """Spreads the weights over the processes under --parallel=fsdp, and sets the forward pass of the training."""
+        """Spreads the weights over the processes under --parallel=fsdp. Sets the forward pass for training, compiled
+        or not."""
         if self.sharded:
             shard(self.model, torch.bfloat16 if self.device.type == "cuda" and self.dtype is None else None)
         self.forward = compile_layers(self.model) if compiled else self.model
@@ -362,8 +387,8 @@ class Run:
         kind: type[TrainingStep] = TrainingStep,
         **loss: Any,
     ) -> None:
-        """Builds the step. kind: a subclass of TrainingStep. loss: its argument of this name, if the stage has another
-        loss than the model's."""
+        """Makes training_step, an object of `kind`, which is TrainingStep or a subclass. If the stage has another
+        loss than the model's, `loss` is the argument of this name."""
         self.schedule = schedule
         self.training_step = kind(
             self.model, optimizers, self.forward, self.quantized, self.dtype, lean=self.lean, **loss
@@ -372,13 +397,13 @@ class Run:
     def record_settings(
         self, settings: dict[str, Any], recipes: Sequence[Recipe], changes: dict[str, Any], **more: Any
     ) -> None:
-        """Writes down what every checkpoint of this run will say of it.
+        """Sets the metadata that every checkpoint of this run will have.
 
-        settings: decide the bits of the run, so that a resume must have the same
-        changes: values that took the place of flags' values, such as those of --device-batch-size=auto
-        more: further arguments of Metadata.of_run
+        - settings decide the bits of the run, so a resumed run must have the same ones.
+        - changes are values that took the place of flags' values, such as the one for --device-batch-size=auto.
+        - more are further arguments of Metadata.of_run.
 
-        Raises UserError if the checkpoint to go on from has other settings.
+        Raises UserError if the checkpoint that is resumed has other settings.
         """
         if self.resumed_step is not None and self.checkpoint:
             check_same_run(settings, self.checkpoint.meta.run_config, self.folder)
@@ -394,9 +419,11 @@ class Run:
         )
 
     def restore(self) -> None:
-        """Takes up the state of the checkpoint to go on from: optimizers, generators, data position, loop, monitor.
+        """Restores the state from the checkpoint that is resumed: optimizers, random generators, data position, loop
+        and loss monitor.
 
-        The weights are in the model already, because they must be there before the layers are converted and divided.
+        The model has its weights already, because they must be there before the layers are converted and the weights
+        divided.
         """
         if (own := self.checkpoint) is None:
             return
@@ -425,7 +452,8 @@ class Run:
 
     @property
     def before_step_is_done(self) -> bool:
-        """Whether the functions of before_step have run for this step, in the process that saved the checkpoint."""
+        """Whether the functions of before_step have already run for this step, in the process that saved the
+        checkpoint."""
         return self.loop.looked_at == self.step
 
     @functools.cached_property

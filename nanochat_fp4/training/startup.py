@@ -1,4 +1,5 @@
-"""The time up to a run's first step: what its phases took, and fewer searches for garbage meanwhile."""
+"""Measures the time up to a run's first step by phases, and makes Python collect garbage less often during this
+time."""
 
 import contextlib
 import gc
@@ -10,7 +11,7 @@ _IMPORTED = time.monotonic()
 
 
 def process_age() -> float:
-    """Seconds since this process began, or since the import of this module if the system does not tell."""
+    """Returns the seconds since this process began, or since this module was imported if the system does not tell."""
     try:
         with open("/proc/self/stat", encoding="ascii") as file:
             began = int(file.read().rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
@@ -20,14 +21,14 @@ def process_age() -> float:
 
 
 class Phases:
-    """The named phases of this process's start and their seconds, in order."""
+    """The phases of this process's start, with their names and seconds, in order."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {"start of Python": process_age()}
         self.last = time.monotonic()
 
     def end(self, name: str) -> None:
-        """Ends the phase that began with the last call, and names it."""
+        """Ends the phase that began with the last call, and gives it its name."""
         now = time.monotonic()
         self.seconds[name] = self.seconds.get(name, 0.0) + now - self.last
         self.last = now
@@ -39,9 +40,9 @@ class Phases:
 
 @contextlib.contextmanager
 def rare_collections() -> Iterator[None]:
-    """Python collects cyclic garbage a hundred times less often inside.
+    """A context in which Python searches for cyclic garbage a hundred times less often.
 
-    The compiler's modules and objects stay alive, and searching them for garbage takes a tenth of its time.
+    The modules and objects of the compiler stay alive. Searching them for garbage takes a tenth of the compiler's time.
     """
     before = gc.get_threshold()
     gc.set_threshold(100 * before[0], *before[1:])

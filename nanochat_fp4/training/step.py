@@ -1,4 +1,4 @@
-"""One optimizer step, in parts: the loop calls them, and lab.bench steps times each of them."""
+"""One optimizer step in parts. The training loop calls these parts, and lab.bench steps times each of them."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
@@ -13,15 +13,19 @@ from nanochat_fp4.models.gpt import autocast
 from nanochat_fp4.models.optim8bit import LeanState
 from nanochat_fp4.nvfp4.quantized_training import QuantizedTraining
 
-Batch = tuple[Tensor, ...]  # tokens, targets (negative: none), and whatever else the loss takes
+# A batch consists of tokens, targets (negative where a token has no target), and further arguments of the loss.
+Batch = tuple[Tensor, ...]
 
 
 class TrainingStep:
-    """One optimizer step in parts: the weights' codes made once, micro-batches whose gradients add up, the update.
+    """One optimizer step in parts. The weights' codes are made once, the gradients of micro-batches add up, and the
+    update follows.
 
-    model: not compiled. forward: the compiled model, or the model itself. dtype: of matrix products (gpt.autocast).
-    loss: (model or its compiled form, *batch) -> mean loss of a micro-batch, ().
-    lean: of --state=lean. Else gradients are added where they are made (nf.accumulate_gradients).
+    - model: the model, which is not compiled
+    - forward: the compiled model, or the model itself
+    - dtype: the dtype of matrix products (gpt.autocast)
+    - loss: a function of (model or its compiled form, *batch) that returns the mean loss of a micro-batch, ()
+    - lean: the state of --state=lean. Without it gradients are added where they are made (nf.accumulate_gradients).
     """
 
     def __init__(
@@ -55,7 +59,7 @@ class TrainingStep:
 
     @contextlib.contextmanager
     def micro_batches(self, count: int, step: int = 0) -> Iterator[None]:
-        """A block around the micro-batches of one step, in which their common work is done once."""
+        """A context for the micro-batches of one step, in which their common work is done once."""
         if self.lean is not None:
             adding = self.lean.gradients(count, step)
         else:
@@ -64,7 +68,8 @@ class TrainingStep:
             yield
 
     def micro_batch(self, *batch: Tensor, count: int = 1) -> Tensor:
-        """Adds the gradients of one of `count` micro-batches, weighted by 1 / count. Returns its mean loss, ()."""
+        """Adds the gradients of one of `count` micro-batches, weighted by 1 / count. Returns the mean loss of this
+        micro-batch, ()."""
         with record_function("phase: forward"), self.autocast():
             loss = self.loss(self.forward, *batch)
         with record_function("phase: backward"):
@@ -72,7 +77,7 @@ class TrainingStep:
         return loss.detach()
 
     def update(self) -> None:
-        """Makes the optimizers' steps and drops the gradients."""
+        """Makes the steps of the optimizers, and drops the gradients."""
         with record_function("phase: update"):
             for optimizer in self.optimizers:
                 optimizer.step()
@@ -81,17 +86,27 @@ class TrainingStep:
 
 @dataclass
 class Attempt:
-    """An optimizer step of the loop, and its result over all ranks. A step with bad numbers has updated nothing."""
+    """An attempted optimizer step of the loop, and its result over all ranks. If `bad` is set, the step has updated
+    nothing.
 
-    save_before: Callable[[], bool]  # saves the run as it was before this step
-    batches: list[tuple[Batch, dict[str, Tensor]]] = field(default_factory=list)  # with the generators before each
+    - save_before saves the run as it was before this step.
+    - batches are the batches of the step, each with the state of the random generators before it.
+    - rate is the multiplier of the learning rates, or None if nothing was updated.
+    - consumed is the number of conversations that all ranks have read in the run so far.
+    - progress is the part of the run that is done after this step, from 0 to 1.
+    - bad says whether any rank has a number that is not finite, and bad_here whether this rank has one.
+    - shown are the numbers beside the progress bar.
+    """
+
+    save_before: Callable[[], bool]
+    batches: list[tuple[Batch, dict[str, Tensor]]] = field(default_factory=list)
     loss: float = 0.0
     grad_norm: float = 0.0
-    rate: float | None = None  # the learning rates' multiplier; None where nothing was updated
+    rate: float | None = None
     tokens: int = 0
-    consumed: float = 0.0  # conversations so far, of all ranks
-    progress: float = 0.0  # of the run, after this step: from 0 to 1
-    bad: bool = False  # a number of any rank is not finite
+    consumed: float = 0.0
+    progress: float = 0.0
+    bad: bool = False
     bad_here: bool = False
     seconds: float = 0.0
-    shown: dict[str, str] = field(default_factory=dict)  # beside the progress bar
+    shown: dict[str, str] = field(default_factory=dict)

@@ -1,4 +1,5 @@
-"""A look into the layers: how much quantization hurts each of them, and where the first bad number comes from."""
+"""Measurements inside of the layers: the errors that quantization causes in each of them, and the source of the
+first number that is not finite."""
 
 import warnings
 from collections.abc import Callable
@@ -16,16 +17,19 @@ def layer_telemetry(
     model: nn.Module, forward_backward: Callable[[], None], max_tokens: int = 512
 ) -> dict[str, dict[str, float]]:
     """
-    {layer: numbers} for every quantized layer of `model`, from one pass that forward_backward() runs.
+    Returns {layer: numbers by name} for every quantized layer of `model`. They come from one pass that
+    forward_backward() computes. Each layer is computed twice on up to max_tokens tokens of this pass: by its method,
+    and exactly.
 
-    Each layer is computed twice on up to max_tokens tokens of the pass, by its method and exactly.
+    - output_error, grad_input_error, grad_weight_error: the relative error, which is the norm of the difference divided
+      by the norm of the exact tensor
+    - grad_input_cosine, grad_weight_cosine: the cosine between both gradients. If the exact tensor is zero, its numbers
+      are left out.
+    - input_zeros: the fraction of the input's elements that round to zero. Blocks whose scale is zero are not counted.
+      Only NVFP4 inputs have this number and the next one.
+    - input_saturated: the fraction of the same elements that round to the format's largest magnitude
 
-    output_error, grad_input_error, grad_weight_error: relative errors, the norm of the difference over the norm.
-    grad_input_cosine, grad_weight_cosine: cosines. A number of an exact gradient of zero is left out.
-    input_zeros: the share of the input's elements that round to zero. Of NVFP4 inputs, without blocks of zeros.
-    input_saturated: the share with the format's largest magnitude, of the same elements.
-
-    Gradients of the pass are dropped.
+    The gradients of the pass are dropped.
     """
     layers = {name: m for name, m in model.named_modules() if isinstance(m, QuantLinear) and m.recipe.quantizes}
     captured: dict[str, dict[str, torch.Tensor]] = {name: {} for name in layers}
@@ -66,7 +70,7 @@ def layer_telemetry(
         numbers = {}
         for key, q, e in zip(("output", "grad_input", "grad_weight"), quantized, exact):
             if float(e.norm()) == 0:
-                continue  # as at the start of a run, when the projections are zero: there is nothing to compare with
+                continue  # At the start of a run the projections are zero, so there is nothing to compare with.
             numbers[f"{key}_error"] = float((q - e).norm() / e.norm())
             if key != "output":
                 numbers[f"{key}_cosine"] = float(nn.functional.cosine_similarity(q.flatten(), e.flatten(), dim=0))
@@ -79,7 +83,8 @@ def _input_shares(layer: QuantLinear, x: torch.Tensor) -> dict[str, float]:
     if rounding is None or rounding.mx or rounding.fp8:
         return {}
     t = quantize(x.float(), rounding, seed=0)
-    magnitude = torch.stack([t.codes & 7, (t.codes >> 4) & 7])  # E2M1 codes without sign: 0 is zero, 7 the largest
+    # These are E2M1 codes without the sign. 0 is zero, and 7 is the largest magnitude.
+    magnitude = torch.stack([t.codes & 7, (t.codes >> 4) & 7])
     used = (t.scales.float() > 0).repeat_interleave(8, dim=-1).expand_as(magnitude)
     count = used.sum().clamp_min(1)
     return {
@@ -89,7 +94,8 @@ def _input_shares(layer: QuantLinear, x: torch.Tensor) -> dict[str, float]:
 
 
 def summarize_telemetry(telemetry: dict[str, dict[str, float]]) -> str:
-    """One line: the mean over layers of each number, and the layer whose weight gradient is worst."""
+    """Returns one line with the mean of each number over the layers, and the layer whose weight gradient is the
+    worst."""
     if not telemetry:
         return "no quantized layer"
     values: dict[str, list[float]] = {}
@@ -114,16 +120,17 @@ def _is_bad(value: Any) -> bool:
 
 def name_nonfinite(model: nn.Module, forward_backward: Callable[[], None]) -> str:
     """
-    The source of the first NaN or infinity: 'weight of ...', 'output of ...' or 'gradient computed by ...'.
+    Returns the source of the first NaN or infinity: 'weight of ...', 'output of ...' or 'gradient computed by ...'.
 
-    forward_backward() repeats the pass that went wrong (the same tokens and random state; the model uncompiled).
-    Hooks on every module then see the first bad output, and on the modules without children the first bad gradient.
-    Gradients are dropped. A run calls this once, before a stop or a skip, so slow is good enough.
+    forward_backward() must repeat the pass that had such a number, with the same tokens and random state, on the model
+    that is not compiled. Hooks on every module find the first bad output. Hooks on the modules without children find
+    the first bad gradient. Gradients are dropped. The hooks are slow, but a run calls this function once, before it
+    stops or skips a step.
     """
     for name, p in model.named_parameters():
         if _is_bad(p):
             return f"weight of {name}"
-    found: list[str] = []  # in the order of time
+    found: list[str] = []  # The sources, in the order in which they were found.
 
     def on_forward(name: str) -> Callable:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
@@ -151,7 +158,8 @@ def name_nonfinite(model: nn.Module, forward_backward: Callable[[], None]) -> st
     try:
         model.zero_grad(set_to_none=True)
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "Full backward hook is firing")  # embeddings have no gradient to give
+            # torch warns because embeddings have no gradient of their input.
+            warnings.filterwarnings("ignore", "Full backward hook is firing")
             forward_backward()
         if not found:
             found += [

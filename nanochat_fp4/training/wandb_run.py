@@ -1,4 +1,4 @@
-"""A run on Weights & Biases, or on trackio's local page, that never prompts, hangs or stops a training run."""
+"""Logs a run to Weights & Biases, or to a local page of trackio. It never prompts, hangs or stops a training run."""
 
 import os
 import re
@@ -11,7 +11,7 @@ from nanochat_fp4.packages import missing_package
 
 
 class DummyWandb:
-    """Takes wandb's calls and does nothing, so that training code needs no `if`."""
+    """Accepts the calls of a wandb run and does nothing, so that training code needs no `if`."""
 
     summary: dict[str, Any] = {}
 
@@ -23,10 +23,10 @@ class DummyWandb:
 
 
 class TrackioRun:
-    """wandb's calls on a run of trackio, which keeps it in a file of this machine.
+    """Accepts the calls of a wandb run for a run of trackio, which stores its numbers in a file on this machine.
 
-    Its page has a section for each first part of a name, in alphabetical order. The hundreds of curves of layers must
-    come after train and val.
+    trackio's page has a section for each first part of a name, in alphabetical order. The hundreds of curves of layers
+    are therefore renamed, so that they come after train and val.
     """
 
     def __init__(self, run: Any):
@@ -42,11 +42,12 @@ class TrackioRun:
 
 def setup_tracker(run: str | None, project: str, config: dict[str, Any]) -> Any:
     """
-    setup_wandb, or with TRACKER=trackio the same kind of run on trackio: no account, no network, a local page.
+    Begins a run on wandb (setup_wandb), or with TRACKER=trackio a run of the same kind on trackio, which needs no
+    account and no network and has a local page.
 
-    A DummyWandb where `run`, the --run flag, is empty or 'dummy', and on ranks other than 0.
-    trackio keeps its runs in $TRACKIO_DIR, by default trackio/ in the base directory; a run of the same name goes on.
-    Raises UserError where it is not installed, and for another tracker.
+    Returns a DummyWandb if `run`, the value of --run, is empty or 'dummy', and on all ranks but 0. trackio stores its
+    runs in $TRACKIO_DIR, by default in trackio/ under the base directory. A run of the same name is continued. Raises
+    UserError if wandb or trackio is not installed, and for another name of a tracker.
     """
     tracker = os.environ.get("TRACKER") or "wandb"
     if tracker not in ("wandb", "trackio"):
@@ -55,7 +56,8 @@ def setup_tracker(run: str | None, project: str, config: dict[str, Any]) -> Any:
         return DummyWandb()
     if tracker == "wandb":
         return setup_wandb(run, project, config)
-    folder = os.environ.setdefault("TRACKIO_DIR", os.path.join(get_base_dir(), "trackio"))  # read at its import
+    # trackio reads this variable when it is imported.
+    folder = os.environ.setdefault("TRACKIO_DIR", os.path.join(get_base_dir(), "trackio"))
     try:
         import trackio
     except ImportError as e:
@@ -63,7 +65,7 @@ def setup_tracker(run: str | None, project: str, config: dict[str, Any]) -> Any:
     try:
         options = {"resume": "allow", "embed": False, "auto_log_cpu": False}
         started = trackio.init(project=project, name=run, config=config, **options)
-    except Exception as e:  # whatever it raises: logging must not stop a training run
+    except Exception as e:  # Whatever trackio raises, logging must not stop a training run.
         logger.warning(f"trackio does not start ({one_line(e)[:200]}); going on without it")
         return DummyWandb()
     print0(f"trackio: watch it with: TRACKIO_DIR={folder} trackio show --project {project}")
@@ -72,27 +74,28 @@ def setup_tracker(run: str | None, project: str, config: dict[str, Any]) -> Any:
 
 def setup_wandb(run: str, project: str, config: dict[str, Any]) -> Any:
     """
-    A wandb run, or a DummyWandb where wandb does not start. Never prompts and never hangs.
+    Begins a wandb run, or returns a DummyWandb if wandb does not start. It never prompts and never hangs. Raises
+    UserError if wandb is not installed.
 
-    The run is kept offline under the base directory without an account, or if the server does not answer within a
-    minute. Then the command that uploads the run is printed. WANDB_MODE, when set, is obeyed.
+    Without an account, or if the server does not answer within a minute, the run is stored offline under the base
+    directory. The command that uploads the run is then printed. If WANDB_MODE is set, its mode is used.
     """
     try:
         import wandb
-        from requests.utils import get_netrc_auth  # wandb needs requests
+        from requests.utils import get_netrc_auth  # wandb depends on requests.
     except ImportError as e:
         raise UserError(f"run {run!r}: {missing_package(e) or one_line(e)}, or set WANDB_RUN=dummy") from e
     account = os.environ.get("WANDB_API_KEY") or get_netrc_auth(
         os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")
     )
     mode = os.environ.get("WANDB_MODE") or ("online" if account else "offline")
-    for attempt in dict.fromkeys([mode, "offline"]):  # each once
+    for attempt in dict.fromkeys([mode, "offline"]):  # Each mode is tried once.
         try:
             settings = wandb.Settings(init_timeout=60.0)
             wandb_run = wandb.init(
                 project=project, name=run, config=config, dir=get_base_dir(), mode=attempt, settings=settings
             )
-        except Exception as e:  # whatever wandb raises (usage, auth, network): logging must not stop a training run
+        except Exception as e:  # Whatever wandb raises (usage, account, network), logging must not stop a training run.
             logger.warning(f"wandb does not start in mode {attempt} ({one_line(e)[:200]})")
             continue
         if attempt == "offline":
