@@ -2,7 +2,8 @@
 # It leaves PYTHONPATH and $PY, the python to use. The first time it makes .venv and installs the pinned dependencies;
 # afterwards it takes a fraction of a second. What can be set:
 #
-#   VENV=/path        an environment of your own: it is checked and used as it is, nothing is installed into it
+#   VENV=/path        an environment of your own: it is checked and used as it is, nothing is installed into it.
+#                     A .venv that is a link, for example to another clone's, is such an environment
 #   PYTHON=python3.12 the interpreter that makes .venv (3.10 to 3.14; the default is the first that is found)
 #   PIP_TORCH_ARGS=   arguments for the installation of torch, e.g. an index with builds for your GPU
 
@@ -114,16 +115,21 @@ check_compiler() { # Triton compiles its launchers; a plan compiles nothing
 }
 
 setup_environment() {
-    local venv flavour=cpu want stamp missing python
+    local venv flavour=cpu want stamp missing python own=${VENV:-}
+    local what=VENV=$own instead="unset VENV to have .venv made"
     [ "$(count_gpus)" -gt 0 ] && flavour=gpu
     export PYTHONPATH="$ROOT:$ROOT/kernels${PYTHONPATH:+:$PYTHONPATH}"
     unset PYTHONDONTWRITEBYTECODE # images set it; each process would compile all sources anew
 
-    if [ -n "${VENV:-}" ]; then
-        PY=$VENV/bin/python
-        [ -x "$PY" ] || die "VENV=$VENV has no bin/python; unset VENV to have one made in .venv"
+    if [ -z "$own" ] && [ -L "$ROOT/.venv" ]; then
+        own=$ROOT/.venv what=".venv is a link to $(readlink "$ROOT/.venv"), which"
+        instead="remove the link to have .venv made"
+    fi
+    if [ -n "$own" ]; then
+        PY=$own/bin/python
+        [ -x "$PY" ] || die "$what has no bin/python; $instead"
         missing=$("$PY" dev/missing_modules.py)
-        [ -z "$missing" ] || die "VENV=$VENV lacks: $missing; install them there, or unset VENV to have .venv made"
+        [ -z "$missing" ] || die "$what lacks: $missing; install them there, or $instead"
         [ "$flavour" = cpu ] || check_compiler
         return
     fi

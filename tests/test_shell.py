@@ -144,15 +144,63 @@ def test_no_compiler(environment, tmp_path, tools, include, plan, message):
     assert done.stderr.startswith(f"error: {message}" if message else "")
 
 
-def test_no_python_that_fits(environment, tmp_path):
-    clone = tmp_path / "clone"
+# ----------------------------------------------------------------------------------------------------------------------
+# The set-up of a clone
+
+SET_UP = f'{SHELL} setup_environment; echo "$PY"'
+# A Python whose "venv" makes a copy of itself and whose "pip" logs its call in the clone.
+FAKE_PYTHON = f"""#!/bin/bash
+case "$1 $2" in
+"-m venv") mkdir -p "${{@: -1}}/bin"; cp "$0" "${{@: -1}}/bin/python" ;;
+"-m pip") echo "$*" >>calls.log; while [ -e hold ]; do sleep 0.02; done ;;
+*) exec {sys.executable} "$@" ;;
+esac
+"""
+
+
+@pytest.fixture
+def clone(environment, tmp_path):
+    """(a folder with what a set-up reads, where all modules count as there; an environment with FAKE_PYTHON)."""
+    folder, python = tmp_path / "clone", tmp_path / "python"
     for name in ("dev/setup.sh", "dev/signals.sh", "requirements.txt", "constraints.txt", "pyproject.toml"):
-        (clone / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(ROOT / name, clone / name)
-    environment = {k: v for k, v in environment.items() if k != "VENV"}
-    done = shell(f'{SHELL} setup_environment; echo "$PY"', environment, clone, PYTHON="python-that-is-not")
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, folder / name)
+    (folder / "dev/missing_modules.py").touch()
+    python.write_text(FAKE_PYTHON)
+    python.chmod(0o755)
+    kept = {k: v for k, v in environment.items() if k != "VENV"}
+    return folder, kept | {"PYTHON": str(python), "PIP_TORCH_ARGS": "-q"}
+
+
+def test_no_python_that_fits(clone):
+    folder, variables = clone
+    done = shell(SET_UP, variables, folder, PYTHON="python-that-is-not")
     assert done.returncode == 2 and done.stderr.startswith("error: PYTHON=python-that-is-not ")
-    assert not (clone / ".venv").exists()
+    assert not (folder / ".venv").exists()
+
+
+def test_a_second_set_up_installs_nothing(clone):
+    folder, variables = clone
+    first, second = (shell(SET_UP, variables, folder) for _ in range(2))
+    assert first.returncode == second.returncode == 0 and first.stdout.count("setup: installing") == 3, first.stderr
+    assert second.stdout == f"{folder}/.venv/bin/python\n"
+
+
+def test_nothing_is_installed_into_a_linked_environment(clone, tmp_path):
+    """It may be another clone's, whose own copy of this package would be replaced. It is checked as VENV is."""
+    folder, variables = clone
+    others = tmp_path / "others"
+    (folder / ".venv").symlink_to(others)
+    done = shell(SET_UP, variables, folder)
+    problem = f"error: .venv is a link to {others}, which has no bin/python; remove the link to have .venv made\n"
+    assert (done.returncode, done.stderr) == (2, problem)
+    (others / "bin").mkdir(parents=True)
+    shutil.copy(variables["PYTHON"], others / "bin/python")
+    done = shell(SET_UP, variables, folder)
+    assert (done.returncode, done.stdout) == (0, f"{folder}/.venv/bin/python\n") and not (folder / "calls.log").exists()
+    (folder / "dev/missing_modules.py").write_text("print('torch')\n")
+    done = shell(SET_UP, variables, folder)
+    assert done.returncode == 2 and "which lacks: torch; install them there, or remove the link" in done.stderr
 
 
 # ----------------------------------------------------------------------------------------------------------------------
