@@ -114,8 +114,29 @@ check_compiler() { # Triton compiles its launchers; a plan compiles nothing
         die "Triton needs Python.h, which $PY has not; install its headers (Debian, Ubuntu: sudo apt install python3-dev)"
 }
 
+# Two commands of one clone must not install at once. The lock belongs to file descriptor 9, which all children of this
+# shell inherit, so it ends with the last of them. Python takes it, because macOS has no command for it.
+lock_installation() {
+    local python take='
+import fcntl, sys
+try:
+    fcntl.flock(9, fcntl.LOCK_EX | (0 if "wait" in sys.argv else fcntl.LOCK_NB))
+except BlockingIOError:
+    sys.exit(1)
+except OSError:
+    pass  # a file system without locks'
+    python=$(find_python) || exit $?
+    : 2>/dev/null >>"$ROOT/.venv.lock" || die "cannot write in $ROOT, where .venv is to be made; set VENV to an environment of yours"
+    exec 9>>"$ROOT/.venv.lock"
+    "$python" -c "$take" && return
+    echo "setup: another command is installing into .venv; waiting for its end"
+    "$python" -c "$take" wait &
+    await $! || true
+    [ -z "$STOPPED" ] || stop
+}
+
 setup_environment() {
-    local venv flavour=cpu want stamp missing python own=${VENV:-}
+    local venv flavour=cpu want stamp missing own=${VENV:-}
     local what=VENV=$own instead="unset VENV to have .venv made"
     [ "$(count_gpus)" -gt 0 ] && flavour=gpu
     export PYTHONPATH="$ROOT:$ROOT/kernels${PYTHONPATH:+:$PYTHONPATH}"
@@ -139,11 +160,22 @@ setup_environment() {
     SETUP_LOG=$venv/setup.log
     stamp=$venv/.installed # what was installed, on what kind of machine, for which folder
     want="$flavour $(cat requirements.txt constraints.txt pyproject.toml | cksum) $ROOT"
-    if [ -x "$PY" ] && [ "$(cat "$stamp" 2>/dev/null)" = "$want" ] && [ -z "$("$PY" dev/missing_modules.py)" ]; then
-        return
-    fi
-
+    ! installed || return 0
     check_driver
+    lock_installation
+    if ! installed; then # another command may have installed while this one waited
+        install_everything
+    fi
+    exec 9>&-
+}
+
+# This function and the next one read the variables of setup_environment.
+installed() {
+    [ -x "$PY" ] && [ "$(cat "$stamp" 2>/dev/null)" = "$want" ] && [ -z "$("$PY" dev/missing_modules.py)" ]
+}
+
+install_everything() {
+    local python
     if ! "$PY" -c 'import pip' 2>/dev/null; then
         python=$(find_python) || exit $?
         echo "setup: making .venv with $("$python" --version 2>&1)"

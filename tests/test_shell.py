@@ -1,6 +1,7 @@
 """speedrun_fp4.sh, run1000_fp4.sh and dev/setup.sh: a toy's run, reuse, failing stages, signals. Plans: tests/plan."""
 
 import contextlib
+import fcntl
 import json
 import os
 import pty
@@ -184,6 +185,36 @@ def test_a_second_set_up_installs_nothing(clone):
     first, second = (shell(SET_UP, variables, folder) for _ in range(2))
     assert first.returncode == second.returncode == 0 and first.stdout.count("setup: installing") == 3, first.stderr
     assert second.stdout == f"{folder}/.venv/bin/python\n"
+
+
+def test_two_set_ups_at_once_install_once(clone):
+    """The second one waits, says so in one line, and uses what the first one has installed."""
+    folder, variables = clone
+    (folder / "hold").touch()  # pip takes until this file is gone
+    set_ups = []
+    try:
+        for expected in ("setup: installing torch", "setup: another command is installing into .venv; waiting"):
+            command = ["bash", "-c", SET_UP]
+            set_ups.append(subprocess.Popen(command, cwd=folder, env=variables, stdout=subprocess.PIPE, text=True))
+            lines = iter(set_ups[-1].stdout.readline, "")
+            line = next(line for line in lines if "making .venv" not in line)
+            assert line.startswith(expected)
+    finally:
+        (folder / "hold").unlink()
+        rest = [process.communicate(timeout=300)[0] for process in set_ups]
+    assert [process.returncode for process in set_ups] == [0, 0]
+    assert rest[1] == f"{folder}/.venv/bin/python\n" and (folder / "calls.log").read_text().count("pip install") == 3
+
+
+def test_a_set_up_that_waits_ends_at_a_signal(clone):
+    folder, variables = clone
+    with open(folder / ".venv.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        command = ["bash", "-c", SET_UP]
+        process = subprocess.Popen(command, cwd=folder, env=variables, stdout=subprocess.PIPE, text=True)
+        assert "waiting" in process.stdout.readline()
+        process.terminate()
+        assert process.wait(60) == 143 and not (folder / ".venv").exists()
 
 
 def test_nothing_is_installed_into_a_linked_environment(clone, tmp_path):
