@@ -1,8 +1,8 @@
 """
-Conversations to train on: what a task is, mixtures of tasks, and the tasks that exist only for training.
+Conversations to train on. This module defines tasks, mixtures of tasks, and the tasks that exist only for training.
 
-A task is a list of conversations {"messages": [{"role", "content"}, ...], ...}. A benchmark in eval/ also judges
-answers. Order and content are nanochat's, so that a mixture here is the mixture there.
+A task is a list of conversations {"messages": [{"role", "content"}, ...], ...}. A benchmark in eval/ is a task that
+also judges answers. Order and content are nanochat's, so a mixture here is the same as nanochat's mixture.
 """
 
 import bisect
@@ -29,11 +29,12 @@ MIXTURE_SEED = 42
 
 class Task:
     """
-    A dataset of conversations; start, stop and step select from it as a slice does.
+    A dataset of conversations. start, stop and step select conversations as a slice does.
 
-    Subclasses define num_examples() and get_example(i). Benchmarks also have evaluate(conversation, answer) -> bool and
-    eval_type. "categorical" is the choice of a letter from conversation["letters"], "generative" is any text. VERSION
-    is raised whenever prompts, order or scoring change.
+    Subclasses define num_examples() and get_example(i). Benchmarks also define evaluate(conversation, answer) -> bool
+    and eval_type. The type "categorical" is the choice of a letter from conversation["letters"], and "generative" is
+    any text. VERSION is raised whenever prompts, order or scoring change. Raises ValueError for a slice that selects
+    nothing.
     """
 
     VERSION = 1
@@ -48,15 +49,15 @@ class Task:
         raise NotImplementedError
 
     def num_examples(self) -> int:
-        """Conversations before slicing."""
+        """Returns the number of conversations before slicing."""
         raise NotImplementedError
 
     def get_example(self, index: int) -> dict[str, Any]:
-        """Conversation `index` before slicing."""
+        """Returns conversation `index` of those before slicing."""
         raise NotImplementedError
 
     def evaluate(self, conversation: dict[str, Any], answer: str) -> bool:
-        """Whether `answer` solves the conversation's problem."""
+        """Returns whether `answer` solves the problem of the conversation."""
         raise NotImplementedError
 
     def _range(self) -> range:
@@ -74,9 +75,8 @@ TEST_SEED_OFFSET = 10_000_000
 
 class DrawnTask(Task):
     """
-    `size` conversations that make(rng) draws. Conversation i has the seed i in train, and offset + i in test.
-
-    Raises ValueError for another split.
+    A task of `size` conversations that make(rng) draws. Conversation i is drawn with the seed i in the split train, and
+    with the seed TEST_SEED_OFFSET + i in the split test. Raises ValueError for another split.
     """
 
     def __init__(self, size: int = 1000, split: str = "train", **kwargs: Any):
@@ -96,7 +96,7 @@ class DrawnTask(Task):
 
 
 class TaskMixture(Task):
-    """All conversations of several tasks in one fixed random order. A task given twice counts twice."""
+    """All conversations of several tasks in one fixed random order. A task that is given twice counts twice."""
 
     def __init__(self, tasks: Sequence[Task], **kwargs: Any):
         super().__init__(**kwargs)
@@ -119,7 +119,7 @@ class TaskMixture(Task):
 
 
 def conversation_problem(conversation: Any) -> str | None:
-    """The reason why a conversation cannot be trained on, or None."""
+    """Returns the reason why a conversation cannot be trained on, or None."""
     try:
         checked_messages(conversation, answered=True)
     except ValueError as e:
@@ -129,9 +129,11 @@ def conversation_problem(conversation: Any) -> str | None:
 
 class SmolTalk(Task):
     """
-    HuggingFaceTB/smol-smoltalk, general conversations (460K train, 24K test), a system message perhaps first.
+    The dataset HuggingFaceTB/smol-smoltalk of general conversations (460K in train, 24K in test). Some conversations
+    begin with a system message.
 
-    sft_dir: a folder with train and test as .jsonl, .jsonl.gz or .parquet files of {"messages": [...]}.
+    sft_dir replaces the dataset by a folder with train and test as .jsonl, .jsonl.gz or .parquet files of {"messages":
+    [...]}. Raises ValueError for another split.
     """
 
     def __init__(self, split: str, sft_dir: str | os.PathLike | None = None, **kwargs: Any):
@@ -152,7 +154,8 @@ class SmolTalk(Task):
 
 
 class CustomJSON(Task):
-    """Conversations of a JSONL file. A line is a list of messages, or {"messages": [...]}."""
+    """The conversations of a JSONL file, in which a line is a list of messages or {"messages": [...]}. Raises
+    UserError for a conversation that cannot be trained on, and for a file without any."""
 
     def __init__(self, filepath: str | os.PathLike, **kwargs: Any):
         super().__init__(**kwargs)
@@ -174,14 +177,16 @@ class CustomJSON(Task):
 
 
 IDENTITY_URL = "https://karpathy-public.s3.us-west-2.amazonaws.com/identity_conversations.jsonl"
-LOCAL_IDENTITY = Path(__file__).with_name("identity_conversations.jsonl")  # ours, small: for runs without a network
+# A small file of this project, for runs without a network.
+LOCAL_IDENTITY = Path(__file__).with_name("identity_conversations.jsonl")
 
 
 def identity_conversations() -> str:
     """
-    Path of nanochat's 1000 conversations about itself, <base dir>/identity_conversations.jsonl; downloaded if absent.
+    Returns the path of nanochat's 1000 conversations about itself, <base dir>/identity_conversations.jsonl. If the file
+    does not exist, it is downloaded.
 
-    A file of your own under that name is used as it is. Raises MissingDataError.
+    Another file under this name is used as it is. Raises MissingDataError if the download fails.
     """
     name = "identity_conversations.jsonl"
     remedy = f"put a JSONL file of conversations at {os.path.join(get_base_dir(), name)}"
@@ -189,7 +194,8 @@ def identity_conversations() -> str:
 
 
 def _downloaded(url: str, name: str, check: Callable[[str], Any], what: str, remedy: str) -> str:
-    """The path of a small file in the base directory, downloaded if absent. Raises MissingDataError."""
+    """Returns the path of a small file in the base directory, which is downloaded if it does not exist. Raises
+    MissingDataError if the download fails."""
     try:
         return download_file_with_lock(url, name, check, deadline=120, timeout=10, attempts=2, limit=64 << 20)
     except UserError as e:
@@ -199,22 +205,24 @@ def _downloaded(url: str, name: str, check: Callable[[str], Any], what: str, rem
 # ----------------------------------------------------------------------------------------------------------------------
 # Spelling
 
-# At the last commit of its repository; git names a file by the SHA-1 of its content.
+# This is the last commit of the repository. git names a file by the SHA-1 of its content.
 WORD_LIST_COMMIT = "20f5cc9b3f0ccc8ce45d814c532b7c2031bba31c"
 WORD_LIST_BLOB = "d3a119e7ce57d068c3f3c9cbd694fc2ff14571ab"
 WORD_LIST_URL = f"https://raw.githubusercontent.com/dwyl/english-words/{WORD_LIST_COMMIT}/words_alpha.txt"
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
-# The wordings are nanochat's (MIT licence), kept to the letter and in their order: a benchmark is its prompts.
+# The wordings are nanochat's (MIT licence), to the letter and in their order, because prompts are a part of a
+# benchmark.
 SPELLING_QUESTIONS = Path(__file__).with_name("spelling_questions.txt").read_text(encoding="utf-8").splitlines()
-# For runs without the word list: enough to practise on, and no benchmark.
+# These words are for runs without the word list. They are enough for practice, and are not a benchmark.
 LOCAL_WORDS = Path(__file__).with_name("local_words.txt").read_text(encoding="utf-8").split()
 
 
 def load_words(eval_dir: str | os.PathLike | None = None) -> list[str]:
     """
-    About 370,000 English words: <eval_dir>/words/words_alpha.txt where an eval_dir was given, else the list in the
-    base directory, downloaded if absent. Raises MissingDataError, UserError.
+    Returns about 370,000 English words. They come from <eval_dir>/words/words_alpha.txt if an eval_dir is given,
+    otherwise from the list in the base directory, which is downloaded if it does not exist. Raises MissingDataError if
+    the list cannot be had, and UserError if it is empty.
     """
     if eval_dir:
         path = os.path.join(eval_dir, "words", "words_alpha.txt")
@@ -230,14 +238,15 @@ def load_words(eval_dir: str | os.PathLike | None = None) -> list[str]:
 
 
 def _check_words(path: str) -> None:
-    """Raise UserError where a download is not the word list."""
+    """Raises UserError if a downloaded file is not the word list."""
     if git_hash(path) != WORD_LIST_BLOB:
         raise UserError("it is not the list of words that it should be")
 
 
 def counting_conversation(words: Sequence[str], rng: random.Random) -> dict[str, Any]:
-    """'How many r are in strawberry?': spelled out, counted by hand, then checked with Python. Drawn by `rng`."""
-    word = rng.choice(words)  # the order of the draws is part of the format
+    """Draws a conversation like 'How many r are in strawberry?' with `rng`. The answer spells the word, counts by
+    hand, and checks the count with Python."""
+    word = rng.choice(words)  # The order of the draws is a part of the format.
     letter = rng.choice(word) if rng.random() < 0.9 else rng.choice(LETTERS)
     question = rng.choice(SPELLING_QUESTIONS)
     if rng.random() < 0.3:
@@ -255,7 +264,7 @@ def counting_conversation(words: Sequence[str], rng: random.Random) -> dict[str,
     count = 0
     for i, char in enumerate(word, 1):
         count += char == letter
-        # No space after the colon: " a" and "a" are different tokens.
+        # There is no space after the colon, because " a" and "a" are different tokens.
         text += f"{i}:{char}" + (f" hit! count={count}\n" if char == letter else "\n")
     text += f"\nThis gives us {count}."
     answer = [
@@ -269,7 +278,8 @@ def counting_conversation(words: Sequence[str], rng: random.Random) -> dict[str,
 
 
 class SimpleSpelling(DrawnTask):
-    """'Spell the word: apple' is answered by 'apple:a,p,p,l,e'. Teaches the letters of tokens. For training only."""
+    """A task that teaches the letters of tokens: 'Spell the word: apple' is answered by 'apple:a,p,p,l,e'. It is
+    used for training only."""
 
     def __init__(
         self,
@@ -281,7 +291,8 @@ class SimpleSpelling(DrawnTask):
     ):
         super().__init__(size, split, **kwargs)
         self.words = list(words) if words is not None else load_words(eval_dir)
-        random.Random(42).shuffle(self.words)  # another order than SpellingBee's, so that seed i is another word
+        # The order differs from SpellingBee's, so that the same seed draws another word.
+        random.Random(42).shuffle(self.words)
 
     def make(self, rng: random.Random) -> dict[str, Any]:
         word = rng.choice(self.words)
@@ -294,15 +305,13 @@ class SimpleSpelling(DrawnTask):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Mixtures of what is there
+# Mixtures of the available sources
 
 
 @dataclass
 class Source:
     """One part of a mixture. make() loads it, and a plan looks for its needs before the first step (data/needs.py).
-
-    `missing` says why it was left out.
-    """
+    `missing` is the reason why it was left out, if it was."""
 
     name: str
     make: Callable[[], Task]
@@ -312,7 +321,8 @@ class Source:
 
 
 def load_sources(sources: list[Source], allow_missing: bool, what: str) -> TaskMixture:
-    """The mixture of all sources that are there. One that is missing ends the run, or is named and left out."""
+    """Returns the mixture of all sources that can be loaded. A missing source raises UserError, or with
+    allow_missing it is named and left out. `what` names the mixture."""
     for source in sources:
         try:
             source.task = source.make()
@@ -327,7 +337,8 @@ def load_sources(sources: list[Source], allow_missing: bool, what: str) -> TaskM
 
 
 def describe_sources(sources: list[Source]) -> dict[str, str]:
-    """name -> rows, or why it is missing; the same source twice counts together."""
+    """Returns a line for each source by its name: the number of its rows, or why it is missing. Rows of a source
+    that is given twice are added up."""
     lines: dict[str, str] = {}
     rows: dict[str, int] = {}
     for source in sources:

@@ -1,10 +1,13 @@
 """
 Batches of conversations, for the stages after pre-training.
 
-PackedConversations (mid-training) has rows of T+1 tokens, which best fit fills as in pre-training. Every token counts.
-ConversationBatches (SFT) has one conversation a row, padded. Only the assistant's words count.
-Rollouts (RL) has the model's own answers to a problem.
-All are endless and deterministic and resume exactly. The rows of a step do not depend on the number of processes.
+- PackedConversations (mid-training) has rows of T+1 tokens, which best fit fills as in pre-training. Every token counts
+  in the loss.
+- ConversationBatches (SFT) has one padded conversation in each row. Only the tokens of the assistant count.
+- Rollouts (RL) has the model's own answers to a problem.
+
+All of them are endless and deterministic, and they resume exactly. The rows of a step do not depend on the number of
+processes.
 """
 
 import hashlib
@@ -22,7 +25,7 @@ from nanochat_fp4.data.packing import THIS_PROCESS, Deal, Lane, PackedRows, at_l
 from nanochat_fp4.data.tokenizer import without_end
 from nanochat_fp4.errors import UserError
 
-IGNORE = -1  # target that does not count
+IGNORE = -1  # A target with this value does not count in the loss.
 CONTENT_SAMPLES = 256
 
 
@@ -40,7 +43,7 @@ def _tokens(tokenizer: Any, dataset: Task, index: int, max_tokens: int) -> tuple
 
 
 class _Lane(Lane):
-    """One packer: conversations lane, lane + lanes, ... of the endless repetition of the dataset."""
+    """One packer, which gets the conversations lane, lane + lanes, ... of the endlessly repeated dataset."""
 
     def _read(self, number: int) -> None:
         loader = self.loader
@@ -52,7 +55,7 @@ class _Lane(Lane):
         self.g += self.loader.lanes
 
     def cropped(self) -> int:
-        """The oldest, as in nanochat's mid-training."""
+        """Returns the place of the conversation to crop, which is the oldest, as in nanochat's mid-training."""
         return min(range(len(self.keys)), key=lambda place: self.keys[place][1])
 
     def state(self) -> dict[str, Any]:
@@ -66,13 +69,16 @@ class _Lane(Lane):
 
 class PackedConversations(PackedRows):
     """
-    Packed rows of conversations: (inputs, targets, state). inputs, targets: int64 (B, T).
+    Packed rows of conversations: an endless iterator over (inputs, targets, state). inputs and targets are int64 (B,
+    T).
 
-    buffer_size: conversations that a lane holds back to choose from, at most a quarter of its share of the dataset.
-        nanochat has 100 for each process.
-    deal, num_rows: as for PackedRows.
-    state["consumed"]: conversations in this rank's rows so far. The sum over ranks is the progress in the epoch.
-    Raises UserError (no conversation, one that cannot be rendered, a state of another run).
+    - buffer_size: the number of conversations that a lane holds back to choose from. It is at most a quarter of the
+      lane's share of the dataset. nanochat holds back 100 in each process.
+    - deal, num_rows: see PackedRows
+    - state["consumed"]: the number of conversations in this rank's rows so far. Its sum over all ranks is the progress
+      in the epoch.
+
+    Raises UserError if there is no conversation, if one cannot be rendered, and for a state of another run.
     """
 
     def __init__(
@@ -101,12 +107,13 @@ class PackedConversations(PackedRows):
         return config | {"T": self.T, "lanes": self.lanes, "lane_buffer": self.lane_buffer}
 
     def state_dict(self) -> dict[str, Any]:
-        """As PackedRows', with the conversations in this rank's rows so far."""
+        """Returns the state of PackedRows, with the number of conversations in this rank's rows so far."""
         return super().state_dict() | {"consumed": self.consumed}
 
 
 class _Dealt:
-    """Endless iterator whose item n goes to rank n % world_size. KEY: the next item of all ranks, in the state."""
+    """An endless iterator whose item n goes to rank n % world_size. KEY is the name under which the state has the
+    number of the item that rank 0 takes next."""
 
     KEY = ""
 
@@ -136,7 +143,8 @@ class _Dealt:
         return self.config | {self.KEY: self.number - self.rank}
 
     def padded(self, rows: list[list[int]], masks: list[list[int]]) -> tuple[Tensor, Tensor]:
-        """(inputs, targets), int64 (rows, longest - 1). A target is IGNORE where the mask is 0, and in the padding."""
+        """Returns (inputs, targets), which are int64 (rows, length of the longest row - 1). A target is IGNORE where
+        the mask is 0, and in the padding."""
         longest, padding = max(map(len, rows)), self.tokenizer.encode_special("<|assistant_end|>")
         ids = torch.tensor([row + [padding] * (longest - len(row)) for row in rows])
         mask = torch.tensor([row + [0] * (longest - len(row)) for row in masks])
@@ -145,11 +153,15 @@ class _Dealt:
 
 class ConversationBatches(_Dealt):
     """
-    Endless iterator over (inputs, targets, state): int64 (B, length of the longest conversation - 1) each.
+    An endless iterator over (inputs, targets, state). inputs and targets are int64 (B, length of the longest
+    conversation - 1).
 
-    Micro-batch m of the run holds conversations m * B to (m + 1) * B - 1 of the repeated dataset, cut to max_tokens.
-    Rank m % world_size has it. A target is -1 where the mask of render_conversation is 0, and in the padding. A
-    conversation in which the cut leaves nothing to learn is replaced by the next one that has something.
+    Micro-batch m of the run has the conversations m * B to (m + 1) * B - 1 of the repeated dataset, each cut to
+    max_tokens. Rank m % world_size gets this micro-batch. A target is -1 where the mask of render_conversation is 0,
+    and in the padding. If the cut leaves nothing to learn in a conversation, the next one that has something replaces
+    it.
+
+    Raises UserError if no conversation has anything to learn, and for a state of another run.
     """
 
     KEY = "micro_batch"
@@ -186,15 +198,20 @@ class ConversationBatches(_Dealt):
 
 class Rollouts(_Dealt):
     """
-    Endless iterator over (inputs, targets, advantages, state): the model's answers to one problem after the other.
+    An endless iterator over (inputs, targets, advantages, state), with the model's answers to one problem after the
+    other.
 
-    generate(prompt, rows, seed) -> (sequences, masks): as engine.Engine.generate_batch gives them. Each problem is
-    answered num_samples times, B at a time, which makes num_samples / B micro-batches. inputs, targets: int64 (B,
-    longest answer's length - 1). advantages: FP32 (B,). A target is -1 in the prompt, the calculator's answers and the
-    padding. The end that the model chose is a target like its other tokens, so that the model learns when to stop. An
-    answer's advantage is its reward minus the mean reward of the problem's answers (nanochat's: GRPO without dividing
-    by the deviation). The answers are made when the first of a problem's micro-batches is asked for, by the model as
-    it then is. Problem n of the run goes to rank n % world_size, and its seeds depend on n alone.
+    generate(prompt, rows, seed) -> (sequences, masks) computes answers as engine.Engine.generate_batch does. Each
+    problem is answered num_samples times, B at a time, which makes num_samples / B micro-batches.
+
+    - inputs and targets are int64 (B, length of the problem's longest sequence - 1). A target is -1 in the prompt, in
+      the answers of the calculator, and in the padding. The end token that the model chose is a target like its other
+      tokens, so that the model learns when to stop.
+    - advantages are FP32 (B,). The advantage of an answer is its reward minus the mean reward of all answers to the
+      problem. This is nanochat's choice: GRPO without the division by the standard deviation.
+
+    The answers to a problem are made when the first of its micro-batches is asked for, by the model as it is then.
+    Problem n of the run goes to rank n % world_size, and its seeds depend on n alone.
     """
 
     KEY = "number"
@@ -216,7 +233,8 @@ class Rollouts(_Dealt):
         super().__init__(task, tokenizer, B, device, rank, world_size, state, num_samples=num_samples)
         self.generate, self.num_samples, self.seed, self.longest_prompt = generate, num_samples, seed, longest_prompt
         self.waiting: list[tuple[Tensor, Tensor, Tensor]] = []
-        self.rewards: list[float] = []  # and lengths of answers, in tokens: since numbers() was last called
+        # The rewards, and the lengths of answers in tokens, since numbers() was last called.
+        self.rewards: list[float] = []
         self.lengths: list[int] = []
 
     def __next__(self) -> tuple[Tensor, Tensor, Tensor, dict[str, Any]]:
@@ -243,14 +261,16 @@ class Rollouts(_Dealt):
         return list(zip(*(t.split(self.B) for t in whole)))
 
     def numbers(self) -> dict[str, float]:
-        """Means over the answers of all ranks since the last call, which all ranks make together."""
+        """Returns the means over the answers of all ranks since the last call. All ranks must call this method
+        together."""
         means = torch.tensor([sum(v) / max(1, len(v)) for v in (self.rewards, self.lengths)], device=self.device)
         self.rewards, self.lengths = [], []
         return dict(zip(("reward", "sequence_length"), mean_over_ranks(means).tolist()))
 
 
 def _content(dataset: Task) -> str:
-    """16 hex digits of what the conversations say: of all of them, or of 256 spread evenly."""
+    """Returns 16 hex digits of a hash of the conversations. Of a large dataset, 256 conversations are hashed, at
+    equal distances."""
     digest = hashlib.sha256()
     samples = min(len(dataset), CONTENT_SAMPLES)
     for conversation in (dataset[i * len(dataset) // samples] for i in range(samples)):

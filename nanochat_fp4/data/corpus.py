@@ -1,8 +1,8 @@
 """
-Shards made on the spot: of the user's text files, and the embedded corpus.
+Shards that this program makes itself, from the user's text files or as the embedded corpus.
 
-The embedded corpus is Python's standard library: its documentation strings and language reference first, then its
-sources. The corpus needs no network. Every machine with the same Python has the same one.
+The embedded corpus is Python's standard library. Its documentation strings and the language reference come first, then
+its sources. The corpus needs no network, and it is the same on every machine with the same version of Python.
 """
 
 import ast
@@ -44,7 +44,8 @@ TEXT_SUFFIXES = (".txt", ".md", *JSON_LINES)
 
 
 def files_below(folder: Path) -> list[Path]:
-    """Text and parquet files of the user. A base directory inside the folder has reports and logs, not text."""
+    """Returns the user's text and parquet files in a folder. A base directory inside of the folder is left out,
+    because it has reports and logs."""
     whole, base = folder.resolve(), Path(get_base_dir()).resolve()
     ours = folder / base.relative_to(whole) if whole in base.parents else None
     found = (p for p in folder.rglob("*") if p.name.lower().endswith((*TEXT_SUFFIXES, ".parquet")) and p.is_file())
@@ -52,10 +53,8 @@ def files_below(folder: Path) -> list[Path]:
 
 
 def _documents(path: Path, field: str, most: int) -> Iterator[str]:
-    """The documents of one file: a text file is one, a JSON-lines file or a parquet shard has one a row.
-
-    most: characters of a file of JSON lines. A null is an empty document, as in parquet.
-    """
+    """Yields the documents of one file. A text file is one document. A JSON-lines file or a parquet shard has a
+    document in each row, and a null is an empty document. `most` limits the characters of a JSON-lines file."""
     name = path.name.lower()
     if name.endswith(".parquet"):
         shard = open_shard(path, field)
@@ -75,7 +74,7 @@ def _documents(path: Path, field: str, most: int) -> Iterator[str]:
                     f'{path}, line {number}: expected a JSON object like {{"{field}": "..."}}; name the field that '
                     "holds the text with --text-column (TEXT_COLUMN)"
                 )
-            # JSON can spell a lone surrogate, which cannot be written as UTF-8.
+            # JSON can have a lone surrogate, which cannot be written as UTF-8.
             yield row[field].encode("utf-8", "replace").decode("utf-8")
     else:
         try:
@@ -90,9 +89,10 @@ def _documents(path: Path, field: str, most: int) -> Iterator[str]:
 
 
 def convert(folder: Path, files: list[Path], column: str) -> Path:
-    """Write the documents of `files` as shards. Returns their folder, which is made again only when the files change.
+    """Writes the documents of `files` as shards, and returns the folder of the shards. They are made again only if
+    the files have changed. `column` is the column of parquet files, and the field of JSON lines, that has the text.
 
-    column: of parquet files, and the field of JSON lines, with the text.
+    Raises UserError for a file that cannot be read, and for more text than the disk has room for.
     """
     key = hashlib.sha256(b"conversion 1" if column == "text" else f"conversion 1 of {column}".encode())
     size = 0
@@ -107,7 +107,7 @@ def convert(folder: Path, files: list[Path], column: str) -> Path:
             return target
         print0(f"Writing the text of {folder} ({len(files)} files, {format_bytes(size)}) as shards into {target}")
         check_space(target.parent, 2 * size, f"the shards of {folder}")
-        # A compressed file may hold any amount of text; the disk has room for so much.
+        # A compressed file can hold any amount of text, so the text is limited by the free disk space.
         room = shutil.disk_usage(target.parent).free
         counted = itertools.islice((1 for path in files for _ in _documents(path, column, room)), 20)
         many = sum(counted) == 20
@@ -120,8 +120,8 @@ def convert(folder: Path, files: list[Path], column: str) -> Path:
                         "remove files, or set NANOCHAT_BASE_DIR to a larger disk"
                     )
                 pieces = cut_text(text, random.Random(index))
-                # Validation: every 20th document as a whole. Fewer than 20 documents give the last tenth of each
-                # longer one instead, which is adjacent to training text.
+                # Every 20th document is validation text as a whole. With fewer than 20 documents, the last tenth of
+                # each longer document is validation text instead, although it is adjacent to training text.
                 tail = max(1, len(pieces) // 10) if len(pieces) >= 4 else 0
                 for i, piece in enumerate(pieces):
                     writer.add(piece, index % 20 == 7 if many else i >= len(pieces) - tail)
@@ -133,19 +133,20 @@ def convert(folder: Path, files: list[Path], column: str) -> Path:
 # ----------------------------------------------------------------------------------------------------------------------
 # The embedded corpus
 
-EMBEDDED_MB = 10.0  # the standard library without its tests
+EMBEDDED_MB = 10.0  # This is the size of the standard library without its tests.
 
-# Encodings are tables of numbers. The language reference in pydoc_data is read as text instead.
+# Encodings are left out, because they are tables of numbers. The language reference in pydoc_data is read as text
+# instead.
 _EMBEDDED_SKIP = {"site-packages", "dist-packages", "__pycache__", "encodings", "pydoc_data", "lib-dynload"}
 
 
 def _spread(key: str) -> int:
-    """A number that has nothing to do with the alphabet, the same on every machine."""
+    """Returns a hash of the key. It sorts keys in an order that is not alphabetical, the same one on every machine."""
     return int.from_bytes(hashlib.sha256(key.encode("utf-8", "replace")).digest()[:8], "big")
 
 
 def docstrings_and_code(source: str, module: str) -> tuple[str, str]:
-    """A module's documentation strings as prose, each under its qualified name, and its source without them."""
+    """Returns a module's documentation strings as prose, each under its qualified name, and its source without them."""
     tree = ast.parse(source)
     prose: list[str] = []
     dropped: set[int] = set()
@@ -166,7 +167,8 @@ def docstrings_and_code(source: str, module: str) -> tuple[str, str]:
 
 
 def embedded_documents() -> Iterator[tuple[str, str]]:
-    """(key, text): the language reference, documentation strings, sources and the library's tests, in this order."""
+    """Yields (key, text) of the language reference, of all documentation strings, of all sources, and of the
+    library's tests, in this order."""
     with contextlib.suppress(ImportError):
         from pydoc_data.topics import topics
 
@@ -179,7 +181,8 @@ def embedded_documents() -> Iterator[tuple[str, str]]:
     codes = []
     for place in (p for p in places if p not in tests):
         key = place.with_suffix("").as_posix().replace("/", ".")
-        with contextlib.suppress(OSError, SyntaxError, ValueError, RecursionError):  # a few are broken on purpose
+        # A few sources are broken on purpose.
+        with contextlib.suppress(OSError, SyntaxError, ValueError, RecursionError):
             prose, code = docstrings_and_code((root / place).read_text(encoding="utf-8"), key)
             codes.append((key, code))
             yield key, prose
@@ -192,10 +195,12 @@ def embedded_documents() -> Iterator[tuple[str, str]]:
 
 def build_embedded_corpus(size_mb: float | None = None) -> str:
     """
-    Build (or find) the embedded corpus of about `size_mb` million characters. Returns its folder.
+    Builds the embedded corpus of about `size_mb` million characters if it does not exist. Returns its folder.
 
-    The same size on the same Python version gives the same documents in the same order. A module is on one side of the
-    split as a whole: no sentence of the validation shard is a training document's neighbour. Raises UserError.
+    The same size on the same version of Python gives the same documents in the same order. A module belongs to one
+    split as a whole, so no sentence of the validation shard is next to a sentence of a training document. Raises
+    UserError if the size is not from 0.2 to 100, if a run may be reading a corpus of another size, and if Python has no
+    library sources.
     """
     wanted = EMBEDDED_MB if size_mb is None else float(size_mb)
     if not 0.2 <= wanted <= 100:
@@ -203,7 +208,7 @@ def build_embedded_corpus(size_mb: float | None = None) -> str:
     target = Path(get_base_dir()) / "embedded_data"
     before = read_manifest(target).get("size_mb")
     if size_mb is None and isinstance(before, (int, float)) and 0.2 <= before <= 100:
-        wanted = float(before)  # a lost shard is made again, and not another text
+        wanted = float(before)  # A lost shard is made again with the text that it had.
     python = ".".join(map(str, sys.version_info[:3]))
     info = {"source": "the standard library of Python", "python": python, "size_mb": wanted, "version": 1}
     with data_lock():
@@ -215,11 +220,11 @@ def build_embedded_corpus(size_mb: float | None = None) -> str:
         print0(f"Building the embedded corpus from Python's standard library in {target}")
         check_space(target.parent, int(wanted * 1e6), "the embedded corpus")
         with new_folder(target) as tmp, Progress(total=int(wanted * 1e6), desc="embedded", unit="char") as progress:
-            pieces: list[tuple[str, bool]] = []  # and whether each is validation text
+            pieces: list[tuple[str, bool]] = []  # Each piece is stored with whether it is validation text.
             total = 0
             for key, text in embedded_documents():
                 val = _spread("split " + key) % 12 == 0
-                # Short pieces: this corpus trains small models, whose rows are short.
+                # The pieces are short, because this corpus trains small models with short rows.
                 for piece in cut_text(text, random.Random(_spread(key)), shortest=400, longest=4000):
                     pieces.append((piece, val))
                     total += len(piece)
@@ -229,9 +234,9 @@ def build_embedded_corpus(size_mb: float | None = None) -> str:
             if total < 200_000:
                 place = sysconfig.get_paths()["stdlib"]
                 raise UserError(f"this Python has no library sources in {place}; set DATA_DIR to a folder of text")
-            random.Random(0).shuffle(pieces)  # prose and code must not come one after the other
+            random.Random(0).shuffle(pieces)  # Without this shuffle all prose would come before all code.
             train_chars = sum(len(piece) for piece, val in pieces if not val)
-            writer = ShardWriter(tmp, shard_chars=train_chars // 4 + 4000)  # four training shards
+            writer = ShardWriter(tmp, shard_chars=train_chars // 4 + 4000)  # This makes four training shards.
             for piece, val in pieces:
                 writer.add(piece, val)
             writer.finish(info)

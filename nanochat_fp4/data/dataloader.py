@@ -1,11 +1,14 @@
 """
-Pre-training batches: the documents of a split, packed into rows of T+1 tokens that begin with the BOS token.
+Batches for pre-training. The documents of a split are packed into rows of T+1 tokens, and each document begins with the
+BOS token.
 
-packing.py packs the rows and deals them to the processes. This file has the text: which documents there are, and in
-which order they are read. The shards, the tokenizer and the arguments decide the batches, so every method and seed of
-a comparison can read the same rows. Row groups are numbered through all shards and epochs before lanes get them. Any
-number of row groups will do: fewer than lanes are cut into one piece for each lane, because lanes with the same text
-would pack the same rows.
+packing.py packs the rows and deals them to the processes. This file decides which documents there are, and in which
+order they are read. The shards, the tokenizer and the arguments determine the batches, so every method and seed of a
+comparison can read the same rows.
+
+Row groups are numbered through all shards and epochs, and then dealt to lanes. Any number of row groups will do. If
+there are fewer row groups than lanes, each is cut into one piece for each lane, because lanes with the same text would
+pack the same rows.
 """
 
 import hashlib
@@ -28,7 +31,8 @@ STATE_VERSION = 1
 
 
 def evaluation_rows(tokens: int, B: int, T: int, world_size: int) -> tuple[int, int]:
-    """(rows of T tokens, at least one; batches of B rows that each process takes) of an evaluation on `tokens`."""
+    """Returns how many rows of T tokens an evaluation on `tokens` has, at least one, and how many batches of B rows
+    each process takes."""
     rows = max(1, tokens // T)
     return rows, -(-rows // (B * world_size))
 
@@ -36,15 +40,16 @@ def evaluation_rows(tokens: int, B: int, T: int, world_size: int) -> tuple[int, 
 @dataclass(frozen=True)
 class Text:
     """
-    Which text is read, and in which order.
+    The text that is read, and its order.
 
-    data_dir: a folder of shards. Default: the folder that dataset.ensure_data finds.
-    column: with the text, as for shards.text_column.
-    data_seed: 0 keeps the order in which the text is stored. Another number, up to 2^32 - 1, shuffles the row groups
-        and the documents of each, in every epoch alike.
-    shuffle_documents: all documents in one random order, which data_seed chooses, in every epoch the same.
-    shards: those of the split, if they were opened before. A run validates on the same ones from its beginning to its
-        end, whatever is downloaded into the folder meanwhile.
+    - data_dir: a folder of shards. The default is the folder that dataset.ensure_data finds.
+    - column: the column with the text, as in shards.text_column
+    - data_seed: 0 keeps the order in which the text is stored. Another number, up to 2^32 - 1, shuffles the row groups
+      and the documents of each, in the same way in every epoch.
+    - shuffle_documents: all documents come in one random order, which data_seed chooses and which is the same in every
+      epoch
+    - shards: the shards of the split, if they are already open. A run then validates on the same ones from its
+      beginning to its end, whatever is downloaded into the folder meanwhile.
     """
 
     data_dir: str | os.PathLike | None = None
@@ -59,9 +64,10 @@ AS_STORED = Text()
 
 class Documents:
     """
-    The documents of a split in groups, an endless sequence: group g counts on through the epochs.
+    The documents of a split in groups, as an endless sequence. The numbers of groups count on through the epochs.
 
-    lanes: of the loader. Raises UserError.
+    `lanes` is the number of the loader's lanes. Raises UserError for a data_seed out of range, and if the shards cannot
+    be used.
     """
 
     def __init__(self, split: str, text: Text, lanes: int):
@@ -71,28 +77,29 @@ class Documents:
         self.shards = open_shards(split, text.data_dir, text.column) if text.shards is None else text.shards
         self.digests = [shard_digest(shard.path) for shard in self.shards]
         self.count = sum(shard.num_rows for shard in self.shards)
-        self.shuffled, self.pieces = None, 0  # pieces: of each row group; 0: they are not cut
+        # pieces is the number of pieces into which each row group is cut. 0 means that they are not cut.
+        self.shuffled, self.pieces = None, 0
         if text.shuffle_documents:
             self.shuffled = ShuffledDocuments(self.shards, self.digests, text.data_seed)
             self.groups = [(0, k, 0, 0) for k in range(len(self.shuffled))]
             return
-        # Empty row groups are left out: a lane that met no others would look for a document forever.
+        # Empty row groups are left out, because a lane that met only these would look for a document forever.
         groups = [(s, k, n) for s, shard in enumerate(self.shards) for k, n in enumerate(shard.rows) if n > 0]
         self.pieces = lanes if len(groups) < lanes else 0
         cut = self.pieces or 1
         pieces = [(s, k, n * p // cut, n * (p + 1) // cut) for s, k, n in groups for p in range(cut)]
-        # shard, row group, first document, end
+        # A group consists of shard, row group, first document, and end.
         self.groups = [piece for piece in pieces if piece[2] < piece[3]]
         if self.data_seed:
             self.groups = [self.groups[k] for k in self._permutation(0, len(self.groups))]
         self._last_read: tuple[tuple[int, int], list[str]] = (-1, -1), []
 
     def __len__(self) -> int:
-        """Groups of an epoch."""
+        """Returns the number of groups in an epoch."""
         return len(self.groups)
 
     def read(self, g: int) -> list[str]:
-        """The documents of group g."""
+        """Returns the documents of group g."""
         shard, index, start, stop = self.groups[g % len(self)]
         if self.shuffled:
             return self.shuffled.read(index)
@@ -100,7 +107,8 @@ class Documents:
         return [texts[k] for k in self._permutation(1 + g % len(self), len(texts))] if self.data_seed else texts
 
     def _row_group(self, shard: int, index: int) -> list[str]:
-        """The documents of a row group. If lanes have pieces of it, the next piece does not read it again."""
+        """Returns the documents of a row group. If lanes have pieces of it, the next piece does not read it from the
+        disk again."""
         if not self.pieces:
             return self.shards[shard].read(index)
         if self._last_read[0] != (shard, index):
@@ -108,20 +116,21 @@ class Documents:
         return self._last_read[1]
 
     def _permutation(self, number: int, n: int) -> np.ndarray:
-        """The permutation of n things that has this number; NumPy promises that RandomState's stay the same."""
+        """Returns the permutation of n things that has this number. It is always the same one, because NumPy does
+        not change the numbers of RandomState."""
         return np.random.RandomState([self.data_seed, number]).permutation(n)
 
     def names(self) -> str:
-        """Names the shards, so that a state is not resumed on other data."""
+        """Returns a hash of the shards' names and rows, so that a state is not resumed on other data."""
         text = "\n".join(f"{os.path.basename(s.path)} {s.rows}" for s in self.shards)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def state(self) -> dict[str, Any]:
-        """Of a data position: the contents of the shards, and the column."""
+        """Returns the part of a data position that describes the text: the contents of the shards, and the column."""
         return {"content": self.digests, "column": self.shards[0].column}
 
     def check(self, state: dict[str, Any]) -> None:
-        """Raise UserError where a data position is of other contents or another column."""
+        """Raises UserError if a data position belongs to shards of other contents or to another column."""
         here = self.shards[0].column
         if (before := state.get("column", here)) != here:
             problem = f"the data position does not fit: the text was in the column {before}, not {here}"
@@ -139,17 +148,18 @@ class BestFitLoader(PackedRows):
     """
     Packed rows of a split's documents: an endless iterator over (inputs, targets, state).
 
-    inputs, targets: int64 (B, T) on `device`. Targets are inputs shifted by one. Copies to a GPU do not block.
-    state: a dict that goes through JSON. A loader with this `resume_state_dict` yields the batch *after* this one. A
-    training loop that fetches a batch ahead must keep the state of the last batch that it trained on. For the log the
-    state says how far this rank has read at least: "epoch" (from 1), "pq_idx", "rg_idx".
+    inputs and targets are int64 (B, T) on `device`, and targets are inputs shifted by one. Copies to a GPU do not
+    block. state is a dict that can be stored as JSON. A loader with this `resume_state_dict` yields the batch *after*
+    this one. A training loop that fetches a batch ahead must keep the state of the last batch that it trained on. For
+    the log the state says how far this rank has read at least: "epoch" (from 1), "pq_idx", "rg_idx".
 
-    tokenizer: has encode(list of str, prepend=, num_threads=) and get_bos_token_id().
-    buffer_size: documents held back to choose from, in all lanes together. More documents leave fewer tokens cropped.
-        A lane holds back at most a quarter of its share of an epoch, so that a small corpus is not read several times
-        before its first batch.
-    num_rows: as for PackedRows. The other arguments are nanochat's.
-    Raises UserError (data, state that does not fit), ValueError (arguments).
+    - tokenizer: has encode(list of str, prepend=, num_threads=) and get_bos_token_id()
+    - buffer_size: the number of documents held back to choose from, in all lanes together. With more documents fewer
+      tokens are cropped. A lane holds back at most a quarter of its share of an epoch, so that a small corpus is not
+      read several times before its first batch.
+    - num_rows: see PackedRows. The other arguments are nanochat's.
+
+    Raises UserError for data that cannot be used and for a state that does not fit, and ValueError for the arguments.
     """
 
     def __init__(
@@ -180,18 +190,20 @@ class BestFitLoader(PackedRows):
             check_position(resume_state_dict, self.config())
             self.documents.check(resume_state_dict)
             self.restore(resume_state_dict)
-        # An evaluation reads its text anew each time, and of a resumed run the checkpoint's log has said it.
+        # An evaluation reads its text again each time. If a resumed run has read its text before, its log already says
+        # so.
         self.told = split == "val" or any(lane.g >= len(self.documents) for lane in self.my_lanes.values())
 
     def read(self, g: int) -> list[str]:
-        """The documents of group g. Says once that the text begins again."""
+        """Returns the documents of group g. Prints once that the text begins again."""
         if g >= len(self.documents) and not self.told:
             self.told = True
             print0(f"the text begins again after about {self.order.state()['row'] * self.T:,} tokens; {self.cropped()}")
         return self.documents.read(g)
 
     def cropped(self) -> str:
-        """What the rows so far have lost of their documents, by the lanes of this rank."""
+        """Returns a sentence that says how much of the documents was cropped away in the rows of this rank's lanes
+        so far."""
         taken, kept = (sum(of) for of in zip(*((lane.taken, lane.kept) for lane in self.my_lanes.values())))
         return f"rows of {self.T + 1:,} tokens crop away {1 - kept / max(1, taken):.0%} of their documents"
 
@@ -214,7 +226,8 @@ class BestFitLoader(PackedRows):
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """As PackedRows', with the contents of the shards and the place that this rank has read to."""
+        """Returns the state of PackedRows, with the contents of the shards and the place up to which this rank has
+        read."""
         begun = [lane.g for lane in self.my_lanes.values() if lane.i > 0] or [0]
         epoch, position = divmod(min(begun), len(self.documents))
         place = dict(zip(("pq_idx", "rg_idx"), self.documents.groups[position]))
@@ -222,13 +235,14 @@ class BestFitLoader(PackedRows):
 
 
 def tokenizing_distributed_data_loader_with_state_bos_bestfit(*args: Any, **kwargs: Any) -> BestFitLoader:
-    """nanochat's name for BestFitLoader: yields (inputs, targets, state)."""
+    """Makes a BestFitLoader, under nanochat's name. It yields (inputs, targets, state)."""
     return BestFitLoader(*args, **kwargs)
 
 
 def tokenizing_distributed_data_loader_bos_bestfit(
     *args: Any, **kwargs: Any
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """The same without the state: yields (inputs, targets)."""
-    loader = BestFitLoader(*args, **kwargs)  # here, not in the generator: bad arguments are reported at the call
+    """Makes a BestFitLoader, under nanochat's name, that yields (inputs, targets) without the state."""
+    # The loader is made here and not in the generator, so that wrong arguments are reported at the call.
+    loader = BestFitLoader(*args, **kwargs)
     return ((inputs, targets) for inputs, targets, _ in loader)

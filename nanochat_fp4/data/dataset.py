@@ -1,22 +1,22 @@
 """
-Training text: a folder of parquet shards with a string column `text`, the last shard being the validation split.
+Training text is a folder of parquet shards with a string column `text`. The last shard is the validation split.
 
-The first source that exists is the folder. ensure_data prints the choice and its reason.
+The folder is the first of these sources that exists. ensure_data prints the choice and its reason.
 
 1. --data-dir or DATA_DIR. Parquet shards are used as they are. Other files (.txt, .md, .jsonl, .jsonl.gz, .json.gz) are
    cut into documents. Their shards are written once, into the base directory. --text-column or TEXT_COLUMN names the
    column or JSON field of the text (default: text).
-2. FineWeb-Edu shards that were downloaded before: <base dir>/base_data, nanochat's folder.
+2. FineWeb-Edu shards that were downloaded before, in nanochat's folder <base dir>/base_data.
 3. The embedded corpus, if it was built before.
 4. FineWeb-Edu from the hub, if the hub answers within a few seconds.
-5. The embedded corpus, built now from Python's standard library (corpus.py).
+5. The embedded corpus, which is built now from Python's standard library (corpus.py).
 
-FineWeb-Edu's validation split is its shard 1822, whatever number of training shards is there, so that losses of runs
-with different amounts of text can be compared.
+FineWeb-Edu's validation split is its shard 1822, whatever the number of downloaded training shards, so that losses of
+runs with different amounts of text can be compared.
 
     python -m nanochat_fp4.data.dataset -n 240       download shards 0 to 239 and shard 1822 (resumable)
     python -m nanochat_fp4.data.dataset --embedded   build the embedded corpus
-    python -m nanochat_fp4.data.dataset --ensure     whatever of the above applies
+    python -m nanochat_fp4.data.dataset --ensure     choose a source as above
 """
 
 import argparse
@@ -35,10 +35,10 @@ from nanochat_fp4.data.download import check_space, download_file, hub_problem
 from nanochat_fp4.data.shards import Shard, data_lock, index_to_filename, open_shard, shard_digest, text_column
 from nanochat_fp4.errors import UserError, one_line, run_main
 
-# FineWeb-Edu 100B, shuffled and re-cut into parquet shards by nanochat's author.
+# This is FineWeb-Edu 100B, which nanochat's author shuffled and cut into parquet shards.
 DATASET = "karpathy/fineweb-edu-100b-shuffle"
-MAX_SHARD = 1822  # the last shard; its name sorts last, so it is the validation split
-SHARD_BYTES = 100_000_000  # estimate of a shard's size
+MAX_SHARD = 1822  # This is the last shard. Its name sorts last, so it is the validation split.
+SHARD_BYTES = 100_000_000  # An estimate of the size of a shard.
 
 NO_NETWORK_HINT = (
     "without a network set DATA_DIR to a folder of text or parquet files, or use the embedded corpus: "
@@ -47,7 +47,8 @@ NO_NETWORK_HINT = (
 
 
 def list_parquet_files(data_dir: str | os.PathLike | None = None) -> list[str]:
-    """Sorted paths of the shards in `data_dir`; without it, in the folder that training would use."""
+    """Returns the sorted paths of the shards in `data_dir`, or in the folder that training would use. Raises
+    UserError if it is not a folder."""
     data_dir = Path(data_dir) if data_dir is not None else Path(ensure_data(make=False))
     if not data_dir.is_dir():
         raise UserError(f"{data_dir} is not a folder; set DATA_DIR (--data-dir) to a folder of text or parquet files")
@@ -56,9 +57,11 @@ def list_parquet_files(data_dir: str | os.PathLike | None = None) -> list[str]:
 
 def open_shards(split: str, data_dir: str | os.PathLike | None = None, column: str = "") -> list[Shard]:
     """
-    The shards of a split, 'train' (all but the last) or 'val' (the last), opened and checked; at least one row.
+    Opens and checks the shards of a split: all but the last for 'train', and the last for 'val'. They have at least one
+    row.
 
-    column: as for shards.text_column. Raises UserError (data), ValueError (split).
+    `column` is that of shards.text_column. Raises UserError for data that cannot be used, and ValueError for another
+    split.
     """
     if split not in ("train", "val"):
         raise ValueError(f"split must be 'train' or 'val', not {split!r}")
@@ -73,7 +76,8 @@ def open_shards(split: str, data_dir: str | os.PathLike | None = None, column: s
 
 
 def validation_text(data_dir: str | os.PathLike, column: str = "") -> str:
-    """Names the validation text of a folder: equal for two runs only if they are validated on the same text."""
+    """Returns a name of the validation text of a folder. Two runs have the same name only if they validate on the
+    same text."""
     digest, column = shard_digest(list_parquet_files(data_dir)[-1]), text_column(column)
     return digest if column == "text" else f"{digest} {column}"
 
@@ -82,9 +86,9 @@ def parquets_iter_batched(
     split: str, start: int = 0, step: int = 1, data_dir: str | os.PathLike | None = None, column: str = ""
 ) -> Iterator[list[str]]:
     """
-    One pass over a split ('train' or 'val'), a row group (a list of documents) at a time.
+    Yields the row groups of a split ('train' or 'val') once, each as a list of documents.
 
-    `start` and `step` deal the row groups of each shard to ranks, e.g. start=rank, step=world_size.
+    `start` and `step` deal the row groups of each shard to ranks, for example with start=rank and step=world_size.
     """
     for shard in open_shards(split, data_dir, column):
         for index in range(start, shard.num_row_groups, step):
@@ -96,7 +100,8 @@ def parquets_iter_batched(
 
 
 def _own_data(data_dir: str, column: str = "") -> str:
-    """The folder of shards for DATA_DIR: itself, or the converted copy of its text."""
+    """Returns the folder of shards for DATA_DIR, which is this folder itself or the converted copy of its text.
+    Raises UserError if the folder has no text that can be used."""
     column = text_column(column)
     folder = Path(data_dir).expanduser()
     if not folder.is_dir():
@@ -107,7 +112,8 @@ def _own_data(data_dir: str, column: str = "") -> str:
     texts = [path for path in below if path.suffix.lower() != ".parquet"]
     deeper = (path.parent for path in below if path.suffix.lower() == ".parquet" and path.parent != folder)
     other = next((path for path in shards if open_shard(path, column).column != column), None)
-    if other and not folder.is_relative_to(get_base_dir()):  # shards written here have the column text
+    # Shards that were written here have the column text, whatever the user names.
+    if other and not folder.is_relative_to(get_base_dir()):
         raise UserError(f"{other} has no column named {column}; correct --text-column (TEXT_COLUMN)")
     if len(shards) >= 2:
         first, last = os.path.basename(shards[0]), os.path.basename(shards[-1])
@@ -116,7 +122,8 @@ def _own_data(data_dir: str, column: str = "") -> str:
                 f"{folder}: {last} would be the validation split, which has the last name; rename the files"
             )
         for split in ("train", "val"):
-            open_shards(split, folder, column)  # every footer is looked at now, not hours into a run
+            # This reads the footers of all shards now, so that a damaged one is not found hours into a run.
+            open_shards(split, folder, column)
         if texts:
             print0(f"{folder}: using its {len(shards)} parquet shards, not its {len(texts)} text files")
         return str(folder)
@@ -134,10 +141,12 @@ def _own_data(data_dir: str, column: str = "") -> str:
 
 def download_shards(num_files: int = -1, num_workers: int = 4, deadline: float = 1800.0) -> str:
     """
-    Download training shards 0 .. num_files-1 (-1: all 1822) and the validation shard into <base dir>/base_data.
+    Downloads the training shards 0 to num_files - 1 (-1: all 1822) and the validation shard into <base dir>/base_data.
+    Returns this folder.
 
-    `num_workers` are downloaded at a time. Shards that are there are kept. The space on the disk is stated and checked
-    first. `deadline` is for one shard, in seconds. Returns the folder. Raises UserError; shards that are complete stay.
+    `num_workers` shards are downloaded at a time. Existing shards are kept. The needed space is printed, and compared
+    with the free space, first. `deadline` is for each shard, in seconds. Raises UserError if a download fails, and
+    complete shards stay.
     """
     if num_files < -1 or num_files == 0 or num_workers < 1:
         raise UserError(f"-n {num_files} -w {num_workers}: expected 1 to {MAX_SHARD} files, or -1; 1 worker")
@@ -172,7 +181,7 @@ def download_shards(num_files: int = -1, num_workers: int = 4, deadline: float =
             for job in as_completed([pool.submit(fetch, name) for name in missing]):
                 job.result()
         finally:
-            stop.set()  # after a failure or Ctrl-C the other threads end within a second
+            stop.set()  # After a failure or Ctrl-C this ends the other threads within a second.
     print0(f"Done: {num} training shards and the validation shard in {folder}")
     return str(folder)
 
@@ -190,14 +199,16 @@ def ensure_data(
     make: bool = True,
 ) -> str:
     """
-    The folder of shards to train on, chosen as the head of this file says; made or downloaded where necessary.
+    Returns the folder of shards to train on. It is chosen as the docstring of this module says, and made or downloaded
+    if necessary.
 
-    data_dir: --data-dir. None or "" means DATA_DIR.
-    column: --text-column, which every reader of the folder needs too. "" means TEXT_COLUMN.
-    num_shards: training shards to download from the hub.
-    embedded_mb: size of the embedded corpus. None means the corpus that is there, or the default.
-    make: False only looks for data, silently. Text in DATA_DIR is converted even so.
-    Every rank may call this function at the same time. Raises UserError where DATA_DIR is bad, or where there is no
+    - data_dir: the value of --data-dir. None or "" means DATA_DIR.
+    - column: the value of --text-column, which every reader of the folder needs, too. "" means TEXT_COLUMN.
+    - num_shards: the number of training shards to download from the hub
+    - embedded_mb: the size of the embedded corpus. None means the existing corpus, or the default size.
+    - make: False only looks for data and prints nothing. Even then, text in DATA_DIR is converted.
+
+    Every rank may call this function at the same time. Raises UserError if DATA_DIR cannot be used, or if there is no
     data and make is False.
     """
     data_dir = data_dir or os.environ.get("DATA_DIR")
@@ -210,7 +221,7 @@ def ensure_data(
         return folder
     base = Path(get_base_dir())
     downloaded, embedded = base / "base_data", base / "embedded_data"
-    # Another rank may be downloading. A rank that came late would train on fewer shards.
+    # Another rank may be downloading. This rank waits for it, because otherwise it would train on fewer shards.
     with data_lock() if get_dist_info()[3] > 1 and downloaded.is_dir() else contextlib.nullcontext():
         shards = list_parquet_files(downloaded) if downloaded.is_dir() else []
     if len(shards) >= 2:
@@ -220,7 +231,8 @@ def ensure_data(
             say(f"Note: without {fixed} the validation split is {last}, the last of these shards")
         return str(downloaded)
     if (embedded / "manifest.json").is_file():
-        folder = build_embedded_corpus(embedded_mb) if make else str(embedded)  # rebuilt where another size is wanted
+        # If another size is asked for, the corpus is built again.
+        folder = build_embedded_corpus(embedded_mb) if make else str(embedded)
         say(f"Data: the embedded corpus in {folder} (for FineWeb-Edu: python -m nanochat_fp4.data.dataset -n 8)")
         return folder
     if not make:
@@ -240,7 +252,8 @@ def ensure_data(
 
 
 def add_data_arguments(parser: argparse.ArgumentParser, default: str) -> None:
-    """--data-dir and --text-column, for ensure_data. default: where text comes from without them, in words."""
+    """Adds --data-dir and --text-column, for ensure_data. `default` says where text comes from without them, for
+    --help."""
     parser.add_argument(
         "--data-dir", default="", help=f"folder of parquet shards or text (default: $DATA_DIR, else {default})"
     )

@@ -1,9 +1,11 @@
 """
-Downloads with a deadline. A file gets its name when it is whole, has the published SHA-256 and was looked at.
+Downloads with a deadline. A file gets its name only when it is complete, has the published SHA-256 and has passed the
+caller's check.
 
-Files of the Hugging Face hub come through huggingface_hub, which goes on after a cut connection. Other files come
-through urllib, by http and https alone, also after a redirect. A server must answer 200 and state the length: otherwise
-nobody can tell whether the file is whole. A download of either kind begins anew in the next process.
+Files of the Hugging Face hub come through huggingface_hub, which continues after a cut connection. Other files come
+through urllib, by http and https only, also after a redirect. A server must answer 200 and state the length of the
+file, because otherwise nobody can tell whether the file is complete. A download that a process did not finish starts
+again from its beginning in the next process.
 """
 
 import os
@@ -25,24 +27,25 @@ from nanochat_fp4.errors import USER_ERRNOS, UserError, one_line
 from nanochat_fp4.files import fsync_dir, git_hash, sha256_file
 from nanochat_fp4.packages import missing_package
 
-LIMIT_BYTES = 1 << 30  # of any file
-BACKOFF_SECONDS = 1.0  # before the second attempt; doubled before each further one
-HOPELESS = (400, 401, 403, 404, 410)  # HTTP status codes that another attempt does not change
+LIMIT_BYTES = 1 << 30  # The limit for any file.
+BACKOFF_SECONDS = 1.0  # The time before the second attempt. It is longer by as much before each further attempt.
+HOPELESS = (400, 401, 403, 404, 410)  # HTTP status codes that another attempt does not change.
 T = TypeVar("T")
 
 
 class NotEnoughRoom(UserError):
-    """A file is larger than its limit or than the free space. Another attempt does not help."""
+    """The error for a file that is larger than its limit or than the free space. Another attempt does not help."""
 
 
 def hub_url() -> str:
-    """The host of Hugging Face's hub. HF_ENDPOINT names another one, as for Hugging Face's own tools."""
+    """Returns the address of Hugging Face's hub. HF_ENDPOINT names another one, as for Hugging Face's own tools."""
     return (os.environ.get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/")
 
 
 def within(seconds: float, work: Callable[[], T], stop: threading.Event | None = None) -> T:
     """
-    work(), in a thread that is left alone after `seconds`, because a look-up of a host's name ignores every timeout.
+    Returns the result of work(), which runs in a thread. After `seconds` the thread is left alone, because looking up
+    the name of a host ignores every timeout.
 
     Raises TimeoutError when the time is over or `stop` is set, and all exceptions of `work`.
     """
@@ -63,30 +66,33 @@ def within(seconds: float, work: Callable[[], T], stop: threading.Event | None =
 
 
 def status_of(error: BaseException) -> int | None:
-    """The HTTP status code that a server answered with; None where there was no answer."""
+    """Returns the HTTP status code with which a server answered, or None if there was no answer."""
     return getattr(error, "code", None) or getattr(getattr(error, "response", None), "status_code", None)
 
 
 def hub_problem(dataset: str, name: str, deadline: float = 8.0) -> str | None:
-    """Why the hub gives no answer about a file of a dataset within `deadline` seconds. None if there is an answer."""
+    """Returns the reason why the hub gives no answer about a file of a dataset within `deadline` seconds, or None if
+    it gives any answer."""
     problem, status = _ask_hub(dataset, name, deadline)
     return None if status else problem
 
 
 def file_problem(dataset: str, name: str, deadline: float = 8.0) -> str | None:
-    """Why the hub does not offer a file of a dataset: no answer, or one that there is none, or none for this user."""
+    """Returns the reason why the hub does not offer a file of a dataset, or None. It may not answer, not have the
+    file, or not have it for this user."""
     return _ask_hub(dataset, name, deadline)[0]
 
 
 def _ask_hub(dataset: str, name: str, deadline: float) -> tuple[str | None, int | None]:
-    """(why there is no such file, the status of an answer that refuses it)."""
+    """Returns the reason why the file cannot be had, or None, and the status code of an answer that refuses it, or
+    None."""
     if os.environ.get("HF_HUB_OFFLINE", "0").lower() not in ("", "0", "false"):
         return "HF_HUB_OFFLINE is set", None
     try:
         within(deadline, lambda: hub_metadata(dataset, name, deadline))
     except TimeoutError:
         return f"no answer from {hub_url()} within {deadline:g} seconds", None
-    except Exception as e:  # of several libraries
+    except Exception as e:  # Several libraries raise errors here.
         if status := status_of(e):
             return f"{hub_url()} answers {status} for {dataset}/{name}", status
         return f"{hub_url()} cannot be reached: {missing_package(e) or one_line(e)[:150]}", None
@@ -94,7 +100,8 @@ def _ask_hub(dataset: str, name: str, deadline: float) -> tuple[str | None, int 
 
 
 def hub_metadata(dataset: str, name: str, timeout: float = 10.0) -> Any:
-    """huggingface_hub's record of a file: its size in bytes, and as etag its SHA-256 where the hub publishes one."""
+    """Returns huggingface_hub's record of a file. It has the size in bytes, and as etag the SHA-256 if the hub
+    publishes it."""
     from huggingface_hub import get_hf_file_metadata, hf_hub_url
 
     url = hf_hub_url(dataset, name, repo_type="dataset", endpoint=hub_url())
@@ -102,7 +109,7 @@ def hub_metadata(dataset: str, name: str, timeout: float = 10.0) -> Any:
 
 
 def check_space(folder: Path, needed: int, what: str) -> None:
-    """Make the folder. Raises UserError where `what` needs more bytes than the disk has left."""
+    """Makes the folder. Raises NotEnoughRoom if `what` needs more bytes than the disk has left."""
     folder.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(folder).free
     if needed > free:
@@ -126,15 +133,17 @@ def download_file(
     stop: threading.Event | None = None,
 ) -> str:
     """
-    Download an http or https `url` to `path`; with `dataset`, the file of that name of a dataset on the hub.
+    Downloads an http or https `url` to `path`. With `dataset`, `url` is the name of a file of this dataset on the hub.
+    Returns the path as a str.
 
-    The size that the server states is logged, compared with the free disk space before the first byte is written, and
-    with the bytes that arrived. The hub publishes hashes of its files, which are compared too. More than `limit` bytes
-    are refused. validate(temporary path) may raise UserError to reject the content.
-    A failed attempt is repeated up to `attempts` times, after 1, 2, ... seconds. No answer for `timeout` seconds is a
-    failure. All attempts together have `deadline` seconds. `stop` ends a download in a thread.
-    Returns the path as a str. Raises UserError with the attempts and `hint`, which should name the way around the
-    network.
+    The size that the server states is logged. It is compared with the free disk space before the first byte is written,
+    and with the number of bytes that arrived. The hub publishes hashes of its files, which are compared, too. More than
+    `limit` bytes are refused. validate(temporary path) may raise UserError to reject the content.
+
+    A failed attempt is repeated up to `attempts` times, after 1, 2, ... seconds. An attempt fails if no answer comes
+    for `timeout` seconds. All attempts together have `deadline` seconds. `stop` ends a download that runs in a thread.
+
+    Raises UserError with the problem of the last attempt and `hint`, which should say how to do without the network.
     """
     path, hint, end = Path(path), f"; {hint}" if hint else "", time.monotonic() + deadline
     folder = path.with_name(path.name + ".download")
@@ -146,7 +155,7 @@ def download_file(
             logger.warning(f"{path.name}: {problem}; trying again ({made + 1} of {attempts})")
             (stop or threading.Event()).wait(BACKOFF_SECONDS * made)
         made += 1
-        shutil.rmtree(folder, ignore_errors=True)  # left by a killed process
+        shutil.rmtree(folder, ignore_errors=True)  # A killed process may have left this folder.
         try:
             folder.mkdir(parents=True)
             fetch = partial(_fetch_hub, dataset) if dataset else _fetch_url
@@ -158,7 +167,7 @@ def download_file(
             return str(path)
         except NotEnoughRoom as e:
             raise UserError(f"{e}{hint}") from e
-        except Exception as e:  # httpx, http.client, urllib and huggingface_hub have families of their own
+        except Exception as e:  # httpx, http.client, urllib and huggingface_hub each have their own exceptions.
             if getattr(e, "errno", None) in USER_ERRNOS:
                 raise UserError(f"cannot write {path}: {e.strerror}; free some space or choose another folder") from e
             code, late = status_of(e), time.monotonic() >= end
@@ -173,7 +182,7 @@ def download_file(
 
 
 def _check_size(file: Path, size: int | None, limit: int) -> None:
-    """State a file's size. Raises NotEnoughRoom where the file is too large, for the limit or for the disk."""
+    """Logs the size of a file. Raises NotEnoughRoom if the file is too large for the limit or for the disk."""
     if (size or 0) > limit:
         raise NotEnoughRoom(f"{file.name} is larger than the {format_bytes(limit)} that it may have")
     check_space(file.parent, size or 0, file.name)
@@ -201,7 +210,7 @@ def _fetch_hub(dataset: str, name: str, file: Path, timeout: float, end: float, 
 
 
 def http_opener() -> urllib.request.OpenerDirector:
-    """urllib's default opener without its handlers of ftp:, file: and data:, which a redirect could ask for."""
+    """Returns urllib's default opener without its handlers of ftp:, file: and data:, which a redirect could ask for."""
     opener = urllib.request.OpenerDirector()
     for handler in (
         urllib.request.ProxyHandler,
@@ -217,12 +226,13 @@ def http_opener() -> urllib.request.OpenerDirector:
 
 
 def _stated_length(headers: Message) -> int | None:
-    """The bytes of the body by its head; None for a body in chunks, whose end is marked. Raises ValueError."""
+    """Returns the length of the body in bytes, as the headers state it. It is None for a body in chunks, whose end
+    is marked. Raises ValueError if the headers state no length, or state it in two ways."""
     encoding = headers.get("Content-Encoding", "identity")
     if encoding != "identity":
         raise ValueError(f"the server sent the encoding {encoding!r}, which was not asked for")
     if headers.get("Transfer-Encoding", "").lower() == "chunked":
-        if "Content-Length" in headers:  # whoever sits between may have read the other one
+        if "Content-Length" in headers:  # A proxy on the way may have used the other one of both lengths.
             raise ValueError("the server states a length beside chunks")
         return None
     lengths = set(headers.get_all("Content-Length", []))
@@ -233,7 +243,7 @@ def _stated_length(headers: Message) -> int | None:
 
 def _fetch_url(url: str, file: Path, timeout: float, end: float, limit: int) -> str:
     headers = {"User-Agent": "nanochat_fp4", "Accept-Encoding": "identity"}
-    request = urllib.request.Request(url, headers=headers)  # noqa: S310 the opener knows http and https alone
+    request = urllib.request.Request(url, headers=headers)  # noqa: S310 The opener accepts http and https only.
     with http_opener().open(request, timeout=timeout) as response, open(file, "xb") as f:
         if response.status != 200:
             raise ValueError(f"the server answered {response.status} in place of 200")
@@ -242,7 +252,7 @@ def _fetch_url(url: str, file: Path, timeout: float, end: float, limit: int) -> 
             f.write(chunk)
             if f.tell() > limit:
                 _check_size(file, f.tell(), limit)
-            if time.monotonic() > end:  # nobody waits for this thread any more
+            if time.monotonic() > end:  # Nobody waits for this thread any more.
                 raise TimeoutError
         f.flush()
         os.fsync(f.fileno())
@@ -255,9 +265,10 @@ def download_file_with_lock(
     url: str, filename: str, postprocess_fn: Callable[[str], Any] | None = None, **kwargs: Any
 ) -> str:
     """
-    The path of `filename` in the base directory, downloaded if it is not there; once, even if all ranks ask together.
+    Returns the path of `filename` in the base directory. If the file does not exist, it is downloaded, and only once
+    even if all ranks call this function together.
 
-    `postprocess_fn(temporary path)` is download_file's `validate`. Keyword arguments are those of download_file.
+    postprocess_fn(temporary path) is the argument `validate` of download_file, and kwargs are its further arguments.
     """
     from filelock import FileLock
 

@@ -1,10 +1,11 @@
 """
-What a stage will need besides a model: rows of data sets, single files. A plan looks for them before the first step.
+The needs of a stage besides a model, which are rows of data sets, single files, and packages. A plan looks for them
+before the first step.
 
     missing = look_for([Need("GSM8K", "NANOCHAT_EVAL_DIR=folder", lambda: rows_problem(...)), ...])
 
-A file that is here needs no network, and is read as the stage will read it: a damaged one would end the stage after
-hours. For everything else one request tells whether it can be had, with a deadline.
+A file that exists needs no network. It is read in the way in which the stage will read it, because a damaged file would
+end the stage after hours. For everything else one request, with a deadline, tells whether it can be had.
 """
 
 import functools
@@ -23,14 +24,15 @@ from nanochat_fp4.data.rows import rows_problem
 from nanochat_fp4.errors import UserError, one_line
 from nanochat_fp4.packages import install_command
 
-DEADLINE = 8.0  # seconds, of a request
+DEADLINE = 8.0  # The deadline of a request, in seconds.
 SMOLTALK = "HuggingFaceTB/smol-smoltalk"
 EVAL_FOLDER = "NANOCHAT_EVAL_DIR=folder (eval/README.md says which files)"
 
 
 @dataclass(frozen=True)
 class Need:
-    """One thing. look() says why it cannot be had, or returns None. vital: nothing works without it."""
+    """Something that a stage needs, and the remedy if it is missing. look() returns the reason why it cannot be had,
+    or None. If it is vital, the stage cannot do without it."""
 
     what: str
     remedy: str
@@ -40,6 +42,8 @@ class Need:
 
 @dataclass(frozen=True)
 class Missing:
+    """A need that cannot be had, and the reason why."""
+
     what: str
     remedy: str
     why: str
@@ -47,7 +51,7 @@ class Missing:
 
 
 def look_for(needs: Sequence[Need]) -> list[Missing]:
-    """Those of the needs that cannot be had. All are looked for at once, each one time."""
+    """Returns those of the needs that cannot be had. All are looked for at the same time, and each only once."""
     unique = {need.what: need for need in needs}
     with ThreadPoolExecutor(16) as pool:
         problems = pool.map(lambda need: need.look(), unique.values())
@@ -56,7 +60,7 @@ def look_for(needs: Sequence[Need]) -> list[Missing]:
 
 
 def problem_of(read: Callable[[], Any]) -> str | None:
-    """The UserError of read() in one line, or None."""
+    """Returns the message of the UserError that read() raises, in one line, or None."""
     try:
         read()
     except UserError as e:
@@ -65,7 +69,8 @@ def problem_of(read: Callable[[], Any]) -> str | None:
 
 
 def rows(dataset: str, config: str, split: str, eval_dir: str | None, read: Callable[[], Any]) -> Need:
-    """The rows of a split, in the folder of benchmark files, where read() loads them, or on the hub."""
+    """Returns the need for the rows of a split. They are in the folder of benchmark files, where read() loads them,
+    or else on the hub."""
     folder = eval_dir or os.environ.get("NANOCHAT_EVAL_DIR") or None
 
     def look() -> str | None:
@@ -75,7 +80,8 @@ def rows(dataset: str, config: str, split: str, eval_dir: str | None, read: Call
 
 
 def smoltalk(sft_dir: str | None, flag: str) -> list[Need]:
-    """SmolTalk's two splits, or the conversations in their place. flag: how a user names a folder of them."""
+    """Returns the needs for both splits of SmolTalk, or for the conversations in sft_dir. `flag` is the flag with
+    which a user names such a folder."""
     inside, what = (SMOLTALK, "SmolTalk") if not sft_dir else ("", f"conversations in {sft_dir}")
 
     def look(split: str) -> str | None:
@@ -88,6 +94,7 @@ def smoltalk(sft_dir: str | None, flag: str) -> list[Need]:
 
 
 def identity_conversations() -> Need:
+    """Returns the need for nanochat's conversations about itself."""
     path = base_dir() / "identity_conversations.jsonl"
     return file_or_url(
         "the identity conversations", f"a JSONL file at {path}", path, IDENTITY_URL, lambda: CustomJSON(path)
@@ -95,7 +102,7 @@ def identity_conversations() -> Need:
 
 
 def words(eval_dir: str | None) -> Need:
-    """The list of English words of the spelling tasks."""
+    """Returns the need for the list of English words of the spelling tasks."""
     folder = eval_dir or os.environ.get("NANOCHAT_EVAL_DIR")
     what, read = "the list of words", lambda: load_words(folder)
     if folder:
@@ -105,12 +112,13 @@ def words(eval_dir: str | None) -> Need:
 
 
 def base_dir() -> Path:
-    """common.get_base_dir without making it."""
+    """Returns the path that common.get_base_dir returns, without making the folder."""
     return Path(os.environ.get("NANOCHAT_BASE_DIR") or Path.home() / ".cache/nanochat")
 
 
 def file_or_url(what: str, remedy: str, path: Path, url: str, read: Callable[[], Any], vital: bool = False) -> Need:
-    """A file or folder that is here, where read() loads it, or can be downloaded from the address if there is one."""
+    """Returns the need for a file or folder. If it exists, read() loads it. Otherwise it is downloaded from `url`,
+    unless `url` is empty."""
 
     def look() -> str | None:
         if path.exists():
@@ -121,21 +129,22 @@ def file_or_url(what: str, remedy: str, path: Path, url: str, read: Callable[[],
 
 
 def package(module: str, needed_for: str) -> Need:
+    """Returns the need for a Python package."""
     there = lambda: None if importlib.util.find_spec(module) else "it is not installed"  # noqa: E731
     return Need(f"the package {module} for {needed_for}", install_command(module) or f"pip install {module}", there)
 
 
 def url_problem(url: str) -> str | None:
-    """Why a server does not offer this file, or None. One request without a body."""
+    """Returns the reason why a server does not offer this file, or None. It makes one request without a body."""
 
     def ask() -> None:
-        request = urllib.request.Request(url, method="HEAD")  # noqa: S310 the opener knows http and https alone
+        request = urllib.request.Request(url, method="HEAD")  # noqa: S310 The opener accepts http and https only.
         http_opener().open(request, timeout=DEADLINE).close()
 
     try:
         within(DEADLINE, ask)
     except TimeoutError:
         return f"no answer from {url} within {DEADLINE:g} seconds"
-    except Exception as e:  # of several libraries
+    except Exception as e:  # Several libraries raise errors here.
         return f"{url} cannot be had: {one_line(e)[:120]}"
     return None

@@ -5,24 +5,24 @@ A row takes the longest buffered document that fits, again and again. When none 
 There is no padding, and the rest of a cropped document is not used. This best fit is nanochat's.
 
 The rows of a run are numbered, and `lanes` independent packers make them: row k is row k // lanes of lane k % lanes. A
-step takes the next rows of the run, dealt to its micro-batches one by one, as far as lanes allow: with
-stride = gcd(micro-batches of a step, lanes), a micro-batch has every stride-th row. Rank r of W processes computes the
+step takes the next rows of the run. They are dealt to its micro-batches one by one, as far as lanes allow: with stride
+= gcd(micro-batches of a step, lanes), a micro-batch has every stride-th row. Rank r of W processes computes the
 micro-batches r, r + W, r + 2 W, ... For 4 lanes and steps of 2 micro-batches of 4 rows:
 
-    row            0  1  2  3   4  5  6  7 |  8  9 10 11  12 13 14 15 |
-    lane           0  1  2  3   0  1  2  3 |  0  1  2  3   0  1  2  3 |   row % 4
-    micro-batch    0  1  0  1   0  1  0  1 |  2  3  2  3   2  3  2  3 |   every second row
-    1 process      0  0  0  0   0  0  0  0 |  0  0  0  0   0  0  0  0 |
-    2 processes    0  1  0  1   0  1  0  1 |  0  1  0  1   0  1  0  1 |   rank 0 packs lanes 0 and 2
-                   ---------- round ------   ---------- round -------
+    row          0  1  2  3   4  5  6  7 |  8  9 10 11  12 13 14 15 |
+    lane         0  1  2  3   0  1  2  3 |  0  1  2  3   0  1  2  3 |   row % 4
+    micro-batch  0  1  0  1   0  1  0  1 |  2  3  2  3   2  3  2  3 |   every second row
+    1 process    0  0  0  0   0  0  0  0 |  0  0  0  0   0  0  0  0 |
+    2 processes  0  1  0  1   0  1  0  1 |  0  1  0  1   0  1  0  1 |   rank 0 packs lanes 0 and 2
+                 ---------- round ------    ---------- round -------
 
-Three processes have 3 micro-batches a step, or 6, ..., so the stride is 1 and each rank meets all lanes. Then each rank
-packs all rows and drops those of the others. After each micro-batch every rank has packed as many rows of a lane as all
-ranks have used, so the state of a lane is the same wherever it is kept.
+Three processes have 3 micro-batches in a step, or 6, ..., so the stride is 1 and each rank has rows of all lanes. Each
+rank then packs all rows and drops those of the others. After each micro-batch every rank has packed as many rows of a
+lane as all ranks have used, so the state of a lane is the same on all ranks that have it.
 
 Resuming is exact, also with another number of processes. The state that comes with each batch names the documents in
-the buffers, not only the place in the files. The state is small (some 10 KB) and goes through JSON unchanged. Every
-rank has a state of its own, and merge_states joins them.
+the buffers, and not only the place in the files. The state is small (some 10 KB) and can be stored as JSON. Every rank
+has a state of its own, and merge_states joins them.
 """
 
 import bisect
@@ -38,10 +38,10 @@ import torch
 from nanochat_fp4.common import get_dist_info
 from nanochat_fp4.errors import UserError, one_line
 
-DEFAULT_LANES = 8  # 1, 2, 4 or 8 processes share no lane
-MAX_LANES = 1 << 16  # of a state that is believed
+DEFAULT_LANES = 8  # With 1, 2, 4 or 8 processes no lane is shared.
+MAX_LANES = 1 << 16  # A state with more lanes than this is not believed.
 
-REMEDIES = {  # for an entry of a data position that differs
+REMEDIES = {  # What a user can do about an entry of a data position that differs.
     "version": "start a new run, or load only the weights",
     "pieces": "start a new run, or load only the weights",
     "split": "resume the same split",
@@ -57,9 +57,11 @@ class Deal:
     """
     How the rows of a run are dealt to its processes.
 
-    lanes: independent packers of the run. Default: those of the state that a loader goes on from, else 8.
-    micro_batches: of a step, over all processes; a multiple of their number. Default: one for each process.
-    rank, world_size: default: those of this process.
+    - lanes: the number of independent packers of the run. The default is that of the state that a loader resumes from,
+      or else DEFAULT_LANES.
+    - micro_batches: the number of micro-batches of a step, over all processes. It is a multiple of the number of
+      processes, and by default equal to it.
+    - rank, world_size: by default those of this process
     """
 
     lanes: int | None = None
@@ -68,7 +70,8 @@ class Deal:
     world_size: int | None = None
 
     def filled(self, state: Any = None) -> "Deal":
-        """The same with numbers for all defaults. state: what the loader goes on from. Raises ValueError."""
+        """Returns the same deal with numbers for all defaults. `state` is the state that the loader resumes from.
+        Raises ValueError for numbers that do not fit together."""
         _, rank, _, world_size = get_dist_info()
         if self.rank is not None and self.world_size is not None:
             rank, world_size = self.rank, self.world_size
@@ -84,40 +87,44 @@ THIS_PROCESS = Deal()
 
 
 def _lanes_of(state: Any) -> int:
-    """The lanes of the run that a state belongs to; DEFAULT_LANES without a state."""
+    """Returns the number of lanes of the run that a state belongs to, or DEFAULT_LANES without a state."""
     lanes = state.get("lanes") if isinstance(state, dict) else None
     return lanes if isinstance(lanes, int) and 0 < lanes <= MAX_LANES else DEFAULT_LANES
 
 
 class RowOrder:
     """
-    The rows of this rank, and the lanes that pack them. The top of this file has the rule and a picture.
+    The rows of this rank, and the lanes that pack them. The docstring of the module has the rule and a picture.
 
-    A round is the fewest micro-batches of all ranks that together take consecutive rows of the run.
+    A round is the smallest number of micro-batches of all ranks that together take consecutive rows of the run.
     """
 
     def __init__(self, B: int, deal: Deal):
-        """deal: filled."""
+        """The deal must be the result of Deal.filled."""
         self.B, self.lanes, self.rank, self.world_size = B, deal.lanes, deal.rank, deal.world_size
         self.stride = math.gcd(deal.micro_batches, deal.lanes)
-        self.round_length = self.stride // math.gcd(self.stride, deal.world_size)  # in micro-batches of one rank
-        self.round_start = 0  # the run's first row of this round
-        self.done = 0  # micro-batches of each rank in this round
-        # The rows of a rank are in lanes that differ by multiples of `apart`, for both the micro-batches of a rank and
-        # the rows of a micro-batch do.
+        # The micro-batches of one rank in a round.
+        self.round_length = self.stride // math.gcd(self.stride, deal.world_size)
+        self.round_start = 0  # The first row of this round in the run.
+        self.done = 0  # The number of micro-batches that each rank has done in this round.
+        # The rows of a rank are in lanes whose numbers differ by multiples of `apart`. This holds for the micro-batches
+        # of a rank and for the rows of a micro-batch.
         apart = math.gcd(deal.world_size, deal.lanes)
         my_lanes = range(deal.rank % apart, deal.lanes, apart)
-        self.packed = dict.fromkeys(my_lanes, 0)  # lane -> rows that this rank has packed
-        self.used = dict.fromkeys(my_lanes, 0)  # lane -> rows in micro-batches that all ranks have done
+        self.packed = dict.fromkeys(my_lanes, 0)  # For each lane, the number of rows that this rank has packed.
+        # For each lane, the number of rows in micro-batches that all ranks have done.
+        self.used = dict.fromkeys(my_lanes, 0)
 
     def rows_of(self, micro_batch: int) -> range:
-        """The rows of a micro-batch of any rank. Its number counts from the beginning of the round."""
+        """Returns the rows of a micro-batch of any rank. The number of the micro-batch counts from the beginning of
+        the round."""
         turn, offset = divmod(micro_batch, self.stride)
         first = self.round_start + turn * self.stride * self.B + offset
         return range(first, first + self.stride * self.B, self.stride)
 
     def next_rows(self, pack: Callable[[int], Row]) -> list[tuple[int, Row]]:
-        """(number in the run, row) of this rank's next micro-batch. pack(lane): the next row of a lane."""
+        """Returns (number in the run, row) for the rows of this rank's next micro-batch. pack(lane) makes the next
+        row of a lane."""
         first_of_all = self.done * self.world_size
         rows = []
         for k in self.rows_of(first_of_all + self.rank):
@@ -147,12 +154,13 @@ class RowOrder:
                 self.used[lane] += 1
 
     def state(self) -> dict[str, int]:
-        """row: rows that all ranks have used. micro_batch: of each rank in this round; no such key at its beginning."""
+        """Returns "row", the number of rows that all ranks have used, and "micro_batch", the number of micro-batches
+        that each rank has done in this round. The latter is left out if it is 0."""
         row = self.round_start + self.done * self.world_size * self.B
         return {"row": row, **({"micro_batch": self.done} if self.done else {})}
 
     def restore(self, state: dict[str, Any]) -> bool:
-        """False where no such loader comes to this place."""
+        """Goes on from a state. Returns False if a loader with this deal never has this state."""
         done = int(state.get("micro_batch", 0))
         start = int(state["row"]) - done * self.world_size * self.B
         if start < 0 or start % self.stride or not 0 <= done < self.round_length:
@@ -166,23 +174,26 @@ class RowOrder:
 
 class Lane:
     """
-    One packer and its stream of documents: groups lane, lane + lanes, ... of the endless sequence of epochs.
+    One packer and its stream of documents, which are the groups lane, lane + lanes, ... of the endless sequence of
+    epochs.
 
-    A document is known by (g, i): document i of group g, where g counts on through the epochs. The buffer is sorted by
-    (length, g, i), so that a binary search finds the longest that fits and the shortest. Documents of one length leave
-    in the order in which they came, as a scan in the order of arrival would take them.
+    A document is known by (g, i), as document i of group g, where g counts on through the epochs. The buffer is sorted
+    by (length, g, i), so that a binary search finds the longest document that fits, and the shortest one. Documents of
+    the same length leave the buffer in the order in which they came, as if a scan took them in the order of arrival.
 
-    loader: has lanes, T, lane_buffer (documents to hold back), refill (documents to tokenize at a time), read(g) ->
-        texts of a group, and encode(texts) -> int32 arrays.
+    `loader` has lanes, T, lane_buffer (the number of documents to hold back), refill (the number of documents to
+    tokenize at a time), read(g), which returns the texts of a group, and encode(texts), which returns int32 arrays.
     """
 
     def __init__(self, loader: Any, lane: int):
         self.loader = loader
-        self.g, self.i = lane, 0  # the next document to be read
-        self.texts: list[str] | None = None  # of group g; None until it is needed
-        self.keys: list[tuple[int, int, int]] = []  # sorted
-        self.tokens: list[np.ndarray] = []  # in the order of keys; int32
-        self.taken = self.kept = 0  # tokens of the documents in its rows, and those of them that were not cropped away
+        self.g, self.i = lane, 0  # The next document to be read.
+        self.texts: list[str] | None = None  # The texts of group g, or None until they are needed.
+        self.keys: list[tuple[int, int, int]] = []  # The keys of the buffered documents, sorted.
+        self.tokens: list[np.ndarray] = []  # The tokens of the same documents in the same order, int32.
+        # `taken` counts the tokens of the documents in this lane's rows, and `kept` those of them that were not cropped
+        # away.
+        self.taken = self.kept = 0
 
     def insert(self, g: int, i: int, tokens: np.ndarray) -> None:
         key = (len(tokens), g, i)
@@ -201,17 +212,18 @@ class Lane:
         self.i += len(batch)
 
     def cropped(self) -> int:
-        """The place of the document to crop where none fits: the shortest."""
+        """Returns the place of the document to crop if none fits, which is the shortest one."""
         return 0
 
     def next_row(self) -> tuple[np.ndarray, int]:
-        """(one packed row, int32 (T+1,); documents that went into it)."""
+        """Returns one packed row, int32 (T+1,), and the number of documents that went into it."""
         room = self.loader.T + 1
         parts = []
         while room > 0:
             while len(self.keys) < self.loader.lane_buffer:
                 self.refill()
-            # Documents that fit are those before (room + 1, 0, 0); of the longest of them, take the first to arrive.
+            # The documents that fit are those before (room + 1, 0, 0). Of the longest of them, the first to arrive is
+            # taken.
             fitting = bisect.bisect_left(self.keys, (room + 1,))
             place = bisect.bisect_left(self.keys, (self.keys[fitting - 1][0],)) if fitting else self.cropped()
             self.keys.pop(place)
@@ -238,11 +250,15 @@ class Lane:
 
 class PackedRows:
     """
-    Endless iterator over (inputs, targets, state) of the rows that lanes pack. The top of this file has the promises.
+    An endless iterator over (inputs, targets, state) of the rows that lanes pack. The docstring of the module has its
+    promises.
 
-    Subclasses define config(), the values that decide which rows a state means.
-    lane: the class of a packer. num_rows: targets of the run's rows from this number on are -1, so that they do not
-        count. None: all count. lane_buffer: documents that a lane holds back; at least one.
+    - lane is the class of a packer.
+    - num_rows: the targets of rows with this number in the run or a larger one are -1, so that they do not count. None
+      means that all rows count.
+    - lane_buffer is the number of documents that a lane holds back, at least one.
+
+    Subclasses define config(), which returns the values that decide which rows a state means.
     """
 
     def __init__(
@@ -259,7 +275,7 @@ class PackedRows:
         self.order, self.lanes = RowOrder(B, deal), deal.lanes
         self.num_rows, self.lane_buffer = num_rows, max(1, lane_buffer)
         self.my_lanes = {number: lane(self, number) for number in self.order.packed}
-        self.consumed = 0  # documents in this rank's rows
+        self.consumed = 0  # The number of documents in this rank's rows.
 
     def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor, dict[str, Any]]]:
         return self
@@ -268,7 +284,8 @@ class PackedRows:
         rows = self.order.next_rows(lambda lane: self.my_lanes[lane].next_row())
         self.consumed += sum(used for _, (_, used) in rows)
         batch = torch.from_numpy(np.stack([row for _, (row, _) in rows])).long()
-        inputs, targets = batch[:, :-1].contiguous(), batch[:, 1:].clone()  # one row's contiguous() would be a view
+        # clone copies, while contiguous() of a single row would be a view.
+        inputs, targets = batch[:, :-1].contiguous(), batch[:, 1:].clone()
         if self.num_rows is not None:
             targets[[k >= self.num_rows for k, _ in rows]] = -1
         if self.device.type == "cuda":
@@ -279,13 +296,14 @@ class PackedRows:
         raise NotImplementedError
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that the rows still to come depend on (besides the arguments); goes through JSON unchanged."""
+        """Returns everything that the following rows depend on, besides the arguments. It can be stored as JSON."""
         lane_states = {str(lane): packer.state() for lane, packer in self.my_lanes.items()}
         config = {key: value for key, value in self.config().items() if value}
         return config | self.order.state() | {"lane_states": lane_states}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go on after the batch that the state came with. The state has passed check_position. Raises UserError."""
+        """Goes on after the batch that came with this state. The state must have passed check_position. Raises
+        UserError if the state is damaged or belongs to other ranks."""
         try:
             lane_states = state["lane_states"]
             if self.order.restore(state) and all(str(lane) in lane_states for lane in self.my_lanes):
@@ -302,14 +320,15 @@ class PackedRows:
 
 
 def at_least_one(**sizes: int) -> None:
-    """Raise ValueError for a size below 1."""
+    """Raises ValueError for a size below 1."""
     for name, value in sizes.items():
         if value < 1:
             raise ValueError(f"{name} is {value}; it must be at least 1")
 
 
 def check_position(state: Any, config: dict[str, Any]) -> None:
-    """Raise UserError unless `state` is the data position of a loader with this config. Values of 0 may be missing."""
+    """Raises UserError unless `state` is the data position of a loader with this config. Values of 0 may be missing
+    in it."""
     if not isinstance(state, dict):
         raise UserError("the data position in the checkpoint is damaged; resume from an older checkpoint")
     for key, value in config.items():
@@ -320,9 +339,10 @@ def check_position(state: Any, config: dict[str, Any]) -> None:
 
 def merge_states(states: list[dict[str, Any]]) -> dict[str, Any]:
     """
-    One state for all ranks, from the states that the ranks saved at the same step, in any order.
+    Returns one state for all ranks, from the states that the ranks saved at the same step, in any order.
 
-    For PackedRows and the loaders of chat_loader, whose "consumed" becomes the sum over all ranks. Raises UserError.
+    It merges states of PackedRows and of the loaders in chat_loader. "consumed" becomes the sum over all ranks. Raises
+    UserError if the states do not belong together.
     """
     merged = dict(states[0])
     merged["lane_states"] = {lane: s for state in states for lane, s in state.get("lane_states", {}).items()}

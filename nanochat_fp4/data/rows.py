@@ -1,12 +1,12 @@
 """
-Rows of a published dataset: from the Hugging Face hub, or from a folder of files with the same fields.
+The rows of a published dataset, from the Hugging Face hub or from a folder of files with the same fields.
 
-    load_rows("openai/gsm8k", "main", "test")                          the hub (or its cache, without a network)
-    load_rows("openai/gsm8k", "main", "test", folder="my_eval_dir")    my_eval_dir/openai/gsm8k/main/test.jsonl.gz
+    load_rows("openai/gsm8k", "main", "test")                               the hub (or its cache, without a network)
+    load_rows("openai/gsm8k", "main", "test", folder="my_eval_dir")         my_eval_dir/openai/gsm8k/main/test.jsonl.gz
 
-A folder holds <dataset>/<config>/<split> as .jsonl, .jsonl.gz or .parquet. Parts with the hub's names
-(test-00000-of-00001.parquet) will do, so a clone of the hub's repository works. A given folder needs no network.
-Rows come in nanochat's order, which is the shuffle of `datasets` with seed 42.
+A folder has <dataset>/<config>/<split> as a .jsonl, .jsonl.gz or .parquet file. Parts with the hub's names
+(test-00000-of-00001.parquet) will do as well, so a clone of the hub's repository works. If a folder is given, no
+network is needed. The rows are in nanochat's order, which is the shuffle of `datasets` with seed 42.
 """
 
 import functools
@@ -29,7 +29,8 @@ from nanochat_fp4.packages import install_command, missing_package
 SHUFFLE_SEED = 42
 SUFFIXES = (".jsonl", ".jsonl.gz", ".parquet")
 
-# The commit of each dataset's repository on the hub that is used: a benchmark that moves is no benchmark.
+# The commits of the datasets' repositories on the hub. They are fixed, because numbers on a dataset that changes cannot
+# be compared.
 REVISIONS = {
     "HuggingFaceTB/smol-smoltalk": "f73fe857d519ff6ac5af2ea67c4d3834da7b8bcc",
     "allenai/ai2_arc": "210d026faf9955653af8916fad021475a3f00453",
@@ -38,11 +39,12 @@ REVISIONS = {
     "openai/openai_humaneval": "7dce6050a7d6d172f3cc5c32aa97f52fa1a2e544",
 }
 
-Check = Callable[[dict], str | None]  # the fault of a row ("field x ..."), or None
+Check = Callable[[dict], str | None]  # A function that returns the fault of a row ("field x ..."), or None.
 
 
 class MissingDataError(UserError):
-    """A dataset that is not here and cannot be had now; a run may choose to go on without it (--allow-missing)."""
+    """The error for a dataset that does not exist here and cannot be had now. With --allow-missing a run goes on
+    without it."""
 
 
 def load_rows(
@@ -54,11 +56,11 @@ def load_rows(
     flag: str = "--eval-dir",
 ) -> Sequence[dict[str, Any]]:
     """
-    The rows of one split, shuffled. `flag` is the option that names `folder`, for messages.
+    Returns the rows of one split, shuffled. `flag` is the flag that names `folder`, for messages.
 
-    check: looks at every row of a file, and at the first one from the hub.
-    Raises MissingDataError (no such file, no network, no such dataset) and UserError (damaged file, wrong field). Each
-    names the file, the place and the remedy.
+    `check` is called with every row of a file, and with the first row from the hub. Raises MissingDataError if there is
+    no such file or dataset, or no network. Raises UserError for a damaged file and for a wrong field. Messages name the
+    file, the place in it and the remedy.
     """
     if folder:
         rows = read_folder(folder, "/".join(filter(None, (dataset, config))), split, check, flag)
@@ -77,7 +79,7 @@ def load_rows(
 def read_folder(
     folder: str | os.PathLike, inside: str, split: str, check: Check | None = None, flag: str = "--eval-dir"
 ) -> list[dict[str, Any]]:
-    """All rows of <folder>/<inside>/<split>.*, in the order of the file. Raises as load_rows does."""
+    """Returns all rows of <folder>/<inside>/<split>.* in the order of the file. Raises the errors of load_rows."""
     paths = files_of(Path(folder), inside, split, flag)
     rows = [row for path in paths for row in read_rows(path, check)]
     if not rows:
@@ -86,7 +88,8 @@ def read_folder(
 
 
 def files_of(folder: Path, inside: str, split: str, flag: str) -> list[Path]:
-    """The file, or the parts in order, of <folder>/<inside>/<split>. Raises MissingDataError, UserError."""
+    """Returns the file <folder>/<inside>/<split>, or its parts in order. Raises MissingDataError if there is none,
+    and UserError if `folder` is not a folder or parts are missing."""
     if not folder.is_dir():
         raise UserError(f"{flag} {folder} is not a folder; name one that holds {Path(inside, split)}.jsonl")
     place = folder / inside
@@ -103,7 +106,7 @@ def files_of(folder: Path, inside: str, split: str, flag: str) -> list[Path]:
 
 
 def read_rows(path: str | os.PathLike, check: Check | None = None) -> list[dict[str, Any]]:
-    """The rows of one .jsonl, .jsonl.gz or .parquet file. Raises UserError that names the file and the line."""
+    """Returns the rows of a .jsonl, .jsonl.gz or .parquet file. Raises UserError, which names the file and the line."""
     path = Path(path)
     rows = []
     for where, row in _read_parquet(path) if path.suffix == ".parquet" else read_jsonl(path):
@@ -119,16 +122,17 @@ def read_rows(path: str | os.PathLike, check: Check | None = None) -> list[dict[
     return rows
 
 
-LONGEST_LINE = 1 << 28  # characters
+LONGEST_LINE = 1 << 28  # The largest number of characters in a line.
 
 
 def read_lines(path: Path, errors: str = "strict", most: int | None = None) -> Iterator[tuple[int, str]]:
     """
-    (line number, text) of the non-empty lines of a text file or a .gz of one. Raises UserError.
+    Yields (line number, text) for the non-empty lines of a text file, which may be compressed (.gz). `errors` is that
+    of open(), for bytes that are not UTF-8.
 
-    errors: open()'s, for bytes that are no UTF-8.
-    most: characters of the whole file. A .gz of a few kilobytes can hold gigabytes. Default: a quarter of this
-        machine's memory, for readers that keep all lines.
+    `most` limits the characters of the whole file, because a .gz of a few kilobytes can hold gigabytes. The default is
+    a quarter of this machine's memory, for readers that keep all lines. Raises MissingDataError if the file does not
+    exist, and UserError if it cannot be read or is too large.
     """
     if path.exists() and not path.is_file():
         raise UserError(f"{path} is a folder or a device, not a file; remove it")
@@ -149,7 +153,7 @@ def read_lines(path: Path, errors: str = "strict", most: int | None = None) -> I
 
 
 def read_jsonl(path: Path) -> Iterator[tuple[str, Any]]:
-    """("line 3", value) of each line of a file of JSON lines. Raises UserError."""
+    """Yields ("line 3", value) for each line of a file of JSON lines. Raises UserError for a line that is not JSON."""
     for number, line in read_lines(path):
         try:
             yield f"line {number}", json.loads(line)
@@ -173,11 +177,11 @@ def _read_parquet(path: Path):
 # From the hub
 
 
-LOAD_SECONDS = 1800.0  # for one dataset
+LOAD_SECONDS = 1800.0  # The time limit for one dataset.
 
 
 def _is_cached(dataset: str) -> bool:
-    """Whether the package datasets has some version of a dataset in its cache."""
+    """Returns whether the package datasets has any version of a dataset in its cache."""
     from datasets.config import HF_DATASETS_CACHE
 
     return (Path(HF_DATASETS_CACHE) / dataset.replace("/", "___")).is_dir()
@@ -191,18 +195,20 @@ def _from_hub(dataset: str, config: str | None, split: str, flag: str) -> Sequen
         raise MissingDataError(f"{name}: {missing_package(e) or one_line(e)}") from e
     problem = benchmarks_problem()
     try:
-        if problem and not _is_cached(dataset):  # with a cache, datasets finds out by itself that there is no network
+        # If there is a cache, the package datasets finds out by itself that there is no network.
+        if problem and not _is_cached(dataset):
             raise UserError(problem)
         load = functools.partial(datasets.load_dataset, dataset, config, split=split, revision=REVISIONS.get(dataset))
         return within(LOAD_SECONDS, load).shuffle(seed=SHUFFLE_SEED)
-    except Exception as e:  # several libraries' errors: not found, gated, cut connection, not in the cache
+    except Exception as e:  # Several libraries raise errors here: not found, gated, cut connection, not in the cache.
         why = problem or f"{type(e).__name__}: {one_line(e)[:150]}"
         hint = f"give a folder that holds it with {flag}, or check the network"
         raise MissingDataError(f"{name} cannot be loaded from the hub ({why}); {hint}") from e
 
 
 def rows_problem(dataset: str, config: str | None, split: str, folder: str | None, flag: str) -> str | None:
-    """Why load_rows could not have these rows, by one look at the folder or one question to the hub; None if it can."""
+    """Returns the reason why load_rows could not load these rows, or None. It only looks for files in the folder, or
+    asks the hub once."""
     if folder:
         try:
             files_of(Path(folder), "/".join(filter(None, (dataset, config))), split, flag)
@@ -216,5 +222,6 @@ def rows_problem(dataset: str, config: str | None, split: str, folder: str | Non
 
 @functools.cache
 def benchmarks_problem() -> str | None:
-    """Asked once per process: without a network each answer takes seconds."""
+    """Returns the hub's problem, if any. The hub is asked once in each process, because without a network it takes
+    seconds."""
     return hub_problem("openai/gsm8k", "README.md")

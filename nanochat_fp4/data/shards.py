@@ -1,4 +1,5 @@
-"""Shards: parquet files of documents, the column `text`, or another one that the user names. Reading and writing."""
+"""Reading and writing of shards, which are parquet files of documents. The text is in the column `text`, or in a
+column that the user names."""
 
 import contextlib
 import hashlib
@@ -24,19 +25,20 @@ def index_to_filename(index: int) -> str:
 
 
 def text_column(column: str = "") -> str:
-    """The name that the user gives to the column with the text: `column`, else TEXT_COLUMN, else text."""
+    """Returns the name of the column with the text, which is `column`, or else TEXT_COLUMN, or else text."""
     return column or os.environ.get("TEXT_COLUMN") or "text"
 
 
 @dataclass(frozen=True)
 class Shard:
-    """A parquet file that was opened and found to have a string column with the text."""
+    """A parquet file that was opened and has a string column with the text. `rows` has the number of documents in
+    each row group."""
 
     path: str
-    rows: tuple[int, ...]  # documents in each row group
+    rows: tuple[int, ...]
     column: str = "text"
-    # The footer, and the file that it was read from. Reading the footer for each row group would take a time that
-    # grows with the square of their number.
+    # The footer, and the version of the file that it was read from. If the footer were read again for each row group,
+    # the time would grow with the square of the number of row groups.
     footer: Any = field(default=None, repr=False, compare=False)
     version: tuple[int, ...] = ()
 
@@ -49,7 +51,8 @@ class Shard:
         return sum(self.rows)
 
     def read(self, index: int) -> list[str]:
-        """The documents of a row group. A null becomes the empty string. Raises UserError where the data is damaged."""
+        """Returns the documents of a row group. A null becomes the empty string. Raises UserError if the data are
+        damaged, or if the file has changed."""
         try:
             if self.version != _version(self.path):
                 raise UserError(f"{self.path} changed while it was being read; start again")
@@ -65,9 +68,10 @@ class Shard:
 
 def open_shard(path: str | os.PathLike, column: str = "") -> Shard:
     """
-    Read a shard's footer. Raises UserError where it is not parquet, is cut short or has no text column.
+    Reads the footer of a shard. Raises UserError if the file is not parquet, is cut short or has no text column.
 
-    column: as for text_column. A shard without that column is read from its column `text`, as this project writes it.
+    `column` is that of text_column. A shard without this column is read from its column `text`, which this project
+    writes.
     """
     path, column = str(path), text_column(column)
     try:
@@ -90,13 +94,14 @@ def open_shard(path: str | os.PathLike, column: str = "") -> Shard:
 
 
 def _version(path: str) -> tuple[int, ...]:
-    """Changes when a file is written anew."""
+    """Returns numbers that change when the file is written again."""
     status = os.stat(path)
     return status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def _is_text(kind: pa.DataType) -> bool:
-    """Whether values of this Arrow type come out as str: strings of any layout, encoded by a dictionary or not."""
+    """Returns whether values of this Arrow type are read as str. These are strings of any layout, encoded by a
+    dictionary or not."""
     if isinstance(kind, pa.BaseExtensionType):
         return _is_text(kind.storage_type)
     if pa.types.is_dictionary(kind) or pa.types.is_run_end_encoded(kind):
@@ -109,10 +114,12 @@ DIGEST_BLOCKS, DIGEST_BLOCK = 32, 4096
 
 def shard_digest(path: str | os.PathLike) -> str:
     """
-    16 hex digits of a shard's content, quick to compute. Raises UserError where the file cannot be read.
+    Returns 16 hex digits of a hash of the shard's content, which is quick to compute. Raises UserError if the file
+    cannot be read.
 
-    All of a file up to 1 MB counts. A larger file counts by its size, its footer with the compressed sizes of row
-    groups, and 32 blocks of 4 KB spread over it. A few letters changed in a large shard may go unseen.
+    A file of at most 1 MB is hashed as a whole. Of a larger file the hash has its size, its footer, which includes the
+    compressed sizes of row groups, and 32 blocks of 4 KB at equal distances. A few changed letters in a large shard may
+    therefore not change the hash.
     """
     digest = hashlib.sha256()
     try:
@@ -136,19 +143,19 @@ def shard_digest(path: str | os.PathLike) -> str:
 # ----------------------------------------------------------------------------------------------------------------------
 # Writing
 
-SHARD_CHARS = 100_000_000  # characters in a shard
-VAL_CHARS = 25_000_000  # at most this much validation text
-ROW_GROUP = 1024  # documents at most
-MIN_ROW_GROUPS = 8  # row groups are dealt to lanes
+SHARD_CHARS = 100_000_000  # The number of characters in a shard.
+VAL_CHARS = 25_000_000  # The largest number of characters of validation text.
+ROW_GROUP = 1024  # The largest number of documents in a row group.
+MIN_ROW_GROUPS = 8  # A shard has several row groups, because they are dealt to lanes.
 
 
 def cut_text(text: str, rng: random.Random, shortest: int = 1600, longest: int = 5200) -> list[str]:
     """
-    Cut a long document into pieces of at most `longest` characters, at paragraph ends where there are any.
+    Cuts a long document into pieces of at most `longest` characters, at the ends of paragraphs if possible.
 
-    The best-fit loader crops documents to a row, so a book in one piece would be mostly lost. The length limit of each
+    The best-fit loader crops documents to a row, so most of a book in one piece would be lost. The length limit of each
     piece is drawn between the two bounds, because pieces of many lengths pack better than equal ones. White space at
-    the cuts is lost, and pieces of white space are dropped.
+    the cuts is lost, and pieces that are only white space are dropped.
     """
     pieces = []
     start, end = 0, len(text)
@@ -168,7 +175,8 @@ def cut_text(text: str, rng: random.Random, shortest: int = 1600, longest: int =
 
 
 class ShardWriter:
-    """Collects pieces of text and writes them as shard_00000.parquet, shard_00001.parquet, ...; validation last."""
+    """Collects pieces of text and writes them as shard_00000.parquet, shard_00001.parquet, ... The validation shard
+    is the last one."""
 
     def __init__(self, folder: Path, shard_chars: int = SHARD_CHARS):
         self.folder, self.shard_chars = folder, shard_chars
@@ -190,7 +198,8 @@ class ShardWriter:
             self.train, self.buffered = [], 0
 
     def _write(self, pieces: list[str]) -> None:
-        # Shuffled, so that neighbouring rows of a batch do not come from one document. A seed of its own per shard.
+        # The pieces are shuffled, so that neighbouring rows of a batch do not come from one document. Each shard has
+        # its own seed.
         random.Random(self.num_shards).shuffle(pieces)
         pq.write_table(
             pa.table({"text": pa.array(pieces, pa.string())}),
@@ -204,7 +213,8 @@ class ShardWriter:
         self.num_shards += 1
 
     def finish(self, info: dict) -> None:
-        """Write what is left, then the manifest. Raises UserError where there is not enough for both splits."""
+        """Writes the remaining pieces, and then the manifest. Raises UserError if there is not enough text for both
+        splits."""
         if not self.val and len(self.train) > 1:
             self.val.append(self.train.pop())
         if self.train:
@@ -219,9 +229,10 @@ class ShardWriter:
 
 @contextlib.contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
-    """A temporary folder that becomes `path` when the block ends, so that a folder of that name is always complete."""
+    """Makes a temporary folder that becomes `path` when the block ends, so that a folder of that name is always
+    complete."""
     tmp = path.with_name(path.name + ".tmp")
-    shutil.rmtree(tmp, ignore_errors=True)  # left by a killed process; the caller holds the lock
+    shutil.rmtree(tmp, ignore_errors=True)  # A killed process may have left it. The caller has the lock.
     tmp.mkdir(parents=True)
     try:
         yield tmp
@@ -232,7 +243,7 @@ def new_folder(path: Path) -> Iterator[Path]:
 
 
 def read_manifest(folder: Path) -> dict:
-    """What a folder of shards says of itself; empty if it says nothing."""
+    """Returns the manifest of a folder of shards, or an empty dict if it has none."""
     try:
         manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -241,11 +252,12 @@ def read_manifest(folder: Path) -> dict:
 
 
 def whole_manifest(folder: Path) -> dict | None:
-    """The manifest of a folder that was made here. None if the folder has not all of its shards."""
+    """Returns the manifest of a folder that was made here, or None if some of its shards are missing."""
     manifest = read_manifest(folder)
     return manifest if manifest.get("shards") == len(list(folder.glob("shard_*.parquet"))) else None
 
 
 def data_lock() -> FileLock:
-    """Held while data is made or downloaded, so that the ranks of a node (or two runs) do not do it twice."""
+    """Returns the lock to have while data are made or downloaded, so that the ranks of a node, or two runs, do not
+    do so twice."""
     return FileLock(os.path.join(get_base_dir(), "data.lock"))

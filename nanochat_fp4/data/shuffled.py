@@ -1,9 +1,10 @@
 """
-The training documents in a random order of all of them, where shards and row groups keep neighbours together.
+The training documents in one random order of all documents. Without it, documents of a shard or row group stay
+together.
 
 The documents are written once into a file without compression, <base dir>/shuffled_data/<key>.arrow. The system maps
-the file into memory, so that any document can be read at once and the text takes no memory of the process. All seeds
-and all processes share the file.
+the file into memory, so that any document can be read immediately and the text takes no memory of the process. All
+seeds and all processes share the file.
 """
 
 import hashlib
@@ -21,16 +22,16 @@ from nanochat_fp4.errors import UserError, one_line
 from nanochat_fp4.files import atomic_open
 from nanochat_fp4.progress import Progress
 
-GROUP = 256  # documents that are read at a time
-MIN_GROUPS = 64  # of a small corpus, because groups are dealt to lanes
-TEXT_PER_BYTE = 4  # of a compressed shard, for the estimate of disk space
+GROUP = 256  # The number of documents that are read at a time.
+MIN_GROUPS = 64  # A small corpus has at least so many groups, because groups are dealt to lanes.
+TEXT_PER_BYTE = 4  # The bytes of text in a byte of a compressed shard, for the estimate of disk space.
 
 
 class ShuffledDocuments:
     """
     Groups of documents of `shards`, in the order of `seed`. The same seed and shards give the same order everywhere.
 
-    digests: of the shards' contents. Raises UserError where the disk is full or the file is damaged.
+    `digests` are those of the shards' contents. Raises UserError if the disk is full or the file is damaged.
     """
 
     def __init__(self, shards: list[Shard], digests: list[str], seed: int):
@@ -42,7 +43,8 @@ class ShuffledDocuments:
                 raise ValueError(f"{len(self.texts)} documents instead of {count}")
         except (pa.ArrowException, OSError, ValueError, KeyError) as e:
             raise UserError(f"{path} is damaged ({one_line(e)[:100]}); delete it and start again") from e
-        # NumPy keeps the permutations of RandomState. The third number sets apart other uses of a seed.
+        # NumPy does not change the permutations of RandomState. The third number separates this use of a seed from
+        # other uses.
         self.order = np.random.RandomState([seed, 0, 1]).permutation(count)
         self.size = max(1, min(GROUP, count // MIN_GROUPS))
 
@@ -50,12 +52,13 @@ class ShuffledDocuments:
         return -(-len(self.order) // self.size)
 
     def read(self, group: int) -> list[str]:
-        """The documents of one group."""
+        """Returns the documents of one group."""
         return [self.texts[int(i)].as_py() for i in self.order[group * self.size : (group + 1) * self.size]]
 
 
 def uncompressed_copy(shards: list[Shard], digests: list[str]) -> Path:
-    """The documents of `shards`, one after the other, in an Arrow file. Made where there is none yet."""
+    """Returns the path of an Arrow file with the documents of `shards` in their order. It is made if it does not
+    exist."""
     names = [f"{os.path.basename(s.path)} {s.column} {s.rows} {d}" for s, d in zip(shards, digests, strict=True)]
     key = hashlib.sha256("\n".join(["documents 1", *names]).encode()).hexdigest()[:16]
     path = Path(get_base_dir()) / "shuffled_data" / f"{key}.arrow"

@@ -1,9 +1,9 @@
 """
-Byte-pair tokenizer: trained by rustbpe, run by tiktoken, with nanochat's special tokens and split pattern.
+The byte-pair tokenizer. rustbpe trains it and tiktoken runs it, with nanochat's special tokens and split pattern.
 
-On disk the tokenizer is <base dir>/tokenizer/tokenizer.json: plain data with a checksum, which nothing executes.
-nanochat keeps a pickle there (tokenizer.pkl), and loading a pickle can run a program of its author. A pickle is read
-only where allow_pickle is given, by an unpickler that knows tiktoken's Encoding and nothing else.
+On disk the tokenizer is <base dir>/tokenizer/tokenizer.json, which is plain data with a checksum and cannot run code.
+nanochat stores a pickle there (tokenizer.pkl), and loading a pickle can run a program of its author. A pickle is read
+only with allow_pickle, and by an unpickler that accepts tiktoken's Encoding and nothing else.
 
     python -m nanochat_fp4.data.tokenizer --allow-pickle    convert nanochat's tokenizer.pkl to tokenizer.json, once
 """
@@ -30,31 +30,34 @@ from nanochat_fp4.errors import UserError, one_line, run_main
 from nanochat_fp4.files import atomic_write
 
 SPECIAL_TOKENS = [
-    "<|bos|>",  # begins every document
-    # The rest appears only in conversations, from mid-training on.
+    "<|bos|>",  # It begins every document.
+    # The other special tokens occur only in conversations, from mid-training on.
     "<|user_start|>",
     "<|user_end|>",
     "<|assistant_start|>",
     "<|assistant_end|>",
-    "<|python_start|>",  # the assistant calls the calculator
+    "<|python_start|>",  # The assistant calls the calculator between these two.
     "<|python_end|>",
-    "<|output_start|>",  # what it answers
+    "<|output_start|>",  # The calculator answers between these two.
     "<|output_end|>",
 ]
 
-# GPT-4's pattern with \p{N}{1,2} for \p{N}{1,3}: with a small vocabulary, fewer tokens are spent on numbers.
+# This is GPT-4's pattern with \p{N}{1,2} in place of \p{N}{1,3}. With a small vocabulary, fewer tokens are spent on
+# numbers.
 SPLIT_PATTERN = (
     r"""'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}{1,2}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+"""
 )
 
-# The patterns that a file may have: this one, and GPT-4's as nanochat had it before. tiktoken drops whatever a pattern
-# does not match, without a word, and aborts at a match of nothing, so a pattern of a stranger is not taken.
+# These are the patterns that a file may have: this one, and GPT-4's, which nanochat had before. tiktoken silently drops
+# text that a pattern does not match, and aborts if a pattern matches the empty string. Other patterns are therefore not
+# accepted.
 KNOWN_PATTERNS = (SPLIT_PATTERN, SPLIT_PATTERN.replace(r"\p{N}{1,2}", r"\p{N}{1,3}"))
 
 # The pattern steps back over trailing white space, one character at a time. About half a million characters exhaust the
 # stack of both Rust libraries, which then abort the process.
 MAX_WHITE_SPACE = 100_000
-_LONG_WHITE_SPACE = re.compile(rf"(?<!\s)\s{{{MAX_WHITE_SPACE},}}")  # tried once a run, not at each place in it
+# The look-behind makes the search begin once in a run of white space, and not at each of its characters.
+_LONG_WHITE_SPACE = re.compile(rf"(?<!\s)\s{{{MAX_WHITE_SPACE},}}")
 
 FILE_NAME = "tokenizer.json"
 PICKLE_NAME = "tokenizer.pkl"
@@ -62,7 +65,7 @@ FORMAT = "nanochat_fp4 tokenizer, version 1"
 
 
 def digest_of(pattern: str, ranks: list[bytes], special_tokens: dict[str, int]) -> str:
-    """SHA-256, in hex, of everything that decides which ids a text becomes."""
+    """Returns the SHA-256, in hex, of everything that decides which ids a text becomes."""
     parts = [pattern, sorted(special_tokens.items(), key=lambda kv: kv[1])]
     digest = hashlib.sha256(json.dumps(parts).encode())
     for token in ranks:
@@ -71,12 +74,13 @@ def digest_of(pattern: str, ranks: list[bytes], special_tokens: dict[str, int]) 
 
 
 def _digest(pattern: str, ranks: list[bytes], special_tokens: dict[str, int], markers: dict | None = None) -> str:
-    """digest_of under its earlier name, for programs outside of the repository. No tokenizer has markers any more."""
+    """Calls digest_of. This is its earlier name, for programs outside of the repository. No tokenizer has markers
+    any more."""
     return digest_of(pattern, ranks, special_tokens)
 
 
 def _in_parts(text: str) -> list[str]:
-    """The text, cut where more than MAX_WHITE_SPACE characters of white space follow one another."""
+    """Cuts the text where more than MAX_WHITE_SPACE characters of white space follow one another."""
     if len(text) <= MAX_WHITE_SPACE:
         return [text]
     runs = (match.span() for match in _LONG_WHITE_SPACE.finditer(text))
@@ -85,13 +89,14 @@ def _in_parts(text: str) -> list[str]:
 
 
 def without_end(tokens: list[int], tokenizer: Any) -> list[int]:
-    """An answer's tokens without the <|assistant_end|> or <|bos|> that ends it, if the answer was not cut off."""
+    """Returns the tokens of an answer without the <|assistant_end|> or <|bos|> at its end. An answer that was cut
+    off has none."""
     ends = (tokenizer.encode_special("<|assistant_end|>"), tokenizer.get_bos_token_id())
     return tokens[:-1] if tokens and tokens[-1] in ends else tokens
 
 
 class _EncodingUnpickler(pickle.Unpickler):
-    """Reads a pickled tiktoken.Encoding; refuses every other class or function that the file names."""
+    """Reads a pickled tiktoken.Encoding, and refuses every other class or function that the file names."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("tiktoken.core", "Encoding"):
@@ -100,7 +105,7 @@ class _EncodingUnpickler(pickle.Unpickler):
 
 
 class RustBPETokenizer:
-    """A tiktoken Encoding with nanochat's conveniences: special tokens, batches, conversations."""
+    """A tiktoken Encoding with nanochat's methods for special tokens, batches and conversations."""
 
     def __init__(self, enc: tiktoken.Encoding, bos_token: str):
         self.enc = enc
@@ -113,14 +118,14 @@ class RustBPETokenizer:
     @classmethod
     def train_from_iterator(cls, text_iterator: Iterable[str], vocab_size: int) -> "RustBPETokenizer":
         """
-        Learn `vocab_size` tokens (special tokens included) from the texts. Too little text gives fewer tokens.
+        Learns `vocab_size` tokens from the texts, special tokens included. Too little text gives fewer tokens.
 
-        Raises ValueError where vocab_size leaves no room for the 256 bytes and the special tokens.
+        Raises ValueError if vocab_size is too small for the 256 bytes and the special tokens.
         """
         smallest = 256 + len(SPECIAL_TOKENS)
         if vocab_size < smallest:
             raise ValueError(f"--vocab-size={vocab_size} is too small: at least {smallest} are needed")
-        import rustbpe  # training alone needs it
+        import rustbpe  # Only training needs rustbpe.
 
         tokenizer = rustbpe.Tokenizer()
         texts = (part for text in text_iterator for part in _in_parts(text))
@@ -132,24 +137,26 @@ class RustBPETokenizer:
     def from_parts(
         cls, pattern: str, ranks: dict[bytes, int], special_tokens: dict[str, int] | None = None
     ) -> "RustBPETokenizer":
+        """Makes a tokenizer from a split pattern and the rank of each token. By default the special tokens are
+        nanochat's."""
         if special_tokens is None:
             special_tokens = {name: len(ranks) + i for i, name in enumerate(SPECIAL_TOKENS)}
         enc = tiktoken.Encoding(name="rustbpe", pat_str=pattern, mergeable_ranks=ranks, special_tokens=special_tokens)
         return cls(enc, "<|bos|>")
 
-    _from_parts = from_parts  # its earlier name, for programs outside of the repository
+    _from_parts = from_parts  # Its earlier name, for programs outside of the repository.
 
     def with_pattern(self, pattern: str) -> "RustBPETokenizer":
-        """A tokenizer of the same tokens that splits text by another pattern before it merges bytes."""
+        """Returns a tokenizer with the same tokens that splits text by another pattern before it merges bytes."""
         return self.from_parts(pattern, self.enc._mergeable_ranks)
 
     @classmethod
     def from_directory(cls, tokenizer_dir: str | os.PathLike, allow_pickle: bool = False) -> "RustBPETokenizer":
         """
-        Load what save() wrote. Raises UserError (missing, cut short, altered).
+        Loads the tokenizer that save() wrote. Raises UserError if it is missing, cut short or altered.
 
-        allow_pickle: where there is no tokenizer.json, read nanochat's tokenizer.pkl. A pickle is a program: use it
-        only for a file that you made yourself.
+        With allow_pickle, nanochat's tokenizer.pkl is read if there is no tokenizer.json. A pickle is a program, so use
+        this only for a file that you made yourself.
         """
         path, pickle_path = Path(tokenizer_dir) / FILE_NAME, Path(tokenizer_dir) / PICKLE_NAME
         if path.is_file() or not pickle_path.is_file():
@@ -169,7 +176,8 @@ class RustBPETokenizer:
             return cls(enc, "<|bos|>")
         except (KeyboardInterrupt, SystemExit):
             raise
-        except BaseException as e:  # nearly anything on damaged input, and a panic of tiktoken's Rust is no Exception
+        # Damaged input raises nearly anything, and a panic of tiktoken's Rust code is not an Exception.
+        except BaseException as e:
             raise UserError(f"{pickle_path} is not a nanochat tokenizer ({one_line(e)[:150]}); train a new one") from e
 
     @classmethod
@@ -193,7 +201,7 @@ class RustBPETokenizer:
                 found = f"{path} splits text by the pattern {str(pattern)[:60]!r}"
                 raise UserError(f"{found}, which is none of nanochat's and may lose text; {retrain}")
             ranks = {token: rank for rank, token in enumerate(tokens)}
-            # tiktoken notices the following faults by aborting, or not at all.
+            # tiktoken aborts at the following faults, or does not notice them.
             if len(ranks) != len(tokens) or not all(bytes([b]) in ranks for b in range(256)):
                 raise ValueError("tokens repeat, or single bytes are missing")
             if sorted(special_tokens.values()) != list(range(len(ranks), len(ranks) + len(special_tokens))):
@@ -203,11 +211,13 @@ class RustBPETokenizer:
             raise
         except FileNotFoundError as e:
             raise UserError(f"there is no tokenizer in {path.parent}; run python -m scripts.tok_train first") from e
-        except Exception as e:  # no rights, no JSON, missing keys, wrong types, a pattern that does not compile
+        # The file may be unreadable, no JSON, lack keys, have wrong types, or have a pattern that does not compile.
+        except Exception as e:
             raise UserError(f"{path} is not a tokenizer ({type(e).__name__}: {one_line(e)[:100]}); {retrain}") from e
 
     def save(self, tokenizer_dir: str | os.PathLike) -> None:
-        """Write tokenizer.json into the folder (created), all or nothing."""
+        """Writes tokenizer.json into the folder, which is made if necessary. The file is written completely or not
+        at all."""
         os.makedirs(tokenizer_dir, exist_ok=True)
         tokens = self.token_bytes_by_rank()
         data = {
@@ -215,39 +225,42 @@ class RustBPETokenizer:
             "sha256": self._sha256(),
             "pattern": self.enc._pat_str,
             "special_tokens": self.enc._special_tokens,
-            "tokens": [base64.b64encode(token).decode("ascii") for token in tokens],  # the rank is the place
+            # The rank of a token is its place in the list.
+            "tokens": [base64.b64encode(token).decode("ascii") for token in tokens],
         }
         path = os.path.join(tokenizer_dir, FILE_NAME)
         atomic_write(path, json.dumps(data, indent=0) + "\n")
         print0(f"Saved tokenizer to {path}")
 
     def token_bytes_by_rank(self) -> list[bytes]:
-        """Token bytes by rank."""
+        """Returns the bytes of all tokens but the special ones, in the order of their ranks."""
         ranks = self.enc._mergeable_ranks
         return sorted(ranks, key=ranks.__getitem__)
 
-    _tokens = token_bytes_by_rank  # its earlier name, as well
+    _tokens = token_bytes_by_rank  # Its earlier name, for programs outside of the repository.
 
     def _sha256(self) -> str:
         return digest_of(self.enc._pat_str, self.token_bytes_by_rank(), self.enc._special_tokens)
 
     def fingerprint(self) -> str:
-        """16 hex digits that name this tokenizer; two tokenizers share them only where every text gets the same ids."""
+        """Returns 16 hex digits that name this tokenizer. Two tokenizers have the same ones only if every text gets
+        the same ids."""
         return self._sha256()[:16]
 
     @classmethod
     def from_pretrained(cls, tiktoken_name: str, deadline: float = 60.0) -> "RustBPETokenizer":
         """
-        A tokenizer that tiktoken publishes ("gpt2", "cl100k_base"), downloaded on its first use.
+        Returns a tokenizer that tiktoken publishes ("gpt2", "cl100k_base"), which is downloaded when it is first used.
 
-        Its "<|endoftext|>" plays the part of "<|bos|>". Raises UserError where it is unknown or cannot be had within
+        Its "<|endoftext|>" takes the place of "<|bos|>". Raises UserError if it is unknown or cannot be had within
         `deadline` seconds.
         """
-        try:  # tiktoken's download has no time limit of its own
+        try:  # tiktoken's download has no time limit of its own.
             enc = within(deadline, lambda: tiktoken.get_encoding(tiktoken_name))
         except TimeoutError as e:
             raise UserError(f"{tiktoken_name}: no answer within {deadline:g} seconds; check the network") from e
-        except Exception as e:  # network errors of several libraries, unknown names
+        # Several libraries raise errors of the network, and tiktoken raises one for an unknown name.
+        except Exception as e:
             raise UserError(f"the tokenizer {tiktoken_name} cannot be downloaded ({one_line(e)[:100]})") from e
         return cls(enc, "<|endoftext|>")
 
@@ -271,10 +284,11 @@ class RustBPETokenizer:
 
     def token_bytes(self) -> torch.Tensor:
         """
-        int32 (vocab_size,): how many bytes of text each id stands for, 0 for special tokens. For bits per byte.
+        Returns how many bytes of text each id stands for, int32 (vocab_size,), and 0 for special tokens. Bits per byte
+        need it.
 
-        Bytes that are no UTF-8 of their own count as the 3 bytes of the replacement character for each undecodable
-        part. nanochat counts the same, so numbers are comparable.
+        Each part of a token that is not UTF-8 by itself counts as the 3 bytes of the replacement character. nanochat
+        counts in the same way, so results are comparable.
         """
         special = self.get_special_tokens()
         strings = [self.enc.decode([i]) for i in range(self.get_vocab_size())]
@@ -292,10 +306,10 @@ class RustBPETokenizer:
         num_threads: int = 8,
     ) -> list[int] | list[list[int]]:
         """
-        Ids of a text, or a list of them for a list of texts (then with `num_threads` threads).
+        Returns the ids of a text, or a list of ids for each text of a list, with `num_threads` threads.
 
-        prepend, append: a token id or the name of a special token. Special tokens spelled out inside the text are
-        treated as ordinary text.
+        prepend and append are a token id or the name of a special token. Special tokens that are written inside of the
+        text are treated as ordinary text. Raises ValueError for anything but a string or a list.
         """
         before = [] if prepend is None else [prepend if isinstance(prepend, int) else self.encode_special(prepend)]
         after = [] if append is None else [append if isinstance(append, int) else self.encode_special(append)]
@@ -318,12 +332,12 @@ class RustBPETokenizer:
 
     def render_conversation(self, conversation: dict, max_tokens: int = 2048) -> tuple[list[int], list[int]]:
         """
-        Ids and loss mask of {"messages": [{"role", "content"}, ...]}, both cut to `max_tokens`.
+        Returns the ids and the loss mask of {"messages": [{"role", "content"}, ...]}, both cut to `max_tokens`.
 
-        Roles alternate, user first, and at least one message is from the assistant; a system message may come first
-        and is put before the first user message. Content is a string, or for the assistant a list of parts
-        {"type": "text" | "python" | "python_output", "text"}. The mask is 1 where the model is to learn: on what the
-        assistant writes and its closing token, not on what Python answers. Raises ValueError on anything else.
+        Roles alternate, the user is first, and at least one message is from the assistant. A system message may come
+        before them, and is put in front of the first user message. Content is a string, or for the assistant a list of
+        parts {"type": "text" | "python" | "python_output", "text"}. The mask is 1 where the model is to learn: on the
+        assistant's words and its closing token, but not on the answers of Python. Raises ValueError for anything else.
         """
         return self._render(checked_messages(conversation, answered=True), max_tokens)
 
@@ -359,9 +373,10 @@ class RustBPETokenizer:
 
     def render_for_completion(self, conversation: dict, max_tokens: int = 2048) -> list[int]:
         """
-        Ids of the conversation without its last message, which must be the assistant's, primed for the answer.
+        Returns the ids of the conversation without its last message, followed by the token that opens the assistant's
+        answer. The last message must be from the assistant (ValueError).
 
-        Cut to `max_tokens` before the assistant's opening token is added, as nanochat does.
+        The ids are cut to `max_tokens` before the assistant's opening token is added, as nanochat does.
         """
         messages = checked_messages(conversation)
         if messages[-1]["role"] != "assistant":
@@ -372,9 +387,8 @@ class RustBPETokenizer:
 
 def checked_messages(conversation: Any, answered: bool = False) -> list[dict]:
     """
-    The messages, checked, with a system message at the front of the first user message. The argument stays as it is.
-
-    answered: one message at least must be the assistant's. Raises ValueError.
+    Checks the messages and returns them, with a system message in front of the first user message. The argument is not
+    changed. With `answered`, at least one message must be from the assistant. Raises ValueError.
     """
     messages = conversation.get("messages") if isinstance(conversation, dict) else None
     if not isinstance(messages, list) or not messages:
@@ -419,22 +433,23 @@ def get_tokenizer_dir() -> str:
 
 
 def tokenizer_lock() -> FileLock:
-    """Held by who replaces the tokenizer, and by a run that looks whether the tokenizer is still the one it has."""
+    """Returns the lock to have while the tokenizer is replaced, or while a run checks that it is still the run's
+    own."""
     return FileLock(os.path.join(get_base_dir(), "tokenizer.lock"))
 
 
 def get_tokenizer(allow_pickle: bool = False) -> RustBPETokenizer:
-    """The tokenizer in the base directory; see from_directory."""
+    """Returns the tokenizer in the base directory (see RustBPETokenizer.from_directory)."""
     return RustBPETokenizer.from_directory(get_tokenizer_dir(), allow_pickle=allow_pickle)
 
 
 def get_token_bytes(device: str | torch.device = "cpu") -> torch.Tensor:
-    """token_bytes() of the tokenizer in the base directory, on `device`."""
+    """Returns token_bytes() of the tokenizer in the base directory, on `device`."""
     return get_tokenizer().token_bytes().to(device)
 
 
 def save_token_bytes(tokenizer: RustBPETokenizer, tokenizer_dir: str | os.PathLike) -> torch.Tensor:
-    """Write token_bytes.pt beside the tokenizer, for nanochat's own scripts; returns the tensor."""
+    """Writes token_bytes.pt beside the tokenizer, for nanochat's own scripts. Returns the tensor."""
     import io
 
     token_bytes = tokenizer.token_bytes()

@@ -1,15 +1,18 @@
-"""The tokenizer as others read it: tokenizer.json of the tokenizers library, its configuration, a chat template.
+"""The tokenizer in the form of other programs: tokenizer.json of the tokenizers library, its configuration, and a
+chat template.
 
-Both are byte-pair encoders, told in two ways. tiktoken knows ranks: whichever two neighbours together have the lowest
-rank become one. The other library knows pairs, so every way to put a token together from two others is written as a
-pair, in the order of ranks. The ids of a text are the same, which tests and --verify compare.
+Both tiktoken and the tokenizers library are byte-pair encoders, but they describe a tokenizer in different ways.
+tiktoken has ranks: of all neighbours, the two that together have the lowest rank become one token. The tokenizers
+library has pairs, so each way to put a token together from two others is written as a pair, in the order of ranks. The
+ids of a text are the same, which tests and --verify compare.
 """
 
 from typing import Any
 
 from nanochat_fp4.data.tokenizer import RustBPETokenizer
 
-# As RustBPETokenizer.render_conversation writes a conversation. A system message is put before the first user message.
+# This template writes a conversation as RustBPETokenizer.render_conversation does. A system message is put in front of
+# the first user message.
 CHAT_TEMPLATE = """\
 {{- '<|bos|>' -}}
 {%- set ns = namespace(system='') -%}
@@ -44,14 +47,15 @@ CHAT_TEMPLATE = """\
 
 
 def byte_characters() -> list[str]:
-    """The printable character that stands for each byte in a byte-level vocabulary (GPT-2's table)."""
+    """Returns the printable character that stands for each byte in a byte-level vocabulary (GPT-2's table)."""
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = iter(range(256, 512))
     return [chr(b) if b in printable else chr(next(others)) for b in range(256)]
 
 
 def vocabulary(tokenizer: RustBPETokenizer) -> tuple[list[str], list[tuple[str, str]]]:
-    """(tokens without the special ones, by id; pairs that become one, by rank), in byte characters."""
+    """Returns the tokens without the special ones, in the order of their ids, and the pairs that become one token,
+    in the order of ranks. Both are written in byte characters."""
     characters = byte_characters()
     ranks = tokenizer.enc._mergeable_ranks
     tokens = sorted(ranks, key=ranks.__getitem__)
@@ -68,7 +72,7 @@ def vocabulary(tokenizer: RustBPETokenizer) -> tuple[list[str], list[tuple[str, 
 
 
 def special_tokens(tokenizer: RustBPETokenizer) -> dict[str, int]:
-    """Names and ids of the special tokens, by id."""
+    """Returns the ids of the special tokens by name, in the order of ids."""
     return dict(sorted(tokenizer.enc._special_tokens.items(), key=lambda item: item[1]))
 
 
@@ -76,7 +80,7 @@ _FLAGS = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": 
 
 
 def tokenizer_json(tokenizer: RustBPETokenizer) -> dict[str, Any]:
-    """tokenizer.json: the tokenizers library's description of this tokenizer."""
+    """Returns the content of tokenizer.json, which describes this tokenizer to the tokenizers library."""
     tokens, pairs = vocabulary(tokenizer)
     bos, bos_id = "<|bos|>", tokenizer.get_bos_token_id()
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
@@ -109,7 +113,7 @@ def tokenizer_json(tokenizer: RustBPETokenizer) -> dict[str, Any]:
             "end_of_word_suffix": None,
             "fuse_unk": False,
             "byte_fallback": False,
-            "ignore_merges": True,  # a piece that is a token needs no merging, as in tiktoken
+            "ignore_merges": True,  # A piece of text that is a token is not merged from parts, as in tiktoken.
             "vocab": {token: i for i, token in enumerate(tokens)},
             "merges": [list(pair) for pair in pairs],
         },
@@ -117,12 +121,13 @@ def tokenizer_json(tokenizer: RustBPETokenizer) -> dict[str, Any]:
 
 
 def end_tokens(tokenizer: RustBPETokenizer, chat: bool) -> list[str]:
-    """Tokens that end a text: the next document's first, and in a chat the assistant's last."""
+    """Returns the tokens that end a text: the first token of the next document, and in a chat also the assistant's
+    last token."""
     return ["<|assistant_end|>", "<|bos|>"] if chat else ["<|bos|>"]
 
 
 def tokenizer_config(tokenizer: RustBPETokenizer, chat: bool, model_max_length: int) -> dict[str, Any]:
-    """tokenizer_config.json."""
+    """Returns the content of tokenizer_config.json."""
     end = end_tokens(tokenizer, chat)[0]
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
