@@ -12,7 +12,8 @@
 #     DRY_RUN=1                the same parts in small, on any machine: do they work? Its numbers are not worth sending
 #     LIMIT=60                 seconds for each part, in the place of its own limit
 #     PLAN_ONLY=1              print the commands and stop
-#     OUT=...                  where logs and numbers go (default: measurements/ in the base directory)
+#     OUT=...                  where logs and numbers go (default: measurements/ in the base directory, and
+#                              measurements_dry_run/ with DRY_RUN)
 #     NANOCHAT=...             a checkout of karpathy/nanochat (revision f5425245f) to be timed as well; without it that
 #                              part is skipped
 #     PY=python3               the python to use as it is (default: VENV, or .venv, which is made; see dev/setup.sh)
@@ -28,7 +29,9 @@ for name in $PARTS; do
     [[ " $KNOWN " == *" $name "* ]] || die "PARTS: there is no part '$name'; the parts are: $KNOWN"
 done
 export PYTHONUNBUFFERED=1 OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} NANOCHAT_BASE_DIR=${NANOCHAT_BASE_DIR:-$HOME/.cache/nanochat}
-OUT=${OUT:-$NANOCHAT_BASE_DIR/measurements}
+dry=""
+[ "${DRY_RUN:-0}" = 0 ] || dry=_dry_run
+OUT=${OUT:-$NANOCHAT_BASE_DIR/measurements$dry}
 PLAN_ONLY=${PLAN_ONLY:-0}
 if [ "$PLAN_ONLY" != 0 ]; then
     PY=${PY:-python}

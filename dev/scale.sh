@@ -4,12 +4,12 @@
 #     bash dev/scale.sh
 #
 #     GPUS=2                      how many processes: 2, 4 or 8
-#     OUT=...                     numbers and logs (default: scale/ here), which grow as it measures
+#     OUT=...                     numbers and logs, which grow as it measures (default: scale/ here, scale_try/ with TRY)
 #     PY=python LIMIT=300         which python; seconds for a row
 #     TRY=1                       all of it in small, on CPUs too: to see that it works
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 2
-GPUS=${GPUS:-2} OUT=${OUT:-$PWD/scale} PY=${PY:-python} LIMIT=${LIMIT:-300}
+GPUS=${GPUS:-2} OUT=${OUT:-$PWD/scale${TRY:+_try}} PY=${PY:-python} LIMIT=${LIMIT:-300}
 export NANOCHAT_BASE_DIR=$OUT/base PYTHONPATH=$PWD:$PWD/kernels${PYTHONPATH:+:$PYTHONPATH} OMP_NUM_THREADS=${OMP_NUM_THREADS:-4}
 mkdir -p "$NANOCHAT_BASE_DIR" || exit 1
 models=("--depth=26 --micro-batch=32 --seconds=10" "--depth=32 --micro-batch=16 --seconds=10")

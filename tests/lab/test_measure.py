@@ -19,7 +19,7 @@ from nanochat_fp4.errors import UserError
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 
 
-def measure(out: Path, python: Path | str = sys.executable, **variables: str) -> subprocess.CompletedProcess:
+def measure(out: Path | str, python: Path | str = sys.executable, **variables: str) -> subprocess.CompletedProcess:
     known = ("PARTS", "PLAN_ONLY", "LIMIT", "NANOCHAT", "DRY_RUN")
     environment = {k: v for k, v in os.environ.items() if k not in known} | {"PY": str(python), "OUT": str(out)}
     environment["NVFP4_KERNELS"] = "reference"
@@ -61,6 +61,14 @@ def test_a_dry_run_makes_the_table_and_the_file_to_send(fork_server, tmp_path):
     assert "--send" not in done.stdout and "DRY_RUN" in done.stdout.splitlines()[-1]
     sent = fork_server.run("nanochat_fp4.doctor", ["--send", str(tmp_path)], as_main=True)
     assert sent.status == 0 and str(tmp_path / "my_card.json") in sent.log and "my_card.yml" in sent.log
+
+
+def test_a_dry_run_has_a_folder_of_its_own(tmp_path):
+    """`doctor --send` reads the folder of measurements, and a dry run must neither replace nor pass for them."""
+    for dry, folder in (("0", "measurements"), ("1", "measurements_dry_run")):
+        base = tmp_path / dry
+        done = measure("", "true", NANOCHAT_BASE_DIR=str(base), DRY_RUN=dry, PARTS="doctor")
+        assert done.returncode == 0 and [path.name for path in base.iterdir()] == [folder], done
 
 
 def test_a_cards_file_has_nothing_that_its_owner_named(tmp_path):
