@@ -322,7 +322,7 @@ def search_scales(x: torch.Tensor, rounding: Rounding, round_scale, draw=None, f
     """
     amax = _block_amax(x, rounding.block_rows) * factor
     base = divide(amax, rounding.grid_max)
-    unit = power_of_two_floor(base).clamp(min=TENSOR_SCALE_MIN)
+    inverse_unit = _reciprocal(power_of_two_floor(base))
     best_q = best_scale = best_error = None
     for candidate, multiple in enumerate(rounding.candidates):
         scale = round_scale(base * multiple, amax)
@@ -336,7 +336,7 @@ def search_scales(x: torch.Tensor, rounding: Rounding, round_scale, draw=None, f
         difference = q - y
         error = _fixed_sum(difference, difference, ERROR_BITS)
         error = _over_rows(error, rounding.block_rows, lambda rows: rows.sum(dim=-1, dtype=torch.int32))
-        relative = scale * (1.0 / unit)  # This is exact, because unit is a power of two.
+        relative = scale * inverse_unit  # This is exact, because the unit is a power of two.
         error = error.to(torch.float32) * (relative * relative)
         if best_error is None:
             best_q, best_scale, best_error = q, scale, error
@@ -509,8 +509,8 @@ def _eden_correction(x, q, scales, factor):
     scales relative to a power of two above the group's largest scale.
     """
     blocks = scales.unflatten(-1, (-1, RHT_DIM // BLOCK))
-    largest = power_of_two_floor(blocks.amax(dim=-1, keepdim=True)).clamp(min=TENSOR_SCALE_MIN)
-    weight = blocks * (0.125 / largest)  # With this factor a block's sums stay below 2^22.
+    largest = power_of_two_floor(blocks.amax(dim=-1, keepdim=True))
+    weight = blocks * (0.125 * _reciprocal(largest))  # With this factor a block's sums stay below 2^22.
     weight = weight * weight
     y = x * (_reciprocal(scales) * factor).unsqueeze(-1)
 

@@ -262,6 +262,8 @@ def test_post_hoc_alignment_has_the_error_of_the_direct_form(name):
     direct = relative_square_error(qz.ms_eden_direct(x, ROUNDINGS[name], seed=2).dequantize(), y)
     post_hoc = relative_square_error(quantize(x, name, seed=2).dequantize(), y)
     assert abs(post_hoc / direct - 1) < 0.015, (post_hoc, direct)
+    zeros = qz.ms_eden_direct(torch.zeros(2, 128), ROUNDINGS[name])
+    assert (zeros.dequantize() == 0).all()  # whose amax gives no scale to divide by
 
 
 # --------------------------------------------------------------------------------------------------------------------
