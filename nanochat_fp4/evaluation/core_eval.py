@@ -1,14 +1,14 @@
 """
-CORE, the metric of the DCLM paper (https://arxiv.org/abs/2406.11794): 22 tasks for a base model, which has not learned
-to chat. A few solved examples come before each question.
+CORE is the metric of the DCLM paper (https://arxiv.org/abs/2406.11794). It has 22 tasks for a base model, which has not
+learned to chat. A few solved examples come before each question.
 
-Three kinds of tasks are all judged by likelihood, in one forward pass per question:
+Likelihood decides the answers of all three kinds of tasks, in one forward pass for each question:
 
-    multiple_choice     query + each choice        the choice with the lowest mean loss on its own tokens
-    schema              each context + ending      the context after which the ending has the lowest mean loss
-    language_modeling   context + continuation     every token of the continuation must be the most likely one
+    multiple_choice     query + each choice     the choice with the lowest mean loss on its own tokens
+    schema              each context + ending   the context after which the ending has the lowest mean loss
+    language_modeling   context + continuation  every token of the continuation must be the most likely one
 
-Prompts are nanochat's at f5425245f, where they are Jinja templates.
+The prompts are those of nanochat at f5425245f, which makes them from Jinja templates.
 """
 
 import random
@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-FEWSHOT_SEED = 1234  # example i draws its few-shot examples with this seed + i
-# kind of a task -> the fields of its questions
+FEWSHOT_SEED = 1234  # Question i draws its few-shot examples with the seed FEWSHOT_SEED + i.
+# The fields of a question, by kind of task.
 FIELDS: dict[str, dict[str, type]] = {
     "multiple_choice": {"query": str, "choices": list, "gold": int},
     "schema": {"context_options": list, "continuation": str, "gold": int},
@@ -31,7 +31,7 @@ TASK_TYPES = tuple(FIELDS)
 
 
 def fault_of(item: dict[str, Any], kind: str) -> str | None:
-    """What is wrong with a question of this kind of task, or None."""
+    """Returns the fault of a question of this kind of task, or None."""
     for name, expected in FIELDS[kind].items():
         if not isinstance(item.get(name), expected):
             found = type(item[name]).__name__ if name in item else "missing"
@@ -50,23 +50,23 @@ def fault_of(item: dict[str, Any], kind: str) -> str | None:
 
 
 def render_prompts_mc(item: dict, delimiter: str, fewshot: Sequence[dict] = ()) -> list[str]:
-    """One prompt per choice. The prompts differ in their endings."""
+    """Returns one prompt for each choice. The prompts differ in their endings."""
     head = "".join(f"{e['query']}{delimiter}{e['choices'][e['gold']]}\n\n" for e in fewshot)
     return [f"{head}{item['query']}{delimiter}{choice}" for choice in item["choices"]]
 
 
 def render_prompts_schema(item: dict, delimiter: str, fewshot: Sequence[dict] = ()) -> list[str]:
-    """One prompt per context. The prompts agree in their endings."""
+    """Returns one prompt for each context. The prompts have the same ending."""
     head = "".join(f"{e['context_options'][e['gold']]}{delimiter}{e['continuation']}\n\n" for e in fewshot)
     return [f"{head}{context}{delimiter}{item['continuation']}" for context in item["context_options"]]
 
 
 def render_prompts_lm(item: dict, delimiter: str, fewshot: Sequence[dict] = ()) -> list[str]:
     """
-    [prompt without the continuation, with it].
+    Returns [the prompt without the continuation, the prompt with it].
 
-    The first prompt is stripped. Otherwise a trailing space would belong to the next token of the second prompt, and
-    the first prompt's tokens would not be the beginning of the second's.
+    White space at the end of the first prompt is removed. Otherwise a trailing space would belong to the next token of
+    the second prompt, and the tokens of the first prompt would not be the beginning of those of the second.
     """
     head = "".join(f"{e['context'].strip()}{delimiter}{e['continuation']}\n\n" for e in fewshot)
     prompt = f"{head}{item['context'].strip()}{delimiter}"
@@ -76,7 +76,8 @@ def render_prompts_lm(item: dict, delimiter: str, fewshot: Sequence[dict] = ()) 
 def render_question(
     item: dict, tokenizer: Any, task_meta: dict[str, Any], fewshot: Sequence[dict]
 ) -> tuple[list[list[int]], list[tuple[int, int]]] | None:
-    """(token sequences, the judged span [start, end) of each). None if the answer does not begin at a token."""
+    """Returns the token sequences of a question, and the span [start, end) of each sequence that is judged. Returns
+    None if the answer does not begin at a token."""
     kind, delimiter = task_meta["task_type"], task_meta["continuation_delimiter"]
     render = dict(zip(TASK_TYPES, (render_prompts_mc, render_prompts_schema, render_prompts_lm)))[kind]
     sequences = tokenizer(render(item, delimiter, fewshot), prepend=tokenizer.get_bos_token_id())
@@ -97,9 +98,13 @@ def render_question(
 
 
 class Outcome(NamedTuple):
-    """Of one question. cropped: the model has seen the end of the prompt alone. judged: False for a question that the
-    model cannot be asked, because the answer is longer than its context or does not begin at a token. It counts as
-    wrong."""
+    """The outcome of one question.
+
+    - right says whether the model's answer is right.
+    - cropped says that the model has seen only the end of the prompt.
+    - judged is False for a question that cannot be put to the model, because the answer is longer than its context or
+      does not begin at a token. Such a question counts as wrong.
+    """
 
     right: bool
     cropped: bool = False
@@ -107,7 +112,8 @@ class Outcome(NamedTuple):
 
 
 class TaskResult(NamedTuple):
-    """Of a task: the share of right answers, and how many questions were cropped, and how many not judged."""
+    """The outcome of a task: the fraction of right answers, the number of cropped questions, and the number of
+    questions that were not judged."""
 
     accuracy: float
     cropped: int
@@ -115,12 +121,14 @@ class TaskResult(NamedTuple):
 
 
 def longest_input(model: Any) -> int | None:
-    """Tokens that the model can read at once: GPT-2's fixed context, or the rotary tables. None: any number."""
+    """Returns how many tokens the model can read at once. This is GPT-2's fixed context, or the length of the rotary
+    tables. None means any number."""
     return getattr(model, "max_seq_len", None) or getattr(model, "rotary_seq_len", None)
 
 
 def crop(sequence: list[int], span: tuple[int, int], longest: int | None) -> tuple[list[int], tuple[int, int]] | None:
-    """The last `longest` tokens, and the span's new position. None if the span and a token before it do not fit."""
+    """Returns the last `longest` tokens, and the new position of the span. Returns None if the span and a token
+    before it do not fit."""
     surplus = 0 if longest is None else max(0, len(sequence) - longest)
     start, end = span[0] - surplus, span[1] - surplus
     return (sequence[surplus:], (start, end)) if start >= 1 else None
@@ -130,7 +138,9 @@ def crop(sequence: list[int], span: tuple[int, int], longest: int | None) -> tup
 def evaluate_example(
     index: int, model: Any, tokenizer: Any, data: Sequence[dict], device: torch.device | str, task_meta: dict[str, Any]
 ) -> Outcome:
-    """The model's answer to question `index`. The few-shot examples are drawn from the other questions."""
+    """Puts question `index` to the model, and returns the outcome. The few-shot examples are drawn from the other
+    questions. Raises ValueError for an unknown type of task, and for more few-shot examples than there are other
+    questions."""
     item = data[index]
     if task_meta["task_type"] not in TASK_TYPES:
         raise ValueError(f"unknown task type {task_meta['task_type']!r}; known are {', '.join(TASK_TYPES)}")
@@ -145,7 +155,7 @@ def evaluate_example(
     sequences, spans = map(list, zip(*whole))
     cropped = sequences != rendered[0]
 
-    padding = tokenizer.get_bos_token_id()  # padding is at the end, where no judged token sees it
+    padding = tokenizer.get_bos_token_id()  # The padding is at the end, where no judged token sees it.
     width = max(map(len, sequences))
     ids = torch.tensor([s + [padding] * (width - len(s)) for s in sequences], device=device)
     logits = model(ids)
@@ -167,7 +177,8 @@ def evaluate_task(
     task_meta: dict[str, Any],
     done: Any = lambda: None,
 ) -> TaskResult:
-    """The result over all questions. All ranks call this; done() is called after each question."""
+    """Returns the result over all questions of a task. All ranks must call this function together. done() is called
+    after each question."""
     distributed = dist.is_available() and dist.is_initialized()
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if distributed else (0, 1)
     counts = torch.zeros(3, device=device)

@@ -1,10 +1,11 @@
 """
-The CORE metric: nanochat's eval bundle, and the mean of the accuracies over its tasks with guessing at 0.
+The CORE metric on nanochat's eval bundle. It is the mean over the tasks of the accuracy, rescaled so that guessing is
+0.
 
     results = evaluate_model(model, tokenizer, device)
     results["core_metric"], results["results"]["hellaswag"], ...
 
-The bundle has core.yaml, eval_meta_data.csv and eval_data/. core_eval.py judges a single question.
+The bundle has core.yaml, eval_meta_data.csv and eval_data/. core_eval.py judges single questions.
 """
 
 import contextlib
@@ -34,7 +35,8 @@ from nanochat_fp4.evaluation.core_eval import TASK_TYPES, evaluate_task, fault_o
 from nanochat_fp4.progress import Progress
 
 EVAL_BUNDLE_URL = "https://karpathy-public.s3.us-west-2.amazonaws.com/eval_bundle.zip"
-MAX_FILES, MAX_BYTES = 10_000, 4 << 30  # limits for unpacking; the bundle has some 60 files and 160 MB packed
+# The limits for unpacking. The bundle has some 60 files and 160 MB in compressed form.
+MAX_FILES, MAX_BYTES = 10_000, 4 << 30
 MAX_YAML_BYTES = 1 << 20
 SHUFFLE_SEED = 1337
 
@@ -43,7 +45,8 @@ SHUFFLE_SEED = 1337
 
 
 def _unpack(zip_path: str) -> None:
-    """Unpack beside the final place and move it there in one step."""
+    """Unpacks the bundle beside its final place, and moves it there in one step. Raises UserError if it is not the
+    bundle or is too large."""
     base_dir = get_base_dir()
     with tempfile.TemporaryDirectory(dir=base_dir) as folder:
         try:
@@ -61,14 +64,14 @@ def _unpack(zip_path: str) -> None:
 
 
 def find_bundle(bundle_dir: str | os.PathLike | None = None) -> Path:
-    """The folder of the eval bundle. Raises MissingDataError if the bundle cannot be had or is incomplete."""
+    """Returns the folder of the eval bundle. Raises MissingDataError if the bundle cannot be had or is incomplete."""
     folder = Path(bundle_dir) if bundle_dir else Path(get_base_dir()) / "eval_bundle"
     if not bundle_dir and not folder.is_dir():
         try:
             path = download_file_with_lock(
                 EVAL_BUNDLE_URL, "eval_bundle.zip", postprocess_fn=_unpack, deadline=1800, timeout=10, attempts=2
             )
-            if not folder.is_dir():  # the archive is there, but its unpacked folder is gone
+            if not folder.is_dir():  # The archive exists, but its unpacked folder does not.
                 _unpack(path)
         except UserError as e:
             problem = f"CORE needs the eval bundle, which is not in {folder} and cannot be downloaded"
@@ -82,8 +85,9 @@ def find_bundle(bundle_dir: str | os.PathLike | None = None) -> Path:
 
 
 def read_bundle(folder: Path) -> tuple[list[dict[str, Any]], dict[str, float]]:
-    """(tasks of core.yaml, accuracy of guessing in percent by label). Raises UserError."""
-    import yaml  # comes with datasets and wandb
+    """Returns the tasks of core.yaml, and the accuracy of guessing in percent by label. Raises UserError for damaged
+    files."""
+    import yaml  # datasets and wandb bring this package along.
 
     try:
         with open(folder / "core.yaml", encoding="utf-8") as f:
@@ -117,7 +121,7 @@ def read_bundle(folder: Path) -> tuple[list[dict[str, Any]], dict[str, float]]:
 def read_questions(
     folder: Path, task: dict[str, Any], guessing: dict[str, float], max_per_task: int
 ) -> list[dict[str, Any]]:
-    """The questions of a task, shuffled. Raises UserError for a fault that would end the evaluation later."""
+    """Returns the questions of a task, shuffled. Raises UserError for any fault that would end the evaluation later."""
     label, kind, shots = task["label"], task["icl_task_type"], task["num_fewshot"][0]
     if label not in guessing:
         raise UserError(f"{folder / 'eval_meta_data.csv'} has no row for {label!r}; unpack the bundle again")
@@ -139,7 +143,8 @@ def read_questions(
 def read_all_questions(
     bundle_dir: str | os.PathLike | None, max_per_task: int = -1
 ) -> tuple[list[dict[str, Any]], dict[str, float], dict[str, list[dict[str, Any]]]]:
-    """(tasks, accuracy of guessing by label, questions by label) of a bundle. Raises UserError for any fault of it."""
+    """Returns the tasks of a bundle, the accuracy of guessing by label, and the questions by label. Raises UserError
+    for any fault of the bundle."""
     folder = find_bundle(bundle_dir)
     tasks, guessing = read_bundle(folder)
     return tasks, guessing, {task["label"]: read_questions(folder, task, guessing, max_per_task) for task in tasks}
@@ -159,13 +164,15 @@ def evaluate_model(
     part: Callable[[str, Callable[[], list]], list] = lambda name, measure: measure(),
 ) -> dict[str, Any]:
     """
-    CORE as a dict: "results" is the accuracy by task. "centered_results" is the same with guessing at 0, and
-    "core_metric" the mean of the latter. "notes" says in words which questions were cropped or not judged.
+    Computes CORE. All ranks must call this function together, inside a context of the precision that they choose.
 
-    All ranks call this, inside the precision context of their choice. Only the first max_per_task questions of each
-    task count. All files are read and checked before the first question. finished(results, centered results so far) is
-    called after each task. part(name, measure) returns the numbers of a task, measure() or what is kept of it
-    (evaluation/kept.py); the name has a hash of the task and its questions.
+    The result is a dict. "results" has the accuracy of each task. "centered_results" has the same numbers, rescaled so
+    that guessing is 0, and "core_metric" is their mean. "notes" says which questions were cropped or not judged.
+
+    Only the first max_per_task questions of each task count. All files are read and checked before the first question.
+    finished(results, centered results so far) is called after each task. part(name, measure) returns the numbers of a
+    task: the result of measure(), or the one that was stored before (evaluation/kept.py). The name has a hash of the
+    task and its questions.
     """
     tasks, guessing, questions = read_all_questions(bundle_dir, max_per_task)
     results, centered, notes = {}, {}, []

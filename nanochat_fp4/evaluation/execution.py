@@ -1,20 +1,22 @@
 """
-Sandboxed execution of Python code that a language model wrote (HumanEval).
+Execution of Python code that a language model wrote (HumanEval) in a sandbox.
 
-`execute_code` runs a program in a process of its own. A second process, the judge, tests the program's function.
-The program reaches neither the tests nor the verdict: arguments and results pass between the two as plain values.
-GUARANTEES lists the promises and who keeps each of them. docs/sandbox.md has the same table with the tests.
+`execute_code` runs a program in a process of its own. A second process, the judge, tests the program's function. The
+program can reach neither the tests nor the verdict: arguments and results pass between the two as plain values.
 
-- namespaces: own mount, process, network and IPC namespaces. The root folder lies in memory, with Python's folders
-  read-only. The program is user `nobody` without capabilities. Process 1 ends all others when it ends. Needs Linux 5.12
-  and either root or unprivileged user namespaces.
-- landlock (Linux 5.13): for containers, which usually refuse namespaces. Always with seccomp.
-- seccomp (x86_64 and aarch64): a list of allowed system calls. Always with both of the above.
-- audit: Python's hooks, used only without namespaces and landlock (old kernels, macOS). They stop careless code but no
-  attack on the interpreter. Run such code in a container or a virtual machine.
+GUARANTEES lists the promises of the sandbox, and which layer keeps each of them. docs/sandbox.md has the same table
+with the tests.
 
-`sandbox_layers` finds the strongest set that this machine accepts, once per process. All processes share the kernel: a
-kernel bug is a way out. Windows is not supported.
+- namespaces: the program has its own mount, process, network and IPC namespaces. The root folder is in memory, and
+  Python's folders in it are read-only. The program is the user `nobody` without capabilities. When process 1 ends, all
+  others end. This layer needs Linux 5.12 and either root or unprivileged user namespaces.
+- landlock (Linux 5.13): this layer is for containers, which usually refuse namespaces.
+- seccomp (x86_64 and aarch64): a list of allowed system calls. Both layers above always come with it.
+- audit: Python's hooks, which are used only without namespaces and landlock (old kernels, macOS). They stop careless
+  code, but not an attack on the interpreter. Run such code in a container or a virtual machine.
+
+`sandbox_layers` finds the strongest set of layers that this machine accepts, once in each process. All processes share
+the kernel, so a bug of the kernel is a way out. Windows is not supported.
 """
 
 import contextlib
@@ -32,17 +34,18 @@ from pathlib import Path
 
 _CHILD = Path(__file__).resolve().with_name("sandbox")
 
-MAX_OUTPUT_BYTES = 64 * 1024  # Of stdout and of stderr. More is read and dropped.
-FILE_BYTES = 16 * 1024 * 1024  # Of one file.
-DISK_BYTES = 64 * 1024 * 1024  # All files together, where the folder lies in memory (namespaces).
-MAX_PROCESSES = 16  # Processes and threads beside those that the user has already.
-MAX_FILES = 4096  # Files, folders and links in the program's folder.
-NOBODY = 65534  # The user of a program in namespaces, where root starts it.
-SETUP_SECONDS = 30.0  # The limit for setting up in sandbox/__main__.py. The deadline follows.
-GRACE_SECONDS = 5.0  # A supervisor that has not reported this long after its deadline is killed.
-CLEANING_SECONDS = 5.0  # After this a supervisor that removes files goes on in the background.
+MAX_OUTPUT_BYTES = 64 * 1024  # The limit for each of stdout and stderr. Further output is read and dropped.
+FILE_BYTES = 16 * 1024 * 1024  # The limit for one file.
+DISK_BYTES = 64 * 1024 * 1024  # The limit for all files together, if the folder is in memory (namespaces).
+MAX_PROCESSES = 16  # The number of processes and threads besides those that the user already has.
+MAX_FILES = 4096  # The number of files, folders and links in the program's folder.
+NOBODY = 65534  # The user of a program in namespaces, if root starts it.
+SETUP_SECONDS = 30.0  # The limit for the set-up in sandbox/__main__.py. The program's deadline begins after it.
+GRACE_SECONDS = 5.0  # A supervisor that has not reported so long after its deadline is killed.
+CLEANING_SECONDS = 5.0  # After this time a supervisor that removes files goes on in the background.
 
-# Strongest first. A machine of x86_64 or aarch64 without seccomp is not known, so namespaces are not tried alone.
+# The strongest set comes first. Namespaces are not tried alone, because every machine of x86_64 or aarch64 is expected
+# to have seccomp.
 LAYER_SETS = (
     ("namespaces", "seccomp"),
     ("landlock", "seccomp"),
@@ -51,8 +54,9 @@ LAYER_SETS = (
 )
 
 
-# The keepers of each promise: namespaces + seccomp, landlock + seccomp, neither.
-# "kernel" and "supervisor" hold whatever the code does. "hooks" (Python's) hold until the code attacks the interpreter.
+# What keeps each promise, in this order: with namespaces + seccomp, with landlock + seccomp, with neither. The promises
+# that "kernel" and "supervisor" keep hold whatever the code does. Those of "hooks" (Python's) hold until the code
+# attacks the interpreter.
 GUARANTEES = {
     "the deadline; what it writes as a result or prints is never an error of the evaluation": ("supervisor",) * 3,
     "processor seconds, open files, size of a file, address space (the last on Linux)": ("kernel",) * 3,
@@ -72,23 +76,24 @@ GUARANTEES = {
     "no inherited environment and files; its folder is empty and goes": ("supervisor",) * 3,
 }
 
-_cleaning: list[subprocess.Popen] = []  # supervisors that still remove files
+_cleaning: list[subprocess.Popen] = []  # These supervisors still remove files.
 
 
 @dataclass
 class ExecutionResult:
-    """What came of one program. sys.exit(), an exception or a kill is no success."""
+    """The result of one program. A program that ends by sys.exit(), an exception or a kill has no success. `error`
+    is one line."""
 
     success: bool
     stdout: str
     stderr: str
-    error: str | None = None  # one line
+    error: str | None = None
     timeout: bool = False
     memory_exceeded: bool = False
 
 
 class SandboxError(RuntimeError):
-    """The sandbox could not be set up; nothing was run."""
+    """The error for a sandbox that could not be set up. In this case no code has run."""
 
 
 def execute_code(
@@ -101,13 +106,15 @@ def execute_code(
     function: str = "",
 ) -> ExecutionResult:
     """
-    Run `code` in the sandbox, then `tests` against it in another process of the sandbox, and wait for both.
+    Runs `code` in the sandbox, then `tests` against it in another process of the sandbox, and waits for both.
 
-    timeout: wall-clock seconds. maximum_memory_bytes: address space of each process (Linux), None for no limit.
-    layers: the layers to use, for tests. None takes sandbox_layers().
-    tests: Python code that knows the code's `function` as `candidate`, which takes and returns numbers, text and
-    collections of them (sandbox/judge.py's encode). Without tests, success is the code's own word.
-    Raises SandboxError where no sandbox can be made: code is never run without one.
+    - timeout: the limit in seconds of wall-clock time
+    - maximum_memory_bytes: the address space of each process (Linux), or None for no limit
+    - layers: the layers to use, which is for tests. None takes sandbox_layers().
+    - tests: Python code that calls the code's `function` as `candidate`, which takes and returns numbers, text and
+      collections of them (see encode in sandbox/judge.py). Without tests, code that ends normally is a success.
+
+    Raises SandboxError if no sandbox can be made, because code is never run without one.
     """
     if os.name != "posix":
         raise SandboxError("model-written code can be run on Linux and macOS only; use WSL2 or leave HumanEval out")
@@ -116,13 +123,14 @@ def execute_code(
         return run_in_sandbox(
             {"code": code, "tests": tests, "function": function}, timeout, maximum_memory_bytes, layers
         )
-    except OSError as e:  # no processes, files or disk space to be had here; nothing that the program could cause
+    except OSError as e:  # No processes, files or disk space can be had here. The program cannot be the cause of this.
         raise SandboxError(f"{type(e).__name__}: {e}") from e
 
 
 @functools.cache
 def sandbox_layers() -> tuple[str, ...]:
-    """The strongest set of layers that works here, e.g. ("namespaces", "seccomp"). Tried out once per process."""
+    """Returns the strongest set of layers that works here, for example ("namespaces", "seccomp"). The sets are tried
+    once in each process. Raises SandboxError if no set works."""
     reasons = []
     for layers in LAYER_SETS:
         try:
@@ -135,13 +143,13 @@ def sandbox_layers() -> tuple[str, ...]:
 
 
 def missing_guarantees(layers: tuple[str, ...]) -> list[str]:
-    """The promises of GUARANTEES that neither the kernel nor the supervisor keeps with these layers."""
+    """Returns the promises of GUARANTEES that neither the kernel nor the supervisor keeps with these layers."""
     column = 0 if "namespaces" in layers else 1 if "landlock" in layers else 2
     return [promise for promise, kept_by in GUARANTEES.items() if kept_by[column] in ("no", "hooks")]
 
 
 def describe_sandbox() -> str:
-    """One line for logs and reports: which layers are in force and what cannot be guaranteed with them."""
+    """Returns one line for logs and reports, which names the layers in use and the promises that they do not keep."""
     layers = sandbox_layers()
     kept_by = "Python hooks only: stops accidents, not attacks" if "audit" in layers else "kept by the kernel"
     line = f"sandbox: {' + '.join(layers)} ({kept_by})"
@@ -150,6 +158,8 @@ def describe_sandbox() -> str:
 
 
 def run_in_sandbox(task: dict, timeout: float, memory: int | None, layers: tuple[str, ...]) -> ExecutionResult:
+    """Runs a task (code, tests and function) with these layers, and returns its result. Raises SandboxError if the
+    layers cannot be set up."""
     folder = tempfile.mkdtemp(prefix="nanochat_sandbox_")
     request = {
         "timeout": timeout,
@@ -178,7 +188,8 @@ def run_in_sandbox(task: dict, timeout: float, memory: int | None, layers: tuple
                 task_file = theirs.enter_context(tempfile.TemporaryFile())
                 task_file.write(json.dumps(task).encode())
                 task_file.seek(0)
-                # No preexec_fn: this process may have threads. The environment is made from nothing.
+                # There is no preexec_fn, because this process may have threads. The environment does not inherit any
+                # variable.
                 process = subprocess.Popen(
                     [sys.executable, "-I", "-B", str(_CHILD), json.dumps(request)],
                     stdin=task_file,
@@ -190,19 +201,21 @@ def run_in_sandbox(task: dict, timeout: float, memory: int | None, layers: tuple
                     start_new_session=True,
                 )
             _collect(process, fds, captured, time.monotonic() + SETUP_SECONDS + timeout + GRACE_SECONDS)
-    finally:  # Ctrl-C, too: a supervisor whose report nobody reads any more ends the program
+    # This is also done after Ctrl-C. When nobody reads the supervisor's report any more, the supervisor ends the
+    # program.
+    finally:
         _see_off(process, folder, reported=b"outcome" in captured["report"])
     return _verdict(captured, timeout)
 
 
 def _collect(process: subprocess.Popen, fds: dict[int, str], captured: dict[str, bytearray], deadline: float) -> None:
-    """Read the pipes until the supervisor reports the end, keeping the first MAX_OUTPUT_BYTES of each."""
+    """Reads the pipes until the supervisor reports the end. Keeps the first MAX_OUTPUT_BYTES of each pipe."""
     with selectors.DefaultSelector() as selector:
         for fd, name in fds.items():
             os.set_blocking(fd, False)
             selector.register(fd, selectors.EVENT_READ, name)
         while time.monotonic() < deadline:
-            # Not until the end of the pipes: something that outlived the program could hold them open.
+            # The end of the pipes is not awaited, because a process that outlives the program could hold them open.
             ended = b"outcome" in captured["report"] or process.poll() is not None
             ready = selector.select(0 if ended else 0.02)
             for key, _ in ready:
@@ -213,13 +226,14 @@ def _collect(process: subprocess.Popen, fds: dict[int, str], captured: dict[str,
                 if not data:
                     selector.unregister(key.fd)
                 buffer = captured[key.data]
-                buffer += data[: max(0, MAX_OUTPUT_BYTES - len(buffer) + 1)]  # one more shows that it was cut
+                # One more byte shows that the output was cut.
+                buffer += data[: max(0, MAX_OUTPUT_BYTES - len(buffer) + 1)]
             if ended and not ready:
                 return
 
 
 def _see_off(process: subprocess.Popen | None, folder: str, reported: bool) -> None:
-    """Wait until the supervisor has removed the folder, but not long."""
+    """Waits until the supervisor has removed the folder, but only for a limited time."""
     _cleaning[:] = [p for p in _cleaning if p.poll() is None]
     if process is not None:
         try:
@@ -231,19 +245,22 @@ def _see_off(process: subprocess.Popen | None, folder: str, reported: bool) -> N
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-    if os.path.exists(folder):  # the supervisor was killed, or never started
+    if os.path.exists(folder):  # The supervisor was killed, or never started.
         with contextlib.suppress(subprocess.TimeoutExpired, OSError):
             command = [sys.executable, "-I", "-B", str(_CHILD), "remove", folder]
             subprocess.run(command, stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL, timeout=CLEANING_SECONDS)
 
 
 def _verdict(captured: dict[str, bytearray], timeout: float) -> ExecutionResult:
+    """Returns the result of a program from the content of the pipes. Raises SandboxError if the sandbox could not be
+    set up."""
+
     def text(name: str) -> str:
         data = bytes(captured[name])
         shown = data[:MAX_OUTPUT_BYTES].decode("utf-8", errors="replace")
         return shown + "\n[output cut here]" if len(data) > MAX_OUTPUT_BYTES else shown
 
-    # The program can write neither the report nor the result.
+    # The program cannot write to the pipes of the report and the result.
     report: dict = {}
     for line in bytes(captured["report"]).splitlines():
         report.update(json.loads(line))
@@ -266,7 +283,8 @@ def _verdict(captured: dict[str, bytearray], timeout: float) -> ExecutionResult:
 
 
 def _count_tasks(uid: int) -> int:
-    """Threads of a user: RLIMIT_NPROC counts them all. 0 where /proc does not say (the limit is then tighter)."""
+    """Returns the number of a user's threads, because RLIMIT_NPROC counts all of them. It is 0 if /proc does not
+    tell, and then the limit is tighter."""
     count = 0
     with contextlib.suppress(OSError):
         for entry in os.scandir("/proc"):

@@ -1,4 +1,4 @@
-"""Bits per byte: a loss that does not depend on the tokenizer."""
+"""Bits per byte, which is a loss that does not depend on the tokenizer."""
 
 import math
 from collections.abc import Iterable
@@ -13,16 +13,19 @@ def evaluate_bpb(
     model: torch.nn.Module, batches: Iterable[tuple[Tensor, Tensor]], steps: int, token_bytes: Tensor
 ) -> float:
     """
-    The model's loss on `steps` batches per rank in bits per byte of text: sum of nats / (ln 2 * sum of bytes).
+    Computes the model's loss in bits per byte of text, sum of nats / (ln 2 * sum of bytes), on `steps` batches of each
+    rank.
 
     Args:
-        model: called as model(x, y, loss_reduction="none") -> losses in nats, one a target.
-        batches: (x, y), both (B, T) int64; negative targets do not count.
-        token_bytes: (vocab_size,) integer, length of each token's text in UTF-8. Special tokens such as <|bos|> have
-            length 0 and do not count.
-    All ranks of the process group take part, each with its own batches, and get the same float, infinity if no byte was
-    counted. Sums are FP64, or FP32 on MPS, which has no FP64. Sums are in the order of the batches, so the same batches
-    give the same number. Raises ValueError if `batches` ends before `steps`.
+        model: is called as model(x, y, loss_reduction="none") and returns the loss of each target in nats
+        batches: pairs (x, y), both (B, T) int64. Negative targets do not count.
+        token_bytes: (vocab_size,) integer, the length of each token's text in UTF-8. Special tokens such as <|bos|>
+            have length 0 and do not count.
+
+    All ranks of the process group must call this function together, each with its own batches. They get the same float,
+    which is infinity if no byte was counted. Sums are FP64, or FP32 on MPS, which has no FP64. They are in the order of
+    the batches, so the same batches give the same result. Raises ValueError if `batches` has fewer than `steps`
+    batches.
     """
     device = token_bytes.device
     nats = torch.zeros((), dtype=torch.float32 if device.type == "mps" else torch.float64, device=device)
@@ -36,7 +39,7 @@ def evaluate_bpb(
         losses = model(x, y, loss_reduction="none").flatten()
         y = y.flatten()
         lengths = torch.where(y >= 0, token_bytes[y.clamp_min(0)], 0)
-        # torch.where, because the loss of a target that does not count may be NaN or infinite.
+        # torch.where leaves out the loss of a target that does not count, because this loss may be NaN or infinite.
         nats += torch.where(lengths > 0, losses, 0).to(nats.dtype).sum()
         num_bytes += lengths.sum()
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:

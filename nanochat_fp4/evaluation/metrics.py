@@ -1,4 +1,4 @@
-"""A run's numbers: metrics.jsonl beside its checkpoints, and the watch over its loss."""
+"""The numbers of a run: metrics.jsonl beside its checkpoints, and a monitor of its loss."""
 
 import json
 import math
@@ -13,7 +13,8 @@ from nanochat_fp4.files import atomic_write
 
 
 def plain_json(value: Any) -> Any:
-    """`value` as strict JSON: tensors and paths become numbers and strings, NaN and infinity become strings."""
+    """Makes `value` fit for strict JSON. Tensors and paths become numbers and strings, and NaN and infinity become
+    strings."""
     if isinstance(value, Mapping):
         return {str(k): plain_json(v) for k, v in value.items()}
     if isinstance(value, (list, tuple)):
@@ -28,22 +29,26 @@ def plain_json(value: Any) -> Any:
 
 
 def accuracy_interval(accuracy: float, count: int) -> float:
-    """Two standard deviations of an accuracy if `count` problems are drawn at random, as in the paper's Table 5.
+    """Returns two standard deviations of an accuracy on `count` problems that were drawn at random, as in the
+    paper's Table 5.
 
-    Where none or each is right, these are 0, and the distance to the other end of Wilson's interval (1927) takes their
-    place: none right of 32 says that the accuracy is below 11%, and not that it is 0.
+    If none or all of the answers are right, the standard deviation is 0. The distance to the other end of Wilson's
+    interval (1927) then takes its place. No right answer among 32 means that the accuracy is below 11%, and not that it
+    is 0.
     """
     spread = accuracy * (1 - accuracy)
     return 2 * math.sqrt(spread / count) if spread > 0 else 4 / (count + 4)
 
 
 def section_files(report_dir: Path) -> list[Path]:
+    """Returns the sorted paths of all sections of a report."""
     files = [*report_dir.glob("*.json"), *report_dir.glob("*/*.json")]
     return sorted(path for path in files if path != report_dir / "report.json")
 
 
 def read_jsonl(path: str | os.PathLike) -> list[dict[str, Any]]:
-    """The records of a metrics.jsonl. Lines that are no record are skipped: a killed process may leave half a line."""
+    """Returns the records of a metrics.jsonl. Lines that are not a record are skipped, because a killed process may
+    leave half a line."""
     records = []
     with open(path, "rb") as f:
         for line in f:
@@ -58,18 +63,20 @@ def read_jsonl(path: str | os.PathLike) -> list[dict[str, Any]]:
 
 class MetricsLog:
     """
-    metrics.jsonl beside the checkpoints: one JSON object a line, so that curves survive any end of the run.
+    The file metrics.jsonl beside the checkpoints. It has one JSON object in each line, so that the curves survive any
+    end of the run.
 
     A single write appends a line. A kill therefore leaves at most one incomplete line, which readers skip and `rewind`
-    removes. Records carry "step" and "event" (`start, train, val, core, sample, telemetry, spike, skip`).
+    removes. Records have "step" and "event" (`start, train, val, core, sample, telemetry, spike, skip`).
     """
 
     def __init__(self, folder: str | os.PathLike, enabled: bool = True):
         self.path = Path(folder) / "metrics.jsonl"
         self.enabled = enabled
-        self.torn = False  # the last line could not be written, or not as a whole
+        self.torn = False  # The last line was not written completely.
 
     def append(self, event: str, step: int, **values: Any) -> None:
+        """Appends a record. If the file cannot be written, a warning says so, and the run goes on."""
         if not self.enabled:
             return
         record = {"event": event, "step": step, **values}
@@ -82,7 +89,7 @@ class MetricsLog:
             finally:
                 os.close(fd)
             problem = None if complete else "the disk is full"
-        except OSError as e:  # a curve with a gap is better than no run
+        except OSError as e:  # A curve with a gap is better than no run.
             problem = one_line(e)
         if problem and not self.torn:
             logger.warning(f"{self.path} cannot be written ({problem}); the curves will have a gap")
@@ -90,11 +97,11 @@ class MetricsLog:
 
     def rewind(self, step: int | None) -> None:
         """
-        Remove the records after the checkpoint of `step`, so that a resumed run does not log a step twice.
+        Removes the records after the checkpoint of `step`, so that a resumed run does not log a step twice.
 
         None removes everything. A "train", "spike" or "skip" record of step s belongs to the step that leads to
-        checkpoint s + 1. Any other record of step s is made before step s is trained. Checkpoint s may already hold its
-        result, so the record is kept.
+        checkpoint s + 1. Any other record of step s is written before step s is trained. Checkpoint s may already
+        contain its result, so the record is kept.
         """
         if not self.enabled or not self.path.exists():
             return
@@ -112,15 +119,16 @@ class MetricsLog:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Loss: smoothing, spikes
+# The loss: smoothing and spikes
 
 
 class LossMonitor:
     """
-    Smoothed loss (an exponential average over 10 steps, unbiased at the start) and a watch for spikes.
+    The smoothed loss, which is an exponential average over 10 steps without bias at the start, and a detector of
+    spikes.
 
-    A spike is a loss more than 6 standard deviations (an exponential estimate over 50 steps) and more than 5% above
-    the average, after the first 50 steps. `state` goes into checkpoints and comes back by `LossMonitor(state)`.
+    A spike is a loss more than 6 standard deviations (an exponential estimate over 50 steps) and more than 5% above the
+    average, after the first 50 steps. Checkpoints keep `state`, and `LossMonitor(state)` restores it.
     """
 
     BETA, SPIKE_BETA, SPIKE_SIGMAS, SPIKE_FRACTION, SPIKE_AFTER = 0.9, 0.98, 6.0, 0.05, 50
@@ -130,7 +138,7 @@ class LossMonitor:
         self.state.update(state or {})
 
     def update(self, loss: float) -> bool:
-        """Adds the loss of a step to the average. True if the loss is a spike."""
+        """Adds the loss of a step to the average. Returns whether the loss is a spike."""
         s = self.state
         spread = max(s["variance"], 0.0) ** 0.5
         spike = (

@@ -1,6 +1,6 @@
 """The style of the project's pictures: a title, units, whole steps, and colours for colour-blind readers.
 
-Only this module imports matplotlib, when it draws a picture. Callers explain an ImportError to the user.
+Only this module imports matplotlib, and only when it draws a picture. Callers explain an ImportError to the user.
 """
 
 import re
@@ -11,18 +11,20 @@ from typing import Any
 
 from nanochat_fp4.files import atomic_open
 
-# Okabe and Ito's palette (jfly.uni-koeln.de/color) without black and yellow. Black is the baseline's colour. Yellow is
-# too light for lines on white.
+# These are the colours of Okabe and Ito (jfly.uni-koeln.de/color) without black and yellow. Black is the colour of the
+# baseline, and yellow is too light for lines on white.
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 
 BASELINE = "black"
-SEED = re.compile(r"_seed\d+(?=_|$)|_s\d+_[0-9a-f]{8}$")  # in run names of the pipeline, or of a sweep
+# The seed in the name of a run of the pipeline, or of a sweep.
+SEED = re.compile(r"_seed\d+(?=_|$)|_s\d+_[0-9a-f]{8}$")
 
 
 def draw(path: Path, title: str, *panels: Callable[[Any], None]) -> None:
-    """Writes a PNG. Each panel is called with its axes; the first one is the tallest, and all have one x axis.
+    """Writes a PNG. Each panel is called with its axes. The first panel is the tallest, and all have the same x
+    axis.
 
-    The legend of the first panel goes below where it would hide lines.
+    The legend of the first panel is below the picture, where it hides no lines, unless the panel has made its own.
     """
     import matplotlib
 
@@ -61,9 +63,9 @@ def draw(path: Path, title: str, *panels: Callable[[Any], None]) -> None:
 def curve(
     axes: Any, label: str, runs: list[tuple[list, list]], style: str = "-", color: str | None = None, wide: bool = False
 ) -> None:
-    """Draws one run as a line of (x, y). Several runs, of different seeds, become their mean and a band.
+    """Draws one run as a line of (x, y). For several runs, of different seeds, it draws their mean and a band.
 
-    wide: a pale, wide line, which stays visible under another one
+    `wide` draws a pale, wide line, which stays visible under another one.
     """
     common = sorted(set.intersection(*(set(x) for x, _ in runs)))
     values = [[dict(zip(x, y))[at] for x, y in runs] for at in common]
@@ -80,11 +82,12 @@ def curve(
 
 
 def names(axes: Any, points: list[tuple[float, float, str]]) -> None:
-    """Writes each point's name at the point's right, above other names in the way. points: (x, y, name)."""
+    """Writes the name of each point (x, y, name) to the right of the point. If other names are in the way, it is
+    written above them."""
     (left, right), (bottom, top) = axes.get_xlim(), axes.get_ylim()
     letter, height = 0.0058 * (right - left), 0.022 * (top - bottom)
     written: list[tuple[float, float, float]] = []
-    box = {"facecolor": "white", "alpha": 0.8, "linewidth": 0, "pad": 0.3}  # no line may strike a name out
+    box = {"facecolor": "white", "alpha": 0.8, "linewidth": 0, "pad": 0.3}  # With this box no line crosses a name out.
     for x, y, name in sorted(points, key=lambda p: p[1]):
         at, end = y, x + letter * (len(name) + 1)
         while any(x < other and start < end and abs(at - below) < height for start, other, below in written):

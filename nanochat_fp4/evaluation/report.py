@@ -1,12 +1,12 @@
 """
-The report of a run: report.md, report.json and plots, made of the numbers that every stage logs (report_log.py).
+The report of a run: report.md, report.json and plots, from the numbers that every stage logs (report_log.py).
 
-`python -m nanochat_fp4.evaluation.report generate` reads all sections and every run's metrics.jsonl. The command writes
-report.md, report.json and the plots beside them. A run that was interrupted, or is still going on, appears with the
-numbers that it has.
+`python -m nanochat_fp4.evaluation.report generate` reads all sections and the metrics.jsonl of every run. It writes
+report.md, report.json and the plots beside them. The report also shows runs that were interrupted or are still running,
+with the numbers that they have.
 
 Runs are compared with each other only if they were validated on the same text, with the same tokenizer, on as many
-tokens and with the same forward pass. Otherwise there is no gap between them, and no picture shows both.
+tokens and with the same forward pass. Otherwise the report has no gap between them, and no picture shows both.
 """
 
 from nanochat_fp4.console import ArgumentParser

@@ -3,8 +3,9 @@ The numbers that every stage logs for the report of a run, as JSON.
 
     get_report(model_tag).log("Base model loss", [{...}, ...], results={"val_bpb": 1.02})
 
-writes <base dir>/report/<model tag>/base-model-loss.json. Without a tag the file is report/base-model-loss.json, as for
-the tokenizer, which belongs to every run. A stage that runs again replaces its section. report.py makes the report.
+writes <base dir>/report/<model tag>/base-model-loss.json. Without a tag the file is report/base-model-loss.json. The
+tokenizer has such a section, because it belongs to every run. A stage that runs again replaces its section. report.py
+makes the report from these files.
 """
 
 import json
@@ -24,12 +25,13 @@ _PROCESS_START = time.time()
 
 
 def slugify(text: str) -> str:
-    """'Chat evaluation sft' -> 'chat-evaluation-sft': a file name."""
+    """Turns a title into a file name: 'Chat evaluation sft' -> 'chat-evaluation-sft'."""
     return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
 
 
 class Report:
-    """The sections in one folder. `model_tag` is the run that this process's sections belong to, if any."""
+    """The sections of a report in one folder. `model_tag` is the run to which this process's sections belong, if
+    any."""
 
     def __init__(self, report_dir: str | os.PathLike, model_tag: str | None = None):
         self.report_dir = Path(report_dir)
@@ -37,12 +39,12 @@ class Report:
 
     def log(self, section: str, data: Iterable[Any], results: Mapping[str, Any] | None = None) -> str:
         """
-        Store one section. Returns its path.
+        Stores one section. Returns its path.
 
-        data: strings (Markdown), dicts (shown as a list of "key: value") or None (skipped), as in nanochat.
-        results: numbers for the tables. A stage gives `val_bpb`, `val_bpb_bf16`, `tokens_per_second` and so on. What
-            goes with a `val_bpb` is in MEASUREMENT. An evaluation gives task -> accuracy in [0, 1] or
-            `task -> {"accuracy": a, "count": n, "interval": 2 sigma}`.
+        - data: strings (Markdown), dicts (shown as a list of "key: value") or None (skipped), as in nanochat
+        - results: the results for the tables. A stage gives `val_bpb`, `val_bpb_bf16`, `tokens_per_second` and so on.
+          The numbers that belong to a `val_bpb` are in report_runs.MEASUREMENT. An evaluation gives task -> accuracy in
+          [0, 1] or `task -> {"accuracy": a, "count": n, "interval": 2 sigma}`.
         """
         record = {
             "section": section,
@@ -59,14 +61,14 @@ class Report:
         return str(path)
 
     def has(self, section: str) -> bool:
-        """Whether that section was logged."""
+        """Returns whether this section was logged."""
         return self._path(section).exists()
 
     def _path(self, section: str) -> Path:
         return self.report_dir / (self.model_tag or "") / f"{slugify(section)}.json"
 
     def reset(self) -> None:
-        """Forget all sections and remove report.md. Checkpoints and metrics stay."""
+        """Deletes all sections, report.md, report.json and the plots. Checkpoints and metrics stay."""
         for path in [
             *section_files(self.report_dir),
             *self.report_dir.glob("report.*"),
@@ -76,7 +78,7 @@ class Report:
 
 
 class DummyReport:
-    """The report of ranks other than 0, which does nothing."""
+    """The report of all ranks but 0, which does nothing."""
 
     def log(self, *args: Any, **kwargs: Any) -> None:
         pass
@@ -86,6 +88,6 @@ class DummyReport:
 
 
 def get_report(model_tag: str | None = None) -> Report | DummyReport:
-    """The report of this base directory; on ranks other than 0, one that does nothing."""
+    """Returns the report of this base directory on rank 0, and a DummyReport on all other ranks."""
     _, rank, _, _ = get_dist_info()
     return Report(Path(get_base_dir()) / "report", model_tag) if rank == 0 else DummyReport()

@@ -1,4 +1,4 @@
-"""The report as a page in Markdown."""
+"""Writes the report as a page in Markdown."""
 
 import json
 import math
@@ -23,16 +23,16 @@ from nanochat_fp4.evaluation.report_runs import (
 )
 from nanochat_fp4.files import atomic_write
 
-# Columns of the benchmark table, in the order of the paper's Table 5. Other tasks follow.
+# The columns of the benchmark table, in the order of the paper's Table 5. Other tasks follow.
 TASKS = ["ARC-Easy", "ARC-Challenge", "GSM8K", "HumanEval", "MMLU", "SpellingBee", "CORE", "ChatCORE"]
 
-CHECK_TOKENS = 1e9  # a run of fewer tokens only checks the stages
+CHECK_TOKENS = 1e9  # A run with fewer tokens only checks that the stages work.
 
 
 def generate(report_dir: Path) -> str:
-    """Writes report.md, report.json and the plots, and prints the table of runs; returns the path of report.md.
+    """Writes report.md, report.json and the plots, and prints the table of runs. Returns the path of report.md.
 
-    Raises UserError where there is nothing to report.
+    Raises UserError if there is nothing to report.
     """
     notes: list[str] = []
     sections = read_sections(report_dir, notes)
@@ -63,7 +63,8 @@ def generate(report_dir: Path) -> str:
 
 
 def _left_out(report_dir: Path) -> list[str]:
-    """What the run went without, a line each: its plan and dev/pipeline.sh write left_out.txt."""
+    """Returns what the run did without, one line each. The plan of the run and dev/pipeline.sh write these lines
+    into left_out.txt."""
     try:
         return [as_text(line) for line in (report_dir / "left_out.txt").read_text("utf-8").splitlines() if line]
     except (OSError, UnicodeError):
@@ -80,6 +81,7 @@ def _table(header: list[str], rows: list[list[str]]) -> list[str]:
 
 
 def runs_table(runs: list[dict]) -> list[str]:
+    """Returns the lines of a table with one row for each run."""
     header = ["run", "method", "steps", "tokens", "val BPB", "val BPB, BF16 forward"]
     header += ["gap to BF16", "gap, BF16 forward", "tokens/s", "training time"]
     rows = []
@@ -97,7 +99,7 @@ def runs_table(runs: list[dict]) -> list[str]:
 
 
 def _explanations(runs: list[dict]) -> list[str]:
-    """Explains the numbers of the runs' table, and how far chance moves them."""
+    """Returns lines that explain the numbers in the table of runs, and how far chance moves them."""
     lines = [
         "- val BPB: bits per byte of the validation text, lower is better, with the forward pass of the method. The "
         "next column has the same weights in BF16.",
@@ -115,7 +117,8 @@ def _explanations(runs: list[dict]) -> list[str]:
 
 
 def summary(runs: list[dict], base_dir: Path) -> list[str]:
-    """For each run that has ended: what was trained, how good it is, where it is, and how to talk to it."""
+    """Returns lines about each run that has ended: what was trained, how good it is, where it is, and how to chat
+    with it."""
     lines = []
     for r in (r for r in runs if r["finished"]):
         folders = [base_dir / name / r["model_tag"] for name in ("chatsft_checkpoints", "mid_checkpoints")]
@@ -133,7 +136,8 @@ def summary(runs: list[dict], base_dir: Path) -> list[str]:
 
 
 def _benchmark_table(runs: list[dict]) -> list[str]:
-    """Like the paper's Table 5, with a row for each run and stage, a column for each task, and percent with 2 sigma."""
+    """Returns a table like the paper's Table 5. It has a row for each run and stage, and a column for each task, in
+    percent with 2 sigma."""
     scored = [(r, stage, scores) for r in runs for stage, scores in r["benchmarks"].items() if scores]
     tasks = list(dict.fromkeys(task for _, _, scores in scored for task in scores))
     tasks.sort(key=lambda t: TASKS.index(t) if t in TASKS else len(TASKS))
@@ -154,13 +158,13 @@ _UNITS = {"gb": "GB", "seconds": "s"}
 
 
 def _label(key: Any) -> str:
-    """A key as words: gpu_memory_gb -> gpu memory, GB."""
+    """Turns a key into words: gpu_memory_gb -> gpu memory, GB."""
     *words, unit = as_text(key).split("_")
     return " ".join(words) + f", {_UNITS[unit]}" if words and unit in _UNITS else " ".join([*words, unit])
 
 
 def _list(values: Mapping[str, Any]) -> list[str]:
-    """A line for each value. Empty values are left out."""
+    """Returns a line for each value. Empty values are left out."""
     return [f"- {_label(key)}: {_format_value(value)}" for key, value in values.items() if value not in (None, "")]
 
 
@@ -200,13 +204,14 @@ def _time_table(sections: list[dict]) -> list[str]:
 
 
 def _telemetry_lines(metrics: dict[str, list[dict]]) -> list[str]:
-    """The newest telemetry of each run (--telemetry-every=N): the mean over the blocks, for each kind of layer."""
+    """Returns tables of the newest telemetry of each run (--telemetry-every=N). A row is the mean over the blocks
+    for one kind of layer."""
     lines = []
     for tag, records in metrics.items():
         newest = next((r for r in reversed(records) if r.get("event") == "telemetry"), {})
         kinds: dict[str, dict[str, list[float]]] = {}
         for layer, numbers in newest.get("layers", {}).items() if isinstance(newest.get("layers"), dict) else ():
-            kind = re.sub(r"^.*\.\d+\.", "", as_text(layer))  # transformer.h.3.mlp.c_fc -> mlp.c_fc
+            kind = re.sub(r"^.*\.\d+\.", "", as_text(layer))  # This turns transformer.h.3.mlp.c_fc into mlp.c_fc.
             for name, value in numbers.items() if isinstance(numbers, dict) else ():
                 if finite_number(value) is not None:
                     kinds.setdefault(kind, {}).setdefault(as_text(name), []).append(value)
@@ -221,9 +226,9 @@ def _telemetry_lines(metrics: dict[str, list[dict]]) -> list[str]:
 
 
 def _sample_lines(sections: list[dict], runs: list[dict]) -> list[str]:
-    """The samples that the loss stage drew, one list for each run."""
+    """Returns the samples that the loss stage drew, one list for each run."""
     small = {run["model_tag"]: run["tokens"] for run in runs if run.get("tokens", CHECK_TOKENS) < CHECK_TOKENS}
-    stages = ("base-model-training", "base-model-loss")  # the second one's samples replace the first one's
+    stages = ("base-model-training", "base-model-loss")  # The samples of the second stage replace those of the first.
     sampled = {s["model_tag"]: s["results"].get("samples") for s in sections if s["slug"] in stages}
     lines = []
     for tag, samples in sampled.items():
@@ -240,6 +245,7 @@ def render(
     runs: list[dict], sections: list[dict], metrics: dict[str, list[dict]], plots: list[str], notes: list[str],
     left_out: list[str], about: list[str],
 ) -> str:  # fmt: skip
+    """Returns the whole report in Markdown."""
     lines = ["# nanochat_fp4 report", "", f"Written {time.strftime('%Y-%m-%d %H:%M:%S')}.", ""]
     lines += ["```", *about, "```", ""] if about else []
     if runs:

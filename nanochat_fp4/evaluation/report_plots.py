@@ -1,4 +1,4 @@
-"""The pictures of the report: losses of all runs over one another, one file for each stage."""
+"""The pictures of the report. Each stage has a file with the losses of all runs."""
 
 import functools
 import itertools
@@ -10,7 +10,7 @@ from nanochat_fp4.evaluation import plots
 from nanochat_fp4.evaluation.report_runs import finite_number
 
 _LOSS = "training loss, nats per token (smoothed)"
-_PLOTS = {  # file name -> title, title of the y axis, stage, event, key of its lines
+_PLOTS = {  # For each file name: the title, the title of the y axis, the stage, the event, and the key of the values.
     "loss": ("Pre-training", _LOSS, "base", "train", "smoothed_loss"),
     "bpb": ("Pre-training: validation text", "bits per byte", "base", "val", "bpb"),
     "loss_mid": ("Mid-training", _LOSS, "mid", "train", "smoothed_loss"),
@@ -18,17 +18,17 @@ _PLOTS = {  # file name -> title, title of the y axis, stage, event, key of its 
     "reward_rl": ("Reinforcement learning", "mean reward of the answers", "rl", "train", "reward"),
 }
 
-# name of a line -> (x, y) of each of its runs; runs that differ by their seed alone are one line
+# For the name of each line, (x, y) of each of its runs. Runs that differ only in their seed share a line.
 Lines = dict[str, list[tuple[list[float], list[float]]]]
 
 
 def draw_plots(
     report_dir: Path, stages: dict[str, dict[str, list[dict]]], runs: list[dict], notes: list[str]
 ) -> list[str]:
-    """Draws the files of _PLOTS, with a line for every run. Returns the names of the written files.
+    """Draws the files of _PLOTS, with a line for every run. Returns the names of the files.
 
-    Runs of another tokenizer or validation text get pictures of their own: bpb.png, then bpb_2.png and so on.
-    stages: base, mid, sft and rl, each with tag -> records of metrics.jsonl.
+    Runs with another tokenizer or validation text get separate pictures: bpb.png, then bpb_2.png and so on. `stages`
+    are base, mid, sft and rl, each with the records of metrics.jsonl by tag. A note says if nothing can be drawn.
     """
     alike: dict[tuple, list[dict]] = {}
     for run in runs:
@@ -47,7 +47,7 @@ def draw_plots(
             lines: Lines = {}
             gaps: Lines = {}
             forwards: Lines = {}
-            found: dict[str, tuple[list[float], list[float]]] = {}  # of each tag
+            found: dict[str, tuple[list[float], list[float]]] = {}  # The points of each tag.
             for tag in (run["model_tag"] for run in group):
                 records = [r for r in _of_one_text(stages[stage].get(tag, [])) if r.get("event") == event]
                 if points := _points(records, lambda r, k=key: finite_number(r.get(k))):
@@ -63,7 +63,7 @@ def draw_plots(
                     gaps.setdefault(name_of[tag], []).append(points)
             if not lines:
                 continue
-            # A baseline is a wide line under the others, so that a line on it can be seen.
+            # A baseline is a wide line under the others, so that a line on top of it can be seen.
             lines = {name: lines[name] for name in sorted(lines, key=lambda name: name not in baselines)}
             panels = [functools.partial(_draw, lines=lines, axis=axis, colors=colors)]
             for below, differences in (("over the bf16\nrun, %", gaps), ("own over BF16\nforward, %", forwards)):
@@ -79,7 +79,7 @@ def draw_plots(
 
 
 def _names_of_lines(runs: list[dict]) -> dict[str, str]:
-    """tag -> the name of its line. Runs that differ by their seed alone have one name."""
+    """Returns the name of the line of each tag. Runs that differ only in their seed have the same name."""
     lengths: dict[str, set] = {}
     for run in runs:
         lengths.setdefault(plots.SEED.sub("", run["model_tag"]), set()).add(run["num_iterations"])
@@ -92,12 +92,13 @@ def _names_of_lines(runs: list[dict]) -> dict[str, str]:
 
 
 def _newest_text(records: list[dict]) -> Any:
-    """The validation text of the log's last start. A resume may have changed it."""
+    """Returns the validation text of the last start in the log, because a resumed run may have another text than
+    before."""
     return next((r.get("val_text") for r in reversed(records) if r.get("event") == "start"), None)
 
 
 def _of_one_text(records: list[dict]) -> list[dict]:
-    """The log without the validations on another text than the newest one."""
+    """Returns the log without validations on other texts than the newest one."""
     kept, text, newest = [], None, _newest_text(records)
     for record in records:
         text = record.get("val_text") if record.get("event") == "start" else text
@@ -107,21 +108,22 @@ def _of_one_text(records: list[dict]) -> list[dict]:
 
 
 def _points(records: list[dict], value: Callable[[dict], float | None]) -> tuple[list[float], list[float]] | None:
-    """(steps, values) of the records that have both."""
+    """Returns (steps, values) of the records that have both, or None."""
     pairs = [(finite_number(record.get("step")), value(record)) for record in records]
     pairs = [(step, y) for step, y in pairs if step is not None and y is not None]
     return ([x for x, _ in pairs], [y for _, y in pairs]) if pairs else None
 
 
 def _over(points: tuple[list[float], list[float]], base: tuple[list[float], list[float]]) -> tuple[list, list] | None:
-    """(steps, percent): by how much a run is above its baseline at the steps that both have."""
+    """Returns (steps, percent), by how much a run is above its baseline at the steps that both have, or None."""
     at = dict(zip(*base))
     pairs = [(x, 100 * (y / at[x] - 1)) for x, y in zip(*points) if at.get(x)]
     return ([x for x, _ in pairs], [y for _, y in pairs]) if pairs else None
 
 
 def _own_over_bf16(record: dict) -> float | None:
-    """By how much the loss with the own forward pass is above that of the same weights in BF16, in percent."""
+    """Returns by how much the loss with the method's own forward pass is above that of the same weights in BF16, in
+    percent."""
     own, bf16 = finite_number(record.get("bpb")), finite_number(record.get("bpb_bf16"))
     return 100 * (own / bf16 - 1) if own is not None and bf16 else None
 

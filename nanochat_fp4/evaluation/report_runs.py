@@ -1,4 +1,4 @@
-"""From the sections and metrics.jsonl of a run to one row of numbers, and the gaps between rows."""
+"""Turns the sections and the metrics.jsonl of a run into one row of numbers, and computes the gaps between runs."""
 
 import json
 from collections.abc import Mapping
@@ -7,7 +7,7 @@ from typing import Any
 
 from nanochat_fp4.evaluation.metrics import accuracy_interval, read_jsonl, section_files
 
-# Order of the stages in the report; sections with other names follow in the order of their time.
+# The order of the stages in the report. Other sections follow in the order of their time.
 SECTIONS = [
     "tokenizer-training",
     "tokenizer-evaluation",
@@ -21,7 +21,7 @@ SECTIONS = [
     "chat-rl",
     "chat-evaluation-rl",
 ]
-MEASURES = {  # section -> the section of the training whose model it measures
+MEASURES = {  # For each section of measurements, the section of the training whose model it measures.
     "base-model-loss": "base-model-training",
     "base-model-evaluation": "base-model-training",
     "chat-evaluation-mid": "midtraining",
@@ -31,7 +31,7 @@ MEASURES = {  # section -> the section of the training whose model it measures
 
 
 def read_sections(report_dir: Path, notes: list[str]) -> list[dict]:
-    """The sections in the order of their stages. A note names each that is left out."""
+    """Returns the sections in the order of their stages. A note names each section that is left out."""
     found = []
     for path in section_files(report_dir):
         try:
@@ -58,6 +58,8 @@ def read_sections(report_dir: Path, notes: list[str]) -> list[dict]:
 
 
 def read_metrics(checkpoints: Path, notes: list[str]) -> dict[str, list[dict]]:
+    """Returns the records of metrics.jsonl by run, the run that was written last at the end. A note names each
+    unreadable file."""
     metrics = {}
     for path in sorted(checkpoints.glob("*/metrics.jsonl"), key=lambda p: p.stat().st_mtime):
         try:
@@ -71,26 +73,27 @@ def read_metrics(checkpoints: Path, notes: list[str]) -> dict[str, list[dict]]:
 
 
 def finite_number(value: Any) -> float | None:
-    """`value` if it is a finite number, else None. Files may hold anything."""
+    """Returns `value` if it is a finite number, otherwise None. The files may contain anything."""
     good = isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1e300
     return float(value) if good else None
 
 
 def as_text(value: Any) -> str:
-    """`value` on one line, without half surrogate pairs: JSON can spell them, but they are no Unicode text."""
+    """Returns `value` as one line without lone surrogates, which JSON can contain although they are not valid
+    Unicode text."""
     return " ".join(str(value).encode("utf-8", "replace").decode("utf-8").split())
 
 
-# The results that a run's summary takes. Other results stay in their section.
+# The results that a run's summary takes over. Other results stay in their section.
 _TEXTS = ("method", "config_key", "backend", "tokenizer")
 _NUMBERS = ("num_iterations", "total_batch_size", "tokens_per_second", "training_seconds")
 # One measurement of the validation loss: with the method's own forward pass and in BF16, on which text, on how many
-# tokens. It is taken as a whole, because a loss means nothing beside another measurement's text.
+# tokens. These numbers are taken together, because a loss means nothing with the text of another measurement.
 MEASUREMENT = ("val_bpb", "val_bpb_bf16", "val_text", "val_tokens")
 
 
 def summarize_run(tag: str, sections: list[dict], metrics: list[dict]) -> dict:
-    """One run as a flat dict; values that were not logged are None."""
+    """Returns the numbers of one run as a flat dict. Values that were not logged are None."""
     keys = ("step", *_TEXTS, *_NUMBERS, *MEASUREMENT)
     run: dict[str, Any] = {key: None for key in keys} | {"model_tag": tag, "benchmarks": {}}
 
@@ -117,7 +120,7 @@ def summarize_run(tag: str, sections: list[dict], metrics: list[dict]) -> dict:
             measured({key: record.get(name) for key, name in names.items()} | {"val_text": val_text})
     unfinished = metrics and run["num_iterations"] and (run["step"] or 0) < run["num_iterations"]
     if unfinished and any(s["slug"] == "base-model-training" for s in sections):
-        # Training writes its section at its end, so an earlier run of this tag wrote it.
+        # Training writes its section at its end, so an earlier run with this tag wrote this one.
         sections = [s for s in sections if not s["slug"].startswith("base-model-")]
     for section in sections:
         if section["slug"].startswith("chat-evaluation-") or section["slug"] == "base-model-evaluation":
@@ -129,8 +132,8 @@ def summarize_run(tag: str, sections: list[dict], metrics: list[dict]) -> dict:
             if run["val_bpb"] is None:
                 measured(section["results"])
         elif section["slug"] == "base-model-loss":
-            # The loss stage comes after training and measures on more tokens. Its BPB replaces the training loop's,
-            # unless it is another step's.
+            # The loss stage comes after training and measures on more tokens. Its result replaces that of the training
+            # loop, unless it belongs to another step.
             take(section["results"])
             if section["results"].get("step") in (None, run["step"]):
                 measured(section["results"])
@@ -141,21 +144,23 @@ def summarize_run(tag: str, sections: list[dict], metrics: list[dict]) -> dict:
 
 
 def _score(value: Any) -> dict[str, float | None] | None:
-    """The dict of "accuracy" and "interval" (2 sigma, None if unknown) from an accuracy or an evaluation's dict."""
+    """Returns the dict of "accuracy" and "interval" (2 sigma, None if unknown) for an accuracy or for the dict of an
+    evaluation. Returns None if there is no accuracy."""
     given = value if isinstance(value, dict) else {"accuracy": value}
     accuracy, count, interval = (finite_number(given.get(key)) for key in ("accuracy", "count", "interval"))
     if accuracy is None:
         return None
     if count is not None and count > 0 and 0 <= accuracy <= 1:
-        interval = accuracy_interval(accuracy, count)  # an older one may be 0 where no answer was right
+        interval = accuracy_interval(accuracy, count)  # The interval in an older file may be 0 if no answer was right.
     return {"accuracy": accuracy, "interval": interval}
 
 
 def add_gaps(runs: list[dict], notes: list[str]) -> None:
-    """Increase of validation BPB over the BF16 baseline that was trained with the same configuration, in percent.
+    """Adds the increase of validation BPB over the BF16 baseline that was trained with the same configuration, in
+    percent.
 
-    There are two, by the forward pass: gap_percent of the own forward, gap_percent_bf16 of the BF16 forward. A note
-    names the runs that have no gap because another text was validated.
+    There are two gaps: gap_percent has the method's own forward pass, and gap_percent_bf16 the BF16 forward pass. A
+    note names the runs that have no gap because they were validated on different texts or with different tokenizers.
     """
     finished = [r for r in runs if r["finished"] and r["val_bpb"]]
     baselines = {r["config_key"]: r for r in finished if r["method"] == "bf16"}
@@ -169,7 +174,8 @@ def add_gaps(runs: list[dict], notes: list[str]) -> None:
             names = f"{run['model_tag']} and {base['model_tag']}"
             what = "differ" if all(run[key] and base[key] for key in different) else "may differ: a log does not say"
             notes.append(f"no gap between {names}: {words} {what}")
-        # The loss stage measures on more tokens than the training loop.
+        # The loss stage measures on more tokens than the training loop, so measurements on other numbers of tokens
+        # differ.
         elif run["val_tokens"] == base["val_tokens"]:
             run["gap_percent"] = 100 * (run["val_bpb"] / base["val_bpb"] - 1)
             if run["val_bpb_bf16"] and base["val_bpb_bf16"]:

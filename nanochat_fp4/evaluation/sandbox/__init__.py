@@ -1,5 +1,5 @@
-"""The inside of the sandbox for model-written code. execution.py starts this folder as a script.
+"""The code that runs inside the sandbox for model-written code. execution.py starts this folder as a script.
 
-__main__ is the supervisor, judge has the judge and the program's process, layers holds the calls to the kernel.
-These modules use the standard library alone and import each other without the package's name.
+__main__ is the supervisor, judge has the processes of the judge and of the program, and layers has the calls to the
+kernel. These modules use only the standard library, and import each other without the package's name.
 """

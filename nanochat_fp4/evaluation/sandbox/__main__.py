@@ -1,14 +1,15 @@
 """
-The supervisor of one program: starts the judge and the program, keeps the deadline, removes the folder.
+The supervisor of one program. It starts the judge and the program, enforces the deadline, and removes the folder.
 
-Started by execution.py as `python -I -B FOLDER REQUEST`, the request as JSON. The task, also JSON, is stdin, which only
-the judge reads: neither the supervisor nor the program ever has the tests in memory.
+execution.py starts it as `python -I -B FOLDER REQUEST`. The request is JSON. stdin has the task, which is JSON, too,
+and which only the judge reads. Neither the supervisor nor the program ever has the tests in memory.
 
     trainer -- supervisor (outside) -- [process 1 of the namespaces] -- judge -- program
 
-- setup pipe, judge and program to supervisor: "ready" and the program's process, or what went wrong.
-- report pipe, supervisor to trainer: JSON lines. No other process has the pipe.
-- result pipe, judge to trainer: the verdict. The program does not have the pipe.
+- The setup pipe goes from judge and program to the supervisor. It transmits "ready" and the program's process, or the
+  reason why the set-up failed.
+- The report pipe goes from the supervisor to the trainer, with lines of JSON. No other process has this pipe.
+- The result pipe goes from the judge to the trainer, with the verdict. The program does not have this pipe.
 """
 
 import contextlib
@@ -22,13 +23,14 @@ import time
 import judge
 import layers
 
-SETUP_SECONDS = 30.0  # from the fork until judge and program are ready
+SETUP_SECONDS = 30.0  # The limit in seconds from the fork until judge and program are ready.
 
 
 def be_first_process(request: dict) -> None:
-    """Process 1 of the namespace: makes the others, forks, returns in the child, ends everything with the child."""
+    """Becomes process 1 of the process namespace. Makes the other namespaces, forks, and returns in the child. When
+    the child ends, process 1 ends everything."""
     layers.prctl(layers.PR_SET_PDEATHSIG, signal.SIGKILL)
-    layers.prctl(layers.PR_SET_DUMPABLE, 0)  # the program may be of the same user
+    layers.prctl(layers.PR_SET_DUMPABLE, 0)  # The program may belong to the same user.
     os.setsid()
     layers.make_other_namespaces()
     layers.build_root(request["folder"], request["disk_bytes"], request["files"])
@@ -43,7 +45,7 @@ def be_first_process(request: dict) -> None:
 
 
 def enter(request: dict) -> None:
-    """Before the fork: the namespaces, the folder, no capabilities."""
+    """Enters the namespaces and the folder, and gives up capabilities. It is called before the fork."""
     if "namespaces" in request["layers"]:
         be_first_process(request)
         layers.become_nobody()
@@ -59,19 +61,20 @@ def enter(request: dict) -> None:
 
 
 def restrict(request: dict) -> None:
-    """The limits and layers that each of the two processes sets for itself."""
-    layers.prctl(layers.PR_SET_PDEATHSIG, signal.SIGKILL)  # after the change of user, which clears the signal
+    """Sets the limits and layers that each of the two processes sets for itself."""
+    # This must follow the change of user, which clears the signal.
+    layers.prctl(layers.PR_SET_PDEATHSIG, signal.SIGKILL)
     layers.set_limits(request)
     if "seccomp" in request["layers"]:
         layers.restrict_syscalls()
     if "audit" in request["layers"]:
-        import linecache  # noqa: F401  tracebacks and warnings need the module, which the hook would refuse
+        import linecache  # noqa: F401 Tracebacks and warnings need this module, and the hook would refuse to load it.
 
         layers.install_audit_hook(os.getcwd())
 
 
 def work(request: dict, setup_fd: int) -> None:
-    """Become the judge and fork the program. Ends the process in every case."""
+    """Becomes the judge and forks the program. Ends the process in every case."""
     try:
         enter(request)
         from_judge, to_program = os.pipe()
@@ -79,24 +82,27 @@ def work(request: dict, setup_fd: int) -> None:
         program = os.fork()
         if program == 0:
             devnull = os.open(os.devnull, os.O_RDONLY)
-            os.dup2(devnull, 0)  # input() meets the end of the file
+            os.dup2(devnull, 0)  # With this, input() finds the end of the file.
             for fd in (devnull, request["result_fd"], to_program, from_program):
                 os.close(fd)
             if "landlock" in request["layers"]:
-                layers.restrict_files(os.getcwd())  # within the judge's domain: its end must be able to signal this
+                # The program's domain lies within the judge's domain, so that the kernel may signal the program when
+                # the judge ends.
+                layers.restrict_files(os.getcwd())
             restrict(request)
             with open(to_judge, "wb") as replies, open(from_judge, "rb") as calls:
                 replies.write(b"ready\n")
-                replies.flush()  # raises where the judge is dead
+                replies.flush()  # This raises an exception if the judge is dead.
                 os.close(setup_fd)
                 judge.run_program(calls, replies)
         os.close(from_judge)
         os.close(to_judge)
-        layers.prctl(layers.PR_SET_DUMPABLE, 0)  # the program, of the same user, cannot look into the judge
+        # The program, which has the same user, can then not read the judge's memory.
+        layers.prctl(layers.PR_SET_DUMPABLE, 0)
         restrict(request)
         replies, calls = open(from_program, "rb"), open(to_program, "wb")
-        if replies.readline() == b"ready\n":  # the program has no code yet
-            os.write(setup_fd, b"ready %d" % program)  # raises where the supervisor is dead
+        if replies.readline() == b"ready\n":  # At this point the program has no code yet.
+            os.write(setup_fd, b"ready %d" % program)  # This raises an exception if the supervisor is dead.
             os.close(setup_fd)
             with open(0, "rb") as task:
                 judge.run_judge(json.load(task), calls, replies, request["result_fd"])
@@ -111,7 +117,8 @@ def work(request: dict, setup_fd: int) -> None:
 
 
 def remove_folder(folder: str) -> None:
-    """Remove `folder` with all it holds. chmod and rm know folders without rights and deeper than a path can say."""
+    """Removes `folder` with its content. chmod and rm can remove folders without permissions, and folders whose path
+    is too long for a system call."""
     with contextlib.suppress(FileNotFoundError):
         try:
             os.rmdir(folder)
@@ -120,7 +127,8 @@ def remove_folder(folder: str) -> None:
 
 
 def oversized(folder: str, most_files: int, most_bytes: int) -> str | None:
-    """What is too much in `folder`, where no file system of its own limits it. Costs no more than `most_files` do."""
+    """Returns what is too much in `folder`, or None. It is for folders that no file system of their own limits. It
+    looks at no more than `most_files` entries."""
     files = written = 0
     folders = [folder]
     while folders:
@@ -136,7 +144,7 @@ def oversized(folder: str, most_files: int, most_bytes: int) -> str | None:
                             folders.append(entry.path)
         except FileNotFoundError:
             continue
-        except OSError as e:  # without rights, or deeper than a path can say
+        except OSError as e:  # The folder may have no permissions, or a path that is too long.
             return f"a folder that cannot be listed ({e.strerror})"
         if written > most_bytes:
             return f"more than {most_bytes >> 20} MB of files"
@@ -151,9 +159,10 @@ def threads_of(pid: int) -> int:
 
 
 def supervise(child: int, program: int, request: dict, report_fd: int) -> str:
-    """Wait for the end of the code: "ended", "deadline", "abandoned" (the trainer is gone), or what was too much."""
+    """Waits for the end of the code. Returns "ended", "deadline", "abandoned" (the trainer is gone), or what was too
+    much."""
     hung_up = select.poll()
-    hung_up.register(report_fd, 0)  # POLLERR or POLLHUP: nobody reads it any more
+    hung_up.register(report_fd, 0)  # POLLERR or POLLHUP mean that nobody reads the pipe any more.
     deadline, pause = time.monotonic() + request["timeout"], 0.001
     look, interval = time.monotonic() + 0.1, 0.1
     while os.waitpid(child, os.WNOHANG) == (0, 0):
@@ -168,24 +177,25 @@ def supervise(child: int, program: int, request: dict, report_fd: int) -> str:
                 problem = f"more than {request['processes']} threads"
             if problem is not None:
                 return problem
-            interval = max(interval, 10 * (time.monotonic() - now))  # at most a tenth of the time goes into looking
+            # At most a tenth of the time is spent in these checks.
+            interval = max(interval, 10 * (time.monotonic() - now))
             look = time.monotonic() + interval
         pause = min(pause * 1.5, 0.02)
     return "ended"
 
 
 def end(child: int) -> None:
-    """Kill judge and program, or process 1 and with it the namespace, and see all of them gone."""
-    for kill in (os.killpg, os.kill):  # the second in case it had no time to found its group
-        with contextlib.suppress(OSError):  # nobody there any more
+    """Kills judge and program, or process 1 and with it the namespace, and waits until all of them are gone."""
+    for kill in (os.killpg, os.kill):  # The second call is for a child that had no time to make its process group.
+        with contextlib.suppress(OSError):  # The processes may have ended already.
             kill(child, signal.SIGKILL)
     with contextlib.suppress(ChildProcessError):
-        while True:  # the program, too: PR_SET_CHILD_SUBREAPER
+        while True:  # This includes the program, because of PR_SET_CHILD_SUBREAPER.
             os.waitpid(-1, 0)
 
 
 def wait_until_ready(setup_fd: int) -> str:
-    """What judge and program say of their set-up: "ready PID", or what went wrong."""
+    """Returns the answer of judge and program to their set-up, which is "ready PID" or a reason why it failed."""
     said, deadline = b"", time.monotonic() + SETUP_SECONDS
     while select.select([setup_fd], [], [], max(0.0, deadline - time.monotonic()))[0]:
         data = os.read(setup_fd, 4096)
@@ -196,7 +206,7 @@ def wait_until_ready(setup_fd: int) -> str:
 
 
 def main() -> None:
-    if sys.argv[1] == "remove":  # The supervisor was killed.
+    if sys.argv[1] == "remove":  # The supervisor was killed, so another process removes its folder.
         remove_folder(sys.argv[2])
         return
     request = json.loads(sys.argv.pop())
@@ -216,7 +226,8 @@ def main() -> None:
         os.close(report_fd)
         os.close(setup_read)
         work(request, setup_write)
-    for fd in (setup_write, request["result_fd"], 0, 1, 2):  # The trainer waits for the end of these.
+    # The trainer waits until all other ends of these are closed.
+    for fd in (setup_write, request["result_fd"], 0, 1, 2):
         os.close(fd)
     try:
         answer, _, program = wait_until_ready(setup_read).partition(" ")
@@ -226,11 +237,11 @@ def main() -> None:
             outcome = supervise(child, int(program), request, report_fd)
         end(child)
         say(outcome=outcome) if answer == "ready" else say(setup_error=f"{answer} {program}")
-    except BrokenPipeError:  # the trainer is gone
+    except BrokenPipeError:  # The trainer is gone.
         end(child)
     remove_folder(request["folder"])
 
 
 if __name__ == "__main__":
-    sys.path.pop(0)  # No program finds this folder.
+    sys.path.pop(0)  # Without this entry no program finds the modules of this folder.
     main()

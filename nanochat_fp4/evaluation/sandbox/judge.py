@@ -1,11 +1,12 @@
 """
-The two processes inside the sandbox: the program, and the judge that tests the program's function.
+The two processes inside the sandbox. One runs the program, and the other one, the judge, tests the program's function.
 
     judge -- one line of JSON per request: the code, then calls of the function --> program
           <-- one line per reply: a value, an error, or "out of memory" --
 
-The program never holds the tests or the result pipe. The judge reads the tests after the fork. Only the judge writes
-the verdict. The judge decodes replies into values of Python's own types, so no object of the program reaches a test.
+The program has neither the tests nor the result pipe. The judge reads the tests after the fork, and only the judge
+writes the verdict. The judge decodes replies into values of Python's own types, so no object of the program reaches a
+test.
 """
 
 import json
@@ -19,20 +20,21 @@ COLLECTIONS = {"list": list, "tuple": tuple, "frozenset": frozenset, "set": set}
 
 
 class Failed(Exception):
-    """The program failed. The text is shown as it is."""
+    """The error for a program that failed. Its text is shown without changes."""
 
 
 def encode(value: Any) -> Any:
     """
-    A value as JSON: None, bool and str as they are, everything else as [type, content].
+    Returns a value in the form of JSON. None, bool and str stay as they are, and everything else becomes [type,
+    content].
 
-    Subclasses lose their class: a named tuple is a tuple. Keys of a dict are a set, a Decimal is a Fraction, NumPy's
-    scalars are Python's. Raises TypeError for all other types, functions among them.
+    Subclasses lose their class: a named tuple becomes a tuple. Keys of a dict become a set, a Decimal becomes a
+    Fraction, and NumPy's scalars become Python's. Raises TypeError for all other types, for example functions.
     """
     if value is None or isinstance(value, (bool, str)):
         return value
     if isinstance(value, int):
-        return ["int", hex(value)]  # decimal digits are limited to 4300
+        return ["int", hex(value)]  # Decimal numbers are limited to 4300 digits.
     if isinstance(value, float):
         return ["float", float.hex(value)]
     if isinstance(value, complex):
@@ -52,7 +54,8 @@ def encode(value: Any) -> Any:
 
 
 def encode_result(value: Any) -> Any:
-    """As encode. Another iterable stays one that equals no list; any other object equals nothing."""
+    """Encodes a result. A value that encode refuses becomes an iterator, which equals no list, if it is iterable,
+    and otherwise an object that equals nothing."""
     try:
         return encode(value)
     except (TypeError, RecursionError):
@@ -60,7 +63,8 @@ def encode_result(value: Any) -> Any:
 
 
 def decode(data: Any) -> Any:
-    """The value that encode or encode_result was given. Raises an exception for anything else; runs nothing."""
+    """Returns the value that encode or encode_result was given. Raises an exception for anything else, and never
+    runs code."""
     if data is None or isinstance(data, (bool, str)):
         return data
     kind, content = data
@@ -81,21 +85,24 @@ def decode(data: Any) -> Any:
 
 
 def describe(error: BaseException) -> str:
-    """One printable line of at most 1000 characters."""
+    """Returns the error as one printable line of at most 1000 characters."""
     text = str(error) if isinstance(error, Failed) else f"{type(error).__name__}: {error}"
     return "".join(c if c.isprintable() else " " for c in text[:1000])
 
 
 def run_program(calls: BinaryIO, replies: BinaryIO) -> NoReturn:
-    """The program's process: run the code, then answer calls of its functions until the judge is gone."""
-    leave = os._exit  # the code may break os and sys for its own process
-    namespace: dict[str, Any] = {}  # no __name__, as in nanochat: a `__main__` block of the completion does not run
+    """This function is the program's process. It runs the code, and then answers calls of its functions until the
+    judge is gone."""
+    leave = os._exit  # The code may change os and sys in its own process.
+    # There is no __name__, as in nanochat, so that a `__main__` block of the completion does not run.
+    namespace: dict[str, Any] = {}
     try:
         for line in calls:
             request = json.loads(line)
             try:
                 if "code" in request:
-                    exec(compile(request["code"], "<sandbox>", "exec"), namespace)  # noqa: S102 inside the sandbox
+                    # This runs inside of the sandbox.
+                    exec(compile(request["code"], "<sandbox>", "exec"), namespace)  # noqa: S102
                     reply = ["value", None]
                 elif request["function"] not in namespace:
                     reply = ["error", f"NameError: name {request['function']!r} is not defined"]
@@ -104,12 +111,12 @@ def run_program(calls: BinaryIO, replies: BinaryIO) -> NoReturn:
                     reply = ["value", encode_result(value)]
             except MemoryError:
                 reply = ["memory", None]
-            except BaseException as e:  # sys.exit() too
+            except BaseException as e:  # This includes sys.exit().
                 reply = ["error", describe(e)]
             for stream in (sys.stdout, sys.stderr):
                 try:
                     stream.flush()
-                except BaseException:  # closed or replaced by the code: its own loss
+                except BaseException:  # If the code has closed or replaced the stream, its output is lost.
                     pass
             replies.write(json.dumps(reply).encode() + b"\n")
             replies.flush()
@@ -119,9 +126,10 @@ def run_program(calls: BinaryIO, replies: BinaryIO) -> NoReturn:
 
 def run_judge(task: dict, calls: BinaryIO, replies: BinaryIO, result_fd: int) -> NoReturn:
     """
-    The judge's process: send the code, run the tests, write "passed", "memory" or "error ..." to result_fd.
+    This function is the judge's process. It sends the code, runs the tests, and writes "passed", "memory" or "error
+    ..." to result_fd.
 
-    task: "code", "tests" and the name of the "function" that the tests know as `candidate`.
+    The task has "code", "tests" and the name of the "function" that the tests know as `candidate`.
     """
 
     def ask(**request: Any) -> Any:
@@ -142,12 +150,13 @@ def run_judge(task: dict, calls: BinaryIO, replies: BinaryIO, result_fd: int) ->
 
     try:
         ask(code=task["code"])
-        exec(compile(task["tests"], "<tests>", "exec"), {"candidate": candidate})  # noqa: S102 inside the sandbox
+        # This runs inside of the sandbox, too.
+        exec(compile(task["tests"], "<tests>", "exec"), {"candidate": candidate})  # noqa: S102
         sys.stdout.flush()
         answer = "passed"
     except MemoryError:
         answer = "memory"
-    except BaseException as e:  # sys.exit() too: the tests that follow did not run
+    except BaseException as e:  # This includes sys.exit(), after which the following tests have not run.
         answer = "error " + describe(e)
     os.write(result_fd, answer.encode(errors="replace"))
     os._exit(0)
