@@ -1,5 +1,5 @@
 """
-The calculator that a chat model calls: a small grammar over Python's syntax tree, and nothing is ever executed.
+The calculator that a chat model calls. It evaluates a small grammar on Python's syntax tree, and never executes code.
 
     expression := number | (expression) | +expression | -expression
                 | expression (+ | - | * | / | // | **) expression
@@ -8,7 +8,7 @@ The calculator that a chat model calls: a small grammar over Python's syntax tre
 Numbers are Python's: 7 / 2 is 3.5 and 7 // 2 is 3.
 
 No deadline is needed. The text has at most MAX_LENGTH characters, so the tree is small. Integers stay below 2^MAX_BITS,
-so each operation is quick. An exponent is checked before the power is taken.
+so each operation is quick. An exponent is checked before the power is computed.
 """
 
 import ast
@@ -16,8 +16,9 @@ import math
 import operator
 import warnings
 
-MAX_LENGTH = 256  # characters, while the calls of GSM8K's training set have fewer than 100
-MAX_BITS = 256  # of an integer, 77 digits (str(int) refuses 4300)
+MAX_LENGTH = 256  # The largest number of characters. The calls in GSM8K's training set have fewer than 100.
+# The largest number of bits of an integer. This is 77 decimal digits, and str(int) refuses more than 4300.
+MAX_BITS = 256
 MAX_EXPONENT = 64
 
 _ARITHMETIC = frozenset("0123456789*+-/.() ")
@@ -34,11 +35,12 @@ _UNARY = {ast.UAdd: operator.pos, ast.USub: operator.neg}
 
 
 class _Refused(Exception):
-    """Not in the grammar, or out of bounds."""
+    """The error for an expression that is not in the grammar, or whose numbers are out of bounds."""
 
 
 def _number(value: object) -> int | float:
-    """`value` if it is an int or a finite float within bounds (a power can be complex, and bool is an int)."""
+    """Returns `value` if it is an int or a finite float within bounds. A power can be complex, and bool is a
+    subclass of int."""
     if type(value) is int and value.bit_length() <= MAX_BITS:
         return value
     if type(value) is float and math.isfinite(value):
@@ -60,7 +62,7 @@ def _arithmetic(node: ast.expr) -> int | float:
 
 
 def _count(node: ast.expr) -> int:
-    """The value of "text".count("text")."""
+    """Returns the value of "text".count("text")."""
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "count":
         arguments = [node.func.value, *node.args]
         texts = [a.value for a in arguments if isinstance(a, ast.Constant) and type(a.value) is str]
@@ -71,9 +73,10 @@ def _count(node: ast.expr) -> int:
 
 def use_calculator(expr: str) -> int | float | None:
     """
-    The value of `expr` if it is in the grammar above, else None: whatever a model writes, this never raises.
+    Returns the value of `expr` if it is in the grammar of this module, otherwise None. It never raises an error,
+    whatever a model writes.
 
-    Thousands separators are taken out of arithmetic ("1,000 * 2" is 2000), as nanochat does.
+    Thousands separators are removed from arithmetic ("1,000 * 2" is 2000), as in nanochat.
     """
     expr = expr.strip()
     if len(expr) > MAX_LENGTH:
@@ -82,7 +85,7 @@ def use_calculator(expr: str) -> int | float | None:
     is_arithmetic = set(plain) <= _ARITHMETIC
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # odd literals warn before they fail
+            warnings.simplefilter("ignore")  # Odd literals give a warning before they fail.
             tree = ast.parse(plain if is_arithmetic else expr, mode="eval").body
         return _arithmetic(tree) if is_arithmetic else _count(tree)
     except (_Refused, SyntaxError, ValueError, ArithmeticError, MemoryError, RecursionError):

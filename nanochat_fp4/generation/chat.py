@@ -1,6 +1,7 @@
-"""What the chat in the terminal and the chat page share: the text of an answer, and the precision of its computation.
+"""What the chat in the terminal and the chat page share: the text of an answer, and the precision of its
+computation.
 
-AnswerText makes text of the tokens that an Engine yields. compute_dtype chooses the dtype of matrix products, which
+AnswerText turns the tokens that an Engine yields into text. compute_dtype chooses the dtype of matrix products, which
 scripts.chat_eval uses as well, and prepare rounds the weights to this dtype once.
 """
 
@@ -16,9 +17,9 @@ class AnswerText:
     """
     The text of an answer, token by token.
 
-    A character whose bytes are spread over several tokens is shown when complete. The text has a tool call with its
-    result as "[12*3 = 36]", and a call without a result as "[1/0]". Other special tokens, which a model may say in the
-    wrong place, are no text.
+    A character whose bytes are spread over several tokens is shown when it is complete. A tool call with its result
+    appears as "[12*3 = 36]", and a call without a result as "[1/0]". Other special tokens, which a model may say in the
+    wrong place, are left out of the text.
     """
 
     MARKERS = {"python_start": "[", "python_end": "]", "output_start": "[", "output_end": "]"}
@@ -34,7 +35,7 @@ class AnswerText:
         self.held: list[int] = []
 
     def add(self, token: int) -> str:
-        """The text that became complete with this token."""
+        """Adds a token. Returns the text that has become complete with it."""
         self.tokens.append(token)
         if token in self.silent:
             return self.rest()
@@ -44,7 +45,7 @@ class AnswerText:
         return "" if incomplete else self.rest()
 
     def rest(self) -> str:
-        """The text that add() held back."""
+        """Returns the text that add() has held back."""
         held, self.held, result = self.held, [], ""
         if held[-2:] == self.answered:
             held, result = held[:-2], " = "
@@ -53,16 +54,16 @@ class AnswerText:
 
 
 def compute_dtype(device: torch.device, wanted: str = "bfloat16") -> torch.dtype:
-    """The dtype to generate in: BF16 on CUDA unless "float32" is wanted, FP32 on other devices."""
+    """Returns the dtype of the computation: BF16 on CUDA unless "float32" is wanted, and FP32 on other devices."""
     return torch.bfloat16 if device.type == "cuda" and wanted != "float32" else torch.float32
 
 
 @torch.no_grad()
 def prepare(model: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Module:
-    """Rounds the weights of linear layers to dtype, in place, where they have more bits; returns the model.
+    """Rounds the weights of linear layers to dtype, in place, if they have more bits. Returns the model.
 
-    Autocast would round these weights anew for each token, to the same values. Layers that quantize at the moment keep
-    their weights, because their codes are those of the weights as they were trained.
+    Otherwise autocast would round these weights again for each token, to the same values. Layers that quantize at the
+    moment keep their weights, because their codes are those of the weights as they were trained.
     """
     for module in model.modules():
         if isinstance(module, torch.nn.Linear) and not getattr(module, "quantizes", False):

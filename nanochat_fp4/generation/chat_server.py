@@ -1,20 +1,22 @@
 """
-The web chat's server, on FastAPI: one page, and an answer streamed token by token. scripts/chat_web.py starts it.
+The server of the web chat, on FastAPI. It has one page, and streams answers token by token. scripts/chat_web.py starts
+it.
 
     GET  /                  the page (chat_page.html)
     POST /chat/completions  {"messages": [{"role", "content"}, ...], "temperature", "top_k", "max_tokens", "precision"}
                             -> server-sent events, below
-    GET  /health            the model, the length of the line, and why the last answer failed
+    GET  /health            the model, the length of the line, and the reason why the last answer failed
 
-    {"waiting": 2}          answers before this one; again whenever the number changes
+    {"waiting": 2}          the number of answers before this one, again whenever it changes
     {"token": text}         the next piece of the answer
     {"done": true, "finish", "limit", "tokens", "tokens_per_second"}
-                            the last event; finish: "end" (the model's own), "length" (limit is max_tokens), "context"
-                            (limit is the model's, and no room is left in it), or "failed: " and the reason
+                            the last event. finish is "end" (the model ended), "length" (limit is max_tokens), "context"
+                            (limit is the model's context, which is full), or "failed: " and the reason
 
-Requests and events have nanochat's form. Beyond the Limits below, the answer is 400, 408, 413, 429 or 503 with one line
-of JSON. The page talks to its own origin only. A request must be JSON, because a foreign page cannot send JSON unasked.
-A request must name a known host, because another name for this address may belong to a foreign page.
+Requests and events have nanochat's form. A request beyond the Limits below is answered with 400, 408, 413, 429 or 503
+and one line of JSON. The page connects only to its own origin. A request must be JSON, because a foreign page cannot
+send JSON without permission. A request must name a known host, because another name of this address may belong to a
+foreign page.
 """
 
 import asyncio
@@ -48,22 +50,31 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Limits:
-    """What one client, and all clients together, may ask for."""
+    """The limits for one client, and for all clients together.
 
-    body: int = 256 * 1024  # bytes of a request
+    - body: the bytes of a request
+    - messages: the messages in a conversation
+    - message: the characters in a message
+    - conversation: the characters in a conversation
+    - per_minute: the requests of one address in a minute, where 0 means no limit
+    - connections: the connections that are open at a time
+    - seconds: the seconds until the head of a request must be complete, and from then on until its body must be
+    """
+
+    body: int = 256 * 1024
     messages: int = 500
-    message: int = 8_000  # characters
-    conversation: int = 32_000  # characters
-    per_minute: int = 60  # requests of one address, 0 for no limit
-    connections: int = 128  # open at a time
-    seconds: int = 20  # deadline of a request's head, and of its body
+    message: int = 8_000
+    conversation: int = 32_000
+    per_minute: int = 60
+    connections: int = 128
+    seconds: int = 20
 
 
 RANGES = {"temperature": (0.0, 2.0), "top_k": (0, 200), "max_tokens": (1, 4096)}
 
 
 class Refused(Exception):
-    """A request that is not answered, with HTTP status and one line."""
+    """The error for a request that is not answered. It has an HTTP status and one line of text."""
 
     def __init__(self, status: int, line: str):
         super().__init__(line)
@@ -71,7 +82,7 @@ class Refused(Exception):
 
 
 def checked(body: Any, limits: Limits) -> tuple[list[dict[str, str]], dict[str, float]]:
-    """(messages, the request's numbers of RANGES) from a request's JSON. Raises Refused."""
+    """Returns the messages of a request's JSON, and its numbers of RANGES. Raises Refused for any other JSON."""
     messages = body.get("messages") if isinstance(body, dict) else None
     if not isinstance(messages, list) or not messages:
         raise Refused(400, "expected {'messages': [{'role': 'user', 'content': 'text'}, ...]}")
@@ -97,18 +108,19 @@ def checked(body: Any, limits: Limits) -> tuple[list[dict[str, str]], dict[str, 
             continue
         if isinstance(value, bool) or not isinstance(value, int if isinstance(low, int) else (int, float)):
             raise Refused(400, f"{name} is {value!r:.40}, expected a number from {low} to {high}")
-        if not low <= value <= high:  # NaN is in no range
+        if not low <= value <= high:  # NaN is in no range.
             raise Refused(400, f"{name} is {value}, expected {low} to {high}")
         numbers[name] = value
     return messages, numbers
 
 
 class PerMinute:
-    """Counts the requests of each address within a minute. Raises Refused beyond the limit; 0 is no limit."""
+    """Counts the requests of each address within a minute. Raises Refused for requests beyond the limit, and 0 is no
+    limit."""
 
     def __init__(self, limit: int):
         self.limit = limit
-        self.recent: deque[tuple[float, str]] = deque()  # times and addresses
+        self.recent: deque[tuple[float, str]] = deque()  # The times and addresses of the requests in the last minute.
 
     def count(self, address: str) -> None:
         now = time.monotonic()
@@ -129,7 +141,8 @@ async def _read(request: Request, limits: Limits) -> bytes:
 
 
 async def read_body(request: Request, limits: Limits) -> bytes:
-    """The whole body of a request that says it is JSON. Raises Refused."""
+    """Returns the whole body of a request of type application/json. Raises Refused if the body is too long, late or
+    incomplete."""
     if request.headers.get("content-type", "").partition(";")[0].strip() != "application/json":
         raise Refused(400, "expected a body of type application/json")
     try:
@@ -141,7 +154,7 @@ async def read_body(request: Request, limits: Limits) -> bytes:
 
 
 def parsed(body: bytes) -> Any:
-    """The JSON of a body. Raises Refused."""
+    """Returns the JSON of a body. Raises Refused if the body is not JSON."""
     try:
         return json.loads(body)
     except (ValueError, RecursionError):
@@ -150,9 +163,9 @@ def parsed(body: bytes) -> Any:
 
 class Worker:
     """
-    Answers in a thread of its own, one at a time, first come, first served; up to `waiting` may wait.
+    Computes answers in a thread, one at a time, in the order of the requests. Up to `waiting` requests may wait.
 
-    contexts: for each precision a function that returns the context manager in which the model computes.
+    `contexts` has for each precision a function that returns the context in which the model computes.
     """
 
     def __init__(
@@ -163,12 +176,12 @@ class Worker:
     ):
         self.engine, self.max_waiting = engine, waiting
         self.contexts = dict(contexts or {"": contextlib.nullcontext})
-        self.trouble = ""  # why the last answer failed; empty if the last answer did not fail
-        self.line: list[Answer] = []  # the first one is being answered
+        self.trouble = ""  # The reason why the last answer failed, or an empty text if it did not fail.
+        self.line: list[Answer] = []  # The answers in order. The first one is being computed.
         self.thread = ThreadPoolExecutor(1, "worker")
 
     def encode(self, messages: list[dict[str, str]], limits: Limits) -> list[int]:
-        """The conversation's tokens. Raises Refused if the model's context is too short."""
+        """Returns the tokens of the conversation. Raises Refused if the model's context is too short."""
         conversation = {"messages": [*messages, {"role": "assistant", "content": "-"}]}
         tokens = self.engine.tokenizer.render_for_completion(conversation, max_tokens=10 * limits.conversation)
         if len(tokens) >= (context := self.engine.model.config.sequence_len):
@@ -176,7 +189,7 @@ class Worker:
         return tokens
 
     def answer(self, reply: "Answer", tokens: list[int], precision: str, numbers: dict[str, float]) -> None:
-        """In the thread: tells the reply its events."""
+        """Computes an answer and tells the reply its events. It runs in the thread."""
         text, count, started, now, trouble = AnswerText(self.engine.tokenizer), 0, 0.0, 0.0, ""
         most, context = int(numbers["max_tokens"]), self.engine.model.config.sequence_len
         room = context - len(tokens)
@@ -195,7 +208,7 @@ class Worker:
                     started = started or now
                     reply.tell({"token": text.add(column[0])})
                 reply.tell({"token": text.rest()})
-        except BaseException as e:  # one answer's failure is told, and the next answer comes
+        except BaseException as e:  # This answer's failure is reported, and the next answer is computed.
             finish = trouble = f"failed: {type(e).__name__}: {one_line(e)}"
             log.error("an answer %s", finish)
         self.trouble = trouble
@@ -203,7 +216,7 @@ class Worker:
         reply.tell({"done": True, "finish": finish, "limit": limit, "tokens": count, "tokens_per_second": speed})
 
     def leave(self, reply: "Answer") -> None:
-        """Takes a reply out of the line and tells those behind it their new place."""
+        """Takes a reply out of the line, and tells all replies behind it their new place."""
         place = self.line.index(reply)
         self.line.remove(reply)
         for i in range(place, len(self.line)):
@@ -211,7 +224,8 @@ class Worker:
 
 
 class Answer(StreamingResponse):
-    """The events of a reply, at the end of the worker's line. The client may leave before its end. Raises Refused."""
+    """A reply as a stream of events. It is put at the end of the worker's line. The client may leave before the end
+    of the stream. Raises Refused if the line is full."""
 
     def __init__(self, worker: Worker, *question: Any):
         if len(worker.line) > worker.max_waiting:
@@ -225,7 +239,7 @@ class Answer(StreamingResponse):
         super().__init__(self.events(), media_type="text/event-stream", headers={"Cache-Control": "no-store"})
 
     def call(self, function: Callable[..., None], *args: Any) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop is closed: the server has ended
+        with contextlib.suppress(RuntimeError):  # If the server has ended, the loop is closed.
             self.loop.call_soon_threadsafe(function, *args)
 
     def tell(self, event: dict[str, Any]) -> None:
@@ -236,13 +250,13 @@ class Answer(StreamingResponse):
         event: dict[str, Any] = {}
         while not event.get("done"):
             event = await self.news.get()
-            yield f"data: {json.dumps(event)}\n\n"  # JSON has no line breaks
+            yield f"data: {json.dumps(event)}\n\n"  # JSON has no line breaks.
 
     async def __call__(self, *args: Any) -> None:
         try:
             await super().__call__(*args)
         finally:
-            self.left = True  # the answer ends after its next token
+            self.left = True  # The answer ends after its next token.
             self.job.cancel()
 
 
@@ -252,13 +266,14 @@ def create_app(
     *,
     defaults: dict[str, float],
     hosts: Sequence[str] = ("localhost", "127.0.0.1", "[::1]"),
-    limits: Limits = Limits(),  # noqa: B008  frozen
+    limits: Limits = Limits(),  # noqa: B008  The default is frozen.
 ) -> FastAPI:
     """
-    The application.
+    Makes the application.
 
-    info is the page's description of the model, with "model", "method", "device" and "precisions". defaults are the
-    values of RANGES for requests without them. hosts are names by which this server may be called, "*" for any name.
+    - info is the page's description of the model, with "model", "method", "device" and "precisions".
+    - defaults are the values of RANGES for requests that do not have them.
+    - hosts are the names by which this server may be called, and "*" means any name.
     """
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
     app.add_middleware(TrustedHostMiddleware, allowed_hosts=list(hosts))
@@ -266,13 +281,13 @@ def create_app(
 
     @app.exception_handler(Refused)
     async def refused(_: Request, e: Refused) -> JSONResponse:
-        # "close", because a part of the body may not have been read.
+        # The connection is closed, because a part of the body may not have been read.
         return JSONResponse({"error": str(e)}, status_code=e.status, headers={"Connection": "close"})
 
     @app.post("/chat/completions")
     async def completions(request: Request) -> StreamingResponse:
         data = await read_body(request, limits)
-        # Half-sent bodies do not count: behind a proxy all users have one address, and would be shut out.
+        # Incomplete bodies do not count. Behind a proxy all users have one address, and could be shut out by them.
         requests.count(request.client.host if request.client else "")
         body = parsed(data)
         messages, numbers = checked(body, limits)
@@ -309,14 +324,15 @@ def create_app(
 
 class Connection(H11Protocol):
     """
-    uvicorn's connection, with a limit of connections and a deadline for a request's head.
+    A connection of uvicorn, with a limit of connections and a deadline for the head of a request.
 
-    At the limit, a new connection closes the oldest one whose client keeps the server waiting. So half-sent requests
-    shut nobody out. If the server keeps all clients waiting, the new connection's requests are answered with 503.
-    uvicorn's own limit is not used: it counts a closed connection's task too, which ends a turn of the loop later.
+    At the limit, a new connection closes the oldest one whose client keeps the server waiting. Half-sent requests can
+    therefore not shut out other clients. If the server keeps all clients waiting, the requests of the new connection
+    are answered with 503. uvicorn's own limit is not used, because it also counts the task of a closed connection,
+    which ends in a later turn of the loop.
     """
 
-    most: int  # connections that are open at the same time
+    most: int  # The largest number of open connections.
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         super().connection_made(transport)
@@ -332,7 +348,7 @@ class Connection(H11Protocol):
         self.watch()
 
     def waits_for_client(self) -> bool:
-        """Whether the client owes a part of its request, or does not read its answer."""
+        """Returns whether the client still has to send a part of its request, or does not read its answer."""
         return self.conn.their_state in (h11.IDLE, h11.SEND_BODY) or self.flow.write_paused
 
     def data_received(self, data: bytes) -> None:
@@ -340,7 +356,7 @@ class Connection(H11Protocol):
         self.watch()
 
     def watch(self) -> None:
-        """Sets the deadline of a head, or takes the deadline back once the head is complete."""
+        """Sets the deadline for the head of a request, or cancels it when the head is complete."""
         if self.conn.their_state is not h11.IDLE:
             if self.head_deadline is not None:
                 self.head_deadline.cancel()
@@ -350,7 +366,8 @@ class Connection(H11Protocol):
 
 
 def make_server(app: FastAPI, host: str = "127.0.0.1", port: int = 0, limits: Limits = Limits()) -> uvicorn.Server:  # noqa: B008
-    """uvicorn with these limits. asyncio accepts up to `backlog` connections before any of them can be closed."""
+    """Returns uvicorn's server with these limits. asyncio accepts up to `backlog` connections before any of them can
+    be closed."""
     limited = type("LimitedConnection", (Connection,), {"most": limits.connections})
     return uvicorn.Server(
         uvicorn.Config(
@@ -362,7 +379,7 @@ def make_server(app: FastAPI, host: str = "127.0.0.1", port: int = 0, limits: Li
 
 
 class OneLine(logging.Formatter):
-    """A record as one line, with its exception's."""
+    """Formats a record, with its exception, as one line."""
 
     def format(self, record: logging.LogRecord) -> str:
         error = record.exc_info[1] if record.exc_info else None
@@ -371,7 +388,7 @@ class OneLine(logging.Formatter):
 
 
 def log_briefly() -> None:
-    """Sends errors of the server, asyncio and the worker to stderr, one line each."""
+    """Sends the errors of the server, asyncio and the worker to stderr, one line each."""
     handler = logging.StreamHandler()
     handler.setFormatter(OneLine())
     for name in ("uvicorn.error", "asyncio", __name__):

@@ -1,15 +1,16 @@
 """
 Text generation with a key/value cache, and with the calculator that a chat model calls.
 
-A call lies between <|python_start|> and <|python_end|>. The engine works on token ids.
+A call of the calculator lies between <|python_start|> and <|python_end|>. The engine works on token ids.
 
-Rule: a row's tokens do not depend on the other rows of the batch. Two things could break the rule:
+The tokens of a row do not depend on the other rows of the batch. Two things could make them depend on each other:
 
-- Sampling. Each row draws from a generator of its own, seeded by (seed + row). Row i of num_samples=8 is row i of 16.
-- NVFP4. Training quantizes an activation with one scale per tensor, made from the tensor's amax. In generation a
-  neighbour's amax would change every row's codes. A prompt read at once would differ from the same prompt read token by
-  token. So the caller enters nvfp4's per_token_scale around generation with a quantized forward. One context covers
-  prefill and decoding, because both go through model(ids, kv_cache=...).
+- Sampling. Each row therefore draws from a generator of its own, which is seeded by seed + row. Row i of num_samples=8
+  is the same as row i of num_samples=16.
+- NVFP4. Training quantizes an activation with one scale per tensor, made from the tensor's amax. In generation the amax
+  of another row would change every row's codes, and a prompt read at once would differ from the same prompt read token
+  by token. The caller therefore enters nvfp4's per_token_scale around generation with a quantized forward pass. One
+  context covers prompt and answer, because both go through model(ids, kv_cache=...).
 
 The order of floating-point sums may still depend on the number of rows.
 """
@@ -31,10 +32,11 @@ from nanochat_fp4.nvfp4.contexts import per_token_scale, quantize_weights_once
 
 class KVCache:
     """
-    Keys and values of all layers, filled from the left.
+    The keys and values of all layers, filled from the left.
 
-    Two tensors of shape (num_layers, batch_size, seq_len, num_heads, head_dim), in FlashAttention-3's layout. Attention
-    writes into the cache in place. All rows are at the same position. dtype must be the dtype of the model's attention.
+    These are two tensors of shape (num_layers, batch_size, seq_len, num_heads, head_dim), in FlashAttention-3's layout.
+    Attention writes into them in place. All rows are at the same position. dtype must be the dtype of the model's
+    attention.
     """
 
     def __init__(
@@ -52,33 +54,34 @@ class KVCache:
         shape = (num_layers, batch_size, seq_len, num_heads, head_dim)
         self.k_cache = torch.zeros(shape, device=device, dtype=dtype)
         self.v_cache = torch.zeros(shape, device=device, dtype=dtype)
-        # The position twice, on the device for FlashAttention and as a number. Reading from the device would stall.
+        # The position is stored twice, on the device for FlashAttention and as a number. Reading it from the device
+        # would stall.
         self.cache_seqlens = torch.zeros(batch_size, dtype=torch.int32, device=device)
         self._position = 0
 
     def get_pos(self) -> int:
-        """Positions filled so far, the same in every row."""
+        """Returns the number of positions that are filled, which is the same in every row."""
         return self._position
 
     def get_layer_cache(self, layer_idx: int) -> tuple[Tensor, Tensor]:
-        """Views of one layer's keys and values, (batch_size, seq_len, num_heads, head_dim) each."""
+        """Returns views of one layer's keys and values, each (batch_size, seq_len, num_heads, head_dim)."""
         return self.k_cache[layer_idx], self.v_cache[layer_idx]
 
     def advance(self, num_tokens: int) -> None:
-        """Count num_tokens more positions as filled. The last layer of a forward calls this."""
+        """Counts num_tokens more positions as filled. The last layer of a forward pass calls this method."""
         self.cache_seqlens += num_tokens
         self._position += num_tokens
 
     def prefill(self, other: "KVCache") -> None:
-        """Copy the prompt's cache into this empty cache, which is at least as long. `other` has one row, which is then
-        repeated, or as many rows as this cache."""
+        """Copies the cache of a prompt into this empty cache, which must be at least as long. `other` has one row,
+        which is then repeated, or as many rows as this cache."""
         position = other.get_pos()
         self.k_cache[:, :, :position] = other.k_cache[:, :, :position]
         self.v_cache[:, :, :position] = other.v_cache[:, :, :position]
         self.advance(position)
 
 
-COLDEST = 1e-6  # below this temperature, logits / temperature could overflow
+COLDEST = 1e-6  # Below this temperature, logits / temperature could overflow.
 
 
 @torch.inference_mode()
@@ -86,10 +89,10 @@ def sample_next_token(
     logits: Tensor, rngs: list[torch.Generator], temperature: float = 1.0, top_k: int | None = None
 ) -> Tensor:
     """
-    logits (B, vocab_size) -> one token id a row, (B, 1). Row i draws from rngs[i].
+    Samples one token id for each row of logits (B, vocab_size). Returns the ids (B, 1). Row i draws from rngs[i].
 
     Temperature 0 takes the most likely token, the lowest id among equals, and draws nothing. top_k limits the choice to
-    the top_k most likely tokens. None or 0 is no limit. Raises ValueError for a negative temperature or top_k.
+    the top_k most likely tokens, and None or 0 is no limit. Raises ValueError for a negative temperature or top_k.
     """
     if top_k is not None and top_k < 0:
         raise ValueError(f"top_k {top_k} is negative; use 0 for all tokens")
@@ -106,7 +109,8 @@ def sample_next_token(
 
 
 class RowState:
-    """One row during generation. forced: tokens of a tool's result, which replace the next sampled tokens."""
+    """The state of one row during generation. `forced` has the tokens of a tool's result, which replace the next
+    sampled tokens."""
 
     def __init__(self) -> None:
         self.forced: deque[int] = deque()
@@ -117,7 +121,7 @@ class RowState:
 
 class Engine:
     """
-    Generates from `model` (gpt.GPT, or anything with its config, get_device and call) with a key/value cache.
+    Generates text from `model` (gpt.GPT, or anything with its config, get_device and call) with a key/value cache.
 
     `tokenizer` needs encode_special, get_bos_token_id, encode and decode. On CUDA generate inside gpt.autocast("cuda").
     """
@@ -129,7 +133,8 @@ class Engine:
         self.terminal = {self.special["assistant_end"], tokenizer.get_bos_token_id()}
 
     def _max_tokens(self, prompt_len: int, max_tokens: int | None) -> int:
-        """max_tokens, checked against the model's positions. None: the rest of the model's sequence length."""
+        """Returns max_tokens, or for None the rest of the model's sequence length. Raises ValueError for more
+        positions than the model has."""
         sequence_len = self.model.config.sequence_len
         if max_tokens is None:
             if prompt_len >= sequence_len:
@@ -143,6 +148,7 @@ class Engine:
         return max_tokens
 
     def new_cache(self, batch_size: int, seq_len: int) -> KVCache:
+        """Returns an empty cache in the dtype of the model's attention."""
         config, device = self.model.config, torch.device(self.model.get_device())
         if torch.is_autocast_enabled(device.type):
             dtype = torch.get_autocast_dtype(device.type)
@@ -161,12 +167,13 @@ class Engine:
         seed: int = 42,
     ) -> Iterator[tuple[list[int], list[int]]]:
         """
-        Continue the prompt `tokens` in num_samples independent rows; yield (token of each row, mask of each row).
+        Continues the prompt `tokens` in num_samples independent rows. Yields (token of each row, mask of each row).
 
-        A mask is 1 for a token of the model's choice and 0 for a token of a calculator's result. Generation ends after
-        max_tokens, and when every row has produced <|assistant_end|> or <|bos|>. The end token is yielded, and again
-        until the other rows end. max_tokens None: up to the model's sequence length. Raises ValueError for an empty
-        prompt, for fewer than one sample, and for more positions than the model has.
+        A mask is 1 for a token that the model chose, and 0 for a token of a calculator's result. Generation ends after
+        max_tokens tokens, or when every row has produced <|assistant_end|> or <|bos|>. The end token of a row is
+        yielded, and yielded again until the other rows end. max_tokens=None generates up to the model's sequence
+        length. Raises ValueError for an empty prompt, for fewer than one sample, and for more positions than the model
+        has.
         """
         column, masks = [0] * num_samples, [1] * num_samples
         for new in self._steps([tokens], num_samples, max_tokens, temperature, top_k, seed):
@@ -184,7 +191,8 @@ class Engine:
         top_k: int | None = None,
         seed: int = 42,
     ) -> Iterator[dict[int, tuple[int, int]]]:
-        """For each position: row -> (its new token, mask), of the rows that go on. A prompt has num_samples rows."""
+        """Yields for each position {row: (its new token, its mask)}, for the rows that go on. Each prompt has
+        num_samples rows."""
         if not prompts or not all(prompts):
             raise ValueError("there is no prompt, or the prompt is empty; give at least one token (usually <|bos|>)")
         if num_samples < 1:
@@ -196,7 +204,7 @@ class Engine:
         rngs = [torch.Generator(device=device).manual_seed(seed + row % num_samples) for row in range(len(prompts))]
         rows = [RowState() for _ in prompts]
 
-        # A prompt alone is read once; its keys and values are then copied to all rows.
+        # A single prompt is read once. Its keys and values are then copied to all rows.
         cache = self.new_cache(1, shortest) if only else self.new_cache(len(rows), max(ends))
         ids = torch.tensor([p[:shortest] for p in prompts[: cache.batch_size]], dtype=torch.long, device=device)
         logits = self.model(ids, kv_cache=cache)[:, -1].expand(len(rows), -1)
@@ -206,7 +214,7 @@ class Engine:
             del prompt_cache
         column = [prompt[-1] for prompt in prompts]
         for position in range(shortest, max(ends)):
-            # A row draws from its generator for its own tokens only, so the other prompts' lengths do not matter.
+            # A row draws from its generator for its own tokens only, so the lengths of the other prompts do not matter.
             going = [i for i, row in enumerate(rows) if not row.completed and len(prompts[i]) <= position < ends[i]]
             if going:
                 chosen = logits if len(going) == len(rows) else logits[going]
@@ -219,13 +227,14 @@ class Engine:
                 yield new
             if all(row.completed or position + 1 >= end for row, end in zip(rows, ends)):
                 return
-            # A row that ended repeats its last token, and its logits are not used.
+            # A row that has ended repeats its last token, and its logits are not used.
             column = [p[position] if position < len(p) else token for p, token in zip(prompts, column)]
             ids = torch.tensor(column, dtype=torch.long, device=device).unsqueeze(1)
             logits = self.model(ids, kv_cache=cache)[:, -1]
 
     def follow(self, row: RowState, token: int) -> None:
-        """Update a row's state by its next token. If the token ends a tool call, line up the result."""
+        """Updates the state of a row by its next token. If the token ends a tool call, the result is put into
+        `forced`."""
         if row.completed:
             return
         if token in self.terminal:
@@ -245,10 +254,10 @@ class Engine:
         self, tokens: list[int], num_samples: int = 1, **kwargs: Any
     ) -> tuple[list[list[int]], list[list[int]]]:
         """
-        `generate` with the same arguments, as (token sequences, masks), one of each a sample.
+        Calls `generate` with these arguments. Returns (token sequences, masks), one of each for every sample.
 
         A sequence starts with the prompt (mask 0). The <|assistant_end|> or <|bos|> that the model chose is its last
-        token (mask 1). A sequence that was cut off at max_tokens has no such end. See tokenizer.without_end.
+        token (mask 1). A sequence that was cut off at max_tokens has no such end (see tokenizer.without_end).
         """
         results = [list(tokens) for _ in range(num_samples)]
         masks = [[0] * len(tokens) for _ in range(num_samples)]
@@ -260,11 +269,13 @@ class Engine:
 
     def generate_many(self, prompts: list[list[int]], num_samples: int = 1, **kwargs: Any) -> list[list[list[int]]]:
         """
-        The sequences of generate_batch for several prompts side by side, num_samples a prompt, with its arguments.
+        Generates from several prompts side by side, with the arguments of generate_batch. Returns num_samples sequences
+        for each prompt.
 
-        All rows stay at the same position. The first tokens, up to the shortest prompt's length, are read at once. From
-        there on a row with a longer prompt takes its next token from the prompt instead of sampling. Prompts of similar
-        length waste least. max_tokens counts from each prompt's own end. Raises ValueError as generate does.
+        All rows stay at the same position. The first tokens, up to the length of the shortest prompt, are read at once.
+        From there on a row with a longer prompt takes its next token from the prompt instead of sampling, so prompts of
+        similar length waste the least time. max_tokens counts from the end of each prompt. Raises the errors of
+        generate.
         """
         sequences = [list(prompt) for prompt in prompts for _ in range(num_samples)]
         for new in self._steps(prompts, num_samples, **kwargs):
@@ -290,7 +301,7 @@ PROMPTS = (
 def draw_samples(
     model: torch.nn.Module, tokenizer: Any, prompts: Sequence[str] = PROMPTS, max_tokens: int = 16
 ) -> list[str]:
-    """Each prompt with its greedy continuation, in the model's current precision."""
+    """Returns each prompt with its greedy continuation, in the present precision of the model."""
     engine = Engine(model, tokenizer)
     device = model.get_device()
     samples = []
@@ -298,5 +309,6 @@ def draw_samples(
         for prompt in prompts:
             tokens = tokenizer(prompt, prepend="<|bos|>")
             rows, _ = engine.generate_batch(tokens, num_samples=1, max_tokens=max_tokens, temperature=0)
-            samples.append(tokenizer.decode(without_end(rows[0][1:], tokenizer)))  # nor the <|bos|> that begins it
+            # The <|bos|> at the beginning is left out as well.
+            samples.append(tokenizer.decode(without_end(rows[0][1:], tokenizer)))
     return samples
