@@ -9,13 +9,13 @@ import contextlib
 import fnmatch
 from collections.abc import Iterable, Mapping, Sequence
 from numbers import Integral
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from nanochat_fp4.nvfp4.convert_report import ADAPTERS, AS_ASKED, ROUTERS, ConvertReport, shares, some
+from nanochat_fp4.nvfp4.convert_report import ADAPTERS, AS_ASKED, LEFT_ALONE, ROUTERS, ConvertReport, shares, some
 from nanochat_fp4.nvfp4.experts import ExpertLinear, as_quantized_experts, routers, stacked_linears
 from nanochat_fp4.nvfp4.heads import is_conv1d, linear_layers, output_heads, sizes_of
 from nanochat_fp4.nvfp4.layer_pass import COMPUTE_DTYPES
@@ -81,50 +81,34 @@ def convert(
         recipe = recipe.forward_only()
     if recipe.quantizes:
         as_quantized_experts(model)
-    all_names = linear_layers(model)
-    linears = {names[0]: linear for linear, names in all_names.items()}
-    heads, choosers = output_heads(model), routers(model) & set(all_names)
-    _check_patterns(skip, all_names)
-    keep_last_blocks = keep_last_blocks or _kept_blocks(model, recipe)
-    kept_blocks = _end_blocks(model, keep_first_blocks, keep_last_blocks)
-    meant = {all_names[layer][0]: ROUTERS for layer in choosers}  # layer in high precision on purpose -> its kind
+    layers = linear_layers(model)  # layer -> all of its names
+    _check_patterns(skip, layers)
+    kept_blocks = _end_blocks(model, keep_first_blocks, keep_last_blocks or _kept_blocks(model, recipe))
+    heads = output_heads(model)
+    reasons = _Reasons(recipe, heads, routers(model), skip, kept_blocks)
+
     report = ConvertReport(recipe)
-    for name, linear in linears.items():
-        names = all_names[linear]
-        head = "the output head stays in full precision" if linear in heads else None
-        head = head or ("a router stays in full precision" if linear in choosers else None)
-        named = head or _skip_reason(names, skip)
-        reason = named or _subclass_reason(linear)
-        kind = next(filter(None, map(layer_kind, names)), None)
-        reason = reason or reason_to_leave(names, linear) or _unsupported_reason(linear, recipe.of(kind))
-        if any(name.startswith(block + ".") for name in names for block in kept_blocks):
-            if not reason:
-                report.kept.append(name)
-            reason = named or "in a first or last block kept in full precision"
-            meant.setdefault(name, AS_ASKED)
-        if reason:
-            if reason == ADAPTER or (named and not head):
-                meant[name] = ADAPTERS if reason == ADAPTER else AS_ASKED
-            report.left_alone.append((name, reason))
-            if isinstance(linear, QuantLinear):  # converted before, to another method
-                linear.set_recipe(get_recipe("bf16"))
-            continue
-        as_quantized(linear)
-        linear.per_token_in_eval, linear.kind = per_token_in_eval, kind
-        linear.set_recipe(recipe)
-        report.converted.append(name)
-    if not report.converted:
-        reasons = [f"{name}: {reason}" for name, reason in report.left_alone[:4]]
-        reasons += [kind for kind in shares(model, (), heads)[2] if "not supported" in kind]
-        reason = "; ".join(reasons) or "the model has none"
-        raise ValueError(f"convert: no linear layer could be converted ({reason})")
-    if recipe.kinds:
-        report.kinds = _known_kinds(recipe, {name: linears[name] for name in report.converted})
-    dtypes = {linears[name].weight.dtype for name in report.converted} - set(COMPUTE_DTYPES)
-    report.refused_dtypes = sorted(str(dtype).removeprefix("torch.") for dtype in dtypes) if recipe.quantizes else []
-    known = any(linears[name].gram_matrix is not None for name in report.converted)
-    report.without_gram_matrices = recipe.uses_feedback and not known
-    report.quantized, report.quantized_without_heads, report.others = shares(model, report.converted, heads, meant)
+    converted: dict[str, QuantLinear] = {}
+    kinds_left_alone: dict[str, str] = {}
+    for layer, names in layers.items():
+        if left := reasons.of(layer, names):
+            report.left_alone.append((names[0], left.reason))
+            kinds_left_alone[names[0]] = left.kind
+            if left.only_for_its_block:
+                report.kept.append(names[0])
+            if isinstance(layer, QuantLinear):  # converted before, to another method
+                layer.set_recipe(get_recipe("bf16"))
+        else:
+            quantized = converted[names[0]] = as_quantized(layer)
+            quantized.per_token_in_eval, quantized.kind = per_token_in_eval, _kind_of_layer(names)
+            quantized.set_recipe(recipe)
+    if not converted:
+        why = [f"{name}: {reason}" for name, reason in report.left_alone[:4]]
+        why += [kind for kind in shares(model, (), heads)[2] if "not supported" in kind]
+        raise ValueError(f"convert: no linear layer could be converted ({'; '.join(why) or 'the model has none'})")
+
+    _describe(report, converted)
+    report.quantized, report.quantized_without_heads, report.others = shares(model, converted, heads, kinds_left_alone)
     report.slow_paths = call_every_layer(model) if recipe.quantizes else []
     report.experts = sum(bool(stacked_linears(module)) for module in model.modules())
     for part in model.modules():  # converted before, by itself
@@ -135,6 +119,59 @@ def convert(
         with contextlib.suppress(OSError):  # a log that nobody takes is no reason to end a run
             print(report)
     return model
+
+
+class LeftAlone(NamedTuple):
+    """Why a linear layer stays in high precision, and the kind of its weights in the report."""
+
+    reason: str
+    kind: str = LEFT_ALONE
+    only_for_its_block: bool = False  # the layer could be converted, but its whole block stays in high precision
+
+
+class _Reasons:
+    """Decides which linear layers of a model stay in high precision."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        heads: set[nn.Module],
+        routers: set[nn.Module],
+        skip: Sequence[str],
+        kept_blocks: Sequence[str],
+    ):
+        self.recipe, self.heads, self.routers = recipe, heads, routers
+        self.skip, self.kept_blocks = skip, kept_blocks
+
+    def of(self, layer: nn.Module, names: Sequence[str]) -> LeftAlone | None:
+        """Returns why the layer with these names stays in high precision, or None if it is converted."""
+        if layer in self.heads:
+            return LeftAlone("the output head stays in full precision")
+        if layer in self.routers:
+            return LeftAlone("a router stays in full precision", ROUTERS)
+        for pattern in self.skip:
+            if any(_in_pattern(name, pattern) for name in names):
+                return LeftAlone(f"skip pattern {pattern!r}", AS_ASKED)
+        problem = _subclass_reason(layer) or reason_to_leave(names, layer)
+        problem = problem or _unsupported_reason(layer, self.recipe.of(_kind_of_layer(names)))
+        if any(name.startswith(block + ".") for name in names for block in self.kept_blocks):
+            return LeftAlone("in a first or last block kept in full precision", AS_ASKED, not problem)
+        return LeftAlone(problem, ADAPTERS if problem == ADAPTER else LEFT_ALONE) if problem else None
+
+
+def _kind_of_layer(names: Sequence[str]) -> str | None:
+    return next(filter(None, map(layer_kind, names)), None)
+
+
+def _describe(report: ConvertReport, converted: Mapping[str, QuantLinear]) -> None:
+    """Writes into the report what it says of the converted layers. Raises ValueError as _known_kinds does."""
+    recipe, layers = report.recipe, converted.values()
+    report.converted = list(converted)
+    if recipe.kinds:
+        report.kinds = _known_kinds(recipe, converted)
+    refused = {layer.weight.dtype for layer in layers} - set(COMPUTE_DTYPES)
+    report.refused_dtypes = sorted(str(dtype).removeprefix("torch.") for dtype in refused) if recipe.quantizes else []
+    report.without_gram_matrices = recipe.uses_feedback and all(layer.gram_matrix is None for layer in layers)
 
 
 def _checked(model: nn.Module, skip: Sequence[str], keep_first_blocks: int, keep_last_blocks: int) -> Sequence[str]:
@@ -178,16 +215,17 @@ class QuantConv1D(QuantLinear):
         return self.weight.T.contiguous()
 
 
-def as_quantized(linear: nn.Module) -> None:
-    """Turns an nn.Linear or a Conv1D into a QuantLinear with the same parameters, in place. The result has no recipe
-    yet."""
+def as_quantized(linear: nn.Module) -> QuantLinear:
+    """Turns an nn.Linear or a Conv1D into a QuantLinear with the same parameters, in place, and returns it. The result
+    has no recipe yet."""
     if isinstance(linear, QuantLinear):
-        return
+        return linear
     if isinstance(linear, nn.Linear):
         linear.__class__ = QuantLinear
     else:
         linear.in_features, linear.out_features = linear.weight.shape
         linear.__class__ = QuantConv1D
+    return linear
 
 
 def _unsupported_reason(linear: nn.Module, recipe: Recipe) -> str | None:
@@ -195,11 +233,6 @@ def _unsupported_reason(linear: nn.Module, recipe: Recipe) -> str | None:
     if isinstance(linear, QuantLinear):
         return linear.problem_with(recipe)
     return recipe.problem_with_sizes(*sizes_of(linear))
-
-
-def _skip_reason(names: Sequence[str], skip: Sequence[str]) -> str | None:
-    found = (pattern for pattern in skip if any(_in_pattern(name, pattern) for name in names))
-    return next((f"skip pattern {pattern!r}" for pattern in found), None)
 
 
 def _in_pattern(name: str, pattern: str) -> bool:
