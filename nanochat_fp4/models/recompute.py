@@ -23,8 +23,7 @@ from nanochat_fp4.nvfp4.epilogue import linear_with_epilogue
 from nanochat_fp4.nvfp4.fused import can_be_fused
 from nanochat_fp4.nvfp4.gemm import after
 from nanochat_fp4.nvfp4.linear import QuantLinear
-from nanochat_fp4.nvfp4.relu_squared import relu_squared_gradient
-from nanochat_fp4.nvfp4.relu_squared_linear import relu_squared_linear
+from nanochat_fp4.nvfp4.relu_squared import relu_squared_gradient, relu_squared_linear
 
 
 class _MixedNorm(torch.autograd.Function):

@@ -20,7 +20,7 @@ gradients draw nothing. All state is in the layers, so threads may call differen
 
 Each other feature reaches a layer in one place: contexts.py through `context`, feedback.py through `gram_matrix`,
 sharding.py through `gathered_weight`, and experts.py through `matrix`. tensor_parallel.py overrides `outputs` and gives
-a pass its own LayerOperands. relu_squared_linear.py and epilogue.py have autograd functions of their own that call
+a pass its own LayerOperands. relu_squared.py and epilogue.py have autograd functions of their own that call
 `output` and `gradients`.
 """
 

@@ -18,7 +18,7 @@ from _instructions import compiled_instead_of_launched
 launched = compiled_instead_of_launched(90)
 import nanochat_fp4 as nf
 from nanochat_fp4.nvfp4.methods import get_recipe
-from nanochat_fp4.nvfp4.relu_squared_linear import relu_squared_linear
+from nanochat_fp4.nvfp4.relu_squared import relu_squared_linear
 from nanochat_fp4.training.compiling import launches
 
 recipes = get_recipe({method!r}).parts
