@@ -28,21 +28,25 @@ from nanochat_fp4.models.optim8bit import LeanState, set_state
 from nanochat_fp4.nvfp4.gram_matrices import GRAM_TOKENS
 from nanochat_fp4.nvfp4.linear import QuantLinear
 from nanochat_fp4.nvfp4.methods import get_recipe
+from nanochat_fp4.training.graphed import GraphedStep
 from nanochat_fp4.training.micro_batch import largest_micro_batch
 from nanochat_fp4.training.step import TrainingStep
 
 
 @dataclass(frozen=True)
 class Variant:
-    """A method, what it computes twice, and the rows of its micro-batch where it has a size of its own."""
+    """A method, what it computes twice, the rows of its micro-batch where it has a size of its own, and whether this
+    micro-batch is replayed as a CUDA graph."""
 
     method: str
     recompute: str = "none"
     rows: int | None = None
+    graph: bool = False
 
     def __str__(self) -> str:
         rows = f", {self.rows} rows" if self.rows else ""
-        return self.method + rows + ("" if self.recompute == "none" else f", {self.recompute} again")
+        again = "" if self.recompute == "none" else f", {self.recompute} again"
+        return self.method + rows + again + (", graph" if self.graph else "")
 
 
 class Subject(TrainingStep):
@@ -71,7 +75,18 @@ class Subject(TrainingStep):
             if isinstance(module, QuantLinear):
                 module.set_recipe(recipe)
         self.model.recompute = variant.recompute
-        self.model.zero_grad(set_to_none=True)  # of one that failed in the middle of a step
+        self.release()  # what one that failed in the middle of a step has left
+
+    def release(self) -> None:
+        """Lets go of what a variant keeps between its steps."""
+        self.model.zero_grad(set_to_none=True)
+
+    def prepare(self, rows: int) -> None:
+        """Does what must precede the steps of a turn that are timed."""
+
+    def bytes_for_replays(self) -> int:
+        """Memory that nothing uses now and that is taken all the same."""
+        return 0
 
     def tokens(self, rows: int) -> torch.Tensor:
         return torch.randint(self.vocab_size, (rows, self.sequence_len), device=self.device)
@@ -82,6 +97,36 @@ class Subject(TrainingStep):
         with self.micro_batches(2):
             for _ in range(2):
                 self.micro_batch(ids, ids)
+
+
+class GraphedSubject(Subject, GraphedStep):
+    """A Subject that replays its micro-batches as CUDA graphs, by the code of base_train --cuda-graph.
+
+    One variant's graphs are kept at a time: their memory is as large as that of a micro-batch.
+    """
+
+    def release(self) -> None:
+        super().release()
+        self.drop_graphs()
+
+    def passes(self, rows: int) -> None:
+        """Micro-batches without graphs, which compile, and those that capture graphs."""
+        self.release()
+        super().passes(rows)
+        if self.problem is None:
+            self.model.zero_grad(set_to_none=True)
+            super().passes(rows)
+
+    def prepare(self, rows: int) -> None:
+        if self.problem is None:
+            self.passes(rows)
+
+    def bytes_for_replays(self) -> int:
+        """Memory of the captured graphs' pool that a replay will use. Other work cannot have it in between."""
+        if self.captured is None:
+            return 0
+        torch.cuda.empty_cache()
+        return torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
 
 
 class NanochatSubject(Subject):
@@ -132,9 +177,9 @@ def peaks_of_a_step(subject: Subject, rows: int) -> tuple[int, int]:
         return torch.cuda.max_memory_allocated()
 
     try:
-        return peak(lambda: subject.passes(rows)), peak(subject.update)
+        return peak(lambda: subject.passes(rows)), subject.bytes_for_replays() + peak(subject.update)
     finally:
-        subject.model.zero_grad(set_to_none=True)
+        subject.release()
         gc.collect()
         torch.cuda.empty_cache()
 
@@ -205,6 +250,7 @@ def compiled_graphs() -> int:
 
 def run_steps(subject: Subject, rows: int, micro_batches: int, watch: Stopwatch) -> None:
     """One optimizer step of a few timed micro-batches."""
+    subject.prepare(rows)
     ids = subject.tokens(rows)
     codes = subject.micro_batches(2)
     watch.time("codes", codes.__enter__)
@@ -242,6 +288,7 @@ KINDS = (
     ("communication and copies", ("memcpy", "memset", "copy_", "::cat", "::clone", "nccl")),
 )  # fmt: skip
 OTHER = "other element-wise"
+ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")  # a trace's categories
 
 
 def kind_of(names: list[str]) -> str:
@@ -265,16 +312,45 @@ def time_by_operation(subject: Subject, rows: int) -> list[dict]:
     cuda = subject.device.type == "cuda"
     ids = subject.tokens(rows)
     activities = [torch.profiler.ProfilerActivity.CPU] + [torch.profiler.ProfilerActivity.CUDA] * cuda
+    with torch.profiler.profile(activities=activities) as profile:
+        with subject.micro_batches(2):
+            subject.micro_batch(ids, ids)
+        subject.update()
+        subject.synchronize()
+    return summarize(events_of(profile))
+
+
+def time_of_gaps(subject: Subject, rows: int, micro_batches: int) -> dict[str, float]:
+    """wall_and_kernels of a micro-batch, the mean of several that a GPU runs one after the other."""
+    subject.prepare(rows)
+    ids = subject.tokens(rows)
+    with subject.micro_batches(2):
+        subject.micro_batch(ids, ids)
+        subject.synchronize()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            for _ in range(micro_batches):
+                subject.micro_batch(ids, ids)
+            subject.synchronize()
+    subject.release()
+    return {name: value / micro_batches for name, value in wall_and_kernels(events_of(profile)).items()}
+
+
+def events_of(profile: torch.profiler.profile) -> list[dict]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
-        with torch.profiler.profile(activities=activities) as profile:
-            with subject.micro_batches(2):
-                subject.micro_batch(ids, ids)
-            subject.update()
-            if cuda:
-                torch.cuda.synchronize()
         profile.export_chrome_trace(str(path))
-        return summarize(json.loads(path.read_text())["traceEvents"])
+        return json.loads(path.read_text())["traceEvents"]
+
+
+def wall_and_kernels(trace: list[dict]) -> dict[str, float]:
+    """{wall_ms, kernel_ms, launches}: from the start of the first kernel or copy to the end of the last one, the part
+    of it in which at least one ran, and their number. Their difference is the time that the GPU waits."""
+    spans = sorted((e["ts"], e["ts"] + e["dur"]) for e in trace if e.get("cat") in ON_GPU)
+    busy, end = 0.0, spans[0][0]
+    for first, last in spans:
+        busy += max(0.0, last - max(first, end))
+        end = max(end, last)
+    return {"wall_ms": (end - spans[0][0]) / 1e3, "kernel_ms": busy / 1e3, "launches": len(spans)}
 
 
 def summarize(trace: list[dict]) -> list[dict]:
@@ -284,7 +360,7 @@ def summarize(trace: list[dict]) -> list[dict]:
     spans = [e for e in events if e.get("cat") == "user_annotation" and e["name"].startswith("phase: ")]
     kernels: dict[int, list[dict]] = {}
     for e in events:
-        if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset"):
+        if e.get("cat") in ON_GPU:
             kernels.setdefault(e["args"]["correlation"], []).append(e)
     threads: dict[object, list[dict]] = {}  # operators and launches
     for e in events:

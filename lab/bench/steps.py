@@ -7,6 +7,7 @@ largest micro-batch, where the time goes (the paper's Table 7), recompilations.
     python -m lab.bench steps --depth 20 --orthogonalizer newton_schulz    # its update_ms, in the JSON
     python -m lab.bench steps --methods bf16:32,clover:64,clover:32    # each with a micro-batch of its own
     python -m lab.bench steps --depth 20 --methods "" --micro-batch 16 --nanochat ~/nanochat   # BF16, both
+    python -m lab.bench steps --methods fp8,clover --micro-batch 8 --cuda-graph --nanochat ~/nanochat
     python -m lab.bench steps --depth 2 --head-dim 64 --seq-len 64 --vocab-size 256 --total-batch-size 256 \\
         --micro-batch 2 --rounds 2                                         # on a CPU: does it work
 
@@ -17,6 +18,13 @@ AdamW. The times of a micro-batch, of making the codes and of the update are med
     tokens/s = total batch / (micro-batches * micro-batch time + codes + update + a tenth of a look at the inputs)
 
 The look (Gram matrices and their factors, for methods with feedback) is every tenth step's, as in training.
+
+--cuda-graph replays the micro-batches of all our methods, BF16 included, by the code of base_train's flag; nanochat's
+are launched as ever. A variant captures its graphs at the beginning of each of its turns, outside of the times, and
+gives their memory back at the end. On a CPU and with --state=lean the flag does nothing, and a line says so.
+
+With --table7 a variant is profiled twice, after all rounds: one micro-batch and update without graphs, by operation
+(the paper's Table 7); and --calls micro-batches as they are timed, whose wall minus kernels is where the GPU waits.
 
 Peak memory is that of a whole step, gradients and optimizer states included. The largest micro-batch is found by steps
 that are run: 1 and 2 rows predict it, and the prediction is tried out. The difference of the first and the last peak is
@@ -41,7 +49,7 @@ import torch
 
 import nanochat_fp4 as nf
 from lab.bench import common, step
-from lab.bench.step import Stopwatch, Subject, Variant
+from lab.bench.step import GraphedSubject, Stopwatch, Subject, Variant
 from nanochat_fp4.common import print0
 from nanochat_fp4.console import format_bytes
 from nanochat_fp4.devices import gpu_memory
@@ -59,7 +67,8 @@ from nanochat_fp4.training.micro_batch import plan_accumulation
 
 UNKNOWN = (
     "micro_batch", "micro_batches", "micro_batch_ms", "codes_ms", "update_ms", "gram_ms", "tokens_per_second", "ratio",
-    "mfu", "peak_bytes", "bytes_per_token", "memory_ratio", "rounds", "recompiles", "problem",
+    "mfu", "peak_bytes", "bytes_per_token", "memory_ratio", "rounds", "recompiles", "wall_ms", "kernel_ms", "launches",
+    "problem",
 )  # fmt: skip
 COLUMNS = {
     "": ("depth", "d{}"), "variant": ("variant", ""), "micro-batch": ("micro_batch", "{}"),
@@ -73,6 +82,7 @@ class Report(common.Results):
 
     def add(self, depth: int, variant: Variant, **known: object) -> dict:
         record = {"depth": depth, "variant": str(variant), "method": variant.method, "recompute": variant.recompute}
+        record["graph"] = variant.graph
         self.records.append(record | dict.fromkeys(UNKNOWN) | known)
         return self.records[-1]
 
@@ -130,7 +140,10 @@ def time_in_turns(args: argparse.Namespace, subjects: dict[Variant, Subject], re
             graphs = step.compiled_graphs()
             with results.attempt(record, f"round {i}"):
                 subject.become(variant)
-                step.run_steps(subject, record["micro_batch"], args.calls, watches[variant])
+                try:
+                    step.run_steps(subject, record["micro_batch"], args.calls, watches[variant])
+                finally:
+                    subject.release()  # the next one may be another model
                 if i:
                     record["recompiles"] = (record["recompiles"] or 0) + step.compiled_graphs() - graphs
         if i == 0:
@@ -160,7 +173,9 @@ def add_times(args: argparse.Namespace, record: dict, ms: dict[str, float], subj
 def bench_depth(args: argparse.Namespace, depth: int, device: torch.device, results: Report) -> None:
     sizes = args.vocab_size, args.seq_len, args.head_dim, args.aspect_ratio, args.window_pattern
     config = config_from_depth(depth, *sizes)
-    ours = Subject(config, device, args.compile, args.state, args.orthogonalizer)
+    kind = GraphedSubject if args.cuda_graph else Subject
+    ours = kind(config, device, args.compile, args.state, args.orthogonalizer)
+    graph = args.cuda_graph and ours.problem is None
     ours.model.head = args.head
     print0(f"d{depth}: {ours.num_params:,} parameters, width {config.n_embd}, {config.sequence_len} tokens a row")
     known = {"width": config.n_embd, "flops_per_token": ours.flops_per_token}
@@ -168,7 +183,7 @@ def bench_depth(args: argparse.Namespace, depth: int, device: torch.device, resu
     records: dict[Variant, dict] = {}
     nanochat = Variant("nanochat")
     for recompute in args.recompute:
-        added = [Variant(m, recompute, rows) for m, rows in args.variants]
+        added = [Variant(m, recompute, rows, graph) for m, rows in args.variants]
         added += [nanochat] if args.nanochat and not subjects else []
         records |= {v: results.add(depth, v, **known, problem=args.problems.get(v.method)) for v in added}
         for variant in added:
@@ -198,7 +213,18 @@ def bench_depth(args: argparse.Namespace, depth: int, device: torch.device, resu
                 results.records += [{"depth": depth, "variant": str(variant), **r} for r in found]
                 results.write()
                 title = f"d{depth}, {variant}, micro-batch {record['micro_batch']}"
-                print0(step.show_table_7(title, found) + "\n", flush=True)
+                print0(step.show_table_7(title, found), flush=True)
+                if device.type == "cuda":
+                    record |= step.time_of_gaps(subject, record["micro_batch"], args.calls)
+                    results.write()
+                    print0(show_gaps(record), flush=True)
+                print0(flush=True)
+
+
+def show_gaps(record: dict) -> str:
+    wall, kernels = record["wall_ms"], record["kernel_ms"]
+    of_them = f"{kernels:.1f} ms of kernels and {wall - kernels:.1f} ms of gaps, {record['launches']:.0f} launches"
+    return f"A micro-batch in a profile: {wall:.1f} ms, that is {of_them}"
 
 
 def choose_gemms(subject: Subject, variant: Variant, record: dict) -> list[dict]:
@@ -225,6 +251,7 @@ def find_memory(args: argparse.Namespace, record: dict, subject: Subject, size: 
     else:
         subject.passes(size)
         subject.update()  # makes the optimizers' states
+        subject.release()
         if subject.device.type == "cuda" and not args.nanochat:  # two models at once: their memory would mean nothing
             passes[size], update = step.peaks_of_a_step(subject, size)
     record["micro_batch"] = size
@@ -278,7 +305,10 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--rounds", type=int, default=4, help="times that the variants take turns, after one to warm up")
     add("--calls", type=int, default=4, help="timed micro-batches of a variant in a round")
     add("--compile", action=argparse.BooleanOptionalAction, default=None, help="(default: on a GPU only)")
-    add("--table7", action=argparse.BooleanOptionalAction, default=True, help="profile: time by operation")
+    text = "replay our micro-batches as CUDA graphs, as base_train's flag (one GPU)"
+    add("--cuda-graph", action="store_true", help=text)
+    text = "profiles: time by operation, and on a GPU the micro-batch's time minus its kernels'"
+    add("--table7", action=argparse.BooleanOptionalAction, default=True, help=text)
     add("--nanochat", default="", help="a checkout of nanochat to time as well, in BF16 (f5425245f or later)")
     args = parser.parse_args(argv)
 

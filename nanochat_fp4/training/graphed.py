@@ -77,6 +77,10 @@ class GraphedStep(TrainingStep):
             return "--state=lean rounds gradients by the number of the micro-batch"
         return None
 
+    def drop_graphs(self) -> None:
+        """Gives the graphs' memory back. The next step runs without graphs, and the step after it captures new ones."""
+        self.captured = self.seen = None
+
     def _layers(self) -> list[QuantLinear]:
         return [m for m in self.model.modules() if isinstance(m, QuantLinear)]
 
@@ -96,7 +100,7 @@ class GraphedStep(TrainingStep):
                 yield
         except Exception:
             # The graphs may be captured only in part, and if memory ran out, their memory is needed.
-            self.captured = self.seen = None
+            self.drop_graphs()
             raise
 
     @contextlib.contextmanager

@@ -7,10 +7,11 @@ from dataclasses import replace
 
 import pytest
 import torch
+from _graphs import record_graphs
 
 from lab import ROOT
 from lab.bench import common, layers, memory, step, steps
-from lab.bench.step import Subject
+from lab.bench.step import GraphedSubject, Stopwatch, Subject
 from nanochat_fp4.errors import UserError
 from nanochat_fp4.models import gpt
 from nanochat_fp4.nvfp4 import linear
@@ -168,6 +169,58 @@ def test_what_was_measured_is_written_before_the_next_round(base_dir, monkeypatc
     assert [r["rounds"] for r in seen[-1]] == [2, 2] and all(r["tokens_per_second"] > 0 for r in seen[-1])
 
 
+@pytest.fixture
+def graphs(monkeypatch) -> list:
+    """Recorded operators in the place of CUDA's graphs, of models on a CPU as well."""
+    monkeypatch.setattr(GraphedSubject, "reason_against", lambda self: None)
+    return record_graphs(monkeypatch)
+
+
+@no_gpu
+def test_replays_are_timed_and_a_variant_finds_no_graphs_of_another(graphs, base_dir, monkeypatch):
+    replays, found = [], []
+    time, become = Stopwatch.time, GraphedSubject.become
+
+    def count(watch, name, function):
+        before = sum(graph.replays for graph in graphs)
+        time(watch, name, function)
+        replays.append((name, sum(graph.replays for graph in graphs) - before))
+
+    monkeypatch.setattr(Stopwatch, "time", count)
+    monkeypatch.setattr(GraphedSubject, "become", lambda self, v: (found.append(self.captured), become(self, v)))
+    steps.main([*TINY, "--methods=clover:4,fp8", "--cuda-graph", "--no-table7"])
+    assert [r["variant"] for r in records_of(base_dir)] == ["bf16, graph", "clover, 4 rows, graph", "fp8, graph"]
+    assert all(r["tokens_per_second"] > 0 and r["problem"] is None for r in records_of(base_dir))
+    assert {(name, n) for name, n in replays if name != "codes"} == {("micro-batch", 1), ("update", 0)}
+    assert [n for name, n in replays if name == "codes"] == [0, 1, 1] * 2  # bf16 makes no codes
+    assert len(found) == 9 and not any(found)
+
+
+@no_gpu
+def test_a_variant_without_a_graph_says_why_and_leaves_the_others(graphs, base_dir, monkeypatch):
+    become = GraphedSubject.become
+
+    def refuse(graph, **_):
+        raise RuntimeError("operation not permitted\nwhile a stream captures")
+
+    def breaks(subject, variant):
+        become(subject, variant)
+        monkeypatch.setattr(torch.cuda, "graph", refuse if variant.method == "fp8" else lambda graph, **_: graph)
+
+    monkeypatch.setattr(GraphedSubject, "become", breaks)
+    with pytest.raises(UserError, match="1 of 3 variants .*fp8, graph: .*not be captured .*not permitted"):
+        steps.main([*TINY, "--methods=clover,fp8", "--cuda-graph", "--no-table7"])
+    for r in records_of(base_dir):
+        assert (r["tokens_per_second"] is None) == (r["method"] == "fp8") and "\n" not in (r["problem"] or "")
+
+
+@no_gpu
+def test_graphs_on_a_cpu_are_a_line_and_nothing_else(base_dir, capsys):
+    steps.main([*TINY, "--methods=bf16", "--cuda-graph", "--no-table7"])
+    assert "--cuda-graph does nothing here: the model is on cpu" in capsys.readouterr().out
+    assert [r["variant"] for r in records_of(base_dir)] == ["bf16"]
+
+
 FAKE = types.SimpleNamespace(sequence_len=10)
 
 
@@ -279,6 +332,18 @@ def test_steps_on_a_gpu(base_dir):
     steps.main([*sizes, "--no-compile", "--rounds=1", "--calls=1"])
     records = records_of(base_dir)
     assert all(r["peak_bytes"] > 0 and r["bytes_per_token"] > 0 and r["micro_batch"] == 8 for r in records)
+    assert all(0 < r["kernel_ms"] <= r["wall_ms"] for r in records)
+    steps.main([*sizes, "--no-compile", "--rounds=1", "--calls=1", "--cuda-graph"])
+    graphed = records_of(base_dir)
+    assert [r["variant"] for r in graphed] == [f"{r['variant']}, graph" for r in records]
+    assert all(0 < r["kernel_ms"] <= r["wall_ms"] and r["problem"] is None for r in graphed)
+
+
+def test_gaps_are_the_time_in_which_no_kernel_runs():
+    """Two kernels beside each other count once."""
+    spans = [("kernel", 10, 20), ("gpu_memcpy", 15, 10), ("kernel", 40, 5), ("cuda_runtime", 0, 90)]
+    trace = [{"ph": "X", "cat": c, "name": "", "ts": t, "dur": d} for c, t, d in reversed(spans)]
+    assert step.wall_and_kernels(trace) == {"wall_ms": 0.035, "kernel_ms": 0.025, "launches": 3}
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -2,8 +2,7 @@
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from _graphs import Recorded, record_graphs
 
 import nanochat_fp4 as nf
 from nanochat_fp4.common import seed_micro_batch
@@ -17,38 +16,6 @@ from nanochat_fp4.training.step import TrainingStep
 STEPS = GRAM_EVERY + 3  # one with other factors than those of the capture
 
 
-class Recorded(TorchDispatchMode):
-    """In the place of a CUDA graph: records operators, and computes them again into the memory of their results."""
-
-    def __enter__(self):
-        self.calls, self.before, self.generator = [], [], torch.get_rng_state()
-        return super().__enter__()
-
-    def __exit__(self, *exception):
-        super().__exit__(*exception)
-        torch.set_rng_state(self.generator)  # a capture computes nothing
-        for changed, before in reversed(self.before):
-            changed.copy_(before)
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        for argument, given in zip(function._schema.arguments, args):
-            if argument.is_write and isinstance(given, torch.Tensor):
-                self.before.append((given, given.clone()))
-        result = function(*args, **(kwargs or {}))
-        self.calls.append((function, args, kwargs or {}, result))
-        return result
-
-    @torch.no_grad()
-    def replay(self):
-        for function, args, kwargs, result in self.calls:
-            for made, now in zip(tree_leaves(result), tree_leaves(function(*args, **kwargs)), strict=True):
-                if isinstance(made, torch.Tensor) and made.data_ptr() != now.data_ptr():
-                    made.copy_(now)
-
-    def pool(self):
-        return None
-
-
 class RecordedStep(GraphedStep):
     """GraphedStep on a CPU."""
 
@@ -59,15 +26,7 @@ class RecordedStep(GraphedStep):
 @pytest.fixture
 def recorded(monkeypatch) -> list[Recorded]:
     """The graphs that are made in a test."""
-    made: list[Recorded] = []
-
-    def graph() -> Recorded:
-        made.append(Recorded())
-        return made[-1]
-
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", graph)
-    monkeypatch.setattr(torch.cuda, "graph", lambda graph, **_: graph)
-    return made
+    return record_graphs(monkeypatch)
 
 
 def trained(kind: type[TrainingStep], device: str, method: str, count: int, phases: str = "") -> dict:
