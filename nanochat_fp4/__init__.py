@@ -1,37 +1,39 @@
-"""NVFP4 training for any PyTorch model: all three GEMMs of its linear layers in 4 bits.
+"""NVFP4 training for any PyTorch model, with all three GEMMs of its linear layers in 4 bits.
 
 A model of your own takes one line, before torch.compile and before the optimizer:
 
     import nanochat_fp4 as nf
-
     model = nf.convert(model, method="clover")
 
 The model keeps its Parameters, its names and its state dict. `print(model.nf_report)` names the layers that stay in
-high precision. `print(nf.backend())` names the kernels of this machine. A Blackwell multiplies 4-bit numbers. Another
-GPU and a CPU emulate the same arithmetic.
+high precision. `print(nf.backend())` names the kernels of this machine. A Blackwell GPU multiplies 4-bit numbers. Other
+GPUs and CPUs emulate the same arithmetic.
 
 The other names, by task:
 
-    train       convert, and for methods that change in a run set_progress; for clover_feedback update_gram_matrices,
-                gram_state, load_gram_state
-    go faster   quantize_weights_once and accumulate_gradients around the micro-batches of a step
-    evaluate    full_precision for the same weights in BF16; per_token_scale for results that ignore the batch
-    many GPUs   gather_codes with FSDP2; ColwiseParallel and RowwiseParallel with DTensor
-    load, save  load_quantized reads a folder of scripts.export; save_quantized writes one of a transformers model
-    numerics    quantize, rotate and NVFP4Tensor are the format; QuantLinear is one layer
-    methods     METHODS are the names to choose from, ROUNDINGS what they are made of. get_recipe gives the Recipe of a
-                name, and register adds a row. A Recipe of your own has a Gemm of two Operands for each product:
+    train       convert. For methods that change in the course of a run: set_progress. For clover_feedback:
+                update_gram_matrices, gram_state, load_gram_state
+    go faster   quantize_weights_once and accumulate_gradients, around the micro-batches of a step
+    evaluate    full_precision, for the same weights in BF16. per_token_scale, for results that do not depend on the
+                other rows of a batch
+    many GPUs   gather_codes with FSDP2. ColwiseParallel and RowwiseParallel with DTensor
+    load, save  load_quantized, which reads a folder of scripts.export. save_quantized, which writes such a folder for a
+                model of transformers
+    numerics    quantize, rotate and NVFP4Tensor, which are the format. QuantLinear, which is one layer
+    methods     METHODS, the names to choose from, and ROUNDINGS, which methods are made of. get_recipe, which returns
+                the Recipe of a name, and register, which adds a row. A Recipe of your own has a Gemm of two Operands
+                for each product:
 
     nf.convert(model, nf.Recipe("mine", output=nf.Gemm(nf.Operand("rtn"), nf.Operand("four_over_six"))))
 
-Wrong input raises ValueError, with one line that says what was expected. The examples below begin with
-`import torch, nanochat_fp4 as nf`. `nanochat-fp4 --help` lists the commands, and `nanochat-fp4 doctor` checks that this
-machine computes what the paper says.
+Wrong input raises ValueError, with one line that says what was expected. The examples in the docstrings of these names
+begin with `import torch, nanochat_fp4 as nf`. `nanochat-fp4 --help` lists the commands, and `nanochat-fp4 doctor`
+checks that this machine computes what the paper says.
 """
 
 from importlib import import_module
 
-from nanochat_fp4 import signals  # noqa: F401  first, for the signals that come while torch is imported
+from nanochat_fp4 import signals  # noqa: F401  It comes first, for signals that arrive while torch is imported.
 
 # isort: split
 from nanochat_fp4.nvfp4 import methods
@@ -50,7 +52,7 @@ from nanochat_fp4.nvfp4.recipes import Gemm, Operand, Recipe
 
 __version__ = "0.3.0"
 
-METHODS = (*methods.METHODS, *methods.ALIASES)  # the names to choose QAT_METHOD from
+METHODS = (*methods.METHODS, *methods.ALIASES)  # The names that --method and $QAT_METHOD accept.
 
 __all__ = [
     "METHODS",
@@ -81,8 +83,8 @@ __all__ = [
     "update_gram_matrices",
 ]
 
-# Few programs need these names, so their modules are imported when a name is first asked for. A type checker reads all
-# names in __init__.pyi.
+# Few programs need these names, so their modules are imported when a name is first used. __init__.pyi has all names for
+# type checkers.
 _ON_DEMAND = {
     "ColwiseParallel": "nvfp4.tensor_parallel",
     "RowwiseParallel": "nvfp4.tensor_parallel",

@@ -1,10 +1,11 @@
-"""The command of the installed package: `nanochat-fp4 base_train --depth=4` is what `python -m scripts.base_train
---depth=4` is in a checkout, and so is `torchrun -m nanochat_fp4 base_train`. `nanochat-fp4 speedrun` is
-`bash speedrun_fp4.sh`, from any folder.
+"""The command of the installed package.
 
-A package of the name `scripts` must not lie in anybody's site-packages: a nanochat checkout would import it instead of
-its own. The wheel therefore holds scripts/, eval/ and the shell scripts inside of this package, in `programs`. That
-folder is the root of a checkout for them.
+`nanochat-fp4 base_train --depth=4` does what `python -m scripts.base_train --depth=4` does in a checkout, and so does
+`torchrun -m nanochat_fp4 base_train --depth=4`. `nanochat-fp4 speedrun` is `bash speedrun_fp4.sh`, from any folder.
+
+No package with the name `scripts` may lie in site-packages, because a nanochat checkout would import it instead of its
+own. The wheel therefore has scripts/, eval/ and the shell scripts inside of this package, in the folder `programs`,
+which takes the place of a checkout's root for them.
 """
 
 import difflib
@@ -50,12 +51,14 @@ TOOLS = {
 
 
 def programs() -> Path:
-    """The folder that holds scripts/, eval/ and the shell scripts: the checkout, if this package lies in one."""
+    """Returns the folder with scripts/, eval/ and the shell scripts. It is the checkout, if this package lies in
+    one."""
     installed = PACKAGE / "programs"
     return installed if installed.is_dir() else PACKAGE.parent
 
 
 def usage() -> str:
+    """Returns the text of --help."""
     groups = (
         ("whole runs, by variables, e.g. QAT_METHOD=nvidia nanochat-fp4 speedrun", RUNS),
         ("stages, in the order of a run", STAGES),
@@ -68,7 +71,8 @@ def usage() -> str:
 
 
 def run_shell(name: str, arguments: list[str]) -> NoReturn:
-    """Becomes the shell script of this run, which uses this Python's environment unless VENV names another."""
+    """Replaces this process by the shell script of a whole run. The script uses the environment of this Python,
+    unless VENV names another one. Raises UserError if bash or a package is missing."""
     bash = shutil.which("bash")
     if bash is None:
         raise UserError(f"bash is not installed, which {name} needs; install it, or run the stages one by one")
@@ -101,7 +105,7 @@ def main() -> None:
 
 
 def cli() -> None:
-    """The command of the installed package."""
+    """Runs the command of the installed package."""
     run_main(main)
 
 

@@ -1,4 +1,5 @@
-"""As nanochat's common.py: base directory and print0, ranks and devices, seeds and random state, process group."""
+"""The counterpart of nanochat's common.py: base directory and print0, ranks and devices, seeds and random state,
+process group."""
 
 import contextlib
 import hashlib
@@ -18,10 +19,11 @@ from nanochat_fp4.nvfp4.methods import get_recipe
 
 
 def get_base_dir() -> str:
-    """The folder of all files made or downloaded: NANOCHAT_BASE_DIR, by default ~/.cache/nanochat. Created."""
+    """Returns the folder of all files that are made or downloaded, and makes it. It is NANOCHAT_BASE_DIR, or by
+    default ~/.cache/nanochat. Raises UserError if it cannot be made."""
     base_dir = os.environ.get("NANOCHAT_BASE_DIR") or os.path.join(os.path.expanduser("~"), ".cache", "nanochat")
     try:
-        base_dir.encode()  # pyarrow takes no other name
+        base_dir.encode()  # pyarrow accepts only names that are UTF-8.
         os.makedirs(base_dir, exist_ok=True)
     except (OSError, UnicodeError) as e:
         why = e.strerror if isinstance(e, OSError) else "the name is not UTF-8"
@@ -32,9 +34,10 @@ def get_base_dir() -> str:
 
 
 def resolve_method(flag: str | None) -> str:
-    """The QAT method: the --method flag, else $QAT_METHOD, else clover. An alias comes back as the method it names.
+    """Returns the name of the QAT method: that of --method, else $QAT_METHOD, else clover. An alias becomes the name
+    of its method.
 
-    The file in $RECIPES is read first, as --recipes is. Raises UserError that lists the methods.
+    The file in $RECIPES is read first, like that of --recipes. Raises UserError, which lists the methods.
     """
     load_recipes(os.environ.get("RECIPES", ""))
     name = flag or os.environ.get("QAT_METHOD") or "clover"
@@ -45,26 +48,27 @@ def resolve_method(flag: str | None) -> str:
 
 
 def load_recipes(path: str) -> str:
-    """Runs a Python file that registers rows (nf.register), "" for none, and returns its path. Raises UserError."""
+    """Runs a Python file that registers rows (nf.register), and returns its path. An empty path means no file.
+    Raises UserError if there is no such file, or if it raises an exception."""
     if not path:
         return path
     if not os.path.isfile(path):
         raise UserError(f"--recipes: there is no file {path}; name a Python file that calls nanochat_fp4.register")
     try:
         runpy.run_path(path)
-    except Exception as e:  # whatever a file of the user's raises
+    except Exception as e:  # A file of the user can raise anything.
         raise UserError(f"--recipes: {path} ended with {type(e).__name__}: {one_line(e)}") from e
     return path
 
 
 def print0(*args: Any, **kwargs: Any) -> None:
-    """print on rank 0 only. If the log cannot be written, the text is lost and the run goes on."""
+    """Prints on rank 0 only. If the log cannot be written, the text is lost and the run goes on."""
     if os.environ.get("RANK", "0") == "0":
         print_safely(*args, **kwargs)
 
 
 def announce(lines: dict[str, Any]) -> None:
-    """`name: value` lines, aligned; on rank 0."""
+    """Prints lines `name: value` with aligned columns, on rank 0 only."""
     width = max(map(len, lines), default=0)
     for name, value in lines.items():
         print0(f"  {name:<{width}}  {value}")
@@ -79,7 +83,8 @@ def is_ddp_initialized() -> bool:
 
 
 def get_dist_info() -> tuple[bool, int, int, int]:
-    """`(ddp, rank, local_rank, world_size)` from torchrun's variables; `(False, 0, 0, 1)` without them."""
+    """Returns `(ddp, rank, local_rank, world_size)` from torchrun's variables, and `(False, 0, 0, 1)` without them.
+    Raises UserError if the variables do not fit together."""
     names, values = ("RANK", "LOCAL_RANK", "WORLD_SIZE"), []
     if not all(name in os.environ for name in names):
         return False, 0, 0, 1
@@ -100,7 +105,8 @@ def get_dist_info() -> tuple[bool, int, int, int]:
 
 
 def mean_over_ranks(values: torch.Tensor) -> torch.Tensor:
-    """The mean of a small tensor over the ranks, which call this together. Without torchrun, values unchanged."""
+    """Returns the mean of a small tensor over the ranks. All ranks must call this function together. Without a
+    process group the values stay as they are."""
     if is_ddp_initialized():
         values = values.clone()
         dist.all_reduce(values, op=dist.ReduceOp.SUM)
@@ -109,7 +115,8 @@ def mean_over_ranks(values: torch.Tensor) -> torch.Tensor:
 
 
 def of_all_ranks(value: Any) -> list[Any]:
-    """`value` of every rank, by rank. All ranks must call this together."""
+    """Returns a list of `value` of every rank, in the order of the ranks. All ranks must call this function
+    together."""
     values = [value]
     if is_ddp_initialized():
         values = [None] * dist.get_world_size()
@@ -122,7 +129,7 @@ def of_all_ranks(value: Any) -> list[Any]:
 
 DEVICE_TYPES = ("cuda", "mps", "cpu")
 
-ignore_false_warnings()  # torch warns at the first use of a GPU
+ignore_false_warnings()  # torch gives these warnings when a GPU is first used.
 
 
 def _why_no_cuda() -> str:
@@ -132,7 +139,7 @@ def _why_no_cuda() -> str:
 
 
 def autodetect_device_type() -> str:
-    """'cuda' where a GPU is visible, else 'mps' where there is one, else 'cpu'. Prints the choice."""
+    """Returns 'cuda' if there is a CUDA GPU, else 'mps' if there is Metal, else 'cpu'. Prints the choice."""
     if torch.cuda.is_available():
         device_type = "cuda"
     elif torch.backends.mps.is_available():
@@ -145,7 +152,7 @@ def autodetect_device_type() -> str:
 
 
 def check_device_type(device_type: str) -> None:
-    """Raise UserError unless this machine has that kind of device."""
+    """Raises UserError unless this machine has this type of device."""
     if device_type not in DEVICE_TYPES:
         raise UserError(f"unknown device type {device_type!r}; use --device-type cuda, mps or cpu")
     if device_type == "cuda" and not torch.cuda.is_available():
@@ -159,32 +166,34 @@ def check_device_type(device_type: str) -> None:
 
 
 def seed_everything(seed: int) -> None:
-    """Seed python's and torch's default generators (CPU, CUDA, MPS): all ranks draw the same weights."""
+    """Seeds the default generators of Python and torch (CPU, CUDA, MPS), so that all ranks draw the same weights.
+    Raises UserError for a seed of more than 64 bits."""
     if not -(2**63) <= seed < 2**64:
         raise UserError(f"--seed={seed} does not fit into 64 bits; use a number from 0 to {2**64 - 1}")
     random.seed(seed)
-    torch.manual_seed(seed)  # seeds every device's default generator as well
+    torch.manual_seed(seed)  # This seeds the default generators of all devices as well.
 
 
 def seed_micro_batch(seed: int, step: int, micro_batch: int) -> None:
     """
-    Seed torch's default generators for the rotations and the rounding noise of one micro-batch of a step.
+    Seeds torch's default generators for the rotations and the rounding noise of one micro-batch of a step.
 
-    micro_batch counts over all ranks, so any rank that computes a micro-batch draws the same numbers. The seed is a
-    SHA-256 of the three arguments, so neighbouring micro-batches draw independent noise. Independent noise averages out
-    over micro-batches; shared noise would not.
+    micro_batch counts over all ranks, so the numbers of a micro-batch do not depend on the rank that computes it. The
+    seed is a SHA-256 of the three arguments, so neighbouring micro-batches draw independent noise. Independent noise
+    averages out over micro-batches, but shared noise would not.
     """
     digest = hashlib.sha256(f"nanochat_fp4 seed {seed} step {step} micro-batch {micro_batch}".encode()).digest()
-    torch.manual_seed(int.from_bytes(digest[:8], "little") >> 1)  # 63 bits: a positive int64
+    torch.manual_seed(int.from_bytes(digest[:8], "little") >> 1)  # 63 bits make a positive int64.
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Random state. Rotations and stochastic rounding draw from torch's default generators. get_rng_state and set_rng_state
-# around a checkpoint make a resumed run draw the same numbers.
+# Random state. Rotations and stochastic rounding draw from torch's default generators. A checkpoint keeps their state,
+# so that a resumed run draws the same numbers.
 
 
 def get_rng_state(device: torch.device) -> dict[str, torch.Tensor]:
-    """State of torch's generators on the CPU and on `device`, as CPU tensors (for torch.save). No GPU sync."""
+    """Returns the states of torch's generators on the CPU and on `device`, as CPU tensors (for torch.save). It does
+    not wait for the GPU."""
     state = {"cpu": torch.get_rng_state()}
     if device.type == "cuda":
         state["cuda"] = torch.cuda.get_rng_state(device)
@@ -194,7 +203,7 @@ def get_rng_state(device: torch.device) -> dict[str, torch.Tensor]:
 
 
 def set_rng_state(state: dict[str, torch.Tensor], device: torch.device) -> None:
-    """Restore the result of get_rng_state, except for the state of another kind of device."""
+    """Restores the result of get_rng_state. The state of another type of device is left out."""
     torch.set_rng_state(state["cpu"].cpu())
     if device.type == "cuda" and "cuda" in state:
         torch.cuda.set_rng_state(state["cuda"].cpu(), device)
@@ -204,7 +213,8 @@ def set_rng_state(state: dict[str, torch.Tensor], device: torch.device) -> None:
 
 @contextlib.contextmanager
 def preserved_rng(device: torch.device) -> Iterator[None]:
-    """Restores the random state at the end. Evaluation, sampling and telemetry inside do not change training."""
+    """A context that restores the random state at its end, so that evaluation, sampling and telemetry do not change
+    training."""
     state = get_rng_state(device)
     try:
         yield
@@ -217,19 +227,20 @@ def preserved_rng(device: torch.device) -> Iterator[None]:
 
 
 def restarts() -> int:
-    """How often torchrun has started all processes again because one died (--max-restarts).
+    """Returns how often torchrun has started all processes again because one of them died (--max-restarts).
 
-    Nodes count for themselves, so the largest count is taken. All ranks must call this together.
+    Each node has its own count, so the largest one is taken. All ranks must call this function together.
     """
     return max(of_all_ranks(int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0)))
 
 
 def store_of_this_start(rank: int, world_size: int) -> dict[str, Any]:
-    """Arguments of init_process_group by which the processes of one start find each other; {} for torch's own way.
+    """Returns arguments of init_process_group with which the processes of one start find each other. {} leaves
+    torch's default.
 
-    torchrun's store outlives a restart (--max-restarts) and keeps the addresses of dead processes. A rank that reads
-    before its peer has written would connect to a dead one, so each start has a prefix of its own. Several nodes count
-    their restarts separately, and have no common prefix.
+    torchrun's store outlives a restart (--max-restarts), and has the addresses of dead processes. A rank that reads
+    before its peer has written would connect to a dead process, so each start has its own prefix. Several nodes count
+    their restarts separately, so they have no common prefix and use the default.
     """
     one_node = os.environ.get("LOCAL_WORLD_SIZE") == str(world_size)
     if not one_node or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
@@ -241,30 +252,31 @@ def store_of_this_start(rank: int, world_size: int) -> dict[str, Any]:
 
 def use_deterministic_kernels() -> None:
     """
-    Make the results of a CUDA device the same bits in each run.
+    Makes the results of a CUDA device have the same bits in each run.
 
-    Uses PyTorch's deterministic algorithms, and cuBLAS with one workspace, set before the first product of the process.
-    Switches off cuDNN's attention: its backward pass adds in any order, and `torch.use_deterministic_algorithms` leaves
-    it alone. An operation without a deterministic form raises RuntimeError, of which `errors.run_main` makes one line.
-    A mere warning is no choice, because flash attention would then stay as it was.
+    It uses PyTorch's deterministic algorithms, and cuBLAS with one workspace. It must be called before the first
+    product of the process. It switches off cuDNN's attention, because its backward pass sums in any order and
+    `torch.use_deterministic_algorithms` does not change this. An operation without a deterministic form raises
+    RuntimeError, which `errors.run_main` turns into one line. torch's mode that only warns is not used, because flash
+    attention would then not become deterministic.
     """
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # no operation here reads unwritten memory
+    torch.utils.deterministic.fill_uninitialized_memory = False  # No operation here reads memory that was not written.
     torch.backends.cuda.enable_cudnn_sdp(False)
 
 
 def set_cpu_threads(device: torch.device, width: int) -> None:
-    """On a CPU, set torch's threads to hardware.cpu_threads(width). OMP_NUM_THREADS, if set, takes precedence."""
+    """On a CPU, sets the number of torch's threads to hardware.cpu_threads(width). OMP_NUM_THREADS takes precedence."""
     if device.type == "cpu" and not os.environ.get("OMP_NUM_THREADS"):
         torch.set_num_threads(cpu_threads(width))
 
 
 def keep_compiled(folder: str) -> None:
-    """Let Inductor and Triton keep compiled kernels in `folder`, unless the environment names other folders.
+    """Lets Inductor and Triton store compiled kernels in `folder`, unless the environment names other folders.
 
-    Inductor's default is under /tmp, which restarts and containers empty: the next first step compiles all again. Each
-    release of torch has a folder of its own, which can be deleted with the release.
+    Inductor's default is under /tmp, which restarts and containers empty, so that the next first step would compile
+    everything again. Each release of torch has its own folder, which can be deleted with the release.
     """
     if os.access(folder, os.W_OK):
         compiled = os.path.join(folder, "compiled", f"torch-{torch.__version__}")
@@ -274,17 +286,18 @@ def keep_compiled(folder: str) -> None:
 
 def compute_init(device_type: str = "cuda", seed: int = 42) -> tuple[bool, int, int, int, torch.device]:
     """
-    Choose the device, seed (the same on all ranks) and join the process group under torchrun.
+    Chooses the device, seeds all ranks alike, and joins the process group under torchrun. Returns `(ddp, rank,
+    local_rank, world_size, device)`, as in nanochat.
 
-    device_type: cuda | mps | cpu, or "" to autodetect. NCCL on CUDA, gloo on the CPU.
-    Returns `(ddp, rank, local_rank, world_size, device)`, as nanochat does. Raises UserError.
+    device_type is cuda, mps or cpu, or "" to detect it. The process group uses NCCL on CUDA, and gloo on the CPU.
+    Raises UserError if the device or the process group cannot be had.
     """
     device_type = device_type or autodetect_device_type()
     check_device_type(device_type)
     ddp, rank, local_rank, world_size = get_dist_info()
     seed_everything(seed)
     if device_type == "cuda":
-        # The few FP32 matmuls use TF32. Its 10-bit significand still holds decoded NVFP4 operands exactly.
+        # The few FP32 matmuls use TF32. Its 10-bit significand still represents decoded NVFP4 operands exactly.
         torch.set_float32_matmul_precision("high")
         keep_compiled(get_base_dir())
     device = torch.device(device_type)
@@ -315,15 +328,15 @@ def compute_init(device_type: str = "cuda", seed: int = 42) -> tuple[bool, int, 
 
 
 def compute_cleanup() -> None:
-    """Leave the process group, if there is one."""
+    """Leaves the process group, if there is one."""
     if is_ddp_initialized():
         dist.destroy_process_group()
 
 
 @contextlib.contextmanager
 def joined_processes(device_type: str, seed: int = 42, alone: str = "") -> Iterator[tuple[int, int, torch.device]]:
-    """(rank, world size, device) of compute_init inside, compute_cleanup at the end. alone: the name of a program that
-    is one process; UserError under torchrun."""
+    """A context of compute_init, with compute_cleanup at its end. Its value is (rank, world size, device). `alone`
+    is the name of a program that must run as one process. Under torchrun such a program raises UserError."""
     _, rank, _, world_size, device = compute_init(device_type, seed)
     try:
         if alone and world_size > 1:

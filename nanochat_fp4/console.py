@@ -1,4 +1,4 @@
-"""What commands read and print: flags, numbers as text, the one line of an error, the log, tables."""
+"""The input and output of commands: flags, numbers as text, the one line of an error, the log, and tables."""
 
 import argparse
 import contextlib
@@ -18,11 +18,13 @@ logger = logging.getLogger("nanochat_fp4")
 # Flags
 
 
-PROGRAM: str | None = None  # "nanochat-fp4 base_train", set by __main__.py; else argparse's name of the file
+# __main__.py sets this to "nanochat-fp4 base_train" and the like. Otherwise argparse uses the name of the file.
+PROGRAM: str | None = None
 
 
 class ArgumentParser(argparse.ArgumentParser):
-    """argparse's parser, for all commands. Flags are not abbreviated (--dept is not --depth); errors are one line."""
+    """The argument parser of all commands. Flags cannot be abbreviated (--dept is not --depth), and errors are one
+    line."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **{"allow_abbrev": False, "prog": PROGRAM} | kwargs)
@@ -48,7 +50,7 @@ class ArgumentParser(argparse.ArgumentParser):
 
 
 def parse_finite(text: str) -> float:
-    """argparse type of every flag with a fractional number. Refuses NaN and infinity."""
+    """The argparse type of every flag with a fractional number. It refuses NaN and infinity."""
     try:
         value = float(text)
     except ValueError:
@@ -59,7 +61,7 @@ def parse_finite(text: str) -> float:
 
 
 def _finite_if(holds: Callable[[float], bool], problem: str) -> Callable[[str], float]:
-    """argparse type of a finite number that holds() is true for."""
+    """Returns an argparse type for finite numbers for which holds() is true."""
 
     def parse(text: str) -> float:
         if not holds(value := parse_finite(text)):
@@ -69,13 +71,15 @@ def _finite_if(holds: Callable[[float], bool], problem: str) -> Callable[[str], 
     return parse
 
 
-parse_rate = _finite_if(lambda value: value >= 0, "is negative; it must be at least 0")  # or a weight decay
-parse_share = _finite_if(lambda value: 0 <= value <= 1, "is not from 0 to 1")  # of the whole
-parse_beta = _finite_if(lambda value: 0 <= value < 1, "is not at least 0 and below 1")  # what a moving average keeps
+# A learning rate or a weight decay.
+parse_rate = _finite_if(lambda value: value >= 0, "is negative; it must be at least 0")
+parse_share = _finite_if(lambda value: 0 <= value <= 1, "is not from 0 to 1")  # A fraction of a whole.
+# The factor by which a moving average keeps its old value.
+parse_beta = _finite_if(lambda value: 0 <= value < 1, "is not at least 0 and below 1")
 
 
 def format_bytes(num: float) -> str:
-    """1536 -> '1.5 KB'. All prefixes are powers of 1024."""
+    """Formats a number of bytes: 1536 becomes '1.5 KB'. All prefixes are powers of 1024."""
     for unit in ("bytes", "KB", "MB", "GB"):
         if abs(num) < 1024:
             return f"{num:.0f} {unit}" if unit == "bytes" else f"{num:.1f} {unit}"
@@ -84,7 +88,7 @@ def format_bytes(num: float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """75 -> '1m15s', 7500 -> '2h05m'."""
+    """Formats a time: 75 becomes '1m15s', and 7500 becomes '2h05m'."""
     seconds = max(0, round(seconds))
     if seconds < 60:
         return f"{seconds}s"
@@ -98,21 +102,21 @@ def format_seconds(seconds: float) -> str:
 
 
 def print_safely(*args: Any, **kwargs: Any) -> None:
-    """print that never ends a run, not even with a closed pipe, a closed terminal or a full disk."""
+    """Prints, and never ends a run, not even with a closed pipe, a closed terminal or a full disk."""
     with contextlib.suppress(OSError):
         print(*args, **kwargs)
 
 
-OTHER_RANKS_WAIT = 3.0  # seconds
+OTHER_RANKS_WAIT = 3.0  # The time in seconds.
 
 
 def print_error(message: str) -> None:
     """
-    `error: <message>` on stderr, before this process ends.
+    Prints `error: <message>` on stderr, before this process ends.
 
-    A user's error ends all processes alike, and torchrun ends the others when the first has ended. The other ranks
-    therefore wait until rank 0 has printed the message. A rank that is alive after the wait had trouble of its own, and
-    prints its message. torchrun repeats the message at the end of its own report.
+    An error of the user ends all processes in the same way, and torchrun ends the others when the first one has ended.
+    The other ranks therefore wait until rank 0 has printed the message. A rank that is still alive after the wait had
+    an error of its own, and prints its message. torchrun repeats the message at the end of its own report.
     """
     rank, file = os.environ.get("RANK", "0"), os.environ.get("TORCHELASTIC_ERROR_FILE")
     if rank != "0":
@@ -128,7 +132,8 @@ def print_error(message: str) -> None:
 
 
 class _StderrHandler(logging.StreamHandler):
-    """`HH:MM:SS message`, and the level of a warning, to the sys.stderr of the moment: it may be redirected."""
+    """Writes `HH:MM:SS message`, with the level of a warning, to the present sys.stderr, because it may be
+    redirected."""
 
     def emit(self, record: logging.LogRecord) -> None:
         self.stream = sys.stderr
@@ -140,7 +145,8 @@ class _StderrHandler(logging.StreamHandler):
 
 
 def setup_default_logging() -> None:
-    """Send this package's log to stderr: information from rank 0, warnings from every rank. Safe to call twice."""
+    """Sends the log of this package to stderr: information from rank 0, and warnings from every rank. It may be
+    called twice."""
     if not logger.handlers:
         logger.addHandler(_StderrHandler())
     logger.setLevel(logging.INFO if os.environ.get("RANK", "0") == "0" else logging.WARNING)
@@ -151,7 +157,7 @@ def setup_default_logging() -> None:
 
 
 def table(header: list[str], rows: list[list[object]]) -> str:
-    """Columns aligned, numbers to the right."""
+    """Returns the lines of a table with aligned columns, in which numbers are on the right."""
     cells = [header, *[[f"{v:.3f}" if isinstance(v, float) else str(v) for v in row] for row in rows]]
     widths = [max(len(line[i]) for line in cells) for i in range(len(header))]
     numeric = [all(isinstance(row[i], int | float) for row in rows) for i in range(len(header))]

@@ -1,4 +1,4 @@
-"""Memory and time of a GPU, measured."""
+"""Measurements of a GPU's memory and time."""
 
 import statistics
 import sys
@@ -8,11 +8,13 @@ import torch
 
 from nanochat_fp4.hardware import available_memory
 
-HOST_AHEAD_CYCLES = 40_000_000  # At least 20 ms, in which the longest operator here is launched some twenty times.
+# These cycles take at least 20 ms. During this time the longest operator here can be launched some twenty times.
+HOST_AHEAD_CYCLES = 40_000_000
 
 
 def gpu_memory(device: torch.device | None = None) -> tuple[int, int]:
-    """(free, total) bytes of a GPU. An integrated one (GB10) counts the page cache as used, which Linux gives up."""
+    """Returns the free and the total bytes of a GPU. An integrated GPU (GB10) counts the page cache as used. Linux
+    gives the page cache up if memory is needed, so it is counted as free here."""
     free, total = torch.cuda.mem_get_info(device)
     if torch.cuda.get_device_properties(device).is_integrated:
         free = min(total, max(free, available_memory()))
@@ -20,9 +22,10 @@ def gpu_memory(device: torch.device | None = None) -> tuple[int, int]:
 
 
 def median_ms(function: Callable[[], object], repeats: int = 20, warm_up: int = 3) -> float:
-    """Median GPU time of a call in milliseconds, by events.
+    """Returns the median GPU time of a call in milliseconds, measured with events.
 
-    The GPU waits until all calls are queued. Otherwise a call with short kernels would show the time of its launches.
+    The GPU waits until all calls are queued. Otherwise the result for a call with short kernels would be the time of
+    their launches.
     """
     for _ in range(warm_up):
         function()
@@ -38,9 +41,9 @@ def median_ms(function: Callable[[], object], repeats: int = 20, warm_up: int = 
 
 
 def peak_memory(device: torch.device) -> int:
-    """Peak bytes of CUDA's allocator, or of this process without a GPU."""
+    """Returns the peak bytes of CUDA's allocator, or without a GPU those of this process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    import resource  # not on Windows
+    import resource  # Windows does not have this module.
 
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

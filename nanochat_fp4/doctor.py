@@ -1,15 +1,20 @@
-"""`python -m nanochat_fp4.doctor`: does this machine compute what the paper says, with which kernels, and how fast?
+"""Checks whether this machine computes what the paper says, with which kernels, and how fast.
+
+    python -m nanochat_fp4.doctor
 
 FP4 software has failed silently before: a GEMM library returned zeros on one GPU, and a recipe's gradients were all
-zero for three releases. The doctor therefore compares with the PyTorch reference on the CPU. The reference shares no
-code with the kernels and the GEMM of a GPU.
+zero for three releases. The doctor therefore compares with the PyTorch reference on the CPU, which shares no code with
+the kernels and the GEMM of a GPU.
 
-* layers     QuantLinear of every method, forward and backward, against products of the reference's quantized operands.
-* kernels    Quantization on random shapes. Without a rotation all bits must be equal, with one at least 99.9% of the
-             values. The tensor cores add 128 terms in their own order, so a value next to a rounding boundary may tip.
-* repeats    Each rotating kernel 200 times at a training step's size, on a GPU: the same bits each time.
-* attention  Forward and gradients, with a window and without, of each backend that is there.
-* speed      Copy and quantization bandwidth and the BF16 GEMM, on a GPU.
+- layers: QuantLinear of every method, forward and backward, is compared with products of the reference's quantized
+  operands.
+- kernels: quantization is compared on random shapes. Without a rotation all bits must be equal. With a rotation at
+  least 99.9% of the values must be equal, because the tensor cores add 128 terms in their own order, so that a value
+  next to a rounding boundary may tip.
+- repeats: on a GPU, each rotating kernel runs 200 times at the size of a training step, and must give the same bits
+  each time.
+- attention: each available backend computes forward and gradients, with a window and without.
+- speed: on a GPU, the bandwidths of copy and quantization and the speed of the BF16 GEMM are measured.
 
 A problem ends in exit status 2 and one line on stderr. The checks of layers, kernels and repeats are those of
 self_check.py, which a training run makes for its own method at its start.
@@ -44,15 +49,16 @@ from nanochat_fp4.self_check import REPEATED, kernel_problem, kernels_of, layer_
 
 SHAPES = ((1000, 528), (144, 160), (2048, 2048))
 SHAPES_INTERPRETED = ((40, 144),)
-REPEATS = 200  # launches
-ATTENTION = (2, 256, 4, 2, 64)  # rows, tokens, heads, key heads, head dimension
+REPEATS = 200  # The number of launches of each rotating kernel.
+ATTENTION = (2, 256, 4, 2, 64)  # The numbers of rows, tokens, heads and key heads, and the head dimension.
 ATTENTION_ERROR = 1e-3  # BF16 products and sums give 1e-5.
-MOST_PROCESSES = 8  # Processes that compile and check at once. Each takes some 500 MB of a GPU's memory.
-MOST_METHODS = 12  # With more methods the kernels are checked on several shapes.
+# The number of processes that compile and check at once. Each of them takes some 500 MB of a GPU's memory.
+MOST_PROCESSES = 8
+MOST_METHODS = 12  # With at most so many methods the kernels are checked on one shape only.
 
 
 def attention_problem(device: torch.device, backend: str) -> str | None:
-    """Names a wrong output or gradient of an attention backend in BF16 (FP32 on a CPU), or None."""
+    """Returns a description of a wrong output or gradient of an attention backend in BF16 (FP32 on a CPU), or None."""
     rows, length, heads, kv_heads, dim = ATTENTION
     generator = torch.Generator().manual_seed(5)
     sizes = (heads, kv_heads, kv_heads, heads)
@@ -88,23 +94,24 @@ def attention_problem(device: torch.device, backend: str) -> str | None:
 
 
 def copy_bandwidth(device: torch.device, num_bytes: int = 1 << 30) -> float:
-    """GB/s (10^9 bytes, read and written) of copying a tensor that no cache holds."""
+    """Measures the GB/s (10^9 bytes, read and written) of copying a tensor that is too large for caches."""
     source = torch.empty(num_bytes, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     return 2 * num_bytes / median_ms(lambda: target.copy_(source)) / 1e6
 
 
 def gemm_tflops(device: torch.device, size: int = 8192) -> float:
-    """TFLOP/s of a square BF16 product of random numbers. Zeros would take less power and be faster."""
+    """Measures the TFLOP/s of a square BF16 product of random numbers. Zeros would take less power and be faster."""
     a, b = (torch.randn(size, size, dtype=torch.bfloat16, device=device) for _ in range(2))
     return 2 * size**3 / median_ms(lambda: a @ b.T, repeats=10) / 1e9
 
 
 def quantize_bandwidth(device: torch.device, rows: int = 16384, columns: int = 8192) -> float:
-    """GB/s of 4/6: BF16 read twice (amax, then quantization), codes and scales, and what is decoded of them."""
+    """Measures the GB/s of quantizing with 4/6. BF16 values are read twice (amax, then quantization), and codes,
+    scales and decoded values are written."""
     x = torch.randn(rows, columns, dtype=torch.bfloat16, device=device)
     how = Quantization(ROUNDINGS["four_over_six"])
-    decoded = quantize_operand(x, how, keep_codes=True).decoded  # None on FP4 tensor cores
+    decoded = quantize_operand(x, how, keep_codes=True).decoded  # This is None on FP4 tensor cores.
     num_bytes = x.numel() * (2 + 2 + BYTES + (0 if decoded is None else decoded.element_size()))
     return num_bytes / median_ms(lambda: quantize_operand(x, how, keep_codes=True)) / 1e6
 
@@ -115,10 +122,10 @@ def quantize_bandwidth(device: torch.device, rows: int = 16384, columns: int = 8
 def examine(
     device: torch.device, methods: tuple[str, ...], say: Callable[[str], None] = print, processes: int = 0
 ) -> list[str]:
-    """Every check, one line each through `say`; returns the problems.
+    """Makes every check, and says one line about each through `say`. Returns the problems.
 
-    processes: number of processes that check at once, or 0 for this process. Nearly all of the time goes into compiling
-    kernels, some 80 for nf.METHODS.
+    `processes` is the number of processes that check at once, or 0 to check in this process. Nearly all of the time is
+    spent in compiling kernels, some 80 of them for nf.METHODS.
     """
     problems = []
 
@@ -171,17 +178,18 @@ def _kernel_problem_of_shapes(device: torch.device, rounding: Rounding, rht_dim:
 
 @contextlib.contextmanager
 def _checks(processes: int) -> Iterator[Callable[..., Callable]]:
-    """start(function, *arguments). Calling its result, without arguments, waits for the function's result."""
+    """Yields start(function, *arguments), which returns a function without arguments that waits for the function's
+    result."""
     if not processes:
         yield functools.partial
         return
-    context = multiprocessing.get_context("spawn")  # a process that has begun with CUDA cannot be forked
+    context = multiprocessing.get_context("spawn")  # A process that has used CUDA cannot be forked.
     with ProcessPoolExecutor(processes, context, torch.set_num_threads, (1,)) as pool:
         yield lambda *what: pool.submit(*what).result
 
 
 def operations(device: torch.device) -> list[str]:
-    """One line for each operation, with its backend and the reason."""
+    """Returns one line for each operation, with its backend and the reason for it."""
     backend = nf.backend()
     kernels = use_kernels(device)
     lines = [f"{name:10s} {backend.quantize}" for name in ("quantize", "rotate", "requantize")]
@@ -191,6 +199,7 @@ def operations(device: torch.device) -> list[str]:
 
 
 def versions() -> str:
+    """Returns a line with the versions of Python, torch, CUDA and Triton."""
     try:
         import triton
 
@@ -202,7 +211,8 @@ def versions() -> str:
 
 
 def what_to_send(folder: Path) -> str:
-    """How to report what dev/measure.sh found on a card. Raises UserError where the folder has no such file."""
+    """Returns how to report the results of dev/measure.sh on a card. Raises UserError if the folder has no such
+    results."""
     file = folder / "my_card.json"
     if not file.is_file():
         raise UserError(
@@ -231,7 +241,7 @@ def main(argv: list[str] | None = None) -> None:
     device = torch.device(autodetect_device_type())
     if device.type == "mps":
         device = torch.device("cpu")
-    set_cpu_threads(device, 1)  # the checks' tensors are small
+    set_cpu_threads(device, 1)  # The tensors of the checks are small.
     print(f"nanochat_fp4 doctor: {versions()}")
     print(f"device     {torch.cuda.get_device_name() if device.type == 'cuda' else device}")
     print("\n".join(operations(device)))
@@ -244,7 +254,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def cli() -> None:
-    """The command of the installed package."""
+    """Runs the command of the installed package."""
     run_main(main)
 
 

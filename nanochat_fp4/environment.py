@@ -16,7 +16,8 @@ from nanochat_fp4.hardware import usable_cpus
 
 
 def _command_output(*command: str, cwd: str | None = None) -> str | None:
-    """stdout of a short command, stripped; None where it is missing, fails or takes more than 10 seconds."""
+    """Returns the stdout of a short command, stripped. Returns None if the command is missing, fails or takes more
+    than 10 seconds."""
     try:
         out = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=10, stdin=subprocess.DEVNULL)
     except (OSError, subprocess.SubprocessError):
@@ -44,14 +45,15 @@ def _driver_version() -> str | None:
 
 @functools.cache
 def get_commit() -> str | None:
-    """Commit of this package's checkout, with '+changes' where tracked files differ; None outside of git.
+    """Returns the commit of this package's checkout, with '+changes' if tracked files differ. Returns None outside
+    of git.
 
-    Read at the first call and kept, because the process has loaded the code of that time.
+    The commit is read at the first call and stored, because the process has loaded the code of this time.
     """
     root = str(Path(__file__).resolve().parent.parent)
     top, _, commit = (_command_output("git", "rev-parse", "--show-toplevel", "HEAD", cwd=root) or "").partition("\n")
     if top != root:
-        return None  # an installed copy that happens to lie in somebody else's repository
+        return None  # This is an installed copy inside of another repository.
     if _command_output("git", "status", "--porcelain", "--untracked-files=no", cwd=root):
         commit += "+changes"
     return commit
@@ -59,7 +61,7 @@ def get_commit() -> str | None:
 
 def environment_info() -> dict[str, Any]:
     """
-    The environment of a measurement as a JSON-able dict, None for unknown values. The keys are:
+    Returns the environment of a measurement as a dict that JSON can represent. Unknown values are None. The keys are:
 
         python platform torch triton cuda gpu gpu_count gpu_memory_gb compute_capability driver cpu cpu_count
         memory_gb commit
@@ -68,7 +70,7 @@ def environment_info() -> dict[str, Any]:
         import triton
 
         triton_version = triton.__version__
-    except Exception:  # missing, or broken on this platform: no kernel can be compiled
+    except Exception:  # Triton is missing, or broken on this platform. No kernel can be compiled then.
         triton_version = None
     info: dict[str, Any] = {
         "python": platform.python_version(),

@@ -20,25 +20,26 @@ from nanochat_fp4.packages import missing_package, remedy
 
 
 class UserError(Exception):
-    """An error that the user can mend. The message is one line: what was wrong, what was expected, what to do."""
+    """An error that the user can correct. Its message is one line: what was wrong, what was expected, what to do."""
 
 
-# The user can mend a full or read-only disk, or a limit of sizes (EFBIG). Any other OSError is a bug and keeps its
-# traceback.
+# The user can correct a full or read-only disk, or a limit of file sizes (EFBIG). Any other OSError is a bug and keeps
+# its traceback.
 USER_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS, errno.EFBIG}
-_NOT_DETERMINISTIC = re.compile(r"(\S+) does not have a deterministic implementation")  # torch's RuntimeError
-# The user gave a path that cannot be used. EBUSY: a file cannot replace `..`.
+# This is the message of torch's RuntimeError.
+_NOT_DETERMINISTIC = re.compile(r"(\S+) does not have a deterministic implementation")
+# The user gave a path that cannot be used. EBUSY means that a file cannot replace `..`.
 _PATH_ERRNOS = {errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.EBUSY}
 
 
 def one_line(error: BaseException | str) -> str:
-    """The message of `error` on a single line; its class name where it has no message."""
+    """Returns the message of `error` on a single line, or the name of its class if it has no message."""
     text = " ".join(str(error).split())
     return text if text or isinstance(error, str) else type(error).__name__
 
 
 def require(*modules: str) -> None:
-    """Raises UserError with the `pip install` for those of the modules that are not installed."""
+    """Raises UserError, with the `pip install` command, if any of the modules is not installed."""
     if missing := [module for module in modules if importlib.util.find_spec(module) is None]:
         what = f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not installed"
         raise UserError(f"{what}, which this needs; {remedy(*missing)}")
@@ -46,9 +47,10 @@ def require(*modules: str) -> None:
 
 def _allow_interrupts() -> None:
     """
-    Ctrl-C raises KeyboardInterrupt again from here on.
+    Makes Ctrl-C raise KeyboardInterrupt again.
 
-    A rank of several still dies of SIGINT. It may be waiting for the others in C++, where no exception ends the wait.
+    If there are several ranks, a rank still dies of SIGINT. It may be waiting for the others in C++, where no exception
+    ends the wait.
     """
     if signal.getsignal(signal.SIGINT) == signal.SIG_DFL and "RANK" not in os.environ:
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -56,24 +58,24 @@ def _allow_interrupts() -> None:
 
 def run_main(main: Callable[[], Any]) -> None:
     """
-    Entry point of every script: `if __name__ == "__main__": run_main(main)`.
+    The entry point of every script: `if __name__ == "__main__": run_main(main)`.
 
-    Errors that a user can mend print `error: <one line>` on stderr and end in exit status 2:
-
+    Errors that a user can correct print `error: <one line>` on stderr and end in exit status 2:
     - UserError, and the ValueError of library code
     - a missing package
     - a full or read-only disk, and a path that cannot be used
     - a GPU or CPU out of memory
     - a number that is too large for the machine
 
-    Ctrl-C ends in exit status 130. A `print` that nobody reads any more (`| head`) ends in 141 without a word; print0
-    goes on. Any other exception is a bug and keeps its traceback. NANOCHAT_TRACEBACK=1 prints the traceback of the
-    others as well.
+    Ctrl-C ends in exit status 130. A `print` whose reader is gone (`| head`) ends in 141 without a message, but print0
+    goes on. Any other exception is a bug and keeps its traceback. With NANOCHAT_TRACEBACK=1 the errors of a user print
+    their traceback as well.
     """
-    if sys.stdout is None:  # closed when Python started
+    if sys.stdout is None:  # stdout was closed when Python started.
         sys.stdout = open(os.devnull, "w")
-    if isinstance(sys.stdout, io.TextIOWrapper):  # no character ends a run, whatever the encoding; as Python's stderr
-        with contextlib.suppress(OSError):  # it flushes, and nobody may read
+    # No character ends a run, whatever the encoding, as on Python's stderr.
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        with contextlib.suppress(OSError):  # reconfigure flushes stdout, whose reader may be gone.
             sys.stdout.reconfigure(errors="backslashreplace")
     setup_default_logging()
     status = 2
@@ -82,7 +84,7 @@ def run_main(main: Callable[[], Any]) -> None:
         main()
         return
     except (KeyboardInterrupt, Exception) as e:
-        # A Ctrl-C that comes inside compiled code (the tokenizer's training) can be the cause of another exception.
+        # A Ctrl-C that comes inside of compiled code (the tokenizer's training) can be the cause of another exception.
         if isinstance(e, KeyboardInterrupt) or isinstance(e.__cause__, KeyboardInterrupt):
             message, status = "interrupted", 130
         elif is_out_of_memory(e):
@@ -92,7 +94,8 @@ def run_main(main: Callable[[], Any]) -> None:
             message = one_line(e)
         elif missing := missing_package(e):
             message = missing
-        elif isinstance(e, OverflowError) or "Overflow when unpacking" in str(e):  # Python's, and torch's TypeError
+        # These are Python's error, and torch's TypeError.
+        elif isinstance(e, OverflowError) or "Overflow when unpacking" in str(e):
             message = f"a number is too large ({one_line(e)[:150]}); see the command's --help"
         elif isinstance(e, RuntimeError) and (name := _NOT_DETERMINISTIC.match(str(e))):
             message = f"{name[1]} has no deterministic form on this device; train without --deterministic"
@@ -108,30 +111,30 @@ def run_main(main: Callable[[], Any]) -> None:
             traceback.print_exc()
     finally:
         _let_go_of_stdout()
-    if status != 130 or os.environ.get("RANK", "0") == "0":  # Ctrl-C reaches all ranks; only rank 0 prints
+    if status != 130 or os.environ.get("RANK", "0") == "0":  # Ctrl-C reaches all ranks, but only rank 0 prints.
         print_error(message)
     sys.exit(status)
 
 
 def _reader_has_gone() -> bool:
-    """Whether stdout is a pipe that nobody reads any more."""
+    """Returns whether stdout is a pipe whose reader is gone."""
     pipe = select.poll()
-    with contextlib.suppress(OSError, ValueError):  # no file behind it
+    with contextlib.suppress(OSError, ValueError):  # stdout may have no file.
         pipe.register(sys.stdout.fileno(), 0)
     return bool(pipe.poll(0))
 
 
 def _let_go_of_stdout() -> None:
-    """Flush stdout now. If its reader is gone, drop the rest; otherwise Python would fail at exit."""
+    """Flushes stdout now. If its reader is gone, drops the rest, because Python would fail at exit otherwise."""
     try:
         sys.stdout.flush()
     except OSError:
-        with contextlib.suppress(OSError, ValueError):  # no file behind it
+        with contextlib.suppress(OSError, ValueError):  # stdout may have no file.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an exception says that memory ran out, on the GPU or (a RuntimeError in torch) on the CPU."""
+    """Returns whether an exception says that memory ran out, on the GPU or (a RuntimeError of torch) on the CPU."""
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or (
         isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
     )

@@ -1,4 +1,4 @@
-"""Atomic writes, flushed to the disk, and the hashes of files."""
+"""Atomic writes that are flushed to the disk, and hashes of files."""
 
 import contextlib
 import errno
@@ -11,7 +11,7 @@ from typing import Any
 
 
 def fsync_dir(folder: str | os.PathLike) -> None:
-    """Make a rename inside `folder` survive a power cut. A no-op where folders cannot be opened (Windows)."""
+    """Makes a rename inside of `folder` survive a power cut. Does nothing if folders cannot be opened (Windows)."""
     with contextlib.suppress(OSError):
         fd = os.open(folder, os.O_RDONLY)
         try:
@@ -23,17 +23,19 @@ def fsync_dir(folder: str | os.PathLike) -> None:
 @contextlib.contextmanager
 def atomic_open(path: str | os.PathLike) -> Iterator[Any]:
     """
-    A binary file object whose content appears under `path` all at once, when the block ends without an exception.
+    A context with a binary file object, whose content appears under `path` all at once when the block ends without an
+    exception.
 
-    The content is written to a temporary name in the same folder, flushed to the disk and renamed. No reader ever sees
-    a part of it, not even after a kill half-way. On an exception the old content of `path` stays and the temporary file
-    is deleted. A killed process leaves a `.<name>.<random>.tmp` behind, which nothing here ever reads.
+    The content is written under a temporary name in the same folder, flushed to the disk and renamed. No reader ever
+    sees a part of it, not even after a kill half-way. After an exception the old content of `path` stays, and the
+    temporary file is deleted. A killed process leaves a file `.<name>.<random>.tmp` behind, which is never read. Raises
+    IsADirectoryError if `path` is a folder.
     """
     path = Path(path)
     if path.is_dir():
         raise IsADirectoryError(errno.EISDIR, "there is a folder of that name", str(path))
     tmp = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
-    # O_EXCL and mode 0666 (minus the umask): the rights an ordinary open() would give, unlike tempfile's 0600.
+    # O_EXCL and the mode 0666 (minus the umask) give the permissions of an ordinary open(), unlike tempfile's 0600.
     fd = os.open(tmp, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), 0o666)
     try:
         with os.fdopen(fd, "wb") as f:
@@ -49,13 +51,14 @@ def atomic_open(path: str | os.PathLike) -> Iterator[Any]:
 
 
 def atomic_write(path: str | os.PathLike, data: bytes | str) -> None:
-    """Write `data` (a str as UTF-8) to `path` so that readers see the old content or the new, never a mixture."""
+    """Writes `data` (a str as UTF-8) to `path`, so that readers see the old content or the new one, and never a
+    mixture."""
     with atomic_open(path) as f:
         f.write(data.encode("utf-8") if isinstance(data, str) else data)
 
 
 def sha256_file(path: str | os.PathLike) -> str:
-    """SHA-256 of a file's bytes, in hex."""
+    """Returns the SHA-256 of a file's content, in hex."""
     digest = hashlib.sha256()
     with open(path, "rb") as f:
         while chunk := f.read(1 << 20):
@@ -64,6 +67,6 @@ def sha256_file(path: str | os.PathLike) -> str:
 
 
 def git_hash(path: str | os.PathLike) -> str:
-    """The name that git gives to a file's content, in hex: a SHA-1."""
+    """Returns the name that git gives to a file's content, in hex, which is a SHA-1."""
     data = Path(path).read_bytes()
     return hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()

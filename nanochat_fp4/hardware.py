@@ -1,7 +1,7 @@
 """
-The BF16 peak of GPUs by their names; the bytes of memory and the CPUs that this process may use.
+The BF16 peak of GPUs by their names, and the bytes of memory and the CPUs that this process may use.
 
-    python nanochat_fp4/hardware.py     prints usable_cpus(), for shell scripts; it imports no torch
+    python nanochat_fp4/hardware.py     prints usable_cpus(), for shell scripts. It does not import torch.
 """
 
 import contextlib
@@ -10,8 +10,8 @@ import re
 import warnings
 from pathlib import Path, PurePosixPath
 
-# Dense BF16 tensor-core peak with FP32 accumulation, FLOP/s, from the vendors' data sheets. First match wins, so
-# longer names come first.
+# The dense BF16 peak of the tensor cores with FP32 accumulation, in FLOP/s, from the vendors' data sheets. The first
+# match counts, so longer names come first.
 _PEAK_FLOPS = [
     (r"gb200|grace blackwell", 2.5e15),
     (r"b300|\bb200", 2.25e15),
@@ -33,7 +33,7 @@ _PEAK_FLOPS = [
     (r"mi300a", 980.6e12),
     (r"mi250x", 383e12),
     (r"mi250", 362.1e12),
-    (r"rtx pro 6000", 503.8e12),  # PRO cards do not halve the rate with FP32 accumulation
+    (r"rtx pro 6000", 503.8e12),  # PRO cards do not halve the rate with FP32 accumulation.
     (r"rtx 5090", 209.5e12),
     (r"rtx 4090", 165.2e12),
     (r"rtx 3090", 71e12),
@@ -41,13 +41,15 @@ _PEAK_FLOPS = [
 
 
 def get_peak_flops(device_name: str) -> float | None:
-    """Dense BF16 peak of a GPU in FLOP/s from its name (torch.cuda.get_device_name); None where it is not known.
+    """Returns the dense BF16 peak of a GPU in FLOP/s from its name (torch.cuda.get_device_name), or None if it is
+    not known.
 
-    The BF16 peak is the yardstick for every method, so that MFU above 100% is possible in FP4 on a Blackwell.
-    A caller that gets None shows no MFU rather than a wrong one.
+    MFU is relative to this peak for every method, so it can be above 100% in FP4 on a Blackwell. If the peak is not
+    known, a caller shows no MFU, because a wrong one would be worse.
     """
     name = device_name.lower()
-    if re.search(r"\b(laptop|max-q|mig)\b", name):  # the same name, and less power or a part of the chip
+    # These have the same name, but less power or only a part of the chip.
+    if re.search(r"\b(laptop|max-q|mig)\b", name):
         return None
     for pattern, flops in _PEAK_FLOPS:
         if re.search(pattern, name):
@@ -56,12 +58,13 @@ def get_peak_flops(device_name: str) -> float | None:
 
 
 def physical_memory() -> int:
-    """Bytes of memory in this machine; 8 GB if the system does not tell."""
+    """Returns the bytes of memory in this machine, or 8 GB if the system does not tell."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else 8 << 30
 
 
 def available_memory(root: Path = Path("/")) -> int:
-    """Bytes that programs can still take, the page cache included (MemAvailable); 0 if the system does not tell."""
+    """Returns the bytes that programs can still take, with the page cache (MemAvailable), or 0 if the system does
+    not tell."""
     with contextlib.suppress(OSError):
         if found := re.search(r"^MemAvailable:\s+(\d+) kB", (root / "proc/meminfo").read_text(), re.MULTILINE):
             return 1024 * int(found.group(1))
@@ -69,21 +72,23 @@ def available_memory(root: Path = Path("/")) -> int:
 
 
 def ignore_false_warnings() -> None:
-    """torch before 2.13 warns that it ends at 12.0. A GB10 (12.1) runs what was compiled for 12.0."""
+    """Hides a false warning of torch before 2.13, which says that it supports GPUs only up to 12.0. A GB10 (12.1)
+    runs code that was compiled for 12.0."""
     supported = (
         r"Minimum and Maximum cuda capability supported by this version of PyTorch is\s+\(\d+\.\d+\) - \(12\.0\)"
     )
     warnings.filterwarnings("ignore", rf"\s*Found GPU\d+ .* which is of cuda capability 12\.1\.\s+{supported}")
 
 
-# Models narrower than this run on one CPU thread: their operations are short, and threads mostly wait for one another.
+# Models narrower than this run on one CPU thread. Their operations are short, and threads would mostly wait for each
+# other.
 NARROW_WIDTH = 512
 
 
 def cgroup_quota(root: Path = Path("/")) -> float | None:
-    """CPUs' worth of time that the cgroups (v1 or v2) of this process may use; None where no cgroup sets a quota.
+    """Returns how many CPUs' time the cgroups (v1 or v2) of this process may use, or None if no cgroup sets a quota.
 
-    root: the folder that holds proc and sys. The smallest quota of the cgroup and its parents counts.
+    `root` is the folder with proc and sys. Of the quotas of the cgroup and its parents, the smallest one counts.
     """
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
@@ -94,7 +99,7 @@ def cgroup_quota(root: Path = Path("/")) -> float | None:
         _, controllers, path = line.split(":", 2)
         if controllers and "cpu" not in controllers.split(","):
             continue
-        # A container sees the host's path in /proc and its own cgroup at the root of the mount.
+        # A container sees the host's path in /proc, and its own cgroup at the root of the mount.
         inner = PurePosixPath(path.lstrip("/"))
         for mount in ("cpu", controllers) if controllers else ("", "unified"):
             for folder in (inner, *inner.parents):
@@ -103,24 +108,26 @@ def cgroup_quota(root: Path = Path("/")) -> float | None:
 
 
 def _quota(folder: Path) -> list[float]:
-    with contextlib.suppress(OSError, ValueError):  # v2: "max 100000" has no quota
+    """Returns the quota of a cgroup in CPUs as a list of one number, or an empty list if it has none."""
+    with contextlib.suppress(OSError, ValueError):  # In version 2, "max 100000" is no quota.
         quota, period = (folder / "cpu.max").read_text().split()
         return [int(quota) / int(period)]
-    with contextlib.suppress(OSError, ValueError):  # v1: -1 is no quota
+    with contextlib.suppress(OSError, ValueError):  # In version 1, -1 is no quota.
         quota = int((folder / "cpu.cfs_quota_us").read_text())
         return [quota / int((folder / "cpu.cfs_period_us").read_text())] if quota > 0 else []
     return []
 
 
 def usable_cpus(root: Path = Path("/")) -> int:
-    """CPUs that this process may keep busy, at least 1: its affinity, bounded by the quota of its cgroups."""
+    """Returns how many CPUs this process may keep busy, at least 1. This is its affinity, limited by the quota of
+    its cgroups."""
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quota = cgroup_quota(root)
     return cpus if quota is None else max(1, min(cpus, int(quota)))
 
 
 def cpu_threads(width: int) -> int:
-    """Threads for a model of this width on a CPU."""
+    """Returns the number of threads for a model of this width on a CPU."""
     return 1 if width < NARROW_WIDTH else usable_cpus()
 
 

@@ -1,10 +1,11 @@
 """
-Who uses what. A run holds the lock of its folder, and whoever replaces a thing asks for the locks of all its users.
+The locks that say who uses what. A run has the lock of its folder, and a program that replaces something asks for the
+locks of all its users.
 
-    with held_run(folder):                    # one run at a time, until the end of the process
+    with held_run(folder):                  # one run at a time, until the end of the process
         ...
-    if users := running_runs(base_dir):       # ["base_checkpoints/d20_clover (process 7 on host since ...)"]
-        raise UserError(...)                  # they train with what is about to be replaced
+    if users := running_runs(base_dir):     # ["base_checkpoints/d20_clover (process 7 on host since ...)"]
+        raise UserError(...)                # they train with the thing that would be replaced
 """
 
 import contextlib
@@ -24,18 +25,21 @@ from nanochat_fp4.errors import UserError, one_line
 from nanochat_fp4.files import atomic_write
 
 _NO_LOCKS = {errno.ENOSYS, errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP}
-ASKED_SECONDS = 0.3  # for which a run waits for its lock: whoever asks whether the run is there holds the lock a moment
+# A run waits for its lock for this time, because a process that asks whether the run exists has the lock for a moment.
+ASKED_SECONDS = 0.3
 
 
 @contextlib.contextmanager
 def held_run(folder: str | os.PathLike) -> Iterator[None]:
     """
-    Inside, the run's folder is this run's, until the end of the process, whatever ends it. All ranks enter it together.
+    A context in which the run's folder belongs to this run, until the end of the process, whatever ends it. All ranks
+    must enter it together.
 
-    The lock is the kernel's (flock), so a killed process leaves none. Its file .<name>.lock is beside the folder:
-    --overwrite deletes the folder. .<name>.lock.json names the holder. The lock reaches as far as the file system's
-    locks. Linux's NFS client passes flock on to the server, and so does Lustre mounted with flock. A warning says where
-    there are no locks. Raises UserError on every rank where another run holds it.
+    The lock belongs to the kernel (flock), so a killed process leaves none. Its file .<name>.lock is beside the folder,
+    because --overwrite deletes the folder. .<name>.lock.json names the process that has the lock. The lock works as far
+    as the locks of the file system do. Linux's NFS client passes flock on to the server, and so does Lustre if it is
+    mounted with flock. If there are no locks, a warning says so. Raises UserError on every rank if another run has the
+    lock.
     """
     folder = Path(folder).absolute()
     lock = _lock_of(folder)
@@ -47,11 +51,12 @@ def held_run(folder: str | os.PathLike) -> Iterator[None]:
         if lock.is_locked:
             with contextlib.suppress(OSError):
                 _holder_file(folder).unlink()
-            lock.release()  # its file stays: to delete it would let two runs in
+            lock.release()  # The file of the lock stays, because deleting it would let two runs in.
 
 
 def running(folder: str | os.PathLike) -> str | None:
-    """The process that trains in a folder, in words. None if there is none, or if the file system has no locks."""
+    """Returns a description of the process that trains in a folder. Returns None if there is none, or if the file
+    system has no locks."""
     folder = Path(folder).absolute()
     if not _lock_file(folder).exists():
         return None
@@ -67,13 +72,13 @@ def running(folder: str | os.PathLike) -> str | None:
 
 
 def running_runs(base_dir: str | os.PathLike) -> list[str]:
-    """The runs of all stages that train in a base directory now, with their processes, in words."""
+    """Returns the runs of all stages that train in a base directory now, each with a description of its process."""
     folders = [path.parent / path.name[1 : -len(".lock")] for path in Path(base_dir).glob("*_checkpoints/.*.lock")]
     return [f"{folder.parent.name}/{folder.name} ({who})" for folder in sorted(folders) if (who := running(folder))]
 
 
 def fail_together(problem: str | None) -> None:
-    """Raise the first problem of any rank on all of them, as a UserError. All ranks call this together."""
+    """Raises the first problem of any rank on all ranks, as a UserError. All ranks must call this function together."""
     if first := next(filter(None, of_all_ranks(problem)), None):
         raise UserError(first)
 
@@ -91,7 +96,7 @@ def _holder_file(folder: Path) -> Path:
 
 
 def _take(lock: filelock.FileLock, folder: Path) -> str | None:
-    """Take the lock; why it cannot be had otherwise."""
+    """Takes the lock, and returns None, or the reason why it cannot be had."""
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         lock.acquire(timeout=ASKED_SECONDS)
@@ -105,7 +110,7 @@ def _take(lock: filelock.FileLock, folder: Path) -> str | None:
         logger.warning(f"the file system of {folder} has no locks: nothing keeps a second run out of it")
         return None
     holder = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.time()}
-    with contextlib.suppress(OSError):  # a full disk, which check_writable tells better
+    with contextlib.suppress(OSError):  # The disk may be full. check_writable explains this better.
         atomic_write(_holder_file(folder), json.dumps(holder) + "\n")
     return None
 
@@ -116,4 +121,4 @@ def _describe_holder(folder: Path) -> str:
         since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(holder["since"]))
         return f"process {int(holder['pid'])} on {str(holder['host'])[:100]} since {since}"
     except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
-        return "a process that is just beginning"  # the process has the lock and has not written its name yet
+        return "a process that is just beginning"  # The process has the lock and has not written its name yet.

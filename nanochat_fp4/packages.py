@@ -1,12 +1,12 @@
-"""Which `pip install` brings a module that is not installed."""
+"""The `pip install` command for a module that is not installed."""
 
 import os
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent  # of a checkout, or site-packages
+ROOT = Path(__file__).resolve().parent.parent  # This is the root of a checkout, or site-packages.
 
-# The extra of this package that brings a module.
+# The modules that each extra of this package installs.
 EXTRAS = {
     "train": ("datasets", "filelock", "huggingface_hub", "matplotlib", "muon", "pyarrow", "rustbpe", "safetensors",
               "tiktoken", "tqdm", "wandb", "yaml"),
@@ -16,14 +16,14 @@ EXTRAS = {
 }  # fmt: skip
 
 
-# What the package itself depends on; `pip install -e .` brings these modules.
+# The package itself depends on these modules, and `pip install -e .` installs them.
 CORE = ("numpy", "nvfp4_kernels", "torch", "triton")
 
 
 def install_command(*modules: str) -> str:
-    """The `pip install` that brings the modules; "" for a module that is neither of EXTRAS nor of CORE.
+    """Returns the `pip install` command that installs the modules, or "" if none of them is in EXTRAS or CORE.
 
-    In a checkout pip is given its folder, because no package index has this package's name.
+    In a checkout the command names the folder, because no package index has this package's name.
     """
     wanted = ",".join(extra for extra, names in EXTRAS.items() if set(names) & set(modules))
     if not wanted and not set(CORE) & set(modules):
@@ -36,7 +36,8 @@ def install_command(*modules: str) -> str:
 
 
 def remedy(*modules: str) -> str:
-    """What to type so that the modules are found: the checkout's .venv where it has them, else install_command."""
+    """Returns what to type so that the modules are found. If the checkout's .venv has them, this activates .venv.
+    Otherwise it is the install_command."""
     venv = ROOT / ".venv"
     packages = list(venv.glob("lib/python*/site-packages"))
     if packages and Path(sys.prefix) != venv and all((packages[0] / name).is_dir() for name in modules):
@@ -46,7 +47,8 @@ def remedy(*modules: str) -> str:
 
 
 def missing_package(error: BaseException) -> str:
-    """One line on a ModuleNotFoundError of a package of ours, with what to type (see remedy); else ""."""
+    """Returns one line about a ModuleNotFoundError, with what to type (see remedy), if install_command knows the
+    module. Otherwise returns ""."""
     name = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
     if not install_command(name):
         return ""

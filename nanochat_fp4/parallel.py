@@ -1,13 +1,13 @@
-"""How a run is spread over its processes: --parallel ddp or fsdp.
+"""The ways to spread a run over its processes: --parallel ddp or fsdp.
 
-    ddp    every process has all weights; the optimizers average the gradients and share their own work (optim.py)
-    fsdp   every process has some rows of each matrix, of its gradient and of its moments (PyTorch's FSDP2); quantized
-           weights travel as codes (nvfp4/sharding.py)
+    ddp    Every process has all weights. The optimizers average the gradients and divide their own work (optim.py).
+    fsdp   Every process has some rows of each matrix, of its gradient and of its moments (PyTorch's FSDP2). Quantized
+           weights are sent as codes (nvfp4/sharding.py).
 
-Both deal micro-batches to processes in the same way and make the same run. Codes of the forward pass are equal to the
-bit. Gradients agree up to the order of their sums. Both make, reduce and add up the gradients of the blocks in FP32.
-On a GPU fsdp makes the gradients of embedding and head in BF16 and reduces them in FP32 after each micro-batch; ddp
-averages the sum over all micro-batches.
+Both deal micro-batches to processes in the same way and make the same run. The codes of the forward pass have the same
+bits. Gradients agree up to the order of their sums. Both compute, reduce and add up the gradients of the blocks in
+FP32. On a GPU, fsdp computes the gradients of embedding and head in BF16 and reduces them in FP32 after each
+micro-batch, while ddp averages the sum over all micro-batches.
 """
 
 import argparse
@@ -25,11 +25,11 @@ from nanochat_fp4.nvfp4.linear import QuantLinear
 from nanochat_fp4.nvfp4.sharding import gather_codes
 
 MODES = ("ddp", "fsdp")
-TENSOR = "tensor"  # the mesh dimension of processes that compute a layer together (models/divided.py)
+TENSOR = "tensor"  # The mesh dimension of processes that compute a layer together (models/divided.py).
 
 
 def check_parallel(args: argparse.Namespace) -> bool:
-    """Whether the run is sharded. Raises UserError for flags that a sharded run cannot have."""
+    """Returns whether the run is sharded. Raises UserError for flags that a sharded run cannot have."""
     if args.parallel != "fsdp":
         return False
     if not (is_ddp_initialized() and dist.get_world_size() > 1):
@@ -45,12 +45,13 @@ def check_parallel(args: argparse.Namespace) -> bool:
 
 
 def shard(model: nn.Module, dtype: torch.dtype | None = None, codes: bool = True) -> int:
-    """Shards a converted GPT or Llama over all processes, in place. Call it before compiling and before the optimizers.
+    """Shards a converted GPT or Llama over all processes, in place. Call it before compiling and before making the
+    optimizers.
 
-    Matrices are sharded by rows. Vectors and scalars stay whole, and the optimizers average their gradients as in ddp.
-
-    The output head's gradient, and gathered weights that are no codes, have dtype; None keeps their own. With codes
-    False this is plain FSDP2, for comparison: all weights are gathered in dtype, and each process quantizes all.
+    Matrices are sharded by rows. Vectors and scalars are not sharded, and the optimizers average their gradients as in
+    ddp. `dtype` is the dtype of the output head's gradient, and of gathered weights that are not codes. None keeps
+    their own. With codes=False this is plain FSDP2, for comparison: all weights are gathered in dtype, and each process
+    quantizes all of them.
 
     Returns the number of layers whose weights are gathered as codes. Raises UserError if the rows of a matrix do not
     divide by the number of processes.
@@ -86,28 +87,30 @@ def shard(model: nn.Module, dtype: torch.dtype | None = None, codes: bool = True
 
 
 def is_sharded(value: Any) -> bool:
-    """Whether a tensor (a DTensor), or a model, is sharded."""
+    """Returns whether a tensor, or any parameter of a model, is sharded (a DTensor)."""
     if isinstance(value, nn.Module):
         return any(is_sharded(p) for p in value.parameters())
     return hasattr(value, "device_mesh")
 
 
 def losses_of(grad: Tensor) -> int:
-    """How many processes' losses a sharded gradient sums up. FSDP's gradient is of the mean loss: 1."""
+    """Returns of how many processes' losses a sharded gradient is the sum. FSDP's gradient is that of the mean loss,
+    so it is 1."""
     mesh = grad.device_mesh
     return mesh.size() if mesh.mesh_dim_names == (TENSOR,) else 1
 
 
 @contextlib.contextmanager
 def unsharded(model: nn.Module) -> Iterator[None]:
-    """Every process has all weights of a sharded model inside, and may evaluate and generate by itself, uncompiled.
+    """A context in which every process has all weights of a sharded model. It may evaluate and generate by itself,
+    uncompiled.
 
-    All processes enter together. A whole model stays as it is. Each weight is gathered once, in the form that forward
-    passes take on entry; codes take 4.5 bits an element. A precision context (nf.full_precision) must therefore be
-    around this one, not inside. The gathered weights are freed at the end, and training goes on to the same bits. Not
-    for backward passes.
+    All processes must enter it together. A model that is not sharded stays as it is. Each weight is gathered once, in
+    the form that forward passes take on entry, and codes take 4.5 bits an element. A precision context
+    (nf.full_precision) must therefore be around this context, and not inside. The gathered weights are freed at the
+    end, and training goes on with the same bits. This context is not for backward passes.
     """
-    if not hasattr(model, "unshard"):  # FSDP's
+    if not hasattr(model, "unshard"):  # Only FSDP adds this method.
         yield
         return
     blocks = list(model.transformer.h)
@@ -117,7 +120,7 @@ def unsharded(model: nn.Module) -> Iterator[None]:
             block.set_reshard_after_forward(False)
         for part in parts:
             part.unshard()
-        # Each batch shape, and each position of a cache, would compile anew.
+        # Otherwise each shape of a batch, and each position of a cache, would be compiled again.
         with torch.compiler.set_stance("force_eager"):
             yield
     finally:
@@ -129,7 +132,8 @@ def unsharded(model: nn.Module) -> Iterator[None]:
 
 @torch.no_grad()
 def full_state_dict(model: nn.Module, rank: int) -> dict[str, Tensor]:
-    """model.state_dict(). A sharded model's is whole, on the CPU of rank 0. All processes call this together."""
+    """Returns model.state_dict(). If the model is sharded, rank 0 gets whole tensors on the CPU, and the others get
+    nothing. All processes must call this function together."""
     state = model.state_dict()
     if not any(map(is_sharded, state.values())):
         return state

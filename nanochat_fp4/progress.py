@@ -1,4 +1,4 @@
-"""How far a long piece of work has come: tqdm's bar on a terminal, its numbers as plain lines in a log."""
+"""The progress of a long piece of work: tqdm's bar on a terminal, or its numbers as plain lines in a log."""
 
 import contextlib
 import os
@@ -18,19 +18,19 @@ NOWHERE = types.SimpleNamespace(write=lambda text: None, flush=lambda: None)
 
 
 class Bar(tqdm):
-    monitor_interval = 0  # no thread of tqdm's: this process may fork
+    monitor_interval = 0  # tqdm makes no thread, because this process may fork.
 
 
 class Progress:
     """
-    Progress of `total` units (None: unknown), on stderr and from rank 0 only.
+    The progress of `total` units of work (None if unknown), on stderr and from rank 0 only.
 
         with Progress(total=num_steps, desc="train", unit="step") as progress:
             for ...:
                 progress.update(1, loss="2.31")
 
-    On a terminal it is tqdm's bar. In a log it is a line every `every` seconds, and one at the end. A terminal that is
-    closed, or a disk that is full, does not end the work.
+    On a terminal it is tqdm's bar. In a log it is a line every `every` seconds, and one at the end. The work does not
+    end if the terminal is closed or the disk is full.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class Progress:
         )
 
     def update(self, n: int = 1, **info: Any) -> None:
-        """`n` more units are done. `info` (e.g. loss="2.31") is shown beside them until the next info."""
+        """Counts `n` more units as done. `info` (for example loss="2.31") is shown beside them until the next info."""
         with contextlib.suppress(OSError):
             if info:
                 self.bar.set_postfix(info, refresh=False)
@@ -66,14 +66,15 @@ class Progress:
             print_safely(self.bar, file=sys.stderr, flush=True)
 
     def write(self, text: str) -> None:
-        """A line of its own that does not tear the bar."""
+        """Writes a line of text without breaking the bar."""
         with contextlib.suppress(OSError):
             if not self.silent:
                 Bar.write(text, file=sys.stderr)
                 sys.stderr.flush()
 
     def meanwhile(self, batches: Iterable, total: int, what: str) -> Iterator:
-        """`batches` of other work that happens between two units: a line every `every` seconds, none for short work."""
+        """Yields `batches` of other work that is done between two units. Writes a line every `every` seconds, and
+        none for short work."""
         last_line = time.monotonic()
         for done, batch in enumerate(batches):
             if time.monotonic() - last_line >= self.every:
@@ -85,7 +86,7 @@ class Progress:
         if not self.bar.disable:
             self.line()
         with contextlib.suppress(OSError):
-            self.bar.close()  # and disables it
+            self.bar.close()  # close also disables the bar.
 
     def __enter__(self) -> "Progress":
         return self
@@ -95,7 +96,8 @@ class Progress:
 
 
 def progress_iter(iterable: Iterable, total: int | None = None, **kwargs: Any) -> Iterator:
-    """Iterate with a Progress (same keyword arguments); `total` defaults to len(iterable) where it has one."""
+    """Iterates with a Progress, which gets the keyword arguments. `total` is by default len(iterable), if it has a
+    length."""
     if total is None and hasattr(iterable, "__len__"):
         total = len(iterable)
     with Progress(total=total, **kwargs) as progress:

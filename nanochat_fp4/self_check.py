@@ -1,9 +1,9 @@
-"""Does the chosen backend compute what the paper says? The short check that a training run makes at its start.
+"""A short check that the chosen backend computes what the paper says. A training run makes it at its start.
 
 FP4 software has failed silently before: a GEMM library returned zeros on one GPU, and a recipe's gradients were all
 zero for three releases. The checks therefore compare with the PyTorch reference on the CPU, which shares no code with
-the kernels and the GEMM of a GPU. Each returns one line that names the problem, or None. nanochat_fp4.doctor makes
-the same checks for all methods, and reports them.
+the kernels and the GEMM of a GPU. Each check returns one line that names the problem, or None. nanochat_fp4.doctor
+makes the same checks for all methods, and reports them.
 """
 
 from collections.abc import Iterable
@@ -23,12 +23,16 @@ from nanochat_fp4.nvfp4.probe import relative_square_error
 from nanochat_fp4.nvfp4.quantizers import ROUNDINGS, Rounding, quantize_reference
 from nanochat_fp4.nvfp4.recipes import Operand, Recipe
 
-# Tokens, in_features and out_features. None is a multiple of 128, so that padding is part of the check.
+# The numbers of tokens, in_features and out_features. None of them is a multiple of 128, so that the check includes
+# padding.
 LAYER = (144, 96, 160)
-# The same where all layers of a model are multiples of 128, so that training compiles no other kernels.
+# The same numbers if all layers of a model are multiples of 128, so that the check compiles no other kernels than
+# training.
 ALIGNED_LAYER = (256, 128, 384)
-TIPPED = 1e-3  # The largest share of codes, and of scales, that may differ after a rotation; four in a small tensor.
-LAUNCHES, REPEATED = 20, (8192, 5120)  # of a rotating kernel, and the tokens and features of d20's widest grad_output
+# The largest fraction of codes, and of scales, that may differ after a rotation. In a small tensor four may differ.
+TIPPED = 1e-3
+# The launches of a rotating kernel, and the tokens and features of d20's widest grad_output.
+LAUNCHES, REPEATED = 20, (8192, 5120)
 # SUM_ERROR and ROUNDING_ERROR are relative square errors |got - want|^2 / |want|^2.
 SUM_ERROR = 1e-4  # One rounding to BF16 and another order of summation give 3e-6.
 ROUNDING_ERROR = 0.1  # Two stochastically rounded operands of a gradient give up to 0.05.
@@ -37,12 +41,13 @@ ROUNDING_ERROR = 0.1  # Two stochastically rounded operands of a gradient give u
 def self_check(
     device: torch.device | str, method: str | Recipe = "clover", model: torch.nn.Module | None = None
 ) -> str:
-    """Checks the chosen backend once, forward and backward, on a known answer. Returns one line for the log.
+    """Checks the chosen backend once, forward and backward, on a known result. Returns one line for the log.
 
-    model: converted; the check then compiles the kernels that this model needs and no others.
-    Takes a few milliseconds once the kernels are compiled, and leaves torch's generators as they were. On sm_10x the
-    rotating kernels run LAUNCHES times: Triton before 3.7.1 may miss a fence there (triton#10590).
-    Raises UserError with one line that says what is wrong.
+    The model must be converted. If it is given, the check compiles the kernels that this model needs and no others.
+
+    The check takes a few milliseconds once the kernels are compiled, and does not change the states of torch's
+    generators. On sm_10x the rotating kernels run LAUNCHES times, because Triton before 3.7.1 may miss a fence there
+    (triton#10590). Raises UserError with one line that says what is wrong.
     """
     device = torch.device(device)
     recipe = get_recipe(method)
@@ -78,17 +83,18 @@ def self_check(
 
 
 def layer_like(model: torch.nn.Module) -> tuple[int, int, int]:
-    """Tokens, in_features and out_features of a small layer that runs the same kernels as the model's layers."""
+    """Returns the tokens, in_features and out_features of a small layer that runs the same kernels as the model's
+    layers."""
     sizes = [n for m in model.modules() if isinstance(m, QuantLinear) for n in (m.in_features, m.out_features)]
     return LAYER if any(n % 128 for n in sizes) else ALIGNED_LAYER
 
 
 def layer_problem(device: torch.device, method: str | Recipe, layer: tuple[int, int, int] | None = None) -> str | None:
-    """Names the problem of a layer of this method, or None. BF16 activations and FP32 weights, as in training.
+    """Returns a description of the problem of a layer of this method, or None. Activations are BF16 and weights are
+    FP32, as in training.
 
-    layer: tokens, in_features and out_features, or None for LAYER
-
-    A method that treats kinds of layers differently is checked on a layer of each kind.
+    `layer` has tokens, in_features and out_features, or is None for LAYER. If a method treats kinds of layers
+    differently, a layer of each kind is checked.
     """
     problems = (_problem_of_part(device, part, layer or LAYER) for part in get_recipe(method).parts)
     return next(filter(None, problems), None)
@@ -111,11 +117,11 @@ def _problem_of_part(device: torch.device, recipe: Recipe, shape: tuple[int, int
             leaf = x.to(device, torch.bfloat16).requires_grad_()
             output = layer(leaf)
             gradients = torch.autograd.grad(output, (leaf, layer.weight), e.to(device, torch.bfloat16))
-    except Exception as error:  # a kernel that does not compile or launch
+    except Exception as error:  # A kernel does not compile or launch.
         return f"{recipe.name}: {one_line(error)[:200]}"
 
     def used(t: torch.Tensor, operand: Operand) -> list[torch.Tensor]:
-        """The terms that stand for t in the output GEMM; t itself where they are drawn."""
+        """Returns the terms that stand for t in the output GEMM, or t itself if they are drawn randomly."""
         if recipe.output.random:
             return [t]
         return [term.dequantize() for term in operand_of(t, operand).terms]
@@ -124,7 +130,8 @@ def _problem_of_part(device: torch.device, recipe: Recipe, shape: tuple[int, int
         return quantize_operand(t, Quantization(operand.rounding, terms=operand.terms, kept=operand.kept))
 
     def for_backward(t: torch.Tensor, operand: Operand) -> torch.Tensor:
-        """What the backward pass takes for t: codes of its own, where the recipe keeps them, else the terms' sum."""
+        """Returns the values that the backward pass uses for t: those of its own codes, if the recipe keeps such
+        codes, and otherwise the sum of the terms."""
         return operand_of(t, operand).for_backward().dequantize() if operand.kept else sum(used(t, operand))
 
     x_terms, w_terms = used(x, recipe.output.a), used(w, recipe.output.b)
@@ -154,7 +161,8 @@ def _problem_of_part(device: torch.device, recipe: Recipe, shape: tuple[int, int
 
 
 def kernels_of(recipes: Iterable[Recipe]) -> list[tuple[Rounding, int]]:
-    """The kernels' roundings for these methods, each with the group size of its rotation, sorted by name."""
+    """Returns the roundings of these methods that have kernels, each with the group size of its rotation, sorted by
+    name."""
     gemms = [g for r in recipes for p in (*r.parts, *r.final.parts) for g in (p.output, p.grad_input, p.grad_weight)]
     found = {(o.rounding, g.rht_dim) for g in gemms for o in (g.a, g.b) if o.rounding and o.rounding.has_kernels}
     found |= {(o.kept, 0) for g in gemms for o in (g.a, g.b) if o.kept}
@@ -162,7 +170,8 @@ def kernels_of(recipes: Iterable[Recipe]) -> list[tuple[Rounding, int]]:
 
 
 def kernel_problem(device: torch.device, rounding: Rounding, rht_dim: int, shape: tuple[int, int]) -> str | None:
-    """Names a wrong result for a random tensor, in its codes or in the GEMM's operand, or None. Needs use_kernels."""
+    """Returns a description of a wrong result for a random tensor, in its codes or in the GEMM's operand, or None.
+    It needs use_kernels."""
     x = _uneven(shape)
     random = {"stream": 3, "rht_dim": rht_dim, "rht_stream": 2}
     where = f"{rounding.name}{f' after an RHT of {rht_dim}' if rht_dim else ''}, {shape[0]} x {shape[1]}"
@@ -190,10 +199,10 @@ def kernel_problem(device: torch.device, rounding: Rounding, rht_dim: int, shape
 
 
 def training_problem(device: torch.device, rounding: Rounding, shape: tuple[int, int]) -> str | None:
-    """Like kernel_problem after a rotation, with exactly the launches of a training step.
+    """Does the same as kernel_problem after a rotation, with exactly the launches of a training step.
 
-    The launches make both operands of a grad_output at once, and one operand of codes. Training needs every kernel that
-    is compiled here, and no other.
+    The launches make both operands of a grad_output at once, and one operand from codes. Training needs every kernel
+    that is compiled here, and no other.
     """
     x = _uneven(shape)
     random = {"stream": 3, "rht_dim": RHT_DIM, "rht_stream": 2}
@@ -214,7 +223,7 @@ def training_problem(device: torch.device, rounding: Rounding, shape: tuple[int,
         padded = torch.nn.functional.pad(source, (0, -source.shape[1] % RHT_DIM))
         want = quantize_reference(padded, rounding, seed=7, rht_seed=8, **random).dequantize()
         wrong = int((operand.dequantize().cpu() != want).sum())
-        if wrong > max(4 * BLOCK, 4 * TIPPED * want.numel()):  # one tipped scale changes its whole block
+        if wrong > max(4 * BLOCK, 4 * TIPPED * want.numel()):  # A single tipped scale changes its whole block.
             of = f"{wrong} of {want.numel()} values of a {name}, {shape[0]} x {shape[1]}"
             return f"{rounding.name} after an RHT of {RHT_DIM}: {of}, differ from the reference"
     return None
@@ -223,9 +232,10 @@ def training_problem(device: torch.device, rounding: Rounding, shape: tuple[int,
 def repeat_problem(
     device: torch.device, rounding: Rounding, shape: tuple[int, int], times: int, rht_dim: int = RHT_DIM
 ) -> str | None:
-    """Names an operand of a backward pass whose bits differ between launches with the same random numbers, or None.
+    """Returns a description of an operand of a backward pass whose bits differ between launches with the same random
+    numbers, or None.
 
-    A missing fence in a compiler shows in some launches of a full GPU alone (triton#10590 on sm_100).
+    A fence that a compiler has missed shows only in some launches, on a full GPU (triton#10590 on sm_100).
     """
     x = _uneven(shape).to(device)
     seeds = {"seed": torch.tensor(7, device=device), "rht_seed": torch.tensor(8, device=device)}
@@ -243,6 +253,6 @@ def repeat_problem(
 
 
 def _uneven(shape: tuple[int, int]) -> torch.Tensor:
-    """A random BF16 tensor whose rows have magnitudes from 1e-6 to 1."""
+    """Returns a random BF16 tensor whose rows have magnitudes from 1e-6 to 1."""
     generator = torch.Generator().manual_seed(shape[0])
     return (torch.randn(shape, generator=generator) * torch.logspace(-6, 0, shape[0]).unsqueeze(1)).bfloat16()

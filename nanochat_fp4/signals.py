@@ -8,32 +8,34 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nanochat_fp4.packages import missing_package  # imports nothing that may be missing
+from nanochat_fp4.packages import missing_package  # This module imports nothing that may be missing.
 
-if TYPE_CHECKING:  # torch takes seconds to import: after begin_program
+if TYPE_CHECKING:  # torch takes seconds to import, so it must come after begin_program.
     import torch
 
 
 def begin_program() -> None:
     """
-    Until run_main a signal ends this process without a traceback, by the signal's own default action. A package that
-    is not installed is one line.
+    Lets signals end this process by their default action, without a traceback, until run_main changes this. The error
+    for a package that is not installed becomes one line.
 
     The function does nothing in a program that only imports this package.
     """
     if not _is_our_program():
         return
     sys.excepthook = _say_what_is_missing
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not where a shell had it ignored
+    # A shell may have let this process ignore the signal.
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def _say_what_is_missing(kind: type[BaseException], error: BaseException, trace: Any) -> None:
-    """One line and status 2 for a package that is not installed; else Python's own traceback."""
+    """Prints one line and exits with status 2 if a package is not installed. For other errors it prints Python's own
+    traceback."""
     if not (message := missing_package(error)):
         return sys.__excepthook__(kind, error, trace)
     try:
-        from nanochat_fp4.console import print_error  # imports torch
+        from nanochat_fp4.console import print_error  # This module imports torch.
     except ModuleNotFoundError:
         print(f"error: {message}", file=sys.stderr)
     else:
@@ -42,7 +44,7 @@ def _say_what_is_missing(kind: type[BaseException], error: BaseException, trace:
 
 
 def _is_our_program() -> bool:
-    """Whether Python was started with a module of ours by `-m`, or with a command of the installed package."""
+    """Returns whether Python was started with a module of ours by `-m`, or with a command of the installed package."""
     if sys.argv[:1] != ["-c"] and "-m" in sys.orig_argv:
         module = sys.orig_argv[sys.orig_argv.index("-m") + 1]
         return module.partition(".")[0] in ("nanochat_fp4", "scripts", "eval", "lab", "examples")
@@ -53,12 +55,12 @@ begin_program()
 
 
 class StopRequested(Exception):
-    """Raised inside an evaluation that a signal cuts short."""
+    """Raised inside of an evaluation that a signal cuts short."""
 
 
 class StopSignals:
     """
-    SIGTERM, SIGINT (Ctrl-C) and SIGHUP (a closed terminal) ask the run to save and stop.
+    A context in which SIGTERM, SIGINT (Ctrl-C) and SIGHUP (a closed terminal) ask the run to save and stop.
 
     Nothing is interrupted half-way. A SIGHUP that nohup had ignored stays ignored.
 
@@ -67,12 +69,12 @@ class StopSignals:
                 if signals.received(device): save and leave
         sys.exit(signals.exit_code)
 
-    Exit status: 143 after SIGTERM, 130 after Ctrl-C and 129 after SIGHUP, as a shell has it. A second Ctrl-C stops at
-    once without saving (checkpoints are replaced in one piece, so those on disk stay good). Under torchrun, which
-    repeats signals, the second Ctrl-C counts after two seconds.
+    The exit status is 143 after SIGTERM, 130 after Ctrl-C and 129 after SIGHUP, as a shell reports it. A second Ctrl-C
+    stops at once without saving. Checkpoints are replaced in one piece, so those on the disk stay intact. torchrun
+    repeats signals, so under torchrun the second Ctrl-C counts only after two seconds.
     """
 
-    NAMES = ("SIGTERM", "SIGINT", "SIGHUP")  # Windows has the first two
+    NAMES = ("SIGTERM", "SIGINT", "SIGHUP")  # Windows has the first two of them.
     HANDLED = tuple(getattr(signal, name) for name in NAMES if hasattr(signal, name))
 
     def __init__(self) -> None:
@@ -97,12 +99,14 @@ class StopSignals:
         if number != signal.SIGINT:
             return
         if "RANK" not in os.environ:
-            signal.signal(signal.SIGINT, signal.SIG_DFL)  # the kernel acts on the next one, also inside a C function
+            # The kernel then acts on the next Ctrl-C, also inside of a C function.
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
         elif time.monotonic() - self.since >= 2.0:
             raise KeyboardInterrupt
 
     def received(self, device: "torch.device | None" = None) -> bool:
-        """Whether any rank got a signal. Under torchrun all ranks must call this together, and all agree."""
+        """Returns whether any rank has received a signal. Under torchrun all ranks must call this method together,
+        and all get the same answer."""
         import torch
         import torch.distributed as dist
 
@@ -121,7 +125,8 @@ class StopSignals:
         return 0 if self.signum is None else 128 + self.signum
 
     def watch(self, batches: Iterator, device: "torch.device | None" = None) -> Iterator:
-        """`batches`, until a signal comes: then StopRequested. So that a long evaluation does not delay the stop."""
+        """Yields `batches` until a signal comes, and then raises StopRequested, so that a long evaluation does not
+        delay the stop."""
         for batch in batches:
             if self.received(device):
                 raise StopRequested

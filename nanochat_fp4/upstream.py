@@ -1,20 +1,20 @@
 """
-Runs a script of your own, unmodified nanochat checkout with the linear layers of its model quantized.
+Runs a script of the user's own, unmodified nanochat checkout, with the linear layers of its model quantized.
 
     NANOCHAT_DIR=~/nanochat QAT_METHOD=clover python -m nanochat_fp4.upstream scripts.base_train -- --depth=20
 
-No file of the checkout changes. The script runs as __main__ in a namespace that the runner owns, where the runner reads
-the place of the run, `step` and `num_iterations`. These functions of the checkout are wrapped in memory:
+No file of the checkout changes. The script runs as __main__ in a namespace that this runner owns. There the runner
+reads how far the run is (`step` and `num_iterations`). These functions of the checkout are wrapped in memory:
 
-- GPT.init_weights converts the model afterwards. Both supported revisions call it before torch.compile, before they
-  load weights and before they build optimizers. The Parameters stay the same objects.
+- GPT.init_weights: the model is converted afterwards. Both supported revisions call it before torch.compile, before
+  they load weights and before they build optimizers. The Parameters stay the same objects.
 - GPT.setup_optimizer(s): from here on each rank draws its own random numbers, and the method follows the run.
-- GPT.forward without targets (samples, CORE, chat) gives each token a scale of its own, so that an answer depends
+- GPT.forward without targets (samples, CORE, chat): each token gets a scale of its own, so that an answer depends
   neither on the rest of the batch nor on the KV cache. A loss is computed as in training.
-- save_checkpoint and load_checkpoint keep the Gram matrices of error feedback in method_<step>.pt beside nanochat's
-  files.
+- save_checkpoint and load_checkpoint: the Gram matrices of error feedback are stored in method_<step>.pt beside
+  nanochat's files.
 
-Messages go to stderr, because stdout is the script's.
+Messages go to stderr, because stdout belongs to the script.
 """
 
 import argparse
@@ -38,19 +38,20 @@ from nanochat_fp4.console import ArgumentParser
 from nanochat_fp4.errors import UserError, one_line, run_main
 from nanochat_fp4.nvfp4.gram_matrices import GRAM_EVERY, GRAM_TOKENS
 
-# Pre-training quantizes everything; later stages and evaluations keep the forward pass (the paper, Appendix C). The
-# tokenizer's scripts have no model.
+# Pre-training quantizes everything. Later stages and evaluations quantize only the forward pass (the paper, Appendix
+# C). The scripts of the tokenizer have no model.
 BACKWARD_OF_SCRIPT = {"scripts.base_train": "full", "scripts.tok_train": "none", "scripts.tok_eval": "none"}
 
 
 def say(text: object) -> None:
-    """Lines on stderr, from rank 0."""
+    """Prints lines on stderr, on rank 0 only."""
     for line in str(text).splitlines():
         print0(f"nanochat_fp4: {line}", file=sys.stderr, flush=True)
 
 
 def parse_args(argv: list[str]) -> argparse.Namespace:
-    """The options before the first --; script_args are the script's arguments, after it. Raises UserError."""
+    """Parses the options before the first --. The arguments after it become script_args, which are the script's.
+    Raises UserError."""
     parser = ArgumentParser(
         prog="python -m nanochat_fp4.upstream",
         usage="NANOCHAT_DIR=~/nanochat %(prog)s [options] SCRIPT -- [the script's own arguments]",
@@ -76,7 +77,8 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
 
 
 def find_script(script: str) -> tuple[Path, Path]:
-    """(folder of the checkout in NANOCHAT_DIR, file of a script named as after python -m). Raises UserError."""
+    """Returns the folder of the checkout in NANOCHAT_DIR, and the file of a script, which is named as after python
+    -m. Raises UserError if there is no checkout or no such script."""
     value = os.environ.get("NANOCHAT_DIR") or ""
     root = Path(value).expanduser().resolve()
     if not value or not (root / "nanochat/gpt.py").is_file():
@@ -91,8 +93,9 @@ def find_script(script: str) -> tuple[Path, Path]:
 def enter_checkout(root: Path) -> None:
     """Makes imports work as in `cd root; python -m ...`, and keeps Python from writing __pycache__ there.
 
-    The checkout's `scripts` and `tasks` have no __init__.py, so another package of such a name anywhere on sys.path (as
-    this project's own `scripts`) would win. They are therefore made here.
+    The checkout's `scripts` and `tasks` have no __init__.py. Another package of such a name anywhere on sys.path, like
+    this project's own `scripts`, would therefore be imported in their place. These modules are made here to prevent
+    this.
     """
     sys.dont_write_bytecode = True
     os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
@@ -104,6 +107,7 @@ def enter_checkout(root: Path) -> None:
 
 
 def changed(what: str) -> UserError:
+    """Returns the error for a checkout that does not have what the runner needs."""
     return UserError(
         f"this checkout cannot be patched: {what}; use a revision that has it (f5425245f and 92d63d4 do), or call "
         "nanochat_fp4.convert(model) in your own copy of the script, before torch.compile"
@@ -111,12 +115,13 @@ def changed(what: str) -> UserError:
 
 
 def wrap(owner: Any, name: str, around: Callable) -> None:
-    """Replaces owner.name by a function that calls around(the original, *its arguments)."""
+    """Replaces owner.name by a function that calls around(the original function, *its arguments)."""
     original = getattr(owner, name)
     setattr(owner, name, functools.wraps(original)(lambda *args, **kwargs: around(original, *args, **kwargs)))
 
 
 def per_token_logits(forward: Callable, model: nn.Module, idx: torch.Tensor, targets=None, *args, **kwargs):
+    """Computes the forward pass, and without targets gives each token a scale of its own."""
     if targets is not None:
         return forward(model, idx, targets, *args, **kwargs)
     with nf.per_token_scale(model):
@@ -124,16 +129,17 @@ def per_token_logits(forward: Callable, model: nn.Module, idx: torch.Tensor, tar
 
 
 class Patch:
-    """What is done to the model of one script, which runs in `namespace`."""
+    """The changes to the model of one script, which runs in `namespace`."""
 
     def __init__(self, recipe: nf.Recipe, skip: list[str], namespace: dict[str, Any]):
         self.recipe, self.skip, self.namespace = recipe, skip, namespace
         self.model: nn.Module | None = None
-        self.step: int | None = None  # of the last forward pass in training
-        self.gram_file: Path | None = None  # of the checkpoint that was loaded
+        self.step: int | None = None  # The step of the last forward pass in training.
+        self.gram_file: Path | None = None  # The file of the Gram matrices of the checkpoint that was loaded.
 
     def install(self) -> None:
-        """Wraps the functions of nanochat.gpt and nanochat.checkpoint_manager. Raises UserError for a missing one."""
+        """Wraps the functions of nanochat.gpt and nanochat.checkpoint_manager. Raises UserError if one of them is
+        missing."""
         try:
             cls = importlib.import_module("nanochat.gpt").GPT
             checkpoints = importlib.import_module("nanochat.checkpoint_manager")
@@ -143,7 +149,8 @@ class Patch:
             hasattr(cls, "init_weights") and list(inspect.signature(cls.forward).parameters)[1:3] == ["idx", "targets"]
         ):
             raise changed("nanochat.gpt has no GPT with init_weights() and forward(idx, targets)")
-        name = "setup_optimizer" if hasattr(cls, "setup_optimizer") else "setup_optimizers"  # of the older revision
+        # The older revision has setup_optimizers.
+        name = "setup_optimizer" if hasattr(cls, "setup_optimizer") else "setup_optimizers"
         if not (hasattr(cls, name) and hasattr(checkpoints, "save_checkpoint")):
             raise changed("there is no GPT.setup_optimizer, or no checkpoint_manager.save_checkpoint")
         wrap(cls, "init_weights", self.init_weights)
@@ -153,11 +160,12 @@ class Patch:
         wrap(checkpoints, "load_checkpoint", self.load_checkpoint)
 
     def init_weights(self, original: Callable, model: nn.Module) -> None:
+        """Initializes the weights, and converts the first model."""
         original(model)
         if model is self.model:
             return
         classes = {name: type(m) for name, m in model.named_modules()}
-        try:  # the checkout's own validation has the method's scales
+        try:  # The checkout's own validation uses the scales of the method.
             nf.convert(model, self.recipe, verbose=False, skip=tuple(self.skip), per_token_in_eval=False)
         except ValueError as e:
             raise UserError(one_line(e)) from e
@@ -168,11 +176,13 @@ class Patch:
         say(f"{nf.backend()}\n{model.nf_report}")
         say("loss and validation bits per byte: the method's own forward; in BF16: evaluate with --backward none")
         if next(model.parameters()).device.type == "cpu":
-            # Without a GPU the layers run the reference, many small operations that a compiler takes minutes for.
+            # Without a GPU the layers run the reference. It has many small operations, which take minutes to compile.
             model.forward = torch.compiler.disable(model.forward)
         self.load_gram_matrices()
 
     def setup_optimizer(self, original: Callable, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Sets the optimizer up, gives each rank a seed of its own, and lets the method follow the run. Raises
+        UserError if the script has replaced quantized layers."""
         if model is not self.model:
             raise changed("the optimizer is set up for a GPT that init_weights was not called on")
         layers = dict(model.named_modules())
@@ -182,8 +192,9 @@ class Patch:
             )
         _, rank, _, world_size = get_dist_info()
         if world_size > 1:
-            # nanochat gives every rank the same seed, as the initial weights need. The weights exist by now. Errors of
-            # rotations and stochastic rounding average out over ranks only if the ranks draw independently.
+            # nanochat gives every rank the same seed, because all ranks must draw the same weights, which exist by now.
+            # The errors of rotations and stochastic rounding average out over ranks only if each rank draws other
+            # numbers.
             torch.manual_seed(torch.initial_seed() + rank)
         # A hook of the module that torch.compile has made is not compiled.
         modules = [m for m in self.namespace.values() if isinstance(m, nn.Module)]
@@ -192,7 +203,8 @@ class Patch:
         return original(model, *args, **kwargs)
 
     def before_forward(self, called: nn.Module, batch: tuple[torch.Tensor, ...]) -> None:
-        """Before the first forward pass of a step: the method of this step, and a look at the layers' inputs."""
+        """Sets the method of a step before the step's first forward pass, and lets the method measure the inputs of
+        layers."""
         model, recipe, step = self.model, self.recipe, self.namespace.get("step")
         if not (recipe.late or recipe.uses_feedback) or not (called.training and torch.is_grad_enabled()):
             return
@@ -203,38 +215,43 @@ class Patch:
         self.step = step
         if recipe.late and nf.set_progress(model, min(1.0, step / self.namespace["num_iterations"])):
             say(f"step {step}: from here on {recipe.final}")
-        # As QuantizedTraining: after the updates of steps 0, 10, ...; and as soon as there is none, after a resume.
+        # This is done after the updates of steps 0, 10, ..., as in QuantizedTraining, and after a resume if there are
+        # no matrices.
         if recipe.uses_feedback and step and (step % GRAM_EVERY == 1 or not nf.gram_state(model)):
             rows = max(1, GRAM_TOKENS // batch[0].shape[1])
             nf.update_gram_matrices(model, lambda: model(*(tensor[:rows] for tensor in batch)))
 
     def save_checkpoint(self, original: Callable, folder: str, step: int, *args: Any, **kwargs: Any) -> None:
+        """Saves the checkpoint, and the Gram matrices beside it, if there are any."""
         original(folder, step, *args, **kwargs)
         path, matrices = gram_path(folder, step), nf.gram_state(self.model) if self.model else {}
         if matrices and get_dist_info()[1] == 0:
             torch.save(matrices, path)
         elif get_dist_info()[1] == 0:
-            path.unlink(missing_ok=True)  # of a run with another method
+            path.unlink(missing_ok=True)  # A run with another method may have left this file.
 
     def load_checkpoint(self, original: Callable, folder: str, step: int, *args: Any, **kwargs: Any) -> Any:
+        """Loads the checkpoint and its Gram matrices."""
         self.gram_file = gram_path(folder, step)
-        self.load_gram_matrices()  # base_train has its model before it loads; other scripts make it afterwards
+        self.load_gram_matrices()  # base_train has its model before it loads. Other scripts make the model afterwards.
         return original(folder, step, *args, **kwargs)
 
     def load_gram_matrices(self) -> None:
+        """Gives the model the Gram matrices of the loaded checkpoint, as soon as both exist."""
         if self.model and self.recipe.uses_feedback and self.gram_file and self.gram_file.exists():
             nf.load_gram_state(self.model, torch.load(self.gram_file, weights_only=True))
 
 
 def gram_path(folder: str, step: int) -> Path:
+    """Returns the path of the Gram matrices of a checkpoint."""
     return Path(folder) / f"method_{step:06d}.pt"
 
 
 @functools.cache
 def quantized_subclass(quantized: type, original: type) -> type:
-    """A subclass of `quantized` and of the checkout's own Linear.
+    """Returns a subclass of `quantized` and of the checkout's own Linear.
 
-    The newest nanochat counts FLOPs by isinstance, and derives its training horizon and MFU from the count.
+    The newest nanochat counts FLOPs with isinstance, and derives its training horizon and MFU from the count.
     """
     return type(quantized.__name__, (quantized, original), {"__module__": quantized.__module__})
 
@@ -252,10 +269,10 @@ def main(argv: list[str] | None = None) -> None:
     try:
         if recipe.quantizes:
             patch.install()
-        exec(compile(path.read_bytes(), path, "exec"), vars(script))  # noqa: S102  # the user's own script
+        exec(compile(path.read_bytes(), path, "exec"), vars(script))  # noqa: S102  This is the user's own script.
     except UserError:
         raise
-    except Exception:  # of the script: as always, a traceback and status 1
+    except Exception:  # An error of the script ends in a traceback and status 1, as usual.
         traceback.print_exc()
         sys.exit(1)
     if recipe.quantizes and patch.model is None:
@@ -263,7 +280,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def cli() -> None:
-    """The command of the installed package."""
+    """Runs the command of the installed package."""
     run_main(main)
 
 

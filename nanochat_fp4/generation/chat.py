@@ -28,7 +28,7 @@ class AnswerText:
         self.tokenizer = tokenizer
         ids = {name: tokenizer.encode_special(f"<|{name}|>") for name in self.MARKERS}
         self.call_end, self.answered = ids["python_end"], [ids["python_end"], ids["output_start"]]
-        # By id: a model may also write "<|python_end|>" in ordinary tokens.
+        # The keys are ids, because a model may also write "<|python_end|>" in ordinary tokens.
         self.readable = {ids[name]: text for name, text in self.MARKERS.items()}
         self.silent = {tokenizer.encode_special(name) for name in SPECIAL_TOKENS} - set(self.readable)
         self.tokens: list[int] = []
@@ -40,7 +40,7 @@ class AnswerText:
         if token in self.silent:
             return self.rest()
         self.held.append(token)
-        # After a call's end, the next token decides whether " = " or "]" follows.
+        # After the end of a call, the next token decides whether " = " or "]" follows.
         incomplete = token == self.call_end or self.tokenizer.decode(self.held).endswith("\ufffd")
         return "" if incomplete else self.rest()
 
