@@ -1,1 +1,5 @@
-"""Triton kernels of NVFP4 training: one source for every GPU. No autograd, no modules, no policy."""
+"""Triton kernels for NVFP4 training. One source serves every GPU.
+
+The package has no autograd functions and no modules, and it does not decide which kernel a machine uses:
+nanochat_fp4.nvfp4.dispatch does.
+"""

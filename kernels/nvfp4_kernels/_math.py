@@ -1,15 +1,16 @@
-"""Device functions shared by the kernels: the roundings of nanochat_fp4.nvfp4.quantizers, operation for operation.
+"""Device functions that the kernels share. They repeat the roundings of nanochat_fp4.nvfp4.quantizers, operation for
+operation.
 
-Everything is FP32 and int32 arithmetic, so one source serves every GPU, also those that cannot convert to FP8 or FP4.
-Two idioms:
+Everything is computed in FP32 and int32. One source therefore serves every GPU, including those that cannot convert to
+FP8 or FP4. Two techniques recur:
 
-* Rounding to a grid by a magic number: with e a power of two, (y + e * C) - e * C rounds y to a multiple of
-  e * ulp(C), ties to even. C = 1.5 * 2^22 gives E2M1's spacing e / 2, C = 1.5 * 2^20 gives E4M3's spacing e / 8.
-* Fixed-point sums: v + M leaves v, rounded to M's ulp, in the low mantissa bits. Their sum as integers is exact in any
-  order, so a block's layout may choose the order.
+* Rounding to a grid by a magic number. If e is a power of two, (y + e * C) - e * C rounds y to a multiple of
+  e * ulp(C), ties to even. C = 1.5 * 2^22 gives E2M1's spacing e / 2, and C = 1.5 * 2^20 gives E4M3's spacing e / 8.
+* Fixed-point sums. The sum v + M has v, rounded to M's ulp, in its low mantissa bits. As integers these bits add up
+  exactly in any order, so the result does not depend on how a block is distributed over threads.
 
-`/` would be an approximate division: every division here is div_rn, and the kernels are compiled with fused
-multiply-add off except where fma is written.
+Triton's `/` is an approximate division. Every division here that must be exact is therefore div_rn, or is corrected by
+fma (`reciprocal`, `divide`). The kernels are compiled without fused multiply-add, except where fma is written.
 """
 
 import functools
@@ -19,7 +20,8 @@ import torch
 import triton
 import triton.language as tl
 
-# The interpreter multiplies BF16 operands of a dot as integers, and takes seconds for a reduction with its own combine.
+# Some functions need another path in Triton's interpreter. It multiplies BF16 operands of a dot as if they were
+# integers, and it takes seconds for a reduction with a combine function of one's own.
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 
 E2M1_MAX = tl.constexpr(6.0)
@@ -27,23 +29,25 @@ E2M1_OVERFLOW = tl.constexpr(6.875)
 E4M3_MAX = tl.constexpr(448.0)
 TENSOR_SCALE_MIN = tl.constexpr(2.0**-116)
 E4M3_MIN_NORMAL = tl.constexpr(2.0**-6)
-ROUND_MAGIC = tl.constexpr(1.5 * 2.0**23)  # ulp 1 on [2^23, 2^24): the sum's low bits are the rounded integer
+ROUND_MAGIC = tl.constexpr(1.5 * 2.0**23)  # Its ulp is 1 on [2^23, 2^24): the sum's low bits are the rounded integer.
 E2M1_MAGIC = tl.constexpr(1.5 * 2.0**22)
 E4M3_MAGIC = tl.constexpr(1.5 * 2.0**20)
-ERROR_MAGIC = tl.constexpr(48.0)  # ulp 2^-18 on [32, 64): squared errors below 16
+ERROR_MAGIC = tl.constexpr(48.0)  # Its ulp is 2^-18 on [32, 64). Squared errors are below 16.
 ERROR_MAGIC_BITS = tl.constexpr(0x42400000)
-PRODUCT_MAGIC = tl.constexpr(192.0)  # ulp 2^-16 on [128, 256): products below 64
+PRODUCT_MAGIC = tl.constexpr(192.0)  # Its ulp is 2^-16 on [128, 256). Products are below 64.
 PRODUCT_MAGIC_BITS = tl.constexpr(0x43400000)
-INTEGER_MAGIC = tl.constexpr(1.5 * 2.0**23)  # ulp 1 on [2^23, 2^24)
+INTEGER_MAGIC = tl.constexpr(1.5 * 2.0**23)  # Its ulp is 1 on [2^23, 2^24).
 INTEGER_MAGIC_BITS = tl.constexpr(0x4B400000)
-# Values of HARDWARE. CONVERTS_E4M3: E4M3 by an instruction (sm_89). CONVERTS_E2M1: E2M1 as well (sm_100a, sm_120a).
+# Values of HARDWARE. With CONVERTS_E4M3 an instruction converts to E4M3 (sm_89 and later). With CONVERTS_E2M1 another
+# one converts to E2M1, too (sm_100a, sm_120a).
 CONVERTS_E4M3, CONVERTS_E2M1 = tl.constexpr(1), tl.constexpr(2)
-SIGN, SCALE, SR_ELEMENT = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # philox.py: what a draw is for
+# What random numbers are drawn for (philox.py): signs of a rotation, scales, and elements.
+SIGN, SCALE, SR_ELEMENT = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 
 @functools.cache
 def inverse(constant: float) -> float:
-    """1 / constant, both rounded to FP32."""
+    """Returns 1 / constant. The constant and the quotient are rounded to FP32."""
     return float(torch.tensor(1.0) / torch.tensor(constant, dtype=torch.float32))
 
 
@@ -59,7 +63,7 @@ def from_bits(x):
 
 @triton.jit
 def rounded_to(x, dtype: tl.constexpr):
-    """Float32 to the nearest BF16 (or as it is): Triton's interpreter would cut off."""
+    """Converts float32 to dtype, BF16 or FP32, rounding to nearest. The interpreter's own conversion would truncate."""
     if INTERPRETED and dtype == tl.bfloat16:
         word = bits(x)
         x = tl.where(x == x, from_bits((word + 0x7FFF + ((word >> 16) & 1)) & ~0xFFFF), x)
@@ -68,7 +72,7 @@ def rounded_to(x, dtype: tl.constexpr):
 
 @triton.jit
 def power_of_two_floor(x):
-    """2^floor(log2 |x|), 0 for zero."""
+    """Returns 2^floor(log2 |x|), and 0 for zero."""
     return from_bits(bits(x) & 0x7F800000)
 
 
@@ -80,7 +84,8 @@ def power_of_two_ceil(x):
 
 @triton.jit
 def scale_address(row, group, groups, TILES: tl.constexpr):
-    """Where the scale of a row's block `group` of `groups` is: row-major, or in tiles (format.swizzle_scales)."""
+    """Returns the address of the scale of block `group` in a row of `groups` blocks. Scales are row-major, or in tiles
+    of 128x4 as format.swizzle_scales orders them (TILES)."""
     if TILES:
         tile = row // 128 * ((groups + 3) // 4) + group // 4
         return tile * 512 + row % 32 * 16 + row // 32 % 4 * 4 + group % 4
@@ -89,16 +94,16 @@ def scale_address(row, group, groups, TILES: tl.constexpr):
 
 @triton.jit
 def power_of_two_reciprocal(x):
-    """1 / x for a power of two, exactly, by its exponent."""
+    """Returns 1 / x exactly for a power of two, by negating its exponent."""
     return from_bits(0x7F000000 - bits(x))
 
 
 @triton.jit
 def reciprocal(scale):
-    """1 / scale correctly rounded for scales with 4 significant bits, 0 for 0.
+    """Returns 1 / scale, correctly rounded, for scales with 4 significant bits, and 0 for 0.
 
-    An approximate reciprocal and one Newton step: exact for the 8 significands there are (tested), with a third of a
-    true division's instructions.
+    It is an approximate reciprocal and one Newton step. The result is correct for all 8 significands (tested), and it
+    takes a third of the instructions of a true division.
     """
     safe = tl.maximum(scale, TENSOR_SCALE_MIN)
     r = 1.0 / safe
@@ -109,9 +114,8 @@ def reciprocal(scale):
 
 @triton.jit
 def divide(x, CONSTANT: tl.constexpr, INVERSE: tl.constexpr):
-    """x / CONSTANT correctly rounded (Markstein's method; all significands are tested for the constants in use).
-
-    INVERSE: 1 / CONSTANT in FP32 (`inverse`).
+    """Returns x / CONSTANT, correctly rounded, by Markstein's method. All significands are tested for the constants in
+    use. INVERSE is 1 / CONSTANT in FP32 (`inverse`).
     """
     if INTERPRETED:
         return tl.math.div_rn(x, CONSTANT)
@@ -127,14 +131,15 @@ def tensor_scale_of(amax, DIVISOR: tl.constexpr, POWER_OF_TWO: tl.constexpr):
 
 @triton.jit
 def round_e2m1(y):
-    """To nearest, ties to even. Block scales keep |y| below 7. The sign of zero is lost (`pack` takes it from x)."""
+    """Rounds y to the nearest E2M1 value, ties to even, as float32. Block scales keep |y| below 7. The sign of zero is
+    lost, and `pack` takes it from x."""
     e = tl.maximum(power_of_two_floor(y), 1.0)
     return tl.fma(e, -E2M1_MAGIC, tl.fma(e, E2M1_MAGIC, y))
 
 
 @triton.jit
 def stochastic_round_e2m1(y, noise):
-    """noise in (-1/2, 1/2), in units of the grid's spacing."""
+    """Rounds y to E2M1 stochastically. The noise is in (-1/2, 1/2), in units of the grid's spacing."""
     e = tl.minimum(tl.maximum(power_of_two_floor(y), 1.0), 4.0)
     q = tl.fma(e, -E2M1_MAGIC, tl.fma(e, E2M1_MAGIC, tl.fma(0.5 * e, noise, y)))
     return tl.minimum(tl.maximum(q, -E2M1_MAX), E2M1_MAX)
@@ -142,13 +147,13 @@ def stochastic_round_e2m1(y, noise):
 
 @triton.jit
 def decode_e2m1(code):
-    """Code 0..15, int32 -> float32."""
+    """Converts a 4-bit code, int32 from 0 to 15, to the E2M1 value in float32."""
     return from_bits(((code & 7) << 22) | ((code & 8) << 28)) * 2.0**126
 
 
 @triton.jit
 def round_e4m3(scale, HARDWARE: tl.constexpr):
-    """Non-negative float32 to the nearest E4M3 value, as float32."""
+    """Rounds a non-negative float32 to the nearest E4M3 value, as float32. Values above 448 become 448."""
     scale = tl.minimum(scale, E4M3_MAX)
     if HARDWARE >= CONVERTS_E4M3:
         return scale.to(tl.float8e4nv).to(tl.float32)
@@ -158,16 +163,18 @@ def round_e4m3(scale, HARDWARE: tl.constexpr):
 
 @triton.jit
 def round_e8m3(scale):
-    """Non-negative float32 to 3 mantissa bits; 0 below 2^-116."""
+    """Rounds a non-negative float32 to 3 mantissa bits. Values below 2^-116 become 0."""
     word = bits(tl.where(scale < TENSOR_SCALE_MIN, 0.0, scale))
     return from_bits((word + 0x7FFFF + ((word >> 20) & 1)) & ~0xFFFFF)
 
 
 @triton.jit
 def stochastic_round_m3(scale, word):
-    """Non-negative scale to 3 mantissa bits: up if word's 24 highest bits, as a fraction, are below the part cut off.
+    """Rounds a non-negative scale to 3 mantissa bits stochastically.
 
-    The complement of these bits is added to the scale's mantissa, and carries then.
+    It is rounded up if the random `word`, as a fraction of 2^32, is below the part that is cut off, as a fraction of
+    the spacing. To compare the two, the complement of word's 20 highest bits is added to the mantissa, whose carry
+    rounds up. Lower bits of word cannot change the comparison.
     """
     rounded = from_bits((bits(scale) + ((word ^ 0xFFFFFFFF) >> 12).to(tl.int32)) & ~0xFFFFF)
     return tl.where(scale == scale, rounded, scale)
@@ -185,7 +192,7 @@ def stochastic_round_e4m3(scale, word):
 
 @triton.jit
 def encode_e4m3(scale, HARDWARE: tl.constexpr):
-    """An E4M3 value as float32, non-negative -> its byte, uint8. NaN stays NaN (0x7F)."""
+    """Returns the byte, uint8, of a non-negative E4M3 value that is given as float32. NaN stays NaN (0x7F)."""
     if HARDWARE >= CONVERTS_E4M3:
         return scale.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
     byte = bits(scale * 2.0**-120) >> 20
@@ -194,7 +201,8 @@ def encode_e4m3(scale, HARDWARE: tl.constexpr):
 
 @triton.jit
 def to_e4m3(x, HARDWARE: tl.constexpr):
-    """Float32 to the nearest E4M3 number, its byte, uint8. Larger numbers become 448 with their sign, NaN stays."""
+    """Rounds float32 to the nearest E4M3 number and returns its byte, uint8. Numbers beyond 448 become 448 with their
+    sign, and NaN stays NaN."""
     if HARDWARE >= CONVERTS_E4M3:
         return x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
     magnitude = tl.minimum(tl.abs(x), E4M3_MAX)
@@ -206,14 +214,14 @@ def to_e4m3(x, HARDWARE: tl.constexpr):
 
 @triton.jit
 def decode_e4m3(byte):
-    """uint8, sign clear -> float32."""
+    """Converts an E4M3 byte, uint8 with a clear sign bit, to float32."""
     value = byte.to(tl.int32)
     return tl.where(value == 0x7F, float("nan"), from_bits(value << 20) * 2.0**120)
 
 
 @triton.jit
 def next_e4m3(scale):
-    """The next larger E4M3 value, of one below 448."""
+    """Returns the E4M3 value that follows scale, an E4M3 value below 448."""
     return scale + 0.125 * tl.maximum(power_of_two_floor(scale), E4M3_MIN_NORMAL)
 
 
@@ -224,7 +232,8 @@ def _larger(a, b):
 
 @triton.jit
 def max_with_nan(x):
-    """max |x| over the last axis of (NB, 16); NaN if there is one (tl.max would pass over it)."""
+    """Returns max |x| over the last axis of (NB, 16). The result is NaN if one of the values is NaN. tl.max would
+    ignore it."""
     if INTERPRETED:
         return from_bits(tl.max(bits(x) & 0x7FFFFFFF, axis=1))
     return tl.reduce(tl.abs(x), 1, _larger)
@@ -232,7 +241,8 @@ def max_with_nan(x):
 
 @triton.jit
 def fma(x, y, z):
-    """x * y + z with one rounding, which the interpreter's own has not: its product is taken in FP64, exactly."""
+    """Returns x * y + z with one rounding. The interpreter's own fma rounds twice, so there the product is computed in
+    FP64, in which it is exact."""
     if INTERPRETED:
         return (x.to(tl.float64) * y.to(tl.float64) + z).to(tl.float32)
     return tl.fma(x, y, z)
@@ -240,22 +250,25 @@ def fma(x, y, z):
 
 @triton.jit
 def error_sum(difference, L: tl.constexpr):
-    """Sums of squares over blocks (NB, L), each below 16 -> (NB,) int32 in units of 2^-18."""
+    """Returns the sum of squares over each block of (NB, L), as int32 (NB,) in units of 2^-18. Each square must be
+    below 16."""
     fixed = bits(fma(difference, difference, ERROR_MAGIC))
-    # L magic numbers are subtracted. Their sum counts modulo 2^32, because int32 wraps.
+    # The bits of L magic numbers are subtracted. Their sum is taken modulo 2^32, because int32 wraps around.
     return tl.sum(fixed, axis=1) - ((L * ERROR_MAGIC_BITS + 2**31) % 2**32 - 2**31)
 
 
 @triton.jit
 def product_sum(x, y):
-    """Sums of x * y over blocks (NB, 16), products in [0, 64) -> (NB,) float32 in units of 2^-16."""
+    """Returns the sum of x * y over each block of (NB, 16), as float32 (NB,) in units of 2^-16. Each product is in
+    [0, 64)."""
     fixed = bits(fma(x, y, PRODUCT_MAGIC))
     return (tl.sum(fixed, axis=1) - ((16 * PRODUCT_MAGIC_BITS + 2**31) % 2**32 - 2**31)).to(tl.float32)
 
 
 @triton.jit
 def convert_e2m1(y, NB: tl.constexpr):
-    """Rounds y (NB, 16) to nearest, ties to even: codes int32 (NB, 2) as of `pack`, and values float32 (NB, 16).
+    """Rounds y (NB, 16) to the nearest E2M1 values, ties to even. Returns codes int32 (NB, 2), packed as by `pack`, and
+    the values as float32 (NB, 16).
 
     One instruction of sm_100a and sm_120a converts two values, and another one converts them back. NaN becomes 6.
     """
@@ -292,9 +305,10 @@ def convert_e2m1(y, NB: tl.constexpr):
 
 @triton.jit
 def decode_pairs(byte, scale):
-    """The two codes of each byte, uint8, times both halves of scale: pairs of FP16 as int32, all of one shape.
+    """Decodes the two codes of each byte, uint8, and multiplies them by the two FP16 halves of scale, int32. Returns
+    pairs of FP16 as int32. All tensors have one shape.
 
-    An instruction of sm_100a and sm_120a converts a byte.
+    One instruction of sm_100a and sm_120a converts a byte.
     """
     return tl.inline_asm_elementwise(
         """{
@@ -315,18 +329,19 @@ def decode_pairs(byte, scale):
 
 @triton.jit
 def row_sum(x, weight):
-    """Sums over 8 blocks each of x * weight (512,), float32 in [0, 2^22) -> (64,) float32, in whole numbers."""
+    """Returns the sums of x * weight over every 8 blocks of (512,), as float32 (64,). Each product is in [0, 2^22) and
+    is rounded to an integer."""
     fixed = tl.reshape(bits(fma(x, weight, INTEGER_MAGIC)) - INTEGER_MAGIC_BITS, (64, 8))
     return tl.sum(fixed, axis=1).to(tl.float32)
 
 
 @triton.jit
 def pack(q, x, NB: tl.constexpr):
-    """Grid values q (NB, 16) -> codes int32 (NB, 2), element 8 i + j of a block in bits 4 j .. of word i.
-
-    The sign is x's, because q has lost the sign of zero.
+    """Packs E2M1 values q (NB, 16) into codes int32 (NB, 2). Element 8 i + j of a block is in bits 4 j to 4 j + 3 of
+    word i. The signs are those of x, because q has lost the sign of zero.
     """
-    # |q| * 2^-126 has the bits of E2M1's exponent and mantissa on top: 0.5 is FP32-subnormal, as it is in E2M1.
+    # |q| * 2^-126 has the bits of E2M1's exponent and mantissa below the sign. 0.5 becomes an FP32 subnormal number, as
+    # it is a subnormal number of E2M1.
     magnitude = tl.reshape(bits(tl.abs(q) * 2.0**-126), (NB, 2, 8))
     sign = tl.reshape(bits(x), (NB, 2, 8))
     shift = tl.arange(0, 8)[None, None, :] * 4
@@ -336,7 +351,7 @@ def pack(q, x, NB: tl.constexpr):
 
 @triton.jit
 def philox4(seed, index, PURPOSE: tl.constexpr, stream):
-    """Four 32-bit words, uint32, for each index (int64)."""
+    """Returns four random words, uint32, for each index, int64."""
     low = (index & 0xFFFFFFFF).to(tl.uint32)
     high = (index >> 32).to(tl.uint32)
     return tl.philox(seed, low, high, low * 0 + PURPOSE, low * 0 + stream)
@@ -344,12 +359,13 @@ def philox4(seed, index, PURPOSE: tl.constexpr, stream):
 
 @triton.jit
 def scale_words(seed, row16, pair, pairs, stream, ROWS: tl.constexpr, PAIRS: tl.constexpr):
-    """Random words uint32 (ROWS, 2 PAIRS) of philox.uniform_scales, one for each scale.
+    """Returns random words uint32 (ROWS, 2 PAIRS), one for each scale. They are those of philox.uniform_scales.
 
-    The scales are those of ROWS rows from 16 row16 on, a multiple of 16, and of PAIRS pairs of blocks from `pair` on.
-    A row has `pairs` pairs.
+    The scales belong to ROWS rows, a multiple of 16, from row 16 row16 on, and to PAIRS pairs of blocks from `pair` on.
+    A whole row has `pairs` pairs.
 
-    A call makes the words of a pair in two rows that are 8 apart. One thread holds both in a tensor core's accumulator.
+    One call of Philox makes the words of a pair in two rows that are 8 apart, because in a tensor core's accumulator
+    the same thread holds both rows.
     """
     line = tl.arange(0, ROWS // 2 * PAIRS)
     row = row16.to(tl.int64) * 8 + line // PAIRS
@@ -360,22 +376,24 @@ def scale_words(seed, row16, pair, pairs, stream, ROWS: tl.constexpr, PAIRS: tl.
 
 @triton.jit
 def unit_interval(word):
-    """32 random bits, uint32 -> a multiple of 2^-24 in [0, 1)."""
+    """Converts 32 random bits, uint32, to a multiple of 2^-24 in [0, 1)."""
     return (word >> 8).to(tl.int32).to(tl.float32) * 2.0**-24
 
 
 @triton.jit
 def element_noise(seed, index, CANDIDATE: tl.constexpr, stream, NB: tl.constexpr):
-    """uniform - 1/2 for elements 8 * index .. 8 * index + 7: index int64 (NB, 2) -> float32 (NB, 16)."""
+    """Returns a uniform random number minus 1/2 for each element, float32 (NB, 16). An index, int64 (NB, 2), stands for
+    the eight elements from 8 * index to 8 * index + 7."""
     a, b, c, d = philox4(seed, index, SR_ELEMENT + CANDIDATE, stream)
     word = tl.join(tl.join(a, c), tl.join(b, d)).to(tl.int32, bitcast=True)
     half = tl.reshape(tl.join(word & 0xFFFF, (word >> 16) & 0xFFFF), (NB, 16))
-    # 1 + k / 2^16 by its mantissa: no conversion from integer.
+    # k is put into the mantissa of 1 + k / 2^16, so that no integer is converted to a float.
     return from_bits(0x3F800000 | (half << 7)) - (1.5 - 2.0**-17)
 
 
 @triton.jit
 def keep_eight_bits(x, inverse_step, seed, index, NB: tl.constexpr):
-    """x >= 0 (NB, 16) in steps, rounded stochastically, uint8 (relu_squared's); index as element_noise's."""
+    """Rounds x >= 0 (NB, 16) to a whole number of steps stochastically, as uint8. relu_squared keeps relu(x) this way.
+    `index` is that of element_noise."""
     rounded = tl.minimum(x * inverse_step + element_noise(seed, index, 0, 0, NB), 255.0) + ROUND_MAGIC
     return bits(rounded).to(tl.uint8)

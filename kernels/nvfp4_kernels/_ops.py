@@ -1,25 +1,28 @@
-"""Registration of the kernels as torch operators of the namespace nvfp4.
+"""Registers the kernels as torch operators of the namespace nvfp4.
 
-`torch.library.custom_op` would do, but checks and wraps every call for 30 to 50 microseconds; a layer makes eight
-of them per step. Here the schema is written by hand and the function is the operator's only kernel.
+`torch.library.custom_op` would do the same, but it checks and wraps each call, which takes 30 to 50 microseconds, and a
+layer makes eight calls in each step. Here the schema is written by hand, and the function is the operator's only
+kernel.
 """
 
 from collections.abc import Callable
 
 import torch
 
-# For every launch: a fused multiply-add rounds once where the reference rounds twice.
+# Options of every launch. A fused multiply-add would round once where the reference rounds twice.
 NO_FUSION = {"enable_fp_fusion": False}
 
 
 def is_captured(device: torch.device | str = "cuda") -> bool:
-    """Whether the device's current stream records a CUDA graph: what is launched then does not run."""
+    """Returns True while the device's current stream records a CUDA graph. A kernel that is launched at that time is
+    recorded, and does not run."""
     gpu = torch.device(device).type == "cuda" and torch.cuda.is_available()
     return gpu and torch.cuda.is_current_stream_capturing()
 
 
 def empty_scales(rows: int, groups: int, tiles: bool, like: torch.Tensor) -> torch.Tensor:
-    """Memory for E4M3 scales, uint8 (R, G), or flat for tiles of 128x4. Padding is 0: NaN there would be read."""
+    """Allocates memory for E4M3 scales: uint8 (R, G), or flat for tiles of 128x4. The padding of tiles is filled with
+    zeros, because a GEMM reads it, and uninitialized bytes may be NaN."""
     if not tiles:
         return like.new_empty(rows, groups, dtype=torch.uint8)
     size = -(-rows // 128) * -(-groups // 4) * 512
@@ -30,9 +33,11 @@ _library = torch.library.Library("nvfp4", "FRAGMENT")
 
 
 def operator(schema: str) -> Callable[[Callable], Callable]:
-    """Decorator: registers the function for CUDA (and CPU, for Triton's interpreter) under the schema's name.
+    """A decorator that registers the function under the schema's name, for CUDA, and for the CPU, on which Triton's
+    interpreter runs.
 
-    The result is the operator, with `.register_fake`. An operator may not return an input or a view of one.
+    The result calls the operator and has the method `.register_fake`. An operator must not return an input or a view of
+    one.
     """
 
     def register(function: Callable) -> Callable:

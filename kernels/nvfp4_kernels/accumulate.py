@@ -1,7 +1,7 @@
-"""Stochastic rounding to BF16, of numbers or of a sum with the BF16 numbers that are there.
+"""Rounds numbers to BF16 stochastically, or adds them to BF16 numbers and rounds the sum.
 
-The arithmetic is that of nanochat_fp4.models.optim8bit, bit for bit. A sum of BF16 reads 4 bytes an element and writes
-2.
+The arithmetic is that of nanochat_fp4.models.optim8bit, bit for bit. Adding BF16 numbers reads 4 bytes per element and
+writes 2.
 """
 
 import torch
@@ -11,7 +11,7 @@ import triton.language as tl
 from nvfp4_kernels import _math as m
 from nvfp4_kernels._ops import NO_FUSION
 
-GROUPS = 128  # of 8 elements, in a program
+GROUPS = 128  # The number of groups of 8 elements in a program.
 
 
 @triton.jit(do_not_specialize=["stream", "first_row"])
@@ -19,7 +19,13 @@ def round_kernel(
     into_ptr, x_ptr, seed_ptr, stream, first_row, columns, row_groups, groups,
     ADD: tl.constexpr, FLAT: tl.constexpr, NG: tl.constexpr,
 ):  # fmt: skip
-    """row_groups: ceil(columns / 8), Philox calls of a row. groups: of all rows. FLAT: columns is a multiple of 8."""
+    """Rounds NG groups of 8 elements, one Philox call each.
+
+    row_groups: ceil(columns / 8), the number of groups of a row
+    groups:     the number of groups of all rows
+    ADD:        x is added to the numbers in `into`
+    FLAT:       columns is a multiple of 8, so no group is cut at a row's end
+    """
     group = tl.program_id(0).to(tl.int64) * NG + tl.arange(0, NG)
     index = group + first_row.to(tl.int64) * row_groups
     lane = tl.arange(0, 8)[None, :]
@@ -41,13 +47,13 @@ def round_kernel(
 
 
 def round_into(into: torch.Tensor, x: torch.Tensor, seed: torch.Tensor, stream: int, first_row: int, add: bool) -> None:
-    """into <- x, or into + x, rounded stochastically.
+    """Replaces `into` by x, or by into + x if `add` is set, rounded stochastically.
 
-    into: BF16 (R, C), contiguous
-    x:    FP32 or BF16 (R, C), contiguous
-    seed: int64 ()
-    first_row: number of into's first row in the parameter, which decides the random numbers
-    Raises ValueError for other tensors.
+    into:      BF16 (R, C), contiguous
+    x:         FP32 or BF16 (R, C), contiguous
+    seed:      int64 ()
+    first_row: the number of into's first row in the whole parameter. The random numbers depend on it.
+    Raises ValueError for tensors of another dtype, shape or layout.
     """
     if into.dtype != torch.bfloat16 or into.dim() != 2 or into.shape != x.shape:
         raise ValueError(f"round_into: got {into.dtype} {tuple(into.shape)} and {tuple(x.shape)}, expected BF16 (R, C)")

@@ -1,13 +1,15 @@
-"""Cross-entropy of softly capped logits, and its gradient in the logits' place or as FP8 operands.
+"""Cross-entropy of softly capped logits. Its gradient replaces the logits, or is made as two FP8 operands.
 
-With r = 1 / (1 + e^(2 x / softcap)), of which a cap has three uses:
+With r = 1 / (1 + e^(2 x / softcap)), a logit x is capped to z:
 
     z = softcap * tanh(x / softcap) = softcap * (1 - 2 r)
     dz/dx = 1 - tanh(x / softcap)^2 = 4 r (1 - r)
 
-Exponents are of two. z is bounded, so no maximum is subtracted; a cap beyond 60 would overflow. The absolute error of z
-is softcap * 2^-22. Bytes a logit in BF16: 2 read, then 2 read (from the cache: a row is 128 KiB) and 2 written. As FP8:
-2 read, then 2 read, 1 written and 1 written transposed.
+Exponentials are powers of two. No maximum is subtracted from the logits, because z is bounded. A cap beyond 60 would
+overflow. The absolute error of z is softcap * 2^-22.
+
+The losses read 2 bytes per BF16 logit. The gradient in place reads 2 bytes again, from the cache (a row is 128 KiB),
+and writes 2. The gradient in FP8 reads 2 bytes again, and writes 1, and 1 for the transpose.
 """
 
 import math
@@ -20,34 +22,35 @@ from nvfp4_kernels import _math as m
 
 E5M2_MAX = tl.constexpr(57344.0)
 E5M2_MIN_NORMAL = tl.constexpr(2.0**-14)
-E5M2_MAGIC = tl.constexpr(1.5 * 2.0**21)  # of _math.py's idioms: spacing e / 4
+E5M2_MAGIC = tl.constexpr(1.5 * 2.0**21)  # The magic number (_math.py) of the spacing e / 4.
 LN2 = tl.constexpr(math.log(2))
-ROW_BLOCK = 4096  # elements of a row that a program takes at a time
-TILE = 128  # rows and columns of a tile of codes
+ROW_BLOCK = 4096  # The elements of a row that a program processes at a time.
+TILE = 128  # The rows, and the columns, of a tile of codes.
 
 
 @triton.jit
 def sigmoid(x, SCALE: tl.constexpr):
-    """r. SCALE: 2 log2(e) / softcap."""
+    """Returns r of logits x. SCALE is 2 log2(e) / softcap."""
     return 1.0 / (1.0 + tl.exp2(x * SCALE))
 
 
 @triton.jit
 def capped(r, CAP: tl.constexpr):
-    """z log2(e). CAP: softcap log2(e)."""
+    """Returns z log2(e). CAP is softcap log2(e)."""
     return CAP - (2.0 * CAP) * r
 
 
 @triton.jit
 def gradient(x, is_target, logsumexp, weight, SCALE: tl.constexpr, CAP: tl.constexpr):
-    """Of weight * loss with respect to logits x. logsumexp: to base two."""
+    """Returns the gradient of weight * loss with respect to logits x. logsumexp is a logarithm to base two."""
     r = sigmoid(x, SCALE)
     return (tl.exp2(capped(r, CAP) - logsumexp) - tl.where(is_target, 1.0, 0.0)) * (4.0 * r * (1.0 - r)) * weight
 
 
 @triton.jit
 def to_e5m2(x):
-    """To the nearest E5M2 number, larger ones clipped. Triton's interpreter would cut off, so x is rounded before."""
+    """Rounds x to the nearest E5M2 number. Numbers beyond the largest one are clipped. Triton's interpreter truncates
+    when it converts, so there x is rounded before."""
     x = tl.minimum(tl.maximum(x, -E5M2_MAX, propagate_nan=tl.PropagateNan.ALL), E5M2_MAX, tl.PropagateNan.ALL)
     if m.INTERPRETED:
         e = tl.maximum(m.power_of_two_floor(x), E5M2_MIN_NORMAL)
@@ -60,12 +63,13 @@ def losses_kernel(
     logits_ptr, targets_ptr, weight_ptr, losses_ptr, logsumexp_ptr, vocab, columns,
     SCALE: tl.constexpr, CAP: tl.constexpr, BLOCK: tl.constexpr, IN_PLACE: tl.constexpr
 ):  # fmt: skip
-    """A program takes a row. vocab: columns that count. IN_PLACE: the gradient replaces the logits."""
+    """Computes the loss of one row. Only the first `vocab` columns count. With IN_PLACE the gradient replaces the
+    logits."""
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * columns
     target = tl.load(targets_ptr + row).to(tl.int32)
     counts = target >= 0
-    # Before the sum, whose barrier parts it from the replacement.
+    # The target's logit is read before the sum, because the sum's barrier separates this read from the replacement.
     at_target = capped(sigmoid(tl.load(logits_ptr + tl.maximum(target, 0)).to(tl.float32), SCALE), CAP)
     total = tl.zeros((BLOCK,), tl.float32)
     for first in range(0, vocab, BLOCK):
@@ -89,7 +93,7 @@ def gradient_codes_kernel(
     logits_ptr, targets_ptr, weight_ptr, logsumexp_ptr, scale_ptr, codes_ptr, transposed_ptr, rows, vocab, columns,
     SCALE: tl.constexpr, CAP: tl.constexpr, TILE: tl.constexpr
 ):  # fmt: skip
-    """The gradient times scale as E5M2: (rows, columns) and (columns, rows), a tile of both for each program."""
+    """Makes one tile of the gradient times scale in E5M2, and the same tile of its transpose (columns, rows)."""
     row = tl.program_id(1).to(tl.int64) * TILE + tl.arange(0, TILE)
     column = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     target = tl.load(targets_ptr + row, mask=row < rows, other=-1).to(tl.int32)
@@ -113,11 +117,13 @@ def _constants(softcap: float) -> dict[str, float]:
 def losses(
     logits: torch.Tensor, targets: torch.Tensor, token_weight: torch.Tensor | None, vocab_size: int, softcap: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Losses float32 (C,), 0 where ignored, and log2 of the sum of exponentials, float32 (C,).
+    """Computes the losses, float32 (C,), which are 0 for ignored targets, and log2 of the sum of exponentials, float32
+    (C,).
 
     logits:       FP32 or BF16 (C, V), contiguous. Columns from vocab_size on are padding.
-    targets:      int64 (C,), negative where ignored
-    token_weight: float32 (C,): the logits are replaced by the gradient of sum(token_weight * losses). None: they stay.
+    targets:      int64 (C,). Negative targets are ignored.
+    token_weight: float32 (C,). The logits are replaced by the gradient of sum(token_weight * losses). With None they
+                  stay as they are.
     softcap:      at most 60
     """
     rows, columns = logits.shape
@@ -138,9 +144,11 @@ def gradient_codes(
     vocab_size: int,
     softcap: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The gradient of `losses` times scale, float32 (), to nearest: float8_e5m2 (C, V), and its transpose (V, C).
+    """Returns the gradient of sum(token_weight * losses) times scale, rounded to nearest: float8_e5m2 (C, V), and its
+    transpose (V, C).
 
-    The other arguments and logsumexp are those of `losses`, which has left the logits as they were.
+    scale is float32 (). logsumexp is the second result of `losses`, and the other arguments are those of `losses`. That
+    call must have left the logits as they were (token_weight=None).
     """
     rows, columns = logits.shape
     codes, transposed = (

@@ -1,9 +1,11 @@
-"""BF16 matrix products whose alpha stays on the GPU: alpha * A . B^T, or C + alpha * A . B^T in place, with one
-rounding of the FP32 accumulator.
+"""BF16 matrix products whose factor alpha stays on the GPU.
 
-torch.mm takes alpha from the host, which needs a synchronization, or rounds to BF16 before a later multiplication. In
-pointer mode "device", cuBLAS takes alpha from device memory. The handle is torch's, with the current stream and a
-workspace. The kernel is therefore the one of torch.mm, and a CUDA graph can capture it.
+They compute alpha * A . B^T, or C + alpha * A . B^T in place, and round the FP32 accumulator once.
+
+torch.mm cannot do this. It takes alpha from the host, which needs a synchronization, or rounds the product to BF16
+before a later multiplication by alpha. cuBLAS reads alpha from device memory in its pointer mode "device". The handle
+is torch's, with torch's current stream and workspace. The kernel is therefore the one that torch.mm would run, and a
+CUDA graph can capture it.
 """
 
 import contextlib
@@ -23,7 +25,7 @@ DATA_TYPES = {torch.bfloat16: R_16BF, torch.float32: R_32F}
 
 
 def loaded(name: str) -> ctypes.CDLL | str:
-    """The library lib<name> of the CUDA release that torch has loaded, or why there is none."""
+    """Returns the library lib<name> of the CUDA release that torch has loaded, or the reason why there is none."""
     if torch.version.cuda is None:
         return "this build of torch has no CUDA"
     file = f"lib{name}.so.{torch.version.cuda.split('.')[0]}"
@@ -36,7 +38,7 @@ def loaded(name: str) -> ctypes.CDLL | str:
 @functools.cache
 def _library() -> ctypes.CDLL | str:
     library = loaded("cublas")
-    if not isinstance(library, str):  # with their types known, arguments are Python's numbers
+    if not isinstance(library, str):  # With the argument types declared, Python's numbers can be passed.
         pointer, number = ctypes.c_void_p, ctypes.c_int
         library.cublasSetPointerMode_v2.argtypes = [pointer, number]
         library.cublasGemmEx.argtypes = [
@@ -47,7 +49,7 @@ def _library() -> ctypes.CDLL | str:
 
 
 def unavailable_reason() -> str | None:
-    """Why `mm_alpha` cannot be used, or None."""
+    """Returns the reason why `mm_alpha` cannot be used on this machine, or None."""
     if not torch.cuda.is_available():
         return "no CUDA device"
     library = _library()
@@ -60,10 +62,12 @@ _constants: dict[tuple[float, torch.device, tuple[int, ...], torch.dtype], torch
 def constant(
     value: float, device: torch.device, size: tuple[int, ...] = (), dtype: torch.dtype = torch.float32
 ) -> torch.Tensor:
-    """A tensor of this size that holds value everywhere, the same one in each call. Nobody may write to it.
+    """Returns a tensor of this size that holds `value` everywhere. Each call returns the same tensor, so nobody may
+    write to it.
 
-    A capture of a CUDA graph records what fills a tensor and does not run it. A constant that is made inside a capture
-    therefore belongs to this graph and is not kept. One that is made outside is there before any other stream reads it.
+    The capture of a CUDA graph records the kernel that fills a tensor, and does not run it. A constant that is made
+    during a capture therefore belongs to that graph, and later calls do not get it. A constant that is made at another
+    time is complete before any other stream can read it.
     """
     key = value, device, size, dtype
     if key not in _constants:
@@ -77,19 +81,20 @@ def constant(
 
 
 def current(device: torch.device) -> contextlib.AbstractContextManager:
-    """Makes the device torch's current one, whose handle and stream are then those of cuBLAS."""
+    """Returns a context in which the device is torch's current device. cuBLAS then uses this device's handle and
+    stream."""
     is_current = device.type != "cuda" or device.index == torch.cuda.current_device()
     return contextlib.nullcontext() if is_current else torch.cuda.device(device)
 
 
 @operator("mm_alpha(Tensor a, Tensor b, Tensor? alpha, ScalarType out_dtype) -> Tensor")
 def mm_alpha(a: torch.Tensor, b: torch.Tensor, alpha: torch.Tensor | None, out_dtype: torch.dtype) -> torch.Tensor:
-    """alpha * a . b^T, (M, N) in out_dtype.
+    """Returns alpha * a . b^T, (M, N) in out_dtype.
 
-    a, b:      BF16 (M, K) and (N, K); copied where neither rows nor columns are contiguous
+    a, b:      BF16 (M, K) and (N, K). An operand is copied if neither its rows nor its columns are contiguous.
     alpha:     float32 () on the GPU, or None for 1
     out_dtype: torch.bfloat16 or torch.float32
-    Raises RuntimeError with cuBLAS's status if cuBLAS refuses.
+    Raises RuntimeError with cuBLAS's status if cuBLAS refuses the product.
     """
     out = torch.empty(a.shape[0], b.shape[0], dtype=out_dtype, device=a.device)
     _gemm(a, b, alpha, 0.0, out)
@@ -103,10 +108,10 @@ def _(a, b, alpha, out_dtype):
 
 @operator("mm_alpha_add(Tensor a, Tensor b, Tensor? alpha, Tensor(c!) into) -> ()")
 def mm_alpha_add(a: torch.Tensor, b: torch.Tensor, alpha: torch.Tensor | None, into: torch.Tensor) -> None:
-    """into += alpha * a . b^T, with the arguments of mm_alpha.
+    """Adds alpha * a . b^T to `into` in place. The other arguments are those of mm_alpha.
 
     into: FP32 or BF16 (M, N), contiguous
-    Raises ValueError if into is not contiguous, and RuntimeError as mm_alpha.
+    Raises ValueError if `into` is not contiguous, and RuntimeError as mm_alpha does.
     """
     if not into.is_contiguous():
         raise ValueError(f"mm_alpha_add: into has strides {into.stride()}, expected a contiguous matrix")
@@ -119,7 +124,8 @@ def _(a, b, alpha, into):
 
 
 def rows_or_columns(x: torch.Tensor) -> torch.Tensor:
-    """x (R, C), or a copy of it if it has neither contiguous rows nor contiguous columns that do not overlap."""
+    """Returns x (R, C) itself if its rows or its columns are contiguous and do not overlap, and otherwise a contiguous
+    copy."""
     (rows, columns), (down, along) = x.shape, x.stride()
     taken = down >= columns if along == 1 else down == 1 and along >= rows
     return x if taken else x.clone(memory_format=torch.contiguous_format)
@@ -128,7 +134,7 @@ def rows_or_columns(x: torch.Tensor) -> torch.Tensor:
 def _gemm(a: torch.Tensor, b: torch.Tensor, alpha: torch.Tensor | None, beta: float, out: torch.Tensor) -> None:
     a, b = rows_or_columns(a), rows_or_columns(b)
     (m, k), n = a.shape, b.shape[0]
-    # Column-major cuBLAS computes C^T (N, M) = B . A^T. A row-major matrix here is a transposed one there.
+    # cuBLAS is column-major: a row-major matrix here is a transposed one there. It computes C^T (N, M) = B . A^T.
     op_b, ldb = (OP_T, b.stride(0)) if b.stride(1) == 1 else (OP_N, b.stride(1))
     op_a, lda = (OP_N, a.stride(0)) if a.stride(1) == 1 else (OP_T, a.stride(1))
     library = _library()

@@ -1,15 +1,17 @@
-"""NVFP4 and MXFP8 products by cuBLASLt, called directly: alpha * A . B^T, or C + alpha * A . B^T in place in FP32.
+"""NVFP4 and MXFP8 products that call cuBLASLt directly. They compute alpha * A . B^T, or C + alpha * A . B^T in place
+in FP32.
 
-torch's scaled_mm reaches the same kernels, but up to torch 2.13 it copies alpha into one buffer of the process, so that
-two streams or threads share it, and it has no C. Here alpha, the product of the two tensor scales, is a pointer of each
-call: any stream, any thread and a CUDA graph may multiply. With beta = 1 the GEMM adds to a weight's FP32 gradient
-itself, which moves 8 bytes a weight; a product and an addition move 16.
+torch's scaled_mm reaches the same kernels, but it lacks two things. Up to torch 2.13 it copies alpha into one buffer of
+the process, which two streams or threads then share. And it cannot add to C. Here alpha, the product of the two tensor
+scales, is a pointer of each call, so that any stream, any thread and a CUDA graph may multiply. With beta = 1 the GEMM
+itself adds to a weight's FP32 gradient. This moves 8 bytes per weight, where a product and an addition move 16.
 
-cuBLASLt is column-major. A row-major matrix (R, C) is a column-major one (C, R) there, so the product is computed as
-C^T (N, M) = op(B) . A, where op transposes and both operands are (K, ...) with K contiguous.
+cuBLASLt is column-major. A row-major matrix (R, C) is a column-major one (C, R) there. The product is therefore
+computed as C^T (N, M) = op(B) . A, where op transposes and both operands are (K, ...) with K contiguous.
 
 Nobody has run this file on a Blackwell. The tests give it a library that checks every argument and multiplies on the
-CPU. Source of the arguments: cuBLAS documentation, "cublasLtMatmul()" and "1D block scaling factors layout".
+CPU. The source of the arguments is the cuBLAS documentation, sections "cublasLtMatmul()" and "1D block scaling factors
+layout".
 """
 
 import ctypes
@@ -27,16 +29,16 @@ from nvfp4_kernels.matmul import gemm_operator, in_tiles
 POINTER_MODE, TRANSA, TRANSB = 2, 3, 4  # cublasLtMatmulDescAttributes_t
 A_SCALE_POINTER, B_SCALE_POINTER, A_SCALE_MODE, B_SCALE_MODE = 17, 18, 31, 32
 MAX_WORKSPACE_BYTES = 1  # cublasLtMatmulPreferenceAttributes_t
-WORKSPACE = 32 << 20  # bytes, as torch gives cuBLASLt on Hopper and later
-PLANS = 256  # that a thread keeps
+WORKSPACE = 32 << 20  # In bytes. torch gives cuBLASLt the same on Hopper and later.
+PLANS = 256  # The largest number of plans that a thread keeps.
 
 
 class Format(NamedTuple):
-    """What both operands hold.
+    """The number format of both operands.
 
-    element: cudaDataType_t
-    scales:  cublasLtMatmulMatrixScale_t of the block scales
-    in_byte: elements in a byte
+    element: the cudaDataType_t of an element
+    scales:  the cublasLtMatmulMatrixScale_t of the block scales
+    in_byte: the number of elements in a byte
     """
 
     element: int
@@ -50,7 +52,7 @@ ONE_IN_E8M0 = 127
 
 
 class Algorithm(ctypes.Structure):
-    """cublasLtMatmulHeuristicResult_t, of which the first 64 bytes are the cublasLtMatmulAlgo_t."""
+    """cuBLASLt's struct cublasLtMatmulHeuristicResult_t. Its first 64 bytes are the cublasLtMatmulAlgo_t."""
 
     _fields_ = [
         ("algorithm", ctypes.c_uint64 * 8),
@@ -63,12 +65,12 @@ class Algorithm(ctypes.Structure):
 
 @functools.cache
 def library() -> ctypes.CDLL | str:
-    """The cuBLASLt that torch has loaded, or why there is none."""
+    """Returns the cuBLASLt that torch has loaded, or the reason why there is none."""
     return cublas.loaded("cublasLt")
 
 
 def unavailable_reason() -> str | None:
-    """Why these products cannot be computed here, or None."""
+    """Returns the reason why these products cannot be computed on this machine, or None."""
     if not torch.cuda.is_available():
         return "no CUDA device"
     found = library()
@@ -81,12 +83,12 @@ def _check(status: int, call: str) -> None:
 
 
 class MatmulPlan:
-    """The descriptions of the products of one shape, and the algorithm that cuBLASLt chooses for them.
+    """cuBLASLt's descriptors for products of one shape, and the algorithm that it chooses for them.
 
-    m, n, k:   (M, K) . (N, K)^T -> (M, N)
+    m, n, k:   the sizes of (M, K) . (N, K)^T -> (M, N)
     out_dtype: BF16 or FP32
-    form:      of both operands
-    scales:    of A and of B. cuBLASLt chooses no algorithm before it knows their addresses.
+    form:      the format of both operands
+    scales:    the block scales of A and of B. cuBLASLt chooses no algorithm before it knows their addresses.
     Raises RuntimeError with cuBLASLt's status if it has no algorithm.
     """
 
@@ -109,7 +111,7 @@ class MatmulPlan:
             self._set(attribute, ctypes.c_int(value))
         self.set_scales(*scales)
         out = cublas.DATA_TYPES[out_dtype]
-        # Type, rows, columns and leading dimension.
+        # Each layout has a type, rows, columns and a leading dimension.
         sizes = ((form.element, k, n, k), (form.element, k, m, k), (out, n, m, n))
         for layout, (kind, rows, columns, leading) in zip(self.layouts, sizes):
             extent = ctypes.c_uint64(rows), ctypes.c_uint64(columns), ctypes.c_int64(leading)
@@ -123,7 +125,7 @@ class MatmulPlan:
         _check(status, "cublasLtMatmulDescSetAttribute")
 
     def set_scales(self, of_a: Tensor, of_b: Tensor) -> None:
-        """The block scales of the next product. cuBLASLt's first operand is our B."""
+        """Sets the block scales of the next product. cuBLASLt's first operand is our B."""
         self._set(A_SCALE_POINTER, ctypes.c_void_p(of_b.data_ptr()))
         self._set(B_SCALE_POINTER, ctypes.c_void_p(of_a.data_ptr()))
 
@@ -153,7 +155,8 @@ class MatmulPlan:
         self.library.cublasLtMatmulDescDestroy(self.matmul)
 
 
-_plans = threading.local()  # a plan holds the addresses of the scales between two calls
+# Each thread has plans of its own, because a plan holds the addresses of one product's scales until that is launched.
+_plans = threading.local()
 
 
 def _plan(
@@ -164,7 +167,8 @@ def _plan(
     form: Format,
     scales: tuple[Tensor, Tensor],
 ) -> MatmulPlan:
-    """This thread's plan for the shape, with these scales."""
+    """Returns this thread's plan for the shape, with these scales set. If a thread has PLANS plans, they are destroyed
+    before another one is made."""
     kept: dict[tuple, MatmulPlan] = vars(_plans).get("kept", {})
     key = device, *shape, dtype, form
     if key in kept:
@@ -185,7 +189,7 @@ def forget_plans() -> None:
 
 
 def handle_and_stream(device: torch.device) -> tuple[int, int]:
-    """cuBLAS's handle, which serves as cuBLASLt's, and the stream, both current on this device."""
+    """Returns cuBLAS's current handle, which serves as cuBLASLt's too, and the current stream of this device."""
     return torch.cuda.current_blas_handle(), torch.cuda.current_stream(device).cuda_stream
 
 
@@ -200,7 +204,7 @@ def _multiply(
     out: Tensor,
     form: Format = NVFP4,
 ) -> None:
-    """out <- a_factor * b_factor * a . b^T + beta * out. Scales are in tiles."""
+    """Computes a_factor * b_factor * a . b^T + beta * out into `out`. The scales are in tiles."""
     if not out.numel():
         return
     a, b = a.contiguous(), b.contiguous()
@@ -229,7 +233,8 @@ def _multiply(
 def cublaslt(
     a: Tensor, a_scales: Tensor, a_factor: Tensor, b: Tensor, b_scales: Tensor, b_factor: Tensor, out_dtype: torch.dtype
 ) -> Tensor:
-    """As matmul.dot_scaled, K a multiple of 32 and N of 16. Raises RuntimeError with cuBLASLt's status."""
+    """Returns the same product as matmul.dot_scaled. K must be a multiple of 32, and N of 16. Raises RuntimeError with
+    cuBLASLt's status."""
     out = torch.empty(a.shape[0], b.shape[0], dtype=out_dtype, device=a.device)
     _multiply(a, in_tiles(a_scales), a_factor, b, in_tiles(b_scales), b_factor, 0.0, out)
     return out
@@ -237,12 +242,12 @@ def cublaslt(
 
 @operator("mxfp8(Tensor a, Tensor a_factor, Tensor b, Tensor b_factor, ScalarType out_dtype) -> Tensor")
 def mxfp8(a: Tensor, a_factor: Tensor, b: Tensor, b_factor: Tensor, out_dtype: torch.dtype) -> Tensor:
-    """a . b^T (M, N) in out_dtype, BF16 or FP32, of 8-bit numbers with one scale each.
+    """Returns a . b^T (M, N) in out_dtype, BF16 or FP32, for 8-bit operands with one scale per tensor.
 
     a, b:    float8_e4m3fn (M, K) and (N, K), K a multiple of 32 and N of 16
     factors: the tensor scales, float32 ()
-    The block scales of MXFP8 are all 1, so that the product is that of numbers without block scales. A GeForce runs it
-    at twice the rate of the product with one scale a tensor and sums in FP32.
+    The product is computed as MXFP8 with all block scales equal to 1. A GeForce runs it at twice the rate of an FP8
+    product that has one scale per tensor and accumulates in FP32.
     Raises RuntimeError with cuBLASLt's status.
     """
     out = torch.empty(a.shape[0], b.shape[0], dtype=out_dtype, device=a.device)
@@ -252,7 +257,7 @@ def mxfp8(a: Tensor, a_factor: Tensor, b: Tensor, b_factor: Tensor, out_dtype: t
 
 
 def _ones(t: Tensor) -> Tensor:
-    """Block scales 1 of t (R, K): E8M0 bytes, flat in tiles of 128 rows by 4 blocks of 32."""
+    """Returns block scales of 1 for t (R, K): E8M0 bytes, flat in tiles of 128 rows by 4 blocks of 32."""
     size = -(-t.shape[0] // 128) * -(-t.shape[1] // 128) * 512
     return cublas.constant(ONE_IN_E8M0, t.device, (size,), torch.uint8)
 
@@ -269,10 +274,10 @@ def _(a, a_factor, b, b_factor, out_dtype):
 def cublaslt_add(
     a: Tensor, a_scales: Tensor, a_factor: Tensor, b: Tensor, b_scales: Tensor, b_factor: Tensor, into: Tensor
 ) -> None:
-    """into += a . b^T, with one rounding of the sum.
+    """Adds a . b^T to `into` in place and rounds the sum once. The operands are those of `cublaslt`.
 
     into: FP32 (M, N), contiguous
-    Raises ValueError for another `into`, and RuntimeError as `cublaslt`.
+    Raises ValueError if `into` has another dtype or is not contiguous, and RuntimeError as `cublaslt` does.
     """
     if into.dtype != torch.float32 or not into.is_contiguous():
         raise ValueError(

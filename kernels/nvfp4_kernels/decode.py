@@ -1,7 +1,7 @@
-"""What is done with codes and scales without rounding them.
+"""Operations on codes and scales that round nothing.
 
-`decode` makes BF16: 0.5625 bytes read and 2 written per element. `transpose_square` makes the codes of the transposed
-tensor, for blocks of 16x16: 0.5625 bytes read and 0.5625 written.
+`decode` makes BF16 numbers. It reads 0.5625 bytes per element and writes 2. `transpose_square` makes the codes of the
+transposed tensor, for blocks of 16x16. It reads 0.5625 bytes per element and writes 0.5625.
 """
 
 import torch
@@ -11,12 +11,13 @@ import triton.language as tl
 from nvfp4_kernels import _math as m
 from nvfp4_kernels._ops import NO_FUSION, empty_scales, operator
 
-BC = tl.constexpr(128)  # columns that transpose_square_kernel takes a program
+BC = tl.constexpr(128)  # The number of columns in a program of transpose_square_kernel.
 
 
 @triton.jit
 def decode_kernel(codes_ptr, scales_ptr, values_ptr, blocks, NB: tl.constexpr, COLUMNS: tl.constexpr):
-    """COLUMNS: 0, or the blocks of a row where the scales are in tiles of 128x4."""
+    """Decodes NB blocks of 16 numbers. COLUMNS is the number of blocks in a row if the scales are in tiles of 128x4,
+    and 0 if they are row-major."""
     block = tl.program_id(0).to(tl.int64) * NB + tl.arange(0, NB)
     mask = block < blocks
     place = block
@@ -32,7 +33,7 @@ def decode_kernel(codes_ptr, scales_ptr, values_ptr, blocks, NB: tl.constexpr, C
 
 @operator("decode(Tensor codes, Tensor scales) -> Tensor")
 def decode(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """code * scale, BF16 (R, K), without tensor_scale.
+    """Returns code * scale, BF16 (R, K). The tensor_scale is not multiplied in.
 
     codes:  uint8 (R, K/2)
     scales: float8_e4m3fn (R, K/16), or flat in tiles of 128x4
@@ -60,7 +61,7 @@ def _(codes, scales):
 def transpose_square_kernel(
     codes_ptr, scales_ptr, to_codes_ptr, to_scales_ptr, rows, columns, BR: tl.constexpr, TILES: tl.constexpr
 ):
-    """BR x BC values a program. TILES: scales are in tiles of 128x4, before and after."""
+    """Transposes BR x BC values. With TILES the scales are in tiles of 128x4, before and after."""
     r = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
     byte = tl.program_id(1) * (BC // 2) + tl.arange(0, BC // 2)
     mask = (r < rows)[:, None] & (byte < columns // 2)[None, :]
@@ -80,10 +81,11 @@ def transpose_square_kernel(
 
 @operator("transpose_square(Tensor codes, Tensor scales) -> (Tensor, Tensor)")
 def transpose_square(codes: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes and scales of the transposed tensor, as format.transpose_square makes them.
+    """Returns the codes and scales of the transposed tensor, as format.transpose_square makes them.
 
-    codes:  uint8 (R, K/2) -> (K, R/2); R and K are multiples of 16
-    scales: float8_e4m3fn (R, K/16), one for a block of 16x16 values -> (K, R/16); or both flat in tiles of 128x4
+    codes:  uint8 (R, K/2), which become (K, R/2). R and K are multiples of 16.
+    scales: float8_e4m3fn (R, K/16), equal in all rows of a block of 16x16 values, which become (K, R/16). Scales in
+            tiles of 128x4, flat, become such.
     """
     rows, columns = codes.shape[0], codes.shape[1] * 2
     to_codes, to_scales = _transposed(codes, scales)

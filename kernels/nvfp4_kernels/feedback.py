@@ -1,8 +1,9 @@
-"""Rounding with error feedback: the blocks of a group of columns one after the other, in one launch for all its rows.
+"""Rounds weights with error feedback. One launch rounds the blocks of a group of columns one after the other, in all
+rows.
 
-The arithmetic is that of nanochat_fp4.nvfp4.feedback.round_with_feedback between two of its products, bit for bit.
-Bytes read per element: 2 or 4 of the weight, 4 of the correction from the groups before. Bytes written: codes, scales,
-and 4 of the rounding error. The rows that wrote an error read it again from the cache.
+The arithmetic is that of nanochat_fp4.nvfp4.feedback.round_with_feedback between two of its matrix products, bit for
+bit. Per element the kernel reads 2 or 4 bytes of the weight and 4 of the correction from the groups before. It writes
+codes, scales, and 4 bytes of the rounding error. Each row reads its rounding errors again from the cache.
 """
 
 import torch
@@ -13,7 +14,7 @@ from nvfp4_kernels import _math as m
 from nvfp4_kernels._ops import NO_FUSION
 from nvfp4_kernels.quantize import fit_blocks, hardware, load_blocks
 
-ROWS = 32  # a program's: one for each thread of a warp
+ROWS = 32  # The number of rows in a program: one for each thread of a warp.
 
 
 @triton.jit
@@ -37,13 +38,13 @@ def feedback_kernel(
     TILES: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Columns start .. start + width of ROWS rows of one layer, which is program_id(1).
+    """Rounds the columns from start to start + width - 1 in ROWS rows of one layer, which is program_id(1).
 
     weights: (L, N, K)
     before:  (L, N, width)
-    factor:  (L, factor_rows, width), of which the last `width` rows are these columns
-    missed:  (L, K, N), with a weight's columns as rows, so that a warp reads and writes whole lines
-    TILES:   scales are written in tiles of 128x4, whole ones for each layer
+    factor:  (L, factor_rows, width). Its last `width` rows belong to these columns.
+    missed:  (L, K, N). A weight's columns are its rows, so that a warp reads and writes whole lines.
+    TILES:   scales are written in tiles of 128x4, and each layer has tiles of its own
     """
     layer = tl.program_id(1).to(tl.int64)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -75,7 +76,7 @@ def feedback_kernel(
         tl.store(codes_ptr + block[:, None] * 2 + tl.arange(0, 2)[None, :], codes, mask=mask[:, None])
         at = (done + column)[None, :] * rows + row[:, None]
         tl.store(missed_ptr + at, u - q * scale[:, None], mask=mask[:, None])
-        tl.debug_barrier()  # the next block reads it
+        tl.debug_barrier()  # The next block reads the error.
 
 
 def round_group(
@@ -90,16 +91,17 @@ def round_group(
     grid_max: float,
     candidates: tuple[float, ...],
 ) -> None:
-    """Rounds columns start .. start + C of weights, and writes these columns of missed, codes and scales.
+    """Rounds the columns from start to start + C - 1 of weights, and writes these columns of missed, codes and scales.
 
     All tensors are contiguous.
-    weights: FP32 or BF16 (L, N, K)
-    inverse: float32 (L,), 1 / tensor_scale
-    before:  float32 (L, N, C), the correction from the columns before
-    factor:  float32 (L, end, C), of round_with_feedback
-    missed:  float32 (L, K, N), the rounding errors
-    codes:   uint8 (L, N, K/2)
-    scales:  uint8 (L, N, K/16), or (L, bytes) for tiles of 128x4
+    weights:    FP32 or BF16 (L, N, K)
+    inverse:    float32 (L,), 1 / tensor_scale
+    before:     float32 (L, N, C), the correction from the columns before
+    factor:     float32 (L, end, C), the feedback factor that round_with_feedback passes
+    missed:     float32 (L, K, N), the rounding errors
+    codes:      uint8 (L, N, K/2)
+    scales:     uint8 (L, N, K/16), or (L, bytes) for tiles of 128x4
+    grid_max, candidates: the fields of quantizers.Rounding
     """
     layers, rows, columns = weights.shape
     feedback_kernel[(triton.cdiv(rows, ROWS), layers)](

@@ -1,7 +1,9 @@
-"""A tensor in 8 bits for the forward product and in 4-bit codes for the backward pass, read once for both.
+"""Makes 8-bit numbers for the forward product and 4-bit codes for the backward pass, and reads the tensor once for
+both.
 
-The arithmetic is that of nanochat_fp4.nvfp4.quantizers, bit for bit: E4M3 with one scale, and NVFP4 in blocks of 1x16
-rounded to nearest. Bytes per element of BF16: 2 read, 1 and 0.5625 written.
+The 8-bit numbers are E4M3 with one scale for the tensor. The codes are NVFP4 in blocks of 1x16, rounded to nearest. The
+arithmetic is that of nanochat_fp4.nvfp4.quantizers, bit for bit. Per BF16 element the kernel reads 2 bytes, and writes
+1 and 0.5625.
 """
 
 import torch
@@ -12,7 +14,7 @@ from nvfp4_kernels import _math as m
 from nvfp4_kernels._ops import NO_FUSION, empty_scales, operator
 from nvfp4_kernels.quantize import check, fit_blocks, hardware, load_blocks, store_blocks
 
-AMAX_MIN = tl.constexpr(1e-30)  # quantizers.FP8_AMAX_MIN
+AMAX_MIN = tl.constexpr(1e-30)  # This is quantizers.FP8_AMAX_MIN.
 LARGEST_SCALE = tl.constexpr(448.0 / 1e-30)
 
 
@@ -36,9 +38,9 @@ def fp8_with_codes_kernel(
     NB: tl.constexpr,
     PER_PROGRAM: tl.constexpr,
 ):
-    """PER_PROGRAM times NB blocks of 16 contiguous elements a program."""
+    """Rounds PER_PROGRAM times NB blocks of 16 contiguous elements."""
     amax = m.from_bits(tl.load(amax_ptr))
-    # A quotient of FP32 numbers that is rounded to FP64 and then to FP32, as in the reference, is rounded once.
+    # The reference divides in FP64 and rounds to FP32. For FP32 operands this gives the quotient that is rounded once.
     factor = tl.where(amax < AMAX_MIN, LARGEST_SCALE, tl.math.div_rn(m.E4M3_MAX, amax))
     tensor_scale = m.tensor_scale_of(amax, DIVISOR, False)
     inverse = tl.math.div_rn(1.0, tensor_scale)
@@ -65,14 +67,17 @@ def fp8_with_codes_kernel(
 def fp8_with_codes(
     x: torch.Tensor, amax: torch.Tensor, grid_max: float, scale_cap: float, candidates: list[float], tiles: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Returns (numbers, number_scale, codes, scales, tensor_scale) of x.
+    """Quantizes x to 8 bits and to 4 bits. Returns (numbers, number_scale, codes, scales, tensor_scale).
 
     x:            FP32 or BF16 (R, K), K a multiple of 16
     amax:         max |x|, () in FP32 or x's dtype
-    grid_max, scale_cap, candidates: fields of the codes' quantizers.Rounding
-    tiles:        the codes' scales as format.swizzle_scales has them, flat
-    numbers:      float8_e4m3fn (R, K), x / number_scale, with number_scale float32 ()
-    codes:        uint8 (R, K/2), with scales float8_e4m3fn (R, K/16) and tensor_scale float32 ()
+    grid_max, scale_cap, candidates: the fields of quantizers.Rounding for the codes
+    tiles:        whether the scales of the codes are in tiles, flat (format.swizzle_scales)
+    numbers:      float8_e4m3fn (R, K), x / number_scale
+    number_scale: float32 ()
+    codes:        uint8 (R, K/2)
+    scales:       float8_e4m3fn (R, K/16), or flat in tiles
+    tensor_scale: float32 ()
     Raises ValueError for another shape or dtype of x.
     """
     check(x, 1)
@@ -83,7 +88,7 @@ def fp8_with_codes(
     scales = empty_scales(rows, columns // 16, tiles, x)
     number_scale, tensor_scale = (torch.empty((), dtype=torch.float32, device=x.device) for _ in range(2))
     blocks = rows * columns // 16
-    nb, per_program = 128, 2 if m.INTERPRETED.value else 8  # as quantize.quantize_with
+    nb, per_program = 128, 2 if m.INTERPRETED.value else 8  # The same numbers as in quantize.quantize_with.
     fp8_with_codes_kernel[(max(1, triton.cdiv(blocks, nb * per_program)),)](
         x,
         amax.float().view(torch.int32),

@@ -1,10 +1,15 @@
-"""NVFP4 GEMMs on FP4 tensor cores (sm_100 and later): C = A . B^T from codes, block scales and tensor scales.
+"""NVFP4 GEMMs on the FP4 tensor cores of sm_100 and later. They compute C = A . B^T from codes, block scales and tensor
+scales.
 
-`dot_scaled` is Triton's product (3.6 and later; for sm_121 after 3.8.0), `scaled_mm` torch's by cuBLAS, `mm_fp4`
-flashinfer's, where that package is installed. cublaslt.py calls cuBLAS without torch between. All read block scales in
-tiles of 128x4 (format.swizzle_scales). Row-major scales are brought into tiles first. The tensor scales are applied to
-the FP32 accumulator. None has run on a Blackwell yet. The tests compile and interpret `dot_scaled`, and check the
-arguments of the others.
+    dot_scaled  a Triton kernel. It needs Triton 3.6 or later, and on sm_121 a release after 3.8.0.
+    scaled_mm   torch's function, which calls cuBLAS
+    mm_fp4      flashinfer's function, if that package is installed
+
+cublaslt.py calls cuBLAS without torch. All of them read block scales in tiles of 128x4 (format.swizzle_scales).
+Row-major scales are brought into tiles first. The tensor scales multiply the FP32 accumulator.
+
+Nobody has run these GEMMs on a Blackwell yet. The tests compile and interpret `dot_scaled`, and check the arguments of
+the others.
 """
 
 from collections.abc import Callable
@@ -20,7 +25,7 @@ from nvfp4_kernels._ops import NO_FUSION, operator
 
 @triton.jit
 def _decode_block(codes, scales, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Float32 (ROWS, COLUMNS) of bytes of codes (ROWS, COLUMNS / 2) and of scales (ROWS, COLUMNS / 16)."""
+    """Decodes codes, bytes (ROWS, COLUMNS / 2), with scales, bytes (ROWS, COLUMNS / 16), to float32 (ROWS, COLUMNS)."""
     code = codes.to(tl.int32)
     value = m.decode_e2m1(tl.reshape(tl.join(code & 0xF, code >> 4), (ROWS, COLUMNS // 16, 16)))
     return tl.reshape(value * m.decode_e4m3(scales)[:, :, None], (ROWS, COLUMNS))
@@ -28,9 +33,9 @@ def _decode_block(codes, scales, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 @triton.jit
 def _scale_tiles(scales_ptr, block, k, rows, K, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Scales uint8 (ROWS, COLUMNS / 16) of the rows from block * ROWS on and the columns from k on.
+    """Loads the scales, uint8 (ROWS, COLUMNS / 16), of the rows from block * ROWS on and the columns from k on.
 
-    Tiles of 128x4 scales are read whole, 512 bytes in a row. Their padding is zeros.
+    Tiles of 128x4 scales are read whole, each as 512 consecutive bytes. Their padding holds zeros.
     """
     columns = tl.cdiv(K, 64)  # tiles side by side
     row = block * (ROWS // 128) + tl.arange(0, ROWS // 128)
@@ -58,7 +63,8 @@ def dot_scaled_kernel(
     BN: tl.constexpr,
     BK: tl.constexpr,
 ):
-    # Programs that run at the same time share rows of A and B: eight row blocks, then the next column block.
+    # Programs that run at the same time should share rows of A and B in the cache. Programs therefore go through eight
+    # row blocks before the next column block.
     row_blocks, column_blocks = tl.cdiv(M, BM), tl.cdiv(N, BN)
     program = tl.program_id(0)
     group = program // (8 * column_blocks)
@@ -78,7 +84,7 @@ def dot_scaled_kernel(
         b = tl.load(b_ptr + b_at, mask=(c < N)[:, None] & in_bytes, other=0)
         a_scale = _scale_tiles(a_scales_ptr, row_block, k, M, K, BM, BK)
         b_scale = _scale_tiles(b_scales_ptr, column_block, k, N, K, BN, BK)
-        if m.INTERPRETED:  # the interpreter has no dot_scaled
+        if m.INTERPRETED:  # The interpreter has no dot_scaled.
             a, b = _decode_block(a, a_scale, BM, BK), _decode_block(b, b_scale, BN, BK)
             accumulator = tl.dot(a, tl.trans(b), accumulator, input_precision="ieee")
         else:
@@ -90,7 +96,7 @@ def dot_scaled_kernel(
 
 
 def gemm_operator(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Registers a GEMM. factor: the operand's tensor_scale."""
+    """A decorator that registers a GEMM as an operator. a_factor and b_factor are the operands' tensor scales."""
     operands = ", ".join(f"Tensor {o}, Tensor {o}_scales, Tensor {o}_factor" for o in "ab")
     call = operator(f"{function.__name__}({operands}, ScalarType out_dtype) -> Tensor")(function)
     call.register_fake(lambda a, x, y, b, z, w, dtype: a.new_empty(a.shape[0], b.shape[0], dtype=dtype))
@@ -101,11 +107,11 @@ def gemm_operator(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
 def dot_scaled(
     a: Tensor, a_scales: Tensor, a_factor: Tensor, b: Tensor, b_scales: Tensor, b_factor: Tensor, out_dtype: torch.dtype
 ) -> Tensor:
-    """a . b^T, (M, N) in out_dtype, which is BF16 or FP32.
+    """Returns a . b^T, (M, N) in out_dtype, which is BF16 or FP32.
 
-    a, b:          codes uint8 (M, K/2) and (N, K/2)
-    scales:        float8_e4m3fn, flat in tiles of 128x4, or row-major (M, K/16) and (N, K/16)
-    factors:       the tensor scales, float32 ()
+    a, b:    codes uint8 (M, K/2) and (N, K/2)
+    scales:  float8_e4m3fn, flat in tiles of 128x4, or row-major (M, K/16) and (N, K/16)
+    factors: the tensor scales, float32 ()
     """
     rows, columns, k = a.shape[0], b.shape[0], a.shape[1] * 2
     out = torch.empty(rows, columns, dtype=out_dtype, device=a.device)
@@ -144,7 +150,7 @@ def swizzle_kernel(scales_ptr, swizzled_ptr, rows, columns, column_tiles, TILES:
 
 
 def swizzle(scales: torch.Tensor) -> torch.Tensor:
-    """Row-major scales float8_e4m3fn (R, G) -> the layout of format.swizzle_scales, flat."""
+    """Brings row-major scales, float8_e4m3fn (R, G), into the layout of format.swizzle_scales, flat."""
     rows, columns = scales.shape
     row_tiles, column_tiles, tiles = triton.cdiv(rows, 128), triton.cdiv(columns, 4), 16
     swizzled = torch.empty(row_tiles * column_tiles * 512, dtype=torch.uint8, device=scales.device)
@@ -155,7 +161,7 @@ def swizzle(scales: torch.Tensor) -> torch.Tensor:
 
 
 def in_tiles(scales: torch.Tensor) -> torch.Tensor:
-    """Scales in tiles, flat, of scales in tiles or row-major (R, G)."""
+    """Returns scales in tiles, flat. Flat scales are in tiles already, and row-major ones (R, G) are brought there."""
     return swizzle(scales) if scales.dim() == 2 else scales
 
 
@@ -163,11 +169,11 @@ def in_tiles(scales: torch.Tensor) -> torch.Tensor:
 def scaled_mm(
     a: Tensor, a_scales: Tensor, a_factor: Tensor, b: Tensor, b_scales: Tensor, b_factor: Tensor, out_dtype: torch.dtype
 ) -> Tensor:
-    """As dot_scaled, K a multiple of 32 and N of 16.
+    """Returns the same product as dot_scaled. K must be a multiple of 32, and N of 16.
 
-    torch would multiply the tensor scales inside, but up to torch 2.13 it keeps their product in one buffer of the
-    process (ATen's get_user_alpha_ptr), which a second stream or thread overwrites. Here the product is made in FP32
-    and scaled afterwards, to the same bits: one more pass over the output.
+    torch could multiply by the tensor scales itself. But up to torch 2.13 it keeps their product in one buffer of the
+    process (ATen's get_user_alpha_ptr), which a second stream or thread overwrites. Therefore the product is made in
+    FP32 and scaled afterwards. This gives the same bits, and costs one more pass over the output.
     """
     from torch.nn.functional import ScalingType, SwizzleType
 
@@ -183,11 +189,12 @@ def scaled_mm(
 def mm_fp4(
     a: Tensor, a_scales: Tensor, a_factor: Tensor, b: Tensor, b_scales: Tensor, b_factor: Tensor, out_dtype: torch.dtype
 ) -> Tensor:
-    """As scaled_mm, by flashinfer, in BF16 alone. alpha is an argument of each call, so streams may be many.
+    """Returns the same product as scaled_mm, by flashinfer. alpha is an argument of each call, so several streams may
+    multiply at the same time. Raises NotImplementedError for another out_dtype than BF16.
 
-    Source: flashinfer.gemm.mm_fp4: b and its scales are column-major, scales in two dimensions with their padding.
+    flashinfer.gemm.mm_fp4 takes b and its scales column-major, and scales in two dimensions with their padding.
     """
-    import flashinfer  # optional: dispatch.py asks whether it is there
+    import flashinfer  # This package is optional. dispatch.py asks whether it is installed.
 
     if out_dtype != torch.bfloat16:
         raise NotImplementedError(f"flashinfer's mm_fp4 makes BF16, got {out_dtype}")

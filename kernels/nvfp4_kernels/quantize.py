@@ -1,9 +1,11 @@
-"""Quantization along the rows as they lie in memory: amax, then codes, scales and the BF16 decode in one pass.
+"""Quantizes tensors along their rows, without a rotation.
 
-Rounding is to nearest or stochastic. Scales are static, 4/6 or searched. Blocks are 1x16 or 16x16. The arithmetic is
-that of nanochat_fp4.nvfp4.quantizers._align_first, bit for bit.
+A first pass finds the amax. A second one makes codes, scales and, if wanted, the BF16 values. Rounding is to nearest or
+stochastic. Scales are static, those of Four-over-Six, or searched. Blocks are 1x16 or 16x16. The arithmetic is that of
+nanochat_fp4.nvfp4.quantizers._align_first, bit for bit.
 
-Bytes per element of BF16: 2 read for the amax, 2 read again, 0.5625 written. A decode writes 2 more.
+Per BF16 element the first pass reads 2 bytes. The second one reads 2 bytes and writes 0.5625, and 2 more for the BF16
+values.
 """
 
 import functools
@@ -34,18 +36,19 @@ def fit_blocks(
     NB: tl.constexpr,
     L: tl.constexpr,
 ):
-    """quantizers.search_scales on NB blocks of L values: returns (q, y, scale, codes).
+    """Chooses the scales of NB blocks of L values and rounds the blocks. This is quantizers.search_scales, and returns
+    (q, y, scale, codes).
 
     x:     (NB, L)
-    amax:  (NB,), of x * factor
+    amax:  (NB,), the largest magnitude in each block of x * factor
     y:     (NB, L), x * factor / scale
     q:     (NB, L), y rounded
     scale: (NB,)
     codes: int32 (NB * L / 16, 2)
     """
     LIMIT: tl.constexpr = m.E2M1_MAX if STOCHASTIC else m.E2M1_OVERFLOW
-    # Rounding once more with the winner is cheaper than carrying its codes along with many candidates. The same holds
-    # for the rotating kernel (E8M3), where a thread holds 64 values and registers are scarce.
+    # With many candidates, rounding once more with the best scale is cheaper than keeping its codes in registers. The
+    # same holds for the rotating kernel (E8M3), where a thread holds 64 values and registers are scarce.
     KEEP_Q: tl.constexpr = STOCHASTIC or (len(CANDIDATES) <= 3 and not E8M3)
     CONVERT: tl.constexpr = HARDWARE >= m.CONVERTS_E2M1 and not STOCHASTIC
     base = m.divide(amax, GRID_MAX, INVERSE)
@@ -93,7 +96,8 @@ def fit_blocks(
 
 @triton.jit
 def _round(y, CONVERT: tl.constexpr, NB: tl.constexpr, L: tl.constexpr):
-    """y (NB, L) to nearest: values, and codes where the conversion makes them."""
+    """Rounds y (NB, L) to the nearest E2M1 values. Returns the values, and the codes if the conversion instruction
+    makes them (CONVERT), otherwise 0."""
     if CONVERT:
         codes, q = m.convert_e2m1(tl.reshape(y, (NB * L // 16, 16)), NB * L // 16)
         q = tl.reshape(q, (NB, L))
@@ -105,7 +109,8 @@ def _round(y, CONVERT: tl.constexpr, NB: tl.constexpr, L: tl.constexpr):
 
 @triton.jit
 def amax_kernel(x_ptr, amax_ptr, numel, PER_PROGRAM: tl.constexpr, BLOCK: tl.constexpr):
-    """max |x| as the bits of a float32. Bits of non-negative floats have the floats' order, with NaN on top."""
+    """Finds max |x| as the bits of a float32. Bits of non-negative floats have the same order as the floats, and NaN is
+    the largest."""
     start = tl.program_id(0).to(tl.int64) * PER_PROGRAM * BLOCK
     largest = tl.zeros((BLOCK,), tl.int32)
     for i in range(PER_PROGRAM):
@@ -142,11 +147,11 @@ def quantize_kernel(
     NB: tl.constexpr,
     PER_PROGRAM: tl.constexpr,
 ):
-    """PER_PROGRAM times NB blocks of 16 contiguous elements a program. x may be FP32 or BF16; scales are E4M3 bytes.
+    """Quantizes PER_PROGRAM times NB blocks of 16 contiguous elements. x is FP32 or BF16. Scales are E4M3 bytes.
 
-    PER_TOKEN: an amax and a tensor_scale for each row of `columns` elements.
-    SQUARE: relu(x)^2 is quantized, and relu(x) kept in units of its row's step (relu_squared.py).
-    TILES: scales are written in tiles of 128x4.
+    PER_TOKEN: each row of `columns` elements has an amax and a tensor_scale of its own
+    SQUARE:    relu(x)^2 is quantized, and relu(x) is kept in units of its row's step (relu_squared.py)
+    TILES:     scales are written in tiles of 128x4
     """
     if not PER_TOKEN:
         tensor_scale = m.tensor_scale_of(m.from_bits(tl.load(amax_ptr)), DIVISOR, False)
@@ -185,7 +190,8 @@ def quantize_kernel(
 
         store_blocks(codes_ptr, scales_ptr, codes, scale, block, mask, columns, TILES, HARDWARE)
         if DECODE:
-            # In the order in which a warp holds the blocks, so that it needs no other to write whole lines.
+            # Values are stored in the order in which a warp holds the blocks. It then writes whole lines by itself,
+            # without an exchange with other warps.
             value = tl.reshape(q * scale[:, None], (4, NB // 64, 16, 16))
             value = tl.reshape(tl.permute(value, (1, 0, 2, 3)), (NB // 16, 16, 16))
             k = tl.arange(0, NB // 16)
@@ -196,10 +202,10 @@ def quantize_kernel(
 
 @triton.jit
 def load_blocks(x_ptr, first, mask):
-    """Blocks of 16 contiguous values, float32 (NB, 16). A thread loads a block in pieces of 16 bytes.
+    """Loads blocks of 16 contiguous values as float32 (NB, 16). A thread loads a block in pieces of 16 bytes.
 
-    first: (NB,), where each block begins
-    mask:  (NB,), whether a block is read; one that is not is zeros
+    first: (NB,), the index of each block's first value
+    mask:  (NB,), whether a block is read. A block that is not read is filled with zeros.
     """
     mask = mask[:, None]
     first = first[:, None]
@@ -221,10 +227,11 @@ def load_blocks(x_ptr, first, mask):
 def store_blocks(
     codes_ptr, scales_ptr, codes, scale, block, mask, columns, TILES: tl.constexpr, HARDWARE: tl.constexpr
 ):
-    """Stores what fit_blocks has made of the blocks of numbers `block` (NB,), in a tensor of `columns` columns."""
+    """Stores the codes and scales that fit_blocks has made. The blocks have the numbers `block` (NB,) in a tensor with
+    `columns` columns."""
     place = block
     if TILES:
-        narrow = block.to(tl.int32)  # division of 64 bits is slow, and 2^31 blocks fit no GPU
+        narrow = block.to(tl.int32)  # A 64-bit division is slow, and no GPU has memory for 2^31 blocks.
         row = narrow // (columns // 16)
         place = m.scale_address(row.to(tl.int64), narrow - row * (columns // 16), columns // 16, True)
     tl.store(scales_ptr + place, m.encode_e4m3(scale, HARDWARE), mask=mask)
@@ -259,7 +266,8 @@ def quantize_16x16_kernel(
     NB: tl.constexpr,
     PER_PROGRAM: tl.constexpr,
 ):
-    """NB square blocks a program, numbered row by row; `blocks` counts 1x16 blocks, `columns` is K."""
+    """Quantizes NB square blocks, which are numbered row by row. `blocks` is the number of 1x16 blocks, and `columns`
+    is K."""
     tensor_scale = m.tensor_scale_of(m.from_bits(tl.load(amax_ptr)), DIVISOR, False)
     if tl.program_id(0) == 0:
         tl.store(tensor_scale_ptr, tensor_scale)
@@ -298,16 +306,17 @@ def quantize_16x16_kernel(
 
 @functools.cache
 def architecture() -> int:
-    """The GPU's compute capability, 120 for sm_120; 0 in the interpreter."""
+    """Returns the GPU's compute capability, for example 120 for sm_120, and 0 in the interpreter."""
     return 0 if m.INTERPRETED.value else triton.runtime.driver.active.get_current_target().arch
 
 
 def hardware() -> int:
-    """The conversions that kernels use on this GPU, for HARDWARE; 0 for none, as in the interpreter.
+    """Returns the conversion instructions that kernels use on this GPU, for their argument HARDWARE. 0 stands for none,
+    as in the interpreter.
 
-    _math.CONVERTS_E4M3 from sm_89 on. CONVERTS_E2M1 from sm_100 on, if it agrees with the arithmetic that it replaces.
-    Inside the capture of a CUDA graph the two cannot be compared yet, and the arithmetic, with the same results, is
-    taken.
+    From sm_89 on it is _math.CONVERTS_E4M3. From sm_100 on it is CONVERTS_E2M1, if the instruction agrees with the
+    arithmetic that it replaces. During the capture of a CUDA graph no kernel runs, so the two cannot be compared. If
+    they have not been compared before, the kernels use the arithmetic, which gives the same results.
     """
     if architecture() < 100:
         return m.CONVERTS_E4M3.value if architecture() >= 89 else 0
@@ -318,7 +327,8 @@ def hardware() -> int:
 
 @functools.cache
 def compared_conversion() -> int:
-    """HARDWARE of a Blackwell, once for the process."""
+    """Returns HARDWARE for a Blackwell. The conversion to E2M1 is tested once in a process, and a warning says if it is
+    wrong."""
     problem = conversion_problem()
     if problem:
         warnings.warn(f"kernels do without the conversion to E2M1, which {problem}", stacklevel=2)
@@ -337,11 +347,11 @@ def convert_kernel(y_ptr, codes_ptr, values_ptr, HARDWARE: tl.constexpr, NB: tl.
 
 
 def conversion_problem(device: str = "cuda") -> str | None:
-    """The fault of the instruction that rounds to E2M1, or None.
+    """Tests the instruction that rounds to E2M1 and returns a description of its fault, or None.
 
     Codes and values must be those of the arithmetic on every tie, its neighbours, both zeros and numbers in between.
-    Infinity and larger numbers must become 6 with their sign. NaN must become 6 or -6, which does no harm, because NaN
-    reaches the scales too. Numbers beside them must stay.
+    Infinity and numbers beyond the range must become 6 with their sign. NaN must become 6 or -6. That does no harm,
+    because NaN reaches the scales, too. Other numbers in the same word must be converted as usual.
     """
     ties = torch.tensor([0.0, 0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 6.0, 6.875])
     near = torch.cat([ties, *(torch.nextafter(ties, torch.tensor(v)) for v in (0.0, 7.0)), torch.linspace(0, 6.9, 98)])
@@ -356,7 +366,7 @@ def conversion_problem(device: str = "cuda") -> str | None:
             values = torch.empty_like(y)
             convert_kernel[(1,)](y, codes, values, conversions, y.numel() // 16, num_warps=1, **NO_FUSION)
             results.append((codes.cpu(), values.cpu()))
-    except Exception as error:  # whatever a compiler raises
+    except Exception as error:  # A compiler may raise any exception.
         return f"raises {(str(error).splitlines() or [type(error).__name__])[0][:200]}"
     (codes, values), (converted, converted_values), (words, of_special) = results
     if not torch.equal(codes, converted) or not torch.equal(values, converted_values):
@@ -374,11 +384,12 @@ def conversion_problem(device: str = "cuda") -> str | None:
 
 @operator("amax(Tensor x) -> Tensor")
 def amax(x: torch.Tensor) -> torch.Tensor:
-    """max |x| of an FP32 or BF16 tensor, float32 (); NaN if x holds one."""
+    """Returns max |x| of an FP32 or BF16 tensor, float32 (). It is NaN if x holds a NaN."""
     return amax_bits(x.contiguous()).view(torch.float32)
 
 
 def amax_bits(x: torch.Tensor) -> torch.Tensor:
+    """Returns max |x| of a contiguous FP32 or BF16 tensor as the bits of a float32, int32 ()."""
     result = torch.zeros((), dtype=torch.int32, device=x.device)
     block, numel = 4096, x.numel()
     per_program = max(1, min(32, numel // (block * 132 * 8)))
@@ -412,19 +423,22 @@ def quantize(
     per_token: bool = False,
     tiles: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Returns (codes, scales, tensor_scale, decoded) of x.
+    """Quantizes x. Returns (codes, scales, tensor_scale, decoded).
 
-    x:         FP32 or BF16 (R, K), K a multiple of 16
-    amax:      () in FP32 or x's dtype, or None to find it first; per token float32 (R,) or None
-    seed:      int64 (), for stochastic rounding
-    decode:    whether decoded is wanted
-    per_token: a tensor_scale for each row, so that no row depends on another
-    tiles:     scales as format.swizzle_scales has them, flat
-    codes:     uint8 (R, K/2)
-    scales:    float8_e4m3fn (R, K/16)
-    tensor_scale: float32 (), per token (R, 1)
-    decoded:   BF16 (R, K), or (0,) if it is not wanted
-    The other arguments are the fields of quantizers.Rounding. Raises ValueError for another shape or dtype of x.
+    x:            FP32 or BF16 (R, K), K a multiple of 16
+    amax:         max |x|, () in FP32 or x's dtype. With per_token it is float32 (R,), one for each row. With None it is
+                  found first.
+    seed:         int64 (), for stochastic rounding
+    stream:       the number of the stream of random numbers
+    decode:       whether decoded is wanted
+    per_token:    whether each row has a tensor_scale of its own, so that no row depends on another
+    tiles:        whether scales are in tiles, flat (format.swizzle_scales)
+    codes:        uint8 (R, K/2)
+    scales:       float8_e4m3fn (R, K/16), or flat in tiles
+    tensor_scale: float32 (), or (R, 1) with per_token
+    decoded:      BF16 (R, K), code * scale without tensor_scale, or (0,) if it is not wanted
+    The other arguments are the fields of quantizers.Rounding. Raises ValueError for another shape or dtype of x, and
+    for per_token with blocks of 16 rows.
     """
     check(x, block_rows)
     if per_token and block_rows != 1:
@@ -454,17 +468,18 @@ def quantize_with(
     step: torch.Tensor | None = None,
     kept: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """quantize of a contiguous x, amax as float32's bits. With step and kept, of relu(x)^2: see relu_squared.py."""
+    """Quantizes a contiguous x. It takes the amax as the bits of a float32, int32, and otherwise the arguments of
+    `quantize`. If step and kept are given, relu(x)^2 is quantized, and relu(x) is written to kept (relu_squared.py)."""
     rows, columns = x.shape
     codes = torch.empty(rows, columns // 2, dtype=torch.uint8, device=x.device)
     scales = empty_scales(rows, columns // 16, tiles, x)
     tensor_scale = torch.empty((rows, 1) if per_token else (), dtype=torch.float32, device=x.device)
-    if not rows:  # no program runs; the scale is that of zeros
+    if not rows:  # No program runs, so the tensor_scale of zeros is set here.
         tensor_scale.fill_(m.TENSOR_SCALE_MIN.value)
     decoded = torch.empty((rows, columns) if decode else (0,), dtype=torch.bfloat16, device=x.device)
     blocks = rows * columns // 16
     if block_rows == 1:
-        # The interpreter computes masked blocks as well, so its programs are small.
+        # The interpreter computes masked blocks, too, so programs are small there.
         kernel, nb, per_program = quantize_kernel, 128, 2 if m.INTERPRETED.value else 8
         programs = triton.cdiv(blocks, nb * per_program)
     else:
@@ -515,7 +530,7 @@ def _(
 
 
 def check(x: torch.Tensor, block_rows: int) -> None:
-    """Raises ValueError for what the kernels do not take."""
+    """Raises ValueError if the kernels do not take x or block_rows."""
     if x.dim() != 2 or x.shape[1] % 16 or x.dtype not in (torch.float32, torch.bfloat16):
         raise ValueError(f"nvfp4::quantize: got {x.dtype} {tuple(x.shape)}, expected FP32 or BF16 (R, K), K % 16 == 0")
     if block_rows not in (1, 16):

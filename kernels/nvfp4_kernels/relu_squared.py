@@ -1,7 +1,7 @@
-"""ReLU^2, its largest value, and relu(x) in 8 bits for its derivative, in one pass.
+"""Computes ReLU^2, its largest value, and relu(x) in 8 bits for the derivative, in one pass.
 
-The arithmetic is that of nanochat_fp4.nvfp4.relu_squared, bit for bit. Bytes per element of BF16: 2 read, 2 + 1
-written. A row is read twice, the second time from the cache.
+The arithmetic is that of nanochat_fp4.nvfp4.relu_squared, bit for bit. Per BF16 element the kernel reads 2 bytes and
+writes 2 + 1. It reads a row twice, the second time from the cache.
 """
 
 import torch
@@ -19,10 +19,10 @@ STEP_MIN = tl.constexpr(2.0**-126)
 def relu_squared_kernel(
     x_ptr, seed_ptr, y_ptr, kept_ptr, step_ptr, amax_ptr, columns, groups, NB: tl.constexpr, ONLY_STEP: tl.constexpr
 ):
-    """A program takes one row, NB times 16 elements at a time.
+    """Processes one row, NB times 16 elements at a time.
 
     groups:    ceil(columns / 16)
-    amax:      the bits of a float32, as of amax_kernel
+    amax:      the bits of a float32, as in amax_kernel
     ONLY_STEP: y and kept are not written
     """
     row = tl.program_id(0).to(tl.int64)
@@ -33,11 +33,11 @@ def relu_squared_kernel(
         column = (first + lane)[:, None] * 16 + tl.arange(0, 16)[None, :]
         x = tl.load(x_ptr + row * columns + column, mask=column < columns, other=0.0).to(tl.float32)
         largest = tl.maximum(largest, x, propagate_nan=tl.PropagateNan.ALL)
-    # NaN is the largest of these integers. tl.max of the numbers would pass over NaN.
+    # The maximum is taken of the bits as integers, of which NaN is the largest. tl.max of floats would ignore NaN.
     amax = m.from_bits(tl.max(tl.max(m.bits(largest) & 0x7FFFFFFF, axis=1), axis=0))
     step = tl.maximum(tl.math.div_rn(amax, 255.0), STEP_MIN, propagate_nan=tl.PropagateNan.ALL)
     tl.store(step_ptr + row, step)
-    # Squaring and rounding keep the order: the largest y is that of the largest x.
+    # Squaring and rounding preserve the order, so the largest x gives the largest y.
     largest_y = m.rounded_to(amax * amax, y_ptr.dtype.element_ty).to(tl.float32)
     tl.atomic_max(amax_ptr, m.bits(largest_y) & 0x7FFFFFFF, sem="relaxed")
     if not ONLY_STEP:
@@ -56,13 +56,13 @@ def relu_squared_kernel(
 
 @operator("relu_squared(Tensor x, Tensor seed) -> (Tensor, Tensor, Tensor, Tensor)")
 def relu_squared(x: torch.Tensor, seed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """relu(x)^2, its largest value and what its derivative needs: (y, kept, step, amax).
+    """Computes relu(x)^2, its largest value, and relu(x) in 8 bits for the derivative. Returns (y, kept, step, amax).
 
     x:    FP32 or BF16 (R, C)
     seed: int64 ()
     y:    relu(x)^2 in x's dtype
-    kept: uint8 (R, C), relu(x) / step rounded stochastically
-    step: float32 (R, 1), 1/255 of the row's largest value
+    kept: uint8 (R, C), relu(x) / step, rounded stochastically
+    step: float32 (R, 1), 1/255 of the row's largest relu(x)
     amax: float32 (), max relu(x)^2
     Raises ValueError for another shape or dtype of x.
     """
@@ -77,7 +77,8 @@ def relu_squared(x: torch.Tensor, seed: torch.Tensor) -> tuple[torch.Tensor, tor
 def _launch(
     x: torch.Tensor, seed: torch.Tensor, y: torch.Tensor | None, kept: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Writes y and kept where they are wanted. Returns step, and amax as the bits of a float32."""
+    """Launches the kernel, which writes y and kept unless they are None. Returns step, and amax as the bits of a
+    float32."""
     rows, columns = x.shape
     step = torch.empty(rows, 1, dtype=torch.float32, device=x.device)
     amax = torch.zeros((), dtype=torch.int32, device=x.device)
@@ -111,12 +112,12 @@ def quantize_relu_squared(
     decode: bool,
     tiles: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """quantize.quantize of relu(x)^2 in blocks of 1x16, to nearest. relu(x)^2 itself is not written.
+    """Quantizes relu(x)^2 as quantize.quantize does, in blocks of 1x16, to nearest. relu(x)^2 itself is not written.
 
     x: FP32 or BF16 (R, C), C a multiple of 16
-    Returns codes, scales, tensor_scale and decoded of `quantize`, then kept and step of `relu_squared`.
-    Bytes per element of BF16: 2 read for the largest values. The second pass reads 2, and writes 1 of kept and those of
-    the codes.
+    Returns codes, scales, tensor_scale and decoded as `quantize` does, then kept and step as `relu_squared` does.
+    Per BF16 element the first pass reads 2 bytes to find the largest values. The second pass reads 2 bytes, and writes
+    1 for kept, and the codes and scales.
     Raises ValueError for another shape or dtype of x.
     """
     check(x, 1)

@@ -1,21 +1,23 @@
-"""Quantization along a contraction dimension that is rotated first: the operands of the backward GEMMs.
+"""Makes the operands of the backward GEMMs: rotates a tensor along the contraction dimension and quantizes it.
 
-The input is grad_output (BF16 or FP32) or an operand's 4-bit codes. One launch makes the operand contracted over the
-columns ("row"), the one contracted over the rows ("col"), or both. From grad_output, row is dgrad's E and col is
-wgrad's E^T. From codes, col is dgrad's W^T or wgrad's X^T. Tensor cores rotate by one matrix product. MS-EDEN reads and
-rotates nothing twice (post hoc range alignment, the paper, Section 7).
+The input is grad_output (BF16 or FP32), or the 4-bit codes of an operand. One launch makes the operand that is
+contracted over the columns ("row"), the operand that is contracted over the rows ("col"), or both. From grad_output,
+row is dgrad's E and col is wgrad's E^T. From codes, col is dgrad's W^T or wgrad's X^T. Tensor cores rotate, by one
+matrix product. MS-EDEN reads and rotates nothing twice, by post hoc range alignment (the paper, Section 7).
 
 There are three kinds of output:
 
-* EDEN       codes, pseudo-scales (E8M3, stored as BF16), S per 128, the amax. `scales.finish` makes the E4M3 scales.
-* EDEN_EMULATED  the finished operand in BF16, tensor_scale included, in the same pass. The tensor_scale is a power of
-             two, so above E4M3's subnormal range the rounding of S * p does not depend on it. `scales.repair` rounds
-             the blocks below again. A tile without such blocks costs it one look.
-* ALIGNED    for roundings that need tensor_scale first (SR, RTN). A first launch of kind AMAX finds the amax. A second
-             one makes codes and scales, or the BF16 decode.
+* EDEN           Codes, pseudo-scales (E8M3, stored as BF16), EDEN's correction S for each group of 128, and the amax.
+                 `scales.finish` makes the E4M3 scales afterwards.
+* EDEN_EMULATED  The finished operand in BF16, with its tensor_scale multiplied in, in the same pass. This is possible
+                 because tensor_scale is a power of two: above E4M3's subnormal range, the rounding of S times a
+                 pseudo-scale does not depend on it. `scales.repair` rounds the blocks in the subnormal range again. In
+                 a tile without such blocks it only has to read the scales.
+* ALIGNED        Codes and scales, or the BF16 values, of roundings that need tensor_scale first (SR, RTN). A launch of
+                 kind AMAX finds the amax before.
 
-An operand may be a part of one that several processes have. The amax of the whole is the caller's to find, by the
-function that `rotate_quantize` takes.
+An operand may be a part of a tensor that several processes share. The caller then finds the amax of the whole tensor,
+by the function that is passed to `rotate_quantize`.
 """
 
 import ast
@@ -44,9 +46,12 @@ from nvfp4_kernels.scales import finish, repair, tensor_scale_kernel
 
 @functools.cache
 def _launch_options(twice: bool) -> dict:
-    """On sm_90, 128 registers let four programs fit a multiprocessor: three compute while one waits for memory. From
-    sm_100 on the compiler would spill with 128. It takes 131 to 167 registers on sm_120, so three programs fit. Two
-    rotations (twice) hold the signs between them as well: three programs of 168."""
+    """Returns the options of a launch: warps, stages and the largest number of registers.
+
+    On sm_90, 128 registers per thread let four programs fit a multiprocessor, so that three compute while one waits for
+    memory. With two rotations (twice) a program must also hold the signs between them. It gets 168 registers, and three
+    programs fit. From sm_100 on the compiler would spill with 128 registers, so there is no limit. On sm_120 it takes
+    131 to 167, and three programs fit."""
     arch = 90 if m.INTERPRETED.value else triton.runtime.driver.active.get_current_target().arch
     registers = 168 if twice else 128
     return {"num_warps": 4, "num_stages": 1, "maxnreg": registers if arch < 100 else None, **NO_FUSION}
@@ -54,7 +59,8 @@ def _launch_options(twice: bool) -> dict:
 
 @functools.cache
 def programs_of(device: torch.device, twice: bool) -> int:
-    """How many programs share the strips: four for each multiprocessor, three with two rotations."""
+    """Returns the number of programs that share the strips of a tensor: four for each multiprocessor, or three with two
+    rotations. In the interpreter it is 6."""
     if device.type != "cuda":
         return 6
     return (3 if twice else 4) * torch.cuda.get_device_properties(device).multi_processor_count
@@ -62,17 +68,20 @@ def programs_of(device: torch.device, twice: bool) -> int:
 
 @functools.cache
 def rotates_by_butterflies() -> bool:
-    """Whether H is 16 x 16 products and butterflies: on GPUs without wgmma (sm_90) and tcgen05 (sm_100 to sm_110)."""
+    """Returns True if H is computed by a 16 x 16 product and butterflies instead of a 128 x 128 product. This is so in
+    the interpreter and on GPUs without the instructions wgmma (sm_90) and tcgen05 (sm_100 to sm_110)."""
     return m.INTERPRETED.value or triton.runtime.driver.active.get_current_target().arch // 10 not in (9, 10, 11)
 
 
 @functools.cache
 def _hadamard(dim: int, twice: bool, butterflies: bool, device: torch.device) -> torch.Tensor:
-    """Sylvester's H of order dim along the diagonal up to 128: BF16 (128, 128), columns in the order of `_blocks`.
+    """Returns Sylvester's Hadamard matrix of order dim, repeated along the diagonal up to 128: BF16 (128, 128). Its
+    columns are permuted to the order that `rotate_kernel._blocks` undoes.
 
-    twice: the order of a matrix that is applied two times. With p for the order of `_blocks`, a permutation of the bits
-    of a column whose third power is the identity, H has its columns in the order p p: two times that is p.
-    With butterflies it is (16, 16), H of bits 6, 5, 4 and 0 of the row and the column, once or twice.
+    twice: the matrix is applied two times, and has a permutation to match. Call `_blocks`'s permutation p. It permutes
+    the bits of a column's number, and its third power is the identity. The columns are in the order p p, because two
+    products with it give p p p p = p.
+    With butterflies the matrix is (16, 16), for the bits 6, 5, 4 and 0 of the row and the column, in both cases.
     """
     # Column c of a tensor-core accumulator holds element (c // 8 % 8) * 2 + c % 2 of block c // 2 % 4 * 2 + c // 64.
     k, c = torch.arange(TILE)[:, None], torch.arange(TILE)[None, :]
@@ -87,17 +96,18 @@ def _hadamard(dim: int, twice: bool, butterflies: bool, device: torch.device) ->
 
 
 def _element(c: torch.Tensor) -> torch.Tensor:
-    """rotate_kernel._element."""
+    """Returns the element in column c, as rotate_kernel._element does."""
     return (c // 2 % 4 * 2 + c // 64) * 16 + c // 8 % 8 * 2 + c % 2
 
 
 class RotatedOperand(NamedTuple):
-    """One operand to make: the fields of quantizers.Rounding, its rotation and its streams of random numbers.
+    """Describes an operand to make: the fields of quantizers.Rounding, its rotation and its streams of random numbers.
 
-    emulated: make the BF16 operand for a decoding GEMM instead of codes and scales.
-    tiles:    scales in tiles of 128x4, flat (format.swizzle_scales), of an operand that is not emulated.
-    rotations: 2 for two rotations in a row, of 128 each
-    row, column, columns: the operand's place in the whole that it is a part of, as in tensor_parallel.Part.
+    rht_dim:   the size of the rotation, or 0 for none
+    emulated:  the operand is made in BF16, for a GEMM that decodes, instead of codes and scales
+    tiles:     the scales of an operand that is not emulated are in tiles of 128x4, flat (format.swizzle_scales)
+    rotations: 2 for two rotations one after the other, of 128 each
+    row, column, columns: the operand's place in the whole tensor that it is a part of, as in tensor_parallel.Part
     """
 
     grid_max: float = 6.0
@@ -116,10 +126,12 @@ class RotatedOperand(NamedTuple):
     columns: int = 0
 
     def place(self, blocks: int) -> tuple[int, int, int]:
-        """The operand's first row and block in the whole, and the blocks of a row of the whole. blocks: of its own."""
+        """Returns the operand's first row and first block in the whole tensor, and the number of blocks in a row of the
+        whole tensor. `blocks` is the number of blocks in a row of the operand."""
         return self.row, self.column // 16, self.columns // 16 or blocks
 
     def padded(self, contraction: int) -> int:
+        """Returns the contraction dimension rounded up to a multiple of the rotation, or of 16 without a rotation."""
         multiple = self.rht_dim or 16
         return -(-contraction // multiple) * multiple
 
@@ -130,9 +142,9 @@ class RotatedOperand(NamedTuple):
 
 @functools.cache
 def constants_of(operand: RotatedOperand | None, columns: int, amax_only: bool) -> Constants | None:
-    """The kernel's compile-time arguments for one operand, or None: a launch for the amax makes nothing of MS-EDEN.
-
-    columns: of the padded operand.
+    """Returns the kernel's compile-time arguments for one operand. It returns None if there is no operand, and for
+    MS-EDEN in a launch that only finds the amax, because MS-EDEN finds its amax while it rounds. `columns` is the
+    operand's padded contraction dimension.
     """
     if operand is None or (amax_only and operand.ms_eden):
         return None
@@ -155,10 +167,11 @@ def constants_of(operand: RotatedOperand | None, columns: int, amax_only: bool) 
 
 
 def _empty(operand: RotatedOperand, rows: int, contraction: int, x: torch.Tensor) -> list[torch.Tensor]:
-    """Memory for one operand (R, K), with K padded: codes uint8 (R, K/2), or BF16 (R, K) if emulated.
+    """Allocates the tensors of one operand (R, K), where K is padded.
 
-    MS-EDEN adds pseudo-scales BF16 (R, K/16) and S float32 (R, K/128). Other roundings add scales float8_e4m3fn
-    (R, K/16) to codes, and tensor_scale float32 () to both.
+    The first one is for codes, uint8 (R, K/2), or for BF16 values (R, K) if the operand is emulated. For MS-EDEN follow
+    pseudo-scales BF16 (R, K/16) and S float32 (R, K/128). For other roundings follow the scales of the codes,
+    float8_e4m3fn (R, K/16) or flat in tiles, unless the operand is emulated, and tensor_scale float32 ().
     """
     k = operand.padded(contraction)
     empty = functools.partial(torch.empty, device=x.device)
@@ -176,7 +189,7 @@ def _empty(operand: RotatedOperand, rows: int, contraction: int, x: torch.Tensor
 
 
 class _Side(NamedTuple):
-    """One operand of an input of one shape: all that its launches need and that is the same in each of them."""
+    """One operand of inputs of one shape, with everything that is the same in all of its launches."""
 
     operand: RotatedOperand
     rows: int
@@ -188,7 +201,7 @@ class _Side(NamedTuple):
 
 
 class _Launches(NamedTuple):
-    """The launches for inputs of one shape and kind. programs, options: of the kernel."""
+    """How the kernel is launched for inputs of one shape and kind: both operands, numbers of programs, and options."""
 
     sides: tuple[_Side | None, _Side | None]
     needs_amax: bool
@@ -199,7 +212,7 @@ class _Launches(NamedTuple):
     butterflies: bool
 
 
-@functools.lru_cache(maxsize=1024)  # conversations have any number of tokens
+@functools.lru_cache(maxsize=1024)  # It is limited, because conversations have any number of tokens.
 def _launches(
     row: str,
     row_place: tuple,
@@ -211,7 +224,8 @@ def _launches(
     butterflies: bool,
     device: torch.device,
 ) -> _Launches:
-    """row, col and the places: as the operators take them. of_codes: the input is codes."""
+    """Returns the launches for an input of this shape. row, col and their places are the arguments of the operators.
+    of_codes says whether the input is codes. Raises ValueError for operands that the kernel cannot make."""
     if (of_codes and row) or (col and not _operand(col, col_place).rht_dim):
         raise ValueError("nvfp4::rotate_quantize: a col operand must be rotated, and codes are requantized as col only")
     sides: list[_Side | None] = []
@@ -243,7 +257,7 @@ def _launches(
 
 
 class _Input(NamedTuple):
-    """An input as the kernel takes it, the seeds of both sides, and its launches."""
+    """An input in the form that the kernel takes, the seeds of both sides, and its launches."""
 
     x: torch.Tensor
     scales: torch.Tensor
@@ -257,7 +271,7 @@ class _Input(NamedTuple):
     def of(
         cls, x, x_scales, x_tensor_scale, row, row_place, row_seed, row_rht_seed, col, col_place, col_seed, col_rht_seed
     ) -> "_Input":
-        """The arguments are those of the operators."""
+        """Makes the input from the arguments of the operators."""
         of_codes = x.dtype == torch.uint8
         x, (rows, columns) = x.contiguous(), x.shape
         columns = columns * 2 if of_codes else columns
@@ -270,14 +284,16 @@ class _Input(NamedTuple):
         return cls(x, scales, tensor_scale, seeds, launches, of_codes, of_codes and x_scales.dim() == 1)
 
     def find_amax(self) -> torch.Tensor:
-        """int32 (2,), the bits of float32: the amaxes of row and col that their roundings need first, otherwise 0."""
+        """Returns the amaxes of row and col as the bits of float32, int32 (2,). An entry is 0 for MS-EDEN, which does
+        not need the amax before it rounds, and for an operand that is not there."""
         amax = torch.zeros(2, dtype=torch.int32, device=self.x.device)
         if self.launches.needs_amax:
             self._launch(amax.unbind(), ([], []), amax_only=True)
         return amax
 
     def quantize(self, amax: tuple[torch.Tensor, ...]) -> list[list[torch.Tensor]]:
-        """The tensors of `_empty` for row and for col. amax: find_amax's two numbers, to which MS-EDEN adds its own."""
+        """Returns the tensors of `_empty` for row and for col, filled. `amax` holds the two numbers of find_amax. The
+        kernel writes MS-EDEN's amaxes there."""
         sides = self.launches.sides
         made = [_empty(side.operand, side.rows, side.contraction, self.x) if side else [] for side in sides]
         self._launch(amax, made, amax_only=False)
@@ -313,7 +329,8 @@ class _Input(NamedTuple):
         )
 
     def _buffers(self, side: _Side | None, seeds: tuple, amax: torch.Tensor, made: list[torch.Tensor]) -> Buffers:
-        """The kernel's tensors of one side. x stands in for a tensor that the kernel does not touch."""
+        """Returns the kernel's tensors of one side. x is passed in the place of each tensor that the kernel does not
+        use."""
         x = self.x
         if side is None:
             return Buffers(x, x, amax, x, x, x, x, x, 0, 0)
@@ -321,7 +338,7 @@ class _Input(NamedTuple):
         codes = scales = correction = decoded = x
         if made and operand.emulated:
             decoded = made[0]
-        elif made and made[0].numel():  # without rows nothing is written
+        elif made and made[0].numel():  # Without rows nothing is written.
             codes = made[0].view(torch.int32)
         if made and operand.ms_eden:
             _, scales, correction = made
@@ -346,18 +363,20 @@ def rotate_quantize(
     col_rht_seed: torch.Tensor | None,
     largest: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> list[torch.Tensor]:
-    """One or both operands that a tensor (R, C) gives: contracted over C ("row") and over R ("col").
+    """Makes one or both operands of a tensor (R, C): "row", contracted over C, and "col", contracted over R.
 
-    x: BF16 or FP32 (R, C), or codes uint8 (R, C/2) with x_scales float8_e4m3fn (R, C/16), or flat in tiles of
-       128x4, and x_tensor_scale.
-    row, col: None for an operand that is not wanted. Seeds: int64 ().
-    largest: takes the amaxes of row and col here, float32 (2,), and returns those of the wholes. None: x is a whole.
-    Returns the tensors of row (R, C'), then of col (C, R'). The contraction dimension is padded to a multiple of the
-    rotation, or of 16:
-    * [codes uint8, scales float8_e4m3fn, tensor_scale] of an operand,
-    * [decoded BF16, tensor_scale] of an emulated one,
-    * [decoded BF16] of an emulated MS-EDEN operand, with its tensor_scale multiplied in.
-    Raises ValueError if codes are wanted as row, or col without a rotation.
+    x:        BF16 or FP32 (R, C), or codes uint8 (R, C/2). Codes come with x_scales, float8_e4m3fn (R, C/16) or flat in
+              tiles of 128x4, and with x_tensor_scale.
+    row, col: the operands to make, or None for an operand that is not wanted
+    seeds:    int64 (). The rht seeds are those of the rotation's signs.
+    largest:  a function for an x that is a part of a tensor. It takes the amaxes of row and col, float32 (2,), and
+              returns those of the whole tensor. None means that x is a whole tensor.
+    Returns the tensors of row (R, C') and then those of col (C, R'). C' and R' are padded to a multiple of the
+    rotation, or of 16. The tensors are
+    * [codes uint8, scales float8_e4m3fn, tensor_scale] for an operand,
+    * [decoded BF16, tensor_scale] for an emulated operand,
+    * [decoded BF16] for an emulated MS-EDEN operand, with its tensor_scale multiplied in.
+    Raises ValueError if x holds codes and row is wanted, and if col has no rotation.
     """
     arguments = x, x_scales, x_tensor_scale
     sides = (*described(row), row_seed, row_rht_seed, *described(col), col_seed, col_rht_seed)
@@ -374,7 +393,7 @@ def rotate_quantize(
     for i, (operand, seed) in enumerate(((row, row_seed), (col, col_seed))):
         if operand is None:
             continue
-        count = 2 if operand.emulated and not operand.ms_eden else 3  # of _empty's tensors
+        count = 2 if operand.emulated and not operand.ms_eden else 3  # The number of tensors that _empty makes.
         tensors, made = made[:count], made[count:]
         if operand.ms_eden and operand.emulated:
             repair_part(*tensors, amax[i], seed, *described(operand))
@@ -386,23 +405,25 @@ def rotate_quantize(
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The operators. A schema knows no records, and each argument of an operator costs time in every call. An operand is
-# therefore two arguments: its text, from which `_operand` has the record back once for all calls, and its place.
+# The operators. A schema cannot express a record, and each argument of an operator costs time in every call. An operand
+# is therefore passed as two arguments: its text, from which `_operand` makes the record again, once for all calls, and
+# its place.
 
 
 def described(operand: RotatedOperand | None) -> tuple[str, list[int]]:
-    """An operand as two arguments of an operator, text and place. "" is no operand."""
+    """Returns an operand as two arguments of an operator, text and place. An empty text stands for no operand."""
     return ("", []) if operand is None else (_text(operand[:PLACE]), list(operand[PLACE:]))
 
 
-PLACE = RotatedOperand._fields.index("row")  # the fields from here on are the place
+PLACE = RotatedOperand._fields.index("row")  # The fields from this index on are the place.
 
 
 def _text(fields: tuple) -> str:
     return _repr(fields)
 
 
-_text._dynamo_marked_constant = True  # torch.compile calls it, and takes the result for a constant of the graph
+# torch.compile calls a function with this mark while it traces, and takes the result as a constant of the graph.
+_text._dynamo_marked_constant = True
 
 
 @functools.lru_cache(maxsize=1024)
@@ -422,7 +443,7 @@ _PSEUDO = "Tensor pseudo, Tensor correction, Tensor amax, Tensor seed, str opera
 
 @operator(f"rotate_quantize_sides({_INPUT}, {_SIDES}) -> Tensor[]")
 def rotate_quantize_sides(*arguments) -> list[torch.Tensor]:
-    """rotate_quantize of a whole tensor."""
+    """The operator of rotate_quantize for a whole tensor."""
     given = _Input.of(*arguments)
     amax = given.find_amax().unbind()
     result, repaired = [], [None, None]
@@ -440,13 +461,15 @@ def rotate_quantize_sides(*arguments) -> list[torch.Tensor]:
 
 @operator(f"rotated_amax({_INPUT}, {_SIDES}) -> Tensor")
 def rotated_amax(*arguments) -> torch.Tensor:
-    """The amaxes of row and col after their rotations, float32 (2,); 0 for an operand of MS-EDEN, or for none."""
+    """Returns the amaxes of row and col after their rotations, float32 (2,). An entry is 0 for an MS-EDEN operand and
+    for an operand that is not there."""
     return _Input.of(*arguments).find_amax().view(torch.float32)
 
 
 @operator(f"rotate_quantize_parts(Tensor amax, {_INPUT}, {_SIDES}) -> Tensor[]")
 def rotate_quantize_parts(amax: torch.Tensor, *arguments) -> list[torch.Tensor]:
-    """The tensors of `_empty` for row, then for col. The last tensor is amax with MS-EDEN's amaxes, float32 (2,)."""
+    """Returns the tensors of `_empty` for row and then for col, filled, and as the last tensor amax, float32 (2,), with
+    MS-EDEN's amaxes added."""
     amax = amax.view(torch.int32).clone()
     row, col = _Input.of(*arguments).quantize(amax.unbind())
     return [*row, *col, amax.view(torch.float32)]
@@ -461,7 +484,7 @@ def finish_part(
     operand: str,
     place: list[int],
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """scales.finish with amax float32 ()."""
+    """The operator of scales.finish. It takes amax as float32 ()."""
     return finish(pseudo, correction, amax.view(torch.int32), seed, _operand(operand, tuple(place)))
 
 
@@ -475,7 +498,7 @@ def repair_part(
     operand: str,
     place: list[int],
 ) -> None:
-    """scales.repair with amax float32 ()."""
+    """The operator of scales.repair for one operand. It takes amax as float32 ()."""
     repair((decoded, pseudo, correction, amax.view(torch.int32), seed, _operand(operand, tuple(place))), None)
 
 

@@ -1,18 +1,21 @@
-"""The kernel that rotates and quantizes: rotate.py launches it and says what it makes.
+"""The kernel that rotates and quantizes. rotate.py launches it and says what it makes.
 
-A program makes strips of one operand, one after another, and so reads H once. A strip is 64 rows by a group of 128. The
-programs of both operands go through the tensor side by side. The second to come finds its tile in the L2 cache.
+A program makes several strips of one operand, one after another, so that it reads the Hadamard matrix H once. A strip
+is 64 rows of a group of 128 columns. The programs of both operands go through the tensor side by side. The operand that
+comes second to a tile finds it in the L2 cache.
 
-H is one product of 128 x 128 where wgmma or tcgen05 computes it. mma.sync takes 128 columns of H from shared memory for
-each warp. There (BUTTERFLIES) H128 = H16 x H8: bits 6, 5, 4 and 0 of a column by a product of 16 x 16, bits 3, 2 and 1
-by three butterflies in registers. A thread ends with whole blocks in both cases.
+On GPUs with wgmma or tcgen05, the rotation is one product with H, 128 x 128. Other GPUs have mma.sync, for which every
+warp would read all 128 columns of H from shared memory. There H is factored, H128 = H16 x H8 (BUTTERFLIES). A product
+with a 16 x 16 matrix transforms the bits 6, 5, 4 and 0 of a column's number, and three butterflies in registers
+transform the bits 3, 2 and 1. In both cases a thread ends with whole blocks.
 
-A second rotation (TWICE) takes the sums of the first one, rounded to BF16, in the same tile. Its product has the same
-matrix, so that H is in shared memory once; the signs of both are on the numbers between the two.
+A second rotation (TWICE) takes the sums of the first one, rounded to BF16, in the same tile. Both products have the
+same matrix, so that H is in shared memory once. To make this possible, the signs of both rotations are applied to the
+numbers between the two.
 
-After the rotations the arithmetic is that of nanochat_fp4.nvfp4.quantizers, bit for bit. Sums are FP32, in the tensor
-cores' order. Their error is at most 128 ulps of the sum of magnitudes by one product, 19 by products of 16 and
-butterflies. So a value may differ from the reference's in its last bits.
+After the rotations the arithmetic is that of nanochat_fp4.nvfp4.quantizers, bit for bit. The rotations sum in FP32, in
+the tensor cores' order. The error of a sum is at most 128 ulps of the sum of magnitudes with one product, and 19 with a
+product of 16 and butterflies. A value may therefore differ from the reference's in its last bits.
 """
 
 from typing import Any, NamedTuple
@@ -24,17 +27,19 @@ from nvfp4_kernels import _math as m
 from nvfp4_kernels.quantize import fit_blocks
 from nvfp4_kernels.scales import PLACE
 
-TILE = 128  # a group of the rotation
+TILE = 128  # The size of a group of the rotation.
+# The kinds of output, which rotate.py describes.
 AMAX, ALIGNED, EDEN, EDEN_EMULATED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 
 
 class Buffers(NamedTuple):
-    """Tensors of one operand, and its streams of random numbers. A tensor that the kernel does not touch is any.
+    """The tensors of one operand, and its streams of random numbers. Any tensor may be passed for one that the kernel
+    does not use.
 
-    hadamard:   BF16 as int16 (128, 128) or (16, 16), of rotate._hadamard
+    hadamard:   the matrix of rotate._hadamard, BF16 as int16 (128, 128) or (16, 16)
     seeds:      int64 ()
     amax:       int32 (), the bits of a float32
-    codes:      int32 (R, K/8), eight codes a word
+    codes:      int32 (R, K/8), eight codes in a word
     scales:     E4M3 bytes (R, K/16), or pseudo-scales in BF16
     correction: float32 (R, K/128), EDEN's S
     decoded:    BF16 (R, K)
@@ -53,12 +58,15 @@ class Buffers(NamedTuple):
 
 
 class Constants(NamedTuple):
-    """Compile-time arguments of one operand.
+    """The compile-time arguments of one operand.
 
-    TWICE: two rotations in a row, each of 128
-    KIND: of AMAX, ALIGNED, EDEN, EDEN_EMULATED. INVERSE: 1 / GRID_MAX in FP32.
-    PADDING: the contracted dimension is padded to a multiple of this; 0 if it is a multiple of 128.
-    TILES: scales are stored in tiles of 128x4. Pseudo-scales never are.
+    KIND:    AMAX, ALIGNED, EDEN or EDEN_EMULATED
+    TWICE:   two rotations one after the other, each of 128
+    NORM:    the factor that makes the rotations orthogonal
+    INVERSE: 1 / GRID_MAX in FP32
+    PADDING: the contracted dimension is padded to a multiple of this number. It is 0 if the dimension is a multiple of
+             128.
+    TILES:   scales are stored in tiles of 128x4. Pseudo-scales never are.
     """
 
     KIND: int
@@ -77,7 +85,8 @@ class Constants(NamedTuple):
 
 @triton.jit
 def _flips(seed_ptr, stream, j, VECTOR: tl.constexpr):
-    """Sign bits int16 of elements j (128,), those of philox.random_signs of this vector."""
+    """Returns the signs of elements j (128,) as sign bits, int16. They are the random signs of philox.random_signs for
+    the vector with the number VECTOR."""
     a, b, c, d = m.philox4(tl.load(seed_ptr), j.to(tl.int64) * 0 + VECTOR, m.SIGN, stream)
     word = tl.where(j < 32, a, tl.where(j < 64, b, tl.where(j < 96, c, d)))
     return ((word >> (j % 32).to(tl.uint32)) & 1).to(tl.int16) << 15
@@ -85,7 +94,8 @@ def _flips(seed_ptr, stream, j, VECTOR: tl.constexpr):
 
 @triton.jit
 def _rotation(hadamard_ptr, flips):
-    """diag(signs) H (128, 128), as hadamard.rotation_matrix. The flips are those of the signs of H's rows."""
+    """Returns diag(signs) H, BF16 (128, 128), as hadamard.rotation_matrix does. The flips are the sign bits of H's
+    rows."""
     k = tl.arange(0, 128)
     h = tl.load(hadamard_ptr + k[:, None] * 128 + k[None, :])
     return (h ^ flips[:, None]).to(tl.bfloat16, bitcast=True)
@@ -93,16 +103,17 @@ def _rotation(hadamard_ptr, flips):
 
 @triton.jit
 def _element(column):
-    """The element in a column of an accumulator: what `rotate._hadamard` does, and `_blocks` undoes."""
+    """Returns the number of the element in a column of an accumulator. `rotate._hadamard` permutes columns in this way,
+    and `_blocks` undoes it."""
     return (column // 2 % 4 * 2 + column // 64) * 16 + column // 8 % 8 * 2 + column % 2
 
 
 @triton.jit
 def _blocks(accumulator):
-    """(64, 128) with permuted columns -> blocks (512, 16) in their true order.
+    """Returns an accumulator (64, 128) with permuted columns as blocks (512, 16) in their true order.
 
-    On tensor cores of sm_80 to sm_120 a thread holds columns 8 j + 2 q + i of its rows. `rotate._hadamard` put whole
-    blocks there. The permutation moves no data, and sums and maxima over a block stay inside a thread.
+    On the tensor cores of sm_80 to sm_120 a thread holds the columns 8 j + 2 q + i of its rows. `rotate._hadamard` put
+    whole blocks there. The permutation therefore moves no data, and sums and maxima over a block stay inside a thread.
     """
     x = tl.reshape(accumulator, (64, 2, 8, 4, 2))
     return tl.reshape(tl.permute(x, (0, 3, 1, 2, 4)), (512, 16))
@@ -110,7 +121,7 @@ def _blocks(accumulator):
 
 @triton.jit
 def _flipped(x, flips, COL: tl.constexpr):
-    """x in BF16 or FP16 with the signs of the rotation, flips int16 (128,)."""
+    """Multiplies x, BF16 or FP16, by the signs of the rotation, which are given as flips, int16 (128,)."""
     dtype = x.dtype
     flips = tl.broadcast_to(flips[:, None] if COL else flips[None, :], x.shape)
     x = x.to(tl.int16, bitcast=True)
@@ -123,8 +134,9 @@ def _flipped(x, flips, COL: tl.constexpr):
 
 @triton.jit
 def _interleaved(x, COL: tl.constexpr):
-    """A strip, (64, 128) or (COL) (128, 64) -> (512, 16): the rows are bits 3, 2, 1 of the column and the strip's row,
-    the columns are bits 6, 5, 4, 0 of the column."""
+    """Returns a strip, (64, 128), or (128, 64) with COL, as (512, 16) for the product with the 16 x 16 matrix. A row of
+    the result stands for bits 3, 2 and 1 of the strip's column and for the strip's row. A column of the result stands
+    for bits 6, 5, 4 and 0 of the strip's column."""
     if COL:
         return tl.reshape(tl.permute(tl.reshape(x, (8, 8, 2, 64)), (1, 3, 0, 2)), (512, 16))
     return tl.reshape(tl.permute(tl.reshape(x, (64, 8, 8, 2)), (2, 0, 1, 3)), (512, 16))
@@ -132,7 +144,8 @@ def _interleaved(x, COL: tl.constexpr):
 
 @triton.jit
 def _butterfly(x, LEFT: tl.constexpr):
-    """Of each of LEFT equal parts of x, 8192 elements: the sum of its two halves, then their difference."""
+    """Divides x, 8192 elements, into LEFT equal parts, and replaces each part by the sum of its two halves, followed by
+    their difference."""
     x = tl.reshape(x, (LEFT, 2, 4096 // LEFT))
     odd = tl.arange(0, 2)[None, :, None]
     sums = tl.sum(x, axis=1)[:, None, :]
@@ -142,7 +155,7 @@ def _butterfly(x, LEFT: tl.constexpr):
 
 @triton.jit
 def _butterflies(y):
-    """The part of the rotation in bits 3, 2 and 1 of the column, of a product of `_interleaved`: blocks (512, 16)."""
+    """Transforms bits 3, 2 and 1 of the column in a product of `_interleaved`. Returns blocks (512, 16)."""
     y = _butterfly(_butterfly(_butterfly(y, 1), 2), 4)
     y = tl.reshape(y, (8, 64, 2, 4, 2))
     return tl.reshape(tl.permute(y, (1, 3, 2, 0, 4)), (512, 16))
@@ -162,10 +175,11 @@ def _rotate(
     hi, mid, lo, matrix, flips, again,
     THREE_PARTS: tl.constexpr, TRANSPOSE: tl.constexpr, BUTTERFLIES: tl.constexpr, TWICE: tl.constexpr,
 ):  # fmt: skip
-    """The rotated strip, blocks (512, 16).
+    """Returns the rotated strip as blocks (512, 16).
 
-    THREE_PARTS: an FP32 input is three BF16 numbers that add up to it, and three products keep FP32's precision.
-    again: TWICE, the flips of the numbers between two rotations
+    THREE_PARTS: the input is FP32, given as three BF16 numbers hi, mid and lo that add up to it. Three products keep
+                 FP32's precision. Without THREE_PARTS only hi counts.
+    again:       with TWICE, the flips of the numbers between the two rotations
     """
     if BUTTERFLIES:
         y = tl.zeros((512, 16), tl.float32)
@@ -195,12 +209,12 @@ def _rotate(
 def _emit(x, factor, row0, group, rows, groups, contraction, buffers, place, C: tl.constexpr, HARDWARE: tl.constexpr):
     """Quantizes x * factor (512, 16) and stores the outputs of C.KIND.
 
-    x holds the rows row0 .. row0 + 63 of group `group`, which is 128 columns. `rows` and `groups` are the output's
-    extent.
-    place: the output's first row and block in the whole that it is a part of, and the blocks of a row of that whole.
-    Returns the blocks' largest magnitudes (512,).
+    x holds the rows from row0 to row0 + 63 of group `group`, which is 128 columns. The output has `rows` rows and
+    `groups` groups. `place` is the output's first row and first block in the whole tensor that it is a part of, and the
+    number of blocks in a row of the whole tensor.
+    Returns the largest magnitude of each block (512,).
     """
-    # Triton 3.6 does not take a field of a constant as an argument.
+    # The fields are named here, because Triton 3.6 does not take a field of a constant as an argument.
     GRID_MAX: tl.constexpr = C.GRID_MAX
     INVERSE: tl.constexpr = C.INVERSE
     CANDIDATES: tl.constexpr = C.CANDIDATES
@@ -217,7 +231,7 @@ def _emit(x, factor, row0, group, rows, groups, contraction, buffers, place, C: 
     block = row.to(tl.int64) * blocks_per_row + group * 8 + block_in_group
     absolute = m.max_with_nan(x) * factor
     q = x
-    # Without codes to store, arithmetic takes fewer instructions on sm_120 than the conversion to E2M1, which spills.
+    # If no codes are stored, arithmetic takes fewer instructions on sm_120 than the conversion to E2M1, which spills.
     CONVERSIONS: tl.constexpr = HARDWARE if C.STORE_CODES or HARDWARE == 0 else m.CONVERTS_E4M3
     if C.KIND == ALIGNED:
         seed = 0
@@ -242,7 +256,7 @@ def _emit(x, factor, row0, group, rows, groups, contraction, buffers, place, C: 
             GRID_MAX, INVERSE, CANDIDATES, False, True, CONVERSIONS, 512, 16,
         )  # fmt: skip
 
-        # S = <x, x> / <x, q> in units of the blocks' scales, as quantizers._eden_correction.
+        # S = <x, x> / <x, q> in units of the blocks' scales, as in quantizers._eden_correction.
         largest = tl.max(tl.reshape(scale, (64, 8)), axis=1)
         largest = tl.maximum(m.power_of_two_floor(largest), m.TENSOR_SCALE_MIN)
         unit = 0.125 * m.power_of_two_reciprocal(largest)
@@ -269,9 +283,9 @@ def _emit(x, factor, row0, group, rows, groups, contraction, buffers, place, C: 
 
 @triton.jit
 def _store_decoded(value, decoded_ptr, row0, group, rows, blocks_per_row):
-    """Stores value (512, 16), blocks of rows row0 .. row0 + 63, in BF16.
+    """Stores value (512, 16), the blocks of rows row0 to row0 + 63, in BF16.
 
-    A warp holds 16 rows and stores two after another, so no warp waits for another.
+    A warp holds 16 rows and stores two of them at a time, so no warp waits for another.
     """
     value = tl.permute(tl.reshape(value, (4, 8, 16, 16)), (1, 0, 2, 3))
     k = tl.arange(0, 32)[:, None]
@@ -285,8 +299,9 @@ def _store_decoded(value, decoded_ptr, row0, group, rows, blocks_per_row):
 
 @triton.jit
 def _decoded(byte, scale, HARDWARE: tl.constexpr):
-    """Codes (128, 32), two a byte, times scale (128, 4): (128, 64) in BF16, or FP16 where an instruction converts codes
-    to it. Both are exact: a product has 6 significant bits and is 0 or 2^-10 to 2688."""
+    """Returns codes (128, 32), two in a byte, times scale (128, 4), as (128, 64). The dtype is FP16 if an instruction
+    converts codes to FP16, and otherwise BF16. Both are exact, because a product has 6 significant bits and is 0 or
+    from 2^-10 to 2688."""
     if HARDWARE >= m.CONVERTS_E2M1:
         half = scale.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
         pair = tl.reshape(tl.broadcast_to((half | half << 16)[:, :, None], (128, 4, 8)), (128, 32))
@@ -319,10 +334,11 @@ def _make(
     BUTTERFLIES: tl.constexpr,
     C: tl.constexpr,
 ):
-    """Strips first, first + step, ... of the operand contracted over the columns, or (COL) over the rows.
+    """Makes the strips first, first + step, ... of the operand that is contracted over the columns, or over the rows
+    with COL.
 
-    Both operands go through x in one order. Two strips are the halves of a 128 x 128 tile. The tiles of 128 rows follow
-    from left to right, then the next rows.
+    Both operands go through x in the same order. Two strips are the halves of a 128 x 128 tile. Tiles follow from left
+    to right, and then in the next 128 rows.
     """
     RHT_DIM: tl.constexpr = C.RHT_DIM
     TWICE: tl.constexpr = C.TWICE
@@ -349,8 +365,8 @@ def _make(
             if BUTTERFLIES:
                 again = _flips(buffers.rht_seed, buffers.rht_stream, j, 1)
             else:
-                # Column j of the first product is element _element(_element(j)), and row j of the matrix has the flip
-                # of element j, which this takes back.
+                # Column j of the first product is element _element(_element(j)), which gets its sign here. Row j of the
+                # matrix already has the flip of element j, and the xor takes that back.
                 again = _flips(buffers.rht_seed, buffers.rht_stream, _element(_element(j)), 1) ^ flips
     largest = tl.zeros((512 if TCGEN05 else 128,), tl.float32)
     for strip in range(first, 2 * row_tiles * column_tiles, step):
@@ -362,14 +378,14 @@ def _make(
         else:
             r = tile_row * 128 + strip % 2 * 64 + tl.arange(0, 64)
             c = tile_column * 128 + tl.arange(0, 128)
-        if FROM_CODES:  # contracted over the rows
+        if FROM_CODES:  # Codes are always contracted over the rows.
             half = tile_column * 64 + strip % 2 * 32 + tl.arange(0, 32)
             byte_mask = (r < rows)[:, None] & (half < columns // 2)[None, :]
             byte = tl.load(x_ptr + r.to(tl.int64)[:, None] * (columns // 2) + half[None, :], mask=byte_mask, other=0)
             g = tile_column * 8 + strip % 2 * 4 + tl.arange(0, 4)
             at = m.scale_address(r.to(tl.int64)[:, None], g[None, :], columns // 16, FROM_TILES)
             scale = tl.load(x_scales_ptr + at, mask=(r < rows)[:, None] & (g < columns // 16)[None, :], other=0)
-            # Sums of the first rotation may be beyond FP16.
+            # With two rotations the codes are decoded to BF16, because sums of the first rotation may exceed FP16.
             CODES: tl.constexpr = m.CONVERTS_E4M3 if TWICE and HARDWARE >= m.CONVERTS_E2M1 else HARDWARE
             hi = _decoded(byte, m.decode_e4m3(scale), CODES)
             y = _rotate(hi, hi, hi, matrix.to(hi.dtype), flips, again, False, True, BUTTERFLIES, TWICE)
@@ -402,7 +418,7 @@ def _make(
             HARDWARE,
         )
         if C.KIND != ALIGNED:
-            if not TCGEN05:  # A thread keeps the largest of its four blocks. As integers NaN is the largest.
+            if not TCGEN05:  # A thread keeps the largest of its four blocks. NaN is the largest as an integer.
                 four = tl.reshape(m.bits(absolute), (4, 2, 8, 4, 2))
                 absolute = m.from_bits(tl.reshape(tl.max(tl.max(four, axis=4), axis=1), (128,)))
             largest = tl.maximum(largest, absolute, propagate_nan=tl.PropagateNan.ALL)
@@ -433,11 +449,14 @@ def rotate_quantize_kernel(
     ROW: tl.constexpr,
     COL: tl.constexpr,
 ):
-    """ROW and COL are Constants, or None for an operand that is not made. A tuple's numbers are always specialized, so
-    place's three, which are not to be, are arguments of their own.
+    """Makes one or both operands. ROW and COL are Constants, or None for an operand that is not made.
 
-    With both operands, two programs make row's strips, the next two col's, and so on. Alternating single programs is 9%
-    slower on an H200 (instruction stalls, dev/LOG.md). The number of programs is a multiple of 4.
+    If both are made, two programs make strips of row, the next two make strips of col, and so on. Alternating single
+    programs is 9% slower on an H200 because of instruction stalls (dev/LOG.md). The number of programs is a multiple of
+    4.
+
+    Triton specializes a kernel for the numbers in a tuple. The three numbers of an operand's place must not be
+    specialized, and are therefore arguments of their own.
     """
     program, programs = tl.program_id(0), tl.num_programs(0)
     if ROW is not None and COL is not None:

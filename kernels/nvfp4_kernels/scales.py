@@ -1,11 +1,12 @@
-"""The second step of post hoc range alignment (the paper, Section 7) touches scales only.
+"""The second step of post hoc range alignment (the paper, Section 7), which reads and writes little besides scales.
 
 `finish` aligns the pseudo-scales with the amax that the first kernel found, applies EDEN's correction S, and rounds
-them stochastically to E4M3. Bytes per 16 elements: 2.5 read, 1 written.
+them stochastically to E4M3. Per 16 elements it reads 2.5 bytes and writes 1.
 
-`repair` follows a first kernel that has already written the BF16 operand, and reads the same. Only blocks whose scale
-falls into E4M3's subnormal range are rounded again. The first kernel could not know them. Most programs find no such
-block, so a program first looks at the smallest scale of each group.
+`repair` follows a first kernel that has already written the BF16 operand, and reads the same pseudo-scales and
+corrections. It rounds only those blocks again whose scale falls into E4M3's subnormal range. The first kernel could not
+know them, because it did not know the amax. Most programs find no such block. A program therefore first looks at the
+smallest scale of each group.
 """
 
 import math
@@ -19,13 +20,13 @@ from nvfp4_kernels import _math as m
 from nvfp4_kernels._ops import NO_FUSION, empty_scales
 from nvfp4_kernels.quantize import hardware
 
-# Groups of a rotation, with 8 scales each, that a program takes of 16 rows, and a program's warps.
+# A program processes 16 rows of this many groups of a rotation. A group has 8 scales.
 GROUPS = 8
 REPAIR = {"GROUPS": 16, "num_warps": 4}
-# An operand's place in the whole that it is a part of. Random numbers alone depend on these arguments, so no value of
-# them is worth a kernel of its own.
+# The arguments that place an operand in the whole tensor that it is a part of. Only the random numbers depend on them,
+# so Triton should not compile special kernels for some of their values.
 PLACE = ["place_row", "place_block", "place_blocks"]
-# Nor is a number of groups: addresses are multiples of eight of them.
+# Neither should it for a number of groups, because addresses are multiples of eight groups anyway.
 NOT_SPECIALIZED = [*PLACE, "groups"]
 
 
@@ -54,7 +55,7 @@ def finish_kernel(
     TILES: tl.constexpr,
     GROUPS: tl.constexpr,
 ):
-    """16 rows of GROUPS groups of 8 scales a program. TILES: scales are written in tiles of 128x4."""
+    """Finishes the scales of 16 rows of GROUPS groups of 8 scales. With TILES they are written in tiles of 128x4."""
     tensor_scale = m.tensor_scale_of(m.from_bits(tl.load(amax_ptr)), DIVISOR, True)
     row16 = tl.program_id(0)
     first = tl.program_id(1) * GROUPS
@@ -72,7 +73,7 @@ def finish_kernel(
 
 
 class Repaired(NamedTuple):
-    """An operand that repair_kernel repairs: what finish takes, and decoded, BF16 (R, K)."""
+    """The tensors of an operand that repair_kernel repairs: decoded, BF16 (R, K), and those of `finish`."""
 
     decoded: torch.Tensor
     pseudo: torch.Tensor
@@ -103,8 +104,8 @@ def repair_kernel(
     COL_DIVISOR: tl.constexpr,
     GROUPS: tl.constexpr,
 ):
-    """One or both operands of a rotation: the first programs have row's parts, the others col's. A DIVISOR is None for
-    an operand that is not there."""
+    """Repairs one or both operands of a rotation. The first programs repair parts of row, and the others parts of col.
+    A DIVISOR of None stands for an operand that is not there."""
     program = tl.program_id(0)
     if ROW_DIVISOR is not None:
         of_row = tl.cdiv(row_rows, 16) * tl.cdiv(row_groups, GROUPS)
@@ -126,11 +127,11 @@ def repair_kernel(
 def _repair(
     program, buffers, rows, groups, place_row, place_block, place_blocks, DIVISOR: tl.constexpr, GROUPS: tl.constexpr
 ):
-    """16 rows of GROUPS groups. Most programs find nothing to do, and the rare work is done in parts, which need few
-    registers."""
+    """Repairs 16 rows of GROUPS groups. Most programs find nothing to repair. The rare work is done group by group,
+    because that needs few registers."""
     pseudo_ptr, correction_ptr, decoded_ptr = buffers.pseudo, buffers.correction, buffers.decoded
     tensor_scale = m.tensor_scale_of(m.from_bits(tl.load(buffers.amax)), DIVISOR, True)
-    shift = m.power_of_two_reciprocal(tensor_scale)  # below 0 if the amax is not finite
+    shift = m.power_of_two_reciprocal(tensor_scale)  # This is negative if the amax is not finite.
     row16 = program // tl.cdiv(groups, GROUPS)
     first = program % tl.cdiv(groups, GROUPS) * GROUPS
     row = (row16 * 16 + tl.arange(0, 16)).to(tl.int64)[:, None]
@@ -149,20 +150,20 @@ def _repair(
             if tl.max(tl.max(subnormal.to(tl.int32), axis=1), axis=0) > 0:
                 at16, pair = place_row // 16 + row16, place_block // 2 + group * 4
                 words = m.scale_words(tl.load(buffers.seed), at16, pair, place_blocks // 2, buffers.stream, 16, 4)
-                # The first kernel's rounding, free of E4M3's range, and the right one.
+                # `before` is the first kernel's rounding, which ignores E4M3's range. `after` is the right one.
                 before = m.stochastic_round_m3(corrected, words)
                 after = m.stochastic_round_e4m3(corrected, words)
                 wrong = mask & (before != after)
                 element = at[:, :, None] * 16 + tl.arange(0, 16)[None, None, :]
                 value = tl.load(decoded_ptr + element, mask=wrong[:, :, None], other=0.0).to(tl.float32)
-                # decoded / before is the E2M1 value times tensor_scale: both divisions are exact.
+                # The decoded number divided by `before` is exactly the E2M1 value times tensor_scale.
                 q = tl.math.div_rn(value, tl.where(wrong, before, 1.0)[:, :, None])
                 tl.store(decoded_ptr + element, (q * after[:, :, None]).to(tl.bfloat16), mask=wrong[:, :, None])
 
 
 @triton.jit
 def _corrected(pseudo_ptr, correction_ptr, shift, row16, group, rows, groups, GROUPS: tl.constexpr):
-    """Addresses, a mask, and the aligned and corrected pseudo-scales of 16 rows, each (16, 8 GROUPS)."""
+    """Returns the addresses, a mask, and the aligned and corrected pseudo-scales of 16 rows, each (16, 8 GROUPS)."""
     row = (row16 * 16 + tl.arange(0, 16)).to(tl.int64)[:, None]
     block = group * 8 + tl.arange(0, 8 * GROUPS)[None, :]
     mask = (row < rows) & (block < groups * 8)
@@ -172,17 +173,19 @@ def _corrected(pseudo_ptr, correction_ptr, shift, row16, group, rows, groups, GR
 
 
 def finish(pseudo: torch.Tensor, correction: torch.Tensor, amax: torch.Tensor, seed: torch.Tensor, operand):
-    """Returns scales float8_e4m3fn (R, K/16), or flat in operand.tiles, and tensor_scale float32 (), a power of two.
+    """Makes the E4M3 scales of an MS-EDEN operand from its pseudo-scales.
 
-    pseudo:     BF16 (R, K/16)
-    correction: float32 (R, K/128)
+    pseudo:     the pseudo-scales, BF16 (R, K/16)
+    correction: EDEN's S, float32 (R, K/128)
     amax:       int32 (), the bits of a float32
     seed:       int64 ()
     operand:    a rotate.RotatedOperand
+    Returns scales float8_e4m3fn (R, K/16), or flat if operand.tiles is set, and tensor_scale float32 (), a power of
+    two.
     """
     scales = empty_scales(*pseudo.shape, operand.tiles, pseudo)
     tensor_scale = torch.empty((), dtype=torch.float32, device=pseudo.device)
-    if not pseudo.numel():  # no program runs; the scale is that of zeros
+    if not pseudo.numel():  # No program runs, so the tensor_scale of zeros is set here.
         tensor_scale.fill_(m.TENSOR_SCALE_MIN.value)
     finish_kernel[_grid(correction, GROUPS)](
         pseudo,
@@ -204,9 +207,10 @@ def finish(pseudo: torch.Tensor, correction: torch.Tensor, amax: torch.Tensor, s
 
 
 def repair(row: tuple | None, col: tuple | None) -> None:
-    """Rounds blocks of one or two operands again in place, in one launch.
+    """Rounds the blocks with subnormal scales again, in place, of one or two operands in one launch.
 
-    Each is (decoded, pseudo, correction, amax, seed, operand): BF16 (R, K), and the arguments of finish.
+    Each operand is (decoded, pseudo, correction, amax, seed, operand): decoded is BF16 (R, K), and the others are the
+    arguments of `finish`. None stands for an operand that is not there.
     """
     given = [side for side in (row, col) if side is not None]
     programs, arguments, divisors = 0, [], []
