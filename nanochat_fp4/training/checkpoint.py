@@ -58,7 +58,7 @@ class Metadata(dict):
         user_config: dict[str, Any],
         recipes: list[Any],
         commit: str | None,
-        **more: Any,
+        **optional: Any,
     ) -> "Metadata":
         """Returns the metadata that all checkpoints of a run have in common.
 
@@ -67,20 +67,25 @@ class Metadata(dict):
         - tunable: the settings that a resumed run may change, with a note that names the change
         - user_config: the values of all flags
         - recipes: the methods' recipes as records
-        - more: device_batch_size, max_seq_len, and parent (the model that the run began with)
+        - optional: device_batch_size, max_seq_len, and parent (the model that the run began with)
         """
-        known = {"model_config": model_config, "run_config": run_config, "tunable": tunable, "user_config": user_config}
-        return cls(**known, recipes=recipes, commit=commit, **more)
+        required = {
+            "model_config": model_config,
+            "run_config": run_config,
+            "tunable": tunable,
+            "user_config": user_config,
+        }
+        return cls(**required, recipes=recipes, commit=commit, **optional)
 
     @classmethod
     def read(cls, folder: Path, step: int) -> "Metadata":
         """Reads the file without checking it. A damaged file gives empty metadata, and Checkpoint.load then says
         what is damaged."""
         try:
-            found = json.loads((folder / f"meta_{step:06d}.json").read_bytes())
+            content = json.loads((folder / f"meta_{step:06d}.json").read_bytes())
         except (OSError, ValueError, RecursionError):
-            found = None
-        return cls(found) if isinstance(found, dict) else cls()
+            content = None
+        return cls(content) if isinstance(content, dict) else cls()
 
     def at(self, loop: LoopState, loss: dict[str, Any]) -> "Metadata":
         """Returns the metadata of one checkpoint of the run, with the states of the loop and of the loss monitor."""
@@ -164,8 +169,8 @@ class Metadata(dict):
     @property
     def tokenizer(self) -> str | None:
         """The fingerprint of the tokenizer, or None if the checkpoint does not have it."""
-        found = (self.run_config or {}).get("tokenizer") or self.get("tokenizer")
-        return found if isinstance(found, str) else None
+        fingerprint = (self.run_config or {}).get("tokenizer") or self.get("tokenizer")
+        return fingerprint if isinstance(fingerprint, str) else None
 
 
 @dataclass
@@ -194,12 +199,12 @@ class Checkpoint:
     def load(cls, folder: Path, step: int, device: torch.device, rank: int) -> "Checkpoint":
         """Reads a checkpoint, with its tensors on `device`. Raises UserError if a file differs from the checkpoint's
         manifest."""
-        weights, own, meta = load_checkpoint(folder, step, device, load_optimizer=True, rank=rank)
-        own, parts = own if isinstance(own, dict) else {}, []
-        for part in own.get("ranks", ()):
+        weights, of_this_rank, meta = load_checkpoint(folder, step, device, load_optimizer=True, rank=rank)
+        of_this_rank, parts = of_this_rank if isinstance(of_this_rank, dict) else {}, []
+        for part in of_this_rank.get("ranks", ()):
             part = part if isinstance(part, dict) else {}
             parts.append((part.get(OPTIMIZERS), part.get(POSITION)))
-        state = own.get(OPTIMIZERS), own.get(RNG), own.get(POSITION)
+        state = of_this_rank.get(OPTIMIZERS), of_this_rank.get(RNG), of_this_rank.get(POSITION)
         return cls(Path(folder), step, Metadata(meta), weights, *state, of_ranks=parts)
 
     def save(self, rank: int) -> bool:

@@ -106,17 +106,17 @@ def skip_bad_numbers(run: Run, attempt: Attempt) -> None:
         places = enumerate(of_all_ranks(first_bad_layer(run, attempt) if attempt.bad_here else None))
         place = min((p.startswith("the loss itself"), r, f"{p} (rank {r})") for r, p in places if p)[2]
     run.model.zero_grad(set_to_none=True)
-    what = f"step {run.step}: loss {attempt.loss:.4g}, first not finite: {place}"
+    problem = f"step {run.step}: loss {attempt.loss:.4g}, first not finite: {place}"
     run.skipped_in_a_row += 1
     run.metrics.append("skip", run.step, place=place, loss=str(attempt.loss))
     if run.args.on_nonfinite == "stop" or run.skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
         attempt.save_before()
         raise run.failure(
-            f"{what}. Saved as it was before this step in {run.folder}; lower {run.rate_flags} and start over, or skip "
-            "such steps: --resume-from-step latest --on-nonfinite skip"
+            f"{problem}. Saved as it was before this step in {run.folder}; lower {run.rate_flags} and start over, or "
+            "skip such steps: --resume-from-step latest --on-nonfinite skip"
         )
     run.monitor.state["skipped"] += 1
-    run.progress.write(f"warning: {what}; update skipped")
+    run.progress.write(f"warning: {problem}; update skipped")
 
 
 def first_bad_layer(run: Run, attempt: Attempt) -> str:
@@ -149,17 +149,17 @@ def write_log(run: Run, attempt: Attempt) -> None:
     run.tokens_per_second = attempt.tokens / attempt.seconds
     if run.peak_flops and run.size.tokens:
         run.mfu = 100 * run.flops_per_token * run.tokens_per_second / (run.peak_flops * run.process.world_size)
-    own = run.numbers()
+    stage_numbers = run.numbers()
     numbers: dict[str, Any] = {
-        **own, "lrm": attempt.rate, "dt": attempt.seconds, "tok_per_sec": run.tokens_per_second, "mfu": run.mfu,
-        "grad_norm": attempt.grad_norm, "tokens": attempt.tokens,
+        **stage_numbers, "lrm": attempt.rate, "dt": attempt.seconds, "tok_per_sec": run.tokens_per_second,
+        "mfu": run.mfu, "grad_norm": attempt.grad_norm, "tokens": attempt.tokens,
     }  # fmt: skip
     run.metrics.append("train", run.step, loss=loss, smoothed_loss=run.monitor.smoothed, **numbers)
     if run.step % 10 == 0:
         numbers |= {"loss": run.monitor.smoothed} | {k: run.monitor.state[k] for k in ("spikes", "skipped")}
         track(run, "train", numbers | {"peak_memory_mib": peak_memory(run.device) / 2**20})
     attempt.shown = {"loss": f"{run.monitor.smoothed:.4f}", "lrm": f"{attempt.rate:.2f}"}
-    attempt.shown |= {key: f"{value:.4g}" for key, value in own.items()}
+    attempt.shown |= {key: f"{value:.4g}" for key, value in stage_numbers.items()}
     attempt.shown["tok/s"] = f"{run.tokens_per_second:,.0f}"
     if run.mfu is not None:
         attempt.shown["mfu"] = f"{run.mfu:.1f}%"
@@ -191,10 +191,10 @@ def out_of_memory(run: Run, attempt: Attempt) -> UserError:
     saved = not run.updating and attempt.save_before()
     rows = run.size.rows
     try:
-        fits = auto_device_batch_size(
+        fitting_rows = auto_device_batch_size(
             run.model, rows * run.size.micro_batches, run.size.seq_len, run.training_step.dtype, below=rows
         )
-        advice = f"--device-batch-size={fits} fits (the batch of a step stays the same)"
+        advice = f"--device-batch-size={fitting_rows} fits (the batch of a step stays the same)"
     except UserError:
         advice = "no smaller batch fits either"
     lever = memory_lever(run.model, rows, run.size.seq_len)

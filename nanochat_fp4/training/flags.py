@@ -192,16 +192,16 @@ def add_model_arguments(parser: argparse.ArgumentParser, *precisions: str) -> No
     add_recipes_argument(parser)
     add("--method", default=None, help=METHOD_OF_THE_MODEL)
     if precisions:
-        what = "forward pass: as the method says (nvfp4)" + (
+        text = "forward pass: as the method says (nvfp4)" + (
             ", in BF16, or both" if "both" in precisions else ", or in BF16"
         )
-        add("--precision", default=precisions[0], choices=precisions, help=what)
+        add("--precision", default=precisions[0], choices=precisions, help=text)
 
 
 def add_eval_dir_argument(parser: argparse.ArgumentParser) -> None:
     """Adds --eval-dir."""
-    where = "folder of benchmark files (default: $NANOCHAT_EVAL_DIR, else the hub); see eval/README.md"
-    parser.add_argument("--eval-dir", default=None, help=where)
+    text = "folder of benchmark files (default: $NANOCHAT_EVAL_DIR, else the hub); see eval/README.md"
+    parser.add_argument("--eval-dir", default=None, help=text)
 
 
 def add_benchmark_arguments(parser: argparse.ArgumentParser) -> None:

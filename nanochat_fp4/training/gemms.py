@@ -102,10 +102,10 @@ def measure(jobs: list[tuple[str, ProductShape]], device: str) -> dict[tuple[str
             results[name, product] = None, missing
     while jobs := [job for job in jobs if job not in results]:
         encoded = [(name, *product) for name, product in jobs]
-        found, problem = probe.in_child(__name__, f"run_jobs({device!r}, {encoded!r})")
-        results |= {job: (ms, why) for job, (ms, why) in zip(jobs, found)}
-        for job in jobs[len(found) :]:
-            if job[0] == jobs[len(found)][0]:
+        finished, problem = probe.in_child(__name__, f"run_jobs({device!r}, {encoded!r})")
+        results |= {job: (ms, why) for job, (ms, why) in zip(jobs, finished)}
+        for job in jobs[len(finished) :]:
+            if job[0] == jobs[len(finished)][0]:
                 results[job] = None, problem
     return results
 
@@ -149,10 +149,10 @@ class Choice:
             times = {p: (self.ms(self.taken.get(p, ""), p), self.ms(other, p)) for p in self.count}
             if any(None in pair for pair in times.values()):
                 continue
-            ours, theirs = (sum(self.count[p] * pair[i] for p, pair in times.items()) for i in (0, 1))
-            slower = ", ".join(str(p) for p, (own, their) in times.items() if own >= their)
+            own_ms, other_ms = (sum(self.count[p] * pair[i] for p, pair in times.items()) for i in (0, 1))
+            slower = ", ".join(str(p) for p, (own_time, other_time) in times.items() if own_time >= other_time)
             slower = f"; FP4 is not faster than {other} here: {slower}" if slower else ""
-            rows.append(f"all of them: {ours:.2f} ms, {theirs:.2f} ms in {other}{slower}")
+            rows.append(f"all of them: {own_ms:.2f} ms, {other_ms:.2f} ms in {other}{slower}")
         taken = [name for name in IMPLEMENTATIONS if name in self.taken.values()]
         return rows + [f"{name}: {dispatch.PATHS[name]}" for name in taken] + self.notes
 
@@ -164,29 +164,33 @@ def choose(products: Counter[ProductShape], gpu: str, device: str, stored: dict[
     On a GPU of the same name a stored choice is kept, so that the bits stay the same, unless an implementation has
     become wrong. Raises ValueError if NVFP4_GEMM asks for an implementation that is wrong on one of the products.
     """
-    wanted = dispatch.gemm_asked_for()
+    asked_for = dispatch.gemm_asked_for()
 
     def able(product: ProductShape) -> list[str]:
         """Returns the implementations that may compute a product. If NVFP4_GEMM names one that has this output
         dtype, it is the only one."""
         names = [name for name in IMPLEMENTATIONS if product.out_dtype in dispatch.output_dtypes(name)]
-        return [wanted] if wanted in names else names
+        return [asked_for] if asked_for in names else names
 
     jobs = [(name, product) for name in BASELINES for product in products]
     jobs += [(name, product) for name in IMPLEMENTATIONS for product in products if name in able(product)]
     choice = Choice(gpu, dict(products), measure(jobs, device), {})
     for product in products:
         times = {name: choice.ms(name, product) for name in able(product)}
-        right = {name: ms for name, ms in times.items() if ms is not None}
-        reasons = "; ".join(f"{name} {choice.results[name, product][1]}" for name in times if name not in right)
+        times_of_right = {name: ms for name, ms in times.items() if ms is not None}
+        reasons = "; ".join(
+            f"{name} {choice.results[name, product][1]}" for name in times if name not in times_of_right
+        )
         emulated, bf16 = choice.ms("emulated", product), choice.ms("BF16", product)
-        if right:
-            right |= {"emulated": emulated} if wanted == "auto" and emulated is not None else {}
-            choice.taken[product] = min(right, key=right.__getitem__)
+        if times_of_right:
+            times_of_right |= {"emulated": emulated} if asked_for == "auto" and emulated is not None else {}
+            choice.taken[product] = min(times_of_right, key=times_of_right.__getitem__)
         elif "out of memory" in reasons:
             choice.notes.append(f"note: {product} was not measured, no memory is left beside the model")
-        elif wanted != "auto":
-            raise ValueError(f"NVFP4_GEMM={wanted}, but on {product}: {reasons}; unset it, or set NVFP4_GEMM=emulated")
+        elif asked_for != "auto":
+            raise ValueError(
+                f"NVFP4_GEMM={asked_for}, but on {product}: {reasons}; unset it, or set NVFP4_GEMM=emulated"
+            )
         else:
             choice.taken[product] = "emulated"
             cost = f": {emulated:.2f} ms instead of {bf16:.2f} in BF16" if emulated and bf16 else ""
@@ -194,21 +198,21 @@ def choose(products: Counter[ProductShape], gpu: str, device: str, stored: dict[
     if stored and stored["gpu"] != gpu:
         choice.notes.append(f"note: the run had {stored['gpu']} and has {gpu}: GEMMs are chosen anew, bits change")
     elif stored:
-        _keep(choice, {ProductShape(*product): name for *product, name in stored["gemms"]}, wanted)
+        _keep(choice, {ProductShape(*product): name for *product, name in stored["gemms"]}, asked_for)
     return choice
 
 
-def _keep(choice: Choice, before: dict[ProductShape, str], wanted: str) -> None:
+def _keep(choice: Choice, stored: dict[ProductShape, str], asked_for: str) -> None:
     """Replaces the new choice by the choice before, wherever that one still works."""
     for product in choice.count:
-        now = choice.taken.get(product)
-        name = before.get(product, now)
+        chosen = choice.taken.get(product)
+        name = stored.get(product, chosen)
         problem = choice.results.get((name, product), (None, ""))[1]
-        if name == now:
+        if name == chosen:
             continue
-        if problem and "out of memory" not in problem or wanted not in ("auto", name):
-            why = problem or f"NVFP4_GEMM={wanted}"
-            choice.notes.append(f"WARNING: {product} was made by {name} so far, by {now} from here on ({why})")
+        if problem and "out of memory" not in problem or asked_for not in ("auto", name):
+            why = problem or f"NVFP4_GEMM={asked_for}"
+            choice.notes.append(f"WARNING: {product} was made by {name} so far, by {chosen} from here on ({why})")
         else:
             choice.taken[product] = name
 
@@ -239,8 +243,10 @@ def products_of(model: nn.Module, rows: int, seq_len: int, dtype: torch.dtype | 
     model.zero_grad(set_to_none=True)
     if len(passes[0]) != len(passes[1]):  # The tokens decide what is computed, so the two passes cannot be compared.
         return Counter()
-    sizes = [[a + (rows - 1) * (b - a) for a, b in zip(one[:3], two[:3])] for one, two in zip(*passes)]
-    return Counter(ProductShape(*mnk, str(one[3]).removeprefix("torch.")) for mnk, one in zip(sizes, passes[0]))
+    sizes = [
+        [a + (rows - 1) * (b - a) for a, b in zip(one_row[:3], two_rows[:3])] for one_row, two_rows in zip(*passes)
+    ]
+    return Counter(ProductShape(*mnk, str(one_row[3]).removeprefix("torch.")) for mnk, one_row in zip(sizes, passes[0]))
 
 
 def from_rank_0(work: Callable[[], Any], meet_every: float = 10.0) -> Any:
@@ -258,22 +264,22 @@ def from_rank_0(work: Callable[[], Any], meet_every: float = 10.0) -> Any:
             return None, one_line(error)
 
     if not is_ddp_initialized():
-        found, problem = result()
+        value, problem = result()
     elif dist.get_rank() == 0:
         with concurrent.futures.ThreadPoolExecutor(1) as pool:
             working = pool.submit(result)
             while not concurrent.futures.wait([working], timeout=meet_every).done:
                 dist.broadcast_object_list([None], src=0)
-        found, problem = working.result()
-        dist.broadcast_object_list([(found, problem)], src=0)
+        value, problem = working.result()
+        dist.broadcast_object_list([(value, problem)], src=0)
     else:
         box: list[Any] = [None]
         while box[0] is None:
             dist.broadcast_object_list(box, src=0)
-        found, problem = box[0]
+        value, problem = box[0]
     if problem:
         raise UserError(problem)
-    return found
+    return value
 
 
 def choose_gemms(

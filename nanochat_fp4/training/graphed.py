@@ -128,9 +128,9 @@ class GraphedStep(TrainingStep):
     @contextlib.contextmanager
     def _first_with_graphs(self, count: int) -> Iterator[None]:
         """The context of the step that captures. Its gradients keep their addresses in later steps."""
-        with contextlib.ExitStack() as inside:
+        with contextlib.ExitStack() as stack:
             if count > 1:
-                inside.enter_context(nf.accumulate_gradients(self.model))
+                stack.enter_context(nf.accumulate_gradients(self.model))
             for p in self.with_grads:
                 p.grad = torch.zeros_like(p) if p.grad is None else p.grad
             factors = [(layer, layer.feedback_factor) for layer in self._layers() if layer.feedback_factor is not None]
@@ -138,7 +138,7 @@ class GraphedStep(TrainingStep):
             if self.quantized.quantizes() and self.quantized.makes_codes_once(count):
                 captured.codes = torch.cuda.CUDAGraph()
                 with _capture(captured.codes):
-                    inside.enter_context(self.weights_once(count))
+                    stack.enter_context(self.weights_once(count))
                 captured.made = [layer.context.weights for layer in self._layers()]
                 captured.codes.replay()
             self.captured = captured
@@ -154,8 +154,8 @@ class GraphedStep(TrainingStep):
             with _capture(graph, captured.codes and captured.codes.pool()):
                 captured.loss = super().micro_batch(*captured.batch, count=count)
             captured.micro_batch = graph
-        for inside, given in zip(captured.batch, batch, strict=True):
-            inside.copy_(given)
+        for captured_part, part in zip(captured.batch, batch, strict=True):
+            captured_part.copy_(part)
         captured.micro_batch.replay()
         return captured.loss.clone()
 

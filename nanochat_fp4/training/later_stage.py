@@ -30,8 +30,8 @@ def finetune(
     TrainingStep."""
     names = ("unembedding_lr", "embedding_lr", "matrix_lr", "weight_decay")
     rates = {name: getattr(run.args, name) for name in names}
-    how = {"orthogonalizer": run.orthogonalizer, "lean": run.lean}
-    run.make_step(*run.model.setup_finetuning(rates, run.args.init_lr_frac, lr_multiplier, momentum, **how), **loss)
+    options = {"orthogonalizer": run.orthogonalizer, "lean": run.lean}
+    run.make_step(*run.model.setup_finetuning(rates, run.args.init_lr_frac, lr_multiplier, momentum, **options), **loss)
 
 
 def record_settings(run: Run, sources: dict[str, str], batch_settings: dict[str, Any]) -> None:

@@ -210,17 +210,17 @@ def check_tokenizer(meta: Metadata, tokenizer: RustBPETokenizer, where: str = "t
 def checkpoints_made_with(tokenizer: RustBPETokenizer) -> list[str]:
     """Returns the runs in the base directory whose newest checkpoint fits the tokenizer, like
     'base_checkpoints/d20_clover'."""
-    found = []
+    runs = []
     for place, _ in SOURCES.values():
         for folder in sorted(Path(get_base_dir(), place).glob("*/")):
             for step in list_steps(folder):
                 meta = Metadata.read(folder, step)
                 with contextlib.suppress(UserError):  # A checkpoint of another tokenizer raises UserError.
                     check_tokenizer(meta, tokenizer)
-                    found.append(f"{place}/{folder.name}")
+                    runs.append(f"{place}/{folder.name}")
                 if meta:  # If the metadata are damaged, an older checkpoint is read.
                     break
-    return found
+    return runs
 
 
 def find_largest_model(checkpoints_dir: str | os.PathLike) -> str:
@@ -260,8 +260,8 @@ def find_model_tag(source: str, model_tag: str | None) -> str:
     except NoCheckpointError as e:
         raise UserError(f"there is no {source} checkpoint in {folder}; make one with {made_by}") from e
     if not (folder / tag).is_dir():
-        known = sorted(p.name for p in folder.iterdir() if p.is_dir()) if folder.is_dir() else []
-        hint = f"there is {', '.join(known[:8])}" if known else "there is none"
+        tags = sorted(p.name for p in folder.iterdir() if p.is_dir()) if folder.is_dir() else []
+        hint = f"there is {', '.join(tags[:8])}" if tags else "there is none"
         raise UserError(
             f"there is no {source} checkpoint {tag} in {folder} ({hint}); make it with {made_by} --model-tag={tag}"
         )

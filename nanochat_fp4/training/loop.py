@@ -70,8 +70,8 @@ def train(run: Run) -> bool:
     run.progress.close()
     run.tracker.finish()
     if stopping:
-        of = "" if run.by_epoch else f" of {run.size.steps}"
-        print0(f"{run.process.signals.name}: stopped at step {run.step}{of}, saved in {run.folder}")
+        of_total = "" if run.by_epoch else f" of {run.size.steps}"
+        print0(f"{run.process.signals.name}: stopped at step {run.step}{of_total}, saved in {run.folder}")
         if run.args.resume_from_step != "latest":  # With latest, the same command resumes the run.
             print0("go on with: --resume-from-step latest")
     return not stopping
@@ -126,17 +126,19 @@ def train_step(run: Run) -> None:
         run.progress.write(f"step {run.step:05d} | from here on {changed}")
         if run.training_step.compiled:
             torch._dynamo.reset()  # Recipes are constants of compiled code.
-    before = run.step, get_rng_state(run.device), run.position
-    attempt = Attempt(save_before=lambda: save(run, *before))
+    state_before = run.step, get_rng_state(run.device), run.position
+    attempt = Attempt(save_before=lambda: save(run, *state_before))
     run.training_step.synchronize()
-    run.updating, began, out = False, time.monotonic(), False
+    run.updating, began, memory_ran_out = False, time.monotonic(), False
     try:
         optimize(run, attempt)
     except Exception as e:
         if not is_out_of_memory(e) or run.process.world_size > 1:
             raise
-        out = True
-    if out:  # Outside of the except block the exception is gone, and with it the frames that keep the activations.
+        memory_ran_out = True
+    if (
+        memory_ran_out
+    ):  # Outside of the except block the exception is gone, and with it the frames that keep the activations.
         raise out_of_memory(run, attempt)
     run.training_step.synchronize()
     attempt.seconds = time.monotonic() - began
@@ -205,7 +207,7 @@ def save(run: Run, step: int, rng: dict[str, Tensor], position: Any) -> bool:
     """Saves a checkpoint, and returns whether all of it is on the disk. All processes must call this function
     together."""
     # A step can have been saved before its last evaluation, because of a signal. It is then saved again.
-    if run.dry_run or (step, run.loop.looked_at) == (run.saved_step, run.saved_look):
+    if run.dry_run or (step, run.loop.looked_at) == (run.saved_step, run.saved_looked_at):
         return True
     weights = full_state_dict(run.model, run.process.rank)
     optimizers = [optimizer.state_dict() for optimizer in run.training_step.optimizers]
@@ -214,7 +216,7 @@ def save(run: Run, step: int, rng: dict[str, Tensor], position: Any) -> bool:
         run.process.rank
     )
     if saved:
-        run.saved_step, run.saved_look = step, run.loop.looked_at
+        run.saved_step, run.saved_looked_at = step, run.loop.looked_at
     if saved and run.process.rank == 0:
         if run.args.resume_from_step != "latest":
             # These checkpoints are left from before the run was resumed from an earlier step.

@@ -168,11 +168,11 @@ def choose(model: GPT, total: float, sizes: Sequence[int], states: Sequence[str]
         largest(model, total, sizes, state, recompute)
         for state in states for recompute in ("none", "codes", "codes-mlp")
     ]  # fmt: skip
-    most = max(way.rows for way in ways)
-    if not most:
+    most_rows = max(way.rows for way in ways)
+    if not most_rows:
         best = min(ways, key=lambda way: way.peak)
     else:
-        best = next(way for way in ways if way.rows >= min(GOOD_ROWS, most))
+        best = next(way for way in ways if way.rows >= min(GOOD_ROWS, most_rows))
     return [best, *(way for way in ways if way is not best)]
 
 

@@ -69,9 +69,9 @@ def largest_micro_batch(
 
     sizes = [n for n in range(1, min(rows, limit) + 1) if rows % n == 0 and (below is None or n < below)]
     measured = {size: measure(size) for size in sizes[:2]}
-    fits = [size for size, peak in measured.items() if peak is not None and peak <= budget]
-    if len(fits) < 2:
-        return fits[0] if fits else None
+    fitting_sizes = [size for size, peak in measured.items() if peak is not None and peak <= budget]
+    if len(fitting_sizes) < 2:
+        return fitting_sizes[0] if fitting_sizes else None
     (a, peak_a), (b, peak_b) = measured.items()
     per_row = max(1.0, (peak_b - peak_a) / (b - a))
     predicted = [size for size in sizes[2:] if peak_b + per_row * (size - b) <= budget]

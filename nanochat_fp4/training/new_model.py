@@ -98,16 +98,16 @@ def resolve_horizon(args: argparse.Namespace, flops_per_token: float, num_params
     if args.total_batch_size < 1:
         raise UserError(f"--total-batch-size={args.total_batch_size} is less than one token; raise it")
     if args.target_flops > 0:
-        steps, what = round(args.target_flops / (flops_per_token * args.total_batch_size)), "--target-flops"
+        steps, flag = round(args.target_flops / (flops_per_token * args.total_batch_size)), "--target-flops"
     elif args.target_param_data_ratio > 0:
         tokens = int(args.target_param_data_ratio * num_params)
-        steps, what = tokens // args.total_batch_size, "--target-param-data-ratio"
+        steps, flag = tokens // args.total_batch_size, "--target-param-data-ratio"
     else:
         raise UserError("no training horizon; set --num-iterations, --target-flops or --target-param-data-ratio")
     if steps < 1:
-        raise UserError(f"{what} asks for less than one step of {args.total_batch_size} tokens; raise it")
+        raise UserError(f"{flag} asks for less than one step of {args.total_batch_size} tokens; raise it")
     if steps > MAX_STEPS:
-        raise UserError(f"{what} asks for {float(steps):.3g} steps of {args.total_batch_size} tokens; lower it")
+        raise UserError(f"{flag} asks for {float(steps):.3g} steps of {args.total_batch_size} tokens; lower it")
     return steps
 
 

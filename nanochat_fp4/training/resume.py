@@ -39,10 +39,10 @@ def find_resume_step(checkpoint_dir: Path, resume_from_step: int | str, overwrit
     `resume_from_step` is -1, a step, or 'latest'. Nothing is deleted here (see start_over). Raises UserError if a new
     run would be mixed with a run that exists already.
     """
-    wanted = "latest" if resume_from_step == -1 and restarts() else resume_from_step
-    if wanted != -1:
-        if wanted != "latest":
-            return wanted
+    resume_from = "latest" if resume_from_step == -1 and restarts() else resume_from_step
+    if resume_from != -1:
+        if resume_from != "latest":
+            return resume_from
         try:
             return find_last_step(checkpoint_dir)
         except NoCheckpointError:
@@ -180,8 +180,8 @@ def restore_state(optimizers: Sequence[torch.optim.Optimizer], checkpoint: Check
             groups = getattr(optimizer, "param_groups", ())
             options = [{k: v for k, v in group.items() if k != "params"} for group in groups]
             optimizer.load_state_dict(state)
-            for group, own in zip(getattr(optimizer, "param_groups", ()), options):
-                group.update(own)
+            for group, own_options in zip(getattr(optimizer, "param_groups", ()), options):
+                group.update(own_options)
         set_rng_state(checkpoint.rng, device)
     except (KeyError, TypeError, ValueError, IndexError, AttributeError, RuntimeError) as e:
         raise UserError(
@@ -242,7 +242,7 @@ def check_writable(folder: str | os.PathLike, size: int, overwrite: bool = False
     """
     folder = Path(folder)
     problem = None
-    made = not folder.exists()
+    made_folder = not folder.exists()
     try:
         folder.mkdir(parents=True, exist_ok=True)
         freed = sum(p.stat().st_size for p in folder.iterdir() if p.is_file()) if overwrite else 0
@@ -255,7 +255,7 @@ def check_writable(folder: str | os.PathLike, size: int, overwrite: bool = False
     try:
         fail_together(problem)
     except UserError:
-        if made:
+        if made_folder:
             with contextlib.suppress(OSError):
                 folder.rmdir()
         raise

@@ -218,7 +218,7 @@ class Run:
         self.position: Any = None  # The position of the data loader after the last batch that was trained on.
         # The following state belongs to this process alone.
         self.saved_step: int | None = None  # The step of the newest checkpoint in the folder.
-        self.saved_look = -1  # The value of LoopState.looked_at in this checkpoint.
+        self.saved_looked_at = -1  # The value of LoopState.looked_at in this checkpoint.
         self.batch: Batch | None = None  # The batch that is trained on next. next_position is the position after it.
         self.next_position: Any = None
         self.updating = self.made_first_step = self.warned_of_repetition = False
@@ -256,8 +256,8 @@ class Run:
     def resumed_step(self) -> int | None:
         """The step of this run's own checkpoint that is resumed. It is None for a new run and for a run that
         branches from another."""
-        own = self.checkpoint is not None and self.checkpoint.folder == self.folder
-        return self.checkpoint.step if own and self.checkpoint else None
+        is_own = self.checkpoint is not None and self.checkpoint.folder == self.folder
+        return self.checkpoint.step if is_own and self.checkpoint else None
 
     def adopt(self, model: nn.Module, tokenizer: RustBPETokenizer, settings: dict[str, Any], steps: int) -> None:
         """Gives the run a model that was made from flags. The model gets the weights of the checkpoint, if there is
@@ -267,19 +267,19 @@ class Run:
         """
         self.model, self.tokenizer = model, tokenizer
         check_tokenizer(tokenizer.fingerprint())
-        if (own := self.checkpoint) is not None:
-            where = f"checkpoint of step {own.step} in {own.folder}"
+        if (checkpoint := self.checkpoint) is not None:
+            where = f"checkpoint of step {checkpoint.step} in {checkpoint.folder}"
             if self.resumed_step is not None:
-                register_recipes(own.meta, where)
+                register_recipes(checkpoint.meta, where)
             else:  # A branch may have another method than the run that it leaves.
                 settings = {k: v for k, v in settings.items() if k not in ("method", "head", *BRANCH_SETTINGS)}
-            check_same_run(settings, own.meta.run_config, own.folder)
-            load_weights(model, own.weights, own.folder, own.step)
+            check_same_run(settings, checkpoint.meta.run_config, checkpoint.folder)
+            load_weights(model, checkpoint.weights, checkpoint.folder, checkpoint.step)
             # The model has the weights now. Another reference would keep them in memory twice after a change of dtype.
-            own.weights = None
-            set_state(model, self.state, own.meta.state)
+            checkpoint.weights = None
+            set_state(model, self.state, checkpoint.meta.state)
             model.to(self.device)
-            if own.step > steps:
+            if checkpoint.step > steps:
                 raise UserError(
                     f"the {where} is beyond this run's {steps} steps; lengthen the run (--num-iterations), or begin at "
                     "an earlier step"
@@ -294,14 +294,16 @@ class Run:
         args = self.args
         self.open_folder(find_model_tag(source, None) if args.model_tag is None else args.model_tag)
         folder = checkpoint_folder(source, self.model_tag)
-        if (own := self.checkpoint) is None:
+        if (checkpoint := self.checkpoint) is None:
             loaded = load_model(source, self.device, "train", self.model_tag, args.model_step)
             self.model, self.tokenizer, self.trained = loaded
             tag = {"stage": source, "model_tag": self.model_tag, "step": self.trained.step}
             self.parent = {**tag, "weights_sha256": weights_digest(folder, self.trained.step)}
         else:
-            self.model, self.tokenizer = model_of(own.weights, own.meta, own.folder, own.step, self.device, "train")
-            self.parent, own.weights = own.meta.parent, None  # The model has the weights now.
+            self.model, self.tokenizer = model_of(
+                checkpoint.weights, checkpoint.meta, checkpoint.folder, checkpoint.step, self.device, "train"
+            )
+            self.parent, checkpoint.weights = checkpoint.meta.parent, None  # The model has the weights now.
             before, now = self.parent.get("weights_sha256"), weights_digest(folder, self.parent.get("step"))
             if before is not None and now is not None and before != now:
                 raise UserError(
@@ -326,15 +328,15 @@ class Run:
         trained = self.trained.user_config.get("orthogonalizer")
         return self.args.orthogonalizer or (trained if trained in ORTHOGONALIZERS else "polar_express")
 
-    def wanted_recompute(self, wished: str | None) -> str:
-        """Returns `wished`, the value of --recompute, or else the setting that the model was trained with. Raises
+    def wanted_recompute(self, flag: str | None) -> str:
+        """Returns `flag`, the value of --recompute, or else the setting that the model was trained with. Raises
         UserError if this machine cannot do what the flag asks for. If it cannot do what the model was trained with, the
         result is "none"."""
-        recompute = wished or self.trained.user_config.get("recompute")
+        recompute = flag or self.trained.user_config.get("recompute")
         recompute = recompute if recompute in RECOMPUTE else "none"
         if reason := recompute_problem(recompute, self.model.config, self.device):
-            if wished:
-                raise UserError(f"--recompute={wished}: {reason}")
+            if flag:
+                raise UserError(f"--recompute={flag}: {reason}")
             print0(f"note: the model was trained with --recompute={recompute}, which is not used here: {reason}")
             return "none"
         return recompute
@@ -343,9 +345,9 @@ class Run:
         """Returns the method of --method, or else the one that the model was trained with. A resumed run must have
         the method that it had before."""
         method = resolve_method(self.args.method or self.trained.user_config.get("method") or "bf16")
-        wished = os.environ.get("QAT_METHOD")
-        if wished and not self.args.method and resolve_method(wished) != method:
-            print0(f"note: the model was trained with {method}, so QAT_METHOD={wished} is not used (--method is)")
+        variable = os.environ.get("QAT_METHOD")
+        if variable and not self.args.method and resolve_method(variable) != method:
+            print0(f"note: the model was trained with {method}, so QAT_METHOD={variable} is not used (--method is)")
         return method
 
     @property
@@ -362,12 +364,12 @@ class Run:
     # From the model to a step
 
     def convert(
-        self, method: str, recipe: Recipe | str, plan: MethodPlan | None = None, steps: int = 0, **how: Any
+        self, method: str, recipe: Recipe | str, plan: MethodPlan | None = None, steps: int = 0, **options: Any
     ) -> None:
-        """Gives the layers the recipe. `plan` says which methods follow each other in a run of so many steps. `how`
-        are further arguments of nf.convert."""
+        """Gives the layers the recipe. `plan` says which methods follow each other in a run of so many steps.
+        `options` are further arguments of nf.convert."""
         self.method = method
-        nf.convert(self.model, recipe, per_token_in_eval=False, **how)
+        nf.convert(self.model, recipe, per_token_in_eval=False, **options)
         self.quantized = QuantizedTraining(self.model, plan, steps)
         # The layers get the method of the step before. train_step changes it after the functions of before_step have
         # run.
@@ -395,13 +397,13 @@ class Run:
         )
 
     def record_settings(
-        self, settings: dict[str, Any], recipes: Sequence[Recipe], changes: dict[str, Any], **more: Any
+        self, settings: dict[str, Any], recipes: Sequence[Recipe], changes: dict[str, Any], **metadata: Any
     ) -> None:
         """Sets the metadata that every checkpoint of this run will have.
 
         - settings decide the bits of the run, so a resumed run must have the same ones.
         - changes are values that took the place of flags' values, such as the one for --device-batch-size=auto.
-        - more are further arguments of Metadata.of_run.
+        - metadata are further arguments of Metadata.of_run.
 
         Raises UserError if the checkpoint that is resumed has other settings.
         """
@@ -411,11 +413,11 @@ class Run:
         self.meta = Metadata.of_run(
             model_config=config_record(self.model.config),
             run_config=settings,
-            tunable=spread | more.pop("tunable", {}),
+            tunable=spread | metadata.pop("tunable", {}),
             user_config={**vars(self.args), "method": self.method, **changes},
             recipes=[to_record(recipe) for recipe in dict.fromkeys(recipes)],
             commit=self.environment and self.environment["commit"],
-            **more,
+            **metadata,
         )
 
     def restore(self) -> None:
@@ -425,18 +427,22 @@ class Run:
         The model has its weights already, because they must be there before the layers are converted and the weights
         divided.
         """
-        if (own := self.checkpoint) is None:
+        if (checkpoint := self.checkpoint) is None:
             return
-        restore_state(self.training_step.optimizers, own, self.device)
-        self.position = restore_position(own, self.process.rank)
-        self.loop = LoopState(**restored(asdict(self.loop), own.meta.loop_state, "loop_state", own.folder))
+        restore_state(self.training_step.optimizers, checkpoint, self.device)
+        self.position = restore_position(checkpoint, self.process.rank)
+        self.loop = LoopState(
+            **restored(asdict(self.loop), checkpoint.meta.loop_state, "loop_state", checkpoint.folder)
+        )
         self.evaluated_before = self.loop.evaluated_at
-        self.saved_look = self.loop.looked_at
-        self.monitor = LossMonitor(restored(self.monitor.state, own.meta.loss_state, "loss_state", own.folder))
-        own.forget()
-        branch = f" of {own.folder.name}" if self.resumed_step is None else ""
+        self.saved_looked_at = self.loop.looked_at
+        self.monitor = LossMonitor(
+            restored(self.monitor.state, checkpoint.meta.loss_state, "loss_state", checkpoint.folder)
+        )
+        checkpoint.forget()
+        branch = f" of {checkpoint.folder.name}" if self.resumed_step is None else ""
         print0(f"Resuming from step {self.step}{branch}")
-        for change in changed_settings(own.meta, self.meta):
+        for change in changed_settings(checkpoint.meta, self.meta):
             print0(f"  note: {change}")
 
     # ------------------------------------------------------------------------------------------------------------------

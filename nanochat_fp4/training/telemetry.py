@@ -85,11 +85,11 @@ def _input_shares(layer: QuantLinear, x: torch.Tensor) -> dict[str, float]:
     t = quantize(x.float(), rounding, seed=0)
     # These are E2M1 codes without the sign. 0 is zero, and 7 is the largest magnitude.
     magnitude = torch.stack([t.codes & 7, (t.codes >> 4) & 7])
-    used = (t.scales.float() > 0).repeat_interleave(8, dim=-1).expand_as(magnitude)
-    count = used.sum().clamp_min(1)
+    in_used_blocks = (t.scales.float() > 0).repeat_interleave(8, dim=-1).expand_as(magnitude)
+    count = in_used_blocks.sum().clamp_min(1)
     return {
-        "input_zeros": float(((magnitude == 0) & used).sum() / count),
-        "input_saturated": float(((magnitude == 7) & used).sum() / count),
+        "input_zeros": float(((magnitude == 0) & in_used_blocks).sum() / count),
+        "input_saturated": float(((magnitude == 7) & in_used_blocks).sum() / count),
     }
 
 
@@ -130,22 +130,22 @@ def name_nonfinite(model: nn.Module, forward_backward: Callable[[], None]) -> st
     for name, p in model.named_parameters():
         if _is_bad(p):
             return f"weight of {name}"
-    found: list[str] = []  # The sources, in the order in which they were found.
+    sources: list[str] = []  # The sources, in the order in which they were found.
 
     def on_forward(name: str) -> Callable:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
             outputs = output if isinstance(output, (tuple, list)) else (output,)
             if any(_is_bad(o) for o in outputs):
-                found.append(f"output of {name}")
+                sources.append(f"output of {name}")
 
         return hook
 
     def on_backward(name: str) -> Callable:
         def hook(module: nn.Module, grad_input: Any, grad_output: Any) -> None:
             if any(_is_bad(g) for g in grad_output):
-                found.append(f"gradient that reaches {name}")
+                sources.append(f"gradient that reaches {name}")
             elif any(_is_bad(g) for g in grad_input):
-                found.append(f"gradient computed by {name}")
+                sources.append(f"gradient computed by {name}")
 
         return hook
 
@@ -161,12 +161,12 @@ def name_nonfinite(model: nn.Module, forward_backward: Callable[[], None]) -> st
             # torch warns because embeddings have no gradient of their input.
             warnings.filterwarnings("ignore", "Full backward hook is firing")
             forward_backward()
-        if not found:
-            found += [
+        if not sources:
+            sources += [
                 f"gradient of {name}" for name, p in model.named_parameters() if p.grad is not None and _is_bad(p.grad)
             ]
     finally:
         for handle in handles:
             handle.remove()
         model.zero_grad(set_to_none=True)
-    return (found or ["the loss itself (every layer is finite when the step is repeated)"])[0]
+    return (sources or ["the loss itself (every layer is finite when the step is repeated)"])[0]
