@@ -1,7 +1,8 @@
 """
-ARC (Clark et al., 2018): grade-school science questions with 3 to 5 choices, in an easy and a challenging part.
+ARC (Clark et al., 2018) has grade-school science questions with 3 to 5 choices, in an easy and a challenging part.
 
-https://huggingface.co/datasets/allenai/ai2_arc. Rows: question, choices {text, label}, answerKey.
+The data set is https://huggingface.co/datasets/allenai/ai2_arc. Its rows have the fields question, choices {text,
+label} and answerKey.
 """
 
 from typing import Any
@@ -33,6 +34,6 @@ class ARC(RowTask):
 
     def get_example(self, index: int) -> dict[str, Any]:
         row = self.rows[index]
-        letters = row["choices"]["label"]  # A to D mostly, sometimes 1 to 4
+        letters = row["choices"]["label"]  # They are mostly A to D, and sometimes 1 to 4.
         question = render_mc(row["question"], letters, row["choices"]["text"])
         return message_pair(question, row["answerKey"]) | {"letters": letters}

@@ -1,4 +1,5 @@
-"""Shared by several benchmarks: the place of the rows, the wording of a choice, the reading of a final number."""
+"""What several benchmarks share: loading rows, the wording of a multiple-choice question, and reading the final number
+of an answer."""
 
 import os
 import re
@@ -11,14 +12,15 @@ from nanochat_fp4.data.rows import Check, load_rows
 
 
 def resolve_eval_dir(flag: str | os.PathLike | None) -> str | None:
-    """The folder of benchmark files: --eval-dir, else $NANOCHAT_EVAL_DIR, else None (the hub)."""
+    """Returns the folder of benchmark files: the flag --eval-dir, or else $NANOCHAT_EVAL_DIR. None means that rows come
+    from the hub."""
     return str(flag) if flag else os.environ.get("NANOCHAT_EVAL_DIR") or None
 
 
 class RowTask(Task):
     """A task whose conversations are made from the rows of one published split."""
 
-    dataset: str  # its name on the hub; each task has one
+    dataset: str  # The data set's name on the hub, which each task defines.
 
     def __init__(self, config: str, split: str, check: Check, eval_dir: str | os.PathLike | None = None, **kwargs: Any):
         super().__init__(**kwargs)
@@ -29,23 +31,25 @@ class RowTask(Task):
 
 
 def source_of(name: str, task: type[RowTask], subset: str, split: str, eval_dir: str | None, **kwargs: Any) -> Source:
-    """One part of a mixture, made of a published split, and the need of that split for a plan. kwargs: of the task."""
+    """Returns a part of a mixture that is made of a published split. It names this split as a need, for a plan. kwargs
+    are passed to the task."""
     make = lambda: task(subset, split, eval_dir=eval_dir, **kwargs)  # noqa: E731
     return Source(name, make, [needs.rows(task.dataset, subset, split, eval_dir, make)])
 
 
 def one_of(what: str, value: str, allowed: Sequence[str]) -> None:
-    """Raise ValueError unless `value` is allowed."""
+    """Raises ValueError unless `value` is allowed."""
     if value not in allowed:
         raise ValueError(f"{what} is {value!r}; use one of {', '.join(allowed)}")
 
 
 def wrong_field(row: dict, **types: type) -> str | None:
-    """The first field of `row` that is missing or of another type, in words; None where all are as expected."""
+    """Checks the types of a row's fields. Returns a description of the first field that is missing or has another type,
+    or None."""
     for name, expected in types.items():
         if name not in row:
             return f"the field {name!r} is missing (there are {', '.join(map(repr, row)) or 'none'})"
-        # bool is an int in Python, but not in data
+        # Python counts bool as an int, but in data it is a different type.
         if not isinstance(row[name], expected) or isinstance(row[name], bool):
             return f"the field {name!r} is {type(row[name]).__name__}, expected {expected.__name__}"
     return None
@@ -55,7 +59,7 @@ LETTERS = ("A", "B", "C", "D")
 
 
 def message_pair(question: str, answer: Any) -> dict[str, Any]:
-    """A conversation of one question and its answer."""
+    """Returns a conversation of one question and its answer."""
     return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
 
 
@@ -65,9 +69,9 @@ def same_letter(conversation: dict[str, Any], answer: str) -> bool:
 
 def render_mc(question: str, letters: Sequence[str], choices: Sequence[str]) -> str:
     """
-    A multiple-choice question, in nanochat's wording.
+    Returns a multiple-choice question in nanochat's wording.
 
-    The letter comes after its choice, because small models bind the two better in this order. No space separates "="
+    The letter follows its choice, because small models associate the two better in this order. No space separates "="
     and the letter, because the answer is "A", and "A" and " A" are different tokens.
     """
     options = "".join(f"- {choice}={letter}\n" for letter, choice in zip(letters, choices))
@@ -78,12 +82,13 @@ FINAL_NUMBER = re.compile(r"#### (\-?[0-9\.\,]+)")
 
 
 def extract_answer(text: str) -> str | None:
-    """The number after the first "####", without thousands separators, as GSM8K's own code reads it; None without."""
+    """Returns the number after the first "####", without thousands separators, as GSM8K's own code reads it. Returns
+    None if there is no such number."""
     match = FINAL_NUMBER.search(text)
     return match.group(1).strip().replace(",", "") if match else None
 
 
 def same_final_number(conversation: dict[str, Any], answer: str) -> bool:
-    """Whether the final number of `answer` equals the one in the conversation's own last part."""
+    """Returns True if the final number of `answer` equals the final number of the conversation's own answer."""
     expected = extract_answer(conversation["messages"][-1]["content"][-1]["text"])
     return expected is not None and extract_answer(answer) == expected

@@ -1,8 +1,10 @@
 """
-GSM8K (Cobbe et al., 2021): grade-school word problems, solved in words, with a calculator for the arithmetic.
+GSM8K (Cobbe et al., 2021) has grade-school word problems. They are solved in words, with a calculator for the
+arithmetic.
 
-https://huggingface.co/datasets/openai/gsm8k. Rows: question, answer. In an answer "<<48/2=24>>" is a call of the
-calculator and its result, and "#### 72" the final number. During generation the engine answers the calls.
+The data set is https://huggingface.co/datasets/openai/gsm8k. Its rows have the fields question and answer. In an
+answer, "<<48/2=24>>" is a call of the calculator with its result, and "#### 72" is the final number. During generation
+the engine answers the calls.
 """
 
 import re
@@ -22,7 +24,8 @@ def row_problem(row: dict) -> str | None:
 
 
 def answer_parts(answer: str) -> list[dict[str, str]]:
-    """The answer as parts of a message: text, and for each call an expression and its result."""
+    """Divides an answer into parts of a message: text, and for each call of the calculator the expression and its
+    result."""
     parts = []
     for piece in CALL.split(answer):
         if piece.startswith("<<") and piece.endswith(">>"):

@@ -1,8 +1,10 @@
 """
-HumanEval (Chen et al., 2021): write a Python function. A right answer passes the problem's tests in the sandbox.
+HumanEval (Chen et al., 2021) asks for Python functions. An answer is right if it passes the problem's tests in the
+sandbox.
 
-https://huggingface.co/datasets/openai/openai_humaneval. Rows: prompt, canonical_solution, entry_point, test. A prompt
-has imports, signature and description. A test defines check(candidate).
+The data set is https://huggingface.co/datasets/openai/openai_humaneval. Its rows have the fields prompt,
+canonical_solution, entry_point and test. A prompt holds imports, a signature and a description. A test defines
+check(candidate).
 """
 
 import re
@@ -19,7 +21,7 @@ def row_problem(row: dict) -> str | None:
 
 
 def leading_imports(program: str) -> str:
-    """The import lines at the top of a program, comments and empty lines between them left out."""
+    """Returns the import lines at the top of a program, without the comments and empty lines between them."""
     imports = []
     for line in map(str.strip, program.split("\n")):
         if line.startswith(("import ", "from ")):
@@ -30,7 +32,7 @@ def leading_imports(program: str) -> str:
 
 
 def extract_program(completion: str) -> str:
-    """The first Markdown code block of a completion, or the whole completion without one."""
+    """Returns the first Markdown code block of a completion, or the whole completion if it has none."""
     match = CODE_BLOCK.search(completion)
     return (match.group(1) if match else completion).strip()
 
@@ -48,7 +50,8 @@ class HumanEval(RowTask):
         return conversation | {"entry_point": row["entry_point"], "test": row["test"]}
 
     def evaluate(self, conversation: dict[str, Any], answer: str) -> bool:
-        """Run the prompt's imports (an answer often leaves them out) and the answer; test the answer's function."""
+        """Runs the prompt's imports, which an answer often leaves out, and the answer. Returns True if the answer's
+        function passes the tests."""
         prompt, name = conversation["messages"][0]["content"], conversation["entry_point"]
         # Some tests call the prompt's other functions or the function itself by name.
         tests = f"{prompt}\n{conversation['test']}\n{name} = candidate\ncheck(candidate)"

@@ -1,10 +1,10 @@
 """
-Three small tasks made on the spot, so that the whole pipeline runs without a network. None is a benchmark: the numbers
-cannot be compared with others, and reports put "Local" in front of each name.
+Three small tasks whose problems are generated, so that the whole pipeline runs without a network. None of them is a
+benchmark. Their numbers cannot be compared with other programs' numbers, and their names therefore begin with "Local".
 
-Local-Choice      four choices, asked as ARC and MMLU are: which word begins with the letter?
-Local-Arithmetic  word problems with the calculator, answered as GSM8K is
-Local-Code        a one-line Python function, asked and judged as HumanEval is
+Local-Choice      asks which of four words begins with a letter, in the form of ARC and MMLU
+Local-Arithmetic  has word problems, which are answered with the calculator as in GSM8K
+Local-Code        asks for a one-line Python function, which is judged as in HumanEval
 """
 
 import random
@@ -79,7 +79,8 @@ class LocalCode(DrawnTask):
 
 
 def training_sources(choice: int, arithmetic: int, code: int, spelling: int, bee: int) -> list[Source]:
-    """What a stage trains on with --data=local: so many conversations of each kind."""
+    """Returns the mixture of a stage that trains with --data=local. The arguments are the numbers of conversations of
+    each kind."""
     return [
         Source("identity conversations (local)", lambda: CustomJSON(LOCAL_IDENTITY)),
         Source("Local-Choice", lambda: LocalChoice(size=choice)),

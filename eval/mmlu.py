@@ -1,8 +1,9 @@
 """
-MMLU (Hendrycks et al., 2021): multiple-choice questions on 57 subjects, four choices each, asked without examples.
+MMLU (Hendrycks et al., 2021) has multiple-choice questions on 57 subjects, with four choices each. They are asked
+without examples.
 
-https://huggingface.co/datasets/cais/mmlu. Rows: question, choices (4 texts), answer (0 to 3), subject. The subset
-auxiliary_train (questions of ARC, MC_TEST, OBQA and RACE) is for training.
+The data set is https://huggingface.co/datasets/cais/mmlu. Its rows have the fields question, choices (4 texts), answer
+(0 to 3) and subject. The subset auxiliary_train, with questions of ARC, MC_TEST, OBQA and RACE, is for training.
 """
 
 from typing import Any
@@ -11,7 +12,7 @@ from eval.common import LETTERS, RowTask, message_pair, one_of, render_mc, same_
 
 
 def unwrap(row: dict) -> dict:
-    """On the hub the rows of auxiliary_train are wrapped once more."""
+    """Returns the row itself. On the hub each row of auxiliary_train is nested in a field "train"."""
     return row["train"] if isinstance(row.get("train"), dict) else row
 
 

@@ -1,10 +1,10 @@
 """
-Runs a benchmark: all problems of a task, spread over the processes, several at a time.
+Runs a benchmark. The problems of a task are divided among the processes, and each process answers several at a time.
 
-Categorical tasks take one forward pass per batch and compare the logits of the letters where the answer begins.
-Generative tasks let the engine answer, several prompts side by side, and judge the text. A problem's result does not
-depend on its neighbours: padding is causal, sampling draws per problem, and quantized activations have a scale per
-token (see engine.py).
+A categorical task takes one forward pass per batch, and compares the logits of the letters where the answer begins. In
+a generative task the engine answers several prompts side by side, and the text is judged. A problem's result does not
+depend on the other problems in its batch, for three reasons: padding comes after a prompt, each problem draws its own
+random numbers, and quantized activations have a scale for each token (engine.py).
 """
 
 import contextlib
@@ -27,7 +27,7 @@ from nanochat_fp4.progress import Progress
 
 @dataclass
 class Score:
-    """Result of one task. outcomes[i] says whether problem i was solved."""
+    """The result of one task. outcomes[i] says whether problem i was solved."""
 
     outcomes: list[bool]
     version: int = 1
@@ -43,7 +43,7 @@ class Score:
 
     @property
     def interval(self) -> float:
-        """Two standard deviations of the accuracy if problems are drawn at random."""
+        """Two standard deviations of the accuracy, if the problems are regarded as drawn at random."""
         return accuracy_interval(self.accuracy, self.count)
 
     def __str__(self) -> str:
@@ -60,12 +60,14 @@ def run_task(
     seed: int = 42, interrupted: Callable[[], bool] = lambda: False, dtype: torch.dtype | None = None,
 ) -> Score:  # fmt: skip
     """
-    Evaluate `model` as it is (quantized, or inside full_precision) on a task; all ranks call this together.
+    Evaluates a model on a task. All ranks call this function together. The model is evaluated as it is: quantized, or
+    in BF16 inside of full_precision.
 
-    Only the first max_problems of a fixed, shuffled order are evaluated. Each problem gets num_samples answers, and one
-    right answer is enough; answers differ only for temperature > 0. Before each batch interrupted() is called. True
-    ends the evaluation early and counts the remaining problems as wrong. dtype is that of what is not quantized, by
-    default BF16 on CUDA and FP32 elsewhere. Raises ValueError.
+    Only the first max_problems problems of a fixed, shuffled order are evaluated. Each problem gets num_samples
+    answers, of which one must be right. Answers differ only if the temperature is above 0. Before each batch
+    interrupted() is called. If it returns True, the evaluation ends early, and the remaining problems count as wrong.
+    dtype is the dtype of operations that are not quantized, by default BF16 on CUDA and FP32 elsewhere. Raises
+    ValueError if there is nothing to evaluate, and for arguments that do not fit the task or the model.
     """
     count, what = len(task) if max_problems is None else min(len(task), max_problems), name or type(task).__name__
     if count < 1:
@@ -127,11 +129,12 @@ class _Problem(NamedTuple):
     prompt: list[int]
 
 
-NANOCHATS_LIMIT = 2048  # of tokens before the assistant's opening token
+NANOCHATS_LIMIT = 2048  # nanochat's limit for the tokens before the assistant's opening token.
 
 
 def longest_prompt(model: torch.nn.Module, max_new_tokens: int) -> int:
-    """Tokens of a prompt, before the assistant's opening token, that leave room for the answer."""
+    """Returns the largest number of tokens in a prompt, before the assistant's opening token, that leaves room for the
+    answer. Raises ValueError if there is no room."""
     positions = getattr(model, "rotary_seq_len", None)
     room = NANOCHATS_LIMIT if positions is None else positions - max_new_tokens - 1
     if room < 1:
@@ -143,7 +146,8 @@ def longest_prompt(model: torch.nn.Module, max_new_tokens: int) -> int:
 def _batches(
     task: Task, indices: range, tokenizer: Any, batch_size: int, longest: int, pool: int = 64
 ) -> Iterator[list[_Problem]]:
-    """Batches of problems of similar length: sorted within pools of `pool` batches. longest: tokens of a prompt."""
+    """Yields batches of problems of similar length. They are sorted by length within pools of `pool` batches. `longest`
+    is the largest number of tokens in a prompt."""
     for start in range(0, len(indices), pool * batch_size):
         conversations = [(i, task[i]) for i in indices[start : start + pool * batch_size]]
         problems = [_Problem(i, c, tokenizer.render_for_completion(c, longest)) for i, c in conversations]
@@ -158,7 +162,8 @@ def _batches(
 
 @contextlib.contextmanager
 def _head_only_at(model: torch.nn.Module, positions: torch.Tensor) -> Iterator[None]:
-    """Inside, the head computes one position of each row. Logits are `(B, 1, V)`, gigabytes less than `(B, T, V)`."""
+    """In this context the output head computes only one position of each row. The logits are `(B, 1, V)`, which saves
+    gigabytes compared with `(B, T, V)`."""
     rows = torch.arange(len(positions), device=positions.device)
     handle = model.lm_head.register_forward_pre_hook(lambda _, args: (args[0][rows, positions].unsqueeze(1),))
     try:
@@ -176,9 +181,9 @@ def _letter_id(letter: str, tokenizer: Any) -> int:
 
 
 def _choose(batch: list[_Problem], model: torch.nn.Module, tokenizer: Any) -> list[list[str]]:
-    """The most likely of each problem's letters as the first token of the answer."""
+    """Returns for each problem the letter that is the most likely first token of the answer."""
     longest = max(len(p.prompt) for p in batch)
-    padding = tokenizer.get_bos_token_id()  # padding comes after the prompt, where no compared position sees it
+    padding = tokenizer.get_bos_token_id()  # Padding comes after the prompt, where no compared position sees it.
     device = model.get_device()
     ids = torch.tensor([p.prompt + [padding] * (longest - len(p.prompt)) for p in batch], device=device)
     last = torch.tensor([len(p.prompt) - 1 for p in batch], device=device)
@@ -199,7 +204,8 @@ def _choose(batch: list[_Problem], model: torch.nn.Module, tokenizer: Any) -> li
 def _answer(
     batch: list[_Problem], task: Task, model: torch.nn.Module, tokenizer: Any, num_samples: int, sampling: dict
 ) -> list[list[str]]:
-    """num_samples answers to each problem, as text with the calculator's special tokens and without the end."""
+    """Returns num_samples answers to each problem, as text. The text holds the calculator's special tokens, but not the
+    end token."""
     engine = Engine(model, tokenizer)
     results = engine.generate_many([p.prompt for p in batch], num_samples=num_samples, **sampling)
     return [

@@ -1,7 +1,8 @@
 """
-SpellingBee (nanochat): how often a letter occurs in a word, counted by hand and checked with the Python tool.
+SpellingBee (nanochat) asks how often a letter occurs in a word. The answer counts by hand, and checks the number with
+the Python tool.
 
-Made on the spot from a list of English words (chat_data.py); the last line of the answer is "#### <count>".
+The problems are generated from a list of English words (chat_data.py). The last line of an answer is "#### <count>".
 """
 
 import os
@@ -14,7 +15,8 @@ from nanochat_fp4.data.chat_data import DrawnTask, counting_conversation, load_w
 
 
 class SpellingBee(DrawnTask):
-    """`size` conversations. The splits draw different words. words is the list to draw from, by default load_words'."""
+    """A task of `size` conversations. The splits draw different words. `words` is the list that they draw from. By
+    default load_words reads it."""
 
     eval_type = "generative"
     evaluate = staticmethod(same_final_number)

@@ -1,6 +1,6 @@
-"""transformers' Trainer, then compressed-tensors, then transformers again. nf.convert comes before the Trainer.
+"""Trains with transformers' Trainer, exports to compressed-tensors, and loads the result with transformers again.
 
-Needs transformers, accelerate and compressed-tensors: pip install -e '.[examples]' compressed-tensors
+The example needs transformers, accelerate and compressed-tensors: pip install -e '.[examples]' compressed-tensors
 """
 
 import torch
@@ -10,9 +10,10 @@ import nanochat_fp4 as nf
 
 
 class TwoCalls(transformers.TrainerCallback):
-    """clover_feedback* needs looks at the layers' inputs, *_late the run's progress. Other methods ignore the calls."""
+    """clover_feedback* and clover_mixed measure the layers' inputs, and *_late must know the run's progress. Other
+    methods ignore these calls."""
 
-    rows: torch.Tensor  # token ids of training text, some thousand
+    rows: torch.Tensor  # Some thousand token ids of training text.
 
     def on_step_begin(self, args, state, control, model, **kwargs):
         nf.set_progress(model, state.global_step / state.max_steps)
@@ -24,14 +25,14 @@ class TwoCalls(transformers.TrainerCallback):
 
 def main(folder: str = "trained", method: str = "clover_feedback", steps: int = 20):
     config = transformers.LlamaConfig(vocab_size=128, hidden_size=64, intermediate_size=128, num_hidden_layers=2)
-    model, rows = nf.convert(transformers.LlamaForCausalLM(config), method), torch.randint(128, (16, 32))  # yours
+    model, rows = nf.convert(transformers.LlamaForCausalLM(config), method), torch.randint(128, (16, 32))  # your data
     args = transformers.TrainingArguments(
         folder, max_steps=steps, learning_rate=3e-3, logging_steps=1, save_strategy="no", report_to="none"
     )
     data, TwoCalls.rows = [{"input_ids": row, "labels": row} for row in rows], rows
     trainer = transformers.Trainer(model, args, train_dataset=data, callbacks=[TwoCalls])
     trainer.train()
-    nf.save_quantized(model, f"{folder}/nvfp4", overwrite=True)  # codes of the trained forward pass
+    nf.save_quantized(model, f"{folder}/nvfp4", overwrite=True)  # It holds the codes of the trained forward pass.
     return trainer, transformers.AutoModelForCausalLM.from_pretrained(f"{folder}/nvfp4")
 
 

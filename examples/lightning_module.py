@@ -1,6 +1,6 @@
-"""Lightning: convert in the module's __init__, and tell the methods that change in time where the run is.
+"""Trains with Lightning. __init__ converts the model, and a hook tells methods that change over time the run's progress.
 
-Needs lightning: pip install -e '.[examples]'
+The example needs lightning: pip install -e '.[examples]'
 """
 
 import lightning
@@ -14,7 +14,7 @@ class Module(lightning.LightningModule):
     def __init__(self, method: str):
         super().__init__()
         layers = [nn.Embedding(50, 32), nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32), nn.Linear(32, 50)]
-        self.model = nf.convert(nn.Sequential(*layers), method, skip="4")  # 4: the output head
+        self.model = nf.convert(nn.Sequential(*layers), method, skip="4")  # "4" is the name of the output head.
         self.losses = []
 
     def on_train_batch_start(self, batch, batch_idx):

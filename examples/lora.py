@@ -1,6 +1,7 @@
-"""LoRA with peft on a base model that computes in 4 bits: the adapters stay in high precision, and convert says so.
+"""Trains LoRA adapters with peft on a base model that computes in 4 bits. The adapters stay in high precision, and
+convert prints that it left them alone.
 
-Needs peft and transformers: pip install -e '.[examples]'
+The example needs peft and transformers: pip install -e '.[examples]'
 """
 
 import torch
@@ -16,9 +17,9 @@ def main(steps: int = 20) -> list[float]:
         vocab_size=128, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4
     )
     model = get_peft_model(LlamaForCausalLM(config), LoraConfig(r=8, target_modules="all-linear"))
-    nf.convert(model, "clover")  # frozen weights need no wgrad; dgrad runs on 4-bit operands like the forward pass
+    nf.convert(model, "clover")  # Frozen weights need no wgrad. dgrad takes 4-bit operands, as the forward pass does.
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
-    rows = torch.randint(128, (8, 32))  # put your own data here
+    rows = torch.randint(128, (8, 32))  # Put your own data here.
     losses = []
     for _ in range(steps):
         loss = model(input_ids=rows, labels=rows).loss

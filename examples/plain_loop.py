@@ -1,6 +1,5 @@
-"""A training loop of one's own, with a method that changes in the course of a run and looks at its inputs.
-
-Plain clover needs none of the three lines with a comment at their end. From a checkout: python -m examples.plain_loop
+"""A plain training loop for any method. Clover does not need set_progress, quantize_weights_once and
+update_gram_matrices. From a checkout: python -m examples.plain_loop
 """
 
 import torch
@@ -13,24 +12,24 @@ def main(method: str = "clover_feedback", steps: int = 20) -> list[float]:
     torch.manual_seed(0)
     blocks = [nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)) for _ in range(2)]
     model = nn.Sequential(nn.Embedding(50, 32), *blocks, nn.Linear(32, 50))
-    # Before torch.compile and the optimizer. The model does not name its output head, so skip="3" names it.
+    # Convert before torch.compile and the optimizer. skip="3" names the output head, which must not be quantized.
     nf.convert(model, method, skip="3")
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    tokens = torch.randint(50, (2, 2, 8, 33))  # steps of two micro-batches; put your own data here
+    tokens = torch.randint(50, (2, 2, 8, 33))  # Steps of two micro-batches. Put your own data here.
     losses = []
     for step in range(steps):
         batch = tokens[step % len(tokens)]
-        nf.set_progress(model, step / steps)  # methods that change in the course of a run
-        with nf.quantize_weights_once(model):  # weights' codes are made once for all micro-batches
+        nf.set_progress(model, step / steps)  # Methods that change in the course of a run need this call.
+        with nf.quantize_weights_once(model):  # The weights are quantized once for all micro-batches of the step.
             for rows in batch:
                 loss = nn.functional.cross_entropy(model(rows[:, :-1]).flatten(0, 1), rows[:, 1:].flatten())
                 (loss / len(batch)).backward()
         optimizer.step()
         optimizer.zero_grad()
         if step % 10 == 0:
-            nf.update_gram_matrices(model, lambda rows=rows: model(rows))  # feedback, every few steps
+            nf.update_gram_matrices(model, lambda rows=rows: model(rows))  # Methods with feedback need this call.
         losses.append(loss.item())
-    with torch.no_grad(), nf.full_precision(model.eval()):  # the same weights in BF16
+    with torch.no_grad(), nf.full_precision(model.eval()):  # This evaluates the same weights in BF16.
         bf16 = nn.functional.cross_entropy(model(rows[:, :-1]).flatten(0, 1), rows[:, 1:].flatten())
         print(f"{method}: {losses[0]:.3f} -> {losses[-1]:.3f}; BF16 {bf16:.3f}")
     return losses

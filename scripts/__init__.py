@@ -1,4 +1,4 @@
-"""The stages, one program each: `python -m scripts.base_train`."""
+"""The stages of training and evaluation. Each one is a program, for example `python -m scripts.base_train`."""
 
 import os
 

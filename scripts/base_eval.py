@@ -1,12 +1,12 @@
 """
-The CORE metric of a base model.
+Evaluates the CORE metric of a base model.
 
     python -m scripts.base_eval
     torchrun --nproc_per_node=8 -m scripts.base_eval
 
-CORE needs nanochat's eval bundle of about 160 MB: core.yaml, eval_meta_data.csv and eval_data/. The bundle comes from
---bundle-dir, or else from <base dir>/eval_bundle, which is downloaded if missing. There is no CORE number without the
-bundle.
+CORE needs nanochat's eval bundle of about 160 MB, which holds core.yaml, eval_meta_data.csv and eval_data/. The bundle
+is read from --bundle-dir, or otherwise from <base dir>/eval_bundle. If it is missing there, it is downloaded. Without
+the bundle the program ends with an error.
 """
 
 import argparse
@@ -42,7 +42,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def needs(args: argparse.Namespace) -> list[Need]:
-    """The bundle, for a plan."""
+    """Returns the inputs that this stage needs, for a plan: the eval bundle, and the package that reads it."""
     folder = Path(args.bundle_dir) if args.bundle_dir else base_dir() / "eval_bundle"
     url = "" if args.bundle_dir else EVAL_BUNDLE_URL
     remedy = f"unpack {EVAL_BUNDLE_URL} into {folder.parent}, or CORE_ARGS=--bundle-dir=folder"
@@ -57,7 +57,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def evaluate(args: argparse.Namespace, device: torch.device, rank: int) -> None:
-    find_bundle(args.bundle_dir)  # fails before a model is loaded
+    find_bundle(args.bundle_dir)  # A missing bundle should fail before a model is loaded.
     precision: Any = contextlib.nullcontext()
     model_tag, method = None, "bf16"
     own = method
@@ -76,7 +76,7 @@ def evaluate(args: argparse.Namespace, device: torch.device, rank: int) -> None:
     kept = Kept(folder / f"unfinished_{slug}.json", key_of(model, tokenizer) | {"forward": method})
 
     def save(results: dict[str, float], centered: dict[str, float], core: float | None = None) -> list[str]:
-        """Writes the table of the tasks so far, and their mean if they are all."""
+        """Writes the table of the tasks that are finished, and CORE if it is given. Returns the table's lines."""
         lines = [f"{'Task':<35}, {'Accuracy':<10}, {'Centered':<10}"]
         for label, accuracy in results.items():
             lines.append(f"{label:<35}, {accuracy:<10.6f}, {centered[label]:<10.6f}")
@@ -94,7 +94,7 @@ def evaluate(args: argparse.Namespace, device: torch.device, rank: int) -> None:
     print0("".join(f"note: {note}\n" for note in out["notes"]), end="")
     about = {"Model": name, "Forward": method, "CORE metric": out["core_metric"], "Max per task": args.max_per_task}
     about |= {"Notes": "; ".join(out["notes"])}
-    # Another forward pass than that of the training has a column of its own.
+    # A forward pass that is not the method's own gets a column of its own in the report.
     column = "CORE" if method == own else f"CORE, {method} forward"
     get_report(model_tag).log("Base model evaluation", [about, out["centered_results"]], {column: out["core_metric"]})
     kept.finish()

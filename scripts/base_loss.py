@@ -46,7 +46,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def check_flags(args: argparse.Namespace, sequence_len: int, processes: int) -> None:
-    """Raises UserError for values that this stage cannot use. The plan calls it as well, before any stage has run."""
+    """Raises UserError for values that this stage cannot use. The plan calls this function, too, before any stage has
+    run."""
     if args.split_tokens <= 0 or args.split_tokens % sequence_len:
         problem = f"--split-tokens={args.split_tokens} is not a multiple of {sequence_len}, the tokens of a row"
         raise UserError(f"{problem}; choose a multiple")
@@ -71,7 +72,7 @@ def evaluate(args: argparse.Namespace, device: torch.device, rank: int, world_si
         model, tokenizer, meta = load_model("base", device, "eval", args.model_tag, args.step)
         sequence_len, token_bytes = meta.model_config["sequence_len"], get_token_bytes(device=device)
         step, trained = meta.step, resolve_method(meta.user_config.get("method", "bf16"))
-        method = checkpoint_method(meta, args.method)  # the forward pass at the end of the run
+        method = checkpoint_method(meta, args.method)  # This is the method at the end of the run.
         model_tag = meta.model_tag or args.model_tag
         name = f"base model {model_tag} (step {meta.step})"
     check_flags(args, sequence_len, world_size)
@@ -93,7 +94,7 @@ def evaluate(args: argparse.Namespace, device: torch.device, rank: int, world_si
     key = key_of(model, tokenizer) | {
         "rows": num_rows,
         "steps": steps,
-        "batch": (args.device_batch_size, world_size),  # rows of one batch share tensor scales
+        "batch": (args.device_batch_size, world_size),  # It counts because the rows of a batch share tensor scales.
         "text": [shard_digest(path) for path in list_parquet_files(data_dir)],
         "column": text_column(args.text_column),
     }

@@ -1,16 +1,17 @@
 """
-Pre-train the base model, in NVFP4 or any other method. From the root of the repository:
+Pre-trains the base model, with NVFP4 or any other method. From the root of the repository:
 
     python -m scripts.base_train
     torchrun --standalone --nproc_per_node=8 -m scripts.base_train
 
-On a CPU a much smaller model:
+A CPU can train a much smaller model:
 
     python -m scripts.base_train --depth=4 --aspect-ratio=32 --head-dim=64 --max-seq-len=256 --device-batch-size=8 \\
         --total-batch-size=2048 --eval-tokens=8192 --core-metric-every=-1 --num-iterations=20
 
-nanochat's flags, and the method: --method, else $QAT_METHOD, else clover. Everything that training needs to go on is in
-the checkpoint, so `--resume-from-step latest` ends with the same bits as a run that was never interrupted.
+The flags are nanochat's. --method names the method of quantization. Without it the method is $QAT_METHOD, or else
+clover. A checkpoint holds everything that training needs to go on. A run that is resumed with `--resume-from-step
+latest` therefore ends with the same bits as a run that was never interrupted.
 """
 
 import argparse
@@ -95,7 +96,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     text = f"instead of nanochat's GPT one of the paper's Llama-like models ({', '.join(llama.SIZES)}), with its "
     text += "optimizer, rates and schedule; the paper has --max-seq-len=512 --total-batch-size=262144"
     add("--llama", default="", help=text)
-    # Training horizon: only one is used, in order of precedence
+    # Training horizon. Only one of these is used. Earlier ones take precedence.
     add("--num-iterations", type=int, default=-1, help="explicit number of optimization steps (-1 = disable)")
     add("--target-flops", type=parse_finite, default=-1.0, help="steps that reach these FLOPs (-1 = disable)")
     text = "steps that reach these tokens per parameter (Chinchilla=20, -1 = disable)"
@@ -129,7 +130,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 class CoreMetric:
-    """The CORE metric before a step that is due. A metric whose data cannot be had is left out from then on."""
+    """Evaluates the CORE metric before each step at which it is due. If its data cannot be read, a warning says so, and
+    the metric is left out from then on."""
 
     def __init__(self, tokenizer: RustBPETokenizer, every: int, max_per_task: int):
         self.tokenizer, self.every, self.max_per_task = tokenizer, every, max_per_task
@@ -154,7 +156,7 @@ class CoreMetric:
 
 
 class Samples:
-    """Continuations of prompts before a step that is due."""
+    """Prints continuations of a few prompts before each step at which they are due."""
 
     def __init__(self, tokenizer: RustBPETokenizer, every: int):
         self.tokenizer, self.every = tokenizer, every
@@ -173,7 +175,8 @@ class Samples:
 
 
 class Validation:
-    """Bits per byte of the validation text, with the method's own forward pass, and in BF16 (FP32 on a CPU)."""
+    """Measures the bits per byte of the validation text with the method's own forward pass, and in BF16 (FP32 on a
+    CPU)."""
 
     def __init__(self, run: Run, text: Text, rows: int, seq_len: int, tokens: int):
         self.run, self.text, self.rows, self.seq_len = run, text, rows, seq_len
@@ -185,7 +188,7 @@ class Validation:
         with run.training_step.weights_once(1):
             bpb = bpb_bf16 = self.measure(run.forward)
         if run.quantized.quantizes():
-            # Not compiled: the same layers compiled for another forward would be a second compilation.
+            # This forward pass is not compiled, because it would cost a second compilation of the same layers.
             with nf.full_precision(run.model):
                 bpb_bf16 = self.measure(run.model)
         return {"val_bpb": bpb, "val_bpb_bf16": bpb_bf16}
@@ -204,7 +207,7 @@ class Validation:
 def main(argv: list[str] | None = None) -> None:
     args = parse_args(argv)
     check_model_tag(args.model_tag)
-    if args.resume_from_step != -1:  # a row that the run's own checkpoints hold needs no --recipes
+    if args.resume_from_step != -1:  # A row that the run's own checkpoints hold needs no --recipes.
         name = f"llama-{args.llama}" if args.llama else f"d{args.depth}"
         tag = args.model_tag or f"{name}_{args.method or os.environ.get('QAT_METHOD')}"
         register_stored_recipes(checkpoint_folder("base", tag))
@@ -220,7 +223,7 @@ def train(args: argparse.Namespace, method: str, process: Process) -> None:
     tokenizer = get_tokenizer()
     process.phases.end("data, tokenizer")
 
-    # The model, its folder, and the checkpoint to go on from
+    # The model, its folder, and the checkpoint with which training goes on
     model, name = make_model(args, tokenizer.get_vocab_size(), process.device)
     flops, num_params = model.estimate_flops(), model.num_scaling_params()
     steps = resolve_horizon(args, flops, num_params)
@@ -229,7 +232,7 @@ def train(args: argparse.Namespace, method: str, process: Process) -> None:
     all_rows = plan_accumulation(args.total_batch_size, 1, T, world_size)
     if args.device_batch_size != "auto":
         plan_accumulation(args.total_batch_size, args.device_batch_size, T, world_size)
-    # Each method has a tag of its own, so that none overwrites another's run.
+    # The default tag has the method's name, so that no method overwrites the run of another one.
     run.open_folder(f"{name}_{method}" if args.model_tag is None else args.model_tag, args.branch_from)
     run.adopt(model, tokenizer, settings, steps)
 
@@ -239,11 +242,11 @@ def train(args: argparse.Namespace, method: str, process: Process) -> None:
     backend = str(nf.backend())
     kernels_are_compiled()
     if method != "bf16":
-        # A silent fault of kernels or GEMMs ends the run here.
+        # The self-check ends the run if kernels or GEMMs compute something wrong on this machine.
         backend += f"; {self_check(process.device, method, model)}"
     rows = args.device_batch_size
     if rows == "auto":
-        # The same one after a resume: it decides what shares a tensor scale, hence the bits of the result.
+        # A resumed run keeps its micro-batch. Rows of a micro-batch share tensor scales, so the result depends on it.
         rows = run.trained.device_batch_size or auto_device_batch_size(model, all_rows, T)
     micro_batches = plan_accumulation(args.total_batch_size, rows, T, world_size)
     run.divide(args.compile if args.compile is not None else process.device.type == "cuda")
@@ -271,7 +274,7 @@ def train(args: argparse.Namespace, method: str, process: Process) -> None:
     run.before_step += [core, samples]
     run.rate_flags = "the learning rates (--matrix-lr, --embedding-lr)"
 
-    # What checkpoints and metrics.jsonl say of the run
+    # What checkpoints and metrics.jsonl record of the run
     batch = {"device_batch_size": rows}
     tunable = {**asdict(options), "num_iterations": steps, "data_dir": str(data_dir)}
     run.record_settings(

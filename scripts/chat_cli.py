@@ -1,10 +1,10 @@
 """
-Talk to a chat model in the terminal.
+Lets a user talk to a chat model in the terminal.
 
     python -m scripts.chat_cli                     an interactive conversation
     python -m scripts.chat_cli -p "Why is the sky blue?"
 
-One process. Calculator calls of the model are answered while it writes, as in the evaluation.
+The program is a single process. While the model writes, its calls of the calculator are answered as in the evaluation.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from nanochat_fp4.models.gpt import autocast
 from nanochat_fp4.training.flags import add_model_arguments
 from nanochat_fp4.training.load_model import SOURCES, load_for_inference
 
-MAX_TOKENS = 256  # of an answer
+MAX_TOKENS = 256  # The largest number of tokens in an answer.
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -50,9 +50,9 @@ class Chat:
         self.tokens = [self.tokenizer.get_bos_token_id()]
 
     def ask(self, text: str) -> Iterator[str]:
-        """Yield the answer piece by piece, as text. cut_off then says why it has no end, or is empty.
+        """Yields the answer piece by piece, as text. Afterwards cut_off says why the answer has no end, or is empty.
 
-        Raises UserError where the conversation no longer fits.
+        Raises UserError if the conversation no longer fits the model.
         """
         special = self.tokenizer.encode_special
         prompt = [*self.tokens, special("<|user_start|>"), *self.tokenizer.encode(text), special("<|user_end|>")]
@@ -71,7 +71,7 @@ class Chat:
                 break
             yield shown.add(column[0])
         yield shown.rest()
-        # The end belongs there even if the answer was cut off at MAX_TOKENS.
+        # The end token is added even if the answer was cut off at MAX_TOKENS, because the user speaks next.
         self.tokens = [*prompt, *shown.tokens, special("<|assistant_end|>")]
 
 
@@ -113,7 +113,7 @@ def converse(args: argparse.Namespace, device: torch.device) -> None:
             elif text:
                 try:
                     answer(chat, text)
-                except KeyboardInterrupt:  # stops the answer, not the conversation
+                except KeyboardInterrupt:  # It stops the answer, and the conversation goes on.
                     print("\n(interrupted)")
                 except UserError as e:
                     print(f"\n{e}")

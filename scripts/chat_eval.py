@@ -1,13 +1,13 @@
 """
-Evaluate a chat model on the benchmarks of eval/.
+Evaluates a chat model on the benchmarks of eval/.
 
     python -m scripts.chat_eval -i sft
     python -m scripts.chat_eval -i mid -a "ARC-Easy|GSM8K" -x 200
     torchrun --nproc_per_node=8 -m scripts.chat_eval -- -i sft
-    python -m scripts.chat_eval -i sft -a local            without a network: three small tasks, no benchmarks
+    python -m scripts.chat_eval -i sft -a local            three small tasks without a network, which are no benchmarks
 
-Results go to the report and to eval_<step>.json beside the checkpoint. Each accuracy comes with two standard
-deviations, and the precision of the forward pass is stated: the method's own (nvfp4), BF16, or both.
+Results are written to the report and to eval_<step>.json beside the checkpoint. Each accuracy comes with two standard
+deviations. It also comes with its forward pass, which --precision chooses: the method's own (nvfp4), BF16, or both.
 """
 
 import argparse
@@ -62,7 +62,7 @@ LOCAL_TASKS: dict[str, Callable[[str | None], Task]] = {
     "Local-Arithmetic": lambda _: LocalArithmetic(size=64, split="test"),
     "Local-Code": lambda _: LocalCode(size=64, split="test"),
 }
-# Accuracy of guessing, 0 for other tasks.
+# The accuracy that guessing reaches. It is 0 for tasks that are not listed.
 GUESSING = {"ARC-Easy": 0.25, "ARC-Challenge": 0.25, "MMLU": 0.25}
 RUNS_CODE = ("HumanEval", "Local-Code")
 SETTINGS = (
@@ -73,7 +73,7 @@ SETTINGS = (
     "top_k",
     "max_problems",
     "seed",
-)  # of run_task
+)  # The arguments of run_task that are flags here.
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -96,7 +96,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def chosen_tasks(names: str | None) -> list[str]:
-    """Names of the tasks, in order, each once. Raises UserError."""
+    """Returns the names of the chosen tasks, in order and each once. None chooses all benchmarks. Raises UserError for
+    an unknown name."""
     if names is None:
         return list(TASKS)
     known, chosen = {**TASKS, **LOCAL_TASKS}, []
@@ -110,7 +111,8 @@ def chosen_tasks(names: str | None) -> list[str]:
 
 
 def needs(args: argparse.Namespace) -> list[Need]:
-    """What the chosen tasks load, for a plan. Each is vital alone, for --allow-missing leaves out a task."""
+    """Returns the inputs that the chosen tasks need, for a plan. They are not marked as vital, because --allow-missing
+    leaves out a task whose rows are missing. The sandbox is vital."""
     rows = {
         "ARC-Easy": (ARC.dataset, "ARC-Easy"),
         "ARC-Challenge": (ARC.dataset, "ARC-Challenge"),
@@ -141,9 +143,9 @@ def sandbox_problem() -> str | None:
 
 
 def check_flags(args: argparse.Namespace, sequence_len: int | None = None, processes: int = 1) -> None:
-    """Raises UserError for values that this stage cannot use. The plan calls it as well, before any stage has run.
+    """Raises UserError for values that this stage cannot use. The plan calls this function, too, before any stage runs.
 
-    sequence_len: the length of the base model's rows, where it is known
+    sequence_len: the number of tokens in a row of the base model, if it is known
     """
     if args.max_problems is not None and args.max_problems < 1:
         raise UserError(f"--max-problems={args.max_problems} leaves nothing to evaluate; use at least 1")
@@ -159,7 +161,8 @@ def check_flags(args: argparse.Namespace, sequence_len: int | None = None, proce
 
 
 def chatcore(scores: dict[str, Score]) -> float | None:
-    """Mean over nanochat's six tasks of accuracy, 0 at guessing and 1 at perfection; None without all six."""
+    """Returns ChatCORE: the mean accuracy of nanochat's six tasks, each rescaled so that guessing is 0 and a perfect
+    score is 1. Returns None unless all six tasks are there."""
     if not all(name in scores for name in TASKS):
         return None
     centered = [(scores[n].accuracy - GUESSING.get(n, 0.0)) / (1 - GUESSING.get(n, 0.0)) for n in TASKS]
@@ -175,7 +178,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def evaluate(args: argparse.Namespace, names: list[str], device: torch.device, rank: int) -> None:
-    # Missing data fails here, before anything is computed.
+    # The tasks load their data first, so that missing data fails before anything is computed.
     tasks: dict[str, Task] = {}
     eval_dir = resolve_eval_dir(args.eval_dir)
     for name in names:
@@ -228,14 +231,14 @@ def evaluate(args: argparse.Namespace, names: list[str], device: torch.device, r
                 raise UserError(f"{name}: the sandbox worked before and fails now: {e}; start again{others}") from e
             scores[precision][name] = score
             print0(f"{name}: {score}")
-            if rank == 0:  # after each task, so that finished tasks are kept
+            if rank == 0:  # The result is saved after each task, so that an interruption loses no finished task.
                 save_result(path, weights, about, precision, name, score)
 
     results: dict[str, Any] = {}
     lines = {"Model": what, "Method": method, "Precision": ", ".join(precisions), "Sandbox": sandbox}
     lines["Flags"] = changed_flags(args, parse_args(["-i", args.source]))
     for precision, by_task in scores.items():
-        # With both, the method's own forward has the plain names and BF16 says so.
+        # With --precision=both, results of the method's own forward have the plain names, and those in BF16 a suffix.
         suffix = ", BF16 forward" if precision == "bf16" and method != "bf16" else ""
         for name, score in by_task.items():
             results[name + suffix] = {"accuracy": score.accuracy, "count": score.count, "interval": score.interval}
@@ -250,7 +253,8 @@ def evaluate(args: argparse.Namespace, names: list[str], device: torch.device, r
 
 
 def read_results(path: Path, weights: dict[str, Any]) -> dict[str, Any]:
-    """The stored results of these weights. Empty for a damaged file, and for a model that was trained anew."""
+    """Returns the stored results of these weights. They are empty if the file is damaged or missing, and if the model
+    was trained anew since."""
     try:
         stored = json.loads(path.read_text(encoding="utf-8"))
         same = all(stored.get(key) == value for key, value in weights.items())
@@ -260,7 +264,7 @@ def read_results(path: Path, weights: dict[str, Any]) -> dict[str, Any]:
 
 
 def save_result(path: Path, weights: dict, about: dict[str, Any], precision: str, name: str, score: Score) -> None:
-    """Adds a task to the stored results. A second evaluation of other tasks may do so at the same time."""
+    """Adds a task to the stored results. A lock lets another evaluation add other tasks at the same time."""
     try:
         with FileLock(path.with_name(f".{path.name}.lock")):
             stored = read_results(path, weights)

@@ -1,19 +1,20 @@
 """
-Reinforcement learning on GSM8K, nanochat's optional last stage: the model answers, and what was right becomes likelier.
+Trains a chat model by reinforcement learning on GSM8K, which is nanochat's optional last stage. The model answers
+problems, and right answers become likelier.
 
     python -m scripts.chat_rl
     torchrun --standalone --nproc_per_node=8 -m scripts.chat_rl
 
-A tiny model on a CPU, without a network:
+A CPU can train a tiny model without a network:
 
     python -m scripts.chat_rl --data local --num-iterations=2 --examples-per-step=2 --max-new-tokens=16
 
-As in nanochat, there is no reference model, no ratio and no clipping. The weights that give an answer train on the
-answer once. The loss of a micro-batch is -sum(advantage * log p) over its tokens, divided by their number. The rates
-fall linearly to zero.
+As in nanochat, there is no reference model, no probability ratio and no clipping, because the weights that gave an
+answer train on it once. The loss of a micro-batch is -sum(advantage * log p) over its tokens, divided by their number.
+The learning rates fall linearly to zero.
 
-In 4 bits the two forward passes differ. An answer is drawn with a tensor scale for each token, so that no token depends
-on its neighbours. Training has one tensor scale for the micro-batch, as in SFT.
+In 4 bits the forward passes of sampling and training differ. An answer is drawn with a tensor scale for each token, so
+that no token depends on other answers in the batch. Training has one tensor scale for the micro-batch, as in SFT.
 """
 
 import argparse
@@ -78,13 +79,15 @@ def source(args: argparse.Namespace, split: str) -> Source:
 
 
 def policy_loss(forward, x: Tensor, y: Tensor, advantages: Tensor) -> Tensor:
-    """-sum(advantage * log p) / number of tokens, over the targets y (B, T) that count; advantages (B,)."""
-    losses = forward(x, y, loss_reduction="none").view_as(y)  # -log p, and 0 where none counts
+    """Returns -sum(advantage * log p) divided by the number of tokens. Both count the targets y (B, T) that are not
+    negative. advantages has one entry for each row (B,)."""
+    losses = forward(x, y, loss_reduction="none").view_as(y)  # This is -log p, and 0 for targets that do not count.
     return (losses * advantages.unsqueeze(-1)).sum() / (y >= 0).sum().clamp(min=1)
 
 
 class Answers:
-    """How the model answers a problem: (prompt, rows, seed) -> (sequences, masks)."""
+    """Lets the model answer a problem. A call with (prompt, rows, seed) returns `rows` sequences of tokens and their
+    masks."""
 
     def __init__(self, args: argparse.Namespace, run: Run):
         self.args, self.run, self.model, self.engine = args, run, run.model, Engine(run.model, run.tokenizer)
@@ -94,7 +97,8 @@ class Answers:
         args, was_training = self.args, self.model.training
         self.model.eval()
         try:
-            once = self.run.training_step.weights_once(args.max_new_tokens)  # not anew for each token
+            # The weights are quantized once for the answer, and not anew for each token.
+            once = self.run.training_step.weights_once(args.max_new_tokens)
             with self.run.training_step.autocast(), per_token_scale(self.model), once:
                 return self.engine.generate_batch(
                     prompt, rows, max_tokens=args.max_new_tokens, top_k=args.top_k, seed=seed,
@@ -105,8 +109,9 @@ class Answers:
 
 
 def pass_at_k(args: argparse.Namespace, run: Run, answers: Answers, task: Task) -> dict[str, float]:
-    """Share of the first --eval-examples problems that one of the first k answers solves, for k up to the micro-batch,
-    drawn at temperature 1. All ranks call it together; StopRequested on a signal."""
+    """Returns pass@k for k up to --device-batch-size: the share of the first --eval-examples problems that at least one
+    of the first k answers solves. Answers are drawn at temperature 1. All ranks call this function together. It raises
+    StopRequested after a signal."""
     process, rows = run.process, args.device_batch_size
     longest = longest_prompt(run.model, args.max_new_tokens)
     count = min(len(task), args.eval_examples)
@@ -148,7 +153,7 @@ def train(args: argparse.Namespace, process: Process) -> None:
     train_part, val_part = source(args, "train"), source(args, "test")
     task = load_sources([train_part], False, "training").tasks[0]
     val_task = load_sources([val_part], False, "validation").tasks[0]
-    longest = longest_prompt(run.model, args.max_new_tokens)  # a longer one is cut, as in chat_eval
+    longest = longest_prompt(run.model, args.max_new_tokens)  # A longer prompt is cut, as in chat_eval.
     sources = describe_sources([train_part])
     steps = steps_of_epochs(args, len(task), "problems", "--examples-per-step", examples)
     later_stage.finetune(run, lambda progress: 1.0 - progress, loss=policy_loss)

@@ -1,14 +1,14 @@
 """
-Supervised finetuning: conversations one by one, loss on what the assistant says.
+Fine-tunes a model on conversations (SFT). Each row is one conversation, and the loss counts what the assistant says.
 
     python -m scripts.chat_sft
     torchrun --standalone --nproc_per_node=8 -m scripts.chat_sft
 
-A tiny model on a CPU, without a network:
+A CPU can train a tiny model without a network:
 
     python -m scripts.chat_sft --data local --num-iterations=20
 
-nanochat's flags, mixture and loss mask.
+The flags, the mixture of data and the mask of the loss are nanochat's.
 """
 
 import argparse
@@ -84,14 +84,15 @@ def train_sources(args: argparse.Namespace) -> list[Source]:
 
 
 def needs(args: argparse.Namespace) -> list[Need]:
-    """What the mixtures load, for a plan."""
+    """Returns the inputs that the mixtures for training, validation and metrics need, for a plan."""
     check_conversations(args)
     sources = [*train_sources(args), *val_sources(args), *metric_sources(args)]
     return [need for source in sources for need in source.needs]
 
 
 def batches(args: argparse.Namespace, processes: int, most: int = 4) -> int:
-    """Rows of a device. Raises UserError for flags that do not go together. most: rows where no flag says how many."""
+    """Returns the rows of a device's micro-batch. `most` is the largest number if no flag sets it. Raises UserError for
+    flags that do not go together."""
     examples, B = args.target_examples_per_step, args.device_batch_size
     if B is None:
         B = next((B for B in range(min(4, most), 1, -1) if examples % (B * processes) == 0), 1)
@@ -103,7 +104,8 @@ def batches(args: argparse.Namespace, processes: int, most: int = 4) -> int:
 
 
 def check_flags(args: argparse.Namespace, sequence_len: int, processes: int) -> None:
-    """Raises UserError for values that this stage cannot use. The plan calls it as well, before any stage has run."""
+    """Raises UserError for values that this stage cannot use. The plan calls this function, too, before any stage has
+    run."""
     check_iterations(args.num_iterations)
     if args.num_iterations == -1 and args.num_epochs < 1:
         raise UserError(f"--num-epochs={args.num_epochs} makes no step; use at least 1, or --num-iterations")
@@ -122,7 +124,8 @@ def val_sources(args: argparse.Namespace) -> list[Source]:
 
 
 def metric_sources(args: argparse.Namespace) -> list[Source]:
-    """Choices, which are quick to evaluate, to watch while training."""
+    """Returns the tasks whose accuracy is watched during training. They are multiple choice, which is quick to
+    evaluate."""
     if args.data == "local":
         return [Source("local_choice_acc", lambda: LocalChoice(size=200, split="test"))]
     return [
@@ -139,7 +142,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 class Measures:
-    """Validation loss, and accuracies of the metric sources, each as often as its flag says."""
+    """Measures the validation loss and the accuracies of the metric sources, each as often as its flag says."""
 
     def __init__(self, args: argparse.Namespace, run: Run, val_dataset: Task, rows: int):
         self.args, self.run, self.val_dataset, self.rows = args, run, val_dataset, rows
@@ -165,7 +168,8 @@ class Measures:
         return numbers
 
     def validation_loss(self) -> float:
-        """Mean over --eval-steps micro-batches, dealt to the processes. All processes take equally many."""
+        """Returns the mean loss over --eval-steps micro-batches, which are dealt to the processes. All processes
+        compute equally many micro-batches, and those beyond --eval-steps count as 0."""
         args, process, losses = self.args, self.run.process, []
         rank, world_size = process.rank, process.world_size
         where = self.rows, process.device, rank, world_size, self.run.model.config.sequence_len
@@ -179,7 +183,7 @@ class Measures:
     def accuracy(self, source: Source) -> float:
         run, signals = self.run, self.run.process.signals
         how = {"max_problems": self.args.eval_metrics_max_problems, "interrupted": lambda: signals.signum is not None}
-        how |= {"batch_size": 2 * self.rows}  # without gradients there is room for more
+        how |= {"batch_size": 2 * self.rows}  # Without gradients there is memory for more rows.
         with unsharded(run.model):
             score = run_task(source.task, run.model, run.tokenizer, source.name, **how)
         if signals.received(self.run.process.device):

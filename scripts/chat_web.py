@@ -1,12 +1,12 @@
 """
-Talk to a chat model in the browser.
+Serves a page on which users talk to a chat model in the browser.
 
     python -m scripts.chat_web                     then open http://127.0.0.1:8000/
     python -m scripts.chat_web --source mid --port 8080
 
-One process, one model, one answer at a time. Visitors wait in a line, and the page shows their place in it.
-The server is bound to this machine alone unless --host says otherwise. The server knows no users, so put it behind
-a server that does before you open it to others.
+The program is one process with one model, which writes one answer at a time. Visitors wait in a line, and the page
+shows their place in it. The server can be reached from this machine alone, unless --host says otherwise. It does not
+authenticate users. Put it behind a server that does before you open it to others.
 """
 
 import argparse
@@ -75,7 +75,7 @@ def main(argv: list[str] | None = None) -> None:
         try:
             with codes, contextlib.suppress(KeyboardInterrupt):
                 server.run()
-        except SystemExit:  # how uvicorn ends if it cannot start
+        except SystemExit:  # uvicorn raises this if it cannot start.
             if server.started:
                 raise
             raise UserError(
@@ -86,7 +86,8 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def load(args: argparse.Namespace, device: torch.device) -> tuple[Any, dict]:
-    """A Worker with the model in its method's forward or in BF16, and the page's description of the model."""
+    """Loads the model. Returns a Worker that can use its method's own forward pass, BF16 or both (--precision), and the
+    description of the model that the page shows."""
     from nanochat_fp4.generation.chat_server import Worker
 
     model, tokenizer, meta, method = load_for_inference(args.source, device, args)

@@ -1,5 +1,5 @@
 """
-Write a checkpoint as other programs read it. From the root of the repository:
+Writes a checkpoint in the formats of other programs. From the root of the repository:
 
     python -m scripts.export --source=sft --model-tag=d20_clover --format=compressed-tensors --out=exported
 
@@ -8,11 +8,12 @@ Write a checkpoint as other programs read it. From the root of the repository:
           gguf                NVFP4 for llama.cpp, of Llama-like models (needs the gguf package)
           gguf-bf16           BF16 for llama.cpp, of Llama-like models (needs the gguf package)
 
-The 4-bit formats hold the codes and block scales that the trained forward pass multiplies, to the bit. Input scales are
-found on training text; --weights-only leaves inputs in 16 bits. What that costs is measured on validation text and
-written into the model card. --verify reads the result with the packages of pip install -e '.[export]'.
+The 4-bit formats hold exactly the codes and block scales that the trained forward pass multiplies. Input scales are
+found on training text. With --weights-only there are none, and inputs stay in 16 bits. The bits per byte of each
+variant are measured on validation text and written into the model card. --verify reads the result with the packages
+that pip install -e '.[export]' installs.
 
-A program that has trained a model of transformers calls nf.save_quantized, which writes the same.
+A program that has trained a model of transformers can call nf.save_quantized, which writes the same files.
 """
 
 import argparse
@@ -51,7 +52,8 @@ VERIFIED_BY = {
     "safetensors": TRANSFORMERS,
     "compressed-tensors": ("compressed-tensors", "safetensors", *TRANSFORMERS),
 }
-# The class of transformers rotates by angles in FP32, nanochat in BF16; in BF16 both are the same.
+# The largest difference of logits that --verify allows for nanochat's GPT. transformers' class computes the rotary
+# embedding with angles in FP32, and nanochat with angles in BF16. In BF16 both are the same.
 NANOCHAT_LOGITS = 0.05
 
 
@@ -76,7 +78,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> None:
     args = parse_args(argv)
-    out = Path(args.out).resolve()  # behind a link, the folder itself is replaced
+    out = Path(args.out).resolve()  # If --out is a link, the folder behind it is replaced.
     if args.format not in FOUR_BITS and (args.weights_only or args.share_scales):
         raise UserError(f"--weights-only and --share-scales are about 4-bit weights; --format={args.format} has none")
     if args.format.startswith("gguf"):
@@ -120,7 +122,7 @@ class Export:
         self.input_scales: dict[str, float] | None = None
 
     def batches(self, split: str, tokens: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """(inputs, targets) of about so many tokens, at least one batch."""
+        """Returns batches of (inputs, targets) with about so many tokens, and at least one batch."""
         rows, length = self.args.device_batch_size, self.model.config.sequence_len
         loader = tokenizing_distributed_data_loader_bos_bestfit(
             self.tokenizer, rows, length, split, device=self.device, text=Text(ensure_data(self.args.data_dir))
@@ -128,7 +130,8 @@ class Export:
         return [batch for batch, _ in zip(loader, range(max(1, round(tokens / (rows * length)))))]
 
     def validation_texts(self) -> list[str]:
-        """A batch's documents, one by one: what their beginnings are written as is no special token in a text."""
+        """Returns the documents of a batch of validation text, one by one. The tokens that mark their beginnings are
+        left out, because other tokenizers would read them as ordinary text."""
         rows, _ = self.batches("val", 1)[0]
         bos, texts = self.tokenizer.get_bos_token_id(), []
         for row in rows.tolist():
@@ -137,7 +140,7 @@ class Export:
         return list(filter(None, texts))
 
     def write(self, target: Path) -> None:
-        """The files of the export, into an empty folder."""
+        """Writes the files of the export into an empty folder."""
         dtype = torch.bfloat16 if self.gguf else DTYPES[self.args.dtype]
         check_values(self.model.state_dict(), dtype)
         if self.four_bits:
@@ -188,7 +191,8 @@ class Export:
         )
 
     def measure(self) -> tuple[dict[str, float], str]:
-        """Bits per byte of the trained forward pass and of what a server will make of the export."""
+        """Measures the bits per byte of the trained forward pass and of the forward passes that a server may compute
+        with the export. Returns {forward pass: bits per byte}, and a sentence on how they were measured."""
         if not self.args.eval_tokens:
             return {}, ""
         batches = self.batches("val", self.args.eval_tokens)
@@ -247,7 +251,8 @@ class Export:
         atomic_write(target / "README.md", self.card(measured, measured_on, use))
 
     def card(self, measured: dict[str, float], measured_on: str, use: list[str]) -> str:
-        """README.md: Markdown with the front matter that model hubs read. use: lines of Python."""
+        """Returns the text of README.md: Markdown with the front matter that model hubs read. `use` holds the lines
+        that load the model."""
         args, meta = self.args, self.meta
         user, config = dict(meta.user_config), meta.model_config
         trained = {
@@ -287,18 +292,20 @@ class Export:
             atomic_write(target / name, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
 
     def verify(self, out: Path) -> None:
-        """Prints what the packages of others read; raises UserError where it is not what was written."""
+        """Reads the export with other programs' packages and prints what was compared. Raises UserError if they read
+        something else than was written."""
         weights, input_scales = self.weights, self.input_scales
         if weights is not None:
             check = verify.gguf if self.gguf else verify.compressed_tensors
             print0(f"verified with {check(out, self.about, weights)}")
         if self.gguf:
-            return  # llama.cpp itself is not asked
+            return  # llama.cpp itself is not run.
         print0(f"verified with {verify.tokenizer(out, self.tokenizer, self.validation_texts())}")
         rows, _ = self.batches("val", 1)[0]
         ids = rows[:2, :128].cpu()
         self.model.cpu()
-        # Asked to decode all weights, transformers 5.24 decodes each layer as the first group of layers says.
+        # If transformers 5.24 is asked to decode all weights, it decodes each layer by the format of the first group of
+        # layers. An export with 8-bit layers has two groups, so its decoded logits are not compared.
         if weights is None or not weights.eight_bits:
             self.verify_decoded_logits(out, ids)
         if input_scales is not None:
@@ -308,7 +315,8 @@ class Export:
             print0(f"{reader}, 4-bit inputs, in BF16: a loss of {losses[0]:.4f} where ours is {losses[1]:.4f} (FP32)")
 
     def verify_decoded_logits(self, out: Path, ids: torch.Tensor) -> None:
-        """transformers' FP32 logits of ids with the decoded weights, against ours."""
+        """Compares transformers' FP32 logits of ids, with the decoded weights, with ours. Raises UserError if they
+        differ by more than rounding."""
         weights = self.weights
         with served(self.model, weights or Weights(), None, DTYPES[self.args.dtype], torch.bfloat16) as copied:
             reader, logits = verify.transformers_logits(out, ids)

@@ -1,15 +1,16 @@
 """
-Mid-train the base model: teach it the tokens of conversations, multiple choice and tools, on packed conversations.
+Mid-trains the base model on packed conversations, which teach it the tokens of conversations, multiple choice and
+tools.
 
     python -m scripts.mid_train
     torchrun --standalone --nproc_per_node=8 -m scripts.mid_train -- --device-batch-size=16
 
-A tiny model on a CPU, without a network:
+A CPU can train a tiny model without a network:
 
     python -m scripts.mid_train --data local --device-batch-size=8 --total-batch-size=2048 --eval-tokens=8192 \\
         --num-iterations=50
 
-nanochat's flags and mixture. Every token is trained on, those of the user as well.
+The flags and the mixture of data are nanochat's. The loss counts every token, including those of the user.
 """
 
 import argparse
@@ -77,7 +78,7 @@ def train_sources(args: argparse.Namespace) -> list[Source]:
         Source(smoltalk, lambda: SmolTalk("train", sft_dir=args.sft_dir), conversations),
         source_of("MMLU auxiliary_train", MMLU, "auxiliary_train", "train", args.eval_dir),
         source_of("GSM8K", GSM8K, "main", "train", args.eval_dir),
-        # Twice, for two epochs of them.
+        # These are listed twice, for two epochs of them.
         Source("identity conversations", lambda: CustomJSON(chat_data.identity_conversations()), identity),
         Source("identity conversations", lambda: CustomJSON(chat_data.identity_conversations()), identity),
         Source("SimpleSpelling", lambda: SimpleSpelling(size=200_000, eval_dir=args.eval_dir), words),
@@ -86,15 +87,17 @@ def train_sources(args: argparse.Namespace) -> list[Source]:
 
 
 def needs(args: argparse.Namespace) -> list[Need]:
-    """What the mixtures load, for a plan."""
+    """Returns the inputs that the mixtures for training and validation need, for a plan."""
     check_conversations(args)
     return [need for source in (*train_sources(args), *val_sources(args)) for need in source.needs]
 
 
 def batches(args: argparse.Namespace, sequence_len: int, processes: int, most: int = 32) -> tuple[int, int, int]:
-    """(rows of a device, rows and batches of an evaluation). Raises UserError for flags that do not go together.
+    """Returns (rows of a device's micro-batch, rows of an evaluation, batches of an evaluation). Raises UserError for
+    flags that do not go together.
 
-    sequence_len: of the base model. most: rows that a device takes where no flag says how many.
+    sequence_len: the number of tokens in a row of the base model
+    most:         the largest number of rows for a device if no flag sets it
     """
     T, total = args.max_seq_len or sequence_len, args.total_batch_size
     B = args.device_batch_size
@@ -105,7 +108,8 @@ def batches(args: argparse.Namespace, sequence_len: int, processes: int, most: i
 
 
 def check_flags(args: argparse.Namespace, sequence_len: int, processes: int) -> None:
-    """Raises UserError for values that this stage cannot use. The plan calls it as well, before any stage has run."""
+    """Raises UserError for values that this stage cannot use. The plan calls this function, too, before any stage has
+    run."""
     check_iterations(args.num_iterations)
     batches(args, sequence_len, processes)
 
@@ -119,14 +123,14 @@ def val_sources(args: argparse.Namespace) -> list[Source]:
         ]
     return [
         Source("SmolTalk", lambda: SmolTalk("test", sft_dir=args.sft_dir)),
-        # As many of these as there are in the training mixture, in proportion.
+        # The limits give these the same proportions as in the training mixture.
         source_of("MMLU", MMLU, "all", "test", args.eval_dir, stop=5200),
         source_of("GSM8K", GSM8K, "main", "test", args.eval_dir, stop=420),
     ]
 
 
 def lr_multiplier(progress: float) -> float:
-    """1 for the first 80% of the epoch, then linear to 0."""
+    """Returns the factor of the learning rates: 1 for the first 80% of the run, and then a linear decay to 0."""
     return 1.0 if progress < 0.8 else max(0.0, (1 - progress) / 0.2)
 
 

@@ -1,9 +1,11 @@
 """
-How well the tokenizer compresses, in bytes of text per token, beside GPT-2's and GPT-4's tokenizers if available.
+Measures how well the tokenizer compresses text, in bytes per token, and compares it with GPT-2's and GPT-4's
+tokenizers.
 
     python -m scripts.tok_eval
 
-tiktoken downloads the other two on their first use. Without a network they are left out; --no-compare does not try.
+tiktoken downloads the other two tokenizers when they are first used. If they cannot be downloaded, they are left out.
+With --no-compare the program does not try.
 """
 
 import argparse
@@ -15,7 +17,7 @@ from nanochat_fp4.data.tokenizer import RustBPETokenizer, get_tokenizer
 from nanochat_fp4.errors import UserError, one_line, run_main
 from nanochat_fp4.evaluation.report_log import get_report
 
-# Short texts of kinds that a training corpus has more or less of.
+# Short texts of different kinds. Some kinds are frequent in a training corpus, and others are rare.
 SAMPLES = {
     "news": """
 The harbour authority said on Tuesday that ferries to the two outer islands will run every 40 minutes from 1 March,
@@ -80,7 +82,7 @@ def main(argv: list[str] | None = None) -> None:
     data_dir = ensure_data(args.data_dir, column=args.text_column)
     ours = get_tokenizer()
     texts = {name: text.strip() for name, text in SAMPLES.items()}
-    for split in ("train", "val"):  # the tokenizer has seen the first of the two
+    for split in ("train", "val"):  # The tokenizer was trained on the first of the two.
         batches = parquets_iter_batched(split, data_dir=data_dir, column=args.text_column)
         texts[f"data-{split}"] = "\n".join(next(batches))
     counts = {name: num_tokens(ours, text, name) for name, text in texts.items()}

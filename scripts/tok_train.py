@@ -1,11 +1,11 @@
 """
-Train the tokenizer: byte-pair encoding by rustbpe on the training split.
+Trains the tokenizer on the training split. It is a byte-pair encoding, made by the package rustbpe.
 
     python -m scripts.tok_train --max-chars=2000000000 --vocab-size=65536
 
-Writes tokenizer.json and token_bytes.pt into <base dir>/tokenizer. token_bytes.pt holds the bytes of text for each
-token, which turn a loss per token into bits per byte. Only --overwrite replaces a tokenizer that checkpoints there were
-made with.
+The program writes tokenizer.json and token_bytes.pt into <base dir>/tokenizer. token_bytes.pt holds the number of bytes
+of text for each token, by which a loss per token becomes bits per byte. If checkpoints in <base dir> were made with the
+tokenizer that is there, only --overwrite replaces it.
 """
 
 import argparse
@@ -30,7 +30,7 @@ from nanochat_fp4.training.flags import changed_flags
 from nanochat_fp4.training.load_model import checkpoints_made_with
 
 ROUND_TRIP_TEXT = "Hello world! It's a test: 123, 4567, 89.\n\tTabs,  spaces\r\n@#$%^&*() naïve 你好世界 🌍 <|bos|>"
-MAX_VOCAB_SIZE = 2**24  # ids are 32-bit numbers, and no text yields more
+MAX_VOCAB_SIZE = 2**24  # Ids are 32-bit numbers, and no text yields this many tokens.
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -50,7 +50,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def documents(data_dir: str, column: str, max_chars: int, doc_cap: int, progress: Progress) -> Iterator[str]:
-    """The training documents, each cut to `doc_cap` characters, until `max_chars` characters were seen."""
+    """Yields the training documents, each cut to `doc_cap` characters, until there were `max_chars` characters."""
     seen = 0
     for batch in parquets_iter_batched("train", data_dir=data_dir, column=column):
         for text in batch:
@@ -63,13 +63,14 @@ def documents(data_dir: str, column: str, max_chars: int, doc_cap: int, progress
 
 
 def check_replaceable(overwrite: bool) -> None:
-    """Raise UserError if a run trains with the present tokenizer now, or if checkpoints were made with it.
+    """Raises UserError if the present tokenizer must not be replaced.
 
-    Its checkpoints would fit no other tokenizer. overwrite: those that are there may be lost, not those of a run.
+    This is so while a run trains with it, and if checkpoints were made with it, because they fit no other tokenizer.
+    With `overwrite` the existing checkpoints may become useless, but not those of a running run.
     """
     try:
         tokenizer = get_tokenizer()
-    except UserError:  # no tokenizer, or an unreadable one
+    except UserError:  # There is no tokenizer, or it cannot be read.
         return
     if users := running_runs(get_base_dir()):
         raise UserError(
@@ -101,13 +102,13 @@ def main(argv: list[str] | None = None) -> None:
     print0(f"Training time: {train_time:.2f}s")
     if vocab_size < args.vocab_size:
         print0(f"Note: the text yields only {vocab_size:,} tokens, fewer than --vocab-size {args.vocab_size:,}")
-    # Every text must come back unchanged, also a text with bytes and names of tokens that training never saw.
+    # Every text must come back unchanged, even if training never saw some of its bytes or names of tokens.
     if tokenizer.decode(tokenizer.encode(ROUND_TRIP_TEXT)) != ROUND_TRIP_TEXT:
         raise UserError("the new tokenizer does not give a text back as it was; not saved. Try another --vocab-size")
 
     tokenizer_dir = get_tokenizer_dir()
     with tokenizer_lock():
-        check_replaceable(args.overwrite)  # a run may have begun meanwhile
+        check_replaceable(args.overwrite)  # A run may have begun meanwhile.
         tokenizer.save(tokenizer_dir)
         token_bytes = save_token_bytes(tokenizer, tokenizer_dir)
 
