@@ -36,7 +36,7 @@ from nanochat_fp4.errors import UserError, one_line, run_main
 from nanochat_fp4.evaluation.core_metric import evaluate_model
 from nanochat_fp4.evaluation.loss_eval import evaluate_bpb
 from nanochat_fp4.generation.engine import draw_samples
-from nanochat_fp4.models import llama
+from nanochat_fp4.models import families
 from nanochat_fp4.models.optim import ORTHOGONALIZERS, PretrainingOptions
 from nanochat_fp4.nvfp4.methods import get_recipe
 from nanochat_fp4.nvfp4.phases import MethodPlan
@@ -93,9 +93,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--head-dim", type=int, default=128, help="target head dimension for attention")
     add("--max-seq-len", type=int, default=2048, help="max context length")
     add("--window-pattern", default="SSSL", help="sliding windows of the layers in turn: L=full, S=half context")
-    text = f"instead of nanochat's GPT one of the paper's Llama-like models ({', '.join(llama.SIZES)}), with its "
-    text += "optimizer, rates and schedule; the paper has --max-seq-len=512 --total-batch-size=262144"
-    add("--llama", default="", help=text)
+    families.add_arguments(parser)
     # Training horizon. Only one of these is used. Earlier ones take precedence.
     add("--num-iterations", type=int, default=-1, help="explicit number of optimization steps (-1 = disable)")
     add("--target-flops", type=parse_finite, default=-1.0, help="steps that reach these FLOPs (-1 = disable)")
@@ -208,7 +206,7 @@ def main(argv: list[str] | None = None) -> None:
     args = parse_args(argv)
     check_model_tag(args.model_tag)
     if args.resume_from_step != -1:  # A row that the run's own checkpoints hold needs no --recipes.
-        name = f"llama-{args.llama}" if args.llama else f"d{args.depth}"
+        name = families.family_of_flags(args).run_name(args)
         tag = args.model_tag or f"{name}_{args.method or os.environ.get('QAT_METHOD')}"
         register_stored_recipes(checkpoint_folder("base", tag))
     method = resolve_method(args.method)

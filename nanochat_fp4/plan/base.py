@@ -13,13 +13,14 @@ import torch
 
 import nanochat_fp4 as nf
 from nanochat_fp4.errors import UserError
+from nanochat_fp4.models.families import family_of_flags
 from nanochat_fp4.models.optim8bit import state_bytes
 from nanochat_fp4.nvfp4.phases import MethodPlan
 from nanochat_fp4.plan.cards import Card
 from nanochat_fp4.plan.settings import Settings
 from nanochat_fp4.training.memory import Memory, choose, largest
 from nanochat_fp4.training.micro_batch import plan_accumulation
-from nanochat_fp4.training.new_model import check_machine, model_config, resolve_horizon
+from nanochat_fp4.training.new_model import check_machine, resolve_horizon
 
 # Flags of base_train that variables set. A message about a flag names the variable.
 FLAGS = {
@@ -101,7 +102,7 @@ def _describe(settings: Settings, method: str, card: Card | None, processes: int
     if card is None:
         check_machine(args, torch.device("cpu"), model.estimate_flops() * args.total_batch_size * steps)
     ways: list[Memory] = []
-    if card is not None and not args.llama:
+    if card is not None and family_of_flags(args).memory_is_counted:
         total = card.gib * 2**30
         chosen_by_user = any(word.startswith(("--state", "--recompute")) for word in own)
         if chosen_by_user or processes > 1:  # several processes share moments, which is not counted
@@ -118,9 +119,10 @@ def _describe(settings: Settings, method: str, card: Card | None, processes: int
 
 def make_model(args: argparse.Namespace, vocab_size: int, method: str) -> Any:
     """The model on the meta device, converted as the run will convert it."""
-    cls, config, _ = model_config(args, vocab_size)
+    family = family_of_flags(args)
+    config = family.config_from_flags(args, vocab_size)
     with contextlib.redirect_stdout(io.StringIO()), torch.device("meta"):
-        model = cls(config)
+        model = family.model(config)
     nf.convert(model, method, verbose=False)
     MethodPlan.parse(method, args.layer_methods, args.method_phases).apply(model, 0.0)
     return model

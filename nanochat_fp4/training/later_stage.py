@@ -4,8 +4,8 @@ import argparse
 from collections.abc import Callable
 from typing import Any
 
+from nanochat_fp4.models.families import config_record
 from nanochat_fp4.nvfp4.methods import get_recipe
-from nanochat_fp4.training.load_model import config_record
 from nanochat_fp4.training.report_run import report_run
 from nanochat_fp4.training.run import Process, Run
 

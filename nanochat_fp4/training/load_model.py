@@ -9,9 +9,7 @@ import argparse
 import contextlib
 import os
 import re
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -21,9 +19,8 @@ from nanochat_fp4.console import format_bytes
 from nanochat_fp4.data.tokenizer import RustBPETokenizer, get_tokenizer
 from nanochat_fp4.errors import UserError, one_line
 from nanochat_fp4.hardware import physical_memory
-from nanochat_fp4.models import flash_attention
+from nanochat_fp4.models.families import config_from_record, family_of_config
 from nanochat_fp4.models.gpt import GPT, ROTARY_FACTOR, GPTConfig
-from nanochat_fp4.models.llama import Llama, LlamaConfig
 from nanochat_fp4.nvfp4.feedback import load_gram_state
 from nanochat_fp4.nvfp4.methods import register
 from nanochat_fp4.nvfp4.phases import MethodPlan
@@ -55,12 +52,6 @@ def checkpoint_folder(source: str, model_tag: str) -> Path:
     return Path(get_base_dir()) / SOURCES[source][0] / model_tag
 
 
-def config_record(config: GPTConfig | LlamaConfig) -> dict[str, Any]:
-    """Returns a model's config in the form of the metadata. Switches that are off are left out, so that nanochat can
-    read it."""
-    return {k: v for k, v in asdict(config).items() if v or k not in SWITCHES}
-
-
 def build_model(
     checkpoint_dir: str | os.PathLike, step: int | None, device: str | torch.device, phase: str
 ) -> tuple[GPT, RustBPETokenizer, Metadata]:
@@ -88,21 +79,9 @@ def model_of(
     if device.type in ("cpu", "mps") and not (phase == "train" and meta.state == "lean"):
         model_data = {name: t.float() if t.dtype == torch.bfloat16 else t for name, t in model_data.items()}
     try:
-        model_config = dict(meta.model_config)
-        if not model_config:
+        if not meta.model_config:
             raise ValueError("it has none")
-        is_llama = model_config.pop("family", None) == "llama"
-        # Before nanochat had windows and per-layer scalars, its models had full context. These scalars change nothing.
-        if not is_llama:
-            model_config.setdefault("window_pattern", "L")
-            model_data.setdefault("resid_lambdas", torch.ones(model_config.get("n_layer", 0)))
-            model_data.setdefault("x0_lambdas", torch.zeros(model_config.get("n_layer", 0)))
-        config = LlamaConfig(**model_config) if is_llama else GPTConfig(**model_config)
-        numbers = {k: v for k, v in asdict(config).items() if k not in ("window_pattern", "family", *SWITCHES)}
-        if not all(isinstance(getattr(config, k, False), bool) for k in SWITCHES):
-            raise ValueError(f"{' and '.join(SWITCHES)} must be true or false")
-        if not all(isinstance(v, int) and v > 0 for v in numbers.values()):
-            raise ValueError(f"these must be positive whole numbers: {numbers}")
+        config = config_from_record(meta.model_config, model_data)
         # The numbers are checked before anything is allocated, because a wrong one could ask for too much memory or
         # time.
         layers = len({name.split(".")[2] for name in model_data if name.startswith("transformer.h.")})
@@ -111,7 +90,7 @@ def model_of(
         check_model_fits(config, device)
         set_cpu_threads(device, config.n_embd)
         with torch.device("meta"):
-            model = Llama(config) if is_llama else GPT(config)
+            model = family_of_config(config).model(config)
     except (AttributeError, KeyError, TypeError, ValueError, ZeroDivisionError) as e:
         raise UserError(f"{where}: its model config is not one of this GPT ({one_line(e)[:150]})") from e
     load_weights(model, model_data, folder, step)
@@ -157,18 +136,6 @@ def check_model_fits(config: GPTConfig, device: torch.device) -> None:
             f"of {format_bytes(4 * (matrices + tables))}, and this device has {format_bytes(memory)} of memory; lower "
             "--depth, --aspect-ratio or --max-seq-len"
         )
-
-
-def recompute_problem(recompute: str, config: Any, device: torch.device) -> str | None:
-    """Returns the reason why a model of this config cannot recompute in this way on the device, with a remedy, or
-    None."""
-    reason = None
-    if isinstance(config, LlamaConfig) and recompute != "none":
-        return "it is not for the --llama models; leave it out"
-    if recompute.startswith("codes"):
-        reason = config.separate_qkv and "it needs q, k and v as one layer, without --separate-qkv"
-        reason = reason or flash_attention.unkept_reason(device.type, config.head_dim)
-    return reason and f"{reason}; use --recompute=mlp or --recompute=all"
 
 
 def load_weights(model: GPT, model_data: dict[str, torch.Tensor], checkpoint_dir: str | os.PathLike, step: int) -> None:

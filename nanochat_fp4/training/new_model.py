@@ -3,7 +3,6 @@
 import argparse
 import hashlib
 import json
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,49 +10,35 @@ import torch
 from nanochat_fp4.common import set_cpu_threads
 from nanochat_fp4.data.tokenizer import RustBPETokenizer
 from nanochat_fp4.errors import UserError
-from nanochat_fp4.models import llama
 from nanochat_fp4.models.cross_entropy import head_problem
-from nanochat_fp4.models.gpt import GPT, config_from_depth
+from nanochat_fp4.models.families import config_record, family_of_config, family_of_flags, recompute_problem
 from nanochat_fp4.models.optim8bit import set_state
 from nanochat_fp4.training.flags import BRANCH_SETTINGS, check_iterations
-from nanochat_fp4.training.load_model import SWITCHES, check_model_fits, config_record, recompute_problem
+from nanochat_fp4.training.load_model import check_model_fits
 
 MAX_STEPS = 10**9  # A larger number is a typing error.
 CPU_FLOPS = 1e11  # A generous estimate of how many FLOPs a CPU computes in a second.
 CPU_TOO_MUCH = 1e15  # A run with more FLOPs takes a CPU hours.
 
 
-def model_config(args: argparse.Namespace, vocab_size: int) -> tuple[type[torch.nn.Module], Any, str]:
-    """Returns the class and the config of the model that the flags describe, and the first part of its runs' names.
-    Raises UserError for flags that exclude each other."""
-    if args.llama:
-        if unfit := next((switch for switch in SWITCHES if getattr(args, switch)), None):
-            raise UserError(f"--{unfit.replace('_', '-')} is not for the --llama models; leave one of them out")
-        return llama.Llama, llama.config_from_size(args.llama, vocab_size, args.max_seq_len), f"llama-{args.llama}"
-    config = config_from_depth(
-        args.depth, vocab_size, args.max_seq_len, args.head_dim, args.aspect_ratio, args.window_pattern
-    )
-    config = replace(config, separate_qkv=args.separate_qkv, exact_relu_squared=args.exact_relu_squared)
-    return GPT, config, f"d{args.depth}"
-
-
 def make_model(args: argparse.Namespace, vocab_size: int, device: torch.device) -> tuple[torch.nn.Module, str]:
     """Returns the model with its first weights, and the first part of its runs' names, like d20 or llama-tiny.
     Raises UserError if the device cannot train it in the way that the flags ask for."""
-    cls, config, name = model_config(args, vocab_size)
+    family = family_of_flags(args)
+    config = family.config_from_flags(args, vocab_size)
     if reason := recompute_problem(args.recompute, config, device):
         raise UserError(f"--recompute={args.recompute}: {reason}")
     check_model_fits(config, device)
     set_cpu_threads(device, config.n_embd)
     with torch.device("meta"):
-        model = cls(config)
+        model = family.model(config)
     if problem := head_problem(args.head, *model.lm_head.weight.shape, device.type):
         raise UserError(f"--head: {problem}")
     set_state(model, args.state)
     model.to_empty(device=device)
     model.init_weights()
     model.recompute, model.head = args.recompute, args.head
-    return model, name
+    return model, family.run_name(args)
 
 
 def run_settings(
@@ -63,12 +48,12 @@ def run_settings(
     settings."""
     return {
         "method": method,
-        **{k: v for k, v in config_record(model.config).items() if k not in SWITCHES},
+        **{k: v for k, v in config_record(model.config).items() if k not in BRANCH_SETTINGS},
         "total_batch_size": args.total_batch_size,
         "seed": args.seed,
         "data_seed": args.data_seed or None,
         "shuffle_documents": args.shuffle_documents or None,
-        **({"schedule": "OneCycleLR"} if args.llama else {}),
+        **family_of_config(model.config).settings,
         "tokenizer": tokenizer.fingerprint(),
         **{k: getattr(args, k) or None for k in BRANCH_SETTINGS},
         "head": None if args.head == "bf16" else args.head,

@@ -41,6 +41,7 @@ from nanochat_fp4.errors import UserError, require
 from nanochat_fp4.evaluation.metrics import LossMonitor, MetricsLog
 from nanochat_fp4.hardware import get_peak_flops
 from nanochat_fp4.locks import held_run
+from nanochat_fp4.models.families import config_record, recompute_problem
 from nanochat_fp4.models.gpt import RECOMPUTE, compile_layers
 from nanochat_fp4.models.optim import ORTHOGONALIZERS, Schedule
 from nanochat_fp4.models.optim8bit import LeanState, set_state
@@ -55,12 +56,10 @@ from nanochat_fp4.training.checkpoint_manager import weights_digest
 from nanochat_fp4.training.flags import BRANCH_SETTINGS
 from nanochat_fp4.training.load_model import (
     checkpoint_folder,
-    config_record,
     find_model_tag,
     load_model,
     load_weights,
     model_of,
-    recompute_problem,
     register_recipes,
 )
 from nanochat_fp4.training.resume import (
