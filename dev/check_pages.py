@@ -2,12 +2,12 @@
 
     python dev/check_pages.py                      # all pages; exit status 1 if a command fails
     python dev/check_pages.py docs/memory.md       # some pages
-    python dev/check_pages.py --rewrite            # write the outputs of console blocks anew, where … does not fit
+    python dev/check_pages.py --rewrite            # writes the outputs of console blocks anew, if they differ
 
-A command that takes seconds on a CPU (RUNS below) is run. Of any other Python program the arguments are given to its
-own argument parser, which is as far as it gets. Shell scripts are read by `bash -n`, Python examples are compiled and
-their names nf.* looked up, and the files and modules that a page names must exist. Bash itself reads each line, with
-`python`, `bash`, `pip` and the like replaced by this file. Nothing needs a GPU or the network.
+A command that takes seconds on a CPU (RUNS below) is run. Any other Python program only parses its arguments, with its
+own argument parser. Shell scripts are checked by `bash -n`. Python examples are compiled, and their names nf.* must
+exist. The files and modules that a page names must exist, too. Bash itself reads each line, with `python`, `bash`,
+`pip` and similar programs replaced by this file. Nothing needs a GPU or the network.
 """
 
 import argparse
@@ -32,14 +32,15 @@ RUNS = re.compile(
     r"|python -m lab\.reproduce (list|leaderboard|horizon|forwards|remedies|equal_time|claims|extra_steps|table5)"
     r"|python -m lab\.(pages|runs)$|bash \S+ --help|nanochat-fp4 --help|python -m lab\.bench \S+ --predict"
 )
-# What stands for a name of the reader's own.
+# Names on the pages that stand for a reader's own -> names that exist here.
 STAND_INS = {"FILE.py": "lab/recipes.py", "five_over_six": "rtn", "my_method": "clover_search"}
-MISSING = {"vllm", "llama-server", "trackio", "hf", "git"}  # programs of others, which no test of ours needs
+MISSING = {"vllm", "llama-server", "trackio", "hf", "git"}  # Programs of others, which need not be installed.
 PARSED, NOT_HERE, SECONDS = "PARSED", "NOT HERE", 300
 
 
 def commands(text: str) -> list[tuple[str, str | None]]:
-    """(command, its output if the page prints it) of the console blocks, other blocks, and `spans` in the text."""
+    """Returns the commands of a page as (command, its output if the page prints it, otherwise None). They are those of
+    console blocks, of other blocks, and of `spans` in the text."""
     blocks = re.findall(r"^ *```(\w*)\n(.*?)^ *```", text, re.M | re.S)
     found: list[tuple[str, str | None]] = []
     for kind, block in blocks:
@@ -56,7 +57,7 @@ def commands(text: str) -> list[tuple[str, str | None]]:
 
 
 def examples(text: str) -> list[str]:
-    """The blocks of Python, fenced or indented."""
+    """Returns a page's blocks of Python, fenced or indented."""
     blocks = re.findall(r"^( *)```python\n(.*?)^ *```", text, re.M | re.S)
     rest = re.sub(r"^ *```.*?^ *```", "", text, flags=re.M | re.S)
     indented = re.findall(r"(?:^\n)((?: {4,}.*\n|\n)+)", rest, re.M)
@@ -66,13 +67,13 @@ def examples(text: str) -> list[str]:
 
 
 def fits(masked: str, output: str) -> bool:
-    """Whether output is the page's text, in which … stands for any part of a line."""
+    """Returns True if an output is the page's text, in which … stands for any part of a line."""
     pattern = "".join(".*" if part == "…" else re.escape(part) for part in re.split("(…)", masked))
     return re.fullmatch(pattern, output) is not None
 
 
 def shim(program: str, words: list[str]) -> None:
-    """What runs in the place of a program in a command that is parsed only. Prints how far that got."""
+    """Takes the place of a program in a command that is only parsed. Prints how far it got."""
     if program == "bash":
         if not words or words[0].startswith("-"):
             sys.exit(f"no shell script: {words}")
@@ -96,7 +97,7 @@ def shim(program: str, words: list[str]) -> None:
 
 
 def parse(words: list[str]) -> None:
-    """`python WORDS`, up to and with its argument parser."""
+    """Runs `python WORDS` until its arguments are parsed."""
     real = argparse.ArgumentParser.parse_args
 
     def parse_args(self, *args, **kwargs):
@@ -118,7 +119,8 @@ def parse(words: list[str]) -> None:
 
 
 def environment(folder: Path, shims: tuple[str, ...]) -> dict[str, str]:
-    """No GPU, no network, an empty home, and `python` and the shims in front of PATH."""
+    """Returns an environment without a GPU and a network, with an empty home, and with `python` and the shims at the
+    beginning of PATH."""
     (folder / "bin").mkdir()
     for name in {"python", *shims}:
         this = f'"{Path(__file__).resolve()}" --shim {name}' if name in shims else ""
@@ -132,7 +134,8 @@ def environment(folder: Path, shims: tuple[str, ...]) -> dict[str, str]:
 
 
 def check(command: str, expected: str | None) -> tuple[str, str]:
-    """(ran, parsed, not here or FAILED; the last line that says why, or for a console block the output)."""
+    """Checks a command. Returns ("ran", "parsed", "not here" or "FAILED", the line that says why). If the output of a
+    console block differs from the page, this output is returned in the place of the line."""
     run = expected is not None or RUNS.match(command)
     if re.search(r"OWNER|\bBASE\b|&& nanochat-fp4", command):
         run = None
@@ -162,7 +165,7 @@ def check(command: str, expected: str | None) -> tuple[str, str]:
 
 
 def named(text: str) -> list[str]:
-    """What is wrong with the modules, files and names of nf that a page names in `spans` and in Python examples."""
+    """Returns the faults in the modules, files and names of nf that a page names in `spans` and in Python examples."""
     import nanochat_fp4 as nf
 
     wrong = [f"nf.{n} does not exist" for n in set(re.findall(r"\bnf\.(\w+)", text)) if not hasattr(nf, n)]

@@ -1,4 +1,7 @@
-"""Runs a command with SIGINT at its default: python3 dev/interruptible.py bash script.sh. A shell cannot do that."""
+"""Runs a command with the default action of SIGINT, for example python3 dev/interruptible.py bash script.sh.
+
+A shell cannot restore the default action itself if it was started with SIGINT ignored.
+"""
 
 import os
 import signal

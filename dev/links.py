@@ -1,10 +1,10 @@
-"""Names the repository where its address has to be written out. Run it from the checkout that it changes.
+"""Writes the repository's address into the files that need it. It changes the checkout from which it is run.
 
     python dev/links.py https://github.com/me/nanochat_fp4           once: the notebook's badge and installation
     python dev/links.py https://github.com/me/nanochat_fp4 v0.2.0    also README and pyproject.toml
 
-A package index shows README outside of the repository, so that its relative links and pictures lead nowhere there.
-The workflow `release` runs the second form on its own copy; nothing of that is committed.
+A package index shows README outside of the repository, where its relative links and pictures lead nowhere. The workflow
+`release` therefore runs the second form on its own copy, and commits none of these changes.
 """
 
 import re
@@ -17,14 +17,15 @@ TARGET = re.compile(r'(?P<before>\]\(\s*|\b(?:src|srcset|href)=")(?P<path>(?![a-
 
 
 def name_in_notebook(text: str, repository: str) -> str:
-    """The notebook's JSON with `repository` (https://HOST/OWNER/NAME) in its badge and its installation."""
+    """Returns the notebook's JSON with `repository` (https://HOST/OWNER/NAME) in its badge and its installation."""
     owner = "/".join(repository.split("/")[-2:])
     text = re.sub(r"(colab\.research\.google\.com/github/)[^/]+/[^/]+", rf"\g<1>{owner}", text)
     return re.sub(r'git\+https://[^\\"\s]+', f"git+{repository}", text)
 
 
 def absolute_links(text: str, repository: str, ref: str) -> str:
-    """Markdown whose relative links and pictures lead to `repository` at `ref`. Blocks of code stay as they are."""
+    """Returns Markdown whose relative links and pictures lead to `repository` at `ref`. Blocks of code stay as they
+    are."""
 
     def absolute(found: re.Match) -> str:
         kind = "raw" if found["path"].endswith((".png", ".svg")) else "blob"

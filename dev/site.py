@@ -1,6 +1,6 @@
-"""The pages of the site that are not in docs/: README as the first, and the API by module.
+"""Makes the pages of the site that are not in docs/: README as the first page, and a page of the API for each module.
 
-A hook of mkdocs and an extension of griffe, both named in mkdocs.yml.
+The file is a hook of mkdocs and an extension of griffe. mkdocs.yml names both.
 """
 
 import ast
@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def public_names() -> dict[str, list[str]]:
-    """Module -> its names in nanochat_fp4's __all__, without importing anything."""
+    """Returns for each module its names in nanochat_fp4's __all__. Nothing is imported."""
     tree = ast.parse((ROOT / "nanochat_fp4/__init__.py").read_text(encoding="utf-8"))
     all_ = next(ast.literal_eval(n.value) for n in tree.body if isinstance(n, ast.Assign) and "__all__" in ast.dump(n))
     found: dict[str, list[str]] = {}
@@ -23,7 +23,7 @@ def public_names() -> dict[str, list[str]]:
             for name in node.names:
                 if name.name in all_ and name.name not in found.get(node.module, []):
                     found.setdefault(node.module, []).append(name.name)
-                if name.name == "tensor_parallel":  # of __getattr__
+                if name.name == "tensor_parallel":  # __getattr__ takes the names from this module.
                     found[f"{node.module}.{name.name}"] = [n for n in all_ if n.endswith("wiseParallel")]
     missing = set(all_) - {name for names in found.values() for name in names} - {"METHODS"}
     assert not missing, f"names of __all__ that are on no page of the API: {missing}"
@@ -31,7 +31,7 @@ def public_names() -> dict[str, list[str]]:
 
 
 def api_pages() -> dict[str, str]:
-    """Path -> Markdown; one page a module, and their list."""
+    """Returns the pages of the API as path -> Markdown: one for each module, and a list of them."""
     pages, rows = {}, []
     for module, names in public_names().items():
         short = module.rpartition(".")[2]
@@ -47,7 +47,7 @@ def api_pages() -> dict[str, str]:
 
 def on_files(files, config):
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    # Links and pictures of README lie below docs/, which is the site's root.
+    # Links and pictures of README begin with docs/, which is the root of the site.
     pages = {"index.md": re.sub(r'(\]\(|srcset="|src=")docs/', r"\1", readme), **api_pages()}
     for path, text in pages.items():
         files.append(File.generated(config, path, content=text))
@@ -55,12 +55,13 @@ def on_files(files, config):
 
 
 def on_page_markdown(markdown, **_):
-    """GitHub begins a list after any line; Python-Markdown needs an empty one."""
+    """Puts an empty line before each list, which Python-Markdown needs. GitHub begins a list after any line."""
     return re.sub(r"^(?!- |\d+\. |\s|$)(.*)\n(?=- |\d+\. )", r"\1\n\n", markdown, flags=re.M)
 
 
 class Arguments(griffe.Extension):
-    """'name:   what it is' at the beginning of a docstring's line, with its indented lines, becomes a list's item."""
+    """Makes an item of a list from 'name:   what it is' at the beginning of a docstring's line and from the indented
+    lines that follow."""
 
     def on_object(self, *, obj, **_) -> None:
         if obj.docstring:

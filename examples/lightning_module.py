@@ -1,4 +1,4 @@
-"""Trains with Lightning. __init__ converts the model, and a hook tells methods that change over time the run's progress.
+"""Trains with Lightning. __init__ converts the model, and a hook tells methods that change over time where the run is.
 
 The example needs lightning: pip install -e '.[examples]'
 """

@@ -1,14 +1,15 @@
-"""The laboratory: what measures and studies the package, and the runs that its claims rest on. The wheel lacks it.
+"""The laboratory: programs that measure and study the package, and the runs on which its claims rest. The wheel does
+not contain it.
 
-`lab.bench` times layers and training steps. `lab.study.sweep` trains many models, whose runs `lab.runs` keeps.
-`lab.reproduce` makes the paper's tables and figures, and every table of a page, from the stored runs or anew.
-`lab.golden` proves that a change of the code changes no result. The laboratory may import everything, and nothing
-imports it. `python -m lab.reproduce list` names the tables and figures.
+`lab.bench` times layers and training steps. `lab.study.sweep` trains many models, and `lab.runs` stores their runs.
+`lab.reproduce` makes the paper's tables and figures, and every table of a page, from the stored runs or from new ones.
+`python -m lab.reproduce list` names them. `lab.golden` proves that a change of the code changes no result. The
+laboratory may import everything, and nothing outside of it imports it.
 """
 
 from pathlib import Path
 
-import nanochat_fp4  # noqa: F401  first: a package that is missing is one line (nanochat_fp4.signals)
+import nanochat_fp4  # noqa: F401  first, so that a missing package ends in one line (nanochat_fp4.signals)
 
-ROOT = Path(__file__).resolve().parents[1]  # of the repository
+ROOT = Path(__file__).resolve().parents[1]  # The root of the repository.
 RESULTS = ROOT / "lab/results"

@@ -1,18 +1,20 @@
 """
-Golden hashes: what short runs of the public entries leave behind, before and after a change of the code.
+Compares the results of short runs before and after a change of the code, by hashes ("golden hashes").
 
     python -m lab.golden record FILE.json [--only PATTERN ...] [--nanochat CHECKOUT]
     python -m lab.golden compare FILE.json [--only PATTERN ...] [--gone NAME ...] [--nanochat CHECKOUT]
 
-Cases have names: tok, api/ROUNDING, method/METHOD, fsdp/METHOD, mid/clover, export-gpt/FORMAT, ... (the keys of FILE).
-Training cases run twice on the CPU: straight, and killed (SIGKILL two steps after the save in the middle) and resumed.
-Both must leave the same contents. A part of a case is one hash: the weights, one entry of the optimizer's file, ...
-Parts named "bytes of" are those of whole .pt files. A case that differs in such parts alone has a new layout of files.
-Left out: times, the commit, the folder of the run, and the environment that a model card names.
+Cases have names such as tok, api/ROUNDING, method/METHOD, fsdp/METHOD, mid/clover and export-gpt/FORMAT, which are the
+keys of FILE. Each training case runs twice on the CPU. The first run is not interrupted. The second one is killed
+(SIGKILL two steps after the save in the middle) and resumed. Both must leave the same contents.
 
-compare ends with status 1 where a part differs, or where a name is gone or new. Hashes are of one processor, one
-release of torch and one set of optional packages: BLAS sums in another order elsewhere. FILE.json is made on the
-machine that compares, therefore. Runs are forks of one process, which has imported everything and computes nothing.
+Each part of a case has a hash, for example the weights, or one entry of the optimizer's file. A part named "bytes of"
+is a whole .pt file. If a case differs in such parts alone, only the layout of its files is new. Times, the commit, the
+folder of the run, and the environment that a model card names are left out.
+
+compare ends with status 1 if a part differs, or if a name is gone or new. Hashes hold for one processor, one release of
+torch and one set of optional packages, because BLAS sums in another order elsewhere. FILE.json must therefore be made
+on the machine that compares. Runs are forks of one process, which has imported everything and computes nothing.
 """
 
 import argparse
@@ -46,7 +48,7 @@ for _name in ("QAT_METHOD", "DATA_DIR", "WANDB_RUN", "TRACKER", "RANK", "LOCAL_R
 os.environ.update(OMP_NUM_THREADS="1", WANDB_MODE="disabled", HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1")
 
 import torch  # noqa: E402
-import torch._dynamo  # noqa: E402 (or each fork would import it)
+import torch._dynamo  # noqa: E402 (otherwise each fork would import it)
 
 import nanochat_fp4 as nf  # noqa: E402
 from lab import ROOT  # noqa: E402
@@ -55,7 +57,7 @@ from lab.recipes import RECIPES  # noqa: E402
 MODULES = [f"scripts.{s}" for s in ("base_train", "mid_train", "chat_sft", "tok_train", "export")]
 MODULES.append("lab.bench.parallel")
 FORMATS = ("safetensors", "compressed-tensors", "gguf", "gguf-bf16")
-# Their runs must see the change of the method. One method changes at 97% of the steps.
+# Methods that change during a run. Their runs must be long enough to see it, and one changes at 97% of the steps.
 LATE, STEPS, LONG = ("nvidia_full", "clover_late", "clover_feedback_late"), 8, {"clover_feedback_late": 34}
 LEFT_OUT = {"dt", "tok_per_sec", "mfu", "training_seconds", "commit", "environment", "config_key", "config", "backend"}
 
@@ -71,7 +73,7 @@ TP = "--depth=2 --aspect-ratio=128 --head-dim=128 --vocab-size=256 --seq-len=32 
 UPSTREAM = "--depth=2 --max-seq-len=128 --window-pattern=L --device-batch-size=1 --total-batch-size=512 --eval-every=4"
 UPSTREAM += " --device-type=cpu --num-iterations=8 --eval-tokens=512 --core-metric-every=-1 --sample-every=-1"
 
-Parts = dict[str, str]  # what -> hash
+Parts = dict[str, str]  # The name of a part -> its hash.
 COUNTED = ("sent", "sent_bytes", "predicted_bytes")
 
 
@@ -80,7 +82,7 @@ COUNTED = ("sent", "sent_bytes", "predicted_bytes")
 
 
 def digest(value: Any) -> str:
-    """The order of a dict does not count; neither do a tensor's strides and storage."""
+    """Returns a hash of a value. The order of a dict does not count, nor do the strides and the storage of a tensor."""
     sha = hashlib.sha256()
 
     def add(v: Any) -> None:
@@ -88,7 +90,7 @@ def digest(value: Any) -> str:
             add(f"tensor {v.dtype} {tuple(v.shape)}")
             sha.update(v.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
         elif isinstance(v, dict):
-            keys = sorted(v.keys() - {"differentiable"}, key=repr)  # torch adds that to an optimizer that it loads
+            keys = sorted(v.keys() - {"differentiable"}, key=repr)  # torch adds this key when it loads an optimizer.
             add(f"dict {len(keys)}")
             for item in (item for key in keys for item in (key, v[key])):
                 add(item)
@@ -104,13 +106,13 @@ def digest(value: Any) -> str:
 
 
 def read_json(text: str, folder: Path) -> Any:
-    """JSON without what differs from one run to the next."""
+    """Reads JSON, without the entries that differ from one run to the next."""
     hook = lambda d: {k: v for k, v in d.items() if k not in LEFT_OUT}  # noqa: E731
     return json.loads(text.replace(str(folder), "FOLDER"), object_hook=hook)
 
 
 def of_checkpoints(tree: Path, work: Path) -> Parts:
-    """Everything in the folder of the only model tag."""
+    """Returns the parts of a folder of checkpoints with a single model tag: everything that it holds."""
     files = sorted(next(p for p in tree.iterdir() if p.is_dir()).iterdir())
     parts: Parts = {"names of files": digest([p.name for p in files])}
     for path in files:
@@ -136,7 +138,8 @@ def of_checkpoints(tree: Path, work: Path) -> Parts:
 
 
 def of_export(folder: Path, work: Path) -> Parts:
-    """Each file byte by byte, but for the line of the model card that names processor and torch."""
+    """Returns the parts of an export: each file byte by byte, except for the line of the model card that names the
+    processor and the release of torch."""
     files = {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
     card = files["README.md"].replace(str(work).encode(), b"FOLDER")
     files["README.md"] = re.sub(rb" validation tokens, on .*", b"", card)
@@ -148,9 +151,10 @@ def of_export(folder: Path, work: Path) -> Parts:
 
 
 def run(base: Path, module: str, argv: str, *, ranks: int = 1, kill_at: int = 0, checkout: str = "") -> str:
-    """`python -m module argv` in a fork for each rank, with base as NANOCHAT_BASE_DIR; returns what rank 0 printed.
+    """Runs `python -m module argv` in a fork for each rank, with `base` as NANOCHAT_BASE_DIR. Returns the output of
+    rank 0.
 
-    kill_at: rank 0 kills itself two steps after its save of this step.
+    kill_at: rank 0 kills itself two steps after it has saved this step. 0 means never.
     """
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
@@ -179,7 +183,7 @@ def _child(module: str, argv: str, log: Path, kill_at: int, checkout: str) -> No
         sys.stdout = sys.stderr = log.open("w", buffering=1)
         for fd in (1, 2):
             os.dup2(sys.stdout.fileno(), fd)
-        os.fsync = lambda fd: None  # a killed process loses nothing that was written
+        os.fsync = lambda fd: None  # It is not needed, because a killed process loses nothing that was written.
         if kill_at:
             _kill_after_save(kill_at)
         if checkout:
@@ -197,7 +201,7 @@ def _child(module: str, argv: str, log: Path, kill_at: int, checkout: str) -> No
 
 
 def _kill_after_save(step: int) -> None:
-    """SIGKILL at the second record of metrics.jsonl after the manifest of this step has its name."""
+    """Lets this process kill itself at the second record of metrics.jsonl after the manifest of this step is saved."""
     records: list[str] = []
 
     def hook(event: str, args: tuple) -> None:
@@ -212,12 +216,13 @@ def _kill_after_save(step: int) -> None:
 
 
 def _enter_checkout() -> None:
-    """As a new process in a checkout, whose `scripts` are others. Packages that it only imports may be missing."""
+    """Makes this process like a new one in a checkout of nanochat, which has other `scripts`. Packages that nanochat
+    imports but does not use here may be missing."""
     for name in [n for n in sys.modules if n.split(".")[0] == "scripts"]:
         del sys.modules[name]
-        inspect._filesbymodname.pop(name, None)  # or inspect looks for a file of the checkout's `scripts`
+        inspect._filesbymodname.pop(name, None)  # Otherwise inspect would look for files of our `scripts`.
     sys.dont_write_bytecode = True
-    torch.compile = lambda function=None, **how: function or (lambda f: f)  # minutes, on a CPU
+    torch.compile = lambda function=None, **how: function or (lambda f: f)  # Compiling takes minutes on a CPU.
     names = ("psutil", "wandb", "tokenizers", "tokenizers.models", "tokenizers.trainers")
     missing = [name for name in names if importlib.util.find_spec(name.split(".")[0]) is None]
     for name in missing:
@@ -230,7 +235,7 @@ def _enter_checkout() -> None:
 
 
 def prepare(work: Path) -> None:
-    """Text, and a tokenizer made of it."""
+    """Makes a text and a tokenizer."""
     words = "the of capital gold planets hot day color France opposite symbol was tomorrow number cat dog runs".split()
     rng = random.Random(0)
     texts = [" ".join(rng.choices(words, k=rng.randint(20, 200))) + "." for _ in range(600)]
@@ -239,20 +244,20 @@ def prepare(work: Path) -> None:
     write = "import json, sys, pyarrow as pa, pyarrow.parquet as pq\nfor path, texts in json.load(sys.stdin):\n"
     write += "    pq.write_table(pa.table({'text': texts}), path, row_group_size=30)\n"
     shards = [(str(work / f"text/shard_{i:05d}.parquet"), texts[300 * i :][:300]) for i in range(2)]
-    # In a process of its own, as pyarrow has threads.
+    # The shards are written in another process, because pyarrow starts threads and this process forks.
     subprocess.run([sys.executable, "-c", write], input=json.dumps(shards), text=True, check=True)
     run(work / "made", "scripts.tok_train", "--vocab-size=300")
 
 
 class Cases:
-    """Each job makes {name of a case: its parts}, in a process of its own."""
+    """The jobs. Each one runs in a process of its own, and returns {name of a case: its parts}."""
 
     def __init__(self, work: Path, nanochat: str, formats: list[str]):
         self.work, self.nanochat = work, nanochat
         self.formats = {"gpt": [f for f in formats if not f.startswith("gguf")], "llama": formats}
 
     def folder(self, name: str) -> Path:
-        """A base directory with the tokenizer, beside the text."""
+        """Makes a base directory with the tokenizer, beside the text."""
         return shutil.copytree(self.work / "made/tokenizer", self.work / name / "tokenizer").parent
 
     def tok(self) -> dict[str, Parts]:
@@ -269,7 +274,8 @@ class Cases:
         return {f"api/{rounding}": {k: digest(v) for k, v in (made | {"rotate": nf.rotate(x, seed=3)}).items()}}
 
     def trained(self, module: str, argv: str, tree: str, base: Path, late=False, steps=STEPS, ranks=1) -> Parts:
-        """Those of a straight run in `base`. A killed and resumed run in a copy of it must leave the same."""
+        """Returns the parts of an uninterrupted run in `base`. A run in a copy of `base` that is killed and resumed
+        must leave the same contents."""
         argv, half = f"{argv} {RUN} --num-iterations={steps} --save-every={steps // 2}", steps // 2
         copy = shutil.copytree(base, base.with_name(base.name + "_killed"))
         assert "from here on" in run(base, module, argv, ranks=ranks) or not late, "the method has not changed"
@@ -300,7 +306,7 @@ class Cases:
         return {f"tp/{name}": {key: digest(row[key]) for key in kept}}
 
     def chain(self, family: str) -> dict[str, Parts]:
-        """A model's stages one after the other, and the exports of the last."""
+        """Runs a model's stages one after the other, and exports the last model."""
         base, made, outs = self.folder(family), {}, {}
         if family == "gpt":
             run(base, "scripts.base_train", f"{CHAIN} {RUN} --method=clover --num-iterations=8")
@@ -324,7 +330,7 @@ class Cases:
         return {f"upstream/{name}": parts | {"losses that it prints": digest(lines)}}
 
     def jobs(self) -> list[tuple[list[str], Callable[..., dict[str, Parts]], tuple[str, ...]]]:
-        """(names of cases, what makes them, its arguments), those that take long first."""
+        """Returns the jobs as (names of cases, the function that makes them, its arguments). Long jobs come first."""
         chains = {f: [f"export-{f}/{name}" for name in names] for f, names in self.formats.items()}
         jobs = [(["mid/clover", "sft/clover", *chains["gpt"]], self.chain, ("gpt",))]
         names = [("method", name) for name in sorted((*nf.METHODS, *RECIPES), key=lambda name: name not in LONG)]
@@ -343,7 +349,8 @@ class Cases:
 
 
 def make(jobs: list[tuple], work: Path, together: int, keep: Callable[[dict[str, Any]], Any]) -> dict[str, Any]:
-    """{name: parts, or what went wrong as text}. Prints a line for each job; keep gets what there is so far."""
+    """Runs the jobs, `together` at a time. Returns {name: its parts, or a traceback}. A line is printed for each
+    finished job, and `keep` is called with all results so far."""
     made: dict[str, Any] = {}
     running: dict[int, tuple[list[str], float]] = {}
     waiting = list(jobs)
@@ -376,11 +383,11 @@ def differing(before: Parts, after: Parts) -> list[str]:
 
 
 def compare(recorded: dict[str, Any], made: dict[str, Any], gone: list[str]) -> int:
-    """Prints what differs, by case; how many cases do."""
+    """Prints the differences by case. Returns the number of cases that differ."""
     wrong = 0
     for name in sorted(recorded | made):
         before, after = recorded.get(name), made.get(name)
-        if before and name.startswith("tp/"):  # bytes are counted by the tests now
+        if before and name.startswith("tp/"):  # Bytes are not compared, because the tests count them.
             before = {part: value for part, value in before.items() if part not in COUNTED}
         if before == after:
             continue
@@ -413,7 +420,7 @@ def main() -> int:
     for name in (*MODULES, "nanochat_fp4.upstream"):
         importlib.import_module(name)
     gc.collect()
-    gc.freeze()  # or each fork would copy what its garbage collector looks at
+    gc.freeze()  # Otherwise each fork would copy the memory that its garbage collector looks at.
 
     def chosen(names: Any) -> list[str]:
         return [name for name in names if any(fnmatch.fnmatch(name, pattern) for pattern in args.only)]

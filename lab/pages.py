@@ -1,10 +1,10 @@
-"""Puts the tables of README.md and docs/ in: below a command of lab.reproduce stands what it prints.
+"""Writes the tables of README.md and docs/. Below a command of lab.reproduce stands the table that it prints.
 
     python -m lab.pages             # makes all of these tables again from the stored runs
     python -m lab.pages --check     # changes nothing, names the pages that differ, and ends with status 2
 
-A command is a line of a code block, alone in it, that names its runs with --results. The table below it is the
-command's. Everything else on a page is written by hand.
+A command is the only line of a code block, and names its runs with --results. The table that follows the block is the
+output of the command. Everything else on a page is written by hand.
 """
 
 import re
@@ -26,14 +26,14 @@ def pages() -> list[Path]:
 
 
 def table(command: str) -> str:
-    """The Markdown table of a command line of lab.reproduce. Raises UserError."""
+    """Returns the Markdown table that a command line of lab.reproduce makes. Raises UserError if it cannot."""
     args = reproduce.parse_args(shlex.split(command, comments=True))
     _, outcome = reproduce.make(args, reproduce.SAME.get(args.name, args.name))
     return "\n".join(reproduce.markdown(outcome.header, *outcome.rows)) + "\n"
 
 
 def filled(text: str) -> str:
-    """The text of a page with its tables made again. Raises UserError, naming the command that does not work."""
+    """Returns the text of a page with its tables made again. Raises UserError, which names the command that failed."""
 
     def again(match: re.Match) -> str:
         try:

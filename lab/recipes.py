@@ -1,10 +1,11 @@
-"""Rows of lab beside nf.METHODS: the paper's figures, other systems, and parts of methods that were compared.
+"""Methods of the laboratory that are not in nf.METHODS: those of the paper's figures, other systems, and parts of
+methods that were compared.
 
-They train, evaluate and export by their names where this file is given:
+A program that is given this file can train, evaluate and export them by their names:
 
     python -m scripts.base_train --recipes=lab/recipes.py --method=clover_search
 
-Importing this module, or running it, registers all of them in the process. What was measured of each is in dev/LOG.md.
+Importing or running this module registers all of them in the process. dev/LOG.md has the measurements of each.
 """
 
 from dataclasses import replace
@@ -15,14 +16,14 @@ from nanochat_fp4.nvfp4.recipes import both
 
 NVIDIA, CLOVER, CLOVER_REFINED = (nf.get_recipe(name) for name in ("nvidia", "clover", "clover_refined"))
 
-as_used = nf.Operand()  # in the backward pass: as the forward GEMM used it, not rounded again
+as_used = nf.Operand()  # In the backward pass this is the forward GEMM's operand, which is not rounded again.
 rtn, sr, raw_rtn = nf.Operand("rtn"), nf.Operand("sr"), nf.Operand("rtn", raw=True)
 square_rtn, square_four_over_six = nf.Operand("rtn_16x16"), nf.Operand("four_over_six_16x16")
 four_over_six = nf.Operand("four_over_six")
 search, feedback = nf.Operand("scale_search"), nf.Operand("scale_search_6", feedback=True)
 mxfp8, raw_mxfp8 = nf.Operand("mxfp8"), nf.Operand("mxfp8", raw=True)
 eden, eden_search, rotated_sr = both("ms_eden", RHT_DIM), both("ms_eden_search", RHT_DIM), both("sr", RHT_DIM)
-fixed_signs = replace(NVIDIA.grad_weight, fixed_signs=True)  # one sign vector for the run
+fixed_signs = replace(NVIDIA.grad_weight, fixed_signs=True)  # The rotation has one sign vector for the whole run.
 
 
 def _nvidia(name: str, summary: str, **changes: nf.Gemm) -> nf.Recipe:
@@ -33,8 +34,8 @@ def _clover(name: str, summary: str, **changes) -> nf.Recipe:
     return replace(CLOVER, name=f"clover_{name}", summary=f"clover {summary}", **changes)
 
 
-# The paper's Figure 1: selected backward operands only. (b) and (d) leave the weight alone, so nothing is rotated
-# there. MS-EDEN needs both operands rotated, and has no such rows.
+# The paper's Figure 1 quantizes only some operands of the backward pass. In (b) and (d) dgrad's weight is left alone,
+# so nothing is rotated there. MS-EDEN needs both operands rotated, and therefore has no such rows.
 FIGURE_1 = (
     nf.Recipe("fig1a_sr", grad_weight=rotated_sr, summary="Figure 1 (a): wgrad only"),
     nf.Recipe("fig1c_sr", grad_input=rotated_sr, summary="Figure 1 (c): dgrad only, weight requantized"),
@@ -46,7 +47,7 @@ FIGURE_1 = (
     nf.Recipe("fig1d_sr", grad_input=nf.Gemm(sr, as_used), grad_weight=rotated_sr, summary="Figure 1 (d): (a) and (b)"),
 )
 
-# Figure 2: the forward GEMM only.
+# Figure 2 quantizes only the forward GEMM.
 FIGURE_2 = (
     nf.Recipe("fig2_1x16_rtn", output=both("rtn"), summary="Figure 2: forward, native blocks"),
     nf.Recipe("fig2_16x16_rtn", output=nf.Gemm(rtn, square_rtn), summary="Figure 2: square weight blocks"),
@@ -58,7 +59,7 @@ FIGURE_2 = (
     ),
 )
 
-# Other systems, and NVIDIA's recipe with one ingredient changed at a time.
+# Other systems, and NVIDIA's recipe with one part of it changed at a time.
 OTHER_SYSTEMS = (
     nf.Recipe(
         "four_over_six_biased",
@@ -76,8 +77,8 @@ OTHER_SYSTEMS = (
         grad_weight=rotated_sr,
         summary="tetrajet_v2 rotated in groups of 128, as clover is",
     ),
-    # NVIDIA's staff try this recipe in torchao (rdspring1/ao, nvfp4_training/nvfp4_recipe.py, 2026): 1x16 weights,
-    # which dgrad rounds again from the forward's codes. In all else it is nvidia.
+    # NVIDIA's staff try this recipe in torchao (rdspring1/ao, nvfp4_training/nvfp4_recipe.py, 2026). Its weights have
+    # 1x16 blocks, and dgrad rounds them again from the forward's codes. Everything else is as in `nvidia`.
     _nvidia(
         "v1_requant",
         "with 1x16 weight blocks, rounded again in dgrad from the forward's codes, and fixed signs",
@@ -135,7 +136,7 @@ OTHER_SYSTEMS = (
     ),
 )
 
-# Parts of clover: its gap's causes, and remedies.
+# Parts of clover, which show the causes of its gap, and remedies.
 OF_CLOVER = (
     nf.Recipe(
         "clover_input",

@@ -1,4 +1,4 @@
-"""The tables and figures of the paper, each by one command, its numbers beside ours; and what goes beyond it.
+"""Makes the tables and figures of the paper, with its numbers beside ours, and tables that go beyond it.
 
     python -m lab.reproduce table1
     python -m lab.reproduce fig4 --sizes llama-30M,llama-50M --ratio 25 --seeds 3 --data-dir folder
@@ -8,11 +8,12 @@
     python -m lab.reproduce table5 --results d8             # from stored runs (python -m lab.runs), without training
     python -m lab.reproduce horizon --results d6_stored     # whole runs: gaps along the run, both forwards
     python -m lab.reproduce fig6 --results bench_linear     # from lab/results/bench.json; table7: bench_train
-    python -m lab.reproduce gaps --results d8_mixed --columns "method | own: gap"     # some of a table
+    python -m lab.reproduce gaps --results d8_mixed --columns "method | own: gap"     # some columns of a table
 
-Each prints a table, writes <folder>/<name>.json, .md and .png, and says on what hardware, data, tokens, seeds and
-commit it was measured. What is done is kept, piece by piece, so that the same command goes on where it was interrupted.
-Figures that need training runs share them (lab/study/sweep.py). ITEMS and RUNS are the tables of all of them.
+Each command prints a table, writes <folder>/<name>.json, .md and .png, and says on what hardware, data, tokens, seeds
+and commit it was measured. Finished parts are stored one by one, so that the same command goes on where it was
+interrupted. Figures that need training runs share them (lab/study/sweep.py). ITEMS and RUNS list all tables and
+figures.
 """
 
 import argparse
@@ -36,7 +37,7 @@ from nanochat_fp4.files import atomic_write
 from nanochat_fp4.models import llama
 
 # ----------------------------------------------------------------------------------------------------------------------
-# What the paper says
+# The paper's claims and numbers
 
 NAMES = ("NVIDIA", "4/6", "TetraJet-v2", "4/6 (in both passes)", "TetraJet-v2 (rotated by 128)")
 BEATS_ALL = [Claim(f"Clover beats {name}", "clover", method) for name, method in zip(NAMES, SYSTEMS)]
@@ -58,14 +59,14 @@ OF_FIGURE_2 = [
     Claim("native scales beat square blocks (RTN)", "fig2_1x16_rtn", "fig2_16x16_rtn"),
     Claim("native scales beat square blocks (4/6)", "fig2_1x16_four_over_six", "fig2_16x16_four_over_six"),
 ]
-# Validation BPB of bf16, and its increase over that in percent; the paper's Table 5.
+# The paper's Table 5: the validation BPB of bf16, and for the others the increase over it in percent.
 NANOCHATS = ("d20 (560M, 11B tokens)", "d32 (1.9B, 38B tokens)")
 TABLE_5 = {
     "bf16": (0.7693, 0.6925), "nvidia": (1.57, 1.92), "four_over_six": (1.52, 1.76), "tetrajet_v2": (1.56, 1.72),
     "clover": (1.22, 1.44),
 }  # fmt: skip
-# Increase of the validation loss over BF16 in percent, 30M parameters, C4 (Quartet-II, for_plots/runs.json); other
-# sizes and lengths are in lab/results/paper_runs.json.
+# The increase of the validation loss over BF16 in percent, with 30M parameters on C4 (Quartet-II, for_plots/runs.json).
+# Other sizes and lengths are in lab/results/paper_runs.json.
 LLAMAS = ("30M, 25 tokens a parameter", "30M, 800")
 FIGURE_1 = {
     "fig1a_sr": (0.19, 0.04), "fig1a_ms_eden": (0.03, 0.03), "fig1b_sr": (0.04, 0.11), "fig1c_sr": (0.19, 0.27),
@@ -102,7 +103,7 @@ REMEDIES = (
 
 
 def depth_of(size: str) -> int:
-    """Blocks of a size of the sweeps. Raises UserError."""
+    """Returns the number of blocks of a model of this size. Raises UserError for several sizes and an unknown one."""
     if "," in size:
         raise UserError(f"--sizes={size}: this item is of one size at a time, for example d8")
     sweep_runs.size_flags(size)
@@ -110,14 +111,16 @@ def depth_of(size: str) -> int:
 
 
 def ends_in_bf16(method: str, size: str) -> str:
-    """The variant "label: flags" of a method with its first and last block in BF16; NVIDIA keeps some at the ends."""
+    """Returns the variant "label: flags" of a method that has its first and last block in BF16. NVIDIA keeps some
+    blocks at both ends in BF16."""
     blocks = f"transformer.h.0.*=bf16,transformer.h.{depth_of(size) - 1}.*=bf16"
     return f"{method}_ends_bf16: {' '.join(sweep_runs.changed(method, blocks))}"
 
 
 def clover_apart(size: str) -> list[str]:
-    """The runs that take clover apart, as "label: flags": operand, kind of layer, half of the depth, phase."""
-    forward, depth = "fig2_1x16_four_over_six", depth_of(size)  # the forward of clover alone
+    """Returns runs, as "label: flags", in which only a part of clover quantizes: an operand, a kind of layer, half of
+    the depth, or a phase of the run. For each kind of layer, another run quantizes all layers but these."""
+    forward, depth = "fig2_1x16_four_over_six", depth_of(size)  # This row is clover's forward alone.
     methods: dict[str, tuple[str, ...]] = {  # label: method, changes
         "bf16": ("bf16",),
         "all": ("clover",),
@@ -146,7 +149,7 @@ def clover_apart(size: str) -> list[str]:
 
 SHARES = ("own: minus", "own: share", "BF16: minus", "BF16: share")
 AFTER_SFT = "the paper's rows after SFT come from the whole pipeline: COMPARE=1 QAT_METHOD=clover bash speedrun_fp4.sh"
-RUNS = {  # of training runs
+RUNS = {  # Tables that are made of training runs.
     "fig1": Item(
         "Figure 1: quantization of selected operands of the backward pass",
         ["bf16", *[f"fig1{p}_sr" for p in "abcde"], *[f"fig1{p}_ms_eden" for p in "ace"]],
@@ -197,7 +200,7 @@ ITEMS: dict[str, Callable[[Context], Outcome]] = {
     **{item.__name__: item for item in (speed.fig6, speed.table7, numerics.fig9, sparse.averaging)},
     **{name: partial(gaps.table, name=name, item=RUNS[name]) for name in ("systems", "attribution", "remedies")},
 }
-OF_RESULTS: dict[str, Callable[[Context], Outcome]] = {  # of --results alone
+OF_RESULTS: dict[str, Callable[[Context], Outcome]] = {  # Tables that need --results and train nothing.
     **{name: partial(gaps.table, name=name, item=RUNS[name]) for name in ("gaps", "horizon")},
     **{item.__name__: item for item in (
         questions.methods, questions.losses, questions.claims, questions.forwards, questions.extra_steps,
@@ -211,7 +214,7 @@ SAME = {"table6": "fig6"}
 
 
 def footer(context: Context, measured_on: str, info: dict[str, Any]) -> str:
-    """Hardware, data, commit: what a number needs beside it."""
+    """Returns the line below a table, which names the hardware, the data, the release of torch and the commit."""
     hardware = f"{info['gpu_count']} x {info['gpu']}" if info["gpu"] else info["cpu"]
     quick = "QUICK: small sizes, a check of the command" if context.quick else ""
     parts = quick, hardware, measured_on, f"torch {info['torch']}", f"commit {info['commit'] or 'unknown'}"
@@ -219,9 +222,10 @@ def footer(context: Context, measured_on: str, info: dict[str, Any]) -> str:
 
 
 def choose(outcome: Outcome, columns: str, rows: str) -> Outcome:
-    """The table with some of its columns, and the rows that have one of these names in any cell; "" takes all.
+    """Returns a table with some of its columns, and with the rows that have one of the names in any cell. An empty text
+    chooses all.
 
-    The names have | between them, and the table takes their order. Raises UserError for a name that it lacks.
+    The names are separated by |, and the new table has their order. Raises UserError for a name that the table lacks.
     """
     header, table_rows = outcome.header, outcome.rows
     if rows:
@@ -239,7 +243,7 @@ def choose(outcome: Outcome, columns: str, rows: str) -> Outcome:
 
 
 def save(context: Context, outcome: Outcome, name: str) -> None:
-    """Prints the item and writes its JSON, its Markdown and its plot."""
+    """Prints a table and writes it as JSON and as Markdown, and its plot if it has one."""
     info = outcome.environment or environment_info()
     last = footer(context, outcome.measured_on, info)
     lines = [f"\n{outcome.title}", table(outcome.header, outcome.rows), *[f"- {note}" for note in outcome.notes], last]
@@ -257,7 +261,7 @@ def save(context: Context, outcome: Outcome, name: str) -> None:
 
 
 def markdown(header: list[str], *rows: list[Any]) -> list[str]:
-    """The lines of a Markdown table."""
+    """Returns the lines of a Markdown table."""
 
     def line(row: list[Any]) -> str:
         cells = (f"{v:.3f}" if isinstance(v, float) else str(v) for v in row)
@@ -267,7 +271,7 @@ def markdown(header: list[str], *rows: list[Any]) -> list[str]:
 
 
 def page(content: dict[str, Any]) -> str:
-    """The Markdown of what `save` wrote as JSON: title, table, notes, and what it was measured on."""
+    """Returns as Markdown what `save` writes as JSON: the title, the table, the notes, and the line of `footer`."""
 
     made = f"Made by `reproduce {content['name']}`, not by hand."
     lines = [f"# {content['title']}", "", made, "", *markdown(*content["table"]), ""]
@@ -276,7 +280,7 @@ def page(content: dict[str, Any]) -> str:
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    """Raises UserError."""
+    """Parses the command line. Raises UserError for an unknown table and for numbers out of range."""
     parser = ArgumentParser(description=__doc__.split("\n")[0])
     add, known = parser.add_argument, ", ".join([*ITEMS, *OF_RESULTS, *SAME])
     add("name", help=f"all, list, or one of {known}")
@@ -305,7 +309,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def make(args: argparse.Namespace, name: str) -> tuple[Context, Outcome]:
-    """An item, with the rows and columns that the command line asks for. Raises UserError, Interrupted."""
+    """Makes a table with the rows and columns that the command line asks for. Raises UserError if it cannot be made,
+    and Interrupted after a signal."""
     default = Path(get_base_dir()) / ("reproduce_quick" if args.quick else "reproduce")
     context = Context(Path(args.folder) if args.folder else default, args.quick, args)
     return context, choose((ITEMS | OF_RESULTS)[name](context), args.columns, args.rows)

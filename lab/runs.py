@@ -1,28 +1,29 @@
-"""The runs that are kept: one row a run in lab/results/runs.parquet, their losses on the way in curves.parquet.
+"""Stores the training runs of sweeps. lab/results/runs.parquet has a row for each run, and curves.parquet has the
+losses along the runs.
 
-    python -m lab.runs                              # the studies: text, sizes, runs, methods, card, commits
-    python -m lab.runs add results/d8_mixed.json    # a sweep's file becomes a study, or replaces the one of its name
+    python -m lab.runs                              # lists the studies: text, sizes, runs, methods, card, commits
+    python -m lab.runs add results/d8_mixed.json    # makes a study of a sweep's file, or replaces the study of its name
 
-A study is what one sweep trained. Columns of runs.parquet:
+A study is the set of runs that one sweep trained. The columns of runs.parquet are:
 
-    study, label           the sweep's name, and what the sweep calls the run
-    method, flags          the row of the method table that the run begins with; all its flags of base_train
-    size, seed             as lab.study.sweep takes them
-    text, val_text         name and data_key of the text; the hash of its validation shard, empty where it is not known
-    eval_tokens            how many tokens of it are evaluated
-    tokenizer, vocab_size  a hash, empty where the run stored none, and the number of tokens
+    study, label           the name of the sweep, and the label of the run in the sweep
+    method, flags          the method with which the run begins, and all its flags of base_train
+    size, seed             the values that lab.study.sweep takes
+    text, val_text         the name and data_key of the text; the hash of its validation shard, or "" if it is not known
+    eval_tokens            the number of tokens of the validation text that are evaluated
+    tokenizer, vocab_size  the tokenizer's hash, or "" if the run stored none; its number of tokens
     steps, tokens, num_params
-    work_4, work_8, work_16   shares of the GEMM work by bits; their sum is above 1 with second terms
+    work_4, work_8, work_16   shares of the GEMM work by bits. Their sum is above 1 if operands have second terms.
     val_bpb, val_bpb_bf16  bits per byte at the end, evaluated with the run's own forward and without quantization
-    val_bpb_one_term       the same in plain NVFP4, of a run that ends in two terms; null where it was not measured
+    val_bpb_one_term       the same in plain NVFP4, for a run that ends in two terms. It is null if it was not measured.
     forwards               bits per byte of the last weights in the forwards of other methods (lab.study.forwards)
-    train_loss             mean of the last twentieth of the steps, in nats a token
+    train_loss             the mean over the last twentieth of the steps, in nats per token
     card, cards, torch, commit, backend
 
-curves.parquet repeats study, label, size and seed. "validation" points are bits per byte with both forwards at a step,
-"training" points the mean loss of the steps since the point before, in nats a token.
+curves.parquet repeats study, label, size and seed. A "validation" point has the bits per byte with both forwards at a
+step. A "training" point has the mean loss of the steps since the point before, in nats per token.
 
-Seconds are not kept: the runs of a sweep share their card, so a run's seconds say nothing about its method.
+Seconds are not stored. The runs of a sweep share their card, so the seconds of a run say nothing about its method.
 """
 
 import fnmatch
@@ -43,7 +44,7 @@ from nanochat_fp4.console import ArgumentParser, table
 from nanochat_fp4.errors import UserError, one_line, run_main
 from nanochat_fp4.files import atomic_write
 
-# Studies that tables take together: of one text and one length, other methods or seeds.
+# Groups of studies that tables take together. They have one text and one length, and differ in methods or seeds.
 GROUPS = {
     "d6_stored": ("d6_frontier", "d6_160m_baselines", "d6_controls", "d6_fresh", "d6_work"),
     "d6_shuffled": ("d6_forwards_s1", "d6_forwards_s2", "d6_forwards_s3"),
@@ -68,7 +69,7 @@ RUN_SCHEMA = pa.schema(
 )  # fmt: skip
 CURVE_SCHEMA = pa.schema([*KEY, ("text", TEXT), ("step", WHOLE), ("loss", REAL), ("loss_bf16", REAL)])
 
-# Fields that every table needs.
+# The fields of a run that every table needs, and their types.
 NEEDED = {
     "method": str, "size": str, "seed": int, "flags": list, "steps": int, "tokens": int,
     "val_bpb": float, "val_bpb_bf16": float, "gemm_work": dict,
@@ -90,7 +91,7 @@ def check_run(run: dict) -> None:
 
 
 def rows_of(study: str, content: dict[str, Any]) -> tuple[list[dict], list[dict]]:
-    """(rows of runs.parquet, rows of curves.parquet) of the content of a sweep's file."""
+    """Converts the content of a sweep's file. Returns (rows of runs.parquet, rows of curves.parquet)."""
     environment, runs, points = content["environment"], [], []
     for r in content["results"]:
         key = {"study": study, "label": r["method"], "size": r["size"], "seed": r["seed"]}
@@ -111,12 +112,13 @@ def rows_of(study: str, content: dict[str, Any]) -> tuple[list[dict], list[dict]
 
 
 def read(path: Path, studies: Iterable[str]) -> list[dict]:
-    """Rows of some studies, in the order of the file."""
+    """Returns the rows of some studies, in the order of the file."""
     return pq.read_table(path, filters=[("study", "in", list(studies))]).to_pylist()
 
 
 def study(name: str) -> dict[str, Any]:
-    """A study as the sweep's file had it: "data", "environment" and "results". Raises UserError for an unknown name."""
+    """Returns a study in the form of a sweep's file, with "data", "environment" and "results". Raises UserError for an
+    unknown name."""
     rows = read(RUNS, [name])
     if not rows:
         raise UserError(f"no study is named {name!r}; python -m lab.runs lists them")
@@ -140,7 +142,8 @@ def study(name: str) -> dict[str, Any]:
 
 
 def names_of(text: str) -> list[str]:
-    """The studies and files in a value of --results: names with commas, a group's, or patterns such as ladder_*."""
+    """Returns the studies and files that a value of --results names. It holds names separated by commas. A name may be
+    that of a group, or a pattern such as ladder_*."""
     known, found = studies() if "*" in text else [], []
     for part in filter(None, text.split(",")):
         found += fnmatch.filter(known, part) if "*" in part else GROUPS.get(part, (part,))
@@ -148,7 +151,8 @@ def names_of(text: str) -> list[str]:
 
 
 def stored(name: str) -> dict[str, Any]:
-    """A study of runs.parquet, or a sweep's file where the name is a path. Raises UserError."""
+    """Returns a study of runs.parquet, or the content of a sweep's file if the name is a path. Raises UserError if
+    there is no such study, and for a file that is damaged, empty or has a run twice."""
     if not name.endswith(".json") and "/" not in name:
         return study(name)
     try:
@@ -156,7 +160,7 @@ def stored(name: str) -> dict[str, Any]:
         for run in content["results"]:
             check_run(run)
         if content["results"] and content["data"]:
-            _ = [content["environment"][key] for key in ("gpu", "gpu_count", "torch")]  # for the line below a table
+            _ = [content["environment"][key] for key in ("gpu", "gpu_count", "torch")]  # The line below a table.
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as e:
         problem = f"{name} is not a file of lab.study.sweep ({type(e).__name__}: {one_line(e)[:80]})"
         raise UserError(f"{problem}; give <folder>/<name>.json of a sweep, or a study of python -m lab.runs") from None
@@ -174,12 +178,12 @@ def stored(name: str) -> dict[str, Any]:
 
 
 def studies() -> list[str]:
-    """The names of all studies."""
+    """Returns the names of all studies, sorted."""
     return sorted(set(pq.read_table(RUNS, columns=["study"])["study"].to_pylist()))
 
 
 def write(path: Path, schema: pa.Schema, rows: list[dict]) -> None:
-    """Writes rows, sorted by study; the runs of a study keep their order."""
+    """Writes rows, sorted by study. The runs of a study keep their order."""
     file = io.BytesIO()
     rows = sorted(rows, key=lambda row: row["study"])
     pq.write_table(pa.Table.from_pylist(rows, schema), file, compression="zstd", compression_level=19)
@@ -187,7 +191,7 @@ def write(path: Path, schema: pa.Schema, rows: list[dict]) -> None:
 
 
 def add(files: Iterable[str]) -> None:
-    """Puts the runs of sweeps' files into the two tables. Studies of the same names are replaced."""
+    """Adds the runs of sweeps' files to the two tables. Studies with the same names are replaced."""
     contents = {Path(file).stem: stored(file) for file in files}
     for path, schema, i in ((RUNS, RUN_SCHEMA, 0), (CURVES, CURVE_SCHEMA, 1)):
         old = pq.read_table(path).to_pylist() if path.exists() else []
@@ -196,7 +200,7 @@ def add(files: Iterable[str]) -> None:
 
 
 def listed() -> str:
-    """A table of the studies."""
+    """Returns a table of the studies as text."""
     rows: dict[str, list[dict]] = {}
     for row in pq.read_table(RUNS).to_pylist():
         rows.setdefault(row["study"], []).append(row)

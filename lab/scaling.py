@@ -1,15 +1,20 @@
-"""Do 4 bits lose parameters or tokens? A law L(N, D) of BF16's losses, and the share of N or D that a method keeps.
+"""Answers whether training in 4 bits is like training with fewer parameters, or like training on fewer tokens.
 
     python -m lab.reproduce effective --results paper        # the paper's 21 runs, lab/results/paper_runs.json
     python -m lab.reproduce effective --results 'ladder_*'   # studies of lab.runs, of several N and D
 
-    L(N, D) = E + (A N^-a + B D^-b)^c      N parameters of the blocks, D tokens; Quartet's law (arXiv 2505.14669)
+A law of the losses of BF16's runs is fitted. N is the number of parameters of the blocks, and D the number of tokens:
 
-c is fitted, or 1 (Chinchilla's law). A method's gap is its loss over BF16's at the same N, D and seed. Effective
-parameters are the share e of N whose gap L(e N, D) / L(N, D) is the method's. Effective tokens are the same share of D.
-The rms residual in points of gap says which of the two describes a method. Where sizes and lengths have several seeds,
-95% of the shares of DRAWS resampled sets of seeds lie in the interval, each with a law of its own. A sweep's runs count
-twice: with their own forward, and evaluated in BF16.
+    L(N, D) = E + (A N^-a + B D^-b)^c      Quartet's law (arXiv 2505.14669)
+
+The exponent c is fitted, or fixed at 1 (Chinchilla's law). A method's gap is its loss over BF16's at the same N, D and
+seed. The effective parameters of a method are the share e of N for which L(e N, D) / L(N, D) is the method's gap. The
+effective tokens are the corresponding share of D. The rms residual, in percentage points of gap, says which of the two
+describes a method better.
+
+If sizes and lengths have several seeds, a share has an interval. DRAWS sets of seeds are drawn with replacement, a law
+is fitted to each, and 95% of the shares lie in the interval. Each run of a sweep counts twice: with its own forward,
+and evaluated in BF16.
 """
 
 import json
@@ -27,17 +32,17 @@ from nanochat_fp4.errors import UserError
 from nanochat_fp4.models.gpt import config_from_depth
 
 PAPER_RUNS = RESULTS / "paper_runs.json"
-BASE_PARAMETERS, BASE_TOKENS, BASE_RATIO = 1e8, 1e9, 20.0  # units of the fits
-SIZES, LENGTHS = 3, 3  # that a law needs: fewer leave its exponents open
-SHOWN_RATIOS = (12, 25, 50, 100, 200, 400)  # tokens per parameter
+BASE_PARAMETERS, BASE_TOKENS, BASE_RATIO = 1e8, 1e9, 20.0  # The units of the fits.
+SIZES, LENGTHS = 3, 3  # A law needs at least so many, because fewer leave its exponents open.
+SHOWN_RATIOS = (12, 25, 50, 100, 200, 400)  # Tokens per parameter.
 DRAWS = 100
-Table = tuple[list[str], list[list]]  # header, rows
-IN_BF16 = ", BF16 forward"  # the end of a method's name
+Table = tuple[list[str], list[list]]  # A header and rows.
+IN_BF16 = ", BF16 forward"  # The name of a method that is evaluated in BF16 ends so.
 
 
 @dataclass(frozen=True)
 class Run:
-    """The final loss of one training run, in any unit; method "bf16" is the baseline."""
+    """The final loss of one training run, in any unit. The method "bf16" is the baseline."""
 
     parameters: float
     tokens: float
@@ -61,7 +66,8 @@ class Law:
 
 @dataclass(frozen=True)
 class Share:
-    """The share of N or D that a method keeps, its rms residual of the mean gaps in points, and the number of runs."""
+    """The share of N or D that a method keeps, the rms residual of its mean gaps in percentage points, and the number
+    of runs."""
 
     share: float
     rms: float
@@ -69,7 +75,7 @@ class Share:
 
 
 def least_squares(residual: Callable[[np.ndarray], np.ndarray], start: Sequence[float]) -> np.ndarray:
-    """The arguments, near start, where the sum of squared residuals is least (Levenberg and Marquardt)."""
+    """Returns the arguments near `start` that minimize the sum of squared residuals (Levenberg and Marquardt)."""
     x, damping = np.array(start, dtype=float), 1e-2
     now = residual(x)
     for _ in range(3000):
@@ -92,7 +98,7 @@ def least_squares(residual: Callable[[np.ndarray], np.ndarray], start: Sequence[
 
 
 def fit_law(runs: Sequence[Run], outer: bool = True) -> Law:
-    """The law of BF16's runs, with c fitted (outer) or 1. Raises UserError where the runs leave the law open."""
+    """Fits the law to BF16's runs, with c fitted (outer) or fixed at 1. Raises UserError if there are too few runs."""
     mine = [r for r in runs if r.method == "bf16"]
     if problem := too_few(mine):
         raise UserError(problem)
@@ -111,7 +117,7 @@ def fit_law(runs: Sequence[Run], outer: bool = True) -> Law:
 
 
 def too_few(runs: Sequence[Run]) -> str:
-    """Why BF16's runs decide no law, in one line; "" if they do."""
+    """Returns the reason why BF16's runs are too few for a law, in one line, or "" if they suffice."""
     sizes, lengths = sorted({r.parameters for r in runs}), {r.tokens for r in runs}
     if len(sizes) >= SIZES and len(lengths) >= LENGTHS and len(runs) > 6:
         return ""
@@ -123,7 +129,8 @@ def too_few(runs: Sequence[Run]) -> str:
 
 
 def pairs(runs: Sequence[Run], method: str) -> list[tuple[float, float, list[float]]]:
-    """(N, D, gaps to bf16 in percent, one for each seed that both have) of a method."""
+    """Returns a method's gaps as a list of (N, D, gaps to bf16 in percent). There is a gap for each seed that both
+    have."""
     losses: dict[tuple, dict[str, float]] = {}
     for r in runs:
         losses.setdefault((r.parameters, r.tokens, r.seed), {})[r.method] = r.loss
@@ -135,7 +142,8 @@ def pairs(runs: Sequence[Run], method: str) -> list[tuple[float, float, list[flo
 
 
 def effective(law: Law, runs: Sequence[Run], method: str, of: str = "parameters") -> Share:
-    """The share of "parameters" or "tokens" whose gaps by the law are the method's. Raises UserError without gaps."""
+    """Returns the share of "parameters" or "tokens" for which the law's gaps are the method's. Raises UserError if the
+    method has no gap."""
     found = pairs(runs, method)
     if not found:
         raise UserError(f"{method} has no run with bf16's N, D and seed; give runs of both")
@@ -152,20 +160,21 @@ def effective(law: Law, runs: Sequence[Run], method: str, of: str = "parameters"
 
 
 def constant_gap(runs: Sequence[Run], method: str) -> tuple[float, float]:
-    """(one gap in percent for all N and D, each counted by its seeds, the rms residual of the mean gaps in points)."""
+    """Describes a method by a single gap for all N and D. Returns (this gap in percent, the rms residual of the mean
+    gaps in percentage points). Each mean gap is weighted by its number of seeds."""
     gap, seeds = zip(*[(np.mean(gaps), len(gaps)) for _, _, gaps in pairs(runs, method)])
     mean = float(np.average(gap, weights=seeds))
     return mean, float(np.sqrt(np.mean((np.array(gap) - mean) ** 2)))
 
 
 def exponent_of_tokens(law: Law, parameters: float, tokens: float) -> float:
-    """b of L ~ D^-b around this size and length."""
+    """Returns the local exponent b of L ~ D^-b at this size and length."""
     more, less = (law.loss(parameters, tokens * factor) for factor in (1.001, 1 / 1.001))
     return -float(np.log(more / less)) / (2 * math.log(1.001))
 
 
 def resampled(runs: Sequence[Run], random: np.random.Generator) -> list[Run]:
-    """For each N and D as many of bf16's seeds, drawn with replacement, with all their runs."""
+    """Draws, for each N and D, as many seeds as bf16 has, with replacement. Returns all runs of the drawn seeds."""
     cells: dict[tuple, dict[int, list[Run]]] = {}
     for r in runs:
         cells.setdefault((r.parameters, r.tokens), {}).setdefault(r.seed, []).append(r)
@@ -178,7 +187,8 @@ def resampled(runs: Sequence[Run], random: np.random.Generator) -> list[Run]:
 
 
 def intervals(runs: Sequence[Run], methods: Sequence[str], outer: bool) -> dict[tuple[str, str], str]:
-    """(method, "parameters" or "tokens") -> " (low to high)", 95% of resampled shares; "" with one seed."""
+    """Returns the interval of each share as text: (method, "parameters" or "tokens") -> " (low to high)". It holds 95%
+    of the resampled shares. With a single seed the text is ""."""
     kinds = [(m, of) for m in methods for of in ("parameters", "tokens")]
     if len({r.seed for r in runs}) < 2:
         return dict.fromkeys(kinds, "")
@@ -193,16 +203,17 @@ def intervals(runs: Sequence[Run], methods: Sequence[str], outer: bool) -> dict[
 
 
 def reference(runs: Sequence[Run]) -> float:
-    """The size at which a trend's level is told: 100M, or the largest N where the runs end below or begin above it."""
+    """Returns the size at which a trend's level is stated: 100M if the runs are on both sides of it, otherwise the
+    largest N."""
     sizes = [r.parameters for r in runs]
     return BASE_PARAMETERS if min(sizes) <= BASE_PARAMETERS <= max(sizes) else max(sizes)
 
 
 def trend(runs: Sequence[Run], method: str) -> dict[str, tuple[float, float]]:
-    """ln gap = ln level + size ln(N / reference) + ratio ln(D / N / 20), by least squares over the mean gaps.
+    """Fits ln gap = ln level + size ln(N / reference) + ratio ln(D / N / 20) to the mean gaps, by least squares.
 
     Returns "level" (a gap in percent), "size" and "ratio", each with half of its 95% interval. Raises UserError for
-    gaps without a logarithm, or of one size or length.
+    fewer than four gaps, for gaps that are not positive, and for gaps of a single size or length.
     """
     found = [(n, d, float(np.mean(gaps))) for n, d, gaps in pairs(runs, method)]
     if len(found) < 4 or min(g for _, _, g in found) <= 0:
@@ -226,9 +237,8 @@ def trend(runs: Sequence[Run], method: str) -> dict[str, tuple[float, float]]:
 
 
 def more_steps(law: Law, share: float, parameters: float, tokens: float) -> float:
-    """The factor in steps by which a model with `share` of its parameters reaches the loss of the whole model.
-
-    Infinite where no length is enough.
+    """Returns the factor by which a model with `share` of its parameters must train longer to reach the loss of the
+    whole model. The factor is infinite if no length is enough.
     """
     goal = law.loss(parameters, tokens)
     low, high = 1.0, 1e12
@@ -241,8 +251,9 @@ def more_steps(law: Law, share: float, parameters: float, tokens: float) -> floa
 
 
 def runs_of(result: dict) -> list[Run]:
-    """A run of lab.study.sweep, in bits per byte: with its own forward and, if it is not bf16's, in BF16."""
-    parameters = result["num_params"]  # a Llama's: of the blocks
+    """Converts a run of lab.study.sweep. Returns a Run with its bits per byte by its own forward and, unless it is a
+    run of bf16, another one with those in BF16."""
+    parameters = result["num_params"]  # For a Llama this is the number of parameters of the blocks.
     flags = flag_values(result["flags"])
     if "depth" in flags:
         shape = (int(flags.get(name, usual)) for name, usual in (("head-dim", 128), ("aspect-ratio", 64)))
@@ -255,7 +266,8 @@ def runs_of(result: dict) -> list[Run]:
 
 
 def read_runs(names: str) -> list[Run]:
-    """The paper's runs, or those of studies and sweeps' files, with commas. Raises UserError."""
+    """Returns the paper's runs ("paper"), or the runs of studies and sweeps' files, whose names are separated by
+    commas. Raises UserError."""
     if names == "paper":
         runs = json.loads(PAPER_RUNS.read_text(encoding="utf-8"))["runs"]
         return [Run(r["parameters"], r["tokens"], r["method"], r["loss"]) for r in runs]
@@ -263,7 +275,7 @@ def read_runs(names: str) -> list[Run]:
 
 
 def doubled(ratio: float) -> float:
-    """The nearest of 12.5, 25, 50, 100, ...: the paper's ratios are not round."""
+    """Returns the nearest of 12.5, 25, 50, 100, ..., because the paper's ratios are not round numbers."""
     return 25 * 2.0 ** round(math.log2(ratio / 25))
 
 
@@ -272,7 +284,8 @@ def millions(parameters: float) -> str:
 
 
 def gap_table(runs: Sequence[Run], methods: Sequence[str]) -> Table:
-    """Gaps in percent: a row for each size and method, a column for tokens per parameter."""
+    """Makes a table of gaps in percent, with a row for each size and method, and a column for each number of tokens per
+    parameter."""
     gaps = {(n, m, doubled(d / n)): np.mean(of) for m in methods for n, d, of in pairs(runs, m)}
     sizes, ratios = sorted({n for n, _, _ in gaps}), sorted({ratio for _, _, ratio in gaps})
     rows = [
@@ -284,9 +297,11 @@ def gap_table(runs: Sequence[Run], methods: Sequence[str]) -> Table:
 
 
 def shares(runs: Sequence[Run], method: str) -> dict[float, tuple[float, float]]:
-    """Tokens per parameter -> (the method's share of clover's gap with the same forward, half of its 95% interval).
+    """Returns for each number of tokens per parameter the method's share of clover's gap with the same forward, and
+    half of its 95% interval.
 
-    Of all sizes together, each weighted by its interval, which is of the pooled scatter of a size's and length's runs.
+    The shares of all sizes are averaged, weighted by the inverse square of their intervals. An interval is computed
+    from the pooled scatter of the runs of a size and length.
     """
     mine, cells = method.removesuffix(IN_BF16), {}
     for r in runs:
@@ -297,7 +312,7 @@ def shares(runs: Sequence[Run], method: str) -> dict[float, tuple[float, float]]
     for (n, d), of in cells.items():
         if {"bf16", "clover", mine} <= {r["method"] for r in of}:
             share, half, _ = against_target(of, mine, 1.0, "val_bpb")
-            if half > 0:  # one seed has no interval
+            if half > 0:  # A single seed has no interval.
                 found.setdefault(doubled(d / n), []).append((share, half))
     weights = {ratio: sum(half**-2 for _, half in of) for ratio, of in found.items()}
     return {
@@ -307,9 +322,9 @@ def shares(runs: Sequence[Run], method: str) -> dict[float, tuple[float, float]]
 
 
 def share_table(runs: Sequence[Run], methods: Sequence[str]) -> Table:
-    """A row for each method, a column for tokens per parameter, and the longest runs' share over the shortest's.
-
-    Without rows where no method but clover has a share.
+    """Makes a table of shares of clover's gap, with a row for each method and a column for each number of tokens per
+    parameter. The last column is the share of the longest runs over that of the shortest. The table has no rows if no
+    method but clover has a share.
     """
     rows, of = [], {m: found for m in methods if m.removesuffix(IN_BF16) != "clover" and (found := shares(runs, m))}
     ratios = sorted({ratio for found in of.values() for ratio in found})
@@ -322,14 +337,16 @@ def share_table(runs: Sequence[Run], methods: Sequence[str]) -> Table:
 
 
 def law_table(runs: Sequence[Run], methods: Sequence[str]) -> Table:
-    """The constants of the law of BF16's losses, E + (A (N / 100M)^-a + B (D / 1B)^-b)^c, with c fitted and c = 1."""
+    """Makes a table of the constants of the law of BF16's losses, E + (A (N / 100M)^-a + B (D / 1B)^-b)^c, with c
+    fitted and with c = 1."""
     laws = {"c fitted": fit_law(runs), "c = 1": fit_law(runs, outer=False)}
     rows = [[name, *[f"{v:.4g}" for v in law.constants], f"{law.rms:.2f}"] for name, law in laws.items()]
     return ["law", "E", "A", "a", "B", "b", "c", "rms, %"], rows
 
 
 def effective_table(runs: Sequence[Run], methods: Sequence[str]) -> Table:
-    """Of each method the effective parameters, the effective tokens and one gap for all runs, by either law."""
+    """Makes a table with the effective parameters, the effective tokens and a single gap of each method, by both
+    laws."""
     rows = []
     for name in ("c fitted", "c = 1"):
         law, ranges = fit_law(runs, name == "c fitted"), intervals(runs, methods, outer=name == "c fitted")
@@ -343,13 +360,14 @@ def effective_table(runs: Sequence[Run], methods: Sequence[str]) -> Table:
 
 
 def growth_table(runs: Sequence[Run], methods: Sequence[str]) -> Table:
-    """ln gap = ln level + size ln(N / reference) + ratio ln(tokens per parameter / 20); level in percent, 95%."""
+    """Makes a table of the trends ln gap = ln level + size ln(N / reference) + ratio ln(tokens per parameter / 20). The
+    level is in percent, and intervals are 95%."""
     rows = [[m, *[f"{value:.3f} ± {half:.3f}" for value, half in trend(runs, m).values()]] for m in methods]
     return ["method", f"level at N = {millions(reference(runs))}", "size", "ratio"], rows
 
 
 def closing_table(runs: Sequence[Run], methods: Sequence[str]) -> Table:
-    """How many times the parameters, or the steps, close clover's gap at the reference size."""
+    """Makes a table of the factors in parameters, and in steps, that close clover's gap at the reference size."""
     size, rows = reference(runs), []
     for name in ("c fitted", "c = 1"):
         law = fit_law(runs, name == "c fitted")
@@ -360,7 +378,7 @@ def closing_table(runs: Sequence[Run], methods: Sequence[str]) -> Table:
     return ["law", f"times, at N = {millions(size)}", *map(str, SHOWN_RATIOS)], rows
 
 
-TABLES = {  # name of the item in lab.reproduce -> (its title, what makes it)
+TABLES = {  # The name of a table in lab.reproduce -> (its title, the function that makes it).
     "law": ("The law of BF16's losses: E + (A (N / 100M)^-a + B (D / 1B)^-b)^c", law_table),
     "effective": ("Effective parameters, effective tokens, and one gap for all sizes and lengths", effective_table),
     "by_length": ("Gap to BF16 in percent, by size and tokens per parameter", gap_table),

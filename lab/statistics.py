@@ -1,7 +1,7 @@
 """Statistics of the runs of a sweep: gaps, differences paired by seed, 95% intervals, shares of clover's gap.
 
-The scatter of a run is pooled over the methods (two-way analysis of variance). Scatter belongs to the training, not to
-a method. Two seeds alone say nothing.
+The scatter of a run is pooled over the methods (two-way analysis of variance), because the scatter belongs to the
+training and not to a method. Two seeds of one method alone would leave its interval too wide to say anything.
 """
 
 import math
@@ -12,11 +12,12 @@ from dataclasses import dataclass
 from functools import cache
 
 import numpy as np
-from mpmath import betainc, findroot  # torch brings mpmath, so a GPU without a network has it
+from mpmath import betainc, findroot  # torch depends on mpmath, so it is installed even without a network.
 
 
 def two_sided_p(t: float, freedom: int) -> float:
-    """The probability of a Student's t at least as far from zero; NaN without degrees of freedom."""
+    """Returns the probability that a Student's t is at least as far from zero as t. It is NaN without degrees of
+    freedom."""
     if freedom < 1 or math.isnan(t):
         return math.nan
     return 0.0 if math.isinf(t) else float(betainc(freedom / 2, 0.5, 0, freedom / (freedom + t * t), regularized=True))
@@ -24,9 +25,9 @@ def two_sided_p(t: float, freedom: int) -> float:
 
 @cache
 def t95(freedom: int) -> float:
-    """The two-sided 95% quantile of Student's t: the t whose two_sided_p is 0.05."""
+    """Returns the two-sided 95% quantile of Student's t, which is the t whose two_sided_p is 0.05."""
 
-    def too_likely(angle: float) -> float:  # t = sqrt(freedom) tan(angle), so that the root is in a finite range
+    def too_likely(angle: float) -> float:  # With t = sqrt(freedom) tan(angle) the root is in a finite range.
         return betainc(freedom / 2, 0.5, 0, math.cos(angle) ** 2, regularized=True) - 0.05
 
     angle = findroot(too_likely, (0.01, math.pi / 2 - 1e-6), solver="illinois", tol=1e-22)
@@ -34,7 +35,8 @@ def t95(freedom: int) -> float:
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-    """Holm's correction: adjusted p-values, in the same order; all below 0.05 hold together at 95%. NaN stays NaN."""
+    """Applies Holm's correction. Returns adjusted p-values in the same order. All hypotheses with a value below 0.05
+    are rejected together at 95%. NaN stays NaN."""
     adjusted, largest = [math.nan] * len(p_values), 0.0
     known = sorted((p, i) for i, p in enumerate(p_values) if not math.isnan(p))
     for rank, (p, i) in enumerate(known):
@@ -45,7 +47,7 @@ def holm(p_values: Sequence[float]) -> list[float]:
 
 @dataclass(frozen=True)
 class Estimate:
-    """The mean of n numbers and half of its 95% interval (Student's t); the half is NaN for a single number."""
+    """The mean of n numbers, and half of its 95% interval by Student's t. The half is NaN for a single number."""
 
     mean: float
     half: float
@@ -60,7 +62,7 @@ class Estimate:
 
     @property
     def decided(self) -> bool:
-        """Whether the interval excludes zero."""
+        """True if the interval excludes zero."""
         return self.n > 1 and abs(self.mean) > self.half
 
     @property
@@ -81,29 +83,30 @@ def by_seed(results: Iterable[dict], size: str, method: str, value: str = "val_b
 
 
 def gaps_by_seed(results: Sequence[dict], size: str, method: str, value: str = "val_bpb") -> dict[int, float]:
-    """seed -> increase over bf16 of that seed in percent."""
+    """Returns for each seed the increase over bf16 of the same seed, in percent."""
     a, b = by_seed(results, size, method, value), by_seed(results, size, "bf16")
     return {s: 100 * (a[s] / b[s] - 1) for s in sorted(a.keys() & b.keys())}
 
 
 def gap(results: Sequence[dict], size: str, method: str, value: str = "val_bpb") -> Estimate:
-    """Increase of validation bits per byte over bf16, percent of bf16's, paired by seed."""
+    """Returns the gap: the increase of validation bits per byte over bf16, in percent of bf16's, paired by seed."""
     return estimate([*gaps_by_seed(results, size, method, value).values()])
 
 
 def difference(results: Sequence[dict], size: str, method: str, other: str, value: str = "val_bpb") -> Estimate:
-    """Gap of method minus gap of other in percentage points, paired by seed."""
+    """Returns the gap of `method` minus the gap of `other`, in percentage points, paired by seed."""
     a, b = (by_seed(results, size, m, value) for m in (method, other))
     base = by_seed(results, size, "bf16")
     return estimate([100 * (a[s] - b[s]) / base[s] for s in sorted(a.keys() & b.keys() & base.keys())])
 
 
 def scatter(results: Sequence[dict], size: str, value: str = "val_bpb") -> tuple[float, int]:
-    """(standard deviation of one run in percent, degrees of freedom), around what its method and its seed make of it.
+    """Returns the standard deviation of one run, in percent, around the effects of its method and its seed, and the
+    degrees of freedom.
 
-    Of the residuals of a two-way analysis of variance of the gaps, methods x seeds, where not every method has every
-    seed; NaN where it leaves none. Only of methods trained from scratch: branches of one run (sweep --share-until) have
-    its scatter in common.
+    The deviation is that of the residuals of a two-way analysis of variance of the gaps, methods by seeds. Not every
+    method needs every seed. The deviation is NaN if no degree of freedom is left. Only methods that were trained from
+    scratch count, because the branches of one run (sweep --share-until) have its scatter in common.
     """
     mine = [r for r in results if r["size"] == size]
     branches = {r["method"] for r in mine if any(f.startswith("--branch-from") for f in r.get("flags", ()))}
@@ -121,10 +124,10 @@ def pooled_differences(
     results: Sequence[dict], size: str, other: str, share: float = 1.0, value: str = "val_bpb",
     scatter_of: Sequence[dict] | None = None,
 ) -> dict[str, Estimate]:  # fmt: skip
-    """method -> gap of the method minus `share` times that of the other, in percentage points, paired by seed.
+    """Returns for each method its gap minus `share` times the gap of `other`, in percentage points, paired by seed.
 
-    Intervals are of the scatter of a run, pooled over all methods of the results, or of `scatter_of`. value: of the
-    gaps.
+    The intervals are computed from the scatter of a run, pooled over all methods of `results`, or of `scatter_of` if it
+    is given. `value` is the name of the bits per byte whose gaps are taken.
     """
     deviation, freedom = scatter(scatter_of or results, size, value)
     theirs = gaps_by_seed(results, size, other, value)
@@ -132,7 +135,7 @@ def pooled_differences(
     for method in dict.fromkeys(r["method"] for r in results if r["size"] == size):
         mine = gaps_by_seed(results, size, method, value)
         if both := sorted(mine.keys() & theirs.keys()):
-            # What each run of a seed counts for in the difference: gaps are to bf16, whose scatter is in both.
+            # The weight of each run of a seed in the difference. Both gaps are to bf16, whose scatter is in both.
             weights = Counter({method: 1.0})
             weights.subtract({other: share})
             weights.subtract({"bf16": 1 - share})
@@ -143,7 +146,8 @@ def pooled_differences(
 
 
 def has_gap(runs: list[dict], value: str) -> bool:
-    """Whether clover's gap is above zero beyond its interval. A share of no gap means nothing."""
+    """Returns True if clover's gap is above zero by more than half of its interval. Otherwise a share of it would mean
+    nothing."""
     (size,) = {r["size"] for r in runs}
     clover = pooled_differences(runs, size, "bf16", value=value).get("clover")
     return clover is not None and clover.above_zero
@@ -152,9 +156,11 @@ def has_gap(runs: list[dict], value: str) -> bool:
 def against_target(
     runs: list[dict], method: str, target: float, value: str, scatter_of: list[dict] | None = None
 ) -> tuple[float, float, float]:
-    """(share of clover's gap, half of its 95% interval, two-sided p of the hypothesis that the share is the target).
+    """Compares a method's share of clover's gap with a target. Returns (the share, half of its 95% interval, the
+    two-sided p of the hypothesis that the share is the target).
 
-    By the method minus target times clover. scatter_of: the runs whose scatter is taken, if not these.
+    The test is of the method's gap minus target times clover's gap. `scatter_of` are the runs whose scatter is taken.
+    By default it is `runs`.
     """
     (size,) = {r["size"] for r in runs}
     difference = pooled_differences(runs, size, "clover", target, value, scatter_of)[method]
@@ -169,5 +175,5 @@ def against_target(
 
 
 def with_half(mean: float, half: float, digits: int) -> str:
-    """A mean and half of its interval, which one seed of each method does not have."""
+    """Formats a mean and half of its interval. The half is left out if it is NaN, as with a single seed."""
     return f"{mean:.{digits}f}" + ("" if math.isnan(half) else f" ± {half:.{digits}f}")

@@ -1,14 +1,14 @@
-"""The texts of the stored runs made again, and how long an epoch of a text is.
+"""Makes the texts of the stored runs again, and measures how long an epoch of a text is.
 
     python -m lab.texts make 1db8be907300 --corpus CORPUS --code CODE --out folder
     python -m lab.texts epoch --data-dir folder --max-seq-len 256               # with the base directory's tokenizer
     python -m lab.texts cut --data-dir folder --max-seq-len 256 --out pieces    # documents cut to fit into the rows
 
-A text is named by its data_key, a hash of its shards' names and sizes; docs/texts.md says what CORPUS and CODE are made
-of, and their licences. Any other text needs no command: --data-dir takes a folder of text files.
+A text is named by its data_key, a hash of its shards' names and sizes. docs/texts.md says what CORPUS and CODE are made
+of, and names their licences. Other texts need no command, because --data-dir takes a folder of text files.
 
-A row of T + 1 tokens takes documents whole while they fit. The rest is filled by a document that is cropped, and what
-is cropped is not read, in this epoch or another. Long documents in short rows lose most of their text.
+A row of T + 1 tokens takes whole documents while they fit. The rest of the row is filled by a document that is cropped.
+The cropped part is not read, in this epoch or another. Long documents in short rows therefore lose most of their text.
 """
 
 import argparse
@@ -26,9 +26,10 @@ from nanochat_fp4.data.shards import cut_text, new_folder
 from nanochat_fp4.data.tokenizer import get_tokenizer
 from nanochat_fp4.errors import UserError, run_main
 
-# data_key -> the shards in the order of their names, and how these names begin.
+# The shards of each text, by its data_key: the name of a shard -> the shard of CORPUS or CODE that it is a copy of.
 PROSE, CODE = ([f"{folder}/shard_0000{i}.parquet" for i in range(3)] for folder in ("corpus", "code"))
-MIXED = "code/val_mixed.parquet"  # half prose of corpus/shard_00003.parquet, half code that is in no other shard
+# Half of this shard is prose of corpus/shard_00003.parquet, and half is code that is in no other shard.
+MIXED = "code/val_mixed.parquet"
 TEXTS = {
     "0ca8b83e6a47": {f"shard_0000{i}.parquet": f"corpus/shard_0000{i}.parquet" for i in range(4)},
     "1db8be907300": {
@@ -36,19 +37,22 @@ TEXTS = {
         for i, shard in enumerate([*(shard for pair in zip(PROSE, CODE) for shard in pair), MIXED])
     },
     "86aa8225160f": {f"shard_0000{i}.parquet": shard for i, shard in enumerate([*PROSE, *CODE, MIXED])},
-    # Its training text has the prose of its validation text: half of that is no held-out text.
+    # The training text of this one contains the prose of its validation text, half of which is thus not held out.
     "b02ca4613600": {
         **{shard.replace("code/shard", "code"): shard for shard in CODE},
         **{f"prose_0000{i}.parquet": f"corpus/shard_0000{i}.parquet" for i in range(4)},
         "val_mixed.parquet": MIXED,
     },
 }
-GROUP = 1024  # documents in a row group
-SAMPLE, SHORTEST_PIECE = 1000, 0.25  # documents of a shard that are counted; a piece, of the longest
+GROUP = 1024  # The number of documents in a row group.
+# The number of documents of a shard that are tokenized to find its characters per token, and the length of the shortest
+# piece as a share of the longest.
+SAMPLE, SHORTEST_PIECE = 1000, 0.25
 
 
 def make(name: str, corpus: Path, code: Path, out: Path) -> None:
-    """Copies the shards of a text to `out` under the names that it had. Raises UserError where they are not its own."""
+    """Copies the shards of a text to `out` under their names in the text. Raises UserError if a shard is missing or is
+    another one."""
     if name not in TEXTS:
         raise UserError(f"no text is named {name}; use one of {', '.join(TEXTS)} (docs/texts.md)")
     folders = {"corpus": corpus, "code": code}
@@ -78,7 +82,8 @@ def parquet(texts: list[str]) -> bytes:
 
 
 def epoch(tokenizer, data_dir: str, T: int) -> tuple[int, str]:
-    """(tokens that rows of T train on before the text begins again, what they crop away), documents shuffled."""
+    """Measures an epoch of shuffled documents. Returns (the number of tokens that rows of T tokens train on before the
+    text begins again, a sentence on what they crop)."""
     loader = BestFitLoader(
         tokenizer, 64, T, "train", device="cpu", text=Text(data_dir, data_seed=1, shuffle_documents=True)
     )
@@ -87,7 +92,8 @@ def epoch(tokenizer, data_dir: str, T: int) -> tuple[int, str]:
 
 
 def cut(tokenizer, data_dir: str, out: Path, T: int) -> None:
-    """Writes each shard of data_dir to the folder out, its documents in pieces of at most about T tokens."""
+    """Writes each shard of data_dir to the folder `out`, with its documents cut into pieces of at most about T
+    tokens."""
     for shard in [*open_shards("train", data_dir), *open_shards("val", data_dir)]:
         texts = [text for k in range(shard.num_row_groups) for text in shard.read(k)]
         sample = texts[:SAMPLE]
@@ -123,7 +129,8 @@ def main(argv: list[str] | None = None) -> None:
     else:
         tokenizer = get_tokenizer()
         if args.what == "cut":
-            with new_folder(args.out) as folder:  # never some of the shards, of which the last would be for validation
+            # new_folder leaves all shards or none. Of some shards the last one would be taken for validation.
+            with new_folder(args.out) as folder:
                 cut(tokenizer, args.data_dir, folder, args.max_seq_len)
         tokens, cropped = epoch(tokenizer, str(args.out or args.data_dir), args.max_seq_len)
         print0(f"an epoch has about {tokens:,} tokens; {cropped}")

@@ -1,4 +1,5 @@
-"""Shared by the tables and figures of lab.reproduce: their result, the folder and command line, a trained model."""
+"""What the tables and figures of lab.reproduce share: the type of their result, the folder and the command line, and a
+trained model."""
 
 import argparse
 import hashlib
@@ -19,28 +20,29 @@ from nanochat_fp4.training.load_model import build_model
 
 @dataclass
 class Outcome:
-    """The result of an item of the paper: a table with the paper's numbers, notes, all numbers, and a plot."""
+    """The result of a table or figure: a table, which may hold the paper's numbers, notes, all numbers, and a plot."""
 
     title: str
     header: list[str]
     rows: list[list[Any]]
     notes: list[str]
     numbers: dict[str, Any]
-    plot: Callable[[Any], None] | None = None  # draws into a matplotlib Axes
-    measured_on: str = ""  # data, tokens and seeds, for the last line
-    environment: dict[str, Any] | None = None  # of the machine that measured, where that is not this one
+    plot: Callable[[Any], None] | None = None  # It draws into a matplotlib Axes.
+    measured_on: str = ""  # The data, the tokens and the seeds, for the line below the table.
+    environment: dict[str, Any] | None = None  # The machine that measured, if it is not this one.
 
 
 @dataclass
 class Context:
-    """The folder of results, and the command line. Defaults depend on --quick."""
+    """The folder of results and the command line. Defaults depend on --quick."""
 
     folder: Path
     quick: bool
     args: argparse.Namespace
 
     def piece(self, name: str, settings: dict, compute: Callable[[], Any]) -> Any:
-        """compute(), or what it returned before with the same settings: JSON in <folder>/pieces."""
+        """Returns compute(), or the value that it returned before with the same settings. Values are stored as JSON in
+        <folder>/pieces."""
         key = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:8]
         path = self.folder / "pieces" / f"{name}_{key}.json"
         try:
@@ -53,12 +55,13 @@ class Context:
         return value
 
     def trained_on(self) -> dict[str, Any]:
-        """Settings of a piece that is of trained_model."""
+        """Returns the settings of a piece that is measured on trained_model."""
         names = ("sizes", "extra", "tokens", "ratio", "data_dir")
         return {"quick": self.quick} | {name: getattr(self.args, name) for name in names}
 
     def sweep(self, methods: Sequence[str], size: str, ratio: float) -> tuple[sweep_scheduler.Sweep, list]:
-        """A sweep and its runs of some methods; size and ratio (tokens per parameter) unless the flags say more."""
+        """Returns a sweep and its runs of some methods. `size` and `ratio` (tokens per parameter) are used unless the
+        command line sets others."""
         args, quick, until = self.args, self.quick, self.args.bf16_until
         sizes = args.sizes.split(",") if args.sizes else ["tiny" if quick else size]
         options = sweep.plan_options(args)
@@ -79,8 +82,8 @@ class Context:
 
 
 def trained_model(context: Context, size: str) -> tuple[Any, str, str]:
-    """((a bf16 model of that size on this machine's device, and x, y of validation text), its checkpoint's tag, the
-    folder of the text). The model is trained first if it is not there."""
+    """Returns ((a bf16 model of that size on this machine's device, inputs x, targets y of validation text), the tag of
+    its checkpoint, the folder of the text). If there is no such model, it is trained first."""
     where, plan = context.sweep(["bf16"], size, ratio=2.0)
     where, run = replace(where, keep=("bf16",)), plan[0]
     checkpoints = where.folder / "base_checkpoints"
@@ -94,5 +97,6 @@ def trained_model(context: Context, size: str) -> tuple[Any, str, str]:
             tokenizer, 4, model.config.sequence_len, "val", device=device, text=Text(where.data_dir)
         )
         x, y = next(iter(batches))
-    # FP32 throughout: BF16's rounding of activations and gradients would be a floor under what is measured.
+    # Everything is computed in FP32. BF16 would round activations and gradients, which limits the measured errors from
+    # below.
     return (model.float(), x, y), run.tag, where.data_dir

@@ -4,9 +4,10 @@
     python -m lab.study.forwards --folder FOLDER
     python -m lab.reproduce forwards --results FOLDER/NAME.json       # after the sweep again: gaps, shares, targets
 
-A method's gap to BF16 has two parts. The weights have learned something else, and the forward that is evaluated rounds.
-The same weights in several forwards tell the parts apart. The default forwards are the plain one of clover (4/6, one
-term), the one with error feedback, the one of two terms, and BF16. The results go to <folder>/forwards/<tag>.json.
+A method's gap to BF16 has two parts: training found other weights, and the forward pass that is evaluated rounds.
+Evaluating the same weights with several forward passes tells the parts apart. The default ones are clover's own (4/6,
+one term), the one with error feedback, the one with two terms, and BF16. The results are written to
+<folder>/forwards/<tag>.json.
 """
 
 import argparse
@@ -30,7 +31,7 @@ from nanochat_fp4.models.gpt import autocast
 from nanochat_fp4.training.load_model import load_model
 
 FORWARDS = "clover,clover_feedback,clover_refined,bf16"
-GRAM_BATCHES = 8  # of training text, for the Gram matrices that error feedback needs
+GRAM_BATCHES = 8  # The batches of training text for the Gram matrices that error feedback needs.
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -47,7 +48,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def evaluate(tag: str, args: argparse.Namespace, device: torch.device, data_dir: str) -> dict[str, float]:
-    """Validation bits per byte of a run's newest checkpoint, by forward. Of the base directory of the moment."""
+    """Returns the validation bits per byte of a run's newest checkpoint for each forward pass. The checkpoint is that
+    of the current base directory."""
     model, tokenizer, meta = load_model("base", device, "eval", tag)
     rows, length = args.device_batch_size, meta.model_config["sequence_len"]
     steps = args.eval_tokens // (rows * length)

@@ -1,7 +1,8 @@
-"""Tables of training runs: the gap of each method to the BF16 run of the same seed, text, tokenizer and forward.
+"""Makes tables of training runs. They show the gap of each method to the BF16 run with the same seed, text, tokenizer
+and forward pass.
 
-A table is an Item: the methods whose runs it takes (or trains), its columns, and what the paper says. `table` makes any
-of them. The columns are functions of COLUMNS, each for one method.
+An Item describes a table: the methods whose runs it takes or trains, its columns, and the paper's numbers and claims.
+`table` makes the table of any Item. COLUMNS has a function for each column, which makes the cell of a method.
 """
 
 import math
@@ -17,23 +18,23 @@ from lab.study.context import Context, Outcome
 from nanochat_fp4.errors import UserError
 from nanochat_fp4.evaluation import plots
 
-# The forward that is evaluated, and what a run calls its bits per byte with it.
+# The forward pass that is evaluated -> the name of its bits per byte in a run.
 VALUES = {"own": "val_bpb", "BF16": "val_bpb_bf16"}
-ONE_TERM = "val_bpb_one_term"  # plain NVFP4, as export writes it, of runs that end in two terms
-PARTS = ("30%", "50%", "70%", "80%", "90%")  # of the run: columns with the gap on the way
+ONE_TERM = "val_bpb_one_term"  # The bits per byte in plain NVFP4, as export writes it, of runs that end in two terms.
+PARTS = ("30%", "50%", "70%", "80%", "90%")  # The parts of the run at which columns show the gap.
 
 
 @dataclass(frozen=True)
 class Claim:
-    """The paper says that the gap of `better` is smaller than that of `worse`."""
+    """A claim of the paper that the gap of `better` is smaller than that of `worse`."""
 
     text: str
     better: str
     worse: str
 
     def verdict(self, runs: list[dict], size: str, pooled: bool) -> str:
-        """Whether the runs agree, by the two methods' own seeds; and before that by the scatter of a run, pooled over
-        all methods, where that is wanted."""
+        """Says in words whether the runs agree, by the seeds of the two methods. With `pooled` it first says whether
+        they agree by the scatter of a run that is pooled over all methods."""
         alone = stats.difference(runs, size, self.better, self.worse)
         if not alone.n:
             return "no runs"
@@ -53,12 +54,13 @@ def said_of(difference: stats.Estimate) -> str:
 class Item:
     """A table of training runs.
 
-    methods: of the runs, as lab.study.sweep takes them; a function of the size; or empty for all stored runs
+    methods: the methods, as lab.study.sweep takes them, or a function that returns them for a size. If there are none,
+             the table takes all stored runs.
     columns: names of COLUMNS
-    beside:  the method that "minus" and "share" are of
-    pooled:  intervals of the scatter of a run, pooled over all methods, instead of each difference's own
-    paper:   numbers of bf16 (BPB) and of the others (gaps in percent), one for each of `models`
-    size, ratio: of the runs that it trains
+    beside:  the method to which the columns "minus" and "share" compare
+    pooled:  intervals come from the scatter of a run, pooled over all methods, instead of each difference's own seeds
+    paper:   the paper's numbers, BPB for bf16 and gaps in percent for the others, one for each of `models`
+    size, ratio: the size, and the tokens per parameter, of the runs that the table trains
     """
 
     title: str
@@ -72,8 +74,8 @@ class Item:
     notes: Sequence[str] = ()
     size: str = "d8"
     ratio: float = 20.0
-    also: Sequence[str] = ()  # methods that are shown besides where stored runs have them
-    quick: Sequence[str] = ()  # the methods with --quick
+    also: Sequence[str] = ()  # Further methods, which are shown if the stored runs have them.
+    quick: Sequence[str] = ()  # The methods with --quick.
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -81,10 +83,11 @@ class Item:
 
 
 def stored_runs(context: Context) -> tuple[list[dict], dict]:
-    """The runs of --results, of one size, and what else its first study says. Raises UserError.
+    """Returns the runs of --results that have one size, and the other entries of its first study. Raises UserError
+    unless the runs can be compared.
 
-    They can be compared: they have one text, one tokenizer, and for each method one length. The runs of a seed have
-    one order of the text, and are evaluated on the same part of it. Each run has the "file" that it is from.
+    Runs that can be compared have one text, one tokenizer, and for each method one length. The runs of a seed have one
+    order of the text and are evaluated on the same part of it. The entry "file" of a run is the number of its study.
     """
     names = kept_runs.names_of(context.args.results)
     if not names:
@@ -101,14 +104,14 @@ def stored_runs(context: Context) -> tuple[list[dict], dict]:
             raise UserError(f"{both}: give sweeps of the same text")
     runs = [r | {"file": i} for i, c in enumerate(contents) for r in c["results"] if r["size"] == size]
     seen: dict[tuple, dict] = {}
-    for r in runs:  # studies may have a run in common
+    for r in runs:  # Studies may have a run in common.
         first = seen.setdefault((r["method"], r["seed"]), r)
         if (first["val_bpb"], first["steps"]) != (r["val_bpb"], r["steps"]):
             raise UserError(f"--results has {r['method']} of seed {r['seed']} twice; give files of different runs")
     seeds = {r["seed"] for r in runs if r["method"] == "bf16"}
     if not seeds:
         raise UserError(f"{context.args.results} has no bf16 run of size {size!r}; gaps are to bf16")
-    runs = [r for r in runs if r["seed"] in seeds]  # of an interrupted sweep the last seed may have none
+    runs = [r for r in runs if r["seed"] in seeds]  # The last seed of an interrupted sweep may have no bf16 run.
     if unused := [name for i, name in enumerate(names) if i not in {r["file"] for r in runs}]:
         problem = f"no run of {unused[0]} has size {size!r} and a bf16 run of its seed in --results"
         raise UserError(f"{problem}; add its file")
@@ -121,7 +124,8 @@ def stored_runs(context: Context) -> tuple[list[dict], dict]:
 
 
 def refuse_unlike(runs: list[dict]) -> None:
-    """UserError where runs cannot be compared: other tokenizers, lengths of a method, or texts of a seed."""
+    """Raises UserError if runs cannot be compared, because they have different tokenizers, a method has several
+    lengths, or a seed has several texts."""
     for name, what in (("val_text", "validation texts"), ("tokenizer", "tokenizers"), ("vocab_size", "vocabularies")):
         if len(values := {r[name] for r in runs if r.get(name)}) > 1:
             raise UserError(f"--results has runs of different {what} ({values}); gaps are between runs of one")
@@ -143,12 +147,12 @@ def refuse_unlike(runs: list[dict]) -> None:
 
 
 def steps_of(runs: list[dict]) -> int:
-    """The usual number of steps: bf16's."""
+    """Returns the usual number of steps, which is that of bf16."""
     return next(r["steps"] for r in runs if r["method"] == "bf16")
 
 
 def methods_of(runs: list[dict]) -> list[str]:
-    """All but bf16, in the order of the runs."""
+    """Returns all methods but bf16, in the order of the runs."""
     return [m for m in dict.fromkeys(r["method"] for r in runs) if m != "bf16"]
 
 
@@ -159,7 +163,7 @@ def measured_on(runs: list[dict], data: str) -> str:
 
 
 def length_notes(runs: list[dict]) -> list[str]:
-    """Notes of methods of other lengths than bf16's, and of other models, if there are any."""
+    """Returns notes that name methods with other lengths than bf16's, and methods with another number of parameters."""
     note = sweep_results.other_lengths(runs, runs[0]["size"])
     notes = [f"{note}; GEMM work counts their steps"] if note else []
     parameters = {r["method"]: r.get("num_params") for r in runs}
@@ -170,10 +174,11 @@ def length_notes(runs: list[dict]) -> list[str]:
 
 
 def along(runs: list[dict], curve: str = "curve", column: int = 1) -> dict[str, dict[int, dict[int, float]]]:
-    """method -> seed -> step -> gap to bf16 in percent at that step.
+    """Returns the gaps to bf16 along the runs, in percent: method -> seed -> step -> gap.
 
-    curve: "curve" of the validation text, or "loss_curve" of the training text, whose numbers are means up to a step.
-    column: of "curve", 1 for the own forward and 2 for the BF16 forward.
+    curve:  "curve" for the validation text, or "loss_curve" for the training text, whose points are means of the steps
+            before
+    column: the column of "curve", which is 1 for the own forward and 2 for the BF16 forward
     """
     base = {r["seed"]: {c[0]: c[1] for c in r.get(curve, ())} for r in runs if r["method"] == "bf16"}
     gaps: dict[str, dict[int, dict[int, float]]] = {}
@@ -186,7 +191,7 @@ def along(runs: list[dict], curve: str = "curve", column: int = 1) -> dict[str, 
 
 
 def gemm_work(run: dict, steps: int) -> float:
-    """GEMM work of a run in units of all GEMMs of `steps` steps in 4 bits."""
+    """Returns the GEMM work of a run. The unit is the work of `steps` steps with all GEMMs in 4 bits."""
     return sum(sweep_results.COST[bits] * share for bits, share in run["gemm_work"].items()) * run["steps"] / steps
 
 
@@ -200,7 +205,7 @@ def ends_in_two_terms(runs: list[dict], method: str) -> bool:
 
 @dataclass(frozen=True)
 class Rows:
-    """What a column is made of: the runs of one size, and the item of the table."""
+    """The rows of a table for one size: its runs, and the item of the table. The columns are made of this."""
 
     runs: list[dict]
     item: Item
@@ -213,13 +218,14 @@ class Rows:
         return [r for r in self.runs if r["method"] == method]
 
     def gap(self, method: str, value: str) -> stats.Estimate:
-        """Over bf16 in percent."""
+        """Returns the gap of a method over bf16, in percent."""
         if self.item.pooled:
             return stats.pooled_differences(self.having(value), self.size, "bf16", value=value)[method]
         return stats.gap(self.runs, self.size, method, value)
 
     def minus(self, method: str, value: str) -> stats.Estimate | None:
-        """The gap minus the gap of `beside` in points, paired by seed; None without a common seed, and for itself."""
+        """Returns the gap of a method minus the gap of `beside`, in percentage points, paired by seed. Returns None for
+        `beside` itself, and if the two have no seed in common."""
         beside = self.item.beside
         if method == beside:
             return None
@@ -229,7 +235,8 @@ class Rows:
         return difference if difference.n else None
 
     def share(self, method: str, value: str) -> str:
-        """Of the gap of `beside` with the same forward, on the seeds of both; "-" where that has no gap."""
+        """Returns the share of the gap of `beside` with the same forward, on the seeds of both. Returns "-" if `beside`
+        has no gap."""
         runs, beside = self.having(value), self.item.beside
         own, theirs = (stats.gaps_by_seed(runs, self.size, m, value) for m in (method, beside))
         both = own.keys() & theirs.keys()
@@ -269,17 +276,18 @@ def _on_the_way(part: str) -> Callable[[Rows, str], str]:
 
 
 def _training_text(rows: Rows, method: str) -> str:
-    """The gap at the run's end on the text that it is trained on, and its share of clover's."""
+    """Returns the gap on the training text at the end of the run, and its share of clover's."""
     curves, steps = along(rows.runs, "loss_curve"), steps_of(rows.runs)
     own, clover = ({s: g[steps] for s, g in curves.get(m, {}).items() if steps in g} for m in (method, "clover"))
     both, share = own.keys() & clover.keys(), ""
-    if both and min(clover[s] for s in both) > 0:  # of no gap there is no share
+    if both and min(clover[s] for s in both) > 0:  # If clover has no gap, there is no share of it.
         share = f" ({sum(own[s] for s in both) / sum(clover[s] for s in both):.2f}x)"
     return f"{fmean(own.values()):.2f}{share}" if own else "-"
 
 
 def _one_term(rows: Rows, method: str) -> str:
-    """The gap of a run that ends in two terms, deployed with one term each; its share is of clover's own gap."""
+    """Returns the gap of a run that ends in two terms if it is deployed with one term, and its share of clover's own
+    gap."""
     if not ends_in_two_terms(rows.runs, method):
         return "-"
     plain = [r | {ONE_TERM: r["val_bpb"]} if r["method"] in ("bf16", "clover") else r for r in rows.runs]
@@ -313,7 +321,7 @@ for _name, _value in VALUES.items():
         f"{_name}: by seed": _by_seed(_value),
     }
 OF_BF16 = ("paper", "BPB", "seeds", "of seeds", "GEMM work", "work in 4 / 8 / 16 bits, %")
-NOTES = {  # of a column
+NOTES = {  # The note below a table that explains a column.
     "own: gap": "own: evaluated with the forward that a run ends with; gaps in percent of BF16's bits per byte",
     "BF16: gap": "BF16: the same weights, evaluated without quantization",
     "own: share": "minus and share are of {beside}'s gap with the same forward, on the seeds of both",
@@ -331,9 +339,8 @@ NOTES = {  # of a column
 
 
 def runs_of(context: Context, name: str, item: Item) -> tuple[list[dict], list[str], dict]:
-    """(runs of --results or runs that it trains, their methods' labels in order, "data" and "environment").
-
-    Raises UserError.
+    """Returns (the runs of --results, or otherwise runs that are trained now; the labels of their methods in order; a
+    dict with "data" and "environment"). Raises UserError if there are no runs.
     """
     size = context.args.sizes or ("tiny" if context.quick else item.size)
     methods = item.methods(size) if callable(item.methods) else item.methods
@@ -355,7 +362,7 @@ def runs_of(context: Context, name: str, item: Item) -> tuple[list[dict], list[s
 
 
 def table(context: Context, name: str, item: Item) -> Outcome:
-    """The table of an item's runs, for each size. Raises UserError."""
+    """Makes the table of an item, with its rows for each size. Raises UserError if there are no runs."""
     runs, names, content = runs_of(context, name, item)
     data = content["data"]
     sizes = list(dict.fromkeys(r["size"] for r in runs))
@@ -363,7 +370,7 @@ def table(context: Context, name: str, item: Item) -> Outcome:
     for size in sizes:
         rows = Rows([r for r in runs if r["size"] == size], item)
         order = [m for m in names if rows.of(m)]
-        if item.pooled:  # the best with its own forward last
+        if item.pooled:  # The method with the smallest gap by its own forward comes last.
             order.sort(key=lambda m: -rows.gap(m, "val_bpb").mean if m != "bf16" else -math.inf)
         for method in order:
             shown = [c for c in item.columns if method != "bf16" or c in OF_BF16]
@@ -401,13 +408,13 @@ SYSTEMS = ("nvidia", "four_over_six", "tetrajet_v2", "four_over_six_biased", "te
 
 
 def reduction(rows: Rows) -> list[str]:
-    """By how much clover's mean gap is below the best of the other systems, where all gaps are clear of zero."""
+    """Says by how much clover's mean gap is below that of the best other system, if all gaps are clearly above zero."""
     gaps = {m: rows.gap(m, "val_bpb") for m in (*SYSTEMS, "clover") if rows.of(m)}
     if len(gaps) < 2 or "clover" not in gaps or not all(g.above_zero for g in gaps.values()):
         return []
     clover = gaps.pop("clover")
     best = min(gaps, key=lambda m: gaps[m].mean)
-    if rows.item.pooled:  # on the seeds of both
+    if rows.item.pooled:  # The difference is on the seeds that both have.
         minus = stats.pooled_differences(rows.runs, rows.size, best)["clover"]
         below, half = -100 * minus.mean / gaps[best].mean, 100 * minus.half / gaps[best].mean
         return [f"clover's gap is {stats.with_half(below, half, 0)}% below that of {best}, the best other system"]
@@ -417,7 +424,8 @@ def reduction(rows: Rows) -> list[str]:
 
 
 def last_phase(runs: list[dict], early: str = "clover_feedback", late: str = "clover_feedback_late") -> list[str]:
-    """The parts of the difference to clover of a method with a last phase, in points, paired by seed."""
+    """Splits the difference between clover and a method with a last phase into parts, in percentage points, paired by
+    seed."""
     size, of = runs[0]["size"], stats.gaps_by_seed
     own, bf16 = ({m: of(runs, size, m, value) for m in ("clover", early, late)} for value in VALUES.values())
     seeds = sorted(set.intersection(*(set(of) for of in own.values())))
@@ -439,7 +447,8 @@ def last_phase(runs: list[dict], early: str = "clover_feedback", late: str = "cl
 
 
 def draw_bars(axes: Any, sizes: list[Rows], names: Sequence[str]) -> None:
-    """Bars: gaps with the own forward, by method and size; dashes: with the BF16 forward; and the paper's points."""
+    """Draws gaps by method and size: bars with the own forward, dashes with the BF16 forward, and the paper's
+    points."""
     item, others = sizes[0].item, [m for m in names if m != "bf16"]
     for i, rows in enumerate(sizes):
         width = 0.8 / len(sizes)
@@ -460,7 +469,8 @@ def draw_bars(axes: Any, sizes: list[Rows], names: Sequence[str]) -> None:
 
 
 def draw_curves(axes: Any, rows: Rows) -> None:
-    """Two panels, one for each forward, at one scale: the gap along the run of the methods trained from scratch."""
+    """Draws the gaps along the runs of methods that were trained from scratch, in two panels with the same scale, one
+    for each forward."""
     steps, runs = steps_of(rows.runs), rows.runs
     late = {r["method"] for r in runs if any(f.startswith("--branch-from") for f in r["flags"])}
     axes.set_axis_off()
@@ -476,7 +486,8 @@ def draw_curves(axes: Any, rows: Rows) -> None:
                 plots.curve(panel, method, lines, "-" if i < len(plots.COLORS) else "--")
         panel.set_title(f"evaluated with {title}", fontsize=9)
         panel.set_xlabel("steps, %")
-    # While the learning rate is high, seeds may differ by ten times the methods' differences at the end.
+    # The scale is that of the second half. While the learning rate is high, seeds may differ by ten times as much as
+    # methods differ at the end.
     lines = [line for panel in panels for line in panel.lines]
     second = [0.0, *(y for line in lines for x, y in zip(*line.get_data()) if x >= 50)]
     margin = 0.2 * (max(second) - min(second)) or 1

@@ -1,4 +1,4 @@
-"""Tables 1 and 2 and Figure 9: rounding errors, traffic and bias, without sweeps."""
+"""Makes Tables 1 and 2 and Figure 9, which show rounding errors, memory traffic and bias. They need no sweep."""
 
 import functools
 import itertools
@@ -29,7 +29,7 @@ from nanochat_fp4.nvfp4.recipes import Gemm, Operand, Recipe
 # ----------------------------------------------------------------------------------------------------------------------
 # Table 1
 
-# rounding: (MSE over N(0, 1) in 1e-3, unbiased); the paper's Table 1. Rows that it does not have: None.
+# The paper's Table 1: rounding -> (mean squared error over N(0, 1) in 1e-3, whether it is unbiased).
 TABLE_1 = {
     "rtn": (9.0, False),
     "four_over_six": (7.6, False),
@@ -42,8 +42,9 @@ TABLE_1 = {
 
 
 def unbiasedness_gain(rounding: str, draws: int) -> float:
-    """How many times better the mean of `draws` products of two quantized Gaussian operands (24 x 128) is than one:
-    `draws` itself without a bias, up to some scatter; a bias is where it stops growing."""
+    """Returns how many times smaller the squared error of the mean of `draws` products of two quantized Gaussian
+    operands (24 x 128) is than that of one product. For an unbiased rounding it is `draws`, up to some scatter. With a
+    bias it stops growing."""
     generator = torch.Generator().manual_seed(0)
     a, b = (torch.randn(24, 128, generator=generator) for _ in range(2))
     spec, target = get_rounding(rounding), a.double() @ b.double().T
@@ -58,6 +59,7 @@ def unbiasedness_gain(rounding: str, draws: int) -> float:
 
 
 def table1(context: Context) -> Outcome:
+    """Makes Table 1: the error of each rounding over N(0, 1), and whether it is unbiased."""
     samples = context.args.samples or (1 << 19 if context.quick else 1 << 22)
     draws = context.args.draws or (128 if context.quick else 1024)
     rows, numbers = [], {}
@@ -83,16 +85,18 @@ def table1(context: Context) -> Outcome:
 # ----------------------------------------------------------------------------------------------------------------------
 # Table 2: bytes and rotations of MS-EDEN's requantization, counted while Triton's interpreter runs the kernels
 
-# (bits read, bits written, mma.m16n8k16 per group) of each kernel; the paper's Table 2.
+# The paper's Table 2: (bits read, bits written) per element by each kernel, and mma.m16n8k16 per group.
 TABLE_2 = {"naive": ("4.5 + 4.5", "0 + 4.5", 2), "post hoc": ("4.5 + 1", "5 + 0.5", 1)}
-ROWS, COLUMNS = 256, 256  # whole tiles: nothing is padded
-# The rotation and what draws it: a constant of a few KB that stays in the caches, however often tiles read it.
+ROWS, COLUMNS = 256, 256  # These are whole tiles, so nothing is padded.
+# Arguments that are not counted: the rotation, its seeds and scalars. They have a few KB, and stay in the caches
+# however often tiles read them.
 OF_ALL_TILES = ("hadamard", "seed", "rht_seed", "amax", "tensor_scale")
 
 
 @dataclass
 class Launch:
-    """One kernel launch: bytes read and written by argument name, and multiply-adds of its matrix products."""
+    """A kernel launch: the bytes that it reads and writes, by the name of the argument, and the multiply-adds of its
+    matrix products."""
 
     kernel: str
     read: Counter = field(default_factory=Counter)
@@ -101,8 +105,9 @@ class Launch:
 
 
 def count_launches(function) -> list[Launch]:
-    """What the kernels that function() launches do: bytes of the elements whose mask is set, an element that one load
-    asks for several times once. Needs TRITON_INTERPRET=1 from before triton was imported."""
+    """Counts the work of the kernels that function() launches. Only elements whose mask is set count, and an element
+    that one load asks for several times counts once. TRITON_INTERPRET=1 must have been set before triton was
+    imported."""
     from triton.runtime import interpreter
 
     builder, executor = interpreter.InterpreterBuilder, interpreter.GridExecutor
@@ -127,14 +132,14 @@ def count_launches(function) -> list[Launch]:
         return originals["create_masked_store"](self, pointers, value, mask, *rest)
 
     def dot(self, a, b, *rest):
-        launches[-1].rotated += a.data.shape[-2] * b.data.shape[-1]  # by a matrix of 128, or of 16 with butterflies
+        launches[-1].rotated += a.data.shape[-2] * b.data.shape[-1]  # The matrix has 128 rows, or 16 with butterflies.
         return originals["create_dot"](self, a, b, *rest)
 
     def tensors(named):
         for name, value in named:
             if hasattr(value, "data_ptr"):
                 yield name.removesuffix("_ptr"), value
-            elif hasattr(value, "_asdict"):  # a record of arguments
+            elif hasattr(value, "_asdict"):  # This is a record of arguments.
                 yield from tensors(value._asdict().items())
 
     def launch(self, *arguments, **keywords):
@@ -152,11 +157,13 @@ def count_launches(function) -> list[Launch]:
 
 
 def requantization() -> dict[str, list[dict]]:
-    """{alignment: launches} of requantizing a tensor from its 4-bit codes along its other dimension, rotated by 128.
+    """Requantizes a tensor from its 4-bit codes along its other dimension, rotated by 128, and counts the work. Returns
+    {alignment: launches}.
 
-    naive:    the tensor's maximum first, then scales aligned with it: two passes, as for nearest rounding
-    post hoc: MS-EDEN as it trains
-    Per launch: kernel, bits read and written per element by argument, rotations per element.
+    naive:    a first pass finds the tensor's maximum, and a second one aligns the scales with it, as for rounding to
+              nearest
+    post hoc: MS-EDEN in the form in which it trains
+    A launch has its kernel, the bits read and written per element by argument, and the rotations per element.
     """
     from nanochat_fp4.nvfp4.makers import Quantization, quantize_operand
     from nanochat_fp4.nvfp4.operands import Codes
@@ -182,7 +189,7 @@ def requantization() -> dict[str, list[dict]]:
 
 
 def interpreted() -> dict[str, list[dict]]:
-    """requantization() in a process that interprets its kernels. Raises UserError."""
+    """Runs requantization() in a process that interprets its kernels. Raises UserError if that fails."""
     path = os.pathsep.join([str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", "")])
     environment = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": path}
     code = "import json; from lab.study.numerics import requantization; print(json.dumps(requantization()))"
@@ -193,6 +200,7 @@ def interpreted() -> dict[str, list[dict]]:
 
 
 def table2(context: Context) -> Outcome:
+    """Makes Table 2: the memory traffic and the rotations of MS-EDEN's requantization."""
     counted = context.piece("table2", {"rows": ROWS, "columns": COLUMNS}, interpreted)
 
     def of_operand(bits: dict[str, float]) -> float:
@@ -220,18 +228,18 @@ def table2(context: Context) -> Outcome:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Figure 9: does the mean of many quantized backward passes approach the unquantized one?
+# Figure 9: whether the mean of many quantized backward passes approaches the unquantized one
 
 FIG9_METHODS = ("nvidia", "four_over_six", "four_over_six_biased", "tetrajet_v2", "clover", "clover_search")
-# The authors' curves (Quartet-II, data/*_concentration.json), of Llama-3.2-1B with an unquantized forward. The error is
-# of q, k and v of block 0, for B = 1, 4, 16, 64, 256 and 1024.
+# The authors' curves (Quartet-II, data/*_concentration.json) for Llama-3.2-1B with an unquantized forward: the error of
+# the gradients of q, k and v of block 0, for B = 1, 4, 16, 64, 256 and 1024.
 PUBLISHED = {
     "nvidia": (1.1, 2.0e-1, 5.6e-2, 1.5e-2, 5.4e-3, 9.4e-4),
     "four_over_six_biased": (1.4, 2.8e-1, 1.8e-1, 1.0e-1, 1.1e-1, 1.1e-1),
     "tetrajet_v2": (4.4, 7.7e-1, 2.2e-1, 5.7e-2, 1.4e-2, 3.0e-3),
     "clover": (5.6e-1, 1.9e-1, 6.8e-2, 1.8e-2, 5.6e-3, 1.5e-3),
 }
-# "exact": an unquantized forward. The recipe's backward pass takes its tensors instead of codes, as the published
+# With "exact" the forward pass is not quantized. The backward pass takes its tensors instead of codes, as the published
 # classes do with disable_forward_quant.
 FORWARDS = {
     "quantized": lambda recipe: recipe,
@@ -241,24 +249,25 @@ STYLES = {"exact": {"marker": "o", "markersize": 3}, "quantized": {"linewidth": 
 
 
 def backward_left_alone(recipe: Recipe) -> Recipe:
-    """The recipe with an exact backward pass. Its operands are taken from the recipe's source, the forward's values or
-    the unquantized ones, and are not rounded."""
+    """Returns the recipe with an exact backward pass. Its operands have the same source as the recipe's, which is the
+    forward's values or the unquantized tensors, but they are not rounded."""
     gemms = {name: getattr(recipe, name) for name in ("grad_input", "grad_weight")}
     exact = {name: Gemm(Operand(), Operand(raw=gemm.b.raw)) for name, gemm in gemms.items()}
     return replace(recipe, name=f"{recipe.name}, exact backward", **exact)
 
 
 def block_gradients(model, x: torch.Tensor, y: torch.Tensor) -> list[torch.Tensor]:
-    """Gradients of the loss for q, k and v of block 0, float64: the furthest from the loss, so that all rounding
-    is in them."""
+    """Returns the gradients of the loss with respect to the weights of q, k and v of block 0, as float64. They are the
+    furthest from the loss, so that the rounding of the whole backward pass is in them."""
     attention = model.transformer.h[0].attn
     grads = torch.autograd.grad(model(x, y), [attention.c_q.weight, attention.c_k.weight, attention.c_v.weight])
     return [g.double() for g in grads]
 
 
 def concentration(model, recipe: Recipe, x: torch.Tensor, y: torch.Tensor, draws: Sequence[int]) -> dict:
-    """{"single": mean error of one pass, "errors": {B: that of the mean of B passes}} against the unquantized backward
-    of the same forward: relative squares, the mean of those of q, k and v, as in the authors' notebook."""
+    """Compares quantized backward passes with the unquantized backward pass of the same forward pass. Returns
+    {"single": the mean error of one pass, "errors": {B: the error of the mean of B passes}}. An error is a relative
+    square, averaged over q, k and v, as in the authors' notebook."""
     nf.convert(model, backward_left_alone(recipe), verbose=False)
     targets = block_gradients(model, x, y)
 
@@ -279,13 +288,15 @@ def concentration(model, recipe: Recipe, x: torch.Tensor, y: torch.Tensor, draws
 
 
 def slope(by_draws: dict[int, float]) -> float:
-    """Of log error over log B, least squares through the three largest B: -1 without a bias, 0 on a plateau."""
+    """Returns the slope of log error over log B, by least squares through the three largest B. It is -1 without a bias
+    and 0 on a plateau."""
     points = [(math.log(b), math.log(e)) for b, e in sorted(by_draws.items())][-3:]
     return statistics.linear_regression(*zip(*points)).slope
 
 
 def stored_curves(name: str) -> tuple[dict, str, dict]:
-    """(curves by forward and method, what they were measured on, where) of lab/results/fig9.json. Raises UserError."""
+    """Reads a part of lab/results/fig9.json. Returns (curves by forward and method, the data that they were measured
+    on, the machine). Raises UserError for an unknown name."""
     content = json.loads((RESULTS / "fig9.json").read_text())
     if name not in content:
         raise UserError(f"--results={name}: lab/results/fig9.json has {', '.join(content)}")
@@ -293,6 +304,7 @@ def stored_curves(name: str) -> tuple[dict, str, dict]:
 
 
 def fig9(context: Context) -> Outcome:
+    """Makes Figure 9: the error of the mean of B quantized backward passes, by method."""
     draws = [b for b in (2**i for i in range(11)) if b <= (context.args.draws or (32 if context.quick else 1024))]
     trained = functools.cache(lambda: trained_model(context, "d8"))
     curves: dict[str, dict[str, dict]] = {forward: {} for forward in FORWARDS}
@@ -313,7 +325,7 @@ def fig9(context: Context) -> Outcome:
     by_draws = {key: {int(b): e for b, e in curves[key[0]][key[1]]["errors"].items()}
                 for key in ((forward, method) for forward in curves for method in curves[forward])}  # fmt: skip
     most = max(next(iter(by_draws.values())))
-    paper = dict.fromkeys(FIG9_METHODS, "1/B")  # the paper's Figure 9 and Appendix A
+    paper = dict.fromkeys(FIG9_METHODS, "1/B")  # The source is the paper's Figure 9 and Appendix A.
     paper |= {"four_over_six_biased": "plateau", "four_over_six": "-", "clover_search": "-"}
     rows = []
     for (forward, method), found in by_draws.items():

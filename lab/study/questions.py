@@ -1,4 +1,5 @@
-"""What the stored runs answer beyond one table of gaps: targets, other forwards, steps, equal time, the ladder."""
+"""Makes the tables of stored runs that are more than a table of gaps: which method to take, targets, other forward
+passes, extra steps, equal time, the ladder of sizes, and the leaderboard."""
 
 import json
 import math
@@ -24,7 +25,7 @@ FORWARD_NAMES = {"val_bpb": "own forward", "val_bpb_bf16": "BF16 forward"}
 
 
 def work(runs: list[dict], method: str, steps: int) -> str:
-    """GEMM work of a method's run, for a table."""
+    """Returns the GEMM work of a method's run, as the text of a cell."""
     return f"{gaps.gemm_work(next(r for r in runs if r['method'] == method), steps):.2f}"
 
 
@@ -36,7 +37,7 @@ def outcome(runs: list[dict], content: dict, title: str, header: list[str], *arg
 # ----------------------------------------------------------------------------------------------------------------------
 # Which method?
 
-WHEN = {  # a row of nf.METHODS -> when it is the one to take
+WHEN = {  # A row of nf.METHODS -> the situation in which one should take it.
     "bf16": "where 4 bits are neither faster nor needed to fit",
     "fp8": "on a Hopper, where it is faster and loses less than every row in 4 bits; not tuned",
     "nvidia": "to compare with NVIDIA's recipe, every GEMM in 4 bits",
@@ -51,7 +52,8 @@ WHEN = {  # a row of nf.METHODS -> when it is the one to take
 
 
 def time_of_steps() -> dict[str, str]:
-    """Method -> time of a step of d26 (8 rows, one H100) over BF16's in the same run, of bench.json's last such run."""
+    """Returns for each method the time of a step of d26 (8 rows, one H100) over BF16's time in the same measurement.
+    The last such measurement of lab/results/bench.json counts."""
     found: dict[str, str] = {}
     for part in json.loads((RESULTS / "bench.json").read_text(encoding="utf-8")).values():
         if isinstance(part, dict) and part["benchmark"] == "bench_train" and "H100" in part["environment"]["gpu"]:
@@ -62,7 +64,8 @@ def time_of_steps() -> dict[str, str]:
 
 
 def exported(runs: list[dict], method: str) -> str:
-    """The gap as scripts.export writes a model: a run that ends in two terms keeps one, and BF16 is rounded by 4/6."""
+    """Returns the gap of the model that scripts.export writes, as the text of a cell. Of two terms the export keeps
+    one, and the weights of a BF16 run are rounded by 4/6."""
     if method == "bf16":
         found = rounded_afterwards(runs, "clover")
         return "not measured" if found == "-" else found
@@ -75,7 +78,7 @@ def exported(runs: list[dict], method: str) -> str:
 
 
 def methods(context: Context) -> Outcome:
-    """README's table: a row for each method of the package that the study has, of runs from scratch on one text."""
+    """Makes README's table of methods. It has a row for each method of the package that the study has."""
     context.args.results = context.args.results or "d6_mixed"
     runs, content = stored_runs(context)
     times, known, of = time_of_steps(), methods_of(runs), gaps.Rows(runs, gaps.Item("", pooled=True))
@@ -109,8 +112,8 @@ def methods(context: Context) -> Outcome:
 
 
 def along_the_run(context: Context, item: gaps.Item) -> Outcome:
-    """Figure 5: gaps at some steps, and a plot of all. Where runs were evaluated at their ends alone, the gaps are of
-    the mean training loss of parts of the run, on the same batches."""
+    """Makes Figure 5: a table of gaps at some steps, and a plot of all. If runs were evaluated only at their ends, the
+    gaps are those of the mean training loss of parts of the run, on the same batches."""
     runs, _, content = gaps.runs_of(context, "table5", item)
     loss = any(len(r["curve"]) < 4 for r in runs) and all(r.get("loss_curve") for r in runs)
     what = "training loss" if loss else "validation BPB"
@@ -134,7 +137,7 @@ def along_the_run(context: Context, item: gaps.Item) -> Outcome:
 
 
 def losses(context: Context) -> Outcome:
-    """Bits per byte of every seed, with both forwards: what the gaps are made of."""
+    """Makes a table of the bits per byte of every seed, with both forwards, from which gaps are computed."""
     runs, content = stored_runs(context)
     seeds, rows = sorted({r["seed"] for r in runs}), []
     for method in dict.fromkeys(r["method"] for r in runs):
@@ -155,17 +158,17 @@ TARGETS = (
     ("both_from_85%", 1 / 3, "val_bpb"),
     ("clover_feedback_late", 0.4, "val_bpb_bf16"),
     ("both_from_85%", 0.4, "val_bpb_bf16"),
-    # More work, or no more of it, spent on steps as well.
+    # These methods also have more, or fewer, steps than BF16.
     ("clover_feedback_late_2.9%_longer", 0.5, "val_bpb"),
     ("clover_feedback_late_2.9%_longer", 0.4, "val_bpb_bf16"),
     ("clover_feedback_late_7.8%_longer", 1 / 3, "val_bpb"),
     ("clover_feedback_late_7.8%_longer", 0.4, "val_bpb_bf16"),
     ("search_feedback_late_1%_shorter", 0.5, "val_bpb"),
-)  # method, share of clover's gap, of which forward
+)  # The method, the target for its share of clover's gap, and the forward.
 
 
 def judge(found: list[dict]) -> None:
-    """Adds to targets that are tested together each one's p, corrected by Holm, and verdict."""
+    """Adds a corrected p and a verdict to each of the targets. They are tested together, with Holm's correction."""
     for of, corrected in zip(found, stats.holm([of["p"] for of in found])):
         decided = not math.isnan(corrected) and corrected < 0.05
         verdict = "not decided" if not decided else "reached" if of["share"] < of["target"] else "missed"
@@ -177,7 +180,8 @@ def shown_p(p: float) -> str:
 
 
 def claims(context: Context) -> Outcome:
-    """The targets, on the seeds of the last study of --results, which are fresh: one verdict each."""
+    """Makes the table of targets, with a verdict for each. It is decided by the seeds of the last study of --results,
+    on which nothing was chosen."""
     runs, content = stored_runs(context)
     seeds = sorted({r["seed"] for r in runs if r["file"] == max(r["file"] for r in runs)})
     fresh = [r for r in runs if r["seed"] in seeds]
@@ -225,10 +229,10 @@ def claims(context: Context) -> Outcome:
 # ----------------------------------------------------------------------------------------------------------------------
 # The same weights in several forwards (lab.study.forwards evaluates them)
 
-# A column of the table, and the method whose forward pass it is.
+# A column of the table -> the method whose forward pass it shows.
 IN_FORWARD = {"4/6, one term": "clover", "feedback, one term": "clover_feedback", "two terms": "clover_refined"}
-# What is wanted, the share of clover's gap, and what a run calls its bits per byte. "deployed" is one term: the own
-# forward, or that of feedback where the method ends in two terms.
+# The comparisons: what is compared, the target for the share of clover's gap, and the name of the bits per byte in a
+# run. "deployed" has one term. It is the own forward, or that of feedback if the method ends in two terms.
 OF_FORWARDS = ("both in BF16", 0.5, "val_bpb_bf16"), ("deployed in plain NVFP4", 0.6, "deployed")
 WITH_TARGETS = "clover_feedback", "clover_search_feedback", "clover_feedback_late"
 
@@ -241,7 +245,7 @@ def with_value(runs: list[dict], name: str) -> list[dict]:
 
 
 def with_deployed(runs: list[dict]) -> list[dict]:
-    """The runs that can be deployed in one term, as r["deployed"]."""
+    """Returns the runs that can be deployed in one term, with their bits per byte in r["deployed"]."""
     feedback = with_value(runs, "clover_feedback")
     two_terms = {m for m in methods_of(runs) if gaps.ends_in_two_terms(runs, m)}
     one_term = [r | {"deployed": r["val_bpb"]} for r in runs if r["method"] not in two_terms]
@@ -249,14 +253,15 @@ def with_deployed(runs: list[dict]) -> list[dict]:
 
 
 def rounded_afterwards(runs: list[dict], name: str) -> str:
-    """The gap of BF16's weights in another forward, paired by seed; "-" where no run has it."""
+    """Returns the gap of BF16's weights in another forward, paired by seed, or "-" if no run has it."""
     base = [r for r in runs if r["method"] == "bf16" and name in r.get("forwards", ())]
     found = [100 * (r["forwards"][name] / r["val_bpb"] - 1) for r in base]
     return stats.estimate(found).shown(2) if found else "-"
 
 
 def forwards(context: Context) -> Outcome:
-    """Gaps of each method's weights in each forward, and the targets of these, with one correction by Holm."""
+    """Makes a table of the gaps of each method's weights in each forward, and judges their targets with one correction
+    by Holm."""
     runs, content = stored_runs(context)
     (size,), methods = {r["size"] for r in runs}, methods_of(runs)
     values = {"own": "val_bpb", **IN_FORWARD, "BF16": "val_bpb_bf16"}
@@ -304,10 +309,11 @@ def forwards(context: Context) -> Outcome:
 
 
 def computed(run: dict) -> object:
-    """Equal for two runs that compute alike for their whole length, however they are called."""
+    """Returns a key of a run's computation. It is equal for two runs with different labels that compute the same from
+    beginning to end."""
     try:
         plan = method_plan(run["flags"])
-    except ValueError:  # a method that was removed
+    except ValueError:  # The method was removed from the package.
         return run["method"]
     if plan.layers:
         return run["method"]
@@ -315,9 +321,9 @@ def computed(run: dict) -> object:
 
 
 def exponent(runs: list[dict], value: str = "val_bpb") -> tuple[float, dict[str, float]]:
-    """(b of loss ~ steps^-b of all methods with two lengths or more, the same of each such method).
+    """Fits loss ~ steps^-b. Returns (b of all methods that have several lengths, b of each such method).
 
-    A method's runs of one seed have a level of their own. Raises UserError where no method has two lengths.
+    The runs of each method and seed have a level of their own. Raises UserError if no method has two lengths.
     """
     groups: dict[tuple, list[dict]] = {}
     for r in runs:
@@ -338,12 +344,13 @@ def exponent(runs: list[dict], value: str = "val_bpb") -> tuple[float, dict[str,
 
 
 def more_tokens(gap: float, b: float) -> float:
-    """By how many percent more tokens a gap in percent is made up for."""
+    """Returns how many percent more tokens make up for a gap in percent."""
     return 100 * ((1 + gap / 100) ** (1 / b) - 1)
 
 
 def extra_steps(context: Context) -> Outcome:
-    """Runs of other lengths against BF16 of its usual length, and against BF16 given the same steps."""
+    """Makes a table that compares runs of other lengths with BF16 of its usual length, and with a BF16 run that has the
+    same steps."""
     runs, content = stored_runs(context)
     usual, (b, single) = steps_of(runs), exponent(runs)
     base = {r["seed"]: r for r in runs if r["method"] == "bf16"}
@@ -374,15 +381,15 @@ def extra_steps(context: Context) -> Outcome:
     return outcome(runs, content, "Extra steps, and gaps as tokens", header, rows, notes, numbers_of)
 
 
-# A ratio without rates, of a later note: (where, method, its time over that of NVFP4, depth).
+# A ratio from a later note, which gives no rates: (where, method, its time over that of NVFP4, depth).
 RATIO = ("mdhorton/nanochat_sm120, d12, 2 x RTX PRO 4000, FP8 tuned, a later note", "fp8", 1.015, 12)
 IN_4_BITS = ("clover", "clover_feedback", "clover_feedback_late", "clover_mixed")
-OF_TWO_LENGTHS = "d6_longer"  # the study whose b is taken where the runs of --results have one length
+OF_TWO_LENGTHS = "d6_longer"  # The study whose b is taken if the runs of --results have one length.
 
 
 def measured_by_others() -> list[tuple[str, str, float, int]]:
-    """(where, method, its time over that of NVFP4 in the same program on the same cards, depth): whole steps of
-    nanochat's sizes in nanochat_fp4/cards.json."""
+    """Returns the whole steps of nanochat's sizes that others measured (nanochat_fp4/cards.json): (where, method, its
+    time over that of NVFP4 in the same program on the same cards, depth)."""
     found = []
     for card in cards.read_cards():
         for rate in (rate for rate in card.rates if "depth" in rate and "part" not in rate):
@@ -394,10 +401,11 @@ def measured_by_others() -> list[tuple[str, str, float, int]]:
 
 
 def equal_time(context: Context) -> Outcome:
-    """Gaps to BF16 of 8 and 16 bits that train for no longer than NVFP4, by whole steps that others measured.
+    """Makes a table of the gaps at equal time. 8 and 16 bits train for no longer than NVFP4, by the times of whole
+    steps that others measured.
 
-    A method that takes t times as long makes 1/t of the steps, and its loss is larger by t^b. b is d6's own, or that of
-    the law of the paper's runs at the size and length of the model. The gap is d6's in any case.
+    A method whose steps take t times as long makes 1/t of the steps, and its loss is larger by the factor t^b. b is
+    d6's own, or comes from the law of the paper's runs at the size and length of the model. The gap is always d6's.
     """
     runs, content = stored_runs(context)
     two_lengths = len({r["steps"] for r in runs}) > 1
@@ -451,7 +459,8 @@ LADDER = ("nvidia", "clover", "clover_feedback")
 
 
 def ladder(context: Context) -> Outcome:
-    """Gaps of each study of --results (sweeps of small models of several widths and lengths), both forwards."""
+    """Makes a table of the gaps of each study of --results, with both forwards. The studies are sweeps of small models
+    of several widths and lengths."""
     rows, numbers, environment, data = [], {}, None, ""
     for name in kept_runs.names_of(context.args.results or "ladder_*"):
         content = kept_runs.stored(name)
@@ -478,7 +487,8 @@ def ladder(context: Context) -> Outcome:
 
 
 def of_scaling(context: Context, name: str) -> Outcome:
-    """A table of lab.scaling: of the paper's 21 runs, or of the studies of --results, of several sizes and lengths."""
+    """Makes a table of lab.scaling for the paper's 21 runs, or for the studies of --results, which must have several
+    sizes and lengths."""
     runs = scaling.read_runs(context.args.results or "paper")
     title, make = scaling.TABLES[name]
     methods = [m for m in dict.fromkeys(r.method for r in runs) if m != "bf16" and scaling.pairs(runs, m)]
@@ -487,14 +497,13 @@ def of_scaling(context: Context, name: str) -> Outcome:
     return Outcome(title, header, rows, notes, {}, None, f"runs: {context.args.results or 'paper'}")
 
 
-# Studies that were validated often along the run, and the bits per byte that are to be reached.
+# The studies whose runs were validated often enough -> the bits per byte that a run must reach.
 TO_REACH = {"d6_stored": 1.27, "d6_mixed": 1.08, "d2_embedded": 2.6}
 
 
 def reached(curve: Sequence[Sequence[float]], target: float) -> float | None:
-    """The step at which the loss of a curve of (step, loss, ...) first is `target`; None if it never is.
-
-    Between two validations it is interpolated.
+    """Returns the step at which the loss of a curve of (step, loss, ...) first reaches `target`, or None if it never
+    does. Between two validations the step is interpolated.
     """
     for i, (step, loss, *_) in enumerate(curve):
         if loss <= target:
@@ -504,7 +513,8 @@ def reached(curve: Sequence[Sequence[float]], target: float) -> float | None:
 
 
 def leaderboard(context: Context) -> Outcome:
-    """A row for each method of --results, the fewest tokens over BF16's of the same seed first."""
+    """Makes the leaderboard: a row for each method of --results. The method that needs the fewest tokens, relative to
+    BF16 with the same seed, comes first."""
     group = context.args.results or next(iter(TO_REACH))
     if group not in TO_REACH:
         raise UserError(f"--results={group}: the leaderboard has {', '.join(TO_REACH)}; others validate too rarely")

@@ -1,4 +1,5 @@
-"""Is the mean of many MS-EDEN draws the operand? Of the operands around ReLU^2, with one rotation and with two."""
+"""Measures whether the mean of many MS-EDEN draws approaches the operand, for the operands around ReLU^2, with one
+rotation and with two."""
 
 import itertools
 from pathlib import Path
@@ -11,13 +12,15 @@ from nanochat_fp4.evaluation import plots
 from nanochat_fp4.nvfp4.hadamard import RHT_DIM, rotated_sums
 from nanochat_fp4.nvfp4.quantizers import ROUNDINGS, quantize_reference
 
-GROUPS = 100  # of RHT_DIM numbers of an operand, drawn at random from all blocks
-# The three whose zeros and few large numbers one rotation does not mix, and one without zeros beside them.
+GROUPS = 100  # The number of groups of RHT_DIM numbers of an operand, drawn at random from all blocks.
+# Three operands with many zeros and few large numbers, which one rotation does not mix, and for comparison one without
+# zeros.
 OPERANDS = ("grad_output of c_fc", "grad_output^T of c_fc", "input^T of c_proj", "input^T of c_fc")
 
 
 def operands_of_the_mlps(model: torch.nn.Module, x: torch.Tensor, y: torch.Tensor) -> dict[str, torch.Tensor]:
-    """GROUPS groups along the contraction of each of OPERANDS, float32 (GROUPS, RHT_DIM), of a pass over x and y."""
+    """Returns for each of OPERANDS, from one pass over x and y, GROUPS groups of numbers along the contraction
+    dimension, float32 (GROUPS, RHT_DIM)."""
     seen: dict[str, list[torch.Tensor]] = {name: [] for name in OPERANDS}
 
     def take(name: str, matrix: torch.Tensor) -> None:
@@ -55,9 +58,10 @@ def operands_of_the_mlps(model: torch.nn.Module, x: torch.Tensor, y: torch.Tenso
 
 
 def averages(groups: torch.Tensor, rotations: int, draws: list[int]) -> dict[str, Any]:
-    """{"error": of one draw, "bias": bias^2 over that, "errors": {B: that of the mean of B draws}}, relative squares.
+    """Quantizes groups many times. Returns {"error": the error of one draw, "bias": bias^2 over this error, "errors":
+    {B: the error of the mean of B draws}}. Errors are relative squares.
 
-    bias^2 is the product of the errors of two independent halves' means: the noise is not in it.
+    bias^2 is estimated by the product of the errors of the means of two independent halves, which is free of noise.
     """
     halves = [torch.zeros(groups.shape, dtype=torch.float64) for _ in range(2)]
     square, whole, errors = 0.0, float(groups.double().square().sum()), {}
@@ -75,6 +79,7 @@ def averages(groups: torch.Tensor, rotations: int, draws: list[int]) -> dict[str
 
 
 def averaging(context: Context) -> Outcome:
+    """Makes the table of the errors and biases of MS-EDEN around ReLU^2."""
     most = context.args.draws or (64 if context.quick else 10_000)
     draws = sorted({*(b for b in (2**i for i in range(14)) if b < most), most})
     found: dict[str, dict[int, dict]] = {name: {} for name in OPERANDS}

@@ -1,4 +1,4 @@
-"""Tables 3, 4, 6, 7 and Figure 6: the models of the paper, and speed as lab.bench times it."""
+"""Makes Tables 3, 4, 6 and 7 and Figure 6: the models of the paper, and speed as lab.bench measures it."""
 
 import json
 import subprocess
@@ -16,7 +16,8 @@ from nanochat_fp4.models import llama
 
 
 def benchmark(name: str) -> tuple[list[dict], dict]:
-    """(records, environment) of a file of lab.bench, or of a part of lab/results/bench.json. Raises UserError."""
+    """Reads a file of lab.bench, or a part of lab/results/bench.json. Returns (records, environment). Raises UserError
+    if there is no such file or part."""
     try:
         kept = json.loads((RESULTS / "bench.json").read_text(encoding="utf-8"))
         content = kept[name] if name in kept else json.loads(Path(name).read_text(encoding="utf-8"))
@@ -27,7 +28,7 @@ def benchmark(name: str) -> tuple[list[dict], dict]:
 
 
 def run_benchmark(context: Context, what: str, flags: list[str]) -> list[dict]:
-    """The records of a benchmark, run in a process of its own. Raises UserError."""
+    """Runs a benchmark in a process of its own and returns its records. Raises UserError if it fails."""
     path = context.folder / f"bench_{what}.json"
     command = [sys.executable, "-m", "lab.bench", what, f"--json={path}", *flags]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
@@ -37,7 +38,7 @@ def run_benchmark(context: Context, what: str, flags: list[str]) -> list[dict]:
 
 
 def measured(context: Context) -> Outcome:
-    """What cards did: every layer and step of lab/results/bench.json, or of one part of it."""
+    """Makes a table of all measured layers and steps of lab/results/bench.json, or of one part of it."""
     kept = json.loads((RESULTS / "bench.json").read_text(encoding="utf-8"))
     wanted = context.args.results if context.args.results in kept else ""
     rows = []
@@ -61,11 +62,11 @@ def measured(context: Context) -> Outcome:
 # ----------------------------------------------------------------------------------------------------------------------
 # Tables 3 and 4: the Llama-like models
 
-TABLE_3 = {  # layers, width, heads, learning rate
+TABLE_3 = {  # The paper's layers, width, heads and learning rate.
     "30M": (6, 640, 5, 0.0012), "50M": (7, 768, 6, 0.0012), "100M": (8, 1024, 8, 0.0009),
     "200M": (10, 1280, 10, 0.00072),
 }  # fmt: skip
-TABLE_4 = {  # of the paper, and what this package sets
+TABLE_4 = {  # The paper's value, and a function that returns the one of this package.
     "sequence length": (512, lambda flags: int(flags["max-seq-len"])),
     "batch, sequences": (512, lambda flags: int(flags["total-batch-size"]) // int(flags["max-seq-len"])),
     "warm-up, share of the steps": (0.1, lambda flags: 1 / llama.WARMUP_SHARE),
@@ -75,12 +76,14 @@ TABLE_4 = {  # of the paper, and what this package sets
 
 
 def table3(context: Context) -> Outcome:
+    """Makes Table 3: the sizes of the Llama-like models."""
     rows = [[size, *(f"{a:g}; {b:g}" for a, b in zip(of, llama.SIZES[size]))] for size, of in TABLE_3.items()]
     header = ["model", *(f"{name}: paper; here" for name in ("layers", "width", "heads", "learning rate"))]
     return Outcome("Table 3: the Llama-like models", header, rows, [], {})
 
 
 def table4(context: Context) -> Outcome:
+    """Makes Table 4: the settings with which the Llama-like models train."""
     flags = flag_values(size_flags("llama-30M"))
     rows = [[name, f"{paper:g}", f"{here(flags):g}"] for name, (paper, here) in TABLE_4.items()]
     notes = ["AdamW with a cosine schedule, optimizer and accumulators in FP32, as in the paper"]
@@ -92,6 +95,7 @@ def table4(context: Context) -> Outcome:
 
 
 def fig6(context: Context) -> Outcome:
+    """Makes Figure 6 and Table 6: the speed of the linear layers, forward and backward."""
     on_gpu, models = torch.cuda.is_available() and not context.quick, context.args.models or "800M,3B,7B"
     stored = context.args.results or ("" if on_gpu else "bench_linear")
     if stored:
@@ -116,8 +120,8 @@ def fig6(context: Context) -> Outcome:
 # ----------------------------------------------------------------------------------------------------------------------
 # Table 7: time by operation
 
-# kind of work as lab.bench steps names it: (forward, backward), percent of the pass; the paper's Table 7, whose rows of
-# one kind are added up: LM head and loss; grad quant. and act. requant.
+# The paper's Table 7: kind of work, as lab.bench steps names it -> (forward, backward) in percent of the pass. Rows of
+# one kind are added up, which are LM head and loss, and grad quant. and act. requant.
 TABLE_7 = {
     "GEMM": (24, 19),
     "attention": (21, 18),
@@ -132,6 +136,7 @@ TABLE_7 = {
 
 
 def table7(context: Context) -> Outcome:
+    """Makes Table 7: the time of a training step by operation."""
     name, environment = context.args.results, None
     on_gpu = bool(name) or (torch.cuda.is_available() and not context.quick)
     if name:
@@ -143,7 +148,8 @@ def table7(context: Context) -> Outcome:
             flags = ["--depth=2", "--methods=clover", "--head-dim=64", *small.split()]
         settings = {"flags": flags, "gpu": environment_info()["gpu"]}
         records = context.piece("table7", settings, lambda: run_benchmark(context, "steps", flags))
-    timed = [r for r in records if "phase" in r and r["variant"].split(",")[0] == "clover"]  # maybe in several sizes
+    # There may be records of several sizes, of which the first is taken.
+    timed = [r for r in records if "phase" in r and r["variant"].split(",")[0] == "clover"]
     if not timed:
         raise UserError(f"{name} has no times by operation of clover; run lab.bench steps with clover and --table7")
     ms = {(r["phase"], r["kind"]): r["ms"] for r in timed if r["variant"] == timed[0]["variant"]}

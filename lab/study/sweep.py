@@ -1,23 +1,24 @@
-"""Trains methods x sizes x seeds with scripts.base_train and compares them, with error bars.
+"""Trains a model for each method, size and seed with scripts.base_train, and compares them with error bars.
 
     python -m lab.study.sweep --methods bf16,nvidia,clover --sizes d6,d8 --seeds 3 --tokens 100M --data-dir folder
-    python -m lab.study.sweep ... the same again          # goes on where it was interrupted; what is done is skipped
-    python -m lab.study.sweep --again d6_longer --data-dir folder       # the runs of a study of lab.runs once more
+    python -m lab.study.sweep ... the same again          # goes on where it was interrupted, and skips finished runs
+    python -m lab.study.sweep --again d6_longer --data-dir folder       # trains the runs of a study of lab.runs again
 
 Each GPU has one process, or --jobs of them, which train run after run. Without a GPU the runs follow one another in
-this process. Methods of a seed have the same initialization and the same order of the data, so their differences are
-paired. Each seed has its own order of all documents, unless --no-vary-data is given. Error bars are then of the data,
-too.
+this process. The methods of a seed have the same initialization and the same order of the data, so their differences
+are paired. Each seed has its own order of all documents, so that error bars include the order of the data.
+--no-vary-data gives all seeds the same order.
 
-With --bf16-until all methods branch from the seed's BF16 run, and scatter far less. With --share-until 0.7 methods that
-compute the same up to 70% of the steps train that part once. A finished run is one small JSON file with its validation
-curve: <folder>/runs/<size>_<method>_s<seed>_<key>.json. The key stands for all flags and the text, so sweeps of one
-folder share runs. The table is printed after every run. All numbers go to <folder>/<name>.json and .md. lab.reproduce
---results makes tables and plots of them.
+With --bf16-until all methods branch from the BF16 run of their seed, and scatter far less. With --share-until 0.7
+methods that compute the same up to 70% of the steps train this part once. A finished run is one small JSON file with
+its validation curve: <folder>/runs/<size>_<method>_s<seed>_<key>.json. The key is a hash of all flags and the text, so
+sweeps of one folder share runs. The table is printed after every run. All numbers are written to <folder>/<name>.json
+and .md. lab.reproduce --results makes tables and plots of them.
 
---sizes: d<depth> is a nanochat of that depth. llama-30M to llama-200M are of the paper's Tables 3, 4. tiny is for CPUs.
---methods: names of nf.METHODS, of lab/recipes.py or of sweep_runs.VARIANTS. --variant "label: flags of base_train" is
-    one more.
+--sizes    d<depth> is a nanochat of that depth. llama-30M to llama-200M are those of the paper's Tables 3 and 4. tiny
+           is for CPUs.
+--methods  names of nf.METHODS, of lab/recipes.py or of sweep_runs.VARIANTS
+--variant  "label: flags of base_train" adds a method of its own
 """
 
 import argparse
@@ -46,7 +47,7 @@ from scripts import base_train, tok_train
 
 
 def make_folder(folder: Path) -> None:
-    """Raises UserError."""
+    """Makes a folder unless it exists. Raises UserError if it cannot be made."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as e:
@@ -54,10 +55,13 @@ def make_folder(folder: Path) -> None:
 
 
 def prepare(folder: Path, data_dir: str | None, vocab_size: int, embedded_mb: float | None = None) -> str:
-    """The folder of the data; and a tokenizer in `folder`: the base directory's, or a new one of vocab_size tokens.
+    """Returns the folder of the data, and puts a tokenizer into `folder`. It is a copy of the base directory's
+    tokenizer, or a new one with vocab_size tokens.
 
-    vocab_size: 0 is the base directory's, whatever it is. Raises UserError where `folder` has one of more tokens.
-    embedded_mb: instead of data_dir, so many MB of the embedded corpus, in `folder`, with a tokenizer of its own.
+    vocab_size:  0 takes the base directory's tokenizer of any size
+    embedded_mb: so many MB of the embedded corpus are written to `folder` and used in the place of data_dir, with a
+                 tokenizer of their own
+    Raises UserError if `folder` already has a tokenizer with more tokens.
     """
     make_folder(folder)
     with base_directory(folder):
@@ -65,7 +69,7 @@ def prepare(folder: Path, data_dir: str | None, vocab_size: int, embedded_mb: fl
     data = str(data or ensure_data(data_dir))
     base = Path(get_base_dir())
     if has := tokens_of(folder):
-        if vocab_size and has > vocab_size:  # little text gives fewer
+        if vocab_size and has > vocab_size:  # Fewer tokens are fine, because a small text does not yield more.
             raise UserError(f"{folder} has a tokenizer of {has:,} tokens, not {vocab_size:,}; give another --folder")
         return data
     if not embedded_mb and (has := tokens_of(base)) and vocab_size in (0, has):
@@ -77,7 +81,7 @@ def prepare(folder: Path, data_dir: str | None, vocab_size: int, embedded_mb: fl
 
 
 def tokens_of(base: Path) -> int:
-    """Of a base directory's tokenizer; 0: there is none."""
+    """Returns the number of tokens of a base directory's tokenizer, or 0 if there is none."""
     if not (base / "tokenizer" / "token_bytes.pt").is_file():
         return 0
     with base_directory(base):
@@ -85,8 +89,9 @@ def tokens_of(base: Path) -> int:
 
 
 def with_forwards(sweep: Sweep, runs: Sequence[Run]) -> tuple[list[dict], list[str]]:
-    """(results, notes). "forwards" of a result: bits per byte by forward, if lab.study.forwards measured them on
-    the same text. "val_bpb_one_term": those of plain NVFP4, for a run that ends in two terms."""
+    """Returns (the results of the finished runs, notes). If lab.study.forwards has evaluated a run on the same text,
+    its result gets "forwards", the bits per byte by forward pass. If the run ends in two terms, it also gets
+    "val_bpb_one_term", the bits per byte in plain NVFP4."""
     results, notes = [], []
     for run in runs:
         if (result := sweep.result(run)) is None:
@@ -109,7 +114,7 @@ def with_forwards(sweep: Sweep, runs: Sequence[Run]) -> tuple[list[dict], list[s
 
 
 def report(sweep: Sweep, name: str, runs: Sequence[Run]) -> str:
-    """Writes <folder>/<name>.json and .md from what is done; returns the table."""
+    """Writes the finished runs to <folder>/<name>.json and .md. Returns the table as text."""
     results, notes = with_forwards(sweep, runs)
     methods, sizes = (list(dict.fromkeys(getattr(r, f) for r in runs)) for f in ("method", "size"))
     header, rows = summary(results, methods, sizes)
@@ -130,7 +135,7 @@ def report(sweep: Sweep, name: str, runs: Sequence[Run]) -> str:
         "gaps": {f"{size} {m}": dataclasses.asdict(gap(results, size, m)) for size in sizes for m in methods},
         "results": [{k: v for k, v in r.items() if k != "environment"} for r in results],
     }
-    runs_text = ",\n".join(json.dumps(r) for r in content["results"])  # a line for each
+    runs_text = ",\n".join(json.dumps(r) for r in content["results"])  # Each run is a line.
     lines = [f'"{k}": ' + (f"[\n{runs_text}\n]" if k == "results" else json.dumps(v)) for k, v in content.items()]
     atomic_write(sweep.folder / f"{name}.json", "{\n" + ",\n".join(lines) + "\n}\n")
     lines = ["| " + " | ".join(map(str, row)) + " |" for row in (header, ["---"] * len(header), *rows)]
@@ -139,7 +144,8 @@ def report(sweep: Sweep, name: str, runs: Sequence[Run]) -> str:
 
 
 def run_sweep(sweep: Sweep, name: str, runs: Sequence[Run]) -> list[dict]:
-    """Trains all, printing the table after every run; returns the results. Raises Interrupted, UserError."""
+    """Trains all runs and prints the table after each of them. Returns their results. Raises Interrupted after a
+    signal, and UserError if runs failed."""
     start, before = time.monotonic(), len(sweep.results(runs))
 
     def progress() -> None:
@@ -159,7 +165,7 @@ def run_sweep(sweep: Sweep, name: str, runs: Sequence[Run]) -> list[dict]:
 
 
 def stopped(interrupted: Interrupted) -> None:
-    """Says how to go on, and exits with the signal's status."""
+    """Prints how to go on, and exits with the signal's status."""
     print0("stopped; what runs has saved itself. The same command again goes on")
     sys.exit(interrupted.args[0])
 
@@ -191,13 +197,13 @@ def add_sweep_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def plan_options(args: argparse.Namespace) -> dict[str, Any]:
-    """What the flags say of a plan (sweep_runs.plan). Raises UserError."""
+    """Returns the arguments of sweep_runs.plan that the flags set. Raises UserError."""
     options = {name: getattr(args, name) for name in ("ratio", "bf16_until", "share_until", "vary_data")}
     return options | {"tokens": parse_number(args.tokens) if args.tokens else 0, "extra": args.extra.split()}
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    """Raises UserError."""
+    """Parses the command line. Raises UserError for flags that do not go together."""
     parser = ArgumentParser(description=__doc__.split("\n")[0])
     add = parser.add_argument
     add("--name", default="", help="of the table and its files (default: the study's, or sweep)")
@@ -230,7 +236,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def planned(args: argparse.Namespace, data: str = "") -> list[Run]:
-    """The runs of a command line. Without data (data_key of the text) bad flags of base_train raise UserError, too."""
+    """Returns the runs of a command line. `data` is the data_key of the text. Raises UserError. If `data` is empty, the
+    flags of base_train are checked, too."""
     if args.stored:
         return again(args.stored, data)
     seeds = range(args.first_seed, args.first_seed + args.seeds)
@@ -242,7 +249,7 @@ def planned(args: argparse.Namespace, data: str = "") -> list[Run]:
 
 def main(argv: list[str] | None = None) -> None:
     args = parse_args(argv)
-    planned(args)  # bad flags are refused before the data is made
+    planned(args)  # Wrong flags should be refused before the data is made.
     folder = Path(args.folder) if args.folder else Path(get_base_dir()) / "sweeps"
     data = ensure_data(args.data_dir) if args.plan else prepare(folder, args.data_dir, args.vocab_size)
     runs = planned(args, data_key(data))

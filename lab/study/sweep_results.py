@@ -1,4 +1,4 @@
-"""The results of a sweep: the table, and the differences from the paper's runs."""
+"""Summarizes the results of a sweep: a table, and the differences from the paper's runs."""
 
 import statistics
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from lab.study.sweep_runs import data_key, flag_values
 
 
 def summary(results: Sequence[dict], methods: Sequence[str], sizes: Sequence[str]):
-    """(header, rows) of the table: BPB, gap to bf16 and paired difference to clover."""
+    """Returns (header, rows) of the table, with bits per byte, the gap to bf16 and the paired difference to clover."""
     header = ["size", "method", "seeds", "val BPB", "gap to bf16, %", "BF16 fwd", "minus clover"]
     rows = []
     for size in sizes:
@@ -30,7 +30,7 @@ def summary(results: Sequence[dict], methods: Sequence[str], sizes: Sequence[str
 
 
 def other_lengths(results: Sequence[dict], size: str) -> str:
-    """A note with the methods whose number of steps is not bf16's, or ""."""
+    """Returns a note that names the methods whose number of steps is not bf16's, or ""."""
     steps = {r["method"]: r["steps"] for r in results if r["size"] == size}
     usual = steps.get("bf16")
     others = [f"{method} {n:,}" for method, n in steps.items() if usual and n != usual]
@@ -39,12 +39,13 @@ def other_lengths(results: Sequence[dict], size: str) -> str:
 
 
 def data_name(data_dir: str) -> str:
-    """The name of a text in tables: the folder's name and data_key."""
+    """Returns the name of a text in tables: the name of its folder, and its data_key."""
     return f"{Path(data_dir).name} ({data_key(data_dir)})"
 
 
-# The paper's runs by its published code and nanochat's speedrun: text, name of its folder here, vocabulary, flags of
-# base_train. A micro-batch shares a tensor_scale. The micro-batch of the nanochat runs is not published.
+# The paper's runs, by its published code and nanochat's speedrun: the text, the beginning of its folder's name here,
+# the size of the vocabulary, and flags of base_train. The micro-batch is among them, because its rows share a
+# tensor_scale. The micro-batch of the paper's nanochat runs is not published.
 PAPER_RUNS = {
     "llama": ("C4", "c4_", 32_000, {"total-batch-size": 262144, "max-seq-len": 512, "device-batch-size": 128}),
     "nanochat": (
@@ -54,7 +55,8 @@ PAPER_RUNS = {
 
 
 def difference_from_paper(result: dict, data: str) -> str:
-    """The differences from the paper's run of the same kind of model, in words. data: data_name of the text."""
+    """Returns the differences from the paper's run of the same kind of model, in words. `data` is the data_name of the
+    text."""
     text, folder, vocabulary, wanted = PAPER_RUNS["llama" if result["size"].startswith("llama-") else "nanochat"]
     flags = flag_values(result["flags"])
     said = [] if data.startswith(folder) else [f"text {data.rpartition(' (')[0]}, not {text}"]

@@ -1,4 +1,4 @@
-"""The runs of a sweep: sizes, variants of methods, and the flags of base_train for each run."""
+"""Plans the runs of a sweep: sizes, variants of methods, and the flags of base_train for each run."""
 
 import dataclasses
 import hashlib
@@ -17,14 +17,14 @@ from nanochat_fp4.models import llama
 from nanochat_fp4.nvfp4.phases import MethodPlan
 from nanochat_fp4.nvfp4.recipes import Recipe
 
-# Names of the layers of one kind, in both families of models.
+# Kinds of layers -> the pattern of their names, in both families of models.
 LAYER_KINDS = {"qkv": "*.attn.c_[qkv]", "out": "*.attn.c_proj", "up": "*.mlp.c_[fg]*", "down": "*.mlp.c_proj"}
 
 
 def changed(method: str, *changes: str) -> tuple[str, ...]:
-    """Flags of base_train for a method and changes of it, in any order.
+    """Returns the flags of base_train for a method and changes of it, in any order.
 
-    A change is a flag, 'pattern=method' of --layer-methods, or 'fraction=method' of --method-phases.
+    A change is a flag, a part 'pattern=method' of --layer-methods, or a part 'fraction=method' of --method-phases.
     """
     words = [word for change in changes if change and not change.startswith("--") for word in change.split(",")]
     phases = [word for word in words if re.match(r"[\d.]+=", word)]
@@ -34,26 +34,26 @@ def changed(method: str, *changes: str) -> tuple[str, ...]:
     return (f"--method={method}", *flags, *(change for change in changes if change.startswith("--")))
 
 
-# Variants beside the rows of the method table: label -> flags of base_train. base_train prints the GEMM work of a
+# Variants that are not rows of the method table: label -> flags of base_train. base_train prints the GEMM work of a
 # variant by bits, and the results store it.
 VARIANTS: dict[str, tuple[str, ...]] = {
     "clover_late_bf16": changed("clover", "0.85=bf16"),
-    "clover_late_forward": changed("clover", "0.85=fig1e_ms_eden"),  # that row quantizes the backward alone
-    "clover_late_backward": changed("clover", "0.85=fig2_1x16_four_over_six"),  # and that one the forward
-    "clover_late_fp8": changed("clover", "0.7=clover_fp8_forward"),  # a tenth of the GEMM work in 8 bits
-    "clover_late_refined_bf16": changed("clover", "0.7=clover_refined,0.85=bf16"),  # clover_late, ending in BF16
+    "clover_late_forward": changed("clover", "0.85=fig1e_ms_eden"),  # It ends with the backward pass alone quantized.
+    "clover_late_backward": changed("clover", "0.85=fig2_1x16_four_over_six"),  # It ends with the forward alone.
+    "clover_late_fp8": changed("clover", "0.7=clover_fp8_forward"),  # A tenth of the GEMM work is in 8 bits.
+    "clover_late_refined_bf16": changed("clover", "0.7=clover_refined,0.85=bf16"),  # It is clover_late, ending in BF16.
     "clover_feedback_late_bf16": changed("clover_feedback", "0.85=bf16"),
     "clover_warmup": changed("bf16", "0.1=clover"),
     "clover_up_fp8": changed("clover", f"{LAYER_KINDS['up']}=clover_fp8_forward"),
-    "clover_less_decay": changed("clover", "--weight-decay=0.1"),  # nanochat's is 0.2
-    # As in the paper's nanochat runs, where these differ from ours.
+    "clover_less_decay": changed("clover", "--weight-decay=0.1"),  # nanochat has 0.2.
+    # The two settings in which the paper's nanochat runs differ from ours.
     "clover_separate_qkv": changed("clover", "--separate-qkv"),
     "clover_exact_relu_squared": changed("clover", "--exact-relu-squared"),
 }
 
 
 def parse_number(text: str) -> int:
-    """'100M' -> 100,000,000; K, M and B. Raises UserError."""
+    """Reads a number with K, M or B behind it: '100M' is 100,000,000. Raises UserError for anything else."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMB]?)", text.strip().upper())
     if not match:
         raise UserError(f"{text!r} is not a number of tokens; write for example 100M")
@@ -61,16 +61,17 @@ def parse_number(text: str) -> int:
 
 
 def size_flags(size: str) -> list[str]:
-    """Flags of base_train that make a model of that size, its batch and its sequence length. Raises UserError."""
+    """Returns the flags of base_train for a model of this size, its batch and its sequence length. Raises UserError for
+    an unknown size."""
     if match := re.fullmatch(r"d([1-9]\d*)", size):
         shape = [f"--depth={match[1]}", "--max-seq-len=1024", "--window-pattern=L", "--total-batch-size=65536"]
         return [*shape, "--eval-tokens=2097152"]
-    if size.startswith("llama-"):  # Table 4: a step has 512 sequences of 512. The published micro-batch is 128.
+    if size.startswith("llama-"):  # A step has 512 sequences of 512 (Table 4). The published micro-batch is 128.
         name = size.removeprefix("llama-")
         llama.config_from_size(name, vocab_size=1)
         shape = [f"--llama={name}", "--max-seq-len=512", "--total-batch-size=262144", "--device-batch-size=128"]
         return [*shape, "--eval-tokens=2097152"]
-    if size == "tiny":  # two layers of width 128, the smallest whose every GEMM can be rotated in groups of 128
+    if size == "tiny":  # Two layers of width 128 are the smallest model whose GEMMs can all be rotated by 128.
         return (
             "--depth=2 --aspect-ratio=64 --head-dim=64 --max-seq-len=64 --window-pattern=L --device-batch-size=8 "
             "--total-batch-size=512 --matrix-lr=0.32 --embedding-lr=4.8 --unembedding-lr=0.064 --eval-tokens=2048"
@@ -79,7 +80,8 @@ def size_flags(size: str) -> list[str]:
 
 
 def method_flags(method: str) -> tuple[str, ...]:
-    """Flags of base_train for a method, a variant or "label: flags". Raises UserError."""
+    """Returns the flags of base_train for a method, a variant or "label: flags". Raises UserError if there is no such
+    method, and for flags that cannot be read."""
     if ":" in method:
         label, _, text = method.partition(":")
         where, own = f"--variant {label.strip()!r}", tuple(text.split())
@@ -100,35 +102,39 @@ def method_flags(method: str) -> tuple[str, ...]:
 
 
 def refuse_apart(flags: Sequence[str], where: str) -> None:
-    """Raises UserError if a flag's value stands apart. Steps, branches and the key are read from --name=value."""
+    """Raises UserError if a flag and its value are separate words. Steps, branches and the key of a run are read from
+    flags in the form --name=value."""
     if apart := [flag for flag in flags if not flag.startswith("--")]:
         raise UserError(f"{where}: {apart[0]!r} stands apart; write flags of base_train as --name=value")
 
 
 def flag_values(flags: Sequence[str]) -> dict[str, str]:
-    """Name without -- -> value, of flags that are written --name=value. The last one of a name counts."""
+    """Returns a dict from names, without --, to values, for flags in the form --name=value. If a name is repeated, the
+    last value counts."""
     return dict(flag.removeprefix("--").partition("=")[::2] for flag in flags)
 
 
 def method_changes(own: Sequence[str]) -> tuple[str, str]:
-    """(--layer-methods, --method-phases) in a method's flags."""
+    """Returns the values of (--layer-methods, --method-phases) in a method's flags."""
     values = flag_values(own)
     return values.get("layer-methods", ""), values.get("method-phases", "")
 
 
 def method_plan(own: Sequence[str]) -> MethodPlan:
-    """The layers and phases in a method's flags of base_train. Raises ValueError."""
+    """Returns the plan of layers and phases in a method's flags of base_train. Raises ValueError."""
     return MethodPlan.parse(flag_values(own).get("method", "clover"), *method_changes(own))
 
 
 def begins_late(flags: tuple[str, ...], fraction: float) -> bool:
-    """Whether a method changes nothing before that fraction of the steps. Then it can branch from a run there."""
+    """Returns True if a method has no phase that begins before this fraction of the steps. It can then branch from
+    another run there."""
     _, phases = method_changes(flags)
     return not fraction or fraction <= float(phases.partition("=")[0] or 1)
 
 
 def until(own: tuple[str, ...], fraction: float) -> tuple:
-    """The computation of a method before that fraction of the steps. Equal values mean the same run so far."""
+    """Returns a description of what a method computes before this fraction of the steps. If it is equal for two
+    methods, their runs are the same until there."""
     plan = method_plan(own)
 
     def computation(recipe: Recipe) -> Recipe:
@@ -147,8 +153,8 @@ class Run:
     """One training run.
 
     method: its label
-    flags:  of base_train, without the tag
-    data:   data_key of the text
+    flags:  the flags of base_train, without the model tag
+    data:   the data_key of the text
     """
 
     method: str
@@ -164,7 +170,7 @@ class Run:
 
     @property
     def branch(self) -> tuple[str, int] | None:
-        """(tag, step) of the checkpoint at which this run begins."""
+        """The checkpoint (tag, step) from which this run branches, or None."""
         tag, _, step = flag_values(self.flags).get("branch-from", "").rpartition("@")
         return (tag, int(step)) if tag else None
 
@@ -174,18 +180,18 @@ def plan(
     seeds: Iterable[int], *, tokens: int = 0, ratio: float = 0.0, extra: Sequence[str] = (), data: str = "",
     bf16_until: float = 0.0, share_until: Sequence[float] = (), vary_data: bool = False,
 ) -> list[Run]:  # fmt: skip
-    """All runs, seed after seed, so that an interrupted sweep has whole seeds.
+    """Returns all runs of a sweep, seed after seed, so that an interrupted sweep has complete seeds.
 
-    tokens:      length of a run; or
-    ratio:       length in tokens per parameter
+    tokens:      the length of a run in tokens, or
+    ratio:       the length of a run in tokens per parameter
     extra:       flags of base_train for all runs
-    data:        data_key of the text
+    data:        the data_key of the text
     bf16_until:  all runs of a seed branch from its BF16 run at this fraction of the steps
     share_until: fractions of the steps at which a method may branch. It branches at the last fraction up to which an
                  earlier method computes the same.
-    vary_data:   each seed has a data order of its own
+    vary_data:   each seed has an order of the data of its own
 
-    Raises UserError.
+    Raises UserError for arguments that do not go together.
     """
     if bool(tokens) == bool(ratio) or ratio < 0:
         raise UserError("say how long a run is: either --tokens=100M or --ratio=20 (tokens per parameter)")
@@ -221,7 +227,7 @@ def plan(
             if not begins_late(own, bf16_until):
                 raise UserError(f"--bf16-until={bf16_until:g}: {label} changes before that")
             if branch and own == ("--method=bf16",):
-                continue  # the run that the others branch from
+                continue  # It is the run from which the others branch.
             more = branch
             if saved := sorted({at for first, at in filter(None, points) if first == i}):
                 more = (f"--save-at={','.join(map(str, saved))}", "--keep-last=-1")
@@ -234,13 +240,13 @@ def plan(
 
 
 def again(results: Iterable[dict], data: str) -> list[Run]:
-    """The runs of a stored study, to be trained on the text of this data_key.
+    """Returns the runs of a stored study, to be trained again on the text with this data_key.
 
-    A run's tag depends on the text, so a branch starts from the new tag of the run that it once started from.
-    Raises UserError where the study lacks that run.
+    A run's tag depends on the text. A branch therefore starts from the new tag of the run from which it once started.
+    Raises UserError if the study lacks this run.
     """
     waiting = [Run(r["method"], r["size"], r["seed"], tuple(r["flags"]), data) for r in results]
-    tags: dict[str, str] = {}  # "size_method_seed", how every tag begins -> tag
+    tags: dict[str, str] = {}  # The beginning of a tag, "size_method_seed" -> the new tag.
 
     def begins(tag: str) -> str:
         return re.sub(r"_[0-9a-f]{8}$", "", tag)
@@ -262,9 +268,9 @@ def again(results: Iterable[dict], data: str) -> list[Run]:
 
 
 def branches(flags: Sequence[tuple[str, ...]], fractions: Sequence[float], steps: int) -> list[tuple[int, int] | None]:
-    """For each method (index of an earlier method, step), the point at which it may branch, or None.
+    """Returns for each method the point (index of an earlier method, step) at which it may branch, or None.
 
-    steps: length of runs whose flags have no --num-iterations
+    steps: the length of runs whose flags have no --num-iterations
     """
     found: list[tuple[int, int] | None] = [None] * len(flags)
     for fraction in sorted(fractions):
@@ -272,7 +278,7 @@ def branches(flags: Sequence[tuple[str, ...]], fractions: Sequence[float], steps
         for i, own in enumerate(flags):
             if (first := alike.index(alike[i])) < i:
                 last = int(flag_values(own).get("num-iterations", steps))
-                if (at := math.ceil(fraction * last)) < last:  # from a run's end there is nothing left to train
+                if (at := math.ceil(fraction * last)) < last:  # At the end of a run nothing is left to train.
                     found[i] = first, at
     return found
 
@@ -282,6 +288,6 @@ def labels(methods: Iterable[str]) -> list[str]:
 
 
 def data_key(data_dir: str) -> str:
-    """A hash of the names and sizes of a folder's shards. The place of the folder does not matter."""
+    """Returns a hash of the names and sizes of a folder's shards. It does not depend on where the folder is."""
     shards = sorted((p.name, p.stat().st_size) for p in Path(data_dir).glob("*.parquet"))
     return hashlib.sha256(json.dumps(shards).encode()).hexdigest()[:12]

@@ -1,7 +1,8 @@
-"""Runs the runs of a sweep: one process for each GPU, or one after another in this process, with what each has left.
+"""Trains the runs of a sweep: in one process for each GPU, or one after another in this process. Interrupted runs go
+on from their checkpoints.
 
-Nothing here knows a method: a run is a tag, a list of flags of scripts.base_train and, where it branches from another
-run, the checkpoint it waits for. A run that is done is one JSON file, made of its metrics.
+This module knows nothing of methods. A run is a tag and a list of flags of scripts.base_train. If it branches from
+another run, it waits for a checkpoint of that run. A finished run is one JSON file, which is made of its metrics.
 """
 
 import contextlib
@@ -31,30 +32,31 @@ from nanochat_fp4.training.checkpoint_manager import list_steps
 
 
 class Interrupted(Exception):
-    """A signal asked for a stop; what runs has saved itself (or was killed by a second one)."""
+    """A signal asked the sweep to stop. The running runs have saved themselves, or were killed by a second signal."""
 
 
 @dataclass
 class Sweep:
-    """Where the runs of a sweep lie, what they read and what they run on.
+    """The folder, the data and the devices of a sweep.
 
-    folder: of this sweep. It is the base directory of its runs, too.
-    devices: "cpu" (in this process), or names of GPUs, one for each run at a time.
-    data_dir: as ensure_data returned it.
-    keep: methods whose checkpoints stay.
+    folder:   the folder of the sweep, which is also the base directory of its runs
+    data_dir: the folder of the text, as ensure_data returned it
+    devices:  ["cpu"] for this process, or names of GPUs, one for each run at a time
+    keep:     the methods whose checkpoints are not deleted
     """
 
     folder: Path
     data_dir: str
     devices: Sequence[str]
     keep: Sequence[str] = ()
-    needed: set[str] = field(default_factory=set)  # tags of runs that others branch from
+    needed: set[str] = field(default_factory=set)  # The tags of runs from which others branch.
 
     def result_path(self, run: Run) -> Path:
         return self.folder / "runs" / f"{run.tag}.json"
 
     def result(self, run: Run) -> dict | None:
-        """What a run that is done has written, or None. A file that is damaged, or another run's, counts as none."""
+        """Returns the result of a finished run, or None. A file that is damaged, or that is another run's, counts as
+        None."""
         try:
             result = json.loads(self.result_path(run).read_text())
             check_run(result)
@@ -75,7 +77,8 @@ class Sweep:
         return step in list_steps(self.folder / "base_checkpoints" / tag)
 
     def finish(self, run: Run) -> dict | None:
-        """The result of a run from its metrics, stored; None where it is not complete, or has no loss at its end."""
+        """Makes the result of a run from its metrics, and stores it. Returns None if the run is not complete, or has no
+        finite loss at its end."""
         checkpoint = self.folder / "base_checkpoints" / run.tag
         records = read_jsonl(checkpoint / "metrics.jsonl") if (checkpoint / "metrics.jsonl").is_file() else []
         starts = [r for r in records if r["event"] == "start"]
@@ -114,7 +117,8 @@ class Sweep:
         return path
 
     def train(self, runs: Sequence[Run], progress=lambda: None) -> None:
-        """Trains what is not done. Raises Interrupted after a signal, UserError naming the runs that failed."""
+        """Trains the runs that are not finished. Raises Interrupted after a signal, and UserError, which names the runs
+        that failed."""
         branches = {r.branch for r in runs if r.branch and self.result(r) is None}
         missing = {tag for tag, step in branches if not self.has_checkpoint(tag, step)}
         self.needed |= {tag for tag, _ in branches}
@@ -130,7 +134,7 @@ class Sweep:
         from scripts import base_train
 
         failed, threads = [], torch.get_num_threads()
-        torch.set_num_threads(1)  # what fits a CPU is too small for more
+        torch.set_num_threads(1)  # Models that a CPU can train are too small for more threads.
         try:
             for run in waiting:
                 log, problem = self.log_path(run), "it ended early, or diverged"
@@ -140,7 +144,7 @@ class Sweep:
                             base_train.main(self.arguments(run))
                     except (UserError, ValueError) as e:
                         problem = one_line(e)
-                    except SystemExit as e:  # a signal: the run has saved itself
+                    except SystemExit as e:  # There was a signal, and the run has saved itself.
                         raise Interrupted(e.code) from None
                 failed += [] if self.finish(run) else [f"{run.tag} ({problem}; see {log})"]
                 progress()
@@ -153,7 +157,7 @@ class Sweep:
         running: dict[int, tuple[Run, subprocess.Popen]] = {}
 
         def can_start(run: Run) -> bool:
-            """Not while the run that it branches from has not come that far."""
+            """Returns False while the run from which it branches has not reached the branch."""
             if not run.branch or self.has_checkpoint(*run.branch):
                 return True
             return run.branch[0] not in {r.tag for r in [*waiting, *(r for r, _ in running.values())]}
@@ -186,7 +190,7 @@ class Sweep:
         environment = os.environ | {"NANOCHAT_BASE_DIR": str(self.folder), "CUDA_VISIBLE_DEVICES": device}
         environment["RECIPES"] = str(ROOT / "lab/recipes.py")
         with open(self.log_path(run), "a") as f:
-            # A session of its own: Ctrl-C reaches this process alone, which passes it on.
+            # The run has a session of its own, so that Ctrl-C reaches only this process, which passes it on.
             return subprocess.Popen(
                 [sys.executable, "-m", "scripts.base_train", *self.arguments(run)],
                 cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=f, stderr=f, start_new_session=True,
@@ -195,7 +199,7 @@ class Sweep:
 
 @contextlib.contextmanager
 def base_directory(folder: Path) -> Iterator[None]:
-    """NANOCHAT_BASE_DIR inside the block."""
+    """Sets NANOCHAT_BASE_DIR in this context."""
     before = os.environ.get("NANOCHAT_BASE_DIR")
     os.environ["NANOCHAT_BASE_DIR"] = str(folder)
     try:
@@ -209,7 +213,8 @@ def base_directory(folder: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def caught_signals() -> Iterator[list[int]]:
-    """A list that SIGINT, SIGTERM and SIGHUP append their number to. An ignored SIGHUP (nohup) stays ignored."""
+    """Yields a list to which SIGINT, SIGTERM and SIGHUP append their numbers. A SIGHUP that is ignored (nohup) stays
+    ignored."""
     seen: list[int] = []
     numbers = [signal.SIGINT, signal.SIGTERM]
     if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
@@ -223,7 +228,7 @@ def caught_signals() -> Iterator[list[int]]:
 
 
 def visible_devices(jobs: int = 1) -> list[str]:
-    """The name of each GPU, as CUDA_VISIBLE_DEVICES takes it, `jobs` times; or ["cpu"]."""
+    """Returns the name of each GPU, in the form of CUDA_VISIBLE_DEVICES, `jobs` times. Without a GPU it is ["cpu"]."""
     if not torch.cuda.is_available():
         return ["cpu"]
     names = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -231,8 +236,9 @@ def visible_devices(jobs: int = 1) -> list[str]:
 
 
 def thinned(losses: Sequence[dict], steps: int, points: int = 50) -> list[list[float]]:
-    """ "train" records -> [step behind it, mean training loss] of `points` equal parts of a run of so many steps, or of
-    each step. The part in which the records begin is left out where it is not whole."""
+    """Thins "train" records of a run of so many steps to `points` equal parts. Returns [step at the part's end, mean
+    training loss] of each part. A run with fewer steps has a part for each step. The part in which the records begin is
+    left out if it is not complete."""
     size = -(-steps // points)
     parts = [list(part) for _, part in itertools.groupby(losses, lambda r: r["step"] // size)]
     if parts and parts[0][0]["step"] % size:
