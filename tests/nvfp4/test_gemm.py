@@ -117,36 +117,6 @@ def two_terms(x) -> WithResidual:
     return quantize_operand(x, Quantization(ROUNDINGS["four_over_six"], terms=2), keep_codes=True)
 
 
-@pytest.mark.parametrize("size", [1e-20, 1.0, 1e20])
-def test_the_second_term_is_what_the_first_one_leaves(size):
-    x = torch.randn(96, 256) * size
-    t = two_terms(x)
-    assert t.shape == x.shape and t.nbytes == 2 * t.first.nbytes
-    first = quantize(x, "four_over_six")
-    assert torch.equal(t.first.codes, first.codes) and torch.equal(t.first.tensor_scale, first.tensor_scale)
-    # In FP64 the difference is exact; FP32's own rounding of it may tip a code next to a boundary.
-    rest = quantize((x.double() - first.dequantize().double()).float(), "four_over_six")
-    assert relative_square_error(t.residual.dequantize(), rest.dequantize()) < 1e-6
-    assert torch.equal(t.dequantize(), t.first.dequantize() + t.residual.dequantize())
-
-
-def test_the_error_of_two_terms_is_the_square_of_that_of_one():
-    """Table 1: 7.6e-3 for 4/6 on Gaussians. What it leaves is about as hard to quantize as what it was given, so the
-    sum has 7.6e-3 squared; the product has that of both operands, and that of the product that is left out, as large.
-    """
-    x, w = torch.randn(512, 1024), torch.randn(384, 1024)
-    e = 7.57e-3
-    errors = [relative_square_error(two_terms(v).dequantize(), v) for v in (x, w)]
-    assert errors == pytest.approx([e * e] * 2, rel=0.08)
-    want = x.double() @ w.double().T
-    got = run(two_terms(x), two_terms(w))
-    assert relative_square_error(got, want) == pytest.approx(3 * e * e, rel=0.08)
-    one = run(two_terms(x).first, two_terms(w).first)
-    assert relative_square_error(one, want) == pytest.approx(2 * e, rel=0.08)
-    eight_bits = [quantize(v, "mxfp8").dequantize().double() for v in (x, w)]
-    assert relative_square_error(got, want) < 0.2 * relative_square_error(eight_bits[0] @ eight_bits[1].T, want)
-
-
 def test_what_goes_to_cublas_hasrows_or_columns_of_its_own():
     """cuBLAS refuses a leading dimension below the length of a row: the gradient of a sum over tokens has 0."""
     rows_or_columns = pytest.importorskip("nvfp4_kernels.cublas").rows_or_columns
