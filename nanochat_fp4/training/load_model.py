@@ -42,8 +42,6 @@ SOURCES = {
     "rl": ("chatrl_checkpoints", "scripts.chat_rl"),
 }
 
-SWITCHES = ("separate_qkv", "exact_relu_squared")  # These fields of GPTConfig do not exist in nanochat.
-
 
 def checkpoint_folder(source: str, model_tag: str) -> Path:
     """Returns the folder of the checkpoints of a stage (base, mid, sft or rl) under a model tag. Raises UserError
