@@ -250,15 +250,15 @@ class Rollouts(_Dealt):
         masks: list[list[int]] = []
         for first in range(0, self.num_samples, self.B):
             seed = int.from_bytes(hashlib.sha256(f"{self.seed} {number} {first}".encode()).digest()[:4], "big") // 2
-            for part, new in zip((rows, masks), self.generate(prompt, self.B, seed)):
-                part += new
+            for part, generated in zip((rows, masks), self.generate(prompt, self.B, seed)):
+                part += generated
         answers = [self.tokenizer.decode(without_end(row[len(prompt) :], self.tokenizer)) for row in rows]
         rewards = torch.tensor([float(self.dataset.evaluate(problem, answer)) for answer in answers])
         self.rewards += rewards.tolist()
         self.lengths += [len(row) - len(prompt) for row in rows]
         inputs, targets = self.padded(rows, masks)
-        whole = [t.to(self.device) for t in (inputs, targets, rewards - rewards.mean())]
-        return list(zip(*(t.split(self.B) for t in whole)))
+        tensors = [t.to(self.device) for t in (inputs, targets, rewards - rewards.mean())]
+        return list(zip(*(t.split(self.B) for t in tensors)))
 
     def numbers(self) -> dict[str, float]:
         """Returns the means over the answers of all ranks since the last call. All ranks must call this method

@@ -46,10 +46,10 @@ TEXT_SUFFIXES = (".txt", ".md", *JSON_LINES)
 def files_below(folder: Path) -> list[Path]:
     """Returns the user's text and parquet files in a folder. A base directory inside of the folder is left out,
     because it has reports and logs."""
-    whole, base = folder.resolve(), Path(get_base_dir()).resolve()
-    ours = folder / base.relative_to(whole) if whole in base.parents else None
-    found = (p for p in folder.rglob("*") if p.name.lower().endswith((*TEXT_SUFFIXES, ".parquet")) and p.is_file())
-    return sorted(p for p in found if ours is None or not p.is_relative_to(ours))
+    resolved, base = folder.resolve(), Path(get_base_dir()).resolve()
+    own_folder = folder / base.relative_to(resolved) if resolved in base.parents else None
+    paths = (p for p in folder.rglob("*") if p.name.lower().endswith((*TEXT_SUFFIXES, ".parquet")) and p.is_file())
+    return sorted(p for p in paths if own_folder is None or not p.is_relative_to(own_folder))
 
 
 def _documents(path: Path, field: str, most: int) -> Iterator[str]:
@@ -110,7 +110,7 @@ def convert(folder: Path, files: list[Path], column: str) -> Path:
         # A compressed file can hold any amount of text, so the text is limited by the free disk space.
         room = shutil.disk_usage(target.parent).free
         counted = itertools.islice((1 for path in files for _ in _documents(path, column, room)), 20)
-        many = sum(counted) == 20
+        has_twenty_documents = sum(counted) == 20
         with new_folder(target) as tmp, Progress(desc="convert", unit="char") as progress:
             writer = ShardWriter(tmp)
             for index, text in enumerate(text for path in files for text in _documents(path, column, room)):
@@ -124,7 +124,7 @@ def convert(folder: Path, files: list[Path], column: str) -> Path:
                 # each longer document is validation text instead, although it is adjacent to training text.
                 tail = max(1, len(pieces) // 10) if len(pieces) >= 4 else 0
                 for i, piece in enumerate(pieces):
-                    writer.add(piece, index % 20 == 7 if many else i >= len(pieces) - tail)
+                    writer.add(piece, index % 20 == 7 if has_twenty_documents else i >= len(pieces) - tail)
                 progress.update(len(text))
             writer.finish({"source": str(folder), "files": len(files)})
     return target
@@ -202,15 +202,15 @@ def build_embedded_corpus(size_mb: float | None = None) -> str:
     UserError if the size is not from 0.2 to 100, if a run may be reading a corpus of another size, and if Python has no
     library sources.
     """
-    wanted = EMBEDDED_MB if size_mb is None else float(size_mb)
-    if not 0.2 <= wanted <= 100:
-        raise UserError(f"--size-mb {wanted:g}: the embedded corpus can have 0.2 to 100 MB")
+    size = EMBEDDED_MB if size_mb is None else float(size_mb)
+    if not 0.2 <= size <= 100:
+        raise UserError(f"--size-mb {size:g}: the embedded corpus can have 0.2 to 100 MB")
     target = Path(get_base_dir()) / "embedded_data"
-    before = read_manifest(target).get("size_mb")
-    if size_mb is None and isinstance(before, (int, float)) and 0.2 <= before <= 100:
-        wanted = float(before)  # A lost shard is made again with the text that it had.
+    size_before = read_manifest(target).get("size_mb")
+    if size_mb is None and isinstance(size_before, (int, float)) and 0.2 <= size_before <= 100:
+        size = float(size_before)  # A lost shard is made again with the text that it had.
     python = ".".join(map(str, sys.version_info[:3]))
-    info = {"source": "the standard library of Python", "python": python, "size_mb": wanted, "version": 1}
+    info = {"source": "the standard library of Python", "python": python, "size_mb": size, "version": 1}
     with data_lock():
         manifest = whole_manifest(target)
         if manifest is not None and (size_mb is None or manifest == manifest | info):
@@ -218,8 +218,8 @@ def build_embedded_corpus(size_mb: float | None = None) -> str:
         if target.is_dir() and (users := running_runs(target.parent)):
             raise UserError(f"{', '.join(users)} may be reading {target}, which would be replaced; wait, or stop it")
         print0(f"Building the embedded corpus from Python's standard library in {target}")
-        check_space(target.parent, int(wanted * 1e6), "the embedded corpus")
-        with new_folder(target) as tmp, Progress(total=int(wanted * 1e6), desc="embedded", unit="char") as progress:
+        check_space(target.parent, int(size * 1e6), "the embedded corpus")
+        with new_folder(target) as tmp, Progress(total=int(size * 1e6), desc="embedded", unit="char") as progress:
             pieces: list[tuple[str, bool]] = []  # Each piece is stored with whether it is validation text.
             total = 0
             for key, text in embedded_documents():
@@ -229,7 +229,7 @@ def build_embedded_corpus(size_mb: float | None = None) -> str:
                     pieces.append((piece, val))
                     total += len(piece)
                     progress.update(len(piece))
-                if total >= wanted * 1e6:
+                if total >= size * 1e6:
                     break
             if total < 200_000:
                 place = sysconfig.get_paths()["stdlib"]

@@ -136,8 +136,8 @@ class Documents:
             problem = f"the data position does not fit: the text was in the column {before}, not {here}"
             raise UserError(f"{problem}; correct --text-column (TEXT_COLUMN)")
         if (content := state.get("content")) != self.digests:
-            known = str(content)
-            changed = [os.path.basename(s.path) for s, d in zip(self.shards, self.digests) if d not in known]
+            known_digests = str(content)
+            changed = [os.path.basename(s.path) for s, d in zip(self.shards, self.digests) if d not in known_digests]
             raise UserError(
                 f"the data position does not fit: the text of {', '.join(changed[:3])} is not the one that the run has "
                 "been trained on; put the old file back, or start a new run"
@@ -204,7 +204,7 @@ class BestFitLoader(PackedRows):
     def cropped(self) -> str:
         """Returns a sentence that says how much of the documents was cropped away in the rows of this rank's lanes
         so far."""
-        taken, kept = (sum(of) for of in zip(*((lane.taken, lane.kept) for lane in self.my_lanes.values())))
+        taken, kept = (sum(counts) for counts in zip(*((lane.taken, lane.kept) for lane in self.my_lanes.values())))
         return f"rows of {self.T + 1:,} tokens crop away {1 - kept / max(1, taken):.0%} of their documents"
 
     def encode(self, texts: list[str]) -> list[np.ndarray]:

@@ -67,8 +67,8 @@ def open_shards(split: str, data_dir: str | os.PathLike | None = None, column: s
         raise ValueError(f"split must be 'train' or 'val', not {split!r}")
     paths = list_parquet_files(data_dir)
     if len(paths) < 2:
-        where = data_dir or "the folder"
-        raise UserError(f"{where} has {len(paths)} shards; expected 2, the last for validation; {NO_NETWORK_HINT}")
+        place = data_dir or "the folder"
+        raise UserError(f"{place} has {len(paths)} shards; expected 2, the last for validation; {NO_NETWORK_HINT}")
     shards = [open_shard(path, column) for path in (paths[:-1] if split == "train" else paths[-1:])]
     if sum(shard.num_rows for shard in shards) == 0:
         raise UserError(f"the {split} shards in {Path(paths[0]).parent} hold no rows; put text into them")
@@ -105,16 +105,16 @@ def _own_data(data_dir: str, column: str = "") -> str:
     column = text_column(column)
     folder = Path(data_dir).expanduser()
     if not folder.is_dir():
-        what = "a file" if folder.exists() else "not there"
-        raise UserError(f"DATA_DIR (--data-dir) {data_dir} is {what}; it must be a folder of text or parquet files")
+        problem = "a file" if folder.exists() else "not there"
+        raise UserError(f"DATA_DIR (--data-dir) {data_dir} is {problem}; it must be a folder of text or parquet files")
     shards = list_parquet_files(folder)
     below = files_below(folder)
     texts = [path for path in below if path.suffix.lower() != ".parquet"]
     deeper = (path.parent for path in below if path.suffix.lower() == ".parquet" and path.parent != folder)
-    other = next((path for path in shards if open_shard(path, column).column != column), None)
+    without_column = next((path for path in shards if open_shard(path, column).column != column), None)
     # Shards that were written here have the column text, whatever the user names.
-    if other and not folder.is_relative_to(get_base_dir()):
-        raise UserError(f"{other} has no column named {column}; correct --text-column (TEXT_COLUMN)")
+    if without_column and not folder.is_relative_to(get_base_dir()):
+        raise UserError(f"{without_column} has no column named {column}; correct --text-column (TEXT_COLUMN)")
     if len(shards) >= 2:
         first, last = os.path.basename(shards[0]), os.path.basename(shards[-1])
         if last.startswith("train") and not first.startswith("train"):
@@ -128,10 +128,12 @@ def _own_data(data_dir: str, column: str = "") -> str:
             print0(f"{folder}: using its {len(shards)} parquet shards, not its {len(texts)} text files")
         return str(folder)
     if not shards and not texts:
-        known = f".parquet files with a text column, or {', '.join(TEXT_SUFFIXES)} files"
-        raise UserError(f"DATA_DIR (--data-dir) {data_dir} holds no data; expected {known}")
-    if inside := next(deeper, None):
-        raise UserError(f"{folder} is not read, because {inside} has parquet files; name that folder, or move them")
+        accepted = f".parquet files with a text column, or {', '.join(TEXT_SUFFIXES)} files"
+        raise UserError(f"DATA_DIR (--data-dir) {data_dir} holds no data; expected {accepted}")
+    if parquet_folder := next(deeper, None):
+        raise UserError(
+            f"{folder} is not read, because {parquet_folder} has parquet files; name that folder, or move them"
+        )
     return str(convert(folder, [Path(p) for p in shards] + texts, column))
 
 
@@ -153,17 +155,17 @@ def download_shards(num_files: int = -1, num_workers: int = 4, deadline: float =
     num = MAX_SHARD if num_files == -1 else min(num_files, MAX_SHARD)
     folder = Path(get_base_dir()) / "base_data"
     folder.mkdir(parents=True, exist_ok=True)
-    wanted = list(map(index_to_filename, [MAX_SHARD, *range(num)]))
-    missing = [name for name in wanted if not (folder / name).exists()]
+    names = list(map(index_to_filename, [MAX_SHARD, *range(num)]))
+    missing = [name for name in names if not (folder / name).exists()]
     if not missing:
         print0(f"All {num} training shards and the validation shard are in {folder}")
         return str(folder)
-    if wanted[0] in missing and (before := list_parquet_files(folder)):
-        last = Path(before[-1]).name
-        print0(f"Note: {wanted[0]} becomes the validation split; {last} was it, and is trained on from now on")
+    if names[0] in missing and (shards_before := list_parquet_files(folder)):
+        last = Path(shards_before[-1]).name
+        print0(f"Note: {names[0]} becomes the validation split; {last} was it, and is trained on from now on")
     needed, free = len(missing) * SHARD_BYTES, format_bytes(shutil.disk_usage(folder).free)
-    about = f"about {format_bytes(needed)}; {free} free"
-    print0(f"Downloading {len(missing)} of {len(wanted)} shards ({about}) into {folder}")
+    sizes = f"about {format_bytes(needed)}; {free} free"
+    print0(f"Downloading {len(missing)} of {len(names)} shards ({sizes}) into {folder}")
     check_space(folder, needed, f"{len(missing)} shards")
     if problem := hub_problem(DATASET, index_to_filename(0)):
         raise UserError(f"cannot download the dataset: {problem}; {NO_NETWORK_HINT}")

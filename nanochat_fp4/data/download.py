@@ -149,12 +149,12 @@ def download_file(
     folder = path.with_name(path.name + ".download")
     if not dataset and not url.startswith(("https://", "http://")):
         raise UserError(f"{url} is no http or https address; correct the address")
-    problem, made = "", 0
-    while made < attempts and time.monotonic() < end:
-        if made:
-            logger.warning(f"{path.name}: {problem}; trying again ({made + 1} of {attempts})")
-            (stop or threading.Event()).wait(BACKOFF_SECONDS * made)
-        made += 1
+    problem, attempts_made = "", 0
+    while attempts_made < attempts and time.monotonic() < end:
+        if attempts_made:
+            logger.warning(f"{path.name}: {problem}; trying again ({attempts_made + 1} of {attempts})")
+            (stop or threading.Event()).wait(BACKOFF_SECONDS * attempts_made)
+        attempts_made += 1
         shutil.rmtree(folder, ignore_errors=True)  # A killed process may have left this folder.
         try:
             folder.mkdir(parents=True)
@@ -178,7 +178,9 @@ def download_file(
         finally:
             shutil.rmtree(folder, ignore_errors=True)
     source = f"{hub_url()}/datasets/{dataset}/{url}" if dataset else url
-    raise UserError(f"could not download {source}: {problem} ({made} attempt{'s' * (made != 1)}){hint}")
+    raise UserError(
+        f"could not download {source}: {problem} ({attempts_made} attempt{'s' * (attempts_made != 1)}){hint}"
+    )
 
 
 def _check_size(file: Path, size: int | None, limit: int) -> None:

@@ -55,8 +55,8 @@ def look_for(needs: Sequence[Need]) -> list[Missing]:
     unique = {need.what: need for need in needs}
     with ThreadPoolExecutor(16) as pool:
         problems = pool.map(lambda need: need.look(), unique.values())
-        found = zip(unique.values(), problems)
-        return [Missing(need.what, need.remedy, why, need.vital) for need, why in found if why]
+        results = zip(unique.values(), problems)
+        return [Missing(need.what, need.remedy, reason, need.vital) for need, reason in results if reason]
 
 
 def problem_of(read: Callable[[], Any]) -> str | None:
@@ -82,15 +82,15 @@ def rows(dataset: str, config: str, split: str, eval_dir: str | None, read: Call
 def smoltalk(sft_dir: str | None, flag: str) -> list[Need]:
     """Returns the needs for both splits of SmolTalk, or for the conversations in sft_dir. `flag` is the flag with
     which a user names such a folder."""
-    inside, what = (SMOLTALK, "SmolTalk") if not sft_dir else ("", f"conversations in {sft_dir}")
+    dataset, name = (SMOLTALK, "SmolTalk") if not sft_dir else ("", f"conversations in {sft_dir}")
 
     def look(split: str) -> str | None:
-        problem = rows_problem(inside, None, split, sft_dir, "--sft-dir")
+        problem = rows_problem(dataset, None, split, sft_dir, "--sft-dir")
         return problem or (problem_of(lambda: SmolTalk(split, sft_dir=sft_dir)) if sft_dir else None)
 
     remedy = f"{flag}=folder with train.jsonl and test.jsonl"
     splits = ("train", "test")
-    return [Need(f"{what} ({split})", remedy, functools.partial(look, split), vital=True) for split in splits]
+    return [Need(f"{name} ({split})", remedy, functools.partial(look, split), vital=True) for split in splits]
 
 
 def identity_conversations() -> Need:
@@ -104,11 +104,11 @@ def identity_conversations() -> Need:
 def words(eval_dir: str | None) -> Need:
     """Returns the need for the list of English words of the spelling tasks."""
     folder = eval_dir or os.environ.get("NANOCHAT_EVAL_DIR")
-    what, read = "the list of words", lambda: load_words(folder)
+    name, read = "the list of words", lambda: load_words(folder)
     if folder:
         path = Path(folder, "words/words_alpha.txt")
-        return file_or_url(what, f"{WORD_LIST_URL} in {folder}/words", path, "", read)
-    return file_or_url(what, EVAL_FOLDER, base_dir() / "words_alpha.txt", WORD_LIST_URL, read)
+        return file_or_url(name, f"{WORD_LIST_URL} in {folder}/words", path, "", read)
+    return file_or_url(name, EVAL_FOLDER, base_dir() / "words_alpha.txt", WORD_LIST_URL, read)
 
 
 def base_dir() -> Path:
@@ -130,8 +130,10 @@ def file_or_url(what: str, remedy: str, path: Path, url: str, read: Callable[[],
 
 def package(module: str, needed_for: str) -> Need:
     """Returns the need for a Python package."""
-    there = lambda: None if importlib.util.find_spec(module) else "it is not installed"  # noqa: E731
-    return Need(f"the package {module} for {needed_for}", install_command(module) or f"pip install {module}", there)
+    look_for_module = lambda: None if importlib.util.find_spec(module) else "it is not installed"  # noqa: E731
+    return Need(
+        f"the package {module} for {needed_for}", install_command(module) or f"pip install {module}", look_for_module
+    )
 
 
 def url_problem(url: str) -> str | None:

@@ -311,8 +311,8 @@ class PackedRows:
                     packer.restore(lane_states[str(lane)])
                 return
         except (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError) as e:
-            what = f"{type(e).__name__}: {one_line(e)[:80]}"
-            raise UserError(f"the data position is damaged ({what}); resume from an older one") from e
+            problem = f"{type(e).__name__}: {one_line(e)[:80]}"
+            raise UserError(f"the data position is damaged ({problem}); resume from an older one") from e
         raise UserError(
             f"the data position is not that of rank {self.order.rank} of {self.order.world_size}; resume with the same "
             "number of processes, or from the merged states of all ranks"

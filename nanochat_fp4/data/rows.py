@@ -99,9 +99,9 @@ def files_of(folder: Path, inside: str, split: str, flag: str) -> list[Path]:
         if paths and (total := paths[0].stem.rpartition("-")[2]).isdigit() and int(total) != len(paths):
             raise UserError(f"{place} has {len(paths)} of {total} parts of {split}; copy the missing ones")
     if not paths:
-        there = ", ".join(sorted(p.name for p in place.iterdir())[:8]) if place.is_dir() else ""
-        what = f"{place / split}.jsonl (or .jsonl.gz, .parquet) is missing ({place} has {there or 'nothing'})"
-        raise MissingDataError(f"{what}; put it there, or leave out {flag} to load it from the hub")
+        present = ", ".join(sorted(p.name for p in place.iterdir())[:8]) if place.is_dir() else ""
+        problem = f"{place / split}.jsonl (or .jsonl.gz, .parquet) is missing ({place} has {present or 'nothing'})"
+        raise MissingDataError(f"{problem}; put it there, or leave out {flag} to load it from the hub")
     return paths
 
 
@@ -137,12 +137,12 @@ def read_lines(path: Path, errors: str = "strict", most: int | None = None) -> I
     if path.exists() and not path.is_file():
         raise UserError(f"{path} is a folder or a device, not a file; remove it")
     opener = gzip.open if path.suffix.lower() == ".gz" else open
-    number, left = 0, physical_memory() // 4 if most is None else most
+    number, room = 0, physical_memory() // 4 if most is None else most
     try:
         with opener(path, "rt", encoding="utf-8-sig", errors=errors) as f:
             while line := f.readline(LONGEST_LINE + 1):
-                number, left = number + 1, left - len(line)
-                if len(line) > LONGEST_LINE or left < 0:
+                number, room = number + 1, room - len(line)
+                if len(line) > LONGEST_LINE or room < 0:
                     raise UserError(f"{path}, line {number}: more text than there is room for; split the file")
                 if line.strip():
                     yield number, line
@@ -201,9 +201,9 @@ def _from_hub(dataset: str, config: str | None, split: str, flag: str) -> Sequen
         load = functools.partial(datasets.load_dataset, dataset, config, split=split, revision=REVISIONS.get(dataset))
         return within(LOAD_SECONDS, load).shuffle(seed=SHUFFLE_SEED)
     except Exception as e:  # Several libraries raise errors here: not found, gated, cut connection, not in the cache.
-        why = problem or f"{type(e).__name__}: {one_line(e)[:150]}"
+        reason = problem or f"{type(e).__name__}: {one_line(e)[:150]}"
         hint = f"give a folder that holds it with {flag}, or check the network"
-        raise MissingDataError(f"{name} cannot be loaded from the hub ({why}); {hint}") from e
+        raise MissingDataError(f"{name} cannot be loaded from the hub ({reason}); {hint}") from e
 
 
 def rows_problem(dataset: str, config: str | None, split: str, folder: str | None, flag: str) -> str | None:

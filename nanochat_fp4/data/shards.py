@@ -59,8 +59,8 @@ class Shard:
             with pq.ParquetFile(self.path, metadata=self.footer, page_checksum_verification=True) as f:
                 texts = f.read_row_group(index, columns=[self.column]).column(self.column).to_pylist()
         except (pa.ArrowException, OSError, ValueError, KeyError) as e:
-            what = f"row group {index} cannot be read ({one_line(e)[:150]})"
-            raise UserError(f"{self.path}: {what}; delete it and download or copy it again") from e
+            problem = f"row group {index} cannot be read ({one_line(e)[:150]})"
+            raise UserError(f"{self.path}: {problem}; delete it and download or copy it again") from e
         if len(texts) != self.rows[index]:
             raise UserError(f"{self.path} changed while it was being read; start again")
         return [text if text is not None else "" for text in texts]
@@ -80,8 +80,8 @@ def open_shard(path: str | os.PathLike, column: str = "") -> Shard:
             schema, footer = f.schema_arrow, f.metadata
             rows = tuple(footer.row_group(i).num_rows for i in range(footer.num_row_groups))
     except (pa.ArrowException, OSError, ValueError) as e:
-        what = f"is not a readable parquet file ({one_line(e)[:150]})"
-        raise UserError(f"{path} {what}; delete it and download or copy it again") from e
+        problem = f"is not a readable parquet file ({one_line(e)[:150]})"
+        raise UserError(f"{path} {problem}; delete it and download or copy it again") from e
     name = column if column in schema.names else "text"
     if name not in schema.names:
         has = ", ".join(schema.names[:10]) or "none"
@@ -220,8 +220,8 @@ class ShardWriter:
         if self.train:
             self._write(self.train)
         if not self.val or self.num_shards == 0:
-            found = f"too little text ({self.total_chars:,} characters)"
-            raise UserError(f"{info['source']} holds {found} for a training and a validation split; add more")
+            problem = f"too little text ({self.total_chars:,} characters)"
+            raise UserError(f"{info['source']} holds {problem} for a training and a validation split; add more")
         self._write(self.val)
         info |= {"characters": self.total_chars, "documents": self.num_pieces, "shards": self.num_shards}
         (self.folder / "manifest.json").write_text(json.dumps(info, indent=2) + "\n", encoding="utf-8")

@@ -198,8 +198,8 @@ class RustBPETokenizer:
             if data["sha256"] != digest_of(pattern, tokens, special_tokens):
                 raise UserError(f"{path} differs from its own checksum, so it was altered or damaged; {retrain}")
             if pattern not in KNOWN_PATTERNS:
-                found = f"{path} splits text by the pattern {str(pattern)[:60]!r}"
-                raise UserError(f"{found}, which is none of nanochat's and may lose text; {retrain}")
+                problem = f"{path} splits text by the pattern {str(pattern)[:60]!r}"
+                raise UserError(f"{problem}, which is none of nanochat's and may lose text; {retrain}")
             ranks = {token: rank for rank, token in enumerate(tokens)}
             # tiktoken aborts at the following faults, or does not notice them.
             if len(ranks) != len(tokens) or not all(bytes([b]) in ranks for b in range(256)):
@@ -275,8 +275,8 @@ class RustBPETokenizer:
 
     def _encode_special(self, text: str) -> int:
         if text not in self.enc.special_tokens_set:
-            known = ", ".join(sorted(self.enc.special_tokens_set))
-            raise ValueError(f"{text!r} is not a special token of this tokenizer; it has {known}")
+            names = ", ".join(sorted(self.enc.special_tokens_set))
+            raise ValueError(f"{text!r} is not a special token of this tokenizer; it has {names}")
         return self.enc.encode_single_token(text)
 
     def get_bos_token_id(self) -> int:

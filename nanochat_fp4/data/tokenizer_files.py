@@ -87,7 +87,7 @@ def tokenizer_json(tokenizer: RustBPETokenizer) -> dict[str, Any]:
     split = {"type": "Split", "pattern": {"Regex": tokenizer.enc._pat_str}, "behavior": "Isolated", "invert": False}
     piece = {"SpecialToken": {"id": bos, "type_id": 0}}
     text = {"Sequence": {"id": "A", "type_id": 0}}
-    more = {"Sequence": {"id": "B", "type_id": 0}}
+    second_text = {"Sequence": {"id": "B", "type_id": 0}}
     return {
         "version": "1.0",
         "truncation": None,
@@ -101,7 +101,7 @@ def tokenizer_json(tokenizer: RustBPETokenizer) -> dict[str, Any]:
         "post_processor": {
             "type": "TemplateProcessing",
             "single": [piece, text],
-            "pair": [piece, text, piece, more],
+            "pair": [piece, text, piece, second_text],
             "special_tokens": {bos: {"id": bos, "ids": [bos_id], "tokens": [bos]}},
         },
         "decoder": byte_level,
