@@ -34,8 +34,8 @@ def fault_of(item: dict[str, Any], kind: str) -> str | None:
     """Returns the fault of a question of this kind of task, or None."""
     for name, expected in FIELDS[kind].items():
         if not isinstance(item.get(name), expected):
-            found = type(item[name]).__name__ if name in item else "missing"
-            return f"{name!r} is {found}, expected {expected.__name__}"
+            found_type = type(item[name]).__name__ if name in item else "missing"
+            return f"{name!r} is {found_type}, expected {expected.__name__}"
         texts = item[name] if expected is list else ()
         if not all(isinstance(text, str) for text in texts):
             return f"{name!r} holds something else than strings"
@@ -87,10 +87,10 @@ def render_question(
     if kind == "schema":
         length = len(commonprefix([s[::-1] for s in sequences]))
         return sequences, [(len(s) - length, len(s)) for s in sequences]
-    without, whole = sequences
-    if len(without) >= len(whole) or whole[: len(without)] != without:
+    prompt, full = sequences
+    if len(prompt) >= len(full) or full[: len(prompt)] != prompt:
         return None
-    return [whole], [(len(without), len(whole))]
+    return [full], [(len(prompt), len(full))]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -149,10 +149,10 @@ def evaluate_example(
         raise ValueError(f"{task_meta['num_fewshot']} examples are wanted, and there are {len(others)} other questions")
     chosen = random.Random(FEWSHOT_SEED + index).sample(others, task_meta["num_fewshot"])
     rendered = render_question(item, tokenizer, task_meta, [data[i] for i in chosen])
-    whole = rendered and [crop(s, span, longest_input(model)) for s, span in zip(*rendered)]
-    if not whole or None in whole or any(start >= end for _, (start, end) in whole):
+    inputs = rendered and [crop(s, span, longest_input(model)) for s, span in zip(*rendered)]
+    if not inputs or None in inputs or any(start >= end for _, (start, end) in inputs):
         return Outcome(False, judged=False)
-    sequences, spans = map(list, zip(*whole))
+    sequences, spans = map(list, zip(*inputs))
     cropped = sequences != rendered[0]
 
     padding = tokenizer.get_bos_token_id()  # The padding is at the end, where no judged token sees it.

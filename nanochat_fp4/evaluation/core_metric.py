@@ -75,10 +75,10 @@ def find_bundle(bundle_dir: str | os.PathLike | None = None) -> Path:
                 _unpack(path)
         except UserError as e:
             problem = f"CORE needs the eval bundle, which is not in {folder} and cannot be downloaded"
-            mend = f"unpack {EVAL_BUNDLE_URL} somewhere and name the folder with --bundle-dir"
-            raise MissingDataError(f"{problem} ({one_line(e)[:150]}); {mend}") from e
-    for name, there in (("core.yaml", Path.is_file), ("eval_meta_data.csv", Path.is_file), ("eval_data", Path.is_dir)):
-        if not there(folder / name):
+            remedy = f"unpack {EVAL_BUNDLE_URL} somewhere and name the folder with --bundle-dir"
+            raise MissingDataError(f"{problem} ({one_line(e)[:150]}); {remedy}") from e
+    for name, exists in (("core.yaml", Path.is_file), ("eval_meta_data.csv", Path.is_file), ("eval_data", Path.is_dir)):
+        if not exists(folder / name):
             problem = f"{folder / name} is missing, so {folder} is no eval bundle"
             raise MissingDataError(f"{problem}; unpack {EVAL_BUNDLE_URL} there")
     return folder
@@ -96,9 +96,9 @@ def read_bundle(folder: Path) -> tuple[list[dict[str, Any]], dict[str, float]]:
             raise ValueError(f"more than {format_bytes(MAX_YAML_BYTES)}")
         tasks = yaml.safe_load(text)["icl_tasks"]
         for task in tasks:
-            words, shots = (task["label"], task["icl_task_type"], task["dataset_uri"]), task["num_fewshot"][0]
-            if not all(isinstance(word, str) for word in words) or not isinstance(shots, int):
-                raise ValueError(f"a task with {words} and num_fewshot {shots!r}")
+            texts, shots = (task["label"], task["icl_task_type"], task["dataset_uri"]), task["num_fewshot"][0]
+            if not all(isinstance(word, str) for word in texts) or not isinstance(shots, int):
+                raise ValueError(f"a task with {texts} and num_fewshot {shots!r}")
         if not tasks:
             raise ValueError("no task")
     except (OSError, yaml.YAMLError, KeyError, TypeError, IndexError, ValueError, RecursionError) as e:
@@ -106,8 +106,8 @@ def read_bundle(folder: Path) -> tuple[list[dict[str, Any]], dict[str, float]]:
     try:
         with open(folder / "eval_meta_data.csv", encoding="utf-8", newline="") as f:
             guessing = {row["Eval Task"]: float(row["Random baseline"]) for row in csv.DictReader(f)}
-        if wrong := [chance for chance in guessing.values() if not 0 <= chance < 100]:
-            raise ValueError(f"a random baseline of {wrong[0]} percent")
+        if invalid := [chance for chance in guessing.values() if not 0 <= chance < 100]:
+            raise ValueError(f"a random baseline of {invalid[0]} percent")
     except (OSError, KeyError, TypeError, ValueError, csv.Error) as e:
         damaged = f"{folder / 'eval_meta_data.csv'} is damaged ({one_line(e)[:100]})"
         raise UserError(f"{damaged}; unpack the bundle again") from e
@@ -178,21 +178,23 @@ def evaluate_model(
     results, centered, notes = {}, {}, []
     _, rank, _, world_size = get_dist_info()
     mine = sum(len(range(rank, len(data), world_size)) for data in questions.values())
-    with contextlib.ExitStack() as inside:
+    with contextlib.ExitStack() as stack:
         if isinstance(model, torch.nn.Module):
-            inside.enter_context(nf.per_token_scale(model))
-            inside.enter_context(nf.quantize_weights_once(model))
-        progress = inside.enter_context(Progress(total=mine, desc="CORE", unit="question"))
+            stack.enter_context(nf.per_token_scale(model))
+            stack.enter_context(nf.quantize_weights_once(model))
+        progress = stack.enter_context(Progress(total=mine, desc="CORE", unit="question"))
         for task in tasks:
             start, label = time.monotonic(), task["label"]
             meta = {"task_type": task["icl_task_type"], "num_fewshot": task["num_fewshot"][0]}
             meta["continuation_delimiter"] = task.get("continuation_delimiter", " ")
             measure = lambda: list(evaluate_task(model, tokenizer, questions[label], device, meta, progress.update))  # noqa: B023, E731
-            accuracy, cropped, lost = part(f"{label} {_hash([meta, questions[label]])}", measure)
+            accuracy, cropped, not_judged = part(f"{label} {_hash([meta, questions[label]])}", measure)
             if cropped:
                 notes.append(f"{label}: {cropped} prompts were cropped to their last {longest_input(model):,} tokens")
-            if lost:
-                notes.append(f"{label}: {lost} questions count as wrong, whose answer does not fit or has no own token")
+            if not_judged:
+                notes.append(
+                    f"{label}: {not_judged} questions count as wrong, whose answer does not fit or has no own token"
+                )
             chance = guessing[label] / 100
             results[label], centered[label] = accuracy, (accuracy - chance) / (1 - chance)
             progress.write(f"{label}: {accuracy:.3f} ({time.monotonic() - start:.0f} s)")

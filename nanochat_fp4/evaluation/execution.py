@@ -175,17 +175,17 @@ def run_in_sandbox(task: dict, timeout: float, memory: int | None, layers: tuple
     }
     process, captured = None, {name: bytearray() for name in ("report", "result", "stdout", "stderr")}
     try:
-        with contextlib.ExitStack() as ours:
+        with contextlib.ExitStack() as own_ends:
             fds: dict[int, str] = {}
-            with contextlib.ExitStack() as theirs:
-                ends = {}
+            with contextlib.ExitStack() as child_ends:
+                write_ends = {}
                 for name in captured:
-                    read, ends[name] = os.pipe()
-                    ours.callback(os.close, read)
-                    theirs.callback(os.close, ends[name])
+                    read, write_ends[name] = os.pipe()
+                    own_ends.callback(os.close, read)
+                    child_ends.callback(os.close, write_ends[name])
                     fds[read] = name
-                request.update(report_fd=ends["report"], result_fd=ends["result"])
-                task_file = theirs.enter_context(tempfile.TemporaryFile())
+                request.update(report_fd=write_ends["report"], result_fd=write_ends["result"])
+                task_file = child_ends.enter_context(tempfile.TemporaryFile())
                 task_file.write(json.dumps(task).encode())
                 task_file.seek(0)
                 # There is no preexec_fn, because this process may have threads. The environment does not inherit any
@@ -193,9 +193,9 @@ def run_in_sandbox(task: dict, timeout: float, memory: int | None, layers: tuple
                 process = subprocess.Popen(
                     [sys.executable, "-I", "-B", str(_CHILD), json.dumps(request)],
                     stdin=task_file,
-                    stdout=ends["stdout"],
-                    stderr=ends["stderr"],
-                    pass_fds=(ends["report"], ends["result"]),
+                    stdout=write_ends["stdout"],
+                    stderr=write_ends["stderr"],
+                    pass_fds=(write_ends["report"], write_ends["result"]),
                     cwd="/",
                     env={"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1"},
                     start_new_session=True,
@@ -265,8 +265,10 @@ def _verdict(captured: dict[str, bytearray], timeout: float) -> ExecutionResult:
     for line in bytes(captured["report"]).splitlines():
         report.update(json.loads(line))
     if not report.get("ready"):
-        said = " ".join(text("stderr").strip().splitlines()[-1:])
-        raise SandboxError(report.get("setup_error", f"its supervisor ended before the program began. {said}".strip()))
+        last_line = " ".join(text("stderr").strip().splitlines()[-1:])
+        raise SandboxError(
+            report.get("setup_error", f"its supervisor ended before the program began. {last_line}".strip())
+        )
     answer, outcome = bytes(captured["result"]), report.get("outcome", "its supervisor was killed")
     result = ExecutionResult(success=False, stdout=text("stdout"), stderr=text("stderr"))
     if outcome == "deadline":

@@ -110,12 +110,12 @@ class MetricsLog:
             return
 
         def happened(record: dict[str, Any]) -> bool:
-            at = record.get("step")
+            record_step = record.get("step")
             in_step = record.get("event") in ("train", "spike", "skip")
-            return isinstance(at, int) and at < step + (not in_step)
+            return isinstance(record_step, int) and record_step < step + (not in_step)
 
-        kept = [record for record in read_jsonl(self.path) if happened(record)]
-        atomic_write(self.path, "".join(json.dumps(r) + "\n" for r in kept))
+        records = [record for record in read_jsonl(self.path) if happened(record)]
+        atomic_write(self.path, "".join(json.dumps(r) + "\n" for r in records))
 
 
 # ----------------------------------------------------------------------------------------------------------------------

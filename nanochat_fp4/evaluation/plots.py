@@ -68,7 +68,7 @@ def curve(
     `wide` draws a pale, wide line, which stays visible under another one.
     """
     common = sorted(set.intersection(*(set(x) for x, _ in runs)))
-    values = [[dict(zip(x, y))[at] for x, y in runs] for at in common]
+    values = [[dict(zip(x, y))[position] for x, y in runs] for position in common]
     mean = [sum(v) / len(v) for v in values]
     if len(runs) > 1:
         label = f"{label}, mean and range of {len(runs)} seeds"
@@ -89,8 +89,8 @@ def names(axes: Any, points: list[tuple[float, float, str]]) -> None:
     written: list[tuple[float, float, float]] = []
     box = {"facecolor": "white", "alpha": 0.8, "linewidth": 0, "pad": 0.3}  # With this box no line crosses a name out.
     for x, y, name in sorted(points, key=lambda p: p[1]):
-        at, end = y, x + letter * (len(name) + 1)
-        while any(x < other and start < end and abs(at - below) < height for start, other, below in written):
-            at += height / 8
-        written.append((x, end, at))
-        axes.annotate(name, (x, at), fontsize=5, xytext=(3, 0), textcoords="offset points", va="center", bbox=box)
+        label_y, end = y, x + letter * (len(name) + 1)
+        while any(x < other and start < end and abs(label_y - below) < height for start, other, below in written):
+            label_y += height / 8
+        written.append((x, end, label_y))
+        axes.annotate(name, (x, label_y), fontsize=5, xytext=(3, 0), textcoords="offset points", va="center", bbox=box)

@@ -40,25 +40,25 @@ def generate(report_dir: Path) -> str:
     if not sections and not metrics:
         raise UserError(f"nothing to report in {report_dir}; run bash speedrun_fp4.sh first, or a stage of it")
     tags = dict.fromkeys([s["model_tag"] for s in sections if s["model_tag"]] + list(metrics))
-    own = {tag: [s for s in sections if s["model_tag"] == tag] for tag in tags}
-    runs = [summarize_run(tag, own[tag], metrics.get(tag, [])) for tag in tags]
+    sections_of = {tag: [s for s in sections if s["model_tag"] == tag] for tag in tags}
+    runs = [summarize_run(tag, sections_of[tag], metrics.get(tag, [])) for tag in tags]
     add_gaps(runs, notes)
     stages = {"base": metrics}
     for stage, folder in (("mid", "mid_checkpoints"), ("sft", "chatsft_checkpoints"), ("rl", "chatrl_checkpoints")):
         stages[stage] = read_metrics(report_dir.parent / folder, notes)
-    stages = {stage: {tag: found[tag] for tag in tags if tag in found} for stage, found in stages.items()}
+    stages = {stage: {tag: logs_of[tag] for tag in tags if tag in logs_of} for stage, logs_of in stages.items()}
     metrics = stages["base"]
     pictures = draw_plots(report_dir, stages, runs, notes)
 
     left_out = _left_out(report_dir)
-    about = summary(runs, report_dir.parent)
-    markdown = render(runs, sections, metrics, pictures, notes, left_out, about)
+    summary_lines = summary(runs, report_dir.parent)
+    markdown = render(runs, sections, metrics, pictures, notes, left_out, summary_lines)
     report_dir.mkdir(parents=True, exist_ok=True)
     document = {"runs": runs, "sections": sections, "notes": notes, "plots": pictures, "left_out": left_out}
     atomic_write(report_dir / "report.json", json.dumps(plain_json(document), indent=2))
     path = report_dir / "report.md"
     atomic_write(path, markdown.encode("utf-8", "replace"))
-    print("\n".join([*runs_table(runs), "", *about, "report:"]))
+    print("\n".join([*runs_table(runs), "", *summary_lines, "report:"]))
     return str(path)
 
 
@@ -123,12 +123,12 @@ def summary(runs: list[dict], base_dir: Path) -> list[str]:
     for r in (r for r in runs if r["finished"]):
         folders = [base_dir / name / r["model_tag"] for name in ("chatsft_checkpoints", "mid_checkpoints")]
         chat = next((folder for folder in folders if any(folder.glob("model_*"))), None)
-        good = f"{_cell(r['val_bpb'])} bits per byte of validation text"
-        good += "" if r["method"] == "bf16" else f", {_cell(r['val_bpb_bf16'])} with a BF16 forward"
+        quality = f"{_cell(r['val_bpb'])} bits per byte of validation text"
+        quality += "" if r["method"] == "bf16" else f", {_cell(r['val_bpb_bf16'])} with a BF16 forward"
         if r.get("gap_percent") is not None:
-            good += f"; {r['gap_percent']:+.2f}% over the BF16 run"
+            quality += f"; {r['gap_percent']:+.2f}% over the BF16 run"
         lines += [f"{r['model_tag']}: {r['method']}, {r['step']:,} steps, {_cell(r.get('tokens'), '{:,}')} tokens"]
-        lines += [f"  how good:   {good}", f"  where:      {chat or base_dir / 'base_checkpoints' / r['model_tag']}"]
+        lines += [f"  how good:   {quality}", f"  where:      {chat or base_dir / 'base_checkpoints' / r['model_tag']}"]
         if chat:
             stage = "sft" if chat == folders[0] else "mid"
             lines += [f"  talk to it: python -m nanochat_fp4 chat_web -i {stage} --model-tag {r['model_tag']}"]
@@ -243,11 +243,11 @@ def _sample_lines(sections: list[dict], runs: list[dict]) -> list[str]:
 
 def render(
     runs: list[dict], sections: list[dict], metrics: dict[str, list[dict]], plots: list[str], notes: list[str],
-    left_out: list[str], about: list[str],
+    left_out: list[str], summary_lines: list[str],
 ) -> str:  # fmt: skip
     """Returns the whole report in Markdown."""
     lines = ["# nanochat_fp4 report", "", f"Written {time.strftime('%Y-%m-%d %H:%M:%S')}.", ""]
-    lines += ["```", *about, "```", ""] if about else []
+    lines += ["```", *summary_lines, "```", ""] if summary_lines else []
     if runs:
         lines += [*runs_table(runs), "", *_explanations(runs), ""]
     lines += [f"![{Path(plot).stem}]({plot})" for plot in plots] + [""] * bool(plots)

@@ -30,14 +30,14 @@ def draw_plots(
     Runs with another tokenizer or validation text get separate pictures: bpb.png, then bpb_2.png and so on. `stages`
     are base, mid, sft and rl, each with the records of metrics.jsonl by tag. A note says if nothing can be drawn.
     """
-    alike: dict[tuple, list[dict]] = {}
+    groups: dict[tuple, list[dict]] = {}
     for run in runs:
         records = stages["base"].get(run["model_tag"], [])
-        alike.setdefault((run["tokenizer"], _newest_text(records)), []).append(run)
+        groups.setdefault((run["tokenizer"], _newest_text(records)), []).append(run)
     written: list[str] = []
-    for place, group in enumerate(alike.values(), start=1):
+    for place, group in enumerate(groups.values(), start=1):
         ending = f"_{place}" if place > 1 else ""
-        about = f" ({', '.join(run['model_tag'] for run in group)})" if len(alike) > 1 else ""
+        names_of_runs = f" ({', '.join(run['model_tag'] for run in group)})" if len(groups) > 1 else ""
         name_of = _names_of_lines(group)
         baseline_of = {run["config_key"]: run["model_tag"] for run in group if run["method"] == "bf16"}
         baselines = {name_of[tag] for tag in baseline_of.values()}
@@ -47,19 +47,19 @@ def draw_plots(
             lines: Lines = {}
             gaps: Lines = {}
             forwards: Lines = {}
-            found: dict[str, tuple[list[float], list[float]]] = {}  # The points of each tag.
+            points_of: dict[str, tuple[list[float], list[float]]] = {}  # The points of each tag.
             for tag in (run["model_tag"] for run in group):
                 records = [r for r in _of_one_text(stages[stage].get(tag, [])) if r.get("event") == event]
                 if points := _points(records, lambda r, k=key: finite_number(r.get(k))):
-                    found[tag] = points
+                    points_of[tag] = points
                     lines.setdefault(name_of[tag], []).append(points)
                 if event == "val" and name_of[tag] not in baselines and (points := _points(records, _own_over_bf16)):
                     forwards.setdefault(name_of[tag], []).append(points)
             for run in group:
                 tag, base = run["model_tag"], baseline_of.get(run["config_key"])
-                if name_of[tag] in baselines or not {tag, base} <= found.keys():
+                if name_of[tag] in baselines or not {tag, base} <= points_of.keys():
                     continue
-                if (points := _over(found[tag], found[base])) and not key.startswith("reward"):
+                if (points := _over(points_of[tag], points_of[base])) and not key.startswith("reward"):
                     gaps.setdefault(name_of[tag], []).append(points)
             if not lines:
                 continue
@@ -70,7 +70,7 @@ def draw_plots(
                 if differences:
                     panels.append(functools.partial(_draw, lines=differences, axis=below, colors=colors))
             try:
-                plots.draw(report_dir / f"{name}{ending}.png", title + about, *panels)
+                plots.draw(report_dir / f"{name}{ending}.png", title + names_of_runs, *panels)
             except ImportError as e:
                 notes.append(f"no plots: matplotlib cannot be imported ({e})")
                 return written
@@ -99,12 +99,12 @@ def _newest_text(records: list[dict]) -> Any:
 
 def _of_one_text(records: list[dict]) -> list[dict]:
     """Returns the log without validations on other texts than the newest one."""
-    kept, text, newest = [], None, _newest_text(records)
+    remaining, text, newest = [], None, _newest_text(records)
     for record in records:
         text = record.get("val_text") if record.get("event") == "start" else text
         if record.get("event") != "val" or text == newest:
-            kept.append(record)
-    return kept
+            remaining.append(record)
+    return remaining
 
 
 def _points(records: list[dict], value: Callable[[dict], float | None]) -> tuple[list[float], list[float]] | None:
@@ -116,8 +116,8 @@ def _points(records: list[dict], value: Callable[[dict], float | None]) -> tuple
 
 def _over(points: tuple[list[float], list[float]], base: tuple[list[float], list[float]]) -> tuple[list, list] | None:
     """Returns (steps, percent), by how much a run is above its baseline at the steps that both have, or None."""
-    at = dict(zip(*base))
-    pairs = [(x, 100 * (y / at[x] - 1)) for x, y in zip(*points) if at.get(x)]
+    base_values = dict(zip(*base))
+    pairs = [(x, 100 * (y / base_values[x] - 1)) for x, y in zip(*points) if base_values.get(x)]
     return ([x for x, _ in pairs], [y for _, y in pairs]) if pairs else None
 
 

@@ -32,7 +32,7 @@ MEASURES = {  # For each section of measurements, the section of the training wh
 
 def read_sections(report_dir: Path, notes: list[str]) -> list[dict]:
     """Returns the sections in the order of their stages. A note names each section that is left out."""
-    found = []
+    sections = []
     for path in section_files(report_dir):
         try:
             record = json.loads(path.read_text(encoding="utf-8"))
@@ -44,17 +44,17 @@ def read_sections(report_dir: Path, notes: list[str]) -> list[dict]:
             continue
         record["model_tag"] = path.parent.name if path.parent != report_dir else None
         record |= {"slug": path.stem, "section": as_text(record["section"]), "timestamp": as_text(record["timestamp"])}
-        found.append(record)
+        sections.append(record)
     place = {slug: i for i, slug in enumerate(SECTIONS)}
-    found.sort(key=lambda s: (place.get(s["slug"], len(place)), s["timestamp"]))
-    trained = {(s["model_tag"], s["slug"]): s["timestamp"] for s in found}
-    old = [s for s in found if s["timestamp"] < trained.get((s["model_tag"], MEASURES.get(s["slug"])), "")]
+    sections.sort(key=lambda s: (place.get(s["slug"], len(place)), s["timestamp"]))
+    trained = {(s["model_tag"], s["slug"]): s["timestamp"] for s in sections}
+    old = [s for s in sections if s["timestamp"] < trained.get((s["model_tag"], MEASURES.get(s["slug"])), "")]
     notes += [
         f"{s['section']} of {s['model_tag']} measured a model that has been trained anew since, and was left out; "
         "run its stage again"
         for s in old
     ]
-    return [s for s in found if s not in old]
+    return [s for s in sections if s not in old]
 
 
 def read_metrics(checkpoints: Path, notes: list[str]) -> dict[str, list[dict]]:
@@ -74,8 +74,8 @@ def read_metrics(checkpoints: Path, notes: list[str]) -> dict[str, list[dict]]:
 
 def finite_number(value: Any) -> float | None:
     """Returns `value` if it is a finite number, otherwise None. The files may contain anything."""
-    good = isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1e300
-    return float(value) if good else None
+    is_finite = isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1e300
+    return float(value) if is_finite else None
 
 
 def as_text(value: Any) -> str:
@@ -146,8 +146,8 @@ def summarize_run(tag: str, sections: list[dict], metrics: list[dict]) -> dict:
 def _score(value: Any) -> dict[str, float | None] | None:
     """Returns the dict of "accuracy" and "interval" (2 sigma, None if unknown) for an accuracy or for the dict of an
     evaluation. Returns None if there is no accuracy."""
-    given = value if isinstance(value, dict) else {"accuracy": value}
-    accuracy, count, interval = (finite_number(given.get(key)) for key in ("accuracy", "count", "interval"))
+    score = value if isinstance(value, dict) else {"accuracy": value}
+    accuracy, count, interval = (finite_number(score.get(key)) for key in ("accuracy", "count", "interval"))
     if accuracy is None:
         return None
     if count is not None and count > 0 and 0 <= accuracy <= 1:
@@ -172,8 +172,10 @@ def add_gaps(runs: list[dict], notes: list[str]) -> None:
         if different:
             words = " and ".join({"val_text": "validation texts", "tokenizer": "tokenizers"}[key] for key in different)
             names = f"{run['model_tag']} and {base['model_tag']}"
-            what = "differ" if all(run[key] and base[key] for key in different) else "may differ: a log does not say"
-            notes.append(f"no gap between {names}: {words} {what}")
+            difference = (
+                "differ" if all(run[key] and base[key] for key in different) else "may differ: a log does not say"
+            )
+            notes.append(f"no gap between {names}: {words} {difference}")
         # The loss stage measures on more tokens than the training loop, so measurements on other numbers of tokens
         # differ.
         elif run["val_tokens"] == base["val_tokens"]:

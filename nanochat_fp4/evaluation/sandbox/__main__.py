@@ -164,14 +164,14 @@ def supervise(child: int, program: int, request: dict, report_fd: int) -> str:
     hung_up = select.poll()
     hung_up.register(report_fd, 0)  # POLLERR or POLLHUP mean that nobody reads the pipe any more.
     deadline, pause = time.monotonic() + request["timeout"], 0.001
-    look, interval = time.monotonic() + 0.1, 0.1
+    next_check, interval = time.monotonic() + 0.1, 0.1
     while os.waitpid(child, os.WNOHANG) == (0, 0):
         now = time.monotonic()
         if now > deadline:
             return "deadline"
         if os.getppid() != request["trainer"] or hung_up.poll(pause * 1000):
             return "abandoned"
-        if now > look and "namespaces" not in request["layers"]:
+        if now > next_check and "namespaces" not in request["layers"]:
             problem = oversized(request["folder"], request["files"], request["disk_bytes"])
             if problem is None and threads_of(program) > request["processes"]:
                 problem = f"more than {request['processes']} threads"
@@ -179,7 +179,7 @@ def supervise(child: int, program: int, request: dict, report_fd: int) -> str:
                 return problem
             # At most a tenth of the time is spent in these checks.
             interval = max(interval, 10 * (time.monotonic() - now))
-            look = time.monotonic() + interval
+            next_check = time.monotonic() + interval
         pause = min(pause * 1.5, 0.02)
     return "ended"
 
@@ -196,12 +196,12 @@ def end(child: int) -> None:
 
 def wait_until_ready(setup_fd: int) -> str:
     """Returns the answer of judge and program to their set-up, which is "ready PID" or a reason why it failed."""
-    said, deadline = b"", time.monotonic() + SETUP_SECONDS
+    answer, deadline = b"", time.monotonic() + SETUP_SECONDS
     while select.select([setup_fd], [], [], max(0.0, deadline - time.monotonic()))[0]:
         data = os.read(setup_fd, 4096)
         if not data:
-            return said.decode(errors="replace") or "the judge was killed while it was set up"
-        said += data
+            return answer.decode(errors="replace") or "the judge was killed while it was set up"
+        answer += data
     return f"not set up after {SETUP_SECONDS:g} s"
 
 
