@@ -32,24 +32,24 @@ class AnswerText:
         self.readable = {ids[name]: text for name, text in self.MARKERS.items()}
         self.silent = {tokenizer.encode_special(name) for name in SPECIAL_TOKENS} - set(self.readable)
         self.tokens: list[int] = []
-        self.held: list[int] = []
+        self.pending: list[int] = []
 
     def add(self, token: int) -> str:
         """Adds a token. Returns the text that has become complete with it."""
         self.tokens.append(token)
         if token in self.silent:
             return self.rest()
-        self.held.append(token)
+        self.pending.append(token)
         # After the end of a call, the next token decides whether " = " or "]" follows.
-        incomplete = token == self.call_end or self.tokenizer.decode(self.held).endswith("\ufffd")
+        incomplete = token == self.call_end or self.tokenizer.decode(self.pending).endswith("\ufffd")
         return "" if incomplete else self.rest()
 
     def rest(self) -> str:
         """Returns the text that add() has held back."""
-        held, self.held, result = self.held, [], ""
-        if held[-2:] == self.answered:
-            held, result = held[:-2], " = "
-        groups = [(marker, list(ids)) for marker, ids in itertools.groupby(held, self.readable.get)]
+        pending, self.pending, result = self.pending, [], ""
+        if pending[-2:] == self.answered:
+            pending, result = pending[:-2], " = "
+        groups = [(marker, list(ids)) for marker, ids in itertools.groupby(pending, self.readable.get)]
         return "".join(len(ids) * marker if marker else self.tokenizer.decode(ids) for marker, ids in groups) + result
 
 

@@ -191,13 +191,15 @@ class Worker:
     def answer(self, reply: "Answer", tokens: list[int], precision: str, numbers: dict[str, float]) -> None:
         """Computes an answer and tells the reply its events. It runs in the thread."""
         text, count, started, now, trouble = AnswerText(self.engine.tokenizer), 0, 0.0, 0.0, ""
-        most, context = int(numbers["max_tokens"]), self.engine.model.config.sequence_len
+        max_tokens, context = int(numbers["max_tokens"]), self.engine.model.config.sequence_len
         room = context - len(tokens)
-        finish, limit = ("length", most) if most < room else ("context", context)
+        finish, limit = ("length", max_tokens) if max_tokens < room else ("context", context)
         try:
             with self.contexts[precision]():
                 sampling = {"temperature": float(numbers["temperature"]), "top_k": int(numbers["top_k"])}
-                answer = self.engine.generate(tokens, max_tokens=min(most, room), seed=secrets.randbits(31), **sampling)
+                answer = self.engine.generate(
+                    tokens, max_tokens=min(max_tokens, room), seed=secrets.randbits(31), **sampling
+                )
                 for column, _ in answer:
                     if reply.left:
                         return
@@ -332,12 +334,12 @@ class Connection(H11Protocol):
     which ends in a later turn of the loop.
     """
 
-    most: int  # The largest number of open connections.
+    max_connections: int
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         super().connection_made(transport)
         self.since, self.head_deadline = self.loop.time(), None
-        if len(self.connections) >= self.most:
+        if len(self.connections) >= self.max_connections:
             waiting = [c for c in self.connections if c is not self and c.waits_for_client()]
             if waiting:
                 oldest = min(waiting, key=lambda c: c.since)
@@ -368,7 +370,7 @@ class Connection(H11Protocol):
 def make_server(app: FastAPI, host: str = "127.0.0.1", port: int = 0, limits: Limits = Limits()) -> uvicorn.Server:  # noqa: B008
     """Returns uvicorn's server with these limits. asyncio accepts up to `backlog` connections before any of them can
     be closed."""
-    limited = type("LimitedConnection", (Connection,), {"most": limits.connections})
+    limited = type("LimitedConnection", (Connection,), {"max_connections": limits.connections})
     return uvicorn.Server(
         uvicorn.Config(
             app, host, port, http=limited, ws="none", timeout_keep_alive=limits.seconds,
@@ -383,8 +385,8 @@ class OneLine(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         error = record.exc_info[1] if record.exc_info else None
-        said = one_line(record.getMessage()) + (f": {type(error).__name__}: {one_line(error)}" if error else "")
-        return f"{self.formatTime(record)} {said}"
+        text = one_line(record.getMessage()) + (f": {type(error).__name__}: {one_line(error)}" if error else "")
+        return f"{self.formatTime(record)} {text}"
 
 
 def log_briefly() -> None:

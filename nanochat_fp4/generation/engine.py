@@ -138,13 +138,13 @@ class Engine:
         sequence_len = self.model.config.sequence_len
         if max_tokens is None:
             if prompt_len >= sequence_len:
-                what = f"the prompt has {prompt_len} tokens and the model's context {sequence_len}"
-                raise ValueError(f"{what}; shorten it, or give max_tokens")
+                problem = f"the prompt has {prompt_len} tokens and the model's context {sequence_len}"
+                raise ValueError(f"{problem}; shorten it, or give max_tokens")
             return sequence_len - prompt_len
         limit = getattr(self.model, "rotary_seq_len", None)
         if limit is not None and prompt_len + max_tokens > limit:
-            what = f"prompt {prompt_len} + max_tokens {max_tokens} exceeds the model's {limit} positions"
-            raise ValueError(f"{what}; lower max_tokens")
+            problem = f"prompt {prompt_len} + max_tokens {max_tokens} exceeds the model's {limit} positions"
+            raise ValueError(f"{problem}; lower max_tokens")
         return max_tokens
 
     def new_cache(self, batch_size: int, seq_len: int) -> KVCache:
@@ -176,8 +176,8 @@ class Engine:
         has.
         """
         column, masks = [0] * num_samples, [1] * num_samples
-        for new in self._steps([tokens], num_samples, max_tokens, temperature, top_k, seed):
-            for i, (token, mask) in new.items():
+        for new_tokens in self._steps([tokens], num_samples, max_tokens, temperature, top_k, seed):
+            for i, (token, mask) in new_tokens.items():
                 column[i], masks[i] = token, mask
             yield list(column), list(masks)
 
@@ -198,33 +198,33 @@ class Engine:
         if num_samples < 1:
             raise ValueError(f"num_samples is {num_samples}; ask for at least 1")
         device = torch.device(self.model.get_device())
-        shortest, only = min(map(len, prompts)), len(prompts) == 1
+        shortest, single = min(map(len, prompts)), len(prompts) == 1
         prompts = [prompt for prompt in prompts for _ in range(num_samples)]
         ends = [len(prompt) + self._max_tokens(len(prompt), max_tokens) for prompt in prompts]
         rngs = [torch.Generator(device=device).manual_seed(seed + row % num_samples) for row in range(len(prompts))]
         rows = [RowState() for _ in prompts]
 
         # A single prompt is read once. Its keys and values are then copied to all rows.
-        cache = self.new_cache(1, shortest) if only else self.new_cache(len(rows), max(ends))
+        cache = self.new_cache(1, shortest) if single else self.new_cache(len(rows), max(ends))
         ids = torch.tensor([p[:shortest] for p in prompts[: cache.batch_size]], dtype=torch.long, device=device)
         logits = self.model(ids, kv_cache=cache)[:, -1].expand(len(rows), -1)
-        if only:
+        if single:
             prompt_cache, cache = cache, self.new_cache(len(rows), max(ends))
             cache.prefill(prompt_cache)
             del prompt_cache
         column = [prompt[-1] for prompt in prompts]
         for position in range(shortest, max(ends)):
             # A row draws from its generator for its own tokens only, so the lengths of the other prompts do not matter.
-            going = [i for i, row in enumerate(rows) if not row.completed and len(prompts[i]) <= position < ends[i]]
-            if going:
-                chosen = logits if len(going) == len(rows) else logits[going]
-                sampled = sample_next_token(chosen, [rngs[i] for i in going], temperature, top_k)[:, 0].tolist()
-                new = {}
-                for i, token in zip(going, sampled):
-                    new[i] = (rows[i].forced.popleft(), 0) if rows[i].forced else (token, 1)
-                    column[i] = new[i][0]
+            active = [i for i, row in enumerate(rows) if not row.completed and len(prompts[i]) <= position < ends[i]]
+            if active:
+                chosen = logits if len(active) == len(rows) else logits[active]
+                sampled = sample_next_token(chosen, [rngs[i] for i in active], temperature, top_k)[:, 0].tolist()
+                new_tokens = {}
+                for i, token in zip(active, sampled):
+                    new_tokens[i] = (rows[i].forced.popleft(), 0) if rows[i].forced else (token, 1)
+                    column[i] = new_tokens[i][0]
                     self.follow(rows[i], column[i])
-                yield new
+                yield new_tokens
             if all(row.completed or position + 1 >= end for row, end in zip(rows, ends)):
                 return
             # A row that has ended repeats its last token, and its logits are not used.
@@ -261,8 +261,8 @@ class Engine:
         """
         results = [list(tokens) for _ in range(num_samples)]
         masks = [[0] * len(tokens) for _ in range(num_samples)]
-        for new in self._steps([tokens], num_samples, **kwargs):
-            for i, (token, mask) in new.items():
+        for new_tokens in self._steps([tokens], num_samples, **kwargs):
+            for i, (token, mask) in new_tokens.items():
                 results[i].append(token)
                 masks[i].append(mask)
         return results, masks
@@ -278,8 +278,8 @@ class Engine:
         generate.
         """
         sequences = [list(prompt) for prompt in prompts for _ in range(num_samples)]
-        for new in self._steps(prompts, num_samples, **kwargs):
-            for i, (token, _) in new.items():
+        for new_tokens in self._steps(prompts, num_samples, **kwargs):
+            for i, (token, _) in new_tokens.items():
                 sequences[i].append(token)
         return [sequences[i : i + num_samples] for i in range(0, len(sequences), num_samples)]
 
