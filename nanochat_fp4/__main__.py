@@ -99,9 +99,9 @@ def main() -> None:
         runpy.run_module(module, run_name="__main__", alter_sys=True)
     else:
         print_safely(usage() + "\n", flush=True)
-        alike = difflib.get_close_matches(name, known, n=1)
+        similar = difflib.get_close_matches(name, known, n=1)
         wrong = f"there is no command {name!r}" if name else "a command is missing"
-        raise UserError(f"{wrong}; " + (f"did you mean {alike[0]}?" if alike else "name one of the list above"))
+        raise UserError(f"{wrong}; " + (f"did you mean {similar[0]}?" if similar else "name one of the list above"))
 
 
 def cli() -> None:

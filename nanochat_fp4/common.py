@@ -314,11 +314,11 @@ def compute_init(device_type: str = "cuda", seed: int = 42) -> tuple[bool, int, 
             torch.cuda.set_device(device)
         if not is_ddp_initialized():
             try:
-                where = store_of_this_start(rank, world_size)
+                store_arguments = store_of_this_start(rank, world_size)
                 if device_type == "cuda":
-                    dist.init_process_group(backend="nccl", device_id=device, **where)
+                    dist.init_process_group(backend="nccl", device_id=device, **store_arguments)
                 else:
-                    dist.init_process_group(backend="gloo", **where)
+                    dist.init_process_group(backend="gloo", **store_arguments)
             except (dist.DistError, ValueError) as e:
                 raise UserError(f"cannot join the process group: {one_line(e)}; start with torchrun") from e
         dist.barrier()

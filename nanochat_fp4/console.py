@@ -33,8 +33,8 @@ class ArgumentParser(argparse.ArgumentParser):
         flags = [flag for flag in self._option_string_actions if flag.startswith("--")]
         wrong = [word.partition("=")[0] for word in message.split() if word.startswith("--")]
         if message.startswith("unrecognized arguments") and wrong:
-            alike = difflib.get_close_matches(wrong[0], flags, n=1)
-            message += f"; did you mean {alike[0]}?" if alike else ""
+            similar = difflib.get_close_matches(wrong[0], flags, n=1)
+            message += f"; did you mean {similar[0]}?" if similar else ""
         if message.startswith("argument ") and message.endswith("expected one argument"):
             message += f"; one that begins with a dash is given as {message.split()[1].rstrip(':')}=..."
         print_error(f"{message} (see {self.prog} --help)")
@@ -126,8 +126,8 @@ def print_error(message: str) -> None:
         message = f"error: {message}"
     if file:
         with contextlib.suppress(OSError), open(file, "w", encoding="utf-8") as f:
-            about = {"timestamp": str(int(time.time())), "py_callstack": message}
-            json.dump({"message": {"message": message, "extraInfo": about}}, f)
+            details = {"timestamp": str(int(time.time())), "py_callstack": message}
+            json.dump({"message": {"message": message, "extraInfo": details}}, f)
     print_safely(message, file=sys.stderr, flush=True)
 
 

@@ -78,10 +78,10 @@ def attention_problem(device: torch.device, backend: str) -> str | None:
             try:
                 with flash_attention.use(backend):
                     out = flash_attention.flash_attn_func(*leaves, window_size=(left, 0))
-                    found = [out, *torch.autograd.grad(out, leaves, grad)]
+                    results = [out, *torch.autograd.grad(out, leaves, grad)]
             except Exception as error:
                 return f"attention, {backend}: {one_line(error)[:200]}"
-        for name, got, expectation in zip(("output", "grad of q", "grad of k", "grad of v"), found, expected):
+        for name, got, expectation in zip(("output", "grad of q", "grad of k", "grad of v"), results, expected):
             error = relative_square_error(got.detach().float().cpu(), expectation.detach())
             if not error < ATTENTION_ERROR:
                 window = f"a window of {left + 1}" if left >= 0 else "no window"
@@ -185,7 +185,7 @@ def _checks(processes: int) -> Iterator[Callable[..., Callable]]:
         return
     context = multiprocessing.get_context("spawn")  # A process that has used CUDA cannot be forked.
     with ProcessPoolExecutor(processes, context, torch.set_num_threads, (1,)) as pool:
-        yield lambda *what: pool.submit(*what).result
+        yield lambda *job: pool.submit(*job).result
 
 
 def operations(device: torch.device) -> list[str]:
@@ -248,8 +248,8 @@ def main(argv: list[str] | None = None) -> None:
     processes = min(MOST_PROCESSES, usable_cpus()) if device.type == "cuda" and len(methods) > 1 else 0
     problems = examine(device, methods, processes=processes)
     if problems:
-        more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
-        raise UserError(f"this machine computes wrong results: {problems[0]}{more}; try NVFP4_KERNELS=reference")
+        and_others = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+        raise UserError(f"this machine computes wrong results: {problems[0]}{and_others}; try NVFP4_KERNELS=reference")
     print("everything agrees")
 
 

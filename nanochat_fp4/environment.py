@@ -19,10 +19,10 @@ def _command_output(*command: str, cwd: str | None = None) -> str | None:
     """Returns the stdout of a short command, stripped. Returns None if the command is missing, fails or takes more
     than 10 seconds."""
     try:
-        out = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=10, stdin=subprocess.DEVNULL)
+        result = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=10, stdin=subprocess.DEVNULL)
     except (OSError, subprocess.SubprocessError):
         return None
-    return out.stdout.strip() if out.returncode == 0 else None
+    return result.stdout.strip() if result.returncode == 0 else None
 
 
 def _cpu_name() -> str:
@@ -39,8 +39,8 @@ def _driver_version() -> str | None:
     with contextlib.suppress(OSError):
         if match := re.search(r"(\d+\.\d+(?:\.\d+)?)  ", Path("/proc/driver/nvidia/version").read_text()):
             return match.group(1)
-    out = _command_output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
-    return out.splitlines()[0] if out else None
+    output = _command_output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+    return output.splitlines()[0] if output else None
 
 
 @functools.cache

@@ -41,8 +41,8 @@ def one_line(error: BaseException | str) -> str:
 def require(*modules: str) -> None:
     """Raises UserError, with the `pip install` command, if any of the modules is not installed."""
     if missing := [module for module in modules if importlib.util.find_spec(module) is None]:
-        what = f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not installed"
-        raise UserError(f"{what}, which this needs; {remedy(*missing)}")
+        problem = f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not installed"
+        raise UserError(f"{problem}, which this needs; {remedy(*missing)}")
 
 
 def _allow_interrupts() -> None:

@@ -66,8 +66,8 @@ def available_memory(root: Path = Path("/")) -> int:
     """Returns the bytes that programs can still take, with the page cache (MemAvailable), or 0 if the system does
     not tell."""
     with contextlib.suppress(OSError):
-        if found := re.search(r"^MemAvailable:\s+(\d+) kB", (root / "proc/meminfo").read_text(), re.MULTILINE):
-            return 1024 * int(found.group(1))
+        if match := re.search(r"^MemAvailable:\s+(\d+) kB", (root / "proc/meminfo").read_text(), re.MULTILINE):
+            return 1024 * int(match.group(1))
     return 0
 
 

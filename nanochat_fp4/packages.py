@@ -25,10 +25,10 @@ def install_command(*modules: str) -> str:
 
     In a checkout the command names the folder, because no package index has this package's name.
     """
-    wanted = ",".join(extra for extra, names in EXTRAS.items() if set(names) & set(modules))
-    if not wanted and not set(CORE) & set(modules):
+    names_of_extras = ",".join(extra for extra, names in EXTRAS.items() if set(names) & set(modules))
+    if not names_of_extras and not set(CORE) & set(modules):
         return ""
-    extras = f"[{wanted}]" if wanted else ""
+    extras = f"[{names_of_extras}]" if names_of_extras else ""
     if not (ROOT / "pyproject.toml").is_file():
         return f"pip install 'nanochat_fp4{extras}'"
     folder = "." if os.path.realpath(os.curdir) == str(ROOT) else ROOT
@@ -41,8 +41,8 @@ def remedy(*modules: str) -> str:
     venv = ROOT / ".venv"
     packages = list(venv.glob("lib/python*/site-packages"))
     if packages and Path(sys.prefix) != venv and all((packages[0] / name).is_dir() for name in modules):
-        inside = os.path.realpath(os.curdir) == str(ROOT)
-        return f"type `source {'' if inside else f'{ROOT}/'}.venv/bin/activate` and run it again"
+        in_root = os.path.realpath(os.curdir) == str(ROOT)
+        return f"type `source {'' if in_root else f'{ROOT}/'}.venv/bin/activate` and run it again"
     return install_command(*modules)
 
 

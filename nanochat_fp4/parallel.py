@@ -66,23 +66,23 @@ def shard(model: nn.Module, dtype: torch.dtype | None = None, codes: bool = True
                 "processes that divides them, or --parallel=ddp"
             )
     mesh = dist.device_mesh.init_device_mesh(model.get_device().type, (size,))
-    whole = {p for p in model.parameters() if p.ndim < 2}
+    not_sharded = {p for p in model.parameters() if p.ndim < 2}
     plain = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
     head = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     for block in model.transformer.h:
-        fully_shard(block, mesh=mesh, mp_policy=plain if codes else head, ignored_params=whole)
+        fully_shard(block, mesh=mesh, mp_policy=plain if codes else head, ignored_params=not_sharded)
     fully_shard(model.transformer.wte, mesh=mesh, mp_policy=head, reshard_after_forward=False)
-    fully_shard(model, mesh=mesh, mp_policy=head, ignored_params=whole)
+    fully_shard(model, mesh=mesh, mp_policy=head, ignored_params=not_sharded)
     name = str(dtype or torch.float32).removeprefix("torch.")
     raw = gather_codes(model, dtype) if codes else ()
     coded = sum(isinstance(m, QuantLinear) for m in model.modules()) - len(raw) if codes else 0
     if not coded:
         print0(f"FSDP over {size} processes: all weights are gathered in {name}")
         return 0
-    others = "output head and embedding" + (
+    other_weights = "output head and embedding" + (
         f", and {len(raw)} layers whose method takes the weight itself," * bool(raw)
     )
-    print0(f"FSDP over {size} processes: quantized weights are gathered as codes; {others} in {name}")
+    print0(f"FSDP over {size} processes: quantized weights are gathered as codes; {other_weights} in {name}")
     return coded
 
 
@@ -137,10 +137,10 @@ def full_state_dict(model: nn.Module, rank: int) -> dict[str, Tensor]:
     state = model.state_dict()
     if not any(map(is_sharded, state.values())):
         return state
-    whole = {}
+    full_state = {}
     for name, tensor in state.items():
         if is_sharded(tensor):
             tensor = tensor.full_tensor()
         if rank == 0:
-            whole[name] = tensor.cpu()
-    return whole
+            full_state[name] = tensor.cpu()
+    return full_state

@@ -69,13 +69,13 @@ def self_check(
             f"self-check failed on {device}: {problem}; training would be wrong. See `python -m nanochat_fp4.doctor`, "
             "or set NVFP4_KERNELS=reference"
         )
-    said = f"self-check passed: {recipe.name} forward and backward as the reference, on {device}"
+    line = f"self-check passed: {recipe.name} forward and backward as the reference, on {device}"
     operands = [o for part in recipe.parts for o in (part.output.a, part.output.b)]
     if any(o.rounding and o.rounding.fp8 == "tensor" for o in operands):
         native = has_fp8_tensor_cores(device.type)
-        how = "MXFP8 with block scales of 1" if native and uses_mxfp8(device.type) else "FP8 tensor cores"
-        said += f"; FP8 products: {how if native else 'decoded, which is exact and no faster than BF16'}"
-    return said
+        products = "MXFP8 with block scales of 1" if native and uses_mxfp8(device.type) else "FP8 tensor cores"
+        line += f"; FP8 products: {products if native else 'decoded, which is exact and no faster than BF16'}"
+    return line
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -164,9 +164,9 @@ def kernels_of(recipes: Iterable[Recipe]) -> list[tuple[Rounding, int]]:
     """Returns the roundings of these methods that have kernels, each with the group size of its rotation, sorted by
     name."""
     gemms = [g for r in recipes for p in (*r.parts, *r.final.parts) for g in (p.output, p.grad_input, p.grad_weight)]
-    found = {(o.rounding, g.rht_dim) for g in gemms for o in (g.a, g.b) if o.rounding and o.rounding.has_kernels}
-    found |= {(o.kept, 0) for g in gemms for o in (g.a, g.b) if o.kept}
-    return sorted(found, key=lambda pair: (pair[0].name, pair[1]))
+    pairs = {(o.rounding, g.rht_dim) for g in gemms for o in (g.a, g.b) if o.rounding and o.rounding.has_kernels}
+    pairs |= {(o.kept, 0) for g in gemms for o in (g.a, g.b) if o.kept}
+    return sorted(pairs, key=lambda pair: (pair[0].name, pair[1]))
 
 
 def kernel_problem(device: torch.device, rounding: Rounding, rht_dim: int, shape: tuple[int, int]) -> str | None:
@@ -212,13 +212,13 @@ def training_problem(device: torch.device, rounding: Rounding, shape: tuple[int,
         how = Quantization(rounding, **seeds, **random)
         row, col = quantize_grad_output(x.to(device), how, how)
         codes = Codes(*(part.to(device) for part in (t.codes, t.scales, t.tensor_scale)))
-        again = quantize_operand(codes, how, transpose=True)
+        transposed_codes = quantize_operand(codes, how, transpose=True)
     except Exception as error:
         return f"{rounding.name} after an RHT of {RHT_DIM}: {one_line(error)[:200]}"
     for name, operand, source in (
         ("grad_output", row, x.float()),
         ("transposed grad_output", col, x.float().T),
-        ("transposed codes", again, t.dequantize().T),
+        ("transposed codes", transposed_codes, t.dequantize().T),
     ):
         padded = torch.nn.functional.pad(source, (0, -source.shape[1] % RHT_DIM))
         want = quantize_reference(padded, rounding, seed=7, rht_seed=8, **random).dequantize()
@@ -243,8 +243,8 @@ def repeat_problem(
     codes = quantize_operand(x, Quantization(ROUNDINGS["four_over_six"]), keep_codes=True).without_cache()
     first: list[torch.Tensor] = []
     for i in range(times):
-        made = [*quantize_grad_output(x, how, how), quantize_operand(codes, how, transpose=True)]
-        tensors = [t for operand in made for t in vars(operand).values() if isinstance(t, torch.Tensor)]
+        operands = [*quantize_grad_output(x, how, how), quantize_operand(codes, how, transpose=True)]
+        tensors = [t for operand in operands for t in vars(operand).values() if isinstance(t, torch.Tensor)]
         bits = [t.reshape(-1).view(torch.uint8) for t in tensors]
         first = first or bits
         if not all(map(torch.equal, first, bits)):

@@ -85,8 +85,10 @@ def find_script(script: str) -> tuple[Path, Path]:
         raise UserError(f"NANOCHAT_DIR={value} is not a nanochat checkout; set it to the folder of yours")
     path = root.joinpath(*script.split(".")).with_suffix(".py")
     if "/" in script or not path.is_file():
-        there = ", ".join(f"scripts.{p.stem}" for p in sorted(root.glob("scripts/*.py")) if p.stem != "__init__")
-        raise UserError(f"there is no script {script!r} in {root}; there are: {there}")
+        known_scripts = ", ".join(
+            f"scripts.{p.stem}" for p in sorted(root.glob("scripts/*.py")) if p.stem != "__init__"
+        )
+        raise UserError(f"there is no script {script!r} in {root}; there are: {known_scripts}")
     return root, path
 
 
@@ -186,9 +188,9 @@ class Patch:
         if model is not self.model:
             raise changed("the optimizer is set up for a GPT that init_weights was not called on")
         layers = dict(model.named_modules())
-        if lost := [name for name in model.nf_report.converted if not isinstance(layers.get(name), nf.QuantLinear)]:
+        if replaced := [name for name in model.nf_report.converted if not isinstance(layers.get(name), nf.QuantLinear)]:
             raise UserError(
-                f"the script replaced {lost[0]} after it was quantized; leave out --fp8, or use --method bf16"
+                f"the script replaced {replaced[0]} after it was quantized; leave out --fp8, or use --method bf16"
             )
         _, rank, _, world_size = get_dist_info()
         if world_size > 1:
