@@ -94,8 +94,8 @@ def run_main(main: Callable[[], Any]) -> None:
             message = one_line(e)
         elif missing := missing_package(e):
             message = missing
-        # These are Python's error, and torch's TypeError.
         elif isinstance(e, OverflowError) or "Overflow when unpacking" in str(e):
+            # These are Python's error, and torch's TypeError.
             message = f"a number is too large ({one_line(e)[:150]}); see the command's --help"
         elif isinstance(e, RuntimeError) and (name := _NOT_DETERMINISTIC.match(str(e))):
             message = f"{name[1]} has no deterministic form on this device; train without --deterministic"

@@ -176,8 +176,8 @@ class RustBPETokenizer:
             return cls(enc, "<|bos|>")
         except (KeyboardInterrupt, SystemExit):
             raise
-        # Damaged input raises nearly anything, and a panic of tiktoken's Rust code is not an Exception.
         except BaseException as e:
+            # Damaged input raises nearly anything, and a panic of tiktoken's Rust code is not an Exception.
             raise UserError(f"{pickle_path} is not a nanochat tokenizer ({one_line(e)[:150]}); train a new one") from e
 
     @classmethod
@@ -211,8 +211,8 @@ class RustBPETokenizer:
             raise
         except FileNotFoundError as e:
             raise UserError(f"there is no tokenizer in {path.parent}; run python -m scripts.tok_train first") from e
-        # The file may be unreadable, no JSON, lack keys, have wrong types, or have a pattern that does not compile.
         except Exception as e:
+            # The file may be unreadable, no JSON, lack keys, have wrong types, or have a pattern that does not compile.
             raise UserError(f"{path} is not a tokenizer ({type(e).__name__}: {one_line(e)[:100]}); {retrain}") from e
 
     def save(self, tokenizer_dir: str | os.PathLike) -> None:
@@ -259,8 +259,8 @@ class RustBPETokenizer:
             enc = within(deadline, lambda: tiktoken.get_encoding(tiktoken_name))
         except TimeoutError as e:
             raise UserError(f"{tiktoken_name}: no answer within {deadline:g} seconds; check the network") from e
-        # Several libraries raise errors of the network, and tiktoken raises one for an unknown name.
         except Exception as e:
+            # Several libraries raise errors of the network, and tiktoken raises one for an unknown name.
             raise UserError(f"the tokenizer {tiktoken_name} cannot be downloaded ({one_line(e)[:100]})") from e
         return cls(enc, "<|endoftext|>")
 

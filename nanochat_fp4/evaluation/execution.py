@@ -201,9 +201,9 @@ def run_in_sandbox(task: dict, timeout: float, memory: int | None, layers: tuple
                     start_new_session=True,
                 )
             _collect(process, fds, captured, time.monotonic() + SETUP_SECONDS + timeout + GRACE_SECONDS)
-    # This is also done after Ctrl-C. When nobody reads the supervisor's report any more, the supervisor ends the
-    # program.
     finally:
+        # This is also done after Ctrl-C. When nobody reads the supervisor's report any more, the supervisor ends the
+        # program.
         _see_off(process, folder, reported=b"outcome" in captured["report"])
     return _verdict(captured, timeout)
 

@@ -176,9 +176,9 @@ def add_gaps(runs: list[dict], notes: list[str]) -> None:
                 "differ" if all(run[key] and base[key] for key in different) else "may differ: a log does not say"
             )
             notes.append(f"no gap between {names}: {words} {difference}")
-        # The loss stage measures on more tokens than the training loop, so measurements on other numbers of tokens
-        # differ.
         elif run["val_tokens"] == base["val_tokens"]:
+            # The loss stage measures on more tokens than the training loop, so measurements on other numbers of tokens
+            # differ.
             run["gap_percent"] = 100 * (run["val_bpb"] / base["val_bpb"] - 1)
             if run["val_bpb_bf16"] and base["val_bpb_bf16"]:
                 run["gap_percent_bf16"] = 100 * (run["val_bpb_bf16"] / base["val_bpb_bf16"] - 1)

@@ -112,9 +112,9 @@ def activation_bytes(model: GPT, recompute: str) -> float:
             total += width * (3 * stream + attention) + 12 * heads + 4
         elif recompute == "all":
             total += width * 3 * stream
-        # The tensors are computed from codes. A layer whose gradient uses other values keeps codes for this purpose
-        # alone.
         else:
+            # The tensors are computed from codes. A layer whose gradient uses other values keeps codes for this purpose
+            # alone.
             total += width * (stream + qkv + out + mlp + BYTES * (qkv_again + out_again)) + 4 * heads + 8
             total += width * (BYTES * up_again - relu) if recompute == "codes-mlp" else 4 * eight_bits
     return total
