@@ -181,6 +181,7 @@ def test_equals_the_scalar_implementation(name):
     codes, scales, _ = scalar.quantize(x.numpy(), name, seed=6, stream=5)
     assert_same_bits("another stream: scales", t.scales.view(torch.uint8), torch.from_numpy(scales))
     assert_same_bits("another stream: codes", unpack(t.codes), torch.from_numpy(codes))
+    assert_same_bits("decoded", t.decode(), type(t)(t.codes, t.scales, t.tensor_scale).decode())
 
 
 def test_the_table_is_the_scalar_implementations_table():
@@ -191,27 +192,6 @@ def test_the_table_is_the_scalar_implementations_table():
     assert set(NAMES) == set(scalar.SPECS)
     assert ROUNDINGS["scale_search"] in (ROUNDINGS["scale_search_3"], ROUNDINGS["scale_search_6"])
     assert ROUNDINGS["ms_eden_search"] in (ROUNDINGS["ms_eden_search_3"], ROUNDINGS["ms_eden_search_6"])
-
-
-@pytest.mark.parametrize("name", ["four_over_six", "scale_search_3", "scale_search_6"])
-def test_the_search_takes_the_best_candidate(name):
-    """In FP64, over all candidates of every block. Errors are summed with a resolution of 2^-18 of the squared scale,
-    which is at most (1.625/6 * amax)^2 times E4M3's rounding: a candidate that is worse by less than 16 of those, twice
-    half a unit for 16 elements, may win."""
-    x = torch.randn(64, 64).double()
-    t = quantize(x.float(), name)
-    u = (x.float() * (1 / t.tensor_scale)).double().unflatten(-1, (-1, 16))
-    amax = u.abs().amax(-1)
-    errors = []
-    grid = torch.tensor([float(v) for v in scalar.E2M1], dtype=torch.float64)
-    for multiple in scalar.SPECS[name].candidates:
-        scale = (amax / 6 * multiple).float().to(torch.float8_e4m3fn).double().unsqueeze(-1)
-        nearest = ((u / scale).abs().unsqueeze(-1) - grid).abs().argmin(-1)
-        errors.append((torch.copysign(grid[nearest], u) * scale - u).square().sum(-1))
-    best = torch.stack(errors).amin(0)
-    chosen = (t.decode().double().unflatten(-1, (-1, 16)) - u).square().sum(-1)
-    assert ((chosen - best) <= 16 * 2.0**-18 * (0.29 * amax).square()).all()
-    assert torch.stack(errors).argmin(0).unique().numel() == len(errors)  # each of them wins somewhere
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -289,12 +269,6 @@ def test_products_are_unbiased(name, draws):
     assert_unbiased(name, products(name, draws))
 
 
-@pytest.mark.parametrize("name, ceiling", [("sr_four_over_six", 150), ("four_over_six", 2), ("scale_search", 2)])
-def test_products_of_biased_roundings_reach_a_plateau(name, ceiling):
-    """SR that keeps the luckier of two draws is biased, as the paper says; rounding to nearest does not average."""
-    assert products(name, 256 if name.startswith("sr") else 16).gain < ceiling
-
-
 @pytest.mark.parametrize("name", ["sr", "ms_eden"])
 def test_unbiased_where_scales_are_subnormal_or_vanish(name):
     """Groups down to 2^-22 of the largest: their scales are 2^-15 of 256 and below, which E4M3 rounds to zero. Each
@@ -355,25 +329,11 @@ def squeezed(t):
     return type(t)(t.codes[0], t.scales[0], t.tensor_scale.view(()))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
-def test_input_dtypes(dtype):
-    x = torch.randn(16, 128).to(dtype)
-    assert_same_operand("as FP32", quantize(x, "four_over_six"), quantize(x.float(), "four_over_six"))
-
-
-def test_strides_do_not_matter():
+def test_dtypes_and_strides_do_not_matter():
     x = torch.randn(128, 64)
-    assert_same_operand("transposed", quantize(x.T, "four_over_six"), quantize(x.T.contiguous(), "four_over_six"))
-    assert_same_operand("every other", quantize(x[::2, ::2], "rtn"), quantize(x[::2, ::2].clone(), "rtn"))
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_decoded_is_the_decoding_of_the_codes(name):
-    """The cache that a GEMM reads, and the codes that the backward pass gets, must be the same numbers."""
-    x = torch.randn(32, 256)
-    t = quantize_reference(x, ROUNDINGS[name], seed=1)
-    plain = type(t)(t.codes, t.scales, t.tensor_scale)
-    assert_same_bits("decoded", t.decode(), plain.decode())
+    for seen in (x.bfloat16(), x.half(), x.double(), x.T, x[::2, ::2]):
+        same = seen.float().contiguous()
+        assert_same_operand(str(seen.dtype), quantize(seen, "four_over_six"), quantize(same, "four_over_six"))
 
 
 def test_does_not_track_gradients():
@@ -427,13 +387,6 @@ def test_mx_by_definition(name):
     assert torch.equal(t.dequantize().double(), torch.from_numpy(mx_by_definition(x.numpy(), name)))
     assert torch.equal(type(t)(t.codes, t.scales, t.tensor_scale).dequantize(), t.dequantize())  # from the codes alone
     assert torch.equal(t.dequantize(torch.bfloat16).float(), t.dequantize()) and t.shape == x.shape
-
-
-@pytest.mark.parametrize("name, mse", [("mxfp4_ocp", 13.2), ("mxfp4_sr", 27.3), ("mxfp8", 0.70)])
-def test_mx_error_is_that_of_the_literature(name, mse):
-    """Quartet (arXiv 2505.14669, Table 2) gives 1.37e-2 for nearest and 2.84e-2 for stochastic rounding of MXFP4: the
-    errors here are of unit Gaussians, a power of two more or less favourable. Our own number within 3%."""
-    assert 1e3 * mean_squared_error(name, samples=1 << 19) == pytest.approx(mse, rel=0.03)
 
 
 @pytest.mark.parametrize("name", ["mxfp4_sr", "mxfp4_sr_prescaled"])
