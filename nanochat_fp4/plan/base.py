@@ -32,6 +32,7 @@ FLAGS = {
     "CORE_EVERY": "--core-metric-every", "SAVE_EVERY": "--save-every", "SEED": "--seed",
 }  # fmt: skip
 OTHER_FLAGS = {"VOCAB_SIZE": "--vocab-size", "TOK_CHARS": "--max-chars", "SPLIT_TOKENS": "--split-tokens"}
+COMPARED = ("bf16", "fp8", "clover", "clover_feedback", "clover_mixed")  # methods that every plan compares
 DEPTHS = (40, 36, 32, 28, 26, 24, 20, 16, 12, 8, 4)  # that a card too small for the default may get
 
 
@@ -130,15 +131,21 @@ def make_model(args: argparse.Namespace, vocab_size: int, method: str) -> Any:
 
 def deepest(settings: Settings, card: Card, states: Sequence[str]) -> int | None:
     """The largest of DEPTHS below the default whose base training fits the card with all methods; None where none does,
-    or where the default fits or was not asked for."""
-    wanted = settings.numbers["DEPTH"]
-    if wanted != settings.defaults["DEPTH"] or _fits(settings, card, states):
+    where the default fits, or where the user has chosen a depth or a micro-batch."""
+    wanted, chosen = settings.numbers["DEPTH"], {"DEPTH", "DEVICE_BATCH"} & set(settings.set_by_user)
+    if chosen or _fits(settings, card, states):
         return None
     for depth in (d for d in DEPTHS if d < int(wanted)):
         smaller = replace(settings, numbers=settings.numbers | {"DEPTH": depth})
         if _fits(smaller, card, states):
             return depth
     return None
+
+
+def fitting_methods(settings: Settings, card: Card, processes: int, states: Sequence[str]) -> list[str]:
+    """Those of COMPARED with which a micro-batch of this model fits the card."""
+    found = [(method, describe(settings, method, card, processes, states).ways) for method in COMPARED]
+    return [method for method, ways in found if ways and ways[0].rows]
 
 
 def _fits(settings: Settings, card: Card, states: Sequence[str]) -> bool:

@@ -8,7 +8,8 @@ from nanochat_fp4.data.dataset import MAX_SHARD, SHARD_BYTES
 from nanochat_fp4.data.tokenizer import SPECIAL_TOKENS
 from nanochat_fp4.errors import UserError
 from nanochat_fp4.models.optim8bit import STATES
-from nanochat_fp4.plan.base import Base, deepest, describe, parse
+from nanochat_fp4.plan.base import Base, deepest, describe, fitting_methods, parse
+from nanochat_fp4.plan.cards import Card
 from nanochat_fp4.plan.hours import Hours, hours
 from nanochat_fp4.plan.machine import Facts, Machine
 from nanochat_fp4.plan.settings import Settings
@@ -66,10 +67,7 @@ def settle(settings: Settings, machine: Machine, steps: Callable[[Base], tuple[i
         settings.instead("TOK_SHARDS", min(int(settings.defaults["TOK_SHARDS"]), int(settings.numbers["NUM_SHARDS"])))
     for base in bases:
         if card and base.ways and not base.ways[0].rows and base.ways[0].peak > card.gib * 2**30:
-            need, much = f"{base.ways[0].peak / 2**30:.1f} GiB", f"{card.gib:.0f} GiB"
-            raise UserError(
-                f"{base.tag} needs {need} with one row by count, and {card.name} has {much}; lower DEPTH or SEQ_LEN"
-            )
+            raise UserError(_too_large(settings, base, card, processes))
     return _bases(settings, machine, processes)
 
 
@@ -80,6 +78,22 @@ def _bases(settings: Settings, machine: Machine, processes: int) -> list[Base]:
     if len(states) > 1:
         bases = [describe(settings, method, machine.card, processes, ("lean",)) for method in settings.methods]
     return bases
+
+
+def _too_large(settings: Settings, base: Base, card: Card, processes: int) -> str:
+    """What a base training lacks that does not fit the card, and with which methods it would fit."""
+    rows = "one row" if base.args.device_batch_size in ("auto", 1) else f"{base.args.device_batch_size} rows"
+    need, much = f"{base.ways[0].peak / 2**30:.1f} GiB", f"{card.gib:.0f} GiB"
+    smaller = "lower DEPTH or SEQ_LEN" if rows == "one row" else "lower DEVICE_BATCH, DEPTH or SEQ_LEN"
+    if base.method != settings.methods[0]:  # the baseline
+        remedy = f"leave COMPARE out, or {smaller}"
+    elif others := fitting_methods(settings, card, processes, STATES):
+        remedy = (
+            f"it fits with QAT_METHOD={' or '.join(others)}; take {'it' if len(others) == 1 else 'one'}, or {smaller}"
+        )
+    else:
+        remedy = f"no method makes it fit; {smaller}"
+    return f"{base.tag} needs {need} with {rows} by count, and {card.name} has {much}; {remedy}"
 
 
 def _fewer_steps(settings: Settings, steps: int, why: str) -> None:

@@ -4,8 +4,9 @@ import json
 import textwrap
 
 from nanochat_fp4.console import table
+from nanochat_fp4.models.optim8bit import STATES
 from nanochat_fp4.nvfp4.methods import WHICH
-from nanochat_fp4.plan.base import Base, describe
+from nanochat_fp4.plan.base import COMPARED, Base, describe, fitting_methods
 from nanochat_fp4.plan.cards import CARDS, SINGLE_SOURCE, Card, gain_of
 from nanochat_fp4.plan.cpu_steps import minutes_of
 from nanochat_fp4.plan.hours import Hours, evaluated_tokens
@@ -134,6 +135,9 @@ def does_it_fit(plan: Plan) -> str:
     lines = ["Does it fit? Memory by count, without the CUDA context (docs/memory.md)."]
     for base in plan.bases:
         lines += memory_of(base, card)
+    if not all(base.ways[0].rows for base in plan.bases):
+        others = fitting_methods(plan.settings, card, plan.processes, STATES)
+        lines.append(f"  By count it fits with {' or '.join(others) or 'no method'}.")
     first = plan.bases[0]
     if len(first.ways) > 1 and (first.ways[0].flags or not first.ways[0].rows):
         lines.append(
@@ -153,7 +157,7 @@ def memory_of(base: Base, card: Card) -> list[str]:
     if not way.rows:
         need = f"{way.peak / GIB:.1f} GiB of {card.gib:.0f}, and 6% is for fragments"
         return [f"  {base.tag}: hardly, for by count one row takes {need}"]
-    rows = f"{way.rows} rows of {base.args.max_seq_len} tokens"
+    rows = f"{way.rows} row{'s' if way.rows > 1 else ''} of {base.args.max_seq_len} tokens"
     rows += " (the run tries which fit)" if base.args.device_batch_size == "auto" else ""
     flags = f", {' '.join(way.flags)}" if way.flags else ""
     names = ("weights", "gradients", "moments", "codes", "activations", "loss")
@@ -170,7 +174,7 @@ def which_method(plan: Plan) -> str:
         return ""
     gaps = json.loads(CARDS.read_text())["gaps"]
     rows, ends = [], {"bf16": (0.0, 0.0)}
-    for method in dict.fromkeys(["bf16", "fp8", "clover", "clover_feedback", "clover_mixed", *plan.settings.methods]):
+    for method in dict.fromkeys([*COMPARED, *plan.settings.methods]):
         ratio, gap = gain_of(card, method), gaps.get(method)
         if method == "bf16":
             rows.append([method, "1", "0", "0", "0"])

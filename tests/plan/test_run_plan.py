@@ -124,6 +124,31 @@ def test_a_small_card_gets_a_smaller_model_unless_the_user_has_chosen():
     assert float(str(e.value).split(" needs ")[1].split()[0]) * 2**30 <= 1.01 * min(way["peak"] for way in ways)
 
 
+def test_what_does_not_fit_names_the_methods_with_which_it_does():
+    """Each remedy that the refusal names passes the plan. Where it fits hardly, the page says the same."""
+    with pytest.raises(UserError) as e:
+        planned(gpu="rtx5060", DEPTH="22", QAT_METHOD="clover_mixed")
+    named = re.search(r"it fits with QAT_METHOD=(.*); take one, or lower DEPTH", str(e.value))[1].split(" or ")
+    assert named == ["bf16", "fp8", "clover"]
+    assert all(planned(gpu="rtx5060", DEPTH="22", QAT_METHOD=m).bases[0].ways[0].rows for m in named)
+    hardly = words.does_it_fit(planned(gpu="rtx5060", DEPTH="24", QAT_METHOD="bf16"))
+    assert "d24_bf16: hardly" in hardly and "By count it fits with fp8 or clover." in hardly
+
+
+@pytest.mark.parametrize(
+    "variables, message",
+    [
+        ({"DEPTH": "28"}, "with one row by count, and RTX 5060 has 8 GiB; no method makes it fit; lower DEPTH or"),
+        ({"DEPTH": "26", "COMPARE": "1"}, "d26_bf16 needs .*; leave COMPARE out, or lower DEPTH"),
+        ({"DEVICE_BATCH": "64"}, "d20_clover needs .* GiB with 64 rows by count, .*; lower DEVICE_BATCH, DEPTH or"),
+    ],
+)
+def test_what_fits_with_no_method_says_what_to_lower(variables, message):
+    """A micro-batch that the user chose does not make the model smaller."""
+    with pytest.raises(UserError, match=message):
+        planned(gpu="rtx5060", **variables)
+
+
 def test_hours_are_an_estimate_with_sources_and_are_scaled():
     d20, d12 = (as_json(gpu="rtx5090", DEPTH=depth)["runs"][0] for depth in ("20", "12"))
     assert d20["hours"]["kind"] == "estimated" and d20["hours"]["sources"]
