@@ -44,12 +44,14 @@ class Rate:
 
     sources: where the ends are from
     models:  weights in products of the models that were timed, where the rate was scaled from them
+    unequal: the source of a ratio's upper end, where the two rates are of unequal micro-batches
     """
 
     low: float
     high: float
     sources: tuple[str, ...]
     models: tuple[float, ...] = ()
+    unequal: tuple[str, ...] = ()
 
 
 def read_cards() -> list[Card]:
@@ -112,7 +114,8 @@ def _between(rates: list[Rate | None]) -> Rate | None:
         return None
     sources = dict.fromkeys(source for rate in rates for source in rate.sources)
     models = [weights for rate in rates for weights in rate.models]
-    return Rate(min(rate.low for rate in rates), max(rate.high for rate in rates), tuple(sources), tuple(models))
+    fastest = max(rates, key=lambda rate: rate.high)
+    return Rate(min(rate.low for rate in rates), fastest.high, tuple(sources), tuple(models), fastest.unequal)
 
 
 def speed_of(card: Card, method: str | Recipe, weights: float) -> Rate | None:
@@ -141,7 +144,7 @@ def published(card: Card, key: str, weights: float) -> Rate | None:
     ends, sources, models = [], [], []
     for rate in _own_first([rate for rate in card.rates if key in rate]):
         ends += [value / rate["gpus"] * rate["weights"] / weights for value in _ends(rate[key])]
-        sources.append(f"{rate['source']} ({rate['model']}, {rate['note']})")
+        sources.append(_source(rate))
         models.append(rate["weights"])
     if not ends:
         return None
@@ -150,20 +153,30 @@ def published(card: Card, key: str, weights: float) -> Rate | None:
 
 
 def _gain(card: Card, key: str) -> Rate | None:
-    """How many times as fast as BF16 in the same program, on cards of this architecture.
+    """How many times as fast as BF16 in the same program: on this card, where two models or more were timed on it,
+    otherwise on all cards of its architecture.
 
     Sources that tuned both alike give both ends. A source that gave BF16 a smaller micro-batch raises the upper end.
     """
-    all_rates = [rate for other in read_cards() if other.arch == card.arch for rate in other.rates]
-    alike = _own_first([rate for rate in all_rates if {key, "bf16"} <= set(rate["equal"])])
+    of_architecture = [rate for other in read_cards() if other.arch == card.arch for rate in other.rates]
+    own, all_alike = ([r for r in rates if {key, "bf16"} <= set(r["equal"])] for rates in (card.rates, of_architecture))
+    alike = _own_first(own if len(own) > 1 else all_alike)
     if not alike:
         return None
-    upper = [rate for rate in all_rates if rate.get("upper") == [key, "bf16"]]
-    pairs = [(_ends(rate[key]), _ends(rate["bf16"])) for rate in [*alike, *upper]]
-    high = max(max(mine) / min(bf16) for mine, bf16 in pairs)
-    low = min(min(mine) / max(bf16) for mine, bf16 in pairs)
-    sources = [f"{rate['source']} ({rate['model']}, {rate['note']})" for rate in [*alike, *upper]]
-    return Rate(low, high, tuple(dict.fromkeys(sources)), ())
+    low = min(min(_ends(rate[key])) / max(_ends(rate["bf16"])) for rate in alike)
+    high = max(max(_ends(rate[key])) / min(_ends(rate["bf16"])) for rate in alike)
+    upper = [rate for rate in of_architecture if rate.get("upper") == [key, "bf16"]]
+    unequal = max(upper, key=lambda rate: rate[key] / rate["bf16"], default=None)
+    if unequal is not None and unequal[key] / unequal["bf16"] > high:
+        high = unequal[key] / unequal["bf16"]
+    else:
+        unequal = None
+    sources = dict.fromkeys(_source(rate) for rate in [*alike, *upper])
+    return Rate(low, high, tuple(sources), (), (_source(unequal),) if unequal else ())
+
+
+def _source(rate: dict[str, Any]) -> str:
+    return f"{rate['source']} ({rate['model']}, {rate['note']})"
 
 
 def _ends(value: float | list[float]) -> list[float]:

@@ -173,7 +173,7 @@ def which_method(plan: Plan) -> str:
     if card is None:
         return ""
     gaps = json.loads(CARDS.read_text())["gaps"]
-    rows, ends = [], {"bf16": (0.0, 0.0)}
+    rows, ends, unequal = [], {"bf16": (0.0, 0.0)}, []
     for method in dict.fromkeys([*COMPARED, *plan.settings.methods]):
         ratio, gap = gain_of(card, method), gaps.get(method)
         if method == "bf16":
@@ -182,6 +182,8 @@ def which_method(plan: Plan) -> str:
         row = [method, "not published", "not measured", "not measured", "-"]
         if ratio:
             row[1] = f"{ratio.low:.2f}" + (f" to {ratio.high:.2f}" if ratio.high - ratio.low > 0.005 else "")
+            row[1] += "*" if ratio.unequal else ""
+            unequal += ratio.unequal
         if gap:
             row[2], row[3] = (f"{g[0]:.2f} ± {g[1]:.2f}" if g else "not measured" for g in (gap["own"], gap["bf16"]))
         if ratio and gap:
@@ -193,6 +195,7 @@ def which_method(plan: Plan) -> str:
         "What does it gain? Published ratios of speed on cards of this kind; bits per byte over BF16 in percent (d6)."
     ]
     lines += ["  " + line for line in table(header, rows).splitlines()]
+    lines += [f"  * upper end of unequal micro-batches: {source}" for source in dict.fromkeys(unequal)]
     answer = textwrap.fill(f"Which method? {advice(card, ends)}", 110, subsequent_indent="  ")
     return "\n".join([*lines, answer])
 
