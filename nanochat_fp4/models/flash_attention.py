@@ -281,7 +281,7 @@ def _describe(device_type: str, windowed: bool, times: dict[bool, dict[str, floa
         return f"attention: SDPA (FlashAttention-3: {fa3_reason})"
     if True in fastest_backends:  # of MEASURED
         chosen = f"{fastest_backends[True]} for sliding windows, {fastest_backends[False]} for full context"
-        return f"attention: {chosen}, as measured on such a GPU (FlashAttention-3: {fa3_reason})"
+        return f"attention: {chosen}, as measured on an H200 (FlashAttention-3: {fa3_reason})"
     if _flash_reason() is None:
         line = "attention: PyTorch's flash kernel for sliding windows, SDPA for full context"
         return f"{line} (FlashAttention-3: {fa3_reason})"
