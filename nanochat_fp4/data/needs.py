@@ -31,12 +31,12 @@ EVAL_FOLDER = "NANOCHAT_EVAL_DIR=folder (eval/README.md says which files)"
 
 @dataclass(frozen=True)
 class Need:
-    """Something that a stage needs, and the remedy if it is missing. look() returns the reason why it cannot be had,
-    or None. If it is vital, the stage cannot do without it."""
+    """Something that a stage needs, and the remedy if it is missing. find_problem() returns the reason why it cannot
+    be had, or None. If it is vital, the stage cannot do without it."""
 
     what: str
     remedy: str
-    look: Callable[[], str | None]
+    find_problem: Callable[[], str | None]
     vital: bool = False
 
 
@@ -54,7 +54,7 @@ def look_for(needs: Sequence[Need]) -> list[Missing]:
     """Returns those of the needs that cannot be had. All are looked for at the same time, and each only once."""
     unique = {need.what: need for need in needs}
     with ThreadPoolExecutor(16) as pool:
-        problems = pool.map(lambda need: need.look(), unique.values())
+        problems = pool.map(lambda need: need.find_problem(), unique.values())
         results = zip(unique.values(), problems)
         return [Missing(need.what, need.remedy, reason, need.vital) for need, reason in results if reason]
 
@@ -73,10 +73,10 @@ def rows(dataset: str, config: str, split: str, eval_dir: str | None, read: Call
     or else on the hub."""
     folder = eval_dir or os.environ.get("NANOCHAT_EVAL_DIR") or None
 
-    def look() -> str | None:
+    def find_problem() -> str | None:
         return rows_problem(dataset, config, split, folder, "--eval-dir") or (problem_of(read) if folder else None)
 
-    return Need(f"{dataset} ({config}, {split})", EVAL_FOLDER, look)
+    return Need(f"{dataset} ({config}, {split})", EVAL_FOLDER, find_problem)
 
 
 def smoltalk(sft_dir: str | None, flag: str) -> list[Need]:
@@ -84,13 +84,13 @@ def smoltalk(sft_dir: str | None, flag: str) -> list[Need]:
     which a user names such a folder."""
     dataset, name = (SMOLTALK, "SmolTalk") if not sft_dir else ("", f"conversations in {sft_dir}")
 
-    def look(split: str) -> str | None:
+    def find_problem(split: str) -> str | None:
         problem = rows_problem(dataset, None, split, sft_dir, "--sft-dir")
         return problem or (problem_of(lambda: SmolTalk(split, sft_dir=sft_dir)) if sft_dir else None)
 
     remedy = f"{flag}=folder with train.jsonl and test.jsonl"
     splits = ("train", "test")
-    return [Need(f"{name} ({split})", remedy, functools.partial(look, split), vital=True) for split in splits]
+    return [Need(f"{name} ({split})", remedy, functools.partial(find_problem, split), vital=True) for split in splits]
 
 
 def identity_conversations() -> Need:
@@ -120,19 +120,22 @@ def file_or_url(what: str, remedy: str, path: Path, url: str, read: Callable[[],
     """Returns the need for a file or folder. If it exists, read() loads it. Otherwise it is downloaded from `url`,
     unless `url` is empty."""
 
-    def look() -> str | None:
+    def find_problem() -> str | None:
         if path.exists():
             return problem_of(read)
         return url_problem(url) if url else f"{path} is missing"
 
-    return Need(what, remedy, look, vital)
+    return Need(what, remedy, find_problem, vital)
 
 
 def package(module: str, needed_for: str) -> Need:
     """Returns the need for a Python package."""
-    look_for_module = lambda: None if importlib.util.find_spec(module) else "it is not installed"  # noqa: E731
+
+    def find_problem() -> str | None:
+        return None if importlib.util.find_spec(module) else "it is not installed"
+
     return Need(
-        f"the package {module} for {needed_for}", install_command(module) or f"pip install {module}", look_for_module
+        f"the package {module} for {needed_for}", install_command(module) or f"pip install {module}", find_problem
     )
 
 
