@@ -61,6 +61,7 @@ class Progress:
             self.line()
 
     def line(self) -> None:
+        """Prints the line of a log. On a terminal, and on other ranks than 0, it prints nothing."""
         self.last_line = time.monotonic()
         if not (self.terminal or self.silent):
             print_safely(self.bar, file=sys.stderr, flush=True)
@@ -83,6 +84,7 @@ class Progress:
             yield batch
 
     def close(self) -> None:
+        """Prints the last line, and ends the bar."""
         if not self.bar.disable:
             self.line()
         with contextlib.suppress(OSError):

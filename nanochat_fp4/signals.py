@@ -118,10 +118,12 @@ class StopSignals:
 
     @property
     def name(self) -> str:
+        """The name of the signal that came."""
         return signal.Signals(self.signum).name if self.signum is not None else "no signal"
 
     @property
     def exit_code(self) -> int:
+        """The exit status of the program, which is 0 if no signal came."""
         return 0 if self.signum is None else 128 + self.signum
 
     def watch(self, batches: Iterator, device: "torch.device | None" = None) -> Iterator:

@@ -46,6 +46,7 @@ class Task:
 
     @property
     def eval_type(self) -> str:
+        """How answers are given: "categorical" or "generative"."""
         raise NotImplementedError
 
     def num_examples(self) -> int:
@@ -92,6 +93,7 @@ class DrawnTask(Task):
         return self.make(random.Random(self.first_seed + index))
 
     def make(self, rng: random.Random) -> dict[str, Any]:
+        """Draws one conversation with `rng`."""
         raise NotImplementedError
 
 
@@ -132,8 +134,8 @@ class SmolTalk(Task):
     The dataset HuggingFaceTB/smol-smoltalk of general conversations (460K in train, 24K in test). Some conversations
     begin with a system message.
 
-    sft_dir replaces the dataset by a folder with train and test as .jsonl, .jsonl.gz or .parquet files of {"messages":
-    [...]}. Raises ValueError for another split.
+    sft_dir names a folder that replaces the dataset. It has train and test as .jsonl, .jsonl.gz or .parquet files, in
+    which a row is {"messages": [...]}. Raises ValueError for another split.
     """
 
     def __init__(self, split: str, sft_dir: str | os.PathLike | None = None, **kwargs: Any):

@@ -103,6 +103,7 @@ class PackedConversations(PackedRows):
             self.consumed = int(state["consumed"])
 
     def config(self) -> dict[str, Any]:
+        """Returns the values that decide which rows a state means."""
         config = {"conversations": len(self.dataset), "content": self.content}
         return config | {"T": self.T, "lanes": self.lanes, "lane_buffer": self.lane_buffer}
 

@@ -208,10 +208,12 @@ class BestFitLoader(PackedRows):
         return f"rows of {self.T + 1:,} tokens crop away {1 - kept / max(1, taken):.0%} of their documents"
 
     def encode(self, texts: list[str]) -> list[np.ndarray]:
+        """Returns the tokens of the texts, int32 each, with the BOS token in front."""
         rows = self.tokenizer.encode(texts, prepend=self.bos, num_threads=self.tokenizer_threads)
         return [np.array(row, dtype=np.int32) for row in rows]
 
     def config(self) -> dict[str, Any]:
+        """Returns the values that decide which rows a state means."""
         return {
             "version": STATE_VERSION,
             "split": self.split,

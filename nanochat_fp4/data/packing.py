@@ -196,12 +196,14 @@ class Lane:
         self.taken = self.kept = 0
 
     def insert(self, g: int, i: int, tokens: np.ndarray) -> None:
+        """Puts the tokens of document (g, i) into the buffer."""
         key = (len(tokens), g, i)
         place = bisect.bisect_left(self.keys, key)
         self.keys.insert(place, key)
         self.tokens.insert(place, tokens)
 
     def refill(self) -> None:
+        """Reads the next documents into the buffer."""
         while self.texts is None or self.i >= len(self.texts):
             if self.texts is not None:
                 self.g, self.i = self.g + self.loader.lanes, 0
@@ -234,9 +236,11 @@ class Lane:
         return np.concatenate(parts), len(parts)
 
     def state(self) -> dict[str, Any]:
+        """Returns the next document to be read, and the documents in the buffer."""
         return {"next": [self.g, self.i], "buffer": sorted([g, i] for _, g, i in self.keys)}
 
     def restore(self, state: dict[str, Any]) -> None:
+        """Goes on from a state. The documents of the buffer are read again."""
         self.g, self.i = (int(n) for n in state["next"])
         documents = sorted((int(g), int(i)) for g, i in state["buffer"])
         for g, group in groupby(documents, key=lambda d: d[0]):
@@ -293,6 +297,7 @@ class PackedRows:
         return *(t.to(self.device, non_blocking=True) for t in (inputs, targets)), self.state_dict()
 
     def config(self) -> dict[str, Any]:
+        """Returns the values that decide which rows a state means. Values of 0 are left out of states."""
         raise NotImplementedError
 
     def state_dict(self) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from nanochat_fp4.errors import UserError, one_line
 
 
 def index_to_filename(index: int) -> str:
+    """Returns the name of a shard's file."""
     return f"shard_{index:05d}.parquet"
 
 
@@ -185,6 +186,7 @@ class ShardWriter:
         self.buffered = self.val_chars = self.total_chars = self.num_shards = self.num_pieces = 0
 
     def add(self, piece: str, val: bool = False) -> None:
+        """Adds a piece of text to the training text, or with `val` to the validation text if that is not full."""
         self.total_chars += len(piece)
         self.num_pieces += 1
         if val and self.val_chars < VAL_CHARS:

@@ -268,9 +268,11 @@ class RustBPETokenizer:
     # Vocabulary
 
     def get_vocab_size(self) -> int:
+        """Returns the number of tokens, special tokens included."""
         return self.enc.n_vocab
 
     def get_special_tokens(self) -> set[str]:
+        """Returns the names of the special tokens."""
         return self.enc.special_tokens_set
 
     def _encode_special(self, text: str) -> int:
@@ -280,6 +282,7 @@ class RustBPETokenizer:
         return self.enc.encode_single_token(text)
 
     def get_bos_token_id(self) -> int:
+        """Returns the id of the token that begins every document."""
         return self.bos_token_id
 
     def token_bytes(self) -> torch.Tensor:
@@ -325,6 +328,7 @@ class RustBPETokenizer:
         return self.encode(*args, **kwargs)
 
     def decode(self, ids: list[int]) -> str:
+        """Returns the text of ids. Bytes that are not UTF-8 become replacement characters."""
         return self.enc.decode(ids)
 
     # ------------------------------------------------------------------------------------------------------------------
@@ -429,6 +433,7 @@ def checked_messages(conversation: Any, answered: bool = False) -> list[dict]:
 
 
 def get_tokenizer_dir() -> str:
+    """Returns the folder of the tokenizer in the base directory."""
     return os.path.join(get_base_dir(), "tokenizer")
 
 

@@ -157,5 +157,6 @@ class LossMonitor:
 
     @property
     def smoothed(self) -> float:
+        """The smoothed loss, or NaN before the first step."""
         count = self.state["count"]
         return self.state["average"] / (1 - self.BETA**count) if count else float("nan")

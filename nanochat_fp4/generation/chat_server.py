@@ -123,6 +123,7 @@ class PerMinute:
         self.recent: deque[tuple[float, str]] = deque()  # The times and addresses of the requests in the last minute.
 
     def count(self, address: str) -> None:
+        """Counts a request of this address. Raises Refused beyond the limit."""
         now = time.monotonic()
         while self.recent and now - self.recent[0][0] > 60:
             self.recent.popleft()
@@ -241,14 +242,17 @@ class Answer(StreamingResponse):
         super().__init__(self.events(), media_type="text/event-stream", headers={"Cache-Control": "no-store"})
 
     def call(self, function: Callable[..., None], *args: Any) -> None:
+        """Calls a function in the server's event loop. Any thread may call this method."""
         with contextlib.suppress(RuntimeError):  # If the server has ended, the loop is closed.
             self.loop.call_soon_threadsafe(function, *args)
 
     def tell(self, event: dict[str, Any]) -> None:
+        """Sends an event to the client. An empty piece of text is left out."""
         if event.get("token") != "":
             self.call(self.news.put_nowait, event)
 
     async def events(self) -> AsyncIterator[str]:
+        """Yields the events in the form of server-sent events, up to the last one."""
         event: dict[str, Any] = {}
         while not event.get("done"):
             event = await self.news.get()

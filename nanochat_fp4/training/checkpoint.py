@@ -110,18 +110,22 @@ class Metadata(dict):
 
     @property
     def model_config(self) -> dict[str, Any]:
+        """The arguments of the model's class."""
         return self._dict("model_config")
 
     @property
     def user_config(self) -> dict[str, Any]:
+        """The values of all flags."""
         return self._dict("user_config")
 
     @property
     def tunable(self) -> dict[str, Any]:
+        """The settings that a resumed run may change."""
         return self._dict("tunable")
 
     @property
     def parent(self) -> dict[str, Any]:
+        """The model that the run began with."""
         return self._dict("parent")
 
     @property
@@ -132,10 +136,12 @@ class Metadata(dict):
 
     @property
     def loop_state(self) -> Any:
+        """The state of the loop (LoopState) as a dict. It is not checked here."""
         return self.get("loop_state")
 
     @property
     def loss_state(self) -> Any:
+        """The state of the loss monitor. It is not checked here."""
         return self.get("loss_state")
 
     @property
@@ -145,10 +151,12 @@ class Metadata(dict):
 
     @property
     def recipes(self) -> Any:
+        """The recipes of the run's methods as records."""
         return self.get("recipes", [])
 
     @property
     def commit(self) -> str | None:
+        """The commit of the code that trained the run."""
         return self.get("commit")
 
     @property

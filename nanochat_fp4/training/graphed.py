@@ -95,6 +95,7 @@ class GraphedStep(TrainingStep):
 
     @contextlib.contextmanager
     def micro_batches(self, count: int, step: int = 0) -> Iterator[None]:
+        """A context for the micro-batches of one step, which captures or replays the graph of the weights' codes."""
         try:
             with self._with_or_without_graphs(count, step):
                 yield
@@ -145,6 +146,7 @@ class GraphedStep(TrainingStep):
             yield
 
     def micro_batch(self, *batch: Tensor, count: int = 1) -> Tensor:
+        """Does the work of TrainingStep.micro_batch, in the capturing step and later ones by a replay of the graph."""
         captured = self.captured
         if captured is None:
             return super().micro_batch(*batch, count=count)

@@ -449,10 +449,12 @@ class Run:
 
     @property
     def by_epoch(self) -> bool:
+        """Whether the length of the run is one epoch."""
         return self.size.steps < 1
 
     @property
     def finished(self) -> bool:
+        """Whether the run has reached its end."""
         return self.loop.progress >= 1 if self.by_epoch else self.step >= self.size.steps
 
     @property
@@ -467,8 +469,10 @@ class Run:
 
     @functools.cached_property
     def peak_flops(self) -> float | None:
+        """The dense BF16 peak of the GPU in FLOP/s, or None if it is not known."""
         return get_peak_flops(torch.cuda.get_device_name(self.device)) if self.device.type == "cuda" else None
 
     def failure(self, text: str) -> UserError:
+        """Ends the progress bar, and returns the error that ends the run."""
         self.progress.close()
         return UserError(text)

@@ -45,16 +45,20 @@ class TrainingStep:
 
     @property
     def compiled(self) -> bool:
+        """Whether the forward pass is compiled."""
         return self.forward is not self.model
 
     def autocast(self) -> contextlib.AbstractContextManager:
+        """Returns the context in which passes compute with this step's dtype."""
         return autocast(self.device.type, self.dtype)
 
     def synchronize(self) -> None:
+        """Waits until the GPU has done all work, for measurements of time."""
         if self.device.type == "cuda":
             torch.cuda.synchronize()
 
     def weights_once(self, passes: int) -> contextlib.AbstractContextManager:
+        """Returns a context that makes the weights' codes once for so many passes, if that is faster."""
         return self.quantized.weights_once(passes)
 
     @contextlib.contextmanager

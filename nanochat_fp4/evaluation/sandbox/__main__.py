@@ -152,6 +152,7 @@ def oversized(folder: str, most_files: int, most_bytes: int) -> str | None:
 
 
 def threads_of(pid: int) -> int:
+    """Returns the number of a process's threads, or 0 if it is not known."""
     try:
         return len(os.listdir(f"/proc/{pid}/task"))
     except OSError:
@@ -206,6 +207,7 @@ def wait_until_ready(setup_fd: int) -> str:
 
 
 def main() -> None:
+    """Runs the supervisor, or removes the folder of a supervisor that was killed."""
     if sys.argv[1] == "remove":  # The supervisor was killed, so another process removes its folder.
         remove_folder(sys.argv[2])
         return

@@ -129,6 +129,7 @@ def become_nobody() -> None:
 
 
 def drop_capabilities() -> None:
+    """Gives up every capability of this thread."""
     header = struct.pack("Ii", 0x20080522, 0)  # _LINUX_CAPABILITY_VERSION_3, for this thread.
     _syscall(SYS_CAPSET[platform.machine()], header, struct.pack("6I", *[0] * 6))
 
