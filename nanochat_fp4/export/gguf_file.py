@@ -21,7 +21,7 @@ from torch import Tensor
 from nanochat_fp4.errors import UserError, one_line, require
 from nanochat_fp4.export.huggingface import Description, describe
 from nanochat_fp4.export.weights import Weights
-from nanochat_fp4.models.llama import Llama
+from nanochat_fp4.models.llama import Llama, LlamaConfig
 from nanochat_fp4.nvfp4.format import BLOCK, NVFP4Tensor, pack, unpack
 from nanochat_fp4.nvfp4.operands import FP8
 
@@ -187,11 +187,21 @@ def write(
     require("gguf")
     import gguf
 
-    about, config = describe(model), model.config
-    types = gguf.GGMLQuantizationType
+    about = describe(model)
     writer = gguf.GGUFWriter(folder / FILE_NAME, "llama")
     writer.add_name(name)
     writer.add_file_type(gguf.LlamaFileType.MOSTLY_NVFP4 if weights else gguf.LlamaFileType.MOSTLY_BF16)
+    _add_config(writer, about, model.config)
+    _add_tokenizer(writer, tokenizer, chat)
+    notes = _add_tensors(writer, about, model, weights.tensors if weights else {}, input_scales)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return notes
+
+
+def _add_config(writer: Any, about: Description, config: LlamaConfig) -> None:
     writer.add_context_length(config.sequence_len)
     writer.add_embedding_length(config.n_embd)
     writer.add_block_count(config.n_layer)
@@ -202,47 +212,52 @@ def write(
     writer.add_rope_dimension_count(config.head_dim)
     writer.add_rope_freq_base(about.config["rope_theta"])
     writer.add_vocab_size(config.vocab_size)
-    _add_tokenizer(writer, tokenizer, chat)
 
-    def add(key: str, tensor: Tensor, kind: Any) -> None:
-        if kind == types.F32:
-            writer.add_tensor(key, tensor.detach().float().cpu().contiguous().numpy())
-            return
-        data = tensor.detach().cpu()
-        data = data.bfloat16().view(torch.uint8) if kind == types.BF16 else data
-        writer.add_tensor(key, data.contiguous().numpy(), raw_dtype=kind)
 
-    state, quantized, decoded, again = model.state_dict(), weights.tensors if weights else {}, [], []
+def _add_tensors(
+    writer: Any,
+    about: Description,
+    model: Llama,
+    quantized: Mapping[str, NVFP4Tensor | FP8],
+    input_scales: Mapping[str, float] | None,
+) -> list[str]:
+    """Adds all tensors of the model, those of `quantized` in the types that `write` describes. Returns sentences about
+    the tensors whose type is not their own."""
+    import gguf
+
+    types = gguf.GGMLQuantizationType
+    state, decoded, again = model.state_dict(), 0, 0
     for ours, theirs in names(about).items():
         tensor = quantized.get(ours)
         if isinstance(tensor, FP8) and tensor.codes.shape[1] % 32 == 0:
             numbers = gguf.quantize(rows(about, ours, tensor.dequantize()).numpy(), types.Q8_0)
             writer.add_tensor(f"{theirs}.weight", numbers, raw_dtype=types.Q8_0)
-            again.append(ours)
-            continue
-        if tensor is None or isinstance(tensor, FP8) or tensor.codes.shape[1] * 2 % GROUP:
-            value = state[f"{ours}.weight"]
-            if tensor is not None:
-                value = tensor.dequantize()
-                decoded.append(ours)
-            value = value[: config.vocab_size] if ours in ("transformer.wte", "lm_head") else value
-            add(f"{theirs}.weight", rows(about, ours, value), types.F32 if value.ndim == 1 else types.BF16)
-            continue
-        moved = NVFP4Tensor(*(rows(about, ours, t) for t in (tensor.codes, tensor.scales)), tensor.tensor_scale)
-        add(f"{theirs}.weight", pack_blocks(moved), types.NVFP4)
-        add(f"{theirs}.scale", tensor.tensor_scale.reshape(1), types.F32)
-        if input_scales is not None:
-            add(f"{theirs}.input_scale", torch.tensor([1 / input_scales[ours]]), types.F32)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+            again += 1
+        elif isinstance(tensor, NVFP4Tensor) and tensor.codes.shape[1] * 2 % GROUP == 0:
+            moved = NVFP4Tensor(*(rows(about, ours, t) for t in (tensor.codes, tensor.scales)), tensor.tensor_scale)
+            writer.add_tensor(f"{theirs}.weight", _array(pack_blocks(moved)), raw_dtype=types.NVFP4)
+            writer.add_tensor(f"{theirs}.scale", _array(tensor.tensor_scale.float().reshape(1)))
+            if input_scales is not None:
+                writer.add_tensor(f"{theirs}.input_scale", _array(torch.tensor([1 / input_scales[ours]])))
+        else:
+            value = state[f"{ours}.weight"] if tensor is None else tensor.dequantize()
+            decoded += tensor is not None
+            value = value[: model.config.vocab_size] if ours in ("transformer.wte", "lm_head") else value
+            value = rows(about, ours, value.detach())
+            if value.ndim == 1:
+                writer.add_tensor(f"{theirs}.weight", _array(value.float()))
+            else:
+                writer.add_tensor(f"{theirs}.weight", _array(value.bfloat16().view(torch.uint8)), raw_dtype=types.BF16)
     notes = []
     if again:
-        notes.append(f"{len(again)} layers in FP8 were rounded again, to Q8_0, the 8-bit type that GGUF has.")
+        notes.append(f"{again} layers in FP8 were rounded again, to Q8_0, the 8-bit type that GGUF has.")
     if decoded:
-        notes.append(f"{len(decoded)} layers have rows that do not divide into blocks and are in BF16, decoded.")
+        notes.append(f"{decoded} layers have rows that do not divide into blocks and are in BF16, decoded.")
     return notes
+
+
+def _array(tensor: Tensor) -> np.ndarray:
+    return tensor.cpu().contiguous().numpy()
 
 
 def _add_tokenizer(writer: Any, tokenizer: "RustBPETokenizer", chat: bool) -> None:
