@@ -440,34 +440,16 @@ def quantize_reference(
         amax = rows.abs().amax(dim=-1, keepdim=True) if per_token else rows.abs().amax()
     if largest is not None:
         amax = largest(amax)
-    if rounding.fp8 == "tensor":  # With FP64 compiled code computes the same scale, as in nanochat's fp8.py.
-        scale = (rounding.grid_max / (amax * norm).double().clamp(min=FP8_AMAX_MIN)).float()
-        codes = to_fp8(rows * (scale * norm), rounding.element).view(*leading, -1)
-        scales = codes.new_empty(*leading, 0)
-        return NVFP4Tensor(codes, scales, scale.reciprocal().view(*leading, 1) if per_token else scale.reciprocal())
-    tensor_scale = divide(amax * norm, rounding.grid_max * rounding.scale_cap).clamp(min=TENSOR_SCALE_MIN)
-    if rounding.ms_eden:
-        tensor_scale = power_of_two_ceil(tensor_scale)
-    if rounding.mx or rounding.fp8:
-        tensor_scale = torch.full_like(tensor_scale, 1 / rounding.prescale)
+    if rounding.fp8 == "tensor":
+        codes, tensor_scale = _fp8_with_tensor_scale(rows, rounding, amax, norm)
+        codes = codes.view(*leading, -1)
+        tensor_scale = tensor_scale.view(*leading, 1) if per_token else tensor_scale
+        return NVFP4Tensor(codes, codes.new_empty(*leading, 0), tensor_scale)
+    tensor_scale = _tensor_scale(rounding, amax * norm)
     # MS-EDEN divides its scales by tensor_scale afterwards, so its factor is only the norm of the rotation.
     factor = torch.ones_like(tensor_scale) * norm if rounding.ms_eden else 1.0 / tensor_scale * norm
 
-    # The rows are processed in chunks of whole blocks. The result does not depend on the chunks' size.
-    chunk = (
-        max(FP8_BLOCK, CHUNK // rows.shape[1] // FP8_BLOCK * FP8_BLOCK)
-        if x.device.type == "cpu"
-        else max(rows.shape[0], 1)
-    )
-    align = _align_post_hoc if rounding.ms_eden else _align_first
-    chunks = []
-    for start in range(0, rows.shape[0], chunk):
-        chunk_factor = factor[start : start + chunk] if per_token else factor
-        q, *scales = align(rows[start : start + chunk], rounding, chunk_factor, noise, start)
-        grid = q.flatten(-2)
-        codes = pack(encode_e2m1(grid)) if rounding.element == "e2m1" else grid.to(FP8_DTYPES[rounding.element])
-        chunks.append((q, codes, *scales))
-    q, codes, pseudo_scales, correction = (torch.cat(p) if len(chunks) > 1 else p[0] for p in zip(*chunks))
+    q, codes, pseudo_scales, correction = _align_in_chunks(rows, rounding, factor, noise)
     scales = finish_scales(pseudo_scales, correction, rounding, tensor_scale, noise)
     # For MX the scales are not taken from the E8M0 tensor, because compilers hardly support this dtype.
     exact = pseudo_scales if rounding.mx or rounding.fp8 else scales.to(torch.float32)
@@ -478,6 +460,41 @@ def quantize_reference(
         tensor_scale=tensor_scale.view(*leading, 1) if per_token else tensor_scale,
         decoded=decoded.view(*leading, -1),
     )
+
+
+def _fp8_with_tensor_scale(rows, rounding, amax, norm):
+    """Returns (FP8 codes of rows * norm, tensor_scale). amax is that of the rows."""
+    # With FP64 compiled code computes the same scale, as in nanochat's fp8.py.
+    scale = (rounding.grid_max / (amax * norm).double().clamp(min=FP8_AMAX_MIN)).float()
+    return to_fp8(rows * (scale * norm), rounding.element), scale.reciprocal()
+
+
+def _tensor_scale(rounding, amax):
+    """Returns the tensor_scale of values with this amax."""
+    if rounding.mx or rounding.fp8:
+        return torch.full_like(amax, 1 / rounding.prescale)
+    tensor_scale = divide(amax, rounding.grid_max * rounding.scale_cap).clamp(min=TENSOR_SCALE_MIN)
+    return power_of_two_ceil(tensor_scale) if rounding.ms_eden else tensor_scale
+
+
+def _align_in_chunks(rows, rounding, factor, noise):
+    """Returns what _align_post_hoc or _align_first returns for all rows, with the codes after q. factor is `()`, or
+    `(R, 1)` with a number for each row.
+
+    On a CPU the rows are processed in chunks of whole blocks. The result does not depend on the chunks' size.
+    """
+    chunk = max(rows.shape[0], 1)
+    if rows.device.type == "cpu":
+        chunk = max(FP8_BLOCK, CHUNK // rows.shape[1] // FP8_BLOCK * FP8_BLOCK)
+    align = _align_post_hoc if rounding.ms_eden else _align_first
+    chunks = []
+    for start in range(0, rows.shape[0], chunk):
+        chunk_factor = factor[start : start + chunk] if factor.dim() > 1 else factor
+        q, *scales = align(rows[start : start + chunk], rounding, chunk_factor, noise, start)
+        grid = q.flatten(-2)
+        codes = pack(encode_e2m1(grid)) if rounding.element == "e2m1" else grid.to(FP8_DTYPES[rounding.element])
+        chunks.append((q, codes, *scales))
+    return tuple(torch.cat(p) if len(chunks) > 1 else p[0] for p in zip(*chunks))
 
 
 def _align_first(rows, rounding, factor, noise, start):
