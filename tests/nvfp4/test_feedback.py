@@ -121,7 +121,8 @@ def test_layers_use_it_with_and_without_weights_quantized_once():
 
 def test_compiled_layers_use_it_and_are_not_compiled_again_for_new_moments():
     """Nor does a look through compiled code compile anything."""
-    model, other = (nf.convert(nn.Sequential(nn.Linear(32, 32)), "clover_feedback", verbose=False) for _ in range(2))
+    recipe = nf.Recipe("feedback_alone", output=nf.get_recipe("clover_feedback").output)
+    model, other = (nf.convert(nn.Sequential(nn.Linear(32, 32)), recipe, verbose=False) for _ in range(2))
     torch._dynamo.reset()
     graphs, x, outputs = [], correlated(32, 32), []
     compiled = torch.compile(model, backend=lambda graph, inputs: graphs.append(graph) or graph, fullgraph=True)

@@ -40,7 +40,9 @@ def bias_over_error(x: torch.Tensor, rotations: int, draws: int) -> float:
     return float((halves[0] * halves[1]).sum()) / square
 
 
-@pytest.mark.parametrize("operand", [one_outlier, two_values, mostly_zeros])
+@pytest.mark.parametrize(
+    "operand", [one_outlier, *(pytest.param(o, marks=pytest.mark.slow) for o in (two_values, mostly_zeros))]
+)
 def test_two_rotations_have_no_bias_where_one_has(operand):
     """On 16 vectors. One rotation takes a large value to numbers of one magnitude, whose rounding is no noise."""
     torch.manual_seed(0)
