@@ -16,6 +16,7 @@ import ctypes
 import gc
 import json
 import os
+import random
 import resource
 import runpy
 import select
@@ -254,9 +255,12 @@ def _status_of(program: Callable[[], Any]) -> int:
 
 
 def _free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
+    """Below the ports that Linux gives to whoever asks for any: until rank 0 listens, another process's socket could
+    get one of those."""
+    while True:
+        with socket.socket() as s, contextlib.suppress(OSError):
+            s.bind(("127.0.0.1", port := random.randrange(20_000, 32_000)))
+            return port
 
 
 def _fork(job: dict[str, Any]) -> dict[str, Any]:
@@ -388,11 +392,20 @@ def torchrun(function: Callable[[], Any], max_restarts: int = 0) -> None:
     """`torchrun --nproc_per_node=2` within a forked run: its agent, whose two workers are forked and call function."""
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+    def told() -> Any:
+        """torchrun shows the error of one worker alone, which may only have lost the other."""
+        try:
+            return function()
+        except Exception:
+            start = os.environ["TORCHELASTIC_RESTART_COUNT"]
+            print(f"rank {os.environ['RANK']}, restart {start}: {traceback.format_exc()}", file=sys.stderr, flush=True)
+            raise
+
     config = LaunchConfig(
         min_nodes=1, max_nodes=1, nproc_per_node=2, run_id="tests", rdzv_backend="c10d", rdzv_endpoint="127.0.0.1:0",
         max_restarts=max_restarts, monitor_interval=0.05, start_method="fork",
     )  # fmt: skip
-    elastic_launch(config, function)()
+    elastic_launch(config, told)()
 
 
 # ----------------------------------------------------------------------------------------------------------------------
