@@ -21,8 +21,8 @@ def test_environment_info_can_be_stored():
 
 def variables_read(code: str) -> set[str]:
     """The names in os.environ[...], os.environ.get(...), .setdefault(...) and `... in os.environ`."""
-    found = set()
-    for node in ast.walk(ast.parse(code)):
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(code)) if re.search("environ|getenv", code) else ():
         names: list[ast.expr] = []
         if isinstance(node, ast.Subscript) and ast.unparse(node.value) == "os.environ":
             names = [node.slice] if isinstance(node.ctx, ast.Load) else []
