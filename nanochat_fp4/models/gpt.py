@@ -279,6 +279,8 @@ class GPT(nn.Module):
 
     recompute: Recompute = "none"
     head: Literal["bf16", "fp8"] = "bf16"  # The precision of the head in training, one of cross_entropy.HEADS.
+    muon_trains_blocks = True  # Otherwise AdamW trains the matrices of the blocks, too.
+    bf16_embedding_on_gpu = True
 
     def __init__(self, config: GPTConfig, pad_vocab_size_to: int = 64):
         super().__init__()

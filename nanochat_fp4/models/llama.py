@@ -160,6 +160,8 @@ class Llama(nn.Module):
     """A Llama-like model. It is built like gpt.GPT: on the meta device, then to_empty, then init_weights."""
 
     head: Literal["bf16", "fp8"] = "bf16"  # The precision of the head in training, one of cross_entropy.HEADS.
+    muon_trains_blocks = False
+    bf16_embedding_on_gpu = False
 
     def __init__(self, config: LlamaConfig, pad_vocab_size_to: int = 64):
         super().__init__()

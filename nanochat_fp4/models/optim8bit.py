@@ -244,10 +244,6 @@ class LeanState:
             p.grad = total
 
 
-def is_llama(model: nn.Module) -> bool:
-    return getattr(model.config, "family", "") == "llama"
-
-
 def is_lean(p: Tensor) -> bool:
     return p.ndim == 2 and p.dtype == torch.bfloat16
 
@@ -272,14 +268,14 @@ def set_state(model: nn.Module, state: str, before: str = "fp32") -> None:
     """Converts the model's matrices from the dtype of the state `before` to that of `state`, one matrix after the
     other. Both are names of STATES.
 
-    The embedding of a GPT is BF16 on a GPU in both states.
+    The embedding of a GPT is BF16 on a GPU in both states (bf16_embedding_on_gpu).
     """
     if (state, before) == ("fp32", "fp32"):
         return
-    gpt_on_gpu = model.get_device().type == "cuda" and not is_llama(model)
+    bf16_embedding = model.get_device().type == "cuda" and model.bf16_embedding_on_gpu
     for p in model.parameters():
         if p.ndim == 2:
-            bf16 = state == "lean" or (gpt_on_gpu and p is model.transformer.wte.weight)
+            bf16 = state == "lean" or (bf16_embedding and p is model.transformer.wte.weight)
             p.data = p.data.to(torch.bfloat16 if bf16 else torch.float32)
 
 
@@ -299,8 +295,9 @@ def state_bytes(model: nn.Module, state: str, gpu: bool = False) -> dict[str, fl
     blocks = set(model.transformer.h.parameters())
     for p in model.parameters():
         n, small = local(p).numel(), state == "lean" and p.ndim == 2
-        muon = p in blocks and not is_llama(model)
-        size = 2 if small or (gpu and p is model.transformer.wte.weight and not is_llama(model)) else 4
+        muon = p in blocks and model.muon_trains_blocks
+        bf16_embedding = gpu and model.bf16_embedding_on_gpu and p is model.transformer.wte.weight
+        size = 2 if small or bf16_embedding else 4
         moment = 1 + 4 / block_size(p.shape[-1]) if small else size
         total["weights"] += n * size
         total["gradients"] += n * size
