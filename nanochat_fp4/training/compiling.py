@@ -3,10 +3,15 @@
 Most of a compilation's time is spent outside of Python, in LLVM and ptxas. A kernel is compiled by its first launch.
 Threads therefore launch each kernel of a training step once on small made-up operands. The self-check and the first
 step then find the kernels compiled.
+
+torch.compile has its kernels compiled by processes of its own, which need some seconds to start. Until they answer, it
+compiles one kernel after the other in this process. The processes are therefore started first, and the compiler's
+modules are imported while the threads compile.
 """
 
 import concurrent.futures
 import contextlib
+import importlib
 from collections.abc import Callable, Iterator
 
 import torch
@@ -22,19 +27,34 @@ ROWS, COLUMNS = 256, 2048
 
 @contextlib.contextmanager
 def compiled_meanwhile(device: torch.device, recipe: Recipe) -> Iterator[Callable[[], None]]:
-    """Compiles the kernels of a method in threads. Yields a function that waits for the threads.
+    """Compiles the kernels of a method in threads, and starts torch's compiler, for a run on a GPU. Yields a function
+    that waits for the threads.
 
     A compilation that fails here fails again, with its reason, where the kernel is needed. The states of torch's random
     generators do not change.
     """
     pool = concurrent.futures.ThreadPoolExecutor(8, thread_name_prefix="compiling")
+    if device.type == "cuda":
+        start_processes_of_compiler()
     if device.type == "cuda" and recipe.quantizes and use_kernels(device):
         for launch in (launch for part in recipe.parts for launch in launches(part, device)):
             pool.submit(_on, device, launch)
     try:
+        if device.type == "cuda":
+            # Not in a thread: where two threads import a package in a circle, one of them may find it half imported.
+            importlib.import_module("torch._inductor.compile_fx")
         yield pool.shutdown
     finally:
         pool.shutdown(cancel_futures=True)
+
+
+def start_processes_of_compiler() -> None:
+    """Starts the processes that compile kernels for torch.compile, as its first call would do. A release of torch
+    without this function starts them then."""
+    with contextlib.suppress(ImportError):
+        from torch._inductor.async_compile import maybe_warm_pool
+
+        maybe_warm_pool()
 
 
 def _on(device: torch.device, launch: Callable[[], object]) -> None:

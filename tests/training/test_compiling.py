@@ -54,9 +54,23 @@ def test_each_thread_launches_on_the_gpu_of_its_process(monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "device", current)
     monkeypatch.setattr(compiling, "use_kernels", lambda device: True)
+    monkeypatch.setattr(compiling, "start_processes_of_compiler", lambda: None)
     launch = lambda: found.append(getattr(here, "device", None))  # noqa: E731
     monkeypatch.setattr(compiling, "launches", lambda recipe, device: [launch, launch])
     second = torch.device("cuda", 1)
     with compiling.compiled_meanwhile(second, get_recipe("clover")) as wait:
         wait()
     assert found and set(found) == {second}
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_torch_starts_its_processes_before_a_kernel_is_compiled(device, monkeypatch):
+    """They need seconds until they answer. On a CPU there are no kernels for them."""
+    order = []
+    monkeypatch.setattr("torch._inductor.async_compile.maybe_warm_pool", lambda: order.append("processes"))
+    monkeypatch.setattr(compiling, "use_kernels", lambda device: True)
+    monkeypatch.setattr(compiling, "launches", lambda *_: [lambda: order.append("kernel")])
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    with compiling.compiled_meanwhile(torch.device(device), get_recipe("clover")) as wait:
+        wait()
+    assert order == (["processes", "kernel"] if device == "cuda" else [])
