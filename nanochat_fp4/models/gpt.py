@@ -236,6 +236,10 @@ def compile_layers(model: nn.Module) -> Callable[..., Tensor]:
         raise ValueError(problem)
     if not isinstance(model, GPT):
         return torch.compile(model, dynamic=False)
+    # `import torch` alone does not import these two modules, and a model that is never compiled does not need them.
+    import torch._dynamo.config
+    import torch._functorch.config
+
     # Layers are autograd functions of this package. Without this setting, graphs with such functions are not cached and
     # each process traces them anew.
     torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True

@@ -7,6 +7,8 @@ one), and the function is compared with a second implementation, written for rea
 
 import functools
 import math
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -431,6 +433,13 @@ def test_layers_compile_once_for_each_window(monkeypatch, recompute):
             torch.testing.assert_close(p.grad, grads[name], msg=name)
         assert len(graphs) == 3, step
     torch.testing.assert_close(compiled(ids), model(ids))  # no targets: logits
+
+
+def test_nothing_else_has_to_import_the_compiler():
+    """In a process of its own, because most tests import it. On a GPU base_train ended here with an AttributeError."""
+    code = "from nanochat_fp4.models import gpt; gpt.compile_layers(gpt.GPT(gpt.GPTConfig(32, 64, 1, 1, 1, 32)))"
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.filterwarnings("ignore:torch.compile leaves the quantized layers alone")
