@@ -22,7 +22,7 @@ from nvfp4_kernels.quantize import hardware
 
 # A program processes 16 rows of this many groups of a rotation. A group has 8 scales.
 GROUPS = 8
-REPAIR = {"GROUPS": 16, "num_warps": 4}
+REPAIR = {"GROUPS": 32, "num_warps": 4}
 # The arguments that place an operand in the whole tensor that it is a part of. Only the random numbers depend on them,
 # so Triton should not compile special kernels for some of their values.
 PLACE = ["place_row", "place_block", "place_blocks"]
