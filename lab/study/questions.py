@@ -102,7 +102,7 @@ def methods(context: Context) -> Outcome:
     notes = [
         "gap: the increase of validation bits per byte over BF16 of the same seed; intervals are 95%, of the scatter "
         "of a run, pooled over the methods of the study",
-        "time: d26, 8 rows, where 4 bits are emulated (lab/results/bench.json)",
+        "time: d26, 8 rows, --cuda-graph, where 4 bits are emulated (lab/results/bench.json)",
     ]
     return outcome(runs, content, "Which method? Gaps to BF16 from scratch", header, rows, notes, {})
 

@@ -52,6 +52,7 @@ def measured(context: Context) -> Outcome:
                 rows.append([card, f"{r['model']}, layers", r["method"], f"{r['ms']:.4g} ms", name])
             elif r.get("tokens_per_second"):
                 what = f"d{r['depth']}, {r['micro_batch']} rows" + ("" if windows == "L" else f", windows {windows}")
+                what += ", CUDA graphs" if r.get("graph") else ""
                 peak = f"{r['peak_bytes'] / 2**30:.1f} GiB" if r.get("peak_bytes") else "-"
                 rows.append([card, what, r["method"], f"{r['tokens_per_second']:,.0f} tokens/s; {peak}", name])
     title = "Measured: linear layers (forward and backward, 8 x 2,048 tokens) and training steps"
