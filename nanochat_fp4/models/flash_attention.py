@@ -22,6 +22,7 @@ means no limit.
 
 import contextlib
 import functools
+import importlib.util
 import json
 import os
 from collections.abc import Iterator, Sequence
@@ -86,6 +87,9 @@ def _load_fa3() -> tuple[ModuleType | None, str | None]:
     major, minor = torch.cuda.get_device_capability()
     if major != 9:
         return None, f"it needs a Hopper GPU (sm_90), and this is sm_{major}{minor}"
+    package = importlib.util.find_spec("kernels")
+    if package is None or package.origin is None:  # None: the folder of this repository that has the same name
+        return None, "the package kernels is not installed; pip install kernels"
     try:
         from kernels import get_kernel
 

@@ -1,6 +1,7 @@
 """Each attention backend against a loop over positions, and against each other."""
 
 import math
+import sys
 import types
 
 import pytest
@@ -228,14 +229,22 @@ def test_forcing_what_is_not_there_is_an_error(monkeypatch):
         flash_attention.setup("cpu")
 
 
-def test_a_failing_load_is_reported_with_its_reason(monkeypatch):
+def test_a_failing_load_is_reported_with_its_reason(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-    monkeypatch.setitem(__import__("sys").modules, "kernels", None)  # makes `import kernels` raise ImportError
     monkeypatch.setattr(flash_attention, "fa3_module", None)
-    monkeypatch.setattr(flash_attention, "fa3_reason", flash_attention.NOT_TRIED)
-    line = flash_attention.setup("cuda", windowed=False)
-    assert "FlashAttention-3: loading" in line and "ModuleNotFoundError" in line
+    monkeypatch.delitem(sys.modules, "kernels", raising=False)
+    (tmp_path / "nothing" / "kernels").mkdir(parents=True)  # as this repository has it: a folder that is no package
+    (tmp_path / "fails" / "kernels").mkdir(parents=True)
+    (tmp_path / "fails" / "kernels" / "__init__.py").write_text("raise OSError('no network')\n")
+    for folder, words in (
+        ("nothing", "the package kernels is not installed"),
+        ("fails", "failed: OSError: no network"),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(sys, "path", [str(tmp_path / folder)])
+            patch.setattr(flash_attention, "fa3_reason", flash_attention.NOT_TRIED)
+            assert words in flash_attention.setup("cuda", windowed=False)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (12, 0))
     monkeypatch.setattr(flash_attention, "fa3_reason", flash_attention.NOT_TRIED)
     assert "this is sm_120" in flash_attention.setup("cuda", windowed=True)
