@@ -26,15 +26,15 @@ from nanochat_fp4.evaluation.kept import Kept, key_of
 from nanochat_fp4.evaluation.report_log import get_report
 from nanochat_fp4.files import atomic_write
 from nanochat_fp4.models.gpt import autocast
-from nanochat_fp4.models.hf_model import load_hf_model
+from nanochat_fp4.models.hf_model import check_hf_flags, load_hf_model
 from nanochat_fp4.training.flags import add_model_arguments
-from nanochat_fp4.training.load_model import checkpoint_method, load_for_inference
+from nanochat_fp4.training.load_model import checkpoint_method, find_model_tag, load_for_inference
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = ArgumentParser(description="Evaluate the CORE metric of a base model")
     add = parser.add_argument
-    add("--hf-path", default=None, help="HuggingFace model path to evaluate")
+    add("--hf-path", default=None, help="HuggingFace model path (e.g. openai-community/gpt2), or a folder")
     add("--max-per-task", type=int, default=-1, help="Max examples per task to evaluate (-1 = disable)")
     add_model_arguments(parser, "nvfp4", "bf16")
     add("--bundle-dir", default=None, help="folder of the eval bundle (default: <base dir>/eval_bundle, downloaded)")
@@ -57,20 +57,29 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def evaluate(args: argparse.Namespace, device: torch.device, rank: int) -> None:
-    find_bundle(args.bundle_dir)  # A missing bundle should fail before a model is loaded.
+    # What is cheap to check is checked before the bundle is downloaded, and a missing bundle before a model is loaded.
+    if args.hf_path is not None:
+        method = check_hf_flags(args)
+    else:
+        find_model_tag("base", args.model_tag)
+    find_bundle(args.bundle_dir)
     precision: Any = contextlib.nullcontext()
-    model_tag, method = None, "bf16"
-    own = method
+    model_tag = None
     if args.hf_path is not None:
         model, tokenizer = load_hf_model(args.hf_path, device)
+        own = model.quantization or "bf16"  # The forward of the model as it is stored.
+        if method == "bf16":
+            method = own
+        else:
+            nf.convert(model, method, backward=False)
         name, slug = args.hf_path, args.hf_path.replace("/", "-")
     else:
         model, tokenizer, meta, method = load_for_inference("base", device, args)
         own = checkpoint_method(meta)
         model_tag = meta.model_tag
-        if args.precision == "bf16":
-            precision, method = nf.full_precision(model), "bf16"
         name, slug = f"base model {model_tag} (step {meta.step})", f"base_model_{meta.step:06d}"
+    if args.precision == "bf16" and method != "bf16":
+        precision, method = nf.full_precision(model), "bf16"
     print0(f"CORE of {name}, {method} forward")
     folder = Path(get_base_dir()) / "base_eval" / (model_tag or "")
     kept = Kept(folder / f"unfinished_{slug}.json", key_of(model, tokenizer) | {"forward": method})

@@ -28,10 +28,10 @@ from nanochat_fp4.evaluation.loss_eval import evaluate_bpb
 from nanochat_fp4.evaluation.report_log import get_report
 from nanochat_fp4.generation.engine import draw_samples
 from nanochat_fp4.models.gpt import autocast
-from nanochat_fp4.models.hf_model import load_hf_model
+from nanochat_fp4.models.hf_model import check_hf_flags, load_hf_model
 from nanochat_fp4.progress import progress_iter
 from nanochat_fp4.training.flags import add_model_arguments
-from nanochat_fp4.training.load_model import checkpoint_method, load_model
+from nanochat_fp4.training.load_model import checkpoint_method, find_model_tag, load_model
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -62,11 +62,16 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def evaluate(args: argparse.Namespace, device: torch.device, rank: int, world_size: int) -> None:
+    # What is cheap to check is checked before text is downloaded.
+    if args.hf_path:
+        method = check_hf_flags(args)
+    else:
+        find_model_tag("base", args.model_tag)
     data_dir = ensure_data(args.data_dir, column=args.text_column)
     if args.hf_path:
         model, tokenizer = load_hf_model(args.hf_path, device)
         sequence_len, token_bytes, model_tag = model.sequence_len, tokenizer.token_bytes(device), None
-        step, trained, method = None, "bf16", resolve_method(args.method or "bf16")
+        step, trained = None, model.quantization or "bf16"
         name = args.hf_path
     else:
         model, tokenizer, meta = load_model("base", device, "eval", args.model_tag, args.step)
@@ -76,7 +81,9 @@ def evaluate(args: argparse.Namespace, device: torch.device, rank: int, world_si
         model_tag = meta.model_tag or args.model_tag
         name = f"base model {model_tag} (step {meta.step})"
     check_flags(args, sequence_len, world_size)
-    nf.convert(model, method, per_token_in_eval=False)
+    if method != "bf16" or not args.hf_path:
+        nf.convert(model, method, per_token_in_eval=False)
+    forward = trained if args.hf_path and method == "bf16" else method  # the name of the forward, for a reader
     print0(f"Evaluating {name} on {data_dir}")
 
     num_rows, steps = evaluation_rows(args.split_tokens, args.device_batch_size, sequence_len, world_size)
@@ -102,8 +109,10 @@ def evaluate(args: argparse.Namespace, device: torch.device, rank: int, world_si
 
     results = {}
     for split in ("train", "val"):
-        measured = kept.part(f"{split} bpb, {method}", lambda: bpb(split, method))  # noqa: B023
-        results[f"{split}_bpb"] = results[f"{split}_bpb_bf16"] = measured
+        measured = kept.part(f"{split} bpb, {forward}", lambda: bpb(split, forward))  # noqa: B023
+        results[f"{split}_bpb"] = measured
+        if forward == "bf16":
+            results[f"{split}_bpb_bf16"] = measured
         if method != "bf16":
             with nf.full_precision(model):
                 measured = kept.part(f"{split} bpb, BF16 forward", lambda: bpb(split, "BF16 forward"))  # noqa: B023
@@ -114,7 +123,7 @@ def evaluate(args: argparse.Namespace, device: torch.device, rank: int, world_si
     samples = draw_samples(model, tokenizer) if rank == 0 and not args.hf_path else []
     for sample in samples:
         print0(f"  {sample}")
-    lines = {"model": name, "method": trained, "forward": method, "tokens per split": args.split_tokens}
+    lines = {"model": name, "method": trained, "forward": forward, "tokens per split": args.split_tokens}
     lines |= {key.replace("_bpb_bf16", " BPB, BF16 forward").replace("_bpb", " BPB"): v for key, v in results.items()}
     section = "Base model loss"
     section += f" of {name}" if args.hf_path else f", {method} forward" if args.method else ""

@@ -4,8 +4,11 @@ transformers is optional (pip install -e '.[export]'). The path of a model is a 
 belongs to the model is not run.
 """
 
+import argparse
 import hashlib
+import os
 import re
+import textwrap
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,23 +16,27 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from nanochat_fp4.common import resolve_method
 from nanochat_fp4.data.tokenizer_files import byte_characters
 from nanochat_fp4.errors import UserError, one_line, require
 
 LONGEST = 1024  # The largest number of tokens in a sequence: nanochat's choice, and the context of GPT-2.
 BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")  # SentencePiece writes a byte that is no character in this form.
+WHAT_TO_GIVE = "give a folder with config.json and weights, or the name of a model on the hub"
+_ERRORS = (OSError, ValueError, KeyError, RuntimeError, ImportError)  # transformers raises these for a wrong model.
 
 
 class HuggingFaceModel(torch.nn.Module):
     """A causal language model that returns the losses of (tokens, targets), or the logits of tokens, like gpt.GPT.
 
     sequence_len is the length of sequences for bits per byte. max_seq_len is the fixed context of GPT-2, and None for
-    other models.
+    other models. quantization names the format of weights that are stored quantized, and is None for other models.
     """
 
-    def __init__(self, model: torch.nn.Module):
+    def __init__(self, model: torch.nn.Module, quantization: str | None = None):
         super().__init__()
         self.model = model
+        self.quantization = quantization
         self.max_seq_len = getattr(model.config, "n_positions", None)
         self.sequence_len = min(LONGEST, getattr(model.config, "max_position_embeddings", None) or LONGEST)
 
@@ -85,25 +92,95 @@ class HuggingFaceTokenizer:
         return lengths.to(device)
 
 
+def check_hf_flags(args: argparse.Namespace) -> str:
+    """Returns the name of the method of --method, by default bf16, for the model of --hf-path.
+
+    The scripts call this before they download anything large, because only the model's config and tokenizer are read.
+    Raises UserError as load_hf_model does, and for flags that do not fit a model of transformers.
+    """
+    for flag, value in (("model-tag", args.model_tag), ("step", args.step)):
+        if value is not None:
+            raise UserError(
+                f"--{flag}={value} is for a model that was trained here, and --hf-path={args.hf_path} names one of "
+                "transformers; leave one of the two out"
+            )
+    method = resolve_method(args.method or "bf16")
+    asked = f"--method={method}" if method != "bf16" else ""
+    asked = asked or ("--precision=bf16" if getattr(args, "precision", "") == "bf16" else "")
+    if asked and read_config(args.hf_path).get("quantization_config"):
+        raise UserError(
+            f"{asked}: the weights in {args.hf_path} are quantized already, and are evaluated as they are; leave the "
+            "flag out, or name the folder of the unquantized model"
+        )
+    read_tokenizer(args.hf_path)
+    return method
+
+
+def read_config(path: str) -> dict[str, Any]:
+    """Returns the entries of a model's config.json. Raises UserError if transformers is not installed, and if there is
+    no such model."""
+    require("transformers")
+    from transformers import PretrainedConfig
+
+    if os.path.isabs(path) and not os.path.isdir(path):
+        raise UserError(f"--hf-path={path}: there is no such folder; {WHAT_TO_GIVE}")
+    try:
+        config, _ = PretrainedConfig.get_config_dict(path)
+    except _ERRORS as e:
+        raise UserError(f"--hf-path={path}: transformers cannot read its config ({_short(e)}); {WHAT_TO_GIVE}") from e
+    if not config:
+        raise UserError(f"--hf-path={path}: there is no config.json; {WHAT_TO_GIVE}")
+    classes = config.get("auto_map")
+    if isinstance(classes, dict) and any("modeling_nanochat_fp4" in str(place) for place in classes.values()):
+        raise UserError(
+            f"--hf-path={path}: this is an exported GPT of nanochat_fp4, whose own model file would have to run; "
+            "evaluate the checkpoint that it was exported from (--model-tag)"
+        )
+    return config
+
+
+def read_tokenizer(path: str) -> HuggingFaceTokenizer:
+    """Returns a model's tokenizer. Raises UserError if there is none. transformers makes one without any token for some
+    models that have no tokenizer."""
+    read_config(path)
+    from transformers import AutoTokenizer
+
+    remedy = "copy the tokenizer's files there (tokenizer.save_pretrained, or tokenizer= in nf.save_quantized)"
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+    except _ERRORS as e:
+        raise UserError(f"--hf-path={path}: transformers cannot load its tokenizer ({_short(e)}); {remedy}") from e
+    if not set(tokenizer.get_vocab()) - set(tokenizer.all_special_tokens):
+        raise UserError(f"--hf-path={path}: its tokenizer has no tokens, as if it had no tokenizer's files; {remedy}")
+    return HuggingFaceTokenizer(tokenizer)
+
+
 def load_hf_model(path: str, device: torch.device) -> tuple[HuggingFaceModel, HuggingFaceTokenizer]:
-    """Loads a model in FP32, and its tokenizer.
+    """Loads a model in FP32, and its tokenizer. A model with quantized weights is loaded in the dtype of its config,
+    because transformers multiplies its decoded weights in this dtype alone.
 
     Raises UserError if transformers is not installed, if there is no such model, if the model needs code of its own,
     and if weights are missing, unused or of another shape. transformers would replace such weights by random ones.
+    Quantized experts are refused, because transformers reads them wrong.
     """
-    require("transformers")
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    config, tokenizer = read_config(path), read_tokenizer(path)
+    stored = config.get("quantization_config")
+    if stored and stored.get("quant_method") == "compressed-tensors":
+        require("compressed_tensors")
+    from transformers import AutoModelForCausalLM
 
     try:
         model, found = AutoModelForCausalLM.from_pretrained(
-            path, dtype=torch.float32, trust_remote_code=False, ignore_mismatched_sizes=True, output_loading_info=True
+            path,
+            dtype="auto" if stored else torch.float32,
+            trust_remote_code=False,
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
         )
-        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
-    except (OSError, ValueError, KeyError, RuntimeError) as e:
-        raise UserError(
-            f"--hf-path={path}: transformers cannot load it ({one_line(e)[:200]}); give a folder, or the name of a "
-            "model on the hub"
-        ) from e
+    except _ERRORS as e:
+        own_code = "auto_map" in config
+        remedy = "give a model that needs no code of its own, which is not run" if own_code else WHAT_TO_GIVE
+        raise UserError(f"--hf-path={path}: transformers cannot load it ({_short(e)}); {remedy}") from e
     for kind, names in found.items():
         if names:
             first = ", ".join(map(str, list(names)[:3]))
@@ -111,4 +188,15 @@ def load_hf_model(path: str, device: torch.device) -> tuple[HuggingFaceModel, Hu
                 f"--hf-path={path}: its weights do not fit its config.json ({kind.replace('_', ' ')}: {first[:200]}); "
                 "give a whole model"
             )
-    return HuggingFaceModel(model.to(device).eval()), HuggingFaceTokenizer(tokenizer)
+    if stored and any("experts" in name and p.dim() > 2 for name, p in model.named_parameters()):
+        raise UserError(
+            f"--hf-path={path}: transformers reads quantized experts without their scales; load the folder with "
+            "nf.load_quantized into an unquantized model, and evaluate what its save_pretrained writes"
+        )
+    quantization = str(stored.get("format") or stored.get("quant_method") or "quantized") if stored else None
+    return HuggingFaceModel(model.to(device).eval(), quantization), tokenizer
+
+
+def _short(error: BaseException) -> str:
+    """Returns the message of an error of transformers on one line, of at most 200 characters and whole words."""
+    return textwrap.shorten(one_line(error), 200, placeholder=" ...")

@@ -6,6 +6,7 @@ import pytest
 import torch
 from _samples import make_bundle
 
+import nanochat_fp4 as nf
 from nanochat_fp4.errors import UserError
 from scripts import base_eval, base_loss
 
@@ -77,3 +78,45 @@ def test_core_of_a_model_of_transformers(folder, tiny_base, tmp_path, capsys):
     bundle = make_bundle(tmp_path / "bundle")
     base_eval.main([f"--hf-path={folder}", f"--bundle-dir={bundle}", "--max-per-task=3", "--device-type=cpu"])
     assert f"CORE of {folder}, bf16 forward" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("method, said", [("clover", "nvfp4-pack-quantized"), ("clover_mixed", "mixed-precision")])
+def test_quantized_folder_is_evaluated(folder, tiny_base, tmp_path, capsys, method, said):
+    """CORE and bits per byte of a folder of nf.save_quantized. Bits per byte are those of its decoded weights."""
+    pytest.importorskip("compressed_tensors")
+    config = transformers.LlamaConfig(
+        vocab_size=300, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2,
+        max_position_embeddings=32,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(config)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    nf.save_quantized(nf.convert(model, method, verbose=False), tmp_path / "four", tokenizer=tokenizer)
+    nf.load_quantized(decoded := transformers.LlamaForCausalLM(config), tmp_path / "four")
+    decoded.save_pretrained(tmp_path / "decoded")
+    tokenizer.save_pretrained(tmp_path / "decoded")
+    bundle = make_bundle(tmp_path / "bundle")
+    flags = [f"--bundle-dir={bundle}", "--max-per-task=3", "--device-type=cpu"]
+    base_eval.main([f"--hf-path={tmp_path / 'four'}", *flags])
+    assert f"{said} forward" in capsys.readouterr().out
+    bpb = {}
+    for name in ("four", "decoded"):
+        base_loss.main(
+            ["--device-type=cpu", f"--hf-path={tmp_path / name}", "--device-batch-size=2", "--split-tokens=128"]
+        )
+        lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("val bpb: ")]
+        bpb[name] = float(lines[0].split()[2])
+    assert bpb["four"] == pytest.approx(bpb["decoded"], rel=2e-3)  # BF16 against FP32
+
+
+def test_quantized_experts_are_refused(folder, tmp_path):
+    """transformers reads them without their weight_global_scale, and says nothing."""
+    pytest.importorskip("compressed_tensors")
+    config = transformers.Qwen3MoeConfig(
+        vocab_size=300, hidden_size=32, moe_intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=2, head_dim=16, num_experts=4, num_experts_per_tok=2,
+    )  # fmt: skip
+    model = nf.convert(transformers.Qwen3MoeForCausalLM(config), verbose=False)
+    nf.save_quantized(model, tmp_path / "moe", tokenizer=transformers.AutoTokenizer.from_pretrained(folder))
+    with pytest.raises(UserError, match="reads quantized experts without their scales; load the folder with"):
+        load_hf_model(str(tmp_path / "moe"), torch.device("cpu"))
