@@ -12,6 +12,8 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
+from nanochat_fp4.nvfp4.places import without_wrappers
+
 HEAD_NAMES = ("lm_head", "*.lm_head")
 # A head and the embedding may differ in their number of rows by this share, because vocabularies are padded.
 PADDING = 1 / 8
@@ -119,7 +121,7 @@ def _is_stack(module: nn.Module) -> bool:
 
 
 def _is_head_name(name: str) -> bool:
-    return any(fnmatch.fnmatchcase(name, pattern) for pattern in HEAD_NAMES)
+    return any(fnmatch.fnmatchcase(without_wrappers(name), pattern) for pattern in HEAD_NAMES)
 
 
 def _holds(layer: nn.Module, parameters: Iterable[torch.Tensor | None]) -> bool:

@@ -24,15 +24,31 @@ _BY_NAME = {
 # the modules around the layer decide.
 _LAST = re.compile(r"c_proj|wo|dense|proj|output|[qkvo]")
 
+# Modules that a program puts around a layer, which then has a longer name: those of peft, torch.compile, FSDP1, and
+# torch's activation checkpointing.
+_WRAPPER = re.compile(
+    r"(^|\.)(base_layer|original_module|modules_to_save\.[^.]+|_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)"
+    r"(?=\.|$)"
+)
+
+
+def without_wrappers(name: str) -> str:
+    """Returns the name that a layer has in the model itself, without the parts that wrappers around the layer add.
+
+    >>> without_wrappers("model.layers.0.self_attn.q_proj.base_layer")
+    'model.layers.0.self_attn.q_proj'
+    """
+    return _WRAPPER.sub("", name).removeprefix(".")
+
 
 def layer_kind(name: str) -> str | None:
     """Returns the kind of the layer with this name, one of KINDS, or None if the kind is not known. The name is the one
-    that named_modules gives.
+    that named_modules gives, also for a layer inside of a wrapper such as an adapter of peft.
 
     >>> layer_kind("transformer.h.3.attn.c_proj"), layer_kind("model.layers.0.mlp.gate_proj"), layer_kind("lm_head")
     ('attention', 'mlp_up', None)
     """
-    *around, own = [part for part in name.split(".") if not part.isdecimal()] or [""]
+    *around, own = [part for part in without_wrappers(name).split(".") if not part.isdecimal()] or [""]
     for kind, pattern in _BY_NAME.items():
         if pattern.fullmatch(own):
             return kind

@@ -41,6 +41,11 @@ EIGHT_BITS = MIXED.of("mlp_up").output.a
         ("blocks.0.attn.proj", "attention"),
         ("encoder.block.0.layer.1.DenseReluDense.wo", "mlp_down"),
         ("encoder.block.0.layer.0.SelfAttention.o", "attention"),
+        ("base_model.model.model.layers.0.self_attn.q_proj.base_layer", "attention"),
+        ("base_model.model.transformer.h.0.mlp.c_proj.base_layer", "mlp_down"),
+        ("base_model.model.bert.encoder.layer.0.output.dense.modules_to_save.default", "mlp_down"),
+        ("_orig_mod.blocks.0._checkpoint_wrapped_module.attn.proj._orig_mod", "attention"),
+        ("base_model.model.lm_head.base_layer", None),
         ("lm_head", None),
         ("0", None),
         ("", None),
@@ -48,6 +53,34 @@ EIGHT_BITS = MIXED.of("mlp_up").output.a
 )
 def test_the_kind_of_a_layer_is_told_by_its_place(name, kind):
     assert layer_kind(name) == kind
+
+
+class Adapted(nn.Module):
+    """A linear layer with an adapter, under the names of peft."""
+
+    def __init__(self, base_layer: nn.Linear):
+        super().__init__()
+        self.base_layer = base_layer
+        self.lora_A = nn.ModuleDict({"default": nn.Linear(base_layer.in_features, 16, bias=False)})
+        self.lora_B = nn.ModuleDict({"default": nn.Linear(16, base_layer.out_features, bias=False)})
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base_layer(x) + self.lora_B["default"](self.lora_A["default"](x))
+
+
+@pytest.mark.parametrize("adapted", [["q_proj", "down_proj"], ["q_proj", "k_proj", "down_proj", "lm_head"]])
+def test_a_layer_with_an_adapter_computes_as_its_place_says(adapted):
+    """An adapter's wrapper changes neither the arithmetic of a layer in clover_mixed nor what counts as a head."""
+    names = ("q_proj", "k_proj", "down_proj", "lm_head")
+    model = nn.ModuleDict({name: nn.Linear(32, 32) for name in names} | {"table": nn.Embedding(7, 32)})
+    for name in adapted:
+        model[name] = Adapted(model[name])
+    report = nf.convert(model, "clover_mixed", verbose=False).nf_report
+    layers = {name: model[name].base_layer if name in adapted else model[name] for name in names}
+    for name in names[:3]:
+        assert layers[name].recipe == MIXED.of(layer_kind(name)), name
+    assert not isinstance(layers["lm_head"], nf.QuantLinear)
+    assert set(report.kinds.values()) == {"attention", "mlp_down"}
 
 
 def gpt() -> nn.Module:
