@@ -11,6 +11,7 @@ the bundle the program ends with an error.
 
 import argparse
 import contextlib
+from os.path import expanduser
 from pathlib import Path
 from typing import Any
 
@@ -34,10 +35,11 @@ from nanochat_fp4.training.load_model import checkpoint_method, find_model_tag, 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = ArgumentParser(description="Evaluate the CORE metric of a base model")
     add = parser.add_argument
-    add("--hf-path", default=None, help="HuggingFace model path (e.g. openai-community/gpt2), or a folder")
+    add("--hf-path", type=expanduser, help="HuggingFace model path (e.g. openai-community/gpt2), or a folder")
     add("--max-per-task", type=int, default=-1, help="Max examples per task to evaluate (-1 = disable)")
     add_model_arguments(parser, "nvfp4", "bf16")
-    add("--bundle-dir", default=None, help="folder of the eval bundle (default: <base dir>/eval_bundle, downloaded)")
+    text = "folder of the eval bundle (default: <base dir>/eval_bundle, downloaded)"
+    add("--bundle-dir", type=expanduser, help=text)
     return parser.parse_args(argv)
 
 

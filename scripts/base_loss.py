@@ -11,6 +11,7 @@ weights in BF16 (FP32 on a CPU).
 """
 
 import argparse
+from os.path import expanduser
 from pathlib import Path
 
 import torch
@@ -41,7 +42,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--split-tokens", type=int, default=40 * 524288, help="number of tokens to evaluate per split")
     add_model_arguments(parser)
     add_data_arguments(parser, "what training used")
-    add("--hf-path", default=None, help="HuggingFace model path (e.g. openai-community/gpt2), or a folder")
+    add("--hf-path", type=expanduser, help="HuggingFace model path (e.g. openai-community/gpt2), or a folder")
     return parser.parse_args(argv)
 
 

@@ -78,7 +78,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> None:
     args = parse_args(argv)
-    out = Path(args.out).resolve()  # If --out is a link, the folder behind it is replaced.
+    out = Path(args.out).expanduser().resolve()  # If --out is a link, the folder behind it is replaced.
     if args.format not in FOUR_BITS and (args.weights_only or args.share_scales):
         raise UserError(f"--weights-only and --share-scales are about 4-bit weights; --format={args.format} has none")
     if args.format.startswith("gguf"):
@@ -115,7 +115,7 @@ class Export:
             raise UserError(f"the method {self.method} has no 4-bit weights in its forward pass; {mend}")
         self.about = huggingface.describe(self.model)
         if self.gguf and not isinstance(self.model, Llama):
-            problem = f"--format={args.format} is for Llama-like models (base_train --llama), not nanochat's GPT"
+            problem = f"--format={args.format} is for this project's Llama (base_train --llama=30M), not nanochat's GPT"
             raise UserError(f"{problem}; use --format=compressed-tensors or safetensors")
         self.notes: list[str] = []
         self.weights: Weights | None = None

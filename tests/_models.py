@@ -333,6 +333,9 @@ class Foreign(nn.Module):
         self.lm_head = nn.Linear(32, 50, bias=False)
         self.lm_head.weight = self.embed.weight
 
+    def get_input_embeddings(self) -> nn.Embedding:
+        return self.embed
+
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         x = self.embed(ids)
         for layer in self.layers:

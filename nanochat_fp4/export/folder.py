@@ -63,7 +63,7 @@ def new_export(
     If an exception is raised inside the context, `out` stays as it was. Folders that a killed export left beside `out`
     are first given their name back or deleted. Raises UserError if `out` must not be replaced.
     """
-    out = Path(out).resolve()  # If `out` is a link, the folder that it points to is replaced.
+    out = Path(out).expanduser().resolve()  # If `out` is a link, the folder that it points to is replaced.
     with _locked(out, words, wait):
         _finish_killed_exports(out)
         check_replaceable(out, overwrite, words)
@@ -82,7 +82,10 @@ def _locked(out: Path, words: Words, wait: bool) -> Iterator[None]:
     """Holds the lock of `out`. The kernel keeps the lock (flock), so it is released when the process is killed."""
     import filelock  # torch depends on this package.
 
-    out.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as e:
+        raise UserError(f"the folder {out.parent} cannot be made ({e.strerror}); choose {words.folder}") from e
     lock = filelock.FileLock(out.with_name(f".{out.name}.lock"), fallback_to_soft=False)
     try:
         try:

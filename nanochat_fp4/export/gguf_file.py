@@ -183,7 +183,9 @@ def write(
     Raises UserError for any other model than Llama, and if the gguf package is not installed.
     """
     if not isinstance(model, Llama):
-        raise UserError("GGUF is for Llama-like models (base_train --llama); llama.cpp does not know nanochat's GPT")
+        raise UserError(
+            "GGUF is for this project's Llama (base_train --llama=30M); llama.cpp does not know nanochat's GPT"
+        )
     require("gguf")
     import gguf
 

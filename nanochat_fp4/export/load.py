@@ -53,7 +53,10 @@ def load_quantized(model: M, folder: str | Path, device: torch.device | str = "c
     Traceback (most recent call last):
     nanochat_fp4.errors.UserError: ...nowhere...
     """
-    folder, file = Path(folder), None
+    if not isinstance(model, nn.Module) or not isinstance(folder, str | Path):
+        got = f"{type(model).__name__} and {type(folder).__name__}"
+        raise UserError(f"load_quantized: got {got}, expected a model and then the folder; swap the two or name both")
+    folder, file = Path(folder).expanduser(), None
     about = huggingface.describe(model) if isinstance(model, GPT | Llama) else None
     weight_files = (gguf_file.FILE_NAME, huggingface.WEIGHTS_FILE, INDEX_FILE)
     if len(both := [name for name in weight_files if (folder / name).exists()]) > 1:

@@ -2,7 +2,7 @@
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -63,7 +63,10 @@ def save_quantized(
     nanochat_fp4.errors.UserError: save_quantized: Linear is no model of transformers; ...
     """
     if format != "compressed-tensors":
-        raise UserError(f"save_quantized: the format is {format!r}, expected 'compressed-tensors'")
+        raise UserError(
+            f"save_quantized: the format is {format!r}, expected 'compressed-tensors'; scripts.export writes GGUF and "
+            "other formats, of models that were trained by this project"
+        )
     if dtype not in DTYPES:
         raise UserError(f"save_quantized: dtype is {dtype!r}, expected one of {', '.join(map(str, DTYPES))}")
     if tokenizer is not None and not hasattr(tokenizer, "save_pretrained"):
@@ -73,12 +76,14 @@ def save_quantized(
         raise UserError(f"save_quantized: calibration is a {got}, expected a list of token ids (B, T)")
     model = getattr(model, "_orig_mod", model)  # The model inside of torch.compile's module.
     _check_model(model)
+    batches = list(calibration)
+    _check_calibration(model, batches)
     require("safetensors")
-    out = Path(folder).resolve()
+    out = Path(folder).expanduser().resolve()
 
     def write() -> list[str]:
         with new_export(out, overwrite) as part:  # This refuses a wrong folder before minutes of work.
-            notes = _write(model, part, list(calibration), dtype)
+            notes = _write(model, part, batches, dtype)
             if tokenizer is not None:
                 tokenizer.save_pretrained(part)
         if tokenizer is None:
@@ -119,6 +124,27 @@ def _check_model(model: nn.Module) -> None:
             )
 
 
+def _check_calibration(model: nn.Module, batches: Sequence[Tensor]) -> None:
+    """Raises UserError unless the batches are token ids (B, T) of the model's vocabulary."""
+    table = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
+    rows = getattr(table, "num_embeddings", None)
+    expected = "expected token ids (B, T), whole numbers"
+    for ids in batches:
+        if not isinstance(ids, Tensor):
+            raise UserError(f"save_quantized: calibration has a {type(ids).__name__}, {expected}")
+        if ids.dim() != 2 or ids.dtype not in (torch.int32, torch.int64):
+            dtype = str(ids.dtype).removeprefix("torch.")
+            raise UserError(
+                f"save_quantized: calibration has {tuple(ids.shape)} in {dtype}, {expected}; make one row of a text "
+                "with ids[None]"
+            )
+        if rows and ids.numel() and not (0 <= int(ids.min()) and int(ids.max()) < rows):
+            raise UserError(
+                f"save_quantized: calibration has token ids from {int(ids.min())} to {int(ids.max())}, expected 0 to "
+                f"{rows - 1}; take the model's own tokenizer"
+            )
+
+
 def _write(model: nn.Module, folder: Path, calibration: list[Tensor], dtype: torch.dtype) -> list[str]:
     """Writes weights and configs into an empty folder. Returns the lines that save_quantized returns."""
     check_values(model.state_dict())
@@ -126,8 +152,6 @@ def _write(model: nn.Module, folder: Path, calibration: list[Tensor], dtype: tor
     notes = [weights.lost] if weights.lost else []
     input_scales = None
     if calibration:
-        if wrong := next((ids for ids in calibration if not isinstance(ids, Tensor)), None):
-            raise UserError(f"save_quantized: calibration has a {type(wrong).__name__}, expected token ids (B, T)")
         read = calibrate(model, weights, calibration)
         input_scales = with_unread_experts(read, weights.tensors)
         if not read:

@@ -111,8 +111,8 @@ def _as_stored(operand) -> tuple[NVFP4Tensor | FP8, str]:
     if isinstance(operand, NVFP4Tensor) and operand.scales.dtype == torch.float8_e4m3fn:
         if operand.codes.dtype == torch.uint8 and operand.tensor_scale.numel() == 1:
             return operand, ""
-    what = f"operands of the kind {type(operand).__name__}, which NVFP4 does not have"
-    return quantize(operand.dequantize().float(), AGAIN), f"{what}: the weights are rounded again, to nearest"
+    what = "operands in another format than NVFP4: the weights are rounded again, to nearest"
+    return quantize(operand.dequantize().float(), AGAIN), what
 
 
 def check_values(tensors: Mapping[str, Tensor], dtype: torch.dtype | None = None) -> None:

@@ -66,6 +66,22 @@ def test_a_place_where_no_file_can_be_made_is_refused_at_once():
         pass
 
 
+def test_a_folder_that_cannot_be_made_is_refused_in_one_line(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match=r"file/more cannot be made \(.*\); choose another folder"):
+        with new_export(tmp_path / "file" / "more" / "out"):
+            pass
+
+
+def test_a_tilde_is_the_home(tmp_path, monkeypatch):
+    """A shell expands it neither in --out=~/out nor inside of Python."""
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    with new_export("~/out"):
+        pass
+    assert (tmp_path / "home" / "out" / LIST).exists() and not (tmp_path / "~").exists()
+
+
 def test_an_empty_folder_is_taken_with_its_rights(tmp_path):
     (tmp_path / "out").mkdir(mode=0o700)
     write(tmp_path / "out", 1, overwrite=False)

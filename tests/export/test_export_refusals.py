@@ -79,13 +79,17 @@ def on_meta() -> nn.Module:
 
 
 SAVES = [
-    (converted, {"format": "gguf"}, "expected 'compressed-tensors'"),
+    (converted, {"format": "gguf"}, "expected 'compressed-tensors'; scripts.export writes GGUF"),
     (converted, {"dtype": "bfloat16"}, "dtype is 'bfloat16'"),
     (converted, {"dtype": torch.int8}, "torch.int8, expected"),
     (converted, {"dtype": torch.complex64}, "torch.complex64, expected"),
     (converted, {"dtype": torch.float8_e4m3fn}, "float8"),
     (converted, {"tokenizer": "folder"}, "tokenizer"),
     (converted, {"calibration": [{"input_ids": torch.zeros(1, 4, dtype=INT)}]}, "a dict"),
+    (converted, {"calibration": [torch.zeros(4, dtype=INT)]}, r"\(4,\) in int64, expected token ids \(B, T\)"),
+    (converted, {"calibration": [torch.zeros(1, 4)]}, r"\(1, 4\) in float32, expected token ids"),
+    (converted, {"calibration": [torch.full((1, 4), 50)]}, "ids from 50 to 50, expected 0 to 49"),
+    (converted, {"calibration": [torch.full((1, 4), -1)]}, "ids from -1 to -1, expected 0 to 49"),
     (converted, {"calibration": [torch.zeros(0, 4, dtype=INT)]}, "no layer read anything"),
     (lambda: nn.Linear(16, 16), {}, "Linear is no model"),
     (Foreign, {}, "nf.convert"),
@@ -112,6 +116,13 @@ def test_save_quantized_refuses(tmp_path, make, arguments, word):
     model = make()
     refused(lambda: nf.save_quantized(model, tmp_path / "out", **arguments), word)
     assert not (tmp_path / "out").exists()
+
+
+def test_swapped_arguments_of_load_quantized_are_named(tmp_path):
+    refused(
+        lambda: nf.load_quantized(str(tmp_path), Foreign()), "str and Foreign, expected a model and then the folder"
+    )
+    refused(lambda: nf.load_quantized(Foreign(), Foreign()), "Foreign and Foreign, expected")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -299,7 +310,7 @@ SCRIPT = [
     (["--model-tag=other"], "checkpoint other"),
     (["--out={}"], "another --out"),
     (["--out={}", "--overwrite"], "is not an export"),
-    (["--format=gguf"], "Llama-like models|pip install"),  # the second where the package is not installed
+    (["--format=gguf"], "project's Llama|pip install"),  # the second where the package is not installed
     (["--format=gguf", "--dtype=float32"], "not for GGUF|pip install"),
     (["--format=compressed-tensors", "--verify"], "pip install"),
 ]

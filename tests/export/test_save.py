@@ -218,3 +218,11 @@ def test_bit_for_bit_what_scripts_export_writes(tmp_path):
     assert set(want) == set(got) and sum("packed" in name for name in want) == 7
     for name, tensor in want.items():
         assert tensor.dtype == got[name].dtype and torch.equal(tensor.view(torch.uint8), got[name].view(torch.uint8))
+
+
+def test_another_format_is_named_in_words(tmp_path):
+    """The line for the reader has no name of a class."""
+    mx = nf.Operand("mxfp4")
+    recipe = nf.Recipe("mx", output=nf.Gemm(mx, mx), summary="MXFP4 forward")
+    notes = nf.save_quantized(nf.convert(Foreign(), recipe, verbose=False), tmp_path / "out")
+    assert notes == ["operands in another format than NVFP4: the weights are rounded again, to nearest"]

@@ -124,6 +124,13 @@ def test_core_of_quantized_weights(core_of, folder):
     assert __import__("transformers").asked == ["auto"]
 
 
+@pytest.mark.parametrize("script", [base_eval, base_loss])
+def test_a_tilde_is_the_home(monkeypatch, tmp_path, script):
+    """A shell does not expand it behind an equals sign."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert script.parse_args(["--hf-path=~/hf"]).hf_path == str(tmp_path / "hf")
+
+
 @pytest.mark.parametrize("stored", [None, FOUR_BITS])
 def test_bits_per_byte_convert_only_for_a_method(folder, tiny_base, monkeypatch, capsys, stored):
     """Linear layers that convert cannot take, as the decoded ones of compressed-tensors are, are no obstacle."""
