@@ -86,6 +86,7 @@ def embedded_and_tied(bias: bool):
          {"more", "lm_head"}),
         (lambda: model_of(classes=nn.Linear(64, 16), blocks=blocks(), patches=nn.Linear(48, 64)), {"classes"}),
         (lambda: model_of(classes=nn.Linear(64, 32), blocks=blocks(nn.ModuleDict)), {"classes"}),
+        (lambda: model_of(classes=nn.Linear(64, 10), blocks=nn.Sequential(Block(), Block())), {"classes"}),
         (lambda: model_of(blocks=blocks(), classes=nn.Linear(64, 64)), {"classes"}),
     ],
 )  # fmt: skip
@@ -95,6 +96,12 @@ def test_an_output_head_is_kept_wherever_it_is_defined(build, heads):
     model.add_module("mlp", nn.ModuleList([Block()]))
     report = nf.convert(model, verbose=False).nf_report
     assert dict(report.left_alone) == dict.fromkeys(heads, "the output head stays in full precision")
+
+
+def test_the_share_in_4_bits_is_told_with_and_without_the_head():
+    report = nf.convert(model_of(blocks=blocks(), classes=nn.Linear(64, 10)), verbose=False).nf_report
+    assert report.quantized == pytest.approx(1 - 64 * 10 / (64 * 10 + 4 * 64 * 128))
+    assert report.quantized_without_heads == 1 and "without the output head" in str(report)
 
 
 def test_a_layer_at_two_places_of_a_model_has_both_names():

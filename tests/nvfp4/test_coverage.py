@@ -37,31 +37,6 @@ class Block(nn.Module):
         return x + self.down(self.up(x).relu())
 
 
-class Classifier(nn.Module):
-    """A stack and a head of no telling name."""
-
-    def __init__(self, stack=nn.ModuleList, classes=16):
-        super().__init__()
-        self.blocks = stack([Block(), Block()]) if stack is nn.ModuleList else stack(Block(), Block())
-        self.final = nn.Linear(32, classes)
-
-    def forward(self, x):
-        for block in self.blocks:
-            x = block(x)
-        return self.final(x)
-
-
-@pytest.mark.parametrize("stack", [nn.ModuleList, nn.Sequential])
-@pytest.mark.parametrize("classes", [16, 10])
-def test_a_classifier_behind_a_stack_is_a_head(stack, classes):
-    model = converted(Classifier(stack, classes))
-    assert dict(model.nf_report.left_alone) == {"final": "the output head stays in full precision"}
-    assert len(model.nf_report.converted) == 4
-    heads = 32 * classes / (32 * classes + 4 * 32 * 64)
-    assert model.nf_report.quantized == pytest.approx(1 - heads) and model.nf_report.quantized_without_heads == 1
-    assert "without the output head" in str(model.nf_report)
-
-
 def test_what_is_no_linear_layer_is_named_with_its_share():
     class Mixture(nn.Module):
         def __init__(self):
