@@ -112,11 +112,3 @@ def test_a_tokenizer_that_checkpoints_need_is_kept(tiny_base):
 def test_eval_without_a_tokenizer(data):
     with pytest.raises(UserError, match="scripts.tok_train"):
         tok_eval.main([f"--data-dir={data}"])
-
-
-def test_a_file_is_no_folder_of_text(data, monkeypatch):
-    monkeypatch.setenv("DATA_DIR", str(data / "0.parquet"))
-    expected = f"DATA_DIR (--data-dir) {data / '0.parquet'} is a file; it must be a folder of text or parquet files"
-    with pytest.raises(UserError) as error:
-        tok_train.main([])
-    assert str(error.value) == expected
