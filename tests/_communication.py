@@ -98,12 +98,6 @@ class Sizes:
         shape = len(model.transformer.h), embedding.shape[1]
         return cls(dict(matrices), head, embedding.numel(), vectors, gathered, embedding.element_size(), *shape)
 
-    @classmethod
-    def of_shape(cls, layers: int, width: int, vocab_size: int = 65536) -> "Sizes":
-        """nanochat's GPT. A layer has four square matrices, and two of an MLP four times as wide."""
-        matrices = {(width, width): 4 * layers, (4 * width, width): layers, (width, 4 * width): layers}
-        return cls(matrices, vocab_size * width, vocab_size * width, 2 * layers, layers=layers, width=width)
-
     @property
     def blocks(self) -> int:
         return sum(rows * columns * count for (rows, columns), count in self.matrices.items())
@@ -170,18 +164,6 @@ def predicted_tensor_parallel_bytes(
     )
     group = micro_batches * sizes.layers * (inputs + outputs) + bytes_sent("all_reduce", amaxes + norm, divided)
     return group, update
-
-
-def state_bytes(sizes: Sizes, mode: str, world_size: int, divided: int = 1) -> float:
-    """Bytes of a process's weights, gradients and moments. All but the embedding are FP32. Muon has one moment, AdamW
-    two."""
-    if divided > 1:
-        blocks = 2 * 4 * sizes.blocks * (1 - 1 / divided)
-        return state_bytes(sizes, "ddp", world_size) - blocks
-    blocks, head, embedding = 4 * sizes.blocks, 4 * sizes.head, sizes.embedding_bytes * sizes.embedding
-    moments = 4 * sizes.muon(world_size) + 2 * (head + embedding)
-    here = 2 * (blocks + head + embedding)
-    return (here if mode == "ddp" else here / world_size) + moments / world_size
 
 
 # ----------------------------------------------------------------------------------------------------------------------
