@@ -84,13 +84,6 @@ def test_there_is_something_to_check():
     assert layer("nanochat_fp4.models.gpt") == 3 and layer("nanochat_fp4.nvfp4.format") == 4 and layer("torch") is None
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_imports_run_one_way(module):
-    """lab -> scripts -> eval -> nanochat_fp4 -> nanochat_fp4.nvfp4 -> nvfp4_kernels, and never back up."""
-    upwards = {n for n in imports(module) if layer(n) is not None and layer(n) < layer(module)}
-    assert not upwards, f"{module} imports {', '.join(sorted(upwards))}, which stands above it"
-
-
 def room(module: str) -> int | None:
     """Index into ROOMS, len(ROOMS) for a flat module of nanochat_fp4; None elsewhere."""
     first, _, rest = module.partition(".")
@@ -100,11 +93,14 @@ def room(module: str) -> int | None:
     return ROOMS.index(inner) if inner in ROOMS else len(ROOMS)
 
 
-@pytest.mark.parametrize("module", [m for m in MODULES if room(m) is not None])
-def test_rooms_import_one_way(module):
-    """export -> training -> evaluation -> generation -> models -> data -> the flat modules."""
-    upwards = {n for n in imports(module) if room(n) is not None and room(n) < room(module)}
-    assert not upwards, f"{module} imports {', '.join(sorted(upwards))}, which stands above it"
+@pytest.mark.parametrize("module", MODULES)
+def test_imports_run_one_way(module):
+    """lab -> scripts -> eval -> nanochat_fp4 -> nanochat_fp4.nvfp4 -> nvfp4_kernels, and never back up. The rooms:
+    export -> training -> evaluation -> generation -> models -> data -> the flat modules."""
+    for place in (layer, room):
+        placed = {n: place(n) for n in imports(module)} if place(module) is not None else {}
+        upwards = sorted(n for n, at in placed.items() if at is not None and at < place(module))
+        assert not upwards, f"{module} imports {', '.join(upwards)}, which stands above it"
 
 
 def test_folders_are_small_and_say_what_is_in_them():
