@@ -3,7 +3,6 @@
 import contextlib
 import os
 import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,7 +16,6 @@ from nanochat_fp4.nvfp4.methods import METHODS
 from nanochat_fp4.nvfp4.quantizers import ROUNDINGS
 from nanochat_fp4.nvfp4.recipes import Recipe
 
-ROOT = Path(__file__).parent.parent
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 TRAINING = ["nvidia", "four_over_six", "tetrajet_v2", "clover", "clover_search"]
 

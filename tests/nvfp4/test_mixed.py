@@ -17,7 +17,6 @@ from nanochat_fp4.nvfp4.places import layer_kind
 from nanochat_fp4.nvfp4.quantizers import ROUNDINGS
 
 MIXED = nf.get_recipe("clover_mixed")
-EIGHT_BITS = MIXED.of("mlp_up").output.a
 
 
 @pytest.mark.parametrize(

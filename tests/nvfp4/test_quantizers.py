@@ -22,11 +22,6 @@ NAMES = [name for name in ROUNDINGS if name not in (*MX, *qz.FP8_ROUNDINGS, *ALI
 EDEN = [name for name in NAMES if name.startswith("ms_eden")]
 
 
-def target(x: torch.Tensor, name: str, seed: int) -> torch.Tensor:
-    """What quantize(x, name, seed) approximates."""
-    return rotate(x, seed) if "ms_eden" in name else x
-
-
 def halves(*values: float) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.float32)
 

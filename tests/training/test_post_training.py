@@ -39,9 +39,6 @@ def sft(*flags, steps=6):
     chat_sft.main([*SFT, f"--num-iterations={steps}", *flags])
 
 
-STAGES = {"mid": (mid, "mid_checkpoints"), "sft": (sft, "chatsft_checkpoints")}
-
-
 def one_line(error) -> str:
     text = str(error.value)
     assert "\n" not in text and len(text) < 900
