@@ -41,7 +41,7 @@ from nanochat_fp4.nvfp4.format import (
     pack,
     swizzle_scales,
 )
-from nanochat_fp4.nvfp4.quantizers import Rounding, block_scale_rounding, divide, get_rounding, search_scales
+from nanochat_fp4.nvfp4.quantizers import Rounding, block_scale_rounding, divide, search_scales
 
 STEP = 0.2  # The step of the exponential average of Gram matrices, which averages over about five measurements.
 COLUMNS = 128  # The number of columns that are rounded before their errors are passed to all later columns.
@@ -236,19 +236,25 @@ def _round_group(weights, inverse, before, factor, missed, codes, scales, start,
 
 @torch.library.custom_op("nanochat_fp4::with_feedback", mutates_args=())
 def with_feedback(
-    weight: torch.Tensor, factor: torch.Tensor, rounding: str, amax: torch.Tensor | None = None, tiles: bool = False
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Applies round_with_feedback to one weight and returns (codes, scales, tensor_scale). It is an operator, so that
-    torch.compile does not trace the long loop."""
+    weight: torch.Tensor, factor: torch.Tensor, grid_max: float, scale_cap: float, candidates: list[float],
+    amax: torch.Tensor | None = None, tiles: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Applies round_with_feedback to one weight and returns (codes, scales, tensor_scale).
+
+    It is an operator, so that torch.compile does not trace the long loop. An operator takes numbers and no Rounding, so
+    it has the three constants of a rounding that feedback can use.
+    """
     amaxes = None if amax is None else amax.unsqueeze(0)
-    t = round_with_feedback(weight.unsqueeze(0), [factor], get_rounding(rounding), amaxes, tiles)[0]
+    rounding = Rounding(grid_max, scale_cap, tuple(candidates))
+    t = round_with_feedback(weight.unsqueeze(0), [factor], rounding, amaxes, tiles)[0]
     return t.codes, t.scales, t.tensor_scale
 
 
 @with_feedback.register_fake
 def _(
-    weight: torch.Tensor, factor: torch.Tensor, rounding: str, amax: torch.Tensor | None = None, tiles: bool = False
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    weight: torch.Tensor, factor: torch.Tensor, grid_max: float, scale_cap: float, candidates: list[float],
+    amax: torch.Tensor | None = None, tiles: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     rows, columns = weight.shape
     return (
         weight.new_empty(rows, columns // 2, dtype=torch.uint8),

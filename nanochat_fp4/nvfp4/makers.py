@@ -156,7 +156,9 @@ def make_with_feedback(
     """Makes NVFP4 codes with error feedback, or without it as long as the inputs' Gram matrix is not known."""
     if how.factor is None:
         return make_codes(value, how, transpose, keep_codes)
-    return Codes(*with_feedback(_source(value), how.factor, how.rounding.name, how.amax, how.tiles))
+    rounding = how.rounding
+    constants = rounding.grid_max, rounding.scale_cap, list(rounding.candidates)
+    return Codes(*with_feedback(_source(value), how.factor, *constants, how.amax, how.tiles))
 
 
 def make_two_terms(

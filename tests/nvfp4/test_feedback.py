@@ -1,5 +1,7 @@
 """Rounding with error feedback: against GPTQ's own formula, where it is plain rounding, and as a layer's weight."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -8,6 +10,7 @@ import nanochat_fp4 as nf
 from nanochat_fp4.nvfp4.feedback import COLUMNS, DAMPING, feedback_factor, products_of_rows, round_with_feedback
 from nanochat_fp4.nvfp4.format import swizzle_scales
 from nanochat_fp4.nvfp4.fused import fused_linear
+from nanochat_fp4.nvfp4.makers import Quantization, make_with_feedback, quantize_operand
 from nanochat_fp4.nvfp4.quantizers import ROUNDINGS
 
 NAMES = ["rtn", "four_over_six", "scale_search_6"]
@@ -117,6 +120,15 @@ def test_layers_use_it_with_and_without_weights_quantized_once():
     plain = nf.quantize(w, "scale_search_6").dequantize()
     x = correlated(512, 128)
     assert (x @ (q - w).T).norm() ** 2 < 0.6 * (x @ (plain - w).T).norm() ** 2
+
+
+def test_a_row_of_ones_own_is_used_also_under_a_name_of_the_table():
+    own = replace(ROUNDINGS["rtn"], candidates=(1.0, 1.5, 0.75))
+    w, factor = torch.randn(32, 64, generator=torch.Generator().manual_seed(5)), feedback_factor(torch.eye(64))
+    how = Quantization(own, factor=factor, make=make_with_feedback)
+    want = round_with_feedback(w[None], factor[None], own)[0].dequantize()
+    assert torch.equal(quantize_operand(w, how, keep_codes=True).fp32(), want)
+    assert not torch.equal(want, nf.quantize(w, "rtn").dequantize())
 
 
 def test_compiled_layers_use_it_and_are_not_compiled_again_for_new_moments():
