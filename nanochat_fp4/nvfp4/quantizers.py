@@ -196,6 +196,8 @@ ROUNDINGS |= FP8_ROUNDINGS
 ROUNDINGS["scale_search"] = ROUNDINGS["scale_search_3"]
 ROUNDINGS["ms_eden_search"] = ROUNDINGS["ms_eden_search_3"]
 ROUNDINGS = {name: replace(rounding, name=name) for name, rounding in ROUNDINGS.items()}
+# The package's own rows. A user may add rows to ROUNDINGS, and another process does not have those.
+OF_THE_PACKAGE = dict(ROUNDINGS)
 
 
 def get_rounding(name: str | Rounding) -> Rounding:

@@ -28,7 +28,7 @@ from nanochat_fp4.nvfp4.format import BLOCK
 from nanochat_fp4.nvfp4.hadamard import RHT_DIM
 from nanochat_fp4.nvfp4.makers import Maker, Quantization, maker_of
 from nanochat_fp4.nvfp4.places import KINDS
-from nanochat_fp4.nvfp4.quantizers import ROUNDINGS, Rounding, get_rounding
+from nanochat_fp4.nvfp4.quantizers import OF_THE_PACKAGE, Rounding, get_rounding
 
 RHT_DIMS = (0, 16, 32, 64, 128)
 # The six operands, two of each GEMM. The number of an operand is also the number of its random stream, so that no two
@@ -343,9 +343,12 @@ def both(rounding: str, rht_dim: int = 0) -> Gemm:
 
 
 def to_record(value: Any) -> Any:
-    """Returns a Recipe as JSON data, with the fields that differ from their defaults. A rounding of ROUNDINGS is stored
-    as its name."""
-    if isinstance(value, Rounding) and ROUNDINGS.get(value.name) == value:
+    """Returns a Recipe as JSON data, with the fields that differ from their defaults.
+
+    A rounding of the package is stored as its name. A row that a user has added to ROUNDINGS is stored in full, because
+    the process that reads the record may not have the row.
+    """
+    if isinstance(value, Rounding) and OF_THE_PACKAGE.get(value.name) == value:
         return value.name
     if is_dataclass(value):
         own = [f for f in fields(value) if f.init]
@@ -365,6 +368,8 @@ def from_record(record: Mapping[str, Any]) -> Recipe:
             if isinstance(value, Mapping):
                 plain = {k: tuple(v) if isinstance(v, list) else v for k, v in value.items()}
                 roundings[name] = Rounding(**plain)
+            elif isinstance(value, str):  # Earlier versions stored the name of a user's row, too.
+                roundings[name] = OF_THE_PACKAGE.get(value) or get_rounding(value)
         return Operand(**{**made, **roundings})
 
     def gemm(made: Mapping[str, Any]) -> Gemm:

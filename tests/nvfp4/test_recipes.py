@@ -88,9 +88,15 @@ def test_a_recipe_comes_back_from_json(name):
     assert from_record(record) == get_recipe(name) and from_record(record).summary == get_recipe(name).summary
 
 
-def test_a_rounding_of_ones_own_comes_back_from_json():
-    mine = Recipe("mine", output=Gemm(Operand(dataclasses.replace(nf.ROUNDINGS["rtn"], candidates=(1.0, 1.5)))))
-    assert from_record(json.loads(json.dumps(to_record(mine)))) == mine
+def test_a_rounding_of_ones_own_comes_back_from_json_without_the_table_that_had_it(monkeypatch):
+    rows = dict(nf.ROUNDINGS)
+    monkeypatch.setitem(nf.ROUNDINGS, "rounding_of_mine", dataclasses.replace(rows["rtn"], candidates=(1.0, 1.5)))
+    monkeypatch.setitem(nf.ROUNDINGS, "sr", dataclasses.replace(rows["sr"], scale_cap=256.0))
+    mine = Recipe("mine", output=Gemm(Operand("rounding_of_mine")), grad_input=Gemm(Operand("sr")))
+    record, of_the_package = json.dumps(to_record(mine)), Gemm(Operand(rows["sr"]))
+    assert from_record({"name": "other", "grad_input": {"a": {"rounding": "sr"}}}).grad_input == of_the_package
+    monkeypatch.undo()
+    assert from_record(json.loads(record)) == mine and from_record(json.loads(record)).grad_input != of_the_package
 
 
 def test_forward_only_keeps_the_forward():
