@@ -11,7 +11,7 @@
 #                             clover_feedback, clover_feedback_late, clover_mixed. The default is the paper's method, so
 #                             that a first run is the paper's. clover_mixed ends with less than half of its gap
 #                             (docs/results.md)
-#     RECIPES=mine.py         a Python file with methods of your own (nanochat_fp4.register)
+#     RECIPES=mine.py         a Python file with methods of your own (nanochat_fp4.register); several with commas
 #     COMPARE=1               also train the bf16 baseline, and report the gap to it
 #     NANOCHAT_BASE_DIR=...   where data, checkpoints and the report go (default: ~/.cache/nanochat)
 #     DATA_DIR=...            train on a folder of text or parquet files of your own

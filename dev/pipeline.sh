@@ -108,15 +108,22 @@ ask() {
     [[ "$answer" != [nN]* ]] || exit 2
 }
 
+of_the_caller() { # PATH: a relative one is meant from the folder in which the script was started
+    if [[ "$1" = /* || "${OLDPWD:-$ROOT}" = "$ROOT" ]]; then echo "$1"; else echo "$OLDPWD/$1"; fi
+}
+
 # pipeline RUN: the whole run.
 pipeline() {
-    local name
+    local name files
     # Before anything is installed. An installed package has the file elsewhere; there the plan itself looks.
     [ ! -f "$ROOT/nanochat_fp4/plan/variables.py" ] || "$(find_python)" "$ROOT/nanochat_fp4/plan/variables.py" || exit 2
     export NANOCHAT_BASE_DIR=${NANOCHAT_BASE_DIR:-$HOME/.cache/nanochat}
-    for name in NANOCHAT_BASE_DIR DATA_DIR NANOCHAT_EVAL_DIR RECIPES; do # relative to the caller's folder
-        [[ -z "${!name:-}" || "${!name}" = /* || "${OLDPWD:-$ROOT}" = "$ROOT" ]] || export "$name=$OLDPWD/${!name}"
+    for name in NANOCHAT_BASE_DIR DATA_DIR NANOCHAT_EVAL_DIR; do
+        [ -z "${!name:-}" ] || export "$name=$(of_the_caller "${!name}")"
     done
+    IFS=, read -ra files <<<"${RECIPES:-}"
+    RECIPES=$(for name in ${files[@]+"${files[@]}"}; do printf '%s,' "$(of_the_caller "$name")"; done)
+    export RECIPES=${RECIPES%,}
     mkdir -p "$NANOCHAT_BASE_DIR/report" 2>/dev/null ||
         die "cannot create $NANOCHAT_BASE_DIR; set NANOCHAT_BASE_DIR to a writable folder"
     # One thread. A second one that spins saves a third of the time on a quiet machine and takes ten times as long on a

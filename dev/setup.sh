@@ -19,6 +19,12 @@ only_variables() { # "$@" of a script that variables alone tell what to do; --he
         sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0"
         exit 0
         ;;
+    --*)
+        local name=${1#--}
+        name=$(tr a-z- A-Z_ <<<"${name%%=*}")
+        [ "$name" != METHOD ] || name=QAT_METHOD
+        die "$(basename "$0") takes no flags, and got '$*'; set a variable in its place: $name=... bash $(basename "$0") (see --help)"
+        ;;
     *) die "$(basename "$0") takes no arguments, and got '$*'; what can be set are variables, NAME=value bash $(basename "$0"): see --help" ;;
     esac
 }

@@ -1,11 +1,13 @@
 """The counterpart of nanochat's common.py: base directory and print0, ranks and devices, seeds and random state,
 process group."""
 
+import argparse
 import contextlib
 import hashlib
 import os
 import random
 import runpy
+import traceback
 from collections.abc import Iterator
 from typing import Any
 
@@ -35,11 +37,7 @@ def get_base_dir() -> str:
 
 def resolve_method(flag: str | None) -> str:
     """Returns the name of the QAT method: that of --method, else $QAT_METHOD, else clover. An alias becomes the name
-    of its method.
-
-    The file in $RECIPES is read first, like that of --recipes. Raises UserError, which lists the methods.
-    """
-    load_recipes(os.environ.get("RECIPES", ""))
+    of its method. Raises UserError, which lists the methods."""
     name = flag or os.environ.get("QAT_METHOD") or "clover"
     try:
         return get_recipe(name).name
@@ -47,18 +45,43 @@ def resolve_method(flag: str | None) -> str:
         raise UserError(f"{'--method' if flag else 'QAT_METHOD'}: {e}") from None
 
 
-def load_recipes(path: str) -> str:
-    """Runs a Python file that registers rows (nf.register), and returns its path. An empty path means no file.
-    Raises UserError if there is no such file, or if it raises an exception."""
-    if not path:
-        return path
-    if not os.path.isfile(path):
-        raise UserError(f"--recipes: there is no file {path}; name a Python file that calls nanochat_fp4.register")
-    try:
-        runpy.run_path(path)
-    except Exception as e:  # A file of the user can raise anything.
-        raise UserError(f"--recipes: {path} ended with {type(e).__name__}: {one_line(e)}") from e
-    return path
+def add_recipes_argument(parser: argparse.ArgumentParser) -> None:
+    """Adds --recipes, whose default is $RECIPES.
+
+    The files are run while the flags are read, so a command knows their methods before it reads a checkpoint. A
+    resumed run, an evaluation or an export of a trained model does without the files, because a checkpoint has the
+    recipes that it was trained with.
+    """
+    text = "Python file that registers methods of your own by nanochat_fp4.register; several with commas (default: "
+    text += "$RECIPES)"
+    parser.add_argument("--recipes", type=_recipes_of_flag, default="", metavar="FILE.py", help=text)
+
+
+def _recipes_of_flag(text: str) -> str:
+    return load_recipes(text) if text else load_recipes(os.environ.get("RECIPES", ""), "RECIPES")
+
+
+def load_recipes(files: str, source: str = "--recipes") -> str:
+    """Runs Python files that register rows (nf.register), and returns `files`. These are paths with commas between
+    them.
+
+    `source` is the flag or the variable that named them. Raises UserError if there is no such file, or if a file raises
+    an exception.
+    """
+    for path in filter(None, files.split(",")):
+        if not os.path.isfile(path):
+            raise UserError(
+                f"{source}: there is no file {path}; name a Python file that calls nanochat_fp4.register, or several "
+                "with commas"
+            )
+        try:
+            runpy.run_path(path)
+        except (Exception, SystemExit) as e:  # A file of the user can raise anything.
+            lines = [frame.lineno for frame in traceback.extract_tb(e.__traceback__) if frame.filename == path]
+            line = e.lineno if isinstance(e, SyntaxError) else lines[-1] if lines else None
+            where = path if line is None else f"{path}:{line}"
+            raise UserError(f"{source}: {where}: {type(e).__name__}: {one_line(e)}") from e
+    return files
 
 
 def print0(*args: Any, **kwargs: Any) -> None:

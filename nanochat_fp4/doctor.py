@@ -32,7 +32,7 @@ from pathlib import Path
 import torch
 
 import nanochat_fp4 as nf
-from nanochat_fp4.common import autodetect_device_type, get_base_dir, set_cpu_threads
+from nanochat_fp4.common import add_recipes_argument, autodetect_device_type, get_base_dir, set_cpu_threads
 from nanochat_fp4.console import ArgumentParser
 from nanochat_fp4.devices import median_ms
 from nanochat_fp4.errors import UserError, one_line, run_main
@@ -226,6 +226,7 @@ def what_to_send(folder: Path) -> str:
 
 def main(argv: list[str] | None = None) -> None:
     parser = ArgumentParser(description=__doc__.split("\n")[0])
+    add_recipes_argument(parser)
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--method", default="", help="check this method only (default: those of nf.METHODS)")
     which.add_argument(

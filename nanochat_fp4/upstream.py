@@ -33,7 +33,7 @@ import torch
 from torch import nn
 
 import nanochat_fp4 as nf
-from nanochat_fp4.common import get_dist_info, load_recipes, print0, resolve_method
+from nanochat_fp4.common import add_recipes_argument, get_dist_info, print0, resolve_method
 from nanochat_fp4.console import ArgumentParser
 from nanochat_fp4.errors import UserError, one_line, run_main
 from nanochat_fp4.nvfp4.gram_matrices import GRAM_EVERY, GRAM_TOKENS
@@ -61,8 +61,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     add("script", metavar="SCRIPT", help="as after python -m in the checkout: scripts.base_train")
     text = f"QAT method (default: $QAT_METHOD, else clover): {', '.join(nf.METHODS)}; or a row that --recipes registers"
     add("--method", help=text)
-    text = "Python file that registers methods of your own by nanochat_fp4.register, as $RECIPES does"
-    add("--recipes", type=load_recipes, default="", metavar="FILE.py", help=text)
+    add_recipes_argument(parser)
     text = "full: quantize forward and backward; forward: the backward pass stays in BF16; none: everything does "
     text += "(default: full for base_train and forward for all other scripts)"
     add("--backward", choices=("full", "forward", "none"), help=text)

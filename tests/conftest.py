@@ -20,7 +20,8 @@ if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
 # One thread: tensors this small are faster without a second one, and much faster on a busy machine.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 _BASE_DIR = tempfile.mkdtemp(prefix="nanochat_fp4_tests_")
-for _name in ("QAT_METHOD", "DATA_DIR", "WANDB_RUN", "RANK", "LOCAL_RANK", "WORLD_SIZE", "NANOCHAT_TRACEBACK"):
+_OF_A_USER = "QAT_METHOD RECIPES DATA_DIR WANDB_RUN RANK LOCAL_RANK WORLD_SIZE NANOCHAT_TRACEBACK"
+for _name in _OF_A_USER.split():
     os.environ.pop(_name, None)
 os.environ.update(NANOCHAT_BASE_DIR=_BASE_DIR, WANDB_MODE="disabled", HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1")
 os.environ["NVFP4_COMPILE"] = "1"  # graphs of the reference, which are those of a GPU but for the kernels

@@ -62,7 +62,9 @@ def shell(command: str, environment: dict, cwd: Path = ROOT, **variables: str) -
 def test_help_is_what_the_script_says_of_itself(script):
     done, wrong = (shell(f"bash {script} {flag}", dict(os.environ)) for flag in ("--help", "--depth=4"))
     assert done.returncode == 0 and "PLAN_ONLY=1" in done.stdout and "source dev" not in done.stdout, done
-    assert wrong.returncode == 2 and "'--depth=4'" in wrong.stderr
+    assert wrong.returncode == 2 and "'--depth=4'" in wrong.stderr and "DEPTH=..." in wrong.stderr
+    wrong = shell(f"bash {script} --method clover --recipes mine.py", dict(os.environ))
+    assert wrong.returncode == 2 and "QAT_METHOD=..." in wrong.stderr
 
 
 def smi(environment: dict, script: str) -> None:
@@ -95,6 +97,9 @@ def test_relative_folders_are_the_callers(environment, tmp_path):
     """The scripts work in their own folder."""
     done = shell(f"bash {ROOT}/speedrun_fp4.sh", environment, tmp_path, PLAN_ONLY="1", DATA_DIR="text")
     assert f"DATA_DIR {tmp_path}/text is not there" in done.stderr
+    (tmp_path / "mine.py").write_text("print('mine')")
+    done = shell(f"bash {ROOT}/speedrun_fp4.sh", environment, tmp_path, PLAN_ONLY="1", RECIPES="mine.py,lab/none.py")
+    assert "mine\n" in done.stdout and f"RECIPES: there is no file {tmp_path}/lab/none.py" in done.stderr
 
 
 def test_environment_without_a_module(environment):

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from nanochat_fp4.common import resolve_method
+from nanochat_fp4.common import load_recipes, resolve_method
 from nanochat_fp4.errors import UserError
 from nanochat_fp4.plan.variables import NUMBERS
 
@@ -155,6 +155,7 @@ def _method(environment: Mapping[str, str]) -> str:
     wished, other = environment.get("QAT_METHOD", ""), environment.get("METHOD", "")
     if wished and other and wished != other:
         raise UserError(f"QAT_METHOD={wished} and METHOD={other} are two methods; unset one of them")
+    load_recipes(environment.get("RECIPES", ""), "RECIPES")
     try:
         return resolve_method(wished or other or "clover")
     except UserError as e:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import NoReturn
 
 import nanochat_fp4 as nf
-from nanochat_fp4.common import load_recipes
+from nanochat_fp4.common import add_recipes_argument
 from nanochat_fp4.console import parse_rate
 from nanochat_fp4.errors import UserError
 from nanochat_fp4.models.cross_entropy import HEADS
@@ -147,13 +147,6 @@ def changed_flags(args: argparse.Namespace, defaults: argparse.Namespace) -> str
         else:
             typed.append(f"--{flag}={','.join(map(str, value)) if isinstance(value, list) else value}")
     return " ".join(typed)
-
-
-def add_recipes_argument(parser: argparse.ArgumentParser) -> None:
-    """Adds --recipes. The file is needed for new runs only, because a checkpoint has the recipes that it was trained
-    with."""
-    text = "Python file that registers methods of your own by nanochat_fp4.register, as $RECIPES does"
-    parser.add_argument("--recipes", type=load_recipes, default="", metavar="FILE.py", help=text)
 
 
 def add_method_arguments(parser: argparse.ArgumentParser) -> None:

@@ -103,15 +103,22 @@ def register_recipes(meta: Metadata, where: str) -> None:
     """Registers the recipes that a checkpoint was trained with (Run.record_settings), so that their names are
     methods.
 
-    Raises UserError for a damaged record, and if a name stands for another recipe in this process.
+    Raises UserError for a record that cannot be read, and if a name stands for another recipe in this process.
     """
     try:
-        for record in meta.recipes:
-            register(from_record(record))
+        recipes = [from_record(record) for record in meta.recipes]
     except (TypeError, ValueError) as e:
         raise UserError(
-            f"{where}: the recipe that it was trained with cannot be used here ({one_line(e)}); leave --recipes out, "
-            "or rename the row in its file"
+            f"{where}: the recipe that it was trained with cannot be read ({one_line(e)}); if the rounding is your "
+            "own, name the file that adds it to nanochat_fp4.ROUNDINGS: --recipes=FILE.py, or RECIPES"
+        ) from e
+    try:
+        for recipe in recipes:
+            register(recipe)
+    except ValueError as e:
+        raise UserError(
+            f"{where}: the recipe that it was trained with has a name that --recipes or RECIPES gives to another "
+            f"recipe ({one_line(e)}); leave the file out, or rename the row in it"
         ) from e
 
 

@@ -169,22 +169,73 @@ def test_a_row_of_ones_own_trains_by_name_and_goes_on_without_its_file(tiny_base
 
     methods.REGISTERED.pop("row_of_a_file")
     file.write_text(MINE.format("sr"))
-    with pytest.raises(UserError, match="step 4 in .* another recipe .* leave --recipes"):
+    with pytest.raises(UserError, match="step 4 in .* another recipe .* leave the file out"):
         base_train.main([*flags, "--resume-from-step=latest", f"--recipes={file}"])
+
+
+OWN_ROUNDING = """import dataclasses
+import nanochat_fp4 as nf
+nf.ROUNDINGS["five_over_six"] = dataclasses.replace(nf.ROUNDINGS["four_over_six"], candidates=(1.0, 6 / 5))
+five = nf.Operand("five_over_six")
+nf.register(nf.Recipe("own_rounding", output=nf.Gemm(five, five)))
+"""
+
+
+def test_a_rounding_of_ones_own_is_resumed_and_evaluated_with_and_without_its_file(tiny_base, monkeypatch, capsys):
+    """$RECIPES names the file. Each command is a new process for a user, so what the last one knew is forgotten."""
+    monkeypatch.setattr(methods, "REGISTERED", known := dict(methods.REGISTERED))
+    monkeypatch.setitem(nf.ROUNDINGS, "five_over_six", None)
+    file = tiny_base / "mine.py"
+    file.write_text(OWN_ROUNDING)
+    flags = [*TINY, "--method=own_rounding", "--save-every=2", "--keep-last=-1"]
+
+    def command(main, argv, recipes=""):
+        nf.ROUNDINGS.pop("five_over_six", None)
+        methods.REGISTERED = dict(known)
+        monkeypatch.setenv("RECIPES", recipes)
+        main(argv)
+
+    command(base_train.main, flags, str(file))
+    whole = weights(tiny_base, "d2_own_rounding")
+    loss = ["--model-tag=d2_own_rounding", "--split-tokens=128", "--device-batch-size=2", "--device-type=cpu"]
+    for recipes in (str(file), ""):
+        command(base_train.main, [*flags, "--resume-from-step=2"], recipes)
+        assert same(weights(tiny_base, "d2_own_rounding"), whole)
+        capsys.readouterr()
+        command(base_loss.main, loss, recipes)
+        assert "(own_rounding forward)" in capsys.readouterr().out
+    assert "five_over_six" not in nf.ROUNDINGS
 
 
 @pytest.mark.parametrize(
     "text, message",
     [
         ("", "name a Python file"),
-        ("1 / 0", "ZeroDivisionError: division by zero"),
+        ("1 / 0", "mine.py:1: ZeroDivisionError: division by zero"),
+        ("import nanochat_fp4 as nf\n\nnf.regster(1)\n", "mine.py:3: AttributeError: .* 'regster'"),
+        ("x = 1\ny = (\n", "mine.py:2: SyntaxError: "),
+        ("def f():\n    raise SystemExit(3)\n\nf()\n", "mine.py:2: SystemExit: 3"),
         (MINE.format("rtn").replace("row_of_a_file", "clover"), "'clover' .*another recipe"),
     ],
 )
-def test_a_file_of_rows_that_cannot_be_used_is_one_line(text, message, tmp_path):
+def test_a_file_of_rows_that_cannot_be_used_is_one_line(text, message, tmp_path, monkeypatch):
     file = tmp_path / "mine.py"
     if text:
         file.write_text(text)
     with pytest.raises(UserError, match=f"^--recipes: .*{message}") as e:
         base_train.parse_args([f"--recipes={file}"])
     assert "\n" not in str(e.value)
+    monkeypatch.setenv("RECIPES", str(file))
+    with pytest.raises(UserError, match=f"^RECIPES: .*{message}"):
+        base_train.parse_args([])
+
+
+def test_several_files_of_rows_are_named_with_commas(tmp_path, monkeypatch):
+    monkeypatch.setattr(methods, "REGISTERED", dict(methods.REGISTERED))
+    files = [tmp_path / "first.py", tmp_path / "second.py"]
+    for file in files:
+        file.write_text(MINE.format("rtn").replace("row_of_a_file", file.stem))
+    base_train.parse_args([f"--recipes={files[0]},{files[1]}"])
+    assert {"first", "second"} <= set(methods.REGISTERED)
+    with pytest.raises(UserError, match="no file .*third.py;"):
+        base_train.parse_args([f"--recipes={files[0]},{tmp_path / 'third.py'}"])
