@@ -7,6 +7,7 @@
 # was ignored at its start: kill -INT would not reach the stages. So the script starts again, with SIGINT not ignored.
 if [ -n "$(trap -p INT | grep "''")" ] && [ -f "$ROOT/$(basename "$0")" ]; then
     python=$(find_python) || exit $?
+    cd "${OLDPWD:-$ROOT}" # where the script was started, because relative paths in variables are meant from there
     exec "$python" "$ROOT/dev/interruptible.py" "$BASH" "$ROOT/$(basename "$0")" "$@"
 fi
 

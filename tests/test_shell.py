@@ -100,6 +100,9 @@ def test_relative_folders_are_the_callers(environment, tmp_path):
     (tmp_path / "mine.py").write_text("print('mine')")
     done = shell(f"bash {ROOT}/speedrun_fp4.sh", environment, tmp_path, PLAN_ONLY="1", RECIPES="mine.py,lab/none.py")
     assert "mine\n" in done.stdout and f"RECIPES: there is no file {tmp_path}/lab/none.py" in done.stderr
+    in_background = f"trap '' INT; bash {ROOT}/speedrun_fp4.sh"  # The script starts again, because SIGINT is ignored.
+    done = shell(in_background, environment, tmp_path, PLAN_ONLY="1", DATA_DIR="text")
+    assert f"DATA_DIR {tmp_path}/text is not there" in done.stderr
 
 
 def test_environment_without_a_module(environment):
