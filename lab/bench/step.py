@@ -320,7 +320,7 @@ def time_by_operation(subject: Subject, rows: int) -> list[dict]:
     return summarize(events_of(profile))
 
 
-def time_of_gaps(subject: Subject, rows: int, micro_batches: int) -> dict[str, float]:
+def time_of_gaps(subject: Subject, rows: int, micro_batches: int) -> dict[str, float | None]:
     """wall_and_kernels of a micro-batch, the mean of several that a GPU runs one after the other."""
     subject.prepare(rows)
     ids = subject.tokens(rows)
@@ -332,7 +332,7 @@ def time_of_gaps(subject: Subject, rows: int, micro_batches: int) -> dict[str, f
                 subject.micro_batch(ids, ids)
             subject.synchronize()
     subject.release()
-    return {name: value / micro_batches for name, value in wall_and_kernels(events_of(profile)).items()}
+    return {name: value and value / micro_batches for name, value in wall_and_kernels(events_of(profile)).items()}
 
 
 def events_of(profile: torch.profiler.profile) -> list[dict]:
@@ -342,10 +342,13 @@ def events_of(profile: torch.profiler.profile) -> list[dict]:
         return json.loads(path.read_text())["traceEvents"]
 
 
-def wall_and_kernels(trace: list[dict]) -> dict[str, float]:
+def wall_and_kernels(trace: list[dict]) -> dict[str, float | None]:
     """{wall_ms, kernel_ms, launches}: from the start of the first kernel or copy to the end of the last one, the part
-    of it in which at least one ran, and their number. Their difference is the time that the GPU waits."""
+    of it in which at least one ran, and their number. Their difference is the time that the GPU waits. None
+    for each of them where the profiler saw no kernel."""
     spans = sorted((e["ts"], e["ts"] + e["dur"]) for e in trace if e.get("cat") in ON_GPU)
+    if not spans:
+        return dict.fromkeys(("wall_ms", "kernel_ms", "launches"))
     busy, end = 0.0, spans[0][0]
     for first, last in spans:
         busy += max(0.0, last - max(first, end))

@@ -223,6 +223,8 @@ def bench_depth(args: argparse.Namespace, depth: int, device: torch.device, resu
 
 def show_gaps(record: dict) -> str:
     wall, kernels = record["wall_ms"], record["kernel_ms"]
+    if wall is None:
+        return "A micro-batch in a profile: the profiler saw no kernel of the GPU"
     of_them = f"{kernels:.1f} ms of kernels and {wall - kernels:.1f} ms of gaps, {record['launches']:.0f} launches"
     return f"A micro-batch in a profile: {wall:.1f} ms, that is {of_them}"
 

@@ -344,6 +344,7 @@ def test_gaps_are_the_time_in_which_no_kernel_runs():
     spans = [("kernel", 10, 20), ("gpu_memcpy", 15, 10), ("kernel", 40, 5), ("cuda_runtime", 0, 90)]
     trace = [{"ph": "X", "cat": c, "name": "", "ts": t, "dur": d} for c, t, d in reversed(spans)]
     assert step.wall_and_kernels(trace) == {"wall_ms": 0.035, "kernel_ms": 0.025, "launches": 3}
+    assert step.wall_and_kernels(trace[:1]) == {"wall_ms": None, "kernel_ms": None, "launches": None}
 
 
 # ----------------------------------------------------------------------------------------------------------------------
