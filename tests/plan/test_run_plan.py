@@ -124,6 +124,11 @@ def test_a_small_card_gets_a_smaller_model_unless_the_user_has_chosen():
     assert float(str(e.value).split(" needs ")[1].split()[0]) * 2**30 <= 1.01 * min(way["peak"] for way in ways)
 
 
+def test_a_family_whose_memory_is_not_counted_is_planned_without():
+    run = as_json(gpu="rtx5090", BASE_ARGS="--llama=30M")["runs"][0]
+    assert run["memory"] == [] and run["parameters"] == pytest.approx(30.5e6, rel=0.005)
+
+
 def test_what_does_not_fit_names_the_methods_with_which_it_does():
     """Each remedy that the refusal names passes the plan. Where it fits hardly, the page says the same."""
     with pytest.raises(UserError) as e:
