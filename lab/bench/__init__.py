@@ -1,1 +1,1 @@
-"""Benchmarks of this machine: layers, training steps, memory. `python -m lab.bench` lists them."""
+"""Benchmarks that measure this machine: layers, training steps and memory. `python -m lab.bench` lists them."""

@@ -1,19 +1,19 @@
-"""Benchmarks, each by its name:
+"""Runs one of the benchmarks by its name:
 
     python -m lab.bench layers --models 3B           # the paper's Table 6, against BF16
     python -m lab.bench steps --depth 20             # training steps of whole models: tokens/s, memory, Table 7
-    python -m lab.bench memory                       # what a block keeps for its backward pass, by tensor; no GPU
+    python -m lab.bench memory                       # tensors that a block keeps for its backward pass; without a GPU
     torchrun --nproc_per_node=2 -m lab.bench parallel --parallel fsdp
-    python -m lab.bench compare layers.json steps.json   # beside published numbers
+    python -m lab.bench compare layers.json steps.json   # shows results beside published numbers
 
-`python -m lab.bench NAME --help` has the flags of one.
+`python -m lab.bench NAME --help` prints the flags of a benchmark.
 """
 
 import importlib
 import os
 import sys
 
-os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # read when CUDA starts
+os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # PyTorch reads it when CUDA starts.
 
 from nanochat_fp4.errors import UserError, run_main
 

@@ -1,4 +1,4 @@
-"""The harness of the benchmarks: command lines, timing, clocks and power, results and their files."""
+"""What the benchmarks share: command lines, timing, sampling of clocks and power, results and their files."""
 
 import contextlib
 import ctypes
@@ -27,28 +27,28 @@ from nanochat_fp4.nvfp4.methods import METHODS, get_recipe
 # --------------------------------------------------------------------------------------------------------------------
 # Timing
 
-# What NVML says holds the clock down (nvml.h, nvmlClocksEventReason...). An idle GPU is none of them.
+# The reasons for a lower clock that NVML reports (nvml.h, nvmlClocksEventReason...). An idle GPU is not among them.
 LIMITS = {0x04: "power", 0x08: "hardware", 0x20: "heat", 0x40: "heat", 0x80: "power brake", 0x02: "set", 0x100: "set"}
 
 
 class Monitor:
-    """Samples a GPU's SM clock, power and what limits the clock ten times a second, inside each `with` of it.
+    """Samples a GPU's SM clock, its power and the limits of the clock ten times a second, inside each `with` block.
 
-    Read from NVML, which comes with the driver. Power is what NVML gives, on a Hopper the mean of the last second.
-    Without NVML (or CUDA) there are no samples.
+    The numbers come from NVML, which is part of the driver. On a Hopper NVML's power is the mean of the last second.
+    Without NVML or CUDA there are no samples.
     """
 
     def __init__(self, interval: float = 0.1):
         self.interval = interval
-        self.samples: list[tuple[float, float, int]] = []  # MHz, W, bits of LIMITS
-        self._questions: list[Callable] = []  # each puts one value into a reference; its result is 0, or an error
+        self.samples: list[tuple[float, float, int]] = []  # Each is MHz, W and bits of LIMITS.
+        self._questions: list[Callable] = []  # Each one writes a value to a reference, and returns 0 or an error.
         if torch.cuda.is_available():
             with contextlib.suppress(OSError, AttributeError):
                 nvml, handle = ctypes.CDLL("libnvidia-ml.so.1"), ctypes.c_void_p()
                 uuid = f"GPU-{torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}".encode()
                 if nvml.nvmlInit_v2() == 0 and nvml.nvmlDeviceGetHandleByUUID(uuid, ctypes.byref(handle)) == 0:
                     self._questions = [
-                        functools.partial(nvml.nvmlDeviceGetClockInfo, handle, 1),  # 1: the SMs
+                        functools.partial(nvml.nvmlDeviceGetClockInfo, handle, 1),  # 1 is the clock of the SMs.
                         functools.partial(nvml.nvmlDeviceGetPowerUsage, handle),
                         functools.partial(nvml.nvmlDeviceGetCurrentClocksThrottleReasons, handle),
                     ]
@@ -71,7 +71,8 @@ class Monitor:
         self._thread.join()
 
     def summary(self) -> dict[str, float | str | None]:
-        """{mhz, watts: means; limit: what held the clock down, and in which share of the samples}; None if unknown."""
+        """Returns {"mhz", "watts": means, "limit": the reasons for a lower clock, with their shares of the samples}.
+        Values are None if there are no samples."""
         if not self.samples:
             return {"mhz": None, "watts": None, "limit": None}
         mhz, watts, limits = zip(*self.samples)
@@ -83,7 +84,8 @@ class Monitor:
 
 
 def timed(function: Callable[[], object], calls: int) -> list[float]:
-    """Milliseconds of each of so many calls: by CUDA's events on a GPU, by the processor's clock without one."""
+    """Returns the milliseconds of each of so many calls, measured by CUDA events on a GPU and by the processor's clock
+    without one."""
     if not torch.cuda.is_available():
         times = [time.perf_counter()]
         for _ in range(calls):
@@ -100,9 +102,10 @@ def timed(function: Callable[[], object], calls: int) -> list[float]:
 
 
 def steady(functions: dict[str, Callable[[], object]], seconds: float) -> dict:
-    """{name: {ms, spread, mhz, watts, limit}}: each function's own steady state, visited twice, in opposite orders.
+    """Times each function in its own steady state. Returns {name: {ms, spread, mhz, watts, limit}}.
 
-    A visit is `seconds` of calls to warm up and as many that are timed.
+    Each function is visited twice, in opposite orders of the functions. A visit consists of `seconds` of calls to warm
+    up and as many calls that are timed.
     """
     visits: dict[str, list[list[float]]] = {name: [] for name in functions}
     monitors = {name: Monitor() for name in functions}
@@ -128,14 +131,16 @@ def steady(functions: dict[str, Callable[[], object]], seconds: float) -> dict:
 
 
 def argument_parser(doc: str) -> ArgumentParser:
-    """A benchmark's parser: its flags are the caller's, but for --json."""
+    """Returns the parser of a benchmark, described by the first line of its docstring. It has the flag --json. The
+    caller adds the others."""
     parser = ArgumentParser(description=doc.strip().split("\n")[0])
     parser.add_argument("--json", default="", help="where to write the numbers (default: bench/ in the base directory)")
     return parser
 
 
 def some_of(flag: str, text: str, known: Iterable[str]) -> list[str]:
-    """The names in a flag's value, with commas. Raises UserError for none, and for one that is not known."""
+    """Returns the names in a flag's value, which are separated by commas. Raises UserError if there are none, and for
+    an unknown name."""
     names, known = [name for name in text.split(",") if name], list(known)
     if not names or not set(names) <= set(known):
         raise UserError(f"{flag} is {text!r}, expected some of {', '.join(known)}, with commas")
@@ -143,13 +148,14 @@ def some_of(flag: str, text: str, known: Iterable[str]) -> list[str]:
 
 
 def methods_of(text: str) -> list[str]:
-    """ "bf16", then the methods in a flag's value (all: every one), each once. Raises ValueError for an unknown one."""
+    """Returns "bf16" and then the methods in a flag's value, each once. "all" stands for every method. Raises
+    ValueError for an unknown method."""
     names = METHODS | RECIPES if text == "all" else [get_recipe(m).name for m in text.split(",") if m]
     return list(dict.fromkeys(["bf16", *names]))
 
 
 def new_model(config: GPTConfig, device: torch.device) -> GPT:
-    """nanochat's model, with new weights."""
+    """Returns nanochat's model with new weights."""
     with torch.device("meta"):
         model = GPT(config)
     model.to_empty(device=device)
@@ -158,14 +164,15 @@ def new_model(config: GPTConfig, device: torch.device) -> GPT:
 
 
 def need_cuda(what: str) -> torch.device:
-    """Raises UserError where there is no GPU."""
+    """Returns the CUDA device. Raises UserError if there is none."""
     if not torch.cuda.is_available():
         raise UserError(f"lab.bench {what} times CUDA kernels and there is no CUDA device; run it on a GPU")
     return torch.device("cuda")
 
 
 def show(records: Iterable[dict], columns: dict[str, tuple[str, str]]) -> str:
-    """A table of records. columns: title -> (key of a record, format); "-" where a record has no such number."""
+    """Returns a table of records as text. `columns` has for each title the key of a record and a format. A cell is "-"
+    if a record has no such number."""
 
     def cell(value: Any, form: str) -> Any:
         return "-" if value is None else form.format(value) if form else value
@@ -175,16 +182,16 @@ def show(records: Iterable[dict], columns: dict[str, tuple[str, str]]) -> str:
 
 @dataclass
 class Results:
-    """What a benchmark has measured so far, and its file."""
+    """The measurements of a benchmark so far, and their file."""
 
     name: str
-    path: str  # "" for bench/<name>.json in the base directory
+    path: str  # "" stands for bench/<name>.json in the base directory.
     settings: dict
     records: list[dict] = field(default_factory=list)
     environment: dict = field(default_factory=environment_info)
 
     def write(self) -> Path:
-        """The records, the settings and the machine; returns where."""
+        """Writes the records, the settings and the machine. Returns the path of the file."""
         target = Path(self.path or Path(get_base_dir()) / "bench" / f"{self.name}.json")
         target.parent.mkdir(parents=True, exist_ok=True)
         content = {"benchmark": self.name, "settings": self.settings, "environment": self.environment}
@@ -193,7 +200,7 @@ class Results:
         return target
 
     def finish(self, problems: Iterable[str] = ()) -> None:
-        """Writes the file and says where. Raises UserError if a result was wrong."""
+        """Writes the file and prints its path. Raises UserError if results were wrong."""
         print(f"written to {self.write()}")
         if problems := list(problems):
             raise UserError(f"not timed, because the result is wrong: {'; '.join(problems)}")

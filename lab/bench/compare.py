@@ -1,9 +1,9 @@
-"""What lab.bench measured beside published numbers, and the file that the owner of a card sends.
+"""Shows measurements of lab.bench beside published numbers, and writes the file that the owner of a card can send.
 
     python -m lab.bench compare layers.json steps.json --card my_card.json
 
-Published are whole steps and linear layers that others, or this project, measured. They are not of this machine: text,
-batch and versions differ, so compare ratios to BF16 before tokens/s.
+The published numbers are whole steps and linear layers that others, or this project, measured on other machines. Text,
+batch and versions differ, so ratios to BF16 can be compared rather than tokens/s.
 """
 
 import json
@@ -15,8 +15,9 @@ from nanochat_fp4.errors import UserError
 from nanochat_fp4.files import atomic_write
 from nanochat_fp4.plan.cards import read_cards
 
-# (GPU, model, pass): milliseconds of forward and backward of the paper's Table 6 in BF16 and NVFP4. RTX 5090: Quartet
-# II, notebooks/plots.ipynb. H200: lab/results/bench.json, where 4 bits are emulated.
+# (GPU, model) -> milliseconds of forward and backward of the layers of the paper's Table 6 in BF16 and NVFP4. The
+# source for the RTX 5090 is Quartet II, notebooks/plots.ipynb. That for the H200, where 4 bits are emulated, is
+# lab/results/bench.json.
 LAYERS = {
     ("RTX 5090, Quartet II", "800M"): (24.1, 7.71),
     ("RTX 5090, Quartet II", "3B"): (51.0, 14.01),
@@ -26,14 +27,15 @@ LAYERS = {
     ("H200, here", "3B"): (17.20, 19.28),
     ("H200, here", "7B"): (30.74, 33.10),
 }
-# What a card's file holds: nothing that the owner of the machine named.
+# The fields that a card's file holds. None of them was named by the owner of the machine.
 ENVIRONMENT = ("python", "torch", "triton", "cuda", "gpu", "gpu_count", "gpu_memory_gb", "compute_capability", "driver")
 SETTINGS = ("tokens", "seq_len", "vocab_size", "total_batch_size", "window_pattern", "memory_cap")
 NAMES = ("model", "pass", "method", "mode", "variant", "recompute", "name", "limit")
 
 
 def published_steps() -> dict[tuple[str, int], tuple[float, float]]:
-    """(card and source, depth) -> tokens/s in BF16, or FP8 where it was not timed, and in NVFP4 (cards.json)."""
+    """Returns the published whole steps of cards.json: (card and source, depth) -> tokens/s in BF16 and in NVFP4. If
+    BF16 was not timed, FP8 takes its place."""
     found = {}
     for card in read_cards():
         for rate in card.rates:
@@ -46,7 +48,7 @@ def published_steps() -> dict[tuple[str, int], tuple[float, float]]:
 
 
 def read(path: str) -> dict:
-    """The content of a file of lab.bench. Raises UserError for another file."""
+    """Returns the content of a file of lab.bench. Raises UserError for any other file."""
     try:
         content = json.loads(Path(path).read_text(encoding="utf-8"))
         _ = content["environment"]["gpu"], content["records"], content["benchmark"], content["settings"]
@@ -56,7 +58,8 @@ def read(path: str) -> dict:
 
 
 def card(parts: list[dict], statuses: dict[str, int]) -> dict:
-    """What the owner of a card sends: numbers, versions, the names of GPU and methods. statuses: of measure.sh."""
+    """Returns the content that the owner of a card sends: numbers, versions, and the names of the GPU and the methods.
+    `statuses` are the exit statuses of the parts of dev/measure.sh."""
     kept = []
     for part in parts:
         kept.append({"benchmark": part["benchmark"], "records": []})
@@ -69,7 +72,8 @@ def card(parts: list[dict], statuses: dict[str, int]) -> dict:
 
 
 def comparison(parts: list[dict]) -> list[list[str]]:
-    """[what, where, BF16, 4 bits, speed-up] of what was measured, and below each the same that was published."""
+    """Returns rows [what, where, BF16, 4 bits, speed-up]. Below each measurement stand the published ones of the same
+    layers or steps."""
     rows = []
     for part in parts:
         here = part["environment"]["gpu"] or "this CPU"

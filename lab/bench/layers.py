@@ -1,20 +1,20 @@
-"""Time of the linear layers of the paper's Table 6, forward and forward+backward, against BF16 in the same run.
+"""Times the linear layers of the paper's Table 6, forward and forward+backward, beside BF16 in the same run.
 
     python -m lab.bench layers                                              # 800M, 3B, 7B; the training methods
     python -m lab.bench layers --models 3B --methods clover --passes forward+backward --eager
-    python -m lab.bench layers --models tiny --tokens 256 --seconds 0.01 --eager        # does it run; also on a CPU
+    python -m lab.bench layers --models tiny --tokens 256 --seconds 0.01 --eager        # a trial, also on a CPU
 
-The baseline is nn.Linear with FP32 weights under BF16 autocast, as nanochat trains; every method runs under the same
-autocast on the same tensors. A call is all four layers of a model, one after the other: as a CUDA graph (the GPU's work
-without the host's), or eagerly.
+The baseline is nn.Linear with FP32 weights under BF16 autocast, as nanochat trains. Every method runs under the same
+autocast on the same tensors. A call computes all four layers of a model, one after the other. It is a CUDA graph, which
+times the GPU's work without the host's, or with --eager it is launched from the host.
 
-A GPU at its power limit lowers its clock, and how far depends on what it computes. So each method is timed in a steady
-state of its own, as in a training run: --seconds of calls to warm up, then as many that are timed, twice, in opposite
-orders of the methods. A number is the median of all timed calls; "spread" is how far the medians of the two visits are
-apart; MHz, W and what limits the clock were sampled by NVML while the calls ran.
+At its power limit a GPU lowers its clock, and how far depends on what it computes. Each method is therefore timed in a
+steady state of its own, as in a training run. Calls warm up for --seconds, and as many are timed. This happens twice,
+in opposite orders of the methods. "ms" is the median of all timed calls, and "spread" is the distance of the medians of
+both visits. MHz, W and the limits of the clock were sampled by NVML while the calls ran.
 
-Nothing is timed before its result was compared: with the reference (nanochat_fp4.self_check), and, on the very tensors
-that are timed, with BF16. The JSON is written as the numbers come.
+A method is timed only after its results were compared with the reference (nanochat_fp4.self_check) and, on the tensors
+that are timed, with BF16. The JSON is written whenever there are new numbers.
 """
 
 import functools
@@ -34,12 +34,13 @@ LAYER_SETS: dict[str, dict[str, tuple[int, int]]] = {
     "3B": {"qkv": (3072, 9216), "out": (3072, 3072), "upgate": (3072, 16384), "down": (8192, 3072)},
     "7B": {"qkv": (4096, 12288), "out": (4096, 4096), "upgate": (4096, 22016), "down": (11008, 4096)},
     "22B": {"qkv": (6144, 18432), "out": (6144, 6144), "upgate": (6144, 32768), "down": (16384, 6144)},
-    "tiny": {"upgate": (128, 256), "down": (256, 128)},  # to try the program out, also on a CPU
+    "tiny": {"upgate": (128, 256), "down": (256, 128)},  # This set tries the program out, also on a CPU.
 }
-TOKENS = 8 * 2048  # the paper, Appendix D.1: batch 8, sequence 2048
+TOKENS = 8 * 2048  # A batch of 8 and a sequence of 2048 (the paper, Appendix D.1).
 METHODS = ("fp8", "clover", "clover_search", "nvidia", "tetrajet_v2")
-PASSES = {"forward": "forward", "forward+backward": "forward_backward"}  # and the method of Layer
-# Relative square errors against BF16: rounding of two operands in the forward pass (0.02), of four in a gradient.
+PASSES = {"forward": "forward", "forward+backward": "forward_backward"}  # The name of a pass -> the method of Layer.
+# Limits of the relative square error against BF16. It is the rounding error of two operands in the forward pass (0.02),
+# and of four operands in a gradient.
 LIMITS = {"output": 0.05, "grad_input": 0.15, "grad_weight": 0.15}
 COLUMNS = {
     "model": ("model", ""), "mode": ("mode", ""), "pass": ("pass", ""), "method": ("method", ""), "ms": ("ms", ""),
@@ -49,7 +50,7 @@ COLUMNS = {
 
 
 class Layer:
-    """One linear layer with its input and grad_output, ready to be called again and again."""
+    """A linear layer with its input and grad_output, which can be called again and again."""
 
     def __init__(self, method: str, in_features: int, out_features: int, weight, x, e):
         if method == "bf16":
@@ -73,7 +74,7 @@ class Layer:
 
 
 def graphed(function: Callable[[], object]) -> Callable[[], None]:
-    """The function as replays of a CUDA graph."""
+    """Captures the function in a CUDA graph. Returns a function that replays it."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -87,16 +88,17 @@ def graphed(function: Callable[[], object]) -> Callable[[], None]:
 
 
 def wrong(label: str, got: tuple[torch.Tensor, ...], want: tuple[torch.Tensor, ...]) -> str | None:
-    """Why the results of a method, next to those of BF16, are no quantized results; or None."""
+    """Returns the reason why the results of a method are too far from those of BF16 to be right, or None."""
     for (name, limit), g, w in zip(LIMITS.items(), got, want):
         error = relative_square_error(g, w)
-        if not error < limit:  # NaN included
+        if not error < limit:  # NaN is refused, too.
             return f"{label}: {name} is off BF16 by a relative square error of {error:.1e}, expected below {limit}"
     return None
 
 
 def layers_of(model: str, methods: list[str], tokens: int, device, problems: dict[str, str]) -> dict[str, list[Layer]]:
-    """The layers of each method, on the same tensors; a method that is wrong goes to `problems` instead."""
+    """Returns the layers of each method, on the same tensors. A method with wrong results is added to `problems`
+    instead."""
     layers: dict[str, list[Layer]] = {m: [] for m in methods if m not in problems}
     for layer_name, (k, n) in LAYER_SETS[model].items():
         torch.manual_seed(0)
@@ -119,7 +121,7 @@ def call(layers: list[Layer], which: str) -> None:
 
 
 def on_a_cpu(models: list[str], mode: str) -> bool:
-    """Whether the layers run without a GPU: the tiny ones alone, and no CUDA graph of them."""
+    """Returns True if the layers are to run without a GPU. Only the tiny ones can do so, and without a CUDA graph."""
     return not torch.cuda.is_available() and models == ["tiny"] and mode == "eager"
 
 
@@ -133,8 +135,8 @@ def measure(
     models: list[str], methods: list[str], tokens: int, passes: list[str], seconds: float, results: common.Results,
     mode: str = "graph",
 ) -> list[str]:  # fmt: skip
-    """The problems. The results get a record for each model, pass and method that is right, and are written whenever
-    there are more."""
+    """Measures the layers and returns the problems. `results` gets a record for each model, pass and method that is
+    right, and is written whenever there are new records."""
     device = torch.device("cpu") if on_a_cpu(models, mode) else common.need_cuda("layers")
     problems = {m: p for m in methods if (p := layer_problem(device, m))}
     if "bf16" in problems:

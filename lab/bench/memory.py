@@ -1,12 +1,12 @@
-"""What a block of the model keeps for its backward pass: tensor by tensor, in bytes per token, BF16 beside a method.
+"""Counts the tensors that a block of the model keeps for its backward pass, in bytes per token, with BF16 and a method.
 
-    python -m lab.bench memory                             # d26, clover; a minute on a laptop, no GPU needed
+    python -m lab.bench memory                             # d26, clover; takes a minute on a laptop and needs no GPU
     python -m lab.bench memory --depth 20 --methods clover,nvidia
 
-Counted by autograd's saved-tensor hooks, each storage once, under the line of gpt.py that keeps it first. Left out are
-parameters and what does not grow with the tokens (weight codes, rotary tables). Residual stream and products are BF16,
-as on CUDA. torch.compile decides anew what to keep and what to compute again, so a GPU may differ: what it really keeps
-is measured by lab.bench steps.
+Autograd's hooks for saved tensors count each storage once, under the line of gpt.py that keeps it first. Parameters are
+left out, and so are tensors whose size does not depend on the number of tokens (codes of weights, rotary tables). The
+residual stream and products are BF16, as on CUDA. torch.compile makes its own choice of the tensors that are kept and
+computed again, so a GPU may differ. lab.bench steps measures what a GPU really keeps.
 """
 
 import itertools
@@ -23,7 +23,7 @@ from nanochat_fp4.models import gpt
 from nanochat_fp4.models import recompute as from_codes
 from nanochat_fp4.models.gpt import RECOMPUTE
 
-# Parts of the lines of gpt.py and recompute.py that keep tensors, and what these are.
+# Parts of the lines of gpt.py and recompute.py that keep tensors -> the names of these tensors.
 NAMES = {
     "= resid_lambda * x": "residual stream, for the gradient of resid_lambda",
     "_MixedNorm.apply": "residual stream, for the gradient of resid_lambda",
@@ -47,7 +47,7 @@ NAMES = {
 
 
 def _line() -> str:
-    """The line of gpt.py or recompute.py that is being executed."""
+    """Returns the line of gpt.py or recompute.py that is being executed."""
     frame = sys._getframe(1)
     while frame is not None:
         if frame.f_code.co_filename in (gpt.__file__, from_codes.__file__):
@@ -57,8 +57,9 @@ def _line() -> str:
 
 
 def kept_bytes(model: torch.nn.Module, forward: Callable[[], torch.Tensor]) -> dict[str, int]:
-    """{line of gpt.py: bytes} that autograd keeps of forward() until its result is let go of."""
-    kept = {p.untyped_storage()._cdata: p.untyped_storage() for p in model.parameters()}  # fake ones have no address
+    """Returns the bytes that autograd keeps of forward() for the backward pass: {line of gpt.py: bytes}."""
+    # Storages are told apart by _cdata, because fake ones have no address.
+    kept = {p.untyped_storage()._cdata: p.untyped_storage() for p in model.parameters()}
     lines: dict[str, int] = {}
 
     def pack(t: torch.Tensor) -> torch.Tensor:
@@ -77,7 +78,7 @@ def kept_bytes(model: torch.nn.Module, forward: Callable[[], torch.Tensor]) -> d
 def per_token_and_layer(
     config: gpt.GPTConfig, method: str, recompute: str, tokens: int = 32
 ) -> tuple[dict[str, float], float]:
-    """({line: bytes per token of one block}, bytes per token of everything that is not in a block).
+    """Returns ({line: bytes per token of one block}, bytes per token of everything outside of the blocks).
 
     Under FakeTensorMode nothing is computed, and the bytes are the same.
     """
@@ -87,7 +88,7 @@ def per_token_and_layer(
             model = gpt.GPT(replace(config, n_layer=layers, sequence_len=tokens, window_pattern="L"))
             model.init_weights()
             wte = model.transformer.wte
-            wte.weight = torch.nn.Parameter(wte.weight.detach().bfloat16())  # as on CUDA
+            wte.weight = torch.nn.Parameter(wte.weight.detach().bfloat16())  # It is BF16 on CUDA.
             nf.convert(model, method, verbose=False)
             model.recompute = recompute
             ids = torch.zeros(rows, tokens, dtype=torch.int64)
@@ -104,9 +105,10 @@ def per_token_and_layer(
 
 
 def account(config: gpt.GPTConfig, methods: list[str]) -> list[dict]:
-    """A record for each method and what it recomputes: bytes per token of a block by tensor, their sum, the rest.
+    """Returns a record for each method and kind of recomputation: the bytes per token of a block by tensor, their sum,
+    and the bytes per token outside of the blocks.
 
-    methods: "bf16" first, whose block without recomputation is the unit of the ratios.
+    methods: "bf16" must be the first. Its block without recomputation is the unit of the ratios.
     """
     records = []
     for method, recompute in itertools.product(methods, RECOMPUTE):
@@ -125,7 +127,7 @@ def label(record: dict) -> str:
 
 
 def show(records: list[dict]) -> str:
-    """A Markdown table."""
+    """Returns the records as a Markdown table."""
     names = list(dict.fromkeys([*NAMES.values(), *(n for r in records for n in r["tensors"])]))
     rows = [(name, [r["tensors"].get(name) for r in records]) for name in names]
     rows = [(name, ["-" if n is None else f"{n:,.0f}" for n in cells]) for name, cells in rows if any(cells)]

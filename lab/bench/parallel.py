@@ -1,12 +1,15 @@
-"""Time and memory of whole training steps on several GPUs: ddp, FSDP, tensor and sequence parallelism (times ddp).
+"""Measures the time and memory of whole training steps on several GPUs, with ddp, FSDP, or tensor and sequence
+parallelism (which may be combined with ddp).
 
     torchrun --standalone --nproc_per_node=2 -m lab.bench parallel --depth 26 --parallel ddp
     torchrun --standalone --nproc_per_node=2 -m lab.bench parallel --depth 26 --parallel fsdp --gather codes
     torchrun --standalone --nproc_per_node=4 -m lab.bench parallel --depth 32 --parallel tp --tensor-parallel 2
 
-Made-up tokens, nanochat's GPT and optimizers. After a step to warm up and one whose memory is read there are steps for
---seconds: their median. One row is appended to --json.
-On a CPU: --depth 2 --aspect-ratio 64 --vocab-size 512 --seq-len 64 --micro-batch 2 --total-batch-size 512 --seconds 1.
+The model is nanochat's GPT with its optimizers, on random tokens. The first step warms up, and the memory of the second
+one is read. Further steps run for --seconds, and their median time is taken. One row is appended to --json. These flags
+suit a CPU:
+
+    --depth 2 --aspect-ratio 64 --vocab-size 512 --seq-len 64 --micro-batch 2 --total-batch-size 512 --seconds 1
 """
 
 import argparse
@@ -63,7 +66,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def make_step(args: argparse.Namespace, device: torch.device, world_size: int) -> tuple[TrainingStep, str]:
-    """(step, what it is called in the rows)"""
+    """Returns (the training step, the name of its kind of parallelism in the rows)."""
     if args.parallel == "fsdp" and world_size == 1:
         raise UserError("one process has nobody to share weights with; start several with torchrun, or use ddp")
     config = config_from_depth(args.depth, args.vocab_size, args.seq_len, args.head_dim, args.aspect_ratio)
@@ -73,7 +76,7 @@ def make_step(args: argparse.Namespace, device: torch.device, world_size: int) -
     mode = "ddp" if alone else args.parallel
     if mode == "fsdp":
         layers = shard(model, torch.bfloat16 if cuda else None, codes=args.gather == "codes")
-        mode = "fsdp_codes" if layers else "fsdp_bf16"  # of bf16 nothing travels as codes
+        mode = "fsdp_codes" if layers else "fsdp_bf16"  # With the method bf16 no layer is gathered as codes.
     if mode == "tp":
         divide(model, args.tensor_parallel)
     forward = compile_layers(model) if (cuda if args.compile is None else args.compile) else model
@@ -83,7 +86,7 @@ def make_step(args: argparse.Namespace, device: torch.device, world_size: int) -
 
 
 def state_bytes(step: TrainingStep) -> int:
-    """Of this process: weights, their gradients, and what the optimizers keep."""
+    """Returns the bytes that this process holds of weights, their gradients, and the states of the optimizers."""
     weights = sum(2 * local(p).nbytes for p in step.model.parameters())
     states = (t for o in step.optimizers for s in o.state.values() for t in s.values())
     return weights + sum(t.nbytes for t in states if torch.is_tensor(t))
@@ -96,10 +99,10 @@ def measure(args: argparse.Namespace, device: torch.device, rank: int, world_siz
     micro_batches = plan_accumulation(*of_batch, flag="--micro-batch")
     tokens = torch.randint(args.vocab_size, (args.micro_batch, args.seq_len + 1), device=device)
     batch = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
-    torch.manual_seed(rank // divided)  # noise of its own
+    torch.manual_seed(rank // divided)  # Processes that compute different rows have different rounding noise.
 
     def run(count: int = micro_batches) -> tuple[float, int, Any]:
-        """One step: (seconds, bytes held between the last backward pass and the update, loss)."""
+        """Runs a step. Returns (seconds, bytes held between the last backward pass and the update, loss)."""
         step.synchronize()
         began = time.perf_counter()
         with step.micro_batches(count):
@@ -111,7 +114,7 @@ def measure(args: argparse.Namespace, device: torch.device, rank: int, world_siz
         step.synchronize()
         return time.perf_counter() - began, held, loss
 
-    run(min(2, micro_batches))  # compiles
+    run(min(2, micro_batches))  # This step compiles.
     seconds, held, _ = run()
     steps = torch.tensor(min(50, max(2, args.seconds / seconds)), device=device)
     if is_ddp_initialized():

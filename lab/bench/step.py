@@ -1,4 +1,5 @@
-"""A model whose training step is timed in parts, as any method: micro-batch, memory, time, time by operation."""
+"""A model whose training step is measured with any method: its largest micro-batch, its memory, the time of its parts,
+and the time by operation."""
 
 import functools
 import gc
@@ -35,8 +36,8 @@ from nanochat_fp4.training.step import TrainingStep
 
 @dataclass(frozen=True)
 class Variant:
-    """A method, what it computes twice, the rows of its micro-batch where it has a size of its own, and whether this
-    micro-batch is replayed as a CUDA graph."""
+    """A way to train that is measured: a method, the tensors that are computed twice, the rows of the micro-batch if it
+    has a size of its own, and whether the micro-batch is replayed as a CUDA graph."""
 
     method: str
     recompute: str = "none"
@@ -50,7 +51,7 @@ class Variant:
 
 
 class Subject(TrainingStep):
-    """The training step of base_train on made-up tokens, in turns as each of the variants."""
+    """The training step of base_train on random tokens. It becomes one variant after the other."""
 
     def __init__(
         self,
@@ -75,24 +76,24 @@ class Subject(TrainingStep):
             if isinstance(module, QuantLinear):
                 module.set_recipe(recipe)
         self.model.recompute = variant.recompute
-        self.release()  # what one that failed in the middle of a step has left
+        self.release()  # A variant that failed in the middle of a step may have left gradients.
 
     def release(self) -> None:
-        """Lets go of what a variant keeps between its steps."""
+        """Frees the memory that a variant keeps between its steps."""
         self.model.zero_grad(set_to_none=True)
 
     def prepare(self, rows: int) -> None:
-        """Does what must precede the steps of a turn that are timed."""
+        """Prepares a turn. This work is not timed."""
 
     def bytes_for_replays(self) -> int:
-        """Memory that nothing uses now and that is taken all the same."""
+        """Returns the bytes that are reserved for replays although nothing uses them now."""
         return 0
 
     def tokens(self, rows: int) -> torch.Tensor:
         return torch.randint(self.vocab_size, (rows, self.sequence_len), device=self.device)
 
     def passes(self, rows: int) -> None:
-        """Two micro-batches: the second one finds gradients to add to."""
+        """Runs two micro-batches, of which the second one adds to gradients."""
         ids = self.tokens(rows)
         with self.micro_batches(2):
             for _ in range(2):
@@ -102,7 +103,7 @@ class Subject(TrainingStep):
 class GraphedSubject(Subject, GraphedStep):
     """A Subject that replays its micro-batches as CUDA graphs, by the code of base_train --cuda-graph.
 
-    One variant's graphs are kept at a time: their memory is as large as that of a micro-batch.
+    Only the graphs of one variant are kept at a time, because they take as much memory as a micro-batch.
     """
 
     def release(self) -> None:
@@ -110,7 +111,7 @@ class GraphedSubject(Subject, GraphedStep):
         self.drop_graphs()
 
     def passes(self, rows: int) -> None:
-        """Micro-batches without graphs, which compile, and those that capture graphs."""
+        """Runs micro-batches without graphs, which compile, and then micro-batches that capture graphs."""
         self.release()
         super().passes(rows)
         if self.problem is None:
@@ -122,7 +123,8 @@ class GraphedSubject(Subject, GraphedStep):
             self.passes(rows)
 
     def bytes_for_replays(self) -> int:
-        """Memory of the captured graphs' pool that a replay will use. Other work cannot have it in between."""
+        """Returns the bytes in the pool of the captured graphs that a replay will use. Other work cannot use this
+        memory in between."""
         if self.captured is None:
             return 0
         torch.cuda.empty_cache()
@@ -130,7 +132,7 @@ class GraphedSubject(Subject, GraphedStep):
 
 
 class NanochatSubject(Subject):
-    """The model and optimizers of a real checkout: f5425245f, or a later one, which needs no autocast."""
+    """The model and optimizers of a nanochat checkout: f5425245f, or a later one, which needs no autocast."""
 
     def __init__(self, folder: str, config: GPTConfig, device: torch.device, compiled: bool):
         sys.path.insert(0, folder)
@@ -168,7 +170,8 @@ class NanochatSubject(Subject):
 
 
 def peaks_of_a_step(subject: Subject, rows: int) -> tuple[int, int]:
-    """Bytes at the peak of two micro-batches and of the update. torch.OutOfMemoryError where they do not fit."""
+    """Returns the bytes at the peak of two micro-batches, and at the peak of the update. Raises torch.OutOfMemoryError
+    if they do not fit."""
 
     def peak(work: Callable[[], None]) -> int:
         torch.cuda.reset_peak_memory_stats()
@@ -187,11 +190,12 @@ def peaks_of_a_step(subject: Subject, rows: int) -> tuple[int, int]:
 def find_micro_batch(
     subject: Subject, rows: int, budget: int, peaks: Callable = peaks_of_a_step
 ) -> tuple[int, dict[int, int], int]:
-    """(the largest micro-batch whose step fits, peaks of the passes of those that fit, peak of the update, which does
-    not depend on them), for `rows` rows a step.
+    """Finds the largest micro-batch whose step fits into `budget`, for steps of `rows` rows. Returns (this micro-batch,
+    the peak of the passes for each micro-batch that fits, the peak of the update). The last one does not depend on the
+    micro-batch.
 
-    Sizes are the divisors of `rows`; few are tried, as every size has to be compiled. Raises UserError where not even
-    one row fits.
+    The candidates are the divisors of `rows`. Few of them are tried, because every size has to be compiled. Raises
+    UserError if not even one row fits.
     """
     passes, update = {}, 0
 
@@ -203,7 +207,8 @@ def find_micro_batch(
         return found
 
     def steps(size: int) -> int:
-        return (peak(size), peak(size))[1] if size == 1 else peak(size)  # the first step makes the optimizers' states
+        # With one row two steps run, because the first one makes the optimizers' states.
+        return (peak(size), peak(size))[1] if size == 1 else peak(size)
 
     size = largest_micro_batch(rows, steps, budget, limit=rows)
     if size is None:
@@ -217,7 +222,7 @@ def find_micro_batch(
 
 
 class Stopwatch:
-    """Milliseconds of pieces of work, by CUDA events or the CPU's clock."""
+    """Measures pieces of work in milliseconds, by CUDA events or by the CPU's clock."""
 
     def __init__(self, device: torch.device):
         self.cuda = device.type == "cuda"
@@ -244,12 +249,12 @@ class Stopwatch:
 
 
 def compiled_graphs() -> int:
-    """Graphs that torch.compile has made in this process."""
+    """Returns the number of graphs that torch.compile has made in this process."""
     return torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
 def run_steps(subject: Subject, rows: int, micro_batches: int, watch: Stopwatch) -> None:
-    """One optimizer step of a few timed micro-batches."""
+    """Runs one optimizer step with a few micro-batches, and times its parts."""
     subject.prepare(rows)
     ids = subject.tokens(rows)
     codes = subject.micro_batches(2)
@@ -269,7 +274,7 @@ def run_steps(subject: Subject, rows: int, micro_batches: int, watch: Stopwatch)
 # ----------------------------------------------------------------------------------------------------------------------
 # Time by operation (the paper's Table 7), from a trace of PyTorch's profiler
 
-# Kinds of work, by parts of the names of a kernel or of the operators that launched it; the first that fits counts.
+# Kinds of work, by parts of the name of a kernel or of the operators that launched it. The first kind that fits counts.
 KINDS = (
     ("LM head and loss", ("linear_cross_entropy", "_chunk_loss", "chunk_loss", "losses_kernel", "gradient_codes")),
     ("attention", ("flash", "fmha", "attention", "flex", "sdpa")),
@@ -288,27 +293,29 @@ KINDS = (
     ("communication and copies", ("memcpy", "memset", "copy_", "::cat", "::clone", "nccl")),
 )  # fmt: skip
 OTHER = "other element-wise"
-ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")  # a trace's categories
+ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")  # The categories of a trace's events that run on the GPU.
 
 
 def kind_of(names: list[str]) -> str:
-    """The kind of work of a kernel: names are its own, then those of what launched it, inside out."""
+    """Returns the kind of work of a kernel. `names` are its own name, and then those of the operators that launched it,
+    from the inside out."""
     first = min(map(first_fit, names), default=len(KINDS))
     return KINDS[first][0] if first < len(KINDS) else OTHER
 
 
-@functools.cache  # a trace has thousands of events and few names
+@functools.cache  # A trace has thousands of events and few names.
 def first_fit(name: str) -> int:
-    """Index of the first of KINDS that one name fits; their number if none does."""
-    if name.startswith("triton_"):  # by torch.compile, which names operators that only read the result, and casts
+    """Returns the index of the first of KINDS that the name fits, or the number of KINDS if there is none."""
+    if name.startswith("triton_"):  # torch.compile also puts the names of casts and of later operators into such names.
         name = re.sub("(rotate_)?quantize|tensor_scale|_to_copy", "", name)
-    name = name.replace("_QuantizedLinear", "")  # the layer's own function does all kinds of work
+    name = name.replace("_QuantizedLinear", "")  # The layer's own function does all kinds of work.
     fits = (any(part.lower() in name.lower() for part in parts) for _, parts in KINDS)
     return next((i for i, fit in enumerate(fits) if fit), len(KINDS))
 
 
 def time_by_operation(subject: Subject, rows: int) -> list[dict]:
-    """Milliseconds by phase and kind of work, of a micro-batch and an update: a GPU's kernels, or a CPU's operators."""
+    """Returns the milliseconds of a micro-batch and an update by phase and kind of work. On a GPU they are those of
+    kernels, and on a CPU those of operators."""
     cuda = subject.device.type == "cuda"
     ids = subject.tokens(rows)
     activities = [torch.profiler.ProfilerActivity.CPU] + [torch.profiler.ProfilerActivity.CUDA] * cuda
@@ -321,7 +328,7 @@ def time_by_operation(subject: Subject, rows: int) -> list[dict]:
 
 
 def time_of_gaps(subject: Subject, rows: int, micro_batches: int) -> dict[str, float | None]:
-    """wall_and_kernels of a micro-batch, the mean of several that a GPU runs one after the other."""
+    """Returns wall_and_kernels of a micro-batch, as the mean of several that a GPU runs one after the other."""
     subject.prepare(rows)
     ids = subject.tokens(rows)
     with subject.micro_batches(2):
@@ -343,9 +350,9 @@ def events_of(profile: torch.profiler.profile) -> list[dict]:
 
 
 def wall_and_kernels(trace: list[dict]) -> dict[str, float | None]:
-    """{wall_ms, kernel_ms, launches}: from the start of the first kernel or copy to the end of the last one, the part
-    of it in which at least one ran, and their number. Their difference is the time that the GPU waits. None
-    for each of them where the profiler saw no kernel."""
+    """Returns {wall_ms, kernel_ms, launches}: the time from the start of the first kernel or copy to the end of the
+    last one, the part of this time in which at least one of them ran, and their number. The difference of the two times
+    is the time in which the GPU waits. All three are None if the profiler saw no kernel."""
     spans = sorted((e["ts"], e["ts"] + e["dur"]) for e in trace if e.get("cat") in ON_GPU)
     if not spans:
         return dict.fromkeys(("wall_ms", "kernel_ms", "launches"))
@@ -357,15 +364,15 @@ def wall_and_kernels(trace: list[dict]) -> dict[str, float | None]:
 
 
 def summarize(trace: list[dict]) -> list[dict]:
-    """Records {phase, kind, ms} of a trace's events. A kernel belongs to the phase and to the operators that launched
-    it; where there are none, as on a CPU, the operators' own time counts."""
+    """Summarizes the events of a trace as records {phase, kind, ms}. A kernel belongs to the phase and to the operators
+    that launched it. If there are no kernels, as on a CPU, the operators' own time counts."""
     events = [e for e in trace if e.get("ph") == "X"]
     spans = [e for e in events if e.get("cat") == "user_annotation" and e["name"].startswith("phase: ")]
     kernels: dict[int, list[dict]] = {}
     for e in events:
         if e.get("cat") in ON_GPU:
             kernels.setdefault(e["args"]["correlation"], []).append(e)
-    threads: dict[object, list[dict]] = {}  # operators and launches
+    threads: dict[object, list[dict]] = {}  # The operators and launches of each thread.
     for e in events:
         launch = e.get("cat") in ("cuda_runtime", "cuda_driver") and e.get("args", {}).get("correlation") in kernels
         if launch or e.get("cat") == "cpu_op":
@@ -373,13 +380,13 @@ def summarize(trace: list[dict]) -> list[dict]:
     total: Counter[tuple[str, str]] = Counter()
 
     def add(moment: float, names: list[str], microseconds: float) -> None:
-        """names: from the inside out."""
+        """Adds the time to the phase and the kind of work. `names` are from the inside out."""
         phase = next((e["name"][7:] for e in spans if e["ts"] <= moment <= e["ts"] + e["dur"]), None)
         if phase is not None:
             total[phase, kind_of(names)] += microseconds / 1e3
 
     for thread in threads.values():
-        around: list[dict] = []  # operators, from the outside in
+        around: list[dict] = []  # The operators around an event, from the outside in.
         for e in sorted(thread, key=lambda e: (e["ts"], -e["dur"])):
             while around and around[-1]["ts"] + around[-1]["dur"] <= e["ts"]:
                 around.pop()
@@ -397,7 +404,8 @@ def summarize(trace: list[dict]) -> list[dict]:
 
 
 def show_table_7(title: str, records: list[dict]) -> str:
-    """Forward and backward side by side, in percent of both together, as the paper has it; and the update."""
+    """Returns a table of forward and backward side by side, in percent of both together, as in the paper, and a line
+    with the time of the update."""
     sums = {p: sum(r["ms"] for r in records if r["phase"] == p) for p in ("forward", "backward", "update")}
     whole = (sums["forward"] + sums["backward"]) or 1.0
     columns: dict[str, list[list[str]]] = {"forward": [], "backward": []}

@@ -1,42 +1,45 @@
-"""Training throughput and memory of whole models, methods against BF16 in the same run: tokens/s, MFU, peak memory, the
-largest micro-batch, where the time goes (the paper's Table 7), recompilations.
+"""Measures the speed and memory of training steps of whole models, with methods beside BF16 in the same run: tokens/s,
+MFU, peak memory, the largest micro-batch, the time by operation (the paper's Table 7), and recompilations.
 
     python -m lab.bench steps                                          # d26, BF16 and clover, no cap
     python -m lab.bench steps --memory-cap 32GiB --recompute none,mlp  # as if on an RTX 5090
     python -m lab.bench steps --depth 20,26,32 --methods clover,nvidia --micro-batch 8
     python -m lab.bench steps --depth 20 --orthogonalizer newton_schulz    # its update_ms, in the JSON
     python -m lab.bench steps --methods bf16:32,clover:64,clover:32    # each with a micro-batch of its own
-    python -m lab.bench steps --depth 20 --methods "" --micro-batch 16 --nanochat ~/nanochat   # BF16, both
+    python -m lab.bench steps --depth 20 --methods "" --micro-batch 16 --nanochat ~/nanochat   # BF16 of both projects
     python -m lab.bench steps --methods fp8,clover --micro-batch 8 --cuda-graph --nanochat ~/nanochat
     python -m lab.bench steps --depth 2 --head-dim 64 --seq-len 64 --vocab-size 256 --total-batch-size 256 \\
-        --micro-batch 2 --rounds 2                                         # on a CPU: does it work
+        --micro-batch 2 --rounds 2                                         # a trial on a CPU
 
-One model, one set of weights and optimizers: a method is a recipe of its layers, and the methods take turns. A step is
-that of scripts.base_train on made-up tokens: accumulation over micro-batches, the weights' codes made once, Muon and
-AdamW. The times of a micro-batch, of making the codes and of the update are medians over all rounds, and
+There is one model with one set of weights and optimizers. A method is a recipe of its layers, and the methods take
+turns. A step is that of scripts.base_train on random tokens: it accumulates gradients over micro-batches, makes the
+codes of the weights once, and updates with Muon and AdamW. The times of a micro-batch, of making the codes and of the
+update are medians over all rounds, and
 
     tokens/s = total batch / (micro-batches * micro-batch time + codes + update + a tenth of a look at the inputs)
 
-The look (Gram matrices and their factors, for methods with feedback) is every tenth step's, as in training.
+Methods with feedback look at the inputs, to make Gram matrices and factors, in every tenth step, as in training.
 
---cuda-graph replays the micro-batches of all our methods, BF16 included, by the code of base_train's flag; nanochat's
-are launched as ever. A variant captures its graphs at the beginning of each of its turns, outside of the times, and
-gives their memory back at the end. On a CPU and with --state=lean the flag does nothing, and a line says so.
+With --cuda-graph the micro-batches of all methods of this project, BF16 included, are replayed as CUDA graphs, by the
+code of base_train's flag. nanochat's micro-batches are launched as usual. A variant captures its graphs at the
+beginning of each of its turns, which is not timed, and frees their memory at the end. On a CPU and with --state=lean
+the flag does nothing, and a line says so.
 
-With --table7 a variant is profiled twice, after all rounds: one micro-batch and update without graphs, by operation
-(the paper's Table 7); and --calls micro-batches as they are timed, whose wall minus kernels is where the GPU waits.
+With --table7 a variant is profiled twice after all rounds. The first profile has one micro-batch and update without
+graphs, and gives the time by operation (the paper's Table 7). The second one has --calls micro-batches as they are
+timed. The GPU waits in the time that they take beyond their kernels.
 
-Peak memory is that of a whole step, gradients and optimizer states included. The largest micro-batch is found by steps
-that are run: 1 and 2 rows predict it, and the prediction is tried out. The difference of the first and the last peak is
-what a token keeps in memory. --memory-cap is a hard limit on PyTorch's allocator.
+Peak memory is that of a whole step, including gradients and optimizer states. The largest micro-batch is found by
+running steps. Steps of 1 and 2 rows predict it, and the prediction is tried out. The difference of the first and the
+last peak gives the memory that is kept for a token. --memory-cap is a hard limit on PyTorch's allocator.
 
-Rows are printed, and the JSON is written, after each search and each round of turns (first all methods with the first
-value of --recompute). A variant that fails is a row that says why, the others go on, and the exit status is 2.
+Rows are printed, and the JSON is written, after each search and each round of turns. All methods are measured with the
+first value of --recompute first. If a variant fails, its row says why, the others go on, and the exit status is 2.
 """
 
 import os
 
-os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # read when CUDA starts
+os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # PyTorch reads it when CUDA starts.
 
 import argparse
 import gc
@@ -78,7 +81,8 @@ COLUMNS = {
 
 
 class Report(common.Results):
-    """A record for each variant of a depth, with None for what is not known yet; and those of time by operation."""
+    """The results. There is a record for each variant of a depth, with None for numbers that are not known yet, and
+    there are records of the time by operation."""
 
     def add(self, depth: int, variant: Variant, **known: object) -> dict:
         record = {"depth": depth, "variant": str(variant), "method": variant.method, "recompute": variant.recompute}
@@ -88,8 +92,8 @@ class Report(common.Results):
 
     @contextmanager
     def attempt(self, record: dict, what: str) -> Iterator[None]:
-        """An error inside becomes the record's problem, and is printed and written."""
-        gc.collect()  # before, not after: what an error of the last one keeps alive is let go only when it has left
+        """A context in which an error becomes the record's problem, and is printed and written."""
+        gc.collect()  # Memory that an error of the attempt before keeps alive can be freed only now.
         try:
             yield
         except Exception as error:
@@ -105,7 +109,7 @@ class Report(common.Results):
 
 
 def add_ratios(records: list[dict]) -> None:
-    """To BF16 that computes nothing twice, where it was measured."""
+    """Adds ratios to BF16 without recomputation to the records, if it was measured."""
     base = next((r for r in records if (r["method"], r["recompute"]) == ("bf16", "none")), {})
     for ratio, key in (("ratio", "tokens_per_second"), ("memory_ratio", "bytes_per_token")):
         for r in records:
@@ -125,8 +129,8 @@ def show(records: Iterable[dict]) -> str:
 
 
 def time_in_turns(args: argparse.Namespace, subjects: dict[Variant, Subject], records: dict, results: Report) -> None:
-    """The variants that have no problem, one after the other, round by round; the first round warms up. Their records
-    change together, after each round, so that their times always come from the same rounds."""
+    """Times the variants that have no problem, one after the other, round by round. The first round warms up. Their
+    records change together after each round, so that all times always come from the same rounds."""
     watches: dict[Variant, Stopwatch] = {}
     if all(records[v]["problem"] for v in subjects):
         return
@@ -143,7 +147,7 @@ def time_in_turns(args: argparse.Namespace, subjects: dict[Variant, Subject], re
                 try:
                     step.run_steps(subject, record["micro_batch"], args.calls, watches[variant])
                 finally:
-                    subject.release()  # the next one may be another model
+                    subject.release()  # The next variant may be another model, which needs the memory.
                 if i:
                     record["recompiles"] = (record["recompiles"] or 0) + step.compiled_graphs() - graphs
         if i == 0:
@@ -230,9 +234,9 @@ def show_gaps(record: dict) -> str:
 
 
 def choose_gemms(subject: Subject, variant: Variant, record: dict) -> list[dict]:
-    """Of the FP4 GEMMs of a variant the fastest are taken, as in training.
+    """Chooses the fastest FP4 GEMMs for a variant, as training does.
 
-    Returns a record for each product and implementation. What was compiled with others is forgotten.
+    Returns a record for each product and implementation. Code that was compiled with other GEMMs is dropped.
     """
     rows, dtype = record["micro_batch"], subject.dtype
     choice = gemms.choose_gemms(subject.model, rows, subject.sequence_len, dtype, None)
@@ -246,15 +250,17 @@ def choose_gemms(subject: Subject, variant: Variant, record: dict) -> list[dict]
 
 
 def find_memory(args: argparse.Namespace, record: dict, subject: Subject, size: int | str) -> None:
-    """The micro-batch of a variant, its peak, and what a token takes, as far as they can be had."""
+    """Puts the micro-batch of a variant, its peak, and the bytes for each token into the record, as far as they can be
+    measured."""
     passes, update = {}, 0
     if size == "auto":
         size, passes, update = step.find_micro_batch(subject, args.total_batch_size // args.seq_len, args.budget)
     else:
         subject.passes(size)
-        subject.update()  # makes the optimizers' states
+        subject.update()  # It makes the optimizers' states.
         subject.release()
-        if subject.device.type == "cuda" and not args.nanochat:  # two models at once: their memory would mean nothing
+        # With nanochat there are two models at once, whose memory would mean nothing.
+        if subject.device.type == "cuda" and not args.nanochat:
             passes[size], update = step.peaks_of_a_step(subject, size)
     record["micro_batch"] = size
     record["peak_bytes"] = max(passes[size], update) if size in passes else None
@@ -268,7 +274,7 @@ def find_memory(args: argparse.Namespace, record: dict, subject: Subject, size: 
 
 
 def parse_bytes(text: str) -> int:
-    """argparse type: 32GiB, 24GB, 512MiB."""
+    """A type of argparse that reads an amount of memory, such as 32GiB, 24GB or 512MiB, as bytes."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT])(i?)B?", text, re.IGNORECASE)
     if not match or float(match[1]) == 0:
         raise argparse.ArgumentTypeError(f"{text!r} is not an amount of memory; write for example 32GiB")
@@ -276,7 +282,8 @@ def parse_bytes(text: str) -> int:
 
 
 def parse_variant(text: str) -> tuple[str, int | None]:
-    """clover, or clover:64 with the rows of its micro-batch. Raises UserError."""
+    """Reads a method with or without the rows of its micro-batch: "clover" or "clover:64". Raises UserError for
+    anything else."""
     name, colon, rows = text.partition(":")
     if colon and (not rows.isdecimal() or int(rows) < 1):
         raise UserError(f"--methods: {text!r}, expected a method, or one with the rows of its micro-batch: clover:64")
@@ -320,7 +327,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     args.variants = [parse_variant(text) for text in args.methods.split(",") if text]
     if "bf16" not in [method for method, _ in args.variants]:
         args.variants.append(("bf16", None))
-    args.variants = sorted(dict.fromkeys(args.variants), key=lambda v: v[0] != "bf16")  # what others are compared with
+    args.variants = sorted(dict.fromkeys(args.variants), key=lambda v: v[0] != "bf16")  # The baseline comes first.
     args.recompute = common.some_of("--recompute", args.recompute, RECOMPUTE)
     if args.micro_batch != "auto":
         if not args.micro_batch.isdigit() or int(args.micro_batch) < 1:
@@ -336,7 +343,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def set_up_device(args: argparse.Namespace) -> torch.device:
-    """The device, its memory limited to the cap; sets args.budget and the default of args.compile."""
+    """Returns the device, whose memory is limited to the cap. Sets args.budget, and args.compile if the flag was not
+    given."""
     cuda = torch.cuda.is_available()
     args.compile = cuda if args.compile is None else args.compile
     args.budget = 0
@@ -359,7 +367,7 @@ def set_up_device(args: argparse.Namespace) -> torch.device:
 
 
 def method_problem(device: torch.device, method: str) -> str | None:
-    """Why a method is not timed, if its layer is wrong or does not run."""
+    """Returns the reason why a method is not timed, if its layer is wrong or does not run, and otherwise None."""
     try:
         problem = layer_problem(device, method)
     except Exception as error:
