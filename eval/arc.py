@@ -11,6 +11,7 @@ from eval.common import RowTask, message_pair, one_of, render_mc, same_letter, w
 
 
 def row_problem(row: dict) -> str | None:
+    """Returns a description of the first fault in a row, or None."""
     if problem := wrong_field(row, question=str, choices=dict, answerKey=str):
         return problem
     if problem := wrong_field(row["choices"], text=list, label=list):
@@ -23,6 +24,8 @@ def row_problem(row: dict) -> str | None:
 
 
 class ARC(RowTask):
+    """ARC-Easy or ARC-Challenge. An answer is the letter of a choice."""
+
     dataset = "allenai/ai2_arc"
     eval_type = "categorical"
     evaluate = staticmethod(same_letter)

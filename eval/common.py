@@ -64,6 +64,7 @@ def message_pair(question: str, answer: Any) -> dict[str, Any]:
 
 
 def same_letter(conversation: dict[str, Any], answer: str) -> bool:
+    """Returns True if `answer` is the letter of the conversation's own answer."""
     return answer == conversation["messages"][-1]["content"]
 
 

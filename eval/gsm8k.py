@@ -16,6 +16,7 @@ CALL = re.compile(r"(<<[^>]+>>)")
 
 
 def row_problem(row: dict) -> str | None:
+    """Returns a description of the first fault in a row, or None."""
     if problem := wrong_field(row, question=str, answer=str):
         return problem
     if extract_answer(CALL.split(row["answer"])[-1]) is None:
@@ -40,6 +41,8 @@ def answer_parts(answer: str) -> list[dict[str, str]]:
 
 
 class GSM8K(RowTask):
+    """Problems of GSM8K. An answer is right if its final number is."""
+
     dataset = "openai/gsm8k"
     eval_type = "generative"
     evaluate = staticmethod(same_final_number)

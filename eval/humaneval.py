@@ -17,6 +17,7 @@ CODE_BLOCK = re.compile(r"```(?:python)?\s*\n(.*?)\n```", re.DOTALL)
 
 
 def row_problem(row: dict) -> str | None:
+    """Returns a description of the first fault in a row, or None."""
     return wrong_field(row, prompt=str, canonical_solution=str, entry_point=str, test=str)
 
 
@@ -38,6 +39,8 @@ def extract_program(completion: str) -> str:
 
 
 class HumanEval(RowTask):
+    """The problems of HumanEval, which has one split. An answer is right if it passes the tests."""
+
     dataset = "openai/openai_humaneval"
     eval_type = "generative"
 

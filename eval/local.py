@@ -21,6 +21,8 @@ THINGS = ("apples", "books", "coins", "stamps", "shells", "cards", "pencils", "m
 
 
 class LocalChoice(DrawnTask):
+    """Asks which of four words begins with a letter."""
+
     eval_type = "categorical"
     evaluate = staticmethod(same_letter)
 
@@ -33,6 +35,8 @@ class LocalChoice(DrawnTask):
 
 
 class LocalArithmetic(DrawnTask):
+    """Asks for the result of a word problem with one addition, subtraction or multiplication."""
+
     eval_type = "generative"
     evaluate = staticmethod(same_final_number)
 
@@ -60,6 +64,8 @@ class LocalArithmetic(DrawnTask):
 
 
 class LocalCode(DrawnTask):
+    """Asks for a function that adds, subtracts or multiplies by a constant."""
+
     eval_type = "generative"
 
     def make(self, rng: random.Random) -> dict[str, Any]:
@@ -73,6 +79,7 @@ class LocalCode(DrawnTask):
         return message_pair(prompt, answer) | {"entry_point": name, "test": test}
 
     def evaluate(self, conversation: dict[str, Any], answer: str) -> bool:
+        """Runs the answer in the sandbox. Returns True if its function passes the tests."""
         name = conversation["entry_point"]
         tests = f"{name} = candidate\n{conversation['test']}"
         return execute_code(extract_program(answer), tests=tests, function=name).success

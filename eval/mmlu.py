@@ -17,6 +17,7 @@ def unwrap(row: dict) -> dict:
 
 
 def row_problem(row: dict) -> str | None:
+    """Returns a description of the first fault in a row, or None."""
     row = unwrap(row)
     if problem := wrong_field(row, question=str, choices=list, answer=int, subject=str):
         return problem
@@ -28,6 +29,8 @@ def row_problem(row: dict) -> str | None:
 
 
 class MMLU(RowTask):
+    """Questions of MMLU, or of its training subset auxiliary_train. An answer is the letter of a choice."""
+
     dataset = "cais/mmlu"
     eval_type = "categorical"
     evaluate = staticmethod(same_letter)

@@ -35,10 +35,12 @@ class Score:
 
     @property
     def count(self) -> int:
+        """The number of problems."""
         return len(self.outcomes)
 
     @property
     def accuracy(self) -> float:
+        """The share of problems that were solved."""
         return sum(self.outcomes) / self.count
 
     @property
@@ -50,6 +52,7 @@ class Score:
         return f"{100 * self.accuracy:.2f} ± {100 * self.interval:.2f}% ({sum(self.outcomes)}/{self.count})"
 
     def as_dict(self) -> dict[str, Any]:
+        """Returns the score for a JSON file. The outcomes are a text of 0 and 1."""
         numbers = {name: getattr(self, name) for name in ("accuracy", "interval", "count", "version")}
         return numbers | {"outcomes": "".join("01"[bool(o)] for o in self.outcomes), **self.settings}
 

@@ -261,12 +261,14 @@ class Cases:
         return shutil.copytree(self.work / "made/tokenizer", self.work / name / "tokenizer").parent
 
     def tok(self) -> dict[str, Parts]:
+        """Hashes the tokenizer."""
         folder = self.work / "made/tokenizer"
         token_bytes = torch.load(folder / "token_bytes.pt", weights_only=True)
         made = {"tokenizer.json": (folder / "tokenizer.json").read_bytes(), "token_bytes": token_bytes}
         return {"tok": {k: digest(v) for k, v in made.items()}}
 
     def api(self, rounding: str) -> dict[str, Parts]:
+        """Quantizes and rotates a fixed tensor with a rounding."""
         generator = torch.Generator().manual_seed(1)
         x = torch.randn(64, 128, generator=generator) * torch.randn(128, generator=generator).exp()
         t = nf.quantize(x, rounding, seed=3)
@@ -288,6 +290,7 @@ class Cases:
         return straight
 
     def method(self, mode: str, name: str) -> dict[str, Parts]:
+        """Pre-trains with a method: in one process (mode "method"), or in two with ddp or fsdp."""
         base, ranks = self.folder(f"{mode}_{name}"), 1 if mode == "method" else 2
         flags = f"{SMALL} --method={name} --parallel={'fsdp' if mode == 'fsdp' else 'ddp'}"
         flags += " --total-batch-size=64" if name in LONG else ""
@@ -298,6 +301,7 @@ class Cases:
         return {f"{mode}/{name}": parts}
 
     def tensor_parallel(self, name: str) -> dict[str, Parts]:
+        """Trains steps with tensor parallelism in two processes, by lab.bench parallel."""
         base = self.folder(f"tp_{name}")
         flags = f"parallel {TP} --parallel=tp --seconds=0.001 --method={name} --json={base}/row.json"
         run(base, "lab.bench", flags, ranks=2)
@@ -321,6 +325,7 @@ class Cases:
         return made | {name: of_export(out, self.work) for name, out in outs.items()}
 
     def upstream(self, name: str) -> dict[str, Parts]:
+        """Trains a tokenizer and a model by the scripts of a nanochat checkout."""
         base = self.work / f"upstream_{name}"
         shutil.copytree(self.work / "text", base / "base_data")
         for script in ("scripts.tok_train -- --vocab-size=300 --max-chars=100000", f"scripts.base_train -- {UPSTREAM}"):
@@ -379,6 +384,7 @@ def make(jobs: list[tuple], work: Path, together: int, keep: Callable[[dict[str,
 
 
 def differing(before: Parts, after: Parts) -> list[str]:
+    """Returns the names of the parts that differ between two cases."""
     return sorted(k for k in before.keys() | after.keys() if before.get(k) != after.get(k))
 
 

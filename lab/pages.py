@@ -22,6 +22,7 @@ COMMAND_AND_TABLE = re.compile(COMMAND + r"((?:\|[^\n]*\n)+)", re.MULTILINE)
 
 
 def pages() -> list[Path]:
+    """Returns README.md and all pages of docs/."""
     return [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 

@@ -59,6 +59,7 @@ class Law:
     rms: float
 
     def loss(self, parameters: float | np.ndarray, tokens: float | np.ndarray) -> float | np.ndarray:
+        """Returns the loss L(N, D) of the law."""
         floor, of_n, alpha, of_d, beta, outer = self.constants
         n, d = parameters / BASE_PARAMETERS, tokens / BASE_TOKENS
         return floor + (of_n * n**-alpha + of_d * d**-beta) ** outer
@@ -280,6 +281,7 @@ def doubled(ratio: float) -> float:
 
 
 def millions(parameters: float) -> str:
+    """Formats a number of parameters in millions."""
     return f"{parameters / 1e6:.{0 if parameters >= 1e7 else 2}f}M"
 
 

@@ -57,6 +57,7 @@ class Estimate:
         return self.shown(2)
 
     def shown(self, digits: int) -> str:
+        """Formats the mean and half of the interval with so many digits."""
         half = f" ± {self.half:.{digits}f}" if self.n > 1 and not math.isnan(self.half) else ""
         return f"{self.mean:+.{digits}f}{half}"
 
@@ -72,6 +73,7 @@ class Estimate:
 
 
 def estimate(values: Sequence[float]) -> Estimate:
+    """Returns the mean of some numbers with its interval."""
     n = len(values)
     if n < 2:
         return Estimate(values[0] if values else math.nan, math.nan, n)
@@ -79,6 +81,7 @@ def estimate(values: Sequence[float]) -> Estimate:
 
 
 def by_seed(results: Iterable[dict], size: str, method: str, value: str = "val_bpb") -> dict[int, float]:
+    """Returns a method's values of one size by seed."""
     return {r["seed"]: r[value] for r in results if r["size"] == size and r["method"] == method}
 
 

@@ -68,6 +68,7 @@ def make(name: str, corpus: Path, code: Path, out: Path) -> None:
 
 
 def parquet(texts: list[str]) -> bytes:
+    """Returns a parquet file with these texts, as bytes."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 

@@ -59,7 +59,8 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def evaluate(args: argparse.Namespace, device: torch.device, rank: int) -> None:
-    # What is cheap to check is checked before the bundle is downloaded, and a missing bundle before a model is loaded.
+    """Evaluates CORE and writes the table and the report. Finished tasks are kept if it is interrupted."""
+    # Cheap checks come before the download of the bundle, and a missing bundle fails before a model is loaded.
     if args.hf_path is not None:
         method = check_hf_flags(args)
     else:

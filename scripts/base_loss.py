@@ -63,7 +63,8 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def evaluate(args: argparse.Namespace, device: torch.device, rank: int, world_size: int) -> None:
-    # What is cheap to check is checked before text is downloaded.
+    """Evaluates both splits with both forward passes, draws samples, and writes the report."""
+    # Cheap checks come before the download of text.
     if args.hf_path:
         method = check_hf_flags(args)
     else:

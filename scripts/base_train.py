@@ -192,6 +192,7 @@ class Validation:
         return {"val_bpb": bpb, "val_bpb_bf16": bpb_bf16}
 
     def measure(self, forward: Any) -> float:
+        """Returns the bits per byte with this forward pass."""
         run = self.run
         batches = tokenizing_distributed_data_loader_bos_bestfit(
             run.tokenizer, self.rows, self.seq_len, "val", device=run.device, text=self.text,
@@ -214,6 +215,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def train(args: argparse.Namespace, method: str, process: Process) -> None:
+    """Sets up the run, trains, and writes the report at the end."""
     run, world_size, T = Run("base", args, process), process.world_size, args.max_seq_len
     compiling = compiled_meanwhile(process.device, get_recipe(method))
     kernels_are_compiled = process.until_first_step.enter_context(compiling)

@@ -47,6 +47,7 @@ class Chat:
         self.clear()
 
     def clear(self) -> None:
+        """Begins a new conversation."""
         self.tokens = [self.tokenizer.get_bos_token_id()]
 
     def ask(self, text: str) -> Iterator[str]:
@@ -88,6 +89,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def converse(args: argparse.Namespace, device: torch.device) -> None:
+    """Loads the model, and answers the prompt or talks with the user."""
     model, tokenizer, _, _ = load_for_inference(args.source, device, args)
     chat = Chat(Engine(model, tokenizer), args.temperature, args.top_k)
     precision = nf.full_precision(model) if args.precision == "bf16" else nf.quantize_weights_once(model)
@@ -120,6 +122,7 @@ def converse(args: argparse.Namespace, device: torch.device) -> None:
 
 
 def answer(chat: Chat, text: str) -> None:
+    """Prints the answer to a text while the model writes it."""
     print("\nAssistant: ", end="", flush=True)
     for piece in chat.ask(text):
         print(piece, end="", flush=True)

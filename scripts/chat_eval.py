@@ -135,6 +135,7 @@ def needs(args: argparse.Namespace) -> list[Need]:
 
 
 def sandbox_problem() -> str | None:
+    """Returns the reason why code cannot be run in a sandbox here, or None."""
     try:
         describe_sandbox()
     except SandboxError as e:
@@ -178,6 +179,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def evaluate(args: argparse.Namespace, names: list[str], device: torch.device, rank: int) -> None:
+    """Evaluates the tasks with each forward pass, and writes the results and the report."""
     # The tasks load their data first, so that missing data fails before anything is computed.
     tasks: dict[str, Task] = {}
     eval_dir = resolve_eval_dir(args.eval_dir)

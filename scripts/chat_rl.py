@@ -73,6 +73,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def source(args: argparse.Namespace, split: str) -> Source:
+    """Returns the source of the problems: GSM8K, or with --data=local the generated ones."""
     if args.data == "local":
         return Source("Local-Arithmetic", lambda: LocalArithmetic(size=500, split=split))
     return Source("GSM8K", lambda: GSM8K("main", split, eval_dir=args.eval_dir))
@@ -140,6 +141,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def train(args: argparse.Namespace, process: Process) -> None:
+    """Sets up the run, trains, and writes the report at the end."""
     B, samples, examples, world_size = (
         args.device_batch_size, args.num_samples, args.examples_per_step, process.world_size
     )  # fmt: skip

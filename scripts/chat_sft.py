@@ -67,6 +67,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def train_sources(args: argparse.Namespace) -> list[Source]:
+    """Returns the mixture of conversations for training."""
     if args.data == "local":
         return training_sources(choice=500, arithmetic=500, code=200, spelling=300, bee=300)
     conversations = needed.smoltalk(args.sft_dir, "SFT_ARGS=--sft-dir")
@@ -118,6 +119,7 @@ def check_flags(args: argparse.Namespace, sequence_len: int, processes: int) -> 
 
 
 def val_sources(args: argparse.Namespace) -> list[Source]:
+    """Returns the conversations for the validation loss."""
     if args.data == "local":
         return [Source("Local-Arithmetic", lambda: LocalArithmetic(size=200, split="test"))]
     return [Source("SmolTalk", lambda: SmolTalk("test", sft_dir=args.sft_dir))]
@@ -152,10 +154,12 @@ class Measures:
             chat_data.load_sources(self.metrics, args.allow_missing, "metrics")
 
     def metrics_due(self, step: int, last: bool) -> bool:
+        """Returns True if the accuracies are due at this step."""
         every = self.args.eval_metrics_every
         return every > 0 and (last or (step > 0 and step % every == 0))
 
     def due(self, step: int, last: bool) -> bool:
+        """Returns True if the validation loss or the accuracies are due at this step."""
         return last or due(self.args.eval_every, step, last) or self.metrics_due(step, last)
 
     def __call__(self, step: int, last: bool) -> dict[str, float]:
@@ -181,6 +185,7 @@ class Measures:
         return float(mean_over_ranks(torch.stack(losses).sum() * world_size / args.eval_steps))
 
     def accuracy(self, source: Source) -> float:
+        """Returns the accuracy of a metric source. Raises StopRequested after a signal."""
         run, signals = self.run, self.run.process.signals
         how = {"max_problems": self.args.eval_metrics_max_problems, "interrupted": lambda: signals.signum is not None}
         how |= {"batch_size": 2 * self.rows}  # Without gradients there is memory for more rows.
@@ -192,6 +197,7 @@ class Measures:
 
 
 def train(args: argparse.Namespace, process: Process) -> None:
+    """Sets up the run, trains, and writes the report at the end."""
     examples, world_size = args.target_examples_per_step, process.world_size
     run = later_stage.begin("sft", args.source, args, process)
     check_flags(args, run.model.config.sequence_len, world_size)

@@ -106,6 +106,8 @@ def main(argv: list[str] | None = None) -> None:
 
 
 class Export:
+    """The export of one checkpoint: the model, its 4-bit weights and input scales, and notes for the model card."""
+
     def __init__(self, args: argparse.Namespace, device: torch.device):
         self.args, self.device = args, device
         self.model, self.tokenizer, self.meta, self.method = load_for_inference(args.source, device, args)
@@ -160,11 +162,13 @@ class Export:
         self.write_card(target, measured, measured_on)
 
     def say_where(self, out: Path) -> None:
+        """Prints the folder of the export and its size."""
         size = sum(f.stat().st_size for f in out.iterdir())
         print0(f"Exported {self.meta.model_tag} (step {self.meta.step}) as {self.args.format} to {out}: "
                f"{size / 1e6:.1f} MB")  # fmt: skip
 
     def say_what_is_lost(self, weights: Weights) -> None:
+        """Adds notes on parts of the weights that the format cannot hold, and on layers that are not in 4 bits."""
         if weights.lost:
             self.notes.append(f"Lost, because the format cannot hold it: {weights.lost}.")
         if self.args.share_scales and getattr(self.model.config, "separate_qkv", False):
@@ -182,6 +186,7 @@ class Export:
         self.notes.append(f"Not in 4 bits: embedding, norms and {', '.join(left[:4])}{more}.")
 
     def say_what_llama_cpp_does(self) -> None:
+        """Adds notes on what llama.cpp computes in another way."""
         if self.four_bits:
             self.notes.append("llama.cpp rounds inputs its own way, not as training did.")
         changed, total = gguf_file.other_ids(self.tokenizer, self.validation_texts())
@@ -228,6 +233,7 @@ class Export:
         return measured, f"Of {tokens:,} validation tokens, on {info['gpu'] or info['cpu']}, torch {info['torch']}."
 
     def write_model(self, target: Path) -> None:
+        """Writes the weights and the tokenizer in the chosen format."""
         chat = self.args.source != "base"
         if self.gguf:
             made_of = self.weights, self.input_scales, chat, self.meta.model_tag
@@ -240,6 +246,7 @@ class Export:
         self.write_tokenizer(target, ids, chat)
 
     def write_card(self, target: Path, measured: dict[str, float], measured_on: str) -> None:
+        """Writes the model card, which shows how to load the export."""
         remote = ", trust_remote_code=True" if self.about.remote else ""
         use = [
             "from transformers import AutoModelForCausalLM, AutoTokenizer",
@@ -282,6 +289,7 @@ class Export:
         return "\n\n".join(parts) + "\n"
 
     def write_tokenizer(self, target: Path, ids: dict[str, int], chat: bool) -> None:
+        """Writes the tokenizer's files for transformers."""
         length = self.model.config.sequence_len
         files = {
             "generation_config.json": ids,

@@ -69,6 +69,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def train_sources(args: argparse.Namespace) -> list[Source]:
+    """Returns the mixture of conversations for training."""
     if args.data == "local":
         return training_sources(choice=2000, arithmetic=2000, code=500, spelling=2000, bee=1000)
     conversations = needed.smoltalk(args.sft_dir, "MID_ARGS=--sft-dir")
@@ -115,6 +116,7 @@ def check_flags(args: argparse.Namespace, sequence_len: int, processes: int) -> 
 
 
 def val_sources(args: argparse.Namespace) -> list[Source]:
+    """Returns the mixture of conversations for validation."""
     if args.data == "local":
         return [
             Source("Local-Choice", lambda: LocalChoice(size=200, split="test")),
@@ -142,6 +144,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def train(args: argparse.Namespace, process: Process) -> None:
+    """Sets up the run, trains, and writes the report at the end."""
     device, world_size = process.device, process.world_size
     compiled = args.compile if args.compile is not None else device.type == "cuda"
     run = later_stage.begin("mid", "base", args, process, compiled)

@@ -70,6 +70,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def num_tokens(tokenizer: RustBPETokenizer, text: str, name: str) -> int:
+    """Returns the number of tokens of a text. Raises UserError if they do not decode to the same text."""
     ids = tokenizer.encode(text)
     if tokenizer.decode(ids) != text:
         problem = f"the tokenizer does not give the text {name!r} back as it was"

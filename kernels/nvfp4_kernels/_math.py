@@ -53,11 +53,13 @@ def inverse(constant: float) -> float:
 
 @triton.jit
 def bits(x):
+    """Returns the bits of float32 as int32."""
     return x.to(tl.int32, bitcast=True)
 
 
 @triton.jit
 def from_bits(x):
+    """Returns the float32 that has these bits, int32."""
     return x.to(tl.float32, bitcast=True)
 
 
@@ -78,6 +80,7 @@ def power_of_two_floor(x):
 
 @triton.jit
 def power_of_two_ceil(x):
+    """Returns the smallest power of two that is not below x, for x >= 0, and 0 for zero."""
     floor = power_of_two_floor(x)
     return tl.where(floor == x, x, floor * 2.0)
 
@@ -125,6 +128,8 @@ def divide(x, CONSTANT: tl.constexpr, INVERSE: tl.constexpr):
 
 @triton.jit
 def tensor_scale_of(amax, DIVISOR: tl.constexpr, POWER_OF_TWO: tl.constexpr):
+    """Returns the tensor_scale of a tensor with this amax: amax / DIVISOR, but at least TENSOR_SCALE_MIN. With
+    POWER_OF_TWO it is rounded up to a power of two."""
     scale = tl.maximum(tl.math.div_rn(amax, DIVISOR), TENSOR_SCALE_MIN, propagate_nan=tl.PropagateNan.ALL)
     return power_of_two_ceil(scale) if POWER_OF_TWO else scale
 
@@ -182,6 +187,8 @@ def stochastic_round_m3(scale, word):
 
 @triton.jit
 def stochastic_round_e4m3(scale, word):
+    """Rounds a non-negative scale to E4M3 stochastically, by the random `word`, as float32. Scales above 448 become
+    448."""
     scale = tl.minimum(scale, E4M3_MAX)
     e = tl.maximum(power_of_two_floor(scale), E4M3_MIN_NORMAL)
     n = scale * (8.0 * power_of_two_reciprocal(e))

@@ -150,6 +150,7 @@ class MatmulPlan:
         return found
 
     def destroy(self) -> None:
+        """Frees cuBLASLt's descriptors."""
         for layout in self.layouts:
             self.library.cublasLtMatrixLayoutDestroy(layout)
         self.library.cublasLtMatmulDescDestroy(self.matmul)

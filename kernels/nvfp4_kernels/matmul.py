@@ -63,6 +63,7 @@ def dot_scaled_kernel(
     BN: tl.constexpr,
     BK: tl.constexpr,
 ):
+    """Computes one block (BM, BN) of the product. The tensor scales multiply the FP32 accumulator."""
     # Programs that run at the same time should share rows of A and B in the cache. Programs therefore go through eight
     # row blocks before the next column block.
     row_blocks, column_blocks = tl.cdiv(M, BM), tl.cdiv(N, BN)
@@ -139,6 +140,7 @@ def dot_scaled(
 
 @triton.jit
 def swizzle_kernel(scales_ptr, swizzled_ptr, rows, columns, column_tiles, TILES: tl.constexpr):
+    """Brings the scales of 128 rows and of TILES tiles side by side into tiles of 128x4."""
     lane = tl.arange(0, 128)
     r = tl.program_id(0).to(tl.int64) * 128 + lane
     c = tl.program_id(1) * (4 * TILES) + tl.arange(0, 4 * TILES)

@@ -337,6 +337,7 @@ def compared_conversion() -> int:
 
 @triton.jit
 def convert_kernel(y_ptr, codes_ptr, values_ptr, HARDWARE: tl.constexpr, NB: tl.constexpr):
+    """Rounds y to E2M1 by the instruction, or by arithmetic, for conversion_problem to compare the two."""
     element = tl.arange(0, NB)[:, None] * 16 + tl.arange(0, 16)[None, :]
     y = tl.load(y_ptr + element)
     q, codes = _round(y, HARDWARE >= m.CONVERTS_E2M1, NB, 16)

@@ -137,6 +137,7 @@ class RotatedOperand(NamedTuple):
 
     @property
     def divisor(self) -> float:
+        """The largest product of a code and a block scale. amax divided by it is the tensor_scale."""
         return self.grid_max * self.scale_cap
 
 

@@ -32,6 +32,7 @@ NOT_SPECIALIZED = [*PLACE, "groups"]
 
 @triton.jit
 def tensor_scale_kernel(amax_ptr, tensor_scale_ptr, DIVISOR: tl.constexpr, POWER_OF_TWO: tl.constexpr):
+    """Computes a tensor_scale from the bits of an amax, in a single program."""
     scale = m.tensor_scale_of(m.from_bits(tl.load(amax_ptr)), DIVISOR, POWER_OF_TWO)
     tl.store(tensor_scale_ptr, scale)
 

@@ -69,6 +69,7 @@ class Layer:
             return self.output()
 
     def forward_backward(self) -> tuple[torch.Tensor, ...]:
+        """Runs both passes. Returns the output and the gradients of input and weight."""
         y = self.output()
         return (y.detach(), *torch.autograd.grad(y, (self.x, self.linear.weight), self.e))
 
@@ -116,6 +117,7 @@ def layers_of(model: str, methods: list[str], tokens: int, device, problems: dic
 
 
 def call(layers: list[Layer], which: str) -> None:
+    """Runs a pass of all layers, one after the other."""
     for layer in layers:
         getattr(layer, PASSES[which])()
 
@@ -126,6 +128,7 @@ def on_a_cpu(models: list[str], mode: str) -> bool:
 
 
 def record_of(model: str, mode: str, which: str, method: str, numbers: dict, bf16_ms: float, tokens: int) -> dict:
+    """Returns the record of a measurement, with its ratio to BF16 and its TFLOP/s."""
     flops = sum(2.0 * tokens * k * n for k, n in LAYER_SETS[model].values()) * (1 if which == "forward" else 3)
     record = {"model": model, "mode": mode, "pass": which, "method": method} | numbers
     return record | {"ratio": numbers["ms"] / bf16_ms, "tflops": flops / numbers["ms"] / 1e9}

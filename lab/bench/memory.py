@@ -123,6 +123,7 @@ def account(config: gpt.GPTConfig, methods: list[str]) -> list[dict]:
 
 
 def label(record: dict) -> str:
+    """Returns the name of a record in the table."""
     return record["method"] + ("" if record["recompute"] == "none" else f", {record['recompute']}")
 
 

@@ -93,6 +93,7 @@ def state_bytes(step: TrainingStep) -> int:
 
 
 def measure(args: argparse.Namespace, device: torch.device, rank: int, world_size: int) -> dict[str, Any]:
+    """Trains the steps and measures them. Returns the row of the results."""
     divided = args.tensor_parallel if args.parallel == "tp" else 1
     step, mode = make_step(args, device, world_size)
     of_batch = args.total_batch_size, args.micro_batch, args.seq_len, world_size // divided

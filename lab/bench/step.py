@@ -71,6 +71,7 @@ class Subject(TrainingStep):
         self.flops_per_token, self.num_params = model.estimate_flops(), model.num_scaling_params()
 
     def become(self, variant: Variant) -> None:
+        """Makes the model train as this variant."""
         recipe = get_recipe(variant.method)
         for module in self.model.modules():
             if isinstance(module, QuantLinear):
@@ -90,6 +91,7 @@ class Subject(TrainingStep):
         return 0
 
     def tokens(self, rows: int) -> torch.Tensor:
+        """Returns random token ids for a micro-batch of so many rows."""
         return torch.randint(self.vocab_size, (rows, self.sequence_len), device=self.device)
 
     def passes(self, rows: int) -> None:
@@ -229,6 +231,7 @@ class Stopwatch:
         self.times: dict[str, list[Callable[[], float]]] = {}
 
     def time(self, name: str, function: Callable[[], object]) -> None:
+        """Runs the function and measures its time under this name."""
         start = self.now()
         function()
         end = self.now()
@@ -236,6 +239,7 @@ class Stopwatch:
         self.times.setdefault(name, []).append(elapsed)
 
     def now(self) -> Any:
+        """Returns the present moment: an event on a GPU, or the CPU's clock."""
         if not self.cuda:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
@@ -243,6 +247,7 @@ class Stopwatch:
         return event
 
     def medians(self) -> dict[str, float]:
+        """Returns the median time of each name, in milliseconds."""
         if self.cuda:
             torch.cuda.synchronize()
         return {name: statistics.median(ms() for ms in of) for name, of in self.times.items()}
@@ -343,6 +348,7 @@ def time_of_gaps(subject: Subject, rows: int, micro_batches: int) -> dict[str, f
 
 
 def events_of(profile: torch.profiler.profile) -> list[dict]:
+    """Returns the events of a profile's trace."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
         profile.export_chrome_trace(str(path))

@@ -85,6 +85,7 @@ class Report(common.Results):
     there are records of the time by operation."""
 
     def add(self, depth: int, variant: Variant, **known: object) -> dict:
+        """Adds the record of a variant, and returns it."""
         record = {"depth": depth, "variant": str(variant), "method": variant.method, "recompute": variant.recompute}
         record["graph"] = variant.graph
         self.records.append(record | dict.fromkeys(UNKNOWN) | known)
@@ -117,6 +118,7 @@ def add_ratios(records: list[dict]) -> None:
 
 
 def show(records: Iterable[dict]) -> str:
+    """Returns the records as a table. A variant that failed is marked."""
     scaled = []
     for r in records:
         peak, kept, failed = r["peak_bytes"], r["bytes_per_token"], " FAILED" if r["problem"] else ""
@@ -162,6 +164,7 @@ def time_in_turns(args: argparse.Namespace, subjects: dict[Variant, Subject], re
 
 
 def add_times(args: argparse.Namespace, record: dict, ms: dict[str, float], subject: Subject) -> None:
+    """Puts the median times of a variant, and the tokens/s and MFU that follow from them, into its record."""
     count = args.total_batch_size // args.seq_len // record["micro_batch"]
     step_ms = count * ms["micro-batch"] + ms["codes"] + ms["update"] + ms.get("gram", 0.0) / GRAM_EVERY
     speed = count * record["micro_batch"] * args.seq_len / step_ms * 1e3
@@ -175,6 +178,7 @@ def add_times(args: argparse.Namespace, record: dict, ms: dict[str, float], subj
 
 
 def bench_depth(args: argparse.Namespace, depth: int, device: torch.device, results: Report) -> None:
+    """Measures all variants of one depth: memory first, then times in turns, and then the time by operation."""
     sizes = args.vocab_size, args.seq_len, args.head_dim, args.aspect_ratio, args.window_pattern
     config = config_from_depth(depth, *sizes)
     kind = GraphedSubject if args.cuda_graph else Subject
@@ -226,6 +230,7 @@ def bench_depth(args: argparse.Namespace, depth: int, device: torch.device, resu
 
 
 def show_gaps(record: dict) -> str:
+    """Returns a line with the time in which the GPU waits in a micro-batch."""
     wall, kernels = record["wall_ms"], record["kernel_ms"]
     if wall is None:
         return "A micro-batch in a profile: the profiler saw no kernel of the GPU"

@@ -45,6 +45,7 @@ class Claim:
 
 
 def said_of(difference: stats.Estimate) -> str:
+    """Says in words whether a difference agrees with the paper's claim, which is that it is negative."""
     if not difference.decided:
         return f"undecided ({difference} points)"
     return f"{'agrees' if difference.mean < 0 else 'DISAGREES'} ({difference} points)"
@@ -157,6 +158,7 @@ def methods_of(runs: list[dict]) -> list[str]:
 
 
 def measured_on(runs: list[dict], data: str) -> str:
+    """Returns the sizes, the text, the numbers of tokens and the seeds of runs, for the line below a table."""
     tokens, seeds = sorted({r["tokens"] for r in runs}), sorted({r["seed"] for r in runs})
     sizes = ", ".join(dict.fromkeys(r["size"] for r in runs))
     return f"{sizes}, data {data}, {'/'.join(f'{t:,}' for t in tokens)} tokens, seeds {seeds}"
@@ -196,6 +198,7 @@ def gemm_work(run: dict, steps: int) -> float:
 
 
 def ends_in_two_terms(runs: list[dict], method: str) -> bool:
+    """Returns True if a method has more GEMM work than one term takes, so that it ends in two terms."""
     return max(r["gemm_work"].get("4", 0) for r in runs if r["method"] == method) >= 1.001
 
 
@@ -212,9 +215,11 @@ class Rows:
 
     @property
     def size(self) -> str:
+        """The size of the runs."""
         return self.runs[0]["size"]
 
     def of(self, method: str) -> list[dict]:
+        """Returns the runs of a method."""
         return [r for r in self.runs if r["method"] == method]
 
     def gap(self, method: str, value: str) -> stats.Estimate:
@@ -249,6 +254,7 @@ class Rows:
         return "1" if method == beside else stats.with_half(share, half, 2)
 
     def having(self, value: str) -> list[dict]:
+        """Returns the runs that have this value."""
         return [r for r in self.runs if value in r]
 
 

@@ -30,6 +30,7 @@ def work(runs: list[dict], method: str, steps: int) -> str:
 
 
 def outcome(runs: list[dict], content: dict, title: str, header: list[str], *args: Any) -> Outcome:
+    """Makes an Outcome with the line that names what the runs were measured on."""
     where = gaps.measured_on(runs, content["data"])
     return Outcome(title, header, *args, measured_on=where, environment=content["environment"])
 
@@ -176,6 +177,7 @@ def judge(found: list[dict]) -> None:
 
 
 def shown_p(p: float) -> str:
+    """Formats a p-value."""
     return "-" if math.isnan(p) else "<0.001" if p < 0.001 else f"{p:.3f}"
 
 

@@ -171,10 +171,12 @@ def stopped(interrupted: Interrupted) -> None:
 
 
 def fractions(text: str) -> list[float]:
+    """Reads fractions that are separated by commas."""
     return [float(part) for part in text.split(",") if part]
 
 
 def add_sweep_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags that lab.study.sweep and lab.reproduce share."""
     add = parser.add_argument
     add("--sizes", default="", help="d<depth>, llama-<size>, tiny; with commas")
     add("--seeds", type=int, default=3, help="number of seeds")

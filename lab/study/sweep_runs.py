@@ -165,6 +165,7 @@ class Run:
 
     @property
     def tag(self) -> str:
+        """The model tag of the run: its size, method and seed, and a hash of its flags and its text."""
         key = hashlib.sha256("\n".join([*self.flags, self.data]).encode()).hexdigest()[:8]
         return f"{self.size}_{self.method}_s{self.seed}_{key}"
 
@@ -284,6 +285,7 @@ def branches(flags: Sequence[tuple[str, ...]], fractions: Sequence[float], steps
 
 
 def labels(methods: Iterable[str]) -> list[str]:
+    """Returns the labels of methods, which stand before the colon of "label: flags"."""
     return [m.partition(":")[0].strip() for m in methods]
 
 

@@ -52,6 +52,7 @@ class Sweep:
     needed: set[str] = field(default_factory=set)  # The tags of runs from which others branch.
 
     def result_path(self, run: Run) -> Path:
+        """Returns the path of a run's result."""
         return self.folder / "runs" / f"{run.tag}.json"
 
     def result(self, run: Run) -> dict | None:
@@ -66,14 +67,17 @@ class Sweep:
         return result if own else None
 
     def results(self, runs: Iterable[Run]) -> list[dict]:
+        """Returns the results of the runs that are finished."""
         return [r for r in map(self.result, runs) if r is not None]
 
     def arguments(self, run: Run) -> list[str]:
+        """Returns the flags of base_train for a run. It resumes from its newest checkpoint if it has one."""
         device = "cpu" if "cpu" in self.devices else "cuda"
         where = [f"--model-tag={run.tag}", f"--data-dir={self.data_dir}", f"--device-type={device}"]
         return [*run.flags, *where, "--resume-from-step=latest"]
 
     def has_checkpoint(self, tag: str, step: int) -> bool:
+        """Returns True if the run with this tag has a checkpoint of this step."""
         return step in list_steps(self.folder / "base_checkpoints" / tag)
 
     def finish(self, run: Run) -> dict | None:
@@ -107,11 +111,13 @@ class Sweep:
         return result
 
     def delete_checkpoints(self, tag: str) -> None:
+        """Deletes the checkpoints of a run, and keeps its metrics."""
         for path in (self.folder / "base_checkpoints" / tag).glob("*"):
             if path.name != "metrics.jsonl":
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
 
     def log_path(self, run: Run) -> Path:
+        """Returns the path of a run's log, and makes its folder."""
         path = self.folder / "logs" / f"{run.tag}.log"
         path.parent.mkdir(parents=True, exist_ok=True)
         return path
