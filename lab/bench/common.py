@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from lab.recipes import RECIPES
-from nanochat_fp4.common import get_base_dir
+from nanochat_fp4.common import add_recipes_argument, get_base_dir
 from nanochat_fp4.console import ArgumentParser, table
 from nanochat_fp4.environment import environment_info
 from nanochat_fp4.errors import UserError
@@ -134,6 +134,7 @@ def argument_parser(doc: str) -> ArgumentParser:
     """Returns the parser of a benchmark, described by the first line of its docstring. It has the flag --json. The
     caller adds the others."""
     parser = ArgumentParser(description=doc.strip().split("\n")[0])
+    add_recipes_argument(parser)
     parser.add_argument("--json", default="", help="where to write the numbers (default: bench/ in the base directory)")
     return parser
 

@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 import nanochat_fp4 as nf
 from lab.bench.common import new_model
-from nanochat_fp4.common import compute_cleanup, compute_init, is_ddp_initialized, print0
+from nanochat_fp4.common import add_recipes_argument, compute_cleanup, compute_init, is_ddp_initialized, print0
 from nanochat_fp4.console import ArgumentParser, parse_finite
 from nanochat_fp4.devices import peak_memory
 from nanochat_fp4.environment import environment_info
@@ -44,7 +44,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = ArgumentParser(description="Time and memory of training steps on several GPUs")
     add = parser.add_argument
     add("--depth", type=int, default=26)
-    add("--method", default="clover", help="of nf.METHODS or lab/recipes.py")
+    add_recipes_argument(parser)
+    add("--method", default="clover", help="of nf.METHODS, lab/recipes.py or --recipes")
     add("--parallel", choices=(*MODES, "tp"), default="ddp")
     add("--tensor-parallel", type=int, default=2, help="processes that compute a layer together (tp)")
     add("--gather", choices=("codes", "bf16"), default="codes", help="what travels of a quantized weight (fsdp)")

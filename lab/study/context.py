@@ -78,7 +78,7 @@ class Context:
         methods = [m for m in methods if m not in early]
         plan = sweep_runs.plan(methods, sizes, seeds, data=sweep_runs.data_key(where), **options)
         devices = ["cpu"] if quick and not args.sizes else sweep_scheduler.visible_devices(args.jobs)
-        return sweep_scheduler.Sweep(self.folder, where, devices), plan
+        return sweep_scheduler.Sweep(self.folder, where, devices, recipes=args.recipes), plan
 
 
 def trained_model(context: Context, size: str) -> tuple[Any, str, str]:

@@ -18,7 +18,7 @@ import torch
 
 import nanochat_fp4 as nf
 from lab.study.sweep_scheduler import base_directory
-from nanochat_fp4.common import autodetect_device_type, print0
+from nanochat_fp4.common import add_recipes_argument, autodetect_device_type, print0
 from nanochat_fp4.console import ArgumentParser, table
 from nanochat_fp4.data.dataloader import Text, tokenizing_distributed_data_loader_bos_bestfit
 from nanochat_fp4.data.dataset import ensure_data
@@ -37,6 +37,7 @@ GRAM_BATCHES = 8  # The batches of training text for the Gram matrices that erro
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = ArgumentParser(description="Evaluates checkpoints of a sweep with several forward passes")
     add = parser.add_argument
+    add_recipes_argument(parser)
     add("--folder", type=Path, required=True, help="of the sweep (lab.study.sweep --folder)")
     add("--tags", default="*", help="glob pattern of the runs' tags")
     add("--forwards", default=FORWARDS, help="methods whose forward pass is taken")

@@ -17,7 +17,7 @@ and .md. lab.reproduce --results makes tables and plots of them.
 
 --sizes    d<depth> is a nanochat of that depth. llama-30M to llama-200M are those of the paper's Tables 3 and 4. tiny
            is for CPUs.
---methods  names of nf.METHODS, of lab/recipes.py or of sweep_runs.VARIANTS
+--methods  names of nf.METHODS, of lab/recipes.py, of the files of --recipes or of sweep_runs.VARIANTS
 --variant  "label: flags of base_train" adds a method of its own
 """
 
@@ -36,7 +36,7 @@ from lab.statistics import gap
 from lab.study.sweep_results import data_name, difference_from_paper, other_lengths, summary
 from lab.study.sweep_runs import Run, again, data_key, labels, method_plan, parse_number, plan
 from lab.study.sweep_scheduler import Interrupted, Sweep, base_directory, visible_devices
-from nanochat_fp4.common import get_base_dir, print0
+from nanochat_fp4.common import add_recipes_argument, get_base_dir, print0
 from nanochat_fp4.console import ArgumentParser, format_seconds, table
 from nanochat_fp4.data.dataset import build_embedded_corpus, ensure_data
 from nanochat_fp4.data.tokenizer import get_tokenizer
@@ -178,6 +178,7 @@ def fractions(text: str) -> list[float]:
 def add_sweep_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the flags that lab.study.sweep and lab.reproduce share."""
     add = parser.add_argument
+    add_recipes_argument(parser)
     add("--sizes", default="", help="d<depth>, llama-<size>, tiny; with commas")
     add("--seeds", type=int, default=3, help="number of seeds")
     add("--first-seed", type=int, default=1, help="the first of them: fresh seeds for what others were chosen on")
@@ -259,7 +260,7 @@ def main(argv: list[str] | None = None) -> None:
         for run in runs:
             print0(run.tag, *run.flags)
         return
-    sweep = Sweep(folder, data, visible_devices(args.jobs), args.keep)
+    sweep = Sweep(folder, data, visible_devices(args.jobs), args.keep, recipes=args.recipes)
     try:
         run_sweep(sweep, args.name, runs)
     except Interrupted as e:

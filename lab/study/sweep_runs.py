@@ -11,11 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import nanochat_fp4 as nf
-from lab.recipes import RECIPES  # noqa: F401  registers them
+from lab.recipes import RECIPES
 from nanochat_fp4.errors import UserError
 from nanochat_fp4.models import llama
+from nanochat_fp4.nvfp4.methods import METHODS
 from nanochat_fp4.nvfp4.phases import MethodPlan
-from nanochat_fp4.nvfp4.recipes import Recipe
+from nanochat_fp4.nvfp4.recipes import Recipe, to_record
 
 # Kinds of layers -> the pattern of their names, in both families of models.
 LAYER_KINDS = {"qkv": "*.attn.c_[qkv]", "out": "*.attn.c_proj", "up": "*.mlp.c_[fg]*", "down": "*.mlp.c_proj"}
@@ -125,6 +126,19 @@ def method_plan(own: Sequence[str]) -> MethodPlan:
     return MethodPlan.parse(flag_values(own).get("method", "clover"), *method_changes(own))
 
 
+def own_recipes(own: Sequence[str]) -> str:
+    """Returns the recipes of a method's flags that a user's file has registered, as text. It is empty for methods of
+    the repository.
+
+    The name of such a method says little, because a user edits the file. A run that was trained with another recipe of
+    this name must not count as done.
+    """
+    known = (*METHODS.values(), *RECIPES.values())
+    of_the_repository = {part for row in known for part in (row, row.final)}
+    recipes = [recipe for recipe in method_plan(own).recipes if recipe not in of_the_repository]
+    return json.dumps([to_record(dataclasses.replace(recipe, summary="")) for recipe in recipes]) if recipes else ""
+
+
 def begins_late(flags: tuple[str, ...], fraction: float) -> bool:
     """Returns True if a method has no phase that begins before this fraction of the steps. It can then branch from
     another run there."""
@@ -155,6 +169,7 @@ class Run:
     method: its label
     flags:  the flags of base_train, without the model tag
     data:   the data_key of the text
+    own:    the own_recipes of its method
     """
 
     method: str
@@ -162,11 +177,13 @@ class Run:
     seed: int
     flags: tuple[str, ...]
     data: str = ""
+    own: str = ""
 
     @property
     def tag(self) -> str:
-        """The model tag of the run: its size, method and seed, and a hash of its flags and its text."""
-        key = hashlib.sha256("\n".join([*self.flags, self.data]).encode()).hexdigest()[:8]
+        """The model tag of the run: its size, method and seed, and a hash of its flags, text and own recipes."""
+        words = [*self.flags, self.data, *filter(None, [self.own])]
+        key = hashlib.sha256("\n".join(words).encode()).hexdigest()[:8]
         return f"{self.size}_{self.method}_s{self.seed}_{key}"
 
     @property
@@ -235,7 +252,8 @@ def plan(
             if points[i]:
                 first, at = points[i]
                 more = (f"--branch-from={tags[first]}@{at}", *more)
-            runs.append(Run(label, size, seed, (*shape, horizon, *own, *more, *seed_flags), data))
+            flags = (*shape, horizon, *own, *more, *seed_flags)
+            runs.append(Run(label, size, seed, flags, data, own_recipes(own)))
             tags.append(runs[-1].tag)
     return runs
 

@@ -43,12 +43,14 @@ class Sweep:
     data_dir: the folder of the text, as ensure_data returned it
     devices:  ["cpu"] for this process, or names of GPUs, one for each run at a time
     keep:     the methods whose checkpoints are not deleted
+    recipes:  the files of --recipes, which the runs get beside lab/recipes.py
     """
 
     folder: Path
     data_dir: str
     devices: Sequence[str]
     keep: Sequence[str] = ()
+    recipes: str = ""
     needed: set[str] = field(default_factory=set)  # The tags of runs from which others branch.
 
     def result_path(self, run: Run) -> Path:
@@ -74,7 +76,9 @@ class Sweep:
         """Returns the flags of base_train for a run. It resumes from its newest checkpoint if it has one."""
         device = "cpu" if "cpu" in self.devices else "cuda"
         where = [f"--model-tag={run.tag}", f"--data-dir={self.data_dir}", f"--device-type={device}"]
-        return [*run.flags, *where, "--resume-from-step=latest"]
+        files = [str(ROOT / "lab/recipes.py"), *filter(None, self.recipes.split(","))]
+        recipes = ",".join(map(os.path.abspath, files))  # The processes start in another folder.
+        return [*run.flags, *where, f"--recipes={recipes}", "--resume-from-step=latest"]
 
     def has_checkpoint(self, tag: str, step: int) -> bool:
         """Returns True if the run with this tag has a checkpoint of this step."""
@@ -194,7 +198,6 @@ class Sweep:
 
     def _start(self, run: Run, device: str) -> subprocess.Popen:
         environment = os.environ | {"NANOCHAT_BASE_DIR": str(self.folder), "CUDA_VISIBLE_DEVICES": device}
-        environment["RECIPES"] = str(ROOT / "lab/recipes.py")
         with open(self.log_path(run), "a") as f:
             # The run has a session of its own, so that Ctrl-C reaches only this process, which passes it on.
             return subprocess.Popen(

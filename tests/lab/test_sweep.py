@@ -4,6 +4,7 @@ Training is replaced by something that writes the metrics of a run. Real runs ar
 """
 
 import contextlib
+import dataclasses
 import json
 import math
 import os
@@ -19,6 +20,7 @@ import nanochat_fp4 as nf
 from lab import runs as kept_runs
 from lab.study import sweep, sweep_runs, sweep_scheduler
 from nanochat_fp4.errors import UserError
+from nanochat_fp4.nvfp4 import methods
 from nanochat_fp4.nvfp4.phases import MethodPlan
 from scripts import base_train, tok_train
 
@@ -122,6 +124,39 @@ def test_the_tag_changes_with_any_flag():
     assert tag() == tag()
     others = tag(tokens=2000), tag(extra=["--matrix-lr=0.1"]), tag(tokens=0, ratio=20.0), tag(data="other")
     assert len({tag(), *others}) == 5
+
+
+MINE = """import nanochat_fp4 as nf
+nf.register(nf.Recipe("method_of_a_file", output=nf.Gemm(nf.Operand("{}"), nf.Operand("rtn"))))
+"""
+
+
+@pytest.mark.parametrize("by_variable", [True, False])
+def test_a_method_of_a_users_file_is_planned_and_trained(tmp_path, monkeypatch, trained, by_variable):
+    """Beside those of lab/recipes.py. The file is edited, and the run with the new recipe is another one."""
+    file, known = tmp_path / "mine.py", dict(methods.REGISTERED)
+    monkeypatch.chdir(tmp_path)  # The processes of a sweep start in another folder.
+    argv = "--methods=method_of_a_file,clover_search --sizes=tiny --seeds=1 --tokens=1024".split()
+    if by_variable:
+        monkeypatch.setenv("RECIPES", "mine.py")
+    else:
+        argv.append("--recipes=mine.py")
+
+    def planned(rounding):
+        file.write_text(MINE.format(rounding))
+        monkeypatch.setattr(methods, "REGISTERED", dict(known))
+        args = sweep.parse_args(argv)
+        return args, sweep.planned(args, "data")
+
+    (args, first), (_, again), (_, other) = planned("rtn"), planned("rtn"), planned("sr")
+    assert first == again and [a.tag == b.tag for a, b in zip(first, other)] == [False, True]
+    s = dataclasses.replace(trained[0], recipes=args.recipes)
+    monkeypatch.setattr(methods, "REGISTERED", dict(known))
+    file.write_text(MINE.format("rtn"))
+    s.train(first)
+    assert trained[1] == [run.tag for run in first]
+    (given,) = [flag for flag in s.arguments(first[0]) if flag.startswith("--recipes=")]
+    assert given == f"--recipes={sweep_scheduler.ROOT / 'lab/recipes.py'},{file}"
 
 
 def test_a_plan_makes_nothing(tmp_path, capsys):
@@ -234,6 +269,7 @@ def trained(monkeypatch, tmp_path):
 
     def main(argv):
         args = base_train.parse_args(argv)
+        nf.get_recipe(args.method)
         assert os.environ["NANOCHAT_BASE_DIR"] == str(tmp_path) and args.resume_from_step == "latest"
         order.append(args.model_tag)
         if args.method == "nvidia":
