@@ -8,6 +8,7 @@ it is left. A copy or a pickle of a model that is made inside a context does not
 
 import contextlib
 import threading
+import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -46,7 +47,7 @@ def _layers(model: nn.Module, context: str) -> list[QuantLinear]:
 def full_precision(model: nn.Module) -> contextlib.AbstractContextManager[None]:
     """Inside this context the converted layers compute like nn.Linear. A model is evaluated in BF16 this way.
 
-    Raises ValueError if model is no torch.nn.Module.
+    Warns if the model has no converted layer. Raises ValueError if model is no torch.nn.Module.
 
     >>> layer = nf.QuantLinear(32, 16)
     >>> x = torch.randn(4, 32)
@@ -54,7 +55,14 @@ def full_precision(model: nn.Module) -> contextlib.AbstractContextManager[None]:
     ...     bool((layer(x) == torch.nn.functional.linear(x, layer.weight)).all())
     True
     """
-    return _inside({layer: {"full_precision": True} for layer in _layers(model, "full_precision")})
+    layers = _layers(model, "full_precision")
+    if not layers:
+        warnings.warn(
+            f"full_precision: no layer of this {type(model).__name__} is converted, so nothing changes; pass the model "
+            "that nf.convert was given",
+            stacklevel=2,
+        )
+    return _inside({layer: {"full_precision": True} for layer in layers})
 
 
 def per_token_scale(model: nn.Module) -> contextlib.AbstractContextManager[None]:

@@ -15,7 +15,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from nanochat_fp4.nvfp4.convert_report import ADAPTERS, AS_ASKED, LEFT_ALONE, ROUTERS, ConvertReport, shares, some
+from nanochat_fp4.nvfp4.convert_report import (
+    ADAPTERS,
+    AS_ASKED,
+    LEFT_ALONE,
+    ROUTERS,
+    ConvertReport,
+    names_by_reason,
+    shares,
+    some,
+)
 from nanochat_fp4.nvfp4.experts import ExpertLinear, as_quantized_experts, routers, stacked_linears
 from nanochat_fp4.nvfp4.heads import is_conv1d, linear_layers, output_heads, sizes_of
 from nanochat_fp4.nvfp4.layer_pass import COMPUTE_DTYPES
@@ -103,7 +112,8 @@ def convert(
             quantized.per_token_in_eval, quantized.kind = per_token_in_eval, _kind_of_layer(names)
             quantized.set_recipe(recipe)
     if not converted:
-        why = [f"{name}: {reason}" for name, reason in report.left_alone[:4]]
+        reasons_of = names_by_reason(report.left_alone)
+        why = [f"{some(name or 'the model itself' for name in names)}: {why}" for why, names in reasons_of.items()][:4]
         why += [kind for kind in shares(model, (), heads)[2] if "not supported" in kind]
         raise ValueError(f"convert: no linear layer could be converted ({'; '.join(why) or 'the model has none'})")
 
@@ -191,8 +201,12 @@ def _check_patterns(skip: Sequence[str], all_names: Mapping[nn.Module, Sequence[
     """Raises ValueError for a pattern that matches no layer. all_names: each linear layer -> all of its names"""
     for pattern in skip:
         if not any(_in_pattern(name, pattern) for names in all_names.values() for name in names):
-            there = some(names[0] for names in all_names.values())
-            raise ValueError(f"convert: the skip pattern {pattern!r} matches no linear layer; there are: {there}")
+            there = [names[0] for names in all_names.values()]
+            anywhere = f"*.{pattern}"  # Other programs take the last part of a name alone.
+            hint = f"did you mean {anywhere!r}? " if any(_in_pattern(name, anywhere) for name in there) else ""
+            raise ValueError(
+                f"convert: the skip pattern {pattern!r} matches no linear layer; {hint}there are: {some(there)}"
+            )
 
 
 def _known_kinds(recipe: Recipe, layers: Mapping[str, QuantLinear]) -> dict[str, str | None]:
@@ -316,6 +330,11 @@ def reason_to_leave(names: Sequence[str], linear: nn.Module) -> str | None:
     """Returns the reason why a linear layer with these names cannot be replaced by a QuantLinear, or None."""
     if any(ADAPTER_PARTS.intersection(name.split(".")) for name in names):
         return ADAPTER
+    if hasattr(linear, "quantization_scheme"):  # compressed-tensors, which transformers calls, sets it.
+        return (
+            "its weight was read in few bits by compressed-tensors; build the model without quantization_config, and "
+            "read the folder with nf.load_quantized"
+        )
     if "weight" not in linear._parameters and not isinstance(linear, ExpertLinear):
         return "its weight is computed from other parameters (weight norm and the like)"
     if "forward" in vars(linear) and not isinstance(linear, QuantLinear):

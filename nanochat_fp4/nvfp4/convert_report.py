@@ -8,6 +8,7 @@ from torch import nn
 
 from nanochat_fp4.nvfp4.experts import LINEARS, stacked_linears
 from nanochat_fp4.nvfp4.heads import is_linear
+from nanochat_fp4.nvfp4.layer_pass import other_dtype
 from nanochat_fp4.nvfp4.places import KINDS
 from nanochat_fp4.nvfp4.recipes import Recipe
 
@@ -47,7 +48,8 @@ class ConvertReport:
         if round(self.quantized, 3) != round(self.quantized_without_heads, 3):
             share += f", {100 * self.quantized_without_heads:.1f}% without the output head"
         layers = f"{len(self.converted)} linear layer{'' if len(self.converted) == 1 else 's'}"
-        lines = [f"QAT method {self.recipe}", f"converted {layers}: {share}"]
+        done = "converted" if self.recipe.quantizes else "left in BF16, as the method says,"
+        lines = [f"QAT method {self.recipe}", f"{done} {layers}: {share}"]
         missed = sum(share for kind, share in self.others.items() if kind not in ON_PURPOSE)
         if self.recipe.quantizes and self.quantized < ENOUGH * (self.quantized + missed):
             lines.append(
@@ -57,7 +59,7 @@ class ConvertReport:
         if self.refused_dtypes:
             lines.append(
                 f"warning: weights are in {', '.join(self.refused_dtypes)}, and the first forward will refuse them; "
-                "layers compute in float32 or bfloat16; use model.bfloat16(), model.float(), or autocast to bfloat16"
+                f"layers compute in float32 or bfloat16; {other_dtype(self.refused_dtypes)}"
             )
         lines += [
             f"in high precision, {100 * share:.1f}% of these weights: {kind}" for kind, share in self.others.items()
@@ -75,13 +77,18 @@ class ConvertReport:
             )
         if self.without_gram_matrices:
             lines.append("weights are rounded without feedback until training has looked at the layers' inputs")
-        reasons: dict[str, list[str]] = {}
-        for name, reason in self.left_alone:
-            reasons.setdefault(reason, []).append(name)
-        for reason, names in reasons.items():
+        for reason, names in names_by_reason(self.left_alone).items():
             shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
             lines.append(f"left alone ({reason}): {shown}")
         return "\n".join(lines)
+
+
+def names_by_reason(left_alone: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
+    """Returns the names of the layers that were left alone for each reason."""
+    reasons: dict[str, list[str]] = {}
+    for name, reason in left_alone:
+        reasons.setdefault(reason, []).append(name)
+    return reasons
 
 
 def some(names: Iterable[str]) -> str:

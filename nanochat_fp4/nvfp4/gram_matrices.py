@@ -40,8 +40,8 @@ def update_gram_matrices(model: nn.Module, forward: Callable[[], object]) -> Non
     checkpoint, and so does a copy of the weights, such as an EMA, that is evaluated later. A deep copy has the
     model's Gram matrices and its phase as they are at that moment.
 
-    Raises ValueError if model is no torch.nn.Module, if forward is no function, and if forward calls no layer that has
-    feedback.
+    Raises ValueError if model is no torch.nn.Module or was not converted, if forward is no function, and if forward
+    calls no layer that has feedback.
 
     >>> model = torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.ReLU(), torch.nn.Linear(32, 16))
     >>> model, x = nf.convert(model, "clover_feedback", verbose=False), torch.randn(64, 32)
@@ -53,6 +53,10 @@ def update_gram_matrices(model: nn.Module, forward: Callable[[], object]) -> Non
         got = f"{type(model).__name__} and {type(forward).__name__}"
         raise ValueError(
             f"update_gram_matrices: got {got}, expected the model and a function that calls it: lambda: model(x)"
+        )
+    if not any(isinstance(module, QuantLinear) for module in model.modules()):
+        raise ValueError(
+            f"update_gram_matrices: {type(model).__name__} was not converted; pass the model that nf.convert was given"
         )
     layers = [group[0] for group in groups_computed_as_one(model) if group[0].recipe.uses_feedback]
     was_called(model, "update_gram_matrices")

@@ -1,5 +1,6 @@
 """The settings of one pass through a quantized layer, which the three products of linear.py need besides tensors."""
 
+from collections.abc import Collection
 from typing import NamedTuple, Protocol
 
 import torch
@@ -140,10 +141,15 @@ def compute_dtype(x: torch.Tensor) -> torch.dtype:
 def check_compute_dtype(dtype: torch.dtype) -> None:
     """Raises ValueError if quantized layers do not compute in this dtype."""
     if dtype not in COMPUTE_DTYPES:
-        raise ValueError(
-            f"QuantLinear computes in float32 or bfloat16 and got {str(dtype).removeprefix('torch.')}; use "
-            "model.bfloat16(), model.float(), or autocast to bfloat16"
-        )
+        name = str(dtype).removeprefix("torch.")
+        raise ValueError(f"QuantLinear computes in float32 or bfloat16 and got {name}; {other_dtype([name])}")
+
+
+def other_dtype(refused: Collection[str]) -> str:
+    """Returns words for what a user does about weights in these dtypes. Autocast does not change float64."""
+    if "float64" in refused:
+        return "use model.float() or model.bfloat16()"
+    return "use model.bfloat16(), model.float(), or autocast to bfloat16"
 
 
 def check_input(x: torch.Tensor, features: int) -> None:
@@ -151,7 +157,9 @@ def check_input(x: torch.Tensor, features: int) -> None:
     if x.dim() and x.shape[-1] == features and x.is_floating_point():
         return
     dtype = str(x.dtype).removeprefix("torch.")
+    right = x.dim() and x.shape[-1] == features
+    remedy = "convert it with x.float(), or embed token ids first" if right else "give it the layer's in_features"
     raise ValueError(
         f"QuantLinear: the input is {tuple(x.shape)} in {dtype}, expected (..., {features}) in float32 or bfloat16; "
-        "give it the layer's in_features"
+        f"{remedy}"
     )

@@ -55,6 +55,15 @@ def test_a_setting_holds_until_the_last_context_is_left(context):
     assert equal(step(m), before) and not any("context" in vars(layer) for layer in layers(m))
 
 
+def test_full_precision_of_a_model_that_is_not_converted_is_warned_of(recwarn):
+    """The model may be another one than the one that computes."""
+    with pytest.warns(UserWarning, match="full_precision: no layer of this Linear is converted") as warned:
+        nf.full_precision(torch.nn.Linear(32, 16))
+    assert warned[0].filename == __file__
+    nf.full_precision(nf.QuantLinear(32, 16, method="bf16"))
+    assert not recwarn.list
+
+
 def test_contexts_left_in_another_order_leave_the_model_as_it_was():
     m = model()
     before = step(m)

@@ -159,7 +159,15 @@ def test_a_forward_that_computes_something_else_is_left_alone():
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
 def test_convert_says_at_once_that_a_dtype_will_be_refused(dtype, capsys):
     nf.convert(nn.Sequential(nn.Linear(64, 64)).to(dtype))
-    assert str(dtype).removeprefix("torch.") in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert str(dtype).removeprefix("torch.") in said
+    assert ("autocast" in said) == (dtype == torch.float16)  # Autocast leaves float64 as it is.
+
+
+@pytest.mark.parametrize("method, words", [("bf16", "left in BF16, as the method says, 1"), ("clover", "converted 1")])
+def test_the_report_says_whether_layers_are_in_few_bits(method, words):
+    report = str(nf.convert(nn.Sequential(nn.Linear(64, 64)), method, verbose=False).nf_report)
+    assert words in report and ("converted" in report) == (method != "bf16")
 
 
 def test_a_report_is_one_short_line_in_a_notebook():

@@ -70,6 +70,16 @@ ROWS = [  # (fields of a recipe, the GEMM and a word)
     ({"kinds": (("mlp", get_recipe("fp8")),)}, "kinds has 'mlp', .*mlp_up, mlp_down"),
     ({"kinds": (("mlp_up", get_recipe("clover_mixed")),)}, "mlp_up has kinds"),
 ]
+
+
+def read_by_compressed_tensors() -> nn.Linear:
+    """A layer as transformers reads it from a folder of that format: with codes, and a forward that decodes them."""
+    layer = nn.Linear(32, 32)
+    layer.quantization_scheme, layer.forward = object(), lambda x: x
+    layer.weight_packed = nn.Parameter(layer._parameters.pop("weight").detach())
+    return layer
+
+
 ARGUMENTS = [  # (arguments of convert, word)
     ({"model": None}, "got NoneType"),
     ({"model": lambda: None}, "got function"),
@@ -80,6 +90,14 @@ ARGUMENTS = [  # (arguments of convert, word)
     ({"keep_first_blocks": 1}, "nn.ModuleList"),
     ({"model": nn.Embedding(4, 4)}, "the model has none"),
     ({"model": nn.Sequential(nn.Linear(12, 16))}, "0: in_features is 12"),
+    ({"model": nn.Sequential(nn.Linear(12, 16), nn.Linear(12, 16))}, r"\(0, 1: in_features is 12[^;]*\)"),
+    ({"model": nn.Linear(17, 33)}, "the model itself: in_features is 17"),
+    (
+        {"model": nn.ModuleDict({"mlp": nn.ModuleDict({"up": nn.Linear(16, 16)})}), "skip": ["up"]},
+        r"'up' matches no linear layer; did you mean '\*\.up'\? there are: mlp.up",
+    ),
+    ({"skip": ["up"]}, "matches no linear layer; there are: 0"),
+    ({"model": read_by_compressed_tensors()}, "in few bits by compressed-tensors; .* with nf.load_quantized"),
     ({"model": nn.Sequential(nn.Linear(32, 32)), "method": "clover_mixed"}, "clover_mixed has recipes for attention"),
 ]
 PLANS = [  # (arguments of MethodPlan.parse, word)
@@ -116,9 +134,14 @@ REFUSED = {  # name of the case: (call, word)
     "in_features": (lambda: nf.QuantLinear(120, 128), "in_features is 120, .*16; use nn.Linear"),
     "out_features": (lambda: nf.QuantLinear(128, 24), "out_features is 24, .*16; use nn.Linear"),
     "in_features of MXFP8": (lambda: nf.QuantLinear(48, 64, method="mxfp8"), "in_features is 48, .*32"),
-    "whole numbers": (lambda: nf.QuantLinear(64, 32)(torch.ones(4, 64, dtype=torch.int64)), "in int64, expected"),
-    "FP16": (lambda: nf.QuantLinear(32, 32).half()(torch.randn(2, 32).half()), "got float16"),
-    "FP64": (lambda: nf.QuantLinear(32, 32).double()(torch.randn(2, 32).double()), "got float64"),
+    "whole numbers": (lambda: nf.QuantLinear(64, 32)(torch.ones(4, 64, dtype=torch.int64)),
+                      r"in int64, expected .*; convert it with x\.float\(\)"),
+    "another width": (lambda: nf.QuantLinear(64, 32)(torch.ones(4, 32)), "give it the layer's in_features"),
+    "FP16": (lambda: nf.QuantLinear(32, 32).half()(torch.randn(2, 32).half()), "got float16.*autocast"),
+    "FP64": (lambda: nf.QuantLinear(32, 32).double()(torch.randn(2, 32).double()),
+             r"got float64; use model.float\(\) or model.bfloat16\(\)$"),
+    "Gram matrices without convert": (lambda: nf.update_gram_matrices(nn.Linear(32, 32), lambda: None),
+                                      "update_gram_matrices: Linear was not converted"),
     "progress without convert": (lambda: nf.set_progress(nn.Linear(32, 32), 0.5), "was not converted"),
 }  # fmt: skip
 
