@@ -121,7 +121,7 @@ def clover_apart(size: str) -> list[str]:
     """Returns runs, as "label: flags", in which only a part of clover quantizes: an operand, a kind of layer, half of
     the depth, or a phase of the run. For each kind of layer, another run quantizes all layers but these."""
     forward, depth = "fig2_1x16_four_over_six", depth_of(size)  # This row is clover's forward alone.
-    methods: dict[str, tuple[str, ...]] = {  # label: method, changes
+    methods: dict[str, tuple[str, ...]] = {  # A label -> the method and its changes.
         "bf16": ("bf16",),
         "all": ("clover",),
         "forward": (forward,),

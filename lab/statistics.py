@@ -115,7 +115,7 @@ def scatter(results: Sequence[dict], size: str, value: str = "val_bpb") -> tuple
     branches = {r["method"] for r in mine if any(f.startswith("--branch-from") for f in r.get("flags", ()))}
     methods = [m for m in dict.fromkeys(r["method"] for r in mine) if m not in branches]
     gaps = {(m, s): gap for m in methods for s, gap in gaps_by_seed(mine, size, m, value).items()}
-    effects = list(dict.fromkeys(effect for run in gaps for effect in run))  # methods and seeds
+    effects = list(dict.fromkeys(effect for run in gaps for effect in run))  # The methods and the seeds.
     design = np.array([[effect in run for effect in effects] for run in gaps], dtype=float)
     design, y = design.reshape(len(gaps), len(effects)), np.array(list(gaps.values()))
     fit, _, rank, _ = np.linalg.lstsq(design, y, rcond=None)

@@ -37,7 +37,7 @@ def _scale_tiles(scales_ptr, block, k, rows, K, ROWS: tl.constexpr, COLUMNS: tl.
 
     Tiles of 128x4 scales are read whole, each as 512 consecutive bytes. Their padding holds zeros.
     """
-    columns = tl.cdiv(K, 64)  # tiles side by side
+    columns = tl.cdiv(K, 64)  # The number of tiles side by side.
     row = block * (ROWS // 128) + tl.arange(0, ROWS // 128)
     column = k // 64 + tl.arange(0, COLUMNS // 64)
     tile = row.to(tl.int64)[:, None, None] * columns + column[None, :, None]

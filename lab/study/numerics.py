@@ -63,7 +63,7 @@ def table1(context: Context) -> Outcome:
     samples = context.args.samples or (1 << 19 if context.quick else 1 << 22)
     draws = context.args.draws or (128 if context.quick else 1024)
     rows, numbers = [], {}
-    names = [n for n in nf.ROUNDINGS if n not in ("scale_search", "ms_eden_search")]  # names for one of the others
+    names = [n for n in nf.ROUNDINGS if n not in ("scale_search", "ms_eden_search")]  # The two are other names.
     for name in names:
 
         def compute(name=name) -> dict[str, float]:

@@ -240,7 +240,7 @@ def plan(
             runs.append(Run("bf16", size, seed, flags, data))
             branch = (f"--branch-from={runs[-1].tag}@{at}",)
         points = branches(own_flags, share_until, steps)
-        tags: list[str] = []  # of the methods' runs
+        tags: list[str] = []  # The tags of the methods' runs.
         for i, (label, own) in enumerate(zip(names, own_flags)):
             if not begins_late(own, bf16_until):
                 raise UserError(f"--bf16-until={bf16_until:g}: {label} changes before that")
