@@ -68,7 +68,6 @@ class Subject(TrainingStep):
         optimizers = model.setup_optimizers(lean=lean, orthogonalizer=orthogonalizer)
         super().__init__(model, optimizers, compile_layers(model) if compiled else None, lean=lean)
         self.sequence_len, self.vocab_size = config.sequence_len, config.vocab_size
-        self.flops_per_token, self.num_params = model.estimate_flops(), model.num_scaling_params()
 
     def become(self, variant: Variant) -> None:
         """Makes the model train as this variant."""

@@ -8,6 +8,7 @@ MFU, peak memory, the largest micro-batch, the time by operation (the paper's Ta
     python -m lab.bench steps --methods bf16:32,clover:64,clover:32    # each with a micro-batch of its own
     python -m lab.bench steps --depth 20 --methods "" --micro-batch 16 --nanochat ~/nanochat   # BF16 of both projects
     python -m lab.bench steps --methods fp8,clover --micro-batch 8 --cuda-graph --nanochat ~/nanochat
+    python -m lab.bench steps --methods none --micro-batch 16 --nanochat ~/nanochat   # where two models do not fit
     python -m lab.bench steps --depth 2 --head-dim 64 --seq-len 64 --vocab-size 256 --total-batch-size 256 \\
         --micro-batch 2 --rounds 2                                         # a trial on a CPU
 
@@ -59,7 +60,7 @@ from nanochat_fp4.devices import gpu_memory
 from nanochat_fp4.errors import UserError, is_out_of_memory, one_line
 from nanochat_fp4.hardware import get_peak_flops
 from nanochat_fp4.models.cross_entropy import HEADS
-from nanochat_fp4.models.gpt import RECOMPUTE, config_from_depth
+from nanochat_fp4.models.gpt import GPT, RECOMPUTE, config_from_depth
 from nanochat_fp4.models.optim import ORTHOGONALIZERS
 from nanochat_fp4.models.optim8bit import STATES
 from nanochat_fp4.nvfp4.gram_matrices import GRAM_EVERY
@@ -181,12 +182,16 @@ def bench_depth(args: argparse.Namespace, depth: int, device: torch.device, resu
     """Measures all variants of one depth: memory first, then times in turns, and then the time by operation."""
     sizes = args.vocab_size, args.seq_len, args.head_dim, args.aspect_ratio, args.window_pattern
     config = config_from_depth(depth, *sizes)
-    kind = GraphedSubject if args.cuda_graph else Subject
-    ours = kind(config, device, args.compile, args.state, args.orthogonalizer)
-    graph = args.cuda_graph and ours.problem is None
-    ours.model.head = args.head
-    print0(f"d{depth}: {ours.num_params:,} parameters, width {config.n_embd}, {config.sequence_len} tokens a row")
-    known = {"width": config.n_embd, "flops_per_token": ours.flops_per_token}
+    with torch.device("meta"):
+        shape = GPT(config)
+    print0(f"d{depth}: {shape.num_scaling_params():,} parameters, width {config.n_embd}, {args.seq_len} tokens a row")
+    known = {"width": config.n_embd, "flops_per_token": shape.estimate_flops()}
+    ours, graph = None, False
+    if args.variants:
+        kind = GraphedSubject if args.cuda_graph else Subject
+        ours = kind(config, device, args.compile, args.state, args.orthogonalizer)
+        ours.model.head = args.head
+        graph = args.cuda_graph and ours.problem is None
     subjects: dict[Variant, Subject] = {}
     records: dict[Variant, dict] = {}
     nanochat = Variant("nanochat")
@@ -265,7 +270,7 @@ def find_memory(args: argparse.Namespace, record: dict, subject: Subject, size: 
         subject.update()  # It makes the optimizers' states.
         subject.release()
         # With nanochat there are two models at once, whose memory would mean nothing.
-        if subject.device.type == "cuda" and not args.nanochat:
+        if subject.device.type == "cuda" and not (args.nanochat and args.variants):
             passes[size], update = step.peaks_of_a_step(subject, size)
     record["micro_batch"] = size
     record["peak_bytes"] = max(passes[size], update) if size in passes else None
@@ -303,6 +308,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("--depth", default="26", help="depths, with commas")
     text = "of nf.METHODS or lab/recipes.py, with commas; bf16 is always there. clover:64: in micro-batches of 64 rows"
+    text += ". none: only nanochat"
     add("--methods", default="fp8,clover", help=text)
     add("--recompute", default="none", help=f"of {', '.join(RECOMPUTE)}, with commas: what is computed twice")
     add("--state", choices=STATES, default="fp32", help="of weights, gradients and moments, as base_train's")
@@ -329,9 +335,15 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     args.depth = [int(d) if d.isdigit() else 0 for d in args.depth.split(",") if d]
     if not args.depth or min(args.depth) < 1:
         raise UserError("--depth must be one or several positive whole numbers, with commas")
-    args.variants = [parse_variant(text) for text in args.methods.split(",") if text]
-    if "bf16" not in [method for method, _ in args.variants]:
-        args.variants.append(("bf16", None))
+    args.variants = []
+    if args.methods != "none":
+        args.variants = [parse_variant(text) for text in args.methods.split(",") if text]
+        if "bf16" not in [method for method, _ in args.variants]:
+            args.variants.append(("bf16", None))
+    elif not args.nanochat:
+        raise UserError(
+            "--methods=none leaves nothing to time; name methods, or give --nanochat a checkout of nanochat"
+        )
     args.variants = sorted(dict.fromkeys(args.variants), key=lambda v: v[0] != "bf16")  # The baseline comes first.
     args.recompute = common.some_of("--recompute", args.recompute, RECOMPUTE)
     if args.micro_batch != "auto":
@@ -340,8 +352,9 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         args.micro_batch = int(args.micro_batch)
     if min(args.rounds, args.calls, args.seq_len, args.vocab_size, args.total_batch_size) < 1:
         raise UserError("--rounds, --calls, --seq-len, --vocab-size and --total-batch-size must be at least 1")
-    if args.nanochat and (args.micro_batch == "auto" or args.memory_cap):
-        raise UserError("--nanochat holds two models at once; give --micro-batch a number, and no --memory-cap")
+    if args.nanochat and args.variants and (args.micro_batch == "auto" or args.memory_cap):
+        problem = "--nanochat holds two models at once; give --micro-batch a number, and no --memory-cap"
+        raise UserError(f"{problem}; or time nanochat alone, with --methods=none")
     for rows in (1 if args.micro_batch == "auto" else args.micro_batch, *(rows for _, rows in args.variants if rows)):
         plan_accumulation(args.total_batch_size, rows, args.seq_len, 1, "--micro-batch")
     return args

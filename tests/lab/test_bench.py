@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 import types
 from dataclasses import replace
 
@@ -34,6 +35,7 @@ REFUSED = [
     (steps, ["--micro-batch=0"], "'auto'"),
     (steps, ["--rounds=0"], "must be at least 1"),
     (steps, ["--nanochat=x"], "--micro-batch"),
+    (steps, ["--methods=none"], "nothing to time"),
     (steps, [*TINY, "--methods=bf16", "--nanochat=/nowhere"], "nanochat.gpt .*/nowhere"),
     pytest.param(steps, [], "no CUDA device", marks=no_gpu),
     (memory, ["--methods=clever"], "unknown method 'clever'"),
@@ -219,6 +221,21 @@ def test_graphs_on_a_cpu_are_a_line_and_nothing_else(base_dir, capsys):
     steps.main([*TINY, "--methods=bf16", "--cuda-graph", "--no-table7"])
     assert "--cuda-graph does nothing here: the model is on cpu" in capsys.readouterr().out
     assert [r["variant"] for r in records_of(base_dir)] == ["bf16"]
+
+
+@no_gpu
+def test_nanochat_alone_needs_no_memory_for_a_model_of_ours(base_dir, tmp_path, monkeypatch):
+    """A checkout whose model is ours stands in for the real one."""
+    (tmp_path / "nanochat").mkdir()
+    (tmp_path / "nanochat" / "gpt.py").write_text("from nanochat_fp4.models.gpt import GPT, GPTConfig\n")
+    for name in "nanochat", "nanochat.gpt":
+        monkeypatch.setitem(sys.modules, name, None)  # and again after the test
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(Subject, "__init__", None)
+    steps.main([*TINY, "--methods=none", f"--nanochat={tmp_path}"])
+    (record,) = records_of(base_dir)
+    assert (record["variant"], record["ratio"], record["problem"]) == ("nanochat", None, None)
+    assert record["tokens_per_second"] > 0 and record["flops_per_token"] > 0
 
 
 FAKE = types.SimpleNamespace(sequence_len=10)
