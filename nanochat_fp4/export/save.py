@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -16,7 +16,7 @@ from nanochat_fp4.errors import UserError, one_line, require
 from nanochat_fp4.export import huggingface
 from nanochat_fp4.export.folder import new_export
 from nanochat_fp4.export.stacked import are_rows, as_in_checkpoints, numbered_rows, source_of
-from nanochat_fp4.export.weights import calibrate, check_values, forward_weights, with_unread_experts
+from nanochat_fp4.export.weights import Weights, calibrate, check_values, forward_weights, with_unread_experts
 from nanochat_fp4.files import atomic_write
 from nanochat_fp4.nvfp4.convert import QuantConv1D
 from nanochat_fp4.nvfp4.format import NVFP4Tensor
@@ -152,23 +152,59 @@ def _write(model: nn.Module, folder: Path, calibration: list[Tensor], dtype: tor
     notes = [weights.lost] if weights.lost else []
     input_scales = None
     if calibration:
-        read = calibrate(model, weights, calibration)
-        input_scales = with_unread_experts(read, weights.tensors)
-        if not read:
-            raise UserError("save_quantized: no layer read anything of the calibration text; give other token ids")
-        if guessed := sorted(set(input_scales) - set(read)):
-            notes.append(
-                f"{len(guessed)} experts read nothing of the calibration text, {guessed[0]} among them; they have the "
-                "input range of the experts beside them"
-            )
-        if unread := sorted(set(weights.tensors) - set(input_scales)):
-            notes.append(f"{', '.join(unread[:4])} read nothing of the calibration text: {len(unread)} in {dtype}")
-            weights.tensors = {name: t for name, t in weights.tensors.items() if name in input_scales}
+        input_scales, notes_of_scales = _input_scales(model, weights, calibration, dtype)
+        notes += notes_of_scales
+    tensors, layers = _tensors(model, weights, input_scales, dtype)
+    huggingface.save_tensors(folder, tensors)
+    config = json.loads(model.config.to_json_string()) | huggingface.dtype_entries(dtype)
+    config["architectures"] = [type(model).__name__]
+    config["quantization_config"] = huggingface.quantization_config(
+        layers.ignored, input_scales is None, layers.four_bits, layers.eight_bits
+    )
+    atomic_write(folder / "config.json", json.dumps(config, indent=2) + "\n")
+    if (generation := getattr(model, "generation_config", None)) is not None:
+        atomic_write(folder / "generation_config.json", generation.to_json_string())
+    return notes
+
+
+def _input_scales(
+    model: nn.Module, weights: Weights, calibration: list[Tensor], dtype: torch.dtype
+) -> tuple[dict[str, float], list[str]]:
+    """Returns the input scale of each layer, and what is to be said of them. A layer that reads nothing of the
+    calibration text stays in dtype: its weight leaves `weights`."""
+    read, notes = calibrate(model, weights, calibration), []
+    if not read:
+        raise UserError("save_quantized: no layer read anything of the calibration text; give other token ids")
+    input_scales = with_unread_experts(read, weights.tensors)
+    if guessed := sorted(set(input_scales) - set(read)):
+        notes.append(
+            f"{len(guessed)} experts read nothing of the calibration text, {guessed[0]} among them; they have the "
+            "input range of the experts beside them"
+        )
+    if unread := sorted(set(weights.tensors) - set(input_scales)):
+        notes.append(f"{', '.join(unread[:4])} read nothing of the calibration text: {len(unread)} in {dtype}")
+        weights.tensors = {name: t for name, t in weights.tensors.items() if name in input_scales}
+    return input_scales, notes
+
+
+class _Layers(NamedTuple):
+    """The names of the layers in the folder."""
+
+    ignored: list[str]  # These are in dtype.
+    four_bits: list[str]
+    eight_bits: list[str]
+
+
+def _tensors(
+    model: nn.Module, weights: Weights, input_scales: dict[str, float] | None, dtype: torch.dtype
+) -> tuple[dict[str, Tensor], _Layers]:
+    """Returns all tensors of the folder by their names in it, and the layers that they belong to."""
     tied = set(getattr(model, "all_tied_weights_keys", None) or ())
     state = {name: tensor for name, tensor in model.state_dict().items() if name not in tied}
     embeddings = {m.weight.data_ptr() for m in model.modules() if isinstance(m, nn.Embedding)}
     ignored = [n for n, m in model.named_modules() if isinstance(m, nn.Linear) and f"{n}.weight" in tied]
-    sizes, tensors = {name: len(t.codes) for name, t in weights.tensors.items()}, {}
+    layers, tensors = _Layers(ignored, [], []), {}
+    sizes = {name: len(t.codes) for name, t in weights.tensors.items()}
     rows = numbered_rows(model, sizes)
     if any(f"{name}.weight" not in rows for name in sizes):  # The model has stacked experts.
         logger.warning(
@@ -176,41 +212,33 @@ def _write(model: nn.Module, folder: Path, calibration: list[Tensor], dtype: tor
             "nf.load_quantized and the package compressed-tensors read them right"
         )
     check_values({name: tensor for name, tensor in state.items() if name not in rows}, dtype)
-    four_bits, eight_bits = [], []  # The names of the layers in 4 and in 8 bits.
     for name, value in as_in_checkpoints(model, state | rows).items():
         layer = name.removesuffix(".weight")
-        if are_rows(value):
-            found = source_of(name, value, sizes)
-            if found is None:
-                raise UserError(
-                    f"save_quantized: checkpoints of {type(model).__name__} have one {name} for all experts, which "
-                    "compressed-tensors has no codes for; skip it in nf.convert"
-                )
-            source, its_rows = found
-            t = weights.tensors[source]
-            if isinstance(t, FP8):
-                eight_bits.append(layer)
-                its = FP8(t.codes.view(torch.uint8)[its_rows].view(t.codes.dtype), t.tensor_scale)
-            else:
-                four_bits.append(layer)
-                scales = t.scales.view(torch.uint8)[its_rows].view(t.scales.dtype)
-                its = NVFP4Tensor(t.codes[its_rows], scales, t.tensor_scale)
-            parts = huggingface.compressed_tensors(its, None if input_scales is None else input_scales[source])
-            tensors |= {f"{layer}.{part}": tensor for part, tensor in parts.items()}
-        else:
+        if not are_rows(value):
             tensors[name] = value.to(dtype) if value.is_floating_point() else value
             if layer != name and value.dim() == 2 and value.data_ptr() not in embeddings:
-                ignored.append(layer)
-    huggingface.save_tensors(folder, tensors)
-    config = json.loads(model.config.to_json_string()) | huggingface.dtype_entries(dtype)
-    config["architectures"] = [type(model).__name__]
-    config["quantization_config"] = huggingface.quantization_config(
-        ignored, input_scales is None, four_bits, eight_bits
-    )
-    atomic_write(folder / "config.json", json.dumps(config, indent=2) + "\n")
-    if (generation := getattr(model, "generation_config", None)) is not None:
-        atomic_write(folder / "generation_config.json", generation.to_json_string())
-    return notes
+                layers.ignored.append(layer)
+            continue
+        found = source_of(name, value, sizes)
+        if found is None:
+            raise UserError(
+                f"save_quantized: checkpoints of {type(model).__name__} have one {name} for all experts, which "
+                "compressed-tensors has no codes for; skip it in nf.convert"
+            )
+        source, its_rows = found
+        weight = _rows_of(weights.tensors[source], its_rows)
+        (layers.eight_bits if isinstance(weight, FP8) else layers.four_bits).append(layer)
+        parts = huggingface.compressed_tensors(weight, None if input_scales is None else input_scales[source])
+        tensors |= {f"{layer}.{part}": tensor for part, tensor in parts.items()}
+    return tensors, layers
+
+
+def _rows_of(weight: NVFP4Tensor | FP8, rows: Tensor) -> NVFP4Tensor | FP8:
+    """Returns some rows of a quantized weight. Tensors of 8-bit floats are indexed as bytes."""
+    if isinstance(weight, FP8):
+        return FP8(weight.codes.view(torch.uint8)[rows].view(weight.codes.dtype), weight.tensor_scale)
+    scales = weight.scales.view(torch.uint8)[rows].view(weight.scales.dtype)
+    return NVFP4Tensor(weight.codes[rows], scales, weight.tensor_scale)
 
 
 _calls: Counter[str] = Counter()  # The number of calls of save_quantized in this process for each folder.
