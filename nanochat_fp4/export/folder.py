@@ -6,8 +6,8 @@ deleted.
 
 At the end of the context an old export is renamed to .<name>.<random>.old, the new folder is renamed to `out`, and the
 old export is deleted. The scripts and the library write all exports in this way. Only one process at a time writes to
-`out`, because it holds the lock .<name>.lock beside it. export.json lists the files of an export. Only files on this
-list are ever deleted, and the list is deleted last.
+`out`. Meanwhile it holds the lock .<name>.lock beside `out`. export.json lists the files of an export. Only files on
+this list are ever deleted, and the list is deleted last.
 """
 
 import contextlib
@@ -24,6 +24,11 @@ from typing import NamedTuple
 from nanochat_fp4.console import logger
 from nanochat_fp4.errors import UserError
 from nanochat_fp4.files import atomic_write, fsync_dir
+
+try:
+    import fcntl
+except ImportError:  # Windows does not have this module.
+    fcntl = None
 
 LIST = "export.json"
 FORMAT = "nanochat_fp4 export, version 1"
@@ -79,33 +84,62 @@ def new_export(
 
 @contextlib.contextmanager
 def _locked(out: Path, words: Words, wait: bool) -> Iterator[None]:
-    """Holds the lock of `out`. The kernel keeps the lock (flock), so it is released when the process is killed."""
-    import filelock  # torch depends on this package.
+    """Holds the lock of `out`. The kernel keeps the lock (flock), so it is released when the process is killed.
 
+    At the end the lock's file is deleted, while the lock is still held. A process that was waiting for this file gets
+    the lock of a file without a name, and _lock_file lets it try again.
+    """
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
     except OSError as e:
         raise UserError(f"the folder {out.parent} cannot be made ({e.strerror}); choose {words.folder}") from e
-    lock = filelock.FileLock(out.with_name(f".{out.name}.lock"), fallback_to_soft=False)
+    path = out.with_name(f".{out.name}.lock")
+    file = _lock_file(path, out, words, wait)
     try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            path.unlink()
+        os.close(file)
+
+
+def _lock_file(path: Path, out: Path, words: Words, wait: bool) -> int:
+    """Returns the descriptor of the file `path`, which it makes and locks."""
+    waited = False
+    while True:
         try:
-            lock.acquire(timeout=0)
-        except filelock.Timeout:
-            if not os.path.exists(lock.lock_file):  # filelock would try for ever if no file can be made.
-                raise UserError(f"no file can be made in {out.parent}; choose {words.folder}") from None
+            file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        except OSError as e:
+            problem = f"no file can be made in {out.parent} ({path.name}: {e.strerror})"
+            raise UserError(f"{problem}; choose {words.folder}") from e
+        try:
+            if fcntl is None:
+                raise OSError(errno.ENOSYS, "there is no flock")
+            fcntl.flock(file, fcntl.LOCK_EX if waited else fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if _is_still_at(file, path):
+                return file
+            os.close(file)
+        except BlockingIOError:
+            os.close(file)
             if not wait:
                 problem = f"another export is writing {out}; wait until it ends, or choose {words.folder}"
                 raise UserError(problem) from None
             logger.warning(f"another process is writing {out}; waiting until it ends")
-            lock.acquire()
-    except OSError as e:
-        if e.errno not in (errno.ENOSYS, errno.ENOLCK, errno.ENOTSUP):
-            raise
-        logger.warning(f"the file system of {out} has no locks; let no other process write there")
+            waited = True
+        except OSError as e:
+            if e.errno not in (errno.ENOSYS, errno.ENOLCK, errno.ENOTSUP):
+                os.close(file)
+                raise
+            logger.warning(f"the file system of {out} has no locks; let no other process write there")
+            return file
+
+
+def _is_still_at(file: int, path: Path) -> bool:
+    """Whether this open file is the one at `path`, and was neither deleted nor replaced since it was opened."""
     try:
-        yield
-    finally:
-        lock.release()  # The lock's file stays, because deleting it could let two exports in at once.
+        return os.path.samestat(os.fstat(file), os.stat(path))
+    except FileNotFoundError:
+        return False
 
 
 def own_files(folder: Path) -> set[str] | None:

@@ -66,6 +66,29 @@ def test_a_place_where_no_file_can_be_made_is_refused_at_once():
         pass
 
 
+def test_no_lock_is_left_and_one_writer_is_inside_at_a_time(tmp_path):
+    """A lock's file is deleted while others wait for it, and none of them goes in beside a newer one."""
+    inside, most = [], []
+
+    def writer() -> None:
+        for _ in range(40):
+            with new_export(tmp_path / "out", overwrite=True):
+                inside.append(0)
+                most.append(len(inside))
+                os.stat(tmp_path)  # This lets another thread run.
+                inside.pop()
+
+    writers = [threading.Thread(target=writer) for _ in range(4)]
+    for thread in writers:
+        thread.start()
+    for thread in writers:
+        thread.join()
+    assert most == [1] * 160 and os.listdir(tmp_path) == ["out"]
+    with pytest.raises(UserError, match="overwrite=True"), new_export(tmp_path / "out"):
+        pass
+    assert os.listdir(tmp_path) == ["out"]
+
+
 def test_a_folder_that_cannot_be_made_is_refused_in_one_line(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match=r"file/more cannot be made \(.*\); choose another folder"):
