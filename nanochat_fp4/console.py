@@ -18,8 +18,13 @@ logger = logging.getLogger("nanochat_fp4")
 # Flags
 
 
-# __main__.py sets this to "nanochat-fp4 base_train" and the like. Otherwise argparse uses the name of the file.
-PROGRAM: str | None = None
+PROGRAM: str | None = None  # nanochat_fp4/__main__.py sets this to "nanochat-fp4 base_train" and the like.
+
+
+def typed_program() -> str:
+    """What a user types to start this program, without arguments: `python -m scripts.base_train`."""
+    spec = getattr(sys.modules.get("__main__"), "__spec__", None)
+    return PROGRAM or (f"python -m {spec.name.removesuffix('.__main__')}" if spec else f"python {sys.argv[0]}")
 
 
 class ArgumentParser(argparse.ArgumentParser):
@@ -27,7 +32,7 @@ class ArgumentParser(argparse.ArgumentParser):
     line."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **{"allow_abbrev": False, "prog": PROGRAM} | kwargs)
+        super().__init__(*args, **{"allow_abbrev": False, "prog": typed_program()} | kwargs)
 
     def error(self, message: str) -> NoReturn:
         flags = [flag for flag in self._option_string_actions if flag.startswith("--")]

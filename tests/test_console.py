@@ -3,6 +3,7 @@
 import argparse
 import ast
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -38,6 +39,23 @@ def test_flags_are_not_abbreviated_and_slips_are_one_line(capsys):
         assert e.value.code == 2 and capsys.readouterr().err == expected + "\n"
     with pytest.raises(SystemExit):
         parser.parse_args(["run", "--sec=1"])
+
+
+@pytest.mark.parametrize(
+    "program", ["scripts.tok_train", "nanochat_fp4.data.tokenizer", "nanochat_fp4.plan", "lab.bench layers", "lab.runs"]
+)
+def test_an_error_names_a_command_that_can_be_typed(program, fork_server):
+    module, *words = program.split()
+    done = fork_server.run(module, [*(words or ["speedrun"]), "--nope"], as_main=True)
+    assert done.status == 2 and done.log.endswith(f"(see python -m {program} --help)\n"), done.log
+
+
+def test_a_file_that_is_run_names_itself(monkeypatch, capsys):
+    monkeypatch.setattr(sys.modules["__main__"], "__spec__", None)
+    monkeypatch.setattr(sys, "argv", ["mine/train.py"])
+    with pytest.raises(SystemExit):
+        ArgumentParser().parse_args(["--nope"])
+    assert capsys.readouterr().err.endswith("(see python mine/train.py --help)\n")
 
 
 def test_no_number_of_a_flag_is_nan():

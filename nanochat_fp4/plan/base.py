@@ -61,7 +61,7 @@ def parse(script: str, argv: list[str], variable: str) -> argparse.Namespace:
             return module.parse_args(argv)
     except SystemExit:
         lines = said.getvalue().strip().splitlines() or ["--help prints no plan"]
-        line = re.sub(r" \(see \S+ --help\)$", f" (see python -m scripts.{script} --help)", lines[-1])
+        line = re.sub(r" \(see [^()]+ --help\)$", f" (see python -m scripts.{script} --help)", lines[-1])
         raise UserError(f"{variable}: {in_variables(line.removeprefix('error: '))}") from None
     except UserError as e:
         raise UserError(f"{variable}: {in_variables(str(e))}") from None

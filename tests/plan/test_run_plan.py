@@ -297,7 +297,7 @@ REFUSED = [
     ({"VOCAB_SIZE": "10"}, "VOCAB_SIZE=10 "),
     ({"MATRIX_LR": "-1"}, "MATRIX_LR"),
     ({"WINDOW_PATTERN": "X"}, "window pattern 'X'"),
-    ({"BASE_ARGS": "--nope"}, "BASE_ARGS: unrecognized arguments: --nope"),
+    ({"BASE_ARGS": "--xyz"}, "BASE_ARGS: unrecognized arguments: --xyz (see python -m scripts.base_train --help)"),
     ({"MID_ARGS": "--nope"}, "MID_ARGS: unrecognized arguments: --nope"),
     ({"SFT_ARGS": "--num-epochs=x"}, "SFT_ARGS: "),
     # What a stage would refuse after the base training.
