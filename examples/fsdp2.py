@@ -3,12 +3,11 @@
 torchrun --nproc_per_node=2 examples/fsdp2.py
 """
 
+import nanochat_fp4 as nf  # isort: skip  first, so that a package that is missing is one line
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-
-import nanochat_fp4 as nf
 
 
 def main(method: str = "clover", steps: int = 20) -> list[float]:

@@ -3,10 +3,9 @@
 The example needs transformers, accelerate and compressed-tensors: pip install -e '.[examples]' compressed-tensors
 """
 
+import nanochat_fp4 as nf  # isort: skip  first, so that a package that is missing is one line
 import torch
 import transformers
-
-import nanochat_fp4 as nf
 
 
 class TwoCalls(transformers.TrainerCallback):

@@ -3,11 +3,10 @@
 The example needs lightning: pip install -e '.[examples]'
 """
 
+import nanochat_fp4 as nf  # isort: skip  first, so that a package that is missing is one line
 import lightning
 import torch
 from torch import nn
-
-import nanochat_fp4 as nf
 
 
 class Module(lightning.LightningModule):

@@ -4,11 +4,10 @@ convert prints that it left them alone.
 The example needs peft and transformers: pip install -e '.[examples]'
 """
 
+import nanochat_fp4 as nf  # isort: skip  first, so that a package that is missing is one line
 import torch
 from peft import LoraConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM
-
-import nanochat_fp4 as nf
 
 
 def main(steps: int = 20) -> list[float]:

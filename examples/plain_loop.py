@@ -2,10 +2,9 @@
 update_gram_matrices. From a checkout: python -m examples.plain_loop
 """
 
+import nanochat_fp4 as nf  # isort: skip  first, so that a package that is missing is one line
 import torch
 from torch import nn
-
-import nanochat_fp4 as nf
 
 
 def main(method: str = "clover_feedback", steps: int = 20) -> list[float]:

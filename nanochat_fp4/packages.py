@@ -13,6 +13,7 @@ EXTRAS = {
     "export": ("compressed_tensors", "gguf", "tokenizers", "transformers"),
     "web": ("fastapi", "starlette", "uvicorn"),
     "trackio": ("trackio",),
+    "examples": ("accelerate", "lightning", "peft"),
 }  # fmt: skip
 
 

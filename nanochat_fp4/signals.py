@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nanochat_fp4.packages import missing_package  # This module imports nothing that may be missing.
+from nanochat_fp4.packages import ROOT, missing_package  # This module imports nothing that may be missing.
 
 if TYPE_CHECKING:  # torch takes seconds to import, so it must come after begin_program.
     import torch
@@ -44,11 +44,14 @@ def _say_what_is_missing(kind: type[BaseException], error: BaseException, trace:
 
 
 def _is_our_program() -> bool:
-    """Returns whether Python was started with a module of ours by `-m`, or with a command of the installed package."""
+    """Returns whether Python was started with a module of ours by `-m`, with a file of ours, or with a command of the
+    installed package."""
+    ours = ("nanochat_fp4", "scripts", "eval", "lab", "examples")
     if sys.argv[:1] != ["-c"] and "-m" in sys.orig_argv:
         module = sys.orig_argv[sys.orig_argv.index("-m") + 1]
-        return module.partition(".")[0] in ("nanochat_fp4", "scripts", "eval", "lab", "examples")
-    return Path(sys.argv[0] if sys.argv else "").name.startswith("nanochat-fp4")
+        return module.partition(".")[0] in ours
+    file = Path(sys.argv[0] if sys.argv else "").absolute()
+    return file.name.startswith("nanochat-fp4") or file.parent in [ROOT / folder for folder in ours]
 
 
 begin_program()

@@ -228,7 +228,9 @@ def test_each_missing_package_has_its_extra(tmp_path, monkeypatch):
     assert missing_package(ModuleNotFoundError("x", name="nanochat.gpt")) == ""
 
 
-@pytest.mark.parametrize("program", ["nanochat_fp4.doctor", "scripts.chat_web", "lab.bench", "examples.lora"])
+@pytest.mark.parametrize(
+    "program", ["nanochat_fp4.doctor", "scripts.chat_web", "lab.bench", "examples.lora", "examples/lora.py"]
+)
 def test_a_python_without_torch_says_what_to_type(program, tmp_path):
     """The shell that typed `bash speedrun_fp4.sh` has the system's Python, and the packages are in .venv."""
     for name in ("scripts", "eval", "lab", "examples", "pyproject.toml"):
@@ -237,6 +239,9 @@ def test_a_python_without_torch_says_what_to_type(program, tmp_path):
     start = f"""if True:
         import runpy, sys
         sys.path.insert(0, "")
+        if {program!r}.endswith(".py"):
+            sys.argv, sys.orig_argv = [{program!r}], ["python", {program!r}]
+            runpy.run_path({program!r}, run_name="__main__")
         sys.argv, sys.orig_argv = ["-m"], ["python", "-m", {program!r}]
         runpy.run_module({program!r}, run_name="__main__", alter_sys=True)"""
     command = [sys.executable, "-IS", "-c", start]
