@@ -96,13 +96,13 @@ def test_bad_input_ends_before_anything_is_made(environment, variables, message)
 def test_relative_folders_are_the_callers(environment, tmp_path):
     """The scripts work in their own folder."""
     done = shell(f"bash {ROOT}/speedrun_fp4.sh", environment, tmp_path, PLAN_ONLY="1", DATA_DIR="text")
-    assert f"DATA_DIR {tmp_path}/text is not there" in done.stderr
+    assert f"DATA_DIR (--data-dir) {tmp_path}/text is not there" in done.stderr
     (tmp_path / "mine.py").write_text("print('mine')")
     done = shell(f"bash {ROOT}/speedrun_fp4.sh", environment, tmp_path, PLAN_ONLY="1", RECIPES="mine.py,lab/none.py")
     assert "mine\n" in done.stdout and f"RECIPES: there is no file {tmp_path}/lab/none.py" in done.stderr
     in_background = f"trap '' INT; bash {ROOT}/speedrun_fp4.sh"  # The script starts again, because SIGINT is ignored.
     done = shell(in_background, environment, tmp_path, PLAN_ONLY="1", DATA_DIR="text")
-    assert f"DATA_DIR {tmp_path}/text is not there" in done.stderr
+    assert f"DATA_DIR (--data-dir) {tmp_path}/text is not there" in done.stderr
 
 
 def test_environment_without_a_module(environment):

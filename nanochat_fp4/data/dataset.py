@@ -99,9 +99,9 @@ def parquets_iter_batched(
 # The user's folder
 
 
-def _own_data(data_dir: str, column: str = "") -> str:
-    """Returns the folder of shards for DATA_DIR, which is this folder itself or the converted copy of its text.
-    Raises UserError if the folder has no text that can be used."""
+def check_own_data(data_dir: str, column: str = "") -> list[Path]:
+    """Looks at DATA_DIR without reading its text. Returns the files that must become shards; none where the folder has
+    shards that are used as they are. Raises UserError if the folder has no text that can be used."""
     column = text_column(column)
     folder = Path(data_dir).expanduser()
     if not folder.is_dir():
@@ -126,7 +126,7 @@ def _own_data(data_dir: str, column: str = "") -> str:
             open_shards(split, folder, column)
         if texts:
             print0(f"{folder}: using its {len(shards)} parquet shards, not its {len(texts)} text files")
-        return str(folder)
+        return []
     if not shards and not texts:
         accepted = f".parquet files with a text column, or {', '.join(TEXT_SUFFIXES)} files"
         raise UserError(f"DATA_DIR (--data-dir) {data_dir} holds no data; expected {accepted}")
@@ -134,7 +134,14 @@ def _own_data(data_dir: str, column: str = "") -> str:
         raise UserError(
             f"{folder} is not read, because {parquet_folder} has parquet files; name that folder, or move them"
         )
-    return str(convert(folder, [Path(p) for p in shards] + texts, column))
+    return [Path(p) for p in shards] + texts
+
+
+def _own_data(data_dir: str, column: str = "") -> str:
+    """Returns the folder of shards for DATA_DIR, which is this folder itself or the converted copy of its text.
+    Raises UserError if the folder has no text that can be used."""
+    folder, files = Path(data_dir).expanduser(), check_own_data(data_dir, column)
+    return str(convert(folder, files, text_column(column)) if files else folder)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from nanochat_fp4.console import ArgumentParser
-from nanochat_fp4.data.dataset import ensure_data
+from nanochat_fp4.data.dataset import check_own_data, ensure_data
 from nanochat_fp4.data.needs import look_for
 from nanochat_fp4.errors import UserError, run_main
 from nanochat_fp4.files import atomic_write
@@ -42,7 +42,8 @@ def look(settings: Settings, machine: Machine, bases: list[Base]) -> Facts:
     places = ("base_checkpoints", "mid_checkpoints", "chatsft_checkpoints")
     files = [f for base in bases for place in places for f in (settings.base_dir / place / base.tag).glob("*.pt")]
     held = sum(f.stat().st_size for f in files)  # that the run will replace, or has made already
-    return Facts(text, why, shards, size, asked, this.disk_free(settings.base_dir) + held, missing)
+    made = this.made(settings.base_dir, [base.tag for base in bases])
+    return Facts(text, why, shards, size, asked, this.disk_free(settings.base_dir) + held, missing, made)
 
 
 def plan_of(run: str, environment: Mapping[str, str]) -> Plan:
@@ -54,10 +55,10 @@ def plan_of(run: str, environment: Mapping[str, str]) -> Plan:
     if settings.gpu and not settings.plan_only:
         raise UserError(f"GPU={settings.gpu} is for plans of a machine that is not here; set PLAN_ONLY=1 as well")
     if settings.data_dir and machine.here:
-        if not Path(settings.data_dir).expanduser().is_dir():
-            raise UserError(f"DATA_DIR {settings.data_dir} is not there; it must be a folder of text or parquet files")
-        if not settings.plan_only:
-            ensure_data(settings.data_dir)  # a folder that cannot be trained on ends here; text is cut into shards
+        if settings.plan_only:
+            check_own_data(settings.data_dir)
+        else:
+            ensure_data(settings.data_dir)  # text is cut into shards, and a folder that cannot be trained on ends here
 
     def steps(base: Base) -> tuple[int, str] | None:
         only_look = settings.plan_only or "base" not in settings.stages

@@ -33,6 +33,11 @@ class Card:
     products: tuple[float, float, str] | None = None
 
     @property
+    def memory(self) -> str:
+        """Its memory in words: 32 GiB, 0.5 GiB."""
+        return f"{self.gib:.0f} GiB" if self.gib >= 9.95 else f"{self.gib:.2g} GiB"
+
+    @property
     def fp4(self) -> bool:
         """Whether its tensor cores multiply 4-bit operands; elsewhere they are emulated."""
         return int(self.arch.removeprefix("sm_") or 0) >= 100

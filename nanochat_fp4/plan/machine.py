@@ -44,7 +44,7 @@ class Machine:
         if not self.cards:
             return "no GPU"
         others = "" if self.here else "; not this machine, a plan alone"
-        return f"{len(self.cards)} x {self.cards[0].name}, {self.cards[0].gib:.0f} GiB{others}"
+        return f"{len(self.cards)} x {self.cards[0].name}, {self.cards[0].memory}{others}"
 
 
 def this_machine(gpu: str, gpu_memory: str) -> Machine:
@@ -53,7 +53,7 @@ def this_machine(gpu: str, gpu_memory: str) -> Machine:
         gib = float(gpu_memory or 0)
     except ValueError:
         gib = -1.0
-    if not 0 <= gib < 10**6:
+    if not 0 <= gib < 10**6 or (gpu_memory and gib == 0):
         raise UserError(f"GPU_MEMORY={gpu_memory}: expected a number of GiB, for example GPU_MEMORY=24")
     if gpu or gib:
         return Machine((find_card(gpu or "unnamed", gib),), usable_cpus(), here=False)
@@ -66,7 +66,11 @@ def this_machine(gpu: str, gpu_memory: str) -> Machine:
 
 @dataclass(frozen=True)
 class Facts:
-    """What the base directory has, and what can be had. missing: of each later stage."""
+    """What the base directory has, and what can be had.
+
+    missing: of each later stage
+    made: the stages whose output is there for every run of the plan; None where nobody looked
+    """
 
     text: str = "embedded"  # folder (DATA_DIR), shards (downloaded before), embedded, or hub
     why_text: str = ""  # why it is not the hub
@@ -75,6 +79,7 @@ class Facts:
     asked_tokens: int | None = None  # that it was asked for; a small text may yield fewer
     disk_free: float = 0.0  # bytes
     missing: dict[str, list[Missing]] = field(default_factory=dict)
+    made: frozenset[str] | None = None
 
 
 def text_source(settings: Settings) -> tuple[str, str, int]:
@@ -89,6 +94,13 @@ def text_source(settings: Settings) -> tuple[str, str, int]:
         return "embedded", "built before; for FineWeb-Edu: python -m nanochat_fp4.data.dataset -n 8", shards
     problem = file_problem(DATASET, index_to_filename(0))
     return ("hub", "", shards) if problem is None else ("embedded", problem, shards)
+
+
+def made(base: Path, tags: list[str]) -> frozenset[str]:
+    """The stages whose output is in the base directory, for every one of these runs."""
+    places = {"base": "base_checkpoints", "mid": "mid_checkpoints"}
+    found = {stage for stage, place in places.items() if all(any((base / place / tag).glob("*.pt")) for tag in tags)}
+    return frozenset(found | ({"tok"} if tokenizer_sizes(base)[0] is not None else set()))
 
 
 def tokenizer_sizes(base: Path) -> tuple[int | None, int | None]:

@@ -13,7 +13,17 @@ from nanochat_fp4.plan.cards import Card
 from nanochat_fp4.plan.hours import Hours, hours
 from nanochat_fp4.plan.machine import Facts, Machine
 from nanochat_fp4.plan.settings import Settings
-from nanochat_fp4.plan.stages import LeftOut, Stage, check_flags, check_loss, choose, commands, needs, wanted
+from nanochat_fp4.plan.stages import (
+    LeftOut,
+    Stage,
+    check_flags,
+    check_loss,
+    check_order,
+    choose,
+    commands,
+    needs,
+    wanted,
+)
 
 CHARACTERS, SHARD_CHARACTERS = 4.8, 250e6  # of a token, and of a shard of FineWeb-Edu
 KEPT, SPARE = 0.65, 1.1  # best-fit packing crops 35% of the text away; a tenth more is downloaded than is needed
@@ -44,11 +54,14 @@ def settle(settings: Settings, machine: Machine, steps: Callable[[Base], tuple[i
         raise UserError(f"VOCAB_SIZE={settings.numbers['VOCAB_SIZE']} is too small: at least {smallest} are needed")
     numbers = settings.numbers
     parse("tok_train", [f"--max-chars={numbers['TOK_CHARS']}", f"--vocab-size={numbers['VOCAB_SIZE']}"], "tokenizer")
+    if "tok" in settings.stages and int(numbers["TOK_CHARS"]) < int(numbers["VOCAB_SIZE"]):
+        few = f"TOK_CHARS={numbers['TOK_CHARS']} characters hold no VOCAB_SIZE={numbers['VOCAB_SIZE']} different tokens"
+        raise UserError(f"{few}; leave TOK_CHARS out (default: {settings.defaults['TOK_CHARS']}), or lower VOCAB_SIZE")
     for kind in wanted(settings):
         needs(settings, kind)  # parses the stage's flags
     card = machine.card
     if card is not None and processes == 1 and (depth := deepest(settings, card, STATES)):
-        settings.notes.append(f"d{numbers['DEPTH']} does not fit {card.gib:.0f} GiB by count, so DEPTH={depth}")
+        settings.notes.append(f"d{numbers['DEPTH']} does not fit {card.memory} by count, so DEPTH={depth}")
         settings.instead("DEPTH", depth)
     bases = _bases(settings, machine, processes)
     for kind in wanted(settings):
@@ -83,7 +96,7 @@ def _bases(settings: Settings, machine: Machine, processes: int) -> list[Base]:
 def _too_large(settings: Settings, base: Base, card: Card, processes: int) -> str:
     """What a base training lacks that does not fit the card, and with which methods it would fit."""
     rows = "one row" if base.args.device_batch_size in ("auto", 1) else f"{base.args.device_batch_size} rows"
-    need, much = f"{base.ways[0].peak / 2**30:.1f} GiB", f"{card.gib:.0f} GiB"
+    need = f"{base.ways[0].peak / 2**30:.1f} GiB"
     smaller = "lower DEPTH or SEQ_LEN" if rows == "one row" else "lower DEVICE_BATCH, DEPTH or SEQ_LEN"
     if base.method != settings.methods[0]:  # the baseline
         remedy = f"leave COMPARE out, or {smaller}"
@@ -93,7 +106,7 @@ def _too_large(settings: Settings, base: Base, card: Card, processes: int) -> st
         )
     else:
         remedy = f"no method makes it fit; {smaller}"
-    return f"{base.tag} needs {need} with {rows} by count, and {card.name} has {much}; {remedy}"
+    return f"{base.tag} needs {need} with {rows} by count, and {card.name} has {card.memory}; {remedy}"
 
 
 def _fewer_steps(settings: Settings, steps: int, why: str) -> None:
@@ -119,6 +132,8 @@ def make_plan(settings: Settings, machine: Machine, bases: list[Base], facts: Fa
             f"{held}, this run wants {numbers['VOCAB_SIZE']}; set VOCAB_SIZE={facts.tokenizer}, or choose another "
             "NANOCHAT_BASE_DIR"
         )
+    if facts.made is not None:
+        check_order(settings, facts.made, [base.tag for base in bases])
     chosen = choose(settings, facts.missing, processes)
     shards = int(numbers["NUM_SHARDS"]) if facts.text in ("hub", "shards") else 0
     stages = commands(settings, bases, chosen, processes, facts.text, has_tokenizer, facts.shards >= shards)

@@ -2,7 +2,7 @@
 
 import argparse
 import importlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from nanochat_fp4.data.needs import Missing, Need
@@ -12,6 +12,13 @@ from nanochat_fp4.plan.settings import Settings
 
 SCRIPTS = {"core": "base_eval", "mid": "mid_train", "sft": "chat_sft", "eval": "chat_eval"}
 ARGS = {"core": "CORE_ARGS", "mid": "MID_ARGS", "sft": "SFT_ARGS", "eval": "EVAL_ARGS"}
+BEFORE = {
+    "base": "tok",
+    "loss": "base",
+    "core": "base",
+    "mid": "base",
+    "sft": "mid",
+}  # the stage that another one needs
 # Flags with which a stage needs no files. Answers to the local tasks are short.
 EMBEDDED = {"mid": ["--data=local"], "sft": ["--data=local"], "eval": ["--task-name=local", "--max-new-tokens=64"]}
 EMBEDDED_ROWS = 4  # of a device's batch in mid-training, whose embedded mixture would be less than one usual step
@@ -81,6 +88,18 @@ def check_loss(args: argparse.Namespace, sequence_len: int, processes: int) -> N
         importlib.import_module("scripts.base_loss").check_flags(args, sequence_len, processes)
     except UserError as e:
         raise UserError(in_variables(str(e).replace("--device-batch-size", "EVAL_BATCH"))) from None
+
+
+def check_order(settings: Settings, made: Collection[str], tags: list[str]) -> None:
+    """Raises UserError for a stage that needs the output of another one which neither runs nor is there."""
+    for stage in settings.stages:
+        first = BEFORE.get(stage)
+        if first and first not in settings.stages and first not in made:
+            what = "a tokenizer" if first == "tok" else f"the model of stage {first} ({', '.join(tags)})"
+            raise UserError(
+                f"STAGES asks for {stage}, which needs {what}, and {settings.base_dir} has none; add {first} to "
+                "STAGES, or set the variables and the NANOCHAT_BASE_DIR that it was made with"
+            )
 
 
 def needs(settings: Settings, kind: str) -> list[Need]:

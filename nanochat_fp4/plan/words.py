@@ -155,7 +155,7 @@ def does_it_fit(plan: Plan) -> str:
 def memory_of(base: Base, card: Card) -> list[str]:
     way = base.ways[0]
     if not way.rows:
-        need = f"{way.peak / GIB:.1f} GiB of {card.gib:.0f}, and 6% is for fragments"
+        need = f"{way.peak / GIB:.1f} GiB of {card.memory}, and 6% is for fragments"
         return [f"  {base.tag}: hardly, for by count one row takes {need}"]
     rows = f"{way.rows} row{'s' if way.rows > 1 else ''} of {base.args.max_seq_len} tokens"
     rows += " (the run tries which fit)" if base.args.device_batch_size == "auto" else ""
@@ -163,7 +163,7 @@ def memory_of(base: Base, card: Card) -> list[str]:
     names = ("weights", "gradients", "moments", "codes", "activations", "loss")
     parts = " + ".join(f"{name} {getattr(way, name) / GIB:.1f}" for name in names)
     return [
-        f"  {base.tag}: {rows}, {way.peak / GIB:.1f} of {card.gib:.0f} GiB{flags}",
+        f"  {base.tag}: {rows}, {way.peak / GIB:.1f} of {card.memory}{flags}",
         f"    {parts}; in the update {way.update / GIB:.1f} in the place of the last two",
     ]
 

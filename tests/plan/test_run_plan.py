@@ -15,7 +15,7 @@ from nanochat_fp4.nvfp4.methods import WHICH
 from nanochat_fp4.plan import __main__ as program
 from nanochat_fp4.plan import cards, shell, words
 from nanochat_fp4.plan.base import FLAGS
-from nanochat_fp4.plan.machine import Facts, Machine, tokenizer_sizes
+from nanochat_fp4.plan.machine import Facts, Machine, made, this_machine, tokenizer_sizes
 from nanochat_fp4.plan.plan import disk_problem, make_plan, settle
 from nanochat_fp4.plan.settings import CPU, GPU, read
 from nanochat_fp4.plan.stages import needs
@@ -316,6 +316,7 @@ REFUSED = [
     ({"EVAL_ARGS": "-a nope"}, "unknown task 'nope'"),
     ({"BASE_ARGS": "--run='a"}, "close the quotation"),
     ({"STAGES": "tok fly"}, "there is no stage 'fly'"),
+    ({"TOK_CHARS": "5"}, "TOK_CHARS=5 characters hold no VOCAB_SIZE=4096 different tokens; leave TOK_CHARS out"),
     ({"NPROC": "99"}, "NPROC=99: this machine has 4 CPU"),
     ({"NPROC": "2x"}, "'2x' is not a number of processes"),
 ]
@@ -326,6 +327,51 @@ def test_what_a_stage_would_refuse_is_refused_by_the_plan(variables, message):
     with pytest.raises(UserError) as error:
         planned(**variables)
     assert message in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "stages, needed",
+    [("sft", "the model of stage mid (d2_clover)"), ("mid", "the model of stage base (d2_clover)"),
+     ("base loss", "a tokenizer"), ("loss", "the model of stage base"), ("tok base sft", "the model of stage mid")],
+)  # fmt: skip
+def test_a_stage_whose_model_is_not_there_is_refused_by_the_plan(stages, needed, base_dir, monkeypatch):
+    """The folder of the runs is empty."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    environment = {"STAGES": stages, "PLAN_ONLY": "1", "NANOCHAT_BASE_DIR": str(base_dir), "SFT_ARGS": "--data=local"}
+    monkeypatch.setattr(program.this, "this_machine", lambda gpu, gib: Machine((), 4))
+    environment |= {"MID_ARGS": "--data=local", "EVAL_ARGS": "--task-name=local"}
+    with pytest.raises(UserError) as e:
+        program.plan_of("speedrun", environment)
+    assert f"which needs {needed}" in str(e.value) and f"{base_dir} has none; add " in str(e.value)
+    for name in ("tokenizer/tokenizer.json", "tokenizer/token_bytes.pt", "base_checkpoints/d2_clover/model_1.pt",
+                 "mid_checkpoints/d2_clover/model_1.pt"):  # fmt: skip
+        (base_dir / name).parent.mkdir(parents=True, exist_ok=True)
+        (base_dir / name).write_text("{}")
+    assert made(base_dir, ["d2_clover"]) == {"tok", "base", "mid"} and made(base_dir, ["d2_clover", "d2_bf16"]) == {
+        "tok"
+    }
+    if "tok" not in stages and "base" not in stages:
+        assert program.plan_of("speedrun", environment).stages
+
+
+def test_a_plan_looks_into_the_users_folder(base_dir, tmp_path, monkeypatch):
+    monkeypatch.setattr(program.this, "this_machine", lambda gpu, gib: Machine((), 4))
+    environment = {"DATA_DIR": str(tmp_path), "PLAN_ONLY": "1", "NANOCHAT_BASE_DIR": str(base_dir), "STAGES": "tok"}
+    with pytest.raises(UserError, match="holds no data; expected .parquet files"):
+        program.plan_of("speedrun", environment)
+    (tmp_path / "a.txt").write_text("Some text.")
+    assert program.plan_of("speedrun", environment).facts.text == "folder"
+    assert not (base_dir / "converted_data").exists()
+
+
+def test_a_small_memory_is_not_said_to_be_none():
+    """GPU_MEMORY in GiB. Nothing trains in 0, which is refused as what is no number."""
+    assert str(this_machine("", "0.5")).startswith("1 x unnamed, 0.5 GiB")
+    with pytest.raises(UserError, match="d2_clover needs .* and unnamed has 0.01 GiB"):
+        program.plan_of("speedrun", {"GPU_MEMORY": "0.01", "DEPTH": "2", "PLAN_ONLY": "1"})
+    for text in ("0", "-1", "x", "nan"):
+        with pytest.raises(UserError, match=f"GPU_MEMORY={text}: expected a number of GiB"):
+            this_machine("", text)
 
 
 @pytest.mark.parametrize(
