@@ -5,6 +5,7 @@ figures of the paper. A registered row is used by its name, like a row of the ta
 """
 
 import difflib
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -156,7 +157,8 @@ REGISTERED: dict[str, Recipe] = {}  # The rows that `register` has added.
 def register(recipe: Recipe) -> None:
     """Adds a recipe to the known methods, for the rest of this process. The same recipe may be registered again.
 
-    Raises ValueError for an argument that is no Recipe, and for a name that another recipe has already.
+    Raises ValueError for an argument that is no Recipe, for a name that another recipe has already, and for a name that
+    cannot be a part of a folder's name and of a flag.
 
     >>> nf.register(nf.Recipe("weights_only", output=nf.Gemm(b=nf.Operand("four_over_six"))))
     >>> nf.QuantLinear(32, 16, method="weights_only")(torch.randn(4, 32)).shape
@@ -165,6 +167,11 @@ def register(recipe: Recipe) -> None:
     if not isinstance(recipe, Recipe):
         raise ValueError(f"register: got {type(recipe).__name__}, expected a nanochat_fp4.Recipe")
     for part in _parts(recipe):
+        if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.+-]*", part.name):
+            raise ValueError(
+                f"register: {part.name!r} is no good name; use letters, digits, _, ., + and -, because folders and "
+                "flags will have the name"
+            )
         known = _known().get(ALIASES.get(part.name, part.name))
         if known is not None and known != part:
             raise ValueError(

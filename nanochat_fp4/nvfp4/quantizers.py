@@ -49,7 +49,7 @@ takes the better of two stochastic draws, which is biased (the paper, Section 4.
 
 import difflib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -113,17 +113,19 @@ class Rounding:
     candidates: the multiples of the block scale that are tried
     stochastic: whether elements are rounded stochastically (SR). Otherwise they are rounded to nearest, ties to even
                 (RTN).
-    block_rows: the number of rows that share a scale: 1, or 16 for square blocks
+    block_rows: the number of rows that share a scale: 1, or as many as `block` for square blocks
     ms_eden:    whether to rotate by an RHT of 128, correct the scales by S, and round the scales stochastically
     mx:         "" for the scales of NVFP4. "floor" and "ceil" are the powers of two below and above amax / s.
     fp8:        "" if the format is not FP8. "tensor" is FP8 with only tensor_scale, and "block" is FP8 with an FP32
                 scale for each block.
     block:      the number of values in a row that share a scale: 16 for NVFP4, 32 for MXFP4 and MXFP8, and 128 for FP8
-                with blocks
+                with blocks. The last two may have other multiples of 16.
     prescale:   the factor by which elements are multiplied before rounding and divided afterwards (mx only)
     element:    the format of an element: "e2m1", "e4m3" (mx and fp8), or "e5m2" (fp8). The 8-bit formats are rounded to
                 nearest.
     name:       the key in ROUNDINGS
+
+    Raises ValueError for constants with which nothing can be computed.
     """
 
     grid_max: float = E2M1_MAX
@@ -138,6 +140,18 @@ class Rounding:
     prescale: float = 1.0
     element: str = "e2m1"
     name: str = field(default="", compare=False)
+
+    def __post_init__(self) -> None:
+        if isinstance(self.candidates, list):
+            object.__setattr__(self, "candidates", tuple(self.candidates))
+        for problem in _problems(self):
+            raise ValueError(f"rounding {self.name!r}: {problem}")
+
+    @property
+    def label(self) -> str:
+        """The name for tables and messages. It says so if the package's row of this name has other constants."""
+        of_the_package = OF_THE_PACKAGE.get(self.name, self)
+        return (self.name or "unnamed") + ("" if of_the_package == self else " with other constants")
 
     @property
     def has_kernels(self) -> bool:
@@ -154,6 +168,45 @@ class Rounding:
     def random(self) -> bool:
         """Whether the result depends on the seed."""
         return self.stochastic or self.ms_eden
+
+
+def _problems(rounding: Rounding) -> Iterator[str]:
+    """Yields what is wrong with the constants of a rounding. Each is one line that continues the rounding's name."""
+
+    def positive(value: object) -> bool:
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        return is_number and math.isfinite(value) and value > 0
+
+    for name in ("grid_max", "scale_cap", "prescale"):
+        if not positive(value := getattr(rounding, name)):
+            yield f"{name} is {value!r}, expected a positive number"
+    candidates = rounding.candidates
+    if not isinstance(candidates, tuple) or not candidates or not all(map(positive, candidates)):
+        yield f"candidates is {candidates!r}, expected a tuple of one positive number or more"
+    for name, known in (("mx", ("", "floor", "ceil")), ("fp8", ("", "tensor", "block"))):
+        if (value := getattr(rounding, name)) not in known:
+            yield f"{name} is {value!r}, expected one of {', '.join(map(repr, known))}"
+    if rounding.mx and rounding.fp8:
+        yield "mx and fp8 are two formats; leave one of them out"
+    elements = ("e4m3", "e5m2") if rounding.fp8 else ("e2m1", "e4m3") if rounding.mx else ("e2m1",)
+    if rounding.element not in elements:
+        yield f"element is {rounding.element!r}, expected {' or '.join(elements)} in this format"
+    for name in ("stochastic", "ms_eden"):
+        if not isinstance(value := getattr(rounding, name), bool):
+            yield f"{name} is {value!r}, expected True or False"
+    if rounding.ms_eden and (rounding.mx or rounding.fp8):
+        yield "ms_eden corrects the scales of NVFP4; leave it out, or leave mx and fp8 out"
+    if rounding.stochastic and rounding.element != "e2m1":
+        yield "8-bit elements are rounded to nearest; leave stochastic out"
+    if rounding.prescale != 1 and not rounding.mx:
+        yield "prescale is for the formats of mx; leave it out"
+    if not (rounding.mx or rounding.fp8) and rounding.scale_cap > E4M3_MAX:
+        yield f"scale_cap is {rounding.scale_cap}, expected at most {E4M3_MAX:g}, the largest E4M3 number"
+    block, rows, several = rounding.block, rounding.block_rows, bool(rounding.mx) or rounding.fp8 == "block"
+    if not isinstance(block, int) or block < BLOCK or block % BLOCK or (block > BLOCK and not several):
+        yield f"block is {block!r}, expected {f'a multiple of {BLOCK}' if several else f'{BLOCK} in this format'}"
+    elif rows not in (1, block) or not isinstance(rows, int):
+        yield f"block_rows is {rows!r}, expected 1, or {block} for square blocks"
 
 
 ROUNDINGS: dict[str, Rounding] = {
@@ -201,9 +254,14 @@ OF_THE_PACKAGE = dict(ROUNDINGS)
 
 
 def get_rounding(name: str | Rounding) -> Rounding:
-    """Returns the Rounding with this name. A Rounding is returned as it is. Raises ValueError for an unknown name."""
+    """Returns the Rounding with this name, whose name is then its key in ROUNDINGS. A Rounding is returned as it is.
+
+    Raises ValueError for an unknown name, for an argument of another type, and for a row that is no Rounding.
+    """
     if isinstance(name, Rounding):
         return name
+    if not isinstance(name, str):
+        raise ValueError(f"the rounding is {name!r}, expected a name of nanochat_fp4.ROUNDINGS or one of its rows")
     if name not in ROUNDINGS:
         alike = difflib.get_close_matches(str(name).lower(), ROUNDINGS, n=1)
         meant = f"; did you mean {alike[0]}?" if alike else ""
@@ -211,7 +269,13 @@ def get_rounding(name: str | Rounding) -> Rounding:
             f"unknown rounding {name!r}; known: {', '.join(ROUNDINGS)}{meant}; to add a row: nanochat_fp4.ROUNDINGS"
             f"[{name!r}] = dataclasses.replace(nanochat_fp4.ROUNDINGS['rtn'], name={name!r}, ...), see CONTRIBUTING.md"
         )
-    return ROUNDINGS[name]
+    row = ROUNDINGS[name]
+    if not isinstance(row, Rounding):
+        raise ValueError(
+            f"ROUNDINGS[{name!r}] is a {type(row).__name__}, expected a Rounding, which is a row of constants "
+            "(dataclasses.replace of another row); new arithmetic is a new field of Rounding, see CONTRIBUTING.md"
+        )
+    return row if row.name == name else replace(row, name=name)
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -608,7 +672,8 @@ def quantize(x: torch.Tensor, rounding: str | Rounding, seed: torch.Tensor | int
         raise ValueError(f"quantize: {bad} of {x.numel()} values are NaN or Inf in FP32; find where they come from")
     t = quantize_reference(x, spec, seed=seed, rht_dim=RHT_DIM if spec.ms_eden else 0)
     if not torch.isfinite(t.tensor_scale):
-        raise ValueError(f"quantize: values up to {x.abs().max():.1e} overflow when rotated; scale the tensor down")
+        done = "rotated" if spec.ms_eden else "scaled"
+        raise ValueError(f"quantize: values up to {x.abs().max():.1e} overflow when {done}; scale the tensor down")
     result = NVFP4Tensor(t.codes, t.scales, t.tensor_scale)
     if not torch.isfinite(result.dequantize()).all():  # Rounding up can lead beyond FP32's range.
         raise ValueError(f"quantize: values up to {x.abs().max():.1e} overflow when rounded; scale the tensor down")

@@ -36,6 +36,15 @@ RHT_DIMS = (0, 16, 32, 64, 128)
 INPUT, WEIGHT, GRAD_OUTPUT, WEIGHT_T, GRAD_OUTPUT_T, INPUT_T = range(6)
 
 
+def check_types(owner: str, **fields_and_types: tuple[object, type]) -> None:
+    """Raises ValueError if a value is not of its type. Each argument is a field's name with its value and its type."""
+    words = {bool: "True or False", int: "a whole number", float: "a number", str: "a text"}
+    for name, (value, kind) in fields_and_types.items():
+        right = isinstance(value, (int, float) if kind is float else kind)
+        if not right or (isinstance(value, bool) and kind is not bool):
+            raise ValueError(f"{owner}: {name} is {value!r}, expected {words[kind]}")
+
+
 @dataclass(frozen=True)
 class Operand:
     """How one operand of a GEMM is rounded.
@@ -54,7 +63,7 @@ class Operand:
               4-bit codes of the same unquantized tensor with this rounding. This is for the input and the weight in the
               output GEMM only, if their rounding is FP8 with one scale.
 
-    Raises ValueError for an unknown rounding.
+    Raises ValueError for an unknown rounding, and for an argument of another type.
 
     >>> print(nf.Operand("sr"), nf.Operand("rtn", raw=True), nf.Operand())
     sr raw rtn -
@@ -79,18 +88,19 @@ class Operand:
         ) -> None: ...
 
     def __post_init__(self) -> None:
+        check_types("Operand", raw=(self.raw, bool), feedback=(self.feedback, bool), terms=(self.terms, int))
         for name in ("rounding", "kept"):
-            if isinstance(getattr(self, name), str):
+            if getattr(self, name) is not None:
                 object.__setattr__(self, name, get_rounding(getattr(self, name)))
         object.__setattr__(self, "make", maker_of(self.rounding, self.terms, self.feedback, self.kept))
 
     def __str__(self) -> str:
         text = (
             ("raw " if self.raw else "")
-            + (self.rounding.name if self.rounding else "-")
+            + (self.rounding.label if self.rounding else "-")
             + (" + rest" if self.terms == 2 else "")
         )
-        text += f", {self.kept.name} kept" if self.kept else ""
+        text += f", {self.kept.label} kept" if self.kept else ""
         return text + (" with feedback" if self.feedback else "")
 
 
@@ -115,6 +125,15 @@ class Gemm:
     fixed_signs: bool = False
     rotations: int = 1
 
+    def __post_init__(self) -> None:
+        for name, value in (("a", self.a), ("b", self.b)):
+            if not isinstance(value, Operand):
+                rounding = value.name if isinstance(value, Rounding) else value
+                meant = f"; write nanochat_fp4.Operand({rounding!r})" if isinstance(rounding, str) else ""
+                raise ValueError(f"Gemm: {name} is {value!r}, expected an Operand{meant}")
+        numbers = {"rht_dim": (self.rht_dim, int), "rotations": (self.rotations, int)}
+        check_types("Gemm", fixed_signs=(self.fixed_signs, bool), **numbers)
+
     @property
     def random(self) -> bool:
         return any(o.rounding.random for o in (self.a, self.b) if o.rounding) or (
@@ -130,7 +149,7 @@ class Gemm:
 class Recipe:
     """A method: one Gemm for each of the three products of a linear layer.
 
-    Raises ValueError for a combination that cannot be computed.
+    Raises ValueError for a combination that cannot be computed, and for an argument of another type.
 
     >>> weights_only = nf.Recipe("weights_only", output=nf.Gemm(b=nf.Operand("four_over_six")))
     >>> nf.QuantLinear(32, 16, method=weights_only)(torch.randn(4, 32)).shape
@@ -153,6 +172,8 @@ class Recipe:
     summary: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
+        texts = {"name": (self.name, str), "summary": (self.summary, str)}
+        check_types(f"recipe {self.name!r}", kept_blocks=(self.kept_blocks, float), **texts)
         for problem in _problems(self):
             raise ValueError(f"recipe {self.name!r}{problem}")
 
@@ -280,6 +301,16 @@ class Recipe:
 def _problems(recipe: Recipe) -> Iterator[str]:
     """Yields the reasons why a recipe cannot be computed. Each is one line that continues the recipe's name."""
     for name in ("output", "grad_input", "grad_weight"):
+        if not isinstance(gemm := getattr(recipe, name), Gemm):
+            yield f": {name} is {gemm!r}, expected a Gemm, for example Gemm(Operand('rtn'), Operand('rtn'))"
+    if recipe.late is not None:
+        if not _is_pair(recipe.late, (int, float)):
+            yield f": late is {recipe.late!r}, expected (0.85, Recipe); get_recipe returns the Recipe of a name"
+        elif not 0 <= recipe.late[0] <= 1:
+            yield f": late begins at {recipe.late[0]}, expected a fraction of the steps, from 0 to 1"
+    if not isinstance(recipe.kinds, tuple) or not all(_is_pair(pair, str) for pair in recipe.kinds):
+        yield f": kinds is {recipe.kinds!r}, expected a tuple of pairs, ('mlp_up', Recipe)"
+    for name in ("output", "grad_input", "grad_weight"):
         gemm = getattr(recipe, name)
         yield from (f", {name}: {problem}" for problem in _problems_of_gemm(gemm, is_output=name == "output"))
         if gemm.rht_dim not in RHT_DIMS:
@@ -295,6 +326,12 @@ def _problems(recipe: Recipe) -> Iterator[str]:
         yield ", output: feedback does not go with a rotation"
     if recipe.output.rht_dim and not (recipe.grad_input.b.raw and recipe.grad_weight.b.raw):
         yield ", output: a rotated forward keeps no values for the backward; set raw=True for its weight and input"
+
+
+def _is_pair(value: object, first: type | tuple[type, ...]) -> bool:
+    """Returns True for a tuple of a value of the type `first` and a Recipe."""
+    is_tuple = isinstance(value, tuple) and len(value) == 2
+    return is_tuple and isinstance(value[0], first) and isinstance(value[1], Recipe)
 
 
 def _problems_of_gemm(gemm: Gemm, is_output: bool) -> Iterator[str]:

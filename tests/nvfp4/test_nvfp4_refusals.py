@@ -41,6 +41,44 @@ TENSORS = [  # (tensor, rounding, word)
     (torch.full((1, 128), 3e38), "ms_eden", "overflow when rotated"),
     (torch.zeros(2, 16), "rtm", "'rtm'; .*rtn, four_over_six"),
 ]
+CONSTANTS = [  # (fields of a rounding, word)
+    ({"candidates": ()}, "candidates is .*a tuple of one positive number or more"),
+    ({"candidates": 1.2}, "candidates is 1.2, "),
+    ({"candidates": (1.0, -1.5)}, "candidates is .*positive"),
+    ({"candidates": (1.0, math.nan)}, "candidates is .*positive"),
+    ({"grid_max": 0}, "grid_max is 0, expected a positive number"),
+    ({"grid_max": "6"}, "grid_max is '6'"),
+    ({"scale_cap": math.inf}, "scale_cap is inf"),
+    ({"scale_cap": 1e9}, "scale_cap is .*at most 448"),
+    ({"element": "e3m2"}, "element is 'e3m2', expected e2m1 in"),
+    ({"mx": "ceil", "block": 32, "element": "e5m2"}, "element is 'e5m2', expected e2m1 or e4m3"),
+    ({"fp8": "tensor"}, "element is 'e2m1', expected e4m3 or e5m2"),
+    ({"mx": "up"}, "mx is 'up', expected one of '', 'floor', 'ceil'"),
+    ({"mx": "ceil", "fp8": "tensor"}, "two formats"),
+    ({"stochastic": 1}, "stochastic is 1, expected True or False"),
+    ({"fp8": "tensor", "element": "e4m3", "stochastic": True}, "leave stochastic out"),
+    ({"mx": "ceil", "block": 32, "ms_eden": True}, "ms_eden corrects"),
+    ({"prescale": 0.5}, "prescale is for the formats of mx"),
+    ({"block_rows": 7}, "block_rows is 7, expected 1, or 16 for square blocks"),
+    ({"block": 8}, "block is 8, expected 16 in this format"),
+    ({"block": 32}, "block is 32, expected 16 in this format"),
+    ({"mx": "ceil", "block": 40}, "block is 40, expected a multiple of 16"),
+]
+OPERANDS = [  # (arguments of Operand, word)
+    ((5,), "rounding is 5, expected a name of nanochat_fp4.ROUNDINGS"),
+    ((["rtn"],), "rounding is .'rtn'., expected a name"),
+    (("rtn", 1), "Operand: raw is 1, expected True or False"),
+    (("rtn", False, "2"), "Operand: terms is '2', expected a whole number"),
+    (("rtn", False, 1, "yes"), "Operand: feedback is 'yes', expected True or False"),
+    (("e4m3", False, 1, False, 4), "rounding is 4, expected a name"),
+]
+GEMMS = [  # (arguments of Gemm, word)
+    (("rtn", "rtn"), r"Gemm: a is 'rtn', expected an Operand; write nanochat_fp4.Operand\('rtn'\)"),
+    ((Operand(), nf.ROUNDINGS["sr"]), r"Gemm: b is Rounding.*write nanochat_fp4.Operand\('sr'\)"),
+    ((Operand(), None), "Gemm: b is None, expected an Operand$"),
+    ((Operand(), Operand(), "128"), "Gemm: rht_dim is '128', expected a whole number"),
+    ((Operand(), Operand(), 128, 0), "Gemm: fixed_signs is 0, expected True or False"),
+]
 ROWS = [  # (fields of a recipe, the GEMM and a word)
     ({"grad_input": Gemm(EDEN, EDEN)}, "grad_input: ms_eden .* rht_dim=128"),
     ({"grad_weight": Gemm(EDEN, EDEN, 16)}, "grad_weight: ms_eden .* rht_dim=128"),
@@ -69,6 +107,17 @@ ROWS = [  # (fields of a recipe, the GEMM and a word)
     ({"grad_input": Gemm(b=Operand("e4m3", kept="rtn"))}, "grad_input: kept"),
     ({"kinds": (("mlp", get_recipe("fp8")),)}, "kinds has 'mlp', .*mlp_up, mlp_down"),
     ({"kinds": (("mlp_up", get_recipe("clover_mixed")),)}, "mlp_up has kinds"),
+    ({"kinds": {"mlp_up": get_recipe("fp8")}}, r"kinds is .*a tuple of pairs, .'mlp_up', Recipe"),
+    ({"kinds": ("mlp_up", get_recipe("fp8"))}, "kinds is .*a tuple of pairs"),
+    ({"kinds": (("mlp_up", "fp8"),)}, "kinds is .*a tuple of pairs"),
+    ({"output": "rtn"}, "output is 'rtn', expected a Gemm"),
+    ({"grad_weight": Operand("rtn")}, "grad_weight is Operand.*, expected a Gemm"),
+    ({"late": 0.5}, r"late is 0.5, expected .0.85, Recipe"),
+    ({"late": (0.5, "clover")}, "late is .*'clover'.*, expected .*get_recipe"),
+    ({"late": (1.5, get_recipe("bf16"))}, "late begins at 1.5, expected a fraction"),
+    ({"kept_blocks": "0.1"}, "kept_blocks is '0.1', expected a number"),
+    ({"kept_blocks": 1}, "kept_blocks is a share"),
+    ({"summary": None}, "summary is None, expected a text"),
 ]
 
 
@@ -123,6 +172,14 @@ REFUSED = {  # name of the case: (call, word)
        for r in ({}, {"name": "x", "of_later": 1}, {"name": "x", "output": 3}, 7, [1])},
     **{f"{c.__name__}": (lambda c=c: c(None).__enter__(), f"{c.__name__}: got NoneType") for c in CONTEXTS},
     **{f"get_recipe {m}": (lambda m=m: get_recipe(m), A_METHOD) for m in (None, ["clover"], 4)},
+    **{f"rounding {i}": (lambda f=fields: replace(nf.ROUNDINGS["rtn"], name="mine", **f), f"^rounding 'mine': .*{word}")
+       for i, (fields, word) in enumerate(CONSTANTS)},
+    **{f"operand {i}": (lambda a=a: Operand(*a), word) for i, (a, word) in enumerate(OPERANDS)},
+    **{f"gemm {i}": (lambda a=a: Gemm(*a), word) for i, (a, word) in enumerate(GEMMS)},
+    **{f"register {n!r}": (lambda n=n: nf.register(Recipe(n)), "register: .* is no good name; use letters")
+       for n in ("", "my/method", "two words", "a,b", "a=b", "-x", ".x", "a:b")},
+    "name of a recipe": (lambda: Recipe(3), "recipe 3: name is 3, expected a text"),
+    "name of the end": (lambda: nf.register(Recipe("of_good_name", late=(0.5, Recipe("a b")))), "'a b' is no good"),
     "method of a layer": (lambda: nf.QuantLinear(32, 16, method=4), A_METHOD),
     "method of convert": (lambda: nf.convert(nn.Linear(32, 16), 4), A_METHOD),
     "a typing error": (lambda: get_recipe("cloover"), r"'cloover'; .*bf16, fp8, .*quartet2; .*clover\?$"),

@@ -458,6 +458,20 @@ def test_the_largest_numbers_are_quantized_to_finite_ones_or_refused(rounding):
         assert "scale the tensor down" in str(e)
 
 
+def test_a_row_has_the_name_of_its_key(monkeypatch):
+    """Logs and reports name it so, whatever row it was made of."""
+    for row in (qz.Rounding(candidates=[1.0, 1.2]), dataclasses.replace(ROUNDINGS["rtn"], candidates=(1.0, 1.2))):
+        monkeypatch.setitem(ROUNDINGS, "my_row", row)
+        mine = nf.Operand("my_row").rounding
+        assert mine.name == str(nf.Operand("my_row")) == "my_row" and mine == row and hash(mine) == hash(row)
+    assert str(nf.Operand(row)) == "rtn with other constants"
+    assert str(nf.Operand(qz.Rounding())) == "unnamed" and str(nf.Operand(ROUNDINGS["rtn"])) == "rtn"
+    monkeypatch.setitem(ROUNDINGS, "my_row", lambda x: x)
+    for use in (nf.Operand, lambda name: quantize(torch.randn(2, 16), name)):
+        with pytest.raises(ValueError, match="'my_row'. is a function, expected a Rounding, .*CONTRIBUTING.md"):
+            use("my_row")
+
+
 def test_an_unknown_rounding_can_be_added_as_its_refusal_says(monkeypatch):
     monkeypatch.setitem(ROUNDINGS, "my_round", None)
     del ROUNDINGS["my_round"]  # and again at the test's end
