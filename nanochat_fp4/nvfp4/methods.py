@@ -66,9 +66,9 @@ MIXED_UP = replace(MIXED_ATTENTION, name="clover_mixed_up", grad_input=eden_twic
 
 # The advice which row to use. The plan of a run, --help and the documents print it.
 WHICH = (
-    "On a Blackwell, time fp8 and clover_mixed, and take the one that ends with the lower loss after the hours that you "
-    "have. On an older GPU take fp8, or bf16 if the GPU is older than sm_89 (Ada). To reproduce the paper take clover, "
-    "the default."
+    "On a Blackwell, time fp8 and clover_mixed, and take the one that ends with the lower loss after the hours that "
+    "you have. On an older GPU take fp8, or bf16 if the GPU is older than sm_89 (Ada). To reproduce the paper take "
+    "clover, the default."
 )
 METHODS: dict[str, Recipe] = {
     recipe.name: recipe
