@@ -56,33 +56,62 @@ def load_quantized(model: M, folder: str | Path, device: torch.device | str = "c
     if not isinstance(model, nn.Module) or not isinstance(folder, str | Path):
         got = f"{type(model).__name__} and {type(folder).__name__}"
         raise UserError(f"load_quantized: got {got}, expected a model and then the folder; swap the two or name both")
-    folder, file = Path(folder).expanduser(), None
+    folder = Path(folder).expanduser()
     about = huggingface.describe(model) if isinstance(model, GPT | Llama) else None
-    weight_files = (gguf_file.FILE_NAME, huggingface.WEIGHTS_FILE, INDEX_FILE)
-    if len(both := [name for name in weight_files if (folder / name).exists()]) > 1:
-        raise UserError(f"{folder} has {' and '.join(both)}, which both are weights; keep one of them")
-    if (folder / gguf_file.FILE_NAME).exists():
-        file = gguf_file.read(folder / gguf_file.FILE_NAME)
-        if not isinstance(model, Llama):
-            raise UserError(f"{file.path} can be loaded into a nanochat_fp4 Llama alone; export another format")
+    file = _gguf_file(folder, model)
     config = file.config if file else read_config(folder) if about else {}
     check_config(folder, config, about)
     plain, weights = read_weights(file or folder, model, about, tied=bool(config.get("tie_word_embeddings")))
-    lambdas = {}
     if isinstance(model, GPT):
-        for name, neutral in LAMBDAS.items():
-            lambdas[name] = torch.tensor(config.get(name, [neutral] * model.config.n_layer), dtype=torch.float32)
-            _check_tensor(folder, name, lambdas[name], getattr(model, name).shape)
+        plain = _lambdas(folder, config, model) | plain
+    _check_dtypes(model.state_dict(keep_vars=True), plain, weights)
+    _check_places(model, plain, computed={"cos", "sin"} if about else set())
+    _fill(model, plain, weights, device)
+    if about and model.cos.is_meta:
+        model.prepare()
+    return model
+
+
+def _gguf_file(folder: Path, model: nn.Module) -> gguf_file.File | None:
+    """Returns the folder's GGUF file, if it has one. Raises UserError if the folder has several files of weights, and
+    if the model cannot be loaded from GGUF."""
+    weight_files = (gguf_file.FILE_NAME, huggingface.WEIGHTS_FILE, INDEX_FILE)
+    if len(both := [name for name in weight_files if (folder / name).exists()]) > 1:
+        raise UserError(f"{folder} has {' and '.join(both)}, which both are weights; keep one of them")
+    if not (folder / gguf_file.FILE_NAME).exists():
+        return None
+    file = gguf_file.read(folder / gguf_file.FILE_NAME)
+    if not isinstance(model, Llama):
+        raise UserError(f"{file.path} can be loaded into a nanochat_fp4 Llama alone; export another format")
+    return file
+
+
+def _lambdas(folder: Path, config: dict[str, Any], model: GPT) -> dict[str, Tensor]:
+    """Returns the scalars of a GPT's layers, which the folder's config has. Models without them have neutral ones."""
+    lambdas = {}
+    for name, neutral in LAMBDAS.items():
+        lambdas[name] = torch.tensor(config.get(name, [neutral] * model.config.n_layer), dtype=torch.float32)
+        _check_tensor(folder, name, lambdas[name], getattr(model, name).shape)
+    return lambdas
+
+
+def _check_places(model: nn.Module, plain: Mapping[str, Tensor], computed: set[str]) -> None:
+    """Raises UserError for parameters that are divided among processes, and for buffers on the meta device that
+    neither the file has nor the model computes."""
     state = model.state_dict(keep_vars=True)
-    _check_dtypes(state, plain, weights)
     if divided := next((name for name, t in state.items() if hasattr(t, "device_mesh")), None):
         raise UserError(f"{divided} is divided among processes; load the weights before fully_shard")
-    computed = {"cos", "sin"} if about else set()
     if left := [name for name, b in model.named_buffers() if b.is_meta and name not in computed | set(plain)]:
         raise UserError(
             f"{left[0]} is on the meta device, and no file has it; build the model inside "
             "accelerate.init_empty_weights(), which leaves buffers where they are"
         )
+
+
+def _fill(model: nn.Module, plain: Mapping[str, Tensor], weights: Weights, device: torch.device | str) -> None:
+    """Gives the model's parameters the values of the file. A parameter on the meta device is replaced by one on
+    `device`."""
+    state = model.state_dict(keep_vars=True)
     experts = {name: rest for name, *rest in stacked_parameters(model) if rest[0][0] in weights.tensors}
     on_meta: dict[int, list[str]] = {}  # id of a parameter on the meta device -> its names
     for name, parameter in state.items():
@@ -90,19 +119,16 @@ def load_quantized(model: M, folder: str | Path, device: torch.device | str = "c
             on_meta.setdefault(id(parameter), []).append(name)
     for name, parameter in state.items():
         layer = name.removesuffix(".weight")
-        if layer not in weights.tensors and name not in experts:
-            value = plain.get(name, lambdas.get(name))
-        elif name in experts:
+        if name in experts:
             value = stacked(weights.tensors, *experts[name])
-        else:
+        elif layer in weights.tensors:
             value = weights.tensors[layer].dequantize()
+        else:
+            value = plain.get(name)
         if value is not None and parameter.is_meta:
             _replace(model, on_meta[id(parameter)], value.to(device, parameter.dtype))
         elif value is not None:
             parameter[: len(value)].copy_(value) if parameter.ndim else parameter.copy_(value)
-    if about and model.cos.is_meta:
-        model.prepare()
-    return model
 
 
 def _replace(model: nn.Module, names: list[str], value: Tensor) -> None:
