@@ -20,6 +20,7 @@ from nanochat_fp4.evaluation.report_runs import (
     read_metrics,
     read_sections,
     summarize_run,
+    tokens_measured,
 )
 from nanochat_fp4.files import atomic_write
 
@@ -80,11 +81,19 @@ def _table(header: list[str], rows: list[list[str]]) -> list[str]:
     return [head, "|" + "---|" * len(header), *body]
 
 
+def _measured_on(runs: list[dict]) -> dict[str, str]:
+    """Returns what stands behind the val BPB of each run, by model tag: nothing if all runs were measured on as many
+    tokens, otherwise how many. A loss on fewer tokens is of another text, so it cannot be compared."""
+    of_runs = {r["model_tag"]: tokens_measured(r) for r in runs if r["val_bpb"] is not None}
+    alike = len(set(of_runs.values())) < 2
+    return {tag: "" if alike else f" ({tokens or 'tokens not known'})" for tag, tokens in of_runs.items()}
+
+
 def runs_table(runs: list[dict]) -> list[str]:
     """Returns the lines of a table with one row for each run."""
     header = ["run", "method", "steps", "tokens", "val BPB", "val BPB, BF16 forward"]
     header += ["gap to BF16", "gap, BF16 forward", "tokens/s", "training time"]
-    rows = []
+    rows, measured_on = [], _measured_on(runs)
     for r in runs:
         steps = _cell(r["step"], "{:,}")
         if not r["finished"] and r["num_iterations"]:
@@ -92,7 +101,8 @@ def runs_table(runs: list[dict]) -> list[str]:
         gaps = [_cell(r.get(key), "{:+.2f}%") for key in ("gap_percent", "gap_percent_bf16")]
         gaps = ["baseline", "baseline"] if r["method"] == "bf16" else gaps
         seconds = r["training_seconds"]
-        row = [r["model_tag"], r["method"] or "-", steps, _cell(r.get("tokens"), "{:,}"), _cell(r["val_bpb"])]
+        row = [r["model_tag"], r["method"] or "-", steps, _cell(r.get("tokens"), "{:,}")]
+        row += [_cell(r["val_bpb"]) + measured_on.get(r["model_tag"], "")]
         row += [_cell(r["val_bpb_bf16"]), *gaps, _cell(r["tokens_per_second"], "{:,.0f}")]
         rows.append([*row, "-" if seconds is None else format_seconds(seconds)])
     return _table(header, rows)
@@ -141,9 +151,10 @@ def _benchmark_table(runs: list[dict]) -> list[str]:
     scored = [(r, stage, scores) for r in runs for stage, scores in r["benchmarks"].items() if scores]
     tasks = list(dict.fromkeys(task for _, _, scores in scored for task in scores))
     tasks.sort(key=lambda t: TASKS.index(t) if t in TASKS else len(TASKS))
-    rows = []
+    rows, measured_on = [], _measured_on(runs)
     for run, stage, scores in scored:
-        row = [run["model_tag"], run["method"] or "-", stage, _cell(run["val_bpb"])]
+        row = [run["model_tag"], run["method"] or "-", stage]
+        row += [_cell(run["val_bpb"]) + measured_on.get(run["model_tag"], "")]
         for task in tasks:
             score = scores.get(task)
             text = "-" if score is None else f"{100 * score['accuracy']:.2f}"

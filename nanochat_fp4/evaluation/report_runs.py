@@ -155,12 +155,18 @@ def _score(value: Any) -> dict[str, float | None] | None:
     return {"accuracy": accuracy, "interval": interval}
 
 
+def tokens_measured(run: dict) -> str | None:
+    """Returns the number of tokens of a run's validation loss in words, or None if it is not known."""
+    return None if run["val_tokens"] is None else f"{run['val_tokens']:,.0f} tokens"
+
+
 def add_gaps(runs: list[dict], notes: list[str]) -> None:
     """Adds the increase of validation BPB over the BF16 baseline that was trained with the same configuration, in
     percent.
 
     There are two gaps: gap_percent has the method's own forward pass, and gap_percent_bf16 the BF16 forward pass. A
-    note names the runs that have no gap because they were validated on different texts or with different tokenizers.
+    note names the runs that have no gap because they were validated on different texts, with different tokenizers or on
+    different numbers of tokens.
     """
     finished = [r for r in runs if r["finished"] and r["val_bpb"]]
     baselines = {r["config_key"]: r for r in finished if r["method"] == "bf16"}
@@ -182,3 +188,11 @@ def add_gaps(runs: list[dict], notes: list[str]) -> None:
             run["gap_percent"] = 100 * (run["val_bpb"] / base["val_bpb"] - 1)
             if run["val_bpb_bf16"] and base["val_bpb_bf16"]:
                 run["gap_percent_bf16"] = 100 * (run["val_bpb_bf16"] / base["val_bpb_bf16"] - 1)
+        else:
+            sizes = " and ".join(
+                f"{r['model_tag']} on {tokens_measured(r) or 'an unknown number of tokens'}" for r in (run, base)
+            )
+            notes.append(
+                f"no gap, because {sizes} were validated; measure both on as many tokens with python -m "
+                "scripts.base_loss --model-tag=... --split-tokens=..."
+            )

@@ -147,10 +147,22 @@ def test_no_gap_between_runs_of_different_text_or_tokenizer(base_dir, folder, of
     assert "- no gap between other and base: " in text
 
 
+def test_losses_on_different_numbers_of_tokens_are_marked(base_dir, folder):
+    """The loss stage of one run failed, so training's loss on fewer tokens stands beside the loss stage's."""
+    make_run(base_dir, "base", "bf16", 1.25)
+    make_run(base_dir, "other", "clover", 1.2)
+    assert row_of(generated(folder), "other")[4] == "1.2000"
+    (folder / "other" / "base-model-loss.json").unlink()
+    text = generated(folder)
+    assert row_of(text, "other")[4:8] == ["1.2100 (500 tokens)", "1.2200", "-", "-"]
+    assert row_of(text, "base")[4] == "1.2500 (9,000 tokens)"
+    assert "- no gap, because other on 500 tokens and base on 9,000 tokens were validated; measure both" in text
+
+
 def test_a_loss_of_another_step_is_not_that_of_the_run(base_dir, folder):
     make_run(base_dir, "base", "bf16", 1.25)
     make_run(base_dir, "other", "clover", 1.275, loss_step=3)
-    assert row_of(generated(folder), "other")[4:8] == ["1.2850", "1.2950", "-", "-"]
+    assert row_of(generated(folder), "other")[4:8] == ["1.2850 (500 tokens)", "1.2950", "-", "-"]
 
 
 def test_runs_of_different_text_share_no_picture(base_dir, folder, monkeypatch):
