@@ -11,6 +11,7 @@ makes the report from these files.
 import json
 import os
 import re
+import sys
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -39,7 +40,7 @@ class Report:
 
     def log(self, section: str, data: Iterable[Any], results: Mapping[str, Any] | None = None) -> str:
         """
-        Stores one section. Returns its path.
+        Stores one section, with the command line of this process. Returns its path.
 
         - data: strings (Markdown), dicts (shown as a list of "key: value") or None (skipped), as in nanochat
         - results: the results for the tables. A stage gives `val_bpb`, `val_bpb_bf16`, `tokens_per_second` and so on.
@@ -49,6 +50,7 @@ class Report:
         record = {
             "section": section,
             "model_tag": self.model_tag,
+            "arguments": sys.argv[1:],
             "timestamp": time.strftime("%Y-%m-%d %H:%M:%S"),
             "wall_seconds": round(time.time() - _PROCESS_START, 1),
             "data": [plain_json(item) for item in data if item],

@@ -1,21 +1,28 @@
 """A plan as the functions of dev/pipeline.sh that it calls, and as JSON."""
 
+import json
 import shlex
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
+from nanochat_fp4.evaluation.report_runs import MEASURES
 from nanochat_fp4.plan.plan import Plan
-from nanochat_fp4.plan.stages import LeftOut
+from nanochat_fp4.plan.stages import LeftOut, Stage
 
 
 def calls(plan: Plan) -> str:
-    """One call of `stage` for each stage: name, what it needs, section, source, title, processes, module, flags."""
+    """One call of `stage` for each stage: name, what it needs, section, source, title, processes, module, flags.
+
+    A call without a section is made even if the stage's section is there.
+    """
     lines = []
     for s in plan.stages:
+        section = "" if measured_with_other_flags(plan.settings.base_dir, s) else s.section
         words = [
             s.name.replace(" ", ":"),
             " ".join(n.replace(" ", ":") for n in s.needs),
-            s.section,
+            section,
             s.source,
             s.title,
             str(s.processes),
@@ -24,6 +31,19 @@ def calls(plan: Plan) -> str:
     # The report comes last, and says what is missing.
     lines.sort(key=lambda line: line.startswith("stage report"))
     return "\n".join(lines) + "\n"
+
+
+def measured_with_other_flags(base_dir: Path, stage: Stage) -> bool:
+    """Returns True if a user has made this measurement with other flags than the plan's, for example on fewer tokens.
+    Sections of earlier versions do not name their flags, and count as the plan's."""
+    path = base_dir / stage.section
+    if path.stem not in MEASURES:
+        return False
+    try:
+        arguments = json.loads(path.read_text("utf-8")).get("arguments", stage.command[1:])
+    except (OSError, ValueError, AttributeError):
+        return False
+    return arguments != stage.command[1:]
 
 
 def line_of(left: LeftOut) -> str:

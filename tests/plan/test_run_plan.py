@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from _samples import make_bundle
 
 from nanochat_fp4.data.needs import Missing, look_for
 from nanochat_fp4.errors import UserError
+from nanochat_fp4.evaluation.report_log import get_report
 from nanochat_fp4.hardware import get_peak_flops
 from nanochat_fp4.models.gpt import GPT
 from nanochat_fp4.nvfp4.methods import WHICH
@@ -55,6 +57,28 @@ def test_every_number_is_a_variable_and_reaches_base_train():
     command = commands(plan)["base d12_clover_matrix-lr0.01_warmup-ratio-0.1"]
     assert command[0] == "scripts.base_train" and command[-1] == "--warmup-ratio=0.1"
     assert {"--depth=12", "--matrix-lr=0.01", "--eval-every=7", "--device-batch-size=auto"} < set(command)
+
+
+def test_a_measurement_with_other_flags_is_not_the_plans(base_dir, monkeypatch):
+    """Somebody has measured the loss on fewer tokens by hand. Sections of earlier versions do not name their flags."""
+    plan = planned(NANOCHAT_BASE_DIR=str(base_dir), COMPARE="1")
+    stages = {stage.section: stage for stage in plan.stages if stage.section}
+
+    def done() -> set[str]:
+        """The sections for which a stage is skipped."""
+        return {section for section in stages if f" {section} " in shell.calls(plan)}
+
+    assert done() == set(stages)
+    for name, slug in (("Base model loss", "base-model-loss"), ("Base model training", "base-model-training")):
+        section = f"report/d2_clover/{slug}.json"
+        for arguments, skipped in ((stages[section].command[1:], True), (["--split-tokens=64"], "training" in slug)):
+            monkeypatch.setattr(sys, "argv", ["a script", *arguments])
+            get_report("d2_clover").log(name, [{"tokens": 64}])
+            assert (section in done()) == skipped and done() | {section} == set(stages)
+        record = json.loads((base_dir / section).read_text())
+        del record["arguments"]
+        (base_dir / section).write_text(json.dumps(record))
+        assert done() == set(stages)
 
 
 def test_the_defaults_on_gpus_are_nanochats():
