@@ -37,13 +37,18 @@ def choose_steps(most: int, seconds_per_step: float, minutes: float) -> int:
     return most // 4
 
 
-def minutes_of(steps: int, work: float, most: int, minutes: float) -> float:
-    """Minutes of the whole run, by FLOPs.
+def minutes_of(
+    steps: int, work: float, most: int, minutes: float, base: bool = True, later: bool = True, methods: int = 1
+) -> float:
+    """
+    Returns the minutes of a run by FLOPs.
 
-    work: of a step, over that of the model whose run of `most` steps takes `minutes`.
+    - work: of a step, over that of the model whose whole run of `most` steps takes `minutes`
+    - base, later: whether the run trains the base model, and whether it has stages after that
+    - methods: the number of methods that the run trains with
     """
     usual = most * (1 + LATER_SHARE) + OTHER_STEPS
-    return minutes * (steps * (1 + LATER_SHARE) * work + OTHER_STEPS) / usual
+    return methods * minutes * (steps * (base + later * LATER_SHARE) * work + OTHER_STEPS) / usual
 
 
 def probe(args: argparse.Namespace, vocab_size: int) -> float:

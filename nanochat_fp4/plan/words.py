@@ -85,17 +85,21 @@ def how_long(plan: Plan) -> str:
 
 
 def how_long_on_a_cpu(plan: Plan) -> str:
-    """A run with another model, or other steps, than the one that was made for a few minutes says what it takes."""
-    s, base = plan.settings, plan.bases[0]
+    """The minutes that the run was made for, or those of another model, other steps, other stages or more methods."""
+    s, base, methods = plan.settings, plan.bases[0], len(plan.bases)
     usual = describe(read(s.run, {}, False), "clover", None, 1, ())
     minutes = RUNS[s.run][3]
     work = base.weights * base.args.total_batch_size / usual.weights / usual.args.total_batch_size
-    if s.cpu_minutes and work < 1.5:
-        return f"How long? The whole run is made for {minutes:g} minutes of this CPU."
+    trains, later = "base" in s.stages, bool({"mid", "sft"} & set(s.stages))
+    whole = trains and {"mid", "sft"} <= set(s.stages)
+    if s.cpu_minutes and whole and 1 / 1.5 < work < 1.5:
+        each = f" with each of {methods} methods, {methods * minutes:g} together" if methods > 1 else ""
+        return f"How long? The whole run is made for {minutes:g} minutes of this CPU{each}."
     fewest = base.steps // 4 if s.cpu_minutes and not s.why_steps else base.steps
-    ends = [minutes_of(steps, work, usual.steps, minutes) for steps in (fewest, base.steps)]
+    ends = [minutes_of(n, work, usual.steps, minutes, trains, later, methods) for n in (fewest, base.steps)]
+    what = ("the whole run takes" if whole else "these stages take") + f" {span(*ends)} minutes"
     lines = [
-        f"How long? By FLOPs the whole run takes {span(*ends)} minutes for each method.",
+        f"How long? By FLOPs {what}{f' with {methods} methods' if methods > 1 else ''}.",
         f"  The default takes {minutes:g} on two cores, and a step here has {work:.2g} times its work.",
     ]
     if fewest < base.steps:

@@ -438,6 +438,17 @@ def test_a_larger_model_on_a_cpu_is_not_said_to_take_minutes():
     assert "1.1 minutes" in words.how_long(planned(NUM_ITERATIONS="2"))
 
 
+def test_the_minutes_on_a_cpu_count_what_is_asked():
+    """Methods, a smaller model, and stages that are left out."""
+    assert "made for 5 minutes of this CPU with each of 2 methods, 10 together" in words.how_long(planned(COMPARE="1"))
+    assert "takes 2.1 minutes with 2 methods" in words.how_long(planned(COMPARE="1", NUM_ITERATIONS="2"))
+    most = {}
+    for name, variables in {"all": {}, "half": {"STAGES": "tok base report"}, "small": {"DEPTH": "1"}}.items():
+        said = words.how_long(planned(**variables))
+        most[name] = float(re.search(r"([\d.]+) minutes", said)[1])
+    assert most["all"] == 5 and 2.5 < most["half"] < 4 and 1 < most["small"] < 4
+
+
 def test_a_tokenizer_of_another_size():
     with pytest.raises(UserError, match="VOCAB_SIZE=300"):
         planned(facts=Facts(tokenizer=300))
