@@ -3,7 +3,7 @@
     python -m lab.reproduce table1
     python -m lab.reproduce fig4 --sizes llama-30M,llama-50M --ratio 25 --seeds 3 --data-dir folder
     python -m lab.reproduce all --quick                     # everything in small, about a minute each on two CPU cores
-    python -m lab.reproduce list
+    python -m lab.reproduce list                            # what there is, a line each
 
     python -m lab.reproduce table5 --results d8             # from stored runs (python -m lab.runs), without training
     python -m lab.reproduce horizon --results d6_stored     # whole runs: gaps along the run, both forwards
@@ -18,7 +18,7 @@ figures.
 
 import argparse
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -308,6 +308,30 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     return args
 
 
+def description(name: str) -> str:
+    """Returns what a table or figure shows, in one line: its title, or the first sentence about its function."""
+    if name in SAME:
+        return f"the same as {SAME[name]}"
+    if name in RUNS:
+        return RUNS[name].title
+    if name in scaling.TABLES:
+        return scaling.TABLES[name][0]
+    function = (ITEMS | OF_RESULTS)[name]
+    function = function.func if isinstance(function, partial) else function
+    return " ".join(function.__doc__.split()).split(". ")[0].removeprefix("Makes ").removesuffix(".")
+
+
+def listing() -> str:
+    """Returns the text of `lab.reproduce list`."""
+    width = max(map(len, [*ITEMS, *OF_RESULTS]))
+
+    def lines(names: Iterable[str]) -> list[str]:
+        return [f"  {name:<{width}}  {description(name)}" for name in names]
+
+    head, of_results = "tables and figures, which train or measure:", "of stored runs alone, with --results STUDY:"
+    return "\n".join([head, *lines([*ITEMS, *SAME]), of_results, *lines(OF_RESULTS)])
+
+
 def make(args: argparse.Namespace, name: str) -> tuple[Context, Outcome]:
     """Makes a table with the rows and columns that the command line asks for. Raises UserError if it cannot be made,
     and Interrupted after a signal."""
@@ -319,7 +343,7 @@ def make(args: argparse.Namespace, name: str) -> tuple[Context, Outcome]:
 def main(argv: list[str] | None = None) -> None:
     args = parse_args(argv)
     if args.name == "list":
-        print0("\n".join([*ITEMS, *OF_RESULTS, *[f"{a} (= {b})" for a, b in SAME.items()]]))
+        print0(listing())
         return
     if args.folder:
         sweep.make_folder(Path(args.folder))

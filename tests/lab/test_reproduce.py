@@ -76,6 +76,13 @@ def test_what_the_documents_say_is_printed(printed, command, begins, holds):
     assert lines and any(holds in line for line in lines), "\n".join(printed(command))
 
 
+def test_the_list_says_what_each_table_shows(printed):
+    described = dict(line.split(" ", 1) for line in printed("list") if not line.endswith(":"))
+    assert set(described) == {*reproduce.ITEMS, *reproduce.OF_RESULTS, *reproduce.SAME}
+    assert described["fig2"] == reproduce.RUNS["fig2"].title and described["growth"].startswith("ln gap = ")
+    assert described["methods"] == "README's table of methods" and len({*described.values()}) == len(described)
+
+
 def test_the_plans_gaps_are_those_of_readmes_table(printed):
     """The package cannot read the stored runs, so nanochat_fp4/cards.json repeats what the plan prints of them."""
     gaps = json.loads((ROOT / "nanochat_fp4/cards.json").read_text())["gaps"]
