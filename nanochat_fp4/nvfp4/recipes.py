@@ -42,7 +42,13 @@ def check_types(owner: str, **fields_and_types: tuple[object, type]) -> None:
     for name, (value, kind) in fields_and_types.items():
         right = isinstance(value, (int, float) if kind is float else kind)
         if not right or (isinstance(value, bool) and kind is not bool):
-            raise ValueError(f"{owner}: {name} is {value!r}, expected {words[kind]}")
+            raise ValueError(f"{owner}: {name} is {shown(value)}, expected {words[kind]}")
+
+
+def shown(value: object) -> str:
+    """Returns a value for a message, or the name of its type if the value's own text is long."""
+    text = repr(value)
+    return text if len(text) < 60 else f"a value of the type {type(value).__name__}"
 
 
 @dataclass(frozen=True)
@@ -130,7 +136,7 @@ class Gemm:
             if not isinstance(value, Operand):
                 rounding = value.name if isinstance(value, Rounding) else value
                 meant = f"; write nanochat_fp4.Operand({rounding!r})" if isinstance(rounding, str) else ""
-                raise ValueError(f"Gemm: {name} is {value!r}, expected an Operand{meant}")
+                raise ValueError(f"Gemm: {name} is {shown(value)}, expected an Operand{meant}")
         numbers = {"rht_dim": (self.rht_dim, int), "rotations": (self.rotations, int)}
         check_types("Gemm", fixed_signs=(self.fixed_signs, bool), **numbers)
 
@@ -302,14 +308,14 @@ def _problems(recipe: Recipe) -> Iterator[str]:
     """Yields the reasons why a recipe cannot be computed. Each is one line that continues the recipe's name."""
     for name in ("output", "grad_input", "grad_weight"):
         if not isinstance(gemm := getattr(recipe, name), Gemm):
-            yield f": {name} is {gemm!r}, expected a Gemm, for example Gemm(Operand('rtn'), Operand('rtn'))"
+            yield f": {name} is {shown(gemm)}, expected a Gemm, for example Gemm(Operand('rtn'), Operand('rtn'))"
     if recipe.late is not None:
         if not _is_pair(recipe.late, (int, float)):
-            yield f": late is {recipe.late!r}, expected (0.85, Recipe); get_recipe returns the Recipe of a name"
+            yield f": late is {shown(recipe.late)}, expected (0.85, Recipe); get_recipe returns the Recipe of a name"
         elif not 0 <= recipe.late[0] <= 1:
             yield f": late begins at {recipe.late[0]}, expected a fraction of the steps, from 0 to 1"
     if not isinstance(recipe.kinds, tuple) or not all(_is_pair(pair, str) for pair in recipe.kinds):
-        yield f": kinds is {recipe.kinds!r}, expected a tuple of pairs, ('mlp_up', Recipe)"
+        yield f": kinds is {shown(recipe.kinds)}, expected a tuple of pairs, ('mlp_up', Recipe)"
     for name in ("output", "grad_input", "grad_weight"):
         gemm = getattr(recipe, name)
         yield from (f", {name}: {problem}" for problem in _problems_of_gemm(gemm, is_output=name == "output"))
