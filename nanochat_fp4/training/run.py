@@ -345,7 +345,7 @@ class Run:
         the method that it had before."""
         method = resolve_method(self.args.method or self.trained.user_config.get("method") or "bf16")
         variable = os.environ.get("QAT_METHOD")
-        if variable and not self.args.method and resolve_method(variable) != method:
+        if variable and not self.args.method and resolve_method(None) != method:
             print0(f"note: the model was trained with {method}, so QAT_METHOD={variable} is not used (--method is)")
         return method
 

@@ -351,6 +351,9 @@ def test_method_is_the_checkpoints_unless_a_flag_says_otherwise(base, monkeypatc
     assert "QAT_METHOD=nvidia" in capsys.readouterr().out
     mid("--dry-run", "--method=nvidia", steps=1)
     assert "QAT method nvidia" in capsys.readouterr().out
+    monkeypatch.setenv("QAT_METHOD", "my_method")  # RECIPES is not set in this shell.
+    with pytest.raises(UserError, match="^QAT_METHOD: unknown method 'my_method'"):
+        mid("--dry-run", steps=1)
     assert not (base / "mid_checkpoints").exists()  # nothing was saved
 
 
