@@ -11,7 +11,7 @@ With --no-compare the program does not try.
 import argparse
 
 from nanochat_fp4.common import print0
-from nanochat_fp4.console import ArgumentParser, logger, parse_finite
+from nanochat_fp4.console import ArgumentParser, logger
 from nanochat_fp4.data.dataset import add_data_arguments, ensure_data, parquets_iter_batched
 from nanochat_fp4.data.tokenizer import RustBPETokenizer, get_tokenizer
 from nanochat_fp4.errors import UserError, one_line, run_main
@@ -65,7 +65,6 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add_data_arguments(parser, "as for training")
     add = parser.add_argument
     add("--no-compare", action="store_true", help="without GPT-2's and GPT-4's tokenizers (no network)")
-    add("--deadline", type=parse_finite, default=30, help="seconds to wait for each of those (default: 30)")
     return parser.parse_args(argv)
 
 
@@ -94,7 +93,7 @@ def main(argv: list[str] | None = None) -> None:
     lines += [f"| {name} | {sizes[name]:,} | {counts[name]:,} | {sizes[name] / counts[name]:.2f} |" for name in texts]
     for title, tiktoken_name in {} if args.no_compare else BASELINES.items():
         try:
-            baseline = RustBPETokenizer.from_pretrained(tiktoken_name, deadline=args.deadline)
+            baseline = RustBPETokenizer.from_pretrained(tiktoken_name)
         except UserError as e:
             logger.warning(f"no comparison with {title}: {one_line(e)} (--no-compare leaves it out)")
             continue

@@ -248,7 +248,7 @@ class RustBPETokenizer:
         return self._sha256()[:16]
 
     @classmethod
-    def from_pretrained(cls, tiktoken_name: str, deadline: float = 60.0) -> "RustBPETokenizer":
+    def from_pretrained(cls, tiktoken_name: str, deadline: float = 30.0) -> "RustBPETokenizer":
         """
         Returns a tokenizer that tiktoken publishes ("gpt2", "cl100k_base"), which is downloaded when it is first used.
 
