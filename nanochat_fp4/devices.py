@@ -21,13 +21,13 @@ def gpu_memory(device: torch.device | None = None) -> tuple[int, int]:
     return free, total
 
 
-def median_ms(function: Callable[[], object], repeats: int = 20, warm_up: int = 3) -> float:
+def median_ms(function: Callable[[], object], repeats: int = 20) -> float:
     """Returns the median GPU time of a call in milliseconds, measured with events.
 
     The GPU waits until all calls are queued. Otherwise the result for a call with short kernels would be the time of
     their launches.
     """
-    for _ in range(warm_up):
+    for _ in range(3):  # The first calls compile kernels.
         function()
     events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]
     torch.cuda.synchronize()
