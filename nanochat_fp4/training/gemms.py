@@ -31,6 +31,7 @@ from nanochat_fp4.nvfp4.operands import Codes
 from nanochat_fp4.training.micro_batch import try_micro_batch
 
 BASELINES = ("BF16", "FP8", "emulated")
+MEET_SECONDS = 10.0  # The other ranks ask rank 0 so often whether it is done; each collective has a timeout.
 
 
 class ProductShape(NamedTuple):
@@ -249,12 +250,12 @@ def products_of(model: nn.Module, rows: int, seq_len: int, dtype: torch.dtype | 
     return Counter(ProductShape(*mnk, str(one_row[3]).removeprefix("torch.")) for mnk, one_row in zip(sizes, passes[0]))
 
 
-def from_rank_0(work: Callable[[], Any], meet_every: float = 10.0) -> Any:
+def from_rank_0(work: Callable[[], Any]) -> Any:
     """Returns the result of work() on all ranks. Only rank 0 computes it. All ranks must call this function
     together. Raises UserError on all ranks if work() raises ValueError.
 
     Measuring takes minutes if a library is compiled first, and a rank that waits in one collective for longer than the
-    process group's timeout is ended. Rank 0 therefore works in a thread, and all ranks meet every `meet_every` seconds.
+    process group's timeout is ended. Rank 0 therefore works in a thread, and all ranks meet every MEET_SECONDS.
     """
 
     def result() -> tuple[Any, str]:
@@ -268,7 +269,7 @@ def from_rank_0(work: Callable[[], Any], meet_every: float = 10.0) -> Any:
     elif dist.get_rank() == 0:
         with concurrent.futures.ThreadPoolExecutor(1) as pool:
             working = pool.submit(result)
-            while not concurrent.futures.wait([working], timeout=meet_every).done:
+            while not concurrent.futures.wait([working], timeout=MEET_SECONDS).done:
                 dist.broadcast_object_list([None], src=0)
         value, problem = working.result()
         dist.broadcast_object_list([(value, problem)], src=0)

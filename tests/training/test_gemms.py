@@ -249,7 +249,7 @@ def test_what_cannot_be_had_ends_the_run_in_one_line(model, speeds, monkeypatch)
 WAITS = """
 import datetime, time
 import torch.distributed as dist
-from nanochat_fp4.training.gemms import from_rank_0
+from nanochat_fp4.training import gemms
 
 def measured():
     time.sleep(4)
@@ -259,9 +259,10 @@ def refused():
     raise ValueError("returns zeros")
 
 dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=2))
-print(from_rank_0(measured, meet_every=0.5))
+gemms.MEET_SECONDS = 0.5
+print(gemms.from_rank_0(measured))
 try:
-    from_rank_0(refused, meet_every=0.5)
+    gemms.from_rank_0(refused)
 except Exception as error:
     print(type(error).__name__, error)
 """
