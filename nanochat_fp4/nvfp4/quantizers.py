@@ -25,8 +25,8 @@ into E4M3's range, and rounds them stochastically:
 
 tensor_scale is a power of two, because only then do the scaled 3 mantissa bits of p_b stay on E4M3's grid. S is close
 to 1, so that such a scale is rounded with little noise. If tensor_scale were amax / (s * cap) itself, the error would
-be 5% to 12% larger. `ms_eden_direct` follows Algorithm 1 literally: it aligns the scales, rounds them to E4M3, and then
-corrects them. Both forms have the same error.
+be 5% to 12% larger. Algorithm 1 to the letter aligns the scales, rounds them to E4M3, and then corrects them. Both
+forms have the same error, as a test shows.
 
 Other systems, for comparison. MXFP4 and MXFP8 (MX_ROUNDINGS) differ only in the scale. It is a power of two (E8M0) for
 32 values, and tensor_scale is a constant. The Open Compute Project's specification rounds the scale down, which may
@@ -618,21 +618,6 @@ def finish_scales(pseudo_scales, correction, rounding, tensor_scale, noise):
         return round_e4m3(pseudo_scales)
     uniform = noise.scales(*pseudo_scales.shape, pseudo_scales.device)
     return stochastic_round_e4m3(pseudo_scales * (1.0 / tensor_scale) * correction, uniform)
-
-
-def ms_eden_direct(x: torch.Tensor, rounding: Rounding, seed: torch.Tensor | int = 0) -> NVFP4Tensor:
-    """Quantizes x (..., K) by the paper's Algorithm 1, literally: it finds the amax of the rotated tensor first, rounds
-    the scales to E4M3, and then corrects them. K must be a multiple of 128."""
-    y = rotate(x, seed)
-    rows = y.reshape(-1, y.shape[-1])
-    tensor_scale = divide(rows.abs().amax(), rounding.grid_max * rounding.scale_cap).clamp(min=TENSOR_SCALE_MIN)
-    x, factor = rows.unflatten(-1, (-1, BLOCK)), 1.0 / tensor_scale
-    q, scales = search_scales(x, rounding, block_scale_rounding(rounding), factor=factor)
-    correction = _eden_correction(x, q, scales, factor)
-    uniform = Noise(seed).scales(*scales.shape, x.device)
-    scales = stochastic_round_e4m3(scales * correction, uniform)
-    codes = pack(encode_e2m1(q.flatten(-2))).view(*y.shape[:-1], -1)
-    return NVFP4Tensor(codes, scales.view(*y.shape[:-1], -1), tensor_scale)
 
 
 def quantize(x: torch.Tensor, rounding: str | Rounding, seed: torch.Tensor | int = 0) -> NVFP4Tensor:
