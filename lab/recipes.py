@@ -200,7 +200,6 @@ OF_CLOVER = (
 # clover_mixed with one thing changed.
 MIXED = nf.get_recipe("clover_mixed")
 MIXED_OF = dict(MIXED.kinds)
-eight_bits = nf.Operand("e4m3")
 refined = nf.Operand("four_over_six", terms=2)
 
 
@@ -216,20 +215,9 @@ def _both_kinds(**changes) -> dict[str, nf.Recipe]:
 OF_MIXED = (
     _mixed("8bit", "whose backward pass keeps the 8-bit codes", **_both_kinds(output=both("e4m3"))),
     _mixed(
-        "weight8",
-        "whose backward pass keeps 4-bit codes of the input and 8-bit ones of the weight",
-        **_both_kinds(output=nf.Gemm(MIXED_OF["mlp_up"].output.a, eight_bits)),
-    ),
-    _mixed(
         "one_rotation",
         "with one rotation everywhere",
         **_both_kinds(grad_input=eden, grad_weight=eden),
-        grad_weight=eden,
-    ),
-    _mixed(
-        "8bit_one_rotation",
-        "whose backward pass keeps the 8-bit codes, with one rotation everywhere",
-        **_both_kinds(output=both("e4m3"), grad_input=eden, grad_weight=eden),
         grad_weight=eden,
     ),
     _mixed("attention", "in attention alone, with feedback in the whole MLP", MIXED_OF["attention"], None),
