@@ -2,7 +2,9 @@
 
 import dataclasses
 import math
+import re
 from fractions import Fraction
+from pathlib import Path
 
 import _scalar_reference as scalar
 import numpy as np
@@ -11,6 +13,7 @@ import torch
 from _assertions import assert_same_bits, assert_same_operand, assert_unbiased, concentrate, relative_square_error
 
 import nanochat_fp4 as nf
+from nanochat_fp4.nvfp4 import methods
 from nanochat_fp4.nvfp4 import quantizers as qz
 from nanochat_fp4.nvfp4.format import unpack
 from nanochat_fp4.nvfp4.hadamard import rotate, rotated_sums, rotation_matrix
@@ -482,6 +485,25 @@ def test_a_row_has_the_name_of_its_key(monkeypatch):
     for use in (nf.Operand, lambda name: quantize(torch.randn(2, 16), name)):
         with pytest.raises(ValueError, match="'my_row'. is a function, expected a Rounding, .*CONTRIBUTING.md"):
             use("my_row")
+
+
+def test_the_rounding_of_the_contributing_guide_trains_and_is_unbiased(monkeypatch):
+    """Its file, as printed; each field of Rounding is explained beside it."""
+    guide = (Path(__file__).parents[2] / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    section = guide[guide.index("## Add a rounding") : guide.index("1. **Row.**")]
+    file = "\n".join(line[4:] for line in section.splitlines() if line.startswith("    ") or not line)
+    monkeypatch.setattr(methods, "REGISTERED", dict(methods.REGISTERED))
+    monkeypatch.setitem(ROUNDINGS, "sr_5", None)
+    exec(file, {})
+    x = torch.randn(8, 128)
+    mean = torch.stack([quantize(x, "sr_5", seed=seed).dequantize() for seed in range(400)]).mean(0)
+    error = (mean - x).norm() / x.norm()
+    assert error < 0.012  # 400 draws with the squared error of 0.029 of one draw: 0.0085
+    model = nf.convert(torch.nn.Sequential(torch.nn.Linear(128, 32), torch.nn.Linear(32, 16)), "my_sr", skip="1")
+    model(x).square().mean().backward()
+    assert all(torch.isfinite(p.grad).all() and p.grad.any() for p in model.parameters())
+    fields = {f.name for f in dataclasses.fields(qz.Rounding)} - {"name"}
+    assert fields <= set(re.findall(r"`(\w+)`", section[section.index("| field |") :]))
 
 
 def test_an_unknown_rounding_can_be_added_as_its_refusal_says(monkeypatch):
