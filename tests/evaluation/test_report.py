@@ -54,6 +54,27 @@ def generated(folder: Path, drawn: bool = False) -> str:
     return Path(path).read_text()
 
 
+@pytest.fixture
+def pictures(monkeypatch):
+    """{file name: the axes of its panels}, where the pictures would be drawn."""
+    from matplotlib.figure import Figure
+
+    drawn = {}
+
+    def draw(path, title, *panels):
+        drawn[path.name] = Figure().subplots(len(panels), squeeze=False)[:, 0]
+        for panel, axes in zip(panels, drawn[path.name]):
+            panel(axes)
+
+    monkeypatch.setattr(plots, "draw", draw)
+    return drawn
+
+
+def lines_of(panels):
+    """(label, *values) of each line of each panel"""
+    return [[(line.get_label(), *line.get_ydata()) for line in axes.get_lines()] for axes in panels]
+
+
 def row_of(text: str, start: str) -> list[str]:
     line = next(line for line in text.splitlines() if line.startswith(f"| {start} |"))
     return [cell.strip() for cell in line.strip("|").split("|")]
@@ -98,7 +119,7 @@ def test_the_first_lines_say_what_where_and_how_to_chat(base_dir, folder, capsys
         assert "half" not in part
 
 
-def test_runs_of_several_seeds_are_a_line_with_a_band(base_dir, folder, monkeypatch):
+def test_runs_of_several_seeds_are_a_line_with_a_band(base_dir, folder, monkeypatch, pictures):
     """By the pipeline's names and by the sweep's; runs of another length are not among them."""
     for tag in ("d4_clover", "d4_clover_seed43", "tiny_clover_s1_0123abcd", "tiny_clover_s2_89abcdef"):
         make_run(base_dir, tag, "clover", 1.25)
@@ -111,9 +132,6 @@ def test_runs_of_several_seeds_are_a_line_with_a_band(base_dir, folder, monkeypa
         drawn.add((label, len(runs), len(axes.collections) - before))
 
     monkeypatch.setattr(plots, "curve", noted)
-    from matplotlib.figure import Figure
-
-    monkeypatch.setattr(plots, "draw", lambda path, title, *panels: [p(Figure().subplots()) for p in panels])
     generated(folder, drawn=True)
     assert drawn == {
         ("d4_clover", 2, 1), ("tiny_clover, 6 steps", 2, 1), ("tiny_clover, 4 steps", 1, 0),
@@ -165,50 +183,27 @@ def test_a_loss_of_another_step_is_not_that_of_the_run(base_dir, folder):
     assert row_of(generated(folder), "other")[4:8] == ["1.2850 (500 tokens)", "1.2950", "-", "-"]
 
 
-def test_runs_of_different_text_share_no_picture(base_dir, folder, monkeypatch):
+def test_runs_of_different_text_share_no_picture(base_dir, folder, pictures):
     make_run(base_dir, "a", "bf16", 1.25)
     make_run(base_dir, "b", "clover", 1.25)
     make_run(base_dir, "c", "clover", 1.25, text="text 2", measured="text 2")
     log = MetricsLog(base_dir / "base_checkpoints" / "b")
     log.append("start", 6, method="clover", config_key="k", val_text="text 3", tokenizer="T")  # a resume on other text
     log.append("val", 8, bpb=2.0, bpb_bf16=1.0, tokens=500)
-    pictures = {}
-
-    def draw(path, title, *panels):
-        from matplotlib.figure import Figure
-
-        axes = Figure().subplots(2)
-        for panel, below in zip(panels, axes):
-            panel(below)
-        lines = {line.get_label(): list(line.get_ydata()) for line in axes[0].get_lines()}
-        pictures[path.name] = lines, [list(line.get_ydata()) for line in axes[1].get_lines()]
-
-    monkeypatch.setattr(plots, "draw", draw)
     generated(folder, drawn=True)
-    bpb = {name: shown for name, shown in pictures.items() if name.startswith("bpb")}
+    bpb = {name: lines_of(panels) for name, panels in pictures.items()}
     # The difference of both forward passes is below, in percent of the loss in BF16; the baseline has none.
-    assert bpb["bpb.png"] == ({"a": [1.26]}, [])
-    assert bpb["bpb_2.png"] == ({"b": [2.0]}, [[pytest.approx(100.0)]])
-    assert bpb["bpb_3.png"] == ({"c": [1.26]}, [[pytest.approx(100 * (1.26 / 1.27 - 1))]])
+    assert bpb["bpb.png"] == [[("a", 1.26)]]
+    assert bpb["bpb_2.png"] == [[("b", 2.0)], [("b", pytest.approx(100.0))]]
+    assert bpb["bpb_3.png"] == [[("c", 1.26)], [("c", pytest.approx(100 * (1.26 / 1.27 - 1)))]]
 
 
-def test_a_picture_shows_the_gap_to_the_baseline_below(base_dir, folder, monkeypatch):
+def test_a_picture_shows_the_gap_to_the_baseline_below(base_dir, folder, pictures):
     make_run(base_dir, "a", "clover", 1.27)
     make_run(base_dir, "b", "bf16", 1.25)
     make_run(base_dir, "c", "clover", 1.25, key="another configuration")
-    pictures = {}
-
-    def draw(path, title, *panels):
-        from matplotlib.figure import Figure
-
-        axes = Figure().subplots(len(panels), squeeze=False)[:, 0]
-        for panel, below in zip(panels, axes):
-            panel(below)
-        pictures[path.name] = [[(x.get_label(), *x.get_ydata()) for x in below.get_lines()] for below in axes]
-
-    monkeypatch.setattr(plots, "draw", draw)
     generated(folder, drawn=True)
-    whole, gaps, forwards = pictures["bpb.png"]
+    whole, gaps, forwards = lines_of(pictures["bpb.png"])
     assert [name for name, _ in whole] == ["b", "a", "c"]  # the baseline first, under the others
     assert gaps == [("a", pytest.approx(100 * (1.28 / 1.26 - 1)))]
     assert [name for name, _ in forwards] == ["a", "c"]

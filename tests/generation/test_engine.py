@@ -60,21 +60,16 @@ def say(text):
 # The same as without a cache
 
 
-@pytest.mark.parametrize("prompt_len, kv_heads", [(1, 4), (20, 2)])  # short windows are 16, and decoding crosses them
-def test_greedy_is_the_uncached_models_greedy(prompt_len, kv_heads):
+# Short windows are 16, and decoding crosses them.
+@pytest.mark.parametrize("prompt_len, kv_heads, temperature", [(1, 4, 0.0), (20, 2, 0.0), (3, 2, 0.8)])
+def test_one_row_is_the_uncached_models(prompt_len, kv_heads, temperature):
     engine = make_engine(n_kv_head=kv_heads)
     prompt = torch.randint(0, 256, (prompt_len,)).tolist()
-    expected = list(engine.model.generate(prompt, max_tokens=24, temperature=0.0))
-    columns = list(engine.generate(prompt, max_tokens=24, temperature=0.0))
+    expected = list(engine.model.generate(prompt, max_tokens=24, temperature=temperature, seed=7))
+    columns = list(engine.generate(prompt, max_tokens=24, temperature=temperature, seed=7))
     assert [column[0] for column, _ in columns] == expected
     assert all(masks == [1] for _, masks in columns)
     assert len(set(expected)) > 5  # not a model that says one thing
-
-
-def test_sampling_one_row_is_the_uncached_models_sampling():
-    engine = make_engine()
-    expected = list(engine.model.generate([1, 2, 3], max_tokens=20, temperature=0.8, seed=7))
-    assert [c[0] for c, _ in engine.generate([1, 2, 3], max_tokens=20, temperature=0.8, seed=7)] == expected
 
 
 def test_a_row_does_not_depend_on_the_other_rows():
