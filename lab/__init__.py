@@ -3,8 +3,7 @@ not contain it.
 
 `lab.bench` times layers and training steps. `lab.study.sweep` trains many models, and `lab.runs` stores their runs.
 `lab.reproduce` makes the paper's tables and figures, and every table of a page, from the stored runs or from new ones.
-`python -m lab.reproduce list` names them. `lab.golden` proves that a change of the code changes no result. The
-laboratory may import everything, and nothing outside of it imports it.
+`python -m lab.reproduce list` names them. The laboratory may import everything, and nothing outside of it imports it.
 """
 
 from pathlib import Path
