@@ -60,6 +60,8 @@ REFUSED = [
     ("scripts.mid_train --runtime=recompute-codes", "--recompute"),
     ("scripts.base_train --method-changes=0.85=bf16", "--method-phases"),
     ("scripts.base_train --save-every=@3,4", "--save-at=3,4"),
+    ("scripts.base_train --exact-relu-squared", "the last commit that has it is"),
+    ("scripts.base_train --oscillation=reset:0.016", "c116c2a"),
     ("scripts.base_train --seed=42,3", "--data-seed=3"),
     # Values that do not fit
     ("scripts.base_train --method=fp3", "clover"),

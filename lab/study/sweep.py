@@ -242,9 +242,10 @@ def planned(args: argparse.Namespace, data: str = "") -> list[Run]:
     """Returns the runs of a command line. `data` is the data_key of the text. Raises UserError. If `data` is empty, the
     flags of base_train are checked, too."""
     if args.stored:
-        return again(args.stored, data)
-    seeds = range(args.first_seed, args.first_seed + args.seeds)
-    runs = plan(args.methods, args.sizes, seeds, **plan_options(args), data=data)
+        runs = again(args.stored, data)
+    else:
+        seeds = range(args.first_seed, args.first_seed + args.seeds)
+        runs = plan(args.methods, args.sizes, seeds, **plan_options(args), data=data)
     for run in () if data else runs:
         base_train.parse_args(list(run.flags))
     return runs

@@ -46,7 +46,8 @@ class Family:
         raise NotImplementedError
 
     def complete(self, config: dict[str, Any], weights: dict[str, torch.Tensor]) -> None:
-        """Adds to the config and the weights of a checkpoint what older revisions did not have, in place."""
+        """Adds to the config and the weights of a checkpoint what older revisions did not have, and takes out of the
+        config what only they had, in place."""
 
     def recompute_problem(self, recompute: str, config: Any, device_type: str) -> str | None:
         """Returns the reason why a model of this config cannot be trained with this --recompute, and what to do
@@ -65,8 +66,7 @@ class GPTFamily(Family):
 
     def config_from_flags(self, args: argparse.Namespace, vocab_size: int) -> GPTConfig:
         shape = args.depth, vocab_size, args.max_seq_len, args.head_dim, args.aspect_ratio, args.window_pattern
-        switches = {"separate_qkv": args.separate_qkv, "exact_relu_squared": args.exact_relu_squared}
-        return replace(config_from_depth(*shape), **switches)
+        return replace(config_from_depth(*shape), separate_qkv=args.separate_qkv)
 
     def run_name(self, args: argparse.Namespace) -> str:
         return f"d{args.depth}"
@@ -75,6 +75,8 @@ class GPTFamily(Family):
         # Before nanochat had windows and per-layer scalars, all layers saw the full context. The scalars added here
         # change nothing.
         config.setdefault("window_pattern", "L")
+        if config.get("exact_relu_squared") is False:  # A switch that left.
+            del config["exact_relu_squared"]
         weights.setdefault("resid_lambdas", torch.ones(config.get("n_layer", 0)))
         weights.setdefault("x0_lambdas", torch.zeros(config.get("n_layer", 0)))
 
@@ -101,9 +103,8 @@ class LlamaFamily(Family):
         return bool(args.llama)
 
     def config_from_flags(self, args: argparse.Namespace, vocab_size: int) -> llama.LlamaConfig:
-        for flag, given in (("separate-qkv", args.separate_qkv), ("exact-relu-squared", args.exact_relu_squared)):
-            if given:
-                raise UserError(f"--{flag} is not for the --llama models; leave one of them out")
+        if args.separate_qkv:
+            raise UserError("--separate-qkv is not for the --llama models; leave one of them out")
         return llama.config_from_size(args.llama, vocab_size, args.max_seq_len)
 
     def run_name(self, args: argparse.Namespace) -> str:

@@ -63,10 +63,9 @@ class GPTConfig:
     # The pattern is repeated over the layers. "L" sees all positions of sequence_len, and "S" half of them. The last
     # layer is always L.
     window_pattern: str = "L"
-    # Two options for runs as in the paper, which nanochat does not have. The first one quantizes c_q, c_k and c_v as
-    # three layers with a tensor_scale each. The second one keeps relu(x) unrounded for the derivative of ReLU^2.
+    # An option for runs as in the paper, which nanochat does not have: c_q, c_k and c_v are quantized as three layers
+    # with a tensor_scale each.
     separate_qkv: bool = False
-    exact_relu_squared: bool = False
 
     def __post_init__(self) -> None:
         if self.n_embd % self.n_head or (self.n_embd // self.n_head) % 2:
@@ -164,11 +163,8 @@ class MLP(nn.Module):
         super().__init__()
         self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd, bias=False)
         self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd, bias=False)
-        self.exact_relu_squared = config.exact_relu_squared
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.exact_relu_squared:
-            return self.c_proj(F.relu(self.c_fc(x)).square())
         eight_bits = gradients_are_wanted() and getattr(self.c_proj, "quantizes_input", False)
         x = self.c_fc(x)
         if eight_bits:

@@ -5,7 +5,7 @@ import argparse
 import os
 import re
 from collections.abc import Callable
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import nanochat_fp4 as nf
 from nanochat_fp4.common import add_recipes_argument
@@ -19,26 +19,48 @@ from nanochat_fp4.nvfp4.methods import WHICH
 from nanochat_fp4.parallel import MODES
 
 # A run that branches from another run may differ from it in these settings, in the method, and in the head.
-BRANCH_SETTINGS = ("layer_methods", "method_phases", "branch_from", "separate_qkv", "exact_relu_squared")
+BRANCH_SETTINGS = ("layer_methods", "method_phases", "branch_from", "separate_qkv")
 METHODS = f"{', '.join(nf.METHODS)}; or a row that --recipes registers"
 # These flags of version 0.2 set several things each. The values are the flags that replace them.
 REPLACED = {
     "--runtime": "--compile, --no-compile, --deterministic, --on-nonfinite=skip, --telemetry-every=N, --recompute=..., "
     "--shuffle-documents",
-    "--method-changes": "--layer-methods=PATTERN=METHOD, --method-phases=FRACTION=METHOD, --separate-qkv, "
-    "--exact-relu-squared",
+    "--method-changes": "--layer-methods=PATTERN=METHOD, --method-phases=FRACTION=METHOD, --separate-qkv",
 }
+# Removed flags of base_train. The values are the last commits that have them.
+REMOVED = {"--oscillation": "c116c2a", "--exact-relu-squared": "7172077"}
+
+
+def add_removed(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags of REMOVED, which are refused with the last commit that has them. --help does not show them."""
+    for flag, commit in REMOVED.items():
+        refuse = _refuse(f"it left; the last commit that has it is {commit}")
+        parser.add_argument(flag, nargs="?", const="", type=refuse, dest=argparse.SUPPRESS, help=argparse.SUPPRESS)
+
+
+def refuse_removed(settings: dict[str, Any], where: str) -> None:
+    """Raises UserError if a flag of REMOVED was on in these settings, or in this model config, of a checkpoint.
+    `where` names the checkpoint."""
+    for flag, commit in REMOVED.items():
+        if value := settings.get(flag.removeprefix("--").replace("-", "_")):
+            given = flag if value is True else f"{flag}={value}"
+            raise UserError(f"{where} was trained with {given}, which left; the last commit that reads it is {commit}")
 
 
 def add_replaced(parser: argparse.ArgumentParser, *flags: str) -> None:
     """Adds flags of REPLACED, which are refused with the names of the new flags. --help does not show them."""
     for flag in flags:
-        parser.add_argument(flag, type=_refuse(REPLACED[flag]), dest=argparse.SUPPRESS, help=argparse.SUPPRESS)
+        parser.add_argument(
+            flag,
+            type=_refuse(f"each setting has a flag of its own now: {REPLACED[flag]}"),
+            dest=argparse.SUPPRESS,
+            help=argparse.SUPPRESS,
+        )
 
 
-def _refuse(new: str) -> Callable[[str], NoReturn]:
+def _refuse(message: str) -> Callable[[str], NoReturn]:
     def refuse(text: str) -> NoReturn:
-        raise argparse.ArgumentTypeError(f"each setting has a flag of its own now: {new}")
+        raise argparse.ArgumentTypeError(message)
 
     return refuse
 
@@ -163,9 +185,8 @@ def add_method_arguments(parser: argparse.ArgumentParser) -> None:
     )
     text += "they are faster"
     add("--separate-qkv", action="store_true", help=text)
-    text = "keep relu(x) for the derivative of ReLU^2 as it is, not in 8 bits, as in the paper's runs; more memory"
-    add("--exact-relu-squared", action="store_true", help=text)
     add_replaced(parser, "--method-changes")
+    add_removed(parser)
     text = (
         "products of the output head in training: in BF16, or in FP8 with a scale for each tensor, as nanochat's --fp8"
     )

@@ -93,7 +93,7 @@ def activation_bytes(model: GPT, recompute: str) -> float:
     A BF16 tensor of the model's width takes two bytes for each token and column. A block keeps the residual stream
     three times: before the scalar that multiplies the stream, and before each of the two norms.
     """
-    width, heads, exact = model.config.n_embd, model.config.n_head, model.config.exact_relu_squared
+    width, heads = model.config.n_embd, model.config.n_head
     total = 3 * BF16 * width + 16  # These bytes are kept outside of the blocks.
     for block in model.transformer.h:
         (qkv, qkv_again), (out, out_again) = _input(block.attn.c_q), _input(block.attn.c_proj)
@@ -103,8 +103,8 @@ def activation_bytes(model: GPT, recompute: str) -> float:
         # This is the result of attention, and the input of c_proj if it is quantized.
         out = BF16 + (out if out < BF16 else 0.0)
         # relu(x), which is four times as wide as the model, is then kept in 8 bits.
-        eight_bits = down < BF16 and not exact
-        relu = 4.0 if eight_bits else 4 * BF16 if exact else 0.0
+        eight_bits = down < BF16
+        relu = 4.0 if eight_bits else 0.0
         stream, attention, mlp = BF16, 3 * BF16 + qkv + out, up + 4 * down + relu
         if recompute == "none":
             total += width * (3 * stream + attention + mlp) + 12 * heads + 8 + 4 * eight_bits

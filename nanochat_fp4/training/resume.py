@@ -23,6 +23,7 @@ from nanochat_fp4.errors import UserError, one_line
 from nanochat_fp4.locks import fail_together, running
 from nanochat_fp4.training.checkpoint import Checkpoint, Metadata
 from nanochat_fp4.training.checkpoint_manager import NoCheckpointError, check_model_tag, find_last_step, list_steps
+from nanochat_fp4.training.flags import refuse_removed
 from nanochat_fp4.training.load_model import SOURCES
 
 
@@ -70,9 +71,6 @@ def branch_point(text: str, checkpoint_dir: Path) -> tuple[Path, int]:
     if tag == checkpoint_dir.name:
         raise UserError(f"--branch-from={text!r} is this run itself; give the new run a --model-tag of its own")
     return checkpoint_dir.parent / tag, int(step)
-
-
-LAST_OSCILLATION_COMMIT = "c116c2a"
 
 
 def check_unused(checkpoint_dir: Path) -> None:
@@ -150,11 +148,7 @@ def check_same_run(now: dict[str, Any], before: Any, checkpoint_dir: str | os.Pa
             f"the checkpoint in {checkpoint_dir} does not say how it was trained (nanochat's own?), so it cannot be "
             "resumed; choose another --model-tag for a new run"
         )
-    if before.get("oscillation"):
-        raise UserError(
-            f"the checkpoint in {checkpoint_dir} was trained with --oscillation={before['oscillation']}, which left; "
-            f"the last commit that continues it is {LAST_OSCILLATION_COMMIT}"
-        )
+    refuse_removed(before, f"the checkpoint in {checkpoint_dir}")
     different = [f"{k} was {before.get(k)!r} and is now {v!r}" for k, v in now.items() if before.get(k) != v]
     if different:
         raise UserError(

@@ -22,6 +22,7 @@ from lab.study import sweep, sweep_runs, sweep_scheduler
 from nanochat_fp4.errors import UserError
 from nanochat_fp4.nvfp4 import methods
 from nanochat_fp4.nvfp4.phases import MethodPlan
+from nanochat_fp4.training.flags import REMOVED
 from scripts import base_train, tok_train
 
 
@@ -46,6 +47,13 @@ def test_a_stored_study_is_trained_again_on_another_text(study):
         differ = [flag for flag in run.flags if flag not in old["flags"]]
         assert differ == ([f"--branch-from={run.branch[0]}@{run.branch[1]}"] if run.branch else [])
         assert not run.branch or tags.index(run.branch[0]) < tags.index(run.tag)
+
+
+def test_a_study_with_a_flag_that_left_is_refused(capsys):
+    with pytest.raises(SystemExit):
+        sweep.main(["--again=d6_switches_second_half", "--plan"])
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "--exact-relu-squared: it left" in line and REMOVED["--exact-relu-squared"] in line
 
 
 def test_a_study_without_the_run_that_others_branch_from_is_refused():
@@ -239,7 +247,7 @@ def test_every_variant_is_a_plan_of_base_train(variant):
     nf.get_recipe(args.method)
     plan = MethodPlan.parse(args.method, args.layer_methods, args.method_phases)
     changed = plan.layers or plan.phases or args.matrix_lr != 0.02 or args.weight_decay != 0.2
-    changed = changed or args.separate_qkv or args.exact_relu_squared
+    changed = changed or args.separate_qkv
     assert changed, "as its method alone"
 
 
