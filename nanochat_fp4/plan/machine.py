@@ -1,6 +1,8 @@
 """What a plan must know of this machine and of the base directory; everything else in a plan is arithmetic."""
 
+import importlib
 import json
+import re
 import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -115,10 +117,17 @@ def tokenizer_sizes(base: Path) -> tuple[int | None, int | None]:
         size = 0
     try:
         report = json.loads((base / "report/tokenizer-training.json").read_bytes())
-        asked = next(item["vocab_size"] for item in report["data"] if isinstance(item, dict) and "vocab_size" in item)
+        flags = next(item["Flags"] for item in report["data"] if "Flags" in item)
+        named = re.search(r"--vocab-size=(\d+)", flags)
+        asked = int(named[1]) if named else tok_train_default()  # Flags has those alone that differ from the defaults
     except (OSError, ValueError, KeyError, TypeError, StopIteration):
         asked = None
     return size, asked
+
+
+def tok_train_default() -> int:
+    """The vocabulary that scripts/tok_train.py makes without flags."""
+    return importlib.import_module("scripts.tok_train").parse_args([]).vocab_size  # as in base.py, by name
 
 
 def disk_free(folder: Path) -> float:

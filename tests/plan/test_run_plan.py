@@ -22,7 +22,7 @@ from nanochat_fp4.plan.plan import disk_problem, make_plan, settle
 from nanochat_fp4.plan.settings import CPU, GPU, read
 from nanochat_fp4.plan.stages import needs
 from nanochat_fp4.plan.variables import NUMBERS, problem
-from scripts import base_train
+from scripts import base_train, tok_train
 
 ROOT = Path(__file__).parents[2]
 EVERYTHING = Facts(text="hub", disk_free=1e15)
@@ -457,6 +457,21 @@ def test_a_tokenizer_of_another_size():
 
 def test_a_tokenizer_that_is_there_is_seen(tiny_base):
     assert tokenizer_sizes(tiny_base)[0] == 300
+
+
+@pytest.mark.parametrize("asked", [4096, 32768])  # the speedrun's on a CPU, and the default of scripts.tok_train
+def test_a_small_text_is_trained_on_again(asked, base_dir, tmp_path, monkeypatch):
+    """It yields fewer tokens than were asked for. The same command goes on all the same."""
+    monkeypatch.setattr(program.this, "this_machine", lambda gpu, gib: Machine((), 4))
+    for name in ("a.txt", "b.txt"):
+        (tmp_path / name).write_text("Some text, which is small. " * 20)
+    monkeypatch.setenv("DATA_DIR", str(tmp_path))
+    tok_train.main([f"--vocab-size={asked}"])
+    found, asked_for = tokenizer_sizes(base_dir)
+    assert found < asked_for == asked
+    environment = {"DATA_DIR": str(tmp_path), "NANOCHAT_BASE_DIR": str(base_dir), "VOCAB_SIZE": str(asked)}
+    plan = program.plan_of("speedrun", environment | {"STAGES": "tok base", "NUM_ITERATIONS": "2"})
+    assert [stage.command[0] for stage in plan.stages][-1] == "scripts.base_train"
 
 
 def test_a_disk_that_is_too_small():
