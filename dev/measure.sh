@@ -30,10 +30,9 @@ for name in $PARTS; do
 done
 export PYTHONUNBUFFERED=1 OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} NANOCHAT_BASE_DIR=${NANOCHAT_BASE_DIR:-$HOME/.cache/nanochat}
 dry=""
-[ "${DRY_RUN:-0}" = 0 ] || dry=_dry_run
+! switched_on DRY_RUN || dry=_dry_run
 OUT=${OUT:-$NANOCHAT_BASE_DIR/measurements$dry}
-PLAN_ONLY=${PLAN_ONLY:-0}
-if [ "$PLAN_ONLY" != 0 ]; then
+if switched_on PLAN_ONLY; then
     PY=${PY:-python}
 else
     if [ -n "${PY:-}" ]; then export PYTHONPATH=$ROOT:$ROOT/kernels${PYTHONPATH:+:$PYTHONPATH}; else setup_environment; fi
@@ -51,7 +50,7 @@ part() {
     local name=$1 limit=${LIMIT:-$2} started=$SECONDS status=0 last
     shift 2
     chosen "$name" || return 0
-    if [ "$PLAN_ONLY" != 0 ]; then
+    if switched_on PLAN_ONLY; then
         echo "$name, at most $limit s: $*"
         return 0
     fi
@@ -72,7 +71,7 @@ bench_steps=(env NANOCHAT_ATTENTION=sdpa "$PY" -m lab.bench steps --window-patte
 doctor=("$PY" -m nanochat_fp4.doctor)
 layers=("$PY" -m lab.bench layers --passes forward+backward)
 steps=("${bench_steps[@]}" --depth 20 --rounds 2 --no-table7)
-if [ "${DRY_RUN:-0}" != 0 ]; then
+if switched_on DRY_RUN; then
     doctor+=(--method clover)
     layers+=(--models tiny --tokens 256 --seconds 0.01 --eager)
     steps=("${bench_steps[@]}" --depth 2 --head-dim 64 --seq-len 64 --vocab-size 256 --total-batch-size 256 --micro-batch 2 --rounds 1 --methods clover --no-table7)
@@ -88,16 +87,16 @@ elif chosen steps_nanochat; then
     result steps_nanochat "skipped: NANOCHAT is not set"
 fi
 
-if [ "$PLAN_ONLY" = 0 ]; then echo "== summary, in $OUT"; fi
+if ! switched_on PLAN_ONLY; then echo "== summary, in $OUT"; fi
 printf '%s' "$SUMMARY"
 measured=()
 for name in layers steps steps_32gib; do
-    ! { chosen "$name" && [ "$PLAN_ONLY" = 0 ] && [ -s "$OUT/$name.json" ]; } || measured+=("$OUT/$name.json")
+    ! { chosen "$name" && ! switched_on PLAN_ONLY && [ -s "$OUT/$name.json" ]; } || measured+=("$OUT/$name.json")
 done
 if [ ${#measured[@]} -gt 0 ]; then
     echo "== beside published numbers"
     "$PY" -m lab.bench compare "${measured[@]}" --card "$OUT/my_card.json" --statuses "$STATUSES" | tee "$OUT/my_card.txt" || FAILED=1
-    if [ "${DRY_RUN:-0}" != 0 ]; then
+    if switched_on DRY_RUN; then
         echo "== DRY_RUN is set: these are no measurements. On a GPU: bash dev/measure.sh"
     else
         echo "== to send it: $PY -m nanochat_fp4.doctor --send $OUT"

@@ -132,7 +132,7 @@ pipeline() {
     export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-PASSIVE}
     export PYTHONUNBUFFERED=1 # or a log would have the lines of stdout long after those of stderr
     setup_environment
-    if [ "${PLAN_ONLY:-0}" != 0 ]; then
+    if switched_on PLAN_ONLY; then
         run "$PY" -m nanochat_fp4.plan "$1" || exit $?
         return
     fi

@@ -12,6 +12,14 @@ die() {
     exit 2
 }
 
+switched_on() { # NAME of a variable that is a switch; as nanochat_fp4/errors.py has it
+    case "$(tr A-Z a-z <<<"${!1:-}")" in
+    "" | 0 | no | false) return 1 ;;
+    1 | yes | true) return 0 ;;
+    *) die "$1=${!1}: expected 1 (yes, true) or 0 (no, false); set it to one of these or unset it" ;;
+    esac
+}
+
 only_variables() { # "$@" of a script that variables alone tell what to do; --help prints the comment at its top
     case "${1:-}" in
     "") ;;
@@ -113,7 +121,7 @@ check_driver() {
 }
 
 check_compiler() { # Triton compiles its launchers; a plan compiles nothing
-    [ "${PLAN_ONLY:-0}" = 0 ] || return 0
+    ! switched_on PLAN_ONLY || return 0
     [ -n "${CC:-}" ] || command -v gcc clang >/dev/null ||
         die "Triton needs a C compiler and there is no gcc; install it (Debian, Ubuntu: sudo apt install gcc), or set CC"
     "$PY" -c 'import os, sysconfig, sys; sys.exit(not os.path.exists(sysconfig.get_path("include") + "/Python.h"))' ||

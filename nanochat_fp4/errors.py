@@ -1,4 +1,4 @@
-"""Errors in one line: UserError, and run_main, the entry point of every script."""
+"""Errors in one line: UserError, checks that raise it, and run_main, the entry point of every script."""
 
 import contextlib
 import errno
@@ -10,7 +10,7 @@ import select
 import signal
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -43,6 +43,18 @@ def require(*modules: str) -> None:
     if missing := [module for module in modules if importlib.util.find_spec(module) is None]:
         problem = f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not installed"
         raise UserError(f"{problem}, which this needs; {remedy(*missing)}")
+
+
+def switched_on(name: str, environment: Mapping[str, str] = os.environ) -> bool:
+    """Returns whether an environment variable that is a switch is on. dev/setup.sh has the same function.
+
+    Raises UserError for a value that is neither of the words."""
+    text = environment.get(name, "")
+    if text.lower() in ("", "0", "no", "false"):
+        return False
+    if text.lower() in ("1", "yes", "true"):
+        return True
+    raise UserError(f"{name}={text}: expected 1 (yes, true) or 0 (no, false); set it to one of these or unset it")
 
 
 def _allow_interrupts() -> None:
@@ -78,9 +90,10 @@ def run_main(main: Callable[[], Any]) -> None:
         with contextlib.suppress(OSError):  # reconfigure flushes stdout, whose reader may be gone.
             sys.stdout.reconfigure(errors="backslashreplace")
     setup_default_logging()
-    status = 2
+    status, with_traceback = 2, False
     try:
         _allow_interrupts()
+        with_traceback = switched_on("NANOCHAT_TRACEBACK")
         main()
         return
     except (KeyboardInterrupt, Exception) as e:
@@ -107,7 +120,7 @@ def run_main(main: Callable[[], Any]) -> None:
             message = f"{one_line(e)[:300]}; choose another path"
         else:
             raise
-        if os.environ.get("NANOCHAT_TRACEBACK", "0") not in ("", "0"):
+        if with_traceback:
             traceback.print_exc()
     finally:
         _let_go_of_stdout()

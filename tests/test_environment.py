@@ -20,13 +20,13 @@ def test_environment_info_can_be_stored():
 
 
 def variables_read(code: str) -> set[str]:
-    """The names in os.environ[...], os.environ.get(...), .setdefault(...) and `... in os.environ`."""
+    """The names in os.environ[...], os.environ.get(...), .setdefault(...), switched_on(...) and `... in os.environ`."""
     found: set[str] = set()
-    for node in ast.walk(ast.parse(code)) if re.search("environ|getenv", code) else ():
+    for node in ast.walk(ast.parse(code)) if re.search("environ|getenv|switched_on", code) else ():
         names: list[ast.expr] = []
         if isinstance(node, ast.Subscript) and ast.unparse(node.value) == "os.environ":
             names = [node.slice] if isinstance(node.ctx, ast.Load) else []
-        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("os.getenv", "os.environ.get"):
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("os.getenv", "os.environ.get", "switched_on"):
             names = node.args[:1]
         elif isinstance(node, ast.Call) and ast.unparse(node.func) == "os.environ.setdefault":
             names = node.args[:1]

@@ -78,6 +78,8 @@ def test_other_ranks_name_themselves_and_tracebacks_come_on_request(capsys, monk
     assert run(UserError("bad"), capsys)[1] == "error (rank 3): bad\n"
     monkeypatch.setenv("NANOCHAT_TRACEBACK", "1")
     assert "Traceback" in run(UserError("bad"), capsys)[1]
+    monkeypatch.setenv("NANOCHAT_TRACEBACK", "no")
+    assert "Traceback" not in run(UserError("bad"), capsys)[1]
 
 
 def test_what_all_ranks_would_say_is_said_by_one(capsys, monkeypatch):

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from nanochat_fp4.errors import UserError, switched_on
 from nanochat_fp4.plan.__main__ import plan_of
 from nanochat_fp4.plan.shell import calls as shell_calls
 
@@ -83,6 +84,8 @@ def smi(environment: dict, script: str) -> None:
         ({"NANOCHAT_BASE_DIR": "/dev/null/x"}, "error: .*/dev/null/x"),
         ({"DATA_DIR": "/nowhere"}, "error: .*/nowhere "),
         ({"VOCAB_SIZE": "999"}, "error: .* 300 tokens, .*999"),
+        ({"PLAN_ONLY": "maybe"}, "error: PLAN_ONLY=maybe: expected 1 .* or 0"),
+        ({"COMPARE": "on"}, "error: COMPARE=on: expected 1 .* or 0"),
         ({"TOTAL_BATCH": "100"}, "error: TOTAL_BATCH=100 "),
         ({"GPU": "rtx5090"}, "error: GPU=rtx5090 .*PLAN_ONLY=1"),
     ],
@@ -91,6 +94,18 @@ def test_bad_input_ends_before_anything_is_made(environment, variables, message)
     done = bash("speedrun_fp4.sh", environment, **TOY | variables)
     assert done.returncode == 2 and re.match(message, done.stderr) and len(done.stderr.splitlines()) == 1, done.stderr
     assert "==" not in done.stdout and not list(Path(environment["NANOCHAT_BASE_DIR"]).glob("base_checkpoints"))
+
+
+def test_a_switch_of_the_scripts_understands_what_the_plan_does(monkeypatch):
+    """bash and Python have a function each, which agree on every spelling."""
+    for text in ("", "0", "1", "no", "Yes", "true", "falsE", "maybe", "2", "1 0"):
+        monkeypatch.setenv("DRY_RUN", text)
+        done = shell(SHELL + "if switched_on DRY_RUN; then echo on; else echo off; fi", dict(os.environ))
+        try:
+            expected = (0, "on\n" if switched_on("DRY_RUN") else "off\n", "")
+        except UserError as e:
+            expected = (2, "", f"error: {e}\n")
+        assert (done.returncode, done.stdout, done.stderr) == expected, text
 
 
 def test_relative_folders_are_the_callers(environment, tmp_path):

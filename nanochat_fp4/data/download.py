@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 
 from nanochat_fp4.common import get_base_dir, print0
 from nanochat_fp4.console import format_bytes, logger
-from nanochat_fp4.errors import USER_ERRNOS, UserError, one_line
+from nanochat_fp4.errors import USER_ERRNOS, UserError, one_line, switched_on
 from nanochat_fp4.files import fsync_dir, git_hash, sha256_file
 from nanochat_fp4.packages import missing_package
 
@@ -86,7 +86,7 @@ def file_problem(dataset: str, name: str, deadline: float = 8.0) -> str | None:
 def _ask_hub(dataset: str, name: str, deadline: float) -> tuple[str | None, int | None]:
     """Returns the reason why the file cannot be had, or None, and the status code of an answer that refuses it, or
     None."""
-    if os.environ.get("HF_HUB_OFFLINE", "0").lower() not in ("", "0", "false"):
+    if switched_on("HF_HUB_OFFLINE"):
         return "HF_HUB_OFFLINE is set", None
     try:
         within(deadline, lambda: hub_metadata(dataset, name, deadline))

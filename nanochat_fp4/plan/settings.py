@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from nanochat_fp4.common import load_recipes, resolve_method
-from nanochat_fp4.errors import UserError
+from nanochat_fp4.errors import UserError, switched_on
 from nanochat_fp4.plan.variables import NUMBERS
 
 Number = int | float | str
@@ -116,7 +116,7 @@ def read(run: str, environment: Mapping[str, str], on_gpu: bool) -> Settings:
     numbers = {name: _number(name, environment.get(name, ""), defaults[name]) for name in NUMBERS}
     args = {name: environment.get(name) or text for name, text in default_args.items()}
     method = _method(environment)
-    compare = environment.get("COMPARE", "0") not in ("", "0")
+    compare = switched_on("COMPARE", environment)
     stages = environment.get("STAGES", "").split()
     if unknown := [stage for stage in stages if stage not in STAGES]:
         raise UserError(f"STAGES: there is no stage {unknown[0]!r}; the stages are: {' '.join(STAGES)}")
@@ -131,7 +131,7 @@ def read(run: str, environment: Mapping[str, str], on_gpu: bool) -> Settings:
         base_dir=Path(environment.get("NANOCHAT_BASE_DIR") or Path.home() / ".cache/nanochat"),
         data_dir=environment.get("DATA_DIR", ""),
         gpu=environment.get("GPU", ""),
-        plan_only=environment.get("PLAN_ONLY", "0") not in ("", "0"),
+        plan_only=switched_on("PLAN_ONLY", environment),
         cpu_minutes=minutes * by_time,
     )  # fmt: skip
 

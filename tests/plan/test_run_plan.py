@@ -409,6 +409,18 @@ def test_a_variable_that_would_be_ignored_is_refused(name, meant):
     assert meant in problem({name, "PATH", "HOME"}) and problem({"PATH", "METHOD", "SHELL", "PYTHONHASHSEED"}) is None
 
 
+@pytest.mark.parametrize("name", ["COMPARE", "PLAN_ONLY"])
+def test_a_switch_understands_both_words(name):
+    def is_on(text: str) -> bool:
+        settings = read("speedrun", {name: text}, False)
+        return settings.plan_only if name == "PLAN_ONLY" else len(settings.methods) == 2
+
+    assert [is_on(text) for text in ("1", "yes", "true", "True")] == [True] * 4
+    assert [is_on(text) for text in ("", "0", "no", "false", "FALSE")] == [False] * 5
+    with pytest.raises(UserError, match=f"{name}=maybe: expected 1 .* or 0"):
+        is_on("maybe")
+
+
 def test_a_card_that_is_not_known():
     with pytest.raises(UserError, match="did you mean RTX 5090 .*GPU_MEMORY=24"):
         cards.find_card("rtx5099")
