@@ -37,18 +37,17 @@ def choose_steps(most: int, seconds_per_step: float, minutes: float) -> int:
     return most // 4
 
 
-def minutes_of(
-    steps: int, work: float, most: int, minutes: float, base: bool = True, later: bool = True, methods: int = 1
-) -> float:
+def minutes_of(steps: int, later: int, work: float, most: int, minutes: float, methods: int = 1) -> float:
     """
     Returns the minutes of a run by FLOPs.
 
+    - steps: of the base training
+    - later: the steps of a base training whose later stages would be as long as those of this run
     - work: of a step, over that of the model whose whole run of `most` steps takes `minutes`
-    - base, later: whether the run trains the base model, and whether it has stages after that
     - methods: the number of methods that the run trains with
     """
     usual = most * (1 + LATER_SHARE) + OTHER_STEPS
-    return methods * minutes * (steps * (base + later * LATER_SHARE) * work + OTHER_STEPS) / usual
+    return methods * minutes * ((steps + later * LATER_SHARE) * work + OTHER_STEPS) / usual
 
 
 def probe(args: argparse.Namespace, vocab_size: int) -> float:

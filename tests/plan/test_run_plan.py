@@ -447,13 +447,13 @@ def test_a_larger_model_on_a_cpu_is_not_said_to_take_minutes():
     low, high = map(int, re.search(r"takes (\d+) to (\d+) minutes", said).groups())
     assert low > 60 and 3.5 < high / low < 4.1
     assert "made for 5 minutes" in words.how_long(planned())
-    assert "1.1 minutes" in words.how_long(planned(NUM_ITERATIONS="2"))
+    assert "takes 3 minutes" in words.how_long(planned(NUM_ITERATIONS="2"))  # mid-training and SFT are as long
 
 
 def test_the_minutes_on_a_cpu_count_what_is_asked():
     """Methods, a smaller model, and stages that are left out."""
     assert "made for 5 minutes of this CPU with each of 2 methods, 10 together" in words.how_long(planned(COMPARE="1"))
-    assert "takes 2.1 minutes with 2 methods" in words.how_long(planned(COMPARE="1", NUM_ITERATIONS="2"))
+    assert "takes 6.1 minutes with 2 methods" in words.how_long(planned(COMPARE="1", NUM_ITERATIONS="2"))
     most = {}
     for name, variables in {"all": {}, "half": {"STAGES": "tok base report"}, "small": {"DEPTH": "1"}}.items():
         said = words.how_long(planned(**variables))
