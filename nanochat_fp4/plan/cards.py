@@ -124,60 +124,88 @@ def _between(rates: list[Rate | None]) -> Rate | None:
 
 
 def speed_of(card: Card, method: str | Recipe, weights: float) -> Rate | None:
-    """Tokens a second of a method on this card, with so many weights in products.
+    """Tokens a second of a method on this card, with so many weights in products. Where nobody has timed the method,
+    it lies between the speeds of its precisions."""
+    recipe = get_recipe(method)
+    keys = (recipe.name,) if _gain(card, recipe.name) else precisions(recipe)
+    return _between([_speed(card, key, weights) for key in keys])
 
-    It is BF16's published speed on this card times the method's gain, so that hours and gains cannot disagree. Where
-    no BF16 speed is published, it is the published speed of the method's own precision.
+
+def _speed(card: Card, key: str, weights: float) -> Rate | None:
+    """Tokens a second of a precision.
+
+    The slow end is BF16's slow end on this card times the smallest gain. The fast end is the fastest step of this
+    precision that somebody has timed on this card: a product of two programs can be faster than both of them. Where
+    nobody has timed one, it is BF16's fast end times the largest gain with equal micro-batches.
     """
-    bf16, times = published(card, "bf16", weights), gain_of(card, method)
-    if bf16 and times:
-        sources = tuple(dict.fromkeys(bf16.sources + times.sources))
-        return Rate(bf16.low * times.low, bf16.high * times.high, sources, bf16.models)
-    return _between([published(card, key, weights) for key in precisions(method)])
+    bf16, times, direct = published(card, "bf16", weights), _gain(card, key), published(card, key, weights)
+    if key == "bf16" or bf16 is None or times is None:
+        return direct
+    ends, sources, _ = _scaled(card, key, weights)
+    low = min([bf16.low * times.low, *ends])
+    high = max(ends, default=bf16.high * times.high)
+    return Rate(low, high, tuple(dict.fromkeys((*bf16.sources, *sources, *times.sources))), bf16.models)
 
 
 def gain_of(card: Card, method: str | Recipe) -> Rate | None:
-    """How many times as fast as BF16: measured with this method, or else between the gains of its precisions."""
+    """How many times as fast as BF16: measured with this method, or else between the gains of its precisions.
+
+    A source that gave BF16 a smaller micro-batch raises the upper end.
+    """
     recipe = get_recipe(method)
     if not recipe.quantizes:
         return Rate(1.0, 1.0, (), ())
-    return _gain(card, recipe.name) or _between([_gain(card, key) for key in precisions(recipe)])
+    return _gain(card, recipe.name) or _between([_widened(card, key) for key in precisions(recipe)])
 
 
 def published(card: Card, key: str, weights: float) -> Rate | None:
     """The published rates of this precision, scaled by FLOPs to a model with so many weights in products."""
-    ends, sources, models = [], [], []
-    for rate in _own_first([rate for rate in card.rates if key in rate]):
-        ends += [value / rate["gpus"] * rate["weights"] / weights for value in _ends(rate[key])]
-        sources.append(_source(rate))
-        models.append(rate["weights"])
+    ends, sources, models = _scaled(card, key, weights)
     if not ends:
         return None
     wider = SINGLE_SOURCE if len(sources) == 1 else 1.0
     return Rate(min(ends) / wider, max(ends) * wider, tuple(sources), tuple(models))
 
 
-def _gain(card: Card, key: str) -> Rate | None:
-    """How many times as fast as BF16 in the same program: on this card, where two models or more were timed on it,
-    otherwise on all cards of its architecture.
+def _scaled(card: Card, key: str, weights: float) -> tuple[list[float], list[str], list[float]]:
+    """Every published rate of this precision for a model with so many weights, the sources, and the timed models."""
+    ends, sources, models = [], [], []
+    for rate in _own_first([rate for rate in card.rates if key in rate]):
+        ends += [value / rate["gpus"] * rate["weights"] / weights for value in _ends(rate[key])]
+        sources.append(_source(rate))
+        models.append(rate["weights"])
+    return ends, sources, models
 
-    Sources that tuned both alike give both ends. A source that gave BF16 a smaller micro-batch raises the upper end.
-    """
-    of_architecture = [rate for other in read_cards() if other.arch == card.arch for rate in other.rates]
-    own, all_alike = ([r for r in rates if {key, "bf16"} <= set(r["equal"])] for rates in (card.rates, of_architecture))
+
+def _gain(card: Card, key: str) -> Rate | None:
+    """How many times as fast as BF16 in the same program and with equal micro-batches: on this card, where two models
+    or more were timed on it, otherwise on all cards of its architecture."""
+    own, all_alike = (
+        [r for r in rates if {key, "bf16"} <= set(r["equal"])] for rates in (card.rates, _of_architecture(card))
+    )
     alike = _own_first(own if len(own) > 1 else all_alike)
     if not alike:
         return None
     low = min(min(_ends(rate[key])) / max(_ends(rate["bf16"])) for rate in alike)
     high = max(max(_ends(rate[key])) / min(_ends(rate["bf16"])) for rate in alike)
-    upper = [rate for rate in of_architecture if rate.get("upper") == [key, "bf16"]]
-    unequal = max(upper, key=lambda rate: rate[key] / rate["bf16"], default=None)
-    if unequal is not None and unequal[key] / unequal["bf16"] > high:
-        high = unequal[key] / unequal["bf16"]
-    else:
-        unequal = None
-    sources = dict.fromkeys(_source(rate) for rate in [*alike, *upper])
-    return Rate(low, high, tuple(sources), (), (_source(unequal),) if unequal else ())
+    return Rate(low, high, tuple(dict.fromkeys(_source(rate) for rate in alike)))
+
+
+def _widened(card: Card, key: str) -> Rate | None:
+    """The gain with equal micro-batches, and up to that of sources that gave BF16 a smaller one."""
+    gain = _gain(card, key)
+    upper = [rate for rate in _of_architecture(card) if rate.get("upper") == [key, "bf16"]]
+    if gain is None or not upper:
+        return gain
+    sources = tuple(dict.fromkeys([*gain.sources, *(_source(rate) for rate in upper)]))
+    highest = max(upper, key=lambda rate: rate[key] / rate["bf16"])
+    if highest[key] / highest["bf16"] <= gain.high:
+        return replace(gain, sources=sources)
+    return replace(gain, high=highest[key] / highest["bf16"], sources=sources, unequal=(_source(highest),))
+
+
+def _of_architecture(card: Card) -> list[dict[str, Any]]:
+    return [rate for other in read_cards() if other.arch == card.arch for rate in other.rates]
 
 
 def _source(rate: dict[str, Any]) -> str:

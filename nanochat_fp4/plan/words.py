@@ -115,7 +115,7 @@ def doubts(base: Base, found: Hours) -> list[str]:
         return []
     lines = []
     if len(found.models) == 1:
-        lines.append(f"ONE SOURCE: the range is its hours times and over {SINGLE_SOURCE}.")
+        lines.append(f"ONE SOURCE: the speed under this range was widened by {SINGLE_SOURCE} in both directions.")
     if base.weights > FAR * max(found.models) or FAR * base.weights < min(found.models):
         timed = f"{amount(min(found.models))} to {amount(max(found.models))}"
         timed = amount(found.models[0]) if min(found.models) == max(found.models) else timed
@@ -195,6 +195,7 @@ def which_method(plan: Plan) -> str:
         if ratio and gap:
             ends[method] = equal_time(gap["own"], ratio.low, ratio.high)
             row[4] = " to ".join(f"{round(end, 1) + 0.0:+.1f}" for end in ends[method])
+            row[4] += "*" if ratio.unequal else ""
         rows.append(row)
     header = ["method", "times BF16's speed", "own forward", "BF16 forward", "after equal time"]
     lines = [
