@@ -39,7 +39,9 @@ def test_a_plan_runs_nothing_and_what_a_stranger_runs_ends_within_20_minutes(tmp
     said, limits = plan(tmp_path / "out", PARTS="all")
     assert list(limits) == ["doctor", "tests", "layers", "steps", "steps_32gib"] and limits["layers"] == 240
     assert "steps_nanochat  skipped: NANOCHAT is not set" in said
-    _, limits = plan(tmp_path / "out")
+    said, limits = plan(tmp_path / "out")
+    steps = next(line for line in said.splitlines() if line.startswith("steps,"))
+    assert "--methods fp8,clover,clover_mixed " in steps  # and bf16, which lab.bench times always
     assert list(limits) == ["doctor", "layers", "steps"] and sum(limits.values()) <= 1200
 
 
