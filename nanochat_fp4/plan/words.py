@@ -7,7 +7,7 @@ from nanochat_fp4.console import table
 from nanochat_fp4.models.optim8bit import STATES
 from nanochat_fp4.nvfp4.methods import WHICH
 from nanochat_fp4.plan.base import COMPARED, Base, describe, fitting_methods
-from nanochat_fp4.plan.cards import CARDS, SINGLE_SOURCE, Card, gain_of
+from nanochat_fp4.plan.cards import CARDS, SINGLE_SOURCE, Card, gain_of, precisions
 from nanochat_fp4.plan.cpu_steps import minutes_of
 from nanochat_fp4.plan.hours import Hours, evaluated_tokens
 from nanochat_fp4.plan.plan import Plan
@@ -64,7 +64,7 @@ def how_long(plan: Plan) -> str:
     ]
     for base, found in zip(plan.bases, plan.hours):
         if found is None:
-            lines.append(f"  {base.method}: not known. Nobody has published a whole training step of this GPU.")
+            lines += not_known(base.method, plan.machine.card)
             continue
         lines.append(f"  {base.method}: {span(found.low, found.high)} hours {found.kind}, {speed(found)} tokens/s")
         lines += [f"    {found.kind} from {source}" for source in found.sources]
@@ -82,6 +82,20 @@ def how_long(plan: Plan) -> str:
             '  To measure: NUM_ITERATIONS=20 STAGES="tok base" trains 20 steps, and the next plan takes their speed.'
         )
     return "\n".join(lines)
+
+
+def not_known(method: str, card: Card) -> list[str]:
+    """Why a method has no hours on this card, and the steps of other methods that are published."""
+    timed = [key for key in ("bf16", "fp8", "nvfp4") if any(key in rate for rate in card.rates)]
+    if not timed:
+        return [f"  {method}: not known. Nobody has published a whole training step of this GPU."]
+    own = " and ".join(precisions(method))
+    sources = ", ".join(dict.fromkeys(rate["source"] for rate in card.rates))
+    return [
+        f"  {method}: not known. Nobody has published whole training steps with this method, or in each of its "
+        f"precisions ({own}), on this GPU.",
+        f"    Published are steps in {' and '.join(timed)} ({sources}).",
+    ]
 
 
 def how_long_on_a_cpu(plan: Plan) -> str:

@@ -266,6 +266,20 @@ def test_an_estimate_from_far_away_says_so():
     assert sources == {"rtx5060": True, "rtx5090": False}
 
 
+@pytest.mark.parametrize(
+    ("gpu", "timed"),
+    [("gb10", "bf16 and nvfp4 "), ("rtx4090", "bf16 and fp8 "), ("rtx5060", "nvfp4 "), ("rtx5080", None)],
+)
+def test_hours_that_are_not_known_name_the_steps_that_are_published(gpu, timed):
+    said = words.how_long(planned(gpu=gpu, DEPTH="12", QAT_METHOD="clover_mixed"))
+    if timed is None:
+        assert "not known. Nobody has published a whole training step of this GPU." in said
+    else:
+        with_it = "with this method, or in each of its precisions (fp8 and nvfp4), on this GPU."
+        assert f"not known. Nobody has published whole training steps {with_it}" in said
+        assert f"Published are steps in {timed}(github.com/" in said
+
+
 def test_the_page_of_one_card_has_the_plans_numbers():
     page = (ROOT / "docs/one_card.md").read_text(encoding="utf-8")
     for depth in ("12", "20", "26", "32"):
