@@ -113,6 +113,18 @@ of_the_caller() { # PATH: a relative one is meant from the folder in which the s
     if [[ "$1" = /* || "${OLDPWD:-$ROOT}" = "$ROOT" ]]; then echo "$1"; else echo "$OLDPWD/$1"; fi
 }
 
+# The list of what a run left out, and the calls of its plan, are files of the base directory. Two runs at once would
+# write into each other's.
+lock_base_dir() {
+    local python
+    python=$(find_python) || exit $?
+    : 2>/dev/null >>"$NANOCHAT_BASE_DIR/.pipeline.lock" ||
+        die "cannot write in $NANOCHAT_BASE_DIR; set NANOCHAT_BASE_DIR to a writable folder"
+    exec 8>>"$NANOCHAT_BASE_DIR/.pipeline.lock"
+    "$python" -c "$TAKE_LOCK" 8 ||
+        die "another speedrun_fp4.sh or run1000_fp4.sh is at work in $NANOCHAT_BASE_DIR; wait for its end, or set another NANOCHAT_BASE_DIR"
+}
+
 # pipeline RUN: the whole run.
 pipeline() {
     local name files
@@ -136,6 +148,7 @@ pipeline() {
         run "$PY" -m nanochat_fp4.plan "$1" || exit $?
         return
     fi
+    lock_base_dir
     run "$PY" -m nanochat_fp4.plan "$1" --calls "$NANOCHAT_BASE_DIR/report/calls.sh" || exit $?
     ask
     # shellcheck disable=SC1091  # the plan has just written it. bash reads the whole file before it runs the first line.

@@ -128,23 +128,26 @@ check_compiler() { # Triton compiles its launchers; a plan compiles nothing
         die "Triton needs Python.h, which $PY has not; install its headers (Debian, Ubuntu: sudo apt install python3-dev)"
 }
 
-# Two commands of one clone must not install at once. The lock belongs to file descriptor 9, which all children of this
-# shell inherit, so it ends with the last of them. Python takes it, because macOS has no command for it.
-lock_installation() {
-    local python take='
+# A lock belongs to a file descriptor, which all children of this shell inherit, so it ends with the last of them. Python
+# takes it, because macOS has no command for it: "$python" -c "$TAKE_LOCK" DESCRIPTOR [wait]
+TAKE_LOCK='
 import fcntl, sys
 try:
-    fcntl.flock(9, fcntl.LOCK_EX | (0 if "wait" in sys.argv else fcntl.LOCK_NB))
+    fcntl.flock(int(sys.argv[1]), fcntl.LOCK_EX | (0 if "wait" in sys.argv else fcntl.LOCK_NB))
 except BlockingIOError:
     sys.exit(1)
 except OSError:
     pass  # a file system without locks'
+
+# Two commands of one clone must not install at once.
+lock_installation() {
+    local python
     python=$(find_python) || exit $?
     : 2>/dev/null >>"$ROOT/.venv.lock" || die "cannot write in $ROOT, where .venv is to be made; set VENV to an environment of yours"
     exec 9>>"$ROOT/.venv.lock"
-    "$python" -c "$take" && return
+    "$python" -c "$TAKE_LOCK" 9 && return
     echo "setup: another command is installing into .venv; waiting for its end"
-    "$python" -c "$take" wait &
+    "$python" -c "$TAKE_LOCK" 9 wait &
     await $! || true
     [ -z "$STOPPED" ] || stop
 }

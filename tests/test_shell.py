@@ -286,6 +286,27 @@ def test_speedrun_compare_reuse_and_second_method(environment):
     assert "| d1_nvidia" in text and f"| {clover} |" in text  # every run of the folder
 
 
+def test_two_runs_at_once_do_not_share_a_base_directory(environment):
+    """The second one ends in one line, and leaves the files of the first one alone. A plan alone is made."""
+    report = Path(environment["NANOCHAT_BASE_DIR"]) / "report"
+    report.mkdir()
+    for name in ("left_out.txt", "calls.sh"):
+        (report / name).write_text("of the first run\n")
+    command = ["bash", "-c", f"{PIPELINE} lock_base_dir; echo ready; sleep 300"]
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True, start_new_session=True) as first:
+        try:
+            assert first.stdout.readline() == "ready\n"
+            second = bash("speedrun_fp4.sh", environment, **TOY)
+            plan = bash("speedrun_fp4.sh", environment, **TOY, PLAN_ONLY="1")
+        finally:
+            os.killpg(first.pid, signal.SIGKILL)
+    problem = f"error: another speedrun_fp4.sh or run1000_fp4.sh is at work in {report.parent}; wait for its end, or"
+    assert (second.returncode, second.stdout) == (2, "") and second.stderr.startswith(problem), second
+    assert second.stderr.count("\n") == 1 and plan.returncode == 0
+    assert {p.read_text() for p in report.iterdir()} == {"of the first run\n"}
+    assert shell(f"{PIPELINE} lock_base_dir", environment).returncode == 0
+
+
 def test_a_stage_that_fails_takes_only_those_that_need_it(environment, tmp_path):
     """The script's status is that of the first failure. What was left out is listed for the report."""
     base = Path(environment["NANOCHAT_BASE_DIR"])
