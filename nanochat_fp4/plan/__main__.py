@@ -28,6 +28,7 @@ from nanochat_fp4.plan.plan import Plan, disk_problem, make_plan, settle
 from nanochat_fp4.plan.settings import RUNS, Settings, read
 from nanochat_fp4.plan.stages import needs, wanted
 from nanochat_fp4.plan.variables import problem
+from nanochat_fp4.training.wandb_run import check_tracker
 
 
 def look(settings: Settings, machine: Machine, bases: list[Base]) -> Facts:
@@ -54,6 +55,8 @@ def plan_of(run: str, environment: Mapping[str, str]) -> Plan:
     settings = read(run, environment, bool(machine.cards))
     if settings.gpu and not settings.plan_only:
         raise UserError(f"GPU={settings.gpu} is for plans of a machine that is not here; set PLAN_ONLY=1 as well")
+    if machine.here:
+        check_tracker(environment.get("TRACKER", ""), environment.get("WANDB_RUN", ""))
     if settings.data_dir and machine.here:
         if settings.plan_only:
             check_own_data(settings.data_dir)

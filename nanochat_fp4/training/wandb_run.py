@@ -6,7 +6,7 @@ from typing import Any
 
 from nanochat_fp4.common import get_base_dir, print0
 from nanochat_fp4.console import logger
-from nanochat_fp4.errors import UserError, one_line
+from nanochat_fp4.errors import UserError, one_line, require
 from nanochat_fp4.packages import missing_package
 
 
@@ -40,6 +40,23 @@ class TrackioRun:
         self.run.finish()
 
 
+def known_tracker(name: str) -> str:
+    """The tracker of this name, which is wandb if it is empty. Raises UserError for another name."""
+    if name not in ("", "wandb", "trackio"):
+        raise UserError(f"TRACKER={name} is not known; use wandb or trackio (or unset TRACKER)")
+    return name or "wandb"
+
+
+def check_tracker(name: str, run: str) -> None:
+    """Raises UserError, before anything is trained, for what setup_tracker would refuse."""
+    tracker = known_tracker(name)
+    if run not in ("", "dummy"):
+        try:
+            require(tracker)
+        except UserError as e:
+            raise UserError(f"WANDB_RUN={run}: {e}, or set WANDB_RUN=dummy") from None
+
+
 def setup_tracker(run: str | None, project: str, config: dict[str, Any]) -> Any:
     """
     Begins a run on wandb (setup_wandb), or with TRACKER=trackio a run of the same kind on trackio, which needs no
@@ -49,9 +66,7 @@ def setup_tracker(run: str | None, project: str, config: dict[str, Any]) -> Any:
     runs in $TRACKIO_DIR, by default in trackio/ under the base directory. A run of the same name is continued. Raises
     UserError if wandb or trackio is not installed, and for another name of a tracker.
     """
-    tracker = os.environ.get("TRACKER") or "wandb"
-    if tracker not in ("wandb", "trackio"):
-        raise UserError(f"TRACKER={tracker} is not known; use wandb or trackio (or unset TRACKER)")
+    tracker = known_tracker(os.environ.get("TRACKER", ""))
     if not run or run == "dummy" or os.environ.get("RANK", "0") != "0":
         return DummyWandb()
     if tracker == "wandb":

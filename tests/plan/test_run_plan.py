@@ -420,6 +420,17 @@ def test_a_plan_looks_into_the_users_folder(base_dir, tmp_path, monkeypatch):
     assert not (base_dir / "converted_data").exists()
 
 
+def test_a_tracker_is_refused_before_anything_is_trained(base_dir, monkeypatch):
+    monkeypatch.setattr(program.this, "this_machine", lambda gpu, gib: Machine((), 4))
+    environment = {"PLAN_ONLY": "1", "NANOCHAT_BASE_DIR": str(base_dir), "STAGES": "tok"}
+    with pytest.raises(UserError, match="TRACKER=tensorboard is not known; use wandb or trackio"):
+        program.plan_of("speedrun", environment | {"TRACKER": "tensorboard"})
+    monkeypatch.setitem(sys.modules, "trackio", None)
+    with pytest.raises(UserError, match="WANDB_RUN=mine: trackio is not installed.*, or set WANDB_RUN=dummy"):
+        program.plan_of("speedrun", environment | {"TRACKER": "trackio", "WANDB_RUN": "mine"})
+    assert program.plan_of("speedrun", environment | {"TRACKER": "trackio"}).stages
+
+
 def test_a_small_memory_is_not_said_to_be_none():
     """GPU_MEMORY in GiB. Nothing trains in 0, which is refused as what is no number."""
     assert str(this_machine("", "0.5")).startswith("1 x unnamed, 0.5 GiB")
