@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import shlex
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -141,7 +142,11 @@ def summary(runs: list[dict], base_dir: Path) -> list[str]:
         lines += [f"  how good:   {quality}", f"  where:      {chat or base_dir / 'base_checkpoints' / r['model_tag']}"]
         if chat:
             stage = "sft" if chat == folders[0] else "mid"
-            lines += [f"  talk to it: python -m nanochat_fp4 chat_web -i {stage} --model-tag {r['model_tag']}"]
+            # The shell that types the command may not have the variable.
+            usual = base_dir == Path.home() / ".cache/nanochat"
+            variable = "" if usual else f"NANOCHAT_BASE_DIR={shlex.quote(str(base_dir))} "
+            command = f"{variable}python -m nanochat_fp4 chat_web -i {stage} --model-tag {r['model_tag']}"
+            lines += [f"  talk to it: {command}"]
     return lines
 
 

@@ -104,7 +104,7 @@ def test_whole_report(base_dir, folder):
     assert places == sorted(places)
 
 
-def test_the_first_lines_say_what_where_and_how_to_chat(base_dir, folder, capsys):
+def test_the_first_lines_say_what_where_and_how_to_chat(base_dir, folder, capsys, monkeypatch):
     for tag, chat in (("d4_clover", True), ("d4_nvidia", False)):
         make_run(base_dir, tag, "clover", 1.275)
         if chat:
@@ -117,6 +117,13 @@ def test_the_first_lines_say_what_where_and_how_to_chat(base_dir, folder, capsys
         assert str(place) in part and "chat_web -i sft --model-tag d4_clover" in part and "1.2750 bits per byte" in part
         assert str(base_dir / "base_checkpoints/d4_nvidia") in part and "--model-tag d4_nvidia" not in part
         assert "half" not in part
+        assert f"talk to it: NANOCHAT_BASE_DIR={base_dir} python -m" in part
+    usual = base_dir.parent / ".cache/nanochat"
+    usual.parent.mkdir()
+    base_dir.rename(usual)
+    monkeypatch.setenv("HOME", str(base_dir.parent))
+    monkeypatch.setenv("NANOCHAT_BASE_DIR", str(usual))
+    assert "talk to it: python -m" in generated(usual / "report")
 
 
 def test_runs_of_several_seeds_are_a_line_with_a_band(base_dir, folder, monkeypatch, pictures):
