@@ -64,9 +64,10 @@ def load_quantized(model: M, folder: str | Path, device: torch.device | str = "c
     plain, weights = read_weights(file or folder, model, about, tied=bool(config.get("tie_word_embeddings")))
     if isinstance(model, GPT):
         plain = _lambdas(folder, config, model) | plain
-    _check_dtypes(model.state_dict(keep_vars=True), plain, weights)
-    _check_places(model, plain, computed={"cos", "sin"} if about else set())
-    _fill(model, plain, weights, device)
+    state = model.state_dict(keep_vars=True)
+    _check_dtypes(state, plain, weights)
+    _check_places(model, state, plain, computed={"cos", "sin"} if about else set())
+    _fill(model, state, plain, weights, device)
     if about and model.cos.is_meta:
         model.prepare()
     return model
@@ -95,10 +96,11 @@ def _lambdas(folder: Path, config: dict[str, Any], model: GPT) -> dict[str, Tens
     return lambdas
 
 
-def _check_places(model: nn.Module, plain: Mapping[str, Tensor], computed: set[str]) -> None:
+def _check_places(
+    model: nn.Module, state: Mapping[str, Tensor], plain: Mapping[str, Tensor], computed: set[str]
+) -> None:
     """Raises UserError for parameters that are divided among processes, and for buffers on the meta device that
     neither the file has nor the model computes."""
-    state = model.state_dict(keep_vars=True)
     if divided := next((name for name, t in state.items() if hasattr(t, "device_mesh")), None):
         raise UserError(f"{divided} is divided among processes; load the weights before fully_shard")
     if left := [name for name, b in model.named_buffers() if b.is_meta and name not in computed | set(plain)]:
@@ -108,10 +110,12 @@ def _check_places(model: nn.Module, plain: Mapping[str, Tensor], computed: set[s
         )
 
 
-def _fill(model: nn.Module, plain: Mapping[str, Tensor], weights: Weights, device: torch.device | str) -> None:
-    """Gives the model's parameters the values of the file. A parameter on the meta device is replaced by one on
-    `device`."""
-    state = model.state_dict(keep_vars=True)
+def _fill(
+    model: nn.Module, state: Mapping[str, Tensor], plain: Mapping[str, Tensor], weights: Weights,
+    device: torch.device | str,
+) -> None:  # fmt: skip
+    """Gives the model's parameters, which are in `state`, the values of the file. A parameter on the meta device is
+    replaced by one on `device`."""
     experts = {name: rest for name, *rest in stacked_parameters(model) if rest[0][0] in weights.tensors}
     on_meta: dict[int, list[str]] = {}  # id of a parameter on the meta device -> its names
     for name, parameter in state.items():
