@@ -1,6 +1,5 @@
 """What a plan must know of this machine and of the base directory; everything else in a plan is arithmetic."""
 
-import importlib
 import json
 import re
 import shutil
@@ -15,6 +14,7 @@ from nanochat_fp4.data.needs import Missing
 from nanochat_fp4.data.shards import index_to_filename
 from nanochat_fp4.errors import UserError
 from nanochat_fp4.hardware import usable_cpus
+from nanochat_fp4.plan.base import parse
 from nanochat_fp4.plan.cards import Card, card_of_device, find_card
 from nanochat_fp4.plan.settings import Settings
 
@@ -118,16 +118,11 @@ def tokenizer_sizes(base: Path) -> tuple[int | None, int | None]:
     try:
         report = json.loads((base / "report/tokenizer-training.json").read_bytes())
         flags = next(item["Flags"] for item in report["data"] if "Flags" in item)
-        named = re.search(r"--vocab-size=(\d+)", flags)
-        asked = int(named[1]) if named else tok_train_default()  # Flags has those alone that differ from the defaults
+        named = re.search(r"--vocab-size=(\d+)", flags)  # Flags has those alone that differ from the defaults.
+        asked = int(named[1]) if named else parse("tok_train", [], "the tokenizer").vocab_size
     except (OSError, ValueError, KeyError, TypeError, StopIteration):
         asked = None
     return size, asked
-
-
-def tok_train_default() -> int:
-    """The vocabulary that scripts/tok_train.py makes without flags."""
-    return importlib.import_module("scripts.tok_train").parse_args([]).vocab_size  # as in base.py, by name
 
 
 def disk_free(folder: Path) -> float:
