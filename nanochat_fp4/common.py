@@ -9,6 +9,7 @@ import random
 import runpy
 import traceback
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,10 +21,15 @@ from nanochat_fp4.hardware import cpu_threads, ignore_false_warnings
 from nanochat_fp4.nvfp4.methods import get_recipe
 
 
+def default_base_dir() -> Path:
+    """Returns the base directory of a machine whose user has not set NANOCHAT_BASE_DIR."""
+    return Path(os.path.expanduser("~"), ".cache/nanochat")
+
+
 def get_base_dir() -> str:
     """Returns the folder of all files that are made or downloaded, and makes it. It is NANOCHAT_BASE_DIR, or by
     default ~/.cache/nanochat. Raises UserError if it cannot be made."""
-    base_dir = os.environ.get("NANOCHAT_BASE_DIR") or os.path.join(os.path.expanduser("~"), ".cache", "nanochat")
+    base_dir = os.environ.get("NANOCHAT_BASE_DIR") or str(default_base_dir())
     try:
         base_dir.encode()  # pyarrow accepts only names that are UTF-8.
         os.makedirs(base_dir, exist_ok=True)

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from nanochat_fp4.common import default_base_dir
 from nanochat_fp4.data.chat_data import IDENTITY_URL, WORD_LIST_URL, CustomJSON, SmolTalk, load_words
 from nanochat_fp4.data.download import http_opener, within
 from nanochat_fp4.data.rows import rows_problem
@@ -113,7 +114,7 @@ def words(eval_dir: str | None) -> Need:
 
 def base_dir() -> Path:
     """Returns the path that common.get_base_dir returns, without making the folder."""
-    return Path(os.environ.get("NANOCHAT_BASE_DIR") or Path.home() / ".cache/nanochat")
+    return Path(os.environ.get("NANOCHAT_BASE_DIR") or default_base_dir())
 
 
 def file_or_url(what: str, remedy: str, path: Path, url: str, read: Callable[[], Any], vital: bool = False) -> Need:

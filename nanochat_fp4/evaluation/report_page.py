@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from nanochat_fp4.common import default_base_dir
 from nanochat_fp4.console import format_seconds
 from nanochat_fp4.environment import environment_info
 from nanochat_fp4.errors import UserError
@@ -143,7 +144,7 @@ def summary(runs: list[dict], base_dir: Path) -> list[str]:
         if chat:
             stage = "sft" if chat == folders[0] else "mid"
             # The shell that types the command may not have the variable.
-            usual = base_dir == Path.home() / ".cache/nanochat"
+            usual = base_dir == default_base_dir()
             variable = "" if usual else f"NANOCHAT_BASE_DIR={shlex.quote(str(base_dir))} "
             command = f"{variable}python -m nanochat_fp4 chat_web -i {stage} --model-tag {r['model_tag']}"
             lines += [f"  talk to it: {command}"]

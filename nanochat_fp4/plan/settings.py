@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from nanochat_fp4.common import load_recipes, resolve_method
+from nanochat_fp4.common import default_base_dir, load_recipes, resolve_method
 from nanochat_fp4.errors import UserError, switched_on
 from nanochat_fp4.plan.variables import NUMBERS
 
@@ -128,7 +128,7 @@ def read(run: str, environment: Mapping[str, str], on_gpu: bool) -> Settings:
         stages=[stage for stage in STAGES if stage in stages] if stages else usual,
         stages_are_named=bool(stages),
         processes=_processes(environment.get("NPROC", "")),
-        base_dir=Path(environment.get("NANOCHAT_BASE_DIR") or Path.home() / ".cache/nanochat"),
+        base_dir=Path(environment.get("NANOCHAT_BASE_DIR") or default_base_dir()),
         data_dir=environment.get("DATA_DIR", ""),
         gpu=environment.get("GPU", ""),
         plan_only=switched_on("PLAN_ONLY", environment),
