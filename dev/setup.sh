@@ -13,9 +13,9 @@ die() {
 }
 
 switched_on() { # NAME of a variable that is a switch; as nanochat_fp4/errors.py has it
-    case "$(tr A-Z a-z <<<"${!1:-}")" in
-    "" | 0 | no | false) return 1 ;;
-    1 | yes | true) return 0 ;;
+    case ${!1:-} in # bash 3.2 of macOS has no other way to ignore case without a program
+    "" | 0 | [Nn][Oo] | [Ff][Aa][Ll][Ss][Ee]) return 1 ;;
+    1 | [Yy][Ee][Ss] | [Tt][Rr][Uu][Ee]) return 0 ;;
     *) die "$1=${!1}: expected 1 (yes, true) or 0 (no, false); set it to one of these or unset it" ;;
     esac
 }
