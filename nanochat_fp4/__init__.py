@@ -47,8 +47,9 @@ from nanochat_fp4.nvfp4.hadamard import rotate
 from nanochat_fp4.nvfp4.linear import QuantLinear
 from nanochat_fp4.nvfp4.methods import get_recipe, register
 from nanochat_fp4.nvfp4.quantized_training import set_progress
-from nanochat_fp4.nvfp4.quantizers import ROUNDINGS, quantize
+from nanochat_fp4.nvfp4.quantizers import quantize
 from nanochat_fp4.nvfp4.recipes import Gemm, Operand, Recipe
+from nanochat_fp4.nvfp4.roundings import ROUNDINGS
 
 __version__ = "0.3.0"
 

@@ -17,11 +17,11 @@ from nanochat_fp4.nvfp4.linear import QuantLinear as QuantLinear
 from nanochat_fp4.nvfp4.methods import get_recipe as get_recipe
 from nanochat_fp4.nvfp4.methods import register as register
 from nanochat_fp4.nvfp4.quantized_training import set_progress as set_progress
-from nanochat_fp4.nvfp4.quantizers import ROUNDINGS as ROUNDINGS
 from nanochat_fp4.nvfp4.quantizers import quantize as quantize
 from nanochat_fp4.nvfp4.recipes import Gemm as Gemm
 from nanochat_fp4.nvfp4.recipes import Operand as Operand
 from nanochat_fp4.nvfp4.recipes import Recipe as Recipe
+from nanochat_fp4.nvfp4.roundings import ROUNDINGS as ROUNDINGS
 from nanochat_fp4.nvfp4.sharding import gather_codes as gather_codes
 from nanochat_fp4.nvfp4.tensor_parallel import ColwiseParallel as ColwiseParallel
 from nanochat_fp4.nvfp4.tensor_parallel import RowwiseParallel as RowwiseParallel

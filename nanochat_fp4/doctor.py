@@ -44,7 +44,7 @@ from nanochat_fp4.nvfp4.hadamard import RHT_DIM
 from nanochat_fp4.nvfp4.makers import Quantization, quantize_operand
 from nanochat_fp4.nvfp4.methods import METHODS, get_recipe
 from nanochat_fp4.nvfp4.probe import EXCLUSIVE, compute_mode, relative_square_error
-from nanochat_fp4.nvfp4.quantizers import ROUNDINGS, Rounding
+from nanochat_fp4.nvfp4.roundings import ROUNDINGS, Rounding
 from nanochat_fp4.self_check import REPEATED, kernel_problem, kernels_of, layer_problem, repeat_problem
 
 SHAPES = ((1000, 528), (144, 160), (2048, 2048))

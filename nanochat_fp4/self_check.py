@@ -20,8 +20,9 @@ from nanochat_fp4.nvfp4.makers import Quantization, quantize_grad_output, quanti
 from nanochat_fp4.nvfp4.methods import get_recipe
 from nanochat_fp4.nvfp4.operands import Codes
 from nanochat_fp4.nvfp4.probe import relative_square_error
-from nanochat_fp4.nvfp4.quantizers import ROUNDINGS, Rounding, quantize_reference
+from nanochat_fp4.nvfp4.quantizers import quantize_reference
 from nanochat_fp4.nvfp4.recipes import Operand, Recipe
+from nanochat_fp4.nvfp4.roundings import ROUNDINGS, Rounding
 
 # The numbers of tokens, in_features and out_features. None of them is a multiple of 128, so that the check includes
 # padding.

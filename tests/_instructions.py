@@ -120,7 +120,7 @@ def compile_kernels(arch: int, methods: list[str], every_input: bool) -> list[di
 def _launch_feedback(tiles: bool) -> None:
     """Of FP32 and BF16 weights, with the roundings of methods and of tests."""
     from nanochat_fp4.nvfp4.feedback import round_with_feedback
-    from nanochat_fp4.nvfp4.quantizers import ROUNDINGS
+    from nanochat_fp4.nvfp4.roundings import ROUNDINGS
 
     for dtype, rounding in ((torch.float32, "scale_search_6"), (torch.bfloat16, "four_over_six")):
         weights, factors = torch.zeros(2, 64, 256, dtype=dtype), [torch.zeros(256, 256)] * 2

@@ -13,8 +13,8 @@ from nanochat_fp4.errors import UserError
 from nanochat_fp4.nvfp4 import dispatch, linear
 from nanochat_fp4.nvfp4 import gemm as gemm_module
 from nanochat_fp4.nvfp4.methods import METHODS
-from nanochat_fp4.nvfp4.quantizers import ROUNDINGS
 from nanochat_fp4.nvfp4.recipes import Recipe
+from nanochat_fp4.nvfp4.roundings import ROUNDINGS
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 TRAINING = ["nvidia", "four_over_six", "tetrajet_v2", "clover", "clover_search"]

@@ -20,7 +20,7 @@ ROOMS = ("export", "training", "evaluation", "generation", "models", "data")
 COMMANDS = ("plan", "upstream", "doctor", "__main__")
 MOST_MODULES = {
     "nanochat_fp4": 16,
-    "nanochat_fp4.nvfp4": 32,
+    "nanochat_fp4.nvfp4": 33,
     "nanochat_fp4.training": 20,
     "kernels.nvfp4_kernels": 15,
 }  # of a folder; of all others:
@@ -79,8 +79,8 @@ def test_there_is_something_to_check():
     assert {"nanochat_fp4.nvfp4.quantizers", "nanochat_fp4.models.gpt", "nvfp4_kernels", "scripts.base_train"} <= set(
         MODULES
     )
-    assert "nanochat_fp4.nvfp4.quantizers" in imports("nanochat_fp4.nvfp4.operands")
-    assert any(name.startswith("nvfp4_kernels") for name in imports("nanochat_fp4.nvfp4.operands"))
+    assert "nanochat_fp4.nvfp4.quantizers" in imports("nanochat_fp4.nvfp4.makers")
+    assert any(name.startswith("nvfp4_kernels") for name in imports("nanochat_fp4.nvfp4.makers"))
     assert layer("nanochat_fp4.models.gpt") == 3 and layer("nanochat_fp4.nvfp4.format") == 4 and layer("torch") is None
 
 

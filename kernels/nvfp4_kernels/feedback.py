@@ -101,7 +101,7 @@ def round_group(
     missed:     float32 (L, K, N), the rounding errors
     codes:      uint8 (L, N, K/2)
     scales:     uint8 (L, N, K/16), or (L, bytes) for tiles of 128x4
-    grid_max, candidates: the fields of quantizers.Rounding
+    grid_max, candidates: the fields of roundings.Rounding
     """
     layers, rows, columns = weights.shape
     feedback_kernel[(triton.cdiv(rows, ROWS), layers)](

@@ -71,7 +71,7 @@ def fp8_with_codes(
 
     x:            FP32 or BF16 (R, K), K a multiple of 16
     amax:         max |x|, () in FP32 or x's dtype
-    grid_max, scale_cap, candidates: the fields of quantizers.Rounding for the codes
+    grid_max, scale_cap, candidates: the fields of roundings.Rounding for the codes
     tiles:        whether the scales of the codes are in tiles, flat (format.swizzle_scales)
     numbers:      float8_e4m3fn (R, K), x / number_scale
     number_scale: float32 ()

@@ -438,7 +438,7 @@ def quantize(
     scales:       float8_e4m3fn (R, K/16), or flat in tiles
     tensor_scale: float32 (), or (R, 1) with per_token
     decoded:      BF16 (R, K), code * scale without tensor_scale, or (0,) if it is not wanted
-    The other arguments are the fields of quantizers.Rounding. Raises ValueError for another shape or dtype of x, and
+    The other arguments are the fields of roundings.Rounding. Raises ValueError for another shape or dtype of x, and
     for per_token with blocks of 16 rows.
     """
     check(x, block_rows)

@@ -101,7 +101,7 @@ def _element(c: torch.Tensor) -> torch.Tensor:
 
 
 class RotatedOperand(NamedTuple):
-    """Describes an operand to make: the fields of quantizers.Rounding, its rotation and its streams of random numbers.
+    """Describes an operand to make: the fields of roundings.Rounding, its rotation and its streams of random numbers.
 
     rht_dim:   the size of the rotation, or 0 for none
     emulated:  the operand is made in BF16, for a GEMM that decodes, instead of codes and scales

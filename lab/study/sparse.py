@@ -10,7 +10,8 @@ import torch
 from lab.study.context import Context, Outcome, trained_model
 from nanochat_fp4.evaluation import plots
 from nanochat_fp4.nvfp4.hadamard import RHT_DIM, rotated_sums
-from nanochat_fp4.nvfp4.quantizers import ROUNDINGS, quantize_reference
+from nanochat_fp4.nvfp4.quantizers import quantize_reference
+from nanochat_fp4.nvfp4.roundings import ROUNDINGS
 
 GROUPS = 100  # The number of groups of RHT_DIM numbers of an operand, drawn at random from all blocks.
 # Three operands with many zeros and few large numbers, which one rotation does not mix, and for comparison one without

@@ -36,7 +36,8 @@ from nanochat_fp4.nvfp4.checkpointing import gradients_are_wanted
 from nanochat_fp4.nvfp4.dispatch import has_fp8_tensor_cores, use_kernels
 from nanochat_fp4.nvfp4.gemm import gemm
 from nanochat_fp4.nvfp4.operands import FP8
-from nanochat_fp4.nvfp4.quantizers import E5M2_MAX, FP8_AMAX_MIN, ROUNDINGS, quantize_reference
+from nanochat_fp4.nvfp4.quantizers import FP8_AMAX_MIN, quantize_reference
+from nanochat_fp4.nvfp4.roundings import E5M2_MAX, ROUNDINGS
 
 HEADS = ("bf16", "fp8")
 FP8_MULTIPLE = 16  # FP8 tensor cores take dimensions that are multiples of this number.

@@ -41,7 +41,8 @@ from nanochat_fp4.nvfp4.format import (
     pack,
     swizzle_scales,
 )
-from nanochat_fp4.nvfp4.quantizers import Rounding, block_scale_rounding, divide, search_scales
+from nanochat_fp4.nvfp4.quantizers import block_scale_rounding, divide, search_scales
+from nanochat_fp4.nvfp4.roundings import Rounding
 
 STEP = 0.2  # The step of the exponential average of Gram matrices, which averages over about five measurements.
 COLUMNS = 128  # The number of columns that are rounded before their errors are passed to all later columns.

@@ -11,9 +11,9 @@ tensor cores read.
 
 The container also holds formats of other systems, which are here for comparison:
 
-* MXFP4 and MXFP8 (quantizers.MX_ROUNDINGS) of the Open Compute Project have a power of two as the scale of 32 values
+* MXFP4 and MXFP8 (roundings.MX_ROUNDINGS) of the Open Compute Project have a power of two as the scale of 32 values
   (E8M0, `torch.float8_e8m0fnu`). MXFP4 has the codes above, and MXFP8 has E4M3 numbers. tensor_scale is a constant.
-* FP8 (quantizers.FP8_ROUNDINGS) has E4M3 or E5M2 numbers, and either only tensor_scale, or an FP32 scale for each block
+* FP8 (roundings.FP8_ROUNDINGS) has E4M3 or E5M2 numbers, and either only tensor_scale, or an FP32 scale for each block
   of 128 values.
 
 The product of an E2M1 and an E4M3 number has a significand of 6 bits, so `decode`, which leaves out tensor_scale, is

@@ -17,7 +17,8 @@ from nanochat_fp4.nvfp4.format import BLOCK, NVFP4Tensor, swizzle_scales
 from nanochat_fp4.nvfp4.gemm import Decoded, GemmOperand, Plain
 from nanochat_fp4.nvfp4.operands import FP8, Codes, FP8WithCodes, WithResidual, codes_of
 from nanochat_fp4.nvfp4.philox import Noise
-from nanochat_fp4.nvfp4.quantizers import Rounding, quantize_reference
+from nanochat_fp4.nvfp4.quantizers import quantize_reference
+from nanochat_fp4.nvfp4.roundings import Rounding
 
 ROUNDED_AT_ONCE = 2**28  # The number of weight elements that are rounded together with feedback: 1 GiB in FP32.
 

@@ -41,7 +41,7 @@ from nanochat_fp4.nvfp4.dispatch import (
 )
 from nanochat_fp4.nvfp4.format import BLOCK, NVFP4Tensor, row_major_scales, transpose_square
 from nanochat_fp4.nvfp4.gemm import Decoded, GemmOperand, Plain, TensorCoreProduct, after
-from nanochat_fp4.nvfp4.quantizers import Rounding
+from nanochat_fp4.nvfp4.roundings import Rounding
 
 
 @dataclass

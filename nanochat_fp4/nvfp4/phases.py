@@ -21,8 +21,8 @@ from torch import nn
 
 from nanochat_fp4.nvfp4.linear import QuantLinear
 from nanochat_fp4.nvfp4.methods import get_recipe
-from nanochat_fp4.nvfp4.quantizers import Rounding
 from nanochat_fp4.nvfp4.recipes import Recipe
+from nanochat_fp4.nvfp4.roundings import Rounding
 
 
 def _pairs(text: str, what: str, form: str) -> list[tuple[str, Recipe]]:

@@ -6,7 +6,7 @@ A linear layer has three GEMMs and six operands. Each operand is contracted over
     grad_input   dX = E   . W         grad_output (tokens, out) weight^T (in, out)        contraction over out_features
     grad_weight  dW = E^T . X         grad_output^T (out, tok.) input^T (in, tokens)      contraction over tokens
 
-For each operand, a Recipe says how it is rounded (one of quantizers.ROUNDINGS, or None for no rounding) and from which
+For each operand, a Recipe says how it is rounded (one of roundings.ROUNDINGS, or None for no rounding) and from which
 tensor it is made. For each GEMM, the Recipe says whether both operands are first rotated along the contraction
 dimension by a random Hadamard transform (RHT). Both operands of a GEMM are rotated with the same signs, because only
 then does the rotation cancel in the product. The signs are drawn anew in every backward pass.
@@ -28,7 +28,7 @@ from nanochat_fp4.nvfp4.format import BLOCK
 from nanochat_fp4.nvfp4.hadamard import RHT_DIM
 from nanochat_fp4.nvfp4.makers import Maker, Quantization, maker_of
 from nanochat_fp4.nvfp4.places import KINDS
-from nanochat_fp4.nvfp4.quantizers import OF_THE_PACKAGE, Rounding, get_rounding
+from nanochat_fp4.nvfp4.roundings import OF_THE_PACKAGE, Rounding, get_rounding
 
 RHT_DIMS = (0, 16, 32, 64, 128)
 # The six operands, two of each GEMM. The number of an operand is also the number of its random stream, so that no two

@@ -24,7 +24,8 @@ from nanochat_fp4.export.weights import forward_weights, static_quantize
 from nanochat_fp4.models.gpt import GPT
 from nanochat_fp4.nvfp4.format import pack
 from nanochat_fp4.nvfp4.fused import groups_computed_as_one
-from nanochat_fp4.nvfp4.quantizers import get_rounding, quantize_reference
+from nanochat_fp4.nvfp4.quantizers import quantize_reference
+from nanochat_fp4.nvfp4.roundings import get_rounding
 from nanochat_fp4.training.checkpoint_manager import load_checkpoint
 from nanochat_fp4.training.load_model import load_model
 from scripts import base_eval, base_loss, base_train, chat_cli, chat_sft, export, mid_train

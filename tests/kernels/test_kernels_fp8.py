@@ -8,7 +8,8 @@ pytest.importorskip("triton")
 
 from nvfp4_kernels.fp8 import fp8_with_codes
 
-from nanochat_fp4.nvfp4.quantizers import FP8_AMAX_MIN, ROUNDINGS, quantize_reference
+from nanochat_fp4.nvfp4.quantizers import FP8_AMAX_MIN, quantize_reference
+from nanochat_fp4.nvfp4.roundings import ROUNDINGS
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

@@ -10,7 +10,8 @@ from nvfp4_kernels.matmul import dot_scaled, swizzle  # noqa: E402
 
 from nanochat_fp4.nvfp4.format import decode, swizzle_scales  # noqa: E402
 from nanochat_fp4.nvfp4.format import transpose_square as transposed  # noqa: E402
-from nanochat_fp4.nvfp4.quantizers import ROUNDINGS, quantize  # noqa: E402
+from nanochat_fp4.nvfp4.quantizers import quantize  # noqa: E402
+from nanochat_fp4.nvfp4.roundings import ROUNDINGS  # noqa: E402
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")

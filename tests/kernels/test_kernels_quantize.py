@@ -22,7 +22,8 @@ from nanochat_fp4.nvfp4.format import (  # noqa: E402
 from nanochat_fp4.nvfp4.format import transpose_square as transpose_square_reference  # noqa: E402
 from nanochat_fp4.nvfp4.makers import Quantization, quantize_operand  # noqa: E402
 from nanochat_fp4.nvfp4.operands import Codes  # noqa: E402
-from nanochat_fp4.nvfp4.quantizers import ROUNDINGS, quantize_reference, round_e2m1  # noqa: E402
+from nanochat_fp4.nvfp4.quantizers import quantize_reference, round_e2m1  # noqa: E402
+from nanochat_fp4.nvfp4.roundings import ROUNDINGS  # noqa: E402
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 ON_GPU = DEVICE.type == "cuda"

@@ -12,13 +12,13 @@ from nvfp4_kernels.scales import finish, repair  # noqa: E402
 from nanochat_fp4.nvfp4.format import TENSOR_SCALE_MIN  # noqa: E402
 from nanochat_fp4.nvfp4.philox import Noise, uniform_scales  # noqa: E402
 from nanochat_fp4.nvfp4.quantizers import (  # noqa: E402
-    ROUNDINGS,
     divide,
     finish_scales,
     power_of_two_ceil,
     power_of_two_floor,
     stochastic_round_e4m3,
 )
+from nanochat_fp4.nvfp4.roundings import ROUNDINGS  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value)::triton.runtime.interpreter")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -8,7 +8,8 @@ from torch.utils.checkpoint import checkpoint
 
 import nanochat_fp4.models.cross_entropy as module
 from nanochat_fp4.models.cross_entropy import linear_cross_entropy
-from nanochat_fp4.nvfp4.quantizers import ROUNDINGS, quantize_reference
+from nanochat_fp4.nvfp4.quantizers import quantize_reference
+from nanochat_fp4.nvfp4.roundings import ROUNDINGS
 
 REDUCTIONS = ("mean", "sum", "none")
 

@@ -11,7 +11,7 @@ from nanochat_fp4.nvfp4.feedback import COLUMNS, DAMPING, feedback_factor, produ
 from nanochat_fp4.nvfp4.format import swizzle_scales
 from nanochat_fp4.nvfp4.fused import fused_linear
 from nanochat_fp4.nvfp4.makers import Quantization, make_with_feedback, quantize_operand
-from nanochat_fp4.nvfp4.quantizers import ROUNDINGS
+from nanochat_fp4.nvfp4.roundings import ROUNDINGS
 
 NAMES = ["rtn", "four_over_six", "scale_search_6"]
 

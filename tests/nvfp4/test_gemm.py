@@ -8,7 +8,8 @@ from nanochat_fp4.nvfp4.format import NVFP4Tensor
 from nanochat_fp4.nvfp4.gemm import gemm, gemm_add
 from nanochat_fp4.nvfp4.makers import Quantization, quantize_operand
 from nanochat_fp4.nvfp4.operands import Codes, Plain, WithResidual
-from nanochat_fp4.nvfp4.quantizers import ROUNDINGS, quantize, quantize_reference
+from nanochat_fp4.nvfp4.quantizers import quantize, quantize_reference
+from nanochat_fp4.nvfp4.roundings import ROUNDINGS
 
 
 def exact(a, b) -> torch.Tensor:

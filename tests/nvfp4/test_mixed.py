@@ -14,7 +14,7 @@ from nanochat_fp4.models.llama import Llama, LlamaConfig
 from nanochat_fp4.nvfp4.makers import Quantization, quantize_operand
 from nanochat_fp4.nvfp4.phases import MethodPlan
 from nanochat_fp4.nvfp4.places import layer_kind
-from nanochat_fp4.nvfp4.quantizers import ROUNDINGS
+from nanochat_fp4.nvfp4.roundings import ROUNDINGS
 
 MIXED = nf.get_recipe("clover_mixed")
 

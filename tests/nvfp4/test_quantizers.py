@@ -13,15 +13,16 @@ import torch
 from _assertions import assert_same_bits, assert_same_operand, assert_unbiased, concentrate, relative_square_error
 
 import nanochat_fp4 as nf
-from nanochat_fp4.nvfp4 import methods
+from nanochat_fp4.nvfp4 import methods, roundings
 from nanochat_fp4.nvfp4 import quantizers as qz
 from nanochat_fp4.nvfp4.format import unpack
 from nanochat_fp4.nvfp4.hadamard import rotate, rotated_sums, rotation_matrix
-from nanochat_fp4.nvfp4.quantizers import ROUNDINGS, mean_squared_error, quantize, quantize_reference
+from nanochat_fp4.nvfp4.quantizers import mean_squared_error, quantize, quantize_reference
+from nanochat_fp4.nvfp4.roundings import ROUNDINGS, Rounding
 
-MX = list(qz.MX_ROUNDINGS)
+MX = list(roundings.MX_ROUNDINGS)
 ALIASES = ("scale_search", "ms_eden_search")
-NAMES = [name for name in ROUNDINGS if name not in (*MX, *qz.FP8_ROUNDINGS, *ALIASES)]
+NAMES = [name for name in ROUNDINGS if name not in (*MX, *roundings.FP8_ROUNDINGS, *ALIASES)]
 EDEN = [name for name in NAMES if name.startswith("ms_eden")]
 
 
@@ -223,15 +224,15 @@ def test_table_1(name):
 def test_the_grid_maximum_of_ms_eden_minimizes_its_error():
     def error(grid_max):
         x = torch.randn(256, 4096, generator=torch.Generator().manual_seed(1))
-        t = quantize_reference(x, qz.Rounding(grid_max, qz.SEARCH_SCALE_CAP, ms_eden=True), seed=1)
+        t = quantize_reference(x, Rounding(grid_max, roundings.SEARCH_SCALE_CAP, ms_eden=True), seed=1)
         return float((t.dequantize() - x).square().mean())
 
-    best = error(qz.MS_EDEN_GRID_MAX)
+    best = error(roundings.MS_EDEN_GRID_MAX)
     assert best < min(error(5.2), error(6 * 16 / 17), error(6.6), error(7.2))
     assert best < 1.005 * min(error(5.85), error(6.0), error(6.2), error(6.35))  # a flat minimum
 
 
-def by_algorithm_1(x: torch.Tensor, rounding: qz.Rounding, seed: int) -> torch.Tensor:
+def by_algorithm_1(x: torch.Tensor, rounding: Rounding, seed: int) -> torch.Tensor:
     """x by the paper's Algorithm 1 to the letter, dequantized and still rotated: the amax of the rotated tensor is
     found first, and the scales are rounded to E4M3 and then corrected."""
     y = rotate(x, seed)
@@ -475,12 +476,12 @@ def test_the_largest_numbers_are_quantized_to_finite_ones_or_refused(rounding):
 
 def test_a_row_has_the_name_of_its_key(monkeypatch):
     """Logs and reports name it so, whatever row it was made of."""
-    for row in (qz.Rounding(candidates=[1.0, 1.2]), dataclasses.replace(ROUNDINGS["rtn"], candidates=(1.0, 1.2))):
+    for row in (Rounding(candidates=[1.0, 1.2]), dataclasses.replace(ROUNDINGS["rtn"], candidates=(1.0, 1.2))):
         monkeypatch.setitem(ROUNDINGS, "my_row", row)
         mine = nf.Operand("my_row").rounding
         assert mine.name == str(nf.Operand("my_row")) == "my_row" and mine == row and hash(mine) == hash(row)
     assert str(nf.Operand(row)) == "rtn with other constants"
-    assert str(nf.Operand(qz.Rounding())) == "unnamed" and str(nf.Operand(ROUNDINGS["rtn"])) == "rtn"
+    assert str(nf.Operand(Rounding())) == "unnamed" and str(nf.Operand(ROUNDINGS["rtn"])) == "rtn"
     monkeypatch.setitem(ROUNDINGS, "my_row", lambda x: x)
     for use in (nf.Operand, lambda name: quantize(torch.randn(2, 16), name)):
         with pytest.raises(ValueError, match="'my_row'. is a function, expected a Rounding, .*CONTRIBUTING.md"):
@@ -502,7 +503,7 @@ def test_the_rounding_of_the_contributing_guide_trains_and_is_unbiased(monkeypat
     model = nf.convert(torch.nn.Sequential(torch.nn.Linear(128, 32), torch.nn.Linear(32, 16)), "my_sr", skip="1")
     model(x).square().mean().backward()
     assert all(torch.isfinite(p.grad).all() and p.grad.any() for p in model.parameters())
-    fields = {f.name for f in dataclasses.fields(qz.Rounding)} - {"name"}
+    fields = {f.name for f in dataclasses.fields(Rounding)} - {"name"}
     assert fields <= set(re.findall(r"`(\w+)`", section[section.index("| field |") :]))
 
 

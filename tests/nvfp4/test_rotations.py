@@ -5,7 +5,8 @@ import torch
 
 import nanochat_fp4 as nf
 from nanochat_fp4.nvfp4.hadamard import RHT_DIM, rotated_sums, rotation_matrix
-from nanochat_fp4.nvfp4.quantizers import ROUNDINGS, quantize_reference
+from nanochat_fp4.nvfp4.quantizers import quantize_reference
+from nanochat_fp4.nvfp4.roundings import ROUNDINGS
 
 DRAWS, LIMIT = 10_000, 0.001
 

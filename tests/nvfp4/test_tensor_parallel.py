@@ -22,8 +22,8 @@ from nanochat_fp4.nvfp4 import linear as linear_module
 from nanochat_fp4.nvfp4 import tensor_parallel
 from nanochat_fp4.nvfp4.linear import QuantLinear
 from nanochat_fp4.nvfp4.makers import Quantization, quantize_operand
-from nanochat_fp4.nvfp4.quantizers import get_rounding
 from nanochat_fp4.nvfp4.recipes import GRAD_OUTPUT, GRAD_OUTPUT_T, INPUT, INPUT_T, WEIGHT, WEIGHT_T
+from nanochat_fp4.nvfp4.roundings import get_rounding
 from nanochat_fp4.nvfp4.tensor_parallel import Part
 from nanochat_fp4.parallel import is_sharded, losses_of
 
