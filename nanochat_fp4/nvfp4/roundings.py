@@ -32,6 +32,10 @@ MX_BLOCK = 32
 # DeepSeek-V3, Section 3.3.2.
 FP8_BLOCK = 128
 E5M2_MAX = 57344.0
+LARGEST = {"e2m1": E2M1_MAX, "e4m3": E4M3_MAX, "e5m2": E5M2_MAX}
+# MS-EDEN's correction makes up for what clipping loses. Its sums of squares are exact for elements below 8
+# (quantizers.PRODUCT_BITS), and the rounding of a scale increases an element by a factor of 17/16 at most.
+MS_EDEN_GRID_LIMIT = 7.5
 
 
 @dataclass(frozen=True)
@@ -117,27 +121,43 @@ def _problems(rounding: Rounding) -> Iterator[str]:
     for name, known in (("mx", ("", "floor", "ceil")), ("fp8", ("", "tensor", "block"))):
         if (value := getattr(rounding, name)) not in known:
             yield f"{name} is {value!r}, expected one of {', '.join(map(repr, known))}"
+    for name in ("stochastic", "ms_eden"):
+        if not isinstance(value := getattr(rounding, name), bool):
+            yield f"{name} is {value!r}, expected True or False"
     if rounding.mx and rounding.fp8:
         yield "mx and fp8 are two formats; leave one of them out"
     elements = ("e4m3", "e5m2") if rounding.fp8 else ("e2m1", "e4m3") if rounding.mx else ("e2m1",)
     if rounding.element not in elements:
         yield f"element is {rounding.element!r}, expected {' or '.join(elements)} in this format"
-    for name in ("stochastic", "ms_eden"):
-        if not isinstance(value := getattr(rounding, name), bool):
-            yield f"{name} is {value!r}, expected True or False"
+    block, rows, several = rounding.block, rounding.block_rows, bool(rounding.mx) or rounding.fp8 == "block"
+    if not isinstance(block, int) or block < BLOCK or block % BLOCK or (block > BLOCK and not several):
+        yield f"block is {block!r}, expected {f'a multiple of {BLOCK}' if several else f'{BLOCK} in this format'}"
+    elif rows not in (1, block) or not isinstance(rows, int):
+        yield f"block_rows is {rows!r}, expected 1, or {block} for square blocks"
+    yield from _contradictions(rounding)
+
+
+def _contradictions(rounding: Rounding) -> Iterator[str]:
+    """Yields which of a rounding's constants do not go together, or do nothing in its format."""
     if rounding.ms_eden and (rounding.mx or rounding.fp8):
         yield "ms_eden corrects the scales of NVFP4; leave it out, or leave mx and fp8 out"
+    if rounding.ms_eden and rounding.stochastic:
+        yield "ms_eden rounds elements to nearest; leave stochastic out"
+    if rounding.ms_eden and rounding.block_rows != 1:
+        yield "ms_eden corrects the scales of each row; leave block_rows out"
+    largest, why = LARGEST[rounding.element], f", the largest {rounding.element.upper()} number"
+    if rounding.ms_eden:
+        largest, why = MS_EDEN_GRID_LIMIT, " with ms_eden"
+    if rounding.grid_max > largest:
+        yield f"grid_max is {rounding.grid_max}, expected at most {largest:g}{why}"
+    if rounding.fp8 == "tensor" and (rounding.candidates != (1.0,) or rounding.block_rows != 1):
+        yield "fp8='tensor' has no blocks; leave candidates and block_rows out"
     if rounding.stochastic and rounding.element != "e2m1":
         yield "8-bit elements are rounded to nearest; leave stochastic out"
     if rounding.prescale != 1 and not rounding.mx:
         yield "prescale is for the formats of mx; leave it out"
     if not (rounding.mx or rounding.fp8) and rounding.scale_cap > E4M3_MAX:
         yield f"scale_cap is {rounding.scale_cap}, expected at most {E4M3_MAX:g}, the largest E4M3 number"
-    block, rows, several = rounding.block, rounding.block_rows, bool(rounding.mx) or rounding.fp8 == "block"
-    if not isinstance(block, int) or block < BLOCK or block % BLOCK or (block > BLOCK and not several):
-        yield f"block is {block!r}, expected {f'a multiple of {BLOCK}' if several else f'{BLOCK} in this format'}"
-    elif rows not in (1, block) or not isinstance(rows, int):
-        yield f"block_rows is {rows!r}, expected 1, or {block} for square blocks"
 
 
 ROUNDINGS: dict[str, Rounding] = {
