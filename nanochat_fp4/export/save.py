@@ -32,7 +32,7 @@ def save_quantized(
     folder: str | Path,
     format: str = "compressed-tensors",  # noqa: A002
     tokenizer: Any = None,
-    calibration: Iterable[Tensor] = (),
+    calibration: Iterable[Tensor] | None = None,
     dtype: torch.dtype = torch.bfloat16,
     overwrite: bool = False,
 ) -> list[str]:
@@ -71,6 +71,7 @@ def save_quantized(
         raise UserError(f"save_quantized: dtype is {dtype!r}, expected one of {', '.join(map(str, DTYPES))}")
     if tokenizer is not None and not hasattr(tokenizer, "save_pretrained"):
         raise UserError(f"save_quantized: tokenizer is a {type(tokenizer).__name__}, expected one of transformers")
+    calibration = () if calibration is None else calibration
     if isinstance(calibration, Tensor) or not isinstance(calibration, Iterable):
         got = type(calibration).__name__
         raise UserError(f"save_quantized: calibration is a {got}, expected a list of token ids (B, T)")

@@ -26,7 +26,7 @@ def model() -> nn.Module:
 
 @pytest.mark.parametrize("inputs", [False, True])
 def test_codes_of_the_trained_forward_go_out_and_come_back(model, tmp_path, inputs):
-    text = [torch.randint(50, (2, 16))] if inputs else ()
+    text = [torch.randint(50, (2, 16))] if inputs else None
     assert nf.save_quantized(model, tmp_path / "out", calibration=text) == []
     files = {path.name for path in (tmp_path / "out").iterdir()}
     assert {"model.safetensors", "config.json", "export.json"} <= files
