@@ -215,8 +215,8 @@ def get_recipe(method: str | Recipe) -> Recipe:
             f"has most of them), or use commit {LAST_COMMIT}, the last one that has it"
         )
     alike = difflib.get_close_matches(name.lower(), (*rows, *ALIASES), n=1)
-    meant = f"; did you mean {alike[0]}?" if alike else ""
+    known = f"did you mean {alike[0]}? Use" if alike else "use"
     raise ValueError(
-        f"unknown method {method!r}; use one of: {', '.join((*METHODS, *ALIASES))}; or register its recipe "
-        f"(nf.register, or --recipes=FILE.py){meant}"
+        f"unknown method {method!r}; {known} one of: {', '.join((*METHODS, *ALIASES))}; or register its recipe "
+        "(nf.register, or --recipes=FILE.py)"
     )

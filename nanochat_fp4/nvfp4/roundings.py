@@ -61,6 +61,10 @@ class Rounding:
     name:       the key in ROUNDINGS
 
     Raises ValueError for constants with which nothing can be computed.
+
+    >>> row = nf.Rounding(grid_max=4.0)  # The largest value of a block becomes 4 times the block's scale.
+    >>> nf.quantize(torch.tensor([[4.0, 2.9] + [0.0] * 14]), row).dequantize()[0, :2].round(decimals=3).tolist()
+    [4.0, 3.0]
     """
 
     grid_max: float = E2M1_MAX
@@ -215,9 +219,9 @@ def get_rounding(name: str | Rounding) -> Rounding:
         raise ValueError(f"the rounding is {name!r}, expected a name of nanochat_fp4.ROUNDINGS or one of its rows")
     if name not in ROUNDINGS:
         alike = difflib.get_close_matches(str(name).lower(), ROUNDINGS, n=1)
-        meant = f"; did you mean {alike[0]}?" if alike else ""
+        known = f"did you mean {alike[0]}? Known" if alike else "known"
         raise ValueError(
-            f"unknown rounding {name!r}; known: {', '.join(ROUNDINGS)}{meant}; to add a row: nanochat_fp4.ROUNDINGS"
+            f"unknown rounding {name!r}; {known}: {', '.join(ROUNDINGS)}; to add a row: nanochat_fp4.ROUNDINGS"
             f"[{name!r}] = dataclasses.replace(nanochat_fp4.ROUNDINGS['rtn'], name={name!r}, ...), see CONTRIBUTING.md"
         )
     row = ROUNDINGS[name]
