@@ -20,7 +20,8 @@ The other names, by task:
     load, save  load_quantized, which reads a folder of scripts.export. save_quantized, which writes such a folder for a
                 model of transformers
     numerics    quantize, rotate and NVFP4Tensor, which are the format. QuantLinear, which is one layer
-    methods     METHODS, the names to choose from, and ROUNDINGS, which methods are made of. get_recipe, which returns
+    methods     METHODS, the names to choose from, and ROUNDINGS, which methods are made of. A row of
+                ROUNDINGS is a Rounding. get_recipe, which returns
                 the Recipe of a name, and register, which adds a row. A Recipe of your own has a Gemm of two Operands
                 for each product:
 
@@ -49,7 +50,7 @@ from nanochat_fp4.nvfp4.methods import get_recipe, register
 from nanochat_fp4.nvfp4.quantized_training import set_progress
 from nanochat_fp4.nvfp4.quantizers import quantize
 from nanochat_fp4.nvfp4.recipes import Gemm, Operand, Recipe
-from nanochat_fp4.nvfp4.roundings import ROUNDINGS
+from nanochat_fp4.nvfp4.roundings import ROUNDINGS, Rounding
 
 __version__ = "0.3.0"
 
@@ -64,6 +65,7 @@ __all__ = [
     "Operand",
     "QuantLinear",
     "Recipe",
+    "Rounding",
     "RowwiseParallel",
     "accumulate_gradients",
     "backend",

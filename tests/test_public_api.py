@@ -53,9 +53,11 @@ def test_the_script_uses_all_and_runs(capsys):
 
 def test_type_checkers_read_the_same_names():
     tree = ast.parse((ROOT / "nanochat_fp4" / "__init__.pyi").read_text())
-    names = {alias.asname for node in tree.body if isinstance(node, ast.ImportFrom) for alias in node.names}
+    names = {alias.name for node in tree.body if isinstance(node, ast.ImportFrom) for alias in node.names}
     names |= {node.target.id for node in tree.body if isinstance(node, ast.AnnAssign)}
     assert names - {"__version__"} == set(nf.__all__)
+    (listed,) = (ast.literal_eval(node.value) for node in tree.body if isinstance(node, ast.Assign))
+    assert listed == nf.__all__
 
 
 def mypy(*files: Path) -> set[tuple[str, int]]:
