@@ -101,11 +101,10 @@ def config_from_depth(
     rotations of the 4-bit backward pass need widths that are multiples of 128. Raises ValueError if an argument is
     below 1.
     """
-    if min(depth, vocab_size, sequence_len, head_dim, aspect_ratio) < 1:
-        raise ValueError(
-            f"depth {depth}, vocabulary {vocab_size}, sequence length {sequence_len}, head dimension {head_dim} and "
-            f"aspect ratio {aspect_ratio} must all be at least 1"
-        )
+    values = {"depth": depth, "vocabulary": vocab_size, "sequence length": sequence_len, "head dimension": head_dim}
+    values["aspect ratio"] = aspect_ratio
+    if wrong := [f"{name} {value}" for name, value in values.items() if value < 1]:
+        raise ValueError(f"{' and '.join(wrong)} must be at least 1")
     n_head = -(-depth * aspect_ratio // head_dim)
     return GPTConfig(
         sequence_len=sequence_len,

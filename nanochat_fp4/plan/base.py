@@ -5,7 +5,7 @@ import contextlib
 import importlib
 import io
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -31,7 +31,8 @@ FLAGS = {
     "EVAL_EVERY": "--eval-every", "EVAL_TOKENS": "--eval-tokens", "SAMPLE_EVERY": "--sample-every",
     "CORE_EVERY": "--core-metric-every", "SAVE_EVERY": "--save-every", "SEED": "--seed",
 }  # fmt: skip
-OTHER_FLAGS = {"VOCAB_SIZE": "--vocab-size", "TOK_CHARS": "--max-chars", "SPLIT_TOKENS": "--split-tokens"}
+TOKENIZER_FLAGS = {"VOCAB_SIZE": "--vocab-size", "TOK_CHARS": "--max-chars"}  # of tok_train
+LOSS_FLAGS = {"EVAL_BATCH": "--device-batch-size", "SPLIT_TOKENS": "--split-tokens"}  # of base_loss
 COMPARED = ("bf16", "fp8", "clover", "clover_feedback", "clover_mixed")  # methods that every plan compares
 DEPTHS = (40, 36, 32, 28, 26, 24, 20, 16, 12, 8, 4)  # that a card too small for the default may get
 
@@ -52,8 +53,9 @@ class Base:
     ways: list[Memory]  # how it can train on the card, its own way first; empty on a CPU
 
 
-def parse(script: str, argv: list[str], variable: str) -> argparse.Namespace:
-    """The flags as the stage's own parser reads them. variable: what a user would have to change, in words."""
+def parse(script: str, argv: list[str], variable: str, names: Mapping[str, str] = {}) -> argparse.Namespace:
+    """The flags as the stage's own parser reads them. variable: what a user would have to change, in words. names: the
+    variables that set flags of this stage. An error about one of their values begins with the variable."""
     module = importlib.import_module(f"scripts.{script}")  # by name: the package stands below the scripts
     said = io.StringIO()
     try:
@@ -62,37 +64,55 @@ def parse(script: str, argv: list[str], variable: str) -> argparse.Namespace:
     except SystemExit:
         lines = said.getvalue().strip().splitlines() or ["--help prints no plan"]
         line = re.sub(r" \(see [^()]+ --help\)$", f" (see python -m scripts.{script} --help)", lines[-1])
-        raise UserError(f"{variable}: {in_variables(line.removeprefix('error: '))}") from None
+        message = in_variables(line.removeprefix("error: "), names)
     except UserError as e:
-        raise UserError(f"{variable}: {in_variables(str(e))}") from None
+        message = in_variables(str(e), names)
+    raise UserError(message if message.startswith(tuple(names)) else f"{variable}: {message}")
 
 
-def in_variables(message: str) -> str:
-    """A message about flags, for somebody who has set variables."""
-    for name, flag in sorted((FLAGS | OTHER_FLAGS).items(), key=lambda pair: -len(pair[1])):
-        message = message.replace(f"argument {flag}", name).replace(flag, name)
+def in_variables(message: str, names: Mapping[str, str]) -> str:
+    """A message about flags, for somebody who has set variables. A flag that is a part of a longer word stays, because
+    the user has typed that word."""
+    for name, flag in names.items():
+        message = re.sub(rf"(?<![\w-])(argument )?{flag}(?![\w-])", name, message)
     return message
 
 
 def describe(settings: Settings, method: str, card: Card | None, processes: int, states: Sequence[str]) -> Base:
     """The base training with a method. card: None on a CPU. Raises UserError for what base_train would refuse."""
+    how = method, card, processes, states
     try:
-        return _describe(settings, method, card, processes, states)
+        return _describe(settings, *how)
     except (UserError, ValueError) as e:  # a ValueError is of the model's config
-        message = in_variables(str(e))
-        if not any(name in message for name in (*FLAGS, "BASE_ARGS")):  # the model knows neither flags nor variables
-            wanted = {k: v for k, v in settings.set_by_user.items() if k in FLAGS}
-            if settings.args["BASE_ARGS"]:
-                wanted["BASE_ARGS"] = repr(settings.args["BASE_ARGS"])
-            message = f"{', '.join(f'{k}={v}' for k, v in wanted.items()) or settings.run}: {message}"
-        raise UserError(message) from None
+        message = in_variables(str(e), _names(settings))
+    changed = {k: v for k, v in settings.set_by_user.items() if k in FLAGS}
+    if settings.args["BASE_ARGS"]:
+        changed["BASE_ARGS"] = repr(settings.args["BASE_ARGS"])
+    if not any(name in message for name in changed):  # the model knows neither flags nor variables
+        blamed = [name for name in changed if _passes(settings.without(name), *how)]
+        if blamed or not any(name in message for name in FLAGS):
+            message = f"{', '.join(f'{k}={changed[k]}' for k in blamed or changed) or settings.run}: {message}"
+    raise UserError(message)
+
+
+def _passes(settings: Settings, *how: Any) -> bool:
+    try:
+        _describe(settings, *how)
+    except (UserError, ValueError):
+        return False
+    return True
+
+
+def _names(settings: Settings) -> dict[str, str]:
+    """The variables of FLAGS whose flags the user has not typed in BASE_ARGS, where the last one counts."""
+    return {name: flag for name, flag in FLAGS.items() if flag not in settings.flags_of("BASE_ARGS")}
 
 
 def _describe(settings: Settings, method: str, card: Card | None, processes: int, states: Sequence[str]) -> Base:
     own, tag = settings.words_of("BASE_ARGS"), settings.tag(method)
     argv = [f"{flag}={settings.numbers[name]}" for name, flag in FLAGS.items()]
     argv = [f"--method={method}", f"--model-tag={tag}", *argv, "--resume-from-step=latest"]
-    args = parse("base_train", argv + own, "BASE_ARGS" if own else settings.run)
+    args = parse("base_train", argv + own, "BASE_ARGS" if own else settings.run, _names(settings))
     model = make_model(args, int(settings.numbers["VOCAB_SIZE"]), method)
     steps = resolve_horizon(args, model.estimate_flops(), model.num_scaling_params())
     rows = plan_accumulation(args.total_batch_size, 1, args.max_seq_len, processes)
@@ -105,7 +125,7 @@ def _describe(settings: Settings, method: str, card: Card | None, processes: int
     ways: list[Memory] = []
     if card is not None and family_of_flags(args).memory_is_counted:
         total = card.gib * 2**30
-        chosen_by_user = any(word.startswith(("--state", "--recompute")) for word in own)
+        chosen_by_user = {"--state", "--recompute"} & settings.flags_of("BASE_ARGS")
         if chosen_by_user or processes > 1:  # several processes share moments, which is not counted
             ways = [largest(model, total, sizes, args.state, args.recompute)]
         else:

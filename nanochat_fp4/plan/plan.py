@@ -8,7 +8,15 @@ from nanochat_fp4.data.dataset import MAX_SHARD, SHARD_BYTES
 from nanochat_fp4.data.tokenizer import SPECIAL_TOKENS
 from nanochat_fp4.errors import UserError
 from nanochat_fp4.models.optim8bit import STATES
-from nanochat_fp4.plan.base import Base, deepest, describe, fitting_methods, parse
+from nanochat_fp4.plan.base import (
+    LOSS_FLAGS,
+    TOKENIZER_FLAGS,
+    Base,
+    deepest,
+    describe,
+    fitting_methods,
+    parse,
+)
 from nanochat_fp4.plan.cards import Card
 from nanochat_fp4.plan.hours import Hours, hours
 from nanochat_fp4.plan.machine import Facts, Machine
@@ -53,7 +61,7 @@ def settle(settings: Settings, machine: Machine, steps: Callable[[Base], tuple[i
     if (smallest := 256 + len(SPECIAL_TOKENS)) > int(settings.numbers["VOCAB_SIZE"]):
         raise UserError(f"VOCAB_SIZE={settings.numbers['VOCAB_SIZE']} is too small: at least {smallest} are needed")
     numbers = settings.numbers
-    parse("tok_train", [f"--max-chars={numbers['TOK_CHARS']}", f"--vocab-size={numbers['VOCAB_SIZE']}"], "tokenizer")
+    parse("tok_train", [f"{flag}={numbers[n]}" for n, flag in TOKENIZER_FLAGS.items()], "tokenizer", TOKENIZER_FLAGS)
     if "tok" in settings.stages and int(numbers["TOK_CHARS"]) < int(numbers["VOCAB_SIZE"]):
         few = f"TOK_CHARS={numbers['TOK_CHARS']} characters hold no VOCAB_SIZE={numbers['VOCAB_SIZE']} different tokens"
         raise UserError(f"{few}; leave TOK_CHARS out (default: {settings.defaults['TOK_CHARS']}), or lower VOCAB_SIZE")
@@ -72,8 +80,8 @@ def settle(settings: Settings, machine: Machine, steps: Callable[[Base], tuple[i
     if "loss" in settings.stages:
         row = int(numbers["SEQ_LEN"])
         settings.instead("SPLIT_TOKENS", max(1, int(settings.defaults["SPLIT_TOKENS"]) // row) * row)
-        flags = [f"--device-batch-size={numbers['EVAL_BATCH']}", f"--split-tokens={numbers['SPLIT_TOKENS']}"]
-        check_loss(parse("base_loss", flags, "base loss"), row, processes)
+        flags = [f"{flag}={numbers[name]}" for name, flag in LOSS_FLAGS.items()]
+        check_loss(parse("base_loss", flags, "base loss", LOSS_FLAGS), row, processes)
     shards = -(-bases[0].tokens * CHARACTERS * SPARE / SHARD_CHARACTERS / KEPT // 10) * 10
     if settings.defaults["NUM_SHARDS"] == 0:
         settings.instead("NUM_SHARDS", int(min(max(shards, 10), MAX_SHARD + 1)))

@@ -4,7 +4,7 @@ import re
 import shlex
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from nanochat_fp4.common import default_base_dir, load_recipes, resolve_method
@@ -105,6 +105,16 @@ class Settings:
             return shlex.split(self.args[name])
         except ValueError as e:
             raise UserError(f"{name}={self.args[name]!r}: {e}; close the quotation") from None
+
+    def flags_of(self, name: str) -> set[str]:
+        """The names of the flags in such a variable: --depth of --depth=3."""
+        return {word.partition("=")[0] for word in self.words_of(name)}
+
+    def without(self, name: str) -> "Settings":
+        """The settings of a user who has not set this variable."""
+        if name in self.args:
+            return replace(self, args=self.args | {name: self.default_args[name]})
+        return replace(self, numbers=self.numbers | {name: self.defaults[name]})
 
 
 def read(run: str, environment: Mapping[str, str], on_gpu: bool) -> Settings:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from nanochat_fp4.data.needs import Missing, Need
 from nanochat_fp4.errors import UserError
-from nanochat_fp4.plan.base import Base, in_variables, parse
+from nanochat_fp4.plan.base import LOSS_FLAGS, Base, in_variables, parse
 from nanochat_fp4.plan.settings import Settings
 
 SCRIPTS = {"core": "base_eval", "mid": "mid_train", "sft": "chat_sft", "eval": "chat_eval"}
@@ -87,7 +87,7 @@ def check_loss(args: argparse.Namespace, sequence_len: int, processes: int) -> N
     try:
         importlib.import_module("scripts.base_loss").check_flags(args, sequence_len, processes)
     except UserError as e:
-        raise UserError(in_variables(str(e).replace("--device-batch-size", "EVAL_BATCH"))) from None
+        raise UserError(in_variables(str(e), LOSS_FLAGS)) from None
 
 
 def check_order(settings: Settings, made: Collection[str], tags: list[str]) -> None:

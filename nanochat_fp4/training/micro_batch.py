@@ -23,11 +23,15 @@ def plan_accumulation(
 ) -> int:
     """Returns the number of micro-batches in a step of total_batch_size tokens. Raises UserError, which names
     `flag`, if the tokens cannot be divided into micro-batches of this size."""
-    tokens = device_batch_size * seq_len * world_size
+    row = seq_len * world_size
+    tokens = device_batch_size * row
     if tokens <= 0 or total_batch_size < tokens or total_batch_size % tokens:
+        one_row_divides = 0 < row <= total_batch_size and total_batch_size % row == 0
+        other = f"another {flag}" if one_row_divides else "another length of rows"
+        rows = "1 row" if device_batch_size == 1 else f"{device_batch_size} rows"
         raise UserError(
-            f"--total-batch-size={total_batch_size} is not a multiple of {tokens} tokens ({device_batch_size} rows of "
-            f"{seq_len} on {world_size} device(s)); choose a multiple, or another {flag}"
+            f"--total-batch-size={total_batch_size} is not a multiple of {tokens} tokens ({rows} of {seq_len} on "
+            f"{world_size} device(s)); choose a multiple, or {other}"
         )
     return total_batch_size // tokens
 

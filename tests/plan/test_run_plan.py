@@ -342,16 +342,20 @@ REFUSED = [
     ({"QAT_METHOD": "fp3"}, "'fp3'"),
     ({"QAT_METHOD": "clover", "METHOD": "nvidia"}, "two methods"),
     ({"DEPTH": "abc"}, "DEPTH=abc: "),
-    ({"DEPTH": "0"}, "DEPTH=0: depth 0"),
+    ({"DEPTH": "0", "NUM_ITERATIONS": "3"}, "DEPTH=0: depth 0 must be at least 1"),
+    ({"ASPECT_RATIO": "0", "HEAD_DIM": "-1"}, "HEAD_DIM=-1: head dimension -1 and aspect ratio 0 must be at least 1"),
     ({"HEAD_DIM": "63"}, "HEAD_DIM=63: n_embd 189 over n_head 3 is not an even head dimension"),
     ({"BASE_ARGS": "--head-dim=63"}, "BASE_ARGS='--head-dim=63': n_embd 189"),
     ({"TOTAL_BATCH": "1000"}, "TOTAL_BATCH=1000 is not a multiple of 256"),
     ({"TOTAL_BATCH": "5e5"}, "TOTAL_BATCH=5e5: "),
-    ({"SEQ_LEN": "100"}, "is not a multiple of 100"),
+    (
+        {"SEQ_LEN": "100", "SEED": "7"},
+        "SEQ_LEN=100: TOTAL_BATCH=2048 is not a multiple of 100 tokens (1 row of 100 on ",
+    ),
     ({"DEVICE_BATCH": "7"}, "another DEVICE_BATCH"),
     ({"NUM_ITERATIONS": "0"}, "NUM_ITERATIONS=0: "),
     ({"VOCAB_SIZE": "10"}, "VOCAB_SIZE=10 "),
-    ({"MATRIX_LR": "-1"}, "MATRIX_LR"),
+    ({"MATRIX_LR": "-1", "BASE_ARGS": "--warmup-ratio=0.1"}, "MATRIX_LR: '-1' is negative"),
     ({"WINDOW_PATTERN": "X"}, "window pattern 'X'"),
     ({"BASE_ARGS": "--xyz"}, "BASE_ARGS: unrecognized arguments: --xyz (see python -m scripts.base_train --help)"),
     ({"MID_ARGS": "--nope"}, "MID_ARGS: unrecognized arguments: --nope"),
@@ -370,7 +374,12 @@ REFUSED = [
     ({"SPLIT_TOKENS": "1000"}, "SPLIT_TOKENS=1000 is not a multiple of 256"),
     ({"EVAL_BATCH": "0"}, "EVAL_BATCH=0 "),
     ({"EVAL_ARGS": "-a nope"}, "unknown task 'nope'"),
-    ({"BASE_ARGS": "--run='a"}, "close the quotation"),
+    # A flag that the user has typed stays as it is.
+    ({"BASE_ARGS": "--depth-nope=3"}, "BASE_ARGS: unrecognized arguments: --depth-nope=3; did you mean DEPTH?"),
+    ({"BASE_ARGS": "--depth=x"}, "BASE_ARGS: argument --depth: invalid int value"),
+    ({"BASE_ARGS": "--total-batch-size=7"}, "BASE_ARGS='--total-batch-size=7': --total-batch-size=7 is not"),
+    ({"MID_ARGS": "--max-seq-len=x"}, "MID_ARGS: argument --max-seq-len: "),
+    ({"BASE_ARGS": "--run='a"}, 'BASE_ARGS="--run=\'a": No closing quotation; close the quotation'),
     ({"STAGES": "tok fly"}, "there is no stage 'fly'"),
     ({"TOK_CHARS": "5"}, "TOK_CHARS=5 characters hold no VOCAB_SIZE=4096 different tokens; leave TOK_CHARS out"),
     ({"NPROC": "99"}, "NPROC=99: this machine has 4 CPU"),
@@ -399,6 +408,7 @@ def test_a_stage_whose_model_is_not_there_is_refused_by_the_plan(stages, needed,
     with pytest.raises(UserError) as e:
         program.plan_of("speedrun", environment)
     assert f"which needs {needed}" in str(e.value) and f"{base_dir} has none; add " in str(e.value)
+    assert all(name in message for name in ("BASE_ARGS", "DEVICE_BATCH") if name in str(error.value))  # who is to blame
     for name in ("tokenizer/tokenizer.json", "tokenizer/token_bytes.pt", "base_checkpoints/d2_clover/model_1.pt",
                  "mid_checkpoints/d2_clover/model_1.pt"):  # fmt: skip
         (base_dir / name).parent.mkdir(parents=True, exist_ok=True)
