@@ -153,6 +153,7 @@ def deepest(settings: Settings, card: Card, states: Sequence[str]) -> int | None
     """The largest of DEPTHS below the default whose base training fits the card with all methods; None where none does,
     where the default fits, or where the user has chosen a depth or a micro-batch."""
     wanted, chosen = settings.numbers["DEPTH"], {"DEPTH", "DEVICE_BATCH"} & set(settings.set_by_user)
+    chosen |= {"--depth", "--device-batch-size"} & settings.flags_of("BASE_ARGS")
     if chosen or _fits(settings, card, states):
         return None
     for depth in (d for d in DEPTHS if d < int(wanted)):
@@ -166,6 +167,13 @@ def fitting_methods(settings: Settings, card: Card, processes: int, states: Sequ
     """Those of COMPARED with which a micro-batch of this model fits the card."""
     found = [(method, describe(settings, method, card, processes, states).ways) for method in COMPARED]
     return [method for method, ways in found if ways and ways[0].rows]
+
+
+def most_rows(settings: Settings, base: Base, card: Card, processes: int, states: Sequence[str]) -> int:
+    """The rows of the largest micro-batch that fits the card in any way to train; 0 where not even one row fits."""
+    any_rows = f"{settings.args['BASE_ARGS']} --device-batch-size=auto"  # the last flag counts
+    free = replace(settings, args=settings.args | {"BASE_ARGS": any_rows})
+    return max(way.rows for way in describe(free, base.method, card, processes, states).ways)
 
 
 def _fits(settings: Settings, card: Card, states: Sequence[str]) -> bool:

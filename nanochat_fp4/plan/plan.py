@@ -15,6 +15,7 @@ from nanochat_fp4.plan.base import (
     deepest,
     describe,
     fitting_methods,
+    most_rows,
     parse,
 )
 from nanochat_fp4.plan.cards import Card
@@ -105,8 +106,11 @@ def _too_large(settings: Settings, base: Base, card: Card, processes: int) -> st
     """What a base training lacks that does not fit the card, and with which methods it would fit."""
     rows = "one row" if base.args.device_batch_size in ("auto", 1) else f"{base.args.device_batch_size} rows"
     need = f"{base.ways[0].peak / 2**30:.1f} GiB"
-    smaller = "lower DEPTH or SEQ_LEN" if rows == "one row" else "lower DEVICE_BATCH, DEPTH or SEQ_LEN"
-    if base.method != settings.methods[0]:  # the baseline
+    smaller = "lower DEPTH or SEQ_LEN"
+    if fitting := most_rows(settings, base, card, processes, STATES):
+        what = "--device-batch-size" if "--device-batch-size" in settings.flags_of("BASE_ARGS") else "DEVICE_BATCH"
+        remedy = f"at most {fitting} of them fit; set {what}={fitting}, or leave {what} out"
+    elif base.method != settings.methods[0]:  # the baseline
         remedy = f"leave COMPARE out, or {smaller}"
     elif others := fitting_methods(settings, card, processes, STATES):
         remedy = (

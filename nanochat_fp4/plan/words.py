@@ -6,7 +6,7 @@ import textwrap
 from nanochat_fp4.console import table
 from nanochat_fp4.models.optim8bit import STATES
 from nanochat_fp4.nvfp4.methods import WHICH
-from nanochat_fp4.plan.base import COMPARED, Base, describe, fitting_methods
+from nanochat_fp4.plan.base import COMPARED, Base, describe, fitting_methods, most_rows
 from nanochat_fp4.plan.cards import CARDS, SINGLE_SOURCE, Card, gain_of, precisions
 from nanochat_fp4.plan.cpu_steps import minutes_of
 from nanochat_fp4.plan.hours import Hours, evaluated_tokens
@@ -154,10 +154,7 @@ def does_it_fit(plan: Plan) -> str:
         return ""
     lines = ["Does it fit? Memory by count, without the CUDA context (docs/memory.md)."]
     for base in plan.bases:
-        lines += memory_of(base, card)
-    if not all(base.ways[0].rows for base in plan.bases):
-        others = fitting_methods(plan.settings, card, plan.processes, STATES)
-        lines.append(f"  By count it fits with {' or '.join(others) or 'no method'}.")
+        lines += memory_of(base, card) if base.ways[0].rows else hardly(plan, base, card)
     first = plan.bases[0]
     if len(first.ways) > 1 and (first.ways[0].flags or not first.ways[0].rows):
         lines.append(
@@ -172,11 +169,21 @@ def does_it_fit(plan: Plan) -> str:
     return "\n".join(lines)
 
 
+def hardly(plan: Plan, base: Base, card: Card) -> list[str]:
+    """A base training that by count fits only if nothing is lost to fragments."""
+    asked = base.args.device_batch_size
+    rows = "one row takes" if asked in ("auto", 1) else f"{asked} rows take"
+    need = f"{base.ways[0].peak / GIB:.1f} GiB of {card.memory}, and 6% is for fragments"
+    if fitting := most_rows(plan.settings, base, card, plan.processes, STATES):
+        remedy = f"By count at most {fitting} rows fit; lower the number, or leave it to the run."
+    else:
+        others = fitting_methods(plan.settings, card, plan.processes, STATES)
+        remedy = f"By count it fits with {' or '.join(others) or 'no method'}."
+    return [f"  {base.tag}: hardly, for by count {rows} {need}", f"    {remedy}"]
+
+
 def memory_of(base: Base, card: Card) -> list[str]:
     way = base.ways[0]
-    if not way.rows:
-        need = f"{way.peak / GIB:.1f} GiB of {card.memory}, and 6% is for fragments"
-        return [f"  {base.tag}: hardly, for by count one row takes {need}"]
     rows = f"{way.rows} row{'s' if way.rows > 1 else ''} of {base.args.max_seq_len} tokens"
     rows += " (the run tries which fit)" if base.args.device_batch_size == "auto" else ""
     flags = f", {' '.join(way.flags)}" if way.flags else ""

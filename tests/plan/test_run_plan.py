@@ -169,13 +169,29 @@ def test_what_does_not_fit_names_the_methods_with_which_it_does():
     [
         ({"DEPTH": "28"}, "with one row by count, and RTX 5060 has 8 GiB; no method makes it fit; lower DEPTH or"),
         ({"DEPTH": "26", "COMPARE": "1"}, "d26_bf16 needs .*; leave COMPARE out, or lower DEPTH"),
-        ({"DEVICE_BATCH": "64"}, "d20_clover needs .* GiB with 64 rows by count, .*; lower DEVICE_BATCH, DEPTH or"),
     ],
 )
 def test_what_fits_with_no_method_says_what_to_lower(variables, message):
     """A micro-batch that the user chose does not make the model smaller."""
     with pytest.raises(UserError, match=message):
         planned(gpu="rtx5060", **variables)
+
+
+def test_a_micro_batch_that_does_not_fit_names_its_rows_and_those_that_fit():
+    """Each number that is named passes the plan. A number in BASE_ARGS is the user's choice as well, and keeps the
+    depth."""
+    typed = {"BASE_ARGS": "--device-batch-size=64"}
+    for variables, named in (
+        ({"DEVICE_BATCH": "64"}, "set DEVICE_BATCH=4, or"),
+        (typed, "set --device-batch-size=4, or"),
+    ):
+        with pytest.raises(UserError, match=f"^d20_clover.* needs .* with 64 rows .*; at most 4 of them fit; {named}"):
+            planned(gpu="rtx5060", **variables)
+    assert planned(gpu="rtx5060", DEVICE_BATCH="4").bases[0].ways[0].rows == 4
+    hardly = words.does_it_fit(planned(gpu="rtx5090", DEVICE_BATCH="64"))
+    assert "d20_clover: hardly, for by count 64 rows take 30.6 GiB of 32 GiB" in hardly
+    assert "at most 32 rows fit" in hardly and "no method" not in hardly
+    assert planned(gpu="rtx5090", DEVICE_BATCH="32").bases[0].ways[0].rows == 32
 
 
 def test_hours_are_an_estimate_with_sources_and_are_scaled():
@@ -358,6 +374,11 @@ REFUSED = [
     ({"MATRIX_LR": "-1", "BASE_ARGS": "--warmup-ratio=0.1"}, "MATRIX_LR: '-1' is negative"),
     ({"WINDOW_PATTERN": "X"}, "window pattern 'X'"),
     ({"BASE_ARGS": "--xyz"}, "BASE_ARGS: unrecognized arguments: --xyz (see python -m scripts.base_train --help)"),
+    # A flag that the user has typed stays as it is.
+    ({"BASE_ARGS": "--depth-nope=3"}, "BASE_ARGS: unrecognized arguments: --depth-nope=3; did you mean DEPTH?"),
+    ({"BASE_ARGS": "--depth=x"}, "BASE_ARGS: argument --depth: invalid int value"),
+    ({"BASE_ARGS": "--total-batch-size=7"}, "BASE_ARGS='--total-batch-size=7': --total-batch-size=7 is not"),
+    ({"MID_ARGS": "--max-seq-len=x"}, "MID_ARGS: argument --max-seq-len: "),
     ({"MID_ARGS": "--nope"}, "MID_ARGS: unrecognized arguments: --nope"),
     ({"SFT_ARGS": "--num-epochs=x"}, "SFT_ARGS: "),
     # What a stage would refuse after the base training.
@@ -374,11 +395,6 @@ REFUSED = [
     ({"SPLIT_TOKENS": "1000"}, "SPLIT_TOKENS=1000 is not a multiple of 256"),
     ({"EVAL_BATCH": "0"}, "EVAL_BATCH=0 "),
     ({"EVAL_ARGS": "-a nope"}, "unknown task 'nope'"),
-    # A flag that the user has typed stays as it is.
-    ({"BASE_ARGS": "--depth-nope=3"}, "BASE_ARGS: unrecognized arguments: --depth-nope=3; did you mean DEPTH?"),
-    ({"BASE_ARGS": "--depth=x"}, "BASE_ARGS: argument --depth: invalid int value"),
-    ({"BASE_ARGS": "--total-batch-size=7"}, "BASE_ARGS='--total-batch-size=7': --total-batch-size=7 is not"),
-    ({"MID_ARGS": "--max-seq-len=x"}, "MID_ARGS: argument --max-seq-len: "),
     ({"BASE_ARGS": "--run='a"}, 'BASE_ARGS="--run=\'a": No closing quotation; close the quotation'),
     ({"STAGES": "tok fly"}, "there is no stage 'fly'"),
     ({"TOK_CHARS": "5"}, "TOK_CHARS=5 characters hold no VOCAB_SIZE=4096 different tokens; leave TOK_CHARS out"),
@@ -392,6 +408,7 @@ def test_what_a_stage_would_refuse_is_refused_by_the_plan(variables, message):
     with pytest.raises(UserError) as error:
         planned(**variables)
     assert message in str(error.value) and "\n" not in str(error.value)
+    assert all(name in message for name in ("BASE_ARGS", "DEVICE_BATCH") if name in str(error.value))  # who is to blame
 
 
 @pytest.mark.parametrize(
@@ -408,7 +425,6 @@ def test_a_stage_whose_model_is_not_there_is_refused_by_the_plan(stages, needed,
     with pytest.raises(UserError) as e:
         program.plan_of("speedrun", environment)
     assert f"which needs {needed}" in str(e.value) and f"{base_dir} has none; add " in str(e.value)
-    assert all(name in message for name in ("BASE_ARGS", "DEVICE_BATCH") if name in str(error.value))  # who is to blame
     for name in ("tokenizer/tokenizer.json", "tokenizer/token_bytes.pt", "base_checkpoints/d2_clover/model_1.pt",
                  "mid_checkpoints/d2_clover/model_1.pt"):  # fmt: skip
         (base_dir / name).parent.mkdir(parents=True, exist_ok=True)
