@@ -29,6 +29,9 @@ from nanochat_fp4.files import atomic_write
 # The columns of the benchmark table, in the order of the paper's Table 5. Other tasks follow.
 TASKS = ["ARC-Easy", "ARC-Challenge", "GSM8K", "HumanEval", "MMLU", "SpellingBee", "CORE", "ChatCORE"]
 
+# The stages whose models can chat, in the order of training, and the folders of their checkpoints.
+CHAT_STAGES = {"mid": "mid_checkpoints", "sft": "chatsft_checkpoints", "rl": "chatrl_checkpoints"}
+
 CHECK_TOKENS = 1e9  # A run with fewer tokens only checks that the stages work.
 
 
@@ -47,14 +50,14 @@ def generate(report_dir: Path) -> str:
     runs = [summarize_run(tag, sections_of[tag], metrics.get(tag, [])) for tag in tags]
     add_gaps(runs, notes)
     stages = {"base": metrics}
-    for stage, folder in (("mid", "mid_checkpoints"), ("sft", "chatsft_checkpoints"), ("rl", "chatrl_checkpoints")):
+    for stage, folder in CHAT_STAGES.items():
         stages[stage] = read_metrics(report_dir.parent / folder, notes)
     stages = {stage: {tag: logs_of[tag] for tag in tags if tag in logs_of} for stage, logs_of in stages.items()}
     metrics = stages["base"]
     pictures = draw_plots(report_dir, stages, runs, notes)
 
     left_out = _left_out(report_dir)
-    summary_lines = summary(runs, report_dir.parent)
+    summary_lines = summary(runs, stages, report_dir.parent)
     markdown = render(runs, sections, metrics, pictures, notes, left_out, summary_lines)
     report_dir.mkdir(parents=True, exist_ok=True)
     document = {"runs": runs, "sections": sections, "notes": notes, "plots": pictures, "left_out": left_out}
@@ -128,27 +131,46 @@ def _explanations(runs: list[dict]) -> list[str]:
     return lines
 
 
-def summary(runs: list[dict], base_dir: Path) -> list[str]:
+def summary(runs: list[dict], stages: Mapping[str, Mapping[str, list[dict]]], base_dir: Path) -> list[str]:
     """Returns lines about each run that has ended: what was trained, how good it is, where it is, and how to chat
-    with it."""
+    with it. `stages` has the records of metrics.jsonl by stage and tag."""
     lines = []
     for r in (r for r in runs if r["finished"]):
-        folders = [base_dir / name / r["model_tag"] for name in ("chatsft_checkpoints", "mid_checkpoints")]
-        chat = next((folder for folder in folders if any(folder.glob("model_*"))), None)
+        steps = {stage: _newest_step(base_dir / folder / r["model_tag"]) for stage, folder in CHAT_STAGES.items()}
+        stage = next((stage for stage in reversed(CHAT_STAGES) if steps[stage] is not None), "base")
+        where = base_dir / CHAT_STAGES.get(stage, "base_checkpoints") / r["model_tag"]
         quality = f"{_cell(r['val_bpb'])} bits per byte of validation text"
         quality += "" if r["method"] == "bf16" else f", {_cell(r['val_bpb_bf16'])} with a BF16 forward"
         if r.get("gap_percent") is not None:
             quality += f"; {r['gap_percent']:+.2f}% over the BF16 run"
         lines += [f"{r['model_tag']}: {r['method']}, {r['step']:,} steps, {_cell(r.get('tokens'), '{:,}')} tokens"]
-        lines += [f"  how good:   {quality}", f"  where:      {chat or base_dir / 'base_checkpoints' / r['model_tag']}"]
-        if chat:
-            stage = "sft" if chat == folders[0] else "mid"
+        lines += [f"  how good:   {quality}", f"  where:      {where}"]
+        if stage != "base":
+            if done := _part_done(stages[stage].get(r["model_tag"], []), steps[stage]):
+                lines += [f"  so far:     {stage} has done {done}; its command goes on with --resume-from-step latest"]
             # The shell that types the command may not have the variable.
             usual = base_dir == default_base_dir()
             variable = "" if usual else f"NANOCHAT_BASE_DIR={shlex.quote(str(base_dir))} "
             command = f"{variable}python -m nanochat_fp4 chat_web -i {stage} --model-tag {r['model_tag']}"
             lines += [f"  talk to it: {command}"]
     return lines
+
+
+def _newest_step(folder: Path) -> int | None:
+    """Returns the step of the newest checkpoint in a folder, or None if there is none."""
+    steps = [re.match(r"model_(\d+)\.", file.name) for file in folder.glob("model_*")]
+    return max((int(step[1]) for step in steps if step), default=None)
+
+
+def _part_done(records: list[dict], step: int) -> str | None:
+    """Returns in words how much of a stage its checkpoint of this step has done, or None if it has done all or if
+    the stage's log does not say."""
+    total = next((finite_number(r.get("num_iterations")) for r in reversed(records) if r.get("event") == "start"), 0)
+    if total and total > 0:
+        return f"{step:,} of {total:,.0f} steps" if step < total else None
+    logged = {r.get("step"): finite_number(r.get("progress")) for r in records if r.get("event") == "train"}
+    progress = logged.get(step - 1)  # The log counts steps from 0.
+    return f"{step:,} steps, {100 * progress:.0f}% of its epoch" if progress and progress < 1 else None
 
 
 def _benchmark_table(runs: list[dict]) -> list[str]:

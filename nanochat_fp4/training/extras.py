@@ -154,7 +154,8 @@ def write_log(run: Run, attempt: Attempt) -> None:
         **stage_numbers, "lrm": attempt.rate, "dt": attempt.seconds, "tok_per_sec": run.tokens_per_second,
         "mfu": run.mfu, "grad_norm": attempt.grad_norm, "tokens": attempt.tokens,
     }  # fmt: skip
-    run.metrics.append("train", run.step, loss=loss, smoothed_loss=run.monitor.smoothed, **numbers)
+    losses = {"loss": loss, "smoothed_loss": run.monitor.smoothed}
+    run.metrics.append("train", run.step, **losses, progress=attempt.progress, **numbers)
     if run.step % 10 == 0:
         numbers |= {"loss": run.monitor.smoothed} | {k: run.monitor.state[k] for k in ("spikes", "skipped")}
         track(run, "train", numbers | {"peak_memory_mib": peak_memory(run.device) / 2**20})

@@ -126,6 +126,30 @@ def test_the_first_lines_say_what_where_and_how_to_chat(base_dir, folder, capsys
     assert "talk to it: python -m" in generated(usual / "report")
 
 
+@pytest.mark.parametrize(
+    ("stage", "name", "total", "said"),
+    [
+        ("sft", "chatsft_checkpoints", 20, "so far:     sft has done 12 of 20 steps"),
+        ("rl", "chatrl_checkpoints", 20, "so far:     rl has done 12 of 20 steps"),
+        ("mid", "mid_checkpoints", -1, "so far:     mid has done 12 steps, 60% of its epoch"),
+        ("mid", "mid_checkpoints", 12, None),
+    ],
+)
+def test_a_chat_model_that_is_not_trained_to_its_end_is_said_to_be(base_dir, folder, stage, name, total, said):
+    """The checkpoint counts: a killed run has logged steps that its newest checkpoint does not have."""
+    make_run(base_dir, "d4_clover", "clover", 1.275)
+    place = base_dir / name / "d4_clover"
+    log = MetricsLog(place)
+    log.append("start", 0, num_iterations=total)
+    for step in range(14):
+        log.append("train", step, smoothed_loss=2.0, progress=(step + 1) / 20)
+    for file in ("model_000008.pt", "model_000012.pt"):
+        (place / file).write_bytes(b"")
+    text = generated(folder)
+    assert f"chat_web -i {stage} --model-tag d4_clover" in text and str(place) in text
+    assert said in text if said else "so far" not in text
+
+
 def test_runs_of_several_seeds_are_a_line_with_a_band(base_dir, folder, monkeypatch, pictures):
     """By the pipeline's names and by the sweep's; runs of another length are not among them."""
     for tag in ("d4_clover", "d4_clover_seed43", "tiny_clover_s1_0123abcd", "tiny_clover_s2_89abcdef"):
