@@ -50,6 +50,8 @@ class ConvertReport:
         layers = f"{len(self.converted)} linear layer{'' if len(self.converted) == 1 else 's'}"
         done = "converted" if self.recipe.quantizes else "left in BF16, as the method says,"
         lines = [f"QAT method {self.recipe}", f"{done} {layers}: {share}"]
+        if self.recipe.quantizes and not self.recipe.quantizes_backward:
+            lines.append("the backward pass is not quantized: gradients stay in 16 or 32 bits")
         missed = sum(share for kind, share in self.others.items() if kind not in ON_PURPOSE)
         if self.recipe.quantizes and self.quantized < ENOUGH * (self.quantized + missed):
             lines.append(

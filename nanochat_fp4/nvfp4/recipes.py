@@ -256,6 +256,12 @@ class Recipe:
         return own or any(recipe.quantizes for _, recipe in self.kinds)
 
     @property
+    def quantizes_backward(self) -> bool:
+        """Whether any operand of a backward GEMM is quantized anew."""
+        gemms = [gemm for part in self.parts for gemm in (part.grad_input, part.grad_weight)]
+        return any(gemm.a.rounding or gemm.b.rounding for gemm in gemms)
+
+    @property
     def parts(self) -> "tuple[Recipe, ...]":
         """The recipes of single layers: first the one for layers of no kind, then one for each entry of `kinds`."""
         return self.of(None), *(recipe for _, recipe in self.kinds)

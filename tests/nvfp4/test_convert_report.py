@@ -170,6 +170,16 @@ def test_the_report_says_whether_layers_are_in_few_bits(method, words):
     assert words in report and ("converted" in report) == (method != "bf16")
 
 
+@pytest.mark.parametrize("method", ["clover", "clover_mixed", "fp8"])
+def test_the_report_says_that_the_backward_pass_is_not_quantized(method):
+    model = model_of(mlp=model_of(up_proj=nn.Linear(64, 128), down_proj=nn.Linear(128, 64)))
+    for backward in (True, False):
+        nf.convert(model, method, backward=backward, verbose=False)
+        assert ("the backward pass is not quantized" in str(model.nf_report)) == (not backward)
+    nf.convert(model, "bf16", verbose=False)
+    assert "backward pass" not in str(model.nf_report)
+
+
 def test_a_report_is_one_short_line_in_a_notebook():
     report = nf.convert(nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64)), verbose=False).nf_report
     assert "\n" not in repr(report)
