@@ -47,6 +47,7 @@ class Base:
     args: argparse.Namespace
     parameters: int
     weights: int  # of matrix products
+    work: dict[int, float]  # shares of the multiply-adds in 4, 8 and 16 bits
     steps: int
     tokens: int
     checkpoint_bytes: float
@@ -113,7 +114,7 @@ def _describe(settings: Settings, method: str, card: Card | None, processes: int
     argv = [f"{flag}={settings.numbers[name]}" for name, flag in FLAGS.items()]
     argv = [f"--method={method}", f"--model-tag={tag}", *argv, "--resume-from-step=latest"]
     args = parse("base_train", argv + own, "BASE_ARGS" if own else settings.run, _names(settings))
-    model = make_model(args, int(settings.numbers["VOCAB_SIZE"]), method)
+    model, work = make_model(args, int(settings.numbers["VOCAB_SIZE"]), method)
     steps = resolve_horizon(args, model.estimate_flops(), model.num_scaling_params())
     rows = plan_accumulation(args.total_batch_size, 1, args.max_seq_len, processes)
     sizes = [n for n in range(1, min(rows, 1024) + 1) if rows % n == 0]
@@ -135,18 +136,19 @@ def _describe(settings: Settings, method: str, card: Card | None, processes: int
     parameters, embedding = model.num_scaling_params(), model.transformer.wte.weight.numel()
     saved = sum(state_bytes(model, args.state, gpu=card is not None)[key] for key in ("weights", "moments"))
     tokens = steps * args.total_batch_size
-    return Base(method, tag, argv + own, args, parameters, parameters - embedding, steps, tokens, saved, ways)
+    return Base(method, tag, argv + own, args, parameters, parameters - embedding, work, steps, tokens, saved, ways)
 
 
-def make_model(args: argparse.Namespace, vocab_size: int, method: str) -> Any:
-    """The model on the meta device, converted as the run will convert it."""
+def make_model(args: argparse.Namespace, vocab_size: int, method: str) -> tuple[Any, dict[int, float]]:
+    """The model on the meta device, converted as the run will convert it, and the run's work in 4, 8 and 16 bits."""
     family = family_of_flags(args)
     config = family.config_from_flags(args, vocab_size)
     with contextlib.redirect_stdout(io.StringIO()), torch.device("meta"):
         model = family.model(config)
     nf.convert(model, method, verbose=False)
-    MethodPlan.parse(method, args.layer_methods, args.method_phases).apply(model, 0.0)
-    return model
+    plan = MethodPlan.parse(method, args.layer_methods, args.method_phases)
+    plan.apply(model, 0.0)
+    return model, plan.work(model)
 
 
 def deepest(settings: Settings, card: Card, states: Sequence[str]) -> int | None:

@@ -3,6 +3,7 @@
 import difflib
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ CARDS = Path(__file__).parent.parent / "cards.json"
 # Programs of two authors on one card (RTX PRO 4000, NVFP4) differ by a factor of two. A rate with a single source is
 # therefore widened by the root of that in both directions.
 SINGLE_SOURCE = 1.4
+# Shares of a run's multiply-adds in 4, 8 and 16 bits (phases.MethodPlan.work). None: all in the method's precisions.
+Work = Mapping[int, float] | None
 
 
 @dataclass(frozen=True)
@@ -101,8 +104,11 @@ def card_of_device(device_name: str, gib: float) -> Card:
     return replace(card, name=device_name, gib=gib)
 
 
-def precisions(method: str | Recipe) -> tuple[str, ...]:
-    """The precisions in cards.json that a method multiplies in; two where some layers are in FP8 and others in FP4."""
+def precisions(method: str | Recipe, work: Work = None) -> tuple[str, ...]:
+    """The precisions in cards.json that a method multiplies in; two where some layers are in FP8 and others in FP4.
+    Without work, layers that a method keeps in BF16 do not count."""
+    if work:
+        return tuple(key for bits, key in ((16, "bf16"), (8, "fp8"), (4, "nvfp4")) if work[bits])
     keys = set()
     for recipe in get_recipe(method).parts:
         operands = [o for gemm in (recipe.output, recipe.grad_input, recipe.grad_weight) for o in (gemm.a, gemm.b)]
@@ -123,12 +129,38 @@ def _between(rates: list[Rate | None]) -> Rate | None:
     return Rate(min(rate.low for rate in rates), fastest.high, tuple(sources), tuple(models), fastest.unequal)
 
 
-def speed_of(card: Card, method: str | Recipe, weights: float) -> Rate | None:
+def _beside_bf16(quantized: Rate | None, bf16: Rate | None, work: Work) -> Rate | None:
+    """The rate of a run that makes a share of its products in BF16, or more than one product for a GEMM. The time of a
+    step is proportional to the work in each precision."""
+    if not work or quantized is None or (work[16] == 0 and work[4] + work[8] == 1):
+        return quantized
+    if bf16 is None:
+        return None
+    in_bf16, rest = work[16], work[4] + work[8]
+    low, high = (1 / (in_bf16 / b + rest / q) for b, q in ((bf16.low, quantized.low), (bf16.high, quantized.high)))
+    sources = tuple(dict.fromkeys((*quantized.sources, *bf16.sources)))
+    return replace(quantized, low=low, high=high, sources=sources)
+
+
+def is_timed(card: Card, method: str | Recipe) -> bool:
+    """Whether somebody has timed this very method beside BF16, on a card of this kind."""
+    return _gain(card, get_recipe(method).name) is not None
+
+
+def _keys(card: Card, recipe: Recipe, work: Work) -> tuple[str, ...]:
+    """The method itself where it was timed on cards of this kind; otherwise the precisions in which it quantizes."""
+    keys = precisions(recipe, work)
+    if is_timed(card, recipe) and set(keys) <= set(precisions(recipe)):
+        return (recipe.name,)
+    return tuple(key for key in keys if key != "bf16") or ("bf16",)
+
+
+def speed_of(card: Card, method: str | Recipe, weights: float, work: Work = None) -> Rate | None:
     """Tokens a second of a method on this card, with so many weights in products. Where nobody has timed the method,
-    it lies between the speeds of its precisions."""
+    it lies between the speeds of the precisions in which it quantizes, and work in BF16 takes BF16's time."""
     recipe = get_recipe(method)
-    keys = (recipe.name,) if _gain(card, recipe.name) else precisions(recipe)
-    return _between([_speed(card, key, weights) for key in keys])
+    quantized = _between([_speed(card, key, weights) for key in _keys(card, recipe, work)])
+    return _beside_bf16(quantized, _speed(card, "bf16", weights), work)
 
 
 def _speed(card: Card, key: str, weights: float) -> Rate | None:
@@ -147,15 +179,17 @@ def _speed(card: Card, key: str, weights: float) -> Rate | None:
     return Rate(low, high, tuple(dict.fromkeys((*bf16.sources, *sources, *times.sources))), bf16.models)
 
 
-def gain_of(card: Card, method: str | Recipe) -> Rate | None:
+def gain_of(card: Card, method: str | Recipe, work: Work = None) -> Rate | None:
     """How many times as fast as BF16: measured with this method, or else between the gains of its precisions.
 
     A source that gave BF16 a smaller micro-batch raises the upper end.
     """
-    recipe = get_recipe(method)
-    if not recipe.quantizes:
-        return Rate(1.0, 1.0, (), ())
-    return _gain(card, recipe.name) or _between([_widened(card, key) for key in precisions(recipe)])
+    recipe, one = get_recipe(method), Rate(1.0, 1.0, (), ())
+    keys = _keys(card, recipe, work)
+    if keys == ("bf16",):
+        return one
+    own = _gain(card, recipe.name) if keys == (recipe.name,) else None
+    return _beside_bf16(own or _between([_widened(card, key) for key in keys]), one, work)
 
 
 def published(card: Card, key: str, weights: float) -> Rate | None:

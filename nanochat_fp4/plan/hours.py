@@ -45,7 +45,7 @@ def hours(base: Base, card: Card, processes: int, base_dir: Path) -> Hours | Non
     """
     rate, kind = measured(base, card, base_dir), "measured"
     if rate is None:
-        rate, kind = speed_of(card, base.method, base.weights), "estimated"
+        rate, kind = speed_of(card, base.method, base.weights, base.work), "estimated"
     if rate is None:
         return None
     tokens = base.tokens + evaluated_tokens(base)

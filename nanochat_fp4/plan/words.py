@@ -7,7 +7,7 @@ from nanochat_fp4.console import table
 from nanochat_fp4.models.optim8bit import STATES
 from nanochat_fp4.nvfp4.methods import WHICH
 from nanochat_fp4.plan.base import COMPARED, Base, describe, fitting_methods, most_rows
-from nanochat_fp4.plan.cards import CARDS, SINGLE_SOURCE, Card, gain_of, precisions
+from nanochat_fp4.plan.cards import CARDS, SINGLE_SOURCE, Card, gain_of, is_timed, precisions
 from nanochat_fp4.plan.cpu_steps import minutes_of
 from nanochat_fp4.plan.hours import Hours, evaluated_tokens
 from nanochat_fp4.plan.plan import Plan
@@ -64,11 +64,11 @@ def how_long(plan: Plan) -> str:
     ]
     for base, found in zip(plan.bases, plan.hours):
         if found is None:
-            lines += not_known(base.method, plan.machine.card)
+            lines += not_known(base, plan.machine.card)
             continue
         lines.append(f"  {base.method}: {span(found.low, found.high)} hours {found.kind}, {speed(found)} tokens/s")
         lines += [f"    {found.kind} from {source}" for source in found.sources]
-        lines += [f"    {line}" for line in doubts(base, found)]
+        lines += [f"    {line}" for line in doubts(base, found, plan.machine.card)]
     if plan.machine.card.products and not all(plan.hours):
         low, high, source = plan.machine.card.products
         lines.append(f"  Large BF16 products run at {span(low, high)} TFLOP/s here, as users measured them ({source}).")
@@ -84,15 +84,15 @@ def how_long(plan: Plan) -> str:
     return "\n".join(lines)
 
 
-def not_known(method: str, card: Card) -> list[str]:
+def not_known(base: Base, card: Card) -> list[str]:
     """Why a method has no hours on this card, and the steps of other methods that are published."""
     timed = [key for key in ("bf16", "fp8", "nvfp4") if any(key in rate for rate in card.rates)]
     if not timed:
-        return [f"  {method}: not known. Nobody has published a whole training step of this GPU."]
-    own = " and ".join(precisions(method))
+        return [f"  {base.method}: not known. Nobody has published a whole training step of this GPU."]
+    own = " and ".join(precisions(base.method, base.work))
     sources = ", ".join(dict.fromkeys(rate["source"] for rate in card.rates))
     return [
-        f"  {method}: not known. Nobody has published whole training steps with this method, or in each of its "
+        f"  {base.method}: not known. Nobody has published whole training steps with this method, or in each of its "
         f"precisions ({own}), on this GPU.",
         f"    Published are steps in {' and '.join(timed)} ({sources}).",
     ]
@@ -123,11 +123,18 @@ def how_long_on_a_cpu(plan: Plan) -> str:
     return "\n".join(lines)
 
 
-def doubts(base: Base, found: Hours) -> list[str]:
-    """Why an estimate is worse than its range: a single source, or models of another size."""
+def doubts(base: Base, found: Hours, card: Card) -> list[str]:
+    """Why an estimate is worse than its range: another recipe, a single source, or models of another size."""
     if not found.models:
         return []
     lines = []
+    if base.work[4] and base.method != "clover" and not is_timed(card, base.method):
+        lines.append(
+            f"Each source timed its own recipe in 4 bits, which may take less or more time than {base.method}."
+        )
+    if base.work[16] and base.method != "bf16":
+        share = f"{100 * base.work[16]:.0f}% of the products of {base.method}"
+        lines.append(f"With these settings {share} are in BF16. They count with BF16's speed.")
     if len(found.models) == 1:
         lines.append(f"ONE SOURCE: the speed under this range was widened by {SINGLE_SOURCE} in both directions.")
     if base.weights > FAR * max(found.models) or FAR * base.weights < min(found.models):
@@ -201,8 +208,9 @@ def which_method(plan: Plan) -> str:
         return ""
     gaps = json.loads(CARDS.read_text())["gaps"]
     rows, ends, unequal = [], {"bf16": (0.0, 0.0)}, []
-    for method in dict.fromkeys([*COMPARED, *plan.settings.methods]):
-        ratio, gap = gain_of(card, method), gaps.get(method)
+    work = {base.method: base.work for base in plan.bases}
+    for method in dict.fromkeys([*COMPARED, *work]):
+        ratio, gap = gain_of(card, method, work.get(method)), gaps.get(method)
         if method == "bf16":
             rows.append([method, "1", "0", "0", "0"])
             continue

@@ -213,6 +213,30 @@ def test_a_method_of_two_precisions_is_as_fast_as_either():
     assert cards.gain_of(cards.find_card("rtx4090"), "clover_mixed") is None
 
 
+def test_products_in_bf16_take_bf16s_time():
+    """nvidia_full keeps the last blocks in BF16, and makes its late forward in BF16; a run in phases likewise."""
+    times = {}
+    for name, variables in {
+        **{method: {"QAT_METHOD": method} for method in ("bf16", "fp8", "nvidia", "nvidia_full")},
+        "half": {"QAT_METHOD": "nvidia", "BASE_ARGS": "--method-phases=0.5=bf16"},
+        "to fp8": {"QAT_METHOD": "nvidia", "BASE_ARGS": "--method-phases=0.5=fp8"},
+    }.items():
+        plan = planned(gpu="rtx5090", **variables)
+        times[name] = 1 / plan.hours[0].speed_high
+        if name == "nvidia_full":
+            assert plan.bases[0].work[16] == pytest.approx(3 / 20 + 17 / 20 * 0.18 / 3)
+            page = words.page(plan)
+            assert (
+                "20% of the products of nvidia_full are in BF16" in page and "  nvidia_full      1.43 to 1.90*" in page
+            )
+    mixed = times["nvidia"] + 0.201 * (times["bf16"] - times["nvidia"])
+    assert times["nvidia_full"] == pytest.approx(mixed)
+    assert times["half"] == pytest.approx((times["nvidia"] + times["bf16"]) / 2)
+    assert times["to fp8"] == pytest.approx(min(times["nvidia"], times["fp8"]))  # between both
+    known = words.how_long(planned(gpu="rtx5060", QAT_METHOD="nvidia_full"))
+    assert "in each of its precisions (bf16 and nvfp4)" in known
+
+
 @pytest.mark.parametrize("gpu", ["rtx5090", "rtxpro4000", "h100", "gb200"])
 @pytest.mark.parametrize(("method", "key"), [("fp8", "fp8"), ("clover", "nvfp4"), ("clover_mixed", "clover_mixed")])
 def test_no_hours_are_shorter_than_those_of_the_fastest_step_that_was_timed(gpu, method, key):
