@@ -480,12 +480,11 @@ def draw_curves(axes: Any, rows: Rows) -> None:
     steps, runs = steps_of(rows.runs), rows.runs
     late = {r["method"] for r in runs if any(f.startswith("--branch-from") for f in r["flags"])}
     axes.set_axis_off()
-    panels = [axes.inset_axes((0.52 * i, 0.0, 0.48, 0.96)) for i in range(2)]
+    panels = [axes.inset_axes((0.52 * i, 0.0, 0.48, 0.93)) for i in range(2)]
     for panel, column, title in zip(panels, (1, 2), ("its own forward", "a BF16 forward")):
         curves = along(runs, column=column)
-        for i, method in enumerate(m for m in methods_of(runs) if any(curves.get(m, {}).values())):
-            if method in late and method != "clover_feedback_late":
-                continue
+        measured = [m for m in methods_of(runs) if any(curves.get(m, {}).values())]
+        for i, method in enumerate(m for m in measured if m not in late or m == "clover_feedback_late"):
             seeds = curves[method].values()
             points = [[(100 * s / steps, g) for s, g in sorted(at.items()) if s > 0.15 * steps] for at in seeds]
             if lines := [tuple(zip(*of)) for of in points if of]:
@@ -499,7 +498,9 @@ def draw_curves(axes: Any, rows: Rows) -> None:
     margin = 0.2 * (max(second) - min(second)) or 1
     for panel in panels:
         panel.set_ylim(min(second) - margin, max(second) + margin)
+    panels[1].tick_params(labelleft=False)  # The scale is that of the first panel, which stands beside it.
     panels[0].set_ylabel("increase of validation BPB over bf16, %", fontsize=8)
     for line in panels[0].lines:
         if not line.get_label().startswith("_"):
-            axes.plot([], [], line.get_linestyle(), color=line.get_color(), label=line.get_label())
+            legend = axes.plot([], [], line.get_linestyle(), color=line.get_color(), label=line.get_label())[0]
+            legend.set(marker=line.get_marker(), markersize=line.get_markersize())

@@ -74,7 +74,7 @@ def curve(
         label = f"{label}, mean and range of {len(runs)} seeds"
     (line,) = axes.plot(
         common, mean, style, label=label, color=color, linewidth=5 if wide else 1.4, alpha=0.25 if wide else 1,
-        marker="o" if len(common) < 15 else None, markersize=3,
+        marker=None if len(common) >= 15 else "o" if style == "-" else "s", markersize=3,
     )  # fmt: skip
     if len(runs) > 1:
         low, high = [min(v) for v in values], [max(v) for v in values]

@@ -76,6 +76,35 @@ def test_what_the_documents_say_is_printed(printed, command, begins, holds):
     assert lines and any(holds in line for line in lines), "\n".join(printed(command))
 
 
+def written(figure) -> list[tuple[str, object]]:
+    """Each text of a picture, with the box that it takes."""
+    texts = []
+    for axes in (axes for outer in figure.axes for axes in (outer, *outer.child_axes)):
+        texts.append(axes.title)
+        for axis in (axes.xaxis, axes.yaxis) if axes.axison else ():
+            low, high = sorted(axis.get_view_interval())
+            texts += [axis.label, *(tick.label1 for tick in axis.get_major_ticks() if low <= tick.get_loc() <= high)]
+    return [(text.get_text(), text.get_window_extent()) for text in texts if text.get_visible() and text.get_text()]
+
+
+@pytest.mark.parametrize("results", ["d6_mixed", "d4_64m"])
+def test_no_text_of_the_two_panels_lies_on_another(tmp_path, monkeypatch, results):
+    from matplotlib.figure import Figure
+
+    boxes, save = [], Figure.savefig
+
+    def look(figure, *args, **kwargs):
+        save(figure, *args, **kwargs)
+        figure.canvas.draw()  # The file has other dots per inch, so the boxes of its texts are others.
+        boxes.extend(written(figure))
+
+    monkeypatch.setattr(Figure, "savefig", look)
+    reproduce.main(["horizon", "--results", results, f"--folder={tmp_path}"])
+    assert len(boxes) > 15
+    on_another = [(a, b) for i, (a, at) in enumerate(boxes) for b, other in boxes[:i] if at.overlaps(other)]
+    assert not on_another
+
+
 def test_the_list_says_what_each_table_shows(printed):
     described = dict(line.split(" ", 1) for line in printed("list") if not line.endswith(":"))
     assert set(described) == {*reproduce.ITEMS, *reproduce.OF_RESULTS, *reproduce.SAME}
