@@ -3,7 +3,13 @@
 torchrun --nproc_per_node=2 examples/fsdp2.py
 """
 
-import nanochat_fp4 as nf  # isort: skip  first, so that a package that is missing is one line
+import os
+
+try:
+    import nanochat_fp4 as nf  # It comes first, so that another package that is missing is one line.
+except ModuleNotFoundError as e:
+    message = "error: nanochat_fp4 is not installed in this Python; type pip install -e . in its checkout first"
+    raise (SystemExit(message) if e.name == "nanochat_fp4" else e) from None
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -34,6 +40,8 @@ def main(method: str = "clover", steps: int = 20) -> list[float]:
 
 
 if __name__ == "__main__":
+    if "RANK" not in os.environ:
+        raise SystemExit(f"error: FSDP2 needs several processes; type torchrun --nproc_per_node=2 {__file__}")
     dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
     print(main())
     dist.destroy_process_group()

@@ -3,7 +3,11 @@
 The example needs transformers, accelerate and compressed-tensors: pip install -e '.[examples]' compressed-tensors
 """
 
-import nanochat_fp4 as nf  # isort: skip  first, so that a package that is missing is one line
+try:
+    import nanochat_fp4 as nf  # It comes first, so that another package that is missing is one line.
+except ModuleNotFoundError as e:
+    message = "error: nanochat_fp4 is not installed in this Python; type pip install -e . in its checkout first"
+    raise (SystemExit(message) if e.name == "nanochat_fp4" else e) from None
 import torch
 import transformers
 

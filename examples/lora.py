@@ -4,7 +4,11 @@ convert prints that it left them alone.
 The example needs peft and transformers: pip install -e '.[examples]'
 """
 
-import nanochat_fp4 as nf  # isort: skip  first, so that a package that is missing is one line
+try:
+    import nanochat_fp4 as nf  # It comes first, so that another package that is missing is one line.
+except ModuleNotFoundError as e:
+    message = "error: nanochat_fp4 is not installed in this Python; type pip install -e . in its checkout first"
+    raise (SystemExit(message) if e.name == "nanochat_fp4" else e) from None
 import torch
 from peft import LoraConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nanochat_fp4.packages import ROOT, missing_package  # This module imports nothing that may be missing.
+from nanochat_fp4.packages import missing_package  # This module imports nothing that may be missing.
 
 if TYPE_CHECKING:  # torch takes seconds to import, so it must come after begin_program.
     import torch
@@ -51,7 +51,9 @@ def _is_our_program() -> bool:
         module = sys.orig_argv[sys.orig_argv.index("-m") + 1]
         return module.partition(".")[0] in ours
     file = Path(sys.argv[0] if sys.argv else "").absolute()
-    return file.name.startswith("nanochat-fp4") or file.parent in [ROOT / folder for folder in ours]
+    # The file may be an example of another checkout than the one that is imported.
+    in_checkout = file.parent.name in ours and (file.parent.parent / "nanochat_fp4" / "signals.py").is_file()
+    return in_checkout or file.name.startswith("nanochat-fp4")
 
 
 begin_program()

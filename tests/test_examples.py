@@ -1,7 +1,10 @@
 """examples/: what they show runs, and is short."""
 
 import importlib.util
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import _models
@@ -28,10 +31,37 @@ def load(name: str):
     return module
 
 
-@pytest.mark.parametrize("file", sorted(EXAMPLES.glob("[!_]*.py")), ids=lambda file: file.stem)
+FILES = sorted(EXAMPLES.glob("[!_]*.py"))
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 def test_each_is_short_and_tested(file):
-    assert len(file.read_text().splitlines()) <= 40
+    assert len(file.read_text().splitlines()) <= 48
     assert f"def test_{file.stem}(" in Path(__file__).read_text()
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_a_python_without_the_package_is_one_line(file):
+    done = subprocess.run([sys.executable, "-IS", file], capture_output=True, text=True)
+    assert done.returncode and done.stderr.count("\n") == 1 and "pip install -e ." in done.stderr, done.stderr
+
+
+def test_an_example_that_needs_torchrun_says_so():
+    alone = {name: value for name, value in os.environ.items() if name != "RANK"}
+    done = subprocess.run([sys.executable, EXAMPLES / "fsdp2.py"], capture_output=True, text=True, env=alone)
+    assert done.returncode and done.stderr.count("\n") == 1, done.stderr
+    assert f"torchrun --nproc_per_node=2 {EXAMPLES / 'fsdp2.py'}" in done.stderr
+
+
+def test_packages_that_other_checkouts_examples_lack_are_one_line(tmp_path):
+    """As where the package is installed, and the examples are those of a checkout."""
+    (tmp_path / "nanochat_fp4").mkdir()
+    (tmp_path / "nanochat_fp4" / "signals.py").touch()
+    (tmp_path / "examples").mkdir()
+    file = tmp_path / "examples" / "mine.py"
+    file.write_text("import nanochat_fp4 as nf\nraise ModuleNotFoundError('No module', name='lightning')")
+    done = subprocess.run([sys.executable, file], capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and "[examples]" in done.stderr, done.stderr
 
 
 def test_they_write_where_git_does_not_look():
