@@ -290,6 +290,7 @@ def train(args: argparse.Namespace, method: str, process: Process) -> None:
         "backend": backend,
         "total_batch_size": args.total_batch_size,
         "num_params": num_params,
+        "flops_per_token": flops,
         "vocab_size": model.config.vocab_size,
         "gemm_work": plan.work(model),
         "config_key": comparison_key(settings | tunable | spread),

@@ -34,6 +34,8 @@ FLAGS = {
 TOKENIZER_FLAGS = {"VOCAB_SIZE": "--vocab-size", "TOK_CHARS": "--max-chars"}  # of tok_train
 LOSS_FLAGS = {"EVAL_BATCH": "--device-batch-size", "SPLIT_TOKENS": "--split-tokens"}  # of base_loss
 COMPARED = ("bf16", "fp8", "clover", "clover_feedback", "clover_mixed")  # methods that every plan compares
+# Published rates count as those of such rows, which are nanochat's. Few sources say the length of theirs.
+PUBLISHED = {"max_seq_len": 2048, "window_pattern": "SSSL"}
 DEPTHS = (40, 36, 32, 28, 26, 24, 20, 16, 12, 8, 4)  # that a card too small for the default may get
 
 
@@ -48,6 +50,8 @@ class Base:
     parameters: int
     weights: int  # of matrix products
     work: dict[int, float]  # shares of the multiply-adds in 4, 8 and 16 bits
+    flops: int  # of a token, attention included
+    more_flops: float  # the same over those of a token in rows as PUBLISHED has them
     steps: int
     tokens: int
     checkpoint_bytes: float
@@ -115,14 +119,18 @@ def _describe(settings: Settings, method: str, card: Card | None, processes: int
     argv = [f"--method={method}", f"--model-tag={tag}", *argv, "--resume-from-step=latest"]
     args = parse("base_train", argv + own, "BASE_ARGS" if own else settings.run, _names(settings))
     model, work = make_model(args, int(settings.numbers["VOCAB_SIZE"]), method)
-    steps = resolve_horizon(args, model.estimate_flops(), model.num_scaling_params())
+    flops = usual = model.estimate_flops()
+    if not PUBLISHED.items() <= vars(args).items():
+        as_published = argparse.Namespace(**vars(args) | PUBLISHED)
+        usual = make_model(as_published, int(settings.numbers["VOCAB_SIZE"]), "bf16")[0].estimate_flops()
+    steps = resolve_horizon(args, flops, model.num_scaling_params())
     rows = plan_accumulation(args.total_batch_size, 1, args.max_seq_len, processes)
     sizes = [n for n in range(1, min(rows, 1024) + 1) if rows % n == 0]
     if args.device_batch_size != "auto":
         plan_accumulation(args.total_batch_size, args.device_batch_size, args.max_seq_len, processes)
         sizes = [args.device_batch_size]
     if card is None:
-        check_machine(args, torch.device("cpu"), model.estimate_flops() * args.total_batch_size * steps)
+        check_machine(args, torch.device("cpu"), flops * args.total_batch_size * steps)
     ways: list[Memory] = []
     if card is not None and family_of_flags(args).memory_is_counted:
         total = card.gib * 2**30
@@ -136,7 +144,8 @@ def _describe(settings: Settings, method: str, card: Card | None, processes: int
     parameters, embedding = model.num_scaling_params(), model.transformer.wte.weight.numel()
     saved = sum(state_bytes(model, args.state, gpu=card is not None)[key] for key in ("weights", "moments"))
     tokens = steps * args.total_batch_size
-    return Base(method, tag, argv + own, args, parameters, parameters - embedding, work, steps, tokens, saved, ways)
+    counts = parameters, parameters - embedding, work, flops, flops / usual
+    return Base(method, tag, argv + own, args, *counts, steps, tokens, saved, ways)
 
 
 def make_model(args: argparse.Namespace, vocab_size: int, method: str) -> tuple[Any, dict[int, float]]:

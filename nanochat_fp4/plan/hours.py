@@ -45,7 +45,7 @@ def hours(base: Base, card: Card, processes: int, base_dir: Path) -> Hours | Non
     """
     rate, kind = measured(base, card, base_dir), "measured"
     if rate is None:
-        rate, kind = speed_of(card, base.method, base.weights, base.work), "estimated"
+        rate, kind = speed_of(card, base.method, base.weights * base.more_flops, base.work), "estimated"
     if rate is None:
         return None
     tokens = base.tokens + evaluated_tokens(base)
@@ -59,15 +59,12 @@ def measured(base: Base, card: Card, base_dir: Path) -> Rate | None:
     for path in sorted(base_dir.glob("base_checkpoints/*/metrics.jsonl")):
         records = [r for r in read_jsonl(path) if isinstance(r, dict)]
         start = next((r for r in reversed(records) if r.get("event") == "start"), {})
-        environment, config = start.get("environment") or {}, start.get("config") or {}
-        if environment.get("gpu") != card.name or start.get("method") != base.method:
+        if (start.get("environment") or {}).get("gpu") != card.name or start.get("method") != base.method:
             continue
         steps = [r["tok_per_sec"] for r in records if r.get("event") == "train" and r.get("tok_per_sec")]
-        if len(steps) < MEASURED_STEPS or not all(isinstance(start.get(k), int) for k in ("num_params", "vocab_size")):
+        if len(steps) < MEASURED_STEPS or not start.get("flops_per_token"):  # Earlier versions did not record it.
             continue
-        heads = -(-config.get("depth", 0) * config.get("aspect_ratio", 0) // config.get("head_dim", 1))
-        weights = start["num_params"] - start["vocab_size"] * heads * config.get("head_dim", 1)
         each = statistics.median(steps[MEASURED_STEPS // 2 :]) / max(1, start.get("world_size", 1))
-        speeds.append(each * weights / base.weights)
+        speeds.append(each * start["flops_per_token"] / base.flops)
         sources.append(f"{path.parent.name}, {len(steps)} steps on this GPU")
     return Rate(min(speeds), max(speeds), tuple(sources)) if speeds else None

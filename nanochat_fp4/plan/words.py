@@ -6,7 +6,7 @@ import textwrap
 from nanochat_fp4.console import table
 from nanochat_fp4.models.optim8bit import STATES
 from nanochat_fp4.nvfp4.methods import WHICH
-from nanochat_fp4.plan.base import COMPARED, Base, describe, fitting_methods, most_rows
+from nanochat_fp4.plan.base import COMPARED, PUBLISHED, Base, describe, fitting_methods, most_rows
 from nanochat_fp4.plan.cards import CARDS, SINGLE_SOURCE, Card, gain_of, is_timed, precisions
 from nanochat_fp4.plan.cpu_steps import minutes_of
 from nanochat_fp4.plan.hours import Hours, evaluated_tokens
@@ -103,7 +103,7 @@ def how_long_on_a_cpu(plan: Plan) -> str:
     s, base, methods = plan.settings, plan.bases[0], len(plan.bases)
     usual = describe(read(s.run, {}, False), "clover", None, 1, ())
     minutes = RUNS[s.run][3]
-    work = base.weights * base.args.total_batch_size / usual.weights / usual.args.total_batch_size
+    work = base.flops * base.args.total_batch_size / usual.flops / usual.args.total_batch_size
     trains, later = "base" in s.stages, bool({"mid", "sft"} & set(s.stages))
     whole = trains and {"mid", "sft"} <= set(s.stages)
     if s.cpu_minutes and whole and 1 / 1.5 < work < 1.5:
@@ -135,6 +135,13 @@ def doubts(base: Base, found: Hours, card: Card) -> list[str]:
     if base.work[16] and base.method != "bf16":
         share = f"{100 * base.work[16]:.0f}% of the products of {base.method}"
         lines.append(f"With these settings {share} are in BF16. They count with BF16's speed.")
+    if base.more_flops != 1:
+        usual = "rows of {max_seq_len:,} tokens with windows {window_pattern}, as which the rates count".format(
+            **PUBLISHED
+        )
+        lines.append(f"A token takes {base.more_flops:.3g} times the FLOPs that it takes in {usual}.")
+    if base.more_flops > 1 and base.method != "bf16":
+        lines.append("Attention is in BF16 with every method, so a method gains less where attention takes more.")
     if len(found.models) == 1:
         lines.append(f"ONE SOURCE: the speed under this range was widened by {SINGLE_SOURCE} in both directions.")
     if base.weights > FAR * max(found.models) or FAR * base.weights < min(found.models):

@@ -213,6 +213,26 @@ def test_a_method_of_two_precisions_is_as_fast_as_either():
     assert cards.gain_of(cards.find_card("rtx4090"), "clover_mixed") is None
 
 
+def test_the_hours_count_the_flops_of_attention():
+    """Longer rows and wider windows take longer. The page says as which rows the published rates count."""
+    usual, long, short, wide = (
+        planned(gpu="rtx5090", DEPTH="12", **v)
+        for v in ({}, {"SEQ_LEN": "8192"}, {"SEQ_LEN": "256"}, {"WINDOW_PATTERN": "L"})
+    )
+    for plan in (long, short, wide):
+        more = plan.bases[0].flops / usual.bases[0].flops
+        assert plan.hours[0].speed_low == pytest.approx(usual.hours[0].speed_low / more)
+        as_which = f"takes {more:.3g} times the FLOPs that it takes in rows of 2,048 tokens with windows SSSL"
+        assert as_which in words.how_long(plan)
+    # d12 has 12 * 768 FLOPs for each key of a token and 6 for each weight.
+    weights, keys = long.bases[0].weights, sum(8192 if i in (3, 7, 11) else 4096 for i in range(12))
+    assert long.bases[0].flops == pytest.approx(6 * weights + 12 * 768 * keys, rel=1e-3)
+    assert "rows of 2,048" not in words.how_long(usual)
+    said = [words.how_long(planned(DEPTH="12", SEQ_LEN=tokens)) for tokens in ("64", "256")]
+    few, many = (int(re.search(r"takes (\d+) to", text)[1]) for text in said)
+    assert few < many  # minutes of a CPU
+
+
 def test_products_in_bf16_take_bf16s_time():
     """nvidia_full keeps the last blocks in BF16, and makes its late forward in BF16; a run in phases likewise."""
     times = {}
@@ -347,15 +367,16 @@ def test_the_documents_and_the_help_say_which_method_as_the_plan_does(capsys):
 
 
 def test_hours_are_measured_where_a_run_on_this_gpu_is_there(tmp_path):
-    config = {"depth": 20, "aspect_ratio": 64, "head_dim": 128}
-    start = {"event": "start", "method": "clover", "environment": {"gpu": "RTX 5090"}, "config": config}
-    start |= {"num_params": 560_988_200, "vocab_size": 65536, "world_size": 1}
+    start = {"event": "start", "method": "clover", "environment": {"gpu": "RTX 5090"}, "world_size": 1}
+    start["flops_per_token"] = planned(gpu="rtx5090").bases[0].flops
     steps = [{"event": "train", "step": i, "tok_per_sec": 1e3 if i < 5 else 8e4} for i in range(25)]
     folder = tmp_path / "base_checkpoints/d20_clover"
     folder.mkdir(parents=True)
     (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, [start, *steps])))
     found = as_json(gpu="rtx5090", NANOCHAT_BASE_DIR=str(tmp_path))["runs"][0]["hours"]
     assert found["kind"] == "measured" and found["speed_low"] == pytest.approx(8e4)
+    longer = planned(gpu="rtx5090", NANOCHAT_BASE_DIR=str(tmp_path), SEQ_LEN="8192")
+    assert longer.hours[0].speed_low == pytest.approx(8e4 * start["flops_per_token"] / longer.bases[0].flops)
 
 
 def test_text_by_tokens():
