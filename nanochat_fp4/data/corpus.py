@@ -52,18 +52,55 @@ def files_below(folder: Path) -> list[Path]:
     return sorted(p for p in paths if own_folder is None or not p.is_relative_to(own_folder))
 
 
-def _documents(path: Path, field: str, most: int) -> Iterator[str]:
+# A file is refused if more than this share of it, and more than so many bytes, are not UTF-8 text. Western text in
+# Latin-1 has a few percent of such bytes, and random bytes have half.
+NOT_TEXT, NOT_TEXT_BYTES = 0.1, 100
+_UNDECODED = re.compile("[\udc80-\udcff]")  # The characters by which errors="surrogateescape" stands for bytes.
+
+
+class _Decoder:
+    """Decodes the text of one file, and counts its bytes that are not UTF-8 text, NUL among them. The file is read
+    with errors="surrogateescape"."""
+
+    def __init__(self, path: Path):
+        self.path, self.bad, self.characters = path, 0, 0
+
+    def __call__(self, text: str) -> str:
+        """Returns the text with U+FFFD in the place of bytes that are not UTF-8."""
+        undecoded = len(text) - len(_UNDECODED.sub("", text)) if _UNDECODED.search(text) else 0
+        self.bad, self.characters = self.bad + undecoded + text.count("\0"), self.characters + len(text)
+        return text.encode("utf-8", "surrogateescape").decode("utf-8", "replace") if undecoded else text
+
+    @property
+    def share(self) -> float:
+        return self.bad / max(1, self.characters)
+
+    def __str__(self) -> str:
+        return f"{100 * self.share:.0f}%" if self.share > 0.1 else f"{100 * self.share:.2g}%"
+
+    def check(self) -> None:
+        """Raises UserError if the file is no text."""
+        if self.share > NOT_TEXT and self.bad > NOT_TEXT_BYTES:
+            raise UserError(
+                f"{self.path} is not UTF-8 text: {self} of it are other bytes; convert the file (iconv -f ENCODING -t "
+                "UTF-8), or remove it"
+            )
+
+
+def _documents(path: Path, field: str, most: int, decoders: dict[Path, _Decoder]) -> Iterator[str]:
     """Yields the documents of one file. A text file is one document. A JSON-lines file or a parquet shard has a
-    document in each row, and a null is an empty document. `most` limits the characters of a JSON-lines file."""
+    document in each row, and a null is an empty document. `most` limits the characters of a JSON-lines file. The
+    decoder of the file is put into `decoders`."""
     name = path.name.lower()
+    decode = decoders[path] = _Decoder(path)
     if name.endswith(".parquet"):
         shard = open_shard(path, field)
         for index in range(shard.num_row_groups):
             yield from shard.read(index)
     elif name.endswith(JSON_LINES):
-        for number, line in read_lines(path, "replace", most):
+        for number, line in read_lines(path, "surrogateescape", most):
             try:
-                row = json.loads(line)
+                row = json.loads(decode(line))
             except (ValueError, RecursionError):
                 row = None
             if isinstance(row, dict) and field in row and row[field] is None:
@@ -76,6 +113,7 @@ def _documents(path: Path, field: str, most: int) -> Iterator[str]:
                 )
             # JSON can have a lone surrogate, which cannot be written as UTF-8.
             yield row[field].encode("utf-8", "replace").decode("utf-8")
+        decode.check()
     else:
         try:
             with path.open("rb") as f:
@@ -83,16 +121,27 @@ def _documents(path: Path, field: str, most: int) -> Iterator[str]:
             if mark in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
                 problem = f"{path} is text in UTF-16"
                 raise UserError(f"{problem}; convert it to UTF-8 (iconv -f UTF-16 -t UTF-8), or remove it")
-            yield path.read_text(encoding="utf-8-sig", errors="replace")
+            text = decode(path.read_text(encoding="utf-8-sig", errors="surrogateescape"))
         except OSError as e:
             raise UserError(f"{path} cannot be read ({e.strerror}); check its permissions") from e
+        decode.check()
+        yield text
+
+
+def _say_what_is_not_text(decoders: dict[Path, _Decoder]) -> None:
+    """Prints a warning that names the files with bytes that are not UTF-8 text, if there are any."""
+    bad = sorted((d for d in decoders.values() if d.bad), key=lambda d: -d.share)
+    if bad:
+        names = ", ".join(f"{d.path} ({d})" for d in bad[:4]) + (", ..." if len(bad) > 4 else "")
+        files = f"{len(bad)} file{' holds' if len(bad) == 1 else 's hold'}"
+        print0(f"warning: {files} bytes that are not UTF-8 text: {names}; convert them with iconv -f ENCODING -t UTF-8")
 
 
 def convert(folder: Path, files: list[Path], column: str) -> Path:
     """Writes the documents of `files` as shards, and returns the folder of the shards. They are made again only if
     the files have changed. `column` is the column of parquet files, and the field of JSON lines, that has the text.
 
-    Raises UserError for a file that cannot be read, and for more text than the disk has room for.
+    Raises UserError for a file that cannot be read or is no text, and for more text than the disk has room for.
     """
     key = hashlib.sha256(b"conversion 1" if column == "text" else f"conversion 1 of {column}".encode())
     size = 0
@@ -109,11 +158,13 @@ def convert(folder: Path, files: list[Path], column: str) -> Path:
         check_space(target.parent, 2 * size, f"the shards of {folder}")
         # A compressed file can hold any amount of text, so the text is limited by the free disk space.
         room = shutil.disk_usage(target.parent).free
-        counted = itertools.islice((1 for path in files for _ in _documents(path, column, room)), 20)
+        decoders: dict[Path, _Decoder] = {}
+        counted = itertools.islice((1 for path in files for _ in _documents(path, column, room, decoders)), 20)
         has_twenty_documents = sum(counted) == 20
         with new_folder(target) as tmp, Progress(desc="convert", unit="char") as progress:
             writer = ShardWriter(tmp)
-            for index, text in enumerate(text for path in files for text in _documents(path, column, room)):
+            texts = (text for path in files for text in _documents(path, column, room, decoders))
+            for index, text in enumerate(texts):
                 if writer.total_chars > room:
                     raise UserError(
                         f"{folder} holds more than the {format_bytes(room)} of text that {target.parent} has room for; "
@@ -127,6 +178,7 @@ def convert(folder: Path, files: list[Path], column: str) -> Path:
                     writer.add(piece, index % 20 == 7 if has_twenty_documents else i >= len(pieces) - tail)
                 progress.update(len(text))
             writer.finish({"source": str(folder), "files": len(files)})
+        _say_what_is_not_text(decoders)
     return target
 
 

@@ -6,6 +6,7 @@ one line, names the file, and leaves nothing half made.
 import gzip
 import io
 import json
+import random
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -58,6 +59,10 @@ TEXT = [
     ({"a.txt": b"short"}, "too little text"),
     ({"a.txt": b" \n"}, "too little text"),
     ({"a.txt": "text".encode("utf-16")}, "a.txt .*UTF-16; .*UTF-8"),
+    ({"a.txt": random.Random(0).randbytes(4096)}, "a.txt is not UTF-8 text: [4-6].% of it .*iconv .*or remove it"),
+    ({"a.md": ("text " * 100).encode("utf-16-le")}, "a.md is not UTF-8 text: 50% of it"),
+    ({"a.txt": ("текст " * 100).encode("cp1251")}, "a.txt is not UTF-8 text: 83% of it"),
+    ({"a.jsonl": b'{"text": "%s"}\n' % ("текст " * 100).encode("cp1251")}, "a.jsonl is not UTF-8 text: 8.% of it"),
     ({"a.jsonl": lines({"text": "a"}, {"texts": "b"})}, 'a.jsonl, line 2: .*"text"'),
     ({"a.jsonl": lines({"text": "a"}) + b"not json\n"}, "a.jsonl, line 2"),
     ({"a.jsonl": b"[" * 100_000}, "a.jsonl, line 1"),

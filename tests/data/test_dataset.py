@@ -262,6 +262,20 @@ def test_lone_surrogates_and_bad_utf8_do_not_stop_the_conversion(folder, base_di
     assert "lone ? surrogate" in text and "A line of Windows." in text and "\ufeff" not in text
 
 
+def test_bytes_that_are_not_utf8_are_said(folder, base_dir, capsys):
+    """Once, with their share, by file. The text itself may have the character that replaces them."""
+    german = "Größe " * 200 + prose(1, 60)
+    (folder / "latin.txt").write_bytes(german.encode("latin-1"))
+    (folder / "web.jsonl").write_bytes(b'{"text": "na\xefve"}\n' + b'{"text": "plain"}\n' * 99)
+    (folder / "good.txt").write_text("\ufffd" * 500 + prose(2, 60), encoding="utf-8")
+    (folder / "short.md").write_bytes(b"\xfc\xfc")
+    assert "Gr\ufffd\ufffde Gr" in "".join(texts_of(ensure_data(str(folder)), "train"))
+    (said,) = [line for line in capsys.readouterr().out.splitlines() if "UTF-8" in line]
+    assert said.startswith("warning: 3 files hold bytes that are not UTF-8 text: ") and "good.txt" not in said
+    assert f"{folder / 'short.md'} (100%), {folder / 'latin.txt'} (" in said
+    assert f"latin.txt ({40000 / len(german):.2g}%), {folder / 'web.jsonl'} (0.056%); convert" in said
+
+
 def test_shards_written_here_notice_every_flipped_byte(texts, base_dir):
     path = list_parquet_files(ensure_data(texts))[0]
 
