@@ -70,7 +70,7 @@ part() {
 bench_steps=(env NANOCHAT_ATTENTION=sdpa "$PY" -m lab.bench steps --window-pattern L)
 doctor=("$PY" -m nanochat_fp4.doctor)
 layers=("$PY" -m lab.bench layers --passes forward+backward)
-steps=("${bench_steps[@]}" --depth 20 --methods fp8,clover,clover_mixed --rounds 2 --no-table7)
+steps=("${bench_steps[@]}" --depth 20 --rounds 2 --no-table7)
 if switched_on DRY_RUN; then
     doctor+=(--method clover)
     layers+=(--models tiny --tokens 256 --seconds 0.01 --eager)
@@ -80,7 +80,7 @@ part doctor 300 "${doctor[@]}"
 part tests 1200 "$PY" -m pytest -q -p no:cacheprovider tests/kernels/test_*.py tests/nvfp4/test_native.py tests/nvfp4/test_gemm.py
 part layers 240 "${layers[@]}" --json "$OUT/layers.json"
 part steps 640 "${steps[@]}" --json "$OUT/steps.json"
-part steps_32gib 800 "${bench_steps[@]}" --memory-cap 32GiB --recompute none,mlp --no-table7 --json "$OUT/steps_32gib.json"
+part steps_32gib 800 "${bench_steps[@]}" --memory-cap 32GiB --recompute none,mlp --rounds 2 --no-table7 --json "$OUT/steps_32gib.json"
 if [ -n "${NANOCHAT:-}" ]; then
     part steps_nanochat 400 "${bench_steps[@]}" --depth 20 --methods "" --micro-batch 16 --no-table7 --nanochat "$NANOCHAT" --json "$OUT/steps_nanochat.json"
 elif chosen steps_nanochat; then

@@ -12,9 +12,10 @@ import pytest
 import torch
 
 from lab import ROOT
-from lab.bench import compare
+from lab.bench import compare, steps
 from nanochat_fp4 import doctor
 from nanochat_fp4.errors import UserError
+from nanochat_fp4.nvfp4.methods import WHICH
 
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 
@@ -40,9 +41,18 @@ def test_a_plan_runs_nothing_and_what_a_stranger_runs_ends_within_20_minutes(tmp
     assert list(limits) == ["doctor", "tests", "layers", "steps", "steps_32gib"] and limits["layers"] == 240
     assert "steps_nanochat  skipped: NANOCHAT is not set" in said
     said, limits = plan(tmp_path / "out")
-    steps = next(line for line in said.splitlines() if line.startswith("steps,"))
-    assert "--methods fp8,clover,clover_mixed " in steps  # and bf16, which lab.bench times always
+    assert "--methods" not in said.partition("steps,")[2]
     assert list(limits) == ["doctor", "layers", "steps"] and sum(limits.values()) <= 1200
+
+
+def test_the_steps_of_every_part_have_the_methods_that_the_plan_advises(tmp_path):
+    """measure.sh names none, so that they stand in one place."""
+    said, _ = plan(tmp_path / "out", PARTS="steps steps_32gib")
+    assert said.count(" lab.bench steps ") == 2 and "--methods" not in said
+    methods = [method for method, _ in steps.parse_args([]).variants]
+    assert methods == ["bf16", "fp8", "clover", "clover_mixed"] and all(method in WHICH for method in methods)
+    timed = steps.__doc__.splitlines()
+    assert "BF16, FP8, clover, clover_mixed" in next(line for line in timed if line.startswith("    python"))
 
 
 @no_gpu
