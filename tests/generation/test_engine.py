@@ -82,6 +82,15 @@ def test_a_row_does_not_depend_on_the_other_rows():
     assert engine.generate_batch([9, 8], num_samples=3, **{**kwargs, "seed": 99})[0] != three
 
 
+def test_sample_i_of_any_prompt_has_the_seed_plus_i():
+    """So a sample can be drawn again alone, and the number of prompts beside it changes nothing."""
+    engine, prompts = make_engine(), [[9, 8], [7, 6]]
+    many = engine.generate_many(prompts, num_samples=3, max_tokens=6, temperature=1.0, seed=3)
+    for prompt, samples in zip(prompts, many):
+        alone = [engine.generate_batch(prompt, max_tokens=6, temperature=1.0, seed=3 + i)[0][0] for i in range(3)]
+        assert samples == alone
+
+
 def test_cached_logits_of_any_split_are_the_uncached_ones():
     model = make_engine().model
     ids = torch.randint(0, 256, (2, 30))

@@ -10,6 +10,7 @@ import torch
 from _samples import Fused
 
 import nanochat_fp4 as nf
+from nanochat_fp4.nvfp4.layer_context import settings_now
 
 CONTEXTS = (nf.full_precision, nf.per_token_scale, nf.quantize_weights_once, nf.accumulate_gradients)
 X = torch.randn(32, 64, generator=torch.Generator().manual_seed(1))
@@ -129,3 +130,14 @@ def test_a_method_that_changes_inside_once_takes_effect(how):
     assert equal(inside, step(m)) and not equal(inside, first)
     with nf.quantize_weights_once(m):
         assert m.out.prepared_weight((m.out,)) is not None and equal(step(m), inside)
+
+
+@pytest.mark.parametrize("context", [nf.full_precision, nf.per_token_scale])
+def test_a_layer_outside_of_all_contexts_has_no_settings_to_restore(context):
+    """A checkpoint looks at every layer of settings_now, so layers of contexts that were left must not stay in it."""
+    inside, other = model(), model()
+    with context(inside):
+        with context(inside), nf.full_precision(other):
+            assert {*layers(inside), *layers(other)} <= set(settings_now())
+        assert set(layers(inside)) <= set(settings_now()) and not set(layers(other)) & set(settings_now())
+    assert not set(layers(inside)) & set(settings_now())

@@ -186,6 +186,13 @@ def test_a_report_is_one_short_line_in_a_notebook():
     assert len(repr(report)) < 120
 
 
+@pytest.mark.parametrize("count, said", [(4, "0, 1, 2, 3"), (7, "0, 1, 2, 3 and 3 more")])
+def test_four_layers_are_named_and_the_others_counted(count, said):
+    model = nn.Sequential(*[nn.Linear(64, 5) for _ in range(count)], nn.Linear(64, 64))
+    lines = str(nf.convert(model, verbose=False).nf_report).splitlines()
+    assert lines[-1] == f"left alone (out_features is 5, expected a multiple of 16): {said}"
+
+
 class Adapted(nn.Module):
     """A layer of a stack with an adapter that is as large as the layer."""
 
