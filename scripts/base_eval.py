@@ -62,14 +62,14 @@ def evaluate(args: argparse.Namespace, device: torch.device, rank: int) -> None:
     """Evaluates CORE and writes the table and the report. Finished tasks are kept if it is interrupted."""
     # Cheap checks come before the download of the bundle, and a missing bundle fails before a model is loaded.
     if args.hf_path is not None:
-        method = check_hf_flags(args)
+        method, described = check_hf_flags(args)
     else:
         find_model_tag("base", args.model_tag)
     find_bundle(args.bundle_dir)
     precision: Any = contextlib.nullcontext()
     model_tag = None
     if args.hf_path is not None:
-        model, tokenizer = load_hf_model(args.hf_path, device)
+        model, tokenizer = load_hf_model(described, device), described.tokenizer
         own = model.quantization or "bf16"  # The forward of the model as it is stored.
         if method == "bf16":
             method = own

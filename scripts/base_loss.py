@@ -66,12 +66,12 @@ def evaluate(args: argparse.Namespace, device: torch.device, rank: int, world_si
     """Evaluates both splits with both forward passes, draws samples, and writes the report."""
     # Cheap checks come before the download of text.
     if args.hf_path:
-        method = check_hf_flags(args)
+        method, described = check_hf_flags(args)
     else:
         find_model_tag("base", args.model_tag)
     data_dir = ensure_data(args.data_dir, column=args.text_column)
     if args.hf_path:
-        model, tokenizer = load_hf_model(args.hf_path, device)
+        model, tokenizer = load_hf_model(described, device), described.tokenizer
         sequence_len, token_bytes, model_tag = model.sequence_len, tokenizer.token_bytes(device), None
         step, trained = None, model.quantization or "bf16"
         name = args.hf_path

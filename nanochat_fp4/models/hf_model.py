@@ -10,7 +10,7 @@ import os
 import re
 import textwrap
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -92,11 +92,25 @@ class HuggingFaceTokenizer:
         return lengths.to(device)
 
 
-def check_hf_flags(args: argparse.Namespace) -> str:
-    """Returns the name of the method of --method, by default bf16, for the model of --hf-path.
+class Described(NamedTuple):
+    """What is read of a model before its weights."""
+
+    path: str
+    config: dict[str, Any]  # the entries of config.json
+    tokenizer: HuggingFaceTokenizer
+
+
+def describe(path: str) -> Described:
+    """Reads a model's config and its tokenizer. Raises UserError if transformers is not installed, and if there is no
+    such model or no tokenizer."""
+    return Described(path, _read_config(path), _read_tokenizer(path))
+
+
+def check_hf_flags(args: argparse.Namespace) -> tuple[str, Described]:
+    """Returns the name of the method of --method, by default bf16, and the description of the model of --hf-path.
 
     The scripts call this before they download anything large, because only the model's config and tokenizer are read.
-    Raises UserError as load_hf_model does, and for flags that do not fit a model of transformers.
+    Raises UserError as describe does, and for flags that do not fit a model of transformers.
     """
     for flag, value in (("model-tag", args.model_tag), ("step", args.step)):
         if value is not None:
@@ -107,18 +121,17 @@ def check_hf_flags(args: argparse.Namespace) -> str:
     method = resolve_method(args.method or "bf16")
     asked = f"--method={method}" if method != "bf16" else ""
     asked = asked or ("--precision=bf16" if getattr(args, "precision", "") == "bf16" else "")
-    if asked and read_config(args.hf_path).get("quantization_config"):
+    described = describe(args.hf_path)
+    if asked and described.config.get("quantization_config"):
         raise UserError(
             f"{asked}: the weights in {args.hf_path} are quantized already, and are evaluated as they are; leave the "
             "flag out, or name the folder of the unquantized model"
         )
-    read_tokenizer(args.hf_path)
-    return method
+    return method, described
 
 
-def read_config(path: str) -> dict[str, Any]:
-    """Returns the entries of a model's config.json. Raises UserError if transformers is not installed, and if there is
-    no such model."""
+def _read_config(path: str) -> dict[str, Any]:
+    """Returns the entries of a model's config.json."""
     require("transformers")
     from transformers import PretrainedConfig
 
@@ -139,10 +152,8 @@ def read_config(path: str) -> dict[str, Any]:
     return config
 
 
-def read_tokenizer(path: str) -> HuggingFaceTokenizer:
-    """Returns a model's tokenizer. Raises UserError if there is none. transformers makes one without any token for some
-    models that have no tokenizer."""
-    read_config(path)
+def _read_tokenizer(path: str) -> HuggingFaceTokenizer:
+    """Returns a model's tokenizer. transformers makes one without any token for some models that have no tokenizer."""
     from transformers import AutoTokenizer
 
     remedy = "copy the tokenizer's files there (tokenizer.save_pretrained, or tokenizer= in nf.save_quantized)"
@@ -155,15 +166,15 @@ def read_tokenizer(path: str) -> HuggingFaceTokenizer:
     return HuggingFaceTokenizer(tokenizer)
 
 
-def load_hf_model(path: str, device: torch.device) -> tuple[HuggingFaceModel, HuggingFaceTokenizer]:
-    """Loads a model in FP32, and its tokenizer. A model with quantized weights is loaded in the dtype of its config,
-    because transformers multiplies its decoded weights in this dtype alone.
+def load_hf_model(described: Described, device: torch.device) -> HuggingFaceModel:
+    """Loads a model in FP32. A model with quantized weights is loaded in the dtype of its config, because transformers
+    multiplies its decoded weights in this dtype alone.
 
-    Raises UserError if transformers is not installed, if there is no such model, if the model needs code of its own,
-    and if weights are missing, unused or of another shape. transformers would replace such weights by random ones.
+    Raises UserError if a package that reads the weights is not installed, if the model needs code of its own, and if
+    weights are missing, unused or of another shape. transformers would replace such weights by random ones.
     Quantized experts are refused, because transformers reads them wrong.
     """
-    config, tokenizer = read_config(path), read_tokenizer(path)
+    path, config, _ = described
     stored = config.get("quantization_config")
     if stored and stored.get("quant_method") == "compressed-tensors":
         require("compressed_tensors")
@@ -194,7 +205,7 @@ def load_hf_model(path: str, device: torch.device) -> tuple[HuggingFaceModel, Hu
             "nf.load_quantized into an unquantized model, and evaluate what its save_pretrained writes"
         )
     quantization = str(stored.get("format") or stored.get("quant_method") or "quantized") if stored else None
-    return HuggingFaceModel(model.to(device).eval(), quantization), tokenizer
+    return HuggingFaceModel(model.to(device).eval(), quantization)
 
 
 def _short(error: BaseException) -> str:

@@ -72,7 +72,7 @@ def test_of_a_model_of_transformers(tiny_base, tmp_path, capsys):
     from tokenizers import ByteLevelBPETokenizer
 
     from nanochat_fp4.data.dataloader import tokenizing_distributed_data_loader_bos_bestfit
-    from nanochat_fp4.models.hf_model import load_hf_model
+    from nanochat_fp4.models.hf_model import describe, load_hf_model
     from scripts import base_loss
 
     words = ByteLevelBPETokenizer()
@@ -82,7 +82,8 @@ def test_of_a_model_of_transformers(tiny_base, tmp_path, capsys):
     config = transformers.GPT2Config(vocab_size=len(tokenizer), n_positions=32, n_embd=32, n_layer=1, n_head=2)
     transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path / "hf")
 
-    model, ours = load_hf_model(str(tmp_path / "hf"), torch.device("cpu"))
+    described = describe(str(tmp_path / "hf"))
+    model, ours = load_hf_model(described, torch.device("cpu")), described.tokenizer
     lengths = ours.token_bytes(torch.device("cpu"))
     text = "the é 中 capital"
     assert sum(lengths[i] for i in ours.encode([text], ours.get_bos_token_id())[0]) == len(text.encode())

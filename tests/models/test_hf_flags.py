@@ -116,6 +116,22 @@ def test_core_is_of_the_asked_method(core_of, flags, quantized, words):
     assert computed == quantized and words in said
 
 
+@pytest.mark.parametrize("flags", [(), ("--method=clover",)])
+def test_config_and_tokenizer_are_read_once(core_of, monkeypatch, flags):
+    """On the hub each reading asks the network whether the file has changed."""
+    transformers, read = __import__("transformers"), []
+    for name in ("PretrainedConfig", "AutoTokenizer"):
+        (what, function), *_ = vars(getattr(transformers, name)).items()
+
+        def counted(*args, name=name, function=function, **how):
+            read.append(name)
+            return function(*args, **how)
+
+        setattr(getattr(transformers, name), what, counted)
+    core_of(*flags)
+    assert sorted(read) == ["AutoTokenizer", "PretrainedConfig"]
+
+
 def test_core_of_quantized_weights(core_of, folder):
     """transformers computes with decoded weights in the dtype of the config alone, and nothing is converted."""
     write_config(folder, quantization_config=FOUR_BITS)
@@ -182,14 +198,14 @@ def test_a_tokenizer_without_tokens_is_refused(folder, tiny_base, no_download, m
 
 
 def test_a_long_error_ends_after_a_word(folder):
-    from nanochat_fp4.models.hf_model import load_hf_model
+    from nanochat_fp4.models.hf_model import describe, load_hf_model
 
     def refuse(*_, **__):
         raise ValueError("word " * 100)
 
     __import__("transformers").AutoModelForCausalLM.from_pretrained = refuse
     with pytest.raises(UserError, match=r"word \.\.\.\); give a folder"):
-        load_hf_model(str(folder), torch.device("cpu"))
+        load_hf_model(describe(str(folder)), torch.device("cpu"))
     write_config(folder, auto_map={"AutoConfig": "other.Class"})
     with pytest.raises(UserError, match="needs no code of its own"):
-        load_hf_model(str(folder), torch.device("cpu"))
+        load_hf_model(describe(str(folder)), torch.device("cpu"))

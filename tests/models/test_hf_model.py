@@ -12,7 +12,7 @@ from scripts import base_eval, base_loss
 
 transformers = pytest.importorskip("transformers")
 
-from nanochat_fp4.models.hf_model import load_hf_model  # noqa: E402
+from nanochat_fp4.models.hf_model import describe, load_hf_model  # noqa: E402
 
 CODE = """
 from pathlib import Path
@@ -50,7 +50,7 @@ def test_no_code_of_a_folder_runs(folder, tmp_path, monkeypatch, base, name):
     rewrite(folder / f"{name}.json", auto_map=classes, model_type="x", architectures=["X"], tokenizer_class="X")
     monkeypatch.setattr("builtins.input", lambda *_: "y")
     try:
-        load_hf_model(str(folder), torch.device("cpu"))  # where transformers finds a class of its own
+        load_hf_model(describe(str(folder)), torch.device("cpu"))  # where transformers finds a class of its own
     except UserError as refused:
         assert "transformers" in str(refused) and "\n" not in str(refused)
     assert not (tmp_path / "ran").exists()
@@ -59,7 +59,7 @@ def test_no_code_of_a_folder_runs(folder, tmp_path, monkeypatch, base, name):
 def test_weights_that_do_not_fit_are_refused(folder):
     from safetensors.torch import load_file, save_file
 
-    load_hf_model(str(folder), torch.device("cpu"))
+    load_hf_model(describe(str(folder)), torch.device("cpu"))
     tensors = load_file(folder / "model.safetensors")
     name = next(name for name in tensors if name.endswith("mlp.c_fc.weight"))
     short = {**tensors, name: torch.ones(3, 3)}
@@ -70,7 +70,7 @@ def test_weights_that_do_not_fit_are_refused(folder):
     ):
         save_file(changed, folder / "model.safetensors", {"format": "pt"})
         with pytest.raises(UserError, match=rf"do not fit its config.json \({kind}: .*; give a whole model") as refused:
-            load_hf_model(str(folder), torch.device("cpu"))
+            load_hf_model(describe(str(folder)), torch.device("cpu"))
         assert "\n" not in str(refused.value)
 
 
@@ -119,4 +119,4 @@ def test_quantized_experts_are_refused(folder, tmp_path):
     model = nf.convert(transformers.Qwen3MoeForCausalLM(config), verbose=False)
     nf.save_quantized(model, tmp_path / "moe", tokenizer=transformers.AutoTokenizer.from_pretrained(folder))
     with pytest.raises(UserError, match="reads quantized experts without their scales; load the folder with"):
-        load_hf_model(str(tmp_path / "moe"), torch.device("cpu"))
+        load_hf_model(describe(str(tmp_path / "moe")), torch.device("cpu"))
