@@ -3,7 +3,8 @@
 #
 #     bash dev/measure.sh                      # 20 minutes at most
 #
-# The last line is the command that says what to send of it, and where.
+# The plan of a run takes these speeds (PLAN_ONLY=1 bash speedrun_fp4.sh), unless OUT names another folder. The last line
+# is the command that says what to send, and where.
 #
 # Every part has a time limit and a log in $OUT, the benchmarks a JSON as well, which grows as they measure. A part that
 # fails leaves the others; a summary comes last, and the exit status is 1 if anything failed. Variables:

@@ -13,6 +13,7 @@ import argparse
 import json
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from nanochat_fp4.console import ArgumentParser
@@ -23,6 +24,7 @@ from nanochat_fp4.files import atomic_write
 from nanochat_fp4.plan import cpu_steps, shell, words
 from nanochat_fp4.plan import machine as this
 from nanochat_fp4.plan.base import Base
+from nanochat_fp4.plan.cards import with_measurements
 from nanochat_fp4.plan.machine import Facts, Machine
 from nanochat_fp4.plan.plan import Plan, disk_problem, make_plan, settle
 from nanochat_fp4.plan.settings import RUNS, Settings, read
@@ -53,6 +55,7 @@ def plan_of(run: str, environment: Mapping[str, str]) -> Plan:
         raise UserError(wrong)
     machine = this.this_machine(environment.get("GPU", ""), environment.get("GPU_MEMORY", ""))
     settings = read(run, environment, bool(machine.cards))
+    machine = replace(machine, cards=tuple(with_measurements(card, settings.base_dir) for card in machine.cards))
     if settings.gpu and not settings.plan_only:
         raise UserError(f"GPU={settings.gpu} is for plans of a machine that is not here; set PLAN_ONLY=1 as well")
     if machine.here:

@@ -16,7 +16,7 @@ from nanochat_fp4.errors import UserError
 from nanochat_fp4.models.families import family_of_flags
 from nanochat_fp4.models.optim8bit import state_bytes
 from nanochat_fp4.nvfp4.phases import MethodPlan
-from nanochat_fp4.plan.cards import Card
+from nanochat_fp4.plan.cards import PUBLISHED, Card
 from nanochat_fp4.plan.settings import Settings
 from nanochat_fp4.training.memory import Memory, choose, largest
 from nanochat_fp4.training.micro_batch import plan_accumulation
@@ -34,8 +34,6 @@ FLAGS = {
 TOKENIZER_FLAGS = {"VOCAB_SIZE": "--vocab-size", "TOK_CHARS": "--max-chars"}  # of tok_train
 LOSS_FLAGS = {"EVAL_BATCH": "--device-batch-size", "SPLIT_TOKENS": "--split-tokens"}  # of base_loss
 COMPARED = ("bf16", "fp8", "clover", "clover_feedback", "clover_mixed")  # methods that every plan compares
-# Published rates count as those of such rows, which are nanochat's. Few sources say the length of theirs.
-PUBLISHED = {"max_seq_len": 2048, "window_pattern": "SSSL"}
 DEPTHS = (40, 36, 32, 28, 26, 24, 20, 16, 12, 8, 4)  # that a card too small for the default may get
 
 

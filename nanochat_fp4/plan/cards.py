@@ -8,14 +8,20 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from nanochat_fp4.errors import UserError
+from nanochat_fp4.models.gpt import GPT, config_from_depth
 from nanochat_fp4.nvfp4.methods import get_recipe
 from nanochat_fp4.nvfp4.recipes import Recipe
 
 CARDS = Path(__file__).parent.parent / "cards.json"
+MEASURED_STEPS = "measurements/steps.json"  # what dev/measure.sh writes into the base directory
 # Programs of two authors on one card (RTX PRO 4000, NVFP4) differ by a factor of two. A rate with a single source is
 # therefore widened by the root of that in both directions.
 SINGLE_SOURCE = 1.4
+# Rates count as those of such rows, which are nanochat's. Few sources say the length of theirs.
+PUBLISHED = {"max_seq_len": 2048, "window_pattern": "SSSL"}
 # Shares of a run's multiply-adds in 4, 8 and 16 bits (phases.MethodPlan.work). None: all in the method's precisions.
 Work = Mapping[int, float] | None
 
@@ -72,13 +78,18 @@ def _bare(name: str) -> str:
     return re.sub(r"nvidia|geforce|tesla|[^a-z0-9]", "", name.lower())
 
 
+def same_gpu(a: str, b: str) -> bool:
+    """Whether two names are of the same GPU: NVIDIA GeForce RTX 5090, and rtx5090."""
+    return _bare(a) == _bare(b)
+
+
 def find_card(name: str, gib: float = 0.0) -> Card:
     """The card of a name that a user typed: rtx5090, 5090, "RTX 5090". gib: GPU_MEMORY, which any card may have.
 
     Raises UserError, with the names that are alike, for a card whose memory is not known.
     """
     cards = read_cards()
-    same = [c for c in cards if _bare(c.name) == _bare(name)]
+    same = [c for c in cards if same_gpu(c.name, name)]
     ending = [c for c in cards if _bare(name) and _bare(c.name).endswith(_bare(name))]
     found = (same or (ending if len(ending) == 1 else []) or [None])[0]
     if found is not None:
@@ -102,6 +113,37 @@ def card_of_device(device_name: str, gib: float) -> Card:
     known = [c for c in read_cards() if re.search(rf"\b{re.escape(c.name)}\b{other}", device_name)]
     card = max(known, key=lambda c: len(c.name), default=Card(device_name, gib))
     return replace(card, name=device_name, gib=gib)
+
+
+def with_measurements(card: Card, base_dir: Path) -> Card:
+    """The card with the steps that dev/measure.sh timed on this very GPU, as a rate like those of cards.json. Where it
+    has none, the card as it is."""
+    try:
+        content = json.loads((base_dir / MEASURED_STEPS).read_text(encoding="utf-8"))
+        settings, records = content["settings"], content["records"]
+        timed = [r for r in records if r.get("tokens_per_second") and r["recompute"] == "none"]
+        if not same_gpu(content["environment"]["gpu"], card.name) or not timed:
+            return card
+        shape = timed[0]["depth"], settings["vocab_size"], PUBLISHED["max_seq_len"], settings["head_dim"]
+        with torch.device("meta"):
+            model = GPT(config_from_depth(*shape, settings["aspect_ratio"], PUBLISHED["window_pattern"]))
+        rates = {
+            r["method"]: r["tokens_per_second"] * r["flops_per_token"] / model.estimate_flops()
+            for r in reversed(timed)
+            if r["depth"] == timed[0]["depth"]
+        }
+    except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError):
+        return card
+    rates |= {"nvfp4": rates["clover"]} if "clover" in rates else {}
+    weights = model.num_scaling_params() - model.transformer.wte.weight.numel()
+    rate = {"source": "dev/measure.sh", "model": f"nanochat d{timed[0]['depth']}", "note": "on this GPU", "here": True}
+    rate |= {"weights": weights, "gpus": 1, "equal": list(rates), **rates}
+    return replace(card, rates=(rate, *card.rates))
+
+
+def is_measured(card: Card, method: str | Recipe) -> bool:
+    """Whether dev/measure.sh has timed this very method on this GPU."""
+    return any("here" in rate and get_recipe(method).name in rate for rate in card.rates)
 
 
 def precisions(method: str | Recipe, work: Work = None) -> tuple[str, ...]:
@@ -197,27 +239,27 @@ def published(card: Card, key: str, weights: float) -> Rate | None:
     ends, sources, models = _scaled(card, key, weights)
     if not ends:
         return None
-    wider = SINGLE_SOURCE if len(sources) == 1 else 1.0
+    wider = SINGLE_SOURCE if len(models) == 1 else 1.0
     return Rate(min(ends) / wider, max(ends) * wider, tuple(sources), tuple(models))
 
 
 def _scaled(card: Card, key: str, weights: float) -> tuple[list[float], list[str], list[float]]:
-    """Every published rate of this precision for a model with so many weights, the sources, and the timed models."""
+    """Every rate of this precision for a model with so many weights, the sources, and the models that others timed."""
     ends, sources, models = [], [], []
     for rate in _own_first([rate for rate in card.rates if key in rate]):
         ends += [value / rate["gpus"] * rate["weights"] / weights for value in _ends(rate[key])]
         sources.append(_source(rate))
-        models.append(rate["weights"])
+        models += [] if "here" in rate else [rate["weights"]]
     return ends, sources, models
 
 
 def _gain(card: Card, key: str) -> Rate | None:
     """How many times as fast as BF16 in the same program and with equal micro-batches: on this card, where two models
-    or more were timed on it, otherwise on all cards of its architecture."""
+    or more were timed on it, otherwise on all cards of its architecture. What dev/measure.sh timed here comes first."""
     own, all_alike = (
         [r for r in rates if {key, "bf16"} <= set(r["equal"])] for rates in (card.rates, _of_architecture(card))
     )
-    alike = _own_first(own if len(own) > 1 else all_alike)
+    alike = _own_first(own if len(own) > 1 or any("here" in rate for rate in own) else all_alike)
     if not alike:
         return None
     low = min(min(_ends(rate[key])) / max(_ends(rate["bf16"])) for rate in alike)
@@ -228,6 +270,8 @@ def _gain(card: Card, key: str) -> Rate | None:
 def _widened(card: Card, key: str) -> Rate | None:
     """The gain with equal micro-batches, and up to that of sources that gave BF16 a smaller one."""
     gain = _gain(card, key)
+    if is_measured(card, "bf16"):
+        return gain
     upper = [rate for rate in _of_architecture(card) if rate.get("upper") == [key, "bf16"]]
     if gain is None or not upper:
         return gain
@@ -251,5 +295,6 @@ def _ends(value: float | list[float]) -> list[float]:
 
 
 def _own_first(rates: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Those that this program measured, where there are some; otherwise all."""
-    return [rate for rate in rates if "part" in rate] or rates
+    """Those of this very GPU, where there are some; else those that this program measured; else all."""
+    here, measured = ([rate for rate in rates if mark in rate] for mark in ("here", "part"))
+    return here or measured or rates

@@ -1,4 +1,5 @@
-"""How long a base training takes: measured on this GPU by earlier runs, else estimated from published rates."""
+"""How long a base training takes: measured on this GPU by earlier runs or dev/measure.sh, else estimated from published
+rates."""
 
 import statistics
 from dataclasses import dataclass
@@ -6,7 +7,7 @@ from pathlib import Path
 
 from nanochat_fp4.evaluation.metrics import read_jsonl
 from nanochat_fp4.plan.base import Base
-from nanochat_fp4.plan.cards import Card, Rate, speed_of
+from nanochat_fp4.plan.cards import Card, Rate, is_measured, same_gpu, speed_of
 
 MEASURED_STEPS = 20  # A run's speed counts when it has made so many steps.
 
@@ -45,7 +46,8 @@ def hours(base: Base, card: Card, processes: int, base_dir: Path) -> Hours | Non
     """
     rate, kind = measured(base, card, base_dir), "measured"
     if rate is None:
-        rate, kind = speed_of(card, base.method, base.weights * base.more_flops, base.work), "estimated"
+        rate = speed_of(card, base.method, base.weights * base.more_flops, base.work)
+        kind = "measured" if is_measured(card, base.method) else "estimated"
     if rate is None:
         return None
     tokens = base.tokens + evaluated_tokens(base)
@@ -59,7 +61,8 @@ def measured(base: Base, card: Card, base_dir: Path) -> Rate | None:
     for path in sorted(base_dir.glob("base_checkpoints/*/metrics.jsonl")):
         records = [r for r in read_jsonl(path) if isinstance(r, dict)]
         start = next((r for r in reversed(records) if r.get("event") == "start"), {})
-        if (start.get("environment") or {}).get("gpu") != card.name or start.get("method") != base.method:
+        gpu = (start.get("environment") or {}).get("gpu") or ""
+        if not same_gpu(gpu, card.name) or start.get("method") != base.method:
             continue
         steps = [r["tok_per_sec"] for r in records if r.get("event") == "train" and r.get("tok_per_sec")]
         if len(steps) < MEASURED_STEPS or not start.get("flops_per_token"):  # Earlier versions did not record it.

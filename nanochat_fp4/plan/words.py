@@ -6,8 +6,8 @@ import textwrap
 from nanochat_fp4.console import table
 from nanochat_fp4.models.optim8bit import STATES
 from nanochat_fp4.nvfp4.methods import WHICH
-from nanochat_fp4.plan.base import COMPARED, PUBLISHED, Base, describe, fitting_methods, most_rows
-from nanochat_fp4.plan.cards import CARDS, SINGLE_SOURCE, Card, gain_of, is_timed, precisions
+from nanochat_fp4.plan.base import COMPARED, Base, describe, fitting_methods, most_rows
+from nanochat_fp4.plan.cards import CARDS, PUBLISHED, SINGLE_SOURCE, Card, gain_of, is_measured, is_timed, precisions
 from nanochat_fp4.plan.cpu_steps import minutes_of
 from nanochat_fp4.plan.hours import Hours, evaluated_tokens
 from nanochat_fp4.plan.plan import Plan
@@ -79,7 +79,8 @@ def how_long(plan: Plan) -> str:
         lines.append("  An estimate is scaled by FLOPs from another model, most often of another program.")
     if any(found is None or found.kind == "estimated" for found in plan.hours):
         lines.append(
-            '  To measure: NUM_ITERATIONS=20 STAGES="tok base" trains 20 steps, and the next plan takes their speed.'
+            '  To measure: NUM_ITERATIONS=20 STAGES="tok base" trains 20 steps, and bash dev/measure.sh times four '
+            "methods. The next plan takes their speeds."
         )
     return "\n".join(lines)
 
@@ -125,7 +126,7 @@ def how_long_on_a_cpu(plan: Plan) -> str:
 
 def doubts(base: Base, found: Hours, card: Card) -> list[str]:
     """Why an estimate is worse than its range: another recipe, a single source, or models of another size."""
-    if not found.models:
+    if found.kind == "measured":
         return []
     lines = []
     if base.work[4] and base.method != "clover" and not is_timed(card, base.method):
@@ -144,7 +145,7 @@ def doubts(base: Base, found: Hours, card: Card) -> list[str]:
         lines.append("Attention is in BF16 with every method, so a method gains less where attention takes more.")
     if len(found.models) == 1:
         lines.append(f"ONE SOURCE: the speed under this range was widened by {SINGLE_SOURCE} in both directions.")
-    if base.weights > FAR * max(found.models) or FAR * base.weights < min(found.models):
+    if found.models and (base.weights > FAR * max(found.models) or FAR * base.weights < min(found.models)):
         timed = f"{amount(min(found.models))} to {amount(max(found.models))}"
         timed = amount(found.models[0]) if min(found.models) == max(found.models) else timed
         has = f"this model has {amount(base.weights)} weights in products"
@@ -234,9 +235,10 @@ def which_method(plan: Plan) -> str:
             row[4] += "*" if ratio.unequal else ""
         rows.append(row)
     header = ["method", "times BF16's speed", "own forward", "BF16 forward", "after equal time"]
-    lines = [
-        "What does it gain? Published ratios of speed on cards of this kind; bits per byte over BF16 in percent (d6)."
-    ]
+    ratios = "Published ratios of speed on cards of this kind"
+    if is_measured(card, "bf16"):
+        ratios = "Ratios of speed on this GPU (dev/measure.sh), or published ones where it has not timed the precision"
+    lines = [f"What does it gain? {ratios}; bits per byte over BF16 in percent (d6)."]
     lines += ["  " + line for line in table(header, rows).splitlines()]
     lines += [f"  * upper end of unequal micro-batches: {source}" for source in dict.fromkeys(unequal)]
     answer = textwrap.fill(f"Which method? {advice(card, ends)}", 110, subsequent_indent="  ")

@@ -16,6 +16,7 @@ from lab.bench import compare, steps
 from nanochat_fp4 import doctor
 from nanochat_fp4.errors import UserError
 from nanochat_fp4.nvfp4.methods import WHICH
+from nanochat_fp4.plan.cards import Card, with_measurements
 
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 
@@ -57,7 +58,8 @@ def test_the_steps_of_every_part_have_the_methods_that_the_plan_advises(tmp_path
 
 @no_gpu
 def test_a_dry_run_makes_the_table_and_the_file_to_send(fork_server, tmp_path):
-    """All parts of measure.sh, in small, on a CPU; then what the doctor says of a folder."""
+    """All parts of measure.sh, in small, on a CPU; then what the doctor says of a folder, and what a plan reads."""
+    base, tmp_path = tmp_path, tmp_path / "measurements"
     done = measure(tmp_path, fork_server.python, DRY_RUN="1")
     assert done.returncode == 0, done.stdout + done.stderr
     found = dict(line.split(maxsplit=1) for line in done.stdout.split("== summary, in ")[1].splitlines()[1:4])
@@ -73,6 +75,11 @@ def test_a_dry_run_makes_the_table_and_the_file_to_send(fork_server, tmp_path):
     assert "--send" not in done.stdout and "DRY_RUN" in done.stdout.splitlines()[-1]
     sent = fork_server.run("nanochat_fp4.doctor", ["--send", str(tmp_path)], as_main=True)
     assert sent.status == 0 and str(tmp_path / "my_card.json") in sent.log and "my_card.yml" in sent.log
+    steps = json.loads((tmp_path / "steps.json").read_text())
+    steps["environment"]["gpu"] = "RTX 5090"
+    (tmp_path / "steps.json").write_text(json.dumps(steps))
+    rate = with_measurements(Card("RTX 5090", 32.0), base).rates[0]
+    assert sorted(rate["equal"]) == ["bf16", "clover", "nvfp4"] and rate["clover"] == rate["nvfp4"] > 0
 
 
 def test_a_dry_run_has_a_folder_of_its_own(tmp_path):

@@ -367,7 +367,8 @@ def test_the_documents_and_the_help_say_which_method_as_the_plan_does(capsys):
 
 
 def test_hours_are_measured_where_a_run_on_this_gpu_is_there(tmp_path):
-    start = {"event": "start", "method": "clover", "environment": {"gpu": "RTX 5090"}, "world_size": 1}
+    gpu = {"gpu": "NVIDIA GeForce RTX 5090"}  # A GPU that is named rtx5090, for a plan alone, has these speeds too.
+    start = {"event": "start", "method": "clover", "environment": gpu, "world_size": 1}
     start["flops_per_token"] = planned(gpu="rtx5090").bases[0].flops
     steps = [{"event": "train", "step": i, "tok_per_sec": 1e3 if i < 5 else 8e4} for i in range(25)]
     folder = tmp_path / "base_checkpoints/d20_clover"
@@ -377,6 +378,35 @@ def test_hours_are_measured_where_a_run_on_this_gpu_is_there(tmp_path):
     assert found["kind"] == "measured" and found["speed_low"] == pytest.approx(8e4)
     longer = planned(gpu="rtx5090", NANOCHAT_BASE_DIR=str(tmp_path), SEQ_LEN="8192")
     assert longer.hours[0].speed_low == pytest.approx(8e4 * start["flops_per_token"] / longer.bases[0].flops)
+
+
+def test_what_measure_sh_timed_on_this_gpu_counts_before_what_others_published(base_dir, monkeypatch):
+    """The file is of a real measurement, a d26 with windows L. A method that was not timed has its precision's rate."""
+    content = json.loads((ROOT / "lab/results/bench.json").read_text())["bench_train_d26_h100"]
+    gpu = content["environment"]["gpu"] = "NVIDIA GeForce RTX 5090"
+    (base_dir / "measurements").mkdir(parents=True)
+    (base_dir / "measurements/steps.json").write_text(json.dumps(content))
+    environment = {"PLAN_ONLY": "1", "NANOCHAT_BASE_DIR": str(base_dir), "STAGES": "tok base"}
+
+    def plan(name: str = gpu, **variables: str):
+        card = cards.card_of_device(name, 32)
+        monkeypatch.setattr(program.this, "this_machine", lambda gpu, gib: Machine((card,), 4))
+        return program.plan_of("speedrun", environment | variables)
+
+    timed = {r["method"]: r for r in content["records"] if r.get("tokens_per_second")}
+    for method, key in (("bf16", "bf16"), ("fp8", "fp8"), ("clover", "clover"), ("nvidia", "clover")):
+        made = plan(QAT_METHOD=method, DEPTH="26", WINDOW_PATTERN="L")
+        hours = made.hours[0]
+        assert hours.speed_low == pytest.approx(timed[key]["tokens_per_second"], rel=1e-6) == hours.speed_high
+        assert hours.kind == ("estimated" if method == "nvidia" else "measured")
+        assert hours.sources == ("dev/measure.sh (nanochat d26, on this GPU)",)
+        assert "ONE SOURCE" not in words.page(made) and "Ratios of speed on this GPU" in words.page(made)
+    ratio = timed["fp8"]["tokens_per_second"] / timed["bf16"]["tokens_per_second"]
+    assert f"  fp8              {ratio:.2f}  " in words.which_method(plan())
+    assert plan("RTX 5090", QAT_METHOD="fp8").hours == plan(QAT_METHOD="fp8").hours
+    assert plan("NVIDIA GeForce RTX 5090 D").hours == [None]  # another GPU
+    (base_dir / "measurements/steps.json").write_text('{"records": [1]}')
+    assert plan().hours[0].kind == "estimated" and "Quartet II" in plan().hours[0].sources[0]
 
 
 def test_text_by_tokens():
