@@ -343,8 +343,10 @@ def test_hours_that_are_not_known_name_the_steps_that_are_published(gpu, timed):
 def test_the_page_of_one_card_has_the_plans_numbers():
     page = (ROOT / "docs/one_card.md").read_text(encoding="utf-8")
     for depth in ("12", "20", "26", "32"):
-        found = [planned(gpu="rtx5090", DEPTH=depth, QAT_METHOD=m).hours[0] for m in ("bf16", "fp8", "clover_mixed")]
-        assert " | ".join(words.span(hours.low, hours.high) for hours in found) in page, depth
+        plans = [planned(gpu="rtx5090", DEPTH=depth, QAT_METHOD=m) for m in ("bf16", "fp8", "clover_mixed")]
+        row = next(line for line in page.splitlines() if line.startswith(f"| d{depth}"))
+        assert " | ".join(words.span(plan.hours[0].low, plan.hours[0].high) for plan in plans) in row
+        assert {"EXTRAPOLATED" in words.how_long(plan) for plan in plans} == {"EXTRAPOLATED" in row}
     mixed, bf16 = (planned(gpu="rtx5090", QAT_METHOD=m).hours[0] for m in ("clover_mixed", "bf16"))
     mixed_hours, bf16_hours = (words.span(hours.low, hours.high) for hours in (mixed, bf16))
     readme = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
@@ -353,6 +355,19 @@ def test_the_page_of_one_card_has_the_plans_numbers():
     for method in ("fp8", "clover", "clover_feedback", "clover_mixed"):
         times, *_, after = re.split(" {2,}", next(x for x in table.splitlines() if f"  {method} " in x).strip())[1:]
         assert f"| `{method}` | {times} | {after} |" in page
+
+
+def test_the_page_of_one_card_says_how_much_faster_than_fp8_4_bits_are():
+    page = " ".join((ROOT / "docs/one_card.md").read_text(encoding="utf-8").split())
+    ratios = {}
+    for rate in cards.find_card("rtxpro4000").rates:
+        if rate["gpus"] == 2 and "untuned" not in rate["note"]:
+            ratios.setdefault(rate["depth"], []).append(rate["nvfp4"] / rate["fp8"])
+    (d24,), d12 = ratios[24], sorted(ratios[12])
+    assert (
+        f"{d24:.2f} times the speed of FP8 at d24" in page and f"ratios were {d12[0]:.2f} and {d12[1]:.2f} with" in page
+    )
+    assert "1.015" in page and "1.015 times" in (ROOT / "docs/measured.md").read_text(encoding="utf-8")
 
 
 def test_the_documents_and_the_help_say_which_method_as_the_plan_does(capsys):
