@@ -15,16 +15,22 @@
 #     PLAN_ONLY=1              print the commands and stop
 #     OUT=...                  where logs and numbers go (default: measurements/ in the base directory, and
 #                              measurements_dry_run/ with DRY_RUN)
-#     NANOCHAT=...             a checkout of karpathy/nanochat (revision f5425245f) to be timed as well; without it that
-#                              part is skipped
+#     NANOCHAT=...             a checkout of karpathy/nanochat (revision f5425245f) to be timed as well, in 7 minutes
 #     PY=python3               the python to use as it is (default: VENV, or .venv, which is made; see dev/setup.sh)
 set -uo pipefail
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 cd "$ROOT" || exit 2
 source dev/setup.sh
 only_variables "$@"
+known_variables measure
+[[ ${LIMIT:-1} =~ ^[1-9][0-9]*$ ]] || die "LIMIT=$LIMIT: expected whole seconds, such as LIMIT=60; set another number or leave LIMIT out"
+for name in NANOCHAT_BASE_DIR NANOCHAT OUT; do
+    [ -z "${!name:-}" ] || export "$name=$(of_the_caller "${!name}")"
+done
+[ -z "${NANOCHAT:-}" ] || [ -f "$NANOCHAT/nanochat/gpt.py" ] ||
+    die "NANOCHAT=$NANOCHAT is no checkout of karpathy/nanochat, for it has no nanochat/gpt.py; name one or leave NANOCHAT out"
 KNOWN="doctor tests layers steps steps_32gib steps_nanochat"
-PARTS=${PARTS:-doctor layers steps}
+PARTS=${PARTS:-doctor layers steps${NANOCHAT:+ steps_nanochat}}
 [ "$PARTS" != all ] || PARTS=$KNOWN
 for name in $PARTS; do
     [[ " $KNOWN " == *" $name "* ]] || die "PARTS: there is no part '$name'; the parts are: $KNOWN"
@@ -52,10 +58,10 @@ part() {
     shift 2
     chosen "$name" || return 0
     if switched_on PLAN_ONLY; then
-        echo "$name, at most $limit s: $*"
+        echo "$name, at most $limit s:$(printf ' %q' "$@")"
         return 0
     fi
-    echo "== $name: $*"
+    echo "== $name:$(printf ' %q' "$@")"
     timeout -k 10 "$limit" "$@" >"$OUT/$name.log" 2>&1 || status=$?
     tail -n 60 "$OUT/$name.log" | cut -c1-200
     last=$(tail -n 1 "$OUT/$name.log" | cut -c1-150)

@@ -109,10 +109,6 @@ ask() {
     [[ "$answer" != [nN]* ]] || exit 2
 }
 
-of_the_caller() { # PATH: a relative one is meant from the folder in which the script was started
-    if [[ "$1" = /* || "${OLDPWD:-$ROOT}" = "$ROOT" ]]; then echo "$1"; else echo "$OLDPWD/$1"; fi
-}
-
 # The list of what a run left out, and the calls of its plan, are files of the base directory. Two runs at once would
 # write into each other's.
 lock_base_dir() {
@@ -128,8 +124,7 @@ lock_base_dir() {
 # pipeline RUN: the whole run.
 pipeline() {
     local name files
-    # Before anything is installed. An installed package has the file elsewhere; there the plan itself looks.
-    [ ! -f "$ROOT/nanochat_fp4/plan/variables.py" ] || "$(find_python)" "$ROOT/nanochat_fp4/plan/variables.py" || exit 2
+    known_variables
     export NANOCHAT_BASE_DIR=${NANOCHAT_BASE_DIR:-$HOME/.cache/nanochat}
     for name in NANOCHAT_BASE_DIR DATA_DIR NANOCHAT_EVAL_DIR; do
         [ -z "${!name:-}" ] || export "$name=$(of_the_caller "${!name}")"

@@ -60,6 +60,15 @@ find_python() {
     die "no Python 3.10 to 3.14 found; install one, or name it with PYTHON=/path/to/python3"
 }
 
+of_the_caller() { # PATH: a relative one is meant from the folder in which the script was started
+    if [[ "$1" = /* || "${OLDPWD:-$ROOT}" = "$ROOT" ]]; then echo "$1"; else echo "$OLDPWD/$1"; fi
+}
+
+known_variables() { # [measure]: before anything is installed, an unknown variable that is nearly a known one is refused
+    # An installed package has the file elsewhere; there the plan itself looks.
+    [ ! -f "$ROOT/nanochat_fp4/plan/variables.py" ] || "$(find_python)" "$ROOT/nanochat_fp4/plan/variables.py" "$@" || exit 2
+}
+
 # quietly WHAT COMMAND...: run it with its output in $SETUP_LOG and a sign of life every 15 seconds.
 quietly() {
     local what=$1 started=$SECONDS beat status=0

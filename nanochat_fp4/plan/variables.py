@@ -1,7 +1,8 @@
 """
-Names of the variables that tell speedrun_fp4.sh and run1000_fp4.sh what to do.
+Names of the variables that tell speedrun_fp4.sh, run1000_fp4.sh and dev/measure.sh what to do.
 
-    python3 nanochat_fp4/plan/variables.py      refuses a variable that is nearly one of them; imports no package
+    python3 nanochat_fp4/plan/variables.py            refuses a variable that is nearly one of them; imports no package
+    python3 nanochat_fp4/plan/variables.py measure    the same of dev/measure.sh
 """
 
 import difflib
@@ -15,12 +16,14 @@ NUMBERS = (
     "TOK_CHARS", "EVAL_EVERY", "EVAL_TOKENS", "SAMPLE_EVERY", "CORE_EVERY", "SAVE_EVERY", "EVAL_BATCH", "SPLIT_TOKENS",
 )  # fmt: skip
 ARGUMENTS = ("BASE_ARGS", "CORE_ARGS", "MID_ARGS", "SFT_ARGS", "EVAL_ARGS")  # more flags of a stage
-OTHERS = (
-    "QAT_METHOD", "METHOD", "RECIPES", "COMPARE", "STAGES", "NPROC", "PLAN_ONLY", "GPU", "GPU_MEMORY", "DATA_DIR",
-    "TEXT_COLUMN", "NANOCHAT_BASE_DIR", "NANOCHAT_EVAL_DIR", "WANDB_RUN", "TRACKER", "VENV", "PYTHON", "PYTHONPATH",
-    "PIP_TORCH_ARGS",
+# Those of a run alone, and those that a user may have exported for every command.
+OF_A_RUN = ("QAT_METHOD", "METHOD", "COMPARE", "STAGES", "NPROC", "GPU", "GPU_MEMORY")
+EXPORTED = (
+    "RECIPES", "PLAN_ONLY", "DATA_DIR", "TEXT_COLUMN", "NANOCHAT_BASE_DIR", "NANOCHAT_EVAL_DIR", "WANDB_RUN", "TRACKER",
+    "VENV", "PYTHON", "PYTHONPATH", "PIP_TORCH_ARGS",
 )  # fmt: skip
-KNOWN = NUMBERS + ARGUMENTS + OTHERS
+KNOWN = NUMBERS + ARGUMENTS + OF_A_RUN + EXPORTED
+MEASURE = ("PARTS", "DRY_RUN", "LIMIT", "OUT", "NANOCHAT", "PY")  # of dev/measure.sh
 # Names that other programs have for the same thing, and what is meant here.
 ELSEWHERE = {
     "BATCH_SIZE": "DEVICE_BATCH (rows of a micro-batch) or TOTAL_BATCH (tokens of a step)",
@@ -40,22 +43,30 @@ ELSEWHERE = {
     "N_LAYER": "DEPTH",
     "NPROC_PER_NODE": "NPROC",
     "NUM_GPUS": "NPROC",
+    "DRY_RUN": "PLAN_ONLY",
+    "PARTS": "STAGES",
     "MODEL_TAG": "NANOCHAT_BASE_DIR (a folder of its own; a run's name says what differs from the defaults)",
 }
 
 
-def problem(names: set[str]) -> str | None:
-    """One line on the first variable that would be ignored although one of KNOWN is meant; None where there is none."""
-    for name in sorted(names - set(KNOWN)):
-        alike = difflib.get_close_matches(name, KNOWN, n=1, cutoff=0.85) or [
-            k for k in KNOWN if sorted(k) == sorted(name)
+def problem(names: set[str], script: str = "speedrun") -> str | None:
+    """One line on the first variable that would be ignored although a known one is meant, or that would be ignored by
+    dev/measure.sh (script "measure") because it is of a run; None where there is none."""
+    known = MEASURE + EXPORTED if script == "measure" else KNOWN
+    for name in sorted(names - set(known)):
+        if script == "measure" and name in KNOWN:
+            has = f"dev/measure.sh, which has {' '.join(MEASURE)}, does not take it"
+            return f"{name} is set, and {has}; unset {name}, or see python -m lab.bench steps --help"
+        alike = difflib.get_close_matches(name, known, n=1, cutoff=0.85) or [
+            k for k in known if sorted(k) == sorted(name)
         ]
-        meant = ELSEWHERE.get(name) or (alike[0] if alike else "")
+        meant = ELSEWHERE.get(name) if script != "measure" else None
+        meant = meant or (alike[0] if alike else "")
         if meant:
             return f"{name} is set, and there is no such variable here; did you mean {meant}? Unset {name} if not"
     return None
 
 
 if __name__ == "__main__":
-    if found := problem(set(os.environ)):
+    if found := problem(set(os.environ), *sys.argv[1:]):
         sys.exit(f"error: {found}")

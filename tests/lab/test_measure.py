@@ -4,6 +4,7 @@ import importlib
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -35,6 +36,12 @@ def plan(out: Path, **variables: str) -> tuple[str, dict[str, int]]:
     assert done.returncode == 0 and not out.exists()
     lines = [line for line in done.stdout.splitlines() if ", at most " in line]
     return done.stdout, {line.split(",")[0]: int(line.split()[3]) for line in lines}
+
+
+def checkout_of_nanochat(folder: Path) -> str:
+    (folder / "nanochat").mkdir(parents=True)
+    (folder / "nanochat/gpt.py").touch()
+    return str(folder)
 
 
 def test_a_plan_runs_nothing_and_what_a_stranger_runs_ends_within_20_minutes(tmp_path):
@@ -124,8 +131,9 @@ def flags_of(program: str, capsys) -> set[str]:
 def test_every_file_and_flag_of_the_plan_is_there(tmp_path, capsys):
     """A GPU is too dear to find out there that a flag was renamed."""
     flags: dict[str, set[str]] = {}
-    for line in plan(tmp_path / "out", PARTS="all", NANOCHAT="x")[0].splitlines():
-        words = line.split(f"{sys.executable} ", 1)[1].split()
+    nanochat = checkout_of_nanochat(tmp_path / "a folder")
+    for line in plan(tmp_path / "out", PARTS="all", NANOCHAT=nanochat)[0].splitlines():
+        words = shlex.split(line.split(f"{sys.executable} ", 1)[1])
         if "pytest" in words:
             assert all((ROOT / w).is_file() for w in words if w.endswith(".py"))
             continue
@@ -133,6 +141,8 @@ def test_every_file_and_flag_of_the_plan_is_there(tmp_path, capsys):
         if program not in flags:
             flags[program] = flags_of(program, capsys)
         assert {w for w in words if w.startswith("--")} <= flags[program], words
+        if "--nanochat" in words:  # An empty word and a space survive being pasted.
+            assert words[words.index("--methods") + 1] == "" and words[words.index("--nanochat") + 1] == nanochat
     assert len(flags) == 3  # doctor, layers, steps
 
 
@@ -155,6 +165,30 @@ def test_what_takes_too_long_is_cut_off(tmp_path):
     assert done.returncode == 1 and "doctor          FAILED, cut off after 1 s" in done.stdout
 
 
-def test_unknown_parts(tmp_path):
-    done = measure(tmp_path, PARTS="layers speed")
-    assert done.returncode == 2 and "'speed'" in done.stderr
+@pytest.mark.parametrize(
+    "variables, message",
+    [
+        ({"PARTS": "layers speed"}, "error: PARTS: there is no part 'speed'; the parts are: doctor "),
+        ({"LIMIT": "abc"}, "error: LIMIT=abc: expected whole seconds, such as LIMIT=60;"),
+        ({"LIMIT": "0"}, "error: LIMIT=0: expected whole seconds"),
+        ({"NANOCHAT": "/nope"}, "error: NANOCHAT=/nope is no checkout of karpathy/nanochat"),
+        ({"DRYRUN": "1"}, "error: DRYRUN is set, and there is no such variable here; did you mean DRY_RUN?"),
+        ({"DEPTH": "12"}, "error: DEPTH is set, and dev/measure.sh, which has PARTS DRY_RUN LIMIT "),
+        ({"QAT_METHOD": "fp8"}, "error: QAT_METHOD is set, and dev/measure.sh"),
+    ],
+)
+def test_variables_that_are_wrong_end_before_anything_runs(tmp_path, variables, message):
+    done = measure(tmp_path / "out", **variables)
+    assert done.returncode == 2 and done.stderr.startswith(message) and done.stderr.count("\n") == 1, done.stderr
+    assert not done.stdout and not (tmp_path / "out").exists()
+
+
+def test_folders_are_the_callers(tmp_path):
+    checkout_of_nanochat(tmp_path / "nanochat")
+    environment = {k: v for k, v in os.environ.items() if k != "PARTS"} | {"PLAN_ONLY": "1", "PY": "python"}
+    command = ["bash", str(ROOT / "dev/measure.sh")]
+    environment |= {"OUT": "out", "NANOCHAT": "nanochat"}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
+    last = done.stdout.splitlines()[-1]
+    assert last.startswith("steps_nanochat, at most 400 s: ") and f"--nanochat {tmp_path}/nanochat " in last, done
+    assert f"--json {tmp_path}/out/steps_nanochat.json" in last

@@ -562,6 +562,7 @@ def test_a_small_memory_is_not_said_to_be_none():
     [
         ("NUM_ITERATION", "NUM_ITERATIONS"), ("DETPH", "DEPTH"), ("NPROCS", "NPROC"), ("BATCH_SIZE", "DEVICE_BATCH"),
         ("NUM_STEPS", "NUM_ITERATIONS"), ("LR", "MATRIX_LR"), ("MODEL_TAG", "NANOCHAT_BASE_DIR"),
+        ("DRY_RUN", "PLAN_ONLY"),
     ],
 )  # fmt: skip
 def test_a_variable_that_would_be_ignored_is_refused(name, meant):
