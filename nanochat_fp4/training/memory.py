@@ -30,6 +30,7 @@ HEAD_BYTES = 2 * FP32 + BF16
 # Rounding with error feedback takes so many bytes for each element, and rounds at most so many elements at once (d26 on
 # an H200: 3.65 GiB).
 FEEDBACK_BYTES, FEEDBACK_ELEMENTS = 15.0, 2**28
+BF16_RECIPE = Recipe("bf16")  # of layers that are not converted
 GOOD_ROWS = 4  # With fewer rows in a micro-batch a GEMM is too small for a large GPU.
 
 
@@ -73,10 +74,10 @@ def operand_bytes(operand: Operand) -> float:
     return BF16 if operand.rounding is None else operand.terms * (BYTES if operand.rounding.element == "e2m1" else 1.0)
 
 
-def _recipes(layer: nn.Module) -> set[Recipe]:
-    """Returns the recipes that a layer has in the course of a run."""
-    recipe = getattr(layer, "recipe", None) or Recipe("bf16")
-    return {recipe, recipe.final}
+def _recipes(layer: nn.Module) -> tuple[Recipe, Recipe]:
+    """Returns the recipes with which a layer begins and ends a run. They may be the same."""
+    recipe = getattr(layer, "recipe", None) or BF16_RECIPE
+    return recipe, recipe.final
 
 
 def _input(layer: nn.Module) -> tuple[float, bool]:
@@ -151,9 +152,11 @@ def largest(model: GPT, total: float, sizes: Sequence[int], state: str, recomput
     """Counts the memory with the largest micro-batch that fits a GPU of `total` bytes. `sizes` are the possible
     numbers of rows in rising order. If none fits, the result has rows = 0, and its other numbers are those of the first
     size."""
-    counted = [count(model, rows, state, recompute, seq_len) for rows in sizes]
-    fitting = [way for way in counted if way.peak <= SHARE * total]
-    return fitting[-1] if fitting else replace(counted[0], rows=0)
+    for rows in reversed(sizes):
+        way = count(model, rows, state, recompute, seq_len)
+        if way.peak <= SHARE * total:
+            return way
+    return replace(way, rows=0)
 
 
 def choose(model: GPT, total: float, sizes: Sequence[int], states: Sequence[str] = STATES) -> list[Memory]:
