@@ -19,8 +19,11 @@ signal_jobs() { # SIGNAL
 }
 
 stop() {
+    local name
+    name=SIG$(kill -l $((STOPPED - 128)))
+    [ "$name" != SIGINT ] || name+=", which was passed on as SIGTERM"
     # The terminal may be closed. Then the line cannot be written.
-    echo "stopped (exit status $STOPPED)${GO_ON:-}" >&2 || true
+    echo "stopped by $name (exit status $STOPPED)${GO_ON:-}" >&2 || true
     exit "$STOPPED"
 }
 
