@@ -9,6 +9,7 @@ from pathlib import Path
 
 from nanochat_fp4.common import default_base_dir, load_recipes, resolve_method
 from nanochat_fp4.errors import UserError, switched_on
+from nanochat_fp4.nvfp4.methods import REGISTERED
 from nanochat_fp4.plan.variables import NUMBERS
 
 Number = int | float | str
@@ -143,6 +144,7 @@ def read(run: str, environment: Mapping[str, str], on_gpu: bool) -> Settings:
         gpu=environment.get("GPU", ""),
         plan_only=switched_on("PLAN_ONLY", environment),
         cpu_minutes=minutes * by_time,
+        notes=_unused_recipes(environment, method, args["BASE_ARGS"]),
     )  # fmt: skip
 
 
@@ -170,6 +172,15 @@ def _method(environment: Mapping[str, str]) -> str:
         return resolve_method(wished or other or "clover")
     except UserError as e:
         raise UserError(f"QAT_METHOD: {str(e).removeprefix('--method: ')}") from None
+
+
+def _unused_recipes(environment: Mapping[str, str], method: str, base_args: str) -> list[str]:
+    """A hint where RECIPES has methods and the run takes none of them."""
+    names = sorted(REGISTERED) if environment.get("RECIPES") else []
+    if not names or method in names or any(name in base_args for name in names):
+        return []
+    shown = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
+    return [f"RECIPES has {shown}, and this run trains with {method}; QAT_METHOD={names[0]} trains with it"]
 
 
 def _processes(text: str) -> int | None:

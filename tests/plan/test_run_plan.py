@@ -581,6 +581,19 @@ def test_a_switch_understands_both_words(name):
         is_on("maybe")
 
 
+def test_recipes_that_no_method_takes_are_said(tmp_path, monkeypatch):
+    monkeypatch.setattr("nanochat_fp4.nvfp4.methods.REGISTERED", registered := {})
+    monkeypatch.setattr("nanochat_fp4.plan.settings.REGISTERED", registered)
+    (tmp_path / "mine.py").write_text(
+        "import nanochat_fp4 as nf\nnf.register(nf.Recipe('mine', output=nf.Gemm(b=nf.Operand('rtn')), summary=''))\n"
+    )
+    variables = {"RECIPES": str(tmp_path / "mine.py")}
+    page = words.page(planned(**variables))
+    assert "  note      RECIPES has mine, and this run trains with clover; QAT_METHOD=mine trains with it" in page
+    phases = {"BASE_ARGS": "--method-phases=0.5=mine"}
+    assert not [note for how in ({"QAT_METHOD": "mine"}, phases) for note in planned(**variables, **how).settings.notes]
+
+
 def test_a_card_that_is_not_known():
     with pytest.raises(UserError, match="did you mean RTX 5090 .*GPU_MEMORY=24"):
         cards.find_card("rtx5099")
