@@ -109,7 +109,7 @@ def main(argv: list[str] | None = None) -> None:
     tokenizer_dir = get_tokenizer_dir()
     with tokenizer_lock():
         check_replaceable(args.overwrite)  # A run may have begun meanwhile.
-        tokenizer.save(tokenizer_dir)
+        tokenizer.save(tokenizer_dir, asked_tokens=args.vocab_size)
         token_bytes = save_token_bytes(tokenizer, tokenizer_dir)
 
     lengths = token_bytes[token_bytes > 0].float()

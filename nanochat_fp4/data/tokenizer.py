@@ -215,9 +215,9 @@ class RustBPETokenizer:
             # The file may be unreadable, no JSON, lack keys, have wrong types, or have a pattern that does not compile.
             raise UserError(f"{path} is not a tokenizer ({type(e).__name__}: {one_line(e)[:100]}); {retrain}") from e
 
-    def save(self, tokenizer_dir: str | os.PathLike) -> None:
+    def save(self, tokenizer_dir: str | os.PathLike, asked_tokens: int | None = None) -> None:
         """Writes tokenizer.json into the folder, which is made if necessary. The file is written completely or not
-        at all."""
+        at all. `asked_tokens` is the number of tokens that was asked for, because a small text yields fewer."""
         os.makedirs(tokenizer_dir, exist_ok=True)
         tokens = self.token_bytes_by_rank()
         data = {
@@ -225,6 +225,7 @@ class RustBPETokenizer:
             "sha256": self._sha256(),
             "pattern": self.enc._pat_str,
             "special_tokens": self.enc._special_tokens,
+            **({} if asked_tokens is None else {"asked_tokens": asked_tokens}),
             # The rank of a token is its place in the list.
             "tokens": [base64.b64encode(token).decode("ascii") for token in tokens],
         }

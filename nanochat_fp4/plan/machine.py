@@ -1,7 +1,6 @@
 """What a plan must know of this machine and of the base directory; everything else in a plan is arithmetic."""
 
 import json
-import re
 import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,7 +13,6 @@ from nanochat_fp4.data.needs import Missing
 from nanochat_fp4.data.shards import index_to_filename
 from nanochat_fp4.errors import UserError
 from nanochat_fp4.hardware import usable_cpus
-from nanochat_fp4.plan.base import parse
 from nanochat_fp4.plan.cards import Card, card_of_device, find_card
 from nanochat_fp4.plan.settings import Settings
 
@@ -112,17 +110,9 @@ def tokenizer_sizes(base: Path) -> tuple[int | None, int | None]:
         return None, None
     try:
         content = json.loads((folder / "tokenizer.json").read_bytes())
-        size = len(content["tokens"]) + len(content["special_tokens"])
-    except (OSError, ValueError, KeyError, TypeError):
-        size = 0
-    try:
-        report = json.loads((base / "report/tokenizer-training.json").read_bytes())
-        flags = next(item["Flags"] for item in report["data"] if "Flags" in item)
-        named = re.search(r"--vocab-size=(\d+)", flags)  # Flags has those alone that differ from the defaults.
-        asked = int(named[1]) if named else parse("tok_train", [], "the tokenizer").vocab_size
-    except (OSError, ValueError, KeyError, TypeError, StopIteration):
-        asked = None
-    return size, asked
+        return len(content["tokens"]) + len(content["special_tokens"]), content.get("asked_tokens")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return 0, None
 
 
 def disk_free(folder: Path) -> float:
