@@ -34,8 +34,9 @@ from nanochat_fp4.plan.stages import (
     wanted,
 )
 
-CHARACTERS, SHARD_CHARACTERS = 4.8, 250e6  # of a token, and of a shard of FineWeb-Edu
-KEPT, SPARE = 0.65, 1.1  # best-fit packing crops 35% of the text away; a tenth more is downloaded than is needed
+# A shard of FineWeb-Edu has 250M characters, and a token 4.8. Best-fit packing crops 35% of the text away.
+SHARD_TOKENS = 250e6 / 4.8 * 0.65
+SPARE = 1.1  # A tenth more is downloaded than is needed.
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,7 @@ def settle(settings: Settings, machine: Machine, steps: Callable[[Base], tuple[i
         settings.instead("SPLIT_TOKENS", max(1, int(settings.defaults["SPLIT_TOKENS"]) // row) * row)
         flags = [f"{flag}={numbers[name]}" for name, flag in LOSS_FLAGS.items()]
         check_loss(parse("base_loss", flags, "base loss", LOSS_FLAGS), row, processes)
-    shards = -(-bases[0].tokens * CHARACTERS * SPARE / SHARD_CHARACTERS / KEPT // 10) * 10
+    shards = -(-bases[0].tokens * SPARE / SHARD_TOKENS // 10) * 10
     if settings.defaults["NUM_SHARDS"] == 0:
         settings.instead("NUM_SHARDS", int(min(max(shards, 10), MAX_SHARD + 1)))
         settings.instead("TOK_SHARDS", min(int(settings.defaults["TOK_SHARDS"]), int(settings.numbers["NUM_SHARDS"])))
@@ -147,7 +148,7 @@ def make_plan(settings: Settings, machine: Machine, bases: list[Base], facts: Fa
     if facts.made is not None:
         check_order(settings, facts.made, [base.tag for base in bases])
     chosen = choose(settings, facts.missing, processes)
-    shards = int(numbers["NUM_SHARDS"]) if facts.text in ("hub", "shards") else 0
+    shards = int(numbers["NUM_SHARDS"]) if facts.text in ("hub", "shards") and "tok" in settings.stages else 0
     stages = commands(settings, bases, chosen, processes, facts.text, has_tokenizer, facts.shards >= shards)
     kinds = [kind for kind in ("base", "mid", "sft") if kind in settings.stages]
     kept = sum(base.checkpoint_bytes * (1 + max(1, base.args.keep_last)) for base in bases) * len(kinds)

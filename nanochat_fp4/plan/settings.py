@@ -171,7 +171,8 @@ def _method(environment: Mapping[str, str]) -> str:
     try:
         return resolve_method(wished or other or "clover")
     except UserError as e:
-        raise UserError(f"QAT_METHOD: {str(e).removeprefix('--method: ')}") from None
+        message = str(e).removeprefix("--method: ").replace("--recipes=", "RECIPES=")
+        raise UserError(f"QAT_METHOD: {message}") from None
 
 
 def _unused_recipes(environment: Mapping[str, str], method: str, base_args: str) -> list[str]:

@@ -10,7 +10,7 @@ from nanochat_fp4.plan.base import COMPARED, Base, describe, fitting_methods, mo
 from nanochat_fp4.plan.cards import CARDS, PUBLISHED, SINGLE_SOURCE, Card, gain_of, is_measured, is_timed, precisions
 from nanochat_fp4.plan.cpu_steps import minutes_of
 from nanochat_fp4.plan.hours import Hours, evaluated_tokens
-from nanochat_fp4.plan.plan import Plan
+from nanochat_fp4.plan.plan import SHARD_TOKENS, Plan
 from nanochat_fp4.plan.settings import RUNS, read
 
 GIB = 2**30
@@ -34,7 +34,6 @@ def page(plan: Plan) -> str:
 
 def head(plan: Plan) -> str:
     s, facts = plan.settings, plan.facts
-    tokens = plan.bases[0].tokens
     text = {
         "folder": f"{s.data_dir} (DATA_DIR)",
         "shards": f"FineWeb-Edu, {s.numbers['NUM_SHARDS']} shards, {facts.shards} of them here",
@@ -43,12 +42,12 @@ def head(plan: Plan) -> str:
     }[facts.text]
     lines = [
         f"nanochat_fp4: {s.run}",
-        f"  machine   {plan.machine}, {plan.processes} process(es)",
+        f"  machine   {plan.machine}, {plan.processes} process{'es' if plan.processes > 1 else ''}",
         f"  methods   {' '.join(s.methods)}   (QAT_METHOD={s.methods[0]}; COMPARE=1 adds the bf16 baseline)",
         f"  runs      {' '.join(base.tag for base in plan.bases)}",
         f"  stages    {' '.join(stage for stage in s.stages)}",
         f"  folder    {s.base_dir}   (NANOCHAT_BASE_DIR)",
-        f"  text      {text}; {amount(tokens)} tokens are trained on",
+        *([f"  text      {text}{read_by(plan)}"] if {"tok", "base"} & set(s.stages) else []),
         f"  disk      {plan.text_bytes / 1e9:.0f} GB of text to come, {plan.checkpoint_bytes / 1e9:.1f} of checkpoints"
         f"{f'; {facts.disk_free / 1e9:.0f} GB are free' if plan.machine.here else ''}",
         *(f"  note      {note}" for note in s.notes),
@@ -56,9 +55,22 @@ def head(plan: Plan) -> str:
     return "\n".join(lines)
 
 
+def read_by(plan: Plan) -> str:
+    """How much of the text the base training reads, and how often where it reads shards more than once."""
+    if "base" not in plan.settings.stages:
+        return ""
+    tokens, facts = plan.bases[0].tokens, plan.facts
+    shards = int(plan.settings.numbers["NUM_SHARDS"]) if facts.text in ("hub", "shards") else 0
+    times = tokens / (shards * SHARD_TOKENS) if shards else 1.0
+    again = f", so the text is read about {times:.2g} times" if times > 1.1 else ""
+    return f"; {amount(tokens)} tokens are trained on{again}"
+
+
 def how_long(plan: Plan) -> str:
     if plan.machine.card is None:
         return how_long_on_a_cpu(plan)
+    if "base" not in plan.settings.stages:
+        return "How long? Hours are known of the base training alone, which is not among these stages."
     lines = [
         "How long does the base training take, with its validations? Mid-training, SFT and benchmarks come besides."
     ]
@@ -66,9 +78,12 @@ def how_long(plan: Plan) -> str:
         if found is None:
             lines += not_known(base, plan.machine.card)
             continue
-        lines.append(f"  {base.method}: {span(found.low, found.high)} hours {found.kind}, {speed(found)} tokens/s")
-        lines += [f"    {found.kind} from {source}" for source in found.sources]
+        lines.append(f"  {base.method}: {duration(found.low, found.high)} {found.kind}, {speed(found)} tokens/s")
         lines += [f"    {line}" for line in doubts(base, found, plan.machine.card)]
+    if len(plan.hours) > 1 and all(plan.hours):
+        ends = (sum(getattr(found, end) for found in plan.hours) for end in ("low", "high"))
+        lines.append(f"  Together: {duration(*ends)}.")
+    lines += dict.fromkeys(f"  {found.kind} from {source}" for found in plan.hours if found for source in found.sources)
     if plan.machine.card.products and not all(plan.hours):
         low, high, source = plan.machine.card.products
         lines.append(f"  Large BF16 products run at {span(low, high)} TFLOP/s here, as users measured them ({source}).")
@@ -153,8 +168,15 @@ def doubts(base: Base, found: Hours, card: Card) -> list[str]:
     return lines
 
 
+def duration(low: float, high: float) -> str:
+    """Hours in words: minutes where they are few, and days beside them where they are many."""
+    if high < 1:
+        return f"{span(60 * low, 60 * high)} minutes"
+    return f"{span(low, high)} hours" + (f" ({span(low / 24, high / 24)} days)" if high >= 72 else "")
+
+
 def span(low: float, high: float) -> str:
-    a, b = (f"{x:.0f}" if x >= 9.95 else f"{x:.2g}" for x in (low, high))
+    a, b = (f"{x:,.0f}" if x >= 9.95 else f"{x:.2g}" for x in (low, high))
     return a if a == b else f"{a} to {b}"
 
 
@@ -165,7 +187,7 @@ def speed(found: Hours) -> str:
 
 def does_it_fit(plan: Plan) -> str:
     card = plan.machine.card
-    if card is None or not plan.bases[0].ways:
+    if card is None or not plan.bases[0].ways or "base" not in plan.settings.stages:
         return ""
     lines = ["Does it fit? Memory by count, without the CUDA context (docs/memory.md)."]
     for base in plan.bases:
@@ -212,7 +234,7 @@ def memory_of(base: Base, card: Card) -> list[str]:
 
 def which_method(plan: Plan) -> str:
     card = plan.machine.card
-    if card is None:
+    if card is None or "base" not in plan.settings.stages:
         return ""
     gaps = json.loads(CARDS.read_text())["gaps"]
     rows, ends, unequal = [], {"bf16": (0.0, 0.0)}, []

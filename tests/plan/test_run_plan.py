@@ -233,6 +233,33 @@ def test_the_hours_count_the_flops_of_attention():
     assert few < many  # minutes of a CPU
 
 
+def test_hours_are_said_as_a_person_says_them():
+    """Minutes where they are few, days where they are many, and the sum of a comparison. Each source is said once."""
+    said = {depth: words.how_long(planned(gpu="rtx5090", DEPTH=depth, COMPARE="1")) for depth in ("12", "36")}
+    assert "clover: 3 to 4.5 hours estimated" in said["12"] and "Together: 8.2 to 12 hours." in said["12"]
+    assert "bf16: 1,332 to 1,788 hours (55 to 74 days) estimated" in said["36"]
+    assert said["12"].count("estimated from github.com/IST-DASLab/llmq (Qwen2.5-0.5B") == 1
+    few = words.how_long(planned(gpu="rtx5090", NUM_ITERATIONS="20", STAGES="tok base"))
+    assert "clover: 2.8 to 4.3 minutes estimated" in few and "Together" not in few
+
+
+def test_a_run_without_base_training_has_no_hours_and_no_text_to_come():
+    report, tok = (planned(gpu="rtx5090", STAGES=stages) for stages in ("report", "tok"))
+    assert report.text_bytes == 0 < tok.text_bytes
+    for plan in (report, tok):
+        page = words.page(plan)
+        assert "tokens/s" not in page and "Does it fit?" not in page and "tokens are trained on" not in page
+    assert "FineWeb-Edu" in words.page(tok) and "FineWeb-Edu" not in words.page(report)
+
+
+def test_text_that_is_read_more_than_once_is_said():
+    """FineWeb-Edu's shards hold 8.8M tokens each that are kept, and are 1,823."""
+    pages = {n: words.head(planned(gpu="rtx5090", NUM_SHARDS=n)) for n in ("370", "8")}
+    assert "so the text is read about 41 times" in pages["8"] and "times" not in pages["370"]
+    assert "read about 1.1 times" in words.head(planned(gpu="rtx5090", DEPTH="40"))
+    assert "times" not in words.head(planned(gpu="rtx5090")) + words.head(planned())
+
+
 def test_products_in_bf16_take_bf16s_time():
     """nvidia_full keeps the last blocks in BF16, and makes its late forward in BF16; a run in phases likewise."""
     times = {}
@@ -446,6 +473,7 @@ def test_steps_chosen_for_a_cpu_shrink_the_later_stages():
 
 REFUSED = [
     ({"QAT_METHOD": "fp3"}, "'fp3'"),
+    ({"QAT_METHOD": "fp3"}, "or register its recipe (nf.register, or RECIPES=FILE.py)"),
     ({"QAT_METHOD": "clover", "METHOD": "nvidia"}, "two methods"),
     ({"DEPTH": "abc"}, "DEPTH=abc: "),
     ({"DEPTH": "0", "NUM_ITERATIONS": "3"}, "DEPTH=0: depth 0 must be at least 1"),
