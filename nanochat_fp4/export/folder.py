@@ -87,7 +87,8 @@ def _locked(out: Path, words: Words, wait: bool) -> Iterator[None]:
     """Holds the lock of `out`. The kernel keeps the lock (flock), so it is released when the process is killed.
 
     At the end the lock's file is deleted, while the lock is still held. A process that was waiting for this file gets
-    the lock of a file without a name, and _lock_file lets it try again.
+    the lock of a file without a name, and _lock_file lets it try again. locks.py has filelock instead. An export does
+    without it, because it would be one more package to install, and would wait for ever where no file can be made.
     """
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
