@@ -124,6 +124,8 @@ def read(run: str, environment: Mapping[str, str], on_gpu: bool) -> Settings:
     defaults = GPU | for_gpu if on_gpu else CPU | for_cpu
     default_args = {name: "" for name in ("BASE_ARGS", "CORE_ARGS", "MID_ARGS", "SFT_ARGS", "EVAL_ARGS")}
     default_args |= gpu_args if on_gpu else CPU_ARGS
+    if not on_gpu:
+        defaults, default_args = _for_longer_rows(defaults, default_args, environment.get("SEQ_LEN", ""))
     numbers = {name: _number(name, environment.get(name, ""), defaults[name]) for name in NUMBERS}
     args = {name: environment.get(name) or text for name, text in default_args.items()}
     method = _method(environment)
@@ -146,6 +148,18 @@ def read(run: str, environment: Mapping[str, str], on_gpu: bool) -> Settings:
         cpu_minutes=minutes * by_time,
         notes=_unused_recipes(environment, method, args["BASE_ARGS"]),
     )  # fmt: skip
+
+
+def _for_longer_rows(
+    defaults: dict[str, Number], default_args: dict[str, str], seq_len: str
+) -> tuple[dict[str, Number], dict[str, str]]:
+    """A CPU's defaults where rows are longer than usual: a micro-batch has fewer of them, and as many tokens."""
+    rows, usual = int(defaults["DEVICE_BATCH"]), int(defaults["SEQ_LEN"])
+    if not seq_len.isdecimal() or int(seq_len) <= usual:
+        return defaults, default_args
+    fewer = max(1, rows * usual // int(seq_len))
+    mid = default_args["MID_ARGS"].replace(f"--device-batch-size={rows}", f"--device-batch-size={fewer}")
+    return defaults | {"DEVICE_BATCH": fewer}, default_args | {"MID_ARGS": mid}
 
 
 def _number(name: str, text: str, default: Number) -> Number:

@@ -462,6 +462,15 @@ def test_a_shorter_sequence_takes_more_rows():
     assert short["rows"] == 2 * long["rows"] and short["activations"] == long["activations"]
 
 
+@pytest.mark.parametrize("tokens, rows", [("256", 8), ("512", 4), ("2048", 1)])
+def test_longer_rows_on_a_cpu_are_fewer(tokens, rows):
+    """SEQ_LEN alone is enough: micro-batches of the base and of mid-training keep their tokens."""
+    plan = as_json(SEQ_LEN=tokens)
+    for name, command in commands(plan).items():
+        if name.startswith(("base", "mid")):
+            assert f"--device-batch-size={rows}" in command, name
+
+
 def test_steps_chosen_for_a_cpu_shrink_the_later_stages():
     plan = as_json(steps=(60, "slow"))
     assert plan["numbers"]["NUM_ITERATIONS"] == 60 and plan["numbers"]["SPLIT_TOKENS"] == 32768
