@@ -20,6 +20,7 @@ MEASURED_STEPS = "measurements/steps.json"  # what dev/measure.sh writes into th
 # Programs of two authors on one card (RTX PRO 4000, NVFP4) differ by a factor of two. A rate with a single source is
 # therefore widened by the root of that in both directions.
 SINGLE_SOURCE = 1.4
+UNNAMED = "a GPU without a name"  # of GPU_MEMORY alone
 # Rates count as those of such rows, which are nanochat's. Few sources say the length of theirs.
 PUBLISHED = {"max_seq_len": 2048, "window_pattern": "SSSL"}
 # Shares of a run's multiply-adds in 4, 8 and 16 bits (phases.MethodPlan.work). None: all in the method's precisions.
@@ -47,9 +48,9 @@ class Card:
         return f"{self.gib:.0f} GiB" if self.gib >= 9.95 else f"{self.gib:.2g} GiB"
 
     @property
-    def fp4(self) -> bool:
-        """Whether its tensor cores multiply 4-bit operands; elsewhere they are emulated."""
-        return int(self.arch.removeprefix("sm_") or 0) >= 100
+    def capability(self) -> int:
+        """120 for sm_120; 0 where it is not known. From 100 on tensor cores multiply 4 bits, from 89 on 8 bits."""
+        return int(self.arch.removeprefix("sm_") or 0)
 
 
 @dataclass(frozen=True)
@@ -106,13 +107,13 @@ def find_card(name: str, gib: float = 0.0) -> Card:
     )
 
 
-def card_of_device(device_name: str, gib: float) -> Card:
-    """The card of torch.cuda.get_device_name(), with the memory of this very device."""
+def card_of_device(device_name: str, gib: float, arch: str = "") -> Card:
+    """The card of torch.cuda.get_device_name(), with the memory and the architecture of this very device."""
     # "RTX 5090 Laptop GPU" and "RTX 5090 D" are other chips, or the same with less power; "MIG" is a part of one.
     other = r"(?!.*\b(Laptop|Max-Q|MIG|Ti|SUPER|D)\b)"
     known = [c for c in read_cards() if re.search(rf"\b{re.escape(c.name)}\b{other}", device_name)]
     card = max(known, key=lambda c: len(c.name), default=Card(device_name, gib))
-    return replace(card, name=device_name, gib=gib)
+    return replace(card, name=device_name, gib=gib, arch=arch or card.arch)
 
 
 def with_measurements(card: Card, base_dir: Path) -> Card:

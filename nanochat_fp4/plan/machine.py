@@ -13,7 +13,7 @@ from nanochat_fp4.data.needs import Missing
 from nanochat_fp4.data.shards import index_to_filename
 from nanochat_fp4.errors import UserError
 from nanochat_fp4.hardware import usable_cpus
-from nanochat_fp4.plan.cards import Card, card_of_device, find_card
+from nanochat_fp4.plan.cards import UNNAMED, Card, card_of_device, find_card
 from nanochat_fp4.plan.settings import Settings
 
 
@@ -44,7 +44,8 @@ class Machine:
         if not self.cards:
             return "no GPU"
         others = "" if self.here else "; not this machine, a plan alone"
-        return f"{len(self.cards)} x {self.cards[0].name}, {self.cards[0].memory}{others}"
+        card = self.cards[0]
+        return f"{len(self.cards)} x {card.name}, {f'{card.arch}, ' if card.arch else ''}{card.memory}{others}"
 
 
 def this_machine(gpu: str, gpu_memory: str) -> Machine:
@@ -56,11 +57,12 @@ def this_machine(gpu: str, gpu_memory: str) -> Machine:
     if not 0 <= gib < 10**6 or (gpu_memory and gib == 0):
         raise UserError(f"GPU_MEMORY={gpu_memory}: expected a number of GiB, for example GPU_MEMORY=24")
     if gpu or gib:
-        return Machine((find_card(gpu or "unnamed", gib),), usable_cpus(), here=False)
+        return Machine((find_card(gpu or UNNAMED, gib),), usable_cpus(), here=False)
     cards = []
     for i in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(i)
-        cards.append(card_of_device(properties.name, properties.total_memory / 2**30))
+        arch = f"sm_{properties.major}{properties.minor}"
+        cards.append(card_of_device(properties.name, properties.total_memory / 2**30, arch))
     return Machine(tuple(cards), usable_cpus())
 
 

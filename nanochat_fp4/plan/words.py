@@ -7,7 +7,17 @@ from nanochat_fp4.console import table
 from nanochat_fp4.models.optim8bit import STATES
 from nanochat_fp4.nvfp4.methods import WHICH
 from nanochat_fp4.plan.base import COMPARED, Base, describe, fitting_methods, most_rows
-from nanochat_fp4.plan.cards import CARDS, PUBLISHED, SINGLE_SOURCE, Card, gain_of, is_measured, is_timed, precisions
+from nanochat_fp4.plan.cards import (
+    CARDS,
+    PUBLISHED,
+    SINGLE_SOURCE,
+    UNNAMED,
+    Card,
+    gain_of,
+    is_measured,
+    is_timed,
+    precisions,
+)
 from nanochat_fp4.plan.cpu_steps import minutes_of
 from nanochat_fp4.plan.hours import Hours, evaluated_tokens
 from nanochat_fp4.plan.plan import SHARD_TOKENS, Plan
@@ -103,6 +113,8 @@ def how_long(plan: Plan) -> str:
 def not_known(base: Base, card: Card) -> list[str]:
     """Why a method has no hours on this card, and the steps of other methods that are published."""
     timed = [key for key in ("bf16", "fp8", "nvfp4") if any(key in rate for rate in card.rates)]
+    if card.name == UNNAMED:
+        return [f"  {base.method}: not known. GPU=... names the GPU; GPU_MEMORY says its memory alone."]
     if not timed:
         return [f"  {base.method}: not known. Nobody has published a whole training step of this GPU."]
     own = " and ".join(precisions(base.method, base.work))
@@ -277,8 +289,10 @@ def equal_time(gap: list[float], low: float, high: float) -> tuple[float, float]
 def advice(card: Card, ends: dict[str, tuple[float, float]]) -> str:
     """ends: of the methods whose speed on this card is known."""
     lines = [WHICH]
-    if not card.fp4:
+    if card.arch and card.capability < 100:
         lines.append("This GPU has no FP4 tensor cores. It emulates 4 bits, which saves memory and costs time.")
+    if card.arch and card.capability < 89:
+        lines.append("It has no FP8 tensor cores either, so take bf16.")
     best = min(ends, key=lambda name: sum(ends[name]))
     others = [name for name in ends if name != best and ends[name][0] < ends[best][1]]
     if len(ends) < 2:

@@ -136,7 +136,26 @@ def test_other_chips_of_the_same_name_have_no_rates():
         "NVIDIA GeForce RTX 5090 D": False,
     }
     assert {name: bool(cards.card_of_device(name, 31.4).rates) for name in named} == named
-    assert cards.card_of_device("NVIDIA H100 80GB HBM3", 79.1).rates and not cards.card_of_device("NVIDIA A30", 24).fp4
+    assert (
+        cards.card_of_device("NVIDIA H100 80GB HBM3", 79.1).rates and not cards.card_of_device("NVIDIA A30", 24).rates
+    )
+
+
+def test_what_a_gpu_cannot_is_said_where_its_architecture_is_known():
+    """A GPU of this machine has one, also where cards.json has no such card. GPU_MEMORY alone names none."""
+    laptop = cards.card_of_device("NVIDIA GeForce RTX 5090 Laptop GPU", 24, "sm_120")
+    named = {name: cards.find_card(name) for name in ("rtx5090", "h100", "rtx3090")} | {"laptop": laptop}
+    named["unnamed"] = cards.find_card(cards.UNNAMED, 24)
+    said = {}
+    for name, card in named.items():
+        settings, machine = read("speedrun", {"DEPTH": "4"}, True), Machine((card,), 4, here=name == "laptop")
+        bases = settle(settings, machine, lambda base: None)
+        page = words.page(make_plan(settings, machine, bases, EVERYTHING))
+        said[name] = " ".join(page.split())
+    assert {name for name, page in said.items() if "no FP4 tensor cores" in page} == {"h100", "rtx3090"}
+    assert {name for name, page in said.items() if "no FP8 tensor cores either, so take bf16" in page} == {"rtx3090"}
+    assert "1 x RTX 3090, sm_86, 24 GiB" in said["rtx3090"] and "1.06 to 1.59" in said["laptop"]
+    assert "GPU=... names the GPU" in said["unnamed"] and "Nobody has published a whole" not in said["unnamed"]
 
 
 def test_a_small_card_gets_a_smaller_model_unless_the_user_has_chosen():
@@ -586,8 +605,8 @@ def test_a_tracker_is_refused_before_anything_is_trained(base_dir, monkeypatch):
 
 def test_a_small_memory_is_not_said_to_be_none():
     """GPU_MEMORY in GiB. Nothing trains in 0, which is refused as what is no number."""
-    assert str(this_machine("", "0.5")).startswith("1 x unnamed, 0.5 GiB")
-    with pytest.raises(UserError, match="d2_clover needs .* and unnamed has 0.01 GiB"):
+    assert str(this_machine("", "0.5")).startswith("1 x a GPU without a name, 0.5 GiB")
+    with pytest.raises(UserError, match="d2_clover needs .* and a GPU without a name has 0.01 GiB"):
         program.plan_of("speedrun", {"GPU_MEMORY": "0.01", "DEPTH": "2", "PLAN_ONLY": "1"})
     for text in ("0", "-1", "x", "nan"):
         with pytest.raises(UserError, match=f"GPU_MEMORY={text}: expected a number of GiB"):
