@@ -39,14 +39,9 @@ CPU_ARGS = {
     "EVAL_ARGS": "--task-name=local --max-problems=32 --max-new-tokens=32",
 }
 RUN1000_GPU = {"DEPTH": 32, "TOK_SHARDS": 16, "TOK_CHARS": 4_000_000_000, "EVAL_BATCH": 8}
-RUNS = {  # name -> (GPU's numbers, GPU's flags, CPU's numbers, minutes of the whole run on a CPU)
-    "speedrun": ({}, {}, {}, 5),
-    "run1000": (
-        RUN1000_GPU,
-        {"MID_ARGS": "--device-batch-size=8"},
-        {"DEPTH": 4, "ASPECT_RATIO": 32, "NUM_ITERATIONS": 160},
-        10,
-    ),
+RUNS = {  # name -> (GPU's numbers, CPU's numbers, minutes of the whole run on a CPU)
+    "speedrun": ({}, {}, 5),
+    "run1000": (RUN1000_GPU, {"DEPTH": 4, "ASPECT_RATIO": 32, "NUM_ITERATIONS": 160}, 10),
 }
 STAGES = ("tok", "base", "loss", "core", "mid", "sft", "report")
 # How often something is measured or saved makes no other run, and later stages make no other base model.
@@ -120,10 +115,10 @@ class Settings:
 
 def read(run: str, environment: Mapping[str, str], on_gpu: bool) -> Settings:
     """The settings of a run from a user's variables. Raises UserError, which names the variable."""
-    for_gpu, gpu_args, for_cpu, minutes = RUNS[run]
+    for_gpu, for_cpu, minutes = RUNS[run]
     defaults = GPU | for_gpu if on_gpu else CPU | for_cpu
     default_args = {name: "" for name in ("BASE_ARGS", "CORE_ARGS", "MID_ARGS", "SFT_ARGS", "EVAL_ARGS")}
-    default_args |= gpu_args if on_gpu else CPU_ARGS
+    default_args |= {} if on_gpu else CPU_ARGS
     if not on_gpu:
         defaults, default_args = _for_longer_rows(defaults, default_args, environment.get("SEQ_LEN", ""))
     numbers = {name: _number(name, environment.get(name, ""), defaults[name]) for name in NUMBERS}

@@ -22,6 +22,7 @@ from nanochat_fp4.plan.cpu_steps import minutes_of
 from nanochat_fp4.plan.hours import Hours, evaluated_tokens
 from nanochat_fp4.plan.plan import SHARD_TOKENS, Plan
 from nanochat_fp4.plan.settings import RUNS, read
+from nanochat_fp4.plan.stages import ARGS, arguments, wanted
 
 GIB = 2**30
 # A longer run of the same model lowers the loss as tokens^-b: of d6 here, and of the paper's models of 203M parameters.
@@ -130,7 +131,7 @@ def how_long_on_a_cpu(plan: Plan) -> str:
     """The minutes that the run was made for, or those of another model, other steps, other stages or more methods."""
     s, base, methods = plan.settings, plan.bases[0], len(plan.bases)
     usual = describe(read(s.run, {}, False), "clover", None, 1, ())
-    minutes = RUNS[s.run][3]
+    minutes = RUNS[s.run][2]
     work = base.flops * base.args.total_batch_size / usual.flops / usual.args.total_batch_size
     trains, later = "base" in s.stages, bool({"mid", "sft"} & set(s.stages))
     whole = trains and {"mid", "sft"} <= set(s.stages)
@@ -204,6 +205,7 @@ def does_it_fit(plan: Plan) -> str:
     lines = ["Does it fit? Memory by count, without the CUDA context (docs/memory.md)."]
     for base in plan.bases:
         lines += memory_of(base, card) if base.ways[0].rows else hardly(plan, base, card)
+    lines += larger_later(plan)
     first = plan.bases[0]
     if len(first.ways) > 1 and (first.ways[0].flags or not first.ways[0].rows):
         lines.append(
@@ -216,6 +218,21 @@ def does_it_fit(plan: Plan) -> str:
         )
         lines.append("    BF16, and less recomputation comes before more, which takes 4% to 8% of the time (H200).")
     return "\n".join(lines)
+
+
+def larger_later(plan: Plan) -> list[str]:
+    """Micro-batches of later stages that are larger than the largest one of the base training that fits."""
+    if not all(base.args.device_batch_size == "auto" and base.ways[0].rows for base in plan.bases):
+        return []
+    rows, seq_len = min(base.ways[0].rows for base in plan.bases), plan.bases[0].args.max_seq_len
+    lines = []
+    for kind in [kind for kind in wanted(plan.settings) if kind in ("mid", "sft")]:
+        args = arguments(plan.settings, kind)
+        tokens = (args.device_batch_size or 0) * (getattr(args, "max_seq_len", None) or seq_len)
+        if tokens > rows * seq_len:
+            flag = f"{ARGS[kind]}: --device-batch-size={args.device_batch_size}"
+            lines.append(f"  {flag} hardly fits, for the base training has at most {rows} rows; leave the flag out.")
+    return lines
 
 
 def hardly(plan: Plan, base: Base, card: Card) -> list[str]:

@@ -213,6 +213,17 @@ def test_a_micro_batch_that_does_not_fit_names_its_rows_and_those_that_fit():
     assert planned(gpu="rtx5090", DEVICE_BATCH="32").bases[0].ways[0].rows == 32
 
 
+def test_later_stages_have_no_larger_micro_batch_than_the_base_training():
+    """run1000 gave mid-training 8 rows, and d32 fits 32 GiB with 4. Without a flag each stage takes the base's rows."""
+    plan = planned(run="run1000", gpu="rtx5090")
+    mid = next(stage.command for stage in plan.stages if stage.name.startswith("mid"))
+    assert plan.bases[0].ways[0].rows == 4 and not any("--device-batch-size" in word for word in mid)
+    assert "hardly" not in words.does_it_fit(plan)
+    for name in ("MID_ARGS", "SFT_ARGS"):
+        page = words.does_it_fit(planned(run="run1000", gpu="rtx5090", **{name: "--device-batch-size=8"}))
+        assert f"  {name}: --device-batch-size=8 hardly fits, for the base training has at most 4 rows" in page
+
+
 def test_hours_are_an_estimate_with_sources_and_are_scaled():
     d20, d12 = (as_json(gpu="rtx5090", DEPTH=depth)["runs"][0] for depth in ("20", "12"))
     assert d20["hours"]["kind"] == "estimated" and d20["hours"]["sources"]
