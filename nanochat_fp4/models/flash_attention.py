@@ -55,6 +55,7 @@ TIMED_ROWS = 4  # The number of rows of the micro-batch with which backends are 
 # Another backend than the default is chosen only if it is faster by this factor, so that noise does not change the
 # choice when a run is resumed.
 CLEARLY = 1.25
+FLEX_BLOCK = 128  # The number of queries, and of keys, in a block of FlexAttention's mask.
 FA3_REPOSITORY = "varunneal/flash-attention-3"  # The package that nanochat uses on Hopper.
 
 NOT_TRIED = "it is looked for only when a model is set up on a CUDA device"
@@ -67,7 +68,7 @@ fastest_backends: dict[bool, str | None] = {}
 announced_lines: set[str] = set()
 
 try:
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+    from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
     _flex_reason = None
 except ImportError as error:
@@ -339,12 +340,37 @@ def cudnn_kernel(q: Tensor, k: Tensor, v: Tensor, left: int) -> Tensor:
     return torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, True)[0].transpose(1, 2)
 
 
+def flex_blocks(length: int, left: int, device: torch.device) -> list[Tensor]:
+    """Returns the eight tensors of FlexAttention's BlockMask for a window. They say which blocks of 128 keys a block of
+    128 queries sees in part, and which ones it sees whole, and the same for the queries that see a block of keys.
+
+    create_block_mask makes the same tensors of a mask of length x length. In a graph of torch.compile it takes a
+    second to trace, and its four sorts are kernels of their own in each layer of each step.
+    """
+    blocks = -(-length // FLEX_BLOCK)
+    number = torch.arange(blocks, device=device)
+    first = number * FLEX_BLOCK
+    last = (first + FLEX_BLOCK - 1).clamp_max(length - 1)
+    least, most = first[:, None] - last, last[:, None] - first  # the distances from the queries back to the keys
+    whole = (least >= 0) & (most <= left) & (first + FLEX_BLOCK <= length)[:, None]
+    partly = (most >= 0) & (least <= left) & ~whole
+    result = []
+    for seen in (partly, whole, partly.T, whole.T):
+        # The seen blocks in ascending order, and then the others.
+        key = torch.where(seen, number, number + blocks)
+        rank = (key[..., None] > key[..., None, :]).sum(-1)
+        order = torch.where(rank[:, None] == number[:, None], number, 0).sum(-1)
+        result += [t.to(torch.int32)[None, None] for t in (seen.sum(-1), order)]
+    return result
+
+
 def _flex(q: Tensor, k: Tensor, v: Tensor, left: int) -> Tensor:
     def visible(_batch, _head, query, key):
         return (key <= query) & (query - key <= left) if left >= 0 else key <= query
 
-    # The mask is not cached, because torch.compile cannot trace a cache. It merges equal masks of layers by itself.
-    mask = create_block_mask(visible, None, None, q.size(1), k.size(1), device=q.device)
+    length = q.size(1)
+    blocks = flex_blocks(length, left if left >= 0 else length, q.device)
+    mask = BlockMask((length, length), *blocks, BLOCK_SIZE=(FLEX_BLOCK, FLEX_BLOCK), mask_mod=visible)
     y = flex_attention(
         q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), block_mask=mask, enable_gqa=q.size(2) != k.size(2)
     )

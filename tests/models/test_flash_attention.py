@@ -87,6 +87,23 @@ def test_flex_compiles_in_one_graph():
     torch.testing.assert_close(out, loop(q, k, v, 7), **TOLERANCE)
 
 
+@pytest.mark.parametrize("length", [1, 20, 128, 300, 1024])
+def test_flexs_blocks_are_those_of_create_block_mask(length):
+    """Of which flex's kernel would compute the same bits, but which takes a second to trace for each window."""
+    if reason := flash_attention.unavailable_reason("flex"):
+        pytest.skip(reason)
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    what = ("num_blocks", "indices")
+    for left in (0, 7, 127, 128, 129, 255, 511, length):
+        mask = create_block_mask(
+            lambda b, h, q, k, left=left: (k <= q) & (q - k <= left), None, None, length, length, "cpu"
+        )
+        want = [getattr(mask, f"{name}_{t}") for name in ("kv", "full_kv", "q", "full_q") for t in what]
+        for got, wanted in zip(flash_attention.flex_blocks(length, left, torch.device("cpu")), want, strict=True):
+            assert got.dtype == wanted.dtype and torch.equal(got, wanted), left
+
+
 def test_the_flash_kernel_is_asked_for_the_window():
     """What the calls are, forward and backward; the values: test_gpu_backends_agree_with_sdpa."""
     from torch.utils._python_dispatch import TorchDispatchMode
