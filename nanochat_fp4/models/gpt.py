@@ -231,13 +231,18 @@ def compile_layers(model: nn.Module) -> Callable[..., Tensor]:
         raise ValueError(problem)
     if not isinstance(model, GPT):
         return torch.compile(model, dynamic=False)
-    # `import torch` alone does not import these two modules, and a model that is never compiled does not need them.
+    # `import torch` alone does not import these modules, and a model that is never compiled does not need them.
     import torch._dynamo.config
     import torch._functorch.config
+    import torch._inductor.config
 
     # Layers are autograd functions of this package. Without this setting, graphs with such functions are not cached and
     # each process traces them anew.
     torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
+    # torch 2.11 caches graphs that switch autocast off, as norm does. Torch 2.13 does so only if it is told that these
+    # two functions are safe. They are, because their arguments are in the graph.
+    cacheable = {f"torch.amp.autocast_mode.{name}": "1" for name in ("_enter_autocast", "_exit_autocast")}
+    torch._inductor.config.unsafe_marked_cacheable_functions |= cacheable
     # A function is compiled for each window, micro-batch size and method of a plan, with and without gradients.
     torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
     device_type = model.get_device().type

@@ -426,6 +426,21 @@ def test_layers_compile_once_for_each_window(monkeypatch, recompute):
     torch.testing.assert_close(compiled(ids), model(ids))  # no targets: logits
 
 
+def test_graphs_of_layers_are_cached_by_torch(monkeypatch):
+    """Otherwise a warm start differentiates them again, as it did in torch 2.13, where autocast was the reason."""
+    from torch._functorch._aot_autograd.autograd_cache import check_cacheable
+
+    graphs, real = [], torch.compile
+    backend = lambda graph, example_inputs: graphs.append(graph) or graph  # noqa: E731
+    monkeypatch.setattr(torch, "compile", lambda function, **kw: real(function, **kw, backend=backend))
+    model, ids = nf.convert(make(n_layer=1), "clover", verbose=False), tokens(2, 24)
+    torch._dynamo.reset()
+    compile_layers(model)(ids, ids.roll(-1, 1)).backward()
+    assert len(graphs) == 2
+    for graph in graphs:
+        check_cacheable(graph)
+
+
 def test_nothing_else_has_to_import_the_compiler():
     """In a process of its own, because most tests import it. On a GPU base_train ended here with an AttributeError."""
     code = "from nanochat_fp4.models import gpt; gpt.compile_layers(gpt.GPT(gpt.GPTConfig(32, 64, 1, 1, 1, 32)))"
