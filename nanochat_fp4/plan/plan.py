@@ -67,6 +67,10 @@ def settle(settings: Settings, machine: Machine, steps: Callable[[Base], tuple[i
     if "tok" in settings.stages and int(numbers["TOK_CHARS"]) < int(numbers["VOCAB_SIZE"]):
         few = f"TOK_CHARS={numbers['TOK_CHARS']} characters hold no VOCAB_SIZE={numbers['VOCAB_SIZE']} different tokens"
         raise UserError(f"{few}; leave TOK_CHARS out (default: {settings.defaults['TOK_CHARS']}), or lower VOCAB_SIZE")
+    for name in ("NUM_SHARDS", "TOK_SHARDS"):
+        if numbers[name] != settings.defaults[name] and not 1 <= int(numbers[name]) <= MAX_SHARD:
+            problem = f"{name}={numbers[name]}: FineWeb-Edu has 1 to {MAX_SHARD} training shards"
+            raise UserError(f"{problem}; set another number, or leave {name} out")
     for kind in wanted(settings):
         needs(settings, kind)  # parses the stage's flags
     card = machine.card
@@ -86,7 +90,7 @@ def settle(settings: Settings, machine: Machine, steps: Callable[[Base], tuple[i
         check_loss(parse("base_loss", flags, "base loss", LOSS_FLAGS), row, processes)
     shards = -(-bases[0].tokens * SPARE / SHARD_TOKENS // 10) * 10
     if settings.defaults["NUM_SHARDS"] == 0:
-        settings.instead("NUM_SHARDS", int(min(max(shards, 10), MAX_SHARD + 1)))
+        settings.instead("NUM_SHARDS", int(min(max(shards, 10), MAX_SHARD)))
         settings.instead("TOK_SHARDS", min(int(settings.defaults["TOK_SHARDS"]), int(settings.numbers["NUM_SHARDS"])))
     for base in bases:
         if card and base.ways and not base.ways[0].rows and base.ways[0].peak > card.gib * 2**30:

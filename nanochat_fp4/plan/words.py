@@ -73,7 +73,7 @@ def read_by(plan: Plan) -> str:
     tokens, facts = plan.bases[0].tokens, plan.facts
     shards = int(plan.settings.numbers["NUM_SHARDS"]) if facts.text in ("hub", "shards") else 0
     times = tokens / (shards * SHARD_TOKENS) if shards else 1.0
-    again = f", so the text is read about {times:.2g} times" if times > 1.1 else ""
+    again = f", so the text is read about {span(times, times)} times" if times > 1.1 else ""
     return f"; {amount(tokens)} tokens are trained on{again}"
 
 

@@ -561,6 +561,8 @@ REFUSED = [
 
 
 @pytest.mark.parametrize("variables, message", REFUSED)
+    ({"NUM_SHARDS": "-4"}, "NUM_SHARDS=-4: FineWeb-Edu has 1 to 1822 training shards; set another number, or leave"),
+    ({"TOK_SHARDS": "5000"}, "TOK_SHARDS=5000: FineWeb-Edu has 1 to 1822 training shards"),
 def test_what_a_stage_would_refuse_is_refused_by_the_plan(variables, message):
     with pytest.raises(UserError) as error:
         planned(**variables)
