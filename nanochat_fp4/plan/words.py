@@ -164,6 +164,11 @@ def doubts(base: Base, found: Hours, card: Card) -> list[str]:
     if base.work[16] and base.method != "bf16":
         share = f"{100 * base.work[16]:.0f}% of the products of {base.method}"
         lines.append(f"With these settings {share} are in BF16. They count with BF16's speed.")
+    if base.ways and base.ways[0].recompute != "none":
+        flag = f"--recompute={base.ways[0].recompute}"
+        lines.append(
+            f"The hours do not count that activations are computed twice ({flag}): with codes 4% to 8% (H200)."
+        )
     if base.more_flops != 1:
         usual = "rows of {max_seq_len:,} tokens with windows {window_pattern}, as which the rates count".format(
             **PUBLISHED

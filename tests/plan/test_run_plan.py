@@ -290,6 +290,14 @@ def test_text_that_is_read_more_than_once_is_said():
     assert "times" not in words.head(planned(gpu="rtx5090")) + words.head(planned())
 
 
+def test_hours_that_count_no_recomputation_say_so():
+    """At d32 the plan itself chooses it; at d20 a user can."""
+    said = {d: words.how_long(planned(gpu="rtx5090", DEPTH=d)) for d in ("20", "32")}
+    said["all"] = words.how_long(planned(gpu="rtx5090", BASE_ARGS="--recompute=all"))
+    found = {d: re.findall(r"activations are computed twice \(--recompute=(.*?)\)", text) for d, text in said.items()}
+    assert found == {"20": [], "32": ["codes-mlp"], "all": ["all"]}
+
+
 def test_products_in_bf16_take_bf16s_time():
     """nvidia_full keeps the last blocks in BF16, and makes its late forward in BF16; a run in phases likewise."""
     times = {}
@@ -553,6 +561,8 @@ REFUSED = [
     ({"EVAL_BATCH": "0"}, "EVAL_BATCH=0 "),
     ({"EVAL_ARGS": "-a nope"}, "unknown task 'nope'"),
     ({"BASE_ARGS": "--run='a"}, 'BASE_ARGS="--run=\'a": No closing quotation; close the quotation'),
+    ({"NUM_SHARDS": "-4"}, "NUM_SHARDS=-4: FineWeb-Edu has 1 to 1822 training shards; set another number, or leave"),
+    ({"TOK_SHARDS": "5000"}, "TOK_SHARDS=5000: FineWeb-Edu has 1 to 1822 training shards"),
     ({"STAGES": "tok fly"}, "there is no stage 'fly'"),
     ({"TOK_CHARS": "5"}, "TOK_CHARS=5 characters hold no VOCAB_SIZE=4096 different tokens; leave TOK_CHARS out"),
     ({"NPROC": "99"}, "NPROC=99: this machine has 4 CPU"),
@@ -561,8 +571,6 @@ REFUSED = [
 
 
 @pytest.mark.parametrize("variables, message", REFUSED)
-    ({"NUM_SHARDS": "-4"}, "NUM_SHARDS=-4: FineWeb-Edu has 1 to 1822 training shards; set another number, or leave"),
-    ({"TOK_SHARDS": "5000"}, "TOK_SHARDS=5000: FineWeb-Edu has 1 to 1822 training shards"),
 def test_what_a_stage_would_refuse_is_refused_by_the_plan(variables, message):
     with pytest.raises(UserError) as error:
         planned(**variables)
