@@ -412,6 +412,8 @@ def test_the_page_of_one_card_has_the_plans_numbers():
         row = next(line for line in page.splitlines() if line.startswith(f"| d{depth}"))
         assert " | ".join(words.span(plan.hours[0].low, plan.hours[0].high) for plan in plans) in row
         assert {"EXTRAPOLATED" in words.how_long(plan) for plan in plans} == {"EXTRAPOLATED" in row}
+        twice = f"A d{depth} with `clover_mixed` fits only if activations are computed twice"
+        assert ("computed twice" in words.how_long(plans[2])) == (twice in page)
     mixed, bf16 = (planned(gpu="rtx5090", QAT_METHOD=m).hours[0] for m in ("clover_mixed", "bf16"))
     mixed_hours, bf16_hours = (words.span(hours.low, hours.high) for hours in (mixed, bf16))
     readme = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
