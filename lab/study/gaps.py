@@ -402,7 +402,7 @@ def table(context: Context, name: str, item: Item) -> Outcome:
 
     def plot(axes: Any) -> None:
         if item.pooled:
-            draw_curves(axes, Rows(runs, item))
+            draw_curves(axes, Rows(_runs_of_rows(runs, context.args.rows), item))
         else:
             draw_bars(axes, [Rows([r for r in runs if r["size"] == size], item) for size in sizes], names)
 
@@ -472,6 +472,13 @@ def draw_bars(axes: Any, sizes: list[Rows], names: Sequence[str]) -> None:
         axes.plot(list(published), values, f"k{marker}", mfc="none", label=f"{name}, paper: other text")
     axes.set_xticks(range(len(others)), others, rotation=45, ha="right", fontsize=7)
     axes.set_ylabel("increase of validation BPB over bf16, %")
+
+
+def _runs_of_rows(runs: list[dict], rows: str) -> list[dict]:
+    """Returns the runs of the methods among the rows that --rows chooses, and those of BF16, with which all others are
+    compared. If --rows names no method, all runs are returned."""
+    chosen = {name.strip() for name in rows.split("|")}
+    return [r for r in runs if r["method"] in chosen | {"bf16"}] if chosen & set(methods_of(runs)) else runs
 
 
 def draw_curves(axes: Any, rows: Rows) -> None:

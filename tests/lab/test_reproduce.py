@@ -105,6 +105,15 @@ def test_no_text_of_the_two_panels_lies_on_another(tmp_path, monkeypatch, result
     assert not on_another
 
 
+def test_a_picture_has_the_methods_of_the_chosen_rows(tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(plots, "curve", lambda panel, method, *_: drawn.append(method))
+    for rows, has_nvidia in (("clover | fp8", False), ("d6", True)):
+        drawn.clear()
+        reproduce.main(["horizon", "--results", "d6_mixed", f"--folder={tmp_path}", f"--rows={rows}"])
+        assert "clover" in drawn and ("nvidia" in drawn) == has_nvidia
+
+
 def test_the_list_says_what_each_table_shows(printed):
     described = dict(line.split(" ", 1) for line in printed("list") if not line.endswith(":"))
     assert set(described) == {*reproduce.ITEMS, *reproduce.OF_RESULTS, *reproduce.SAME}
