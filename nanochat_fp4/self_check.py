@@ -6,7 +6,8 @@ the kernels and the GEMM of a GPU. Each check returns one line that names the pr
 makes the same checks for all methods, and reports them.
 """
 
-from collections.abc import Iterable
+import contextlib
+from collections.abc import Iterable, Iterator
 
 import torch
 
@@ -53,18 +54,8 @@ def self_check(
     device = torch.device(device)
     recipe = get_recipe(method)
     layer = LAYER if model is None else layer_like(model)
-    problem = None
-    if recipe.quantizes and use_kernels(device):
-        for rounding in dict.fromkeys(rounding for rounding, _ in kernels_of([recipe])):
-            problem = problem or (
-                training_problem(device, rounding, layer[::2])
-                if rounding.ms_eden
-                else kernel_problem(device, rounding, 0, layer[::2])
-            )
-        for rounding, rht_dim in kernels_of([recipe]):
-            if rht_dim and device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 10:
-                problem = problem or repeat_problem(device, rounding, REPEATED, LAUNCHES, rht_dim)
-    problem = problem or layer_problem(device, recipe, layer)
+    with one_thread() if device.type == "cuda" else contextlib.nullcontext():
+        problem = _problem(device, recipe, layer)
     if problem:
         raise UserError(
             f"self-check failed on {device}: {problem}; training would be wrong. See `python -m nanochat_fp4.doctor`, "
@@ -77,6 +68,33 @@ def self_check(
         products = "MXFP8 with block scales of 1" if native and uses_mxfp8(device.type) else "FP8 tensor cores"
         line += f"; FP8 products: {products if native else 'decoded, which is exact and no faster than BF16'}"
     return line
+
+
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """Inside this context torch computes on the CPU in one thread. At a run's start torch.compile's processes take all
+    cores. A thread that waits for others then waits longer than the small tensors of a check take in one thread."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _problem(device: torch.device, recipe: Recipe, layer: tuple[int, int, int]) -> str | None:
+    problem = None
+    if recipe.quantizes and use_kernels(device):
+        for rounding in dict.fromkeys(rounding for rounding, _ in kernels_of([recipe])):
+            problem = problem or (
+                training_problem(device, rounding, layer[::2])
+                if rounding.ms_eden
+                else kernel_problem(device, rounding, 0, layer[::2])
+            )
+        for rounding, rht_dim in kernels_of([recipe]):
+            if rht_dim and device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 10:
+                problem = problem or repeat_problem(device, rounding, REPEATED, LAUNCHES, rht_dim)
+    return problem or layer_problem(device, recipe, layer)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

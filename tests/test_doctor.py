@@ -66,6 +66,20 @@ def test_a_b200_repeats_its_rotating_kernels_at_the_start(monkeypatch, capabilit
     assert seen == launches
 
 
+def test_beside_a_gpu_the_self_check_computes_in_one_thread(monkeypatch):
+    """torch.compile's processes take the cores of a start, and threads that wait for one another waited seconds."""
+    seen = []
+    monkeypatch.setattr(self_check, "use_kernels", lambda device: False)
+    monkeypatch.setattr(self_check, "layer_problem", lambda *arguments: seen.append(torch.get_num_threads()))
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        self_check.self_check("cuda", "clover")
+        assert seen == [1] and torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(threads)
+
+
 def test_probe_leaves_the_generators_alone():
     torch.manual_seed(5)
     want = torch.rand(3, device=DEVICE)
