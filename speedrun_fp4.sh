@@ -21,6 +21,8 @@
 #     PLAN_ONLY=1             print the plan and stop; with GPU=rtx5090 that of one such GPU, and how long it would take.
 #                             GPU_MEMORY=24 (GiB) makes a plan for a GPU that is not in nanochat_fp4/cards.json
 #     DEPTH=6 NUM_ITERATIONS=500 ...   any number that the plan prints
+#     NUM_ITERATIONS=4        on a CPU a trial of all stages in about two minutes, because fewer steps of the base
+#                             training make the later stages shorter, too
 #     BASE_ARGS="--matrix-lr=0.01"     more flags for scripts/base_train.py (MID_ARGS, SFT_ARGS, EVAL_ARGS likewise)
 set -euo pipefail
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)

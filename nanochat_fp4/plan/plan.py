@@ -81,8 +81,10 @@ def settle(settings: Settings, machine: Machine, steps: Callable[[Base], tuple[i
     for kind in wanted(settings):
         check_flags(settings, kind, processes)
     if settings.cpu_minutes and (found := steps(bases[0])):
-        _fewer_steps(settings, *found)
+        settings.numbers["NUM_ITERATIONS"], settings.why_steps = found
         bases = _bases(settings, machine, processes)
+    if machine.card is None:
+        _shorten_later_stages(settings, bases[0].steps)
     if "loss" in settings.stages:
         row = int(numbers["SEQ_LEN"])
         settings.instead("SPLIT_TOKENS", max(1, int(settings.defaults["SPLIT_TOKENS"]) // row) * row)
@@ -126,15 +128,22 @@ def _too_large(settings: Settings, base: Base, card: Card, processes: int) -> st
     return f"{base.tag} needs {need} with {rows} by count, and {card.name} has {card.memory}; {remedy}"
 
 
-def _fewer_steps(settings: Settings, steps: int, why: str) -> None:
-    """Later stages and the loss shrink with the base training's steps."""
-    share = int(settings.numbers["NUM_ITERATIONS"]) // steps
-    settings.why_steps = why
-    settings.numbers["NUM_ITERATIONS"] = steps
-    settings.instead("SPLIT_TOKENS", int(settings.defaults["SPLIT_TOKENS"]) // share)
-    for name, usual in settings.default_args.items():
-        fewer = re.sub(r"(--num-iterations=|--max-problems=)(\d+)", lambda m: f"{m[1]}{int(m[2]) // share}", usual)
-        if settings.args[name] == usual:
+def _shorten_later_stages(settings: Settings, steps: int) -> None:
+    """On a CPU, gives the later stages and the loss their share of a base training that is shorter than the default.
+
+    What is only measured shrinks to a quarter at most, as with the fewest steps that a probe chooses.
+    """
+    usual = int(settings.defaults["NUM_ITERATIONS"])
+    if steps >= usual:
+        return
+    measured = max(steps, usual // 4)
+    settings.instead("SPLIT_TOKENS", int(settings.defaults["SPLIT_TOKENS"]) * measured // usual)
+    shares = {"--num-iterations=": steps, "--max-problems=": measured}
+    for name, words in settings.default_args.items():
+        fewer = re.sub(
+            rf"({'|'.join(shares)})(\d+)", lambda m: f"{m[1]}{max(1, int(m[2]) * shares[m[1]] // usual)}", words
+        )
+        if settings.args[name] == words:
             settings.args[name] = fewer
         settings.default_args[name] = fewer
 

@@ -139,13 +139,14 @@ def how_long_on_a_cpu(plan: Plan) -> str:
         each = f" with each of {methods} methods, {methods * minutes:g} together" if methods > 1 else ""
         return f"How long? The whole run is made for {minutes:g} minutes of this CPU{each}."
     fewest = base.steps // 4 if s.cpu_minutes and not s.why_steps else base.steps
-    # Later stages shrink with the base training where its steps are chosen by time, and stay as they are otherwise.
-    steps = [(n, n if s.cpu_minutes else usual.steps) for n in (fewest, base.steps)]
+    # Later stages shrink with a shorter base training, and do not grow with a longer one.
+    steps = [(n, min(n, usual.steps)) for n in (fewest, base.steps)]
     ends = [minutes_of(n * trains, m * later, work, usual.steps, minutes, methods) for n, m in steps]
     what = ("the whole run takes" if whole else "these stages take") + f" {span(*ends)} minutes"
     lines = [
         f"How long? By FLOPs {what}{f' with {methods} methods' if methods > 1 else ''}.",
-        f"  The default takes {minutes:g} on two cores, and a step here has {work:.2g} times its work.",
+        f"  The default run takes {minutes:g} minutes on two cores"
+        + (f", and a step here has {work:.2g} times the work of its steps." if abs(work - 1) > 0.05 else "."),
     ]
     if fewest < base.steps:
         lines.append(f"  A probe before training chooses {fewest} to {base.steps} steps.")

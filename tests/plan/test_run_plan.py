@@ -516,6 +516,13 @@ def test_steps_chosen_for_a_cpu_shrink_the_later_stages():
     assert plan["numbers"]["NUM_ITERATIONS"] == 60 and plan["numbers"]["SPLIT_TOKENS"] == 32768
     assert plan["runs"][0]["tag"] == "d2_clover_steps60" and "--max-problems=16 " in plan["args"]["EVAL_ARGS"]
     assert "--num-iterations=30" in plan["args"]["MID_ARGS"] and "--num-iterations=10 " in plan["args"]["SFT_ARGS"]
+    del plan["numbers"], plan["machine"]
+    assert {k: v for k, v in as_json(NUM_ITERATIONS="60").items() if k in plan} == plan  # whoever has chosen them
+    few = as_json(NUM_ITERATIONS="4")
+    assert "--num-iterations=2" in few["args"]["MID_ARGS"].split() and few["numbers"]["SPLIT_TOKENS"] == 16384
+    assert "--num-iterations=1" in few["args"]["SFT_ARGS"].split() and "--max-problems=8 " in few["args"]["EVAL_ARGS"]
+    many = as_json(NUM_ITERATIONS="400")
+    assert many["args"] == as_json()["args"] and many["numbers"]["SPLIT_TOKENS"] == CPU["SPLIT_TOKENS"]
     mine = as_json(steps=(60, "slow"), NUM_ITERATIONS="120", SFT_ARGS="--num-iterations=9")
     assert mine["numbers"]["NUM_ITERATIONS"] == 120 and mine["args"]["SFT_ARGS"] == "--num-iterations=9"
 
@@ -699,13 +706,13 @@ def test_a_larger_model_on_a_cpu_is_not_said_to_take_minutes():
     low, high = map(int, re.search(r"takes (\d+) to (\d+) minutes", said).groups())
     assert low > 60 and 3.5 < high / low < 4.1
     assert "made for 5 minutes" in words.how_long(planned())
-    assert "takes 3 minutes" in words.how_long(planned(NUM_ITERATIONS="2"))  # mid-training and SFT are as long
+    assert "takes 1.1 minutes" in words.how_long(planned(NUM_ITERATIONS="2"))  # mid-training and SFT are shorter, too
 
 
 def test_the_minutes_on_a_cpu_count_what_is_asked():
     """Methods, a smaller model, and stages that are left out."""
     assert "made for 5 minutes of this CPU with each of 2 methods, 10 together" in words.how_long(planned(COMPARE="1"))
-    assert "takes 6.1 minutes with 2 methods" in words.how_long(planned(COMPARE="1", NUM_ITERATIONS="2"))
+    assert "takes 2.1 minutes with 2 methods" in words.how_long(planned(COMPARE="1", NUM_ITERATIONS="2"))
     most = {}
     for name, variables in {"all": {}, "half": {"STAGES": "tok base report"}, "small": {"DEPTH": "1"}}.items():
         said = words.how_long(planned(**variables))
