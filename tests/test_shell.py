@@ -316,12 +316,12 @@ def test_a_stage_that_fails_takes_only_those_that_need_it(environment, tmp_path)
         '#!/bin/bash\ncase $2 in bad) exit 3;; slow) sleep 0.3; echo late >$3;; *) echo "ran $*";; esac\n'
     )
     python.chmod(0o755)
-    calls = f"""beside download '' '' '' Text 1 slow {tmp_path}/late
-stage base:a '' '' '' 'base training, a' 1 bad
-stage mid:a base:a '' '' 'mid-training, a' 1 mid
-stage sft:a mid:a '' '' 'SFT, a' 1 sft
-stage base:b download '' '' 'base training, b' 1 base --flag='two words'
-stage report '' '' '' report 1 report
+    calls = f"""beside download '' '' '' '' Text 1 slow {tmp_path}/late
+stage base:a '' '' '' '' 'base training, a' 1 bad
+stage mid:a base:a '' '' '' 'mid-training, a' 1 mid
+stage sft:a mid:a '' '' '' 'SFT, a' 1 sft
+stage base:b download '' '' '' 'base training, b' 1 base --flag='two words'
+stage report '' '' '' '' report 1 report
 cat {tmp_path}/late; exit $STATUS"""
     done = shell(f"{PIPELINE} PY={python}; {calls}", environment)
     assert done.returncode == 3 and "ran -m base --flag=two words\n" in done.stdout, done.stdout + done.stderr
@@ -329,6 +329,15 @@ cat {tmp_path}/late; exit $STATUS"""
     assert done.stdout.endswith("late\n") and "base training, a failed (exit status 3)" in done.stderr
     left = (base / "report/left_out.txt").read_text().splitlines()
     assert [line.partition(", because")[0] for line in left] == ["base training, a", "mid-training, a", "SFT, a"]
+
+
+def test_a_model_that_the_plan_would_train_otherwise_is_kept_aloud(environment):
+    base = Path(environment["NANOCHAT_BASE_DIR"])
+    (base / "mid.json").write_text("{}")
+    call = "stage mid:a '' mid.json base 'made with --one=1, where the plan has --one=2' 'mid-training, a' 1 mid"
+    done = shell(f"{PIPELINE} PY=false; {call}", environment)
+    assert done.returncode == 0 and "mid-training, a: done before" in done.stdout, done.stdout + done.stderr
+    assert "kept: made with --one=1, where the plan has --one=2\n" in done.stdout
 
 
 @pytest.mark.parametrize("compare", ["0", "1"])

@@ -12,18 +12,28 @@ from nanochat_fp4.plan.stages import LeftOut, Stage
 
 
 def calls(plan: Plan) -> str:
-    """One call of `stage` for each stage: name, what it needs, section, source, title, processes, module, flags.
+    """One call of `stage` for each stage: name, what it needs, section, source, kept, title, processes, module, flags.
 
-    A call without a section is made even if the stage's section is there.
+    A call without a section is made even if the stage's section is there. kept: what to say where a model is there that
+    was trained with other flags.
     """
-    lines = []
-    for s in plan.stages:
-        section = "" if measured_with_other_flags(plan.settings.base_dir, s) else s.section
+    base_dir, lines = plan.settings.base_dir, []
+    for place, s in enumerate(plan.stages):
+        section, kept = s.section, ""
+        now = sorted(s.command[1:])
+        before = flags_before(base_dir, s, now)
+        if s.output and not any((base_dir / s.output).glob("meta_*.json")):
+            section = ""  # somebody has deleted the model
+        elif before != now and s.output:
+            kept = kept_with(before, now, folders_after(base_dir, plan.stages[place:]))
+        elif before != now and Path(s.section).stem in MEASURES:
+            section = ""  # a measurement is quick to make again, for example on more tokens
         words = [
             s.name.replace(" ", ":"),
             " ".join(n.replace(" ", ":") for n in s.needs),
             section,
             s.source,
+            kept,
             s.title,
             str(s.processes),
         ]
@@ -33,17 +43,27 @@ def calls(plan: Plan) -> str:
     return "\n".join(lines) + "\n"
 
 
-def measured_with_other_flags(base_dir: Path, stage: Stage) -> bool:
-    """Returns True if a user has made this measurement with other flags than the plan's, for example on fewer tokens.
-    Sections of earlier versions do not name their flags, and count as the plan's."""
-    path = base_dir / stage.section
-    if path.stem not in MEASURES:
-        return False
+def flags_before(base_dir: Path, stage: Stage, now: list[str]) -> list[str]:
+    """The flags that the stage's section was made with, sorted. A section of an earlier version does not name its
+    flags, and counts as one made with the flags of now."""
     try:
-        arguments = json.loads(path.read_text("utf-8")).get("arguments", stage.command[1:])
-    except (OSError, ValueError, AttributeError):
-        return False
-    return arguments != stage.command[1:]
+        return sorted(json.loads((base_dir / stage.section).read_text("utf-8"))["arguments"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return now
+
+
+def folders_after(base_dir: Path, stages: list[Stage]) -> list[Path]:
+    """The folders of the first stage's model, and of the later models of the same run, which began with it."""
+    tag = Path(stages[0].output).name
+    folders = [base_dir / s.output for s in stages if s.output and Path(s.output).name == tag]
+    return [folder for folder in folders if folder.is_dir()]
+
+
+def kept_with(before: list[str], now: list[str], folders: list[Path]) -> str:
+    """How the flags of a model differ from the plan's, and how to have the plan's model: finished work is not lost."""
+    old, new = (shlex.join(word for word in a if word not in b) for a, b in ((before, now), (now, before)))
+    remedy = f"to train it anew: {shlex.join(['rm', '-r', *map(str, folders)])}, and the same command again"
+    return f"made with {old or 'fewer flags'}, where the plan has {new or 'fewer flags'}; {remedy}"
 
 
 def line_of(left: LeftOut) -> str:

@@ -29,7 +29,8 @@ class Stage:
     """A module of the run and its flags, in so many processes.
 
     It is skipped where `section` of the report is newer than the checkpoints in `source`, and left out where a stage of
-    `needs` has failed. beside: it runs in the background, and only the stages that need it wait for its end.
+    `needs` has failed. beside: it runs in the background, and only the stages that need it wait for its end. output:
+    the folder of the checkpoints that it makes, if it trains.
     """
 
     name: str
@@ -40,6 +41,7 @@ class Stage:
     needs: tuple[str, ...] = ()
     section: str = ""
     source: str = ""
+    output: str = ""
 
 
 @dataclass(frozen=True)
@@ -210,15 +212,15 @@ def _tokenizer(settings: Settings, text: str, has_tokenizer: bool, has_shards: b
 def _of_method(settings: Settings, base: Base, chosen: Chosen, processes: int) -> list[Stage]:
     tag, numbers, words, made = base.tag, settings.numbers, chosen.words, []
 
+    makes = {"base": "base_checkpoints", "mid": "mid_checkpoints", "sft": "chatsft_checkpoints"}
+
     def add(name: str, after: str, title: str, section: str, place: str, script: str, *args: str) -> None:
         """after: the stage whose output it needs. place: the folder of the checkpoints that it is made from."""
         needs = ("text", "tok", "download") if not after else (f"{after} {tag}",)
         command, section = [f"scripts.{script}", *args], f"report/{tag}/{section}.json"
-        made.append(
-            Stage(
-                f"{name} {tag}", f"{title}, {base.method}", command, processes, False, needs, section, f"{place}/{tag}"
-            )
-        )
+        output = f"{makes[name]}/{tag}" if name in makes else ""
+        name, title = f"{name} {tag}", f"{title}, {base.method}"
+        made.append(Stage(name, title, command, processes, False, needs, section, f"{place}/{tag}", output))
 
     resume = [f"--model-tag={tag}", "--resume-from-step=latest"]
     if "base" in settings.stages:

@@ -2,6 +2,8 @@
 
 import json
 import re
+import shlex
+import shutil
 import sys
 from pathlib import Path
 
@@ -59,26 +61,62 @@ def test_every_number_is_a_variable_and_reaches_base_train():
     assert {"--depth=12", "--matrix-lr=0.01", "--eval-every=7", "--device-batch-size=auto"} < set(command)
 
 
-def test_a_measurement_with_other_flags_is_not_the_plans(base_dir, monkeypatch):
-    """Somebody has measured the loss on fewer tokens by hand. Sections of earlier versions do not name their flags."""
+@pytest.fixture
+def finished(base_dir):
+    """A plan of two methods whose models are all there, without sections."""
     plan = planned(NANOCHAT_BASE_DIR=str(base_dir), COMPARE="1")
-    stages = {stage.section: stage for stage in plan.stages if stage.section}
+    for stage in (stage for stage in plan.stages if stage.output):
+        (base_dir / stage.output).mkdir(parents=True)
+        (base_dir / stage.output / "meta_000001.json").touch()
+    return plan
 
-    def done() -> set[str]:
-        """The sections for which a stage is skipped."""
-        return {section for section in stages if f" {section} " in shell.calls(plan)}
 
-    assert done() == set(stages)
-    for name, slug in (("Base model loss", "base-model-loss"), ("Base model training", "base-model-training")):
-        section = f"report/d2_clover/{slug}.json"
-        for arguments, skipped in ((stages[section].command[1:], True), (["--split-tokens=64"], "training" in slug)):
-            monkeypatch.setattr(sys, "argv", ["a script", *arguments])
-            get_report("d2_clover").log(name, [{"tokens": 64}])
-            assert (section in done()) == skipped and done() | {section} == set(stages)
-        record = json.loads((base_dir / section).read_text())
-        del record["arguments"]
-        (base_dir / section).write_text(json.dumps(record))
-        assert done() == set(stages)
+def skipped(plan) -> set[str]:
+    """The sections for which a stage is skipped where they are there."""
+    return {stage.section for stage in plan.stages if stage.section and f" {stage.section} " in shell.calls(plan)}
+
+
+def log(monkeypatch, name: str, arguments: list[str]) -> None:
+    """Somebody has made a section of the run d2_clover with these flags."""
+    monkeypatch.setattr(sys, "argv", ["a script", *arguments])
+    get_report("d2_clover").log(name, [{"tokens": 64}])
+
+
+def test_a_measurement_with_other_flags_is_not_the_plans(finished, base_dir, monkeypatch):
+    """Somebody has measured the loss on fewer tokens by hand. Sections of earlier versions do not name their flags."""
+    stages = {stage.section: stage for stage in finished.stages if stage.section}
+    assert skipped(finished) == set(stages)
+    section = "report/d2_clover/base-model-loss.json"
+    for arguments, is_the_plans in ((stages[section].command[1:], True), (["--split-tokens=64"], False)):
+        log(monkeypatch, "Base model loss", arguments)
+        assert skipped(finished) == set(stages) - (set() if is_the_plans else {section})
+    record = json.loads((base_dir / section).read_text())
+    del record["arguments"]
+    (base_dir / section).write_text(json.dumps(record))
+    assert skipped(finished) == set(stages)
+
+
+@pytest.mark.parametrize("name, title", [("base", "Base model training"), ("mid", "Midtraining"), ("sft", "Chat SFT")])
+def test_a_model_of_other_flags_is_kept_and_said_so(finished, base_dir, monkeypatch, name, title):
+    """Finished work is not lost: the plan says which flags the model has, and what to delete for one of its own."""
+    stage = next(stage for stage in finished.stages if stage.name == f"{name} d2_clover")
+    log(monkeypatch, title, stage.command[1:][::-1])
+    assert "made with" not in shell.calls(finished)
+    log(monkeypatch, title, [*stage.command[1:-1], "--one=2"])
+    (line,) = (line for line in shell.calls(finished).splitlines() if "made with" in line)
+    kept = shlex.split(line)[5]
+    assert f"made with --one=2, where the plan has {stage.command[-1]};" in kept and stage.section in line
+    folders = ["base_checkpoints", "mid_checkpoints", "chatsft_checkpoints"]
+    later = folders[folders.index(Path(stage.output).parent.name) :]
+    assert f"rm -r {' '.join(str(base_dir / folder / 'd2_clover') for folder in later)}, and" in kept
+
+
+def test_a_model_that_was_deleted_is_made_again(finished, base_dir):
+    """Its section of the report is still there."""
+    output = base_dir / "mid_checkpoints/d2_clover"
+    before = skipped(finished)
+    shutil.rmtree(output)
+    assert before - skipped(finished) == {"report/d2_clover/midtraining.json"}
 
 
 def test_the_defaults_on_gpus_are_nanochats():
