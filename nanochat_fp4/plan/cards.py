@@ -59,14 +59,12 @@ class Rate:
 
     sources: where the ends are from
     models:  weights in products of the models that were timed, where the rate was scaled from them
-    unequal: the source of a ratio's upper end, where the two rates are of unequal micro-batches
     """
 
     low: float
     high: float
     sources: tuple[str, ...]
     models: tuple[float, ...] = ()
-    unequal: tuple[str, ...] = ()
 
 
 def read_cards() -> list[Card]:
@@ -168,8 +166,7 @@ def _between(rates: list[Rate | None]) -> Rate | None:
         return None
     sources = dict.fromkeys(source for rate in rates for source in rate.sources)
     models = [weights for rate in rates for weights in rate.models]
-    fastest = max(rates, key=lambda rate: rate.high)
-    return Rate(min(rate.low for rate in rates), fastest.high, tuple(sources), tuple(models), fastest.unequal)
+    return Rate(min(rate.low for rate in rates), max(rate.high for rate in rates), tuple(sources), tuple(models))
 
 
 def _beside_bf16(quantized: Rate | None, bf16: Rate | None, work: Work) -> Rate | None:
@@ -222,17 +219,28 @@ def _speed(card: Card, key: str, weights: float) -> Rate | None:
     return Rate(low, high, tuple(dict.fromkeys((*bf16.sources, *sources, *times.sources))), bf16.models)
 
 
-def gain_of(card: Card, method: str | Recipe, work: Work = None) -> Rate | None:
-    """How many times as fast as BF16: measured with this method, or else between the gains of its precisions.
+def gain_of(card: Card, method: str | Recipe, work: Work = None, over: str = "bf16") -> Rate | None:
+    """How many times as fast as the method `over`, with equal micro-batches: measured with these methods, or else
+    between the ratios of their precisions."""
+    recipe, other = get_recipe(method), get_recipe(over)
+    if recipe.name == other.name:
+        return Rate(1.0, 1.0, ())
+    ours, theirs = _keys(card, recipe, work), _keys(card, other, None)
+    quantized = _between([_ratio(card, a, b) for a in ours for b in theirs])
+    return _beside_bf16(quantized, _between([_ratio(card, "bf16", b) for b in theirs]), work)
 
-    A source that gave BF16 a smaller micro-batch raises the upper end.
-    """
-    recipe, one = get_recipe(method), Rate(1.0, 1.0, (), ())
-    keys = _keys(card, recipe, work)
-    if keys == ("bf16",):
-        return one
-    own = _gain(card, recipe.name) if keys == (recipe.name,) else None
-    return _beside_bf16(own or _between([_widened(card, key) for key in keys]), one, work)
+
+def _ratio(card: Card, key: str, over: str) -> Rate | None:
+    """How many times as fast as another precision. Where nobody has timed both with equal micro-batches, it follows
+    from what both gain over BF16."""
+    if key == over:
+        return Rate(1.0, 1.0, ())
+    if together := _gain(card, key, over):
+        return together
+    ours, theirs = (Rate(1.0, 1.0, ()) if k == "bf16" else _gain(card, k) for k in (key, over))
+    if ours is None or theirs is None:
+        return None
+    return Rate(ours.low / theirs.high, ours.high / theirs.low, (*ours.sources, *theirs.sources))
 
 
 def published(card: Card, key: str, weights: float) -> Rate | None:
@@ -254,33 +262,26 @@ def _scaled(card: Card, key: str, weights: float) -> tuple[list[float], list[str
     return ends, sources, models
 
 
-def _gain(card: Card, key: str) -> Rate | None:
-    """How many times as fast as BF16 in the same program and with equal micro-batches: on this card, where two models
-    or more were timed on it, otherwise on all cards of its architecture. What dev/measure.sh timed here comes first."""
+def _gain(card: Card, key: str, over: str = "bf16") -> Rate | None:
+    """How many times as fast as another precision, by default BF16, in the same program and with equal micro-batches:
+    on this card, where two models or more were timed on it, otherwise on all cards of its architecture. What
+    dev/measure.sh timed here comes first."""
     own, all_alike = (
-        [r for r in rates if {key, "bf16"} <= set(r["equal"])] for rates in (card.rates, _of_architecture(card))
+        [r for r in rates if {key, over} <= set(r["equal"])] for rates in (card.rates, _of_architecture(card))
     )
     alike = _own_first(own if len(own) > 1 or any("here" in rate for rate in own) else all_alike)
     if not alike:
         return None
-    low = min(min(_ends(rate[key])) / max(_ends(rate["bf16"])) for rate in alike)
-    high = max(max(_ends(rate[key])) / min(_ends(rate["bf16"])) for rate in alike)
+    low = min(min(_ends(rate[key])) / max(_ends(rate[over])) for rate in alike)
+    high = max(max(_ends(rate[key])) / min(_ends(rate[over])) for rate in alike)
     return Rate(low, high, tuple(dict.fromkeys(_source(rate) for rate in alike)))
 
 
-def _widened(card: Card, key: str) -> Rate | None:
-    """The gain with equal micro-batches, and up to that of sources that gave BF16 a smaller one."""
-    gain = _gain(card, key)
-    if is_measured(card, "bf16"):
-        return gain
-    upper = [rate for rate in _of_architecture(card) if rate.get("upper") == [key, "bf16"]]
-    if gain is None or not upper:
-        return gain
-    sources = tuple(dict.fromkeys([*gain.sources, *(_source(rate) for rate in upper)]))
-    highest = max(upper, key=lambda rate: rate[key] / rate["bf16"])
-    if highest[key] / highest["bf16"] <= gain.high:
-        return replace(gain, sources=sources)
-    return replace(gain, high=highest[key] / highest["bf16"], sources=sources, unequal=(_source(highest),))
+def unequal_gain(card: Card) -> tuple[float, str] | None:
+    """The highest published gain over BF16 of a program that gave BF16 a smaller micro-batch, on cards of this kind,
+    and its source. No estimate is computed from it. None where this GPU was measured, or nobody has published one."""
+    found = [(r[r["upper"][0]] / r[r["upper"][1]], _source(r)) for r in _of_architecture(card) if "upper" in r]
+    return max(found, default=None) if not is_measured(card, "bf16") else None
 
 
 def _of_architecture(card: Card) -> list[dict[str, Any]]:
