@@ -20,13 +20,15 @@ switched_on() { # NAME of a variable that is a switch; as nanochat_fp4/errors.py
     esac
 }
 
-only_variables() { # "$@" of a script that variables alone tell what to do; --help prints the comment at its top
+print_help() { # the comment at the top of the script
+    sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$(of_the_caller "$0")"
+    exit 0
+}
+
+only_variables() { # "$@" of a script that variables alone tell what to do
     case "${1:-}" in
     "") ;;
-    -h | --help)
-        sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0"
-        exit 0
-        ;;
+    -h | --help) print_help ;;
     --*)
         local name=${1#--}
         name=$(tr a-z- A-Z_ <<<"${name%%=*}")

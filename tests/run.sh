@@ -1,9 +1,36 @@
 #!/usr/bin/env bash
-# Lint, format check and tests, in the environment of dev/setup.sh. Arguments go to pytest: bash tests/run.sh -k gpt
+# Lint, format check and tests, in the environment of dev/setup.sh, which the first call makes. Arguments go to pytest:
+#
+#     bash tests/run.sh                               all tests, about ten minutes on two cores
+#     bash tests/run.sh tests/models -k "not llama"   some files or folders, some names
+#     bash tests/run.sh -n 0 -s tests/test_files.py   in one process, with prints
+#     bash tests/run.sh --slow                        also tests that take minutes
+#     bash tests/run.sh --soak                        also many random faults, tens of minutes
+#
+# .venv/bin/python -m pytest --help prints all options of pytest.
 set -euo pipefail
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 cd "$ROOT"
 source dev/setup.sh
+
+# pytest's own message of a path that is not there gets lost between the processes of pytest-xdist.
+check_paths() {
+    local word path before="" found
+    for word in "$@"; do
+        path=${word%%::*}
+        # A word after an option can be its value, such as a file to write.
+        if [[ "$word" != -* && ("$path" = *.py || ("$path" = */* && "$before" != -*)) && ! -e "$path" ]]; then
+            found=$(find tests -name "$(basename "$path")" | head -n 1)
+            die "there is no $path in $ROOT; ${found:+did you mean $found? }name a file or folder of it, or choose tests by -k NAME"
+        fi
+        before=$word
+    done
+}
+
+for word in "$@"; do
+    case $word in -h | --help) print_help ;; esac
+done
+check_paths "$@"
 setup_environment
 
 "$PY" -m ruff check .

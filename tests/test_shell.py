@@ -68,6 +68,31 @@ def test_help_is_what_the_script_says_of_itself(script):
     assert wrong.returncode == 2 and "QAT_METHOD=..." in wrong.stderr
 
 
+@pytest.mark.parametrize("script", ["tests/run.sh", "dev/measure.sh"])
+def test_help_from_any_folder_installs_and_runs_nothing(script):
+    place = ROOT / script
+    done = shell(f"bash {place.name} --help", dict(os.environ) | {"VENV": "/nowhere"}, cwd=place.parent)
+    assert (done.returncode, done.stderr) == (0, ""), done
+    assert {"tests/run.sh": "--slow", "dev/measure.sh": "PARTS="}[script] in done.stdout
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        ("nosuch.py", "there is no nosuch.py in "),
+        ("-x tests/nosuch.py::test_it", "there is no tests/nosuch.py in "),
+        ("tests/nosuch", "there is no tests/nosuch in "),
+        ("test_gpt.py", "did you mean tests/models/test_gpt.py?"),
+        ("--junitxml tmp/new.xml -k a/b tests/models tests/test_files.py::test_it", ""),
+    ],
+)
+def test_tests_that_are_not_there_are_named(words, message):
+    """The processes of pytest-xdist swallow pytest's own line."""
+    done = shell(f"bash tests/run.sh {words}", dict(os.environ) | {"VENV": "/nowhere"})
+    assert done.returncode == 2 and done.stderr.startswith(f"error: {'' if message else 'VENV=/nowhere has no'}")
+    assert message in done.stderr and done.stderr.count("\n") == 1, done.stderr
+
+
 def smi(environment: dict, script: str) -> None:
     (Path(environment["PATH"].split(":")[0]) / "nvidia-smi").write_text(f"#!/bin/sh\n{script}\n")
 
