@@ -33,6 +33,7 @@ from nanochat_fp4.data.packing import Deal
 from nanochat_fp4.data.tokenizer import get_token_bytes
 from nanochat_fp4.errors import run_main
 from nanochat_fp4.evaluation.loss_eval import evaluate_bpb
+from nanochat_fp4.models.gpt import REFERENCE_BATCH_SIZE
 from nanochat_fp4.models.optim import muon_momentum
 from nanochat_fp4.training import later_stage, loop
 from nanochat_fp4.training.flags import (
@@ -136,6 +137,15 @@ def lr_multiplier(progress: float) -> float:
     return 1.0 if progress < 0.8 else max(0.0, (1 - progress) / 0.2)
 
 
+def scalar_lr(total_batch_size: int) -> float:
+    """Returns the learning rate of the layers' scalars, which is 0.5 for nanochat's batches of 2^19 tokens.
+
+    It is scaled to the batch as in pre-training, because Adam's first step is as large as the rate. With 0.5 for
+    batches of 2,048 tokens the loss of a small model rose from 7.2 to 12.4 at once (dev/LOG.md, 2026-11-27).
+    """
+    return 0.5 * (total_batch_size / REFERENCE_BATCH_SIZE) ** 0.5
+
+
 def main(argv: list[str] | None = None) -> None:
     args = parse_args(argv)
     check_conversations(args)
@@ -161,7 +171,7 @@ def train(args: argparse.Namespace, process: Process) -> None:
     dataset = chat_data.load_sources(train_parts, args.allow_missing, "training")
     val_dataset = chat_data.load_sources(val_sources(args), args.allow_missing, "validation")
     sources = chat_data.describe_sources(train_parts)
-    later_stage.finetune(run, lr_multiplier, muon_momentum)
+    later_stage.finetune(run, lr_multiplier, muon_momentum, scalar_lr(args.total_batch_size))
     where = tokenizer, B, T, device
 
     def validation_bpb(step: int, last: bool) -> dict[str, float]:

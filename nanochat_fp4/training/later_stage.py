@@ -24,12 +24,16 @@ def begin(stage: str, source: str, args: argparse.Namespace, process: Process, c
 
 
 def finetune(
-    run: Run, lr_multiplier: Callable[[float], float], momentum: Callable[[int], float] | None = None, **loss: Any
+    run: Run,
+    lr_multiplier: Callable[[float], float],
+    momentum: Callable[[int], float] | None = None,
+    scalar_lr: float = 0.5,
+    **loss: Any,
 ) -> None:
-    """Gives the run the optimizers and the schedule of nanochat's later stages. `loss` is the argument of
-    TrainingStep."""
+    """Gives the run the optimizers and the schedule of nanochat's later stages. scalar_lr is the learning rate of the
+    layers' scalars, and `loss` is the argument of TrainingStep."""
     names = ("unembedding_lr", "embedding_lr", "matrix_lr", "weight_decay")
-    rates = {name: getattr(run.args, name) for name in names}
+    rates = {name: getattr(run.args, name) for name in names} | {"scalar_lr": scalar_lr}
     options = {"orthogonalizer": run.orthogonalizer, "lean": run.lean}
     run.make_step(*run.model.setup_finetuning(rates, run.args.init_lr_frac, lr_multiplier, momentum, **options), **loss)
 

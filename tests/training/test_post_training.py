@@ -16,6 +16,7 @@ from nanochat_fp4.data.packing import Deal
 from nanochat_fp4.data.tokenizer import get_tokenizer
 from nanochat_fp4.errors import UserError
 from nanochat_fp4.evaluation.metrics import read_jsonl
+from nanochat_fp4.models.gpt import GPT
 from nanochat_fp4.training.checkpoint import Metadata
 from nanochat_fp4.training.checkpoint_manager import list_steps, load_checkpoint, weights_digest
 from nanochat_fp4.training.load_model import checkpoint_method
@@ -296,6 +297,21 @@ def test_stages_go_on_as_the_base_was_trained(tiny_base):
         assert {t.dtype for t in weights.values() if t.ndim == 2} == {torch.bfloat16}
         events = read_jsonl(tiny_base / place / "d1" / "metrics.jsonl")
         assert [r["step"] for r in events if r["event"] == "start"] == [0, 1]
+
+
+def test_the_scalars_of_mid_training_have_the_rate_of_its_batch(base, monkeypatch):
+    """As in pre-training. Adam's first step is as large as the rate, and 0.5 is nanochat's for 2^19 tokens."""
+    found, setup = [], GPT.setup_finetuning
+
+    def setup_finetuning(*args, **options):
+        optimizers, schedule = setup(*args, **options)
+        found.extend(group["lr"] for group in optimizers[0].param_groups[2:])  # of resid_lambdas and x0_lambdas
+        return optimizers, schedule
+
+    monkeypatch.setattr(GPT, "setup_finetuning", setup_finetuning)
+    mid(steps=1)  # 512 tokens
+    assert found == pytest.approx([0.01 / 64, 1 / 64])
+    assert mid_train.scalar_lr(mid_train.parse_args([]).total_batch_size) == 0.5
 
 
 def test_a_full_epoch_ends_where_the_data_ends(base, monkeypatch):
