@@ -25,15 +25,17 @@ print_help() { # the comment at the top of the script
     exit 0
 }
 
+VARIABLES=$ROOT/nanochat_fp4/plan/variables.py # An installed package has it elsewhere; there the plan itself looks.
+
 only_variables() { # "$@" of a script that variables alone tell what to do
     case "${1:-}" in
     "") ;;
     -h | --help) print_help ;;
     --*)
-        local name=${1#--}
-        name=$(tr a-z- A-Z_ <<<"${name%%=*}")
-        [ "$name" != METHOD ] || name=QAT_METHOD
-        die "$(basename "$0") takes no flags, and got '$*'; set a variable in its place: $name=... bash $(basename "$0") (see --help)"
+        local script=speedrun instead="set a variable in its place"
+        [ "$(basename "$0")" != measure.sh ] || script=measure
+        [ ! -f "$VARIABLES" ] || instead=$("$(find_python)" "$VARIABLES" "$script" "$1")
+        die "$(basename "$0") takes no flags, and got '$*'; $instead (see --help)"
         ;;
     *) die "$(basename "$0") takes no arguments, and got '$*'; what can be set are variables, NAME=value bash $(basename "$0"): see --help" ;;
     esac
@@ -67,8 +69,7 @@ of_the_caller() { # PATH: a relative one is meant from the folder in which the s
 }
 
 known_variables() { # [measure]: before anything is installed, an unknown variable that is nearly a known one is refused
-    # An installed package has the file elsewhere; there the plan itself looks.
-    [ ! -f "$ROOT/nanochat_fp4/plan/variables.py" ] || "$(find_python)" "$ROOT/nanochat_fp4/plan/variables.py" "$@" || exit 2
+    [ ! -f "$VARIABLES" ] || "$(find_python)" "$VARIABLES" "$@" || exit 2
 }
 
 # quietly WHAT COMMAND...: run it with its output in $SETUP_LOG and a sign of life every 15 seconds.

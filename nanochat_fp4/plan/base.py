@@ -107,8 +107,10 @@ def _passes(settings: Settings, *how: Any) -> bool:
 
 
 def _names(settings: Settings) -> dict[str, str]:
-    """The variables of FLAGS whose flags the user has not typed in BASE_ARGS, where the last one counts."""
-    return {name: flag for name, flag in FLAGS.items() if flag not in settings.flags_of("BASE_ARGS")}
+    """The variables of FLAGS whose flags the user has not typed in BASE_ARGS, where the last one counts. A flag that an
+    error offers and that has no variable is given in BASE_ARGS."""
+    names = FLAGS | {"BASE_ARGS=--device-type": "--device-type"}
+    return {name: flag for name, flag in names.items() if flag not in settings.flags_of("BASE_ARGS")}
 
 
 def _describe(settings: Settings, method: str, card: Card | None, processes: int, states: Sequence[str]) -> Base:

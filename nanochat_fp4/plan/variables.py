@@ -3,6 +3,7 @@ Names of the variables that tell speedrun_fp4.sh, run1000_fp4.sh and dev/measure
 
     python3 nanochat_fp4/plan/variables.py            refuses a variable that is nearly one of them; imports no package
     python3 nanochat_fp4/plan/variables.py measure    the same of dev/measure.sh
+    python3 nanochat_fp4/plan/variables.py speedrun --depth     what to type in the place of a flag; measure likewise
 """
 
 import difflib
@@ -43,6 +44,7 @@ ELSEWHERE = {
     "N_LAYER": "DEPTH",
     "NPROC_PER_NODE": "NPROC",
     "NUM_GPUS": "NPROC",
+    "DEVICE_TYPE": "CUDA_VISIBLE_DEVICES= (an empty list of GPUs, so that the CPU trains)",
     "DRY_RUN": "PLAN_ONLY",
     "PARTS": "STAGES",
     "MODEL_TAG": "NANOCHAT_BASE_DIR (a folder of its own; a run's name says what differs from the defaults)",
@@ -67,6 +69,20 @@ def problem(names: set[str], script: str = "speedrun") -> str | None:
     return None
 
 
+def in_place_of(flag: str, script: str) -> str:
+    """What to type in the place of a flag, which is --name or --name=value, of a script that takes none."""
+    flag = flag.partition("=")[0]
+    name = flag.removeprefix("--").replace("-", "_").upper()
+    if script == "measure":
+        return f"set {name}=... in its place" if name in MEASURE else f"it has the variables {' '.join(MEASURE)}"
+    name = "QAT_METHOD" if name == "METHOD" else name
+    if name in ELSEWHERE:
+        return f"set {ELSEWHERE[name]}"
+    return f"set {name}=... in its place" if name in KNOWN else f"BASE_ARGS={flag}=... gives it to the base training"
+
+
 if __name__ == "__main__":
-    if found := problem(set(os.environ), *sys.argv[1:]):
+    if sys.argv[2:]:
+        print(in_place_of(sys.argv[2], sys.argv[1]))
+    elif found := problem(set(os.environ), *sys.argv[1:]):
         sys.exit(f"error: {found}")

@@ -617,6 +617,7 @@ REFUSED = [
         "SEQ_LEN=100: TOTAL_BATCH=2048 is not a multiple of 100 tokens (1 row of 100 on ",
     ),
     ({"DEVICE_BATCH": "7"}, "another DEVICE_BATCH"),
+    ({"DEPTH": "1000"}, "or say BASE_ARGS=--device-type=cpu to begin all the same"),
     ({"NUM_ITERATIONS": "0"}, "NUM_ITERATIONS=0: "),
     ({"VOCAB_SIZE": "10"}, "VOCAB_SIZE=10 "),
     ({"MATRIX_LR": "-1", "BASE_ARGS": "--warmup-ratio=0.1"}, "MATRIX_LR: '-1' is negative"),
@@ -722,7 +723,7 @@ def test_a_small_memory_is_not_said_to_be_none():
     [
         ("NUM_ITERATION", "NUM_ITERATIONS"), ("DETPH", "DEPTH"), ("NPROCS", "NPROC"), ("BATCH_SIZE", "DEVICE_BATCH"),
         ("NUM_STEPS", "NUM_ITERATIONS"), ("LR", "MATRIX_LR"), ("MODEL_TAG", "NANOCHAT_BASE_DIR"),
-        ("DRY_RUN", "PLAN_ONLY"),
+        ("DRY_RUN", "PLAN_ONLY"), ("DEVICE_TYPE", "CUDA_VISIBLE_DEVICES="),
     ],
 )  # fmt: skip
 def test_a_variable_that_would_be_ignored_is_refused(name, meant):
