@@ -21,7 +21,7 @@ from nanochat_fp4.generation.chat import AnswerText, compute_dtype, prepare
 from nanochat_fp4.generation.engine import Engine
 from nanochat_fp4.models.gpt import autocast
 from nanochat_fp4.training.flags import add_model_arguments
-from nanochat_fp4.training.load_model import SOURCES, load_for_inference
+from nanochat_fp4.training.load_model import SOURCES, load_for_inference, warn_of_few_tokens
 
 MAX_TOKENS = 256  # The largest number of tokens in an answer.
 
@@ -29,7 +29,7 @@ MAX_TOKENS = 256  # The largest number of tokens in an answer.
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = ArgumentParser(description="Chat with the model")
     add = parser.add_argument
-    add("-i", "--source", default="sft", choices=tuple(SOURCES), help="Source of the model: sft|mid|rl")
+    add("-i", "--source", default="sft", choices=tuple(SOURCES), help="stage whose model answers")
     add("-p", "--prompt", default=None, help="Prompt the model, get a single response back")
     add("-t", "--temperature", type=parse_finite, default=0.6, help="Temperature for generation")
     add("-k", "--top-k", type=int, default=50, help="Top-k sampling parameter")
@@ -90,7 +90,8 @@ def main(argv: list[str] | None = None) -> None:
 
 def converse(args: argparse.Namespace, device: torch.device) -> None:
     """Loads the model, and answers the prompt or talks with the user."""
-    model, tokenizer, _, _ = load_for_inference(args.source, device, args)
+    model, tokenizer, meta, _ = load_for_inference(args.source, device, args)
+    warn_of_few_tokens(model, meta)
     chat = Chat(Engine(model, tokenizer), args.temperature, args.top_k)
     precision = nf.full_precision(model) if args.precision == "bf16" else nf.quantize_weights_once(model)
     dtype = compute_dtype(device, args.dtype)

@@ -63,7 +63,7 @@ LOCAL_TASKS: dict[str, Callable[[str | None], Task]] = {
     "Local-Code": lambda _: LocalCode(size=64, split="test"),
 }
 # The accuracy that guessing reaches. It is 0 for tasks that are not listed.
-GUESSING = {"ARC-Easy": 0.25, "ARC-Challenge": 0.25, "MMLU": 0.25}
+GUESSING = {"ARC-Easy": 0.25, "ARC-Challenge": 0.25, "MMLU": 0.25, "Local-Choice": 0.25}
 RUNS_CODE = ("HumanEval", "Local-Code")
 SETTINGS = (
     "batch_size",
@@ -244,6 +244,7 @@ def evaluate(args: argparse.Namespace, names: list[str], device: torch.device, r
         suffix = ", BF16 forward" if precision == "bf16" and method != "bf16" else ""
         for name, score in by_task.items():
             results[name + suffix] = {"accuracy": score.accuracy, "count": score.count, "interval": score.interval}
+            results[name + suffix]["guessing"] = GUESSING.get(name, 0.0)
             lines[name + suffix] = str(score)
         if (core := chatcore(by_task)) is not None:
             results["ChatCORE" + suffix] = core

@@ -23,7 +23,7 @@ from nanochat_fp4.generation.chat import compute_dtype, prepare
 from nanochat_fp4.generation.engine import Engine
 from nanochat_fp4.models.gpt import autocast
 from nanochat_fp4.training.flags import add_model_arguments
-from nanochat_fp4.training.load_model import load_for_inference
+from nanochat_fp4.training.load_model import load_for_inference, warn_of_few_tokens
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -91,6 +91,7 @@ def load(args: argparse.Namespace, device: torch.device) -> tuple[Any, dict]:
     from nanochat_fp4.generation.chat_server import Worker
 
     model, tokenizer, meta, method = load_for_inference(args.source, device, args)
+    warn_of_few_tokens(model, meta)
     if method == "bf16" and args.precision == "nvfp4":
         raise UserError("--precision=nvfp4: the model was trained in bf16; choose how to round it, --method=clover say")
     dtype = compute_dtype(device, args.dtype)

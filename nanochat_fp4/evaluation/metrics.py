@@ -40,6 +40,17 @@ def accuracy_interval(accuracy: float, count: int) -> float:
     return 2 * math.sqrt(spread / count) if spread > 0 else 4 / (count + 4)
 
 
+USUAL_TOKENS, FEW_TOKENS = 20, 2  # for each parameter
+
+
+def few_tokens(tokens: float | None, parameters: float | None) -> str | None:
+    """Returns a clause about a model that has read far too little text to give sensible answers, otherwise None."""
+    if not tokens or not parameters or tokens >= FEW_TOKENS * parameters:
+        return None
+    each = f"{tokens / parameters:.2g} for each parameter, where {USUAL_TOKENS} are usual"
+    return f"this model has read {tokens:,.0f} tokens, {each}: expect nonsense"
+
+
 def section_files(report_dir: Path) -> list[Path]:
     """Returns the sorted paths of all sections of a report."""
     files = [*report_dir.glob("*.json"), *report_dir.glob("*/*.json")]

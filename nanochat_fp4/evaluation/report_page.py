@@ -13,7 +13,7 @@ from nanochat_fp4.common import default_base_dir
 from nanochat_fp4.console import format_seconds
 from nanochat_fp4.environment import environment_info
 from nanochat_fp4.errors import UserError
-from nanochat_fp4.evaluation.metrics import plain_json
+from nanochat_fp4.evaluation.metrics import few_tokens, plain_json
 from nanochat_fp4.evaluation.report_plots import draw_plots
 from nanochat_fp4.evaluation.report_runs import (
     add_gaps,
@@ -113,6 +113,14 @@ def runs_table(runs: list[dict]) -> list[str]:
     return _table(header, rows)
 
 
+_OF_FINE_TUNING = (
+    "The losses of mid-training and SFT are of conversations, which are other data than the text of pre-training. They "
+    "compare neither with its loss nor with each other. Each batch of SFT has other tasks, so in a run of few steps "
+    "the loss follows the tasks, up and down. A model that was tuned on few kinds of conversations predicts plain text "
+    "worse than its base model."
+)
+
+
 def _explanations(runs: list[dict]) -> list[str]:
     """Returns lines that explain the numbers in the table of runs, and how far chance moves them."""
     lines = [
@@ -141,6 +149,8 @@ def summary(runs: list[dict], stages: Mapping[str, Mapping[str, list[dict]]], ba
         where = base_dir / CHAT_STAGES.get(stage, "base_checkpoints") / r["model_tag"]
         quality = f"{_cell(r['val_bpb'])} bits per byte of validation text"
         quality += "" if r["method"] == "bf16" else f", {_cell(r['val_bpb_bf16'])} with a BF16 forward"
+        if r["untrained_bpb"] is not None:
+            quality += f" ({r['untrained_bpb']:.2f} before training)"
         if r.get("gap_percent") is not None:
             quality += f"; {r['gap_percent']:+.2f}% over the BF16 run"
         lines += [f"{r['model_tag']}: {r['method']}, {r['step']:,} steps, {_cell(r.get('tokens'), '{:,}')} tokens"]
@@ -153,6 +163,8 @@ def summary(runs: list[dict], stages: Mapping[str, Mapping[str, list[dict]]], ba
             variable = "" if usual else f"NANOCHAT_BASE_DIR={shlex.quote(str(base_dir))} "
             command = f"{variable}python -m nanochat_fp4 chat_web -i {stage} --model-tag {r['model_tag']}"
             lines += [f"  talk to it: {command}"]
+            if problem := few_tokens(r.get("tokens"), r["num_params"]):
+                lines += [f"  note:       {problem}"]
     return lines
 
 
@@ -190,7 +202,9 @@ def _benchmark_table(runs: list[dict]) -> list[str]:
                 text += f" ± {100 * score['interval']:.2f}"
             row.append(text)
         rows.append(row)
-    return _table(["run", "method", "after", "val BPB of the base model", *tasks], rows) if rows else []
+    guessing = {task: score["guessing"] for _, _, scores in scored for task, score in scores.items()}
+    names = [task if guessing[task] is None else f"{task} (guessing: {100 * guessing[task]:.0f})" for task in tasks]
+    return _table(["run", "method", "after", "val BPB of the base model", *names], rows) if rows else []
 
 
 _UNITS = {"gb": "GB", "seconds": "s"}
@@ -290,6 +304,8 @@ def render(
     if runs:
         lines += [*runs_table(runs), "", *_explanations(runs), ""]
     lines += [f"![{Path(plot).stem}]({plot})" for plot in plots] + [""] * bool(plots)
+    if any(plot.startswith(("loss_mid", "loss_sft")) for plot in plots):
+        lines += [_OF_FINE_TUNING, ""]
     for title, body in (
         ("Benchmarks (accuracy in percent, 2-sigma interval)", _benchmark_table(runs)),
         ("Quantization error, mean over the blocks", _telemetry_lines(metrics)),

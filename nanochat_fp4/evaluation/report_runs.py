@@ -86,7 +86,7 @@ def as_text(value: Any) -> str:
 
 # The results that a run's summary takes over. Other results stay in their section.
 _TEXTS = ("method", "config_key", "backend", "tokenizer")
-_NUMBERS = ("num_iterations", "total_batch_size", "tokens_per_second", "training_seconds")
+_NUMBERS = ("num_iterations", "total_batch_size", "num_params", "tokens_per_second", "training_seconds")
 # One measurement of the validation loss: with the method's own forward pass and in BF16, on which text, on how many
 # tokens. These numbers are taken together, because a loss means nothing with the text of another measurement.
 MEASUREMENT = ("val_bpb", "val_bpb_bf16", "val_text", "val_tokens")
@@ -94,7 +94,7 @@ MEASUREMENT = ("val_bpb", "val_bpb_bf16", "val_text", "val_tokens")
 
 def summarize_run(tag: str, sections: list[dict], metrics: list[dict]) -> dict:
     """Returns the numbers of one run as a flat dict. Values that were not logged are None."""
-    keys = ("step", *_TEXTS, *_NUMBERS, *MEASUREMENT)
+    keys = ("step", "untrained_bpb", *_TEXTS, *_NUMBERS, *MEASUREMENT)
     run: dict[str, Any] = {key: None for key in keys} | {"model_tag": tag, "benchmarks": {}}
 
     def measured(values: Mapping[str, Any]) -> None:
@@ -116,6 +116,8 @@ def summarize_run(tag: str, sections: list[dict], metrics: list[dict]) -> dict:
             run["step"] = int(step) + 1
             take({"tokens_per_second": record.get("tok_per_sec")})
         elif event == "val":
+            if step == 0:
+                run["untrained_bpb"] = finite_number(record.get("bpb"))
             names = {"val_bpb": "bpb", "val_bpb_bf16": "bpb_bf16", "val_tokens": "tokens"}
             measured({key: record.get(name) for key, name in names.items()} | {"val_text": val_text})
     unfinished = metrics and run["num_iterations"] and (run["step"] or 0) < run["num_iterations"]
@@ -144,15 +146,16 @@ def summarize_run(tag: str, sections: list[dict], metrics: list[dict]) -> dict:
 
 
 def _score(value: Any) -> dict[str, float | None] | None:
-    """Returns the dict of "accuracy" and "interval" (2 sigma, None if unknown) for an accuracy or for the dict of an
-    evaluation. Returns None if there is no accuracy."""
+    """Returns the dict of "accuracy", "interval" (2 sigma) and "guessing" (the accuracy of guesses) for an accuracy or
+    for the dict of an evaluation. Both are None if they are not known. Returns None if there is no accuracy."""
     score = value if isinstance(value, dict) else {"accuracy": value}
-    accuracy, count, interval = (finite_number(score.get(key)) for key in ("accuracy", "count", "interval"))
+    keys = ("accuracy", "count", "interval", "guessing")
+    accuracy, count, interval, guessing = (finite_number(score.get(key)) for key in keys)
     if accuracy is None:
         return None
     if count is not None and count > 0 and 0 <= accuracy <= 1:
         interval = accuracy_interval(accuracy, count)  # The interval in an older file may be 0 if no answer was right.
-    return {"accuracy": accuracy, "interval": interval}
+    return {"accuracy": accuracy, "interval": interval, "guessing": guessing}
 
 
 def tokens_measured(run: dict) -> str | None:

@@ -9,15 +9,17 @@ import argparse
 import contextlib
 import os
 import re
+import sys
 from pathlib import Path
 
 import torch
 
 import nanochat_fp4 as nf
 from nanochat_fp4.common import get_base_dir, print0, resolve_method, set_cpu_threads
-from nanochat_fp4.console import format_bytes
+from nanochat_fp4.console import format_bytes, print_safely
 from nanochat_fp4.data.tokenizer import RustBPETokenizer, get_tokenizer
 from nanochat_fp4.errors import UserError, one_line
+from nanochat_fp4.evaluation.metrics import few_tokens
 from nanochat_fp4.hardware import physical_memory
 from nanochat_fp4.models.families import config_from_record, family_of_config
 from nanochat_fp4.models.gpt import GPT, ROTARY_FACTOR, GPTConfig
@@ -263,6 +265,25 @@ def load_model(
     if model_tag is None:
         print0(f"no --model-tag given: taking {tag}")
     return model, tokenizer, meta.loaded_from(tag)
+
+
+def tokens_read(meta: Metadata) -> int | None:
+    """Returns the number of tokens that a model has read in pre-training, or None if its base model is not there to
+    say so."""
+    while meta.parent:
+        stage, tag, step = (meta.parent.get(key) for key in ("stage", "model_tag", "step"))
+        if stage not in SOURCES or not isinstance(tag, str) or not isinstance(step, int):
+            return None
+        meta = Metadata.read(checkpoint_folder(stage, tag), step)
+    step, batch = meta.step, meta.user_config.get("total_batch_size")
+    is_base = meta.run_config is not None and "stage" not in meta.run_config
+    return step * batch if is_base and isinstance(step, int) and isinstance(batch, int) else None
+
+
+def warn_of_few_tokens(model: GPT, meta: Metadata) -> None:
+    """Says on stderr before a chat if the model has read too little text to give sensible answers."""
+    if problem := few_tokens(tokens_read(meta), model.num_scaling_params()):
+        print_safely(f"note: {problem}", file=sys.stderr, flush=True)
 
 
 def load_for_inference(

@@ -22,10 +22,11 @@ def folder(base_dir):
 def make_run(
     base_dir: Path, tag: str, method: str, bpb: float, steps: int = 6, finished: bool = True, key: str = "k",
     text: str | None = "text 1", measured: str | None = "text 1", tokenizer: str = "T", loss_step: int | None = None,
+    params: int = 100,
 ):  # fmt: skip
     """What base_train and base_loss leave behind, with the validation text and the step of either."""
     log = MetricsLog(base_dir / "base_checkpoints" / tag)
-    sizes = {"num_iterations": steps, "total_batch_size": 1000}
+    sizes = {"num_iterations": steps, "total_batch_size": 1000, "num_params": params}
     same = {"config_key": key, "val_text": text, "tokenizer": tokenizer}
     log.append("start", 0, method=method, backend="reference", **same, **sizes)
     for step in range(steps if finished else steps // 2):
@@ -116,7 +117,7 @@ def test_the_first_lines_say_what_where_and_how_to_chat(base_dir, folder, capsys
     for part in (head, said):
         assert str(place) in part and "chat_web -i sft --model-tag d4_clover" in part and "1.2750 bits per byte" in part
         assert str(base_dir / "base_checkpoints/d4_nvidia") in part and "--model-tag d4_nvidia" not in part
-        assert "half" not in part
+        assert "half" not in part and "nonsense" not in part
         assert f"talk to it: NANOCHAT_BASE_DIR={base_dir} python -m" in part
     usual = base_dir.parent / ".cache/nanochat"
     usual.parent.mkdir()
@@ -124,6 +125,16 @@ def test_the_first_lines_say_what_where_and_how_to_chat(base_dir, folder, capsys
     monkeypatch.setenv("HOME", str(base_dir.parent))
     monkeypatch.setenv("NANOCHAT_BASE_DIR", str(usual))
     assert "talk to it: python -m" in generated(usual / "report")
+
+
+def test_the_first_lines_say_how_far_a_small_run_can_go(base_dir, folder):
+    """The loss before training, and what to expect from a chat with a model that has read next to nothing."""
+    MetricsLog(base_dir / "base_checkpoints/d4_clover").append("val", 0, bpb=3.375, bpb_bf16=3.375, tokens=500)
+    make_run(base_dir, "d4_clover", "clover", 1.275, params=60_000)
+    (base_dir / "chatsft_checkpoints/d4_clover/model_000002.pt").write_bytes(b"")
+    text = generated(folder)
+    assert "1.2760 with a BF16 forward (3.38 before training)" in text
+    assert "this model has read 6,000 tokens, 0.1 for each parameter, where 20 are usual: expect nonsense" in text
 
 
 @pytest.mark.parametrize(
@@ -285,12 +296,14 @@ def test_a_run_that_starts_over_has_no_number_of_the_one_before(base_dir, folder
 def test_benchmarks_as_in_table_5(base_dir, folder):
     make_run(base_dir, "d4_bf16", "bf16", 1.25)
     sft = {"ARC-Easy": {"accuracy": 0.5, "count": 400}, "MMLU": {"accuracy": 0.25, "interval": 0.01}, "Own": 0.75}
-    sft["None"] = {"accuracy": 0.0, "count": 32, "interval": 0.0}
+    sft["None"] = {"accuracy": 0.0, "count": 32, "interval": 0.0, "guessing": 0.25}
     get_report("d4_bf16").log("Chat evaluation sft", [{"temperature": 0.0}], sft)
     get_report("d4_bf16").log("Chat evaluation mid", [{"temperature": 0.0}], {"ARC-Easy": 0.4})
     text = generated(folder)
     header = next(line for line in text.splitlines() if line.startswith("| run | method | after |"))
-    assert header == "| run | method | after | val BPB of the base model | ARC-Easy | MMLU | Own | None |"
+    assert (
+        header == "| run | method | after | val BPB of the base model | ARC-Easy | MMLU | Own | None (guessing: 25) |"
+    )
     rows = [line for line in text.splitlines() if line.startswith("| d4_bf16 | bf16 | ")]
     assert "| d4_bf16 | bf16 | mid | 1.2500 | 40.00 | - | - | - |" in rows
     assert "| d4_bf16 | bf16 | sft | 1.2500 | 50.00 ± 5.00 | 25.00 ± 1.00 | 75.00 | 0.00 ± 11.11 |" in rows

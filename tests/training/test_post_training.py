@@ -2,6 +2,7 @@
 
 import builtins
 import json
+import shutil
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from nanochat_fp4.evaluation.metrics import read_jsonl
 from nanochat_fp4.models.gpt import GPT
 from nanochat_fp4.training.checkpoint import Metadata
 from nanochat_fp4.training.checkpoint_manager import list_steps, load_checkpoint, weights_digest
-from nanochat_fp4.training.load_model import checkpoint_method
+from nanochat_fp4.training.load_model import checkpoint_method, tokens_read
 from scripts import base_train, chat_cli, chat_eval, chat_sft, mid_train
 
 MID = [*MID, "--eval-every=4"]
@@ -312,6 +313,20 @@ def test_the_scalars_of_mid_training_have_the_rate_of_its_batch(base, monkeypatc
     mid(steps=1)  # 512 tokens
     assert found == pytest.approx([0.01 / 64, 1 / 64])
     assert mid_train.scalar_lr(mid_train.parse_args([]).total_batch_size) == 0.5
+
+
+def test_the_tokens_that_a_chat_model_has_read_are_those_of_its_base_model(tiny_base, capsys):
+    base_train.main([*BASE, "--num-iterations=2", "--model-tag=d1"])
+    mid(steps=1)
+    meta = Metadata.read(tiny_base / "mid_checkpoints/d1", 1)
+    tokens = tokens_read(meta.loaded_from("d1"))
+    assert tokens == 2 * base_train.parse_args(BASE).total_batch_size
+    capsys.readouterr()
+    chat_cli.main(["-i", "mid", "-p", "Who are you?", "--device-type=cpu"])
+    said = capsys.readouterr()
+    assert f"note: this model has read {tokens} tokens, " in said.err and "note" not in said.out
+    shutil.rmtree(tiny_base / "base_checkpoints/d1")
+    assert tokens_read(meta) is None
 
 
 def test_a_full_epoch_ends_where_the_data_ends(base, monkeypatch):
