@@ -93,6 +93,21 @@ class Subject(TrainingStep):
         """Returns random token ids for a micro-batch of so many rows."""
         return torch.randint(self.vocab_size, (rows, self.sequence_len), device=self.device)
 
+    def looks(self) -> bool:
+        """Returns whether this variant looks at its layers' inputs, for error feedback."""
+        return any(isinstance(m, QuantLinear) and m.recipe.uses_feedback for m in self.model.modules())
+
+    def look(self, rows: int) -> None:
+        """Looks at the inputs of a few rows, which makes Gram matrices. Layers without feedback forget theirs, which
+        are of an earlier variant."""
+        for m in self.model.modules():
+            if isinstance(m, QuantLinear) and not m.recipe.uses_feedback:
+                m.gram_matrix = None
+        if self.looks():
+            ids = self.tokens(min(rows, max(1, GRAM_TOKENS // self.sequence_len)))
+            with self.autocast():
+                nf.update_gram_matrices(self.model, lambda: self.model(ids, ids))
+
     def passes(self, rows: int) -> None:
         """Runs two micro-batches, of which the second one adds to gradients."""
         ids = self.tokens(rows)
@@ -171,8 +186,9 @@ class NanochatSubject(Subject):
 
 
 def peaks_of_a_step(subject: Subject, rows: int) -> tuple[int, int]:
-    """Returns the bytes at the peak of two micro-batches, and at the peak of the update. Raises torch.OutOfMemoryError
-    if they do not fit."""
+    """Returns the bytes at the peak of two micro-batches, and at the peak of the update and of the look at the inputs
+    that follows it. There was a look before, as in all steps of a run but the first. Raises torch.OutOfMemoryError if
+    they do not fit."""
 
     def peak(work: Callable[[], None]) -> int:
         torch.cuda.reset_peak_memory_stats()
@@ -180,8 +196,13 @@ def peaks_of_a_step(subject: Subject, rows: int) -> tuple[int, int]:
         torch.cuda.synchronize()
         return torch.cuda.max_memory_allocated()
 
+    def update_and_look() -> None:
+        subject.update()
+        subject.look(rows)
+
     try:
-        return peak(lambda: subject.passes(rows)), subject.bytes_for_replays() + peak(subject.update)
+        subject.look(rows)
+        return peak(lambda: subject.passes(rows)), subject.bytes_for_replays() + peak(update_and_look)
     finally:
         subject.release()
         gc.collect()
@@ -269,10 +290,8 @@ def run_steps(subject: Subject, rows: int, micro_batches: int, watch: Stopwatch)
     finally:
         codes.__exit__(None, None, None)
     watch.time("update", subject.update)
-    if any(isinstance(m, QuantLinear) and m.recipe.uses_feedback for m in subject.model.modules()):
-        few = ids[: max(1, GRAM_TOKENS // ids.shape[1])]
-        with subject.autocast():
-            watch.time("gram", lambda: nf.update_gram_matrices(subject.model, lambda: subject.model(few, few)))
+    if subject.looks():
+        watch.time("gram", lambda: subject.look(rows))
 
 
 # ----------------------------------------------------------------------------------------------------------------------

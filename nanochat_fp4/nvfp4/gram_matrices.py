@@ -68,14 +68,16 @@ def update_gram_matrices(model: nn.Module, forward: Callable[[], object]) -> Non
             f"update_gram_matrices: forward() called none of the {len(layers)} layers with error feedback; "
             "let it call this model: lambda: model(x)"
         )
-    made = {}  # layers that read the same tensor share a Gram matrix
+    groups: dict[object, list[QuantLinear]] = {}  # layers that read the same tensor share a Gram matrix
     for layer, inputs in seen.items():
-        before = layer.gram_matrix
-        key = id(inputs), id(before), layer.recipe
-        if key not in made:
-            gram = gram_matrix(inputs.products / inputs.rows, before)
-            made[key] = gram, factor_for(gram), before
-        layer.gram_matrix, layer.feedback_factor, _ = made[key]
+        groups.setdefault((id(inputs), id(layer.gram_matrix), layer.recipe), []).append(layer)
+    for group in groups.values():
+        # The sums of all layers are the largest tensors of a look, so they are freed one after the other.
+        inputs = [seen.pop(layer) for layer in group][0]
+        gram = gram_matrix(inputs.products / inputs.rows, group[0].gram_matrix)
+        factor = factor_for(gram)
+        for layer in group:
+            layer.gram_matrix, layer.feedback_factor = gram, factor
 
 
 class _Inputs(NamedTuple):

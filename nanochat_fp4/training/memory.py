@@ -30,6 +30,9 @@ HEAD_BYTES = 2 * FP32 + BF16
 # Rounding with error feedback takes so many bytes for each element, and rounds at most so many elements at once (d26 on
 # an H200: 3.65 GiB).
 FEEDBACK_BYTES, FEEDBACK_ELEMENTS = 15.0, 2**28
+# A look at the layers' inputs takes so many bytes for each element of the Gram matrices, which are their new sums, and
+# so many more for each element of the largest one, whose factor is computed (d26 and d32 on an H100).
+LOOK_BYTES, FACTOR_BYTES = 4.0, 28.0
 BF16_RECIPE = Recipe("bf16")  # of layers that are not converted
 GOOD_ROWS = 4  # With fewer rows in a micro-batch a GEMM is too small for a large GPU.
 
@@ -40,7 +43,9 @@ class Memory:
 
     - codes are those of the weights, as the products read them. With error feedback they include the Gram matrices.
     - activations are those that one micro-batch keeps for its backward pass.
-    - loss and update are the bytes that the loss and the optimizers' update take in addition.
+    - loss is what the loss takes in addition, and update what the largest work between two micro-batches takes: the
+      optimizers' update, rounding with error feedback, or a look at the layers' inputs after the update, when the
+      gradients are gone.
 
     The CUDA context and the buffers of communication between processes are not counted.
     """
@@ -134,17 +139,19 @@ def count(model: GPT, rows: int, state: str = "fp32", recompute: str = "none", s
     with_feedback = [m for m in linears if any(r.uses_feedback for r in _recipes(m))]
     # These layers have the input of c_q.
     same_input = {m for block in blocks for m in (block.attn.c_k, block.attn.c_v)}
-    codes += sum(2 * BF16 * m.in_features**2 for m in with_feedback if m not in same_input)
+    grams = [m.in_features**2 for m in with_feedback if m not in same_input]
+    codes += 2 * BF16 * sum(grams)
     stack = STACK_BYTES * min(STACK_ELEMENTS, sum(m.weight.numel() for m in linears))
     if state == "lean":
         stack = STEP_BYTES * max(m.weight.numel() for m in linears)
     rounding = FEEDBACK_BYTES * min(FEEDBACK_ELEMENTS, sum(m.weight.numel() for m in with_feedback))
+    look = LOOK_BYTES * sum(grams) + FACTOR_BYTES * max(grams, default=0) - of_state["gradients"]
     tokens, head = rows * (seq_len or model.config.sequence_len), model.lm_head.weight
     return Memory(
         rows, state, recompute, of_state["weights"], of_state["gradients"], of_state["moments"], codes,
         activations=tokens * activation_bytes(model, recompute),
         loss=HEAD_BYTES * head.numel() + BF16 * min(CHUNK_ELEMENTS["cuda"], tokens * len(head)),
-        update=max(stack, rounding),
+        update=max(stack, rounding, look),
     )  # fmt: skip
 
 

@@ -1,5 +1,6 @@
 """Rounding with error feedback: against GPTQ's own formula, where it is plain rounding, and as a layer's weight."""
 
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -7,7 +8,15 @@ import torch
 from torch import nn
 
 import nanochat_fp4 as nf
-from nanochat_fp4.nvfp4.feedback import COLUMNS, DAMPING, feedback_factor, products_of_rows, round_with_feedback
+from nanochat_fp4.nvfp4 import gram_matrices
+from nanochat_fp4.nvfp4.feedback import (
+    COLUMNS,
+    DAMPING,
+    factor_for,
+    feedback_factor,
+    products_of_rows,
+    round_with_feedback,
+)
 from nanochat_fp4.nvfp4.format import swizzle_scales
 from nanochat_fp4.nvfp4.fused import fused_linear
 from nanochat_fp4.nvfp4.makers import Quantization, make_with_feedback, quantize_operand
@@ -163,6 +172,27 @@ def test_moments_are_an_average_and_inputs_that_are_not_finite_leave_it():
     other = nf.convert(Model(), "clover", verbose=False)
     nf.update_gram_matrices(other, lambda: other(x[0]))
     assert not nf.gram_state(other)
+
+
+def test_a_look_frees_the_sums_of_layers_one_after_the_other(monkeypatch):
+    """At d32 the sums of all layers take 8 GiB, and the new matrices as much."""
+    sums, alive = [], []
+
+    def products(rows: torch.Tensor) -> torch.Tensor:
+        made = products_of_rows(rows)
+        sums.append(weakref.ref(made))
+        return made
+
+    def factor(gram: torch.Tensor) -> torch.Tensor:
+        alive.append(sum(made() is not None for made in sums))
+        return factor_for(gram)
+
+    monkeypatch.setattr(gram_matrices, "products_of_rows", products)
+    monkeypatch.setattr(gram_matrices, "factor_for", factor)
+    model = nf.convert(nn.Sequential(*(nn.Linear(32, 32) for _ in range(4))), "clover_feedback", verbose=False)
+    for _ in range(2):
+        nf.update_gram_matrices(model, lambda: model(correlated(64, 32)))
+    assert alive == 2 * [4, 3, 2, 1]
 
 
 def test_all_calls_of_a_layer_count_by_their_tokens():

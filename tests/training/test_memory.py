@@ -96,6 +96,15 @@ def test_feedback_keeps_gram_matrices():
     assert more == 2 * 2 * (3 * 1280**2 + 5120**2) * 20
 
 
+def test_the_count_has_the_gram_matrices_and_a_look_that_were_measured():
+    """clover_mixed on one H100, in GiB: d26 with 8 rows has its peak in a micro-batch, and a lean d32 with one row in a
+    look."""
+    d26 = count(on_meta(26, "clover_mixed"), 8)
+    assert d26.peak / GIB == pytest.approx(33.75, rel=0.03)
+    d32 = count(on_meta(32, "clover_mixed"), 1, "lean", "codes-mlp")
+    assert d32.update == 4 * 32 * 8192**2 + 28 * 8192**2 - d32.gradients > d32.activations + d32.loss
+
+
 def test_the_next_lever_follows_what_is_on_already():
     model = on_meta(26)
     assert next_lever(model, 8, "fp32").startswith("one more row takes 1.84 GiB, and --recompute=codes ")
