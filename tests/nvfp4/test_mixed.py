@@ -11,6 +11,7 @@ from torch import nn
 import nanochat_fp4 as nf
 from nanochat_fp4.models.gpt import GPT, GPTConfig
 from nanochat_fp4.models.llama import Llama, LlamaConfig
+from nanochat_fp4.nvfp4 import dispatch
 from nanochat_fp4.nvfp4.makers import Quantization, quantize_operand
 from nanochat_fp4.nvfp4.phases import MethodPlan
 from nanochat_fp4.nvfp4.places import layer_kind
@@ -168,7 +169,7 @@ def test_fp8_tensor_cores_add_with_the_error_that_is_stated(k):
     """dispatch.mm_fp8. FP8's own rounding has a relative square error of 7e-4."""
     x, w = (torch.randn(256, k, device="cuda").bfloat16() for _ in range(2))
     a, b = (quantize_operand(t, Quantization(ROUNDINGS["e4m3"])) for t in (x, w))
-    product = a.on_tensor_cores(b, torch.float32)
+    product = a.on_tensor_cores(b, torch.float32, dispatch.FIRST_RIGHT)
     if product is None:
         pytest.skip("no FP8 tensor cores here")
     want = a.dequantize().double() @ b.dequantize().double().T
