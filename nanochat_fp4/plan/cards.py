@@ -59,12 +59,14 @@ class Rate:
 
     sources: where the ends are from
     models:  weights in products of the models that were timed, where the rate was scaled from them
+    single:  whether it was widened, because one model alone was timed
     """
 
     low: float
     high: float
     sources: tuple[str, ...]
     models: tuple[float, ...] = ()
+    single: bool = False
 
 
 def read_cards() -> list[Card]:
@@ -166,7 +168,8 @@ def _between(rates: list[Rate | None]) -> Rate | None:
         return None
     sources = dict.fromkeys(source for rate in rates for source in rate.sources)
     models = [weights for rate in rates for weights in rate.models]
-    return Rate(min(rate.low for rate in rates), max(rate.high for rate in rates), tuple(sources), tuple(models))
+    low, high = min(rate.low for rate in rates), max(rate.high for rate in rates)
+    return Rate(low, high, tuple(sources), tuple(models), any(rate.single for rate in rates))
 
 
 def _beside_bf16(quantized: Rate | None, bf16: Rate | None, work: Work) -> Rate | None:
@@ -216,7 +219,7 @@ def _speed(card: Card, key: str, weights: float) -> Rate | None:
     ends, sources, _ = _scaled(card, key, weights)
     low = min([bf16.low * times.low, *ends])
     high = max(ends, default=bf16.high * times.high)
-    return Rate(low, high, tuple(dict.fromkeys((*bf16.sources, *sources, *times.sources))), bf16.models)
+    return replace(bf16, low=low, high=high, sources=tuple(dict.fromkeys((*bf16.sources, *sources, *times.sources))))
 
 
 def gain_of(card: Card, method: str | Recipe, work: Work = None, over: str = "bf16") -> Rate | None:
@@ -248,17 +251,18 @@ def published(card: Card, key: str, weights: float) -> Rate | None:
     ends, sources, models = _scaled(card, key, weights)
     if not ends:
         return None
-    wider = SINGLE_SOURCE if len(models) == 1 else 1.0
-    return Rate(min(ends) / wider, max(ends) * wider, tuple(sources), tuple(models))
+    single = len(models) == 1 and not any("here" in rate and key in rate for rate in card.rates)
+    wider = SINGLE_SOURCE if single else 1.0
+    return Rate(min(ends) / wider, max(ends) * wider, tuple(sources), tuple(models), single)
 
 
 def _scaled(card: Card, key: str, weights: float) -> tuple[list[float], list[str], list[float]]:
-    """Every rate of this precision for a model with so many weights, the sources, and the models that others timed."""
+    """Every rate of this precision for a model with so many weights, the sources, and the models that were timed."""
     ends, sources, models = [], [], []
     for rate in _own_first([rate for rate in card.rates if key in rate]):
         ends += [value / rate["gpus"] * rate["weights"] / weights for value in _ends(rate[key])]
         sources.append(_source(rate))
-        models += [] if "here" in rate else [rate["weights"]]
+        models.append(rate["weights"])
     return ends, sources, models
 
 

@@ -17,7 +17,8 @@ class Hours:
     """A range of hours, and of speeds in training tokens a second of all GPUs together.
 
     kind: "measured" or "estimated"
-    models: weights in products of the models that an estimate was scaled from
+    models: weights in products of the models that they were scaled from
+    single: whether an estimate was widened, because one model alone was timed
     """
 
     kind: str
@@ -27,6 +28,7 @@ class Hours:
     speed_high: float
     sources: tuple[str, ...]
     models: tuple[float, ...] = ()
+    single: bool = False
 
 
 def evaluated_tokens(base: Base) -> float:
@@ -52,12 +54,12 @@ def hours(base: Base, card: Card, processes: int, base_dir: Path) -> Hours | Non
         return None
     tokens = base.tokens + evaluated_tokens(base)
     low, high = rate.low * processes, rate.high * processes
-    return Hours(kind, tokens / high / 3600, tokens / low / 3600, low, high, rate.sources, rate.models)
+    return Hours(kind, tokens / high / 3600, tokens / low / 3600, low, high, rate.sources, rate.models, rate.single)
 
 
 def measured(base: Base, card: Card, base_dir: Path) -> Rate | None:
     """The speeds that runs of this method had on this GPU, scaled by FLOPs. Their logs are in the base directory."""
-    speeds, sources = [], []
+    speeds, sources, models = [], [], []
     for path in sorted(base_dir.glob("base_checkpoints/*/metrics.jsonl")):
         records = [r for r in read_jsonl(path) if isinstance(r, dict)]
         start = next((r for r in reversed(records) if r.get("event") == "start"), {})
@@ -68,6 +70,8 @@ def measured(base: Base, card: Card, base_dir: Path) -> Rate | None:
         if len(steps) < MEASURED_STEPS or not start.get("flops_per_token"):  # Earlier versions did not record it.
             continue
         each = statistics.median(steps[MEASURED_STEPS // 2 :]) / max(1, start.get("world_size", 1))
-        speeds.append(each * start["flops_per_token"] / base.flops)
+        size = start["flops_per_token"] / base.flops
+        speeds.append(each * size)
+        models.append(base.weights * size)
         sources.append(f"{path.parent.name}, {len(steps)} steps on this GPU")
-    return Rate(min(speeds), max(speeds), tuple(sources)) if speeds else None
+    return Rate(min(speeds), max(speeds), tuple(sources), tuple(models)) if speeds else None

@@ -159,10 +159,15 @@ def how_long_on_a_cpu(plan: Plan) -> str:
 
 
 def doubts(base: Base, found: Hours, card: Card) -> list[str]:
-    """Why an estimate is worse than its range: another recipe, a single source, or models of another size."""
-    if found.kind == "measured":
-        return []
+    """Why hours are worse than their range: models of another size, another recipe, or a single source."""
     lines = []
+    if found.models and (base.weights > FAR * max(found.models) or FAR * base.weights < min(found.models)):
+        timed = f"{amount(min(found.models))} to {amount(max(found.models))}"
+        timed = amount(found.models[0]) if min(found.models) == max(found.models) else timed
+        has = f"this model has {amount(base.weights)} weights in products"
+        lines.append(f"EXTRAPOLATED: {has}, and those that were timed have {timed}.")
+    if found.kind == "measured":
+        return lines
     if base.work[4] and base.method != "clover" and not is_timed(card, base.method):
         lines.append(
             f"Each source timed its own recipe in 4 bits, which may take less or more time than {base.method}."
@@ -182,13 +187,8 @@ def doubts(base: Base, found: Hours, card: Card) -> list[str]:
         lines.append(f"A token takes {base.more_flops:.3g} times the FLOPs that it takes in {usual}.")
     if base.more_flops > 1 and base.method != "bf16":
         lines.append("Attention is in BF16 with every method, so a method gains less where attention takes more.")
-    if len(found.models) == 1:
+    if found.single:
         lines.append(f"ONE SOURCE: the speed under this range was widened by {SINGLE_SOURCE} in both directions.")
-    if found.models and (base.weights > FAR * max(found.models) or FAR * base.weights < min(found.models)):
-        timed = f"{amount(min(found.models))} to {amount(max(found.models))}"
-        timed = amount(found.models[0]) if min(found.models) == max(found.models) else timed
-        has = f"this model has {amount(base.weights)} weights in products"
-        lines.append(f"EXTRAPOLATED: {has}, and those that were timed have {timed}.")
     return lines
 
 

@@ -509,6 +509,10 @@ def test_hours_are_measured_where_a_run_on_this_gpu_is_there(tmp_path):
     (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, [start, *steps])))
     found = as_json(gpu="rtx5090", NANOCHAT_BASE_DIR=str(tmp_path))["runs"][0]["hours"]
     assert found["kind"] == "measured" and found["speed_low"] == pytest.approx(8e4)
+    far = {
+        d: words.how_long(planned(gpu="rtx5090", NANOCHAT_BASE_DIR=str(tmp_path), DEPTH=d)) for d in ("12", "20", "32")
+    }
+    assert {depth: "EXTRAPOLATED" in text for depth, text in far.items()} == {"12": True, "20": False, "32": True}
     longer = planned(gpu="rtx5090", NANOCHAT_BASE_DIR=str(tmp_path), SEQ_LEN="8192")
     assert longer.hours[0].speed_low == pytest.approx(8e4 * start["flops_per_token"] / longer.bases[0].flops)
 
@@ -533,6 +537,9 @@ def test_what_measure_sh_timed_on_this_gpu_counts_before_what_others_published(b
         assert hours.speed_low == pytest.approx(timed[key]["tokens_per_second"], rel=1e-6) == hours.speed_high
         assert hours.kind == ("estimated" if method == "nvidia" else "measured")
         assert hours.sources == ("dev/measure.sh (nanochat d26, on this GPU)",)
+        assert "EXTRAPOLATED: " not in words.how_long(made)
+        small = words.how_long(plan(QAT_METHOD=method, DEPTH="12"))
+        assert "EXTRAPOLATED: this model has 135 million weights in products, and those that were timed" in small
         assert "ONE SOURCE" not in words.page(made) and "Ratios of speed on this GPU" in words.page(made)
     ratio = timed["fp8"]["tokens_per_second"] / timed["bf16"]["tokens_per_second"]
     assert re.search(rf"\n  fp8 +0\.21 ± 0\.11 +0\.15 ± 0\.12 +{ratio:.2f} ", words.which_method(plan()))
