@@ -41,6 +41,21 @@ def test_flags_are_not_abbreviated_and_slips_are_one_line(capsys):
         parser.parse_args(["run", "--sec=1"])
 
 
+def test_a_wrong_flag_is_named_before_those_that_are_missing(capsys):
+    """And --dept is not like --help or --step, only because all flags begin with dashes."""
+    parser = ArgumentParser(prog="export")
+    parser.add_argument("--format", required=True)
+    parser.add_argument("--step")
+    for argv, expected in (
+        (["--dept=3"], "unrecognized arguments: --dept=3"),
+        (["--fromat=x"], "unrecognized arguments: --fromat=x; did you mean --format?"),
+        (["--step=3"], "the following arguments are required: --format"),
+    ):
+        with pytest.raises(SystemExit):
+            parser.parse_args(argv)
+        assert capsys.readouterr().err == f"error: {expected} (see export --help)\n"
+
+
 @pytest.mark.parametrize(
     "program", ["scripts.tok_train", "nanochat_fp4.data.tokenizer", "nanochat_fp4.plan", "lab.bench layers", "lab.runs"]
 )
