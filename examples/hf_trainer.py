@@ -1,6 +1,6 @@
 """Trains with transformers' Trainer, exports to compressed-tensors, and loads the result with transformers again.
 
-The example needs transformers, accelerate and compressed-tensors: pip install -e '.[examples]' compressed-tensors
+The example needs transformers, accelerate and compressed-tensors: pip install -e '.[examples]'
 """
 
 try:
@@ -8,6 +8,7 @@ try:
 except ModuleNotFoundError as e:
     message = "error: nanochat_fp4 is not installed in this Python; type pip install -e . in its checkout first"
     raise (SystemExit(message) if e.name == "nanochat_fp4" else e) from None
+import accelerate  # noqa: F401, because without it transformers' Trainer would end in a traceback
 import torch
 import transformers
 

@@ -13,10 +13,15 @@ import torch
 
 import nanochat_fp4 as nf
 from nanochat_fp4.export.weights import forward_weights, served
+from nanochat_fp4.packages import install_command
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 TRAINER = ("transformers", "accelerate")
-NEEDS = {"hf_trainer": (*TRAINER, "compressed_tensors"), "lightning_module": ("lightning",), "lora": ("peft",)}
+NEEDS = {
+    "hf_trainer": (*TRAINER, "compressed_tensors"),
+    "lightning_module": ("lightning",),
+    "lora": ("peft", "transformers"),
+}
 
 
 def load(name: str):
@@ -62,6 +67,18 @@ def test_packages_that_other_checkouts_examples_lack_are_one_line(tmp_path):
     file.write_text("import nanochat_fp4 as nf\nraise ModuleNotFoundError('No module', name='lightning')")
     done = subprocess.run([sys.executable, file], capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 2 and done.stderr.count("\n") == 1 and "[examples]" in done.stderr, done.stderr
+
+
+@pytest.mark.parametrize("name", NEEDS)
+def test_the_command_for_the_first_package_that_is_missing_installs_all(name):
+    """Whoever follows the one line about a missing package has the next one, too."""
+    lines = (EXAMPLES / f"{name}.py").read_text().splitlines()
+    imported = [line.split()[1] for line in lines if re.match(r"(import|from) ", line)]
+    first = next(module for module in imported if module not in ("torch", "nanochat_fp4"))
+    extras = re.search(r"\[(.*)\]", install_command(first))[1].split(",")
+    project = (EXAMPLES.parent / "pyproject.toml").read_text()
+    listed = "".join(re.search(rf"^{extra} = \[(.*?)\]", project, re.M | re.S)[1] for extra in extras)
+    assert {*NEEDS[name]} <= {package.replace("-", "_") for package in re.findall(r'"([\w-]+)[<>=]', listed)}
 
 
 def test_they_write_where_git_does_not_look():
