@@ -82,7 +82,6 @@ def main(argv: list[str] | None = None) -> None:
     if args.format not in FOUR_BITS and (args.weights_only or args.share_scales):
         raise UserError(f"--weights-only and --share-scales are about 4-bit weights; --format={args.format} has none")
     if args.format.startswith("gguf"):
-        require("gguf")
         if args.dtype != "bfloat16":
             raise UserError(f"--dtype={args.dtype} is not for GGUF, whose other weights are BF16; leave it out")
     else:
@@ -119,6 +118,8 @@ class Export:
         if self.gguf and not isinstance(self.model, Llama):
             problem = f"--format={args.format} is for this project's Llama (base_train --llama=30M), not nanochat's GPT"
             raise UserError(f"{problem}; use --format=compressed-tensors or safetensors")
+        if self.gguf:
+            require("gguf")  # It comes late, so that nobody installs a package for a model that has no GGUF.
         self.notes: list[str] = []
         self.weights: Weights | None = None
         self.input_scales: dict[str, float] | None = None

@@ -310,8 +310,8 @@ SCRIPT = [
     (["--model-tag=other"], "checkpoint other"),
     (["--out={}"], "another --out"),
     (["--out={}", "--overwrite"], "is not an export"),
-    (["--format=gguf"], "project's Llama|pip install"),  # the second where the package is not installed
-    (["--format=gguf", "--dtype=float32"], "not for GGUF|pip install"),
+    (["--format=gguf"], "project's Llama"),  # and no package to install first
+    (["--format=gguf", "--dtype=float32"], "not for GGUF"),
     (["--format=compressed-tensors", "--verify"], "pip install"),
 ]
 
