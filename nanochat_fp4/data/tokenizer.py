@@ -210,7 +210,10 @@ class RustBPETokenizer:
         except UserError:
             raise
         except FileNotFoundError as e:
-            raise UserError(f"there is no tokenizer in {path.parent}; run python -m scripts.tok_train first") from e
+            raise UserError(
+                f"there is no tokenizer in {path.parent}; a model that is trained needs the one it was "
+                "trained with, so put that folder there; before any training, python -m scripts.tok_train makes one"
+            ) from e
         except Exception as e:
             # The file may be unreadable, no JSON, lack keys, have wrong types, or have a pattern that does not compile.
             raise UserError(f"{path} is not a tokenizer ({type(e).__name__}: {one_line(e)[:100]}); {retrain}") from e

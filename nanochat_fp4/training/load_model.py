@@ -234,7 +234,8 @@ def find_model_tag(source: str, model_tag: str | None) -> str:
     try:
         tag = find_largest_model(folder) if model_tag is None else model_tag
     except NoCheckpointError as e:
-        raise UserError(f"there is no {source} checkpoint in {folder}; make one with {made_by}") from e
+        hint = "" if source == "rl" else ", or all stages with bash speedrun_fp4.sh"
+        raise UserError(f"there is no {source} checkpoint in {folder}; make one with {made_by}{hint}") from e
     if not (folder / tag).is_dir():
         tags = sorted(p.name for p in folder.iterdir() if p.is_dir()) if folder.is_dir() else []
         hint = f"there is {', '.join(tags[:8])}" if tags else "there is none"

@@ -28,10 +28,11 @@ def plan_accumulation(
     if tokens <= 0 or total_batch_size < tokens or total_batch_size % tokens:
         one_row_divides = 0 < row <= total_batch_size and total_batch_size % row == 0
         other = f"another {flag}" if one_row_divides else "another length of rows"
+        near = f" such as {max(1, round(total_batch_size / tokens)) * tokens}" if tokens > 0 else ""
         rows = "1 row" if device_batch_size == 1 else f"{device_batch_size} rows"
         raise UserError(
             f"--total-batch-size={total_batch_size} is not a multiple of {tokens} tokens ({rows} of {seq_len} on "
-            f"{world_size} device(s)); choose a multiple, or {other}"
+            f"{world_size} device(s)); choose a multiple{near}, or {other}"
         )
     return total_batch_size // tokens
 

@@ -623,6 +623,7 @@ REFUSED = [
         {"SEQ_LEN": "100", "SEED": "7"},
         "SEQ_LEN=100: TOTAL_BATCH=2048 is not a multiple of 100 tokens (1 row of 100 on ",
     ),
+    ({"SEQ_LEN": "100"}, "choose a multiple such as 2000, or another length of rows"),
     ({"DEVICE_BATCH": "7"}, "another DEVICE_BATCH"),
     ({"DEPTH": "1000"}, "or say BASE_ARGS=--device-type=cpu to begin all the same"),
     ({"NUM_ITERATIONS": "0"}, "NUM_ITERATIONS=0: "),
