@@ -14,7 +14,7 @@
 #     RECIPES=mine.py         a Python file with methods of your own (nanochat_fp4.register); several with commas
 #     COMPARE=1               also train the bf16 baseline, and report the gap to it
 #     NANOCHAT_BASE_DIR=...   where data, checkpoints and the report go (default: ~/.cache/nanochat)
-#     DATA_DIR=...            train on a folder of text or parquet files of your own
+#     DATA_DIR=...            train on a folder of text or parquet files of your own, or on one text file
 #     WANDB_RUN=name          log to Weights & Biases, or with TRACKER=trackio to a local page
 #     NPROC=2                 processes (default: one for each GPU)
 #     STAGES="tok base loss report"    only some stages

@@ -134,7 +134,10 @@ def _say_what_is_not_text(decoders: dict[Path, _Decoder]) -> None:
     if bad:
         names = ", ".join(f"{d.path} ({d})" for d in bad[:4]) + (", ..." if len(bad) > 4 else "")
         files = f"{len(bad)} file{' holds' if len(bad) == 1 else 's hold'}"
-        print0(f"warning: {files} bytes that are not UTF-8 text: {names}; convert them with iconv -f ENCODING -t UTF-8")
+        print0(
+            f"warning: {files} bytes that are not UTF-8 text: {names}; convert them with iconv -f ENCODING -t UTF-8, "
+            "or each such byte is trained on as the character U+FFFD"
+        )
 
 
 def convert(folder: Path, files: list[Path], column: str) -> Path:

@@ -100,13 +100,17 @@ def parquets_iter_batched(
 
 
 def check_own_data(data_dir: str, column: str = "") -> list[Path]:
-    """Looks at DATA_DIR without reading its text. Returns the files that must become shards; none where the folder has
-    shards that are used as they are. Raises UserError if the folder has no text that can be used."""
+    """Looks at DATA_DIR, a folder or a single text file, without reading its text. Returns the files that must become
+    shards; none where the folder has shards that are used as they are. Raises UserError if there is no text that can be
+    used."""
     column = text_column(column)
     folder = Path(data_dir).expanduser()
+    if folder.is_file() and folder.name.lower().endswith(TEXT_SUFFIXES):
+        return [folder]
     if not folder.is_dir():
-        problem = "a file" if folder.exists() else "not there"
-        raise UserError(f"DATA_DIR (--data-dir) {data_dir} is {problem}; it must be a folder of text or parquet files")
+        problem = "a file of another kind" if folder.exists() else "not there"
+        expected = f"a folder of text or parquet files, or a text file ({', '.join(TEXT_SUFFIXES)})"
+        raise UserError(f"DATA_DIR (--data-dir) {data_dir} is {problem}; it must be {expected}")
     shards = list_parquet_files(folder)
     below = files_below(folder)
     texts = [path for path in below if path.suffix.lower() != ".parquet"]

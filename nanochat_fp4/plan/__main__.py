@@ -38,6 +38,7 @@ def look(settings: Settings, machine: Machine, bases: list[Base]) -> Facts:
     if not machine.here:
         return Facts(text="folder" if settings.data_dir else "hub", disk_free=float("inf"))
     text, why, shards = this.text_source(settings)
+    own_bytes = this.own_bytes(check_own_data(settings.data_dir)) if settings.data_dir else 0
     size, asked = this.tokenizer_sizes(settings.base_dir)
     kinds = {kind: needs(settings, kind) for kind in wanted(settings)}
     found = {missing.what: missing for missing in look_for([need for of_kind in kinds.values() for need in of_kind])}
@@ -46,7 +47,7 @@ def look(settings: Settings, machine: Machine, bases: list[Base]) -> Facts:
     files = [f for base in bases for place in places for f in (settings.base_dir / place / base.tag).glob("*.pt")]
     held = sum(f.stat().st_size for f in files)  # that the run will replace, or has made already
     made = this.made(settings.base_dir, [base.tag for base in bases])
-    return Facts(text, why, shards, size, asked, this.disk_free(settings.base_dir) + held, missing, made)
+    return Facts(text, why, shards, own_bytes, size, asked, this.disk_free(settings.base_dir) + held, missing, made)
 
 
 def plan_of(run: str, environment: Mapping[str, str]) -> Plan:

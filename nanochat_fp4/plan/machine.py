@@ -77,6 +77,7 @@ class Facts:
     text: str = "embedded"  # folder (DATA_DIR), shards (downloaded before), embedded, or hub
     why_text: str = ""  # why it is not the hub
     shards: int = 0  # that are here
+    own_bytes: int = 0  # of the text of DATA_DIR; 0 where it is not known without reading it
     tokenizer: int | None = None  # tokens of the one that is here
     asked_tokens: int | None = None  # that it was asked for; a small text may yield fewer
     disk_free: float = 0.0  # bytes
@@ -96,6 +97,12 @@ def text_source(settings: Settings) -> tuple[str, str, int]:
         return "embedded", "built before; for FineWeb-Edu: python -m nanochat_fp4.data.dataset -n 8", shards
     problem = file_problem(DATASET, index_to_filename(0))
     return ("hub", "", shards) if problem is None else ("embedded", problem, shards)
+
+
+def own_bytes(files: list[Path]) -> int:
+    """The bytes of these files of text, or 0 if some are compressed."""
+    plain = all(f.suffix.lower() not in (".gz", ".parquet") for f in files)
+    return sum(f.stat().st_size for f in files) if plain else 0
 
 
 def made(base: Path, tags: list[str]) -> frozenset[str]:

@@ -32,6 +32,7 @@ GIB = 2**30
 # A longer run of the same model lowers the loss as tokens^-b. b is 0.084 of d6 here, and at least 0.02 at d20 to d32 by
 # the law of the paper's runs (docs/results.md, section 7).
 EXPONENTS = (0.084, 0.02)
+OWN_BYTES = 4  # of a token, by and large; of own text nothing is known before it is read
 FAR = 2  # An estimate for a model that is so many times larger or smaller than those that were timed says so.
 
 
@@ -78,6 +79,11 @@ def read_by(plan: Plan) -> str:
     tokens, facts = plan.bases[0].tokens, plan.facts
     shards = int(plan.settings.numbers["NUM_SHARDS"]) if facts.text in ("hub", "shards") else 0
     times = tokens / (shards * SHARD_TOKENS) if shards else 1.0
+    held = facts.own_bytes / OWN_BYTES
+    if held and tokens > held:
+        return (
+            f"; {amount(tokens)} tokens are trained on, and it has about {amount(held)}, so it is read again and again"
+        )
     again = f", so the text is read about {span(times, times)} times" if times > 1.1 else ""
     return f"; {amount(tokens)} tokens are trained on{again}"
 

@@ -158,7 +158,7 @@ def test_refused_in_one_line(tmp_path, base_dir, reader, files, word):
 
 def test_a_folder_that_is_none(tmp_path):
     (tmp_path / "file").write_bytes(b"x")
-    for name, word in (("file", "is a file"), ("nowhere", "is not there")):
+    for name, word in (("file", "is a file of another kind; it must be a folder .*txt"), ("nowhere", "is not there")):
         with pytest.raises(UserError, match=word):
             ensure_data(str(tmp_path / name))
         with pytest.raises(UserError, match="not a folder"):

@@ -178,6 +178,18 @@ def test_text_files_become_shards(tmp_path, base_dir, monkeypatch):
     assert again != made and (texts_of(again, "train"), texts_of(again, "val")) == (train, val)
 
 
+@pytest.mark.parametrize("name", ["book.txt", "rows.jsonl"])
+def test_one_text_file_is_as_its_folder(base_dir, tmp_path, name):
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    text = prose(1, 60)
+    (folder / name).write_text(text if name == "book.txt" else json.dumps({"text": text}) + "\n")
+    alone, together = ensure_data(str(folder / name)), ensure_data(str(folder))
+    for split in ("train", "val"):
+        assert texts_of(alone, split) == texts_of(together, split) and texts_of(alone, split)
+    assert ensure_data(str(folder / name)) == alone
+
+
 def test_a_base_directory_inside_the_folder_is_not_read(tmp_path, monkeypatch):
     monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path / "base"))
     monkeypatch.chdir(tmp_path)

@@ -700,7 +700,9 @@ def test_a_plan_looks_into_the_users_folder(base_dir, tmp_path, monkeypatch):
     environment = {"DATA_DIR": str(tmp_path), "PLAN_ONLY": "1", "NANOCHAT_BASE_DIR": str(base_dir), "STAGES": "tok"}
     with pytest.raises(UserError, match="holds no data; expected .parquet files"):
         program.plan_of("speedrun", environment)
-    (tmp_path / "a.txt").write_text("Some text.")
+    (tmp_path / "a.txt").write_text("Some text." * 100)
+    said = words.head(program.plan_of("speedrun", environment | {"STAGES": "tok base"}))
+    assert re.search(r"tokens are trained on, and it has about 250, so it is read more than once", said), said
     assert program.plan_of("speedrun", environment).facts.text == "folder"
     assert not (base_dir / "converted_data").exists()
 
