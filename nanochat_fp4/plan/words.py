@@ -82,7 +82,7 @@ def read_by(plan: Plan) -> str:
     held = facts.own_bytes / OWN_BYTES
     if held and tokens > held:
         return (
-            f"; {amount(tokens)} tokens are trained on, and it has about {amount(held)}, so it is read again and again"
+            f"; {amount(tokens)} tokens are trained on, and it has about {amount(held)}, so it is read more than once"
         )
     again = f", so the text is read about {span(times, times)} times" if times > 1.1 else ""
     return f"; {amount(tokens)} tokens are trained on{again}"
