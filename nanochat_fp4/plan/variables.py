@@ -55,8 +55,12 @@ def problem(names: set[str], script: str = "speedrun") -> str | None:
     """One line on the first variable that would be ignored although a known one is meant, or that would be ignored by
     dev/measure.sh (script "measure") because it is of a run; None where there is none."""
     known = MEASURE + EXPORTED if script == "measure" else KNOWN
+    # Other programs export names in lower case, such as out and py, so those that are of no run alone stay unnoticed.
+    of_this = ("PARTS", "LIMIT", "DRY_RUN") if script == "measure" else NUMBERS + ARGUMENTS + OF_A_RUN
     for name in sorted(names - set(known)):
-        if script == "measure" and name in KNOWN:
+        if name.upper() in of_this:
+            return f"{name} is set, and names of variables are in capitals; set {name.upper()}, and unset {name}"
+        if script == "measure" and (name in KNOWN or name.removesuffix("S") in KNOWN):
             has = f"dev/measure.sh, which has {' '.join(MEASURE)}, does not take it"
             return f"{name} is set, and {has}; unset {name}, or see python -m lab.bench steps --help"
         alike = difflib.get_close_matches(name, known, n=1, cutoff=0.85) or [

@@ -175,6 +175,11 @@ def test_what_takes_too_long_is_cut_off(tmp_path):
         ({"DRYRUN": "1"}, "error: DRYRUN is set, and there is no such variable here; did you mean DRY_RUN?"),
         ({"DEPTH": "12"}, "error: DEPTH is set, and dev/measure.sh, which has PARTS DRY_RUN LIMIT "),
         ({"QAT_METHOD": "fp8"}, "error: QAT_METHOD is set, and dev/measure.sh"),
+        ({"METHODS": "fp8"}, "error: METHODS is set, and dev/measure.sh"),
+        (
+            {"parts": "layers"},
+            "error: parts is set, and names of variables are in capitals; set PARTS, and unset parts",
+        ),
     ],
 )
 def test_variables_that_are_wrong_end_before_anything_runs(tmp_path, variables, message):
