@@ -180,11 +180,11 @@ def fitting_methods(settings: Settings, card: Card, processes: int, states: Sequ
     return [method for method, ways in found if ways and ways[0].rows]
 
 
-def most_rows(settings: Settings, base: Base, card: Card, processes: int, states: Sequence[str]) -> int:
-    """The rows of the largest micro-batch that fits the card in any way to train; 0 where not even one row fits."""
+def roomiest(settings: Settings, base: Base, card: Card, processes: int, states: Sequence[str]) -> Memory:
+    """The way to train with the largest micro-batch that fits the card; it has 0 rows where not even one fits."""
     any_rows = f"{settings.args['BASE_ARGS']} --device-batch-size=auto"  # the last flag counts
     free = replace(settings, args=settings.args | {"BASE_ARGS": any_rows})
-    return max(way.rows for way in describe(free, base.method, card, processes, states).ways)
+    return max(describe(free, base.method, card, processes, states).ways, key=lambda way: way.rows)
 
 
 def _fits(settings: Settings, card: Card, states: Sequence[str]) -> bool:

@@ -15,8 +15,8 @@ from nanochat_fp4.plan.base import (
     deepest,
     describe,
     fitting_methods,
-    most_rows,
     parse,
+    roomiest,
 )
 from nanochat_fp4.plan.cards import Card
 from nanochat_fp4.plan.hours import Hours, hours
@@ -114,9 +114,11 @@ def _too_large(settings: Settings, base: Base, card: Card, processes: int) -> st
     rows = "one row" if base.args.device_batch_size in ("auto", 1) else f"{base.args.device_batch_size} rows"
     need = f"{base.ways[0].peak / 2**30:.1f} GiB"
     smaller = "lower DEPTH or SEQ_LEN"
-    if fitting := most_rows(settings, base, card, processes, STATES):
+    way = roomiest(settings, base, card, processes, STATES)
+    if way.rows:
         what = "--device-batch-size" if "--device-batch-size" in settings.flags_of("BASE_ARGS") else "DEVICE_BATCH"
-        remedy = f"at most {fitting} of them fit; set {what}={fitting}, or leave {what} out"
+        flags = f" with {' '.join(way.flags)}, which the run then takes" if way.flags else ""
+        remedy = f"at most {way.rows} of them fit{flags}; set {what}={way.rows}, or leave {what} out"
     elif base.method != settings.methods[0]:  # the baseline
         remedy = f"leave COMPARE out, or {smaller}"
     elif others := fitting_methods(settings, card, processes, STATES):

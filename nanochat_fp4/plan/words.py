@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from nanochat_fp4.console import table
 from nanochat_fp4.models.optim8bit import STATES
 from nanochat_fp4.nvfp4.methods import WHICH
-from nanochat_fp4.plan.base import COMPARED, Base, describe, fitting_methods, most_rows
+from nanochat_fp4.plan.base import COMPARED, Base, describe, fitting_methods, roomiest
 from nanochat_fp4.plan.cards import (
     CARDS,
     PUBLISHED,
@@ -257,8 +257,10 @@ def hardly(plan: Plan, base: Base, card: Card) -> list[str]:
     asked = base.args.device_batch_size
     rows = "one row takes" if asked in ("auto", 1) else f"{asked} rows take"
     need = f"{base.ways[0].peak / GIB:.1f} GiB of {card.memory}, and 6% is for fragments"
-    if fitting := most_rows(plan.settings, base, card, plan.processes, STATES):
-        remedy = f"By count at most {fitting} rows fit; lower the number, or leave it to the run."
+    largest = roomiest(plan.settings, base, card, plan.processes, STATES)
+    if largest.rows:
+        flags = f" with {' '.join(largest.flags)}" if largest.flags else ""
+        remedy = f"By count at most {largest.rows} rows fit{flags}; lower the number, or leave it to the run."
     else:
         others = fitting_methods(plan.settings, card, plan.processes, STATES)
         remedy = f"By count it fits with {' or '.join(others) or 'no method'}."

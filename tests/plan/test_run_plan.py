@@ -237,17 +237,21 @@ def test_what_fits_with_no_method_says_what_to_lower(variables, message):
 def test_a_micro_batch_that_does_not_fit_names_its_rows_and_those_that_fit():
     """Each number that is named passes the plan. A number in BASE_ARGS is the user's choice as well, and keeps the
     depth."""
-    typed = {"BASE_ARGS": "--device-batch-size=64"}
+    typed, flags = {"BASE_ARGS": "--device-batch-size=64"}, "--state=lean --recompute=codes"
     for variables, named in (
         ({"DEVICE_BATCH": "64"}, "set DEVICE_BATCH=4, or"),
         (typed, "set --device-batch-size=4, or"),
     ):
-        with pytest.raises(UserError, match=f"^d20_clover.* needs .* with 64 rows .*; at most 4 of them fit; {named}"):
+        with pytest.raises(
+            UserError,
+            match=f"^d20_clover.* needs .* with 64 rows .*; at most 4 of them fit with {flags}, which .*; {named}",
+        ):
             planned(gpu="rtx5060", **variables)
     assert planned(gpu="rtx5060", DEVICE_BATCH="4").bases[0].ways[0].rows == 4
     hardly = words.does_it_fit(planned(gpu="rtx5090", DEVICE_BATCH="64"))
     assert "d20_clover: hardly, for by count 64 rows take 30.6 GiB of 32 GiB" in hardly
-    assert "at most 32 rows fit" in hardly and "no method" not in hardly
+    assert planned(gpu="rtx5060", DEVICE_BATCH="4").bases[0].ways[0].flags == flags.split()
+    assert "at most 32 rows fit with --recompute=codes;" in hardly and "no method" not in hardly
     assert planned(gpu="rtx5090", DEVICE_BATCH="32").bases[0].ways[0].rows == 32
 
 
@@ -733,7 +737,7 @@ def test_a_small_memory_is_not_said_to_be_none():
     [
         ("NUM_ITERATION", "NUM_ITERATIONS"), ("DETPH", "DEPTH"), ("NPROCS", "NPROC"), ("BATCH_SIZE", "DEVICE_BATCH"),
         ("NUM_STEPS", "NUM_ITERATIONS"), ("LR", "MATRIX_LR"), ("MODEL_TAG", "NANOCHAT_BASE_DIR"),
-        ("DRY_RUN", "PLAN_ONLY"), ("DEVICE_TYPE", "CUDA_VISIBLE_DEVICES="),
+        ("depth", "set DEPTH, and unset depth"), ("DRY_RUN", "PLAN_ONLY"), ("DEVICE_TYPE", "CUDA_VISIBLE_DEVICES="),
     ],
 )  # fmt: skip
 def test_a_variable_that_would_be_ignored_is_refused(name, meant):
