@@ -57,6 +57,7 @@ def head(plan: Plan) -> str:
         "hub": f"FineWeb-Edu, {s.numbers['NUM_SHARDS']} shards from the hub",
         "embedded": f"the embedded corpus, small ({facts.why_text})",
     }[facts.text]
+    to_come = f"{plan.text_bytes / 1e9:.0f} GB of text to come, " if plan.text_bytes else ""
     lines = [
         f"nanochat_fp4: {s.run}",
         f"  machine   {plan.machine}, {plan.processes} process{'es' if plan.processes > 1 else ''}",
@@ -65,7 +66,7 @@ def head(plan: Plan) -> str:
         f"  stages    {' '.join(stage for stage in s.stages)}",
         f"  folder    {s.base_dir}   (NANOCHAT_BASE_DIR)",
         *([f"  text      {text}{read_by(plan)}"] if {"tok", "base"} & set(s.stages) else []),
-        f"  disk      {plan.text_bytes / 1e9:.0f} GB of text to come, {plan.checkpoint_bytes / 1e9:.1f} of checkpoints"
+        f"  disk      {to_come}{plan.checkpoint_bytes / 1e9:.1f} GB of checkpoints"
         f"{f'; {facts.disk_free / 1e9:.0f} GB are free' if plan.machine.here else ''}",
         *(f"  note      {note}" for note in s.notes),
     ]

@@ -321,6 +321,7 @@ def test_a_run_without_base_training_has_no_hours_and_no_text_to_come():
     for plan in (report, tok):
         page = words.page(plan)
         assert "tokens/s" not in page and "Does it fit?" not in page and "tokens are trained on" not in page
+        assert ("GB of text to come" in page) == (plan is tok)
     assert "FineWeb-Edu" in words.page(tok) and "FineWeb-Edu" not in words.page(report)
 
 
