@@ -64,12 +64,13 @@ CLOVER_REFINED = replace(
 MIXED_ATTENTION = replace(CLOVER, name="clover_mixed_attention", output=Gemm(eight_bits, eight_bits))
 MIXED_UP = replace(MIXED_ATTENTION, name="clover_mixed_up", grad_input=eden_twice, grad_weight=eden_twice)
 
-# The advice which row to use. The plan of a run, --help and the documents print it.
-WHICH = (
+# The advice which row to use. --help and the documents print all of it, and the plan of a run what concerns its GPU.
+ON_A_BLACKWELL = (
     "On a Blackwell, time fp8 and clover_mixed, and take the one that ends with the lower loss after the hours that "
-    "you have. On an older GPU take fp8, or bf16 if the GPU is older than sm_89 (Ada). To reproduce the paper take "
-    "clover, the default."
+    "you have."
 )
+FOR_THE_PAPER = "To reproduce the paper take clover, the default."
+WHICH = f"{ON_A_BLACKWELL} On an older GPU take fp8, or bf16 if the GPU is older than sm_89 (Ada). {FOR_THE_PAPER}"
 METHODS: dict[str, Recipe] = {
     recipe.name: recipe
     for recipe in (

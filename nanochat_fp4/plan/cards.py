@@ -229,6 +229,8 @@ def gain_of(card: Card, method: str | Recipe, work: Work = None, over: str = "bf
     if recipe.name == other.name:
         return Rate(1.0, 1.0, ())
     ours, theirs = _keys(card, recipe, work), _keys(card, other, None)
+    if _gain(card, recipe.name, other.name) and set(precisions(recipe, work)) <= set(precisions(recipe)):
+        ours, theirs = (recipe.name,), (other.name,)  # timed beside each other, perhaps without BF16
     quantized = _between([_ratio(card, a, b) for a in ours for b in theirs])
     return _beside_bf16(quantized, _between([_ratio(card, "bf16", b) for b in theirs]), work)
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from nanochat_fp4.console import table
 from nanochat_fp4.models.optim8bit import STATES
-from nanochat_fp4.nvfp4.methods import WHICH
+from nanochat_fp4.nvfp4.methods import FOR_THE_PAPER, ON_A_BLACKWELL, WHICH
 from nanochat_fp4.plan.base import COMPARED, Base, describe, fitting_methods, roomiest
 from nanochat_fp4.plan.cards import (
     CARDS,
@@ -340,12 +340,16 @@ def equal_time(
 def advice(card: Card, gaps: dict[str, dict[str, list[float]]]) -> list[str]:
     """Which method to take, and what the ratios of speed say about it: a method is behind where another one of the same
     hours ends lower under this exponent, wherever in their ranges gaps and ratio are."""
-    timed = all(is_measured(card, method) for method in ("fp8", "clover_mixed"))
-    lines = ["fp8 and clover_mixed are timed on this GPU."] if timed else [WHICH]
-    if card.arch and card.capability < 100:
-        lines.append("This GPU has no FP4 tensor cores. It emulates 4 bits, which saves memory and costs time.")
-    if card.arch and card.capability < 89:
-        lines.append("It has no FP8 tensor cores either, so take bf16.")
+    if all(is_measured(card, method) for method in ("fp8", "clover_mixed")):
+        lines = ["fp8 and clover_mixed are timed on this GPU."]
+    elif not card.arch:
+        lines = [WHICH]
+    elif card.capability >= 100:
+        lines = [ON_A_BLACKWELL, FOR_THE_PAPER]
+    else:
+        take = "so take fp8." if card.capability >= 89 else "and it has no FP8 tensor cores either, so take bf16."
+        lines = [f"This GPU has no FP4 tensor cores: it emulates 4 bits, which saves memory and costs time, {take}"]
+        lines.append(FOR_THE_PAPER)
     known = [method for method in COMPARED if gain_of(card, method)]
     if len(known) < 2:
         lines.append("Nobody has published ratios of speed for this card. At equal tokens bf16 ends lowest, then fp8.")
@@ -355,7 +359,7 @@ def advice(card: Card, gaps: dict[str, dict[str, list[float]]]) -> list[str]:
         first = [
             a for a in known
             if not any(equal_time(gaps[a], gaps[o], gain_of(card, a, over=o), [b])[0] > 0 for o in known if o != a)
-        ]  # fmt: skip
+        ] or known  # fmt: skip
         names = " or ".join(filter(None, (", ".join(first[:-1]), first[-1])))
         said.append(f"  After the same hours, if the loss falls as tokens^-{b:g} ({where}): {names} ends lowest.")
     if {"fp8", "clover_mixed"} <= set(known):
