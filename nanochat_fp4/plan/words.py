@@ -355,13 +355,14 @@ def advice(card: Card, gaps: dict[str, dict[str, list[float]]]) -> list[str]:
         lines.append("Nobody has published ratios of speed for this card. At equal tokens bf16 ends lowest, then fp8.")
         known = []
     said = textwrap.wrap(f"Which method? {' '.join(lines)}", 110, subsequent_indent="  ")
+    of = f" of {', '.join(known)}" if len(known) < len(COMPARED) else ""
     for b, where in zip(EXPONENTS, ("as in d6", "the least of d20 to d32")) if known else ():
         first = [
             a for a in known
             if not any(equal_time(gaps[a], gaps[o], gain_of(card, a, over=o), [b])[0] > 0 for o in known if o != a)
         ] or known  # fmt: skip
         names = " or ".join(filter(None, (", ".join(first[:-1]), first[-1])))
-        said.append(f"  After the same hours, if the loss falls as tokens^-{b:g} ({where}): {names} ends lowest.")
+        said.append(f"  After the same hours, if the loss falls as tokens^-{b:g} ({where}): {names} ends lowest{of}.")
     if {"fp8", "clover_mixed"} <= set(known):
         said += textwrap.wrap(break_even(card, gaps), 110, initial_indent="  ", subsequent_indent="  ")
     return said
