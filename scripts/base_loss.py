@@ -34,12 +34,20 @@ from nanochat_fp4.progress import progress_iter
 from nanochat_fp4.training.flags import add_model_arguments
 from nanochat_fp4.training.load_model import checkpoint_method, find_model_tag, load_model
 
+SPLIT_TOKENS = 40 * 524288
+SPLIT_TOKENS_CPU = (
+    2**16
+)  # A CPU would need many minutes for as many tokens as a GPU evaluates, for a model of any size.
+
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = ArgumentParser(description="Evaluate loss on train/val splits and sample from model")
     add = parser.add_argument
     add("--device-batch-size", type=int, default=32, help="per-device batch size")
-    add("--split-tokens", type=int, default=40 * 524288, help="number of tokens to evaluate per split")
+    text = (
+        f"number of tokens to evaluate per split (default: {SPLIT_TOKENS:,} on a GPU, {SPLIT_TOKENS_CPU:,} elsewhere)"
+    )
+    add("--split-tokens", type=int, help=text)
     add_model_arguments(parser)
     add_data_arguments(parser, "what training used")
     add("--hf-path", type=expanduser, help="HuggingFace model path (e.g. openai-community/gpt2), or a folder")
@@ -59,6 +67,8 @@ def check_flags(args: argparse.Namespace, sequence_len: int, processes: int) -> 
 def main(argv: list[str] | None = None) -> None:
     args = parse_args(argv)
     with joined_processes(args.device_type) as (rank, world_size, device):
+        if args.split_tokens is None:
+            args.split_tokens = SPLIT_TOKENS if device.type == "cuda" else SPLIT_TOKENS_CPU
         evaluate(args, device, rank, world_size)
 
 

@@ -59,6 +59,23 @@ class Weights:
         return found
 
 
+def _why_there_are_no_weights(model: nn.Module) -> str:
+    """Returns the line for a model whose forward pass has no quantized weights that a file could hold."""
+    if not hasattr(model, "nf_report"):
+        return 'a model that is not converted has no 4-bit weights; convert it first, nf.convert(model, "clover")'
+    recipe = model.nf_report.recipe
+    if any(part.output.random for part in recipe.parts):
+        return (
+            f"the method {recipe.name} draws the forward pass's rounding anew in each training pass, so it has no "
+            "weights that a file can hold; convert the model to a method that rounds to nearest there, for example "
+            'nf.convert(model, "clover")'
+        )
+    return (
+        f"the method {recipe.name} has no 4-bit weights in its forward pass; "
+        'convert the model to another one first, nf.convert(model, "clover")'
+    )
+
+
 @torch.no_grad()
 def forward_weights(model: nn.Module, together: Iterable[Sequence[str]] = ()) -> Weights:
     """Returns the weights of a converted model as its forward pass multiplies them.
@@ -77,11 +94,7 @@ def forward_weights(model: nn.Module, together: Iterable[Sequence[str]] = ()) ->
         groups = [g for g in forced if g] + [g for g in groups if not in_forced.intersection(g)]
     operands = quantized_weights(groups)
     if not groups or any(operand is None for operand in operands):
-        recipe = model.nf_report.recipe if hasattr(model, "nf_report") else None
-        method = f"the method {recipe.name}" if recipe else "a model that is not converted"
-        raise UserError(
-            f'{method} has no 4-bit weights in its forward pass; convert the model first, nf.convert(model, "clover")'
-        )
+        raise UserError(_why_there_are_no_weights(model))
     result, lost = Weights(), set()
     for layers, operand in zip(groups, operands):
         stacked, what = _as_stored(operand)

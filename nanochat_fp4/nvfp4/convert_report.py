@@ -52,6 +52,11 @@ class ConvertReport:
         lines = [f"QAT method {self.recipe}", f"{done} {layers}: {share}"]
         if self.recipe.quantizes and not self.recipe.quantizes_backward:
             lines.append("the backward pass is not quantized: gradients stay in 16 or 32 bits")
+        if any(part.output.random for part in self.recipe.parts):
+            lines.append(
+                "the forward pass draws its rounding anew in each training pass, and with one fixed seed in an "
+                "evaluation; its weights cannot be exported"
+            )
         missed = sum(share for kind, share in self.others.items() if kind not in ON_PURPOSE)
         if self.recipe.quantizes and self.quantized < ENOUGH * (self.quantized + missed):
             lines.append(

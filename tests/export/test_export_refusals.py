@@ -66,6 +66,10 @@ def some_experts() -> nn.Module:
     return nf.convert(Mixture(), "clover", skip=["*.gate_up_proj.1"], verbose=False)
 
 
+def random_forward() -> nf.Recipe:
+    return nf.Recipe("mine", output=nf.Gemm(nf.Operand("sr"), nf.Operand("sr")))
+
+
 def divided() -> nn.Module:
     """As DeepSpeed's ZeRO-3 leaves weights between steps."""
     model = converted()
@@ -95,6 +99,7 @@ SAVES = [
     (Foreign, {}, "nf.convert"),
     (lambda: nf.convert(Foreign(), "bf16", verbose=False), {}, "method bf16"),
     (Mixture, {}, "is not converted"),
+    (lambda: nf.convert(Foreign(), random_forward(), verbose=False), {}, "mine draws the forward pass's rounding anew"),
     (lambda: nf.convert(Mixture(), "clover", verbose=False), {}, "one experts.gate_up_proj"),
     (some_experts, {}, "gate_up_proj.1 "),
     (with_adapter, {}, "layers.0 has an adapter"),

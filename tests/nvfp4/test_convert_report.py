@@ -180,6 +180,13 @@ def test_the_report_says_that_the_backward_pass_is_not_quantized(method):
     assert "backward pass" not in str(model.nf_report)
 
 
+@pytest.mark.parametrize(("rounding", "random"), [("sr", True), ("rtn", False)])
+def test_the_report_says_that_the_forward_pass_is_random(rounding, random):
+    recipe = nf.Recipe("mine", output=nf.Gemm(nf.Operand("rtn"), nf.Operand(rounding)))
+    report = str(nf.convert(nn.Sequential(nn.Linear(64, 64)), recipe, verbose=False).nf_report)
+    assert ("draws its rounding anew in each training pass" in report) == random
+
+
 def test_a_report_is_one_short_line_in_a_notebook():
     report = nf.convert(nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64)), verbose=False).nf_report
     assert "\n" not in repr(report)

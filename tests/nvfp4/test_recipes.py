@@ -78,8 +78,10 @@ def test_a_registered_row_is_a_method_and_its_name_stands_for_it_alone():
         dataclasses.replace(row, name="clover"),
         dataclasses.replace(row, name="quartet2"),
     ):
-        with pytest.raises(ValueError, match="give this one .* another name$"):
+        with pytest.raises(ValueError, match="give this one another name, or start"):
             nf.register(other)
+    with pytest.raises(ValueError, match=r"already \(output.a.rounding was rtn and is sr; output.b.rounding was rtn "):
+        nf.register(dataclasses.replace(row, output=both("sr")))
     with pytest.raises(ValueError, match="got str, .*nanochat_fp4.Recipe"):
         nf.register("clover")
 

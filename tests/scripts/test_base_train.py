@@ -495,6 +495,18 @@ def test_core_metric_that_cannot_be_had_does_not_end_a_run(tiny_base, monkeypatc
     assert [(r["step"], r["core_metric"]) for r in records if r["event"] == "core"] == [(1, 0.25), (2, 0.25), (3, 0.25)]
 
 
+def test_loss_stage_evaluates_little_on_a_cpu(tiny_base, monkeypatch):
+    """With a GPU's 21 million tokens a model of any size would take an hour."""
+    train(steps=1)
+
+    def rows_of(tokens, *_):
+        raise UserError(f"{tokens} tokens")
+
+    monkeypatch.setattr(base_loss, "evaluation_rows", rows_of)
+    with pytest.raises(UserError, match="^65536 tokens"):
+        base_loss.main(["--model-tag=d1_clover", "--device-batch-size=2", "--device-type=cpu"])
+
+
 def test_loss_stage_reports_both_forwards(tiny_base, capsys):
     train(steps=1)
     base_loss.main(["--model-tag=d1_clover", "--device-batch-size=2", "--split-tokens=128", "--device-type=cpu"])
