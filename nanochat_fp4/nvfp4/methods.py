@@ -229,7 +229,8 @@ def get_recipe(method: str | Recipe) -> Recipe:
         )
     alike = difflib.get_close_matches(name.lower(), (*rows, *ALIASES), n=1)
     known = f"did you mean {alike[0]}? Use" if alike else "use"
+    usable = dict.fromkeys((*METHODS, *ALIASES, *REGISTERED))
     raise ValueError(
-        f"unknown method {method!r}; {known} one of: {', '.join((*METHODS, *ALIASES))}; or register its recipe "
+        f"unknown method {method!r}; {known} one of: {', '.join(usable)}; or register its recipe "
         "(nf.register, or --recipes=FILE.py)"
     )

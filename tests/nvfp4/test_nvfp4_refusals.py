@@ -192,7 +192,7 @@ REFUSED = {  # name of the case: (call, word)
     "method of a layer": (lambda: nf.QuantLinear(32, 16, method=4), A_METHOD),
     "method of convert": (lambda: nf.convert(nn.Linear(32, 16), 4), A_METHOD),
     "a typing error": (lambda: get_recipe("cloover"),
-                       r"'cloover'; did you mean clover\? Use one of: bf16, fp8, .*quartet2; or "),
+                       r"'cloover'; did you mean clover\? Use one of: bf16, fp8, .*quartet2[,;].* or "),
     "capitals": (lambda: get_recipe("CLOVER"), "did you mean clover"),
     "a row that left": (lambda: get_recipe("nvidia_v2"), "'nvidia_v2' .*40089ce"),
     "another row that left": (lambda: get_recipe("clover_dithered"), "'clover_dithered' .*40089ce"),

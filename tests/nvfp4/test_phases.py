@@ -230,6 +230,25 @@ def test_a_file_of_rows_that_cannot_be_used_is_one_line(text, message, tmp_path,
         base_train.parse_args([])
 
 
+def test_a_file_that_adds_nothing_is_named_and_the_methods_of_the_others_are_listed(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(methods, "REGISTERED", dict(methods.REGISTERED))
+    monkeypatch.setitem(nf.ROUNDINGS, "of_mine", nf.Rounding())
+    texts = {
+        "row": MINE.format("rtn"),
+        "forgot": "import nanochat_fp4 as nf\nnf.Recipe('forgotten')\n",
+        "rounding": "import nanochat_fp4 as nf\nnf.ROUNDINGS['of_mine'] = nf.Rounding(grid_max=5.0)\n",
+    }
+    for name, text in texts.items():
+        (tmp_path / f"{name}.py").write_text(text)
+    files = ",".join(str(tmp_path / f"{name}.py") for name in texts)
+    for _ in range(2):
+        base_train.parse_args([f"--recipes={files}"])
+        note = f"note: --recipes: {tmp_path / 'forgot.py'} has added no method and no rounding; nf.register(recipe) "
+        assert capsys.readouterr().err == f"{note}adds a method\n"
+    with pytest.raises(ValueError, match="(?i)use one of: bf16, .*, row_of_a_file.*; or register its"):
+        methods.get_recipe("forgotten")
+
+
 def test_several_files_of_rows_are_named_with_commas(tmp_path, monkeypatch):
     monkeypatch.setattr(methods, "REGISTERED", dict(methods.REGISTERED))
     files = [tmp_path / "first.py", tmp_path / "second.py"]
