@@ -27,6 +27,7 @@ from nanochat_fp4.plan.hours import Hours, evaluated_tokens
 from nanochat_fp4.plan.plan import SHARD_TOKENS, Plan
 from nanochat_fp4.plan.settings import RUNS, read
 from nanochat_fp4.plan.stages import ARGS, arguments, wanted
+from nanochat_fp4.training.memory import GOOD_ROWS
 
 GIB = 2**30
 # A longer run of the same model lowers the loss as tokens^-b. b is 0.084 of d6 here, and at least 0.02 at d20 to d32 by
@@ -231,10 +232,12 @@ def does_it_fit(plan: Plan) -> str:
         )
         rows = [[w.state, w.recompute, w.rows or "-", f"{w.peak / GIB:.1f}"] for w in first.ways]
         lines += ["    " + line for line in table(["state", "recompute", "rows", "GiB"], rows).splitlines()]
-        lines.append(
-            "    The first one with 4 rows is taken. FP32 state comes before lean state, which rounds weights to"
+        text = (
+            f"The first one with {GOOD_ROWS} rows is taken, because with fewer a product is too small for a large GPU. "
+            "FP32 state comes before lean state, which rounds weights to BF16, and less recomputation comes before "
+            "more, which takes 4% to 8% of the time (H200)."
         )
-        lines.append("    BF16, and less recomputation comes before more, which takes 4% to 8% of the time (H200).")
+        lines += textwrap.wrap(text, 110, initial_indent="    ", subsequent_indent="    ")
     return "\n".join(lines)
 
 

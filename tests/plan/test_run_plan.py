@@ -341,6 +341,11 @@ def test_hours_that_count_no_recomputation_say_so():
     assert found == {"20": [], "32": ["codes-mlp"], "all": ["all"]}
 
 
+def test_the_plan_says_why_four_rows_come_before_no_recomputation():
+    said = " ".join(words.does_it_fit(planned(gpu="rtx5090", DEPTH="32")).split())
+    assert "The first one with 4 rows is taken, because with fewer a product is too small for a large GPU." in said
+
+
 def test_products_in_bf16_take_bf16s_time():
     """nvidia_full keeps the last blocks in BF16, and makes its late forward in BF16; a run in phases likewise."""
     times = {}
@@ -463,7 +468,11 @@ def test_the_page_of_one_card_has_the_plans_numbers():
         row = next(line for line in page.splitlines() if line.startswith(f"| d{depth}"))
         assert " | ".join(words.span(plan.hours[0].low, plan.hours[0].high) for plan in plans) in row
         assert {"EXTRAPOLATED" in words.how_long(plan) for plan in plans} == {"EXTRAPOLATED" in row}
-        twice = f"A d{depth} with `clover_mixed` fits only if activations are computed twice"
+        once = max(way.rows for way in plans[2].bases[0].ways if way.recompute == "none")
+        twice = (
+            f"A d{depth} with `clover_mixed` fits with {plans[2].bases[0].ways[0].rows} rows only if activations are "
+        )
+        twice += f"computed twice, from codes, and with {once} rows without"
         assert ("computed twice" in words.how_long(plans[2])) == (twice in page)
     mixed, bf16 = (planned(gpu="rtx5090", QAT_METHOD=m).hours[0] for m in ("clover_mixed", "bf16"))
     mixed_hours, bf16_hours = (words.span(hours.low, hours.high) for hours in (mixed, bf16))
