@@ -320,7 +320,17 @@ def which_method(plan: Plan) -> str:
     if unequal := unequal_gain(card):
         text = f"With a smaller micro-batch for BF16, NVFP4 had {unequal[0]:.2f} times its speed: {unequal[1]}."
         lines += textwrap.wrap(text, 110, initial_indent="  ", subsequent_indent="  ")
-    return "\n".join([*lines, *advice(card, gaps)])
+    return "\n".join([*lines, *advice(card, gaps, exponents_of(plan.bases[0].weights))])
+
+
+def exponents_of(weights: float) -> dict[float, str]:
+    """The exponents by which methods are ranked, and where each is from: both of EXPONENTS, and between them the law's
+    for the size that is nearest to a model with so many weights in products."""
+    sizes = json.loads(CARDS.read_text())["exponents"]["of"]
+    near = min(sizes, key=lambda size: abs(math.log(size["weights"] / weights)))
+    high, low = EXPONENTS
+    law = f"d{near['depth']}, by the law of the paper's runs"
+    return {high: "as in d6", near["b"]: law, low: "the least of d20 to d32"}
 
 
 def span_of_two(low: str, high: str) -> str:
@@ -340,7 +350,7 @@ def equal_time(
     return 100 * min(found), 100 * max(found)
 
 
-def advice(card: Card, gaps: dict[str, dict[str, list[float]]]) -> list[str]:
+def advice(card: Card, gaps: dict[str, dict[str, list[float]]], exponents: dict[float, str]) -> list[str]:
     """Which method to take, and what the ratios of speed say about it: a method is behind where another one of the same
     hours ends lower under this exponent, wherever in their ranges gaps and ratio are."""
     if all(is_measured(card, method) for method in ("fp8", "clover_mixed")):
@@ -359,7 +369,7 @@ def advice(card: Card, gaps: dict[str, dict[str, list[float]]]) -> list[str]:
         known = []
     said = textwrap.wrap(f"Which method? {' '.join(lines)}", 110, subsequent_indent="  ")
     of = f" of {', '.join(known)}" if len(known) < len(COMPARED) else ""
-    for b, where in zip(EXPONENTS, ("as in d6", "the least of d20 to d32")) if known else ():
+    for b, where in exponents.items() if known else ():
         first = [
             a for a in known
             if not any(equal_time(gaps[a], gaps[o], gain_of(card, a, over=o), [b])[0] > 0 for o in known if o != a)
@@ -367,21 +377,26 @@ def advice(card: Card, gaps: dict[str, dict[str, list[float]]]) -> list[str]:
         names = " or ".join(filter(None, (", ".join(first[:-1]), first[-1])))
         said.append(f"  After the same hours, if the loss falls as tokens^-{b:g} ({where}): {names} ends lowest{of}.")
     if {"fp8", "clover_mixed"} <= set(known):
-        said += textwrap.wrap(break_even(card, gaps), 110, initial_indent="  ", subsequent_indent="  ")
+        said += textwrap.wrap(break_even(card, gaps, list(exponents)), 110, initial_indent="  ", subsequent_indent="  ")
     return said
 
 
-def break_even(card: Card, gaps: dict[str, dict[str, list[float]]]) -> str:
-    """The rule by which somebody who times both methods takes one of them."""
+def break_even(card: Card, gaps: dict[str, dict[str, list[float]]], exponents: Sequence[float]) -> str:
+    """The rule by which somebody who times both methods takes one of them. exponents: the highest first."""
     mixed, fp8 = gaps["clover_mixed"]["own"], gaps["fp8"]["own"]
     difference, interval = mixed[0] - fp8[0], math.hypot(mixed[1], fp8[1])
-    points = []
-    for b in EXPONENTS:
+    levels, points = [], []
+    for b in exponents:
         least, level, most = ((1 + (difference + d) / 100) ** (1 / b) for d in (-interval, 0, interval))
+        levels.append(f"{level:.2f}")
         points.append(f"{level:.2f} ({least:.2f} to {most:.2f}) with {b:g}")
     ratio = gain_of(card, "clover_mixed", over="fp8")
     here = f"The table has {span_of_two(f'{ratio.low:.2f}', f'{ratio.high:.2f}')}."
-    return f"clover_mixed ends ahead of fp8 from this many times fp8's tokens/s on: {', and '.join(points)}. {here}"
+    return (
+        "clover_mixed ends ahead of fp8 from this many times fp8's tokens/s on: "
+        f"{', '.join(points[:-1])}, and {points[-1]}. {here} If yours is between {levels[0]} and {levels[-1]}, take "
+        f"clover_mixed from {levels[1]} on, and fp8 below, because its exponent is that of the nearest size."
+    )
 
 
 def numbers(plan: Plan) -> str:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from _samples import make_bundle
 
+from lab import scaling
 from nanochat_fp4.data.needs import Missing, look_for
 from nanochat_fp4.errors import UserError
 from nanochat_fp4.evaluation.report_log import get_report
@@ -482,11 +483,34 @@ def test_the_page_of_one_card_has_the_plans_numbers():
     for method in ("fp8", "clover", "clover_feedback", "clover_mixed"):
         cells = re.split(" {2,}", next(x for x in table.splitlines() if f"  {method} " in x).strip())[3:]
         assert f"| `{method}` | {' | '.join(cells)} |" in page
-    rule = "clover_mixed ends ahead of fp8 from this many times fp8's tokens/s on: 1.05 (1.04 to 1.07) with 0.084"
-    assert (
-        rule in " ".join(table.split())
-        and "`fp8`'s tokens/s with an exponent of 0.084, or 1.25 times with 0.02" in page
+    said, page = " ".join(table.split()), " ".join(page.split())
+    points = re.findall(r"(\d\.\d\d) \((\S+) to (\S+)\) with ([\d.]+\d)", said)
+    (high, least, most, b), (middle, least_2, most_2, b_2), (low, least_3, most_3, b_3) = points
+    rule = (
+        f"{high} times `fp8`'s tokens/s with an exponent of {b}, {middle} times with {b_2}, or {low} times with {b_3}."
     )
+    assert rule in page
+    assert f"to {least} to {most}, {least_2} to {most_2}, and {least_3} to {most_3}." in page
+    between = f"between {high} and {low}, take clover_mixed from {middle} on, and fp8 below"
+    assert between in said and between in page.replace("`", "")
+
+
+@pytest.mark.parametrize(
+    ("depth", "b"), [("6", "0.039"), ("12", "0.039"), ("20", "0.036"), ("26", "0.034"), ("32", "0.03")]
+)
+def test_the_plan_ranks_under_the_exponent_of_the_nearest_size(depth, b):
+    said = words.which_method(planned(gpu="rtx5090", DEPTH=depth))
+    assert re.findall(r"tokens\^-(\S+) ", said) == ["0.084", b, "0.02"]
+    near = {"6": "12", "26": "24"}.get(depth, depth)
+    assert f"tokens^-{b} (d{near}, by the law of the paper's runs)" in said
+
+
+def test_the_exponents_are_those_of_the_law():
+    law = scaling.fit_law(scaling.read_runs("paper"))
+    for size in json.loads(cards.CARDS.read_text())["exponents"]["of"]:
+        blocks, ends = 12 * (64 * size["depth"]) ** 2 * size["depth"], 2 * 65536 * 64 * size["depth"]
+        assert size["b"] == pytest.approx(scaling.exponent_of_tokens(law, blocks, 20 * (blocks + ends)), abs=0.0005)
+        assert size["weights"] == pytest.approx(blocks + ends / 2, rel=0.01)
 
 
 def test_the_page_of_one_card_says_how_much_faster_than_fp8_4_bits_are():
@@ -580,7 +604,7 @@ def timed_here(base_dir, **speeds: float) -> cards.Card:
 def test_a_rank_among_few_methods_names_them():
     """Nobody has timed FP8 on a GB10, so what is ranked there is not what the table lists."""
     ends = {gpu: re.findall(r"ends lowest(.*)\.", words.which_method(planned(gpu=gpu))) for gpu in ("gb10", "gb200")}
-    assert ends == {"gb10": 2 * [" of bf16, clover, clover_feedback"], "gb200": ["", ""]}
+    assert ends == {"gb10": 3 * [" of bf16, clover, clover_feedback"], "gb200": ["", "", ""]}
 
 
 def test_methods_that_were_timed_without_bf16_are_compared(base_dir):
@@ -592,7 +616,11 @@ def test_methods_that_were_timed_without_bf16_are_compared(base_dir):
 
 @pytest.mark.parametrize(
     ("mixed", "first"),
-    [(85e3, ["clover_mixed", "fp8 or clover_mixed"]), (95e3, ["clover_mixed"] * 2), (66e3, ["fp8"] * 2)],
+    [
+        (85e3, ["clover_mixed", "clover_mixed", "fp8 or clover_mixed"]),
+        (95e3, ["clover_mixed"] * 3),
+        (66e3, ["fp8"] * 3),
+    ],
 )
 def test_measured_methods_are_ranked_under_each_exponent(base_dir, mixed, first):
     """Ranges that span both exponents overlap, although each exponent is the same for all methods."""
