@@ -368,17 +368,17 @@ def _problems_of_gemm(gemm: Gemm, is_output: bool) -> Iterator[str]:
         if o.kept and not (is_output and o.rounding and o.rounding.fp8 == "tensor" and o.terms == 1):
             yield "kept is for operands of output in FP8 with one scale; leave it out, or use e4m3"
         if o.kept and not (o.kept.has_kernels and not o.kept.random):
-            yield f"kept is a rounding of NVFP4 that draws nothing; got {o.kept.name}"
+            yield f"kept is a rounding of NVFP4 that draws nothing; got {o.kept.label}"
         if o.terms != 1 and not (o.terms == 2 and is_output and draws_nothing(o)):
             yield (
                 "two terms are for operands of output with an NVFP4 rounding that draws nothing; "
-                f"got {o.terms} for {o.rounding and o.rounding.name}"
+                f"got {o.terms} for {o.rounding and o.rounding.label}"
             )
         native = draws_nothing(o) and o.rounding.block_rows == 1
         if o.feedback and not (is_output and o is gemm.b and native and o.terms == 1):
             yield (
                 "feedback is for the weight in output, with an NVFP4 rounding of 1x16 blocks that draws nothing, "
-                f"without a second term; got it for {o.rounding and o.rounding.name}"
+                f"without a second term; got it for {o.rounding and o.rounding.label}"
             )
 
 

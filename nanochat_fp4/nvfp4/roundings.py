@@ -84,7 +84,12 @@ class Rounding:
         if isinstance(self.candidates, list):
             object.__setattr__(self, "candidates", tuple(self.candidates))
         for problem in _problems(self):
-            raise ValueError(f"rounding {self.name!r}: {problem}")
+            raise ValueError(f"{self.title}: {problem}")
+
+    @property
+    def title(self) -> str:
+        """The words for this rounding in a refusal. A row that is being added to ROUNDINGS has no name yet."""
+        return f"rounding {self.name!r}" if self.name else "this rounding"
 
     @property
     def label(self) -> str:
@@ -222,12 +227,12 @@ def get_rounding(name: str | Rounding) -> Rounding:
         known = f"did you mean {alike[0]}? Known" if alike else "known"
         raise ValueError(
             f"unknown rounding {name!r}; {known}: {', '.join(ROUNDINGS)}; to add a row: nanochat_fp4.ROUNDINGS"
-            f"[{name!r}] = dataclasses.replace(nanochat_fp4.ROUNDINGS['rtn'], name={name!r}, ...), see CONTRIBUTING.md"
+            f"[{name!r}] = nanochat_fp4.Rounding(...), see CONTRIBUTING.md"
         )
     row = ROUNDINGS[name]
     if not isinstance(row, Rounding):
         raise ValueError(
             f"ROUNDINGS[{name!r}] is a {type(row).__name__}, expected a Rounding, which is a row of constants "
-            "(dataclasses.replace of another row); new arithmetic is a new field of Rounding, see CONTRIBUTING.md"
+            "(nanochat_fp4.Rounding(...)); new arithmetic is a new field of Rounding, see CONTRIBUTING.md"
         )
     return row if row.name == name else replace(row, name=name)
