@@ -52,15 +52,15 @@ WHEN = {  # A row of nf.METHODS -> the situation in which one should take it.
 }
 
 
-def time_of_steps() -> dict[str, str]:
-    """Returns for each method the time of a step of d26 (8 rows, one H100) over BF16's time in the same measurement.
-    The last such measurement of lab/results/bench.json counts."""
-    found: dict[str, str] = {}
-    for part in json.loads((RESULTS / "bench.json").read_text(encoding="utf-8")).values():
+def time_of_steps() -> dict[str, tuple[str, str]]:
+    """Returns for each method the time of a step of d26 (8 rows, one H100) over BF16's time in the same measurement,
+    and the part of lab/results/bench.json that has the measurement. The last such part counts."""
+    found: dict[str, tuple[str, str]] = {}
+    for name, part in json.loads((RESULTS / "bench.json").read_text(encoding="utf-8")).items():
         if isinstance(part, dict) and part["benchmark"] == "bench_train" and "H100" in part["environment"]["gpu"]:
             records = [r for r in part["records"] if r.get("tokens_per_second") and r["depth"] == 26]
             speed = {r["method"]: r["tokens_per_second"] for r in records if r["micro_batch"] == 8}
-            found |= {method: f"{speed['bf16'] / of:.2f}" for method, of in speed.items()}
+            found |= {method: (f"{speed['bf16'] / of:.2f}", name) for method, of in speed.items()}
     return found
 
 
@@ -91,7 +91,7 @@ def methods(context: Context) -> Outcome:
             cells = [stats.with_half(gap.mean, gap.half, 2) for gap in found]
             cells.append("; ".join(of.share(method, value) for value in VALUES.values()))
         seeds = len({r["seed"] for r in runs if r["method"] == method})
-        cells += [exported(runs, method), times.get(method, "not measured"), seeds]
+        cells += [exported(runs, method), times.get(method, ("not measured",))[0], seeds]
         rows.append([method, WHEN[method], *cells])
     header = ["QAT_METHOD", "take it", "gap, own forward, %", "gap, BF16 forward, %"]
     header += [
@@ -100,10 +100,11 @@ def methods(context: Context) -> Outcome:
         "step time on one H100, BF16 = 1",
         "seeds",
     ]
+    parts = ", ".join(dict.fromkeys(times[row[0]][1] for row in rows if row[0] in times))
     notes = [
         "gap: the increase of validation bits per byte over BF16 of the same seed; intervals are 95%, of the scatter "
         "of a run, pooled over the methods of the study",
-        "time: d26, 8 rows, --cuda-graph, where 4 bits are emulated (lab/results/bench.json)",
+        f"time: d26, 8 rows, --cuda-graph, where 4 bits are emulated (lab/results/bench.json: {parts})",
     ]
     return outcome(runs, content, "Which method? Gaps to BF16 from scratch", header, rows, notes, {})
 

@@ -130,6 +130,11 @@ def test_the_plans_gaps_are_those_of_readmes_table(printed):
         assert f" {own:.2f} ± {own_half:.2f} {bf16:.2f} ± {bf16_half:.2f}" in lines[method]
 
 
+def test_readmes_table_names_the_measurement_of_its_step_times(printed):
+    lines = printed("methods --results d6_mixed")
+    assert any(line.endswith("(lab/results/bench.json: bench_train_d26_h100_graphs)") for line in lines)
+
+
 def test_every_item_of_stored_runs_is_on_a_page_or_in_the_table():
     """What is on a page is compared with it (test_pages.py)."""
     text = "\n".join(path.read_text() for path in pages.pages())
