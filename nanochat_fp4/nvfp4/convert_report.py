@@ -60,8 +60,8 @@ class ConvertReport:
         missed = sum(share for kind, share in self.others.items() if kind not in ON_PURPOSE)
         if self.recipe.quantizes and self.quantized < ENOUGH * (self.quantized + missed):
             lines.append(
-                f"warning: {100 * missed:.1f}% of these weights stay in high precision, and nobody asked for that; the "
-                "lines below name them"
+                f"warning: nobody asked for {100 * missed:.1f}% of the weights in matrix products to stay in high "
+                "precision; the lines below name them"
             )
         if self.refused_dtypes:
             lines.append(
@@ -69,7 +69,8 @@ class ConvertReport:
                 f"layers compute in float32 or bfloat16; {other_dtype(self.refused_dtypes)}"
             )
         lines += [
-            f"in high precision, {100 * share:.1f}% of these weights: {kind}" for kind, share in self.others.items()
+            f"in high precision, {100 * share:.1f}% of the weights in matrix products: {kind}"
+            for kind, share in self.others.items()
         ]
         if self.kinds:
             count = {kind: list(self.kinds.values()).count(kind) for kind in KINDS}
