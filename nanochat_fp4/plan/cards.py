@@ -283,6 +283,11 @@ def _gain(card: Card, key: str, over: str = "bf16") -> Rate | None:
     return Rate(low, high, tuple(dict.fromkeys(_source(rate) for rate in alike)))
 
 
+def is_of_another_card(card: Card, ratio: Rate) -> bool:
+    """Whether a ratio is a single measurement, which was made on another card."""
+    return len(ratio.sources) == 1 and ratio.sources[0] not in map(_source, card.rates)
+
+
 def unequal_gain(card: Card) -> tuple[float, str] | None:
     """The highest published gain over BF16 of a program that gave BF16 a smaller micro-batch, on cards of this kind,
     and its source. No estimate is computed from it. None where this GPU was measured, or nobody has published one."""

@@ -18,6 +18,7 @@ from nanochat_fp4.plan.cards import (
     Rate,
     gain_of,
     is_measured,
+    is_of_another_card,
     is_timed,
     precisions,
     unequal_gain,
@@ -294,7 +295,8 @@ def which_method(plan: Plan) -> str:
         gap, row = gaps.get(method), [method]
         for over in ("bf16", "fp8"):
             ratio = gain_of(card, method, work.get(method), over)
-            row.append(span_of_two(f"{ratio.low:.2f}", f"{ratio.high:.2f}") if ratio else "not published")
+            mark = " *" if ratio and is_of_another_card(card, ratio) else ""
+            row.append(span_of_two(f"{ratio.low:.2f}", f"{ratio.high:.2f}") + mark if ratio else "not published")
             ends = equal_time(gap, gaps[over], ratio) if gap and ratio and method != over else None
             row.append(span_of_two(*(f"{round(end, 1) + 0.0:+.1f}" for end in ends)) if ends else "-")
         row += [f"{g[0]:.2f} ± {g[1]:.2f}" for g in (gap["own"], gap["bf16"])] if gap else ["not measured"] * 2
@@ -317,6 +319,10 @@ def which_method(plan: Plan) -> str:
         "  of d6 (17M parameters, 160M tokens), EXTRAPOLATED to this model.",
         *("  " + line for line in table(header, rows).splitlines()),
     ]
+    if any(cell.endswith(" *") for row in rows for cell in row):
+        lines.append("  * one measurement, of another card")
+    if gain_of(card, "clover_mixed") and not is_timed(card, "clover_mixed"):
+        lines.append("  The best case of clover_mixed assumes that its products in FP8 cost no more than NVFP4's.")
     if unequal := unequal_gain(card):
         text = f"With a smaller micro-batch for BF16, NVFP4 had {unequal[0]:.2f} times its speed: {unequal[1]}."
         lines += textwrap.wrap(text, 110, initial_indent="  ", subsequent_indent="  ")

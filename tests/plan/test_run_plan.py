@@ -513,6 +513,19 @@ def test_the_exponents_are_those_of_the_law():
         assert size["weights"] == pytest.approx(blocks + ends / 2, rel=0.01)
 
 
+def test_a_ratio_that_is_one_measurement_of_another_card_is_marked(base_dir):
+    said = {gpu: words.which_method(planned(gpu=gpu)) for gpu in ("rtx5090", "rtxpro4000", "gb200", "rtx4090")}
+    note, best = "* one measurement, of another card", "The best case of clover_mixed assumes that its products in FP8"
+    marked = {gpu: (note in text, set(re.findall(r"\n  (\w+) .*1\.60 \*", text))) for gpu, text in said.items()}
+    nothing = (False, set())
+    assert marked == {"rtx5090": (True, {"clover", "clover_feedback"})} | dict.fromkeys(list(said)[1:], nothing)
+    assert {gpu: best in text for gpu, text in said.items()} == {gpu: gpu != "rtx4090" for gpu in said}
+    page = (ROOT / "docs/one_card.md").read_text(encoding="utf-8").replace("`", "")
+    assert note in page and best in " ".join(page.split())
+    timed = timed_here(base_dir, bf16=50e3, fp8=67e3, clover=70e3, clover_mixed=85e3)
+    assert not cards.is_of_another_card(timed, cards.gain_of(timed, "clover"))
+
+
 def test_the_page_of_one_card_says_how_much_faster_than_fp8_4_bits_are():
     page = " ".join((ROOT / "docs/one_card.md").read_text(encoding="utf-8").split())
     ratios = {}
