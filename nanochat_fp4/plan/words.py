@@ -70,9 +70,20 @@ def head(plan: Plan) -> str:
         *([f"  text      {text}{read_by(plan)}"] if {"tok", "base"} & set(s.stages) else []),
         f"  disk      {to_come}{plan.checkpoint_bytes / 1e9:.1f} GB of checkpoints"
         f"{f'; {facts.disk_free / 1e9:.0f} GB are free' if plan.machine.here else ''}",
+        *([f"  tokenizer {kept}"] if (kept := kept_tokenizer(plan)) else []),
         *(f"  note      {note}" for note in s.notes),
     ]
     return "\n".join(lines)
+
+
+def kept_tokenizer(plan: Plan) -> str:
+    """Says that a tokenizer is taken as it is, which may be of another text. The empty text if the run makes one."""
+    if plan.facts.tokenizer is None or "tok" not in plan.settings.stages:
+        return ""
+    return (
+        f"that of this folder is kept, {plan.facts.tokenizer} tokens; one of another text needs a NANOCHAT_BASE_DIR of "
+        "its own"
+    )
 
 
 def read_by(plan: Plan) -> str:

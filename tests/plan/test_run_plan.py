@@ -883,6 +883,9 @@ def test_a_tokenizer_of_another_size():
     with pytest.raises(UserError, match="VOCAB_SIZE=300"):
         planned(facts=Facts(tokenizer=300))
     assert "tok" not in commands(as_json(facts=Facts(tokenizer=3000, asked_tokens=4096)))  # of a small text
+    kept = words.head(planned(facts=Facts(tokenizer=3000, asked_tokens=4096)))
+    assert "tokenizer that of this folder is kept, 3000 tokens; one of another text needs a NANOCHAT_BASE_DIR" in kept
+    assert "is kept" not in words.head(planned())
 
 
 def test_a_tokenizer_that_is_there_is_seen(tiny_base):
