@@ -115,9 +115,9 @@ def summarize_run(tag: str, sections: list[dict], metrics: list[dict]) -> dict:
         elif event == "train" and step is not None:
             run["step"] = int(step) + 1
             take({"tokens_per_second": record.get("tok_per_sec")})
+        elif event == "val" and step == 0:
+            run["untrained_bpb"] = finite_number(record.get("bpb"))
         elif event == "val":
-            if step == 0:
-                run["untrained_bpb"] = finite_number(record.get("bpb"))
             names = {"val_bpb": "bpb", "val_bpb_bf16": "bpb_bf16", "val_tokens": "tokens"}
             measured({key: record.get(name) for key, name in names.items()} | {"val_text": val_text})
     unfinished = metrics and run["num_iterations"] and (run["step"] or 0) < run["num_iterations"]

@@ -261,6 +261,17 @@ def test_interrupted_run_shows_what_it_has(base_dir, folder):
     assert row_of(text, "d4_clover")[2:6] == ["3 of 6, unfinished", "3,000", "1.3100", "1.3200"]
 
 
+def test_a_run_that_was_only_evaluated_before_training_has_no_loss(base_dir, folder):
+    """Beside runs of a few steps it would look like the worst result of all."""
+    make_run(base_dir, "d4_clover", "clover", 1.3, finished=False)
+    path = base_dir / "base_checkpoints" / "d4_clover" / "metrics.jsonl"
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    records = [r for r in records if r["event"] != "val"] + [{"event": "val", "step": 0, "bpb": 4.0, "bpb_bf16": 4.0}]
+    path.write_text("".join(json.dumps(r) + "\n" for r in records))
+    text = generated(folder)
+    assert row_of(text, "d4_clover")[2:6] == ["3 of 6, unfinished", "3,000", "-", "-"] and "4.0000" not in text
+
+
 def test_section_is_replaced_and_reset_keeps_metrics(base_dir, folder, capsys, monkeypatch):
     monkeypatch.setattr(report_page, "draw_plots", lambda *_: [])
     make_run(base_dir, "d4_bf16", "bf16", 1.25)
