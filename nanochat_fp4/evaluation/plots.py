@@ -47,7 +47,7 @@ def draw(path: Path, title: str, *panels: Callable[[Any], None]) -> None:
                 below.label_outer()
                 if below.get_xlabel() == "step":
                     below.xaxis.get_major_locator().set_params(integer=True)
-            axes.set_title("\n".join(textwrap.wrap(title, 90)), fontsize=10)
+            axes.set_title("\n".join(textwrap.wrap(title, 75)), fontsize=10)
             lines = axes.get_legend_handles_labels()
             if axes.get_legend() is None and lines[0]:
                 widest = max(map(len, lines[1]))
