@@ -32,6 +32,7 @@ MX_BLOCK = 32
 # DeepSeek-V3, Section 3.3.2.
 FP8_BLOCK = 128
 E5M2_MAX = 57344.0
+E4M3_SMALLEST = 2.0**-9  # the smallest positive number, which is subnormal
 LARGEST = {"e2m1": E2M1_MAX, "e4m3": E4M3_MAX, "e5m2": E5M2_MAX}
 # MS-EDEN's correction makes up for what clipping loses. Its sums of squares are exact for elements below 8
 # (quantizers.PRODUCT_BITS), and the rounding of a scale increases an element by a factor of 17/16 at most.
@@ -167,6 +168,11 @@ def _contradictions(rounding: Rounding) -> Iterator[str]:
         yield "prescale is for the formats of mx; leave it out"
     if not (rounding.mx or rounding.fp8) and rounding.scale_cap > E4M3_MAX:
         yield f"scale_cap is {rounding.scale_cap}, expected at most {E4M3_MAX:g}, the largest E4M3 number"
+    if not (rounding.mx or rounding.fp8) and (scale := rounding.scale_cap * max(rounding.candidates)) < E4M3_SMALLEST:
+        yield (
+            f"its largest scale, scale_cap times a candidate, is {scale:.2g}, expected at least {E4M3_SMALLEST:.2g}, "
+            "the smallest positive E4M3 number; increase scale_cap or candidates"
+        )
 
 
 ROUNDINGS: dict[str, Rounding] = {

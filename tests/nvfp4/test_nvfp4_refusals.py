@@ -50,6 +50,8 @@ CONSTANTS = [  # (fields of a rounding, word)
     ({"grid_max": "6"}, "grid_max is '6'"),
     ({"scale_cap": math.inf}, "scale_cap is inf"),
     ({"scale_cap": 1e9}, "scale_cap is .*at most 448"),
+    ({"scale_cap": 1e-6}, "largest scale, .* is 1e-06, expected at least 0.002, .*; increase scale_cap or"),
+    ({"candidates": (1e-9,)}, "largest scale, .* is 4.5e-07, expected at least 0.002"),
     ({"element": "e3m2"}, "element is 'e3m2', expected e2m1 in"),
     ({"mx": "ceil", "block": 32, "element": "e5m2"}, "element is 'e5m2', expected e2m1 or e4m3"),
     ({"fp8": "tensor"}, "element is 'e2m1', expected e4m3 or e5m2"),
