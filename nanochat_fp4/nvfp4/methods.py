@@ -154,6 +154,7 @@ LEFT = frozenset(
 )
 
 REGISTERED: dict[str, Recipe] = {}  # The rows that `register` has added.
+LISTED = 8  # The number of registered rows that an error lists, the newest ones.
 
 
 def register(recipe: Recipe) -> None:
@@ -229,7 +230,10 @@ def get_recipe(method: str | Recipe) -> Recipe:
         )
     alike = difflib.get_close_matches(name.lower(), (*rows, *ALIASES), n=1)
     known = f"did you mean {alike[0]}? Use" if alike else "use"
-    usable = dict.fromkeys((*METHODS, *ALIASES, *REGISTERED))
+    registered = [name for name in REGISTERED if name not in METHODS]
+    usable = [*METHODS, *ALIASES, *registered[-LISTED:]]  # A file of the user registers its rows after those of lab.
+    if len(registered) > LISTED:
+        usable.append(f"or {len(registered) - LISTED} others that are registered")
     raise ValueError(
         f"unknown method {method!r}; {known} one of: {', '.join(usable)}; or register its recipe "
         "(nf.register, or --recipes=FILE.py)"
