@@ -283,6 +283,14 @@ def _gain(card: Card, key: str, over: str = "bf16") -> Rate | None:
     return Rate(low, high, tuple(dict.fromkeys(_source(rate) for rate in alike)))
 
 
+def slow_by_micro_batch(card: Card) -> str:
+    """The note of the slowest published step in BF16 on this card, where its micro-batch was smaller than that of the
+    program's other precision. Otherwise ""."""
+    rates = _own_first([rate for rate in card.rates if "bf16" in rate])
+    slowest = min(rates, key=lambda r: min(_ends(r["bf16"])) / r["gpus"] * r["weights"], default={})
+    return slowest["note"] if "bf16" in slowest.get("upper", [])[1:] else ""
+
+
 def is_of_another_card(card: Card, ratio: Rate) -> bool:
     """Whether a ratio is a single measurement, which was made on another card."""
     return len(ratio.sources) == 1 and ratio.sources[0] not in map(_source, card.rates)

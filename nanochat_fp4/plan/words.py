@@ -21,6 +21,7 @@ from nanochat_fp4.plan.cards import (
     is_of_another_card,
     is_timed,
     precisions,
+    slow_by_micro_batch,
     unequal_gain,
 )
 from nanochat_fp4.plan.cpu_steps import minutes_of
@@ -188,6 +189,10 @@ def doubts(base: Base, found: Hours, card: Card) -> list[str]:
         lines.append(f"EXTRAPOLATED: {has}, and those that were timed have {timed}.")
     if found.kind == "measured":
         return lines
+    if (note := slow_by_micro_batch(card)) and base.ways and base.ways[0].rows > 1:
+        lines.append(
+            f"The most hours follow from one slow BF16 run ({note}), so they are probably fewer with more rows."
+        )
     if base.work[4] and base.method != "clover" and not is_timed(card, base.method):
         lines.append(
             f"Each source timed its own recipe in 4 bits, which may take less or more time than {base.method}."

@@ -513,6 +513,17 @@ def test_the_exponents_are_those_of_the_law():
         assert size["weights"] == pytest.approx(blocks + ends / 2, rel=0.01)
 
 
+def test_hours_that_follow_from_a_micro_batch_of_one_row_say_so(base_dir):
+    why = "The most hours follow from one slow BF16 run"
+    for method in ("bf16", "fp8", "clover_mixed"):
+        said = words.how_long(planned(gpu="rtx5090", QAT_METHOD=method))
+        assert f"{why} (micro-batch 1 in BF16, 4 in NVFP4), so they are probably fewer with more rows." in said
+    assert why not in words.how_long(planned(gpu="rtx5090", DEVICE_BATCH="1"))
+    assert why not in words.how_long(planned(gpu="rtx4090", QAT_METHOD="fp8"))
+    assert not cards.slow_by_micro_batch(timed_here(base_dir, bf16=50e3, clover=70e3))
+    assert f"{why}, which had a micro-batch of one row" in (ROOT / "docs/one_card.md").read_text(encoding="utf-8")
+
+
 def test_a_ratio_that_is_one_measurement_of_another_card_is_marked(base_dir):
     said = {gpu: words.which_method(planned(gpu=gpu)) for gpu in ("rtx5090", "rtxpro4000", "gb200", "rtx4090")}
     note, best = "* one measurement, of another card", "The best case of clover_mixed assumes that its products in FP8"
