@@ -62,6 +62,7 @@ class Settings:
     args: dict[str, str]
     default_args: dict[str, str]
     methods: list[str]
+    method_is_named: bool
     stages: list[str]
     stages_are_named: bool
     processes: int | None  # None: not set
@@ -134,6 +135,7 @@ def read(run: str, environment: Mapping[str, str], on_gpu: bool) -> Settings:
     return Settings(
         run, numbers, dict(defaults), args, default_args,
         methods=[method] + ["bf16"] * (compare and method != "bf16"),
+        method_is_named=bool(environment.get("QAT_METHOD") or environment.get("METHOD")),
         stages=[stage for stage in STAGES if stage in stages] if stages else usual,
         stages_are_named=bool(stages),
         processes=_processes(environment.get("NPROC", "")),

@@ -74,6 +74,10 @@ def head(plan: Plan) -> str:
         *([f"  tokenizer {kept}"] if (kept := kept_tokenizer(plan)) else []),
         *(f"  note      {note}" for note in s.notes),
     ]
+    if plan.machine.card and plan.machine.card.capability >= 100 and not s.method_is_named:
+        lines.append(
+            "  note      clover is the paper's method; for this card clover_mixed or fp8 is recommended (see below)"
+        )
     return "\n".join(lines)
 
 
@@ -293,8 +297,9 @@ def memory_of(base: Base, card: Card) -> list[str]:
     rows = f"{way.rows} row{'s' if way.rows > 1 else ''} of {base.args.max_seq_len} tokens"
     rows += " (the run tries which fit)" if base.args.device_batch_size == "auto" else ""
     flags = f", {' '.join(way.flags)}" if way.flags else ""
-    names = ("weights", "gradients", "moments", "codes", "activations", "loss")
-    parts = " + ".join(f"{name} {getattr(way, name) / GIB:.1f}" for name in names)
+    names = {name: name for name in ("weights", "gradients", "moments", "codes", "grams", "activations", "loss")}
+    names |= {"grams": "Gram matrices"}
+    parts = " + ".join(f"{word} {getattr(way, name) / GIB:.1f}" for name, word in names.items() if getattr(way, name))
     return [
         f"  {base.tag}: {rows}, {way.peak / GIB:.1f} of {card.memory}{flags}",
         f"    {parts}; in the update {way.update / GIB:.1f} in the place of the last two",

@@ -41,7 +41,7 @@ GOOD_ROWS = 4  # With fewer rows in a micro-batch a GEMM is too small for a larg
 class Memory:
     """A way to train a run, and the bytes that it takes on one GPU, by use.
 
-    - codes are those of the weights, as the products read them. With error feedback they include the Gram matrices.
+    - codes are those of the weights, as the products read them, and grams the Gram matrices of error feedback.
     - activations are those that one micro-batch keeps for its backward pass.
     - loss is what the loss takes in addition, and update what the largest work between two micro-batches takes: the
       optimizers' update, rounding with error feedback, or a look at the layers' inputs after the update, when the
@@ -57,6 +57,7 @@ class Memory:
     gradients: float
     moments: float
     codes: float
+    grams: float
     activations: float
     loss: float
     update: float
@@ -64,7 +65,7 @@ class Memory:
     @property
     def peak(self) -> float:
         """The bytes at the larger of both peaks."""
-        at_rest = self.weights + self.gradients + self.moments + self.codes
+        at_rest = self.weights + self.gradients + self.moments + self.codes + self.grams
         return at_rest + max(self.activations + self.loss, self.update)
 
     @property
@@ -140,7 +141,6 @@ def count(model: GPT, rows: int, state: str = "fp32", recompute: str = "none", s
     # These layers have the input of c_q.
     same_input = {m for block in blocks for m in (block.attn.c_k, block.attn.c_v)}
     grams = [m.in_features**2 for m in with_feedback if m not in same_input]
-    codes += 2 * BF16 * sum(grams)
     stack = STACK_BYTES * min(STACK_ELEMENTS, sum(m.weight.numel() for m in linears))
     if state == "lean":
         stack = STEP_BYTES * max(m.weight.numel() for m in linears)
@@ -149,6 +149,7 @@ def count(model: GPT, rows: int, state: str = "fp32", recompute: str = "none", s
     tokens, head = rows * (seq_len or model.config.sequence_len), model.lm_head.weight
     return Memory(
         rows, state, recompute, of_state["weights"], of_state["gradients"], of_state["moments"], codes,
+        grams=2 * BF16 * sum(grams),
         activations=tokens * activation_bytes(model, recompute),
         loss=HEAD_BYTES * head.numel() + BF16 * min(CHUNK_ELEMENTS["cuda"], tokens * len(head)),
         update=max(stack, rounding, look),

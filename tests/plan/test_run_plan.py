@@ -524,6 +524,19 @@ def test_hours_that_follow_from_a_micro_batch_of_one_row_say_so(base_dir):
     assert f"{why}, which had a micro-batch of one row" in (ROOT / "docs/one_card.md").read_text(encoding="utf-8")
 
 
+def test_the_head_says_where_the_default_is_not_the_method_recommended_for_a_card():
+    note = "clover is the paper's method; for this card clover_mixed or fp8 is recommended"
+    named = planned(gpu="rtx5090", QAT_METHOD="clover")
+    assert note in words.head(planned(gpu="rtx5090")) and note not in words.head(named)
+    assert note not in words.head(planned(gpu="rtx4090")) and note not in words.head(planned())
+
+
+def test_the_gram_matrices_are_no_codes():
+    mixed, clover = (words.does_it_fit(planned(gpu="rtx5090", QAT_METHOD=m)) for m in ("clover_mixed", "clover"))
+    assert "codes 0.3 + Gram matrices 2.0" in mixed
+    assert "Gram" not in clover
+
+
 def test_a_ratio_that_is_one_measurement_of_another_card_is_marked(base_dir):
     said = {gpu: words.which_method(planned(gpu=gpu)) for gpu in ("rtx5090", "rtxpro4000", "gb200", "rtx4090")}
     note, best = "* one measurement, of another card", "The best case of clover_mixed assumes that its products in FP8"

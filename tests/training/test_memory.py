@@ -92,7 +92,7 @@ def test_more_recomputation_and_lean_state_never_take_more():
 
 def test_feedback_keeps_gram_matrices():
     """One pair of K x K matrices in FP16 for each tensor that linear layers read."""
-    more = count(on_meta(20, "clover_feedback"), 4).codes - count(on_meta(20), 4).codes
+    more = count(on_meta(20, "clover_feedback"), 4).grams - count(on_meta(20), 4).grams
     assert more == 2 * 2 * (3 * 1280**2 + 5120**2) * 20
 
 
