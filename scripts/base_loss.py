@@ -35,19 +35,16 @@ from nanochat_fp4.training.flags import add_model_arguments
 from nanochat_fp4.training.load_model import checkpoint_method, find_model_tag, load_model
 
 SPLIT_TOKENS = 40 * 524288
-SPLIT_TOKENS_CPU = (
-    2**16
-)  # A CPU would need many minutes for as many tokens as a GPU evaluates, for a model of any size.
+# A CPU would need many minutes for as many tokens as a GPU evaluates, for a model of any size.
+SPLIT_TOKENS_CPU = 2**16
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = ArgumentParser(description="Evaluate loss on train/val splits and sample from model")
     add = parser.add_argument
     add("--device-batch-size", type=int, default=32, help="per-device batch size")
-    text = (
-        f"number of tokens to evaluate per split (default: {SPLIT_TOKENS:,} on a GPU, {SPLIT_TOKENS_CPU:,} elsewhere)"
-    )
-    add("--split-tokens", type=int, help=text)
+    default = f"{SPLIT_TOKENS:,} on a GPU, {SPLIT_TOKENS_CPU:,} elsewhere"
+    add("--split-tokens", type=int, help=f"number of tokens to evaluate per split (default: {default})")
     add_model_arguments(parser)
     add_data_arguments(parser, "what training used")
     add("--hf-path", type=expanduser, help="HuggingFace model path (e.g. openai-community/gpt2), or a folder")
