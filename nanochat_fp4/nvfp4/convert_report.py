@@ -52,7 +52,7 @@ class ConvertReport:
         lines = [f"QAT method {self.recipe}", f"{done} {layers}: {share}"]
         if self.recipe.quantizes and not self.recipe.quantizes_backward:
             lines.append("the backward pass is not quantized: gradients stay in 16 or 32 bits")
-        if any(part.output.random for part in self.recipe.parts):
+        if self.recipe.random_output:
             lines.append(
                 "the forward pass draws its rounding anew in each training pass, and with one fixed seed in an "
                 "evaluation; its weights cannot be exported"

@@ -250,6 +250,11 @@ class Recipe:
         return bool(self.output.b.rounding) and not self.output.random
 
     @property
+    def random_output(self) -> bool:
+        """Whether the output GEMM of any layer rounds at random, so that its weights differ from pass to pass."""
+        return any(part.output.random for part in self.parts)
+
+    @property
     def quantizes(self) -> bool:
         """Whether any operand of any GEMM is quantized."""
         own = any(o.rounding for g in (self.output, self.grad_input, self.grad_weight) for o in (g.a, g.b))
