@@ -33,7 +33,7 @@ from nanochat_fp4.data.packing import Deal
 from nanochat_fp4.data.tokenizer import get_token_bytes
 from nanochat_fp4.errors import run_main
 from nanochat_fp4.evaluation.loss_eval import evaluate_bpb
-from nanochat_fp4.models.gpt import REFERENCE_BATCH_SIZE
+from nanochat_fp4.models.gpt import batch_scale
 from nanochat_fp4.models.optim import muon_momentum
 from nanochat_fp4.training import later_stage, loop
 from nanochat_fp4.training.flags import (
@@ -143,7 +143,7 @@ def scalar_lr(total_batch_size: int) -> float:
     It is scaled to the batch as in pre-training, because Adam's first step is as large as the rate. With 0.5 for
     batches of 2,048 tokens the loss of a small model rose from 7.2 to 12.4 at once (dev/LOG.md, 2026-11-27).
     """
-    return 0.5 * (total_batch_size / REFERENCE_BATCH_SIZE) ** 0.5
+    return 0.5 * batch_scale(total_batch_size)
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -259,6 +259,11 @@ def compile_layers(model: nn.Module) -> Callable[..., Tensor]:
     return functools.partial(model, outer_norm=outer_norm)
 
 
+def batch_scale(total_batch_size: int) -> float:
+    """Returns the factor of learning rates that are meant for 2^19 tokens in a step, in steps of total_batch_size."""
+    return (total_batch_size / REFERENCE_BATCH_SIZE) ** 0.5
+
+
 class GPT(nn.Module):
     """
     nanochat's GPT. It is built in three steps, so that memory is allocated only once:
@@ -435,7 +440,7 @@ class GPT(nn.Module):
         total_batch_size / 2^19. The options' weight decay is for 12 layers. It is multiplied by (12 / depth)^2, and
         falls linearly to zero over the run.
         """
-        scale = (total_batch_size / REFERENCE_BATCH_SIZE) ** 0.5
+        scale = batch_scale(total_batch_size)
         weight_decay = options.weight_decay * (REFERENCE_DEPTH / self.config.n_layer) ** 2
         adamw, muon = self.setup_optimizers(
             unembedding_lr=options.unembedding_lr * scale,
