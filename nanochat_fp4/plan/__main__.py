@@ -28,13 +28,14 @@ from nanochat_fp4.plan.cards import with_measurements
 from nanochat_fp4.plan.machine import Facts, Machine
 from nanochat_fp4.plan.plan import Plan, disk_problem, make_plan, settle
 from nanochat_fp4.plan.settings import RUNS, Settings, read
-from nanochat_fp4.plan.stages import needs, wanted
+from nanochat_fp4.plan.stages import MADE_BY, needs, wanted
 from nanochat_fp4.plan.variables import problem
 from nanochat_fp4.training.wandb_run import check_tracker
 
 
 def look(settings: Settings, machine: Machine, bases: list[Base]) -> Facts:
-    """What is here, and what can be had. Of another machine nothing is known, so all is taken to be there."""
+    """Returns what this machine has and what it can download. Nothing is known of another machine, so everything counts
+    as being there."""
     if not machine.here:
         return Facts(text="folder" if settings.data_dir else "hub", disk_free=float("inf"))
     text, why, shards = this.text_source(settings)
@@ -43,15 +44,16 @@ def look(settings: Settings, machine: Machine, bases: list[Base]) -> Facts:
     kinds = {kind: needs(settings, kind) for kind in wanted(settings)}
     found = {missing.what: missing for missing in look_for([need for of_kind in kinds.values() for need in of_kind])}
     missing = {kind: [found[need.what] for need in of_kind if need.what in found] for kind, of_kind in kinds.items()}
-    places = ("base_checkpoints", "mid_checkpoints", "chatsft_checkpoints")
-    files = [f for base in bases for place in places for f in (settings.base_dir / place / base.tag).glob("*.pt")]
+    folders = [settings.base_dir / place / base.tag for base in bases for place in MADE_BY.values()]
+    files = [f for folder in folders for f in folder.glob("*.pt")]
     held = sum(f.stat().st_size for f in files)  # that the run will replace, or has made already
     made = this.made(settings.base_dir, [base.tag for base in bases])
     return Facts(text, why, shards, own_bytes, size, asked, this.disk_free(settings.base_dir) + held, missing, made)
 
 
 def plan_of(run: str, environment: Mapping[str, str]) -> Plan:
-    """The plan of a run with these variables on this machine. Raises UserError."""
+    """Returns the plan of a run with these variables on this machine. Raises UserError for anything that a stage would
+    refuse."""
     if wrong := problem(set(environment)):
         raise UserError(wrong)
     machine = this.this_machine(environment.get("GPU", ""), environment.get("GPU_MEMORY", ""))

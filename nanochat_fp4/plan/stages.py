@@ -12,13 +12,9 @@ from nanochat_fp4.plan.settings import Settings
 
 SCRIPTS = {"core": "base_eval", "mid": "mid_train", "sft": "chat_sft", "eval": "chat_eval"}
 ARGS = {"core": "CORE_ARGS", "mid": "MID_ARGS", "sft": "SFT_ARGS", "eval": "EVAL_ARGS"}
-BEFORE = {
-    "base": "tok",
-    "loss": "base",
-    "core": "base",
-    "mid": "base",
-    "sft": "mid",
-}  # the stage that another one needs
+# The stage that another one needs, and the folder of the checkpoints that a training stage makes.
+BEFORE = {"base": "tok", "loss": "base", "core": "base", "mid": "base", "sft": "mid"}
+MADE_BY = {"base": "base_checkpoints", "mid": "mid_checkpoints", "sft": "chatsft_checkpoints"}
 # Flags with which a stage needs no files. Answers to the local tasks are short.
 EMBEDDED = {"mid": ["--data=local"], "sft": ["--data=local"], "eval": ["--task-name=local", "--max-new-tokens=64"]}
 EMBEDDED_ROWS = 4  # of a device's batch in mid-training, whose embedded mixture would be less than one usual step
@@ -212,13 +208,11 @@ def _tokenizer(settings: Settings, text: str, has_tokenizer: bool, has_shards: b
 def _of_method(settings: Settings, base: Base, chosen: Chosen, processes: int) -> list[Stage]:
     tag, numbers, words, made = base.tag, settings.numbers, chosen.words, []
 
-    makes = {"base": "base_checkpoints", "mid": "mid_checkpoints", "sft": "chatsft_checkpoints"}
-
     def add(name: str, after: str, title: str, section: str, place: str, script: str, *args: str) -> None:
         """after: the stage whose output it needs. place: the folder of the checkpoints that it is made from."""
         needs = ("text", "tok", "download") if not after else (f"{after} {tag}",)
         command, section = [f"scripts.{script}", *args], f"report/{tag}/{section}.json"
-        output = f"{makes[name]}/{tag}" if name in makes else ""
+        output = f"{MADE_BY[name]}/{tag}" if name in MADE_BY else ""
         name, title = f"{name} {tag}", f"{title}, {base.method}"
         made.append(Stage(name, title, command, processes, False, needs, section, f"{place}/{tag}", output))
 

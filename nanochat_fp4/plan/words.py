@@ -364,6 +364,11 @@ def span_of_two(low: str, high: str) -> str:
     return low if low == high else f"{low} to {high}"
 
 
+def difference_of(gap: dict[str, list[float]], other: dict[str, list[float]]) -> tuple[float, float]:
+    """Returns the difference of two gaps of cards.json, with the own forward, and the half of its interval."""
+    return gap["own"][0] - other["own"][0], math.hypot(gap["own"][1], other["own"][1])
+
+
 def equal_time(
     gap: dict[str, list[float]], other: dict[str, list[float]], ratio: Rate, exponents: Sequence[float] = EXPONENTS
 ) -> tuple[float, float]:
@@ -371,7 +376,7 @@ def equal_time(
 
     gap, other: of cards.json, over BF16. ratio: the first method's speed over the other's.
     """
-    difference, interval = gap["own"][0] - other["own"][0], math.hypot(gap["own"][1], other["own"][1])
+    difference, interval = difference_of(gap, other)
     ends = (difference + interval, ratio.low), (difference - interval, ratio.high)
     found = [(1 + g / 100) * speed**-b - 1 for g, speed in ends for b in exponents]
     return 100 * min(found), 100 * max(found)
@@ -410,8 +415,7 @@ def advice(card: Card, gaps: dict[str, dict[str, list[float]]], exponents: dict[
 
 def break_even(card: Card, gaps: dict[str, dict[str, list[float]]], exponents: Sequence[float]) -> str:
     """The rule by which somebody who times both methods takes one of them. exponents: the highest first."""
-    mixed, fp8 = gaps["clover_mixed"]["own"], gaps["fp8"]["own"]
-    difference, interval = mixed[0] - fp8[0], math.hypot(mixed[1], fp8[1])
+    difference, interval = difference_of(gaps["clover_mixed"], gaps["fp8"])
     levels, points = [], []
     for b in exponents:
         least, level, most = ((1 + (difference + d) / 100) ** (1 / b) for d in (-interval, 0, interval))
