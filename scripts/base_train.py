@@ -38,13 +38,11 @@ from nanochat_fp4.evaluation.loss_eval import evaluate_bpb
 from nanochat_fp4.generation.engine import draw_samples
 from nanochat_fp4.models import families
 from nanochat_fp4.models.optim import ORTHOGONALIZERS, PretrainingOptions
-from nanochat_fp4.nvfp4.methods import get_recipe
 from nanochat_fp4.nvfp4.phases import MethodPlan
 from nanochat_fp4.parallel import unsharded
 from nanochat_fp4.self_check import self_check
 from nanochat_fp4.training import loop
 from nanochat_fp4.training.checkpoint_manager import check_model_tag
-from nanochat_fp4.training.compiling import compiled_meanwhile
 from nanochat_fp4.training.extras import evaluating
 from nanochat_fp4.training.flags import (
     add_compile_argument,
@@ -65,6 +63,7 @@ from nanochat_fp4.training.new_model import (
 )
 from nanochat_fp4.training.report_run import report_run
 from nanochat_fp4.training.run import Data, Evaluation, Process, Run, Size, due, run_stage
+from nanochat_fp4.training.startup import start_compiler
 from nanochat_fp4.training.step import TrainingStep
 
 
@@ -217,8 +216,7 @@ def main(argv: list[str] | None = None) -> None:
 def train(args: argparse.Namespace, method: str, process: Process) -> None:
     """Sets up the run, trains, and writes the report at the end."""
     run, world_size, T = Run("base", args, process), process.world_size, args.max_seq_len
-    compiling = compiled_meanwhile(process.device, get_recipe(method))
-    kernels_are_compiled = process.until_first_step.enter_context(compiling)
+    start_compiler(process.device)
     data_dir = ensure_data(args.data_dir)
     tokenizer = get_tokenizer()
     process.phases.end("data, tokenizer")
@@ -240,7 +238,6 @@ def train(args: argparse.Namespace, method: str, process: Process) -> None:
     plan = MethodPlan.parse(method, args.layer_methods, args.method_phases)
     run.convert(method, method, plan, steps)
     backend = str(nf.backend())
-    kernels_are_compiled()
     if method != "bf16":
         # The self-check ends the run if kernels or GEMMs compute something wrong on this machine.
         backend += f"; {self_check(process.device, method, model)}"

@@ -1,11 +1,14 @@
-"""Measures the time up to a run's first step by phases, and makes Python collect garbage less often during this
-time."""
+"""The start of a run: measures the time up to the first step by phases, makes Python collect garbage less often during
+this time, and starts torch's compiler while the data are read."""
 
 import contextlib
 import gc
+import importlib
 import os
 import time
 from collections.abc import Iterator
+
+import torch
 
 _IMPORTED = time.monotonic()
 
@@ -50,3 +53,16 @@ def rare_collections() -> Iterator[None]:
         yield
     finally:
         gc.set_threshold(*before)
+
+
+def start_compiler(device: torch.device) -> None:
+    """Starts the processes that compile kernels for torch.compile on a GPU, as its first call would do, and imports the
+    compiler. The processes need seconds until they answer, which pass while the run reads its data."""
+    # Kernels of this project are not launched here. Triton's launchers are modules of one name, so kernels that are
+    # launched for the first time in several threads can get each other's launcher.
+    if device.type == "cuda":
+        with contextlib.suppress(ImportError):  # A release of torch without this function starts them later.
+            from torch._inductor.async_compile import maybe_warm_pool
+
+            maybe_warm_pool()
+        importlib.import_module("torch._inductor.compile_fx")
