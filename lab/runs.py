@@ -8,6 +8,8 @@ A study is the set of runs that one sweep trained. The columns of runs.parquet a
 
     study, label           the name of the sweep, and the label of the run in the sweep
     method, flags          the method with which the run begins, and all its flags of base_train
+    computed               the key of what the method computes (lab.study.sweep_runs.computed). Labels that compute the
+                           same have one key. It is the label if layers have several methods.
     size, seed             the values that lab.study.sweep takes
     text, val_text         the name and data_key of the text; the hash of its validation shard, or "" if it is not known
     eval_tokens            the number of tokens of the validation text that are evaluated
@@ -58,7 +60,7 @@ KEY = [("study", TEXT), ("label", TEXT), ("size", TEXT), ("seed", WHOLE)]
 RUN_SCHEMA = pa.schema(
     [
         *KEY,
-        ("method", TEXT), ("flags", pa.list_(TEXT)),
+        ("method", TEXT), ("flags", pa.list_(TEXT)), ("computed", TEXT),
         ("text", TEXT), ("val_text", TEXT), ("eval_tokens", WHOLE), ("tokenizer", TEXT), ("vocab_size", WHOLE),
         ("steps", WHOLE), ("tokens", WHOLE), ("num_params", WHOLE),
         ("work_4", REAL), ("work_8", REAL), ("work_16", REAL),

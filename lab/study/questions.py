@@ -4,7 +4,6 @@ passes, extra steps, equal time, the ladder of sizes, and the leaderboard."""
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 from statistics import fmean
 from typing import Any
 
@@ -16,7 +15,6 @@ from lab import statistics as stats
 from lab.study import gaps
 from lab.study.context import Context, Outcome
 from lab.study.gaps import VALUES, methods_of, steps_of, stored_runs
-from lab.study.sweep_runs import method_plan
 from nanochat_fp4.errors import UserError
 from nanochat_fp4.evaluation import plots
 from nanochat_fp4.plan import cards
@@ -311,18 +309,6 @@ def forwards(context: Context) -> Outcome:
 # More steps, and equal time
 
 
-def computed(run: dict) -> object:
-    """Returns a key of a run's computation. It is equal for two runs with different labels that compute the same from
-    beginning to end."""
-    try:
-        plan = method_plan(run["flags"])
-    except ValueError:  # The method was removed from the package.
-        return run["method"]
-    if plan.layers:
-        return run["method"]
-    return tuple((at, replace(of, name="", summary="", late=None)) for at, of in ((0.0, plan.method), *plan.phases))
-
-
 def exponent(runs: list[dict], value: str = "val_bpb") -> tuple[float, dict[str, float]]:
     """Fits loss ~ steps^-b. Returns (b of all methods that have several lengths, b of each such method).
 
@@ -330,7 +316,7 @@ def exponent(runs: list[dict], value: str = "val_bpb") -> tuple[float, dict[str,
     """
     groups: dict[tuple, list[dict]] = {}
     for r in runs:
-        groups.setdefault((computed(r), r["seed"]), []).append(r)
+        groups.setdefault((r.get("computed") or r["method"], r["seed"]), []).append(r)
     groups = {key: of for key, of in groups.items() if len({r["steps"] for r in of}) > 1}
     if not groups:
         raise UserError("--results has no method of two lengths with one seed; add a sweep with --num-iterations")

@@ -144,14 +144,25 @@ def begins_late(flags: tuple[str, ...], fraction: float) -> bool:
     return not fraction or fraction <= float(phases.partition("=")[0] or 1)
 
 
+def computation(recipe: Recipe) -> Recipe:
+    """Returns a recipe without what does not change its numbers."""
+    return dataclasses.replace(recipe, name="", summary="", late=None)
+
+
+def computed(label: str, flags: Sequence[str]) -> str:
+    """Returns a key of what a run's method computes. Runs with different labels have one key if their methods compute
+    the same from beginning to end. A run stores its key, because the rows of its method may change or leave later."""
+    plan = method_plan(flags)
+    if plan.layers:
+        return label
+    phases = [(at, to_record(computation(of))) for at, of in ((0.0, plan.method), *plan.phases)]
+    return hashlib.sha256(json.dumps(phases).encode()).hexdigest()[:12]
+
+
 def until(own: tuple[str, ...], fraction: float) -> tuple:
     """Returns a description of what a method computes before this fraction of the steps. If it is equal for two
     methods, their runs are the same until there."""
     plan = method_plan(own)
-
-    def computation(recipe: Recipe) -> Recipe:
-        return dataclasses.replace(recipe, name="", summary="", late=None)
-
     phases = [(0.0, plan.method), *plan.phases]
     recipes = [(start, computation(recipe)) for start, recipe in phases if start < fraction]
     layers = [(pattern, computation(recipe)) for pattern, recipe in plan.layers]

@@ -1,7 +1,7 @@
 """Trains the runs of a sweep: in one process for each GPU, or one after another in this process. Interrupted runs go
 on from their checkpoints.
 
-This module knows nothing of methods. A run is a tag and a list of flags of scripts.base_train. If it branches from
+A run is a tag and a list of flags of scripts.base_train. If it branches from
 another run, it waits for a checkpoint of that run. A finished run is one JSON file, which is made of its metrics.
 """
 
@@ -24,7 +24,7 @@ import torch
 
 from lab import ROOT
 from lab.runs import check_run
-from lab.study.sweep_runs import Run
+from lab.study.sweep_runs import Run, computed
 from nanochat_fp4.errors import UserError, one_line
 from nanochat_fp4.evaluation.metrics import read_jsonl
 from nanochat_fp4.files import atomic_write
@@ -99,6 +99,7 @@ class Sweep:
             return None
         result = {
             "method": run.method, "size": run.size, "seed": run.seed, "flags": list(run.flags),
+            "computed": computed(run.method, run.flags),
             "val_bpb": last["bpb"], "val_bpb_bf16": last["bpb_bf16"],
             "curve": [[r["step"], r["bpb"], r["bpb_bf16"]] for r in values],
             "loss_curve": thinned(losses, steps),

@@ -4,6 +4,7 @@ import pytest
 
 from lab import pages
 from nanochat_fp4.errors import UserError
+from nanochat_fp4.nvfp4 import methods
 
 PAGE = """A question, and its answer.
 
@@ -43,3 +44,12 @@ def test_a_command_that_does_not_work_is_named():
 def test_the_tables_of_a_page_are_those_of_the_stored_runs(path):
     text = path.read_text(encoding="utf-8")
     assert pages.filled(text) == text, "run python -m lab.pages"
+
+
+def test_tables_of_stored_runs_need_none_of_their_methods(monkeypatch):
+    """A row may change or leave, and its stored runs stay."""
+    commands = "extra_steps --results d6_longer", "equal_time --results d6_mixed", "methods --results d6_mixed"
+    before = [pages.table(command) for command in commands]
+    monkeypatch.setattr(methods, "METHODS", {})
+    monkeypatch.setattr(methods, "REGISTERED", {})
+    assert [pages.table(command) for command in commands] == before

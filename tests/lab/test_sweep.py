@@ -123,6 +123,15 @@ def test_methods_that_compute_the_same_for_a_while_share_that_part():
         sweep_runs.plan(["clover"], ["tiny"], [1], tokens=1000, share_until=[0.5], bf16_until=0.5)
 
 
+def test_labels_that_compute_the_same_have_one_key():
+    def key(label):
+        return sweep_runs.computed(label, sweep_runs.method_flags(label))
+
+    alike = key("clover"), key("quartet2"), key("again: --method=clover --weight-decay=0.1")
+    assert len({*alike}) == 1 and key("clover_up_fp8") == "clover_up_fp8"  # layers of several methods
+    assert len({alike[0], *map(key, ("bf16", "nvidia", "clover_late", "clover_late_fp8"))}) == 5
+
+
 def test_the_tag_changes_with_any_flag():
     assert [sweep_runs.parse_number(text) for text in ("100M", "1.5k", "2B", "7")] == [10**8, 1500, 2 * 10**9, 7]
 
@@ -297,6 +306,9 @@ def test_what_is_done_is_skipped_and_checkpoints_go(trained, capsys):
     assert order == [r.tag for r in runs] and len(results) == 4
     assert "4 of 4 runs done" in capsys.readouterr().out
     assert results[0]["curve"] == [[0, 3.0, 3.0], [2, 1.5, 1.4]] and results[0]["tokens"] == 1024
+    assert [r["computed"] for r in results[:2]] == [
+        sweep_runs.computed("", [f"--method={m}"]) for m in ("bf16", "clover")
+    ]
     kept = [(s.folder / "base_checkpoints" / r.tag / "model_000002.pt").exists() for r in runs]
     assert kept == [True, False, True, False]  # keep: bf16
     order.clear()
