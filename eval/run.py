@@ -19,7 +19,7 @@ from nanochat_fp4.common import get_dist_info, is_ddp_initialized, print0
 from nanochat_fp4.data.chat_data import Task
 from nanochat_fp4.data.tokenizer import without_end
 from nanochat_fp4.evaluation.metrics import accuracy_interval
-from nanochat_fp4.generation.engine import Engine
+from nanochat_fp4.generation.engine import Engine, check_finite
 from nanochat_fp4.models.gpt import autocast
 from nanochat_fp4.nvfp4.contexts import per_token_scale, quantize_weights_once
 from nanochat_fp4.progress import Progress
@@ -70,7 +70,8 @@ def run_task(
     answers, of which one must be right. Answers differ only if the temperature is above 0. Before each batch
     interrupted() is called. If it returns True, the evaluation ends early, and the remaining problems count as wrong.
     dtype is the dtype of operations that are not quantized, by default BF16 on CUDA and FP32 elsewhere. Raises
-    ValueError if there is nothing to evaluate, and for arguments that do not fit the task or the model.
+    ValueError if there is nothing to evaluate, for arguments that do not fit the task or the model, and for logits that
+    are not finite.
     """
     count, what = len(task) if max_problems is None else min(len(task), max_problems), name or type(task).__name__
     if count < 1:
@@ -191,7 +192,7 @@ def _choose(batch: list[_Problem], model: torch.nn.Module, tokenizer: Any) -> li
     ids = torch.tensor([p.prompt + [padding] * (longest - len(p.prompt)) for p in batch], device=device)
     last = torch.tensor([len(p.prompt) - 1 for p in batch], device=device)
     with _head_only_at(model, last):
-        logits = model(ids)[:, 0]
+        logits = check_finite(model(ids)[:, 0], model)
     answers = []
     for row, problem in zip(logits, batch):
         letters = problem.conversation["letters"]

@@ -27,7 +27,7 @@ from nanochat_fp4.errors import UserError, run_main
 from nanochat_fp4.evaluation.kept import Kept, key_of
 from nanochat_fp4.evaluation.loss_eval import evaluate_bpb
 from nanochat_fp4.evaluation.report_log import get_report
-from nanochat_fp4.generation.engine import draw_samples
+from nanochat_fp4.generation.engine import check_finite, draw_samples
 from nanochat_fp4.models.gpt import autocast
 from nanochat_fp4.models.hf_model import check_hf_flags, load_hf_model
 from nanochat_fp4.progress import progress_iter
@@ -104,7 +104,8 @@ def evaluate(args: argparse.Namespace, device: torch.device, rank: int, world_si
         )  # fmt: skip
         batches = progress_iter(loader, steps, desc=f"{split} bpb, {what}", unit="batch")
         with autocast(device.type), nf.quantize_weights_once(model):
-            return evaluate_bpb(model, batches, steps, token_bytes)
+            measured = evaluate_bpb(model, batches, steps, token_bytes)
+        return float(check_finite(torch.tensor(measured), model, "bits per byte"))
 
     base_dir, slug = Path(get_base_dir()), "" if step is None else f"_{step:06d}"
     key = key_of(model, tokenizer) | {

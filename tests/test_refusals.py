@@ -6,9 +6,10 @@ import shutil
 
 import pytest
 import torch
-from _samples import save_base
+from _samples import make_bundle, save_base
 
 from nanochat_fp4.errors import run_main
+from nanochat_fp4.models.gpt import GPT
 
 # What keeps a command small; the flags of a row come after these.
 USUAL = {
@@ -197,3 +198,28 @@ def test_variables_are_refused_in_one_line(refused, monkeypatch, variables, comm
     for pair in variables.split():
         monkeypatch.setenv(*pair.split("="))
     refused(command, word)
+
+
+NOT_FINITE = [  # programs that make a choice or a number of what the model computes
+    "scripts.chat_eval -i mid -a Local-Choice -x 2",
+    "scripts.chat_eval -i mid -a Local-Arithmetic -x 2 -m 4",
+    "scripts.chat_cli -t 0",
+    "scripts.chat_cli -t 0.6",
+    "scripts.base_loss --split-tokens=256",
+    "scripts.base_eval --device-type=cpu --max-per-task=2 --bundle-dir=BUNDLE",
+]
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf")])
+@pytest.mark.parametrize("command", NOT_FINITE)
+def test_weights_that_are_not_finite_give_no_result(refused, tmp_path_factory, monkeypatch, command, number):
+    load = GPT.load_state_dict
+
+    def broken(model, *args, **kwargs):
+        loaded = load(model, *args, **kwargs)
+        with torch.no_grad():
+            model.transformer.h[0].mlp.c_fc.weight[0] = number
+        return loaded
+
+    monkeypatch.setattr(GPT, "load_state_dict", broken)
+    refused(command.replace("BUNDLE", str(make_bundle(tmp_path_factory.mktemp("bundle")))), "h.0.mlp.c_fc.weight")

@@ -20,6 +20,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from nanochat_fp4.generation.engine import check_finite
+
 FEWSHOT_SEED = 1234  # Question i draws its few-shot examples with the seed FEWSHOT_SEED + i.
 # The fields of a question, by kind of task.
 FIELDS: dict[str, dict[str, type]] = {
@@ -139,8 +141,8 @@ def evaluate_example(
     index: int, model: Any, tokenizer: Any, data: Sequence[dict], device: torch.device | str, task_meta: dict[str, Any]
 ) -> Outcome:
     """Puts question `index` to the model, and returns the outcome. The few-shot examples are drawn from the other
-    questions. Raises ValueError for an unknown type of task, and for more few-shot examples than there are other
-    questions."""
+    questions. Raises ValueError for an unknown type of task, for more few-shot examples than there are other questions,
+    and for logits that are not finite."""
     item = data[index]
     if task_meta["task_type"] not in TASK_TYPES:
         raise ValueError(f"unknown task type {task_meta['task_type']!r}; known are {', '.join(TASK_TYPES)}")
@@ -159,13 +161,15 @@ def evaluate_example(
     width = max(map(len, sequences))
     ids = torch.tensor([s + [padding] * (width - len(s)) for s in sequences], device=device)
     logits = model(ids)
-    if task_meta["task_type"] == "language_modeling":
-        start, end = spans[0]
-        return Outcome(bool((logits[0, start - 1 : end - 1].argmax(-1) == ids[0, start:end]).all()), cropped)
-    losses = [
-        float(F.cross_entropy(logits[row, start - 1 : end - 1].float(), ids[row, start:end]))
+    # For each sequence the logits that judge it, and the tokens that they should predict.
+    judged = [
+        (check_finite(logits[row, start - 1 : end - 1].float(), model), ids[row, start:end])
         for row, (start, end) in enumerate(spans)
     ]
+    if task_meta["task_type"] == "language_modeling":
+        predicted, expected = judged[0]
+        return Outcome(bool((predicted.argmax(-1) == expected).all()), cropped)
+    losses = [float(F.cross_entropy(*pair)) for pair in judged]
     return Outcome(losses.index(min(losses)) == item["gold"], cropped)
 
 

@@ -59,8 +59,10 @@ def section_files(report_dir: Path) -> list[Path]:
 
 def read_jsonl(path: str | os.PathLike) -> list[dict[str, Any]]:
     """Returns the records of a metrics.jsonl. Lines that are not a record are skipped, because a killed process may
-    leave half a line."""
-    records = []
+    leave half a line. A pipe or a device has no records, and reading it might never end."""
+    records: list[dict[str, Any]] = []
+    if not os.path.isfile(path):
+        return records
     with open(path, "rb") as f:
         for line in f:
             try:
@@ -94,7 +96,8 @@ class MetricsLog:
         line = ("\n" * self.torn + json.dumps(record, default=str) + "\n").encode("utf-8")
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            fd = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+            # O_NONBLOCK makes opening a pipe that nobody reads an error. Otherwise it would wait for a reader.
+            fd = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK, 0o666)
             try:
                 complete = os.write(fd, line) == len(line)
             finally:

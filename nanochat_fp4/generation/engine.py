@@ -81,6 +81,21 @@ class KVCache:
         self.advance(position)
 
 
+def check_finite(values: Tensor, model: Any, what: str = "logits") -> Tensor:
+    """
+    Returns `values`, which `model` computed. Code that makes them into a choice or a result calls this first, because
+    the argmax of NaN is token 0, and the first of four answers.
+
+    Raises ValueError if any of them is NaN or infinite, and names the first weight of the model that is.
+    """
+    if not torch.isfinite(values).all():
+        weights = model.named_parameters() if isinstance(model, torch.nn.Module) else ()
+        bad = next((name for name, weight in weights if not torch.isfinite(weight).all()), None)
+        cause = f"the weight {bad} is not" if bad else "its weights are, so its activations have overflowed"
+        raise ValueError(f"the model's {what} are not finite: {cause}; choose an earlier checkpoint with --step")
+    return values
+
+
 COLDEST = 1e-6  # Below this temperature, logits / temperature could overflow.
 
 
@@ -172,8 +187,8 @@ class Engine:
         A mask is 1 for a token that the model chose, and 0 for a token of a calculator's result. Generation ends after
         max_tokens tokens, or when every row has produced <|assistant_end|> or <|bos|>. The end token of a row is
         yielded, and yielded again until the other rows end. max_tokens=None generates up to the model's sequence
-        length. Raises ValueError for an empty prompt, for fewer than one sample, and for more positions than the model
-        has.
+        length. Raises ValueError for an empty prompt, for fewer than one sample, for more positions than the model has,
+        and for logits that are not finite.
         """
         column, masks = [0] * num_samples, [1] * num_samples
         for new_tokens in self._steps([tokens], num_samples, max_tokens, temperature, top_k, seed):
@@ -217,7 +232,7 @@ class Engine:
             # A row draws from its generator for its own tokens only, so the lengths of the other prompts do not matter.
             active = [i for i, row in enumerate(rows) if not row.completed and len(prompts[i]) <= position < ends[i]]
             if active:
-                chosen = logits if len(active) == len(rows) else logits[active]
+                chosen = check_finite(logits if len(active) == len(rows) else logits[active], self.model)
                 sampled = sample_next_token(chosen, [rngs[i] for i in active], temperature, top_k)[:, 0].tolist()
                 new_tokens = {}
                 for i, token in zip(active, sampled):
