@@ -191,8 +191,9 @@ OF_CLOVER = (
         output=nf.Gemm(four_over_six, mxfp8),
     ),
     _clover(
-        "fp8_forward",
-        "with its forward in FP8, one scale a tensor: 1/3 of the work in 8 bits",
+        "fp8_forward_8bit",
+        "with its forward in FP8, one scale a tensor, whose 8-bit codes the backward pass keeps: 1/3 of the work in "
+        "8 bits",
         output=both("e4m3"),
     ),
 )

@@ -62,7 +62,7 @@ ROWS = {
         replace(CLOVER, name="clover_search", output=both("scale_search"), grad_input=search, grad_weight=search),
         replace(CLOVER, name="clover_late", late=(0.7, REFINED)),
         replace(CLOVER, name="clover_fp8_input", output=Gemm(mxfp8, four_over_six)),
-        replace(CLOVER, name="clover_fp8_forward", output=both("e4m3")),
+        replace(CLOVER, name="clover_fp8_forward_8bit", output=both("e4m3")),
     )
 }
 for _row in ROWS.values():
