@@ -12,7 +12,7 @@ die() {
     exit 2
 }
 
-switched_on() { # NAME of a variable that is a switch; as nanochat_fp4/errors.py has it
+switched_on() { # NAME of a variable that is a switch; as nanochat_fp4/cli.py has it
     case ${!1:-} in # bash 3.2 of macOS has no other way to ignore case without a program
     "" | 0 | [Nn][Oo] | [Ff][Aa][Ll][Ss][Ee]) return 1 ;;
     1 | [Yy][Ee][Ss] | [Tt][Rr][Uu][Ee]) return 0 ;;

@@ -1,3 +1,3 @@
 """Examples of one idea each. They run from a checkout: python -m examples.plain_loop"""
 
-import nanochat_fp4  # noqa: F401  before torch: nanochat_fp4.signals.begin_program
+import nanochat_fp4  # noqa: F401  before torch: nanochat_fp4.cli.begin_program

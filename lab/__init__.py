@@ -8,7 +8,7 @@ not contain it.
 
 from pathlib import Path
 
-import nanochat_fp4  # noqa: F401  first, so that a missing package ends in one line (nanochat_fp4.signals)
+import nanochat_fp4  # noqa: F401  first, so that a missing package ends in one line (nanochat_fp4.cli)
 
 ROOT = Path(__file__).resolve().parents[1]  # The root of the repository.
 RESULTS = ROOT / "lab/results"

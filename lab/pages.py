@@ -12,9 +12,8 @@ import shlex
 from pathlib import Path
 
 from lab import ROOT, reproduce
+from nanochat_fp4.cli import ArgumentParser, UserError, run_main
 from nanochat_fp4.common import print0
-from nanochat_fp4.console import ArgumentParser
-from nanochat_fp4.errors import UserError, run_main
 from nanochat_fp4.files import atomic_write
 
 COMMAND = r"^    python -m lab\.reproduce ([^\n]*--results[^\n]*)\n\n"

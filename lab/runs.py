@@ -41,9 +41,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from lab import RESULTS
+from nanochat_fp4.cli import ArgumentParser, UserError, one_line, run_main, table
 from nanochat_fp4.common import print0
-from nanochat_fp4.console import ArgumentParser, table
-from nanochat_fp4.errors import UserError, one_line, run_main
 from nanochat_fp4.files import atomic_write
 
 # Groups of studies that tables take together. They have one text and one length, and differ in methods or seeds.

@@ -28,7 +28,7 @@ from lab import RESULTS
 from lab import runs as kept_runs
 from lab.statistics import against_target, t95, with_half
 from lab.study.sweep_runs import flag_values
-from nanochat_fp4.errors import UserError
+from nanochat_fp4.cli import UserError
 from nanochat_fp4.models.gpt import config_from_depth
 
 PAPER_RUNS = RESULTS / "paper_runs.json"

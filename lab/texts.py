@@ -18,13 +18,12 @@ import shutil
 from pathlib import Path
 
 from lab.study.sweep_runs import data_key
+from nanochat_fp4.cli import ArgumentParser, UserError, run_main
 from nanochat_fp4.common import print0
-from nanochat_fp4.console import ArgumentParser
 from nanochat_fp4.data.dataloader import BestFitLoader, Text
 from nanochat_fp4.data.dataset import open_shards
 from nanochat_fp4.data.shards import cut_text, new_folder
 from nanochat_fp4.data.tokenizer import get_tokenizer
-from nanochat_fp4.errors import UserError, run_main
 
 # The shards of each text, by its data_key: the name of a shard -> the shard of CORPUS or CODE that it is a copy of.
 PROSE, CODE = ([f"{folder}/shard_0000{i}.parquet" for i in range(3)] for folder in ("corpus", "code"))

@@ -34,7 +34,7 @@ checks that this machine computes what the paper says.
 
 from importlib import import_module
 
-from nanochat_fp4 import signals  # noqa: F401  It comes first, for signals that arrive while torch is imported.
+from nanochat_fp4 import cli  # noqa: F401  It comes first, for signals that arrive while torch is imported.
 
 # isort: split
 from nanochat_fp4.nvfp4 import methods

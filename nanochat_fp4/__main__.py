@@ -16,10 +16,8 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
-from nanochat_fp4 import __version__, console
-from nanochat_fp4.console import print_safely
-from nanochat_fp4.errors import UserError, require, run_main
-from nanochat_fp4.packages import EXTRAS
+from nanochat_fp4 import __version__, cli
+from nanochat_fp4.cli import EXTRAS, UserError, print_safely, require, run_main
 
 PACKAGE = Path(__file__).resolve().parent
 RUNS = {
@@ -94,7 +92,7 @@ def main() -> None:
     elif name in known:
         sys.path.insert(0, str(programs()))
         sys.argv[1:] = rest
-        console.PROGRAM = f"nanochat-fp4 {name}"
+        cli.PROGRAM = f"nanochat-fp4 {name}"
         module = TOOLS[name][0] if name in TOOLS else f"scripts.{name}"
         runpy.run_module(module, run_name="__main__", alter_sys=True)
     else:
@@ -104,10 +102,10 @@ def main() -> None:
         raise UserError(f"{wrong}; " + (f"did you mean {similar[0]}?" if similar else "name one of the list above"))
 
 
-def cli() -> None:
+def run() -> None:
     """Runs the command of the installed package."""
     run_main(main)
 
 
 if __name__ == "__main__":
-    cli()
+    run()

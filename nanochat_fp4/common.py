@@ -16,8 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from nanochat_fp4.console import logger, print_safely
-from nanochat_fp4.errors import UserError, one_line
+from nanochat_fp4.cli import UserError, logger, one_line, print_safely
 from nanochat_fp4.hardware import cpu_threads, ignore_false_warnings
 from nanochat_fp4.nvfp4 import methods, roundings
 from nanochat_fp4.nvfp4.methods import get_recipe
@@ -294,7 +293,7 @@ def use_deterministic_kernels() -> None:
     It uses PyTorch's deterministic algorithms, and cuBLAS with one workspace. It must be called before the first
     product of the process. It switches off cuDNN's attention, because its backward pass sums in any order and
     `torch.use_deterministic_algorithms` does not change this. An operation without a deterministic form raises
-    RuntimeError, which `errors.run_main` turns into one line. torch's mode that only warns is not used, because flash
+    RuntimeError, which `cli.run_main` turns into one line. torch's mode that only warns is not used, because flash
     attention would then not become deterministic.
     """
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

@@ -32,10 +32,9 @@ from pathlib import Path
 import torch
 
 import nanochat_fp4 as nf
+from nanochat_fp4.cli import ArgumentParser, UserError, one_line, run_main
 from nanochat_fp4.common import add_recipes_argument, autodetect_device_type, get_base_dir, set_cpu_threads
-from nanochat_fp4.console import ArgumentParser
 from nanochat_fp4.devices import median_ms
-from nanochat_fp4.errors import UserError, one_line, run_main
 from nanochat_fp4.hardware import usable_cpus
 from nanochat_fp4.models import flash_attention
 from nanochat_fp4.nvfp4.dispatch import use_kernels
@@ -254,10 +253,5 @@ def main(argv: list[str] | None = None) -> None:
     print("everything agrees")
 
 
-def cli() -> None:
-    """Runs the command of the installed package."""
-    run_main(main)
-
-
 if __name__ == "__main__":
-    cli()
+    run_main(main)

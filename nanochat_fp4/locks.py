@@ -19,9 +19,8 @@ from pathlib import Path
 
 import filelock
 
+from nanochat_fp4.cli import UserError, logger, one_line
 from nanochat_fp4.common import get_dist_info, of_all_ranks
-from nanochat_fp4.console import logger
-from nanochat_fp4.errors import UserError, one_line
 from nanochat_fp4.files import atomic_write
 
 _NO_LOCKS = {errno.ENOSYS, errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP}

@@ -10,7 +10,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from nanochat_fp4.console import print_safely
+from nanochat_fp4.cli import print_safely
 
 LINE = "{desc}: {n_fmt}/{total_fmt} ({percentage:.0f}%) {unit} | {rate_fmt} | {elapsed}<{remaining}{postfix}"
 LINE_WITHOUT_TOTAL = "{desc}: {n_fmt} {unit} | {rate_fmt} | {elapsed}{postfix}"

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
-from nanochat_fp4.errors import UserError, one_line
+from nanochat_fp4.cli import UserError, one_line
 from nanochat_fp4.nvfp4.dispatch import has_fp8_tensor_cores, use_kernels, uses_mxfp8
 from nanochat_fp4.nvfp4.format import BLOCK
 from nanochat_fp4.nvfp4.gemm import GemmOperand

@@ -1,62 +1,13 @@
-"""Signals that ask a run to save and stop, and signals that come while a program is still starting."""
+"""Signals that ask a run to save and stop."""
 
 import os
 import signal
-import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-from nanochat_fp4.packages import missing_package  # This module imports nothing that may be missing.
 
 if TYPE_CHECKING:  # torch takes seconds to import, so it must come after begin_program.
     import torch
-
-
-def begin_program() -> None:
-    """
-    Lets signals end this process by their default action, without a traceback, until run_main changes this. The error
-    for a package that is not installed becomes one line.
-
-    The function does nothing in a program that only imports this package.
-    """
-    if not _is_our_program():
-        return
-    sys.excepthook = _say_what_is_missing
-    # A shell may have let this process ignore the signal.
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-
-def _say_what_is_missing(kind: type[BaseException], error: BaseException, trace: Any) -> None:
-    """Prints one line and exits with status 2 if a package is not installed. For other errors it prints Python's own
-    traceback."""
-    if not (message := missing_package(error)):
-        return sys.__excepthook__(kind, error, trace)
-    try:
-        from nanochat_fp4.console import print_error  # This module imports torch.
-    except ModuleNotFoundError:
-        print(f"error: {message}", file=sys.stderr)
-    else:
-        print_error(message)
-    raise SystemExit(2)
-
-
-def _is_our_program() -> bool:
-    """Returns whether Python was started with a module of ours by `-m`, with a file of ours, or with a command of the
-    installed package."""
-    ours = ("nanochat_fp4", "scripts", "eval", "lab", "examples")
-    if sys.argv[:1] != ["-c"] and "-m" in sys.orig_argv:
-        module = sys.orig_argv[sys.orig_argv.index("-m") + 1]
-        return module.partition(".")[0] in ours
-    file = Path(sys.argv[0] if sys.argv else "").absolute()
-    # The file may be an example of another checkout than the one that is imported.
-    in_checkout = file.parent.name in ours and (file.parent.parent / "nanochat_fp4" / "signals.py").is_file()
-    return in_checkout or file.name.startswith("nanochat-fp4")
-
-
-begin_program()
 
 
 class StopRequested(Exception):

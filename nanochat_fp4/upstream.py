@@ -33,9 +33,8 @@ import torch
 from torch import nn
 
 import nanochat_fp4 as nf
+from nanochat_fp4.cli import ArgumentParser, UserError, one_line, run_main
 from nanochat_fp4.common import add_recipes_argument, get_dist_info, print0, resolve_method
-from nanochat_fp4.console import ArgumentParser
-from nanochat_fp4.errors import UserError, one_line, run_main
 from nanochat_fp4.nvfp4.gram_matrices import GRAM_EVERY, GRAM_TOKENS
 
 # Pre-training quantizes everything. Later stages and evaluations quantize only the forward pass (the paper, Appendix
@@ -280,10 +279,5 @@ def main(argv: list[str] | None = None) -> None:
         say(f"warning: {args.script} ended and has initialized no GPT: nothing was quantized")
 
 
-def cli() -> None:
-    """Runs the command of the installed package."""
-    run_main(main)
-
-
 if __name__ == "__main__":
-    cli()
+    run_main(main)

@@ -2,7 +2,7 @@
 
 import os
 
-import nanochat_fp4  # noqa: F401  before torch: nanochat_fp4.signals.begin_program
+import nanochat_fp4  # noqa: F401  before torch: nanochat_fp4.cli.begin_program
 
 # OpenMP threads that spin while they wait are very slow on a busy machine. libgomp reads this when torch loads it.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

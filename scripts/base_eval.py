@@ -18,10 +18,9 @@ from typing import Any
 import torch
 
 import nanochat_fp4 as nf
+from nanochat_fp4.cli import ArgumentParser, run_main
 from nanochat_fp4.common import get_base_dir, joined_processes, print0
-from nanochat_fp4.console import ArgumentParser
 from nanochat_fp4.data.needs import Need, base_dir, file_or_url, package
-from nanochat_fp4.errors import run_main
 from nanochat_fp4.evaluation.core_metric import EVAL_BUNDLE_URL, evaluate_model, find_bundle, read_all_questions
 from nanochat_fp4.evaluation.kept import Kept, key_of
 from nanochat_fp4.evaluation.report_log import get_report

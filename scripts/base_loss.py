@@ -17,13 +17,12 @@ from pathlib import Path
 import torch
 
 import nanochat_fp4 as nf
+from nanochat_fp4.cli import ArgumentParser, UserError, run_main
 from nanochat_fp4.common import get_base_dir, joined_processes, print0, resolve_method
-from nanochat_fp4.console import ArgumentParser
 from nanochat_fp4.data.dataloader import Text, evaluation_rows, tokenizing_distributed_data_loader_bos_bestfit
 from nanochat_fp4.data.dataset import add_data_arguments, ensure_data, list_parquet_files, validation_text
 from nanochat_fp4.data.shards import shard_digest, text_column
 from nanochat_fp4.data.tokenizer import get_token_bytes
-from nanochat_fp4.errors import UserError, run_main
 from nanochat_fp4.evaluation.kept import Kept, key_of
 from nanochat_fp4.evaluation.loss_eval import evaluate_bpb
 from nanochat_fp4.evaluation.report_log import get_report

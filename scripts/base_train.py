@@ -21,8 +21,17 @@ from dataclasses import asdict, fields
 from typing import Any
 
 import nanochat_fp4 as nf
+from nanochat_fp4.cli import (
+    ArgumentParser,
+    UserError,
+    one_line,
+    parse_beta,
+    parse_finite,
+    parse_rate,
+    parse_share,
+    run_main,
+)
 from nanochat_fp4.common import announce, print0, resolve_method
-from nanochat_fp4.console import ArgumentParser, parse_beta, parse_finite, parse_rate, parse_share
 from nanochat_fp4.data.dataloader import (
     Text,
     evaluation_rows,
@@ -32,7 +41,6 @@ from nanochat_fp4.data.dataloader import (
 from nanochat_fp4.data.dataset import ensure_data, open_shards, validation_text
 from nanochat_fp4.data.packing import Deal
 from nanochat_fp4.data.tokenizer import RustBPETokenizer, get_token_bytes, get_tokenizer
-from nanochat_fp4.errors import UserError, one_line, run_main
 from nanochat_fp4.evaluation.core_metric import evaluate_model
 from nanochat_fp4.evaluation.loss_eval import evaluate_bpb
 from nanochat_fp4.generation.engine import draw_samples

@@ -14,9 +14,8 @@ from collections.abc import Iterator
 import torch
 
 import nanochat_fp4 as nf
+from nanochat_fp4.cli import ArgumentParser, UserError, parse_finite, run_main
 from nanochat_fp4.common import joined_processes
-from nanochat_fp4.console import ArgumentParser, parse_finite
-from nanochat_fp4.errors import UserError, run_main
 from nanochat_fp4.generation.chat import AnswerText, compute_dtype, prepare
 from nanochat_fp4.generation.engine import Engine
 from nanochat_fp4.models.gpt import autocast

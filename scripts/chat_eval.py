@@ -32,13 +32,12 @@ from eval.local import LocalArithmetic, LocalChoice, LocalCode
 from eval.mmlu import MMLU
 from eval.run import Score, run_task
 from eval.spellingbee import SpellingBee
+from nanochat_fp4.cli import ArgumentParser, UserError, one_line, parse_finite, run_main
 from nanochat_fp4.common import joined_processes, print0
-from nanochat_fp4.console import ArgumentParser, parse_finite
 from nanochat_fp4.data import needs as needed
 from nanochat_fp4.data.chat_data import Task
 from nanochat_fp4.data.needs import Need
 from nanochat_fp4.data.rows import MissingDataError
-from nanochat_fp4.errors import UserError, one_line, run_main
 from nanochat_fp4.evaluation.execution import SandboxError, describe_sandbox
 from nanochat_fp4.evaluation.kept import Kept, key_of
 from nanochat_fp4.evaluation.report_log import get_report

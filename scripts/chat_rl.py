@@ -28,12 +28,11 @@ from eval.common import resolve_eval_dir
 from eval.gsm8k import GSM8K
 from eval.local import LocalArithmetic
 from eval.run import longest_prompt
+from nanochat_fp4.cli import ArgumentParser, UserError, parse_finite, run_main
 from nanochat_fp4.common import is_ddp_initialized
-from nanochat_fp4.console import ArgumentParser, parse_finite
 from nanochat_fp4.data.chat_data import Source, Task, describe_sources, load_sources
 from nanochat_fp4.data.chat_loader import Rollouts
 from nanochat_fp4.data.tokenizer import without_end
-from nanochat_fp4.errors import UserError, run_main
 from nanochat_fp4.generation.engine import Engine
 from nanochat_fp4.nvfp4.contexts import per_token_scale
 from nanochat_fp4.training import later_stage, loop

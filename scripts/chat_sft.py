@@ -23,14 +23,13 @@ from eval.local import LocalArithmetic, LocalChoice, training_sources
 from eval.mmlu import MMLU
 from eval.run import run_task
 from eval.spellingbee import SpellingBee
+from nanochat_fp4.cli import ArgumentParser, UserError, run_main
 from nanochat_fp4.common import mean_over_ranks
-from nanochat_fp4.console import ArgumentParser
 from nanochat_fp4.data import chat_data
 from nanochat_fp4.data import needs as needed
 from nanochat_fp4.data.chat_data import CustomJSON, SimpleSpelling, SmolTalk, Source, Task
 from nanochat_fp4.data.chat_loader import ConversationBatches
 from nanochat_fp4.data.needs import Need
-from nanochat_fp4.errors import UserError, run_main
 from nanochat_fp4.parallel import unsharded
 from nanochat_fp4.signals import StopRequested
 from nanochat_fp4.training import later_stage, loop

@@ -16,9 +16,8 @@ from typing import Any
 import torch
 
 import nanochat_fp4 as nf
+from nanochat_fp4.cli import ArgumentParser, UserError, parse_finite, require, run_main
 from nanochat_fp4.common import joined_processes, print0
-from nanochat_fp4.console import ArgumentParser, parse_finite
-from nanochat_fp4.errors import UserError, require, run_main
 from nanochat_fp4.generation.chat import compute_dtype, prepare
 from nanochat_fp4.generation.engine import Engine
 from nanochat_fp4.models.gpt import autocast

@@ -24,14 +24,13 @@ import torch
 from torch.nn.functional import cross_entropy
 
 import nanochat_fp4 as nf
+from nanochat_fp4.cli import ArgumentParser, UserError, require, run_main
 from nanochat_fp4.common import joined_processes, print0
-from nanochat_fp4.console import ArgumentParser
 from nanochat_fp4.data import tokenizer_files
 from nanochat_fp4.data.dataloader import Text, tokenizing_distributed_data_loader_bos_bestfit
 from nanochat_fp4.data.dataset import ensure_data
 from nanochat_fp4.data.tokenizer import get_token_bytes
 from nanochat_fp4.environment import environment_info
-from nanochat_fp4.errors import UserError, require, run_main
 from nanochat_fp4.evaluation.loss_eval import evaluate_bpb
 from nanochat_fp4.export import folder, gguf_file, huggingface, verify
 from nanochat_fp4.export.weights import Weights, calibrate, check_values, forward_weights, served

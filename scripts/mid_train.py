@@ -21,8 +21,8 @@ from eval.gsm8k import GSM8K
 from eval.local import LocalArithmetic, LocalChoice, training_sources
 from eval.mmlu import MMLU
 from eval.spellingbee import SpellingBee
+from nanochat_fp4.cli import ArgumentParser, run_main
 from nanochat_fp4.common import print0
-from nanochat_fp4.console import ArgumentParser
 from nanochat_fp4.data import chat_data
 from nanochat_fp4.data import needs as needed
 from nanochat_fp4.data.chat_data import LOCAL_WORDS, CustomJSON, SimpleSpelling, SmolTalk, Source
@@ -31,7 +31,6 @@ from nanochat_fp4.data.dataloader import evaluation_rows
 from nanochat_fp4.data.needs import Need
 from nanochat_fp4.data.packing import Deal
 from nanochat_fp4.data.tokenizer import get_token_bytes
-from nanochat_fp4.errors import run_main
 from nanochat_fp4.evaluation.loss_eval import evaluate_bpb
 from nanochat_fp4.models.gpt import batch_scale
 from nanochat_fp4.models.optim import muon_momentum

@@ -10,11 +10,10 @@ With --no-compare the program does not try.
 
 import argparse
 
+from nanochat_fp4.cli import ArgumentParser, UserError, logger, one_line, run_main
 from nanochat_fp4.common import print0
-from nanochat_fp4.console import ArgumentParser, logger
 from nanochat_fp4.data.dataset import add_data_arguments, ensure_data, parquets_iter_batched
 from nanochat_fp4.data.tokenizer import RustBPETokenizer, get_tokenizer
-from nanochat_fp4.errors import UserError, one_line, run_main
 from nanochat_fp4.evaluation.report_log import get_report
 
 # Short texts of different kinds. Some kinds are frequent in a training corpus, and others are rare.

@@ -12,8 +12,8 @@ import argparse
 import time
 from collections.abc import Iterator
 
+from nanochat_fp4.cli import ArgumentParser, UserError, format_seconds, run_main
 from nanochat_fp4.common import get_base_dir, print0
-from nanochat_fp4.console import ArgumentParser, format_seconds
 from nanochat_fp4.data.dataset import add_data_arguments, ensure_data, parquets_iter_batched
 from nanochat_fp4.data.tokenizer import (
     RustBPETokenizer,
@@ -22,7 +22,6 @@ from nanochat_fp4.data.tokenizer import (
     save_token_bytes,
     tokenizer_lock,
 )
-from nanochat_fp4.errors import UserError, run_main
 from nanochat_fp4.evaluation.report_log import get_report
 from nanochat_fp4.locks import running_runs
 from nanochat_fp4.progress import Progress

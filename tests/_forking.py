@@ -323,7 +323,7 @@ def _child(job: dict[str, Any], chosen: bool, write: int) -> None:
 
         import importlib
 
-        from nanochat_fp4.errors import run_main
+        from nanochat_fp4.cli import run_main
 
         if "fault" in job:
             if "module" in job:  # an interrupt in an import, which is slow on a busy machine, would end in a traceback

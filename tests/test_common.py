@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from nanochat_fp4 import common, devices
-from nanochat_fp4.errors import UserError, run_main
+from nanochat_fp4.cli import UserError, run_main
 
 
 def test_base_dir_is_created(base_dir):

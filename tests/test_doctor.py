@@ -9,7 +9,7 @@ import torch
 from _rows import METHOD_TABLE
 
 from nanochat_fp4 import doctor, self_check
-from nanochat_fp4.errors import UserError
+from nanochat_fp4.cli import UserError
 from nanochat_fp4.nvfp4 import dispatch, linear
 from nanochat_fp4.nvfp4 import gemm as gemm_module
 from nanochat_fp4.nvfp4.methods import METHODS

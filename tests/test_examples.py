@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import nanochat_fp4 as nf
+from nanochat_fp4.cli import install_command
 from nanochat_fp4.export.weights import forward_weights, served
-from nanochat_fp4.packages import install_command
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 TRAINER = ("transformers", "accelerate")
@@ -61,7 +61,7 @@ def test_an_example_that_needs_torchrun_says_so():
 def test_packages_that_other_checkouts_examples_lack_are_one_line(tmp_path):
     """As where the package is installed, and the examples are those of a checkout."""
     (tmp_path / "nanochat_fp4").mkdir()
-    (tmp_path / "nanochat_fp4" / "signals.py").touch()
+    (tmp_path / "nanochat_fp4" / "cli.py").touch()
     (tmp_path / "examples").mkdir()
     file = tmp_path / "examples" / "mine.py"
     file.write_text("import nanochat_fp4 as nf\nraise ModuleNotFoundError('No module', name='lightning')")

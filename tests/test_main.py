@@ -9,8 +9,8 @@ import pytest
 
 import nanochat_fp4 as nf
 from nanochat_fp4 import __main__ as command
-from nanochat_fp4 import console
-from nanochat_fp4.errors import UserError
+from nanochat_fp4 import cli
+from nanochat_fp4.cli import UserError
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -20,14 +20,14 @@ def run(monkeypatch, capsys):
     """run(arguments): exit status and what it printed, in this process."""
     kept = {name: m for name, m in sys.modules.items() if name.split(".")[0] in ("scripts", "eval")}
     monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.setattr(console, "PROGRAM", None)
+    monkeypatch.setattr(cli, "PROGRAM", None)
 
     def runner(*arguments):
         for name in [n for n in sys.modules if n.split(".")[0] in ("scripts", "eval")]:
             del sys.modules[name]
         monkeypatch.setattr(sys, "argv", ["nanochat-fp4", *arguments])
         with pytest.raises(SystemExit) as e:
-            command.cli()
+            command.run()
             raise SystemExit(0)
         return e.value.code, *capsys.readouterr()
 

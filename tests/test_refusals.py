@@ -8,7 +8,7 @@ import pytest
 import torch
 from _samples import make_bundle, save_base
 
-from nanochat_fp4.errors import run_main
+from nanochat_fp4.cli import run_main
 from nanochat_fp4.models.gpt import GPT
 
 # What keeps a command small; the flags of a row come after these.

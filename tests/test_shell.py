@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from nanochat_fp4.errors import UserError, switched_on
+from nanochat_fp4.cli import UserError, switched_on
 from nanochat_fp4.plan.__main__ import plan_of
 from nanochat_fp4.plan.shell import calls as shell_calls
 

@@ -15,7 +15,7 @@ import pytest
 
 import nanochat_fp4 as nf
 from nanochat_fp4 import upstream
-from nanochat_fp4.errors import run_main
+from nanochat_fp4.cli import run_main
 from nanochat_fp4.nvfp4.methods import METHODS
 
 ROOT = Path(upstream.__file__).resolve().parent.parent

@@ -15,8 +15,8 @@ import sys
 
 os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # PyTorch reads it when CUDA starts.
 
-from nanochat_fp4 import console
-from nanochat_fp4.errors import UserError, run_main
+from nanochat_fp4 import cli
+from nanochat_fp4.cli import UserError, run_main
 
 NAMES = ("layers", "steps", "memory", "parallel", "compare")
 
@@ -28,7 +28,7 @@ def main() -> None:
             raise UserError(f"there is no benchmark {name!r}; use one of {', '.join(NAMES)}")
         print(__doc__)
         return
-    console.PROGRAM = f"python -m lab.bench {name}"
+    cli.PROGRAM = f"python -m lab.bench {name}"
     importlib.import_module(f"lab.bench.{name}").main(argv)
 
 

@@ -10,8 +10,7 @@ import json
 from pathlib import Path
 
 from lab.bench.layers import TOKENS
-from nanochat_fp4.console import ArgumentParser, table
-from nanochat_fp4.errors import UserError
+from nanochat_fp4.cli import ArgumentParser, UserError, table
 from nanochat_fp4.files import atomic_write
 from nanochat_fp4.plan.cards import read_cards
 

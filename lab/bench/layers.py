@@ -24,7 +24,7 @@ import torch
 
 import nanochat_fp4 as nf
 from lab.bench import common
-from nanochat_fp4.errors import UserError
+from nanochat_fp4.cli import UserError
 from nanochat_fp4.nvfp4.probe import relative_square_error
 from nanochat_fp4.self_check import layer_problem
 

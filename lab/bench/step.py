@@ -22,8 +22,7 @@ import torch
 
 import nanochat_fp4 as nf
 from lab.bench.common import new_model
-from nanochat_fp4.console import format_bytes, table
-from nanochat_fp4.errors import UserError, one_line
+from nanochat_fp4.cli import UserError, format_bytes, one_line, table
 from nanochat_fp4.models.gpt import GPTConfig, compile_layers
 from nanochat_fp4.models.optim8bit import LeanState, set_state
 from nanochat_fp4.nvfp4.gram_matrices import GRAM_TOKENS

@@ -18,13 +18,12 @@ import torch
 
 import nanochat_fp4 as nf
 from lab.study.sweep_scheduler import base_directory
+from nanochat_fp4.cli import ArgumentParser, UserError, run_main, table
 from nanochat_fp4.common import add_recipes_argument, autodetect_device_type, print0
-from nanochat_fp4.console import ArgumentParser, table
 from nanochat_fp4.data.dataloader import Text, tokenizing_distributed_data_loader_bos_bestfit
 from nanochat_fp4.data.dataset import ensure_data
 from nanochat_fp4.data.tokenizer import get_token_bytes
 from nanochat_fp4.environment import environment_info
-from nanochat_fp4.errors import UserError, run_main
 from nanochat_fp4.evaluation.loss_eval import evaluate_bpb
 from nanochat_fp4.files import atomic_write
 from nanochat_fp4.models.gpt import autocast

@@ -15,7 +15,7 @@ from lab import runs as kept_runs
 from lab import statistics as stats
 from lab.study import sweep, sweep_results, sweep_runs
 from lab.study.context import Context, Outcome
-from nanochat_fp4.errors import UserError
+from nanochat_fp4.cli import UserError
 from nanochat_fp4.evaluation import plots
 
 # The forward pass that is evaluated -> the name of its bits per byte in a run.

@@ -21,7 +21,7 @@ import torch
 import nanochat_fp4 as nf
 from lab import RESULTS, ROOT
 from lab.study.context import Context, Outcome, trained_model
-from nanochat_fp4.errors import UserError
+from nanochat_fp4.cli import UserError
 from nanochat_fp4.evaluation import plots
 from nanochat_fp4.nvfp4.quantizers import mean_squared_error, quantize_reference
 from nanochat_fp4.nvfp4.recipes import Gemm, Operand, Recipe

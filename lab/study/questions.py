@@ -15,7 +15,7 @@ from lab import statistics as stats
 from lab.study import gaps
 from lab.study.context import Context, Outcome
 from lab.study.gaps import VALUES, methods_of, steps_of, stored_runs
-from nanochat_fp4.errors import UserError
+from nanochat_fp4.cli import UserError
 from nanochat_fp4.evaluation import plots
 from nanochat_fp4.plan import cards
 

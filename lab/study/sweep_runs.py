@@ -12,7 +12,7 @@ from pathlib import Path
 
 import nanochat_fp4 as nf
 from lab.recipes import RECIPES
-from nanochat_fp4.errors import UserError
+from nanochat_fp4.cli import UserError
 from nanochat_fp4.models import llama
 from nanochat_fp4.nvfp4.methods import METHODS
 from nanochat_fp4.nvfp4.phases import MethodPlan

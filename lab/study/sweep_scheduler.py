@@ -25,7 +25,7 @@ import torch
 from lab import ROOT
 from lab.runs import check_run
 from lab.study.sweep_runs import Run, computed
-from nanochat_fp4.errors import UserError, one_line
+from nanochat_fp4.cli import UserError, one_line
 from nanochat_fp4.evaluation.metrics import read_jsonl
 from nanochat_fp4.files import atomic_write
 from nanochat_fp4.training.checkpoint_manager import list_steps

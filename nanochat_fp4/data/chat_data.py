@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from nanochat_fp4.cli import UserError, one_line
 from nanochat_fp4.common import announce, get_base_dir, print0
 from nanochat_fp4.data.download import download_file_with_lock
 from nanochat_fp4.data.rows import MissingDataError, load_rows, read_folder, read_jsonl, read_lines
 from nanochat_fp4.data.tokenizer import checked_messages
-from nanochat_fp4.errors import UserError, one_line
 from nanochat_fp4.files import git_hash
 
 MIXTURE_SEED = 42

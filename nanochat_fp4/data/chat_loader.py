@@ -19,11 +19,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from nanochat_fp4.cli import UserError
 from nanochat_fp4.common import mean_over_ranks
 from nanochat_fp4.data.chat_data import Task
 from nanochat_fp4.data.packing import THIS_PROCESS, Deal, Lane, PackedRows, at_least_one, check_position
 from nanochat_fp4.data.tokenizer import without_end
-from nanochat_fp4.errors import UserError
 
 IGNORE = -1  # A target with this value does not count in the loss.
 CONTENT_SAMPLES = 256

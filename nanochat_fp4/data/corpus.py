@@ -19,8 +19,8 @@ import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
+from nanochat_fp4.cli import UserError, format_bytes
 from nanochat_fp4.common import get_base_dir, print0
-from nanochat_fp4.console import format_bytes
 from nanochat_fp4.data.download import check_space
 from nanochat_fp4.data.rows import read_lines
 from nanochat_fp4.data.shards import (
@@ -32,7 +32,6 @@ from nanochat_fp4.data.shards import (
     read_manifest,
     whole_manifest,
 )
-from nanochat_fp4.errors import UserError
 from nanochat_fp4.locks import running_runs
 from nanochat_fp4.progress import Progress
 

@@ -20,12 +20,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from nanochat_fp4.cli import UserError
 from nanochat_fp4.common import print0
 from nanochat_fp4.data.dataset import open_shards
 from nanochat_fp4.data.packing import THIS_PROCESS, Deal, Lane, PackedRows, at_least_one, check_position
 from nanochat_fp4.data.shards import Shard, shard_digest
 from nanochat_fp4.data.shuffled import ShuffledDocuments
-from nanochat_fp4.errors import UserError
 
 STATE_VERSION = 1
 

@@ -28,12 +28,11 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
+from nanochat_fp4.cli import ArgumentParser, UserError, format_bytes, one_line, parse_finite, run_main
 from nanochat_fp4.common import get_base_dir, get_dist_info, print0
-from nanochat_fp4.console import ArgumentParser, format_bytes, parse_finite
 from nanochat_fp4.data.corpus import EMBEDDED_MB, TEXT_SUFFIXES, build_embedded_corpus, convert, files_below
 from nanochat_fp4.data.download import check_space, download_file, hub_problem
 from nanochat_fp4.data.shards import Shard, data_lock, index_to_filename, open_shard, shard_digest, text_column
-from nanochat_fp4.errors import UserError, one_line, run_main
 
 # This is FineWeb-Edu 100B, which nanochat's author shuffled and cut into parquet shards.
 DATASET = "karpathy/fineweb-edu-100b-shuffle"

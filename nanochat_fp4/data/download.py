@@ -21,11 +21,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+from nanochat_fp4.cli import USER_ERRNOS, UserError, format_bytes, logger, missing_package, one_line, switched_on
 from nanochat_fp4.common import get_base_dir, print0
-from nanochat_fp4.console import format_bytes, logger
-from nanochat_fp4.errors import USER_ERRNOS, UserError, one_line, switched_on
 from nanochat_fp4.files import fsync_dir, git_hash, sha256_file
-from nanochat_fp4.packages import missing_package
 
 LIMIT_BYTES = 1 << 30  # The limit for any file.
 BACKOFF_SECONDS = 1.0  # The time before the second attempt. It is longer by as much before each further attempt.

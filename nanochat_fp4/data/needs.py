@@ -18,12 +18,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from nanochat_fp4.cli import UserError, install_command, one_line
 from nanochat_fp4.common import default_base_dir
 from nanochat_fp4.data.chat_data import IDENTITY_URL, WORD_LIST_URL, CustomJSON, SmolTalk, load_words
 from nanochat_fp4.data.download import http_opener, within
 from nanochat_fp4.data.rows import rows_problem
-from nanochat_fp4.errors import UserError, one_line
-from nanochat_fp4.packages import install_command
 
 DEADLINE = 8.0  # The deadline of a request, in seconds.
 SMOLTALK = "HuggingFaceTB/smol-smoltalk"

@@ -35,8 +35,8 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
+from nanochat_fp4.cli import UserError, one_line
 from nanochat_fp4.common import get_dist_info
-from nanochat_fp4.errors import UserError, one_line
 
 DEFAULT_LANES = 8  # With 1, 2, 4 or 8 processes no lane is shared.
 MAX_LANES = 1 << 16  # A state with more lanes than this is not believed.

@@ -21,10 +21,9 @@ from typing import Any
 
 import numpy as np
 
+from nanochat_fp4.cli import UserError, install_command, missing_package, one_line
 from nanochat_fp4.data.download import file_problem, hub_problem, within
-from nanochat_fp4.errors import UserError, one_line
 from nanochat_fp4.hardware import physical_memory
-from nanochat_fp4.packages import install_command, missing_package
 
 SHUFFLE_SEED = 42
 SUFFIXES = (".jsonl", ".jsonl.gz", ".parquet")

@@ -16,8 +16,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from filelock import FileLock
 
+from nanochat_fp4.cli import UserError, one_line
 from nanochat_fp4.common import get_base_dir
-from nanochat_fp4.errors import UserError, one_line
 
 
 def index_to_filename(index: int) -> str:

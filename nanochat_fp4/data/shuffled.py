@@ -14,11 +14,10 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
+from nanochat_fp4.cli import UserError, format_bytes, one_line
 from nanochat_fp4.common import get_base_dir, print0
-from nanochat_fp4.console import format_bytes
 from nanochat_fp4.data.download import check_space
 from nanochat_fp4.data.shards import Shard, data_lock
-from nanochat_fp4.errors import UserError, one_line
 from nanochat_fp4.files import atomic_open
 from nanochat_fp4.progress import Progress
 

@@ -23,10 +23,9 @@ import tiktoken
 import torch
 from filelock import FileLock
 
+from nanochat_fp4.cli import ArgumentParser, UserError, one_line, run_main
 from nanochat_fp4.common import get_base_dir, print0
-from nanochat_fp4.console import ArgumentParser
 from nanochat_fp4.data.download import within
-from nanochat_fp4.errors import UserError, one_line, run_main
 from nanochat_fp4.files import atomic_write
 
 SPECIAL_TOKENS = [

@@ -26,11 +26,10 @@ from typing import Any
 import torch
 
 import nanochat_fp4 as nf
+from nanochat_fp4.cli import UserError, format_bytes, one_line
 from nanochat_fp4.common import get_base_dir, get_dist_info
-from nanochat_fp4.console import format_bytes
 from nanochat_fp4.data.download import download_file_with_lock
 from nanochat_fp4.data.rows import MissingDataError, read_rows
-from nanochat_fp4.errors import UserError, one_line
 from nanochat_fp4.evaluation.core_eval import TASK_TYPES, evaluate_task, fault_of, longest_input
 from nanochat_fp4.progress import Progress
 

@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from nanochat_fp4.console import logger
-from nanochat_fp4.errors import one_line
+from nanochat_fp4.cli import logger, one_line
 from nanochat_fp4.files import atomic_write
 
 

@@ -9,8 +9,7 @@ Runs are compared with each other only if they were validated on the same text, 
 tokens and with the same forward pass. Otherwise the report has no gap between them, and no picture shows both.
 """
 
-from nanochat_fp4.console import ArgumentParser
-from nanochat_fp4.errors import run_main
+from nanochat_fp4.cli import ArgumentParser, run_main
 from nanochat_fp4.evaluation.report_log import DummyReport, get_report
 from nanochat_fp4.evaluation.report_page import generate
 

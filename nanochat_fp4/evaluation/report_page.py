@@ -9,10 +9,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from nanochat_fp4.cli import UserError, format_seconds
 from nanochat_fp4.common import default_base_dir
-from nanochat_fp4.console import format_seconds
 from nanochat_fp4.environment import environment_info
-from nanochat_fp4.errors import UserError
 from nanochat_fp4.evaluation.metrics import few_tokens, plain_json
 from nanochat_fp4.evaluation.report_plots import draw_plots
 from nanochat_fp4.evaluation.report_runs import (

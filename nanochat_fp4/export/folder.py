@@ -21,8 +21,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from nanochat_fp4.console import logger
-from nanochat_fp4.errors import UserError
+from nanochat_fp4.cli import UserError, logger
 from nanochat_fp4.files import atomic_write, fsync_dir
 
 try:

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanochat_fp4.errors import UserError, one_line, require
+from nanochat_fp4.cli import UserError, one_line, require
 from nanochat_fp4.export.huggingface import Description, describe
 from nanochat_fp4.export.weights import Weights
 from nanochat_fp4.models.llama import Llama, LlamaConfig

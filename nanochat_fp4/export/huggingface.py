@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanochat_fp4.errors import UserError, require
+from nanochat_fp4.cli import UserError, require
 from nanochat_fp4.export.weights import Weights
 from nanochat_fp4.files import atomic_write
 from nanochat_fp4.models.elementwise import NORM_EPS

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from nanochat_fp4.errors import UserError, one_line, require
+from nanochat_fp4.cli import UserError, one_line, require
 from nanochat_fp4.export import gguf_file, huggingface
 from nanochat_fp4.export.stacked import into_model, places, stacked, stacked_parameters
 from nanochat_fp4.export.weights import Weights, check_values
@@ -51,7 +51,7 @@ def load_quantized(model: M, folder: str | Path, device: torch.device | str = "c
 
     >>> nf.load_quantized(torch.nn.Linear(32, 16), "nowhere")  # doctest: +ELLIPSIS
     Traceback (most recent call last):
-    nanochat_fp4.errors.UserError: ...nowhere...
+    nanochat_fp4.cli.UserError: ...nowhere...
     """
     if not isinstance(model, nn.Module) or not isinstance(folder, str | Path):
         got = f"{type(model).__name__} and {type(folder).__name__}"

@@ -11,8 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from nanochat_fp4.console import logger
-from nanochat_fp4.errors import UserError, one_line, require
+from nanochat_fp4.cli import UserError, logger, one_line, require
 from nanochat_fp4.export import huggingface
 from nanochat_fp4.export.folder import new_export
 from nanochat_fp4.export.stacked import are_rows, as_in_checkpoints, numbered_rows, source_of
@@ -60,7 +59,7 @@ def save_quantized(
 
     >>> nf.save_quantized(torch.nn.Linear(32, 16), "folder")  # doctest: +ELLIPSIS
     Traceback (most recent call last):
-    nanochat_fp4.errors.UserError: save_quantized: Linear is no model of transformers; ...
+    nanochat_fp4.cli.UserError: save_quantized: Linear is no model of transformers; ...
     """
     if format != "compressed-tensors":
         raise UserError(

@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from nanochat_fp4.cli import UserError, require
 from nanochat_fp4.data.tokenizer import RustBPETokenizer
-from nanochat_fp4.errors import UserError, require
 from nanochat_fp4.export import gguf_file
 from nanochat_fp4.export.huggingface import MODELING_FILE, WEIGHTS_FILE, Description
 from nanochat_fp4.export.weights import Weights

@@ -41,7 +41,7 @@ from starlette.requests import ClientDisconnect
 from uvicorn.protocols.http.flow_control import service_unavailable
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from nanochat_fp4.errors import one_line
+from nanochat_fp4.cli import one_line
 from nanochat_fp4.generation.chat import AnswerText
 from nanochat_fp4.generation.engine import Engine
 

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor.parallel import parallelize_module
 
+from nanochat_fp4.cli import UserError
 from nanochat_fp4.common import print0
-from nanochat_fp4.errors import UserError
 from nanochat_fp4.models.gpt import GPT
 from nanochat_fp4.nvfp4.tensor_parallel import ColwiseParallel, RowwiseParallel
 from nanochat_fp4.parallel import TENSOR

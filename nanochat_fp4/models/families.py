@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from nanochat_fp4.errors import UserError
+from nanochat_fp4.cli import UserError
 from nanochat_fp4.models import flash_attention, llama
 from nanochat_fp4.models.gpt import GPT, GPTConfig, config_from_depth
 

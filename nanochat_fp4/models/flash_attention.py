@@ -34,9 +34,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from nanochat_fp4.cli import one_line
 from nanochat_fp4.common import is_ddp_initialized, print0
 from nanochat_fp4.devices import median_ms
-from nanochat_fp4.errors import one_line
 from nanochat_fp4.files import atomic_write
 from nanochat_fp4.nvfp4.dispatch import constant_when_compiled
 

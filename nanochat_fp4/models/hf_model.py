@@ -16,9 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from nanochat_fp4.cli import UserError, one_line, require
 from nanochat_fp4.common import resolve_method
 from nanochat_fp4.data.tokenizer_files import byte_characters
-from nanochat_fp4.errors import UserError, one_line, require
 
 LONGEST = 1024  # The largest number of tokens in a sequence: nanochat's choice, and the context of GPT-2.
 BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")  # SentencePiece writes a byte that is no character in this form.

@@ -32,8 +32,8 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
+from nanochat_fp4.cli import UserError
 from nanochat_fp4.common import is_ddp_initialized
-from nanochat_fp4.errors import UserError
 from nanochat_fp4.models import flash_attention
 from nanochat_fp4.models.cross_entropy import linear_cross_entropy
 from nanochat_fp4.models.elementwise import apply_rotary_emb, rotary_tables

@@ -16,10 +16,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from nanochat_fp4.console import ArgumentParser
+from nanochat_fp4.cli import ArgumentParser, UserError, run_main
 from nanochat_fp4.data.dataset import check_own_data, ensure_data
 from nanochat_fp4.data.needs import look_for
-from nanochat_fp4.errors import UserError, run_main
 from nanochat_fp4.files import atomic_write
 from nanochat_fp4.plan import cpu_steps, shell, words
 from nanochat_fp4.plan import machine as this

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 import nanochat_fp4 as nf
-from nanochat_fp4.errors import UserError
+from nanochat_fp4.cli import UserError
 from nanochat_fp4.models.families import family_of_flags
 from nanochat_fp4.models.optim8bit import state_bytes
 from nanochat_fp4.nvfp4.phases import MethodPlan

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from nanochat_fp4.errors import UserError
+from nanochat_fp4.cli import UserError
 from nanochat_fp4.models.gpt import GPT, config_from_depth
 from nanochat_fp4.nvfp4.methods import get_recipe
 from nanochat_fp4.nvfp4.recipes import Recipe

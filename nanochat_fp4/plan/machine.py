@@ -7,11 +7,11 @@ from pathlib import Path
 
 import torch
 
+from nanochat_fp4.cli import UserError
 from nanochat_fp4.data.dataset import DATASET, MAX_SHARD
 from nanochat_fp4.data.download import file_problem
 from nanochat_fp4.data.needs import Missing
 from nanochat_fp4.data.shards import index_to_filename
-from nanochat_fp4.errors import UserError
 from nanochat_fp4.hardware import usable_cpus
 from nanochat_fp4.plan.cards import UNNAMED, Card, card_of_device, find_card
 from nanochat_fp4.plan.settings import Settings

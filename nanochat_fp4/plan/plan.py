@@ -4,9 +4,9 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from nanochat_fp4.cli import UserError
 from nanochat_fp4.data.dataset import MAX_SHARD, SHARD_BYTES
 from nanochat_fp4.data.tokenizer import SPECIAL_TOKENS
-from nanochat_fp4.errors import UserError
 from nanochat_fp4.models.optim8bit import STATES
 from nanochat_fp4.plan.base import (
     LOSS_FLAGS,

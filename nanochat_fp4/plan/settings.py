@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from nanochat_fp4.cli import UserError, switched_on
 from nanochat_fp4.common import default_base_dir, load_recipes, resolve_method
-from nanochat_fp4.errors import UserError, switched_on
 from nanochat_fp4.nvfp4.methods import REGISTERED
 from nanochat_fp4.plan.variables import NUMBERS
 

@@ -5,8 +5,8 @@ import importlib
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
+from nanochat_fp4.cli import UserError
 from nanochat_fp4.data.needs import Missing, Need
-from nanochat_fp4.errors import UserError
 from nanochat_fp4.plan.base import LOSS_FLAGS, Base, in_variables, parse
 from nanochat_fp4.plan.settings import Settings
 

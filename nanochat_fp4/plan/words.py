@@ -5,7 +5,7 @@ import math
 import textwrap
 from collections.abc import Sequence
 
-from nanochat_fp4.console import table
+from nanochat_fp4.cli import table
 from nanochat_fp4.models.optim8bit import STATES
 from nanochat_fp4.nvfp4.methods import FOR_THE_PAPER, ON_A_BLACKWELL, WHICH
 from nanochat_fp4.plan.base import COMPARED, Base, describe, fitting_methods, roomiest

@@ -30,9 +30,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from nanochat_fp4.cli import UserError, logger, one_line
 from nanochat_fp4.common import get_dist_info, is_ddp_initialized, of_all_ranks
-from nanochat_fp4.console import logger
-from nanochat_fp4.errors import UserError, one_line
 from nanochat_fp4.files import atomic_open, sha256_file
 
 FORMAT = "nanochat_fp4 checkpoint, version 1"

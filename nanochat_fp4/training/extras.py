@@ -10,9 +10,9 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
+from nanochat_fp4.cli import UserError
 from nanochat_fp4.common import of_all_ranks, preserved_rng, set_rng_state
 from nanochat_fp4.devices import peak_memory
-from nanochat_fp4.errors import UserError
 from nanochat_fp4.parallel import is_sharded
 from nanochat_fp4.training.micro_batch import auto_device_batch_size, memory_lever
 from nanochat_fp4.training.run import Run, due

@@ -8,9 +8,8 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 import nanochat_fp4 as nf
+from nanochat_fp4.cli import UserError, parse_rate
 from nanochat_fp4.common import add_recipes_argument
-from nanochat_fp4.console import parse_rate
-from nanochat_fp4.errors import UserError
 from nanochat_fp4.models.cross_entropy import HEADS
 from nanochat_fp4.models.gpt import RECOMPUTE
 from nanochat_fp4.models.optim import ORTHOGONALIZERS

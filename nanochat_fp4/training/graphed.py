@@ -27,8 +27,8 @@ import torch
 from torch import Tensor
 
 import nanochat_fp4 as nf
+from nanochat_fp4.cli import UserError, is_out_of_memory, one_line
 from nanochat_fp4.common import print0
-from nanochat_fp4.errors import UserError, is_out_of_memory, one_line
 from nanochat_fp4.nvfp4.linear import QuantLinear
 from nanochat_fp4.parallel import is_sharded
 from nanochat_fp4.training.step import TrainingStep

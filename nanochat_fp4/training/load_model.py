@@ -15,10 +15,9 @@ from pathlib import Path
 import torch
 
 import nanochat_fp4 as nf
+from nanochat_fp4.cli import UserError, format_bytes, one_line, print_safely
 from nanochat_fp4.common import get_base_dir, print0, resolve_method, set_cpu_threads
-from nanochat_fp4.console import format_bytes, print_safely
 from nanochat_fp4.data.tokenizer import RustBPETokenizer, get_tokenizer
-from nanochat_fp4.errors import UserError, one_line
 from nanochat_fp4.evaluation.metrics import few_tokens
 from nanochat_fp4.hardware import physical_memory
 from nanochat_fp4.models.families import config_from_record, family_of_config

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 import nanochat_fp4 as nf
+from nanochat_fp4.cli import is_out_of_memory
 from nanochat_fp4.common import get_rng_state, mean_over_ranks, print0, seed_micro_batch
-from nanochat_fp4.errors import is_out_of_memory
 from nanochat_fp4.nvfp4.gram_matrices import GRAM_TOKENS
 from nanochat_fp4.parallel import full_state_dict
 from nanochat_fp4.progress import Progress

@@ -7,10 +7,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from nanochat_fp4.cli import UserError, format_bytes, is_out_of_memory
 from nanochat_fp4.common import is_ddp_initialized, preserved_rng, print0
-from nanochat_fp4.console import format_bytes
 from nanochat_fp4.devices import gpu_memory
-from nanochat_fp4.errors import UserError, is_out_of_memory
 from nanochat_fp4.hardware import physical_memory
 from nanochat_fp4.models.gpt import GPT, autocast
 from nanochat_fp4.models.optim import STACK_BYTES, STACK_ELEMENTS

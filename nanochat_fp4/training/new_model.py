@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
+from nanochat_fp4.cli import UserError
 from nanochat_fp4.common import set_cpu_threads
 from nanochat_fp4.data.tokenizer import RustBPETokenizer
-from nanochat_fp4.errors import UserError
 from nanochat_fp4.models.cross_entropy import head_problem
 from nanochat_fp4.models.families import config_record, family_of_config, family_of_flags, recompute_problem
 from nanochat_fp4.models.optim8bit import set_state

@@ -4,8 +4,8 @@ from typing import Any
 
 import torch
 
+from nanochat_fp4.cli import format_seconds
 from nanochat_fp4.common import announce, print0
-from nanochat_fp4.console import format_seconds
 from nanochat_fp4.evaluation.report_log import get_report
 from nanochat_fp4.training.run import Run
 

@@ -15,11 +15,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from nanochat_fp4.cli import UserError, format_bytes, one_line
 from nanochat_fp4.common import get_dist_info, is_ddp_initialized, restarts, set_rng_state
-from nanochat_fp4.console import format_bytes
 from nanochat_fp4.data.packing import merge_states
 from nanochat_fp4.data.tokenizer import get_tokenizer, tokenizer_lock
-from nanochat_fp4.errors import UserError, one_line
 from nanochat_fp4.locks import fail_together, running
 from nanochat_fp4.training.checkpoint import Checkpoint, Metadata
 from nanochat_fp4.training.checkpoint_manager import NoCheckpointError, check_model_tag, find_last_step, list_steps

@@ -27,6 +27,7 @@ import torch
 from torch import nn
 
 import nanochat_fp4 as nf
+from nanochat_fp4.cli import UserError, require
 from nanochat_fp4.common import (
     autodetect_device_type,
     compute_cleanup,
@@ -37,7 +38,6 @@ from nanochat_fp4.common import (
 )
 from nanochat_fp4.data.tokenizer import RustBPETokenizer
 from nanochat_fp4.environment import environment_info
-from nanochat_fp4.errors import UserError, require
 from nanochat_fp4.evaluation.metrics import LossMonitor, MetricsLog
 from nanochat_fp4.hardware import get_peak_flops
 from nanochat_fp4.locks import held_run

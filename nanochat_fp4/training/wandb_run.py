@@ -4,10 +4,8 @@ import os
 import re
 from typing import Any
 
+from nanochat_fp4.cli import UserError, logger, missing_package, one_line, require
 from nanochat_fp4.common import get_base_dir, print0
-from nanochat_fp4.console import logger
-from nanochat_fp4.errors import UserError, one_line, require
-from nanochat_fp4.packages import missing_package
 
 
 class DummyWandb:

@@ -11,6 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from nanochat_fp4.cli import UserError
 from nanochat_fp4.data import chat_data, rows
 from nanochat_fp4.data.chat_data import (
     LOCAL_IDENTITY,
@@ -23,7 +24,6 @@ from nanochat_fp4.data.chat_data import (
     counting_conversation,
 )
 from nanochat_fp4.data.rows import MissingDataError, load_rows
-from nanochat_fp4.errors import UserError
 
 
 class Numbers(Task):

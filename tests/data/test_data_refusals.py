@@ -17,10 +17,10 @@ from eval.arc import ARC
 from eval.gsm8k import GSM8K
 from eval.humaneval import HumanEval
 from eval.mmlu import MMLU
+from nanochat_fp4.cli import UserError
 from nanochat_fp4.data.chat_data import CustomJSON, SmolTalk, load_words
 from nanochat_fp4.data.dataset import ensure_data, open_shards
 from nanochat_fp4.data.rows import MissingDataError, load_rows
-from nanochat_fp4.errors import UserError
 
 
 def lines(*values) -> bytes:

@@ -15,6 +15,7 @@ import pytest
 import torch
 from _samples import BOS, BYTE_TOKENIZER, make_shards
 
+from nanochat_fp4.cli import UserError
 from nanochat_fp4.data.dataloader import (
     BestFitLoader,
     Text,
@@ -24,7 +25,6 @@ from nanochat_fp4.data.dataloader import (
 )
 from nanochat_fp4.data.packing import Deal, merge_states
 from nanochat_fp4.data.shards import Shard, shard_digest
-from nanochat_fp4.errors import UserError
 
 
 @pytest.fixture(scope="module")

@@ -18,6 +18,7 @@ import pyarrow.parquet as pq
 import pytest
 from _server import hub as serve_hub
 
+from nanochat_fp4.cli import UserError
 from nanochat_fp4.data import corpus, dataset, download, rows
 from nanochat_fp4.data.corpus import build_embedded_corpus
 from nanochat_fp4.data.dataset import (
@@ -30,7 +31,6 @@ from nanochat_fp4.data.dataset import (
 )
 from nanochat_fp4.data.shards import cut_text, data_lock, index_to_filename, open_shard
 from nanochat_fp4.data.tokenizer import RustBPETokenizer
-from nanochat_fp4.errors import UserError
 
 VAL = "shard_01822.parquet"
 WORDS = "the model reads a row of tokens and learns what comes next in many small steps".split()

@@ -10,10 +10,10 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from _server import Server, hub
 
+from nanochat_fp4.cli import UserError
 from nanochat_fp4.data import download
 from nanochat_fp4.data.dataset import DATASET
 from nanochat_fp4.data.download import download_file, download_file_with_lock, within
-from nanochat_fp4.errors import UserError
 
 DATA = random.Random(0).randbytes(300_000)
 

@@ -10,6 +10,7 @@ import pytest
 import tiktoken
 import torch
 
+from nanochat_fp4.cli import UserError
 from nanochat_fp4.data import tokenizer as tokenizer_module
 from nanochat_fp4.data.tokenizer import (
     SPECIAL_TOKENS,
@@ -19,7 +20,6 @@ from nanochat_fp4.data.tokenizer import (
     get_tokenizer,
     save_token_bytes,
 )
-from nanochat_fp4.errors import UserError
 
 TEXTS = [
     "The tokenizer reads the text, and the text becomes tokens: 1, 23, 456, 7890.",

@@ -9,7 +9,7 @@ import pytest
 import torch
 from _samples import CORE_TASKS, byte_tokenizer, make_bundle, save_base
 
-from nanochat_fp4.errors import UserError
+from nanochat_fp4.cli import UserError
 from nanochat_fp4.evaluation import core_eval, core_metric
 from nanochat_fp4.models.gpt import GPT, GPTConfig
 from scripts import base_eval

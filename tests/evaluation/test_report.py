@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from nanochat_fp4.errors import UserError
+from nanochat_fp4.cli import UserError
 from nanochat_fp4.evaluation import plots, report, report_log, report_page
 from nanochat_fp4.evaluation.metrics import MetricsLog
 from nanochat_fp4.evaluation.report_log import Report, get_report

@@ -10,7 +10,7 @@ import pytest
 from _exporting import names_beside, save_small, value_of
 from _exporting import write_value as write
 
-from nanochat_fp4.errors import UserError
+from nanochat_fp4.cli import UserError
 from nanochat_fp4.export.folder import FORMAT, LIST, new_export
 from scripts import export
 

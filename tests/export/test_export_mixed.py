@@ -11,7 +11,7 @@ pytest.importorskip("safetensors")
 from safetensors.torch import load_file, save_file
 
 import nanochat_fp4 as nf
-from nanochat_fp4.errors import UserError
+from nanochat_fp4.cli import UserError
 from nanochat_fp4.export.weights import forward_weights, served
 from nanochat_fp4.nvfp4.operands import FP8
 from nanochat_fp4.nvfp4.places import layer_kind

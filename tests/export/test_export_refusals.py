@@ -10,7 +10,7 @@ from _models import Foreign
 from torch import nn
 
 import nanochat_fp4 as nf
-from nanochat_fp4.errors import UserError
+from nanochat_fp4.cli import UserError
 from nanochat_fp4.export import stacked
 from nanochat_fp4.models.gpt import GPT
 from scripts import export

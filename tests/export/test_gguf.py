@@ -7,7 +7,7 @@ import pytest
 from _exporting import save_small
 
 import nanochat_fp4 as nf
-from nanochat_fp4.errors import UserError
+from nanochat_fp4.cli import UserError
 from nanochat_fp4.models.llama import Llama
 from scripts import export
 

@@ -9,7 +9,7 @@ from _models import Foreign
 from torch import nn
 
 import nanochat_fp4 as nf
-from nanochat_fp4.errors import UserError
+from nanochat_fp4.cli import UserError
 from nanochat_fp4.export import huggingface, save, stacked
 from nanochat_fp4.export.load import load_safetensors
 from nanochat_fp4.export.weights import forward_weights
@@ -74,7 +74,7 @@ def test_calibration_that_is_no_list_of_token_ids_is_refused(model, tmp_path, ca
 RANKS = """
 import sys, pathlib, torch, torch.distributed as dist, nanochat_fp4 as nf
 from _models import Foreign
-from nanochat_fp4.errors import UserError
+from nanochat_fp4.cli import UserError
 from nanochat_fp4.export import save
 dist.init_process_group("gloo")
 folder, rank, written = pathlib.Path({folder!r}), dist.get_rank(), []

@@ -12,8 +12,8 @@ import time
 import pytest
 import torch
 
+from nanochat_fp4.cli import UserError
 from nanochat_fp4.data.tokenizer import RustBPETokenizer
-from nanochat_fp4.errors import UserError
 from nanochat_fp4.generation.engine import Engine
 from nanochat_fp4.models.gpt import GPT, GPTConfig
 from nanochat_fp4.training.checkpoint import Metadata

@@ -14,7 +14,7 @@ import nanochat_fp4 as nf
 from lab import ROOT
 from lab.bench import common, layers, memory, step, steps
 from lab.bench.step import GraphedSubject, Stopwatch, Subject
-from nanochat_fp4.errors import UserError
+from nanochat_fp4.cli import UserError
 from nanochat_fp4.models import gpt
 from nanochat_fp4.nvfp4 import linear
 

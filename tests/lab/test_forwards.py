@@ -5,7 +5,7 @@ import json
 import pytest
 
 from lab.study import forwards, sweep
-from nanochat_fp4.errors import UserError
+from nanochat_fp4.cli import UserError
 
 
 def test_the_same_weights_in_several_forwards(tiny_base, tmp_path, capsys):

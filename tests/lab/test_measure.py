@@ -15,7 +15,7 @@ import torch
 from lab import ROOT
 from lab.bench import compare, steps
 from nanochat_fp4 import doctor
-from nanochat_fp4.errors import UserError
+from nanochat_fp4.cli import UserError
 from nanochat_fp4.nvfp4.methods import WHICH
 from nanochat_fp4.plan.cards import Card, with_measurements
 

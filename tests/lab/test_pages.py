@@ -3,7 +3,7 @@
 import pytest
 
 from lab import pages
-from nanochat_fp4.errors import UserError
+from nanochat_fp4.cli import UserError
 from nanochat_fp4.nvfp4 import methods
 
 PAGE = """A question, and its answer.

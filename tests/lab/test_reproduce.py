@@ -16,7 +16,7 @@ from lab import ROOT, pages, reproduce, scaling
 from lab.study import numerics, questions, sweep, sweep_runs
 from lab.study.context import Context
 from lab.study.gaps import Claim
-from nanochat_fp4.errors import UserError
+from nanochat_fp4.cli import UserError
 from nanochat_fp4.evaluation import plots
 from nanochat_fp4.nvfp4.methods import get_recipe
 from scripts import base_train

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from lab import runs
-from nanochat_fp4.errors import UserError
+from nanochat_fp4.cli import UserError
 
 RUN = {
     "method": "mine", "size": "tiny", "seed": 1, "flags": ["--depth=2", "--method=clover"], "steps": 8, "tokens": 4096,

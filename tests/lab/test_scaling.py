@@ -8,7 +8,7 @@ import pytest
 
 from lab import scaling
 from lab.scaling import Law, Run
-from nanochat_fp4.errors import UserError
+from nanochat_fp4.cli import UserError
 
 LAW = Law((1.2, 1.5, 0.4, 0.9, 0.5, 0.6), 0.0)
 LADDER = {  # of N

@@ -19,7 +19,7 @@ import pytest
 import nanochat_fp4 as nf
 from lab import runs as kept_runs
 from lab.study import sweep, sweep_runs, sweep_scheduler
-from nanochat_fp4.errors import UserError
+from nanochat_fp4.cli import UserError
 from nanochat_fp4.nvfp4 import methods
 from nanochat_fp4.nvfp4.phases import MethodPlan
 from nanochat_fp4.training.flags import REMOVED

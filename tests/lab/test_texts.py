@@ -9,7 +9,7 @@ import pytest
 from _samples import BYTE_TOKENIZER
 
 from lab import texts
-from nanochat_fp4.errors import UserError
+from nanochat_fp4.cli import UserError
 
 WORDS = [f"{i:04d} " + "word " * (20 + 7 * i) for i in range(40)]
 

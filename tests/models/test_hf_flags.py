@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from nanochat_fp4.errors import UserError
+from nanochat_fp4.cli import UserError
 from nanochat_fp4.nvfp4.linear import QuantLinear
 from scripts import base_eval, base_loss
 

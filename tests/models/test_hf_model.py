@@ -7,7 +7,7 @@ import torch
 from _samples import make_bundle
 
 import nanochat_fp4 as nf
-from nanochat_fp4.errors import UserError
+from nanochat_fp4.cli import UserError
 from scripts import base_eval, base_loss
 
 transformers = pytest.importorskip("transformers")

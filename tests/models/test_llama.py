@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from _damage import edit_meta
 
 import nanochat_fp4 as nf
-from nanochat_fp4.errors import UserError
+from nanochat_fp4.cli import UserError
 from nanochat_fp4.evaluation.metrics import read_jsonl
 from nanochat_fp4.generation.engine import KVCache
 from nanochat_fp4.models import llama

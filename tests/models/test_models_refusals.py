@@ -4,7 +4,7 @@ import pytest
 import torch
 from _samples import byte_tokenizer
 
-from nanochat_fp4.errors import UserError
+from nanochat_fp4.cli import UserError
 from nanochat_fp4.generation.engine import Engine
 from nanochat_fp4.models.cross_entropy import linear_cross_entropy
 from nanochat_fp4.models.flash_attention import flash_attn_func, flash_attn_with_kvcache

@@ -17,7 +17,7 @@ from _assertions import relative_square_error
 from _cublaslt import NOT_SUPPORTED, SimulatedCublasLt, multiply
 
 import nanochat_fp4 as nf
-from nanochat_fp4.errors import UserError
+from nanochat_fp4.cli import UserError
 from nanochat_fp4.nvfp4 import dispatch, operands, probe
 from nanochat_fp4.nvfp4.format import decode
 

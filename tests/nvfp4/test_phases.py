@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import nanochat_fp4 as nf
-from nanochat_fp4.errors import UserError
+from nanochat_fp4.cli import UserError
 from nanochat_fp4.nvfp4 import methods
 from nanochat_fp4.nvfp4.methods import get_recipe
 from nanochat_fp4.nvfp4.phases import MethodPlan, gemm_bits

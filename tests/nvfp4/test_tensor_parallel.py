@@ -14,8 +14,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
 
 import nanochat_fp4 as nf
+from nanochat_fp4.cli import UserError
 from nanochat_fp4.common import compute_cleanup, compute_init
-from nanochat_fp4.errors import UserError
 from nanochat_fp4.models.divided import divide
 from nanochat_fp4.models.gpt import GPT, config_from_depth
 from nanochat_fp4.nvfp4 import linear as linear_module

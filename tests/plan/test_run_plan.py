@@ -11,8 +11,8 @@ import pytest
 from _samples import make_bundle
 
 from lab import scaling
+from nanochat_fp4.cli import UserError
 from nanochat_fp4.data.needs import Missing, look_for
-from nanochat_fp4.errors import UserError
 from nanochat_fp4.evaluation.report_log import get_report
 from nanochat_fp4.hardware import get_peak_flops
 from nanochat_fp4.models.gpt import GPT

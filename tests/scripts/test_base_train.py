@@ -17,7 +17,7 @@ import torch
 from _assertions import assert_same, final_state
 from _training import BASE, after_steps, in_step, out_of_memory, stopped_in_step
 
-from nanochat_fp4.errors import UserError
+from nanochat_fp4.cli import UserError
 from nanochat_fp4.evaluation.metrics import read_jsonl
 from nanochat_fp4.models import optim
 from nanochat_fp4.models.gpt import GPT

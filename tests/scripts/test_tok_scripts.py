@@ -11,9 +11,9 @@ import tiktoken
 import torch
 from _samples import save_base
 
+from nanochat_fp4.cli import UserError
 from nanochat_fp4.data.shards import open_shard
 from nanochat_fp4.data.tokenizer import get_token_bytes, get_tokenizer
-from nanochat_fp4.errors import UserError
 from scripts import tok_eval, tok_train
 
 WORDS = "training a tokenizer needs text, some of it long and some of it short; 12 345 words or so".split()

@@ -15,8 +15,8 @@ import torch
 from _damage import damaged
 
 import nanochat_fp4 as nf
+from nanochat_fp4.cli import UserError
 from nanochat_fp4.data.tokenizer import RustBPETokenizer
-from nanochat_fp4.errors import UserError
 from nanochat_fp4.models.gpt import GPT, GPTConfig
 from nanochat_fp4.training import checkpoint_manager as cm
 from nanochat_fp4.training.checkpoint import Checkpoint

@@ -9,7 +9,7 @@ import torch
 from _assertions import assert_same, final_state
 from _training import BASE
 
-from nanochat_fp4.errors import UserError
+from nanochat_fp4.cli import UserError
 from nanochat_fp4.models.gpt import GPT, GPTConfig
 from nanochat_fp4.nvfp4 import dispatch, probe
 from nanochat_fp4.nvfp4.convert import convert

@@ -17,9 +17,9 @@ import nanochat_fp4 as nf
 from eval.local import LocalArithmetic, LocalChoice
 from eval.run import run_task
 from nanochat_fp4 import parallel
+from nanochat_fp4.cli import UserError
 from nanochat_fp4.common import compute_cleanup, compute_init
 from nanochat_fp4.data.tokenizer import get_tokenizer
-from nanochat_fp4.errors import UserError
 from nanochat_fp4.evaluation.core_eval import evaluate_task
 from nanochat_fp4.generation.engine import draw_samples
 from nanochat_fp4.models.gpt import GPT, compile_layers, config_from_depth

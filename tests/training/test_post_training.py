@@ -11,11 +11,11 @@ from _samples import byte_tokenizer, save_base
 from _training import BASE, MID, SFT, after_steps, stopped_in_step
 
 from eval.local import LocalArithmetic, LocalChoice
+from nanochat_fp4.cli import UserError
 from nanochat_fp4.data.chat_data import LOCAL_IDENTITY, CustomJSON, Source, Task
 from nanochat_fp4.data.chat_loader import ConversationBatches, PackedConversations
 from nanochat_fp4.data.packing import Deal
 from nanochat_fp4.data.tokenizer import get_tokenizer
-from nanochat_fp4.errors import UserError
 from nanochat_fp4.evaluation.metrics import read_jsonl
 from nanochat_fp4.models.gpt import GPT
 from nanochat_fp4.training.checkpoint import Metadata

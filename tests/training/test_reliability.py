@@ -24,9 +24,9 @@ from _training import MID, SFT, STAGES
 
 import nanochat_fp4 as nf
 from eval.local import LocalArithmetic
+from nanochat_fp4.cli import UserError
 from nanochat_fp4.data import chat_data, download
 from nanochat_fp4.data.rows import MissingDataError
-from nanochat_fp4.errors import UserError
 from nanochat_fp4.evaluation import metrics, report, report_page
 from nanochat_fp4.evaluation.metrics import read_jsonl
 from nanochat_fp4.models.gpt import GPT

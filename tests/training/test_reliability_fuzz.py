@@ -27,10 +27,10 @@ from eval.arc import ARC
 from eval.gsm8k import GSM8K
 from eval.humaneval import HumanEval
 from eval.mmlu import MMLU
+from nanochat_fp4.cli import UserError
 from nanochat_fp4.data.chat_data import CustomJSON, SmolTalk, load_words
 from nanochat_fp4.data.dataset import ensure_data, parquets_iter_batched
 from nanochat_fp4.data.tokenizer import get_token_bytes, get_tokenizer
-from nanochat_fp4.errors import UserError
 from nanochat_fp4.evaluation import core_metric, plots, report_log, report_page
 from nanochat_fp4.evaluation.metrics import MetricsLog
 from nanochat_fp4.training.checkpoint_manager import find_last_step, load_checkpoint, save_checkpoint

@@ -14,8 +14,8 @@ from _assertions import assert_same, final_state
 from _samples import save_base
 from _training import BASE
 
+from nanochat_fp4.cli import UserError
 from nanochat_fp4.data.corpus import build_embedded_corpus
-from nanochat_fp4.errors import UserError
 from nanochat_fp4.locks import held_run, running, running_runs
 from nanochat_fp4.training import run as run_module
 from nanochat_fp4.training.resume import check_writable, save_bytes

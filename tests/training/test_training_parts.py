@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 import nanochat_fp4 as nf
+from nanochat_fp4.cli import UserError
 from nanochat_fp4.common import get_rng_state, preserved_rng, resolve_method, set_rng_state
-from nanochat_fp4.errors import UserError
 from nanochat_fp4.evaluation.metrics import LossMonitor, MetricsLog, read_jsonl
 from nanochat_fp4.models.gpt import GPT, GPTConfig
 from nanochat_fp4.models.optim import gradient_norm, lr_multiplier, muon_momentum, weight_decay_at

@@ -9,7 +9,7 @@ import types
 
 import pytest
 
-from nanochat_fp4.errors import UserError
+from nanochat_fp4.cli import UserError
 from nanochat_fp4.training.wandb_run import DummyWandb, setup_tracker, setup_wandb
 
 

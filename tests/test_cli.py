@@ -1,10 +1,13 @@
-"""Errors in one line."""
+"""Errors in one line, packages that are not installed, flags, and numbers as text."""
 
+import argparse
+import ast
 import errno
 import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -12,10 +15,20 @@ from pathlib import Path
 import pytest
 import torch
 
-from nanochat_fp4 import packages
-from nanochat_fp4.console import ArgumentParser
-from nanochat_fp4.errors import UserError, one_line, run_main
-from nanochat_fp4.packages import EXTRAS, install_command, missing_package
+from nanochat_fp4 import cli
+from nanochat_fp4.cli import (
+    EXTRAS,
+    ArgumentParser,
+    UserError,
+    format_bytes,
+    format_seconds,
+    install_command,
+    missing_package,
+    one_line,
+    run_main,
+)
+
+ROOT = Path(__file__).resolve().parent.parent
 
 
 def test_one_line():
@@ -97,12 +110,12 @@ def test_run_main_returns_when_all_is_well():
 # ----------------------------------------------------------------------------------------------------------------------
 # Packages that are not installed
 
-PACKAGES = sorted(set().union(*EXTRAS.values()) | {"jinja2", "pandas", "regex", "requests"})
+PACKAGES = sorted(set().union(*EXTRAS.values()) - set(EXTRAS[""]) | {"jinja2", "pandas", "regex", "requests"})
 LIBRARY = """
 import sys
 import torch
 from nanochat_fp4 import *
-from nanochat_fp4.errors import UserError
+from nanochat_fp4.cli import UserError
 import nanochat_fp4.doctor
 try:
     load_quantized(torch.nn.Linear(1, 1), ".")
@@ -164,11 +177,10 @@ PROGRAMS = {  # the end of stderr without a single package of the extras
 def test_without_the_packages_of_the_extras(tmp_path):
     """Nothing but torch, imported once for all: one line with the `pip install`, or the answer where none is needed."""
     hidden = f"for name in {PACKAGES}:\n    sys.modules[name] = None\n"
-    root = Path(__file__).resolve().parent.parent
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (root, root / "kernels")))}
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "kernels")))}
     env.pop("NANOCHAT_DIR", None)
     command = [sys.executable, "-c", f"import sys\n{hidden}{FORKS}", json.dumps(list(PROGRAMS)), tmp_path]
-    done = subprocess.run(command, cwd=root, env=env, capture_output=True, text=True)
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
     answers = json.loads(done.stdout)
     for (program, expected), (status, err) in zip(PROGRAMS.items(), answers, strict=True):
         lines = err.splitlines()
@@ -191,7 +203,7 @@ def test_a_reader_that_has_gone_ends_it_without_a_word(monkeypatch, capsys):
 
 def test_a_character_that_stdout_has_not_ends_no_run():
     """An encoding without the character, and bytes of a path that are no text."""
-    code = r"from nanochat_fp4.errors import run_main; run_main(lambda: print('caf\xe9 \udcff'))"
+    code = r"from nanochat_fp4.cli import run_main; run_main(lambda: print('caf\xe9 \udcff'))"
     for encoding, printed in (("ascii", rb"caf\xe9 \udcff"), ("utf-8", b"caf\xc3\xa9 \\udcff")):
         environment = {**os.environ, "PYTHONIOENCODING": encoding}
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, env=environment)
@@ -199,7 +211,7 @@ def test_a_character_that_stdout_has_not_ends_no_run():
 
 
 def test_a_stdout_that_was_closed_before_is_no_failure():
-    code = "from nanochat_fp4.errors import run_main; run_main(lambda: print('done'))"
+    code = "from nanochat_fp4.cli import run_main; run_main(lambda: print('done'))"
     done = subprocess.run(["sh", "-c", f'"{sys.executable}" -c "{code}" >&-'], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
 
@@ -213,18 +225,18 @@ def test_a_broken_pipe_of_another_reader_is_a_bug():
 
 
 def test_each_missing_package_has_its_extra(tmp_path, monkeypatch):
-    text = (Path(__file__).resolve().parent.parent / "pyproject.toml").read_text()
-    extras = {extra: re.search(rf"^{extra} = \[(.*?)\]", text, re.M | re.S)[1] for extra in EXTRAS}
+    text = (ROOT / "pyproject.toml").read_text()
+    extras = {extra: re.search(rf"^{extra} = \[(.*?)\]", text, re.M | re.S)[1] for extra in EXTRAS if extra}
     brought_by = {"muon": "muon-optimizer", "huggingface_hub": "datasets", "yaml": "datasets", "starlette": "fastapi",
                   "tokenizers": "transformers"}  # fmt: skip
-    for extra, modules in EXTRAS.items():
-        for module in modules:
+    for extra in extras:
+        for module in EXTRAS[extra]:
             assert f'"{brought_by.get(module, module.replace("_", "-"))}>' in extras[extra], module
-    monkeypatch.chdir(packages.ROOT)
+    monkeypatch.chdir(cli.ROOT)
     assert install_command("gguf", "tiktoken") == "pip install -e '.[train,export]'"
     monkeypatch.chdir(tmp_path)  # an example that is run elsewhere
-    assert install_command("gguf") == f"pip install -e '{packages.ROOT}[export]'"
-    monkeypatch.setattr(packages, "ROOT", tmp_path)  # as site-packages, without pyproject.toml
+    assert install_command("gguf") == f"pip install -e '{cli.ROOT}[export]'"
+    monkeypatch.setattr(cli, "ROOT", tmp_path)  # as site-packages, without pyproject.toml
     assert install_command("gguf") == "pip install 'nanochat_fp4[export]'"
     assert install_command("torch") == "pip install 'nanochat_fp4'"
     assert missing_package(ModuleNotFoundError("x", name="nanochat.gpt")) == ""
@@ -236,8 +248,8 @@ def test_each_missing_package_has_its_extra(tmp_path, monkeypatch):
 def test_a_python_without_torch_says_what_to_type(program, tmp_path):
     """The shell that typed `bash speedrun_fp4.sh` has the system's Python, and the packages are in .venv."""
     for name in ("scripts", "eval", "lab", "examples", "pyproject.toml"):
-        (tmp_path / name).symlink_to(packages.ROOT / name)
-    shutil.copytree(packages.ROOT / "nanochat_fp4", tmp_path / "nanochat_fp4", ignore=shutil.ignore_patterns("*cache*"))
+        (tmp_path / name).symlink_to(cli.ROOT / name)
+    shutil.copytree(cli.ROOT / "nanochat_fp4", tmp_path / "nanochat_fp4", ignore=shutil.ignore_patterns("*cache*"))
     start = f"""if True:
         import runpy, sys
         sys.path.insert(0, "")
@@ -253,3 +265,149 @@ def test_a_python_without_torch_says_what_to_type(program, tmp_path):
         done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
         assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
         assert done.stderr.startswith("error: the package ") and done.stderr.rstrip().endswith(expected)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Flags, and numbers as text
+
+
+def test_formats():
+    assert [format_bytes(n) for n in (12, 1536, 5 << 20, 3 << 40)] == ["12 bytes", "1.5 KB", "5.0 MB", "3.0 TB"]
+    assert [format_seconds(s) for s in (3, 75, 7500)] == ["3s", "1m15s", "2h05m"]
+
+
+def test_flags_are_not_abbreviated_and_slips_are_one_line(capsys):
+    parser = ArgumentParser(prog="base_train")
+    parser.add_argument("--depth", type=int)
+    commands = parser.add_subparsers()
+    commands.add_parser("run").add_argument("--seconds", type=float)
+    for argv, expected in (
+        (["--dept=1"], "error: unrecognized arguments: --dept=1; did you mean --depth? (see base_train --help)"),
+        (
+            ["--depth", "--x"],
+            "error: argument --depth: expected one argument; one that begins with a dash is given as --depth=... "
+            "(see base_train --help)",
+        ),
+        (["--xyz"], "error: unrecognized arguments: --xyz (see base_train --help)"),
+        (["--depth=x"], "error: argument --depth: invalid int value: 'x' (see base_train --help)"),
+    ):
+        with pytest.raises(SystemExit) as e:
+            parser.parse_args(argv)
+        assert e.value.code == 2 and capsys.readouterr().err == expected + "\n"
+    with pytest.raises(SystemExit):
+        parser.parse_args(["run", "--sec=1"])
+
+
+def test_a_wrong_flag_is_named_before_those_that_are_missing(capsys):
+    """And --dept is not like --help or --step, only because all flags begin with dashes."""
+    parser = ArgumentParser(prog="export")
+    parser.add_argument("--format", required=True)
+    parser.add_argument("--step")
+    for argv, expected in (
+        (["--dept=3"], "unrecognized arguments: --dept=3"),
+        (["--fromat=x"], "unrecognized arguments: --fromat=x; did you mean --format?"),
+        (["--step=3"], "the following arguments are required: --format"),
+    ):
+        with pytest.raises(SystemExit):
+            parser.parse_args(argv)
+        assert capsys.readouterr().err == f"error: {expected} (see export --help)\n"
+
+
+@pytest.mark.parametrize(
+    "program", ["scripts.tok_train", "nanochat_fp4.data.tokenizer", "nanochat_fp4.plan", "lab.bench layers", "lab.runs"]
+)
+def test_an_error_names_a_command_that_can_be_typed(program, fork_server):
+    module, *words = program.split()
+    done = fork_server.run(module, [*(words or ["speedrun"]), "--nope"], as_main=True)
+    assert done.status == 2 and done.log.endswith(f"(see python -m {program} --help)\n"), done.log
+
+
+def test_a_file_that_is_run_names_itself(monkeypatch, capsys):
+    monkeypatch.setattr(sys.modules["__main__"], "__spec__", None)
+    monkeypatch.setattr(sys, "argv", ["mine/train.py"])
+    with pytest.raises(SystemExit):
+        ArgumentParser().parse_args(["--nope"])
+    assert capsys.readouterr().err.endswith("(see python mine/train.py --help)\n")
+
+
+def test_no_number_of_a_flag_is_nan():
+    for folder in ("nanochat_fp4", "scripts", "eval"):
+        for file in (ROOT / folder).rglob("*.py"):
+            assert not re.search(r"\btype=float\b", file.read_text()), f"{file.name}: parse_finite refuses NaN"
+
+
+def test_no_command_abbreviates_flags():
+    files = [
+        f for folder in ("nanochat_fp4", "scripts", "eval", "lab", "examples") for f in (ROOT / folder).rglob("*.py")
+    ]
+    with_parsers = [file for file in files if "Parser" in file.read_text()]
+    assert len(with_parsers) > 20
+    for file in with_parsers:
+        for node in ast.walk(ast.parse(file.read_text())):
+            # cli.ArgumentParser refuses abbreviations by itself.
+            if isinstance(node, ast.Call) and ast.unparse(node.func) in ("argparse.ArgumentParser", "_Parser"):
+                assert "allow_abbrev=False" in ast.unparse(node), f"{file.name}:{node.lineno}"
+
+
+@pytest.mark.parametrize(
+    "parse, good, bad",
+    [
+        (cli.parse_finite, ["-1", "0.5"], ["nan", "inf", "x"]),
+        (cli.parse_rate, ["0", "2"], ["-0.1", "nan"]),
+        (cli.parse_share, ["0", "1"], ["1.1", "-0.1", "inf"]),
+        (cli.parse_beta, ["0", "0.95"], ["1", "-0.1", "x"]),
+    ],
+)
+def test_numbers_of_flags_have_ranges(parse, good, bad):
+    assert [parse(text) for text in good] == [float(text) for text in good]
+    for text in bad:
+        with pytest.raises(argparse.ArgumentTypeError, match=f"'{text}' is n"):
+            parse(text)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# While a program is still starting
+
+
+@pytest.fixture
+def slow_import(tmp_path):
+    """An environment where `import torch` says so and takes a minute."""
+    (tmp_path / "torch.py").write_text("import os, time\nos.write(1, b'importing\\n')\ntime.sleep(60)\n")
+    path = os.pathsep.join(map(str, [tmp_path, ROOT, ROOT / "kernels"]))
+    return {k: v for k, v in os.environ.items() if k != "RANK"} | {"PYTHONPATH": path}
+
+
+@pytest.mark.parametrize("module", ["scripts.base_train", "scripts.chat_eval"])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_while_a_program_imports(slow_import, module, number):
+    process = subprocess.Popen(
+        [sys.executable, "-m", module], env=slow_import, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout.readline() == "importing\n"
+    process.send_signal(number)
+    assert process.communicate(timeout=300) == ("", "") and process.returncode == -number
+
+
+def test_another_program_keeps_its_signals(slow_import):
+    """Who imports the package still gets a KeyboardInterrupt."""
+    code = "try: import nanochat_fp4\nexcept KeyboardInterrupt: print('interrupted')"
+    process = subprocess.Popen([sys.executable, "-c", code], env=slow_import, stdout=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "importing\n"
+    process.send_signal(signal.SIGINT)
+    assert process.communicate(timeout=300)[0] == "interrupted\n" and process.returncode == 0
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# torchrun
+
+
+def test_torchrun_repeats_the_one_line_last(fork_server):
+    """All processes fail alike: rank 0 says why, the other one does not, and torchrun's report ends with it."""
+    # A busy machine may start rank 0 seconds later than rank 1, which waits long enough here.
+    bad = "from nanochat_fp4 import cli; cli.OTHER_RANKS_WAIT = 200; cli.print_error('no data')"
+    bad += "; raise SystemExit(2)"
+    code = "import nanochat_fp4, torch.distributed.run as run; run.main()"
+    argv = [str(fork_server.python), "-c", code, "--standalone", "--nproc_per_node=2", "--no-python"]
+    done = subprocess.run([*argv, str(fork_server.python), "-c", bad], capture_output=True, text=True, timeout=300)
+    assert "error: no data" in done.stderr.splitlines()[-2] and "error (rank 1)" not in done.stderr
+    assert done.returncode == 1

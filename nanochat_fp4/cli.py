@@ -1,0 +1,369 @@
+"""What all commands share: errors in one line, flags, numbers as text, the log, and tables.
+
+`run_main` is the entry point of every script. It turns an error that the user can correct into one line. This module
+imports neither torch nor any other package that may be missing, because nanochat_fp4/__init__.py imports it first.
+"""
+
+import argparse
+import contextlib
+import difflib
+import errno
+import importlib.util
+import io
+import json
+import logging
+import math
+import os
+import re
+import select
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NoReturn
+
+logger = logging.getLogger("nanochat_fp4")
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Errors
+
+
+class UserError(Exception):
+    """An error that the user can correct. Its message is one line: what was wrong, what was expected, what to do."""
+
+
+# The user can correct a full or read-only disk, or a limit of file sizes (EFBIG). Any other OSError is a bug and keeps
+# its traceback.
+USER_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS, errno.EFBIG}
+# The user gave a path that cannot be used. EBUSY means that a file cannot replace `..`.
+PATH_ERRNOS = {errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.EBUSY}
+OTHER_RANKS_WAIT = 3.0  # seconds
+
+
+def one_line(error: BaseException | str) -> str:
+    """Returns the message of `error` on a single line, or the name of its class if it has no message."""
+    text = " ".join(str(error).split())
+    return text if text or isinstance(error, str) else type(error).__name__
+
+
+def switched_on(name: str, environment: Mapping[str, str] = os.environ) -> bool:
+    """Returns whether an environment variable that is a switch is on. dev/setup.sh has the same function.
+
+    Raises UserError for a value that is neither of the words."""
+    text = environment.get(name, "")
+    if text.lower() in ("", "0", "no", "false"):
+        return False
+    if text.lower() in ("1", "yes", "true"):
+        return True
+    raise UserError(f"{name}={text}: expected 1 (yes, true) or 0 (no, false); set it to one of these or unset it")
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Returns whether an exception says that memory ran out, on the GPU or (a RuntimeError of torch) on the CPU."""
+    import torch
+
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or (
+        isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
+    )
+
+
+def user_message(error: BaseException) -> str:
+    """Returns the line about an error that the user can correct, or "" for a bug."""
+    text = one_line(error)
+    if is_out_of_memory(error):
+        return f"out of memory ({text.split('. ')[0][:200]}); lower --device-batch-size and run again"
+    if isinstance(error, UserError | ValueError):
+        return text
+    if isinstance(error, OverflowError) or "Overflow when unpacking" in text:  # Python's error, and torch's TypeError
+        return f"a number is too large ({text[:150]}); see the command's --help"
+    if isinstance(error, RuntimeError) and (found := re.match(r"(\S+) does not have a deterministic implement", text)):
+        return f"{found[1]} has no deterministic form on this device; train without --deterministic"
+    if isinstance(error, OSError) and error.errno in USER_ERRNOS:
+        return f"{text}; free some space or choose a writable folder (NANOCHAT_BASE_DIR)"
+    if isinstance(error, OSError) and error.errno in PATH_ERRNOS:
+        return f"{text[:300]}; choose another path"
+    return missing_package(error)
+
+
+def print_error(message: str) -> None:
+    """
+    Prints `error: <message>` on stderr, before this process ends.
+
+    An error of the user ends all processes in the same way, and torchrun ends the others when the first one has ended.
+    The other ranks therefore wait until rank 0 has printed the message. A rank that is still alive after the wait had
+    an error of its own, and prints its message. torchrun repeats the message at the end of its own report.
+    """
+    rank, file = os.environ.get("RANK", "0"), os.environ.get("TORCHELASTIC_ERROR_FILE")
+    message = f"error: {message}" if rank == "0" else f"error (rank {rank}): {message}"
+    if rank != "0" and "TORCHELASTIC_RUN_ID" in os.environ:
+        time.sleep(OTHER_RANKS_WAIT)
+    if file:
+        with contextlib.suppress(OSError), open(file, "w", encoding="utf-8") as f:
+            details = {"timestamp": str(int(time.time())), "py_callstack": message}
+            json.dump({"message": {"message": message, "extraInfo": details}}, f)
+    print_safely(message, file=sys.stderr, flush=True)
+
+
+def run_main(main: Callable[[], Any]) -> None:
+    """
+    The entry point of every script: `if __name__ == "__main__": run_main(main)`.
+
+    An error that the user can correct (user_message) prints `error: <one line>` on stderr and ends in exit status 2.
+    Ctrl-C ends in exit status 130. A `print` whose reader is gone (`| head`) ends in 141 without a message, but print0
+    goes on. Any other exception is a bug and keeps its traceback. With NANOCHAT_TRACEBACK=1 the errors of a user print
+    their traceback as well.
+    """
+    if sys.stdout is None:  # stdout was closed when Python started.
+        sys.stdout = open(os.devnull, "w")
+    # No character ends a run, whatever the encoding, as on Python's stderr.
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        with contextlib.suppress(OSError):  # reconfigure flushes stdout, whose reader may be gone.
+            sys.stdout.reconfigure(errors="backslashreplace")
+    if not logger.handlers:
+        logger.addHandler(_StderrHandler())
+    logger.setLevel(logging.INFO if os.environ.get("RANK", "0") == "0" else logging.WARNING)
+    # Ctrl-C raises KeyboardInterrupt again (begin_program), but a rank still dies of it: it may be waiting for the
+    # others in C++, where no exception ends the wait.
+    if signal.getsignal(signal.SIGINT) == signal.SIG_DFL and "RANK" not in os.environ:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    with_traceback = False
+    try:
+        with_traceback = switched_on("NANOCHAT_TRACEBACK")
+        main()
+        return
+    except (KeyboardInterrupt, Exception) as error:
+        # A Ctrl-C that comes inside of compiled code (the tokenizer's training) can be the cause of another exception.
+        interrupted = isinstance(error, KeyboardInterrupt) or isinstance(error.__cause__, KeyboardInterrupt)
+        if isinstance(error, BrokenPipeError) and _reader_has_gone():
+            sys.exit(128 + signal.SIGPIPE)
+        if not (message := "interrupted" if interrupted else user_message(error)):
+            raise
+        if with_traceback:
+            traceback.print_exc()
+    finally:
+        _flush_stdout()
+    if not interrupted or os.environ.get("RANK", "0") == "0":  # Ctrl-C reaches all ranks, but only rank 0 prints.
+        print_error(message)
+    sys.exit(130 if interrupted else 2)
+
+
+def _reader_has_gone() -> bool:
+    """Whether stdout is a pipe whose reader is gone."""
+    pipe = select.poll()
+    with contextlib.suppress(OSError, ValueError):  # stdout may have no file.
+        pipe.register(sys.stdout.fileno(), 0)
+    return bool(pipe.poll(0))
+
+
+def _flush_stdout() -> None:
+    """Drops what stdout still holds if its reader is gone. Python would fail at exit otherwise."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        with contextlib.suppress(OSError, ValueError):  # stdout may have no file.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Packages that are not installed
+
+ROOT = Path(__file__).resolve().parent.parent  # This is the root of a checkout, or site-packages.
+# The modules that each extra of this package installs, and those that it always needs.
+EXTRAS = {
+    "": ("numpy", "nvfp4_kernels", "torch", "triton"),
+    "train": ("datasets", "filelock", "huggingface_hub", "matplotlib", "muon", "pyarrow", "rustbpe", "safetensors",
+              "tiktoken", "tqdm", "wandb", "yaml"),
+    "export": ("compressed_tensors", "gguf", "tokenizers", "transformers"),
+    "web": ("fastapi", "starlette", "uvicorn"),
+    "trackio": ("trackio",),
+    "examples": ("accelerate", "lightning", "peft"),
+}  # fmt: skip
+
+
+def install_command(*modules: str) -> str:
+    """Returns what to type so that the modules are found, or "" if no extra has any of them.
+
+    If the checkout's .venv has all of them, this activates it. Otherwise it is a `pip install`. In a checkout that
+    command names the folder, because no package index has this package's name.
+    """
+    known = [extra for extra, names in EXTRAS.items() if set(names) & set(modules)]
+    if not known:
+        return ""
+    extras = ",".join(filter(None, known))
+    package = f"[{extras}]" if extras else ""
+    here = os.path.realpath(os.curdir) == str(ROOT)
+    for packages in ROOT.glob(".venv/lib/python*/site-packages"):
+        if Path(sys.prefix) != ROOT / ".venv" and all((packages / name).is_dir() for name in modules):
+            return f"type `source {'' if here else f'{ROOT}/'}.venv/bin/activate` and run it again"
+    if not (ROOT / "pyproject.toml").is_file():
+        return f"pip install 'nanochat_fp4{package}'"
+    return f"pip install -e '{'.' if here else ROOT}{package}'"
+
+
+def require(*modules: str) -> None:
+    """Raises UserError, with the install_command, if any of the modules is not installed."""
+    if missing := [module for module in modules if importlib.util.find_spec(module) is None]:
+        problem = f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not installed"
+        raise UserError(f"{problem}, which this needs; {install_command(*missing)}")
+
+
+def missing_package(error: BaseException) -> str:
+    """Returns one line about a ModuleNotFoundError of a module that install_command knows, otherwise ""."""
+    name = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
+    command = install_command(name)
+    return f"the package {name} is not installed in {sys.executable}, which this needs; {command}" if command else ""
+
+
+def begin_program() -> None:
+    """
+    Lets signals end this process by their default action, without a traceback, until run_main changes this. The error
+    for a package that is not installed becomes one line.
+
+    Does nothing in a program that only imports this package. A program of ours was started with one of our modules by
+    `-m`, with a file of ours, or with a command of the installed package.
+    """
+    ours = ("nanochat_fp4", "scripts", "eval", "lab", "examples")
+    file = Path(sys.argv[0] if sys.argv else "").absolute()
+    if sys.argv[:1] != ["-c"] and "-m" in sys.orig_argv:
+        is_ours = sys.orig_argv[sys.orig_argv.index("-m") + 1].partition(".")[0] in ours
+    else:
+        # The file may be an example of another checkout than the one that is imported.
+        in_checkout = file.parent.name in ours and (file.parent.parent / "nanochat_fp4" / "cli.py").is_file()
+        is_ours = in_checkout or file.name.startswith("nanochat-fp4")
+    if not is_ours:
+        return
+    sys.excepthook = _say_what_is_missing
+    # A shell may have let this process ignore the signal.
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def _say_what_is_missing(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+    if not (message := missing_package(error)):
+        return sys.__excepthook__(kind, error, trace)
+    print_error(message)
+    raise SystemExit(2)
+
+
+begin_program()
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Flags
+
+PROGRAM: str | None = None  # nanochat_fp4/__main__.py sets this to "nanochat-fp4 base_train" and the like.
+
+
+class ArgumentParser(argparse.ArgumentParser):
+    """The argument parser of all commands. Flags cannot be abbreviated (--dept is not --depth), and errors are one
+    line. The program's name is what a user types to start it: `python -m scripts.base_train`."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        spec = getattr(sys.modules.get("__main__"), "__spec__", None)
+        module = f"python -m {spec.name.removesuffix('.__main__')}" if spec else f"python {sys.argv[0]}"
+        super().__init__(*args, **{"allow_abbrev": False, "prog": PROGRAM or module} | kwargs)
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[argparse.Namespace, list[str]]:
+        self._typed = [str(word) for word in (sys.argv[1:] if args is None else args)]
+        return super().parse_known_args(args, namespace)
+
+    def error(self, message: str) -> NoReturn:
+        flags = {flag.removeprefix("--"): flag for flag in self._option_string_actions if flag.startswith("--")}
+        if message.startswith("the following arguments are required"):
+            # A flag that does not exist is more often the reason than one that was forgotten.
+            unknown = [w for w in self._typed if w.startswith("--") and w[2:].partition("=")[0] not in flags and w[2:]]
+            message = f"unrecognized arguments: {' '.join(unknown)}" if unknown and not self._subparsers else message
+        wrong = [word.partition("=")[0] for word in message.split() if word.startswith("--")]
+        if message.startswith("unrecognized arguments") and wrong:
+            similar = difflib.get_close_matches(wrong[0].removeprefix("--"), flags, n=1)
+            message += f"; did you mean {flags[similar[0]]}?" if similar else ""
+        if message.startswith("argument ") and message.endswith("expected one argument"):
+            message += f"; one that begins with a dash is given as {message.split()[1].rstrip(':')}=..."
+        print_error(f"{message} (see {self.prog} --help)")
+        self.exit(2)
+
+    def print_help(self, file: Any = None) -> None:
+        if os.environ.get("RANK", "0") == "0":
+            super().print_help(file)
+
+
+def parse_finite(text: str) -> float:
+    """The argparse type of every flag with a fractional number. It refuses NaN and infinity."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a finite number")
+    return value
+
+
+def _finite_if(holds: Callable[[float], bool], problem: str) -> Callable[[str], float]:
+    """An argparse type for finite numbers for which holds() is true."""
+
+    def parse(text: str) -> float:
+        if not holds(value := parse_finite(text)):
+            raise argparse.ArgumentTypeError(f"{text!r} {problem}")
+        return value
+
+    return parse
+
+
+# A learning rate or a weight decay.
+parse_rate = _finite_if(lambda value: value >= 0, "is negative; it must be at least 0")
+parse_share = _finite_if(lambda value: 0 <= value <= 1, "is not from 0 to 1")  # A fraction of a whole.
+# The factor by which a moving average keeps its old value.
+parse_beta = _finite_if(lambda value: 0 <= value < 1, "is not at least 0 and below 1")
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Text
+
+
+def format_bytes(num: float) -> str:
+    """Formats a number of bytes: 1536 becomes '1.5 KB'. All prefixes are powers of 1024."""
+    for unit in ("bytes", "KB", "MB", "GB"):
+        if abs(num) < 1024:
+            return f"{num:.0f} {unit}" if unit == "bytes" else f"{num:.1f} {unit}"
+        num /= 1024
+    return f"{num:.1f} TB"
+
+
+def format_seconds(seconds: float) -> str:
+    """Formats a time: 75 becomes '1m15s', and 7500 becomes '2h05m'."""
+    seconds = max(0, round(seconds))
+    if seconds < 60:
+        return f"{seconds}s"
+    if seconds < 3600:
+        return f"{seconds // 60}m{seconds % 60:02d}s"
+    return f"{seconds // 3600}h{seconds % 3600 // 60:02d}m"
+
+
+def table(header: list[str], rows: list[list[object]]) -> str:
+    """Returns the lines of a table with aligned columns, in which numbers are on the right."""
+    cells = [header, *[[f"{v:.3f}" if isinstance(v, float) else str(v) for v in row] for row in rows]]
+    widths = [max(len(line[i]) for line in cells) for i in range(len(header))]
+    numeric = [all(isinstance(row[i], int | float) for row in rows) for i in range(len(header))]
+
+    def line(row: list[str]) -> str:
+        return "  ".join(v.rjust(w) if n else v.ljust(w) for v, w, n in zip(row, widths, numeric)).rstrip()
+
+    return "\n".join([line(cells[0]), "  ".join("-" * w for w in widths), *map(line, cells[1:])])
+
+
+def print_safely(*args: Any, **kwargs: Any) -> None:
+    """Prints, and never ends a run, not even with a closed pipe, a closed terminal or a full disk."""
+    with contextlib.suppress(OSError):
+        print(*args, **kwargs)
+
+
+class _StderrHandler(logging.StreamHandler):
+    """Writes `HH:MM:SS message`, with the level of a warning, to the present sys.stderr: it may be redirected."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.stream = sys.stderr
+        super().emit(record)
+
+    def format(self, record: logging.LogRecord) -> str:
+        level = "" if record.levelno <= logging.INFO else f"{record.levelname.lower()}: "
+        return f"{time.strftime('%H:%M:%S', time.localtime(record.created))} {level}{record.getMessage()}"
