@@ -451,7 +451,7 @@ def quantize(x: torch.Tensor, rounding: str | Rounding, seed: torch.Tensor | int
     multiple = RHT_DIM if spec.ms_eden else spec.block
     if x.dim() == 0 or x.numel() == 0 or x.shape[-1] % multiple:
         raise ValueError(
-            f"quantize: shape {tuple(x.shape)} for {spec.title}, expected a non-empty (..., K) with K a multiple of "
+            f"quantize: shape {tuple(x.shape)} for {spec.label}, expected a non-empty (..., K) with K a multiple of "
             f"{multiple}; pad the last dimension with zeros"
         )
     x = x.detach().to(torch.float32)

@@ -1,12 +1,9 @@
 """ROUNDINGS, the table of the roundings that operands can have. A rounding (`Rounding`) is a row of constants.
 
-quantizers.py computes the roundings, and its docstring has the formulas. A user adds rows of constants here, which are
-checked when a `Rounding` is made (`_problems`).
+quantizers.py computes the roundings, and its docstring has the formulas. A user adds rows of constants here.
 """
 
 import difflib
-import math
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from nanochat_fp4.nvfp4.format import BLOCK, E2M1_MAX, E4M3_MAX
@@ -32,11 +29,6 @@ MX_BLOCK = 32
 # DeepSeek-V3, Section 3.3.2.
 FP8_BLOCK = 128
 E5M2_MAX = 57344.0
-E4M3_SMALLEST = 2.0**-9  # the smallest positive number, which is subnormal
-LARGEST = {"e2m1": E2M1_MAX, "e4m3": E4M3_MAX, "e5m2": E5M2_MAX}
-# MS-EDEN's correction makes up for what clipping loses. Its sums of squares are exact for elements below 8
-# (quantizers.PRODUCT_BITS), and the rounding of a scale increases an element by a factor of 17/16 at most.
-MS_EDEN_GRID_LIMIT = 7.5
 
 
 @dataclass(frozen=True)
@@ -61,8 +53,6 @@ class Rounding:
                 nearest.
     name:       the key in ROUNDINGS
 
-    Raises ValueError for constants with which nothing can be computed.
-
     >>> row = nf.Rounding(grid_max=4.0)  # The largest value of a block becomes 4 times the block's scale.
     >>> nf.quantize(torch.tensor([[4.0, 2.9] + [0.0] * 14]), row).dequantize()[0, :2].round(decimals=3).tolist()
     [4.0, 3.0]
@@ -80,17 +70,6 @@ class Rounding:
     prescale: float = 1.0
     element: str = "e2m1"
     name: str = field(default="", compare=False)
-
-    def __post_init__(self) -> None:
-        if isinstance(self.candidates, list):
-            object.__setattr__(self, "candidates", tuple(self.candidates))
-        for problem in _problems(self):
-            raise ValueError(f"{self.title}: {problem}")
-
-    @property
-    def title(self) -> str:
-        """The words for this rounding in a refusal. A row that is being added to ROUNDINGS has no name yet."""
-        return f"rounding {self.name!r}" if self.name else "this rounding"
 
     @property
     def label(self) -> str:
@@ -113,66 +92,6 @@ class Rounding:
     def random(self) -> bool:
         """Whether the result depends on the seed."""
         return self.stochastic or self.ms_eden
-
-
-def _problems(rounding: Rounding) -> Iterator[str]:
-    """Yields what is wrong with the constants of a rounding. Each is one line that continues the rounding's name."""
-
-    def positive(value: object) -> bool:
-        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        return is_number and math.isfinite(value) and value > 0
-
-    for name in ("grid_max", "scale_cap", "prescale"):
-        if not positive(value := getattr(rounding, name)):
-            yield f"{name} is {value!r}, expected a positive number"
-    candidates = rounding.candidates
-    if not isinstance(candidates, tuple) or not candidates or not all(map(positive, candidates)):
-        yield f"candidates is {candidates!r}, expected a tuple of one positive number or more"
-    for name, known in (("mx", ("", "floor", "ceil")), ("fp8", ("", "tensor", "block"))):
-        if (value := getattr(rounding, name)) not in known:
-            yield f"{name} is {value!r}, expected one of {', '.join(map(repr, known))}"
-    for name in ("stochastic", "ms_eden"):
-        if not isinstance(value := getattr(rounding, name), bool):
-            yield f"{name} is {value!r}, expected True or False"
-    if rounding.mx and rounding.fp8:
-        yield "mx and fp8 are two formats; leave one of them out"
-    elements = ("e4m3", "e5m2") if rounding.fp8 else ("e2m1", "e4m3") if rounding.mx else ("e2m1",)
-    if rounding.element not in elements:
-        yield f"element is {rounding.element!r}, expected {' or '.join(elements)} in this format"
-    block, rows, several = rounding.block, rounding.block_rows, bool(rounding.mx) or rounding.fp8 == "block"
-    if not isinstance(block, int) or block < BLOCK or block % BLOCK or (block > BLOCK and not several):
-        yield f"block is {block!r}, expected {f'a multiple of {BLOCK}' if several else f'{BLOCK} in this format'}"
-    elif rows not in (1, block) or not isinstance(rows, int):
-        yield f"block_rows is {rows!r}, expected 1, or {block} for square blocks"
-    yield from _contradictions(rounding)
-
-
-def _contradictions(rounding: Rounding) -> Iterator[str]:
-    """Yields which of a rounding's constants do not go together, or do nothing in its format."""
-    if rounding.ms_eden and (rounding.mx or rounding.fp8):
-        yield "ms_eden corrects the scales of NVFP4; leave it out, or leave mx and fp8 out"
-    if rounding.ms_eden and rounding.stochastic:
-        yield "ms_eden rounds elements to nearest; leave stochastic out"
-    if rounding.ms_eden and rounding.block_rows != 1:
-        yield "ms_eden corrects the scales of each row; leave block_rows out"
-    largest, why = LARGEST[rounding.element], f", the largest {rounding.element.upper()} number"
-    if rounding.ms_eden:
-        largest, why = MS_EDEN_GRID_LIMIT, " with ms_eden"
-    if rounding.grid_max > largest:
-        yield f"grid_max is {rounding.grid_max}, expected at most {largest:g}{why}"
-    if rounding.fp8 == "tensor" and (rounding.candidates != (1.0,) or rounding.block_rows != 1):
-        yield "fp8='tensor' has no blocks; leave candidates and block_rows out"
-    if rounding.stochastic and rounding.element != "e2m1":
-        yield "8-bit elements are rounded to nearest; leave stochastic out"
-    if rounding.prescale != 1 and not rounding.mx:
-        yield "prescale is for the formats of mx; leave it out"
-    if not (rounding.mx or rounding.fp8) and rounding.scale_cap > E4M3_MAX:
-        yield f"scale_cap is {rounding.scale_cap}, expected at most {E4M3_MAX:g}, the largest E4M3 number"
-    if not (rounding.mx or rounding.fp8) and (scale := rounding.scale_cap * max(rounding.candidates)) < E4M3_SMALLEST:
-        yield (
-            f"its largest scale, scale_cap times a candidate, is {scale:.2g}, expected at least {E4M3_SMALLEST:.2g}, "
-            "the smallest positive E4M3 number; increase scale_cap or candidates"
-        )
 
 
 ROUNDINGS: dict[str, Rounding] = {

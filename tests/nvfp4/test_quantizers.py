@@ -478,7 +478,7 @@ def test_the_largest_numbers_are_quantized_to_finite_ones_or_refused(rounding):
 
 def test_a_row_has_the_name_of_its_key(monkeypatch):
     """Logs and reports name it so, whatever row it was made of."""
-    for row in (Rounding(candidates=[1.0, 1.2]), dataclasses.replace(ROUNDINGS["rtn"], candidates=(1.0, 1.2))):
+    for row in (Rounding(candidates=(1.0, 1.2)), dataclasses.replace(ROUNDINGS["rtn"], candidates=(1.0, 1.2))):
         monkeypatch.setitem(ROUNDINGS, "my_row", row)
         mine = nf.Operand("my_row").rounding
         assert mine.name == str(nf.Operand("my_row")) == "my_row" and mine == row and hash(mine) == hash(row)
