@@ -1,7 +1,7 @@
 """Measures the speed and memory of training steps of whole models, with methods beside BF16 in the same run: tokens/s,
 MFU, peak memory, the largest micro-batch, the time by operation (the paper's Table 7), and recompilations.
 
-    python -m lab.bench steps                                          # d26; BF16, FP8, clover, clover_mixed
+    python -m lab.bench steps                                          # d26; BF16, FP8, clover, clover_fp8_forward
     python -m lab.bench steps --memory-cap 32GiB --recompute none,mlp  # as if on an RTX 5090
     python -m lab.bench steps --depth 20,26,32 --methods clover,nvidia --micro-batch 8
     python -m lab.bench steps --depth 20 --orthogonalizer newton_schulz    # its update_ms, in the JSON
@@ -308,7 +308,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--depth", default="26", help="depths, with commas")
     text = "of nf.METHODS or lab/recipes.py, with commas; bf16 is always there. clover:64: in micro-batches of 64 rows"
     text += ". none: only nanochat"
-    add("--methods", default="fp8,clover,clover_mixed", help=text)
+    add("--methods", default="fp8,clover,clover_fp8_forward", help=text)
     add("--recompute", default="none", help=f"of {', '.join(RECOMPUTE)}, with commas: what is computed twice")
     add("--state", choices=STATES, default="fp32", help="of weights, gradients and moments, as base_train's")
     add("--orthogonalizer", choices=ORTHOGONALIZERS, default="polar_express", help="of Muon; its time is update_ms")

@@ -36,7 +36,7 @@ def outcome(runs: list[dict], content: dict, title: str, header: list[str], *arg
 # ----------------------------------------------------------------------------------------------------------------------
 # Which method?
 
-WHEN = {  # A row of nf.METHODS -> the situation in which one should take it.
+WHEN = {  # A method -> the situation in which one should take it.
     "bf16": "where 4 bits are neither faster nor needed to fit",
     "fp8": "on a Hopper, where it is faster and loses less than every row in 4 bits; not tuned",
     "nvidia": "to compare with NVIDIA's recipe, every GEMM in 4 bits",
@@ -44,9 +44,11 @@ WHEN = {  # A row of nf.METHODS -> the situation in which one should take it.
     "four_over_six": "to compare with Four-over-Six",
     "tetrajet_v2": "to compare with TetraJet-v2",
     "clover": "to reproduce the paper: it is the paper's method, and the default",
+    "clover_fp8_forward": "recommended with 4 bits: the whole forward in FP8, the whole backward in 4 bits",
+    "clover_fp8_forward_8bit": "to compare: the same with 8-bit codes kept (lab/recipes.py)",
     "clover_feedback": "for pure NVFP4 that is evaluated or served in BF16",
     "clover_feedback_late": "for an evaluation in two terms; exported to plain NVFP4 it is no better than clover",
-    "clover_mixed": "recommended with 4 bits: FP8 in the forward of attention and of the MLP's first matrix",
+    "clover_mixed": "FP8 in the forward of attention and of the MLP's first matrix alone",
 }
 
 
@@ -77,19 +79,20 @@ def exported(runs: list[dict], method: str) -> str:
 
 
 def methods(context: Context) -> Outcome:
-    """Makes README's table of methods. It has a row for each method of the package that the study has."""
+    """Makes README's table of methods. It has a row for each method that the study has or --rows names."""
     context.args.results = context.args.results or "d6_mixed"
     runs, content = stored_runs(context)
     times, known, of = time_of_steps(), methods_of(runs), gaps.Rows(runs, gaps.Item("", pooled=True))
-    rows = []
-    for method in [m for m in WHEN if m == "bf16" or m in known]:
-        cells = ["0", "0", "0; 0"]
-        if method != "bf16":
+    rows, asked = [], [name.strip() for name in context.args.rows.split("|")]
+    for method in [m for m in WHEN if m in ("bf16", *known, *asked)]:
+        cells = ["0", "0", "0; 0"] if method == "bf16" else ["not measured"] * 3
+        if method in known:
             found = [of.gap(method, value) for value in VALUES.values()]
             cells = [stats.with_half(gap.mean, gap.half, 2) for gap in found]
             cells.append("; ".join(of.share(method, value) for value in VALUES.values()))
         seeds = len({r["seed"] for r in runs if r["method"] == method})
-        cells += [exported(runs, method), times.get(method, ("not measured",))[0], seeds]
+        as_exported = exported(runs, method) if seeds else "not measured"
+        cells += [as_exported, times.get(method, ("not measured",))[0], seeds]
         rows.append([method, WHEN[method], *cells])
     header = ["QAT_METHOD", "take it", "gap, own forward, %", "gap, BF16 forward, %"]
     header += [

@@ -67,8 +67,8 @@ MIXED_UP = replace(MIXED_ATTENTION, name="clover_mixed_up", grad_input=eden_twic
 
 # The advice which row to use. --help and the documents print all of it, and the plan of a run what concerns its GPU.
 ON_A_BLACKWELL = (
-    "On a Blackwell, time fp8 and clover_mixed, and take the one that ends with the lower loss after the hours that "
-    "you have."
+    "On a Blackwell, time fp8 and clover_fp8_forward, and take the one that ends with the lower loss after the hours "
+    "that you have."
 )
 FOR_THE_PAPER = "To reproduce the paper take clover, the default."
 WHICH = f"{ON_A_BLACKWELL} On an older GPU take fp8, or bf16 if the GPU is older than sm_89 (Ada). {FOR_THE_PAPER}"
@@ -113,6 +113,13 @@ METHODS: dict[str, Recipe] = {
         CLOVER,
         replace(
             CLOVER,
+            name="clover_fp8_forward",
+            output=Gemm(eight_bits, eight_bits),
+            summary="clover with its forward in FP8, one scale a tensor; the backward pass keeps 4-bit codes and "
+            "multiplies in 4 bits, as clover's",
+        ),
+        replace(
+            CLOVER,
             name="clover_feedback",
             output=Gemm(four_over_six, feedback),
             summary="clover with a search over block scales and error feedback for the forward's weight, which a step "
@@ -143,7 +150,7 @@ ALIASES = {"quartet2": "clover"}  # the paper's public name
 LAST_COMMIT = "40089ce"  # The last commit that has all rows that were removed from the package.
 # The names of removed rows, so that an error can tell them from misspelled names. lab/recipes.py has most of them.
 LEFT = frozenset(
-    "chmiel clover_dithered clover_dithered_weight clover_fp8_forward clover_fp8_input clover_fp8_weight "
+    "chmiel clover_dithered clover_dithered_weight clover_fp8_input clover_fp8_weight "
     "clover_fresh_rotation clover_hot clover_input clover_late clover_masked clover_reset clover_rotated "
     "clover_search clover_search_backward clover_search_dithered clover_search_feedback clover_search_forward "
     "clover_shifted clover_shifted_feedback clover_sr_weight clover_weight clover_weight_search fig1a_ms_eden "

@@ -76,7 +76,8 @@ def head(plan: Plan) -> str:
     ]
     if plan.machine.card and plan.machine.card.capability >= 100 and not s.method_is_named:
         lines.append(
-            "  note      clover is the paper's method; for this card clover_mixed or fp8 is recommended (see below)"
+            "  note      clover is the paper's method; for this card clover_fp8_forward or fp8 is recommended (see "
+            "below)"
         )
     return "\n".join(lines)
 

@@ -58,9 +58,9 @@ def test_the_steps_of_every_part_have_the_methods_that_the_plan_advises(tmp_path
     said, _ = plan(tmp_path / "out", PARTS="steps steps_32gib")
     assert said.count(" lab.bench steps ") == 2 and "--methods" not in said
     methods = [method for method, _ in steps.parse_args([]).variants]
-    assert methods == ["bf16", "fp8", "clover", "clover_mixed"] and all(method in WHICH for method in methods)
+    assert methods == ["bf16", "fp8", "clover", "clover_fp8_forward"] and all(method in WHICH for method in methods)
     timed = steps.__doc__.splitlines()
-    assert "BF16, FP8, clover, clover_mixed" in next(line for line in timed if line.startswith("    python"))
+    assert "BF16, FP8, clover, clover_fp8_forward" in next(line for line in timed if line.startswith("    python"))
 
 
 @no_gpu

@@ -20,6 +20,11 @@ DESIGN = {
     "four_over_six": ("four_over_six x four_over_six_16x16", "sr x -", "sr x raw rtn, RHT-16"),
     "tetrajet_v2": ("rtn x rtn", "sr x sr, RHT-32", "sr x sr, RHT-32"),
     "clover": ("four_over_six x four_over_six", "ms_eden x ms_eden, RHT-128", "ms_eden x ms_eden, RHT-128"),
+    "clover_fp8_forward": (
+        "e4m3, four_over_six kept x e4m3, four_over_six kept",
+        "ms_eden x ms_eden, RHT-128",
+        "ms_eden x ms_eden, RHT-128",
+    ),
     "fp8": ("e4m3 x e4m3", "e5m2 x -", "e5m2 x -"),
 }
 
@@ -62,7 +67,7 @@ def test_names():
     missing = set(methods.METHODS) - set(DESIGN) - apart
     assert not missing, f"add {missing} to DESIGN in this file (CONTRIBUTING, a method, step 2)"
     assert apart <= set(methods.METHODS) and nf.METHODS == (*methods.METHODS, *methods.ALIASES)
-    assert nf.METHODS[0] == "bf16" and len({*nf.METHODS}) == len(nf.METHODS) and len(methods.METHODS) <= 10
+    assert nf.METHODS[0] == "bf16" and len({*nf.METHODS}) == len(nf.METHODS) and len(methods.METHODS) <= 11
     assert get_recipe("quartet2") is get_recipe("clover")
 
 
@@ -107,7 +112,11 @@ def test_forward_only_keeps_the_forward():
     for method in DESIGN:
         r = get_recipe(method)
         f = r.forward_only()
-        assert f.output == r.output and f.grad_input == Gemm()
+        kept = (
+            dataclasses.replace(r.output.a, kept=None),
+            dataclasses.replace(r.output.b, kept=None),
+        )  # nothing in 4 bits
+        assert f.output == Gemm(*kept) and f.grad_input == Gemm()
         assert f.grad_weight == Gemm(b=Operand(raw=r.grad_weight.b.raw))  # nvidia's takes the raw input in both
         assert not f.draws_in_backward
     late = get_recipe("clover_feedback_late")  # which ends so as well

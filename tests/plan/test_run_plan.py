@@ -525,7 +525,7 @@ def test_hours_that_follow_from_a_micro_batch_of_one_row_say_so(base_dir):
 
 
 def test_the_head_says_where_the_default_is_not_the_method_recommended_for_a_card():
-    note = "clover is the paper's method; for this card clover_mixed or fp8 is recommended"
+    note = "clover is the paper's method; for this card clover_fp8_forward or fp8 is recommended"
     named = planned(gpu="rtx5090", QAT_METHOD="clover")
     assert note in words.head(planned(gpu="rtx5090")) and note not in words.head(named)
     assert note not in words.head(planned(gpu="rtx4090")) and note not in words.head(planned())
