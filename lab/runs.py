@@ -20,7 +20,8 @@ A study is the set of runs that one sweep trained. The columns of runs.parquet a
     val_bpb_one_term       the same in plain NVFP4, for a run that ends in two terms. It is null if it was not measured.
     forwards               bits per byte of the last weights in the forwards of other methods (lab.study.forwards)
     train_loss             the mean over the last twentieth of the steps, in nats per token
-    card, cards, torch, commit, backend
+    card, cards, torch, backend
+    commit                 the commit of the code that trained the run. The runs of a study may have several.
 
 curves.parquet repeats study, label, size and seed. A "validation" point has the bits per byte with both forwards at a
 step. A "training" point has the mean loss of the steps since the point before, in nats per token.
@@ -103,7 +104,7 @@ def rows_of(study: str, content: dict[str, Any]) -> tuple[list[dict], list[dict]
         row |= {"forwards": list(r.get("forwards", {}).items()), "tokenizer": r.get("tokenizer") or ""}
         row |= {"val_text": r.get("val_text") or ""}
         row |= {"card": environment["gpu"] or environment["cpu"], "cards": environment["gpu_count"]}
-        row |= {"torch": environment["torch"], "commit": environment.get("commit") or ""}
+        row |= {"torch": environment["torch"], "commit": r.get("commit") or environment.get("commit") or ""}
         runs.append(row)
         for step, own, bf16 in r["curve"]:
             points.append(key | {"text": "validation", "step": step, "loss": own, "loss_bf16": bf16})
@@ -138,7 +139,7 @@ def study(name: str) -> dict[str, Any]:
     first = rows[0]
     gpu = first["card"] if first["cards"] else None
     environment = {"gpu": gpu, "gpu_count": first["cards"], "cpu": first["card"], "torch": first["torch"]}
-    environment["commit"] = first["commit"]
+    environment["commit"] = ", ".join(dict.fromkeys(r["commit"][:7] for r in rows))
     return {"name": name, "data": first["text"], "environment": environment, "results": results}
 
 

@@ -120,7 +120,8 @@ def stored_runs(context: Context) -> tuple[list[dict], dict]:
     if {r["method"] for r in runs} == {"bf16"}:
         raise UserError(f"{context.args.results} has bf16 runs of size {size!r} alone; gaps are those of other methods")
     refuse_unlike(runs)
-    commits = dict.fromkeys((c["environment"].get("commit") or "unknown")[:7] for c in contents)
+    of_studies = [c["environment"].get("commit") for c in contents]
+    commits = dict.fromkeys((r.get("commit") or of_studies[r["file"]] or "unknown")[:7] for r in runs)
     return runs, content | {"environment": content["environment"] | {"commit": ", ".join(commits)}}
 
 

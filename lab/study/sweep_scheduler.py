@@ -99,7 +99,7 @@ class Sweep:
             return None
         result = {
             "method": run.method, "size": run.size, "seed": run.seed, "flags": list(run.flags),
-            "computed": computed(run.method, run.flags),
+            "computed": computed(run.method, run.flags), "commit": start["environment"].get("commit"),
             "val_bpb": last["bpb"], "val_bpb_bf16": last["bpb_bf16"],
             "curve": [[r["step"], r["bpb"], r["bpb_bf16"]] for r in values],
             "loss_curve": thinned(losses, steps),

@@ -35,10 +35,19 @@ def test_a_sweep_becomes_a_study_and_replaces_the_one_of_its_name(store, capsys)
     (run,) = study["results"]
     assert {name: run[name] for name in RUN} == RUN | {"method": "mine"}
     assert study["data"] == "text (0123)" and study["environment"]["gpu_count"] == 2
+    assert run["commit"] == "1234567"
     runs.main(["add", write(store / "a.json", RUN | {"val_bpb": 1.4}, RUN | {"method": "other"})])
     assert [r["val_bpb"] for r in runs.stored("a")["results"]] == [1.4, 1.5]
     assert [r["seed"] for r in runs.stored("b")["results"]] == [2] and runs.studies() == ["a", "b"]
     assert "NVIDIA H100" in capsys.readouterr().out
+
+
+def test_a_run_names_the_commit_that_made_it(store, capsys):
+    """A sweep may go on with other code than it began with. An older file names one commit for all."""
+    runs.main(["add", write(store / "a.json", RUN | {"commit": "abcdef0" * 5}, RUN | {"seed": 2, "commit": None})])
+    study = runs.stored("a")
+    assert [r["commit"] for r in study["results"]] == ["abcdef0" * 5, "1234567"]
+    assert study["environment"]["commit"] == "abcdef0, 1234567" and "abcdef0, 1234567" in capsys.readouterr().out
 
 
 def test_names_are_groups_patterns_and_files():
