@@ -76,7 +76,7 @@ def attention_problem(device: torch.device, backend: str) -> str | None:
             *leaves, grad = (t.to(device, dtype).requires_grad_() for t in values)
             try:
                 with flash_attention.use(backend):
-                    out = flash_attention.flash_attn_func(*leaves, window_size=(left, 0))
+                    out = flash_attention.flash_attn_func(*leaves, left)
                     results = [out, *torch.autograd.grad(out, leaves, grad)]
             except Exception as error:
                 return f"attention, {backend}: {one_line(error)[:200]}"

@@ -1,5 +1,5 @@
 """
-Causal attention with a sliding window. The functions have the signature of FlashAttention-3 and four backends.
+Causal attention with a sliding window, by one of four backends.
 
     fa3    FlashAttention-3 from Hugging Face's `kernels` package, on Hopper GPUs, for FP16 or BF16
     flash  PyTorch's own flash kernel, called directly, because SDPA has no argument for a window. It needs sm_80 or
@@ -7,54 +7,39 @@ Causal attention with a sliding window. The functions have the signature of Flas
     flex   torch's FlexAttention, for sliding windows inside torch.compile. Outside of it, it is not fused.
     sdpa   torch's scaled_dot_product_attention, which runs everywhere. A window needs an explicit mask.
 
-For each call the fastest backend is chosen that can compute it. Which one is the fastest depends on the GPU: on a B200
-PyTorch's flash kernel has a third of cuDNN's rate. On a GPU without FlashAttention-3 the other backends are therefore
-timed once at the model's shape, for windows and for full context. For full context, SDPA's own choice is compared with
-its flash and cuDNN kernels. Timing compiles FlexAttention, which takes 18 s of a run's first minute. Shapes in MEASURED
-need no timing.
+FlashAttention-3 is taken where it runs. Otherwise a window takes the fastest backend that was measured on this kind of
+GPU (FASTEST), or PyTorch's flash kernel where nobody has measured. Full context takes SDPA, which has cuDNN's kernel,
+too.
 
 The environment variable NANOCHAT_ATTENTION=fa3|flash|flex|sdpa forces a backend, and so does `use(...)` in a test. A
 forced backend that cannot run raises an error, and no other backend is used instead.
 
-A window is FlashAttention's pair (left, right). Position i sees the left + 1 keys from i - left to i. A negative left
-means no limit.
+A window is given by `left`. Position i sees the left + 1 keys from i - left to i. A negative left means no limit.
 """
 
 import contextlib
 import functools
 import importlib.util
-import json
 import os
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from nanochat_fp4.cli import one_line
-from nanochat_fp4.common import is_ddp_initialized, print0
-from nanochat_fp4.devices import median_ms
-from nanochat_fp4.files import atomic_write
+from nanochat_fp4.common import print0
 from nanochat_fp4.nvfp4.dispatch import constant_when_compiled
 
 BACKENDS = ("fa3", "flash", "flex", "sdpa")
 # The largest number of tokens in a call on sm_12x. With 65,536 tokens SDPA gave NaN on an RTX PRO 6000
 # (pytorch#171389).
 MOST_TOKENS = 65535
-# The backends to time, by whether attention has a window. The first one is the default.
-CANDIDATES = {True: ("flash", "flex", "sdpa"), False: ("sdpa", "flash", "cudnn")}
-# (major version of sm, T, D) -> the fastest backend for windows of T / 2 (True) and for full context (False). The times
-# in ms are for four rows of ten heads, forward and backward, by _timed (dev/LOG.md, 2026-11-24).
-MEASURED = {
-    (9, 2048, 128): {True: "flex", False: "sdpa"},  # H200: flash 0.57, flex 0.45, SDPA 1.07; SDPA 0.40, flash 0.70
-}
-TIMED_ROWS = 4  # The number of rows of the micro-batch with which backends are timed.
-# Another backend than the default is chosen only if it is faster by this factor, so that noise does not change the
-# choice when a run is resumed.
-CLEARLY = 1.25
+# Major version of sm -> the fastest backend for windows, forward and backward.
+FASTEST = {9: "flex"}  # H200, T 2048, windows of 1024, D 128: flash 0.57 ms, flex 0.45, SDPA 1.07
 FLEX_BLOCK = 128  # The number of queries, and of keys, in a block of FlexAttention's mask.
 FA3_REPOSITORY = "varunneal/flash-attention-3"  # The package that nanochat uses on Hopper.
 
@@ -63,17 +48,6 @@ NOT_TRIED = "it is looked for only when a model is set up on a CUDA device"
 fa3_module: ModuleType | None = None
 fa3_reason: str | None = NOT_TRIED
 forced_backend: str | None = None
-# The fastest backend by whether attention has a window. It is empty if backends were not timed.
-fastest_backends: dict[bool, str | None] = {}
-announced_lines: set[str] = set()
-
-try:
-    from torch.nn.attention.flex_attention import BlockMask, flex_attention
-
-    _flex_reason = None
-except ImportError as error:
-    _flex_reason = f"this torch has no FlexAttention ({one_line(error)})"
-
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Which backends can run here
@@ -109,13 +83,7 @@ def _flash_reason() -> str | None:
         return f"it needs sm_80 or newer, and this is sm_{major}{minor}"
     if torch.version.hip or not torch.backends.cuda.is_flash_attention_available():
         return "this torch was built without it"
-    parameters = [a.name for a in torch.ops.aten._flash_attention_forward.default._schema.arguments]
-    return None if "window_size_left" in parameters else "that of this torch takes no window"
-
-
-@constant_when_compiled
-def has_flash() -> bool:
-    return _flash_reason() is None
+    return None
 
 
 def unavailable_reason(backend: str) -> str | None:
@@ -123,11 +91,7 @@ def unavailable_reason(backend: str) -> str | None:
     Raises ValueError for an unknown backend."""
     if backend not in BACKENDS:
         raise ValueError(f"unknown attention backend {backend!r}; use one of {', '.join(BACKENDS)}")
-    if backend == "fa3":
-        return fa3_reason
-    if backend == "flash":
-        return _flash_reason()
-    return _flex_reason if backend == "flex" else None
+    return {"fa3": fa3_reason, "flash": _flash_reason()}.get(backend)
 
 
 def available(backend: str) -> bool:
@@ -153,14 +117,18 @@ def use(backend: str | None) -> Iterator[None]:
         _force(before)
 
 
-def setup(device_type: str, windowed: bool = False, shape: tuple[int, int, int, int, int] | None = None) -> str:
+@functools.cache
+def announce(line: str) -> None:
+    print0(line)
+
+
+def setup(device_type: str, windowed: bool = False) -> str:
     """
     Loads FlashAttention-3, reads NANOCHAT_ATTENTION, and prints one line, once, that names the backend and its cost.
     Returns this line.
 
     The model calls setup in init_weights, because compiled code can neither load nor print. `windowed` says whether the
-    model has sliding windows. `shape` is (T, H, H_kv, D, left), for which backends are timed. Raises ValueError for a
-    forced backend that cannot run.
+    model has sliding windows. Raises ValueError for a forced backend that cannot run.
     """
     global fa3_module, fa3_reason
     wanted = os.environ.get("NANOCHAT_ATTENTION") or None
@@ -168,137 +136,35 @@ def setup(device_type: str, windowed: bool = False, shape: tuple[int, int, int, 
         fa3_module, fa3_reason = _load_fa3()
     if wanted is not None:
         _force(wanted)
-    times: dict[bool, dict[str, float]] = {}
-    timed = device_type == "cuda" and shape is not None and fa3_module is None and forced_backend is None
-    if timed and not torch.are_deterministic_algorithms_enabled():
-        kinds = (True, False) if windowed else (False,)
-        if known := measured_backends(*shape):
-            fastest_backends.update((narrow, known[narrow]) for narrow in kinds)
-            kinds = ()
-        for narrow in kinds:
-            times[narrow] = time_backends(*shape[:4], shape[4] if narrow else -1)
-            fastest_backends[narrow] = _clearly_fastest(times[narrow])
-    line = _describe(device_type, windowed, times)
-    if line not in announced_lines:
-        announced_lines.add(line)
-        print0(line)
-    return line
-
-
-def measured_backends(length: int, heads: int, kv_heads: int, dim: int, left: int) -> dict[bool, str] | None:
-    """Returns the entry of MEASURED for this GPU and shape: the fastest backend for windows and for full context. None
-    means that there is no entry, or that one of its backends cannot run here."""
-    known = MEASURED.get((torch.cuda.get_device_capability()[0], length, dim))
-    if known is None or heads != kv_heads or (0 <= left < length - 1 and 2 * left != length):
-        return None
-    return known if all(map(available, known.values())) else None
-
-
-@functools.cache
-def time_backends(length: int, heads: int, kv_heads: int, dim: int, left: int) -> dict[str, float]:
-    """Returns the time of a layer's attention for each candidate that runs here, in ms, forward and backward in BF16.
-    All ranks get the same times. A negative left means full context. torch's random generators stay as they were.
-
-    FlexAttention is timed in its compiled form. Timing takes some ten seconds, nearly all of them in the compiler. The
-    times are stored beside the compiled kernels, and a later process with the same release of torch reads them
-    there."""
-    shape = length, heads, kv_heads, dim, left
-    folder = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
-    kept = (
-        Path(folder, f"attention-{torch.cuda.get_device_name()}-{'-'.join(map(str, shape))}.json") if folder else None
-    )
-    times = _on_all_ranks(_kept_times(kept))
-    if not times:
-        times = _on_all_ranks(_timed(*shape))
-        if kept is not None:
-            with contextlib.suppress(OSError):
-                kept.parent.mkdir(parents=True, exist_ok=True)
-                atomic_write(kept, json.dumps(times))
-    return times
-
-
-def _kept_times(file: Path | None) -> dict[str, float]:
-    """Returns the times that a file holds, or {} if it cannot be read."""
-    with contextlib.suppress(OSError, ValueError, AttributeError):
-        times = json.loads(file.read_text()).items()
-        return {name: float(ms) for name, ms in times if name == "cudnn" or available(name)}
-    return {}
-
-
-def _on_all_ranks(times: dict[str, float]) -> dict[str, float]:
-    """Returns the times of rank 0 on all ranks."""
-    if is_ddp_initialized():
-        first = [times]
-        torch.distributed.broadcast_object_list(first)
-        (times,) = first
-    return times
-
-
-def _timed(length: int, heads: int, kv_heads: int, dim: int, left: int) -> dict[str, float]:
-    generator = torch.Generator("cuda").manual_seed(0)
-    q, k, v, grad = (
-        torch.randn(TIMED_ROWS, length, h, dim, device="cuda", generator=generator).bfloat16().requires_grad_()
-        for h in (heads, kv_heads, kv_heads, heads)
-    )
-    times = {}
-    functions = {
-        "flash": flash_kernel,
-        "flex": torch.compile(_flex, dynamic=False),
-        "sdpa": sdpa_attention,
-        "cudnn": cudnn_kernel,
-    }
-    results: list[tuple[Tensor, ...]] = []  # The results must agree with those of the first candidate.
-    for name in CANDIDATES[left >= 0]:
-        function = functions[name]
-
-        def step(function=function) -> tuple[Tensor, ...]:
-            return torch.autograd.grad(function(q, k, v, left), (q, k, v), grad)
-
-        if name == "cudnn" or available(name):
-            with torch.enable_grad(), contextlib.suppress(Exception):  # A backend that fails gets no time.
-                results.append(step())
-                if all((a - b).float().norm() <= 0.05 * b.float().norm() for a, b in zip(results[-1], results[0])):
-                    times[name] = median_ms(step, repeats=10)
-    torch.cuda.empty_cache()
-    return times
-
-
-def _clearly_fastest(times: dict[str, float]) -> str | None:
-    """Returns the backend to use: the default, which is the first one, unless another one is clearly faster
-    (CLEARLY)."""
-    default, best = next(iter(times), None), min(times, key=times.__getitem__, default=None)
-    return best if default and times[default] >= CLEARLY * times[best] else default
-
-
-def _describe(device_type: str, windowed: bool, times: dict[bool, dict[str, float]]) -> str:
-    masked = "SDPA, sliding windows by a T x T mask: a windowed layer costs as much as a full one, and no flash kernel"
+    masked = "SDPA with a T x T mask for sliding windows: such a layer costs as much as a full one"
     if forced_backend is not None:
-        return f"attention: {forced_backend}, as asked for"
-    if device_type != "cuda":
-        return f"attention: {masked if windowed else 'SDPA'} ({device_type})"
-    if fa3_module is not None:
-        return "attention: FlashAttention-3"
-    if times:
-        found = {narrow: ", ".join(f"{name} {ms:.2f} ms" for name, ms in of.items()) for narrow, of in times.items()}
-        what = {True: "for sliding windows", False: "for full context"}
-        return "attention: " + ", ".join(f"{fastest_backends[n]} {what[n]} ({text})" for n, text in found.items())
-    if not windowed:
-        return f"attention: SDPA (FlashAttention-3: {fa3_reason})"
-    if True in fastest_backends:  # of MEASURED
-        chosen = f"{fastest_backends[True]} for sliding windows, {fastest_backends[False]} for full context"
-        return f"attention: {chosen}, as measured on an H200 (FlashAttention-3: {fa3_reason})"
-    if _flash_reason() is None:
-        line = "attention: PyTorch's flash kernel for sliding windows, SDPA for full context"
-        return f"{line} (FlashAttention-3: {fa3_reason})"
-    if _flex_reason is None:
-        line = f"attention: FlexAttention for sliding windows where compiled, else {masked}; SDPA for full context"
-        return f"{line} (FlashAttention-3: {fa3_reason})"
-    return f"attention: {masked} (FlashAttention-3: {fa3_reason}; FlexAttention: {_flex_reason})"
+        line = f"{forced_backend}, as asked for"
+    elif device_type != "cuda":
+        line = f"{masked if windowed else 'SDPA'} ({device_type})"
+    elif fa3_module is not None:
+        line = "FlashAttention-3"
+    else:
+        compiled = {
+            "flash": "PyTorch's flash kernel for sliding windows",
+            "flex": "FlexAttention for sliding windows where compiled",
+            "sdpa": masked,
+        }
+        line = f"{compiled[backend_for_windows(True)]}, SDPA for full context" if windowed else "SDPA"
+        line += f" (FlashAttention-3: {fa3_reason})"
+    line = f"attention: {line}"
+    announce(line)
+    return line
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The backends. They take q `(B, Tq, H, D)`, and k and v `(B, Tk, H_kv, D)` with H a multiple of H_kv. The queries are
 # the last Tq of the Tk positions. Results are `(B, Tq, H, D)`.
+
+
+def _mask(num_q: int, num_k: int, left: int, device: torch.device) -> Tensor:
+    """Which keys a query sees, bool (num_q, num_k)."""
+    back = torch.arange(num_k - num_q, num_k, device=device).unsqueeze(1) - torch.arange(num_k, device=device)
+    return (back >= 0) & (back <= left) if left >= 0 else back >= 0
 
 
 def sdpa_attention(q: Tensor, k: Tensor, v: Tensor, left: int) -> Tensor:
@@ -313,11 +179,7 @@ def sdpa_attention(q: Tensor, k: Tensor, v: Tensor, left: int) -> Tensor:
     if num_q == 1 or (num_q == num_k and not narrow):
         y = F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=grouped)
         return y.transpose(1, 2)
-    query = torch.arange(num_k - num_q, num_k, device=q.device).unsqueeze(1)
-    key = torch.arange(num_k, device=q.device)
-    mask = key <= query
-    if narrow:
-        mask = mask & (query - key <= left)
+    mask = _mask(num_q, num_k, left, q.device)
     # Keys and values are repeated for grouped heads, because CUDA has no fused kernel for grouped heads with a mask.
     # The unfused one would keep T x T scores.
     if grouped:
@@ -326,18 +188,16 @@ def sdpa_attention(q: Tensor, k: Tensor, v: Tensor, left: int) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2)
 
 
-def flash_kernel(q: Tensor, k: Tensor, v: Tensor, left: int) -> Tensor:
+def flash_kernel(q: Tensor, k: Tensor, v: Tensor, left: int) -> tuple[Tensor, ...]:
+    """Returns the result and the tensors that torch's operator for the backward pass needs, and a debug mask."""
     # SDPA calls this operator, too, but cannot pass a window to it. torch has the operator's backward pass.
-    out, *_ = torch.ops.aten._flash_attention_forward(
-        q, k, v, None, None, q.size(1), k.size(1), 0.0, True, False, window_size_left=left, window_size_right=0
+    return torch.ops.aten._flash_attention_forward(
+        q, k, v, None, None, q.size(1), k.size(1), 0.0, True, False, **_window(q, left)
     )
-    return out
 
 
-def cudnn_kernel(q: Tensor, k: Tensor, v: Tensor, left: int) -> Tensor:
-    """Full context alone: the operator has no window. left is not used."""
-    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-    return torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, True)[0].transpose(1, 2)
+def _window(q: Tensor, left: int) -> dict[str, int]:
+    return {"window_size_left": left, "window_size_right": 0} if 0 <= left < q.size(1) - 1 else {}
 
 
 def flex_blocks(length: int, left: int, device: torch.device) -> list[Tensor]:
@@ -377,25 +237,28 @@ def _flex(q: Tensor, k: Tensor, v: Tensor, left: int) -> Tensor:
     return y.transpose(1, 2)
 
 
+@constant_when_compiled
+def backend_for_windows(compiled: bool) -> str:
+    """Returns the backend for windows on this GPU, in a compiled graph or outside of one, without FlashAttention-3."""
+    candidates = ["flash", "flex", "sdpa"]
+    if not torch.are_deterministic_algorithms_enabled():
+        candidates.insert(0, FASTEST.get(torch.cuda.get_device_capability()[0], "flash"))
+    return next(b for b in candidates if available(b) and (compiled or b != "flex"))
+
+
 def chosen_backend(q: Tensor, left: int) -> str:
-    if forced_backend is not None:
-        return forced_backend
-    if q.is_cuda:
-        half, width = q.dtype in (torch.bfloat16, torch.float16), q.size(-1)
-        if fa3_module is not None and half:
-            return "fa3"
-        flash = half and width % 8 == 0 and width <= 256 and has_flash()
-        narrow = 0 <= left < q.size(1) - 1
-        fastest = fastest_backends.get(narrow)
-        if narrow:
-            flex = _flex_reason is None and torch.compiler.is_compiling()
-            if fastest == "sdpa" or (flex and fastest == "flex"):
-                return fastest
-            if flash or flex:
-                return "flash" if flash else "flex"
-        elif fastest and half and width <= 256 and (flash or fastest != "flash"):
-            return fastest
-    return "sdpa"
+    if forced_backend is not None or not q.is_cuda:
+        return forced_backend or "sdpa"
+    half, width = q.dtype in (torch.bfloat16, torch.float16), q.size(-1)
+    if fa3_module is not None and half:
+        return "fa3"
+    if not 0 <= left < q.size(1) - 1:
+        return "sdpa"
+    compiled = torch.compiler.is_compiling()
+    backend = backend_for_windows(compiled)
+    if backend != "flash" or (half and width % 8 == 0 and width <= 256):
+        return backend
+    return "flex" if compiled else "sdpa"
 
 
 @constant_when_compiled
@@ -421,10 +284,7 @@ def _parts(*tensors: Tensor) -> list[tuple[Tensor, ...]]:
 def _forward(q: Tensor, k: Tensor, v: Tensor, left: int) -> tuple[Tensor, ...]:
     """Returns the result and the tensors that _backward needs."""
     if q.is_cuda:
-        out, log_sum_exp, *state, _ = torch.ops.aten._flash_attention_forward(
-            q, k, v, None, None, q.size(1), k.size(1), 0.0, True, False, **_window(q, left)
-        )
-        return out, log_sum_exp, *state
+        return flash_kernel(q, k, v, left)[:-1]
     q, k, v, mask = _for_cpu(q, k, v, left)
     out, log_sum_exp = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         q, k, v, 0.0, mask is None, attn_mask=mask
@@ -449,18 +309,12 @@ def _backward(
     return of_q, *(t if t.size(2) == groups else t.unflatten(2, (groups, -1)).sum(3) for t in of_kv)
 
 
-def _window(q: Tensor, left: int) -> dict[str, int]:
-    return {"window_size_left": left, "window_size_right": 0} if 0 <= left < q.size(1) - 1 else {}
-
-
 def _for_cpu(q: Tensor, k: Tensor, v: Tensor, left: int) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Returns q, k and v as `(B, H, T, D)`, and the mask of a window in q's dtype, or None for full context."""
     k, v = (t.repeat_interleave(q.size(2) // t.size(2), dim=2) for t in (k, v))
     mask = None
     if 0 <= left < q.size(1) - 1:
-        position = torch.arange(q.size(1), device=q.device)
-        back = position.unsqueeze(1) - position
-        mask = torch.where((back >= 0) & (back <= left), 0.0, -torch.inf).to(q.dtype)
+        mask = torch.where(_mask(q.size(1), q.size(1), left, q.device), 0.0, -torch.inf).to(q.dtype)
     return *(t.transpose(1, 2) for t in (q, k, v)), mask
 
 
@@ -468,26 +322,18 @@ def _for_cpu(q: Tensor, k: Tensor, v: Tensor, left: int) -> tuple[Tensor, Tensor
 # Public functions
 
 
-def flash_attn_func(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool = True, window_size: tuple[int, int] = (-1, 0)
-) -> Tensor:
-    """
-    Computes causal attention over whole sequences, with gradients.
-
-    q is `(B, T, H, D)`, and k and v are `(B, T, H_kv, D)`, all in one dtype. Returns `(B, T, H, D)`. `causal` is part
-    of FlashAttention's signature. Raises ValueError if it is not True.
-    """
-    if not causal:
-        raise ValueError("only causal attention is supported; pass causal=True")
+def flash_attn_func(q: Tensor, k: Tensor, v: Tensor, left: int = -1) -> Tensor:
+    """Computes causal attention over whole sequences, with gradients. q is `(B, T, H, D)`, and k and v are
+    `(B, T, H_kv, D)`, all in one dtype. Returns `(B, T, H, D)`."""
     parts = _parts(q, k, v)
     if len(parts) > 1:
-        return torch.cat([flash_attn_func(*part, window_size=window_size) for part in parts])
-    backend = chosen_backend(q, window_size[0])
+        return torch.cat([flash_attn_func(*part, left) for part in parts])
+    backend = chosen_backend(q, left)
     if backend == "fa3":
-        return fa3_module.flash_attn_func(q, k, v, causal=True, window_size=window_size)
+        return fa3_module.flash_attn_func(q, k, v, causal=True, window_size=(left, 0))
     if backend == "flash":
-        return flash_kernel(q, k, v, window_size[0])
-    return {"flex": _flex, "cudnn": cudnn_kernel}.get(backend, sdpa_attention)(q, k, v, window_size[0])
+        return flash_kernel(q, k, v, left)[0]
+    return (_flex if backend == "flex" else sdpa_attention)(q, k, v, left)
 
 
 def unkept_reason(device_type: str, head_dim: int) -> str | None:
@@ -519,15 +365,7 @@ def backward(
 
 
 def flash_attn_with_kvcache(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cache_seqlens: Tensor,
-    position: int | None = None,
-    causal: bool = True,
-    window_size: tuple[int, int] = (-1, 0),
+    q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, filled: Tensor, position: int, left: int = -1
 ) -> Tensor:
     """
     Computes attention of T new tokens to themselves and to the cached tokens, and writes k and v into the caches. There
@@ -537,33 +375,28 @@ def flash_attn_with_kvcache(
         q: `(B, T, H, D)`
         k, v: `(B, T, H_kv, D)`
         k_cache, v_cache: `(B, T_max, H_kv, D)` in q's dtype, which are changed in place
-        cache_seqlens: `(B,)` int32, the number of filled positions, which is the same for all rows
-        position: the same number as an int, if the caller knows it. Reading cache_seqlens from a GPU would stall.
+        filled: `(B,)` int32, the number of filled positions, which is the same for all rows
+        position: the same number as an int, because reading it from a GPU would stall
 
-    Returns `(B, T, H, D)`. Raises ValueError for a cache of another dtype, for a full cache, and if causal is not True.
+    Returns `(B, T, H, D)`. Raises ValueError for a cache of another dtype, and for a full cache.
     """
-    if not causal:
-        raise ValueError("only causal attention is supported; pass causal=True")
     if k_cache.dtype != q.dtype:
         raise ValueError(
             f"the KV cache is {k_cache.dtype} but the model computes in {q.dtype}; make it KVCache(dtype=)"
         )
-    position = int(cache_seqlens[0]) if position is None else position
     end = position + q.size(1)
     if end > k_cache.size(1):
         raise ValueError(f"the KV cache holds {k_cache.size(1)} positions and {end} are needed; make it longer")
-    if chosen_backend(q, window_size[0]) == "fa3":
+    if chosen_backend(q, left) == "fa3":
         return fa3_module.flash_attn_with_kvcache(
-            q, k_cache, v_cache, k=k, v=v, cache_seqlens=cache_seqlens, causal=True, window_size=window_size,
-        )  # fmt: skip
+            q, k_cache, v_cache, k=k, v=v, cache_seqlens=filled, causal=True, window_size=(left, 0)
+        )
     k_cache[:, position:end] = k
     v_cache[:, position:end] = v
-    return sdpa_attention(q, k_cache[:, :end], v_cache[:, :end], window_size[0])
+    return sdpa_attention(q, k_cache[:, :end], v_cache[:, :end], left)
 
 
-def attend(
-    q: Tensor, k: Tensor, v: Tensor, kv_cache: Any, layer_idx: int, window_size: tuple[int, int] = (-1, 0)
-) -> Tensor:
+def attend(q: Tensor, k: Tensor, v: Tensor, kv_cache: Any, layer_idx: int, left: int = -1) -> Tensor:
     """
     Computes a layer's attention by flash_attn_func, or by flash_attn_with_kvcache if there is a kv_cache
     (engine.KVCache).
@@ -572,9 +405,9 @@ def attend(
     by T positions.
     """
     if kv_cache is None:
-        return flash_attn_func(q, k, v, causal=True, window_size=window_size).flatten(2)
-    caches, seqlens, position = kv_cache.get_layer_cache(layer_idx), kv_cache.cache_seqlens, kv_cache.get_pos()
-    y = flash_attn_with_kvcache(q, *caches, k, v, seqlens, position, causal=True, window_size=window_size)
+        return flash_attn_func(q, k, v, left).flatten(2)
+    caches = kv_cache.get_layer_cache(layer_idx)
+    y = flash_attn_with_kvcache(q, k, v, *caches, kv_cache.cache_seqlens, kv_cache.get_pos(), left)
     if layer_idx == kv_cache.n_layers - 1:
         kv_cache.advance(q.size(1))
     return y.flatten(2)

@@ -153,7 +153,7 @@ class CausalSelfAttention(nn.Module):
     def forward(self, x: Tensor, cos_sin: tuple[Tensor, Tensor], window_size: tuple[int, int], kv_cache: Any) -> Tensor:
         q, k, v = self.qkv(x)
         q, k = (norm(apply_rotary_emb(t, *cos_sin), keep_output=True) for t in (q, k))
-        y = flash_attention.attend(q, k, v, kv_cache, self.layer_idx, window_size)
+        y = flash_attention.attend(q, k, v, kv_cache, self.layer_idx, window_size[0])
         return self.c_proj(y)
 
 
@@ -343,11 +343,8 @@ class GPT(nn.Module):
         self.cos, self.sin = self._rotary_tables()
         device_type = self.get_device().type
         if device_type != "meta":
-            longest = self.config.sequence_len
-            attention = self.transformer.h[0].attn
             left = min(left for left, _ in self.window_sizes)
-            shape = longest, attention.n_head, attention.n_kv_head, attention.head_dim, left
-            flash_attention.setup(device_type, 0 <= left < longest - 1, shape)
+            flash_attention.setup(device_type, 0 <= left < self.config.sequence_len - 1)
 
     def _rotary_tables(self) -> tuple[Tensor, Tensor]:
         if self.get_device().type == "meta":  # arange would import the whole compiler

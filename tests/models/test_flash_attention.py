@@ -37,8 +37,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without to
 
 @pytest.fixture(params=["sdpa", "flex"])
 def backend(request):
-    if reason := flash_attention.unavailable_reason(request.param):
-        pytest.skip(reason)
     with flash_attention.use(request.param):
         yield request.param
 
@@ -46,14 +44,14 @@ def backend(request):
 @pytest.mark.parametrize("kv_heads, left", [(4, -1), (2, 0), (4, 7), (2, 18), (4, 19)])
 def test_forward(backend, kv_heads, left):
     q, k, v = qkv(kv_heads=kv_heads)
-    torch.testing.assert_close(flash_attn_func(q, k, v, window_size=(left, 0)), loop(q, k, v, left), **TOLERANCE)
+    torch.testing.assert_close(flash_attn_func(q, k, v, left), loop(q, k, v, left), **TOLERANCE)
 
 
 @pytest.mark.parametrize("kv_heads, left", [(4, -1), (2, 7)])
 def test_gradients(kv_heads, left):
     inputs = [t.requires_grad_() for t in qkv(kv_heads=kv_heads)]
     weights = torch.randn(2, 20, 4, 16)
-    got = torch.autograd.grad((flash_attn_func(*inputs, window_size=(left, 0)) * weights).sum(), inputs)
+    got = torch.autograd.grad((flash_attn_func(*inputs, left) * weights).sum(), inputs)
     want = torch.autograd.grad((loop(*inputs, left) * weights).sum(), inputs)
     for g, w in zip(got, want):
         torch.testing.assert_close(g, w, rtol=1e-4, atol=1e-5)
@@ -68,30 +66,23 @@ def test_cache_gives_what_the_whole_sequence_gives(kv_heads, left, steps):
     for n in steps:
         part = slice(position, position + n)
         seqlens = torch.full((2,), position, dtype=torch.int32)
-        known = position if position % 2 else None  # with and without the number beside the tensor
-        outputs.append(
-            flash_attn_with_kvcache(q[:, part], *caches, k[:, part], v[:, part], seqlens, known, window_size=(left, 0))
-        )
+        outputs.append(flash_attn_with_kvcache(q[:, part], k[:, part], v[:, part], *caches, seqlens, position, left))
         position += n
     torch.testing.assert_close(torch.cat(outputs, 1), loop(q, k, v, left), **TOLERANCE)
     assert torch.equal(caches[0][:, :20], k) and torch.equal(caches[1][:, :20], v)
 
 
 def test_flex_compiles_in_one_graph():
-    if reason := flash_attention.unavailable_reason("flex"):
-        pytest.skip(reason)
     q, k, v = qkv()
     with flash_attention.use("flex"), torch.no_grad():
         compiled = torch.compile(flash_attn_func, fullgraph=True, backend="eager")
-        out = compiled(q, k, v, causal=True, window_size=(7, 0))
+        out = compiled(q, k, v, 7)
     torch.testing.assert_close(out, loop(q, k, v, 7), **TOLERANCE)
 
 
 @pytest.mark.parametrize("length", [1, 20, 128, 300, 1024])
 def test_flexs_blocks_are_those_of_create_block_mask(length):
     """Of which flex's kernel would compute the same bits, but which takes a second to trace for each window."""
-    if reason := flash_attention.unavailable_reason("flex"):
-        pytest.skip(reason)
     from torch.nn.attention.flex_attention import create_block_mask
 
     what = ("num_blocks", "indices")
@@ -120,18 +111,10 @@ def test_the_flash_kernel_is_asked_for_the_window():
 
     inputs = [torch.empty(2, 20, h, 16, dtype=torch.bfloat16, device="meta", requires_grad=True) for h in (4, 2, 2)]
     with Record():
-        y = flash_attention.flash_kernel(*inputs, 7)
+        y, *_ = flash_attention.flash_kernel(*inputs, 7)
         grads = torch.autograd.grad(y, inputs, torch.ones_like(y))
     assert [t.shape for t in (y, *grads)] == [t.shape for t in (inputs[0], *inputs)]
     assert calls == [[20, 20, True, 0.0, 7, 0]] * 2
-
-
-def test_cudnns_operator_is_called_for_causal_attention():
-    """On tensors without memory, since it runs on GPUs alone: shapes, and a gradient for each input."""
-    inputs = [torch.empty(2, 20, 4, 16, dtype=torch.bfloat16, device="meta", requires_grad=True) for _ in range(3)]
-    y = flash_attention.cudnn_kernel(*inputs, -1)
-    grads = torch.autograd.grad(y, inputs, torch.ones_like(y))
-    assert [t.shape for t in (y, *grads)] == [t.shape for t in (inputs[0], *inputs)]
 
 
 @pytest.mark.gpu
@@ -145,85 +128,70 @@ def test_gpu_backends_agree_with_sdpa(name, left):
     results = {}
     for backend in (name, "sdpa"):
         with flash_attention.use(backend):
-            out = torch.compile(flash_attn_func, fullgraph=True)(*inputs, causal=True, window_size=(left, 0))
+            out = torch.compile(flash_attn_func, fullgraph=True)(*inputs, left)
             results[backend] = (out, *torch.autograd.grad(out.float().square().sum(), inputs))
     for got, want in zip(results[name], results["sdpa"]):
         # BF16 scores in different orders: 2^-8 of the typical size, some of which adds up in the gradients.
         assert (got.float() - want.float()).norm() <= 0.02 * want.float().norm()
 
 
-TIMES = {"flash": 3.0, "flex": 2.9, "sdpa": 1.0}
-
-
 @pytest.mark.parametrize(
-    "times, chosen",
-    [(TIMES, "sdpa"), (TIMES | {"sdpa": 2.5}, "flash"), ({"flex": 1.0, "sdpa": 5.0}, "flex"), ({"sdpa": 1.0}, "sdpa")],
+    "sm, has_flash, deterministic, compiled, eager",
+    [
+        (9, True, False, "flex", "flash"),  # as measured on an H200
+        (9, True, True, "flash", "flash"),
+        (9, False, False, "flex", "sdpa"),
+        (10, True, False, "flash", "flash"),  # nobody has measured
+        (12, False, False, "flex", "sdpa"),
+        (7, False, True, "flex", "sdpa"),
+    ],
 )
-def test_the_clearly_fastest_attention_is_taken_for_windows(times, chosen, monkeypatch):
-    """PyTorch's flash kernel has a third of cuDNN's rate on a B200. A small difference does not change the default."""
-    asked, cuda_q = [], types.SimpleNamespace(is_cuda=True, dtype=torch.bfloat16, size=lambda i: (2, 64, 4, 128)[i])
-    full = {"sdpa": 2.0, "cudnn": 1.0} if chosen == "flash" else {"sdpa": 1.0, "flash": 1.1}
-    monkeypatch.setattr(flash_attention, "time_backends", lambda *s: asked.append(s) or (times if s[4] > 0 else full))
-    for name, value in (
-        ("fa3_module", None),
-        ("fa3_reason", "none"),
-        ("forced_backend", None),
-        ("fastest_backends", {}),
-    ):
+def test_windows_have_a_backend_for_each_gpu_and_full_context_has_sdpa(
+    sm, has_flash, deterministic, compiled, eager, monkeypatch
+):
+    q = types.SimpleNamespace(is_cuda=True, dtype=torch.bfloat16, size=lambda i: (2, 64, 4, 128)[i])
+    for name, value in (("fa3_module", None), ("fa3_reason", "none"), ("forced_backend", None)):
         monkeypatch.setattr(flash_attention, name, value)
-    monkeypatch.setattr(flash_attention, "has_flash", lambda: "flash" in times)
-    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (10, 0))
-    line = flash_attention.setup("cuda", True, (64, 4, 4, 128, 31))
-    assert asked == [(64, 4, 4, 128, 31), (64, 4, 4, 128, -1)]
-    whole = "cudnn" if chosen == "flash" else "sdpa"
-    assert (
-        line.startswith(f"attention: {chosen} for sliding windows (") and f", {whole} for full context (sdpa " in line
-    )
-    assert flash_attention.chosen_backend(cuda_q, 31) == chosen and flash_attention.chosen_backend(cuda_q, 64) == whole
-    cuda_q.dtype = torch.float32
-    assert flash_attention.chosen_backend(cuda_q, 64) == "sdpa"
+    monkeypatch.setattr(flash_attention, "_flash_reason", lambda: None if has_flash else "none")
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: deterministic)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (sm, 0))
+    names = {"flash": "flash kernel", "flex": "FlexAttention"}
+    assert names[compiled] in flash_attention.setup("cuda", True)
+    assert flash_attention.setup("cuda") == "attention: SDPA (FlashAttention-3: none)"
+    for compiling, chosen in ((True, compiled), (False, eager)):
+        monkeypatch.setattr(torch.compiler, "is_compiling", lambda compiling=compiling: compiling)
+        assert [flash_attention.chosen_backend(q, left) for left in (31, 62, 63, 64, -1)] == [chosen] * 2 + ["sdpa"] * 3
+        q.dtype = torch.float32  # the flash kernel has no FP32
+        others = {"flash": "flex" if compiling else "sdpa"}
+        assert flash_attention.chosen_backend(q, 31) == others.get(chosen, chosen)
+        q.dtype = torch.bfloat16
 
 
-@pytest.mark.parametrize(
-    "shape, timed", [((2048, 4, 4, 128, 1024), 0), ((2048, 4, 4, 64, 1024), 2), ((2048, 4, 4, 128, 700), 2)]
-)
-def test_backends_of_a_measured_shape_are_not_timed(shape, timed, monkeypatch):
-    """Timing compiles FlexAttention, 18 s before the first step."""
-    asked: list[tuple] = []
-    monkeypatch.setattr(flash_attention, "time_backends", lambda *s: asked.append(s) or {"sdpa": 1.0})
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-    for name, value in (("fa3_module", None), ("fa3_reason", "none"), ("fastest_backends", {})):
-        monkeypatch.setattr(flash_attention, name, value)
-    line = flash_attention.setup("cuda", True, shape)
-    assert len(asked) == timed and flash_attention.fastest_backends[True] == ("sdpa" if timed else "flex")
-    assert ("as measured on an H200" in line) == (not timed)
-
-
-def test_a_model_asks_for_the_time_of_its_own_windows(monkeypatch):
+def test_a_model_says_whether_it_has_windows(monkeypatch):
     asked = []
     monkeypatch.setattr(flash_attention, "setup", lambda *how: asked.append(how))
-    config = GPTConfig(sequence_len=64, vocab_size=64, n_layer=4, n_head=4, n_kv_head=2, n_embd=64, window_pattern="SL")
-    GPT(config).init_weights()
-    assert asked == [("cpu", True, (64, 4, 2, 16, 32))]
+    for pattern in ("SL", "L"):
+        shape = dict(sequence_len=64, vocab_size=64, n_layer=4, n_head=4, n_kv_head=2, n_embd=64)
+        GPT(GPTConfig(**shape, window_pattern=pattern)).init_weights()
+    assert asked == [("cpu", True), ("cpu", False)]
 
 
 def test_at_most_65535_tokens_at_once_on_sm_120(monkeypatch):
     """From 65,536 on SDPA gave NaN on an RTX PRO 6000."""
     q, k, v = qkv(batch=5, length=12, kv_heads=2)
-    want, real, seen = flash_attn_func(q, k, v, window_size=(3, 0)), flash_attention.sdpa_attention, []
+    want, real, seen = flash_attn_func(q, k, v, 3), flash_attention.sdpa_attention, []
     monkeypatch.setattr(flash_attention, "MOST_TOKENS", 30)
-    assert torch.equal(flash_attn_func(q, k, v, window_size=(3, 0)), want)
+    assert torch.equal(flash_attn_func(q, k, v, 3), want)
     monkeypatch.setattr(flash_attention, "limits_tokens", lambda device_type: True)
     monkeypatch.setattr(flash_attention, "sdpa_attention", lambda *a: seen.append(a[0].size(0)) or real(*a))
-    torch.testing.assert_close(flash_attn_func(q, k, v, window_size=(3, 0)), want)
+    torch.testing.assert_close(flash_attn_func(q, k, v, 3), want)
     assert seen == [2, 2, 1]
     with pytest.raises(ValueError, match="32 tokens.* 30"):
         flash_attn_func(*qkv(length=32))
 
 
 def test_says_what_it_uses_once_and_what_it_costs(capsys):
-    flash_attention.announced_lines.clear()
+    flash_attention.announce.cache_clear()
     line = flash_attention.setup("cpu", windowed=True)
     assert "SDPA" in line and "as much as" in line
     assert flash_attention.setup("cpu", windowed=True) == line

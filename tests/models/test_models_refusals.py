@@ -7,7 +7,7 @@ from _samples import byte_tokenizer
 from nanochat_fp4.cli import UserError
 from nanochat_fp4.generation.engine import Engine
 from nanochat_fp4.models.cross_entropy import linear_cross_entropy
-from nanochat_fp4.models.flash_attention import flash_attn_func, flash_attn_with_kvcache
+from nanochat_fp4.models.flash_attention import flash_attn_with_kvcache
 from nanochat_fp4.models.gpt import GPT, GPTConfig, config_from_depth
 from nanochat_fp4.models.llama import config_from_size
 from nanochat_fp4.models.optim import Muon
@@ -47,9 +47,8 @@ REFUSED = [
     (generated([1] * 32), "prompt has 32 tokens"),
     (generated([1] * 32, max_tokens=289), "320 positions"),
     (generated([1], temperature=-1), "temperature -1"),
-    (lambda: flash_attn_func(Q, K, V, causal=False), "only causal"),
-    (lambda: flash_attn_with_kvcache(Q, *CACHES, K, V, LENGTHS), "8 positions and 20"),
-    (lambda: flash_attn_with_kvcache(Q, *(c.bfloat16() for c in CACHES), K, V, LENGTHS), "KV cache"),
+    (lambda: flash_attn_with_kvcache(Q, K, V, *CACHES, LENGTHS, 0), "8 positions and 20"),
+    (lambda: flash_attn_with_kvcache(Q, K, V, *(c.bfloat16() for c in CACHES), LENGTHS, 0), "KV cache"),
     (lambda: linear_cross_entropy(X, WEIGHT, TARGETS, 50, 15.0, "max"), "'max'"),
     (lambda: linear_cross_entropy(X, WEIGHT, TARGETS[:-1], 50), "target"),
     (lambda: linear_cross_entropy(X, WEIGHT, TARGETS, 50, head="fp4"), "'fp4'.*fp8"),
