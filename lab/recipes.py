@@ -6,13 +6,91 @@ A program that is given this file can train, evaluate and export them by their n
     python -m scripts.base_train --recipes=lab/recipes.py --method=clover_search
 
 Importing or running this module registers all of them in the process. dev/LOG.md has the measurements of each.
+
+The roundings of other systems are functions of this file, and rows of nf.ROUNDINGS.
+
+* MXFP4 and MXFP8 of the Open Compute Project have a power of two as the scale of 32 values. MXFP4 has E2M1 elements,
+  and MXFP8 has E4M3 elements. tensor_scale is a constant.
+* FP8 in blocks has E4M3 elements, and an FP32 scale for each block of 128 values. In a weight, 128 rows share it as
+  well (DeepSeek-V3, Section 3.3.2).
 """
 
 from dataclasses import replace
 
+import torch
+
 import nanochat_fp4 as nf
+from nanochat_fp4.nvfp4.format import TENSOR_SCALE_MIN, encode_e2m1, pack
 from nanochat_fp4.nvfp4.hadamard import RHT_DIM
+from nanochat_fp4.nvfp4.philox import Noise
+from nanochat_fp4.nvfp4.quantizers import (
+    block_amax,
+    divide,
+    power_of_two_ceil,
+    power_of_two_floor,
+    round_e2m1,
+    stochastic_round_e2m1,
+    to_fp8,
+)
 from nanochat_fp4.nvfp4.recipes import both
+from nanochat_fp4.nvfp4.roundings import E4M3_MAX
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The formats of other systems
+
+
+def in_blocks(
+    x: torch.Tensor, rounding: nf.Rounding, noise: Noise, round_scale, dtype=torch.float32, prescale: float = 1.0
+) -> nf.NVFP4Tensor:
+    """Rounds x * prescale, float32 (R, K), in blocks. round_scale maps wanted scales to scales of this dtype."""
+    blocks = x.unflatten(-1, (-1, rounding.block))
+    amax = block_amax(blocks, rounding.block_rows) * prescale
+    scale = round_scale(divide(amax, rounding.grid_max)).clamp(min=TENSOR_SCALE_MIN)
+    y = blocks * (1.0 / scale * prescale).unsqueeze(-1)
+    if rounding.element != "e2m1":
+        codes = to_fp8(y, rounding.element)
+        q = codes.float()
+    else:
+        draws = noise.elements(0, *x.shape, 0, x.device).view(y.shape) if rounding.stochastic else None
+        q = round_e2m1(y) if draws is None else stochastic_round_e2m1(y, draws)
+        codes = pack(encode_e2m1(q.flatten(-2)))
+    tensor_scale = torch.full((), 1 / prescale, device=x.device)
+    # Values are not decoded from the E8M0 tensor, because compilers hardly support this dtype.
+    return nf.NVFP4Tensor(codes, scale.to(dtype), tensor_scale, (q * scale.unsqueeze(-1)).flatten(-2))
+
+
+def mx_up(x: torch.Tensor, rounding: nf.Rounding, noise: Noise) -> nf.NVFP4Tensor:
+    """Rounds scales up (NVIDIA). Nothing is clipped, but the largest value of a block can be as small as 3."""
+    return in_blocks(x, rounding, noise, power_of_two_ceil, torch.float8_e8m0fnu)
+
+
+def mx_down(x: torch.Tensor, rounding: nf.Rounding, noise: Noise) -> nf.NVFP4Tensor:
+    """Rounds scales down, as OCP specifies. The largest value of a block can be almost 8 and is clipped to 6."""
+    return in_blocks(x, rounding, noise, power_of_two_floor, torch.float8_e8m0fnu)
+
+
+def mx_prescaled(x: torch.Tensor, rounding: nf.Rounding, noise: Noise) -> nf.NVFP4Tensor:
+    """Rounds scales down and multiplies values by 3/4 before rounding (Tseng et al.), so that nothing is clipped."""
+    return in_blocks(x, rounding, noise, power_of_two_floor, torch.float8_e8m0fnu, 3 / 4)
+
+
+def fp8_in_blocks(x: torch.Tensor, rounding: nf.Rounding, noise: Noise) -> nf.NVFP4Tensor:
+    return in_blocks(x, rounding, noise, lambda scale: scale)
+
+
+nf.ROUNDINGS |= {
+    "mxfp4_ocp": nf.Rounding(grid_max=4.0, quantize=mx_down, block=32),  # 4: the largest power of two of E2M1
+    "mxfp4": nf.Rounding(quantize=mx_up, block=32),
+    "mxfp4_32x32": nf.Rounding(quantize=mx_up, block=32, block_rows=32),
+    "mxfp4_sr": nf.Rounding(quantize=mx_up, block=32, stochastic=True),
+    "mxfp4_sr_prescaled": nf.Rounding(grid_max=3.0, quantize=mx_prescaled, block=32, stochastic=True),
+    "mxfp8": nf.Rounding(grid_max=E4M3_MAX, quantize=mx_up, block=32, element="e4m3"),
+    "e4m3_1x128": nf.Rounding(grid_max=E4M3_MAX, quantize=fp8_in_blocks, block=128, element="e4m3"),
+    "e4m3_128x128": nf.Rounding(grid_max=E4M3_MAX, quantize=fp8_in_blocks, block=128, block_rows=128, element="e4m3"),
+}
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The methods
 
 NVIDIA, CLOVER, CLOVER_REFINED = (nf.get_recipe(name) for name in ("nvidia", "clover", "clover_refined"))
 

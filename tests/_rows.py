@@ -5,13 +5,29 @@ conftest.py imports this file. A command that a test starts reads it with --reci
 
 from dataclasses import replace
 
+import torch
+
 import nanochat_fp4 as nf
 from nanochat_fp4.nvfp4.methods import METHODS
+from nanochat_fp4.nvfp4.philox import Noise
 from nanochat_fp4.nvfp4.recipes import Gemm, Operand, Recipe, both
+
+
+def eight_bit_integers(x: torch.Tensor, rounding: nf.Rounding, noise: Noise) -> nf.NVFP4Tensor:
+    """A format of its own: from -grid_max to grid_max, with an FP32 scale for each block."""
+    blocks = x.unflatten(-1, (-1, rounding.block))
+    scale = (2 * blocks.abs().amax(-1) / rounding.grid_max).clamp(min=1e-30)  # The tensor's scale is 1/2.
+    shift = noise.elements(0, *x.shape, 0, x.device).view(blocks.shape) - 0.5 if rounding.stochastic else 0.0
+    codes = torch.round(2 * blocks / scale.unsqueeze(-1) + shift).clamp(-rounding.grid_max, rounding.grid_max)
+    return nf.NVFP4Tensor(codes.flatten(-2).to(torch.int8), scale, torch.full((), 0.5, device=x.device))
+
+
+nf.ROUNDINGS["integers"] = nf.Rounding(grid_max=127.0, quantize=eight_bit_integers, block=32, element="int8")
+nf.ROUNDINGS["integers_sr"] = replace(nf.ROUNDINGS["integers"], stochastic=True)
 
 NVIDIA, CLOVER, REFINED = (nf.get_recipe(name) for name in ("nvidia", "clover", "clover_refined"))
 as_used, rtn, sr, raw_rtn = Operand(), Operand("rtn"), Operand("sr"), Operand("rtn", raw=True)
-four_over_six, mxfp8, mxfp4_sr = Operand("four_over_six"), Operand("mxfp8"), Operand("mxfp4_sr")
+four_over_six, integers = Operand("four_over_six"), Operand("integers")
 eden, search, rotated_sr = both("ms_eden", 128), both("ms_eden_search", 128), both("sr", 128)
 
 ROWS = {
@@ -33,35 +49,23 @@ ROWS = {
         replace(NVIDIA, name="nvidia_1d", output=both("rtn"), grad_input=Gemm(sr, raw_rtn)),
         replace(NVIDIA, name="nvidia_no_sr", grad_input=Gemm(rtn, as_used), grad_weight=Gemm(rtn, raw_rtn, 16)),
         Recipe(
-            "mxfp4_nvidia",
-            output=Gemm(Operand("mxfp4"), Operand("mxfp4_32x32")),
-            grad_input=Gemm(mxfp4_sr, as_used),
-            grad_weight=Gemm(mxfp4_sr, Operand("mxfp4", raw=True), 16),
+            "integers",
+            output=both("integers"),
+            grad_input=Gemm(integers, as_used),
+            grad_weight=Gemm(integers, Operand("integers", raw=True)),
         ),
-        Recipe("tseng", grad_input=both("mxfp4_sr_prescaled", 64), grad_weight=both("mxfp4_sr_prescaled", 64)),
+        Recipe("rotated_integers", grad_input=both("integers_sr", 64), grad_weight=both("integers_sr", 64)),
         Recipe(
             "chmiel",
             output=both("rtn"),
             grad_input=Gemm(sr, raw_rtn),
             grad_weight=Gemm(sr, Operand("sr", raw=True)),
         ),
-        Recipe(
-            "fp8_blocks",
-            output=Gemm(Operand("e4m3_1x128"), Operand("e4m3_128x128")),
-            grad_input=Gemm(Operand("e4m3_1x128"), as_used),
-            grad_weight=Gemm(Operand("e4m3_1x128"), Operand("e4m3_1x128", raw=True)),
-        ),
-        Recipe(
-            "mxfp8",
-            output=both("mxfp8"),
-            grad_input=Gemm(mxfp8, Operand("mxfp8", raw=True)),
-            grad_weight=Gemm(mxfp8, Operand("mxfp8", raw=True)),
-        ),
         Recipe("clover_input", output=Gemm(four_over_six, Operand())),
         Recipe("clover_weight", output=Gemm(Operand(), four_over_six)),
         replace(CLOVER, name="clover_search", output=both("scale_search"), grad_input=search, grad_weight=search),
         replace(CLOVER, name="clover_late", late=(0.7, REFINED)),
-        replace(CLOVER, name="clover_fp8_input", output=Gemm(mxfp8, four_over_six)),
+        replace(CLOVER, name="clover_integer_input", output=Gemm(integers, four_over_six)),
         replace(CLOVER, name="clover_fp8_forward_8bit", output=both("e4m3")),
     )
 }

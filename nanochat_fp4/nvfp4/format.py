@@ -9,12 +9,8 @@ tensor cores read.
   contraction dimension. E4M3 has no infinity, and its maximum is 448.
 * tensor_scale is one FP32 number for the tensor, or for each row in generation. It brings the scales into E4M3's range.
 
-The container also holds formats of other systems, which are here for comparison:
-
-* MXFP4 and MXFP8 (roundings.MX_ROUNDINGS) of the Open Compute Project have a power of two as the scale of 32 values
-  (E8M0, `torch.float8_e8m0fnu`). MXFP4 has the codes above, and MXFP8 has E4M3 numbers. tensor_scale is a constant.
-* FP8 (roundings.FP8_ROUNDINGS) has E4M3 or E5M2 numbers, and either only tensor_scale, or an FP32 scale for each block
-  of 128 values.
+The container also holds FP8, which has E4M3 or E5M2 numbers and only tensor_scale, and what a user's own rounding makes
+(roundings.Rounding.quantize).
 
 The product of an E2M1 and an E4M3 number has a significand of 6 bits, so `decode`, which leaves out tensor_scale, is
 exact in BF16. A BF16 GEMM of decoded operands whose FP32 sums are multiplied by the tensor scales is therefore the same
@@ -45,11 +41,10 @@ E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -
 class NVFP4Tensor:
     """A tensor in NVFP4. Blocks lie along the last dimension.
 
-    codes:        uint8 `(..., K/2)`, with two E2M1 codes a byte, the one with the even index in the low nibble. MXFP8
-                  and FP8 have float8_e4m3fn or float8_e5m2 `(..., K)`.
+    codes:        uint8 `(..., K/2)`, with two E2M1 codes a byte, the one with the even index in the low nibble. FP8
+                  has float8_e4m3fn or float8_e5m2 `(..., K)`.
     scales:       float8_e4m3fn `(..., K/16)`, row-major. For FP4 tensor cores the scales are flat, in the layout of
-                  swizzle_scales. MXFP4 and MXFP8 have float8_e8m0fnu `(..., K/32)`. FP8 has float32 `(..., K/128)`, or
-                  `(..., 0)` if it has only tensor_scale.
+                  swizzle_scales. FP8 has none: `(..., 0)`.
     tensor_scale: float32 (), or `(..., 1)` if each token has its own
     decoded:      the result of `decode` or None, as a cache for a GEMM that follows at once. It is never saved.
 

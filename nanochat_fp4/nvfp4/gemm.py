@@ -113,7 +113,8 @@ class Plain(GemmOperand):
 
 @dataclass
 class Decoded(GemmOperand):
-    """The values code * scale in BF16 or FP32, and a tensor_scale, float32 () or (R, 1), or None for 1."""
+    """The values code * scale in BF16 or FP32, and a tensor_scale, float32 () or (R, 1), or None for 1. Only the values
+    of a user's own format are kept for the backward pass."""
 
     values: torch.Tensor
     tensor_scale: torch.Tensor | None = None
@@ -127,6 +128,18 @@ class Decoded(GemmOperand):
 
     def dequantize(self) -> torch.Tensor:
         return self.values.float() if self.tensor_scale is None else self.values.float() * self.tensor_scale
+
+    def tensors(self) -> tuple[torch.Tensor | None, ...]:
+        return self.values, self.tensor_scale
+
+    def source(self) -> torch.Tensor:
+        return self.dequantize()
+
+    def transposed(self) -> "Decoded":
+        return Decoded(self.values.T, self.tensor_scale)
+
+    def depending_on(self, seed: torch.Tensor) -> "Decoded":
+        return Decoded(after(self.values, seed), self.tensor_scale)
 
 
 @torch.library.custom_op("nanochat_fp4::after", mutates_args=())

@@ -167,8 +167,8 @@ def quantized_linear(p: Pass, x: torch.Tensor, weights: Sequence[torch.Tensor]) 
 class QuantLinear(torch.nn.Linear):
     """An nn.Linear, with the same parameters and state-dict keys, whose GEMMs are computed with a method.
 
-    method is a name of METHODS, or a Recipe. in_features and out_features must be multiples of 16 (for MX methods 32,
-    for FP8 in blocks 128) unless the method quantizes nothing. Input (..., in_features) and weight are FP32 or BF16,
+    method is a name of METHODS, or a Recipe. in_features and out_features must be multiples of 16 (or of the block of a
+    rounding of one's own) unless the method quantizes nothing. Input (..., in_features) and weight are FP32 or BF16,
     with autocast on or off. The output (..., out_features) has the input's dtype, or autocast's. device and dtype are
     those of nn.Linear. Raises ValueError for an unknown method, for sizes that are no such multiples, and for an input
     of another size or dtype.

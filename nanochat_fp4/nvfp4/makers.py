@@ -89,9 +89,9 @@ def maker_of(rounding: Rounding | None, terms: int = 1, feedback: bool = False, 
         return make_with_feedback
     if terms == 2:
         return make_two_terms
-    if rounding.fp8 == "tensor":
+    if rounding.fp8:
         return make_fp8
-    return make_compared if rounding.mx or rounding.fp8 else make_codes
+    return make_by_function if rounding.quantize else make_codes
 
 
 def quantize_operand(
@@ -200,21 +200,16 @@ def make_fp8_with_codes(
     return FP8WithCodes(FP8(t.codes, t.tensor_scale), codes)
 
 
-def make_compared(
+def make_by_function(
     value: torch.Tensor | GemmOperand, how: Quantization, transpose: bool, keep_codes: bool
 ) -> GemmOperand:
-    """Makes operands in MXFP4, MXFP8 and FP8 in blocks. These formats are for comparisons and have no kernels and no
-    GEMM of their own, so their values are multiplied in BF16 on a GPU.
-
-    MX values are exact in BF16. The values of FP8 in blocks are rounded to BF16, because their scales are FP32 numbers.
-    """
+    """Makes an operand in a format of a user's own. Its values are multiplied in BF16 on a GPU."""
     value, rounding = _source(value), how.rounding
     x = _contracted_last(value, transpose, max(how.rht_dim, rounding.block))
     t = quantize_reference(x, rounding, **_draws(how))
-    values = t.decoded.to(torch.bfloat16) if t.decoded.is_cuda else t.decoded
-    if rounding.fp8:  # The backward pass makes its operands from this one, and must not see the padding.
-        values = values[:, : value.shape[0 if transpose else 1]]
-    return Plain(values) if rounding.prescale == 1 else Decoded(values, t.tensor_scale)
+    values = t.decode(torch.bfloat16 if x.is_cuda else torch.float32)
+    # The backward pass makes its operands from this one, and must not see the padding.
+    return Decoded(values if how.rht_dim else values[:, : value.shape[0 if transpose else 1]], t.tensor_scale)
 
 
 def _source(value: torch.Tensor | GemmOperand) -> torch.Tensor | NVFP4Tensor:
@@ -247,7 +242,7 @@ def quantize_grad_output(
     """
     if for_dgrad is not None and for_wgrad is not None:
         a, b = for_dgrad.rounding, for_wgrad.rounding
-        if a and a == b and a.fp8 == "tensor":
+        if a and a == b and a.fp8:
             quantized = quantize_operand(e, for_dgrad)
             return quantized, quantized.transposed()
         kernels = a and b and a.has_kernels and b.has_kernels and a.block_rows == b.block_rows == 1

@@ -7,7 +7,7 @@
     WithResidual            two terms: the codes of a tensor, and the codes of the error that the first codes leave
     FP8                     8-bit numbers with one scale
     FP8WithCodes            8-bit numbers for the forward product, and 4-bit codes for the backward pass
-    Decoded                 the exact values of codes, for a product that follows at once. It is never kept.
+    Decoded                 the exact values of codes, for a product that follows at once, or of a user's own format
 
 Every operand is a matrix (R, K), and a product contracts it over K, its last dimension. makers.py makes operands.
 

@@ -28,11 +28,8 @@ to 1, so that such a scale is rounded with little noise. If tensor_scale were am
 be 5% to 12% larger. Algorithm 1 to the letter aligns the scales, rounds them to E4M3, and then corrects them. Both
 forms have the same error, as a test shows.
 
-Other systems, for comparison. MXFP4 and MXFP8 (MX_ROUNDINGS) differ only in the scale. It is a power of two (E8M0) for
-32 values, and tensor_scale is a constant. The Open Compute Project's specification rounds the scale down, which may
-clip large values. Rounding up clips nothing. FP8 (FP8_ROUNDINGS) has only tensor_scale, or an FP32 scale for each block
-of 128 values. These formats have no quantization kernels and run as this reference on every machine. FP8 with one scale
-has a GEMM of its own (gemm.py).
+FP8 has only tensor_scale, no quantization kernel, and a GEMM of its own. Formats of other systems, such as MXFP4, are
+functions that a user registers (roundings.Rounding.quantize). Both run as PyTorch on every machine.
 
 Bit-exactness. The kernels compute the same FP32 operations as this reference. There is one division for each block, and
 elements are multiplied by its result. Sums over a block are computed in fixed point (`_fixed_sum`), so that they do not
@@ -65,7 +62,7 @@ from nanochat_fp4.nvfp4.format import (
 )
 from nanochat_fp4.nvfp4.hadamard import RHT_DIM, rotate, rotated_sums
 from nanochat_fp4.nvfp4.philox import Noise
-from nanochat_fp4.nvfp4.roundings import FP8_BLOCK, Rounding, get_rounding
+from nanochat_fp4.nvfp4.roundings import Rounding, get_rounding
 
 # A limit between 6 * 17/15, the largest element that a rounded normal scale can cause, and 7, which would round to 8.
 E2M1_OVERFLOW = 6.875
@@ -160,7 +157,7 @@ def _rounded_product(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return torch.round(x.to(torch.float64) * y.to(torch.float64)).to(torch.int32)
 
 
-def _block_amax(u: torch.Tensor, block_rows: int) -> torch.Tensor:
+def block_amax(u: torch.Tensor, block_rows: int) -> torch.Tensor:
     """Returns the largest magnitude of each block of u `(R, G, B)`, repeated for each of the block's rows: `(R, G)`."""
     return _over_rows(u.abs().amax(dim=-1), block_rows, lambda rows: rows.amax(dim=-1))
 
@@ -189,17 +186,14 @@ def search_scales(x: torch.Tensor, rounding: Rounding, round_scale, draw=None, f
     wanted scale and the block's amax to a scale that the format has, all float32 `(R, G)`. The function draw maps the
     number of a candidate to uniforms of x's shape. Each candidate of a stochastic rounding draws its own numbers.
     """
-    amax = _block_amax(x, rounding.block_rows) * factor
+    amax = block_amax(x, rounding.block_rows) * factor
     base = divide(amax, rounding.grid_max)
     inverse_unit = _reciprocal(power_of_two_floor(base))
     best_q = best_scale = best_error = None
     for candidate, multiple in enumerate(rounding.candidates):
         scale = round_scale(base * multiple, amax)
         y = x * (_reciprocal(scale) * factor).unsqueeze(-1)
-        if rounding.element != "e2m1":
-            q = to_fp8(y, rounding.element).to(torch.float32)
-        else:
-            q = stochastic_round_e2m1(y, draw(candidate)) if rounding.stochastic else round_e2m1(y)
+        q = stochastic_round_e2m1(y, draw(candidate)) if rounding.stochastic else round_e2m1(y)
         if len(rounding.candidates) == 1:
             return q, scale
         difference = q - y
@@ -237,13 +231,8 @@ def block_scale_rounding(rounding: Rounding):
     clipped otherwise. In E4M3's normal range rounding lowers a scale by a factor of 16/17 at most, and no element is
     clipped: with SR the choice of s keeps elements within 6, and with RTN all values below 7 are rounded to 6. Only a
     subnormal scale can be rounded to a scale that is too small, or to zero. The block would then lose its largest
-    values, or all of them. For MX the scale is a power of two.
+    values, or all of them.
     """
-    if rounding.fp8:
-        return lambda wanted, amax: wanted.clamp(min=TENSOR_SCALE_MIN)
-    if rounding.mx:
-        power_of_two = power_of_two_floor if rounding.mx == "floor" else power_of_two_ceil
-        return lambda wanted, amax: power_of_two(wanted).clamp(min=TENSOR_SCALE_MIN)
     limit = E2M1_MAX if rounding.stochastic else E2M1_OVERFLOW
 
     def round_scale(wanted: torch.Tensor, amax: torch.Tensor) -> torch.Tensor:
@@ -309,7 +298,12 @@ def quantize_reference(
         amax = rows.abs().amax(dim=-1, keepdim=True) if per_token else rows.abs().amax()
     if largest is not None:
         amax = largest(amax)
-    if rounding.fp8 == "tensor":
+    if rounding.quantize:
+        t = rounding.quantize(rows * norm, rounding, noise)
+        parts = (v if v is None else v.view(*leading, -1) for v in (t.codes, t.scales, t.decoded))
+        codes, scales, decoded = parts
+        return NVFP4Tensor(codes, scales, t.tensor_scale, decoded)
+    if rounding.fp8:
         codes, tensor_scale = _fp8_with_tensor_scale(rows, rounding, amax, norm)
         codes = codes.view(*leading, -1)
         tensor_scale = tensor_scale.view(*leading, 1) if per_token else tensor_scale
@@ -320,9 +314,7 @@ def quantize_reference(
 
     q, codes, pseudo_scales, correction = _align_in_chunks(rows, rounding, factor, noise)
     scales = finish_scales(pseudo_scales, correction, rounding, tensor_scale, noise)
-    # For MX the scales are not taken from the E8M0 tensor, because compilers hardly support this dtype.
-    exact = pseudo_scales if rounding.mx or rounding.fp8 else scales.to(torch.float32)
-    decoded = (q * exact.unsqueeze(-1)).flatten(-2)
+    decoded = (q * scales.to(torch.float32).unsqueeze(-1)).flatten(-2)
     return NVFP4Tensor(
         codes=codes.view(*leading, -1),
         scales=scales.view(*leading, -1),
@@ -340,8 +332,6 @@ def _fp8_with_tensor_scale(rows, rounding, amax, norm):
 
 def _tensor_scale(rounding, amax):
     """Returns the tensor_scale of values with this amax."""
-    if rounding.mx or rounding.fp8:
-        return torch.full_like(amax, 1 / rounding.prescale)
     tensor_scale = divide(amax, rounding.grid_max * rounding.scale_cap).clamp(min=TENSOR_SCALE_MIN)
     return power_of_two_ceil(tensor_scale) if rounding.ms_eden else tensor_scale
 
@@ -354,15 +344,13 @@ def _align_in_chunks(rows, rounding, factor, noise):
     """
     chunk = max(rows.shape[0], 1)
     if rows.device.type == "cpu":
-        chunk = max(FP8_BLOCK, CHUNK // rows.shape[1] // FP8_BLOCK * FP8_BLOCK)
+        chunk = max(BLOCK, CHUNK // rows.shape[1] // BLOCK * BLOCK)
     align = _align_post_hoc if rounding.ms_eden else _align_first
     chunks = []
     for start in range(0, rows.shape[0], chunk):
         chunk_factor = factor[start : start + chunk] if factor.dim() > 1 else factor
         q, *scales = align(rows[start : start + chunk], rounding, chunk_factor, noise, start)
-        grid = q.flatten(-2)
-        codes = pack(encode_e2m1(grid)) if rounding.element == "e2m1" else grid.to(FP8_DTYPES[rounding.element])
-        chunks.append((q, codes, *scales))
+        chunks.append((q, pack(encode_e2m1(q.flatten(-2))), *scales))
     return tuple(torch.cat(p) if len(chunks) > 1 else p[0] for p in zip(*chunks))
 
 
@@ -410,13 +398,9 @@ def _eden_correction(x, q, scales, factor):
 
 
 def finish_scales(pseudo_scales, correction, rounding, tensor_scale, noise):
-    """Returns the final scales in the dtype of the format. For MS-EDEN this is the work of the paper's second kernel:
+    """Returns the final scales, float8_e4m3fn. For MS-EDEN this is the work of the paper's second kernel:
     it aligns and corrects the pseudo-scales and rounds them stochastically. The scales of other roundings are only
     cast."""
-    if rounding.fp8:
-        return pseudo_scales
-    if rounding.mx:
-        return pseudo_scales.to(torch.float8_e8m0fnu)
     if not rounding.ms_eden:
         return round_e4m3(pseudo_scales)
     uniform = noise.scales(*pseudo_scales.shape, pseudo_scales.device)
@@ -430,9 +414,9 @@ def quantize(x: torch.Tensor, rounding: str | Rounding, seed: torch.Tensor | int
     seed is an int or an int64 tensor. It determines rotation and rounding, and deterministic roundings ignore it. With
     the ms_eden roundings the result is rotated: it approximates rotate(x, seed).
 
-    K must be a multiple of 16, of 128 for ms_eden, and of 32 for MX. All values must be finite in FP32, and stay finite
-    after the rotation and the rounding. Raises ValueError if they are not, for another K, for an unknown rounding, for
-    a seed of another type, and for an integer, empty or meta tensor.
+    K must be a multiple of the rounding's block, which is 16, and of 128 for ms_eden. All values must be finite in
+    FP32, and stay finite after the rotation and the rounding. Raises ValueError if they are not, for another K, for an
+    unknown rounding, for a seed of another type, and for an integer, empty or meta tensor.
 
     >>> t = nf.quantize(torch.tensor([[6.0, 3.2, -1.1] + [0.0] * 13]), "rtn")
     >>> t.dequantize()[0, :3].round(decimals=3).tolist()

@@ -24,10 +24,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from nanochat_fp4.nvfp4.dispatch import native_gemm
-from nanochat_fp4.nvfp4.format import BLOCK
 from nanochat_fp4.nvfp4.hadamard import RHT_DIM
 from nanochat_fp4.nvfp4.makers import Maker, Quantization, maker_of
-from nanochat_fp4.nvfp4.roundings import OF_THE_PACKAGE, Rounding, get_rounding
+from nanochat_fp4.nvfp4.roundings import OF_THE_PACKAGE, Rounding, get_function, get_rounding
 
 RHT_DIMS = (0, 16, 32, 64, 128)
 # The six operands, two of each GEMM. The number of an operand is also the number of its random stream, so that no two
@@ -159,8 +158,7 @@ class Recipe:
     def block(self) -> int:
         """The number that in_features and out_features must be multiples of."""
         roundings = (o.rounding for g in (self.output, self.grad_input, self.grad_weight) for o in (g.a, g.b))
-        blocks = [BLOCK if r.fp8 else r.block for r in roundings if r]
-        return max(blocks, default=0)
+        return max((r.block for r in roundings if r), default=0)
 
     def problem_with_sizes(self, in_features: int, out_features: int) -> str | None:
         """Why a layer of these sizes cannot be computed with this recipe, or None."""
@@ -310,7 +308,7 @@ def _problems_of_gemm(gemm: Gemm, is_output: bool) -> Iterator[str]:
     if gemm.a.raw or (gemm.b.raw and is_output):
         yield "raw only means something for input and weight in the backward GEMMs"
     for o in operands:
-        if o.kept and not (is_output and o.rounding and o.rounding.fp8 == "tensor" and o.terms == 1):
+        if o.kept and not (is_output and o.rounding and o.rounding.fp8 and o.terms == 1):
             yield "kept is for operands of output in FP8 with one scale; leave it out, or use e4m3"
         if o.kept and not (o.kept.has_kernels and not o.kept.random):
             yield f"kept is a rounding of NVFP4 that draws nothing; got {o.kept.label}"
@@ -329,7 +327,7 @@ def to_record(value: Any) -> Any:
     """Returns a Recipe as JSON data, with the fields that differ from their defaults.
 
     A rounding of the package is stored as its name. A row that a user has added to ROUNDINGS is stored in full, because
-    the process that reads the record may not have the row.
+    the process that reads the record may not have the row. Its function is stored as a name.
     """
     if isinstance(value, Rounding) and OF_THE_PACKAGE.get(value.name) == value:
         return value.name
@@ -339,17 +337,22 @@ def to_record(value: Any) -> Any:
         plain = type(value)(**{name: getattr(value, name) for name in required})
         changed = (f.name for f in own if f.name in required or getattr(value, f.name) != getattr(plain, f.name))
         return {name: to_record(getattr(value, name)) for name in changed}
-    return [to_record(item) for item in value] if isinstance(value, tuple) else value
+    if isinstance(value, tuple):
+        return [to_record(item) for item in value]
+    return value.__name__ if callable(value) else value
 
 
 def from_record(record: Mapping[str, Any]) -> Recipe:
-    """Returns the Recipe that to_record has made `record` of. Raises ValueError if `record` describes no recipe."""
+    """Returns the Recipe that to_record has made `record` of. Raises ValueError if `record` describes no recipe, and if
+    one of its roundings has a function that no row of ROUNDINGS has."""
 
     def operand(made: Mapping[str, Any]) -> Operand:
         roundings = {name: made.get(name) for name in ("rounding", "kept")}
         for name, value in roundings.items():
             if isinstance(value, Mapping):
                 plain = {k: tuple(v) if isinstance(v, list) else v for k, v in value.items()}
+                if "quantize" in plain:
+                    plain["quantize"] = get_function(plain["quantize"], plain.get("name", ""))
                 roundings[name] = Rounding(**plain)
             elif isinstance(value, str):  # Earlier versions stored the name of a user's row, too.
                 roundings[name] = OF_THE_PACKAGE.get(value) or get_rounding(value)

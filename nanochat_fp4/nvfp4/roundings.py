@@ -4,9 +4,16 @@ quantizers.py computes the roundings, and its docstring has the formulas. A user
 """
 
 import difflib
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
-from nanochat_fp4.nvfp4.format import BLOCK, E2M1_MAX, E4M3_MAX
+from nanochat_fp4.nvfp4.format import BLOCK, E2M1_MAX, E4M3_MAX, NVFP4Tensor
+
+if TYPE_CHECKING:
+    import torch
+
+    from nanochat_fp4.nvfp4.philox import Noise
 
 # Rounding a scale to nearest lowers it by a factor of 16/17 at most. With this grid maximum, elements are at most 6
 # after that, so that stochastic rounding never clips.
@@ -23,34 +30,28 @@ FOUR_OVER_SIX = (1.0, 3 / 2)
 SEARCH_3 = (1.0, 3 / 2, 15 / 16)
 SEARCH_6 = (1.0, 3 / 2, 15 / 16, 11 / 8, 13 / 8, 17 / 16)
 
-# The number of values that share a power of two in MXFP4 and MXFP8. Source: Open Compute Project, MX 1.0.
-MX_BLOCK = 32
-# The number of values that share a scale in FP8 with blocks. In a weight, 128 rows share it as well. Source:
-# DeepSeek-V3, Section 3.3.2.
-FP8_BLOCK = 128
 E5M2_MAX = 57344.0
 
 
 @dataclass(frozen=True)
 class Rounding:
-    """How one operand is rounded to NVFP4, or to a format for comparison. quantizers.py has the formulas in its
-    docstring.
+    """How one operand is rounded: to NVFP4, to FP8 with one scale a tensor, or by a function. quantizers.py has the
+    formulas in its docstring.
 
     grid_max:   s, the value that a block's amax is mapped to with the candidate 1
     scale_cap:  cap, the largest block scale with the candidate 1
     candidates: the multiples of the block scale that are tried
     stochastic: whether elements are rounded stochastically (SR). Otherwise they are rounded to nearest, ties to even
                 (RTN).
-    block_rows: the number of rows that share a scale: 1, or as many as `block` for square blocks
+    block_rows: the number of rows that share a scale: 1, or 16 for square blocks
     ms_eden:    whether to rotate by an RHT of 128, correct the scales by S, and round the scales stochastically
-    mx:         "" for the scales of NVFP4. "floor" and "ceil" are the powers of two below and above amax / s.
-    fp8:        "" if the format is not FP8. "tensor" is FP8 with only tensor_scale, and "block" is FP8 with an FP32
-                scale for each block.
-    block:      the number of values in a row that share a scale: 16 for NVFP4, 32 for MXFP4 and MXFP8, and 128 for FP8
-                with blocks. The last two may have other multiples of 16.
-    prescale:   the factor by which elements are multiplied before rounding and divided afterwards (mx only)
-    element:    the format of an element: "e2m1", "e4m3" (mx and fp8), or "e5m2" (fp8). The 8-bit formats are rounded to
-                nearest.
+    element:    the format of an element: "e2m1" (NVFP4), or "e4m3" or "e5m2" (FP8 with one scale a tensor, rounded to
+                nearest)
+    quantize:   a function for another format. quantize(x, rounding, noise) rounds x, float32 (R, K), and returns an
+                NVFP4Tensor, whose values a layer multiplies in BF16. x is rotated already if its GEMM has a rotation,
+                and noise (philox.Noise) has the random numbers. The fields above are the function's arguments. Results
+                of a row may not depend on other rows, except for those of its own square blocks.
+    block:      the number of values in a row that share a scale: 16, or another number for a function
     name:       the key in ROUNDINGS
 
     >>> row = nf.Rounding(grid_max=4.0)  # The largest value of a block becomes 4 times the block's scale.
@@ -64,12 +65,15 @@ class Rounding:
     stochastic: bool = False
     block_rows: int = 1
     ms_eden: bool = False
-    mx: str = ""
-    fp8: str = ""
-    block: int = BLOCK
-    prescale: float = 1.0
     element: str = "e2m1"
+    # A file of recipes that runs again makes new functions, so two functions of one name count as the same.
+    quantize: "Callable[[torch.Tensor, Rounding, Noise], NVFP4Tensor] | None" = field(default=None, compare=False)
+    block: int = BLOCK
     name: str = field(default="", compare=False)
+    function: str = field(default="", init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "function", self.quantize.__name__ if self.quantize else "")
 
     @property
     def label(self) -> str:
@@ -78,15 +82,20 @@ class Rounding:
         return (self.name or "unnamed") + ("" if of_the_package == self else " with other constants")
 
     @property
+    def fp8(self) -> bool:
+        """Whether the format is FP8 with one scale a tensor."""
+        return self.element != "e2m1" and not self.quantize
+
+    @property
     def has_kernels(self) -> bool:
         """Whether the Triton kernels can compute this rounding. The other roundings run as this reference
         everywhere."""
-        return not (self.mx or self.fp8 or (self.random and self.block_rows > 1))
+        return not (self.fp8 or self.quantize or (self.random and self.block_rows > 1))
 
     @property
     def takes_amax(self) -> bool:
         """Whether the amax of an input that is not rotated can be given by the kernel that makes the input."""
-        return self.has_kernels or self.fp8 == "tensor"
+        return self.has_kernels or self.fp8
 
     @property
     def random(self) -> bool:
@@ -106,29 +115,10 @@ ROUNDINGS: dict[str, Rounding] = {
     "scale_search_6": Rounding(scale_cap=SEARCH_SCALE_CAP, candidates=SEARCH_6),
     "ms_eden_search_3": Rounding(scale_cap=SEARCH_SCALE_CAP, candidates=SEARCH_3, ms_eden=True),
     "ms_eden_search_6": Rounding(scale_cap=SEARCH_SCALE_CAP, candidates=SEARCH_6, ms_eden=True),
+    # FP8 has one scale per tensor, as nanochat's --fp8 has.
+    "e4m3": Rounding(grid_max=E4M3_MAX, scale_cap=1.0, element="e4m3"),
+    "e5m2": Rounding(grid_max=E5M2_MAX, scale_cap=1.0, element="e5m2"),
 }
-# Formats of other systems. If scales are rounded down, the largest value of a block can be almost 8 and is clipped to
-# 6. Tseng et al. therefore multiply values by 3/4 before stochastic rounding. If scales are rounded up (NVIDIA),
-# nothing is clipped, but the largest value of a block can be as small as 3.
-_UP = {"mx": "ceil", "block": MX_BLOCK}
-MX_ROUNDINGS: dict[str, Rounding] = {
-    "mxfp4_ocp": Rounding(grid_max=4.0, mx="floor", block=MX_BLOCK),  # 4: the largest power of two of E2M1
-    "mxfp4": Rounding(**_UP),
-    "mxfp4_32x32": Rounding(**_UP, block_rows=MX_BLOCK),
-    "mxfp4_sr": Rounding(**_UP, stochastic=True),
-    "mxfp4_sr_prescaled": Rounding(grid_max=3.0, mx="floor", block=MX_BLOCK, stochastic=True, prescale=3 / 4),
-    "mxfp8": Rounding(grid_max=E4M3_MAX, **_UP, element="e4m3"),
-}
-ROUNDINGS |= MX_ROUNDINGS
-# FP8 has one scale per tensor (nanochat's --fp8), or FP32 scales for blocks of 1x128 and 128x128 (DeepSeek-V3).
-_BLOCKS = {"grid_max": E4M3_MAX, "fp8": "block", "element": "e4m3", "block": FP8_BLOCK}
-FP8_ROUNDINGS: dict[str, Rounding] = {
-    "e4m3": Rounding(grid_max=E4M3_MAX, scale_cap=1.0, fp8="tensor", element="e4m3"),
-    "e5m2": Rounding(grid_max=E5M2_MAX, scale_cap=1.0, fp8="tensor", element="e5m2"),
-    "e4m3_1x128": Rounding(**_BLOCKS),
-    "e4m3_128x128": Rounding(**_BLOCKS, block_rows=FP8_BLOCK),
-}
-ROUNDINGS |= FP8_ROUNDINGS
 # The names without a number try 3 candidates. With 6 candidates the error is another 5% lower, but a step on an H200
 # takes 1.5 times as long.
 ROUNDINGS["scale_search"] = ROUNDINGS["scale_search_3"]
@@ -158,6 +148,15 @@ def get_rounding(name: str | Rounding) -> Rounding:
     if not isinstance(row, Rounding):
         raise ValueError(
             f"ROUNDINGS[{name!r}] is a {type(row).__name__}, expected a Rounding, which is a row of constants "
-            "(nanochat_fp4.Rounding(...)); new arithmetic is a new field of Rounding, see CONTRIBUTING.md"
+            "(nanochat_fp4.Rounding(...)); other arithmetic is its argument `quantize`, see CONTRIBUTING.md"
         )
     return row if row.name == name else replace(row, name=name)
+
+
+def get_function(name: str, row: str) -> "Callable[[torch.Tensor, Rounding, Noise], NVFP4Tensor]":
+    """Returns the function of this name that a row of ROUNDINGS has. `row` is the name of the row that was stored with
+    it. Raises ValueError if no row has the function."""
+    for rounding in ROUNDINGS.values():
+        if isinstance(rounding, Rounding) and rounding.function == name:
+            return rounding.quantize
+    raise ValueError(f"the rounding {row!r} is computed by the function {name}, which no row of ROUNDINGS has")

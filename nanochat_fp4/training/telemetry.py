@@ -80,7 +80,7 @@ def layer_telemetry(
 
 def _input_shares(layer: QuantLinear, x: torch.Tensor) -> dict[str, float]:
     rounding = layer.recipe.output.a.rounding
-    if rounding is None or rounding.mx or rounding.fp8:
+    if rounding is None or rounding.quantize or rounding.fp8:
         return {}
     t = quantize(x.float(), rounding, seed=0)
     # These are E2M1 codes without the sign. 0 is zero, and 7 is the largest magnitude.

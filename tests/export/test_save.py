@@ -222,7 +222,7 @@ def test_bit_for_bit_what_scripts_export_writes(tmp_path):
 
 def test_another_format_is_named_in_words(tmp_path):
     """The line for the reader has no name of a class."""
-    mx = nf.Operand("mxfp4")
-    recipe = nf.Recipe("mx", output=nf.Gemm(mx, mx), summary="MXFP4 forward")
+    own = nf.Operand("integers")
+    recipe = nf.Recipe("own", output=nf.Gemm(own, own), summary="integers in the forward")
     notes = nf.save_quantized(nf.convert(Foreign(), recipe, verbose=False), tmp_path / "out")
     assert notes == ["operands in another format than NVFP4: the weights are rounded again, to nearest"]

@@ -367,15 +367,15 @@ def test_dispatch_of_grad_output(pair, monkeypatch):
 
 ROWS = {m: row for m, row in METHOD_TABLE.items() if m not in ("bf16", "clover_mixed") and row.block <= 32}
 ROWS |= {kind: nf.get_recipe("clover_mixed").of(kind) for kind in ("attention", "mlp_up", "mlp_down")}
-FAST = ("nvidia", "clover", "mlp_up", "fp8", "tseng", "clover_fp8_input")
+FAST = ("nvidia", "clover", "mlp_up", "fp8", "rotated_integers", "clover_integer_input")
 
 
 @pytest.mark.parametrize("row", [pytest.param(r, marks=[pytest.mark.slow] * (r not in FAST)) for r in ROWS])
 def test_quant_linear_with_kernels_is_the_reference(row, monkeypatch):
     """The same seeds give the same results: the output to the bit (nothing is rotated in the forward pass), gradients
-    up to the few codes that the rotation's rounding tips. MXFP4 and MXFP8 take the reference beside kernels."""
+    up to the few codes that the rotation's rounding tips. A user's format takes the reference beside kernels."""
     tokens, in_features, out_features = (520, 512, 784) if ON_GPU else (40, 64, 144)
-    out_features += out_features % ROWS[row].block  # of MXFP4 and MXFP8
+    out_features += out_features % ROWS[row].block  # of a user's format
     torch.manual_seed(1)
     linear = nf.QuantLinear(in_features, out_features, method=ROWS[row]).to(DEVICE)
     bf16 = row in ("clover", "nvidia")

@@ -25,8 +25,7 @@ def tensor(*values: float) -> torch.Tensor:
 TENSORS = [  # (tensor, rounding, word)
     (torch.zeros(2, 24), "rtn", r"\(2, 24\).*16; pad"),
     (torch.zeros(2, 64), "ms_eden", r"\(2, 64\).*128; pad"),
-    (torch.zeros(2, 48), "mxfp4", r"\(2, 48\).*32; pad"),
-    (torch.zeros(2, 48), "mxfp8", r"\(2, 48\).*32; pad"),
+    (torch.zeros(2, 48), "integers", r"\(2, 48\).*32; pad"),
     (torch.zeros(2, 0), "rtn", "non-empty"),
     (torch.zeros(0, 16), "rtn", "non-empty"),
     (torch.tensor(1.0), "rtn", "non-empty"),
@@ -124,7 +123,7 @@ REFUSED = {  # name of the case: (call, word)
     "rotation": (lambda: rotate(torch.randn(2, 100), 0), "100, .*128; pad"),
     "in_features": (lambda: nf.QuantLinear(120, 128), "in_features is 120, .*16; use nn.Linear"),
     "out_features": (lambda: nf.QuantLinear(128, 24), "out_features is 24, .*16; use nn.Linear"),
-    "in_features of MXFP8": (lambda: nf.QuantLinear(48, 64, method="mxfp8"), "in_features is 48, .*32"),
+    "in_features of blocks of 32": (lambda: nf.QuantLinear(48, 64, method="integers"), "in_features is 48, .*32"),
     "whole numbers": (lambda: nf.QuantLinear(64, 32)(torch.ones(4, 64, dtype=torch.int64)),
                       r"in int64, expected .*; convert it with x\.float\(\)"),
     "another width": (lambda: nf.QuantLinear(64, 32)(torch.ones(4, 32)), "give it the layer's in_features"),

@@ -65,11 +65,11 @@ def test_blocks_that_are_kept_are_work_in_16_bits():
         ("nvidia", (4, 4, 4)),  # dgrad: the forward's 4-bit weight
         ("fig1b_sr", (16, 16, 16)),  # dgrad: a 4-bit gradient and an unquantized weight
         ("fig1e_ms_eden", (16, 4, 4)),
-        ("tseng", (16, 4, 4)),
+        ("rotated_integers", (16, 8, 8)),
         ("fp8", (8, 8, 8)),
-        ("fp8_blocks", (8, 8, 8)),
+        ("integers", (8, 8, 8)),
         ("nvidia_full_end", (16, 4, 4)),
-        ("clover_fp8_input", (8, 4, 4)),
+        ("clover_integer_input", (8, 4, 4)),
         ("clover_weight", (16, 16, 16)),
     ],
 )

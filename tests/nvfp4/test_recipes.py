@@ -108,6 +108,18 @@ def test_a_rounding_of_ones_own_comes_back_from_json_without_the_table_that_had_
     assert from_record(json.loads(record)) == mine and from_record(json.loads(record)).grad_input != of_the_package
 
 
+def test_a_function_is_stored_as_its_name_and_needs_its_file(monkeypatch):
+    record = json.loads(json.dumps(to_record(get_recipe("integers"))))
+    assert record["output"]["a"]["rounding"]["quantize"] == "eight_bit_integers"
+    again = from_record(record)
+    assert again == get_recipe("integers") and again.output.a.rounding.quantize is nf.ROUNDINGS["integers"].quantize
+    assert again.output.a.rounding != dataclasses.replace(again.output.a.rounding, quantize=lambda x, r, n: x)
+    for name in ("integers", "integers_sr"):
+        monkeypatch.delitem(nf.ROUNDINGS, name)
+    with pytest.raises(ValueError, match="eight_bit_integers"):
+        from_record(record)
+
+
 def test_forward_only_keeps_the_forward():
     for method in DESIGN:
         r = get_recipe(method)

@@ -298,11 +298,11 @@ def test_telemetry_leaves_out_what_cannot_be_compared():
     assert summarize_telemetry(numbers)
 
 
-@pytest.mark.parametrize("method", ["fp8", "mxfp4_nvidia"])
+@pytest.mark.parametrize("method", ["fp8", "integers"])
 def test_telemetry_of_other_formats_has_errors_alone(method):
     model = nf.convert(Mlp(), method, verbose=False)
     numbers = layer_telemetry(model, lambda: model(torch.randn(1, 128, 128)).backward())["up"]
-    assert 0.01 < numbers["output_error"] < 0.3 and not {"input_zeros", "input_saturated"} & set(numbers)
+    assert 0.001 < numbers["output_error"] < 0.3 and not {"input_zeros", "input_saturated"} & set(numbers)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
