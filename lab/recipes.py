@@ -98,6 +98,7 @@ as_used = nf.Operand()  # In the backward pass this is the forward GEMM's operan
 rtn, sr, raw_rtn = nf.Operand("rtn"), nf.Operand("sr"), nf.Operand("rtn", raw=True)
 square_rtn, square_four_over_six = nf.Operand("rtn_16x16"), nf.Operand("four_over_six_16x16")
 four_over_six = nf.Operand("four_over_six")
+eight_bits_kept_in_4, of_fp8 = nf.Operand("e4m3", kept="four_over_six"), nf.Gemm(nf.Operand("e5m2"), as_used)
 search, feedback = nf.Operand("scale_search"), nf.Operand("scale_search_6", feedback=True)
 mxfp8, raw_mxfp8 = nf.Operand("mxfp8"), nf.Operand("mxfp8", raw=True)
 eden, eden_search, rotated_sr = both("ms_eden", RHT_DIM), both("ms_eden_search", RHT_DIM), both("sr", RHT_DIM)
@@ -273,6 +274,19 @@ OF_CLOVER = (
         "with its forward in FP8, one scale a tensor, whose 8-bit codes the backward pass keeps: 1/3 of the work in "
         "8 bits",
         output=both("e4m3"),
+    ),
+    # FP8 in one of the two backward GEMMs, whose other operand is the forward's 8-bit codes.
+    _clover(
+        "fp8_forward_dgrad",
+        "with its forward and dgrad in FP8; wgrad is from 4-bit codes of the input",
+        output=nf.Gemm(eight_bits_kept_in_4, nf.Operand("e4m3")),
+        grad_input=of_fp8,
+    ),
+    _clover(
+        "fp8_forward_wgrad",
+        "with its forward and wgrad in FP8; dgrad is from 4-bit codes of the weight",
+        output=nf.Gemm(nf.Operand("e4m3"), eight_bits_kept_in_4),
+        grad_weight=of_fp8,
     ),
 )
 

@@ -46,6 +46,15 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     "clover_feedback_late_bf16": changed("clover_feedback", "0.85=bf16"),
     "clover_warmup": changed("bf16", "0.1=clover"),
     "clover_up_fp8": changed("clover", f"{LAYER_KINDS['up']}=clover_fp8_forward_8bit"),
+    # FP8 in the whole forward, and in one backward GEMM of all layers but the MLP's second matrix.
+    **{
+        f"clover_fp8_forward_{gemm}_but_down": changed(
+            "clover_fp8_forward", *(f"{kind}=clover_fp8_forward_{gemm}" for kind in ("*.attn.*", LAYER_KINDS["up"]))
+        )
+        for gemm in ("dgrad", "wgrad")
+    },
+    # The output head in FP8 as well, as in nanochat's --fp8.
+    **{f"{method}_head_fp8": (f"--method={method}", "--head=fp8") for method in ("bf16", "fp8", "clover_fp8_forward")},
     "clover_less_decay": changed("clover", "--weight-decay=0.1"),  # nanochat has 0.2.
     "clover_separate_qkv": changed("clover", "--separate-qkv"),  # As in the paper's nanochat runs.
 }

@@ -497,9 +497,11 @@ def mm_fp8(
     sums it is 2e-8, but rounding the operands to E4M3 alone causes 7e-4. Sums whose terms all have one sign lose more:
     3% for K = 2048 and 13% for K = 8192. Where uses_mxfp8 is true, the same product is computed with block scales of 1.
     """
+    # A Hopper multiplies rows by rows alone. Codes that were made of a transposed tensor are copied.
+    a, b = a.contiguous(), b.contiguous()
     if a.dtype == b.dtype and not a.shape[1] % 32 and uses_mxfp8(a.device.type):
         from nvfp4_kernels.cublaslt import mxfp8
 
-        return mxfp8(a.contiguous(), a_scale, b.contiguous(), b_scale, out_dtype)
+        return mxfp8(a, a_scale, b, b_scale, out_dtype)
     fast = a.dtype == b.dtype
     return torch._scaled_mm(a, b.T, scale_a=a_scale, scale_b=b_scale, out_dtype=out_dtype, use_fast_accum=fast)

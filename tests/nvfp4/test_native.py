@@ -9,6 +9,7 @@ import importlib.machinery
 import re
 import sys
 import types
+from dataclasses import replace
 
 import _cublaslt
 import pytest
@@ -607,6 +608,64 @@ def test_the_backend_says_which_path_runs(library, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *device: "RTX")
     monkeypatch.setattr(dispatch, "verdict", lambda device, name: FOUND["present"])
     assert "FP4 tensor cores (cublaslt" in nf.backend().gemm
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# FP8 on a GPU that multiplies one layout alone, as a Hopper does
+
+
+@pytest.fixture
+def fp8(library, monkeypatch):
+    """FP8 tensor cores that take a row-major times a column-major matrix. The fixture is the list of their products."""
+    calls = []
+
+    def scaled_mm(a, b, scale_a, scale_b, out_dtype, use_fast_accum):
+        if not (a.is_contiguous() and b.T.is_contiguous()):
+            raise RuntimeError("only row-major and column-major")
+        calls.append(out_dtype)
+        return (a.float() @ b.float() * scale_a * scale_b).to(out_dtype)
+
+    monkeypatch.setattr(torch, "_scaled_mm", scaled_mm)
+    monkeypatch.setattr(operands, "has_fp8_tensor_cores", lambda device_type: True)
+    return calls
+
+
+OPERANDS = [(gemm, side) for gemm in ("output", "grad_input", "grad_weight") for side in "ab"]
+EIGHT_BITS = {
+    **{name: nf.get_recipe(name) for name in ("fp8", "clover_fp8_forward")},
+    **{f"{gemm}.{side} in FP8": (gemm, side) for gemm, side in OPERANDS},
+    "FP8 dgrad": (nf.Operand("e4m3", kept="four_over_six"), nf.Operand("e4m3"), "grad_input"),
+    "FP8 wgrad": (nf.Operand("e4m3"), nf.Operand("e4m3", kept="four_over_six"), "grad_weight"),
+}
+
+
+def with_eight_bits(what) -> nf.Recipe:
+    """Clover with one operand in FP8, or with its forward and one backward GEMM in FP8."""
+    clover = nf.get_recipe("clover")
+    if isinstance(what, nf.Recipe):
+        return what
+    if len(what) == 3:
+        a, b, gemm = what
+        changes = {"output": nf.Gemm(a, b), gemm: nf.Gemm(nf.Operand("e5m2"), nf.Operand())}
+        return replace(clover, name="eight", **changes)
+    gemm, side = what
+    return replace(clover, name="eight", **{gemm: replace(getattr(clover, gemm), **{side: nf.Operand("e4m3")})})
+
+
+# The products that FP8 tensor cores compute. An operand in FP8 beside one in NVFP4 is decoded.
+ON_FP8 = {"fp8": [BF16, BF16, FP32], "clover_fp8_forward": [BF16], "FP8 dgrad": [BF16, BF16], "FP8 wgrad": [BF16, FP32]}
+
+
+@pytest.mark.parametrize("name", EIGHT_BITS)
+def test_8_and_4_bits_may_be_mixed_in_any_operand(fp8, monkeypatch, name):
+    recipe, sizes = with_eight_bits(EIGHT_BITS[name]), {"tokens": 128, "out_features": 128, "dtype": BF16}
+    with monkeypatch.context() as m:
+        m.setattr(operands, "has_fp8_tensor_cores", lambda device_type: False)
+        want = emulated(m, recipe, **sizes)
+    assert not fp8
+    got = step(recipe, **sizes)
+    assert fp8 == ON_FP8.get(name, [])
+    assert_same_step(got, want, 1e-5)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
