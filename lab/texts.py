@@ -20,7 +20,7 @@ from pathlib import Path
 from lab.study.sweep_runs import data_key
 from nanochat_fp4.cli import ArgumentParser, UserError, run_main
 from nanochat_fp4.common import print0
-from nanochat_fp4.data.dataloader import BestFitLoader, Text
+from nanochat_fp4.data.dataloader import Text, cropped, text_batches
 from nanochat_fp4.data.dataset import open_shards
 from nanochat_fp4.data.shards import cut_text, new_folder
 from nanochat_fp4.data.tokenizer import get_tokenizer
@@ -83,19 +83,17 @@ def parquet(texts: list[str]) -> bytes:
 
 def epoch(tokenizer, data_dir: str, T: int) -> tuple[int, str]:
     """Measures an epoch of shuffled documents. Returns (the number of tokens that rows of T tokens train on before the
-    text begins again, a sentence on what they crop)."""
-    loader = BestFitLoader(
-        tokenizer, 64, T, "train", device="cpu", text=Text(data_dir, data_seed=1, shuffle_documents=True)
-    )
-    state = next(state for _, _, state in loader if state["epoch"] > 1)
-    return state["row"] * T, loader.cropped()
+    text begins again, the end of a sentence on what they crop)."""
+    text = Text(data_dir, data_seed=1, shuffle_documents=True)
+    position = next(p for _, _, p in text_batches(tokenizer, 64, T, "train", text, "cpu") if p["epoch"] > 1)
+    return position["row"] * T, cropped(position, T)
 
 
 def cut(tokenizer, data_dir: str, out: Path, T: int) -> None:
     """Writes each shard of data_dir to the folder `out`, with its documents cut into pieces of at most about T
     tokens."""
     for shard in [*open_shards("train", data_dir), *open_shards("val", data_dir)]:
-        texts = [text for k in range(shard.num_row_groups) for text in shard.read(k)]
+        texts = [text for k in range(len(shard.rows)) for text in shard.read(k)]
         sample = texts[:SAMPLE]
         tokens = sum(map(len, tokenizer.encode(sample)))
         longest = max(2, int(0.98 * T * sum(map(len, sample)) / max(1, tokens)))
@@ -132,8 +130,8 @@ def main(argv: list[str] | None = None) -> None:
             # new_folder leaves all shards or none. Of some shards the last one would be taken for validation.
             with new_folder(args.out) as folder:
                 cut(tokenizer, args.data_dir, folder, args.max_seq_len)
-        tokens, cropped = epoch(tokenizer, str(args.out or args.data_dir), args.max_seq_len)
-        print0(f"an epoch has about {tokens:,} tokens; {cropped}")
+        tokens, lost = epoch(tokenizer, str(args.out or args.data_dir), args.max_seq_len)
+        print0(f"an epoch has about {tokens:,} tokens{lost}")
 
 
 if __name__ == "__main__":

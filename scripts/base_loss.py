@@ -19,9 +19,9 @@ import torch
 import nanochat_fp4 as nf
 from nanochat_fp4.cli import ArgumentParser, UserError, run_main
 from nanochat_fp4.common import get_base_dir, joined_processes, print0, resolve_method
-from nanochat_fp4.data.dataloader import Text, evaluation_rows, tokenizing_distributed_data_loader_bos_bestfit
+from nanochat_fp4.data.dataloader import Text, evaluation_rows, text_batches
 from nanochat_fp4.data.dataset import add_data_arguments, ensure_data, list_parquet_files, validation_text
-from nanochat_fp4.data.shards import shard_digest, text_column
+from nanochat_fp4.data.shards import digest_of, text_column
 from nanochat_fp4.data.tokenizer import get_token_bytes
 from nanochat_fp4.evaluation.kept import Kept, key_of
 from nanochat_fp4.evaluation.loss_eval import evaluate_bpb
@@ -97,10 +97,8 @@ def evaluate(args: argparse.Namespace, device: torch.device, rank: int, world_si
     num_rows, steps = evaluation_rows(args.split_tokens, args.device_batch_size, sequence_len, world_size)
 
     def bpb(split: str, what: str) -> float:
-        loader = tokenizing_distributed_data_loader_bos_bestfit(
-            tokenizer, args.device_batch_size, sequence_len, split, device=device,
-            text=Text(data_dir, args.text_column), num_rows=num_rows,
-        )  # fmt: skip
+        text = Text(data_dir, args.text_column)
+        loader = text_batches(tokenizer, args.device_batch_size, sequence_len, split, text, device, num_rows=num_rows)
         batches = progress_iter(loader, steps, desc=f"{split} bpb, {what}", unit="batch")
         with autocast(device.type), nf.quantize_weights_once(model):
             measured = evaluate_bpb(model, batches, steps, token_bytes)
@@ -111,7 +109,7 @@ def evaluate(args: argparse.Namespace, device: torch.device, rank: int, world_si
         "rows": num_rows,
         "steps": steps,
         "batch": (args.device_batch_size, world_size),  # It counts because the rows of a batch share tensor scales.
-        "text": [shard_digest(path) for path in list_parquet_files(data_dir)],
+        "text": [digest_of(path) for path in list_parquet_files(data_dir)],
         "column": text_column(args.text_column),
     }
     kept = Kept(base_dir / "base_loss" / (model_tag or "") / f"unfinished{slug}.json", key)

@@ -32,14 +32,8 @@ from nanochat_fp4.cli import (
     run_main,
 )
 from nanochat_fp4.common import announce, print0, resolve_method
-from nanochat_fp4.data.dataloader import (
-    Text,
-    evaluation_rows,
-    tokenizing_distributed_data_loader_bos_bestfit,
-    tokenizing_distributed_data_loader_with_state_bos_bestfit,
-)
+from nanochat_fp4.data.dataloader import Text, evaluation_rows, text_batches
 from nanochat_fp4.data.dataset import ensure_data, open_shards, validation_text
-from nanochat_fp4.data.packing import Deal
 from nanochat_fp4.data.tokenizer import RustBPETokenizer, get_token_bytes, get_tokenizer
 from nanochat_fp4.evaluation.core_metric import evaluate_model
 from nanochat_fp4.evaluation.loss_eval import evaluate_bpb
@@ -201,10 +195,8 @@ class Validation:
     def measure(self, forward: Any) -> float:
         """Returns the bits per byte with this forward pass."""
         run = self.run
-        batches = tokenizing_distributed_data_loader_bos_bestfit(
-            run.tokenizer, self.rows, self.seq_len, "val", device=run.device, text=self.text,
-            deal=Deal(run.loader.lanes), num_rows=self.num_rows,
-        )  # fmt: skip
+        what = run.tokenizer, self.rows, self.seq_len, "val", self.text, run.device
+        batches = text_batches(*what, num_rows=self.num_rows)
         with run.training_step.autocast():
             batches = run.progress.meanwhile(run.process.signals.watch(batches, run.device), self.steps, "evaluation")
             return evaluate_bpb(forward, batches, self.steps, self.token_bytes)
@@ -266,10 +258,8 @@ def train(args: argparse.Namespace, method: str, process: Process) -> None:
     run.make_step(optimizers, schedule, GraphedStep if args.cuda_graph else TrainingStep)
 
     def make_loader(position: Any) -> Any:
-        return tokenizing_distributed_data_loader_with_state_bos_bestfit(
-            tokenizer, rows, T, "train", device=process.device, resume_state_dict=position, text=text,
-            deal=Deal(micro_batches=micro_batches * world_size),
-        )  # fmt: skip
+        how = {"micro_batches": micro_batches * world_size, "position": position}
+        return text_batches(tokenizer, rows, T, "train", text, process.device, **how)
 
     run.data = Data(make_loader)
     validation = Validation(run, val_text, rows, T, args.eval_tokens)

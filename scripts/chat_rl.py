@@ -19,6 +19,7 @@ that no token depends on other answers in the batch. Training has one tensor sca
 
 import argparse
 import functools
+from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
@@ -29,9 +30,9 @@ from eval.gsm8k import GSM8K
 from eval.local import LocalArithmetic
 from eval.run import longest_prompt
 from nanochat_fp4.cli import ArgumentParser, UserError, parse_finite, run_main
-from nanochat_fp4.common import is_ddp_initialized
+from nanochat_fp4.common import is_ddp_initialized, mean_over_ranks
 from nanochat_fp4.data.chat_data import Source, Task, describe_sources, load_sources
-from nanochat_fp4.data.chat_loader import Rollouts
+from nanochat_fp4.data.chat_loader import rollouts
 from nanochat_fp4.data.tokenizer import without_end
 from nanochat_fp4.generation.engine import Engine
 from nanochat_fp4.nvfp4.contexts import per_token_scale
@@ -133,6 +134,14 @@ def pass_at_k(args: argparse.Namespace, run: Run, answers: Answers, task: Task) 
     return {f"pass@{k}": value for k, value in enumerate((solved / count).tolist(), 1)}
 
 
+def means_of(seen: list[tuple[float, float]], device: torch.device) -> dict[str, float]:
+    """Returns the mean reward and the mean number of tokens of the answers of all ranks, and forgets them. All ranks
+    must call this function together."""
+    means = torch.tensor(seen, device=device).mean(0)
+    seen.clear()
+    return dict(zip(("reward", "sequence_length"), mean_over_ranks(means).tolist()))
+
+
 def main(argv: list[str] | None = None) -> None:
     args = parse_args(argv)
     args.eval_dir = resolve_eval_dir(args.eval_dir)
@@ -159,12 +168,10 @@ def train(args: argparse.Namespace, process: Process) -> None:
     steps = steps_of_epochs(args, len(task), "problems", "--examples-per-step", examples)
     later_stage.finetune(run, lambda progress: 1.0 - progress, loss=policy_loss)
     answers = Answers(args, run)
-    rollouts: list[Rollouts] = []
+    seen: list[tuple[float, float]] = []
 
-    def make_loader(position: dict | None) -> Rollouts:
-        where = process.device, process.rank, world_size
-        rollouts[:] = [Rollouts(task, run.tokenizer, answers, B, samples, *where, args.seed, position, longest)]
-        return rollouts[0]
+    def make_loader(position: dict | None) -> Iterator:
+        return rollouts(task, run.tokenizer, answers, B, samples, process.device, seen, args.seed, longest, position)
 
     def evaluate(step: int, last: bool) -> dict[str, float]:
         return pass_at_k(args, run, answers, val_task)
@@ -172,7 +179,7 @@ def train(args: argparse.Namespace, process: Process) -> None:
     run.size = Size(B, run.model.config.sequence_len, samples // B * (examples // world_size), steps)
     run.data = Data(make_loader, ahead=False)
     run.evaluation = Evaluation(evaluate, functools.partial(due, args.eval_every))
-    run.numbers = lambda: rollouts[0].numbers()
+    run.numbers = functools.partial(means_of, seen, process.device)
     batch = {
         "examples_per_step": examples, "num_samples": samples, "device_batch_size": B,
         "max_new_tokens": args.max_new_tokens, "temperature": args.temperature, "top_k": args.top_k,

@@ -28,7 +28,7 @@ from nanochat_fp4.common import mean_over_ranks
 from nanochat_fp4.data import chat_data
 from nanochat_fp4.data import needs as needed
 from nanochat_fp4.data.chat_data import CustomJSON, SimpleSpelling, SmolTalk, Source, Task
-from nanochat_fp4.data.chat_loader import ConversationBatches
+from nanochat_fp4.data.chat_loader import padded_conversations
 from nanochat_fp4.data.needs import Need
 from nanochat_fp4.parallel import unsharded
 from nanochat_fp4.signals import StopRequested
@@ -175,8 +175,8 @@ class Measures:
         compute equally many micro-batches, and those beyond --eval-steps count as 0."""
         args, process, losses = self.args, self.run.process, []
         rank, world_size = process.rank, process.world_size
-        where = self.rows, process.device, rank, world_size, self.run.model.config.sequence_len
-        batches = ConversationBatches(self.val_dataset, self.run.tokenizer, *where)
+        where = self.rows, process.device, self.run.model.config.sequence_len
+        batches = padded_conversations(self.val_dataset, self.run.tokenizer, *where)
         with torch.no_grad(), self.run.training_step.autocast():
             numbers = range(rank, args.eval_steps + rank, world_size)
             for number, (x, y, _) in zip(numbers, process.signals.watch(batches, process.device)):
@@ -209,10 +209,10 @@ def train(args: argparse.Namespace, process: Process) -> None:
     sources = chat_data.describe_sources(train_parts)
     steps = steps_of_epochs(args, len(dataset), "conversations", "--target-examples-per-step", examples)
     later_stage.finetune(run, lambda progress: 1.0 - progress)
-    where = tokenizer, B, process.device, process.rank, world_size, max_tokens
+    where = tokenizer, B, process.device, max_tokens
     measures = Measures(args, run, val_dataset, B)
     run.size = Size(B, max_tokens, examples // (B * world_size), steps)
-    run.data = Data(lambda position: ConversationBatches(dataset, *where, state=position), len(dataset))
+    run.data = Data(lambda position: padded_conversations(dataset, *where, position), len(dataset))
     run.evaluation = Evaluation(measures, measures.due)
     later_stage.record_settings(run, sources, {"target_examples_per_step": examples, "device_batch_size": B})
     if loop.train(run):

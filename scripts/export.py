@@ -27,7 +27,7 @@ import nanochat_fp4 as nf
 from nanochat_fp4.cli import ArgumentParser, UserError, require, run_main
 from nanochat_fp4.common import joined_processes, print0
 from nanochat_fp4.data import tokenizer_files
-from nanochat_fp4.data.dataloader import Text, tokenizing_distributed_data_loader_bos_bestfit
+from nanochat_fp4.data.dataloader import Text, text_batches
 from nanochat_fp4.data.dataset import ensure_data
 from nanochat_fp4.data.tokenizer import get_token_bytes
 from nanochat_fp4.environment import environment_info
@@ -126,10 +126,9 @@ class Export:
     def batches(self, split: str, tokens: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Returns batches of (inputs, targets) with about so many tokens, and at least one batch."""
         rows, length = self.args.device_batch_size, self.model.config.sequence_len
-        loader = tokenizing_distributed_data_loader_bos_bestfit(
-            self.tokenizer, rows, length, split, device=self.device, text=Text(ensure_data(self.args.data_dir))
-        )
-        return [batch for batch, _ in zip(loader, range(max(1, round(tokens / (rows * length)))))]
+        text = Text(ensure_data(self.args.data_dir))
+        loader = text_batches(self.tokenizer, rows, length, split, text, self.device)
+        return [(x, y) for (x, y, _), _ in zip(loader, range(max(1, round(tokens / (rows * length)))))]
 
     def validation_texts(self) -> list[str]:
         """Returns the documents of a batch of validation text, one by one. The tokens that mark their beginnings are

@@ -26,10 +26,9 @@ from nanochat_fp4.common import print0
 from nanochat_fp4.data import chat_data
 from nanochat_fp4.data import needs as needed
 from nanochat_fp4.data.chat_data import LOCAL_WORDS, CustomJSON, SimpleSpelling, SmolTalk, Source
-from nanochat_fp4.data.chat_loader import PackedConversations
-from nanochat_fp4.data.dataloader import evaluation_rows
+from nanochat_fp4.data.chat_loader import packed_conversations
+from nanochat_fp4.data.dataloader import Batches, evaluation_rows
 from nanochat_fp4.data.needs import Need
-from nanochat_fp4.data.packing import Deal
 from nanochat_fp4.data.tokenizer import get_token_bytes
 from nanochat_fp4.evaluation.loss_eval import evaluate_bpb
 from nanochat_fp4.models.gpt import batch_scale
@@ -174,15 +173,16 @@ def train(args: argparse.Namespace, process: Process) -> None:
     where = tokenizer, B, T, device
 
     def validation_bpb(step: int, last: bool) -> dict[str, float]:
-        batches = PackedConversations(val_dataset, *where, Deal(run.loader.lanes), num_rows=num_rows)
+        batches = packed_conversations(val_dataset, *where, num_rows=num_rows)
         with run.training_step.autocast():
-            pairs = ((x, y) for x, y, _ in batches)
-            pairs = run.progress.meanwhile(process.signals.watch(pairs, device), eval_steps, "evaluation")
-            return {"val_bpb": evaluate_bpb(run.forward, pairs, eval_steps, token_bytes)}
+            batches = run.progress.meanwhile(process.signals.watch(batches, device), eval_steps, "evaluation")
+            return {"val_bpb": evaluate_bpb(run.forward, batches, eval_steps, token_bytes)}
 
-    deal = Deal(micro_batches=micro_batches * world_size)
+    def make_loader(position: dict | None) -> Batches:
+        return packed_conversations(dataset, *where, micro_batches=micro_batches * world_size, position=position)
+
     run.size = Size(B, T, micro_batches, args.num_iterations, args.total_batch_size)
-    run.data = Data(lambda position: PackedConversations(dataset, *where, deal, state=position), len(dataset))
+    run.data = Data(make_loader, len(dataset))
     run.evaluation = Evaluation(validation_bpb, functools.partial(due, args.eval_every), num_rows * T)
     later_stage.record_settings(run, sources, {"total_batch_size": args.total_batch_size, "max_seq_len": T})
     if loop.train(run):

@@ -13,7 +13,7 @@ import torch
 
 from lab.study import sweep, sweep_runs, sweep_scheduler
 from nanochat_fp4.common import print0
-from nanochat_fp4.data.dataloader import Text, tokenizing_distributed_data_loader_bos_bestfit
+from nanochat_fp4.data.dataloader import Text, text_batches
 from nanochat_fp4.files import atomic_write
 from nanochat_fp4.training.load_model import build_model
 
@@ -93,10 +93,7 @@ def trained_model(context: Context, size: str) -> tuple[Any, str, str]:
     device = torch.device("cpu" if where.devices == ["cpu"] else "cuda")
     with sweep_scheduler.base_directory(where.folder):
         model, tokenizer, _ = build_model(checkpoints / run.tag, None, device, "train")
-        batches = tokenizing_distributed_data_loader_bos_bestfit(
-            tokenizer, 4, model.config.sequence_len, "val", device=device, text=Text(where.data_dir)
-        )
-        x, y = next(iter(batches))
+        x, y, _ = next(text_batches(tokenizer, 4, model.config.sequence_len, "val", Text(where.data_dir), device))
     # Everything is computed in FP32. BF16 would round activations and gradients, which limits the measured errors from
     # below.
     return (model.float(), x, y), run.tag, where.data_dir

@@ -20,7 +20,7 @@ import nanochat_fp4 as nf
 from lab.study.sweep_scheduler import base_directory
 from nanochat_fp4.cli import ArgumentParser, UserError, run_main, table
 from nanochat_fp4.common import add_recipes_argument, autodetect_device_type, print0
-from nanochat_fp4.data.dataloader import Text, tokenizing_distributed_data_loader_bos_bestfit
+from nanochat_fp4.data.dataloader import Text, text_batches
 from nanochat_fp4.data.dataset import ensure_data
 from nanochat_fp4.data.tokenizer import get_token_bytes
 from nanochat_fp4.environment import environment_info
@@ -57,11 +57,10 @@ def evaluate(tag: str, args: argparse.Namespace, device: torch.device, data_dir:
         raise UserError(f"--eval-tokens={args.eval_tokens} is less than a batch of {rows * length}; raise it")
 
     def batches(split: str):
-        make = tokenizing_distributed_data_loader_bos_bestfit
-        return make(tokenizer, rows, length, split, device=device, text=Text(data_dir))
+        return text_batches(tokenizer, rows, length, split, Text(data_dir), device)
 
     def look() -> None:
-        for _, (x, _) in zip(range(GRAM_BATCHES), batches("train")):
+        for _, (x, *_) in zip(range(GRAM_BATCHES), batches("train")):
             model(x)
 
     results = {}

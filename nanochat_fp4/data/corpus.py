@@ -94,7 +94,7 @@ def _documents(path: Path, field: str, most: int, decoders: dict[Path, _Decoder]
     decode = decoders[path] = _Decoder(path)
     if name.endswith(".parquet"):
         shard = open_shard(path, field)
-        for index in range(shard.num_row_groups):
+        for index in range(len(shard.rows)):
             yield from shard.read(index)
     elif name.endswith(JSON_LINES):
         for number, line in read_lines(path, "surrogateescape", most):

@@ -32,7 +32,7 @@ from nanochat_fp4.cli import ArgumentParser, UserError, format_bytes, one_line, 
 from nanochat_fp4.common import get_base_dir, get_dist_info, print0
 from nanochat_fp4.data.corpus import EMBEDDED_MB, TEXT_SUFFIXES, build_embedded_corpus, convert, files_below
 from nanochat_fp4.data.download import check_space, download_file, hub_problem
-from nanochat_fp4.data.shards import Shard, data_lock, index_to_filename, open_shard, shard_digest, text_column
+from nanochat_fp4.data.shards import Shard, data_lock, digest_of, index_to_filename, open_shard, text_column
 
 # This is FineWeb-Edu 100B, which nanochat's author shuffled and cut into parquet shards.
 DATASET = "karpathy/fineweb-edu-100b-shuffle"
@@ -77,7 +77,7 @@ def open_shards(split: str, data_dir: str | os.PathLike | None = None, column: s
 def validation_text(data_dir: str | os.PathLike, column: str = "") -> str:
     """Returns a name of the validation text of a folder. Two runs have the same name only if they validate on the
     same text."""
-    digest, column = shard_digest(list_parquet_files(data_dir)[-1]), text_column(column)
+    digest, column = digest_of(list_parquet_files(data_dir)[-1]), text_column(column)
     return digest if column == "text" else f"{digest} {column}"
 
 
@@ -90,7 +90,7 @@ def parquets_iter_batched(
     `start` and `step` deal the row groups of each shard to ranks, for example with start=rank and step=world_size.
     """
     for shard in open_shards(split, data_dir, column):
-        for index in range(start, shard.num_row_groups, step):
+        for index in range(start, len(shard.rows), step):
             yield shard.read(index)
 
 
@@ -303,7 +303,7 @@ def main(argv: list[str] | None = None) -> None:
         folder = download_shards(args.num_files, args.num_workers, args.deadline)
     for split in ("train", "val"):
         shards = open_shards(split, folder, args.text_column)
-        groups, documents = sum(s.num_row_groups for s in shards), sum(s.num_rows for s in shards)
+        groups, documents = sum(len(s.rows) for s in shards), sum(s.num_rows for s in shards)
         print0(f"{folder}: {split}: {len(shards)} shards, {groups} row groups, {documents:,} documents")
 
 

@@ -1,5 +1,8 @@
-"""Reading and writing of shards, which are parquet files of documents. The text is in the column `text`, or in a
-column that the user names."""
+"""
+Documents that are read in groups: shards, which are parquet files with a string column, and documents that were stored
+once in the base directory, where each can be read at once. A loader reads both in the same way: name, column, rows (the
+number of documents in each group), read(group), digest() and whole.
+"""
 
 import contextlib
 import hashlib
@@ -7,17 +10,20 @@ import json
 import os
 import random
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 from filelock import FileLock
 
-from nanochat_fp4.cli import UserError, one_line
-from nanochat_fp4.common import get_base_dir
+from nanochat_fp4.cli import UserError, format_bytes, one_line
+from nanochat_fp4.common import get_base_dir, print0
+from nanochat_fp4.data.download import check_space
+from nanochat_fp4.progress import progress_iter
 
 
 def index_to_filename(index: int) -> str:
@@ -42,10 +48,11 @@ class Shard:
     # the time would grow with the square of the number of row groups.
     footer: Any = field(default=None, repr=False, compare=False)
     version: tuple[int, ...] = ()
+    whole = False  # Rows crop its documents.
 
     @property
-    def num_row_groups(self) -> int:
-        return len(self.rows)
+    def name(self) -> str:
+        return os.path.basename(self.path)
 
     @property
     def num_rows(self) -> int:
@@ -65,6 +72,10 @@ class Shard:
         if len(texts) != self.rows[index]:
             raise UserError(f"{self.path} changed while it was being read; start again")
         return [text if text is not None else "" for text in texts]
+
+    def digest(self) -> str:
+        """Returns a hash of the content, as digest_of computes it."""
+        return digest_of(self.path)
 
 
 def open_shard(path: str | os.PathLike, column: str = "") -> Shard:
@@ -113,14 +124,14 @@ def _is_text(kind: pa.DataType) -> bool:
 DIGEST_BLOCKS, DIGEST_BLOCK = 32, 4096
 
 
-def shard_digest(path: str | os.PathLike) -> str:
+def digest_of(path: str | os.PathLike) -> str:
     """
-    Returns 16 hex digits of a hash of the shard's content, which is quick to compute. Raises UserError if the file
-    cannot be read.
+    Returns 16 hex digits of a hash of a file's content, which is quick to compute. Raises UserError if the file cannot
+    be read.
 
-    A file of at most 1 MB is hashed as a whole. Of a larger file the hash has its size, its footer, which includes the
-    compressed sizes of row groups, and 32 blocks of 4 KB at equal distances. A few changed letters in a large shard may
-    therefore not change the hash.
+    A file of at most 1 MB is hashed as a whole. Of a larger file the hash has its size, 32 blocks of 4 KB at equal
+    distances, and of a parquet file the footer, which includes the compressed sizes of row groups. A few changed
+    letters in a large file may therefore not change the hash.
     """
     digest = hashlib.sha256()
     try:
@@ -131,7 +142,8 @@ def shard_digest(path: str | os.PathLike) -> str:
                 digest.update(f.read())
             else:
                 f.seek(size - 8)
-                footer = min(int.from_bytes(f.read(4), "little") + 8, size)
+                length, mark = int.from_bytes(f.read(4), "little") + 8, f.read(4)
+                footer = min(length, size) if mark == b"PAR1" else 0
                 blocks = [(size * i // DIGEST_BLOCKS, DIGEST_BLOCK) for i in range(DIGEST_BLOCKS)]
                 for start, length in [(size - footer, footer), *blocks]:
                     f.seek(start)
@@ -139,6 +151,82 @@ def shard_digest(path: str | os.PathLike) -> str:
     except OSError as e:
         raise UserError(f"{path} cannot be read ({e.strerror}); check its permissions, or copy it again") from e
     return digest.hexdigest()[:16]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Stored documents
+
+GROUP = 256  # The number of documents that are read at a time.
+MIN_GROUPS = 64  # A small text has at least so many groups, because groups are dealt to packers.
+TEXT_PER_BYTE = 4  # The bytes of text in a byte of a compressed file, for estimates of disk space.
+
+
+class Stored:
+    """Documents of a Dataset with a column `text`, in the order of the numbers in `order`. `name` names them in
+    messages, and `whole` says that rows use all of each document (see dataloader.Packer)."""
+
+    column = "text"
+
+    def __init__(self, dataset: Any, order: np.ndarray, name: str, whole: bool):
+        self.dataset, self.order, self.name, self.whole = dataset, order, name, whole
+        size = max(1, min(GROUP, len(order) // MIN_GROUPS))
+        self.groups = [order[i : i + size] for i in range(0, len(order), size)]
+        self.rows, self.num_rows = tuple(map(len, self.groups)), len(order)
+
+    def read(self, index: int) -> list[str]:
+        """Returns the documents of a group."""
+        return self.dataset[self.groups[index].tolist()]["text"]
+
+    def digest(self) -> str:
+        """Returns 16 hex digits of a hash of the documents and their order."""
+        files = "".join(digest_of(file["filename"]) for file in self.dataset.cache_files)
+        return hashlib.sha256(files.encode() + self.order.tobytes()).hexdigest()[:16]
+
+
+def store(key: str, title: str, size: int, rows: Callable[[], Iterator[dict[str, Any]]], **columns: str) -> Any:
+    """
+    Returns a Dataset of the rows, which are {"text": str, **other columns}. It is written once for each key into the
+    base directory, and mapped into memory from there.
+
+    `title` says what is written, `size` how many bytes it may take, and `columns` the types of the other columns, in
+    Arrow's words. Raises UserError if the disk is full or the stored files are damaged, and all exceptions of rows().
+    """
+    import datasets
+
+    folder = Path(get_base_dir()) / "stored_text"
+
+    def written() -> Iterator[dict[str, Any]]:
+        print0(f"Writing {title} (about {format_bytes(size)}) into {folder}")
+        check_space(folder, size, title)
+        yield from progress_iter(rows(), desc="write", unit="document")
+
+    datasets.disable_progress_bars()
+    features = datasets.Features({n: datasets.Value(t) for n, t in ({"text": "large_string"} | columns).items()})
+    try:
+        return datasets.Dataset.from_generator(written, features=features, cache_dir=str(folder), fingerprint=key)
+    except datasets.exceptions.DatasetGenerationError as e:
+        raise (e.__cause__ or e) from None
+    except (pa.ArrowException, ValueError, KeyError) as e:
+        problem = f"the text in {folder} is damaged ({one_line(e)[:100]})"
+        raise UserError(f"{problem}; delete that folder and start again") from e
+
+
+def in_random_order(shards: Sequence[Shard | Stored], seed: int) -> Stored:
+    """Returns the documents of all shards in one random order, which is that of the seed on every machine. Documents
+    that are not stored yet are stored, once for all seeds."""
+    first = shards[0]
+    if isinstance(first, Stored):
+        dataset, order, name = first.dataset, first.order, first.name
+    else:
+        names = "\n".join(f"{shard.name} {shard.column} {shard.rows} {shard.digest()}" for shard in shards)
+        name, count = hashlib.sha256(names.encode()).hexdigest()[:16], sum(shard.num_rows for shard in shards)
+        size = TEXT_PER_BYTE * sum(os.path.getsize(shard.path) for shard in shards)
+        texts = lambda: ({"text": t} for s in shards for k in range(len(s.rows)) for t in s.read(k))  # noqa: E731
+        title = f"a copy of {len(shards)} shards for --shuffle-documents"
+        dataset, order = store(name, title, size, texts), np.arange(count)
+    # NumPy does not change the permutations of RandomState. The third number separates this use of a seed from others.
+    order = order[np.random.RandomState([seed, 0, 1]).permutation(len(order))]
+    return Stored(dataset, order, name, first.whole)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -9,16 +10,14 @@ from torch import Tensor
 
 
 @torch.no_grad()
-def evaluate_bpb(
-    model: torch.nn.Module, batches: Iterable[tuple[Tensor, Tensor]], steps: int, token_bytes: Tensor
-) -> float:
+def evaluate_bpb(model: torch.nn.Module, batches: Iterable[tuple[Any, ...]], steps: int, token_bytes: Tensor) -> float:
     """
     Computes the model's loss in bits per byte of text, sum of nats / (ln 2 * sum of bytes), on `steps` batches of each
     rank.
 
     Args:
         model: is called as model(x, y, loss_reduction="none") and returns the loss of each target in nats
-        batches: pairs (x, y), both (B, T) int64. Negative targets do not count.
+        batches: (x, y, ...), both (B, T) int64. Negative targets do not count.
         token_bytes: (vocab_size,) integer, the length of each token's text in UTF-8. Special tokens such as <|bos|>
             have length 0 and do not count.
 
@@ -35,7 +34,7 @@ def evaluate_bpb(
         batch = next(batches, None)
         if batch is None:
             raise ValueError(f"validation data ended after {step} of {steps} batches; lower --eval-tokens or add data")
-        x, y = batch
+        x, y, *_ = batch
         losses = model(x, y, loss_reduction="none").flatten()
         y = y.flatten()
         lengths = torch.where(y >= 0, token_bytes[y.clamp_min(0)], 0)

@@ -164,7 +164,7 @@ def optimize(run: Run, attempt: Attempt) -> None:
             if not run.data.ahead:
                 fetch(run)
             batch = run.batch
-            # Rank r has the micro-batches r, r + world size, ... of the step (data/packing.py).
+            # Rank r has the micro-batches r, r + world size, ... of the step (data/dataloader.py).
             seed_micro_batch(run.args.seed, run.step, i * process.world_size + process.rank)
             attempt.batches.append((batch, get_rng_state(run.device)))
             losses.append(parts.micro_batch(*batch, count=count))

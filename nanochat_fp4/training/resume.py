@@ -17,7 +17,7 @@ from torch import nn
 
 from nanochat_fp4.cli import UserError, format_bytes, one_line
 from nanochat_fp4.common import get_dist_info, is_ddp_initialized, restarts, set_rng_state
-from nanochat_fp4.data.packing import merge_states
+from nanochat_fp4.data.dataloader import join_positions
 from nanochat_fp4.data.tokenizer import get_tokenizer, tokenizer_lock
 from nanochat_fp4.locks import fail_together, running
 from nanochat_fp4.training.checkpoint import Checkpoint, Metadata
@@ -183,13 +183,11 @@ def restore_state(optimizers: Sequence[torch.optim.Optimizer], checkpoint: Check
         ) from e
 
 
-def restore_position(checkpoint: Checkpoint, rank: int) -> Any:
+def restore_position(checkpoint: Checkpoint) -> Any:
     """Returns the position of the data loader. If a run with another number of processes saved the checkpoint, the
-    positions of all these processes are merged."""
-    if not any(position for _, position in checkpoint.of_ranks):
-        return checkpoint.position
-    position = merge_states([position for _, position in checkpoint.of_ranks])
-    return position | ({"consumed": 0} if rank and "consumed" in position else {})
+    positions of all these processes are joined."""
+    positions = [position for _, position in checkpoint.of_ranks if position]
+    return join_positions(positions) if positions else checkpoint.position
 
 
 def restored(new: dict[str, Any], saved: Any, what: str, folder: Path) -> dict[str, Any]:

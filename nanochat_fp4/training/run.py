@@ -429,7 +429,7 @@ class Run:
         if (checkpoint := self.checkpoint) is None:
             return
         restore_state(self.training_step.optimizers, checkpoint, self.device)
-        self.position = restore_position(checkpoint, self.process.rank)
+        self.position = restore_position(checkpoint)
         self.loop = LoopState(
             **restored(asdict(self.loop), checkpoint.meta.loop_state, "loop_state", checkpoint.folder)
         )

@@ -1,14 +1,18 @@
-"""Best-fit packing, rows that do not depend on how they are spread over ranks, and resume that is exact."""
+"""Best-fit packing, micro-batches that do not depend on how they are spread over ranks, and resume that is exact."""
 
 import base64
-import copy
 import functools
+import itertools
 import json
+import math
 import random
 import shutil
+import threading
 import types
+from collections import Counter
 from dataclasses import fields
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -16,15 +20,8 @@ import torch
 from _samples import BOS, BYTE_TOKENIZER, make_shards
 
 from nanochat_fp4.cli import UserError
-from nanochat_fp4.data.dataloader import (
-    BestFitLoader,
-    Text,
-    evaluation_rows,
-    tokenizing_distributed_data_loader_bos_bestfit,
-    tokenizing_distributed_data_loader_with_state_bos_bestfit,
-)
-from nanochat_fp4.data.packing import Deal, merge_states
-from nanochat_fp4.data.shards import Shard, shard_digest
+from nanochat_fp4.data.dataloader import LANES, Documents, Text, evaluation_rows, join_positions, text_batches
+from nanochat_fp4.data.shards import Shard, Stored, digest_of
 
 
 @pytest.fixture(scope="module")
@@ -34,19 +31,46 @@ def data(tmp_path_factory):
     return folder
 
 
-def loader(data, B=4, T=64, split="train", buffer_size=100, **kwargs):
-    """kwargs: of Text, Deal and BestFitLoader."""
-    kwargs = {"tokenizer_batch_size": 16, "device": "cpu", "data_dir": data} | kwargs
-    text, deal = (
-        kind(**{f.name: kwargs.pop(f.name) for f in fields(kind) if f.name in kwargs}) for kind in (Text, Deal)
-    )
-    return BestFitLoader(BYTE_TOKENIZER, B, T, split, buffer_size=buffer_size, text=text, deal=deal, **kwargs)
+def loader(data, B=4, T=64, split="train", **kwargs):
+    """kwargs: of Text and text_batches. A list takes the place of the folder: shards that are open."""
+    kwargs = {"shards" if isinstance(data, list) else "data_dir": data, "buffer_size": 100} | kwargs
+    text = Text(**{f.name: kwargs.pop(f.name) for f in fields(Text) if f.name in kwargs})
+    return text_batches(BYTE_TOKENIZER, B, T, split, text, "cpu", **{"tokenizer_batch_size": 16, **kwargs})
+
+
+def documents_of(data, **text) -> list[str]:
+    """An epoch of the training split, in the order in which it is read."""
+    source = Documents(BYTE_TOKENIZER, 64, "train", Text(data, **text), 100, 16, 1)
+    return [document for g in range(len(source)) for document in source.read(g)]
 
 
 def rows_of(it, num_batches):
     """(num_batches * B, T + 1): inputs with the last target appended."""
-    batches = [next(it) for _ in range(num_batches)]
-    return torch.cat([torch.cat([x, y[:, -1:]], 1) for x, y, _ in batches])
+    return torch.cat([torch.cat([x, y[:, -1:]], 1) for x, y, _ in itertools.islice(it, num_batches)])
+
+
+def position_after(it, num_batches):
+    """Through JSON, as a checkpoint has it."""
+    text = json.dumps(next(itertools.islice(it, num_batches - 1, None))[2])
+    assert len(text) < 40_000
+    return json.loads(text)
+
+
+def micro_batches(data, world_size, steps, M=24, position=None, **kwargs):
+    """(the micro-batches of so many steps in their order, the joined position after them), from all processes."""
+    made, positions = [], []
+    for rank in range(world_size):
+        how = {"ranks": (rank, world_size), "micro_batches": M, "position": position} | kwargs
+        made.append(list(itertools.islice(loader(data, **how), steps * M // world_size)))
+        positions.append(json.loads(json.dumps(made[-1][-1][2])))
+    of_step = M // world_size
+    batches = [made[m % world_size][s * of_step + m // world_size] for s in range(steps) for m in range(M)]
+    random.Random(0).shuffle(positions)
+    return [torch.cat([x, y[:, -1:]], 1) for x, y, _ in batches], join_positions(positions)
+
+
+def same(a, b) -> bool:
+    return len(a) == len(b) and all(map(torch.equal, a, b))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -54,11 +78,10 @@ def rows_of(it, num_batches):
 
 
 def test_inputs_and_targets(data):
-    x, y, state = next(loader(data))
+    x, y, position = next(loader(data))
     assert x.shape == y.shape == (4, 64) and x.dtype == y.dtype == torch.int64
     assert x.is_contiguous() and y.is_contiguous()
-    assert torch.equal(x[:, 1:], y[:, :-1]) and (x[:, 0] == BOS).all()
-    assert state["epoch"] == 1 and {"pq_idx", "rg_idx"} <= set(state)
+    assert torch.equal(x[:, 1:], y[:, :-1]) and (x[:, 0] == BOS).all() and position["epoch"] == 1
 
 
 def test_it_says_once_that_the_text_begins_again(tmp_path, capsys):
@@ -66,13 +89,13 @@ def test_it_says_once_that_the_text_begins_again(tmp_path, capsys):
     for k in range(2):
         pq.write_table(pa.table({"text": ["x" * 100] * 32}), tmp_path / f"{k}.parquet", row_group_size=4)
     it = loader(tmp_path, buffer_size=8)
-    states = [json.loads(json.dumps(next(it)[2])) for _ in range(30)]
+    positions = [position_after(it, 1) for _ in range(30)]
     (said,) = capsys.readouterr().out.splitlines()
     tokens = int(said.partition("after about ")[2].partition(" tokens")[0].replace(",", ""))
     assert tokens % (4 * 64) == 0 and abs(tokens - 32 * 64) <= 8 * 64  # documents that wait in buffers are read ahead
     assert "crop away 36%" in said
-    for state, again in ((states[2], 1), (states[-1], 0)):  # a run that goes on has said it, or says it
-        rows_of(loader(tmp_path, buffer_size=8, resume_state_dict=state), 20)
+    for position, again in ((positions[2], 1), (positions[-1], 0)):  # a run that goes on has said it, or says it
+        rows_of(loader(tmp_path, buffer_size=8, position=position), 20)
         assert len(capsys.readouterr().out.splitlines()) == again
     rows_of(loader(tmp_path, split="val", buffer_size=8), 30)
     assert not capsys.readouterr().out
@@ -82,57 +105,43 @@ def test_a_data_seed_is_another_order_of_the_same_text(data):
     orders = [rows_of(loader(data, data_seed=seed), 30) for seed in (0, 1, 2)]
     assert torch.equal(orders[0], rows_of(loader(data), 30))
     assert not torch.equal(orders[0], orders[1]) and not torch.equal(orders[1], orders[2])
-    whole = [loader(data, data_seed=seed) for seed in (0, 7)]
-    texts = [[sorted(it.read(g)) for g in range(len(it.documents.groups))] for it in whole]
+    texts = [documents_of(data, data_seed=seed) for seed in (0, 7)]
     assert sorted(texts[0]) == sorted(texts[1]) and texts[0] != texts[1]
-
-
-def test_a_data_seed_is_kept_by_a_resume(data):
     it = loader(data, data_seed=5)
-    rows_of(it, 7)
-    state = json.loads(json.dumps(next(it)[2]))
-    assert torch.equal(rows_of(loader(data, data_seed=5, resume_state_dict=state), 20), rows_of(it, 20))
-    for seed in (0, 6):
-        with pytest.raises(UserError, match=f"data_seed was 5, is {seed};"):
-            loader(data, data_seed=seed, resume_state_dict=state)
-    with pytest.raises(UserError, match="--data-seed=-1"):
-        loader(data, data_seed=-1)
+    position = position_after(it, 7)
+    assert torch.equal(rows_of(loader(data, data_seed=5, position=position), 20), rows_of(it, 20))
+    for seed, word in ((0, "data_seed was 5"), (6, "data_seed was 5"), (-1, "--data-seed=-1")):
+        with pytest.raises(UserError, match=word):
+            loader(data, data_seed=seed, position=position)
 
 
 def test_shuffled_documents_are_all_of_them_in_an_order_of_the_seed(tmp_path, base_dir, monkeypatch):
     documents = make_shards(tmp_path / "d")[:300]  # the last of four shards is validation
-    orders = {}
-    for seed in (0, 1):
-        it = loader(tmp_path / "d", shuffle_documents=True, data_seed=seed)
-        orders[seed] = [text for g in range(len(it.documents.groups)) for text in it.read(g)]
-        assert sorted(orders[seed]) == sorted(documents)
+    orders = {seed: documents_of(tmp_path / "d", shuffle_documents=True, data_seed=seed) for seed in (0, 1)}
+    for order in orders.values():
+        assert sorted(order) == sorted(documents)
         # Neighbours in the shards, of one row group, are apart.
-        places = [documents.index(text) // 10 for text in orders[seed]]
+        places = [documents.index(text) // 10 for text in order]
         assert sum(a == b for a, b in zip(places, places[1:])) < 30
     assert orders[0] != orders[1]
-    assert len(list((base_dir / "shuffled_data").iterdir())) == 1  # one copy for all seeds
+    assert len(list(base_dir.rglob("*.arrow"))) == 1  # one copy for all seeds
     rows = rows_of(loader(tmp_path / "d", shuffle_documents=True), 20)
     monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path / "another machine"))
     assert torch.equal(rows_of(loader(tmp_path / "d", shuffle_documents=True), 20), rows)
-    val = [rows_of(loader(tmp_path / "d", split="val"), 5) for _ in range(2)]
-    assert torch.equal(*val)
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_shuffled_documents_on_any_number_of_processes_and_after_a_resume(data, base_dir, world_size):
-    kwargs = {"shuffle_documents": True, "data_seed": 3}
-    alone = rows_of(loader(data, B=1, **kwargs), 48 * world_size).tolist()
-    assert numbered_rows(data, world_size, 2, 48 * world_size, **kwargs) == dict(enumerate(alone))
-    it = loader(data, rank=0, world_size=world_size, **kwargs)
-    rows_of(it, 70)  # more than an epoch
-    state = through_json(next(it)[2])
-    resumed = loader(data, rank=0, world_size=world_size, resume_state_dict=state, **kwargs)
-    assert torch.equal(rows_of(resumed, 20), rows_of(it, 20))
+    kwargs = {"shuffle_documents": True, "data_seed": 3, "M": 6}
+    alone, _ = micro_batches(data, 1, 20, **kwargs)  # more than an epoch
+    before, position = micro_batches(data, world_size, 12, **kwargs)
+    after, _ = micro_batches(data, 2, 8, position=position, **kwargs)
+    assert same(before + after, alone)
     with pytest.raises(UserError, match="shuffle_documents was True"):
-        loader(data, rank=0, world_size=world_size, resume_state_dict=state, data_seed=3)
+        loader(data, position=position, data_seed=3)
 
 
-def test_a_shuffled_copy_is_whole_and_of_this_text(tmp_path, base_dir, monkeypatch):
+def test_a_copy_for_shuffling_is_whole_and_of_this_text(tmp_path, base_dir, monkeypatch):
     make_shards(tmp_path / "d")
     with monkeypatch.context() as m:
         m.setattr(shutil, "disk_usage", lambda path: types.SimpleNamespace(free=1000))
@@ -142,25 +151,25 @@ def test_a_shuffled_copy_is_whole_and_of_this_text(tmp_path, base_dir, monkeypat
         m.setattr(Shard, "read", lambda *args: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             loader(tmp_path / "d", shuffle_documents=True)
-    assert list((base_dir / "shuffled_data").iterdir()) == []
+    assert not list(base_dir.rglob("*.arrow"))
     loader(tmp_path / "d", shuffle_documents=True)
-    (copy,) = (base_dir / "shuffled_data").iterdir()
+    (copy,) = base_dir.rglob("*.arrow")
     make_shards(tmp_path / "d", seed=1)
     loader(tmp_path / "d", shuffle_documents=True)
-    assert len(list((base_dir / "shuffled_data").iterdir())) == 2  # other text
+    assert len(list(base_dir.rglob("*.arrow"))) == 2  # other text
     make_shards(tmp_path / "d")
-    copy.write_bytes(copy.read_bytes()[:-100])
-    with pytest.raises(UserError, match="delete it"):
+    copy.write_bytes(copy.read_bytes()[:100])
+    with pytest.raises(UserError, match="damaged .*delete"):
         loader(tmp_path / "d", shuffle_documents=True)
 
 
-def plain_best_fit(documents, num_rows, T, buffer_size, refill, row_group_size):
-    """nanochat's algorithm by linear scans, for one stream of documents."""
+def plain_best_fit(documents, num_rows, T, buffer_size, refill):
+    """nanochat's algorithm by linear scans, for one stream of documents in groups of ten."""
 
     def batches():
         while True:
-            for start in range(0, len(documents), row_group_size):
-                group = documents[start : start + row_group_size]
+            for start in range(0, len(documents), 10):
+                group = documents[start : start + 10]
                 for i in range(0, len(group), refill):
                     yield group[i : i + refill]
 
@@ -181,90 +190,165 @@ def plain_best_fit(documents, num_rows, T, buffer_size, refill, row_group_size):
 
 
 @pytest.mark.parametrize("buffer_size, refill", [(40, 16), (1, 1), (60, 7)])
-def test_one_lane_is_nanochats_best_fit(tmp_path, buffer_size, refill):
-    documents = make_shards(tmp_path / "d", longest=100)[:300]  # the last of four shards is validation
-    ours = rows_of(loader(tmp_path / "d", lanes=1, buffer_size=buffer_size, tokenizer_batch_size=refill), 60)
-    assert ours.tolist() == list(plain_best_fit(documents, 240, 64, buffer_size, refill, 10))
+def test_a_packer_is_nanochats_best_fit(tmp_path, buffer_size, refill):
+    documents = make_shards(tmp_path / "d", num_documents=3200, longest=100)[:2400]
+    it = loader(tmp_path / "d", B=8, buffer_size=buffer_size * LANES, tokenizer_batch_size=refill)
+    rows, groups = rows_of(it, 30), [documents[i : i + 10] for i in range(0, 2400, 10)]
+    for lane in range(LANES):
+        of_lane = [text for group in groups[lane::LANES] for text in group]
+        assert rows[lane::LANES].tolist() == list(plain_best_fit(of_lane, 30, 64, buffer_size, refill))
 
 
 def test_epochs_of_a_small_corpus(tmp_path):
     """The buffer does not read the text several times over before the first batch."""
     make_shards(tmp_path / "d", num_documents=80)
     it = loader(tmp_path / "d", buffer_size=1000, tokenizer_batch_size=128)
-    epochs = [next(it)[2]["epoch"] for _ in range(80)]
+    epochs = [position["epoch"] for _, _, position in itertools.islice(it, 80)]
     assert epochs[0] == 1 and epochs[-1] >= 3 and epochs == sorted(epochs)
 
 
-def test_nanochats_names(data):
-    kwargs = dict(device="cpu", text=Text(data))
-    x, y, state = next(
-        tokenizing_distributed_data_loader_with_state_bos_bestfit(BYTE_TOKENIZER, 2, 32, "train", **kwargs)
-    )
-    x2, y2 = next(tokenizing_distributed_data_loader_bos_bestfit(BYTE_TOKENIZER, 2, 32, split="train", **kwargs))
-    assert torch.equal(x, x2) and torch.equal(y, y2)
-    with pytest.raises(ValueError, match="split"):  # at the call, not at the first batch
-        tokenizing_distributed_data_loader_bos_bestfit(BYTE_TOKENIZER, 2, 32, "test", **kwargs)
+def test_a_step_is_packed_in_a_thread_that_ends_with_the_batches(data):
+    before = threading.active_count()
+    it = loader(data)
+    next(it)
+    assert threading.active_count() == before + 1
+    it.close()
+    assert threading.active_count() == before
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Documents of which nothing is thrown away
+
+
+class Whole(Stored):
+    """Texts in memory, as if they were stored."""
+
+    def __init__(self, texts):
+        super().__init__({"text": np.array(texts, object)}, np.arange(len(texts)), "whole", True)
+
+    def read(self, index):
+        return self.dataset["text"][self.groups[index]].tolist()
+
+    def digest(self):
+        return "-"
+
+
+class Numbers:
+    """Each token of each document has its own number: the text "7:3" is the tokens 7, 8, 9."""
+
+    def get_bos_token_id(self):
+        return 10**6
+
+    def encode(self, texts, prepend, num_threads):
+        pairs = [map(int, text.split(":")) for text in texts]
+        return [[prepend, *range(first, first + length)] for first, length in pairs]
+
+
+@pytest.mark.parametrize("buffer_size", [8, 400])
+def test_each_token_is_a_target_once_in_an_epoch(buffer_size):
+    """Documents of 0 to 20 rows: what does not fit into a row goes on in the next one, behind another BOS token."""
+    rng = random.Random(1)
+    lengths = [rng.choice((0, 1, 3, 61, 64, 65, 200, 1300)) for _ in range(300)]
+    firsts = list(itertools.accumulate(lengths, initial=0))
+    texts, total = [f"{first}:{length}" for first, length in zip(firsts, lengths)], firsts[-1]
+    text, seen, row_of, read_again = Text(shards=[Whole(texts)]), np.zeros(total, int), {}, False
+    it, groups = text_batches(Numbers(), 1, 64, "train", text, "cpu", buffer_size=buffer_size), 300 // 4
+    for row in range(4 * total // 64):
+        x, y, position = next(it)
+        assert x[0, 0] == 10**6
+        targets = y[y < 10**6].numpy()
+        read_again = read_again or any(lane["next"][0] >= groups for lane in position["lanes"].values())
+        seen[targets] += 1
+        row_of |= {} if read_again else {int(t): row for t in targets}
+        assert read_again or seen.max() == 1
+    assert row > 400 and seen.min() >= 2 and seen.max() <= 5
+    for first, length in zip(firsts, lengths):
+        rows = [row_of[t] for t in range(first, first + length // 64 * 64) if t in row_of]
+        if buffer_size > LANES and length == 1300 and len(rows) == 1280:
+            assert {b - a for a, b in zip(rows, rows[1:])} == {0, LANES}, "a packer has every eighth row"
+
+
+def test_a_whole_epoch_loses_and_repeats_nothing():
+    """Until a document is read again, the tokens in rows and in buffers are those that were read."""
+    texts = [str(i) * (1 + 7 * i % 90) for i in range(200)]
+    source = Documents(BYTE_TOKENIZER, 64, "train", Text(shards=[Whole(texts)]), 100, 16, 1)
+    assert source.whole
+    it = loader([Whole(texts)])
+    for rows in range(1, 30):
+        _, _, position = next(it)
+        used = sum(lane["used"][1] for lane in position["lanes"].values())
+        bos = sum(lane["used"][0] for lane in position["lanes"].values())
+        assert used == 4 * rows * 65 and bos <= used
+        read = Counter()
+        for lane in map(str, range(LANES)):
+            g, i = position["lanes"][lane]["next"]
+            for group in range(int(lane), g + 1, LANES):
+                for document in source.read(group)[: i if group == g else None]:
+                    read[lane] += len(document)
+        waiting = {n: sum(p[3] - 1 for p in lane["buffer"]) for n, lane in position["lanes"].items()}
+        kept = {n: lane["used"][1] - lane["used"][0] for n, lane in position["lanes"].items()}
+        assert {n: waiting[n] + kept[n] for n in waiting} == {n: read[n] for n in waiting}
+
+
+@pytest.mark.parametrize("old, new", [(1, 1), (1, 3), (4, 2), (3, 8)])
+def test_pieces_of_documents_resume_exactly(old, new):
+    texts = [f"{i}," * (1 + 13 * i % 70) for i in range(400)]
+    alone, _ = micro_batches([Whole(texts)], 1, 6)
+    before, position = micro_batches([Whole(texts)], old, 3)
+    after, _ = micro_batches([Whole(texts)], new, 3, position=position)
+    assert same(before + after, alone)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Ranks
 
 
-def numbered_rows(data, world_size, B, count, **kwargs):
-    """{number: row} of the first `count` rows of the run, from all processes; targets of -1 are left out."""
-    found = {}
-    for rank in range(world_size):
-        it = loader(data, B=B, rank=rank, world_size=world_size, **kwargs)
-        numbers, next_rows = [], it.order.next_rows
-        it.order.next_rows = lambda pack: [numbers.append(k) or (k, row) for k, row in next_rows(pack)]  # noqa: B023
-        for _ in range(-(-count // (B * world_size))):
-            x, y, _ = next(it)
-            for k, row, targets in zip(numbers[-B:], x.tolist(), y.tolist()):
-                assert k not in found and min(row) >= 0  # a row that does not count is a row of tokens as well
-                if targets[0] >= 0:
-                    found[k] = [*row, targets[-1]]
-    return found
+@pytest.mark.parametrize("world_size", [2, 3, 4, 6, 8, 12, 24])
+def test_a_step_has_the_same_micro_batches_on_any_number_of_processes(data, world_size):
+    alone, end = micro_batches(data, 1, 2)
+    made, position = micro_batches(data, world_size, 2)
+    assert same(made, alone) and position["lanes"] == end["lanes"] and position["row"] == end["row"] == 2 * 24 * 4
 
 
-@pytest.mark.parametrize("world_size, B", [(1, 8), (2, 4), (3, 5), (5, 1), (8, 1), (12, 2)])
-def test_rows_do_not_depend_on_the_number_of_processes_and_the_batch_size(data, world_size, B):
-    count = 10 * B * world_size
-    alone = dict(enumerate(rows_of(loader(data, B=1), count).tolist()))
-    assert numbered_rows(data, world_size, B, count) == alone
+@pytest.mark.parametrize("M, B", [(1, 1), (3, 2), (8, 4), (12, 1), (20, 3)])
+def test_a_step_is_the_next_rows_of_the_run(data, M, B):
+    rows = torch.cat(micro_batches(data, 1, 3, M=M, B=B)[0]).view(3, M * B, -1).tolist()
+    expected = rows_of(loader(data, B=1), 3 * M * B).view(3, M * B, -1).tolist()
+    assert [sorted(step) for step in rows] == [sorted(step) for step in expected]
 
 
-def test_a_micro_batch_has_the_same_rows_on_any_number_of_processes(data):
-    def micro_batches(world_size):
-        per_rank = [loader(data, B=2, rank=r, world_size=world_size, micro_batches=12) for r in range(world_size)]
-        return [rows_of(per_rank[m % world_size], 1) for m in range(36)]
-
-    alone = micro_batches(1)
-    for world_size in (2, 3, 4, 6):
-        assert all(torch.equal(a, b) for a, b in zip(alone, micro_batches(world_size), strict=True))
-    # A step of 12 x 2 rows is the next 24 rows of the run.
-    steps = torch.cat(alone).view(3, 24, -1).tolist()
-    expected = rows_of(loader(data, B=1), 72).view(3, 24, -1).tolist()
-    assert [sorted(step) for step in steps] == [sorted(step) for step in expected]
-    with pytest.raises(ValueError, match="3 micro-batches"):
-        loader(data, rank=0, world_size=2, micro_batches=3)
+def test_a_micro_batch_has_every_stride_th_row(data):
+    """The picture of the module: 12 micro-batches of 2 rows, stride gcd(12, 8) = 4."""
+    rows = rows_of(loader(data, B=1), 24)
+    made, _ = micro_batches(data, 1, 1, M=12, B=2)
+    for m, batch in enumerate(made):
+        first = m // 4 * 8 + m % 4
+        assert torch.equal(batch, rows[[first, first + 4]])
 
 
 @pytest.mark.parametrize("B", [1, 3, 8])
 def test_an_evaluation_has_the_same_rows_on_any_number_of_processes(data, B):
     """50 rows: where processes and batch do not divide them, the rest of the last batches does not count."""
-    runs = []
+    found = []
     for world_size in (1, 2, 3, 4):
         num_rows, batches = evaluation_rows(50 * 64 + 63, B, 64, world_size)
         assert num_rows == 50
-        runs.append(numbered_rows(data, world_size, B, batches * B * world_size, split="val", num_rows=num_rows))
-    assert list(sorted(runs[0])) == list(range(50)) and all(run == runs[0] for run in runs)
+        rows = []
+        for rank in range(world_size):
+            it = loader(data, B=B, split="val", num_rows=num_rows, ranks=(rank, world_size))
+            for x, y, _ in itertools.islice(it, batches):
+                assert x.min() >= 0  # a row that does not count is a row of tokens as well
+                rows += [[*r, t[-1]] for r, t in zip(x.tolist(), y.tolist()) if t[0] >= 0]
+        assert len(rows) == 50
+        found.append(sorted(rows))
+    assert all(rows == found[0] for rows in found)
     assert evaluation_rows(1, 8, 64, 3) == (1, 1)
 
 
 def test_ranks_come_from_torchrun(data, monkeypatch):
     for name, value in {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
-    assert torch.equal(rows_of(loader(data), 3), rows_of(loader(data, rank=1, world_size=2), 3))
+    assert torch.equal(rows_of(loader(data), 3), rows_of(loader(data, ranks=(1, 2)), 3))
 
 
 @pytest.mark.parametrize("num_documents, row_group_size", [(4, 1), (8, 100)])
@@ -272,32 +356,29 @@ def test_fewer_row_groups_than_ranks(tmp_path, num_documents, row_group_size):
     make_shards(tmp_path / "d", num_documents=num_documents, num_shards=2, row_group_size=row_group_size)
     for split in ("train", "val"):
         for rank in range(8):
-            rows = rows_of(loader(tmp_path / "d", split=split, rank=rank, world_size=8), 5)
+            rows = rows_of(loader(tmp_path / "d", split=split, ranks=(rank, 8)), 5)
             assert (rows[:, 0] == BOS).all()
 
 
-@pytest.mark.parametrize("row_group_size", [400, 150])
+@pytest.mark.parametrize("num_shards, row_group_size", [(2, 400), (2, 150), (3, 400)])
 @pytest.mark.parametrize("data_seed", [0, 7])
-def test_few_row_groups_give_each_lane_text_of_its_own(tmp_path, monkeypatch, row_group_size, data_seed):
-    """A file of pandas is one row group, and eight lanes that read it alike would pack one row eight times."""
-    documents = make_shards(tmp_path / "d", num_documents=800, num_shards=2, row_group_size=row_group_size)
+def test_few_row_groups_give_each_packer_text_of_its_own(tmp_path, monkeypatch, num_shards, row_group_size, data_seed):
+    """A file of pandas is one row group, and eight packers that read it alike would pack one row eight times. Two
+    shards of one row group each are two texts."""
+    documents = make_shards(tmp_path / "d", num_documents=800, num_shards=num_shards, row_group_size=row_group_size)
     made = functools.partial(loader, tmp_path / "d", B=8, buffer_size=8, data_seed=data_seed)
-    it = made()
-    texts = [text for g in range(len(it.documents.groups)) for text in it.read(g)]
-    assert sorted(texts) == sorted(documents[:400]) and texts[: len(it.read(0))] == it.read(0)
+    texts = documents_of(tmp_path / "d", data_seed=data_seed)
+    assert sorted(texts) == sorted(documents[: (num_shards - 1) * math.ceil(800 / num_shards)])
     read = []
     with monkeypatch.context() as m:
         real = Shard.read
-        m.setattr(Shard, "read", lambda shard, index: read.append(index) or real(shard, index))
+        m.setattr(Shard, "read", lambda shard, index: read.append((shard.name, index)) or real(shard, index))
         next(made())
-    assert data_seed or read == [0]  # once, and not once for each lane's piece
+    if not data_seed:
+        assert len(read) == len(set(read)), "once, and not once for each packer's piece"
     rows = rows_of(made(), 20)
     assert len({tuple(row) for row in rows.tolist()}) == 160
-    half = made()
-    state = [next(half)[2] for _ in range(10)][-1]
-    assert torch.equal(rows_of(made(resume_state_dict=through_json(state)), 10), rows[80:])
-    with pytest.raises(UserError, match="pieces was None, is 8"):  # of a run whose rows were equal
-        made(resume_state_dict={k: v for k, v in state.items() if k != "pieces"})
+    assert torch.equal(rows_of(made(position=position_after(made(), 10)), 10), rows[80:])
 
 
 def test_empty_row_groups_and_shards_do_not_hang(tmp_path):
@@ -305,9 +386,8 @@ def test_empty_row_groups_and_shards_do_not_hang(tmp_path):
     folder.mkdir()
     for name in ("a", "b"):
         with pq.ParquetWriter(folder / f"{name}.parquet", pa.schema([("text", pa.string())])) as writer:
-            for i in range(8):  # lane 3 would get nothing but empty ones
+            for i in range(8):  # packer 3 would get nothing but empty ones
                 writer.write_table(pa.table({"text": pa.array([] if i in (0, 3, 7) else ["text", None], pa.string())}))
-    assert loader(folder).documents.shards[0].rows == (0, 2, 2, 0, 2, 2, 2, 0)
     assert rows_of(loader(folder), 20).shape == (80, 65)
     for name in ("a", "b"):
         pq.write_table(pa.table({"text": pa.array([""] * 8, pa.string())}), folder / f"{name}.parquet")
@@ -318,94 +398,107 @@ def test_empty_row_groups_and_shards_do_not_hang(tmp_path):
 # Resume
 
 
-def through_json(state):
-    text = json.dumps(state)
-    assert len(text) < 40_000
-    return json.loads(text)
-
-
 @pytest.mark.parametrize("seed", range(5))
 def test_resume_is_exact_at_random_points(data, seed):
     rng = random.Random(seed)
-    world_size = rng.choice([1, 2, 3, 4])
-    kwargs = dict(
-        rank=rng.randrange(world_size),
-        world_size=world_size,
-        T=rng.choice([16, 64]),
-        buffer_size=rng.choice([8, 100, 400]),
-        micro_batches=world_size * rng.choice([1, 1, 3, 4]),
-    )
-    B, before = rng.randint(1, 5), rng.choice([0, rng.randint(1, 120)])
-    it = loader(data, B=B, **kwargs)
-    for _ in range(before):
-        next(it)
-    state, expected = through_json(it.state_dict()), rows_of(it, 40)
-    resumed = loader(data, B=B, resume_state_dict=state, **kwargs)
-    assert torch.equal(rows_of(resumed, 40), expected)
-    # A state says the same after a resume, and another device batch size goes on with the same rows.
-    assert resumed.state_dict() == it.state_dict()
-    if kwargs["micro_batches"] == world_size != 3:
-        other = loader(data, B=1, resume_state_dict=state, **kwargs)
-        assert torch.equal(rows_of(other, 40 * B), expected)
+    old, new = rng.choice([1, 2, 3, 4]), rng.choice([1, 2, 3, 6])
+    kwargs = {"T": rng.choice([16, 64]), "buffer_size": rng.choice([8, 100, 400]), "M": 12 * rng.choice([1, 2])}
+    steps, kwargs["B"] = rng.randint(1, 9), rng.randint(1, 5)
+    alone, _ = micro_batches(data, 1, steps + 3, **kwargs)
+    before, position = micro_batches(data, old, steps, **kwargs)
+    after, end = micro_batches(data, new, 3, position=position, **kwargs)
+    assert same(before + after, alone)
+    # A position says the same after a resume.
+    assert end["lanes"] == micro_batches(data, 1, steps + 3, **kwargs)[1]["lanes"]
+
+
+@pytest.mark.parametrize("old, new", [(1, 2), (4, 2), (2, 8), (2, 3), (3, 2), (3, 1), (6, 4), (24, 12)])
+def test_positions_of_all_ranks_resume_on_another_number_of_processes(data, old, new):
+    alone, _ = micro_batches(data, 1, 2)
+    before, position = micro_batches(data, old, 1)
+    after, _ = micro_batches(data, new, 1, position=position)
+    assert same(before + after, alone)
+
+
+def test_consumed_adds_up_on_any_number_of_ranks(data):
+    """What a step of all ranks has consumed is the same before and after a resume with more or fewer of them."""
+
+    def consumed(world_size, steps, position=None):
+        total, positions = 0.0, []
+        for rank in range(world_size):
+            it = loader(data, ranks=(rank, world_size), micro_batches=24, position=position)
+            positions.append(position_after(it, steps * 24 // world_size))
+            total += positions[-1]["consumed"]
+        return total, join_positions(positions)
+
+    alone, _ = consumed(1, 2)
+    _, position = consumed(2, 1)
+    assert alone > 100 and alone == int(alone)
+    for world_size in (1, 2, 3, 8):
+        assert consumed(world_size, 2)[0] == pytest.approx(alone)
+        assert consumed(world_size, 1, position)[0] == pytest.approx(alone)
+
+
+def test_positions_that_do_not_belong_together(data):
+    a, b = (loader(data, ranks=(r, 2)) for r in range(2))
+    first = position_after(a, 1)
+    with pytest.raises(UserError, match="rank is missing"):
+        join_positions([first, first])
+    with pytest.raises(UserError, match="row"):
+        join_positions([position_after(a, 1), position_after(b, 1)])
+
+
+def test_a_position_that_does_not_fit(data, tmp_path):
+    position = position_after(loader(data, ranks=(0, 2)), 1)
+    make_shards(tmp_path / "other", num_documents=500)
+    for kwargs, text in [
+        ({"T": 32}, "T was 64"),
+        ({"split": "val"}, "split was train"),
+        ({"data_dir": tmp_path / "other"}, "documents was"),
+        ({"buffer_size": 16}, "buffer was"),
+        ({"ranks": (1, 2)}, "another rank"),
+        ({"ranks": (0, 1)}, "another rank"),
+    ]:
+        with pytest.raises(UserError, match=text) as e:
+            loader(data, position=position, **({"ranks": (0, 2)} | kwargs))
+        assert "\n" not in str(e.value)
+
+
+@pytest.mark.parametrize("old", [{"pq_idx": 1, "rg_idx": 2, "epoch": 1}, {"version": 1}, "x"])
+def test_a_position_of_an_older_version_is_refused_in_one_line(data, old):
+    """nanochat's, and that of a run in flight."""
+    position = position_after(loader(data), 1) | old if isinstance(old, dict) and "version" in old else old
+    with pytest.raises(UserError, match="version|damaged") as e:
+        loader(data, position=position)
+    assert "\n" not in str(e.value)
 
 
 @pytest.mark.parametrize(
-    "old, new, lanes", [(1, 2, 8), (4, 2, 16), (2, 8, 8), (2, 3, 3), (3, 2, 8), (3, 1, 16), (6, 4, 8)]
-)
-def test_merged_states_resume_with_another_number_of_processes(data, old, new, lanes):
-    states = []
-    for rank in range(old):
-        it = loader(data, B=2, rank=rank, world_size=old, micro_batches=24, lanes=lanes)
-        for _ in range(24 // old):
-            state = next(it)[2]
-        states.append(through_json(state))
-    random.Random(0).shuffle(states)
-    merged = through_json(merge_states(states))
-    found = []
-    for rank in range(new):
-        it = loader(data, B=1, rank=rank, world_size=new, micro_batches=48, resume_state_dict=merged)
-        assert it.lanes == lanes
-        found += rows_of(it, 48 // new).tolist()
-    expected = rows_of(loader(data, B=1, lanes=lanes), 96)[48:].tolist()
-    assert sorted(found) == sorted(expected)
-
-
-def test_states_that_do_not_belong_together(data):
-    a, b = (loader(data, rank=r, world_size=2) for r in range(2))
-    state_a, state_b = next(a)[2], next(b)[2]
-    with pytest.raises(UserError, match="rank is missing"):
-        merge_states([state_a, state_a])
-    with pytest.raises(UserError, match="row"):
-        merge_states([next(a)[2], state_b])
-
-
-def test_a_state_that_does_not_fit(data, tmp_path):
-    state = next(loader(data, rank=0, world_size=2))[2]
-    make_shards(tmp_path / "other", num_documents=500)
-    for kwargs, text in [
-        (dict(T=32), "T was 64, is 32; .*--max-seq-len"),
-        (dict(split="val"), "split was train, is val"),
-        (dict(data_dir=tmp_path / "other"), "data was .*shards"),
-        (dict(lanes=2), "lanes was 8, is 2;"),
-        (dict(buffer_size=16), "lane_buffer was "),
-        (dict(rank=1), "rank 1 of 2; .*processes"),
-        (dict(world_size=1), "rank 0 of 1"),
-    ]:
-        with pytest.raises(UserError, match=text) as e:
-            loader(data, resume_state_dict=copy.deepcopy(state), **(dict(rank=0, world_size=2) | kwargs))
-        assert "\n" not in str(e.value)
-    with pytest.raises(UserError, match="version was None"):
-        loader(data, resume_state_dict={"pq_idx": 1, "rg_idx": 2, "epoch": 1})  # nanochat's
+    "odd",
+    [
+        {"lanes": {"0": []}}, {"lanes": None}, {"row": "x"}, {"row": -8}, {"row": 1.5}, {"row": 3},
+        {"next": [-8, 0]}, {"next": [0, -1]}, {"next": [1, 0]}, {"next": "ab"}, {"used": []},
+        {"buffer": [[0, -1, 0, 3]]}, {"buffer": [[0, 10**9, 0, 3]]}, {"buffer": [["a", 0, 0, 3]]},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_damaged_position_neither_hangs_nor_resumes(data, odd):
+    position = position_after(loader(data, micro_batches=8), 8)
+    if not {"lanes", "row"} & set(odd):
+        position["lanes"]["0"] |= odd
+    else:
+        position |= odd
+    with pytest.raises(UserError, match="damaged"):
+        loader(data, micro_batches=8, position=position)
 
 
 def test_a_resume_reads_the_same_column(tmp_path):
     for k in range(2):
         pq.write_table(pa.table({"text": ["a" * 50] * 99, "other": ["b" * 50] * 99}), tmp_path / f"{k}.parquet")
-    state = next(loader(tmp_path, column="other"))[2]
-    next(loader(tmp_path, column="other", resume_state_dict=state))
-    next(loader(tmp_path, resume_state_dict={k: v for k, v in state.items() if k != "column"}))  # as states were
-    with pytest.raises(UserError, match="--text-column"):
-        loader(tmp_path, resume_state_dict=state)
+    position = position_after(loader(tmp_path, column="other"), 1)
+    next(loader(tmp_path, column="other", position=position))
+    with pytest.raises(UserError, match="column was other"):
+        loader(tmp_path, position=position)
 
 
 def test_a_shard_whose_text_was_replaced_is_named(tmp_path):
@@ -413,26 +506,21 @@ def test_a_shard_whose_text_was_replaced_is_named(tmp_path):
     folder = tmp_path / "d"
     make_shards(folder)
     it = loader(folder)
-    *_, state = next(it)
-    expected = rows_of(it, 5)
+    position, expected = position_after(it, 3), rows_of(it, 5)
     path = sorted(folder.iterdir())[1]
     whole = path.read_bytes()
     path.write_bytes(whole)
-    assert torch.equal(rows_of(loader(folder, resume_state_dict=state), 5), expected)
+    assert torch.equal(rows_of(loader(folder, position=position), 5), expected)
     texts = pq.read_table(path).column("text").to_pylist()
     groups = pq.ParquetFile(path).metadata.row_group(0).num_rows
     for change in (str.upper, lambda text: text[:-1] + "?"):
         table = pa.table({"text": pa.array([change(text) for text in texts], pa.string())})
         pq.write_table(table, path, row_group_size=groups)
-        with pytest.raises(UserError, match=f"the text of {path.name} .*old file back"):
-            loader(folder, resume_state_dict=state)
-    path.write_bytes(whole)
-    for odd in ({"content": None}, {"content": []}, {"lane_states": {"0": []}}, {"row": "x"}, {"row": -1}):
-        with pytest.raises(UserError, match="damaged|is not that of rank|the text of"):
-            loader(folder, resume_state_dict=state | odd)
+        with pytest.raises(UserError, match=f"the text of {path.name} was"):
+            loader(folder, position=position)
 
 
-def test_the_digest_of_a_large_shard(tmp_path):
+def test_the_digest_of_a_large_file(tmp_path):
     """Beyond 1 MB the footer and some blocks are looked at; other text in one row group of twelve changes them."""
     path = tmp_path / "large.parquet"
 
@@ -443,20 +531,24 @@ def test_the_digest_of_a_large_shard(tmp_path):
             texts += [base64.b64encode(rng.randbytes(150)).decode() for _ in range(1000)]
         pq.write_table(pa.table({"text": pa.array(texts, pa.string())}), path, row_group_size=1000, compression="zstd")
         assert path.stat().st_size > 1 << 20
-        return shard_digest(path)
+        return digest_of(path)
 
     assert write(None) == write(None)
     assert len({write(other) for other in (None, 0, 5, 11)}) == 4
+    (tmp_path / "a.arrow").write_bytes(bytes(3 << 20))
+    assert len(digest_of(tmp_path / "a.arrow")) == 16
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Bad input
 
 
-def test_bad_sizes(data):
-    for name in ("B", "T", "buffer_size", "tokenizer_batch_size", "lanes"):
-        with pytest.raises(ValueError, match=f"{name} is 0"):
-            loader(data, **{name: 0})
+@pytest.mark.parametrize("kwargs", [{"B": 0}, {"T": 0}, {"micro_batches": 3, "ranks": (0, 2)}], ids=str)
+def test_bad_sizes(data, kwargs):
+    with pytest.raises(ValueError, match="cannot be dealt"):  # at the call, not at the first batch
+        loader(data, **kwargs)
+    with pytest.raises(ValueError, match="split"):
+        loader(data, split="test")
 
 
 @pytest.mark.gpu

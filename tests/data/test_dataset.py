@@ -165,7 +165,7 @@ def test_text_files_become_shards(tmp_path, base_dir, monkeypatch):
     assert sorted(found[0] + found[1]) == sorted(f"[{s}.{i}]" for s in (1, 2, 3) for i in range(60))
     # Three documents are too few to keep one back: the end of each is the validation split.
     assert 0 < len(val) < len(train) / 4 and {tag[1] for tag in found[1]} <= {"1", "2", "3"}
-    assert all(s.num_row_groups >= min(8, s.num_rows) for s in open_shards("train", made))
+    assert all(len(s.rows) >= min(8, s.num_rows) for s in open_shards("train", made))
 
     times = [os.stat(path).st_mtime_ns for path in list_parquet_files(made)]
     assert ensure_data(str(folder)) == made  # made once
@@ -293,7 +293,7 @@ def test_shards_written_here_notice_every_flipped_byte(texts, base_dir):
 
     def all_texts():
         shard = open_shard(path)
-        return [text for k in range(shard.num_row_groups) for text in shard.read(k)]
+        return [text for k in range(len(shard.rows)) for text in shard.read(k)]
 
     whole = all_texts()
     good, rng, refused = open(path, "rb").read(), random.Random(0), 0

@@ -71,7 +71,7 @@ def test_of_a_model_of_transformers(tiny_base, tmp_path, capsys):
     transformers = pytest.importorskip("transformers")
     from tokenizers import ByteLevelBPETokenizer
 
-    from nanochat_fp4.data.dataloader import tokenizing_distributed_data_loader_bos_bestfit
+    from nanochat_fp4.data.dataloader import text_batches
     from nanochat_fp4.models.hf_model import describe, load_hf_model
     from scripts import base_loss
 
@@ -93,10 +93,10 @@ def test_of_a_model_of_transformers(tiny_base, tmp_path, capsys):
     said = {
         line.split()[0]: float(line.split()[2]) for line in capsys.readouterr().out.splitlines() if " bpb: " in line
     }
-    loader = tokenizing_distributed_data_loader_bos_bestfit(ours, 2, 32, "val", device="cpu")
+    loader = text_batches(ours, 2, 32, "val", device="cpu")
     nats = count = 0.0
     with torch.no_grad():
-        for _, (x, y) in zip(range(2), loader):
+        for _, (x, y, _) in zip(range(2), loader):
             for row, targets in zip(model.model(x).logits.log_softmax(-1), y):
                 for at, target in zip(row, targets):
                     if lengths[target]:

@@ -11,7 +11,7 @@ from _samples import GSM8K_ROW, byte_tokenizer, save_base
 
 from nanochat_fp4.cli import UserError
 from nanochat_fp4.data.chat_data import Task
-from nanochat_fp4.data.chat_loader import Rollouts
+from nanochat_fp4.data.chat_loader import rollouts
 from nanochat_fp4.evaluation.metrics import read_jsonl
 from nanochat_fp4.generation.engine import Engine
 from nanochat_fp4.models.gpt import GPT, GPTConfig
@@ -63,18 +63,19 @@ def test_what_is_made_of_answers():
         now = answers[2 * (len(asked) - 1) % 4 :][:rows]
         return [prompt + list(text) for text, _ in now], [[0] * len(prompt) + mask for _, mask in now]
 
-    rollouts = Rollouts(Lower(), tokenizer, generate, 2, 4, "cpu", seed=1)
-    x, y, advantages, _ = next(rollouts)
-    _, y2, advantages2, state = next(rollouts)
+    answered = rollouts(Lower(), tokenizer, generate, 2, 4, "cpu", seen := [], seed=1)
+    x, y, advantages, _ = next(answered)
+    _, y2, advantages2, position = next(answered)
     n = len(tokenizer.render_for_completion(Lower()[0]))
     assert x.shape == y.shape == (2, n + 3 - 1) and (y[:, : n - 1] == -1).all()
     assert y[:, n - 1 :].tolist() == [[97, 98, -1], [255, -1, -1]]
     assert y2[:, n - 1 :].tolist() == [[97, -1, 50], [255, 120, -1]]
     assert torch.cat([advantages, advantages2]).tolist() == [0.5, -0.5, 0.5, -0.5]
-    assert rollouts.numbers() == pytest.approx({"reward": 0.5, "sequence_length": 2.0})
-    next(rollouts)
+    assert chat_rl.means_of(seen, "cpu") == pytest.approx({"reward": 0.5, "sequence_length": 2.0}) and not seen
+    next(answered)
     assert len(set(asked)) == 4, "every draw has a seed of its own"
-    again = Rollouts(Lower(), tokenizer, generate, 2, 4, "cpu", seed=1, state=json.loads(json.dumps(state)))
+    position = json.loads(json.dumps(position))
+    again = rollouts(Lower(), tokenizer, generate, 2, 4, "cpu", [], seed=1, position=position)
     next(again)
     assert asked[-2:] == asked[2:4], "a resume asks what would have been asked"
 
@@ -91,7 +92,7 @@ def test_the_end_is_learned_and_padding_is_not():
     def generate(prompt, rows, seed):
         return [prompt + [97, end], prompt + [98, 99, 100]], [[0] * len(prompt) + [1] * n for n in (2, 3)]
 
-    _, y, _, _ = next(Rollouts(Seen(), tokenizer, generate, 2, 2, "cpu"))
+    _, y, _, _ = next(rollouts(Seen(), tokenizer, generate, 2, 2, "cpu", []))
     assert y[:, -3:].tolist() == [[97, end, -1], [98, 99, 100]] and seen == ["a", "bcd"]
 
 
@@ -102,17 +103,15 @@ def test_what_is_rewarded_becomes_likelier():
                           n_embd=32))  # fmt: skip
     model.init_weights()
     engine, adamw = Engine(model, tokenizer), torch.optim.AdamW(model.parameters(), 0.02)
-    rollouts = Rollouts(
-        Lower(), tokenizer, lambda prompt, rows, seed: engine.generate_batch(prompt, rows, max_tokens=1, seed=seed),
-        16, 16, "cpu",
-    )  # fmt: skip
+    generate = lambda prompt, rows, seed: engine.generate_batch(prompt, rows, max_tokens=1, seed=seed)  # noqa: E731
+    answered = rollouts(Lower(), tokenizer, generate, 16, 16, "cpu", seen := [])
     rewards = []
     for _ in range(20):
-        x, y, advantages, _ = next(rollouts)
+        x, y, advantages, _ = next(answered)
         chat_rl.policy_loss(model, x, y, advantages).backward()
         adamw.step()
         adamw.zero_grad()
-        rewards.append(rollouts.numbers()["reward"])
+        rewards.append(chat_rl.means_of(seen, "cpu")["reward"])
     assert sum(rewards[:3]) / 3 < 0.7 and sum(rewards[-3:]) / 3 > 0.9
 
 

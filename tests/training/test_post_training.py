@@ -13,8 +13,8 @@ from _training import BASE, MID, SFT, after_steps, stopped_in_step
 from eval.local import LocalArithmetic, LocalChoice
 from nanochat_fp4.cli import UserError
 from nanochat_fp4.data.chat_data import LOCAL_IDENTITY, CustomJSON, Source, Task
-from nanochat_fp4.data.chat_loader import ConversationBatches, PackedConversations
-from nanochat_fp4.data.packing import Deal
+from nanochat_fp4.data.chat_loader import packed_conversations, padded_conversations
+from nanochat_fp4.data.dataloader import join_positions
 from nanochat_fp4.data.tokenizer import get_tokenizer
 from nanochat_fp4.evaluation.metrics import read_jsonl
 from nanochat_fp4.models.gpt import GPT
@@ -90,33 +90,35 @@ LENGTHS = [(7 * i * i + 3 * i) % 61 for i in range(90)]
 
 def test_packing_is_nanochats():
     dataset, tokenizer, T = Texts(LENGTHS), byte_tokenizer(), 50
-    loader = PackedConversations(dataset, tokenizer, B=4, T=T, device="cpu")
-    assert loader.lanes == 8 and loader.lane_buffer == 90 // 32
+    loader = packed_conversations(dataset, tokenizer, 4, T, "cpu")
     rows = [row for _ in range(10) for x, y, _ in [next(loader)] for row in torch.cat([x, y[:, -1:]], 1).tolist()]
     for lane in range(8):
-        expected = nanochat_rows(dataset, tokenizer, T, loader.lane_buffer, 5, cursor=lane, stride=8)
-        assert rows[lane::8] == expected
+        assert rows[lane::8] == nanochat_rows(dataset, tokenizer, T, 90 // 32, 5, cursor=lane, stride=8)
     assert all(row[0] == tokenizer.get_bos_token_id() for row in rows)
 
 
-def test_rows_do_not_depend_on_the_world_size():
+def test_rows_and_progress_do_not_depend_on_the_number_of_processes():
+    """And neither after a resume with more or fewer of them: what all ranks have consumed together goes on."""
     dataset, tokenizer = Texts(LENGTHS), byte_tokenizer()
 
-    def rows(world_size, B, batches):
-        deals = [Deal(rank=r, world_size=world_size) for r in range(world_size)]
-        loaders = [PackedConversations(dataset, tokenizer, B, 50, "cpu", deal) for deal in deals]
-        out = {}
-        for _ in range(batches):
-            for r, loader in enumerate(loaders):
-                x, _, state = next(loader)
-                for b, row in enumerate(x.tolist()):
-                    out[r + state["row"] - world_size * (B - b)] = row
-        return out, sum(state.consumed for state in loaders)
+    def steps(world_size, count, position=None):
+        rows, positions, consumed = [], [], 0.0
+        for rank in range(world_size):
+            how = {"ranks": (rank, world_size), "micro_batches": 12, "position": position}
+            loader = packed_conversations(dataset, tokenizer, 2, 50, "cpu", **how)
+            batches = [next(loader) for _ in range(count * 12 // world_size)]
+            rows += [row for x, _, _ in batches for row in x.tolist()]
+            positions.append(json.loads(json.dumps(batches[-1][2])))
+            consumed += positions[-1]["consumed"]
+        return sorted(rows), join_positions(positions), round(consumed)
 
-    alone, consumed = rows(1, 8, 3)
-    assert rows(2, 4, 3) == (alone, consumed)
-    assert rows(4, 2, 3) == (alone, consumed)
-    assert len(alone) == 24
+    rows, position, consumed = steps(1, 2)
+    alone = steps(1, 4)
+    assert consumed > 60 and alone[2] > consumed
+    for world_size in (2, 3, 4, 12):
+        assert steps(world_size, 2)[::2] == (rows, consumed)
+        after, _, all_consumed = steps(world_size, 2, steps(2, 2)[1])
+        assert sorted(rows + after) == alone[0] and all_consumed == alone[2]
 
 
 def test_sft_batches():
@@ -124,7 +126,7 @@ def test_sft_batches():
     tokenizer = byte_tokenizer()
     dataset = Texts([3, 10, 0, 200, 5])
     end = tokenizer.encode_special("<|assistant_end|>")
-    x, y, _ = next(ConversationBatches(dataset, tokenizer, 3, "cpu", max_tokens=64))
+    x, y, _ = next(padded_conversations(dataset, tokenizer, 3, "cpu", max_tokens=64))
     assert x.shape == y.shape == (3, 10 + 8 - 1)  # bos, user_start, 10, user_end, assistant_start, "yes", end; less one
     for row, length in enumerate((3, 10, 0)):
         n = length + 8
@@ -135,32 +137,36 @@ def test_sft_batches():
         assert [t for t in y[row].tolist() if t >= 0] == [*b"yes", end]
 
     # Conversation 3 is cut before its answer: number 4 stands in for it, and is used itself as well.
-    x, y, _ = list(zip(range(2), ConversationBatches(dataset, tokenizer, 3, "cpu", max_tokens=64)))[1][1]
+    x, y, _ = list(zip(range(2), padded_conversations(dataset, tokenizer, 3, "cpu", max_tokens=64)))[1][1]
     assert x[0].tolist() == x[1].tolist() and (y >= 0).any(1).all()
 
     def micro_batches(world_size, count):
-        loaders = [ConversationBatches(dataset, tokenizer, 2, "cpu", r, world_size, 64) for r in range(world_size)]
+        loaders = [
+            padded_conversations(dataset, tokenizer, 2, "cpu", 64, None, (r, world_size)) for r in range(world_size)
+        ]
         return [next(loaders[m % world_size])[0].tolist() for m in range(count)]
 
     assert micro_batches(1, 6) == micro_batches(2, 6) == micro_batches(3, 6)
 
     def gone_on_with(before, now):
         """What `now` processes take after one micro-batch of each of `before`."""
-        state = next(ConversationBatches(dataset, tokenizer, 2, "cpu", before - 1, before, 64))[2]
-        loaders = [ConversationBatches(dataset, tokenizer, 2, "cpu", r, now, 64, state=state) for r in range(now)]
+        position = next(padded_conversations(dataset, tokenizer, 2, "cpu", 64, None, (before - 1, before)))[2]
+        loaders = [padded_conversations(dataset, tokenizer, 2, "cpu", 64, position, (r, now)) for r in range(now)]
         return [next(loaders[m % now])[0].tolist() for m in range(6 - before)]
 
     for before, now in ((1, 2), (2, 1), (2, 3), (3, 2), (2, 2)):
         assert gone_on_with(before, now) == micro_batches(1, 6)[before:]
     with pytest.raises(UserError, match="64 tokens; .* --max-seq-len"):
-        next(ConversationBatches(Texts([200]), tokenizer, 1, "cpu", max_tokens=64))
+        next(padded_conversations(Texts([200]), tokenizer, 1, "cpu", max_tokens=64))
 
 
 @pytest.mark.parametrize(
     "make",
     [
-        lambda state=None: PackedConversations(Texts(LENGTHS), byte_tokenizer(), 3, 50, "cpu", state=state),
-        lambda state=None: ConversationBatches(Texts(LENGTHS), byte_tokenizer(), 3, "cpu", max_tokens=64, state=state),
+        lambda state=None: packed_conversations(Texts(LENGTHS), byte_tokenizer(), 3, 50, "cpu", position=state),
+        lambda state=None: padded_conversations(
+            Texts(LENGTHS), byte_tokenizer(), 3, "cpu", max_tokens=64, position=state
+        ),
     ],
     ids=["packed", "single"],
 )
@@ -174,7 +180,7 @@ def test_loaders_resume_from_any_batch(make):
         )
     for bad in ({}, {**batches[0][2], "conversations": 1}, "x", {**batches[0][2], "content": "other conversations"}):
         with pytest.raises(UserError, match="data position"):
-            make(bad)
+            next(make(bad))
 
 
 def test_conversations_that_say_something_else_are_not_gone_on_with():
@@ -188,13 +194,13 @@ def test_conversations_that_say_something_else_are_not_gone_on_with():
             return conversation
 
     for make in (
-        lambda d, state=None: PackedConversations(d, byte_tokenizer(), 3, 50, "cpu", state=state),
-        lambda d, state=None: ConversationBatches(d, byte_tokenizer(), 3, "cpu", max_tokens=64, state=state),
+        lambda d, state=None: packed_conversations(d, byte_tokenizer(), 3, 50, "cpu", position=state),
+        lambda d, state=None: padded_conversations(d, byte_tokenizer(), 3, "cpu", max_tokens=64, position=state),
     ):
         state = next(make(Texts(LENGTHS)))[2]
         make(Texts(LENGTHS), state)
         with pytest.raises(UserError, match="content was"):
-            make(Other(LENGTHS), state)
+            next(make(Other(LENGTHS), state))
 
 
 def test_loaders_name_bad_conversations(tmp_path):
@@ -203,13 +209,13 @@ def test_loaders_name_bad_conversations(tmp_path):
             return {"messages": [{"role": "user", "content": "hi"}]} if index == 2 else super().get_example(index)
 
     for make in (
-        lambda d: PackedConversations(d, byte_tokenizer(), 8, 50, "cpu"),
-        lambda d: ConversationBatches(d, byte_tokenizer(), 8, "cpu"),
+        lambda d: packed_conversations(d, byte_tokenizer(), 8, 50, "cpu"),
+        lambda d: padded_conversations(d, byte_tokenizer(), 8, "cpu"),
     ):
         with pytest.raises(UserError, match="conversation 2 .*assistant"):
             next(make(Bad([1] * 8)))
         with pytest.raises(UserError, match="no conversation"):
-            make(Texts([]))
+            next(make(Texts([])))
 
 
 # ----------------------------------------------------------------------------------------------------------------------

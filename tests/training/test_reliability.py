@@ -475,6 +475,7 @@ def test_stages_leave_no_open_files_and_no_processes(tiny_base, monkeypatch, cap
         "report": lambda: report.main([]),
     }
     server_and_the_like = children()
+    gc.collect()  # the threads of batches that tests before this one have left
     for name, stage in stages.items():
         if name == "report":
             stage()  # matplotlib keeps its fonts open from its first plot on
