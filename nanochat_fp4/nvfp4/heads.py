@@ -60,7 +60,8 @@ def output_heads(model: nn.Module) -> set[nn.Module]:
     - a layer with the name lm_head, and a layer that the method get_output_embeddings() of a module returns
     - a layer whose weight is the weight of an embedding. For a layer outside of the blocks, the weight may also belong
       to any other module that is no linear layer, such as an embedding that a model defines by itself.
-    - a layer outside of the blocks that has an embedding's shape, up to the padding of the vocabulary (PADDING)
+    - the last layer outside of the blocks, if its shape is an embedding's up to the vocabulary's padding (PADDING).
+      A hidden layer can have this shape by chance, so the shape of other layers says nothing.
     - a layer that shares its weight with one of these
 
     If a model has blocks and none of these layers, its heads are the layers outside of the blocks whose in_features are
@@ -80,7 +81,7 @@ def output_heads(model: nn.Module) -> set[nn.Module]:
     heads |= {m.get_output_embeddings() for m in modules if hasattr(m, "get_output_embeddings")} & set(layers)
     heads |= {layer for layer in layers if _holds(layer, (table.weight for table in embeddings))}
     heads |= {layer for layer in outside if any(_holds(layer, parameters) for parameters in looked_up)}
-    heads |= {layer for layer in outside if any(_has_shape_of(layer, table) for table in embeddings)}
+    heads |= {layer for layer in outside[-1:] if any(_has_shape_of(layer, table) for table in embeddings)}
     if not heads and blocks:
         heads = _by_width(blocks, outside)
     return heads | {layer for layer in layers if _holds(layer, (head._parameters.get("weight") for head in heads))}
@@ -97,17 +98,16 @@ def _by_width(blocks: list[nn.Module], outside: list[nn.Module]) -> set[nn.Modul
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
-    """Returns the blocks of the model. These are the entries of its lists of modules. In a model without such lists,
-    they are the modules of any class that the model has several instances of.
+    """Returns the blocks of the model. These are the entries of its lists of modules, and other modules of their
+    classes. In a model without such lists, they are the modules of any class that the model has several instances of.
 
     A linear layer by itself is no block, and a module without linear layers is none.
     """
     modules = list(model.modules())
     stacks = [m.children() for m in modules if m is not model and _is_stack(m)]
     blocks = [child for stack in stacks for child in stack]
-    if not blocks:
-        count = Counter(type(m) for m in modules)
-        blocks = [m for m in modules if count[type(m)] > 1 and not type(m).__module__.startswith("torch.nn.")]
+    kinds = {type(block) for block in blocks} or {kind for kind, n in Counter(map(type, modules)).items() if n > 1}
+    blocks += [m for m in modules if type(m) in kinds and not type(m).__module__.startswith("torch.nn.")]
     return [block for block in blocks if not is_linear(block) and linear_layers(block)]
 
 

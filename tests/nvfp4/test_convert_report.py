@@ -82,8 +82,8 @@ def embedded_and_tied(bias: bool):
         (tied_to_a_head_in_a_block, {"lm_head", "predictors.0.head"}),
         (with_a_second_name, {"project"}),
         (no_stack_of_blocks, {"out"}),
-        (lambda: model_of(emb=nn.Embedding(256, 64), more=nn.Linear(64, 256), lm_head=nn.Linear(64, 80)),
-         {"more", "lm_head"}),
+        (lambda: model_of(emb=nn.Embedding(256, 64), hidden=nn.Linear(64, 256), lm_head=nn.Linear(64, 80)),
+         {"lm_head"}),
         (lambda: model_of(classes=nn.Linear(64, 16), blocks=blocks(), patches=nn.Linear(48, 64)), {"classes"}),
         (lambda: model_of(classes=nn.Linear(64, 32), blocks=blocks(nn.ModuleDict)), {"classes"}),
         (lambda: model_of(classes=nn.Linear(64, 10), blocks=nn.Sequential(Block(), Block())), {"classes"}),
@@ -96,6 +96,14 @@ def test_an_output_head_is_kept_wherever_it_is_defined(build, heads):
     model.add_module("mlp", nn.ModuleList([Block()]))
     report = nf.convert(model, verbose=False).nf_report
     assert dict(report.left_alone) == dict.fromkeys(heads, "the output head stays in full precision")
+
+
+def test_a_hidden_layer_of_the_embeddings_shape_is_no_head():
+    """256 -> 512 between an embedding of 512 rows and the layer that computes the output."""
+    hidden = dict(emb=nn.Embedding(512, 256), up=nn.Linear(256, 512), down=nn.Linear(512, 256))
+    report = nf.convert(model_of(**hidden, out=nn.Linear(256, 512)), verbose=False).nf_report
+    assert report.converted == ["up", "down"] and [n for n, _ in report.left_alone] == ["out"]
+    assert nf.convert(model_of(**hidden), verbose=False).nf_report.converted == ["up", "down"]
 
 
 def test_the_share_in_4_bits_is_told_with_and_without_the_head():
