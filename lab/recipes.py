@@ -13,6 +13,7 @@ The roundings of other systems are functions of this file, and rows of nf.ROUNDI
   and MXFP8 has E4M3 elements. tensor_scale is a constant.
 * FP8 in blocks has E4M3 elements, and an FP32 scale for each block of 128 values. In a weight, 128 rows share it as
   well (DeepSeek-V3, Section 3.3.2).
+* FP8 in rows has E4M3 elements, and an FP32 scale for each row.
 """
 
 from dataclasses import replace
@@ -78,6 +79,13 @@ def fp8_in_blocks(x: torch.Tensor, rounding: nf.Rounding, noise: Noise) -> nf.NV
     return in_blocks(x, rounding, noise, lambda scale: scale)
 
 
+def fp8_in_rows(x: torch.Tensor, rounding: nf.Rounding, noise: Noise) -> nf.NVFP4Tensor:
+    """Rounds each row with an FP32 scale of its own."""
+    scale = divide(x.abs().amax(-1, keepdim=True), rounding.grid_max).clamp(min=TENSOR_SCALE_MIN)
+    codes = to_fp8(x * (1.0 / scale), rounding.element)
+    return nf.NVFP4Tensor(codes, scale, torch.ones((), device=x.device), codes.float() * scale)
+
+
 nf.ROUNDINGS |= {
     "mxfp4_ocp": nf.Rounding(grid_max=4.0, quantize=mx_down, block=32),  # 4: the largest power of two of E2M1
     "mxfp4": nf.Rounding(quantize=mx_up, block=32),
@@ -87,6 +95,7 @@ nf.ROUNDINGS |= {
     "mxfp8": nf.Rounding(grid_max=E4M3_MAX, quantize=mx_up, block=32, element="e4m3"),
     "e4m3_1x128": nf.Rounding(grid_max=E4M3_MAX, quantize=fp8_in_blocks, block=128, element="e4m3"),
     "e4m3_128x128": nf.Rounding(grid_max=E4M3_MAX, quantize=fp8_in_blocks, block=128, block_rows=128, element="e4m3"),
+    "e4m3_rows": nf.Rounding(grid_max=E4M3_MAX, quantize=fp8_in_rows, element="e4m3"),
 }
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -205,6 +214,13 @@ OTHER_SYSTEMS = (
         grad_input=nf.Gemm(nf.Operand("e4m3_1x128"), as_used),
         grad_weight=nf.Gemm(nf.Operand("e4m3_1x128"), nf.Operand("e4m3_1x128", raw=True)),
         summary="NVIDIA's FP8 baseline (2025), as DeepSeek-V3's: E4M3, 128x128 weight blocks, 1x128 for the others",
+    ),
+    nf.Recipe(
+        "fp8_e4m3_rows",
+        output=both("e4m3"),
+        grad_input=nf.Gemm(nf.Operand("e4m3_rows"), as_used),
+        grad_weight=nf.Gemm(nf.Operand("e4m3_rows"), as_used),
+        summary="fp8 with gradients in E4M3 and a scale a row, in the place of E5M2 and one scale",
     ),
     nf.Recipe(
         "mxfp8",

@@ -3,6 +3,7 @@
 import dataclasses
 
 import pytest
+import torch
 
 import nanochat_fp4 as nf
 from lab.recipes import RECIPES
@@ -44,6 +45,7 @@ DESIGN = {
     ),
     "chmiel": ("rtn x rtn", "sr x raw rtn", "sr x raw sr"),
     "fp8_blocks": ("e4m3_1x128 x e4m3_128x128", "e4m3_1x128 x -", "e4m3_1x128 x raw e4m3_1x128"),
+    "fp8_e4m3_rows": ("e4m3 x e4m3", "e4m3_rows x -", "e4m3_rows x -"),
     "clover_fp8_forward_8bit": ("e4m3 x e4m3", "ms_eden x ms_eden, RHT-128", "ms_eden x ms_eden, RHT-128"),
     "clover_fp8_forward_dgrad": ("e4m3, four_over_six kept x e4m3", "e5m2 x -", "ms_eden x ms_eden, RHT-128"),
     "clover_fp8_forward_wgrad": ("e4m3 x e4m3, four_over_six kept", "ms_eden x ms_eden, RHT-128", "e5m2 x -"),
@@ -71,6 +73,22 @@ def test_what_else_sets_a_system_apart():
     assert fixed == dataclasses.replace(nvidia, name=fixed.name, grad_weight=fixed.grad_weight)
     assert fixed.grad_weight == dataclasses.replace(nvidia.grad_weight, fixed_signs=True) == requant.grad_weight
     assert (str(requant.output), str(requant.grad_input)) == ("rtn x rtn", "sr x rtn")
+
+
+def test_gradients_in_e4m3_with_a_scale_a_row_have_a_quarter_of_e5m2s_error():
+    """Whatever the magnitudes of the rows are: one scale of E4M3 would lose the small ones."""
+
+    def gradients(method):
+        torch.manual_seed(0)
+        layer, x = nf.QuantLinear(64, 128, method=method), torch.randn(256, 64, requires_grad=True)
+        g = torch.randn(256, 128) * torch.logspace(-6, 3, 256)[torch.randperm(256)].unsqueeze(-1)
+        return torch.autograd.grad(layer(x), (x, layer.weight), g)
+
+    forward = nf.Recipe("forward_alone", output=nf.get_recipe("fp8").output)
+    exact, e5m2, rows = map(gradients, (forward, "fp8", "fp8_e4m3_rows"))
+    for e, a, b in zip(exact, e5m2, rows):
+        errors = [((got - e).norm(dim=-1) / e.norm(dim=-1)).square().median() for got in (a, b)]
+        assert 3 < errors[0] / errors[1] < 6
 
 
 def test_remedies_are_clover_with_something_changed():
