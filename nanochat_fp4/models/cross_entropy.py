@@ -25,6 +25,7 @@ largest element.
 """
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Literal
 
@@ -345,12 +346,15 @@ def linear_cross_entropy(
 
     The products are computed in autocast's dtype, or in x's dtype without autocast. Soft cap, softmax and sums are in
     FP32. Returns FP32 (), or (N,) for the reduction "none". Raises ValueError for shapes that do not match, an unknown
-    reduction or head, and an FP8 head that this device or these shapes do not allow.
+    reduction or head, a soft cap that is not positive and finite, and an FP8 head that this device or these shapes do
+    not allow.
     """
     if reduction not in ("mean", "sum", "none"):
         raise ValueError(f"unknown loss reduction {reduction!r}; use 'mean', 'sum' or 'none'")
     if x.shape[:-1] != targets.shape:
         raise ValueError(f"targets {tuple(targets.shape)} do not fit x {tuple(x.shape)}; expected one target a token")
+    if not 0 < softcap < math.inf:  # NaN is in no range.
+        raise ValueError(f"softcap is {softcap}, expected a positive finite number; a cap of 1e5 caps nothing")
     if head != "bf16" and (problem := head_problem(head, *weight.shape, x.device.type)):
         raise ValueError(problem)
     fp8 = head == "fp8" and gradients_are_wanted()
