@@ -202,7 +202,8 @@ def _tensors(
     tied = set(getattr(model, "all_tied_weights_keys", None) or ())
     state = {name: tensor for name, tensor in model.state_dict().items() if name not in tied}
     embeddings = {m.weight.data_ptr() for m in model.modules() if isinstance(m, nn.Embedding)}
-    ignored = [n for n, m in model.named_modules() if isinstance(m, nn.Linear) and f"{n}.weight" in tied]
+    # transformers compares with the names of modules, and other readers with those of the file.
+    ignored = [n for n, m in model.named_modules() if isinstance(m, nn.Linear) and n not in weights.tensors]
     layers, tensors = _Layers(ignored, [], []), {}
     sizes = {name: len(t.codes) for name, t in weights.tensors.items()}
     rows = numbered_rows(model, sizes)
@@ -216,7 +217,8 @@ def _tensors(
         layer = name.removesuffix(".weight")
         if not are_rows(value):
             tensors[name] = value.to(dtype) if value.is_floating_point() else value
-            if layer != name and value.dim() == 2 and value.data_ptr() not in embeddings:
+            is_layer = layer != name and value.dim() == 2 and value.data_ptr() not in embeddings
+            if is_layer and layer not in layers.ignored:
                 layers.ignored.append(layer)
             continue
         found = source_of(name, value, sizes)

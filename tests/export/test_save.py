@@ -130,7 +130,7 @@ def test_experts_go_out_one_by_one(tmp_path, monkeypatch, transposed, inputs):
             assert (f"{layer}.input_global_scale" in tensors) == inputs
     assert "router.weight" in tensors and not any("proj" in name for name in tensors)
     ignored = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]["ignore"]
-    assert ignored == ["lm_head", "router"]
+    assert ignored == ["lm_head", "gate", "router"]  # by the module's name and by the file's
 
 
 @pytest.fixture(params=[False, True], ids=["", "transposed"])

@@ -43,6 +43,23 @@ def test_transformers_reads_the_same_weights(tmp_path, name):
     assert other == [key for key in ours if "experts" in key]
 
 
+@pytest.mark.parametrize("kept", [0, 1])
+def test_transformers_reads_the_layers_that_were_left_alone(tmp_path, kept):
+    """Qwen2-VL's files have other names than its modules. With the file's names alone in `ignore`, transformers left
+    each layer in high precision uninitialised (the case renamed_head)."""
+    pytest.importorskip("compressed_tensors")
+    text = {**SIZES, "rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]}}
+    tower = {"depth": 1, "embed_dim": 64, "num_heads": 4, "hidden_size": 64, "mlp_ratio": 2}
+    config = transformers.Qwen2VLConfig(text_config=text, vision_config=tower)
+    cls = transformers.Qwen2VLForConditionalGeneration
+    model = nf.convert(cls(config).eval(), "clover", keep_last_blocks=kept, verbose=False)
+    nf.save_quantized(model, tmp_path / "out")
+    read, info = cls.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not info["missing_keys"]
+    for name, _ in model.nf_report.left_alone:
+        assert torch.equal(read.get_submodule(name).weight.float(), model.get_submodule(name).weight.bfloat16().float())
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", WITH_EXPERTS)
 def test_experts_have_the_names_of_their_checkpoints(tmp_path, name):
