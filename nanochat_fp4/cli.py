@@ -122,7 +122,7 @@ def run_main(main: Callable[[], Any]) -> None:
         with contextlib.suppress(OSError):  # reconfigure flushes stdout, whose reader may be gone.
             sys.stdout.reconfigure(errors="backslashreplace")
     if not logger.handlers:
-        logger.addHandler(_StderrHandler())
+        logger.addHandler(StderrHandler())
     logger.setLevel(logging.INFO if os.environ.get("RANK", "0") == "0" else logging.WARNING)
     # Ctrl-C raises KeyboardInterrupt again (begin_program), but a rank still dies of it: it may be waiting for the
     # others in C++, where no exception ends the wait.
@@ -176,7 +176,7 @@ EXTRAS = {
     "train": ("datasets", "filelock", "huggingface_hub", "matplotlib", "muon", "pyarrow", "rustbpe", "safetensors",
               "tiktoken", "tqdm", "wandb", "yaml"),
     "export": ("compressed_tensors", "gguf", "tokenizers", "transformers"),
-    "web": ("fastapi", "starlette", "uvicorn"),
+    "web": ("fastapi", "pydantic", "starlette", "uvicorn"),
     "trackio": ("trackio",),
     "examples": ("accelerate", "lightning", "peft"),
 }  # fmt: skip
@@ -288,33 +288,29 @@ class ArgumentParser(argparse.ArgumentParser):
             super().print_help(file)
 
 
-def parse_finite(text: str) -> float:
-    """The argparse type of every flag with a fractional number. It refuses NaN and infinity."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not math.isfinite(value):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a finite number")
-    return value
+def number_type(kind: type, holds: Callable[[float], bool], expected: str) -> Callable[[str], Any]:
+    """Returns an argparse type for numbers of a kind (int or float) for which holds() is true. No comparison holds for
+    NaN. `expected` says what such a number is."""
 
-
-def _finite_if(holds: Callable[[float], bool], problem: str) -> Callable[[str], float]:
-    """An argparse type for finite numbers for which holds() is true."""
-
-    def parse(text: str) -> float:
-        if not holds(value := parse_finite(text)):
-            raise argparse.ArgumentTypeError(f"{text!r} {problem}")
+    def parse(text: str) -> Any:
+        try:
+            value = kind(text)
+        except ValueError:
+            value = math.nan
+        if not holds(value):
+            raise argparse.ArgumentTypeError(f"{text!r} is not {expected}")
         return value
 
     return parse
 
 
-# A learning rate or a weight decay.
-parse_rate = _finite_if(lambda value: value >= 0, "is negative; it must be at least 0")
-parse_share = _finite_if(lambda value: 0 <= value <= 1, "is not from 0 to 1")  # A fraction of a whole.
+parse_finite = number_type(float, math.isfinite, "a finite number")
+parse_rate = number_type(float, lambda value: 0 <= value < math.inf, "a finite number of at least 0")
+parse_share = number_type(float, lambda value: 0 <= value <= 1, "a number from 0 to 1")
 # The factor by which a moving average keeps its old value.
-parse_beta = _finite_if(lambda value: 0 <= value < 1, "is not at least 0 and below 1")
+parse_beta = number_type(float, lambda value: 0 <= value < 1, "a number of at least 0 and below 1")
+parse_count = number_type(int, lambda value: value >= 0, "a whole number of at least 0")
+parse_positive = number_type(int, lambda value: value >= 1, "a whole number of at least 1")
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Text
@@ -357,8 +353,8 @@ def print_safely(*args: Any, **kwargs: Any) -> None:
         print(*args, **kwargs)
 
 
-class _StderrHandler(logging.StreamHandler):
-    """Writes `HH:MM:SS message`, with the level of a warning, to the present sys.stderr: it may be redirected."""
+class StderrHandler(logging.StreamHandler):
+    """Writes `HH:MM:SS message`, with the level of a warning, on one line of the present sys.stderr."""
 
     def emit(self, record: logging.LogRecord) -> None:
         self.stream = sys.stderr
@@ -366,4 +362,7 @@ class _StderrHandler(logging.StreamHandler):
 
     def format(self, record: logging.LogRecord) -> str:
         level = "" if record.levelno <= logging.INFO else f"{record.levelname.lower()}: "
-        return f"{time.strftime('%H:%M:%S', time.localtime(record.created))} {level}{record.getMessage()}"
+        error = record.exc_info[1] if record.exc_info else None
+        cause = f": {type(error).__name__}: {one_line(error)}" if error else ""
+        time_of_day = time.strftime("%H:%M:%S", time.localtime(record.created))
+        return f"{time_of_day} {level}{one_line(record.getMessage())}{cause}"

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import torch
 
 import nanochat_fp4 as nf
-from nanochat_fp4.cli import ArgumentParser, UserError, parse_finite, run_main
+from nanochat_fp4.cli import ArgumentParser, UserError, parse_count, parse_positive, parse_rate, run_main
 from nanochat_fp4.common import joined_processes
 from nanochat_fp4.generation.chat import AnswerText, compute_dtype, prepare
 from nanochat_fp4.generation.engine import Engine
@@ -22,16 +22,15 @@ from nanochat_fp4.models.gpt import autocast
 from nanochat_fp4.training.flags import add_model_arguments
 from nanochat_fp4.training.load_model import SOURCES, load_for_inference, warn_of_few_tokens
 
-MAX_TOKENS = 256  # The largest number of tokens in an answer.
-
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = ArgumentParser(description="Chat with the model")
     add = parser.add_argument
     add("-i", "--source", default="sft", choices=tuple(SOURCES), help="stage whose model answers")
     add("-p", "--prompt", default=None, help="Prompt the model, get a single response back")
-    add("-t", "--temperature", type=parse_finite, default=0.6, help="Temperature for generation")
-    add("-k", "--top-k", type=int, default=50, help="Top-k sampling parameter")
+    add("-t", "--temperature", type=parse_rate, default=0.6, help="Temperature for generation")
+    add("-k", "--top-k", type=parse_count, default=50, help="Top-k sampling parameter")
+    add("-m", "--max-tokens", type=parse_positive, default=256, help="Max tokens of an answer")
     add("-d", "--dtype", default="bfloat16", choices=("float32", "bfloat16"))
     add_model_arguments(parser, "nvfp4", "bf16")
     return parser.parse_args(argv)
@@ -40,9 +39,9 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 class Chat:
     """A conversation as token ids, and the model that continues it."""
 
-    def __init__(self, engine: Engine, temperature: float, top_k: int):
+    def __init__(self, engine: Engine, temperature: float, top_k: int, max_tokens: int):
         self.engine, self.tokenizer = engine, engine.tokenizer
-        self.temperature, self.top_k = temperature, top_k
+        self.sampling, self.max_tokens = {"temperature": temperature, "top_k": top_k}, max_tokens
         self.clear()
 
     def clear(self) -> None:
@@ -61,17 +60,17 @@ class Chat:
         if room < 1:
             problem = f"the conversation is {len(prompt)} tokens long and no longer fits"
             raise UserError(f"{problem}; type 'clear', or shorten it")
-        shown, sampling = AnswerText(self.tokenizer), {"temperature": self.temperature, "top_k": self.top_k}
-        self.cut_off = f"cut off after {MAX_TOKENS} tokens, the most of an answer here; ask it to go on"
-        if room <= MAX_TOKENS:
+        shown, max_tokens = AnswerText(self.tokenizer), min(self.max_tokens, room)
+        self.cut_off = f"cut off after {max_tokens} tokens (--max-tokens); ask it to go on"
+        if room <= self.max_tokens:
             self.cut_off = "cut off: no room is left for this conversation; type 'clear'"
-        for column, _ in self.engine.generate(prompt, max_tokens=min(MAX_TOKENS, room), **sampling):
+        for column, _ in self.engine.generate(prompt, max_tokens=max_tokens, **self.sampling):
             if column[0] in self.engine.terminal:
                 self.cut_off = ""
                 break
             yield shown.add(column[0])
         yield shown.rest()
-        # The end token is added even if the answer was cut off at MAX_TOKENS, because the user speaks next.
+        # The end token is added even if the answer was cut off, because the user speaks next.
         self.tokens = [*prompt, *shown.tokens, special("<|assistant_end|>")]
 
 
@@ -79,10 +78,6 @@ def main(argv: list[str] | None = None) -> None:
     args = parse_args(argv)
     if args.prompt is not None and not args.prompt.strip():
         raise UserError("the prompt is empty; write one after -p, or leave out -p to chat")
-    if args.temperature < 0:
-        raise UserError(f"--temperature={args.temperature} is negative; use 0 for the most likely answer")
-    if args.top_k < 0:
-        raise UserError(f"--top-k={args.top_k} is negative; use 0 for all tokens")
     with joined_processes(args.device_type, alone="chat_cli") as (_, _, device):
         converse(args, device)
 
@@ -91,7 +86,7 @@ def converse(args: argparse.Namespace, device: torch.device) -> None:
     """Loads the model, and answers the prompt or talks with the user."""
     model, tokenizer, meta, _ = load_for_inference(args.source, device, args)
     warn_of_few_tokens(model, meta)
-    chat = Chat(Engine(model, tokenizer), args.temperature, args.top_k)
+    chat = Chat(Engine(model, tokenizer), args.temperature, args.top_k, args.max_tokens)
     precision = nf.full_precision(model) if args.precision == "bf16" else nf.quantize_weights_once(model)
     dtype = compute_dtype(device, args.dtype)
     with precision, nf.per_token_scale(model), autocast(device.type, dtype):

@@ -11,32 +11,39 @@ authenticate users. Put it behind a server that does before you open it to other
 
 import argparse
 import contextlib
+import logging
+import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 import nanochat_fp4 as nf
-from nanochat_fp4.cli import ArgumentParser, UserError, parse_finite, require, run_main
+from nanochat_fp4.cli import ArgumentParser, UserError, logger, number_type, parse_count, require, run_main
 from nanochat_fp4.common import joined_processes, print0
 from nanochat_fp4.generation.chat import compute_dtype, prepare
 from nanochat_fp4.generation.engine import Engine
 from nanochat_fp4.models.gpt import autocast
 from nanochat_fp4.training.flags import add_model_arguments
-from nanochat_fp4.training.load_model import load_for_inference, warn_of_few_tokens
+from nanochat_fp4.training.load_model import few_tokens, load_for_inference, tokens_read
+
+
+def _from(low: int, high: int, kind: type = int) -> Callable[[str], Any]:
+    return number_type(kind, lambda value: low <= value <= high, f"a number from {low} to {high}")
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = ArgumentParser(description="Serve the model with a chat page")
     add = parser.add_argument
     add("-i", "--source", default="sft", choices=("mid", "sft", "rl"), help="Source of the model: sft|mid|rl")
-    add("-t", "--temperature", type=parse_finite, default=0.8, help="Default temperature for generation")
-    add("-k", "--top-k", type=int, default=50, help="Default top-k sampling parameter")
-    add("-m", "--max-tokens", type=int, default=512, help="Default max tokens of an answer")
-    add("-p", "--port", type=int, default=8000, help="Port to run the server on")
+    add("-t", "--temperature", type=_from(0, 2, float), default=0.8, help="Default temperature for generation")
+    add("-k", "--top-k", type=_from(0, 200), default=50, help="Default top-k sampling parameter")
+    add("-m", "--max-tokens", type=_from(1, 4096), default=512, help="Default max tokens of an answer")
+    add("-p", "--port", type=_from(1, 65535), default=8000, help="Port to run the server on")
     add("--host", default="127.0.0.1", help="Host to bind the server to (default: this machine alone)")
     add("--allow-host", action="append", default=[], help="a further name by which browsers may call this server")
-    add("--max-waiting", type=int, default=32, help="requests that may wait while one is answered")
-    add("--rate", type=int, default=60, help="requests a minute from one address (0: no limit)")
+    add("--max-waiting", type=parse_count, default=32, help="requests that may wait while one is answered")
+    add("--rate", type=parse_count, default=60, help="requests a minute from one address (0: no limit)")
     add("-d", "--dtype", default="bfloat16", choices=("float32", "bfloat16"))
     add_model_arguments(parser, "both", "nvfp4", "bf16")
     return parser.parse_args(argv)
@@ -44,14 +51,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> None:
     args = parse_args(argv)
-    if args.max_tokens < 1 or min(args.max_waiting, args.rate, args.top_k) < 0:
-        raise UserError("--max-tokens is at least 1; --max-waiting, --rate and --top-k are at least 0")
-    if not 0 <= args.temperature <= 2 or args.top_k > 200 or args.max_tokens > 4096:
-        raise UserError("--temperature is from 0 to 2, --top-k at most 200, --max-tokens at most 4096")
-    if not 1 <= args.port <= 65535:
-        raise UserError(f"--port={args.port} is no port; use one from 1 to 65535")
     require("fastapi", "uvicorn")
-    from nanochat_fp4.generation.chat_server import Limits, create_app, log_briefly, make_server
+    from nanochat_fp4.generation.chat_server import Limits, create_app, make_server
 
     with joined_processes(args.device_type, alone="chat_web") as (_, _, device):
         worker, info = load(args, device)
@@ -69,7 +70,8 @@ def main(argv: list[str] | None = None) -> None:
         limits = Limits(per_minute=args.rate)
         app = create_app(worker, info | {"defaults": defaults}, defaults=defaults, hosts=hosts, limits=limits)
         print0(f"{info['model']}, {info['method']}: open http://{args.host}:{args.port}/ (Ctrl-C ends)")
-        log_briefly()
+        for name in ("uvicorn.error", "asyncio"):  # one line for each of their errors, as for ours
+            logging.getLogger(name).handlers, logging.getLogger(name).propagate = logger.handlers, False
         server = make_server(app, args.host, args.port, limits)
         try:
             with codes, contextlib.suppress(KeyboardInterrupt):
@@ -90,7 +92,9 @@ def load(args: argparse.Namespace, device: torch.device) -> tuple[Any, dict]:
     from nanochat_fp4.generation.chat_server import Worker
 
     model, tokenizer, meta, method = load_for_inference(args.source, device, args)
-    warn_of_few_tokens(model, meta)
+    note = few_tokens(tokens_read(meta), model.num_scaling_params()) or ""
+    if note:
+        print(f"note: {note}", file=sys.stderr, flush=True)
     if method == "bf16" and args.precision == "nvfp4":
         raise UserError("--precision=nvfp4: the model was trained in bf16; choose how to round it, --method=clover say")
     dtype = compute_dtype(device, args.dtype)
@@ -117,6 +121,7 @@ def load(args: argparse.Namespace, device: torch.device) -> tuple[Any, dict]:
         "method": method,
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         "precisions": precisions,
+        "note": note,
     }
     return Worker(Engine(model, tokenizer), args.max_waiting, contexts), info
 

@@ -3,8 +3,7 @@ The server of the web chat, on FastAPI. It has one page, and streams answers tok
 it.
 
     GET  /                  the page (chat_page.html)
-    POST /chat/completions  {"messages": [{"role", "content"}, ...], "temperature", "top_k", "max_tokens", "precision"}
-                            -> server-sent events, below
+    POST /chat/completions  a Question as JSON -> server-sent events, below
     GET  /health            the model, the length of the line, and the reason why the last answer failed
 
     {"waiting": 2}          the number of answers before this one, again whenever it changes
@@ -12,17 +11,17 @@ it.
     {"done": true, "finish", "limit", "tokens", "tokens_per_second"}
                             the last event. finish is "end" (the model ended), "length" (limit is max_tokens), "context"
                             (limit is the model's context, which is full), or "failed: " and the reason
+    : ping                  a comment every PING_SECONDS, so that no proxy takes a long wait for the end
 
-Requests and events have nanochat's form. A request beyond the Limits below is answered with 400, 408, 413, 429 or 503
-and one line of JSON. The page connects only to its own origin. A request must be JSON, because a foreign page cannot
-send JSON without permission. A request must name a known host, because another name of this address may belong to a
-foreign page.
+Requests and events have nanochat's form. A request that is not answered gets 400, 408, 413, 429 or 503 and one line of
+JSON. The page connects only to its own origin. A request must be JSON, because a foreign page cannot send JSON without
+permission. A request must name a known host, because another name of this address may belong to a foreign page.
 """
 
 import asyncio
 import contextlib
 import json
-import logging
+import re
 import secrets
 import time
 from collections import deque
@@ -30,22 +29,22 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib.resources import files
-from typing import Any
+from typing import Any, Literal
 
 import h11
 import uvicorn
-from fastapi import FastAPI, Request
+from fastapi import Depends, FastAPI, Request
 from fastapi.responses import HTMLResponse, JSONResponse, StreamingResponse
-from starlette.middleware.trustedhost import TrustedHostMiddleware
+from pydantic import BaseModel, Field, ValidationError
 from starlette.requests import ClientDisconnect
 from uvicorn.protocols.http.flow_control import service_unavailable
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from nanochat_fp4.cli import one_line
+from nanochat_fp4.cli import logger, one_line
 from nanochat_fp4.generation.chat import AnswerText
 from nanochat_fp4.generation.engine import Engine
 
-log = logging.getLogger(__name__)
+PING_SECONDS = 15  # nginx closes a connection that is silent for a minute.
 
 
 @dataclass(frozen=True)
@@ -70,9 +69,6 @@ class Limits:
     seconds: int = 20
 
 
-RANGES = {"temperature": (0.0, 2.0), "top_k": (0, 200), "max_tokens": (1, 4096)}
-
-
 class Refused(Exception):
     """The error for a request that is not answered. It has an HTTP status and one line of text."""
 
@@ -81,37 +77,47 @@ class Refused(Exception):
         self.status = status
 
 
-def checked(body: Any, limits: Limits) -> tuple[list[dict[str, str]], dict[str, float]]:
-    """Returns the messages of a request's JSON, and its numbers of RANGES. Raises Refused for any other JSON."""
-    messages = body.get("messages") if isinstance(body, dict) else None
-    if not isinstance(messages, list) or not messages:
-        raise Refused(400, "expected {'messages': [{'role': 'user', 'content': 'text'}, ...]}")
-    if len(messages) > limits.messages:
-        raise Refused(413, f"{len(messages)} messages, at most {limits.messages}; start a new conversation")
-    length = 0
-    for i, message in enumerate(messages):
-        role = ("user", "assistant")[i % 2]
-        content = message.get("content") if isinstance(message, dict) else None
-        if not isinstance(content, str) or message.get("role") != role:
-            raise Refused(400, f"message {i}: expected role {role!r} and a text; roles alternate, user first")
-        if len(content) > limits.message:
-            raise Refused(413, f"message {i} has {len(content)} characters, at most {limits.message}; shorten it")
-        length += len(content)
-    if len(messages) % 2 == 0 or not messages[-1]["content"].strip():
-        raise Refused(400, "the last message must be the user's, and not empty")
-    if length > limits.conversation:
-        raise Refused(413, f"{length} characters, at most {limits.conversation}; start a new conversation")
-    numbers = {}
-    for name, (low, high) in RANGES.items():
-        value = body.get(name)
-        if value is None:
-            continue
-        if isinstance(value, bool) or not isinstance(value, int if isinstance(low, int) else (int, float)):
-            raise Refused(400, f"{name} is {value!r:.40}, expected a number from {low} to {high}")
-        if not low <= value <= high:  # NaN is in no range.
-            raise Refused(400, f"{name} is {value}, expected {low} to {high}")
-        numbers[name] = value
-    return messages, numbers
+class Message(BaseModel, extra="forbid", strict=True):
+    """A turn of a conversation."""
+
+    role: Literal["user", "assistant"]
+    content: str
+
+
+class Question(BaseModel, extra="forbid", strict=True):
+    """A request. The server has defaults for the fields that are None. Other fields are refused, because an answer that
+    ignored them would not be what was asked for."""
+
+    messages: list[Message] = Field(min_length=1)
+    temperature: float | None = Field(None, ge=0, le=2, allow_inf_nan=False)
+    top_k: int | None = Field(None, ge=0, le=200)
+    max_tokens: int | None = Field(None, ge=1, le=4096)
+    seed: int | None = Field(None, ge=0, lt=2**63)
+    precision: str | None = None
+    stream: Literal[True] = True
+
+
+def parsed(body: bytes, limits: Limits) -> Question:
+    """Returns the question in the body of a request. Raises Refused if there is none, or if it is beyond the limits."""
+    try:
+        question = Question.model_validate_json(body)
+    except ValidationError as e:
+        problem = e.errors(include_url=False)[0]
+        field, what = ".".join(map(str, problem["loc"])) or "the body", problem["msg"]
+        if problem["type"] == "extra_forbidden":
+            what = f"there is no such field; there are {', '.join(Question.model_fields)}"
+        raise Refused(400, f"{field}: {one_line(what)}") from None
+    contents = [message.content for message in question.messages]
+    if any(m.role != ("user", "assistant")[i % 2] for i, m in enumerate(question.messages)) or len(contents) % 2 == 0:
+        raise Refused(400, "messages: expected turns of 'user' and 'assistant', of which 'user' has the first and last")
+    if not contents[-1].strip():
+        raise Refused(400, "the last message is empty; write one")
+    if len(contents) > limits.messages or sum(map(len, contents)) > limits.conversation:
+        most = f"at most {limits.messages} messages and {limits.conversation} characters"
+        raise Refused(413, f"{len(contents)} messages with {sum(map(len, contents))} characters, {most}; start anew")
+    if (longest := max(map(len, contents))) > limits.message:
+        raise Refused(413, f"a message has {longest} characters, at most {limits.message}; shorten it")
+    return question
 
 
 class PerMinute:
@@ -132,34 +138,26 @@ class PerMinute:
         self.recent.append((now, address))
 
 
-async def _read(request: Request, limits: Limits) -> bytes:
-    data = b""
-    async for part in request.stream():
-        data += part
-        if len(data) > limits.body:
-            raise Refused(413, f"the request has more than {limits.body} bytes; shorten the conversation")
-    return data
-
-
 async def read_body(request: Request, limits: Limits) -> bytes:
     """Returns the whole body of a request of type application/json. Raises Refused if the body is too long, late or
     incomplete."""
     if request.headers.get("content-type", "").partition(";")[0].strip() != "application/json":
         raise Refused(400, "expected a body of type application/json")
+
+    async def read() -> bytes:
+        data = b""
+        async for part in request.stream():
+            data += part
+            if len(data) > limits.body:
+                raise Refused(413, f"the request has more than {limits.body} bytes; shorten the conversation")
+        return data
+
     try:
-        return await asyncio.wait_for(_read(request, limits), limits.seconds)
+        return await asyncio.wait_for(read(), limits.seconds)
     except asyncio.TimeoutError:
         raise Refused(408, f"the body was incomplete after {limits.seconds} seconds; send the request again") from None
     except ClientDisconnect:
         raise Refused(400, "the client left before its body was complete") from None
-
-
-def parsed(body: bytes) -> Any:
-    """Returns the JSON of a body. Raises Refused if the body is not JSON."""
-    try:
-        return json.loads(body)
-    except (ValueError, RecursionError):
-        raise Refused(400, "the body is not JSON") from None
 
 
 class Worker:
@@ -181,26 +179,25 @@ class Worker:
         self.line: list[Answer] = []  # The answers in order. The first one is being computed.
         self.thread = ThreadPoolExecutor(1, "worker")
 
-    def encode(self, messages: list[dict[str, str]], limits: Limits) -> list[int]:
+    def encode(self, question: Question, limits: Limits) -> list[int]:
         """Returns the tokens of the conversation. Raises Refused if the model's context is too short."""
-        conversation = {"messages": [*messages, {"role": "assistant", "content": "-"}]}
+        conversation = question.model_dump(include={"messages"})
+        conversation["messages"].append({"role": "assistant", "content": "-"})
         tokens = self.engine.tokenizer.render_for_completion(conversation, max_tokens=10 * limits.conversation)
         if len(tokens) >= (context := self.engine.model.config.sequence_len):
             raise Refused(413, f"{len(tokens)} tokens, and the model's context is {context}; start a new conversation")
         return tokens
 
-    def answer(self, reply: "Answer", tokens: list[int], precision: str, numbers: dict[str, float]) -> None:
+    def answer(self, reply: "Answer", tokens: list[int], options: dict[str, Any]) -> None:
         """Computes an answer and tells the reply its events. It runs in the thread."""
         text, count, started, now, trouble = AnswerText(self.engine.tokenizer), 0, 0.0, 0.0, ""
-        max_tokens, context = int(numbers["max_tokens"]), self.engine.model.config.sequence_len
+        max_tokens, context = options["max_tokens"], self.engine.model.config.sequence_len
         room = context - len(tokens)
         finish, limit = ("length", max_tokens) if max_tokens < room else ("context", context)
         try:
-            with self.contexts[precision]():
-                sampling = {"temperature": float(numbers["temperature"]), "top_k": int(numbers["top_k"])}
-                answer = self.engine.generate(
-                    tokens, max_tokens=min(max_tokens, room), seed=secrets.randbits(31), **sampling
-                )
+            with self.contexts[options["precision"]]():
+                sampling = {name: options[name] for name in ("temperature", "top_k", "seed")}
+                answer = self.engine.generate(tokens, max_tokens=min(max_tokens, room), **sampling)
                 for column, _ in answer:
                     if reply.left:
                         return
@@ -213,7 +210,7 @@ class Worker:
                 reply.tell({"token": text.rest()})
         except BaseException as e:  # This answer's failure is reported, and the next answer is computed.
             finish = trouble = f"failed: {type(e).__name__}: {one_line(e)}"
-            log.error("an answer %s", finish)
+            logger.error(f"an answer {finish}")
         self.trouble = trouble
         speed = (count - 1) / (now - started) if now > started else None
         reply.tell({"done": True, "finish": finish, "limit": limit, "tokens": count, "tokens_per_second": speed})
@@ -239,7 +236,9 @@ class Answer(StreamingResponse):
         worker.line.append(self)
         self.job = worker.thread.submit(worker.answer, self, *question)
         self.job.add_done_callback(lambda _: self.call(worker.leave, self))
-        super().__init__(self.events(), media_type="text/event-stream", headers={"Cache-Control": "no-store"})
+        # nginx would otherwise send an answer when it is complete.
+        headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+        super().__init__(self.events(), media_type="text/event-stream", headers=headers)
 
     def call(self, function: Callable[..., None], *args: Any) -> None:
         """Calls a function in the server's event loop. Any thread may call this method."""
@@ -255,8 +254,12 @@ class Answer(StreamingResponse):
         """Yields the events in the form of server-sent events, up to the last one."""
         event: dict[str, Any] = {}
         while not event.get("done"):
-            event = await self.news.get()
-            yield f"data: {json.dumps(event)}\n\n"  # JSON has no line breaks.
+            try:
+                event = await asyncio.wait_for(self.news.get(), PING_SECONDS)
+            except asyncio.TimeoutError:
+                yield ": ping\n\n"
+            else:
+                yield f"data: {json.dumps(event)}\n\n"  # JSON has no line breaks.
 
     async def __call__(self, *args: Any) -> None:
         try:
@@ -270,19 +273,24 @@ def create_app(
     worker: Worker,
     info: dict[str, Any],
     *,
-    defaults: dict[str, float],
+    defaults: dict[str, Any],
     hosts: Sequence[str] = ("localhost", "127.0.0.1", "[::1]"),
     limits: Limits = Limits(),  # noqa: B008  The default is frozen.
 ) -> FastAPI:
     """
     Makes the application.
 
-    - info is the page's description of the model, with "model", "method", "device" and "precisions".
-    - defaults are the values of RANGES for requests that do not have them.
+    - info is the page's description of the model, with "model", "method", "device", "precisions" and "note".
+    - defaults are the values of a Question's fields for requests that do not have them.
     - hosts are the names by which this server may be called, and "*" means any name.
     """
-    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
-    app.add_middleware(TrustedHostMiddleware, allowed_hosts=list(hosts))
+
+    async def check_host(request: Request) -> None:
+        name = re.sub(r":\d+$", "", request.headers.get("host", ""))
+        if name not in hosts and "*" not in hosts:
+            raise Refused(400, f"this server is not called {name}; start it with --allow-host={name} if it should be")
+
+    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, dependencies=[Depends(check_host)])
     requests = PerMinute(limits.per_minute)
 
     @app.exception_handler(Refused)
@@ -295,13 +303,13 @@ def create_app(
         data = await read_body(request, limits)
         # Incomplete bodies do not count. Behind a proxy all users have one address, and could be shut out by them.
         requests.count(request.client.host if request.client else "")
-        body = parsed(data)
-        messages, numbers = checked(body, limits)
-        precision = str(body.get("precision") or next(iter(worker.contexts)))
-        if precision not in worker.contexts:
-            raise Refused(400, f"precision {precision!r} is unknown here; use one of: {', '.join(worker.contexts)}")
-        tokens = await asyncio.to_thread(worker.encode, messages, limits)
-        return Answer(worker, tokens, precision, defaults | numbers)
+        question = parsed(data, limits)
+        options = {"seed": secrets.randbits(31), "precision": next(iter(worker.contexts))} | defaults
+        options |= question.model_dump(exclude_none=True, exclude={"messages"})
+        if options["precision"] not in worker.contexts:
+            raise Refused(400, f"precision: there is no {options['precision']!r:.40}, but {', '.join(worker.contexts)}")
+        tokens = await asyncio.to_thread(worker.encode, question, limits)
+        return Answer(worker, tokens, options)
 
     @app.get("/health")
     async def health() -> JSONResponse:
@@ -312,9 +320,10 @@ def create_app(
     async def page() -> HTMLResponse:
         nonce = secrets.token_urlsafe(16)
         text = files("nanochat_fp4.generation").joinpath("chat_page.html").read_text(encoding="utf-8")
-        policy = f"default-src 'none'; connect-src 'self'; script-src 'nonce-{nonce}'; style-src 'nonce-{nonce}'"
+        policy = f"default-src 'none'; img-src data:; connect-src 'self'; script-src 'nonce-{nonce}'; "
+        policy += f"style-src 'nonce-{nonce}'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
         headers = {
-            "Content-Security-Policy": f"{policy}; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+            "Content-Security-Policy": policy,
             "X-Content-Type-Options": "nosniff",
             "Referrer-Policy": "no-referrer",
             "Cache-Control": "no-store",
@@ -382,21 +391,3 @@ def make_server(app: FastAPI, host: str = "127.0.0.1", port: int = 0, limits: Li
             access_log=False,
         )
     )  # fmt: skip
-
-
-class OneLine(logging.Formatter):
-    """Formats a record, with its exception, as one line."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        error = record.exc_info[1] if record.exc_info else None
-        text = one_line(record.getMessage()) + (f": {type(error).__name__}: {one_line(error)}" if error else "")
-        return f"{self.formatTime(record)} {text}"
-
-
-def log_briefly() -> None:
-    """Sends the errors of the server, asyncio and the worker to stderr, one line each."""
-    handler = logging.StreamHandler()
-    handler.setFormatter(OneLine())
-    for name in ("uvicorn.error", "asyncio", __name__):
-        logger = logging.getLogger(name)
-        logger.handlers, logger.propagate = [handler], False

@@ -15,8 +15,10 @@ The tokens of a row do not depend on the other rows of the batch. Two things cou
 The order of floating-point sums may still depend on the number of rows.
 """
 
+import math
 from collections import deque
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -123,15 +125,14 @@ def sample_next_token(
     return choice if ids is None else ids.gather(1, choice)
 
 
+@dataclass
 class RowState:
     """The state of one row during generation. `forced` has the tokens of a tool's result, which replace the next
-    sampled tokens."""
+    sampled tokens. `call` has the tokens of a tool call that has begun."""
 
-    def __init__(self) -> None:
-        self.forced: deque[int] = deque()
-        self.in_python = False
-        self.python_tokens: list[int] = []
-        self.completed = False
+    forced: deque[int] = field(default_factory=deque)
+    call: list[int] | None = None
+    completed: bool = False
 
 
 class Engine:
@@ -146,21 +147,6 @@ class Engine:
         names = ("python_start", "python_end", "output_start", "output_end", "assistant_end")
         self.special = {name: tokenizer.encode_special(f"<|{name}|>") for name in names}
         self.terminal = {self.special["assistant_end"], tokenizer.get_bos_token_id()}
-
-    def _max_tokens(self, prompt_len: int, max_tokens: int | None) -> int:
-        """Returns max_tokens, or for None the rest of the model's sequence length. Raises ValueError for more
-        positions than the model has."""
-        sequence_len = self.model.config.sequence_len
-        if max_tokens is None:
-            if prompt_len >= sequence_len:
-                problem = f"the prompt has {prompt_len} tokens and the model's context {sequence_len}"
-                raise ValueError(f"{problem}; shorten it, or give max_tokens")
-            return sequence_len - prompt_len
-        limit = getattr(self.model, "rotary_seq_len", None)
-        if limit is not None and prompt_len + max_tokens > limit:
-            problem = f"prompt {prompt_len} + max_tokens {max_tokens} exceeds the model's {limit} positions"
-            raise ValueError(f"{problem}; lower max_tokens")
-        return max_tokens
 
     def new_cache(self, batch_size: int, seq_len: int) -> KVCache:
         """Returns an empty cache in the dtype of the model's attention."""
@@ -212,10 +198,15 @@ class Engine:
             raise ValueError("there is no prompt, or the prompt is empty; give at least one token (usually <|bos|>)")
         if num_samples < 1:
             raise ValueError(f"num_samples is {num_samples}; ask for at least 1")
-        device = torch.device(self.model.get_device())
+        # Without max_tokens a text ends with the model's sequence length. The rotary tables go on beyond it.
+        config, device = self.model.config, torch.device(self.model.get_device())
+        limit = config.sequence_len if max_tokens is None else getattr(self.model, "rotary_seq_len", math.inf)
+        longest = max(map(len, prompts)) + (1 if max_tokens is None else max_tokens)
+        if longest > limit:
+            raise ValueError(f"a prompt and its answer take {longest} tokens, the model has {limit}; shorten them")
         shortest, single = min(map(len, prompts)), len(prompts) == 1
         prompts = [prompt for prompt in prompts for _ in range(num_samples)]
-        ends = [len(prompt) + self._max_tokens(len(prompt), max_tokens) for prompt in prompts]
+        ends = [limit if max_tokens is None else len(prompt) + max_tokens for prompt in prompts]
         rngs = [torch.Generator(device=device).manual_seed(seed + row % num_samples) for row in range(len(prompts))]
         rows = [RowState() for _ in prompts]
 
@@ -250,20 +241,18 @@ class Engine:
     def follow(self, row: RowState, token: int) -> None:
         """Updates the state of a row by its next token. If the token ends a tool call, the result is put into
         `forced`."""
-        if row.completed:
-            return
-        if token in self.terminal:
+        if row.completed or token in self.terminal:
             row.completed = True
         elif token == self.special["python_start"]:
-            row.in_python, row.python_tokens = True, []
-        elif token == self.special["python_end"] and row.in_python:
-            row.in_python = False
-            result = use_calculator(self.tokenizer.decode(row.python_tokens)) if row.python_tokens else None
+            row.call = []
+        elif row.call is not None and token != self.special["python_end"]:
+            row.call.append(token)
+        elif row.call is not None:
+            result = use_calculator(self.tokenizer.decode(row.call)) if row.call else None
+            row.call = None
             if result is not None:
                 output = self.tokenizer.encode(str(result))
                 row.forced.extend([self.special["output_start"], *output, self.special["output_end"]])
-        elif row.in_python:
-            row.python_tokens.append(token)
 
     def generate_batch(
         self, tokens: list[int], num_samples: int = 1, **kwargs: Any

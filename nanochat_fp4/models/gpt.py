@@ -22,13 +22,12 @@ which makes matrix products BF16 on CUDA and FP32 elsewhere.
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import torch
 import torch.nn as nn
-import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -547,30 +546,3 @@ class GPT(nn.Module):
             return linear_cross_entropy(x, self.lm_head.weight, self.own_part(targets), *options)
         logits = self.lm_head(x)[..., : self.config.vocab_size].float()
         return SOFTCAP * torch.tanh(logits / SOFTCAP)
-
-    @torch.inference_mode()
-    def generate(
-        self, tokens: list[int], max_tokens: int, temperature: float = 1.0, top_k: int | None = None, seed: int = 42
-    ) -> Iterator[int]:
-        """
-        Yields max_tokens new tokens after the prompt `tokens`, one at a time. It uses no cache, which is slow but easy
-        to verify. engine.Engine generates fast.
-
-        With temperature 0 the most probable token is taken. Raises ValueError for an empty prompt.
-        """
-        if not tokens:
-            raise ValueError("the prompt is empty; give at least one token (usually <|bos|>)")
-        device = self.get_device()
-        rng = torch.Generator(device=device).manual_seed(seed)
-        ids = torch.tensor([tokens], dtype=torch.long, device=device)
-        for _ in range(max_tokens):
-            logits = self.forward(ids)[:, -1]
-            if top_k is not None and top_k > 0:
-                smallest = torch.topk(logits, min(top_k, logits.size(-1))).values[:, -1:]
-                logits = logits.masked_fill(logits < smallest, -torch.inf)
-            if temperature > 0:
-                next_id = torch.multinomial(F.softmax(logits / temperature, dim=-1), 1, generator=rng)
-            else:
-                next_id = logits.argmax(dim=-1, keepdim=True)
-            ids = torch.cat((ids, next_id), dim=1)
-            yield next_id.item()

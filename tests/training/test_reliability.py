@@ -462,7 +462,6 @@ def children() -> list[str]:
 
 
 def test_stages_leave_no_open_files_and_no_processes(tiny_base, monkeypatch, capsys):
-    monkeypatch.setattr(chat_cli, "MAX_TOKENS", 4)
     evaluate = "-i sft -a local -x 2 -m 4 -b 2 --device-type cpu".split()
     stages = {
         "tok_train": lambda: tok_train.main(["--vocab-size=290", "--max-chars=50000"]),
@@ -471,7 +470,7 @@ def test_stages_leave_no_open_files_and_no_processes(tiny_base, monkeypatch, cap
         "mid": lambda: mid_train.main([*MID, *SHORT["mid"], f"--model-tag={TAG}", "--num-iterations=1"]),
         "sft": lambda: chat_sft.main([*SFT, f"--model-tag={TAG}", "--num-iterations=1"]),
         "chat_eval": lambda: chat_eval.main(evaluate),
-        "chat_cli": lambda: chat_cli.main(["-p", "hi", "--device-type=cpu"]),
+        "chat_cli": lambda: chat_cli.main(["-p", "hi", "--device-type=cpu", "--max-tokens=4"]),
         "report": lambda: report.main([]),
     }
     server_and_the_like = children()
