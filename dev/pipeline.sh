@@ -145,6 +145,7 @@ pipeline() {
         return
     fi
     lock_base_dir
+    NANOCHAT_BEGAN=$(date +%s) && export NANOCHAT_BEGAN # the report says how long all of it took
     run "$PY" -m nanochat_fp4.plan "$1" --calls "$NANOCHAT_BASE_DIR/report/calls.sh" || exit $?
     ask
     # shellcheck disable=SC1091  # the plan has just written it. bash reads the whole file before it runs the first line.

@@ -7,13 +7,18 @@ canonical_solution, entry_point and test. A prompt holds imports, a signature an
 check(candidate).
 """
 
+import functools
 import re
+import textwrap
+from collections.abc import Callable
 from typing import Any
 
 from eval.common import RowTask, message_pair, wrong_field
 from nanochat_fp4.evaluation.execution import execute_code
 
-CODE_BLOCK = re.compile(r"```(?:python)?\s*\n(.*?)\n```", re.DOTALL)
+CODE_BLOCK = re.compile(r"```(?:python)?\s*\n(.*?)\n```", re.DOTALL)  # what nanochat reads
+# Any fence of Markdown: with any language, indented, of tildes, or without its end.
+ANY_FENCE = re.compile(r"(`{3,}|~{3,})[^\n`]*\n(.*?)(?:^[ \t]*\1|\Z)", re.DOTALL | re.MULTILINE)
 
 
 def row_problem(row: dict) -> str | None:
@@ -38,8 +43,25 @@ def extract_program(completion: str) -> str:
     return (match.group(1) if match else completion).strip()
 
 
+def program_of_any_fence(completion: str, function: str) -> str:
+    """Returns the first fenced block that defines the function, else the first block, else the whole completion."""
+    blocks = [textwrap.dedent(block) for _, block in ANY_FENCE.findall(completion)] or [completion]
+    return next((block for block in blocks if f"def {function}" in block), blocks[0]).strip()
+
+
+@functools.lru_cache(maxsize=16)
+def passes(code: str, tests: str, function: str) -> bool:
+    """Returns whether code passes tests in the sandbox. Two judges that read the same program run it once."""
+    return execute_code(code, tests=tests, function=function).success
+
+
 class HumanEval(RowTask):
-    """The problems of HumanEval, which has one split. An answer is right if it passes the tests."""
+    """
+    The problems of HumanEval, which has one split. An answer is right if it passes the tests.
+
+    nanochat's score reads the program from a fence ```python or ```, and takes any other form for a wrong answer. The
+    score "any fence" stands beside it, because the form of an answer is not the ability to write the program.
+    """
 
     dataset = "openai/openai_humaneval"
     eval_type = "generative"
@@ -53,10 +75,20 @@ class HumanEval(RowTask):
         return conversation | {"entry_point": row["entry_point"], "test": row["test"]}
 
     def evaluate(self, conversation: dict[str, Any], answer: str) -> bool:
-        """Runs the prompt's imports, which an answer often leaves out, and the answer. Returns True if the answer's
-        function passes the tests."""
+        """Returns True if the function of the program that nanochat reads passes the tests."""
+        return self.solves(conversation, extract_program(answer))
+
+    def evaluate_any_fence(self, conversation: dict[str, Any], answer: str) -> bool:
+        """Returns True if the function of the program in any fence passes the tests."""
+        return self.solves(conversation, program_of_any_fence(answer, conversation["entry_point"]))
+
+    @property
+    def judges(self) -> dict[str, Callable[[dict[str, Any], str], bool]]:
+        return super().judges | {"any fence": self.evaluate_any_fence}
+
+    def solves(self, conversation: dict[str, Any], program: str) -> bool:
+        """Runs the prompt's imports, which an answer often leaves out, the program, and the tests."""
         prompt, name = conversation["messages"][0]["content"], conversation["entry_point"]
         # Some tests call the prompt's other functions or the function itself by name.
         tests = f"{prompt}\n{conversation['test']}\n{name} = candidate\ncheck(candidate)"
-        code = f"{leading_imports(prompt)}\n\n{extract_program(answer)}"
-        return execute_code(code, tests=tests, function=name).success
+        return passes(f"{leading_imports(prompt)}\n\n{program}", tests, name)

@@ -27,11 +27,13 @@ from nanochat_fp4.progress import Progress
 
 @dataclass
 class Score:
-    """The result of one task. outcomes[i] says whether problem i was solved."""
+    """The result of one task. outcomes[i] says whether problem i was solved, and others[name][i] whether it was by the
+    judge of this name (Task.judges)."""
 
     outcomes: list[bool]
     version: int = 1
     settings: dict[str, Any] = field(default_factory=dict)
+    others: dict[str, list[bool]] = field(default_factory=dict)
 
     @property
     def count(self) -> int:
@@ -50,11 +52,6 @@ class Score:
 
     def __str__(self) -> str:
         return f"{100 * self.accuracy:.2f} ± {100 * self.interval:.2f}% ({sum(self.outcomes)}/{self.count})"
-
-    def as_dict(self) -> dict[str, Any]:
-        """Returns the score for a JSON file. The outcomes are a text of 0 and 1."""
-        numbers = {name: getattr(self, name) for name in ("accuracy", "interval", "count", "version")}
-        return numbers | {"outcomes": "".join("01"[bool(o)] for o in self.outcomes), **self.settings}
 
 
 def run_task(
@@ -81,7 +78,7 @@ def run_task(
         raise ValueError(f"{flags} must be at least 1")
     _, rank, _, world_size = get_dist_info()
     device = model.get_device()
-    outcomes = torch.zeros(count, dtype=torch.int32, device=device)
+    outcomes = {name: torch.zeros(count, dtype=torch.int32, device=device) for name in task.judges}
     cropped = torch.zeros((), dtype=torch.int32, device=device)
     settings: dict[str, Any] = {}
     if task.eval_type == "categorical":
@@ -113,18 +110,20 @@ def run_task(
                     break
                 cropped += sum(len(problem.prompt) > longest for problem in batch)
                 for problem, answers in zip(batch, evaluate(batch)):
-                    solved = any(task.evaluate(problem.conversation, answer) for answer in answers)
-                    outcomes[problem.index] = int(solved)
-                    done, right = done + 1, right + solved
+                    for judge, evaluate_answer in task.judges.items():
+                        solved = any(evaluate_answer(problem.conversation, answer) for answer in answers)
+                        outcomes[judge][problem.index] = int(solved)
+                    done, right = done + 1, right + int(outcomes[""][problem.index])
                 progress.update(len(batch), accuracy=f"{100 * right / done:.1f}%")
     finally:
         model.train(was_training)
     if is_ddp_initialized():
-        dist.all_reduce(outcomes)
-        dist.all_reduce(cropped)
+        for tensor in (*outcomes.values(), cropped):
+            dist.all_reduce(tensor)
     if cropped:
         print0(f"note: {what}: {int(cropped)} prompts were cut after {longest:,} tokens, more than the model can read")
-    return Score([bool(o) for o in outcomes.tolist()], task.VERSION, settings)
+    others = {judge: tensor.bool().tolist() for judge, tensor in outcomes.items()}
+    return Score(others.pop(""), task.VERSION, settings, others)
 
 
 class _Problem(NamedTuple):

@@ -23,12 +23,12 @@ from nanochat_fp4.common import get_base_dir, joined_processes, print0
 from nanochat_fp4.data.needs import Need, base_dir, file_or_url, package
 from nanochat_fp4.evaluation.core_metric import EVAL_BUNDLE_URL, evaluate_model, find_bundle, read_all_questions
 from nanochat_fp4.evaluation.kept import Kept, key_of
-from nanochat_fp4.evaluation.report_log import get_report
+from nanochat_fp4.evaluation.report import get_report
 from nanochat_fp4.files import atomic_write
 from nanochat_fp4.models.gpt import autocast
 from nanochat_fp4.models.hf_model import check_hf_flags, load_hf_model
 from nanochat_fp4.training.flags import add_model_arguments
-from nanochat_fp4.training.load_model import checkpoint_method, find_model_tag, load_for_inference
+from nanochat_fp4.training.load_model import checkpoint_folder, checkpoint_method, find_model_tag, load_for_inference
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -66,7 +66,7 @@ def evaluate(args: argparse.Namespace, device: torch.device, rank: int) -> None:
         find_model_tag("base", args.model_tag)
     find_bundle(args.bundle_dir)
     precision: Any = contextlib.nullcontext()
-    model_tag = None
+    model_tag, step = None, 0
     if args.hf_path is not None:
         model, tokenizer = load_hf_model(described, device), described.tokenizer
         own = model.quantization or "bf16"  # The forward of the model as it is stored.
@@ -78,37 +78,31 @@ def evaluate(args: argparse.Namespace, device: torch.device, rank: int) -> None:
     else:
         model, tokenizer, meta, method = load_for_inference("base", device, args)
         own = checkpoint_method(meta)
-        model_tag = meta.model_tag
-        name, slug = f"base model {model_tag} (step {meta.step})", f"base_model_{meta.step:06d}"
+        model_tag, step = meta.model_tag, meta.step
+        name, slug = f"base model {model_tag} (step {step})", f"base_model_{step:06d}"
     if args.precision == "bf16" and method != "bf16":
         precision, method = nf.full_precision(model), "bf16"
     print0(f"CORE of {name}, {method} forward")
     folder = Path(get_base_dir()) / "base_eval" / (model_tag or "")
-    kept = Kept(folder / f"unfinished_{slug}.json", key_of(model, tokenizer) | {"forward": method})
-
-    def save(results: dict[str, float], centered: dict[str, float], core: float | None = None) -> list[str]:
-        """Writes the table of the tasks that are finished, and CORE if it is given. Returns the table's lines."""
-        lines = [f"{'Task':<35}, {'Accuracy':<10}, {'Centered':<10}"]
-        for label, accuracy in results.items():
-            lines.append(f"{label:<35}, {accuracy:<10.6f}, {centered[label]:<10.6f}")
-        lines += [f"{'CORE':<35}, {'':<10}, {core:<10.6f}"] if core is not None else []
-        if rank == 0:
-            folder.mkdir(parents=True, exist_ok=True)
-            atomic_write(folder / f"{slug}.csv", "\n".join(lines) + "\n")
-        return lines
-
+    log_folder = checkpoint_folder("base", model_tag) if model_tag else folder
+    kept = Kept(log_folder, step, key_of(model, tokenizer) | {"forward": method})
     with precision, autocast(device.type):
-        out = evaluate_model(
-            model, tokenizer, device, args.max_per_task, args.bundle_dir, finished=save, part=kept.part
-        )
-    print0("\n".join(save(out["results"], out["centered_results"], out["core_metric"])))
+        out = evaluate_model(model, tokenizer, device, args.max_per_task, args.bundle_dir, part=kept.part)
+    lines = [f"{'Task':<35}, {'Accuracy':<10}, {'Centered':<10}"]
+    for label, accuracy in out["results"].items():
+        lines.append(f"{label:<35}, {accuracy:<10.6f}, {out['centered_results'][label]:<10.6f}")
+    lines.append(f"{'CORE':<35}, {'':<10}, {out['core_metric']:<10.6f}")
+    print0("\n".join(lines))
+    if rank == 0:
+        folder.mkdir(parents=True, exist_ok=True)
+        atomic_write(folder / f"{slug}.csv", "\n".join(lines) + "\n")
     print0("".join(f"note: {note}\n" for note in out["notes"]), end="")
     about = {"Model": name, "Forward": method, "CORE metric": out["core_metric"], "Max per task": args.max_per_task}
     about |= {"Notes": "; ".join(out["notes"])}
     # A forward pass that is not the method's own gets a column of its own in the report.
     column = "CORE" if method == own else f"CORE, {method} forward"
-    get_report(model_tag).log("Base model evaluation", [about, out["centered_results"]], {column: out["core_metric"]})
-    kept.finish()
+    kept.finish("benchmarks", scores={column: {"accuracy": out["core_metric"]}})
+    get_report(model_tag).log("Base model evaluation", [about, out["centered_results"]])
 
 
 if __name__ == "__main__":

@@ -25,13 +25,13 @@ from nanochat_fp4.data.shards import digest_of, text_column
 from nanochat_fp4.data.tokenizer import get_token_bytes
 from nanochat_fp4.evaluation.kept import Kept, key_of
 from nanochat_fp4.evaluation.loss_eval import evaluate_bpb
-from nanochat_fp4.evaluation.report_log import get_report
+from nanochat_fp4.evaluation.report import get_report
 from nanochat_fp4.generation.engine import check_finite, draw_samples
 from nanochat_fp4.models.gpt import autocast
 from nanochat_fp4.models.hf_model import check_hf_flags, load_hf_model
 from nanochat_fp4.progress import progress_iter
 from nanochat_fp4.training.flags import add_model_arguments
-from nanochat_fp4.training.load_model import checkpoint_method, find_model_tag, load_model
+from nanochat_fp4.training.load_model import checkpoint_folder, checkpoint_method, find_model_tag, load_model
 
 SPLIT_TOKENS = 40 * 524288
 # A CPU would need many minutes for as many tokens as a GPU evaluates, for a model of any size.
@@ -79,7 +79,7 @@ def evaluate(args: argparse.Namespace, device: torch.device, rank: int, world_si
     if args.hf_path:
         model, tokenizer = load_hf_model(described, device), described.tokenizer
         sequence_len, token_bytes, model_tag = model.sequence_len, tokenizer.token_bytes(device), None
-        step, trained = None, model.quantization or "bf16"
+        step, trained = 0, model.quantization or "bf16"
         name = args.hf_path
     else:
         model, tokenizer, meta = load_model("base", device, "eval", args.model_tag, args.step)
@@ -104,7 +104,6 @@ def evaluate(args: argparse.Namespace, device: torch.device, rank: int, world_si
             measured = evaluate_bpb(model, batches, steps, token_bytes)
         return float(check_finite(torch.tensor(measured), model, "bits per byte"))
 
-    base_dir, slug = Path(get_base_dir()), "" if step is None else f"_{step:06d}"
     key = key_of(model, tokenizer) | {
         "rows": num_rows,
         "steps": steps,
@@ -112,7 +111,8 @@ def evaluate(args: argparse.Namespace, device: torch.device, rank: int, world_si
         "text": [digest_of(path) for path in list_parquet_files(data_dir)],
         "column": text_column(args.text_column),
     }
-    kept = Kept(base_dir / "base_loss" / (model_tag or "") / f"unfinished{slug}.json", key)
+    folder = checkpoint_folder("base", model_tag) if model_tag else Path(get_base_dir()) / "base_loss"
+    kept = Kept(folder, step, key)
 
     results = {}
     for split in ("train", "val"):
@@ -134,13 +134,11 @@ def evaluate(args: argparse.Namespace, device: torch.device, rank: int, world_si
     lines |= {key.replace("_bpb_bf16", " BPB, BF16 forward").replace("_bpb", " BPB"): v for key, v in results.items()}
     section = "Base model loss"
     section += f" of {name}" if args.hf_path else f", {method} forward" if args.method else ""
-    text = {"val_text": validation_text(data_dir, args.text_column), "val_tokens": args.split_tokens}
-    get_report(model_tag).log(
-        section,
-        [lines, {f"sample {i}": sample for i, sample in enumerate(samples)}],
-        results={"method": trained, "step": step, **results, **text, "samples": samples},
-    )
-    kept.finish()
+    text = {"val_text": validation_text(data_dir, args.text_column), "tokens": args.split_tokens}
+    # The report's val BPB of a run is that of its own forward pass.
+    event = "other_forward" if args.method else "base_loss"
+    kept.finish(event, **{key.removeprefix("val_"): v for key, v in results.items()}, **text, samples=samples)
+    get_report(model_tag).log(section, [lines, {f"sample {i}": sample for i, sample in enumerate(samples)}])
 
 
 if __name__ == "__main__":

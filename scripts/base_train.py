@@ -35,6 +35,7 @@ from nanochat_fp4.common import announce, print0, resolve_method
 from nanochat_fp4.data.dataloader import Text, evaluation_rows, text_batches
 from nanochat_fp4.data.dataset import ensure_data, open_shards, validation_text
 from nanochat_fp4.data.tokenizer import RustBPETokenizer, get_token_bytes, get_tokenizer
+from nanochat_fp4.evaluation import report
 from nanochat_fp4.evaluation.core_metric import evaluate_model
 from nanochat_fp4.evaluation.loss_eval import evaluate_bpb
 from nanochat_fp4.generation.engine import draw_samples
@@ -288,6 +289,7 @@ def train(args: argparse.Namespace, method: str, process: Process) -> None:
         "flops_per_token": flops,
         "vocab_size": model.config.vocab_size,
         "gemm_work": plan.work(model),
+        "recipes": {r.name: {gemm: str(getattr(r, gemm)) for gemm in report.GEMMS} for r in plan.recipes},
         "config_key": comparison_key(settings | tunable | spread),
         "val_text": val_data,
         "tokenizer": tokenizer.fingerprint(),

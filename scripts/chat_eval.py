@@ -6,8 +6,9 @@ Evaluates a chat model on the benchmarks of eval/.
     torchrun --nproc_per_node=8 -m scripts.chat_eval -- -i sft
     python -m scripts.chat_eval -i sft -a local            three small tasks without a network, which are no benchmarks
 
-Results are written to the report and to eval_<step>.json beside the checkpoint. Each accuracy comes with two standard
-deviations. It also comes with its forward pass, which --precision chooses: the method's own (nvfp4), BF16, or both.
+Results are written to the report and to metrics.jsonl beside the checkpoint, with the outcome of each problem. Each
+accuracy comes with two standard deviations. It also comes with its forward pass, which --precision chooses: the
+method's own (nvfp4), BF16, or both.
 """
 
 import argparse
@@ -17,11 +18,9 @@ import hashlib
 import json
 from collections.abc import Callable
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import torch
-from filelock import FileLock
 
 import nanochat_fp4 as nf
 from eval.arc import ARC
@@ -40,13 +39,11 @@ from nanochat_fp4.data.needs import Need
 from nanochat_fp4.data.rows import MissingDataError
 from nanochat_fp4.evaluation.execution import SandboxError, describe_sandbox
 from nanochat_fp4.evaluation.kept import Kept, key_of
-from nanochat_fp4.evaluation.report_log import get_report
-from nanochat_fp4.files import atomic_write
+from nanochat_fp4.evaluation.report import get_report
 from nanochat_fp4.generation.chat import compute_dtype
 from nanochat_fp4.models.gpt import ROTARY_FACTOR
-from nanochat_fp4.training.checkpoint_manager import weights_digest
 from nanochat_fp4.training.flags import add_benchmark_arguments, add_model_arguments, changed_flags
-from nanochat_fp4.training.load_model import SOURCES, checkpoint_folder, load_for_inference
+from nanochat_fp4.training.load_model import SOURCES, checkpoint_folder, checkpoint_method, load_for_inference
 
 TASKS: dict[str, Callable[[str | None], Task]] = {
     "ARC-Easy": lambda eval_dir: ARC("ARC-Easy", "test", eval_dir=eval_dir),
@@ -208,12 +205,9 @@ def evaluate(args: argparse.Namespace, names: list[str], device: torch.device, r
     what = f"{args.source} model {model_tag}, step {step}"
     print0(f"Evaluating the {what}; {nf.backend()}")
 
-    path = checkpoint_folder(args.source, model_tag) / f"eval_{step:06d}.json"
-    weights = {"weights_sha256": weights_digest(path.parent, step)}
-    about = {"source": args.source, "model_tag": model_tag, "step": step, "method": method, **weights}
     dtype = compute_dtype(device, args.dtype)
     key = key_of(model, tokenizer) | {"method": method, "dtype": str(dtype)}
-    kept = Kept(path.with_name(f"unfinished_eval_{step:06d}.json"), key)
+    kept = Kept(checkpoint_folder(args.source, model_tag), step, key)
     settings = {flag: getattr(args, flag) for flag in SETTINGS}
     scores: dict[str, dict[str, Score]] = {precision: {} for precision in precisions}
     for precision in precisions:
@@ -228,52 +222,34 @@ def evaluate(args: argparse.Namespace, names: list[str], device: torch.device, r
                 with nf.full_precision(model) if precision == "bf16" else contextlib.nullcontext():
                     score = Score(**kept.part(f"{name} {asked}, {forward}", measure))
             except SandboxError as e:
-                others = f"; what was evaluated before is kept in {path}" if scores[precision] else ""
-                raise UserError(f"{name}: the sandbox worked before and fails now: {e}; start again{others}") from e
+                raise UserError(f"{name}: the sandbox worked before and fails now: {e}; start again") from e
             scores[precision][name] = score
-            print0(f"{name}: {score}")
-            if rank == 0:  # The result is saved after each task, so that an interruption loses no finished task.
-                save_result(path, weights, about, precision, name, score)
+            others = "".join(f"; {judge}: {Score(outcomes)}" for judge, outcomes in score.others.items())
+            print0(f"{name}: {score}{others}")
 
     results: dict[str, Any] = {}
     lines = {"Model": what, "Method": method, "Precision": ", ".join(precisions), "Sandbox": sandbox}
     lines["Flags"] = changed_flags(args, parse_args(["-i", args.source]))
     for precision, by_task in scores.items():
-        # With --precision=both, results of the method's own forward have the plain names, and those in BF16 a suffix.
-        suffix = ", BF16 forward" if precision == "bf16" and method != "bf16" else ""
-        for name, score in by_task.items():
-            results[name + suffix] = {"accuracy": score.accuracy, "count": score.count, "interval": score.interval}
-            results[name + suffix]["guessing"] = GUESSING.get(name, 0.0)
+        # Results of the forward pass that the model was trained with have the plain names, and others a suffix.
+        forward = "bf16" if precision == "bf16" else method
+        suffix = "" if forward == checkpoint_method(meta) else f", {forward.replace('bf16', 'BF16')} forward"
+        judged = {
+            f"{name}, {judge}" if judge else name: (Score(outcomes), GUESSING.get(name, 0.0))
+            for name, score in by_task.items()
+            for judge, outcomes in {"": score.outcomes, **score.others}.items()
+        }
+        for name, (score, guessing) in judged.items():
+            numbers = {"accuracy": score.accuracy, "count": score.count, "interval": score.interval}
+            results[name + suffix] = numbers | {"guessing": guessing}
             lines[name + suffix] = str(score)
         if (core := chatcore(by_task)) is not None:
-            results["ChatCORE" + suffix] = core
+            results["ChatCORE" + suffix] = {"accuracy": core}
             lines["ChatCORE" + suffix] = f"{core:.4f}"
             print0(f"ChatCORE{suffix}: {core:.4f}")
     lines = {k: v for k, v in lines.items() if v is not None}
-    get_report(model_tag).log(f"Chat evaluation {args.source}", [lines], results)
-    kept.finish()
-
-
-def read_results(path: Path, weights: dict[str, Any]) -> dict[str, Any]:
-    """Returns the stored results of these weights. They are empty if the file is damaged or missing, and if the model
-    was trained anew since."""
-    try:
-        stored = json.loads(path.read_text(encoding="utf-8"))
-        same = all(stored.get(key) == value for key, value in weights.items())
-        return stored if same and all(isinstance(r, dict) for r in stored["results"].values()) else {}
-    except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError):
-        return {}
-
-
-def save_result(path: Path, weights: dict, about: dict[str, Any], precision: str, name: str, score: Score) -> None:
-    """Adds a task to the stored results. A lock lets another evaluation add other tasks at the same time."""
-    try:
-        with FileLock(path.with_name(f".{path.name}.lock")):
-            stored = read_results(path, weights)
-            stored.setdefault("results", {}).setdefault(precision, {})[name] = score.as_dict()
-            atomic_write(path, json.dumps(stored | about, indent=2) + "\n")
-    except OSError as e:
-        print0(f"warning: {path} cannot be written ({e.strerror}); the results are in the report only")
+    kept.finish("benchmarks", scores=results)
+    get_report(model_tag).log(f"Chat evaluation {args.source}", [lines])
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from nanochat_fp4.cli import ArgumentParser, UserError, logger, one_line, run_ma
 from nanochat_fp4.common import print0
 from nanochat_fp4.data.dataset import add_data_arguments, ensure_data, parquets_iter_batched
 from nanochat_fp4.data.tokenizer import RustBPETokenizer, get_tokenizer
-from nanochat_fp4.evaluation.report_log import get_report
+from nanochat_fp4.evaluation.report import get_report
 
 # Short texts of different kinds. Some kinds are frequent in a training corpus, and others are rare.
 SAMPLES = {

@@ -22,7 +22,7 @@ from nanochat_fp4.data.tokenizer import (
     save_token_bytes,
     tokenizer_lock,
 )
-from nanochat_fp4.evaluation.report_log import get_report
+from nanochat_fp4.evaluation.report import get_report
 from nanochat_fp4.locks import running_runs
 from nanochat_fp4.progress import Progress
 from nanochat_fp4.training.flags import changed_flags

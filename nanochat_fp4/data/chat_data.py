@@ -61,6 +61,11 @@ class Task:
         """Returns whether `answer` solves the problem of the conversation."""
         raise NotImplementedError
 
+    @property
+    def judges(self) -> dict[str, Callable[[dict[str, Any], str], bool]]:
+        """The ways to judge an answer. The score of evaluate() has no name of its own; others stand beside it."""
+        return {"": self.evaluate}
+
     def _range(self) -> range:
         return range(self.num_examples())[self.start : self.stop : self.step]
 

@@ -159,7 +159,6 @@ def evaluate_model(
     device: torch.device,
     max_per_task: int = -1,
     bundle_dir: str | os.PathLike | None = None,
-    finished: Callable[[dict[str, float], dict[str, float]], None] = lambda results, centered: None,
     part: Callable[[str, Callable[[], list]], list] = lambda name, measure: measure(),
 ) -> dict[str, Any]:
     """
@@ -169,9 +168,8 @@ def evaluate_model(
     that guessing is 0, and "core_metric" is their mean. "notes" says which questions were cropped or not judged.
 
     Only the first max_per_task questions of each task count. All files are read and checked before the first question.
-    finished(results, centered results so far) is called after each task. part(name, measure) returns the numbers of a
-    task: the result of measure(), or the one that was stored before (evaluation/kept.py). The name has a hash of the
-    task and its questions.
+    part(name, measure) returns the numbers of a task: the result of measure(), or the one that was stored before
+    (evaluation/kept.py). The name has a hash of the task and its questions.
     """
     tasks, guessing, questions = read_all_questions(bundle_dir, max_per_task)
     results, centered, notes = {}, {}, []
@@ -197,6 +195,5 @@ def evaluate_model(
             chance = guessing[label] / 100
             results[label], centered[label] = accuracy, (accuracy - chance) / (1 - chance)
             progress.write(f"{label}: {accuracy:.3f} ({time.monotonic() - start:.0f} s)")
-            finished(results, centered)
     core = sum(centered.values()) / len(centered) if centered else 0.0
     return {"results": results, "centered_results": centered, "core_metric": core, "notes": notes}

@@ -1,9 +1,10 @@
 """
-Stores the finished parts of an evaluation on the disk, so that an evaluation that was killed continues where it was.
+The finished parts of an evaluation, kept in the model's metrics.jsonl, so that an evaluation that was killed goes on
+where it was.
 
-    kept = Kept(folder / "unfinished_000005.json", key_of(model, tokenizer) | {"tokens": 1024})
+    kept = Kept(folder, step, key_of(model, tokenizer) | {"tokens": 1024})
     score = kept.part("ARC-Easy", lambda: measure("ARC-Easy"))  # measured now, or read if it was measured before
-    kept.finish()                                               # after this, another evaluation measures again
+    kept.finish("benchmarks", scores={"ARC-Easy": score})       # the result; another evaluation measures again
 """
 
 import hashlib
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 
 from nanochat_fp4.common import get_dist_info, of_all_ranks, print0
-from nanochat_fp4.files import atomic_write
+from nanochat_fp4.evaluation.metrics import MetricsLog, read_jsonl
 
 
 def weights_hash(model: torch.nn.Module) -> str:
@@ -43,40 +44,32 @@ class Kept:
     """
     The parts of an evaluation by their names. Each part is a value that JSON can represent.
 
-    - path: the path of the file. The hash of the key is added to its name, and its folder is made if necessary.
-    - key: everything that the parts depend on besides their names. Parts with another key have a file of their own.
+    - folder: the folder of metrics.jsonl: the model's checkpoints, whose records live and die with the model
+    - step: the step of the checkpoint
+    - key: everything that the parts depend on besides their names
 
     All ranks must make this object and call its methods together. Only rank 0 reads and writes the file.
     """
 
-    def __init__(self, path: Path, key: dict[str, Any]):
-        digest = hashlib.sha256(json.dumps(key, sort_keys=True, default=str).encode()).hexdigest()
-        self.path, self.rank = path.with_name(f"{path.stem}_{digest[:12]}{path.suffix}"), get_dist_info()[1]
-        self.parts: dict[str, Any] = of_all_ranks(self._read() if self.rank == 0 else None)[0]
+    def __init__(self, folder: Path, step: int, key: dict[str, Any]):
+        rank = get_dist_info()[1]
+        self.log, self.step = MetricsLog(folder, enabled=rank == 0), step
+        self.key = hashlib.sha256(json.dumps(key, sort_keys=True, default=str).encode()).hexdigest()[:12]
+        parts: dict[str, Any] = {}
+        for record in read_jsonl(self.log.path) if rank == 0 else ():
+            if record.get("key") == self.key:  # A result ends the evaluation whose parts came before it.
+                parts = parts | {record["name"]: record["value"]} if record["event"] == "part" else {}
+        self.parts = of_all_ranks(parts)[0]
 
     def part(self, name: str, measure: Callable[[], Any]) -> Any:
         """Returns the result of measure(), or its stored result from before the evaluation was killed."""
         if name in self.parts:
-            print0(f"{name}: measured before, {self.path}")
-            return self.parts[name]
-        value = measure()
-        self.parts[name] = value
-        if self.rank == 0:
-            try:
-                self.path.parent.mkdir(parents=True, exist_ok=True)
-                atomic_write(self.path, json.dumps(self.parts) + "\n")
-            except OSError as e:  # The evaluation itself does not need the disk.
-                print0(f"warning: {self.path} cannot be written ({e.strerror}); {name} is lost if this is interrupted")
-        return value
+            print0(f"{name}: measured before, {self.log.path}")
+        else:
+            self.parts[name] = measure()
+            self.log.append("part", self.step, key=self.key, name=name, value=self.parts[name])
+        return self.parts[name]
 
-    def finish(self) -> None:
-        """Deletes the file. It is called when the results are in their final place."""
-        if self.rank == 0:
-            self.path.unlink(missing_ok=True)
-
-    def _read(self) -> dict[str, Any]:
-        try:
-            parts = json.loads(self.path.read_text(encoding="utf-8"))
-        except (OSError, ValueError, RecursionError):
-            return {}
-        return parts if isinstance(parts, dict) else {}
+    def finish(self, event: str, **result: Any) -> None:
+        """Stores the result of the whole evaluation."""
+        self.log.append(event, self.step, key=self.key, **result)

@@ -3,28 +3,11 @@
 import json
 import math
 import os
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from nanochat_fp4.cli import logger, one_line
 from nanochat_fp4.files import atomic_write
-
-
-def plain_json(value: Any) -> Any:
-    """Makes `value` fit for strict JSON. Tensors and paths become numbers and strings, and NaN and infinity become
-    strings."""
-    if isinstance(value, Mapping):
-        return {str(k): plain_json(v) for k, v in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [plain_json(v) for v in value]
-    if isinstance(value, (str, bool, int)) or value is None:
-        return value
-    if hasattr(value, "item"):
-        value = value.item()
-    if isinstance(value, float):
-        return value if math.isfinite(value) else str(value)
-    return str(value)
 
 
 def accuracy_interval(accuracy: float, count: int) -> float:
@@ -50,12 +33,6 @@ def few_tokens(tokens: float | None, parameters: float | None) -> str | None:
     return f"this model has read {tokens:,.0f} tokens, {each}: expect nonsense"
 
 
-def section_files(report_dir: Path) -> list[Path]:
-    """Returns the sorted paths of all sections of a report."""
-    files = [*report_dir.glob("*.json"), *report_dir.glob("*/*.json")]
-    return sorted(path for path in files if path != report_dir / "report.json")
-
-
 def read_jsonl(path: str | os.PathLike) -> list[dict[str, Any]]:
     """Returns the records of a metrics.jsonl. Lines that are not a record are skipped, because a killed process may
     leave half a line. A pipe or a device has no records, and reading it might never end."""
@@ -79,7 +56,8 @@ class MetricsLog:
     end of the run.
 
     A single write appends a line. A kill therefore leaves at most one incomplete line, which readers skip and `rewind`
-    removes. Records have "step" and "event" (`start, train, val, core, sample, telemetry, spike, skip`).
+    removes. Records have "step" and "event". Training writes `start, train, val, core, sample, telemetry, spike, skip`,
+    and an evaluation of a checkpoint `part, base_loss, benchmarks` (kept.py).
     """
 
     def __init__(self, folder: str | os.PathLike, enabled: bool = True):

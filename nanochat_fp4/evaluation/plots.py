@@ -3,6 +3,8 @@
 Only this module imports matplotlib, and only when it draws a picture. Callers explain an ImportError to the user.
 """
 
+import functools
+import itertools
 import re
 import textwrap
 from collections.abc import Callable
@@ -65,32 +67,95 @@ def curve(
 ) -> None:
     """Draws one run as a line of (x, y). For several runs, of different seeds, it draws their mean and a band.
 
-    `wide` draws a pale, wide line, which stays visible under another one.
+    `style` is a line style of matplotlib, and "none" draws points alone. `wide` draws a pale, wide line, which stays
+    visible under another one.
     """
     common = sorted(set.intersection(*(set(x) for x, _ in runs)))
     values = [[dict(zip(x, y))[position] for x, y in runs] for position in common]
     mean = [sum(v) / len(v) for v in values]
     if len(runs) > 1:
         label = f"{label}, mean and range of {len(runs)} seeds"
+    width, size, alpha = (5, 8, 0.25) if wide else (1.4, 3, 1)
+    marker = None if len(common) >= 15 else "s" if style == "--" else "o"
     (line,) = axes.plot(
-        common, mean, style, label=label, color=color, linewidth=5 if wide else 1.4, alpha=0.25 if wide else 1,
-        marker=None if len(common) >= 15 else "o" if style == "-" else "s", markersize=3,
+        common, mean, linestyle=style, label=label, color=color, linewidth=width, alpha=alpha, marker=marker,
+        markersize=size if style == "none" else 3,
     )  # fmt: skip
     if len(runs) > 1:
         low, high = [min(v) for v in values], [max(v) for v in values]
-        axes.fill_between(common, low, high, color=line.get_color(), alpha=0.12, linewidth=0)
+        if style == "none":
+            axes.vlines(common, low, high, color=line.get_color())
+        else:
+            axes.fill_between(common, low, high, color=line.get_color(), alpha=0.12, linewidth=0)
 
 
-def names(axes: Any, points: list[tuple[float, float, str]]) -> None:
-    """Writes the name of each point (x, y, name) to the right of the point. If other names are in the way, it is
-    written above them."""
-    (left, right), (bottom, top) = axes.get_xlim(), axes.get_ylim()
-    letter, height = 0.0058 * (right - left), 0.022 * (top - bottom)
-    written: list[tuple[float, float, float]] = []
-    box = {"facecolor": "white", "alpha": 0.8, "linewidth": 0, "pad": 0.3}  # With this box no line crosses a name out.
-    for x, y, name in sorted(points, key=lambda p: p[1]):
-        label_y, end = y, x + letter * (len(name) + 1)
-        while any(x < other and start < end and abs(label_y - below) < height for start, other, below in written):
-            label_y += height / 8
-        written.append((x, end, label_y))
-        axes.annotate(name, (x, label_y), fontsize=5, xytext=(3, 0), textcoords="offset points", va="center", bbox=box)
+# ----------------------------------------------------------------------------------------------------------------------
+# The pictures of the report
+
+_LOSS = "training loss, nats per token (smoothed)"
+PICTURES = {  # The name of a file and of the curve of a run that it shows: the title, and that of the y axis.
+    "loss": ("Pre-training", _LOSS),
+    "bpb": ("Pre-training: validation text", "bits per byte"),
+    "loss_mid": ("Mid-training", _LOSS),
+    "loss_sft": ("Supervised fine-tuning", _LOSS),
+    "reward_rl": ("Reinforcement learning", "mean reward of the answers"),
+}
+FEW_POINTS = 10  # So few points are no curve, and are drawn without a line between them.
+
+Points = list[tuple[float, float]]
+
+
+def draw_runs(folder: Path, runs: list[dict[str, Any]], notes: list[str]) -> list[str]:
+    """Draws the files of PICTURES, with a line for every run of report.read_run. Returns the names of the files.
+
+    Runs with another tokenizer or validation text get separate pictures: bpb.png, then bpb_2.png and so on. Runs that
+    differ only in their seed share a line. Panels below show the gap to the BF16 run of the same configuration, and the
+    gap between the two forward passes of each run. A note says if nothing can be drawn.
+    """
+    groups: dict[tuple, list[dict]] = {}
+    for run in runs:
+        groups.setdefault((run["tokenizer"], run["trained_text"]), []).append(run)
+    written: list[str] = []
+    for place, group in enumerate(groups.values(), start=1):
+        of_runs = f" ({', '.join(run['model_tag'] for run in group)})" if len(groups) > 1 else ""
+        baselines = {run["config_key"]: run for run in group if run["method"] == "bf16"}
+        names = {
+            run["model_tag"]: f"{SEED.sub('', run['model_tag'])}, {run['num_iterations'] or 0:,} steps" for run in group
+        }
+        colors = dict(zip(names.values(), itertools.cycle(COLORS)))
+        colors |= {names[run["model_tag"]]: BASELINE for run in baselines.values()}
+        for picture, (title, axis) in PICTURES.items():
+            panels: dict[str, dict[str, list[Points]]] = {}
+            # The baseline comes first, as a wide line, so that a line on top of it can be seen.
+            for run in sorted(group, key=lambda run: run["method"] != "bf16"):
+                name, points = names[run["model_tag"]], run["curves"][picture]
+                shown = {axis: points}
+                if run["config_key"] in baselines and picture != "reward_rl":
+                    base = dict(baselines[run["config_key"]]["curves"][picture])
+                    shown["over the bf16\nrun, %"] = [(x, 100 * (y / base[x] - 1)) for x, y in points if base.get(x)]
+                if picture == "bpb":
+                    shown["own over BF16\nforward, %"] = run["curves"]["forwards"]
+                for words, of in shown.items():
+                    if of and (words == axis or colors[name] != BASELINE):
+                        panels.setdefault(words, {}).setdefault(name, []).append(of)
+            drawings = [
+                functools.partial(_draw_lines, axis=of, lines=lines, colors=colors) for of, lines in panels.items()
+            ]
+            if not drawings:
+                continue
+            file = f"{picture}_{place}.png" if place > 1 else f"{picture}.png"
+            try:
+                draw(folder / file, title + of_runs, *drawings)
+            except ImportError as e:
+                notes.append(f"no plots: matplotlib cannot be imported ({e})")
+                return written
+            written.append(file)
+    return written
+
+
+def _draw_lines(axes: Any, axis: str, lines: dict[str, list[Points]], colors: dict[str, str]) -> None:
+    for name, of in lines.items():
+        runs = [([x for x, _ in points], [y for _, y in points]) for points in of]
+        style = "-" if max(map(len, of)) >= FEW_POINTS else "none"
+        curve(axes, name, runs, style, colors[name], wide=colors[name] == BASELINE)
+    axes.set(xlabel="step", ylabel=axis)

@@ -1,31 +1,443 @@
 """
-The report of a run: report.md, report.json and plots, from the numbers that every stage logs (report_log.py).
+The report of a base directory: report.md, report.json and plots.
 
-`python -m nanochat_fp4.evaluation.report generate` reads all sections and the metrics.jsonl of every run. It writes
-report.md, report.json and the plots beside them. The report also shows runs that were interrupted or are still running,
-with the numbers that they have.
+    get_report(model_tag).log("Midtraining", [{...}, ...])     # a stage says what the report shows of it
+    python -m nanochat_fp4.evaluation.report generate          # at the end
 
-Runs are compared with each other only if they were validated on the same text, with the same tokenizer, on as many
-tokens and with the same forward pass. Otherwise the report has no gap between them, and no picture shows both.
+A stage's section is <base dir>/report/<model tag>/midtraining.json. The tokenizer belongs to every run, so its sections
+have no tag. A stage that runs again replaces its section.
+
+The numbers in tables and plots come from the metrics.jsonl of a run's stages alone, which live and die with its
+checkpoints. A cell that a log does not have is "-". The report also shows runs that were interrupted or still go on.
+Runs are compared with each other only if they were validated on the same text, with the same tokenizer and on as many
+tokens.
 """
 
-from nanochat_fp4.cli import ArgumentParser, run_main
-from nanochat_fp4.evaluation.report_log import DummyReport, get_report
-from nanochat_fp4.evaluation.report_page import generate
+import json
+import math
+import os
+import re
+import shlex
+import statistics
+import sys
+import time
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from nanochat_fp4.cli import ArgumentParser, UserError, format_seconds, run_main
+from nanochat_fp4.common import default_base_dir, get_base_dir, get_dist_info
+from nanochat_fp4.environment import environment_info
+from nanochat_fp4.evaluation import plots
+from nanochat_fp4.evaluation.metrics import few_tokens, read_jsonl
+from nanochat_fp4.files import atomic_write
+
+# The stages in the order of training: the folders of their checkpoints, the names of their curves in plots.py.
+FOLDERS = {
+    "base": "base_checkpoints",
+    "mid": "mid_checkpoints",
+    "sft": "chatsft_checkpoints",
+    "rl": "chatrl_checkpoints",
+}
+CURVES = {"base": "loss", "mid": "loss_mid", "sft": "loss_sft", "rl": "reward_rl"}
+GEMMS = ("output", "grad_input", "grad_weight")
+FEW_STEPS = 20  # The training loss of fewer steps follows its batches up and down, so it is not drawn.
+TIME = "%Y-%m-%d %H:%M:%S"
+
+_PROCESS_START = time.time()
+
+
+class Report:
+    """The sections of a report in one folder. `model_tag` is the run to which this process's sections belong, if
+    any. Ranks other than 0 log nothing."""
+
+    def __init__(self, folder: str | os.PathLike, model_tag: str | None = None):
+        self.folder, self.model_tag = Path(folder), model_tag
+
+    def path(self, section: str) -> Path:
+        """Returns the file of a section: 'Chat evaluation sft' is in chat-evaluation-sft.json."""
+        slug = re.sub(r"[^a-z0-9]+", "-", section.lower()).strip("-")
+        return self.folder / (self.model_tag or "") / f"{slug}.json"
+
+    def log(self, section: str, data: Iterable[Any]) -> None:
+        """Stores a section, with the command line of this process. `data` has strings (Markdown), dicts (shown as a
+        list of "key: value") and None (skipped), as in nanochat."""
+        if get_dist_info()[1]:
+            return
+        record = {
+            "section": section,
+            "arguments": sys.argv[1:],
+            "timestamp": time.strftime(TIME),
+            "wall_seconds": round(time.time() - _PROCESS_START, 1),
+            # When the command began to which this stage belongs: dev/pipeline.sh, or this process.
+            "began": float(os.environ.get("NANOCHAT_BEGAN") or _PROCESS_START),
+            "data": [item for item in data if item],
+        }
+        path = self.path(section)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        atomic_write(path, json.dumps(record, indent=2, default=lambda v: v.item() if hasattr(v, "item") else str(v)))
+
+    def read(self, notes: list[str]) -> list[dict[str, Any]]:
+        """Returns all sections in the order of their time. A note names each one that is not readable."""
+        sections = []
+        for path in (*self.folder.glob("*.json"), *self.folder.glob("*/*.json")):
+            if path == self.folder / "report.json" or not path.is_file():
+                continue
+            try:
+                s = json.loads(path.read_text("utf-8"))
+                finished, seconds = time.mktime(time.strptime(s["timestamp"], TIME)), int(s["wall_seconds"])
+                times = {"finished": finished, "began": int(s.get("began", finished - seconds)), "seconds": seconds}
+                run = path.parent.name if path.parent != self.folder else "all runs"
+                sections.append({"section": str(s["section"]), "run": run, "data": list(s["data"]), **times})
+            except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError):
+                notes.append(f"{path} is not readable as a section and was left out; run its stage again to replace it")
+        return sorted(sections, key=lambda section: section["finished"])
+
+    def reset(self) -> None:
+        """Deletes all sections, report.md and the plots. Checkpoints and metrics stay."""
+        for pattern in ("*.json", "*/*.json", "report.md", "*.png"):
+            for path in self.folder.glob(pattern):
+                path.unlink()
+
+
+def get_report(model_tag: str | None = None) -> Report:
+    """Returns the report of this base directory."""
+    return Report(Path(get_base_dir()) / "report", model_tag)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Runs
+
+
+def _of(records: list[dict], *events: str) -> list[dict]:
+    return [record for record in records if record.get("event") in events]
+
+
+def _newest(records: list[dict], *events: str) -> dict[str, Any]:
+    return next(iter(reversed(_of(records, *events))), {})
+
+
+def read_stage(records: list[dict], stage: str) -> dict[str, Any]:
+    """Returns how far a stage of a run has come, its validations, and the scores of its newest evaluated model."""
+    last, total = _newest(records, "train"), _newest(records, "start").get("num_iterations", 0)
+    step = last["step"] + 1 if last else None
+    finished = (
+        step == total if total > 0 else last.get("progress", 0) >= 1
+    )  # Without a number of steps it is one epoch.
+    value = "reward" if stage == "rl" else "smoothed_loss"
+    curve = [(r["step"], r[value]) for r in _of(records, "train") if value in r]
+    evaluated, scores = _of(records, "benchmarks"), {}
+    for record in evaluated:
+        scores |= record["scores"] if record["step"] == evaluated[-1]["step"] else {}
+    return {
+        "step": step,
+        "num_iterations": total if total > 0 else None,
+        "finished": finished,
+        "validations": [r[key] for r in _of(records, "val") for key in ("bpb", "loss", "pass@1") if key in r],
+        "scores": scores,
+        "curve": curve if len(curve) >= FEW_STEPS else [],
+        "environment": _newest(records, "start").get("environment"),
+    }
+
+
+def read_run(tag: str, base_dir: Path) -> dict[str, Any]:
+    """Returns the numbers of a run, from the metrics.jsonl of its stages. What was not logged is None."""
+    logs = {stage: read_jsonl(base_dir / folder / tag / "metrics.jsonl") for stage, folder in FOLDERS.items()}
+    stages = {stage: read_stage(records, stage) for stage, records in logs.items()}
+    records, text, validated = logs["base"], None, []
+    for record in _of(records, "start", "val"):
+        if record["event"] == "val":
+            validated.append(record | {"val_text": text})
+        elif record.get("val_text") != text:  # A resumed run can have other validation text than before.
+            text, validated = record.get("val_text"), []
+    # The newest validation is that of the last step. base_loss measures on more text than training does.
+    measured = [r for r in validated if r["step"] > 0] + _of(records, "base_loss")
+    newest = max(reversed(measured), key=lambda r: r["step"], default={})
+    start, trained = _newest(records, "start"), [r for r in _of(records, "train") if "tokens" in r]
+    step, seconds = stages["base"]["step"], sum(r["dt"] for r in trained)
+    forwards = [(r["step"], 100 * (r["bpb"] / r["bpb_bf16"] - 1)) for r in validated if r.get("bpb_bf16")]
+    curves = {CURVES[stage]: of["curve"] for stage, of in stages.items()}
+    return {
+        "model_tag": tag,
+        **{key: start.get(key) for key in ("method", "config_key", "backend", "tokenizer", "num_params")},
+        **{key: stages["base"][key] for key in ("step", "num_iterations", "finished")},
+        "tokens": step * start["total_batch_size"] if step and "total_batch_size" in start else None,
+        "seconds": seconds or None,
+        "tokens_per_second": sum(r["tokens"] for r in trained) / seconds if seconds else None,
+        "untrained_bpb": next((r["bpb"] for r in validated if r["step"] == 0), None),
+        "val_bpb": newest.get("bpb"),
+        "val_bpb_bf16": newest.get("bpb_bf16"),
+        "val_text": newest.get("val_text"),
+        "val_tokens": newest.get("tokens"),
+        "trained_text": text,
+        "recipes": start.get("recipes", {}),
+        "emulated": start.get("gemm_work", {}).get("4", 0) > 0 and "decode" in start.get("backend", ""),
+        "samples": _newest(records, "sample", "base_loss").get("samples", []),
+        "telemetry": _newest(records, "telemetry"),
+        "stages": stages,
+        "curves": curves | {"bpb": [(r["step"], r["bpb"]) for r in validated], "forwards": forwards},
+    }
+
+
+def add_gaps(runs: list[dict], notes: list[str]) -> None:
+    """
+    Adds the increase of validation BPB over the BF16 baseline that was trained with the same configuration, in
+    percent: gap_percent with the method's own forward pass, and gap_percent_bf16 with the BF16 forward pass.
+
+    A note names the runs that have no gap, because they were measured on different text, with different tokenizers or
+    on different numbers of tokens, or because a log does not say so.
+    """
+    finished = [r for r in runs if r["finished"] and r["val_bpb"]]
+    baselines = {r["config_key"]: r for r in finished if r["method"] == "bf16"}
+    same = {"val_text": "text", "tokenizer": "tokenizer", "val_tokens": "number of tokens"}
+    for run in finished:
+        base = baselines.get(run["config_key"], run)
+        different = [words for key, words in same.items() if run[key] != base[key] or not run[key]]
+        if base is not run and different:
+            notes.append(
+                f"no gap between {run['model_tag']} and {base['model_tag']}: they were not measured with the same "
+                f"{' and '.join(different)}; measure both with python -m scripts.base_loss --split-tokens=..."
+            )
+        elif base is not run:
+            for gap, bpb in {"gap_percent": "val_bpb", "gap_percent_bf16": "val_bpb_bf16"}.items():
+                run[gap] = 100 * (run[bpb] / base[bpb] - 1) if run[bpb] and base[bpb] else None
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The page
+
+
+def _cell(value: Any, form: str = "{:.4f}") -> str:
+    return "-" if value is None else form.format(value)
+
+
+def _steps(of: dict[str, Any]) -> str:
+    whole = "" if of["finished"] or not of["num_iterations"] else f" of {of['num_iterations']:,}"
+    return _cell(of["step"], "{:,}") + whole
+
+
+def _table(header: list[str], rows: list[list[str]]) -> list[str]:
+    """The lines of a table, or none without rows."""
+    head, *body = ["| " + " | ".join(row) + " |" for row in (header, *rows)]
+    return [head, "|" + "---|" * len(header), *body] if rows else []
+
+
+def _format(value: Any) -> str:
+    if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
+        if abs(value) >= 10000:
+            return f"{value:,.0f}"
+        if isinstance(value, float):
+            return f"{value:.4f}".rstrip("0").rstrip(".") if abs(value) >= 1e-3 or value == 0 else f"{value:.3e}"
+    return " ".join(str(value).split())
+
+
+def _list(values: Mapping[str, Any]) -> list[str]:
+    """A line for each value, and a line below for each entry of a list. Empty values are left out."""
+    lines = []
+    for key, value in values.items():
+        label = key.replace("_", " ").replace(" gb", ", GB")
+        if isinstance(value, list):
+            lines += [f"- {label}:", *(f"  - {_format(entry)}" for entry in value)]
+        elif value not in (None, ""):
+            lines.append(f"- {label}: {_format(value)}")
+    return lines
+
+
+def runs_table(runs: list[dict]) -> list[str]:
+    """Returns the lines of a table with one row for each run, and of what it says of this machine's speed."""
+    header = ["run", "method", "steps", "tokens", "val BPB", "val BPB, BF16 forward"]
+    header += ["gap to BF16", "gap, BF16 forward", "tokens/s", "training time"]
+    rows = []
+    # A loss on fewer tokens is that of another text, so each says on how many it is if they are not alike.
+    alike = len({r["val_tokens"] for r in runs if r["val_bpb"] is not None}) < 2
+    for r in runs:
+        steps = _steps(r) + ("" if r["finished"] else ", unfinished")
+        measured_on = "" if alike or r["val_bpb"] is None else f" ({_cell(r['val_tokens'], '{:,}')} tokens)"
+        gaps = [_cell(r.get(key), "{:+.2f}%") for key in ("gap_percent", "gap_percent_bf16")]
+        row = [r["model_tag"], r["method"] or "-", steps, _cell(r["tokens"], "{:,}"), _cell(r["val_bpb"]) + measured_on]
+        row += [_cell(r["val_bpb_bf16"]), *(["baseline", "baseline"] if r["method"] == "bf16" else gaps)]
+        seconds = "-" if r["seconds"] is None else format_seconds(r["seconds"])
+        rows.append([*row, _cell(r["tokens_per_second"], "{:,.0f}"), seconds])
+    lines = _table(header, rows)
+    if any(run["emulated"] for run in runs):
+        lines += ["", "- tokens/s: this machine emulates 4-bit products, which takes longer than BF16. The speed of a"]
+        lines[-1] += " 4-bit method is the emulation's, and says nothing about a GPU with NVFP4."
+    return lines
+
+
+EXPLANATIONS = """\
+- val BPB: bits per byte of the validation text, lower is better, with the forward pass of the method. The next column
+  has the same weights in BF16. The loss stage measures on more text than training, whose last value stands for it.
+- gap: increase of val BPB over the BF16 run of the same configuration (`COMPARE=1`), on the same text and of one seed.
+  Two runs of one seed differ by 0.4% on a small CPU run and by 0.1% at 160M tokens (d6), so a smaller gap may be
+  chance. `python -m lab.study.sweep` trains several seeds.
+"""
+OF_LATER_STAGES = """
+The losses of mid-training and SFT are of conversations, which are other data than the text of pre-training. A model
+that was tuned on few kinds of conversations predicts plain text worse than its base model.
+"""
+
+
+def summary(runs: list[dict], base_dir: Path) -> list[str]:
+    """Returns lines about each run that has ended: what was trained, how good it is, where it is, and how to chat
+    with it."""
+    lines = []
+    for r in (r for r in runs if r["finished"]):
+        tag, stages = r["model_tag"], r["stages"]
+        made = [stage for stage in FOLDERS if any((base_dir / FOLDERS[stage] / tag).rglob("model_*"))]
+        stage = made[-1] if made else "base"
+        quality = f"{_cell(r['val_bpb'])} bits per byte of validation text"
+        quality += "" if r["method"] == "bf16" else f", {_cell(r['val_bpb_bf16'])} with a BF16 forward"
+        quality += "" if r["untrained_bpb"] is None else f" ({r['untrained_bpb']:.2f} before training)"
+        quality += f"; {r['gap_percent']:+.2f}% over the BF16 run" if r.get("gap_percent") is not None else ""
+        lines += [f"{tag}: {r['method']}, {r['step']:,} steps, {_cell(r['tokens'], '{:,}')} tokens"]
+        lines += [f"  how good:   {quality}"]
+        validated = {s: stages[s]["validations"] for s in stages if s != "base"}
+        changes = [f"{s} {v[0]:.2f} -> {v[-1]:.2f}" for s, v in validated.items() if len(v) > 1]
+        lines += [f"  validation: {', '.join(changes)} on conversations"] if changes else []
+        lines += [f"  where:      {base_dir / FOLDERS[stage] / tag}"]
+        if stage == "base":
+            continue
+        if stages[stage]["step"] and not stages[stage]["finished"]:
+            done = f"{stage} has done {_steps(stages[stage])} steps"
+            lines += [f"  so far:     {done}; its command goes on with --resume-from-step latest"]
+        # The shell that types the command may not have the variable.
+        variable = "" if base_dir == default_base_dir() else f"NANOCHAT_BASE_DIR={shlex.quote(str(base_dir))} "
+        lines += [f"  talk to it: {variable}python -m scripts.chat_web -i {stage} --model-tag {tag}"]
+        if problem := few_tokens(r["tokens"], r["num_params"]):
+            lines += [f"  note:       {problem}"]
+    return lines
+
+
+def _benchmarks(runs: list[dict]) -> list[str]:
+    scored = [(r, stage, s["scores"]) for r in runs for stage, s in r["stages"].items() if s["scores"]]
+    chances = {task: score.get("guessing") for _, _, scores in scored for task, score in scores.items()}
+    names = [task if chance is None else f"{task} (guessing: {100 * chance:.0f})" for task, chance in chances.items()]
+    rows = []
+    for r, stage, scores in scored:
+        row = [r["model_tag"], r["method"] or "-", stage, _cell(r["val_bpb"])]
+        for accuracy, interval in (
+            (s.get("accuracy"), s.get("interval")) for s in (scores.get(t, {}) for t in chances)
+        ):
+            cell = "-" if accuracy is None else f"{100 * accuracy:.2f}"
+            row.append(cell if interval is None else f"{cell} ± {100 * interval:.2f}")
+        rows.append(row)
+    return _table(["run", "method", "after", "val BPB of the base model", *names], rows)
+
+
+def _telemetry(runs: list[dict]) -> list[str]:
+    """The means over the blocks for each kind of layer, of each run with --telemetry-every."""
+    lines = []
+    for run in (run for run in runs if run["telemetry"]):
+        layers = run["telemetry"]["layers"]
+        names = list(dict.fromkeys(name for numbers in layers.values() for name in numbers))
+        kinds: dict[str, list[dict]] = {}
+        for layer, numbers in layers.items():  # transformer.h.3.mlp.c_fc is of the kind mlp.c_fc.
+            kinds.setdefault(re.sub(r"^.*\.\d+\.", "", layer), []).append(numbers)
+        rows = []
+        for kind, of in kinds.items():
+            measured = ([numbers[name] for numbers in of if name in numbers] for name in names)
+            rows.append([kind, *(_cell(statistics.mean(v) if v else None, "{:.3f}") for v in measured)])
+        lines += [f"**{run['model_tag']}**, step {run['telemetry']['step']}", ""]
+        lines += [*_table(["layer", *(name.replace("_", " ") for name in names)], rows), ""]
+    return lines[:-1]
+
+
+def _samples(runs: list[dict]) -> list[str]:
+    lines = []
+    for run in (run for run in runs if run["samples"]):
+        samples = [f"- `{_format(sample).replace('`', chr(39))}`" for sample in run["samples"]]
+        lines += [f"**{run['model_tag']}**", "", *samples, ""]
+    return lines[:-1]
+
+
+def _times(sections: list[dict]) -> list[str]:
+    """The times of the stages. The total is that of the commands that ran them, which also start Python, write the text
+    and wait."""
+    ends: dict[float, float] = {}
+    for s in sections:
+        ends[s["began"]] = max(ends.get(s["began"], 0), s["finished"])
+    rows = []
+    for s in sections:
+        finished = time.strftime(TIME, time.localtime(s["finished"]))
+        rows.append([s["section"], s["run"], format_seconds(s["seconds"]), finished])
+    total = format_seconds(sum(end - began for began, end in ends.items()))
+    rows += [["**total** by the clock on the wall", "", total, ""]] if rows else []
+    return _table(["stage", "run", "time", "finished"], rows)
+
+
+def _environment(runs: list[dict]) -> list[str]:
+    environments = [s["environment"] for r in runs for s in r["stages"].values() if s["environment"]]
+    lines = _list({key: value for key, value in (environments or [environment_info()])[-1].items() if value != 0})
+    lines += [f"- backend ({r['model_tag']}): {r['backend']}" for r in runs if r["backend"]]
+    commits = sorted({str(environment.get("commit"))[:12] for environment in environments})
+    return lines + [f"- stages were run at different commits: {', '.join(commits)}"] * (len(commits) > 1)
+
+
+def _page(base_dir: Path, runs: list[dict], sections: list[dict], pictures: list[str], notes: list[str]) -> str:
+    about = summary(runs, base_dir)
+    recipes = {name: gemms for run in runs for name, gemms in run["recipes"].items()}
+    methods = [[name, *(gemms[g].replace("- x -", "high precision") for g in GEMMS)] for name, gemms in recipes.items()]
+    left_out = base_dir / "report" / "left_out.txt"  # The plan and dev/pipeline.sh write it.
+    without = left_out.read_text("utf-8", "replace").splitlines() if left_out.is_file() else []
+    lines = ["# nanochat_fp4 report", "", f"Written {time.strftime(TIME)}.", ""]
+    lines += ["```", *about, "```", ""] if about else []
+    lines += [*runs_table(runs), "", *EXPLANATIONS.splitlines(), ""] if runs else []
+    lines += [f"![{Path(picture).stem}]({picture})" for picture in pictures]
+    lines += OF_LATER_STAGES.splitlines() if any("loss_" in picture for picture in pictures) else []
+    for title, body in (
+        ("Benchmarks (accuracy in percent, 2-sigma interval)", _benchmarks(runs)),
+        ("Methods", _table(["method", *GEMMS], methods)),
+        ("Quantization error, mean over the blocks", _telemetry(runs)),
+        ("Samples", _samples(runs)),
+        ("Time", _times(sections)),
+        ("Environment", _environment(runs)),
+        ("Left out", [f"- {line}" for line in without]),
+        ("Notes", [f"- {note}" for note in notes]),
+    ):
+        lines += ["", f"## {title}", "", *body] if body else []
+    lines += ["", "## Stages"] if sections else []
+    for s in sections:
+        lines += ["", f"### {s['section']}: {s['run']}", ""]
+        for item in s["data"]:
+            lines += _list(item) if isinstance(item, dict) else ["", *str(item).strip().splitlines(), ""]
+    return "\n".join(lines) + "\n"
+
+
+def generate(folder: Path) -> Path:
+    """Writes report.md, report.json and the plots, and prints the table of runs. Returns the path of report.md.
+
+    Raises UserError if there is nothing to report.
+    """
+    base_dir, notes, runs = folder.parent, [], []
+    sections = Report(folder).read(notes)
+    logs = [sorted((base_dir / f).glob("*/metrics.jsonl"), key=lambda p: p.stat().st_mtime) for f in FOLDERS.values()]
+    for tag in dict.fromkeys(path.parent.name for of_stage in logs for path in of_stage):
+        try:
+            runs.append(read_run(tag, base_dir))
+        except (OSError, KeyError, TypeError, ValueError, AttributeError) as e:
+            notes.append(f"a metrics.jsonl of {tag} cannot be read, so the run was left out ({type(e).__name__}: {e})")
+    if not sections and not runs:
+        raise UserError(f"nothing to report in {folder}; run bash speedrun_fp4.sh first, or a stage of it")
+    add_gaps(runs, notes)
+    folder.mkdir(parents=True, exist_ok=True)
+    pictures, path = plots.draw_runs(folder, runs, notes), folder / "report.md"
+    atomic_write(path, _page(base_dir, runs, sections, pictures, notes).encode("utf-8", "replace"))
+    document = {"runs": runs, "sections": sections, "notes": notes, "plots": pictures}
+    atomic_write(folder / "report.json", json.dumps(document, indent=2))
+    print("\n".join([*runs_table(runs), "", *summary(runs, base_dir), "report:"]))
+    return path
 
 
 def main(argv: list[str] | None = None) -> None:
     parser = ArgumentParser(description="Put the report together from what the stages logged, or forget it.")
     parser.add_argument("command", nargs="?", default="generate", choices=["generate", "reset"])
-    args = parser.parse_args(argv)
-    report = get_report()
-    if isinstance(report, DummyReport):
-        return
+    args, report = parser.parse_args(argv), get_report()
     if args.command == "reset":
         report.reset()
-        print(f"report: sections in {report.report_dir} removed")
+        print(f"report: sections in {report.folder} removed")
     else:
-        print(generate(report.report_dir))
+        print(generate(report.folder))
 
 
 if __name__ == "__main__":

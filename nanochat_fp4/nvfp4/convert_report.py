@@ -49,7 +49,7 @@ class ConvertReport:
             share += f", {100 * self.quantized_without_heads:.1f}% without the output head"
         layers = f"{len(self.converted)} linear layer{'' if len(self.converted) == 1 else 's'}"
         done = "converted" if self.recipe.quantizes else "left in BF16, as the method says,"
-        lines = [f"QAT method {self.recipe}", f"{done} {layers}: {share}"]
+        lines = [f"QAT method {self.recipe.name}", f"{done} {layers}: {share}"]
         if self.recipe.quantizes and not self.recipe.quantizes_backward:
             lines.append("the backward pass is not quantized: gradients stay in 16 or 32 bits")
         if self.recipe.random_output:

@@ -1,12 +1,12 @@
 """A plan as the functions of dev/pipeline.sh that it calls, and as JSON."""
 
 import json
+import re
 import shlex
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from nanochat_fp4.evaluation.report_runs import MEASURES
 from nanochat_fp4.plan.plan import Plan
 from nanochat_fp4.plan.stages import LeftOut, Stage
 
@@ -26,7 +26,7 @@ def calls(plan: Plan) -> str:
             section = ""  # somebody has deleted the model
         elif before != now and s.output:
             kept = kept_with(before, now, folders_after(base_dir, plan.stages[place:]))
-        elif before != now and Path(s.section).stem in MEASURES:
+        elif before != now and re.match("chat-evaluation|base-model-(loss|evaluation)", Path(s.section).stem):
             section = ""  # a measurement is quick to make again, for example on more tokens
         words = [
             s.name.replace(" ", ":"),

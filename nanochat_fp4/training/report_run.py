@@ -6,7 +6,7 @@ import torch
 
 from nanochat_fp4.cli import format_seconds
 from nanochat_fp4.common import announce, print0
-from nanochat_fp4.evaluation.report_log import get_report
+from nanochat_fp4.evaluation.report import get_report
 from nanochat_fp4.training.run import Run
 
 
@@ -32,9 +32,8 @@ def report_run(run: Run, section: str, about: dict[str, Any], outcome: dict[str,
     report = get_report(run.model_tag)
     evaluated = run.loop.evaluated_at != run.evaluated_before
     # Otherwise the run was killed before it could report, or was stopped before its last evaluation.
-    if run.dry_run or (done_before and report.has(section) and not evaluated):
+    if run.dry_run or (done_before and report.path(section).exists() and not evaluated):
         return
-    about = {"Layers": " / ".join(str(run.model.nf_report).splitlines())} | about
+    about = {"Layers": str(run.model.nf_report).splitlines()} | about
     about |= {"FP4 GEMMs": " / ".join(run.gemms.lines())} if run.gemms else {}
-    results = {"method": run.method, "training_seconds": seconds} | results
-    report.log(section, [about | outcome], results)
+    report.log(section, [about | outcome])

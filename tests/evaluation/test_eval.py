@@ -3,12 +3,15 @@
 import hashlib
 import json
 import os
+import textwrap
+from types import SimpleNamespace
 
 import pytest
 import torch
 from _samples import BENCHMARK_ROWS, GSM8K_ROW, HUMANEVAL_ROW, MMLU_ROW, byte_tokenizer
 
 import nanochat_fp4 as nf
+from eval import humaneval
 from eval.arc import ARC
 from eval.common import extract_answer, render_mc
 from eval.gsm8k import GSM8K, answer_parts
@@ -181,6 +184,42 @@ def test_humaneval_runs_the_tests_in_the_sandbox(eval_dir):
     assert extract_program("  x = 1\n") == "x = 1"
 
 
+FENCED = "{0}\ndef total(xs):\n    return sum(xs)\n{1}"
+
+
+@pytest.mark.parametrize(
+    "answer, nanochats",
+    [
+        (FENCED.format("```python", "```"), True),
+        (FENCED.format("```Python", "```"), False),
+        (FENCED.format("```py", "```"), False),
+        (FENCED.format("~~~python", "~~~"), False),
+        (FENCED.format("Sure:\n```python title=x", "```\nDone."), False),
+        (FENCED.format("```python", ""), False),  # cut off
+        (textwrap.indent(FENCED.format("```python", "```"), "   "), False),
+        ("```bash\nls\n```\n" + FENCED.format("```Python", "```"), False),
+        ("```python\ndef total(xs):\n    return 0\n```", None),
+    ],
+)
+def test_the_form_of_an_answer_is_not_the_ability(eval_dir, answer, nanochats):
+    """nanochat's score reads one form; the other score reads all, and no wrong program."""
+    task = HumanEval(eval_dir=eval_dir)
+    verdicts = {name: judge(task[0], answer) for name, judge in task.judges.items()}
+    assert verdicts == {"": bool(nanochats), "any fence": nanochats is not None}
+
+
+def test_a_second_judge_has_a_score_of_its_own(eval_dir, monkeypatch):
+    model, tokenizer, ran = tiny_model(), byte_tokenizer(), []
+    monkeypatch.setattr(humaneval, "execute_code", lambda code, **_: ran.append(code) or SimpleNamespace(success=True))
+    monkeypatch.setattr(humaneval, "extract_program", lambda answer: f"nanochat reads {len(ran)}")
+    humaneval.passes.cache_clear()
+    task = HumanEval(eval_dir=eval_dir)
+    monkeypatch.setattr(task, "evaluate", lambda *_: False)
+    score = run_task(task, model, tokenizer, max_new_tokens=2)
+    assert (score.outcomes, score.others) == ([False], {"any fence": [True]}) and score.accuracy == 0
+    assert task.evaluate_any_fence(task[0], "x") and task.evaluate_any_fence(task[0], "x") and len(ran) == 2
+
+
 @pytest.mark.parametrize("kind", [LocalChoice, LocalArithmetic, LocalCode])
 def test_local_tasks_accept_their_own_answers(kind):
     task = kind(size=40, split="test")
@@ -199,7 +238,6 @@ def test_interval_is_that_of_table_5():
     score = Score([True] * solved + [False] * (1172 - solved))
     assert round(100 * score.accuracy, 1) == 38.8 and round(100 * score.interval, 1) == 2.8
     assert str(score) == "38.82 ± 2.85% (455/1172)"
-    assert score.as_dict()["outcomes"].count("1") == 455
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from _samples import make_bundle
 from lab import scaling
 from nanochat_fp4.cli import UserError
 from nanochat_fp4.data.needs import Missing, look_for
-from nanochat_fp4.evaluation.report_log import get_report
+from nanochat_fp4.evaluation.report import get_report
 from nanochat_fp4.hardware import get_peak_flops
 from nanochat_fp4.models.gpt import GPT
 from nanochat_fp4.nvfp4.methods import ON_A_BLACKWELL, WHICH

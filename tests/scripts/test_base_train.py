@@ -178,10 +178,11 @@ def test_a_signal_in_the_last_step_leaves_the_report_to_the_resume(tiny_base, ca
     assert "step 4 of 4" in capsys.readouterr().out
     train("--eval-every=3", "--resume-from-step=latest", steps=4, method="bf16")
     records = read_jsonl(tiny_base / "base_checkpoints" / "d1_bf16" / "metrics.jsonl")
-    section = json.loads((tiny_base / "report" / "d1_bf16" / "base-model-training.json").read_text())
-    assert [section["results"]["val_bpb"]] == [r["bpb"] for r in records if r["event"] == "val" and r["step"] == 4]
+    section = json.loads((tiny_base / "report" / "d1_bf16" / "base-model-training.json").read_text())["data"][0]
+    final = section["Final validation bpb"]
+    assert [final] == [r["bpb"] for r in records if r["event"] == "val" and r["step"] == 4]
     _, _, meta = load_checkpoint(tiny_base / "base_checkpoints" / "d1_bf16", 4, "cpu")
-    assert meta["val_bpb"] == section["results"]["val_bpb"]
+    assert meta["val_bpb"] == final
 
 
 @pytest.mark.parametrize("stopped", [True, False])
@@ -510,14 +511,14 @@ def test_loss_stage_evaluates_little_on_a_cpu(tiny_base, monkeypatch):
 def test_loss_stage_reports_both_forwards(tiny_base, capsys):
     train(steps=1)
     base_loss.main(["--model-tag=d1_clover", "--device-batch-size=2", "--split-tokens=128", "--device-type=cpu"])
-    section = json.loads((tiny_base / "report" / "d1_clover" / "base-model-loss.json").read_text())
-    results = section["results"]
-    assert results["val_bpb"] != results["val_bpb_bf16"] and results["val_bpb"] == pytest.approx(3.7, abs=0.5)
+    results = read_jsonl(tiny_base / "base_checkpoints" / "d1_clover" / "metrics.jsonl")[-1]
+    assert results["event"] == "base_loss" and (results["step"], results["tokens"]) == (1, 128)
+    assert results["bpb"] != results["bpb_bf16"] and results["bpb"] == pytest.approx(3.7, abs=0.5)
     assert len(results["samples"]) == 7
     # The training loop and the loss stage measure the same thing.
     folder = tiny_base / "base_checkpoints" / "d1_clover"
     meta = load_checkpoint(folder, 1, "cpu")[2]
-    assert results["val_bpb"] == pytest.approx(meta["loop_state"]["numbers"]["val_bpb"], rel=1e-6)
+    assert results["bpb"] == pytest.approx(meta["loop_state"]["numbers"]["val_bpb"], rel=1e-6)
     with pytest.raises(UserError, match="--split-tokens=100 .*32"):
         base_loss.main(["--model-tag=d1_clover", "--device-batch-size=2", "--split-tokens=100", "--device-type=cpu"])
 

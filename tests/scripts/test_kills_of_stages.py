@@ -17,6 +17,7 @@ from _samples import make_bundle
 from _training import BASE, MID, SFT
 
 from nanochat_fp4.data.tokenizer import get_tokenizer
+from nanochat_fp4.evaluation.metrics import read_jsonl
 
 TAG, STEPS = "run", 3
 SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -44,8 +45,13 @@ def trained(stage: str, module: str, argv: list[str], place: str) -> Stage:
     )
 
 
-def results(section: str) -> Callable[[Path], Any]:
-    return lambda base: json.loads((base / f"report/{TAG}/{section}.json").read_text())["results"]
+def result(stage: str, event: str) -> Callable[[Path], Any]:
+    """The newest result in metrics.jsonl of a stage, which an evaluation appends."""
+
+    def newest(base: Path) -> Any:
+        return [r for r in read_jsonl(base / stage / TAG / "metrics.jsonl") if r["event"] == event][-1]
+
+    return newest
 
 
 def tokenizer(base: Path) -> Any:
@@ -61,7 +67,7 @@ def exported(base: Path) -> Any:
 def losses_of_report(base: Path) -> Any:
     assert TAG in (base / "report/report.md").read_text()
     runs = json.loads((base / "report/report.json").read_text())["runs"]
-    return [{k: v for k, v in run.items() if "bpb" in k or k in ("tag", "method", "steps")} for run in runs]
+    return [{k: v for k, v in run.items() if "bpb" in k or k in ("model_tag", "method", "step")} for run in runs]
 
 
 def stages(bundle: Path) -> list[Stage]:
@@ -79,18 +85,26 @@ def stages(bundle: Path) -> list[Stage]:
             [*BASE, *"--shuffle-documents --max-seq-len=128 --total-batch-size=256 --eval-tokens=256".split()],
             "base_checkpoints",
         ),
-        Stage("loss", "scripts.base_loss", loss, (f"{made}base-model-loss.json",), results("base-model-loss")),
+        Stage(
+            "loss", "scripts.base_loss", loss, (f"{made}base-model-loss.json",), result("base_checkpoints", "base_loss")
+        ),
         Stage(
             "core",
             "scripts.base_eval",
             core,
             (f"{made}base-model-evaluation.json",),
-            results("base-model-evaluation"),
+            result("base_checkpoints", "benchmarks"),
         ),
         trained("mid", "mid_train", [*MID, "--total-batch-size=256", "--eval-tokens=256"], "mid_checkpoints"),
         trained("sft", "chat_sft", SFT, "chatsft_checkpoints"),
         trained("rl", "chat_rl", RL, "chatrl_checkpoints"),
-        Stage("eval", "scripts.chat_eval", answers, (f"{made}chat-evaluation-rl.json",), results("chat-evaluation-rl")),
+        Stage(
+            "eval",
+            "scripts.chat_eval",
+            answers,
+            (f"{made}chat-evaluation-rl.json",),
+            result("chatrl_checkpoints", "benchmarks"),
+        ),
         Stage("export", "scripts.export", export, ("exported",), exported),
         Stage(
             "report",

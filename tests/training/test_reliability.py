@@ -27,7 +27,7 @@ from eval.local import LocalArithmetic
 from nanochat_fp4.cli import UserError
 from nanochat_fp4.data import chat_data, download
 from nanochat_fp4.data.rows import MissingDataError
-from nanochat_fp4.evaluation import metrics, report, report_page
+from nanochat_fp4.evaluation import metrics, report
 from nanochat_fp4.evaluation.metrics import read_jsonl
 from nanochat_fp4.models.gpt import GPT
 from nanochat_fp4.training import loop
@@ -380,7 +380,7 @@ def test_telemetry_of_every_layer_is_logged_and_reported(tiny_base, monkeypatch)
         assert 0.8 < measured["grad_weight_cosine"] < 1 and 0.8 < measured["grad_input_cosine"] < 1, layer
         for name, value in measured.items():
             assert recorder.logged[f"telemetry/{layer}/{name}"][-1] == value
-    text = Path(report_page.generate(tiny_base / "report")).read_text()
+    text = report.generate(tiny_base / "report").read_text()
     assert "Quantization error" in text and "| mlp.c_fc |" in text
     observed = losses(folder)
     run_stage("base", tiny_base, "--eval-every=-1", "--overwrite", steps=3)
