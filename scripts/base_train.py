@@ -52,7 +52,6 @@ from nanochat_fp4.training.flags import (
     add_method_arguments,
     add_run_arguments,
     changed_flags,
-    parse_seed,
 )
 from nanochat_fp4.training.graphed import GraphedStep
 from nanochat_fp4.training.load_model import checkpoint_folder, register_stored_recipes
@@ -81,7 +80,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add_compile_argument(parser)
     text = "replay each micro-batch as a CUDA graph: equal bits, less work for the CPU, more memory; one GPU"
     add("--cuda-graph", action="store_true", help=text)
-    add("--seed", type=parse_seed, default=42, help="seed of weights, rotations and stochastic rounding")
+    add("--seed", type=int, default=42, help="seed of weights, rotations and stochastic rounding")
     text = "folder of parquet shards or text (default: $DATA_DIR, else FineWeb-Edu, else a small embedded corpus)"
     add("--data-dir", default="", help=text)
     text = "seed of another order of the training text, from 1 to 4294967295 (default: as it is stored)"

@@ -35,7 +35,6 @@ FORMAT = "nanochat_fp4 export, version 1"
 FILES = (
     "model.safetensors", "model.gguf", "config.json", "modeling_nanochat_fp4.py",
     "generation_config.json", "tokenizer.json", "tokenizer_config.json", "README.md",
-    "hf_quant_config.json",  # Earlier versions wrote this file for the format of modelopt.
     # Tokenizers of transformers write these.
     "special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "vocab.json", "vocab.txt", "merges.txt",
     "tokenizer.model", "spiece.model",

@@ -46,8 +46,7 @@ class Family:
         raise NotImplementedError
 
     def complete(self, config: dict[str, Any], weights: dict[str, torch.Tensor]) -> None:
-        """Adds to the config and the weights of a checkpoint what older revisions did not have, and takes out of the
-        config what only they had, in place."""
+        """Adds to the config and the weights of a checkpoint what older revisions did not have, in place."""
 
     def recompute_problem(self, recompute: str, config: Any, device_type: str) -> str | None:
         """Returns the reason why a model of this config cannot be trained with this --recompute, and what to do
@@ -75,8 +74,6 @@ class GPTFamily(Family):
         # Before nanochat had windows and per-layer scalars, all layers saw the full context. The scalars added here
         # change nothing.
         config.setdefault("window_pattern", "L")
-        if config.get("exact_relu_squared") is False:  # A switch that left.
-            del config["exact_relu_squared"]
         weights.setdefault("resid_lambdas", torch.ones(config.get("n_layer", 0)))
         weights.setdefault("x0_lambdas", torch.zeros(config.get("n_layer", 0)))
 
@@ -154,7 +151,7 @@ def config_from_record(record: dict[str, Any], weights: dict[str, torch.Tensor])
     A record that names no family, or an unknown one, is taken for a GPT's. Raises TypeError or ValueError for a record
     that is not one of the family.
     """
-    record = dict(record)
+    record = {key: value for key, value in record.items() if value is not False}  # as config_record leaves them out
     name = record.pop("family", "")
     family = next((family for family in FAMILIES if family.name == name), GPTFamily())
     family.complete(record, weights)

@@ -4,8 +4,6 @@ stages."""
 import argparse
 import os
 import re
-from collections.abc import Callable
-from typing import Any, NoReturn
 
 import nanochat_fp4 as nf
 from nanochat_fp4.cli import UserError, parse_rate
@@ -20,48 +18,6 @@ from nanochat_fp4.parallel import MODES
 # A run that branches from another run may differ from it in these settings, in the method, and in the head.
 BRANCH_SETTINGS = ("layer_methods", "method_phases", "branch_from", "separate_qkv")
 METHODS = f"{', '.join(nf.METHODS)}; or a row that --recipes registers"
-# These flags of version 0.2 set several things each. The values are the flags that replace them.
-REPLACED = {
-    "--runtime": "--compile, --no-compile, --deterministic, --on-nonfinite=skip, --telemetry-every=N, --recompute=..., "
-    "--shuffle-documents",
-    "--method-changes": "--layer-methods=PATTERN=METHOD, --method-phases=FRACTION=METHOD, --separate-qkv",
-}
-# Removed flags of base_train. The values are the last commits that have them.
-REMOVED = {"--oscillation": "c116c2a", "--exact-relu-squared": "7172077"}
-
-
-def add_removed(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags of REMOVED, which are refused with the last commit that has them. --help does not show them."""
-    for flag, commit in REMOVED.items():
-        refuse = _refuse(f"it left; the last commit that has it is {commit}")
-        parser.add_argument(flag, nargs="?", const="", type=refuse, dest=argparse.SUPPRESS, help=argparse.SUPPRESS)
-
-
-def refuse_removed(settings: dict[str, Any], where: str) -> None:
-    """Raises UserError if a flag of REMOVED was on in these settings, or in this model config, of a checkpoint.
-    `where` names the checkpoint."""
-    for flag, commit in REMOVED.items():
-        if value := settings.get(flag.removeprefix("--").replace("-", "_")):
-            given = flag if value is True else f"{flag}={value}"
-            raise UserError(f"{where} was trained with {given}, which left; the last commit that reads it is {commit}")
-
-
-def add_replaced(parser: argparse.ArgumentParser, *flags: str) -> None:
-    """Adds flags of REPLACED, which are refused with the names of the new flags. --help does not show them."""
-    for flag in flags:
-        parser.add_argument(
-            flag,
-            type=_refuse(f"each setting has a flag of its own now: {REPLACED[flag]}"),
-            dest=argparse.SUPPRESS,
-            help=argparse.SUPPRESS,
-        )
-
-
-def _refuse(message: str) -> Callable[[str], NoReturn]:
-    def refuse(text: str) -> NoReturn:
-        raise argparse.ArgumentTypeError(message)
-
-    return refuse
 
 
 def add_run_arguments(parser: argparse.ArgumentParser) -> None:
@@ -89,10 +45,9 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     add("--on-nonfinite", choices=("stop", "skip"), default="stop", help=text)
     text = "measure each layer's quantization error every N steps (-1 = disable)"
     add("--telemetry-every", type=int, default=-1, metavar="N", help=text)
-    add_replaced(parser, "--runtime")
     # Checkpoints
     text = "save checkpoints every N steps (-1 = only at end)"
-    add("--save-every", type=_save_every, default=-1, metavar="N", help=text)
+    add("--save-every", type=int, default=-1, metavar="N", help=text)
     add("--save-at", type=_steps, default=[], metavar="STEPS", help="save at these steps, too, with commas: 500,900")
     add("--keep-last", type=int, default=2, help="keep so many of the newest checkpoints (0 or -1 = all)")
     text = "resume from this step, or from the 'latest' intact checkpoint if there is one (-1 = disable)"
@@ -106,30 +61,10 @@ def add_compile_argument(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=None, help=text)
 
 
-def parse_seed(text: str) -> int:
-    """The argparse type of base_train's --seed. Earlier versions took a second number, the seed of the order of the
-    text."""
-    seed, comma, data_seed = text.partition(",")
-    if comma:
-        raise argparse.ArgumentTypeError(f"{text!r} has two numbers; write --seed={seed} --data-seed={data_seed}")
-    return _integer(text)
-
-
-def _save_every(text: str) -> int:
-    if text.startswith("@"):
-        raise argparse.ArgumentTypeError(f"{text!r} names single steps; write --save-at={text[1:]}")
-    return _integer(text)
-
-
 def _steps(text: str) -> list[int]:
-    return [_integer(part) for part in text.split(",")]
-
-
-def _integer(text: str) -> int:
-    try:
-        return int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
+    if not re.fullmatch(r"\d+(,\d+)*", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not steps with commas between them, such as 500,900")
+    return [int(part) for part in text.split(",")]
 
 
 def _step_or_latest(text: str) -> int | str:
@@ -184,8 +119,6 @@ def add_method_arguments(parser: argparse.ArgumentParser) -> None:
     )
     text += "they are faster"
     add("--separate-qkv", action="store_true", help=text)
-    add_replaced(parser, "--method-changes")
-    add_removed(parser)
     text = (
         "products of the output head in training: in BF16, or in FP8 with a scale for each tensor, as nanochat's --fp8"
     )

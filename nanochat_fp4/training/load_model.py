@@ -34,7 +34,6 @@ from nanochat_fp4.training.checkpoint_manager import (
     load_checkpoint,
     load_method_data,
 )
-from nanochat_fp4.training.flags import refuse_removed
 
 # Each stage has a folder in the base directory, and a script that fills this folder.
 SOURCES = {
@@ -74,7 +73,6 @@ def model_of(
     """Does the work of build_model for a checkpoint whose weights and metadata are loaded already."""
     device = torch.device(device)
     where = f"checkpoint of step {step} in {folder}"
-    refuse_removed(meta.model_config, where)
     register_recipes(meta, where)
     model_data = {name.removeprefix("_orig_mod."): tensor.to(device) for name, tensor in model_data.items()}
     if device.type in ("cpu", "mps") and not (phase == "train" and meta.state == "lean"):

@@ -22,7 +22,6 @@ from nanochat_fp4.data.tokenizer import get_tokenizer, tokenizer_lock
 from nanochat_fp4.locks import fail_together, running
 from nanochat_fp4.training.checkpoint import Checkpoint, Metadata
 from nanochat_fp4.training.checkpoint_manager import NoCheckpointError, check_model_tag, find_last_step, list_steps
-from nanochat_fp4.training.flags import refuse_removed
 from nanochat_fp4.training.load_model import SOURCES
 
 
@@ -147,7 +146,6 @@ def check_same_run(now: dict[str, Any], before: Any, checkpoint_dir: str | os.Pa
             f"the checkpoint in {checkpoint_dir} does not say how it was trained (nanochat's own?), so it cannot be "
             "resumed; choose another --model-tag for a new run"
         )
-    refuse_removed(before, f"the checkpoint in {checkpoint_dir}")
     different = [f"{k} was {before.get(k)!r} and is now {v!r}" for k, v in now.items() if before.get(k) != v]
     if different:
         raise UserError(

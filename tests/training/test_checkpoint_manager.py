@@ -408,7 +408,7 @@ def test_old_and_compiled_checkpoints_come_back(model):
     data = {"_orig_mod." + k: v.bfloat16() for k, v in model.state_dict().items() if "lambdas" not in k}
     meta = copy.deepcopy(model.meta)
     del meta["model_config"]["window_pattern"]
-    meta["model_config"]["exact_relu_squared"] = False  # a switch that left
+    meta["model_config"]["some_switch"] = False
     save_checkpoint(model.folder, 4, data, None, meta)
     loaded, _, _ = build_model(model.folder, 4, "cpu", "eval")
     assert all(p.dtype == torch.float32 for p in loaded.parameters())
@@ -442,10 +442,6 @@ def test_what_the_method_learned_has_a_file_of_its_own(model):
         (lambda m: m["model_config"].update(n_rotors=3), "model config is"),
         (lambda m: m["model_config"].update(n_head=0), "model config is"),
         (lambda m: m["model_config"].update(n_layer="two"), "model config is"),
-        (
-            lambda m: m["model_config"].update(exact_relu_squared=True),
-            "--exact-relu-squared, which left",
-        ),
         (lambda m: m["model_config"].update(n_layer=3), "weights"),
         (lambda m: m["model_config"].update(n_embd=128), "weights"),
         (lambda m: m["run_config"].update(tokenizer="0123456789abcdef"), "tokenizer 0123456789abcdef"),
