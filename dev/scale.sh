@@ -24,5 +24,4 @@ bench() { # model, processes, flags ...
 for model in "${models[@]}"; do
     bench "$model" 1
     for mode in "ddp" "fsdp --gather=codes" "fsdp --gather=bf16"; do bench "$model" "$GPUS" --parallel=$mode; done
-    [[ $model == *depth=26* ]] || bench "$model" "$GPUS" --parallel=tp # 13 heads are not divided
 done

@@ -25,7 +25,6 @@ from nanochat_fp4.nvfp4.linear import QuantLinear
 from nanochat_fp4.nvfp4.sharding import gather_codes
 
 MODES = ("ddp", "fsdp")
-TENSOR = "tensor"  # The mesh dimension of processes that compute a layer together (models/divided.py).
 
 
 def check_parallel(args: argparse.Namespace) -> bool:
@@ -91,13 +90,6 @@ def is_sharded(value: Any) -> bool:
     if isinstance(value, nn.Module):
         return any(is_sharded(p) for p in value.parameters())
     return hasattr(value, "device_mesh")
-
-
-def losses_of(grad: Tensor) -> int:
-    """Returns of how many processes' losses a sharded gradient is the sum. FSDP's gradient is that of the mean loss,
-    so it is 1."""
-    mesh = grad.device_mesh
-    return mesh.size() if mesh.mesh_dim_names == (TENSOR,) else 1
 
 
 @contextlib.contextmanager

@@ -85,8 +85,6 @@ class Sizes:
     vectors: int
     gathered_bytes: int = 2
     embedding_bytes: int = 2
-    layers: int = 0
-    width: int = 0
 
     @classmethod
     def of(cls, model: nn.Module) -> "Sizes":
@@ -95,8 +93,7 @@ class Sizes:
         vectors = sum(p.numel() for p in model.parameters() if p.ndim < 2)
         gathered = 2 if model.get_device().type == "cuda" else 4
         head = model.lm_head.weight.numel()
-        shape = len(model.transformer.h), embedding.shape[1]
-        return cls(dict(matrices), head, embedding.numel(), vectors, gathered, embedding.element_size(), *shape)
+        return cls(dict(matrices), head, embedding.numel(), vectors, gathered, embedding.element_size())
 
     @property
     def blocks(self) -> int:
@@ -130,42 +127,6 @@ def predicted_bytes(sizes: Sizes, mode: str, world_size: int, micro_batches: int
     return micro_batches * (gathers + gradients) + update
 
 
-# Amaxes that the processes of a divided block reduce with clover. The block has four products (q, k, v are one). In a
-# micro-batch: 4 inputs, 2 grad_outputs of column-parallel products twice each, 4 weights for dgrad, 2 inputs of
-# row-parallel products for wgrad. In a step: 4 weights.
-AMAXES, AMAXES_OF_WEIGHTS = 4 + 4 + 4 + 2, 4
-
-
-def predicted_tensor_parallel_bytes(
-    sizes: Sizes, world_size: int, micro_batches: int, tokens: int, divided: int, codes: bool
-) -> tuple[float, float]:
-    """Bytes that each process sends in a step: (in its group of `divided` processes, to update the weights).
-
-    tokens: of a micro-batch of a group
-    codes:  the method is clover, otherwise bf16
-
-    A layer gathers two inputs (as codes, or in the activations' dtype) and two gradients. It reduces and scatters two
-    outputs and two gradients.
-    """
-    if world_size == 1:
-        return 0.0, 0.0
-    activation = sizes.gathered_bytes
-    element = CODE_BYTES if codes else activation
-    inputs = bytes_sent("all_gather", 2 * (element + activation) * tokens * sizes.width / divided, divided)
-    outputs = bytes_sent("reduce_scatter", 4 * activation * tokens * sizes.width, divided)
-    amaxes = codes * sizes.layers * 4 * (micro_batches * AMAXES + AMAXES_OF_WEIGHTS)
-    norm = 4
-    table = 4 * sizes.head + sizes.embedding_bytes * sizes.embedding
-    update = (
-        3 * bytes_sent("all_to_all", 4 * sizes.muon(world_size) / divided, world_size)
-        + bytes_sent("reduce_scatter", table, world_size)
-        + bytes_sent("all_gather", table / world_size, world_size)
-        + bytes_sent("all_reduce", 4 * sizes.vectors, world_size)
-    )
-    group = micro_batches * sizes.layers * (inputs + outputs) + bytes_sent("all_reduce", amaxes + norm, divided)
-    return group, update
-
-
 # ----------------------------------------------------------------------------------------------------------------------
 # A step whose bytes are counted
 
@@ -177,11 +138,10 @@ def write_counted_step(
     """Trains nanochat's GPT for two steps of made-up tokens in this process group, and appends a JSON line of the
     second one to `path`: mode, micro_batches, loss, state_gib, sent and sent_bytes, predicted_bytes.
 
-    mode: "ddp", "fsdp", or "tp", in which all processes divide each layer
+    mode: "ddp" or "fsdp"
     """
     import nanochat_fp4 as nf
     from nanochat_fp4.common import compute_cleanup, compute_init
-    from nanochat_fp4.models.divided import divide
     from nanochat_fp4.models.gpt import GPT, GPTConfig
     from nanochat_fp4.models.optim import PretrainingOptions
     from nanochat_fp4.nvfp4.collectives import local
@@ -189,7 +149,6 @@ def write_counted_step(
     from nanochat_fp4.training.step import TrainingStep
 
     _, rank, _, world_size, device = compute_init("cpu")
-    divided = world_size if mode == "tp" else 1
     heads = width // head_dim
     with torch.device("meta"):
         model = GPT(GPTConfig(length, vocabulary, depth, heads, heads, width))
@@ -199,14 +158,12 @@ def write_counted_step(
     name = mode
     if mode == "fsdp":
         name = "fsdp_codes" if shard(model, None, codes=gather == "codes") else "fsdp_bf16"
-    if mode == "tp":
-        divide(model, divided)
     optimizers, schedule = model.setup_pretraining(PretrainingOptions(), total, 1000)
     schedule(500, 0.5)
     step = TrainingStep(model, optimizers, model)
-    micro_batches = total * divided // (rows * length * world_size)
+    micro_batches = total // (rows * length * world_size)
     ids = torch.randint(vocabulary, (rows, length + 1), device=device)
-    torch.manual_seed(rank // divided)  # noise of its own
+    torch.manual_seed(rank)  # noise of its own
     for _ in range(2):  # the first makes the codes
         with counted() as sent:
             with step.micro_batches(micro_batches):
@@ -214,12 +171,7 @@ def write_counted_step(
                     loss = step.micro_batch(ids[:, :-1].contiguous(), ids[:, 1:].contiguous(), count=micro_batches)
             step.model.clip_gradients()
             step.update()
-    sizes = Sizes.of(model)
-    if mode == "tp":
-        of_step = micro_batches, rows * length, divided, method != "bf16"
-        predicted = sum(predicted_tensor_parallel_bytes(sizes, world_size, *of_step))
-    else:
-        predicted = predicted_bytes(sizes, name, world_size, micro_batches)
+    predicted = predicted_bytes(Sizes.of(model), name, world_size, micro_batches)
     states = (t for o in optimizers for s in o.state.values() for t in s.values())
     held = sum(2 * local(p).nbytes for p in model.parameters()) + sum(t.nbytes for t in states if torch.is_tensor(t))
     row = {"mode": name, "micro_batches": micro_batches, "loss": float(loss), "state_gib": held / 2**30}

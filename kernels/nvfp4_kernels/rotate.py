@@ -16,13 +16,13 @@ There are three kinds of output:
 * ALIGNED        Codes and scales, or the BF16 values, of roundings that need tensor_scale first (SR, RTN). A launch of
                  kind AMAX finds the amax before.
 
-An operand may be a part of a tensor that several processes share. The caller then finds the amax of the whole tensor,
-by the function that is passed to `rotate_quantize`.
+Several processes may have parts of a tensor whose ALIGNED operands need the amax of all parts. The function `largest`,
+which is passed to `rotate_quantize`, finds it.
 """
 
 import ast
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -107,7 +107,6 @@ class RotatedOperand(NamedTuple):
     emulated:  the operand is made in BF16, for a GEMM that decodes, instead of codes and scales
     tiles:     the scales of an operand that is not emulated are in tiles of 128x4, flat (format.swizzle_scales)
     rotations: 2 for two rotations one after the other, of 128 each
-    row, column, columns: the operand's place in the whole tensor that it is a part of, as in tensor_parallel.Part
     """
 
     grid_max: float = 6.0
@@ -121,14 +120,6 @@ class RotatedOperand(NamedTuple):
     emulated: bool = True
     tiles: bool = False
     rotations: int = 1
-    row: int = 0
-    column: int = 0
-    columns: int = 0
-
-    def place(self, blocks: int) -> tuple[int, int, int]:
-        """Returns the operand's first row and first block in the whole tensor, and the number of blocks in a row of the
-        whole tensor. `blocks` is the number of blocks in a row of the operand."""
-        return self.row, self.column // 16, self.columns // 16 or blocks
 
     def padded(self, contraction: int) -> int:
         """Returns the contraction dimension rounded up to a multiple of the rotation, or of 16 without a rotation."""
@@ -196,7 +187,6 @@ class _Side(NamedTuple):
     rows: int
     contraction: int
     hadamard: torch.Tensor | None
-    place: tuple[int, int, int]
     constants: Constants
     constants_for_amax: Constants | None
 
@@ -209,38 +199,29 @@ class _Launches(NamedTuple):
     programs: int
     programs_for_amax: int
     options: dict[str, Any]
-    places: tuple[tuple[int, int, int], ...]
     butterflies: bool
 
 
 @functools.lru_cache(maxsize=1024)  # It is limited, because conversations have any number of tokens.
 def _launches(
-    row: str,
-    row_place: tuple,
-    col: str,
-    col_place: tuple,
-    rows: int,
-    columns: int,
-    of_codes: bool,
-    butterflies: bool,
-    device: torch.device,
+    row: str, col: str, rows: int, columns: int, of_codes: bool, butterflies: bool, device: torch.device
 ) -> _Launches:
-    """Returns the launches for an input of this shape. row, col and their places are the arguments of the operators.
-    of_codes says whether the input is codes. Raises ValueError for operands that the kernel cannot make."""
-    if (of_codes and row) or (col and not _operand(col, col_place).rht_dim):
+    """Returns the launches for an input of this shape. row and col are the arguments of the operators. of_codes says
+    whether the input is codes. Raises ValueError for operands that the kernel cannot make."""
+    if (of_codes and row) or (col and not _operand(col).rht_dim):
         raise ValueError("nvfp4::rotate_quantize: a col operand must be rotated, and codes are requantized as col only")
     sides: list[_Side | None] = []
-    for text, place, r, k in ((row, row_place, rows, columns), (col, col_place, columns, rows)):
+    for text, r, k in ((row, rows, columns), (col, columns, rows)):
         if not text:
             sides.append(None)
             continue
-        operand = _operand(text, place)
+        operand = _operand(text)
         padded = operand.padded(k)
         hadamard = None
         if operand.rht_dim:
             hadamard = _hadamard(operand.rht_dim, operand.rotations == 2, butterflies, device).view(torch.int16)
         constants = [constants_of(operand, padded, amax_only) for amax_only in (False, True)]
-        sides.append(_Side(operand, r, k, hadamard, operand.place(padded // 16), *constants))
+        sides.append(_Side(operand, r, k, hadamard, *constants))
     wanted = [side for side in sides if side]
     twice = any(side.operand.rotations == 2 for side in wanted)
     strips = 2 * triton.cdiv(rows, TILE) * triton.cdiv(columns, TILE)
@@ -252,7 +233,6 @@ def _launches(
         min(strips * len(wanted), most),
         min(strips * len(rounded_first), most),
         _launch_options(twice),
-        tuple(side.place if side else RotatedOperand().place(1) for side in sides),
         butterflies,
     )
 
@@ -269,17 +249,12 @@ class _Input(NamedTuple):
     of_tiles: bool
 
     @classmethod
-    def of(
-        cls, x, x_scales, x_tensor_scale, row, row_place, row_seed, row_rht_seed, col, col_place, col_seed, col_rht_seed
-    ) -> "_Input":
+    def of(cls, x, x_scales, x_tensor_scale, row, row_seed, row_rht_seed, col, col_seed, col_rht_seed) -> "_Input":
         """Makes the input from the arguments of the operators."""
         of_codes = x.dtype == torch.uint8
         x, (rows, columns) = x.contiguous(), x.shape
         columns = columns * 2 if of_codes else columns
-        places = tuple(row_place), tuple(col_place)
-        launches = _launches(
-            row, places[0], col, places[1], rows, columns, of_codes, rotates_by_butterflies(), x.device
-        )
+        launches = _launches(row, col, rows, columns, of_codes, rotates_by_butterflies(), x.device)
         scales, tensor_scale = (x_scales.view(torch.uint8), x_tensor_scale) if of_codes else (x, x)
         seeds = (row_seed, row_rht_seed), (col_seed, col_rht_seed)
         return cls(x, scales, tensor_scale, seeds, launches, of_codes, of_codes and x_scales.dim() == 1)
@@ -315,10 +290,7 @@ class _Input(NamedTuple):
             self.tensor_scale,
             self.x.shape[0],
             self.x.shape[1] * 2 if self.of_codes else self.x.shape[1],
-            buffers[0],
-            *launches.places[0],
-            buffers[1],
-            *launches.places[1],
+            *buffers,
             FROM_CODES=self.of_codes,
             FROM_TILES=self.of_tiles,
             FP32=self.x.dtype == torch.float32,
@@ -370,8 +342,8 @@ def rotate_quantize(
               tiles of 128x4, and with x_tensor_scale.
     row, col: the operands to make, or None for an operand that is not wanted
     seeds:    int64 (). The rht seeds are those of the rotation's signs.
-    largest:  a function for an x that is a part of a tensor. It takes the amaxes of row and col, float32 (2,), and
-              returns those of the whole tensor. None means that x is a whole tensor.
+    largest:  a function from the amaxes of row and col, float32 (2,), to those over all processes that have a part of
+              the tensor, or None. MS-EDEN does not ask for it, because its scales are random anyway.
     Returns the tensors of row (R, C') and then those of col (C, R'). C' and R' are padded to a multiple of the
     rotation, or of 16. The tensors are
     * [codes uint8, scales float8_e4m3fn, tensor_scale] for an operand,
@@ -379,44 +351,26 @@ def rotate_quantize(
     * [decoded BF16] for an emulated MS-EDEN operand, with its tensor_scale multiplied in.
     Raises ValueError if x holds codes and row is wanted, and if col has no rotation.
     """
-    arguments = x, x_scales, x_tensor_scale
-    sides = (*described(row), row_seed, row_rht_seed, *described(col), col_seed, col_rht_seed)
-    if largest is None:
-        return rotate_quantize_sides(*arguments, *sides)
-    wanted = [operand for operand in (row, col) if operand is not None]
-    amax = rotated_amax(*arguments, *sides)
-    if not all(operand.ms_eden for operand in wanted):
-        amax = largest(amax)
-    *made, amax = rotate_quantize_parts(amax, *arguments, *sides)
-    if any(operand.ms_eden for operand in wanted):
-        amax = largest(amax)
-    result = []
-    for i, (operand, seed) in enumerate(((row, row_seed), (col, col_seed))):
-        if operand is None:
-            continue
-        count = 2 if operand.emulated and not operand.ms_eden else 3  # The number of tensors that _empty makes.
-        tensors, made = made[:count], made[count:]
-        if operand.ms_eden and operand.emulated:
-            repair_part(*tensors, amax[i], seed, *described(operand))
-            tensors = tensors[:1]
-        elif operand.ms_eden:
-            tensors = [tensors[0], *finish_part(*tensors[1:], amax[i], seed, *described(operand))]
-        result += tensors
-    return result
+    arguments = x, x_scales, x_tensor_scale, text_of(row), row_seed, row_rht_seed, text_of(col), col_seed, col_rht_seed
+    amax = None
+    if largest is not None and not all(operand.ms_eden for operand in (row, col) if operand):
+        amax = largest(rotated_amax(*arguments))
+    return rotate_quantize_sides(*arguments, amax)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The operators. A schema cannot express a record, and each argument of an operator costs time in every call. An operand
-# is therefore passed as two arguments: its text, from which `_operand` makes the record again, once for all calls, and
-# its place.
+# is therefore passed as its text, from which `_operand` makes the record again, once for all calls.
 
 
-def described(operand: RotatedOperand | None) -> tuple[str, list[int]]:
-    """Returns an operand as two arguments of an operator, text and place. An empty text stands for no operand."""
-    return ("", []) if operand is None else (_text(operand[:PLACE]), list(operand[PLACE:]))
+def text_of(operand: RotatedOperand | None) -> str:
+    """Returns the text of an operand. An empty text stands for no operand."""
+    return "" if operand is None else _text(tuple(operand))
 
 
-PLACE = RotatedOperand._fields.index("row")  # The fields from this index on are the place.
+@functools.lru_cache(maxsize=1024)
+def _repr(fields: tuple) -> str:
+    return repr(fields)
 
 
 def _text(fields: tuple) -> str:
@@ -428,25 +382,33 @@ _text._dynamo_marked_constant = True
 
 
 @functools.lru_cache(maxsize=1024)
-def _repr(fields: tuple) -> str:
-    return repr(fields)
+def _operand(text: str) -> RotatedOperand:
+    return RotatedOperand(*ast.literal_eval(text))
 
 
-@functools.lru_cache(maxsize=1024)
-def _operand(text: str, place: tuple[int, ...]) -> RotatedOperand:
-    return RotatedOperand(*ast.literal_eval(text), *place)
+_SIDES = ", ".join(f"str {s}, Tensor? {s}_seed, Tensor? {s}_rht_seed" for s in ("row", "col"))
+_INPUT = f"Tensor x, Tensor? x_scales, Tensor? x_tensor_scale, {_SIDES}"
 
 
-_SIDES = ", ".join(f"str {s}, int[] {s}_place, Tensor? {s}_seed, Tensor? {s}_rht_seed" for s in ("row", "col"))
-_INPUT = "Tensor x, Tensor? x_scales, Tensor? x_tensor_scale"
-_PSEUDO = "Tensor pseudo, Tensor correction, Tensor amax, Tensor seed, str operand, int[] place"
+@operator(f"rotated_amax({_INPUT}) -> Tensor")
+def rotated_amax(*arguments) -> torch.Tensor:
+    """Returns the amaxes of row and col after their rotations, float32 (2,). An entry is 0 for an MS-EDEN operand and
+    for an operand that is not there."""
+    return _Input.of(*arguments).find_amax().view(torch.float32)
 
 
-@operator(f"rotate_quantize_sides({_INPUT}, {_SIDES}) -> Tensor[]")
+@rotated_amax.register_fake
+def _(x, *arguments):
+    return x.new_empty(2, dtype=torch.float32)
+
+
+@operator(f"rotate_quantize_sides({_INPUT}, Tensor? amax) -> Tensor[]")
 def rotate_quantize_sides(*arguments) -> list[torch.Tensor]:
-    """The operator of rotate_quantize for a whole tensor."""
+    """The operator of rotate_quantize. amax is the result of rotated_amax, or of `largest`. It is found if it is
+    None."""
+    *arguments, amax = arguments
     given = _Input.of(*arguments)
-    amax = given.find_amax().unbind()
+    amax = (given.find_amax() if amax is None else amax.view(torch.int32).clone()).unbind()
     result, repaired = [], [None, None]
     for i, (side, seeds, tensors, own) in enumerate(zip(given.launches.sides, given.seeds, given.quantize(amax), amax)):
         if side is not None and side.operand.ms_eden and side.operand.emulated:
@@ -460,61 +422,15 @@ def rotate_quantize_sides(*arguments) -> list[torch.Tensor]:
     return result
 
 
-@operator(f"rotated_amax({_INPUT}, {_SIDES}) -> Tensor")
-def rotated_amax(*arguments) -> torch.Tensor:
-    """Returns the amaxes of row and col after their rotations, float32 (2,). An entry is 0 for an MS-EDEN operand and
-    for an operand that is not there."""
-    return _Input.of(*arguments).find_amax().view(torch.float32)
-
-
-@operator(f"rotate_quantize_parts(Tensor amax, {_INPUT}, {_SIDES}) -> Tensor[]")
-def rotate_quantize_parts(amax: torch.Tensor, *arguments) -> list[torch.Tensor]:
-    """Returns the tensors of `_empty` for row and then for col, filled, and as the last tensor amax, float32 (2,), with
-    MS-EDEN's amaxes added."""
-    amax = amax.view(torch.int32).clone()
-    row, col = _Input.of(*arguments).quantize(amax.unbind())
-    return [*row, *col, amax.view(torch.float32)]
-
-
-@operator(f"finish_part({_PSEUDO}) -> (Tensor, Tensor)")
-def finish_part(
-    pseudo: torch.Tensor,
-    correction: torch.Tensor,
-    amax: torch.Tensor,
-    seed: torch.Tensor,
-    operand: str,
-    place: list[int],
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The operator of scales.finish. It takes amax as float32 ()."""
-    return finish(pseudo, correction, amax.view(torch.int32), seed, _operand(operand, tuple(place)))
-
-
-@operator(f"repair_part(Tensor(a!) decoded, {_PSEUDO}) -> ()")
-def repair_part(
-    decoded: torch.Tensor,
-    pseudo: torch.Tensor,
-    correction: torch.Tensor,
-    amax: torch.Tensor,
-    seed: torch.Tensor,
-    operand: str,
-    place: list[int],
-) -> None:
-    """The operator of scales.repair for one operand. It takes amax as float32 ()."""
-    repair((decoded, pseudo, correction, amax.view(torch.int32), seed, _operand(operand, tuple(place))), None)
-
-
-def _fake_sides(x, row, row_place, col, col_place) -> Iterator[tuple[RotatedOperand, list[torch.Tensor]]]:
-    rows, columns = x.shape[0], x.shape[1] * (2 if x.dtype == torch.uint8 else 1)
-    for text, place, r, c in ((row, row_place, rows, columns), (col, col_place, columns, rows)):
-        if text:
-            operand = _operand(text, tuple(place))
-            yield operand, _empty(operand, r, c, x)
-
-
 @rotate_quantize_sides.register_fake
-def _(x, x_scales, x_tensor_scale, row, row_place, row_seed, row_rht_seed, col, col_place, *seeds):
+def _(x, x_scales, x_tensor_scale, row, row_seed, row_rht_seed, col, *others):
+    rows, columns = x.shape[0], x.shape[1] * (2 if x.dtype == torch.uint8 else 1)
     result = []
-    for operand, (values, *scales_of) in _fake_sides(x, row, row_place, col, col_place):
+    for text, r, c in ((row, rows, columns), (col, columns, rows)):
+        if not text:
+            continue
+        operand = _operand(text)
+        values, *scales_of = _empty(operand, r, c, x)
         if operand.ms_eden and operand.emulated:
             scales_of = []
         elif operand.ms_eden:
@@ -522,25 +438,3 @@ def _(x, x_scales, x_tensor_scale, row, row_place, row_seed, row_rht_seed, col, 
             scales_of = [scales.view(torch.float8_e4m3fn), scales_of[1].new_empty(())]
         result += [values, *scales_of]
     return result
-
-
-@rotated_amax.register_fake
-def _(x, *arguments):
-    return x.new_empty(2, dtype=torch.float32)
-
-
-@rotate_quantize_parts.register_fake
-def _(amax, x, x_scales, x_tensor_scale, row, row_place, row_seed, row_rht_seed, col, col_place, *seeds):
-    sides = _fake_sides(x, row, row_place, col, col_place)
-    return [*(t for _, tensors in sides for t in tensors), torch.empty_like(amax)]
-
-
-@finish_part.register_fake
-def _(pseudo, correction, amax, seed, operand, place):
-    scales = empty_scales(*pseudo.shape, _operand(operand, tuple(place)).tiles, pseudo)
-    return scales.view(torch.float8_e4m3fn), correction.new_empty(())
-
-
-@repair_part.register_fake
-def _(decoded, pseudo, correction, amax, seed, operand, place):
-    return None

@@ -25,7 +25,6 @@ import triton.language as tl
 
 from nvfp4_kernels import _math as m
 from nvfp4_kernels.quantize import fit_blocks
-from nvfp4_kernels.scales import PLACE
 
 TILE = 128  # The size of a group of the rotation.
 # The kinds of output, which rotate.py describes.
@@ -206,12 +205,11 @@ def _rotate(
 
 
 @triton.jit
-def _emit(x, factor, row0, group, rows, groups, contraction, buffers, place, C: tl.constexpr, HARDWARE: tl.constexpr):
+def _emit(x, factor, row0, group, rows, groups, contraction, buffers, C: tl.constexpr, HARDWARE: tl.constexpr):
     """Quantizes x * factor (512, 16) and stores the outputs of C.KIND.
 
     x holds the rows from row0 to row0 + 63 of group `group`, which is 128 columns. The output has `rows` rows and
-    `groups` groups. `place` is the output's first row and first block in the whole tensor that it is a part of, and the
-    number of blocks in a row of the whole tensor.
+    `groups` groups.
     Returns the largest magnitude of each block (512,).
     """
     # The fields are named here, because Triton 3.6 does not take a field of a constant as an argument.
@@ -219,7 +217,6 @@ def _emit(x, factor, row0, group, rows, groups, contraction, buffers, place, C: 
     INVERSE: tl.constexpr = C.INVERSE
     CANDIDATES: tl.constexpr = C.CANDIDATES
     STOCHASTIC: tl.constexpr = C.STOCHASTIC
-    place_row, place_block, place_blocks = place
     line = tl.arange(0, 512)
     row = row0 + line // 8
     block_in_group = line % 8
@@ -237,8 +234,7 @@ def _emit(x, factor, row0, group, rows, groups, contraction, buffers, place, C: 
         seed = 0
         if STOCHASTIC:
             seed = tl.load(buffers.seed)
-        placed = (place_row + row).to(tl.int64) * place_blocks + place_block + group * 8 + block_in_group
-        noise_index = placed[:, None] * 2 + tl.arange(0, 2)[None, :]
+        noise_index = block[:, None] * 2 + tl.arange(0, 2)[None, :]
         q, _, scale, codes = fit_blocks(
             x, absolute, factor, seed, noise_index, buffers.stream,
             GRID_MAX, INVERSE, CANDIDATES, STOCHASTIC, False, CONVERSIONS, 512, 16,
@@ -270,8 +266,9 @@ def _emit(x, factor, row0, group, rows, groups, contraction, buffers, place, C: 
         tl.store(buffers.scales + block, scale.to(tl.bfloat16), mask=mask)
 
         if C.KIND == EDEN_EMULATED:
-            row16, pair = (place_row + row0) // 16, place_block // 2 + group * 4
-            words = m.scale_words(tl.load(buffers.seed), row16, pair, place_blocks // 2, buffers.stream, 64, 4)
+            words = m.scale_words(
+                tl.load(buffers.seed), row0 // 16, group * 4, blocks_per_row // 2, buffers.stream, 64, 4
+            )
             corrected = scale * tl.reshape(tl.broadcast_to(s[:, None], (64, 8)), (512,))
             final = m.stochastic_round_m3(corrected, tl.reshape(words, (512,)))
             _store_decoded(q * final[:, None], buffers.decoded, row0, group, rows, blocks_per_row)
@@ -325,7 +322,6 @@ def _make(
     rows,
     columns,
     buffers,
-    place,
     COL: tl.constexpr,
     FROM_CODES: tl.constexpr,
     FROM_TILES: tl.constexpr,
@@ -413,7 +409,6 @@ def _make(
             row_tiles if COL else column_tiles,
             rows if COL else columns,
             buffers,
-            place,
             C,
             HARDWARE,
         )
@@ -426,7 +421,7 @@ def _make(
         tl.atomic_max(buffers.amax, tl.max(m.bits(largest), axis=0), sem="relaxed")
 
 
-@triton.jit(do_not_specialize=[f"{side}_{place}" for side in ("row", "col") for place in PLACE])
+@triton.jit
 def rotate_quantize_kernel(
     x_ptr,
     x_scales_ptr,
@@ -434,13 +429,7 @@ def rotate_quantize_kernel(
     rows,
     columns,
     row_buffers,
-    row_place_row,
-    row_place_block,
-    row_place_blocks,
     col_buffers,
-    col_place_row,
-    col_place_block,
-    col_place_blocks,
     FROM_CODES: tl.constexpr,
     FROM_TILES: tl.constexpr,
     FP32: tl.constexpr,
@@ -454,9 +443,6 @@ def rotate_quantize_kernel(
     If both are made, two programs make strips of row, the next two make strips of col, and so on. Alternating single
     programs is 9% slower on an H200 because of instruction stalls (dev/LOG.md). The number of programs is a multiple of
     4.
-
-    Triton specializes a kernel for the numbers in a tuple. The three numbers of an operand's place must not be
-    specialized, and are therefore arguments of their own.
     """
     program, programs = tl.program_id(0), tl.num_programs(0)
     if ROW is not None and COL is not None:
@@ -469,15 +455,13 @@ def rotate_quantize_kernel(
         step = programs
     if ROW is not None:
         if side == 0:
-            place = row_place_row, row_place_block, row_place_blocks
             _make(
-                first, step, x_ptr, x_scales_ptr, x_tensor_scale_ptr, rows, columns, row_buffers, place,
+                first, step, x_ptr, x_scales_ptr, x_tensor_scale_ptr, rows, columns, row_buffers,
                 False, FROM_CODES, FROM_TILES, FP32, HARDWARE, BUTTERFLIES, ROW,
             )  # fmt: skip
     if COL is not None:
         if side == 1:
-            place = col_place_row, col_place_block, col_place_blocks
             _make(
-                first, step, x_ptr, x_scales_ptr, x_tensor_scale_ptr, rows, columns, col_buffers, place,
+                first, step, x_ptr, x_scales_ptr, x_tensor_scale_ptr, rows, columns, col_buffers,
                 True, FROM_CODES, FROM_TILES, FP32, HARDWARE, BUTTERFLIES, COL,
             )  # fmt: skip

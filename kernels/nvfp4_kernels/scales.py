@@ -23,11 +23,6 @@ from nvfp4_kernels.quantize import hardware
 # A program processes 16 rows of this many groups of a rotation. A group has 8 scales.
 GROUPS = 8
 REPAIR = {"GROUPS": 32, "num_warps": 4}
-# The arguments that place an operand in the whole tensor that it is a part of. Only the random numbers depend on them,
-# so Triton should not compile special kernels for some of their values.
-PLACE = ["place_row", "place_block", "place_blocks"]
-# Neither should it for a number of groups, because addresses are multiples of eight groups anyway.
-NOT_SPECIALIZED = [*PLACE, "groups"]
 
 
 @triton.jit
@@ -37,7 +32,8 @@ def tensor_scale_kernel(amax_ptr, tensor_scale_ptr, DIVISOR: tl.constexpr, POWER
     tl.store(tensor_scale_ptr, scale)
 
 
-@triton.jit(do_not_specialize=NOT_SPECIALIZED)
+# Triton should not compile special kernels for some numbers of groups, because addresses are multiples of eight groups.
+@triton.jit(do_not_specialize=["groups"])
 def finish_kernel(
     pseudo_ptr,
     correction_ptr,
@@ -48,9 +44,6 @@ def finish_kernel(
     rows,
     groups,
     stream,
-    place_row,
-    place_block,
-    place_blocks,
     DIVISOR: tl.constexpr,
     HARDWARE: tl.constexpr,
     TILES: tl.constexpr,
@@ -65,8 +58,7 @@ def finish_kernel(
     at, mask, corrected = _corrected(
         pseudo_ptr, correction_ptr, m.power_of_two_reciprocal(tensor_scale), row16, first, rows, groups, GROUPS
     )
-    at16, pair = place_row // 16 + row16, place_block // 2 + first * 4
-    words = m.scale_words(tl.load(seed_ptr), at16, pair, place_blocks // 2, stream, 16, 4 * GROUPS)
+    words = m.scale_words(tl.load(seed_ptr), row16, first * 4, groups * 4, stream, 16, 4 * GROUPS)
     if TILES:
         row = (row16 * 16 + tl.arange(0, 16)).to(tl.int64)[:, None]
         at = m.scale_address(row, first * 8 + tl.arange(0, 8 * GROUPS)[None, :], groups * 8, True)
@@ -84,23 +76,14 @@ class Repaired(NamedTuple):
     stream: int
 
 
-_SIDES = [f"{side}_{name}" for side in ("row", "col") for name in NOT_SPECIALIZED]
-
-
-@triton.jit(do_not_specialize=_SIDES)
+@triton.jit(do_not_specialize=["row_groups", "col_groups"])
 def repair_kernel(
     row_buffers,
     row_rows,
     row_groups,
-    row_place_row,
-    row_place_block,
-    row_place_blocks,
     col_buffers,
     col_rows,
     col_groups,
-    col_place_row,
-    col_place_block,
-    col_place_blocks,
     ROW_DIVISOR: tl.constexpr,
     COL_DIVISOR: tl.constexpr,
     GROUPS: tl.constexpr,
@@ -111,23 +94,15 @@ def repair_kernel(
     if ROW_DIVISOR is not None:
         of_row = tl.cdiv(row_rows, 16) * tl.cdiv(row_groups, GROUPS)
         if program < of_row:
-            _repair(
-                program, row_buffers, row_rows, row_groups, row_place_row, row_place_block, row_place_blocks,
-                ROW_DIVISOR, GROUPS,
-            )  # fmt: skip
+            _repair(program, row_buffers, row_rows, row_groups, ROW_DIVISOR, GROUPS)
         program -= of_row
     if COL_DIVISOR is not None:
         if program >= 0:
-            _repair(
-                program, col_buffers, col_rows, col_groups, col_place_row, col_place_block, col_place_blocks,
-                COL_DIVISOR, GROUPS,
-            )  # fmt: skip
+            _repair(program, col_buffers, col_rows, col_groups, COL_DIVISOR, GROUPS)
 
 
 @triton.jit
-def _repair(
-    program, buffers, rows, groups, place_row, place_block, place_blocks, DIVISOR: tl.constexpr, GROUPS: tl.constexpr
-):
+def _repair(program, buffers, rows, groups, DIVISOR: tl.constexpr, GROUPS: tl.constexpr):
     """Repairs 16 rows of GROUPS groups. Most programs find nothing to repair. The rare work is done group by group,
     because that needs few registers."""
     pseudo_ptr, correction_ptr, decoded_ptr = buffers.pseudo, buffers.correction, buffers.decoded
@@ -149,8 +124,7 @@ def _repair(
             at, mask, corrected = _corrected(pseudo_ptr, correction_ptr, shift, row16, group, rows, groups, 1)
             subnormal = (corrected > 0) & (corrected < m.E4M3_MIN_NORMAL)
             if tl.max(tl.max(subnormal.to(tl.int32), axis=1), axis=0) > 0:
-                at16, pair = place_row // 16 + row16, place_block // 2 + group * 4
-                words = m.scale_words(tl.load(buffers.seed), at16, pair, place_blocks // 2, buffers.stream, 16, 4)
+                words = m.scale_words(tl.load(buffers.seed), row16, group * 4, groups * 4, buffers.stream, 16, 4)
                 # `before` is the first kernel's rounding, which ignores E4M3's range. `after` is the right one.
                 before = m.stochastic_round_m3(corrected, words)
                 after = m.stochastic_round_e4m3(corrected, words)
@@ -197,7 +171,6 @@ def finish(pseudo: torch.Tensor, correction: torch.Tensor, amax: torch.Tensor, s
         tensor_scale,
         *correction.shape,
         operand.stream,
-        *operand.place(pseudo.shape[1]),
         DIVISOR=operand.divisor,
         HARDWARE=hardware(),
         TILES=operand.tiles,
@@ -217,9 +190,8 @@ def repair(row: tuple | None, col: tuple | None) -> None:
     programs, arguments, divisors = 0, [], []
     for side in (row, col):
         *tensors, operand = given[0] if side is None else side
-        correction, pseudo = tensors[2], tensors[1]
-        buffers = Repaired(*tensors, operand.stream)
-        arguments += [buffers, *correction.shape, *operand.place(pseudo.shape[1])]
+        correction = tensors[2]
+        arguments += [Repaired(*tensors, operand.stream), *correction.shape]
         divisors.append(None if side is None else operand.divisor)
         programs += 0 if side is None else math.prod(_grid(correction, REPAIR["GROUPS"]))
     repair_kernel[(programs,)](*arguments, ROW_DIVISOR=divisors[0], COL_DIVISOR=divisors[1], **REPAIR, **NO_FUSION)

@@ -1,9 +1,7 @@
-"""Measures the time and memory of whole training steps on several GPUs, with ddp, FSDP, or tensor and sequence
-parallelism (which may be combined with ddp).
+"""Measures the time and memory of whole training steps on several GPUs, with ddp or FSDP.
 
     torchrun --standalone --nproc_per_node=2 -m lab.bench parallel --depth 26 --parallel ddp
     torchrun --standalone --nproc_per_node=2 -m lab.bench parallel --depth 26 --parallel fsdp --gather codes
-    torchrun --standalone --nproc_per_node=4 -m lab.bench parallel --depth 32 --parallel tp --tensor-parallel 2
 
 The model is nanochat's GPT with its optimizers, on random tokens. The first step warms up, and the memory of the second
 one is read. Further steps run for --seconds, and their median time is taken. One row is appended to --json. These flags
@@ -28,7 +26,6 @@ from nanochat_fp4.cli import ArgumentParser, UserError, parse_finite
 from nanochat_fp4.common import add_recipes_argument, compute_cleanup, compute_init, is_ddp_initialized, print0
 from nanochat_fp4.devices import peak_memory
 from nanochat_fp4.environment import environment_info
-from nanochat_fp4.models.divided import divide
 from nanochat_fp4.models.gpt import compile_layers, config_from_depth
 from nanochat_fp4.models.optim import PretrainingOptions
 from nanochat_fp4.nvfp4.collectives import local
@@ -45,8 +42,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--depth", type=int, default=26)
     add_recipes_argument(parser)
     add("--method", default="clover", help="of nf.METHODS, lab/recipes.py or --recipes")
-    add("--parallel", choices=(*MODES, "tp"), default="ddp")
-    add("--tensor-parallel", type=int, default=2, help="processes that compute a layer together (tp)")
+    add("--parallel", choices=MODES, default="ddp")
     add("--gather", choices=("codes", "bf16"), default="codes", help="what travels of a quantized weight (fsdp)")
     add("--micro-batch", type=int, default=8, help="rows")
     add("--total-batch-size", type=int, default=524288, help="tokens of a step")
@@ -72,13 +68,10 @@ def make_step(args: argparse.Namespace, device: torch.device, world_size: int) -
     config = config_from_depth(args.depth, args.vocab_size, args.seq_len, args.head_dim, args.aspect_ratio)
     model = new_model(config, device)
     nf.convert(model, args.method, verbose=False)
-    cuda, alone = device.type == "cuda", args.parallel == "tp" and args.tensor_parallel == 1
-    mode = "ddp" if alone else args.parallel
+    cuda, mode = device.type == "cuda", args.parallel
     if mode == "fsdp":
         layers = shard(model, torch.bfloat16 if cuda else None, codes=args.gather == "codes")
         mode = "fsdp_codes" if layers else "fsdp_bf16"  # With the method bf16 no layer is gathered as codes.
-    if mode == "tp":
-        divide(model, args.tensor_parallel)
     forward = compile_layers(model) if (cuda if args.compile is None else args.compile) else model
     optimizers, schedule = model.setup_pretraining(PretrainingOptions(), args.total_batch_size, 1000)
     schedule(500, 0.5)
@@ -94,13 +87,12 @@ def state_bytes(step: TrainingStep) -> int:
 
 def measure(args: argparse.Namespace, device: torch.device, rank: int, world_size: int) -> dict[str, Any]:
     """Trains the steps and measures them. Returns the row of the results."""
-    divided = args.tensor_parallel if args.parallel == "tp" else 1
     step, mode = make_step(args, device, world_size)
-    of_batch = args.total_batch_size, args.micro_batch, args.seq_len, world_size // divided
+    of_batch = args.total_batch_size, args.micro_batch, args.seq_len, world_size
     micro_batches = plan_accumulation(*of_batch, flag="--micro-batch")
     tokens = torch.randint(args.vocab_size, (args.micro_batch, args.seq_len + 1), device=device)
     batch = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
-    torch.manual_seed(rank // divided)  # Processes that compute different rows have different rounding noise.
+    torch.manual_seed(rank)  # Processes that compute different rows have different rounding noise.
 
     def run(count: int = micro_batches) -> tuple[float, int, Any]:
         """Runs a step. Returns (seconds, bytes held between the last backward pass and the update, loss)."""

@@ -497,11 +497,6 @@ class GPT(nn.Module):
         not clip them."""
         return optim.gradient_norm(self)
 
-    def own_part(self, tokens: Tensor) -> Tensor:
-        """Returns the part of the tokens `(B, T)` that this process computes. These are all tokens, unless a subclass
-        divides them (divided.py)."""
-        return tokens
-
     def forward(
         self,
         idx: Tensor,
@@ -533,7 +528,7 @@ class GPT(nn.Module):
             raise ValueError(f"tokens are on {idx.device} and the model on {self.cos.device}; move the tokens there")
         cos_sin = self.cos[:, start:end], self.sin[:, start:end]
 
-        x0 = outer_norm(self.transformer.wte(self.own_part(idx)))
+        x0 = outer_norm(self.transformer.wte(idx))
         # x is a second object, because a call with the same tensor as two arguments would be compiled separately.
         x = x0.view_as(x0)
         lambdas = zip(self.resid_lambdas.unbind(), self.x0_lambdas.unbind())
@@ -543,6 +538,6 @@ class GPT(nn.Module):
 
         if targets is not None:
             options = self.config.vocab_size, SOFTCAP, loss_reduction, self.head
-            return linear_cross_entropy(x, self.lm_head.weight, self.own_part(targets), *options)
+            return linear_cross_entropy(x, self.lm_head.weight, targets, *options)
         logits = self.lm_head(x)[..., : self.config.vocab_size].float()
         return SOFTCAP * torch.tanh(logits / SOFTCAP)

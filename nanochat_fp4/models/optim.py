@@ -40,7 +40,7 @@ from nanochat_fp4.models.optim_ranks import (
     send_rows,
 )
 from nanochat_fp4.nvfp4.collectives import local
-from nanochat_fp4.parallel import is_sharded, losses_of
+from nanochat_fp4.parallel import is_sharded
 
 # The coefficients (a, b, c) of the five steps X <- a X + (b A + c A^2) X with A = X X^T, for a safety factor of 0.02
 # and a cushion of 2. Source: arXiv 2505.16932.
@@ -80,7 +80,7 @@ def gradient_norm(model: torch.nn.Module) -> torch.Tensor:
     shards = [g for g in grads if is_sharded(g)]
     if not shards:
         return norm
-    square = (torch.nn.utils.get_total_norm([local(g) for g in shards]).float() / losses_of(shards[0])).square()
+    square = torch.nn.utils.get_total_norm([local(g) for g in shards]).float().square()
     dist.all_reduce(square, group=shards[0].device_mesh.get_group())
     return (norm.square() + square).sqrt()
 

@@ -7,10 +7,9 @@ gradients of a matrix on its owner, and an all-gather sends the updated matrices
     rank 0   g0 g1 g2 g3              g0+g0'  g1+g1'   -> update ->   w0 w1           w0 w1 w2 w3
     rank 1   g0'g1'g2'g3'  scatter            g2+g2' g3+g3'                 w2 w3  gather  w0 w1 w2 w3
 
-Matrices of which each rank has a shard, by FSDP or by tensor parallelism (ShardOwners). Muon needs whole matrices. Each
+Matrices of which each rank has a shard, by FSDP (ShardOwners). Muon needs whole matrices. Each
 rank receives all shards of its own matrices, gradients and weights, and sends the updated shards back, in three
-all-to-alls. Gradients that FSDP has sharded come averaged; where several ranks have the same shard, as with tensor
-parallelism, the owner averages them.
+all-to-alls. Gradients that FSDP has sharded come averaged.
 
 AdamW works on rows. Each rank owns some rows of a parameter, or all rows of its own shard.
 """
@@ -22,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from nanochat_fp4.nvfp4.collectives import all_gather, local, reduce_scatter
-from nanochat_fp4.parallel import is_sharded, losses_of
+from nanochat_fp4.parallel import is_sharded
 
 
 def rank_and_world_size() -> tuple[int, int]:
@@ -98,7 +97,7 @@ class ShardOwners(MatrixOwners):
     """The same for matrices of which each rank has a shard, by rows or by columns."""
 
     def send_gradients(self, grads: list[Tensor]) -> None:
-        self.work, self.received = self._to_owners([local(g) / losses_of(g) for g in grads])
+        self.work, self.received = self._to_owners([local(g) for g in grads])
 
     def gradients_and_weights(self) -> tuple[Tensor, Tensor]:
         weights_work, weights = self._to_owners([local(p) for p in self.params])

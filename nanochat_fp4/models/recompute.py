@@ -113,8 +113,7 @@ def can_recompute(block: Any) -> bool:
     attn, mlp = block.attn, block.mlp
     groups = (attn.c_q, attn.c_k, attn.c_v), (attn.c_proj,), (mlp.c_fc,), (mlp.c_proj,)
     return bool(attn.fused_linears) and all(
-        isinstance(layers[0], QuantLinear) and layers[0].part_number is None and can_be_fused(layers)
-        for layers in groups
+        isinstance(layers[0], QuantLinear) and layers[0].largest is None and can_be_fused(layers) for layers in groups
     )
 
 

@@ -132,7 +132,7 @@ def _has_its_weight(layer: QuantLinear) -> bool:
     not: sharding.py makes the codes of weights that FSDP shards, and a parametrization computes a new tensor at each
     access, which each pass has to quantize."""
     weight = layer.weight
-    return weight is layer.weight and (layer.part_number is not None or not hasattr(weight, "device_mesh"))
+    return weight is layer.weight and (layer.largest is not None or not hasattr(weight, "device_mesh"))
 
 
 def _prepared_weight(layers: Sequence[QuantLinear], operand: GemmOperand) -> PreparedWeight:
@@ -201,7 +201,7 @@ def _takes_gradients(layer: QuantLinear) -> bool:
     """Whether the layer's gradient may be added to weight.grad without autograd."""
     weight = layer.weight
     grad = local(weight.grad)
-    plain = layer.stackable and (type(weight) is nn.Parameter or layer.part_number is not None)
+    plain = layer.stackable and (type(weight) is nn.Parameter or layer.largest is not None)
     plain = plain and (
         grad is None or (type(grad) is torch.Tensor and grad.dtype == weight.dtype and not grad.is_sparse)
     )

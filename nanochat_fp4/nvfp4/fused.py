@@ -71,8 +71,6 @@ def fused_linear(x: torch.Tensor, *linears: torch.nn.Linear, head_dim: int | Non
         dtype = torch.get_autocast_dtype(x.device.type) if autocast else linears[0].weight.dtype
         y = torch.nn.functional.linear(x, stacked([linear.weight.to(dtype) for linear in linears]))
     sizes = [linear.out_features for linear in linears]
-    processes = sum(sizes) // y.shape[-1]  # The number of processes that tensor parallelism divides the layers among.
-    sizes = [size // processes for size in sizes]
     if head_dim is None:
         return y.split(sizes, dim=-1)
     return y.unflatten(-1, (-1, head_dim)).split([size // head_dim for size in sizes], dim=-2)

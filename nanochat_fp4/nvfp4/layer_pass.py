@@ -1,7 +1,7 @@
 """The settings of one pass through a quantized layer, which the three products of linear.py need besides tensors."""
 
-from collections.abc import Collection
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Collection
+from typing import NamedTuple
 
 import torch
 
@@ -16,50 +16,11 @@ COMPUTE_DTYPES = (torch.float32, torch.bfloat16)
 UNQUANTIZED = Recipe("bf16")
 
 
-class LayerOperands(Protocol):
-    """How the operands of a layer are made. A process that computes the layer alone has WholeOperands. A process that
-    computes a part of the layer has tensor_parallel.DividedOperands.
-
-    recipe:       the recipe of this pass
-    quantization: says how an operand (INPUT to INPUT_T) is made. The arguments are those of Recipe.quantization.
-    gathered:     makes the input operand of all tokens from the input operand of this process's tokens
-    scattered:    makes the gradient of this process's tokens, (M, K), from the gradient of all tokens
-    """
-
-    @property
-    def recipe(self) -> Recipe: ...
-
-    def quantization(
-        self, operand: int, seed: torch.Tensor | None, signs: torch.Tensor | None, device: torch.device
-    ) -> Quantization: ...
-
-    def gathered(self, xq: GemmOperand) -> GemmOperand: ...
-
-    def scattered(self, grad_x: torch.Tensor) -> torch.Tensor: ...
-
-
-class WholeOperands(NamedTuple):
-    """The operands of a layer that this process computes alone."""
-
-    recipe: Recipe
-
-    def quantization(
-        self, operand: int, seed: torch.Tensor | None, signs: torch.Tensor | None, device: torch.device
-    ) -> Quantization:
-        return self.recipe.quantization(operand, seed, signs, device)
-
-    def gathered(self, xq: GemmOperand) -> GemmOperand:
-        return xq
-
-    def scattered(self, grad_x: torch.Tensor) -> torch.Tensor:
-        return grad_x
-
-
 class Pass(NamedTuple):
     """The settings of one forward pass of a layer and of its backward pass. The tensors that autograd differentiates
     are not among them.
 
-    operands:     how the operands are made with the recipe of this pass
+    recipe:       the recipe of this pass
     dtype:        the dtype of the output, in which unquantized operands are multiplied
     grad_enabled: the caller's torch.is_grad_enabled(). It is stored because needs_input_grad ignores torch.no_grad.
     per_token:    whether each row of the input has a tensor_scale of its own
@@ -70,9 +31,10 @@ class Pass(NamedTuple):
                   backward returns no gradient of the weights. It is stored here and not by autograd, because autograd
                   refuses saved tensors that change.
     libraries:    which implementation makes each FP4 product
+    largest:      a function from an amax to that over all processes that have a part of the layer, or None
     """
 
-    operands: LayerOperands
+    recipe: Recipe
     dtype: torch.dtype
     grad_enabled: bool
     per_token: bool = False
@@ -81,10 +43,12 @@ class Pass(NamedTuple):
     prepared_weight: GemmOperand | None = None
     gradient: torch.Tensor | None = None
     libraries: Libraries = FIRST_RIGHT
+    largest: Callable[[torch.Tensor], torch.Tensor] | None = None
 
-    @property
-    def recipe(self) -> Recipe:
-        return self.operands.recipe
+    def quantization(
+        self, operand: int, seed: torch.Tensor | None, signs: torch.Tensor | None, device: torch.device
+    ) -> Quantization:
+        return self.recipe.quantization(operand, seed, signs, device)._replace(largest=self.largest)
 
     def rows(self, x: torch.Tensor) -> torch.Tensor:
         """Returns x (..., K) as (M, K). An input that is not quantized is kept for the backward pass, so it is
@@ -104,13 +68,13 @@ class Pass(NamedTuple):
 
     def of_input(self, seed: torch.Tensor | None, device: torch.device) -> Quantization:
         """Says how Qx(X), the input operand of the output GEMM, is made."""
-        how = self.operands.quantization(INPUT, seed, seed, device)
+        how = self.quantization(INPUT, seed, seed, device)
         knows_amax = how.rounding and how.rounding.takes_amax and not (how.rht_dim or self.per_token)
         return how._replace(per_token=self.per_token, amax=self.amax if knows_amax else None)
 
     def of_weight(self, seed: torch.Tensor | None, device: torch.device) -> Quantization:
         """Says how Qw(W), the weight operand of the output GEMM, is made."""
-        return self.operands.quantization(WEIGHT, seed, seed, device)._replace(factor=self.factor)
+        return self.quantization(WEIGHT, seed, seed, device)._replace(factor=self.factor)
 
 
 # torch.compile decides by itself which operation runs in which of the two passes. If neither the forward's outputs nor

@@ -19,12 +19,12 @@ restores torch's generators therefore resumes with the same rotations and roundi
 gradients draw nothing. All state is in the layers, so threads may call different layers at the same time.
 
 Each other feature reaches a layer in one place: contexts.py through `context`, feedback.py through `gram_matrix`,
-sharding.py through `gathered_weight`, and experts.py through `matrix`. tensor_parallel.py overrides `outputs` and gives
-a pass its own LayerOperands. relu_squared.py and epilogue.py have autograd functions of their own that call
+sharding.py through `gathered_weight`, and experts.py through `matrix`. tensor_parallel.py overrides `outputs` and
+`largest`. relu_squared.py and epilogue.py have autograd functions of their own that call
 `output` and `gradients`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -37,9 +37,7 @@ from nanochat_fp4.nvfp4.layer_context import OUTSIDE, LayerContext
 from nanochat_fp4.nvfp4.layer_pass import (
     COMPUTE_DTYPES,
     UNQUANTIZED,
-    LayerOperands,
     Pass,
-    WholeOperands,
     backward_seed,
     check_compute_dtype,
     check_input,
@@ -88,7 +86,7 @@ def output(
     weight = stacked(weights) if p.prepared_weight is None or dgrad.b.raw else None
 
     if xq is None:
-        xq = p.operands.gathered(quantize_operand(x, p.of_input(seed, x.device), keep_codes=True))
+        xq = quantize_operand(x, p.of_input(seed, x.device), keep_codes=True)
     if (wq := p.prepared_weight) is None:
         wq = quantize_operand(weight, p.of_weight(seed, x.device), keep_codes=True)
     y = gemm(xq, needing(wq, seed), compute_dtype=p.dtype, out_dtype=p.dtype, libraries=p.libraries)
@@ -98,10 +96,10 @@ def output(
     kept_w = wq.for_backward() if needs[0] else None
     kept_x = xq.for_backward() if needs[1] else None
     if needs[0] and dgrad.b.raw:
-        how = p.operands.quantization(WEIGHT_T, seed, seed, x.device)
+        how = p.quantization(WEIGHT_T, seed, seed, x.device)
         kept_w = quantize_operand(weight, how, transpose=True, keep_codes=True)
     if needs[1] and wgrad.b.raw:
-        how = p.operands.quantization(INPUT_T, seed, seed, x.device)
+        how = p.quantization(INPUT_T, seed, seed, x.device)
         kept_x = quantize_operand(x, how, transpose=True, keep_codes=True)
     kept, tensors = tensors_of(kept_w, kept_x)
     state = ForBackward(p, kept, [w.shape[0] for w in weights], x.dtype, weights[0].dtype, needs)
@@ -117,7 +115,7 @@ def gradients(
     are also None if they have been added to p.gradient.
     """
     p, (needs_dgrad, needs_wgrad), device = state.p, state.needs, grad_output.device
-    of, dgrad, wgrad = p.operands.quantization, p.recipe.grad_input, p.recipe.grad_weight
+    of, dgrad, wgrad = p.quantization, p.recipe.grad_input, p.recipe.grad_weight
     (w, x), (forward_seed,) = operands_of(state.kept, tensors)
     seed = backward_seed(grad_output) if p.recipe.draws_in_backward else None
     # If the forward pass has rotated operand b of a GEMM, operand a is rotated with the same signs.
@@ -132,7 +130,6 @@ def gradients(
     if needs_dgrad:
         wt = w if dgrad.b.raw else quantize_operand(w, of(WEIGHT_T, seed, signs, device), transpose=True)
         grad_x = gemm(e, wt, compute_dtype=p.dtype, out_dtype=state.x_dtype, libraries=p.libraries)
-        grad_x = p.operands.scattered(grad_x)
     if needs_wgrad:
         xt = x if wgrad.b.raw else quantize_operand(x, of(INPUT_T, seed, signs_t, device), transpose=True)
         if p.gradient is None:
@@ -187,7 +184,8 @@ class QuantLinear(torch.nn.Linear):
     gram_matrix: torch.Tensor | None = None  # the inputs' Gram matrix (feedback.py), if it is known
     feedback_factor: torch.Tensor | None = None  # feedback.factor_for of the Gram matrix
     libraries: Libraries = FIRST_RIGHT  # which FP4 GEMMs to use; training measures them (training/gemms.py)
-    part_number: int | None = None  # the number of this process's part, if several processes compute the layer together
+    # from an amax to that over all processes that have a part of the layer (tensor_parallel.py)
+    largest: Callable[[torch.Tensor], torch.Tensor] | None = None
     stackable = True  # whether fused_linear may stack the weight with another layer's. Each subclass must say it anew.
 
     def __init__(
@@ -262,7 +260,8 @@ class QuantLinear(torch.nn.Linear):
 
     def weight_quantization(self, device: torch.device) -> Quantization:
         """Says how the weight operand of the output GEMM is made, for recipes that make it alike in each pass."""
-        return self.recipe.quantization(WEIGHT, None, None, device)._replace(factor=self.feedback_factor)
+        how = self.recipe.quantization(WEIGHT, None, None, device)
+        return how._replace(factor=self.feedback_factor, largest=self.largest)
 
     def gathered_weight(self, layers: "Sequence[QuantLinear]") -> GemmOperand | None:
         """The weight operand of these layers, if FSDP has gathered one (sharding.py). This layer is the first of
@@ -324,9 +323,8 @@ class QuantLinear(torch.nn.Linear):
         x: torch.Tensor,
         layers: "Sequence[QuantLinear]",
         amax: torch.Tensor | None = None,
-        operands: LayerOperands | None = None,
     ) -> Pass:
-        """Makes the Pass of x (..., in_features) through these layers. By default the operands are the whole layer's.
+        """Makes the Pass of x (..., in_features) through these layers.
 
         Raises ValueError for a dtype that quantized layers do not compute in.
         """
@@ -336,7 +334,7 @@ class QuantLinear(torch.nn.Linear):
         # Autocast stays on here. Products that must be FP32 (rotate, gemm on a CPU) switch it off around themselves.
         # torch.compile would trace a context around the whole pass into the backward, where CUDA's autocast fails.
         return Pass(
-            operands or WholeOperands(self.present_recipe),
+            self.present_recipe,
             dtype,
             torch.is_grad_enabled(),
             self.scales_each_token,
@@ -345,6 +343,7 @@ class QuantLinear(torch.nn.Linear):
             prepared,
             self.gradient_memory(layers),
             self.libraries,
+            self.largest,
         )
 
     def extra_repr(self) -> str:

@@ -6,7 +6,7 @@ operands of grad_output, and `quantize_weights` makes the weight operands of sev
 recipe is built.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -16,21 +16,10 @@ from nanochat_fp4.nvfp4.feedback import round_with_feedback, with_feedback
 from nanochat_fp4.nvfp4.format import BLOCK, NVFP4Tensor, swizzle_scales
 from nanochat_fp4.nvfp4.gemm import Decoded, GemmOperand, Plain
 from nanochat_fp4.nvfp4.operands import FP8, Codes, FP8WithCodes, WithResidual, codes_of
-from nanochat_fp4.nvfp4.philox import Noise
 from nanochat_fp4.nvfp4.quantizers import quantize_reference
 from nanochat_fp4.nvfp4.roundings import Rounding
 
 ROUNDED_AT_ONCE = 2**28  # The number of weight elements that are rounded together with feedback: 1 GiB in FP32.
-
-
-class PartOfOperand(Protocol):
-    """The part of an operand that this process has: tensor_parallel.Part."""
-
-    def largest(self, amax: torch.Tensor) -> torch.Tensor: ...
-
-    def noise(self, seed: torch.Tensor | int, stream: int) -> Noise: ...
-
-    def __getitem__(self, fields: slice) -> tuple[Any, ...]: ...
 
 
 class Quantization(NamedTuple):
@@ -48,7 +37,7 @@ class Quantization(NamedTuple):
                  given for operands of one term without a rotation.
     tiles:       whether block scales are laid out in tiles of 128x4, the layout of FP4 tensor cores (not with
                  per_token)
-    part:        the place of this process's part, if several processes make the operand together (not with feedback)
+    largest:     a function from an amax to that over all processes that have a part of the layer, or None
     make:        the maker that recipes.Operand has chosen. With None, maker_of chooses it.
     rotations:   1, or 2 for two rotations in a row (hadamard.rotated_sums)
     """
@@ -64,7 +53,7 @@ class Quantization(NamedTuple):
     factor: torch.Tensor | None = None
     amax: torch.Tensor | None = None
     tiles: bool = False
-    part: "PartOfOperand | None" = None
+    largest: Callable[[torch.Tensor], torch.Tensor] | None = None
     make: "Maker | None" = None
     rotations: int = 1
     kept: Rounding | None = None
@@ -146,8 +135,6 @@ def make_codes(value: torch.Tensor | GemmOperand, how: Quantization, transpose: 
     if how.rht_dim:
         return _rotate_quantize(value, *((None, how) if transpose else (how, None)), emulated)[1 if transpose else 0]
     x = _contracted_last(value, transpose, BLOCK)
-    if how.part is not None and rounding.stochastic:  # _quantize_rows cannot draw the noise of a part.
-        return _rotate_quantize(x, how, None, emulated)[0]
     return _quantize_rows(x, how)
 
 
@@ -191,7 +178,7 @@ def make_fp8_with_codes(
     if kernels and eight.element == "e4m3" and kept.block_rows == 1 and not how.per_token:
         from nvfp4_kernels.fp8 import fp8_with_codes
 
-        amax = how.amax if how.part is None else how.part.largest(how.amax)
+        amax = how.amax if how.largest is None else how.largest(how.amax)
         made = fp8_with_codes(x, amax, kept.grid_max, kept.scale_cap, list(kept.candidates), how.tiles)
         return FP8WithCodes.from_tensors(*made)
     t = quantize_reference(x, eight, **_draws(how))
@@ -219,16 +206,17 @@ def _source(value: torch.Tensor | GemmOperand) -> torch.Tensor | NVFP4Tensor:
 
 def _draws(how: Quantization) -> dict[str, Any]:
     """Returns the arguments of quantize_reference for the rotation, the random numbers and the scales."""
-    seed, part = 0 if how.seed is None else how.seed, how.part
+    seed = 0 if how.seed is None else how.seed
     return {
+        "seed": seed,
+        "stream": how.stream,
         "rht_dim": how.rht_dim,
         "rht_seed": seed if how.rht_seed is None else how.rht_seed,
         "rht_stream": how.rht_stream,
         "rotations": how.rotations,
         "per_token": how.per_token,
         "amax": how.amax,
-        "noise": Noise(seed, how.stream) if part is None else part.noise(seed, how.stream),
-        "largest": None if part is None else part.largest,
+        "largest": how.largest,
     }
 
 
@@ -299,10 +287,10 @@ def _quantize_rows(x: torch.Tensor, how: Quantization, decode: bool = True) -> C
     amax = how.amax
     if amax is None and not how.per_token:
         amax = _amax_for_a_compiler(x)
-    if how.part is not None:
+    if how.largest is not None:
         if amax is None:
             amax = x.abs().amax(-1) if how.per_token else largest_magnitude(x)
-        amax = how.part.largest(amax)
+        amax = how.largest(amax.float())
     layout = how.per_token, how.tiles and not how.per_token
     codes, scales, tensor_scale, decoded = quantize(x, amax, how.seed, how.stream, *constants, decode, *layout)
     return codes_of(r)(codes, scales, tensor_scale, decoded if decode else None)
@@ -360,20 +348,12 @@ def _rotate_quantize(
             return None, None, None
         r = how.rounding
         limits, random = (r.grid_max, r.scale_cap, r.candidates), (how.rht_dim, how.stream, how.rht_stream)
-        place = how.part[1:] if how.part else (0, 0, 0)
-        operand = RotatedOperand(*limits, r.stochastic, r.ms_eden, *random, emulated, how.tiles, how.rotations, *place)
+        operand = RotatedOperand(*limits, r.stochastic, r.ms_eden, *random, emulated, how.tiles, how.rotations)
         return operand, how.seed, how.rht_seed
-
-    parts = [how.part if how else None for how in (row, col)]
-
-    def largest(amax: torch.Tensor) -> torch.Tensor:
-        if all(parts):  # Both parts belong to one layer, and therefore to one group of processes.
-            return parts[0].largest(amax)
-        return torch.stack([part.largest(own) if part else own for part, own in zip(parts, amax)])
 
     codes = isinstance(value, NVFP4Tensor)
     source = (value.codes, value.scales, value.tensor_scale) if codes else (value, None, None)
-    tensors = rotate_quantize(*source, *described(row), *described(col), largest if any(parts) else None)
+    tensors = rotate_quantize(*source, *described(row), *described(col), (row or col).largest)
     results: list[GemmOperand | None] = []
     for how in (row, col):
         if how is None:

@@ -53,11 +53,6 @@ def uniform_elements(
     average over a feasible number of draws can see the difference.
     """
     index = torch.arange(start // 8, (start + count) // 8, device=device, dtype=torch.int64)
-    return uniforms_of_elements(seed, index, stream, candidate)
-
-
-def uniforms_of_elements(seed: torch.Tensor | int, index: torch.Tensor, stream: int, candidate: int) -> torch.Tensor:
-    """Returns the uniforms of the elements 8 i to 8 i + 8 for each i in index, int64 (n,), as float32 (8 n,)."""
     words = torch.stack(philox(seed, index, SR_ELEMENT + candidate, stream), dim=-1)
     halves = torch.stack((words & 0xFFFF, words >> 16), dim=-1)
     return (halves.flatten().to(torch.float32) + 0.5) * 2.0**-16
@@ -65,20 +60,13 @@ def uniforms_of_elements(seed: torch.Tensor | int, index: torch.Tensor, stream: 
 
 def uniform_scales(seed: torch.Tensor | int, rows: int, blocks: int, stream: int, device: torch.device) -> torch.Tensor:
     """Returns uniforms in [0, 1) of 24 bits for the stochastic rounding of scales, float32 (rows, blocks). The number
-    of blocks must be even."""
-    line = torch.arange(-(-rows // 16) * 8, device=device, dtype=torch.int64).unsqueeze(1)
-    return uniforms_of_scales(seed, line * (blocks // 2) + torch.arange(blocks // 2, device=device), rows, stream)
-
-
-def uniforms_of_scales(seed: torch.Tensor | int, calls: torch.Tensor, rows: int, stream: int) -> torch.Tensor:
-    """Returns the uniforms of scales, float32 (rows, blocks), from the indices of the calls of Philox that make them,
-    int64 (8 ceil(rows / 16), blocks / 2).
+    of blocks must be even.
 
     One call makes four uniforms: for two neighbouring blocks in each of two rows that are 8 apart. In a kernel, one
     thread holds these four values of a tensor core's result, so that no thread draws numbers that another one needs.
     """
-    blocks = 2 * calls.shape[1]
-    words = torch.stack(philox(seed, calls.flatten(), SCALE, stream), dim=-1)
+    calls = torch.arange(-(-rows // 16) * 8 * (blocks // 2), device=device, dtype=torch.int64)
+    words = torch.stack(philox(seed, calls, SCALE, stream), dim=-1)
     words = words.view(-1, 8, blocks // 2, 2, 2).permute(0, 3, 1, 2, 4).reshape(-1, blocks)[:rows]
     return (words >> 8).to(torch.float32) * 2.0**-24
 

@@ -264,7 +264,6 @@ def quantize_reference(
     rotations: int = 1,
     per_token: bool = False,
     amax: torch.Tensor | None = None,
-    noise: Noise | None = None,
     scale: torch.Tensor | None = None,
     largest: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> NVFP4Tensor:
@@ -281,12 +280,11 @@ def quantize_reference(
     per_token:    whether each row has its own tensor_scale, `(..., 1)`, so that a row does not depend on the others
     amax:         the amax to scale by, float32 (), if x is a part of a larger tensor. It cannot be given with a
                   rotation.
-    noise:        the random numbers to use, by default those of seed and stream
     scale:        a factor, float32 (), that x is multiplied by after the rotation (for MS-EDEN)
-    largest:      a function from the amax of x, after the rotation, to the amax of the larger tensor that x is a part
-                  of
+    largest:      a function from the amax of x, after the rotation, to that over all processes that have a part of the
+                  tensor. MS-EDEN does not ask for it, because its scales are random anyway.
     """
-    noise, norm = Noise(seed, stream) if noise is None else noise, 1.0
+    noise, norm = Noise(seed, stream), 1.0
     if rht_dim:
         signs_seed = seed if rht_seed is None else rht_seed
         x = rotated_sums(x, signs_seed, dim=rht_dim, stream=rht_stream, rotations=rotations)
@@ -296,7 +294,7 @@ def quantize_reference(
     rows = x.reshape(-1, x.shape[-1]).to(torch.float32)
     if amax is None:
         amax = rows.abs().amax(dim=-1, keepdim=True) if per_token else rows.abs().amax()
-    if largest is not None:
+    if largest is not None and not rounding.ms_eden:
         amax = largest(amax)
     if rounding.quantize:
         t = rounding.quantize(rows * norm, rounding, noise)

@@ -29,16 +29,16 @@ class EightBitReluSquared(torch.autograd.Function):
     """Computes (relu(x)^2, its largest value). The derivative is computed from the 8-bit tensor of relu_squared."""
 
     @staticmethod
-    def forward(ctx, x: torch.Tensor, part: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-        y, kept, step, amax = relu_squared(x, part)
+    def forward(ctx, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        y, kept, step, amax = relu_squared(x)
         ctx.save_for_backward(kept, step)
         ctx.mark_non_differentiable(amax)
         return y, amax
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad_y: torch.Tensor, _: torch.Tensor | None) -> tuple[torch.Tensor, None]:
-        return relu_squared_gradient(grad_y, *ctx.saved_tensors), None
+    def backward(ctx, grad_y: torch.Tensor, _: torch.Tensor | None) -> torch.Tensor:
+        return relu_squared_gradient(grad_y, *ctx.saved_tensors)
 
 
 class UndifferentiatedReluSquared(torch.autograd.Function):
@@ -59,7 +59,7 @@ def relu_squared_gradient(grad_y: torch.Tensor, kept: torch.Tensor, step: torch.
     return (grad_y * (2 * torch.relu(kept) if step is None else 2 * step * kept)).to(grad_y.dtype)
 
 
-def relu_squared(x: torch.Tensor, part: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+def relu_squared(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Computes relu(x)^2 of x, FP32 or BF16 (..., C), and relu(x) in 8 bits. Returns (y, kept, step, amax).
 
     - y is relu(x)^2, (..., C), in x's dtype.
@@ -67,11 +67,8 @@ def relu_squared(x: torch.Tensor, part: int = 0) -> tuple[torch.Tensor, torch.Te
       random bits, which gives a bias of at most 2^-16 of a step.
     - step is float32 (..., 1): 1/255 of the row's largest value.
     - amax is the largest value of y, float32 (). The quantization of y needs it.
-
-    part is the number of this process's columns, if several processes have some columns each. Such processes draw the
-    same seeds, and the number keeps their noise apart.
     """
-    seed, rows = new_seed(x.device) + part, x.reshape(-1, x.shape[-1])
+    seed, rows = new_seed(x.device), x.reshape(-1, x.shape[-1])
     if use_kernels(x.device):
         from nvfp4_kernels.relu_squared import relu_squared as kernel
 
@@ -105,7 +102,7 @@ class _OfReluSquared(torch.autograd.Function):
         needs = p.needs(*ctx.needs_input_grad[2:])
         seed_of_bits = new_seed(x.device)
         seed = p.forward_seed(needs, x.device)
-        how = p.operands.quantization(INPUT, seed, seed, x.device)
+        how = p.quantization(INPUT, seed, seed, x.device)
         xq, *bits = quantize_relu_squared(x, how, seed_of_bits)
         y, _, ctx.state, saved = output(p, needs, x, (weight,), seed, xq)
         ctx.kept = len(saved)
@@ -140,12 +137,12 @@ def relu_squared_linear(x: torch.Tensor, linear: QuantLinear, derivative: bool =
             # The seed that relu(x)'s 8 bits would have used is drawn, so that all later random numbers stay the same.
             new_seed(x.device)
         return linear(UndifferentiatedReluSquared.apply(x))
-    y, amax = EightBitReluSquared.apply(x, linear.part_number or 0)
+    y, amax = EightBitReluSquared.apply(x)
     return linear(y, amax)
 
 
 def _quantizes_as_it_is_made(linear: QuantLinear, x: torch.Tensor) -> bool:
     recipe = linear.recipe
-    alone = can_be_fused([linear]) and linear.part_number is None and not linear.scales_each_token
+    alone = can_be_fused([linear]) and linear.largest is None and not linear.scales_each_token
     kernel = recipe.input_is_codes and recipe.output.a.rounding.block_rows == 1 and use_kernels(x.device)
     return bool(alone and x.numel() and kernel)

@@ -150,7 +150,7 @@ class _Shard:
         self.group = fsdp_param.shard_mesh.get_group()
         size, rows = fsdp_param.shard_mesh.size(), layer.weight.shape[0]
         block_rows = layer.recipe.output.b.rounding.block_rows if gathers_codes(layer) else 1
-        if not layer.stackable or layer.part_number is not None:
+        if not layer.stackable or layer.largest is not None:
             raise ValueError(
                 f"gather_codes: {name} is a {type(layer).__name__}, and codes are gathered for plain converted layers "
                 "alone (a Conv1D's rows are in_features); shard it without codes"
