@@ -17,60 +17,57 @@ LINE_WITHOUT_TOTAL = "{desc}: {n_fmt} {unit} | {rate_fmt} | {elapsed}{postfix}"
 NOWHERE = types.SimpleNamespace(write=lambda text: None, flush=lambda: None)
 
 
-class Bar(tqdm):
-    monitor_interval = 0  # tqdm makes no thread, because this process may fork.
-
-
-class Progress:
+class Progress(tqdm):
     """
     The progress of `total` units of work (None if unknown), on stderr and from rank 0 only.
 
         with Progress(total=num_steps, desc="train", unit="step") as progress:
             for ...:
                 progress.update(1, loss="2.31")
+        for batch in Progress(batches, desc="evaluation", unit="batch"):
+            ...
 
-    On a terminal it is tqdm's bar. In a log it is a line every `every` seconds, and one at the end. The work does not
-    end if the terminal is closed or the disk is full.
+    On a terminal it is tqdm's bar. In a log it is a line every `every` seconds, and one when the work is done. The work
+    does not end if the terminal is closed or the disk is full.
     """
 
+    monitor_interval = 0  # tqdm makes no thread, because this process may fork.
+
     def __init__(
-        self, total: int | None = None, desc: str = "", unit: str = "it", every: float = 10.0, initial: int = 0
-    ):
-        self.every, self.last_line = every, time.monotonic()
-        self.silent = os.environ.get("RANK", "0") != "0"
-        self.terminal = not self.silent and sys.stderr is not None and sys.stderr.isatty()
-        lines = LINE if total else LINE_WITHOUT_TOTAL
-        self.bar = Bar(
-            total=total,
-            desc=desc,
-            unit=unit,
-            initial=initial,
-            unit_scale=unit == "char",
-            dynamic_ncols=True,
-            file=sys.stderr if self.terminal else NOWHERE,
-            bar_format=None if self.terminal else lines,
-        )
+        self, iterable: Iterable | None = None, total: int | None = None, desc: str = "", unit: str = "it",
+        every: float = 10.0, initial: int = 0,
+    ):  # fmt: skip
+        self.every, self.shown = every, initial  # `shown` is the number of units in the last line.
+        self.terminal = sys.stderr is not None and sys.stderr.isatty()
+        how = {"mininterval": 0.1, "file": sys.stderr} if self.terminal else {"mininterval": every, "file": NOWHERE}
+        how |= {"disable": os.environ.get("RANK", "0") != "0", "unit_scale": unit == "char", "dynamic_ncols": True}
+        super().__init__(iterable, desc, total, unit=unit, initial=initial, miniters=1, **how)
 
     def update(self, n: int = 1, **info: Any) -> None:
         """Counts `n` more units as done. `info` (for example loss="2.31") is shown beside them until the next info."""
+        if self.disable:
+            return
+        if info:
+            self.set_postfix(info, refresh=False)
         with contextlib.suppress(OSError):
-            if info:
-                self.bar.set_postfix(info, refresh=False)
-            self.bar.update(n)
-        if time.monotonic() - self.last_line >= self.every:
-            self.line()
+            super().update(n)
+            if self.total and self.n >= self.total:  # The last line comes before the results of the work.
+                self.display()
 
-    def line(self) -> None:
-        """Prints the line of a log. On a terminal, and on other ranks than 0, it prints nothing."""
-        self.last_line = time.monotonic()
-        if not (self.terminal or self.silent):
-            print_safely(self.bar, file=sys.stderr, flush=True)
+    def display(self, msg: str | None = None, pos: int | None = None) -> None:
+        """Draws the bar, or prints the line of a log if it has something new to say."""
+        if self.terminal:
+            super().display(msg, pos)
+        elif self.n != self.shown:
+            self.shown = self.n
+            self.bar_format = LINE if self.total and self.n <= self.total else LINE_WITHOUT_TOTAL
+            print_safely(self, file=sys.stderr, flush=True)
 
     def write(self, text: str) -> None:
         """Writes a line of text without breaking the bar."""
         with contextlib.suppress(OSError):
-            if not self.silent:
-                Bar.write(text, file=sys.stderr)
+            if not self.disable:
+                super().write(text, file=sys.stderr)
                 sys.stderr.flush()
 
     def meanwhile(self, batches: Iterable, total: int, what: str) -> Iterator:
@@ -85,24 +82,5 @@ class Progress:
 
     def close(self) -> None:
         """Prints the last line, and ends the bar."""
-        if not self.bar.disable:
-            self.line()
         with contextlib.suppress(OSError):
-            self.bar.close()  # close also disables the bar.
-
-    def __enter__(self) -> "Progress":
-        return self
-
-    def __exit__(self, *exc: Any) -> None:
-        self.close()
-
-
-def progress_iter(iterable: Iterable, total: int | None = None, **kwargs: Any) -> Iterator:
-    """Iterates with a Progress, which gets the keyword arguments. `total` is by default len(iterable), if it has a
-    length."""
-    if total is None and hasattr(iterable, "__len__"):
-        total = len(iterable)
-    with Progress(total=total, **kwargs) as progress:
-        for item in iterable:
-            progress.update(1)
-            yield item
+            super().close()

@@ -29,7 +29,7 @@ from nanochat_fp4.evaluation.report import get_report
 from nanochat_fp4.generation.engine import check_finite, draw_samples
 from nanochat_fp4.models.gpt import autocast
 from nanochat_fp4.models.hf_model import check_hf_flags, load_hf_model
-from nanochat_fp4.progress import progress_iter
+from nanochat_fp4.progress import Progress
 from nanochat_fp4.training.flags import add_model_arguments
 from nanochat_fp4.training.load_model import checkpoint_folder, checkpoint_method, find_model_tag, load_model
 
@@ -99,7 +99,7 @@ def evaluate(args: argparse.Namespace, device: torch.device, rank: int, world_si
     def bpb(split: str, what: str) -> float:
         text = Text(data_dir, args.text_column)
         loader = text_batches(tokenizer, args.device_batch_size, sequence_len, split, text, device, num_rows=num_rows)
-        batches = progress_iter(loader, steps, desc=f"{split} bpb, {what}", unit="batch")
+        batches = Progress(loader, steps, desc=f"{split} bpb, {what}", unit="batch")
         with autocast(device.type), nf.quantize_weights_once(model):
             measured = evaluate_bpb(model, batches, steps, token_bytes)
         return float(check_finite(torch.tensor(measured), model, "bits per byte"))

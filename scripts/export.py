@@ -38,7 +38,7 @@ from nanochat_fp4.files import atomic_write
 from nanochat_fp4.models.gpt import autocast
 from nanochat_fp4.models.llama import Llama
 from nanochat_fp4.nvfp4.methods import get_recipe
-from nanochat_fp4.progress import progress_iter
+from nanochat_fp4.progress import Progress
 from nanochat_fp4.training.flags import add_model_arguments
 from nanochat_fp4.training.load_model import SOURCES, load_for_inference
 
@@ -150,7 +150,7 @@ class Export:
             self.say_what_is_lost(self.weights)
             if not self.args.weights_only:
                 text = self.batches("train", self.args.calibration_tokens)
-                rows = progress_iter((x for x, _ in text), len(text), desc="calibration", unit="batch")
+                rows = Progress((x for x, _ in text), len(text), desc="calibration", unit="batch")
                 self.input_scales = calibrate(self.model, self.weights, rows)
         if self.gguf:
             self.say_what_llama_cpp_does()
@@ -203,7 +203,7 @@ class Export:
         token_bytes = get_token_bytes(device=self.device)
 
         def bpb(model: torch.nn.Module, what: str) -> None:
-            watched = progress_iter(batches, desc=f"bits per byte, {what}", unit="batch")
+            watched = Progress(batches, desc=f"bits per byte, {what}", unit="batch")
             with nf.quantize_weights_once(model):
                 measured[what] = evaluate_bpb(model, watched, len(batches), token_bytes)
             print0(f"bits per byte, {what}: {measured[what]:.4f}")

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from nanochat_fp4.progress import Progress, progress_iter
+from nanochat_fp4.progress import Progress
 
 
 def test_a_log_has_plain_lines(capsys):
@@ -14,9 +14,9 @@ def test_a_log_has_plain_lines(capsys):
         progress.update(50, loss="2.31")
         progress.write("step 50 | from here on bf16")
     err = capsys.readouterr().err
-    first, said, last = err.splitlines()
+    first, said = err.splitlines()
     assert re.fullmatch(r"train: 50/200 \(25%\) step \| .*step/s \| 00:00<.*, loss=2.31", first), first
-    assert said == "step 50 | from here on bf16" and last.startswith("train: 50/200") and "\r" not in err
+    assert said == "step 50 | from here on bf16" and "\r" not in err
 
 
 def test_short_work_leaves_one_line_and_other_ranks_none(capsys, monkeypatch):
@@ -57,6 +57,21 @@ def test_a_terminal_has_a_bar_which_may_break(monkeypatch, broken):
     assert broken or ("work" in err.getvalue() and "\r" in err.getvalue() and "a line\n" in err.getvalue())
 
 
-def test_progress_iter(capsys):
-    assert list(progress_iter([1, 2, 3], desc="x")) == [1, 2, 3]
+def test_the_last_line_comes_before_the_result_and_no_line_says_nothing(capsys):
+    """A total that is not known, or that was too low, is no "?" with 0% and 00:00."""
+    with Progress(total=2, desc="train", unit="step", every=60) as progress:
+        progress.update()
+        progress.update()
+        progress.write("the result")
+    with Progress(total=2, desc="text", unit="char", every=0) as progress:
+        progress.update(3)
+    with Progress(total=5, desc="nothing"):
+        pass
+    line, result, beyond = capsys.readouterr().err.splitlines()
+    assert line.startswith("train: 2/2 (100%)") and result == "the result"
+    assert beyond.startswith("text: 3") and "?" not in beyond.split("|")[0] and "%" not in beyond
+
+
+def test_an_iterable_has_its_length(capsys):
+    assert list(Progress([1, 2, 3], desc="x")) == [1, 2, 3]
     assert capsys.readouterr().err.startswith("x: 3/3 (100%)")

@@ -23,7 +23,7 @@ from filelock import FileLock
 from nanochat_fp4.cli import UserError, format_bytes, one_line
 from nanochat_fp4.common import get_base_dir, print0
 from nanochat_fp4.data.download import check_space
-from nanochat_fp4.progress import progress_iter
+from nanochat_fp4.progress import Progress
 
 
 def index_to_filename(index: int) -> str:
@@ -198,7 +198,7 @@ def store(key: str, title: str, size: int, rows: Callable[[], Iterator[dict[str,
     def written() -> Iterator[dict[str, Any]]:
         print0(f"Writing {title} (about {format_bytes(size)}) into {folder}")
         check_space(folder, size, title)
-        yield from progress_iter(rows(), desc="write", unit="document")
+        yield from Progress(rows(), desc="write", unit="document")
 
     datasets.disable_progress_bars()
     features = datasets.Features({n: datasets.Value(t) for n, t in ({"text": "large_string"} | columns).items()})
