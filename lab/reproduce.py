@@ -30,9 +30,9 @@ from lab.study.context import Context, Outcome
 from lab.study.gaps import SYSTEMS, Claim, Item
 from nanochat_fp4.cli import ArgumentParser, UserError, run_main, table
 from nanochat_fp4.common import get_base_dir, print0
-from nanochat_fp4.environment import environment_info
 from nanochat_fp4.evaluation import plots
 from nanochat_fp4.files import atomic_write
+from nanochat_fp4.hardware import environment_info
 from nanochat_fp4.models import llama
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -101,3 +101,7 @@ def __getattr__(name: str):
     if name not in _ON_DEMAND:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"{__name__}.{_ON_DEMAND[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -9,6 +9,7 @@ import random
 import runpy
 import sys
 import traceback
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from nanochat_fp4.cli import UserError, logger, one_line, print_safely
-from nanochat_fp4.hardware import cpu_threads, ignore_false_warnings
+from nanochat_fp4.hardware import cpu_threads
 from nanochat_fp4.nvfp4 import methods, roundings
 from nanochat_fp4.nvfp4.methods import get_recipe
 
@@ -61,11 +62,11 @@ def add_recipes_argument(parser: argparse.ArgumentParser) -> None:
     """
     text = "Python file that registers methods of your own by nanochat_fp4.register; several with commas (default: "
     text += "$RECIPES)"
-    parser.add_argument("--recipes", type=_recipes_of_flag, default="", metavar="FILE.py", help=text)
 
+    def load(files: str) -> str:
+        return load_recipes(files) if files else load_recipes(os.environ.get("RECIPES", ""), "RECIPES")
 
-def _recipes_of_flag(text: str) -> str:
-    return load_recipes(text) if text else load_recipes(os.environ.get("RECIPES", ""), "RECIPES")
+    parser.add_argument("--recipes", type=load, default="", metavar="FILE.py", help=text)
 
 
 def load_recipes(files: str, source: str = "--recipes") -> str:
@@ -121,22 +122,17 @@ def is_ddp_initialized() -> bool:
 def get_dist_info() -> tuple[bool, int, int, int]:
     """Returns `(ddp, rank, local_rank, world_size)` from torchrun's variables, and `(False, 0, 0, 1)` without them.
     Raises UserError if the variables do not fit together."""
-    names, values = ("RANK", "LOCAL_RANK", "WORLD_SIZE"), []
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
     if not all(name in os.environ for name in names):
         return False, 0, 0, 1
-    for name in names:
-        try:
-            values.append(int(os.environ[name]))
-        except ValueError:
-            raise UserError(
-                f"{name}={os.environ[name]!r} is not a whole number; unset RANK, LOCAL_RANK and WORLD_SIZE, or start "
-                "with torchrun, which sets them"
-            ) from None
-    rank, local_rank, world_size = values
-    if not (0 <= rank < world_size and 0 <= local_rank < world_size):
-        raise UserError(
-            f"RANK={rank} LOCAL_RANK={local_rank} WORLD_SIZE={world_size} do not fit together; start with torchrun"
-        )
+    try:
+        rank, local_rank, world_size = (int(os.environ[name]) for name in names)
+        fit = 0 <= rank < world_size and 0 <= local_rank < world_size
+    except ValueError:
+        fit = False
+    if not fit:
+        given = " ".join(f"{name}={os.environ[name]}" for name in names)
+        raise UserError(f"{given} do not fit together; unset them, or start with torchrun, which sets them")
     return True, rank, local_rank, world_size
 
 
@@ -160,30 +156,36 @@ def of_all_ranks(value: Any) -> list[Any]:
     return values
 
 
+def fail_together(problem: str | None) -> None:
+    """Raises the first problem of any rank on all ranks, as a UserError. All ranks must call this function together."""
+    if first := next(filter(None, of_all_ranks(problem)), None):
+        raise UserError(first)
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # Devices
 
 DEVICE_TYPES = ("cuda", "mps", "cpu")
 
-ignore_false_warnings()  # torch gives these warnings when a GPU is first used.
+# When a GPU is first used, torch before 2.13 says that it supports GPUs only up to 12.0. A GB10 (12.1) runs code that
+# was compiled for 12.0.
+FALSE_WARNING = (
+    r"\s*Found GPU\d+ .* which is of cuda capability 12\.1\.\s+"
+    r"Minimum and Maximum cuda capability supported by this version of PyTorch is\s+\(\d+\.\d+\) - \(12\.0\)"
+)
+warnings.filterwarnings("ignore", FALSE_WARNING)
 
 
 def _why_no_cuda() -> str:
-    if torch.version.cuda is None and torch.version.hip is None:
-        return f"this PyTorch ({torch.__version__}) is built without CUDA"
-    return f"this PyTorch ({torch.__version__}) is built for CUDA {torch.version.cuda} but sees no GPU"
+    built = f"for CUDA {torch.version.cuda} but sees no GPU"
+    return f"this PyTorch ({torch.__version__}) is built " + (built if torch.version.cuda else "without CUDA")
 
 
 def autodetect_device_type() -> str:
     """Returns 'cuda' if there is a CUDA GPU, else 'mps' if there is Metal, else 'cpu'. Prints the choice."""
-    if torch.cuda.is_available():
-        device_type = "cuda"
-    elif torch.backends.mps.is_available():
-        device_type = "mps"
-    else:
-        device_type = "cpu"
-    why = f" ({_why_no_cuda()})" if device_type == "cpu" else ""
-    print0(f"Autodetected device type: {device_type}{why}")
+    mps = torch.backends.mps.is_available()
+    device_type = "cuda" if torch.cuda.is_available() else "mps" if mps else "cpu"
+    print0(f"Autodetected device type: {device_type}" + (f" ({_why_no_cuda()})" if device_type == "cpu" else ""))
     return device_type
 
 
@@ -233,7 +235,7 @@ def get_rng_state(device: torch.device) -> dict[str, torch.Tensor]:
     state = {"cpu": torch.get_rng_state()}
     if device.type == "cuda":
         state["cuda"] = torch.cuda.get_rng_state(device)
-    elif device.type == "mps":
+    if device.type == "mps":
         state["mps"] = torch.mps.get_rng_state()
     return state
 
@@ -350,11 +352,8 @@ def compute_init(device_type: str = "cuda", seed: int = 42) -> tuple[bool, int, 
             torch.cuda.set_device(device)
         if not is_ddp_initialized():
             try:
-                store_arguments = store_of_this_start(rank, world_size)
-                if device_type == "cuda":
-                    dist.init_process_group(backend="nccl", device_id=device, **store_arguments)
-                else:
-                    dist.init_process_group(backend="gloo", **store_arguments)
+                backend = {"backend": "nccl", "device_id": device} if device_type == "cuda" else {"backend": "gloo"}
+                dist.init_process_group(**backend, **store_of_this_start(rank, world_size))
             except (dist.DistError, ValueError) as e:
                 raise UserError(f"cannot join the process group: {one_line(e)}; start with torchrun") from e
         dist.barrier()

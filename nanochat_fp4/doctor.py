@@ -34,8 +34,7 @@ import torch
 import nanochat_fp4 as nf
 from nanochat_fp4.cli import ArgumentParser, UserError, one_line, run_main
 from nanochat_fp4.common import add_recipes_argument, autodetect_device_type, get_base_dir, set_cpu_threads
-from nanochat_fp4.devices import median_ms
-from nanochat_fp4.hardware import usable_cpus
+from nanochat_fp4.hardware import median_ms, usable_cpus
 from nanochat_fp4.models import flash_attention
 from nanochat_fp4.nvfp4.dispatch import use_kernels
 from nanochat_fp4.nvfp4.format import BYTES

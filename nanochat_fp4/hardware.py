@@ -1,14 +1,24 @@
 """
-The BF16 peak of GPUs by their names, and the bytes of memory and the CPUs that this process may use.
+This machine: the BF16 peak of its GPU, memory, CPUs, the time of a GPU's work, and all that a measurement is recorded
+with. Functions that need torch import it themselves.
 
     python nanochat_fp4/hardware.py     prints usable_cpus(), for shell scripts. It does not import torch.
 """
 
 import contextlib
+import functools
 import os
+import platform
 import re
-import warnings
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
 
 # The dense BF16 peak of the tensor cores with FP32 accumulation, in FLOP/s, from the vendors' data sheets. The first
 # match counts, so longer names come first.
@@ -51,10 +61,11 @@ def get_peak_flops(device_name: str) -> float | None:
     # These have the same name, but less power or only a part of the chip.
     if re.search(r"\b(laptop|max-q|mig)\b", name):
         return None
-    for pattern, flops in _PEAK_FLOPS:
-        if re.search(pattern, name):
-            return flops
-    return None
+    return next((flops for pattern, flops in _PEAK_FLOPS if re.search(pattern, name)), None)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Memory and time
 
 
 def physical_memory() -> int:
@@ -71,14 +82,55 @@ def available_memory(root: Path = Path("/")) -> int:
     return 0
 
 
-def ignore_false_warnings() -> None:
-    """Hides a false warning of torch before 2.13, which says that it supports GPUs only up to 12.0. A GB10 (12.1)
-    runs code that was compiled for 12.0."""
-    supported = (
-        r"Minimum and Maximum cuda capability supported by this version of PyTorch is\s+\(\d+\.\d+\) - \(12\.0\)"
-    )
-    warnings.filterwarnings("ignore", rf"\s*Found GPU\d+ .* which is of cuda capability 12\.1\.\s+{supported}")
+def gpu_memory(device: "torch.device | None" = None) -> tuple[int, int]:
+    """Returns the free and the total bytes of a GPU. An integrated GPU (GB10) counts the page cache as used. Linux
+    gives the page cache up if memory is needed, so it is counted as free here."""
+    import torch
 
+    free, total = torch.cuda.mem_get_info(device)
+    if torch.cuda.get_device_properties(device).is_integrated:
+        free = min(total, max(free, available_memory()))
+    return free, total
+
+
+def peak_memory(device: "torch.device") -> int:
+    """Returns the peak bytes of CUDA's allocator, or without a GPU those of this process."""
+    import resource  # Windows does not have this module.
+
+    import torch
+
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+# These cycles take at least 20 ms. During this time the longest operator here can be launched some twenty times.
+HOST_AHEAD_CYCLES = 40_000_000
+
+
+def median_ms(function: Callable[[], object], repeats: int = 20) -> float:
+    """Returns the median GPU time of a call in milliseconds, measured with events.
+
+    The GPU waits until all calls are queued. Otherwise the result for a call with short kernels would be the time of
+    their launches.
+    """
+    import torch
+
+    for _ in range(3):  # The first calls compile kernels.
+        function()
+    events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]
+    torch.cuda.synchronize()
+    torch.cuda._sleep(HOST_AHEAD_CYCLES)
+    for start, end in events:
+        start.record()
+        function()
+        end.record()
+    torch.cuda.synchronize()
+    return statistics.median(start.elapsed_time(end) for start, end in events)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# CPUs
 
 # Models narrower than this run on one CPU thread. Their operations are short, and threads would mostly wait for each
 # other.
@@ -97,25 +149,17 @@ def cgroup_quota(root: Path = Path("/")) -> float | None:
     quotas = []
     for line in lines:
         _, controllers, path = line.split(":", 2)
-        if controllers and "cpu" not in controllers.split(","):
-            continue
         # A container sees the host's path in /proc, and its own cgroup at the root of the mount.
         inner = PurePosixPath(path.lstrip("/"))
-        for mount in ("cpu", controllers) if controllers else ("", "unified"):
-            for folder in (inner, *inner.parents):
-                quotas += _quota(root / "sys/fs/cgroup" / mount / folder)
+        mounts = ("cpu", controllers) if "cpu" in controllers.split(",") else () if controllers else ("", "unified")
+        for folder in (root / "sys/fs/cgroup" / mount / f for mount in mounts for f in (inner, *inner.parents)):
+            with contextlib.suppress(OSError, ValueError):  # version 2, where "max 100000" is no quota
+                quota, period = (folder / "cpu.max").read_text().split()
+                quotas.append(int(quota) / int(period))
+            with contextlib.suppress(OSError, ValueError):  # version 1, where -1 is no quota
+                if (quota := int((folder / "cpu.cfs_quota_us").read_text())) > 0:
+                    quotas.append(quota / int((folder / "cpu.cfs_period_us").read_text()))
     return min(quotas, default=None)
-
-
-def _quota(folder: Path) -> list[float]:
-    """Returns the quota of a cgroup in CPUs as a list of one number, or an empty list if it has none."""
-    with contextlib.suppress(OSError, ValueError):  # In version 2, "max 100000" is no quota.
-        quota, period = (folder / "cpu.max").read_text().split()
-        return [int(quota) / int(period)]
-    with contextlib.suppress(OSError, ValueError):  # In version 1, -1 is no quota.
-        quota = int((folder / "cpu.cfs_quota_us").read_text())
-        return [quota / int((folder / "cpu.cfs_period_us").read_text())] if quota > 0 else []
-    return []
 
 
 def usable_cpus(root: Path = Path("/")) -> int:
@@ -129,6 +173,83 @@ def usable_cpus(root: Path = Path("/")) -> int:
 def cpu_threads(width: int) -> int:
     """Returns the number of threads for a model of this width on a CPU."""
     return 1 if width < NARROW_WIDTH else usable_cpus()
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The environment of a measurement
+
+
+def _command_output(*command: str, cwd: Path | None = None) -> str:
+    """The stdout of a short command, stripped; "" if it is missing, fails or takes more than 10 seconds."""
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        how = {"capture_output": True, "text": True, "timeout": 10, "stdin": subprocess.DEVNULL}
+        return subprocess.run(command, cwd=cwd, check=True, **how).stdout.strip()
+    return ""
+
+
+@functools.cache
+def get_commit() -> str | None:
+    """Returns the commit of this package's checkout, with '+changes' if tracked files differ. Returns None outside
+    of git.
+
+    The commit is read at the first call and stored, because the process has loaded the code of this time.
+    """
+    root = Path(__file__).resolve().parent.parent
+    top, _, commit = _command_output("git", "rev-parse", "--show-toplevel", "HEAD", cwd=root).partition("\n")
+    if top != str(root):
+        return None  # This is an installed copy inside of another repository.
+    changed = _command_output("git", "status", "--porcelain", "--untracked-files=no", cwd=root)
+    return f"{commit}+changes" if changed else commit
+
+
+def environment_info() -> dict[str, Any]:
+    """
+    Returns the environment of a measurement as a dict that JSON can represent. Unknown values are None. The keys are:
+
+        python platform torch triton cuda gpu gpu_count gpu_memory_gb compute_capability driver cpu cpu_count
+        memory_gb commit
+    """
+    import torch
+
+    try:
+        import triton
+
+        triton_version = triton.__version__
+    except Exception:  # Triton is missing, or broken on this platform. No kernel can be compiled then.
+        triton_version = None
+    cpu = ""
+    with contextlib.suppress(OSError):
+        if found := re.search(r"^(?:model name|Hardware)\s*: (.*)", Path("/proc/cpuinfo").read_text(), re.MULTILINE):
+            cpu = found[1]
+    if sys.platform == "darwin":
+        cpu = _command_output("sysctl", "-n", "machdep.cpu.brand_string")
+    info: dict[str, Any] = {
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "torch": torch.__version__,
+        "triton": triton_version,
+        "cuda": torch.version.cuda,
+        "gpu": None,
+        "gpu_count": 0,
+        "gpu_memory_gb": None,
+        "compute_capability": None,
+        "driver": None,
+        "cpu": cpu or platform.processor() or platform.machine(),
+        "cpu_count": usable_cpus(),
+        "memory_gb": round(physical_memory() / 2**30, 1),
+        "commit": get_commit(),
+    }
+    if torch.cuda.is_available():
+        properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+        driver = _command_output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+        info |= {
+            "gpu": properties.name,
+            "gpu_count": torch.cuda.device_count(),
+            "gpu_memory_gb": round(properties.total_memory / 2**30, 1),
+            "compute_capability": f"{properties.major}.{properties.minor}",
+            "driver": driver.partition("\n")[0] or None,
+        }
+    return info
 
 
 if __name__ == "__main__":

@@ -30,11 +30,11 @@ from nanochat_fp4.data import tokenizer_files
 from nanochat_fp4.data.dataloader import Text, text_batches
 from nanochat_fp4.data.dataset import ensure_data
 from nanochat_fp4.data.tokenizer import get_token_bytes
-from nanochat_fp4.environment import environment_info
 from nanochat_fp4.evaluation.loss_eval import evaluate_bpb
 from nanochat_fp4.export import folder, gguf_file, huggingface, verify
 from nanochat_fp4.export.weights import Weights, calibrate, check_values, forward_weights, served
 from nanochat_fp4.files import atomic_write
+from nanochat_fp4.hardware import environment_info
 from nanochat_fp4.models.gpt import autocast
 from nanochat_fp4.models.llama import Llama
 from nanochat_fp4.nvfp4.methods import get_recipe

@@ -7,7 +7,7 @@ import types
 import pytest
 import torch
 
-from nanochat_fp4 import common, devices
+from nanochat_fp4 import common, hardware
 from nanochat_fp4.cli import UserError, run_main
 
 
@@ -116,5 +116,5 @@ def test_free_memory_of_a_gpu_that_shares_the_systems(integrated, free, monkeypa
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (10, 100))
     properties = types.SimpleNamespace(is_integrated=integrated)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device=None: properties)
-    monkeypatch.setattr(devices, "available_memory", lambda: 70)
-    assert devices.gpu_memory() == (free, 100)
+    monkeypatch.setattr(hardware, "available_memory", lambda: 70)
+    assert hardware.gpu_memory() == (free, 100)

@@ -1,5 +1,6 @@
-"""Peak FLOP/s by a GPU's name; usable CPUs and threads."""
+"""Peak FLOP/s by a GPU's name; memory, usable CPUs and threads; what a measurement is recorded with."""
 
+import json
 import os
 import subprocess
 import sys
@@ -8,9 +9,9 @@ import warnings
 import pytest
 import torch
 
-from nanochat_fp4 import hardware
+from nanochat_fp4 import common, hardware
 from nanochat_fp4.common import set_cpu_threads
-from nanochat_fp4.hardware import cgroup_quota, get_peak_flops, usable_cpus
+from nanochat_fp4.hardware import cgroup_quota, environment_info, get_peak_flops, usable_cpus
 
 
 @pytest.mark.parametrize(
@@ -95,7 +96,7 @@ UNSUPPORTED = """
 def test_a_gb10_is_not_called_unsupported_where_12_0_is_supported():
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        hardware.ignore_false_warnings()
+        warnings.filterwarnings("ignore", common.FALSE_WARNING)
         for name in (("GB10", "12.1", "12.0"), ("GB10", "12.1", "9.0"), ("T4", "7.5", "12.0")):
             warnings.warn(UNSUPPORTED.format(*name), stacklevel=1)
     assert [str(w.message).split()[3:4] + str(w.message).split()[-1:] for w in caught] == [
@@ -122,3 +123,10 @@ def test_shell_scripts_ask_without_torch():
     command = [sys.executable, "-X", "importtime", hardware.__file__]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert int(done.stdout) == usable_cpus() and "torch" not in done.stderr
+
+
+def test_environment_info_can_be_stored():
+    info = json.loads(json.dumps(environment_info()))
+    assert info["torch"] == torch.__version__ and info["cpu"] and info["cpu_count"] >= 1
+    assert (info["gpu"] is None) == (not torch.cuda.is_available())
+    assert {"python", "triton", "driver", "commit", "gpu_count", "platform"} <= set(info)

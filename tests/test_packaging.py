@@ -19,7 +19,7 @@ LAYERS = ("lab", "scripts", "eval", "nanochat_fp4", "nanochat_fp4.nvfp4", "nvfp4
 ROOMS = ("export", "training", "evaluation", "generation", "models", "data")
 COMMANDS = ("plan", "upstream", "doctor", "__main__")
 MOST_MODULES = {
-    "nanochat_fp4": 16,
+    "nanochat_fp4": 12,
     "nanochat_fp4.nvfp4": 33,
     "nanochat_fp4.training": 20,
     "kernels.nvfp4_kernels": 15,

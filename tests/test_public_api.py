@@ -34,6 +34,10 @@ def test_docstrings_have_examples_that_run(name):
     assert not said, "".join(said)
 
 
+def test_tab_completes_the_public_names():
+    assert dir(nf) == sorted(nf.__all__)
+
+
 def test_help_is_a_page():
     """help(nf) tells what each name is for; no page has a name that is not there."""
     page = inspect.getdoc(nf)

@@ -18,8 +18,8 @@ import torch
 from lab.recipes import RECIPES
 from nanochat_fp4.cli import ArgumentParser, UserError, table
 from nanochat_fp4.common import add_recipes_argument, get_base_dir
-from nanochat_fp4.environment import environment_info
 from nanochat_fp4.files import atomic_write
+from nanochat_fp4.hardware import environment_info
 from nanochat_fp4.models.gpt import GPT, GPTConfig
 from nanochat_fp4.nvfp4.methods import METHODS, get_recipe
 

@@ -24,8 +24,7 @@ import nanochat_fp4 as nf
 from lab.bench.common import new_model
 from nanochat_fp4.cli import ArgumentParser, UserError, parse_finite
 from nanochat_fp4.common import add_recipes_argument, compute_cleanup, compute_init, is_ddp_initialized, print0
-from nanochat_fp4.devices import peak_memory
-from nanochat_fp4.environment import environment_info
+from nanochat_fp4.hardware import environment_info, peak_memory
 from nanochat_fp4.models.gpt import compile_layers, config_from_depth
 from nanochat_fp4.models.optim import PretrainingOptions
 from nanochat_fp4.nvfp4.collectives import local

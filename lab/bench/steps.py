@@ -56,8 +56,7 @@ from lab.bench import common, step
 from lab.bench.step import GraphedSubject, Stopwatch, Subject, Variant
 from nanochat_fp4.cli import UserError, format_bytes, is_out_of_memory, one_line
 from nanochat_fp4.common import print0
-from nanochat_fp4.devices import gpu_memory
-from nanochat_fp4.hardware import get_peak_flops
+from nanochat_fp4.hardware import get_peak_flops, gpu_memory
 from nanochat_fp4.models.cross_entropy import HEADS
 from nanochat_fp4.models.gpt import GPT, RECOMPUTE, config_from_depth
 from nanochat_fp4.models.optim import ORTHOGONALIZERS

@@ -23,9 +23,9 @@ from nanochat_fp4.common import add_recipes_argument, autodetect_device_type, pr
 from nanochat_fp4.data.dataloader import Text, text_batches
 from nanochat_fp4.data.dataset import ensure_data
 from nanochat_fp4.data.tokenizer import get_token_bytes
-from nanochat_fp4.environment import environment_info
 from nanochat_fp4.evaluation.loss_eval import evaluate_bpb
 from nanochat_fp4.files import atomic_write
+from nanochat_fp4.hardware import environment_info
 from nanochat_fp4.models.gpt import autocast
 from nanochat_fp4.training.load_model import load_model
 

@@ -11,7 +11,7 @@ from lab import RESULTS, ROOT
 from lab.study.context import Context, Outcome
 from lab.study.sweep_runs import flag_values, size_flags
 from nanochat_fp4.cli import UserError
-from nanochat_fp4.environment import environment_info
+from nanochat_fp4.hardware import environment_info
 from nanochat_fp4.models import llama
 
 

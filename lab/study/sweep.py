@@ -40,8 +40,8 @@ from nanochat_fp4.cli import ArgumentParser, UserError, format_seconds, run_main
 from nanochat_fp4.common import add_recipes_argument, get_base_dir, print0
 from nanochat_fp4.data.dataset import build_embedded_corpus, ensure_data
 from nanochat_fp4.data.tokenizer import get_tokenizer
-from nanochat_fp4.environment import environment_info
 from nanochat_fp4.files import atomic_write
+from nanochat_fp4.hardware import environment_info
 from scripts import base_train, tok_train
 
 

@@ -27,10 +27,10 @@ from typing import Any
 
 from nanochat_fp4.cli import ArgumentParser, UserError, format_seconds, run_main
 from nanochat_fp4.common import default_base_dir, get_base_dir, get_dist_info
-from nanochat_fp4.environment import environment_info
 from nanochat_fp4.evaluation import plots
 from nanochat_fp4.evaluation.metrics import few_tokens, read_jsonl
 from nanochat_fp4.files import atomic_write
+from nanochat_fp4.hardware import environment_info
 
 # The stages in the order of training: the folders of their checkpoints, the names of their curves in plots.py.
 FOLDERS = {

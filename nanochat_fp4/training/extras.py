@@ -12,7 +12,7 @@ from typing import Any
 
 from nanochat_fp4.cli import UserError
 from nanochat_fp4.common import of_all_ranks, preserved_rng, set_rng_state
-from nanochat_fp4.devices import peak_memory
+from nanochat_fp4.hardware import peak_memory
 from nanochat_fp4.parallel import is_sharded
 from nanochat_fp4.training.micro_batch import auto_device_batch_size, memory_lever
 from nanochat_fp4.training.run import Run, due

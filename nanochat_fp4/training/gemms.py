@@ -22,7 +22,7 @@ from torch import nn
 
 from nanochat_fp4.cli import UserError, one_line
 from nanochat_fp4.common import is_ddp_initialized, print0
-from nanochat_fp4.devices import median_ms
+from nanochat_fp4.hardware import median_ms
 from nanochat_fp4.nvfp4 import dispatch, probe
 from nanochat_fp4.nvfp4.dispatch import IMPLEMENTATIONS
 from nanochat_fp4.nvfp4.gemm import Decoded, GemmOperand, Plain, gemm

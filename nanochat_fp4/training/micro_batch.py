@@ -9,8 +9,7 @@ from torch import nn
 
 from nanochat_fp4.cli import UserError, format_bytes, is_out_of_memory
 from nanochat_fp4.common import is_ddp_initialized, preserved_rng, print0
-from nanochat_fp4.devices import gpu_memory
-from nanochat_fp4.hardware import physical_memory
+from nanochat_fp4.hardware import gpu_memory, physical_memory
 from nanochat_fp4.models.gpt import GPT, autocast
 from nanochat_fp4.models.optim import STACK_BYTES, STACK_ELEMENTS
 from nanochat_fp4.models.optim8bit import STEP_BYTES, is_lean, stack_that_fits, state_bytes

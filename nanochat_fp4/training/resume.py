@@ -16,10 +16,10 @@ import torch.distributed as dist
 from torch import nn
 
 from nanochat_fp4.cli import UserError, format_bytes, one_line
-from nanochat_fp4.common import get_dist_info, is_ddp_initialized, restarts, set_rng_state
+from nanochat_fp4.common import fail_together, get_dist_info, is_ddp_initialized, restarts, set_rng_state
 from nanochat_fp4.data.dataloader import join_positions
 from nanochat_fp4.data.tokenizer import get_tokenizer, tokenizer_lock
-from nanochat_fp4.locks import fail_together, running
+from nanochat_fp4.locks import running
 from nanochat_fp4.training.checkpoint import Checkpoint, Metadata
 from nanochat_fp4.training.checkpoint_manager import NoCheckpointError, check_model_tag, find_last_step, list_steps
 from nanochat_fp4.training.load_model import SOURCES

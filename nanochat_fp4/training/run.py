@@ -37,9 +37,8 @@ from nanochat_fp4.common import (
     use_deterministic_kernels,
 )
 from nanochat_fp4.data.tokenizer import RustBPETokenizer
-from nanochat_fp4.environment import environment_info
 from nanochat_fp4.evaluation.metrics import LossMonitor, MetricsLog
-from nanochat_fp4.hardware import get_peak_flops
+from nanochat_fp4.hardware import environment_info, get_peak_flops
 from nanochat_fp4.locks import held_run
 from nanochat_fp4.models.families import config_record, recompute_problem
 from nanochat_fp4.models.gpt import RECOMPUTE, compile_layers

@@ -12,7 +12,7 @@ from _damage import edit_meta
 from _samples import save_base
 from _training import STAGES
 
-from nanochat_fp4.environment import get_commit
+from nanochat_fp4.hardware import get_commit
 from nanochat_fp4.training.checkpoint import Metadata
 from nanochat_fp4.training.resume import changed_settings
 
