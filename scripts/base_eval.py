@@ -78,7 +78,7 @@ def evaluate(args: argparse.Namespace, device: torch.device, rank: int) -> None:
     else:
         model, tokenizer, meta, method = load_for_inference("base", device, args)
         own = checkpoint_method(meta)
-        model_tag, step = meta.model_tag, meta.step
+        model_tag, step = meta["model_tag"], meta["step"]
         name, slug = f"base model {model_tag} (step {step})", f"base_model_{step:06d}"
     if args.precision == "bf16" and method != "bf16":
         precision, method = nf.full_precision(model), "bf16"

@@ -83,11 +83,11 @@ def evaluate(args: argparse.Namespace, device: torch.device, rank: int, world_si
         name = args.hf_path
     else:
         model, tokenizer, meta = load_model("base", device, "eval", args.model_tag, args.step)
-        sequence_len, token_bytes = meta.model_config["sequence_len"], get_token_bytes(device=device)
-        step, trained = meta.step, resolve_method(meta.user_config.get("method", "bf16"))
+        sequence_len, token_bytes = meta["model_config"]["sequence_len"], get_token_bytes(device=device)
+        step, trained = meta["step"], resolve_method(meta.get("user_config", {}).get("method", "bf16"))
         method = checkpoint_method(meta, args.method)  # This is the method at the end of the run.
-        model_tag = meta.model_tag or args.model_tag
-        name = f"base model {model_tag} (step {meta.step})"
+        model_tag = meta["model_tag"]
+        name = f"base model {model_tag} (step {step})"
     check_flags(args, sequence_len, world_size)
     if method != "bf16" or not args.hf_path:
         nf.convert(model, method, per_token_in_eval=False)

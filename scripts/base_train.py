@@ -32,7 +32,7 @@ from nanochat_fp4.cli import (
     run_main,
 )
 from nanochat_fp4.common import announce, print0, resolve_method
-from nanochat_fp4.data.dataloader import Text, evaluation_rows, text_batches
+from nanochat_fp4.data.dataloader import Batches, Text, evaluation_rows, text_batches
 from nanochat_fp4.data.dataset import ensure_data, open_shards, validation_text
 from nanochat_fp4.data.tokenizer import RustBPETokenizer, get_token_bytes, get_tokenizer
 from nanochat_fp4.evaluation import report
@@ -44,9 +44,7 @@ from nanochat_fp4.models.optim import ORTHOGONALIZERS, PretrainingOptions
 from nanochat_fp4.nvfp4.phases import MethodPlan
 from nanochat_fp4.parallel import unsharded
 from nanochat_fp4.self_check import self_check
-from nanochat_fp4.training import loop
 from nanochat_fp4.training.checkpoint_manager import check_model_tag
-from nanochat_fp4.training.extras import evaluating
 from nanochat_fp4.training.flags import (
     add_compile_argument,
     add_method_arguments,
@@ -63,10 +61,9 @@ from nanochat_fp4.training.new_model import (
     resolve_horizon,
     run_settings,
 )
-from nanochat_fp4.training.report_run import report_run
-from nanochat_fp4.training.run import Data, Evaluation, Process, Run, Size, due, run_stage
 from nanochat_fp4.training.startup import start_compiler
 from nanochat_fp4.training.step import TrainingStep
+from nanochat_fp4.training.trainer import Process, Trainer, due, run_stage
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -128,78 +125,192 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-class CoreMetric:
-    """Evaluates the CORE metric before each step at which it is due. If its data cannot be read, a warning says so, and
-    the metric is left out from then on."""
+class BaseTraining(Trainer):
+    """The run of this stage."""
 
-    def __init__(self, tokenizer: RustBPETokenizer, every: int, max_per_task: int):
-        self.tokenizer, self.every, self.max_per_task = tokenizer, every, max_per_task
-        self.value: float | None = None
+    rate_flags = "the learning rates (--matrix-lr, --embedding-lr)"
 
-    def __call__(self, run: Run, last: bool) -> None:
-        if not due(self.every, run.step, last) or run.step == 0 or (run.before_step_is_done and not last):
-            return
-        try:
-            with evaluating(run), unsharded(run.model), run.training_step.weights_once(1), run.training_step.autocast():
-                results = evaluate_model(run.model, self.tokenizer, run.device, max_per_task=self.max_per_task)
-        except (UserError, ValueError) as e:
-            run.progress.write(f"warning: no CORE metric from here on: {one_line(e)}")
-            self.every = -1
-            return
-        self.value = results["core_metric"]
-        for note in results["notes"]:
-            run.progress.write(f"note: {note}")
-        run.progress.write(f"step {run.step:05d} | CORE metric {self.value:.4f}")
-        run.metrics.append("core", run.step, core_metric=self.value)
-        run.tracker.log({"step": run.step, "core_metric": self.value})
+    def __init__(self, args: argparse.Namespace, process: Process, method: str):
+        super().__init__("base", args, process)
+        self.core_every, self.core_metric, self.samples = args.core_metric_every, None, []
+        start_compiler(process.device)
+        self.data_dir = ensure_data(args.data_dir)
+        tokenizer = get_tokenizer()
+        process.phases.end("data, tokenizer")
+        self.make_model(args, tokenizer, method)
+        plan = MethodPlan.parse(method, args.layer_methods, args.method_phases)
+        self.convert(method, method, plan, self.num_steps)
+        self.backend = str(nf.backend())
+        if method != "bf16":
+            # The self-check ends the run if kernels or GEMMs compute something wrong on this machine.
+            self.backend += f"; {self_check(process.device, method, self.model)}"
+        self.choose_micro_batch(args, process.world_size)
+        self.divide(args.compile if args.compile is not None else process.device.type == "cuda")
+        self.announce(plan)
+        self.text = Text(self.data_dir, data_seed=args.data_seed, shuffle_documents=args.shuffle_documents)
+        self.val_text = Text(shards=open_shards("val", self.data_dir))
+        self.num_rows, self.eval_steps = evaluation_rows(args.eval_tokens, self.rows, self.seq_len, process.world_size)
+        self.eval_tokens, self.token_bytes = self.num_rows * self.seq_len, get_token_bytes(device=self.device)
+        options = PretrainingOptions(**{f.name: getattr(args, f.name) for f in fields(PretrainingOptions)})
+        optimizers, schedule = self.model.setup_pretraining(options, args.total_batch_size, self.num_steps, self.lean)
+        self.make_step(optimizers, schedule, GraphedStep if args.cuda_graph else TrainingStep)
+        self.describe(plan, options)
 
+    def make_model(self, args: argparse.Namespace, tokenizer: RustBPETokenizer, method: str) -> None:
+        """Makes the model, and gives it the weights of the checkpoint with which training goes on."""
+        model, name = make_model(args, tokenizer.get_vocab_size(), self.device)
+        flops = model.estimate_flops()
+        self.step_tokens, self.seq_len = args.total_batch_size, args.max_seq_len
+        self.num_steps = resolve_horizon(args, flops, model.num_scaling_params())
+        check_machine(args, self.device, flops * args.total_batch_size * self.num_steps)
+        self.settings = run_settings(args, method, model, tokenizer)
+        for rows in (1, *([] if args.device_batch_size == "auto" else [args.device_batch_size])):
+            plan_accumulation(args.total_batch_size, rows, args.max_seq_len, self.process.world_size)
+        # The default tag has the method's name, so that no method overwrites the run of another one.
+        self.open_folder(f"{name}_{method}" if args.model_tag is None else args.model_tag, args.branch_from)
+        self.adopt(model, tokenizer, self.settings, self.num_steps)
 
-class Samples:
-    """Prints continuations of a few prompts before each step at which they are due."""
+    def choose_micro_batch(self, args: argparse.Namespace, world_size: int) -> None:
+        """Sets the rows of a micro-batch, and how many micro-batches make a step."""
+        of_step = functools.partial(plan_accumulation, args.total_batch_size)
+        self.rows = args.device_batch_size
+        if self.rows == "auto":
+            # A resumed run keeps its micro-batch. Rows of a micro-batch share tensor scales, so the result depends on
+            # it.
+            all_rows = of_step(1, self.seq_len, world_size)
+            kept = self.trained_with("device_batch_size")
+            self.rows = kept or auto_device_batch_size(self.model, all_rows, self.seq_len)
+        self.micro_batches = of_step(self.rows, self.seq_len, world_size)
 
-    def __init__(self, tokenizer: RustBPETokenizer, every: int):
-        self.tokenizer, self.every = tokenizer, every
-        self.newest: list[str] = []
+    def describe(self, plan: MethodPlan, options: PretrainingOptions) -> None:
+        """Sets what checkpoints and metrics.jsonl say of the run."""
+        args, batch, val_data = self.args, {"device_batch_size": self.rows}, validation_text(self.data_dir)
+        tunable = {**asdict(options), "num_iterations": self.num_steps, "data_dir": str(self.data_dir)}
+        self.record(
+            self.settings,
+            plan.recipes,
+            batch | {"num_iterations": self.num_steps},
+            tunable={**tunable, **batch, "recompute": args.recompute, "val_data": val_data},
+            max_seq_len=self.seq_len,
+            **batch,
+        )
+        spread = {"world_size": self.process.world_size, "parallel": args.parallel}
+        self.start_record = {
+            "backend": self.backend,
+            "total_batch_size": args.total_batch_size,
+            "num_params": self.model.num_scaling_params(),
+            "flops_per_token": self.flops_per_token,
+            "vocab_size": self.model.config.vocab_size,
+            "gemm_work": plan.work(self.model),
+            "recipes": {r.name: {gemm: str(getattr(r, gemm)) for gemm in report.GEMMS} for r in plan.recipes},
+            "config_key": comparison_key(self.settings | tunable | spread),
+            "val_text": val_data,
+            "tokenizer": self.tokenizer.fingerprint(),
+            **batch,
+        }
 
-    def __call__(self, run: Run, last: bool) -> None:
-        if not due(self.every, run.step, last) or run.step == 0 or (run.before_step_is_done and not last):
-            return
-        with evaluating(run), unsharded(run.model):
-            if run.process.rank:
-                return
-            self.newest = draw_samples(run.model, self.tokenizer)
-        for sample in self.newest:
-            run.progress.write(f"  {sample}")
-        run.metrics.append("sample", run.step, samples=self.newest)
+    def announce(self, plan: MethodPlan) -> None:
+        """Prints the model, the steps and the batch."""
+        config, num_params, tokens = self.model.config, self.model.num_scaling_params(), self.args.total_batch_size
+        total_tokens = tokens * self.num_steps
+        print0(f"Training {self.model_tag}:")
+        announce(
+            {
+                "model": f"{num_params:,} parameters: {config.n_layer} layers, width {config.n_embd}, "
+                f"{config.n_head} heads, vocabulary {config.vocab_size:,}",
+                "steps": f"{self.num_steps:,} of {tokens:,} tokens: {total_tokens:,} tokens, "
+                f"{total_tokens / num_params:.2f} per parameter, {self.flops_per_token * total_tokens:.2e} FLOPs",
+                "batch": f"{self.rows} x {self.seq_len} tokens, {self.process.world_size} process(es), "
+                f"{self.micro_batches} micro-batch(es) a step",
+                "GEMM work": ", ".join(f"{100 * s:.1f}% in {b} bits" for b, s in plan.work(self.model).items() if s),
+                "backend": self.backend,
+                "output": self.folder,
+            }
+        )
 
+    def batches(self, position: Any) -> Batches:
+        how = {"micro_batches": self.micro_batches * self.process.world_size, "position": position}
+        return text_batches(self.tokenizer, self.rows, self.seq_len, "train", self.text, self.device, **how)
 
-class Validation:
-    """Measures the bits per byte of the validation text with the method's own forward pass, and in BF16 (FP32 on a
-    CPU)."""
-
-    def __init__(self, run: Run, text: Text, rows: int, seq_len: int, tokens: int):
-        self.run, self.text, self.rows, self.seq_len = run, text, rows, seq_len
-        self.num_rows, self.steps = evaluation_rows(tokens, rows, seq_len, run.process.world_size)
-        self.token_bytes = get_token_bytes(device=run.device)
-
-    def __call__(self, step: int, last: bool) -> dict[str, float]:
-        run = self.run
-        with run.training_step.weights_once(1):
-            bpb = bpb_bf16 = self.measure(run.forward)
-        if run.quantized.quantizes():
-            # This forward pass is not compiled, because it would cost a second compilation of the same layers.
-            with nf.full_precision(run.model):
-                bpb_bf16 = self.measure(run.model)
+    def evaluate(self, last: bool) -> dict[str, float]:
+        """Measures the bits per byte of the validation text with the method's own forward pass, and in BF16 (FP32 on a
+        CPU)."""
+        if not due(self.args.eval_every, self.step, last):
+            return {}
+        with self.evaluating():
+            with self.training_step.weights_once(1):
+                bpb = bpb_bf16 = self.bits_per_byte(self.forward)
+            if self.quantized.quantizes():
+                # This forward pass is not compiled, because it would cost a second compilation of the same layers.
+                with nf.full_precision(self.model):
+                    bpb_bf16 = self.bits_per_byte(self.model)
         return {"val_bpb": bpb, "val_bpb_bf16": bpb_bf16}
 
-    def measure(self, forward: Any) -> float:
-        """Returns the bits per byte with this forward pass."""
-        run = self.run
-        what = run.tokenizer, self.rows, self.seq_len, "val", self.text, run.device
+    def bits_per_byte(self, forward: Any) -> float:
+        what = self.tokenizer, self.rows, self.seq_len, "val", self.val_text, self.device
         batches = text_batches(*what, num_rows=self.num_rows)
-        with run.training_step.autocast():
-            batches = run.progress.meanwhile(run.process.signals.watch(batches, run.device), self.steps, "evaluation")
-            return evaluate_bpb(forward, batches, self.steps, self.token_bytes)
+        with self.training_step.autocast():
+            batches = self.process.signals.watch(batches, self.device)
+            batches = self.progress.meanwhile(batches, self.eval_steps, "evaluation")
+            return evaluate_bpb(forward, batches, self.eval_steps, self.token_bytes)
+
+    def before_step(self, last: bool) -> None:
+        if self.step == 0 or (self.looked_before and not last):
+            return
+        if due(self.core_every, self.step, last):
+            self.measure_core()
+        if due(self.args.sample_every, self.step, last):
+            self.draw_samples()
+
+    def measure_core(self) -> None:
+        """Evaluates the CORE metric. If its data cannot be read, a warning says so, and the metric is left out from
+        then on."""
+        try:
+            with self.evaluating(), unsharded(self.model), self.training_step.weights_once(1):
+                with self.training_step.autocast():
+                    most = self.args.core_metric_max_per_task
+                    results = evaluate_model(self.model, self.tokenizer, self.device, max_per_task=most)
+        except (UserError, ValueError) as e:
+            self.progress.write(f"warning: no CORE metric from here on: {one_line(e)}")
+            self.core_every = -1
+            return
+        self.core_metric = results["core_metric"]
+        for note in results["notes"]:
+            self.progress.write(f"note: {note}")
+        self.progress.write(f"step {self.step:05d} | CORE metric {self.core_metric:.4f}")
+        self.metrics.append("core", self.step, core_metric=self.core_metric)
+        self.tracker.log({"step": self.step, "core_metric": self.core_metric})
+
+    def draw_samples(self) -> None:
+        """Prints continuations of a few prompts."""
+        with self.evaluating(), unsharded(self.model):
+            if self.process.rank == 0:
+                self.samples = draw_samples(self.model, self.tokenizer)
+        for sample in self.samples:
+            self.progress.write(f"  {sample}")
+        self.metrics.append("sample", self.step, samples=self.samples)
+
+    def report(self) -> None:
+        num_params, numbers = self.model.num_scaling_params(), self.state.numbers
+        total_tokens = self.args.total_batch_size * self.num_steps
+        about = {
+            "Flags": changed_flags(self.args, parse_args([])),
+            "Number of parameters": num_params,
+            "Number of FLOPs per token": self.flops_per_token,
+            "Number of training tokens": total_tokens,
+            "Tokens : Params ratio": total_tokens / num_params,
+            "Device batch size": self.rows,
+            "Backend": self.backend,
+        }
+        outcome = {
+            "Minimum validation bpb": self.state.best.get("val_bpb"),
+            "Final validation bpb": numbers.get("val_bpb"),
+            "Final validation bpb, BF16 forward": numbers.get("val_bpb_bf16"),
+            "CORE metric estimate": self.core_metric,
+            "MFU %": f"{self.mfu:.2f}%" if self.mfu is not None else None,
+            "Total training FLOPs": f"{self.flops_per_token * total_tokens:.2e}",
+        }
+        self.log_report("Base model training", about, outcome)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -209,143 +320,7 @@ def main(argv: list[str] | None = None) -> None:
         name = families.family_of_flags(args).run_name(args)
         tag = args.model_tag or f"{name}_{args.method or os.environ.get('QAT_METHOD')}"
         register_stored_recipes(checkpoint_folder("base", tag))
-    method = resolve_method(args.method)
-    run_stage(args, functools.partial(train, args, method))
-
-
-def train(args: argparse.Namespace, method: str, process: Process) -> None:
-    """Sets up the run, trains, and writes the report at the end."""
-    run, world_size, T = Run("base", args, process), process.world_size, args.max_seq_len
-    start_compiler(process.device)
-    data_dir = ensure_data(args.data_dir)
-    tokenizer = get_tokenizer()
-    process.phases.end("data, tokenizer")
-
-    # The model, its folder, and the checkpoint with which training goes on
-    model, name = make_model(args, tokenizer.get_vocab_size(), process.device)
-    flops, num_params = model.estimate_flops(), model.num_scaling_params()
-    steps = resolve_horizon(args, flops, num_params)
-    check_machine(args, process.device, flops * args.total_batch_size * steps)
-    settings = run_settings(args, method, model, tokenizer)
-    all_rows = plan_accumulation(args.total_batch_size, 1, T, world_size)
-    if args.device_batch_size != "auto":
-        plan_accumulation(args.total_batch_size, args.device_batch_size, T, world_size)
-    # The default tag has the method's name, so that no method overwrites the run of another one.
-    run.open_folder(f"{name}_{method}" if args.model_tag is None else args.model_tag, args.branch_from)
-    run.adopt(model, tokenizer, settings, steps)
-
-    # The method, and the micro-batch that fits
-    plan = MethodPlan.parse(method, args.layer_methods, args.method_phases)
-    run.convert(method, method, plan, steps)
-    backend = str(nf.backend())
-    if method != "bf16":
-        # The self-check ends the run if kernels or GEMMs compute something wrong on this machine.
-        backend += f"; {self_check(process.device, method, model)}"
-    rows = args.device_batch_size
-    if rows == "auto":
-        # A resumed run keeps its micro-batch. Rows of a micro-batch share tensor scales, so the result depends on it.
-        rows = run.trained.device_batch_size or auto_device_batch_size(model, all_rows, T)
-    micro_batches = plan_accumulation(args.total_batch_size, rows, T, world_size)
-    run.divide(args.compile if args.compile is not None else process.device.type == "cuda")
-    run.size = Size(rows, T, micro_batches, steps, args.total_batch_size)
-    announce_run(run, plan, backend)
-
-    # Data and optimizers
-    text = Text(data_dir, data_seed=args.data_seed, shuffle_documents=args.shuffle_documents)
-    val_text, val_data = Text(shards=open_shards("val", data_dir)), validation_text(data_dir)
-    options = PretrainingOptions(**{f.name: getattr(args, f.name) for f in fields(PretrainingOptions)})
-    optimizers, schedule = model.setup_pretraining(options, args.total_batch_size, steps, run.lean)
-    run.make_step(optimizers, schedule, GraphedStep if args.cuda_graph else TrainingStep)
-
-    def make_loader(position: Any) -> Any:
-        how = {"micro_batches": micro_batches * world_size, "position": position}
-        return text_batches(tokenizer, rows, T, "train", text, process.device, **how)
-
-    run.data = Data(make_loader)
-    validation = Validation(run, val_text, rows, T, args.eval_tokens)
-    run.evaluation = Evaluation(validation, functools.partial(due, args.eval_every), validation.num_rows * T)
-    core = CoreMetric(tokenizer, args.core_metric_every, args.core_metric_max_per_task)
-    samples = Samples(tokenizer, args.sample_every)
-    run.before_step += [core, samples]
-    run.rate_flags = "the learning rates (--matrix-lr, --embedding-lr)"
-
-    # What checkpoints and metrics.jsonl record of the run
-    batch = {"device_batch_size": rows}
-    tunable = {**asdict(options), "num_iterations": steps, "data_dir": str(data_dir)}
-    run.record_settings(
-        settings,
-        plan.recipes,
-        batch | {"num_iterations": steps},
-        tunable={**tunable, **batch, "recompute": args.recompute, "val_data": val_data},
-        max_seq_len=T,
-        **batch,
-    )
-    spread = {"world_size": world_size, "parallel": args.parallel}
-    run.start_record = {
-        "backend": backend,
-        "total_batch_size": args.total_batch_size,
-        "num_params": num_params,
-        "flops_per_token": flops,
-        "vocab_size": model.config.vocab_size,
-        "gemm_work": plan.work(model),
-        "recipes": {r.name: {gemm: str(getattr(r, gemm)) for gemm in report.GEMMS} for r in plan.recipes},
-        "config_key": comparison_key(settings | tunable | spread),
-        "val_text": val_data,
-        "tokenizer": tokenizer.fingerprint(),
-        **batch,
-    }
-    if loop.train(run):
-        write_report(run, backend, core, samples)
-
-
-def announce_run(run: Run, plan: MethodPlan, backend: str) -> None:
-    """Prints the model, the steps and the batch."""
-    config, num_params, flops = run.model.config, run.model.num_scaling_params(), run.flops_per_token
-    size = run.size
-    total_tokens = run.args.total_batch_size * size.steps
-    print0(f"Training {run.model_tag}:")
-    announce(
-        {
-            "model": f"{num_params:,} parameters: {config.n_layer} layers, width {config.n_embd}, "
-            f"{config.n_head} heads, vocabulary {config.vocab_size:,}",
-            "steps": f"{size.steps:,} of {run.args.total_batch_size:,} tokens: {total_tokens:,} tokens, "
-            f"{total_tokens / num_params:.2f} per parameter, {flops * total_tokens:.2e} FLOPs",
-            "batch": f"{size.rows} x {size.seq_len} tokens, {run.process.world_size} process(es), "
-            f"{size.micro_batches} micro-batch(es) a step",
-            "GEMM work": ", ".join(f"{100 * s:.1f}% in {bits} bits" for bits, s in plan.work(run.model).items() if s),
-            "backend": backend,
-            "output": run.folder,
-        }
-    )
-
-
-def write_report(run: Run, backend: str, core: CoreMetric, samples: Samples) -> None:
-    """Prints the results and writes them into the report."""
-    num_params, numbers = run.model.num_scaling_params(), run.loop.numbers
-    total_tokens = run.args.total_batch_size * run.size.steps
-    about = {
-        "Flags": changed_flags(run.args, parse_args([])),
-        "Number of parameters": num_params,
-        "Number of FLOPs per token": run.flops_per_token,
-        "Number of training tokens": total_tokens,
-        "Tokens : Params ratio": total_tokens / num_params,
-        "Device batch size": run.size.rows,
-        "Backend": backend,
-    }
-    outcome = {
-        "Minimum validation bpb": run.loop.best.get("val_bpb"),
-        "Final validation bpb": numbers.get("val_bpb"),
-        "Final validation bpb, BF16 forward": numbers.get("val_bpb_bf16"),
-        "CORE metric estimate": core.value,
-        "MFU %": f"{run.mfu:.2f}%" if run.mfu is not None else None,
-        "Total training FLOPs": f"{run.flops_per_token * total_tokens:.2e}",
-    }
-    seconds = run.loop.training_seconds
-    results = {key: numbers.get(key) for key in ("val_bpb", "val_bpb_bf16")} | {
-        "tokens_per_second": total_tokens / seconds if seconds else None,
-        "samples": samples.newest,
-    }
-    report_run(run, "Base model training", about, outcome, results)
+    run_stage(args, functools.partial(BaseTraining, method=resolve_method(args.method)))
 
 
 if __name__ == "__main__":

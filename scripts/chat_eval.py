@@ -201,7 +201,7 @@ def evaluate(args: argparse.Namespace, names: list[str], device: torch.device, r
     precisions = ["nvfp4", "bf16"] if args.precision == "both" else [args.precision]
     if method == "bf16":
         precisions = ["bf16"]
-    model_tag, step = meta.model_tag, meta.step
+    model_tag, step = meta["model_tag"], meta["step"]
     what = f"{args.source} model {model_tag}, step {step}"
     print0(f"Evaluating the {what}; {nf.backend()}")
 

@@ -18,8 +18,8 @@ that no token depends on other answers in the batch. Training has one tensor sca
 """
 
 import argparse
-import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -31,12 +31,11 @@ from eval.local import LocalArithmetic
 from eval.run import longest_prompt
 from nanochat_fp4.cli import ArgumentParser, UserError, parse_finite, run_main
 from nanochat_fp4.common import is_ddp_initialized, mean_over_ranks
-from nanochat_fp4.data.chat_data import Source, Task, describe_sources, load_sources
+from nanochat_fp4.data.chat_data import Source, describe_sources, load_sources
 from nanochat_fp4.data.chat_loader import rollouts
 from nanochat_fp4.data.tokenizer import without_end
 from nanochat_fp4.generation.engine import Engine
 from nanochat_fp4.nvfp4.contexts import per_token_scale
-from nanochat_fp4.training import later_stage, loop
 from nanochat_fp4.training.flags import (
     add_common_arguments,
     add_data_argument,
@@ -44,7 +43,8 @@ from nanochat_fp4.training.flags import (
     changed_flags,
     steps_of_epochs,
 )
-from nanochat_fp4.training.run import Data, Evaluation, Process, Run, Size, due, run_stage
+from nanochat_fp4.training.later_stage import LaterStage
+from nanochat_fp4.training.trainer import Process, due, run_stage
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -86,54 +86,6 @@ def policy_loss(forward, x: Tensor, y: Tensor, advantages: Tensor) -> Tensor:
     return (losses * advantages.unsqueeze(-1)).sum() / (y >= 0).sum().clamp(min=1)
 
 
-class Answers:
-    """Lets the model answer a problem. A call with (prompt, rows, seed) returns `rows` sequences of tokens and their
-    masks."""
-
-    def __init__(self, args: argparse.Namespace, run: Run):
-        self.args, self.run, self.model, self.engine = args, run, run.model, Engine(run.model, run.tokenizer)
-
-    @torch.no_grad()
-    def __call__(self, prompt: list[int], rows: int, seed: int, temperature: float | None = None):
-        args, was_training = self.args, self.model.training
-        self.model.eval()
-        try:
-            # The weights are quantized once for the answer, and not anew for each token.
-            once = self.run.training_step.weights_once(args.max_new_tokens)
-            with self.run.training_step.autocast(), per_token_scale(self.model), once:
-                return self.engine.generate_batch(
-                    prompt, rows, max_tokens=args.max_new_tokens, top_k=args.top_k, seed=seed,
-                    temperature=args.temperature if temperature is None else temperature,
-                )  # fmt: skip
-        finally:
-            self.model.train(was_training)
-
-
-def pass_at_k(args: argparse.Namespace, run: Run, answers: Answers, task: Task) -> dict[str, float]:
-    """Returns pass@k for k up to --device-batch-size: the share of the first --eval-examples problems that at least one
-    of the first k answers solves. Answers are drawn at temperature 1. All ranks call this function together. It raises
-    StopRequested after a signal."""
-    process, rows = run.process, args.device_batch_size
-    longest = longest_prompt(run.model, args.max_new_tokens)
-    count = min(len(task), args.eval_examples)
-    solved = torch.zeros(rows, device=process.device)
-    with run.training_step.weights_once(count):
-        problems = range(0, count, process.world_size)
-        watched = process.signals.watch(iter(problems), process.device)
-        for first in run.progress.meanwhile(watched, len(problems), "evaluation"):
-            index = first + process.rank
-            if index < count:
-                problem = task[index]
-                prompt = run.tokenizer.render_for_completion(problem, longest)
-                sequences, _ = answers(prompt, rows, args.seed + index, temperature=1.0)
-                said = (without_end(row[len(prompt) :], run.tokenizer) for row in sequences)
-                right = [bool(task.evaluate(problem, run.tokenizer.decode(answer))) for answer in said]
-                solved += torch.tensor([any(right[: k + 1]) for k in range(rows)], device=process.device)
-    if is_ddp_initialized():
-        dist.all_reduce(solved)
-    return {f"pass@{k}": value for k, value in enumerate((solved / count).tolist(), 1)}
-
-
 def means_of(seen: list[tuple[float, float]], device: torch.device) -> dict[str, float]:
     """Returns the mean reward and the mean number of tokens of the answers of all ranks, and forgets them. All ranks
     must call this function together."""
@@ -142,53 +94,104 @@ def means_of(seen: list[tuple[float, float]], device: torch.device) -> dict[str,
     return dict(zip(("reward", "sequence_length"), mean_over_ranks(means).tolist()))
 
 
+class ChatRL(LaterStage):
+    """The run of this stage."""
+
+    ahead = False
+    loss = staticmethod(policy_loss)
+
+    def __init__(self, args: argparse.Namespace, process: Process):
+        B, samples, examples = args.device_batch_size, args.num_samples, args.examples_per_step
+        if min(B, samples, examples) < 1 or samples % B or examples % process.world_size:
+            raise UserError(
+                f"--num-samples={samples} must be a multiple of --device-batch-size={B}, and "
+                f"--examples-per-step={examples} of the number of processes, {process.world_size}"
+            )
+        if min(args.eval_examples, args.max_new_tokens) < 1 or args.temperature <= 0 or args.top_k < 0:
+            raise UserError(
+                f"--eval-examples={args.eval_examples} and --max-new-tokens={args.max_new_tokens} must be at least 1, "
+                f"--temperature={args.temperature:g} above 0, and --top-k={args.top_k} not negative"
+            )
+        if args.parallel != "ddp":
+            raise UserError("reinforcement learning generates on each process by itself; leave --parallel out")
+        super().__init__("rl", args.source, args, process)
+        self.rows, self.seq_len = B, self.model.config.sequence_len
+        self.micro_batches = samples // B * (examples // process.world_size)
+        train_part = source(args, "train")
+        self.task = load_sources([train_part], False, "training").tasks[0]
+        self.val_task = load_sources([source(args, "test")], False, "validation").tasks[0]
+        self.longest = longest_prompt(self.model, args.max_new_tokens)  # A longer prompt is cut, as in chat_eval.
+        self.sources, self.conversations = describe_sources([train_part]), len(self.task)
+        self.num_steps = steps_of_epochs(args, self.conversations, "problems", "--examples-per-step", examples)
+        self.engine = Engine(self.model, self.tokenizer)
+        self.seen: list[tuple[float, float]] = []  # the reward and the number of tokens of each answer of a step
+        self.finetune(lambda progress: 1.0 - progress)
+        self.record_batches(
+            {
+                "examples_per_step": examples, "num_samples": samples, "device_batch_size": B,
+                "max_new_tokens": args.max_new_tokens, "temperature": args.temperature, "top_k": args.top_k,
+            }
+        )  # fmt: skip
+
+    def batches(self, position: Any) -> Iterator:
+        how = self.rows, self.args.num_samples, self.device, self.seen, self.args.seed, self.longest, position
+        return rollouts(self.task, self.tokenizer, self.answers, *how)
+
+    def further_numbers(self) -> Mapping[str, float]:
+        return means_of(self.seen, self.device)
+
+    @torch.no_grad()
+    def answers(self, prompt: list[int], rows: int, seed: int, temperature: float | None = None):
+        """Lets the model answer a problem. Returns `rows` sequences of tokens and their masks."""
+        args, was_training = self.args, self.model.training
+        self.model.eval()
+        try:
+            # The weights are quantized once for the answer, and not anew for each token.
+            once = self.training_step.weights_once(args.max_new_tokens)
+            with self.training_step.autocast(), per_token_scale(self.model), once:
+                return self.engine.generate_batch(
+                    prompt, rows, max_tokens=args.max_new_tokens, top_k=args.top_k, seed=seed,
+                    temperature=args.temperature if temperature is None else temperature,
+                )  # fmt: skip
+        finally:
+            self.model.train(was_training)
+
+    def evaluate(self, last: bool) -> dict[str, float]:
+        """Returns pass@k for k up to --device-batch-size: the share of the first --eval-examples problems that at least
+        one of the first k answers solves. Answers are drawn at temperature 1. All ranks call this function together. It
+        raises StopRequested after a signal."""
+        args, process, rows, task = self.args, self.process, self.rows, self.val_task
+        if not due(args.eval_every, self.step, last):
+            return {}
+        count = min(len(task), args.eval_examples)
+        solved = torch.zeros(rows, device=self.device)
+        with self.evaluating(), self.training_step.weights_once(count):
+            problems = range(0, count, process.world_size)
+            watched = process.signals.watch(iter(problems), self.device)
+            for first in self.progress.meanwhile(watched, len(problems), "evaluation"):
+                index = first + process.rank
+                if index < count:
+                    problem = task[index]
+                    prompt = self.tokenizer.render_for_completion(problem, self.longest)
+                    sequences, _ = self.answers(prompt, rows, args.seed + index, temperature=1.0)
+                    said = (without_end(row[len(prompt) :], self.tokenizer) for row in sequences)
+                    right = [bool(task.evaluate(problem, self.tokenizer.decode(answer))) for answer in said]
+                    solved += torch.tensor([any(right[: k + 1]) for k in range(rows)], device=self.device)
+        if is_ddp_initialized():
+            dist.all_reduce(solved)
+        return {f"pass@{k}": value for k, value in enumerate((solved / count).tolist(), 1)}
+
+    def report(self) -> None:
+        args = self.args
+        setup = {"Flags": changed_flags(args, parse_args([])), "Training problems": self.conversations}
+        setup |= {"Problems per step": args.examples_per_step, "Answers to a problem": args.num_samples}
+        self.log_stage("Chat RL", setup)
+
+
 def main(argv: list[str] | None = None) -> None:
     args = parse_args(argv)
     args.eval_dir = resolve_eval_dir(args.eval_dir)
-    run_stage(args, functools.partial(train, args))
-
-
-def train(args: argparse.Namespace, process: Process) -> None:
-    """Sets up the run, trains, and writes the report at the end."""
-    B, samples, examples, world_size = (
-        args.device_batch_size, args.num_samples, args.examples_per_step, process.world_size
-    )  # fmt: skip
-    if min(B, samples, examples) < 1 or samples % B or examples % world_size:
-        of_processes = f"--examples-per-step={examples} of the number of processes, {world_size}"
-        raise UserError(f"--num-samples={samples} must be a multiple of --device-batch-size={B}, and {of_processes}")
-    if min(args.eval_examples, args.max_new_tokens) < 1 or args.temperature <= 0 or args.top_k < 0:
-        sizes = f"--eval-examples={args.eval_examples} and --max-new-tokens={args.max_new_tokens} must be at least 1"
-        raise UserError(f"{sizes}, --temperature={args.temperature:g} above 0, and --top-k={args.top_k} not negative")
-    run = later_stage.begin("rl", args.source, args, process)
-    train_part, val_part = source(args, "train"), source(args, "test")
-    task = load_sources([train_part], False, "training").tasks[0]
-    val_task = load_sources([val_part], False, "validation").tasks[0]
-    longest = longest_prompt(run.model, args.max_new_tokens)  # A longer prompt is cut, as in chat_eval.
-    sources = describe_sources([train_part])
-    steps = steps_of_epochs(args, len(task), "problems", "--examples-per-step", examples)
-    later_stage.finetune(run, lambda progress: 1.0 - progress, loss=policy_loss)
-    answers = Answers(args, run)
-    seen: list[tuple[float, float]] = []
-
-    def make_loader(position: dict | None) -> Iterator:
-        return rollouts(task, run.tokenizer, answers, B, samples, process.device, seen, args.seed, longest, position)
-
-    def evaluate(step: int, last: bool) -> dict[str, float]:
-        return pass_at_k(args, run, answers, val_task)
-
-    run.size = Size(B, run.model.config.sequence_len, samples // B * (examples // world_size), steps)
-    run.data = Data(make_loader, ahead=False)
-    run.evaluation = Evaluation(evaluate, functools.partial(due, args.eval_every))
-    run.numbers = functools.partial(means_of, seen, process.device)
-    batch = {
-        "examples_per_step": examples, "num_samples": samples, "device_batch_size": B,
-        "max_new_tokens": args.max_new_tokens, "temperature": args.temperature, "top_k": args.top_k,
-    }  # fmt: skip
-    later_stage.record_settings(run, sources, batch)
-    if loop.train(run):
-        setup = {"Flags": changed_flags(args, parse_args([])), "Training problems": len(task)}
-        setup |= {"Problems per step": examples, "Answers to a problem": samples}
-        later_stage.report(run, "Chat RL", setup, sources)
+    run_stage(args, ChatRL)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ The flags, the mixture of data and the mask of the loss are nanochat's.
 """
 
 import argparse
-import functools
+from typing import Any
 
 import torch
 
@@ -27,12 +27,12 @@ from nanochat_fp4.cli import ArgumentParser, UserError, run_main
 from nanochat_fp4.common import mean_over_ranks
 from nanochat_fp4.data import chat_data
 from nanochat_fp4.data import needs as needed
-from nanochat_fp4.data.chat_data import CustomJSON, SimpleSpelling, SmolTalk, Source, Task
+from nanochat_fp4.data.chat_data import CustomJSON, SimpleSpelling, SmolTalk, Source
 from nanochat_fp4.data.chat_loader import padded_conversations
+from nanochat_fp4.data.dataloader import Batches
 from nanochat_fp4.data.needs import Need
 from nanochat_fp4.parallel import unsharded
 from nanochat_fp4.signals import StopRequested
-from nanochat_fp4.training import later_stage, loop
 from nanochat_fp4.training.flags import (
     add_common_arguments,
     add_conversation_arguments,
@@ -41,7 +41,8 @@ from nanochat_fp4.training.flags import (
     check_iterations,
     steps_of_epochs,
 )
-from nanochat_fp4.training.run import Data, Evaluation, Process, Run, Size, due, run_stage
+from nanochat_fp4.training.later_stage import LaterStage
+from nanochat_fp4.training.trainer import Process, due, run_stage
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -135,89 +136,79 @@ def metric_sources(args: argparse.Namespace) -> list[Source]:
     ]
 
 
-def main(argv: list[str] | None = None) -> None:
-    args = parse_args(argv)
-    check_conversations(args)
-    args.eval_dir = resolve_eval_dir(args.eval_dir)
-    run_stage(args, functools.partial(train, args))
+class ChatSFT(LaterStage):
+    """The run of this stage."""
 
+    def __init__(self, args: argparse.Namespace, process: Process):
+        super().__init__("sft", args.source, args, process)
+        examples, world_size = args.target_examples_per_step, process.world_size
+        self.seq_len = self.model.config.sequence_len
+        check_flags(args, self.seq_len, world_size)
+        self.rows = batches(args, world_size, self.trained_with("device_batch_size", 4))
+        self.micro_batches = examples // (self.rows * world_size)
+        train_parts = train_sources(args)
+        self.dataset = chat_data.load_sources(train_parts, args.allow_missing, "training")
+        self.val_dataset = chat_data.load_sources(val_sources(args), args.allow_missing, "validation")
+        self.metrics_sources = metric_sources(args) if args.eval_metrics_every > 0 else []
+        chat_data.load_sources(self.metrics_sources, args.allow_missing, "metrics")
+        self.sources, self.conversations = chat_data.describe_sources(train_parts), len(self.dataset)
+        self.num_steps = steps_of_epochs(
+            args, self.conversations, "conversations", "--target-examples-per-step", examples
+        )
+        self.finetune(lambda progress: 1.0 - progress)
+        self.record_batches({"target_examples_per_step": examples, "device_batch_size": self.rows})
 
-class Measures:
-    """Measures the validation loss and the accuracies of the metric sources, each as often as its flag says."""
+    def batches(self, position: Any) -> Batches:
+        where = self.tokenizer, self.rows, self.device, self.seq_len
+        return padded_conversations(self.dataset, *where, position)
 
-    def __init__(self, args: argparse.Namespace, run: Run, val_dataset: Task, rows: int):
-        self.args, self.run, self.val_dataset, self.rows = args, run, val_dataset, rows
-        self.metrics = []
-        if args.eval_metrics_every > 0:
-            self.metrics = metric_sources(args)
-            chat_data.load_sources(self.metrics, args.allow_missing, "metrics")
-
-    def metrics_due(self, step: int, last: bool) -> bool:
-        """Returns True if the accuracies are due at this step."""
-        every = self.args.eval_metrics_every
-        return every > 0 and (last or (step > 0 and step % every == 0))
-
-    def due(self, step: int, last: bool) -> bool:
-        """Returns True if the validation loss or the accuracies are due at this step."""
-        return last or due(self.args.eval_every, step, last) or self.metrics_due(step, last)
-
-    def __call__(self, step: int, last: bool) -> dict[str, float]:
-        numbers = {}
-        if last or due(self.args.eval_every, step, last):
-            numbers["val_loss"] = self.validation_loss()
-        for source in self.metrics if self.metrics_due(step, last) else ():
-            if source.task is not None:
-                numbers[source.name] = self.accuracy(source)
+    def evaluate(self, last: bool) -> dict[str, float]:
+        args, numbers = self.args, {}
+        with self.evaluating():
+            if last or due(args.eval_every, self.step, last):
+                numbers["val_loss"] = self.validation_loss()
+            if due(args.eval_metrics_every, self.step, last) and (last or self.step > 0):
+                for source in (source for source in self.metrics_sources if source.task is not None):
+                    numbers[source.name] = self.accuracy(source)
         return numbers
 
     def validation_loss(self) -> float:
         """Returns the mean loss over --eval-steps micro-batches, which are dealt to the processes. All processes
         compute equally many micro-batches, and those beyond --eval-steps count as 0."""
-        args, process, losses = self.args, self.run.process, []
+        args, process, losses = self.args, self.process, []
         rank, world_size = process.rank, process.world_size
-        where = self.rows, process.device, self.run.model.config.sequence_len
-        batches = padded_conversations(self.val_dataset, self.run.tokenizer, *where)
-        with torch.no_grad(), self.run.training_step.autocast():
+        with torch.no_grad(), self.training_step.autocast():
             numbers = range(rank, args.eval_steps + rank, world_size)
-            for number, (x, y, _) in zip(numbers, process.signals.watch(batches, process.device)):
-                losses.append(self.run.model(x, y) * (number < args.eval_steps))
+            where = self.tokenizer, self.rows, self.device, self.seq_len
+            batches = process.signals.watch(padded_conversations(self.val_dataset, *where), self.device)
+            for number, (x, y, _) in zip(numbers, batches):
+                losses.append(self.model(x, y) * (number < args.eval_steps))
         return float(mean_over_ranks(torch.stack(losses).sum() * world_size / args.eval_steps))
 
     def accuracy(self, source: Source) -> float:
         """Returns the accuracy of a metric source. Raises StopRequested after a signal."""
-        run, signals = self.run, self.run.process.signals
-        how = {"max_problems": self.args.eval_metrics_max_problems, "interrupted": lambda: signals.signum is not None}
-        how |= {"batch_size": 2 * self.rows}  # Without gradients there is memory for more rows.
-        with unsharded(run.model):
-            score = run_task(source.task, run.model, run.tokenizer, source.name, **how)
-        if signals.received(self.run.process.device):
+        signals = self.process.signals
+        how = {
+            "max_problems": self.args.eval_metrics_max_problems,
+            "interrupted": lambda: signals.signum is not None,
+            "batch_size": 2 * self.rows,  # Without gradients there is memory for more rows.
+        }
+        with unsharded(self.model):
+            score = run_task(source.task, self.model, self.tokenizer, source.name, **how)
+        if signals.received(self.device):
             raise StopRequested
         return score.accuracy
 
+    def report(self) -> None:
+        setup = {"Flags": changed_flags(self.args, parse_args([])), "Training rows": self.conversations}
+        self.log_stage("Chat SFT", setup | {"Examples per step": self.args.target_examples_per_step})
 
-def train(args: argparse.Namespace, process: Process) -> None:
-    """Sets up the run, trains, and writes the report at the end."""
-    examples, world_size = args.target_examples_per_step, process.world_size
-    run = later_stage.begin("sft", args.source, args, process)
-    check_flags(args, run.model.config.sequence_len, world_size)
-    B = batches(args, world_size, run.trained.device_batch_size or 4)
-    tokenizer, max_tokens = run.tokenizer, run.model.config.sequence_len
 
-    train_parts = train_sources(args)
-    dataset = chat_data.load_sources(train_parts, args.allow_missing, "training")
-    val_dataset = chat_data.load_sources(val_sources(args), args.allow_missing, "validation")
-    sources = chat_data.describe_sources(train_parts)
-    steps = steps_of_epochs(args, len(dataset), "conversations", "--target-examples-per-step", examples)
-    later_stage.finetune(run, lambda progress: 1.0 - progress)
-    where = tokenizer, B, process.device, max_tokens
-    measures = Measures(args, run, val_dataset, B)
-    run.size = Size(B, max_tokens, examples // (B * world_size), steps)
-    run.data = Data(lambda position: padded_conversations(dataset, *where, position), len(dataset))
-    run.evaluation = Evaluation(measures, measures.due)
-    later_stage.record_settings(run, sources, {"target_examples_per_step": examples, "device_batch_size": B})
-    if loop.train(run):
-        setup = {"Flags": changed_flags(args, parse_args([])), "Training rows": len(dataset)}
-        later_stage.report(run, "Chat SFT", setup | {"Examples per step": examples}, sources)
+def main(argv: list[str] | None = None) -> None:
+    args = parse_args(argv)
+    check_conversations(args)
+    args.eval_dir = resolve_eval_dir(args.eval_dir)
+    run_stage(args, ChatSFT)
 
 
 if __name__ == "__main__":

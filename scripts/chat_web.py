@@ -117,7 +117,7 @@ def load(args: argparse.Namespace, device: torch.device) -> tuple[Any, dict]:
     with forward("nvfp4" in contexts):
         prepare(model, dtype)
     info = {
-        "model": f"{args.source} {meta.model_tag}".strip() + f", step {meta.step}",
+        "model": f"{args.source} {meta['model_tag']}".strip() + f", step {meta['step']}",
         "method": method,
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         "precisions": precisions,

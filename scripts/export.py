@@ -163,7 +163,7 @@ class Export:
     def say_where(self, out: Path) -> None:
         """Prints the folder of the export and its size."""
         size = sum(f.stat().st_size for f in out.iterdir())
-        print0(f"Exported {self.meta.model_tag} (step {self.meta.step}) as {self.args.format} to {out}: "
+        print0(f"Exported {self.meta['model_tag']} (step {self.meta['step']}) as {self.args.format} to {out}: "
                f"{size / 1e6:.1f} MB")  # fmt: skip
 
     def say_what_is_lost(self, weights: Weights) -> None:
@@ -235,7 +235,7 @@ class Export:
         """Writes the weights and the tokenizer in the chosen format."""
         chat = self.args.source != "base"
         if self.gguf:
-            made_of = self.weights, self.input_scales, chat, self.meta.model_tag
+            made_of = self.weights, self.input_scales, chat, self.meta["model_tag"]
             self.notes += gguf_file.write(self.model, self.tokenizer, target, *made_of)
             return
         ends = [self.tokenizer.encode_special(name) for name in tokenizer_files.end_tokens(self.tokenizer, chat)]
@@ -260,10 +260,10 @@ class Export:
         """Returns the text of README.md: Markdown with the front matter that model hubs read. `use` holds the lines
         that load the model."""
         args, meta = self.args, self.meta
-        user, config = dict(meta.user_config), meta.model_config
+        user, config = meta.get("user_config", {}), meta["model_config"]
         trained = {
             "stage": args.source,
-            "steps": meta.step,
+            "steps": meta["step"],
             "QAT method trained with": user.get("method") or "bf16",
             "forward pass exported": self.method,
             "data": user.get("data_dir") or meta.get("data_dir") or "see the run's report",

@@ -14,7 +14,7 @@ The flags and the mixture of data are nanochat's. The loss counts every token, i
 """
 
 import argparse
-import functools
+from typing import Any
 
 from eval.common import resolve_eval_dir, source_of
 from eval.gsm8k import GSM8K
@@ -33,7 +33,6 @@ from nanochat_fp4.data.tokenizer import get_token_bytes
 from nanochat_fp4.evaluation.loss_eval import evaluate_bpb
 from nanochat_fp4.models.gpt import batch_scale
 from nanochat_fp4.models.optim import muon_momentum
-from nanochat_fp4.training import later_stage, loop
 from nanochat_fp4.training.flags import (
     add_common_arguments,
     add_compile_argument,
@@ -42,8 +41,9 @@ from nanochat_fp4.training.flags import (
     check_conversations,
     check_iterations,
 )
+from nanochat_fp4.training.later_stage import LaterStage
 from nanochat_fp4.training.micro_batch import plan_accumulation
-from nanochat_fp4.training.run import Data, Evaluation, Process, Size, due, run_stage
+from nanochat_fp4.training.trainer import Process, due, run_stage
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -144,50 +144,55 @@ def scalar_lr(total_batch_size: int) -> float:
     return 0.5 * batch_scale(total_batch_size)
 
 
+class MidTraining(LaterStage):
+    """The run of this stage."""
+
+    def __init__(self, args: argparse.Namespace, process: Process):
+        compiled = args.compile if args.compile is not None else process.device.type == "cuda"
+        super().__init__("mid", "base", args, process, compiled)
+        sequence_len, world_size = self.model.config.sequence_len, process.world_size
+        pretrained_with = self.trained_with("device_batch_size")
+        check_flags(args, sequence_len, world_size)
+        self.rows, self.num_rows, self.eval_steps = batches(args, sequence_len, world_size, pretrained_with or 32)
+        if pretrained_with and self.rows > pretrained_with:
+            print0(
+                f"note: the base model was trained with --device-batch-size={pretrained_with}; {self.rows} may not fit"
+            )
+        self.seq_len, self.num_steps = args.max_seq_len or sequence_len, args.num_iterations
+        self.step_tokens, self.eval_tokens = args.total_batch_size, self.num_rows * self.seq_len
+        self.micro_batches = args.total_batch_size // (self.rows * self.seq_len * world_size)
+        train_parts = train_sources(args)
+        self.dataset = chat_data.load_sources(train_parts, args.allow_missing, "training")
+        self.val_dataset = chat_data.load_sources(val_sources(args), args.allow_missing, "validation")
+        self.sources, self.conversations = chat_data.describe_sources(train_parts), len(self.dataset)
+        self.token_bytes = get_token_bytes(device=self.device)
+        self.finetune(lr_multiplier, muon_momentum, scalar_lr(args.total_batch_size))
+        self.record_batches({"total_batch_size": args.total_batch_size, "max_seq_len": self.seq_len})
+
+    def batches(self, position: Any) -> Batches:
+        how = {"micro_batches": self.micro_batches * self.process.world_size, "position": position}
+        return packed_conversations(self.dataset, self.tokenizer, self.rows, self.seq_len, self.device, **how)
+
+    def evaluate(self, last: bool) -> dict[str, float]:
+        if not due(self.args.eval_every, self.step, last):
+            return {}
+        where = self.tokenizer, self.rows, self.seq_len, self.device
+        batches = packed_conversations(self.val_dataset, *where, num_rows=self.num_rows)
+        with self.evaluating(), self.training_step.autocast():
+            batches = self.process.signals.watch(batches, self.device)
+            batches = self.progress.meanwhile(batches, self.eval_steps, "evaluation")
+            return {"val_bpb": evaluate_bpb(self.forward, batches, self.eval_steps, self.token_bytes)}
+
+    def report(self) -> None:
+        setup = {"Flags": changed_flags(self.args, parse_args([])), "Training conversations": self.conversations}
+        self.log_stage("Midtraining", setup | {"Tokens per step": self.args.total_batch_size})
+
+
 def main(argv: list[str] | None = None) -> None:
     args = parse_args(argv)
     check_conversations(args)
     args.eval_dir = resolve_eval_dir(args.eval_dir)
-    run_stage(args, functools.partial(train, args))
-
-
-def train(args: argparse.Namespace, process: Process) -> None:
-    """Sets up the run, trains, and writes the report at the end."""
-    device, world_size = process.device, process.world_size
-    compiled = args.compile if args.compile is not None else device.type == "cuda"
-    run = later_stage.begin("mid", "base", args, process, compiled)
-    tokenizer, T = run.tokenizer, args.max_seq_len or run.model.config.sequence_len
-    pretrained_with = run.trained.device_batch_size
-    check_flags(args, run.model.config.sequence_len, world_size)
-    B, num_rows, eval_steps = batches(args, run.model.config.sequence_len, world_size, pretrained_with or 32)
-    if pretrained_with and B > pretrained_with:
-        print0(f"note: the base model was trained with --device-batch-size={pretrained_with}; {B} may not fit")
-    micro_batches = args.total_batch_size // (B * T * world_size)
-    token_bytes = get_token_bytes(device=device)
-
-    train_parts = train_sources(args)
-    dataset = chat_data.load_sources(train_parts, args.allow_missing, "training")
-    val_dataset = chat_data.load_sources(val_sources(args), args.allow_missing, "validation")
-    sources = chat_data.describe_sources(train_parts)
-    later_stage.finetune(run, lr_multiplier, muon_momentum, scalar_lr(args.total_batch_size))
-    where = tokenizer, B, T, device
-
-    def validation_bpb(step: int, last: bool) -> dict[str, float]:
-        batches = packed_conversations(val_dataset, *where, num_rows=num_rows)
-        with run.training_step.autocast():
-            batches = run.progress.meanwhile(process.signals.watch(batches, device), eval_steps, "evaluation")
-            return {"val_bpb": evaluate_bpb(run.forward, batches, eval_steps, token_bytes)}
-
-    def make_loader(position: dict | None) -> Batches:
-        return packed_conversations(dataset, *where, micro_batches=micro_batches * world_size, position=position)
-
-    run.size = Size(B, T, micro_batches, args.num_iterations, args.total_batch_size)
-    run.data = Data(make_loader, len(dataset))
-    run.evaluation = Evaluation(validation_bpb, functools.partial(due, args.eval_every), num_rows * T)
-    later_stage.record_settings(run, sources, {"total_batch_size": args.total_batch_size, "max_seq_len": T})
-    if loop.train(run):
-        setup = {"Flags": changed_flags(args, parse_args([])), "Training conversations": len(dataset)}
-        later_stage.report(run, "Midtraining", setup | {"Tokens per step": args.total_batch_size}, sources)
+    run_stage(args, MidTraining)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from nanochat_fp4.evaluation.metrics import read_jsonl
-from nanochat_fp4.training.checkpoint_manager import load_checkpoint, load_method_data
+from nanochat_fp4.training.checkpoint_manager import load_checkpoint
 
 DRAWS = (1, 4, 16, 64, 256, 1024)
 
@@ -107,8 +107,7 @@ def assert_unbiased(label: str, c: Concentration) -> None:
 def final_state(folder: Path, step: int) -> dict[str, Any]:
     """Everything in a training run's checkpoint that decides how it goes on, and the records that led there."""
     model, _, meta = load_checkpoint(folder, step, "cpu")
-    learned = load_method_data(folder, step, "cpu")
-    ranks = [torch.load(p, weights_only=True) for p in sorted(folder.glob(f"optim_{step:06d}_rank*.pt"))]
+    ranks = [torch.load(p, weights_only=True) for p in sorted(folder.rglob(f"optim_{step:06d}_rank*.pt"))]
     for optimizer in (optimizer for rank in ranks for optimizer in rank["optimizers"] if "param_groups" in optimizer):
         # Rates and the like are set before each step. A run that was stopped after its last step makes none any more.
         optimizer["param_groups"] = [group["params"] for group in optimizer["param_groups"]]
@@ -116,7 +115,6 @@ def final_state(folder: Path, step: int) -> dict[str, Any]:
     records = [r for r in read_jsonl(folder / "metrics.jsonl") if r["event"] in ("train", "val", "skip", "spike")]
     return {
         "model": model,
-        "learned": learned,
         "ranks": ranks,
         "loop": {k: v for k, v in meta["loop_state"].items() if k != "training_seconds"},
         "loss": meta["loss_state"],

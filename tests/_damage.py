@@ -8,22 +8,12 @@ from pathlib import Path
 from typing import Any
 
 
-def reseal(folder: Path, step: int) -> None:
-    """The manifest of a checkpoint whose metadata was changed has the right size and checksum again."""
-    data = (folder / f"meta_{step:06d}.json").read_bytes()
-    path = folder / f"manifest_{step:06d}.json"
-    manifest = json.loads(path.read_bytes())
-    for entry in manifest["files"]:
-        if entry["name"].startswith("meta"):
-            entry |= {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
-    path.write_text(json.dumps(manifest))
-
-
 def edit_meta(folder: Path, step: int, **changes) -> None:
-    """As a checkpoint of another version of the program has it: with checksums that are right."""
-    path = folder / f"meta_{step:06d}.json"
-    path.write_text(json.dumps(json.loads(path.read_bytes()) | changes))
-    reseal(folder, step)
+    """As a checkpoint of another version of the program has it: with a checksum that is right."""
+    path = folder / f"step_{step:06d}/meta_{step:06d}.json"
+    meta = {k: v for k, v in json.loads(path.read_bytes()).items() if k != "sha256"} | changes
+    digest = hashlib.sha256(json.dumps(meta, sort_keys=True).encode()).hexdigest()
+    path.write_text(json.dumps({**meta, "sha256": digest}))
 
 
 ODD = (None, True, False, -1, 0, 1, 3.5, 10**30, 1e308, float("nan"), float("-inf"), "", "x", "\ud800", "\0")

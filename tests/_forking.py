@@ -20,6 +20,7 @@ import random
 import resource
 import runpy
 import select
+import shutil
 import signal
 import socket
 import subprocess
@@ -373,9 +374,9 @@ def count_operations(n: int | None, counts: Callable[[], bool] = lambda: True) -
 
 
 def _count_operations_of_saves(n: int | None) -> list[int]:
-    from nanochat_fp4.training import loop
+    from nanochat_fp4.training.trainer import Trainer
 
-    saves, real = [], loop.save  # the saves that are going on
+    saves, real = [], Trainer.save  # the saves that are going on
 
     def save(*args: Any, **kwargs: Any) -> Any:
         saves.append(1)
@@ -384,7 +385,7 @@ def _count_operations_of_saves(n: int | None) -> list[int]:
         finally:
             saves.pop()
 
-    loop.save = save
+    Trainer.save = save
     return count_operations(n, lambda: bool(saves))
 
 
@@ -469,6 +470,12 @@ def unwritable(folder: str) -> None:
 def no_room(size: int) -> None:
     """From the start the kernel refuses every file of more than `size` bytes."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+
+
+def small_disk(free: int) -> None:
+    """From the start the disk says that it has so many bytes free."""
+    usage = shutil.disk_usage("/")
+    shutil.disk_usage = lambda path: usage._replace(free=free)
 
 
 def _give_up_root_rights() -> None:

@@ -11,8 +11,7 @@ import torch
 
 from nanochat_fp4.models.gpt import GPT
 from nanochat_fp4.models.optim import AdamW, Muon
-from nanochat_fp4.training import loop
-from nanochat_fp4.training.run import Run
+from nanochat_fp4.training.trainer import Trainer
 
 # One layer of width 128 (the smallest whose every GEMM can be rotated in groups of 128), two micro-batches a step.
 BASE = (
@@ -59,16 +58,16 @@ def stopped_in_step(step: int) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def after_steps(do: Callable[[Run], Any]) -> Iterator[None]:
+def after_steps(do: Callable[[Trainer], Any]) -> Iterator[None]:
     """do(run) after every step, trained or skipped, in this block."""
-    real = loop.train_step
+    real = Trainer.train_step
 
-    def train_step(run: Run) -> None:
+    def train_step(run: Trainer) -> None:
         real(run)
         do(run)
 
     with pytest.MonkeyPatch.context() as m:
-        m.setattr(loop, "train_step", train_step)
+        m.setattr(Trainer, "train_step", train_step)
         yield
 
 

@@ -553,11 +553,11 @@ def test_a_closed_terminal_saves_and_the_same_command_goes_on(environment):
             os.read(terminal, 1 << 16)
     os.close(terminal)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 129
-    (manifest,) = base.glob("base_checkpoints/*/manifest_*.json")
-    stopped = int(manifest.stem.partition("_")[2])
+    (meta,) = base.glob("base_checkpoints/*/step_*/meta_*.json")
+    stopped = int(meta.stem.partition("_")[2])
     done = bash("speedrun_fp4.sh", environment, **variables)
     assert done.returncode == 0 and f"Resuming from step {stopped}" in done.stdout, done.stderr
-    records = [json.loads(line) for line in (manifest.parent / "metrics.jsonl").read_text().splitlines()]
+    records = [json.loads(line) for line in (meta.parents[1] / "metrics.jsonl").read_text().splitlines()]
     assert [r["step"] for r in records if r["event"] == "train"] == list(range(60)) and stopped < 60
 
 

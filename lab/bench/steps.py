@@ -64,7 +64,6 @@ from nanochat_fp4.models.optim8bit import STATES
 from nanochat_fp4.nvfp4.gram_matrices import GRAM_EVERY
 from nanochat_fp4.nvfp4.methods import get_recipe
 from nanochat_fp4.self_check import layer_problem
-from nanochat_fp4.training import gemms
 from nanochat_fp4.training.micro_batch import plan_accumulation
 
 UNKNOWN = (
@@ -208,8 +207,6 @@ def bench_depth(args: argparse.Namespace, depth: int, device: torch.device, resu
                 subjects[variant] = subject
                 subject.become(variant)
                 find_memory(args, record, subject, variant.rows or args.micro_batch)
-                if subject is ours:
-                    results.records += choose_gemms(ours, variant, record)
                 add_ratios(list(records.values()))
                 results.write()
                 print0(show([record]), flush=True)
@@ -239,22 +236,6 @@ def show_gaps(record: dict) -> str:
         return "A micro-batch in a profile: the profiler saw no kernel of the GPU"
     of_them = f"{kernels:.1f} ms of kernels and {wall - kernels:.1f} ms of gaps, {record['launches']:.0f} launches"
     return f"A micro-batch in a profile: {wall:.1f} ms, that is {of_them}"
-
-
-def choose_gemms(subject: Subject, variant: Variant, record: dict) -> list[dict]:
-    """Chooses the fastest FP4 GEMMs for a variant, as training does.
-
-    Returns a record for each product and implementation. Code that was compiled with other GEMMs is dropped.
-    """
-    rows, dtype = record["micro_batch"], subject.dtype
-    choice = gemms.choose_gemms(subject.model, rows, subject.sequence_len, dtype, None)
-    if choice is not None:
-        torch._dynamo.reset()
-    return [
-        {"depth": record["depth"], "variant": str(variant), "name": name, "m": p.m, "n": p.n, "k": p.k, "ms": ms,
-         "fp32": p.dtype == "float32", "taken": choice.taken.get(p) == name, "refused": ms is None}
-        for (name, p), (ms, _) in (choice.results.items() if choice else ())
-    ]  # fmt: skip
 
 
 def find_memory(args: argparse.Namespace, record: dict, subject: Subject, size: int | str) -> None:

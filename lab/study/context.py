@@ -87,7 +87,7 @@ def trained_model(context: Context, size: str) -> tuple[Any, str, str]:
     where, plan = context.sweep(["bf16"], size, ratio=2.0)
     where, run = replace(where, keep=("bf16",)), plan[0]
     checkpoints = where.folder / "base_checkpoints"
-    if not list((checkpoints / run.tag).glob("model_*")):
+    if not list((checkpoints / run.tag).glob("step_*/model_*")):
         where.result_path(run).unlink(missing_ok=True)
     sweep.run_sweep(where, "trained_model", [run])
     device = torch.device("cpu" if where.devices == ["cpu"] else "cuda")

@@ -51,7 +51,7 @@ def evaluate(tag: str, args: argparse.Namespace, device: torch.device, data_dir:
     """Returns the validation bits per byte of a run's newest checkpoint for each forward pass. The checkpoint is that
     of the current base directory."""
     model, tokenizer, meta = load_model("base", device, "eval", tag)
-    rows, length = args.device_batch_size, meta.model_config["sequence_len"]
+    rows, length = args.device_batch_size, meta["model_config"]["sequence_len"]
     steps = args.eval_tokens // (rows * length)
     if not steps:
         raise UserError(f"--eval-tokens={args.eval_tokens} is less than a batch of {rows * length}; raise it")
@@ -81,7 +81,7 @@ def main(argv: list[str] | None = None) -> None:
         nf.get_recipe(name)
     device = torch.device(args.device_type or autodetect_device_type())
     checkpoints = args.folder / "base_checkpoints"
-    tags = sorted({path.parent.name for path in checkpoints.glob(f"{args.tags}/model_*")})
+    tags = sorted({path.parents[1].name for path in checkpoints.glob(f"{args.tags}/step_*/model_*")})
     if not tags:
         problem = f"no checkpoint in {checkpoints} is named {args.tags}"
         raise UserError(f"{problem}; train with lab.study.sweep --keep METHOD")

@@ -117,9 +117,8 @@ class Sweep:
 
     def delete_checkpoints(self, tag: str) -> None:
         """Deletes the checkpoints of a run, and keeps its metrics."""
-        for path in (self.folder / "base_checkpoints" / tag).glob("*"):
-            if path.name != "metrics.jsonl":
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
+        for path in (self.folder / "base_checkpoints" / tag).glob("step_*"):
+            shutil.rmtree(path)
 
     def log_path(self, run: Run) -> Path:
         """Returns the path of a run's log, and makes its folder."""

@@ -44,7 +44,7 @@ def look(settings: Settings, machine: Machine, bases: list[Base]) -> Facts:
     found = {missing.what: missing for missing in look_for([need for of_kind in kinds.values() for need in of_kind])}
     missing = {kind: [found[need.what] for need in of_kind if need.what in found] for kind, of_kind in kinds.items()}
     folders = [settings.base_dir / place / base.tag for base in bases for place in MADE_BY.values()]
-    files = [f for folder in folders for f in folder.glob("*.pt")]
+    files = [f for folder in folders for f in folder.rglob("*.pt")]
     held = sum(f.stat().st_size for f in files)  # that the run will replace, or has made already
     made = this.made(settings.base_dir, [base.tag for base in bases])
     return Facts(text, why, shards, own_bytes, size, asked, this.disk_free(settings.base_dir) + held, missing, made)

@@ -108,7 +108,7 @@ def own_bytes(files: list[Path]) -> int:
 def made(base: Path, tags: list[str]) -> frozenset[str]:
     """The stages whose output is in the base directory, for every one of these runs."""
     places = {"base": "base_checkpoints", "mid": "mid_checkpoints"}
-    found = {stage for stage, place in places.items() if all(any((base / place / tag).glob("*.pt")) for tag in tags)}
+    found = {stage for stage, place in places.items() if all(any((base / place / tag).rglob("*.pt")) for tag in tags)}
     return frozenset(found | ({"tok"} if tokenizer_sizes(base)[0] is not None else set()))
 
 

@@ -22,7 +22,7 @@ def calls(plan: Plan) -> str:
         section, kept = s.section, ""
         now = sorted(s.command[1:])
         before = flags_before(base_dir, s, now)
-        if s.output and not any((base_dir / s.output).glob("meta_*.json")):
+        if s.output and not any((base_dir / s.output).rglob("meta_*.json")):
             section = ""  # somebody has deleted the model
         elif before != now and s.output:
             kept = kept_with(before, now, folders_after(base_dir, plan.stages[place:]))

@@ -1,10 +1,11 @@
 """The training of models, in all four stages.
 
-- run has the class Run, which all four stages build, and loop has their training loop.
-- checkpoint has the class Checkpoint, which is the state of a run at one step.
-- new_model makes the model of a pre-training run, and later_stage begins a run with the model of another stage.
-- resume decides where a run begins, extras has what the loop does between two steps, and report_run ends a run.
-- startup starts torch's compiler while the data are read, and graphed replays micro-batches as CUDA graphs.
+- trainer has the class Trainer, the loop of every stage, and later_stage has what mid-training, SFT and RL share.
+- checkpoint_manager saves and reads checkpoints, resume decides where a run begins, load_model loads models from them.
+- step is one optimizer step in parts, and graphed replays its micro-batches as CUDA graphs.
+- new_model makes the model of a pre-training run, and startup has what happens before its first step.
+- memory counts the memory of a step, and micro_batch chooses the rows that fit.
+- telemetry looks inside of the layers, wandb_run logs, and flags has the flags that stages share.
 
 Modules of this folder may import evaluation, generation, models, data, nvfp4 and the flat modules of nanochat_fp4.
 """

@@ -1,20 +1,16 @@
 """
-Saving, finding, loading and deleting checkpoints. A checkpoint is a set of nanochat's files with a manifest of their
-checksums. Either all of the files exist, or the checkpoint does not exist.
+Saving, finding, loading and deleting checkpoints. A checkpoint is a folder of nanochat's files, in its run's folder:
 
-    model_000100.pt         the weights (rank 0)
-    optim_000100_rank0.pt   a rank's optimizers, random state and data position (every rank)
-    method_000100.pt        what the QAT method has learned besides the weights, if anything (rank 0; nf.gram_state)
-    meta_000100.json        model config, method, settings, losses (rank 0)
-    manifest_000100.json    size and SHA-256 of the files above, and how many ranks wrote them
+    step_000100/model_000100.pt         the weights (rank 0)
+                optim_000100_rank0.pt   a rank's optimizers, random state and data position (every rank)
+                meta_000100.json        model config, settings, losses, and the SHA-256 of these files (rank 0)
 
-A save first makes the empty file unfinished_000100.json. Then it writes each file under a temporary name, flushes it to
-the disk and renames it. It writes the manifest last, and from then on the checkpoint exists. A step that has an
-unfinished file and no manifest is not a checkpoint, because a save or a deletion was killed. The next save deletes the
-files of such a step.
+A save writes step_000100.tmp and renames it, so a checkpoint is there as a whole or not at all. If the step was saved
+before, its old folder is step_000100.old until the new one is there, and is read as long as the new one is missing. The
+next save deletes what a killed save or deletion has left. nanochat reads such a folder by --model-tag TAG/step_000100.
 
-Files that have neither an unfinished file nor a manifest are nanochat's own checkpoints, or checkpoints of this package
-whose manifest was lost. They can be read, and reading them gives a warning. All calls of torch.load have
+nanochat's own checkpoints are the same files without a folder of the step and without checksums, and so are checkpoints
+of this package up to version 0.3. They can be read, and are never deleted one by one. All calls of torch.load have
 weights_only=True, so that a checkpoint cannot run code.
 """
 
@@ -23,7 +19,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +28,9 @@ import torch.distributed as dist
 
 from nanochat_fp4.cli import UserError, logger, one_line
 from nanochat_fp4.common import get_dist_info, is_ddp_initialized, of_all_ranks
-from nanochat_fp4.files import atomic_open, sha256_file
+from nanochat_fp4.files import fsync_dir, sha256_file
 
-FORMAT = "nanochat_fp4 checkpoint, version 1"
+FORMAT = "nanochat_fp4 checkpoint, version 2"
 
 
 class NoCheckpointError(UserError, FileNotFoundError):
@@ -56,53 +52,35 @@ def check_model_tag(model_tag: str | None, flag: str = "--model-tag") -> None:
 
 
 def _name(kind: str, step: int, rank: int = 0) -> str:
-    """Returns the name of a step's file. kind is model, optim, method, meta, manifest or unfinished."""
-    ends = {"optim": f"_rank{rank:d}.pt", "model": ".pt", "method": ".pt"}
-    return f"{kind}_{step:06d}{ends.get(kind, '.json')}"
+    """The name of a step's file: of its model, optim or meta."""
+    return f"{kind}_{step:06d}" + {"model": ".pt", "optim": f"_rank{rank:d}.pt", "meta": ".json"}[kind]
+
+
+def _place(folder: Path, step: int) -> Path:
+    """The folder with a step's files. For nanochat's own checkpoints it is the run's folder itself."""
+    own = folder / f"step_{step:06d}"
+    return next((p for p in (own, own.with_suffix(".old")) if p.is_dir()), folder)
+
+
+def _seal(meta: dict[str, Any]) -> str:
+    """The SHA-256 of metadata without their own checksum."""
+    content = json.dumps({k: v for k, v in meta.items() if k != "sha256"}, sort_keys=True)
+    return hashlib.sha256(content.encode()).hexdigest()
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Saving
 
 
-class _HashingFile:
-    """A file object for torch.save that computes the size and the SHA-256 of the data that it writes."""
-
-    def __init__(self, f: Any):
-        self.f, self.sha256, self.size = f, hashlib.sha256(), 0
-        self.error: OSError | None = None
-
-    def write(self, data: Any) -> int:
-        self.sha256.update(data)
-        self.size += len(data)
-        try:
-            return self.f.write(data)
-        except OSError as e:
-            self.error = self.error or e
-            raise
-
-    def flush(self) -> None:
-        self.f.flush()
-
-
-def _write(folder: Path, name: str, content: Any) -> dict[str, Any]:
-    """Writes `content`, which is bytes or an object for torch.save. Returns the file's entry in the manifest."""
-    with atomic_open(folder / name) as f:
-        hashing = _HashingFile(f)
-        if isinstance(content, bytes):
-            hashing.write(content)
-        else:
-            try:
-                torch.save(content, hashing)
-            except RuntimeError as e:  # torch.save hides the reason of a failed write.
-                raise hashing.error or e from e
-    return {"name": name, "size": hashing.size, "sha256": hashing.sha256.hexdigest()}
-
-
-def _plain(value: Any) -> Any:
-    """Makes a value fit for JSON. A number of torch or NumPy becomes a number of Python, and anything else becomes
-    text."""
-    return value.item() if hasattr(value, "item") and getattr(value, "numel", lambda: 1)() == 1 else str(value)
+def not_finite(value: Any, name: str = "") -> Iterator[str]:
+    """Yields the names of the tensors in nested dicts and lists that have a number which is not finite."""
+    if isinstance(value, torch.Tensor):
+        numbers = value.detach().float() if value.is_floating_point() and value.numel() else torch.zeros(1)
+        if not all(number.isfinite() for number in numbers.aminmax()):
+            yield name
+    elif isinstance(value, dict | list | tuple):
+        for key, part in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from not_finite(part, f"{name}.{key}" if name else str(key))
 
 
 def save_checkpoint(
@@ -112,13 +90,12 @@ def save_checkpoint(
     optimizer_data: Any,
     meta_data: dict[str, Any] | None,
     rank: int = 0,
-    method_data: dict[str, torch.Tensor] | None = None,
 ) -> bool:
     """
     Saves a checkpoint. All ranks of a process group must call this function together. Returns whether all of the
     checkpoint is on the disk.
 
-    - model_data, meta_data and method_data are used on rank 0 only. An empty method_data gets no file.
+    - model_data and meta_data are used on rank 0 only.
     - optimizer_data is this rank's, made of tensors, numbers, strings, lists and dicts, which
       torch.load(weights_only=True) can read. None gets no file.
 
@@ -126,37 +103,46 @@ def save_checkpoint(
     checkpoints of other steps stay as they are.
     """
     folder = Path(checkpoint_dir)
-    entries: list[dict[str, Any]] = []
+    place = folder / f"step_{step:06d}"
+    tmp, old, sums = place.with_suffix(".tmp"), place.with_suffix(".old"), {}
 
     def begin() -> None:
-        """Marks the step as unfinished, and writes the metadata."""
         if rank == 0:
             folder.mkdir(parents=True, exist_ok=True)
-            _delete_remains(folder)
-            _write(folder, _name("unfinished", step), b"")
-            (folder / _name("manifest", step)).unlink(missing_ok=True)
-            meta = {**(meta_data or {}), "step": step, "format": FORMAT}
-            entries.append(_write(folder, _name("meta", step), json.dumps(meta, indent=2, default=_plain).encode()))
+            delete_remains(folder)
+            tmp.mkdir(exist_ok=True)
 
-    def write_files() -> None:
+    def write() -> None:
+        parts = {_name("model", step): model_data if rank == 0 else None, _name("optim", step, rank): optimizer_data}
+        for name, data in parts.items():
+            if data is not None:
+                with open(tmp / name, "wb") as f:
+                    torch.save(data, f)
+                    f.flush()
+                    os.fsync(f.fileno())
+                sums[name] = sha256_file(tmp / name)
+
+    def finish() -> None:
         if rank == 0:
-            entries.insert(0, _write(folder, _name("model", step), model_data))
-            if method_data:
-                entries.insert(1, _write(folder, _name("method", step), method_data))
-        if optimizer_data is not None:
-            entries.append(_write(folder, _name("optim", step, rank), optimizer_data))
+            files = {name: digest for of_rank in of_ranks for name, digest in of_rank.items()}
+            meta = {**(meta_data or {}), "step": step, "format": FORMAT, "world_size": len(of_ranks), "files": files}
+            meta = json.loads(json.dumps(meta, default=str))
+            with open(tmp / _name("meta", step), "w", encoding="utf-8") as f:
+                json.dump({**meta, "sha256": _seal(meta)}, f, indent=2)
+                f.flush()
+                os.fsync(f.fileno())
+            fsync_dir(tmp)
+            if place.exists():
+                place.rename(old)
+            tmp.rename(place)
+            fsync_dir(folder)
+            delete(old)
 
-    def write_manifest() -> None:
-        manifest = {"format": FORMAT, "step": step, "world_size": len(files), "files": sum(files, [])}
-        if rank == 0:
-            _write(folder, _name("manifest", step), f"{json.dumps(manifest, indent=2)}\n".encode())
-            (folder / _name("unfinished", step)).unlink(missing_ok=True)
-
-    problem = _problem_of_any_rank(begin, rank) or _problem_of_any_rank(write_files, rank)
-    files = of_all_ranks(entries)
-    problem = problem or _problem_of_any_rank(write_manifest, rank)
-    if rank == 0 and problem:
-        _delete(folder, step)
+    problem = _first_problem(begin, rank) or _first_problem(write, rank)
+    of_ranks = of_all_ranks(sums)
+    problem = problem or _first_problem(finish, rank)
+    if rank == 0 and problem is not None:
+        delete(tmp)
         logger.warning(
             f"checkpoint of step {step} NOT saved in {folder}: {problem}; older checkpoints are as they were"
         )
@@ -165,203 +151,185 @@ def save_checkpoint(
     return problem is None
 
 
-def _problem_of_any_rank(work: Callable[[], None], rank: int) -> str | None:
+def _first_problem(work: Callable[[], None], rank: int) -> str | None:
     """Calls work() on every rank. Returns the problem of the first rank on which it failed, or None."""
     problem = None
     try:
         work()
-    except (OSError, RuntimeError) as e:
+    except OSError as e:
         problem = f"rank {rank}: {one_line(e)}"
+    except RuntimeError:  # torch.save hides the reason of a failed write.
+        problem = f"rank {rank}: a file could not be written whole (is the disk full?)"
     return next(filter(None, of_all_ranks(problem)), None)
 
 
-def _delete_remains(folder: Path) -> None:
-    """Deletes what killed saves and deletions have left: temporary files, and the files of unfinished steps."""
-    for path in folder.iterdir():
-        if re.fullmatch(r"\.?(model|method|optim|meta|manifest|unfinished)_\d+[_.].*\.(staged|tmp)", path.name):
-            with contextlib.suppress(OSError):
-                path.unlink()
-    for step in _named_steps(folder, "unfinished"):
-        if (folder / _name("manifest", step)).exists():  # Either everything was written, or nothing was deleted yet.
-            (folder / _name("unfinished", step)).unlink(missing_ok=True)
+# ----------------------------------------------------------------------------------------------------------------------
+# Deleting
+
+_CHECKPOINT_FILE = re.compile(r"(model|optim|meta)_\d{6,}(_rank\d+)?\.(pt|json)")
+# What a run writes into its folder besides checkpoints: its log, and the results and parts of its evaluations.
+_RUN_FILE = re.compile(
+    _CHECKPOINT_FILE.pattern + r"|metrics\.jsonl|(eval|unfinished|method|manifest)_\d{6,}(_\w+)?\.(json|pt)"
+)
+
+
+def delete(place: Path) -> None:
+    """Deletes the files of a checkpoint's folder, and the folder if nothing else is in it. A killed deletion leaves a
+    folder that is no checkpoint any more."""
+    tmp = place.with_suffix(".tmp")
+    if place != tmp and place.is_dir():
+        delete(tmp)
+        with contextlib.suppress(OSError):  # Files of others may be left there.
+            place = place.rename(tmp)
+    try:
+        for path in _checkpoint_files(place):
+            path.unlink()
+        with contextlib.suppress(OSError):
+            place.rmdir()
+    except OSError as e:
+        logger.warning(f"cannot delete {e.filename} ({e.strerror})")
+
+
+def delete_remains(folder: Path) -> None:
+    """Deletes what killed saves and deletions have left. An old folder whose new one is missing gets its name back."""
+    for place in folder.glob("step_*.old"):
+        if place.with_suffix("").exists():
+            delete(place)
         else:
-            _delete(folder, step)
+            place.rename(place.with_suffix(""))
+    for place in folder.glob("step_*.tmp"):
+        delete(place)
 
 
-def prune_checkpoints(checkpoint_dir: str | os.PathLike, keep_last: int, step: int | None = None) -> None:
+def prune_checkpoints(checkpoint_dir: str | os.PathLike, keep_last: int, step: int) -> None:
     """
-    Deletes all complete checkpoints but the newest `keep_last`. Only one rank must call this function.
+    Deletes all checkpoints but the newest `keep_last` up to `step`, which was saved last. Only one rank must call this
+    function.
 
-    If keep_last is less than 1, nothing is deleted. Incomplete checkpoints do not count, and nanochat's own, which have
-    no manifest, are never deleted. `step` is the step that was saved last. Checkpoints of later steps do not count
-    either: they are damaged, because --resume-from-step=latest has passed over them.
+    If keep_last is less than 1, nothing is deleted. nanochat's own checkpoints, and later steps, do not count.
     """
-    if keep_last < 1:
-        return
-    folder = Path(checkpoint_dir)
-    steps = [s for s in _named_steps(folder, "manifest") if step is None or s <= step]
-    for old in [s for s in steps if _problem(folder, s, hashes=False) is None][keep_last:]:
-        _delete(folder, old)
+    own = [s for s in list_steps(checkpoint_dir) if s <= step and _place(Path(checkpoint_dir), s) != checkpoint_dir]
+    for old in own[keep_last:] if keep_last > 0 else ():
+        delete(_place(Path(checkpoint_dir), old))
 
 
-def forget_later_checkpoints(checkpoint_dir: str | os.PathLike, step: int) -> None:
+def forget_later_checkpoints(checkpoint_dir: Path, step: int) -> None:
     """Deletes the checkpoints of later steps than `step`. They belong to a run that was resumed from an earlier
     step, and --resume-from-step=latest must not find them."""
     for later in (s for s in list_steps(checkpoint_dir) if s > step):
-        _delete(Path(checkpoint_dir), later)
+        if (place := _place(checkpoint_dir, later)) != checkpoint_dir:
+            delete(place)
 
 
-def _delete(folder: Path, step: int) -> None:
-    """Deletes the files of a step. If the process is killed meanwhile, the step is left unfinished."""
-    unfinished = folder / _name("unfinished", step)
-    try:
-        if any(folder.glob(f"*_{step:06d}[._]*")):
-            unfinished.touch()
-            for kind in ("manifest", "optim", "model", "method", "meta"):
-                for path in sorted(folder.glob(f"{kind}_{step:06d}[._]*")):
-                    path.unlink(missing_ok=True)
-        unfinished.unlink(missing_ok=True)
-    except OSError as e:
-        logger.warning(f"cannot delete {e.filename} ({e.strerror})")
+def delete_run(folder: Path) -> list[str]:
+    """Deletes what a run has written into its folder, and returns the names of other files, which stay. Raises
+    UserError if a checkpoint cannot be deleted."""
+    for step in list_steps(folder):
+        if (place := _place(folder, step)) != folder:
+            delete(place)
+    for path in folder.iterdir() if folder.is_dir() else ():
+        if _RUN_FILE.fullmatch(path.name) and not path.is_dir():
+            with contextlib.suppress(OSError):
+                path.unlink()
+    if list_steps(folder):  # Otherwise 'latest' would find a checkpoint of the old run.
+        raise UserError(f"--overwrite cannot delete {folder}; delete it, or choose another --model-tag")
+    return sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Finding
 
 
-def _named_steps(folder: Path, kind: str) -> list[int]:
-    """Returns the steps of all files <kind>_<step>.<suffix>, the newest first."""
-    if not folder.is_dir():
-        return []
-    matches = (re.fullmatch(rf"{kind}_(\d{{6,}})\.(?:pt|json)", name) for name in os.listdir(folder))
-    return sorted({int(m.group(1)) for m in matches if m}, reverse=True)
+_TYPES: dict[str, type] = dict.fromkeys(("model_config", "user_config", "run_config", "tunable", "parent"), dict)
+_TYPES |= {"recipes": list, "world_size": int}
 
 
-def _read_manifest(folder: Path, step: int) -> dict[str, Any]:
-    """Reads the manifest of a step. Raises UserError if it cannot be read or is not of the form of a manifest."""
-    path = folder / _name("manifest", step)
+def read_meta(checkpoint_dir: str | os.PathLike, step: int) -> dict[str, Any]:
+    """Returns the metadata of a checkpoint. If they are missing or damaged, the result is empty, and load_checkpoint
+    says what is damaged."""
+    folder = Path(checkpoint_dir)
+    place = _place(folder, step)
+    path = place / _name("meta", step)
     try:
-        manifest = json.loads(path.read_bytes())
-        good = manifest["format"] == FORMAT and manifest["step"] == step and manifest["world_size"] >= 1
-        for entry in manifest["files"]:
-            # Only names that a save makes are accepted, because a manifest must not lead out of the folder.
-            kind = re.fullmatch(
-                rf"((model|method)_{step:06d}\.pt|meta_{step:06d}\.json|optim_{step:06d}_rank\d+\.pt)", entry["name"]
-            )
-            good &= bool(kind and isinstance(entry["size"], int) and isinstance(entry["sha256"], str))
-        names = {entry["name"] for entry in manifest["files"]}
-        good &= {_name("model", step), _name("meta", step)} <= names
-    except OSError as e:
-        raise UserError(f"{path.name} cannot be read ({e.strerror})") from e
-    except (ValueError, KeyError, TypeError, RecursionError) as e:
-        raise UserError(f"{path.name} is damaged") from e
-    if not good:
-        raise UserError(f"{path.name} is damaged")
-    return manifest
-
-
-def _entries(folder: Path, step: int) -> dict[str, dict[str, Any]]:
-    """Returns the manifest's entries by name. Without an intact manifest the result is empty."""
-    try:
-        return {entry["name"]: entry for entry in _read_manifest(folder, step)["files"]}
-    except UserError:
+        # A pipe or a device in the place of a file would be read for ever.
+        meta = json.loads(path.read_bytes()) if path.is_file() else None
+    except (OSError, ValueError, RecursionError):
+        meta = None
+    if not isinstance(meta, dict) or (place != folder and meta.get("sha256") != _seal(meta)):
         return {}
+    # Metadata without a checksum may have been edited.
+    return {k: v for k, v in meta.items() if isinstance(v, _TYPES.get(k, object))} | {"step": step}
 
 
-def _file_problem(folder: Path, entry: dict[str, Any], hashes: bool) -> str | None:
-    path = folder / entry["name"]
-    try:
-        with open(path, "rb") as f:
-            size = os.fstat(f.fileno()).st_size
-        if size != entry["size"]:
-            return f"{entry['name']} has {size:,} bytes instead of {entry['size']:,}"
-        if hashes and sha256_file(path) != entry["sha256"]:
-            return f"{entry['name']} differs from its checksum"
-    except FileNotFoundError:
-        return f"{entry['name']} is missing"
-    except OSError as e:
-        return f"{entry['name']} cannot be read ({e.strerror})"
-    return None
-
-
-def _problem(folder: Path, step: int, hashes: bool = True, wanted: Sequence[str] = ()) -> str | None:
-    """Returns the reason why the checkpoint of a step cannot be used, or None. If `wanted` has names, only these
-    files are checked. hashes=False compares the sizes of files and not their checksums."""
-    # Without a manifest, which was lost or which nanochat did not write, a model and its metadata are enough.
-    if not (folder / _name("manifest", step)).exists():
-        names = (_name("model", step), _name("meta", step))
-        return next((f"{name} is missing" for name in names if not (folder / name).is_file()), None)
-    try:
-        entries = {entry["name"]: entry for entry in _read_manifest(folder, step)["files"]}
-    except UserError as e:
-        return str(e)
-    for name in wanted or entries:
-        if name not in entries:
+def _problem(folder: Path, step: int, hashes: bool = True, wanted: tuple[str, ...] = ()) -> str | None:
+    """The reason why a checkpoint cannot be used, or None. If `wanted` has names, only these files are checked."""
+    place, meta = _place(folder, step), read_meta(folder, step)
+    if not meta:
+        return f"{_name('meta', step)} is missing or damaged"
+    # nanochat's own checkpoints have no checksums.
+    files = meta["files"] if place != folder else dict.fromkeys([_name("model", step)])
+    for name in wanted or files:
+        if name not in files and place != folder:
             return f"{name} was not saved"
-        if problem := _file_problem(folder, entries[name], hashes):
-            return problem
+        if not (place / name).is_file():
+            return f"{name} is missing"
+        try:
+            if hashes and files.get(name) and sha256_file(place / name) != files[name]:
+                return f"{name} differs from its checksum"
+        except OSError as e:
+            return f"{name} cannot be read ({e.strerror})"
     return None
+
+
+def _checkpoint_files(place: Path) -> list[Path]:
+    return [p for p in place.iterdir() if _CHECKPOINT_FILE.fullmatch(p.name)] if place.is_dir() else []
 
 
 def list_steps(checkpoint_dir: str | os.PathLike) -> list[int]:
     """Returns the steps that have a checkpoint, intact or damaged, the newest first. If the folder does not exist,
-    the result is empty. The files of an unfinished step are not a checkpoint."""
-    folder = Path(checkpoint_dir)
-    steps = set(_named_steps(folder, "manifest"))
-    steps |= set(_named_steps(folder, "model")) - set(_named_steps(folder, "unfinished"))
-    return sorted(steps, reverse=True)
+    the result is empty."""
+    names = os.listdir(checkpoint_dir) if os.path.isdir(checkpoint_dir) else []
+    own = (re.fullmatch(r"step_(\d{6,})(\.old)?", name) for name in names)
+    steps = {int(m[1]) for m in own if m and _checkpoint_files(Path(checkpoint_dir, m[0]))}
+    flat = (re.fullmatch(r"model_(\d{6,})\.pt", name) for name in names)
+    return sorted(steps | {int(m[1]) for m in flat if m}, reverse=True)
 
 
 def find_last_step(checkpoint_dir: str | os.PathLike) -> int:
     """
     Returns the step of the newest intact checkpoint. A warning names each newer checkpoint that is damaged.
 
-    Every file of every rank that the manifest lists is hashed. In a process group rank 0 does so, and all ranks get its
-    result; they must call this function together. Raises NoCheckpointError if there is no checkpoint, and UserError if
-    none is intact.
+    Every file of every rank is hashed. In a process group rank 0 does so, and all ranks get its result; they must call
+    this function together. Raises NoCheckpointError if there is no checkpoint, and UserError if none is intact.
     """
-    folder = Path(checkpoint_dir)
-    answer: Any = None
+    folder, answer, problems = Path(checkpoint_dir), None, []
     if not is_ddp_initialized() or dist.get_rank() == 0:
-        problems = []
         for step in list_steps(folder):
-            problem = _problem(folder, step)
-            if problem is None:
+            if (problem := _problem(folder, step)) is None:
                 answer = step
                 break
             problems.append(f"step {step}: {problem}")
         for problem in problems if answer is not None else []:
             logger.warning(f"damaged checkpoint in {folder} passed over: {problem}; falling back to step {answer}")
-        if answer is None and problems:
-            answer = (
-                f"no checkpoint in {folder} is intact ({'; '.join(problems[:5])}); restore a copy of one, or start a "
-                "new run under another --model-tag"
-            )
-    if is_ddp_initialized():
-        box = [answer]
-        dist.broadcast_object_list(box, src=0)
-        answer = box[0]
+    answer, problems = of_all_ranks((answer, problems))[0]
+    if answer is None and problems:
+        raise UserError(
+            f"no checkpoint in {folder} is intact ({'; '.join(problems[:5])}); restore a copy of one, or start a new "
+            "run under another --model-tag"
+        )
     if answer is None:
         raise NoCheckpointError(f"there are no checkpoints in {folder}; train a model first, or check --model-tag")
-    if isinstance(answer, str):
-        raise UserError(answer)
     return answer
+
+
+def weights_digest(checkpoint_dir: Path, step: int | None) -> str | None:
+    """Returns the SHA-256 of a checkpoint's weights, or None for nanochat's own checkpoints, which have none."""
+    files = {} if step is None else read_meta(checkpoint_dir, step).get("files", {})
+    return files.get(_name("model", step or 0))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Loading
-
-
-def _torch_load(path: Path, device: Any, mmap: bool = False) -> Any:
-    """Loads a file. With mmap the file is read on demand, for a caller that needs little of it."""
-    try:
-        return torch.load(str(path), map_location=device, weights_only=True, mmap=mmap)
-    except FileNotFoundError as e:
-        raise UserError(f"{path} is missing; restore a copy, or use another step") from e
-    except torch.cuda.OutOfMemoryError:
-        raise
-    except Exception as e:  # For a damaged file torch.load raises exceptions of nearly any type.
-        raise UserError(f"{path} cannot be read as weights ({one_line(e)[:120]}); use another step") from e
 
 
 def load_checkpoint(
@@ -370,77 +338,49 @@ def load_checkpoint(
     device: str | torch.device,
     load_optimizer: bool = False,
     rank: int = 0,
-) -> tuple[dict[str, torch.Tensor], Any, dict[str, Any]]:
+) -> tuple[dict[str, torch.Tensor], list[dict[str, Any]], dict[str, Any]]:
     """
-    Returns (model_data, optimizer_data or None, meta_data) of a step, checked against the manifest, with tensors on
-    `device`.
+    Returns (model_data, optimizer_data, meta_data) of a step, checked against its checksums, with tensors on `device`.
 
     step=None takes the newest intact checkpoint (find_last_step), and meta_data["step"] is its step. A given step is
     never replaced by another one: if it is damaged, the UserError names the damaged file and the newest intact step.
     Raises NoCheckpointError if the step has no checkpoint.
 
-    load_optimizer says whether to load this rank's file as well. If another number of ranks wrote the checkpoint,
-    optimizer_data is that of one rank and has one more entry: "ranks" is the list of all ranks' data, with tensors on
-    the CPU.
+    optimizer_data is empty without load_optimizer. Otherwise it is a list of this rank's data alone if as many ranks
+    train now as wrote the checkpoint (meta_data["world_size"]), or else of all ranks' data, on the CPU.
     """
     folder = Path(checkpoint_dir)
     step = find_last_step(folder) if step is None else step
     if step not in (steps := list_steps(folder)):
         known = ", ".join(map(str, steps[:10]))
         raise NoCheckpointError(
-            f"there is no checkpoint of step {step} in {checkpoint_dir}; "
+            f"there is no checkpoint of step {step} in {folder}; "
             + (f"it has steps {known}" if known else "it has none: train a model first, or check --model-tag")
         )
-    entries = _entries(folder, step)
-    world_size = dist.get_world_size() if is_ddp_initialized() else get_dist_info()[3]
-    saved = _read_manifest(folder, step)["world_size"] if entries else world_size
-    ranks = [] if not load_optimizer else [rank] if saved == world_size else list(range(saved))
-    model_name, meta_name = _name("model", step), _name("meta", step)
-    wanted = [model_name, meta_name, *(_name("optim", step, r) for r in ranks)]
-    if problem := _problem(folder, step, wanted=wanted):
-        raise UserError(f"checkpoint of step {step} in {folder}: {problem}; {_way_out(folder, step)}")
-    if not entries:
-        logger.warning(f"the checkpoint of step {step} in {folder} has no manifest, so nothing vouches for its files")
-    try:
-        meta = json.loads((folder / meta_name).read_bytes())
-        if not isinstance(meta, dict):
-            raise ValueError("not an object")
-    except (OSError, ValueError, RecursionError) as e:
-        raise UserError(f"{folder / meta_name} is damaged ({one_line(e)[:100]}); {_way_out(folder, step)}") from e
-    meta.setdefault("step", step)
-    model_data = _torch_load(folder / model_name, device)
+    meta, place, world_size = read_meta(folder, step), _place(folder, step), get_dist_info()[3]
+    saved = meta.get("world_size", world_size)
+    ranks = [] if not load_optimizer else [rank] if saved == world_size else range(saved)
+    names = [_name("optim", step, r) for r in ranks]
+    if problem := _problem(folder, step, wanted=(_name("model", step), *names)):
+        others = (s for s in steps if s != step and _problem(folder, s) is None)
+        way_out = next((f"step {s} is intact (--resume-from-step {s}, --model-step {s})" for s in others), None)
+        raise UserError(
+            f"checkpoint of step {step} in {folder}: {problem}; "
+            f"{way_out or 'there is no other; restore a copy, or start a new run'}"
+        )
+    if place == folder and rank == 0:
+        logger.warning(f"the checkpoint of step {step} in {folder} has no checksums, so damage to it would not be seen")
+    model_data = _load(place / _name("model", step), device)
     if not isinstance(model_data, dict):
-        raise UserError(f"{folder / model_name} holds no state dict; {_way_out(folder, step)}")
-    optimizer_data = None
-    if ranks and saved == world_size:
-        optimizer_data = _torch_load(folder / _name("optim", step, rank), device)
-    elif ranks:
-        parts = [_torch_load(folder / _name("optim", step, r), "cpu", mmap=True) for r in ranks]
-        optimizer_data = dict(parts[rank] if rank < len(parts) else parts[0])
-        optimizer_data["ranks"] = parts
-    return model_data, optimizer_data, meta
+        raise UserError(f"{place / _name('model', step)} holds no state dict; restore a copy, or use another step")
+    of_one = len(ranks) == 1 and saved == world_size
+    return model_data, [_load(place / name, device if of_one else "cpu", mmap=not of_one) for name in names], meta
 
 
-def load_method_data(checkpoint_dir: str | os.PathLike, step: int, device: str | torch.device) -> dict[str, Any]:
-    """Returns what the QAT method has learned besides the weights (nf.gram_state), checked against the manifest. The
-    result is empty if the checkpoint has no such file. Raises UserError if the file is damaged."""
-    folder = Path(checkpoint_dir)
-    entry = _entries(folder, step).get(_name("method", step))
-    if entry is None:
-        return {}
-    if problem := _file_problem(folder, entry, hashes=True):
-        raise UserError(f"checkpoint of step {step} in {folder}: {problem}; {_way_out(folder, step)}")
-    return _torch_load(folder / entry["name"], device)
-
-
-def weights_digest(checkpoint_dir: Path, step: int | None) -> str | None:
-    """Returns the SHA-256 of the weights from the manifest, or None without a manifest (nanochat's own checkpoints)."""
-    return None if step is None else _entries(checkpoint_dir, step).get(_name("model", step), {}).get("sha256")
-
-
-def _way_out(folder: Path, step: int) -> str:
-    """Returns the last part of an error message, which names the newest other step that is intact."""
-    for other in list_steps(folder):
-        if other != step and _problem(folder, other) is None:
-            return f"step {other} is intact (--resume-from-step {other}, --model-step {other})"
-    return "there is no other; restore a copy, or start a new run"
+def _load(path: Path, device: str | torch.device, mmap: bool = False) -> Any:
+    try:
+        return torch.load(str(path), map_location=device, weights_only=True, mmap=mmap)
+    except torch.cuda.OutOfMemoryError:
+        raise
+    except Exception as e:  # For a damaged file torch.load raises exceptions of nearly any type.
+        raise UserError(f"{path} cannot be read as weights ({one_line(e)[:120]}); use another step") from e

@@ -15,8 +15,6 @@ from nanochat_fp4.models.optim8bit import STATES
 from nanochat_fp4.nvfp4.methods import WHICH
 from nanochat_fp4.parallel import MODES
 
-# A run that branches from another run may differ from it in these settings, in the method, and in the head.
-BRANCH_SETTINGS = ("layer_methods", "method_phases", "branch_from", "separate_qkv")
 METHODS = f"{', '.join(nf.METHODS)}; or a row that --recipes registers"
 
 

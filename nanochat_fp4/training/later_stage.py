@@ -1,78 +1,130 @@
-"""The parts that mid-training, SFT and RL have in common. Their Run begins with the model of another stage."""
+"""What mid-training, SFT and RL have in common: a run that begins with the model of another stage."""
 
 import argparse
+import os
 from collections.abc import Callable
 from typing import Any
 
-from nanochat_fp4.models.families import config_record
+from nanochat_fp4.cli import UserError
+from nanochat_fp4.common import print0, resolve_method
+from nanochat_fp4.models.families import config_record, recompute_problem
+from nanochat_fp4.models.gpt import RECOMPUTE
+from nanochat_fp4.models.optim import ORTHOGONALIZERS
+from nanochat_fp4.models.optim8bit import set_state
 from nanochat_fp4.nvfp4.methods import get_recipe
-from nanochat_fp4.training.report_run import report_run
-from nanochat_fp4.training.run import Process, Run
+from nanochat_fp4.training import resume
+from nanochat_fp4.training.checkpoint_manager import weights_digest
+from nanochat_fp4.training.load_model import checkpoint_folder, find_model_tag, load_model, model_of
+from nanochat_fp4.training.trainer import Process, Trainer
 
 
-def begin(stage: str, source: str, args: argparse.Namespace, process: Process, compiled: bool = False) -> Run:
-    """Returns a Run whose model is loaded, converted, and spread over the processes. `source` is the stage whose
-    model the run begins with."""
-    run = Run(stage, args, process)
-    run.begin_with_model_of(source)
-    method = run.method_of_model()
-    recipe = "bf16" if args.quantization == "none" else get_recipe(method).final
-    run.convert(method, recipe, backward=args.quantization == "full", verbose=process.rank == 0)
-    run.divide(compiled)
-    run.rate_flags = "--init-lr-frac"
-    return run
+class LaterStage(Trainer):
+    """A run of the stage `stage`, whose model is loaded, converted, and spread over the processes. `source` is the
+    stage whose model the run begins with. A subclass sets `sources`, the numbers of rows by name of data set."""
 
+    sources: dict[str, str]
+    rate_flags = "--init-lr-frac"
 
-def finetune(
-    run: Run,
-    lr_multiplier: Callable[[float], float],
-    momentum: Callable[[int], float] | None = None,
-    scalar_lr: float = 0.5,
-    **loss: Any,
-) -> None:
-    """Gives the run the optimizers and the schedule of nanochat's later stages. scalar_lr is the learning rate of the
-    layers' scalars, and `loss` is the argument of TrainingStep."""
-    names = ("unembedding_lr", "embedding_lr", "matrix_lr", "weight_decay")
-    rates = {name: getattr(run.args, name) for name in names} | {"scalar_lr": scalar_lr}
-    options = {"orthogonalizer": run.orthogonalizer, "lean": run.lean}
-    run.make_step(*run.model.setup_finetuning(rates, run.args.init_lr_frac, lr_multiplier, momentum, **options), **loss)
+    def __init__(self, stage: str, source: str, args: argparse.Namespace, process: Process, compiled: bool = False):
+        super().__init__(stage, args, process)
+        self.parent: dict[str, Any] = {}  # the model that the run began with
+        self.begin_with_model_of(source)
+        method = resolve_method(args.method or self.trained_with("method", "bf16"))
+        variable = os.environ.get("QAT_METHOD")
+        if variable and not args.method and resolve_method(None) != method:
+            print0(f"note: the model was trained with {method}, so QAT_METHOD={variable} is not used (--method is)")
+        recipe = "bf16" if args.quantization == "none" else get_recipe(method).final
+        self.convert(method, recipe, backward=args.quantization == "full", verbose=process.rank == 0)
+        self.divide(compiled)
 
+    def begin_with_model_of(self, source: str) -> None:
+        """Loads the run's own checkpoint, or the model of the stage `source` if no checkpoint is resumed.
 
-def record_settings(run: Run, sources: dict[str, str], batch_settings: dict[str, Any]) -> None:
-    """Sets what checkpoints will say of the run. run.size must be known.
+        Raises UserError if the model of `source` was trained again after this run had begun with it.
+        """
+        args = self.args
+        self.open_folder(find_model_tag(source, None) if args.model_tag is None else args.model_tag)
+        folder = checkpoint_folder(source, self.model_tag)
+        if self.source is None:
+            loaded = load_model(source, self.device, "train", self.model_tag, args.model_step)
+            self.model, self.tokenizer, self.trained = loaded
+            tag = {"stage": source, "model_tag": self.model_tag, "step": self.trained["step"]}
+            self.parent = {**tag, "weights_sha256": weights_digest(folder, self.trained["step"])}
+        else:
+            where = f"checkpoint of step {self.step} in {self.source}"
+            weights = self.take_weights()
+            self.model, self.tokenizer = model_of(weights, self.trained, where, self.device, "train")
+            self.parent = self.trained.get("parent", {})
+            before, now = self.parent.get("weights_sha256"), weights_digest(folder, self.parent.get("step"))
+            if before is not None and now is not None and before != now:
+                raise UserError(
+                    f"the run in {self.folder} began with another {source} model than {self.model_tag} is now; start "
+                    "it over with --overwrite"
+                )
+        set_state(self.model, self.lean_or_fp32, self.trained_with("state", "fp32"))
+        self.model.recompute = self.wanted_recompute(args.recompute)
+        if not self.dry_run:
+            resume.check_tokenizer(self.tokenizer.fingerprint())
+            resume.check_disk(self.folder, self.model, resume.starts_over(args))
 
-    `sources` are the numbers of rows by name of data set, and `batch_settings` are further settings that decide the
-    batches. Raises UserError if the checkpoint that is resumed belongs to another run.
-    """
-    args = run.args
-    settings = {
-        "stage": run.stage,
-        "method": run.method,
-        "quantization": args.quantization,
-        **config_record(run.model.config),
-        **batch_settings,
-        "num_iterations": run.size.steps,
-        "sources": sources,
-        "seed": args.seed,
-        "tokenizer": run.tokenizer.fingerprint(),
-    }
-    changes = {
-        "state": run.state,
-        "recompute": run.model.recompute,
-        "orthogonalizer": run.orthogonalizer,
-        "device_batch_size": run.size.rows,
-    }
-    run.record_settings(settings, [get_recipe(run.method)], changes, parent=run.parent)
-    run.start_record = {"quantization": args.quantization, "sources": sources}
+    def wanted_recompute(self, flag: str | None) -> str:
+        """Returns `flag`, the value of --recompute, or else the setting that the model was trained with. Raises
+        UserError if this machine cannot do what the flag asks for. If it cannot do what the model was trained with, the
+        result is "none"."""
+        recompute = flag or self.trained_with("recompute")
+        recompute = recompute if recompute in RECOMPUTE else "none"
+        if reason := recompute_problem(recompute, self.model.config, self.device):
+            if flag:
+                raise UserError(f"--recompute={flag}: {reason}")
+            print0(f"note: the model was trained with --recompute={recompute}, which is not used here: {reason}")
+            return "none"
+        return recompute
 
+    def finetune(
+        self,
+        lr_multiplier: Callable[[float], float],
+        momentum: Callable[[int], float] | None = None,
+        scalar_lr: float = 0.5,
+    ) -> None:
+        """Gives the run the optimizers and the schedule of nanochat's later stages. scalar_lr is the learning rate of
+        the layers' scalars."""
+        trained = self.trained_with("orthogonalizer")
+        self.orthogonalizer = self.args.orthogonalizer or (trained if trained in ORTHOGONALIZERS else "polar_express")
+        names = ("unembedding_lr", "embedding_lr", "matrix_lr", "weight_decay")
+        rates = {name: getattr(self.args, name) for name in names} | {"scalar_lr": scalar_lr}
+        options = {"orthogonalizer": self.orthogonalizer, "lean": self.lean}
+        self.make_step(*self.model.setup_finetuning(rates, self.args.init_lr_frac, lr_multiplier, momentum, **options))
 
-def report(run: Run, section: str, setup: dict[str, Any], sources: dict[str, str]) -> None:
-    """Prints the results, and writes them together with `setup` into the report under `section`."""
-    bests = {f"Best {key}": value for key, value in run.loop.best.items()}
-    about = {
-        "Model": f"{run.parent.get('stage')} model {run.model_tag}, step {run.parent.get('step')}",
-        **setup,
-        **{f"Data: {name}": rows for name, rows in sources.items()},
-    }
-    results = {"quantization": run.args.quantization, "train_loss": run.monitor.smoothed}
-    report_run(run, section, about, bests, results | run.loop.numbers)
+    def record_batches(self, batch_settings: dict[str, Any]) -> None:
+        """Sets what checkpoints will say of the run. `batch_settings` are settings that decide the batches. Raises
+        UserError if the checkpoint that is resumed belongs to another run."""
+        args = self.args
+        settings = {
+            "stage": self.stage,
+            "method": self.method,
+            "quantization": args.quantization,
+            **config_record(self.model.config),
+            **batch_settings,
+            "num_iterations": self.num_steps,
+            "sources": self.sources,
+            "seed": args.seed,
+            "tokenizer": self.tokenizer.fingerprint(),
+        }
+        changes = {
+            "state": self.lean_or_fp32,
+            "recompute": self.model.recompute,
+            "orthogonalizer": self.orthogonalizer,
+            "device_batch_size": self.rows,
+        }
+        self.record(settings, [get_recipe(self.method)], changes, parent=self.parent)
+        self.start_record = {"quantization": args.quantization, "sources": self.sources}
+
+    def log_stage(self, section: str, setup: dict[str, Any]) -> None:
+        """Prints the results, and writes them together with `setup` into the report under `section`."""
+        bests = {f"Best {key}": value for key, value in self.state.best.items()}
+        about = {
+            "Model": f"{self.parent.get('stage')} model {self.model_tag}, step {self.parent.get('step')}",
+            **setup,
+            **{f"Data: {name}": rows for name, rows in self.sources.items()},
+        }
+        self.log_report(section, about, bests)

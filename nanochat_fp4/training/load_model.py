@@ -11,6 +11,7 @@ import os
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -22,17 +23,15 @@ from nanochat_fp4.evaluation.metrics import few_tokens
 from nanochat_fp4.hardware import physical_memory
 from nanochat_fp4.models.families import config_from_record, family_of_config
 from nanochat_fp4.models.gpt import GPT, ROTARY_FACTOR, GPTConfig
-from nanochat_fp4.nvfp4.feedback import load_gram_state
 from nanochat_fp4.nvfp4.methods import register
 from nanochat_fp4.nvfp4.phases import MethodPlan
 from nanochat_fp4.nvfp4.recipes import from_record
-from nanochat_fp4.training.checkpoint import Metadata
 from nanochat_fp4.training.checkpoint_manager import (
     NoCheckpointError,
     check_model_tag,
     list_steps,
     load_checkpoint,
-    load_method_data,
+    read_meta,
 )
 
 # Each stage has a folder in the base directory, and a script that fills this folder.
@@ -53,7 +52,7 @@ def checkpoint_folder(source: str, model_tag: str) -> Path:
 
 def build_model(
     checkpoint_dir: str | os.PathLike, step: int | None, device: str | torch.device, phase: str
-) -> tuple[GPT, RustBPETokenizer, Metadata]:
+) -> tuple[GPT, RustBPETokenizer, dict[str, Any]]:
     """
     Returns (model, tokenizer, metadata) of a checkpoint. The model is neither compiled nor converted, whatever it was
     trained with; the metadata name the method of its training. step=None takes the newest intact checkpoint.
@@ -63,24 +62,23 @@ def build_model(
     fit the weights, and for a tokenizer that is not the one in the base directory.
     """
     weights, _, meta = load_checkpoint(checkpoint_dir, step, device)
-    meta = Metadata(meta)
-    return *model_of(weights, meta, Path(checkpoint_dir), meta.step if step is None else step, device, phase), meta
+    where = f"checkpoint of step {meta['step'] if step is None else step} in {checkpoint_dir}"
+    return *model_of(weights, meta, where, device, phase), meta
 
 
 def model_of(
-    model_data: dict[str, torch.Tensor], meta: Metadata, folder: Path, step: int, device: str | torch.device, phase: str
+    model_data: dict[str, torch.Tensor], meta: dict[str, Any], where: str, device: str | torch.device, phase: str
 ) -> tuple[GPT, RustBPETokenizer]:
-    """Does the work of build_model for a checkpoint whose weights and metadata are loaded already."""
+    """Does the work of build_model for a checkpoint whose weights and metadata are loaded already. `where` names the
+    checkpoint in errors."""
     device = torch.device(device)
-    where = f"checkpoint of step {step} in {folder}"
     register_recipes(meta, where)
     model_data = {name.removeprefix("_orig_mod."): tensor.to(device) for name, tensor in model_data.items()}
-    if device.type in ("cpu", "mps") and not (phase == "train" and meta.state == "lean"):
+    lean = meta.get("user_config", {}).get("state") == "lean"
+    if device.type in ("cpu", "mps") and not (phase == "train" and lean):
         model_data = {name: t.float() if t.dtype == torch.bfloat16 else t for name, t in model_data.items()}
     try:
-        if not meta.model_config:
-            raise ValueError("it has none")
-        config = config_from_record(meta.model_config, model_data)
+        config = config_from_record(meta["model_config"], model_data)
         # The numbers are checked before anything is allocated, because a wrong one could ask for too much memory or
         # time.
         layers = len({name.split(".")[2] for name in model_data if name.startswith("transformer.h.")})
@@ -92,7 +90,7 @@ def model_of(
             model = family_of_config(config).model(config)
     except (AttributeError, KeyError, TypeError, ValueError, ZeroDivisionError) as e:
         raise UserError(f"{where}: its model config is not one of this GPT ({one_line(e)[:150]})") from e
-    load_weights(model, model_data, folder, step)
+    load_weights(model, model_data, where)
     model.prepare()
     model.train(phase == "train")
     tokenizer = get_tokenizer()
@@ -100,33 +98,30 @@ def model_of(
     return model, tokenizer
 
 
-def register_recipes(meta: Metadata, where: str) -> None:
-    """Registers the recipes that a checkpoint was trained with (Run.record_settings), so that their names are
-    methods.
+def register_recipes(meta: dict[str, Any], where: str) -> None:
+    """Registers the recipes that a checkpoint was trained with, so that their names are methods. A record that this
+    version cannot read registers nothing, and its name is then unknown: --method and --recipes take its place.
 
-    Raises UserError for a record that cannot be read, and if a name stands for another recipe in this process.
+    Raises UserError if a name stands for another recipe in this process.
     """
-    try:
-        recipes = [from_record(record) for record in meta.recipes]
-    except (TypeError, ValueError) as e:
-        raise UserError(
-            f"{where}: the recipe that it was trained with cannot be read ({one_line(e)}); if the rounding is your "
-            "own, name the file that adds it to nanochat_fp4.ROUNDINGS: --recipes=FILE.py, or RECIPES"
-        ) from e
-    try:
-        for recipe in recipes:
+    for record in meta.get("recipes", ()):
+        try:
+            recipe = from_record(record)
+        except (TypeError, ValueError):
+            continue
+        try:
             register(recipe)
-    except ValueError as e:
-        raise UserError(
-            f"{where}: the recipe that it was trained with has a name that --recipes or RECIPES gives to another "
-            f"recipe ({one_line(e)}); leave the file out, or rename the row in it"
-        ) from e
+        except ValueError as e:
+            raise UserError(
+                f"{where}: the recipe that it was trained with has a name that --recipes or RECIPES gives to another "
+                f"recipe ({one_line(e)}); leave the file out, or rename the row in it"
+            ) from e
 
 
 def register_stored_recipes(checkpoint_dir: Path) -> None:
     """Calls register_recipes for the newest checkpoint in a folder, if there is one."""
     for step in list_steps(checkpoint_dir)[:1]:
-        register_recipes(Metadata.read(checkpoint_dir, step), f"checkpoint of step {step} in {checkpoint_dir}")
+        register_recipes(read_meta(checkpoint_dir, step), f"checkpoint of step {step} in {checkpoint_dir}")
 
 
 def check_model_fits(config: GPTConfig, device: torch.device) -> None:
@@ -144,37 +139,29 @@ def check_model_fits(config: GPTConfig, device: torch.device) -> None:
         )
 
 
-def load_weights(model: GPT, model_data: dict[str, torch.Tensor], checkpoint_dir: str | os.PathLike, step: int) -> None:
-    """
-    Gives a model the checkpoint's tensors themselves, without a copy. If the QAT method has a file of its own, it is
-    loaded as well (nf.load_gram_state).
-
-    Raises UserError if the tensors do not fit the model.
-    """
+def load_weights(model: GPT, model_data: dict[str, torch.Tensor], where: str) -> None:
+    """Gives a model the checkpoint's tensors themselves, without a copy. Raises UserError if they do not fit."""
     try:
         shapes = {name: p.shape for name, p in model.state_dict().items()}
         model.load_state_dict(model_data, strict=True, assign=True)
         if any(p.shape != shapes[name] or not p.is_floating_point() for name, p in model.state_dict().items()):
             raise TypeError("a weight that is no floating-point tensor")
-        load_gram_state(model, load_method_data(checkpoint_dir, step, model.get_device()))
     except (RuntimeError, AttributeError, TypeError, ValueError) as e:
-        raise UserError(
-            f"checkpoint of step {step} in {checkpoint_dir}: its weights do not fit its model config "
-            f"({one_line(e)[:200]})"
-        ) from e
+        raise UserError(f"{where}: its weights do not fit its model config ({one_line(e)[:200]})") from e
 
 
-def check_tokenizer(meta: Metadata, tokenizer: RustBPETokenizer, where: str = "the checkpoint") -> None:
+def check_tokenizer(meta: dict[str, Any], tokenizer: RustBPETokenizer, where: str = "the checkpoint") -> None:
     """Raises UserError unless the model was trained with this tokenizer. The fingerprint and the size of the
     vocabulary are compared, each if the metadata have it."""
     remedy = "use the base directory (NANOCHAT_BASE_DIR) in which it was trained, or train a new model"
-    if meta.tokenizer is not None and meta.tokenizer != tokenizer.fingerprint():
+    trained_with = meta.get("run_config", {}).get("tokenizer")
+    if trained_with not in (None, tokenizer.fingerprint()):
         raise UserError(
-            f"{where} was trained with the tokenizer {meta.tokenizer}, but the one here is {tokenizer.fingerprint()}; "
+            f"{where} was trained with the tokenizer {trained_with}, but the one here is {tokenizer.fingerprint()}; "
             f"{remedy}"
         )
-    size = meta.model_config.get("vocab_size")
-    if size is not None and size != tokenizer.get_vocab_size():
+    size = meta.get("model_config", {}).get("vocab_size")
+    if size not in (None, tokenizer.get_vocab_size()):
         raise UserError(
             f"{where} has a vocabulary of {size} tokens, the tokenizer here {tokenizer.get_vocab_size()}; {remedy}"
         )
@@ -187,7 +174,7 @@ def checkpoints_made_with(tokenizer: RustBPETokenizer) -> list[str]:
     for place, _ in SOURCES.values():
         for folder in sorted(Path(get_base_dir(), place).glob("*/")):
             for step in list_steps(folder):
-                meta = Metadata.read(folder, step)
+                meta = read_meta(folder, step)
                 with contextlib.suppress(UserError):  # A checkpoint of another tokenizer raises UserError.
                     check_tokenizer(meta, tokenizer)
                     runs.append(f"{place}/{folder.name}")
@@ -212,11 +199,11 @@ def find_largest_model(checkpoints_dir: str | os.PathLike) -> str:
     return max(tags, key=rank).name
 
 
-def checkpoint_method(meta: Metadata, flag: str | None = None) -> str:
+def checkpoint_method(meta: dict[str, Any], flag: str | None = None) -> str:
     """Returns the name of the QAT method with which a checkpoint computes its forward pass. If the method changed in
     training, this is the last one. `flag`, the value of --method, takes precedence. nanochat's own checkpoints have no
     method and compute in bf16."""
-    config = meta.user_config
+    config = meta.get("user_config", {})
     if flag is None and config.get("quantization") == "none":
         return "bf16"
     name = resolve_method(flag or config.get("method") or "bf16")
@@ -244,7 +231,7 @@ def find_model_tag(source: str, model_tag: str | None) -> str:
 
 def load_model(
     source: str, device: str | torch.device, phase: str, model_tag: str | None = None, step: int | None = None
-) -> tuple[GPT, RustBPETokenizer, Metadata]:
+) -> tuple[GPT, RustBPETokenizer, dict[str, Any]]:
     """
     Loads a stage's model from the base directory with build_model. Returns (model, tokenizer, metadata), and the
     metadata have the model's tag.
@@ -262,23 +249,20 @@ def load_model(
         raise UserError(f"{e}{hint}") from e
     if model_tag is None:
         print0(f"no --model-tag given: taking {tag}")
-    return model, tokenizer, meta.loaded_from(tag)
+    return model, tokenizer, {**meta, "model_tag": tag}
 
 
-def tokens_read(meta: Metadata) -> int | None:
+def tokens_read(meta: dict[str, Any]) -> int | None:
     """Returns the number of tokens that a model has read in pre-training, or None if its base model is not there to
     say so."""
-    while meta.parent:
-        stage, tag, step = (meta.parent.get(key) for key in ("stage", "model_tag", "step"))
-        if stage not in SOURCES or not isinstance(tag, str) or not isinstance(step, int):
-            return None
-        meta = Metadata.read(checkpoint_folder(stage, tag), step)
-    step, batch = meta.step, meta.user_config.get("total_batch_size")
-    is_base = meta.run_config is not None and "stage" not in meta.run_config
-    return step * batch if is_base and isinstance(step, int) and isinstance(batch, int) else None
+    while parent := meta.get("parent"):
+        meta = read_meta(checkpoint_folder(parent["stage"], parent["model_tag"]), parent["step"])
+    is_base = "stage" not in meta.get("run_config", {"stage": "unknown"})
+    batch = meta.get("user_config", {}).get("total_batch_size")
+    return meta["step"] * batch if is_base and batch else None
 
 
-def warn_of_few_tokens(model: GPT, meta: Metadata) -> None:
+def warn_of_few_tokens(model: GPT, meta: dict[str, Any]) -> None:
     """Says on stderr before a chat if the model has read too little text to give sensible answers."""
     if problem := few_tokens(tokens_read(meta), model.num_scaling_params()):
         print_safely(f"note: {problem}", file=sys.stderr, flush=True)
@@ -286,7 +270,7 @@ def warn_of_few_tokens(model: GPT, meta: Metadata) -> None:
 
 def load_for_inference(
     source: str, device: torch.device, args: argparse.Namespace
-) -> tuple[GPT, RustBPETokenizer, Metadata, str]:
+) -> tuple[GPT, RustBPETokenizer, dict[str, Any], str]:
     """Loads the model that the flags name, and converts it to --method or else to the method of its training.
     Returns (model, tokenizer, metadata, name of the method)."""
     model, tokenizer, meta = load_model(source, device, "eval", args.model_tag, args.step)

@@ -13,8 +13,9 @@ from nanochat_fp4.data.tokenizer import RustBPETokenizer
 from nanochat_fp4.models.cross_entropy import head_problem
 from nanochat_fp4.models.families import config_record, family_of_config, family_of_flags, recompute_problem
 from nanochat_fp4.models.optim8bit import set_state
-from nanochat_fp4.training.flags import BRANCH_SETTINGS, check_iterations
+from nanochat_fp4.training.flags import check_iterations
 from nanochat_fp4.training.load_model import check_model_fits
+from nanochat_fp4.training.resume import BRANCH_SETTINGS
 
 MAX_STEPS = 10**9  # A larger number is a typing error.
 CPU_FLOPS = 1e11  # A generous estimate of how many FLOPs a CPU computes in a second.

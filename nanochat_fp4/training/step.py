@@ -2,7 +2,6 @@
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -52,6 +51,9 @@ class TrainingStep:
         """Returns the context in which passes compute with this step's dtype."""
         return autocast(self.device.type, self.dtype)
 
+    def drop_graphs(self) -> None:
+        """Gives back memory that is kept between steps. This class keeps none."""
+
     def synchronize(self) -> None:
         """Waits until the GPU has done all work, for measurements of time."""
         if self.device.type == "cuda":
@@ -86,31 +88,3 @@ class TrainingStep:
             for optimizer in self.optimizers:
                 optimizer.step()
             self.model.zero_grad(set_to_none=True)
-
-
-@dataclass
-class Attempt:
-    """An attempted optimizer step of the loop, and its result over all ranks. If `bad` is set, the step has updated
-    nothing.
-
-    - save_before saves the run as it was before this step.
-    - batches are the batches of the step, each with the state of the random generators before it.
-    - rate is the multiplier of the learning rates, or None if nothing was updated.
-    - consumed is the number of conversations that all ranks have read in the run so far.
-    - progress is the part of the run that is done after this step, from 0 to 1.
-    - bad says whether any rank has a number that is not finite, and bad_here whether this rank has one.
-    - shown are the numbers beside the progress bar.
-    """
-
-    save_before: Callable[[], bool]
-    batches: list[tuple[Batch, dict[str, Tensor]]] = field(default_factory=list)
-    loss: float = 0.0
-    grad_norm: float = 0.0
-    rate: float | None = None
-    tokens: int = 0
-    consumed: float = 0.0
-    progress: float = 0.0
-    bad: bool = False
-    bad_here: bool = False
-    seconds: float = 0.0
-    shown: dict[str, str] = field(default_factory=dict)

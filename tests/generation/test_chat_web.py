@@ -17,7 +17,6 @@ from nanochat_fp4.cli import UserError
 from nanochat_fp4.data.tokenizer import RustBPETokenizer
 from nanochat_fp4.generation.engine import Engine
 from nanochat_fp4.models.gpt import GPT, GPTConfig
-from nanochat_fp4.training.checkpoint import Metadata
 from scripts import chat_web
 from tests._browser import CHROMIUM, Browser
 
@@ -510,7 +509,7 @@ def test_what_anybody_writes_is_text(page):
 
 def test_a_model_without_4_bits_has_no_nvfp4_forward(monkeypatch, tokenizer):
     model = GPT(GPTConfig(sequence_len=8, vocab_size=300, n_layer=1, n_head=1, n_kv_head=1, n_embd=16))
-    meta = Metadata(step=1, user_config={"method": "bf16"})
+    meta = {"step": 1, "user_config": {"method": "bf16"}, "model_tag": "d1"}
     monkeypatch.setattr("nanochat_fp4.training.load_model.load_model", lambda *_: (model, tokenizer, meta))
     with pytest.raises(UserError, match="--precision=nvfp4: .* --method=clover"):
         chat_web.main(["--precision=nvfp4", "--device-type=cpu"])

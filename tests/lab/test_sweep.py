@@ -265,8 +265,8 @@ def test_every_variant_is_a_plan_of_base_train(variant):
 
 def write_metrics(folder, tag, steps=2, bpb=1.5, complete=True):
     path = folder / "base_checkpoints" / tag
-    path.mkdir(parents=True, exist_ok=True)
-    (path / "model_000002.pt").write_text("weights")
+    (path / "step_000002").mkdir(parents=True, exist_ok=True)
+    (path / "step_000002/model_000002.pt").write_text("weights")
     records = [
         {"event": "start", "step": 0, "num_iterations": steps, "total_batch_size": 512, "num_params": 7,
          "backend": "b", "environment": {}, "gemm_work": {"4": 1.0}, "tokenizer": "a", "val_text": "b"},
@@ -308,7 +308,7 @@ def test_what_is_done_is_skipped_and_checkpoints_go(trained, capsys):
     assert [r["computed"] for r in results[:2]] == [
         sweep_runs.computed("", [f"--method={m}"]) for m in ("bf16", "clover")
     ]
-    kept = [(s.folder / "base_checkpoints" / r.tag / "model_000002.pt").exists() for r in runs]
+    kept = [(s.folder / "base_checkpoints" / r.tag / "step_000002/model_000002.pt").exists() for r in runs]
     assert kept == [True, False, True, False]  # keep: bf16
     order.clear()
     sweep.run_sweep(s, "name", runs)
@@ -397,7 +397,7 @@ def test_the_checkpoints_of_a_trunk_stay_until_its_branches_are_done(trained):
         return sweep_runs.plan(methods, ["tiny"], [1], tokens=1024, bf16_until=0.5)
 
     runs = plan("nvidia", "clover")
-    weights = s.folder / "base_checkpoints" / runs[0].tag / "model_000002.pt"
+    weights = s.folder / "base_checkpoints" / runs[0].tag / "step_000002/model_000002.pt"
     with pytest.raises(UserError, match="1 of 3 runs failed: tiny_nvidia"):
         s.train(runs)
     assert order == [r.tag for r in runs] and weights.exists()

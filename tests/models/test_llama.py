@@ -161,7 +161,7 @@ def test_training_checkpoints_and_resuming(tiny_base):
     assert all(torch.equal(p, want[name]) for name, p in again.named_parameters())
     # A run with another schedule is evaluated but not trained on.
     path = tiny_base / "base_checkpoints" / "llama-tiny_bf16"
-    run_config = json.loads((path / "meta_000009.json").read_text())["run_config"]
+    run_config = json.loads((path / "step_000009/meta_000009.json").read_text())["run_config"]
     edit_meta(path, 9, run_config={k: v for k, v in run_config.items() if k != "schedule"}, commit="abc1234")
     with pytest.raises(UserError, match="schedule was None .*'OneCycleLR'"):
         base_train.main([*flags, "--resume-from-step=9"])

@@ -18,12 +18,12 @@ from _assertions import assert_same, final_state
 from _training import BASE, after_steps, in_step, out_of_memory, stopped_in_step
 
 from nanochat_fp4.cli import UserError
-from nanochat_fp4.evaluation.metrics import read_jsonl
+from nanochat_fp4.evaluation.metrics import MetricsLog, read_jsonl
 from nanochat_fp4.models import optim
 from nanochat_fp4.models.gpt import GPT
 from nanochat_fp4.nvfp4 import quantized_training
-from nanochat_fp4.training import extras, loop
-from nanochat_fp4.training.checkpoint import LoopState
+from nanochat_fp4.signals import StopSignals
+from nanochat_fp4.training import trainer
 from nanochat_fp4.training.checkpoint_manager import find_last_step, list_steps, load_checkpoint
 from nanochat_fp4.training.flags import changed_flags
 from scripts import base_loss, base_train
@@ -33,20 +33,17 @@ def train(*flags: str, method: str = "clover", steps: int = 8) -> None:
     base_train.main([*BASE, "--eval-every=4", f"--method={method}", f"--num-iterations={steps}", *flags])
 
 
-def test_text_that_is_read_again_and_again_is_said():
+def test_text_that_is_read_again_and_again_is_said(tiny_base):
+    args, process = base_train.parse_args(BASE), trainer.Process(torch.device("cpu"), 0, 1, StopSignals())
     said: list[str] = []
-    run = types.SimpleNamespace(
-        position={"epoch": 2}, loop=LoopState(best={"val_bpb": 2.71}), warned_of_repetition=False, step=60,
-        progress=types.SimpleNamespace(write=said.append),
-    )  # fmt: skip
-    extras.warn_of_repetition(run, {"val_bpb": 2.96})  # once is no repetition
-    run.position = {"epoch": 9}
-    extras.warn_of_repetition(run, {"val_bpb": 2.70})  # and it still helps
-    assert not said
-    for _ in range(2):
-        extras.warn_of_repetition(run, {"val_bpb": 2.96})
-    rising = "the data has been seen 8 times, and val_bpb is rising: 2.7100 -> 2.9600; train on more text"
-    assert len(said) == 1 and f"step 60: {rising}" in said[0]
+    run = trainer.Trainer("base", args, process)
+    run.metrics, run.track = MetricsLog(tiny_base), lambda *_: None
+    run.progress = types.SimpleNamespace(write=said.append)
+    for epoch, loss in ((2, 2.71), (2, 2.96), (9, 2.70), (9, 2.96), (9, 2.96)):
+        run.position = {"epoch": epoch}  # Once is no repetition, and a loss that falls is no reason to say anything.
+        run.take_evaluation({"val_bpb": loss})
+    rising = "the data has been seen 8 times, and val_bpb is rising: 2.7000 -> 2.9600; train on more text"
+    assert [line for line in said if "seen" in line] == [f"warning: step 0: {rising} (--data-dir), or fewer steps"]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -56,7 +53,7 @@ def test_text_that_is_read_again_and_again_is_said():
 @pytest.mark.parametrize(
     "method, flags",
     [
-        ("clover_feedback", []),  # other methods are killed and resumed in test_reliability.py
+        ("nvidia_full", []),  # other methods are killed and resumed in test_reliability.py
         ("clover", ["--layer-methods=*.c_fc=clover", "--method-phases=0.6=fp8", "--head=fp8"]),
     ],
 )
@@ -70,7 +67,7 @@ def test_resume_is_exact(tiny_base, method, flags):
     losses = [r["loss"] for r in expected["records"] if r["event"] == "train"]
     assert len(losses) == len(set(losses)) == 3
 
-    train(f"--resume-from-step={2 if method == 'clover_feedback' else 1}", *flags, method=method, steps=3)
+    train("--resume-from-step=1", *flags, method=method, steps=3)
     assert_same(final_state(folder, 3), expected)
 
 
@@ -105,7 +102,7 @@ def test_the_head_is_the_runs_own(tiny_base):
 
 def test_the_generators_are_where_the_run_left_them(tiny_base, monkeypatch):
     """Each micro-batch seeds them. Left to themselves they are restored with a checkpoint, and after telemetry."""
-    monkeypatch.setattr(loop, "seed_micro_batch", lambda *args: None)
+    monkeypatch.setattr(trainer, "seed_micro_batch", lambda *args: None)
     train("--save-every=1", "--keep-last=-1", steps=2)
     folder = tiny_base / "base_checkpoints" / "d1_clover"
     expected = final_state(folder, 2)
@@ -200,7 +197,7 @@ def test_samples_and_telemetry_of_the_step_of_a_resume_are_made_once(tiny_base, 
 def test_keep_last_keeps_no_damaged_checkpoint_in_place_of_the_newest(tiny_base):
     train("--save-every=2", "--keep-last=-1", steps=4, method="bf16")
     folder = tiny_base / "base_checkpoints" / "d1_bf16"
-    path = folder / "model_000004.pt"
+    path = folder / "step_000004/model_000004.pt"
     path.write_bytes(bytes(path.stat().st_size))
     train("--resume-from-step=latest", "--keep-last=1", steps=3, method="bf16")
     assert list_steps(folder) == [4, 3] and find_last_step(folder) == 3
@@ -248,8 +245,7 @@ def test_a_branch_goes_on_as_a_change_of_the_method_does(tiny_base, monkeypatch,
     assert_same(final_state(checkpoints / "d1_clover", 4), expected)
     assert expected["model"]["lm_head.weight"].ne(trunk["model"]["lm_head.weight"]).any()
     # Interrupted, it goes on from its own checkpoint; and what it branched from is as it was.
-    for path in checkpoints.glob("d1_clover/*_000004*"):
-        path.unlink()
+    shutil.rmtree(checkpoints / "d1_clover/step_000004")
     train("--branch-from=d1_bf16@2", "--resume-from-step=latest", steps=4)
     assert_same(final_state(checkpoints / "d1_clover", 4), expected)
     assert_same(final_state(checkpoints / "d1_bf16", 4), trunk)
@@ -311,6 +307,40 @@ def test_skipping_gives_up_when_nothing_else_happens(tiny_base):
         train("--eval-every=-1", "--on-nonfinite=skip", steps=30, method="bf16")
     assert "step 11" in str(error.value)
     assert list_steps(tiny_base / "base_checkpoints" / "d1_bf16") == [11]
+
+
+@contextlib.contextmanager
+def infinite_weight(update: int):
+    """A bit of one weight flips in this update, and it is infinite."""
+    real, count = optim.AdamW.step, [0]
+
+    def step(self) -> None:
+        real(self)
+        count[0] += 1
+        if count[0] == update:
+            self.param_groups[0]["params"][0].data.view(-1)[7] = float("inf")
+
+    with pytest.MonkeyPatch.context() as m:
+        m.setattr(optim.AdamW, "step", step)
+        yield
+
+
+@pytest.mark.parametrize("update, good", [(3, 2), (4, 3)])  # in the middle, and in the last update
+def test_a_weight_that_is_not_finite_is_neither_saved_nor_skipped(tiny_base, update, good):
+    flags = ["--eval-every=-1", "--save-every=1", "--keep-last=1", "--on-nonfinite=skip"]
+    with infinite_weight(update), pytest.raises(UserError, match=f"not finite.*step {good}"):
+        train(*flags, steps=4, method="bf16")
+    folder = tiny_base / "base_checkpoints" / "d1_bf16"
+    assert list_steps(folder) == [good]
+    assert all(torch.isfinite(t).all() for t in load_checkpoint(folder, good, "cpu")[0].values())
+    train(*flags, "--resume-from-step=latest", steps=4, method="bf16")
+
+
+def test_a_weight_that_is_not_finite_ends_a_run_that_saves_nothing_before(tiny_base):
+    with infinite_weight(1), pytest.raises(UserError, match="weight of .*start over"):
+        train("--eval-every=-1", "--on-nonfinite=skip", steps=4, method="bf16")
+    with infinite_weight(4), pytest.raises(UserError, match="not finite"):  # seen by the evaluation at the end
+        train("--eval-every=4", steps=4, method="bf16")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -407,7 +437,7 @@ except BaseException as e:
     (step,) = list_steps(folder)
     assert f"{name}: stopped at step {step} of 2000" in out
     assert find_last_step(folder) == step  # both ranks' files are there and intact
-    assert len(list(folder.glob("optim_*_rank?.pt"))) == 2
+    assert len(list(folder.glob("step_*/optim_*_rank?.pt"))) == 2
 
 
 def test_torchrun_starts_again_where_it_was(fork_server, tiny_base):
@@ -440,7 +470,7 @@ torchrun(train, max_restarts=1)
 
 
 def test_a_long_evaluation_says_how_far_it_is(tiny_base, monkeypatch, capsys):
-    monkeypatch.setattr(loop, "Progress", functools.partial(loop.Progress, every=0))  # every batch is long
+    monkeypatch.setattr(trainer, "Progress", functools.partial(trainer.Progress, every=0))  # every batch is long
     train(method="bf16", steps=1)
     assert "evaluation: 1/2 batches" in capsys.readouterr().err
 
@@ -476,7 +506,7 @@ def test_another_run_is_not_overwritten_or_resumed(tiny_base, monkeypatch):
         train("--overwrite", steps=1, method="bf16")
     monkeypatch.delenv("TRACKER")
     with monkeypatch.context() as m, pytest.raises(UserError, match="cannot be read"):
-        m.setattr(loop, "fetch", lambda run: (_ for _ in ()).throw(UserError("row group 0 cannot be read")))
+        m.setattr(trainer.Trainer, "fetch", lambda run: (_ for _ in ()).throw(UserError("row group 0 cannot be read")))
         train("--overwrite", steps=1, method="bf16")
     assert list_steps(tiny_base / "base_checkpoints" / "d1_bf16") == [2]  # a mistake deletes nothing
     train("--overwrite", steps=1, method="bf16")

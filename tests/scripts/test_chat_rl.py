@@ -15,7 +15,7 @@ from nanochat_fp4.data.chat_loader import rollouts
 from nanochat_fp4.evaluation.metrics import read_jsonl
 from nanochat_fp4.generation.engine import Engine
 from nanochat_fp4.models.gpt import GPT, GPTConfig
-from nanochat_fp4.training import loop
+from nanochat_fp4.training import trainer
 from nanochat_fp4.training.load_model import load_model
 from scripts import chat_rl
 
@@ -124,7 +124,7 @@ def test_gsm8k_from_files_and_resumed(tiny_base, tmp_path, monkeypatch, capsys):
     save_base(tiny_base, source="chatsft_checkpoints", n_layer=1)
     flags = [*RL, f"--eval-dir={tmp_path / 'eval'}"]
     with monkeypatch.context() as patched:
-        patched.setattr(loop, "Progress", functools.partial(loop.Progress, every=0))
+        patched.setattr(trainer, "Progress", functools.partial(trainer.Progress, every=0))
         chat_rl.main([*flags, "--save-every=1", "--keep-last=-1"])
     assert "evaluation: 1/2 batches" in capsys.readouterr().err
     out = tiny_base / "chatrl_checkpoints" / "d2_clover"

@@ -1,25 +1,20 @@
 """Checkpoints under kills, full disks, bit flips and tampering; models that come back; resume to the bit."""
 
-import contextlib
 import copy
 import hashlib
 import json
 import os
 import random
-import re
 import shutil
-import types
 
 import pytest
 import torch
 from _damage import damaged
 
-import nanochat_fp4 as nf
 from nanochat_fp4.cli import UserError
 from nanochat_fp4.data.tokenizer import RustBPETokenizer
 from nanochat_fp4.models.gpt import GPT, GPTConfig
 from nanochat_fp4.training import checkpoint_manager as cm
-from nanochat_fp4.training.checkpoint import Checkpoint
 from nanochat_fp4.training.checkpoint_manager import (
     NoCheckpointError,
     find_last_step,
@@ -33,6 +28,10 @@ from nanochat_fp4.training.load_model import build_model, find_largest_model, lo
 KINDS = ("model_{:06d}.pt", "optim_{:06d}_rank0.pt", "meta_{:06d}.json")
 
 
+def file(folder, kind, step):
+    return folder / f"step_{step:06d}" / kind.format(step)
+
+
 def save(folder, step, value=None, size=100):
     """A checkpoint whose three files all say `value` (default: the step)."""
     value = step if value is None else value
@@ -42,7 +41,7 @@ def save(folder, step, value=None, size=100):
 
 def value_of(folder, step):
     """The value of a checkpoint; fails unless its files belong together."""
-    model, optimizer, meta = load_checkpoint(folder, step, "cpu", load_optimizer=True)
+    model, (optimizer,), meta = load_checkpoint(folder, step, "cpu", load_optimizer=True)
     values = {*model["w"].tolist(), *optimizer["m"].tolist(), float(optimizer["state"]["i"][0]), float(meta["value"])}
     assert len(values) == 1 and meta["step"] == step
     return values.pop()
@@ -54,23 +53,12 @@ def value_of(folder, step):
 
 def test_files_have_nanochats_names(tmp_path):
     assert save(tmp_path / "d4", 7)
-    assert sorted(os.listdir(tmp_path / "d4")) == [
-        "manifest_000007.json",
-        "meta_000007.json",
-        "model_000007.pt",
-        "optim_000007_rank0.pt",
-    ]
+    assert os.listdir(tmp_path / "d4") == ["step_000007"]
+    assert sorted(os.listdir(tmp_path / "d4/step_000007")) == sorted(kind.format(7) for kind in KINDS)
     assert value_of(tmp_path / "d4", 7) == 7 and find_last_step(tmp_path / "d4") == 7
-    assert load_checkpoint(tmp_path / "d4", 7, "cpu")[1] is None  # the optimizer only on request
-
-
-def test_a_lost_manifest_costs_nothing_but_the_check(tmp_path, caplog):
-    """Somebody deleted it: the files are read with a warning, and no later save deletes them."""
-    assert save(tmp_path / "d4", 7)
-    os.unlink(tmp_path / "d4" / "manifest_000007.json")
-    assert find_last_step(tmp_path / "d4") == 7 and value_of(tmp_path / "d4", 7) == 7
-    assert "has no manifest" in caplog.text
-    assert save(tmp_path / "d4", 8) and value_of(tmp_path / "d4", 7) == 7
+    assert load_checkpoint(tmp_path / "d4", 7, "cpu")[1] == []  # the optimizer only on request
+    # As nanochat reads it, by --model-tag d4/step_000007, the folder is one of flat files.
+    assert load_checkpoint(tmp_path / "d4/step_000007", 7, "cpu")[0]["w"].tolist() == [7] * 100
 
 
 def test_what_goes_in_comes_out(tmp_path):
@@ -84,9 +72,9 @@ def test_what_goes_in_comes_out(tmp_path):
         "dataloader": {"a": [[1, 2], None, "x"]},
     }
     model = {"a": torch.randn(2, 2).bfloat16(), "b": torch.arange(3)}
-    meta = {"loss": torch.tensor(1.5), "inf": float("inf"), "config": {"n": 1}, "none": None, "path": tmp_path}
+    meta = {"loss": 1.5, "inf": float("inf"), "config": {"n": 1}, "none": None, "path": tmp_path}
     assert save_checkpoint(tmp_path, 1_234_567, model, rank_state, meta)
-    model2, rank_state2, meta2 = load_checkpoint(tmp_path, 1_234_567, "cpu", load_optimizer=True)
+    model2, (rank_state2,), meta2 = load_checkpoint(tmp_path, 1_234_567, "cpu", load_optimizer=True)
     assert all(torch.equal(model[k], model2[k]) and model[k].dtype == model2[k].dtype for k in model)
     assert torch.equal(rank_state2["rng"]["cpu"], rank_state["rng"]["cpu"])
     assert rank_state2["dataloader"] == rank_state["dataloader"]
@@ -97,7 +85,7 @@ def test_what_goes_in_comes_out(tmp_path):
 def test_a_step_can_be_saved_again(tmp_path):
     save(tmp_path, 5, 1)
     save(tmp_path, 5, 2)
-    assert value_of(tmp_path, 5) == 2 and len(os.listdir(tmp_path)) == 4
+    assert value_of(tmp_path, 5) == 2 and os.listdir(tmp_path) == ["step_000005"]
 
 
 def test_the_newest_is_found(tmp_path, monkeypatch):
@@ -134,8 +122,18 @@ def flip(path):
     path.write_bytes(data)
 
 
-DAMAGE = {"truncated": (truncate, "bytes"), "flipped": (flip, "checksum")}
-DAMAGE |= {"empty": (lambda p: p.write_bytes(b""), "has 0 bytes"), "missing": (os.unlink, "is missing")}
+def fifo(path):
+    path.unlink()
+    os.mkfifo(path)
+
+
+def endless(path):
+    path.unlink()
+    path.symlink_to("/dev/zero")
+
+
+DAMAGE = {"truncated": truncate, "flipped": flip, "empty": lambda p: p.write_bytes(b""), "missing": os.unlink}
+DAMAGE |= {"fifo": fifo, "endless": endless}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -144,8 +142,8 @@ def test_damage_is_named_and_an_older_one_is_used(tmp_path, caplog, kind, damage
     for step in (10, 20, 30):
         save(tmp_path, step)
     name = kind.format(30)
-    DAMAGE[damage][0](tmp_path / name)
-    with pytest.raises(UserError, match=f"step 30 .*{name} .*{DAMAGE[damage][1]}.*step 20 ") as e:
+    DAMAGE[damage](file(tmp_path, kind, 30))
+    with pytest.raises(UserError, match=f"step 30 .*{name} .*step 20 ") as e:
         load_checkpoint(tmp_path, 30, "cpu", load_optimizer=True)
     assert "\n" not in str(e.value)
     assert find_last_step(tmp_path) == 20 and value_of(tmp_path, None or 20) == 20
@@ -155,26 +153,50 @@ def test_damage_is_named_and_an_older_one_is_used(tmp_path, caplog, kind, damage
 def test_nothing_is_intact(tmp_path):
     for step in (10, 20):
         save(tmp_path, step)
-        truncate(tmp_path / f"model_{step:06d}.pt")
+        truncate(file(tmp_path, KINDS[0], step))
     with pytest.raises(UserError, match="step 20: model_000020.pt .*; step 10: ") as e:
         find_last_step(tmp_path)
     assert not isinstance(e.value, NoCheckpointError)  # a run must not start over as if there had been nothing
 
 
-@pytest.mark.parametrize("name", ["../secret.pt", "/etc/passwd", "model_000020.pt", "model_000010.pt/../x"])
-def test_a_manifest_cannot_lead_out_of_its_step(tmp_path, name):
+def test_the_old_folder_is_read_until_the_new_one_is_there(tmp_path):
+    """A save of the same step was killed between its two renames."""
     save(tmp_path, 10)
-    path = tmp_path / "manifest_000010.json"
-    manifest = json.loads(path.read_text())
-    assert manifest["files"][2]["name"] == "optim_000010_rank0.pt"
-    manifest["files"][2]["name"] = name
-    path.write_text(json.dumps(manifest))
-    with pytest.raises(UserError, match="manifest_000010.json is damaged"):
-        load_checkpoint(tmp_path, 10, "cpu")
+    (tmp_path / "step_000010").rename(tmp_path / "step_000010.old")
+    (tmp_path / "step_000020.tmp").mkdir()
+    assert list_steps(tmp_path) == [10] and value_of(tmp_path, find_last_step(tmp_path)) == 10
+    save(tmp_path, 30)
+    assert sorted(os.listdir(tmp_path)) == ["step_000010", "step_000030"]
+
+
+def test_what_is_not_finite_is_found():
+    good = {"w": torch.ones(3), "empty": torch.ones(0), "count": torch.arange(3), "rate": 0.1, "codes": None}
+    assert list(cm.not_finite([good, {"state": {0: good}}])) == []
+    bad = {"a": torch.tensor([1.0, float("inf")]), "b": torch.tensor([float("nan")], dtype=torch.bfloat16)}
+    assert list(cm.not_finite({"w": good, "optimizers": [good, {"state": bad}]})) == [
+        "optimizers.1.state.a",
+        "optimizers.1.state.b",
+    ]
+
+
+def test_files_of_others_stay(tmp_path):
+    """Also those that somebody has put into a checkpoint's folder."""
+    for step in (1, 2, 3):
+        save(tmp_path, step)
+    for path in (tmp_path / "notes.txt", tmp_path / "step_000001/mine.txt", tmp_path / "step_000003/mine.txt"):
+        path.write_text("mine")
+    prune_checkpoints(tmp_path, 1, 3)
+    save(tmp_path, 3, 4)
+    assert list_steps(tmp_path) == [3] and value_of(tmp_path, 3) == 4
+    nanochat_checkpoint(tmp_path, 5)
+    (tmp_path / "metrics.jsonl").touch()
+    others = cm.delete_run(tmp_path)
+    assert "notes.txt" in others and list_steps(tmp_path) == [] and not list(tmp_path.rglob("*.json*"))
+    assert len(list(tmp_path.rglob("mine.txt"))) == 2
 
 
 def test_fuzzed_checkpoints_are_refused_or_as_they_were(tmp_path):
-    """Random bytes and truncations of all four files: the original content or one line, nothing else."""
+    """Random bytes and truncations of all three files: the original content or one line, nothing else."""
     good = tmp_path / "good"
     save(good, 10)
     save(good, 20)
@@ -182,7 +204,7 @@ def test_fuzzed_checkpoints_are_refused_or_as_they_were(tmp_path):
     for i in range(60):
         folder = tmp_path / f"f{i}"
         shutil.copytree(good, folder)
-        path = folder / rng.choice(["manifest_000020.json", *(kind.format(20) for kind in KINDS)])
+        path = file(folder, rng.choice(KINDS), 20)
         path.write_bytes(damaged(path.read_bytes(), rng, rng.choice(("cut", "bytes", "a byte"))))
         try:
             assert value_of(folder, 20) == 20
@@ -207,67 +229,51 @@ def test_a_checkpoint_cannot_run_code(tmp_path):
     assert "\n" not in str(e.value) and not (tmp_path / "was_here").exists()
 
 
-def test_everything_is_on_the_disk_before_the_manifest_appears(tmp_path, monkeypatch):
+def test_everything_is_on_the_disk_before_the_folder_appears(tmp_path, monkeypatch):
     """What a power cut could undo is undone before the checkpoint exists, never after."""
     events = []
-    fsync, replace = os.fsync, os.replace
+    fsync, rename = os.fsync, os.rename
 
     def note_fsync(fd):
         events.append("fsync " + os.path.basename(os.readlink(f"/proc/self/fd/{fd}")))
         fsync(fd)
 
-    def note_replace(source, target):
-        events.append("replace " + os.path.basename(target))
-        replace(source, target)
+    def note_rename(source, target):
+        events.append("rename " + os.path.basename(target))
+        rename(source, target)
 
     if not os.path.isdir("/proc/self/fd"):
         pytest.skip("needs /proc to know what a file descriptor is")
     monkeypatch.setattr(os, "fsync", note_fsync)
-    monkeypatch.setattr(os, "replace", note_replace)
+    monkeypatch.setattr(os, "rename", note_rename)
     save(tmp_path / "d4", 7)
-    names = [re.sub(r"^fsync \.(.*)\.[0-9a-f]{8}\.tmp", r"fsync \1", event) for event in events]
-    kinds = ["unfinished_000007.json", *(kind.format(7) for kind in KINDS)]
-    appears = names.index("replace manifest_000007.json")
-    assert {*names[:appears]} == {f"{what} {kind}" for kind in kinds for what in ("fsync", "replace")} | {
-        "fsync manifest_000007.json", "fsync d4"
-    } and names[appears + 1 :] == ["fsync d4"]  # fmt: skip
+    files = [f"fsync {kind.format(7)}" for kind in KINDS]
+    assert events == [*files, "fsync step_000007.tmp", "rename step_000007", "fsync d4"]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Full disks
 
 
-def test_a_full_disk_ends_the_save_and_harms_nothing(tmp_path, monkeypatch, caplog):
+# The call of a function of os that finds the disk full: of a folder, of one of the three files, of the rename.
+@pytest.mark.parametrize("name, n", [("mkdir", 2), ("fsync", 1), ("fsync", 2), ("fsync", 3), ("rename", 1)])
+def test_a_full_disk_ends_the_save_and_harms_nothing(tmp_path, monkeypatch, caplog, name, n):
     save(tmp_path, 5)
     save(tmp_path, 10)
-    before = {name: (tmp_path / name).read_bytes() for name in os.listdir(tmp_path)}
-    n, failed = 0, True
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*.*t*")}
+    real, count = getattr(os, name), [0]
 
-    open_file = cm.atomic_open
+    def full(*args, **kwargs):
+        count[0] += 1
+        if count[0] == n:
+            raise OSError(28, "No space left on device")
+        return real(*args, **kwargs)
 
-    @contextlib.contextmanager
-    def disk(path):
-        """Files whose n-th write, counted over all files, finds the disk full."""
-
-        def write(data):
-            nonlocal count
-            count += 1
-            if count == n:
-                raise OSError(28, "No space left on device")
-            return file.write(data)
-
-        with open_file(path) as file:
-            yield types.SimpleNamespace(write=write, flush=file.flush)
-
-    monkeypatch.setattr(cm, "atomic_open", disk)
-    while failed:  # at each write in turn
-        n, count = n + 1, 0
-        caplog.clear()
-        failed = not save(tmp_path, 15)
-        if failed:
-            assert {name: (tmp_path / name).read_bytes() for name in os.listdir(tmp_path)} == before
-            assert "NOT saved" in caplog.text and "No space left" in caplog.text
-    assert n > 6 and value_of(tmp_path, 15) == 15
+    monkeypatch.setattr(os, name, full)
+    assert not save(tmp_path, 15)
+    assert "NOT saved" in caplog.text and "No space left" in caplog.text
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*.*t*")} == before and list_steps(tmp_path) == [10, 5]
+    assert save(tmp_path, 15) and value_of(tmp_path, 15) == 15
 
 
 def test_a_folder_that_cannot_be_written(tmp_path, caplog):
@@ -283,16 +289,15 @@ def test_a_folder_that_cannot_be_written(tmp_path, caplog):
 def test_prune(tmp_path):
     for step in range(1, 7):
         save(tmp_path, step)
-    prune_checkpoints(tmp_path, 0)
-    prune_checkpoints(tmp_path, -1)
+    prune_checkpoints(tmp_path, 0, 6)
+    prune_checkpoints(tmp_path, -1, 6)
     assert list_steps(tmp_path) == [6, 5, 4, 3, 2, 1]
-    truncate(tmp_path / "model_000006.pt")  # does not count as one of the last
-    prune_checkpoints(tmp_path, 2)
-    assert list_steps(tmp_path) == [6, 5, 4] and find_last_step(tmp_path) == 5
-    for step in (100_000, 1_000_000):  # the one's name begins with the other's
+    prune_checkpoints(tmp_path, 2, 5)  # A later step is damaged: --resume-from-step=latest has passed over it.
+    assert list_steps(tmp_path) == [6, 5, 4]
+    for step in (100_000, 1_000_000):  # The name of the one begins with the other's.
         save(tmp_path, step)
-    prune_checkpoints(tmp_path, 1)
-    assert list_steps(tmp_path) == [1_000_000, 6] and value_of(tmp_path, 1_000_000) == 1_000_000
+    prune_checkpoints(tmp_path, 1, 1_000_000)
+    assert list_steps(tmp_path) == [1_000_000] and value_of(tmp_path, 1_000_000) == 1_000_000
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -310,8 +315,8 @@ def test_nanochats_checkpoints_are_read_with_a_warning(tmp_path, caplog):
     save(tmp_path, 10)
     assert find_last_step(tmp_path) == 20
     model, _, meta = load_checkpoint(tmp_path, 20, "cpu")
-    assert model["w"].tolist() == [20] * 3 and "no manifest" in caplog.text
-    prune_checkpoints(tmp_path, 1)
+    assert model["w"].tolist() == [20] * 3 and "no checksums" in caplog.text
+    prune_checkpoints(tmp_path, 1, 20)
     assert list_steps(tmp_path) == [20, 10]  # never deleted
     with pytest.raises(UserError, match="optim_000020_rank0.pt is missing"):
         load_checkpoint(tmp_path, 20, "cpu", load_optimizer=True)
@@ -322,30 +327,28 @@ def test_nanochats_checkpoints_are_read_with_a_warning(tmp_path, caplog):
 
 RANKS_CODE = """
 import os, torch
-import nanochat_fp4 as nf
 from nanochat_fp4.training import checkpoint_manager as cm
 from nanochat_fp4.common import compute_init, compute_cleanup
 ddp, rank, _, world_size, _ = compute_init("cpu")
 folder = os.environ["FOLDER"]
 
 def save(step):
-    state = {"rank": rank, "optimizers": [rank], "dataloader": {"row": rank}}
-    return cm.save_checkpoint(folder, step, {"w": torch.ones(2)}, state, {"a": 1}, rank=rank)
+    return cm.save_checkpoint(folder, step, {"w": torch.ones(2)}, {"rank": rank}, {"a": 1}, rank=rank)
 
 assert save(1) is True and save(2) is True
-atomic_open = cm.atomic_open
-def broken(path):
+fsync = os.fsync
+def broken(fd):
     if rank == 1:
         raise OSError(28, "No space left on device")
-    return atomic_open(path)
-cm.atomic_open = broken
+    return fsync(fd)
+os.fsync = broken
 assert save(3) is False  # on both ranks
-cm.atomic_open = atomic_open
+os.fsync = fsync
 if rank == 0:
-    os.truncate(os.path.join(folder, "optim_000002_rank1.pt"), 10)
+    os.truncate(os.path.join(folder, "step_000002/optim_000002_rank1.pt"), 10)
 torch.distributed.barrier()
 assert cm.find_last_step(folder) == 1  # rank 0 falls back for rank 1's sake
-assert cm.load_checkpoint(folder, 1, "cpu", load_optimizer=True, rank=rank)[1]["rank"] == rank
+assert cm.load_checkpoint(folder, 1, "cpu", load_optimizer=True, rank=rank)[1][0]["rank"] == rank
 try:
     cm.find_last_step(folder + "/none")
     raise SystemExit("found nothing's step")
@@ -357,11 +360,10 @@ compute_cleanup()
 
 def test_two_ranks_save_and_load_together(run_ranks, tmp_path):
     run_ranks(RANKS_CODE, env={"FOLDER": str(tmp_path)})
-    assert not list(tmp_path.glob("*.tmp")) and not list(tmp_path.glob("*000003*"))
-    assert json.loads((tmp_path / "manifest_000001.json").read_text())["world_size"] == 2
-    checkpoint = Checkpoint.load(tmp_path, 1, torch.device("cpu"), rank=0)  # by one process: what both saved
-    assert checkpoint.of_ranks == [([0], {"row": 0}), ([1], {"row": 1})]
-    assert load_checkpoint(tmp_path, 1, "cpu")[0]["w"].tolist() == [1, 1]  # the weights are anybody's
+    assert sorted(os.listdir(tmp_path)) == ["step_000001", "step_000002"]
+    weights, parts, meta = load_checkpoint(tmp_path, 1, "cpu", load_optimizer=True)  # by one process: what both saved
+    assert meta["world_size"] == 2 and [part["rank"] for part in parts] == [0, 1]
+    assert weights["w"].tolist() == [1, 1]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -415,24 +417,10 @@ def test_old_and_compiled_checkpoints_come_back(model):
     assert (loaded.resid_lambdas == 1).all() and (loaded.x0_lambdas == 0).all() and loaded.config.window_pattern == "L"
 
 
-def test_what_the_method_learned_has_a_file_of_its_own(model):
-    name = "transformer.h.0.mlp.c_fc"
-    gram = {name: torch.eye(model.config.n_embd).half()}
-    assert save_checkpoint(model.folder, 4, model.state_dict(), None, model.meta, method_data=gram)
-    loaded, _, _ = build_model(model.folder, 4, "cpu", "eval")
-    assert loaded.state_dict().keys() == model.state_dict().keys()
-    learned = nf.gram_state(nf.convert(loaded, "clover_feedback", verbose=False))
-    assert learned.keys() == {name} and torch.equal(learned[name], gram[name])
-    assert not nf.gram_state(build_model(model.folder, 3, "cpu", "eval")[0])
-    assert save_checkpoint(model.folder, 6, model.state_dict(), None, model.meta, method_data={name: torch.eye(16)})
-    with pytest.raises(UserError, match="model config .*c_fc"):
-        build_model(model.folder, 6, "cpu", "eval")
-    file = model.folder / "method_000004.pt"
-    file.write_bytes(file.read_bytes()[:-1] + b"!")
-    with pytest.raises(UserError, match="method_000004.pt .*checksum"):
-        build_model(model.folder, 4, "cpu", "eval")
-    prune_checkpoints(model.folder, 1)
-    assert [p.name for p in model.folder.glob("method*")] == ["method_000006.pt"]
+def test_a_record_of_a_recipe_that_left_refuses_nothing(model):
+    recipe = {"name": "clover_gone", "output": {"a": {"rounding": "four_over_six", "terms": 2}}, "kinds": []}
+    save_checkpoint(model.folder, 4, model.state_dict(), None, model.meta | {"recipes": [recipe]})
+    assert torch.equal(logits(build_model(model.folder, 4, "cpu", "eval")[0]), logits(model))
 
 
 @pytest.mark.parametrize(

@@ -18,8 +18,7 @@ from nanochat_fp4.data.dataloader import join_positions
 from nanochat_fp4.data.tokenizer import get_tokenizer
 from nanochat_fp4.evaluation.metrics import read_jsonl
 from nanochat_fp4.models.gpt import GPT
-from nanochat_fp4.training.checkpoint import Metadata
-from nanochat_fp4.training.checkpoint_manager import list_steps, load_checkpoint, weights_digest
+from nanochat_fp4.training.checkpoint_manager import list_steps, load_checkpoint, read_meta, weights_digest
 from nanochat_fp4.training.load_model import checkpoint_method, tokens_read
 from scripts import base_train, chat_cli, chat_eval, chat_sft, mid_train
 
@@ -321,8 +320,8 @@ def test_the_scalars_of_mid_training_have_the_rate_of_its_batch(base, monkeypatc
 def test_the_tokens_that_a_chat_model_has_read_are_those_of_its_base_model(tiny_base, capsys):
     base_train.main([*BASE, "--num-iterations=2", "--model-tag=d1"])
     mid(steps=1)
-    meta = Metadata.read(tiny_base / "mid_checkpoints/d1", 1)
-    tokens = tokens_read(meta.loaded_from("d1"))
+    meta = read_meta(tiny_base / "mid_checkpoints/d1", 1)
+    tokens = tokens_read(meta)
     assert tokens == 2 * base_train.parse_args(BASE).total_batch_size
     capsys.readouterr()
     chat_cli.main(["-i", "mid", "-p", "Who are you?", "--device-type=cpu"])
@@ -361,22 +360,22 @@ def test_quantization_of_post_training(base, quantization):
     assert (recipe.output.a.rounding is not None) == (quantization != "none")
     assert (recipe.grad_weight.a.rounding is not None) == (quantization == "full")
     _, _, meta = load_checkpoint(base / "mid_checkpoints" / "d2_clover", 1, "cpu")
-    assert checkpoint_method(Metadata(meta)) == ("bf16" if quantization == "none" else "clover")
-    assert checkpoint_method(Metadata(meta), "nvidia") == "nvidia"
+    assert checkpoint_method(meta) == ("bf16" if quantization == "none" else "clover")
+    assert checkpoint_method(meta, "nvidia") == "nvidia"
 
 
 @pytest.mark.parametrize(
     "config, method",
     [
-        ({"method": "clover_late"}, "clover_refined"),
+        ({"method": "nvidia_full"}, "nvidia_full_end"),
         ({"method": "clover", "method_phases": "0.85=bf16"}, "bf16"),
         ({"method": "clover", "method_phases": ""}, "clover"),
         ({}, "bf16"),
     ],
 )
 def test_a_checkpoint_is_used_with_the_method_that_it_was_trained_with_last(config, method):
-    assert checkpoint_method(Metadata(user_config=config)) == method
-    assert checkpoint_method(Metadata(user_config=config), "clover_late") == "clover_refined"
+    assert checkpoint_method({"user_config": config}) == method
+    assert checkpoint_method({"user_config": config}, "nvidia_full") == "nvidia_full_end"
 
 
 def test_method_is_the_checkpoints_unless_a_flag_says_otherwise(base, monkeypatch, capsys):

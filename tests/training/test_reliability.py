@@ -30,7 +30,7 @@ from nanochat_fp4.data.rows import MissingDataError
 from nanochat_fp4.evaluation import metrics, report
 from nanochat_fp4.evaluation.metrics import read_jsonl
 from nanochat_fp4.models.gpt import GPT
-from nanochat_fp4.training import loop
+from nanochat_fp4.training import trainer
 from nanochat_fp4.training.checkpoint_manager import find_last_step, list_steps
 from scripts import base_loss, base_train, chat_cli, chat_eval, chat_sft, mid_train, tok_train
 
@@ -127,7 +127,7 @@ def test_a_killed_run_ends_with_the_same_bits(fork_server, tiny_base, what):
     seed = int.from_bytes(os.urandom(4), "little")  # other moments in every run of the tests
     print(f"seed {seed}")
     case = Case(fork_server, tiny_base, *what)
-    assert case.whole.operations > 50  # so the saves were watched
+    assert case.whole.operations > 30  # so the saves were watched
     seen = kill_until_enough(case, KILLS[what], random.Random(seed))
     assert seen["kills"] >= KILLS[what] and seen["inside a save"] >= KILLS[what] // 2
 
@@ -152,7 +152,7 @@ def test_a_disk_that_fails_for_a_while_costs_checkpoints_and_nothing_else(fork_s
     case = Case(fork_server, tiny_base, stage, "bf16", steps=4)
     run = case.run(fault=(fault, str(case.folder), 1, 3))
     assert run.status == 0, run.log
-    reason = {"disk_full": "File too large", "read_only": "Permission denied"}[fault]
+    reason = {"disk_full": "is the disk full", "read_only": "Permission denied"}[fault]
     lost = re.findall(rf"checkpoint of step (\d) NOT saved in .*{reason}.*older checkpoints are as they were", run.log)
     assert lost == ["2", "3"], run.log
     case.assert_as_undisturbed()
@@ -366,7 +366,7 @@ def run_stage(stage: str, base: Path, *flags: str, steps: int = 4) -> Path:
 
 def test_telemetry_of_every_layer_is_logged_and_reported(tiny_base, monkeypatch):
     recorder = Recorder()
-    monkeypatch.setattr(loop, "setup_tracker", lambda *args: recorder)
+    monkeypatch.setattr(trainer, "setup_tracker", lambda *args: recorder)
     folder = run_stage("base", tiny_base, "--telemetry-every=2", "--eval-every=-1", steps=3)
     names = {"train/loss", "train/lrm", "train/dt", "train/tok_per_sec", "train/grad_norm", "total_training_time"}
     assert names <= recorder.logged.keys()  # nanochat's, in every stage
@@ -379,7 +379,7 @@ def test_telemetry_of_every_layer_is_logged_and_reported(tiny_base, monkeypatch)
         assert 0.02 < measured["output_error"] < 0.4 and 0 < measured["input_zeros"] < 0.9, layer
         assert 0.8 < measured["grad_weight_cosine"] < 1 and 0.8 < measured["grad_input_cosine"] < 1, layer
         for name, value in measured.items():
-            assert recorder.logged[f"telemetry/{layer}/{name}"][-1] == value
+            assert recorder.logged[f"within layers/{layer}/{name}"][-1] == value
     text = report.generate(tiny_base / "report").read_text()
     assert "Quantization error" in text and "| mlp.c_fc |" in text
     observed = losses(folder)

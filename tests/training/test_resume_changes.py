@@ -13,8 +13,6 @@ from _samples import save_base
 from _training import STAGES
 
 from nanochat_fp4.hardware import get_commit
-from nanochat_fp4.training.checkpoint import Metadata
-from nanochat_fp4.training.resume import changed_settings
 
 TAG = "run"
 COMMON = f"--model-tag={TAG} --num-iterations=3 --save-every=1 --keep-last=-1".split()
@@ -122,11 +120,6 @@ def text(tiny_base, tmp_path):
     """A folder of text of this test's own."""
     shutil.copytree(os.environ["DATA_DIR"], tmp_path / "own")
     return tmp_path / "own"
-
-
-def test_a_checkpoint_from_before_a_setting_had_its_default():
-    now = Metadata(user_config={"state": "lean", "orthogonalizer": "newton_schulz", "matrix_lr": 0.01})
-    assert [line.split()[0] for line in changed_settings(Metadata(user_config={}), now)] == ["state", "orthogonalizer"]
 
 
 @pytest.mark.parametrize(

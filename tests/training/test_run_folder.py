@@ -9,7 +9,6 @@ import subprocess
 from pathlib import Path
 
 import pytest
-import torch
 from _assertions import assert_same, final_state
 from _samples import save_base
 from _training import BASE
@@ -17,8 +16,7 @@ from _training import BASE
 from nanochat_fp4.cli import UserError
 from nanochat_fp4.data.corpus import build_embedded_corpus
 from nanochat_fp4.locks import held_run, running, running_runs
-from nanochat_fp4.training import run as run_module
-from nanochat_fp4.training.resume import check_writable, save_bytes
+from nanochat_fp4.training import trainer
 from scripts import base_train, tok_train
 
 TAG = "run"
@@ -39,7 +37,7 @@ def folder(tiny_base):
 
 
 def content(folder: Path) -> dict[str, bytes]:
-    return {p.name: p.read_bytes() for p in folder.iterdir()}
+    return {str(p): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -98,13 +96,13 @@ def test_what_a_run_uses_is_not_replaced_under_it(tiny_base, monkeypatch):
 
 def test_a_run_does_not_begin_with_a_tokenizer_that_is_gone(tiny_base, monkeypatch):
     """Replaced between the moment when the run loads it and the moment when the run holds its lock."""
-    real = run_module.held_run
+    real = trainer.held_run
 
     def late(folder):
         tok_train.main(["--vocab-size=300"])
         return real(folder)
 
-    monkeypatch.setattr(run_module, "held_run", late)
+    monkeypatch.setattr(trainer, "held_run", late)
     with pytest.raises(UserError, match="the tokenizer was replaced"):
         base_train.main(BASE)
 
@@ -145,33 +143,27 @@ def test_of_many_pairs_of_runs_under_one_tag_one_trains(fork_server, tiny_base, 
 # A folder that can be written
 
 
-@pytest.mark.parametrize("fault", ["unwritable", "no_room"])
-def test_a_folder_that_takes_no_checkpoint_is_told_before_anything_is_deleted(run, folder, fault):
+@pytest.mark.parametrize(
+    "fault, reason", [(("unwritable",), "Permission denied"), (("small_disk", 200_000), "its disk has 195.3 KB free")]
+)
+def test_a_folder_that_takes_no_checkpoint_is_told_before_anything_is_deleted(run, folder, fault, reason):
     first = run()
     assert first.status == 0, first.log
     before = content(folder)
     # With --overwrite: the checkpoint is larger than what its deletion frees.
-    how = (fault, str(folder)) if fault == "unwritable" else (fault, 200_000)
-    refused = run("--overwrite", "--aspect-ratio=512", fault=how)
+    refused = run("--overwrite", "--aspect-ratio=512", fault=(*fault, *([str(folder)] if len(fault) == 1 else [])))
     folder.chmod(0o755)
-    reason = {"unwritable": "Permission denied", "no_room": "File too large"}[fault]
     last = refused.log.splitlines()[-1]
     assert refused.status == 2 and re.match(rf"error: .*{TAG} cannot take a checkpoint of .*\({reason}\)", last), last
     assert content(folder) == before
 
 
-def test_the_size_of_a_save_is_asked_for(run, folder):
-    """A disk with too little room for one checkpoint, but for everything that is written before it."""
+def test_overwrite_deletes_the_run_and_nothing_else(run, folder):
     assert run().status == 0
-    size = sum(p.stat().st_size for p in folder.glob("*_000003*"))
-    shutil.rmtree(folder)
-    model = torch.nn.Linear(1000, 100, bias=False)
-    assert save_bytes(model) == 3 * 400_000  # weights and two moments
-    refused = run(fault=("no_room", size // 2))
-    assert refused.status == 2 and "a checkpoint" in refused.log and "step" not in refused.log
-    assert not folder.exists()
-
-
-def test_nothing_is_left_of_the_attempt(tmp_path):
-    check_writable(tmp_path / "a" / "b", 10_000_000)
-    assert list((tmp_path / "a" / "b").iterdir()) == []
+    (folder / "plots").mkdir()
+    for name in ("notes.txt", "plots/loss.png"):
+        (folder / name).write_text("mine")
+    again = run("--overwrite", "--num-iterations=1")
+    assert again.status == 0 and "files that no run wrote" in again.log and "notes.txt, plots" in again.log
+    assert (folder / "notes.txt").read_text() == (folder / "plots/loss.png").read_text() == "mine"
+    assert [p.name for p in folder.glob("step_*")] == ["step_000001"]

@@ -1,0 +1,792 @@
+"""
+A training run: one loop for all four stages. A stage is a subclass of Trainer.
+
+    class MyStage(Trainer):
+        def __init__(self, args, process):
+            super().__init__("mine", args, process)
+            ...                                     # the model, its method, its optimizers and its data, in this order:
+                                                    # open_folder, adopt, convert, divide, make_step, record
+        def batches(self, position): ...            # (*batch, position) for ever, from a saved position on
+        def evaluate(self, last): ...               # {"val_bpb": ...} before this step, {} if none is due
+        def report(self): ...
+
+    run_stage(args, MyStage)
+
+A step consists of micro-batches and an update. A resumed run computes the same bits as an uninterrupted one. A
+checkpoint therefore has everything that a step depends on: weights, optimizers, random generators, the position in the
+data, `state` and `monitor`.
+"""
+
+import argparse
+import contextlib
+import functools
+import math
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import nanochat_fp4 as nf
+from nanochat_fp4.cli import UserError, format_seconds, is_out_of_memory, require
+from nanochat_fp4.common import (
+    announce,
+    autodetect_device_type,
+    compute_cleanup,
+    compute_init,
+    get_rng_state,
+    mean_over_ranks,
+    of_all_ranks,
+    preserved_rng,
+    print0,
+    seed_micro_batch,
+    set_rng_state,
+    use_deterministic_kernels,
+)
+from nanochat_fp4.data.tokenizer import RustBPETokenizer
+from nanochat_fp4.evaluation.metrics import LossMonitor, MetricsLog
+from nanochat_fp4.evaluation.report import get_report
+from nanochat_fp4.hardware import environment_info, get_peak_flops, peak_memory
+from nanochat_fp4.locks import held_run
+from nanochat_fp4.models.families import config_record
+from nanochat_fp4.models.gpt import compile_layers
+from nanochat_fp4.models.optim import Schedule
+from nanochat_fp4.models.optim8bit import LeanState, set_state
+from nanochat_fp4.nvfp4.phases import MethodPlan
+from nanochat_fp4.nvfp4.quantized_training import QuantizedTraining
+from nanochat_fp4.nvfp4.recipes import Recipe, to_record
+from nanochat_fp4.parallel import check_parallel, full_state_dict, is_sharded, shard
+from nanochat_fp4.progress import Progress
+from nanochat_fp4.signals import StopRequested, StopSignals
+from nanochat_fp4.training import resume
+from nanochat_fp4.training.checkpoint_manager import (
+    delete_remains,
+    forget_later_checkpoints,
+    list_steps,
+    load_checkpoint,
+    not_finite,
+    prune_checkpoints,
+    read_meta,
+    save_checkpoint,
+)
+from nanochat_fp4.training.load_model import checkpoint_folder, load_weights, register_recipes
+from nanochat_fp4.training.micro_batch import auto_device_batch_size, memory_lever
+from nanochat_fp4.training.startup import Phases, rare_collections
+from nanochat_fp4.training.step import Batch, TrainingStep
+from nanochat_fp4.training.telemetry import layer_telemetry, name_nonfinite, summarize_telemetry
+from nanochat_fp4.training.wandb_run import setup_tracker
+
+MAX_SKIPPED_IN_A_ROW = 10  # --on-nonfinite=skip stops after so many skipped updates in a row.
+
+
+@dataclass(frozen=True)
+class Process:
+    """One process of a run, and the contexts that it has entered.
+
+    - until_exit is closed at exit. It has the lock of the run's folder.
+    - until_first_step is closed after the first step.
+    - phases are the parts of the time to the first step.
+    """
+
+    device: torch.device
+    rank: int
+    world_size: int
+    signals: StopSignals
+    until_exit: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+    until_first_step: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+    phases: Phases = field(default_factory=Phases)
+
+
+def run_stage(args: argparse.Namespace, make: "Callable[[argparse.Namespace, Process], Trainer]") -> None:
+    """Runs a stage as a program. Joins torchrun's process group if there is one, trains what make(args, process)
+    returns, and writes its report.
+
+    If a signal has stopped the training, the signal determines the exit status, which is 143 after SIGTERM.
+    """
+    phases = Phases()
+    if args.orthogonalizer == "newton_schulz":
+        require("muon")  # The error must come before the data are prepared, which takes long.
+    # torch reads this variable when CUDA starts.
+    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    if args.deterministic:
+        use_deterministic_kernels()
+    _, rank, _, world_size, device = compute_init(args.device_type or autodetect_device_type(), args.seed)
+    try:
+        with contextlib.ExitStack() as until_exit, StopSignals() as signals, contextlib.ExitStack() as until_first_step:
+            until_first_step.enter_context(rare_collections())
+            trainer = make(args, Process(device, rank, world_size, signals, until_exit, until_first_step, phases))
+            if trainer.train():
+                trainer.report()
+    finally:
+        compute_cleanup()
+    if signals.exit_code:
+        sys.exit(signals.exit_code)
+
+
+def due(every: int, step: int, last: bool) -> bool:
+    """Returns whether something that comes every `every` steps is due before `step`, or at the end of the run. It is
+    never due if `every` is -1."""
+    return every > 0 and (last or step % every == 0)
+
+
+@dataclass
+class State:
+    """The state of the loop that a checkpoint keeps.
+
+    - numbers are the results of the newest evaluation, and best are the best results so far, both by name.
+    - evaluated_at is the step of the newest evaluation.
+    - looked_at is the newest step before which evaluations, samples and telemetry were made.
+    - progress is the part of the run that is done, from 0 to 1.
+    - training_seconds is the time that steps have taken so far.
+    """
+
+    numbers: dict[str, float] = field(default_factory=dict)
+    best: dict[str, float] = field(default_factory=dict)
+    evaluated_at: int = -1
+    looked_at: int = -1
+    progress: float = 0.0
+    training_seconds: float = 0.0
+
+
+@dataclass
+class Update:
+    """The result of an attempted update over all ranks. If `bad` is set, a number was not finite, and nothing was
+    updated. `rate` is the multiplier of the learning rates."""
+
+    loss: float
+    grad_norm: float
+    tokens: int
+    consumed: int
+    bad: bool
+    bad_here: bool
+    rate: float = 0.0
+
+
+class Trainer:
+    """A run of a stage (base, mid, sft or rl). `args` has the flags of flags.add_run_arguments and those of the stage.
+
+    A subclass sets these attributes besides those that the methods below set:
+
+    - tokenizer
+    - rows, seq_len: the rows of a micro-batch, and the tokens of a row
+    - micro_batches: the number of micro-batches of this process in a step
+    - num_steps: the number of steps, or below 1 for one epoch of `conversations`
+    - step_tokens: the tokens in a step of all processes, or None if steps differ in the number of tokens
+    """
+
+    model: nn.Module
+    tokenizer: RustBPETokenizer
+    rows: int
+    seq_len: int
+    micro_batches: int
+    num_steps: int
+    step_tokens: int | None = None
+    conversations: int = 0
+    ahead = True  # The next batch is made while a step computes. RL makes batches with the newest weights.
+    loss: Callable[..., Tensor] | None = None  # a function of (forward, *batch), if it is not the model's own loss
+    rate_flags = "the learning rates"  # The advice after numbers that are not finite names these flags.
+    eval_tokens: int | None = None  # the number of tokens that a validation reads, if it is known
+
+    def __init__(self, stage: str, args: argparse.Namespace, process: Process):
+        self.stage, self.args, self.process, self.device = stage, args, process, process.device
+        self.dry_run = getattr(args, "dry_run", False)  # Only mid_train has this flag.
+        self.sharded = check_parallel(args)
+        self.step, self.state, self.monitor = 0, State(), LossMonitor()
+        self.position: Any = None  # in the data, after the last batch that was trained on
+        self.meta: dict[str, Any] = {}  # what every checkpoint says of this run
+        self.trained: dict[str, Any] = {}  # the metadata of the checkpoint that the weights came from
+        self.start_record: dict[str, Any] = {}  # the stage's entries in the first record of metrics.jsonl
+        self.source: Path | None = None  # the folder of the checkpoint that is resumed, of this run or of its branch
+        self.loaded: tuple[dict[str, Tensor] | None, list[dict[str, Any]]] = None, []  # its weights and optimizers
+        self.saved: tuple[int, int] | None = None  # the step and State.looked_at of the newest checkpoint
+        self.batch: Batch | None = None  # the batch that is trained on next; next_position is the position after it
+        self.next_position: Any = None
+        self.replay: list[tuple[Batch, dict[str, Tensor]]] = []  # the step's batches, each with the generators before
+        self.updating = self.made_first_step = self.warned_of_repetition = False
+        self.skipped_in_a_row = 0
+        self.mfu: float | None = None
+        self.telemetry: str | None = None  # the newest summary of the layers' errors
+        self.environment = environment_info() if process.rank == 0 else None
+
+    # ------------------------------------------------------------------------------------------------------------------
+    # What a stage has of its own
+
+    def batches(self, position: Any) -> Iterator:
+        """An endless iterator over (*batch, position), from a saved position or None on."""
+        raise NotImplementedError
+
+    def evaluate(self, last: bool) -> dict[str, float]:
+        """Returns results by name (val_bpb, mmlu_acc, ...), or {} if no evaluation is due before this step."""
+        return {}
+
+    def before_step(self, last: bool) -> None:
+        """Whatever else the stage does before a step."""
+
+    def further_numbers(self) -> Mapping[str, float]:
+        """Further results of the last step, for the log."""
+        return {}
+
+    def report(self) -> None:
+        """Prints the results of the run, and writes them into the report (log_report)."""
+
+    # ------------------------------------------------------------------------------------------------------------------
+    # The model and its folder
+
+    def open_folder(self, model_tag: str, branch_from: str = "") -> None:
+        """Takes the lock of the run's folder, and reads the checkpoint that is resumed, if there is one."""
+        args, process = self.args, self.process
+        self.model_tag, self.folder = model_tag, checkpoint_folder(self.stage, model_tag)
+        branch = resume.branch_point(branch_from, self.folder) if branch_from else None
+        step = None
+        if not self.dry_run:
+            process.until_exit.enter_context(held_run(self.folder))
+            if process.rank == 0:
+                delete_remains(self.folder)
+            of_all_ranks(None)  # The others look for checkpoints when the remains of a killed save are gone.
+            step = resume.find_resume_step(self.folder, args.resume_from_step, args.overwrite)
+        source = self.folder
+        if step is None and branch:
+            source, step = branch
+        if step is not None:
+            # A lean state is smaller than the FP32 weights that it was saved as, so it is made on the CPU.
+            state = args.state or read_meta(source, step).get("user_config", {}).get("state")
+            device = torch.device("cpu") if state == "lean" else self.device
+            weights, optimizers, self.trained = load_checkpoint(source, step, device, True, process.rank)
+            self.step, self.source, self.loaded = step, source, (weights, optimizers)
+        self.saved = (step, -1) if self.resumes and step is not None else None
+        self.metrics = MetricsLog(self.folder, enabled=process.rank == 0 and not self.dry_run)
+
+    @property
+    def resumes(self) -> bool:
+        """Whether the run goes on from a checkpoint of its own, and not from one that it branches from."""
+        return self.source is not None and self.source == self.folder
+
+    def adopt(self, model: nn.Module, tokenizer: RustBPETokenizer, settings: dict[str, Any], steps: int) -> None:
+        """Gives the run a model that was made from flags. The model gets the weights of the checkpoint, if there is
+        one.
+
+        Raises UserError if the checkpoint has other settings, or if it has more than `steps` steps.
+        """
+        self.model, self.tokenizer = model, tokenizer
+        resume.check_tokenizer(tokenizer.fingerprint())
+        if self.source is not None:
+            where = f"checkpoint of step {self.step} in {self.source}"
+            if self.resumes:
+                register_recipes(self.trained, where)
+            else:  # A branch may have another method than the run that it leaves.
+                settings = {k: v for k, v in settings.items() if k not in ("method", "head", *resume.BRANCH_SETTINGS)}
+            resume.check_same_run(settings, self.trained.get("run_config"), self.source)
+            load_weights(model, self.take_weights(), where)
+            set_state(model, self.lean_or_fp32, self.trained_with("state", "fp32"))
+            model.to(self.device)
+            if self.step > steps:
+                raise UserError(
+                    f"the {where} is beyond this run's {steps} steps; lengthen the run (--num-iterations), or begin at "
+                    "an earlier step"
+                )
+        resume.check_disk(self.folder, model, self.args.overwrite)
+
+    def take_weights(self) -> dict[str, Tensor]:
+        """Returns the weights that are resumed, and forgets them: a second reference would keep them in memory."""
+        weights, parts = self.loaded
+        self.loaded = None, parts
+        return weights or {}
+
+    def trained_with(self, flag: str, default: Any = None) -> Any:
+        """The value of a flag with which the weights were trained."""
+        return self.trained.get("user_config", {}).get(flag) or default
+
+    @property
+    def lean_or_fp32(self) -> str:
+        """The --state of the run."""
+        return self.args.state or self.trained_with("state", "fp32")
+
+    @functools.cached_property
+    def lean(self) -> LeanState | None:
+        """The lean optimizer state, or None without --state=lean."""
+        return LeanState(self.model, self.args.seed) if self.lean_or_fp32 == "lean" else None
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """The dtype of matrix products (gpt.autocast). None stands for BF16 on a GPU."""
+        return torch.float32 if getattr(self.args, "dtype", "") == "float32" else None
+
+    # ------------------------------------------------------------------------------------------------------------------
+    # From the model to a step
+
+    def convert(
+        self, method: str, recipe: Recipe | str, plan: MethodPlan | None = None, steps: int = 0, **options: Any
+    ) -> None:
+        """Gives the layers the recipe. `plan` says which methods follow each other in a run of so many steps.
+        `options` are further arguments of nf.convert."""
+        self.method = method
+        nf.convert(self.model, recipe, per_token_in_eval=False, **options)
+        self.quantized = QuantizedTraining(self.model, plan, steps)
+        # The layers get the method of the step before. train_step changes it after the evaluation before a step.
+        self.quantized.set_progress(max(self.step - 1, 0))
+
+    def divide(self, compiled: bool) -> None:
+        """Spreads the weights over the processes under --parallel=fsdp. Sets the forward pass for training, compiled
+        or not."""
+        if self.sharded:
+            shard(self.model, torch.bfloat16 if self.device.type == "cuda" and self.dtype is None else None)
+        self.forward = compile_layers(self.model) if compiled else self.model
+
+    def make_step(
+        self,
+        optimizers: Sequence[torch.optim.Optimizer],
+        schedule: Schedule,
+        kind: type[TrainingStep] = TrainingStep,
+    ) -> None:
+        """Makes training_step, an object of `kind`, which is TrainingStep or a subclass."""
+        self.schedule = schedule
+        loss = {"loss": self.loss} if self.loss else {}
+        self.training_step = kind(
+            self.model, optimizers, self.forward, self.quantized, self.dtype, lean=self.lean, **loss
+        )
+
+    def record(
+        self,
+        settings: dict[str, Any],
+        recipes: Sequence[Recipe],
+        changes: dict[str, Any],
+        tunable: Mapping[str, Any] = {},
+        **metadata: Any,
+    ) -> None:
+        """Sets the metadata that every checkpoint of this run will have.
+
+        - settings decide the bits of the run, so a resumed run must have the same ones.
+        - changes are values that took the place of flags' values, such as the one for --device-batch-size=auto.
+        - tunable are settings that a resumed run may change, with a note that names the change.
+        - metadata are further entries.
+
+        Raises UserError if the checkpoint that is resumed has other settings.
+        """
+        if self.resumes:
+            resume.check_same_run(settings, self.trained.get("run_config"), self.folder)
+        self.meta = {
+            "model_config": config_record(self.model.config),  # the arguments of the model's class, nanochat's names
+            "run_config": settings,
+            "tunable": {"world_size": self.process.world_size, "parallel": self.args.parallel, **tunable},
+            "user_config": {**vars(self.args), "method": self.method, **changes},
+            "recipes": [to_record(recipe) for recipe in dict.fromkeys(recipes)],
+            "commit": self.environment and self.environment["commit"],
+            **metadata,
+        }
+
+    # ------------------------------------------------------------------------------------------------------------------
+    # The loop
+
+    def train(self) -> bool:
+        """Trains until the end of the run or until a signal. Returns whether the end was reached.
+
+        Raises UserError if the run cannot go on, because numbers are not finite, or because memory or the disk is full.
+        """
+        self.begin()
+        while True:
+            last = self.finished
+            stopping = self.process.signals.received(self.device)
+            if not stopping:
+                try:
+                    self.look(last)
+                except StopRequested:
+                    stopping = True
+            end = last or stopping
+            is_due = due(self.args.save_every, self.step, False) or self.step in self.args.save_at
+            if end or (self.step > 0 and is_due):
+                saved = self.save(self.step, get_rng_state(self.device), self.position)
+                if end and not saved:
+                    raise self.failure(
+                        f"step {self.step} could not be saved (see the warning above); free some disk space and go on "
+                        "from the checkpoint before it with --resume-from-step latest"
+                    )
+            if end:
+                break
+            self.train_step()
+        self.progress.close()
+        self.tracker.finish()
+        if stopping:
+            of_total = "" if self.by_epoch else f" of {self.num_steps}"
+            print0(f"{self.process.signals.name}: stopped at step {self.step}{of_total}, saved in {self.folder}")
+            if self.args.resume_from_step != "latest":  # With latest, the same command resumes the run.
+                print0("go on with: --resume-from-step latest")
+        return not stopping
+
+    def begin(self) -> None:
+        """Does everything that comes before the first step. --overwrite deletes the old run as late as possible, when
+        nothing can refuse the new run any more."""
+        self.process.phases.end("model")
+        if self.source is not None:
+            self.restore()
+        self.loader = self.batches(self.position)
+        if not self.finished and self.ahead:
+            self.fetch()
+        project = "nanochat" if self.stage == "base" else f"nanochat-{self.stage}"
+        self.tracker = setup_tracker(self.args.run, project, self.meta["user_config"])
+        if resume.starts_over(self.args) and not self.dry_run:
+            resume.start_over(self.folder, self.process.rank)
+        self.metrics.rewind(self.step if self.resumes else None)
+        record = {
+            "stage": self.stage, "method": self.method, "num_iterations": self.num_steps, "backend": str(nf.backend()),
+            "world_size": self.process.world_size, "config": self.meta["user_config"], "environment": self.environment,
+        }  # fmt: skip
+        self.metrics.append("start", self.step, **record | self.start_record)
+        self.progress = Progress(
+            total=None if self.by_epoch else self.num_steps,
+            desc="train" if self.stage == "base" else self.stage,
+            unit="step",
+            initial=self.step,
+        )
+        self.process.phases.end("first batch")
+
+    def restore(self) -> None:
+        """Restores optimizers, random generators, data position, loop and loss monitor. The model has its weights
+        already, because they must be there before the layers are converted and the weights divided."""
+        (_, parts), self.loaded = self.loaded, (None, [])
+        resume.restore_optimizers(self.training_step.optimizers, parts, self.trained, self.source)
+        rank = self.process.rank
+        set_rng_state(parts[rank if rank < len(parts) else 0]["rng"], self.device)
+        self.position = resume.position_of(parts)
+        self.state, self.monitor = State(**self.trained["loop_state"]), LossMonitor(self.trained["loss_state"])
+        self.saved = self.saved and (self.step, self.state.looked_at)
+        branch = "" if self.resumes else f" of {self.source.name}"
+        print0(f"Resuming from step {self.step}{branch}")
+        for change in resume.changed_settings(self.trained, self.meta):
+            print0(f"  note: {change}")
+
+    @property
+    def by_epoch(self) -> bool:
+        """Whether the length of the run is one epoch."""
+        return self.num_steps < 1
+
+    @property
+    def finished(self) -> bool:
+        """Whether the run has reached its end."""
+        return self.state.progress >= 1 if self.by_epoch else self.step >= self.num_steps
+
+    @property
+    def looked_before(self) -> bool:
+        """Whether samples and telemetry of this step were made by the process that saved the checkpoint."""
+        return self.state.looked_at == self.step
+
+    def fetch(self) -> None:
+        """Makes the next batch on the CPU while the GPU computes. self.position stays that of the batch before."""
+        *batch, self.next_position = next(self.loader)
+        self.batch = tuple(batch)
+
+    def save(self, step: int, rng: dict[str, Tensor], position: Any) -> bool:
+        """Saves a checkpoint, and returns whether all of it is on the disk. All processes must call this function
+        together. Raises UserError if a weight or a moment is not finite."""
+        # A step can have been saved before its last evaluation, because of a signal. It is then saved again.
+        if self.dry_run or (step, self.state.looked_at) == self.saved:
+            return True
+        rank = self.process.rank
+        optimizers = [optimizer.state_dict() for optimizer in self.training_step.optimizers]
+        of_rank = {"optimizers": optimizers, "rng": rng, "dataloader": position}
+        meta = {
+            **self.state.numbers,
+            **self.meta,
+            "loop_state": asdict(self.state),
+            "loss_state": self.monitor.state,
+        }
+        weights = full_state_dict(self.model, rank)
+        if bad := next(filter(None, of_all_ranks(next(not_finite({"weight": weights, **of_rank}), None))), None):
+            raise self.lost(f"step {step}: {bad} is not finite, so nothing is saved")
+        saved = save_checkpoint(self.folder, step, weights, of_rank, meta, rank)
+        if saved:
+            self.saved = step, self.state.looked_at
+            if rank == 0:
+                if self.args.resume_from_step != "latest":
+                    # These checkpoints are left from before the run was resumed from an earlier step.
+                    forget_later_checkpoints(self.folder, step)
+                prune_checkpoints(self.folder, self.args.keep_last, step)
+        return saved
+
+    def failure(self, text: str) -> UserError:
+        """Ends the progress bar, and returns the error that ends the run."""
+        self.progress.close()
+        return UserError(text)
+
+    def lost(self, problem: str) -> UserError:
+        """Returns the error that ends a run whose weights are not finite any more."""
+        good = list_steps(self.folder)[:1]
+        remedy = f"go on from the newest checkpoint, --resume-from-step {good[0]}" if good else "start over"
+        return self.failure(f"{problem}. No step can follow; lower {self.rate_flags} and {remedy}")
+
+    # ------------------------------------------------------------------------------------------------------------------
+    # A step
+
+    def train_step(self) -> None:
+        """Attempts one optimizer step. If numbers of the step are not finite, the step updates nothing."""
+        if not self.made_first_step:
+            self.process.phases.end("evaluation")
+        if changed := self.quantized.set_progress(self.step):
+            self.progress.write(f"step {self.step:05d} | from here on {changed}")
+            if self.training_step.compiled:
+                torch._dynamo.reset()  # Recipes are constants of compiled code.
+        before = self.step, get_rng_state(self.device), self.position
+        self.replay = []
+        self.training_step.synchronize()
+        self.updating, began, update = False, time.monotonic(), None
+        try:
+            update = self.optimize()
+        except Exception as e:
+            if not is_out_of_memory(e) or self.process.world_size > 1:
+                raise
+        # Outside of the except block the exception is gone, and with it the frames that keep the activations.
+        if update is None:
+            raise self.out_of_memory(before)
+        self.training_step.synchronize()
+        seconds = time.monotonic() - began
+        # Bad numbers may save the run as it was before the step. Its state therefore changes only after them.
+        if update.bad:
+            self.skip(update, before)
+        progress = update.consumed / self.conversations if self.by_epoch else (self.step + 1) / self.num_steps
+        shown = {} if update.bad else self.log(update, seconds, progress)
+        self.skipped_in_a_row *= update.bad
+        self.step, self.state.progress = self.step + 1, progress
+        self.progress.update(1, **shown)
+        if not self.made_first_step:
+            self.made_first_step = True
+            self.process.until_first_step.close()
+            self.process.phases.end("first step, compiling" if self.training_step.compiled else "first step")
+            self.progress.write(f"time to the first step: {self.process.phases}")
+
+    def optimize(self) -> Update:
+        """Computes the micro-batches. Updates the weights if all numbers of all processes are finite."""
+        parts, count, process = self.training_step, self.micro_batches, self.process
+        losses, counted = [], 0
+        with parts.micro_batches(count, self.step):
+            for i in range(count):
+                if not self.ahead:
+                    self.fetch()
+                batch = self.batch
+                # Rank r has the micro-batches r, r + world size, ... of the step (data/dataloader.py).
+                seed_micro_batch(self.args.seed, self.step, i * process.world_size + process.rank)
+                self.replay.append((batch, get_rng_state(self.device)))
+                losses.append(parts.micro_batch(*batch, count=count))
+                counted = counted + (batch[1] >= 0).sum()
+                self.position = self.next_position
+                if self.ahead:
+                    self.fetch()
+        grad_norm = self.model.clip_gradients()
+        loss = torch.stack(losses).mean()
+        bad = ~(torch.isfinite(loss) & torch.isfinite(grad_norm))
+        consumed = torch.full_like(loss, self.position.get("consumed", 0))
+        shared = mean_over_ranks(torch.stack([loss, bad.float(), counted.float(), consumed])).tolist()
+        counted, consumed = (round(number * process.world_size) for number in shared[2:])
+        update = Update(
+            shared[0], float(grad_norm), self.step_tokens or counted, consumed, bad=shared[1] > 0, bad_here=bool(bad)
+        )
+        if not update.bad:
+            update.rate = self.schedule(self.step, self.state.progress if self.by_epoch else self.step / self.num_steps)
+            self.updating = True  # The flag stays set to the end of the step.
+            parts.update()
+        return update
+
+    # ------------------------------------------------------------------------------------------------------------------
+    # Before a step
+
+    def look(self, last: bool) -> None:
+        """Evaluates, draws samples and measures the layers, if they are due. Raises StopRequested after a signal."""
+        if self.state.evaluated_at != self.step and (numbers := self.evaluate(last)):
+            self.take_evaluation(numbers)
+        self.before_step(last)
+        self.measure_layers(last)
+        self.state.looked_at = self.step
+
+    @contextlib.contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """A context in which the model evaluates and may draw random numbers. Afterwards training goes on as if it had
+        drawn none."""
+        self.model.eval()
+        try:
+            with preserved_rng(self.device):
+                yield
+        finally:
+            self.model.train()
+
+    def take_evaluation(self, numbers: dict[str, float]) -> None:
+        """Keeps the newest and the best results, and logs them. Raises UserError for a number that is not finite."""
+        if bad := [f"{k} is {v}" for k, v in numbers.items() if not math.isfinite(v)]:
+            raise self.lost(f"step {self.step}: {bad[0]}")
+        best = self.state.best
+        epoch = self.position.get("epoch", 1) if isinstance(self.position, dict) else 1
+        rising = [k for k, v in numbers.items() if ("loss" in k or "bpb" in k) and v > best.get(k, v)]
+        if epoch > 2 and rising and not self.warned_of_repetition:
+            self.warned_of_repetition = True
+            key = rising[0]
+            self.progress.write(
+                f"warning: step {self.step}: the data has been seen {epoch - 1} times, and {key} is rising: "
+                f"{best[key]:.4f} -> {numbers[key]:.4f}; train on more text (--data-dir), or fewer steps"
+            )
+        for key, value in numbers.items():
+            better = min if "loss" in key or "bpb" in key else max
+            best[key] = better(best.get(key, value), value)
+        self.state.numbers |= numbers
+        self.state.evaluated_at = self.step
+        self.progress.write(f"step {self.step:05d} | " + ", ".join(f"{k} {v:.4f}" for k, v in numbers.items()))
+        named = {key.removeprefix("val_"): value for key, value in numbers.items()}
+        tokens = {"tokens": self.eval_tokens} if self.eval_tokens else {}
+        self.metrics.append("val", self.step, **named, **tokens)
+        self.track("val", named)
+
+    def forward_backward(self, batch: Batch) -> None:
+        """Computes a pass that changes nothing but gradients, without the compiler."""
+        with self.training_step.autocast():
+            self.training_step.loss(self.model, *batch).backward()
+
+    def measure_layers(self, last: bool) -> None:
+        """Measures the quantization error of every layer on the first row of the next batch, if this is due."""
+        is_due = self.batch and not last and not self.looked_before and due(self.args.telemetry_every, self.step, last)
+        if not is_due or not self.quantized.quantizes():
+            return
+        batch = tuple(part[:1] for part in self.batch)
+        with preserved_rng(self.device):
+            telemetry = layer_telemetry(self.model, lambda: self.forward_backward(batch))
+        self.telemetry = f"step {self.step}: {summarize_telemetry(telemetry)}"
+        self.progress.write(self.telemetry)
+        self.metrics.append("telemetry", self.step, layers=telemetry)
+        self.track("within layers", {f"{n}/{k}": v for n, t in telemetry.items() for k, v in t.items()})
+
+    # ------------------------------------------------------------------------------------------------------------------
+    # After a step
+
+    def skip(self, update: Update, before: tuple) -> None:
+        """Names the layer with the first number of a step that is not finite. Raises UserError unless such steps may be
+        skipped. A step is never skipped because of a weight, which the next step would have again."""
+        if is_sharded(self.model):  # A process that has a shard of the weights cannot compute the step again by itself.
+            place = "a process that shares the weights; --parallel=ddp names the layer"
+        else:
+            places = enumerate(of_all_ranks(self.first_bad_layer() if update.bad_here else None))
+            place = min((p.startswith("the loss itself"), r, f"{p} (rank {r})") for r, p in places if p)[2]
+        self.model.zero_grad(set_to_none=True)
+        problem = f"step {self.step}: loss {update.loss:.4g}, first not finite: {place}"
+        self.skipped_in_a_row += 1
+        self.metrics.append("skip", self.step, place=place, loss=str(update.loss))
+        if place.startswith("weight of"):
+            raise self.lost(problem)
+        if self.args.on_nonfinite == "stop" or self.skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
+            self.save(*before)
+            raise self.failure(
+                f"{problem}. Saved as it was before this step in {self.folder}; lower {self.rate_flags} and start "
+                "over, or skip such steps: --resume-from-step latest --on-nonfinite skip"
+            )
+        self.monitor.state["skipped"] += 1
+        self.progress.write(f"warning: {problem}; update skipped")
+
+    def first_bad_layer(self) -> str:
+        """Computes the micro-batches of the step again, and returns the source of the first number that is not
+        finite."""
+        place = ""
+        for batch, rng in self.replay:
+
+            def again(batch: Batch = batch, rng: dict[str, Tensor] = rng) -> None:
+                set_rng_state(rng, self.device)
+                self.forward_backward(batch)
+
+            with preserved_rng(self.device):
+                place = name_nonfinite(self.model, again)
+            if not place.startswith("the loss itself"):
+                break
+        return place
+
+    @functools.cached_property
+    def flops_per_token(self) -> int:
+        """FLOPs of a token in training."""
+        return self.model.estimate_flops()
+
+    @functools.cached_property
+    def peak_flops(self) -> float | None:
+        """The dense BF16 peak of the GPU in FLOP/s, or None if it is not known."""
+        return get_peak_flops(torch.cuda.get_device_name(self.device)) if self.device.type == "cuda" else None
+
+    def log(self, update: Update, seconds: float, progress: float) -> dict[str, str]:
+        """Writes the numbers of a step to metrics.jsonl and to the tracker. Returns those beside the progress bar."""
+        average, loss = self.monitor.state["mean"], update.loss
+        if self.monitor.update(loss):
+            self.progress.write(f"warning: step {self.step}: loss {loss:.4f} is a spike (average {average:.4f})")
+            self.metrics.append("spike", self.step, loss=loss, average=average)
+        self.state.training_seconds += seconds
+        speed, further = update.tokens / seconds, self.further_numbers()
+        if self.peak_flops and self.step_tokens:
+            self.mfu = 100 * self.flops_per_token * speed / (self.peak_flops * self.process.world_size)
+        numbers: dict[str, Any] = {
+            **further, "lrm": update.rate, "dt": seconds, "tok_per_sec": speed, "mfu": self.mfu,
+            "grad_norm": update.grad_norm, "tokens": update.tokens,
+        }  # fmt: skip
+        losses = {"loss": loss, "smoothed_loss": self.monitor.smoothed}
+        self.metrics.append("train", self.step, **losses, progress=progress, **numbers)
+        if self.step % 10 == 0:
+            numbers |= {"loss": self.monitor.smoothed} | {k: self.monitor.state[k] for k in ("spikes", "skipped")}
+            self.track("train", numbers | {"peak_memory_mib": peak_memory(self.device) / 2**20})
+        shown = {"loss": f"{self.monitor.smoothed:.4f}", "lrm": f"{update.rate:.2f}"}
+        shown |= {key: f"{value:.4g}" for key, value in further.items()} | {"tok/s": f"{speed:,.0f}"}
+        if self.mfu is not None:
+            shown["mfu"] = f"{self.mfu:.1f}%"
+        if self.by_epoch:
+            shown["epoch"] = f"{100 * progress:.1f}%"
+        return shown
+
+    def track(self, event: str, numbers: dict[str, Any]) -> None:
+        """Logs numbers to wandb or trackio. Their names are nanochat's and the same in every stage: train/loss,
+        val/bpb, ..."""
+        values = {f"{event}/{key}": value for key, value in numbers.items() if value is not None}
+        if self.step_tokens:
+            values["total_training_tokens"] = self.step_tokens * self.step
+            values["total_training_flops"] = self.flops_per_token * self.step_tokens * self.step
+        values["total_training_time"] = self.state.training_seconds
+        self.tracker.log({"step": self.step, **values})
+
+    def out_of_memory(self, before: tuple) -> UserError:
+        """Saves the run if possible. Returns the error that ends the run, which names the micro-batch that fits."""
+        self.replay, self.batch = [], None
+        self.training_step.drop_graphs()
+        self.model.zero_grad(set_to_none=True)
+        # In the middle of an update, only some of the weights may be updated.
+        saved, rows = not self.updating and self.save(*before), self.rows
+        try:
+            fitting_rows = auto_device_batch_size(
+                self.model, rows * self.micro_batches, self.seq_len, self.training_step.dtype, below=rows
+            )
+            advice = f"--device-batch-size={fitting_rows} fits (the batch of a step stays the same)"
+        except UserError:
+            advice = "no smaller batch fits either"
+        lever = memory_lever(self.model, rows, self.seq_len)
+        advice += f"; by count, {lever}" if lever else ""
+        go_on = "; go on with it and --resume-from-step latest" if saved else ""
+        # The rows of a micro-batch are padded to one length, so the micro-batch's size decides the bits.
+        if self.stage in ("sft", "rl"):
+            go_on = "; start over with it and --overwrite"
+        return self.failure(f"out of memory at step {self.step} with --device-batch-size={rows}; {advice}{go_on}")
+
+    # ------------------------------------------------------------------------------------------------------------------
+    # The report
+
+    def log_report(self, section: str, about: dict[str, Any], outcome: dict[str, Any]) -> None:
+        """Prints the outcome of the run, and writes it together with `about` into the report under `section`."""
+        done_before = self.resumes and self.trained["step"] == self.step
+        if done_before:
+            print0(f"Nothing to do: {self.model_tag} is through this stage ({self.step} steps)")
+        outcome = outcome | {
+            "Number of iterations": self.step,
+            "DDP world size": self.process.world_size,
+            "Training time": format_seconds(self.state.training_seconds),
+            "Peak memory usage": f"{peak_memory(self.device) / 2**20:.2f}MiB" if self.device.type == "cuda" else None,
+            "Training loss (smoothed)": self.monitor.smoothed,
+            "Loss spikes": self.monitor.state["spikes"],
+            "Skipped updates": self.monitor.state["skipped"],
+            "Quantization error": self.telemetry,
+        }
+        outcome = {k: v for k, v in outcome.items() if v is not None}
+        announce({k: f"{v:.6f}" if isinstance(v, float) else v for k, v in outcome.items()})
+        report, evaluated_at = get_report(self.model_tag), self.trained.get("loop_state", {}).get("evaluated_at", -1)
+        # Otherwise the run was killed before it could report, or was stopped before its last evaluation.
+        if self.dry_run or (done_before and report.path(section).exists() and self.state.evaluated_at == evaluated_at):
+            return
+        report.log(section, [{"Layers": str(self.model.nf_report).splitlines()} | about | outcome])
