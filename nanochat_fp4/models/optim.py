@@ -222,7 +222,54 @@ def _compiled_muon_update() -> Callable[..., None]:
     return torch.compile(muon_update, dynamic=False, fullgraph=True)
 
 
-class Muon(torch.optim.Optimizer):
+class _SharedOptimizer(torch.optim.Optimizer):
+    """An optimizer whose state is divided among the ranks, and whose state dict knows their number."""
+
+    moment: str  # the key of the moment whose shape says which part of a parameter the state belongs to
+
+    def __init__(self, params: Iterable[Any], defaults: dict[str, Any], lean: LeanState | None):
+        self.lean = lean
+        self.rank, self.world_size = rank_and_world_size()
+        super().__init__(params, defaults | {"world_size": self.world_size})
+
+    def resharded(self, states: list[dict[str, Any]]) -> dict[str, Any]:
+        """Returns the state dict of this rank, from those of all ranks of a run with another number of ranks, in
+        order."""
+        groups, state = states[0]["param_groups"], {}
+        for group, saved in zip(self.param_groups, groups, strict=True):
+            self._reshard(group, saved["params"], [s["state"] for s in states], state)
+        return {"state": state, "param_groups": [{**group, "world_size": self.world_size} for group in groups]}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restores the state exactly. Raises ValueError for the state of another model or number of processes."""
+        saved = {group.get("world_size", self.world_size) for group in state_dict["param_groups"]}
+        if saved != {self.world_size}:
+            raise ValueError(
+                f"the optimizer state was saved with {max(saved)} processes and this run has {self.world_size}; resume "
+                f"with --nproc_per_node={max(saved)}, or start from the weights alone"
+            )
+        for group, numbers in zip(self.param_groups, (g["params"] for g in state_dict["param_groups"])):
+            for p, number in zip(group["params"], numbers):
+                moment = state_dict["state"].get(number, {}).get(self.moment)
+                expected = self._moment_shape(group, p)
+                if moment is not None and tuple(moment.shape) != expected:
+                    raise ValueError(
+                        f"the saved {self.moment} is {tuple(moment.shape)} and {expected} is needed; resume with the "
+                        "same model and the same number of processes"
+                    )
+        load_state(self, state_dict)
+        for group in self.param_groups:  # a state saved by nanochat lacks some of these keys
+            group.update({key: value for key, value in self.defaults.items() if key == "fused" or key not in group})
+
+    def _moment_shape(self, group: dict[str, Any], p: Tensor) -> tuple[int, ...]:
+        raise NotImplementedError
+
+    def _reshard(self, group: dict[str, Any], numbers: list[int], states: list[dict], state: dict) -> None:
+        """Adds this rank's state of the parameters `numbers` to `state`."""
+        raise NotImplementedError
+
+
+class Muon(_SharedOptimizer):
     """
     Muon for matrices. The formula is at the top of this file.
 
@@ -244,6 +291,8 @@ class Muon(torch.optim.Optimizer):
     installed.
     """
 
+    moment = "momentum_buffer"
+
     def __init__(
         self,
         params: Iterable[Tensor],
@@ -263,13 +312,10 @@ class Muon(torch.optim.Optimizer):
         for p in params:
             if p.ndim != 2:
                 raise ValueError(f"Muon is for matrices, not for shape {tuple(p.shape)}; give this one to AdamW")
-        self.rank, self.world_size = rank_and_world_size()
-        self.lean = lean
         self.stack_elements = stack_elements if lean is None else min(stack_elements, lean.stack_elements)
         shapes = sorted({tuple(p.shape) for p in params})  # Sorting gives the same order on all ranks.
         groups = [dict(params=[p for p in params if tuple(p.shape) == shape]) for shape in shapes]
-        defaults = dict(lr=lr, momentum=momentum, beta2=beta2, weight_decay=weight_decay, world_size=self.world_size)
-        super().__init__(groups, defaults)
+        super().__init__(groups, dict(lr=lr, momentum=momentum, beta2=beta2, weight_decay=weight_decay), lean)
 
     @torch.no_grad()
     def step(self) -> None:
@@ -316,78 +362,39 @@ class Muon(torch.optim.Optimizer):
             new_moment(state, "momentum_buffer", stack[:1].expand(chunk, -1, -1), lean is not None)
             shape = (chunk, rows, 1) if rows >= columns else (chunk, 1, columns)
             state["second_momentum_buffer"] = stack.new_zeros(shape, dtype=dtype)
-        update = _compiled_muon_update() if stack.is_cuda else muon_update
-
-        def apply(weights: Tensor, grads: Tensor, momentum_buffer: Tensor) -> None:
-            update(
-                weights,
-                grads,
-                momentum_buffer,
-                state["second_momentum_buffer"][part],
-                torch.tensor(group["momentum"], dtype=torch.float32),
-                torch.tensor(group["beta2"], dtype=torch.float32),
-                torch.tensor(group["lr"] * max(1.0, rows / columns) ** 0.5, dtype=torch.float32),
-                torch.tensor(group["weight_decay"], dtype=torch.float32),
-                torch.bfloat16 if stack.is_cuda else dtype,  # BF16 products can be very slow on other devices.
-                self.orthogonalize,
-            )
-
+        options = {name: group[name] for name in ("momentum", "beta2", "lr", "weight_decay")}
+        options["lr"] *= max(1.0, rows / columns) ** 0.5
+        update = functools.partial(
+            _compiled_muon_update() if stack.is_cuda else muon_update,
+            second_momentum_buffer=state["second_momentum_buffer"][part],
+            **{name: torch.tensor(value, dtype=torch.float32) for name, value in options.items()},
+            dtype=torch.bfloat16 if stack.is_cuda else dtype,  # BF16 products can be very slow on other devices.
+            orthogonalize=self.orthogonalize,
+        )
         if lean is None:
-            apply(stack, grads, state["momentum_buffer"][part])
+            update(stack, grads, state["momentum_buffer"][part])
         else:
             own = group["params"][self.rank * chunk :][part]
-            lean.update(apply, state, ["momentum_buffer"], part, own, stack, grads)
+            lean.update(update, state, ["momentum_buffer"], part, own, stack, grads)
 
-    def resharded(self, states: list[dict[str, Any]]) -> dict[str, Any]:
-        """The state dict of this rank, from those of all ranks of a run with another number of ranks, in order."""
-        result = _state_dict_of(states[0], self.world_size)
-        for group, saved in zip(self.param_groups, states[0]["param_groups"], strict=True):
-            chunk, first = self._owned(group), saved["params"][0]
-            mine = slice(self.rank * chunk, (self.rank + 1) * chunk)
-            parts = [state["state"][first] for state in states if first in state["state"]]
-            for key in parts[0] if parts and self.rank * chunk < len(group["params"]) else ():
-                whole = torch.cat([part[key] for part in parts])[: len(group["params"])][mine]
-                missing = whole.new_zeros(chunk - len(whole), *whole.shape[1:])
-                result["state"].setdefault(first, {})[key] = torch.cat((whole, missing))
-        return result
+    def _moment_shape(self, group: dict[str, Any], p: Tensor) -> tuple[int, ...]:
+        return self._owned(group), *p.shape
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore exactly. Raises ValueError for the state of another number of processes."""
-        _check_world_size(state_dict, self.world_size)
-        for group, saved in zip(self.param_groups, state_dict["param_groups"]):
-            buffer = state_dict["state"].get(saved["params"][0], {}).get("momentum_buffer")
-            expected = (self._owned(group), *group["params"][0].shape)
-            if buffer is not None and tuple(buffer.shape) != expected:
-                raise ValueError(
-                    f"the saved momentum of Muon is {tuple(buffer.shape)} and {expected} is needed; resume with the "
-                    "same model and the same number of processes"
-                )
-        load_state(self, state_dict)
-        for group in self.param_groups:  # a state saved by nanochat lacks some of these keys
-            for key, value in self.defaults.items():
-                group.setdefault(key, value)
-
-
-def _state_dict_of(state_dict: dict[str, Any], world_size: int) -> dict[str, Any]:
-    """Returns a state dict with the groups of state_dict, this world_size, and no state."""
-    groups = [{**group, "world_size": world_size} for group in state_dict["param_groups"]]
-    return {"state": {}, "param_groups": groups}
-
-
-def _check_world_size(state_dict: dict[str, Any], world_size: int) -> None:
-    saved = {group.get("world_size", world_size) for group in state_dict["param_groups"]}
-    if saved != {world_size}:
-        raise ValueError(
-            f"the optimizer state was saved with {max(saved)} processes and this run has {world_size}; resume with "
-            f"--nproc_per_node={max(saved)}, or start from the weights alone"
-        )
+    def _reshard(self, group: dict[str, Any], numbers: list[int], states: list[dict], state: dict) -> None:
+        chunk, count, first = self._owned(group), len(group["params"]), numbers[0]
+        mine = slice(self.rank * chunk, (self.rank + 1) * chunk)
+        parts = [of_rank[first] for of_rank in states if first in of_rank]
+        for key in parts[0] if parts and self.rank * chunk < count else ():
+            whole = torch.cat([part[key] for part in parts])[:count][mine]
+            missing = whole.new_zeros(chunk - len(whole), *whole.shape[1:])
+            state.setdefault(first, {})[key] = torch.cat((whole, missing))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # AdamW
 
 
-class AdamW(torch.optim.Optimizer):
+class AdamW(_SharedOptimizer):
     """
     AdamW by torch's fused kernel. The ranks share its state and its work: each rank updates some rows of a parameter.
 
@@ -396,6 +403,8 @@ class AdamW(torch.optim.Optimizer):
     lean is the LeanState of a run whose matrices are BF16 and whose moments have 8 bits, otherwise None. step() raises
     ValueError if gradients are missing.
     """
+
+    moment = "exp_avg"
 
     def __init__(
         self,
@@ -406,11 +415,8 @@ class AdamW(torch.optim.Optimizer):
         weight_decay: float = 0.01,
         lean: LeanState | None = None,
     ):
-        self.lean = lean
-        self.rank, self.world_size = rank_and_world_size()
         # "fused" is a key of torch, with which loading a state keeps the step count on the device.
-        defaults = dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, fused=True, world_size=self.world_size)
-        super().__init__(params, defaults)
+        super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, fused=True), lean)
 
     @torch.no_grad()
     def step(self) -> None:
@@ -458,33 +464,15 @@ class AdamW(torch.optim.Optimizer):
             state["step"].copy_(before)
             lean.update(apply, state, ["exp_avg", "exp_avg_sq"], part, [p], own[part], grad[part], first_row)
 
-    def resharded(self, states: list[dict[str, Any]]) -> dict[str, Any]:
-        """The state dict of this rank, from those of all ranks of a run with another number of ranks, in order."""
-        result = _state_dict_of(states[0], self.world_size)
-        for group, saved in zip(self.param_groups, states[0]["param_groups"], strict=True):
-            for p, index in zip(group["params"], saved["params"], strict=True):
-                rows = self._own_rows(p).shape[:1]
-                for key, part in states[0]["state"].get(index, {}).items():
-                    if part.ndim and len(part) < len(p):  # each rank saved some of the rows
-                        part = torch.cat([state["state"][index][key] for state in states])
-                    if part.ndim and rows[0] < len(p):
-                        part = part[self.rank * rows[0] : (self.rank + 1) * rows[0]].clone()
-                    result["state"].setdefault(index, {})[key] = part
-        return result
+    def _moment_shape(self, group: dict[str, Any], p: Tensor) -> tuple[int, ...]:
+        return tuple(self._own_rows(p).shape)
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore exactly. Raises ValueError for the state of another number of processes."""
-        _check_world_size(state_dict, self.world_size)
-        for group, saved in zip(self.param_groups, state_dict["param_groups"]):
-            for p, index in zip(group["params"], saved["params"]):
-                exp_avg = state_dict["state"].get(index, {}).get("exp_avg")
-                if exp_avg is not None and exp_avg.shape != self._own_rows(p).shape:
-                    raise ValueError(
-                        f"the saved state of AdamW is {tuple(exp_avg.shape)} and {tuple(self._own_rows(p).shape)} is "
-                        "needed; resume with the same model and the same number of processes"
-                    )
-        load_state(self, state_dict)
-        for group in self.param_groups:
-            group["fused"] = True
-            for key, value in self.defaults.items():
-                group.setdefault(key, value)
+    def _reshard(self, group: dict[str, Any], numbers: list[int], states: list[dict], state: dict) -> None:
+        for p, number in zip(group["params"], numbers, strict=True):
+            rows = self._own_rows(p).shape[:1]
+            for key, part in states[0].get(number, {}).items():
+                if part.ndim and len(part) < len(p):  # each rank saved some of the rows
+                    part = torch.cat([of_rank[number][key] for of_rank in states])
+                if part.ndim and rows[0] < len(p):
+                    part = part[self.rank * rows[0] : (self.rank + 1) * rows[0]].clone()
+                state.setdefault(number, {})[key] = part

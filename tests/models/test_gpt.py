@@ -474,3 +474,17 @@ def test_compiles_with_aot_autograd(recompute):
         compiled(ids, ids.roll(-1, 1), loss_reduction=reduction).sum().backward()
         for name, p in model.named_parameters():
             torch.testing.assert_close(p.grad, grads[name], msg=name)
+
+
+def test_rates_after_pretraining_keep_their_fraction():
+    """The schedule multiplies initial_lr, so init_lr_frac must be in it: a stage would train at 1 / frac times its
+    rate."""
+    model = make(n_layer=1)
+    rates = {"unembedding_lr": 0.004, "embedding_lr": 0.2, "matrix_lr": 0.02}
+    optimizers, schedule = model.setup_finetuning(rates, 0.5, lambda progress: 1 - progress)
+    scale = (model.config.n_embd / 768) ** -0.5
+    want = [0.004 * scale, 0.2 * scale, 0.5 * 0.01, 0.5, *[0.02] * len(optimizers[1].param_groups)]
+    for progress in (0.0, 0.5):
+        schedule(0, progress)
+        got = [group["lr"] for optimizer in optimizers for group in optimizer.param_groups]
+        assert got == pytest.approx([rate * 0.5 * (1 - progress) for rate in want])
