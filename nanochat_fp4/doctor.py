@@ -41,7 +41,7 @@ from nanochat_fp4.nvfp4.format import BYTES
 from nanochat_fp4.nvfp4.hadamard import RHT_DIM
 from nanochat_fp4.nvfp4.makers import Quantization, quantize_operand
 from nanochat_fp4.nvfp4.methods import METHODS, get_recipe
-from nanochat_fp4.nvfp4.probe import EXCLUSIVE, compute_mode, relative_square_error
+from nanochat_fp4.nvfp4.probe import relative_square_error
 from nanochat_fp4.nvfp4.roundings import ROUNDINGS, Rounding
 from nanochat_fp4.self_check import REPEATED, kernel_problem, kernels_of, layer_problem, repeat_problem
 
@@ -192,8 +192,7 @@ def operations(device: torch.device) -> list[str]:
     kernels = use_kernels(device)
     lines = [f"{name:10s} {backend.quantize}" for name in ("quantize", "rotate", "requantize")]
     decode = "Triton" if kernels and device.type == "cuda" else "PyTorch"
-    lines += [f"{'decode':10s} {decode}", f"{'GEMM':10s} {backend.gemm}", f"{'because':10s} {backend.reason}"]
-    return [*lines, f"{'note':10s} {EXCLUSIVE}"] if compute_mode() == "EXCLUSIVE_PROCESS" else lines
+    return [*lines, f"{'decode':10s} {decode}", f"{'GEMM':10s} {backend.gemm}", f"{'because':10s} {backend.reason}"]
 
 
 def versions() -> str:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 import torch
 
 from nanochat_fp4.cli import UserError, one_line
-from nanochat_fp4.nvfp4.dispatch import has_fp8_tensor_cores, use_kernels, uses_mxfp8
+from nanochat_fp4.nvfp4.dispatch import fp8_products, use_kernels
 from nanochat_fp4.nvfp4.format import BLOCK
 from nanochat_fp4.nvfp4.gemm import GemmOperand
 from nanochat_fp4.nvfp4.hadamard import RHT_DIM
@@ -64,9 +64,7 @@ def self_check(
     line = f"self-check passed: {recipe.name} forward and backward as the reference, on {device}"
     operands = [o for part in recipe.parts for o in (part.output.a, part.output.b)]
     if any(o.rounding and o.rounding.fp8 for o in operands):
-        native = has_fp8_tensor_cores(device.type)
-        products = "MXFP8 with block scales of 1" if native and uses_mxfp8(device.type) else "FP8 tensor cores"
-        line += f"; FP8 products: {products if native else 'decoded, which is exact and no faster than BF16'}"
+        line += f"; FP8 products: {fp8_products(device.type)}"
     return line
 
 

@@ -1,4 +1,4 @@
-"""cuBLASLt as nvfp4_kernels.cublaslt calls it, on a CPU.
+"""cuBLASLt as nvfp4_kernels.cublas calls it, on a CPU.
 
 Every argument is checked, and the product is made of the bytes at the addresses that the call names. What the library
 of a Blackwell does beyond that, no test here knows.
@@ -13,7 +13,7 @@ from nanochat_fp4.nvfp4.format import decode, unswizzle_scales
 
 NOT_SUPPORTED = 15  # cublasStatus_t
 DTYPES = {0: torch.float32, 14: torch.bfloat16}  # cudaDataType_t of a result
-FP4, FP8 = 33, 28
+FP4, E4M3, E5M2 = 33, 28, 29
 
 
 def memory(address: ctypes.c_void_p, count: int, dtype: torch.dtype) -> torch.Tensor:
@@ -37,8 +37,12 @@ class Form(NamedTuple):
 
 FORMS = {
     FP4: Form(torch.uint8, torch.float8_e4m3fn, 2, 16),
-    FP8: Form(torch.float8_e4m3fn, torch.float8_e8m0fnu, 1, 32),
+    E4M3: Form(torch.float8_e4m3fn, torch.float8_e8m0fnu, 1, 32),
+    E5M2: Form(torch.float8_e5m2, torch.float8_e8m0fnu, 1, 32),
 }
+
+
+PAIRS = ((FP4, FP4), (E4M3, E4M3), (E5M2, E4M3), (E4M3, E5M2))
 
 
 def multiply(a, a_scales, b, b_scales, alpha):
@@ -51,7 +55,7 @@ def multiply(a, a_scales, b, b_scales, alpha):
 
 
 def multiply_8_bits(a, a_scales, b, b_scales, alpha):
-    """FP32 (M, N) of E4M3 numbers (M, K), (N, K), and flat E8M0 scales in tiles."""
+    """FP32 (M, N) of 8-bit numbers (M, K), (N, K), and flat E8M0 scales in tiles."""
     x, y = (
         t.float() * unswizzle_scales(scales, len(t), t.shape[1] // 32).float().repeat_interleave(32, 1)
         for t, scales in ((a, a_scales), (b, b_scales))
@@ -103,7 +107,7 @@ class SimulatedCublasLt:
         # Pointers on the device; the first operand transposed, the second not; FP4 has E4M3 scales of 16 values.
         assert {key: attributes[key] for key in (2, 3, 4)} == {2: 1, 3: 1, 4: 0}
         (kind_b, k, n, ld_b), (kind_a, k_a, m, ld_a) = self.alive[b.value], self.alive[a.value]
-        assert kind_a == kind_b in (FP4, FP8) and ld_a == ld_b == k == k_a and c.value == d.value
+        assert (kind_a, kind_b) in PAIRS and ld_a == ld_b == k == k_a and c.value == d.value
         assert attributes[31] == attributes[32] == (1 if kind_a == FP4 else 2)  # E8M0 scales of 32 values for FP8
         kind, *out = self.alive[d.value]
         assert out == [n, m, n]
@@ -121,10 +125,10 @@ class SimulatedCublasLt:
     ):
         m, n, k, dtype = self._shape(description, of_b, of_a, of_c, of_d)
         assert c.value == d.value and size.value == algorithm._obj.workspace and workspace.value
-        form = FORMS[self.alive[of_a.value][0]]
+        forms = [FORMS[self.alive[layout.value][0]] for layout in (of_a, of_b)]
         attributes = self.alive[description.value]
         operands = []
-        for at, rows, scales in ((a, m, attributes[18]), (b, n, attributes[17])):
+        for at, rows, scales, form in ((a, m, attributes[18], forms[0]), (b, n, attributes[17], forms[1])):
             values = memory(at, rows * k // form.in_byte, form.element).view(rows, -1)
             operands += [values, memory(ctypes.c_void_p(scales), form.bytes_of_scales(rows, k), form.scale)]
         alpha, beta = (memory(at, 1, torch.float32)[0].clone() for at in (alpha, beta))

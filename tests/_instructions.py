@@ -68,10 +68,8 @@ def compile_kernels(arch: int, methods: list[str], every_input: bool) -> list[di
     the emulated one, too, where every input is wanted. Runs in the process without the interpreter.
     """
     launched = compiled_instead_of_launched(arch)
-    import triton
-    from nvfp4_kernels.decode import decode, transpose_square
+    from nvfp4_kernels.decode import decode, swizzle, transpose_square
     from nvfp4_kernels.fp8 import fp8_with_codes
-    from nvfp4_kernels.matmul import dot_scaled, swizzle
     from nvfp4_kernels.quantize import amax
     from nvfp4_kernels.relu_squared import quantize_relu_squared, relu_squared
 
@@ -104,14 +102,10 @@ def compile_kernels(arch: int, methods: list[str], every_input: bool) -> list[di
         quantize_relu_squared(torch.zeros(8, 1536, dtype=torch.bfloat16), torch.tensor(1), 6.0, 256.0, [1.0, 1.5], True)
         amax(torch.empty(1 << 28, dtype=torch.bfloat16))  # memory that nobody touches: the kernel for large tensors
     if arch in BLACKWELL:
-        # Triton compiles dot_scaled for sm_121 from 3.8 on.
-        if arch != 121 or tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 8):
-            for out_dtype in (torch.bfloat16, torch.float32):
-                dot_scaled(*operand, torch.ones(()), *operand, torch.ones(()), out_dtype)
         transpose_square(*operand)
         for module in (makers, operands, recipes):  # the GEMM reads codes
-            module.native_gemm = lambda device_type: "dot_scaled"
-        dispatch.implementation = lambda a, b, out_dtype, libraries: "dot_scaled"
+            module.native_gemm = lambda device_type: "cublaslt"
+        dispatch.implementation = lambda a, b: "scaled_mm"
         dispatch.mm = lambda a, b, out_dtype, name: torch.zeros(len(a.codes), len(b.codes), dtype=out_dtype)
         train(methods[0], *cases[0])
     return list(launched.values())

@@ -306,7 +306,7 @@ MODELS: dict[str, Callable[[], Sample]] = OWN | {
 def simulate_fp4_tensor_cores() -> list[tuple[int, int]]:
     """For a process of its own: as if a CPU had them. Returns a list that gets the dimensions of the scales of each
     product's operands: 1 for tiles of 128x4, 2 for row-major ones."""
-    from nanochat_fp4.nvfp4 import dispatch, probe
+    from nanochat_fp4.nvfp4 import dispatch
 
     products = []
 
@@ -314,9 +314,7 @@ def simulate_fp4_tensor_cores() -> list[tuple[int, int]]:
         products.append((a.scales.dim(), b.scales.dim()))
         return (a.dequantize() @ b.dequantize().T).to(out_dtype)
 
-    dispatch.no_tensor_cores_reason = lambda device_type: None
-    dispatch.verdict, dispatch.mm = lambda device_type, name: probe.Verdict(1), mm
-    dispatch.native_choice.cache_clear()
+    dispatch.verdict, dispatch.mm = lambda device_type: dispatch.Verdict("scaled_mm"), mm
     return products
 
 

@@ -131,16 +131,12 @@ def test_no_cycles():
         visit(module)
 
 
-# Other people's packages that the numerics use where they are installed, and do without where not.
-OPTIONAL = {"nvfp4_kernels.matmul": {"flashinfer"}}
-
-
 @pytest.mark.parametrize("module", [m for m in MODULES if layer(m) >= 4])
 def test_the_numerics_need_torch_alone(module):
     """nvfp4 and its kernels can be taken elsewhere: torch, Triton and the standard library."""
     foreign = {n.partition(".")[0] for n in imports(module)} - {"nanochat_fp4", "nvfp4_kernels"}
     foreign -= {"torch", "triton", *sys.stdlib_module_names}
-    assert foreign == OPTIONAL.get(module, set())
+    assert not foreign
     assert "importlib.import_module" not in MODULES[module].read_text(), "an import that this test does not see"
 
 

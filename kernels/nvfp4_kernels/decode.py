@@ -1,7 +1,8 @@
 """Operations on codes and scales that round nothing.
 
 `decode` makes BF16 numbers. It reads 0.5625 bytes per element and writes 2. `transpose_square` makes the codes of the
-transposed tensor, for blocks of 16x16. It reads 0.5625 bytes per element and writes 0.5625.
+transposed tensor, for blocks of 16x16. It reads 0.5625 bytes per element and writes 0.5625. `swizzle` brings scales
+into the layout that tensor cores read.
 """
 
 import torch
@@ -105,3 +106,32 @@ def _transposed(codes: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor
     rows, columns = codes.shape[0], codes.shape[1] * 2
     to_scales = empty_scales(columns, rows // 16, scales.dim() == 1, codes)
     return codes.new_empty(columns, rows // 2), to_scales.view(scales.dtype)
+
+
+@triton.jit
+def swizzle_kernel(scales_ptr, swizzled_ptr, rows, columns, column_tiles, TILES: tl.constexpr):
+    """Brings the scales of 128 rows and of TILES tiles side by side into tiles of 128x4."""
+    lane = tl.arange(0, 128)
+    r = tl.program_id(0).to(tl.int64) * 128 + lane
+    c = tl.program_id(1) * (4 * TILES) + tl.arange(0, 4 * TILES)
+    mask = (r < rows)[:, None] & (c < columns)[None, :]
+    scale = tl.load(scales_ptr + r[:, None] * columns + c[None, :], mask=mask, other=0)
+    tile = tl.program_id(0).to(tl.int64) * column_tiles + c // 4
+    within = (lane % 32 * 16 + lane // 32 * 4)[:, None] + (c % 4)[None, :]
+    tl.store(swizzled_ptr + tile[None, :] * 512 + within, scale, mask=(c // 4 < column_tiles)[None, :])
+
+
+def swizzle(scales: torch.Tensor) -> torch.Tensor:
+    """Brings row-major scales, float8_e4m3fn (R, G), into the layout of format.swizzle_scales, flat."""
+    rows, columns = scales.shape
+    row_tiles, column_tiles, tiles = triton.cdiv(rows, 128), triton.cdiv(columns, 4), 16
+    swizzled = torch.empty(row_tiles * column_tiles * 512, dtype=torch.uint8, device=scales.device)
+    grid = (row_tiles, triton.cdiv(column_tiles, tiles))
+    source = scales.contiguous().view(torch.uint8)
+    swizzle_kernel[grid](source, swizzled, rows, columns, column_tiles, TILES=tiles, **NO_FUSION)
+    return swizzled.view(scales.dtype)
+
+
+def in_tiles(scales: torch.Tensor) -> torch.Tensor:
+    """Returns scales in tiles, flat. Flat scales are in tiles already, and row-major ones (R, G) are brought there."""
+    return swizzle(scales) if scales.dim() == 2 else scales

@@ -300,7 +300,7 @@ def run_steps(subject: Subject, rows: int, micro_batches: int, watch: Stopwatch)
 KINDS = (
     ("LM head and loss", ("linear_cross_entropy", "_chunk_loss", "chunk_loss", "losses_kernel", "gradient_codes")),
     ("attention", ("flash", "fmha", "attention", "flex", "sdpa")),
-    ("GEMM", ("gemm", "nvjet", "cutlass", "splitk", "mm_alpha", "dot_scaled_kernel", "codes_matmul", "one_row")),
+    ("GEMM", ("gemm", "nvjet", "cutlass", "splitk", "mm_alpha", "codes_matmul", "one_row")),
     ("ReLU^2", ("relu_squared",)),
     ("abs-max", ("amax_kernel", "nvfp4::amax")),
     ("decode", ("decode_kernel", "nvfp4::decode", "transpose_square")),

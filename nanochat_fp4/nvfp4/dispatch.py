@@ -4,15 +4,14 @@ Quantizers. The PyTorch reference (quantizers.py) runs on every machine. On CUDA
 numbers faster. The environment variable NVFP4_KERNELS chooses one of them, "reference" or "triton". On a CPU the
 kernels run only under Triton's interpreter (TRITON_INTERPRET=1).
 
-GEMMs. Libraries for the FP4 tensor cores of a Blackwell GPU have returned zeros without an error. Each implementation
-is therefore tested on known operands before its first use (probe.py), and is not used for shapes that it gets wrong.
-If an implementation is wrong on all shapes, the next one is tried, in the order of IMPLEMENTATIONS: cuBLASLt called
-directly, torch's scaled_mm (cuBLAS with one more pass over the result), Triton's dot_scaled, and flashinfer's mm_fp4.
-The last resort is the emulated GEMM (gemm.py), which computes the same numbers without FP4 tensor cores. NVFP4_GEMM
-takes one of these names, or "emulated". Training times the implementations on the shapes of the model and tells the
-layers which to use (training/gemms.py, `Libraries`).
+GEMMs. Libraries for the FP4 tensor cores of a Blackwell GPU have returned zeros without an error. On sm_100 and later
+each library is therefore tested on known operands (probe.py), and the first one that is right on all shapes is used:
+cuBLASLt called directly, or torch's scaled_mm (the same cuBLASLt with one more pass over the result). The last resort
+is the emulated GEMM (gemm.py), which computes the same numbers without FP4 tensor cores. NVFP4_GEMM takes one of these
+names, or "emulated". A run tests the shapes of its model once, for all ranks (`decide`). Otherwise the first layer that
+quantizes tests some shapes.
 
-If a user asks for an implementation that cannot run here, an error gives the reason. Nothing else is used silently.
+If a user asks for a library that cannot run here, an error gives the reason. Nothing else is used silently.
 
 torch.compile treats the kernels as opaque operators. On a CPU it leaves the reference uncompiled, because compiling it
 takes minutes. NVFP4_COMPILE=1 compiles it.
@@ -20,28 +19,25 @@ takes minutes. NVFP4_COMPILE=1 compiles it.
 
 import contextlib
 import functools
-import importlib.util
 import os
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 
-from nanochat_fp4.nvfp4 import probe
 from nanochat_fp4.nvfp4.format import NVFP4Tensor
-from nanochat_fp4.nvfp4.probe import OUTPUT_DTYPES
 
-IMPLEMENTATIONS = ("cublaslt", "scaled_mm", "dot_scaled", "flashinfer")  # GEMMs of two NVFP4 operands, best first.
-# How each implementation applies the tensor scales and adds to a weight's gradient. `backend` and the report print it.
-PATHS = {
+# The libraries for products of two NVFP4 operands, best first, and how each applies the tensor scales.
+LIBRARIES = {
     "cublaslt": "tensor scales and gradient accumulation inside",
     "scaled_mm": "tensor scales in a second pass over an FP32 product",
-    "dot_scaled": "tensor scales inside",
-    "flashinfer": "tensor scales inside",
 }
-BF16_ALONE = ("flashinfer",)  # These write BF16 only, so they cannot compute weight gradients, which are FP32.
+# The operands of FP8 products that MXFP8 units may compute: those of the forward pass, and a gradient first or second.
+E4M3, E5M2 = "float8_e4m3fn", "float8_e5m2"
+MXFP8 = tuple(f"mxfp8 {a} {b}" for a, b in ((E4M3, E4M3), (E5M2, E4M3), (E4M3, E5M2)))
 
 
 @dataclass(frozen=True)
@@ -58,7 +54,7 @@ class Backend:
 
 def backend() -> Backend:
     """Returns the implementations that this machine uses, with the reason. On a Blackwell GPU the first call tests the
-    FP4 GEMMs.
+    libraries' products.
 
     Raises ValueError if NVFP4_KERNELS or NVFP4_GEMM names an implementation that cannot run here.
 
@@ -67,14 +63,14 @@ def backend() -> Backend:
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     kernels = use_kernels(device)
-    name, why_not = native_choice(device.type)
+    found = verdict(device.type)
     if device.type == "cpu":
         reason = "no CUDA device" + (", kernels under Triton's interpreter" if kernels else "")
         return Backend("Triton" if kernels else "PyTorch reference", "decode + FP32 matmul", reason)
     major, minor = torch.cuda.get_device_capability()
-    reason = f"{torch.cuda.get_device_name()}, sm_{major}{minor}" + (f"; {why_not}" if why_not else "")
-    if name:
-        gemm = f"FP4 tensor cores ({name}: {PATHS[name]})"
+    reason = f"{torch.cuda.get_device_name()}, sm_{major}{minor}" + (f"; {found.reason}" if found.reason else "")
+    if found.library:
+        gemm = f"FP4 tensor cores ({found.library}: {LIBRARIES[found.library]})"
     else:
         why = cublas_unavailable_reason()
         after = " with the tensor scales as alpha" if why is None else f", scaled after ({why})"
@@ -182,54 +178,99 @@ def cublas_unavailable_reason() -> str | None:
 # Tensor cores
 
 
-@constant_when_compiled
-def native_gemm(device_type: str) -> str | None:
-    """Returns the implementation of FP4 GEMMs for this kind of device. None means the emulated GEMM."""
-    return native_choice(device_type)[0]
+class Verdict(NamedTuple):
+    """What this process has found out about the products of libraries.
 
-
-def gemm_asked_for() -> str:
-    """Returns the value of NVFP4_GEMM, or "auto" if it is not set or empty."""
-    return os.environ.get("NVFP4_GEMM") or "auto"
-
-
-@functools.cache
-def native_choice(device_type: str) -> tuple[str | None, str]:
-    """Returns the implementation, or None for the emulated GEMM, and the problems of the implementations before it.
-
-    Raises ValueError if NVFP4_GEMM names an implementation that cannot run here.
+    library: the library of NVFP4 products, one of LIBRARIES, or None for the emulated product
+    reason:  why it is not another one, or ""
+    mxfp8:   the FP8 products that are computed as MXFP8 products, of MXFP8
     """
-    wanted = gemm_asked_for()
-    if wanted not in ("auto", "emulated", *IMPLEMENTATIONS):
-        raise ValueError(f"NVFP4_GEMM is {wanted!r}, expected auto, emulated, {', '.join(IMPLEMENTATIONS)}")
-    if wanted == "emulated":
-        return None, "NVFP4_GEMM=emulated"
+
+    library: str | None
+    reason: str = ""
+    mxfp8: tuple[str, ...] = ()
+
+
+VERDICTS: dict[str, Verdict] = {}  # type of device -> its verdict
+
+
+def verdict(device_type: str) -> Verdict:
+    """Returns the verdict for this type of device. If `decide` was not called, the first call tests the libraries on
+    probe.SHAPES.
+
+    Raises ValueError if NVFP4_GEMM names a library that cannot run here.
+    """
+    if device_type not in VERDICTS:
+        VERDICTS[device_type] = _judge(device_type)
+    return VERDICTS[device_type]
+
+
+def decide(device_type: str, shapes: Sequence[tuple[int, int, int]]) -> None:
+    """Tests the libraries on these shapes (M, N, K), once for all ranks. All ranks call this function together, before
+    convert.
+
+    Rank 0 tests, and the others take its verdict. Raises ValueError on all ranks if NVFP4_GEMM names a library that
+    cannot run here, and if the ranks' GPUs differ in their compute capability.
+    """
+    found: list[Any] = [None, ""]
+    several = dist.is_available() and dist.is_initialized()
+    if not several or dist.get_rank() == 0:
+        try:
+            found[0] = _judge(device_type, shapes)
+        except ValueError as error:
+            found[1] = str(error)
+    if several:
+        capabilities: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(capabilities, torch.cuda.get_device_capability() if device_type == "cuda" else None)
+        if len(set(capabilities)) > 1:
+            raise ValueError(
+                f"the GPUs of the ranks differ (compute capabilities {capabilities}); use GPUs of one kind"
+            )
+        dist.broadcast_object_list(found, src=0)
+    if found[0] is None:
+        raise ValueError(found[1])
+    VERDICTS[device_type] = Verdict(*found[0])
+
+
+def _judge(device_type: str, shapes: Sequence[tuple[int, int, int]] = ()) -> Verdict:
+    """The verdict of this process. Warns if no library is right."""
+    wanted = os.environ.get("NVFP4_GEMM") or "auto"
+    if wanted not in ("auto", "emulated", *LIBRARIES):
+        raise ValueError(f"NVFP4_GEMM is {wanted!r}, expected auto, emulated, {', '.join(LIBRARIES)}")
     reason = no_tensor_cores_reason(device_type)
-    if reason and wanted != "auto":
+    if reason and wanted in LIBRARIES:
         raise ValueError(f"NVFP4_GEMM={wanted}, but {reason}; unset it, or set NVFP4_GEMM=emulated")
     if reason:
-        return None, reason
-    reasons = []
-    for name in IMPLEMENTATIONS if wanted == "auto" else (wanted,):
-        multiple, problem, note = verdict(device_type, name)
-        reasons += [f"{name} {what}" for what in (problem, note) if what]
-        if multiple:
-            if multiple > 1:
-                only = f"{name} multiplies shapes of multiples of {multiple} alone here"
-                _warn(f"{only}; other products are decoded to BF16, and no faster than there ({problem})")
-                reasons.append(only)
-            return name, "; ".join(reasons)
+        return Verdict(None, reason)
+    from nanochat_fp4.nvfp4 import probe
+
+    names = {"auto": [*LIBRARIES], "emulated": []}.get(wanted, [wanted])
+    names += MXFP8 if fp8_is_slow(device_type) else ()
+    problems: dict[str, str | None] = {name: why for name in names if (why := missing_reason(name))}
+    device = torch.device(device_type, torch.cuda.current_device() if device_type == "cuda" else None)
+    tested, note = probe.examine([name for name in names if name not in problems], device, shapes or probe.SHAPES)
+    problems |= tested
+    mxfp8 = tuple(name for name in MXFP8 if problems.get(name, "") is None)
+    library = next((name for name in LIBRARIES if problems.get(name, "") is None), None)
+    why = "; ".join([f"{name} {why}" for name, why in problems.items() if why] + [note] * bool(note))
+    if library or wanted == "emulated":
+        return Verdict(library, why if library else "NVFP4_GEMM=emulated", mxfp8)
+    if torch.cuda.is_available() and torch.cuda.get_device_capability() == (12, 1):
+        why += f"; cuBLASLt is known to have FP4 for sm_121 from CUDA 13.4 on, and torch has {torch.version.cuda}"
     if wanted != "auto":
-        raise ValueError(f"NVFP4_GEMM={wanted}, but {reasons[0]}; unset it, or set NVFP4_GEMM=emulated")
-    _warn(
+        raise ValueError(f"NVFP4_GEMM={wanted}, but {why}; unset it, or set NVFP4_GEMM=emulated")
+    warnings.warn(
         "no FP4 GEMM works on this GPU: every product is decoded to BF16, and training is slower than method bf16 "
-        f"({'; '.join(reasons)}). Run `python -m nanochat_fp4.doctor`, or train with QAT_METHOD=bf16"
+        f"({why}). Run `python -m nanochat_fp4.doctor`, or train with QAT_METHOD=bf16",
+        stacklevel=3,
     )
-    return None, "; ".join(reasons)
+    return Verdict(None, why, mxfp8)
 
 
-def _warn(text: str) -> None:
-    warnings.warn(text, stacklevel=3)
+@constant_when_compiled
+def native_gemm(device_type: str) -> str | None:
+    """Returns the library of FP4 GEMMs for this kind of device. None means the emulated GEMM."""
+    return verdict(device_type).library
 
 
 def no_tensor_cores_reason(device_type: str) -> str | None:
@@ -241,7 +282,18 @@ def no_tensor_cores_reason(device_type: str) -> str | None:
         return f"sm_{major}{minor} has no FP4 tensor cores"
     if not hasattr(torch, "float4_e2m1fn_x2"):
         return f"torch {torch.__version__} has no FP4 type"
-    return None
+    return kernels_unavailable_reason()
+
+
+def missing_reason(name: str) -> str | None:
+    """Returns the reason why a product cannot run here, if it can be known without a test, or None."""
+    if name == "scaled_mm":
+        missing = not hasattr(torch.nn.functional, "scaled_mm")
+        return f"is not in torch {torch.__version__}; install torch 2.10 or later" if missing else None
+    from nvfp4_kernels import cublas
+
+    library = cublas.library()
+    return f"is not there: {library}" if isinstance(library, str) else None
 
 
 @constant_when_compiled
@@ -249,168 +301,43 @@ def has_fp8_tensor_cores(device_type: str) -> bool:
     return device_type == "cuda" and torch.cuda.get_device_capability() >= (8, 9)
 
 
-@functools.cache
-def verdict(device_type: str, name: str) -> probe.Verdict:
-    """Tests an implementation on this device and returns the result. On a GPU a child process runs the test
-    (probe.in_child)."""
-    if missing := missing_reason(device_type, name):
-        return probe.Verdict(None, missing)
-    if device_type != "cuda":
-        return probe_implementation(device_type, name)
-    device = f"cuda:{torch.cuda.current_device()}"
-    found, problem = probe.in_child(__name__, f"[probe_implementation({device!r}, {name!r})]")
-    known = probe.Verdict(*found[0]) if found else probe.Verdict(None, problem)
-    return known._replace(problem=f"{known.problem}{_hint(name)}") if known.problem else known
-
-
-def _sm_121() -> bool:
-    return torch.cuda.is_available() and torch.cuda.get_device_capability() == (12, 1)
-
-
-def missing_reason(device_type: str, name: str) -> str | None:
-    """Returns the reason why an implementation cannot run here, if it can be known without a test, or None."""
-    if name == "cublaslt":
-        from nvfp4_kernels import cublaslt
-
-        library = cublaslt.library()
-        return f"is not there: {library}" if isinstance(library, str) else None
-    if name == "scaled_mm" and not hasattr(torch.nn.functional, "scaled_mm"):
-        return f"is not in torch {torch.__version__}; install torch 2.10 or later"
-    if name == "flashinfer" and importlib.util.find_spec("flashinfer") is None:
-        return "is not installed (pip install flashinfer-python)"
-    if name == "dot_scaled" and device_type == "cuda" and _sm_121():
-        import triton
-
-        if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9):
-            return f"has no FP4 for sm_121 in Triton {triton.__version__}; install one after 3.8.0"
-    return None
-
-
-def _hint(name: str) -> str:
-    """Returns a known remedy for a failure of this implementation on this GPU, or ""."""
-    version = tuple(map(int, (torch.version.cuda or "0.0").split(".")[:2]))
-    if name in ("cublaslt", "scaled_mm") and _sm_121() and version < (13, 4):
-        return f"; cuBLASLt is known to have FP4 for sm_121 from CUDA 13.4 on, and this torch has {torch.version.cuda}"
-    return ""
-
-
-def output_dtypes(name: str) -> tuple[torch.dtype, ...]:
-    """Returns the output dtypes of an implementation."""
-    return (torch.bfloat16,) if name in BF16_ALONE else OUTPUT_DTYPES
-
-
-def probe_implementation(device: str, name: str) -> probe.Verdict:
-    """Applies probe.examine to one of IMPLEMENTATIONS on this device, in this process."""
-    return probe.examine(torch.device(device), lambda a, b, dtype: mm(a, b, dtype, name), output_dtypes(name))
+def fp8_is_slow(device_type: str) -> bool:
+    """Whether this GPU halves the rate of FP8 products that sum in FP32."""
+    return device_type == "cuda" and torch.cuda.get_device_capability()[0] == 12
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The GEMMs of tensor cores, and the operands that each of them takes
 
 
-class Libraries:
-    """Chooses the implementation of each FP4 product of a layer. This class chooses the first one of IMPLEMENTATIONS
-    that is right on the product's shape."""
-
-    def name_for(self, device_type: str, m: int, n: int, k: int, out_dtype: torch.dtype) -> str:
-        """Returns the implementation of the product (M, K) . (N, K)^T, or "emulated".
-
-        Raises ValueError if NVFP4_GEMM names an implementation that is wrong on this shape.
-        """
-        return _first_right(device_type, m, n, k, out_dtype)
-
-
-FIRST_RIGHT = Libraries()
-
-
-class ChosenLibraries(Libraries):
-    """Chooses the implementations that training has measured to be the fastest (training/gemms.py).
-
-    chosen: a dictionary from (M, N, K, output dtype) to a name of IMPLEMENTATIONS, or "emulated". For products that are
-            not in it, the first right implementation is chosen.
-    """
-
-    def __init__(self, chosen: Mapping[tuple[int, int, int, torch.dtype], str]):
-        self.chosen = dict(chosen)
-
-    def name_for(self, device_type: str, m: int, n: int, k: int, out_dtype: torch.dtype) -> str:
-        return self.chosen.get((m, n, k, out_dtype)) or _first_right(device_type, m, n, k, out_dtype)
-
-
-class RecordingLibraries(Libraries):
-    """Chooses the first right implementation, and records the products that FP4 tensor cores could compute, in order.
-    Products of compiled code are not recorded."""
-
-    def __init__(self) -> None:
-        self.products: list[tuple[int, int, int, torch.dtype]] = []
-
-    def name_for(self, device_type: str, m: int, n: int, k: int, out_dtype: torch.dtype) -> str:
-        self.products.append((m, n, k, out_dtype))
-        return _first_right(device_type, m, n, k, out_dtype)
-
-
-def implementation(
-    a: NVFP4Tensor, b: NVFP4Tensor, out_dtype: torch.dtype, libraries: Libraries = FIRST_RIGHT
-) -> str | None:
-    """Returns the implementation that multiplies these operands. None means the emulated GEMM.
+def implementation(a: NVFP4Tensor, b: NVFP4Tensor) -> str | None:
+    """Returns the library that multiplies these operands. None means the emulated GEMM.
 
     FP4 tensor cores need one tensor_scale for each operand, rows of codes that are multiples of 16 bytes, and N a
-    multiple of 16. Raises ValueError like Libraries.name_for.
+    multiple of 16.
     """
-    (m, half_k), (n, half_k_of_b) = a.codes.shape, b.codes.shape
+    half_k, (n, half_k_of_b) = a.codes.shape[1], b.codes.shape
     if half_k != half_k_of_b or half_k % 16 or n % 16 or a.tensor_scale.dim():
         return None
-    name = libraries.name_for(a.codes.device.type, m, n, 2 * half_k, out_dtype)
-    return None if name == "emulated" else name
-
-
-@constant_when_compiled
-def _first_right(device_type: str, m: int, n: int, k: int, out_dtype: torch.dtype) -> str:
-    name = native_gemm(device_type)
-    if out_dtype not in output_dtypes(name):
-        others = [other for other in IMPLEMENTATIONS if out_dtype in output_dtypes(other)]
-        name = next((other for other in others if verdict(device_type, other).multiple), "emulated")
-    multiple = 1 if name == "emulated" else verdict(device_type, name).multiple
-    if not (m % multiple or n % multiple or k % multiple):
-        return name
-    if asked_for_native():
-        raise ValueError(
-            f"NVFP4_GEMM asks for FP4 tensor cores, which do not multiply {m} x {n} x {k} right on this GPU (shapes of "
-            f"multiples of {multiple} alone); use such sizes, or unset NVFP4_GEMM"
-        )
-    return "emulated"
-
-
-@constant_when_compiled
-def asked_for_native() -> bool:
-    return gemm_asked_for() in IMPLEMENTATIONS
+    return native_gemm(a.codes.device.type)
 
 
 def mm(a: NVFP4Tensor, b: NVFP4Tensor, out_dtype: torch.dtype, name: str) -> torch.Tensor:
-    """Computes a (M, K) . b (N, K)^T with the implementation `name`. Returns (M, N) in out_dtype, BF16 or FP32."""
-    return _function(name)(a.codes, a.scales, a.tensor_scale, b.codes, b.scales, b.tensor_scale, out_dtype)
+    """Computes a (M, K) . b (N, K)^T with the library `name`. Returns (M, N) in out_dtype, BF16 or FP32."""
+    from nvfp4_kernels import cublas
+
+    return cublas.FP4[name](a.codes, a.scales, a.tensor_scale, b.codes, b.scales, b.tensor_scale, out_dtype)
 
 
 def mm_add(a: NVFP4Tensor, b: NVFP4Tensor, into: torch.Tensor, name: str) -> None:
-    """Adds a . b^T to `into`, float32 (M, N). cuBLASLt adds inside the GEMM, with one rounding. The other
-    implementations compute the product, which is then added."""
+    """Adds a . b^T to `into`, float32 (M, N). cuBLASLt adds inside the GEMM, with one rounding. scaled_mm computes the
+    product, which is then added."""
     if name != "cublaslt":
         into.add_(mm(a, b, torch.float32, name))
         return
-    from nvfp4_kernels.cublaslt import cublaslt_add
+    from nvfp4_kernels.cublas import cublaslt_add
 
     cublaslt_add(a.codes, a.scales, a.tensor_scale, b.codes, b.scales, b.tensor_scale, into)
-
-
-def _function(name: str) -> Callable[..., torch.Tensor]:
-    from nvfp4_kernels import cublaslt, matmul
-
-    return {
-        "cublaslt": cublaslt.cublaslt,
-        "scaled_mm": matmul.scaled_mm,
-        "dot_scaled": matmul.dot_scaled,
-        "flashinfer": matmul.mm_fp4,
-    }[name]
 
 
 class FP4Product(NamedTuple):
@@ -442,41 +369,19 @@ class FP8Product(NamedTuple):
         into.add_(self.result(torch.float32))
 
 
+def fp8_products(device_type: str) -> str:
+    """Returns words for how products of two FP8 operands are computed."""
+    if not has_fp8_tensor_cores(device_type):
+        return "decoded, which is exact and no faster than BF16"
+    others = [name for name in MXFP8 if name not in verdict(device_type).mxfp8] if fp8_is_slow(device_type) else MXFP8
+    return "MXFP8 with block scales of 1" if not others else "FP8 tensor cores"
+
+
 @constant_when_compiled
-def uses_mxfp8(device_type: str) -> bool:
-    """Whether products of two E4M3 operands are computed as MXFP8 products whose block scales are 1."""
-    return mxfp8_problem(device_type) is None
-
-
-@functools.cache
-def mxfp8_problem(device_type: str) -> str | None:
-    """Returns the reason why such products stay in FP8 with one scale a tensor, or None. On a GPU a child process tests
-    the MXFP8 product.
-
-    Both ways compute the same arithmetic. On sm_12x, FP8 with sums in FP32 has a quarter of FP4's rate, and MXFP8 has
-    half of it. On other GPUs MXFP8 is not faster.
-    """
-    if not fp8_is_slow(device_type):
-        return "FP8 with one scale a tensor is as fast here"
-    if missing := missing_reason(device_type, "cublaslt"):
-        return f"cublaslt {missing}"
-    if device_type != "cuda":
-        return probe_mxfp8(device_type)
-    device = f"cuda:{torch.cuda.current_device()}"
-    found, problem = probe.in_child(__name__, f"[probe_mxfp8({device!r})]")
-    return found[0] if found else f"cublaslt {problem}"
-
-
-def fp8_is_slow(device_type: str) -> bool:
-    """Whether this GPU halves the rate of FP8 products that sum in FP32."""
-    return device_type == "cuda" and torch.cuda.get_device_capability()[0] == 12
-
-
-def probe_mxfp8(device: str) -> str | None:
-    """Applies probe.problem_of_fp8 to nvfp4_kernels.cublaslt.mxfp8 on this device, in this process."""
-    from nvfp4_kernels.cublaslt import mxfp8
-
-    return probe.problem_of_fp8(torch.device(device), mxfp8)
+def uses_mxfp8(device_type: str, a: torch.dtype, b: torch.dtype) -> bool:
+    """Whether FP8 products of operands of these dtypes are computed as MXFP8 products whose block scales are 1."""
+    name = f"mxfp8 {a} {b}".replace("torch.", "")
+    return fp8_is_slow(device_type) and name in verdict(device_type).mxfp8
 
 
 def takes_fp8(a: torch.Tensor, a_scale: torch.Tensor, b: torch.Tensor, b_scale: torch.Tensor) -> bool:
@@ -495,12 +400,15 @@ def mm_fp8(
     If both operands are E4M3, as in the forward, the sums are less exact (use_fast_accum), as in nanochat. On an H100
     the relative square error of a product of N(0, 1) operands is 7e-7 for K = 2048 and 4e-6 for K = 8192. With exact
     sums it is 2e-8, but rounding the operands to E4M3 alone causes 7e-4. Sums whose terms all have one sign lose more:
-    3% for K = 2048 and 13% for K = 8192. Where uses_mxfp8 is true, the same product is computed with block scales of 1.
+    3% for K = 2048 and 13% for K = 8192.
+
+    On sm_12x FP8 with sums in FP32 has a quarter of FP4's rate, and MXFP8 has half of it. There the same product is
+    computed as an MXFP8 product whose block scales are 1.
     """
     # A Hopper multiplies rows by rows alone. Codes that were made of a transposed tensor are copied.
     a, b = a.contiguous(), b.contiguous()
-    if a.dtype == b.dtype and not a.shape[1] % 32 and uses_mxfp8(a.device.type):
-        from nvfp4_kernels.cublaslt import mxfp8
+    if not a.shape[1] % 32 and uses_mxfp8(a.device.type, a.dtype, b.dtype):
+        from nvfp4_kernels.cublas import mxfp8
 
         return mxfp8(a, a_scale, b, b_scale, out_dtype)
     fast = a.dtype == b.dtype

@@ -54,7 +54,7 @@ class _WithEpilogue(torch.autograd.Function):
         both, kept = operands_of(ctx.both, rest)
         a, b = (_again(operand, grads[0]) for operand in both)
         p = ctx.state.p
-        y = gemm(a, b, compute_dtype=p.dtype, out_dtype=p.dtype, libraries=p.libraries)
+        y = gemm(a, b, compute_dtype=p.dtype, out_dtype=p.dtype)
         grad_output, *grad_others = ctx.epilogue.backward(y, kept, *grads)
         grad_x, grad_weights = gradients(ctx.state, saved, grad_output)
         return None, None, None, grad_x, *grad_weights, *grad_others

@@ -19,7 +19,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch.autograd import function
 
-from nanochat_fp4.nvfp4.dispatch import FIRST_RIGHT, Libraries, cublas_unavailable_reason
+from nanochat_fp4.nvfp4.dispatch import cublas_unavailable_reason
 
 
 class TensorCoreProduct(Protocol):
@@ -66,9 +66,7 @@ class GemmOperand:
     def from_tensors(cls, *tensors: torch.Tensor) -> "GemmOperand":
         return cls(*tensors)
 
-    def on_tensor_cores(
-        self, b: "GemmOperand", out_dtype: torch.dtype, libraries: Libraries
-    ) -> "TensorCoreProduct | None":
+    def on_tensor_cores(self, b: "GemmOperand", out_dtype: torch.dtype) -> "TensorCoreProduct | None":
         """Returns the product with b, if tensor cores of this machine can compute it in out_dtype, or None."""
         return None
 
@@ -225,10 +223,10 @@ def _dense(a: GemmOperand, b: GemmOperand, compute_dtype: torch.dtype) -> _Dense
 
 
 def _product(
-    a: GemmOperand, b: GemmOperand, compute_dtype: torch.dtype, out_dtype: torch.dtype, libraries: Libraries
+    a: GemmOperand, b: GemmOperand, compute_dtype: torch.dtype, out_dtype: torch.dtype
 ) -> TensorCoreProduct | _Dense:
     """Returns the product of two operands of one term, ready to be computed."""
-    on_tensor_cores = a.on_tensor_cores(b, out_dtype, libraries)
+    on_tensor_cores = a.on_tensor_cores(b, out_dtype)
     return _dense(a, b, compute_dtype) if on_tensor_cores is None else on_tensor_cores
 
 
@@ -245,21 +243,19 @@ def gemm(
     *,
     compute_dtype: torch.dtype,
     out_dtype: torch.dtype,
-    libraries: Libraries = FIRST_RIGHT,
 ) -> torch.Tensor:
     """Computes a (M, K) . b (N, K)^T. Returns (M, N) in out_dtype.
 
     compute_dtype: the dtype that an unquantized operand is cast to, in which the layer would compute without
                    quantization
-    libraries:     which implementation computes a product on FP4 tensor cores
 
     One operand may be padded along K and the other one not, because the padding consists of zeros. Raises ValueError if
     K differs in any other way.
     """
     _check_lengths(a, b)
     if a.is_one_term and b.is_one_term:
-        return _product(a.terms[0], b.terms[0], compute_dtype, out_dtype, libraries).result(out_dtype)
-    return _cast(_sum_of_products(a, b, compute_dtype, libraries), out_dtype)
+        return _product(a.terms[0], b.terms[0], compute_dtype, out_dtype).result(out_dtype)
+    return _cast(_sum_of_products(a, b, compute_dtype), out_dtype)
 
 
 def gemm_add(
@@ -268,7 +264,6 @@ def gemm_add(
     into: torch.Tensor,
     *,
     compute_dtype: torch.dtype,
-    libraries: Libraries = FIRST_RIGHT,
 ) -> None:
     """Adds a (M, K) . b (N, K)^T to `into`, float32 (M, N) with contiguous rows. The other arguments are gemm's.
 
@@ -278,17 +273,17 @@ def gemm_add(
     """
     _check_lengths(a, b)
     if a.is_one_term and b.is_one_term:
-        _product(a.terms[0], b.terms[0], compute_dtype, torch.float32, libraries).add_to(into)
+        _product(a.terms[0], b.terms[0], compute_dtype, torch.float32).add_to(into)
     else:
-        into.add_(_sum_of_products(a, b, compute_dtype, libraries))
+        into.add_(_sum_of_products(a, b, compute_dtype))
 
 
-def _sum_of_products(a: GemmOperand, b: GemmOperand, compute_dtype: torch.dtype, libraries: Libraries) -> torch.Tensor:
+def _sum_of_products(a: GemmOperand, b: GemmOperand, compute_dtype: torch.dtype) -> torch.Tensor:
     """Returns the sum of the products of the terms, float32 (M, N), without the product of the two second terms."""
     (a_first, *a_rest), (b_first, *b_rest) = a.terms, b.terms
-    total = gemm(a_first, b_first, compute_dtype=compute_dtype, out_dtype=torch.float32, libraries=libraries)
+    total = gemm(a_first, b_first, compute_dtype=compute_dtype, out_dtype=torch.float32)
     for x, y in (*((a_first, rest) for rest in b_rest), *((rest, b_first) for rest in a_rest)):
-        gemm_add(x, y, total, compute_dtype=compute_dtype, libraries=libraries)
+        gemm_add(x, y, total, compute_dtype=compute_dtype)
     return total
 
 

@@ -36,6 +36,16 @@ def sizes_of(linear: nn.Module) -> tuple[int, int]:
     return linear.weight.shape[0], linear.weight.shape[1]
 
 
+def product_shapes(model: nn.Module, tokens: int) -> list[tuple[int, int, int]]:
+    """Returns the distinct shapes (M, N, K) of the products (M, K) . (N, K)^T that this number of tokens takes in the
+    model's linear layers: forward, dgrad and wgrad. Layers that fused_linear computes as one count as one."""
+    sizes = {sizes_of(layer)[::-1] for layer in linear_layers(model)}
+    for module in model.modules():
+        together = [sizes_of(getattr(module, name)) for name in getattr(module, "fused_linears", ())]
+        sizes |= {(sum(size[1] for size in together), together[0][0])} if together else set()
+    return sorted({shape for n, k in sizes for shape in ((tokens, n, k), (tokens, k, n), (n, k, tokens))})
+
+
 def linear_layers(model: nn.Module) -> dict[nn.Module, list[str]]:
     """Returns each linear layer of the model with all of its names. A layer that the model holds at several places has
     several names."""

@@ -6,7 +6,6 @@ from typing import NamedTuple
 import torch
 
 from nanochat_fp4.nvfp4.checkpointing import inside_checkpoint
-from nanochat_fp4.nvfp4.dispatch import FIRST_RIGHT, Libraries
 from nanochat_fp4.nvfp4.gemm import GemmOperand, after
 from nanochat_fp4.nvfp4.makers import Quantization
 from nanochat_fp4.nvfp4.philox import new_seed
@@ -30,7 +29,6 @@ class Pass(NamedTuple):
     gradient:     the memory that the gradient of the weights is added to, float32 (N, K), or None. If it is given,
                   backward returns no gradient of the weights. It is stored here and not by autograd, because autograd
                   refuses saved tensors that change.
-    libraries:    which implementation makes each FP4 product
     largest:      a function from an amax to that over all processes that have a part of the layer, or None
     """
 
@@ -42,7 +40,6 @@ class Pass(NamedTuple):
     factor: torch.Tensor | None = None
     prepared_weight: GemmOperand | None = None
     gradient: torch.Tensor | None = None
-    libraries: Libraries = FIRST_RIGHT
     largest: Callable[[torch.Tensor], torch.Tensor] | None = None
 
     def quantization(

@@ -30,7 +30,7 @@ from typing import NamedTuple
 import torch
 
 from nanochat_fp4.nvfp4.checkpointing import gradients_are_wanted
-from nanochat_fp4.nvfp4.dispatch import FIRST_RIGHT, Libraries, stays_eager
+from nanochat_fp4.nvfp4.dispatch import stays_eager
 from nanochat_fp4.nvfp4.feedback import set_gram_matrix
 from nanochat_fp4.nvfp4.gemm import GemmOperand, gemm, gemm_add, once_differentiable
 from nanochat_fp4.nvfp4.layer_context import OUTSIDE, LayerContext
@@ -89,7 +89,7 @@ def output(
         xq = quantize_operand(x, p.of_input(seed, x.device), keep_codes=True)
     if (wq := p.prepared_weight) is None:
         wq = quantize_operand(weight, p.of_weight(seed, x.device), keep_codes=True)
-    y = gemm(xq, needing(wq, seed), compute_dtype=p.dtype, out_dtype=p.dtype, libraries=p.libraries)
+    y = gemm(xq, needing(wq, seed), compute_dtype=p.dtype, out_dtype=p.dtype)
 
     # The backward GEMMs use the values of this GEMM. A raw operand is instead quantized now from the unquantized
     # tensor.
@@ -129,14 +129,14 @@ def gradients(
     grad_x, grad_weights = None, [None] * len(state.rows)
     if needs_dgrad:
         wt = w if dgrad.b.raw else quantize_operand(w, of(WEIGHT_T, seed, signs, device), transpose=True)
-        grad_x = gemm(e, wt, compute_dtype=p.dtype, out_dtype=state.x_dtype, libraries=p.libraries)
+        grad_x = gemm(e, wt, compute_dtype=p.dtype, out_dtype=state.x_dtype)
     if needs_wgrad:
         xt = x if wgrad.b.raw else quantize_operand(x, of(INPUT_T, seed, signs_t, device), transpose=True)
         if p.gradient is None:
-            dw = gemm(et, xt, compute_dtype=p.dtype, out_dtype=state.weight_dtype, libraries=p.libraries)
+            dw = gemm(et, xt, compute_dtype=p.dtype, out_dtype=state.weight_dtype)
             grad_weights = dw.split(state.rows)
         else:
-            gemm_add(et, xt, p.gradient, compute_dtype=p.dtype, libraries=p.libraries)
+            gemm_add(et, xt, p.gradient, compute_dtype=p.dtype)
     return grad_x, grad_weights
 
 
@@ -183,7 +183,6 @@ class QuantLinear(torch.nn.Linear):
     context: LayerContext = OUTSIDE
     gram_matrix: torch.Tensor | None = None  # the inputs' Gram matrix (feedback.py), if it is known
     feedback_factor: torch.Tensor | None = None  # feedback.factor_for of the Gram matrix
-    libraries: Libraries = FIRST_RIGHT  # which FP4 GEMMs to use; training measures them (training/gemms.py)
     # from an amax to that over all processes that have a part of the layer (tensor_parallel.py)
     largest: Callable[[torch.Tensor], torch.Tensor] | None = None
     stackable = True  # whether fused_linear may stack the weight with another layer's. Each subclass must say it anew.
@@ -342,7 +341,6 @@ class QuantLinear(torch.nn.Linear):
             self.feedback_factor if prepared is None else None,
             prepared,
             self.gradient_memory(layers),
-            self.libraries,
             self.largest,
         )
 

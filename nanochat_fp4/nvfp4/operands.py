@@ -33,7 +33,6 @@ import torch
 
 from nanochat_fp4.nvfp4 import dispatch
 from nanochat_fp4.nvfp4.dispatch import (
-    Libraries,
     has_fp8_tensor_cores,
     kernels_unavailable_reason,
     native_gemm,
@@ -65,12 +64,12 @@ class Codes(NVFP4Tensor, GemmOperand):
         # The kernels that quantize codes again can read only a single tensor_scale.
         return self.fp32() if self.tensor_scale.dim() else self
 
-    def on_tensor_cores(self, b: GemmOperand, out_dtype: torch.dtype, libraries: Libraries) -> TensorCoreProduct | None:
+    def on_tensor_cores(self, b: GemmOperand, out_dtype: torch.dtype) -> TensorCoreProduct | None:
         if native_gemm(self.codes.device.type) is None:
             return None
         if isinstance(b, Stacked):
             b = b.joined  # This copies 4.5 bits an element. Decoding would write 16.
-        name = isinstance(b, Codes) and dispatch.implementation(self, b, out_dtype, libraries)
+        name = isinstance(b, Codes) and dispatch.implementation(self, b)
         return dispatch.FP4Product(self, b, name) if name else None
 
     def transposed(self) -> GemmOperand:
@@ -256,7 +255,7 @@ class FP8(GemmOperand):
         # FP8 tensor cores contract both operands over their last dimension, so the codes are moved.
         return FP8(self.codes.T.contiguous(), self.tensor_scale)
 
-    def on_tensor_cores(self, b: GemmOperand, out_dtype: torch.dtype, libraries: Libraries) -> TensorCoreProduct | None:
+    def on_tensor_cores(self, b: GemmOperand, out_dtype: torch.dtype) -> TensorCoreProduct | None:
         if not (isinstance(b, FP8) and has_fp8_tensor_cores(self.codes.device.type)):
             return None
         pair = (self.codes, self.tensor_scale, b.codes, b.tensor_scale)

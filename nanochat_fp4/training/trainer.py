@@ -57,6 +57,8 @@ from nanochat_fp4.models.families import config_record
 from nanochat_fp4.models.gpt import compile_layers
 from nanochat_fp4.models.optim import Schedule
 from nanochat_fp4.models.optim8bit import LeanState, set_state
+from nanochat_fp4.nvfp4.dispatch import decide
+from nanochat_fp4.nvfp4.heads import product_shapes
 from nanochat_fp4.nvfp4.phases import MethodPlan
 from nanochat_fp4.nvfp4.quantized_training import QuantizedTraining
 from nanochat_fp4.nvfp4.recipes import Recipe, to_record
@@ -325,6 +327,11 @@ class Trainer:
         """Gives the layers the recipe. `plan` says which methods follow each other in a run of so many steps.
         `options` are further arguments of nf.convert."""
         self.method = method
+        if self.device.type == "cuda":
+            try:
+                decide(self.device.type, product_shapes(self.model, self.model.config.sequence_len))
+            except ValueError as error:
+                raise UserError(str(error)) from error
         nf.convert(self.model, recipe, per_token_in_eval=False, **options)
         self.quantized = QuantizedTraining(self.model, plan, steps)
         # The layers get the method of the step before. train_step changes it after the evaluation before a step.

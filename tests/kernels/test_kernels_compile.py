@@ -16,18 +16,10 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# Kernels run for real on sm_90. sm_121 is the GB10, for which Triton has dot_scaled from 3.8 on. Its other kernels are
-# compiled with any version.
+# Kernels run for real on sm_90. sm_121 is the GB10.
 ARCHITECTURES = tuple(pytest.param(n, marks=[pytest.mark.slow] * (n != 120)) for n in (90, 100, 120, 121))
 MATRIX_PRODUCT = {90: "wgmma.mma_async", 100: "tcgen05.mma", 120: "mma.sync", 121: "mma.sync"}
 BLACKWELL = (100, 120, 121)  # rounding to E2M1 is an instruction, and the operands of a GEMM are codes
-
-
-def has_dot_scaled(arch) -> bool:
-    """Whether this Triton makes an FP4 instruction of dot_scaled for such a GPU."""
-    import triton
-
-    return arch in BLACKWELL and (arch != 121 or tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 8))
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -69,7 +61,6 @@ def test_clovers_kernels_compile(clover, arch):
     expected = {"amax", "quantize", "fp8_with_codes", "rotate_quantize"}
     everywhere = {"repair", "decode", "swizzle", "relu_squared", "feedback", "losses", "gradient_codes"}
     expected |= {"finish", "transpose_square"} if arch in BLACKWELL else everywhere
-    expected |= {"dot_scaled"} if has_dot_scaled(arch) else set()
     assert {f"{name}_kernel" for name in expected} == set(names) - ({"swizzle_kernel"} if arch in BLACKWELL else set())
     assert all(re.fullmatch(rf"sm_{arch}[af]?", r["target"]) for r in clover)
 
@@ -92,18 +83,8 @@ def test_rounding_to_e2m1_is_an_instruction_where_there_is_one(clover, arch):
 
 def test_the_rotation_runs_on_tensor_cores(clover, arch):
     for r in clover:
-        multiplies = r["kernel"] in ("rotate_quantize_kernel", "dot_scaled_kernel")
+        multiplies = r["kernel"] == "rotate_quantize_kernel"
         assert r["products"] == ([MATRIX_PRODUCT[arch]] if multiplies else []), r["kernel"]
-
-
-@pytest.mark.parametrize("arch", ARCHITECTURES[1:3], indirect=True)
-def test_the_native_gemm_is_an_fp4_instruction(clover, arch):
-    """NVFP4 (blocks of 16, E4M3 scales) on FP4 tensor cores; on other GPUs dot_scaled would be BF16 products."""
-    kernels = [r for r in clover if r["kernel"] == "dot_scaled_kernel"]
-    assert len(kernels) == 2
-    for r in kernels:
-        assert len(r["kinds"]) == 1 and "kind::mxf4nvf4" in r["kinds"][0], r["kinds"]
-        assert r["byte_loads"] == 0  # block scales come in tiles, which the compiler fetches ahead
 
 
 def test_how_many_rotating_programs_fit_a_multiprocessor(clover, arch):
@@ -169,7 +150,6 @@ def test_no_module_of_the_kernels_knows_of_processes():
 def operator_calls():
     """(operator, arguments), of each kind of result once, on tensors that need padding."""
     import nvfp4_kernels.decode
-    import nvfp4_kernels.matmul
     import nvfp4_kernels.quantize
     import nvfp4_kernels.relu_squared  # noqa: F401
     from nvfp4_kernels.rotate import RotatedOperand, text_of
@@ -193,7 +173,6 @@ def operator_calls():
     yield op.transpose_square.default, (codes[0][:32], codes[1][:32])
     yield op.relu_squared.default, (x, seed)
     yield op.quantize_relu_squared.default, (x.bfloat16(), seed, 6.0, 256.0, [1.0, 1.5], True)
-    yield op.dot_scaled.default, (*codes[:3], *codes[:3], torch.bfloat16)
     arguments = x, None, None
     for row, col in ((eden, aligned_codes), (eden_codes, aligned)):
         yield op.rotate_quantize_sides.default, (*arguments, *side(row), *side(col), None)
@@ -227,7 +206,7 @@ def test_operators_return_what_their_fakes_say_and_leave_their_inputs_alone():
         if op not in seen:  # fakes with symbolic shapes, functionalization
             seen.add(op)
             torch.library.opcheck(op, arguments, test_utils="test_aot_dispatch_dynamic")
-    assert len(seen) == 9
+    assert len(seen) == 8
 
 
 @interpreted

@@ -1,14 +1,11 @@
 """NVFP4 GEMMs on a machine that has none: the choice of a library, and what each library is given.
 
-The hardware is simulated once, by _cublaslt.SimulatedCublasLt behind nvfp4_kernels.cublaslt. Triton's dot_scaled runs
-in the interpreter. torch's scaled_mm and flashinfer's mm_fp4 are functions that check what they get, for two tests.
+The hardware is simulated once, by _cublaslt.SimulatedCublasLt behind nvfp4_kernels.cublas. torch's scaled_mm is a
+function that checks what it gets.
 """
 
 import contextlib
-import importlib.machinery
-import re
 import sys
-import types
 from dataclasses import replace
 
 import _cublaslt
@@ -20,35 +17,31 @@ from _cublaslt import NOT_SUPPORTED, SimulatedCublasLt, multiply
 import nanochat_fp4 as nf
 from nanochat_fp4.cli import UserError
 from nanochat_fp4.nvfp4 import dispatch, operands, probe
-from nanochat_fp4.nvfp4.format import decode
+from nanochat_fp4.nvfp4.format import decode, unswizzle_scales
 
 pytest.importorskip("triton")
-from nvfp4_kernels import cublas, cublaslt, matmul  # noqa: E402
+from nvfp4_kernels import cublas  # noqa: E402
+from nvfp4_kernels import decode as decoding
 
 on_a_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="simulates the hardware, in Triton's interpreter")
 pytestmark = [on_a_cpu, pytest.mark.filterwarnings("ignore::RuntimeWarning")]
 CPU, BF16, FP32 = torch.device("cpu"), torch.bfloat16, torch.float32
 
 
-CACHED = dispatch.native_choice, dispatch.verdict, dispatch.mxfp8_problem
-
-
 def forget():
-    for function in CACHED:
-        function.cache_clear()
-    cublaslt.forget_plans()
+    dispatch.VERDICTS.clear()
+    cublas.plan_of.cache_clear()
 
 
 @pytest.fixture
 def library(monkeypatch):
     """cuBLASLt of a machine that seems to have FP4 tensor cores; the reference quantizes."""
     simulated = SimulatedCublasLt()
-    monkeypatch.setattr(cublaslt, "library", lambda: simulated)
-    monkeypatch.setattr(cublaslt, "handle_and_stream", lambda device: (1, 7))
+    monkeypatch.setattr(cublas, "library", lambda: simulated)
+    monkeypatch.setattr(cublas, "handle_and_stream", lambda device: (1, 7))
     monkeypatch.setattr(dispatch, "no_tensor_cores_reason", lambda device_type: None)
-    monkeypatch.setattr(probe, "PROBE_SHAPES", {128: (128, 128, 128), 64: (128, 64, 64), 1: (144, 48, 96)})
+    monkeypatch.setattr(probe, "SHAPES", ((128, 128, 128), (144, 48, 96)))
     monkeypatch.setattr(probe, "LAUNCHES", 1)
-    monkeypatch.setitem(sys.modules, "flashinfer", None)  # not installed, whatever this machine has
     monkeypatch.setenv("NVFP4_KERNELS", "reference")  # faster than Triton's interpreter
     monkeypatch.delenv("NVFP4_GEMM", raising=False)
     forget()
@@ -102,22 +95,8 @@ def simulated_scaled_mm(a, b, scale_a, recipe_a, scale_b, recipe_b, swizzle_a, s
 REAL_SCALED_MM = getattr(torch.nn.functional, "scaled_mm", None)
 
 
-def simulated_mm_fp4(a, b, a_descale, b_descale, alpha, out_dtype, *, block_size, use_8x4_sf_layout):
-    """flashinfer.gemm.mm_fp4, as its documentation has the arguments: b and b_descale are column-major."""
-    assert block_size == 16 and not use_8x4_sf_layout and out_dtype == BF16 and alpha.numel() == 1
-    (m, k), n = a.shape, b.shape[1]
-    groups = -(-k // 32) * 4
-    assert a.dtype == b.dtype == torch.uint8 and a.is_contiguous() and b.T.is_contiguous() and b.shape[0] == k
-    assert a_descale.shape == (-(-m // 128) * 128, groups) and b_descale.shape == (groups, -(-n // 128) * 128)
-    assert a_descale.is_contiguous() and b_descale.T.is_contiguous()
-    return multiply(a, a_descale.reshape(-1), b.T, b_descale.T.reshape(-1), alpha).to(out_dtype)
-
-
 @pytest.fixture
 def all_libraries(library, monkeypatch):
-    module = types.ModuleType("flashinfer")
-    module.__spec__, module.mm_fp4 = importlib.machinery.ModuleSpec("flashinfer", None), simulated_mm_fp4
-    monkeypatch.setitem(sys.modules, "flashinfer", module)
     if REAL_SCALED_MM is None:
         pytest.skip("torch before 2.10")
     monkeypatch.setattr(torch.nn.functional, "scaled_mm", simulated_scaled_mm)
@@ -131,29 +110,32 @@ def flat_row_major(scales):
     return flat.view(scales.dtype)
 
 
-@pytest.mark.parametrize("name", dispatch.IMPLEMENTATIONS)
+@pytest.mark.parametrize("name", dispatch.LIBRARIES)
 def test_each_library_multiplies_what_it_is_given(all_libraries, monkeypatch, name):
     """Scales in tiles and row-major, tails in every dimension. Row-major scales that are taken for tiles, which
     libraries accept without an error, give another product."""
-    a, b = (probe.random_operand(CPU, rows, 96) for rows in (144, 160))
+    a, b = (probe.fp4_operand(CPU, rows, 96) for rows in (144, 160))
     want = a.dequantize().double() @ b.dequantize().double().T
-    for x, y in ((a, b), (probe.tiled(a), probe.tiled(b))):
-        for dtype in dispatch.output_dtypes(name):
-            got = dispatch.mm(x, y, dtype, name)
-            # One rounding to BF16; Triton's interpreter truncates.
+    for pair in ((a, b), [replace(t, scales=unswizzle_scales(t.scales, len(t.codes), 6)) for t in (a, b)]):
+        for dtype in (BF16, FP32):
+            got = dispatch.mm(*pair, dtype, name)
             assert got.dtype == dtype and relative_square_error(got, want) < (2e-5 if dtype == BF16 else 1e-12)
-    assert dispatch.probe_implementation("cpu", name) == (1, "", "")
+    assert probe.problem_of(name, CPU, probe.SHAPES) is None
     monkeypatch.setattr(probe, "swizzle_scales", flat_row_major)
-    multiple, problem, _ = dispatch.probe_implementation("cpu", name)
-    assert multiple is None and "relative square error" in problem
+    monkeypatch.setattr(probe.NVFP4Tensor, "dequantize", lambda t: values_of_row_major(t))
+    assert "relative square error" in probe.problem_of(name, CPU, probe.SHAPES)
 
 
-@pytest.mark.parametrize("name", dispatch.IMPLEMENTATIONS)
+def values_of_row_major(t):
+    rows, columns = len(t.codes), t.codes.shape[1] // 8
+    scales = t.scales.view(torch.uint8)[: rows * columns].view(rows, columns).view(t.scales.dtype)
+    return decode(t.codes, scales) * t.tensor_scale
+
+
+@pytest.mark.parametrize("name", dispatch.LIBRARIES)
 def test_products_are_added_to_a_gradient(all_libraries, name):
-    """cuBLASLt adds in the GEMM, with one rounding; the others write a product first. A NaN that was there stays."""
-    if FP32 not in dispatch.output_dtypes(name):
-        return
-    a, b = (probe.tiled(probe.random_operand(CPU, rows, 96)) for rows in (144, 160))
+    """cuBLASLt adds in the GEMM, with one rounding; scaled_mm writes a product first. A NaN that was there stays."""
+    a, b = (probe.fp4_operand(CPU, rows, 96) for rows in (144, 160))
     into = torch.randn(144, 160)
     into[3, 5] = torch.nan
     want = into + dispatch.mm(a, b, FP32, name)
@@ -167,8 +149,8 @@ def test_every_stream_and_thread_has_its_own_alpha(library, monkeypatch):
     """A benchmark multiplies on the default stream, warms up on a second one and captures a graph on a third. Each
     product is one call, in the dtype that was asked for, with the operands' own tensor scales."""
     for stream in (0, 8, 9):
-        monkeypatch.setattr(cublaslt, "handle_and_stream", lambda device, stream=stream: (1, stream))
-        a, b = (probe.tiled(probe.random_operand(CPU, 16, 64)) for _ in range(2))
+        monkeypatch.setattr(cublas, "handle_and_stream", lambda device, stream=stream: (1, stream))
+        a, b = (probe.fp4_operand(CPU, 16, 64) for _ in range(2))
         dispatch.mm(a, b, BF16, "cublaslt")
         alpha = float(a.tensor_scale * b.tensor_scale)
         assert library.calls == [(stream or None, (16, 16, 64), BF16, alpha, 0.0)]
@@ -203,26 +185,15 @@ def test_what_runs_on_tensor_cores(library, monkeypatch, method):
     assert_same_step(got, want, 1e-5)  # MS-EDEN's tensor_scale is applied after the rounding to BF16, not before
 
 
-@pytest.mark.parametrize(
-    "name, kernels, shape, products",
-    [
-        ("cublaslt", "reference", {"tokens": 150}, 3),
-        ("dot_scaled", "triton", {"tokens": 150}, 3),
-        ("cublaslt", "reference", {"in_features": 48}, 2),
-    ],
-)
-def test_a_layer_with_ragged_edges(library, monkeypatch, name, kernels, shape, products):
+@pytest.mark.parametrize("shape, products", [({"tokens": 150}, 3), ({"in_features": 48}, 2)])
+def test_a_layer_with_ragged_edges(library, monkeypatch, shape, products):
     """150 tokens: tiles that end inside of a matrix, padded groups in wgrad. 48 numbers are no whole rows of 16 bytes
     of codes: the forward is emulated."""
-    monkeypatch.setenv("NVFP4_KERNELS", kernels)
     want = emulated(monkeypatch, "clover", **shape)
-    monkeypatch.setenv("NVFP4_GEMM", name)
-    asked, mm = [], dispatch.mm
-    monkeypatch.setattr(dispatch, "mm", lambda *a: asked.append(a[3]) or mm(*a))
-    assert dispatch.native_choice("cpu")[0] == name  # the probe's own products are not counted
-    asked.clear()
+    assert dispatch.native_gemm("cpu") == "cublaslt"  # the test's own products are not counted
+    library.calls.clear()
     assert_same_step(step("clover", **shape), want, 1e-12)
-    assert asked == [name] * products
+    assert len(library.calls) == products
 
 
 def test_micro_batches_add_to_the_gradient_in_the_gemm(library, monkeypatch):
@@ -238,21 +209,19 @@ def test_micro_batches_add_to_the_gradient_in_the_gemm(library, monkeypatch):
     want = gradient()
     monkeypatch.delenv("NVFP4_GEMM")
     forget()
-    assert dispatch.native_choice("cpu")[0] == "cublaslt"
+    assert dispatch.native_gemm("cpu") == "cublaslt"
     library.calls.clear()
     assert relative_square_error(gradient(), want) < 1e-12
     assert [beta for *_, beta in library.calls] == [0.0, 1.0] * 3  # an output, and a weight gradient
 
 
 def test_compiled_layers_multiply_and_add_alike(library):
-    """torch.compile takes a product, and one that is added to a gradient, for operators of one graph. The layer's own
-    libraries decide, in compiled code as well."""
+    """torch.compile takes a product, and one that is added to a gradient, for operators of one graph."""
     rtn = nf.Gemm(nf.Operand("rtn"), nf.Operand("rtn"))  # without random numbers, which take long to trace
     recipe = nf.Recipe("rtn_everywhere", output=rtn, grad_input=rtn, grad_weight=rtn)
     layer, x, results = nf.QuantLinear(64, 128, method=recipe), torch.randn(32, 64), []
-    layer.libraries = dispatch.ChosenLibraries({(32, 128, 64, FP32): "emulated"})  # the forward
     for forward in (layer, torch.compile(layer, backend="aot_eager", fullgraph=True)):
-        assert dispatch.native_choice("cpu")[0] == "cublaslt"
+        assert dispatch.native_gemm("cpu") == "cublaslt"
         library.calls.clear()
         torch.manual_seed(0)
         layer.zero_grad()
@@ -260,7 +229,7 @@ def test_compiled_layers_multiply_and_add_alike(library):
         with nf.accumulate_gradients(layer):
             forward(leaf).square().sum().backward()
         results.append((leaf.grad, layer.weight.grad.clone()))
-        assert [beta for *_, beta in library.calls] == [0.0, 1.0]  # dgrad, and wgrad into the gradient
+        assert [beta for *_, beta in library.calls] == [0.0, 0.0, 1.0]  # forward, dgrad, and wgrad into the gradient
     assert all(map(torch.equal, *results))
 
 
@@ -285,7 +254,7 @@ def test_weights_that_fsdp_gathered_are_multiplied_as_codes(library, method, kv)
         y = torch.cat(fused_linear(leaf, *layers), dim=-1)
         return y.detach(), *torch.autograd.grad(y, (leaf, *(layer.weight for layer in layers)), e)
 
-    assert dispatch.native_choice("cpu")[0] == "cublaslt"
+    assert dispatch.native_gemm("cpu") == "cublaslt"
     library.calls.clear()
     want = result()
     once, library.calls = [shape for _, shape, *_ in library.calls], []
@@ -306,8 +275,8 @@ def test_weights_that_fsdp_gathered_are_multiplied_as_codes(library, method, kv)
 
 def test_weights_made_once_have_their_scales_in_tiles(library, monkeypatch):
     """No pass of its own brings scales into tiles, in no pass of a step."""
-    assert dispatch.native_choice("cpu")[0] == "cublaslt"
-    monkeypatch.setattr(matmul, "swizzle", None)
+    assert dispatch.native_gemm("cpu") == "cublaslt"
+    monkeypatch.setattr(decoding, "swizzle", None)
     model = torch.nn.Sequential(nf.QuantLinear(64, 128, method="clover"))
     with nf.quantize_weights_once(model):
         model(torch.randn(32, 64)).sum().backward()
@@ -352,20 +321,22 @@ FAULTS = {
     without_tensor_scales: "has a relative square error",
     rows_swapped: "has a relative square error",
     ignores_layouts: "has a relative square error",
-    no_subnormal_scales: "returns zeros with subnormal scales",
+    no_subnormal_scales: "returns zeros",
     raises: "raises cublasLtMatmul returned status 15",
 }
 
 
 @pytest.mark.parametrize("fault, reason", FAULTS.items(), ids=lambda f: getattr(f, "__name__", ""))
-def test_a_library_that_is_wrong_is_not_used(library, monkeypatch, fault, reason):
-    library.multiply = fault
-    multiple, problem, _ = dispatch.probe_implementation("cpu", "cublaslt")
-    assert multiple is None and problem.startswith(reason) and "\n" not in problem
+def test_a_library_that_is_wrong_is_not_used(all_libraries, monkeypatch, fault, reason):
+    all_libraries.multiply = fault
+    assert dispatch.native_gemm("cpu") == "scaled_mm"  # the next one
+    why = dispatch.verdict("cpu").reason
+    assert why.startswith(f"cublaslt {reason}") and "\n" not in why
     # Asked for, it is refused instead.
+    forget()
     monkeypatch.setenv("NVFP4_GEMM", "cublaslt")
     with pytest.raises(ValueError, match=f"NVFP4_GEMM=cublaslt, but cublaslt {reason}.*NVFP4_GEMM=emulated"):
-        dispatch.native_choice("cpu")
+        dispatch.native_gemm("cpu")
 
 
 def test_a_library_that_is_wrong_in_one_launch_of_twenty_is_not_used(library, monkeypatch):
@@ -380,22 +351,17 @@ def test_a_library_that_is_wrong_in_one_launch_of_twenty_is_not_used(library, mo
 
     monkeypatch.setattr(probe, "LAUNCHES", 20)
     library.multiply = tips
-    assert "launch 13 of 20" in dispatch.probe_implementation("cpu", "cublaslt").problem
+    assert "some of 20 launches" in probe.problem_of("cublaslt", CPU, probe.SHAPES)
 
 
-def test_a_library_that_swallows_nan_is_used_with_a_note(library):
-    """Every finite product is right, and bad numbers reach the loss by the tensor scale."""
-    library.multiply = lambda *operands: multiply(*operands).nan_to_num()
-    assert dispatch.native_choice("cpu") == ("cublaslt", "cublaslt makes a number of a NaN block scale")
-
-
-def test_nothing_works(library, monkeypatch):
+def test_nothing_works(all_libraries, monkeypatch):
     """A run that did not ask for FP4 by name goes on, and hears what that costs."""
-    monkeypatch.setattr(dispatch, "mm", lambda a, b, dtype, name: torch.zeros(a.codes.shape[0], b.codes.shape[0]))
+    all_libraries.multiply = zeros
+    monkeypatch.delattr(torch.nn.functional, "scaled_mm")
     with pytest.warns(UserWarning, match="slower than method bf16"):
-        name, why = dispatch.native_choice("cpu")
-    assert name is None and why.startswith("cublaslt returns zeros") and "; dot_scaled returns zeros" in why
-    assert "pip install flashinfer-python" in why
+        assert dispatch.native_gemm("cpu") is None
+    why = dispatch.verdict("cpu").reason
+    assert "cublaslt returns zeros" in why and "scaled_mm is not in torch" in why
     assert all(torch.isfinite(t).all() and t.any() for t in step("clover"))
 
 
@@ -415,11 +381,11 @@ def test_a_wish_that_cannot_be_met(monkeypatch, value, text):
 def test_an_empty_wish_is_none(library, monkeypatch):
     monkeypatch.setenv("NVFP4_GEMM", "")
     monkeypatch.setenv("NVFP4_KERNELS", "")
-    assert dispatch.native_choice("cpu") == ("cublaslt", "")
+    assert dispatch.native_gemm("cpu") == "cublaslt"
 
 
 def test_the_doctor_runs_through_it(library, monkeypatch):
-    """Forward and backward of a layer against the reference; a fault that the GEMM's own probe does not meet."""
+    """Forward and backward of a layer against the reference; a fault that the libraries' own test does not meet."""
     from nanochat_fp4 import self_check
 
     monkeypatch.setattr(self_check, "LAYER", (48, 96, 64))
@@ -429,151 +395,159 @@ def test_the_doctor_runs_through_it(library, monkeypatch):
         self_check.self_check("cpu", "clover")
 
 
-def test_a_refused_shape_alone_is_emulated(library, monkeypatch):
-    """One refused shape had taken FP4 away everywhere."""
-    library.multiply = lambda *operands: raises() if operands[0].shape[1] % 64 else multiply(*operands)
-    with pytest.warns(UserWarning, match="cublaslt .*128"):
-        assert dispatch.native_choice("cpu")[0] == "cublaslt"
-    library.calls.clear()
-    step("clover", tokens=128, in_features=128, out_features=128)
-    assert len(library.calls) == 3
-    step("clover", tokens=128, in_features=96, out_features=128)
-    assert len(library.calls) == 3
-    # A run that asked for FP4 by name is told instead.
-    monkeypatch.setenv("NVFP4_GEMM", "cublaslt")
-    with pytest.raises(ValueError, match="128 x 128 x 96 .*unset NVFP4_GEMM"):
-        step("clover", tokens=128, in_features=96, out_features=128)
-
-
-def test_where_flashinfer_alone_works_fp32_is_emulated(all_libraries, monkeypatch):
-    """It makes BF16 alone, and weight gradients are FP32."""
-    monkeypatch.setattr(
-        dispatch, "verdict", lambda device, name: probe.Verdict(1 if name == "flashinfer" else None, "is wrong")
-    )
-    asked, mm = [], dispatch.mm
-    monkeypatch.setattr(dispatch, "mm", lambda *a: asked.append(a[2:]) or mm(*a))
-    step("clover", tokens=128, out_features=128, dtype=BF16)
-    assert asked == [(BF16, "flashinfer")] * 2
-
-
 def test_a_large_product_is_sampled_in_every_tile(library):
     """1024 x 768 in tiles of 128: a fault in one tile alone is found."""
-    shape = (1024, 768, 64)
+    shapes, state = [(1024, 768, 64)], torch.get_rng_state()
+    assert probe.problem_of("cublaslt", CPU, shapes) is None
 
-    def right(a, b, dtype):
-        return dispatch.mm(a, b, dtype, "cublaslt")
-
-    def one_tile_is_wrong(a, b, dtype):
-        y = right(a, b, dtype)
+    def one_tile_is_wrong(*operands):
+        y = multiply(*operands)
         y[896:1024, 384:512] *= -1
         return y
 
-    state = torch.get_rng_state()
-    assert probe.problem_of_shape(CPU, right, shape) is None
-    assert "relative square error" in probe.problem_of_shape(CPU, one_tile_is_wrong, shape)
+    library.multiply = one_tile_is_wrong
+    assert "relative square error" in probe.problem_of("cublaslt", CPU, shapes)
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_a_crash_ends_a_child_process_alone():
-    found, problem = probe.in_child(dispatch.__name__, "(IMPLEMENTATIONS[n] for n in (0, 1, 9))")
-    assert found == ["cublaslt", "scaled_mm"] and "status 1 (IndexError" in problem
-    # Of a module that is imported faster.
-    found, problem = probe.in_child("os", "(n if n < 2 else abort() for n in range(4))")
-    assert found == [0, 1] and "status -6" in problem
-    assert probe.in_child("os", "[(128, 'raises x')]") == ([[128, "raises x"]], "")
-    found, problem = probe.in_child("os", "[__import__('os')._exit(3)]")
-    assert not found and "status 3" in problem
-    assert probe.in_child("time", "[sleep(60)]", timeout=0.01) == ([], "had no result after 0 s")
+def test_shapes_that_a_library_does_not_take_are_not_tested(library):
+    assert probe.problem_of("cublaslt", CPU, [(64, 24, 64), (64, 32, 48)]) is None and not library.calls
 
 
-class Driver:
-    """The CUDA driver's library on a cluster whose GPUs take one process each."""
-
-    def cuInit(self, flags):
-        return 0
-
-    def cuDeviceGet(self, device, ordinal):
-        return 0
-
-    def cuDeviceGetAttribute(self, value, attribute, device):
-        value._obj.value = 3 if attribute == 20 else 0  # CU_DEVICE_ATTRIBUTE_COMPUTE_MODE
-        return 0
+# --------------------------------------------------------------------------------------------------------------------
+# The child process, and the ranks
 
 
-def test_a_gpu_for_one_process_is_named(monkeypatch):
-    """By the doctor, and where the child process fails."""
-    from nanochat_fp4 import doctor
-
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(probe, "driver", Driver)
-    _, problem = probe.in_child("os", "[__import__('os')._exit(1)]")
-    assert "status 1" in problem and "EXCLUSIVE_PROCESS" in problem and "nvidia-smi" in problem
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert "EXCLUSIVE_PROCESS" not in "".join(doctor.operations(CPU))
-    monkeypatch.setattr(doctor, "compute_mode", lambda: "EXCLUSIVE_PROCESS")
-    assert "EXCLUSIVE_PROCESS" in doctor.operations(CPU)[-1]
+SHAPES = [(128, 64, 96)]
 
 
-def test_a_gpu_is_probed_in_a_child_process(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
-    monkeypatch.setattr(probe, "in_child", lambda module, call: ([(64, call, "")], ""))
-    forget()
-    assert dispatch.verdict("cuda", "dot_scaled") == (64, "[probe_implementation('cuda:3', 'dot_scaled')]", "")
-    forget()
-    monkeypatch.setattr(probe, "in_child", lambda module, call: ([], "ended its process"))
-    assert dispatch.verdict("cuda", "dot_scaled") == (None, "ended its process", "")
-    forget()
+def child(monkeypatch, lines, problem=""):
+    """Stands in for the child process: what it prints, and how it ends. Returns the commands."""
+    commands = []
+    monkeypatch.setattr(probe, "run_child", lambda command: commands.append(command) or (lines, problem))
+    monkeypatch.setattr(probe, "problem_of", lambda name, device, shapes: commands.append((name, device)))
+    return commands
 
 
-FOUND = {
-    "present": probe.Verdict(1),
-    "wrong": probe.Verdict(None, "returns zeros on 512 x 384 x 1024"),
-    "crashing": probe.Verdict(None, "ended its process with status -11 (Segmentation fault)"),
-}
+CUDA = torch.device("cuda", 3)
+RIGHT, WRONG = '["cublaslt", null]', '["cublaslt", "returns zeros"]'
+
+
+def test_one_child_process_tests_all_products(monkeypatch):
+    commands = child(monkeypatch, ["[]", WRONG, '["scaled_mm", null]'])
+    found = probe.examine(["cublaslt", "scaled_mm"], CUDA, SHAPES)
+    assert found == ({"cublaslt": "returns zeros", "scaled_mm": None}, "") and len(commands) == 1
+    assert commands[0][1:3] == ["-m", "nanochat_fp4.nvfp4.probe"] and '"cuda:3"' in commands[0][3]
+
+
+def test_a_library_that_ends_the_child_process_is_named(monkeypatch):
+    """And those after it are not tested, by no process."""
+    commands = child(monkeypatch, ["[]"], "ended its process with status -11 (Segmentation fault)")
+    found, note = probe.examine(["cublaslt", "scaled_mm"], CUDA, SHAPES)
+    assert "Segmentation" in found["cublaslt"] and "scaled_mm" not in found and not note and len(commands) == 1
+
+
+@pytest.mark.parametrize(
+    "lines, problem",
+    [
+        ([], "ended its process with status 1 (CUDA-capable device(s) is/are busy or unavailable)"),
+        (["[]"], "ended its process with status 1 (torch.OutOfMemoryError: CUDA out of memory)"),
+    ],
+)
+def test_a_child_that_cannot_use_the_gpu_is_replaced_by_this_process(monkeypatch, lines, problem):
+    """A GPU for one process, and one of 8 GB. The line says so."""
+    commands = child(monkeypatch, lines, problem)
+    found, note = probe.examine(["cublaslt"], CUDA, SHAPES)
+    assert found == {"cublaslt": None} and commands[1:] == [("cublaslt", CUDA)]
+    assert "in this process" in note and problem in note
+
+
+def test_the_child_process_is_a_program(library):
+    """It prints [] first, and a line for each product until an FP4 library is right."""
+    job = '{"names": ["cublaslt", "scaled_mm"], "device": "cpu", "shapes": [[16, 16, 24]]}'
+    command = [sys.executable, "-m", "nanochat_fp4.nvfp4.probe"]
+    assert probe.run_child([*command, job]) == (["[]", '["cublaslt", null]'], "")  # K is 24: nothing is multiplied
+    lines, problem = probe.run_child([*command, "{}"])
+    assert not lines and "status 1 (KeyError" in problem
+
+
+def test_a_child_process_that_hangs_is_ended(monkeypatch):
+    monkeypatch.setattr(probe, "SECONDS", 0.5)
+    code = "import time; print([], flush=True); time.sleep(60)"
+    lines, problem = probe.run_child([sys.executable, "-c", code])
+    assert "no result after" in problem and lines in ([], ["[]"])
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("capability", [(9, 0), (10, 0), (12, 0), (12, 1)])
-@pytest.mark.parametrize("first", FOUND)
-@pytest.mark.parametrize("second", FOUND)
+@pytest.mark.parametrize("first", [None, "returns zeros"])
+@pytest.mark.parametrize("second", [None, "raises nothing known"])
 def test_the_choice_on_each_gpu(monkeypatch, capability, first, second):
+    """A Hopper starts no child. On sm_12x MXFP8 is tested for each pair of elements in the same child."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *device: capability)
-    monkeypatch.delenv("NVFP4_GEMM", raising=False)
-    for third in FOUND:
-        states = dict(zip(dispatch.IMPLEMENTATIONS, (first, second, third, "wrong")))
-        monkeypatch.setattr(dispatch, "verdict", lambda device, name: FOUND[states[name]])  # noqa: B023
-        dispatch.native_choice.cache_clear()
-        if capability < (10, 0):
-            assert dispatch.native_choice("cuda") == (None, "sm_90 has no FP4 tensor cores")
-            continue
-        usable = [name for name, how in states.items() if how == "present"]
-        name, why = dispatch.native_choice("cuda")
-        assert name == (usable[0] if usable else None)
-        assert all(FOUND[how].problem in why for other, how in states.items() if name is None or other == name)
-        for asked, how in states.items():
-            monkeypatch.setenv("NVFP4_GEMM", asked)
-            dispatch.native_choice.cache_clear()
-            refused = pytest.raises(ValueError, match=f"NVFP4_GEMM={asked}, .*NVFP4_GEMM=emulated")
-            with contextlib.nullcontext() if how == "present" else refused:
-                assert dispatch.native_choice("cuda")[0] == asked
-        monkeypatch.delenv("NVFP4_GEMM")
-    dispatch.native_choice.cache_clear()
-
-
-@pytest.mark.parametrize("triton_version, cuda, missing", [("3.8.0", "13.0", True), ("3.9.0", "13.4", False)])
-def test_what_is_known_of_sm_121(library, monkeypatch, triton_version, cuda, missing):
-    import triton
-
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *device: (12, 1))
-    monkeypatch.setattr(triton, "__version__", triton_version)
-    monkeypatch.setattr(torch.version, "cuda", cuda)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(probe, "in_child", lambda module, call: ([(None, "returns zeros", "")], ""))
-    dot, ours = (dispatch.verdict("cuda", name).problem for name in ("dot_scaled", "cublaslt"))
-    assert ("Triton 3.8.0; install" if missing else "returns zeros") in dot
-    assert ours.startswith("returns zeros") and ("CUDA 13.4" in ours) == missing
+    monkeypatch.setattr(dispatch, "missing_reason", lambda name: None)
+    monkeypatch.delenv("NVFP4_GEMM", raising=False)
+    asked, states = [], {"cublaslt": first, "scaled_mm": second}
+    wrong = dispatch.MXFP8[2]
+
+    def examine(names, device, shapes):
+        asked.append((names, shapes))
+        return {name: states.get(name, "raises" if name == wrong else None) for name in names}, ""
+
+    monkeypatch.setattr(probe, "examine", examine)
+    forget()
+    dispatch.decide("cuda", SHAPES)
+    found = dispatch.verdict("cuda")
+    if capability < (10, 0):
+        assert found == (None, "sm_90 has no FP4 tensor cores", ()) and not asked
+        return
+    slow = capability[0] == 12
+    assert asked == [(["cublaslt", "scaled_mm", *dispatch.MXFP8 * slow], SHAPES)]
+    assert found.library == next((name for name, problem in states.items() if problem is None), None)
+    assert all(problem in found.reason for problem in states.values() if problem and not found.library)
+    assert found.mxfp8 == (dispatch.MXFP8[:2] if slow else ())
+    assert found.library or ("CUDA 13.4" in found.reason) == (capability == (12, 1))
+    for name, problem in states.items():
+        monkeypatch.setenv("NVFP4_GEMM", name)
+        forget()
+        refused = pytest.raises(ValueError, match=f"NVFP4_GEMM={name}, .*NVFP4_GEMM=emulated")
+        with refused if problem else contextlib.nullcontext():
+            assert dispatch.native_gemm("cuda") == name
+    forget()
+
+
+def ranks(capabilities, wish):
+    """Rank 0 alone tests; all ranks have its verdict, its refusal, or hear that their GPUs differ."""
+    import os
+
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    os.environ["NVFP4_GEMM"] = wish
+    torch.cuda.get_device_capability = lambda *device: capabilities[rank]
+    torch.cuda.current_device = lambda: 0
+    dispatch.missing_reason = lambda name: None
+    probe.examine = lambda names, device, shapes: ({name: 1 / (rank == 0) and FOUND.get(name) for name in names}, "")
+    try:
+        if len(set(capabilities)) > 1 or wish == "cublaslt":
+            with pytest.raises(ValueError, match="differ" if wish == "auto" else "NVFP4_GEMM=cublaslt, but"):
+                dispatch.decide("cuda", SHAPES)
+        else:
+            dispatch.decide("cuda", SHAPES)
+            assert dispatch.native_gemm("cuda") == "scaled_mm"
+    finally:
+        dist.destroy_process_group()
+
+
+FOUND = {"cublaslt": "returns zeros"}
+
+
+@pytest.mark.parametrize("second, wish", [((10, 0), "auto"), ((9, 0), "auto"), ((10, 0), "cublaslt")])
+def test_ranks_take_the_verdict_of_the_first(run_ranks, second, wish):
+    run_ranks(f"import test_native; test_native.ranks({[(10, 0), second]}, {wish!r})")
 
 
 def test_a_triton_that_is_known_to_be_wrong_is_refused(monkeypatch):
@@ -597,16 +571,11 @@ def test_a_triton_that_is_known_to_be_wrong_is_refused(monkeypatch):
     dispatch.no_kernels_reason.cache_clear()
 
 
-def test_torch_without_scaled_mm_is_named(library, monkeypatch):
-    monkeypatch.delattr(torch.nn.functional, "scaled_mm", raising=False)
-    assert "torch 2.10" in dispatch.verdict("cpu", "scaled_mm").problem
-
-
 def test_the_backend_says_which_path_runs(library, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *device: (12, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *device: "RTX")
-    monkeypatch.setattr(dispatch, "verdict", lambda device, name: FOUND["present"])
+    monkeypatch.setattr(dispatch, "verdict", lambda device: dispatch.Verdict("cublaslt"))
     assert "FP4 tensor cores (cublaslt" in nf.backend().gemm
 
 
@@ -679,10 +648,13 @@ def slow_fp8(library, monkeypatch):
     return library
 
 
-def test_mxfp8_with_scales_of_one_is_the_product_of_fp8(slow_fp8, monkeypatch):
-    assert dispatch.uses_mxfp8("cpu") and dispatch.mxfp8_problem("cpu") is None
+@pytest.mark.parametrize("pair", dispatch.MXFP8)
+def test_mxfp8_with_scales_of_one_is_the_product_of_fp8(slow_fp8, monkeypatch, pair):
+    """Of two E4M3 operands, and of a gradient in E5M2 and an E4M3 operand."""
+    dtypes = [getattr(torch, name) for name in pair.split()[1:]]
+    assert dispatch.uses_mxfp8("cpu", *dtypes)
     for out_dtype in (BF16, FP32):
-        a, b = (torch.randn(rows, 96).to(torch.float8_e4m3fn) for rows in (33, 64))
+        a, b = (torch.randn(rows, 96).to(dtype) for rows, dtype in zip((33, 64), dtypes))
         scales = torch.tensor(0.37), torch.tensor(1.9)
         slow_fp8.calls.clear()
         got = dispatch.mm_fp8(a, scales[0], b, scales[1], out_dtype)
@@ -693,18 +665,28 @@ def test_mxfp8_with_scales_of_one_is_the_product_of_fp8(slow_fp8, monkeypatch):
     assert torch.equal(dispatch.mm_fp8(a, scales[0], b, scales[1], out_dtype), got)
 
 
+def test_all_products_of_fp8_are_mxfp8(slow_fp8):
+    """Forward, dgrad and wgrad: E5M2 gradients with E4M3 operands."""
+    assert dispatch.native_gemm("cpu") == "cublaslt"
+    slow_fp8.calls.clear()
+    step("fp8", tokens=128, out_features=128, dtype=BF16)
+    assert [call[1] for call in slow_fp8.calls] == [(128, 128, 64), (128, 64, 128), (128, 64, 128)]
+
+
 @pytest.mark.parametrize(
     "wrong, problem",
     [
-        (lambda x, xs, y, ys, alpha: torch.zeros(len(x), len(y)), r"square error of 1.0e\+00"),
+        (lambda x, xs, y, ys, alpha: torch.zeros(len(x), len(y)), "returns zeros"),
         (lambda x, xs, y, ys, alpha: x.float() @ y.float().T, "relative square error"),
         (lambda x, xs, y, ys, alpha: 1 / 0, "raises division by zero"),
     ],
 )
 def test_mxfp8_that_is_wrong_is_not_used(slow_fp8, monkeypatch, wrong, problem):
     monkeypatch.setattr(_cublaslt, "multiply_8_bits", wrong)
-    assert re.search(problem, dispatch.mxfp8_problem("cpu")) and not dispatch.uses_mxfp8("cpu")
+    assert problem in probe.problem_of(dispatch.MXFP8[0], CPU, probe.SHAPES)
+    assert dispatch.verdict("cpu").mxfp8 == () and dispatch.native_gemm("cpu") == "cublaslt"
+    assert not dispatch.uses_mxfp8("cpu", torch.float8_e4m3fn, torch.float8_e4m3fn)
 
 
 def test_mxfp8_is_for_gpus_whose_fp8_is_slow(library):
-    assert not dispatch.uses_mxfp8("cpu") and "as fast" in dispatch.mxfp8_problem("cpu")
+    assert not dispatch.uses_mxfp8("cpu", torch.float8_e4m3fn, torch.float8_e4m3fn)

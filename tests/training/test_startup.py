@@ -39,7 +39,7 @@ def test_no_module_that_launches_kernels_makes_threads():
         names, imports = names_and_imports(path.read_text())
         if names & THREADS and any(module.startswith(LAUNCHING) for module in imports):
             wrong.append(str(path.relative_to(ROOT)))
-    assert wrong == []
+    assert not wrong
 
 
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
