@@ -147,19 +147,6 @@ METHODS: dict[str, Recipe] = {
 }
 ALIASES = {"quartet2": "clover"}  # the paper's public name
 
-LAST_COMMIT = "40089ce"  # The last commit that has all rows that were removed from the package.
-# The names of removed rows, so that an error can tell them from misspelled names. lab/recipes.py has most of them.
-LEFT = frozenset(
-    "chmiel clover_dithered clover_dithered_weight clover_fp8_input clover_fp8_weight "
-    "clover_fresh_rotation clover_hot clover_input clover_late clover_masked clover_reset clover_rotated "
-    "clover_search clover_search_backward clover_search_dithered clover_search_feedback clover_search_forward "
-    "clover_shifted clover_shifted_feedback clover_sr_weight clover_weight clover_weight_search fig1a_ms_eden "
-    "fig1a_sr fig1b_sr fig1c_ms_eden fig1c_sr fig1d_sr fig1e_ms_eden fig1e_sr fig2_16x16_four_over_six "
-    "fig2_16x16_rtn fig2_1x16_four_over_six fig2_1x16_rtn four_over_six_biased fp8_blocks mxfp4_nvidia mxfp8 "
-    "nvidia_1d nvidia_fixed_signs nvidia_no_rht nvidia_no_sr nvidia_v1_requant nvidia_v2 quartet tetrajet_v2_full "
-    "tetrajet_v2_outcontrol tetrajet_v2_rht128 tseng".split()
-)
-
 REGISTERED: dict[str, Recipe] = {}  # The rows that `register` has added.
 LISTED = 8  # The number of registered rows that an error lists, the newest ones.
 
@@ -217,8 +204,7 @@ def _known() -> dict[str, Recipe]:
 def get_recipe(method: str | Recipe) -> Recipe:
     """Returns the Recipe of a name: a row of METHODS, an alias, or a registered row. A Recipe is returned as it is.
 
-    Raises ValueError for an unknown name, for a method that was removed from the package, and for an argument of
-    another type.
+    Raises ValueError for an unknown name, and for an argument of another type.
 
     >>> print(nf.get_recipe("quartet2").output)
     four_over_six x four_over_six
@@ -230,11 +216,6 @@ def get_recipe(method: str | Recipe) -> Recipe:
     rows, name = _known(), ALIASES.get(method, method)
     if name in rows:
         return rows[name]
-    if name in LEFT:
-        raise ValueError(
-            f"method {name!r} left the package; register its recipe (nf.register, or --recipes=FILE.py; lab/recipes.py "
-            f"has most of them), or use commit {LAST_COMMIT}, the last one that has it"
-        )
     alike = difflib.get_close_matches(name.lower(), (*rows, *ALIASES), n=1)
     known = f"did you mean {alike[0]}? Use" if alike else "use"
     registered = [name for name in REGISTERED if name not in METHODS]

@@ -354,7 +354,7 @@ def from_record(record: Mapping[str, Any]) -> Recipe:
                 if "quantize" in plain:
                     plain["quantize"] = get_function(plain["quantize"], plain.get("name", ""))
                 roundings[name] = Rounding(**plain)
-            elif isinstance(value, str):  # Earlier versions stored the name of a user's row, too.
+            elif isinstance(value, str):
                 roundings[name] = OF_THE_PACKAGE.get(value) or get_rounding(value)
         return Operand(**{**made, **roundings})
 

@@ -115,8 +115,6 @@ REFUSED = {  # name of the case: (call, word)
     "a typing error": (lambda: get_recipe("cloover"),
                        r"'cloover'; did you mean clover\? Use one of: bf16, fp8, .*quartet2[,;].* or "),
     "capitals": (lambda: get_recipe("CLOVER"), "did you mean clover"),
-    "a row that left": (lambda: get_recipe("nvidia_v2"), "'nvidia_v2' .*40089ce"),
-    "another row that left": (lambda: get_recipe("clover_dithered"), "'clover_dithered' .*40089ce"),
     "how to add a row": (lambda: Operand("x_y"), r"nanochat_fp4.ROUNDINGS\['x_y'\] = nanochat_fp4.Rounding\(...\), "),
     "rounding": (lambda: Operand("srr"), r"'srr'; did you mean sr\? Known: rtn, .*; to add a row: "),
     "a rounding like none": (lambda: Operand("qqqq"), "'qqqq'; known: rtn, "),
