@@ -8,6 +8,7 @@ random numbers, and quantized activations have a scale for each token (engine.py
 """
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -18,7 +19,6 @@ import torch.distributed as dist
 from nanochat_fp4.common import get_dist_info, is_ddp_initialized, print0
 from nanochat_fp4.data.chat_data import Task
 from nanochat_fp4.data.tokenizer import without_end
-from nanochat_fp4.evaluation.metrics import accuracy_interval
 from nanochat_fp4.generation.engine import Engine, check_finite
 from nanochat_fp4.models.gpt import autocast
 from nanochat_fp4.nvfp4.contexts import per_token_scale, quantize_weights_once
@@ -47,8 +47,16 @@ class Score:
 
     @property
     def interval(self) -> float:
-        """Two standard deviations of the accuracy, if the problems are regarded as drawn at random."""
-        return accuracy_interval(self.accuracy, self.count)
+        """
+        Two standard deviations of the accuracy, if the problems are regarded as drawn at random, as in the paper's
+        Table 5.
+
+        If none or all of the answers are right, the standard deviation is 0. The distance to the other end of Wilson's
+        interval (1927) then takes its place. No right answer among 32 means that the accuracy is below 11%, and not
+        that it is 0.
+        """
+        spread = self.accuracy * (1 - self.accuracy)
+        return 2 * math.sqrt(spread / self.count) if spread > 0 else 4 / (self.count + 4)
 
     def __str__(self) -> str:
         return f"{100 * self.accuracy:.2f} ± {100 * self.interval:.2f}% ({sum(self.outcomes)}/{self.count})"

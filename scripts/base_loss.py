@@ -138,7 +138,7 @@ def evaluate(args: argparse.Namespace, device: torch.device, rank: int, world_si
     # The report's val BPB of a run is that of its own forward pass.
     event = "other_forward" if args.method else "base_loss"
     kept.finish(event, **{key.removeprefix("val_"): v for key, v in results.items()}, **text, samples=samples)
-    get_report(model_tag).log(section, [lines, {f"sample {i}": sample for i, sample in enumerate(samples)}])
+    get_report(model_tag).log(section, [lines])
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from nanochat_fp4.common import get_dist_info, is_ddp_initialized
 from nanochat_fp4.generation.engine import check_finite
 
 FEWSHOT_SEED = 1234  # Question i draws its few-shot examples with the seed FEWSHOT_SEED + i.
@@ -75,14 +76,16 @@ def render_prompts_lm(item: dict, delimiter: str, fewshot: Sequence[dict] = ()) 
     return [prompt.strip(), f"{prompt}{item['continuation']}"]
 
 
+PROMPTS = dict(zip(TASK_TYPES, (render_prompts_mc, render_prompts_schema, render_prompts_lm)))
+
+
 def render_question(
     item: dict, tokenizer: Any, task_meta: dict[str, Any], fewshot: Sequence[dict]
 ) -> tuple[list[list[int]], list[tuple[int, int]]] | None:
     """Returns the token sequences of a question, and the span [start, end) of each sequence that is judged. Returns
     None if the answer does not begin at a token."""
     kind, delimiter = task_meta["task_type"], task_meta["continuation_delimiter"]
-    render = dict(zip(TASK_TYPES, (render_prompts_mc, render_prompts_schema, render_prompts_lm)))[kind]
-    sequences = tokenizer(render(item, delimiter, fewshot), prepend=tokenizer.get_bos_token_id())
+    sequences = tokenizer(PROMPTS[kind](item, delimiter, fewshot), prepend=tokenizer.get_bos_token_id())
     if kind == "multiple_choice":
         start = len(commonprefix(sequences))
         return sequences, [(start, len(s)) for s in sequences]
@@ -113,15 +116,6 @@ class Outcome(NamedTuple):
     judged: bool = True
 
 
-class TaskResult(NamedTuple):
-    """The outcome of a task: the fraction of right answers, the number of cropped questions, and the number of
-    questions that were not judged."""
-
-    accuracy: float
-    cropped: int
-    not_judged: int
-
-
 def longest_input(model: Any) -> int | None:
     """Returns how many tokens the model can read at once. This is GPT-2's fixed context, or the length of the rotary
     tables. None means any number."""
@@ -141,14 +135,9 @@ def evaluate_example(
     index: int, model: Any, tokenizer: Any, data: Sequence[dict], device: torch.device | str, task_meta: dict[str, Any]
 ) -> Outcome:
     """Puts question `index` to the model, and returns the outcome. The few-shot examples are drawn from the other
-    questions. Raises ValueError for an unknown type of task, for more few-shot examples than there are other questions,
-    and for logits that are not finite."""
-    item = data[index]
-    if task_meta["task_type"] not in TASK_TYPES:
-        raise ValueError(f"unknown task type {task_meta['task_type']!r}; known are {', '.join(TASK_TYPES)}")
-    others = [i for i in range(len(data)) if i != index]
-    if task_meta["num_fewshot"] > len(others):
-        raise ValueError(f"{task_meta['num_fewshot']} examples are wanted, and there are {len(others)} other questions")
+    questions. Raises ValueError for logits that are not finite, and for more few-shot examples than there are other
+    questions."""
+    item, others = data[index], [i for i in range(len(data)) if i != index]
     chosen = random.Random(FEWSHOT_SEED + index).sample(others, task_meta["num_fewshot"])
     rendered = render_question(item, tokenizer, task_meta, [data[i] for i in chosen])
     inputs = rendered and [crop(s, span, longest_input(model)) for s, span in zip(*rendered)]
@@ -180,17 +169,16 @@ def evaluate_task(
     device: torch.device | str,
     task_meta: dict[str, Any],
     done: Any = lambda: None,
-) -> TaskResult:
-    """Returns the result over all questions of a task. All ranks must call this function together. done() is called
-    after each question."""
-    distributed = dist.is_available() and dist.is_initialized()
-    rank, world_size = (dist.get_rank(), dist.get_world_size()) if distributed else (0, 1)
+) -> tuple[float, int, int]:
+    """Returns the share of right answers over all questions of a task, and the numbers of cropped questions and of
+    those that were not judged. All ranks must call this function together. done() is called after each question."""
+    _, rank, _, world_size = get_dist_info()
     counts = torch.zeros(3, device=device)
     for index in range(rank, len(data), world_size):
         right, cropped, judged = evaluate_example(index, model, tokenizer, data, device, task_meta)
         counts += torch.tensor([right, cropped, not judged], device=device)
         done()
-    if world_size > 1:
+    if is_ddp_initialized():
         dist.all_reduce(counts)
     right, cropped, not_judged = counts.tolist()
-    return TaskResult(right / len(data), int(cropped), int(not_judged))
+    return right / len(data), int(cropped), int(not_judged)

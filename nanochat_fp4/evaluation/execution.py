@@ -1,22 +1,35 @@
 """
 Execution of Python code that a language model wrote (HumanEval) in a sandbox.
 
-`execute_code` runs a program in a process of its own. A second process, the judge, tests the program's function. The
-program can reach neither the tests nor the verdict: arguments and results pass between the two as plain values.
+    execute_code("def f(x): return 2 * x", tests="assert candidate(3) == 6", function="f").success
 
-GUARANTEES lists the promises of the sandbox, and which layer keeps each of them. docs/sandbox.md has the same table
-with the tests.
+**Processes.** `execute_code` runs in the trainer. It starts a supervisor, which starts a judge and the program. The
+program has neither the tests nor the verdict: the judge reads the tests, and arguments and results pass between judge
+and program as plain values (sandbox/judge.py). The supervisor keeps the deadline, and removes the folder at the end.
 
-- namespaces: the program has its own mount, process, network and IPC namespaces. The root folder is in memory, and
-  Python's folders in it are read-only. The program is the user `nobody` without capabilities. When process 1 ends, all
-  others end. This layer needs Linux 5.12 and either root or unprivileged user namespaces.
-- landlock (Linux 5.13): this layer is for containers, which usually refuse namespaces.
-- seccomp (x86_64 and aarch64): a list of allowed system calls. Both layers above always come with it.
-- audit: Python's hooks, which are used only without namespaces and landlock (old kernels, macOS). They stop careless
-  code, but not an attack on the interpreter. Run such code in a container or a virtual machine.
+**What a program may do.** It computes, reads Python's own files, writes into an empty folder of its own, prints, starts
+some threads, and uses pipes and pairs of sockets within itself. It may do this until its deadline, in the memory and on
+the disk that it is given. Everything else is refused: other files, the network, other processes, signals to them, new
+programs, devices, rights.
 
-`sandbox_layers` finds the strongest set of layers that this machine accepts, once in each process. All processes share
-the kernel, so a bug of the kernel is a way out. Windows is not supported.
+**Who refuses it.** There are three ways, and `sandbox_layers` takes the first that the machine accepts:
+
+1. namespaces + seccomp. The kernel gives the program an own root folder in memory, own process, network and IPC
+   namespaces, the user `nobody` without capabilities, and a list of allowed system calls. This needs Linux 5.12, and
+   root or unprivileged user namespaces. All promises hold.
+2. landlock + seccomp, for containers, which usually refuse namespaces. The kernel restricts files and system calls.
+   This needs Linux 5.13. The program can see the names and sizes of foreign files and processes, and the supervisor,
+   which looks every tenth of a second, counts its files and threads.
+3. audit, alone or with seccomp, on old kernels and macOS. Python's own hooks refuse changes of foreign files, sockets,
+   processes and signals, but no reading. They stop careless code, and not an attack on the interpreter. Run such code
+   in a container or a virtual machine.
+
+GUARANTEES says for each promise who keeps it in each of the three cases: the "kernel" against any code; the
+"supervisor", which the kernel protects in the first two; or the "hooks", against accidents. docs/sandbox.md names
+the tests of each promise. `describe_sandbox` prints the promises that are not kept on this machine.
+
+**What no layer refuses.** The program shares the processor, the disk and the kernel, so a bug of the kernel is a way
+out. Windows is not supported: there no code is run.
 """
 
 import contextlib
@@ -53,10 +66,7 @@ LAYER_SETS = (
     ("audit",),
 )
 
-
-# What keeps each promise, in this order: with namespaces + seccomp, with landlock + seccomp, with neither. The promises
-# that "kernel" and "supervisor" keep hold whatever the code does. Those of "hooks" (Python's) hold until the code
-# attacks the interpreter.
+# For each promise who keeps it: with namespaces + seccomp, with landlock + seccomp, with neither.
 GUARANTEES = {
     "the deadline; what it writes as a result or prints is never an error of the evaluation": ("supervisor",) * 3,
     "processor seconds, open files, size of a file, address space (the last on Linux)": ("kernel",) * 3,

@@ -1,26 +1,12 @@
 """The numbers of a run: metrics.jsonl beside its checkpoints, and a monitor of its loss."""
 
 import json
-import math
 import os
 from pathlib import Path
 from typing import Any
 
 from nanochat_fp4.cli import logger, one_line
 from nanochat_fp4.files import atomic_write
-
-
-def accuracy_interval(accuracy: float, count: int) -> float:
-    """Returns two standard deviations of an accuracy on `count` problems that were drawn at random, as in the
-    paper's Table 5.
-
-    If none or all of the answers are right, the standard deviation is 0. The distance to the other end of Wilson's
-    interval (1927) then takes its place. No right answer among 32 means that the accuracy is below 11%, and not that it
-    is 0.
-    """
-    spread = accuracy * (1 - accuracy)
-    return 2 * math.sqrt(spread / count) if spread > 0 else 4 / (count + 4)
-
 
 USUAL_TOKENS, FEW_TOKENS = 20, 2  # for each parameter
 

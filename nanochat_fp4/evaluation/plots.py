@@ -113,36 +113,34 @@ def draw_runs(folder: Path, runs: list[dict[str, Any]], notes: list[str]) -> lis
     gap between the two forward passes of each run. A note says if nothing can be drawn.
     """
     groups: dict[tuple, list[dict]] = {}
-    for run in runs:
-        groups.setdefault((run["tokenizer"], run["trained_text"]), []).append(run)
+    # The baseline comes first, as a wide line, so that a line on top of it can be seen.
+    for run in sorted(runs, key=lambda run: run["method"] != "bf16"):
+        groups.setdefault((run["start"].get("tokenizer"), run["start"].get("val_text")), []).append(run)
     written: list[str] = []
     for place, group in enumerate(groups.values(), start=1):
         of_runs = f" ({', '.join(run['model_tag'] for run in group)})" if len(groups) > 1 else ""
-        baselines = {run["config_key"]: run for run in group if run["method"] == "bf16"}
-        names = {
-            run["model_tag"]: f"{SEED.sub('', run['model_tag'])}, {run['num_iterations'] or 0:,} steps" for run in group
-        }
+        baselines = {run["start"].get("config_key"): run for run in group if run["method"] == "bf16"}
+        steps = {run["model_tag"]: f"{run['num_iterations'] or 0:,} steps" for run in group}
+        names = {tag: f"{SEED.sub('', tag)}, {length}" for tag, length in steps.items()}
         colors = dict(zip(names.values(), itertools.cycle(COLORS)))
         colors |= {names[run["model_tag"]]: BASELINE for run in baselines.values()}
         for picture, (title, axis) in PICTURES.items():
             panels: dict[str, dict[str, list[Points]]] = {}
-            # The baseline comes first, as a wide line, so that a line on top of it can be seen.
-            for run in sorted(group, key=lambda run: run["method"] != "bf16"):
+            for run in group:
                 name, points = names[run["model_tag"]], run["curves"][picture]
+                base = baselines.get(run["start"].get("config_key"))
                 shown = {axis: points}
-                if run["config_key"] in baselines and picture != "reward_rl":
-                    base = dict(baselines[run["config_key"]]["curves"][picture])
-                    shown["over the bf16\nrun, %"] = [(x, 100 * (y / base[x] - 1)) for x, y in points if base.get(x)]
-                if picture == "bpb":
+                if base and base is not run and picture != "reward_rl":
+                    below = dict(base["curves"][picture])
+                    shown["over the bf16\nrun, %"] = [(x, 100 * (y / below[x] - 1)) for x, y in points if below.get(x)]
+                if picture == "bpb" and run["method"] != "bf16":
                     shown["own over BF16\nforward, %"] = run["curves"]["forwards"]
                 for words, of in shown.items():
-                    if of and (words == axis or colors[name] != BASELINE):
+                    if of:
                         panels.setdefault(words, {}).setdefault(name, []).append(of)
-            drawings = [
-                functools.partial(_draw_lines, axis=of, lines=lines, colors=colors) for of, lines in panels.items()
-            ]
-            if not drawings:
+            if not panels:
                 continue
+            drawings = [functools.partial(_draw_lines, colors=colors, panel=panel) for panel in panels.items()]
             file = f"{picture}_{place}.png" if place > 1 else f"{picture}.png"
             try:
                 draw(folder / file, title + of_runs, *drawings)
@@ -153,9 +151,10 @@ def draw_runs(folder: Path, runs: list[dict[str, Any]], notes: list[str]) -> lis
     return written
 
 
-def _draw_lines(axes: Any, axis: str, lines: dict[str, list[Points]], colors: dict[str, str]) -> None:
+def _draw_lines(axes: Any, colors: dict[str, str], panel: tuple[str, dict[str, list[Points]]]) -> None:
+    words, lines = panel
     for name, of in lines.items():
         runs = [([x for x, _ in points], [y for _, y in points]) for points in of]
         style = "-" if max(map(len, of)) >= FEW_POINTS else "none"
         curve(axes, name, runs, style, colors[name], wide=colors[name] == BASELINE)
-    axes.set(xlabel="step", ylabel=axis)
+    axes.set(xlabel="step", ylabel=words)

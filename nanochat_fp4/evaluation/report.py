@@ -18,7 +18,6 @@ import math
 import os
 import re
 import shlex
-import statistics
 import sys
 import time
 from collections.abc import Iterable, Mapping
@@ -86,9 +85,11 @@ class Report:
             try:
                 s = json.loads(path.read_text("utf-8"))
                 finished, seconds = time.mktime(time.strptime(s["timestamp"], TIME)), int(s["wall_seconds"])
-                times = {"finished": finished, "began": int(s.get("began", finished - seconds)), "seconds": seconds}
                 run = path.parent.name if path.parent != self.folder else "all runs"
-                sections.append({"section": str(s["section"]), "run": run, "data": list(s["data"]), **times})
+                sections.append(
+                    {"section": str(s["section"]), "run": run, "data": list(s["data"]), "timestamp": s["timestamp"]}
+                    | {"finished": finished, "began": int(s.get("began", finished - seconds)), "seconds": seconds}
+                )
             except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError):
                 notes.append(f"{path} is not readable as a section and was left out; run its stage again to replace it")
         return sorted(sections, key=lambda section: section["finished"])
@@ -119,29 +120,28 @@ def _newest(records: list[dict], *events: str) -> dict[str, Any]:
 
 def read_stage(records: list[dict], stage: str) -> dict[str, Any]:
     """Returns how far a stage of a run has come, its validations, and the scores of its newest evaluated model."""
-    last, total = _newest(records, "train"), _newest(records, "start").get("num_iterations", 0)
-    step = last["step"] + 1 if last else None
-    finished = (
-        step == total if total > 0 else last.get("progress", 0) >= 1
-    )  # Without a number of steps it is one epoch.
+    start, last, evaluated = _newest(records, "start"), _newest(records, "train"), _of(records, "benchmarks")
+    total, step = start.get("num_iterations", 0), last["step"] + 1 if last else None
     value = "reward" if stage == "rl" else "smoothed_loss"
     curve = [(r["step"], r[value]) for r in _of(records, "train") if value in r]
-    evaluated, scores = _of(records, "benchmarks"), {}
+    scores: dict[str, dict] = {}
     for record in evaluated:
         scores |= record["scores"] if record["step"] == evaluated[-1]["step"] else {}
     return {
+        "start": start,
         "step": step,
+        # A stage without a number of steps trains for an epoch.
         "num_iterations": total if total > 0 else None,
-        "finished": finished,
+        "finished": step == total if total > 0 else last.get("progress", 0) >= 1,
         "validations": [r[key] for r in _of(records, "val") for key in ("bpb", "loss", "pass@1") if key in r],
         "scores": scores,
         "curve": curve if len(curve) >= FEW_STEPS else [],
-        "environment": _newest(records, "start").get("environment"),
     }
 
 
 def read_run(tag: str, base_dir: Path) -> dict[str, Any]:
-    """Returns the numbers of a run, from the metrics.jsonl of its stages. What was not logged is None."""
+    """Returns the numbers of a run, from the metrics.jsonl of its stages. What was not logged is None, or missing in
+    "start" (the newest record of the base training's start) and in "measured" (its newest validation loss)."""
     logs = {stage: read_jsonl(base_dir / folder / tag / "metrics.jsonl") for stage, folder in FOLDERS.items()}
     stages = {stage: read_stage(records, stage) for stage, records in logs.items()}
     records, text, validated = logs["base"], None, []
@@ -152,55 +152,51 @@ def read_run(tag: str, base_dir: Path) -> dict[str, Any]:
             text, validated = record.get("val_text"), []
     # The newest validation is that of the last step. base_loss measures on more text than training does.
     measured = [r for r in validated if r["step"] > 0] + _of(records, "base_loss")
-    newest = max(reversed(measured), key=lambda r: r["step"], default={})
-    start, trained = _newest(records, "start"), [r for r in _of(records, "train") if "tokens" in r]
-    step, seconds = stages["base"]["step"], sum(r["dt"] for r in trained)
-    forwards = [(r["step"], 100 * (r["bpb"] / r["bpb_bf16"] - 1)) for r in validated if r.get("bpb_bf16")]
-    curves = {CURVES[stage]: of["curve"] for stage, of in stages.items()}
-    return {
+    trained, base = [r for r in _of(records, "train") if "tokens" in r], stages["base"]
+    seconds, batch = sum(r["dt"] for r in trained), base["start"].get("total_batch_size")
+    return base | {
         "model_tag": tag,
-        **{key: start.get(key) for key in ("method", "config_key", "backend", "tokenizer", "num_params")},
-        **{key: stages["base"][key] for key in ("step", "num_iterations", "finished")},
-        "tokens": step * start["total_batch_size"] if step and "total_batch_size" in start else None,
+        "method": str(base["start"].get("method", "-")),
+        "tokens": base["step"] * batch if base["step"] and batch else None,
         "seconds": seconds or None,
         "tokens_per_second": sum(r["tokens"] for r in trained) / seconds if seconds else None,
         "untrained_bpb": next((r["bpb"] for r in validated if r["step"] == 0), None),
-        "val_bpb": newest.get("bpb"),
-        "val_bpb_bf16": newest.get("bpb_bf16"),
-        "val_text": newest.get("val_text"),
-        "val_tokens": newest.get("tokens"),
-        "trained_text": text,
-        "recipes": start.get("recipes", {}),
-        "emulated": start.get("gemm_work", {}).get("4", 0) > 0 and "decode" in start.get("backend", ""),
+        "measured": max(reversed(measured), key=lambda r: r["step"], default={}),
         "samples": _newest(records, "sample", "base_loss").get("samples", []),
-        "telemetry": _newest(records, "telemetry"),
         "stages": stages,
-        "curves": curves | {"bpb": [(r["step"], r["bpb"]) for r in validated], "forwards": forwards},
+        "curves": {CURVES[stage]: of["curve"] for stage, of in stages.items()}
+        | {"bpb": [(r["step"], r["bpb"]) for r in validated]}
+        | {"forwards": [(r["step"], _percent_over(r["bpb"], r["bpb_bf16"])) for r in validated if "bpb_bf16" in r]},
     }
+
+
+def _percent_over(value: float | None, base: float | None) -> float | None:
+    return 100 * (value / base - 1) if value and base else None
 
 
 def add_gaps(runs: list[dict], notes: list[str]) -> None:
     """
     Adds the increase of validation BPB over the BF16 baseline that was trained with the same configuration, in
-    percent: gap_percent with the method's own forward pass, and gap_percent_bf16 with the BF16 forward pass.
+    percent: "gap" with the method's own forward pass, and "gap_bf16" with the BF16 forward pass.
 
     A note names the runs that have no gap, because they were measured on different text, with different tokenizers or
     on different numbers of tokens, or because a log does not say so.
     """
-    finished = [r for r in runs if r["finished"] and r["val_bpb"]]
-    baselines = {r["config_key"]: r for r in finished if r["method"] == "bf16"}
-    same = {"val_text": "text", "tokenizer": "tokenizer", "val_tokens": "number of tokens"}
+    finished = [r for r in runs if r["finished"] and r["measured"]]
+    baselines = {r["start"].get("config_key"): r for r in finished if r["method"] == "bf16"}
     for run in finished:
-        base = baselines.get(run["config_key"], run)
-        different = [words for key, words in same.items() if run[key] != base[key] or not run[key]]
+        base = baselines.get(run["start"].get("config_key"), run)
+        measured, of_base = ((r["measured"] | {"tokenizer": r["start"].get("tokenizer")}) for r in (run, base))
+        same = {"val_text": "text", "tokenizer": "tokenizer", "tokens": "number of tokens"}
+        different = [word for key, word in same.items() if not measured.get(key) or measured[key] != of_base.get(key)]
         if base is not run and different:
             notes.append(
                 f"no gap between {run['model_tag']} and {base['model_tag']}: they were not measured with the same "
                 f"{' and '.join(different)}; measure both with python -m scripts.base_loss --split-tokens=..."
             )
         elif base is not run:
-            for gap, bpb in {"gap_percent": "val_bpb", "gap_percent_bf16": "val_bpb_bf16"}.items():
-                run[gap] = 100 * (run[bpb] / base[bpb] - 1) if run[bpb] and base[bpb] else None
+            run["gap"] = _percent_over(measured["bpb"], of_base["bpb"])
+            run["gap_bf16"] = _percent_over(measured.get("bpb_bf16"), of_base.get("bpb_bf16"))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -249,28 +245,28 @@ def runs_table(runs: list[dict]) -> list[str]:
     header += ["gap to BF16", "gap, BF16 forward", "tokens/s", "training time"]
     rows = []
     # A loss on fewer tokens is that of another text, so each says on how many it is if they are not alike.
-    alike = len({r["val_tokens"] for r in runs if r["val_bpb"] is not None}) < 2
+    alike = len({r["measured"].get("tokens") for r in runs if r["measured"]}) < 2
     for r in runs:
-        steps = _steps(r) + ("" if r["finished"] else ", unfinished")
-        measured_on = "" if alike or r["val_bpb"] is None else f" ({_cell(r['val_tokens'], '{:,}')} tokens)"
-        gaps = [_cell(r.get(key), "{:+.2f}%") for key in ("gap_percent", "gap_percent_bf16")]
-        row = [r["model_tag"], r["method"] or "-", steps, _cell(r["tokens"], "{:,}"), _cell(r["val_bpb"]) + measured_on]
-        row += [_cell(r["val_bpb_bf16"]), *(["baseline", "baseline"] if r["method"] == "bf16" else gaps)]
-        seconds = "-" if r["seconds"] is None else format_seconds(r["seconds"])
-        rows.append([*row, _cell(r["tokens_per_second"], "{:,.0f}"), seconds])
+        measured, gaps = r["measured"], [_cell(r.get(key), "{:+.2f}%") for key in ("gap", "gap_bf16")]
+        measured_on = "" if alike or not measured else f" ({_cell(measured.get('tokens'), '{:,}')} tokens)"
+        row = [r["model_tag"], r["method"], _steps(r) + ("" if r["finished"] else ", unfinished")]
+        row += [_cell(r["tokens"], "{:,}"), _cell(measured.get("bpb")) + measured_on, _cell(measured.get("bpb_bf16"))]
+        row += ["baseline", "baseline"] if r["method"] == "bf16" else gaps
+        row += [_cell(r["tokens_per_second"], "{:,.0f}"), "-" if r["seconds"] is None else format_seconds(r["seconds"])]
+        rows.append(row)
     lines = _table(header, rows)
-    if any(run["emulated"] for run in runs):
+    in_four_bits = [r["start"] for r in runs if r["start"].get("gemm_work", {}).get("4")]
+    if any("decode" in start.get("backend", "") for start in in_four_bits):
         lines += ["", "- tokens/s: this machine emulates 4-bit products, which takes longer than BF16. The speed of a"]
         lines[-1] += " 4-bit method is the emulation's, and says nothing about a GPU with NVFP4."
     return lines
 
 
 EXPLANATIONS = """\
-- val BPB: bits per byte of the validation text, lower is better, with the forward pass of the method. The next column
-  has the same weights in BF16. The loss stage measures on more text than training, whose last value stands for it.
-- gap: increase of val BPB over the BF16 run of the same configuration (`COMPARE=1`), on the same text and of one seed.
-  Two runs of one seed differ by 0.4% on a small CPU run and by 0.1% at 160M tokens (d6), so a smaller gap may be
-  chance. `python -m lab.study.sweep` trains several seeds.
+- val BPB: bits per byte of the validation text, with the forward pass of the method. Lower is better. The loss stage
+  measures on more text than training, whose last value stands in for it.
+- gap: increase of val BPB over the BF16 run of the same configuration (`COMPARE=1`), for one seed. Two runs of one seed
+  differ by 0.4% on a small CPU run and by 0.1% at 160M tokens (d6). `python -m lab.study.sweep` trains several seeds.
 """
 OF_LATER_STAGES = """
 The losses of mid-training and SFT are of conversations, which are other data than the text of pre-training. A model
@@ -286,10 +282,10 @@ def summary(runs: list[dict], base_dir: Path) -> list[str]:
         tag, stages = r["model_tag"], r["stages"]
         made = [stage for stage in FOLDERS if any((base_dir / FOLDERS[stage] / tag).rglob("model_*"))]
         stage = made[-1] if made else "base"
-        quality = f"{_cell(r['val_bpb'])} bits per byte of validation text"
-        quality += "" if r["method"] == "bf16" else f", {_cell(r['val_bpb_bf16'])} with a BF16 forward"
+        quality = f"{_cell(r['measured'].get('bpb'))} bits per byte of validation text"
+        quality += "" if r["method"] == "bf16" else f", {_cell(r['measured'].get('bpb_bf16'))} with a BF16 forward"
         quality += "" if r["untrained_bpb"] is None else f" ({r['untrained_bpb']:.2f} before training)"
-        quality += f"; {r['gap_percent']:+.2f}% over the BF16 run" if r.get("gap_percent") is not None else ""
+        quality += "" if r.get("gap") is None else f"; {r['gap']:+.2f}% over the BF16 run"
         lines += [f"{tag}: {r['method']}, {r['step']:,} steps, {_cell(r['tokens'], '{:,}')} tokens"]
         lines += [f"  how good:   {quality}"]
         validated = {s: stages[s]["validations"] for s in stages if s != "base"}
@@ -304,7 +300,7 @@ def summary(runs: list[dict], base_dir: Path) -> list[str]:
         # The shell that types the command may not have the variable.
         variable = "" if base_dir == default_base_dir() else f"NANOCHAT_BASE_DIR={shlex.quote(str(base_dir))} "
         lines += [f"  talk to it: {variable}python -m scripts.chat_web -i {stage} --model-tag {tag}"]
-        if problem := few_tokens(r["tokens"], r["num_params"]):
+        if problem := few_tokens(r["tokens"], r["start"].get("num_params")):
             lines += [f"  note:       {problem}"]
     return lines
 
@@ -315,32 +311,12 @@ def _benchmarks(runs: list[dict]) -> list[str]:
     names = [task if chance is None else f"{task} (guessing: {100 * chance:.0f})" for task, chance in chances.items()]
     rows = []
     for r, stage, scores in scored:
-        row = [r["model_tag"], r["method"] or "-", stage, _cell(r["val_bpb"])]
-        for accuracy, interval in (
-            (s.get("accuracy"), s.get("interval")) for s in (scores.get(t, {}) for t in chances)
-        ):
-            cell = "-" if accuracy is None else f"{100 * accuracy:.2f}"
-            row.append(cell if interval is None else f"{cell} ± {100 * interval:.2f}")
+        row = [r["model_tag"], r["method"], stage, _cell(r["measured"].get("bpb"))]
+        for score in (scores.get(task, {}) for task in chances):
+            accuracy = f"{100 * score['accuracy']:.2f}" if "accuracy" in score else "-"
+            row.append(accuracy + (f" ± {100 * score['interval']:.2f}" if "interval" in score else ""))
         rows.append(row)
     return _table(["run", "method", "after", "val BPB of the base model", *names], rows)
-
-
-def _telemetry(runs: list[dict]) -> list[str]:
-    """The means over the blocks for each kind of layer, of each run with --telemetry-every."""
-    lines = []
-    for run in (run for run in runs if run["telemetry"]):
-        layers = run["telemetry"]["layers"]
-        names = list(dict.fromkeys(name for numbers in layers.values() for name in numbers))
-        kinds: dict[str, list[dict]] = {}
-        for layer, numbers in layers.items():  # transformer.h.3.mlp.c_fc is of the kind mlp.c_fc.
-            kinds.setdefault(re.sub(r"^.*\.\d+\.", "", layer), []).append(numbers)
-        rows = []
-        for kind, of in kinds.items():
-            measured = ([numbers[name] for numbers in of if name in numbers] for name in names)
-            rows.append([kind, *(_cell(statistics.mean(v) if v else None, "{:.3f}") for v in measured)])
-        lines += [f"**{run['model_tag']}**, step {run['telemetry']['step']}", ""]
-        lines += [*_table(["layer", *(name.replace("_", " ") for name in names)], rows), ""]
-    return lines[:-1]
 
 
 def _samples(runs: list[dict]) -> list[str]:
@@ -357,26 +333,24 @@ def _times(sections: list[dict]) -> list[str]:
     ends: dict[float, float] = {}
     for s in sections:
         ends[s["began"]] = max(ends.get(s["began"], 0), s["finished"])
-    rows = []
-    for s in sections:
-        finished = time.strftime(TIME, time.localtime(s["finished"]))
-        rows.append([s["section"], s["run"], format_seconds(s["seconds"]), finished])
+    rows = [[s["section"], s["run"], format_seconds(s["seconds"]), s["timestamp"]] for s in sections]
     total = format_seconds(sum(end - began for began, end in ends.items()))
     rows += [["**total** by the clock on the wall", "", total, ""]] if rows else []
     return _table(["stage", "run", "time", "finished"], rows)
 
 
 def _environment(runs: list[dict]) -> list[str]:
-    environments = [s["environment"] for r in runs for s in r["stages"].values() if s["environment"]]
+    starts = [stage["start"] for run in runs for stage in run["stages"].values()]
+    environments = [start["environment"] for start in starts if "environment" in start]
     lines = _list({key: value for key, value in (environments or [environment_info()])[-1].items() if value != 0})
-    lines += [f"- backend ({r['model_tag']}): {r['backend']}" for r in runs if r["backend"]]
+    lines += [f"- backend ({r['model_tag']}): {r['start']['backend']}" for r in runs if "backend" in r["start"]]
     commits = sorted({str(environment.get("commit"))[:12] for environment in environments})
     return lines + [f"- stages were run at different commits: {', '.join(commits)}"] * (len(commits) > 1)
 
 
 def _page(base_dir: Path, runs: list[dict], sections: list[dict], pictures: list[str], notes: list[str]) -> str:
     about = summary(runs, base_dir)
-    recipes = {name: gemms for run in runs for name, gemms in run["recipes"].items()}
+    recipes = {name: gemms for run in runs for name, gemms in run["start"].get("recipes", {}).items()}
     methods = [[name, *(gemms[g].replace("- x -", "high precision") for g in GEMMS)] for name, gemms in recipes.items()]
     left_out = base_dir / "report" / "left_out.txt"  # The plan and dev/pipeline.sh write it.
     without = left_out.read_text("utf-8", "replace").splitlines() if left_out.is_file() else []
@@ -388,7 +362,6 @@ def _page(base_dir: Path, runs: list[dict], sections: list[dict], pictures: list
     for title, body in (
         ("Benchmarks (accuracy in percent, 2-sigma interval)", _benchmarks(runs)),
         ("Methods", _table(["method", *GEMMS], methods)),
-        ("Quantization error, mean over the blocks", _telemetry(runs)),
         ("Samples", _samples(runs)),
         ("Time", _times(sections)),
         ("Environment", _environment(runs)),
@@ -414,7 +387,10 @@ def generate(folder: Path) -> Path:
     logs = [sorted((base_dir / f).glob("*/metrics.jsonl"), key=lambda p: p.stat().st_mtime) for f in FOLDERS.values()]
     for tag in dict.fromkeys(path.parent.name for of_stage in logs for path in of_stage):
         try:
-            runs.append(read_run(tag, base_dir))
+            run = read_run(tag, base_dir)
+            runs_table([run])  # This and the next line find a number that is none.
+            summary([run], base_dir)
+            runs.append(run)
         except (OSError, KeyError, TypeError, ValueError, AttributeError) as e:
             notes.append(f"a metrics.jsonl of {tag} cannot be read, so the run was left out ({type(e).__name__}: {e})")
     if not sections and not runs:

@@ -184,7 +184,7 @@ def test_humaneval_runs_the_tests_in_the_sandbox(eval_dir):
     assert extract_program("  x = 1\n") == "x = 1"
 
 
-FENCED = "{0}\ndef total(xs):\n    return sum(xs)\n{1}"
+FENCED = "{0}\nadd = sum\ndef total(xs):\n    return add(xs)\n{1}"
 
 
 @pytest.mark.parametrize(

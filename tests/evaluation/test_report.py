@@ -307,17 +307,6 @@ def test_benchmarks_as_in_table_5(base_dir, folder):
     ]  # fmt: skip
 
 
-def test_newest_telemetry_by_kind_of_layer(base_dir, folder):
-    make_run(base_dir, "d4_clover", "clover", 1.25)
-    for step, error in ((0, 0.5), (4, 0.1)):
-        layers = {f"transformer.h.{i}.mlp.c_fc": {"output_error": error + i / 10} for i in range(2)}
-        layers |= {"transformer.h.0.attn.c_q": {"input_zeros": 0.25}}
-        log_of(base_dir, "d4_clover").append("telemetry", step, layers=layers)
-    text = generated(folder)
-    assert "**d4_clover**, step 4" in text and "| layer | output error | input zeros |" in text
-    assert "| mlp.c_fc | 0.150 | - |" in text and "| attn.c_q | - | 0.250 |" in text
-
-
 def test_values_of_all_kinds_and_a_reset(base_dir, folder, capsys, monkeypatch):
     with pytest.raises(UserError, match="speedrun"):
         report.generate(folder)

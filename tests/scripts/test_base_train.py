@@ -545,6 +545,11 @@ def test_loss_stage_reports_both_forwards(tiny_base, capsys):
     assert results["event"] == "base_loss" and (results["step"], results["tokens"]) == (1, 128)
     assert results["bpb"] != results["bpb_bf16"] and results["bpb"] == pytest.approx(3.7, abs=0.5)
     assert len(results["samples"]) == 7
+    base_loss.main(
+        ["--model-tag=d1_clover", "--method=bf16", "--device-batch-size=2", "--split-tokens=128", "--device-type=cpu"]
+    )
+    other = read_jsonl(tiny_base / "base_checkpoints" / "d1_clover" / "metrics.jsonl")[-1]
+    assert other["event"] != "base_loss" and other["bpb"] == results["bpb_bf16"]  # it is not the run's own forward
     # The training loop and the loss stage measure the same thing.
     folder = tiny_base / "base_checkpoints" / "d1_clover"
     meta = load_checkpoint(folder, 1, "cpu")[2]
