@@ -239,6 +239,12 @@ def _list(values: Mapping[str, Any]) -> list[str]:
     return lines
 
 
+def _emulated(start: dict[str, Any]) -> bool:
+    work, backend = start.get("gemm_work", {}), start.get("backend", "")
+    # What nf.backend() says where there is no FP4 GEMM, and base_train where there is no FP8 GEMM.
+    return any(work.get(bits) and words in backend for bits, words in (("4", "decode "), ("8", "products: decoded")))
+
+
 def runs_table(runs: list[dict]) -> list[str]:
     """Returns the lines of a table with one row for each run, and of what it says of this machine's speed."""
     header = ["run", "method", "steps", "tokens", "val BPB", "val BPB, BF16 forward"]
@@ -255,10 +261,12 @@ def runs_table(runs: list[dict]) -> list[str]:
         row += [_cell(r["tokens_per_second"], "{:,.0f}"), "-" if r["seconds"] is None else format_seconds(r["seconds"])]
         rows.append(row)
     lines = _table(header, rows)
-    in_four_bits = [r["start"] for r in runs if r["start"].get("gemm_work", {}).get("4")]
-    if any("decode" in start.get("backend", "") for start in in_four_bits):
-        lines += ["", "- tokens/s: this machine emulates 4-bit products, which takes longer than BF16. The speed of a"]
-        lines[-1] += " 4-bit method is the emulation's, and says nothing about a GPU with NVFP4."
+    if any(_emulated(r["start"]) for r in runs):
+        lines += [
+            "",
+            "- tokens/s: this machine emulates products of few bits, which takes longer than BF16. The speed of",
+        ]
+        lines[-1] += " a method with such products is the emulation's, and says nothing about a GPU that has them."
     return lines
 
 

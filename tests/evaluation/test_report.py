@@ -8,10 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
+import nanochat_fp4 as nf
 from nanochat_fp4.cli import UserError
 from nanochat_fp4.evaluation import plots, report
 from nanochat_fp4.evaluation.metrics import MetricsLog
 from nanochat_fp4.evaluation.report import get_report
+from nanochat_fp4.nvfp4.dispatch import fp8_products
 
 LATER = ("mid_checkpoints", "chatsft_checkpoints", "chatrl_checkpoints")
 
@@ -282,10 +284,18 @@ def test_the_total_is_that_of_the_clock_on_the_wall(base_dir, folder, monkeypatc
     assert row_of(generated(folder), "**total** by the clock on the wall")[2] == "3m30s"  # 150 and 60 s
 
 
-@pytest.mark.parametrize("work, backend, said", [(1, "decode, BF16", 1), (1, "FP4 tensor cores", 0), (0, "decode", 0)])
+HOPPER = "decode to BF16 + cuBLAS; FP8 products: FP8 tensor cores"
+
+
+@pytest.mark.parametrize(
+    "work, backend, said",
+    [({"4": 1}, HOPPER, 1), ({"8": 1}, HOPPER, 0), ({"16": 1}, HOPPER, 0), ({"4": 1}, "FP4 tensor cores", 0)]
+    + [({"8": 1}, f"FP8 products: {fp8_products('cpu')}", 1), ({"4": 1}, str(nf.backend()), 1)],
+)
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU may compute them")
 def test_the_speed_of_an_emulation_is_named_as_such(base_dir, folder, capsys, work, backend, said):
     make_run(base_dir, "d4_bf16", "bf16", 1.25)
-    make_run(base_dir, "d4", "clover", 1.275, gemm_work={"4": work}, backend=backend)
+    make_run(base_dir, "d4", "clover", 1.275, gemm_work=work, backend=backend)
     assert generated(folder).count("emulates") == capsys.readouterr().out.count("emulates") == said
 
 
