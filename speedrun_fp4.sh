@@ -18,9 +18,9 @@
 #     WANDB_RUN=name          log to Weights & Biases, or with TRACKER=trackio to a local page
 #     NPROC=2                 processes (default: one for each GPU)
 #     STAGES="tok base loss report"    only some stages
-#     PLAN_ONLY=1             print the plan and stop; with GPU=rtx5090 that of one such GPU, and how long it would take.
+#     PLAN_ONLY=1             print the plan and stop; with GPU=rtx5090 that of one such GPU, and with NPROC=2 of two.
 #                             GPU_MEMORY=24 (GiB) makes a plan for a GPU that is not in nanochat_fp4/cards.json
-#     DEPTH=6 NUM_ITERATIONS=500 ...   any number that the plan prints
+#     DEPTH=6 NUM_ITERATIONS=500 ...   any number that PLAN_ONLY=all prints
 #     NUM_ITERATIONS=4        on a CPU a trial of all stages in about two minutes, because fewer steps of the base
 #                             training make the later stages shorter, too
 #     BASE_ARGS="--matrix-lr=0.01"     more flags for scripts/base_train.py (MID_ARGS, SFT_ARGS, EVAL_ARGS likewise)

@@ -3,8 +3,8 @@
 #
 #     bash dev/measure.sh                      # 20 minutes at most
 #
-# The plan of a run takes these speeds (PLAN_ONLY=1 bash speedrun_fp4.sh), unless OUT names another folder. The last line
-# is the command that says what to send, and where.
+# The plan of a run takes these speeds (PLAN_ONLY=1 bash speedrun_fp4.sh), unless OUT names another folder. It is printed
+# with them: which method to take, and how long. The last line is the command that says what to send, and where.
 #
 # Every part has a time limit and a log in $OUT, the benchmarks a JSON as well, which grows as they measure. A part that
 # fails leaves the others; a summary comes last, and the exit status is 1 if anything failed. Variables:
@@ -106,6 +106,10 @@ if [ ${#measured[@]} -gt 0 ]; then
     if switched_on DRY_RUN; then
         echo "== DRY_RUN is set: these are no measurements. On a GPU: bash dev/measure.sh"
     else
+        if [ -s "$NANOCHAT_BASE_DIR/measurements/steps.json" ]; then
+            echo "== the plan of a speedrun with these speeds"
+            env -u PARTS -u DRY_RUN "$PY" -m scripts.plan speedrun || FAILED=1
+        fi
         echo "== to send it: $PY -m nanochat_fp4.doctor --send $OUT"
     fi
 fi

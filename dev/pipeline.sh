@@ -1,6 +1,6 @@
 # What speedrun_fp4.sh and run1000_fp4.sh share: they run the stages of a plan, each skipped when its result is there.
 #
-# Source it after dev/setup.sh, then `pipeline speedrun`. The plan (python -m nanochat_fp4.plan) reads the variables,
+# Source it after dev/setup.sh, then `pipeline speedrun`. The plan (python -m scripts.plan) reads the variables,
 # prints its page, and writes a line for each stage, which calls `stage` here.
 
 # A shell that is not interactive starts background commands with SIGINT ignored, and bash can never trap a signal that
@@ -18,12 +18,9 @@ DOWNLOAD="" DOWNLOAD_NAME=""
 
 say() { printf '\n== %s\n' "$*"; }
 
-newer() { [ -s "$1" ] && [ "$1" -nt "$2" ]; }
-
-newest_checkpoint() { # of a folder; the folder itself where there is none
-    local newest
-    newest=$(find "$1" -name 'meta_*.json' 2>/dev/null | sort | tail -n 1)
-    echo "${newest:-$1}"
+# Whether the section of the report is there, and no weights in the folder are newer.
+done_before() { # SECTION SOURCE
+    [ -s "$1" ] && [ -z "$(find "$2" -name '*.pt' -newer "$1" -print 2>/dev/null | head -n 1)" ]
 }
 
 leave_out() { # NAME LINE: for the report, and for the script's last lines
@@ -71,11 +68,11 @@ on_devices() { # PROCESSES MODULE FLAGS...
 }
 
 # stage NAME NEEDS SECTION SOURCE KEPT TITLE PROCESSES MODULE FLAGS...: done before where the section of the report is
-# newer than the newest checkpoint in SOURCE. KEPT says of a model that is there how its flags differ from the plan's.
+# newer than all weights in SOURCE. KEPT says of a model that is there how its flags differ from the plan's.
 stage() {
     local name=$1 title=$6 status=0
     ! lacks "$name" "$2" "$title" || return 0
-    if [ -n "$3" ] && newer "$NANOCHAT_BASE_DIR/$3" "$(newest_checkpoint "$NANOCHAT_BASE_DIR/$4")"; then
+    if [ -n "$3" ] && done_before "$NANOCHAT_BASE_DIR/$3" "$NANOCHAT_BASE_DIR/$4"; then
         say "$title: done before, $NANOCHAT_BASE_DIR/$3"
         [ -z "$5" ] || echo "   kept: $5"
         return 0
@@ -124,8 +121,12 @@ lock_base_dir() {
 
 # pipeline RUN: the whole run.
 pipeline() {
-    local name files
+    local name files all=()
     known_variables
+    if [ "${PLAN_ONLY:-}" = all ]; then # the plan with every number
+        export PLAN_ONLY=1
+        all=(--all)
+    fi
     export NANOCHAT_BASE_DIR=${NANOCHAT_BASE_DIR:-$HOME/.cache/nanochat}
     for name in NANOCHAT_BASE_DIR DATA_DIR NANOCHAT_EVAL_DIR; do
         [ -z "${!name:-}" ] || export "$name=$(of_the_caller "${!name}")"
@@ -141,12 +142,12 @@ pipeline() {
     export PYTHONUNBUFFERED=1 # or a log would have the lines of stdout long after those of stderr
     setup_environment
     if switched_on PLAN_ONLY; then
-        run "$PY" -m nanochat_fp4.plan "$1" || exit $?
+        run "$PY" -m scripts.plan "$1" ${all[@]+"${all[@]}"} || exit $?
         return
     fi
     lock_base_dir
     NANOCHAT_BEGAN=$(date +%s) && export NANOCHAT_BEGAN # the report says how long all of it took
-    run "$PY" -m nanochat_fp4.plan "$1" --calls "$NANOCHAT_BASE_DIR/report/calls.sh" || exit $?
+    run "$PY" -m scripts.plan "$1" --calls "$NANOCHAT_BASE_DIR/report/calls.sh" || exit $?
     ask
     # shellcheck disable=SC1091  # the plan has just written it. bash reads the whole file before it runs the first line.
     source "$NANOCHAT_BASE_DIR/report/calls.sh"

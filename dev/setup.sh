@@ -25,7 +25,7 @@ print_help() { # the comment at the top of the script
     exit 0
 }
 
-VARIABLES=$ROOT/nanochat_fp4/plan/variables.py # An installed package has it elsewhere; there the plan itself looks.
+VARIABLES=$ROOT/nanochat_fp4/variables.py # An installed package has it elsewhere; there the plan itself looks.
 
 only_variables() { # "$@" of a script that variables alone tell what to do
     case "${1:-}" in
@@ -165,7 +165,7 @@ lock_installation() {
 }
 
 setup_environment() {
-    local venv flavour=cpu want stamp missing own=${VENV:-}
+    local venv flavour=cpu want stamp missing takes own=${VENV:-}
     local what=VENV=$own instead="unset VENV to have .venv made"
     [ "$(count_gpus)" -gt 0 ] && flavour=gpu
     export PYTHONPATH="$ROOT:$ROOT/kernels${PYTHONPATH:+:$PYTHONPATH}"
@@ -193,6 +193,11 @@ setup_environment() {
     check_driver
     lock_installation
     if ! installed; then # another command may have installed while this one waited
+        if switched_on PLAN_ONLY; then
+            takes="some three minutes and 2 GB"
+            [ "$flavour" = cpu ] || takes="some minutes, and 3 GB more for CUDA's libraries"
+            echo "setup: first this clone is installed into .venv, once: $takes; the plan follows"
+        fi
         install_everything
     fi
     exec 9>&-

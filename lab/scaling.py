@@ -37,6 +37,7 @@ SIZES, LENGTHS = 3, 3  # A law needs at least so many, because fewer leave its e
 SHOWN_RATIOS = (12, 25, 50, 100, 200, 400)  # Tokens per parameter.
 DRAWS = 100
 Table = tuple[list[str], list[list]]  # A header and rows.
+OF_TWO_LENGTHS = "d6_longer"  # The study whose exponent is taken for runs of one length.
 IN_BF16 = ", BF16 forward"  # The name of a method that is evaluated in BF16 ends so.
 
 
@@ -172,6 +173,29 @@ def exponent_of_tokens(law: Law, parameters: float, tokens: float) -> float:
     """Returns the local exponent b of L ~ D^-b at this size and length."""
     more, less = (law.loss(parameters, tokens * factor) for factor in (1.001, 1 / 1.001))
     return -float(np.log(more / less)) / (2 * math.log(1.001))
+
+
+def exponent(runs: list[dict], value: str = "val_bpb") -> tuple[float, dict[str, float]]:
+    """Fits loss ~ steps^-b. Returns (b of all methods that have several lengths, b of each such method).
+
+    The runs of each method and seed have a level of their own. Raises UserError if no method has two lengths.
+    """
+    groups: dict[tuple, list[dict]] = {}
+    for r in runs:
+        groups.setdefault((r.get("computed") or r["method"], r["seed"]), []).append(r)
+    groups = {key: of for key, of in groups.items() if len({r["steps"] for r in of}) > 1}
+    if not groups:
+        raise UserError("--results has no method of two lengths with one seed; add a sweep with --num-iterations")
+
+    def fit(of: list[list[dict]]) -> float:
+        logs = [np.log([[r["steps"], r[value]] for r in runs]) for runs in of]
+        x, y = np.concatenate([log - log.mean(0) for log in logs]).T
+        return -float(x @ y / (x @ x))
+
+    single: dict[str, list[list[dict]]] = {}
+    for of in groups.values():
+        single.setdefault(min((r["method"] for r in of), key=len), []).append(of)
+    return fit(list(groups.values())), {name: fit(of) for name, of in single.items()}
 
 
 def resampled(runs: Sequence[Run], random: np.random.Generator) -> list[Run]:

@@ -25,6 +25,7 @@ RUNS = {
     "run1000": "the same for d32",
 }
 STAGES = {
+    "plan": "what a whole run will do: hours, memory, which method, what to type",
     "tok_train": "train the tokenizer",
     "tok_eval": "compare the tokenizer with GPT-2's and GPT-4's",
     "base_train": "pre-train",
@@ -41,7 +42,6 @@ STAGES = {
 TOOLS = {
     "doctor": ("nanochat_fp4.doctor", "does this machine compute what the paper says, and with which kernels?"),
     "upstream": ("nanochat_fp4.upstream", "run a script of a nanochat checkout, quantized"),
-    "plan": ("nanochat_fp4.plan", "what a whole run will do: hours, memory, disk, what is missing"),
     "dataset": ("nanochat_fp4.data.dataset", "download text"),
     "tokenizer": ("nanochat_fp4.data.tokenizer", "show the tokenizer, or convert nanochat's"),
     "report": ("nanochat_fp4.evaluation.report", "write the report"),

@@ -314,7 +314,7 @@ def test_a_wrong_flag_is_named_before_those_that_are_missing(capsys):
 
 
 @pytest.mark.parametrize(
-    "program", ["scripts.tok_train", "nanochat_fp4.data.tokenizer", "nanochat_fp4.plan", "lab.bench layers", "lab.runs"]
+    "program", ["scripts.tok_train", "nanochat_fp4.data.tokenizer", "scripts.plan", "lab.bench layers", "lab.runs"]
 )
 def test_an_error_names_a_command_that_can_be_typed(program, fork_server):
     module, *words = program.split()

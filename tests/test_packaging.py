@@ -17,9 +17,9 @@ ROOT = Path(__file__).resolve().parent.parent
 LAYERS = ("lab", "scripts", "eval", "nanochat_fp4", "nanochat_fp4.nvfp4", "nvfp4_kernels")
 # The rooms of nanochat_fp4, likewise. Its flat modules are the ground floor, but for those that serve a user directly.
 ROOMS = ("export", "training", "evaluation", "generation", "models", "data")
-COMMANDS = ("plan", "upstream", "doctor", "__main__")
+COMMANDS = ("upstream", "doctor", "__main__")
 MOST_MODULES = {
-    "nanochat_fp4": 12,
+    "nanochat_fp4": 13,
     "nanochat_fp4.nvfp4": 33,
     "nanochat_fp4.training": 20,
     "kernels.nvfp4_kernels": 15,

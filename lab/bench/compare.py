@@ -10,9 +10,9 @@ import json
 from pathlib import Path
 
 from lab.bench.layers import TOKENS
+from lab.cards import published
 from nanochat_fp4.cli import ArgumentParser, UserError, table
 from nanochat_fp4.files import atomic_write
-from nanochat_fp4.plan.cards import read_cards
 
 # (GPU, model) -> milliseconds of forward and backward of the layers of the paper's Table 6 in BF16 and NVFP4. The
 # source for the RTX 5090 is Quartet II, notebooks/plots.ipynb. That for the H200, where 4 bits are emulated, is
@@ -33,15 +33,15 @@ NAMES = ("model", "pass", "method", "mode", "variant", "recompute", "name", "lim
 
 
 def published_steps() -> dict[tuple[str, int], tuple[float, float]]:
-    """Returns the published whole steps of cards.json: (card and source, depth) -> tokens/s in BF16 and in NVFP4. If
-    BF16 was not timed, FP8 takes its place."""
+    """Returns the published whole steps: (card and source, depth) -> tokens/s in BF16 and in NVFP4. If BF16 was not
+    timed, FP8 takes its place."""
     found = {}
-    for card in read_cards():
-        for rate in card.rates:
+    for card in published():
+        for rate in card["rates"]:
             pair = [k for k in ("bf16", "fp8") if k in rate and "nvfp4" in rate]
             if "depth" in rate and pair:
                 over = "" if pair[0] == "bf16" else "; for BF16: FP8"
-                where = f"{rate['gpus']} x {card.name}, {rate['source']} ({rate['note']}{over})"
+                where = f"{rate['gpus']} x {card['name']}, {rate['source']} ({rate['note']}{over})"
                 found[where, rate["depth"]] = (rate[pair[0]], rate["nvfp4"])
     return found
 

@@ -7,9 +7,7 @@ from collections.abc import Sequence
 from statistics import fmean
 from typing import Any
 
-import numpy as np
-
-from lab import RESULTS, scaling
+from lab import RESULTS, cards, scaling
 from lab import runs as kept_runs
 from lab import statistics as stats
 from lab.study import gaps
@@ -17,7 +15,6 @@ from lab.study.context import Context, Outcome
 from lab.study.gaps import VALUES, methods_of, steps_of, stored_runs
 from nanochat_fp4.cli import UserError
 from nanochat_fp4.evaluation import plots
-from nanochat_fp4.plan import cards
 
 FORWARD_NAMES = {"val_bpb": "own forward", "val_bpb_bf16": "BF16 forward"}
 
@@ -312,29 +309,6 @@ def forwards(context: Context) -> Outcome:
 # More steps, and equal time
 
 
-def exponent(runs: list[dict], value: str = "val_bpb") -> tuple[float, dict[str, float]]:
-    """Fits loss ~ steps^-b. Returns (b of all methods that have several lengths, b of each such method).
-
-    The runs of each method and seed have a level of their own. Raises UserError if no method has two lengths.
-    """
-    groups: dict[tuple, list[dict]] = {}
-    for r in runs:
-        groups.setdefault((r.get("computed") or r["method"], r["seed"]), []).append(r)
-    groups = {key: of for key, of in groups.items() if len({r["steps"] for r in of}) > 1}
-    if not groups:
-        raise UserError("--results has no method of two lengths with one seed; add a sweep with --num-iterations")
-
-    def fit(of: list[list[dict]]) -> float:
-        logs = [np.log([[r["steps"], r[value]] for r in runs]) for runs in of]
-        x, y = np.concatenate([log - log.mean(0) for log in logs]).T
-        return -float(x @ y / (x @ x))
-
-    single: dict[str, list[list[dict]]] = {}
-    for of in groups.values():
-        single.setdefault(min((r["method"] for r in of), key=len), []).append(of)
-    return fit(list(groups.values())), {name: fit(of) for name, of in single.items()}
-
-
 def more_tokens(gap: float, b: float) -> float:
     """Returns how many percent more tokens make up for a gap in percent."""
     return 100 * ((1 + gap / 100) ** (1 / b) - 1)
@@ -344,7 +318,7 @@ def extra_steps(context: Context) -> Outcome:
     """Makes a table that compares runs of other lengths with BF16 of its usual length, and with a BF16 run that has the
     same steps."""
     runs, content = stored_runs(context)
-    usual, (b, single) = steps_of(runs), exponent(runs)
+    usual, (b, single) = steps_of(runs), scaling.exponent(runs)
     base = {r["seed"]: r for r in runs if r["method"] == "bf16"}
     rows, numbers = [], []
     for method in ["bf16", *methods_of(runs)]:
@@ -376,17 +350,16 @@ def extra_steps(context: Context) -> Outcome:
 # A ratio from a later note, which gives no rates: (where, method, its time over that of NVFP4, depth).
 RATIO = ("mdhorton/nanochat_sm120, d12, 2 x RTX PRO 4000, FP8 tuned, a later note", "fp8", 1.015, 12)
 IN_4_BITS = ("clover", "clover_feedback", "clover_feedback_late", "clover_mixed")
-OF_TWO_LENGTHS = "d6_longer"  # The study whose b is taken if the runs of --results have one length.
 
 
 def measured_by_others() -> list[tuple[str, str, float, int]]:
-    """Returns the whole steps of nanochat's sizes that others measured (nanochat_fp4/cards.json): (where, method, its
-    time over that of NVFP4 in the same program on the same cards, depth)."""
+    """Returns the whole steps of nanochat's sizes that others measured (lab/results/published_steps.json): (where,
+    method, its time over that of NVFP4 in the same program on the same cards, depth)."""
     found = []
-    for card in cards.read_cards():
-        for rate in (rate for rate in card.rates if "depth" in rate and "part" not in rate):
+    for card in cards.published():
+        for rate in (rate for rate in card["rates"] if "depth" in rate and "part" not in rate):
             program = "/".join(rate["source"].split(",")[0].split("/")[1:])
-            where = f"{program}, d{rate['depth']}, {rate['gpus']} x {card.name}, {rate['note']}"
+            where = f"{program}, d{rate['depth']}, {rate['gpus']} x {card['name']}, {rate['note']}"
             alike = [method for method in ("bf16", "fp8") if {method, "nvfp4"} <= set(rate["equal"])]
             found += [(where, method, rate["nvfp4"] / rate[method], rate["depth"]) for method in alike]
     return [*found, RATIO]
@@ -401,7 +374,7 @@ def equal_time(context: Context) -> Outcome:
     """
     runs, content = stored_runs(context)
     two_lengths = len({r["steps"] for r in runs}) > 1
-    own_b = exponent(runs if two_lengths else kept_runs.stored(OF_TWO_LENGTHS)["results"])[0]
+    own_b = scaling.exponent(runs if two_lengths else kept_runs.stored(scaling.OF_TWO_LENGTHS)["results"])[0]
     law = scaling.fit_law(scaling.read_runs("paper"))
     four = [m for m in IN_4_BITS if m in methods_of(runs)]
     trained = ("bf16", "fp8", *four)
@@ -436,9 +409,9 @@ def equal_time(context: Context) -> Outcome:
         "gap over a BF16 that trains for as many steps as NVFP4, with the own forward; with the BF16 forward; percent",
         "ASSUMPTIONS: d6's gap at every size; clover is as fast as the measured NVFP4, which has no MS-EDEN in "
         "nanochat-cpp; feedback and a last phase take 2% more each on an H200, clover_mixed's 8 bits take more, too",
-        f"b = {own_b:.3f} is d6's, of {'these runs' if two_lengths else OF_TWO_LENGTHS}; b of the law is that of the "
-        "paper's runs at 20 tokens per parameter. Speed, text and b move a difference by 0.3 to 1.3, so no interval of "
-        "seeds is given",
+        f"b = {own_b:.3f} is d6's, of {'these runs' if two_lengths else scaling.OF_TWO_LENGTHS}; b of the law is that "
+        "of the paper's runs at 20 tokens per parameter. Speed, text and b move a difference by 0.3 to 1.3, so no "
+        "interval of seeds is given",
     ]
     title = "At equal time: gaps of d6, and whole steps that others measured"
     return outcome(runs, content, title, header, rows, notes, {"rows": numbers})

@@ -1,0 +1,230 @@
+"""Computes how fast each GPU trains, from whole steps that others and this project have timed, and writes the result
+into nanochat_fp4/cards.json, which the plan of a run reads.
+
+    python -m lab.cards            # prints the file
+    python -m lab.cards --write
+
+The timed steps are in lab/results/published_steps.json, and those of this project in lab/results/bench.json. A speed is
+tokens per second of one GPU times the weights in matrix products, because a step of another model takes as much longer
+as it has more of them. The file has for each card:
+
+    speed     for each precision, and for a method that was timed itself: the `range` of speeds in 1e12; the number of
+              published `runs` behind it; the weights of the smallest and the largest of the `models` that were timed on
+              this card; and `doubts`, sentences about its ends
+    gain      the range of tokens per second over BF16's, with equal micro-batches
+    over_fp8  the range of clover_fp8_forward's tokens per second over fp8's
+
+`take` is the method to take on GPUs of an architecture, if no measurement of the user's can change it. `R` is the ratio
+of clover_fp8_forward's to fp8's tokens per second from which clover_fp8_forward ends ahead after the same hours, by
+depth. Its two values have the two exponents `b`, by which a longer run lowers the loss as tokens^-b: that of the runs
+of d6, and that of the law of the paper's runs at this size.
+"""
+
+import json
+import re
+from functools import cache
+from typing import Any, NamedTuple
+
+import nanochat_fp4 as nf
+from lab import RESULTS, ROOT, scaling
+from lab import runs as kept_runs
+from lab.study import gaps
+from nanochat_fp4.cli import ArgumentParser, run_main
+from nanochat_fp4.files import atomic_write
+from nanochat_fp4.models.gpt import config_from_depth
+
+CARDS, PUBLISHED = ROOT / "nanochat_fp4/cards.json", RESULTS / "published_steps.json"
+PRECISIONS = ("bf16", "fp8", "nvfp4")
+# The method that a plan weighs against fp8, the share of its products in 4 bits (dgrad and wgrad), and the study with
+# both methods' gaps.
+RIVAL, IN_4_BITS, STUDY = "clover_fp8_forward", 2 / 3, "d6_mixed"
+DEPTHS = (12, 20, 26, 32)
+OLDER = ("sm_70", "sm_75")  # GPUs of no card here, of which a method is advised all the same
+# Programs of two authors on one card (RTX PRO 4000, NVFP4) differ by a factor of two. A speed with a single source is
+# therefore widened by the root of that in both directions.
+SINGLE_SOURCE = 1.4
+ABOUT = "Written by python -m lab.cards --write; the docstring of lab/cards.py explains the fields."
+
+
+class Span(NamedTuple):
+    """A range of speeds or of ratios, and the published steps behind each end and behind all of it."""
+
+    low: float
+    high: float
+    of_low: dict[str, Any]
+    of_high: dict[str, Any]
+    steps: list[dict[str, Any]]
+
+    @property
+    def ends(self) -> list[float]:
+        return [float(f"{end:.4g}") for end in (self.low, self.high)]
+
+
+@cache
+def published() -> list[dict[str, Any]]:
+    """The GPUs of published_steps.json. A step of this project has its rates from bench.json, and clover's counts as
+    NVFP4's."""
+    cards = json.loads(PUBLISHED.read_text(encoding="utf-8"))["cards"]
+    bench = json.loads((RESULTS / "bench.json").read_text(encoding="utf-8"))
+    for step in (step for card in cards for step in card["rates"] if "part" in step):
+        records = [r for r in bench[step["part"]]["records"] if r.get("tokens_per_second")]
+        rates = {r["method"]: r["tokens_per_second"] for r in records}  # The last one's micro-batch is BF16's.
+        names = {"bf16": "bf16", "fp8": "fp8", "nvfp4": "clover", RIVAL: RIVAL}
+        step |= {key: rates[method] for key, method in names.items() if method in rates}
+        step["equal"] = [key for key in names if key in step]
+    return cards
+
+
+def both_ends(step: dict[str, Any], key: str) -> tuple[float, float]:
+    """The slow and the fast end of a step's speed, for each GPU and times the weights."""
+    of = step[key] if isinstance(step[key], list) else [step[key]]
+    return min(of) / step["gpus"] * step["weights"], max(of) / step["gpus"] * step["weights"]
+
+
+def own_first(steps: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [step for step in steps if "part" in step] or steps
+
+
+def directly(card: dict[str, Any], key: str) -> Span | None:
+    """The speed of a precision as it was timed on this card."""
+    steps = own_first([step for step in card["rates"] if key in step])
+    if not steps:
+        return None
+    low = min(steps, key=lambda step: both_ends(step, key)[0])
+    high = max(steps, key=lambda step: both_ends(step, key)[1])
+    return Span(both_ends(low, key)[0], both_ends(high, key)[1], low, high, steps)
+
+
+def widened(span: Span) -> float:
+    """The factor by which a speed is uncertain in both directions because one model alone was timed."""
+    return SINGLE_SOURCE if len(span.steps) == 1 else 1.0
+
+
+def gain(card: dict[str, Any], key: str, over: str = "bf16") -> Span | None:
+    """How many times as fast as another precision, in the same program and with equal micro-batches: on this card if
+    two models or more were timed on it, and otherwise on all cards of its architecture."""
+    alike = [step for other in published() if other["arch"] == card["arch"] for step in other["rates"]]
+    own, all_alike = ([s for s in steps if {key, over} <= set(s["equal"])] for steps in (card["rates"], alike))
+    steps = own_first(own if len(own) > 1 else all_alike)
+    if not steps:
+        return None
+    lows = [both_ends(step, key)[0] / both_ends(step, over)[1] for step in steps]
+    highs = [both_ends(step, key)[1] / both_ends(step, over)[0] for step in steps]
+    low, high = min(lows), max(highs)
+    return Span(low, high, steps[lows.index(low)], steps[highs.index(high)], steps)
+
+
+def speed(card: dict[str, Any], key: str) -> dict[str, Any] | None:
+    """The record of cards.json for a precision, or for a method that was timed itself.
+
+    The slow end is BF16's slow end times the smallest gain. The fast end is the fastest step that somebody has timed in
+    this precision, because a product of two programs can be faster than both of them; if nobody has timed one, it is
+    BF16's fast end times the largest gain.
+    """
+    bf16, times, timed = directly(card, "bf16"), gain(card, key), directly(card, key)
+    if key == "bf16" or bf16 is None or times is None:
+        if timed is None:
+            return None
+        wider, slow = widened(timed), timed.of_low
+        found = timed._replace(low=timed.low / wider, high=timed.high * wider)
+    else:
+        wider, slow = widened(bf16), bf16.of_low
+        low, of_low = bf16.low / wider * times.low, bf16.of_low
+        if timed and timed.low < low:
+            low, of_low = timed.low, timed.of_low
+        high, of_high = (timed.high, timed.of_high) if timed else (bf16.high * wider * times.high, bf16.of_high)
+        steps = [*bf16.steps, *(timed.steps if timed else []), *times.steps]
+        found = Span(low, high, of_low, of_high, steps)
+    runs, doubts = {json.dumps(step): step for step in found.steps}, []
+    if len(runs) > 1 and found.of_low is found.of_high:
+        doubts.append(f"both ends are speeds of one source: {found.of_low['source']}")
+    if "bf16" in slow.get("upper", [])[1:]:
+        doubts.append(f"the slow end had {slow['note']}; more rows take fewer hours")
+    if wider > 1:
+        doubts.append(f"ONE SOURCE, so widened by {wider} in both directions")
+    on_this_card = [step["weights"] for step in runs.values() if step in card["rates"]]
+    return {
+        "range": [float(f"{end / 1e12:.4g}") for end in (found.low, found.high)],
+        "runs": len(runs),
+        "models": [min(on_this_card), max(on_this_card)],
+        "doubts": doubts,
+    }
+
+
+def rival_over_fp8(card: dict[str, Any]) -> list[float] | None:
+    """The range of clover_fp8_forward's tokens per second over fp8's: as timed, or else its backward pass at NVFP4's
+    speed and its forward pass at FP8's."""
+    if timed := gain(card, RIVAL, over="fp8"):
+        return timed.ends
+    if (four := gain(card, "nvfp4", over="fp8")) is None:
+        return None
+    return [float(f"{1 / (IN_4_BITS / ratio + 1 - IN_4_BITS):.4g}") for ratio in (four.low, four.high)]
+
+
+def break_even() -> list[dict[str, float]]:
+    """The ratios R by depth. There are none as long as no run of clover_fp8_forward is stored beside one of fp8."""
+    runs = kept_runs.stored(STUDY)["results"]
+    if RIVAL not in nf.METHODS or not {RIVAL, "fp8"} <= {r["method"] for r in runs}:
+        return []
+    of = gaps.Rows(runs, gaps.Item("", pooled=True))
+    more = 1 + (of.gap(RIVAL, "val_bpb").mean - of.gap("fp8", "val_bpb").mean) / 100
+    own = scaling.exponent(kept_runs.stored(scaling.OF_TWO_LENGTHS)["results"])[0]
+    law, found = scaling.fit_law(scaling.read_runs("paper")), []
+    for depth in DEPTHS:
+        width = config_from_depth(depth, 1, 1, 128, 64).n_embd
+        blocks, head = 12 * depth * width**2, 65536 * width
+        b = scaling.exponent_of_tokens(law, blocks, 20 * (blocks + 2 * head))
+        ratios = [round(more ** (1 / exponent), 3) for exponent in (own, b)]
+        found.append({"depth": depth, "weights": blocks + head, "b": [round(own, 3), round(b, 3)], "ratio": ratios})
+    return found
+
+
+def take(arch: str, cards: list[dict[str, Any]], ratios: list[dict[str, Any]]) -> str | None:
+    """The method to take on GPUs of an architecture, with the range of its gain on all cards of it. None if it has FP4
+    tensor cores, unless clover_fp8_forward is behind fp8 at every size there."""
+    capability, ranges = int(arch.removeprefix("sm_")), {}
+    for key in ("fp8", "nvfp4"):
+        ends = [end for card in cards for end in card.get("gain", {}).get(key, [])]
+        ranges[key] = f"{min(ends):.2f} to {max(ends):.2f} times BF16's tokens/s" if ends else "an unknown gain"
+    if capability < 89:
+        return "bf16: this GPU has neither FP4 nor FP8 tensor cores, and emulates both"
+    if capability < 100:
+        return f"fp8 ({ranges['fp8']}): this GPU has no FP4 tensor cores, and emulates 4 bits"
+    over = [card["over_fp8"][1] for card in cards if "over_fp8" in card]
+    if ratios and over and max(over) < min(min(of["ratio"]) for of in ratios):
+        return f"fp8 ({ranges['fp8']}): 4 bits gain too little over it on such cards"
+    return None
+
+
+def content() -> dict[str, Any]:
+    """The content of nanochat_fp4/cards.json."""
+    cards, ratios = [], break_even()
+    for card in published():
+        speeds = {key: speed(card, key) for key in (*PRECISIONS, RIVAL)}
+        gains = {key: found.ends for key in ("fp8", "nvfp4", RIVAL) if (found := gain(card, key))}
+        record = {key: card[key] for key in ("name", "gib", "arch")}
+        record["speed"] = {key: found for key, found in speeds.items() if found}
+        record |= {"gain": gains} if gains else {}
+        record |= {"over_fp8": ratio} if (ratio := rival_over_fp8(card)) else {}
+        cards.append(record)
+    of_arch = {arch: [c for c in cards if c["arch"] == arch] for arch in sorted({*OLDER, *(c["arch"] for c in cards)})}
+    takes = {arch: said for arch, alike in of_arch.items() if (said := take(arch, alike, ratios))}
+    return {"about": ABOUT, "take": takes, "R": ratios, "cards": cards}
+
+
+def as_text() -> str:
+    text = json.dumps(content(), indent=1)
+    return re.sub(r"\[\s+([^][{}]+?)\s+\]", lambda found: f"[{' '.join(found[1].split())}]", text) + "\n"
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = ArgumentParser(description="Speeds of GPUs for the plan of a run")
+    parser.add_argument("--write", action="store_true", help=f"write {CARDS.relative_to(ROOT)}")
+    if parser.parse_args(argv).write:
+        atomic_write(CARDS, as_text())
+    else:
+        print(as_text(), end="")
+
+
+if __name__ == "__main__":
+    run_main(main)

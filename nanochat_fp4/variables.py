@@ -1,0 +1,113 @@
+"""
+The variables that tell speedrun_fp4.sh, run1000_fp4.sh and dev/measure.sh what to do, and their defaults. This file
+needs the standard library alone, because the scripts ask it before anything is installed:
+
+    python3 nanochat_fp4/variables.py speedrun            refuses a variable that is nearly one of these
+    python3 nanochat_fp4/variables.py speedrun --depth    what to type in the place of a flag
+    python3 nanochat_fp4/variables.py measure             the same of dev/measure.sh
+"""
+
+import difflib
+import os
+import sys
+
+# Variable -> (the script and its flag, the default on a GPU, the default on a CPU). On a GPU the numbers are those of
+# nanochat's speedrun.sh (f5425245f), with three exceptions. DEVICE_BATCH is measured, where nanochat has 32. SAVE_EVERY
+# is set, where nanochat saves at the end alone. NUM_SHARDS 0 is chosen by the tokens of the run. On a CPU the numbers
+# are those of a small model that trains in minutes. base_train lowers the learning rates by sqrt(batch / 2^19), which
+# is too careful for a few hundred steps, so these rates are nanochat's with that undone.
+NUMBERS: dict[str, tuple[str, int | float | str, int | float | str]] = {
+    "DEPTH": ("base_train --depth", 20, 2),
+    "ASPECT_RATIO": ("base_train --aspect-ratio", 64, 64),
+    "HEAD_DIM": ("base_train --head-dim", 128, 64),
+    "SEQ_LEN": ("base_train --max-seq-len", 2048, 256),
+    "WINDOW_PATTERN": ("base_train --window-pattern", "SSSL", "L"),
+    "VOCAB_SIZE": ("tok_train --vocab-size", 65536, 4096),
+    "DATA_RATIO": ("base_train --target-param-data-ratio", 20, -1),
+    "NUM_ITERATIONS": ("base_train --num-iterations", -1, 120),
+    "TOTAL_BATCH": ("base_train --total-batch-size", 524288, 2048),
+    "DEVICE_BATCH": ("base_train --device-batch-size", "auto", 8),
+    "SEED": ("base_train --seed", 42, 42),
+    "MATRIX_LR": ("base_train --matrix-lr", 0.02, 0.32),
+    "EMBEDDING_LR": ("base_train --embedding-lr", 0.3, 4.8),
+    "UNEMBEDDING_LR": ("base_train --unembedding-lr", 0.004, 0.064),
+    "NUM_SHARDS": ("", 0, 2),
+    "TOK_SHARDS": ("", 8, 2),
+    "TOK_CHARS": ("tok_train --max-chars", 2_000_000_000, 10_000_000),
+    "EVAL_EVERY": ("base_train --eval-every", 250, 40),
+    "EVAL_TOKENS": ("base_train --eval-tokens", 10_485_760, 16_384),
+    "SAMPLE_EVERY": ("base_train --sample-every", 2000, -1),
+    "CORE_EVERY": ("base_train --core-metric-every", 2000, -1),
+    "SAVE_EVERY": ("base_train --save-every", 1000, 20),
+    "EVAL_BATCH": ("base_loss --device-batch-size", 32, 8),
+    "SPLIT_TOKENS": ("base_loss --split-tokens", 20_971_520, 65_536),
+}
+ARGS = ("BASE_ARGS", "CORE_ARGS", "MID_ARGS", "SFT_ARGS", "EVAL_ARGS")  # more flags of a stage
+# The variables of a run alone, and those that a user may have exported for every command.
+OF_A_RUN = ("QAT_METHOD", "COMPARE", "STAGES", "NPROC", "GPU", "GPU_MEMORY")
+EXPORTED = (
+    "RECIPES", "PLAN_ONLY", "DATA_DIR", "TEXT_COLUMN", "NANOCHAT_BASE_DIR", "NANOCHAT_EVAL_DIR", "WANDB_RUN", "TRACKER",
+    "VENV", "PYTHON", "PYTHONPATH", "PIP_TORCH_ARGS",
+)  # fmt: skip
+RUN = (*NUMBERS, *ARGS, *OF_A_RUN, *EXPORTED)
+MEASURE = ("PARTS", "DRY_RUN", "LIMIT", "OUT", "NANOCHAT", "PY")  # of dev/measure.sh
+ELSEWHERE = {  # What is meant -> names that other programs have for it.
+    "DEVICE_BATCH (rows of a micro-batch) or TOTAL_BATCH (tokens of a step)": "BATCH BATCH_SIZE",
+    "DEVICE_BATCH": "DEVICE_BATCH_SIZE MICRO_BATCH MICRO_BATCH_SIZE",
+    "TOTAL_BATCH": "TOTAL_BATCH_SIZE",
+    "NUM_ITERATIONS": "NUM_STEPS MAX_STEPS STEPS ITERATIONS",
+    "DATA_RATIO (tokens for each parameter) or NUM_ITERATIONS": "EPOCHS NUM_EPOCHS",
+    "MATRIX_LR, EMBEDDING_LR and UNEMBEDDING_LR": "LR LEARNING_RATE",
+    "SEQ_LEN": "MAX_SEQ_LEN",
+    "DEPTH": "NUM_LAYERS N_LAYER",
+    "NPROC": "NPROC_PER_NODE NUM_GPUS GPUS",
+    "GPU_MEMORY": "MEMORY VRAM GPU_MEM GPU_RAM GPU_VRAM GPU_GIB GPU_GB MEMORY_GIB MEMORY_GB",
+    "QAT_METHOD": "METHOD",
+    "CUDA_VISIBLE_DEVICES= (an empty list of GPUs, so that the CPU trains)": "DEVICE_TYPE",
+    "PLAN_ONLY": "DRY_RUN",
+    "STAGES": "PARTS",
+    "NANOCHAT_BASE_DIR (a folder of its own; a run's name says what differs from the defaults)": "MODEL_TAG",
+}
+MEANT = {name: meant for meant, names in ELSEWHERE.items() for name in names.split()}
+
+
+def problem(names: set[str], script: str = "speedrun") -> str | None:
+    """One line on the first variable that would be ignored although a known one is meant, or because it is of a run and
+    the script is dev/measure.sh ("measure"). None if there is none."""
+    known = MEASURE + EXPORTED if script == "measure" else RUN
+    # Other programs export names in lower case, such as out and py, so only names that are of no other program count.
+    of_this = ("PARTS", "LIMIT", "DRY_RUN") if script == "measure" else (*NUMBERS, *ARGS, *OF_A_RUN)
+    for name in sorted(names - set(known)):
+        if name.upper() in of_this:
+            return f"{name} is set, and names of variables are in capitals; set {name.upper()}, and unset {name}"
+        if script == "measure" and (name in RUN or name.removesuffix("S") in (*RUN, "METHOD")):
+            has = f"dev/measure.sh, which has {' '.join(MEASURE)}, does not take it"
+            return f"{name} is set, and {has}; unset {name}, or see python -m lab.bench steps --help"
+        alike = [
+            *difflib.get_close_matches(name, known, n=1, cutoff=0.85),
+            *(k for k in known if sorted(k) == sorted(name)),
+        ]
+        meant = MEANT.get(name) if script != "measure" else None
+        if meant or alike:
+            mean = f"there is no such variable here; did you mean {meant or alike[0]}?"
+            return f"{name} is set, and {mean} Unset {name} if not"
+    return None
+
+
+def in_place_of(flag: str, script: str) -> str:
+    """What to type in the place of a flag (--name or --name=value) of a script that takes none."""
+    flag = flag.partition("=")[0]
+    name = flag.removeprefix("--").replace("-", "_").upper()
+    if script == "measure":
+        return f"set {name}=... in its place" if name in MEASURE else f"it has the variables {' '.join(MEASURE)}"
+    name = MEANT.get(name, name)
+    if name in RUN:
+        return f"set {name}=... in its place"
+    return f"set {name}" if name in ELSEWHERE else f"BASE_ARGS={flag}=... gives it to the base training"
+
+
+if __name__ == "__main__":
+    if sys.argv[2:]:
+        print(in_place_of(sys.argv[2], sys.argv[1]))
+    elif found := problem(set(os.environ), *sys.argv[1:]):
+        sys.exit(f"error: {found}")

@@ -1,0 +1,903 @@
+"""
+What a run of every stage will do, before anything is made: how long, does it fit, which method, and what to type.
+
+    python -m scripts.plan speedrun                           # of this machine; run1000 likewise
+    GPU=rtx5090 DEPTH=26 python -m scripts.plan speedrun      # of a GPU that is not here; NPROC=2 for two of them
+    python -m scripts.plan speedrun --all                     # with every number that a variable sets
+
+Variables say what differs from the defaults (nanochat_fp4/variables.py), as for speedrun_fp4.sh. Each stage's own
+parser reads its flags, so that what a stage would refuse after hours is refused here.
+"""
+
+import argparse
+import contextlib
+import difflib
+import io
+import json
+import math
+import os
+import re
+import shlex
+import shutil
+import statistics
+import textwrap
+import time
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+import nanochat_fp4 as nf
+from nanochat_fp4.cli import ArgumentParser, UserError, run_main, switched_on
+from nanochat_fp4.common import default_base_dir, load_recipes, set_cpu_threads
+from nanochat_fp4.data.corpus import files_below
+from nanochat_fp4.data.dataset import DATASET, MAX_SHARD, SHARD_BYTES, check_own_data, ensure_data, list_parquet_files
+from nanochat_fp4.data.download import file_problem
+from nanochat_fp4.data.needs import look_for
+from nanochat_fp4.data.shards import index_to_filename
+from nanochat_fp4.data.tokenizer import SPECIAL_TOKENS
+from nanochat_fp4.evaluation.metrics import read_jsonl
+from nanochat_fp4.files import atomic_write
+from nanochat_fp4.hardware import physical_memory, usable_cpus
+from nanochat_fp4.models.families import family_of_flags
+from nanochat_fp4.models.optim8bit import STATES, state_bytes
+from nanochat_fp4.nvfp4.methods import REGISTERED
+from nanochat_fp4.nvfp4.phases import MethodPlan
+from nanochat_fp4.training.checkpoint_manager import list_steps
+from nanochat_fp4.training.load_model import SOURCES
+from nanochat_fp4.training.memory import choose, largest
+from nanochat_fp4.training.micro_batch import plan_accumulation, try_micro_batch
+from nanochat_fp4.training.new_model import check_machine, resolve_horizon
+from nanochat_fp4.training.wandb_run import check_tracker
+from nanochat_fp4.variables import ARGS, NUMBERS, RUN, problem
+from scripts import base_eval, base_loss, base_train, chat_eval, chat_sft, mid_train, tok_train
+
+RUN1000 = {"DEPTH": 32, "TOK_SHARDS": 16, "TOK_CHARS": 4_000_000_000, "EVAL_BATCH": 8}
+RUNS = {  # name -> (numbers on a GPU, numbers on a CPU, minutes of the whole run on two cores)
+    "speedrun": ({}, {}, 5),
+    "run1000": (RUN1000, {"DEPTH": 4, "ASPECT_RATIO": 32, "NUM_ITERATIONS": 160}, 10),
+}
+STAGES = ("tok", "base", "loss", "core", "mid", "sft", "report")
+BEFORE = {
+    "base": "tok",
+    "loss": "base",
+    "core": "base",
+    "mid": "base",
+    "sft": "mid",
+}  # The stage whose output it needs.
+LATER = {"core": base_eval, "mid": mid_train, "sft": chat_sft, "eval": chat_eval}  # eval: the benchmarks of mid and sft
+# How often something is measured or saved makes no other run, and later stages make no other base model.
+SAME_RUN = {
+    "DEPTH", "EVAL_EVERY", "EVAL_TOKENS", "SPLIT_TOKENS", "SAMPLE_EVERY", "SAVE_EVERY", "DEVICE_BATCH", "EVAL_BATCH",
+    "CORE_EVERY", *ARGS,
+}  # fmt: skip
+ADVISED = ("bf16", "fp8", "clover", "clover_fp8_forward")
+DEPTHS = (40, 36, 32, 28, 26, 24, 20, 16, 12, 8, 4)  # that a card too small for the default may get
+CARDS = json.loads((Path(nf.__file__).parent / "cards.json").read_text(encoding="utf-8"))
+PUBLISHED = {"max_seq_len": 2048, "window_pattern": "SSSL"}  # Published speeds count as those of such rows.
+PRECISIONS = {16: "bf16", 8: "fp8", 4: "nvfp4"}
+MEASURED_STEPS = 20  # A run's speed counts when it has made so many steps.
+FAR = 2  # An estimate for a model that is so many times larger or smaller than those that were timed says so.
+# A shard of FineWeb-Edu has 250M characters, and a token 4.8. Best-fit packing crops 35% of the text away. A tenth more
+# is downloaded than is needed. Of own text nothing is known before it is read; a token has some 4 bytes.
+SHARD_TOKENS, SPARE, OWN_BYTES = 250e6 / 4.8 * 0.65, 1.1, 4
+# On a CPU the later stages take as long as the base training and OTHER_STEPS steps of it (dev/LOG.md).
+OTHER_STEPS, PROBE_STEPS, PROBE_SECONDS = 60, 4, 20
+# What a forward pass keeps on a CPU, in FP32, for each token, block and column: 32 to 53 were measured of d2 and d6.
+CPU_FLOATS = 40
+EMBEDDED_ROWS = 4  # of a device's batch in mid-training, whose embedded mixture would be less than one usual step
+GIB = 2**30
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What the user asked for
+
+
+class Settings:
+    """The numbers and flags of a run: the defaults, and what the user's variables changed. Raises UserError, which
+    names the variable."""
+
+    def __init__(self, run: str, environment: Mapping[str, str], on_gpu: bool):
+        of_gpu, of_cpu, self.minutes = RUNS[run]
+        self.run, self.environment, self.on_gpu, self.notes = run, environment, on_gpu, []
+        defaults = {name: row[1 if on_gpu else 2] for name, row in NUMBERS.items()} | dict.fromkeys(ARGS, "")
+        self.defaults: dict[str, Any] = defaults | (of_gpu if on_gpu else of_cpu)
+        self.values = {name: value_of(name, environment.get(name, ""), d) for name, d in self.defaults.items()}
+        self.usual_steps = self.defaults["NUM_ITERATIONS"]
+        if not on_gpu:  # A micro-batch of longer rows has fewer of them, and as many tokens.
+            self.instead("DEVICE_BATCH", max(1, min(8, 2048 // max(1, self.values["SEQ_LEN"]))))
+            self.shorten(self.usual_steps)
+        self.base_dir = Path(environment.get("NANOCHAT_BASE_DIR") or default_base_dir())
+        self.data_dir, self.plan_only = environment.get("DATA_DIR", ""), switched_on("PLAN_ONLY", environment)
+        load_recipes(environment.get("RECIPES", ""), "RECIPES")
+        try:
+            self.method = nf.get_recipe(environment.get("QAT_METHOD") or "clover").name
+        except ValueError as e:
+            raise UserError(f"QAT_METHOD: {str(e).replace('--recipes=', 'RECIPES=')}") from None
+        compare = switched_on("COMPARE", environment) and self.method != "bf16"
+        self.methods = [self.method, "bf16"] if compare else [self.method]
+        mine = sorted(REGISTERED) if environment.get("RECIPES") else []
+        if mine and not any(name == self.method or name in self.values["BASE_ARGS"] for name in mine):
+            self.notes.append(f"RECIPES has {', '.join(mine[:5])}; QAT_METHOD={mine[0]} trains with it")
+        asked = environment.get("STAGES", "").split()
+        if unknown := [stage for stage in asked if stage not in STAGES]:
+            raise UserError(f"STAGES: there is no stage {unknown[0]!r}; the stages are: {' '.join(STAGES)}")
+        self.stages = [stage for stage in STAGES if (stage in asked if asked else stage != "core" or on_gpu)]
+        self.later = [kind for kind in LATER if kind in self.stages]
+        self.later += ["eval"] if {"mid", "sft"} & set(self.later) else []
+
+    def instead(self, name: str, default: Any) -> None:
+        """Another default, which is the value unless the user has set one."""
+        self.defaults[name] = default
+        if not self.environment.get(name):
+            self.values[name] = default
+
+    def shorten(self, steps: int) -> None:
+        """Gives a CPU's later stages their share of a base training that is shorter than the default. What is only
+        measured shrinks to a quarter at most."""
+        usual, rows = self.usual_steps, self.defaults["DEVICE_BATCH"]
+        trained, measured = min(steps, usual), max(min(steps, usual), usual // 4)
+        mid = f"--data=local --device-batch-size={rows} --total-batch-size=2048 --eval-tokens=8192"
+        self.instead("MID_ARGS", f"{mid} --num-iterations={max(1, 60 * trained // usual)}")
+        # nanochat's fraction of 0.02 is for a model that has learned much. In 20 steps it changes next to nothing.
+        sft = "--init-lr-frac=0.5 --eval-steps=4 --eval-metrics-every=-1"
+        self.instead("SFT_ARGS", f"--data=local --num-iterations={max(1, 20 * trained // usual)} {sft}")
+        problems = f"--max-problems={max(1, 32 * measured // usual)}"
+        self.instead("EVAL_ARGS", f"--task-name=local {problems} --max-new-tokens=32")
+        self.instead("SPLIT_TOKENS", NUMBERS["SPLIT_TOKENS"][2] * measured // usual)
+
+    @property
+    def changed(self) -> dict[str, Any]:
+        """What the user has set to another value than the default."""
+        return {name: value for name, value in self.values.items() if value != self.defaults[name]}
+
+    def tag(self, method: str) -> str:
+        """The name of the run with this method: what differs from the defaults is in it."""
+        changed = {name: v for name, v in self.changed.items() if name not in SAME_RUN}
+        names = {name: name.lower().replace("_", "-").replace("num-iterations", "steps") for name in changed}
+        parts = [f"_{names[name]}{value}" for name, value in changed.items()]
+        if self.data_dir:
+            parts.append(f"_data-{Path(self.data_dir).name[:20]}-{zlib.crc32(self.data_dir.encode()) % 10**4:04d}")
+        if self.values["BASE_ARGS"]:
+            parts.append(f"_{self.values['BASE_ARGS']}")
+        text = re.sub(r"[^A-Za-z0-9._-]+", "-", "".join(parts).replace("--", ""))
+        text = text if len(text) <= 60 else f"{text[:50]}-{zlib.crc32(text.encode())}"
+        return f"d{self.values['DEPTH']}_{method}{text}"
+
+    def words(self, name: str) -> list[str]:
+        """The flags in a variable such as MID_ARGS."""
+        try:
+            return shlex.split(self.values[name])
+        except ValueError as e:
+            raise UserError(f"{name}={self.values[name]!r}: {e}; close the quotation") from None
+
+    def flags(self, script: str) -> dict[str, str]:
+        """The variables of a script's flags: variable -> flag."""
+        return {name: row[0].split()[1] for name, row in NUMBERS.items() if row[0].startswith(f"{script} ")}
+
+    def argv(self, script: str) -> list[str]:
+        return [f"{flag}={self.values[name]}" for name, flag in self.flags(script).items()]
+
+    @contextlib.contextmanager
+    def blamed(self, script: str, args: str = "") -> Iterator[None]:
+        """Turns what a stage or a model refuses into one line about the variables of its flags. args: the variable with
+        more flags of the stage. A flag that the user has typed there stays as it is."""
+        said, typed = io.StringIO(), {word.partition("=")[0] for word in self.words(args)} if args else set()
+        names = {name: flag for name, flag in self.flags(script).items() if flag not in typed}
+        try:
+            with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):
+                yield
+            return
+        except (SystemExit, UserError, ValueError) as e:  # A parser's refusal; a ValueError is of the model's config.
+            text = said.getvalue().strip().splitlines()[-1] if isinstance(e, SystemExit) else str(e)
+        text = re.sub(r"\(see .* --help\)$", f"(see python -m scripts.{script} --help)", text.removeprefix("error: "))
+        for name, flag in (names | {"BASE_ARGS=--device-type": "--device-type"}).items():
+            text = re.sub(rf"(?<![\w-])(argument )?{flag}(?![\w-])", name, text)  # A part of a longer word stays.
+        changed = {name: v for name, v in self.changed.items() if name in names or name == args}
+        if not any(name in text for name in changed):
+            text = f"{', '.join(f'{k}={v}' for k, v in changed.items()) or args or self.run}: {text}"
+        raise UserError(text)
+
+
+def value_of(name: str, text: str, default: Any) -> Any:
+    """The value of a variable, of its default's kind."""
+    if not text or name in (*ARGS, "WINDOW_PATTERN") or (name, text) == ("DEVICE_BATCH", "auto"):
+        return text or default
+    whole = not isinstance(default, float) and name != "DATA_RATIO"
+    try:
+        return int(text) if whole or re.fullmatch(r"[-+]?\d+", text) else float(text)
+    except ValueError:
+        expected = f"expected a {'whole ' * whole}number, such as the default {default}"
+        raise UserError(f"{name}={text}: {expected}; set another one or leave {name} out") from None
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The machine
+
+
+def bare(name: str) -> str:
+    return re.sub(r"nvidia|geforce|tesla|[^a-z0-9]", "", name.lower())
+
+
+def find_card(name: str, gib: float = 0.0) -> dict[str, Any]:
+    """The record of cards.json of a name that a user typed: rtx5090, 5090, "RTX 5090". gib: GPU_MEMORY."""
+    cards = {bare(card["name"]): card for card in CARDS["cards"]}
+    ending = [card for key, card in cards.items() if name and key.endswith(bare(name))]
+    if found := cards.get(bare(name)) or (ending[0] if len(ending) == 1 else None):
+        return found | ({"gib": gib} if gib else {})
+    if gib:
+        return {"name": name or "a GPU without a name", "gib": gib, "arch": "", "speed": {}}
+    alike = [card["name"] for card in ending] + [cards[k]["name"] for k in difflib.get_close_matches(bare(name), cards)]
+    meant = f"did you mean {' or '.join(dict.fromkeys(alike))}? Or " if alike else ""
+    give = "give its memory in GiB, for example GPU_MEMORY=24 (and NPROC=2 for two GPUs)"
+    raise UserError(f"GPU={name} is not in nanochat_fp4/cards.json; {meant}{give}")
+
+
+def card_of_device(device_name: str, gib: float, arch: str) -> dict[str, Any]:
+    """The record for torch.cuda.get_device_name(), with the memory and the architecture of this very device."""
+    # "RTX 5090 Laptop GPU" and "RTX 5090 D" are other chips, or the same with less power; "MIG" is a part of one.
+    other = r"(?!.*\b(Laptop|Max-Q|MIG|Ti|SUPER|D)\b)"
+    known = [c for c in CARDS["cards"] if re.search(rf"\b{re.escape(c['name'])}\b{other}", device_name)]
+    card = max(known, key=lambda c: len(c["name"]), default={"speed": {}})
+    return card | {"name": device_name, "gib": gib, "arch": arch}
+
+
+def machine(environment: Mapping[str, str]) -> tuple[dict[str, Any] | None, bool, int]:
+    """(the record of cards.json of its GPUs, or None; whether it is this machine; the number of processes)."""
+    text, memory, gpu = (environment.get(name, "") for name in ("NPROC", "GPU_MEMORY", "GPU"))
+    if not re.fullmatch(r"|[1-9]\d{0,3}", text):
+        raise UserError(f"NPROC={text!r} is not a number of processes; use 1, 2, ... or leave it out")
+    if not re.fullmatch(r"|\d{0,5}\.?\d*", memory) or (memory and not float(memory)):
+        raise UserError(f"GPU_MEMORY={memory}: expected a number of GiB, for example GPU_MEMORY=24")
+    if gpu or memory:
+        return find_card(gpu, float(memory or 0)), False, int(text or 1)
+    gpus = torch.cuda.device_count()
+    most, what = (gpus, "GPU(s)") if gpus else (usable_cpus(), "CPU(s)")
+    if int(text or 1) > most:
+        raise UserError(f"NPROC={text}: this machine has {most} {what}; use at most {most}")
+    device = torch.cuda.get_device_properties(0) if gpus else None
+    card = device and card_of_device(device.name, device.total_memory / GIB, f"sm_{device.major}{device.minor}")
+    return card, True, int(text or max(1, gpus))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The base training
+
+
+class Base:
+    """The base training with one method: its flags, the model on the meta device, its steps, and the ways in which it
+    fits the card. more: flags of a trial, which count before the user's. states: those that may be chosen."""
+
+    def __init__(
+        self,
+        s: Settings,
+        method: str,
+        card: Any,
+        processes: int,
+        more: Sequence[str] = (),
+        states: Sequence[str] = STATES,
+    ):
+        own = s.words("BASE_ARGS")
+        self.method, self.tag = method, s.tag(method)
+        argv = [f"--method={method}", f"--model-tag={self.tag}", *s.argv("base_train"), "--resume-from-step=latest"]
+        with s.blamed("base_train", "BASE_ARGS"):
+            args = self.args = base_train.parse_args([*argv, *own, *more])
+            model = make_model(args, s)
+            nf.convert(model, method, verbose=False)
+            plan = MethodPlan.parse(method, args.layer_methods, args.method_phases)
+            plan.apply(model, 0.0)
+            self.flops, self.parameters = model.estimate_flops(), model.num_scaling_params()
+            self.steps = resolve_horizon(args, self.flops, self.parameters)
+            self.tokens = self.steps * args.total_batch_size
+            rows = plan_accumulation(args.total_batch_size, 1, args.max_seq_len, processes)
+            sizes = [n for n in range(1, min(rows, 1024) + 1) if rows % n == 0]
+            if args.device_batch_size != "auto":
+                plan_accumulation(args.total_batch_size, args.device_batch_size, args.max_seq_len, processes)
+                sizes = [args.device_batch_size]
+            if card is None:
+                check_machine(args, torch.device("cpu"), self.flops * self.tokens)
+        self.is_plain, self.work = not plan.layers and not plan.phases, plan.work(model)
+        self.weights = self.parameters - model.transformer.wte.weight.numel()
+        usual = make_model(argparse.Namespace(**vars(args) | PUBLISHED), s).estimate_flops()
+        self.size = self.weights * self.flops / usual
+        # Several processes share moments, which is not counted, so there the flags are the user's.
+        self.is_fixed = processes > 1 or any(word.startswith(("--state", "--recompute")) for word in own)
+        self.ways, self.rows, state = [], sizes[0], args.state
+        if card and family_of_flags(args).memory_is_counted:
+            total = card["gib"] * GIB
+            fixed = [largest(model, total, sizes, args.state, args.recompute)] if self.is_fixed else []
+            self.ways = fixed or choose(model, total, sizes, states)
+            argv, state = argv + ([] if fixed else self.ways[0].flags), self.ways[0].state
+        saved, kept = state_bytes(model, state, gpu=bool(card)), 1 + max(1, args.keep_last)
+        self.argv, self.checkpoint_bytes = argv + own, kept * (saved["weights"] + saved["moments"])
+        columns = model.config.n_layer * model.config.n_embd
+        kept_bytes = 4 * CPU_FLOATS * columns * sizes[0] * args.max_seq_len
+        self.cpu_bytes = processes * (sum(saved.values()) + kept_bytes)
+
+
+def make_model(args: argparse.Namespace, s: Settings, device: str = "meta") -> Any:
+    family = family_of_flags(args)
+    config = family.config_from_flags(args, int(s.values["VOCAB_SIZE"]))
+    with contextlib.redirect_stdout(io.StringIO()), torch.device(device):
+        return family.model(config)
+
+
+def choose_steps(s: Settings, base: Base) -> dict[str, Any]:
+    """On a CPU all steps, half or a quarter of them, and the seconds of a step, by a probe before the first run. It is
+    stored in the base directory, so that every method, resume and comparison there has the same number."""
+    path, most, args, records = s.base_dir / "cpu_steps.json", s.usual_steps, base.args, {}
+    name = f"d{args.depth}_{most}"
+    with contextlib.suppress(OSError, ValueError):
+        records = json.loads(path.read_text(encoding="utf-8"))
+    if name in records or s.plan_only or "base" not in s.stages:
+        return records.get(name, {})
+    model = make_model(args, s, "cpu")
+    set_cpu_threads(torch.device("cpu"), model.config.n_embd)
+    model.init_weights()
+    nf.convert(model, base.method, verbose=False)
+    ends: list[float] = []
+    while len(ends) <= PROBE_STEPS and (len(ends) < 2 or ends[-1] - ends[0] < PROBE_SECONDS):
+        for _ in range(args.total_batch_size // (base.rows * args.max_seq_len)):
+            try_micro_batch(model, base.rows, args.max_seq_len)
+        ends.append(time.monotonic())
+    seconds = (ends[-1] - ends[0]) / (len(ends) - 1)
+    fits = [n for n in (most, most // 2) if (2 * n + OTHER_STEPS) * seconds <= 60 * s.minutes]
+    records[name] = {"steps": max(fits, default=most // 4), "seconds_per_step": seconds}
+    s.base_dir.mkdir(parents=True, exist_ok=True)
+    atomic_write(path, json.dumps(records, indent=1) + "\n")
+    return records[name]
+
+
+def measured(base_dir: Path, gpu: str) -> dict[str, list[tuple[float, float]]]:
+    """The measured steps of a GPU: method -> [(FLOP/s of one GPU, FLOPs of a token)]. A run's own speed counts before
+    that of dev/measure.sh."""
+    timed, runs = {}, {}
+    with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
+        content = json.loads((base_dir / "measurements/steps.json").read_text(encoding="utf-8"))
+        for r in content["records"] if bare(content["environment"]["gpu"]) == bare(gpu) else ():
+            if r.get("tokens_per_second") and r["recompute"] == "none":
+                timed.setdefault(r["method"], [(r["tokens_per_second"] * r["flops_per_token"], r["flops_per_token"])])
+    for path in sorted(base_dir.glob(f"{SOURCES['base'][0]}/*/metrics.jsonl")):
+        records = read_jsonl(path)
+        start = next((r for r in reversed(records) if r.get("event") == "start"), {})
+        steps = [r["tok_per_sec"] for r in records if r.get("event") == "train" and r.get("tok_per_sec")]
+        flops, here = start.get("flops_per_token"), (start.get("environment") or {}).get("gpu") or ""
+        if bare(here) == bare(gpu) and len(steps) >= MEASURED_STEPS and flops:
+            each = statistics.median(steps[MEASURED_STEPS // 2 :]) / max(1, start.get("world_size", 1))
+            runs.setdefault(start["method"], []).append((each * flops, flops))
+    return timed | runs
+
+
+def hours(base: Base, card: dict[str, Any], processes: int, base_dir: Path) -> tuple[float, float, list[str]] | None:
+    """(fewest hours, most hours, facts about them) of the base training with its validations. None if a precision of
+    the method was never timed."""
+    here = measured(base_dir, card["name"])
+    speeds = {key: [1e12 * end / base.size for end in of["range"]] for key, of in card["speed"].items()}
+    speeds |= {method: [min(of)[0] / base.flops, max(of)[0] / base.flops] for method, of in here.items()}
+    speeds |= {"nvfp4": speeds["clover"]} if "clover" in here else {}
+    parts = {PRECISIONS[bits]: share for bits, share in base.work.items() if share}
+    parts = {base.method: 1.0} if base.is_plain and base.method in speeds else parts
+    if not parts.keys() <= speeds.keys():
+        return None
+    # The time of a step is proportional to the work in each precision.
+    slow, fast = (processes / sum(share / speeds[key][end] for key, share in parts.items()) for end in (0, 1))
+    # A forward pass is a third of a step's work. A method that quantizes is validated twice, the second time in BF16.
+    every, passes = base.args.eval_every, 1 if base.method == "bf16" else 2
+    tokens = base.tokens + ((base.steps // every + 1) * base.args.eval_tokens * passes / 3 if every > 0 else 0)
+    speed = " to ".join(dict.fromkeys(f"{round(x, -2):,.0f}" for x in (slow, fast)))
+    if base.method in here and base.method in parts:
+        facts, sizes = [f"measured on this GPU: {speed} tokens/s"], [base.flops / of for _, of in here[base.method]]
+    else:
+        records = [card["speed"][key] for key in parts if key in card["speed"]]
+        sizes = [base.weights / model for record in records for model in record["models"]]
+        runs = max((record["runs"] for record in records), default=0)
+        facts = [f"from {runs} published run{'s' * (runs != 1)} (docs/measured.md): {speed} tokens/s"]
+        facts += dict.fromkeys(doubt for record in records for doubt in record["doubts"])
+        facts.append('STAGES="tok base" NUM_ITERATIONS=20 measures 20 steps, for the next plan')
+    if sizes and (min(sizes) > FAR or max(sizes) < 1 / FAR):
+        facts.append(f"EXTRAPOLATED: it is {span(min(sizes), max(sizes))} times as large as the models that were timed")
+    if base.ways and base.ways[0].recompute != "none":
+        facts.append("not counted: activations are computed twice, which took 4% to 8% more on an H200")
+    if processes > 1:
+        facts.append(f"counted as {processes} times one GPU (docs/scale.md has what several reach)")
+    return tokens / fast / 3600, tokens / slow / 3600, facts
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The stages
+
+
+class Stage(NamedTuple):
+    """A module of the run and its flags, in so many processes; 0 processes: one in the background.
+
+    It is skipped if its section of the report is newer than the weights in source, and left out if a stage of `needs`
+    has failed.
+    """
+
+    name: str
+    needs: str
+    title: str
+    processes: int
+    command: list[str]
+    section: str = ""
+    source: str = ""
+
+
+def later_words(s: Settings, processes: int, look: bool) -> tuple[dict[str, list[str]], list[str]]:
+    """The flags of the later stages with what can be had, and a line for each thing that the run goes without.
+
+    A stage that lacks what is vital gets the embedded data, and CORE, which has none, is left out. Of other things a
+    stage does without. Raises UserError for what a stage would refuse, and if STAGES names a stage that lacks
+    something.
+    """
+    words, args, needs, left_out = {kind: s.words(f"{kind.upper()}_ARGS") for kind in s.later}, {}, {}, []
+    for kind, script in ((kind, LATER[kind]) for kind in s.later):
+        with s.blamed(script.__name__.split(".")[-1], f"{kind.upper()}_ARGS"):
+            args[kind] = script.parse_args([*(["-i", "sft"] if kind == "eval" else []), *words[kind]])
+            needs[kind] = script.needs(args[kind])
+            if kind != "core":  # whose flags stand alone
+                script.check_flags(args[kind], int(s.values["SEQ_LEN"]), processes)
+    found = {m.what: m for m in look_for([need for of in needs.values() for need in of])} if look else {}
+    for kind in s.later:
+        asked = dict.fromkeys(need.what for need in needs[kind])
+        lacks = [found[what] for what in asked if what in found]
+        if not lacks or "--allow-missing" in words[kind]:
+            continue
+        reasons: dict[str, list[str]] = {}
+        for m in lacks:
+            reasons.setdefault(m.why, []).append(m.what)
+        more = {reason: f" and {len(what) - 2} more" if len(what) > 2 else "" for reason, what in reasons.items()}
+        why = "; ".join(f"{', '.join(what[:2])}{more[reason]}: {reason}" for reason, what in reasons.items())
+        to_have = f"To have it: {'; '.join(dict.fromkeys(m.remedy for m in lacks))}"
+        if s.environment.get("STAGES"):
+            raise UserError(f"STAGES asks for {kind}, which needs {why}. {to_have}; or leave it out")
+        rows, what = [m for m in lacks if m.what != "a sandbox"], "goes without a part"
+        if len(rows) < len(lacks):
+            tasks = [n for n in chat_eval.chosen_tasks(args[kind].task_name) if n not in chat_eval.RUNS_CODE]
+            words[kind].append(f"--task-name={'|'.join(tasks)}")
+        if kind == "core":
+            what = "is left out"
+            del words[kind]
+        elif any(m.vital for m in rows) or (kind == "eval" and rows and len(rows) >= len(asked.keys() - {"a sandbox"})):
+            what = "has small embedded data"
+            words[kind] += ["--task-name=local", "--max-new-tokens=64"] if kind == "eval" else ["--data=local"]
+            if kind == "mid":
+                tokens = EMBEDDED_ROWS * (args[kind].max_seq_len or int(s.values["SEQ_LEN"])) * processes
+                words[kind] += [f"--device-batch-size={EMBEDDED_ROWS}", f"--total-batch-size={tokens}"]
+                words[kind].append(f"--eval-tokens={8 * tokens}")
+        elif rows:
+            words[kind].append("--allow-missing")
+        left_out.append(f"{kind} {what}, because of {why}. {to_have}")
+    return words, left_out
+
+
+def text_stages(s: Settings, text: str, has_tokenizer: bool, shards: int) -> list[Stage]:
+    """The stages of the text and the tokenizer. A tokenizer that is there is kept."""
+    n, from_hub, module = s.values, text in ("hub", "shards"), "nanochat_fp4.data.dataset"
+    title, rest = f"text: {n['NUM_SHARDS']} shards", [module, "-n", f"{n['NUM_SHARDS']}"]
+    if has_tokenizer:
+        return [Stage("download", "", title, 1, rest)] if from_hub and shards < n["NUM_SHARDS"] else []
+    first = [module, "--embedded"] if text == "embedded" else [module, "--ensure", "-n", f"{n['TOK_SHARDS']}"]
+    # GPT-2's and GPT-4's tokenizers, to compare with, come from the network as well.
+    compare = ["scripts.tok_eval", *([] if from_hub else ["--no-compare"])]
+    train = ["scripts.tok_train", *s.argv("tok_train")]
+    return [
+        Stage("text", "", "text", 1, first),
+        *([Stage("download", "text", title, 0, rest)] if from_hub else []),
+        Stage("tok", "text", f"tokenizer: {n['VOCAB_SIZE']} tokens", 1, train),
+        Stage("tok_eval", "tok", "compression of the tokenizer", 1, compare),
+    ]
+
+
+def model_stages(s: Settings, base: Base, words: dict[str, list[str]], processes: int) -> list[Stage]:
+    """The stages of one method."""
+    tag, made = base.tag, []
+    resume, of_eval = [f"--model-tag={tag}", "--resume-from-step=latest"], words.get("eval", [])
+
+    def add(name: str, before: str, title: str, section: str, script: str, *flags: str) -> None:
+        """before: the stage whose model it takes."""
+        stage, needs = name.removeprefix("eval_"), f"{before}:{tag}" if before else "text tok download"
+        if stage in s.stages and (stage in words or stage not in LATER):
+            section, source = f"report/{tag}/{section}.json", f"{SOURCES[before or 'base'][0]}/{tag}"
+            command, title = [f"scripts.{script}", *flags], f"{title}, {base.method}"
+            made.append(Stage(f"{name}:{tag}", needs, title, processes, command, section, source))
+
+    add("base", "", "base training", "base-model-training", "base_train", *base.argv)
+    add("loss", "base", "base loss", "base-model-loss", "base_loss", resume[0], *s.argv("base_loss"))
+    add("core", "base", "CORE metric", "base-model-evaluation", "base_eval", resume[0], *words.get("core", []))
+    add("mid", "base", "mid-training", "midtraining", "mid_train", *resume, *words.get("mid", []))
+    title = "evaluation after mid-training"
+    add("eval_mid", "mid", title, "chat-evaluation-mid", "chat_eval", "-i", "mid", "-g", tag, *of_eval)
+    add("sft", "mid", "SFT", "chat-sft", "chat_sft", *resume, *words.get("sft", []))
+    title = "evaluation after SFT"
+    add("eval_sft", "sft", title, "chat-evaluation-sft", "chat_eval", "-i", "sft", "-g", tag, *of_eval)
+    return made
+
+
+def calls(s: Settings, stages: Sequence[Stage]) -> str:
+    """The calls of `stage` and `beside` in dev/pipeline.sh: name, what it needs, section, source, kept, title,
+    processes, module, flags. A call without a section is made even if the stage's section is there.
+
+    A measurement with other flags is made again. A model of other flags is kept, because finished work is not lost, and
+    the call says so.
+    """
+    lines = []
+    for place, stage in enumerate(stages):
+        kind, _, tag = stage.name.partition(":")
+        section, kept, now = stage.section, "", sorted(stage.command[1:])
+        try:  # A section of an earlier version does not name its flags.
+            before = sorted(json.loads((s.base_dir / section).read_text("utf-8"))["arguments"])
+        except (OSError, ValueError, LookupError, TypeError):
+            before = now
+        trained = [other.name.partition(":") for other in stages[place:]] if kind in SOURCES else []
+        folders = [s.base_dir / SOURCES[k][0] / tag for k, _, of in trained if of == tag and k in SOURCES]
+        if folders and not list_steps(folders[0]):
+            section = ""  # Somebody has deleted the model.
+        elif before != now and folders:
+            old, new = (shlex.join(w for w in a if w not in b) for a, b in ((before, now), (now, before)))
+            remove = shlex.join(["rm", "-r", *(str(folder) for folder in folders if folder.is_dir())])
+            kept = f"made with {old or 'fewer flags'}, where the plan has {new or 'fewer flags'}; to train it anew: "
+            kept += f"{remove}, and the same command again"
+        elif before != now:
+            section = ""
+        words = [stage.name, stage.needs, section, stage.source, kept, stage.title, str(stage.processes or 1)]
+        lines.append(shlex.join(["stage" if stage.processes else "beside", *words, *stage.command]))
+    return "\n".join(lines) + "\n"
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The plan
+
+
+class Plan:
+    """Everything that a run will do. Raises UserError for what a stage would refuse."""
+
+    def __init__(self, run: str, environment: Mapping[str, str]):
+        if wrong := problem(set(environment)):
+            raise UserError(wrong)
+        self.card, self.here, self.processes = machine(environment)
+        s = self.s = Settings(run, environment, bool(self.card))
+        if not self.here and not s.plan_only:
+            raise UserError("GPU and GPU_MEMORY plan a machine that is not here; set PLAN_ONLY=1 as well")
+        if self.here:
+            check_tracker(environment.get("TRACKER", ""), environment.get("WANDB_RUN", ""))
+        self.chosen: dict[str, Any] = {}  # the steps of a CPU, and the seconds of one
+        self.bases = self.settle()
+        for base in self.bases:
+            self.check_memory(base)
+        self.text, self.why_text, self.shards = self.find_text()
+        words, self.left_out = later_words(s, self.processes, self.here)
+        self.tokenizer = self.find_tokenizer()
+        has_tokenizer = self.tokenizer is not None
+        self.stages = text_stages(s, self.text, has_tokenizer, self.shards) if "tok" in s.stages else []
+        for base in self.bases:
+            self.stages += model_stages(s, base, words, self.processes)
+        if "report" in s.stages:
+            self.stages.append(Stage("report", "", "report", 1, ["nanochat_fp4.evaluation.report", "generate"]))
+        self.check_order_and_disk()
+
+    def base(self, method: str, *more: str, states: Sequence[str] = STATES) -> Base:
+        return Base(self.s, method, self.card, self.processes, more, states)
+
+    def settle(self) -> list[Base]:
+        """The base trainings, after what is left open is chosen: depth on a small card, steps on a slow CPU, shards by
+        tokens. All methods train in one state of the optimizer, so that their losses compare."""
+        s, n, typed = self.s, self.s.values, self.s.values["BASE_ARGS"]
+        with s.blamed("tok_train"):
+            tok_train.parse_args(s.argv("tok_train"))
+            if n["VOCAB_SIZE"] < 256 + len(SPECIAL_TOKENS) or n["VOCAB_SIZE"] > n["TOK_CHARS"]:
+                least = f"at least {256 + len(SPECIAL_TOKENS)}, and at most TOK_CHARS={n['TOK_CHARS']}"
+                raise UserError(f"VOCAB_SIZE={n['VOCAB_SIZE']}: expected {least}")
+        for name in ("NUM_SHARDS", "TOK_SHARDS"):
+            if name in s.changed and not 1 <= n[name] <= MAX_SHARD:
+                wrong = f"{name}={n[name]}: FineWeb-Edu has 1 to {MAX_SHARD} training shards"
+                raise UserError(f"{wrong}; set another number, or leave {name} out")
+        own = {"DEPTH", "DEVICE_BATCH"} & set(s.changed) or "--depth" in typed or "--device-batch-size" in typed
+        for depth in (d for d in DEPTHS if self.card and self.processes == 1 and not own and d <= n["DEPTH"]):
+            trials = [self.base(method, f"--depth={depth}") for method in s.methods]
+            if all(way.rows for trial in trials for way in trial.ways[:1]):
+                if depth < n["DEPTH"]:
+                    s.notes.append(f"d{n['DEPTH']} does not fit {gib(self.card['gib'])} by count, so DEPTH={depth}")
+                    s.instead("DEPTH", depth)
+                break
+        first = self.base(s.method)
+        if not s.on_gpu:
+            if not s.environment.get("NUM_ITERATIONS") and (chosen := choose_steps(s, first)):
+                self.chosen = chosen
+                s.instead("NUM_ITERATIONS", chosen["steps"])
+                first = self.base(s.method)
+            s.shorten(first.steps)
+        else:
+            shards = -(-first.tokens * SPARE / SHARD_TOKENS // 10) * 10
+            s.instead("NUM_SHARDS", int(min(max(shards, 10), MAX_SHARD)))
+            s.instead("TOK_SHARDS", min(int(s.defaults["TOK_SHARDS"]), int(n["NUM_SHARDS"])))
+        if "loss" in s.stages:
+            row = int(n["SEQ_LEN"])
+            s.instead("SPLIT_TOKENS", max(1, int(s.defaults["SPLIT_TOKENS"]) // row) * row)
+            with s.blamed("base_loss"):
+                base_loss.check_flags(base_loss.parse_args(s.argv("base_loss")), row, self.processes)
+        bases = [self.base(method) for method in s.methods]
+        if len({base.ways[0].state for base in bases if base.ways}) > 1:
+            bases = [self.base(method, states=("lean",)) for method in s.methods]
+        return bases
+
+    def check_memory(self, base: Base) -> None:
+        """Refuses what needs more memory than there is, and names what fits. What fits hardly gets a note."""
+        s, asked, way = self.s, base.args.device_batch_size, base.ways[0] if base.ways else None
+        need, total, name = base.cpu_bytes, physical_memory(), "this machine"
+        if self.card:
+            need, total, name = way.peak if way else 0.0, self.card["gib"] * GIB, self.card["name"]
+        if way.rows if way else need <= total:
+            return
+        what = "--device-batch-size" if "--device-batch-size" in s.values["BASE_ARGS"] else "DEVICE_BATCH"
+        most = max(self.base(base.method, "--device-batch-size=auto").ways, key=lambda way: way.rows, default=None)
+        rows, remedy = f"{asked} rows", f"lower {what}"
+        if most and most.rows:
+            flags = f" with {' '.join(most.flags)}, which the run then takes" if most.flags else ""
+            remedy = f"at most {most.rows} of them fit{flags}; set {what}={most.rows}, or leave {what} out"
+        elif most or asked in ("auto", 1):
+            compare = "leave COMPARE out, or " if base.method != s.method else ""
+            rows, remedy = "one row", f"{compare}lower DEPTH or SEQ_LEN"
+        has = f"{base.tag} needs {need / GIB:.1f} GiB with {rows} by count, and {name} has {gib(total / GIB)}; {remedy}"
+        if need > total:
+            raise UserError(has)
+        s.notes.append(f"it hardly fits, for 6% is for fragments: {has}")
+
+    def find_text(self) -> tuple[str, str, int]:
+        """(folder, shards, embedded or hub; why it is the embedded corpus; FineWeb-Edu's shards that are here)."""
+        s = self.s
+        if s.data_dir or not self.here:
+            if self.here:  # Text that cannot be trained on ends here.
+                (check_own_data if s.plan_only else ensure_data)(s.data_dir)
+            return ("folder" if s.data_dir else "hub"), "", 0
+        with contextlib.suppress(UserError):  # There may be none yet.
+            shards = list_parquet_files()
+            if Path(shards[0]).parent.name == "base_data":
+                return "shards", "", len(shards)
+            return "embedded", "built before; for FineWeb-Edu: python -m nanochat_fp4.data.dataset -n 8", 0
+        why = file_problem(DATASET, index_to_filename(0))
+        return ("embedded" if why else "hub"), why or "", 0
+
+    def find_tokenizer(self) -> int | None:
+        """The tokens of the tokenizer that is here, which the run keeps, or None."""
+        folder, wanted = self.s.base_dir / "tokenizer", self.s.values["VOCAB_SIZE"]
+        if not self.here or not all((folder / name).is_file() for name in ("tokenizer.json", "token_bytes.pt")):
+            return None
+        tokens, asked = 0, None
+        with contextlib.suppress(OSError, ValueError, LookupError, TypeError, AttributeError):
+            content = json.loads((folder / "tokenizer.json").read_bytes())
+            tokens, asked = len(content["tokens"]) + len(content["special_tokens"]), content.get("asked_tokens")
+        if "tok" in self.s.stages and wanted not in (tokens, asked):  # A small text may yield fewer than are asked for.
+            held = f"{folder} holds a tokenizer of {tokens} tokens, this run wants {wanted}"
+            raise UserError(f"{held}; set VOCAB_SIZE={tokens}, or choose another NANOCHAT_BASE_DIR")
+        return tokens
+
+    def check_order_and_disk(self) -> None:
+        """Refuses a stage whose model neither is there nor is made, and a disk that is too small."""
+        s, tags = self.s, [base.tag for base in self.bases]
+        places = {kind: [s.base_dir / SOURCES[kind][0] / tag for tag in tags] for kind in ("base", "mid", "sft")}
+        made = {kind for kind, folders in places.items() if all(map(list_steps, folders))} | set(s.stages)
+        made |= {"tok"} if self.tokenizer is not None or not self.here else set()
+        for stage, first in ((stage, BEFORE.get(stage, stage)) for stage in s.stages if self.here):
+            if first not in made:
+                what = "a tokenizer" if first == "tok" else f"the model of stage {first} ({', '.join(tags)})"
+                needs = f"STAGES asks for {stage}, which needs {what}, and {s.base_dir} has none"
+                where = "set the variables and the NANOCHAT_BASE_DIR that it was made with"
+                raise UserError(f"{needs}; add {first} to STAGES, or {where}")
+        shards = int(s.values["NUM_SHARDS"]) if self.text in ("hub", "shards") and "tok" in s.stages else 0
+        self.text_bytes = max(0, shards - self.shards) * float(SHARD_BYTES)
+        self.checkpoint_bytes = len(places.keys() & set(s.stages)) * sum(base.checkpoint_bytes for base in self.bases)
+        place = next(folder for folder in (s.base_dir, *s.base_dir.absolute().parents) if folder.exists())
+        self.free = shutil.disk_usage(place).free if self.here else math.inf
+        kept = [file for folders in places.values() for folder in folders for file in folder.rglob("*.pt")]
+        free = self.free + sum(file.stat().st_size for file in kept)  # that the run will replace, or has made already
+        if (needed := self.text_bytes + self.checkpoint_bytes) > free:
+            has = f"{s.base_dir} has {free / 1e9:.1f} GB free, and the run takes {needed / 1e9:.1f} GB"
+            parts = f"{self.text_bytes / 1e9:.1f} of text, {self.checkpoint_bytes / 1e9:.1f} of checkpoints"
+            raise UserError(f"{has} ({parts}); free some space, or set NANOCHAT_BASE_DIR to a larger disk")
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The page
+
+
+def gib(size: float) -> str:
+    return f"{size:.0f} GiB" if size >= 9.95 else f"{size:.2g} GiB"
+
+
+def amount(count: float) -> str:
+    """A count in words of three digits: 246 thousand, 11.2 billion."""
+    for size, name in ((1e9, "billion"), (1e6, "million"), (1e3, "thousand")):
+        if count >= size:
+            return f"{count / size:.3g} {name}"
+    return f"{count:.0f}"
+
+
+def span(low: float, high: float) -> str:
+    a, b = (f"{x:,.0f}" if x >= 9.95 else f"{x:.2g}" for x in (low, high))
+    return a if a == b else f"{a} to {b}"
+
+
+def duration(low: float, high: float) -> str:
+    """Hours in words: minutes where they are few, and days beside them where they are many."""
+    if high < 1:
+        return f"{span(60 * low, 60 * high)} minutes"
+    return f"{span(low, high)} hours" + (f" ({span(low / 24, high / 24)} days)" if high >= 72 else "")
+
+
+def page(plan: Plan, numbers: bool = False) -> str:
+    """The plan in words: a fact a line, and last the command to type, which is never broken. numbers: every number that
+    a variable sets."""
+    lines, before = [f"nanochat_fp4: the plan of a {plan.s.run}"], ""
+    for label, fact in facts(plan, numbers):
+        first = f"  {label if label != before else '':11} "
+        how = {"width": 10**6 if label == "type" else 100, "break_long_words": False, "break_on_hyphens": False}
+        lines += textwrap.wrap(fact, initial_indent=first, subsequent_indent=" " * 16, **how)
+        before = label
+    return "\n".join(lines)
+
+
+def facts(plan: Plan, numbers: bool) -> Iterator[tuple[str, str]]:
+    """(label, fact) of each line."""
+    s, card, processes = plan.s, plan.card, plan.processes
+    several = f"{processes} x " if processes > 1 else ""
+    where = f"{card['arch'] and ', '}{card['arch']}{'' if plan.here else '; not this machine'}" if card else ""
+    yield "machine", f"{several}{card['name']}, {gib(card['gib'])}{where}" if card else f"no GPU, {usable_cpus()} CPUs"
+    yield from (("note", note) for note in s.notes)
+    for base in plan.bases:
+        size = f"{amount(base.parameters)} parameters, {base.steps:,} steps, {amount(base.tokens)} tokens"
+        yield "run", f"{base.tag}: {size}"
+    yield "stages", " ".join(s.stages)
+    yield "folder", str(s.base_dir)
+    to_come = f"{plan.text_bytes / 1e9:.0f} GB of text to come, " if plan.text_bytes else ""
+    free = f"; {plan.free / 1e9:.0f} GB are free" if plan.here else ""
+    yield "disk", f"{to_come}{plan.checkpoint_bytes / 1e9:.1f} GB of checkpoints{free}"
+    yield from (("text", fact) for fact in (of_text(plan) if {"tok", "base"} & set(s.stages) else ()))
+    yield from (("without", line) for line in plan.left_out)
+    yield from (("how long", fact) for fact in (how_long(plan) if card else minutes(plan)))
+    yield from (("memory", fact) for b in plan.bases if "base" in s.stages for fact in of_memory(plan, b))
+    yield from (("method", fact) for fact in which(plan))
+    yield from (("set by you", f"{k}={v} (default: {s.defaults[k] or 'none'})") for k, v in s.changed.items())
+    if numbers:
+        gain = (card or {}).get("gain", {})
+        yield from (("gain", f"{key}: {span(*ends)} times BF16's tokens/s") for key, ends in gain.items())
+        yield "numbers", "  ".join(f"{k}={shlex.quote(str(v))}" for k, v in s.values.items() if v != "")
+    elif not s.changed:
+        yield "set by you", "no number; PLAN_ONLY=all prints those that can be set"
+    installed = (Path(nf.__file__).parent / "programs").is_dir()
+    apart = {"PLAN_ONLY", "GPU", "GPU_MEMORY", "PYTHONPATH", *(["VENV"] if installed else [])}
+    names = [name for name in RUN if s.environment.get(name) and name not in apart]
+    names = [name for name in names if s.environment[name] != str(default_base_dir())]
+    script = f"nanochat-fp4 {s.run}" if installed else f"bash {s.run}_fp4.sh"
+    yield "type", " ".join([*(f"{name}={shlex.quote(s.environment[name])}" for name in names), script])
+    yield "type", "the same command goes on after an interruption"
+
+
+def of_text(plan: Plan) -> Iterator[str]:
+    s, held = plan.s, 0.0
+    if plan.text == "folder":
+        yield f"{s.data_dir} (DATA_DIR)"
+        if plan.here:  # What is read of a folder, and what is not: files and bytes.
+            folder, files = Path(s.data_dir).expanduser(), check_own_data(s.data_dir)
+            read = set(files_below(folder)) if folder.is_dir() else {folder}
+            others = [file for file in folder.rglob("*") if file.is_file() and file not in read]
+            yield f"{len(read)} files are read, {sum(file.stat().st_size for file in read):,} bytes"
+            if others:
+                kinds = ", ".join(sorted({file.suffix or file.name for file in others})[:6])
+                size = sum(file.stat().st_size for file in others)
+                yield f"NOT READ: {len(others)} files of other kinds ({kinds}), {size:,} bytes"
+            plain = not any(file.suffix.lower() in (".gz", ".parquet") for file in files)
+            held = sum(file.stat().st_size for file in files) / OWN_BYTES * plain
+    elif plan.text == "embedded":
+        yield f"the embedded corpus, which is small ({plan.why_text})"
+    else:
+        yield f"FineWeb-Edu, {s.values['NUM_SHARDS']} shards, {plan.shards} of them here"
+        held = int(s.values["NUM_SHARDS"]) * SHARD_TOKENS
+    if held and "base" in s.stages:
+        times = plan.bases[0].tokens / held
+        yield f"it has about {amount(held)} tokens, and is read {'once' if times < 1.1 else f'{times:.2g} times'}"
+    if plan.tokenizer is not None and "tok" in s.stages:
+        own = "for one of another text set another NANOCHAT_BASE_DIR"
+        yield f"the tokenizer of this folder is kept ({plan.tokenizer} tokens); {own}"
+
+
+def how_long(plan: Plan) -> Iterator[str]:
+    if "base" not in plan.s.stages:
+        yield "known of the base training alone, which is not among these stages"
+        return
+    found, said = [hours(base, plan.card, plan.processes, plan.s.base_dir) for base in plan.bases], []
+    for base, of in zip(plan.bases, found):
+        name = f"{base.method}: " if len(found) > 1 else ""
+        if of is None:
+            yield f"{name}not known, for nobody has published whole training steps with {base.method} on this GPU"
+            yield 'STAGES="tok base" NUM_ITERATIONS=20 measures 20 steps, for the next plan'
+            continue
+        yield f"{name}{duration(*of[:2])} for the base training with its validations"
+        said += [f"{name}{fact}" for fact in of[2][:1]] + [fact for fact in of[2][1:] if fact not in said]
+    if len(found) > 1 and all(found):
+        yield f"{duration(sum(of[0] for of in found), sum(of[1] for of in found))} together"
+    yield from said
+    yield "mid-training, SFT and benchmarks come besides"
+
+
+def minutes(plan: Plan) -> Iterator[str]:
+    """The minutes that a CPU's run is made for, or those of another model, other steps or stages, or more methods."""
+    s, base, methods = plan.s, plan.bases[0], len(plan.bases)
+    usual = Base(Settings(s.run, {}, False), "clover", None, 1)
+    work = base.flops * base.args.total_batch_size / usual.flops / usual.args.total_batch_size
+    later = min(base.steps, s.usual_steps) if {"mid", "sft"} & set(s.stages) else 0  # They do not grow with it.
+    step = 60 * s.minutes / (2 * s.usual_steps + OTHER_STEPS)  # the seconds of a usual step, on two cores
+    each = plan.chosen.get("seconds_per_step", step * work)
+    whole = methods * ((base.steps * ("base" in s.stages) + later) * each + OTHER_STEPS * step) / 3600
+    with_methods = f" with {methods} methods" if methods > 1 else ""
+    yield f"{duration(whole, whole)} for these stages{with_methods}, on two cores"
+    if plan.chosen:
+        yield f"a step took {each:.2g} s in a probe, so there are {plan.chosen['steps']} (NUM_ITERATIONS)"
+    elif not s.environment.get("NUM_ITERATIONS"):
+        yield f"on a slower machine a probe before training chooses {base.steps // 2} or {base.steps // 4} steps"
+
+
+def of_memory(plan: Plan, base: Base) -> Iterator[str]:
+    name, length = f"{base.method}: " if len(plan.bases) > 1 else "", f"{base.args.max_seq_len:,} tokens"
+    if plan.card is None or not base.ways:
+        rows, total = f"{base.rows} row{'s' * (base.rows > 1)} of {length}", gib(physical_memory() / GIB)
+        of_cpu = f"{rows}: {base.cpu_bytes / GIB:.1f} of {total}, by estimate"
+        yield "not counted for this family of models" if plan.card else f"{name}{of_cpu}"
+        return
+    way = base.ways[0]
+    if way.rows:
+        rows = f"{way.rows} row{'s' * (way.rows > 1)} of {length}"
+        yield f"{name}{rows}: {way.peak / GIB:.1f} of {gib(plan.card['gib'])}, by count (docs/memory.md)"
+        last = {"activations", "loss"} if way.activations + way.loss >= way.update else {"update"}
+        apart = {"rows", "state", "recompute"} | ({"activations", "loss", "update"} - last)
+        parts = [(f.name, getattr(way, f.name)) for f in fields(way) if f.name not in apart]
+        yield f"{name}{' + '.join(f'{part} {size / GIB:.1f}' for part, size in parts if size)}"
+    if way.flags and not base.is_fixed:
+        others = [f"{' '.join(w.flags) or 'FP32 state'}: {w.rows}, {w.peak / GIB:.1f}" for w in base.ways[1:]]
+        yield f"{name}it takes {' '.join(way.flags)}; other ways (BASE_ARGS), rows and GiB: {'; '.join(others)}"
+    if base.work[4] and base.weights > 1.5e9 and plan.card["gib"] < 33:
+        slow = "a d32 in clover with 2 rows had less than half of BF16's tokens/s under 32 GiB"
+        yield f"SLOW? {slow} (H200, once, docs/memory.md)"
+
+
+def which(plan: Plan) -> Iterator[str]:
+    """Which method to take, in one line and one number."""
+    s, card, rival = plan.s, plan.card, "clover_fp8_forward"
+    yield s.method if s.environment.get("QAT_METHOD") else "clover is the default because it is the paper's"
+    if card is None:
+        yield "a CPU emulates 4 bits: a small run shows that everything works, and ranks no method"
+        return
+    here = measured(s.base_dir, card["name"])
+    near = min(CARDS["R"], key=lambda of: abs(math.log(of["weights"] / plan.bases[0].weights)), default=None)
+    if card["arch"] in CARDS["take"]:
+        yield f"take {CARDS['take'][card['arch']]}"
+    elif near and {"fp8", rival} <= here.keys():
+        now, needed = max(here[rival])[0] / max(here["fp8"])[0], near["ratio"][1]
+        take = f"take {rival if now >= needed else 'fp8'}"
+        yield f"{take}: {rival} makes {now:.2f} times fp8's tokens/s here, and needs {needed:.2f}"
+    else:
+        yield f"take {rival} if it makes {near['ratio'][1] if near else 'R'} times fp8's tokens/s, and fp8 otherwise"
+        yield "bash dev/measure.sh says so in 20 minutes"
+        if not near:
+            yield "R follows from runs that nobody has stored yet: python -m lab.cards --write"
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", choices=list(RUNS), help="the run")
+    parser.add_argument("--all", action="store_true", help="also print every number that a variable sets")
+    parser.add_argument("--calls", type=Path, metavar="FILE", help="also write the calls that dev/pipeline.sh makes")
+    args = parser.parse_args(argv)
+    plan = Plan(args.run, {**os.environ, **({} if args.calls else {"PLAN_ONLY": "1"})})
+    print(page(plan, args.all))
+    if args.calls:
+        args.calls.write_text(calls(plan.s, plan.stages))
+        report = plan.s.base_dir / "report"
+        report.mkdir(parents=True, exist_ok=True)
+        atomic_write(report / "left_out.txt", "".join(f"{line}\n" for line in plan.left_out))
+
+
+if __name__ == "__main__":
+    run_main(main)

@@ -1,0 +1,639 @@
+"""The plan of a run: what a user's variables, a machine and a base directory make of it."""
+
+import importlib
+import json
+import os
+import re
+import shlex
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from _samples import make_bundle
+
+from nanochat_fp4.cli import UserError
+from nanochat_fp4.data import needs as needed
+from nanochat_fp4.evaluation.report import get_report
+from nanochat_fp4.models.gpt import GPT
+from nanochat_fp4.training.load_model import SOURCES
+from nanochat_fp4.variables import NUMBERS, problem
+from scripts import plan as program
+from scripts import tok_train
+
+ROOT = Path(__file__).parents[2]
+FACT = re.compile(r"^  (\S[\w ]*?)? +(\S.*)$")
+
+
+def planned(run="speedrun", **variables):
+    """The plan of a machine with the GPU that GPU names, or of this one, which has none."""
+    return program.Plan(
+        run, {"PLAN_ONLY": "1", "NANOCHAT_BASE_DIR": os.environ.get("NANOCHAT_BASE_DIR", ""), **variables}
+    )
+
+
+def said(plan, **how):
+    """The facts of the page by label, the lines of a fact joined."""
+    found, label = {}, ""
+    for line in program.page(plan, **how).splitlines()[1:]:
+        if line.startswith(" " * 16):
+            found[label][-1] += f" {line.strip()}"
+            continue
+        label = line[2:14].strip() or label
+        found.setdefault(label, []).append(line[14:])
+    return found
+
+
+def commands(plan):
+    return {stage.name: stage.command for stage in plan.stages}
+
+
+@pytest.fixture(autouse=True)
+def offline(monkeypatch, base_dir):
+    """Nothing is asked of the network, and no GPU is here."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.delenv("DATA_DIR", raising=False)
+    monkeypatch.setattr(needed, "url_problem", lambda url: "no network")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(program, "usable_cpus", lambda: 4)
+
+
+@pytest.fixture
+def h100(monkeypatch):
+    """Two H100 are in this machine."""
+    monkeypatch.setattr(program, "machine", lambda environment: (program.find_card("h100"), True, 2))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What a user asks for
+
+
+def test_the_defaults_are_nanochats_and_every_variable_reaches_its_stage():
+    two = planned(GPU="h100", NPROC="2", COMPARE="1", QAT_METHOD="quartet2")
+    expected = {"DEPTH": 20, "SEQ_LEN": 2048, "VOCAB_SIZE": 65536, "TOTAL_BATCH": 524288, "DATA_RATIO": 20}
+    assert expected.items() < two.s.values.items() and [base.tag for base in two.bases] == ["d20_clover", "d20_bf16"]
+    assert {stage.processes for stage in two.stages if stage.source} == {2} and two.bases[0].parameters == 560_988_200
+    assert [planned("run1000", **gpu).s.values["DEPTH"] for gpu in ({"GPU": "h100"}, {})] == [32, 4]
+    plan = planned(GPU="rtx5090", DEPTH="12", MATRIX_LR="0.01", EVAL_EVERY="7", BASE_ARGS="--warmup-ratio=0.1")
+    command = commands(plan)["base:d12_clover_matrix-lr0.01_warmup-ratio-0.1"]
+    assert command[0] == "scripts.base_train" and command[-1] == "--warmup-ratio=0.1"
+    assert {"--depth=12", "--matrix-lr=0.01", "--eval-every=7", "--device-batch-size=auto"} < set(command)
+    for name, (flag, _, default) in NUMBERS.items():
+        script, _, flag = flag.partition(" ")
+        assert not flag or any(f"{flag}={default}" in c for c in commands(planned()).values() if script in c[0]), name
+
+
+@pytest.mark.parametrize(
+    "variables, tag",
+    [
+        ({}, "d2_clover"),
+        ({"EVAL_EVERY": "7", "DEPTH": "3", "QAT_METHOD": "nvidia"}, "d3_nvidia"),
+        ({"NUM_ITERATIONS": "77", "MATRIX_LR": "0.1", "SEED": "2"}, "d2_clover_steps77_seed2_matrix-lr0.1"),
+        ({"BASE_ARGS": "--weight-decay=0.1", "MID_ARGS": "--data=local"}, "d2_clover_weight-decay-0.1"),
+    ],
+)
+def test_a_runs_name_says_what_differs(variables, tag):
+    assert planned(**variables).bases[0].tag == tag
+
+
+def test_names_of_long_and_of_other_text_differ():
+    tags = [program.Settings("speedrun", {"DATA_DIR": f}, False).tag("clover") for f in ("/a/books", "/b/books")]
+    long = program.Settings("speedrun", {"BASE_ARGS": "--weight-decay=0.1 " * 9}, False).tag("clover")
+    assert tags[0] != tags[1] and all("_data-books-" in tag for tag in tags) and len(long) < 100
+
+
+REFUSED = [
+    ({"QAT_METHOD": "fp3"}, "QAT_METHOD"),
+    ({"DEPTH": "abc"}, "DEPTH=abc"),
+    ({"DEPTH": "0", "SEED": "3"}, "DEPTH=0"),
+    ({"HEAD_DIM": "63"}, "HEAD_DIM=63"),
+    ({"BASE_ARGS": "--head-dim=63"}, "BASE_ARGS=--head-dim=63"),
+    ({"TOTAL_BATCH": "1000"}, "TOTAL_BATCH=1000"),
+    ({"TOTAL_BATCH": "5e5"}, "TOTAL_BATCH=5e5"),
+    ({"SEQ_LEN": "100"}, "SEQ_LEN=100"),
+    ({"DEVICE_BATCH": "7"}, "another DEVICE_BATCH"),
+    ({"DEVICE_BATCH": "4096", "TOTAL_BATCH": "1048576"}, "lower DEVICE_BATCH"),
+    ({"DEPTH": "1000"}, "BASE_ARGS=--device-type=cpu"),
+    ({"NUM_ITERATIONS": "0"}, "NUM_ITERATIONS=0"),
+    ({"VOCAB_SIZE": "10"}, "VOCAB_SIZE=10"),
+    ({"MATRIX_LR": "-1", "BASE_ARGS": "--warmup-ratio=0.1"}, "MATRIX_LR"),
+    ({"WINDOW_PATTERN": "X"}, "WINDOW_PATTERN=X"),
+    ({"BASE_ARGS": "--xyz"}, "(see python -m scripts.base_train --help)"),
+    ({"BASE_ARGS": "--depth-nope=3"}, "unrecognized arguments: --depth-nope=3"),  # as the user has typed it
+    ({"BASE_ARGS": "--depth=x"}, "argument --depth"),
+    ({"BASE_ARGS": "--run='a"}, "close the quotation"),
+    ({"MID_ARGS": "--max-seq-len=x"}, "MID_ARGS"),
+    ({"SFT_ARGS": "--num-epochs=x"}, "SFT_ARGS"),
+    # What a stage would refuse after the base training.
+    ({"MID_ARGS": "--total-batch-size=1000"}, "MID_ARGS"),
+    ({"MID_ARGS": "--data=local --sft-dir=x"}, "MID_ARGS"),
+    ({"SFT_ARGS": "--eval-steps=0"}, "SFT_ARGS"),
+    ({"EVAL_ARGS": "-m 3000"}, "EVAL_ARGS"),
+    ({"EVAL_ARGS": "-a nope"}, "'nope'"),
+    ({"SPLIT_TOKENS": "1000"}, "SPLIT_TOKENS=1000"),
+    ({"EVAL_BATCH": "0"}, "EVAL_BATCH=0"),
+    ({"NUM_SHARDS": "-4"}, "NUM_SHARDS=-4"),
+    ({"TOK_SHARDS": "5000"}, "TOK_SHARDS=5000"),
+    ({"TOK_CHARS": "5"}, "TOK_CHARS=5"),
+    ({"STAGES": "tok fly"}, "'fly'"),
+    ({"NPROC": "99"}, "NPROC=99"),
+    ({"NPROC": "2x"}, "NPROC='2x'"),
+    ({"COMPARE": "maybe"}, "COMPARE=maybe"),
+    ({"GPU": "rtx5099"}, "RTX 5090"),
+    *(({"GPU_MEMORY": text}, f"GPU_MEMORY={text}") for text in ("0", "-1", "x", "nan")),
+    ({"GPU": "rtx5090", "PLAN_ONLY": ""}, "PLAN_ONLY=1"),
+    ({"TRACKER": "tensorboard"}, "TRACKER=tensorboard"),
+    ({"DATA_DIR": "/nowhere"}, "DATA_DIR"),
+    ({"STAGES": "sft"}, "add mid"),
+    ({"STAGES": "base loss"}, "add tok"),
+    ({"STAGES": "tok base sft"}, "add mid"),
+    ({"MEMORY": "24"}, "GPU_MEMORY"),
+]
+
+
+@pytest.mark.parametrize("variables, word", REFUSED)
+def test_what_a_stage_would_refuse_is_refused_by_the_plan(variables, word):
+    with pytest.raises(UserError) as error:
+        planned(**variables)
+    assert word in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "name, meant",
+    [
+        ("NUM_ITERATION", "NUM_ITERATIONS"), ("DEPHT", "DEPTH"), ("NPROCS", "NPROC"), ("BATCH_SIZE", "DEVICE_BATCH"),
+        ("LR", "MATRIX_LR"), ("VRAM", "GPU_MEMORY"), ("METHOD", "QAT_METHOD"), ("MODEL_TAG", "NANOCHAT_BASE_DIR"),
+        ("depth", "DEPTH"), ("DRY_RUN", "PLAN_ONLY"), ("DEVICE_TYPE", "CUDA_VISIBLE_DEVICES="),
+    ],
+)  # fmt: skip
+def test_a_variable_that_would_be_ignored_is_refused(name, meant):
+    assert meant in problem({name, "PATH", "HOME"}) and problem({"PATH", "SHELL", "PYTHONHASHSEED"}) is None
+
+
+def test_recipes_that_no_method_takes_are_said(tmp_path, monkeypatch):
+    monkeypatch.setattr("nanochat_fp4.nvfp4.methods.REGISTERED", registered := {})
+    monkeypatch.setattr(program, "REGISTERED", registered)
+    recipe = "nf.Recipe('mine', output=nf.Gemm(b=nf.Operand('rtn')), summary='')"
+    (tmp_path / "mine.py").write_text(f"import nanochat_fp4 as nf\nnf.register({recipe})\n")
+    variables = {"RECIPES": str(tmp_path / "mine.py")}
+    assert "QAT_METHOD=mine" in said(planned(**variables))["note"][0]
+    for how in ({"QAT_METHOD": "mine"}, {"BASE_ARGS": "--method-phases=0.5=mine"}):
+        assert "note" not in said(planned(**variables, **how))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The machine and its memory
+
+
+@pytest.mark.parametrize("gpu", ["rtx5090", "5090", "RTX 5090", "rtx-5090", "NVIDIA GeForce RTX 5090"])
+def test_a_card_in_any_spelling(gpu):
+    assert program.find_card(gpu)["gib"] == 32 and program.find_card(gpu, 24)["gib"] == 24
+
+
+def test_other_chips_of_the_same_name_have_no_speeds():
+    named = {"NVIDIA GeForce RTX 5090": True, "NVIDIA GeForce RTX 5090 D": False, "NVIDIA A30": False,
+             "NVIDIA GeForce RTX 5090 Laptop GPU": False, "NVIDIA H100 80GB HBM3": True}  # fmt: skip
+    assert {name: bool(program.card_of_device(name, 31.4, "sm_120")["speed"]) for name in named} == named
+
+
+def test_each_method_has_its_own_memory_and_both_train_in_one_state(monkeypatch):
+    monkeypatch.setattr(GPT, "init_weights", None)  # Nothing is allocated.
+    plan = planned(GPU="rtx5090", DEPTH="32", COMPARE="1")
+    clover, bf16 = (base.ways[0] for base in plan.bases)
+    assert clover.state == bf16.state == "lean" and clover.rows == bf16.rows == 4
+    assert all(set(base.ways[0].flags) < set(base.argv) for base in plan.bases)
+    assert clover.activations < 0.9 * bf16.activations and all(way.peak <= 0.94 * 32 * 2**30 for way in (clover, bf16))
+    facts = said(plan)
+    sums = [fact for fact in facts["memory"] if " + " in fact]
+    for way, fact in zip((clover, bf16), sums):
+        assert sum(map(float, re.findall(r" (\d+\.\d)(?= \+|$)", fact))) == pytest.approx(way.peak / 2**30, abs=0.3)
+    assert any("SLOW?" in fact for fact in facts["memory"]) and "other ways" in " ".join(facts["memory"])
+    assert not any("SLOW?" in fact for fact in said(planned(GPU="rtx5090"))["memory"])
+
+
+def test_a_small_card_gets_a_smaller_model_unless_the_user_has_chosen():
+    plan = planned("run1000", GPU="rtx5060")
+    assert plan.s.values["DEPTH"] < 32 and "DEPTH=" in said(plan)["note"][0] and plan.bases[0].ways[0].rows
+    with pytest.raises(UserError, match="d36_clover needs .* lower DEPTH"):
+        planned(GPU="rtx5060", DEPTH="36")
+    with pytest.raises(UserError, match="d26_bf16 needs .* leave COMPARE out"):
+        planned(GPU="rtx5060", DEPTH="26", COMPARE="1")
+    with pytest.raises(UserError, match="without a name has 0.01 GiB"):
+        planned(GPU_MEMORY="0.01", DEPTH="2")
+    assert planned(GPU="rtx5090", BASE_ARGS="--llama=30M").bases[0].ways == []
+
+
+@pytest.mark.parametrize("how", ["DEVICE_BATCH", "BASE_ARGS"])
+def test_a_micro_batch_that_does_not_fit_names_its_rows_and_those_that_fit(how):
+    with pytest.raises(UserError) as e:
+        planned(GPU="rtx5060", **{how: "--device-batch-size=64" if how == "BASE_ARGS" else "64"})
+    rows, flags = re.search(r"at most (\d+) of them fit with (.*?), which", str(e.value)).groups()
+    fits = planned(GPU="rtx5060", DEVICE_BATCH=rows)
+    assert "64 rows" in str(e.value) and fits.bases[0].ways[0].flags == flags.split() and fits.bases[0].ways[0].rows
+    assert "hardly fits" in said(planned(GPU="rtx5090", DEVICE_BATCH="64"))["note"][0]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Hours
+
+
+def hours(base_dir="", **variables):
+    plan = planned(NANOCHAT_BASE_DIR=str(base_dir), **variables)
+    return plan.bases[0], program.hours(plan.bases[0], plan.card, plan.processes, Path(base_dir))
+
+
+def test_hours_are_scaled_by_weights_and_flops_and_divided_by_gpus():
+    (d20, (low, high, facts)), (d12, (low12, *_)) = (hours(GPU="rtx5090", DEPTH=d) for d in ("20", "12"))
+    ratio = d12.weights * d12.tokens / d20.weights / d20.tokens
+    assert low < high and low12 / low == pytest.approx(ratio, rel=0.02)  # but for the validations
+    assert hours(GPU="rtx5090", NPROC="2")[1][:2] == pytest.approx((low / 2, high / 2))
+    long = hours(GPU="rtx5090", SEQ_LEN="8192", EVAL_EVERY="-1")
+    usual = hours(GPU="rtx5090", EVAL_EVERY="-1")
+    assert long[1][0] / usual[1][0] == pytest.approx(long[0].flops / usual[0].flops, rel=0.01)
+    assert any("one source" in fact for fact in facts) and hours(GPU="rtx5080")[1] is None
+    assert any(f.startswith("EXTRAPOLATED") for f in hours(GPU="rtx5090", DEPTH="4")[1][2])
+    assert "not known" in said(planned(GPU="rtx5080"))["how long"][0]
+
+
+def test_a_run_of_several_precisions_takes_the_time_of_each():
+    """Half of the steps in BF16, and a third of the products in FP8."""
+    plain = {m: hours(GPU="rtx5090", QAT_METHOD=m, EVAL_EVERY="-1")[1][0] for m in ("bf16", "fp8", "nvidia")}
+    half = hours(GPU="rtx5090", QAT_METHOD="nvidia", EVAL_EVERY="-1", BASE_ARGS="--method-phases=0.5=bf16")[1][0]
+    mixed = hours(GPU="rtx5090", QAT_METHOD="clover_fp8_forward", EVAL_EVERY="-1")[1][0]
+    assert half == pytest.approx((plain["nvidia"] + plain["bf16"]) / 2, rel=0.01)
+    assert mixed == pytest.approx((2 * plain["nvidia"] + plain["fp8"]) / 3, rel=0.01)
+
+
+@pytest.fixture
+def timed(base_dir):
+    """Steps that dev/measure.sh timed on an RTX 5090, and a run of clover on one."""
+    content = json.loads((ROOT / "lab/results/bench.json").read_text())["bench_train_d26_h100"]
+    content["environment"]["gpu"] = gpu = "NVIDIA GeForce RTX 5090"
+    records = {r["method"]: r for r in content["records"] if r.get("tokens_per_second")}
+    content["records"].append(records["fp8"] | {"method": "clover_fp8_forward", "tokens_per_second": 90e3})
+    (base_dir / "measurements").mkdir(parents=True)
+    (base_dir / "measurements/steps.json").write_text(json.dumps(content))
+    start = {"event": "start", "method": "clover", "environment": {"gpu": gpu}, "world_size": 1, "flops_per_token": 1e9}
+    steps = [{"event": "train", "step": i, "tok_per_sec": 1e3 if i < 5 else 8e4} for i in range(25)]
+    folder = base_dir / SOURCES["base"][0] / "d20_clover"
+    folder.mkdir(parents=True)
+    (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, [start, *steps])))
+    return records
+
+
+def test_what_was_measured_on_this_gpu_counts_before_what_others_published(timed, base_dir):
+    """A run's own speed counts before that of dev/measure.sh. A method that was not timed has its precision's speed."""
+    same = {"GPU": "rtx5090", "DEPTH": "26", "WINDOW_PATTERN": "L", "EVAL_EVERY": "-1"}
+    fp8 = timed["fp8"]["tokens_per_second"] * timed["fp8"]["flops_per_token"]
+    for method, flops in {"fp8": fp8, "clover": 8e4 * 1e9, "nvidia": 8e4 * 1e9}.items():
+        base, (low, high, facts) = hours(base_dir, QAT_METHOD=method, **same)
+        assert low == pytest.approx(base.tokens * base.flops / flops / 3600) == high
+        assert facts[0].startswith("measured") == (method != "nvidia")
+    other = hours(base_dir, **same | {"GPU": "rtxpro6000"})[1][2]
+    assert "published" in other[0]
+    (base_dir / "measurements/steps.json").write_text('{"records": [1]}')
+    assert hours(base_dir, QAT_METHOD="fp8", **same)[1][2][0].startswith("from 4 published")
+
+
+def test_one_line_and_one_number_say_which_method_to_take(timed, monkeypatch, base_dir, tmp_path):
+    ratio = [{"depth": 20, "weights": 477e6, "b": [0.084, 0.036], "ratio": [1.05, 1.13]},
+             {"depth": 32, "weights": 1745e6, "b": [0.084, 0.03], "ratio": [1.05, 1.19]}]  # fmt: skip
+    monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path))
+    for name, words in {"h100": "take fp8", "rtx3090": "take bf16", "rtx5090": "R times"}.items():
+        facts = " ".join(said(planned(GPU=name))["method"])
+        assert words in facts and ("clover_fp8_forward" in facts) == (name == "rtx5090")
+    monkeypatch.setitem(program.CARDS, "R", ratio)
+    assert "1.13 times" in said(planned(GPU="rtx5090"))["method"][1]
+    assert "1.19 times" in said(planned(GPU="rtx5090", DEPTH="32"))["method"][1]
+    now = 90e3 / timed["fp8"]["tokens_per_second"]
+    facts = said(planned(GPU="rtx5090", NANOCHAT_BASE_DIR=str(base_dir)))["method"]
+    assert f"take fp8: clover_fp8_forward makes {now:.2f}" in facts[1] and len(facts) == 2
+    assert "the paper's" in facts[0] and said(planned(QAT_METHOD="fp8"))["method"][0] == "fp8"
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# A CPU
+
+
+def test_steps_chosen_by_time_are_the_run_that_was_printed(base_dir):
+    """The probe's number is a default, so the run keeps the name that PLAN_ONLY printed. Later stages shrink, too."""
+    usual = planned()
+    (base_dir / "cpu_steps.json").write_text('{"d2_120": {"steps": 60, "seconds_per_step": 1.5}}')
+    plan, mine = planned(), planned(NUM_ITERATIONS="60")
+    assert plan.s.values["NUM_ITERATIONS"] == 60 and plan.bases[0].tag == usual.bases[0].tag == "d2_clover"
+    assert mine.bases[0].tag == "d2_clover_steps60" and "1.5 s" in said(plan)["how long"][1]
+    names = ("SPLIT_TOKENS", "MID_ARGS", "SFT_ARGS", "EVAL_ARGS")
+    assert [plan.s.values[name] for name in names] == [mine.s.values[name] for name in names]
+    assert plan.s.values["SPLIT_TOKENS"] == 32768 and "--max-problems=16 " in plan.s.values["EVAL_ARGS"]
+    assert "--num-iterations=30" in plan.s.values["MID_ARGS"] and "--num-iterations=10 " in plan.s.values["SFT_ARGS"]
+    few, many = planned(NUM_ITERATIONS="4").s, planned(NUM_ITERATIONS="400", SFT_ARGS="--num-iterations=9").s
+    assert "--num-iterations=2" in few.words("MID_ARGS") and "--max-problems=8" in few.words("EVAL_ARGS")
+    assert many.values["MID_ARGS"] == usual.s.values["MID_ARGS"] and many.values["SFT_ARGS"] == "--num-iterations=9"
+
+
+@pytest.mark.parametrize("tokens, rows", [("256", 8), ("512", 4), ("2048", 1)])
+def test_longer_rows_on_a_cpu_are_fewer(tokens, rows):
+    for name, command in commands(planned(SEQ_LEN=tokens)).items():
+        assert not name.startswith(("base", "mid")) or f"--device-batch-size={rows}" in command, name
+
+
+def test_the_minutes_on_a_cpu_count_what_is_asked():
+    whole, other = ["the default"], {"two": {"COMPARE": "1"}, "few": {"NUM_ITERATIONS": "2"}, "large": {"DEPTH": "12"},
+                                     "half": {"STAGES": "tok base report"}}  # fmt: skip
+    times = {name: said(planned(**v))["how long"][0].split(" for ")[0] for name, v in {whole[0]: {}, **other}.items()}
+    assert times["the default"] == "5 minutes" and times["two"] == "10 minutes" and "hours" in times["large"]
+    assert float(times["few"].split()[0]) < 2 and 2.5 < float(times["half"].split()[0]) < 4
+
+
+SHAPE = {"DEPTH": "1", "ASPECT_RATIO": "128", "HEAD_DIM": "64", "SEQ_LEN": "32", "TOTAL_BATCH": "128",
+         "VOCAB_SIZE": "300", "DEVICE_BATCH": "2", "PLAN_ONLY": ""}  # fmt: skip
+
+
+@pytest.mark.parametrize("damaged", ["", "{"])
+def test_the_probe_trains_and_its_choice_is_stored(base_dir, damaged, monkeypatch):
+    if damaged:
+        base_dir.mkdir()
+        (base_dir / "cpu_steps.json").write_text(damaged)
+    assert planned(**SHAPE | {"PLAN_ONLY": "1"}).chosen == {}
+    chosen = planned(**SHAPE).chosen
+    assert chosen["steps"] in (120, 60, 30) and chosen["seconds_per_step"] > 0
+    monkeypatch.setattr(program, "try_micro_batch", None)  # No second probe.
+    assert planned(**SHAPE, QAT_METHOD="bf16").chosen == planned(**SHAPE | {"PLAN_ONLY": "1"}).chosen == chosen
+
+
+@pytest.mark.parametrize("seconds, steps", [(0.01, 120), (1.2, 60), (9, 30)])
+def test_slower_steps_mean_fewer_of_them(monkeypatch, seconds, steps):
+    clock = iter(range(100))
+    monkeypatch.setattr(program, "try_micro_batch", lambda *a: None)
+    monkeypatch.setattr(program.time, "monotonic", lambda: seconds * next(clock))
+    assert planned(**SHAPE).chosen["steps"] == steps
+
+
+def tokens_per_second(base: Path, tag: str, cpus: set[int]) -> float:
+    """Of the speedrun's model on these CPUs: the median of its steps after the first two."""
+    flags = (
+        "--method=clover --depth=2 --aspect-ratio=64 --head-dim=64 --max-seq-len=256 --window-pattern=L "
+        "--device-batch-size=8 --total-batch-size=2048 --num-iterations=10 --eval-every=-1 --eval-tokens=2048 "
+        "--sample-every=-1 --core-metric-every=-1"
+    ).split()
+    unset = {k: v for k, v in os.environ.items() if not k.startswith(("OMP_", "GOMP_", "TRITON_"))}
+    environment = unset | {"PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}", "NANOCHAT_BASE_DIR": str(base)}
+    subprocess.run(
+        [sys.executable, "-m", "scripts.base_train", f"--model-tag={tag}", *flags], cwd=ROOT, env=environment,
+        check=True, capture_output=True, timeout=600, preexec_fn=lambda: os.sched_setaffinity(0, cpus),
+    )  # fmt: skip
+    records = map(json.loads, (base / "base_checkpoints" / tag / "metrics.jsonl").read_text().splitlines())
+    return statistics.median([r["tok_per_sec"] for r in records if r["event"] == "train"][2:])
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="needs CPU affinity")
+def test_training_beside_two_busy_processes_has_two_fifths_of_its_speed(tiny_base):
+    cpus = set(sorted(os.sched_getaffinity(0))[:2])
+    alone = [tokens_per_second(tiny_base, "alone", cpus)]
+    busy = [
+        subprocess.Popen([sys.executable, "-c", "while True: pass"], preexec_fn=lambda: os.sched_setaffinity(0, cpus))
+        for _ in range(len(cpus))
+    ]
+    try:
+        beside = tokens_per_second(tiny_base, "beside", cpus)
+    finally:
+        for process in busy:
+            process.kill()
+            process.wait()
+    alone.append(tokens_per_second(tiny_base, "again", cpus))  # whatever else this machine does may have changed
+    assert beside >= 0.4 * min(alone)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Text, tokenizer, disk, and what is missing
+
+
+def test_text_that_is_read_more_than_once_is_said():
+    times = {n: said(planned(GPU="rtx5090", NUM_SHARDS=n))["text"][1] for n in ("370", "8")}
+    assert "read once" in times["370"] and "41 times" in times["8"]
+    shards = [planned(GPU="rtx5090", DEPTH=depth).s.values["NUM_SHARDS"] for depth in ("12", "20", "32")]
+    assert shards == sorted(shards) and shards[1] == 370 and shards[0] < 150
+    assert "text" not in said(planned(GPU="rtx5090", STAGES="report"))
+
+
+def test_a_plan_looks_into_the_users_folder(base_dir, tmp_path):
+    (folder := tmp_path / "text").mkdir()
+    (folder / "table.csv").write_text("a,b\n")
+    with pytest.raises(UserError, match="holds no data"):
+        planned(DATA_DIR=str(folder))
+    (folder / "a.txt").write_text("Some text." * 100)
+    plan = planned(DATA_DIR=str(folder))
+    facts = said(plan)["text"]
+    assert "1 files are read, 1,000 bytes" in facts[1] and "NOT READ: 1 files" in facts[2] and ".csv" in facts[2]
+    assert "250 tokens" in facts[3] and "times" in facts[3] and plan.text == "folder"
+    assert not (base_dir / "converted_data").exists()
+
+
+@pytest.mark.parametrize("asked", [4096, 32768])  # the speedrun's on a CPU, and the default of scripts.tok_train
+def test_a_small_text_is_trained_on_again(asked, base_dir, tmp_path, monkeypatch):
+    """It yields fewer tokens than were asked for. The same command goes on; another size is refused."""
+    for name in ("a.txt", "b.txt"):
+        (tmp_path / name).write_text("Some text, which is small. " * 20)
+    monkeypatch.setenv("DATA_DIR", str(tmp_path))
+    tok_train.main([f"--vocab-size={asked}"])
+    get_report().reset()
+    plan = planned(DATA_DIR=str(tmp_path), VOCAB_SIZE=str(asked))
+    assert 0 < plan.tokenizer < asked and "tok" not in commands(plan) and "is kept" in " ".join(said(plan)["text"])
+    with pytest.raises(UserError, match=f"set VOCAB_SIZE={plan.tokenizer}"):
+        planned(DATA_DIR=str(tmp_path), VOCAB_SIZE=str(asked + 1))
+
+
+def test_a_disk_that_is_too_small(h100, monkeypatch):
+    usage = program.shutil.disk_usage(ROOT)
+    monkeypatch.setattr(program.shutil, "disk_usage", lambda path: usage._replace(free=10e9))
+    with pytest.raises(UserError, match="has 10.0 GB free"):
+        planned()
+    assert planned(STAGES="tok").checkpoint_bytes == 0
+
+
+def test_without_a_hub_the_run_takes_what_is_embedded(h100):
+    plan = planned(DEPTH="4")
+    run = commands(plan)
+    assert "--data=local" in run["mid:d4_clover"] and "--data=local" in run["sft:d4_clover"]
+    # The embedded mixture has some 440,000 tokens: many steps of this batch, less than one of the usual batch.
+    assert f"--total-batch-size={4 * 2048 * 2}" in run["mid:d4_clover"] and "--embedded" in run["text"]
+    assert "--task-name=local" in run["eval_sft:d4_clover"] and "core:d4_clover" not in run and "report" in run
+    assert "--no-compare" in run["tok_eval"] and len(plan.left_out) == 4 == len(said(plan)["without"])
+    allowed = planned(DEPTH="4", MID_ARGS="--allow-missing")
+    assert "--data=local" not in commands(allowed)["mid:d4_clover"] and len(allowed.left_out) == 3
+    with pytest.raises(UserError, match="STAGES asks for mid, which needs .*; or leave it out"):
+        planned(DEPTH="4", STAGES="tok base mid")
+
+
+@pytest.mark.parametrize("lacks", ["allenai/ai2_arc (ARC-Easy, test)", "a sandbox"])
+def test_a_part_that_is_missing_leaves_the_stage(h100, monkeypatch, lacks):
+    missing = [needed.Missing(lacks, "a remedy", "gone", lacks == "a sandbox")]
+    monkeypatch.setattr(program, "look_for", lambda needs: missing)
+    run = commands(planned(DEPTH="4"))
+    words = run["eval_sft:d4_clover"]
+    assert "core:d4_clover" in run and ("--allow-missing" in words) == (lacks != "a sandbox")
+    tasks = next((word for word in words if word.startswith("--task-name=")), "")
+    assert bool(tasks) == (lacks == "a sandbox") and "HumanEval" not in tasks and "local" not in tasks
+
+
+@pytest.mark.parametrize("kind", ["core", "mid", "sft", "eval"])
+def test_the_needs_of_a_stage_are_what_it_loads(kind, base_dir, monkeypatch):
+    """Each data set that the stage's mixtures or tasks load is one that the plan looks for."""
+    from nanochat_fp4.data import chat_data
+
+    base_dir.mkdir()
+    module = program.LATER[kind]
+    args = module.parse_args(["-i", "sft"] if kind == "eval" else [])
+    loaded, looked = set(), set()
+    row = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
+    fake = lambda dataset, config, split, **how: loaded.add((dataset, config, split)) or [row]  # noqa: E731
+    for place in (chat_data, importlib.import_module("eval.common")):
+        monkeypatch.setattr(place, "load_rows", fake)
+    monkeypatch.setattr(chat_data, "identity_conversations", lambda: chat_data.LOCAL_IDENTITY)
+    for place in (chat_data, importlib.import_module("eval.spellingbee")):
+        monkeypatch.setattr(place, "load_words", lambda eval_dir=None: ["a"])
+    if kind in ("mid", "sft"):
+        metrics = module.metric_sources(args) if kind == "sft" else []
+        for source in [*module.train_sources(args), *module.val_sources(args), *metrics]:
+            source.make()
+    elif kind == "eval":
+        for name in module.chosen_tasks(None):
+            module.TASKS[name](None)
+    monkeypatch.setattr(needed, "rows_problem", lambda *what: looked.add(what[:3]))
+    needed.look_for([need for need in module.needs(args) if need.what != "a sandbox"])
+    assert looked == loaded
+
+
+def test_files_that_are_here_are_read_before_the_first_step(base_dir, tmp_path):
+    """A file that is there and damaged would end its stage after the base training."""
+    bench, talk, bundle = tmp_path / "bench", tmp_path / "talk", make_bundle(tmp_path / "bundle")
+    conversation = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    for path, text in (
+        (bench / "openai/gsm8k/main/train.jsonl", '{"question": "1 + 1?", "answer": 2}'),
+        (bench / "words/words_alpha.txt", "\n"),
+        (talk / "train.jsonl", json.dumps({"messages": conversation})),
+        (talk / "test.jsonl", json.dumps({"messages": conversation[:1]})),
+        (base_dir / "identity_conversations.jsonl", "[1]"),
+        (bundle / "eval_data/schema.jsonl", '{"gold": 1}'),
+    ):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text + "\n")
+    flags = {"sft": [f"--sft-dir={talk}", f"--eval-dir={bench}"], "core": [f"--bundle-dir={bundle}"]}
+    found = {
+        m.what: m.why
+        for kind, words in flags.items()
+        for m in needed.look_for(program.LATER[kind].needs(program.LATER[kind].parse_args(words)))
+    }
+    for what, why in {
+        "openai/gsm8k (main, train)": "line 1: the field 'answer' is int",
+        "the list of words": "words_alpha.txt is empty",
+        f"conversations in {talk} (test)": "test.jsonl, line 1",
+        "the identity conversations": "identity_conversations.jsonl, line 1",
+        "the eval bundle": "schema.jsonl, line 1: 'context_options' is missing",
+        "allenai/ai2_arc (ARC-Easy, train)": "train.jsonl",
+    }.items():
+        assert why in found[what]
+    assert f"conversations in {talk} (train)" not in found
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The page and the calls
+
+ORDER = ("machine", "note", "run", "stages", "folder", "disk", "text", "without", "how long", "memory", "method",
+         "set by you", "type")  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "variables, most",
+    [({}, 25), ({"GPU": "rtx5090"}, 25), ({"GPU": "h100", "DEPTH": "26"}, 25), ({"GPU": "b200", "NPROC": "8"}, 25),
+     ({"GPU": "rtx5090", "DEPTH": "32", "COMPARE": "1"}, 45), ({"GPU": "rtx5060", "QAT_METHOD": "fp8"}, 28)],
+)  # fmt: skip
+def test_the_page_is_short_and_ends_in_the_command(variables, most):
+    plan = planned(**variables)
+    lines, facts = program.page(plan).splitlines(), said(plan)
+    own = os.environ["NANOCHAT_BASE_DIR"]  # A path stays whole.
+    assert len(lines) <= most and max(len(line) for line in lines if own not in line) <= 100
+    assert list(facts) == [label for label in ORDER if label in facts] and len(facts) >= 10
+    assert facts["type"][0].endswith("bash speedrun_fp4.sh") and "GPU=" not in facts["type"][0]
+    typed = [f"{name}={value}" for name, value in variables.items() if name != "GPU"]
+    assert set(typed) <= set(shlex.split(facts["type"][0]))
+
+
+def test_numbers_are_printed_if_they_are_asked_for():
+    plan = planned(DEPTH="3")
+    assert "numbers" not in said(plan) and said(plan)["set by you"] == ["DEPTH=3 (default: 2)"]
+    (numbers,) = said(plan, numbers=True)["numbers"]
+    assert all(f"{name}=" in numbers for name in NUMBERS)
+
+
+@pytest.fixture
+def finished(base_dir, monkeypatch):
+    """A plan of two methods whose models are all there, without sections."""
+    models = set()
+    monkeypatch.setattr(program, "list_steps", lambda folder: [1] if folder in models else [])
+    plan = planned(COMPARE="1")
+    models |= {base_dir / SOURCES[kind][0] / base.tag for kind in ("base", "mid", "sft") for base in plan.bases}
+    for folder in models:
+        folder.mkdir(parents=True)
+    return plan, models
+
+
+def skipped(plan) -> set[str]:
+    """The sections for which a stage is skipped where they are there."""
+    calls = [shlex.split(line) for line in program.calls(plan.s, plan.stages).splitlines()]
+    return {call[3] for call in calls if call[3]}
+
+
+def log(monkeypatch, name: str, arguments: list[str]) -> None:
+    """Somebody has made a section of the run d2_clover with these flags."""
+    monkeypatch.setattr(sys, "argv", ["a script", *arguments])
+    get_report("d2_clover").log(name, [{"tokens": 64}])
+
+
+def test_a_measurement_with_other_flags_is_not_the_plans(finished, base_dir, monkeypatch):
+    """Somebody has measured the loss on fewer tokens by hand. Sections of earlier versions do not name their flags."""
+    plan, _ = finished
+    stages = {stage.section: stage for stage in plan.stages if stage.section}
+    assert skipped(plan) == set(stages)
+    section = "report/d2_clover/base-model-loss.json"
+    for arguments, is_the_plans in ((stages[section].command[1:], True), (["--split-tokens=64"], False)):
+        log(monkeypatch, "Base model loss", arguments)
+        assert skipped(plan) == set(stages) - (set() if is_the_plans else {section})
+    record = json.loads((base_dir / section).read_text())
+    del record["arguments"]
+    (base_dir / section).write_text(json.dumps(record))
+    assert skipped(plan) == set(stages)
+
+
+@pytest.mark.parametrize("kind, title", [("base", "Base model training"), ("mid", "Midtraining"), ("sft", "Chat SFT")])
+def test_a_model_of_other_flags_is_kept_and_said_so(finished, base_dir, monkeypatch, kind, title):
+    """The plan says which flags the model has, and what to delete for one of its own. A deleted model is made again."""
+    plan, models = finished
+    stage = next(stage for stage in plan.stages if stage.name == f"{kind}:d2_clover")
+    log(monkeypatch, title, stage.command[1:][::-1])
+    assert "made with" not in program.calls(plan.s, plan.stages)
+    log(monkeypatch, title, [*stage.command[1:-1], "--one=2"])
+    (line,) = (line for line in program.calls(plan.s, plan.stages).splitlines() if "made with" in line)
+    kept = shlex.split(line)[5]
+    assert f"made with --one=2, where the plan has {stage.command[-1]};" in kept and stage.section in line
+    later = ["base", "mid", "sft"][["base", "mid", "sft"].index(kind) :]
+    folders = [str(base_dir / SOURCES[k][0] / "d2_clover") for k in later]
+    assert f"{shlex.join(['rm', '-r', *folders])}, and" in kept
+    models.discard(base_dir / SOURCES[kind][0] / "d2_clover")
+    assert stage.section not in skipped(plan)
+
+
+def test_calls_are_quoted_for_the_shell():
+    plan = planned(BASE_ARGS="--run='a $(b)'", STAGES="tok base report")
+    *_, base, report = program.calls(plan.s, plan.stages).splitlines()
+    assert base.startswith("stage base:d2_clover") and "'--run=a $(b)'" in base and report.startswith("stage report")
+
+
+def test_the_program_writes_its_calls_and_what_is_left_out(base_dir, monkeypatch, capsys, tmp_path, h100):
+    monkeypatch.setenv("DEPTH", "4")
+    program.main(["run1000", "--calls", str(tmp_path / "calls.sh")])
+    assert "d4_clover" in capsys.readouterr().out and "stage report" in (tmp_path / "calls.sh").read_text()
+    assert len((base_dir / "report/left_out.txt").read_text().splitlines()) == 4
