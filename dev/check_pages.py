@@ -11,12 +11,14 @@ exist. The files and modules that a page names must exist, too. Bash itself read
 """
 
 import argparse
+import atexit
 import concurrent.futures
-import importlib
-import importlib.util
+import itertools
 import os
+import pydoc
 import re
 import runpy
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -34,8 +36,8 @@ RUNS = re.compile(
 )
 # Names on the pages that stand for a reader's own -> names that exist here.
 STAND_INS = {"FILE.py": "lab/recipes.py", "five_over_six": "rtn", "my_method": "clover_search"}
-MISSING = {"vllm", "llama-server", "trackio", "hf", "git", "curl"}  # Programs of others, which need not be installed.
-PARSED, NOT_HERE, SECONDS = "PARSED", "NOT HERE", 300
+MISSING = {"vllm", "llama-server", "trackio", "hf", "git", "curl", "pip"}  # Programs of others, which are not run.
+MARK, SECONDS = "CHECKED", 300  # A shim's last line begins with MARK and says how far it got.
 
 
 def commands(text: str) -> list[tuple[str, str | None]]:
@@ -78,22 +80,15 @@ def shim(program: str, words: list[str]) -> None:
         if not words or words[0].startswith("-"):
             sys.exit(f"no shell script: {words}")
         subprocess.run(["/bin/bash", "-n", words[0]], check=True)
-        print(PARSED, "by bash -n")
-    elif program == "pip":
-        extras = re.findall(r"\[([\w,]+)\]", " ".join(words))
-        known = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
-        unknown = [e for group in extras for e in group.split(",") if not re.search(rf"^{e} = \[", known, re.M)]
-        sys.exit(f"no extra {unknown}") if unknown else print(NOT_HERE, "pip: the extras exist; nothing is installed")
+        print(MARK, "parsed", "by bash -n")
     elif program in MISSING:
-        print(NOT_HERE, f"{program} is not of this project")
+        print(MARK, "not here:", f"{program} is not of this project")
     else:
         if program == "torchrun":
-            if "-m" not in words:
-                return print(NOT_HERE, "torchrun names no module")
-            words = words[words.index("-m") :]
+            words = list(itertools.dropwhile(lambda word: word.startswith("--"), words))
         if program == "nanochat-fp4":
             words = ["-m", "nanochat_fp4", *words]
-        parse(words)
+        parse(words) if words else print(MARK, "not here:", "it names no module")
 
 
 def parse(words: list[str]) -> None:
@@ -102,7 +97,7 @@ def parse(words: list[str]) -> None:
 
     def parse_args(self, *args, **kwargs):
         real(self, *args, **kwargs)
-        print(PARSED, "by its own parser")
+        print(MARK, "parsed", "by its own parser")
         os._exit(sys.stdout.flush() or 0)
 
     argparse.ArgumentParser.parse_args = parse_args
@@ -110,39 +105,38 @@ def parse(words: list[str]) -> None:
     sys.path.insert(0, str(ROOT))
     if name.endswith(".py"):
         compile((ROOT / name).read_text(encoding="utf-8"), name, "exec")
-        print(PARSED, "by Python: it compiles")
+        print(MARK, "parsed", "by Python: it compiles")
     elif name in ("pytest", "mkdocs"):
-        print(NOT_HERE, f"{name} is not of this project")
+        print(MARK, "not here:", f"{name} is not of this project")
     else:
         runpy.run_module(name, run_name="__main__", alter_sys=True)
-        print(PARSED, "it has no parser, and ran")
+        print(MARK, "parsed", "it has no parser, and ran")
 
 
-def environment(folder: Path, shims: tuple[str, ...]) -> dict[str, str]:
-    """Returns an environment without a GPU and a network, with an empty home, and with `python` and the shims at the
-    beginning of PATH."""
-    (folder / "bin").mkdir()
+def make_programs(folder: Path, shims: tuple[str, ...]) -> None:
+    """Makes `python` and the shims in a folder, which stands at the beginning of PATH."""
+    folder.mkdir(parents=True)
     for name in {"python", *shims}:
         this = f'"{Path(__file__).resolve()}" --shim {name}' if name in shims else ""
-        (folder / "bin" / name).write_text(f'#!/bin/sh\nexec "{sys.executable}" {this} "$@"\n')
-        (folder / "bin" / name).chmod(0o755)
-    keep = {k: v for k, v in os.environ.items() if not k.startswith("NANOCHAT_")}
-    return keep | {
-        "HOME": str(folder), "VENV": str(folder), "PATH": f"{folder / 'bin'}:{keep['PATH']}", "HF_HUB_OFFLINE": "1",
-        "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1",
-    }  # fmt: skip
+        (folder / name).write_text(f'#!/bin/sh\nexec "{sys.executable}" {this} "$@"\n')
+        (folder / name).chmod(0o755)
 
 
-def check(command: str, expected: str | None) -> tuple[str, str]:
-    """Checks a command. Returns ("ran", "parsed", "not here" or "FAILED", the line that says why). If the output of a
-    console block differs from the page, this output is returned in the place of the line."""
+def check(programs: Path, command: str, expected: str | None) -> tuple[bool, str]:
+    """Checks a command without a GPU and a network, and with an empty home. Returns whether it is right, and how far it
+    got or what is wrong. If the output of a console block differs from the page, this is the output."""
     run = expected is not None or RUNS.match(command)
     if re.search(r"OWNER|\bBASE\b|&& nanochat-fp4", command):
         run = None
     for name, stand_in in STAND_INS.items():
         command = command.replace(name, stand_in)
+    venv = programs / ("run" if run else "parse")
     with tempfile.TemporaryDirectory() as folder:
-        env = environment(Path(folder), ("nanochat-fp4",) if run else PROGRAMS)
+        env = {k: v for k, v in os.environ.items() if not k.startswith("NANOCHAT_")} | {
+            "HOME": folder, "VENV": str(venv), "PATH": f"{venv / 'bin'}:{os.environ['PATH']}",
+            "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "",
+            "OMP_NUM_THREADS": "1",
+        }  # fmt: skip
         if not run:
             env |= {"HEAD": "127.0.0.1", "NANOCHAT_DIR": folder}
         try:
@@ -151,17 +145,14 @@ def check(command: str, expected: str | None) -> tuple[str, str]:
                 text=True, timeout=SECONDS,
             )  # fmt: skip
         except subprocess.TimeoutExpired:
-            return "FAILED", f"it takes more than {SECONDS} seconds: take it out of RUNS"
+            return False, f"it takes more than {SECONDS} seconds: take it out of RUNS"
     output = done.stdout.replace("\r", "\n")
     if expected is not None:
-        return ("ran", "") if fits(expected, output) else ("FAILED", output.replace(folder, "…"))
+        return (True, "ran") if fits(expected, output) else (False, output.replace(folder, "…"))
     last = (output.strip().splitlines() or [""])[-1]
     if done.returncode:
-        return "FAILED", f"exit status {done.returncode}: {last}"
-    if run or not last.startswith((PARSED, NOT_HERE)):
-        return "ran", ""
-    kind = PARSED if last.startswith(PARSED) else NOT_HERE
-    return kind.lower(), last.removeprefix(kind).strip()
+        return False, f"exit status {done.returncode}: {last}"
+    return True, last.removeprefix(MARK).strip() if last.startswith(MARK) and not run else "ran"
 
 
 def named(text: str) -> list[str]:
@@ -175,15 +166,10 @@ def named(text: str) -> list[str]:
         except SyntaxError as e:
             wrong.append(f"Python example, line {e.lineno}: {e.msg}: {e.text}")
     for span in set(re.findall(r"`([\w./]+)`", text)):
-        if re.fullmatch(r"(nanochat_fp4|lab|scripts|eval|dev|tests|docs|examples|kernels)/[\w./]*\w\.\w+", span):
-            wrong += [] if (ROOT / span).exists() else [f"{span} does not exist"]
-        elif re.fullmatch(r"(nanochat_fp4|lab|scripts|eval)(\.\w+)+", span) and not span.endswith((".py", ".sh")):
-            parts = span.split(".")
-            try:
-                if importlib.util.find_spec(span) is None:
-                    getattr(importlib.import_module(".".join(parts[:-1])), parts[-1])
-            except (ImportError, AttributeError) as e:
-                wrong.append(f"{span}: {e}")
+        file = re.fullmatch(r"(nanochat_fp4|lab|scripts|eval|dev|tests|docs|examples|kernels)/[\w./]*\w\.\w+", span)
+        module = re.fullmatch(r"(nanochat_fp4|lab|scripts|eval)(\.\w+)+", span) and not span.endswith((".py", ".sh"))
+        if (file and not (ROOT / span).exists()) or (module and pydoc.locate(span) is None):
+            wrong.append(f"{span} does not exist")
     return wrong
 
 
@@ -195,20 +181,24 @@ def main() -> None:
     args = parser.parse_args()
     pages = args.pages or [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
     failed = total = 0
+    programs = Path(tempfile.mkdtemp())
+    atexit.register(shutil.rmtree, programs)
+    make_programs(programs / "run/bin", ("nanochat-fp4",))
+    make_programs(programs / "parse/bin", PROGRAMS)
     for page in pages:
         text = page.read_text(encoding="utf-8")
         found = [c for c in commands(text) if not args.rewrite or c[1] is not None]
         print(f"{page.resolve().relative_to(ROOT)}: {len(found)} commands", flush=True)
         with concurrent.futures.ThreadPoolExecutor(2) as pool:
-            for (command, expected), (kind, why) in zip(found, pool.map(lambda c: check(*c), found), strict=True):
-                total, failed = total + 1, failed + (kind == "FAILED")
-                print(f"  {kind:9}  {command}{f'    # {why}' if why else ''}", flush=True)
-                if args.rewrite and kind == "FAILED":
+            for (command, expected), (right, why) in zip(found, pool.map(lambda c: check(programs, *c), found)):
+                total, failed = total + 1, failed + (not right)
+                print(f"  {'ok' if right else 'FAILED':8}{command}    # {why}", flush=True)
+                if args.rewrite and not right:
                     text = text.replace(f"$ {command}\n{expected}", f"$ {command}\n{why}")
                     page.write_text(text, encoding="utf-8")
         for problem in named(text):
             total, failed = total + 1, failed + 1
-            print(f"  FAILED     {problem}", flush=True)
+            print(f"  FAILED  {problem}", flush=True)
     print(f"{total} checked, {failed} failed")
     sys.exit(failed > 0)
 

@@ -14,19 +14,11 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def public_names() -> dict[str, list[str]]:
-    """Returns for each module its names in nanochat_fp4's __all__. Nothing is imported."""
-    tree = ast.parse((ROOT / "nanochat_fp4/__init__.py").read_text(encoding="utf-8"))
-    all_ = next(ast.literal_eval(n.value) for n in tree.body if isinstance(n, ast.Assign) and "__all__" in ast.dump(n))
+    """Returns for each module its names in the public API. Nothing is imported."""
     found: dict[str, list[str]] = {}
-    for node in ast.walk(tree):
+    for node in ast.parse((ROOT / "nanochat_fp4/__init__.pyi").read_text(encoding="utf-8")).body:
         if isinstance(node, ast.ImportFrom):
-            for name in node.names:
-                if name.name in all_ and name.name not in found.get(node.module, []):
-                    found.setdefault(node.module, []).append(name.name)
-                if name.name == "tensor_parallel":  # __getattr__ takes the names from this module.
-                    found[f"{node.module}.{name.name}"] = [n for n in all_ if n.endswith("wiseParallel")]
-    missing = set(all_) - {name for names in found.values() for name in names} - {"METHODS"}
-    assert not missing, f"names of __all__ that are on no page of the API: {missing}"
+            found.setdefault(node.module, []).extend(alias.name for alias in node.names)
     return found
 
 
@@ -47,8 +39,9 @@ def api_pages() -> dict[str, str]:
 
 def on_files(files, config):
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    # Links and pictures of README begin with docs/, which is the root of the site.
-    pages = {"index.md": re.sub(r'(\]\(|srcset="|src=")docs/', r"\1", readme), **api_pages()}
+    readme = re.sub(r"\[([^]]+)\]\((?!docs/|https:|#)[^)]+\)", r"\1", readme)  # The site has no files of the source.
+    readme = re.sub(r'(\]\(|srcset="|src=")docs/', r"\1", readme)  # docs/ is the root of the site.
+    pages = {"index.md": readme, **api_pages()}
     for path, text in pages.items():
         files.append(File.generated(config, path, content=text))
     return files
