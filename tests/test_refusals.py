@@ -211,7 +211,7 @@ NOT_FINITE = [  # programs that make a choice or a number of what the model comp
 
 @pytest.mark.parametrize("number", [float("nan"), float("inf")])
 @pytest.mark.parametrize("command", NOT_FINITE)
-def test_weights_that_are_not_finite_give_no_result(refused, tmp_path_factory, monkeypatch, command, number):
+def test_evaluation_of_nan_gives_no_result(refused, tmp_path_factory, monkeypatch, command, number):
     load = GPT.load_state_dict
 
     def broken(model, *args, **kwargs):
