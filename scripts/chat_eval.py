@@ -170,11 +170,11 @@ def main(argv: list[str] | None = None) -> None:
     args = parse_args(argv)
     names = chosen_tasks(args.task_name)
     check_flags(args)
-    with joined_processes(args.device_type, args.seed) as (rank, _, device):
-        evaluate(args, names, device, rank)
+    with joined_processes(args.device_type, args.seed) as (_, _, device):
+        evaluate(args, names, device)
 
 
-def evaluate(args: argparse.Namespace, names: list[str], device: torch.device, rank: int) -> None:
+def evaluate(args: argparse.Namespace, names: list[str], device: torch.device) -> None:
     """Evaluates the tasks with each forward pass, and writes the results and the report."""
     # The tasks load their data first, so that missing data fails before anything is computed.
     tasks: dict[str, Task] = {}
@@ -228,7 +228,8 @@ def evaluate(args: argparse.Namespace, names: list[str], device: torch.device, r
             print0(f"{name}: {score}{others}")
 
     results: dict[str, Any] = {}
-    lines = {"Model": what, "Method": method, "Precision": ", ".join(precisions), "Sandbox": sandbox}
+    lines = {"Model": what, "Method": method, "Precision": ", ".join(precisions)}
+    lines["Sandbox"] = sandbox and sandbox.removeprefix("sandbox: ")
     lines["Flags"] = changed_flags(args, parse_args(["-i", args.source]))
     for precision, by_task in scores.items():
         # Results of the forward pass that the model was trained with have the plain names, and others a suffix.
