@@ -14,9 +14,9 @@ from nvfp4_kernels._ops import NO_FUSION
 GROUPS = 128  # The number of groups of 8 elements in a program.
 
 
-@triton.jit(do_not_specialize=["stream", "first_row"])
+@triton.jit(do_not_specialize=["first_row"])
 def round_kernel(
-    into_ptr, x_ptr, seed_ptr, stream, first_row, columns, row_groups, groups,
+    into_ptr, x_ptr, seed_ptr, stream_ptr, first_row, columns, row_groups, groups,
     ADD: tl.constexpr, FLAT: tl.constexpr, NG: tl.constexpr,
 ):  # fmt: skip
     """Rounds NG groups of 8 elements, one Philox call each.
@@ -37,7 +37,7 @@ def round_kernel(
     x = tl.load(x_ptr + place, mask=mask, other=0.0).to(tl.float32)
     if ADD:
         x = tl.load(into_ptr + place, mask=mask, other=0.0).to(tl.float32) + x
-    a, b, c, d = m.philox4(tl.load(seed_ptr), index, m.SR_ELEMENT, stream)
+    a, b, c, d = m.philox4(tl.load(seed_ptr), index, m.SR_ELEMENT, tl.load(stream_ptr).to(tl.uint32))
     word = tl.join(tl.join(a, c), tl.join(b, d)).to(tl.int32, bitcast=True)
     half = tl.reshape(tl.join(word & 0xFFFF, (word >> 16) & 0xFFFF), (NG, 8))
     # A carry out of the lower 16 bits rounds the magnitude up.
@@ -46,12 +46,15 @@ def round_kernel(
     tl.store(into_ptr + place, tl.where(finite, rounded, x).to(tl.bfloat16), mask=mask)
 
 
-def round_into(into: torch.Tensor, x: torch.Tensor, seed: torch.Tensor, stream: int, first_row: int, add: bool) -> None:
+def round_into(
+    into: torch.Tensor, x: torch.Tensor, seed: torch.Tensor, stream: torch.Tensor, first_row: int, add: bool
+) -> None:
     """Replaces `into` by x, or by into + x if `add` is set, rounded stochastically.
 
     into:      BF16 (R, C), contiguous
     x:         FP32 or BF16 (R, C), contiguous
     seed:      int64 ()
+    stream:    int64 (). It lies in memory, so that a CUDA graph can be replayed with another one.
     first_row: the number of into's first row in the whole parameter. The random numbers depend on it.
     Raises ValueError for tensors of another dtype, shape or layout.
     """

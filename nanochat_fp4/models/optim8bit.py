@@ -50,7 +50,7 @@ STEP_BYTES = 32  # The bytes of memory that an update takes for each element of 
 # Stochastic rounding
 
 
-def _random_halves(seeds: Tensor, first_row: int, rows: int, columns: int, stream: int) -> Tensor:
+def _random_halves(seeds: Tensor, first_row: int, rows: int, columns: int, stream: Tensor | int) -> Tensor:
     """Returns 16 random bits for each element, int64 (K, rows, columns). One call of Philox makes the bits of 8
     elements, and each row begins with a new call."""
     calls = -(-columns // 8)
@@ -60,12 +60,12 @@ def _random_halves(seeds: Tensor, first_row: int, rows: int, columns: int, strea
     return halves.reshape(len(seeds), rows, 8 * calls)[..., :columns]
 
 
-def round_into(into: Tensor, x: Tensor, seed: Tensor, stream: int, first_row: int = 0, add: bool = False) -> None:
+def round_into(into: Tensor, x: Tensor, seed: Tensor, stream: Tensor, first_row: int = 0, add: bool = False) -> None:
     """Writes x, or with `add` the sum into + x, to `into`. It is rounded stochastically to one of the two neighbouring
     BF16 numbers, so that the mean is exact.
 
-    into is BF16 (R, C) and contiguous, x is FP32 or BF16 (R, C), and seed is int64 (). first_row is the number of
-    into's first row in the parameter.
+    into is BF16 (R, C) and contiguous, x is FP32 or BF16 (R, C), and seed and stream are int64 (). first_row is the
+    number of into's first row in the parameter.
     """
     if use_kernels(into.device):
         from nvfp4_kernels.accumulate import round_into as kernel
@@ -182,15 +182,18 @@ class LeanState:
         self.stack_elements = stack_that_fits(model)
         self.names = [name for name, _ in model.named_parameters()]
         self.numbers = {p: i for i, p in enumerate(model.parameters())}
-        self.device = model.get_device()
+        # They lie on the device, because CUDA graphs read them there.
+        self.seeds = torch.zeros(len(self.names), dtype=torch.int64, device=model.get_device())
+        self.weight_stream, self.gradient_stream = torch.full_like(self.seeds[:2], WEIGHT).unbind()
         self.begin(0)
 
     def begin(self, step: int) -> None:
-        """Computes the seeds of this step, int64 (number of parameters,)."""
+        """Computes the seeds of this step, and the stream of its first micro-batch."""
+        self.gradient_stream.fill_(GRADIENT + get_dist_info()[1])
         if step != self.step:
             texts = [f"nanochat_fp4 seed {self.seed} step {step} parameter {name}" for name in self.names]
             digests = [hashlib.sha256(text.encode()).digest()[:8] for text in texts]
-            self.seeds = torch.tensor([int.from_bytes(d, "little", signed=True) for d in digests], device=self.device)
+            self.seeds.copy_(torch.tensor([int.from_bytes(d, "little", signed=True) for d in digests]))
             self.step = step
 
     def update(
@@ -213,26 +216,26 @@ class LeanState:
             _write(state, key, part, moment, seeds, first)
         stacks = (t.view(len(seeds), -1, weights.shape[-1]) for t in (weights, exact))
         for into, new, seed in zip(*stacks, seeds):
-            round_into(into, new, seed, WEIGHT, first)
+            round_into(into, new, seed, self.weight_stream, first)
 
     @contextlib.contextmanager
-    def gradients(self, micro_batches: int, step: int) -> Iterator[None]:
+    def gradients(self, micro_batches: int, step: int, sums: dict[Tensor, Tensor] | None = None) -> Iterator[None]:
         """A context for the micro-batches of a step. Inside, the gradients of matrices are added up in BF16 with
-        stochastic rounding."""
+        stochastic rounding.
+
+        `sums` are zeros for the sums of all matrices, as CUDA graphs need them. Without them the first micro-batch's
+        gradients become the sums. Both have the same bits. next_micro_batch is called after each micro-batch.
+        """
         self.begin(step)
-        sums: dict[Tensor, Tensor] = {}
-        added: dict[Tensor, int] = {}
-        _, rank, _, world_size = get_dist_info()
+        sums = {} if sums is None else sums
 
         def add(p: Tensor) -> None:
             grad, p.grad = p.grad, None
             if p in sums:
-                stream = GRADIENT + added[p] * world_size + rank
                 into, addend, seed = local(sums[p]), local(grad), self.seeds[self.numbers[p]]
-                round_into(into, addend.view(into.shape), seed, stream, add=True)
+                round_into(into, addend.view(into.shape), seed, self.gradient_stream, add=True)
             else:
                 sums[p] = grad.contiguous() if type(grad) is Tensor else grad
-            added[p] = added.get(p, 0) + 1
 
         hooks = [p.register_post_accumulate_grad_hook(add) for p in self.numbers if micro_batches > 1 and is_lean(p)]
         try:
@@ -242,6 +245,10 @@ class LeanState:
                 hook.remove()
         for p, total in sums.items():
             p.grad = total
+
+    def next_micro_batch(self) -> None:
+        """Lets the next micro-batch of this step draw other numbers."""
+        self.gradient_stream += get_dist_info()[3]
 
 
 def is_lean(p: Tensor) -> bool:

@@ -21,19 +21,22 @@ ROUNDS = 10
 SIGN, SCALE, SR_ELEMENT = 0, 1, 2
 
 
-def philox(seed: torch.Tensor | int, index: torch.Tensor, purpose: int, stream: int = 0) -> tuple[torch.Tensor, ...]:
+def philox(
+    seed: torch.Tensor | int, index: torch.Tensor, purpose: int, stream: torch.Tensor | int = 0
+) -> tuple[torch.Tensor, ...]:
     """Returns four random 32-bit words for each index, as four int64 tensors with values in [0, 2^32).
 
     index: int64, of any shape, which is also the shape of the results
     seed:  a Python int of 64 bits, signed or unsigned (torch.initial_seed() is unsigned), or an int64 tensor that is
            a scalar or has index's shape
+    stream: an int of 32 bits, or an int64 tensor ()
     """
     if isinstance(seed, int) and seed >= 2**63:
         seed -= 2**64
     seed = torch.as_tensor(seed, dtype=torch.int64, device=index.device)
     k0, k1 = seed & MASK, (seed >> 32) & MASK
     c0, c1 = index & MASK, (index >> 32) & MASK
-    c2, c3 = torch.full_like(index, purpose), torch.full_like(index, stream)
+    c2, c3 = torch.full_like(index, purpose), torch.zeros_like(index) + stream
     for _ in range(ROUNDS):
         # Products in int64 wrap around, and their 64 bits are those of the unsigned product.
         high, low = c2 * ROUND_B, c0 * ROUND_A

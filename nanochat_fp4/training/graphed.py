@@ -29,6 +29,7 @@ from torch import Tensor
 import nanochat_fp4 as nf
 from nanochat_fp4.cli import UserError, is_out_of_memory, one_line
 from nanochat_fp4.common import print0
+from nanochat_fp4.models.optim8bit import is_lean
 from nanochat_fp4.nvfp4.linear import QuantLinear
 from nanochat_fp4.parallel import is_sharded
 from nanochat_fp4.training.step import TrainingStep
@@ -71,10 +72,6 @@ class GraphedStep(TrainingStep):
             return f"the model is on {self.device}, expected a CUDA device"
         if is_sharded(self.model):
             return "--parallel=fsdp gathers weights inside a micro-batch"
-        if torch.distributed.is_initialized():
-            return "several processes train, and graphs beside their collectives were never tried"
-        if self.lean is not None:
-            return "--state=lean rounds gradients by the number of the micro-batch"
         return None
 
     def drop_graphs(self) -> None:
@@ -113,7 +110,7 @@ class GraphedStep(TrainingStep):
                 yield
             self.with_grads = [p for p in self.model.parameters() if p.grad is not None]
         elif self.captured is None:
-            with self._first_with_graphs(count):
+            with self._first_with_graphs(count, step):
                 yield
         else:
             for parameter, grad in self.captured.grads:
@@ -122,20 +119,25 @@ class GraphedStep(TrainingStep):
             for layer, factor in self.captured.factors:
                 if layer.feedback_factor is not factor:
                     layer.feedback_factor = factor.copy_(layer.feedback_factor)
+            if self.lean is not None:
+                self.lean.begin(step)
             if self.captured.codes is not None:
                 self.captured.codes.replay()
             yield
 
     @contextlib.contextmanager
-    def _first_with_graphs(self, count: int) -> Iterator[None]:
+    def _first_with_graphs(self, count: int, step: int) -> Iterator[None]:
         """The context of the step that captures. Its gradients keep their addresses in later steps."""
         with contextlib.ExitStack() as stack:
-            if count > 1:
+            sums = {p: torch.zeros_like(p) for p in self.with_grads if self.lean and count > 1 and is_lean(p)}
+            if self.lean is not None:
+                stack.enter_context(self.lean.gradients(count, step, sums))
+            elif count > 1:
                 stack.enter_context(nf.accumulate_gradients(self.model))
-            for p in self.with_grads:
+            for p in (p for p in self.with_grads if p not in sums):
                 p.grad = torch.zeros_like(p) if p.grad is None else p.grad
             factors = [(layer, layer.feedback_factor) for layer in self._layers() if layer.feedback_factor is not None]
-            captured = _Captured([(p, p.grad) for p in self.with_grads], factors)
+            captured = _Captured([(p, sums.get(p, p.grad)) for p in self.with_grads], factors)
             if self.quantized.quantizes() and self.quantized.makes_codes_once(count):
                 captured.codes = torch.cuda.CUDAGraph()
                 with _capture(captured.codes):

@@ -80,6 +80,8 @@ class TrainingStep:
             loss = self.loss(self.forward, *batch)
         with record_function("phase: backward"):
             (loss / count).backward()
+            if self.lean is not None:
+                self.lean.next_micro_batch()
         return loss.detach()
 
     def update(self) -> None:

@@ -21,6 +21,7 @@ def test_kernel_is_the_reference(shape, dtype, add):
     seed, before = torch.tensor(-(2**40) - 7), torch.randn(shape).bfloat16()
     for stream, first_row in ((0, 0), (70000, 3)):
         want, got = before.clone(), before.to(DEVICE)
-        optim8bit.round_into(want, x, seed, stream, first_row, add)
-        round_into(got, x.to(DEVICE), seed.to(DEVICE), stream, first_row, add)
+        where = torch.tensor(stream)
+        optim8bit.round_into(want, x, seed, where, first_row, add)
+        round_into(got, x.to(DEVICE), seed.to(DEVICE), where.to(DEVICE), first_row, add)
         assert torch.equal(got.cpu(), want)

@@ -39,8 +39,8 @@ REFUSED = [
      "as col only"),
     (lambda: relu_squared(of(3), SEED), "expected FP32 or BF16"),
     (lambda: relu_squared(of(2, 2, dtype=torch.float64), SEED), "expected FP32 or BF16"),
-    (lambda: round_into(of(4, 8), of(4, 8, dtype=BF16), SEED, 0, 0, False), "expected BF16"),
-    (lambda: round_into(of(4, 8, dtype=BF16)[:, :4], of(4, 4, dtype=BF16), SEED, 0, 0, False), "contiguous"),
+    (lambda: round_into(of(4, 8), of(4, 8, dtype=BF16), SEED, SEED, 0, False), "expected BF16"),
+    (lambda: round_into(of(4, 8, dtype=BF16)[:, :4], of(4, 4, dtype=BF16), SEED, SEED, 0, False), "contiguous"),
 ]  # fmt: skip
 
 

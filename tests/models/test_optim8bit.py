@@ -43,7 +43,7 @@ def test_the_mean_of_many_roundings_is_the_number():
     total, draws = torch.zeros(8, 64, dtype=torch.float64), 1024
     for stream in range(draws):
         into = torch.empty(8, 64, dtype=torch.bfloat16)
-        optim8bit.round_into(into, x, SEED, stream)
+        optim8bit.round_into(into, x, SEED, torch.tensor(stream))
         assert ((into.float() - x).abs() < ulp).all()
         total += into
     error = (total / draws - x).abs() / ulp
@@ -56,7 +56,7 @@ def test_updates_below_half_an_ulp_add_up():
     weight, nearest = torch.ones(64, 64).bfloat16(), torch.ones(64, 64).bfloat16()
     update = torch.full((64, 64), -1e-4)
     for step in range(1000):
-        optim8bit.round_into(weight, update, SEED, step, add=True)
+        optim8bit.round_into(weight, update, SEED, torch.tensor(step), add=True)
         nearest += update
     assert (nearest == 1).all()
     assert weight.float().mean() == pytest.approx(0.9, abs=5e-4)

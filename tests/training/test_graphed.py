@@ -7,6 +7,7 @@ from _graphs import Recorded, record_graphs
 import nanochat_fp4 as nf
 from nanochat_fp4.common import seed_micro_batch
 from nanochat_fp4.models.gpt import GPT, GPTConfig
+from nanochat_fp4.models.optim8bit import LeanState, set_state
 from nanochat_fp4.nvfp4.gram_matrices import GRAM_EVERY
 from nanochat_fp4.nvfp4.phases import MethodPlan
 from nanochat_fp4.nvfp4.quantized_training import QuantizedTraining
@@ -29,17 +30,21 @@ def recorded(monkeypatch) -> list[Recorded]:
     return record_graphs(monkeypatch)
 
 
-def trained(kind: type[TrainingStep], device: str, method: str, count: int, steps: int, phases: str = "") -> dict:
+def trained(
+    kind: type[TrainingStep], device: str, method: str, count: int, steps: int, phases: str = "", state: str = "fp32"
+) -> dict:
     """The weights after so many steps of a small GPT."""
     torch.manual_seed(1)
     config = GPTConfig(sequence_len=64, vocab_size=256, n_layer=1, n_head=1, n_kv_head=1, n_embd=64)
     with torch.device("meta"):
         model = GPT(config)
+    set_state(model, state)
     model.to_empty(device=device)
     model.init_weights()
     nf.convert(model, method, verbose=False)
     quantized = QuantizedTraining(model, MethodPlan.parse(method, "", phases), steps)
-    step = kind(model, model.setup_optimizers(), None, quantized)
+    lean = LeanState(model, 1) if state == "lean" else None
+    step = kind(model, model.setup_optimizers(lean=lean), None, quantized, lean=lean)
     for number in range(steps):
         quantized.set_progress(number)
         with step.micro_batches(count, number):
@@ -58,15 +63,17 @@ CASES = [
     ("clover", 2, FEW, "0.5=bf16"),
     ("clover_mixed", 2, MANY, ""),
     ("clover_feedback", 1, MANY, ""),
+    ("clover", 1, FEW, "", "lean"),
+    ("clover", 3, FEW, "", "lean"),
 ]
 
 
-@pytest.mark.parametrize("method, count, steps, phases", CASES)
+@pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_weights_are_those_without_graphs(device, method, count, steps, phases, request):
+def test_weights_are_those_without_graphs(device, case, request):
     graphs = request.getfixturevalue("recorded") if device == "cpu" else None
     kinds = TrainingStep, RecordedStep if device == "cpu" else GraphedStep
-    plain, graphed = (trained(kind, device, method, count, steps, phases) for kind in kinds)
+    plain, graphed = (trained(kind, device, *case) for kind in kinds)
     assert graphs is None or (graphs and all(graph.calls for graph in graphs))  # PyTorch warns of an empty one
     for name, weight in plain.items():
         assert torch.equal(weight, graphed[name]), name
