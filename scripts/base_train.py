@@ -53,7 +53,12 @@ from nanochat_fp4.training.flags import (
 )
 from nanochat_fp4.training.graphed import GraphedStep
 from nanochat_fp4.training.load_model import checkpoint_folder, register_stored_recipes
-from nanochat_fp4.training.micro_batch import auto_device_batch_size, parse_device_batch_size, plan_accumulation
+from nanochat_fp4.training.memory import (
+    auto_device_batch_size,
+    graphs_problem,
+    parse_device_batch_size,
+    plan_accumulation,
+)
 from nanochat_fp4.training.new_model import (
     check_machine,
     comparison_key,
@@ -75,8 +80,9 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add_run_arguments(parser)
     add_compile_argument(parser)
-    text = "replay each micro-batch as a CUDA graph: equal bits, less work for the CPU, more memory; one GPU"
-    add("--cuda-graph", action="store_true", help=text)
+    text = "replay each micro-batch as a CUDA graph: equal bits, less work for the CPU, more memory (default: on a GPU "
+    text += "where the memory suffices by count)"
+    add("--cuda-graph", action=argparse.BooleanOptionalAction, default=None, help=text)
     add("--seed", type=int, default=42, help="seed of weights, rotations and stochastic rounding")
     text = "folder of parquet shards or text (default: $DATA_DIR, else FineWeb-Edu, else a small embedded corpus)"
     add("--data-dir", default="", help=text)
@@ -153,7 +159,7 @@ class BaseTraining(Trainer):
         self.eval_tokens, self.token_bytes = self.num_rows * self.seq_len, get_token_bytes(device=self.device)
         options = PretrainingOptions(**{f.name: getattr(args, f.name) for f in fields(PretrainingOptions)})
         optimizers, schedule = self.model.setup_pretraining(options, args.total_batch_size, self.num_steps, self.lean)
-        self.make_step(optimizers, schedule, GraphedStep if args.cuda_graph else TrainingStep)
+        self.make_step(optimizers, schedule, GraphedStep if self.wants_graphs(args.cuda_graph) else TrainingStep)
         self.describe(plan, options)
 
     def make_model(self, args: argparse.Namespace, tokenizer: RustBPETokenizer, method: str) -> None:
@@ -181,6 +187,15 @@ class BaseTraining(Trainer):
             kept = self.trained_with("device_batch_size")
             self.rows = kept or auto_device_batch_size(self.model, all_rows, self.seq_len)
         self.micro_batches = of_step(self.rows, self.seq_len, world_size)
+
+    def wants_graphs(self, flag: bool | None) -> bool:
+        """Whether to replay micro-batches as CUDA graphs: as --cuda-graph says, or else if the memory suffices."""
+        if flag is not None or self.device.type != "cuda":
+            return bool(flag)
+        problem = graphs_problem(self.model, self.rows, self.seq_len, self.process.world_size)
+        if problem:
+            print0(f"no CUDA graphs: {problem}")
+        return problem is None
 
     def describe(self, plan: MethodPlan, options: PretrainingOptions) -> None:
         """Sets what checkpoints and metrics.jsonl say of the run."""

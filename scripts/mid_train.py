@@ -42,7 +42,7 @@ from nanochat_fp4.training.flags import (
     check_iterations,
 )
 from nanochat_fp4.training.later_stage import LaterStage
-from nanochat_fp4.training.micro_batch import plan_accumulation
+from nanochat_fp4.training.memory import plan_accumulation
 from nanochat_fp4.training.trainer import Process, due, run_stage
 
 

@@ -48,8 +48,7 @@ from nanochat_fp4.nvfp4.methods import REGISTERED
 from nanochat_fp4.nvfp4.phases import MethodPlan
 from nanochat_fp4.training.checkpoint_manager import list_steps
 from nanochat_fp4.training.load_model import SOURCES
-from nanochat_fp4.training.memory import choose, largest
-from nanochat_fp4.training.micro_batch import plan_accumulation, try_micro_batch
+from nanochat_fp4.training.memory import SHARE, choose, largest, plan_accumulation, try_micro_batch
 from nanochat_fp4.training.new_model import check_machine, resolve_horizon
 from nanochat_fp4.training.wandb_run import check_tracker
 from nanochat_fp4.variables import ARGS, NUMBERS, RUN, problem
@@ -849,11 +848,14 @@ def of_memory(plan: Plan, base: Base) -> Iterator[str]:
     way = base.ways[0]
     if way.rows:
         rows = f"{way.rows} row{'s' * (way.rows > 1)} of {length}"
-        yield f"{name}{rows}: {way.peak / GIB:.1f} of {gib(plan.card['gib'])}, by count (docs/memory.md)"
+        graphed = way.graphed_peak <= SHARE * plan.card["gib"] * GIB
+        peak, how = (way.graphed_peak, "with CUDA graphs, ") if graphed else (way.peak, "")
+        yield f"{name}{rows}: {peak / GIB:.1f} of {gib(plan.card['gib'])}, {how}by count (docs/memory.md)"
         last = {"activations", "loss"} if way.activations + way.loss >= way.update else {"update"}
-        apart = {"rows", "state", "recompute"} | ({"activations", "loss", "update"} - last)
+        last = {"activations", "loss", "graphed_update"} if graphed else last
+        apart = {"rows", "state", "recompute"} | ({"activations", "loss", "update", "graphed_update"} - last)
         parts = [(f.name, getattr(way, f.name)) for f in fields(way) if f.name not in apart]
-        yield f"{name}{' + '.join(f'{part} {size / GIB:.1f}' for part, size in parts if size)}"
+        yield f"{name}{' + '.join(f'{part} {size / GIB:.1f}' for part, size in parts if size)}".replace("graphed_", "")
     if way.flags and not base.is_fixed:
         others = [f"{' '.join(w.flags) or 'FP32 state'}: {w.rows}, {w.peak / GIB:.1f}" for w in base.ways[1:]]
         yield f"{name}it takes {' '.join(way.flags)}; other ways (BASE_ARGS), rows and GiB: {'; '.join(others)}"

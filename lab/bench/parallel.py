@@ -29,7 +29,7 @@ from nanochat_fp4.models.gpt import compile_layers, config_from_depth
 from nanochat_fp4.models.optim import PretrainingOptions
 from nanochat_fp4.nvfp4.collectives import local
 from nanochat_fp4.parallel import MODES, shard
-from nanochat_fp4.training.micro_batch import plan_accumulation
+from nanochat_fp4.training.memory import plan_accumulation
 from nanochat_fp4.training.step import TrainingStep
 
 GIB = 2**30

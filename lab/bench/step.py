@@ -29,7 +29,7 @@ from nanochat_fp4.nvfp4.gram_matrices import GRAM_TOKENS
 from nanochat_fp4.nvfp4.linear import QuantLinear
 from nanochat_fp4.nvfp4.methods import get_recipe
 from nanochat_fp4.training.graphed import GraphedStep
-from nanochat_fp4.training.micro_batch import largest_micro_batch
+from nanochat_fp4.training.memory import largest_micro_batch
 from nanochat_fp4.training.step import TrainingStep
 
 

@@ -64,7 +64,7 @@ from nanochat_fp4.models.optim8bit import STATES
 from nanochat_fp4.nvfp4.gram_matrices import GRAM_EVERY
 from nanochat_fp4.nvfp4.methods import get_recipe
 from nanochat_fp4.self_check import layer_problem
-from nanochat_fp4.training.micro_batch import plan_accumulation
+from nanochat_fp4.training.memory import plan_accumulation
 
 UNKNOWN = (
     "micro_batch", "micro_batches", "micro_batch_ms", "codes_ms", "update_ms", "gram_ms", "tokens_per_second", "ratio",

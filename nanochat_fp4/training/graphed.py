@@ -29,9 +29,11 @@ from torch import Tensor
 import nanochat_fp4 as nf
 from nanochat_fp4.cli import UserError, is_out_of_memory, one_line
 from nanochat_fp4.common import print0
+from nanochat_fp4.models.optim import Muon
 from nanochat_fp4.models.optim8bit import is_lean
 from nanochat_fp4.nvfp4.linear import QuantLinear
 from nanochat_fp4.parallel import is_sharded
+from nanochat_fp4.training.memory import GRAPHED_STACK_ELEMENTS
 from nanochat_fp4.training.step import TrainingStep
 
 
@@ -64,7 +66,11 @@ class GraphedStep(TrainingStep):
         self.with_grads: list[torch.nn.Parameter] = []
         self.problem = self.reason_against()
         if self.problem:
-            print0(f"note: --cuda-graph does nothing here: {self.problem}")
+            print0(f"no CUDA graphs: {self.problem}")
+            return
+        for optimizer in self.optimizers:
+            if isinstance(optimizer, Muon):  # The activations stay in memory beside its stacks.
+                optimizer.stack_elements = min(optimizer.stack_elements, GRAPHED_STACK_ELEMENTS)
 
     def reason_against(self) -> str | None:
         """Returns the reason why this run cannot use graphs, as a part of a line, or None."""
@@ -74,9 +80,10 @@ class GraphedStep(TrainingStep):
             return "--parallel=fsdp gathers weights inside a micro-batch"
         return None
 
-    def drop_graphs(self) -> None:
+    def drop_graphs(self) -> bool:
         """Gives the graphs' memory back. The next step runs without graphs, and the step after it captures new ones."""
-        self.captured = self.seen = None
+        had, self.captured, self.seen = self.captured is not None, None, None
+        return had
 
     def _layers(self) -> list[QuantLinear]:
         return [m for m in self.model.modules() if isinstance(m, QuantLinear)]
@@ -174,5 +181,5 @@ def _capture(graph: torch.cuda.CUDAGraph, pool: tuple[int, int] | None = None) -
         if is_out_of_memory(error):
             raise  # The training loop catches this error and names the micro-batch that fits.
         raise UserError(
-            f"--cuda-graph: a micro-batch could not be captured ({one_line(error)}); train without --cuda-graph"
+            f"a micro-batch could not be captured as a CUDA graph ({one_line(error)}); train with --no-cuda-graph"
         ) from error

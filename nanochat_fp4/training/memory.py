@@ -1,6 +1,6 @@
 """
-Counts the memory of a GPT's training step. The training loop, the advice of its out-of-memory errors, and the plan of a
-run use these numbers.
+Counts the memory of a GPT's training step, and chooses the rows of a micro-batch that fit. The training loop, the
+advice of its out-of-memory errors, and the plan of a run use these numbers.
 
     with torch.device("meta"):
         model = nf.convert(GPT(config), "clover", verbose=False)
@@ -8,18 +8,25 @@ run use these numbers.
     choose(model, 32 * 2**30, [1, 2, 4, 8])[0].flags    # how to train this model on a GPU of 32 GiB
 
 A step has two peaks. The first is at the end of a micro-batch's forward pass, when the loss is computed. The second is
-in the update, when the activations are gone. docs/memory.md explains every number.
+in the update, when the activations are gone. A CUDA graph keeps the activations, so both come together. docs/memory.md
+explains every number.
 """
 
-from collections.abc import Sequence
+import argparse
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+import torch
+import torch.distributed as dist
 from torch import nn
 
+from nanochat_fp4.cli import UserError, format_bytes, is_out_of_memory
+from nanochat_fp4.common import is_ddp_initialized, preserved_rng, print0
+from nanochat_fp4.hardware import gpu_memory, physical_memory
 from nanochat_fp4.models.cross_entropy import CHUNK_ELEMENTS
-from nanochat_fp4.models.gpt import GPT
+from nanochat_fp4.models.gpt import GPT, autocast
 from nanochat_fp4.models.optim import STACK_BYTES, STACK_ELEMENTS
-from nanochat_fp4.models.optim8bit import STATES, STEP_BYTES, state_bytes
+from nanochat_fp4.models.optim8bit import STATES, STEP_BYTES, is_lean, stack_that_fits, state_bytes
 from nanochat_fp4.nvfp4.format import BYTES
 from nanochat_fp4.nvfp4.recipes import Operand, Recipe
 
@@ -27,25 +34,20 @@ SHARE = 0.94  # The fraction of a GPU's memory that tensors may take. Fragments 
 BF16, FP32 = 2.0, 4.0
 # The bytes of each weight of the head while the loss is computed: its gradient twice, and a BF16 copy of the weight.
 HEAD_BYTES = 2 * FP32 + BF16
-# Rounding with error feedback takes so many bytes for each element, and rounds at most so many elements at once (d26 on
-# an H200: 3.65 GiB).
-FEEDBACK_BYTES, FEEDBACK_ELEMENTS = 15.0, 2**28
-# A look at the layers' inputs takes so many bytes for each element of the Gram matrices, which are their new sums, and
-# so many more for each element of the largest one, whose factor is computed (d26 and d32 on an H100).
-LOOK_BYTES, FACTOR_BYTES = 4.0, 28.0
 BF16_RECIPE = Recipe("bf16")  # of layers that are not converted
 GOOD_ROWS = 4  # With fewer rows in a micro-batch a GEMM is too small for a large GPU.
+# Beside a graph's activations Muon updates so few elements at a time: 1.25 GiB, for 5 GiB without graphs.
+GRAPHED_STACK_ELEMENTS = 2**26
 
 
 @dataclass(frozen=True)
 class Memory:
     """A way to train a run, and the bytes that it takes on one GPU, by use.
 
-    - codes are those of the weights, as the products read them, and grams the Gram matrices of error feedback.
+    - codes are those of the weights, as the products read them.
     - activations are those that one micro-batch keeps for its backward pass.
-    - loss is what the loss takes in addition, and update what the largest work between two micro-batches takes: the
-      optimizers' update, rounding with error feedback, or a look at the layers' inputs after the update, when the
-      gradients are gone.
+    - loss is what the loss takes in addition.
+    - update is what the optimizers' update takes, and graphed_update the same beside CUDA graphs.
 
     The CUDA context and the buffers of communication between processes are not counted.
     """
@@ -57,16 +59,25 @@ class Memory:
     gradients: float
     moments: float
     codes: float
-    grams: float
     activations: float
     loss: float
     update: float
+    graphed_update: float
+
+    @property
+    def at_rest(self) -> float:
+        """The bytes between two micro-batches."""
+        return self.weights + self.gradients + self.moments + self.codes
 
     @property
     def peak(self) -> float:
         """The bytes at the larger of both peaks."""
-        at_rest = self.weights + self.gradients + self.moments + self.codes + self.grams
-        return at_rest + max(self.activations + self.loss, self.update)
+        return self.at_rest + max(self.activations + self.loss, self.update)
+
+    @property
+    def graphed_peak(self) -> float:
+        """The bytes at the peak of a step with CUDA graphs."""
+        return self.at_rest + self.activations + self.loss + self.graphed_update
 
     @property
     def flags(self) -> list[str]:
@@ -77,7 +88,7 @@ class Memory:
 
 def operand_bytes(operand: Operand) -> float:
     """Returns the bytes of one element of an operand that is kept for the backward pass."""
-    return BF16 if operand.rounding is None else operand.terms * (BYTES if operand.rounding.element == "e2m1" else 1.0)
+    return BF16 if operand.rounding is None else (BYTES if operand.rounding.element == "e2m1" else 1.0)
 
 
 def _recipes(layer: nn.Module) -> tuple[Recipe, Recipe]:
@@ -127,32 +138,32 @@ def activation_bytes(model: GPT, recompute: str) -> float:
     return total
 
 
-def count(model: GPT, rows: int, state: str = "fp32", recompute: str = "none", seq_len: int = 0) -> Memory:
+def count(
+    model: GPT, rows: int, state: str = "fp32", recompute: str = "none", seq_len: int = 0, processes: int = 1
+) -> Memory:
     """Counts the memory of a step with micro-batches of `rows` rows on a GPU. The model is converted, and may be on
     the meta device.
 
     `seq_len` is the number of tokens in a row, by default the model's. In lean state Muon's stack fills the memory that
-    is free. This function counts a stack of one matrix, which is the smallest one.
+    is free. This function counts a stack of one matrix, which is the smallest one. Several processes send the gradients
+    of all matrices in FP32 before the first is updated.
     """
-    of_state, blocks = state_bytes(model, state, gpu=True), model.transformer.h
-    linears = [m for m in blocks.modules() if isinstance(m, nn.Linear)]
-    codes = sum(m.weight.numel() * max(operand_bytes(r.output.b) for r in _recipes(m)) for m in linears)
-    with_feedback = [m for m in linears if any(r.uses_feedback for r in _recipes(m))]
-    # These layers have the input of c_q.
-    same_input = {m for block in blocks for m in (block.attn.c_k, block.attn.c_v)}
-    grams = [m.in_features**2 for m in with_feedback if m not in same_input]
-    stack = STACK_BYTES * min(STACK_ELEMENTS, sum(m.weight.numel() for m in linears))
+    of_state = state_bytes(model, state, gpu=True)
+    layers = [m for m in model.transformer.h.modules() if isinstance(m, nn.Linear)]
+    sizes = [m.weight.numel() for m in layers]
+    elements = sum(sizes)
+    codes = sum(n * max(operand_bytes(r.output.b) for r in _recipes(m)) for n, m in zip(sizes, layers))
+    sent = FP32 * elements * (1 + 1 / processes) if processes > 1 else 0.0
     if state == "lean":
-        stack = STEP_BYTES * max(m.weight.numel() for m in linears)
-    rounding = FEEDBACK_BYTES * min(FEEDBACK_ELEMENTS, sum(m.weight.numel() for m in with_feedback))
-    look = LOOK_BYTES * sum(grams) + FACTOR_BYTES * max(grams, default=0) - of_state["gradients"]
+        update = graphed_update = STEP_BYTES * max(sizes)
+    else:
+        update, graphed_update = (STACK_BYTES * min(n, elements) for n in (STACK_ELEMENTS, GRAPHED_STACK_ELEMENTS))
     tokens, head = rows * (seq_len or model.config.sequence_len), model.lm_head.weight
     return Memory(
         rows, state, recompute, of_state["weights"], of_state["gradients"], of_state["moments"], codes,
-        grams=2 * BF16 * sum(grams),
         activations=tokens * activation_bytes(model, recompute),
         loss=HEAD_BYTES * head.numel() + BF16 * min(CHUNK_ELEMENTS["cuda"], tokens * len(head)),
-        update=max(stack, rounding, look),
+        update=update + sent, graphed_update=graphed_update + sent,
     )  # fmt: skip
 
 
@@ -198,3 +209,167 @@ def next_lever(model: GPT, rows: int, state: str, seq_len: int = 0) -> str:
             flag = f"--state={other_state}" if other_state != state else f"--recompute={recompute}"
             return f"one more row takes {row:.2f} GiB, and {flag} saves {saved / 2**30:.1f} GiB"
     return f"one more row takes {row:.2f} GiB"
+
+
+def state_now(model: nn.Module) -> str:
+    """Returns the --state of the model's weights."""
+    return "lean" if any(map(is_lean, model.transformer.h.parameters())) else "fp32"
+
+
+def memory_lever(model: nn.Module, rows: int, seq_len: int) -> str:
+    """Returns next_lever of a GPT in its present state, or "" for models whose memory is not counted."""
+    return next_lever(model, rows, state_now(model), seq_len) if isinstance(model, GPT) else ""
+
+
+def graphs_problem(model: nn.Module, rows: int, seq_len: int, processes: int) -> str | None:
+    """Returns the reason why a micro-batch of this model should not be kept as a CUDA graph on this GPU, or None."""
+    if not isinstance(model, GPT):
+        return "the memory of this family of models is not counted"
+    need = count(model, rows, state_now(model), model.recompute, seq_len, processes).graphed_peak
+    total = gpu_memory(model.get_device())[1]
+    if need > SHARE * total:
+        return f"with them a step needs {format_bytes(need)} of {format_bytes(total)}, by count"
+    return None
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The rows of a micro-batch
+
+
+def plan_accumulation(
+    total_batch_size: int, device_batch_size: int, seq_len: int, world_size: int, flag: str = "--device-batch-size"
+) -> int:
+    """Returns the number of micro-batches in a step of total_batch_size tokens. Raises UserError, which names
+    `flag`, if the tokens cannot be divided into micro-batches of this size."""
+    row = seq_len * world_size
+    tokens = device_batch_size * row
+    if tokens <= 0 or total_batch_size < tokens or total_batch_size % tokens:
+        one_row_divides = 0 < row <= total_batch_size and total_batch_size % row == 0
+        other = f"another {flag}" if one_row_divides else "another length of rows"
+        near = f" such as {max(1, round(total_batch_size / tokens)) * tokens}" if tokens > 0 else ""
+        rows = "1 row" if device_batch_size == 1 else f"{device_batch_size} rows"
+        raise UserError(
+            f"--total-batch-size={total_batch_size} is not a multiple of {tokens} tokens ({rows} of {seq_len} on "
+            f"{world_size} device(s)); choose a multiple{near}, or {other}"
+        )
+    return total_batch_size // tokens
+
+
+def parse_device_batch_size(text: str) -> int | str:
+    """The argparse type of --device-batch-size, which is 'auto' or a positive whole number."""
+    if text == "auto":
+        return text
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither 'auto' nor a positive whole number")
+    return int(text)
+
+
+def largest_micro_batch(
+    rows: int, peak_bytes: Callable[[int], int], budget: int, limit: int = 1024, below: int | None = None
+) -> int | None:
+    """
+    Returns the largest number of rows that fits in a micro-batch, or None if not even one row fits. `rows` is the
+    number of rows of this device in a step.
+
+    peak_bytes(size) runs a forward and backward pass of `size` rows and returns the peak of memory in bytes, or runs
+    out of memory. The peak may be at most `budget` bytes. Candidates are the divisors of `rows` up to `limit` and
+    smaller than `below`, so that all micro-batches of a step have the same size.
+
+    Memory is a constant plus a part proportional to the size, and two small passes determine both. A trial then checks
+    the predicted size. While trials fail, the next smaller size is tried.
+    """
+
+    def measure(size: int) -> int | None:
+        try:
+            return peak_bytes(size)
+        except Exception as e:
+            if not is_out_of_memory(e):
+                raise
+            return None
+        finally:
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+
+    sizes = [n for n in range(1, min(rows, limit) + 1) if rows % n == 0 and (below is None or n < below)]
+    measured = {size: measure(size) for size in sizes[:2]}
+    fitting_sizes = [size for size, peak in measured.items() if peak is not None and peak <= budget]
+    if len(fitting_sizes) < 2:
+        return fitting_sizes[0] if fitting_sizes else None
+    (a, peak_a), (b, peak_b) = measured.items()
+    per_row = max(1.0, (peak_b - peak_a) / (b - a))
+    predicted = [size for size in sizes[2:] if peak_b + per_row * (size - b) <= budget]
+    for size in reversed(predicted):
+        peak = measure(size)
+        if peak is not None and peak <= budget:
+            return size
+    return b
+
+
+def try_micro_batch(model: nn.Module, size: int, seq_len: int, dtype: torch.dtype | None = None) -> None:
+    """Computes a forward and backward pass of `size` rows of random tokens. The gradients stay, and the states of
+    the random generators do not change."""
+    device = model.get_device()
+    with preserved_rng(device), autocast(device.type, dtype):
+        tokens = torch.randint(model.config.vocab_size, (size, seq_len), device=device)
+        model(tokens, tokens).backward()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def update_bytes(model: nn.Module) -> int:
+    """Returns the memory that the update itself takes when the activations are gone."""
+    elements = min(STACK_ELEMENTS, sum(p.numel() for p in model.parameters() if p.ndim == 2))
+    lean = state_now(model) == "lean"
+    return STEP_BYTES * min(elements, stack_that_fits(model)) if lean else STACK_BYTES * elements
+
+
+def auto_device_batch_size(
+    model: nn.Module, rows: int, seq_len: int, dtype: torch.dtype | None = None, below: int | None = None
+) -> int:
+    """
+    Returns the largest micro-batch that fits this device, for --device-batch-size=auto. The result is the same on all
+    ranks. Raises UserError if not even one row fits.
+
+    - model: a gpt.GPT that is not compiled. Its gradients are dropped.
+    - rows: the number of rows of a device in a step, of which the size is a divisor
+    - below: the size must be smaller than this number
+
+    On a CPU nothing is tried, because the process would be killed if memory ran out. There the result is at most 32
+    rows, nanochat's default, that take no more than a quarter of the memory by estimate.
+    """
+    device, config = model.get_device(), model.config
+    if device.type == "cuda":
+        free, total = gpu_memory(device)
+        taken_by_others = total - free - torch.cuda.memory_reserved(device)
+        # A trial does not use the gradients of earlier micro-batches, and the moments.
+        of_state = state_bytes(model, state_now(model), gpu=True)
+        budget = int(SHARE * (total - taken_by_others) - of_state["gradients"] - of_state["moments"])
+
+        def peak_bytes(size: int) -> int:
+            torch.cuda.reset_peak_memory_stats(device)
+            in_update = torch.cuda.memory_allocated(device) + update_bytes(model)
+            try:
+                try_micro_batch(model, size, seq_len, dtype)
+                return max(torch.cuda.max_memory_allocated(device), in_update)
+            finally:
+                model.zero_grad(set_to_none=True)
+
+        size = largest_micro_batch(rows, peak_bytes, budget, below=below) or 0
+    else:
+        budget = physical_memory() // 4
+        row_bytes = 4 * seq_len * (40 * config.n_layer * config.n_embd + 4 * config.vocab_size)
+        candidates = [n for n in range(1, min(rows, 32) + 1) if rows % n == 0 and (below is None or n < below)]
+        size = max((n for n in candidates if n == 1 or n * row_bytes <= budget), default=0)
+    if is_ddp_initialized():
+        smallest = torch.tensor(size, device=device)
+        dist.all_reduce(smallest, op=dist.ReduceOp.MIN)
+        size = int(smallest)
+    lever = memory_lever(model, max(size, 1), seq_len)
+    if size == 0:
+        raise UserError(
+            f"not even one row fits into the {format_bytes(budget)} that are left for it; "
+            f"{lever or 'lower --max-seq-len or --depth, or use a device with more memory'}"
+        )
+    if device.type == "cuda" and lever:
+        print0(f"micro-batch: {size} rows of {seq_len} tokens; by count, {lever}")
+    return size

@@ -51,8 +51,9 @@ class TrainingStep:
         """Returns the context in which passes compute with this step's dtype."""
         return autocast(self.device.type, self.dtype)
 
-    def drop_graphs(self) -> None:
-        """Gives back memory that is kept between steps. This class keeps none."""
+    def drop_graphs(self) -> bool:
+        """Gives back the memory of CUDA graphs, and returns whether there were any. This class has none."""
+        return False
 
     def synchronize(self) -> None:
         """Waits until the GPU has done all work, for measurements of time."""

@@ -77,7 +77,7 @@ from nanochat_fp4.training.checkpoint_manager import (
     save_checkpoint,
 )
 from nanochat_fp4.training.load_model import checkpoint_folder, load_weights, register_recipes
-from nanochat_fp4.training.micro_batch import auto_device_batch_size, memory_lever
+from nanochat_fp4.training.memory import auto_device_batch_size, memory_lever
 from nanochat_fp4.training.startup import Phases, rare_collections
 from nanochat_fp4.training.step import Batch, TrainingStep
 from nanochat_fp4.training.telemetry import layer_telemetry, name_nonfinite, summarize_telemetry
@@ -690,6 +690,7 @@ class Trainer:
     def first_bad_layer(self) -> str:
         """Computes the micro-batches of the step again, and returns the source of the first number that is not
         finite."""
+        self.training_step.drop_graphs()  # A pass without graphs needs the memory of their activations.
         place = ""
         for batch, rng in self.replay:
 
@@ -753,15 +754,16 @@ class Trainer:
     def out_of_memory(self, before: tuple) -> UserError:
         """Saves the run if possible. Returns the error that ends the run, which names the micro-batch that fits."""
         self.replay, self.batch = [], None
-        self.training_step.drop_graphs()
+        graphed = self.training_step.drop_graphs()
         self.model.zero_grad(set_to_none=True)
         # In the middle of an update, only some of the weights may be updated.
         saved, rows = not self.updating and self.save(*before), self.rows
         try:
             fitting_rows = auto_device_batch_size(
-                self.model, rows * self.micro_batches, self.seq_len, self.training_step.dtype, below=rows
+                self.model, rows * self.micro_batches, self.seq_len, self.training_step.dtype, below=rows + graphed
             )
-            advice = f"--device-batch-size={fitting_rows} fits (the batch of a step stays the same)"
+            size = "no-cuda-graph" if fitting_rows == rows else f"device-batch-size={fitting_rows}"
+            advice = f"--{size} fits (the batch of a step stays the same)"
         except UserError:
             advice = "no smaller batch fits either"
         lever = memory_lever(self.model, rows, self.seq_len)

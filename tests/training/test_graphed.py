@@ -1,4 +1,4 @@
-"""--cuda-graph: bits with and without graphs, on a CPU with recorded operators in the place of CUDA's graphs."""
+"""CUDA graphs: bits with and without graphs, on a CPU with recorded operators in the place of CUDA's graphs."""
 
 import pytest
 import torch
@@ -88,3 +88,26 @@ def test_memory_that_ends_in_a_capture_is_not_another_error(recorded, monkeypatc
     monkeypatch.setattr(torch.cuda, "graph", capture)
     with pytest.raises(torch.OutOfMemoryError):
         trained(RecordedStep, "cpu", "clover", 2, FEW)
+
+
+def test_what_a_step_keeps_is_given_back_when_memory_ends_in_the_update(recorded):
+    """The advice is computed afterwards, and would say that no smaller batch fits."""
+    kinds = []
+
+    class Ending(RecordedStep):
+        def update(self):
+            kinds.append(self.captured is not None)
+            if len(kinds) == 4:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            super().update()
+
+    made = []
+
+    def kind(*args, **kwargs):
+        made.append(Ending(*args, **kwargs))
+        return made[-1]
+
+    with pytest.raises(torch.OutOfMemoryError):
+        trained(kind, "cpu", "clover", 2, FEW)
+    assert kinds == [False, True, True, True]
+    assert made[0].drop_graphs() and not made[0].drop_graphs() and made[0].captured is None

@@ -15,7 +15,7 @@ from nanochat_fp4.common import get_rng_state, preserved_rng, resolve_method, se
 from nanochat_fp4.evaluation.metrics import LossMonitor, MetricsLog, read_jsonl
 from nanochat_fp4.models.gpt import GPT, GPTConfig
 from nanochat_fp4.models.optim import gradient_norm, lr_multiplier, muon_momentum, weight_decay_at
-from nanochat_fp4.training.micro_batch import (
+from nanochat_fp4.training.memory import (
     auto_device_batch_size,
     largest_micro_batch,
     parse_device_batch_size,
