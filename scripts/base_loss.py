@@ -99,9 +99,9 @@ def evaluate(args: argparse.Namespace, device: torch.device, rank: int, world_si
     def bpb(split: str, what: str) -> float:
         text = Text(data_dir, args.text_column)
         loader = text_batches(tokenizer, args.device_batch_size, sequence_len, split, text, device, num_rows=num_rows)
-        batches = Progress(loader, steps, desc=f"{split} bpb, {what}", unit="batch")
-        with autocast(device.type), nf.quantize_weights_once(model):
-            measured = evaluate_bpb(model, batches, steps, token_bytes)
+        progress = Progress(total=steps, desc=f"{split} bpb, {what}", unit="batch")
+        with progress, autocast(device.type), nf.quantize_weights_once(model):
+            measured = evaluate_bpb(model, loader, steps, token_bytes, progress.update)
         return float(check_finite(torch.tensor(measured), model, "bits per byte"))
 
     key = key_of(model, tokenizer) | {

@@ -203,9 +203,9 @@ class Export:
         token_bytes = get_token_bytes(device=self.device)
 
         def bpb(model: torch.nn.Module, what: str) -> None:
-            watched = Progress(batches, desc=f"bits per byte, {what}", unit="batch")
-            with nf.quantize_weights_once(model):
-                measured[what] = evaluate_bpb(model, watched, len(batches), token_bytes)
+            progress = Progress(total=len(batches), desc=f"bits per byte, {what}", unit="batch")
+            with progress, nf.quantize_weights_once(model):
+                measured[what] = evaluate_bpb(model, batches, len(batches), token_bytes, progress.update)
             print0(f"bits per byte, {what}: {measured[what]:.4f}")
 
         measured: dict[str, float] = {}
