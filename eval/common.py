@@ -1,14 +1,14 @@
 """What several benchmarks share: loading rows, the wording of a multiple-choice question, and reading the final number
 of an answer."""
 
+import functools
 import os
 import re
 from collections.abc import Sequence
 from typing import Any
 
-from nanochat_fp4.data import needs
-from nanochat_fp4.data.chat_data import Source, Task
-from nanochat_fp4.data.rows import Check, load_rows
+from nanochat_fp4.data.chat_data import Task
+from nanochat_fp4.data.sources import Check, Source, load_rows
 
 
 def resolve_eval_dir(flag: str | os.PathLike | None) -> str | None:
@@ -30,11 +30,14 @@ class RowTask(Task):
         return len(self.rows)
 
 
+EVAL_FOLDER = "NANOCHAT_EVAL_DIR=folder (eval/README.md says which files)"
+
+
 def source_of(name: str, task: type[RowTask], subset: str, split: str, eval_dir: str | None, **kwargs: Any) -> Source:
-    """Returns a part of a mixture that is made of a published split. It names this split as a need, for a plan. kwargs
-    are passed to the task."""
-    make = lambda: task(subset, split, eval_dir=eval_dir, **kwargs)  # noqa: E731
-    return Source(name, make, [needs.rows(task.dataset, subset, split, eval_dir, make)])
+    """Returns a part of a mixture that is made of a published split. kwargs are passed to the task."""
+    folder = resolve_eval_dir(eval_dir)
+    make = functools.partial(task, subset, split, eval_dir=folder, **kwargs)
+    return Source(name, make, "" if folder else task.dataset, EVAL_FOLDER)
 
 
 def one_of(what: str, value: str, allowed: Sequence[str]) -> None:

@@ -13,7 +13,8 @@ from typing import Any
 from eval.common import LETTERS, message_pair, render_mc, same_final_number, same_letter
 from eval.humaneval import extract_program
 from eval.spellingbee import SpellingBee
-from nanochat_fp4.data.chat_data import LOCAL_IDENTITY, LOCAL_WORDS, CustomJSON, DrawnTask, SimpleSpelling, Source
+from nanochat_fp4.data.chat_data import LOCAL_IDENTITY, LOCAL_WORDS, CustomJSON, DrawnTask, SimpleSpelling
+from nanochat_fp4.data.sources import Source
 from nanochat_fp4.evaluation.execution import execute_code
 
 NAMES = ("Ada", "Ben", "Cleo", "Dan", "Eva", "Finn", "Gina", "Hugo", "Ida", "Jan")

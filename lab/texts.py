@@ -12,17 +12,18 @@ The cropped part is not read, in this epoch or another. Long documents in short 
 """
 
 import argparse
+import contextlib
 import io
 import random
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 from lab.study.sweep_runs import data_key
 from nanochat_fp4.cli import ArgumentParser, UserError, run_main
 from nanochat_fp4.common import print0
-from nanochat_fp4.data.dataloader import Text, cropped, text_batches
-from nanochat_fp4.data.dataset import open_shards
-from nanochat_fp4.data.shards import cut_text, new_folder
+from nanochat_fp4.data.dataloader import Documents, cropped, packed_rows
+from nanochat_fp4.data.text import cut_text, open_text
 from nanochat_fp4.data.tokenizer import get_tokenizer
 
 # The shards of each text, by its data_key: the name of a shard -> the shard of CORPUS or CODE that it is a copy of.
@@ -47,6 +48,21 @@ GROUP = 1024  # The number of documents in a row group.
 # The number of documents of a shard that are tokenized to find its characters per token, and the length of the shortest
 # piece as a share of the longest.
 SAMPLE, SHORTEST_PIECE = 1000, 0.25
+
+
+@contextlib.contextmanager
+def new_folder(path: Path) -> Iterator[Path]:
+    """Makes a temporary folder that becomes `path` when the block ends, so that a folder of that name is always
+    complete."""
+    tmp = path.with_name(path.name + ".tmp")
+    shutil.rmtree(tmp, ignore_errors=True)  # A killed process may have left it.
+    tmp.mkdir(parents=True)
+    try:
+        yield tmp
+        shutil.rmtree(path, ignore_errors=True)
+        tmp.rename(path)
+    finally:
+        shutil.rmtree(tmp, ignore_errors=True)
 
 
 def make(name: str, corpus: Path, code: Path, out: Path) -> None:
@@ -84,22 +100,23 @@ def parquet(texts: list[str]) -> bytes:
 def epoch(tokenizer, data_dir: str, T: int) -> tuple[int, str]:
     """Measures an epoch of shuffled documents. Returns (the number of tokens that rows of T tokens train on before the
     text begins again, the end of a sentence on what they crop)."""
-    text = Text(data_dir, data_seed=1, shuffle_documents=True)
-    position = next(p for _, _, p in text_batches(tokenizer, 64, T, "train", text, "cpu") if p["epoch"] > 1)
+    source = Documents(tokenizer, T, open_text("train", data_dir), seed=1, shuffle=True)
+    position = next(position for _, _, position in packed_rows(source, 64, "cpu") if position["epoch"] > 1)
     return position["row"] * T, cropped(position, T)
 
 
 def cut(tokenizer, data_dir: str, out: Path, T: int) -> None:
     """Writes each shard of data_dir to the folder `out`, with its documents cut into pieces of at most about T
     tokens."""
-    for shard in [*open_shards("train", data_dir), *open_shards("val", data_dir)]:
+    for shard in [*open_text("train", data_dir), *open_text("val", data_dir)]:
         texts = [text for k in range(len(shard.rows)) for text in shard.read(k)]
         sample = texts[:SAMPLE]
         tokens = sum(map(len, tokenizer.encode(sample)))
         longest = max(2, int(0.98 * T * sum(map(len, sample)) / max(1, tokens)))
-        name = Path(shard.path).name
+        name = shard.name
         rng = random.Random(name)
         pieces = [p for text in texts for p in cut_text(text, rng, max(1, int(SHORTEST_PIECE * longest)), longest)]
+        pieces = [piece.strip("\n") for piece in pieces if piece.strip()]
         (out / name).write_bytes(parquet(pieces))
         print0(f"{name}: {len(texts):,} documents, {len(pieces):,} pieces of at most {longest} characters")
 

@@ -11,6 +11,7 @@ the bundle the program ends with an error.
 
 import argparse
 import contextlib
+import functools
 from os.path import expanduser
 from pathlib import Path
 from typing import Any
@@ -18,9 +19,9 @@ from typing import Any
 import torch
 
 import nanochat_fp4 as nf
-from nanochat_fp4.cli import ArgumentParser, run_main
+from nanochat_fp4.cli import ArgumentParser, require, run_main
 from nanochat_fp4.common import get_base_dir, joined_processes, print0
-from nanochat_fp4.data.needs import Need, base_dir, file_or_url, package
+from nanochat_fp4.data.sources import Source
 from nanochat_fp4.evaluation.core_metric import EVAL_BUNDLE_URL, evaluate_model, find_bundle, read_all_questions
 from nanochat_fp4.evaluation.kept import Kept, key_of
 from nanochat_fp4.evaluation.report import get_report
@@ -42,13 +43,14 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def needs(args: argparse.Namespace) -> list[Need]:
+def needs(args: argparse.Namespace) -> list[Source]:
     """Returns the inputs that this stage needs, for a plan: the eval bundle, and the package that reads it."""
-    folder = Path(args.bundle_dir) if args.bundle_dir else base_dir() / "eval_bundle"
-    url = "" if args.bundle_dir else EVAL_BUNDLE_URL
+    folder = Path(args.bundle_dir) if args.bundle_dir else Path(get_base_dir()) / "eval_bundle"
+    url = "" if args.bundle_dir or folder.exists() else EVAL_BUNDLE_URL
     remedy = f"unpack {EVAL_BUNDLE_URL} into {folder.parent}, or CORE_ARGS=--bundle-dir=folder"
-    read = lambda: read_all_questions(args.bundle_dir, args.max_per_task)  # noqa: E731
-    return [file_or_url("the eval bundle", remedy, folder, url, read, vital=True), package("yaml", "CORE")]
+    read = functools.partial(read_all_questions, args.bundle_dir, args.max_per_task)
+    package = Source("the package yaml for CORE", functools.partial(require, "yaml"))
+    return [Source("the eval bundle", read, url, remedy, vital=True), package]
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -19,9 +19,9 @@ import torch
 import nanochat_fp4 as nf
 from nanochat_fp4.cli import ArgumentParser, UserError, run_main
 from nanochat_fp4.common import get_base_dir, joined_processes, print0, resolve_method
-from nanochat_fp4.data.dataloader import Text, evaluation_rows, text_batches
-from nanochat_fp4.data.dataset import add_data_arguments, ensure_data, list_parquet_files, validation_text
-from nanochat_fp4.data.shards import digest_of, text_column
+from nanochat_fp4.data.dataloader import Documents, evaluation_rows, packed_rows
+from nanochat_fp4.data.dataset import add_data_arguments, ensure_data, validation_text
+from nanochat_fp4.data.text import open_text
 from nanochat_fp4.data.tokenizer import get_token_bytes
 from nanochat_fp4.evaluation.kept import Kept, key_of
 from nanochat_fp4.evaluation.loss_eval import evaluate_bpb
@@ -96,9 +96,11 @@ def evaluate(args: argparse.Namespace, device: torch.device, rank: int, world_si
 
     num_rows, steps = evaluation_rows(args.split_tokens, args.device_batch_size, sequence_len, world_size)
 
+    text = {split: open_text(split, data_dir, args.text_column) for split in ("train", "val")}
+
     def bpb(split: str, what: str) -> float:
-        text = Text(data_dir, args.text_column)
-        loader = text_batches(tokenizer, args.device_batch_size, sequence_len, split, text, device, num_rows=num_rows)
+        source = Documents(tokenizer, sequence_len, text[split])
+        loader = packed_rows(source, args.device_batch_size, device, num_rows=num_rows)
         progress = Progress(total=steps, desc=f"{split} bpb, {what}", unit="batch")
         with progress, autocast(device.type), nf.quantize_weights_once(model):
             measured = evaluate_bpb(model, loader, steps, token_bytes, progress.update)
@@ -108,8 +110,7 @@ def evaluate(args: argparse.Namespace, device: torch.device, rank: int, world_si
         "rows": num_rows,
         "steps": steps,
         "batch": (args.device_batch_size, world_size),  # It counts because the rows of a batch share tensor scales.
-        "text": [digest_of(path) for path in list_parquet_files(data_dir)],
-        "column": text_column(args.text_column),
+        "text": [(part.digest(), part.column) for parts in text.values() for part in parts],
     }
     folder = checkpoint_folder("base", model_tag) if model_tag else Path(get_base_dir()) / "base_loss"
     kept = Kept(folder, step, key)
@@ -134,10 +135,10 @@ def evaluate(args: argparse.Namespace, device: torch.device, rank: int, world_si
     lines |= {key.replace("_bpb_bf16", " BPB, BF16 forward").replace("_bpb", " BPB"): v for key, v in results.items()}
     section = "Base model loss"
     section += f" of {name}" if args.hf_path else f", {method} forward" if args.method else ""
-    text = {"val_text": validation_text(data_dir, args.text_column), "tokens": args.split_tokens}
+    validated = {"val_text": validation_text(data_dir, args.text_column), "tokens": args.split_tokens}
     # The report's val BPB of a run is that of its own forward pass.
     event = "other_forward" if args.method else "base_loss"
-    kept.finish(event, **{key.removeprefix("val_"): v for key, v in results.items()}, **text, samples=samples)
+    kept.finish(event, **{key.removeprefix("val_"): v for key, v in results.items()}, **validated, samples=samples)
     get_report(model_tag).log(section, [lines])
 
 

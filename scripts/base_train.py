@@ -32,8 +32,9 @@ from nanochat_fp4.cli import (
     run_main,
 )
 from nanochat_fp4.common import announce, print0, resolve_method
-from nanochat_fp4.data.dataloader import Batches, Text, evaluation_rows, text_batches
-from nanochat_fp4.data.dataset import ensure_data, open_shards, validation_text
+from nanochat_fp4.data.dataloader import Batches, Documents, evaluation_rows, packed_rows
+from nanochat_fp4.data.dataset import ensure_data, how_often, validation_text
+from nanochat_fp4.data.text import open_text
 from nanochat_fp4.data.tokenizer import RustBPETokenizer, get_token_bytes, get_tokenizer
 from nanochat_fp4.evaluation import report
 from nanochat_fp4.evaluation.core_metric import evaluate_model
@@ -153,8 +154,9 @@ class BaseTraining(Trainer):
         self.choose_micro_batch(args, process.world_size)
         self.divide(args.compile if args.compile is not None else process.device.type == "cuda")
         self.announce(plan)
-        self.text = Text(self.data_dir, data_seed=args.data_seed, shuffle_documents=args.shuffle_documents)
-        self.val_text = Text(shards=open_shards("val", self.data_dir))
+        self.text, self.val_text = (open_text(split, self.data_dir) for split in ("train", "val"))
+        if line := how_often(self.text, tokenizer, args.total_batch_size * self.num_steps):
+            print0(line)
         self.num_rows, self.eval_steps = evaluation_rows(args.eval_tokens, self.rows, self.seq_len, process.world_size)
         self.eval_tokens, self.token_bytes = self.num_rows * self.seq_len, get_token_bytes(device=self.device)
         options = PretrainingOptions(**{f.name: getattr(args, f.name) for f in fields(PretrainingOptions)})
@@ -244,8 +246,9 @@ class BaseTraining(Trainer):
         )
 
     def batches(self, position: Any) -> Batches:
-        how = {"micro_batches": self.micro_batches * self.process.world_size, "position": position}
-        return text_batches(self.tokenizer, self.rows, self.seq_len, "train", self.text, self.device, **how)
+        order = self.args.data_seed, self.args.shuffle_documents
+        source, of_step = Documents(self.tokenizer, self.seq_len, self.text, *order), self.process.world_size
+        return packed_rows(source, self.rows, self.device, of_step * self.micro_batches, position)
 
     def evaluate(self, last: bool) -> dict[str, float]:
         """Measures the bits per byte of the validation text with the method's own forward pass, and in BF16 (FP32 on a
@@ -262,8 +265,8 @@ class BaseTraining(Trainer):
         return {"val_bpb": bpb, "val_bpb_bf16": bpb_bf16}
 
     def bits_per_byte(self, forward: Any) -> float:
-        what = self.tokenizer, self.rows, self.seq_len, "val", self.val_text, self.device
-        batches = text_batches(*what, num_rows=self.num_rows)
+        source = Documents(self.tokenizer, self.seq_len, self.val_text)
+        batches = packed_rows(source, self.rows, self.device, num_rows=self.num_rows)
         with self.training_step.autocast():
             batches = self.process.signals.watch(batches, self.device)
             batches = self.progress.meanwhile(batches, self.eval_steps, "evaluation")

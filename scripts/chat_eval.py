@@ -24,7 +24,7 @@ import torch
 
 import nanochat_fp4 as nf
 from eval.arc import ARC
-from eval.common import resolve_eval_dir
+from eval.common import EVAL_FOLDER, resolve_eval_dir
 from eval.gsm8k import GSM8K
 from eval.humaneval import HumanEval
 from eval.local import LocalArithmetic, LocalChoice, LocalCode
@@ -33,10 +33,8 @@ from eval.run import Score, run_task
 from eval.spellingbee import SpellingBee
 from nanochat_fp4.cli import ArgumentParser, UserError, one_line, parse_finite, run_main
 from nanochat_fp4.common import joined_processes, print0
-from nanochat_fp4.data import needs as needed
-from nanochat_fp4.data.chat_data import Task
-from nanochat_fp4.data.needs import Need
-from nanochat_fp4.data.rows import MissingDataError
+from nanochat_fp4.data.chat_data import WORD_LIST_URL, Task
+from nanochat_fp4.data.sources import MissingDataError, Source
 from nanochat_fp4.evaluation.execution import SandboxError, describe_sandbox
 from nanochat_fp4.evaluation.kept import Kept, key_of
 from nanochat_fp4.evaluation.report import get_report
@@ -106,37 +104,35 @@ def chosen_tasks(names: str | None) -> list[str]:
     return list(dict.fromkeys(chosen))
 
 
-def needs(args: argparse.Namespace) -> list[Need]:
+def needs(args: argparse.Namespace) -> list[Source]:
     """Returns the inputs that the chosen tasks need, for a plan. They are not marked as vital, because --allow-missing
     leaves out a task whose rows are missing. The sandbox is vital."""
-    rows = {
-        "ARC-Easy": (ARC.dataset, "ARC-Easy"),
-        "ARC-Challenge": (ARC.dataset, "ARC-Challenge"),
-        "MMLU": (MMLU.dataset, "all"),
-        "GSM8K": (GSM8K.dataset, "main"),
-        "HumanEval": (HumanEval.dataset, "openai_humaneval"),
+    datasets = {
+        "ARC-Easy": ARC.dataset,
+        "ARC-Challenge": ARC.dataset,
+        "MMLU": MMLU.dataset,
+        "GSM8K": GSM8K.dataset,
+        "HumanEval": HumanEval.dataset,
+        "SpellingBee": WORD_LIST_URL,
     }
     names = chosen_tasks(args.task_name)
+    folder = resolve_eval_dir(args.eval_dir)
     found = [
-        needed.rows(*rows[name], "test", args.eval_dir, functools.partial(TASKS[name], args.eval_dir))
-        for name in names
-        if name in rows
+        Source(n, functools.partial(TASKS[n], folder), "" if folder else datasets[n], EVAL_FOLDER)
+        for n in names
+        if n in datasets
     ]
-    found += [needed.words(args.eval_dir)] if "SpellingBee" in names else []
     if code := [name for name in names if name in RUNS_CODE]:
-        found.append(
-            Need("a sandbox", f"leave out {' and '.join(code)} (EVAL_ARGS=-a ...)", sandbox_problem, vital=True)
-        )
+        found.append(Source("a sandbox", find_sandbox, "", f"leave out {' and '.join(code)} (EVAL_ARGS=-a ...)", True))
     return found
 
 
-def sandbox_problem() -> str | None:
-    """Returns the reason why code cannot be run in a sandbox here, or None."""
+def find_sandbox() -> None:
+    """Raises UserError if code cannot be run in a sandbox here."""
     try:
         describe_sandbox()
     except SandboxError as e:
-        return one_line(e)
-    return None
+        raise UserError(one_line(e)) from e
 
 
 def check_flags(args: argparse.Namespace, sequence_len: int | None = None, processes: int = 1) -> None:

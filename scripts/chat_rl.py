@@ -31,8 +31,9 @@ from eval.local import LocalArithmetic
 from eval.run import longest_prompt
 from nanochat_fp4.cli import ArgumentParser, UserError, parse_finite, run_main
 from nanochat_fp4.common import is_ddp_initialized, mean_over_ranks
-from nanochat_fp4.data.chat_data import Source, describe_sources, load_sources
-from nanochat_fp4.data.chat_loader import rollouts
+from nanochat_fp4.data.chat_data import describe_sources, load_sources
+from nanochat_fp4.data.dataloader import rollouts
+from nanochat_fp4.data.sources import Source
 from nanochat_fp4.data.tokenizer import without_end
 from nanochat_fp4.generation.engine import Engine
 from nanochat_fp4.nvfp4.contexts import per_token_scale
@@ -118,8 +119,10 @@ class ChatRL(LaterStage):
         self.rows, self.seq_len = B, self.model.config.sequence_len
         self.micro_batches = samples // B * (examples // process.world_size)
         train_part = source(args, "train")
-        self.task = load_sources([train_part], False, "training").tasks[0]
-        self.val_task = load_sources([source(args, "test")], False, "validation").tasks[0]
+        val_part = source(args, "test")
+        for part, what in ((train_part, "training"), (val_part, "validation")):
+            load_sources([part], False, what)
+        self.task, self.val_task = train_part.task, val_part.task
         self.longest = longest_prompt(self.model, args.max_new_tokens)  # A longer prompt is cut, as in chat_eval.
         self.sources, self.conversations = describe_sources([train_part]), len(self.task)
         self.num_steps = steps_of_epochs(args, self.conversations, "problems", "--examples-per-step", examples)

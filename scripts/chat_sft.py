@@ -26,11 +26,9 @@ from eval.spellingbee import SpellingBee
 from nanochat_fp4.cli import ArgumentParser, UserError, run_main
 from nanochat_fp4.common import mean_over_ranks
 from nanochat_fp4.data import chat_data
-from nanochat_fp4.data import needs as needed
-from nanochat_fp4.data.chat_data import CustomJSON, SimpleSpelling, SmolTalk, Source
-from nanochat_fp4.data.chat_loader import padded_conversations
-from nanochat_fp4.data.dataloader import Batches
-from nanochat_fp4.data.needs import Need
+from nanochat_fp4.data.chat_data import SimpleSpelling, identity, smoltalk, words_source
+from nanochat_fp4.data.dataloader import Batches, padded_conversations
+from nanochat_fp4.data.sources import Source
 from nanochat_fp4.parallel import unsharded
 from nanochat_fp4.signals import StopRequested
 from nanochat_fp4.training.flags import (
@@ -70,25 +68,22 @@ def train_sources(args: argparse.Namespace) -> list[Source]:
     """Returns the mixture of conversations for training."""
     if args.data == "local":
         return training_sources(choice=500, arithmetic=500, code=200, spelling=300, bee=300)
-    conversations = needed.smoltalk(args.sft_dir, "SFT_ARGS=--sft-dir")
-    identity, words = [needed.identity_conversations()], [needed.words(args.eval_dir)]
-    smoltalk = "SmolTalk" if not args.sft_dir else f"conversations of {args.sft_dir} in place of SmolTalk"
+    eval_dir = resolve_eval_dir(args.eval_dir)
     return [
         source_of("ARC-Easy", ARC, "ARC-Easy", "train", args.eval_dir),
         source_of("ARC-Challenge", ARC, "ARC-Challenge", "train", args.eval_dir),
         source_of("GSM8K", GSM8K, "main", "train", args.eval_dir),
-        Source(smoltalk, lambda: SmolTalk("train", sft_dir=args.sft_dir, stop=10_000), conversations),
-        Source("identity conversations", lambda: CustomJSON(chat_data.identity_conversations()), identity),
-        Source("SimpleSpelling", lambda: SimpleSpelling(size=300, eval_dir=args.eval_dir), words),
-        Source("SpellingBee", lambda: SpellingBee(size=300, eval_dir=args.eval_dir), words),
+        smoltalk("train", args.sft_dir, "SFT_ARGS=--sft-dir", stop=10_000),
+        identity(),
+        words_source("SimpleSpelling", SimpleSpelling, eval_dir, size=300),
+        words_source("SpellingBee", SpellingBee, eval_dir, size=300),
     ]
 
 
-def needs(args: argparse.Namespace) -> list[Need]:
-    """Returns the inputs that the mixtures for training, validation and metrics need, for a plan."""
+def needs(args: argparse.Namespace) -> list[Source]:
+    """Returns the mixtures for training, validation and metrics, for a plan."""
     check_conversations(args)
-    sources = [*train_sources(args), *val_sources(args), *metric_sources(args)]
-    return [need for source in sources for need in source.needs]
+    return [*train_sources(args), *val_sources(args), *metric_sources(args)]
 
 
 def batches(args: argparse.Namespace, processes: int, most: int = 4) -> int:
@@ -122,7 +117,7 @@ def val_sources(args: argparse.Namespace) -> list[Source]:
     """Returns the conversations for the validation loss."""
     if args.data == "local":
         return [Source("Local-Arithmetic", lambda: LocalArithmetic(size=200, split="test"))]
-    return [Source("SmolTalk", lambda: SmolTalk("test", sft_dir=args.sft_dir))]
+    return [smoltalk("test", args.sft_dir, "SFT_ARGS=--sft-dir")]
 
 
 def metric_sources(args: argparse.Namespace) -> list[Source]:

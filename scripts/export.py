@@ -27,8 +27,9 @@ import nanochat_fp4 as nf
 from nanochat_fp4.cli import ArgumentParser, UserError, require, run_main
 from nanochat_fp4.common import joined_processes, print0
 from nanochat_fp4.data import tokenizer_files
-from nanochat_fp4.data.dataloader import Text, text_batches
+from nanochat_fp4.data.dataloader import Documents, packed_rows
 from nanochat_fp4.data.dataset import ensure_data
+from nanochat_fp4.data.text import open_text
 from nanochat_fp4.data.tokenizer import get_token_bytes
 from nanochat_fp4.evaluation.loss_eval import evaluate_bpb
 from nanochat_fp4.export import folder, gguf_file, huggingface, verify
@@ -126,8 +127,8 @@ class Export:
     def batches(self, split: str, tokens: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Returns batches of (inputs, targets) with about so many tokens, and at least one batch."""
         rows, length = self.args.device_batch_size, self.model.config.sequence_len
-        text = Text(ensure_data(self.args.data_dir))
-        loader = text_batches(self.tokenizer, rows, length, split, text, self.device)
+        source = Documents(self.tokenizer, length, open_text(split, ensure_data(self.args.data_dir)))
+        loader = packed_rows(source, rows, self.device)
         return [(x, y) for (x, y, _), _ in zip(loader, range(max(1, round(tokens / (rows * length)))))]
 
     def validation_texts(self) -> list[str]:

@@ -24,11 +24,9 @@ from eval.spellingbee import SpellingBee
 from nanochat_fp4.cli import ArgumentParser, run_main
 from nanochat_fp4.common import print0
 from nanochat_fp4.data import chat_data
-from nanochat_fp4.data import needs as needed
-from nanochat_fp4.data.chat_data import LOCAL_WORDS, CustomJSON, SimpleSpelling, SmolTalk, Source
-from nanochat_fp4.data.chat_loader import packed_conversations
-from nanochat_fp4.data.dataloader import Batches, evaluation_rows
-from nanochat_fp4.data.needs import Need
+from nanochat_fp4.data.chat_data import LOCAL_WORDS, SimpleSpelling, identity, smoltalk, words_source
+from nanochat_fp4.data.dataloader import Batches, Conversations, evaluation_rows, packed_rows
+from nanochat_fp4.data.sources import Source
 from nanochat_fp4.data.tokenizer import get_token_bytes
 from nanochat_fp4.evaluation.loss_eval import evaluate_bpb
 from nanochat_fp4.models.gpt import batch_scale
@@ -71,25 +69,23 @@ def train_sources(args: argparse.Namespace) -> list[Source]:
     """Returns the mixture of conversations for training."""
     if args.data == "local":
         return training_sources(choice=2000, arithmetic=2000, code=500, spelling=2000, bee=1000)
-    conversations = needed.smoltalk(args.sft_dir, "MID_ARGS=--sft-dir")
-    identity, words = [needed.identity_conversations()], [needed.words(args.eval_dir)]
-    smoltalk = "SmolTalk" if not args.sft_dir else f"conversations of {args.sft_dir} in place of SmolTalk"
+    eval_dir = resolve_eval_dir(args.eval_dir)
     return [
-        Source(smoltalk, lambda: SmolTalk("train", sft_dir=args.sft_dir), conversations),
+        smoltalk("train", args.sft_dir, "MID_ARGS=--sft-dir"),
         source_of("MMLU auxiliary_train", MMLU, "auxiliary_train", "train", args.eval_dir),
         source_of("GSM8K", GSM8K, "main", "train", args.eval_dir),
         # These are listed twice, for two epochs of them.
-        Source("identity conversations", lambda: CustomJSON(chat_data.identity_conversations()), identity),
-        Source("identity conversations", lambda: CustomJSON(chat_data.identity_conversations()), identity),
-        Source("SimpleSpelling", lambda: SimpleSpelling(size=200_000, eval_dir=args.eval_dir), words),
-        Source("SpellingBee", lambda: SpellingBee(size=80_000, eval_dir=args.eval_dir), words),
+        identity(),
+        identity(),
+        words_source("SimpleSpelling", SimpleSpelling, eval_dir, size=200_000),
+        words_source("SpellingBee", SpellingBee, eval_dir, size=80_000),
     ]
 
 
-def needs(args: argparse.Namespace) -> list[Need]:
-    """Returns the inputs that the mixtures for training and validation need, for a plan."""
+def needs(args: argparse.Namespace) -> list[Source]:
+    """Returns the mixtures for training and validation, for a plan."""
     check_conversations(args)
-    return [need for source in (*train_sources(args), *val_sources(args)) for need in source.needs]
+    return [*train_sources(args), *val_sources(args)]
 
 
 def batches(args: argparse.Namespace, sequence_len: int, processes: int, most: int = 32) -> tuple[int, int, int]:
@@ -123,7 +119,7 @@ def val_sources(args: argparse.Namespace) -> list[Source]:
             Source("SpellingBee (local words)", lambda: SpellingBee(size=100, split="test", words=LOCAL_WORDS)),
         ]
     return [
-        Source("SmolTalk", lambda: SmolTalk("test", sft_dir=args.sft_dir)),
+        smoltalk("test", args.sft_dir, "MID_ARGS=--sft-dir"),
         # The limits give these the same proportions as in the training mixture.
         source_of("MMLU", MMLU, "all", "test", args.eval_dir, stop=5200),
         source_of("GSM8K", GSM8K, "main", "test", args.eval_dir, stop=420),
@@ -170,14 +166,15 @@ class MidTraining(LaterStage):
         self.record_batches({"total_batch_size": args.total_batch_size, "max_seq_len": self.seq_len})
 
     def batches(self, position: Any) -> Batches:
-        how = {"micro_batches": self.micro_batches * self.process.world_size, "position": position}
-        return packed_conversations(self.dataset, self.tokenizer, self.rows, self.seq_len, self.device, **how)
+        conversations = Conversations(self.dataset, self.tokenizer, self.seq_len)
+        micro_batches = self.micro_batches * self.process.world_size
+        return packed_rows(conversations, self.rows, self.device, micro_batches, position)
 
     def evaluate(self, last: bool) -> dict[str, float]:
         if not due(self.args.eval_every, self.step, last):
             return {}
-        where = self.tokenizer, self.rows, self.seq_len, self.device
-        batches = packed_conversations(self.val_dataset, *where, num_rows=self.num_rows)
+        conversations = Conversations(self.val_dataset, self.tokenizer, self.seq_len)
+        batches = packed_rows(conversations, self.rows, self.device, num_rows=self.num_rows)
         with self.evaluating(), self.training_step.autocast():
             batches = self.process.signals.watch(batches, self.device)
             batches = self.progress.meanwhile(batches, self.eval_steps, "evaluation")

@@ -33,11 +33,9 @@ import torch
 import nanochat_fp4 as nf
 from nanochat_fp4.cli import ArgumentParser, UserError, run_main, switched_on
 from nanochat_fp4.common import default_base_dir, load_recipes, set_cpu_threads
-from nanochat_fp4.data.corpus import files_below
-from nanochat_fp4.data.dataset import DATASET, MAX_SHARD, SHARD_BYTES, check_own_data, ensure_data, list_parquet_files
-from nanochat_fp4.data.download import file_problem
-from nanochat_fp4.data.needs import look_for
-from nanochat_fp4.data.shards import index_to_filename
+from nanochat_fp4.data.dataset import DATASET, MAX_SHARD, SHARD_BYTES, ensure_data, found_data, index_to_filename
+from nanochat_fp4.data.sources import hub_url, look_for, url_problem
+from nanochat_fp4.data.text import survey
 from nanochat_fp4.data.tokenizer import SPECIAL_TOKENS
 from nanochat_fp4.evaluation.metrics import read_jsonl
 from nanochat_fp4.files import atomic_write
@@ -82,7 +80,7 @@ MEASURED_STEPS = 20  # A run's speed counts when it has made so many steps.
 FAR = 2  # An estimate for a model that is so many times larger or smaller than those that were timed says so.
 # A shard of FineWeb-Edu has 250M characters, and a token 4.8. Best-fit packing crops 35% of the text away. A tenth more
 # is downloaded than is needed. Of own text nothing is known before it is read; a token has some 4 bytes.
-SHARD_TOKENS, SPARE, OWN_BYTES = 250e6 / 4.8 * 0.65, 1.1, 4
+SHARD_TOKENS, SPARE = 250e6 / 4.8 * 0.65, 1.1
 # On a CPU the later stages take as long as the base training and OTHER_STEPS steps of it (dev/LOG.md).
 OTHER_STEPS, PROBE_STEPS, PROBE_SECONDS = 60, 4, 20
 # What a forward pass keeps on a CPU, in FP32, for each token, block and column: 32 to 53 were measured of d2 and d6.
@@ -438,21 +436,21 @@ def later_words(s: Settings, processes: int, look: bool) -> tuple[dict[str, list
             needs[kind] = script.needs(args[kind])
             if kind != "core":  # whose flags stand alone
                 script.check_flags(args[kind], int(s.values["SEQ_LEN"]), processes)
-    found = {m.what: m for m in look_for([need for of in needs.values() for need in of])} if look else {}
+    found = {m.name: m for m in look_for([need for of in needs.values() for need in of])} if look else {}
     for kind in s.later:
-        asked = dict.fromkeys(need.what for need in needs[kind])
-        lacks = [found[what] for what in asked if what in found]
+        asked = dict.fromkeys(need.name for need in needs[kind])
+        lacks = [found[name] for name in asked if name in found]
         if not lacks or "--allow-missing" in words[kind]:
             continue
         reasons: dict[str, list[str]] = {}
         for m in lacks:
-            reasons.setdefault(m.why, []).append(m.what)
+            reasons.setdefault(m.missing, []).append(m.name)
         more = {reason: f" and {len(what) - 2} more" if len(what) > 2 else "" for reason, what in reasons.items()}
         why = "; ".join(f"{', '.join(what[:2])}{more[reason]}: {reason}" for reason, what in reasons.items())
         to_have = f"To have it: {'; '.join(dict.fromkeys(m.remedy for m in lacks))}"
         if s.environment.get("STAGES"):
             raise UserError(f"STAGES asks for {kind}, which needs {why}. {to_have}; or leave it out")
-        rows, what = [m for m in lacks if m.what != "a sandbox"], "goes without a part"
+        rows, what = [m for m in lacks if m.name != "a sandbox"], "goes without a part"
         if len(rows) < len(lacks):
             tasks = [n for n in chat_eval.chosen_tasks(args[kind].task_name) if n not in chat_eval.RUNS_CODE]
             words[kind].append(f"--task-name={'|'.join(tasks)}")
@@ -649,14 +647,13 @@ class Plan:
         s = self.s
         if s.data_dir or not self.here:
             if self.here:  # Text that cannot be trained on ends here.
-                (check_own_data if s.plan_only else ensure_data)(s.data_dir)
+                (survey if s.plan_only else ensure_data)(s.data_dir)
             return ("folder" if s.data_dir else "hub"), "", 0
-        with contextlib.suppress(UserError):  # There may be none yet.
-            shards = list_parquet_files()
-            if Path(shards[0]).parent.name == "base_data":
-                return "shards", "", len(shards)
+        if (folder := found_data()) and Path(folder).name == "base_data":
+            return "shards", "", len(survey(folder).train)
+        if folder:
             return "embedded", "built before; for FineWeb-Edu: python -m nanochat_fp4.data.dataset -n 8", 0
-        why = file_problem(DATASET, index_to_filename(0))
+        why = url_problem(hub_url(DATASET, index_to_filename(0)))
         return ("embedded" if why else "hub"), why or "", 0
 
     def find_tokenizer(self) -> int | None:
@@ -778,17 +775,10 @@ def of_text(plan: Plan) -> Iterator[str]:
     s, held = plan.s, 0.0
     if plan.text == "folder":
         yield f"{s.data_dir} (DATA_DIR)"
-        if plan.here:  # What is read of a folder, and what is not: files and bytes.
-            folder, files = Path(s.data_dir).expanduser(), check_own_data(s.data_dir)
-            read = set(files_below(folder)) if folder.is_dir() else {folder}
-            others = [file for file in folder.rglob("*") if file.is_file() and file not in read]
-            yield f"{len(read)} files are read, {sum(file.stat().st_size for file in read):,} bytes"
-            if others:
-                kinds = ", ".join(sorted({file.suffix or file.name for file in others})[:6])
-                size = sum(file.stat().st_size for file in others)
-                yield f"NOT READ: {len(others)} files of other kinds ({kinds}), {size:,} bytes"
-            plain = not any(file.suffix.lower() in (".gz", ".parquet") for file in files)
-            held = sum(file.stat().st_size for file in files) / OWN_BYTES * plain
+        if plan.here:
+            found = survey(s.data_dir)
+            yield str(found)
+            held = found.tokens or 0
     elif plan.text == "embedded":
         yield f"the embedded corpus, which is small ({plan.why_text})"
     else:

@@ -121,7 +121,7 @@ def hub(monkeypatch, files):
     The disk has room, whatever the real one has."""
     from huggingface_hub import constants
 
-    from nanochat_fp4.data import dataset, download
+    from nanochat_fp4.data import dataset
 
     prefix = f"/datasets/{dataset.DATASET}/resolve/main/"
     server = Server({prefix + name: content for name, content in files.items()})
@@ -129,8 +129,9 @@ def hub(monkeypatch, files):
     monkeypatch.setenv("HF_ENDPOINT", server.url(""))
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)  # conftest set it before the import
-    monkeypatch.setattr(download, "BACKOFF_SECONDS", 0)
+    dataset.url_problem.cache_clear()
     monkeypatch.setattr(shutil, "disk_usage", lambda path: types.SimpleNamespace(free=10**12))
     with contextlib.closing(server):
         yield server
         server.shutdown()
+    dataset.url_problem.cache_clear()

@@ -13,7 +13,8 @@ import torch
 
 from lab.study import sweep, sweep_runs, sweep_scheduler
 from nanochat_fp4.common import print0
-from nanochat_fp4.data.dataloader import Text, text_batches
+from nanochat_fp4.data.dataloader import Documents, packed_rows
+from nanochat_fp4.data.text import open_text
 from nanochat_fp4.files import atomic_write
 from nanochat_fp4.training.load_model import build_model
 
@@ -93,7 +94,8 @@ def trained_model(context: Context, size: str) -> tuple[Any, str, str]:
     device = torch.device("cpu" if where.devices == ["cpu"] else "cuda")
     with sweep_scheduler.base_directory(where.folder):
         model, tokenizer, _ = build_model(checkpoints / run.tag, None, device, "train")
-        x, y, _ = next(text_batches(tokenizer, 4, model.config.sequence_len, "val", Text(where.data_dir), device))
+        source = Documents(tokenizer, model.config.sequence_len, open_text("val", where.data_dir))
+        x, y, _ = next(packed_rows(source, 4, device))
     # Everything is computed in FP32. BF16 would round activations and gradients, which limits the measured errors from
     # below.
     return (model.float(), x, y), run.tag, where.data_dir

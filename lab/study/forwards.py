@@ -20,8 +20,9 @@ import nanochat_fp4 as nf
 from lab.study.sweep_scheduler import base_directory
 from nanochat_fp4.cli import ArgumentParser, UserError, run_main, table
 from nanochat_fp4.common import add_recipes_argument, autodetect_device_type, print0
-from nanochat_fp4.data.dataloader import Text, text_batches
+from nanochat_fp4.data.dataloader import Documents, packed_rows
 from nanochat_fp4.data.dataset import ensure_data
+from nanochat_fp4.data.text import open_text
 from nanochat_fp4.data.tokenizer import get_token_bytes
 from nanochat_fp4.evaluation.loss_eval import evaluate_bpb
 from nanochat_fp4.files import atomic_write
@@ -57,7 +58,7 @@ def evaluate(tag: str, args: argparse.Namespace, device: torch.device, data_dir:
         raise UserError(f"--eval-tokens={args.eval_tokens} is less than a batch of {rows * length}; raise it")
 
     def batches(split: str):
-        return text_batches(tokenizer, rows, length, split, Text(data_dir), device)
+        return packed_rows(Documents(tokenizer, length, open_text(split, data_dir)), rows, device)
 
     def look() -> None:
         for _, (x, *_) in zip(range(GRAM_BATCHES), batches("train")):

@@ -13,6 +13,7 @@ from pathlib import Path
 import nanochat_fp4 as nf
 from lab.recipes import RECIPES
 from nanochat_fp4.cli import UserError
+from nanochat_fp4.data.text import survey
 from nanochat_fp4.models import llama
 from nanochat_fp4.nvfp4.methods import METHODS
 from nanochat_fp4.nvfp4.phases import MethodPlan
@@ -326,6 +327,7 @@ def labels(methods: Iterable[str]) -> list[str]:
 
 
 def data_key(data_dir: str) -> str:
-    """Returns a hash of the names and sizes of a folder's shards. It does not depend on where the folder is."""
-    shards = sorted((p.name, p.stat().st_size) for p in Path(data_dir).glob("*.parquet"))
-    return hashlib.sha256(json.dumps(shards).encode()).hexdigest()[:12]
+    """Returns a hash of the names and sizes of the files of a text. It does not depend on where the folder is."""
+    files = survey(data_dir).files if Path(data_dir).exists() else []
+    named = sorted((path.name, path.stat().st_size) for path in files)
+    return hashlib.sha256(json.dumps(named).encode()).hexdigest()[:12]

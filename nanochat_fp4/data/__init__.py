@@ -1,6 +1,6 @@
-"""The way of text and conversations to a model: shards, tokenizer, rows and batches.
+"""The way of text and conversations to a model: files, documents, tokens, rows.
 
-dataset chooses the text, and dataloader makes batches of it. shards, corpus, shuffled and download serve these two.
-chat_data and chat_loader serve the later stages, and rows reads published datasets. Modules of this folder may import
+dataset chooses the text, text opens it, and sources reads files and downloads. tokenizer and tokenizer_files have the
+tokens, chat_data the conversations, and dataloader makes the batches of all stages. Modules of this folder may import
 the flat modules of nanochat_fp4, and nothing else of this project.
 """

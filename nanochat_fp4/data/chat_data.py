@@ -5,19 +5,24 @@ A task is a list of conversations {"messages": [{"role", "content"}, ...], ...}.
 also judges answers. Order and content are nanochat's, so a mixture here is the same as nanochat's mixture.
 """
 
-import bisect
-import itertools
+import functools
 import os
 import random
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nanochat_fp4.cli import UserError, one_line
-from nanochat_fp4.common import announce, get_base_dir, print0
-from nanochat_fp4.data.download import download_file_with_lock
-from nanochat_fp4.data.rows import MissingDataError, load_rows, read_folder, read_jsonl, read_lines
+from nanochat_fp4.cli import UserError
+from nanochat_fp4.common import announce, print0
+from nanochat_fp4.data.sources import (
+    MissingDataError,
+    Source,
+    download_file_with_lock,
+    load_rows,
+    read_folder,
+    rows_of,
+)
 from nanochat_fp4.data.tokenizer import checked_messages
 from nanochat_fp4.files import git_hash
 
@@ -107,18 +112,15 @@ class TaskMixture(Task):
 
     def __init__(self, tasks: Sequence[Task], **kwargs: Any):
         super().__init__(**kwargs)
-        self.tasks = list(tasks)
-        self.ends = list(itertools.accumulate(len(task) for task in self.tasks))
-        self.order = list(range(self.num_examples()))
-        random.Random(MIXTURE_SEED).shuffle(self.order)
+        self.places = [(task, i) for task in tasks for i in range(len(task))]
+        random.Random(MIXTURE_SEED).shuffle(self.places)
 
     def num_examples(self) -> int:
-        return self.ends[-1] if self.ends else 0
+        return len(self.places)
 
     def get_example(self, index: int) -> dict[str, Any]:
-        index = self.order[index]
-        which = bisect.bisect_right(self.ends, index)
-        return self.tasks[which][index - (self.ends[which - 1] if which else 0)]
+        task, i = self.places[index]
+        return task[i]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -134,6 +136,9 @@ def conversation_problem(conversation: Any) -> str | None:
     return None
 
 
+SMOLTALK = "HuggingFaceTB/smol-smoltalk"
+
+
 class SmolTalk(Task):
     """
     The dataset HuggingFaceTB/smol-smoltalk of general conversations (460K in train, 24K in test). Some conversations
@@ -147,11 +152,8 @@ class SmolTalk(Task):
         super().__init__(**kwargs)
         if split not in ("train", "test"):
             raise ValueError(f"SmolTalk has the splits train and test, not {split!r}")
-        if sft_dir:
-            self.rows = read_folder(sft_dir, "", split, conversation_problem, flag="--sft-dir")
-        else:
-            name = "HuggingFaceTB/smol-smoltalk"
-            self.rows = load_rows(name, None, split, check=conversation_problem, flag="--sft-dir")
+        read = functools.partial(read_folder, sft_dir, "") if sft_dir else functools.partial(load_rows, SMOLTALK, None)
+        self.rows = read(split, check=conversation_problem, flag="--sft-dir")
 
     def num_examples(self) -> int:
         return len(self.rows)
@@ -160,27 +162,19 @@ class SmolTalk(Task):
         return {"messages": self.rows[index]["messages"]}
 
 
-class CustomJSON(Task):
+class CustomJSON(SmolTalk):
     """The conversations of a JSONL file, in which a line is a list of messages or {"messages": [...]}. Raises
     UserError for a conversation that cannot be trained on, and for a file without any."""
 
     def __init__(self, filepath: str | os.PathLike, **kwargs: Any):
-        super().__init__(**kwargs)
-        self.conversations = []
-        path = Path(filepath)
-        for where, row in read_jsonl(path):
-            conversation = row if isinstance(row, dict) else {"messages": row}
-            if problem := conversation_problem(conversation):
-                raise UserError(f"{path}, {where}: {problem}; correct the file")
-            self.conversations.append(conversation["messages"])
-        if not self.conversations:
-            raise UserError(f"{path} holds no conversation; write one list of messages a line")
-
-    def num_examples(self) -> int:
-        return len(self.conversations)
-
-    def get_example(self, index: int) -> dict[str, Any]:
-        return {"messages": self.conversations[index]}
+        Task.__init__(self, **kwargs)
+        self.rows = []
+        for place, row in rows_of(Path(filepath)):
+            self.rows.append(row if isinstance(row, dict) else {"messages": row})
+            if problem := conversation_problem(self.rows[-1]):
+                raise UserError(f"{filepath}, {place}: {problem}; correct the file")
+        if not self.rows:
+            raise UserError(f"{filepath} holds no conversation; write one list of messages a line")
 
 
 IDENTITY_URL = "https://karpathy-public.s3.us-west-2.amazonaws.com/identity_conversations.jsonl"
@@ -195,18 +189,7 @@ def identity_conversations() -> str:
 
     Another file under this name is used as it is. Raises MissingDataError if the download fails.
     """
-    name = "identity_conversations.jsonl"
-    remedy = f"put a JSONL file of conversations at {os.path.join(get_base_dir(), name)}"
-    return _downloaded(IDENTITY_URL, name, CustomJSON, "the identity conversations", remedy)
-
-
-def _downloaded(url: str, name: str, check: Callable[[str], Any], what: str, remedy: str) -> str:
-    """Returns the path of a small file in the base directory, which is downloaded if it does not exist. Raises
-    MissingDataError if the download fails."""
-    try:
-        return download_file_with_lock(url, name, check, deadline=120, timeout=10, attempts=2, limit=64 << 20)
-    except UserError as e:
-        raise MissingDataError(f"{what} cannot be downloaded ({one_line(e)[:150]}); {remedy}") from e
+    return download_file_with_lock(IDENTITY_URL, "identity_conversations.jsonl", CustomJSON)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -232,13 +215,12 @@ def load_words(eval_dir: str | os.PathLike | None = None) -> list[str]:
     the list cannot be had, and UserError if it is empty.
     """
     if eval_dir:
-        path = os.path.join(eval_dir, "words", "words_alpha.txt")
-        if not os.path.isfile(path):
+        path = Path(eval_dir, "words/words_alpha.txt")
+        if not path.exists():
             raise MissingDataError(f"{path} is missing; put {WORD_LIST_URL} there, or leave out --eval-dir")
     else:
-        remedy = "give a folder that has words/words_alpha.txt with --eval-dir"
-        path = _downloaded(WORD_LIST_URL, "words_alpha.txt", _check_words, "the word list", remedy)
-    words = [line.strip() for _, line in read_lines(Path(path))]
+        path = Path(download_file_with_lock(WORD_LIST_URL, "words_alpha.txt", _check_words))
+    words = "".join(row["text"] for _, row in rows_of(path, column="text")).split()
     if not words:
         raise UserError(f"{path} is empty; get it again from {WORD_LIST_URL}")
     return words
@@ -312,19 +294,29 @@ class SimpleSpelling(DrawnTask):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Mixtures of the available sources
+# Sources of mixtures
 
 
-@dataclass
-class Source:
-    """One part of a mixture. make() loads it, and a plan looks for its needs before the first step (data/needs.py).
-    `missing` is the reason why it was left out, if it was."""
+def smoltalk(split: str, sft_dir: str | None, flag: str, **kwargs: Any) -> Source:
+    """Returns the source of a split of SmolTalk, or of the conversations in sft_dir. `flag` is the flag with which a
+    user names such a folder."""
+    name = f"conversations of {sft_dir} in place of SmolTalk" if sft_dir else "SmolTalk"
+    make = functools.partial(SmolTalk, split, sft_dir=sft_dir, **kwargs)
+    remedy = f"{flag}=folder with train.jsonl and test.jsonl"
+    return Source(name, make, "" if sft_dir else SMOLTALK, remedy, vital=True)
 
-    name: str
-    make: Callable[[], Task]
-    needs: Sequence[Any] = ()
-    task: Task | None = None
-    missing: str | None = None
+
+def identity() -> Source:
+    """Returns the source of nanochat's conversations about itself."""
+    make = lambda: CustomJSON(identity_conversations())  # noqa: E731
+    return Source("identity conversations", make, IDENTITY_URL)
+
+
+def words_source(name: str, task: Callable[..., Task], eval_dir: str | None, **kwargs: Any) -> Source:
+    """Returns the source of a task that draws from the list of words."""
+    make = functools.partial(task, eval_dir=eval_dir, **kwargs)
+    remedy = f"NANOCHAT_EVAL_DIR=folder with {WORD_LIST_URL} as words/words_alpha.txt"
+    return Source(name, make, "" if eval_dir else WORD_LIST_URL, remedy)
 
 
 def load_sources(sources: list[Source], allow_missing: bool, what: str) -> TaskMixture:
@@ -346,12 +338,7 @@ def load_sources(sources: list[Source], allow_missing: bool, what: str) -> TaskM
 def describe_sources(sources: list[Source]) -> dict[str, str]:
     """Returns a line for each source by its name: the number of its rows, or why it is missing. Rows of a source
     that is given twice are added up."""
-    lines: dict[str, str] = {}
-    rows: dict[str, int] = {}
+    rows = Counter()
     for source in sources:
-        if source.task is None:
-            lines[source.name] = f"left out: {source.missing}"
-        else:
-            rows[source.name] = rows.get(source.name, 0) + len(source.task)
-            lines[source.name] = f"{rows[source.name]:,} conversations"
-    return lines
+        rows[source.name] += len(source.task or ())
+    return {s.name: f"{rows[s.name]:,} conversations" if s.task else f"left out: {s.missing}" for s in sources}

@@ -1,14 +1,17 @@
 """
-Batches of packed rows, for pre-training and mid-training. Any number of processes computes the same micro-batches, and
-resumes them exactly.
+Batches of all stages. They are endless and deterministic, and a position resumes them exactly. Any number of processes
+computes the same micro-batches.
 
-A row of T+1 tokens takes the longest buffered document that fits, again and again. When none fits, one fills the row.
-There is no padding. This best fit is nanochat's. Each document begins with the BOS token, and so does each row.
+- packed_rows(Documents(...)) in pre-training and packed_rows(Conversations(...)) in mid-training have packed rows of
+  T+1 tokens. A row takes the longest buffered document that fits, again and again. When none fits, one fills the row.
+  There is no padding. This best fit is nanochat's. Each document begins with the BOS token, and so does each row.
+- padded_conversations (SFT) has one padded conversation in each row. Only the tokens of the assistant count.
+- rollouts (RL) has the model's own answers to a problem.
 
-The rows of a run are numbered, and row k is row k // LANES of packer k % LANES. A step takes the next rows of the run.
-They are dealt to its micro-batches one by one, as far as the packers allow: with stride = gcd(micro-batches of a step,
-LANES), a micro-batch has every stride-th row. Rank r of W computes the micro-batches r, r + W, r + 2 W, ... For 4
-packers and steps of 2 micro-batches of 4 rows:
+The packed rows of a run are numbered, and row k is row k // LANES of packer k % LANES. A step takes the next rows of
+the run. They are dealt to its micro-batches one by one, as far as the packers allow: with stride = gcd(micro-batches of
+a step, LANES), a micro-batch has every stride-th row. Rank r of W computes the micro-batches r, r + W, r + 2 W, ... For
+4 packers and steps of 2 micro-batches of 4 rows:
 
     row          0  1  2  3   4  5  6  7 |  8  9 10 11  12 13 14 15 |
     packer       0  1  2  3   0  1  2  3 |  0  1  2  3   0  1  2  3 |   row % 4
@@ -26,12 +29,11 @@ small (some 20 KB) and can be stored as JSON. Every rank has its own, and join_p
 
 import bisect
 import functools
+import hashlib
+import json
 import math
-import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -40,13 +42,18 @@ from torch import Tensor
 
 from nanochat_fp4.cli import UserError, one_line
 from nanochat_fp4.common import get_dist_info, print0
-from nanochat_fp4.data.dataset import open_shards
-from nanochat_fp4.data.shards import Shard, Stored, in_random_order
+from nanochat_fp4.data.chat_data import Task
+from nanochat_fp4.data.text import Shard, Stored, in_random_order
+from nanochat_fp4.data.tokenizer import without_end
 
 LANES = 8  # The number of packers. With 1, 2, 4 or 8 processes none is shared.
 VERSION = 2  # The version of a position.
+IGNORE = -1  # A target with this value does not count in the loss.
+CONTENT_SAMPLES = 256
 
-Batches = Iterator[tuple[Tensor, Tensor, dict[str, Any]]]
+Position = dict[str, Any]
+Batches = Iterator[tuple[Tensor, Tensor, Position]]
+Device = torch.device | str
 
 
 def evaluation_rows(tokens: int, B: int, T: int, world_size: int) -> tuple[int, int]:
@@ -54,6 +61,35 @@ def evaluation_rows(tokens: int, B: int, T: int, world_size: int) -> tuple[int, 
     each process takes."""
     rows = max(1, tokens // T)
     return rows, -(-rows // (B * world_size))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Positions
+
+
+def check_position(position: Any, about: dict[str, Any]) -> None:
+    """Raises UserError unless a position (None for the beginning) is of a loader that `about` describes."""
+    if not isinstance(position, dict | None):
+        raise UserError("the data position in the checkpoint is damaged; resume from an older checkpoint")
+    for key, value in about.items() if position is not None else ():
+        if position.get(key) != value:
+            with_what = "the release" if key == "version" else "the text and the flags"
+            remedy = f"resume with {with_what} that the run began with, or start a new run"
+            raise UserError(f"the data position does not fit: {key} was {position.get(key)}, is {value}; {remedy}")
+
+
+def join_positions(positions: list[Position]) -> Position:
+    """Returns one position for any number of ranks, from those that the ranks saved at the same step, in any order.
+    Raises UserError if they do not belong together."""
+    joined, of_a_rank = dict(positions[0]), ("lanes", "epoch", "consumed")
+    problems = [k for k in joined if k not in of_a_rank and any(p.get(k) != joined[k] for p in positions)]
+    if "lanes" in joined:
+        joined["lanes"] = {n: state for position in positions for n, state in position["lanes"].items()}
+        problems += ["a rank is missing"] * (len(joined["lanes"]) < LANES)
+    if problems:
+        why = ", ".join(problems)
+        raise UserError(f"the ranks' data positions do not belong together ({why}); resume from another checkpoint")
+    return joined
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -69,9 +105,9 @@ class Packer:
     """
     Best fit over the groups lane, lane + LANES, ... of `source`, whose groups count on through the epochs.
 
-    A source has T, `buffer` (the number of documents to hold back), `refill` (the number to tokenize at a time),
-    read(g), which returns the documents of a group, and encode(documents), which returns int32 arrays with the BOS
-    token in front. If no buffered document fits, source.filler(keys) fills the row, and the rest of it is not used. If
+    A source has T, `buffer` (the number of documents to hold back), `refill` (the number to tokenize at a time), and
+    tokens(g, i, count), which returns the tokens of documents i, i + 1, ... of group g with the BOS token in front, as
+    int32 arrays. If no buffered document fits, source.filler(keys) fills the row, and the rest of it is not used. If
     the source is `whole`, everything is used: T tokens of a longer document are a piece for themselves, and the rest of
     a filler becomes a piece again, each with another BOS token.
 
@@ -82,22 +118,17 @@ class Packer:
 
     def __init__(self, source: Any, lane: int, state: dict[str, Any] | None = None):
         self.source, self.g, self.i = source, lane, 0  # The document to be read next.
-        self.documents: list[Any] | None = None  # The documents of group g, or None until they are needed.
         self.keys: list[tuple[int, int, int, int]] = []
-        self.pieces: list[np.ndarray] = []  # The pieces of the same keys in the same order, int32.
+        self.pieces: list[np.ndarray] = []  # The pieces of the same keys in the same order.
         self.used = [0, 0, 0]  # Of what is in rows: documents, their tokens, and how many of these were not cropped.
-        if state is None:
-            return
-        (self.g, self.i), (documents, tokens, kept) = state["next"], state["used"]
-        self.used, places = [documents, tokens, kept], sorted(map(tuple, state["buffer"]))
-        if self.g % LANES != lane or min(self.g, self.i, *(n for place in places for n in place)) < 0:
-            raise ValueError(f"it is not of packer {lane}")
-        for g, group in groupby(places, key=lambda place: place[0]):
-            texts, of_group = source.read(g), list(group)
-            numbers = sorted({i for _, i, _, _ in of_group})
-            encoded = dict(zip(numbers, source.encode([texts[i] for i in numbers])))
-            for _, i, first, length in of_group:
-                self.insert(part(encoded[i], first, length), g, i, first)
+        if state is not None:
+            (self.g, self.i), (documents, tokens, kept) = state["next"], state["used"]
+            self.used = [documents, tokens, kept]
+            if self.g % LANES != lane or min(self.g, self.i, *(n for place in state["buffer"] for n in place)) < 0:
+                raise ValueError(f"it is not of packer {lane}")
+            for g, i, first, length in state["buffer"]:
+                (document,) = source.tokens(g, i, 1)
+                self.insert(part(document, first, length), g, i, first)
 
     def insert(self, piece: np.ndarray, g: int, i: int, first: int) -> None:
         key = (len(piece), g, i, first)
@@ -107,18 +138,12 @@ class Packer:
 
     def refill(self) -> None:
         """Reads the next documents into the buffer."""
-        while self.documents is None or self.i >= len(self.documents):
-            if self.documents is not None:
-                self.g, self.i = self.g + LANES, 0
-            self.documents = self.source.read(self.g)
-        batch, T = self.source.encode(self.documents[self.i : self.i + self.source.refill]), self.source.T
-        for i, document in enumerate(batch, self.i):
-            if self.source.whole:
-                for first in range(0, max(1, len(document) - 1), T):
-                    self.insert(part(document, first, T + 1), self.g, i, first)
-            else:
-                self.insert(document, self.g, i, 0)
-        self.i += len(batch)
+        documents = self.source.tokens(self.g, self.i, self.source.refill)
+        for i, document in enumerate(documents, self.i):
+            longest = self.source.T if self.source.whole else len(document)
+            for first in range(0, max(1, len(document) - 1), longest):
+                self.insert(part(document, first, longest + 1), self.g, i, first)
+        self.g, self.i = (self.g, self.i + len(documents)) if documents else (self.g + LANES, 0)
 
     def next_row(self) -> np.ndarray:
         """Packs one row, int32 (T+1,)."""
@@ -127,10 +152,9 @@ class Packer:
             while len(self.keys) < self.source.buffer:
                 self.refill()
             fitting = bisect.bisect_left(self.keys, (room + 1,))
-            if fitting:  # Of the longest pieces that fit, the first to arrive.
-                place = bisect.bisect_left(self.keys, (self.keys[fitting - 1][0],))
-            else:
-                place = self.source.filler(self.keys)
+            # Of the longest pieces that fit, the first to arrive.
+            longest = bisect.bisect_left(self.keys, (self.keys[fitting - 1][0],))
+            place = longest if fitting else self.source.filler(self.keys)
             (length, g, i, first), piece = self.keys.pop(place), self.pieces.pop(place)
             row.append(piece[:room])
             kept = len(row[-1])
@@ -147,54 +171,47 @@ class Packer:
 
 
 def packed_rows(
-    source: Any,
-    B: int,
-    device: str | torch.device,
-    micro_batches: int | None = None,
-    position: dict[str, Any] | None = None,
-    num_rows: int | None = None,
-    ranks: tuple[int, int] | None = None,
+    source: Any, B: int, device: Device, micro_batches: int = 0, position: Position | None = None, num_rows: int = 0
 ) -> Batches:
     """
     Packs the rows of a source (see Packer) for ever, and returns an iterator over (inputs, targets, position).
 
     inputs and targets are int64 (B, T) on `device`, and targets are inputs shifted by one. Copies to a GPU do not
-    block. The position is that after the step; with it the rows of the next step come first.
+    block. The position is that after the step; with it the rows of the next step come first. For the log it says how
+    far this rank has read at least ("epoch", from 1), and the number of documents in the rows of all ranks, divided
+    among the ranks ("consumed").
 
     - micro_batches: the number of micro-batches of a step, over all processes. It is a multiple of their number, and by
       default equal to it.
-    - num_rows: the targets of rows with this number in the run or a larger one are -1, so that they do not count
-    - ranks: (rank, world size), by default of this process
+    - num_rows: the targets of rows with this number in the run or a larger one are -1, so that they do not count. 0
+      means that all rows count.
 
     Raises UserError for a position that is of another text, and ValueError for the other arguments.
     """
-    rank, world_size = ranks or get_dist_info()[1::2]
+    _, rank, _, world_size = get_dist_info()
     M, T = micro_batches or world_size, source.T
     if M % world_size or min(B, T) < 1:
         raise ValueError(f"{M} micro-batches of {B} x {T} tokens cannot be dealt to {world_size} processes")
     stride, apart = math.gcd(M, LANES), math.gcd(world_size, LANES)
     check_position(position, source.about)
-    first, epoch, states = 0, 1, dict.fromkeys(map(str, range(LANES)))
     try:
-        if position is not None:
-            first, epoch, states = position["row"], position["epoch"], position["lanes"]
-        lanes = range(rank % apart, LANES, apart)
-        packers = {n: Packer(source, n, states[str(n)]) for n in lanes}
+        position = position or {"row": 0, "epoch": 1, "lanes": dict.fromkeys(map(str, range(LANES)))}
+        lanes = {n: Packer(source, n, position["lanes"][str(n)]) for n in range(rank % apart, LANES, apart)}
+        first, epoch = position["row"], position["epoch"]
         if first < 0 or first % stride:
             raise ValueError(f"row {first} does not begin a step")
-    except (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError) as e:
+    except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as e:
         problem = f"the data position is damaged or of another rank ({type(e).__name__}: {one_line(e)[:80]})"
         raise UserError(f"{problem}; resume from an older checkpoint") from e
 
-    def pack(first: int) -> tuple[dict[int, np.ndarray], dict[str, Any]]:
-        rows = {k: packers[k % LANES].next_row() for k in range(first, first + M * B) if k % LANES in packers}
-        groups = [packer.g for packer in packers.values() if packer.i] or [0]
-        used = sum(packer.used[0] for packer in packers.values())
+    def pack(first: int) -> tuple[dict[int, np.ndarray], Position]:
+        rows = {k: lanes[k % LANES].next_row() for k in range(first, first + M * B) if k % LANES in lanes}
+        begun = [packer.g for packer in lanes.values() if packer.i] or [0]
         return rows, source.about | {
             "row": first + M * B,
-            "lanes": {str(n): packer.state() for n, packer in packers.items()},
-            "epoch": 1 + min(groups) // len(source),  # from 1; how far this rank has read at least
-            "consumed": used * apart / world_size,  # the sum over the ranks is the number of documents in all rows
+            "lanes": {str(n): packer.state() for n, packer in lanes.items()},
+            "epoch": 1 + min(begun) // source.groups_of_an_epoch,
+            "consumed": sum(packer.used[0] for packer in lanes.values()) * apart / world_size,
         }
 
     def batches(first: int, epoch: int) -> Batches:
@@ -203,27 +220,25 @@ def packed_rows(
             while True:
                 rows, position = job.result()
                 job = ahead.submit(pack, position["row"])
-                if position["epoch"] > epoch == 1 and source.says_again:
+                if position["epoch"] > epoch == 1 and micro_batches:  # An evaluation reads its text again each time.
                     print0(f"the text begins again after about {position['row'] * T:,} tokens{cropped(position, T)}")
                 epoch = position["epoch"]
                 for m in range(rank, M, world_size):
-                    turn, offset = divmod(m, stride)
-                    start = first + turn * stride * B + offset
+                    start = first + m // stride * stride * B + m % stride
                     numbers = range(start, start + stride * B, stride)
                     batch = torch.from_numpy(np.stack([rows[k] for k in numbers])).long()
                     # clone copies, while contiguous() of a single row would be a view.
                     inputs, targets = batch[:, :-1].contiguous(), batch[:, 1:].clone()
-                    if num_rows is not None:
-                        targets[[k >= num_rows for k in numbers]] = -1
+                    targets[[0 < num_rows <= k for k in numbers]] = IGNORE
                     if torch.device(device).type == "cuda":
                         inputs, targets = inputs.pin_memory(), targets.pin_memory()
-                    yield *(t.to(device, non_blocking=True) for t in (inputs, targets)), position
+                    yield inputs.to(device, non_blocking=True), targets.to(device, non_blocking=True), position
                 first = position["row"]
 
     return batches(first, epoch)
 
 
-def cropped(position: dict[str, Any], T: int) -> str:
+def cropped(position: Position, T: int) -> str:
     """Returns the end of a sentence that says how much of the documents in the rows of a position was cropped away, or
     "" if nothing was."""
     _, tokens, kept = (sum(counts) for counts in zip(*(lane["used"] for lane in position["lanes"].values())))
@@ -231,136 +246,209 @@ def cropped(position: dict[str, Any], T: int) -> str:
     return f"; rows of {T + 1:,} tokens crop away {share:.0%} of their documents" if share else ""
 
 
-def check_position(position: Any, about: dict[str, Any]) -> None:
-    """Raises UserError unless a position (None for the beginning) is of a loader that `about` describes."""
-    if position is None:
-        return
-    if not isinstance(position, dict):
-        raise UserError("the data position in the checkpoint is damaged; resume from an older checkpoint")
-    for key, value in about.items():
-        if position.get(key) != value:
-            remedy = "resume with the text and the flags that the run began with, or start a new run"
-            if key == "version":
-                remedy = "finish the run with the release that began it, or start a new run"
-            raise UserError(f"the data position does not fit: {key} was {position.get(key)}, is {value}; {remedy}")
-
-
-def join_positions(positions: list[dict[str, Any]]) -> dict[str, Any]:
-    """Returns one position for any number of ranks, from those that the ranks saved at the same step, in any order.
-    Raises UserError if they do not belong together."""
-    joined, of_a_rank = dict(positions[0]), ("lanes", "epoch", "consumed")
-    differing = [k for k in joined if k not in of_a_rank and any(p.get(k) != joined[k] for p in positions)]
-    if "lanes" in joined:
-        joined["lanes"] = {n: state for position in positions for n, state in position["lanes"].items()}
-        differing += [] if len(joined["lanes"]) == LANES else ["a rank is missing"]
-    if differing:
-        why = ", ".join(differing)
-        raise UserError(f"the ranks' data positions do not belong together ({why}); resume from another checkpoint")
-    return joined
-
-
 # ----------------------------------------------------------------------------------------------------------------------
 # Text
 
 
-@dataclass(frozen=True)
-class Text:
-    """
-    The text that is read, and its order.
-
-    - data_dir: a folder of text, as in dataset.open_shards. The default is the one that dataset.ensure_data finds.
-    - column: the column with the text, as in shards.text_column
-    - data_seed: 0 keeps the order in which the text is stored. Another number, up to 2^32 - 1, shuffles the row groups
-      and the documents of each, in the same way in every epoch.
-    - shuffle_documents: all documents come in one random order, which data_seed chooses and which is the same in every
-      epoch
-    - shards: the shards of the split, if they are already open. A run then validates on the same ones from its
-      beginning to its end, whatever is downloaded into the folder meanwhile.
-    """
-
-    data_dir: str | os.PathLike | None = None
-    column: str = ""
-    data_seed: int = 0
-    shuffle_documents: bool = False
-    shards: Sequence[Shard | Stored] | None = None
-
-
 class Documents:
-    """The documents of a split in groups, as a source of Packer. Row groups are the groups. If there are fewer row
-    groups than packers, each is cut into one piece for each packer, because packers with the same text would pack the
-    same rows. Raises UserError for a data_seed out of range, and if the text cannot be used."""
+    """
+    The documents of a split in groups, as a source of Packer. The text, the tokenizer and the arguments determine the
+    rows, so every method and seed of a comparison can read the same ones.
 
-    def __init__(self, tokenizer: Any, T: int, split: str, text: Text, buffer_size: int, batch: int, threads: int):
-        if not 0 <= text.data_seed < 2**32:
-            raise UserError(f"--data-seed={text.data_seed} is not a number from 0 to {2**32 - 1}; choose one")
-        self.tokenizer, self.T, self.threads, self.says_again = tokenizer, T, threads, split == "train"
-        shards = open_shards(split, text.data_dir, text.column) if text.shards is None else text.shards
-        self.whole, count = shards[0].whole, sum(shard.num_rows for shard in shards)
-        digests = {f"the text of {shard.name}": shard.digest() for shard in shards}
-        column, self.seed = shards[0].column, text.data_seed
-        if text.shuffle_documents:
-            shards, self.seed = [in_random_order(shards, text.data_seed)], 0
-        self.shards = shards
+    - tokenizer: has encode(list of str, prepend=, num_threads=) and get_bos_token_id()
+    - parts: the text of a split, from text.open_text. Their row groups are the groups. If there are fewer of them than
+      packers, each is cut into one group for each packer, because packers with the same text would pack the same rows.
+    - seed: 0 keeps the order in which the text is stored. Another number, up to 2^32 - 1, shuffles the row groups and
+      the documents of each, in the same way in every epoch.
+    - shuffle: all documents come in one random order, which the seed chooses and which is the same in every epoch
+    - buffer: the number of documents held back to choose from, by all packers together. With more documents fewer
+      tokens are cropped.
+    - refill: the number of documents to tokenize at a time
+
+    Raises UserError for text that cannot be used.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        T: int,
+        parts: Sequence[Shard | Stored],
+        seed: int = 0,
+        shuffle: bool = False,
+        buffer: int = 1000,
+        refill: int = 128,
+    ):
+        if not 0 <= seed < 2**32:
+            raise UserError(f"--data-seed={seed} is not a number from 0 to {2**32 - 1}; choose one")
+        self.tokenizer, self.T, self.whole = tokenizer, T, parts[0].whole
+        count, digests = sum(sum(part.rows) for part in parts), {f"the text of {p.name}": p.digest() for p in parts}
+        self.about = {"version": VERSION, "T": T, "column": parts[0].column, "documents": count, **digests}
+        self.seed, self.parts = (0, [in_random_order(parts, seed)]) if shuffle else (seed, parts)
         # Empty row groups are left out, because a packer that met only these would look for a document forever.
-        row_groups = [(s, k, n) for s, shard in enumerate(shards) for k, n in enumerate(shard.rows) if n > 0]
+        row_groups = [(p, k, n) for p, part in enumerate(self.parts) for k, n in enumerate(part.rows) if n > 0]
         cut = LANES if len(row_groups) < LANES else 1
-        pieces = [(s, k, n * p // cut, n * (p + 1) // cut) for s, k, n in row_groups for p in range(cut)]
-        self.groups = [piece for piece in pieces if piece[2] < piece[3]]
+        groups = [(p, k, n * c // cut, n * (c + 1) // cut) for p, k, n in row_groups for c in range(cut)]
+        self.groups = [(p, k, start, stop) for p, k, start, stop in groups if start < stop]
         if self.seed:
             self.groups = [self.groups[k] for k in self._permutation(0, len(self.groups))]
+        self.groups_of_an_epoch = len(self.groups)
         # A packer holds back at most a quarter of its share of an epoch, so that a small text is not read several times
         # before its first batch.
-        self.buffer = max(1, min(-(-buffer_size // LANES), count // LANES // 4))
-        self.refill = min(batch, self.buffer)
-        self.row_group = functools.lru_cache(1 if cut > 1 else 0)(lambda shard, k: self.shards[shard].read(k))
-        self.about = {"version": VERSION, "split": split, "T": T, "column": column, "documents": count, **digests}
-        self.about |= {"data_seed": text.data_seed, "shuffle_documents": text.shuffle_documents, "pieces": cut}
-        self.about |= {"buffer": self.buffer, "refill": self.refill, "whole": self.whole}
+        self.buffer = max(1, min(-(-buffer // LANES), count // LANES // 4))
+        self.refill = min(refill, self.buffer)
+        self.about |= {"data_seed": seed, "shuffle_documents": shuffle, "cut": cut, "buffer": self.buffer}
+        self.read = functools.lru_cache(2 * LANES)(lambda p, k: self.parts[p].read(k))
 
-    def __len__(self) -> int:
-        """The number of groups in an epoch."""
-        return len(self.groups)
-
-    def read(self, g: int) -> list[str]:
-        shard, k, start, stop = self.groups[g % len(self)]
-        texts = self.row_group(shard, k)[start:stop]
-        return [texts[i] for i in self._permutation(1 + g % len(self), len(texts))] if self.seed else texts
+    def tokens(self, g: int, i: int, count: int) -> list[np.ndarray]:
+        p, k, start, stop = self.groups[g % len(self.groups)]
+        texts = self.read(p, k)[start:stop]
+        if self.seed:
+            texts = [texts[place] for place in self._permutation(1 + g % len(self.groups), len(texts))]
+        rows = self.tokenizer.encode(texts[i : i + count], prepend=self.tokenizer.get_bos_token_id(), num_threads=4)
+        return [np.array(row, dtype=np.int32) for row in rows]
 
     def _permutation(self, number: int, n: int) -> np.ndarray:
         """The permutation of n things with this number. NumPy does not change the numbers of RandomState."""
         return np.random.RandomState([self.seed, number]).permutation(n)
-
-    def encode(self, texts: list[str]) -> list[np.ndarray]:
-        rows = self.tokenizer.encode(texts, prepend=self.tokenizer.get_bos_token_id(), num_threads=self.threads)
-        return [np.array(row, dtype=np.int32) for row in rows]
 
     def filler(self, keys: list[tuple[int, int, int, int]]) -> int:
         """The shortest document, of which least is lost."""
         return 0
 
 
-def text_batches(
-    tokenizer: Any,
-    B: int,
-    T: int,
-    split: str,
-    text: Text = Text(),
-    device: str | torch.device = "cuda",
-    *,
-    tokenizer_threads: int = 4,
-    tokenizer_batch_size: int = 128,
-    buffer_size: int = 1000,
-    **how: Any,
+# ----------------------------------------------------------------------------------------------------------------------
+# Conversations
+
+
+def describe(dataset: Task, **settings: int) -> dict[str, Any]:
+    """What a position says of its loader: the settings, and a hash of 256 conversations at equal distances. Raises
+    UserError if there is no conversation."""
+    if len(dataset) == 0:
+        raise UserError("there is no conversation to train on; check the data folders and --allow-missing")
+    digest, samples = hashlib.sha256(), min(len(dataset), CONTENT_SAMPLES)
+    for conversation in (dataset[i * len(dataset) // samples] for i in range(samples)):
+        digest.update(json.dumps(conversation, sort_keys=True, default=str).encode())
+    return {"version": VERSION, "conversations": len(dataset), "content": digest.hexdigest()[:16], **settings}
+
+
+def render(tokenizer: Any, dataset: Task, number: int, max_tokens: int) -> tuple[list[int], list[int]]:
+    """The tokens and the mask of conversation `number` of the repeated dataset."""
+    index = number % len(dataset)
+    try:
+        return tokenizer.render_conversation(dataset[index], max_tokens=max_tokens)
+    except ValueError as e:
+        raise UserError(f"conversation {index} of the mixture cannot be used: {e}; correct its source") from e
+
+
+class Conversations:
+    """
+    Conversations as a source of Packer, one in each group.
+
+    `buffer` is the number of conversations that a packer holds back to choose from, at most a quarter of its share of
+    the dataset. nanochat holds back 100 in each process. Raises UserError if there is no conversation, and later if one
+    cannot be rendered.
+    """
+
+    refill, whole = 1, False
+
+    def __init__(self, dataset: Task, tokenizer: Any, T: int, buffer: int = 100):
+        self.dataset, self.tokenizer, self.T, self.groups_of_an_epoch = dataset, tokenizer, T, len(dataset)
+        self.buffer = max(1, min(buffer, len(dataset) // (4 * LANES)))
+        self.about = describe(dataset, T=T, buffer=self.buffer)
+
+    def tokens(self, g: int, i: int, count: int) -> list[np.ndarray]:
+        return [] if i else [np.array(render(self.tokenizer, self.dataset, g, self.T)[0], dtype=np.int32)]
+
+    def filler(self, keys: list[tuple[int, int, int, int]]) -> int:
+        """The oldest conversation, as in nanochat's mid-training."""
+        return min(range(len(keys)), key=lambda place: keys[place][1])
+
+
+def padded(tokenizer: Any, rows: list[list[int]], masks: list[list[int]]) -> tuple[Tensor, Tensor]:
+    """Returns (inputs, targets), which are int64 (rows, length of the longest row - 1). A target is IGNORE where the
+    mask is 0, and in the padding."""
+    longest, padding = max(map(len, rows)), tokenizer.encode_special("<|assistant_end|>")
+    ids = torch.tensor([row + [padding] * (longest - len(row)) for row in rows])
+    mask = torch.tensor([row + [0] * (longest - len(row)) for row in masks])
+    return ids[:, :-1].contiguous(), torch.where(mask[:, 1:] == 1, ids[:, 1:], IGNORE)
+
+
+def padded_conversations(
+    dataset: Task, tokenizer: Any, B: int, device: Device, max_tokens: int = 2048, position: Position | None = None
 ) -> Batches:
     """
-    Returns the packed rows of a split's documents, endlessly. `how` are further arguments of packed_rows. The text, the
-    tokenizer and the arguments determine the batches, so every method and seed of a comparison can read the same rows.
+    Yields (inputs, targets, position) for ever. inputs and targets are int64 (B, length of the longest conversation -
+    1).
 
-    - tokenizer: has encode(list of str, prepend=, num_threads=) and get_bos_token_id()
-    - buffer_size: the number of documents held back to choose from, by all packers together. With more documents fewer
-      tokens are cropped.
-
-    Raises UserError for text that cannot be used and for a position that does not fit.
+    Micro-batch m of the run has the conversations m * B to (m + 1) * B - 1 of the repeated dataset, each cut to
+    max_tokens. Rank m % world_size gets this micro-batch. A target is -1 where the mask of render_conversation is 0,
+    and in the padding. If the cut leaves nothing to learn in a conversation, the next one that has something replaces
+    it. Raises UserError if no conversation has anything to learn, and for a position of another run.
     """
-    source = Documents(tokenizer, T, split, text, buffer_size, tokenizer_batch_size, tokenizer_threads)
-    return packed_rows(source, B, device, **how)
+    _, rank, _, world_size = get_dist_info()
+    about = describe(dataset, B=B, max_tokens=max_tokens)
+    check_position(position, about)
+
+    def learnable(number: int) -> tuple[list[int], list[int]]:
+        for i in range(number, number + len(dataset)):
+            ids, mask = render(tokenizer, dataset, i, max_tokens)
+            if any(mask[1:]):
+                return ids, mask
+        problem = f"no conversation has anything to learn in {max_tokens} tokens"
+        raise UserError(f"{problem}; train the base model with a larger --max-seq-len")
+
+    number = position["micro_batch"] if position else 0
+    while True:
+        first = (number + rank) * B
+        rows, masks = zip(*map(learnable, range(first, first + B)))
+        number += world_size
+        yield *(t.to(device) for t in padded(tokenizer, rows, masks)), about | {"micro_batch": number}
+
+
+def rollouts(
+    task: Task,
+    tokenizer: Any,
+    generate: Callable[[list[int], int, int], tuple[list[list[int]], list[list[int]]]],
+    B: int,
+    num_samples: int,
+    device: Device,
+    seen: list[tuple[float, float]],
+    seed: int = 42,
+    longest_prompt: int = 2048,
+    position: Position | None = None,
+) -> Iterator[tuple[Tensor, Tensor, Tensor, Position]]:
+    """
+    Yields (inputs, targets, advantages, position) for ever, with the model's answers to one problem after the other.
+
+    generate(prompt, rows, seed) -> (sequences, masks) computes answers as engine.Engine.generate_batch does. Each
+    problem is answered num_samples times, B at a time, which makes num_samples / B micro-batches. The reward and the
+    number of tokens of each answer are appended to `seen`.
+
+    - inputs and targets are int64 (B, length of the problem's longest sequence - 1). A target is -1 in the prompt, in
+      the answers of the calculator, and in the padding. The end token that the model chose is a target like its other
+      tokens, so that the model learns when to stop.
+    - advantages are FP32 (B,). The advantage of an answer is its reward minus the mean reward of all answers to the
+      problem. This is nanochat's choice: GRPO without the division by the standard deviation.
+
+    The answers to a problem are made when the first of its micro-batches is asked for, by the model as it is then.
+    Problem n of the run goes to rank n % world_size, and its seeds depend on n alone.
+    """
+    _, rank, _, world_size = get_dist_info()
+    about = describe(task, B=B, num_samples=num_samples)
+    check_position(position, about)
+    number = position["number"] if position else 0
+    while True:
+        problem = task[(number + rank) % len(task)]
+        prompt = tokenizer.render_for_completion(problem, longest_prompt)
+        rows, masks = [], []
+        for first in range(0, num_samples, B):
+            name = f"{seed} {number + rank} {first}".encode()
+            sequences, learned = generate(prompt, B, int.from_bytes(hashlib.sha256(name).digest()[:4], "big") // 2)
+            rows, masks = rows + sequences, masks + learned
+        answers = [tokenizer.decode(without_end(row[len(prompt) :], tokenizer)) for row in rows]
+        rewards = torch.tensor([float(task.evaluate(problem, answer)) for answer in answers])
+        seen += [(reward, len(row) - len(prompt)) for reward, row in zip(rewards.tolist(), rows)]
+        number += world_size
+        tensors = [t.to(device).split(B) for t in (*padded(tokenizer, rows, masks), rewards - rewards.mean())]
+        for batch in zip(*tensors):
+            yield *batch, about | {"number": number}

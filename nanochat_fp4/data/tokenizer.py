@@ -14,10 +14,10 @@ import json
 import os
 import pickle
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import tiktoken
 import torch
@@ -25,8 +25,8 @@ from filelock import FileLock
 
 from nanochat_fp4.cli import ArgumentParser, UserError, one_line, run_main
 from nanochat_fp4.common import get_base_dir, print0
-from nanochat_fp4.data.download import within
-from nanochat_fp4.files import atomic_write
+from nanochat_fp4.data.sources import within
+from nanochat_fp4.files import atomic_open, atomic_write
 
 SPECIAL_TOKENS = [
     "<|bos|>",  # It begins every document.
@@ -72,12 +72,6 @@ def digest_of(pattern: str, ranks: list[bytes], special_tokens: dict[str, int]) 
     return digest.hexdigest()
 
 
-def _digest(pattern: str, ranks: list[bytes], special_tokens: dict[str, int], markers: dict | None = None) -> str:
-    """Calls digest_of. This is its earlier name, for programs outside of the repository. No tokenizer has markers
-    any more."""
-    return digest_of(pattern, ranks, special_tokens)
-
-
 def _in_parts(text: str) -> list[str]:
     """Cuts the text where more than MAX_WHITE_SPACE characters of white space follow one another."""
     if len(text) <= MAX_WHITE_SPACE:
@@ -94,13 +88,13 @@ def without_end(tokens: list[int], tokenizer: Any) -> list[int]:
     return tokens[:-1] if tokens and tokens[-1] in ends else tokens
 
 
-class _EncodingUnpickler(pickle.Unpickler):
+class EncodingUnpickler(pickle.Unpickler):
     """Reads a pickled tiktoken.Encoding, and refuses every other class or function that the file names."""
 
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) == ("tiktoken.core", "Encoding"):
-            return tiktoken.Encoding
-        raise pickle.UnpicklingError(f"it refers to {module}.{name}, which a tokenizer has no use for")
+        if (module, name) != ("tiktoken.core", "Encoding"):
+            raise pickle.UnpicklingError(f"it refers to {module}.{name}, which a tokenizer has no use for")
+        return tiktoken.Encoding
 
 
 class RustBPETokenizer:
@@ -143,8 +137,6 @@ class RustBPETokenizer:
         enc = tiktoken.Encoding(name="rustbpe", pat_str=pattern, mergeable_ranks=ranks, special_tokens=special_tokens)
         return cls(enc, "<|bos|>")
 
-    _from_parts = from_parts  # Its earlier name, for programs outside of the repository.
-
     def with_pattern(self, pattern: str) -> "RustBPETokenizer":
         """Returns a tokenizer with the same tokens that splits text by another pattern before it merges bytes."""
         return self.from_parts(pattern, self.enc._mergeable_ranks)
@@ -158,64 +150,51 @@ class RustBPETokenizer:
         this only for a file that you made yourself.
         """
         path, pickle_path = Path(tokenizer_dir) / FILE_NAME, Path(tokenizer_dir) / PICKLE_NAME
-        if path.is_file() or not pickle_path.is_file():
-            return cls._from_json(path)
-        if not allow_pickle:
-            raise UserError(
-                f"{tokenizer_dir} holds only nanochat's {PICKLE_NAME}, and loading a pickle can run code that somebody "
-                "put into it; if you made this file, convert it: python -m nanochat_fp4.data.tokenizer --allow-pickle"
-            )
+        retrain = "train it again (python -m scripts.tok_train) or copy it again"
+        if not path.exists() and pickle_path.is_file():
+            if not allow_pickle:
+                raise UserError(
+                    f"{tokenizer_dir} holds only nanochat's {PICKLE_NAME}, and loading a pickle can run code that "
+                    "somebody put into it; if you made this file, convert it: python -m nanochat_fp4.data.tokenizer "
+                    "--allow-pickle"
+                )
+            path = pickle_path
         try:
-            with open(pickle_path, "rb") as f:
-                enc = _EncodingUnpickler(f).load()
-            if not isinstance(enc, tiktoken.Encoding):
-                raise pickle.UnpicklingError("it holds no tiktoken Encoding")
-            if enc._pat_str not in KNOWN_PATTERNS:
-                raise pickle.UnpicklingError("it splits text by another pattern than nanochat's")
-            return cls(enc, "<|bos|>")
+            if path.exists() and not path.is_file():
+                raise ValueError("it is a folder or a device, not a file")
+            with path.open("rb") as f:
+                return cls._of_pickle(f) if path == pickle_path else cls._of_json(json.load(f))
+        except FileNotFoundError as e:
+            raise UserError(
+                f"there is no tokenizer in {tokenizer_dir}; a model that is trained needs the one it was trained with, "
+                "so put that folder there; before any training, python -m scripts.tok_train makes one"
+            ) from e
         except (KeyboardInterrupt, SystemExit):
             raise
         except BaseException as e:
             # Damaged input raises nearly anything, and a panic of tiktoken's Rust code is not an Exception.
-            raise UserError(f"{pickle_path} is not a nanochat tokenizer ({one_line(e)[:150]}); train a new one") from e
+            raise UserError(f"{path} is not a tokenizer ({type(e).__name__}: {one_line(e)[:150]}); {retrain}") from e
 
     @classmethod
-    def _from_json(cls, path: Path) -> "RustBPETokenizer":
-        retrain = "train it again (python -m scripts.tok_train) or copy it again"
-        try:
-            if path.exists() and not path.is_file():
-                raise ValueError("it is a folder or a device, not a file")
-            data = json.loads(path.read_bytes())
-            if data["format"] != FORMAT:
-                raise UserError(f"{path} has the format {str(data['format'])[:60]!r}, not {FORMAT!r}; {retrain}")
-            tokens = [base64.b64decode(token, validate=True) for token in data["tokens"]]
-            pattern, special_tokens = data["pattern"], data["special_tokens"]
-            if data.get("markers"):
-                raise UserError(
-                    f"{path} has the chat format of another model; 40089ce is the last commit that reads it"
-                )
-            if data["sha256"] != digest_of(pattern, tokens, special_tokens):
-                raise UserError(f"{path} differs from its own checksum, so it was altered or damaged; {retrain}")
-            if pattern not in KNOWN_PATTERNS:
-                problem = f"{path} splits text by the pattern {str(pattern)[:60]!r}"
-                raise UserError(f"{problem}, which is none of nanochat's and may lose text; {retrain}")
-            ranks = {token: rank for rank, token in enumerate(tokens)}
-            # tiktoken aborts at the following faults, or does not notice them.
-            if len(ranks) != len(tokens) or not all(bytes([b]) in ranks for b in range(256)):
-                raise ValueError("tokens repeat, or single bytes are missing")
-            if sorted(special_tokens.values()) != list(range(len(ranks), len(ranks) + len(special_tokens))):
-                raise ValueError("the special tokens are not numbered after the others")
-            return cls.from_parts(pattern, ranks, special_tokens)
-        except UserError:
-            raise
-        except FileNotFoundError as e:
-            raise UserError(
-                f"there is no tokenizer in {path.parent}; a model that is trained needs the one it was "
-                "trained with, so put that folder there; before any training, python -m scripts.tok_train makes one"
-            ) from e
-        except Exception as e:
-            # The file may be unreadable, no JSON, lack keys, have wrong types, or have a pattern that does not compile.
-            raise UserError(f"{path} is not a tokenizer ({type(e).__name__}: {one_line(e)[:100]}); {retrain}") from e
+    def _of_json(cls, data: dict[str, Any]) -> "RustBPETokenizer":
+        if data["format"] != FORMAT:
+            raise ValueError(f"it has the format {str(data['format'])[:60]!r}, not {FORMAT!r}")
+        tokens, special = [base64.b64decode(token, validate=True) for token in data["tokens"]], data["special_tokens"]
+        if data["sha256"] != digest_of(data["pattern"], tokens, special):
+            raise ValueError("it differs from its own checksum, so it was altered or damaged")
+        if data["pattern"] not in KNOWN_PATTERNS:
+            raise ValueError("it splits text by another pattern than nanochat's, which may lose text")
+        ranks = {token: rank for rank, token in enumerate(tokens)}
+        if sorted([*ranks.values(), *special.values()]) != list(range(len(tokens) + len(special))):
+            raise ValueError("its ids repeat, or some are missing")
+        return cls.from_parts(data["pattern"], ranks, special)
+
+    @classmethod
+    def _of_pickle(cls, file: BinaryIO) -> "RustBPETokenizer":
+        enc = EncodingUnpickler(file).load()
+        if not isinstance(enc, tiktoken.Encoding) or enc._pat_str not in KNOWN_PATTERNS:
+            raise pickle.UnpicklingError("it holds no tiktoken Encoding, or one with another pattern than nanochat's")
+        return cls(enc, "<|bos|>")
 
     def save(self, tokenizer_dir: str | os.PathLike, asked_tokens: int | None = None) -> None:
         """Writes tokenizer.json into the folder, which is made if necessary. The file is written completely or not
@@ -240,8 +219,6 @@ class RustBPETokenizer:
         ranks = self.enc._mergeable_ranks
         return sorted(ranks, key=ranks.__getitem__)
 
-    _tokens = token_bytes_by_rank  # Its earlier name, for programs outside of the repository.
-
     def _sha256(self) -> str:
         return digest_of(self.enc._pat_str, self.token_bytes_by_rank(), self.enc._special_tokens)
 
@@ -260,11 +237,10 @@ class RustBPETokenizer:
         """
         try:  # tiktoken's download has no time limit of its own.
             enc = within(deadline, lambda: tiktoken.get_encoding(tiktoken_name))
-        except TimeoutError as e:
-            raise UserError(f"{tiktoken_name}: no answer within {deadline:g} seconds; check the network") from e
-        except Exception as e:
-            # Several libraries raise errors of the network, and tiktoken raises one for an unknown name.
-            raise UserError(f"the tokenizer {tiktoken_name} cannot be downloaded ({one_line(e)[:100]})") from e
+        except Exception as e:  # Several libraries raise errors of the network, and tiktoken for an unknown name.
+            raise UserError(
+                f"the tokenizer {tiktoken_name} cannot be had ({one_line(e)[:100]}); check the network"
+            ) from e
         return cls(enc, "<|endoftext|>")
 
     # ------------------------------------------------------------------------------------------------------------------
@@ -349,34 +325,32 @@ class RustBPETokenizer:
         return self._render(checked_messages(conversation, answered=True), max_tokens)
 
     def _render(self, messages: list[dict], max_tokens: int) -> tuple[list[int], list[int]]:
-        ids: list[int] = []
-        mask: list[int] = []
+        parts = list(self._parts(messages))
+        ids = [token for tokens, _ in parts for token in tokens]
+        mask = [learn for tokens, learn in parts for _ in tokens]
+        return ids[:max_tokens], mask[:max_tokens]
 
-        def add(tokens: list[int], learn: int) -> None:
-            ids.extend(tokens)
-            mask.extend([learn] * len(tokens))
+    def _parts(self, messages: list[dict]) -> Iterator[tuple[list[int], int]]:
+        """Yields (tokens, 1 where the model is to learn them) of the parts of the messages."""
 
-        def add_between(name: str, text: str, learn_start: int, learn: int) -> None:
-            add([self.encode_special(f"<|{name}_start|>")], learn_start)
-            add(self.encode(text), learn)
-            add([self.encode_special(f"<|{name}_end|>")], learn)
+        def between(name: str, text: str) -> list[int]:
+            return self.encode(text, prepend=f"<|{name}_start|>", append=f"<|{name}_end|>")
 
-        add([self.get_bos_token_id()], 0)
+        yield [self.get_bos_token_id()], 0
         for message in messages:
             content = message["content"]
             if message["role"] == "user":
-                add_between("user", content, 0, 0)
+                yield between("user", content), 0
                 continue
-            add([self.encode_special("<|assistant_start|>")], 0)
+            yield [self.encode_special("<|assistant_start|>")], 0
             for part in [{"type": "text", "text": content}] if isinstance(content, str) else content:
                 if part["type"] == "text":
-                    add(self.encode(part["text"]), 1)
+                    yield self.encode(part["text"]), 1
                 elif part["type"] == "python":
-                    add_between("python", part["text"], 1, 1)
+                    yield between("python", part["text"]), 1
                 else:
-                    add_between("output", part["text"], 0, 0)
-            add([self.encode_special("<|assistant_end|>")], 1)
-        return ids[:max_tokens], mask[:max_tokens]
+                    yield between("output", part["text"]), 0
+            yield [self.encode_special("<|assistant_end|>")], 1
 
     def render_for_completion(self, conversation: dict, max_tokens: int = 2048) -> list[int]:
         """
@@ -401,31 +375,28 @@ def checked_messages(conversation: Any, answered: bool = False) -> list[dict]:
     if not isinstance(messages, list) or not messages:
         raise ValueError('a conversation is {"messages": [...]} with at least one message')
     for i, message in enumerate(messages):
-        if not isinstance(message, dict) or "role" not in message or "content" not in message:
+        if not isinstance(message, dict) or not {"role", "content"} <= set(message):
             raise ValueError(f'message {i} is not of the form {{"role": ..., "content": ...}}')
-        if message["role"] not in ("system", "user", "assistant"):
-            raise ValueError(f"message {i} has the unknown role {message['role']!r}; use system, user or assistant")
     if messages[0]["role"] == "system":
-        if len(messages) < 2 or messages[1]["role"] != "user":
-            raise ValueError("a system message must be followed by a user message")
-        first, second = messages[0]["content"], messages[1]["content"]
-        if not isinstance(first, str) or not isinstance(second, str):
-            raise ValueError("system and user messages must be strings")
-        messages = [{**messages[1], "content": f"{first}\n\n{second}"}, *messages[2:]]
+        contents = [message["content"] for message in messages[:2]]
+        if len(messages) < 2 or messages[1]["role"] != "user" or not all(isinstance(c, str) for c in contents):
+            raise ValueError("a system message must be followed by a user message, both with a string")
+        messages = [{**messages[1], "content": "\n\n".join(contents)}, *messages[2:]]
     for i, message in enumerate(messages):
-        role, content, expected = message["role"], message["content"], ("user", "assistant")[i % 2]
-        if role != expected:
-            raise ValueError(f"message {i} is from the {role} but should be from the {expected}")
+        content, expected = message["content"], ("user", "assistant")[i % 2]
+        if message["role"] != expected:
+            raise ValueError(f"message {i} is from {str(message['role'])!r} and should be from the {expected}")
         if isinstance(content, str):
             continue
-        if role == "user" or not isinstance(content, list):
-            also = "" if role == "user" else " or a list of parts"
+        if expected == "user" or not isinstance(content, list):
+            also = "" if expected == "user" else " or a list of parts"
             raise ValueError(f"message {i}: content must be a string{also}, not {type(content).__name__}")
         for part in content:
-            if not isinstance(part, dict) or not isinstance(part.get("text"), str):
-                raise ValueError(f'message {i}: a part must be of the form {{"type": ..., "text": "..."}}')
-            if (kind := part.get("type")) not in ("text", "python", "python_output"):
-                raise ValueError(f"message {i}: unknown part type {kind!r}; use text, python or python_output")
+            typed = isinstance(part, dict) and part.get("type") in ("text", "python", "python_output")
+            if not typed or not isinstance(part.get("text"), str):
+                raise ValueError(
+                    f'message {i}: a part is {{"type": "text", "python" or "python_output", "text": "..."}}'
+                )
     if answered and len(messages) < 2:
         raise ValueError("the conversation has no message from the assistant, so there is nothing to train on")
     return messages
@@ -458,12 +429,9 @@ def get_token_bytes(device: str | torch.device = "cpu") -> torch.Tensor:
 
 def save_token_bytes(tokenizer: RustBPETokenizer, tokenizer_dir: str | os.PathLike) -> torch.Tensor:
     """Writes token_bytes.pt beside the tokenizer, for nanochat's own scripts. Returns the tensor."""
-    import io
-
     token_bytes = tokenizer.token_bytes()
-    buffer = io.BytesIO()
-    torch.save(token_bytes, buffer)
-    atomic_write(os.path.join(tokenizer_dir, "token_bytes.pt"), buffer.getvalue())
+    with atomic_open(os.path.join(tokenizer_dir, "token_bytes.pt")) as f:
+        torch.save(token_bytes, f)
     return token_bytes
 
 

@@ -7,43 +7,14 @@ library has pairs, so each way to put a token together from two others is writte
 ids of a text are the same, which tests and --verify compare.
 """
 
+from pathlib import Path
 from typing import Any
 
 from nanochat_fp4.data.tokenizer import RustBPETokenizer
 
 # This template writes a conversation as RustBPETokenizer.render_conversation does. A system message is put in front of
 # the first user message.
-CHAT_TEMPLATE = """\
-{{- '<|bos|>' -}}
-{%- set ns = namespace(system='') -%}
-{%- for message in messages -%}
-{%- if message['role'] == 'system' -%}
-{%- set ns.system = message['content'] + '\n\n' -%}
-{%- elif message['role'] == 'user' -%}
-{{- '<|user_start|>' + ns.system + message['content'] + '<|user_end|>' -}}
-{%- set ns.system = '' -%}
-{%- else -%}
-{{- '<|assistant_start|>' -}}
-{%- if message['content'] is string -%}
-{{- message['content'] -}}
-{%- else -%}
-{%- for part in message['content'] -%}
-{%- if part['type'] == 'python' -%}
-{{- '<|python_start|>' + part['text'] + '<|python_end|>' -}}
-{%- elif part['type'] == 'python_output' -%}
-{{- '<|output_start|>' + part['text'] + '<|output_end|>' -}}
-{%- else -%}
-{{- part['text'] -}}
-{%- endif -%}
-{%- endfor -%}
-{%- endif -%}
-{{- '<|assistant_end|>' -}}
-{%- endif -%}
-{%- endfor -%}
-{%- if add_generation_prompt -%}
-{{- '<|assistant_start|>' -}}
-{%- endif -%}
-"""
+CHAT_TEMPLATE = Path(__file__).with_name("chat_template.jinja").read_text(encoding="utf-8")
 
 
 def byte_characters() -> list[str]:
@@ -94,10 +65,7 @@ def tokenizer_json(tokenizer: RustBPETokenizer) -> dict[str, Any]:
         "padding": None,
         "added_tokens": [{"id": i, "content": name, **_FLAGS} for name, i in special_tokens(tokenizer).items()],
         "normalizer": None,
-        "pre_tokenizer": {
-            "type": "Sequence",
-            "pretokenizers": [split, byte_level],
-        },
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [split, byte_level]},
         "post_processor": {
             "type": "TemplateProcessing",
             "single": [piece, text],

@@ -26,8 +26,7 @@ import torch
 import nanochat_fp4 as nf
 from nanochat_fp4.cli import UserError, one_line
 from nanochat_fp4.common import get_base_dir, get_dist_info
-from nanochat_fp4.data.download import download_file_with_lock
-from nanochat_fp4.data.rows import MissingDataError, read_rows
+from nanochat_fp4.data.sources import MissingDataError, download_file_with_lock, read_rows
 from nanochat_fp4.evaluation.core_eval import TASK_TYPES, evaluate_task, fault_of, longest_input
 from nanochat_fp4.progress import Progress
 
@@ -54,9 +53,7 @@ def find_bundle(bundle_dir: str | os.PathLike | None = None) -> Path:
     folder = Path(bundle_dir) if bundle_dir else Path(get_base_dir()) / "eval_bundle"
     if not bundle_dir and not folder.is_dir():
         try:
-            path = download_file_with_lock(
-                EVAL_BUNDLE_URL, "eval_bundle.zip", postprocess_fn=_unpack, deadline=1800, timeout=10, attempts=2
-            )
+            path = download_file_with_lock(EVAL_BUNDLE_URL, "eval_bundle.zip", postprocess_fn=_unpack, deadline=1800)
             if not folder.is_dir():  # The archive exists, but its unpacked folder does not.
                 _unpack(path)
         except UserError as e:

@@ -3,16 +3,11 @@
 import gzip
 import json
 import random
-import re
 from pathlib import Path
 
-import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
-from nanochat_fp4.cli import UserError
-from nanochat_fp4.data import chat_data, rows
+from nanochat_fp4.data import chat_data
 from nanochat_fp4.data.chat_data import (
     LOCAL_IDENTITY,
     LOCAL_WORDS,
@@ -23,7 +18,7 @@ from nanochat_fp4.data.chat_data import (
     TaskMixture,
     counting_conversation,
 )
-from nanochat_fp4.data.rows import MissingDataError, load_rows
+from nanochat_fp4.data.sources import MissingDataError, look_for
 
 
 class Numbers(Task):
@@ -70,7 +65,7 @@ def test_mixture_is_everything_once_in_nanochats_order():
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Rows
+# Conversations
 
 
 def write_jsonl(path: Path, items, gz=False):
@@ -79,52 +74,6 @@ def write_jsonl(path: Path, items, gz=False):
     with gzip.open(path, "wt") if gz else open(path, "w") as f:
         f.write(text)
 
-
-@pytest.mark.parametrize("form", ["jsonl", "jsonl.gz", "parquet", "parts"])
-def test_rows_of_every_form_come_in_the_order_of_datasets(tmp_path, form):
-    items = [{"n": i} for i in range(23)]
-    place = tmp_path / "org" / "set" / "main"
-    place.mkdir(parents=True)
-    if form == "parts":
-        pq.write_table(pa.Table.from_pylist(items[:10]), place / "test-00000-of-00002.parquet")
-        pq.write_table(pa.Table.from_pylist(items[10:]), place / "test-00001-of-00002.parquet")
-    elif form == "parquet":
-        pq.write_table(pa.Table.from_pylist(items), place / "test.parquet")
-    else:
-        write_jsonl(place / f"test.{form}", items, gz=form.endswith("gz"))
-    loaded = load_rows("org/set", "main", "test", folder=tmp_path)
-    assert [r["n"] for r in loaded] == np.random.default_rng(42).permutation(23).tolist()
-
-
-def test_shuffle_is_that_of_datasets(tmp_path):
-    datasets = pytest.importorskip("datasets")
-    expected = datasets.Dataset.from_list([{"n": i} for i in range(101)]).shuffle(seed=42)["n"]
-    write_jsonl(tmp_path / "org" / "set" / "main" / "test.jsonl", [{"n": i} for i in range(101)])
-    assert [r["n"] for r in load_rows("org/set", "main", "test", folder=tmp_path)] == list(expected)
-
-
-def test_the_hub_is_asked_for_one_revision(monkeypatch):
-    import datasets
-
-    asked = {}
-
-    def load_dataset(name, config, split, revision):
-        asked[name] = revision
-        return datasets.Dataset.from_list([{"x": 1}])
-
-    monkeypatch.setattr(rows, "benchmarks_problem", lambda: None)
-    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    for name in rows.REVISIONS:
-        assert list(load_rows(name, None, "test")) == [{"x": 1}]
-    assert asked == rows.REVISIONS and all(re.fullmatch("[0-9a-f]{40}", revision) for revision in asked.values())
-    used = "\n".join(
-        p.read_text() for p in [Path(chat_data.__file__), *(Path(rows.__file__).parents[2] / "eval").glob("*.py")]
-    )
-    assert {name for name in re.findall(r'"([\w-]+/[\w-]+)"', used)} == set(rows.REVISIONS)
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Conversations
 
 GOOD = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
 
@@ -146,14 +95,13 @@ def test_smoltalk_from_a_folder(tmp_path):
 
 
 def test_identity_and_words_without_a_network(base_dir, monkeypatch):
-    def no_network(*args, **kwargs):
-        raise UserError("download of https://... failed (test)")
-
-    monkeypatch.setattr(chat_data, "download_file_with_lock", no_network)
-    with pytest.raises(MissingDataError, match="put a JSONL file"):
-        chat_data.identity_conversations()
-    with pytest.raises(MissingDataError, match="--eval-dir"):
-        chat_data.load_words()
+    for name in ("IDENTITY_URL", "WORD_LIST_URL"):
+        monkeypatch.setattr(chat_data, name, "http://127.0.0.1:9/x")
+    for load in (chat_data.identity_conversations, chat_data.load_words):
+        with pytest.raises(MissingDataError, match="127.0.0.1.*put it at .*base"):
+            load()
+    missing = look_for([chat_data.identity(), chat_data.words_source("words", SimpleSpelling, None)])
+    assert [source.name for source in missing] == ["identity conversations", "words"]
 
 
 # ----------------------------------------------------------------------------------------------------------------------

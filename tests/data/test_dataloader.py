@@ -1,17 +1,15 @@
 """Best-fit packing, micro-batches that do not depend on how they are spread over ranks, and resume that is exact."""
 
 import base64
+import contextlib
 import functools
 import itertools
 import json
 import math
 import random
-import shutil
 import threading
-import types
-from collections import Counter
-from dataclasses import fields
 
+import datasets
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -20,8 +18,8 @@ import torch
 from _samples import BOS, BYTE_TOKENIZER, make_shards
 
 from nanochat_fp4.cli import UserError
-from nanochat_fp4.data.dataloader import LANES, Documents, Text, evaluation_rows, join_positions, text_batches
-from nanochat_fp4.data.shards import Shard, Stored, digest_of
+from nanochat_fp4.data.dataloader import LANES, Documents, evaluation_rows, join_positions, packed_rows
+from nanochat_fp4.data.text import Shard, Stored, digest_of, open_text
 
 
 @pytest.fixture(scope="module")
@@ -31,17 +29,32 @@ def data(tmp_path_factory):
     return folder
 
 
-def loader(data, B=4, T=64, split="train", **kwargs):
-    """kwargs: of Text and text_batches. A list takes the place of the folder: shards that are open."""
-    kwargs = {"shards" if isinstance(data, list) else "data_dir": data, "buffer_size": 100} | kwargs
-    text = Text(**{f.name: kwargs.pop(f.name) for f in fields(Text) if f.name in kwargs})
-    return text_batches(BYTE_TOKENIZER, B, T, split, text, "cpu", **{"tokenizer_batch_size": 16, **kwargs})
+@contextlib.contextmanager
+def as_rank(rank, world_size):
+    names = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
+    with pytest.MonkeyPatch.context() as m:
+        for name, value in names.items():
+            m.setenv(name, value)
+        yield
 
 
-def documents_of(data, **text) -> list[str]:
+def source_of(data, T=64, split="train", column="", **kwargs):
+    """A list in the place of the folder has parts that are open."""
+    parts = data if isinstance(data, list) else open_text(split, data, column)
+    return Documents(kwargs.pop("tokenizer", BYTE_TOKENIZER), T, parts, **{"buffer": 100, "refill": 16} | kwargs)
+
+
+def loader(data, B=4, ranks=(0, 1), micro_batches=0, position=None, num_rows=0, device="cpu", **kwargs):
+    """kwargs: of source_of and Documents."""
+    with as_rank(*ranks):
+        return packed_rows(source_of(data, **kwargs), B, device, micro_batches, position, num_rows)
+
+
+def documents_of(data, **kwargs) -> list[str]:
     """An epoch of the training split, in the order in which it is read."""
-    source = Documents(BYTE_TOKENIZER, 64, "train", Text(data, **text), 100, 16, 1)
-    return [document for g in range(len(source)) for document in source.read(g)]
+    source = source_of(data, **kwargs)
+    groups = range(source.groups_of_an_epoch)
+    return [bytes(tokens[1:].tolist()).decode() for g in groups for tokens in source.tokens(g, 0, 10**6)]
 
 
 def rows_of(it, num_batches):
@@ -88,36 +101,36 @@ def test_it_says_once_that_the_text_begins_again(tmp_path, capsys):
     """32 documents of 101 tokens, each cropped to a row of 65: an epoch has 32 rows."""
     for k in range(2):
         pq.write_table(pa.table({"text": ["x" * 100] * 32}), tmp_path / f"{k}.parquet", row_group_size=4)
-    it = loader(tmp_path, buffer_size=8)
+    it = loader(tmp_path, buffer=8, micro_batches=1)
     positions = [position_after(it, 1) for _ in range(30)]
     (said,) = capsys.readouterr().out.splitlines()
     tokens = int(said.partition("after about ")[2].partition(" tokens")[0].replace(",", ""))
     assert tokens % (4 * 64) == 0 and abs(tokens - 32 * 64) <= 8 * 64  # documents that wait in buffers are read ahead
     assert "crop away 36%" in said
     for position, again in ((positions[2], 1), (positions[-1], 0)):  # a run that goes on has said it, or says it
-        rows_of(loader(tmp_path, buffer_size=8, position=position), 20)
+        rows_of(loader(tmp_path, buffer=8, micro_batches=1, position=position), 20)
         assert len(capsys.readouterr().out.splitlines()) == again
-    rows_of(loader(tmp_path, split="val", buffer_size=8), 30)
+    rows_of(loader(tmp_path, buffer=8), 30)  # an evaluation, which has no steps
     assert not capsys.readouterr().out
 
 
-def test_a_data_seed_is_another_order_of_the_same_text(data):
-    orders = [rows_of(loader(data, data_seed=seed), 30) for seed in (0, 1, 2)]
+def test_a_seed_is_another_order_of_the_same_text(data):
+    orders = [rows_of(loader(data, seed=seed), 30) for seed in (0, 1, 2)]
     assert torch.equal(orders[0], rows_of(loader(data), 30))
     assert not torch.equal(orders[0], orders[1]) and not torch.equal(orders[1], orders[2])
-    texts = [documents_of(data, data_seed=seed) for seed in (0, 7)]
+    texts = [documents_of(data, seed=seed) for seed in (0, 7)]
     assert sorted(texts[0]) == sorted(texts[1]) and texts[0] != texts[1]
-    it = loader(data, data_seed=5)
+    it = loader(data, seed=5)
     position = position_after(it, 7)
-    assert torch.equal(rows_of(loader(data, data_seed=5, position=position), 20), rows_of(it, 20))
+    assert torch.equal(rows_of(loader(data, seed=5, position=position), 20), rows_of(it, 20))
     for seed, word in ((0, "data_seed was 5"), (6, "data_seed was 5"), (-1, "--data-seed=-1")):
         with pytest.raises(UserError, match=word):
-            loader(data, data_seed=seed, position=position)
+            loader(data, seed=seed, position=position)
 
 
 def test_shuffled_documents_are_all_of_them_in_an_order_of_the_seed(tmp_path, base_dir, monkeypatch):
     documents = make_shards(tmp_path / "d")[:300]  # the last of four shards is validation
-    orders = {seed: documents_of(tmp_path / "d", shuffle_documents=True, data_seed=seed) for seed in (0, 1)}
+    orders = {seed: documents_of(tmp_path / "d", shuffle=True, seed=seed) for seed in (0, 1)}
     for order in orders.values():
         assert sorted(order) == sorted(documents)
         # Neighbours in the shards, of one row group, are apart.
@@ -125,45 +138,41 @@ def test_shuffled_documents_are_all_of_them_in_an_order_of_the_seed(tmp_path, ba
         assert sum(a == b for a, b in zip(places, places[1:])) < 30
     assert orders[0] != orders[1]
     assert len(list(base_dir.rglob("*.arrow"))) == 1  # one copy for all seeds
-    rows = rows_of(loader(tmp_path / "d", shuffle_documents=True), 20)
+    rows = rows_of(loader(tmp_path / "d", shuffle=True), 20)
     monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path / "another machine"))
-    assert torch.equal(rows_of(loader(tmp_path / "d", shuffle_documents=True), 20), rows)
+    assert torch.equal(rows_of(loader(tmp_path / "d", shuffle=True), 20), rows)
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_shuffled_documents_on_any_number_of_processes_and_after_a_resume(data, base_dir, world_size):
-    kwargs = {"shuffle_documents": True, "data_seed": 3, "M": 6}
+    kwargs = {"shuffle": True, "seed": 3, "M": 6}
     alone, _ = micro_batches(data, 1, 20, **kwargs)  # more than an epoch
     before, position = micro_batches(data, world_size, 12, **kwargs)
     after, _ = micro_batches(data, 2, 8, position=position, **kwargs)
     assert same(before + after, alone)
     with pytest.raises(UserError, match="shuffle_documents was True"):
-        loader(data, position=position, data_seed=3)
+        loader(data, position=position, seed=3)
 
 
 def test_a_copy_for_shuffling_is_whole_and_of_this_text(tmp_path, base_dir, monkeypatch):
     make_shards(tmp_path / "d")
     with monkeypatch.context() as m:
-        m.setattr(shutil, "disk_usage", lambda path: types.SimpleNamespace(free=1000))
-        with pytest.raises(UserError, match="shuffle-documents"):
-            loader(tmp_path / "d", shuffle_documents=True)
-        m.undo()
         m.setattr(Shard, "read", lambda *args: 1 / 0)
         with pytest.raises(ZeroDivisionError):
-            loader(tmp_path / "d", shuffle_documents=True)
+            loader(tmp_path / "d", shuffle=True)
     assert not list(base_dir.rglob("*.arrow"))
-    loader(tmp_path / "d", shuffle_documents=True)
+    loader(tmp_path / "d", shuffle=True)
     (copy,) = base_dir.rglob("*.arrow")
     make_shards(tmp_path / "d", seed=1)
-    loader(tmp_path / "d", shuffle_documents=True)
+    loader(tmp_path / "d", shuffle=True)
     assert len(list(base_dir.rglob("*.arrow"))) == 2  # other text
     make_shards(tmp_path / "d")
     copy.write_bytes(copy.read_bytes()[:100])
     with pytest.raises(UserError, match="damaged .*delete"):
-        loader(tmp_path / "d", shuffle_documents=True)
+        loader(tmp_path / "d", shuffle=True)
 
 
-def plain_best_fit(documents, num_rows, T, buffer_size, refill):
+def plain_best_fit(documents, num_rows, T, size, refill):
     """nanochat's algorithm by linear scans, for one stream of documents in groups of ten."""
 
     def batches():
@@ -177,7 +186,7 @@ def plain_best_fit(documents, num_rows, T, buffer_size, refill):
     for _ in range(num_rows):
         row = []
         while len(row) < T + 1:
-            while len(buffer) < buffer_size:
+            while len(buffer) < size:
                 buffer.extend(BYTE_TOKENIZER.encode(next(source), prepend=BOS))
             room = T + 1 - len(row)
             fitting = [i for i, d in enumerate(buffer) if len(d) <= room]
@@ -189,20 +198,20 @@ def plain_best_fit(documents, num_rows, T, buffer_size, refill):
         yield row
 
 
-@pytest.mark.parametrize("buffer_size, refill", [(40, 16), (1, 1), (60, 7)])
-def test_a_packer_is_nanochats_best_fit(tmp_path, buffer_size, refill):
+@pytest.mark.parametrize("buffer, refill", [(40, 16), (1, 1), (60, 7)])
+def test_a_packer_is_nanochats_best_fit(tmp_path, buffer, refill):
     documents = make_shards(tmp_path / "d", num_documents=3200, longest=100)[:2400]
-    it = loader(tmp_path / "d", B=8, buffer_size=buffer_size * LANES, tokenizer_batch_size=refill)
+    it = loader(tmp_path / "d", B=8, buffer=buffer * LANES, refill=refill)
     rows, groups = rows_of(it, 30), [documents[i : i + 10] for i in range(0, 2400, 10)]
     for lane in range(LANES):
         of_lane = [text for group in groups[lane::LANES] for text in group]
-        assert rows[lane::LANES].tolist() == list(plain_best_fit(of_lane, 30, 64, buffer_size, refill))
+        assert rows[lane::LANES].tolist() == list(plain_best_fit(of_lane, 30, 64, buffer, refill))
 
 
 def test_epochs_of_a_small_corpus(tmp_path):
     """The buffer does not read the text several times over before the first batch."""
     make_shards(tmp_path / "d", num_documents=80)
-    it = loader(tmp_path / "d", buffer_size=1000, tokenizer_batch_size=128)
+    it = loader(tmp_path / "d", buffer=1000, refill=128)
     epochs = [position["epoch"] for _, _, position in itertools.islice(it, 80)]
     assert epochs[0] == 1 and epochs[-1] >= 3 and epochs == sorted(epochs)
 
@@ -220,17 +229,9 @@ def test_a_step_is_packed_in_a_thread_that_ends_with_the_batches(data):
 # Documents of which nothing is thrown away
 
 
-class Whole(Stored):
-    """Texts in memory, as if they were stored."""
-
-    def __init__(self, texts):
-        super().__init__({"text": np.array(texts, object)}, np.arange(len(texts)), "whole", True)
-
-    def read(self, index):
-        return self.dataset["text"][self.groups[index]].tolist()
-
-    def digest(self):
-        return "-"
+def whole(texts):
+    """Texts as if they were stored of own text."""
+    return [Stored(datasets.Dataset.from_dict({"text": texts}), np.arange(len(texts)), "whole", True)]
 
 
 class Numbers:
@@ -244,15 +245,15 @@ class Numbers:
         return [[prepend, *range(first, first + length)] for first, length in pairs]
 
 
-@pytest.mark.parametrize("buffer_size", [8, 400])
-def test_each_token_is_a_target_once_in_an_epoch(buffer_size):
+@pytest.mark.parametrize("buffer", [8, 400])
+def test_each_token_is_a_target_once_in_an_epoch(buffer):
     """Documents of 0 to 20 rows: what does not fit into a row goes on in the next one, behind another BOS token."""
     rng = random.Random(1)
     lengths = [rng.choice((0, 1, 3, 61, 64, 65, 200, 1300)) for _ in range(300)]
     firsts = list(itertools.accumulate(lengths, initial=0))
     texts, total = [f"{first}:{length}" for first, length in zip(firsts, lengths)], firsts[-1]
-    text, seen, row_of, read_again = Text(shards=[Whole(texts)]), np.zeros(total, int), {}, False
-    it, groups = text_batches(Numbers(), 1, 64, "train", text, "cpu", buffer_size=buffer_size), 300 // 4
+    seen, row_of, read_again = np.zeros(total, int), {}, False
+    it, groups = loader(whole(texts), B=1, tokenizer=Numbers(), buffer=buffer), 300 // 4
     for row in range(4 * total // 64):
         x, y, position = next(it)
         assert x[0, 0] == 10**6
@@ -264,38 +265,33 @@ def test_each_token_is_a_target_once_in_an_epoch(buffer_size):
     assert row > 400 and seen.min() >= 2 and seen.max() <= 5
     for first, length in zip(firsts, lengths):
         rows = [row_of[t] for t in range(first, first + length // 64 * 64) if t in row_of]
-        if buffer_size > LANES and length == 1300 and len(rows) == 1280:
+        if buffer > LANES and length == 1300 and len(rows) == 1280:
             assert {b - a for a, b in zip(rows, rows[1:])} == {0, LANES}, "a packer has every eighth row"
 
 
 def test_a_whole_epoch_loses_and_repeats_nothing():
-    """Until a document is read again, the tokens in rows and in buffers are those that were read."""
+    """The tokens in rows and in buffers are those that were read."""
     texts = [str(i) * (1 + 7 * i % 90) for i in range(200)]
-    source = Documents(BYTE_TOKENIZER, 64, "train", Text(shards=[Whole(texts)]), 100, 16, 1)
+    source, it = source_of(whole(texts)), loader(whole(texts))
     assert source.whole
-    it = loader([Whole(texts)])
     for rows in range(1, 30):
         _, _, position = next(it)
-        used = sum(lane["used"][1] for lane in position["lanes"].values())
-        bos = sum(lane["used"][0] for lane in position["lanes"].values())
-        assert used == 4 * rows * 65 and bos <= used
-        read = Counter()
-        for lane in map(str, range(LANES)):
-            g, i = position["lanes"][lane]["next"]
-            for group in range(int(lane), g + 1, LANES):
-                for document in source.read(group)[: i if group == g else None]:
-                    read[lane] += len(document)
-        waiting = {n: sum(p[3] - 1 for p in lane["buffer"]) for n, lane in position["lanes"].items()}
-        kept = {n: lane["used"][1] - lane["used"][0] for n, lane in position["lanes"].items()}
-        assert {n: waiting[n] + kept[n] for n in waiting} == {n: read[n] for n in waiting}
+        lanes = position["lanes"].values()
+        assert sum(lane["used"][1] for lane in lanes) == sum(lane["used"][2] for lane in lanes) == 4 * rows * 65
+        for n, lane in enumerate(lanes):
+            g, i = lane["next"]
+            groups = [(group, i if group == g else 10**6) for group in range(n, g + 1, LANES)]
+            read = sum(len(tokens) - 1 for group, count in groups for tokens in source.tokens(group, 0, count))
+            waiting = sum(length - 1 for _, _, _, length in lane["buffer"])
+            assert waiting + lane["used"][1] - lane["used"][0] == read  # each piece has one more BOS token
 
 
 @pytest.mark.parametrize("old, new", [(1, 1), (1, 3), (4, 2), (3, 8)])
 def test_pieces_of_documents_resume_exactly(old, new):
     texts = [f"{i}," * (1 + 13 * i % 70) for i in range(400)]
-    alone, _ = micro_batches([Whole(texts)], 1, 6)
-    before, position = micro_batches([Whole(texts)], old, 3)
-    after, _ = micro_batches([Whole(texts)], new, 3, position=position)
+    alone, _ = micro_batches(whole(texts), 1, 6)
+    before, position = micro_batches(whole(texts), old, 3)
+    after, _ = micro_batches(whole(texts), new, 3, position=position)
     assert same(before + after, alone)
 
 
@@ -345,12 +341,6 @@ def test_an_evaluation_has_the_same_rows_on_any_number_of_processes(data, B):
     assert evaluation_rows(1, 8, 64, 3) == (1, 1)
 
 
-def test_ranks_come_from_torchrun(data, monkeypatch):
-    for name, value in {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"}.items():
-        monkeypatch.setenv(name, value)
-    assert torch.equal(rows_of(loader(data), 3), rows_of(loader(data, ranks=(1, 2)), 3))
-
-
 @pytest.mark.parametrize("num_documents, row_group_size", [(4, 1), (8, 100)])
 def test_fewer_row_groups_than_ranks(tmp_path, num_documents, row_group_size):
     make_shards(tmp_path / "d", num_documents=num_documents, num_shards=2, row_group_size=row_group_size)
@@ -361,20 +351,20 @@ def test_fewer_row_groups_than_ranks(tmp_path, num_documents, row_group_size):
 
 
 @pytest.mark.parametrize("num_shards, row_group_size", [(2, 400), (2, 150), (3, 400)])
-@pytest.mark.parametrize("data_seed", [0, 7])
-def test_few_row_groups_give_each_packer_text_of_its_own(tmp_path, monkeypatch, num_shards, row_group_size, data_seed):
+@pytest.mark.parametrize("seed", [0, 7])
+def test_few_row_groups_give_each_packer_text_of_its_own(tmp_path, monkeypatch, num_shards, row_group_size, seed):
     """A file of pandas is one row group, and eight packers that read it alike would pack one row eight times. Two
     shards of one row group each are two texts."""
     documents = make_shards(tmp_path / "d", num_documents=800, num_shards=num_shards, row_group_size=row_group_size)
-    made = functools.partial(loader, tmp_path / "d", B=8, buffer_size=8, data_seed=data_seed)
-    texts = documents_of(tmp_path / "d", data_seed=data_seed)
+    made = functools.partial(loader, tmp_path / "d", B=8, buffer=8, seed=seed)
+    texts = documents_of(tmp_path / "d", seed=seed)
     assert sorted(texts) == sorted(documents[: (num_shards - 1) * math.ceil(800 / num_shards)])
     read = []
     with monkeypatch.context() as m:
         real = Shard.read
         m.setattr(Shard, "read", lambda shard, index: read.append((shard.name, index)) or real(shard, index))
         next(made())
-    if not data_seed:
+    if not seed:
         assert len(read) == len(set(read)), "once, and not once for each packer's piece"
     rows = rows_of(made(), 20)
     assert len({tuple(row) for row in rows.tolist()}) == 160
@@ -402,7 +392,7 @@ def test_empty_row_groups_and_shards_do_not_hang(tmp_path):
 def test_resume_is_exact_at_random_points(data, seed):
     rng = random.Random(seed)
     old, new = rng.choice([1, 2, 3, 4]), rng.choice([1, 2, 3, 6])
-    kwargs = {"T": rng.choice([16, 64]), "buffer_size": rng.choice([8, 100, 400]), "M": 12 * rng.choice([1, 2])}
+    kwargs = {"T": rng.choice([16, 64]), "buffer": rng.choice([8, 100, 400]), "M": 12 * rng.choice([1, 2])}
     steps, kwargs["B"] = rng.randint(1, 9), rng.randint(1, 5)
     alone, _ = micro_batches(data, 1, steps + 3, **kwargs)
     before, position = micro_batches(data, old, steps, **kwargs)
@@ -453,14 +443,14 @@ def test_a_position_that_does_not_fit(data, tmp_path):
     make_shards(tmp_path / "other", num_documents=500)
     for kwargs, text in [
         ({"T": 32}, "T was 64"),
-        ({"split": "val"}, "split was train"),
-        ({"data_dir": tmp_path / "other"}, "documents was"),
-        ({"buffer_size": 16}, "buffer was"),
+        ({"split": "val"}, "documents was"),
+        ({"data": tmp_path / "other"}, "documents was"),
+        ({"buffer": 16}, "buffer was"),
         ({"ranks": (1, 2)}, "another rank"),
         ({"ranks": (0, 1)}, "another rank"),
     ]:
         with pytest.raises(UserError, match=text) as e:
-            loader(data, position=position, **({"ranks": (0, 2)} | kwargs))
+            loader(**({"data": data, "position": position, "ranks": (0, 2)} | kwargs))
         assert "\n" not in str(e.value)
 
 
@@ -548,7 +538,7 @@ def test_bad_sizes(data, kwargs):
     with pytest.raises(ValueError, match="cannot be dealt"):  # at the call, not at the first batch
         loader(data, **kwargs)
     with pytest.raises(ValueError, match="split"):
-        loader(data, split="test")
+        open_text("test", data)
 
 
 @pytest.mark.gpu

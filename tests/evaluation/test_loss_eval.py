@@ -71,7 +71,9 @@ def test_of_a_model_of_transformers(tiny_base, tmp_path, capsys):
     transformers = pytest.importorskip("transformers")
     from tokenizers import ByteLevelBPETokenizer
 
-    from nanochat_fp4.data.dataloader import text_batches
+    from nanochat_fp4.data.dataloader import Documents, packed_rows
+    from nanochat_fp4.data.dataset import ensure_data
+    from nanochat_fp4.data.text import open_text
     from nanochat_fp4.models.hf_model import describe, load_hf_model
     from scripts import base_loss
 
@@ -93,7 +95,7 @@ def test_of_a_model_of_transformers(tiny_base, tmp_path, capsys):
     said = {
         line.split()[0]: float(line.split()[2]) for line in capsys.readouterr().out.splitlines() if " bpb: " in line
     }
-    loader = text_batches(ours, 2, 32, "val", device="cpu")
+    loader = packed_rows(Documents(ours, 32, open_text("val", ensure_data())), 2, "cpu")
     nats = count = 0.0
     with torch.no_grad():
         for _, (x, y, _) in zip(range(2), loader):

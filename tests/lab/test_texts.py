@@ -61,7 +61,7 @@ def test_of_a_cut_that_is_interrupted_nothing_is_left(text, tmp_path, monkeypatc
     monkeypatch.setattr(texts, "parquet", stop)
     with pytest.raises(KeyboardInterrupt):
         texts.main(["cut", f"--data-dir={text}", "--max-seq-len=64", f"--out={tmp_path / 'pieces'}"])
-    assert {p.name for p in tmp_path.iterdir()} == {"text"}
+    assert not (tmp_path / "pieces").exists() and not (tmp_path / "pieces.tmp").exists()
 
 
 def test_a_text_is_made_of_its_shards_alone(tmp_path, monkeypatch):
@@ -88,7 +88,7 @@ def test_a_text_is_made_of_its_shards_alone(tmp_path, monkeypatch):
         ("epoch --data-dir=x", "--max-seq-len=0: expected at least 1 token"),
         ("cut --data-dir=x --max-seq-len=8", "lab.texts cut needs --out"),
         ("cut --data-dir=x --max-seq-len=8 --out={text}", "has something already; choose an empty folder"),
-        ("epoch --data-dir={text}/.. --max-seq-len=64", "expected 2, the last for validation"),
+        ("epoch --data-dir={text}/none --max-seq-len=64", "not there"),
         (
             "make 0123 --corpus=x --code=x --out={text}/o",
             "no text is named 0123; use one of 0ca8b83e6a47, 1db8be907300",

@@ -11,7 +11,7 @@ from _samples import GSM8K_ROW, byte_tokenizer, save_base
 
 from nanochat_fp4.cli import UserError
 from nanochat_fp4.data.chat_data import Task
-from nanochat_fp4.data.chat_loader import rollouts
+from nanochat_fp4.data.dataloader import rollouts
 from nanochat_fp4.evaluation.metrics import read_jsonl
 from nanochat_fp4.generation.engine import Engine
 from nanochat_fp4.models.gpt import GPT, GPTConfig

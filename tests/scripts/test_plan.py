@@ -15,7 +15,7 @@ import torch
 from _samples import make_bundle
 
 from nanochat_fp4.cli import UserError
-from nanochat_fp4.data import needs as needed
+from nanochat_fp4.data import sources
 from nanochat_fp4.evaluation.report import get_report
 from nanochat_fp4.models.gpt import GPT
 from nanochat_fp4.training.load_model import SOURCES
@@ -55,7 +55,8 @@ def offline(monkeypatch, base_dir):
     """Nothing is asked of the network, and no GPU is here."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.delenv("DATA_DIR", raising=False)
-    monkeypatch.setattr(needed, "url_problem", lambda url: "no network")
+    for module in (program, sources):
+        monkeypatch.setattr(module, "url_problem", lambda url: "no network")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     monkeypatch.setattr(program, "usable_cpus", lambda: 4)
 
@@ -208,7 +209,8 @@ def test_each_method_has_its_own_memory_and_both_train_in_one_state(monkeypatch)
     facts = said(plan)
     sums = [fact for fact in facts["memory"] if " + " in fact]
     for way, fact in zip((clover, bf16), sums):
-        assert sum(map(float, re.findall(r" (\d+\.\d)(?= \+|$)", fact))) == pytest.approx(way.graphed_peak / 2**30, abs=0.3)
+        parts = map(float, re.findall(r" (\d+\.\d)(?= \+|$)", fact))
+        assert sum(parts) == pytest.approx(way.graphed_peak / 2**30, abs=0.3)
     assert any("SLOW?" in fact for fact in facts["memory"]) and "other ways" in " ".join(facts["memory"])
     assert not any("SLOW?" in fact for fact in said(planned(GPU="rtx5090"))["memory"])
 
@@ -421,15 +423,18 @@ def test_text_that_is_read_more_than_once_is_said():
 
 def test_a_plan_looks_into_the_users_folder(base_dir, tmp_path):
     (folder := tmp_path / "text").mkdir()
-    (folder / "table.csv").write_text("a,b\n")
+    (folder / "scan.pdf").write_text("a,b\n")
     with pytest.raises(UserError, match="holds no data"):
         planned(DATA_DIR=str(folder))
     (folder / "a.txt").write_text("Some text." * 100)
     plan = planned(DATA_DIR=str(folder))
     facts = said(plan)["text"]
-    assert "1 files are read, 1,000 bytes" in facts[1] and "NOT READ: 1 files" in facts[2] and ".csv" in facts[2]
-    assert "250 tokens" in facts[3] and "times" in facts[3] and plan.text == "folder"
-    assert not (base_dir / "converted_data").exists()
+    assert "1 file, 1000 bytes; not read: 1" in facts[1] and "scan.pdf; 4 bytes" in facts[1]
+    assert "250 tokens" in facts[2] and "times" in facts[2] and plan.text == "folder"
+    assert not (base_dir / "stored_text").exists()
+    (folder / "scan.pdf").write_text("a,b\n" * 1000)
+    with pytest.raises(UserError, match="not read for the most part"):
+        planned(DATA_DIR=str(folder))
 
 
 @pytest.mark.parametrize("asked", [4096, 32768])  # the speedrun's on a CPU, and the default of scripts.tok_train
@@ -468,9 +473,9 @@ def test_without_a_hub_the_run_takes_what_is_embedded(h100):
         planned(DEPTH="4", STAGES="tok base mid")
 
 
-@pytest.mark.parametrize("lacks", ["allenai/ai2_arc (ARC-Easy, test)", "a sandbox"])
+@pytest.mark.parametrize("lacks", ["ARC-Easy", "a sandbox"])
 def test_a_part_that_is_missing_leaves_the_stage(h100, monkeypatch, lacks):
-    missing = [needed.Missing(lacks, "a remedy", "gone", lacks == "a sandbox")]
+    missing = [sources.Source(lacks, print, remedy="a remedy", vital=lacks == "a sandbox", missing="gone")]
     monkeypatch.setattr(program, "look_for", lambda needs: missing)
     run = commands(planned(DEPTH="4"))
     words = run["eval_sft:d4_clover"]
@@ -481,30 +486,26 @@ def test_a_part_that_is_missing_leaves_the_stage(h100, monkeypatch, lacks):
 
 @pytest.mark.parametrize("kind", ["core", "mid", "sft", "eval"])
 def test_the_needs_of_a_stage_are_what_it_loads(kind, base_dir, monkeypatch):
-    """Each data set that the stage's mixtures or tasks load is one that the plan looks for."""
+    """A plan asks the network for what each source names, so that must be what the source downloads."""
     from nanochat_fp4.data import chat_data
+    from nanochat_fp4.evaluation import core_metric
 
-    base_dir.mkdir()
-    module = program.LATER[kind]
-    args = module.parse_args(["-i", "sft"] if kind == "eval" else [])
-    loaded, looked = set(), set()
-    row = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
-    fake = lambda dataset, config, split, **how: loaded.add((dataset, config, split)) or [row]  # noqa: E731
+    class Asked(Exception):
+        pass
+
+    def ask(what, *rest, **how):
+        raise Asked(what)
+
     for place in (chat_data, importlib.import_module("eval.common")):
-        monkeypatch.setattr(place, "load_rows", fake)
-    monkeypatch.setattr(chat_data, "identity_conversations", lambda: chat_data.LOCAL_IDENTITY)
-    for place in (chat_data, importlib.import_module("eval.spellingbee")):
-        monkeypatch.setattr(place, "load_words", lambda eval_dir=None: ["a"])
-    if kind in ("mid", "sft"):
-        metrics = module.metric_sources(args) if kind == "sft" else []
-        for source in [*module.train_sources(args), *module.val_sources(args), *metrics]:
+        monkeypatch.setattr(place, "load_rows", ask)
+    for place in (chat_data, core_metric):
+        monkeypatch.setattr(place, "download_file_with_lock", ask)
+    module = program.LATER[kind]
+    remote = [s for s in module.needs(module.parse_args(["-i", "sft"] if kind == "eval" else [])) if s.remote]
+    assert len(remote) >= (1 if kind == "core" else 6)
+    for source in remote:
+        with pytest.raises(Asked, match=re.escape(source.remote)):
             source.make()
-    elif kind == "eval":
-        for name in module.chosen_tasks(None):
-            module.TASKS[name](None)
-    monkeypatch.setattr(needed, "rows_problem", lambda *what: looked.add(what[:3]))
-    needed.look_for([need for need in module.needs(args) if need.what != "a sandbox"])
-    assert looked == loaded
 
 
 def test_files_that_are_here_are_read_before_the_first_step(base_dir, tmp_path):
@@ -523,20 +524,19 @@ def test_files_that_are_here_are_read_before_the_first_step(base_dir, tmp_path):
         path.write_text(text + "\n")
     flags = {"sft": [f"--sft-dir={talk}", f"--eval-dir={bench}"], "core": [f"--bundle-dir={bundle}"]}
     found = {
-        m.what: m.why
+        m.name: m.missing
         for kind, words in flags.items()
-        for m in needed.look_for(program.LATER[kind].needs(program.LATER[kind].parse_args(words)))
+        for m in sources.look_for(program.LATER[kind].needs(program.LATER[kind].parse_args(words)))
     }
     for what, why in {
-        "openai/gsm8k (main, train)": "line 1: the field 'answer' is int",
-        "the list of words": "words_alpha.txt is empty",
-        f"conversations in {talk} (test)": "test.jsonl, line 1",
-        "the identity conversations": "identity_conversations.jsonl, line 1",
+        "GSM8K": "line 1: the field 'answer' is int",
+        "SpellingBee": "words_alpha.txt is empty",
+        f"conversations of {talk} in place of SmolTalk": "test.jsonl, line 1",
+        "identity conversations": "identity_conversations.jsonl, line 1",
         "the eval bundle": "schema.jsonl, line 1: 'context_options' is missing",
-        "allenai/ai2_arc (ARC-Easy, train)": "train.jsonl",
+        "ARC-Easy": "train.jsonl",
     }.items():
         assert why in found[what]
-    assert f"conversations in {talk} (train)" not in found
 
 
 # ----------------------------------------------------------------------------------------------------------------------

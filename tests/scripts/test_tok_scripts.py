@@ -12,7 +12,7 @@ import torch
 from _samples import save_base
 
 from nanochat_fp4.cli import UserError
-from nanochat_fp4.data.shards import open_shard
+from nanochat_fp4.data.text import open_text
 from nanochat_fp4.data.tokenizer import get_token_bytes, get_tokenizer
 from scripts import tok_eval, tok_train
 
@@ -42,7 +42,7 @@ def test_train_then_eval(data, base_dir, capsys):
     out = capsys.readouterr().out
     rows = {line.split("|")[1].strip(): line.split("|")[2:5] for line in out.splitlines() if line.startswith("| ")}
     assert {"news", "korean", "code", "math", "science", "data-train", "data-val"} <= set(rows)
-    text = "\n".join(open_shard(data / "1.parquet").read(0))
+    text = "\n".join(open_text("val", data)[0].read(0))
     size, tokens, ratio = (field.strip().replace(",", "") for field in rows["data-val"])
     assert int(size) == len(text) and int(tokens) == len(tokenizer.encode(text))
     assert float(ratio) == pytest.approx(len(text) / int(tokens), abs=0.006)
@@ -91,7 +91,7 @@ def test_comparison_with_published_tokenizers(data, capsys, caplog, monkeypatch)
     tok_eval.main([f"--data-dir={data}"])
     out = capsys.readouterr().out
     assert "### Comparison with GPT-2 (257 tokens)" in out and "Comparison with GPT-4" not in out
-    assert "no comparison with GPT-4: the tokenizer cl100k_base cannot be downloaded (no network)" in caplog.text
+    assert "no comparison with GPT-4: the tokenizer cl100k_base cannot be had (no network)" in caplog.text
 
 
 def test_a_tokenizer_that_checkpoints_need_is_kept(tiny_base):

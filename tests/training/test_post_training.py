@@ -1,6 +1,8 @@
 """Mid-training, SFT, evaluation and chat on a tiny model: end to end, resumed to the bit, and given bad input."""
 
 import builtins
+import contextlib
+import itertools
 import json
 import shutil
 
@@ -12,9 +14,9 @@ from _training import BASE, MID, SFT, after_steps, stopped_in_step
 
 from eval.local import LocalArithmetic, LocalChoice
 from nanochat_fp4.cli import UserError
-from nanochat_fp4.data.chat_data import LOCAL_IDENTITY, CustomJSON, Source, Task
-from nanochat_fp4.data.chat_loader import packed_conversations, padded_conversations
-from nanochat_fp4.data.dataloader import join_positions
+from nanochat_fp4.data.chat_data import LOCAL_IDENTITY, CustomJSON, Task
+from nanochat_fp4.data.dataloader import Conversations, join_positions, packed_rows, padded_conversations
+from nanochat_fp4.data.sources import Source
 from nanochat_fp4.data.tokenizer import get_tokenizer
 from nanochat_fp4.evaluation.metrics import read_jsonl
 from nanochat_fp4.models.gpt import GPT
@@ -48,6 +50,14 @@ def one_line(error) -> str:
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Batches
+
+
+@contextlib.contextmanager
+def as_rank(rank, world_size):
+    with pytest.MonkeyPatch.context() as m:
+        for name, value in {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size}.items():
+            m.setenv(name, str(value))
+        yield
 
 
 class Texts(Task):
@@ -89,7 +99,7 @@ LENGTHS = [(7 * i * i + 3 * i) % 61 for i in range(90)]
 
 def test_packing_is_nanochats():
     dataset, tokenizer, T = Texts(LENGTHS), byte_tokenizer(), 50
-    loader = packed_conversations(dataset, tokenizer, 4, T, "cpu")
+    loader = packed_rows(Conversations(dataset, tokenizer, T), 4, "cpu")
     rows = [row for _ in range(10) for x, y, _ in [next(loader)] for row in torch.cat([x, y[:, -1:]], 1).tolist()]
     for lane in range(8):
         assert rows[lane::8] == nanochat_rows(dataset, tokenizer, T, 90 // 32, 5, cursor=lane, stride=8)
@@ -103,8 +113,8 @@ def test_rows_and_progress_do_not_depend_on_the_number_of_processes():
     def steps(world_size, count, position=None):
         rows, positions, consumed = [], [], 0.0
         for rank in range(world_size):
-            how = {"ranks": (rank, world_size), "micro_batches": 12, "position": position}
-            loader = packed_conversations(dataset, tokenizer, 2, 50, "cpu", **how)
+            with as_rank(rank, world_size):
+                loader = packed_rows(Conversations(dataset, tokenizer, 50), 2, "cpu", 12, position)
             batches = [next(loader) for _ in range(count * 12 // world_size)]
             rows += [row for x, _, _ in batches for row in x.tolist()]
             positions.append(json.loads(json.dumps(batches[-1][2])))
@@ -139,18 +149,22 @@ def test_sft_batches():
     x, y, _ = list(zip(range(2), padded_conversations(dataset, tokenizer, 3, "cpu", max_tokens=64)))[1][1]
     assert x[0].tolist() == x[1].tolist() and (y >= 0).any(1).all()
 
+    def of_rank(rank, world_size, position=None):
+        """With its first batch, which asks for the rank."""
+        with as_rank(rank, world_size):
+            it = padded_conversations(dataset, tokenizer, 2, "cpu", 64, position)
+            return itertools.chain([next(it)], it)
+
     def micro_batches(world_size, count):
-        loaders = [
-            padded_conversations(dataset, tokenizer, 2, "cpu", 64, None, (r, world_size)) for r in range(world_size)
-        ]
+        loaders = [of_rank(r, world_size) for r in range(world_size)]
         return [next(loaders[m % world_size])[0].tolist() for m in range(count)]
 
     assert micro_batches(1, 6) == micro_batches(2, 6) == micro_batches(3, 6)
 
     def gone_on_with(before, now):
         """What `now` processes take after one micro-batch of each of `before`."""
-        position = next(padded_conversations(dataset, tokenizer, 2, "cpu", 64, None, (before - 1, before)))[2]
-        loaders = [padded_conversations(dataset, tokenizer, 2, "cpu", 64, position, (r, now)) for r in range(now)]
+        position = next(of_rank(before - 1, before))[2]
+        loaders = [of_rank(r, now, position) for r in range(now)]
         return [next(loaders[m % now])[0].tolist() for m in range(6 - before)]
 
     for before, now in ((1, 2), (2, 1), (2, 3), (3, 2), (2, 2)):
@@ -162,7 +176,7 @@ def test_sft_batches():
 @pytest.mark.parametrize(
     "make",
     [
-        lambda state=None: packed_conversations(Texts(LENGTHS), byte_tokenizer(), 3, 50, "cpu", position=state),
+        lambda state=None: packed_rows(Conversations(Texts(LENGTHS), byte_tokenizer(), 50), 3, "cpu", 0, state),
         lambda state=None: padded_conversations(
             Texts(LENGTHS), byte_tokenizer(), 3, "cpu", max_tokens=64, position=state
         ),
@@ -193,7 +207,7 @@ def test_conversations_that_say_something_else_are_not_gone_on_with():
             return conversation
 
     for make in (
-        lambda d, state=None: packed_conversations(d, byte_tokenizer(), 3, 50, "cpu", position=state),
+        lambda d, state=None: packed_rows(Conversations(d, byte_tokenizer(), 50), 3, "cpu", 0, state),
         lambda d, state=None: padded_conversations(d, byte_tokenizer(), 3, "cpu", max_tokens=64, position=state),
     ):
         state = next(make(Texts(LENGTHS)))[2]
@@ -208,7 +222,7 @@ def test_loaders_name_bad_conversations(tmp_path):
             return {"messages": [{"role": "user", "content": "hi"}]} if index == 2 else super().get_example(index)
 
     for make in (
-        lambda d: packed_conversations(d, byte_tokenizer(), 8, 50, "cpu"),
+        lambda d: packed_rows(Conversations(d, byte_tokenizer(), 50), 8, "cpu"),
         lambda d: padded_conversations(d, byte_tokenizer(), 8, "cpu"),
     ):
         with pytest.raises(UserError, match="conversation 2 .*assistant"):

@@ -28,8 +28,9 @@ from eval.gsm8k import GSM8K
 from eval.humaneval import HumanEval
 from eval.mmlu import MMLU
 from nanochat_fp4.cli import UserError
+from nanochat_fp4.data import dataset
 from nanochat_fp4.data.chat_data import CustomJSON, SmolTalk, load_words
-from nanochat_fp4.data.dataset import ensure_data, parquets_iter_batched
+from nanochat_fp4.data.dataset import MANIFEST, build_embedded_corpus, ensure_data, parquets_iter_batched
 from nanochat_fp4.data.tokenizer import get_token_bytes, get_tokenizer
 from nanochat_fp4.evaluation import core_metric, plots, report
 from nanochat_fp4.evaluation.metrics import MetricsLog
@@ -141,7 +142,7 @@ def text_kind(base: Path, tmp: Path) -> Kind:
     lines = "\n".join(json.dumps(d) for d in documents).encode()
     paths = [write(folder / "a.jsonl", lines), write(folder / "b.jsonl.gz", gzip.compress(lines))]
     paths += [write(folder / "c.txt", "Some words. " * 300), write(folder / "d.md", "# Title\n\nWords.\n" * 200)]
-    return Kind(paths, lambda: ensure_data(str(folder)), reset=lambda: shutil.rmtree(base / "converted_data", True))
+    return Kind(paths, lambda: ensure_data(str(folder)), reset=lambda: shutil.rmtree(base / "stored_text", True))
 
 
 def benchmark_kind(base: Path, tmp: Path) -> Kind:
@@ -230,15 +231,16 @@ def report_kind(base: Path, tmp: Path) -> Kind:
 
 
 def manifest_kind(base: Path, tmp: Path) -> Kind:
-    """The note of what the embedded corpus was made from."""
+    """The note of what the embedded corpus was made from. A damaged one means that it is made again."""
     folder = base / "embedded_data"
-    shutil.copytree(os.environ["DATA_DIR"], folder)
-    path = write(folder / "manifest.json", json.dumps({"source": "x", "python": "3", "size_mb": 1.0, "version": 1}))
+    write(folder / "train.jsonl", '{"text": "some text"}' * 9)
+    path = write(folder / MANIFEST, "0.3 MB of Python 3.11.7")
 
     def read():
         with pytest.MonkeyPatch.context() as m:
             m.delenv("DATA_DIR")
-            ensure_data(make=False)
+            m.setattr(dataset, "embedded_documents", lambda: iter([("a", "text " * 99_999)]))
+            build_embedded_corpus(0.3)
 
     return Kind([path], read)
 

@@ -14,7 +14,7 @@ from _samples import save_base
 from _training import BASE
 
 from nanochat_fp4.cli import UserError
-from nanochat_fp4.data.corpus import build_embedded_corpus
+from nanochat_fp4.data.dataset import build_embedded_corpus
 from nanochat_fp4.locks import held_run, running, running_runs
 from nanochat_fp4.training import trainer
 from scripts import base_train, tok_train

@@ -1,0 +1,358 @@
+"""
+What a stage loads: rows of files, data sets of the Hugging Face hub, and three files at addresses of their own.
+
+    load_rows("openai/gsm8k", "main", "test", None, check)                  the hub (or its cache, without a network)
+    load_rows("openai/gsm8k", "main", "test", "my_eval_dir", check)         my_eval_dir/openai/gsm8k/main/test.jsonl.gz
+    look_for([Source(...), ...])                                            the sources that cannot be had, for a plan
+
+What comes over the network has a deadline, because looking up the name of a host ignores every timeout. Files are read
+here and not by `datasets`, which loses the first fields of a csv with unquoted commas, takes dates and numbers among
+JSON texts for other types, and refuses a whole folder for a byte that is not UTF-8.
+"""
+
+import csv
+import functools
+import importlib.util
+import io
+import itertools
+import json
+import multiprocessing
+import os
+import shutil
+import urllib.request
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from multiprocessing.pool import ThreadPool
+from pathlib import Path
+from typing import Any, TextIO, TypeVar
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from filelock import FileLock
+
+from nanochat_fp4.cli import UserError, missing_package, one_line, switched_on
+from nanochat_fp4.common import get_base_dir, print0
+
+KINDS = ("txt", "md", "csv", "json", "jsonl", "ndjson", "parquet")
+COMPRESSED = ("gz", "bz2", "zst", "lz4")
+LONGEST = 1 << 28  # The largest number of characters in a line, and in a JSON value of several lines.
+BLOCK = 1 << 20  # The number of characters of a text file that are a row, by and large.
+SHUFFLE_SEED = 42  # That of nanochat, in the shuffle of the package datasets.
+ASK_SECONDS, LOAD_SECONDS = 8.0, 1800.0  # The time for a question to a server, and for a data set.
+
+# The commits of the datasets' repositories on the hub. They are fixed, because numbers on a dataset that changes cannot
+# be compared.
+REVISIONS = {
+    "HuggingFaceTB/smol-smoltalk": "f73fe857d519ff6ac5af2ea67c4d3834da7b8bcc",
+    "allenai/ai2_arc": "210d026faf9955653af8916fad021475a3f00453",
+    "cais/mmlu": "c30699e8356da336a370243923dbaf21066bb9fe",
+    "openai/gsm8k": "740312add88f781978c0658806c59bc2815b9866",
+    "openai/openai_humaneval": "7dce6050a7d6d172f3cc5c32aa97f52fa1a2e544",
+}
+T = TypeVar("T")
+Check = Callable[[dict], str | None]  # A function that returns the fault of a row ("field x ..."), or None.
+
+
+class MissingDataError(UserError):
+    """The error for data that do not exist here and cannot be had now. With --allow-missing a run goes on without
+    them."""
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Files
+
+
+def kind_of(path: Path) -> str:
+    """Returns the kind of a file by its name, without the ending of a compressed file. It is "" for a file that is not
+    read."""
+    name, _, kind = path.name.lower().rpartition(".")
+    if kind in COMPRESSED:
+        kind = name.rpartition(".")[2].replace("parquet", "")
+    return kind if kind in KINDS else ""
+
+
+def rows_of(path: Path, errors: str = "strict", column: str | None = None) -> Iterator[tuple[str, Any]]:
+    """
+    Yields ("line 3", value) for the rows of a file. A row of a csv or parquet file is a dict, and so is each megabyte
+    of a text file, {column: text}. A file named .json has a row in each line, or it is a list of rows or a single row.
+
+    `errors` is that of open(), for bytes that are not UTF-8. Of a parquet file only `column` is read, if it is given.
+    Raises MissingDataError if the file does not exist, and UserError, which names the file and the place, if it cannot
+    be read.
+    """
+    if path.exists() and not path.is_file():
+        raise UserError(f"{path} is a folder or a device, not a file; remove it")
+    place = "its beginning"
+    try:
+        if kind_of(path) == "parquet":
+            with pq.ParquetFile(path, page_checksum_verification=True) as f:
+                batches = f.iter_batches(columns=[column] if column else None)
+                for i, row in enumerate(row for batch in batches for row in batch.to_pylist()):
+                    place = f"row {i}"
+                    yield place, row
+        else:
+            with io.TextIOWrapper(pa.input_stream(str(path)), encoding="utf-8-sig", errors=errors, newline="") as f:
+                for place, row in TEXT_READERS.get(kind_of(path), _json_lines)(f):
+                    yield place, {column: row} if isinstance(row, str) and column else row
+    except FileNotFoundError as e:
+        raise MissingDataError(f"{path} is not there; check the path") from e
+    except (OSError, ValueError, RecursionError, csv.Error, pa.ArrowException) as e:
+        raise UserError(
+            f"{path} cannot be read past {place} ({one_line(e)[:120]}); correct it, or copy it again"
+        ) from e
+
+
+def _json_lines(f: TextIO, first: str = "") -> Iterator[tuple[str, Any]]:
+    for number, line in enumerate(itertools.chain([first] * bool(first), iter(lambda: f.readline(LONGEST), "")), 1):
+        if len(line) == LONGEST:
+            raise ValueError(f"line {number} is too long; split the file")
+        if line.strip():
+            yield f"line {number}", json.loads(line)
+
+
+def _json(f: TextIO) -> Iterator[tuple[str, Any]]:
+    first = f.readline(LONGEST)
+    try:
+        has_lines = isinstance(json.loads(first or "{}"), dict)
+    except ValueError:
+        has_lines = False
+    if has_lines:
+        return _json_lines(f, first)
+    value = json.loads(first + f.read(LONGEST))
+    return ((f"row {i}", row) for i, row in enumerate(value if isinstance(value, list) else [value]))
+
+
+def _csv(f: TextIO) -> Iterator[tuple[str, Any]]:
+    csv.field_size_limit(LONGEST)
+    rows = csv.reader(f, strict=True)
+    header = next(rows, [])
+    for row in filter(None, rows):
+        if len(row) != len(header) or len(set(header)) < len(header):
+            fields = f"line {rows.line_num} has {len(row)} fields, and the header {len(set(header))} names"
+            raise ValueError(f"{fields}; put texts with commas into quotes")
+        yield f"line {rows.line_num}", dict(zip(header, row))
+
+
+def _text(f: TextIO) -> Iterator[tuple[str, Any]]:
+    rest = ""
+    for number, block in enumerate(iter(lambda: f.read(BLOCK), ""), 1):
+        rest += block
+        end = next((rest.rfind(mark) + len(mark) for mark in ("\n\n", "\n") if mark in rest), len(rest))
+        yield f"megabyte {number}", rest[:end]
+        rest = rest[end:]
+    yield "the end", rest
+
+
+TEXT_READERS = {"csv": _csv, "json": _json, "md": _text, "txt": _text}
+
+
+def read_rows(path: str | os.PathLike, check: Check) -> list[dict[str, Any]]:
+    """Returns the rows of a file. Raises UserError, which names the file and the place, for a file that cannot be read
+    and for a row with a fault."""
+    rows = []
+    for place, row in rows_of(Path(path)):
+        try:
+            problem = check(row) if isinstance(row, dict) else f"expected fields, found {type(row).__name__}"
+        except (LookupError, TypeError, ValueError, AttributeError) as e:
+            problem = f"unexpected content ({type(e).__name__}: {one_line(e)[:100]})"
+        if problem:
+            raise UserError(f"{path}, {place}: {problem}; correct the file, or get it again")
+        rows.append(row)
+    return rows
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Downloads
+
+
+def within(seconds: float, work: Callable[[], T]) -> T:
+    """Returns the result of work(), which runs in a thread. Raises TimeoutError after `seconds`, when the thread is
+    left alone, and all exceptions of `work`."""
+    pool = ThreadPool(1)
+    try:
+        return pool.apply_async(work).get(seconds)
+    except multiprocessing.TimeoutError:
+        raise TimeoutError(f"not finished within {seconds:g} seconds") from None
+    finally:
+        pool.terminate()  # It does not wait for the thread.
+
+
+def hub_url(dataset: str = "", name: str = "README.md") -> str:
+    """Returns the address of a file of a dataset on Hugging Face's hub, or without a dataset that of the hub.
+    HF_ENDPOINT names another hub, as for Hugging Face's own tools."""
+    hub = (os.environ.get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/")
+    return f"{hub}/datasets/{dataset}/resolve/main/{name}" if dataset else hub
+
+
+@functools.cache
+def url_problem(url: str) -> str | None:
+    """Returns the reason why a server does not offer a file, or None. It makes one request without a body, once in each
+    process, because without a network that takes seconds."""
+    if url.startswith(hub_url()) and switched_on("HF_HUB_OFFLINE"):
+        return "HF_HUB_OFFLINE is set"
+    request = urllib.request.Request(url, method="HEAD")  # noqa: S310 The addresses are http.
+    try:
+        within(ASK_SECONDS, lambda: urllib.request.urlopen(request, timeout=ASK_SECONDS).close())  # noqa: S310
+    except Exception as e:  # Several libraries raise errors here.
+        return f"{url} cannot be had: {one_line(e)[:120]}"
+    return None
+
+
+def download_file_with_lock(
+    url: str, filename: str, postprocess_fn: Callable[[str], Any] | None = None, deadline: float = 120.0
+) -> str:
+    """
+    Returns the path of `filename` in the base directory. If the file does not exist, it is downloaded from `url` within
+    `deadline` seconds, and only once even if all ranks call this function together.
+
+    postprocess_fn(temporary path) may raise UserError to reject the content. Raises MissingDataError if the file cannot
+    be had.
+    """
+    path = Path(get_base_dir(), filename)
+    part = path.with_name(f"{filename}.part")
+
+    def fetch() -> None:
+        with urllib.request.urlopen(url, timeout=30) as response, part.open("wb") as f:  # noqa: S310
+            shutil.copyfileobj(response, f)
+            if f.tell() != int(response.headers.get("Content-Length") or f.tell()):
+                raise OSError(f"{f.tell()} bytes arrived instead of {response.headers['Content-Length']}")
+
+    with FileLock(f"{path}.lock"):
+        if not path.exists():
+            print0(f"Downloading {url} ...")
+            try:
+                within(deadline, fetch)
+                if postprocess_fn is not None:
+                    postprocess_fn(str(part))
+                part.rename(path)
+            except Exception as e:  # Several libraries raise errors here.
+                problem = f"{url} cannot be downloaded ({one_line(e)[:150]})"
+                raise MissingDataError(f"{problem}; put it at {path}, or check the network") from e
+            finally:
+                part.unlink(missing_ok=True)
+    return str(path)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Published datasets
+
+
+def is_here(remote: str) -> bool:
+    """Returns whether a dataset of the hub, or the file of an address, was downloaded before. It is True as well where
+    nothing can load a dataset, so that the attempt says what is missing."""
+    if "://" in remote:
+        return Path(get_base_dir(), remote.rpartition("/")[2]).exists()
+    if importlib.util.find_spec("datasets") is None:
+        return True
+    from datasets.config import HF_DATASETS_CACHE
+
+    return Path(HF_DATASETS_CACHE, remote.replace("/", "___")).is_dir()
+
+
+def load_dataset(dataset: str, config: str | None, split: str, flag: str) -> Any:
+    """Returns the rows of a split, from the hub or from its cache here. `flag` is the flag that names a folder in their
+    place. Raises MissingDataError if they cannot be had."""
+    try:
+        # If there is a cache, the package datasets finds out by itself that there is no network.
+        if not is_here(dataset) and (problem := url_problem(hub_url(dataset))):
+            raise MissingDataError(problem)
+        import datasets
+
+        how = {"split": split, "revision": REVISIONS.get(dataset)}
+        return within(LOAD_SECONDS, lambda: datasets.load_dataset(dataset, config, **how))
+    except Exception as e:  # Several libraries raise errors here: not found, gated, cut connection, not in the cache.
+        problem = missing_package(e) or one_line(e)[:150]
+        hint = f"give a folder that holds it with {flag}, or check the network"
+        raise MissingDataError(
+            f"{dataset} ({config}, {split}) cannot be loaded from the hub ({problem}); {hint}"
+        ) from e
+
+
+def load_rows(
+    dataset: str,
+    config: str | None,
+    split: str,
+    folder: str | os.PathLike | None,
+    check: Check,
+    flag: str = "--eval-dir",
+) -> Sequence[dict[str, Any]]:
+    """
+    Returns the rows of one split, shuffled, from a folder or, without one, from the hub. `flag` is the flag that names
+    `folder`, for messages.
+
+    `check` is called with every row of a file, and with the first row from the hub. Raises MissingDataError if there is
+    no such file or dataset, or no network. Raises UserError for a damaged file and for a wrong field. Messages name the
+    file, the place in it and the remedy.
+    """
+    if folder:
+        rows = read_folder(folder, "/".join(filter(None, (dataset, config))), split, check, flag)
+        return [rows[i] for i in np.random.default_rng(SHUFFLE_SEED).permutation(len(rows))]
+    rows = load_dataset(dataset, config, split, flag).shuffle(seed=SHUFFLE_SEED)
+    if len(rows) and (problem := check(rows[0])):
+        raise UserError(f"{dataset} ({split}) on the hub: {problem}; use {flag} with files in the known format")
+    return rows
+
+
+def read_folder(
+    folder: str | os.PathLike, inside: str, split: str, check: Check, flag: str = "--eval-dir"
+) -> list[dict[str, Any]]:
+    """Returns all rows of <folder>/<inside>/<split>.*, or of its parts, in the order of the files. Raises the errors of
+    load_rows."""
+    place = Path(folder, inside)
+    if not Path(folder).is_dir():
+        raise UserError(f"{flag} {folder} is not a folder; name one that holds {Path(inside, split)}.jsonl")
+    paths = [path for path in sorted(place.glob(f"{split}.*")) if kind_of(path)][:1]
+    parts = sorted(place.glob(f"{split}-*-of-*.parquet"))
+    if not paths and parts and parts[0].stem.rpartition("-")[2] != f"{len(parts):05d}":
+        raise UserError(f"{place} has {len(parts)} of the parts of {split}; copy the missing ones")
+    rows = [row for path in paths or parts for row in read_rows(path, check)]
+    if not rows:
+        present = ", ".join(sorted(p.name for p in place.iterdir())[:8]) if place.is_dir() else ""
+        problem = f"{place / split}.jsonl is missing or has no rows ({place} has {present or 'nothing'})"
+        raise MissingDataError(f"{problem}; put it there, or leave out {flag} to load it from the hub")
+    return rows
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What a plan looks for
+
+
+@dataclass
+class Source:
+    """
+    One part of a mixture, or another thing that a stage needs. make() loads it.
+
+    - remote: the dataset of the hub, or the address of the file, that make() downloads. "" means that it does not.
+    - remedy: what a user can do if it is missing
+    - vital: the stage cannot do without it
+    - missing: the reason why it was left out, or cannot be had
+    """
+
+    name: str
+    make: Callable[[], Any]
+    remote: str = ""
+    remedy: str = ""
+    vital: bool = False
+    task: Any = None
+    missing: str | None = None
+
+    def problem(self) -> str | None:
+        """Returns the reason why this cannot be had, or None. What is here is loaded as the stage will load it, because
+        a damaged file would end the stage after hours. For everything else one request, with a deadline, tells."""
+        if self.remote and not is_here(self.remote):
+            return url_problem(self.remote if "://" in self.remote else hub_url(self.remote))
+        try:
+            self.make()
+        except UserError as e:
+            return one_line(e)
+        return None
+
+
+def look_for(sources: Sequence[Source]) -> list[Source]:
+    """Returns those of the sources that cannot be had, with the reason in `missing`. All are looked for at once."""
+    with ThreadPoolExecutor(16) as pool:
+        for source, problem in zip(sources, pool.map(Source.problem, sources)):
+            source.missing = problem
+    return [source for source in sources if source.missing]

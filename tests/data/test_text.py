@@ -1,0 +1,470 @@
+"""What of a folder is read and what its text is; shards, what damage leads to, and text that is stored."""
+
+import bz2
+import codecs
+import gzip
+import json
+import os
+import random
+import re
+import types
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from nanochat_fp4.cli import UserError
+from nanochat_fp4.data import sources
+from nanochat_fp4.data.dataset import ensure_data, how_often, parquets_iter_batched, validation_text
+from nanochat_fp4.data.text import Stored, cut_text, open_shard, open_text, survey
+from nanochat_fp4.data.tokenizer import RustBPETokenizer
+
+WORDS = "the model reads a row of tokens and learns what comes next in many small steps".split()
+
+
+def prose(seed, paragraphs):
+    """Paragraphs of made-up sentences, each of which names its seed and number, so that pieces can be traced."""
+    rng = random.Random(seed)
+    return "\n\n".join(f"[{seed}.{i}] " + " ".join(rng.choices(WORDS, k=60)) + "." for i in range(paragraphs))
+
+
+def write_shard(path, texts, row_group_size=4, column="text"):
+    pq.write_table(pa.table({column: pa.array(texts, pa.string())}), path, row_group_size=row_group_size)
+
+
+@pytest.fixture
+def shards(tmp_path):
+    folder = tmp_path / "shards"
+    folder.mkdir()
+    for s in range(3):
+        write_shard(folder / f"shard_{s:05d}.parquet", [f"document {s}.{i}" for i in range(10)])
+    return folder
+
+
+@pytest.fixture
+def folder(tmp_path, base_dir):
+    (tmp_path / "data").mkdir()
+    return tmp_path / "data"
+
+
+def texts_of(folder, split):
+    return [text for part in open_text(split, folder) for k in range(len(part.rows)) for text in part.read(k)]
+
+
+def all_text(folder) -> str:
+    """All pieces of a folder's text in the order of the files, whatever split they are of."""
+    stored = open_text("train", folder)[0].dataset
+    return "".join(stored[:]["text"])
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Shards
+
+
+def test_the_last_shard_is_validation(shards):
+    assert texts_of(shards, "train") == [f"document {s}.{i}" for s in range(2) for i in range(10)]
+    assert texts_of(shards, "val") == [f"document 2.{i}" for i in range(10)]
+    assert [s.rows for s in open_text("train", shards)] == [(4, 4, 2)] * 2
+    batches = [list(parquets_iter_batched("train", start, 2, data_dir=shards)) for start in (0, 1)]
+    assert [len(b) for b in batches] == [4, 2]
+    assert sorted(t for b in batches for batch in b for t in batch) == sorted(texts_of(shards, "train"))
+
+
+@pytest.mark.parametrize("kind", [pa.large_string(), pa.string_view(), pa.dictionary(pa.int32(), pa.string())], ids=str)
+def test_text_of_every_layout_is_read(folder, kind):
+    """pandas' category, polars' Categorical, string_view of newer writers."""
+    texts = ["one", None, "two", "one"]
+    for i in range(2):
+        column = pa.array(texts).dictionary_encode() if pa.types.is_dictionary(kind) else pa.array(texts)
+        pq.write_table(pa.table({"text": column.cast(kind), "n": [1, 2, 3, 4]}), folder / f"{i}.parquet")
+    assert texts_of(folder, "train") == ["one", "", "two", "one"]
+    (folder / "1.parquet").unlink()
+    assert sorted(texts_of(folder, "train") + texts_of(folder, "val")) == ["one", "one", "two"]
+
+
+def test_a_footer_is_read_once(tmp_path, monkeypatch):
+    """A row group in 8,000 takes as long as one in 80: reading the footer for each took 33 s a step."""
+    write_shard(tmp_path / "a.parquet", [f"{i}" for i in range(8000)], row_group_size=1)
+    shard = open_shard(tmp_path / "a.parquet")
+
+    def no_footer(*args, metadata=None, **kwargs):
+        assert metadata is not None
+        return real(*args, metadata=metadata, **kwargs)
+
+    real = pq.ParquetFile
+    monkeypatch.setattr(pq, "ParquetFile", no_footer)
+    assert [shard.read(i) for i in (0, 4000, 7999)] == [["0"], ["4000"], ["7999"]]
+    monkeypatch.undo()
+    write_shard(tmp_path / "a.parquet", ["other"] * 8000, row_group_size=1)
+    with pytest.raises(UserError, match="changed"):
+        shard.read(5)
+
+
+def test_parquet_folders_are_used_as_they_are(shards, base_dir, monkeypatch, capsys):
+    """DATA_DIR, and before it the flag."""
+    monkeypatch.setenv("DATA_DIR", str(shards))
+    assert ensure_data() == str(shards) and "DATA_DIR" in capsys.readouterr().out
+    monkeypatch.setenv("DATA_DIR", "/nowhere")
+    assert ensure_data(str(shards)) == str(shards)
+    assert not (base_dir / "stored_text").exists()
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What is read
+
+
+def written(folder, **files):
+    for name, content in files.items():
+        path = folder / name.replace("__", "/").replace("_DOT_", ".")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+
+
+def test_a_survey_names_what_is_read_and_what_not(folder):
+    """The sentence that a plan and the log have in common: files and bytes, and about how many tokens."""
+    for name in ("a.txt", "b.md", "c.jsonl", "sub/d.ndjson", "e.csv", "f.json", "g.txt.gz"):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_bytes(b"x" * 1000)
+    for name in ("README.md", "LICENSE", "test_x.txt", "test/y.txt", "p.pdf", "q.docx", ".hidden.txt", ".git/z.txt"):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_bytes(b"y" * 500)
+    for name in ("validation.txt", "valid/v.txt", "dev-0.jsonl"):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_bytes(b"z" * 100)
+    found = survey(folder)
+    assert sorted(p.name for p in found.train) == sorted("a.txt b.md c.jsonl d.ndjson e.csv f.json g.txt.gz".split())
+    assert sorted(p.name for p in found.val) == ["dev-0.jsonl", "v.txt", "validation.txt"]
+    assert {why: sorted(p.name for p in paths) for why, paths in found.left_out.items()} == {
+        "by their names": ["LICENSE", "README.md", "test_x.txt", "y.txt"],
+        "of other kinds": ["p.pdf", "q.docx"],
+    }
+    assert str(found).startswith("10 files, 7.1 KB; not read: ") and "2 of other kinds (p.pdf, q.docx; 1000 bytes)" in (
+        str(found)
+    )
+    assert found.tokens is None  # g.txt.gz hides it
+    (folder / "g.txt.gz").unlink()
+    assert survey(folder).tokens == 6300 // 4
+    (folder / "big.pdf").write_bytes(b"y" * 9000)
+    with pytest.raises(UserError, match="big.pdf.*convert"):
+        survey(folder)
+
+
+def test_files_left_out_in_silence(folder, capsys):
+    """A corpus of any kind beside a README: it is the text, and the README is not."""
+    texts = [f"Document {i}. " + "The river carries sand to the sea. " * 30 for i in range(200)]
+    lines = "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
+    zst = pa.Codec("zstd").compress(lines, asbytes=True)
+    csv = ("text\n" + "".join(f'"{text}"\n' for text in texts)).encode()
+    for name, content in {
+        "corpus.csv": csv, "corpus.json": lines, "corpus.ndjson": lines, "corpus.jsonl.zst": zst,
+        "corpus.txt.gz": gzip.compress("\n\n".join(texts).encode()), "corpus.csv.bz2": bz2.compress(csv),
+        "corpus.JSONL": lines,
+    }.items():  # fmt: skip
+        place = folder / name.replace(".", "_")
+        place.mkdir()
+        (place / name).write_bytes(content)
+        (place / "README.md").write_text("This folder holds a corpus. " * 400)
+        ensure_data(str(place))
+        assert re.findall(r"Document \d+", all_text(place)) == [f"Document {i}" for i in range(200)]
+        assert "holds a corpus" not in all_text(place) and "README.md" in capsys.readouterr().out
+
+
+def test_test_split_is_trained_on(folder, capsys):
+    """The hub's names: test shards are not read, and validation shards are not trained on."""
+    for name in ("test-00000-of-00001", "train-00000-of-00001", "validation-00000-of-00001"):
+        write_shard(folder / f"{name}.parquet", [f"{name} document {i}" for i in range(20)])
+    ensure_data(str(folder))
+    assert "test-00000-of-00001.parquet" in capsys.readouterr().out
+    assert {text.split("-")[0] for text in texts_of(folder, "train")} == {"train"}
+    assert {text.split("-")[0] for text in texts_of(folder, "val")} == {"validation"}
+    (folder / "validation-00000-of-00001.parquet").unlink()  # one shard alone is split
+    found = [texts_of(folder, split) for split in ("train", "val")]
+    assert sorted(sum(found, [])) == sorted(f"train-00000-of-00001 document {i}" for i in range(20))
+    (folder / "train-00000-of-00001.parquet").unlink()
+    with pytest.raises(UserError, match="no data.*test-0"):
+        survey(folder)
+
+
+def test_shards_in_deeper_folders_are_found(folder):
+    for split in ("train", "test", "validation"):
+        (folder / "data" / split).mkdir(parents=True)
+        for k in range(2):
+            write_shard(folder / "data" / split / f"{k}.parquet", [f"{split} {k} {i}" for i in range(5)])
+    (folder / "README.md").write_text("A clone of the hub's repository.")
+    assert texts_of(folder, "train") == [f"train {k} {i}" for k in range(2) for i in range(5)]
+    assert texts_of(folder, "val") == [f"validation {k} {i}" for k in range(2) for i in range(5)]
+
+
+def test_text_beside_shards_is_named(shards, capsys):
+    (shards / "notes.txt").write_text("x")
+    ensure_data(str(shards))
+    assert "beside parquet shards (notes.txt" in capsys.readouterr().out and len(texts_of(shards, "train")) == 20
+    (shards / "notes.txt").write_text("x" * 10**5)
+    with pytest.raises(UserError, match="notes.txt"):
+        survey(shards)
+
+
+def test_a_base_directory_inside_the_folder_is_not_read(tmp_path, monkeypatch):
+    monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path / "base"))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.txt").write_text(prose(1, 60))
+    ensure_data(".")
+    (tmp_path / "base" / "report.md").write_text("A report of the run.")
+    (tmp_path / "base" / "metrics.jsonl").write_text('{"step": 1}\n')
+    assert [path.name for path in survey(".").files] == ["a.txt"]
+
+
+@pytest.mark.parametrize("target", ["/dev/zero", "/dev/urandom", "."])
+def test_a_link_to_a_device_is_no_text(folder, target):
+    for name in ("a.jsonl", "b.txt", "c.parquet"):
+        (folder / name).symlink_to(target)
+    with pytest.raises(UserError, match="holds no data"):
+        ensure_data(str(folder))
+    with pytest.raises(UserError, match="a device"):
+        sources.read_rows(folder / "a.jsonl", lambda row: None)
+    (folder / "tokenizer.json").symlink_to(target)
+    with pytest.raises(UserError, match="a device"):
+        RustBPETokenizer.from_directory(folder)
+
+
+def test_a_pipe_is_not_opened(folder):
+    os.mkfifo(folder / "a.txt")
+    written(folder, **{"b_DOT_txt": prose(1, 60)})
+    assert [path.name for path in survey(folder).files] == ["b.txt"] and "a.txt" in str(survey(folder))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The text of files is the files', or they are refused by name
+
+MARK = codecs.BOM_UTF8
+LINES = [f"line {i}: Größe 你好 🌍" for i in range(3000)]
+
+
+def jsonl(*rows) -> bytes:
+    return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode()
+
+
+def zst(data: bytes) -> bytes:
+    sink = pa.BufferOutputStream()
+    with pa.CompressedOutputStream(sink, "zstd") as f:
+        f.write(data)
+    return sink.getvalue().to_pybytes()
+
+
+HOSTILE = {  # a name, the content, and the text, or a word of the refusal
+    "line ends of Windows": ("a.txt", "\r\n\r\n".join(LINES).encode(), "\r\n\r\n".join(LINES)),
+    "line ends of an old Mac": ("a.txt", "\r".join(LINES).encode(), "\r".join(LINES)),
+    "a byte order mark": ("a.txt", MARK + prose(1, 40).encode(), prose(1, 40)),
+    "no line end in two megabytes": ("a.txt", b"abcd " * 400_000, "abcd " * 400_000),
+    "thousands of blank lines": ("a.txt", b"one" + b"\n" * 9000 + b"end" * 2000, "one" + "\n" * 9000 + "end" * 2000),
+    "separators of str.splitlines": ("a.txt", "a\x85b\u2028c\x0cd ".encode() * 999, "a\x85b\u2028c\x0cd " * 999),
+    "bytes of Latin-1": ("a.txt", b"na\xefve " + prose(1, 40).encode(), "na\ufffdve " + prose(1, 40)),
+    "a glob for a name": ("[a]*?.txt", prose(2, 40).encode(), prose(2, 40)),
+    "two members of gzip": ("a.txt.gz", gzip.compress(b"one " * 2000) + gzip.compress(b"two"), "one " * 2000 + "two"),
+    "zstd": ("a.md.zst", zst(prose(3, 40).encode()), prose(3, 40)),
+    "dates, numbers and null as texts": (
+        "a.jsonl", jsonl(*({"text": t} for t in ["2020-01-01", "1.0", "null", "NaN", "true", ""] * 9)),
+        "2020-01-011.0nullNaNtrue" * 9,
+    ),
+    "fields of many types beside the text": (
+        "a.jsonl", jsonl(*({"text": f"t{i};", "id": [i, "x", {"y": 1}, None, 2.5][i % 5]} for i in range(50))),
+        "".join(f"t{i};" for i in range(50)),
+    ),
+    "nulls among texts": (
+        "a.jsonl", jsonl(*({"text": f"{i};" if i % 2 else None} for i in range(60))),
+        "".join(f"{i};" for i in range(1, 60, 2)),
+    ),
+    "a lone surrogate": ("a.jsonl", b'{"text": "lone \\ud800 one;"}\n' * 30, "lone \ufffd one;" * 30),
+    "line separators inside of JSON": ("a.ndjson", jsonl(*[{"text": "a\u2028b\x85c;"}] * 30), "a\u2028b\x85c;" * 30),
+    "a list in one JSON file": (
+        "a.json", json.dumps([{"text": f"{i};"} for i in range(40)], indent=2).encode(),
+        "".join(f"{i};" for i in range(40)),
+    ),
+    "quotes, commas, NA and line ends in a csv": (
+        "a.csv", b"id,text\r\n" + b'1,"NA, ""null""\nand more;"\r\n2,NA;\r\n' * 20, 'NA, "null"\nand more;NA;' * 20,
+    ),
+    "a csv with unquoted commas": ("a.csv", b"text\n" + b"hello, world\n" * 30, "quotes"),
+    "a csv with a short row": ("a.csv", b"id,text\n" + b"1,a\n2\n" * 30, "line 3"),
+    "a csv with an open quote": ("a.csv", b'text\n"a"\n"b\n' + b"c\n" * 30, "a.csv"),
+    "a csv with semicolons": ("a.csv", b"id;text\n" + b"1;a\n" * 30, "--text-column"),
+    "two columns named text": ("a.csv", b"text,text\na,b\n", "names"),
+    "a number for a text": ("a.jsonl", jsonl(*[{"text": "a"}] * 30, {"text": 5}), "line 31"),
+    "a cut gzip": ("a.jsonl.gz", gzip.compress(jsonl(*[{"text": str(i)} for i in range(900)]))[:-40], "Truncated"),
+    "a cut zstd": ("a.txt.zst", zst(os.urandom(4000).hex().encode())[:-9], "Truncated"),
+    "plain text named gz": ("a.txt.gz", b"no gzip at all" * 99, "a.txt.gz"),
+    "UTF-16": ("a.txt", prose(1, 40).encode("utf-16"), "iconv"),
+    "Shift JIS": ("a.txt", "日本語の文章です。".encode("shift_jis") * 300, "iconv"),
+    "ISO-2022-JP": ("a.txt", ("日本語の文章です。\n" * 300).encode("iso2022_jp"), "iconv"),
+    "ISO-2022-KR": ("a.txt", ("한국어 문장입니다.\n" * 300).encode("iso2022_kr"), "iconv"),
+    "HZ": ("a.txt", ("简体中文的句子。\n" * 300).encode("hz"), "iconv"),
+    "random bytes": ("a.md", random.Random(0).randbytes(4096), "iconv"),
+    "JSON too deep": ("a.jsonl", b"[" * 100_000, "a.jsonl"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name, content, expected", HOSTILE.values(), ids=HOSTILE)
+def test_the_text_is_the_files_or_it_is_refused_by_name(folder, name, content, expected):
+    (folder / name).write_bytes(content)
+    if len(expected) > 20:
+        assert all_text(folder) == expected
+        pieces = [piece for split in ("train", "val") for piece in texts_of(folder, split)]
+        assert sorted(pieces) == sorted(open_text("val", folder)[0].dataset[:]["text"])
+    else:
+        with pytest.raises(UserError, match=re.escape(expected)) as e:
+            ensure_data(str(folder))
+        assert "\n" not in str(e.value) and name in str(e.value) and len(str(e.value)) < 600
+        assert not list(folder.parent.rglob("*.arrow"))
+
+
+def test_text_in_seven_bits_is_not_confused_with_programs(folder):
+    """Colours of a terminal, LaTeX's ties before braces, and form feeds are a share of a text that is small."""
+    text = prose(1, 40) + "\x1b[31mred\x1b[0m Figure~{\\ref{x}} and~{\\bf y}\x0c"
+    (folder / "a.txt").write_text(text)
+    assert all_text(folder) == text
+
+
+def test_what_is_not_text_is_said(folder, capsys):
+    """Once, with the share, by file. The text itself may have the character that replaces such bytes."""
+    (folder / "latin.txt").write_bytes(("Größe " * 200 + prose(1, 60)).encode("latin-1"))
+    (folder / "web.jsonl").write_bytes(b'{"text": "na\xefve"}\n' + b'{"text": "plain"}\n' * 99)
+    (folder / "good.txt").write_text("\ufffd" * 500 + prose(2, 60), encoding="utf-8")
+    (folder / "short.md").write_bytes(b"\xfc\x1b")
+    ensure_data(str(folder))
+    (said,) = [line for line in capsys.readouterr().out.splitlines() if "UTF-8" in line]
+    assert said.startswith("warning: 3 ") and "good.txt" not in said and f"{folder / 'short.md'} (1e+02%)" in said
+    ensure_data(str(folder))
+    assert "warning" not in capsys.readouterr().out  # what is stored is read
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Own text
+
+
+def test_cut_text_loses_nothing_and_ends_at_paragraphs():
+    text = prose(0, 120)
+    pieces = cut_text(text, random.Random(0), 1600, 5200)
+    assert "".join(pieces) == text
+    assert all(800 <= len(p) <= 5202 for p in pieces[:-1]) and len({len(p) for p in pieces}) > 5
+    assert all(p.startswith("[0.") and p.rstrip("\n").endswith(".") for p in pieces)
+    assert "".join(cut_text("x" * 20_000, random.Random(0), 1600, 5200)) == "x" * 20_000  # no place to cut
+    copied = []
+
+    class Noted(str):
+        def __getitem__(self, place):
+            part = super().__getitem__(place)
+            copied.append(len(part))
+            return part
+
+    text = Noted("word " * 100_000)
+    assert "".join(cut_text(text, random.Random(0), 1600, 5200)) == text
+    assert max(copied) <= 5200  # the rest of the text is not copied at each cut
+
+
+def test_text_is_stored_once_and_again_when_it_changes(folder, tmp_path, monkeypatch, capsys):
+    written(folder, **{"a_DOT_txt": prose(1, 60), "sub__b_DOT_md": prose(2, 60)})
+    (folder / "c.json.gz").write_bytes(gzip.compress(jsonl({"text": prose(3, 60)})))  # as C4 has them
+    ensure_data(str(folder))
+    first = {split: texts_of(folder, split) for split in ("train", "val")}
+    found = re.findall(r"\[\d+\.\d+\]", "".join(first["train"] + first["val"]))
+    assert sorted(found) == sorted(f"[{s}.{i}]" for s in (1, 2, 3) for i in range(60))
+    assert 0 < sum(map(len, first["val"])) < sum(map(len, first["train"])) / 4
+    name, out = validation_text(folder), capsys.readouterr().out
+    assert out.count("Writing the text") == 1 and "3 files" in out
+    os.utime(folder / "a.txt")
+    assert validation_text(folder) == name and "Writing" in capsys.readouterr().out  # the same text again
+    (folder / "a.txt").write_text(prose(1, 60).swapcase())
+    assert validation_text(folder) != name or texts_of(folder, "train") != first["train"]
+    (folder / "a.txt").write_text(prose(1, 60))
+    monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path / "other"))
+    assert {split: texts_of(folder, split) for split in first} == first  # the same on another machine
+
+
+def test_a_file_for_validation_is_all_of_it(folder):
+    written(folder, **{f"{i}_DOT_txt": prose(i, 12) for i in range(30)}, **{"valid_DOT_txt": prose(99, 12)})
+    train, val = ("".join(texts_of(folder, split)) for split in ("train", "val"))
+    assert len(re.findall(r"\[99\.\d+\]", val)) == 12 and "[99." not in train
+    assert len(re.findall(r"\[\d+\.\d+\]", train)) == 360 and not re.findall(r"\[[0-8]?\d\.", val)
+
+
+def test_many_documents_are_split_as_wholes(folder):
+    documents = [prose(i, 10 + i % 20) for i in range(60)]
+    (folder / "a.jsonl").write_bytes(jsonl(*({"text": text} for text in documents)))
+    found = [set(re.findall(r"\[(\d+)\.", "".join(texts_of(folder, split)))) for split in ("train", "val")]
+    assert not found[0] & found[1] and len(found[0] | found[1]) == 60 and len(found[1]) == 3
+
+
+@pytest.mark.parametrize("name", ["book.txt", "rows.jsonl", "test.txt", "README.md"])
+def test_one_file_is_as_its_folder(folder, name):
+    """And a file that is named is read whatever its name is."""
+    content = jsonl({"text": prose(1, 60)}) if name == "rows.jsonl" else prose(1, 60).encode()
+    (folder / name).write_bytes(content)
+    alone = {split: texts_of(folder / name, split) for split in ("train", "val")}
+    assert ensure_data(str(folder / name)) == str(folder / name) and all(alone.values())
+    if name in ("book.txt", "rows.jsonl"):
+        assert {split: texts_of(folder, split) for split in ("train", "val")} == alone
+
+
+def test_a_line_that_never_ends_is_stopped(folder, monkeypatch):
+    (folder / "a.jsonl.gz").write_bytes(gzip.compress(b'{"text": "' + b"0" * 10**7))
+    monkeypatch.setattr(sources, "LONGEST", 10**6)
+    with pytest.raises(UserError, match="a.jsonl.gz .*too long"):
+        ensure_data(str(folder))
+    assert not list(folder.parent.rglob("*.arrow"))
+
+
+def test_a_full_disk_leaves_nothing_half_made(folder, monkeypatch):
+    import errno
+
+    written(folder, **{"a_DOT_txt": prose(1, 60)})
+
+    def full(*args, **kwargs):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as m:
+        m.setattr("datasets.arrow_writer.ArrowWriter.write_rows_on_file", full, raising=False)
+        m.setattr("datasets.arrow_writer.ArrowWriter.write_examples_on_file", full)
+        with pytest.raises(OSError, match="No space left"):  # which run_main makes a line
+            ensure_data(str(folder))
+    assert not list(folder.parent.rglob("*.arrow")) and texts_of(folder, "train")
+
+
+def test_how_a_text_was_cut_and_how_often_it_is_read(folder):
+    (folder / "a.txt").write_text(prose(1, 200))
+    tokenizer = types.SimpleNamespace(encode=lambda texts: [text.split(" ") for text in texts])
+    parts = open_text("train", folder)
+    assert isinstance(parts[0], Stored)
+    tokens = sum(len(text.split(" ")) for text in texts_of(folder, "train"))
+    said = how_often(parts, tokenizer, 3 * tokens)
+    held = int(re.search(r"about ([\d,]+) tokens", said)[1].replace(",", ""))
+    assert abs(held / tokens - 1) < 0.1 and re.search(r"reads (2\.[89]|3|3\.1) times", said) and "pieces" in said
+    for k in range(2):
+        write_shard(folder / f"{k}.parquet", ["x"] * 10)
+    (folder / "a.txt").unlink()
+    assert how_often(open_text("train", folder), tokenizer, 5) is None
+
+
+@pytest.mark.parametrize("suffix", ["parquet", "jsonl", "csv"])
+def test_the_column_with_the_text_can_be_named(folder, monkeypatch, suffix):
+    for i in range(2):
+        texts = [prose(10 * i + j, 4) for j in range(12)]
+        if suffix == "parquet":
+            pq.write_table(pa.table({"title": ["x"] * 12, "content": texts}), folder / f"{i}.parquet", row_group_size=4)
+        elif suffix == "csv":
+            (folder / f"{i}.csv").write_text("title,content\n" + "".join(f'x,"{text}"\n' for text in texts))
+        else:
+            (folder / f"{i}.jsonl").write_bytes(jsonl(*({"title": "x", "content": text} for text in texts)))
+    for column in ("", "body"):
+        with pytest.raises(UserError, match="--text-column"):
+            ensure_data(str(folder), column=column)
+    ensure_data(str(folder), column="content")
+    found = [text for batch in parquets_iter_batched("train", data_dir=folder, column="content") for text in batch]
+    assert prose(3, 4)[:40] in "".join(found) and "x" not in found
+    with pytest.raises(UserError, match="--text-column"):
+        ensure_data(str(folder))  # nothing of the process remembers the column
+    monkeypatch.setenv("TEXT_COLUMN", "content")
+    ensure_data(str(folder))
+    assert texts_of(folder, "train") == found
+    with pytest.raises(UserError, match="add --data-dir"):
+        ensure_data()
+    assert Path(ensure_data(str(folder))) == folder
