@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -72,13 +73,13 @@ class MetricsLog:
             logger.warning(f"{self.path} cannot be written ({problem}); the curves will have a gap")
         self.torn = problem is not None
 
-    def rewind(self, step: int | None) -> None:
+    def rewind(self, step: int | None, undone: Collection[str] = ()) -> None:
         """
         Removes the records after the checkpoint of `step`, so that a resumed run does not log a step twice.
 
         None removes everything. A "train", "spike" or "skip" record of step s belongs to the step that leads to
-        checkpoint s + 1. Any other record of step s is written before step s is trained. Checkpoint s may already
-        contain its result, so the record is kept.
+        checkpoint s + 1. Any other record of step s is written before step s is trained, and is kept unless its event
+        is one of `undone`, whose results the checkpoint of `step` does not contain yet.
         """
         if not self.enabled or not self.path.exists():
             return
@@ -88,8 +89,8 @@ class MetricsLog:
 
         def happened(record: dict[str, Any]) -> bool:
             record_step = record.get("step")
-            in_step = record.get("event") in ("train", "spike", "skip")
-            return isinstance(record_step, int) and record_step < step + (not in_step)
+            not_yet = record.get("event") in ("train", "spike", "skip", *undone)
+            return isinstance(record_step, int) and record_step < step + (not not_yet)
 
         records = [record for record in read_jsonl(self.path) if happened(record)]
         atomic_write(self.path, "".join(json.dumps(r) + "\n" for r in records))

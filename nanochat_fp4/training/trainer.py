@@ -437,7 +437,9 @@ class Trainer:
         self.tracker = setup_tracker(self.args.run, project, self.meta["user_config"])
         if resume.starts_over(self.args) and not self.dry_run:
             resume.start_over(self.folder, self.process.rank)
-        self.metrics.rewind(self.step if self.resumes else None)
+        undone = {"val"} if self.state.evaluated_at != self.step else set()
+        undone |= {"core", "sample", "telemetry"} if not self.looked_before else set()
+        self.metrics.rewind(self.step if self.resumes else None, undone)
         record = {
             "stage": self.stage, "method": self.method, "num_iterations": self.num_steps, "backend": str(nf.backend()),
             "world_size": self.process.world_size, "config": self.meta["user_config"], "environment": self.environment,

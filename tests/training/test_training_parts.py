@@ -230,6 +230,8 @@ def test_metrics_rewind_to_a_checkpoint(tmp_path):
     assert records == [
         ("start", 0), ("val", 0), ("train", 0), ("train", 1), ("val", 2), ("train", 2), ("train", 3), ("val", 4),
     ]  # fmt: skip
+    log.rewind(4, {"val"})  # A signal had it saved before its evaluation, which the resume makes, and logs.
+    assert [(r["event"], r["step"]) for r in read_jsonl(log.path)] == records[:-1]
     log.append("train", 4, loss=1.0)
     assert read_jsonl(log.path)[-1]["step"] == 4
     log.rewind(0)  # the run was saved before its first step, and evaluated already
