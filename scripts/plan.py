@@ -24,7 +24,6 @@ import textwrap
 import time
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -93,12 +92,14 @@ GIB = 2**30
 
 
 class Settings:
-    """The numbers and flags of a run: the defaults, and what the user's variables changed. Raises UserError, which
-    names the variable."""
+    """The machine, numbers and flags of a run: the defaults, and what the user's variables changed. Raises UserError,
+    which names the variable."""
 
-    def __init__(self, run: str, environment: Mapping[str, str], on_gpu: bool):
+    def __init__(self, run: str, environment: Mapping[str, str]):
         of_gpu, of_cpu, self.minutes = RUNS[run]
-        self.run, self.environment, self.on_gpu, self.notes = run, environment, on_gpu, []
+        self.run, self.environment, self.notes = run, environment, []
+        self.card, self.here, self.processes = machine(environment)
+        on_gpu = self.card is not None
         defaults = {name: row[1 if on_gpu else 2] for name, row in NUMBERS.items()} | dict.fromkeys(ARGS, "")
         self.defaults: dict[str, Any] = defaults | (of_gpu if on_gpu else of_cpu)
         self.values = {name: value_of(name, environment.get(name, ""), d) for name, d in self.defaults.items()}
@@ -246,7 +247,7 @@ def machine(environment: Mapping[str, str]) -> tuple[dict[str, Any] | None, bool
     text, memory, gpu = (environment.get(name, "") for name in ("NPROC", "GPU_MEMORY", "GPU"))
     if not re.fullmatch(r"|[1-9]\d{0,3}", text):
         raise UserError(f"NPROC={text!r} is not a number of processes; use 1, 2, ... or leave it out")
-    if not re.fullmatch(r"|\d{0,5}\.?\d*", memory) or (memory and not float(memory)):
+    if not re.fullmatch(r"|\d{1,5}(\.\d*)?", memory) or (memory and not float(memory)):
         raise UserError(f"GPU_MEMORY={memory}: expected a number of GiB, for example GPU_MEMORY=24")
     if gpu or memory:
         return find_card(gpu, float(memory or 0)), False, int(text or 1)
@@ -267,16 +268,8 @@ class Base:
     """The base training with one method: its flags, the model on the meta device, its steps, and the ways in which it
     fits the card. more: flags of a trial, which count before the user's. states: those that may be chosen."""
 
-    def __init__(
-        self,
-        s: Settings,
-        method: str,
-        card: Any,
-        processes: int,
-        more: Sequence[str] = (),
-        states: Sequence[str] = STATES,
-    ):
-        own = s.words("BASE_ARGS")
+    def __init__(self, s: Settings, method: str, *more: str, states: Sequence[str] = STATES):
+        own, card, processes = s.words("BASE_ARGS"), s.card, s.processes
         self.method, self.tag = method, s.tag(method)
         argv = [f"--method={method}", f"--model-tag={self.tag}", *s.argv("base_train"), "--resume-from-step=latest"]
         with s.blamed("base_train", "BASE_ARGS"):
@@ -334,10 +327,11 @@ def choose_steps(s: Settings, base: Base) -> dict[str, Any]:
     set_cpu_threads(torch.device("cpu"), model.config.n_embd)
     model.init_weights()
     nf.convert(model, base.method, verbose=False)
+    rows = args.device_batch_size if args.device_batch_size != "auto" else args.total_batch_size // args.max_seq_len
     ends: list[float] = []
     while len(ends) <= PROBE_STEPS and (len(ends) < 2 or ends[-1] - ends[0] < PROBE_SECONDS):
-        for _ in range(args.total_batch_size // (base.rows * args.max_seq_len)):
-            try_micro_batch(model, base.rows, args.max_seq_len)
+        for _ in range(args.total_batch_size // (rows * args.max_seq_len)):
+            try_micro_batch(model, rows, args.max_seq_len)
         ends.append(time.monotonic())
     seconds = (ends[-1] - ends[0]) / (len(ends) - 1)
     fits = [n for n in (most, most // 2) if (2 * n + OTHER_STEPS) * seconds <= 60 * s.minutes]
@@ -367,13 +361,14 @@ def measured(base_dir: Path, gpu: str) -> dict[str, list[tuple[float, float]]]:
     return timed | runs
 
 
-def hours(base: Base, card: dict[str, Any], processes: int, base_dir: Path) -> tuple[float, float, list[str]] | None:
+def hours(s: Settings, base: Base) -> tuple[float, float, list[str]] | None:
     """(fewest hours, most hours, facts about them) of the base training with its validations. None if a precision of
     the method was never timed."""
-    here = measured(base_dir, card["name"])
+    card, processes, here = s.card, s.processes, measured(s.base_dir, s.card["name"])
     speeds = {key: [1e12 * end / base.size for end in of["range"]] for key, of in card["speed"].items()}
     speeds |= {method: [min(of)[0] / base.flops, max(of)[0] / base.flops] for method, of in here.items()}
     speeds |= {"nvfp4": speeds["clover"]} if "clover" in here else {}
+    published = [key for key in card["speed"] if key not in here and not (key == "nvfp4" and "clover" in here)]
     parts = {PRECISIONS[bits]: share for bits, share in base.work.items() if share}
     parts = {base.method: 1.0} if base.is_plain and base.method in speeds else parts
     if not parts.keys() <= speeds.keys():
@@ -386,10 +381,12 @@ def hours(base: Base, card: dict[str, Any], processes: int, base_dir: Path) -> t
     speed = " to ".join(dict.fromkeys(f"{round(x, -2):,.0f}" for x in (slow, fast)))
     if base.method in here and base.method in parts:
         facts, sizes = [f"measured on this GPU: {speed} tokens/s"], [base.flops / of for _, of in here[base.method]]
+    elif not parts.keys() & set(published):
+        facts, sizes = [f"estimated from other methods on this GPU: {speed} tokens/s"], []
     else:
-        records = [card["speed"][key] for key in parts if key in card["speed"]]
+        records = [card["speed"][key] for key in parts if key in published]
         sizes = [base.weights / model for record in records for model in record["models"]]
-        runs = max((record["runs"] for record in records), default=0)
+        runs = max(record["runs"] for record in records)
         facts = [f"from {runs} published run{'s' * (runs != 1)} (docs/measured.md): {speed} tokens/s"]
         facts += dict.fromkeys(doubt for record in records for doubt in record["doubts"])
         facts.append('STAGES="tok base" NUM_ITERATIONS=20 measures 20 steps, for the next plan')
@@ -422,7 +419,7 @@ class Stage(NamedTuple):
     source: str = ""
 
 
-def later_words(s: Settings, processes: int, look: bool) -> tuple[dict[str, list[str]], list[str]]:
+def later_words(s: Settings) -> tuple[dict[str, list[str]], list[str]]:
     """The flags of the later stages with what can be had, and a line for each thing that the run goes without.
 
     A stage that lacks what is vital gets the embedded data, and CORE, which has none, is left out. Of other things a
@@ -435,8 +432,8 @@ def later_words(s: Settings, processes: int, look: bool) -> tuple[dict[str, list
             args[kind] = script.parse_args([*(["-i", "sft"] if kind == "eval" else []), *words[kind]])
             needs[kind] = script.needs(args[kind])
             if kind != "core":  # whose flags stand alone
-                script.check_flags(args[kind], int(s.values["SEQ_LEN"]), processes)
-    found = {m.name: m for m in look_for([need for of in needs.values() for need in of])} if look else {}
+                script.check_flags(args[kind], int(s.values["SEQ_LEN"]), s.processes)
+    found = {m.name: m for m in look_for([need for of in needs.values() for need in of])} if s.here else {}
     for kind in s.later:
         asked = dict.fromkeys(need.name for need in needs[kind])
         lacks = [found[name] for name in asked if name in found]
@@ -461,7 +458,7 @@ def later_words(s: Settings, processes: int, look: bool) -> tuple[dict[str, list
             what = "has small embedded data"
             words[kind] += ["--task-name=local", "--max-new-tokens=64"] if kind == "eval" else ["--data=local"]
             if kind == "mid":
-                tokens = EMBEDDED_ROWS * (args[kind].max_seq_len or int(s.values["SEQ_LEN"])) * processes
+                tokens = EMBEDDED_ROWS * (args[kind].max_seq_len or int(s.values["SEQ_LEN"])) * s.processes
                 words[kind] += [f"--device-batch-size={EMBEDDED_ROWS}", f"--total-batch-size={tokens}"]
                 words[kind].append(f"--eval-tokens={8 * tokens}")
         elif rows:
@@ -488,7 +485,7 @@ def text_stages(s: Settings, text: str, has_tokenizer: bool, shards: int) -> lis
     ]
 
 
-def model_stages(s: Settings, base: Base, words: dict[str, list[str]], processes: int) -> list[Stage]:
+def model_stages(s: Settings, base: Base, words: dict[str, list[str]]) -> list[Stage]:
     """The stages of one method."""
     tag, made = base.tag, []
     resume, of_eval = [f"--model-tag={tag}", "--resume-from-step=latest"], words.get("eval", [])
@@ -499,7 +496,7 @@ def model_stages(s: Settings, base: Base, words: dict[str, list[str]], processes
         if stage in s.stages and (stage in words or stage not in LATER):
             section, source = f"report/{tag}/{section}.json", f"{SOURCES[before or 'base'][0]}/{tag}"
             command, title = [f"scripts.{script}", *flags], f"{title}, {base.method}"
-            made.append(Stage(f"{name}:{tag}", needs, title, processes, command, section, source))
+            made.append(Stage(f"{name}:{tag}", needs, title, s.processes, command, section, source))
 
     add("base", "", "base training", "base-model-training", "base_train", *base.argv)
     add("loss", "base", "base loss", "base-model-loss", "base_loss", resume[0], *s.argv("base_loss"))
@@ -554,29 +551,25 @@ class Plan:
     def __init__(self, run: str, environment: Mapping[str, str]):
         if wrong := problem(set(environment)):
             raise UserError(wrong)
-        self.card, self.here, self.processes = machine(environment)
-        s = self.s = Settings(run, environment, bool(self.card))
-        if not self.here and not s.plan_only:
+        s = self.s = Settings(run, environment)
+        if not s.here and not s.plan_only:
             raise UserError("GPU and GPU_MEMORY plan a machine that is not here; set PLAN_ONLY=1 as well")
-        if self.here:
+        if s.here:
             check_tracker(environment.get("TRACKER", ""), environment.get("WANDB_RUN", ""))
         self.chosen: dict[str, Any] = {}  # the steps of a CPU, and the seconds of one
         self.bases = self.settle()
         for base in self.bases:
             self.check_memory(base)
         self.text, self.why_text, self.shards = self.find_text()
-        words, self.left_out = later_words(s, self.processes, self.here)
+        words, self.left_out = later_words(s)
         self.tokenizer = self.find_tokenizer()
         has_tokenizer = self.tokenizer is not None
         self.stages = text_stages(s, self.text, has_tokenizer, self.shards) if "tok" in s.stages else []
         for base in self.bases:
-            self.stages += model_stages(s, base, words, self.processes)
+            self.stages += model_stages(s, base, words)
         if "report" in s.stages:
             self.stages.append(Stage("report", "", "report", 1, ["nanochat_fp4.evaluation.report", "generate"]))
         self.check_order_and_disk()
-
-    def base(self, method: str, *more: str, states: Sequence[str] = STATES) -> Base:
-        return Base(self.s, method, self.card, self.processes, more, states)
 
     def settle(self) -> list[Base]:
         """The base trainings, after what is left open is chosen: depth on a small card, steps on a slow CPU, shards by
@@ -592,19 +585,19 @@ class Plan:
                 wrong = f"{name}={n[name]}: FineWeb-Edu has 1 to {MAX_SHARD} training shards"
                 raise UserError(f"{wrong}; set another number, or leave {name} out")
         own = {"DEPTH", "DEVICE_BATCH"} & set(s.changed) or "--depth" in typed or "--device-batch-size" in typed
-        for depth in (d for d in DEPTHS if self.card and self.processes == 1 and not own and d <= n["DEPTH"]):
-            trials = [self.base(method, f"--depth={depth}") for method in s.methods]
+        for depth in (d for d in DEPTHS if s.card and s.processes == 1 and not own and d <= n["DEPTH"]):
+            trials = [Base(s, method, f"--depth={depth}") for method in s.methods]
             if all(way.rows for trial in trials for way in trial.ways[:1]):
                 if depth < n["DEPTH"]:
-                    s.notes.append(f"d{n['DEPTH']} does not fit {gib(self.card['gib'])} by count, so DEPTH={depth}")
+                    s.notes.append(f"d{n['DEPTH']} does not fit {gib(s.card['gib'])} by count, so DEPTH={depth}")
                     s.instead("DEPTH", depth)
                 break
-        first = self.base(s.method)
-        if not s.on_gpu:
+        first = Base(s, s.method)
+        if s.card is None:
             if not s.environment.get("NUM_ITERATIONS") and (chosen := choose_steps(s, first)):
                 self.chosen = chosen
                 s.instead("NUM_ITERATIONS", chosen["steps"])
-                first = self.base(s.method)
+                first = Base(s, s.method)
             s.shorten(first.steps)
         else:
             shards = -(-first.tokens * SPARE / SHARD_TOKENS // 10) * 10
@@ -614,22 +607,22 @@ class Plan:
             row = int(n["SEQ_LEN"])
             s.instead("SPLIT_TOKENS", max(1, int(s.defaults["SPLIT_TOKENS"]) // row) * row)
             with s.blamed("base_loss"):
-                base_loss.check_flags(base_loss.parse_args(s.argv("base_loss")), row, self.processes)
-        bases = [self.base(method) for method in s.methods]
+                base_loss.check_flags(base_loss.parse_args(s.argv("base_loss")), row, s.processes)
+        bases = [Base(s, method) for method in s.methods]
         if len({base.ways[0].state for base in bases if base.ways}) > 1:
-            bases = [self.base(method, states=("lean",)) for method in s.methods]
+            bases = [Base(s, method, states=("lean",)) for method in s.methods]
         return bases
 
     def check_memory(self, base: Base) -> None:
         """Refuses what needs more memory than there is, and names what fits. What fits hardly gets a note."""
         s, asked, way = self.s, base.args.device_batch_size, base.ways[0] if base.ways else None
         need, total, name = base.cpu_bytes, physical_memory(), "this machine"
-        if self.card:
-            need, total, name = way.peak if way else 0.0, self.card["gib"] * GIB, self.card["name"]
+        if s.card:
+            need, total, name = way.peak if way else 0.0, s.card["gib"] * GIB, s.card["name"]
         if way.rows if way else need <= total:
             return
         what = "--device-batch-size" if "--device-batch-size" in s.values["BASE_ARGS"] else "DEVICE_BATCH"
-        most = max(self.base(base.method, "--device-batch-size=auto").ways, key=lambda way: way.rows, default=None)
+        most = max(Base(s, base.method, "--device-batch-size=auto").ways, key=lambda way: way.rows, default=None)
         rows, remedy = f"{asked} rows", f"lower {what}"
         if most and most.rows:
             flags = f" with {' '.join(most.flags)}, which the run then takes" if most.flags else ""
@@ -645,8 +638,8 @@ class Plan:
     def find_text(self) -> tuple[str, str, int]:
         """(folder, shards, embedded or hub; why it is the embedded corpus; FineWeb-Edu's shards that are here)."""
         s = self.s
-        if s.data_dir or not self.here:
-            if self.here:  # Text that cannot be trained on ends here.
+        if s.data_dir or not s.here:
+            if s.here:  # Text that cannot be trained on ends here.
                 (survey if s.plan_only else ensure_data)(s.data_dir)
             return ("folder" if s.data_dir else "hub"), "", 0
         if (folder := found_data()) and Path(folder).name == "base_data":
@@ -659,7 +652,7 @@ class Plan:
     def find_tokenizer(self) -> int | None:
         """The tokens of the tokenizer that is here, which the run keeps, or None."""
         folder, wanted = self.s.base_dir / "tokenizer", self.s.values["VOCAB_SIZE"]
-        if not self.here or not all((folder / name).is_file() for name in ("tokenizer.json", "token_bytes.pt")):
+        if not self.s.here or not all((folder / name).is_file() for name in ("tokenizer.json", "token_bytes.pt")):
             return None
         tokens, asked = 0, None
         with contextlib.suppress(OSError, ValueError, LookupError, TypeError, AttributeError):
@@ -675,18 +668,17 @@ class Plan:
         s, tags = self.s, [base.tag for base in self.bases]
         places = {kind: [s.base_dir / SOURCES[kind][0] / tag for tag in tags] for kind in ("base", "mid", "sft")}
         made = {kind for kind, folders in places.items() if all(map(list_steps, folders))} | set(s.stages)
-        made |= {"tok"} if self.tokenizer is not None or not self.here else set()
-        for stage, first in ((stage, BEFORE.get(stage, stage)) for stage in s.stages if self.here):
+        made |= {"tok"} if self.tokenizer is not None else set()
+        for stage, first in ((stage, BEFORE.get(stage, stage)) for stage in s.stages if s.here):
             if first not in made:
-                what = "a tokenizer" if first == "tok" else f"the model of stage {first} ({', '.join(tags)})"
-                needs = f"STAGES asks for {stage}, which needs {what}, and {s.base_dir} has none"
+                needs = f"STAGES asks for {stage}, which needs what {first} makes ({', '.join(tags)})"
                 where = "set the variables and the NANOCHAT_BASE_DIR that it was made with"
-                raise UserError(f"{needs}; add {first} to STAGES, or {where}")
+                raise UserError(f"{needs}, and {s.base_dir} has none; add {first} to STAGES, or {where}")
         shards = int(s.values["NUM_SHARDS"]) if self.text in ("hub", "shards") and "tok" in s.stages else 0
         self.text_bytes = max(0, shards - self.shards) * float(SHARD_BYTES)
         self.checkpoint_bytes = len(places.keys() & set(s.stages)) * sum(base.checkpoint_bytes for base in self.bases)
         place = next(folder for folder in (s.base_dir, *s.base_dir.absolute().parents) if folder.exists())
-        self.free = shutil.disk_usage(place).free if self.here else math.inf
+        self.free = shutil.disk_usage(place).free if s.here else math.inf
         kept = [file for folders in places.values() for folder in folders for file in folder.rglob("*.pt")]
         free = self.free + sum(file.stat().st_size for file in kept)  # that the run will replace, or has made already
         if (needed := self.text_bytes + self.checkpoint_bytes) > free:
@@ -737,9 +729,9 @@ def page(plan: Plan, numbers: bool = False) -> str:
 
 def facts(plan: Plan, numbers: bool) -> Iterator[tuple[str, str]]:
     """(label, fact) of each line."""
-    s, card, processes = plan.s, plan.card, plan.processes
-    several = f"{processes} x " if processes > 1 else ""
-    where = f"{card['arch'] and ', '}{card['arch']}{'' if plan.here else '; not this machine'}" if card else ""
+    s, card = plan.s, plan.s.card
+    several = f"{s.processes} x " if s.processes > 1 else ""
+    where = f"{card['arch'] and ', '}{card['arch']}{'' if s.here else '; not this machine'}" if card else ""
     yield "machine", f"{several}{card['name']}, {gib(card['gib'])}{where}" if card else f"no GPU, {usable_cpus()} CPUs"
     yield from (("note", note) for note in s.notes)
     for base in plan.bases:
@@ -748,7 +740,7 @@ def facts(plan: Plan, numbers: bool) -> Iterator[tuple[str, str]]:
     yield "stages", " ".join(s.stages)
     yield "folder", str(s.base_dir)
     to_come = f"{plan.text_bytes / 1e9:.0f} GB of text to come, " if plan.text_bytes else ""
-    free = f"; {plan.free / 1e9:.0f} GB are free" if plan.here else ""
+    free = f"; {plan.free / 1e9:.0f} GB are free" if s.here else ""
     yield "disk", f"{to_come}{plan.checkpoint_bytes / 1e9:.1f} GB of checkpoints{free}"
     yield from (("text", fact) for fact in (of_text(plan) if {"tok", "base"} & set(s.stages) else ()))
     yield from (("without", line) for line in plan.left_out)
@@ -775,14 +767,15 @@ def of_text(plan: Plan) -> Iterator[str]:
     s, held = plan.s, 0.0
     if plan.text == "folder":
         yield f"{s.data_dir} (DATA_DIR)"
-        if plan.here:
+        if s.here:
             found = survey(s.data_dir)
             yield str(found)
             held = found.tokens or 0
     elif plan.text == "embedded":
         yield f"the embedded corpus, which is small ({plan.why_text})"
     else:
-        yield f"FineWeb-Edu, {s.values['NUM_SHARDS']} shards, {plan.shards} of them here"
+        here = f"{plan.shards} of them here" if plan.shards else "from the hub"
+        yield f"FineWeb-Edu, {s.values['NUM_SHARDS']} shards, {here}"
         held = int(s.values["NUM_SHARDS"]) * SHARD_TOKENS
     if held and "base" in s.stages:
         times = plan.bases[0].tokens / held
@@ -796,7 +789,7 @@ def how_long(plan: Plan) -> Iterator[str]:
     if "base" not in plan.s.stages:
         yield "known of the base training alone, which is not among these stages"
         return
-    found, said = [hours(base, plan.card, plan.processes, plan.s.base_dir) for base in plan.bases], []
+    found, said = [hours(plan.s, base) for base in plan.bases], []
     for base, of in zip(plan.bases, found):
         name = f"{base.method}: " if len(found) > 1 else ""
         if of is None:
@@ -814,7 +807,7 @@ def how_long(plan: Plan) -> Iterator[str]:
 def minutes(plan: Plan) -> Iterator[str]:
     """The minutes that a CPU's run is made for, or those of another model, other steps or stages, or more methods."""
     s, base, methods = plan.s, plan.bases[0], len(plan.bases)
-    usual = Base(Settings(s.run, {}, False), "clover", None, 1)
+    usual = Base(Settings(s.run, {}), "clover")
     work = base.flops * base.args.total_batch_size / usual.flops / usual.args.total_batch_size
     later = min(base.steps, s.usual_steps) if {"mid", "sft"} & set(s.stages) else 0  # They do not grow with it.
     step = 60 * s.minutes / (2 * s.usual_steps + OTHER_STEPS)  # the seconds of a usual step, on two cores
@@ -830,33 +823,32 @@ def minutes(plan: Plan) -> Iterator[str]:
 
 def of_memory(plan: Plan, base: Base) -> Iterator[str]:
     name, length = f"{base.method}: " if len(plan.bases) > 1 else "", f"{base.args.max_seq_len:,} tokens"
-    if plan.card is None or not base.ways:
+    if plan.s.card is None or not base.ways:
         rows, total = f"{base.rows} row{'s' * (base.rows > 1)} of {length}", gib(physical_memory() / GIB)
         of_cpu = f"{rows}: {base.cpu_bytes / GIB:.1f} of {total}, by estimate"
-        yield "not counted for this family of models" if plan.card else f"{name}{of_cpu}"
+        yield "not counted for this family of models" if plan.s.card else f"{name}{of_cpu}"
         return
     way = base.ways[0]
     if way.rows:
         rows = f"{way.rows} row{'s' * (way.rows > 1)} of {length}"
-        graphed = way.graphed_peak <= SHARE * plan.card["gib"] * GIB
+        graphed = way.graphed_peak <= SHARE * plan.s.card["gib"] * GIB
         peak, how = (way.graphed_peak, "with CUDA graphs, ") if graphed else (way.peak, "")
-        yield f"{name}{rows}: {peak / GIB:.1f} of {gib(plan.card['gib'])}, {how}by count (docs/memory.md)"
-        last = {"activations", "loss"} if way.activations + way.loss >= way.update else {"update"}
-        last = {"activations", "loss", "graphed_update"} if graphed else last
-        apart = {"rows", "state", "recompute"} | ({"activations", "loss", "update", "graphed_update"} - last)
-        parts = [(f.name, getattr(way, f.name)) for f in fields(way) if f.name not in apart]
-        yield f"{name}{' + '.join(f'{part} {size / GIB:.1f}' for part, size in parts if size)}".replace("graphed_", "")
+        yield f"{name}{rows}: {peak / GIB:.1f} of {gib(plan.s.card['gib'])}, {how}by count (docs/memory.md)"
+        passing = ["activations", "loss"] if way.activations + way.loss >= way.update else ["update"]
+        last = ["activations", "loss", "graphed_update"] if graphed else passing
+        parts = {part: getattr(way, part) / GIB for part in ("weights", "gradients", "moments", "codes", *last)}
+        yield name + " + ".join(f"{part.removeprefix('graphed_')} {size:.1f}" for part, size in parts.items())
     if way.flags and not base.is_fixed:
         others = [f"{' '.join(w.flags) or 'FP32 state'}: {w.rows}, {w.peak / GIB:.1f}" for w in base.ways[1:]]
         yield f"{name}it takes {' '.join(way.flags)}; other ways (BASE_ARGS), rows and GiB: {'; '.join(others)}"
-    if base.work[4] and base.weights > 1.5e9 and plan.card["gib"] < 33:
+    if base.work[4] and base.weights > 1.5e9 and plan.s.card["gib"] < 33:
         slow = "a d32 in clover with 2 rows had less than half of BF16's tokens/s under 32 GiB"
         yield f"SLOW? {slow} (H200, once, docs/memory.md)"
 
 
 def which(plan: Plan) -> Iterator[str]:
     """Which method to take, in one line and one number."""
-    s, card, rival = plan.s, plan.card, "clover_fp8_forward"
+    s, card, rival = plan.s, plan.s.card, "clover_fp8_forward"
     yield s.method if s.environment.get("QAT_METHOD") else "clover is the default because it is the paper's"
     if card is None:
         yield "a CPU emulates 4 bits: a small run shows that everything works, and ranks no method"

@@ -248,6 +248,12 @@ def test_a_second_set_up_installs_nothing(clone):
     assert second.stdout == f"{folder}/.venv/bin/python\n"
 
 
+def test_a_plan_says_first_how_long_the_installation_takes(clone):
+    folder, variables = clone
+    first, second = (shell(SET_UP, variables, folder, PLAN_ONLY="1").stdout.splitlines() for _ in range(2))
+    assert "minutes" in first[0] and len(second) == 1
+
+
 def test_two_set_ups_at_once_install_once(clone):
     """The second one waits, says so in one line, and uses what the first one has installed."""
     folder, variables = clone
@@ -376,6 +382,23 @@ def test_a_model_that_the_plan_would_train_otherwise_is_kept_aloud(environment):
     done = shell(f"{PIPELINE} PY=false; {call}", environment)
     assert done.returncode == 0 and "mid-training, a: done before" in done.stdout, done.stdout + done.stderr
     assert "kept: made with --one=1, where the plan has --one=2\n" in done.stdout
+
+
+@pytest.mark.parametrize("weights, done", [(None, True), (-160, True), (-40, False)])
+def test_a_stage_is_done_if_no_weights_are_newer_than_its_section(environment, weights, done):
+    """weights: their time in seconds; the section's is -100. They lie in the folder of a step."""
+    base = Path(environment["NANOCHAT_BASE_DIR"])
+    (base / "mid.json").write_text("{}")
+    os.utime(base / "mid.json", (time.time() - 100,) * 2)
+    if weights is not None:
+        file = base / "base_checkpoints/a/step_000001/model_000001.pt"
+        file.parent.mkdir(parents=True)
+        file.touch()
+        os.utime(file, (time.time() + weights,) * 2)
+    ran = shell(
+        f"{PIPELINE} PY=true; stage mid:a '' mid.json base_checkpoints/a '' 'mid-training, a' 1 mid", environment
+    )
+    assert ran.returncode == 0 and ("done before" in ran.stdout) == done, ran.stdout + ran.stderr
 
 
 @pytest.mark.parametrize("compare", ["0", "1"])
