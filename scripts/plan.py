@@ -628,8 +628,10 @@ class Plan:
             flags = f" with {' '.join(most.flags)}, which the run then takes" if most.flags else ""
             remedy = f"at most {most.rows} of them fit{flags}; set {what}={most.rows}, or leave {what} out"
         elif most or asked in ("auto", 1):
-            compare = "leave COMPARE out, or " if base.method != s.method else ""
-            rows, remedy = "one row", f"{compare}lower DEPTH or SEQ_LEN"
+            others = [m for m in ADVISED if base.method == s.method and s.card and Base(s, m).ways[0].rows]
+            methods = f"take QAT_METHOD={' or '.join(others)}, or " if others else ""
+            rows, remedy = "one row", f"{methods}lower DEPTH or SEQ_LEN"
+            remedy = f"leave COMPARE out, or {remedy}" if base.method != s.method else remedy
         has = f"{base.tag} needs {need / GIB:.1f} GiB with {rows} by count, and {name} has {gib(total / GIB)}; {remedy}"
         if need > total:
             raise UserError(has)

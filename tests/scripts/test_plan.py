@@ -222,6 +222,9 @@ def test_a_small_card_gets_a_smaller_model_unless_the_user_has_chosen():
         planned(GPU="rtx5060", DEPTH="36")
     with pytest.raises(UserError, match="d26_bf16 needs .* leave COMPARE out"):
         planned(GPU="rtx5060", DEPTH="26", COMPARE="1")
+    (note,) = said(planned(GPU="rtx5060", DEPTH="24", QAT_METHOD="bf16"))["note"]  # It fits hardly.
+    others = re.search(r"QAT_METHOD=(.*?), or lower DEPTH", note)[1].split(" or ")
+    assert others and all(planned(GPU="rtx5060", DEPTH="24", QAT_METHOD=m).bases[0].ways[0].rows for m in others)
     with pytest.raises(UserError, match="without a name has 0.01 GiB"):
         planned(GPU_MEMORY="0.01", DEPTH="2")
     assert planned(GPU="rtx5090", BASE_ARGS="--llama=30M").bases[0].ways == []
