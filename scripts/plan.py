@@ -297,8 +297,8 @@ class Base:
         self.ways, self.rows, state = [], sizes[0], args.state
         if card and family_of_flags(args).memory_is_counted:
             total = card["gib"] * GIB
-            fixed = [largest(model, total, sizes, args.state, args.recompute)] if self.is_fixed else []
-            self.ways = fixed or choose(model, total, sizes, states)
+            fixed = [largest(model, total, sizes, args.state, args.recompute, processes)] if self.is_fixed else []
+            self.ways = fixed or choose(model, total, sizes, states, processes)
             argv, state = argv + ([] if fixed else self.ways[0].flags), self.ways[0].state
         saved, kept = state_bytes(model, state, gpu=bool(card)), 1 + max(1, args.keep_last)
         self.argv, self.checkpoint_bytes = argv + own, kept * (saved["weights"] + saved["moments"])

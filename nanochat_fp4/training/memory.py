@@ -167,18 +167,20 @@ def count(
     )  # fmt: skip
 
 
-def largest(model: GPT, total: float, sizes: Sequence[int], state: str, recompute: str, seq_len: int = 0) -> Memory:
+def largest(model: GPT, total: float, sizes: Sequence[int], state: str, recompute: str, processes: int = 1) -> Memory:
     """Counts the memory with the largest micro-batch that fits a GPU of `total` bytes. `sizes` are the possible
     numbers of rows in rising order. If none fits, the result has rows = 0, and its other numbers are those of the first
     size."""
     for rows in reversed(sizes):
-        way = count(model, rows, state, recompute, seq_len)
+        way = count(model, rows, state, recompute, processes=processes)
         if way.peak <= SHARE * total:
             return way
     return replace(way, rows=0)
 
 
-def choose(model: GPT, total: float, sizes: Sequence[int], states: Sequence[str] = STATES) -> list[Memory]:
+def choose(
+    model: GPT, total: float, sizes: Sequence[int], states: Sequence[str] = STATES, processes: int = 1
+) -> list[Memory]:
     """Returns the ways to train the model on a GPU with `total` bytes, each with its largest micro-batch, the best
     one first.
 
@@ -187,7 +189,7 @@ def choose(model: GPT, total: float, sizes: Sequence[int], states: Sequence[str]
     If not even one row fits in any way, it is the way with the lowest peak.
     """
     ways = [
-        largest(model, total, sizes, state, recompute)
+        largest(model, total, sizes, state, recompute, processes)
         for state in states for recompute in ("none", "codes", "codes-mlp")
     ]  # fmt: skip
     most_rows = max(way.rows for way in ways)
