@@ -36,71 +36,39 @@ from importlib import import_module
 
 from nanochat_fp4 import cli  # noqa: F401  It comes first, for signals that arrive while torch is imported.
 
-# isort: split
-from nanochat_fp4.nvfp4 import methods
-from nanochat_fp4.nvfp4.contexts import accumulate_gradients, full_precision, per_token_scale, quantize_weights_once
-from nanochat_fp4.nvfp4.convert import convert
-from nanochat_fp4.nvfp4.dispatch import backend
-from nanochat_fp4.nvfp4.feedback import gram_state, load_gram_state
-from nanochat_fp4.nvfp4.format import NVFP4Tensor
-from nanochat_fp4.nvfp4.gram_matrices import update_gram_matrices
-from nanochat_fp4.nvfp4.hadamard import rotate
-from nanochat_fp4.nvfp4.linear import QuantLinear
-from nanochat_fp4.nvfp4.methods import get_recipe, register
-from nanochat_fp4.nvfp4.quantized_training import set_progress
-from nanochat_fp4.nvfp4.quantizers import quantize
-from nanochat_fp4.nvfp4.recipes import Gemm, Operand, Recipe
-from nanochat_fp4.nvfp4.roundings import ROUNDINGS, Rounding
-
 __version__ = "0.3.0"
 
-METHODS = (*methods.METHODS, *methods.ALIASES)  # The names that --method and $QAT_METHOD accept.
-
-__all__ = [
-    "METHODS",
-    "ROUNDINGS",
-    "ColwiseParallel",
-    "Gemm",
-    "NVFP4Tensor",
-    "Operand",
-    "QuantLinear",
-    "Recipe",
-    "Rounding",
-    "RowwiseParallel",
-    "accumulate_gradients",
-    "backend",
-    "convert",
-    "full_precision",
-    "gather_codes",
-    "get_recipe",
-    "gram_state",
-    "load_gram_state",
-    "load_quantized",
-    "per_token_scale",
-    "quantize",
-    "quantize_weights_once",
-    "register",
-    "rotate",
-    "save_quantized",
-    "set_progress",
-    "update_gram_matrices",
-]
-
-# Few programs need these names, so their modules are imported when a name is first used. __init__.pyi has all names for
-# type checkers.
-_ON_DEMAND = {
-    "ColwiseParallel": "nvfp4.tensor_parallel",
-    "RowwiseParallel": "nvfp4.tensor_parallel",
-    "gather_codes": "nvfp4.sharding",
-    "load_quantized": "export.load",
-    "save_quantized": "export.save",
+# The modules are imported when a name is first used, so that a command's --help needs no torch. __init__.pyi has all
+# names for type checkers.
+_MODULES = {
+    "export.load": "load_quantized",
+    "export.save": "save_quantized",
+    "nvfp4.contexts": "accumulate_gradients full_precision per_token_scale quantize_weights_once",
+    "nvfp4.convert": "convert",
+    "nvfp4.dispatch": "backend",
+    "nvfp4.feedback": "gram_state load_gram_state",
+    "nvfp4.format": "NVFP4Tensor",
+    "nvfp4.gram_matrices": "update_gram_matrices",
+    "nvfp4.hadamard": "rotate",
+    "nvfp4.linear": "QuantLinear",
+    "nvfp4.methods": "METHODS get_recipe register",
+    "nvfp4.quantized_training": "set_progress",
+    "nvfp4.quantizers": "quantize",
+    "nvfp4.recipes": "Gemm Operand Recipe",
+    "nvfp4.roundings": "ROUNDINGS Rounding",
+    "nvfp4.sharding": "gather_codes",
+    "nvfp4.tensor_parallel": "ColwiseParallel RowwiseParallel",
 }
+_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names.split()}
+__all__ = sorted(_MODULE_OF)
 
 
 def __getattr__(name: str):
-    if name not in _ON_DEMAND:
+    if name not in _MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_ON_DEMAND[name]}"), name)
+    module = import_module(f"{__name__}.{_MODULE_OF[name]}")
+    value = (*module.METHODS, *module.ALIASES) if name == "METHODS" else getattr(module, name)
+    return globals().setdefault(name, value)
 
 
 def __dir__() -> list[str]:

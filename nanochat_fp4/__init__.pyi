@@ -1,4 +1,4 @@
-# The types of all public names. __init__.py imports some of them at once, and the others when they are asked for.
+# The types of all public names, whose modules __init__.py imports when a name is first used.
 
 from nanochat_fp4.export.load import load_quantized
 from nanochat_fp4.export.save import save_quantized
@@ -22,13 +22,13 @@ __version__: str
 METHODS: tuple[str, ...]
 
 __all__ = [
-    "METHODS",
-    "ROUNDINGS",
     "ColwiseParallel",
     "Gemm",
+    "METHODS",
     "NVFP4Tensor",
     "Operand",
     "QuantLinear",
+    "ROUNDINGS",
     "Recipe",
     "Rounding",
     "RowwiseParallel",

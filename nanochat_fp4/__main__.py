@@ -96,10 +96,9 @@ def main() -> None:
         module = TOOLS[name][0] if name in TOOLS else f"scripts.{name}"
         runpy.run_module(module, run_name="__main__", alter_sys=True)
     else:
-        print_safely(usage() + "\n", flush=True)
         similar = difflib.get_close_matches(name, known, n=1)
         wrong = f"there is no command {name!r}" if name else "a command is missing"
-        raise UserError(f"{wrong}; " + (f"did you mean {similar[0]}?" if similar else "name one of the list above"))
+        raise UserError(f"{wrong}; " + (f"did you mean {similar[0]}?" if similar else "see nanochat-fp4 --help"))
 
 
 def run() -> None:

@@ -4,10 +4,12 @@ import os
 import signal
 import time
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:  # torch takes seconds to import, so it must come after begin_program.
-    import torch
+import torch
+import torch.distributed as dist
+
+from nanochat_fp4.common import is_ddp_initialized
 
 
 class StopRequested(Exception):
@@ -30,19 +32,15 @@ class StopSignals:
     repeats signals, so under torchrun the second Ctrl-C counts only after two seconds.
     """
 
-    NAMES = ("SIGTERM", "SIGINT", "SIGHUP")  # Windows has the first two of them.
-    HANDLED = tuple(getattr(signal, name) for name in NAMES if hasattr(signal, name))
-
     def __init__(self) -> None:
         self.signum: int | None = None
         self.since = 0.0
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> "StopSignals":
-        for number in self.HANDLED:
-            if number == getattr(signal, "SIGHUP", None) and signal.getsignal(number) == signal.SIG_IGN:
-                continue
-            self._before[number] = signal.signal(number, self._handle)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+                self._before[number] = signal.signal(number, self._handle)
         return self
 
     def __exit__(self, *exc: Any) -> None:
@@ -60,13 +58,10 @@ class StopSignals:
         elif time.monotonic() - self.since >= 2.0:
             raise KeyboardInterrupt
 
-    def received(self, device: "torch.device | None" = None) -> bool:
+    def received(self, device: torch.device | None = None) -> bool:
         """Returns whether any rank has received a signal. Under torchrun all ranks must call this method together,
         and all get the same answer."""
-        import torch
-        import torch.distributed as dist
-
-        if dist.is_available() and dist.is_initialized():
+        if is_ddp_initialized():
             number = torch.tensor(self.signum or 0, device=device)
             dist.all_reduce(number, op=dist.ReduceOp.MAX)
             self.signum = int(number) or None
@@ -82,7 +77,7 @@ class StopSignals:
         """The exit status of the program, which is 0 if no signal came."""
         return 0 if self.signum is None else 128 + self.signum
 
-    def watch(self, batches: Iterator, device: "torch.device | None" = None) -> Iterator:
+    def watch(self, batches: Iterator, device: torch.device | None = None) -> Iterator:
         """Yields `batches` until a signal comes, and then raises StopRequested, so that a long evaluation does not
         delay the stop."""
         for batch in batches:

@@ -243,7 +243,7 @@ def test_each_missing_package_has_its_extra(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "program", ["nanochat_fp4.doctor", "scripts.chat_web", "lab.bench", "examples.lora", "examples/lora.py"]
+    "program", ["nanochat_fp4.doctor", "scripts.chat_web", "lab.study.forwards", "examples.lora", "examples/lora.py"]
 )
 def test_a_python_without_torch_says_what_to_type(program, tmp_path):
     """The shell that typed `bash speedrun_fp4.sh` has the system's Python, and the packages are in .venv."""
@@ -390,7 +390,7 @@ def test_a_signal_while_a_program_imports(slow_import, module, number):
 
 def test_another_program_keeps_its_signals(slow_import):
     """Who imports the package still gets a KeyboardInterrupt."""
-    code = "try: import nanochat_fp4\nexcept KeyboardInterrupt: print('interrupted')"
+    code = "try: import nanochat_fp4.nvfp4.convert\nexcept KeyboardInterrupt: print('interrupted')"
     process = subprocess.Popen([sys.executable, "-c", code], env=slow_import, stdout=subprocess.PIPE, text=True)
     assert process.stdout.readline() == "importing\n"
     process.send_signal(signal.SIGINT)

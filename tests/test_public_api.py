@@ -34,6 +34,13 @@ def test_docstrings_have_examples_that_run(name):
     assert not said, "".join(said)
 
 
+def test_the_package_imports_no_torch_by_itself():
+    """A command's --help, and a wrong command, are answered at once."""
+    code = "import nanochat_fp4, sys; sys.exit('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT)
+    assert done.returncode == 0
+
+
 def test_tab_completes_the_public_names():
     assert dir(nf) == sorted(nf.__all__)
 
