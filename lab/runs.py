@@ -16,6 +16,8 @@ A study is the set of runs that one sweep trained. The columns of runs.parquet a
     tokenizer, vocab_size  the tokenizer's hash, or "" if the run stored none; its number of tokens
     steps, tokens, num_params
     work_4, work_8, work_16   shares of the GEMM work by bits. Their sum is above 1 if operands have second terms.
+    head                   the precision of the output head, whose GEMMs count as work. It is null for a run that was
+                           stored with the work of its blocks alone. Such a run has a BF16 head, or a flag for it.
     val_bpb, val_bpb_bf16  bits per byte at the end, evaluated with the run's own forward and without quantization
     val_bpb_one_term       the same in plain NVFP4, for a run that ends in two terms. It is null if it was not measured.
     forwards               bits per byte of the last weights in the forwards of other methods (lab.study.forwards)
@@ -63,7 +65,7 @@ RUN_SCHEMA = pa.schema(
         ("method", TEXT), ("flags", pa.list_(TEXT)), ("computed", TEXT),
         ("text", TEXT), ("val_text", TEXT), ("eval_tokens", WHOLE), ("tokenizer", TEXT), ("vocab_size", WHOLE),
         ("steps", WHOLE), ("tokens", WHOLE), ("num_params", WHOLE),
-        ("work_4", REAL), ("work_8", REAL), ("work_16", REAL),
+        ("work_4", REAL), ("work_8", REAL), ("work_16", REAL), ("head", TEXT),
         ("val_bpb", REAL), ("val_bpb_bf16", REAL), ("val_bpb_one_term", REAL),
         ("forwards", pa.map_(TEXT, REAL)), ("train_loss", REAL),
         ("card", TEXT), ("cards", WHOLE), ("torch", TEXT), ("commit", TEXT), ("backend", TEXT),

@@ -31,7 +31,7 @@ from nanochat_fp4.models.gpt import autocast
 from nanochat_fp4.models.hf_model import check_hf_flags, load_hf_model
 from nanochat_fp4.progress import Progress
 from nanochat_fp4.training.flags import add_model_arguments
-from nanochat_fp4.training.load_model import checkpoint_folder, checkpoint_method, find_model_tag, load_model
+from nanochat_fp4.training.load_model import checkpoint_folder, choose_method, find_model_tag, load_model
 
 SPLIT_TOKENS = 40 * 524288
 # A CPU would need many minutes for as many tokens as a GPU evaluates, for a model of any size.
@@ -85,7 +85,7 @@ def evaluate(args: argparse.Namespace, device: torch.device, rank: int, world_si
         model, tokenizer, meta = load_model("base", device, "eval", args.model_tag, args.step)
         sequence_len, token_bytes = meta["model_config"]["sequence_len"], get_token_bytes(device=device)
         step, trained = meta["step"], resolve_method(meta.get("user_config", {}).get("method", "bf16"))
-        method = checkpoint_method(meta, args.method)  # This is the method at the end of the run.
+        method = choose_method(model, meta, args.method)  # This is the method at the end of the run.
         model_tag = meta["model_tag"]
         name = f"base model {model_tag} (step {step})"
     check_flags(args, sequence_len, world_size)
@@ -121,7 +121,7 @@ def evaluate(args: argparse.Namespace, device: torch.device, rank: int, world_si
         results[f"{split}_bpb"] = measured
         if forward == "bf16":
             results[f"{split}_bpb_bf16"] = measured
-        if method != "bf16":
+        if method != "bf16" or (not args.hf_path and model.lm_head.quantizes):
             with nf.full_precision(model):
                 measured = kept.part(f"{split} bpb, BF16 forward", lambda: bpb(split, "BF16 forward"))  # noqa: B023
             results[f"{split}_bpb_bf16"] = measured

@@ -42,6 +42,7 @@ from nanochat_fp4.evaluation.loss_eval import evaluate_bpb
 from nanochat_fp4.generation.engine import draw_samples
 from nanochat_fp4.models import families
 from nanochat_fp4.models.optim import ORTHOGONALIZERS, PretrainingOptions
+from nanochat_fp4.nvfp4.dispatch import fp8_products
 from nanochat_fp4.nvfp4.phases import MethodPlan
 from nanochat_fp4.parallel import unsharded
 from nanochat_fp4.self_check import self_check
@@ -166,7 +167,7 @@ class BaseTraining(Trainer):
 
     def make_model(self, args: argparse.Namespace, tokenizer: RustBPETokenizer, method: str) -> None:
         """Makes the model, and gives it the weights of the checkpoint with which training goes on."""
-        model, name = make_model(args, tokenizer.get_vocab_size(), self.device)
+        model, name = make_model(args, tokenizer.get_vocab_size(), self.device, method)
         flops = model.estimate_flops()
         self.step_tokens, self.seq_len = args.total_batch_size, args.max_seq_len
         self.num_steps = resolve_horizon(args, flops, model.num_scaling_params())
@@ -219,6 +220,7 @@ class BaseTraining(Trainer):
             "flops_per_token": self.flops_per_token,
             "vocab_size": self.model.config.vocab_size,
             "gemm_work": plan.work(self.model),
+            "head": self.model.lm_head.precision,
             "recipes": {r.name: {gemm: str(getattr(r, gemm)) for gemm in report.GEMMS} for r in plan.recipes},
             "config_key": comparison_key(self.settings | tunable | spread),
             "val_text": val_data,
@@ -240,6 +242,7 @@ class BaseTraining(Trainer):
                 "batch": f"{self.rows} x {self.seq_len} tokens, {self.process.world_size} process(es), "
                 f"{self.micro_batches} micro-batch(es) a step",
                 "GEMM work": ", ".join(f"{100 * s:.1f}% in {b} bits" for b, s in plan.work(self.model).items() if s),
+                **({"output head": f"FP8, {fp8_products(self.device.type)}"} if self.model.lm_head.quantizes else {}),
                 "backend": self.backend,
                 "output": self.folder,
             }
@@ -258,7 +261,7 @@ class BaseTraining(Trainer):
         with self.evaluating():
             with self.training_step.weights_once(1):
                 bpb = bpb_bf16 = self.bits_per_byte(self.forward)
-            if self.quantized.quantizes():
+            if self.quantized.quantizes() or self.model.lm_head.quantizes:
                 # This forward pass is not compiled, because it would cost a second compilation of the same layers.
                 with nf.full_precision(self.model):
                     bpb_bf16 = self.bits_per_byte(self.model)

@@ -288,7 +288,7 @@ class Base:
                 sizes = [args.device_batch_size]
             if card is None:
                 check_machine(args, torch.device("cpu"), self.flops * self.tokens)
-        self.is_plain, self.work = not plan.layers and not plan.phases, plan.work(model)
+        self.is_plain, self.work = not plan.layers and not plan.phases, plan.work(model, heads=False)
         self.weights = self.parameters - model.transformer.wte.weight.numel()
         usual = make_model(argparse.Namespace(**vars(args) | PUBLISHED), s).estimate_flops()
         self.size = self.weights * self.flops / usual

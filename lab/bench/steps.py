@@ -187,7 +187,7 @@ def bench_depth(args: argparse.Namespace, depth: int, device: torch.device, resu
     if args.variants:
         kind = GraphedSubject if args.cuda_graph else Subject
         ours = kind(config, device, args.compile, args.state, args.orthogonalizer)
-        ours.model.head = args.head
+        ours.model.lm_head.precision = args.head
         graph = args.cuda_graph and ours.problem is None
     subjects: dict[Variant, Subject] = {}
     records: dict[Variant, dict] = {}

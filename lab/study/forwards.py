@@ -27,6 +27,7 @@ from nanochat_fp4.data.tokenizer import get_token_bytes
 from nanochat_fp4.evaluation.loss_eval import evaluate_bpb
 from nanochat_fp4.files import atomic_write
 from nanochat_fp4.hardware import environment_info
+from nanochat_fp4.models.cross_entropy import default_head
 from nanochat_fp4.models.gpt import autocast
 from nanochat_fp4.training.load_model import load_model
 
@@ -67,6 +68,7 @@ def evaluate(tag: str, args: argparse.Namespace, device: torch.device, data_dir:
     results = {}
     for name in args.forwards.split(","):
         nf.convert(model, name, backward=False, per_token_in_eval=False, verbose=False)
+        model.lm_head.precision = default_head(name)
         with autocast(device.type), torch.no_grad():
             if nf.get_recipe(name).uses_feedback:
                 nf.update_gram_matrices(model, look)

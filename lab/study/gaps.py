@@ -198,6 +198,16 @@ def gemm_work(run: dict, steps: int) -> float:
     return sum(sweep_results.COST[bits] * share for bits, share in run["gemm_work"].items()) * run["steps"] / steps
 
 
+def counted(runs: list[dict]) -> str:
+    """Says what the GEMM work of runs is of. Runs that were stored without their head have the work of the blocks
+    alone."""
+    with_head = list(dict.fromkeys(r["method"] for r in runs if r.get("head")))
+    said = "of all linear layers of the blocks"
+    if all(r.get("head") for r in runs):
+        return f"{said} and of the output head"
+    return said + (f", and of the output head of {', '.join(with_head)}" if with_head else "")
+
+
 def ends_in_two_terms(runs: list[dict], method: str) -> bool:
     """Returns True if a method has more GEMM work than one term takes, so that it ends in two terms."""
     return max(r["gemm_work"].get("4", 0) for r in runs if r["method"] == method) >= 1.001
@@ -332,9 +342,9 @@ NOTES = {  # The note below a table that explains a column.
     "own: gap": "own: evaluated with the forward that a run ends with; gaps in percent of BF16's bits per byte",
     "BF16: gap": "BF16: the same weights, evaluated without quantization",
     "own: share": "minus and share are of {beside}'s gap with the same forward, on the seeds of both",
-    "GEMM work": "GEMM work: 1 is every GEMM of the run in 4 bits; 8 bits count 2 and 16 bits 4",
-    "work in 4 / 8 / 16 bits, %": "work: the linear layers' multiply-adds over all steps, by a GEMM's wider operand; "
-    "more than 100% where operands have two terms",
+    "GEMM work": "GEMM work, {work}: 1 is every GEMM of the run in 4 bits; 8 bits count 2 and 16 bits 4",
+    "work in 4 / 8 / 16 bits, %": "work: multiply-adds over all steps, {work}, by a GEMM's wider operand; more than "
+    "100% where operands have two terms",
     "training text": "training text: the loss of the last fiftieth of the steps, by the own forward",
     "one term": "one term: plain NVFP4, as export writes a run that ends in two terms, and its share of clover's gap",
     "30%": "30% to 90%: the gap on the way, own forward",
@@ -395,7 +405,8 @@ def table(context: Context, name: str, item: Item) -> Outcome:
                      "of variance)")  # fmt: skip
     else:
         notes.append("intervals: 95%, paired by seed: the same initialization and data for all")
-    notes += [note.format(beside=item.beside) for column, note in NOTES.items() if column in item.columns]
+    words = {"beside": item.beside, "work": counted(runs)}
+    notes += [note.format(**words) for column, note in NOTES.items() if column in item.columns]
     numbers = {"gaps": gaps}
     if not context.args.results:
         numbers["results"] = [{k: v for k, v in r.items() if k != "environment"} for r in runs]

@@ -15,6 +15,7 @@ from lab.recipes import RECIPES
 from nanochat_fp4.cli import UserError
 from nanochat_fp4.data.text import survey
 from nanochat_fp4.models import llama
+from nanochat_fp4.models.cross_entropy import HEADS, default_head
 from nanochat_fp4.nvfp4.methods import METHODS
 from nanochat_fp4.nvfp4.phases import MethodPlan
 from nanochat_fp4.nvfp4.recipes import Recipe, to_record
@@ -54,8 +55,13 @@ VARIANTS: dict[str, tuple[str, ...]] = {
         )
         for gemm in ("dgrad", "wgrad")
     },
-    # The output head in FP8 as well, as in nanochat's --fp8.
-    **{f"{method}_head_fp8": (f"--method={method}", "--head=fp8") for method in ("bf16", "fp8", "clover_fp8_forward")},
+    # The output head in the precision that is not the method's default.
+    **{
+        f"{method}_head_{head}": (f"--method={method}", f"--head={head}")
+        for method in ("bf16", "fp8", "clover_fp8_forward")
+        for head in HEADS
+        if head != default_head(method)
+    },
     "clover_less_decay": changed("clover", "--weight-decay=0.1"),  # nanochat has 0.2.
     "clover_separate_qkv": changed("clover", "--separate-qkv"),  # As in the paper's nanochat runs.
 }
@@ -277,13 +283,20 @@ def plan(
     return runs
 
 
+def same_head(result: dict) -> list[str]:
+    """Returns the flag that gives a stored run's output head to another run with its flags, if they would choose
+    another one. Runs that were stored without their head, and without a flag for it, had it in BF16."""
+    flags, head = flag_values(result["flags"]), result.get("head") or "bf16"
+    return [] if "head" in flags or head == default_head(flags.get("method", "")) else [f"--head={head}"]
+
+
 def again(results: Iterable[dict], data: str) -> list[Run]:
     """Returns the runs of a stored study, to be trained again on the text with this data_key.
 
     A run's tag depends on the text. A branch therefore starts from the new tag of the run from which it once started.
     Raises UserError if the study lacks this run.
     """
-    waiting = [Run(r["method"], r["size"], r["seed"], tuple(r["flags"]), data) for r in results]
+    waiting = [Run(r["method"], r["size"], r["seed"], (*r["flags"], *same_head(r)), data) for r in results]
     tags: dict[str, str] = {}  # The beginning of a tag, "size_method_seed" -> the new tag.
 
     def begins(tag: str) -> str:

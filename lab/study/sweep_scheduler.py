@@ -109,6 +109,7 @@ class Sweep:
             "tokenizer": start["tokenizer"], "val_text": start["val_text"],
         }  # fmt: skip
         result |= {name: start[name] for name in ("gemm_work", "backend", "environment")}
+        result |= {"head": start["head"]} if "head" in start else {}
         self.result_path(run).parent.mkdir(parents=True, exist_ok=True)
         atomic_write(self.result_path(run), json.dumps(result, indent=1) + "\n")
         if run.method not in self.keep and run.tag not in self.needed:

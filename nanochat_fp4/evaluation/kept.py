@@ -21,15 +21,16 @@ from nanochat_fp4.evaluation.metrics import MetricsLog, read_jsonl
 
 def key_of(model: torch.nn.Module, tokenizer: Any) -> dict[str, str]:
     """Returns the part of a key that every evaluation needs: the SHA-256 of all parameters and buffers by name, the
-    tokenizer, and the type of the device, because a CPU computes in FP32 what a GPU computes in BF16. Rank 0 computes
-    the hash. All ranks must call this function together."""
+    precision of the output head, the tokenizer, and the type of the device, because a CPU computes in FP32 what a GPU
+    computes in BF16. Rank 0 computes the hash. All ranks must call this function together."""
     weights = hashlib.sha256()
     for name, tensor in model.state_dict().items() if get_dist_info()[1] == 0 else ():
         if isinstance(tensor, torch.Tensor):  # The extra state of a module can be something else.
             weights.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
             weights.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
     device = next(model.parameters()).device.type
-    return {"weights": of_all_ranks(weights.hexdigest())[0], "tokenizer": tokenizer.fingerprint(), "device": device}
+    key = {"weights": of_all_ranks(weights.hexdigest())[0], "tokenizer": tokenizer.fingerprint(), "device": device}
+    return key | {"head": getattr(getattr(model, "lm_head", None), "precision", "bf16")}
 
 
 class Kept:

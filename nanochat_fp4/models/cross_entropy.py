@@ -18,8 +18,8 @@ The pass over all chunks is a custom operator. torch.compile cannot look into it
 the logits. On CUDA a kernel computes losses and gradient (nvfp4_kernels/cross_entropy.py), with 6 bytes of memory
 traffic a logit. The functions of this file are its reference.
 
-The three products of the head are in the compute dtype, or in training optionally in FP8, as with nanochat's --fp8
-(HEADS). FP8 has one scale for a tensor. x and weight are in E4M3, and the logits' gradient is in E5M2. An element of
+The three products of the head are in the compute dtype, or in FP8, as with nanochat's --fp8 (HEADS). FP8 has one scale
+for a tensor. x and weight are in E4M3, and the logits' gradient is in E5M2. An element of
 this gradient is at most its token's weight. Its scale is therefore known in advance, without a pass that looks for the
 largest element.
 """
@@ -31,16 +31,18 @@ from typing import Literal
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
-from nanochat_fp4.nvfp4.checkpointing import gradients_are_wanted
-from nanochat_fp4.nvfp4.dispatch import has_fp8_tensor_cores, use_kernels
+from nanochat_fp4.nvfp4.dispatch import use_kernels
 from nanochat_fp4.nvfp4.gemm import gemm
+from nanochat_fp4.nvfp4.layer_context import InContext
+from nanochat_fp4.nvfp4.linear import QuantLinear
 from nanochat_fp4.nvfp4.operands import FP8
 from nanochat_fp4.nvfp4.quantizers import FP8_AMAX_MIN, quantize_reference
 from nanochat_fp4.nvfp4.roundings import E5M2_MAX, ROUNDINGS
 
 HEADS = ("bf16", "fp8")
+FP8_HEADS = ("fp8",)  # The methods that have their output head in FP8 by default. All others have it in BF16.
 FP8_MULTIPLE = 16  # FP8 tensor cores take dimensions that are multiples of this number.
 # The number of elements in a chunk of logits. On a GPU it is 8192 tokens at a vocabulary of 65,536, or 1 GiB in BF16.
 # Each chunk adds its part to the weight's whole gradient, which costs 12 bytes of memory traffic an element. On an H200
@@ -54,20 +56,17 @@ MIN_CHUNK_TOKENS = 512
 SAFE_SOFTCAP = 60.0
 
 
-def head_problem(head: str, rows: int, width: int, device_type: str) -> str | None:
-    """Returns the reason, in one line, why a weight (rows, width) cannot have this head on this kind of device, or
-    None.
+def default_head(method: str) -> str:
+    """Returns the precision, one of HEADS, of the output head of a run with this method."""
+    return "fp8" if method in FP8_HEADS else "bf16"
 
-    On CPUs FP8 is emulated, which the tests use.
-    """
+
+def head_problem(head: str, rows: int, width: int) -> str | None:
+    """Returns the reason, in one line, why a weight (rows, width) cannot have this head, or None."""
     if head not in HEADS:
         return f"unknown head {head!r}; use one of {', '.join(HEADS)}"
-    if head == "bf16":
-        return None
-    if rows % FP8_MULTIPLE or width % FP8_MULTIPLE:
+    if head == "fp8" and (rows % FP8_MULTIPLE or width % FP8_MULTIPLE):
         return f"an FP8 head of {rows} x {width} needs multiples of {FP8_MULTIPLE}; change the shape, or use head bf16"
-    if device_type != "cpu" and not has_fp8_tensor_cores(device_type):
-        return f"this {device_type} device has no FP8 tensor cores (sm_89 and newer have); use head bf16"
     return None
 
 
@@ -342,12 +341,11 @@ def linear_cross_entropy(
             losses of all targets, flattened, with 0 for ignored ones. If all targets of a batch are ignored, the mean
             is 0, without a gradient. F.cross_entropy would give NaN, so that a row without an answer would end a
             fine-tuning run.
-        head: one of HEADS. "fp8" needs D and rows that are multiples of 16. It is used only if gradients are computed.
+        head: one of HEADS. "fp8" needs D and rows that are multiples of 16. Without FP8 tensor cores it is decoded.
 
     The products are computed in autocast's dtype, or in x's dtype without autocast. Soft cap, softmax and sums are in
     FP32. Returns FP32 (), or (N,) for the reduction "none". Raises ValueError for shapes that do not match, an unknown
-    reduction or head, a soft cap that is not positive and finite, and an FP8 head that this device or these shapes do
-    not allow.
+    reduction or head, a soft cap that is not positive and finite, and an FP8 head that these shapes do not allow.
     """
     if reduction not in ("mean", "sum", "none"):
         raise ValueError(f"unknown loss reduction {reduction!r}; use 'mean', 'sum' or 'none'")
@@ -355,9 +353,9 @@ def linear_cross_entropy(
         raise ValueError(f"targets {tuple(targets.shape)} do not fit x {tuple(x.shape)}; expected one target a token")
     if not 0 < softcap < math.inf:  # NaN is in no range.
         raise ValueError(f"softcap is {softcap}, expected a positive finite number; a cap of 1e5 caps nothing")
-    if head != "bf16" and (problem := head_problem(head, *weight.shape, x.device.type)):
+    if problem := head_problem(head, *weight.shape):
         raise ValueError(problem)
-    fp8 = head == "fp8" and gradients_are_wanted()
+    fp8 = head == "fp8"
     vocab_size = weight.size(0) if vocab_size is None else vocab_size
     compute_dtype = _compute_dtype(x)
     x, targets = x.reshape(-1, x.size(-1)).contiguous(), targets.reshape(-1)
@@ -376,3 +374,40 @@ def _compute_dtype(x: Tensor) -> torch.dtype:
 def _equal_weights(targets: Tensor) -> Tensor:
     counts = (targets >= 0).float()
     return counts / counts.sum().clamp_min(1)
+
+
+class Head(InContext, nn.Linear):
+    """The output head of a model: an nn.Linear without a bias, whose products are in BF16 or in FP8.
+
+    precision is one of HEADS. A model evaluates with the head that trains it, and with a BF16 head inside of
+    nf.full_precision. The losses of an FP8 head have one scale for a tensor, as in training. If logits are computed
+    without gradients, each row of the input has its own scale, so that a token's logits do not depend on the others.
+    """
+
+    precision: Literal["bf16", "fp8"] = "bf16"
+
+    def __init__(self, in_features: int, out_features: int):
+        super().__init__(in_features, out_features, bias=False)
+
+    @property
+    def quantizes(self) -> bool:
+        """Whether products are in FP8 at the moment."""
+        return self.precision == "fp8" and not self.context.full_precision
+
+    @property
+    def bits(self) -> int:
+        """The number of bits of the products outside of all contexts."""
+        return 8 if self.precision == "fp8" else 16
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Computes the logits (..., out_features) of x (..., in_features)."""
+        if not self.quantizes:
+            return super().forward(x)
+        layer = QuantLinear(self.in_features, self.out_features, method="fp8", device="meta").train(self.training)
+        layer.per_token_in_eval = True
+        return torch.func.functional_call(layer, {"weight": self.weight}, x)
+
+    def losses(self, x: Tensor, targets: Tensor, vocab_size: int, softcap: float, reduction: str) -> Tensor:
+        """Computes linear_cross_entropy with the head's weight and its precision."""
+        head = "fp8" if self.quantizes else "bf16"
+        return linear_cross_entropy(x, self.weight, targets, vocab_size, softcap, reduction, head)

@@ -33,7 +33,7 @@ from torch.utils.checkpoint import checkpoint
 
 from nanochat_fp4.common import print0
 from nanochat_fp4.models import flash_attention, optim
-from nanochat_fp4.models.cross_entropy import linear_cross_entropy
+from nanochat_fp4.models.cross_entropy import Head
 from nanochat_fp4.models.elementwise import ReluSquared, apply_rotary_emb, norm, rotary_tables
 from nanochat_fp4.models.optim8bit import LeanState, drawn
 from nanochat_fp4.models.recompute import attention_part, can_recompute, mlp_part
@@ -286,7 +286,6 @@ class GPT(nn.Module):
     """
 
     recompute: Recompute = "none"
-    head: Literal["bf16", "fp8"] = "bf16"  # The precision of the head in training, one of cross_entropy.HEADS.
     muon_trains_blocks = True  # Otherwise AdamW trains the matrices of the blocks, too.
     bf16_embedding_on_gpu = True
 
@@ -306,7 +305,7 @@ class GPT(nn.Module):
                 "h": nn.ModuleList([Block(config, layer_idx) for layer_idx in range(config.n_layer)]),
             }
         )
-        self.lm_head = nn.Linear(config.n_embd, padded_vocab_size, bias=False)
+        self.lm_head = Head(config.n_embd, padded_vocab_size)
         self.resid_lambdas = nn.Parameter(torch.ones(config.n_layer))
         self.x0_lambdas = nn.Parameter(torch.zeros(config.n_layer))
         self.rotary_seq_len = config.sequence_len * ROTARY_FACTOR
@@ -537,7 +536,6 @@ class GPT(nn.Module):
         x = outer_norm(x)
 
         if targets is not None:
-            options = self.config.vocab_size, SOFTCAP, loss_reduction, self.head
-            return linear_cross_entropy(x, self.lm_head.weight, targets, *options)
+            return self.lm_head.losses(x, targets, self.config.vocab_size, SOFTCAP, loss_reduction)
         logits = self.lm_head(x)[..., : self.config.vocab_size].float()
         return SOFTCAP * torch.tanh(logits / SOFTCAP)

@@ -24,7 +24,7 @@ permutes the rows of c_q and c_k. Checkpoints here store the fused matrices sepa
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -35,7 +35,7 @@ from torch import Tensor
 from nanochat_fp4.cli import UserError
 from nanochat_fp4.common import is_ddp_initialized
 from nanochat_fp4.models import flash_attention
-from nanochat_fp4.models.cross_entropy import linear_cross_entropy
+from nanochat_fp4.models.cross_entropy import Head
 from nanochat_fp4.models.elementwise import apply_rotary_emb, rotary_tables
 from nanochat_fp4.models.gpt import ROTARY_BASE, ROTARY_FACTOR
 from nanochat_fp4.models.optim import AdamW, PretrainingOptions, Schedule, gradient_norm, set_learning_rates
@@ -159,7 +159,6 @@ class Block(nn.Module):
 class Llama(nn.Module):
     """A Llama-like model. It is built like gpt.GPT: on the meta device, then to_empty, then init_weights."""
 
-    head: Literal["bf16", "fp8"] = "bf16"  # The precision of the head in training, one of cross_entropy.HEADS.
     muon_trains_blocks = False
     bf16_embedding_on_gpu = False
 
@@ -174,7 +173,7 @@ class Llama(nn.Module):
                 "ln_f": RMSNorm(config.n_embd),
             }
         )
-        self.lm_head = nn.Linear(config.n_embd, padded_vocab_size, bias=False)
+        self.lm_head = Head(config.n_embd, padded_vocab_size)
         self.rotary_seq_len = config.sequence_len * ROTARY_FACTOR
         for name, table in zip(("cos", "sin"), self._rotary_tables()):
             self.register_buffer(name, table, persistent=False)
@@ -309,8 +308,7 @@ class Llama(nn.Module):
             x = block(x, cos_sin, kv_cache)
         x = self.transformer.ln_f(x)
         if targets is not None:
-            options = self.config.vocab_size, NO_SOFTCAP, loss_reduction, self.head
-            return linear_cross_entropy(x, self.lm_head.weight, targets, *options)
+            return self.lm_head.losses(x, targets, self.config.vocab_size, NO_SOFTCAP, loss_reduction)
         return self.lm_head(x)[..., : self.config.vocab_size].float()
 
 

@@ -23,6 +23,7 @@ from nanochat_fp4.nvfp4.gemm import GemmOperand
 from nanochat_fp4.nvfp4.layer_context import (
     WEIGHTS_CHANGED,
     GradientMemory,
+    InContext,
     PreparedWeight,
     entered_by,
     version_of,
@@ -37,15 +38,16 @@ def _inside(asked: dict[QuantLinear, dict[str, Any]]) -> contextlib.AbstractCont
     return entered_by(object(), asked)
 
 
-def _layers(model: nn.Module, context: str) -> list[QuantLinear]:
+def _layers(model: nn.Module, context: str, kind: type[InContext] = QuantLinear) -> list[Any]:
     """The model's converted layers. Raises ValueError, which names the context, if the model is no torch module."""
     if not callable(getattr(model, "modules", None)):
         raise ValueError(f"{context}: got {type(model).__name__}, expected a torch.nn.Module; pass the converted model")
-    return [m for m in model.modules() if isinstance(m, QuantLinear)]
+    return [m for m in model.modules() if isinstance(m, kind)]
 
 
 def full_precision(model: nn.Module) -> contextlib.AbstractContextManager[None]:
-    """Inside this context the converted layers compute like nn.Linear. A model is evaluated in BF16 this way.
+    """Inside this context the converted layers, and an FP8 head, compute like nn.Linear. A model is evaluated in BF16
+    this way.
 
     Warns if the model has no converted layer. Raises ValueError if model is no torch.nn.Module.
 
@@ -55,8 +57,8 @@ def full_precision(model: nn.Module) -> contextlib.AbstractContextManager[None]:
     ...     bool((layer(x) == torch.nn.functional.linear(x, layer.weight)).all())
     True
     """
-    layers = _layers(model, "full_precision")
-    if not layers:
+    layers = _layers(model, "full_precision", InContext)
+    if not any(isinstance(layer, QuantLinear) or layer.quantizes for layer in layers):
         warnings.warn(
             f"full_precision: no layer of this {type(model).__name__} is converted, so nothing changes; pass the model "
             "that nf.convert was given",

@@ -115,6 +115,18 @@ class LayerContext:
 
 
 OUTSIDE = LayerContext()
+
+
+class InContext(torch.nn.Module):
+    """A module that full_precision and per_token_scale change. It reads its settings from `context`."""
+
+    context: LayerContext = OUTSIDE
+
+    def __getstate__(self) -> dict:
+        """Leaves the context out, so that a copy or a pickle that is made inside a context is outside of it."""
+        return {name: value for name, value in vars(self).items() if name != "context"}
+
+
 _LOCK = threading.Lock()  # threads enter and leave contexts of one model side by side
 _entered: "weakref.WeakSet[torch.nn.Module]" = weakref.WeakSet()  # the layers inside of a context
 

@@ -33,7 +33,7 @@ from nanochat_fp4.nvfp4.checkpointing import gradients_are_wanted
 from nanochat_fp4.nvfp4.dispatch import stays_eager
 from nanochat_fp4.nvfp4.feedback import set_gram_matrix
 from nanochat_fp4.nvfp4.gemm import GemmOperand, gemm, gemm_add, once_differentiable
-from nanochat_fp4.nvfp4.layer_context import OUTSIDE, LayerContext
+from nanochat_fp4.nvfp4.layer_context import InContext
 from nanochat_fp4.nvfp4.layer_pass import (
     COMPUTE_DTYPES,
     UNQUANTIZED,
@@ -161,7 +161,7 @@ def quantized_linear(p: Pass, x: torch.Tensor, weights: Sequence[torch.Tensor]) 
     return _QuantizedLinear.apply(p, p.rows(x), *weights)
 
 
-class QuantLinear(torch.nn.Linear):
+class QuantLinear(InContext, torch.nn.Linear):
     """An nn.Linear, with the same parameters and state-dict keys, whose GEMMs are computed with a method.
 
     method is a name of METHODS, or a Recipe. in_features and out_features must be multiples of 16 (or of the block of a
@@ -180,7 +180,6 @@ class QuantLinear(torch.nn.Linear):
     recipe: Recipe
     kind: str | None = None  # one of places.KINDS, if convert can tell it
     per_token_in_eval = False  # whether each row has its own tensor_scale in eval mode without gradients (convert)
-    context: LayerContext = OUTSIDE
     gram_matrix: torch.Tensor | None = None  # the inputs' Gram matrix (feedback.py), if it is known
     feedback_factor: torch.Tensor | None = None  # feedback.factor_for of the Gram matrix
     # from an amax to that over all processes that have a part of the layer (tensor_parallel.py)
@@ -222,10 +221,6 @@ class QuantLinear(torch.nn.Linear):
         if self.gram_matrix is not None and self.gram_matrix.device != self.weight.device:
             set_gram_matrix(self, self.gram_matrix)
         return self
-
-    def __getstate__(self) -> dict:
-        """Leaves the context out, so that a copy or a pickle that is made inside a context is outside of it."""
-        return {name: value for name, value in vars(self).items() if name != "context"}
 
     @property
     def matrix(self) -> torch.Tensor:

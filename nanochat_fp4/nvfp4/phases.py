@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from nanochat_fp4.nvfp4.heads import output_heads
 from nanochat_fp4.nvfp4.linear import QuantLinear
 from nanochat_fp4.nvfp4.methods import get_recipe
 from nanochat_fp4.nvfp4.recipes import Recipe
@@ -119,19 +120,24 @@ class MethodPlan:
                 changed = True
         return changed
 
-    def work(self, model: nn.Module) -> dict[int, float]:
+    def work(self, model: nn.Module, heads: bool = True) -> dict[int, float]:
         """Returns the shares of the run's multiply-adds that are done in 4, 8 and 16 bits, as
         `{4: ..., 8: ..., 16: ...}`.
 
         The shares hold for a machine that has tensor cores for each of these formats. The wider operand of a GEMM
         decides its number of bits. An output GEMM with two-term operands counts once for each of its products, so the
-        shares can add up to more than 1. Only the linear layers that convert reaches count, and those that it would
-        reach if their blocks were not kept in BF16.
+        shares can add up to more than 1. The linear layers count that convert reaches, and those that it would reach if
+        their blocks were not kept in BF16. With `heads` the output heads count, too, in 16 bits unless they say
+        otherwise (`bits`).
         """
         edges = [0.0, *[fraction for fraction, _ in self.phases], 1.0]
         kept = model.nf_report.kept if hasattr(model, "nf_report") else ()
         total = 3.0 * sum(model.get_submodule(name).weight.numel() for name in kept)
         shares = {4: 0.0, 8: 0.0, 16: total}
+        for head in output_heads(model) if heads else ():
+            if not isinstance(head, QuantLinear):
+                shares[getattr(head, "bits", 16)] += 3.0 * head.weight.numel()
+                total += 3.0 * head.weight.numel()
         for start, end in zip(edges, edges[1:]):
             for name, layer in model.named_modules():
                 if isinstance(layer, QuantLinear):

@@ -8,7 +8,7 @@ import re
 import nanochat_fp4 as nf
 from nanochat_fp4.cli import UserError, parse_rate
 from nanochat_fp4.common import add_recipes_argument
-from nanochat_fp4.models.cross_entropy import HEADS
+from nanochat_fp4.models.cross_entropy import FP8_HEADS, HEADS
 from nanochat_fp4.models.gpt import RECOMPUTE
 from nanochat_fp4.models.optim import ORTHOGONALIZERS
 from nanochat_fp4.models.optim8bit import STATES
@@ -117,10 +117,8 @@ def add_method_arguments(parser: argparse.ArgumentParser) -> None:
     )
     text += "they are faster"
     add("--separate-qkv", action="store_true", help=text)
-    text = (
-        "products of the output head in training: in BF16, or in FP8 with a scale for each tensor, as nanochat's --fp8"
-    )
-    add("--head", choices=HEADS, default="bf16", help=text)
+    text = "products of the output head: in BF16, or in FP8 with a scale for each tensor, as nanochat's --fp8 "
+    add("--head", choices=HEADS, help=f"{text}(default: fp8 for {', '.join(FP8_HEADS)}, and bf16 for other methods)")
 
 
 METHOD_OF_THE_MODEL = f"QAT method (default: the one the model was trained with): {METHODS}"

@@ -7,6 +7,7 @@ from typing import Any
 
 from nanochat_fp4.cli import UserError
 from nanochat_fp4.common import print0, resolve_method
+from nanochat_fp4.models.cross_entropy import default_head
 from nanochat_fp4.models.families import config_record, recompute_problem
 from nanochat_fp4.models.gpt import RECOMPUTE
 from nanochat_fp4.models.optim import ORTHOGONALIZERS
@@ -15,6 +16,7 @@ from nanochat_fp4.nvfp4.methods import get_recipe
 from nanochat_fp4.training import resume
 from nanochat_fp4.training.checkpoint_manager import weights_digest
 from nanochat_fp4.training.load_model import checkpoint_folder, find_model_tag, load_model, model_of
+from nanochat_fp4.training.new_model import head_setting
 from nanochat_fp4.training.trainer import Process, Trainer
 
 
@@ -34,6 +36,8 @@ class LaterStage(Trainer):
         if variable and not args.method and resolve_method(None) != method:
             print0(f"note: the model was trained with {method}, so QAT_METHOD={variable} is not used (--method is)")
         recipe = "bf16" if args.quantization == "none" else get_recipe(method).final
+        if args.method or args.quantization == "none":  # Otherwise the head is that of the model.
+            self.model.lm_head.precision = default_head("bf16" if args.quantization == "none" else method)
         self.convert(method, recipe, backward=args.quantization == "full", verbose=process.rank == 0)
         self.divide(compiled)
 
@@ -103,6 +107,7 @@ class LaterStage(Trainer):
             "stage": self.stage,
             "method": self.method,
             "quantization": args.quantization,
+            **head_setting(self.model),
             **config_record(self.model.config),
             **batch_settings,
             "num_iterations": self.num_steps,

@@ -21,6 +21,7 @@ from nanochat_fp4.common import get_base_dir, print0, resolve_method, set_cpu_th
 from nanochat_fp4.data.tokenizer import RustBPETokenizer, get_tokenizer
 from nanochat_fp4.evaluation.metrics import few_tokens
 from nanochat_fp4.hardware import physical_memory
+from nanochat_fp4.models.cross_entropy import default_head
 from nanochat_fp4.models.families import config_from_record, family_of_config
 from nanochat_fp4.models.gpt import GPT, ROTARY_FACTOR, GPTConfig
 from nanochat_fp4.nvfp4.methods import register
@@ -91,6 +92,7 @@ def model_of(
     except (AttributeError, KeyError, TypeError, ValueError, ZeroDivisionError) as e:
         raise UserError(f"{where}: its model config is not one of this GPT ({one_line(e)[:150]})") from e
     load_weights(model, model_data, where)
+    model.lm_head.precision = meta.get("user_config", {}).get("head") or "bf16"
     model.prepare()
     model.train(phase == "train")
     tokenizer = get_tokenizer()
@@ -210,6 +212,14 @@ def checkpoint_method(meta: dict[str, Any], flag: str | None = None) -> str:
     return MethodPlan.parse(name, phases="" if flag else config.get("method_phases") or "").at(1.0).name
 
 
+def choose_method(model: GPT, meta: dict[str, Any], flag: str | None) -> str:
+    """Returns checkpoint_method(meta, flag). If `flag` names a method, the model gets the output head of its runs."""
+    method = checkpoint_method(meta, flag)
+    if flag:
+        model.lm_head.precision = default_head(method)
+    return method
+
+
 def find_model_tag(source: str, model_tag: str | None) -> str:
     """Returns the tag of the model to take from a stage, by default that of find_largest_model. If there is no such
     model, the UserError names the command that makes one."""
@@ -274,6 +284,6 @@ def load_for_inference(
     """Loads the model that the flags name, and converts it to --method or else to the method of its training.
     Returns (model, tokenizer, metadata, name of the method)."""
     model, tokenizer, meta = load_model(source, device, "eval", args.model_tag, args.step)
-    method = checkpoint_method(meta, args.method)
+    method = choose_method(model, meta, args.method)
     nf.convert(model, method, backward=False, verbose=False)
     return model, tokenizer, meta, method

@@ -10,7 +10,7 @@ import torch
 from nanochat_fp4.cli import UserError
 from nanochat_fp4.common import set_cpu_threads
 from nanochat_fp4.data.tokenizer import RustBPETokenizer
-from nanochat_fp4.models.cross_entropy import head_problem
+from nanochat_fp4.models.cross_entropy import default_head, head_problem
 from nanochat_fp4.models.families import config_record, family_of_config, family_of_flags, recompute_problem
 from nanochat_fp4.models.optim8bit import set_state
 from nanochat_fp4.training.flags import check_iterations
@@ -22,9 +22,11 @@ CPU_FLOPS = 1e11  # A generous estimate of how many FLOPs a CPU computes in a se
 CPU_TOO_MUCH = 1e15  # A run with more FLOPs takes a CPU hours.
 
 
-def make_model(args: argparse.Namespace, vocab_size: int, device: torch.device) -> tuple[torch.nn.Module, str]:
-    """Returns the model with its first weights, and the first part of its runs' names, like d20 or llama-tiny.
-    Raises UserError if the device cannot train it in the way that the flags ask for."""
+def make_model(
+    args: argparse.Namespace, vocab_size: int, device: torch.device, method: str
+) -> tuple[torch.nn.Module, str]:
+    """Returns the model with its first weights and the method's output head, and the first part of its runs' names,
+    like d20 or llama-tiny. Raises UserError if the device cannot train it in the way that the flags ask for."""
     family = family_of_flags(args)
     config = family.config_from_flags(args, vocab_size)
     if reason := recompute_problem(args.recompute, config, device):
@@ -33,12 +35,13 @@ def make_model(args: argparse.Namespace, vocab_size: int, device: torch.device) 
     set_cpu_threads(device, config.n_embd)
     with torch.device("meta"):
         model = family.model(config)
-    if problem := head_problem(args.head, *model.lm_head.weight.shape, device.type):
+    model.lm_head.precision = args.head or default_head(method)
+    if problem := head_problem(model.lm_head.precision, *model.lm_head.weight.shape):
         raise UserError(f"--head: {problem}")
     set_state(model, args.state)
     model.to_empty(device=device)
     model.init_weights()
-    model.recompute, model.head = args.recompute, args.head
+    model.recompute = args.recompute
     return model, family.run_name(args)
 
 
@@ -57,8 +60,13 @@ def run_settings(
         **family_of_config(model.config).settings,
         "tokenizer": tokenizer.fingerprint(),
         **{k: getattr(args, k) or None for k in BRANCH_SETTINGS},
-        "head": None if args.head == "bf16" else args.head,
+        **head_setting(model),
     }
+
+
+def head_setting(model: torch.nn.Module) -> dict[str, Any]:
+    """Returns the setting of a run that says in which precision the output head of its model is."""
+    return {"head": None if model.lm_head.precision == "bf16" else model.lm_head.precision}
 
 
 def comparison_key(settings: dict[str, Any]) -> str:

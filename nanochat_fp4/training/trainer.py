@@ -380,7 +380,7 @@ class Trainer:
             "model_config": config_record(self.model.config),  # the arguments of the model's class, nanochat's names
             "run_config": settings,
             "tunable": {"world_size": self.process.world_size, "parallel": self.args.parallel, **tunable},
-            "user_config": {**vars(self.args), "method": self.method, **changes},
+            "user_config": {**vars(self.args), "method": self.method, "head": self.model.lm_head.precision, **changes},
             "recipes": [to_record(recipe) for recipe in dict.fromkeys(recipes)],
             "commit": self.environment and self.environment["commit"],
             **metadata,

@@ -14,7 +14,7 @@ def test_the_same_weights_in_several_forwards(tiny_base, tmp_path, capsys):
     mine = "--variant=mine: --method=bf16 --method-phases=0.5=clover"
     sweep.main([*small.split(), "--methods=bf16", mine, f"--folder={folder}"])
     content = json.loads((folder / "sweep.json").read_text())
-    assert content["done"] == 2 and content["results"][1]["gemm_work"] == {"4": 0.5, "8": 0.0, "16": 0.5}
+    assert content["done"] == 2 and content["results"][1]["gemm_work"]["4"] == pytest.approx(24 / 53)
     assert "written to" in capsys.readouterr().out
     run = [f"--folder={folder}", "--device-batch-size=4", "--eval-tokens=256", "--device-type=cpu"]
     forwards.main(run)

@@ -20,6 +20,7 @@ import nanochat_fp4 as nf
 from lab import runs as kept_runs
 from lab.study import sweep, sweep_runs, sweep_scheduler
 from nanochat_fp4.cli import UserError
+from nanochat_fp4.models.cross_entropy import default_head
 from nanochat_fp4.nvfp4 import methods
 from nanochat_fp4.nvfp4.phases import MethodPlan
 from scripts import base_train, tok_train
@@ -33,7 +34,7 @@ def result(method: str, seed: int, bpb: float, size: str = "tiny") -> dict:
 # What is run
 
 
-@pytest.mark.parametrize("study", ["d6_work", "d8_mixed", "ladder_192_wide_12"])
+@pytest.mark.parametrize("study", ["d6_work", "d8_mixed", "d8_builds", "d8_scratch", "ladder_192_wide_12"])
 def test_a_stored_study_is_trained_again_on_another_text(study):
     """Its runs have their flags, and branches begin at the runs of the new text that they once began at."""
     args = sweep.parse_args([f"--again={study}"])
@@ -44,7 +45,8 @@ def test_a_stored_study_is_trained_again_on_another_text(study):
     for run in runs:
         (old,) = (r for r in stored if (r["method"], r["seed"]) == (run.method, run.seed))
         differ = [flag for flag in run.flags if flag not in old["flags"]]
-        assert differ == ([f"--branch-from={run.branch[0]}@{run.branch[1]}"] if run.branch else [])
+        branch = [f"--branch-from={run.branch[0]}@{run.branch[1]}"] if run.branch else []
+        assert differ == branch + (["--head=bf16"] if "--method=fp8" in run.flags else [])
         assert not run.branch or tags.index(run.branch[0]) < tags.index(run.tag)
 
 
@@ -255,7 +257,7 @@ def test_every_variant_is_a_plan_of_base_train(variant):
     nf.get_recipe(args.method)
     plan = MethodPlan.parse(args.method, args.layer_methods, args.method_phases)
     changed = plan.layers or plan.phases or args.matrix_lr != 0.02 or args.weight_decay != 0.2
-    changed = changed or args.separate_qkv or args.head != "bf16"
+    changed = changed or args.separate_qkv or args.head not in (None, default_head(args.method))
     assert changed, "as its method alone"
 
 

@@ -1,11 +1,14 @@
 """The chunked loss against torch's own on full logits: values and gradients, for every reduction and dtype."""
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+import nanochat_fp4 as nf
 import nanochat_fp4.models.cross_entropy as module
 from nanochat_fp4.models.cross_entropy import linear_cross_entropy
 from nanochat_fp4.nvfp4.quantizers import quantize_reference
@@ -166,11 +169,6 @@ def test_operator_is_well_formed(reduction):
     torch.library.opcheck(*args, test_utils=checks)
 
 
-def test_a_gpu_without_fp8_is_named(monkeypatch):
-    monkeypatch.setattr(module, "has_fp8_tensor_cores", lambda device_type: False)
-    assert "sm_89" in module.head_problem("fp8", 64, 16, "cuda")
-
-
 def rounded(t, element, amax=None):
     """To FP8 with one scale, as numbers."""
     found = quantize_reference(t.detach(), ROUNDINGS[element], amax=amax)
@@ -202,15 +200,33 @@ def test_an_fp8_head_is_three_products_of_rounded_operands(reduction, softcap, c
         assert (ours - want).norm() < 2e-3 * want.norm()
 
 
-def test_an_fp8_head_is_for_training_alone():
+def test_an_fp8_head_evaluates_the_loss_that_it_trains():
     x, weight, targets = case()
     with torch.no_grad():
         fp8, plain = (linear_cross_entropy(x, weight, targets, 50, head=head) for head in ("fp8", "bf16"))
-    assert torch.equal(fp8, plain)
     trained = linear_cross_entropy(x, weight, targets, 50, head="fp8").detach()
-    assert not torch.equal(trained, plain)
-    # The first run of a reentrant checkpoint has no gradients, and is the loss that is trained.
+    assert torch.equal(fp8, trained) and not torch.equal(fp8, plain)
     loss = checkpoint(linear_cross_entropy, x, weight, targets, 50, 15.0, "mean", "fp8", use_reentrant=True)
     assert torch.equal(loss.detach(), trained)
     empty = linear_cross_entropy(x[:0], weight, targets[:0], 50, head="fp8")
     assert empty == 0
+
+
+def test_a_head_is_in_fp8_outside_of_full_precision_alone():
+    x, weight, targets = case()
+    head = module.Head(16, 64)
+    head.weight, model = torch.nn.Parameter(weight), torch.nn.ModuleDict({"lm_head": head})
+    plain, loss = head(x), head.losses(x, targets, 50, 15.0, "sum")
+    head.precision = "fp8"
+    x8, weight8 = rounded(x, "e4m3"), rounded(weight, "e4m3")
+    torch.testing.assert_close(head(x), x8 @ weight8.T)
+    want = linear_cross_entropy(x, weight, targets, 50, 15.0, "sum", head="fp8")
+    assert torch.equal(head.losses(x, targets, 50, 15.0, "sum"), want) and want != loss
+    with nf.full_precision(model):
+        assert not head.quantizes and not copy.deepcopy(model).lm_head.context.full_precision
+        assert torch.equal(head(x), plain) and torch.equal(head.losses(x, targets, 50, 15.0, "sum"), loss)
+    # In an evaluation the logits of a token do not depend on the other tokens.
+    head.eval()
+    with torch.no_grad():
+        torch.testing.assert_close(head(torch.cat([x[:2], 1000 * x[2:3]]))[:2], head(x[:2]), rtol=1e-6, atol=1e-6)
+    assert not torch.equal(head(x), plain)

@@ -314,7 +314,7 @@ def test_queries_and_keys_are_kept_once():
 @pytest.mark.parametrize("method", ["bf16", "clover", "nvidia", "clover_late", "fp8"])
 def test_recomputing_changes_no_bit_and_keeps_less(method):
     model, ids = nf.convert(make(n_layer=3), method, verbose=False), tokens(2, 24)
-    model.head = "fp8" if method in ("clover", "fp8") else "bf16"
+    model.lm_head.precision = "fp8" if method in ("clover", "fp8") else "bf16"
     results, kept = {}, {}
     for model.recompute in ("none", "mlp", "all", "codes", "codes-mlp"):
         model.zero_grad()

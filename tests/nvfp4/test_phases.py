@@ -46,6 +46,12 @@ def test_work_by_hand():
         and sum(share.values()) == pytest.approx(1)
     )
     assert MethodPlan.parse("bf16", phases="0.1=clover").work(model())[16] == pytest.approx(0.1)
+    net = model()
+    net.add_module("lm_head", torch.nn.Linear(32, 64, bias=False))  # a fifth of all weights
+    assert MethodPlan.parse("clover").work(net) == pytest.approx({4: 0.8, 8: 0, 16: 0.2})
+    assert MethodPlan.parse("clover").work(net, heads=False) == {4: 1.0, 8: 0.0, 16: 0.0}
+    net.lm_head.bits = 8
+    assert MethodPlan.parse("clover").work(net)[8] == pytest.approx(0.2)
 
 
 def test_blocks_that_are_kept_are_work_in_16_bits():
@@ -140,7 +146,7 @@ def test_phases_of_a_run(tiny_base):
 def test_layers_of_a_run(tiny_base, capsys):
     base_train.main([*TINY, "--method=clover", "--layer-methods=*.mlp.c_fc=bf16,*.attn.c_q=bf16", "--num-iterations=1"])
     said = capsys.readouterr().out
-    assert "GEMM work  58.3% in 4 bits, 41.7% in 16 bits" in said  # 4 + 1 of 12 squares of the width in 16
+    assert "GEMM work  52.8% in 4 bits, 47.2% in 16 bits" in said  # 10 of 24 squares and the head's 2.5 in 16
 
 
 MINE = """import nanochat_fp4 as nf

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from _assertions import assert_same, final_state
-from _training import BASE, after_steps, in_step, out_of_memory, stopped_in_step
+from _training import BASE, MID, after_steps, in_step, out_of_memory, stopped_in_step
 
 from nanochat_fp4.cli import UserError
 from nanochat_fp4.evaluation.metrics import MetricsLog, read_jsonl
@@ -26,7 +26,8 @@ from nanochat_fp4.signals import StopSignals
 from nanochat_fp4.training import trainer
 from nanochat_fp4.training.checkpoint_manager import find_last_step, list_steps, load_checkpoint
 from nanochat_fp4.training.flags import changed_flags
-from scripts import base_loss, base_train
+from nanochat_fp4.training.load_model import load_model
+from scripts import base_loss, base_train, mid_train
 
 
 def train(*flags: str, method: str = "clover", steps: int = 8) -> None:
@@ -85,16 +86,30 @@ def test_a_run_is_validated_on_the_same_text_to_its_end(tiny_base, tmp_path, mon
 
 
 def test_the_head_is_the_runs_own(tiny_base):
-    """FP8 is in its losses, not in its validation; a resume with another head is refused, a branch may have one."""
+    """FP8 is in its losses and its own forward; a resume with another head is refused, a branch may have one."""
     train("--save-every=2", "--keep-last=-1", method="bf16", steps=3)
     train("--head=fp8", "--model-tag=fp8", method="bf16", steps=3)
     folder = tiny_base / "base_checkpoints"
     plain, fp8 = (read_jsonl(folder / tag / "metrics.jsonl") for tag in ("d1_bf16", "fp8"))
-    first = [[r for r in records if r["event"] == "val"][0]["bpb"] for records in (plain, fp8)]
-    assert first[0] == first[1]
+    first, last = ([r for r in fp8 if r["event"] == "val"][i] for i in (0, -1))
+    assert first["bpb"] != first["bpb_bf16"] == next(r for r in plain if r["event"] == "val")["bpb"]
     losses = [[r["loss"] for r in records if r["event"] == "train"] for records in (plain, fp8)]
     assert losses[0] != losses[1] and losses[0] == pytest.approx(losses[1], rel=1e-2)
     assert plain[0]["config_key"] == fp8[0]["config_key"]
+    assert plain[0]["gemm_work"] == {"4": 0.0, "8": 0.0, "16": 1.0} and fp8[0]["gemm_work"]["8"] == 320 / (320 + 1536)
+
+    base_loss.main(["--model-tag=fp8", "--device-batch-size=2", "--split-tokens=128", "--device-type=cpu"])
+    measured = read_jsonl(folder / "fp8" / "metrics.jsonl")[-1]
+    assert measured["bpb"] == pytest.approx(last["bpb"], rel=1e-7) != measured["bpb_bf16"]
+    mid_train.main([*MID, "--model-tag=fp8", "--num-iterations=1"])
+    assert load_model("mid", "cpu", "eval", "fp8")[0].lm_head.precision == "fp8"
+    mid_train.main([*MID, "--model-tag=fp8", "--num-iterations=1", "--quantization=none", "--overwrite"])
+    assert load_model("mid", "cpu", "eval", "fp8")[0].lm_head.precision == "bf16"
+
+    train(method="fp8", steps=1)
+    train("--head=bf16", "--model-tag=bf16_head", method="fp8", steps=1)
+    heads = [read_jsonl(folder / tag / "metrics.jsonl")[0]["head"] for tag in ("d1_bf16", "d1_fp8", "bf16_head")]
+    assert heads == ["bf16", "fp8", "bf16"]
     with pytest.raises(UserError, match="head was None"):
         train("--head=fp8", "--resume-from-step=2", method="bf16", steps=3)
     train("--head=fp8", "--branch-from=d1_bf16@2", "--model-tag=branch", method="bf16", steps=3)

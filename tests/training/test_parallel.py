@@ -79,7 +79,7 @@ def one_rank():
             torch.manual_seed(0)
             model = cls(config)
             model.init_weights()
-            model.head = "fp8" if cls is GPT else "bf16"
+            model.lm_head.precision = "fp8" if cls is GPT else "bf16"
             nf.convert(model, "clover", verbose=False)
             if sharded:
                 model.recompute = "codes"
