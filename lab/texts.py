@@ -22,7 +22,7 @@ from pathlib import Path
 from lab.study.sweep_runs import data_key
 from nanochat_fp4.cli import ArgumentParser, UserError, run_main
 from nanochat_fp4.common import print0
-from nanochat_fp4.data.dataloader import Documents, cropped, packed_rows
+from nanochat_fp4.data.dataloader import Documents, packed_rows
 from nanochat_fp4.data.text import cut_text, open_text
 from nanochat_fp4.data.tokenizer import get_tokenizer
 
@@ -102,7 +102,10 @@ def epoch(tokenizer, data_dir: str, T: int) -> tuple[int, str]:
     text begins again, the end of a sentence on what they crop)."""
     source = Documents(tokenizer, T, open_text("train", data_dir), seed=1, shuffle=True)
     position = next(position for _, _, position in packed_rows(source, 64, "cpu") if position["epoch"] > 1)
-    return position["row"] * T, cropped(position, T)
+    _, tokens, kept = (sum(counts) for counts in zip(*(lane["used"] for lane in position["lanes"].values())))
+    share = 1 - kept / tokens
+    crops = f"; rows of {T + 1:,} tokens crop away {share:.0%} of their documents" if share else ""
+    return position["row"] * T, crops
 
 
 def cut(tokenizer, data_dir: str, out: Path, T: int) -> None:

@@ -32,7 +32,7 @@ import functools
 import hashlib
 import json
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -40,10 +40,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanochat_fp4.cli import UserError, one_line
+from nanochat_fp4.cli import UserError
 from nanochat_fp4.common import get_dist_info, print0
 from nanochat_fp4.data.chat_data import Task
-from nanochat_fp4.data.text import Shard, Stored, in_random_order
+from nanochat_fp4.data.text import Parts, in_random_order
 from nanochat_fp4.data.tokenizer import without_end
 
 LANES = 8  # The number of packers. With 1, 2, 4 or 8 processes none is shared.
@@ -67,10 +67,8 @@ def evaluation_rows(tokens: int, B: int, T: int, world_size: int) -> tuple[int, 
 # Positions
 
 
-def check_position(position: Any, about: dict[str, Any]) -> None:
+def check_position(position: Position | None, about: dict[str, Any]) -> None:
     """Raises UserError unless a position (None for the beginning) is of a loader that `about` describes."""
-    if not isinstance(position, dict | None):
-        raise UserError("the data position in the checkpoint is damaged; resume from an older checkpoint")
     for key, value in about.items() if position is not None else ():
         if position.get(key) != value:
             with_what = "the release" if key == "version" else "the text and the flags"
@@ -124,9 +122,7 @@ class Packer:
         if state is not None:
             (self.g, self.i), (documents, tokens, kept) = state["next"], state["used"]
             self.used = [documents, tokens, kept]
-            if self.g % LANES != lane or min(self.g, self.i, *(n for place in state["buffer"] for n in place)) < 0:
-                raise ValueError(f"it is not of packer {lane}")
-            for g, i, first, length in state["buffer"]:
+            for length, g, i, first in sorted(state["buffer"], key=lambda key: key[1:]):
                 (document,) = source.tokens(g, i, 1)
                 self.insert(part(document, first, length), g, i, first)
 
@@ -166,8 +162,7 @@ class Packer:
         return np.concatenate(row)
 
     def state(self) -> dict[str, Any]:
-        buffer = sorted([g, i, first, length] for length, g, i, first in self.keys)
-        return {"next": [self.g, self.i], "used": self.used, "buffer": buffer}
+        return {"next": [self.g, self.i], "used": self.used, "buffer": self.keys.copy()}
 
 
 def packed_rows(
@@ -190,19 +185,14 @@ def packed_rows(
     """
     _, rank, _, world_size = get_dist_info()
     M, T = micro_batches or world_size, source.T
-    if M % world_size or min(B, T) < 1:
-        raise ValueError(f"{M} micro-batches of {B} x {T} tokens cannot be dealt to {world_size} processes")
     stride, apart = math.gcd(M, LANES), math.gcd(world_size, LANES)
     check_position(position, source.about)
-    try:
-        position = position or {"row": 0, "epoch": 1, "lanes": dict.fromkeys(map(str, range(LANES)))}
-        lanes = {n: Packer(source, n, position["lanes"][str(n)]) for n in range(rank % apart, LANES, apart)}
-        first, epoch = position["row"], position["epoch"]
-        if first < 0 or first % stride:
-            raise ValueError(f"row {first} does not begin a step")
-    except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as e:
-        problem = f"the data position is damaged or of another rank ({type(e).__name__}: {one_line(e)[:80]})"
-        raise UserError(f"{problem}; resume from an older checkpoint") from e
+    position = position or {"row": 0, "epoch": 1, "lanes": dict.fromkeys(map(str, range(LANES)))}
+    first, epoch = position["row"], position["epoch"]
+    if M % world_size or min(B, T) < 1 or first % stride:
+        steps = f"steps of {M} micro-batches of {B} x {T} tokens"
+        raise ValueError(f"{steps} cannot be dealt to {world_size} processes from row {first} on")
+    lanes = {n: Packer(source, n, position["lanes"][str(n)]) for n in range(rank % apart, LANES, apart)}
 
     def pack(first: int) -> tuple[dict[int, np.ndarray], Position]:
         rows = {k: lanes[k % LANES].next_row() for k in range(first, first + M * B) if k % LANES in lanes}
@@ -221,7 +211,7 @@ def packed_rows(
                 rows, position = job.result()
                 job = ahead.submit(pack, position["row"])
                 if position["epoch"] > epoch == 1 and micro_batches:  # An evaluation reads its text again each time.
-                    print0(f"the text begins again after about {position['row'] * T:,} tokens{cropped(position, T)}")
+                    print0(f"the text begins again after about {position['row'] * T:,} tokens")
                 epoch = position["epoch"]
                 for m in range(rank, M, world_size):
                     start = first + m // stride * stride * B + m % stride
@@ -236,14 +226,6 @@ def packed_rows(
                 first = position["row"]
 
     return batches(first, epoch)
-
-
-def cropped(position: Position, T: int) -> str:
-    """Returns the end of a sentence that says how much of the documents in the rows of a position was cropped away, or
-    "" if nothing was."""
-    _, tokens, kept = (sum(counts) for counts in zip(*(lane["used"] for lane in position["lanes"].values())))
-    share = 1 - kept / max(1, tokens)
-    return f"; rows of {T + 1:,} tokens crop away {share:.0%} of their documents" if share else ""
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -263,21 +245,11 @@ class Documents:
     - shuffle: all documents come in one random order, which the seed chooses and which is the same in every epoch
     - buffer: the number of documents held back to choose from, by all packers together. With more documents fewer
       tokens are cropped.
-    - refill: the number of documents to tokenize at a time
 
     Raises UserError for text that cannot be used.
     """
 
-    def __init__(
-        self,
-        tokenizer: Any,
-        T: int,
-        parts: Sequence[Shard | Stored],
-        seed: int = 0,
-        shuffle: bool = False,
-        buffer: int = 1000,
-        refill: int = 128,
-    ):
+    def __init__(self, tokenizer: Any, T: int, parts: Parts, seed: int = 0, shuffle: bool = False, buffer: int = 1000):
         if not 0 <= seed < 2**32:
             raise UserError(f"--data-seed={seed} is not a number from 0 to {2**32 - 1}; choose one")
         self.tokenizer, self.T, self.whole = tokenizer, T, parts[0].whole
@@ -295,7 +267,7 @@ class Documents:
         # A packer holds back at most a quarter of its share of an epoch, so that a small text is not read several times
         # before its first batch.
         self.buffer = max(1, min(-(-buffer // LANES), count // LANES // 4))
-        self.refill = min(refill, self.buffer)
+        self.refill = min(128, self.buffer)
         self.about |= {"data_seed": seed, "shuffle_documents": shuffle, "cut": cut, "buffer": self.buffer}
         self.read = functools.lru_cache(2 * LANES)(lambda p, k: self.parts[p].read(k))
 

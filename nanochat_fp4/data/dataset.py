@@ -20,12 +20,11 @@ import argparse
 import contextlib
 import hashlib
 import json
-import multiprocessing
 import os
 import platform
 import shutil
 import sysconfig
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Any
@@ -36,9 +35,8 @@ from filelock import FileLock
 from nanochat_fp4.cli import ArgumentParser, UserError, format_bytes, one_line, parse_finite, run_main
 from nanochat_fp4.common import get_base_dir, print0
 from nanochat_fp4.data.sources import hub_url, url_problem
-from nanochat_fp4.data.text import Shard, Stored, open_text, survey, text_column
+from nanochat_fp4.data.text import Parts, Shard, open_text, survey, text_column
 from nanochat_fp4.files import atomic_write
-from nanochat_fp4.locks import running_runs
 from nanochat_fp4.progress import Progress
 
 # This is FineWeb-Edu 100B, which nanochat's author shuffled and cut into parquet shards.
@@ -77,7 +75,7 @@ def parquets_iter_batched(
             yield part.read(index)
 
 
-def how_often(parts: Sequence[Shard | Stored], tokenizer: Any, tokens: int) -> str | None:
+def how_often(parts: Parts, tokenizer: Any, tokens: int) -> str | None:
     """Returns a line that says how own text was cut, about how many tokens it has, and how often a run of so many
     tokens reads it. Returns None for parquet shards."""
     own = parts[0]
@@ -134,8 +132,8 @@ def build_embedded_corpus(size_mb: float | None = None) -> str:
     holds train.jsonl and validation.jsonl.
 
     The same size on the same version of Python gives the same documents in the same order. A module belongs to one
-    split as a whole. Raises UserError if the size is not from 0.2 to 100, if a run may be reading a corpus of another
-    size, and if Python has no library sources.
+    split as a whole. A run that reads a corpus of another size reads its own copy of it. Raises UserError if the size
+    is not from 0.2 to 100, and if Python has no library sources.
     """
     size = EMBEDDED_MB if size_mb is None else size_mb
     if not 0.2 <= size <= 100:
@@ -145,8 +143,6 @@ def build_embedded_corpus(size_mb: float | None = None) -> str:
     with data_lock():
         if manifest.is_file() and (size_mb is None or manifest.read_text(errors="replace") == info):
             return str(target)
-        if target.is_dir() and (users := running_runs(target.parent)):
-            raise UserError(f"{', '.join(users)} may be reading {target}, which would be replaced; wait, or stop it")
         print0(f"Building the embedded corpus from Python's standard library in {target}")
         lines: dict[str, list[str]] = {"train": [], "validation": []}
         total = 0
@@ -187,7 +183,6 @@ def download_shards(num_files: int = -1, num_workers: int = 4, deadline: float =
     names = list(map(index_to_filename, [MAX_SHARD, *range(num)]))
     missing = [name for name in names if not (folder / name).exists()]
     if not missing:
-        print0(f"All {num} training shards and the validation shard are in {folder}")
         return str(folder)
     needed, free = len(missing) * SHARD_BYTES, shutil.disk_usage(folder).free
     sizes = f"about {format_bytes(needed)}; {format_bytes(free)} free"
@@ -211,12 +206,10 @@ def download_shards(num_files: int = -1, num_workers: int = 4, deadline: float =
         for name, job in [(name, pool.apply_async(hf_hub_download, (DATASET, name), how)) for name in missing]:
             try:
                 job.get(deadline)
-            except Exception as e:  # Several libraries raise errors here.
-                late = isinstance(e, multiprocessing.TimeoutError)
-                problem = f"not finished within {deadline:g} seconds" if late else one_line(e.__cause__ or e)[:200]
+            except Exception as e:  # Several libraries raise errors here. That of the deadline has no text.
+                problem = one_line(str(e.__cause__ or e))[:200] or f"not finished within {deadline:g} seconds"
                 raise UserError(f"could not download {hub_url(DATASET, name)}: {problem}; {NO_NETWORK_HINT}") from e
             progress.update(1)
-    print0(f"Done: {num} training shards and the validation shard in {folder}")
     return str(folder)
 
 
@@ -245,30 +238,23 @@ def ensure_data(
     Every rank may call this function at the same time. Raises UserError if DATA_DIR cannot be used.
     """
     data_dir = data_dir or os.environ.get("DATA_DIR")
-    if data_dir:
-        found = survey(data_dir)
-        for split in ("train", "val"):  # A damaged file must not be found hours into a run.
-            open_text(split, data_dir, column)
-        print0(f"Data: {data_dir} (DATA_DIR): {found}")
-        return str(Path(data_dir).expanduser())
-    if text_column(column) != "text":
+    if not data_dir and text_column(column) != "text":
         raise UserError("--text-column (TEXT_COLUMN) is for text of your own; add --data-dir (DATA_DIR)")
-    folder = found_data()
-    if folder and folder.endswith("base_data"):
-        last = survey(folder).val[0].name
-        print0(f"Data: FineWeb-Edu shards in {folder} (downloaded before); {last} is the validation split")
-        return folder
-    if folder:
+    folder, what = data_dir or found_data(), "as asked for" if data_dir else "FineWeb-Edu"
+    if not folder:
+        try:
+            folder = download_shards(max(1, num_shards))
+        except UserError as e:
+            what = f"the embedded corpus; {one_line(e).removesuffix(f'; {NO_NETWORK_HINT}')}"
+            folder = build_embedded_corpus(embedded_mb)
+    elif not data_dir and Path(folder).name == "embedded_data":
+        what = "the embedded corpus; for FineWeb-Edu: python -m nanochat_fp4.data.dataset -n 8"
         folder = build_embedded_corpus(embedded_mb)  # It is built again if another size is asked for.
-        print0(f"Data: the embedded corpus in {folder} (for FineWeb-Edu: python -m nanochat_fp4.data.dataset -n 8)")
-        return folder
-    try:
-        folder = download_shards(max(1, num_shards))
-        print0(f"Data: FineWeb-Edu shards in {folder}")
-    except UserError as e:
-        folder = build_embedded_corpus(embedded_mb)
-        print0(f"Data: the embedded corpus in {folder} ({one_line(e).removesuffix(f'; {NO_NETWORK_HINT}')})")
-    return folder
+    found = survey(folder)
+    for split in ("train", "val"):  # A damaged file must not be found hours into a run.
+        open_text(split, folder, column)
+    print0(f"Data: {found.folder} ({what}): {found}")
+    return str(found.folder)
 
 
 def add_data_arguments(parser: argparse.ArgumentParser, default: str) -> None:
@@ -293,20 +279,12 @@ def main(argv: list[str] | None = None) -> None:
     add("--size-mb", type=parse_finite, default=None, help=f"its size (default: {EMBEDDED_MB:g})")
     add("--ensure", action="store_true", help="DATA_DIR, downloaded shards, the hub or the embedded corpus")
     args = parser.parse_args(argv)
-    chosen = args.embedded or args.ensure or args.num_files is not None
-    if data_dir := args.data_dir or (not chosen and os.environ.get("DATA_DIR")):
-        folder = ensure_data(data_dir, column=args.text_column)
-    elif args.embedded:
+    folder, count = args.data_dir, MAX_SHARD if args.num_files in (None, -1) else args.num_files
+    if not folder and args.embedded:
         folder = build_embedded_corpus(args.size_mb)
-    elif args.ensure:
-        count = MAX_SHARD if args.num_files in (None, -1) else args.num_files
-        folder = ensure_data(num_shards=count, embedded_mb=args.size_mb)
-    else:
-        folder = download_shards(-1 if args.num_files is None else args.num_files, args.num_workers, args.deadline)
-    for split in ("train", "val"):
-        parts = open_text(split, folder, args.text_column)
-        groups, documents = sum(len(part.rows) for part in parts), sum(sum(part.rows) for part in parts)
-        print0(f"{folder}: {split}: {len(parts)} shards, {groups} row groups, {documents:,} documents")
+    elif not folder and not args.ensure and (args.num_files is not None or not os.environ.get("DATA_DIR")):
+        folder = download_shards(count, args.num_workers, args.deadline)
+    ensure_data(folder, column=args.text_column, num_shards=count, embedded_mb=args.size_mb)
 
 
 if __name__ == "__main__":

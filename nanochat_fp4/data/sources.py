@@ -99,9 +99,8 @@ def rows_of(path: Path, errors: str = "strict", column: str | None = None) -> It
     except FileNotFoundError as e:
         raise MissingDataError(f"{path} is not there; check the path") from e
     except (OSError, ValueError, RecursionError, csv.Error, pa.ArrowException) as e:
-        raise UserError(
-            f"{path} cannot be read past {place} ({one_line(e)[:120]}); correct it, or copy it again"
-        ) from e
+        problem = f"{path} cannot be read past {place} ({one_line(e)[:120]})"
+        raise UserError(f"{problem}; correct it, or copy it again") from e
 
 
 def _json_lines(f: TextIO, first: str = "") -> Iterator[tuple[str, Any]]:
@@ -251,32 +250,8 @@ def is_here(remote: str) -> bool:
     return Path(HF_DATASETS_CACHE, remote.replace("/", "___")).is_dir()
 
 
-def load_dataset(dataset: str, config: str | None, split: str, flag: str) -> Any:
-    """Returns the rows of a split, from the hub or from its cache here. `flag` is the flag that names a folder in their
-    place. Raises MissingDataError if they cannot be had."""
-    try:
-        # If there is a cache, the package datasets finds out by itself that there is no network.
-        if not is_here(dataset) and (problem := url_problem(hub_url(dataset))):
-            raise MissingDataError(problem)
-        import datasets
-
-        how = {"split": split, "revision": REVISIONS.get(dataset)}
-        return within(LOAD_SECONDS, lambda: datasets.load_dataset(dataset, config, **how))
-    except Exception as e:  # Several libraries raise errors here: not found, gated, cut connection, not in the cache.
-        problem = missing_package(e) or one_line(e)[:150]
-        hint = f"give a folder that holds it with {flag}, or check the network"
-        raise MissingDataError(
-            f"{dataset} ({config}, {split}) cannot be loaded from the hub ({problem}); {hint}"
-        ) from e
-
-
 def load_rows(
-    dataset: str,
-    config: str | None,
-    split: str,
-    folder: str | os.PathLike | None,
-    check: Check,
-    flag: str = "--eval-dir",
+    dataset: str, config: str | None, split: str, folder: str | None, check: Check, flag: str = "--eval-dir"
 ) -> Sequence[dict[str, Any]]:
     """
     Returns the rows of one split, shuffled, from a folder or, without one, from the hub. `flag` is the flag that names
@@ -289,7 +264,18 @@ def load_rows(
     if folder:
         rows = read_folder(folder, "/".join(filter(None, (dataset, config))), split, check, flag)
         return [rows[i] for i in np.random.default_rng(SHUFFLE_SEED).permutation(len(rows))]
-    rows = load_dataset(dataset, config, split, flag).shuffle(seed=SHUFFLE_SEED)
+    try:
+        # If there is a cache, the package datasets finds out by itself that there is no network.
+        if not is_here(dataset) and (problem := url_problem(hub_url(dataset))):
+            raise MissingDataError(problem)
+        import datasets
+
+        how = {"split": split, "revision": REVISIONS.get(dataset)}
+        rows = within(LOAD_SECONDS, lambda: datasets.load_dataset(dataset, config, **how)).shuffle(seed=SHUFFLE_SEED)
+    except Exception as e:  # Several libraries raise errors here: not found, gated, cut connection, not in the cache.
+        problem = f"cannot be loaded from the hub ({missing_package(e) or one_line(e)[:150]})"
+        remedy = f"give a folder that holds it with {flag}, or check the network"
+        raise MissingDataError(f"{dataset} ({config}, {split}) {problem}; {remedy}") from e
     if len(rows) and (problem := check(rows[0])):
         raise UserError(f"{dataset} ({split}) on the hub: {problem}; use {flag} with files in the known format")
     return rows

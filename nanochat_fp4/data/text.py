@@ -1,7 +1,7 @@
 """
 The documents of a folder or a file of text.
 
-    print(survey("my_texts"))                  # 12 files, 3.4 MB; not read: 2 of other kinds (a.pdf, b.docx; 1.2 MB)
+    print(survey("my_texts"))                  # 12 files, 3.4 MB; 2 not read: of another kind (a.pdf, b.docx; 1.2 MB)
     train = open_text("train", "my_texts")     # each has name, column, rows, read(group), digest() and whole
 
 Two or more parquet files are shards, which are read as they are, in their row groups. All other text is written once
@@ -30,6 +30,7 @@ from nanochat_fp4.progress import Progress
 
 STRINGS = ("string", "large_string", "string_view")  # Arrow's types of text.
 NO_TEXT = ("readme", "license", "licence", "dataset_info", "dataset_dict")  # The beginnings of names, in lower case.
+OTHER_KINDS, BESIDE_SHARDS, NAMED = (f"not read: {why}" for why in ("of another kind", "beside shards", "by its name"))
 BYTES_PER_TOKEN = 4  # By and large. Of own text nothing is known before it is read.
 
 
@@ -75,9 +76,9 @@ class Survey:
 
     def __str__(self) -> str:
         text = f"{len(self.files)} file{'s' * (len(self.files) != 1)}, {format_bytes(size_of(self.files))}"
-        for i, (why, paths) in enumerate(self.left_out.items()):
+        for what, paths in ({"for validation": self.val} | self.left_out).items():
             names = ", ".join([path.name for path in paths[:3]] + ["..."] * (len(paths) > 3))
-            text += f"{', ' if i else '; not read: '}{len(paths)} {why} ({names}; {format_bytes(size_of(paths))})"
+            text += f"; {len(paths)} {what} ({names}; {format_bytes(size_of(paths))})" if paths else ""
         return text
 
 
@@ -96,7 +97,7 @@ def survey(data_dir: str | os.PathLike) -> Survey:
         problem = "a file of another kind" if folder.exists() else "not there"
         expected = f"a folder of text or parquet files, or such a file ({', '.join(KINDS)})"
         raise UserError(f"DATA_DIR (--data-dir) {data_dir} is {problem}; it must be {expected}")
-    found: dict[str, list[Path]] = {"train": [], "val": []}
+    found: dict[str, list[Path]] = {what: [] for what in ("train", "val", NAMED, OTHER_KINDS, BESIDE_SHARDS)}
     base = Path(get_base_dir()).resolve()
     own = base if folder.resolve() in base.parents else None  # A base directory in it has reports and logs.
     for path in sorted(folder.rglob("*")):
@@ -106,26 +107,24 @@ def survey(data_dir: str | os.PathLike) -> Survey:
             continue
         why = "val" if any(name.startswith(("valid", "dev")) for name in names) else "train"
         if names[-1].startswith(NO_TEXT) or any(name.startswith("test") for name in names):
-            why = "by their names"
+            why = NAMED
         elif not kind_of(path) or not path.is_file():
-            why = "of other kinds"
-        found.setdefault(why, []).append(path)
+            why = OTHER_KINDS
+        found[why].append(path)
     train, val = found.pop("train"), found.pop("val")
     shards = [[path for path in paths if kind_of(path) == "parquet"] for paths in (train, val)]
     if are_shards := len(shards[0]) > (not shards[1]):
-        if beside := [path for path in train + val if kind_of(path) != "parquet"]:
-            found["beside parquet shards"] = beside
+        found[BESIDE_SHARDS] = [path for path in train + val if kind_of(path) != "parquet"]
         train, val = shards if shards[1] else (shards[0][:-1], shards[0][-1:])
     of_folder = Survey(folder, train, val, are_shards, found)
-    unread = size_of(found.get("of other kinds", []) + found.get("beside parquet shards", []))
-    if not train or unread > size_of(of_folder.files):
+    if not train or size_of(found[OTHER_KINDS] + found[BESIDE_SHARDS]) > size_of(of_folder.files):
         problem = "is not read for the most part" if train else "holds no data to train on"
         remedy = f"expected {', '.join(KINDS)} files; convert the others, or move them away"
         raise UserError(f"DATA_DIR (--data-dir) {data_dir} {problem} ({of_folder}); {remedy}")
     return of_folder
 
 
-def open_text(split: str, data_dir: str | os.PathLike, column: str = "") -> Sequence["Shard | Stored"]:
+def open_text(split: str, data_dir: str | os.PathLike, column: str = "") -> "Parts":
     """
     Opens and checks the text of a split, 'train' or 'val', in parts that have at least one document. Own text is stored
     first, if that has not been done or a file has changed. `column` is that of text_column.
@@ -297,7 +296,10 @@ def store(key: Any, title: str, rows: Callable[[], Iterator[dict[str, Any]]], **
         raise UserError(f"{problem}; delete that folder and start again") from e
 
 
-def in_random_order(parts: Sequence[Shard | Stored], seed: int) -> Stored:
+Parts = Sequence[Shard | Stored]
+
+
+def in_random_order(parts: Parts, seed: int) -> Stored:
     """Returns the documents of all parts of a split in one random order, which is that of the seed on every machine.
     Documents that are not stored yet are stored, once for all seeds."""
     stored = parts[0]

@@ -41,7 +41,10 @@ def as_rank(rank, world_size):
 def source_of(data, T=64, split="train", column="", **kwargs):
     """A list in the place of the folder has parts that are open."""
     parts = data if isinstance(data, list) else open_text(split, data, column)
-    return Documents(kwargs.pop("tokenizer", BYTE_TOKENIZER), T, parts, **{"buffer": 100, "refill": 16} | kwargs)
+    refill = kwargs.pop("refill", 16)
+    source = Documents(kwargs.pop("tokenizer", BYTE_TOKENIZER), T, parts, **{"buffer": 100} | kwargs)
+    source.refill = min(refill, source.refill)
+    return source
 
 
 def loader(data, B=4, ranks=(0, 1), micro_batches=0, position=None, num_rows=0, device="cpu", **kwargs):
@@ -106,7 +109,6 @@ def test_it_says_once_that_the_text_begins_again(tmp_path, capsys):
     (said,) = capsys.readouterr().out.splitlines()
     tokens = int(said.partition("after about ")[2].partition(" tokens")[0].replace(",", ""))
     assert tokens % (4 * 64) == 0 and abs(tokens - 32 * 64) <= 8 * 64  # documents that wait in buffers are read ahead
-    assert "crop away 36%" in said
     for position, again in ((positions[2], 1), (positions[-1], 0)):  # a run that goes on has said it, or says it
         rows_of(loader(tmp_path, buffer=8, micro_batches=1, position=position), 20)
         assert len(capsys.readouterr().out.splitlines()) == again
@@ -282,7 +284,7 @@ def test_a_whole_epoch_loses_and_repeats_nothing():
             g, i = lane["next"]
             groups = [(group, i if group == g else 10**6) for group in range(n, g + 1, LANES)]
             read = sum(len(tokens) - 1 for group, count in groups for tokens in source.tokens(group, 0, count))
-            waiting = sum(length - 1 for _, _, _, length in lane["buffer"])
+            waiting = sum(length - 1 for length, *_ in lane["buffer"])
             assert waiting + lane["used"][1] - lane["used"][0] == read  # each piece has one more BOS token
 
 
@@ -446,40 +448,19 @@ def test_a_position_that_does_not_fit(data, tmp_path):
         ({"split": "val"}, "documents was"),
         ({"data": tmp_path / "other"}, "documents was"),
         ({"buffer": 16}, "buffer was"),
-        ({"ranks": (1, 2)}, "another rank"),
-        ({"ranks": (0, 1)}, "another rank"),
     ]:
         with pytest.raises(UserError, match=text) as e:
             loader(**({"data": data, "position": position, "ranks": (0, 2)} | kwargs))
         assert "\n" not in str(e.value)
 
 
-@pytest.mark.parametrize("old", [{"pq_idx": 1, "rg_idx": 2, "epoch": 1}, {"version": 1}, "x"])
+@pytest.mark.parametrize("old", [{"pq_idx": 1, "rg_idx": 2, "epoch": 1}, {"version": 1}])
 def test_a_position_of_an_older_version_is_refused_in_one_line(data, old):
     """nanochat's, and that of a run in flight."""
-    position = position_after(loader(data), 1) | old if isinstance(old, dict) and "version" in old else old
-    with pytest.raises(UserError, match="version|damaged") as e:
+    position = position_after(loader(data), 1) | old if "version" in old else old
+    with pytest.raises(UserError, match="version") as e:
         loader(data, position=position)
     assert "\n" not in str(e.value)
-
-
-@pytest.mark.parametrize(
-    "odd",
-    [
-        {"lanes": {"0": []}}, {"lanes": None}, {"row": "x"}, {"row": -8}, {"row": 1.5}, {"row": 3},
-        {"next": [-8, 0]}, {"next": [0, -1]}, {"next": [1, 0]}, {"next": "ab"}, {"used": []},
-        {"buffer": [[0, -1, 0, 3]]}, {"buffer": [[0, 10**9, 0, 3]]}, {"buffer": [["a", 0, 0, 3]]},
-    ],
-    ids=str,
-)  # fmt: skip
-def test_a_damaged_position_neither_hangs_nor_resumes(data, odd):
-    position = position_after(loader(data, micro_batches=8), 8)
-    if not {"lanes", "row"} & set(odd):
-        position["lanes"]["0"] |= odd
-    else:
-        position |= odd
-    with pytest.raises(UserError, match="damaged"):
-        loader(data, micro_batches=8, position=position)
 
 
 def test_a_resume_reads_the_same_column(tmp_path):
@@ -537,6 +518,8 @@ def test_the_digest_of_a_large_file(tmp_path):
 def test_bad_sizes(data, kwargs):
     with pytest.raises(ValueError, match="cannot be dealt"):  # at the call, not at the first batch
         loader(data, **kwargs)
+    with pytest.raises(ValueError, match="from row 3 on"):
+        loader(data, micro_batches=8, position=position_after(loader(data, micro_batches=8), 8) | {"row": 3})
     with pytest.raises(ValueError, match="split"):
         open_text("test", data)
 
