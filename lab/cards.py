@@ -166,7 +166,7 @@ def break_even() -> list[dict[str, float]]:
     runs = kept_runs.stored(STUDY)["results"]
     if RIVAL not in nf.METHODS or not {RIVAL, "fp8"} <= {r["method"] for r in runs}:
         return []
-    of = gaps.Rows(runs, gaps.Item("", pooled=True))
+    of = gaps.Rows(runs, gaps.Item(""))
     more = 1 + (of.gap(RIVAL, "val_bpb").mean - of.gap("fp8", "val_bpb").mean) / 100
     own = scaling.exponent(kept_runs.stored(scaling.OF_TWO_LENGTHS)["results"])[0]
     law, found = scaling.fit_law(scaling.read_runs("paper")), []

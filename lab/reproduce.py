@@ -19,7 +19,7 @@ figures.
 import argparse
 import json
 from collections.abc import Callable, Iterable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -188,8 +188,8 @@ RUNS = {  # Tables that are made of training runs.
     "horizon": Item(
         "Gaps to BF16 of whole runs, with two forwards",
         columns=("GEMM work", "of seeds", *gaps.PARTS, "own: by seed", "training text", "own: gap",
-                 *SHARES[:2], "BF16: gap", *SHARES[2:], "one term"),
-        pooled=True, claims=OF_WHOLE_RUNS,
+                 *SHARES[:2], "BF16: gap", *SHARES[2:], "one term", "own: gap, pooled", "BF16: gap, pooled"),
+        whole=True, claims=OF_WHOLE_RUNS,
     ),
 }  # fmt: skip
 ITEMS: dict[str, Callable[[Context], Outcome]] = {
@@ -251,7 +251,7 @@ def save(context: Context, outcome: Outcome, name: str) -> None:
     content |= {"notes": outcome.notes, "measured_on": last, "environment": info, "numbers": outcome.numbers}
     sweep.make_folder(context.folder)
     path = context.folder / f"{name}.json"
-    atomic_write(path, json.dumps(content, indent=1) + "\n")
+    atomic_write(path, json.dumps(content, indent=1, default=asdict) + "\n")
     atomic_write(path.with_suffix(".md"), page(content))
     if outcome.plot:
         title = outcome.title + (" (quick: a check of the command)" if context.quick else "")

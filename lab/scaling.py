@@ -26,7 +26,7 @@ import numpy as np
 
 from lab import RESULTS
 from lab import runs as kept_runs
-from lab.statistics import against_target, t95, with_half
+from lab import statistics as stats
 from lab.study.sweep_runs import flag_values
 from nanochat_fp4.cli import UserError
 from nanochat_fp4.models.gpt import config_from_depth
@@ -252,7 +252,7 @@ def trend(runs: Sequence[Run], method: str) -> dict[str, tuple[float, float]]:
         raise UserError(f"{method} has gaps of one size, or of one length; a trend takes several of both")
     freedom = len(y) - 3
     variance = float(np.sum((y - design @ fit) ** 2)) / freedom * np.diag(np.linalg.inv(design.T @ design))
-    halves = t95(freedom) * np.sqrt(variance)
+    halves = stats.t95(freedom) * np.sqrt(variance)
     level = math.exp(fit[0])
     return {
         "level": (level, level * float(halves[0])),
@@ -322,27 +322,29 @@ def gap_table(runs: Sequence[Run], methods: Sequence[str]) -> Table:
     return ["N", "method", *[f"{ratio:g}" for ratio in ratios]], rows
 
 
-def shares(runs: Sequence[Run], method: str) -> dict[float, tuple[float, float]]:
-    """Returns for each number of tokens per parameter the method's share of clover's gap with the same forward, and
-    half of its 95% interval.
+def shares(runs: Sequence[Run], method: str) -> dict[float, stats.Estimate]:
+    """Returns for each number of tokens per parameter the method's share of clover's gap with the same forward.
 
-    The shares of all sizes are averaged, weighted by the inverse square of their intervals. An interval is computed
-    from the pooled scatter of the runs of a size and length.
+    The shares of all sizes are averaged, weighted by the inverse square of their intervals, which are paired by seed. A
+    size whose share has no interval does not count.
     """
     mine, cells = method.removesuffix(IN_BF16), {}
     for r in runs:
         if r.method == "bf16" or r.method.endswith(IN_BF16) == method.endswith(IN_BF16):
             cell = {"size": "", "method": r.method.removesuffix(IN_BF16), "seed": r.seed, "val_bpb": r.loss}
             cells.setdefault((r.parameters, r.tokens), []).append(cell)
-    found: dict[float, list[tuple[float, float]]] = {}
+    found: dict[float, list[stats.Estimate]] = {}
     for (n, d), of in cells.items():
-        if {"bf16", "clover", mine} <= {r["method"] for r in of}:
-            share, half, _ = against_target(of, mine, 1.0, "val_bpb")
-            if half > 0:  # A single seed has no interval.
-                found.setdefault(doubled(d / n), []).append((share, half))
-    weights = {ratio: sum(half**-2 for _, half in of) for ratio, of in found.items()}
+        share = stats.share(of, "", mine)
+        if share and share.high > share.low:
+            found.setdefault(doubled(d / n), []).append(share)
+    weights = {ratio: [4 / (share.high - share.low) ** 2 for share in of] for ratio, of in found.items()}
     return {
-        ratio: (sum(share / half**2 for share, half in of) / weights[ratio], weights[ratio] ** -0.5)
+        ratio: stats.around(
+            float(np.average([share.mean for share in of], weights=weights[ratio])),
+            sum(weights[ratio]) ** -0.5,
+            sum(share.n for share in of),
+        )
         for ratio, of in sorted(found.items())
     }
 
@@ -355,10 +357,11 @@ def share_table(runs: Sequence[Run], methods: Sequence[str]) -> Table:
     rows, of = [], {m: found for m in methods if m.removesuffix(IN_BF16) != "clover" and (found := shares(runs, m))}
     ratios = sorted({ratio for found in of.values() for ratio in found})
     for m, found in of.items():
-        (first, half), (last, last_half) = found[min(found)], found[max(found)]
-        growth = last / first, last / first * math.hypot(half / first, last_half / last)
-        cells = [with_half(*found[ratio], 2) if ratio in found else "-" for ratio in ratios]
-        rows.append([m, *cells, with_half(*growth, 2)])
+        first, last = found[min(found)], found[max(found)]
+        relative = math.hypot(*((end.high - end.low) / 2 / end.mean for end in (first, last)))
+        growth = stats.around(last.mean / first.mean, last.mean / first.mean * relative, first.n + last.n)
+        cells = [found[ratio].shown(sign="-") if ratio in found else "-" for ratio in ratios]
+        rows.append([m, *cells, growth.shown(sign="-")])
     return ["method", *[f"{ratio:g}" for ratio in ratios], "last over first"], rows
 
 

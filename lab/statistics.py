@@ -1,12 +1,13 @@
-"""Statistics of the runs of a sweep: gaps, differences paired by seed, 95% intervals, shares of clover's gap.
+"""Statistics of the runs of a sweep: gaps, differences and shares of clover's gap, with 95% intervals.
 
-The scatter of a run is pooled over the methods (two-way analysis of variance), because the scatter belongs to the
-training and not to a method. Two seeds of one method alone would leave its interval too wide to say anything.
+Every contrast is computed for each seed by itself, and its interval comes from these values, by Student's t with one
+degree of freedom less than there are seeds. Nothing else is assumed of the scatter of runs, which differs between
+methods: a seed moves those with a 4-bit forward pass together, and the others another way. An interval that is pooled
+over such a family is secondary, and no verdict rests on it.
 """
 
 import math
 import statistics
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -47,48 +48,104 @@ def holm(p_values: Sequence[float]) -> list[float]:
 
 @dataclass(frozen=True)
 class Estimate:
-    """The mean of n numbers, and half of its 95% interval by Student's t. The half is NaN for a single number."""
+    """A number with its 95% interval from low to high, of n seeds. The ends are NaN if there is no interval, as of a
+    single seed."""
 
     mean: float
-    half: float
+    low: float
+    high: float
     n: int
 
     def __str__(self) -> str:
-        return self.shown(2)
+        return self.shown()
 
-    def shown(self, digits: int) -> str:
-        """Formats the mean and half of the interval with so many digits."""
-        half = f" ± {self.half:.{digits}f}" if self.n > 1 and not math.isnan(self.half) else ""
-        return f"{self.mean:+.{digits}f}{half}"
+    def shown(self, digits: int = 2, sign: str = "+") -> str:
+        """Formats the number and its interval with so many digits, as ± if both sides are equal in them. `sign` is "-"
+        if a number above zero shall have none."""
+        mean = f"{self.mean:{sign}.{digits}f}"
+        if math.isnan(self.low):
+            return mean
+        below, above = (f"{side:.{digits}f}" for side in (self.mean - self.low, self.high - self.mean))
+        return f"{mean} ± {above}" if below == above else f"{mean} ({self.low:.{digits}f} to {self.high:.{digits}f})"
 
     @property
     def decided(self) -> bool:
-        """True if the interval excludes zero."""
-        return self.n > 1 and abs(self.mean) > self.half
+        """True if there is an interval and it excludes zero."""
+        return self.low > 0 or self.high < 0
 
     @property
     def above_zero(self) -> bool:
-        """True if the mean is above zero. With an interval, its lower end must be above zero too."""
-        return self.mean > (0 if math.isnan(self.half) else self.half)
+        """True if the number is above zero. With an interval, its lower end must be above zero too."""
+        return self.mean > 0 if math.isnan(self.low) else self.low > 0
+
+
+def around(mean: float, half: float, n: int) -> Estimate:
+    """Returns the estimate mean ± half."""
+    return Estimate(mean, mean - half, mean + half, n)
 
 
 def estimate(values: Sequence[float]) -> Estimate:
-    """Returns the mean of some numbers with its interval."""
+    """Returns the mean of a contrast's values, one of each seed, with its interval."""
     n = len(values)
     if n < 2:
-        return Estimate(values[0] if values else math.nan, math.nan, n)
-    return Estimate(statistics.fmean(values), t95(n - 1) * statistics.stdev(values) / n**0.5, n)
+        return around(values[0] if values else math.nan, math.nan, n)
+    return around(statistics.fmean(values), t95(n - 1) * statistics.stdev(values) / n**0.5, n)
+
+
+def p_value(values: Sequence[float]) -> float:
+    """Returns the two-sided p of the hypothesis that the mean of a contrast is zero. It is NaN for a single seed."""
+    if len(values) < 2:
+        return math.nan
+    mean, error = statistics.fmean(values), statistics.stdev(values) / len(values) ** 0.5
+    return two_sided_p(mean / error if error else math.inf, len(values) - 1)
+
+
+def ratio(values: Sequence[float], others: Sequence[float]) -> Estimate:
+    """Returns the ratio of the means of paired values, with Fieller's interval.
+
+    A ratio r is in the interval if the mean of values - r * others does not differ from zero by Student's t. The
+    interval is not symmetric in general. It has no ends, and is therefore left out, if the mean of `others` does not
+    differ from zero itself.
+    """
+    n, mean, other = len(values), statistics.fmean(values), statistics.fmean(others)
+    if n < 2:
+        return Estimate(mean / other, math.nan, math.nan, n)
+    (v, c), (_, o) = t95(n - 1) ** 2 / n * np.cov(values, others)
+    a, b = other**2 - o, mean * other - c
+    if a <= 0:
+        return Estimate(mean / other, math.nan, math.nan, n)
+    root = math.sqrt(max(0.0, b**2 - a * (mean**2 - v)))
+    return Estimate(mean / other, (b - root) / a, (b + root) / a, n)
+
+
+def verdict(share: Estimate, target: float) -> str:
+    """Judges a share that should be at most `target`: it is met if the whole interval is, missed if none of it is, and
+    otherwise not decided."""
+    return "met" if share.high <= target else "missed" if share.low > target else "not decided"
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Contrasts of runs
 
 
 def by_seed(results: Iterable[dict], size: str, method: str, value: str = "val_bpb") -> dict[int, float]:
-    """Returns a method's values of one size by seed."""
-    return {r["seed"]: r[value] for r in results if r["size"] == size and r["method"] == method}
+    """Returns a method's values of one size by seed, of the runs that have this value."""
+    return {r["seed"]: r[value] for r in results if r["size"] == size and r["method"] == method and value in r}
 
 
 def gaps_by_seed(results: Sequence[dict], size: str, method: str, value: str = "val_bpb") -> dict[int, float]:
     """Returns for each seed the increase over bf16 of the same seed, in percent."""
     a, b = by_seed(results, size, method, value), by_seed(results, size, "bf16")
     return {s: 100 * (a[s] / b[s] - 1) for s in sorted(a.keys() & b.keys())}
+
+
+def pairs(
+    results: Sequence[dict], size: str, method: str, other: str, value: str = "val_bpb"
+) -> tuple[list[float], list[float]]:
+    """Returns the gaps of two methods on the seeds that both have, in the order of the seeds."""
+    mine, theirs = (gaps_by_seed(results, size, m, value) for m in (method, other))
+    both = sorted(mine.keys() & theirs.keys())
+    return [mine[s] for s in both], [theirs[s] for s in both]
 
 
 def gap(results: Sequence[dict], size: str, method: str, value: str = "val_bpb") -> Estimate:
@@ -98,9 +155,20 @@ def gap(results: Sequence[dict], size: str, method: str, value: str = "val_bpb")
 
 def difference(results: Sequence[dict], size: str, method: str, other: str, value: str = "val_bpb") -> Estimate:
     """Returns the gap of `method` minus the gap of `other`, in percentage points, paired by seed."""
-    a, b = (by_seed(results, size, m, value) for m in (method, other))
-    base = by_seed(results, size, "bf16")
-    return estimate([100 * (a[s] - b[s]) / base[s] for s in sorted(a.keys() & b.keys() & base.keys())])
+    return estimate([a - b for a, b in zip(*pairs(results, size, method, other, value))])
+
+
+def share(
+    results: Sequence[dict], size: str, method: str, other: str = "clover", value: str = "val_bpb"
+) -> Estimate | None:
+    """Returns the share of the gap of `other` that `method` has, on the seeds of both, with Fieller's interval. It is
+    None without such seeds, and if `other` has no gap above zero of which there could be a share."""
+    mine, theirs = pairs(results, size, method, other, value)
+    return ratio(mine, theirs) if mine and gap(results, size, other, value).above_zero else None
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The scatter of several methods together
 
 
 def scatter(results: Sequence[dict], size: str, value: str = "val_bpb") -> tuple[float, int]:
@@ -123,60 +191,25 @@ def scatter(results: Sequence[dict], size: str, value: str = "val_bpb") -> tuple
     return (float(np.sum((y - design @ fit) ** 2) / freedom) ** 0.5 if freedom else math.nan), freedom
 
 
-def pooled_differences(
-    results: Sequence[dict], size: str, other: str, share: float = 1.0, value: str = "val_bpb",
-    scatter_of: Sequence[dict] | None = None,
-) -> dict[str, Estimate]:  # fmt: skip
-    """Returns for each method its gap minus `share` times the gap of `other`, in percentage points, paired by seed.
+def in_4_bits(results: Sequence[dict], size: str) -> dict[str, bool]:
+    """Tells the two families of methods apart: whether more than half of the forward pass is in 4 bits.
 
-    The intervals are computed from the scatter of a run, pooled over all methods of `results`, or of `scatter_of` if it
-    is given. `value` is the name of the bits per byte whose gaps are taken.
+    Two thirds of clover's work in 4 bits are its backward pass, so such a method has more than 5/6 of clover's.
     """
-    deviation, freedom = scatter(scatter_of or results, size, value)
-    theirs = gaps_by_seed(results, size, other, value)
-    differences: dict[str, Estimate] = {}
-    for method in dict.fromkeys(r["method"] for r in results if r["size"] == size):
-        mine = gaps_by_seed(results, size, method, value)
-        if both := sorted(mine.keys() & theirs.keys()):
-            # The weight of each run of a seed in the difference. Both gaps are to bf16, whose scatter is in both.
-            weights = Counter({method: 1.0})
-            weights.subtract({other: share})
-            weights.subtract({"bf16": 1 - share})
-            error = deviation * math.hypot(*weights.values()) / len(both) ** 0.5
-            half = t95(freedom) * error if freedom else math.nan
-            differences[method] = Estimate(statistics.fmean(mine[s] - share * theirs[s] for s in both), half, len(both))
-    return differences
+    work = {r["method"]: r["gemm_work"]["4"] for r in results if r["size"] == size}
+    return {method: share > 5 / 6 * work.get("clover", 1.0) for method, share in work.items() if method != "bf16"}
 
 
-def has_gap(runs: list[dict], value: str) -> bool:
-    """Returns True if clover's gap is above zero by more than half of its interval. Otherwise a share of it would mean
-    nothing."""
-    (size,) = {r["size"] for r in runs}
-    clover = pooled_differences(runs, size, "bf16", value=value).get("clover")
-    return clover is not None and clover.above_zero
+def pooled_gap(results: Sequence[dict], size: str, method: str, value: str = "val_bpb") -> Estimate:
+    """Returns a gap with a secondary interval: the variance between seeds is the mean of that of all methods of the
+    family of in_4_bits.
 
-
-def against_target(
-    runs: list[dict], method: str, target: float, value: str, scatter_of: list[dict] | None = None
-) -> tuple[float, float, float]:
-    """Compares a method's share of clover's gap with a target. Returns (the share, half of its 95% interval, the
-    two-sided p of the hypothesis that the share is the target).
-
-    The test is of the method's gap minus target times clover's gap. `scatter_of` are the runs whose scatter is taken.
-    By default it is `runs`.
+    The gaps of a seed have bf16's run in common, so the family's methods add hardly any degrees of freedom. t keeps
+    those of the method's own seeds.
     """
-    (size,) = {r["size"] for r in runs}
-    difference = pooled_differences(runs, size, "clover", target, value, scatter_of)[method]
-    mine, clover = (gaps_by_seed(runs, size, m, value) for m in (method, "clover"))
-    mean = statistics.fmean(clover[s] for s in mine.keys() & clover.keys())
-    freedom = scatter(scatter_of or runs, size, value)[1]
-    p = math.nan
-    if freedom and not math.isnan(difference.half):
-        error = difference.half / t95(freedom)
-        p = two_sided_p(difference.mean / error if error else math.inf, freedom)
-    return target + difference.mean / mean, difference.half / mean, p
-
-
-def with_half(mean: float, half: float, digits: int) -> str:
-    """Formats a mean and half of its interval. The half is left out if it is NaN, as with a single seed."""
-    return f"{mean:.{digits}f}" + ("" if math.isnan(half) else f" ± {half:.{digits}f}")
+    families, own = in_4_bits(results, size), gap(results, size, method, value)
+    gaps = [[*gaps_by_seed(results, size, m, value).values()] for m in families if families[m] == families[method]]
+    variances = [statistics.variance(of) for of in gaps if len(of) > 1]
+    if own.n < 2:
+        return own
+    return around(own.mean, t95(own.n - 1) * (statistics.fmean(variances) / own.n) ** 0.5, own.n)

@@ -7,7 +7,7 @@ An Item describes a table: the methods whose runs it takes or trains, its column
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any
 
@@ -32,23 +32,13 @@ class Claim:
     better: str
     worse: str
 
-    def verdict(self, runs: list[dict], size: str, pooled: bool) -> str:
-        """Says in words whether the runs agree, by the seeds of the two methods. With `pooled` it first says whether
-        they agree by the scatter of a run that is pooled over all methods."""
-        alone = stats.difference(runs, size, self.better, self.worse)
-        if not alone.n:
+    def verdict(self, runs: list[dict], size: str) -> str:
+        """Says in words whether the runs agree, which they do if the difference is negative with its whole interval."""
+        difference = stats.difference(runs, size, self.better, self.worse)
+        if not difference.n:
             return "no runs"
-        if not pooled:
-            return said_of(alone)
-        of_all = stats.pooled_differences(runs, size, self.worse)[self.better]
-        return f"{said_of(of_all)}; by the scatter of these two alone {said_of(alone)}"
-
-
-def said_of(difference: stats.Estimate) -> str:
-    """Says in words whether a difference agrees with the paper's claim, which is that it is negative."""
-    if not difference.decided:
-        return f"undecided ({difference} points)"
-    return f"{'agrees' if difference.mean < 0 else 'DISAGREES'} ({difference} points)"
+        agrees = "agrees" if difference.mean < 0 else "DISAGREES"
+        return f"{agrees if difference.decided else 'undecided'} ({difference} points)"
 
 
 @dataclass(frozen=True)
@@ -59,7 +49,7 @@ class Item:
              the table takes all stored runs.
     columns: names of COLUMNS
     beside:  the method to which the columns "minus" and "share" compare
-    pooled:  intervals come from the scatter of a run, pooled over all methods, instead of each difference's own seeds
+    whole:   the runs are whole ones from scratch: rows are sorted by their gaps, and drawn as curves
     paper:   the paper's numbers, BPB for bf16 and gaps in percent for the others, one for each of `models`
     size, ratio: the size, and the tokens per parameter, of the runs that the table trains
     """
@@ -68,7 +58,7 @@ class Item:
     methods: Sequence[str] | Callable[[str], Sequence[str]] = ()
     columns: Sequence[str] = ("paper", "BPB", "own: gap", "BF16: gap", "seeds")
     beside: str = "clover"
-    pooled: bool = False
+    whole: bool = False
     claims: Sequence[Claim] = ()
     paper: dict[str, tuple[float, ...]] = field(default_factory=dict)
     models: Sequence[str] = ()
@@ -235,38 +225,19 @@ class Rows:
 
     def gap(self, method: str, value: str) -> stats.Estimate:
         """Returns the gap of a method over bf16, in percent."""
-        if self.item.pooled:
-            return stats.pooled_differences(self.having(value), self.size, "bf16", value=value)[method]
         return stats.gap(self.runs, self.size, method, value)
 
     def minus(self, method: str, value: str) -> stats.Estimate | None:
         """Returns the gap of a method minus the gap of `beside`, in percentage points, paired by seed. Returns None for
         `beside` itself, and if the two have no seed in common."""
-        beside = self.item.beside
-        if method == beside:
-            return None
-        if self.item.pooled:
-            return stats.pooled_differences(self.having(value), self.size, beside, value=value).get(method)
-        difference = stats.difference(self.runs, self.size, method, beside, value)
-        return difference if difference.n else None
+        difference = stats.difference(self.runs, self.size, method, self.item.beside, value)
+        return difference if difference.n and method != self.item.beside else None
 
     def share(self, method: str, value: str) -> str:
         """Returns the share of the gap of `beside` with the same forward, on the seeds of both. Returns "-" if `beside`
         has no gap."""
-        runs, beside = self.having(value), self.item.beside
-        own, theirs = (stats.gaps_by_seed(runs, self.size, m, value) for m in (method, beside))
-        both = own.keys() & theirs.keys()
-        if not both or (self.item.pooled and not stats.has_gap(runs, value)):
-            return "-"
-        share = sum(own[s] for s in both) / sum(theirs[s] for s in both)
-        if not self.item.pooled:
-            return f"{share:.2f}x"
-        half = stats.against_target(runs, method, share, value)[1] if len(both) > 1 else math.nan
-        return "1" if method == beside else stats.with_half(share, half, 2)
-
-    def having(self, value: str) -> list[dict]:
-        """Returns the runs that have this value."""
-        return [r for r in self.runs if value in r]
+        share = stats.share(self.runs, self.size, method, self.item.beside, value)
+        return "-" if share is None else "1" if method == self.item.beside else share.shown(sign="-")
 
 
 def _work_by_bits(rows: Rows, method: str) -> str:
@@ -333,6 +304,9 @@ COLUMNS: dict[str, Callable[[Rows, str], Any]] = {
 for _name, _value in VALUES.items():
     COLUMNS |= {
         f"{_name}: gap": lambda rows, method, value=_value: str(rows.gap(method, value)),
+        f"{_name}: gap, pooled": lambda rows, method, value=_value: str(
+            stats.pooled_gap(rows.runs, rows.size, method, value)
+        ),
         f"{_name}: minus": lambda rows, method, value=_value: str(rows.minus(method, value) or "-"),
         f"{_name}: share": lambda rows, method, value=_value: rows.share(method, value),
         f"{_name}: by seed": _by_seed(_value),
@@ -341,7 +315,10 @@ OF_BF16 = ("paper", "BPB", "seeds", "of seeds", "GEMM work", "work in 4 / 8 / 16
 NOTES = {  # The note below a table that explains a column.
     "own: gap": "own: evaluated with the forward that a run ends with; gaps in percent of BF16's bits per byte",
     "BF16: gap": "BF16: the same weights, evaluated without quantization",
-    "own: share": "minus and share are of {beside}'s gap with the same forward, on the seeds of both",
+    "own: share": "minus and share are of {beside}'s gap with the same forward, on the seeds of both; a share's "
+    "interval is Fieller's, and it has none if {beside}'s gap on these seeds may be zero",
+    "own: gap, pooled": "pooled: a secondary interval, by the mean variance of the methods with a 4-bit forward, or of "
+    "the others; no verdict rests on it",
     "GEMM work": "GEMM work, {work}: 1 is every GEMM of the run in 4 bits; 8 bits count 2 and 16 bits 4",
     "work in 4 / 8 / 16 bits, %": "work: multiply-adds over all steps, {work}, by a GEMM's wider operand; more than "
     "100% where operands have two terms",
@@ -350,6 +327,11 @@ NOTES = {  # The note below a table that explains a column.
     "30%": "30% to 90%: the gap on the way, own forward",
 }
 
+
+INTERVALS = (
+    "intervals: 95%, paired by seed (the same initialization and data for all), Student's t with seeds - 1 degrees of "
+    "freedom; one seed has none"
+)
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The table
@@ -387,24 +369,20 @@ def table(context: Context, name: str, item: Item) -> Outcome:
     for size in sizes:
         rows = Rows([r for r in runs if r["size"] == size], item)
         order = [m for m in names if rows.of(m)]
-        if item.pooled:  # The method with the smallest gap by its own forward comes last.
+        if item.whole:  # The method with the smallest gap by its own forward comes last.
             order.sort(key=lambda m: -rows.gap(m, "val_bpb").mean if m != "bf16" else -math.inf)
         for method in order:
             shown = [c for c in item.columns if method != "bf16" or c in OF_BF16]
             cells = [COLUMNS[c](rows, method) if c in shown else "-" for c in item.columns]
             table_rows.append([size, method, *cells])
-            gaps[f"{size} {method}"] = {value: asdict(rows.gap(method, value)) for value in VALUES.values()}
-        said = [f"the paper: {c.text}. Here, {size}: {c.verdict(rows.runs, size, item.pooled)}"
+            gaps[f"{size} {method}"] = {value: rows.gap(method, value) for value in VALUES.values()}
+        said = [f"the paper: {c.text}. Here, {size}: {c.verdict(rows.runs, size)}"
                 for c in item.claims if rows.of(c.better) and rows.of(c.worse)]  # fmt: skip
-        notes += [*said, *reduction(rows), *(last_phase(rows.runs) if item.pooled else ())]
+        notes += [*said, *reduction(rows), *(last_phase(rows.runs) if item.whole else ())]
         if differs := sweep_results.difference_from_paper(rows.runs[0], data):
             notes.append(f"{size} differs from the paper's runs: {differs}")
-        notes += length_notes(rows.runs) if item.pooled else []
-    if item.pooled:
-        notes.append("intervals: 95%, of the scatter of a run from scratch, pooled over the methods (two-way analysis "
-                     "of variance)")  # fmt: skip
-    else:
-        notes.append("intervals: 95%, paired by seed: the same initialization and data for all")
+        notes += length_notes(rows.runs) if item.whole else []
+    notes.append(INTERVALS)
     words = {"beside": item.beside, "work": counted(runs)}
     notes += [note.format(**words) for column, note in NOTES.items() if column in item.columns]
     numbers = {"gaps": gaps}
@@ -413,7 +391,7 @@ def table(context: Context, name: str, item: Item) -> Outcome:
     header = ["size", "method", *item.columns]
 
     def plot(axes: Any) -> None:
-        if item.pooled:
+        if item.whole:
             draw_curves(axes, Rows(_runs_of_rows(runs, context.args.rows), item))
         else:
             draw_bars(axes, [Rows([r for r in runs if r["size"] == size], item) for size in sizes], names)
@@ -426,19 +404,14 @@ SYSTEMS = ("nvidia", "four_over_six", "tetrajet_v2", "four_over_six_biased", "te
 
 
 def reduction(rows: Rows) -> list[str]:
-    """Says by how much clover's mean gap is below that of the best other system, if all gaps are clearly above zero."""
+    """Says which share of the gap of the best other system clover has, if all gaps are clearly above zero."""
     gaps = {m: rows.gap(m, "val_bpb") for m in (*SYSTEMS, "clover") if rows.of(m)}
     if len(gaps) < 2 or "clover" not in gaps or not all(g.above_zero for g in gaps.values()):
         return []
-    clover = gaps.pop("clover")
-    best = min(gaps, key=lambda m: gaps[m].mean)
-    if rows.item.pooled:  # The difference is on the seeds that both have.
-        minus = stats.pooled_differences(rows.runs, rows.size, best)["clover"]
-        below, half = -100 * minus.mean / gaps[best].mean, 100 * minus.half / gaps[best].mean
-        return [f"clover's gap is {stats.with_half(below, half, 0)}% below that of {best}, the best other system"]
-    below = 100 * (1 - clover.mean / gaps[best].mean)
-    where = f"{abs(below):.0f}% {'below' if below >= 0 else 'ABOVE'}"
-    return [f"clover's mean gap is {where} that of {best}, the best of {', '.join(gaps)} ({rows.size})"]
+    best = min(gaps.keys() - {"clover"}, key=lambda m: gaps[m].mean)
+    share = stats.share(rows.runs, rows.size, "clover", best)
+    shown = share.shown(sign="-") if share else "no share"
+    return [f"clover's gap over that of {best}, the best other system of {len(gaps) - 1} ({rows.size}): {shown}"]
 
 
 def last_phase(runs: list[dict], early: str = "clover_feedback", late: str = "clover_feedback_late") -> list[str]:
@@ -473,7 +446,7 @@ def draw_bars(axes: Any, sizes: list[Rows], names: Sequence[str]) -> None:
         shown = [(j, m) for j, m in enumerate(others) if rows.of(m)]
         at = [j + width * (i - (len(sizes) - 1) / 2) for j, _ in shown]
         gaps = [rows.gap(m, "val_bpb") for _, m in shown]
-        errors = [v.half if v.n > 1 else 0.0 for v in gaps]
+        errors = [0.0 if math.isnan(v.low) else v.high - v.mean for v in gaps]
         axes.bar(
             at, [v.mean for v in gaps], width, yerr=errors, capsize=3, alpha=0.6, label=f"{rows.size}, own forward"
         )

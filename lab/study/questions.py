@@ -79,29 +79,29 @@ def methods(context: Context) -> Outcome:
     """Makes README's table of methods. It has a row for each method that the study has or --rows names."""
     context.args.results = context.args.results or "d6_mixed"
     runs, content = stored_runs(context)
-    times, known, of = time_of_steps(), methods_of(runs), gaps.Rows(runs, gaps.Item("", pooled=True))
+    times, known, of = time_of_steps(), methods_of(runs), gaps.Rows(runs, gaps.Item(""))
     rows, asked = [], [name.strip() for name in context.args.rows.split("|")]
     for method in [m for m in WHEN if m in ("bf16", *known, *asked)]:
-        cells = ["0", "0", "0; 0"] if method == "bf16" else ["not measured"] * 3
+        cells = ["0; 0", "0", "0"] if method == "bf16" else ["not measured"] * 3
         if method in known:
-            found = [of.gap(method, value) for value in VALUES.values()]
-            cells = [stats.with_half(gap.mean, gap.half, 2) for gap in found]
-            cells.append("; ".join(of.share(method, value) for value in VALUES.values()))
+            shares = "; ".join(of.share(method, value) for value in VALUES.values())
+            cells = [shares, *(of.gap(method, value).shown(sign="-") for value in VALUES.values())]
         seeds = len({r["seed"] for r in runs if r["method"] == method})
         as_exported = exported(runs, method) if seeds else "not measured"
         cells += [as_exported, times.get(method, ("not measured",))[0], seeds]
         rows.append([method, WHEN[method], *cells])
-    header = ["QAT_METHOD", "take it", "gap, own forward, %", "gap, BF16 forward, %"]
+    header = ["QAT_METHOD", "take it", "share of clover's gap: own; BF16 forward"]
     header += [
-        "share of clover's gap: own; BF16 forward",
+        "gap, own forward, %",
+        "gap, BF16 forward, %",
         "gap as exported, %",
         "step time on one H100, BF16 = 1",
         "seeds",
     ]
     parts = ", ".join(dict.fromkeys(times[row[0]][1] for row in rows if row[0] in times))
     notes = [
-        "gap: the increase of validation bits per byte over BF16 of the same seed; intervals are 95%, of the scatter "
-        "of a run, pooled over the methods of the study",
+        "gap: the increase of validation bits per byte over BF16 of the same seed; a share's interval is Fieller's",
+        gaps.INTERVALS,
         f"time: d26, 8 rows, --cuda-graph, where 4 bits are emulated (lab/results/bench.json: {parts})",
     ]
     return outcome(runs, content, "Which method? Gaps to BF16 from scratch", header, rows, notes, {})
@@ -167,11 +167,21 @@ TARGETS = (
 )  # The method, the target for its share of clover's gap, and the forward.
 
 
+def tested(runs: list[dict], method: str, target: float, value: str) -> dict[str, Any]:
+    """Returns a method's share of clover's gap (or None), its target, and the p of the hypothesis that the share is the
+    target: that the method's gap minus target times clover's is zero, paired by seed."""
+    (size,) = {r["size"] for r in runs}
+    share = stats.share(runs, size, method, value=value)
+    mine, clover = stats.pairs(runs, size, method, "clover", value)
+    p = stats.p_value([m - target * c for m, c in zip(mine, clover)]) if share else math.nan
+    return {"method": method, "target": target, "value": value, "share": share, "p": p}
+
+
 def judge(found: list[dict]) -> None:
     """Adds a corrected p and a verdict to each of the targets. They are tested together, with Holm's correction."""
     for of, corrected in zip(found, stats.holm([of["p"] for of in found])):
         decided = not math.isnan(corrected) and corrected < 0.05
-        verdict = "not decided" if not decided else "reached" if of["share"] < of["target"] else "missed"
+        verdict = "not decided" if not decided else "met" if of["share"].mean < of["target"] else "missed"
         of |= {"p_holm": corrected, "verdict": verdict}
 
 
@@ -194,32 +204,23 @@ def claims(context: Context) -> Outcome:
     if not targets:
         known = ", ".join(dict.fromkeys(t[0] for t in TARGETS))
         raise UserError(f"--results has no run of seeds {seeds} of a method with a target: {known}")
-    found = []
-    for method, target, value in targets:
-        share = half = p = whole = whole_half = math.nan
-        if stats.has_gap(fresh, value) and stats.has_gap(runs, value):
-            share, half, p = stats.against_target(fresh, method, target, value, runs)
-            whole, whole_half, _ = stats.against_target(runs, method, target, value)
-        found.append({"method": method, "target": target, "value": value, "share": share, "half": half, "p": p})
-        found[-1] |= {"all_seeds": whole, "all_seeds_half": whole_half}
+    found = [tested(fresh, *target) for target in targets]
     judge(found)
     rows = []
-    for of in found:
-        cost = work(fresh, of["method"], steps_of(runs))
-        shares = ["clover has no gap", "-"]
-        if not math.isnan(of["share"]):
-            pairs = (of["share"], of["half"]), (of["all_seeds"], of["all_seeds_half"])
-            shares = [stats.with_half(*pair, 3) for pair in pairs]
+    for of, target in zip(found, targets):
+        cost, whole = work(fresh, of["method"], steps_of(runs)), tested(runs, *target)["share"]
+        shares = [share.shown(3, "-") if share else "clover has no gap" for share in (of["share"], whole)]
         forward, p_values = FORWARD_NAMES[of["value"]], [shown_p(of[k]) for k in ("p", "p_holm")]
         row = [of["method"], cost, forward, f"{of['target']:.2f}x", shares[0], *p_values, of["verdict"], shares[1]]
         rows.append(row)
-    header = ["method", "GEMM work", "forward", "target", f"share, seeds {seeds}", "p", "p, Holm"]
+    header = ["method", "GEMM work", "forward", "target", f"share, seeds {seeds}", "p", f"p, Holm of {len(targets)}"]
     notes = [
         f"{len(targets)} targets are tested together. p is of the hypothesis that the share is the target, two-sided; "
         "Holm's correction is for all of this table",
-        "reached: the share is below its target and the corrected p below 0.05; missed: above it, and the same",
-        "shares are of clover's gap with the same forward. Intervals (95%, without the correction) and p are of method "
-        "minus target times clover, paired by seed, with the pooled scatter of all seeds' runs from scratch",
+        "met: the corrected p is below 0.05 and the share below its target; missed: p is, and the share above it; "
+        "otherwise not decided",
+        "shares are of clover's gap with the same forward, with Fieller's interval (95%, without the correction); it "
+        "and p are paired by seed, Student's t with seeds - 1 degrees of freedom",
         "clover has no gap: none above zero beyond its interval, and so no share of it",
         *gaps.length_notes(runs),
     ]
@@ -269,9 +270,9 @@ def forwards(context: Context) -> Outcome:
     cells: dict[str, dict[str, str]] = {m: {} for m in methods}
     for column, name in values.items():
         having = runs if name.startswith("val_bpb") else with_value(runs, name)
-        for method, gap in stats.pooled_differences(having, size, "bf16", value=name).items():
-            if method != "bf16":
-                cells[method][column] = f"{gap.shown(2)} [{gap.n}]"
+        for method in methods_of(having):
+            gap = stats.gap(having, size, method, name)
+            cells[method][column] = f"{gap} [{gap.n}]"
     if not any(column in cells[m] for m in methods for column in IN_FORWARD):
         raise UserError("no run of --results was evaluated in several forwards; run lab.study.forwards, then its sweep")
     steps = steps_of(runs)
@@ -281,22 +282,21 @@ def forwards(context: Context) -> Outcome:
     found = []
     for what, target, value in OF_FORWARDS:
         having = with_deployed(runs) if value == "deployed" else runs
-        beside_clover = stats.pooled_differences(having, size, "clover", value=value)
-        for method in [m for m in WITH_TARGETS if m in beside_clover] if stats.has_gap(having, value) else []:
-            share, half, p = stats.against_target(having, method, target, value)
-            found.append({"method": method, "what": what, "target": target, "share": share, "half": half, "p": p})
+        known = [m for m in WITH_TARGETS if m in methods_of(having)]
+        found += [tested(having, method, target, value) | {"what": what} for method in known]
     judge(found)
     notes = []
     for of in found:
-        share = stats.with_half(of["share"], of["half"], 3)
+        share = of["share"].shown(3, "-") if of["share"] else "none, clover has no gap"
         said = f"share {share}, target {of['target']:.2f}, p by Holm {shown_p(of['p_holm'])}: {of['verdict']}"
         notes.append(f"{of['method']}, {of['what']}: {said}")
     notes += [
-        f"{len(found)} targets are tested together, two-sided, with the pooled scatter of a run; shares are of "
-        "clover's gap with the same forward. Intervals are 95%, without the correction",
+        f"{len(found)} targets are tested together, two-sided, paired by seed, with Holm's correction; shares are of "
+        "clover's gap with the same forward, with Fieller's interval (95%, without the correction)",
         "deployed in plain NVFP4: the own forward, or feedback of one term for a method that ends in two; clover's is "
         "4/6, its own",
         "gaps in percent of BF16's bits per byte, [seeds]; bf16: its weights, rounded after training",
+        gaps.INTERVALS,
     ]
     header, title = (
         ["weights of", "GEMM work", *values],

@@ -125,17 +125,18 @@ def test_shares_of_all_sizes_by_hand():
         for seed in range(6):
             for method, gap in (("bf16", 0), ("clover", 0.02), ("clover_feedback", 0.02 * share)):
                 runs.append(Run(n, 12 * n, method, (1 + gap) * (1 + scatter * noise.normal()), seed))
-    ((ratio, (share, half)),) = scaling.shares(runs, "clover_feedback").items()
-    assert ratio == 12.5 and 0.55 < share < 0.7 and 0.005 < half < 0.02  # near that of the size that is known better
+    ((ratio, share),) = scaling.shares(runs, "clover_feedback").items()
+    half = share.high - share.mean
+    assert ratio == 12.5 and 0.55 < share.mean < 0.7 and 0.002 < half < 0.02  # near that of the size known better
     single = [scaling.shares([r for r in runs if r.parameters == n], "clover_feedback")[12.5] for n in (1e6, 2e6)]
-    weights = [1 / half**2 for _, half in single]
-    assert share == pytest.approx(sum(w * s for w, (s, _) in zip(weights, single)) / sum(weights))
+    weights = [4 / (of.high - of.low) ** 2 for of in single]
+    assert share.mean == pytest.approx(sum(w * of.mean for w, of in zip(weights, single)) / sum(weights))
     assert half == pytest.approx(sum(weights) ** -0.5)
     assert scaling.shares([r for r in runs if r.seed == 1], "clover_feedback") == {}  # one seed has no interval
     longer = [Run(r.parameters, 8 * r.tokens, r.method, r.loss, r.seed) for r in runs]
     header, (row,) = scaling.share_table([*runs, *longer], ["clover_feedback"])
     assert header == ["method", "12.5", "100", "last over first"]
-    assert row[-1] == f"1.00 ± {math.sqrt(2) * half / share:.2f}"
+    assert row[-1] == f"1.00 ± {math.sqrt(2) * half / share.mean:.2f}"
 
 
 def test_a_share_is_of_clovers_gap_with_the_same_forward():
@@ -146,8 +147,8 @@ def test_a_share_is_of_clovers_gap_with_the_same_forward():
             if gap:
                 half = 1 + (gap - 1) / 100 + 1e-5 * noise.normal()
                 runs.append(Run(1e6, 12e6, method + scaling.IN_BF16, half, seed))
-    assert scaling.shares(runs, "clover_feedback")[12.5][0] == pytest.approx(0.75, abs=0.01)
-    assert scaling.shares(runs, "clover_feedback" + scaling.IN_BF16)[12.5][0] == pytest.approx(0.5, abs=0.01)
+    assert scaling.shares(runs, "clover_feedback")[12.5].mean == pytest.approx(0.75, abs=0.01)
+    assert scaling.shares(runs, "clover_feedback" + scaling.IN_BF16)[12.5].mean == pytest.approx(0.5, abs=0.01)
 
 
 def test_runs_of_one_size_say_why_there_is_nothing():
