@@ -193,7 +193,7 @@ RUNS = {  # Tables that are made of training runs.
     ),
 }  # fmt: skip
 ITEMS: dict[str, Callable[[Context], Outcome]] = {
-    **{item.__name__: item for item in (numerics.table1, numerics.table2, speed.table3, speed.table4)},
+    **{item.__name__: item for item in (numerics.table1, numerics.table2, numerics.eden, speed.table3, speed.table4)},
     **{name: partial(gaps.table, name=name, item=RUNS[name]) for name in ("fig1", "fig2", "fig4", "table5")},
     "fig5": partial(questions.along_the_run, item=RUNS["table5"]),
     **{item.__name__: item for item in (speed.fig6, speed.table7, numerics.fig9, sparse.averaging)},
@@ -255,7 +255,10 @@ def save(context: Context, outcome: Outcome, name: str) -> None:
     atomic_write(path.with_suffix(".md"), page(content))
     if outcome.plot:
         title = outcome.title + (" (quick: a check of the command)" if context.quick else "")
-        plots.draw(path.with_suffix(".png"), title, outcome.plot)
+        if plots.draw(path.with_suffix(".png"), title, outcome.plot):
+            print0(f"drawn in {path.with_suffix('.png')}")
+        else:
+            print0("no picture: no run was evaluated on the way; a sweep with --extra=--eval-every=20 is")
     print0(f"written to {path}")
 
 

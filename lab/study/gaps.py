@@ -392,7 +392,7 @@ def table(context: Context, name: str, item: Item) -> Outcome:
 
     def plot(axes: Any) -> None:
         if item.whole:
-            draw_curves(axes, Rows(_runs_of_rows(runs, context.args.rows), item))
+            draw_curves(axes, Rows(runs_of_rows(runs, context.args.rows), item))
         else:
             draw_bars(axes, [Rows([r for r in runs if r["size"] == size], item) for size in sizes], names)
 
@@ -459,7 +459,7 @@ def draw_bars(axes: Any, sizes: list[Rows], names: Sequence[str]) -> None:
     axes.set_ylabel("increase of validation BPB over bf16, %")
 
 
-def _runs_of_rows(runs: list[dict], rows: str) -> list[dict]:
+def runs_of_rows(runs: list[dict], rows: str) -> list[dict]:
     """Returns the runs of the methods among the rows that --rows chooses, and those of BF16, with which all others are
     compared. If --rows names no method, all runs are returned."""
     chosen = {name.strip() for name in rows.split("|")}

@@ -23,7 +23,8 @@ from lab import RESULTS, ROOT
 from lab.study.context import Context, Outcome, trained_model
 from nanochat_fp4.cli import UserError
 from nanochat_fp4.evaluation import plots
-from nanochat_fp4.nvfp4.quantizers import mean_squared_error, quantize_reference
+from nanochat_fp4.nvfp4.hadamard import rotate, rotation_matrix
+from nanochat_fp4.nvfp4.quantizers import mean_squared_error, quantize_reference, round_e8m3, search_scales
 from nanochat_fp4.nvfp4.recipes import Gemm, Operand, Recipe
 from nanochat_fp4.nvfp4.roundings import get_rounding
 
@@ -81,6 +82,37 @@ def table1(context: Context) -> Outcome:
     header = ["rounding", "paper", "here", "off", "unbiased (paper)", f"gain of {draws} draws"]
     notes = [f"gain: the mean of {draws} products is so many times better than one product; {draws} without a bias"]
     return Outcome(title, header, rows, notes, numbers, measured_on=f"{samples:,} samples, seed 1")
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Section 3.2: the correction S, and the size of the rotated groups
+
+
+def eden(context: Context) -> Outcome:
+    """Makes the checks of Section 3.2: the range of EDEN's S, and the bias that is left with groups of d numbers."""
+    draws, spec = context.args.draws or (128 if context.quick else 1024), get_rounding("ms_eden")
+    rows, numbers = [], {}
+    for d in (16, 32, 64, 128):
+        x = torch.randn(256, d, generator=torch.Generator().manual_seed(0))  # 256 groups, which share their signs.
+        total, single, factors = torch.zeros_like(x), 0.0, []
+        for seed in range(draws):
+            y = rotate(x, seed, dim=d)
+            q, scales = search_scales(y.unflatten(-1, (-1, 16)), spec, lambda scale, _: round_e8m3(scale))
+            q = (q * scales.unsqueeze(-1)).flatten(-2)
+            s = y.square().sum(-1, keepdim=True) / (y * q).sum(-1, keepdim=True)
+            back = s * q @ rotation_matrix(seed, dim=d).T / math.sqrt(d)
+            total += back
+            single += float((back - x).square().sum()) / draws
+            factors.append(s)
+        of = torch.cat(factors)
+        gain = single / float((total / draws - x).square().sum())
+        rows.append([d, *(f"{v:.3f}" for v in (of.min(), of.max())), round(gain)])
+        numbers[str(d)] = {"S": [float(of.min()), float(of.max())], "gain": gain}
+    header = ["d", "least S", "largest S", f"gain of {draws} draws"]
+    notes = [f"the paper: S in [0.94, 1.06], and d = 64 suffices; gain: {draws} without a bias, up to some scatter"]
+    notes.append("Gaussian groups; S is kept in FP32, so this is EDEN before scales are rounded to E4M3")
+    title = "Section 3.2: EDEN's correction S and the groups' size d"
+    return Outcome(title, header, rows, notes, numbers, measured_on=f"256 groups, {draws} rotations, seed 0")
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ passes, extra steps, equal time, the ladder of sizes, and the leaderboard."""
 import json
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from statistics import fmean
 from typing import Any
 
@@ -112,12 +113,17 @@ def methods(context: Context) -> Outcome:
 
 
 def along_the_run(context: Context, item: gaps.Item) -> Outcome:
-    """Makes Figure 5: a table of gaps at some steps, and a plot of all. If runs were evaluated only at their ends, the
-    gaps are those of the mean training loss of parts of the run, on the same batches."""
+    """Makes Figure 5: a table of gaps at some steps, and a plot of all. If all runs were evaluated only at their ends,
+    the gaps are those of the mean training loss of parts of the run, on the same batches."""
+    item = replace(item, methods=(), also=()) if context.args.results else item  # Of stored runs all are drawn.
     runs, _, content = gaps.runs_of(context, "table5", item)
-    loss = any(len(r["curve"]) < 4 for r in runs) and all(r.get("loss_curve") for r in runs)
-    what = "training loss" if loss else "validation BPB"
-    found = gaps.along(runs, "loss_curve" if loss else "curve")
+    runs = gaps.runs_of_rows(runs, context.args.rows)
+    found, what = gaps.along(runs), "validation BPB"
+    losses = gaps.along(runs, "loss_curve")
+    if max(len(of) for seeds in found.values() for of in seeds.values()) < 4 and any(
+        of for seeds in losses.values() for of in seeds.values()
+    ):
+        found, what = losses, "training loss"
     rows, lines = [], {}
     for method in (m for m in methods_of(runs) if any(found.get(m, {}).values())):
         seeds = [of for of in found[method].values() if of]
@@ -133,7 +139,9 @@ def along_the_run(context: Context, item: gaps.Item) -> Outcome:
         axes.set_ylabel(f"increase of the {what} over bf16, %")
 
     title = f"Figure 5: increase of the {what} over BF16 in the course of training, own forward"
-    return outcome(runs, content, title, ["method", "gap in % at steps"], rows, [], {"curves": found}, plot)
+    absent = [m for m in methods_of(runs) if m not in lines]
+    notes = [f"not evaluated on the way, or of another length than bf16: {', '.join(absent)}"] if absent else []
+    return outcome(runs, content, title, ["method", "gap in % at steps"], rows, notes, {"curves": found}, plot)
 
 
 def losses(context: Context) -> Outcome:

@@ -22,9 +22,9 @@ BASELINE = "black"
 SEED = re.compile(r"_seed\d+(?=_|$)|_s\d+_[0-9a-f]{8}$")
 
 
-def draw(path: Path, title: str, *panels: Callable[[Any], None]) -> None:
+def draw(path: Path, title: str, *panels: Callable[[Any], None]) -> bool:
     """Writes a PNG. Each panel is called with its axes. The first panel is the tallest, and all have the same x
-    axis.
+    axis. Returns False, and writes nothing, if no panel draws anything.
 
     The legend of the first panel is below the picture, where it hides no lines, unless the panel has made its own.
     """
@@ -49,6 +49,8 @@ def draw(path: Path, title: str, *panels: Callable[[Any], None]) -> None:
                 below.label_outer()
                 if below.get_xlabel() == "step":
                     below.xaxis.get_major_locator().set_params(integer=True)
+            if not any(part.has_data() for part in (*column[:, 0], *axes.child_axes)):
+                return False
             axes.set_title("\n".join(textwrap.wrap(title, 75)), fontsize=10)
             lines = axes.get_legend_handles_labels()
             if axes.get_legend() is None and lines[0]:
@@ -58,6 +60,7 @@ def draw(path: Path, title: str, *panels: Callable[[Any], None]) -> None:
             path.parent.mkdir(parents=True, exist_ok=True)
             with atomic_open(path) as f:
                 figure.savefig(f, format="png", dpi=150)
+            return True
         finally:
             pyplot.close(figure)
 

@@ -39,6 +39,7 @@ TABLE = [
     ("fig4 --results llama_second_half", "- clover's gap over that of", "0.85"),
     ("fig5 --results d8", "clover", ""),
     ("methods --results d6_shuffled", "clover_feedback_late", "1.12 ± 0.22 +2.36 ± 0.32"),
+    ("eden --draws=64", "128 0.966 1.057", "64"),
     ("law", "c fitted 0.6334", "0.10"),
     ("by_length", "30M clover", ""),
     ("table3", "30M", "6; 6"),
@@ -54,7 +55,7 @@ def printed(tmp_path_factory):
     def draw(path, title, plot):
         from matplotlib.figure import Figure
 
-        plot(Figure().subplots())
+        return plot(Figure().subplots()) is None
 
     def run(command: str) -> list[str]:
         if command not in known:
@@ -176,6 +177,18 @@ def study(path, change=lambda run: {}, **gaps: list[float]) -> str:
         json.dumps({"data": "text (1)", "environment": environment, "results": [r | change(r) for r in runs]})
     )
     return str(path)
+
+
+def test_figure_5_has_the_methods_of_a_users_sweep(tmp_path, printed):
+    path = study(tmp_path / "a.json", bf16=[0.0], clover=[1.0], mine=[2.0])
+    assert "mine 1000: +2.00 2000: +2.00" in printed(f"fig5 --results={path}")
+
+
+@pytest.mark.parametrize("name", ["horizon", "fig5"])
+def test_runs_without_evaluations_on_the_way_have_no_blank_picture(tmp_path, capsys, name):
+    path = study(tmp_path / "a.json", lambda run: {"curve": []}, bf16=[0.0], clover=[1.0])
+    reproduce.main([name, f"--results={path}", f"--folder={tmp_path}"])
+    assert "no picture" in capsys.readouterr().out and not (tmp_path / f"{name}.png").exists()
 
 
 @pytest.mark.parametrize(
