@@ -88,7 +88,8 @@ class Memory:
 
 def operand_bytes(operand: Operand) -> float:
     """Returns the bytes of one element of an operand that is kept for the backward pass."""
-    return BF16 if operand.rounding is None else (BYTES if operand.rounding.element == "e2m1" else 1.0)
+    rounding = operand.kept or operand.rounding
+    return BF16 if rounding is None else (BYTES if rounding.element == "e2m1" else 1.0)
 
 
 def _recipes(layer: nn.Module) -> tuple[Recipe, Recipe]:
@@ -97,11 +98,12 @@ def _recipes(layer: nn.Module) -> tuple[Recipe, Recipe]:
     return recipe, recipe.final
 
 
-def _input(layer: nn.Module) -> tuple[float, bool]:
-    """Returns the bytes of one element of the input that the layer keeps, and whether the layer keeps other values
-    than those that the forward pass multiplied."""
+def _input(layer: nn.Module) -> tuple[float, float]:
+    """Returns the bytes of one element of the input that the layer keeps, and those of the codes that the forward pass
+    multiplied if they are others."""
     kept = [r.grad_weight.b if r.grad_weight.b.raw else r.output.a for r in _recipes(layer)]
-    return max(map(operand_bytes, kept)), any(o.raw and o.rounding for o in kept)
+    multiplied = [BYTES if o.raw and o.rounding else 1.0 if o.kept else 0.0 for o in kept]
+    return max(map(operand_bytes, kept)), max(multiplied)
 
 
 def activation_bytes(model: GPT, recompute: str) -> float:
@@ -133,8 +135,8 @@ def activation_bytes(model: GPT, recompute: str) -> float:
         else:
             # The tensors are computed from codes. A layer whose gradient uses other values keeps codes for this purpose
             # alone.
-            total += width * (stream + qkv + out + mlp + BYTES * (qkv_again + out_again)) + 4 * heads + 8
-            total += width * (BYTES * up_again - relu) if recompute == "codes-mlp" else 4 * eight_bits
+            total += width * (stream + qkv + out + mlp + qkv_again + out_again) + 4 * heads + 8
+            total += width * (up_again - relu) if recompute == "codes-mlp" else 4 * eight_bits
     return total
 
 

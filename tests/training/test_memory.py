@@ -52,7 +52,7 @@ def kept_per_token(depth: int, method: str, recompute: str, **changes) -> float:
 
 
 @pytest.mark.parametrize("recompute", RECOMPUTE)
-@pytest.mark.parametrize("method", ["bf16", "fp8", "nvidia", "clover"])
+@pytest.mark.parametrize("method", ["bf16", "fp8", "nvidia", "clover", "clover_fp8_forward"])
 def test_activations_are_what_autograd_keeps(method, recompute):
     assert kept_per_token(2, method, recompute) == activation_bytes(on_meta(2, method, 64), recompute)
 
