@@ -4,20 +4,22 @@
     python -m lab.pages --check     # changes nothing, names the pages that differ, and ends with status 2
 
 A command is the only line of a code block, and names its runs with --results. The table that follows the block is the
-output of the command. Everything else on a page is written by hand.
+output of the command. Everything else on a page is written by hand. A part of a page can wait for a study, as a comment
+"<!-- when STUDY is stored", which becomes text once the study is there.
 """
 
 import re
 import shlex
 from pathlib import Path
 
-from lab import ROOT, reproduce
+from lab import ROOT, reproduce, runs
 from nanochat_fp4.cli import ArgumentParser, UserError, run_main
 from nanochat_fp4.common import print0
 from nanochat_fp4.files import atomic_write
 
 COMMAND = r"^    python -m lab\.reproduce ([^\n]*--results[^\n]*)\n\n"
 COMMAND_AND_TABLE = re.compile(COMMAND + r"((?:\|[^\n]*\n)+)", re.MULTILINE)
+WAITING = re.compile(r"^<!-- when (\S+) is stored\n(.*?)^-->\n", re.MULTILINE | re.DOTALL)
 
 
 def pages() -> list[Path]:
@@ -33,9 +35,15 @@ def table(command: str) -> str:
 
 
 def filled(text: str) -> str:
-    """Returns the text of a page with its tables made again. Raises UserError, which names the command that failed."""
+    """Returns the text of a page with its tables made again, and with the parts that no longer wait for a study. Raises
+    UserError, which names the command that failed."""
+    stored = runs.studies()
+    text = WAITING.sub(lambda match: match[2] if match[1] in stored else match[0], text)
+    waiting = [match.span() for match in WAITING.finditer(text)]
 
     def again(match: re.Match) -> str:
+        if any(begin < match.start() < end for begin, end in waiting):
+            return match[0]
         try:
             return match[0].removesuffix(match[2]) + table(match[1])
         except UserError as e:

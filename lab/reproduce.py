@@ -187,7 +187,7 @@ RUNS = {  # Tables that are made of training runs.
     "gaps": Item("Gaps to BF16", columns=("BPB", "own: gap", "BF16: gap", "seeds", *SHARES)),
     "horizon": Item(
         "Gaps to BF16 of whole runs, with two forwards",
-        columns=("GEMM work", "of seeds", *gaps.PARTS, "own: by seed", "training text", "own: gap",
+        columns=("GEMM work", "bytes kept", "of seeds", *gaps.PARTS, "own: by seed", "training text", "own: gap",
                  *SHARES[:2], "BF16: gap", *SHARES[2:], "one term", "own: gap, pooled", "BF16: gap, pooled"),
         whole=True, claims=OF_WHOLE_RUNS,
     ),
@@ -202,8 +202,8 @@ ITEMS: dict[str, Callable[[Context], Outcome]] = {
 OF_RESULTS: dict[str, Callable[[Context], Outcome]] = {  # Tables that need --results and train nothing.
     **{name: partial(gaps.table, name=name, item=RUNS[name]) for name in ("gaps", "horizon")},
     **{item.__name__: item for item in (
-        questions.methods, questions.losses, questions.claims, questions.forwards, questions.extra_steps,
-        questions.equal_time, questions.ladder, questions.leaderboard, speed.measured)},
+        questions.methods, questions.losses, questions.claims, questions.fp8_forward, questions.forwards,
+        questions.extra_steps, questions.equal_time, questions.ladder, questions.leaderboard, speed.measured)},
     **{name: partial(questions.of_scaling, name=name) for name in scaling.TABLES},
 }  # fmt: skip
 SAME = {"table6": "fig6"}

@@ -118,10 +118,12 @@ def ratio(values: Sequence[float], others: Sequence[float]) -> Estimate:
     return Estimate(mean / other, (b - root) / a, (b + root) / a, n)
 
 
-def verdict(share: Estimate, target: float) -> str:
-    """Judges a share that should be at most `target`: it is met if the whole interval is, missed if none of it is, and
-    otherwise not decided."""
-    return "met" if share.high <= target else "missed" if share.low > target else "not decided"
+def verdict(share: Estimate, target: float, end: float = 0.0) -> str:
+    """Judges a share that should be at most `target`. It is met if it is and the upper end of its interval is at most
+    `end` (by default the target), missed if the whole interval is above the target, and otherwise not decided."""
+    if share.mean <= target and share.high <= (end or target):
+        return "met"
+    return "missed" if share.low > target else "not decided"
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from lab.study import sweep, sweep_results, sweep_runs
 from lab.study.context import Context, Outcome
 from nanochat_fp4.cli import UserError
 from nanochat_fp4.evaluation import plots
+from nanochat_fp4.training.memory import operand_bytes
 
 # The forward pass that is evaluated -> the name of its bits per byte in a run.
 VALUES = {"own": "val_bpb", "BF16": "val_bpb_bf16"}
@@ -285,6 +286,16 @@ def _one_term(rows: Rows, method: str) -> str:
     return f"{of.gap(method, ONE_TERM)} ({of.share(method, ONE_TERM)} of clover's)"
 
 
+def _bytes_kept(rows: Rows, method: str) -> str:
+    """Returns the bytes that a layer keeps of an element of its input for the backward pass, at the end of the run."""
+    try:
+        recipes = sweep_runs.method_plan(rows.of(method)[0]["flags"]).recipes
+    except ValueError:  # The row has left.
+        return "-"
+    inputs = [r.final.grad_weight.b if r.final.grad_weight.b.raw else r.final.output.a for r in recipes]
+    return " to ".join(f"{size:.4g}" for size in sorted({operand_bytes(a) for a in inputs}))
+
+
 def _paper(rows: Rows, method: str) -> str:
     form = "{:.4f}" if method == "bf16" else "{:+.2f}"
     return " / ".join(form.format(v) for v in rows.item.paper.get(method, ())) or "-"
@@ -297,6 +308,7 @@ COLUMNS: dict[str, Callable[[Rows, str], Any]] = {
     "of seeds": lambda rows, method: ", ".join(str(r["seed"]) for r in rows.of(method)),
     "GEMM work": lambda rows, method: f"{gemm_work(rows.of(method)[0], steps_of(rows.runs)):.2f}",
     "work in 4 / 8 / 16 bits, %": _work_by_bits,
+    "bytes kept": _bytes_kept,
     "training text": _training_text,
     "one term": _one_term,
     **{part: _on_the_way(part) for part in PARTS},
@@ -311,7 +323,7 @@ for _name, _value in VALUES.items():
         f"{_name}: share": lambda rows, method, value=_value: rows.share(method, value),
         f"{_name}: by seed": _by_seed(_value),
     }
-OF_BF16 = ("paper", "BPB", "seeds", "of seeds", "GEMM work", "work in 4 / 8 / 16 bits, %")
+OF_BF16 = ("paper", "BPB", "seeds", "of seeds", "GEMM work", "work in 4 / 8 / 16 bits, %", "bytes kept")
 NOTES = {  # The note below a table that explains a column.
     "own: gap": "own: evaluated with the forward that a run ends with; gaps in percent of BF16's bits per byte",
     "BF16: gap": "BF16: the same weights, evaluated without quantization",
@@ -322,6 +334,7 @@ NOTES = {  # The note below a table that explains a column.
     "GEMM work": "GEMM work, {work}: 1 is every GEMM of the run in 4 bits; 8 bits count 2 and 16 bits 4",
     "work in 4 / 8 / 16 bits, %": "work: multiply-adds over all steps, {work}, by a GEMM's wider operand; more than "
     "100% where operands have two terms",
+    "bytes kept": "bytes kept: of an element of a layer's input, from the forward to the backward pass, by count",
     "training text": "training text: the loss of the last fiftieth of the steps, by the own forward",
     "one term": "one term: plain NVFP4, as export writes a run that ends in two terms, and its share of clover's gap",
     "30%": "30% to 90%: the gap on the way, own forward",

@@ -26,8 +26,10 @@ def work(runs: list[dict], method: str, steps: int) -> str:
 
 
 def outcome(runs: list[dict], content: dict, title: str, header: list[str], *args: Any) -> Outcome:
-    """Makes an Outcome with the line that names what the runs were measured on."""
+    """Makes an Outcome with the line that names what the runs were measured on, and what their GEMM work is of."""
     where = gaps.measured_on(runs, content["data"])
+    if "GEMM work" in header:
+        where += f"; GEMM work {gaps.counted(runs)}"
     return Outcome(title, header, *args, measured_on=where, environment=content["environment"])
 
 
@@ -234,6 +236,52 @@ def claims(context: Context) -> Outcome:
     ]
     title, header = "Shares of clover's gap, and the targets", [*header, "verdict", "share, all seeds"]
     return outcome(runs, content, title, header, rows, notes, {"claims": found})
+
+
+# The targets of an FP8 forward: a method -> for each forward the target of its share of clover's gap, and the end that
+# its interval must not pass. 0.41 and 0.43 are the shares of clover_mixed.
+SHARES_OF_FP8 = {
+    "clover_fp8_forward": ((0.33, 0.41), (0.37, 0.43)),
+    "clover_fp8_forward_dgrad_but_down": ((0.20, 0.20), (0.22, 0.22)),
+    "clover_fp8_forward_wgrad_but_down": ((0.20, 0.20), (0.22, 0.22)),
+}
+MOST_BYTES = 0.57  # Of an element of the input of clover_fp8_forward.
+
+
+def fp8_forward(context: Context) -> Outcome:
+    """Makes the table of the targets of an FP8 forward: shares, which codes are kept, and FP8 in one backward GEMM."""
+    runs, content = stored_runs(context)
+    of, four, rows = gaps.Rows(runs, gaps.Item("")), "clover_fp8_forward", []
+    for method, targets in SHARES_OF_FP8.items():
+        for (name, value), (target, end) in zip(VALUES.items(), targets):
+            if share := stats.share(runs, of.size, method, value=value):
+                wanted = f"mean at most {target:.2f}, upper end at most {end:.2f}"
+                verdict = stats.verdict(share, target, end)
+                rows.append([f"share of {method}", name, share.shown(sign="-"), share.n, wanted, verdict])
+    codes = stats.difference(runs, of.size, four, f"{four}_8bit")
+    if codes.n:
+        verdict = "missed" if codes.low > 0 else "met" if codes.low <= 0 else "not decided"
+        rows.append(["4-bit minus 8-bit codes kept, points", "own", str(codes), codes.n, "not above zero", verdict])
+    for name, value in VALUES.items():
+        gemms = stats.difference(runs, of.size, f"{four}_dgrad", f"{four}_wgrad", value)
+        if gemms.n:
+            better = f"FP8 pays more in {'dgrad' if gemms.mean < 0 else 'wgrad'}"
+            verdict = better if gemms.decided else "not decided"
+            rows.append(["FP8 in dgrad minus FP8 in wgrad, points", name, str(gemms), gemms.n, "the sign", verdict])
+    if not rows:
+        raise UserError(f"{context.args.results} has no run of {', '.join(SHARES_OF_FP8)} beside clover's and bf16's")
+    if of.of(four):
+        size = gaps.COLUMNS["bytes kept"](of, four)
+        verdict = "met" if float(size) <= MOST_BYTES else "missed"
+        rows.append([f"bytes kept by {four} of an input's element", "-", size, "-", f"at most {MOST_BYTES}", verdict])
+    header = ["quantity", "forward", "value", "seeds", "target", f"verdict, {len(rows)} targets"]
+    notes = [
+        f"{len(rows)} targets, each judged by itself, without a correction for their number",
+        "a share: met if its mean and its upper end are at most the numbers of the target, missed if its lower end is "
+        "above the first, and otherwise not decided; a sign is decided if the interval excludes zero",
+        gaps.INTERVALS,
+    ]
+    return outcome(runs, content, "Targets of an FP8 forward", header, rows, notes, {})
 
 
 # ----------------------------------------------------------------------------------------------------------------------

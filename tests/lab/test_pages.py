@@ -1,8 +1,11 @@
 """The tables of pages: each is what the command above it prints from the stored runs."""
 
+import json
+import shutil
+
 import pytest
 
-from lab import pages
+from lab import pages, runs
 from nanochat_fp4.cli import UserError
 from nanochat_fp4.nvfp4 import methods
 
@@ -23,6 +26,18 @@ Text of a hand.
 """
 
 
+WAITS = """<!-- when d6_fp8_forward is stored
+    python -m lab.reproduce horizon --results d6_fp8_forward --columns "method | bytes kept | own: share"
+
+|-|
+
+    python -m lab.reproduce fp8_forward --results d6_fp8_forward
+
+|-|
+-->
+"""
+
+
 def test_a_table_below_a_command_is_made_again_and_nothing_else():
     page = PAGE.replace("seed 21: own; BF16", "seed 21, own")
     with pytest.raises(UserError, match="--columns: .*'seed 21, own'"):
@@ -38,6 +53,45 @@ def test_a_command_that_does_not_work_is_named():
         pages.filled(page)
     with pytest.raises(UserError, match="--rows: no row of the table has 'clovr'"):
         pages.table("gaps --results d6_mixed --rows clovr")
+
+
+def test_a_part_waits_for_its_study(monkeypatch):
+    """It is neither shown nor made before, and is text with its tables afterwards."""
+    page = f"Before.\n{WAITS}After.\n"
+    monkeypatch.setattr(runs, "studies", list)
+    assert pages.filled(page) == page
+    monkeypatch.setattr(runs, "studies", lambda: ["d6_fp8_forward"])
+    monkeypatch.setattr(pages, "table", lambda command: f"| {command.split()[0]} |\n")
+    begin, *middle, end = WAITS.split("|-|\n")
+    shown = begin.partition("\n")[2] + "| horizon |\n" + middle[0] + "| fp8_forward |\n" + end.removesuffix("-->\n")
+    assert pages.filled(page) == f"Before.\n{shown}After.\n"
+
+
+def test_the_parts_that_wait_become_pages(tmp_path, monkeypatch):
+    """With runs of the study in the form of a sweep's file, `lab.runs add` and then `lab.pages` make its tables."""
+    kept = runs.stored("d6_mixed")
+    flags = [flag for flag in kept["results"][0]["flags"] if not flag.startswith(("--method", "--seed", "--data-seed"))]
+    gaps = {"bf16": 0, "clover": 16, "clover_fp8_forward": 5, "clover_fp8_forward_8bit": 5, "fp8": 2}
+    gaps |= {"clover_fp8_forward_dgrad": 3, "clover_fp8_forward_wgrad": 4}
+    one = kept["results"][0] | {"head": "bf16", "val_text": "88339d463cdd65de", "loss_curve": []}
+    results = []
+    for i, (method, gap) in enumerate(gaps.items()):
+        for seed in (41, 42, 43):
+            bpb = 1.1 + seed / 1000 + gap / 900 + (i * seed % 5) / 9000 * (gap > 0)
+            run = {"method": method, "seed": seed, "val_bpb": bpb, "val_bpb_bf16": bpb, "curve": []}
+            results.append(one | run | {"flags": [*flags, f"--method={method}", f"--seed={seed}"]})
+    path = tmp_path / "d6_fp8_forward.json"
+    environment = kept["environment"] | {"commit": "80c3621"}
+    path.write_text(json.dumps({"data": kept["data"], "environment": environment, "results": results}))
+    for name in ("RUNS", "CURVES"):
+        shutil.copy(getattr(runs, name), tmp_path)
+        monkeypatch.setattr(runs, name, tmp_path / getattr(runs, name).name)
+    runs.add([str(path)])
+    for part in [WAITS, *(match[0] for page in pages.pages() for match in pages.WAITING.finditer(page.read_text()))]:
+        made = pages.filled(part)
+        assert made == pages.filled(made) and "<!--" not in made
+        assert "| clover_fp8_forward | 0.5625 |" in made and "| clover_fp8_forward_wgrad | 1 |" in made
+        assert "| share of clover_fp8_forward | own | 0.3" in made and "wgrad, points | BF16 | -" in made
 
 
 @pytest.mark.parametrize("path", pages.pages(), ids=lambda path: path.name)

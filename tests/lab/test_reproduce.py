@@ -241,6 +241,30 @@ def test_targets_are_judged_together():
     assert [of["verdict"] for of in found] == ["met", "not decided", "not decided", "missed"]
 
 
+@pytest.mark.parametrize(
+    ("gaps", "said"),
+    [
+        ({"clover_fp8_forward": [0.60, 0.62, 0.64]}, "own 0.31 ± 0.02 3 mean at most 0.33, upper end at most 0.41 met"),
+        ({"clover_fp8_forward": [0.58, 0.62, 0.80]}, "not decided"),  # the mean is below its target, the end is not
+        ({"clover_fp8_forward": [0.90, 0.92, 0.94]}, "missed"),
+        ({"clover_fp8_forward": [0.60]}, "share of clover_fp8_forward own 0.30 1 mean at most 0.33"),
+        ({"clover_fp8_forward": [0.60], "clover_fp8_forward_8bit": [0.5]}, "+0.10 1 not above zero not decided"),
+        ({"clover_fp8_forward": [0.6, 0.62], "clover_fp8_forward_8bit": [0.5, 0.52]}, "not above zero missed"),
+        ({"clover_fp8_forward": [0.6, 0.62], "clover_fp8_forward_8bit": [0.5, 0.72]}, "not above zero met"),
+        (
+            {"clover_fp8_forward_dgrad": [0.5, 0.5, 0.6], "clover_fp8_forward_wgrad": [0.4, 0.4, 0.49]},
+            "own +0.10 ± 0.01 3 the sign FP8 pays more in wgrad",
+        ),
+        ({"clover_fp8_forward_dgrad": [0.5], "clover_fp8_forward_wgrad": [0.4]}, "own +0.10 1 the sign not decided"),
+    ],
+)
+def test_the_targets_of_an_fp8_forward(tmp_path, printed, gaps, said):
+    path = study(tmp_path / "a.json", bf16=[0.0] * 3, clover=[2.0, 2.01, 2.02], **gaps)
+    lines = printed(f"fp8_forward --results={path}")
+    assert any(said in line for line in lines), lines
+    assert any(line.startswith("bytes kept by clover_fp8") for line in lines) == ("clover_fp8_forward" in gaps)
+
+
 def test_the_place_on_the_leaderboard_is_interpolated():
     curve = [(0, 4.0, 4.1), (10, 3.0, 3.1), (20, 2.0, 2.1)]
     assert [questions.reached(curve, to) for to in (2.5, 3.0, 9.0, 1.9)] == [15, 10, 0, None]

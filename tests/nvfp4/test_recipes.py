@@ -65,7 +65,7 @@ def test_what_sets_nvidia_full_apart():
 def test_names():
     apart = {"nvidia_full", "clover_feedback", "clover_feedback_late", "clover_mixed"}  # their tests are their own
     missing = set(methods.METHODS) - set(DESIGN) - apart
-    assert not missing, f"add {missing} to DESIGN in this file (CONTRIBUTING, a method)"
+    assert not missing, f"add {missing} to DESIGN in this file (CONTRIBUTING, a method, step 2)"
     assert apart <= set(methods.METHODS) and nf.METHODS == (*methods.METHODS, *methods.ALIASES)
     assert nf.METHODS[0] == "bf16" and len({*nf.METHODS}) == len(nf.METHODS) and len(methods.METHODS) <= 11
     assert get_recipe("quartet2") is get_recipe("clover")
