@@ -98,8 +98,8 @@ install_failed() {
 # The package index's default build of torch for Linux brings some 3 GB of CUDA libraries. Where there is no GPU to use
 # them, uv knows where PyTorch keeps its CPU builds; where uv cannot reach them, the default build works as well.
 install_torch() {
-    local torch uv pip=("$PY" -m pip install --retries 3 --timeout 30 -c constraints.txt)
-    torch=$(grep -E '^torch==' requirements.txt)
+    local torch uv pip=("$PY" -m pip install --retries 3 --timeout 30 -c "$venv/constraints.txt")
+    torch=$(grep -E '^torch==' "$venv/requirements.txt")
     if [ -n "${PIP_TORCH_ARGS:-}" ]; then
         # shellcheck disable=SC2086  # several words are meant
         quietly "installing $torch ($PIP_TORCH_ARGS)" "${pip[@]}" $PIP_TORCH_ARGS "$torch" || install_failed "$torch"
@@ -111,10 +111,10 @@ install_torch() {
             quietly "fetching uv, which finds CPU builds of torch" "${pip[@]}" uv || uv=""
         fi
         if [ -n "$uv" ] && UV_HTTP_TIMEOUT=30 UV_HTTP_RETRIES=0 quietly "installing $torch for the CPU" \
-            "$uv" pip install --python "$PY" --torch-backend=cpu "$torch" -c constraints.txt; then
+            "$uv" pip install --python "$PY" --torch-backend=cpu "$torch" -c "$venv/constraints.txt"; then
             return
         fi
-        echo "setup: the CPU builds of torch cannot be reached; taking the default build"
+        echo "setup: PyTorch's index of CPU builds cannot be reached; pip takes the build that its own index has"
     fi
     quietly "installing $torch" "${pip[@]}" "$torch" || install_failed "$torch"
 }
@@ -130,6 +130,27 @@ check_driver() {
         [ -n "${PIP_TORCH_ARGS:-}" ] ||
             die "the NVIDIA driver $driver is older than 580, which torch's default build needs; install a newer one, or set PIP_TORCH_ARGS to PyTorch's index of CUDA 12.6 builds"
     done < <(nvidia-smi --query-gpu=driver_version,compute_cap --format=csv,noheader 2>/dev/null)
+}
+
+# cpu, gpu, or gpu_newer for a GPU that needs a newer pair of torch and Triton than the one that was measured: Triton
+# before 3.7.1 may miss a fence on sm_10x (triton#10590), and torch before 2.13 was not built for a GB10 (sm_121).
+kind_of_machine() {
+    if [ "$(count_gpus)" = 0 ]; then
+        echo cpu
+    elif nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | grep -qE '^(10\.|12\.1)'; then
+        echo gpu_newer
+    else
+        echo gpu
+    fi
+}
+
+pins() { # FILE: requirements.txt or constraints.txt, on a GPU with the measured pair
+    if [ "$flavour" != gpu ]; then
+        cat "$1"
+    else
+        cat requirements-gpu.txt
+        grep -vE '^(torch|triton|setuptools|nvidia-|cuda-)' "$1"
+    fi
 }
 
 check_compiler() { # Triton compiles its launchers; a plan compiles nothing
@@ -165,9 +186,9 @@ lock_installation() {
 }
 
 setup_environment() {
-    local venv flavour=cpu want stamp missing takes own=${VENV:-}
+    local venv flavour want stamp missing takes own=${VENV:-}
     local what=VENV=$own instead="unset VENV to have .venv made"
-    [ "$(count_gpus)" -gt 0 ] && flavour=gpu
+    flavour=$(kind_of_machine)
     export PYTHONPATH="$ROOT:$ROOT/kernels${PYTHONPATH:+:$PYTHONPATH}"
     unset PYTHONDONTWRITEBYTECODE # images set it; each process would compile all sources anew
 
@@ -188,7 +209,7 @@ setup_environment() {
     PY=$venv/bin/python
     SETUP_LOG=$venv/setup.log
     stamp=$venv/.installed # what was installed, on what kind of machine, for which folder
-    want="$flavour $(cat requirements.txt constraints.txt pyproject.toml | cksum) $ROOT"
+    want="$flavour $(cat requirements*.txt constraints.txt pyproject.toml | cksum) $ROOT"
     ! installed || return 0
     check_driver
     lock_installation
@@ -209,7 +230,7 @@ installed() {
 }
 
 install_everything() {
-    local python
+    local python file
     if ! "$PY" -c 'import pip' 2>/dev/null; then
         python=$(find_python) || exit $?
         echo "setup: making .venv with $("$python" --version 2>&1)"
@@ -219,13 +240,14 @@ install_everything() {
     fi
     [ "$flavour" = cpu ] || check_compiler
     : >"$SETUP_LOG"
+    for file in requirements.txt constraints.txt; do pins "$file" >"$venv/$file"; done
     if [ -f "$stamp" ] && ! grep -q "^$flavour " "$stamp"; then
         "$PY" -m pip uninstall -qy torch >>"$SETUP_LOG" 2>&1 || true # the build for the other kind of machine
     fi
     rm -f "$stamp"
     install_torch
     quietly "installing the rest, pinned in constraints.txt" \
-        "$PY" -m pip install --retries 3 --timeout 30 -r requirements.txt -c constraints.txt ||
+        "$PY" -m pip install --retries 3 --timeout 30 -r "$venv/requirements.txt" -c "$venv/constraints.txt" ||
         install_failed "the dependencies"
     quietly "installing nanochat_fp4 itself (editable)" \
         "$PY" -m pip install --no-deps --no-build-isolation -e . || install_failed nanochat_fp4

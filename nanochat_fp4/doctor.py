@@ -23,7 +23,6 @@ self_check.py, which a training run makes for its own method at its start.
 import contextlib
 import functools
 import multiprocessing
-import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -34,7 +33,7 @@ import torch
 import nanochat_fp4 as nf
 from nanochat_fp4.cli import ArgumentParser, UserError, one_line, run_main
 from nanochat_fp4.common import add_recipes_argument, autodetect_device_type, get_base_dir, set_cpu_threads
-from nanochat_fp4.hardware import median_ms, usable_cpus
+from nanochat_fp4.hardware import about_versions, environment_info, usable_cpus
 from nanochat_fp4.models import flash_attention
 from nanochat_fp4.nvfp4.dispatch import use_kernels
 from nanochat_fp4.nvfp4.format import BYTES
@@ -91,6 +90,13 @@ def attention_problem(device: torch.device, backend: str) -> str | None:
 # Speed
 
 
+def median_ms(function: Callable[[], object]) -> float:
+    """Measures the median GPU time of a call in milliseconds, with a cold cache."""
+    from triton.testing import do_bench
+
+    return do_bench(function, return_mode="median")
+
+
 def copy_bandwidth(device: torch.device, num_bytes: int = 1 << 30) -> float:
     """Measures the GB/s (10^9 bytes, read and written) of copying a tensor that is too large for caches."""
     source = torch.empty(num_bytes, dtype=torch.uint8, device=device)
@@ -101,7 +107,7 @@ def copy_bandwidth(device: torch.device, num_bytes: int = 1 << 30) -> float:
 def gemm_tflops(device: torch.device, size: int = 8192) -> float:
     """Measures the TFLOP/s of a square BF16 product of random numbers. Zeros would take less power and be faster."""
     a, b = (torch.randn(size, size, dtype=torch.bfloat16, device=device) for _ in range(2))
-    return 2 * size**3 / median_ms(lambda: a @ b.T, repeats=10) / 1e9
+    return 2 * size**3 / median_ms(lambda: a @ b.T) / 1e9
 
 
 def quantize_bandwidth(device: torch.device, rows: int = 16384, columns: int = 8192) -> float:
@@ -195,18 +201,6 @@ def operations(device: torch.device) -> list[str]:
     return [*lines, f"{'decode':10s} {decode}", f"{'GEMM':10s} {backend.gemm}", f"{'because':10s} {backend.reason}"]
 
 
-def versions() -> str:
-    """Returns a line with the versions of Python, torch, CUDA and Triton."""
-    try:
-        import triton
-
-        triton_version = triton.__version__
-    except ImportError:
-        triton_version = "not installed"
-    python = ".".join(map(str, sys.version_info[:3]))
-    return f"Python {python}, torch {torch.__version__}, CUDA {torch.version.cuda or 'none'}, Triton {triton_version}"
-
-
 def what_to_send(folder: Path) -> str:
     """Returns how to report the results of dev/measure.sh on a card. Raises UserError if the folder has no such
     results."""
@@ -240,8 +234,12 @@ def main(argv: list[str] | None = None) -> None:
     if device.type == "mps":
         device = torch.device("cpu")
     set_cpu_threads(device, 1)  # The tensors of the checks are small.
-    print(f"nanochat_fp4 doctor: {versions()}")
+    environment = environment_info()
+    versions = ", ".join(f"{name} {environment[name] or 'none'}" for name in ("python", "torch", "cuda", "triton"))
+    print(f"nanochat_fp4 doctor: {versions}")
     print(f"device     {torch.cuda.get_device_name() if device.type == 'cuda' else device}")
+    if pair := about_versions(environment):
+        print(f"versions   {pair}")
     print("\n".join(operations(device)))
     processes = min(MOST_PROCESSES, usable_cpus()) if device.type == "cuda" and len(methods) > 1 else 0
     problems = examine(device, methods, processes=processes)

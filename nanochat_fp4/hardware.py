@@ -1,6 +1,6 @@
 """
-This machine: the BF16 peak of its GPU, memory, CPUs, the time of a GPU's work, and all that a measurement is recorded
-with. Functions that need torch import it themselves.
+This machine: the BF16 peak of its GPU, memory, CPUs, and all that a measurement is recorded with. Functions that need
+torch import it themselves.
 
     python nanochat_fp4/hardware.py     prints usable_cpus(), for shell scripts. It does not import torch.
 """
@@ -10,10 +10,8 @@ import functools
 import os
 import platform
 import re
-import statistics
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
@@ -65,7 +63,7 @@ def get_peak_flops(device_name: str) -> float | None:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Memory and time
+# Memory
 
 
 def physical_memory() -> int:
@@ -102,31 +100,6 @@ def peak_memory(device: "torch.device") -> int:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-
-
-# These cycles take at least 20 ms. During this time the longest operator here can be launched some twenty times.
-HOST_AHEAD_CYCLES = 40_000_000
-
-
-def median_ms(function: Callable[[], object], repeats: int = 20) -> float:
-    """Returns the median GPU time of a call in milliseconds, measured with events.
-
-    The GPU waits until all calls are queued. Otherwise the result for a call with short kernels would be the time of
-    their launches.
-    """
-    import torch
-
-    for _ in range(3):  # The first calls compile kernels.
-        function()
-    events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]
-    torch.cuda.synchronize()
-    torch.cuda._sleep(HOST_AHEAD_CYCLES)
-    for start, end in events:
-        start.record()
-        function()
-        end.record()
-    torch.cuda.synchronize()
-    return statistics.median(start.elapsed_time(end) for start, end in events)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -211,45 +184,43 @@ def environment_info() -> dict[str, Any]:
     """
     import torch
 
-    try:
+    keys = "python platform torch triton cuda gpu gpu_count gpu_memory_gb compute_capability driver cpu cpu_count"
+    info: dict[str, Any] = dict.fromkeys(f"{keys} memory_gb commit".split())
+    with contextlib.suppress(Exception):  # Triton is missing, or broken on this platform. No kernel can be compiled.
         import triton
 
-        triton_version = triton.__version__
-    except Exception:  # Triton is missing, or broken on this platform. No kernel can be compiled then.
-        triton_version = None
-    cpu = ""
+        info["triton"] = triton.__version__
+    cpu = _command_output("sysctl", "-n", "machdep.cpu.brand_string") if sys.platform == "darwin" else ""
     with contextlib.suppress(OSError):
         if found := re.search(r"^(?:model name|Hardware)\s*: (.*)", Path("/proc/cpuinfo").read_text(), re.MULTILINE):
             cpu = found[1]
-    if sys.platform == "darwin":
-        cpu = _command_output("sysctl", "-n", "machdep.cpu.brand_string")
-    info: dict[str, Any] = {
-        "python": platform.python_version(),
-        "platform": platform.platform(),
-        "torch": torch.__version__,
-        "triton": triton_version,
-        "cuda": torch.version.cuda,
-        "gpu": None,
-        "gpu_count": 0,
-        "gpu_memory_gb": None,
-        "compute_capability": None,
-        "driver": None,
-        "cpu": cpu or platform.processor() or platform.machine(),
-        "cpu_count": usable_cpus(),
-        "memory_gb": round(physical_memory() / 2**30, 1),
-        "commit": get_commit(),
-    }
+    info |= {"python": platform.python_version(), "platform": platform.platform(), "torch": torch.__version__}
+    info |= {"cuda": torch.version.cuda, "gpu_count": torch.cuda.device_count(), "commit": get_commit()}
+    info |= {"cpu": cpu or platform.processor() or platform.machine(), "cpu_count": usable_cpus()}
+    info |= {"memory_gb": round(physical_memory() / 2**30, 1)}
     if torch.cuda.is_available():
         properties = torch.cuda.get_device_properties(torch.cuda.current_device())
         driver = _command_output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
-        info |= {
-            "gpu": properties.name,
-            "gpu_count": torch.cuda.device_count(),
-            "gpu_memory_gb": round(properties.total_memory / 2**30, 1),
-            "compute_capability": f"{properties.major}.{properties.minor}",
-            "driver": driver.partition("\n")[0] or None,
-        }
+        info |= {"gpu": properties.name, "driver": driver.partition("\n")[0] or None}
+        info |= {"gpu_memory_gb": round(properties.total_memory / 2**30, 1)}
+        info |= {"compute_capability": f"{properties.major}.{properties.minor}"}
     return info
+
+
+# What the results on GPUs are of, and what dev/setup.sh installs on most GPUs (requirements-gpu.txt).
+GPU_RESULTS = {"torch": "2.11", "triton": "3.6"}
+
+
+def about_versions(environment: dict[str, Any]) -> str:
+    """Returns whether the results on GPUs are of this pair of torch and Triton, or "" if the environment (of
+    environment_info) has no GPU."""
+    if not environment.get("gpu"):
+        return ""
+    measured = " with ".join(f"{name} {version}" for name, version in GPU_RESULTS.items())
+    if all(str(environment.get(name)).startswith(f"{version}.") for name, version in GPU_RESULTS.items()):
+        return f"the results on GPUs are of this pair, {measured}"
+    now = " with ".join(f"{name} {environment.get(name)}" for name in GPU_RESULTS)
+    return f"never run on a GPU with this pair, {now}: the results on GPUs are of {measured}"
 
 
 if __name__ == "__main__":

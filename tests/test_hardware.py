@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -130,3 +131,22 @@ def test_environment_info_can_be_stored():
     assert info["torch"] == torch.__version__ and info["cpu"] and info["cpu_count"] >= 1
     assert (info["gpu"] is None) == (not torch.cuda.is_available())
     assert {"python", "triton", "driver", "commit", "gpu_count", "platform"} <= set(info)
+
+
+@pytest.mark.parametrize(
+    "found, word",
+    [
+        ({"gpu": None, "torch": "2.13.0+cpu", "triton": None}, ""),
+        ({"gpu": "H100", "torch": "2.11.0+cu130", "triton": "3.6.0"}, "are of this pair"),
+        ({"gpu": "H100", "torch": "2.13.0", "triton": "3.7.1"}, "never run"),
+        ({"gpu": "H100", "torch": "2.11.0", "triton": "3.7.1"}, "never run"),
+        ({"gpu": "H100"}, "never run"),  # of a run of an older version
+    ],
+)
+def test_versions_that_no_gpu_has_run_are_said(found, word):
+    assert word in hardware.about_versions(found) and bool(word) == bool(hardware.about_versions(found))
+
+
+def test_a_gpu_gets_the_versions_that_the_results_are_of():
+    pins = (Path(__file__).parents[1] / "requirements-gpu.txt").read_text()
+    assert all(f"\n{name}=={version}." in pins for name, version in hardware.GPU_RESULTS.items())

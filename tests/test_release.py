@@ -43,8 +43,8 @@ def test_workflows_are_pinned_and_test_what_pyproject_admits():
     assert pythons == re.findall(r"Python :: (3\.\d+)", PYPROJECT)
     assert f'requires-python = ">={pythons[0]},<3.{int(pythons[-1][2:]) + 1}"' in PYPROJECT
     oldest = re.search(r'"torch>=([\d.]+)"', PYPROJECT)[1]
-    pinned = re.search(r"^torch==(\S+)", (ROOT / "requirements.txt").read_text(), re.M)[1]
-    assert f'torch: ["=={oldest}.0", "=={pinned}", ""]' in tests
+    pinned = [re.search(r"^torch==(\S+)", (ROOT / f"requirements{of}.txt").read_text(), re.M)[1] for of in ("-gpu", "")]
+    assert f'torch: ["=={oldest}.0", "=={pinned[0]}", "=={pinned[1]}", ""]' in tests
     assert "bash tests/run.sh" in tests
 
 

@@ -224,7 +224,8 @@ esac
 def clone(environment, tmp_path):
     """(a folder with what a set-up reads, where all modules count as there; an environment with FAKE_PYTHON)."""
     folder, python = tmp_path / "clone", tmp_path / "python"
-    for name in ("dev/setup.sh", "dev/signals.sh", "requirements.txt", "constraints.txt", "pyproject.toml"):
+    requirements = ("requirements.txt", "requirements-gpu.txt", "constraints.txt")
+    for name in ("dev/setup.sh", "dev/signals.sh", *requirements, "pyproject.toml"):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, folder / name)
     (folder / "dev/missing_modules.py").touch()
@@ -246,6 +247,22 @@ def test_a_second_set_up_installs_nothing(clone):
     first, second = (shell(SET_UP, variables, folder) for _ in range(2))
     assert first.returncode == second.returncode == 0 and first.stdout.count("setup: installing") == 3, first.stderr
     assert second.stdout == f"{folder}/.venv/bin/python\n"
+
+
+@pytest.mark.parametrize(
+    "capability, torch", [("", "2.13.0"), ("9.0", "2.11.0"), ("12.0", "2.11.0"), ("10.0", "2.13.0"), ("12.1", "2.13.0")]
+)
+def test_a_gpu_gets_the_torch_that_was_measured_unless_it_needs_a_newer_one(clone, capability, torch):
+    folder, variables = clone
+    if capability:
+        smi(variables, f'case "$1" in -L) echo "GPU 0: X";; *compute_cap*) echo "{capability}";; esac')
+    done = shell(SET_UP, variables | {"CC": "cc"}, folder)
+    assert f"installing torch=={torch} " in done.stdout, done.stderr
+    requirements, constraints = (
+        (folder / ".venv" / f"{name}.txt").read_text() for name in ("requirements", "constraints")
+    )
+    assert f"\ntorch=={torch}\n" in requirements and "tiktoken==" in requirements
+    assert f"\ntorch=={torch}\n" in constraints and ("nvidia-nccl" in constraints) == (torch == "2.13.0")
 
 
 def test_a_plan_says_first_how_long_the_installation_takes(clone):

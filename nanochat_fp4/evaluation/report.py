@@ -29,7 +29,7 @@ from nanochat_fp4.common import default_base_dir, get_base_dir, get_dist_info
 from nanochat_fp4.evaluation import plots
 from nanochat_fp4.evaluation.metrics import few_tokens, read_jsonl
 from nanochat_fp4.files import atomic_write
-from nanochat_fp4.hardware import environment_info
+from nanochat_fp4.hardware import about_versions, environment_info
 
 # The stages in the order of training: the folders of their checkpoints, the names of their curves in plots.py.
 FOLDERS = {
@@ -350,7 +350,9 @@ def _times(sections: list[dict]) -> list[str]:
 def _environment(runs: list[dict]) -> list[str]:
     starts = [stage["start"] for run in runs for stage in run["stages"].values()]
     environments = [start["environment"] for start in starts if "environment" in start]
-    lines = _list({key: value for key, value in (environments or [environment_info()])[-1].items() if value != 0})
+    environment = (environments or [environment_info()])[-1]
+    lines = _list({key: value for key, value in environment.items() if value != 0})
+    lines += [f"- {pair}" for pair in [about_versions(environment)] if pair]
     lines += [f"- backend ({r['model_tag']}): {r['start']['backend']}" for r in runs if "backend" in r["start"]]
     commits = sorted({str(environment.get("commit"))[:12] for environment in environments})
     return lines + [f"- stages were run at different commits: {', '.join(commits)}"] * (len(commits) > 1)
