@@ -33,7 +33,7 @@ import pyarrow.compute as pc
 from filelock import FileLock
 
 from nanochat_fp4.cli import ArgumentParser, UserError, format_bytes, one_line, parse_finite, run_main
-from nanochat_fp4.common import get_base_dir, print0
+from nanochat_fp4.common import get_base_dir, of_all_ranks, print0
 from nanochat_fp4.data.sources import hub_url, url_problem
 from nanochat_fp4.data.text import Parts, Shard, open_text, survey, text_column
 from nanochat_fp4.files import atomic_write
@@ -93,7 +93,6 @@ def how_often(parts: Parts, tokenizer: Any, tokens: int) -> str | None:
 # The embedded corpus: the language reference and the sources of Python's standard library
 
 EMBEDDED_MB = 10.0  # This is the size of the standard library without its tests.
-MANIFEST = ".made"  # Hidden files are no text.
 
 # Encodings are left out, because they are tables of numbers. The language reference in pydoc_data is read as text
 # instead.
@@ -105,19 +104,18 @@ def spread(key: str) -> int:
     return int.from_bytes(hashlib.sha256(key.encode("utf-8", "replace")).digest()[:8], "big")
 
 
-def embedded_documents() -> Iterator[tuple[str, str]]:
-    """Yields (key, text) of the language reference, of all sources, and of the library's tests, in this order."""
+def embedded_documents() -> Iterator[str]:
+    """Yields the language reference, all sources, and the library's tests, in this order."""
     with contextlib.suppress(ImportError):
         from pydoc_data.topics import topics
 
-        for name in sorted(topics, key=spread):
-            yield f"topic {name}", topics[name]
+        yield from (topics[name] for name in sorted(topics, key=spread))
     root = Path(sysconfig.get_paths()["stdlib"])
     places = (path.relative_to(root) for path in root.rglob("*.py"))
     keys = [place.as_posix() for place in places if not SKIPPED & set(place.parts)]
     for key in sorted(keys, key=lambda key: (bool({"test", "tests", "idle_test"} & set(key.split("/"))), spread(key))):
         with contextlib.suppress(OSError, ValueError):  # A few sources are broken on purpose.
-            yield key, (root / key).read_text(encoding="utf-8")
+            yield (root / key).read_text(encoding="utf-8")
 
 
 def data_lock() -> FileLock:
@@ -126,40 +124,33 @@ def data_lock() -> FileLock:
     return FileLock(Path(get_base_dir(), "data.lock"))
 
 
-def build_embedded_corpus(size_mb: float | None = None) -> str:
+def build_embedded_corpus(size_mb: float = EMBEDDED_MB) -> str:
     """
-    Builds the embedded corpus of about `size_mb` million characters if it does not exist. Returns its folder, which
-    holds train.jsonl and validation.jsonl.
+    Builds the embedded corpus of about `size_mb` million characters if it does not exist. Returns its file, of JSON
+    lines. A corpus of another size stays where it is.
 
-    The same size on the same version of Python gives the same documents in the same order. A module belongs to one
-    split as a whole. A run that reads a corpus of another size reads its own copy of it. Raises UserError if the size
+    The same size on the same version of Python gives the same documents in the same order. Raises UserError if the size
     is not from 0.2 to 100, and if Python has no library sources.
     """
-    size = EMBEDDED_MB if size_mb is None else size_mb
-    if not 0.2 <= size <= 100:
-        raise UserError(f"--size-mb {size:g}: the embedded corpus can have 0.2 to 100 MB")
-    target, info = Path(get_base_dir()) / "embedded_data", f"{size:g} MB of Python {platform.python_version()}"
-    manifest = target / MANIFEST
+    if not 0.2 <= size_mb <= 100:
+        raise UserError(f"--size-mb {size_mb:g}: the embedded corpus can have 0.2 to 100 MB")
+    path = Path(get_base_dir(), "embedded_data", f"{size_mb:g}_mb_of_python_{platform.python_version()}.jsonl")
     with data_lock():
-        if manifest.is_file() and (size_mb is None or manifest.read_text(errors="replace") == info):
-            return str(target)
-        print0(f"Building the embedded corpus from Python's standard library in {target}")
-        lines: dict[str, list[str]] = {"train": [], "validation": []}
-        total = 0
-        for key, text in embedded_documents():
-            lines["train" if spread("split " + key) % 12 else "validation"].append(json.dumps({"text": text}) + "\n")
+        if path.exists():
+            return str(path)
+        print0(f"Building the embedded corpus from Python's standard library: {path}")
+        lines, total = [], 0
+        for text in embedded_documents():
+            lines.append(json.dumps({"text": text}) + "\n")
             total += len(text)
-            if total >= size * 1e6:
+            if total >= size_mb * 1e6:
                 break
         if total < 200_000:
             place = sysconfig.get_paths()["stdlib"]
             raise UserError(f"this Python has no library sources in {place}; set DATA_DIR to a folder of text")
-        target.mkdir(exist_ok=True)
-        manifest.unlink(missing_ok=True)  # Without it the corpus counts as not made.
-        for split, documents in lines.items():
-            atomic_write(target / f"{split}.jsonl", "".join(documents))
-        atomic_write(manifest, info)
-    return str(target)
+        path.parent.mkdir(exist_ok=True)
+        atomic_write(path, "".join(lines))
+    return str(path)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -177,19 +168,22 @@ def download_shards(num_files: int = -1, num_workers: int = 4, deadline: float =
     """
     if num_files < -1 or num_files == 0 or num_workers < 1:
         raise UserError(f"-n {num_files} -w {num_workers}: expected 1 to {MAX_SHARD} files, or -1; 1 worker")
-    num = MAX_SHARD if num_files == -1 else min(num_files, MAX_SHARD)
     folder = Path(get_base_dir()) / "base_data"
+    names = list(map(index_to_filename, [MAX_SHARD, *range(num_files if num_files > 0 else MAX_SHARD)[:MAX_SHARD]]))
+    with data_lock():
+        if missing := [name for name in names if not (folder / name).exists()]:
+            _download(folder, missing, num_workers, deadline)
+    return str(folder)
+
+
+def _download(folder: Path, names: list[str], num_workers: int, deadline: float) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    names = list(map(index_to_filename, [MAX_SHARD, *range(num)]))
-    missing = [name for name in names if not (folder / name).exists()]
-    if not missing:
-        return str(folder)
-    needed, free = len(missing) * SHARD_BYTES, shutil.disk_usage(folder).free
-    sizes = f"about {format_bytes(needed)}; {format_bytes(free)} free"
-    print0(f"Downloading {len(missing)} of {len(names)} shards ({sizes}) into {folder}")
+    needed, free = len(names) * SHARD_BYTES, shutil.disk_usage(folder).free
+    sizes = f"{len(names)} shards (about {format_bytes(needed)}; {format_bytes(free)} free) into {folder}"
+    print0(f"Downloading {sizes}")
     if needed > free:
         remedy = "free some space, ask for less, or set NANOCHAT_BASE_DIR to a larger disk"
-        raise UserError(f"{len(missing)} shards do not fit into {folder} ({sizes}); {remedy}")
+        raise UserError(f"cannot download {sizes}; {remedy}")
     if problem := url_problem(hub_url(DATASET, names[0])):
         raise UserError(f"cannot download the dataset: {problem}; {NO_NETWORK_HINT}")
     from huggingface_hub import hf_hub_download
@@ -197,35 +191,27 @@ def download_shards(num_files: int = -1, num_workers: int = 4, deadline: float =
 
     disable_progress_bars()
     how = {"repo_type": "dataset", "local_dir": folder, "endpoint": hub_url()}
-    with (
-        data_lock(),
-        ThreadPool(num_workers) as pool,
-        Progress(total=len(missing), desc="download", unit="shard") as progress,
-    ):
-        # Leaving the pool neither starts further downloads nor waits for those that run.
-        for name, job in [(name, pool.apply_async(hf_hub_download, (DATASET, name), how)) for name in missing]:
+    # Leaving the pool neither starts further downloads nor waits for those that run.
+    with ThreadPool(num_workers) as pool, Progress(total=len(names), desc="download", unit="shard") as progress:
+        for name, job in [(name, pool.apply_async(hf_hub_download, (DATASET, name), how)) for name in names]:
             try:
                 job.get(deadline)
             except Exception as e:  # Several libraries raise errors here. That of the deadline has no text.
                 problem = one_line(str(e.__cause__ or e))[:200] or f"not finished within {deadline:g} seconds"
                 raise UserError(f"could not download {hub_url(DATASET, name)}: {problem}; {NO_NETWORK_HINT}") from e
             progress.update(1)
-    return str(folder)
 
 
 def found_data() -> str | None:
-    """Returns the folder of text in the base directory: FineWeb-Edu shards, or else the embedded corpus, or None."""
-    downloaded, embedded = (Path(get_base_dir(), name) for name in ("base_data", "embedded_data"))
-    # Another rank may be downloading. This rank waits for it, because otherwise it would train on fewer shards.
-    with data_lock():
-        if len(list(downloaded.glob("*.parquet"))) >= 2:
-            return str(downloaded)
-    return str(embedded) if (embedded / MANIFEST).is_file() else None
+    """Returns the text in the base directory: the folder of FineWeb-Edu shards, or else the file of the embedded corpus
+    that was built last, or None."""
+    downloaded, corpora = (Path(get_base_dir(), name) for name in ("base_data", "embedded_data"))
+    if len(list(downloaded.glob("*.parquet"))) >= 2:
+        return str(downloaded)
+    return max(map(str, corpora.glob("*_mb_of_python_*.jsonl")), key=os.path.getmtime, default=None)
 
 
-def ensure_data(
-    data_dir: str | None = None, *, column: str = "", num_shards: int = 8, embedded_mb: float | None = None
-) -> str:
+def ensure_data(data_dir: str | None = None, *, column: str = "", num_shards: int = 8) -> str:
     """
     Returns the folder or file of text to train on. It is chosen as the docstring of this module says, and made or
     downloaded if necessary. Text of the user's is looked at, and stored if need be.
@@ -233,24 +219,28 @@ def ensure_data(
     - data_dir: the value of --data-dir. None or "" means DATA_DIR.
     - column: the value of --text-column, which every reader of the folder needs, too. "" means TEXT_COLUMN.
     - num_shards: the number of training shards to download from the hub
-    - embedded_mb: the size of the embedded corpus. None means the existing corpus, or the default size.
 
-    Every rank may call this function at the same time. Raises UserError if DATA_DIR cannot be used.
+    All ranks must call this function together. The first of them chooses. Raises UserError if DATA_DIR cannot be used,
+    and if the ranks have different text.
     """
-    data_dir = data_dir or os.environ.get("DATA_DIR")
-    if not data_dir and text_column(column) != "text":
+    folder, what = data_dir or os.environ.get("DATA_DIR"), "as asked for"
+    if not folder and text_column(column) != "text":
         raise UserError("--text-column (TEXT_COLUMN) is for text of your own; add --data-dir (DATA_DIR)")
-    folder, what = data_dir or found_data(), "as asked for" if data_dir else "FineWeb-Edu"
     if not folder:
-        try:
-            folder = download_shards(max(1, num_shards))
-        except UserError as e:
-            what = f"the embedded corpus; {one_line(e).removesuffix(f'; {NO_NETWORK_HINT}')}"
-            folder = build_embedded_corpus(embedded_mb)
-    elif not data_dir and Path(folder).name == "embedded_data":
-        what = "the embedded corpus; for FineWeb-Edu: python -m nanochat_fp4.data.dataset -n 8"
-        folder = build_embedded_corpus(embedded_mb)  # It is built again if another size is asked for.
+        with data_lock():  # What another program downloads now counts as a whole.
+            folder = found_data()
+        folder, what = of_all_ranks(folder)[0], "FineWeb-Edu"
+        if not folder:
+            try:
+                folder = download_shards(max(1, num_shards))
+            except UserError as e:
+                what = f"the embedded corpus; {one_line(e).removesuffix(f'; {NO_NETWORK_HINT}')}"
+                folder = build_embedded_corpus()
+        elif Path(folder).suffix:
+            what = "the embedded corpus; for FineWeb-Edu: python -m nanochat_fp4.data.dataset -n 8"
     found = survey(folder)
+    if len(texts := set(of_all_ranks(str(found)))) > 1:
+        raise UserError(f"the processes have different text ({' | '.join(sorted(texts))}); give all nodes the same")
     for split in ("train", "val"):  # A damaged file must not be found hours into a run.
         open_text(split, folder, column)
     print0(f"Data: {found.folder} ({what}): {found}")
@@ -276,7 +266,7 @@ def main(argv: list[str] | None = None) -> None:
     add("--deadline", type=parse_finite, default=1800, help="seconds after which a shard's download gives up")
     add_data_arguments(parser, "as the other flags say")
     add("--embedded", action="store_true", help="build the embedded corpus instead")
-    add("--size-mb", type=parse_finite, default=None, help=f"its size (default: {EMBEDDED_MB:g})")
+    add("--size-mb", type=parse_finite, default=EMBEDDED_MB, help=f"its size (default: {EMBEDDED_MB:g})")
     add("--ensure", action="store_true", help="DATA_DIR, downloaded shards, the hub or the embedded corpus")
     args = parser.parse_args(argv)
     folder, count = args.data_dir, MAX_SHARD if args.num_files in (None, -1) else args.num_files
@@ -284,7 +274,7 @@ def main(argv: list[str] | None = None) -> None:
         folder = build_embedded_corpus(args.size_mb)
     elif not folder and not args.ensure and (args.num_files is not None or not os.environ.get("DATA_DIR")):
         folder = download_shards(count, args.num_workers, args.deadline)
-    ensure_data(folder, column=args.text_column, num_shards=count, embedded_mb=args.size_mb)
+    ensure_data(folder, column=args.text_column, num_shards=count)
 
 
 if __name__ == "__main__":

@@ -28,9 +28,8 @@ from eval.gsm8k import GSM8K
 from eval.humaneval import HumanEval
 from eval.mmlu import MMLU
 from nanochat_fp4.cli import UserError
-from nanochat_fp4.data import dataset
 from nanochat_fp4.data.chat_data import CustomJSON, SmolTalk, load_words
-from nanochat_fp4.data.dataset import MANIFEST, build_embedded_corpus, ensure_data, parquets_iter_batched
+from nanochat_fp4.data.dataset import ensure_data, parquets_iter_batched
 from nanochat_fp4.data.tokenizer import get_token_bytes, get_tokenizer
 from nanochat_fp4.evaluation import core_metric, plots, report
 from nanochat_fp4.evaluation.metrics import MetricsLog
@@ -230,27 +229,11 @@ def report_kind(base: Path, tmp: Path) -> Kind:
     return Kind(paths, read, share=2, reset=lambda: write(log.path, whole))
 
 
-def manifest_kind(base: Path, tmp: Path) -> Kind:
-    """The note of what the embedded corpus was made from. A damaged one means that it is made again."""
-    folder = base / "embedded_data"
-    write(folder / "train.jsonl", '{"text": "some text"}' * 9)
-    path = write(folder / MANIFEST, "0.3 MB of Python 3.11.7")
-
-    def read():
-        with pytest.MonkeyPatch.context() as m:
-            m.delenv("DATA_DIR")
-            m.setattr(dataset, "embedded_documents", lambda: iter([("a", "text " * 99_999)]))
-            build_embedded_corpus(0.3)
-
-    return Kind([path], read)
-
-
 # Checkpoints are damaged in test_checkpoint_manager.py, too.
 KINDS = {
     "nanochat's own metadata": unsealed_kind, "tokenizer": tokenizer_kind,
     "nanochat's tokenizer": pickle_kind, "parquet shard": shard_kind, "text": text_kind, "benchmark": benchmark_kind,
     "conversations": conversation_kind, "eval bundle": bundle_kind, "report and metrics": report_kind,
-    "corpus manifest": manifest_kind,
 }  # fmt: skip
 
 

@@ -14,7 +14,6 @@ from _samples import save_base
 from _training import BASE
 
 from nanochat_fp4.cli import UserError
-from nanochat_fp4.data.dataset import build_embedded_corpus
 from nanochat_fp4.locks import held_run, running, running_runs
 from nanochat_fp4.training import trainer
 from scripts import base_train, tok_train
@@ -74,14 +73,12 @@ def test_a_run_that_was_killed_is_in_nobodys_way(fork_server, folder):
 def test_what_a_run_uses_is_not_replaced_under_it(tiny_base, monkeypatch):
     """Before it has saved anything, too: there is only its lock to ask."""
     monkeypatch.delenv("DATA_DIR")
-    build_embedded_corpus(0.3)
     save_base(tiny_base, tag="a", n_layer=1)
     kept = {path: path.read_bytes() for path in tiny_base.rglob("*") if path.is_file()}
     base, tokenizer = ["--model-tag=a", "--overwrite"], ["--vocab-size=300"]
     replacers = [
         ("base_checkpoints/new", "base_checkpoints/new .process", lambda: tok_train.main(tokenizer)),
         ("mid_checkpoints/a", "mid_checkpoints/a .process", lambda: tok_train.main([*tokenizer, "--overwrite"])),
-        ("base_checkpoints/new", "base_checkpoints/new .process", lambda: build_embedded_corpus(0.4)),
         ("chatsft_checkpoints/a", "/chatsft_checkpoints/a .process", lambda: base_train.main([*BASE, *base])),
         ("mid_checkpoints/a", "/base_checkpoints/a", lambda: base_train.main([*BASE, *base])),
     ]
