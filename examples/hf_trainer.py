@@ -13,28 +13,22 @@ import torch
 import transformers
 
 
-class TwoCalls(transformers.TrainerCallback):
-    """clover_feedback* and clover_mixed measure the layers' inputs, and *_late must know the run's progress. Other
-    methods ignore these calls."""
-
-    rows: torch.Tensor  # Some thousand token ids of training text.
+class Progress(transformers.TrainerCallback):
+    """A method that changes late in a run, as nvidia_full does, must know the run's progress. Others ignore the
+    call."""
 
     def on_step_begin(self, args, state, control, model, **kwargs):
         nf.set_progress(model, state.global_step / state.max_steps)
 
-    def on_step_end(self, args, state, control, model, **kwargs):
-        if state.global_step % 10 == 1:
-            nf.update_gram_matrices(model, lambda: model(self.rows.to(model.device)))
 
-
-def main(folder: str = "trained", method: str = "clover_feedback", steps: int = 20):
+def main(folder: str = "trained", method: str = "clover", steps: int = 20):
     config = transformers.LlamaConfig(vocab_size=128, hidden_size=64, intermediate_size=128, num_hidden_layers=2)
     model, rows = nf.convert(transformers.LlamaForCausalLM(config), method), torch.randint(128, (16, 32))  # your data
     args = transformers.TrainingArguments(
         folder, max_steps=steps, learning_rate=3e-3, logging_steps=1, save_strategy="no", report_to="none"
     )
-    data, TwoCalls.rows = [{"input_ids": row, "labels": row} for row in rows], rows
-    trainer = transformers.Trainer(model, args, train_dataset=data, callbacks=[TwoCalls])
+    data = [{"input_ids": row, "labels": row} for row in rows]
+    trainer = transformers.Trainer(model, args, train_dataset=data, callbacks=[Progress])
     trainer.train()
     nf.save_quantized(model, f"{folder}/nvfp4", overwrite=True)  # It holds the codes of the trained forward pass.
     return trainer, transformers.AutoModelForCausalLM.from_pretrained(f"{folder}/nvfp4")

@@ -1,5 +1,5 @@
-"""A plain training loop for any method. Clover does not need set_progress, quantize_weights_once and
-update_gram_matrices. From a checkout: python -m examples.plain_loop
+"""A plain training loop for any method. Clover does not need set_progress and quantize_weights_once. From a checkout:
+python -m examples.plain_loop
 """
 
 try:
@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 
-def main(method: str = "clover_feedback", steps: int = 20) -> list[float]:
+def main(method: str = "clover_fp8_forward", steps: int = 20) -> list[float]:
     torch.manual_seed(0)
     blocks = [nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)) for _ in range(2)]
     model = nn.Sequential(nn.Embedding(50, 32), *blocks, nn.Linear(32, 50))
@@ -29,8 +29,6 @@ def main(method: str = "clover_feedback", steps: int = 20) -> list[float]:
                 (loss / len(batch)).backward()
         optimizer.step()
         optimizer.zero_grad()
-        if step % 10 == 0:
-            nf.update_gram_matrices(model, lambda rows=rows: model(rows))  # Methods with feedback need this call.
         losses.append(loss.item())
     with torch.no_grad(), nf.full_precision(model.eval()):  # This evaluates the same weights in BF16.
         bf16 = nn.functional.cross_entropy(model(rows[:, :-1]).flatten(0, 1), rows[:, 1:].flatten())

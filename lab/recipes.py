@@ -101,14 +101,14 @@ nf.ROUNDINGS |= {
 # ----------------------------------------------------------------------------------------------------------------------
 # The methods
 
-NVIDIA, CLOVER, CLOVER_REFINED = (nf.get_recipe(name) for name in ("nvidia", "clover", "clover_refined"))
+NVIDIA, CLOVER = nf.get_recipe("nvidia"), nf.get_recipe("clover")
 
 as_used = nf.Operand()  # In the backward pass this is the forward GEMM's operand, which is not rounded again.
 rtn, sr, raw_rtn = nf.Operand("rtn"), nf.Operand("sr"), nf.Operand("rtn", raw=True)
 square_rtn, square_four_over_six = nf.Operand("rtn_16x16"), nf.Operand("four_over_six_16x16")
 four_over_six = nf.Operand("four_over_six")
 eight_bits_kept_in_4, of_fp8 = nf.Operand("e4m3", kept="four_over_six"), nf.Gemm(nf.Operand("e5m2"), as_used)
-search, feedback = nf.Operand("scale_search"), nf.Operand("scale_search_6", feedback=True)
+search = nf.Operand("scale_search")
 mxfp8, raw_mxfp8 = nf.Operand("mxfp8"), nf.Operand("mxfp8", raw=True)
 eden, eden_search, rotated_sr = both("ms_eden", RHT_DIM), both("ms_eden_search", RHT_DIM), both("sr", RHT_DIM)
 fixed_signs = replace(NVIDIA.grad_weight, fixed_signs=True)  # The rotation has one sign vector for the whole run.
@@ -250,12 +250,6 @@ OF_CLOVER = (
         grad_input=eden_search,
         grad_weight=eden_search,
     ),
-    _clover(
-        "late",
-        "with two terms for both operands of its forward in the last 30% of the steps: all in 4 bits, 20% more "
-        "GEMM work, half of its gap to BF16 (docs/results.md)",
-        late=(0.7, CLOVER_REFINED),
-    ),
     _clover("search_forward", "with scale search in the forward alone", output=both("scale_search")),
     _clover(
         "search_backward",
@@ -267,13 +261,6 @@ OF_CLOVER = (
         "weight_search",
         "with scale search for the forward's weight, which a step pays once",
         output=nf.Gemm(four_over_six, search),
-    ),
-    _clover(
-        "search_feedback",
-        "with scale search in both passes, and error feedback for the forward's weight",
-        output=nf.Gemm(search, feedback),
-        grad_input=eden_search,
-        grad_weight=eden_search,
     ),
     _clover(
         "fp8_input",
@@ -306,39 +293,6 @@ OF_CLOVER = (
     ),
 )
 
-# clover_mixed with one thing changed.
-MIXED = nf.get_recipe("clover_mixed")
-MIXED_OF = dict(MIXED.kinds)
-refined = nf.Operand("four_over_six", terms=2)
-
-
-def _mixed(name: str, summary: str, attention: nf.Recipe, up: nf.Recipe | None, **changes) -> nf.Recipe:
-    kinds = (("attention", attention), *([("mlp_up", up)] if up else []))
-    return replace(MIXED, name=f"mixed_{name}", summary=f"clover_mixed {summary}", kinds=kinds, **changes)
-
-
-def _both_kinds(**changes) -> dict[str, nf.Recipe]:
-    return {"attention": replace(MIXED_OF["attention"], **changes), "up": replace(MIXED_OF["mlp_up"], **changes)}
-
-
-OF_MIXED = (
-    _mixed("8bit", "whose backward pass keeps the 8-bit codes", **_both_kinds(output=both("e4m3"))),
-    _mixed(
-        "one_rotation",
-        "with one rotation everywhere",
-        **_both_kinds(grad_input=eden, grad_weight=eden),
-        grad_weight=eden,
-    ),
-    _mixed("attention", "in attention alone, with feedback in the whole MLP", MIXED_OF["attention"], None),
-    _mixed(
-        "late",
-        "with two terms in the MLP's second matrix in the last 3% of the steps",
-        MIXED_OF["attention"],
-        MIXED_OF["mlp_up"],
-        late=(0.97, replace(MIXED, name="mixed_refined", output=nf.Gemm(refined, refined))),
-    ),
-)
-
-RECIPES = {recipe.name: recipe for recipe in (*FIGURE_1, *FIGURE_2, *OTHER_SYSTEMS, *OF_CLOVER, *OF_MIXED)}
+RECIPES = {recipe.name: recipe for recipe in (*FIGURE_1, *FIGURE_2, *OTHER_SYSTEMS, *OF_CLOVER)}
 for _recipe in RECIPES.values():
     nf.register(_recipe)

@@ -182,7 +182,7 @@ RUNS = {  # Tables that are made of training runs.
     "remedies": Item(
         "Remedies on top of Clover", lambda size: [*REMEDIES, ends_in_bf16("clover", size)],
         ("work in 4 / 8 / 16 bits, %", "BPB", "own: gap", "BF16: gap", "seeds", *SHARES),
-        quick=("bf16", "clover", "clover_feedback", "clover_late_forward", "clover_up_fp8", "clover_ends_bf16"),
+        quick=("bf16", "clover", "clover_fp8_input", "clover_late_forward", "clover_up_fp8", "clover_ends_bf16"),
     ),
     "gaps": Item("Gaps to BF16", columns=("BPB", "own: gap", "BF16: gap", "seeds", *SHARES)),
     "horizon": Item(

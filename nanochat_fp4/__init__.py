@@ -11,8 +11,7 @@ GPUs and CPUs emulate the same arithmetic.
 
 The other names, by task:
 
-    train       convert. For methods that change in the course of a run: set_progress. For clover_feedback:
-                update_gram_matrices, gram_state, load_gram_state
+    train       convert. For methods that change in the course of a run: set_progress
     go faster   quantize_weights_once and accumulate_gradients, around the micro-batches of a step
     evaluate    full_precision, for the same weights in BF16. per_token_scale, for results that do not depend on the
                 other rows of a batch
@@ -46,9 +45,7 @@ _MODULES = {
     "nvfp4.contexts": "accumulate_gradients full_precision per_token_scale quantize_weights_once",
     "nvfp4.convert": "convert",
     "nvfp4.dispatch": "backend",
-    "nvfp4.feedback": "gram_state load_gram_state",
     "nvfp4.format": "NVFP4Tensor",
-    "nvfp4.gram_matrices": "update_gram_matrices",
     "nvfp4.hadamard": "rotate",
     "nvfp4.linear": "QuantLinear",
     "nvfp4.methods": "METHODS get_recipe register",

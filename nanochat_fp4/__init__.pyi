@@ -5,9 +5,7 @@ from nanochat_fp4.export.save import save_quantized
 from nanochat_fp4.nvfp4.contexts import accumulate_gradients, full_precision, per_token_scale, quantize_weights_once
 from nanochat_fp4.nvfp4.convert import convert
 from nanochat_fp4.nvfp4.dispatch import backend
-from nanochat_fp4.nvfp4.feedback import gram_state, load_gram_state
 from nanochat_fp4.nvfp4.format import NVFP4Tensor
-from nanochat_fp4.nvfp4.gram_matrices import update_gram_matrices
 from nanochat_fp4.nvfp4.hadamard import rotate
 from nanochat_fp4.nvfp4.linear import QuantLinear
 from nanochat_fp4.nvfp4.methods import get_recipe, register
@@ -38,8 +36,6 @@ __all__ = [
     "full_precision",
     "gather_codes",
     "get_recipe",
-    "gram_state",
-    "load_gram_state",
     "load_quantized",
     "per_token_scale",
     "quantize",
@@ -48,5 +44,4 @@ __all__ = [
     "rotate",
     "save_quantized",
     "set_progress",
-    "update_gram_matrices",
 ]

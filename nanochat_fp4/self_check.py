@@ -14,7 +14,6 @@ import torch
 from nanochat_fp4.cli import UserError, one_line
 from nanochat_fp4.nvfp4.dispatch import fp8_products, use_kernels
 from nanochat_fp4.nvfp4.format import BLOCK
-from nanochat_fp4.nvfp4.gemm import GemmOperand
 from nanochat_fp4.nvfp4.hadamard import RHT_DIM
 from nanochat_fp4.nvfp4.linear import QuantLinear
 from nanochat_fp4.nvfp4.makers import Quantization, quantize_grad_output, quantize_operand
@@ -62,8 +61,7 @@ def self_check(
             "or set NVFP4_KERNELS=reference"
         )
     line = f"self-check passed: {recipe.name} forward and backward as the reference, on {device}"
-    operands = [o for part in recipe.parts for o in (part.output.a, part.output.b)]
-    if any(o.rounding and o.rounding.fp8 for o in operands):
+    if any(o.rounding and o.rounding.fp8 for o in (recipe.output.a, recipe.output.b)):
         line += f"; FP8 products: {fp8_products(device.type)}"
     return line
 
@@ -110,15 +108,10 @@ def layer_problem(device: torch.device, method: str | Recipe, layer: tuple[int, 
     """Returns a description of the problem of a layer of this method, or None. Activations are BF16 and weights are
     FP32, as in training.
 
-    `layer` has tokens, in_features and out_features, or is None for LAYER. If a method treats kinds of layers
-    differently, a layer of each kind is checked.
+    `layer` has tokens, in_features and out_features, or is None for LAYER.
     """
-    problems = (_problem_of_part(device, part, layer or LAYER) for part in get_recipe(method).parts)
-    return next(filter(None, problems), None)
-
-
-def _problem_of_part(device: torch.device, recipe: Recipe, shape: tuple[int, int, int]) -> str | None:
-    tokens, in_features, out_features = shape
+    recipe = get_recipe(method)
+    tokens, in_features, out_features = layer or LAYER
     generator = torch.Generator().manual_seed(1234)
 
     def normal(*shape: int) -> torch.Tensor:
@@ -137,26 +130,19 @@ def _problem_of_part(device: torch.device, recipe: Recipe, shape: tuple[int, int
     except Exception as error:  # A kernel does not compile or launch.
         return f"{recipe.name}: {one_line(error)[:200]}"
 
-    def used(t: torch.Tensor, operand: Operand) -> list[torch.Tensor]:
-        """Returns the terms that stand for t in the output GEMM, or t itself if they are drawn randomly."""
+    def used(t: torch.Tensor, operand: Operand, backward: bool = False) -> torch.Tensor:
+        """Returns the values that stand for t in the output GEMM, or in the backward pass. They are t itself if they
+        are drawn randomly."""
         if recipe.output.random:
-            return [t]
-        return [term.dequantize() for term in operand_of(t, operand).terms]
+            return t
+        made = quantize_operand(t, Quantization(operand.rounding, kept=operand.kept))
+        return (made.for_backward() if backward else made.multiplied).dequantize()
 
-    def operand_of(t: torch.Tensor, operand: Operand) -> GemmOperand:
-        return quantize_operand(t, Quantization(operand.rounding, terms=operand.terms, kept=operand.kept))
-
-    def for_backward(t: torch.Tensor, operand: Operand) -> torch.Tensor:
-        """Returns the values that the backward pass uses for t: those of its own codes, if the recipe keeps such
-        codes, and otherwise the sum of the terms."""
-        return operand_of(t, operand).for_backward().dequantize() if operand.kept else sum(used(t, operand))
-
-    x_terms, w_terms = used(x, recipe.output.a), used(w, recipe.output.b)
-    output_of_terms = sum(a @ b.T for i, a in enumerate(x_terms) for j, b in enumerate(w_terms) if i + j < 2)
-    grad_input = e @ (w if recipe.grad_input.b.raw else for_backward(w, recipe.output.b))
-    grad_weight = e.T @ (x if recipe.grad_weight.b.raw else for_backward(x, recipe.output.a))
+    product = used(x, recipe.output.a) @ used(w, recipe.output.b).T
+    grad_input = e @ (w if recipe.grad_input.b.raw else used(w, recipe.output.b, backward=True))
+    grad_weight = e.T @ (x if recipe.grad_weight.b.raw else used(x, recipe.output.a, backward=True))
     for name, got, want, gemm in (
-        ("output", output.detach(), output_of_terms, recipe.output if recipe.output.random else None),
+        ("output", output.detach(), product, recipe.output if recipe.output.random else None),
         ("grad_input", gradients[0], grad_input, recipe.grad_input),
         ("grad_weight", gradients[1], grad_weight, recipe.grad_weight),
     ):
@@ -180,7 +166,7 @@ def _problem_of_part(device: torch.device, recipe: Recipe, shape: tuple[int, int
 def kernels_of(recipes: Iterable[Recipe]) -> list[tuple[Rounding, int]]:
     """Returns the roundings of these methods that have kernels, each with the group size of its rotation, sorted by
     name."""
-    gemms = [g for r in recipes for p in (*r.parts, *r.final.parts) for g in (p.output, p.grad_input, p.grad_weight)]
+    gemms = [g for r in recipes for p in (r, r.final) for g in (p.output, p.grad_input, p.grad_weight)]
     pairs = {(o.rounding, g.rht_dim) for g in gemms for o in (g.a, g.b) if o.rounding and o.rounding.has_kernels}
     pairs |= {(o.kept, 0) for g in gemms for o in (g.a, g.b) if o.kept}
     return sorted(pairs, key=lambda pair: (pair[0].name, pair[1]))

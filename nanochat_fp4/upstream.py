@@ -11,8 +11,6 @@ reads how far the run is (`step` and `num_iterations`). These functions of the c
 - GPT.setup_optimizer(s): from here on each rank draws its own random numbers, and the method follows the run.
 - GPT.forward without targets (samples, CORE, chat): each token gets a scale of its own, so that an answer depends
   neither on the rest of the batch nor on the KV cache. A loss is computed as in training.
-- save_checkpoint and load_checkpoint: the Gram matrices of error feedback are stored in method_<step>.pt beside
-  nanochat's files.
 
 Messages go to stderr, because stdout belongs to the script.
 """
@@ -35,7 +33,6 @@ from torch import nn
 import nanochat_fp4 as nf
 from nanochat_fp4.cli import ArgumentParser, UserError, one_line, run_main
 from nanochat_fp4.common import add_recipes_argument, get_dist_info, print0, resolve_method
-from nanochat_fp4.nvfp4.gram_matrices import GRAM_EVERY, GRAM_TOKENS
 
 # Pre-training quantizes everything. Later stages and evaluations quantize only the forward pass (the paper, Appendix
 # C). The scripts of the tokenizer have no model.
@@ -135,14 +132,11 @@ class Patch:
         self.recipe, self.skip, self.namespace = recipe, skip, namespace
         self.model: nn.Module | None = None
         self.step: int | None = None  # The step of the last forward pass in training.
-        self.gram_file: Path | None = None  # The file of the Gram matrices of the checkpoint that was loaded.
 
     def install(self) -> None:
-        """Wraps the functions of nanochat.gpt and nanochat.checkpoint_manager. Raises UserError if one of them is
-        missing."""
+        """Wraps the functions of nanochat.gpt. Raises UserError if one of them is missing."""
         try:
             cls = importlib.import_module("nanochat.gpt").GPT
-            checkpoints = importlib.import_module("nanochat.checkpoint_manager")
         except (ImportError, AttributeError) as e:
             raise changed(one_line(e)) from e
         if not (
@@ -151,13 +145,11 @@ class Patch:
             raise changed("nanochat.gpt has no GPT with init_weights() and forward(idx, targets)")
         # The older revision has setup_optimizers.
         name = "setup_optimizer" if hasattr(cls, "setup_optimizer") else "setup_optimizers"
-        if not (hasattr(cls, name) and hasattr(checkpoints, "save_checkpoint")):
-            raise changed("there is no GPT.setup_optimizer, or no checkpoint_manager.save_checkpoint")
+        if not hasattr(cls, name):
+            raise changed("there is no GPT.setup_optimizer")
         wrap(cls, "init_weights", self.init_weights)
         wrap(cls, name, self.setup_optimizer)
         wrap(cls, "forward", per_token_logits)
-        wrap(checkpoints, "save_checkpoint", self.save_checkpoint)
-        wrap(checkpoints, "load_checkpoint", self.load_checkpoint)
 
     def init_weights(self, original: Callable, model: nn.Module) -> None:
         """Initializes the weights, and converts the first model."""
@@ -178,7 +170,6 @@ class Patch:
         if next(model.parameters()).device.type == "cpu":
             # Without a GPU the layers run the reference. It has many small operations, which take minutes to compile.
             model.forward = torch.compiler.disable(model.forward)
-        self.load_gram_matrices()
 
     def setup_optimizer(self, original: Callable, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Sets the optimizer up, gives each rank a seed of its own, and lets the method follow the run. Raises
@@ -203,48 +194,17 @@ class Patch:
         return original(model, *args, **kwargs)
 
     def before_forward(self, called: nn.Module, batch: tuple[torch.Tensor, ...]) -> None:
-        """Sets the method of a step before the step's first forward pass, and lets the method measure the inputs of
-        layers."""
-        model, recipe, step = self.model, self.recipe, self.namespace.get("step")
-        if not (recipe.late or recipe.uses_feedback) or not (called.training and torch.is_grad_enabled()):
+        """Sets the method of a step before the step's first forward pass."""
+        step, steps = self.namespace.get("step"), self.namespace.get("num_iterations")
+        if not self.recipe.late or not (called.training and torch.is_grad_enabled()):
             return
-        if not isinstance(step, int) or (recipe.late and not isinstance(self.namespace.get("num_iterations"), int)):
+        if not isinstance(step, int) or not isinstance(steps, int):
             raise changed("its script does not say where the run is, in variables step and num_iterations")
         if step == self.step:
             return
         self.step = step
-        if recipe.late and nf.set_progress(model, min(1.0, step / self.namespace["num_iterations"])):
-            say(f"step {step}: from here on {recipe.final}")
-        # This is done after the updates of steps 0, 10, ..., as in QuantizedTraining, and after a resume if there are
-        # no matrices.
-        if recipe.uses_feedback and step and (step % GRAM_EVERY == 1 or not nf.gram_state(model)):
-            rows = max(1, GRAM_TOKENS // batch[0].shape[1])
-            nf.update_gram_matrices(model, lambda: model(*(tensor[:rows] for tensor in batch)))
-
-    def save_checkpoint(self, original: Callable, folder: str, step: int, *args: Any, **kwargs: Any) -> None:
-        """Saves the checkpoint, and the Gram matrices beside it, if there are any."""
-        original(folder, step, *args, **kwargs)
-        path, matrices = gram_path(folder, step), nf.gram_state(self.model) if self.model else {}
-        if matrices and get_dist_info()[1] == 0:
-            torch.save(matrices, path)
-        elif get_dist_info()[1] == 0:
-            path.unlink(missing_ok=True)  # A run with another method may have left this file.
-
-    def load_checkpoint(self, original: Callable, folder: str, step: int, *args: Any, **kwargs: Any) -> Any:
-        """Loads the checkpoint and its Gram matrices."""
-        self.gram_file = gram_path(folder, step)
-        self.load_gram_matrices()  # base_train has its model before it loads. Other scripts make the model afterwards.
-        return original(folder, step, *args, **kwargs)
-
-    def load_gram_matrices(self) -> None:
-        """Gives the model the Gram matrices of the loaded checkpoint, as soon as both exist."""
-        if self.model and self.recipe.uses_feedback and self.gram_file and self.gram_file.exists():
-            nf.load_gram_state(self.model, torch.load(self.gram_file, weights_only=True))
-
-
-def gram_path(folder: str, step: int) -> Path:
-    """Returns the path of the Gram matrices of a checkpoint."""
-    return Path(folder) / f"method_{step:06d}.pt"
+        if nf.set_progress(self.model, min(1.0, step / steps)):
+            say(f"step {step}: from here on {self.recipe.final}")
 
 
 @functools.cache

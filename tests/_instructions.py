@@ -97,7 +97,6 @@ def compile_kernels(arch: int, methods: list[str], every_input: bool) -> list[di
         swizzle(operand[1])
         for dtype, columns in ((torch.bfloat16, 1536), (torch.float32, 100)):
             relu_squared(torch.zeros(8, columns, dtype=dtype), torch.tensor(1))
-        _launch_feedback(tiles=arch in BLACKWELL)
         _launch_loss()
         quantize_relu_squared(torch.zeros(8, 1536, dtype=torch.bfloat16), torch.tensor(1), 6.0, 256.0, [1.0, 1.5], True)
         amax(torch.empty(1 << 28, dtype=torch.bfloat16))  # memory that nobody touches: the kernel for large tensors
@@ -109,16 +108,6 @@ def compile_kernels(arch: int, methods: list[str], every_input: bool) -> list[di
         dispatch.mm = lambda a, b, out_dtype, name: torch.zeros(len(a.codes), len(b.codes), dtype=out_dtype)
         train(methods[0], *cases[0])
     return list(launched.values())
-
-
-def _launch_feedback(tiles: bool) -> None:
-    """Of FP32 and BF16 weights, with the roundings of methods and of tests."""
-    from nanochat_fp4.nvfp4.feedback import round_with_feedback
-    from nanochat_fp4.nvfp4.roundings import ROUNDINGS
-
-    for dtype, rounding in ((torch.float32, "scale_search_6"), (torch.bfloat16, "four_over_six")):
-        weights, factors = torch.zeros(2, 64, 256, dtype=dtype), [torch.zeros(256, 256)] * 2
-        round_with_feedback(weights, factors, ROUNDINGS[rounding], tiles=tiles)
 
 
 def _launch_loss() -> None:

@@ -25,10 +25,13 @@ def eight_bit_integers(x: torch.Tensor, rounding: nf.Rounding, noise: Noise) -> 
 nf.ROUNDINGS["integers"] = nf.Rounding(grid_max=127.0, quantize=eight_bit_integers, block=32, element="int8")
 nf.ROUNDINGS["integers_sr"] = replace(nf.ROUNDINGS["integers"], stochastic=True)
 
-NVIDIA, CLOVER, REFINED = (nf.get_recipe(name) for name in ("nvidia", "clover", "clover_refined"))
+NVIDIA, CLOVER = nf.get_recipe("nvidia"), nf.get_recipe("clover")
 as_used, rtn, sr, raw_rtn = Operand(), Operand("rtn"), Operand("sr"), Operand("rtn", raw=True)
 four_over_six, integers = Operand("four_over_six"), Operand("integers")
 eden, search, rotated_sr = both("ms_eden", 128), both("ms_eden_search", 128), both("sr", 128)
+CLOVER_SEARCH = replace(
+    CLOVER, name="clover_search", output=both("scale_search"), grad_input=search, grad_weight=search
+)
 
 ROWS = {
     row.name: row
@@ -63,8 +66,9 @@ ROWS = {
         ),
         Recipe("clover_input", output=Gemm(four_over_six, Operand())),
         Recipe("clover_weight", output=Gemm(Operand(), four_over_six)),
-        replace(CLOVER, name="clover_search", output=both("scale_search"), grad_input=search, grad_weight=search),
-        replace(CLOVER, name="clover_late", late=(0.7, REFINED)),
+        CLOVER_SEARCH,
+        replace(CLOVER, name="clover_late", late=(0.7, CLOVER_SEARCH)),
+        replace(CLOVER, name="clover_later", late=(0.97, CLOVER_SEARCH)),
         replace(CLOVER, name="clover_integer_input", output=Gemm(integers, four_over_six)),
         replace(CLOVER, name="clover_fp8_forward_8bit", output=both("e4m3")),
     )

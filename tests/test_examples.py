@@ -88,7 +88,7 @@ def test_they_write_where_git_does_not_look():
 
 
 def test_plain_loop(capsys):
-    losses = load("plain_loop").main("clover_feedback", 20)
+    losses = load("plain_loop").main("clover_fp8_forward", 20)
     assert len(losses) == 20 and losses[-1] < losses[0]
     out = capsys.readouterr().out
     assert "converted 4 linear layers" in out
@@ -111,19 +111,16 @@ def test_fsdp2(tmp_path):
 def test_hf_trainer(tmp_path):
     """The model that transformers reads has the weights of the trained forward pass."""
     example = load("hf_trainer")
-    trainer, read = example.main(str(tmp_path), "clover_feedback", 12)
+    trainer, read = example.main(str(tmp_path), "clover", 12)
     model, losses = trainer.model, [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    assert len(losses) == 12 and losses[-1] < losses[0] and len(nf.gram_state(model)) == 14
+    assert len(losses) == 12 and losses[-1] < losses[0]
     ids = torch.arange(32).view(1, 32)
     model.cpu().eval()
     with torch.no_grad(), served(model, forward_weights(model), None, torch.bfloat16, torch.bfloat16) as copied:
         want, got = copied(ids).logits, read.eval()(ids).logits.float()
         torch.testing.assert_close(got, want, atol=0.03, rtol=0.02)
-        # To nearest, without what training has seen, the codes are others.
-        with served(model, forward_weights(nf.convert(model, "clover", verbose=False))) as rounded:
-            assert (rounded(ids).logits - want).abs().max() > 2 * (got - want).abs().max()
     late, _ = example.main(str(tmp_path), "clover_late", 4)
-    assert {m.recipe.name for m in late.model.modules() if isinstance(m, nf.QuantLinear)} == {"clover_refined"}
+    assert {m.recipe.name for m in late.model.modules() if isinstance(m, nf.QuantLinear)} == {"clover_search"}
 
 
 @pytest.mark.slow

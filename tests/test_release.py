@@ -159,7 +159,7 @@ def test_installed_into_an_empty_environment(kind, distributions, tmp_path, caps
         print(f"\n{kind} on torch {torch.__version__}, Python {sys.version.split()[0]}")
 
     shutil.copy(ROOT / "examples" / "plain_loop.py", elsewhere)
-    assert re.search(r"clover_feedback: [\d.]+ -> [\d.]+; BF16", run(python, "plain_loop.py"))
+    assert re.search(r"clover_fp8_forward: [\d.]+ -> [\d.]+; BF16", run(python, "plain_loop.py"))
     program = env / "bin" / "nanochat-fp4"
     assert run(program, "--version") == f"nanochat-fp4 {nf.__version__}\n"
     assert run(program, "doctor").endswith("everything agrees\n")

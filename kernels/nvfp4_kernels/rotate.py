@@ -45,25 +45,23 @@ from nvfp4_kernels.scales import finish, repair, tensor_scale_kernel
 
 
 @functools.cache
-def _launch_options(twice: bool) -> dict:
+def _launch_options() -> dict:
     """Returns the options of a launch: warps, stages and the largest number of registers.
 
     On sm_90, 128 registers per thread let four programs fit a multiprocessor, so that three compute while one waits for
-    memory. With two rotations (twice) a program must also hold the signs between them. It gets 168 registers, and three
-    programs fit. From sm_100 on the compiler would spill with 128 registers, so there is no limit. On sm_120 it takes
-    131 to 167, and three programs fit."""
+    memory. From sm_100 on the compiler would spill with 128 registers, so there is no limit. On sm_120 it takes 131 to
+    167, and three programs fit."""
     arch = 90 if m.INTERPRETED.value else triton.runtime.driver.active.get_current_target().arch
-    registers = 168 if twice else 128
-    return {"num_warps": 4, "num_stages": 1, "maxnreg": registers if arch < 100 else None, **NO_FUSION}
+    return {"num_warps": 4, "num_stages": 1, "maxnreg": 128 if arch < 100 else None, **NO_FUSION}
 
 
 @functools.cache
-def programs_of(device: torch.device, twice: bool) -> int:
-    """Returns the number of programs that share the strips of a tensor: four for each multiprocessor, or three with two
-    rotations. In the interpreter it is 6."""
+def programs_of(device: torch.device) -> int:
+    """Returns the number of programs that share the strips of a tensor: four for each multiprocessor. In the
+    interpreter it is 6."""
     if device.type != "cuda":
         return 6
-    return (3 if twice else 4) * torch.cuda.get_device_properties(device).multi_processor_count
+    return 4 * torch.cuda.get_device_properties(device).multi_processor_count
 
 
 @functools.cache
@@ -74,30 +72,20 @@ def rotates_by_butterflies() -> bool:
 
 
 @functools.cache
-def _hadamard(dim: int, twice: bool, butterflies: bool, device: torch.device) -> torch.Tensor:
+def _hadamard(dim: int, butterflies: bool, device: torch.device) -> torch.Tensor:
     """Returns Sylvester's Hadamard matrix of order dim, repeated along the diagonal up to 128: BF16 (128, 128). Its
     columns are permuted to the order that `rotate_kernel._blocks` undoes.
 
-    twice: the matrix is applied two times, and has a permutation to match. Call `_blocks`'s permutation p. It permutes
-    the bits of a column's number, and its third power is the identity. The columns are in the order p p, because two
-    products with it give p p p p = p.
-    With butterflies the matrix is (16, 16), for the bits 6, 5, 4 and 0 of the row and the column, in both cases.
+    With butterflies the matrix is (16, 16), for the bits 6, 5, 4 and 0 of the row and the column.
     """
     # Column c of a tensor-core accumulator holds element (c // 8 % 8) * 2 + c % 2 of block c // 2 % 4 * 2 + c // 64.
     k, c = torch.arange(TILE)[:, None], torch.arange(TILE)[None, :]
-    j = _element(c)
-    if twice:
-        j = _element(j)
+    j = (c // 2 % 4 * 2 + c // 64) * 16 + c // 8 % 8 * 2 + c % 2
     if butterflies:
         k, c = k[:16], c[:, :16]
         k, j = k // 2 * 16 + k % 2, (c // 2 % 4 * 2 + c // 8) * 16 + c % 2
     parity = sum(((k & j) >> bit) & 1 for bit in range(dim.bit_length() - 1)) % 2
     return ((1 - 2 * parity) * (k // dim == j // dim)).to(torch.bfloat16).to(device)
-
-
-def _element(c: torch.Tensor) -> torch.Tensor:
-    """Returns the element in column c, as rotate_kernel._element does."""
-    return (c // 2 % 4 * 2 + c // 64) * 16 + c // 8 % 8 * 2 + c % 2
 
 
 class RotatedOperand(NamedTuple):
@@ -106,7 +94,6 @@ class RotatedOperand(NamedTuple):
     rht_dim:   the size of the rotation, or 0 for none
     emulated:  the operand is made in BF16, for a GEMM that decodes, instead of codes and scales
     tiles:     the scales of an operand that is not emulated are in tiles of 128x4, flat (format.swizzle_scales)
-    rotations: 2 for two rotations one after the other, of 128 each
     """
 
     grid_max: float = 6.0
@@ -119,7 +106,6 @@ class RotatedOperand(NamedTuple):
     rht_stream: int = 0
     emulated: bool = True
     tiles: bool = False
-    rotations: int = 1
 
     def padded(self, contraction: int) -> int:
         """Returns the contraction dimension rounded up to a multiple of the rotation, or of 16 without a rotation."""
@@ -145,8 +131,7 @@ def constants_of(operand: RotatedOperand | None, columns: int, amax_only: bool) 
     return Constants(
         KIND=kind.value,
         RHT_DIM=o.rht_dim,
-        TWICE=o.rotations == 2,
-        NORM=float(o.rht_dim) ** (-0.5 * o.rotations) if o.rht_dim else 1.0,
+        NORM=float(o.rht_dim) ** -0.5 if o.rht_dim else 1.0,
         DIVISOR=o.divisor,
         GRID_MAX=o.grid_max,
         INVERSE=m.inverse(o.grid_max),
@@ -219,20 +204,19 @@ def _launches(
         padded = operand.padded(k)
         hadamard = None
         if operand.rht_dim:
-            hadamard = _hadamard(operand.rht_dim, operand.rotations == 2, butterflies, device).view(torch.int16)
+            hadamard = _hadamard(operand.rht_dim, butterflies, device).view(torch.int16)
         constants = [constants_of(operand, padded, amax_only) for amax_only in (False, True)]
         sides.append(_Side(operand, r, k, hadamard, *constants))
     wanted = [side for side in sides if side]
-    twice = any(side.operand.rotations == 2 for side in wanted)
     strips = 2 * triton.cdiv(rows, TILE) * triton.cdiv(columns, TILE)
-    most = max(programs_of(device, twice) // 4 * 4, 4)
+    most = max(programs_of(device) // 4 * 4, 4)
     rounded_first = [side for side in wanted if side.constants_for_amax]
     return _Launches(
         tuple(sides),
         bool(rounded_first),
         min(strips * len(wanted), most),
         min(strips * len(rounded_first), most),
-        _launch_options(twice),
+        _launch_options(),
         butterflies,
     )
 

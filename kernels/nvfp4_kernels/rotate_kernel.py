@@ -9,11 +9,7 @@ warp would read all 128 columns of H from shared memory. There H is factored, H1
 with a 16 x 16 matrix transforms the bits 6, 5, 4 and 0 of a column's number, and three butterflies in registers
 transform the bits 3, 2 and 1. In both cases a thread ends with whole blocks.
 
-A second rotation (TWICE) takes the sums of the first one, rounded to BF16, in the same tile. Both products have the
-same matrix, so that H is in shared memory once. To make this possible, the signs of both rotations are applied to the
-numbers between the two.
-
-After the rotations the arithmetic is that of nanochat_fp4.nvfp4.quantizers, bit for bit. The rotations sum in FP32, in
+After the rotation the arithmetic is that of nanochat_fp4.nvfp4.quantizers, bit for bit. The rotation sums in FP32, in
 the tensor cores' order. The error of a sum is at most 128 ulps of the sum of magnitudes with one product, and 19 with a
 product of 16 and butterflies. A value may therefore differ from the reference's in its last bits.
 """
@@ -60,8 +56,7 @@ class Constants(NamedTuple):
     """The compile-time arguments of one operand.
 
     KIND:    AMAX, ALIGNED, EDEN or EDEN_EMULATED
-    TWICE:   two rotations one after the other, each of 128
-    NORM:    the factor that makes the rotations orthogonal
+    NORM:    the factor that makes the rotation orthogonal
     INVERSE: 1 / GRID_MAX in FP32
     PADDING: the contracted dimension is padded to a multiple of this number. It is 0 if the dimension is a multiple of
              128.
@@ -70,7 +65,6 @@ class Constants(NamedTuple):
 
     KIND: int
     RHT_DIM: int
-    TWICE: bool
     NORM: float
     DIVISOR: float
     GRID_MAX: float
@@ -83,10 +77,9 @@ class Constants(NamedTuple):
 
 
 @triton.jit
-def _flips(seed_ptr, stream, j, VECTOR: tl.constexpr):
-    """Returns the signs of elements j (128,) as sign bits, int16. They are the random signs of philox.random_signs for
-    the vector with the number VECTOR."""
-    a, b, c, d = m.philox4(tl.load(seed_ptr), j.to(tl.int64) * 0 + VECTOR, m.SIGN, stream)
+def _flips(seed_ptr, stream, j):
+    """Returns the signs of elements j (128,) as sign bits, int16. They are the random signs of philox.random_signs."""
+    a, b, c, d = m.philox4(tl.load(seed_ptr), j.to(tl.int64) * 0, m.SIGN, stream)
     word = tl.where(j < 32, a, tl.where(j < 64, b, tl.where(j < 96, c, d)))
     return ((word >> (j % 32).to(tl.uint32)) & 1).to(tl.int16) << 15
 
@@ -98,13 +91,6 @@ def _rotation(hadamard_ptr, flips):
     k = tl.arange(0, 128)
     h = tl.load(hadamard_ptr + k[:, None] * 128 + k[None, :])
     return (h ^ flips[:, None]).to(tl.bfloat16, bitcast=True)
-
-
-@triton.jit
-def _element(column):
-    """Returns the number of the element in a column of an accumulator. `rotate._hadamard` permutes columns in this way,
-    and `_blocks` undoes it."""
-    return (column // 2 % 4 * 2 + column // 64) * 16 + column // 8 % 8 * 2 + column % 2
 
 
 @triton.jit
@@ -171,14 +157,13 @@ def _dot(a, b, accumulator, TRANSPOSE: tl.constexpr):
 
 @triton.jit
 def _rotate(
-    hi, mid, lo, matrix, flips, again,
-    THREE_PARTS: tl.constexpr, TRANSPOSE: tl.constexpr, BUTTERFLIES: tl.constexpr, TWICE: tl.constexpr,
+    hi, mid, lo, matrix, flips,
+    THREE_PARTS: tl.constexpr, TRANSPOSE: tl.constexpr, BUTTERFLIES: tl.constexpr,
 ):  # fmt: skip
     """Returns the rotated strip as blocks (512, 16).
 
     THREE_PARTS: the input is FP32, given as three BF16 numbers hi, mid and lo that add up to it. Three products keep
                  FP32's precision. Without THREE_PARTS only hi counts.
-    again:       with TWICE, the flips of the numbers between the two rotations
     """
     if BUTTERFLIES:
         y = tl.zeros((512, 16), tl.float32)
@@ -187,19 +172,11 @@ def _rotate(
             y = _dot(_interleaved(_flipped(mid, flips, TRANSPOSE), TRANSPOSE), matrix, y, False)
             y = _dot(_interleaved(_flipped(lo, flips, TRANSPOSE), TRANSPOSE), matrix, y, False)
         y = _butterflies(y)
-        if TWICE:
-            between = _flipped(m.rounded_to(tl.reshape(y, (64, 128)), tl.bfloat16), again, False)
-            y = _dot(_interleaved(between, False), matrix.to(tl.bfloat16), tl.zeros((512, 16), tl.float32), False)
-            y = _butterflies(y)
     else:
         y = _dot(hi, matrix, tl.zeros((64, 128), tl.float32), TRANSPOSE)
         if THREE_PARTS:
             y = _dot(mid, matrix, y, TRANSPOSE)
             y = _dot(lo, matrix, y, TRANSPOSE)
-        if TWICE:
-            y = _dot(
-                _flipped(m.rounded_to(y, tl.bfloat16), again, False), matrix, tl.zeros((64, 128), tl.float32), False
-            )
         y = _blocks(y)
     return y
 
@@ -337,7 +314,6 @@ def _make(
     to right, and then in the next 128 rows.
     """
     RHT_DIM: tl.constexpr = C.RHT_DIM
-    TWICE: tl.constexpr = C.TWICE
     DIVISOR: tl.constexpr = C.DIVISOR
     column_tiles = tl.cdiv(columns, 128)
     row_tiles = tl.cdiv(rows, 128)
@@ -350,20 +326,12 @@ def _make(
         factor = tl.math.div_rn(1.0, tensor_scale) * factor
     if RHT_DIM:
         j = tl.arange(0, 128)
-        flips = _flips(buffers.rht_seed, buffers.rht_stream, j % RHT_DIM, 0)
-        again = flips
+        flips = _flips(buffers.rht_seed, buffers.rht_stream, j % RHT_DIM)
         if BUTTERFLIES:
             k = tl.arange(0, 16)
             matrix = tl.load(buffers.hadamard + k[:, None] * 16 + k[None, :]).to(tl.bfloat16, bitcast=True)
         else:
             matrix = _rotation(buffers.hadamard, flips)
-        if TWICE:
-            if BUTTERFLIES:
-                again = _flips(buffers.rht_seed, buffers.rht_stream, j, 1)
-            else:
-                # Column j of the first product is element _element(_element(j)), which gets its sign here. Row j of the
-                # matrix already has the flip of element j, and the xor takes that back.
-                again = _flips(buffers.rht_seed, buffers.rht_stream, _element(_element(j)), 1) ^ flips
     largest = tl.zeros((512 if TCGEN05 else 128,), tl.float32)
     for strip in range(first, 2 * row_tiles * column_tiles, step):
         tile_row = strip // 2 // column_tiles
@@ -381,10 +349,8 @@ def _make(
             g = tile_column * 8 + strip % 2 * 4 + tl.arange(0, 4)
             at = m.scale_address(r.to(tl.int64)[:, None], g[None, :], columns // 16, FROM_TILES)
             scale = tl.load(x_scales_ptr + at, mask=(r < rows)[:, None] & (g < columns // 16)[None, :], other=0)
-            # With two rotations the codes are decoded to BF16, because sums of the first rotation may exceed FP16.
-            CODES: tl.constexpr = m.CONVERTS_E4M3 if TWICE and HARDWARE >= m.CONVERTS_E2M1 else HARDWARE
-            hi = _decoded(byte, m.decode_e4m3(scale), CODES)
-            y = _rotate(hi, hi, hi, matrix.to(hi.dtype), flips, again, False, True, BUTTERFLIES, TWICE)
+            hi = _decoded(byte, m.decode_e4m3(scale), HARDWARE)
+            y = _rotate(hi, hi, hi, matrix.to(hi.dtype), flips, False, True, BUTTERFLIES)
         else:
             mask = (r < rows)[:, None] & (c < columns)[None, :]
             at = r.to(tl.int64)[:, None] * columns + c[None, :]
@@ -397,7 +363,7 @@ def _make(
                     rest = x - hi.to(tl.float32)
                     mid = rest.to(tl.bfloat16)
                     lo = (rest - mid.to(tl.float32)).to(tl.bfloat16)
-                y = _rotate(hi, mid, lo, matrix, flips, again, FP32, COL, BUTTERFLIES, TWICE)
+                y = _rotate(hi, mid, lo, matrix, flips, FP32, COL, BUTTERFLIES)
             else:
                 y = tl.reshape(x.to(tl.float32), (512, 16))
         absolute = _emit(

@@ -25,7 +25,6 @@ from lab.bench.common import new_model
 from nanochat_fp4.cli import UserError, format_bytes, one_line, table
 from nanochat_fp4.models.gpt import GPTConfig, compile_layers
 from nanochat_fp4.models.optim8bit import LeanState, set_state
-from nanochat_fp4.nvfp4.gram_matrices import GRAM_TOKENS
 from nanochat_fp4.nvfp4.linear import QuantLinear
 from nanochat_fp4.nvfp4.methods import get_recipe
 from nanochat_fp4.training.graphed import GraphedStep
@@ -91,21 +90,6 @@ class Subject(TrainingStep):
     def tokens(self, rows: int) -> torch.Tensor:
         """Returns random token ids for a micro-batch of so many rows."""
         return torch.randint(self.vocab_size, (rows, self.sequence_len), device=self.device)
-
-    def looks(self) -> bool:
-        """Returns whether this variant looks at its layers' inputs, for error feedback."""
-        return any(isinstance(m, QuantLinear) and m.recipe.uses_feedback for m in self.model.modules())
-
-    def look(self, rows: int) -> None:
-        """Looks at the inputs of a few rows, which makes Gram matrices. Layers without feedback forget theirs, which
-        are of an earlier variant."""
-        for m in self.model.modules():
-            if isinstance(m, QuantLinear) and not m.recipe.uses_feedback:
-                m.gram_matrix = None
-        if self.looks():
-            ids = self.tokens(min(rows, max(1, GRAM_TOKENS // self.sequence_len)))
-            with self.autocast():
-                nf.update_gram_matrices(self.model, lambda: self.model(ids, ids))
 
     def passes(self, rows: int) -> None:
         """Runs two micro-batches, of which the second one adds to gradients."""
@@ -185,9 +169,8 @@ class NanochatSubject(Subject):
 
 
 def peaks_of_a_step(subject: Subject, rows: int) -> tuple[int, int]:
-    """Returns the bytes at the peak of two micro-batches, and at the peak of the update and of the look at the inputs
-    that follows it. There was a look before, as in all steps of a run but the first. Raises torch.OutOfMemoryError if
-    they do not fit."""
+    """Returns the bytes at the peak of two micro-batches, and at the peak of the update that follows them. Raises
+    torch.OutOfMemoryError if they do not fit."""
 
     def peak(work: Callable[[], None]) -> int:
         torch.cuda.reset_peak_memory_stats()
@@ -195,13 +178,8 @@ def peaks_of_a_step(subject: Subject, rows: int) -> tuple[int, int]:
         torch.cuda.synchronize()
         return torch.cuda.max_memory_allocated()
 
-    def update_and_look() -> None:
-        subject.update()
-        subject.look(rows)
-
     try:
-        subject.look(rows)
-        return peak(lambda: subject.passes(rows)), subject.bytes_for_replays() + peak(update_and_look)
+        return peak(lambda: subject.passes(rows)), subject.bytes_for_replays() + peak(subject.update)
     finally:
         subject.release()
         gc.collect()
@@ -289,8 +267,6 @@ def run_steps(subject: Subject, rows: int, micro_batches: int, watch: Stopwatch)
     finally:
         codes.__exit__(None, None, None)
     watch.time("update", subject.update)
-    if subject.looks():
-        watch.time("gram", lambda: subject.look(rows))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -305,7 +281,7 @@ KINDS = (
     ("abs-max", ("amax_kernel", "nvfp4::amax")),
     ("decode", ("decode_kernel", "nvfp4::decode", "transpose_square")),
     ("rotate and quantize", ("rotate_quantize", "repair", "prepare_kernel", "finish_kernel", "nvfp4::rotate")),
-    ("quantize", ("convert_kernel", "feedback_kernel", "fp8_with_codes", "quantize", "tensor_scale", "nvfp4::",
+    ("quantize", ("convert_kernel", "fp8_with_codes", "quantize", "tensor_scale", "nvfp4::",
                   "swizzle", "row_kernel")),
     ("GEMM", ("_mm", "::mm", "::addmm", "::bmm", "::matmul")),
     ("RMSNorm", ("rms_norm", "_Norm")),

@@ -17,9 +17,7 @@ turns. A step is that of scripts.base_train on random tokens: it accumulates gra
 codes of the weights once, and updates with Muon and AdamW. The times of a micro-batch, of making the codes and of the
 update are medians over all rounds, and
 
-    tokens/s = total batch / (micro-batches * micro-batch time + codes + update + a tenth of a look at the inputs)
-
-Methods with feedback look at the inputs, to make Gram matrices and factors, in every tenth step, as in training.
+    tokens/s = total batch / (micro-batches * micro-batch time + codes + update)
 
 With --cuda-graph the micro-batches of all methods of this project, BF16 included, are replayed as CUDA graphs, by the
 code of base_train's flag. nanochat's micro-batches are launched as usual. A variant captures its graphs at the
@@ -61,13 +59,12 @@ from nanochat_fp4.models.cross_entropy import HEADS
 from nanochat_fp4.models.gpt import GPT, RECOMPUTE, config_from_depth
 from nanochat_fp4.models.optim import ORTHOGONALIZERS
 from nanochat_fp4.models.optim8bit import STATES
-from nanochat_fp4.nvfp4.gram_matrices import GRAM_EVERY
 from nanochat_fp4.nvfp4.methods import get_recipe
 from nanochat_fp4.self_check import layer_problem
 from nanochat_fp4.training.memory import plan_accumulation
 
 UNKNOWN = (
-    "micro_batch", "micro_batches", "micro_batch_ms", "codes_ms", "update_ms", "gram_ms", "tokens_per_second", "ratio",
+    "micro_batch", "micro_batches", "micro_batch_ms", "codes_ms", "update_ms", "tokens_per_second", "ratio",
     "mfu", "peak_bytes", "bytes_per_token", "memory_ratio", "rounds", "recompiles", "wall_ms", "kernel_ms", "launches",
     "problem",
 )  # fmt: skip
@@ -164,13 +161,13 @@ def time_in_turns(args: argparse.Namespace, subjects: dict[Variant, Subject], re
 def add_times(args: argparse.Namespace, record: dict, ms: dict[str, float], subject: Subject) -> None:
     """Puts the median times of a variant, and the tokens/s and MFU that follow from them, into its record."""
     count = args.total_batch_size // args.seq_len // record["micro_batch"]
-    step_ms = count * ms["micro-batch"] + ms["codes"] + ms["update"] + ms.get("gram", 0.0) / GRAM_EVERY
+    step_ms = count * ms["micro-batch"] + ms["codes"] + ms["update"]
     speed = count * record["micro_batch"] * args.seq_len / step_ms * 1e3
     cuda = subject.device.type == "cuda"
     peak_flops = get_peak_flops(torch.cuda.get_device_name(subject.device)) if cuda else None
     record |= {
         "micro_batches": count, "micro_batch_ms": ms["micro-batch"], "codes_ms": ms["codes"],
-        "update_ms": ms["update"], "gram_ms": ms.get("gram"), "tokens_per_second": speed,
+        "update_ms": ms["update"], "tokens_per_second": speed,
         "mfu": 100 * record["flops_per_token"] * speed / peak_flops if peak_flops else None,
     }  # fmt: skip
 

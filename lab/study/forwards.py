@@ -1,13 +1,12 @@
 """Evaluates checkpoints of a sweep with forward passes other than their own, on one validation text.
 
-    python -m lab.study.sweep --methods bf16,clover,clover_feedback --keep bf16,clover,clover_feedback ...
+    python -m lab.study.sweep --methods bf16,clover,clover_search --keep bf16,clover,clover_search ...
     python -m lab.study.forwards --folder FOLDER
     python -m lab.reproduce forwards --results FOLDER/NAME.json       # after the sweep again: gaps, shares, targets
 
 A method's gap to BF16 has two parts: training found other weights, and the forward pass that is evaluated rounds.
-Evaluating the same weights with several forward passes tells the parts apart. The default ones are clover's own (4/6,
-one term), the one with error feedback, the one with two terms, and BF16. The results are written to
-<folder>/forwards/<tag>.json.
+Evaluating the same weights with several forward passes tells the parts apart. The default ones are clover's own and
+BF16. The results are written to <folder>/forwards/<tag>.json.
 """
 
 import argparse
@@ -31,8 +30,7 @@ from nanochat_fp4.models.cross_entropy import default_head
 from nanochat_fp4.models.gpt import autocast
 from nanochat_fp4.training.load_model import load_model
 
-FORWARDS = "clover,clover_feedback,clover_refined,bf16"
-GRAM_BATCHES = 8  # The batches of training text for the Gram matrices that error feedback needs.
+FORWARDS = "clover,bf16"
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -57,23 +55,13 @@ def evaluate(tag: str, args: argparse.Namespace, device: torch.device, data_dir:
     steps = args.eval_tokens // (rows * length)
     if not steps:
         raise UserError(f"--eval-tokens={args.eval_tokens} is less than a batch of {rows * length}; raise it")
-
-    def batches(split: str):
-        return packed_rows(Documents(tokenizer, length, open_text(split, data_dir)), rows, device)
-
-    def look() -> None:
-        for _, (x, *_) in zip(range(GRAM_BATCHES), batches("train")):
-            model(x)
-
     results = {}
     for name in args.forwards.split(","):
         nf.convert(model, name, backward=False, per_token_in_eval=False, verbose=False)
         model.lm_head.precision = default_head(name)
-        with autocast(device.type), torch.no_grad():
-            if nf.get_recipe(name).uses_feedback:
-                nf.update_gram_matrices(model, look)
-            with nf.quantize_weights_once(model):
-                results[name] = evaluate_bpb(model, batches("val"), steps, get_token_bytes(device=device))
+        batches = packed_rows(Documents(tokenizer, length, open_text("val", data_dir)), rows, device)
+        with autocast(device.type), torch.no_grad(), nf.quantize_weights_once(model):
+            results[name] = evaluate_bpb(model, batches, steps, get_token_bytes(device=device))
     return results
 
 

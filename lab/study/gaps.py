@@ -21,6 +21,11 @@ from nanochat_fp4.training.memory import operand_bytes
 
 # The forward pass that is evaluated -> the name of its bits per byte in a run.
 VALUES = {"own": "val_bpb", "BF16": "val_bpb_bf16"}
+# Methods of stored runs that nothing trains any more. Tables of these runs keep their rows.
+STORED_ALONE = (
+    "clover_feedback", "clover_feedback_late", "clover_late", "clover_refined", "clover_search_feedback",
+    "clover_late_refined_bf16", "clover_feedback_late_bf16",
+)  # fmt: skip
 ONE_TERM = "val_bpb_one_term"  # The bits per byte in plain NVFP4, as export writes it, of runs that end in two terms.
 PARTS = ("30%", "50%", "70%", "80%", "90%")  # The parts of the run at which columns show the gap.
 
@@ -360,6 +365,7 @@ def runs_of(context: Context, name: str, item: Item) -> tuple[list[dict], list[s
         methods = [m for m in methods if m.partition(":")[0] in item.quick]
     labels = sweep_runs.labels(methods)
     if not context.args.results:
+        methods = [m for m in methods if m not in STORED_ALONE]
         if not methods:
             raise UserError(f"{name} trains nothing: give --results=STUDY (python -m lab.runs)")
         where, plan = context.sweep(methods, item.size, item.ratio)

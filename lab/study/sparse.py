@@ -1,7 +1,5 @@
-"""Measures whether the mean of many MS-EDEN draws approaches the operand, for the operands around ReLU^2, with one
-rotation and with two."""
+"""Measures whether the mean of many MS-EDEN draws approaches the operand, for the operands around ReLU^2."""
 
-import itertools
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +7,7 @@ import torch
 
 from lab.study.context import Context, Outcome, trained_model
 from nanochat_fp4.evaluation import plots
-from nanochat_fp4.nvfp4.hadamard import RHT_DIM, rotated_sums
+from nanochat_fp4.nvfp4.hadamard import RHT_DIM, rotate
 from nanochat_fp4.nvfp4.quantizers import quantize_reference
 from nanochat_fp4.nvfp4.roundings import ROUNDINGS
 
@@ -58,7 +56,7 @@ def operands_of_the_mlps(model: torch.nn.Module, x: torch.Tensor, y: torch.Tenso
     return result
 
 
-def averages(groups: torch.Tensor, rotations: int, draws: list[int]) -> dict[str, Any]:
+def averages(groups: torch.Tensor, draws: list[int]) -> dict[str, Any]:
     """Quantizes groups many times. Returns {"error": the error of one draw, "bias": bias^2 over this error, "errors":
     {B: the error of the mean of B draws}}. Errors are relative squares.
 
@@ -67,8 +65,8 @@ def averages(groups: torch.Tensor, rotations: int, draws: list[int]) -> dict[str
     halves = [torch.zeros(groups.shape, dtype=torch.float64) for _ in range(2)]
     square, whole, errors = 0.0, float(groups.double().square().sum()), {}
     for seed in range(draws[-1]):
-        rotation = rotated_sums(torch.eye(RHT_DIM), seed, rotations=rotations) * RHT_DIM ** (-0.5 * rotations)
-        drawn = quantize_reference(groups, ROUNDINGS["ms_eden"], seed=seed, rht_dim=RHT_DIM, rotations=rotations)
+        rotation = rotate(torch.eye(RHT_DIM), seed)
+        drawn = quantize_reference(groups, ROUNDINGS["ms_eden"], seed=seed, rht_dim=RHT_DIM)
         error = (drawn.dequantize() @ rotation.T).double() - groups
         halves[seed % 2] += error
         square += float(error.square().sum())
@@ -83,42 +81,38 @@ def averaging(context: Context) -> Outcome:
     """Makes the table of the errors and biases of MS-EDEN around ReLU^2."""
     most = context.args.draws or (64 if context.quick else 10_000)
     draws = sorted({*(b for b in (2**i for i in range(14)) if b < most), most})
-    found: dict[str, dict[int, dict]] = {name: {} for name in OPERANDS}
+    found: dict[str, dict] = {}
     operands: dict[str, torch.Tensor] = {}
     where = ""
-    for name, rotations in itertools.product(OPERANDS, (1, 2)):
+    for name in OPERANDS:
 
-        def compute(name: str = name, rotations: int = rotations) -> dict[str, Any]:
+        def compute(name: str = name) -> dict[str, Any]:
             nonlocal where
             if not operands:
                 (model, x, y), tag, data = trained_model(context, "d8")
                 operands.update(operands_of_the_mlps(model, x, y))
                 where = f"{tag}, data {Path(data).name}, 4 validation sequences"
             zeros = float((operands[name] == 0).float().mean())
-            return averages(operands[name], rotations, draws) | {"zeros": zeros, "measured_on": where}
+            return averages(operands[name], draws) | {"zeros": zeros, "measured_on": where}
 
-        settings = {"operand": name, "rotations": rotations, "draws": draws} | context.trained_on()
-        found[name][rotations] = context.piece("averaging", settings, compute)
-        where = found[name][rotations]["measured_on"]
+        settings = {"operand": name, "rotations": 1, "draws": draws} | context.trained_on()
+        found[name] = context.piece("averaging", settings, compute)
+        where = found[name]["measured_on"]
     rows = []
-    for name, of in found.items():
-        for rotations, r in of.items():
-            last = {int(b): e for b, e in r["errors"].items()}[most]
-            numbers = [f"{r['error']:.2e}", f"{r['bias']:+.1e}", f"{last:.1e}"]
-            rows.append([name, f"{100 * r['zeros']:.0f}%", rotations, *numbers])
+    for name, r in found.items():
+        last = {int(b): e for b, e in r["errors"].items()}[most]
+        rows.append([name, f"{100 * r['zeros']:.0f}%", f"{r['error']:.2e}", f"{r['bias']:+.1e}", f"{last:.1e}"])
 
     def plot(axes: Any) -> None:
-        for color, (name, of) in zip(plots.COLORS, found.items()):
-            for rotations, r in of.items():
-                points = {int(b): e for b, e in r["errors"].items()}
-                label = name if rotations == 1 else None
-                axes.loglog(*zip(*points.items()), "-" if rotations == 1 else "--", color=color, label=label)
-        first = max(r["error"] for of in found.values() for r in of.values())
+        for color, (name, r) in zip(plots.COLORS, found.items()):
+            points = {int(b): e for b, e in r["errors"].items()}
+            axes.loglog(*zip(*points.items()), color=color, label=name)
+        first = max(r["error"] for r in found.values())
         axes.loglog([1, most], [first, first / most], "k:", label="1/B")
-        axes.set_xlabel("draws averaged, B (dashed: two rotations)")
+        axes.set_xlabel("draws averaged, B")
         axes.set_ylabel("relative square error")
 
-    header = ["operand", "zeros", "rotations", "error of one draw", "bias^2 over it", f"error of the mean of {most}"]
+    header = ["operand", "zeros", "error of one draw", "bias^2 over it", f"error of the mean of {most}"]
     notes = [
         f"{GROUPS} groups of {RHT_DIM} numbers of each operand; bias^2 by the product of two halves' means, so around "
         "zero it has either sign",

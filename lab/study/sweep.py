@@ -34,7 +34,7 @@ from typing import Any
 from lab.runs import stored
 from lab.statistics import gap
 from lab.study.sweep_results import data_name, difference_from_paper, other_lengths, summary
-from lab.study.sweep_runs import Run, again, data_key, labels, method_plan, parse_number, plan
+from lab.study.sweep_runs import Run, again, data_key, labels, parse_number, plan
 from lab.study.sweep_scheduler import Interrupted, Sweep, base_directory, visible_devices
 from nanochat_fp4.cli import ArgumentParser, UserError, format_seconds, run_main, table
 from nanochat_fp4.common import add_recipes_argument, get_base_dir, print0
@@ -89,15 +89,13 @@ def tokens_of(base: Path) -> int:
 
 def with_forwards(sweep: Sweep, runs: Sequence[Run]) -> tuple[list[dict], list[str]]:
     """Returns (the results of the finished runs, notes). If lab.study.forwards has evaluated a run on the same text,
-    its result gets "forwards", the bits per byte by forward pass. If the run ends in two terms, it also gets
-    "val_bpb_one_term", the bits per byte in plain NVFP4."""
+    its result gets "forwards", the bits per byte by forward pass."""
     results, notes = [], []
     for run in runs:
         if (result := sweep.result(run)) is None:
             continue
         results.append(result)
         try:
-            output = method_plan(run.flags).at(1.0).output
             found = json.loads((sweep.folder / "forwards" / f"{run.tag}.json").read_text())
             bpb, tokens = found["bpb"], found["eval_tokens"]
         except (OSError, ValueError, KeyError, TypeError, RecursionError):
@@ -107,8 +105,6 @@ def with_forwards(sweep: Sweep, runs: Sequence[Run]) -> tuple[list[dict], list[s
             notes.append(f"{run.tag}: evaluated on {own} tokens, by lab.study.forwards on {tokens}; {mend}")
             continue
         result["forwards"] = bpb
-        if max(output.a.terms, output.b.terms) > 1 and "clover" in bpb:
-            result["val_bpb_one_term"] = bpb["clover"]
     return results, notes
 
 

@@ -356,10 +356,11 @@ def _read_safetensors(
         quantized = set(CODES) <= set(parts)
         weight = parts.get("weight")
         if weight is not None and weight.dtype == torch.float8_e4m3fn and "weight_scale" in parts and name:
+            bias = {"bias": parts.pop("bias")} if "bias" in parts else {}
             weights.tensors[name] = _read_fp8(folder, theirs, parts, shapes.get(f"{name}.weight"))
             if about:
                 weights.tensors[name].codes = about.rows(name, weight)
-            continue
+            parts = bias
         if not quantized and "weight_packed" in parts:
             raise UserError(
                 f"{folder}: {theirs} has codes without {', '.join(sorted(set(CODES) - set(parts)))}; expected NVFP4 of "

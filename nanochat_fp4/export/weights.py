@@ -1,8 +1,8 @@
 """Collects the weights of the trained forward pass for an export, and the input scales that a server needs.
 
 `forward_weights` returns the weight operands of the output GEMM, with the codes and block scales that training computed
-with. The formats of other programs cannot hold every operand. The second term of an operand is left out, and other
-kinds of operands are rounded again. `Weights.lost` then says what was lost.
+with. The formats of other programs cannot hold every operand. Other kinds of operands are rounded again, and
+`Weights.lost` then says what was lost.
 
 A server does not round inputs as training does. It rounds to nearest, with a constant scale for each layer. `calibrate`
 finds this scale on some text. `served` computes like such a server on any machine, so that the loss from the difference
@@ -118,9 +118,6 @@ def _as_stored(operand) -> tuple[NVFP4Tensor | FP8, str]:
         operand = operand.numbers
     if isinstance(operand, FP8) and operand.codes.dtype == torch.float8_e4m3fn:
         return operand, ""
-    first = getattr(operand, "first", None)
-    if first is not None:
-        return first, "the second term of 4 bits of each weight"
     if isinstance(operand, NVFP4Tensor) and operand.scales.dtype == torch.float8_e4m3fn:
         if operand.codes.dtype == torch.uint8 and operand.tensor_scale.numel() == 1:
             return operand, ""

@@ -140,7 +140,7 @@ def _has_its_weight(layer: QuantLinear) -> bool:
 def _prepared_weight(layers: Sequence[QuantLinear], operand: GemmOperand) -> PreparedWeight:
     weights = tuple(layer.weight for layer in layers)
     versions = tuple(version_of(weight) for weight in weights)
-    return PreparedWeight(operand, weights, versions, layers[0].recipe, layers[0].feedback_factor)
+    return PreparedWeight(operand, weights, versions, layers[0].recipe)
 
 
 @contextlib.contextmanager

@@ -30,9 +30,7 @@ from nanochat_fp4.nvfp4.heads import is_conv1d, linear_layers, output_heads, siz
 from nanochat_fp4.nvfp4.layer_pass import COMPUTE_DTYPES
 from nanochat_fp4.nvfp4.linear import QuantLinear
 from nanochat_fp4.nvfp4.methods import get_recipe
-from nanochat_fp4.nvfp4.places import layer_kind
 from nanochat_fp4.nvfp4.recipes import Recipe
-from nanochat_fp4.nvfp4.reminders import expect_calls
 
 ADAPTER_PARTS = {"lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B"}  # peft's
 ADAPTER = "an adapter's low-rank factor"
@@ -109,7 +107,7 @@ def convert(
                 layer.set_recipe(get_recipe("bf16"))
         else:
             quantized = converted[names[0]] = as_quantized(layer)
-            quantized.per_token_in_eval, quantized.kind = per_token_in_eval, _kind_of_layer(names)
+            quantized.per_token_in_eval = per_token_in_eval
             quantized.set_recipe(recipe)
     if not converted:
         reasons_of = names_by_reason(report.left_alone)
@@ -117,14 +115,15 @@ def convert(
         why += [kind for kind in shares(model, (), heads)[2] if "not supported" in kind]
         raise ValueError(f"convert: no linear layer could be converted ({'; '.join(why) or 'the model has none'})")
 
-    _describe(report, converted)
+    report.converted = list(converted)
+    refused = {layer.weight.dtype for layer in converted.values()} - set(COMPUTE_DTYPES)
+    report.refused_dtypes = sorted(str(dtype).removeprefix("torch.") for dtype in refused) if recipe.quantizes else []
     report.quantized, report.quantized_without_heads, report.others = shares(model, converted, heads, kinds_left_alone)
     report.slow_paths = call_every_layer(model) if recipe.quantizes else []
     report.experts = sum(bool(stacked_linears(module)) for module in model.modules())
     for part in model.modules():  # converted before, by itself
         vars(part).pop("nf_report", None)
     model.nf_report = report
-    expect_calls(model, recipe if backward else None)
     if verbose and not (_distributed() and dist.get_rank()):
         with contextlib.suppress(OSError):  # a log that nobody takes is no reason to end a run
             print(report)
@@ -163,25 +162,10 @@ class _Reasons:
             if any(_in_pattern(name, pattern) for name in names):
                 return LeftAlone(f"skip pattern {pattern!r}", AS_ASKED)
         problem = _subclass_reason(layer) or reason_to_leave(names, layer)
-        problem = problem or _unsupported_reason(layer, self.recipe.of(_kind_of_layer(names)))
+        problem = problem or _unsupported_reason(layer, self.recipe)
         if any(name.startswith(block + ".") for name in names for block in self.kept_blocks):
             return LeftAlone("in a first or last block kept in full precision", AS_ASKED, not problem)
         return LeftAlone(problem, ADAPTERS if problem == ADAPTER else LEFT_ALONE) if problem else None
-
-
-def _kind_of_layer(names: Sequence[str]) -> str | None:
-    return next(filter(None, map(layer_kind, names)), None)
-
-
-def _describe(report: ConvertReport, converted: Mapping[str, QuantLinear]) -> None:
-    """Writes into the report what it says of the converted layers. Raises ValueError as _known_kinds does."""
-    recipe, layers = report.recipe, converted.values()
-    report.converted = list(converted)
-    if recipe.kinds:
-        report.kinds = _known_kinds(recipe, converted)
-    refused = {layer.weight.dtype for layer in layers} - set(COMPUTE_DTYPES)
-    report.refused_dtypes = sorted(str(dtype).removeprefix("torch.") for dtype in refused) if recipe.quantizes else []
-    report.without_gram_matrices = recipe.uses_feedback and all(layer.gram_matrix is None for layer in layers)
 
 
 def _checked(model: nn.Module, skip: Sequence[str], keep_first_blocks: int, keep_last_blocks: int) -> Sequence[str]:
@@ -207,18 +191,6 @@ def _check_patterns(skip: Sequence[str], all_names: Mapping[nn.Module, Sequence[
             raise ValueError(
                 f"convert: the skip pattern {pattern!r} matches no linear layer; {hint}there are: {some(there)}"
             )
-
-
-def _known_kinds(recipe: Recipe, layers: Mapping[str, QuantLinear]) -> dict[str, str | None]:
-    """Name of a converted layer -> its kind. Raises ValueError if no layer has a kind that the recipe could go by."""
-    kinds = {name: layer.kind for name, layer in layers.items()}
-    if not any(kinds.values()):
-        raise ValueError(
-            f"convert: {recipe.name} has recipes for {', '.join(kind for kind, _ in recipe.kinds)} layers, and the "
-            f"names of this model's layers do not tell which they are ({some(layers)}); use a method that treats all "
-            "layers alike, or convert the parts of the model one by one"
-        )
-    return kinds
 
 
 class QuantConv1D(QuantLinear):

@@ -9,7 +9,6 @@ from torch import nn
 from nanochat_fp4.nvfp4.experts import LINEARS, stacked_linears
 from nanochat_fp4.nvfp4.heads import is_linear
 from nanochat_fp4.nvfp4.layer_pass import other_dtype
-from nanochat_fp4.nvfp4.places import KINDS
 from nanochat_fp4.nvfp4.recipes import Recipe
 
 # Kinds of weights that are meant to stay in high precision.
@@ -30,14 +29,11 @@ class ConvertReport:
     converted: list[str] = field(default_factory=list)
     left_alone: list[tuple[str, str]] = field(default_factory=list)
     kept: list[str] = field(default_factory=list)  # layers left alone because their whole block stays in BF16
-    without_gram_matrices: bool = False  # the method needs Gram matrices, and no layer has one yet
     quantized: float = 1.0  # the share of the weights that the converted layers hold
     quantized_without_heads: float = 1.0  # the same share if output heads are not counted
     others: dict[str, float] = field(default_factory=dict)  # kind of weights in high precision -> their share
     slow_paths: list[str] = field(default_factory=list)  # layers whose fast path in eval mode was switched off
     experts: int = 0  # number of modules whose stacked experts were converted
-    kinds: dict[str, str | None] = field(default_factory=dict)  # converted layer -> its kind, if the recipe has kinds
-
     refused_dtypes: list[str] = field(default_factory=list)  # dtypes of converted weights that layers cannot compute in
 
     def __repr__(self) -> str:
@@ -72,19 +68,12 @@ class ConvertReport:
             f"in high precision, {100 * share:.1f}% of the weights in matrix products: {kind}"
             for kind, share in self.others.items()
         ]
-        if self.kinds:
-            count = {kind: list(self.kinds.values()).count(kind) for kind in KINDS}
-            lines.append(f"layers by kind: {', '.join(f'{number} {kind}' for kind, number in count.items())}")
-            if other := [name for name, kind in self.kinds.items() if kind is None]:
-                lines.append(f"{len(other)} layers of no known kind compute with {self.recipe.output}: {some(other)}")
         if self.experts:
             lines.append(f"experts of {self.experts} layers: each computes its own GEMMs, one after the other")
         if self.slow_paths:
             lines.append(
                 f"switched off: the fast path in eval mode of {some(self.slow_paths)}, which does not call its layers"
             )
-        if self.without_gram_matrices:
-            lines.append("weights are rounded without feedback until training has looked at the layers' inputs")
         for reason, names in names_by_reason(self.left_alone).items():
             shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
             lines.append(f"left alone ({reason}): {shown}")

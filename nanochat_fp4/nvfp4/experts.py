@@ -1,7 +1,7 @@
 """Quantizes experts whose weights are slices of parameters with three dimensions, as in transformers 5 and torchtitan.
 
-Each slice becomes an ExpertLinear, which is a QuantLinear without a parameter of its own. Contexts, methods, Gram
-matrices and reports therefore treat experts like linear layers. The model keeps its Parameters and its state dict.
+Each slice becomes an ExpertLinear, which is a QuantLinear without a parameter of its own. Contexts, methods
+and reports therefore treat experts like linear layers. The model keeps its Parameters and its state dict.
 
 Tokens are sorted by expert. Each expert computes GEMMs of its own tokens, with its own codes and tensor scales. The
 result has the bits that a QuantLinear with the expert's slice would compute for these tokens. An expert without tokens

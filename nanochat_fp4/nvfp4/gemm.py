@@ -7,9 +7,6 @@ multiplied with sums in FP32. The sums are multiplied by the two tensor scales b
 output dtype. This is the arithmetic of FP4 tensor cores, up to the order of summation. On CUDA one call of cuBLAS
 computes it, which reads the factor alpha from GPU memory (nvfp4_kernels/cublas.py). If cuBLAS cannot be called in this
 way, the product is written in FP32 and multiplied by the scales in a second pass, which gives the same result.
-
-An operand of two terms is multiplied term by term, A1 . B1 + A1 . B2 + A2 . B1, so that every product is one of 4-bit
-operands. The product A2 . B2 of the residuals is left out, because it is as small as the error of the operands.
 """
 
 from collections.abc import Callable
@@ -39,12 +36,12 @@ class GemmOperand:
 
     padding: int = field(default=0, kw_only=True)
     tensor_scale = None  # Kinds with a tensor scale have a field of this name.
-    is_one_term = True
     exact = True  # `matrix` returns a dtype that holds all values exactly, whatever dtype it was asked for.
 
     @property
-    def terms(self) -> "tuple[GemmOperand, ...]":
-        return (self,)
+    def multiplied(self) -> "GemmOperand":
+        """The operand that a product multiplies: the 8-bit numbers of an FP8WithCodes, otherwise itself."""
+        return self
 
     @property
     def shape(self) -> torch.Size:
@@ -225,7 +222,7 @@ def _dense(a: GemmOperand, b: GemmOperand, compute_dtype: torch.dtype) -> _Dense
 def _product(
     a: GemmOperand, b: GemmOperand, compute_dtype: torch.dtype, out_dtype: torch.dtype
 ) -> TensorCoreProduct | _Dense:
-    """Returns the product of two operands of one term, ready to be computed."""
+    """Returns the product of two operands, ready to be computed."""
     on_tensor_cores = a.on_tensor_cores(b, out_dtype)
     return _dense(a, b, compute_dtype) if on_tensor_cores is None else on_tensor_cores
 
@@ -253,9 +250,7 @@ def gemm(
     K differs in any other way.
     """
     _check_lengths(a, b)
-    if a.is_one_term and b.is_one_term:
-        return _product(a.terms[0], b.terms[0], compute_dtype, out_dtype).result(out_dtype)
-    return _cast(_sum_of_products(a, b, compute_dtype), out_dtype)
+    return _product(a.multiplied, b.multiplied, compute_dtype, out_dtype).result(out_dtype)
 
 
 def gemm_add(
@@ -268,23 +263,11 @@ def gemm_add(
     """Adds a (M, K) . b (N, K)^T to `into`, float32 (M, N) with contiguous rows. The other arguments are gemm's.
 
     The reference is `into += gemm(...)` in FP32, which has the bits of the sum that autograd computes. CPUs compute it
-    in this way, and so do operands of two terms. Where cuBLAS, or cuBLASLt for FP4, reads alpha from GPU memory, the
+    in this way. Where cuBLAS, or cuBLASLt for FP4, reads alpha from GPU memory, the
     GEMM itself computes alpha * sum + into. No product is written, and the result is rounded once instead of twice.
     """
     _check_lengths(a, b)
-    if a.is_one_term and b.is_one_term:
-        _product(a.terms[0], b.terms[0], compute_dtype, torch.float32).add_to(into)
-    else:
-        into.add_(_sum_of_products(a, b, compute_dtype))
-
-
-def _sum_of_products(a: GemmOperand, b: GemmOperand, compute_dtype: torch.dtype) -> torch.Tensor:
-    """Returns the sum of the products of the terms, float32 (M, N), without the product of the two second terms."""
-    (a_first, *a_rest), (b_first, *b_rest) = a.terms, b.terms
-    total = gemm(a_first, b_first, compute_dtype=compute_dtype, out_dtype=torch.float32)
-    for x, y in (*((a_first, rest) for rest in b_rest), *((rest, b_first) for rest in a_rest)):
-        gemm_add(x, y, total, compute_dtype=compute_dtype)
-    return total
+    _product(a.multiplied, b.multiplied, compute_dtype, torch.float32).add_to(into)
 
 
 def _cast(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

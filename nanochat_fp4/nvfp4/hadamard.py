@@ -21,15 +21,13 @@ def _sylvester(dim: int) -> torch.Tensor:
     return h
 
 
-def rotation_matrix(
-    seed: torch.Tensor | int, *, dim: int = RHT_DIM, stream: int = 0, vector: int = 0, device="cpu"
-) -> torch.Tensor:
+def rotation_matrix(seed: torch.Tensor | int, *, dim: int = RHT_DIM, stream: int = 0, device="cpu") -> torch.Tensor:
     """Returns diag(signs) H, float32 (dim, dim), with entries +1 and -1. For each group, rotate(x) is
     x @ rotation_matrix / sqrt(dim).
 
-    The signs are random_signs of seed, stream and vector.
+    The signs are random_signs of seed and stream.
     """
-    signs = random_signs(seed, dim, stream, torch.device(device), vector)
+    signs = random_signs(seed, dim, stream, torch.device(device))
     # The matrix is not cached, because one that is made inside FakeTensorMode would break all later calls outside.
     return signs.unsqueeze(1) * _sylvester(dim).to(device)
 
@@ -48,24 +46,12 @@ def rotate(x: torch.Tensor, seed: torch.Tensor | int, *, dim: int = RHT_DIM, str
     return rotated_sums(x, seed, dim=dim, stream=stream) * dim**-0.5
 
 
-def rotated_sums(
-    x: torch.Tensor, seed: torch.Tensor | int, *, dim: int = RHT_DIM, stream: int = 0, rotations: int = 1
-) -> torch.Tensor:
-    """Computes `rotate` without its factor 1/sqrt(dim), which quantization applies once a block instead. With two
-    rotations the missing factor is 1/dim.
-
-    With rotations=2, the result is rotated a second time, with other signs. One RHT turns a group with a single large
-    value into numbers of one magnitude, and two RHTs do not (arXiv 2605.06014). The input of the second rotation is
-    rounded to BF16, because tensor cores read BF16. This error is at most 2^-9 of a value, and the errors of 4 bits are
-    50 times larger.
-    """
+def rotated_sums(x: torch.Tensor, seed: torch.Tensor | int, *, dim: int = RHT_DIM, stream: int = 0) -> torch.Tensor:
+    """Computes `rotate` without its factor 1/sqrt(dim), which quantization applies once a block instead."""
     if x.shape[-1] % dim:
         raise ValueError(
             f"rotate: the last dimension is {x.shape[-1]}, expected a multiple of {dim}; pad it with zeros"
         )
     groups = x.to(torch.float32).unflatten(-1, (-1, dim))  # The matrix has entries +-1, so only the sums are rounded.
     with torch.autocast(x.device.type, enabled=False):  # Autocast would compute the product in BF16.
-        for vector in range(rotations):
-            groups = groups.to(torch.bfloat16).float() if vector else groups
-            groups = groups @ rotation_matrix(seed, dim=dim, stream=stream, vector=vector, device=x.device)
-        return groups.flatten(-2)
+        return (groups @ rotation_matrix(seed, dim=dim, stream=stream, device=x.device)).flatten(-2)

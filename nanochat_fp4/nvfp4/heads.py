@@ -6,17 +6,33 @@ say nothing. The model is not run.
 """
 
 import fnmatch
+import re
 from collections import Counter
 from collections.abc import Iterable
 
 import torch
 from torch import nn
 
-from nanochat_fp4.nvfp4.places import without_wrappers
-
 HEAD_NAMES = ("lm_head", "*.lm_head")
 # A head and the embedding may differ in their number of rows by this share, because vocabularies are padded.
 PADDING = 1 / 8
+
+
+# Modules that a program puts around a layer, which then has a longer name: those of peft, torch.compile, FSDP1, and
+# torch's activation checkpointing.
+_WRAPPER = re.compile(
+    r"(^|\.)(base_layer|original_module|modules_to_save\.[^.]+|_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)"
+    r"(?=\.|$)"
+)
+
+
+def without_wrappers(name: str) -> str:
+    """Returns the name that a layer has in the model itself, without the parts that wrappers around the layer add.
+
+    >>> without_wrappers("model.layers.0.self_attn.q_proj.base_layer")
+    'model.layers.0.self_attn.q_proj'
+    """
+    return _WRAPPER.sub("", name).removeprefix(".")
 
 
 def is_conv1d(module: nn.Module) -> bool:

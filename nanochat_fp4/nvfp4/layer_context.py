@@ -42,29 +42,24 @@ class PreparedWeight(NamedTuple):
     weights:  the layers' weights that the operand was made of
     versions: version_of each weight when the operand was made
     recipe:   the layers' recipe when the operand was made
-    factor:   the factor of the layers' error feedback when the operand was made, or None
     """
 
     operand: GemmOperand
     weights: tuple[torch.Tensor, ...]
     versions: tuple[tuple[int, int], ...]
     recipe: Recipe
-    factor: torch.Tensor | None
 
-    def is_of(self, weights: Sequence[torch.Tensor], recipe: Recipe, factor: torch.Tensor | None) -> bool:
-        """Whether a pass with these weights, recipe and factor may use this operand.
+    def is_of(self, weights: Sequence[torch.Tensor], recipe: Recipe) -> bool:
+        """Whether a pass with these weights and this recipe may use this operand.
 
         Raises RuntimeError if the operand was made of these weights and one of them has changed since.
         """
         if not _same(self.weights, weights) or self.recipe != recipe:
             return False
-        # A graph has no versions. The context compares them when it is left. A graph has no factor either: the layer's
-        # first one would be a reason to compile all graphs again.
-        if torch.compiler.is_compiling():
-            return True
-        if self.factor is factor and self.versions != tuple(version_of(w) for w in weights):
+        # A graph has no versions. The context compares them when it is left.
+        if not torch.compiler.is_compiling() and self.versions != tuple(version_of(w) for w in weights):
             raise RuntimeError(WEIGHTS_CHANGED)
-        return self.factor is factor
+        return True
 
 
 class GradientMemory(NamedTuple):
@@ -100,14 +95,12 @@ class LayerContext:
     gradients: tuple[GradientMemory, ...] = ()
     entered: dict[object, dict[str, Any]] = field(default_factory=dict)
 
-    def weight_of(
-        self, weights: Sequence[torch.Tensor], recipe: Recipe, factor: torch.Tensor | None
-    ) -> GemmOperand | None:
+    def weight_of(self, weights: Sequence[torch.Tensor], recipe: Recipe) -> GemmOperand | None:
         """Returns the operand that was made of these weights, or None if there is none.
 
         Raises RuntimeError if a weight has changed since.
         """
-        return next((made.operand for made in self.weights if made.is_of(weights, recipe, factor)), None)
+        return next((made.operand for made in self.weights if made.is_of(weights, recipe)), None)
 
     def gradient_of(self, weights: Sequence[torch.Tensor]) -> torch.Tensor | None:
         """Returns the memory that the gradients of these weights are added to. None means that autograd adds them."""

@@ -24,7 +24,6 @@ class Pass(NamedTuple):
     grad_enabled: the caller's torch.is_grad_enabled(). It is stored because needs_input_grad ignores torch.no_grad.
     per_token:    whether each row of the input has a tensor_scale of its own
     amax:         max |input|, float32 (), if the caller knows it
-    factor:       the factor of the weight's error feedback, float16 (K, K), or None
     prepared_weight: the weight operand of the output GEMM, if it was made before this pass (quantize_weights_once)
     gradient:     the memory that the gradient of the weights is added to, float32 (N, K), or None. If it is given,
                   backward returns no gradient of the weights. It is stored here and not by autograd, because autograd
@@ -37,7 +36,6 @@ class Pass(NamedTuple):
     grad_enabled: bool
     per_token: bool = False
     amax: torch.Tensor | None = None
-    factor: torch.Tensor | None = None
     prepared_weight: GemmOperand | None = None
     gradient: torch.Tensor | None = None
     largest: Callable[[torch.Tensor], torch.Tensor] | None = None
@@ -71,7 +69,7 @@ class Pass(NamedTuple):
 
     def of_weight(self, seed: torch.Tensor | None, device: torch.device) -> Quantization:
         """Says how Qw(W), the weight operand of the output GEMM, is made."""
-        return self.quantization(WEIGHT, seed, seed, device)._replace(factor=self.factor)
+        return self.quantization(WEIGHT, seed, seed, device)
 
 
 # torch.compile decides by itself which operation runs in which of the two passes. If neither the forward's outputs nor

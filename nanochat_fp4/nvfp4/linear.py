@@ -9,16 +9,13 @@ in_features, and N is out_features. operands.py has the kinds of operand, and ma
 the settings of a pass.
 
 The backward pass keeps the codes of input and weight, 4.5 bits an element (the paper, Section 5). A tensor that the
-forward does not quantize is kept as it is. The backward GEMMs use the values that the forward used. An operand of two
-terms, X ~ X1 + X2, is requantized to one term. With Y = X1 W1^T + X1 W2^T + X2 W1^T this gives dX = E (W1 + W2) and
-dW = E^T (X1 + X2). These are the gradients of this Y if the derivative of a rounding is taken to be the identity:
-X1 = Q(X) and X2 = Q(X - X1) give dX1/dX = 1 and dX2/dX = 1 - 1 = 0, and dY/dX1 is W1 + W2.
+forward does not quantize is kept as it is. The backward GEMMs use the values that the forward used.
 
 Each pass of a layer draws one 64-bit seed from torch's default generator of the layer's device. A run that saves and
 restores torch's generators therefore resumes with the same rotations and roundings, to the bit. Passes without
 gradients draw nothing. All state is in the layers, so threads may call different layers at the same time.
 
-Each other feature reaches a layer in one place: contexts.py through `context`, feedback.py through `gram_matrix`,
+Each other feature reaches a layer in one place: contexts.py through `context`,
 sharding.py through `gathered_weight`, and experts.py through `matrix`. tensor_parallel.py overrides `outputs` and
 `largest`. relu_squared.py and epilogue.py have autograd functions of their own that call
 `output` and `gradients`.
@@ -31,7 +28,6 @@ import torch
 
 from nanochat_fp4.nvfp4.checkpointing import gradients_are_wanted
 from nanochat_fp4.nvfp4.dispatch import stays_eager
-from nanochat_fp4.nvfp4.feedback import set_gram_matrix
 from nanochat_fp4.nvfp4.gemm import GemmOperand, gemm, gemm_add, once_differentiable
 from nanochat_fp4.nvfp4.layer_context import InContext
 from nanochat_fp4.nvfp4.layer_pass import (
@@ -178,10 +174,7 @@ class QuantLinear(InContext, torch.nn.Linear):
     """
 
     recipe: Recipe
-    kind: str | None = None  # one of places.KINDS, if convert can tell it
     per_token_in_eval = False  # whether each row has its own tensor_scale in eval mode without gradients (convert)
-    gram_matrix: torch.Tensor | None = None  # the inputs' Gram matrix (feedback.py), if it is known
-    feedback_factor: torch.Tensor | None = None  # feedback.factor_for of the Gram matrix
     # from an amax to that over all processes that have a part of the layer (tensor_parallel.py)
     largest: Callable[[torch.Tensor], torch.Tensor] | None = None
     stackable = True  # whether fused_linear may stack the weight with another layer's. Each subclass must say it anew.
@@ -203,24 +196,14 @@ class QuantLinear(InContext, torch.nn.Linear):
         cls.stackable = vars(cls).get("stackable", False)
 
     def set_recipe(self, recipe: Recipe) -> None:
-        """Gives the layer the recipe that `recipe` has for the layer's kind. Raises ValueError if the layer's sizes do
-        not suit it."""
-        recipe = recipe.of(self.kind)
+        """Gives the layer the recipe. Raises ValueError if the layer's sizes do not suit it."""
         if problem := self.problem_with(recipe):
             raise ValueError(f"QuantLinear: {problem}; use nn.Linear here, or skip this layer in convert")
         self.recipe = recipe
-        if self.gram_matrix is not None:
-            set_gram_matrix(self, self.gram_matrix)
 
     def problem_with(self, recipe: Recipe) -> str | None:
         """Returns the reason why this layer cannot be computed with the recipe, or None."""
         return recipe.problem_with_sizes(self.in_features, self.out_features)
-
-    def _apply(self, fn, recurse: bool = True) -> "QuantLinear":
-        super()._apply(fn, recurse)
-        if self.gram_matrix is not None and self.gram_matrix.device != self.weight.device:
-            set_gram_matrix(self, self.gram_matrix)
-        return self
 
     @property
     def matrix(self) -> torch.Tensor:
@@ -255,7 +238,7 @@ class QuantLinear(InContext, torch.nn.Linear):
     def weight_quantization(self, device: torch.device) -> Quantization:
         """Says how the weight operand of the output GEMM is made, for recipes that make it alike in each pass."""
         how = self.recipe.quantization(WEIGHT, None, None, device)
-        return how._replace(factor=self.feedback_factor, largest=self.largest)
+        return how._replace(largest=self.largest)
 
     def gathered_weight(self, layers: "Sequence[QuantLinear]") -> GemmOperand | None:
         """The weight operand of these layers, if FSDP has gathered one (sharding.py). This layer is the first of
@@ -265,8 +248,7 @@ class QuantLinear(InContext, torch.nn.Linear):
     def prepared_weight(self, layers: "Sequence[QuantLinear]") -> GemmOperand | None:
         """The weight operand of the output GEMM of these layers, of which this is the first, if it was made before."""
         weights = [layer.weight for layer in layers]
-        factor = None if torch.compiler.is_compiling() else self.feedback_factor
-        made = self.context.weight_of(weights, self.recipe, factor)
+        made = self.context.weight_of(weights, self.recipe)
         return self.gathered_weight(layers) if made is None else made
 
     def gradient_memory(self, layers: "Sequence[QuantLinear]") -> torch.Tensor | None:
@@ -333,7 +315,6 @@ class QuantLinear(InContext, torch.nn.Linear):
             torch.is_grad_enabled(),
             self.scales_each_token,
             amax,
-            self.feedback_factor if prepared is None else None,
             prepared,
             self.gradient_memory(layers),
             self.largest,

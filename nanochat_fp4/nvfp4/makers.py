@@ -12,14 +12,11 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from nanochat_fp4.nvfp4.dispatch import native_gemm, use_kernels
-from nanochat_fp4.nvfp4.feedback import round_with_feedback, with_feedback
 from nanochat_fp4.nvfp4.format import BLOCK, NVFP4Tensor, swizzle_scales
 from nanochat_fp4.nvfp4.gemm import Decoded, GemmOperand, Plain
-from nanochat_fp4.nvfp4.operands import FP8, Codes, FP8WithCodes, WithResidual, codes_of
+from nanochat_fp4.nvfp4.operands import FP8, Codes, FP8WithCodes, codes_of
 from nanochat_fp4.nvfp4.quantizers import quantize_reference
 from nanochat_fp4.nvfp4.roundings import Rounding
-
-ROUNDED_AT_ONCE = 2**28  # The number of weight elements that are rounded together with feedback: 1 GiB in FP32.
 
 
 class Quantization(NamedTuple):
@@ -29,17 +26,15 @@ class Quantization(NamedTuple):
     seed, stream: the seed, int64 (), and the number of the stream that stochastic rounding draws from
     rht_dim, rht_seed, rht_stream: the group size, the seed and the stream of the rotation along the contraction
                  dimension. With rht_dim 0 nothing is rotated.
-    terms, kept: the fields of recipes.Operand with these names
+    kept:        the field of recipes.Operand with this name
     per_token:   whether each row has a tensor_scale of its own, so that a row does not depend on the others
-    factor:      the factor of error feedback that the values are rounded with (feedback.factor_for), or None
     amax:        the largest magnitude to scale by, a scalar tensor. With None it is computed. A caller gives it if the
                  operation that made the tensor has found it, or if the tensor is a part of a larger one. It can be
-                 given for operands of one term without a rotation.
+                 given for operands without a rotation.
     tiles:       whether block scales are laid out in tiles of 128x4, the layout of FP4 tensor cores (not with
                  per_token)
     largest:     a function from an amax to that over all processes that have a part of the layer, or None
     make:        the maker that recipes.Operand has chosen. With None, maker_of chooses it.
-    rotations:   1, or 2 for two rotations in a row (hadamard.rotated_sums)
     """
 
     rounding: Rounding | None = None
@@ -48,14 +43,11 @@ class Quantization(NamedTuple):
     rht_dim: int = 0
     rht_seed: torch.Tensor | None = None
     rht_stream: int = 0
-    terms: int = 1
     per_token: bool = False
-    factor: torch.Tensor | None = None
     amax: torch.Tensor | None = None
     tiles: bool = False
     largest: Callable[[torch.Tensor], torch.Tensor] | None = None
     make: "Maker | None" = None
-    rotations: int = 1
     kept: Rounding | None = None
 
 
@@ -68,16 +60,12 @@ class Maker(Protocol):
     ) -> GemmOperand: ...
 
 
-def maker_of(rounding: Rounding | None, terms: int = 1, feedback: bool = False, kept: Rounding | None = None) -> Maker:
+def maker_of(rounding: Rounding | None, kept: Rounding | None = None) -> Maker:
     """Returns the maker for these fields of a recipes.Operand."""
     if rounding is None:
         return make_plain
     if kept is not None:
         return make_fp8_with_codes
-    if feedback:
-        return make_with_feedback
-    if terms == 2:
-        return make_two_terms
     if rounding.fp8:
         return make_fp8
     return make_by_function if rounding.quantize else make_codes
@@ -106,7 +94,7 @@ def quantize_operand(
 
 
 def _maker(how: Quantization) -> Maker:
-    return how.make or maker_of(how.rounding, how.terms, how.factor is not None, how.kept)
+    return how.make or maker_of(how.rounding, how.kept)
 
 
 def make_plain(value: torch.Tensor | GemmOperand, how: Quantization, transpose: bool, keep_codes: bool) -> GemmOperand:
@@ -124,11 +112,8 @@ def make_codes(value: torch.Tensor | GemmOperand, how: Quantization, transpose: 
     # The kernels can compute a scale per token, a rotation, or square blocks, but no two of these together.
     two = how.per_token + (how.rht_dim > 0) + (rounding.block_rows > 1) > 1
     if not (use_kernels(device) and rounding.has_kernels) or two or (codes and how.rht_dim and not transpose):
-        scale = None
-        if codes and how.rotations == 2:  # The BF16 rounding between two rotations is done before tensor_scale.
-            value, scale = value.decode(torch.float32), value.tensor_scale
         x = _contracted_last(value, transpose, max(how.rht_dim, rounding.block))
-        t = quantize_reference(x, rounding, scale=scale, **_draws(how))
+        t = quantize_reference(x, rounding, **_draws(how))
         scales = swizzle_scales(t.scales) if how.tiles and not how.per_token else t.scales
         return codes_of(rounding)(t.codes, scales, t.tensor_scale, t.decoded)
     emulated = not keep_codes and native_gemm(device.type) is None
@@ -136,27 +121,6 @@ def make_codes(value: torch.Tensor | GemmOperand, how: Quantization, transpose: 
         return _rotate_quantize(value, *((None, how) if transpose else (how, None)), emulated)[1 if transpose else 0]
     x = _contracted_last(value, transpose, BLOCK)
     return _quantize_rows(x, how)
-
-
-def make_with_feedback(
-    value: torch.Tensor | GemmOperand, how: Quantization, transpose: bool, keep_codes: bool
-) -> GemmOperand:
-    """Makes NVFP4 codes with error feedback, or without it as long as the inputs' Gram matrix is not known."""
-    if how.factor is None:
-        return make_codes(value, how, transpose, keep_codes)
-    rounding = how.rounding
-    constants = rounding.grid_max, rounding.scale_cap, list(rounding.candidates)
-    return Codes(*with_feedback(_source(value), how.factor, *constants, how.amax, how.tiles))
-
-
-def make_two_terms(
-    value: torch.Tensor | GemmOperand, how: Quantization, transpose: bool, keep_codes: bool
-) -> GemmOperand:
-    how = how._replace(terms=1, make=make_codes)
-    value = _source(value)
-    first = quantize_operand(value, how, keep_codes=True)
-    rest = value.float() - first.fp32()
-    return WithResidual(first, quantize_operand(rest, how._replace(amax=None), keep_codes=True))
 
 
 def make_fp8(value: torch.Tensor | GemmOperand, how: Quantization, transpose: bool, keep_codes: bool) -> GemmOperand:
@@ -213,7 +177,6 @@ def _draws(how: Quantization) -> dict[str, Any]:
         "rht_dim": how.rht_dim,
         "rht_seed": seed if how.rht_seed is None else how.rht_seed,
         "rht_stream": how.rht_stream,
-        "rotations": how.rotations,
         "per_token": how.per_token,
         "amax": how.amax,
         "largest": how.largest,
@@ -246,23 +209,8 @@ def quantize_grad_output(
 
 @torch.no_grad()
 def quantize_weights(weights: Sequence[tuple[torch.Tensor, Quantization]]) -> list[GemmOperand]:
-    """Applies quantize_operand to each weight (N, K) and returns the operands without cached values. Weights of one
-    shape that have feedback are rounded together, because the kernels would be slow for one weight at a time."""
-    operands: list[GemmOperand | None] = [None] * len(weights)
-    alike: dict[tuple, list[int]] = {}
-    for i, (weight, how) in enumerate(weights):
-        if how.factor is None:
-            operands[i] = quantize_operand(weight, how, keep_codes=True).without_cache()
-        else:
-            alike.setdefault((weight.shape, weight.dtype, how.rounding, how.tiles), []).append(i)
-    for (*_, rounding, tiles), numbers in alike.items():
-        at_once = max(1, ROUNDED_AT_ONCE // weights[numbers[0]][0].numel())
-        for some in (numbers[i : i + at_once] for i in range(0, len(numbers), at_once)):
-            factors = [weights[i][1].factor for i in some]
-            together = torch.stack([weights[i][0] for i in some])
-            for i, t in zip(some, round_with_feedback(together, factors, rounding, tiles=tiles)):
-                operands[i] = Codes(t.codes, t.scales, t.tensor_scale)
-    return operands
+    """Applies quantize_operand to each weight (N, K) and returns the operands without cached values."""
+    return [quantize_operand(weight, how, keep_codes=True).without_cache() for weight, how in weights]
 
 
 def _contracted_last(value: torch.Tensor | NVFP4Tensor, transpose: bool, multiple: int) -> torch.Tensor:
@@ -348,7 +296,7 @@ def _rotate_quantize(
             return None, None, None
         r = how.rounding
         limits, random = (r.grid_max, r.scale_cap, r.candidates), (how.rht_dim, how.stream, how.rht_stream)
-        operand = RotatedOperand(*limits, r.stochastic, r.ms_eden, *random, emulated, how.tiles, how.rotations)
+        operand = RotatedOperand(*limits, r.stochastic, r.ms_eden, *random, emulated, how.tiles)
         return operand, how.seed, how.rht_seed
 
     codes = isinstance(value, NVFP4Tensor)

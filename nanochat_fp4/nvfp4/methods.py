@@ -22,16 +22,13 @@ TETRAJET_RHT_DIM = 32
 as_used = Operand()  # A backward operand with the values that the forward GEMM used, not rounded again.
 rtn, sr, raw_rtn = Operand("rtn"), Operand("sr"), Operand("rtn", raw=True)
 square_rtn, square_four_over_six = Operand("rtn_16x16"), Operand("four_over_six_16x16")
-four_over_six, two_terms = Operand("four_over_six"), Operand("four_over_six", terms=2)
-feedback = Operand("scale_search_6", feedback=True)
+four_over_six = Operand("four_over_six")
 eden = both("ms_eden", RHT_DIM)
-# For operands next to ReLU^2. They have many zeros and a few large values, which one rotation does not mix well.
-eden_twice = replace(eden, rotations=2)
 eight_bits = Operand("e4m3", kept="four_over_six")  # FP8 in the forward, and 4-bit codes in the backward pass.
 nvidia_wgrad = Gemm(sr, raw_rtn, NVIDIA_RHT_DIM)
 fixed_signs = replace(nvidia_wgrad, fixed_signs=True)  # One sign vector for the whole run.
 
-# Recipes from which other rows are made, and two recipes with which other rows end a run.
+# Recipes from which other rows are made, and one with which another row ends a run.
 NVIDIA = Recipe(
     "nvidia",
     output=Gemm(rtn, square_rtn),
@@ -54,17 +51,6 @@ CLOVER = Recipe(
     grad_weight=eden,
     summary="the paper (Quartet II): 4/6 forward, MS-EDEN backward from the forward's codes",
 )
-CLOVER_REFINED = replace(
-    CLOVER,
-    name="clover_refined",
-    output=Gemm(two_terms, two_terms),
-    summary="clover with two terms of 4 bits for both operands of its forward: three 4-bit GEMMs in the place of one",
-)
-
-# The recipes of clover_mixed for attention and for the MLP's first matrix.
-MIXED_ATTENTION = replace(CLOVER, name="clover_mixed_attention", output=Gemm(eight_bits, eight_bits))
-MIXED_UP = replace(MIXED_ATTENTION, name="clover_mixed_up", grad_input=eden_twice, grad_weight=eden_twice)
-
 # The advice which row to use. --help and the documents print all of it, and the plan of a run what concerns its GPU.
 ON_A_BLACKWELL = (
     "On a Blackwell, time fp8 and clover_fp8_forward, and take the one that ends with the lower loss after the hours "
@@ -117,31 +103,6 @@ METHODS: dict[str, Recipe] = {
             output=Gemm(eight_bits, eight_bits),
             summary="clover with its forward in FP8, one scale a tensor; the backward pass keeps 4-bit codes and "
             "multiplies in 4 bits, as clover's",
-        ),
-        replace(
-            CLOVER,
-            name="clover_feedback",
-            output=Gemm(four_over_six, feedback),
-            summary="clover with a search over block scales and error feedback for the forward's weight, which a step "
-            "pays once",
-        ),
-        replace(
-            CLOVER,
-            name="clover_feedback_late",
-            output=Gemm(four_over_six, feedback),
-            late=(0.97, CLOVER_REFINED),
-            summary="clover with error feedback for the forward's weight, and two terms for both operands in the last "
-            "3% of the steps: 2% more GEMM work, and a forward of three products at inference, or BF16 "
-            "(docs/results.md)",
-        ),
-        replace(
-            CLOVER,
-            name="clover_mixed",
-            output=Gemm(four_over_six, feedback),
-            grad_weight=eden_twice,
-            kinds=(("attention", MIXED_ATTENTION), ("mlp_up", MIXED_UP)),
-            summary="the forward in FP8 (one scale a tensor) in attention and the MLP's first matrix, that of "
-            "clover_feedback in its second; all backward GEMMs in 4 bits, rotated twice around ReLU^2",
         ),
     )
 }

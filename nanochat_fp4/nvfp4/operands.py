@@ -4,7 +4,6 @@
     Codes                   4-bit codes and their scales (NVFP4)
     SquareCodes             codes whose scales belong to blocks of 16x16, so that they can be transposed
     Stacked                 codes, or tensors, of several weights, stacked one below the other
-    WithResidual            two terms: the codes of a tensor, and the codes of the error that the first codes leave
     FP8                     8-bit numbers with one scale
     FP8WithCodes            8-bit numbers for the forward product, and 4-bit codes for the backward pass
     Decoded                 the exact values of codes, for a product that follows at once, or of a user's own format
@@ -13,8 +12,8 @@ Every operand is a matrix (R, K), and a product contracts it over K, its last di
 
 A kind has these methods and properties:
     tensors(), from_tensors(...)   the tensors to keep for the backward pass, and the operand made again from them
-    terms                          the operands whose sum this operand is. A product is computed term by term.
-    matrix(dtype), tensor_scale    the two factors of a term in a dense product. Their product is the term's value.
+    multiplied                     the operand that a product multiplies
+    matrix(dtype), tensor_scale    the two factors of an operand in a dense product
     on_tensor_cores(b, dtype, ...) the product with b, if tensor cores of this machine can compute it, or None
     for_backward()                 the operand that the backward pass uses: the codes of an FP8WithCodes, else itself
     source()                       the tensor to quantize again: FP32 or BF16 values, or codes that a kernel can read
@@ -183,53 +182,6 @@ class SquareStacked(Stacked):
 
 
 @dataclass
-class WithResidual(GemmOperand):
-    """A tensor as the sum of two quantized tensors: `first`, and `residual`, which is the quantized error of `first`.
-
-    The operand takes 9 bits an element. Its relative error is about the square of the error of one term. Its
-    product with an operand of one term takes two 4-bit products.
-    """
-
-    first: Codes
-    residual: Codes
-    is_one_term = False
-
-    @property
-    def terms(self) -> tuple[GemmOperand, ...]:
-        return self.first, self.residual
-
-    @property
-    def shape(self) -> torch.Size:
-        return self.first.shape
-
-    @property
-    def nbytes(self) -> int:
-        return self.first.nbytes + self.residual.nbytes
-
-    def tensors(self) -> tuple[torch.Tensor, ...]:
-        return *self.first.tensors(), *self.residual.tensors()
-
-    @classmethod
-    def from_tensors(cls, *tensors: torch.Tensor) -> "WithResidual":
-        return cls(Codes(*tensors[:3]), Codes(*tensors[3:]))
-
-    def source(self) -> torch.Tensor:
-        return self.first.fp32() + self.residual.fp32()
-
-    def transposed(self) -> Plain:
-        return Plain(self.source().T)
-
-    def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        return (self.first.dequantize() + self.residual.dequantize()).to(dtype)
-
-    def without_cache(self) -> "WithResidual":
-        return replace(self, first=self.first.without_cache(), residual=self.residual.without_cache())
-
-    def depending_on(self, seed: torch.Tensor) -> "WithResidual":
-        return replace(self, first=self.first.depending_on(seed), residual=self.residual.depending_on(seed))
-
-
-@dataclass
 class FP8(GemmOperand):
     """8-bit numbers, float8_e4m3fn or float8_e5m2 (R, K), with a tensor_scale, float32 (), or (R, 1) per token."""
 
@@ -279,8 +231,8 @@ class FP8WithCodes(GemmOperand):
     kept: Codes
 
     @property
-    def terms(self) -> tuple[GemmOperand, ...]:
-        return (self.numbers,)
+    def multiplied(self) -> GemmOperand:
+        return self.numbers
 
     @property
     def shape(self) -> torch.Size:

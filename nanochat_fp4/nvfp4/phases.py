@@ -93,14 +93,14 @@ class MethodPlan:
                 current = recipe
         return current
 
-    def of_layer(self, name: str, kind: str | None, progress: float) -> Recipe:
-        """The method of a layer of this name and kind (places.py)."""
+    def of_layer(self, name: str, progress: float) -> Recipe:
+        """The method of a layer of this name."""
         current = self.at(progress)
         if current.quantizes or not self.method.quantizes:
             for pattern, recipe in self.layers:
                 if fnmatch.fnmatchcase(name, pattern):
-                    return recipe.of(kind)
-        return current.of(kind)
+                    return recipe
+        return current
 
     def apply(self, model: nn.Module, progress: float) -> bool:
         """Gives each QuantLinear of the model its recipe for this point of the run.
@@ -114,7 +114,7 @@ class MethodPlan:
                 raise ValueError(f"layers: {pattern!r} matches no layer; there are: {', '.join(list(layers)[:6])}, ...")
         changed = False
         for name, layer in layers.items():
-            recipe = self.of_layer(name, layer.kind, progress)
+            recipe = self.of_layer(name, progress)
             if layer.recipe != recipe:
                 layer.set_recipe(recipe)
                 changed = True
@@ -125,8 +125,7 @@ class MethodPlan:
         `{4: ..., 8: ..., 16: ...}`.
 
         The shares hold for a machine that has tensor cores for each of these formats. The wider operand of a GEMM
-        decides its number of bits. An output GEMM with two-term operands counts once for each of its products, so the
-        shares can add up to more than 1. The linear layers count that convert reaches, and those that it would reach if
+        decides its number of bits. The linear layers count that convert reaches, and those that it would reach if
         their blocks were not kept in BF16. With `heads` the output heads count, too, in 16 bits unless they say
         otherwise (`bits`).
         """
@@ -141,9 +140,9 @@ class MethodPlan:
         for start, end in zip(edges, edges[1:]):
             for name, layer in model.named_modules():
                 if isinstance(layer, QuantLinear):
-                    recipe, work = self.of_layer(name, layer.kind, start), (end - start) * layer.weight.numel()
-                    for bits, products in zip(gemm_bits(recipe), (recipe.output_products, 1, 1)):
-                        shares[bits] += work * products
+                    recipe, work = self.of_layer(name, start), (end - start) * layer.weight.numel()
+                    for bits in gemm_bits(recipe):
+                        shares[bits] += work
                         total += work
         return {bits: share / total for bits, share in shares.items()} if total else shares
 

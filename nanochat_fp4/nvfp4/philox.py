@@ -90,15 +90,12 @@ class Noise(NamedTuple):
         return uniform_scales(self.seed, rows, blocks, self.stream, device)
 
 
-def random_signs(
-    seed: torch.Tensor | int, count: int, stream: int, device: torch.device, vector: int = 0
-) -> torch.Tensor:
+def random_signs(seed: torch.Tensor | int, count: int, stream: int, device: torch.device) -> torch.Tensor:
     """Returns random signs +1 and -1, float32 (count,), for a count of at most 128.
 
-    One call of Philox makes all signs. Sign j is -1 if bit j % 32 of word j // 32 is set. vector is the index of the
-    call: 0 for the signs of a rotation, and 1 for the signs of a second rotation after it.
+    One call of Philox makes all signs. Sign j is -1 if bit j % 32 of word j // 32 is set.
     """
-    index = torch.full((), vector, dtype=torch.int64, device=device)
+    index = torch.zeros((), dtype=torch.int64, device=device)
     words = torch.stack(philox(seed, index, SIGN, stream)).view(4)
     j = torch.arange(count, device=device)
     bits = (words[j // 32] >> (j % 32)) & 1

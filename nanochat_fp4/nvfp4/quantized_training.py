@@ -6,34 +6,29 @@ for step in ...:
     with quantized.weights_once(micro_batches):     # forward and backward passes
         ...
     ...                                             # the optimizers' steps
-    quantized.after_update(step, forward)           # new Gram matrices, for methods with error feedback
 """
 
 import contextlib
 import sys
-from collections.abc import Callable
 from numbers import Real
 
 import torch
 from torch import nn
 
 from nanochat_fp4.nvfp4.contexts import quantize_weights_once
-from nanochat_fp4.nvfp4.gram_matrices import GRAM_EVERY, update_gram_matrices
 from nanochat_fp4.nvfp4.linear import QuantLinear
 from nanochat_fp4.nvfp4.phases import MethodPlan
-from nanochat_fp4.nvfp4.reminders import expect_calls, was_called
 
 
 class QuantizedTraining:
     """The quantized layers of a model in a training loop, as the top of this file shows.
 
     plan says which method each layer has at each point of the run. None, for post-training, leaves the layers' methods
-    and Gram matrices as they are. num_steps is the number of steps of the whole run.
+    as they are. num_steps is the number of steps of the whole run.
     """
 
     def __init__(self, model: nn.Module, plan: MethodPlan | None = None, num_steps: int = 0):
         self.model, self.plan, self.num_steps = model, plan, num_steps
-        expect_calls(model, None)  # This object makes the calls that a method needs, so no reminder is needed.
 
     def set_progress(self, step: int) -> str | None:
         """Gives the layers their methods for this step.
@@ -49,26 +44,14 @@ class QuantizedTraining:
         """Whether any layer quantizes at the moment."""
         return any(isinstance(m, QuantLinear) and m.recipe.quantizes for m in self.model.modules())
 
-    def makes_codes_once(self, passes: int) -> bool:
-        """Whether it is faster to make the weights' codes once before `passes` passes than in each pass. With feedback
-        it is faster even for one pass, because rounding all weights together takes less time than one by one."""
-        layers = (m for m in self.model.modules() if isinstance(m, QuantLinear))
-        return passes > 1 or any(layer.recipe.uses_feedback for layer in layers)
-
     def weights_once(self, passes: int) -> contextlib.AbstractContextManager:
-        """Returns a context that makes the weights' codes once for `passes` passes, if that is faster."""
-        return quantize_weights_once(self.model) if self.makes_codes_once(passes) else contextlib.nullcontext()
-
-    def after_update(self, step: int, forward: Callable[[], object]) -> None:
-        """Updates the Gram matrices after an optimizer step, every GRAM_EVERY steps. forward() calls the model on some
-        thousand tokens. All ranks must call this method together."""
-        if self.plan is not None and step % GRAM_EVERY == 0:
-            update_gram_matrices(self.model, forward)
+        """Returns a context that makes the weights' codes once for `passes` passes, if there are several."""
+        return quantize_weights_once(self.model) if passes > 1 else contextlib.nullcontext()
 
 
 def set_progress(model: nn.Module, progress: float) -> bool:
     """Gives the layers the method of the present phase. A training loop calls this function before each step if its
-    method changes in the course of a run (clover_feedback_late, nvidia_full).
+    method changes in the course of a run (nvidia_full).
 
     model:    the converted model, or a module that contains it (DistributedDataParallel, a compiled model, an average)
     progress: the number of steps done divided by the number of steps of the run, from 0 to 1
@@ -87,7 +70,6 @@ def set_progress(model: nn.Module, progress: float) -> bool:
     number = isinstance(progress, Real) or (isinstance(progress, torch.Tensor) and progress.numel() == 1)
     if not number or not 0 <= progress <= 1:
         raise ValueError(f"set_progress: progress is {progress!r}, expected the share of the run's steps, from 0 to 1")
-    was_called(model, "set_progress")
     # Each layer's method, and the method of its present phase. Of nested parts that were converted, the innermost one
     # comes last and decides.
     phases = {}
@@ -97,8 +79,7 @@ def set_progress(model: nn.Module, progress: float) -> bool:
         phases |= {m: phase for m in part.modules() if isinstance(m, QuantLinear)}
     changed = False
     for layer, (method, recipe) in phases.items():
-        recipe, begun = recipe.of(layer.kind), (method.of(layer.kind), method.final.of(layer.kind))
-        if layer.recipe != recipe and layer.recipe in begun:
+        if layer.recipe != recipe and layer.recipe in (method, method.final):
             layer.set_recipe(recipe)
             changed = True
     if not changed:

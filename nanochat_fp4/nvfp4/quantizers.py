@@ -38,10 +38,10 @@ do not overflow and values around 1e-30 do not vanish.
 
 Unbiasedness. `sr` is unbiased. The ms_eden roundings are unbiased for groups with many values of comparable size, also
 if scales are in E4M3's subnormal range. In a group with a few large values, one rotation leads to numbers of only a few
-magnitudes, whose rounding errors do not average out: E[x1] = 0 for x = (1, 0.1, 0, ...). Two rotations in a row repair
-this (recipes.Gemm.rotations). If a scale rounded to nearest would be so small that values are clipped, the next larger
-E4M3 value is used. MS-EDEN's scales are rounded stochastically from E8M3, which does not underflow. `sr_four_over_six`
-takes the better of two stochastic draws, which is biased (the paper, Section 4.2).
+magnitudes, whose rounding errors do not average out: E[x1] = 0 for x = (1, 0.1, 0, ...). If a scale rounded to nearest
+would be so small that values are clipped, the next larger E4M3 value is used. MS-EDEN's scales are rounded
+stochastically from E8M3, which does not underflow. `sr_four_over_six` takes the better of two stochastic draws, which
+is biased (the paper, Section 4.2).
 """
 
 import math
@@ -261,10 +261,8 @@ def quantize_reference(
     rht_dim: int = 0,
     rht_seed: torch.Tensor | int | None = None,
     rht_stream: int = 0,
-    rotations: int = 1,
     per_token: bool = False,
     amax: torch.Tensor | None = None,
-    scale: torch.Tensor | None = None,
     largest: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> NVFP4Tensor:
     """Quantizes x (..., K) of any float dtype along its last dimension. K must be a multiple of the rounding's block.
@@ -276,20 +274,17 @@ def quantize_reference(
     seed, stream: the seed and the stream of stochastic rounding
     rht_dim:      the group size of an RHT that x is rotated by first, or 0. It must divide K. MS-EDEN needs 128.
     rht_seed:     the seed of the rotation, by default `seed`. rht_stream is its stream.
-    rotations:    1, or 2 for two RHTs in a row (rotated_sums)
     per_token:    whether each row has its own tensor_scale, `(..., 1)`, so that a row does not depend on the others
     amax:         the amax to scale by, float32 (), if x is a part of a larger tensor. It cannot be given with a
                   rotation.
-    scale:        a factor, float32 (), that x is multiplied by after the rotation (for MS-EDEN)
     largest:      a function from the amax of x, after the rotation, to that over all processes that have a part of the
                   tensor. MS-EDEN does not ask for it, because its scales are random anyway.
     """
     noise, norm = Noise(seed, stream), 1.0
     if rht_dim:
         signs_seed = seed if rht_seed is None else rht_seed
-        x = rotated_sums(x, signs_seed, dim=rht_dim, stream=rht_stream, rotations=rotations)
-        norm = rht_dim ** (-0.5 * rotations)
-    norm = norm if scale is None else scale * norm
+        x = rotated_sums(x, signs_seed, dim=rht_dim, stream=rht_stream)
+        norm = rht_dim**-0.5
     leading = x.shape[:-1]
     rows = x.reshape(-1, x.shape[-1]).to(torch.float32)
     if amax is None:

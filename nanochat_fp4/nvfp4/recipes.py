@@ -43,11 +43,6 @@ class Operand:
     raw:      If true, the operand is made of the unquantized tensor, although the forward GEMM used a quantized one.
               It is quantized during the forward pass, so that only codes are kept. This is for the input and the weight
               in the backward GEMMs only.
-    terms:    1, or 2 for the sum of two quantized tensors, of which the second one is the quantized error of the first.
-              The error is about as small as FP8's, at the cost of more 4-bit products. Two terms are for the input and
-              the weight in the output GEMM only.
-    feedback: If true, the weight is rounded so that the error of the layer's output is small for the inputs that the
-              layer has had (feedback.py). This is for the weight in the output GEMM only.
     kept:     One of ROUNDINGS, or its name. The forward GEMM multiplies the operand in FP8, and the backward pass takes
               4-bit codes of the same unquantized tensor with this rounding. This is for the input and the weight in the
               output GEMM only, if their rounding is FP8 with one scale.
@@ -60,8 +55,6 @@ class Operand:
 
     rounding: Rounding | None = None
     raw: bool = False
-    terms: int = 1
-    feedback: bool = False
     kept: Rounding | None = None
     make: Maker = field(init=False, repr=False, compare=False)  # the kind of operand (operands.py)
 
@@ -71,8 +64,6 @@ class Operand:
             self,
             rounding: Rounding | str | None = None,
             raw: bool = False,
-            terms: int = 1,
-            feedback: bool = False,
             kept: Rounding | str | None = None,
         ) -> None: ...
 
@@ -80,16 +71,11 @@ class Operand:
         for name in ("rounding", "kept"):
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, get_rounding(getattr(self, name)))
-        object.__setattr__(self, "make", maker_of(self.rounding, self.terms, self.feedback, self.kept))
+        object.__setattr__(self, "make", maker_of(self.rounding, self.kept))
 
     def __str__(self) -> str:
-        text = (
-            ("raw " if self.raw else "")
-            + (self.rounding.label if self.rounding else "-")
-            + (" + rest" if self.terms == 2 else "")
-        )
-        text += f", {self.kept.label} kept" if self.kept else ""
-        return text + (" with feedback" if self.feedback else "")
+        text = ("raw " if self.raw else "") + (self.rounding.label if self.rounding else "-")
+        return text + (f", {self.kept.label} kept" if self.kept else "")
 
 
 @dataclass(frozen=True)
@@ -100,8 +86,6 @@ class Gemm:
                  nothing is rotated.
     fixed_signs: if true, the whole run uses one sign vector, as NVIDIA's own recipe does. Otherwise each backward pass
                  draws a new one.
-    rotations:   1, or 2 for two RHTs in a row, each with a sign vector of its own. With two rotations MS-EDEN is
-                 unbiased for sparse operands as well (hadamard.rotated_sums). Two rotations need rht_dim=128.
 
     >>> print(nf.Gemm(nf.Operand("ms_eden"), nf.Operand("ms_eden"), rht_dim=128))
     ms_eden x ms_eden, RHT-128
@@ -111,7 +95,6 @@ class Gemm:
     b: Operand = field(default_factory=Operand)
     rht_dim: int = 0
     fixed_signs: bool = False
-    rotations: int = 1
 
     @property
     def random(self) -> bool:
@@ -120,8 +103,7 @@ class Gemm:
         )
 
     def __str__(self) -> str:
-        rotation = f"{'two ' if self.rotations == 2 else ''}RHT-{self.rht_dim}"
-        return f"{self.a} x {self.b}" + (f", {rotation}" if self.rht_dim else "")
+        return f"{self.a} x {self.b}" + (f", RHT-{self.rht_dim}" if self.rht_dim else "")
 
 
 @dataclass(frozen=True)
@@ -146,8 +128,6 @@ class Recipe:
     late: "tuple[float, Recipe] | None" = None
     # The share of a model's blocks, counted from its end, that convert leaves in BF16. At least one block is left.
     kept_blocks: float = 0.0
-    # Pairs of a kind of layer (places.KINDS) and the recipe of its layers. All other layers have this recipe.
-    kinds: "tuple[tuple[str, Recipe], ...]" = ()
     summary: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
@@ -189,30 +169,18 @@ class Recipe:
             rht_dim=gemm.rht_dim,
             rht_seed=signs,
             rht_stream=stream_of_signs,
-            rotations=gemm.rotations,
-            terms=own.terms,
             kept=own.kept,
             tiles=tiles,
             make=own.make,
         )
 
     @property
-    def output_products(self) -> int:
-        """The number of products in the output GEMM: one, and another one for each operand of two terms."""
-        return self.output.a.terms + self.output.b.terms - 1
-
-    @property
-    def uses_feedback(self) -> bool:
-        """Whether layers round with the Gram matrix of their inputs (gram_matrices.update_gram_matrices)."""
-        return self.output.b.feedback or any(recipe.uses_feedback for _, recipe in self.kinds)
-
-    @property
     def input_is_codes(self) -> bool:
         """Whether the input reaches the GEMMs only as NVFP4 codes, and the codes of a row depend only on the row and on
         the tensor's amax. Parts of such an input can be quantized separately."""
         rounding, raw = self.output.a.rounding, self.grad_weight.b.raw
-        plain = self.output.a.terms == 1 and not (self.output.rht_dim or raw)
-        return plain and rounding is not None and rounding.has_kernels and not rounding.random
+        plain = rounding is not None and rounding.has_kernels and not rounding.random
+        return plain and not (self.output.rht_dim or raw)
 
     @property
     def fixed_weight(self) -> bool:
@@ -221,29 +189,18 @@ class Recipe:
 
     @property
     def random_output(self) -> bool:
-        """Whether the output GEMM of any layer rounds at random, so that its weights differ from pass to pass."""
-        return any(part.output.random for part in self.parts)
+        """Whether the output GEMM rounds at random, so that its weights differ from pass to pass."""
+        return self.output.random
 
     @property
     def quantizes(self) -> bool:
         """Whether any operand of any GEMM is quantized."""
-        own = any(o.rounding for g in (self.output, self.grad_input, self.grad_weight) for o in (g.a, g.b))
-        return own or any(recipe.quantizes for _, recipe in self.kinds)
+        return any(o.rounding for g in (self.output, self.grad_input, self.grad_weight) for o in (g.a, g.b))
 
     @property
     def quantizes_backward(self) -> bool:
         """Whether any operand of a backward GEMM is quantized anew."""
-        gemms = [gemm for part in self.parts for gemm in (part.grad_input, part.grad_weight)]
-        return any(gemm.a.rounding or gemm.b.rounding for gemm in gemms)
-
-    @property
-    def parts(self) -> "tuple[Recipe, ...]":
-        """The recipes of single layers: first the one for layers of no kind, then one for each entry of `kinds`."""
-        return self.of(None), *(recipe for _, recipe in self.kinds)
-
-    def of(self, kind: str | None) -> "Recipe":
-        """The recipe of a layer of this kind. The result has no `kinds` of its own."""
-        return dict(self.kinds).get(kind) or replace(self, kinds=())
+        return any(o.rounding for g in (self.grad_input, self.grad_weight) for o in (g.a, g.b))
 
     @property
     def draws_in_forward(self) -> bool:
@@ -274,13 +231,10 @@ class Recipe:
         late = self.late and (self.late[0], self.late[1].forward_only())
         output = replace(self.output, a=replace(self.output.a, kept=None), b=replace(self.output.b, kept=None))
         weight, x = (Operand(raw=raw) for raw in (self.output.rht_dim > 0, self.grad_weight.b.raw))
-        kinds = tuple((kind, recipe.forward_only()) for kind, recipe in self.kinds)
-        return replace(self, output=output, grad_input=Gemm(b=weight), grad_weight=Gemm(b=x), late=late, kinds=kinds)
+        return replace(self, output=output, grad_input=Gemm(b=weight), grad_weight=Gemm(b=x), late=late)
 
     def __str__(self) -> str:
         text = f"{self.name}: output {self.output}; grad_input {self.grad_input}; grad_weight {self.grad_weight}"
-        for kind, r in self.kinds:
-            text += f"; in {kind}: output {r.output}; grad_input {r.grad_input}; grad_weight {r.grad_weight}"
         text += f"; the last {100 * self.kept_blocks:g}% of the blocks in BF16" if self.kept_blocks else ""
         return text + (f"; {self.late[1].name} from {100 * self.late[0]:.0f}% of the steps on" if self.late else "")
 
@@ -308,7 +262,7 @@ def _problems_of_gemm(gemm: Gemm, is_output: bool) -> Iterator[str]:
     if gemm.a.raw or (gemm.b.raw and is_output):
         yield "raw only means something for input and weight in the backward GEMMs"
     for o in operands:
-        if o.kept and not (is_output and o.rounding and o.rounding.fp8 and o.terms == 1):
+        if o.kept and not (is_output and o.rounding and o.rounding.fp8):
             yield "kept is for operands of output in FP8 with one scale; leave it out, or use e4m3"
         if o.kept and not (o.kept.has_kernels and not o.kept.random):
             yield f"kept is a rounding of NVFP4 that draws nothing; got {o.kept.label}"
@@ -366,7 +320,6 @@ def from_record(record: Mapping[str, Any]) -> Recipe:
         for name in ("output", "grad_input", "grad_weight"):
             if name in made:
                 made[name] = gemm(made[name])
-        made["kinds"] = tuple((kind, from_record(part)) for kind, part in made.get("kinds", ()))
         if made.get("late"):
             fraction, late = made["late"]
             made["late"] = float(fraction), from_record(late)

@@ -22,8 +22,8 @@ gradient. The values are in the buffers, so this Parameter takes no memory. All 
 that reads it by mistake computes NaN and is noticed.
 
 Some layers need the weight itself and gather it in raw_dtype. These are layers inside full_precision, and layers with
-one of four kinds of methods: the forward leaves the weight unquantized or rounds it at random, a backward operand is
-made of the unquantized weight, the weight has two terms, or the weight has another format than NVFP4, such as FP8.
+one of three kinds of methods: the forward leaves the weight unquantized or rounds it at random, a backward operand is
+made of the unquantized weight, or the weight has another format than NVFP4, such as FP8.
 gather_codes returns the names of these layers.
 
 FSDP2's hooks (fsdp_pre_all_gather, fsdp_post_all_gather) are meant for tensor subclasses. FSDP2 looks for them on the
@@ -177,7 +177,7 @@ class _Shard:
         A weight changes in a step of any optimizer, or by a change in place of the DTensor or of the local tensor.
         """
         layer, sharded = self.layer, self.fsdp_param.sharded_param
-        return self.shards.steps, sharded._version, self.local._version, layer.recipe, id(layer.feedback_factor)
+        return self.shards.steps, sharded._version, self.local._version, layer.recipe
 
     def as_codes(self) -> bool:
         """Whether the forward pass reads the weight's codes, and no pass reads the weight itself."""
@@ -272,7 +272,7 @@ def gathers_codes(layer: QuantLinear) -> bool:
     weight = recipe.output.b
     if not recipe.fixed_weight or recipe.grad_input.b.raw:
         return False
-    return weight.rounding.has_kernels and weight.terms == 1
+    return weight.rounding.has_kernels
 
 
 def _reduced(amaxes: Sequence[torch.Tensor], groups: Sequence[Any]) -> list[torch.Tensor]:

@@ -14,8 +14,7 @@ draw.
 
 The graphs are captured again if something that they contain has changed: the layers' methods (when a phase begins), the
 memory of the parameters, or the number of micro-batches. Work between micro-batches runs without graphs: evaluation,
-the search for the layer of a NaN, the optimizers, and the Gram matrices of error feedback. A new feedback factor is
-copied into the factor that the graphs have captured. The memory of a micro-batch's activations stays allocated between
+the search for the layer of a NaN, and the optimizers. The memory of a micro-batch's activations stays allocated between
 replays.
 """
 
@@ -39,11 +38,9 @@ from nanochat_fp4.training.step import TrainingStep
 
 @dataclass
 class _Captured:
-    """Both graphs, and the tensors at the addresses that the graphs contain. The factors are those of error
-    feedback."""
+    """Both graphs, and the tensors at the addresses that the graphs contain."""
 
     grads: list[tuple[torch.nn.Parameter, Tensor]]
-    factors: list[tuple[QuantLinear, Tensor]]
     codes: torch.cuda.CUDAGraph | None = None
     # These operands of the weights must stay alive as long as the graphs.
     made: list[object] = field(default_factory=list)
@@ -89,13 +86,9 @@ class GraphedStep(TrainingStep):
         return [m for m in self.model.modules() if isinstance(m, QuantLinear)]
 
     def _holds(self, count: int) -> tuple:
-        """Returns everything that a captured graph takes for granted. For feedback factors this is which layers have
-        one, and which layers share one."""
+        """Returns everything that a captured graph takes for granted."""
         addresses = tuple(p.data_ptr() for p in self.model.parameters())
-        layers, first = self._layers(), {}
-        recipes, factors = [layer.recipe for layer in layers], [layer.feedback_factor for layer in layers]
-        shared = [None if factor is None else first.setdefault(id(factor), i) for i, factor in enumerate(factors)]
-        return count, addresses, recipes, shared
+        return count, addresses, [layer.recipe for layer in self._layers()]
 
     @contextlib.contextmanager
     def micro_batches(self, count: int, step: int = 0) -> Iterator[None]:
@@ -123,9 +116,6 @@ class GraphedStep(TrainingStep):
             for parameter, grad in self.captured.grads:
                 parameter.grad = grad
             torch._foreach_zero_([grad for _, grad in self.captured.grads])
-            for layer, factor in self.captured.factors:
-                if layer.feedback_factor is not factor:
-                    layer.feedback_factor = factor.copy_(layer.feedback_factor)
             if self.lean is not None:
                 self.lean.begin(step)
             if self.captured.codes is not None:
@@ -143,9 +133,8 @@ class GraphedStep(TrainingStep):
                 stack.enter_context(nf.accumulate_gradients(self.model))
             for p in (p for p in self.with_grads if p not in sums):
                 p.grad = torch.zeros_like(p) if p.grad is None else p.grad
-            factors = [(layer, layer.feedback_factor) for layer in self._layers() if layer.feedback_factor is not None]
-            captured = _Captured([(p, sums.get(p, p.grad)) for p in self.with_grads], factors)
-            if self.quantized.quantizes() and self.quantized.makes_codes_once(count):
+            captured = _Captured([(p, sums.get(p, p.grad)) for p in self.with_grads])
+            if self.quantized.quantizes() and count > 1:
                 captured.codes = torch.cuda.CUDAGraph()
                 with _capture(captured.codes):
                     stack.enter_context(self.weights_once(count))

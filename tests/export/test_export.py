@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+from dataclasses import replace
 
 import jinja2
 import numpy as np
@@ -139,22 +140,24 @@ def test_a_lean_training_is_exported_evaluated_and_talked_to(tiny_base, tmp_path
 
 
 def test_what_is_lost_and_what_was_measured(tiny_base, tmp_path, capsys):
-    """Two terms: the first one is exported, and what that costs stands in the model card."""
-    save_small(tiny_base, "gpt", "clover_late")
+    """8-bit integers: rounded again to NVFP4, and what that costs stands in the model card."""
+    late = replace(nf.get_recipe("clover"), name="ends_in_integers", late=(0.7, nf.get_recipe("integers")))
+    nf.register(late)
+    save_small(tiny_base, "gpt", late.name)
     folder = tmp_path / "out"
     export.main(["--source=base", f"--out={folder}", "--format=compressed-tensors", "--eval-tokens=128",
                  "--calibration-tokens=64"])  # fmt: skip
     out, card = capsys.readouterr().out, (folder / "README.md").read_text()
     for text in (out, card):
-        assert "the second term" in text
+        assert "another format than NVFP4" in text
     rows = {c[1].strip(): c[2].strip() for c in (r.split("|") for r in card.splitlines()) if len(c) == 4}
-    assert rows["forward pass exported"] == "clover_refined" and rows["steps"] == "7"
-    names = ["trained: clover_refined", "FP32 weights and inputs"]
+    assert rows["forward pass exported"] == "integers" and rows["steps"] == "7"
+    names = ["trained: integers", "FP32 weights and inputs"]
     inputs = ("FP32 inputs", "4-bit inputs with a scale for each token", "4-bit inputs with static scales")
     names += [f"exported: 4-bit weights, {what}" for what in inputs]
     trained, exact, weights, by_token, inputs = (float(rows[name]) for name in names)
     assert card.count("of their standard deviation") == 2
-    # Random weights: the order of the four is chance, but one term must be much further from FP32 than two.
+    # Random weights: the order of the four is chance, but 4 bits must be further from FP32 than 8.
     assert abs(trained - exact) < abs(weights - exact) and len({weights, by_token, inputs}) == 3
 
 

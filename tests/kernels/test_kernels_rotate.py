@@ -29,22 +29,13 @@ ON_GPU = DEVICE.type == "cuda"
 ROW_SEED, COL_SEED, ROW_RHT_SEED, COL_RHT_SEED = 77, -5, 2**40 + 1, 3
 ROW_STREAM, COL_STREAM = 2, 4
 # (row rounding, its rotation, column rounding, its rotation): each rounding once, MS-EDEN and others on either side.
-# A rotation is its dimension, or TWICE for two of 128 in a row.
 EDEN_SR = ("ms_eden", 128, "sr", 32)
-TWICE = "twice"
 PAIRS = [
     EDEN_SR,
     ("sr", 0, "ms_eden_search_3", 128),
     ("ms_eden_search_6", 128, "sr_four_over_six", 16),
     ("rtn", 32, "sr", 128),
-    ("ms_eden", TWICE, "ms_eden", 128),
-    ("sr", TWICE, "ms_eden", TWICE),
 ]
-
-
-def rotation(rht) -> tuple[int, int]:
-    """(dimension, rotations)"""
-    return (128, 2) if rht == TWICE else (rht, 1)
 
 
 pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value|All-NaN)::triton.runtime.interpreter")
@@ -55,9 +46,9 @@ def seed(value) -> torch.Tensor:
 
 
 def operand(name, rht_dim, stream, emulated) -> RotatedOperand:
-    r, (dim, rotations) = ROUNDINGS[name], rotation(rht_dim)
+    r = ROUNDINGS[name]
     limits = r.grid_max, r.scale_cap, r.candidates, r.stochastic, r.ms_eden
-    return RotatedOperand(*limits, dim, stream, stream + 10, emulated, rotations=rotations)
+    return RotatedOperand(*limits, rht_dim, stream, stream + 10, emulated)
 
 
 def collect(tensors, made) -> list:
@@ -83,14 +74,12 @@ def kernel(x, pair, emulated) -> list:
 
 def reference(x, pair) -> list[NVFP4Tensor]:
     out = []
-    for t, name, rht, noise, rht_seed, stream in (
+    for t, name, dim, noise, rht_seed, stream in (
         (x, *pair[:2], ROW_SEED, ROW_RHT_SEED, ROW_STREAM),
         (x.T, *pair[2:], COL_SEED, COL_RHT_SEED, COL_STREAM),
     ):
-        dim, rotations = rotation(rht)
         t = torch.nn.functional.pad(t.float(), (0, -t.shape[-1] % (dim or 16)))
         random = {"seed": noise, "stream": stream, "rht_dim": dim, "rht_seed": rht_seed, "rht_stream": stream + 10}
-        random["rotations"] = rotations
         out.append(quantize_reference(t, ROUNDINGS[name], **random))
     return out
 
@@ -176,7 +165,7 @@ def test_how_many_programs_share_the_work_changes_nothing(monkeypatch):
     """A GPU of another size: the same bits, whether a program makes one strip or several."""
     x = graded(70, 140)
     want = kernel(x, EDEN_SR, True)
-    monkeypatch.setattr(rotate, "programs_of", lambda device, twice: 1000)
+    monkeypatch.setattr(rotate, "programs_of", lambda device: 1000)
     for operands in zip(kernel(x, EDEN_SR, True), want):
         for name, got, first in zip(("values", "tensor_scale"), *operands):
             if first is not None:
@@ -380,9 +369,8 @@ def test_dispatch_of_grad_output(pair, monkeypatch):
 # A whole layer.
 
 
-ROWS = {m: row for m, row in METHOD_TABLE.items() if m not in ("bf16", "clover_mixed") and row.block <= 32}
-ROWS |= {kind: nf.get_recipe("clover_mixed").of(kind) for kind in ("attention", "mlp_up", "mlp_down")}
-FAST = ("nvidia", "clover", "mlp_up", "fp8", "rotated_integers", "clover_integer_input")
+ROWS = {m: row for m, row in METHOD_TABLE.items() if m != "bf16" and row.block <= 32}
+FAST = ("nvidia", "clover", "clover_fp8_forward", "fp8", "rotated_integers", "clover_integer_input")
 
 
 @pytest.mark.parametrize("row", [pytest.param(r, marks=[pytest.mark.slow] * (r not in FAST)) for r in ROWS])

@@ -10,7 +10,6 @@ import pytest
 import torch
 from _graphs import record_graphs
 
-import nanochat_fp4 as nf
 from lab import ROOT
 from lab.bench import common, layers, memory, step, steps
 from lab.bench.step import GraphedSubject, Stopwatch, Subject
@@ -237,20 +236,6 @@ def test_nanochat_alone_needs_no_memory_for_a_model_of_ours(base_dir, tmp_path, 
     (record,) = records_of(base_dir)
     assert (record["variant"], record["ratio"], record["problem"]) == ("nanochat", None, None)
     assert record["tokens_per_second"] > 0 and record["flops_per_token"] > 0
-
-
-@no_gpu
-def test_the_peak_of_a_step_has_the_gram_matrices_of_its_variant(monkeypatch):
-    """A run keeps them from its first step on. The number of layers that have one stands for the memory."""
-    subject = Subject(gpt.config_from_depth(1, 64, 32, 32, 32, "L"), torch.device("cpu"), compiled=False)
-    for name in ("reset_peak_memory_stats", "synchronize"):
-        monkeypatch.setattr(torch.cuda, name, lambda: None)
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: len(nf.gram_state(subject.model)))
-    found = []
-    for method in ("clover", "clover_mixed", "clover"):
-        subject.become(step.Variant(method))
-        found.append(step.peaks_of_a_step(subject, 2))
-    assert found == [(0, 0), (1, 1), (0, 0)]
 
 
 FAKE = types.SimpleNamespace(sequence_len=10)

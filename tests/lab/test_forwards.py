@@ -22,9 +22,7 @@ def test_the_same_weights_in_several_forwards(tiny_base, tmp_path, capsys):
     assert [r["tag"].split("_")[1] for r in records] == ["bf16", "mine"]
     for record in records:
         bpb = record["bpb"]
-        assert list(bpb) == ["clover", "clover_feedback", "clover_refined", "bf16"] and len(set(bpb.values())) == 4
-        # Two terms leave a small part of one term's error.
-        assert abs(bpb["clover_refined"] - bpb["bf16"]) < abs(bpb["clover"] - bpb["bf16"])
+        assert list(bpb) == ["clover", "bf16"] and bpb["clover"] != bpb["bf16"]
     trained = json.loads((next((folder / "runs").glob("tiny_mine_*.json"))).read_text())
     # The run measured the same weights on the same tokens, in other batches: FP32 sums in another order.
     assert records[1]["bpb"]["clover"] == pytest.approx(trained["val_bpb"], rel=1e-4)

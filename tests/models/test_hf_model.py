@@ -80,7 +80,9 @@ def test_core_of_a_model_of_transformers(folder, tiny_base, tmp_path, capsys):
     assert f"CORE of {folder}, bf16 forward" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("method, said", [("clover", "nvfp4-pack-quantized"), ("clover_mixed", "mixed-precision")])
+@pytest.mark.parametrize(
+    "method, said", [("clover", "nvfp4-pack-quantized"), ("clover_fp8_forward", "float-quantized")]
+)
 def test_quantized_folder_is_evaluated(folder, tiny_base, tmp_path, capsys, method, said):
     """CORE and bits per byte of a folder of nf.save_quantized. Bits per byte are those of its decoded weights."""
     pytest.importorskip("compressed_tensors")

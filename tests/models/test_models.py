@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import nanochat_fp4 as nf
 
-METHODS = ("bf16", "clover", "clover_feedback", "clover_late")
+METHODS = ("bf16", "clover", "clover_fp8_forward", "clover_late")
 REAL = {  # models with experts -> (class of transformers, sizes that differ from its defaults)
     "Mixtral-8x7B": ("Mixtral", {}),
     "Qwen3-30B-A3B": ("Qwen3Moe", {"num_hidden_layers": 48, "head_dim": 128}),
@@ -75,8 +75,6 @@ def train(sample: Sample, steps: int) -> list[float]:
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        if step % 10 == 0:
-            nf.update_gram_matrices(model, lambda: sample.output(model))
         losses.append(loss.item())
     return losses
 

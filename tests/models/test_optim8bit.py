@@ -243,7 +243,7 @@ def train(step: TrainingStep, count: int, micro_batches: int = 2, period: int = 
     return losses
 
 
-@pytest.mark.parametrize("cls, method", [(GPT, "nvidia"), (Llama, "clover_feedback_late")])
+@pytest.mark.parametrize("cls, method", [(GPT, "nvidia"), (Llama, "clover_fp8_forward")])
 def test_methods_train(cls, method):
     step = small(method, "lean", cls)
     before = [p.detach().clone() for p in step.model.parameters()]

@@ -178,7 +178,7 @@ def test_the_report_says_whether_layers_are_in_few_bits(method, words):
     assert words in report and ("converted" in report) == (method != "bf16")
 
 
-@pytest.mark.parametrize("method", ["clover", "clover_mixed", "fp8"])
+@pytest.mark.parametrize("method", ["clover", "clover_fp8_forward", "fp8"])
 def test_the_report_says_that_the_backward_pass_is_not_quantized(method):
     model = model_of(mlp=model_of(up_proj=nn.Linear(64, 128), down_proj=nn.Linear(128, 64)))
     for backward in (True, False):

@@ -17,7 +17,7 @@ from nanochat_fp4.nvfp4.quantizers import quantize, quantize_reference
 from nanochat_fp4.nvfp4.recipes import Gemm, Operand, Recipe, both
 from nanochat_fp4.nvfp4.relu_squared import EightBitReluSquared
 
-TRAINING = ["nvidia", "four_over_six", "tetrajet_v2", "clover", "clover_search", "clover_refined"]
+TRAINING = ["nvidia", "four_over_six", "tetrajet_v2", "clover", "clover_search"]
 
 
 def layer(method, in_features=128, out_features=128, **kw) -> nf.QuantLinear:
@@ -72,13 +72,10 @@ def rounded(x: torch.Tensor, rounding, **random) -> Factors:
     return Factors(quantized.decode(), quantized.tensor_scale)
 
 
-def forward_operand(x: torch.Tensor, operand: Operand) -> tuple[list[Factors], Factors]:
-    """The terms that the output GEMM multiplies, and what the backward pass uses in their place."""
-    terms = [rounded(x, operand.rounding)]
-    if operand.terms == 2:
-        terms.append(rounded(x - terms[0].whole, operand.rounding))
-        return terms, Factors(terms[0].whole + terms[1].whole)
-    return terms, rounded(x, operand.kept) if operand.kept else terms[0]
+def forward_operand(x: torch.Tensor, operand: Operand) -> tuple[Factors, Factors]:
+    """What the output GEMM multiplies, and what the backward pass uses in its place."""
+    multiplied = rounded(x, operand.rounding)
+    return multiplied, rounded(x, operand.kept) if operand.kept else multiplied
 
 
 def backward_product(gemm: Gemm, stream: int, seeds, e: torch.Tensor, raw: torch.Tensor, used: Factors):
@@ -86,13 +83,10 @@ def backward_product(gemm: Gemm, stream: int, seeds, e: torch.Tensor, raw: torch
     the next one. seeds: of the forward pass, which rounds a raw operand, and of the backward pass."""
     seed = seeds[not gemm.b.raw]
     signs = {"rht_dim": gemm.rht_dim, "rht_seed": 0 if gemm.fixed_signs else seed, "rht_stream": stream}
-    signs["rotations"] = gemm.rotations
     a = rounded(e, gemm.a.rounding, seed=seeds[1], stream=stream, **signs)
     if not (gemm.b.raw or gemm.b.rounding):
         return product(a, used)
     random = {"seed": seed, "stream": stream + 1} | signs
-    if gemm.rotations == 2:  # between the two rotations values are rounded to BF16, before the scale of the tensor
-        return product(a, rounded(used.values, gemm.b.rounding, scale=used.scale, **random))
     return product(a, rounded(raw if gemm.b.raw else used.whole, gemm.b.rounding, **random))
 
 
@@ -100,10 +94,8 @@ def by_hand(recipe: Recipe, x, w, e, seed):
     """output, grad_input, grad_weight. A pass that needs random numbers draws one seed."""
     torch.manual_seed(seed)
     seeds = [draw_seed() if draws else 0 for draws in (recipe.draws_in_forward, recipe.draws_in_backward)]
-    (x_terms, x_used), (w_terms, w_used) = forward_operand(x, recipe.output.a), forward_operand(w, recipe.output.b)
-    y = product(x_terms[0], w_terms[0])
-    y = sum([product(x_terms[0], second) for second in w_terms[1:]], y)
-    y = sum([product(second, w_terms[0]) for second in x_terms[1:]], y)
+    (xq, x_used), (wq, w_used) = forward_operand(x, recipe.output.a), forward_operand(w, recipe.output.b)
+    y = product(xq, wq)
     grad_input = backward_product(recipe.grad_input, 2, seeds, e, w.T, w_used.T)
     return y, grad_input, backward_product(recipe.grad_weight, 4, seeds, e.T, x.T, x_used.T)
 
@@ -112,8 +104,8 @@ def by_hand(recipe: Recipe, x, w, e, seed):
 FIXED = Gemm(Operand("rtn"), Operand("rtn"), 16, fixed_signs=True)
 EIGHT_BITS = Recipe("eight_bits", output=Gemm(*2 * (Operand("e4m3", kept="four_over_six"),)))
 RECIPES = [
-    *(part for method in METHOD_TABLE.values() for row in (method, method.final) for part in row.parts),
-    *(nf.get_recipe(name).forward_only() for name in ("clover", "four_over_six", "clover_mixed")),
+    *(row for method in METHOD_TABLE.values() for row in (method, method.final)),
+    *(nf.get_recipe(name).forward_only() for name in ("clover", "four_over_six", "clover_fp8_forward")),
     EIGHT_BITS,
     Recipe("fixed", output=both("rtn"), grad_weight=FIXED),
     Recipe("fixed_beside_sr", output=both("rtn"), grad_input=Gemm(Operand("sr")), grad_weight=FIXED),
@@ -132,9 +124,9 @@ def test_gradients_are_those_of_the_recipe_by_hand(recipe, tokens):
     want = by_hand(recipe, x, w, e, seed=3)
     assert torch.equal(torch.get_rng_state(), state)
     for name, g, h, exact in zip(("output", "grad_input", "grad_weight"), got, want, (x @ w.T, e @ w, e.T @ x)):
-        # Kernels may sum in another order; the reference on a CPU runs the same products.
+        # Kernels, and products of one row, may sum in another order; the reference on a CPU runs the same products.
         assert relative_square_error(g, h) < 1e-12, name
-        if nf.backend().quantize == "PyTorch reference":
+        if nf.backend().quantize == "PyTorch reference" and tokens > 1:
             assert torch.equal(g, h), name
         assert g.shape == exact.shape and relative_square_error(g, exact) < 0.15, name  # two SR roundings, few entries
 
@@ -279,8 +271,7 @@ def test_no_second_derivative(loss, relu_squared):
     ids=lambda recipe: recipe.name,
 )
 def test_only_codes_are_kept_for_the_backward_pass(recipe):
-    """4.5 bits for each element of input and weight, twice that in two terms, 8 in FP8 without codes; 1% for the rest
-    (tensor scales, seed)."""
+    """4.5 bits for each element of input and weight, 8 in FP8 without codes; 1% for the rest (tensor scales, seed)."""
     linear, x = layer(recipe, 256, 512), torch.randn(384, 256, requires_grad=True)
     saved = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
@@ -288,7 +279,7 @@ def test_only_codes_are_kept_for_the_backward_pass(recipe):
     assert all(t.dtype in (torch.uint8, torch.float8_e4m3fn, torch.int64) or t.dim() == 0 for t in saved)
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in saved}
     operand = recipe.output.a
-    bits = 8 if operand.rounding.fp8 and not operand.kept else 4.5 * operand.terms
+    bits = 8 if operand.rounding.fp8 and not operand.kept else 4.5
     assert sum(storages.values()) <= bits / 8 * (x.numel() + linear.weight.numel()) * 1.01
 
 
@@ -327,7 +318,7 @@ def run_with(function, x, weights, e, seed=3):
     return y.detach(), *torch.autograd.grad(y, (x, *weights), e)
 
 
-@pytest.mark.parametrize("method", ["bf16", "nvidia", "clover", "clover_refined"])
+@pytest.mark.parametrize("method", ["bf16", "nvidia", "clover", "clover_fp8_forward"])
 def test_fused_layers_are_one_layer_to_the_bit(method):
     layers, x, e = qkv(method), torch.randn(32, 64, requires_grad=True), torch.randn(32, 256)
     one = stacked(layers, method)
@@ -439,7 +430,8 @@ def compiled_and_eager(method, backend, layers, autocast):
     [
         ("nvidia", "aot_eager", 1, True),
         pytest.param("clover", "aot_eager", 2, False, marks=pytest.mark.slow),
-        pytest.param("clover_refined", "eager", 1, True, marks=pytest.mark.slow),
+        (EIGHT_BITS, "eager", 1, False),
+        pytest.param("clover_search", "eager", 1, True, marks=pytest.mark.slow),
     ],
 )
 def test_compiles_into_one_graph_with_the_same_bits(method, backend, layers, autocast):

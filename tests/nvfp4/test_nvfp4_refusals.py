@@ -82,7 +82,6 @@ ARGUMENTS = [  # (arguments of convert, word)
     ),
     ({"skip": ["up"]}, "matches no linear layer; there are: 0"),
     ({"model": read_by_compressed_tensors()}, "in few bits by compressed-tensors; .* with nf.load_quantized"),
-    ({"model": nn.Sequential(nn.Linear(32, 32)), "method": "clover_mixed"}, "clover_mixed has recipes for attention"),
 ]
 PLANS = [  # (arguments of MethodPlan.parse, word)
     ({"layers": "up"}, "layers: 'up' .*pattern=method"),
@@ -128,8 +127,6 @@ REFUSED = {  # name of the case: (call, word)
     "FP16": (lambda: nf.QuantLinear(32, 32).half()(torch.randn(2, 32).half()), "got float16.*autocast"),
     "FP64": (lambda: nf.QuantLinear(32, 32).double()(torch.randn(2, 32).double()),
              r"got float64; use model.float\(\) or model.bfloat16\(\)$"),
-    "Gram matrices without convert": (lambda: nf.update_gram_matrices(nn.Linear(32, 32), lambda: None),
-                                      "update_gram_matrices: Linear was not converted"),
     "progress without convert": (lambda: nf.set_progress(nn.Linear(32, 32), 0.5), "was not converted"),
 }  # fmt: skip
 

@@ -9,6 +9,7 @@ import shutil
 import pytest
 import torch
 from _assertions import assert_same, final_state
+from _damage import edit_meta
 from _samples import byte_tokenizer, save_base
 from _training import BASE, MID, SFT, after_steps, stopped_in_step
 
@@ -22,7 +23,7 @@ from nanochat_fp4.evaluation.metrics import read_jsonl
 from nanochat_fp4.models.gpt import GPT
 from nanochat_fp4.training.checkpoint_manager import list_steps, load_checkpoint, read_meta, weights_digest
 from nanochat_fp4.training.load_model import checkpoint_method, tokens_read
-from scripts import base_train, chat_cli, chat_eval, chat_sft, mid_train
+from scripts import base_train, chat_cli, chat_eval, chat_sft, export, mid_train
 
 MID = [*MID, "--eval-every=4"]
 SFT = [*SFT, "--eval-every=4", "--eval-metrics-every=4", "--eval-metrics-max-problems=6"]
@@ -402,6 +403,29 @@ def test_method_is_the_checkpoints_unless_a_flag_says_otherwise(base, monkeypatc
     with pytest.raises(UserError, match="^QAT_METHOD: unknown method 'my_method'"):
         mid("--dry-run", steps=1)
     assert not (base / "mid_checkpoints").exists()  # nothing was saved
+
+
+@pytest.mark.parametrize("name", ["clover_mixed", "clover_search_feedback"])
+def test_a_checkpoint_of_a_row_that_left_loads_with_another_method(base, tmp_path, name, capsys):
+    """A checkpoint stores the recipe of a row that is not in the package, here with a field that no operand has now."""
+    operand = {"a": {"rounding": "four_over_six"}, "b": {"rounding": "scale_search_6", "feedback": True}}
+    config = read_meta(base / "base_checkpoints" / "d2_clover", 5)["user_config"]
+    recipes = [{"name": name, "output": operand}] if "search" in name else []
+    edit_meta(base / "base_checkpoints" / "d2_clover", 5, user_config=config | {"method": name}, recipes=recipes)
+    calls = {
+        "mid": lambda *flags: mid("--dry-run", *flags, steps=1),
+        "chat": lambda *flags: chat_cli.main(
+            ["-i", "base", "-p", "Hello", "--max-tokens=2", "--device-type=cpu", *flags]
+        ),
+        "export": lambda *flags: export.main(
+            ["--source=base", f"--out={tmp_path / 'out'}", "--eval-tokens=0", "--format=compressed-tensors", *flags]
+        ),
+    }
+    for call in calls.values():
+        with pytest.raises(UserError, match=f"unknown method '{name}'"):
+            call()
+        call("--method=clover_fp8_forward")
+    assert (tmp_path / "out" / "model.safetensors").is_file() and "clover_fp8_forward" in capsys.readouterr().out
 
 
 # ----------------------------------------------------------------------------------------------------------------------

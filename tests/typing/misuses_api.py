@@ -7,7 +7,7 @@ import nanochat_fp4 as nf
 
 print(nf.nonsense)  # wrong
 nf.Operand(3)  # wrong
-nf.Operand("rtn", terms="two")  # wrong
+nf.Operand("rtn", raw="yes")  # wrong
 nf.Gemm("rtn")  # wrong
 nf.quantize(torch.ones(16), "rtn", seed="0")  # wrong
 nf.convert(torch.ones(16))  # wrong
