@@ -4,7 +4,7 @@
 #     bash dev/measure.sh                      # 20 minutes at most
 #
 # The plan of a run takes these speeds (PLAN_ONLY=1 bash speedrun_fp4.sh), unless OUT names another folder. It is printed
-# with them: which method to take, and how long. The last line is the command that says what to send, and where.
+# with them: which method to take, and how long. The last lines say what to send, and where.
 #
 # Every part has a time limit and a log in $OUT, the benchmarks a JSON as well, which grows as they measure. A part that
 # fails leaves the others; a summary comes last, and the exit status is 1 if anything failed. Variables:
@@ -110,7 +110,8 @@ if [ ${#measured[@]} -gt 0 ]; then
             echo "== the plan of a speedrun with these speeds"
             env -u PARTS -u DRY_RUN "$PY" -m scripts.plan speedrun || FAILED=1
         fi
-        echo "== to send it: $PY -m nanochat_fp4.doctor --send $OUT"
+        echo "== to send it: $OUT/my_card.json (numbers, versions, the names of GPU and methods; no path, no host name, no text"
+        echo "   of yours) and the table in $OUT/my_card.txt, to the project's issues, with the form 'My card'"
     fi
 fi
 exit $FAILED

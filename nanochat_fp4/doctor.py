@@ -8,8 +8,8 @@ the kernels and the GEMM of a GPU.
 
 - layers: QuantLinear of every method, forward and backward, is compared with products of the reference's quantized
   operands.
-- kernels: quantization is compared on random shapes. Without a rotation all bits must be equal. With a rotation at
-  least 99.9% of the values must be equal, because the tensor cores add 128 terms in their own order, so that a value
+- kernels: the operands of a training step are compared. Without a rotation all values must be equal. With a rotation
+  at least 99.6% of them must be equal, because the tensor cores add 128 terms in their own order, so that a value
   next to a rounding boundary may tip.
 - repeats: on a GPU, each rotating kernel runs 200 times at the size of a training step, and must give the same bits
   each time.
@@ -26,13 +26,12 @@ import multiprocessing
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from pathlib import Path
 
 import torch
 
 import nanochat_fp4 as nf
 from nanochat_fp4.cli import ArgumentParser, UserError, one_line, run_main
-from nanochat_fp4.common import add_recipes_argument, autodetect_device_type, get_base_dir, set_cpu_threads
+from nanochat_fp4.common import add_recipes_argument, autodetect_device_type, set_cpu_threads
 from nanochat_fp4.hardware import about_versions, environment_info, usable_cpus
 from nanochat_fp4.models import flash_attention
 from nanochat_fp4.nvfp4.dispatch import use_kernels
@@ -41,17 +40,15 @@ from nanochat_fp4.nvfp4.hadamard import RHT_DIM
 from nanochat_fp4.nvfp4.makers import Quantization, quantize_operand
 from nanochat_fp4.nvfp4.methods import METHODS, get_recipe
 from nanochat_fp4.nvfp4.probe import relative_square_error
-from nanochat_fp4.nvfp4.roundings import ROUNDINGS, Rounding
+from nanochat_fp4.nvfp4.roundings import ROUNDINGS
 from nanochat_fp4.self_check import REPEATED, kernel_problem, kernels_of, layer_problem, repeat_problem
 
-SHAPES = ((1000, 528), (144, 160), (2048, 2048))
-SHAPES_INTERPRETED = ((40, 144),)
+SHAPE, SHAPE_INTERPRETED = (1000, 528), (40, 144)  # of the tensors that the kernels quantize
 REPEATS = 200  # The number of launches of each rotating kernel.
 ATTENTION = (2, 256, 4, 2, 64)  # The numbers of rows, tokens, heads and key heads, and the head dimension.
 ATTENTION_ERROR = 1e-3  # BF16 products and sums give 1e-5.
 # The number of processes that compile and check at once. Each of them takes some 500 MB of a GPU's memory.
 MOST_PROCESSES = 8
-MOST_METHODS = 12  # With at most so many methods the kernels are checked on one shape only.
 
 
 def attention_problem(device: torch.device, backend: str) -> str | None:
@@ -142,23 +139,23 @@ def examine(
         if problem:
             problems.append(problem)
 
-    kernels, shapes = [], SHAPES_INTERPRETED
-    if use_kernels(device):
-        kernels = kernels_of(map(get_recipe, methods))
-        if device.type == "cuda":
-            shapes = SHAPES[: 3 if len(methods) > MOST_METHODS else 1]
+    kernels = kernels_of(map(get_recipe, methods)) if use_kernels(device) else []
+    shape = SHAPE if device.type == "cuda" else SHAPE_INTERPRETED
     with _checks(processes) as start:
         layers = {method: start(layer_problem, device, method) for method in methods}
-        started = [(how, start(_kernel_problem_of_shapes, device, *how, shapes)) for how in kernels]
+        started = {
+            f"{rounding.name}{f' after an RHT of {rht_dim}' if rht_dim else ''}": start(
+                kernel_problem, device, rounding, rht_dim, shape
+            )
+            for rounding, rht_dim in kernels
+        }
         say("layers, forward and backward, against products of the reference's operands")
-        for method, check in layers.items():
-            report(method, check)
-        if started:
-            say(f"kernels against the reference, {', '.join(f'{r} x {c}' for r, c in shapes)}")
-        else:
-            say("kernels against the reference: nothing to compare, this machine quantizes with the reference")
-        for (rounding, rht_dim), check in started:
-            report(f"{rounding.name}{f' after an RHT of {rht_dim}' if rht_dim else ''}", check)
+        for name, check in layers.items():
+            report(name, check)
+        compared = f"{shape[0]} x {shape[1]}" if kernels else "nothing to compare, this machine quantizes with it"
+        say(f"kernels against the reference: {compared}")
+        for name, check in started.items():
+            report(name, check)
     say("attention, forward and backward, against softmax(q k^T) v in FP32")
     backends = [b for b in flash_attention.BACKENDS if b != "flex" and flash_attention.available(b)]
     for backend in backends:
@@ -176,10 +173,6 @@ def examine(
     return problems
 
 
-def _kernel_problem_of_shapes(device: torch.device, rounding: Rounding, rht_dim: int, shapes) -> str | None:
-    return next((p for p in (kernel_problem(device, rounding, rht_dim, shape) for shape in shapes) if p), None)
-
-
 @contextlib.contextmanager
 def _checks(processes: int) -> Iterator[Callable[..., Callable]]:
     """Yields start(function, *arguments), which returns a function without arguments that waits for the function's
@@ -195,40 +188,16 @@ def _checks(processes: int) -> Iterator[Callable[..., Callable]]:
 def operations(device: torch.device) -> list[str]:
     """Returns one line for each operation, with its backend and the reason for it."""
     backend = nf.backend()
-    kernels = use_kernels(device)
     lines = [f"{name:10s} {backend.quantize}" for name in ("quantize", "rotate", "requantize")]
-    decode = "Triton" if kernels and device.type == "cuda" else "PyTorch"
+    decode = "Triton" if use_kernels(device) and device.type == "cuda" else "PyTorch"
     return [*lines, f"{'decode':10s} {decode}", f"{'GEMM':10s} {backend.gemm}", f"{'because':10s} {backend.reason}"]
-
-
-def what_to_send(folder: Path) -> str:
-    """Returns how to report the results of dev/measure.sh on a card. Raises UserError if the folder has no such
-    results."""
-    file = folder / "my_card.json"
-    if not file.is_file():
-        raise UserError(
-            f"there is no {file}; run `bash dev/measure.sh` first in a checkout (20 minutes), or give --send the "
-            "folder that OUT named"
-        )
-    what = "numbers, versions and the names of GPU and methods; no path, no host name, no text of yours"
-    where = "to the project's issues, with the form 'My card' (.github/ISSUE_TEMPLATE/my_card.yml)"
-    return f"send {file} ({what})\nand the table in {folder / 'my_card.txt'}\n{where}"
 
 
 def main(argv: list[str] | None = None) -> None:
     parser = ArgumentParser(description=__doc__.split("\n")[0])
     add_recipes_argument(parser)
-    which = parser.add_mutually_exclusive_group()
-    which.add_argument("--method", default="", help="check this method only (default: those of nf.METHODS)")
-    which.add_argument(
-        "--send", nargs="?", const="", metavar="FOLDER",
-        help="check nothing: say what to send of dev/measure.sh's folder (default: measurements/ in the base "
-        "directory), and where",
-    )  # fmt: skip
+    parser.add_argument("--method", default="", help="check this method only (default: those of nf.METHODS)")
     args = parser.parse_args(argv)
-    if args.send is not None:
-        print(what_to_send(Path(args.send or Path(get_base_dir()) / "measurements")))
-        return
     methods = (get_recipe(args.method).name,) if args.method else tuple(METHODS)
     device = torch.device(autodetect_device_type())
     if device.type == "mps":

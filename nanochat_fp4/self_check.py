@@ -6,7 +6,6 @@ the kernels and the GEMM of a GPU. Each check returns one line that names the pr
 makes the same checks for all methods, and reports them.
 """
 
-import contextlib
 from collections.abc import Iterable, Iterator
 
 import torch
@@ -18,7 +17,6 @@ from nanochat_fp4.nvfp4.hadamard import RHT_DIM
 from nanochat_fp4.nvfp4.linear import QuantLinear
 from nanochat_fp4.nvfp4.makers import Quantization, quantize_grad_output, quantize_operand
 from nanochat_fp4.nvfp4.methods import get_recipe
-from nanochat_fp4.nvfp4.operands import Codes
 from nanochat_fp4.nvfp4.probe import relative_square_error
 from nanochat_fp4.nvfp4.quantizers import quantize_reference
 from nanochat_fp4.nvfp4.recipes import Operand, Recipe
@@ -50,11 +48,15 @@ def self_check(
     generators. On sm_10x the rotating kernels run LAUNCHES times, because Triton before 3.7.1 may miss a fence there
     (triton#10590). Raises UserError with one line that says what is wrong.
     """
-    device = torch.device(device)
-    recipe = get_recipe(method)
-    layer = LAYER if model is None else layer_like(model)
-    with one_thread() if device.type == "cuda" else contextlib.nullcontext():
-        problem = _problem(device, recipe, layer)
+    device, recipe, threads = torch.device(device), get_recipe(method), torch.get_num_threads()
+    if device.type == "cuda":
+        # torch.compile's processes take all cores at a run's start. Threads that wait for each other would then take
+        # longer than one thread takes for the small tensors of a check.
+        torch.set_num_threads(1)
+    try:
+        problem = next(filter(None, _problems(device, recipe, LAYER if model is None else layer_like(model))), None)
+    finally:
+        torch.set_num_threads(threads)
     if problem:
         raise UserError(
             f"self-check failed on {device}: {problem}; training would be wrong. See `python -m nanochat_fp4.doctor`, "
@@ -66,31 +68,14 @@ def self_check(
     return line
 
 
-@contextlib.contextmanager
-def one_thread() -> Iterator[None]:
-    """Inside this context torch computes on the CPU in one thread. At a run's start torch.compile's processes take all
-    cores. A thread that waits for others then waits longer than the small tensors of a check take in one thread."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
-
-
-def _problem(device: torch.device, recipe: Recipe, layer: tuple[int, int, int]) -> str | None:
-    problem = None
-    if recipe.quantizes and use_kernels(device):
-        for rounding in dict.fromkeys(rounding for rounding, _ in kernels_of([recipe])):
-            problem = problem or (
-                training_problem(device, rounding, layer[::2])
-                if rounding.ms_eden
-                else kernel_problem(device, rounding, 0, layer[::2])
-            )
-        for rounding, rht_dim in kernels_of([recipe]):
-            if rht_dim and device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 10:
-                problem = problem or repeat_problem(device, rounding, REPEATED, LAUNCHES, rht_dim)
-    return problem or layer_problem(device, recipe, layer)
+def _problems(device: torch.device, recipe: Recipe, layer: tuple[int, int, int]) -> Iterator[str | None]:
+    kernels = kernels_of([recipe]) if recipe.quantizes and use_kernels(device) else []
+    for rounding, rht_dim in dict.fromkeys((r, rht_dim if r.ms_eden else 0) for r, rht_dim in kernels):
+        yield kernel_problem(device, rounding, rht_dim, layer[::2])
+    for rounding, rht_dim in ((r, rht_dim) for r, rht_dim in kernels if rht_dim and device.type == "cuda"):
+        if torch.cuda.get_device_capability(device)[0] == 10:
+            yield repeat_problem(device, rounding, REPEATED, LAUNCHES, rht_dim)
+    yield layer_problem(device, recipe, layer)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -172,86 +157,61 @@ def kernels_of(recipes: Iterable[Recipe]) -> list[tuple[Rounding, int]]:
     return sorted(pairs, key=lambda pair: (pair[0].name, pair[1]))
 
 
+def operands(
+    device: torch.device, rounding: Rounding, rht_dim: int, x: torch.Tensor, noise: dict
+) -> dict[str, GemmOperand]:
+    """The operands that a training step makes of x (M, N) with this rounding, by name. Training launches the same
+    kernels: it makes both operands of a grad_output at once, and one operand from codes."""
+    seeds = {name: torch.tensor(noise[name], device=device) for name in ("seed", "rht_seed")}
+    how = Quantization(rounding, **(noise | seeds if rounding.random or rht_dim else {}))
+    x = x.to(device)
+    if not rht_dim:
+        kept = quantize_operand(x, how, keep_codes=True).without_cache()
+        return {"the codes": kept, "the operand that the GEMM reads": quantize_operand(x, how)}
+    row, col = quantize_grad_output(x, how, how)
+    codes = quantize_operand(x, Quantization(ROUNDINGS["four_over_six"]), keep_codes=True).without_cache()
+    from_codes = quantize_operand(codes, how, transpose=True)
+    return {"a grad_output": row, "a transposed grad_output": col, "transposed codes": from_codes}
+
+
 def kernel_problem(device: torch.device, rounding: Rounding, rht_dim: int, shape: tuple[int, int]) -> str | None:
-    """Returns a description of a wrong result for a random tensor, in its codes or in the GEMM's operand, or None.
-    It needs use_kernels."""
-    x = _uneven(shape)
-    random = {"stream": 3, "rht_dim": rht_dim, "rht_stream": 2}
-    where = f"{rounding.name}{f' after an RHT of {rht_dim}' if rht_dim else ''}, {shape[0]} x {shape[1]}"
-    for transpose in (False, True) if rht_dim else (False,):
-        padded = x.T if transpose else x
-        padded = torch.nn.functional.pad(padded.float(), (0, -padded.shape[1] % (rht_dim or 16)))
-        want = quantize_reference(padded, rounding, seed=7, rht_seed=8, **random)
-        try:
-            seeds = {"seed": torch.tensor(7, device=device), "rht_seed": torch.tensor(8, device=device)}
-            how = Quantization(rounding, **(seeds if rounding.random or rht_dim else {}), **random)
-            codes, operand = (
-                quantize_operand(x.to(device), how, transpose=transpose, keep_codes=keep) for keep in (True, False)
-            )
-        except Exception as error:
-            return f"{where}: {one_line(error)[:200]}"
-        if rht_dim == 0 and codes.tensor_scale.cpu() != want.tensor_scale:
-            return f"{where}: tensor_scale is {float(codes.tensor_scale):.6e}, expected {float(want.tensor_scale):.6e}"
-        for name, got, expected in (("codes", codes.codes, want.codes), ("scales", codes.scales, want.scales)):
-            wrong = int((got.cpu().view(torch.uint8) != expected.view(torch.uint8)).sum())
-            if wrong > (max(4, TIPPED * got.numel()) if rht_dim else 0):
-                return f"{where}: {wrong} of {got.numel()} {name} differ from the reference"
-        if (codes.without_cache().dequantize() != operand.dequantize()).any():
-            return f"{where}: the operand that the GEMM reads is not the value of the codes"
-    return None
+    """Returns a description of a wrong operand of a random tensor, or None. It needs use_kernels.
 
-
-def training_problem(device: torch.device, rounding: Rounding, shape: tuple[int, int]) -> str | None:
-    """Does the same as kernel_problem after a rotation, with exactly the launches of a training step.
-
-    The launches make both operands of a grad_output at once, and one operand from codes. Training needs every kernel
-    that is compiled here, and no other.
+    Without a rotation all values must be the reference's. After one, the sums of 128 terms differ in their last bits.
     """
-    x = _uneven(shape)
-    random = {"stream": 3, "rht_dim": RHT_DIM, "rht_stream": 2}
-    t = quantize_reference(x.float(), ROUNDINGS["four_over_six"])
+    x, noise = _uneven(shape), {"seed": 7, "rht_seed": 8, "stream": 3, "rht_dim": rht_dim, "rht_stream": 2}
+    where = f"{rounding.name}{f' after an RHT of {rht_dim}' if rht_dim else ''}, {shape[0]} x {shape[1]}"
     try:
-        seeds = {"seed": torch.tensor(7, device=device), "rht_seed": torch.tensor(8, device=device)}
-        how = Quantization(rounding, **seeds, **random)
-        row, col = quantize_grad_output(x.to(device), how, how)
-        codes = Codes(*(part.to(device) for part in (t.codes, t.scales, t.tensor_scale)))
-        transposed_codes = quantize_operand(codes, how, transpose=True)
+        made = operands(device, rounding, rht_dim, x, noise)
     except Exception as error:
-        return f"{rounding.name} after an RHT of {RHT_DIM}: {one_line(error)[:200]}"
-    for name, operand, source in (
-        ("grad_output", row, x.float()),
-        ("transposed grad_output", col, x.float().T),
-        ("transposed codes", transposed_codes, t.dequantize().T),
-    ):
-        padded = torch.nn.functional.pad(source, (0, -source.shape[1] % RHT_DIM))
-        want = quantize_reference(padded, rounding, seed=7, rht_seed=8, **random).dequantize()
+        return f"{where}: {one_line(error)[:200]}"
+    codes = quantize_reference(x.float(), ROUNDINGS["four_over_six"]).dequantize()
+    for name, operand in made.items():
+        source = codes if name == "transposed codes" else x.float()
+        source = source.T if "transposed" in name else source
+        padded = torch.nn.functional.pad(source, (0, -source.shape[1] % (rht_dim or BLOCK)))
+        want = quantize_reference(padded, rounding, **noise).dequantize()
         wrong = int((operand.dequantize().cpu() != want).sum())
-        if wrong > max(4 * BLOCK, 4 * TIPPED * want.numel()):  # A single tipped scale changes its whole block.
-            of = f"{wrong} of {want.numel()} values of a {name}, {shape[0]} x {shape[1]}"
-            return f"{rounding.name} after an RHT of {RHT_DIM}: {of}, differ from the reference"
+        if wrong > (max(4 * BLOCK, 4 * TIPPED * want.numel()) if rht_dim else 0):  # A tipped scale changes its block.
+            return f"{where}: {wrong} of {want.numel()} values of {name} differ from the reference"
     return None
 
 
 def repeat_problem(
     device: torch.device, rounding: Rounding, shape: tuple[int, int], times: int, rht_dim: int = RHT_DIM
 ) -> str | None:
-    """Returns a description of an operand of a backward pass whose bits differ between launches with the same random
+    """Returns a description of an operand of a backward pass whose values differ between launches with the same random
     numbers, or None.
 
     A fence that a compiler has missed shows only in some launches, on a full GPU (triton#10590 on sm_100).
     """
-    x = _uneven(shape).to(device)
-    seeds = {"seed": torch.tensor(7, device=device), "rht_seed": torch.tensor(8, device=device)}
-    how = Quantization(rounding, **seeds, stream=3, rht_dim=rht_dim, rht_stream=2)
-    codes = quantize_operand(x, Quantization(ROUNDINGS["four_over_six"]), keep_codes=True).without_cache()
+    x, noise = _uneven(shape), {"seed": 7, "rht_seed": 8, "stream": 3, "rht_dim": rht_dim, "rht_stream": 2}
     first: list[torch.Tensor] = []
     for i in range(times):
-        operands = [*quantize_grad_output(x, how, how), quantize_operand(codes, how, transpose=True)]
-        tensors = [t for operand in operands for t in vars(operand).values() if isinstance(t, torch.Tensor)]
-        bits = [t.reshape(-1).view(torch.uint8) for t in tensors]
-        first = first or bits
-        if not all(map(torch.equal, first, bits)):
-            return f"{rounding.name}, {shape[0]} x {shape[1]}: launch {i + 1} has other bits than the first"
+        values = [operand.dequantize() for operand in operands(device, rounding, rht_dim, x, noise).values()]
+        first = first or values
+        if not all(map(torch.equal, first, values)):
+            return f"{rounding.name}, {shape[0]} x {shape[1]}: launch {i + 1} has other values than the first"
     return None
 
 

@@ -14,7 +14,6 @@ import torch
 
 from lab import ROOT
 from lab.bench import compare, steps
-from nanochat_fp4 import doctor
 from nanochat_fp4.cli import UserError
 from nanochat_fp4.nvfp4.methods import WHICH
 from scripts import plan as plan_program
@@ -65,7 +64,7 @@ def test_the_steps_of_every_part_have_the_methods_that_the_plan_advises(tmp_path
 
 @no_gpu
 def test_a_dry_run_makes_the_table_and_the_file_to_send(fork_server, tmp_path):
-    """All parts of measure.sh, in small, on a CPU; then what the doctor says of a folder, and what a plan reads."""
+    """All parts of measure.sh, in small, on a CPU; then what a plan reads."""
     base, tmp_path = tmp_path, tmp_path / "measurements"
     done = measure(tmp_path, fork_server.python, DRY_RUN="1")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -79,9 +78,7 @@ def test_a_dry_run_makes_the_table_and_the_file_to_send(fork_server, tmp_path):
     assert all(r["tokens_per_second"] > 0 and r["problem"] is False for r in steps["records"])
     table = (tmp_path / "my_card.txt").read_text()
     assert "d2, steps" in table and table.rstrip() in done.stdout
-    assert "--send" not in done.stdout and "DRY_RUN" in done.stdout.splitlines()[-1]
-    sent = fork_server.run("nanochat_fp4.doctor", ["--send", str(tmp_path)], as_main=True)
-    assert sent.status == 0 and str(tmp_path / "my_card.json") in sent.log and "my_card.yml" in sent.log
+    assert "to send it" not in done.stdout and "DRY_RUN" in done.stdout.splitlines()[-1]
     steps = json.loads((tmp_path / "steps.json").read_text())
     steps["environment"]["gpu"] = "RTX 5090"
     (tmp_path / "steps.json").write_text(json.dumps(steps))
@@ -89,7 +86,7 @@ def test_a_dry_run_makes_the_table_and_the_file_to_send(fork_server, tmp_path):
 
 
 def test_a_dry_run_has_a_folder_of_its_own(tmp_path):
-    """`doctor --send` reads the folder of measurements, and a dry run must neither replace nor pass for them."""
+    """A plan reads the folder of measurements, and a dry run must neither replace nor pass for them."""
     for dry, folder in (("0", "measurements"), ("1", "measurements_dry_run")):
         base = tmp_path / dry
         done = measure("", "true", NANOCHAT_BASE_DIR=str(base), DRY_RUN=dry, PARTS="doctor")
@@ -112,12 +109,6 @@ def test_a_card_without_its_folder_is_refused(tmp_path):
     (steps := tmp_path / "steps.json").write_text(json.dumps(content))
     with pytest.raises(UserError, match="no folder .*none"):
         compare.main([str(steps), f"--card={tmp_path / 'none' / 'c.json'}"])
-
-
-@pytest.mark.parametrize("folder", [[], ["elsewhere"]])
-def test_nothing_to_send_yet(folder, base_dir):
-    with pytest.raises(UserError, match=f"there is no .*{(folder or ['measurements'])[0]}.my_card.json"):
-        doctor.main(["--send", *folder])
 
 
 def flags_of(program: str, capsys) -> set[str]:
