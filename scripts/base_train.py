@@ -15,6 +15,7 @@ latest` therefore ends with the same bits as a run that was never interrupted.
 """
 
 import argparse
+import contextlib
 import functools
 import os
 from dataclasses import asdict, fields
@@ -68,9 +69,8 @@ from nanochat_fp4.training.new_model import (
     resolve_horizon,
     run_settings,
 )
-from nanochat_fp4.training.startup import start_compiler
 from nanochat_fp4.training.step import TrainingStep
-from nanochat_fp4.training.trainer import Process, Trainer, due, run_stage
+from nanochat_fp4.training.trainer import Trainer, due, run_stage
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -138,27 +138,29 @@ class BaseTraining(Trainer):
 
     rate_flags = "the learning rates (--matrix-lr, --embedding-lr)"
 
-    def __init__(self, args: argparse.Namespace, process: Process, method: str):
-        super().__init__("base", args, process)
-        self.core_every, self.core_metric, self.samples = args.core_metric_every, None, []
-        start_compiler(process.device)
+    def __init__(self, args: argparse.Namespace, until_exit: contextlib.ExitStack, method: str):
+        super().__init__("base", args, until_exit)
+        self.core_every, self.samples = args.core_metric_every, []
         self.data_dir = ensure_data(args.data_dir)
+        # The default tag has the method's name, so that no method overwrites the run of another one.
+        tag = f"{families.family_of_flags(args).run_name(args)}_{method}" if args.model_tag is None else args.model_tag
+        self.open_folder(tag, args.branch_from)
         tokenizer = get_tokenizer()
-        process.phases.end("data, tokenizer")
+        self.end_phase("data, tokenizer")
         self.make_model(args, tokenizer, method)
         plan = MethodPlan.parse(method, args.layer_methods, args.method_phases)
         self.convert(method, method, plan, self.num_steps)
         self.backend = str(nf.backend())
         if method != "bf16":
             # The self-check ends the run if kernels or GEMMs compute something wrong on this machine.
-            self.backend += f"; {self_check(process.device, method, self.model)}"
-        self.choose_micro_batch(args, process.world_size)
-        self.divide(args.compile if args.compile is not None else process.device.type == "cuda")
+            self.backend += f"; {self_check(self.device, method, self.model)}"
+        self.choose_micro_batch(args, self.world_size)
+        self.divide()
         self.announce(plan)
         self.text, self.val_text = (open_text(split, self.data_dir) for split in ("train", "val"))
         if line := how_often(self.text, tokenizer, args.total_batch_size * self.num_steps):
             print0(line)
-        self.num_rows, self.eval_steps = evaluation_rows(args.eval_tokens, self.rows, self.seq_len, process.world_size)
+        self.num_rows, self.eval_steps = evaluation_rows(args.eval_tokens, self.rows, self.seq_len, self.world_size)
         self.eval_tokens, self.token_bytes = self.num_rows * self.seq_len, get_token_bytes(device=self.device)
         options = PretrainingOptions(**{f.name: getattr(args, f.name) for f in fields(PretrainingOptions)})
         optimizers, schedule = self.model.setup_pretraining(options, args.total_batch_size, self.num_steps, self.lean)
@@ -167,16 +169,14 @@ class BaseTraining(Trainer):
 
     def make_model(self, args: argparse.Namespace, tokenizer: RustBPETokenizer, method: str) -> None:
         """Makes the model, and gives it the weights of the checkpoint with which training goes on."""
-        model, name = make_model(args, tokenizer.get_vocab_size(), self.device, method)
+        model = make_model(args, tokenizer.get_vocab_size(), self.device, method)
         flops = model.estimate_flops()
         self.step_tokens, self.seq_len = args.total_batch_size, args.max_seq_len
         self.num_steps = resolve_horizon(args, flops, model.num_scaling_params())
         check_machine(args, self.device, flops * args.total_batch_size * self.num_steps)
         self.settings = run_settings(args, method, model, tokenizer)
         for rows in (1, *([] if args.device_batch_size == "auto" else [args.device_batch_size])):
-            plan_accumulation(args.total_batch_size, rows, args.max_seq_len, self.process.world_size)
-        # The default tag has the method's name, so that no method overwrites the run of another one.
-        self.open_folder(f"{name}_{method}" if args.model_tag is None else args.model_tag, args.branch_from)
+            plan_accumulation(args.total_batch_size, rows, args.max_seq_len, self.world_size)
         self.adopt(model, tokenizer, self.settings, self.num_steps)
 
     def choose_micro_batch(self, args: argparse.Namespace, world_size: int) -> None:
@@ -195,7 +195,7 @@ class BaseTraining(Trainer):
         """Whether to replay micro-batches as CUDA graphs: as --cuda-graph says, or else if the memory suffices."""
         if flag is not None or self.device.type != "cuda":
             return bool(flag)
-        problem = graphs_problem(self.model, self.rows, self.seq_len, self.process.world_size)
+        problem = graphs_problem(self.model, self.rows, self.seq_len, self.world_size)
         if problem:
             print0(f"no CUDA graphs: {problem}")
         return problem is None
@@ -204,15 +204,9 @@ class BaseTraining(Trainer):
         """Sets what checkpoints and metrics.jsonl say of the run."""
         args, batch, val_data = self.args, {"device_batch_size": self.rows}, validation_text(self.data_dir)
         tunable = {**asdict(options), "num_iterations": self.num_steps, "data_dir": str(self.data_dir)}
-        self.record(
-            self.settings,
-            plan.recipes,
-            batch | {"num_iterations": self.num_steps},
-            tunable={**tunable, **batch, "recompute": args.recompute, "val_data": val_data},
-            max_seq_len=self.seq_len,
-            **batch,
-        )
-        spread = {"world_size": self.process.world_size, "parallel": args.parallel}
+        changes = {**tunable, **batch, "val_data": val_data}
+        self.record(self.settings, plan.recipes, changes, max_seq_len=self.seq_len, **batch)
+        spread = {"world_size": self.world_size, "parallel": args.parallel}
         self.start_record = {
             "backend": self.backend,
             "total_batch_size": args.total_batch_size,
@@ -239,7 +233,7 @@ class BaseTraining(Trainer):
                 f"{config.n_head} heads, vocabulary {config.vocab_size:,}",
                 "steps": f"{self.num_steps:,} of {tokens:,} tokens: {total_tokens:,} tokens, "
                 f"{total_tokens / num_params:.2f} per parameter, {self.flops_per_token * total_tokens:.2e} FLOPs",
-                "batch": f"{self.rows} x {self.seq_len} tokens, {self.process.world_size} process(es), "
+                "batch": f"{self.rows} x {self.seq_len} tokens, {self.world_size} process(es), "
                 f"{self.micro_batches} micro-batch(es) a step",
                 "GEMM work": ", ".join(f"{100 * s:.1f}% in {b} bits" for b, s in plan.work(self.model).items() if s),
                 **({"output head": f"FP8, {fp8_products(self.device.type)}"} if self.model.lm_head.quantizes else {}),
@@ -250,7 +244,7 @@ class BaseTraining(Trainer):
 
     def batches(self, position: Any) -> Batches:
         order = self.args.data_seed, self.args.shuffle_documents
-        source, of_step = Documents(self.tokenizer, self.seq_len, self.text, *order), self.process.world_size
+        source, of_step = Documents(self.tokenizer, self.seq_len, self.text, *order), self.world_size
         return packed_rows(source, self.rows, self.device, of_step * self.micro_batches, position)
 
     def evaluate(self, last: bool) -> dict[str, float]:
@@ -271,16 +265,14 @@ class BaseTraining(Trainer):
         source = Documents(self.tokenizer, self.seq_len, self.val_text)
         batches = packed_rows(source, self.rows, self.device, num_rows=self.num_rows)
         with self.training_step.autocast():
-            batches = self.process.signals.watch(batches, self.device)
+            batches = self.signals.watch(batches, self.device)
             batches = self.progress.meanwhile(batches, self.eval_steps, "evaluation")
             return evaluate_bpb(forward, batches, self.eval_steps, self.token_bytes)
 
     def before_step(self, last: bool) -> None:
-        if self.step == 0 or (self.looked_before and not last):
-            return
-        if due(self.core_every, self.step, last):
+        if self.step > 0 and due(self.core_every, self.step, last):
             self.measure_core()
-        if due(self.args.sample_every, self.step, last):
+        if self.step > 0 and due(self.args.sample_every, self.step, last):
             self.draw_samples()
 
     def measure_core(self) -> None:
@@ -295,17 +287,17 @@ class BaseTraining(Trainer):
             self.progress.write(f"warning: no CORE metric from here on: {one_line(e)}")
             self.core_every = -1
             return
-        self.core_metric = results["core_metric"]
+        core_metric = self.state.numbers["core_metric"] = results["core_metric"]
         for note in results["notes"]:
             self.progress.write(f"note: {note}")
-        self.progress.write(f"step {self.step:05d} | CORE metric {self.core_metric:.4f}")
-        self.metrics.append("core", self.step, core_metric=self.core_metric)
-        self.tracker.log({"step": self.step, "core_metric": self.core_metric})
+        self.progress.write(f"step {self.step:05d} | CORE metric {core_metric:.4f}")
+        self.metrics.append("core", self.step, core_metric=core_metric)
+        self.tracker.log({"step": self.step, "core_metric": core_metric})
 
     def draw_samples(self) -> None:
         """Prints continuations of a few prompts."""
         with self.evaluating(), unsharded(self.model):
-            if self.process.rank == 0:
+            if self.rank == 0:
                 self.samples = draw_samples(self.model, self.tokenizer)
         for sample in self.samples:
             self.progress.write(f"  {sample}")
@@ -327,7 +319,7 @@ class BaseTraining(Trainer):
             "Minimum validation bpb": self.state.best.get("val_bpb"),
             "Final validation bpb": numbers.get("val_bpb"),
             "Final validation bpb, BF16 forward": numbers.get("val_bpb_bf16"),
-            "CORE metric estimate": self.core_metric,
+            "CORE metric estimate": numbers.get("core_metric"),
             "MFU %": f"{self.mfu:.2f}%" if self.mfu is not None else None,
             "Total training FLOPs": f"{self.flops_per_token * total_tokens:.2e}",
         }

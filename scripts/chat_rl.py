@@ -18,6 +18,7 @@ that no token depends on other answers in the batch. Training has one tensor sca
 """
 
 import argparse
+import contextlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -30,7 +31,7 @@ from eval.gsm8k import GSM8K
 from eval.local import LocalArithmetic
 from eval.run import longest_prompt
 from nanochat_fp4.cli import ArgumentParser, UserError, parse_finite, run_main
-from nanochat_fp4.common import is_ddp_initialized, mean_over_ranks
+from nanochat_fp4.common import get_dist_info, is_ddp_initialized, mean_over_ranks
 from nanochat_fp4.data.chat_data import describe_sources, load_sources
 from nanochat_fp4.data.dataloader import rollouts
 from nanochat_fp4.data.sources import Source
@@ -45,7 +46,7 @@ from nanochat_fp4.training.flags import (
     steps_of_epochs,
 )
 from nanochat_fp4.training.later_stage import LaterStage
-from nanochat_fp4.training.trainer import Process, due, run_stage
+from nanochat_fp4.training.trainer import due, run_stage
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -101,12 +102,13 @@ class ChatRL(LaterStage):
     ahead = False
     loss = staticmethod(policy_loss)
 
-    def __init__(self, args: argparse.Namespace, process: Process):
+    def __init__(self, args: argparse.Namespace, until_exit: contextlib.ExitStack):
         B, samples, examples = args.device_batch_size, args.num_samples, args.examples_per_step
-        if min(B, samples, examples) < 1 or samples % B or examples % process.world_size:
+        world_size = get_dist_info()[3]
+        if min(B, samples, examples) < 1 or samples % B or examples % world_size:
             raise UserError(
                 f"--num-samples={samples} must be a multiple of --device-batch-size={B}, and "
-                f"--examples-per-step={examples} of the number of processes, {process.world_size}"
+                f"--examples-per-step={examples} of the number of processes, {world_size}"
             )
         if min(args.eval_examples, args.max_new_tokens) < 1 or args.temperature <= 0 or args.top_k < 0:
             raise UserError(
@@ -115,9 +117,9 @@ class ChatRL(LaterStage):
             )
         if args.parallel != "ddp":
             raise UserError("reinforcement learning generates on each process by itself; leave --parallel out")
-        super().__init__("rl", args.source, args, process)
+        super().__init__("rl", args.source, args, until_exit)
         self.rows, self.seq_len = B, self.model.config.sequence_len
-        self.micro_batches = samples // B * (examples // process.world_size)
+        self.micro_batches = samples // B * (examples // world_size)
         train_part = source(args, "train")
         val_part = source(args, "test")
         for part, what in ((train_part, "training"), (val_part, "validation")):
@@ -163,16 +165,16 @@ class ChatRL(LaterStage):
         """Returns pass@k for k up to --device-batch-size: the share of the first --eval-examples problems that at least
         one of the first k answers solves. Answers are drawn at temperature 1. All ranks call this function together. It
         raises StopRequested after a signal."""
-        args, process, rows, task = self.args, self.process, self.rows, self.val_task
+        args, rows, task = self.args, self.rows, self.val_task
         if not due(args.eval_every, self.step, last):
             return {}
         count = min(len(task), args.eval_examples)
         solved = torch.zeros(rows, device=self.device)
         with self.evaluating(), self.training_step.weights_once(count):
-            problems = range(0, count, process.world_size)
-            watched = process.signals.watch(iter(problems), self.device)
+            problems = range(0, count, self.world_size)
+            watched = self.signals.watch(iter(problems), self.device)
             for first in self.progress.meanwhile(watched, len(problems), "evaluation"):
-                index = first + process.rank
+                index = first + self.rank
                 if index < count:
                     problem = task[index]
                     prompt = self.tokenizer.render_for_completion(problem, self.longest)

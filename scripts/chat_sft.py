@@ -12,6 +12,7 @@ The flags, the mixture of data and the mask of the loss are nanochat's.
 """
 
 import argparse
+import contextlib
 from typing import Any
 
 import torch
@@ -40,7 +41,7 @@ from nanochat_fp4.training.flags import (
     steps_of_epochs,
 )
 from nanochat_fp4.training.later_stage import LaterStage
-from nanochat_fp4.training.trainer import Process, due, run_stage
+from nanochat_fp4.training.trainer import due, run_stage
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -134,9 +135,9 @@ def metric_sources(args: argparse.Namespace) -> list[Source]:
 class ChatSFT(LaterStage):
     """The run of this stage."""
 
-    def __init__(self, args: argparse.Namespace, process: Process):
-        super().__init__("sft", args.source, args, process)
-        examples, world_size = args.target_examples_per_step, process.world_size
+    def __init__(self, args: argparse.Namespace, until_exit: contextlib.ExitStack):
+        super().__init__("sft", args.source, args, until_exit)
+        examples, world_size = args.target_examples_per_step, self.world_size
         self.seq_len = self.model.config.sequence_len
         check_flags(args, self.seq_len, world_size)
         self.rows = batches(args, world_size, self.trained_with("device_batch_size", 4))
@@ -170,19 +171,18 @@ class ChatSFT(LaterStage):
     def validation_loss(self) -> float:
         """Returns the mean loss over --eval-steps micro-batches, which are dealt to the processes. All processes
         compute equally many micro-batches, and those beyond --eval-steps count as 0."""
-        args, process, losses = self.args, self.process, []
-        rank, world_size = process.rank, process.world_size
+        args, rank, world_size, losses = self.args, self.rank, self.world_size, []
         with torch.no_grad(), self.training_step.autocast():
             numbers = range(rank, args.eval_steps + rank, world_size)
             where = self.tokenizer, self.rows, self.device, self.seq_len
-            batches = process.signals.watch(padded_conversations(self.val_dataset, *where), self.device)
+            batches = self.signals.watch(padded_conversations(self.val_dataset, *where), self.device)
             for number, (x, y, _) in zip(numbers, batches):
                 losses.append(self.model(x, y) * (number < args.eval_steps))
         return float(mean_over_ranks(torch.stack(losses).sum() * world_size / args.eval_steps))
 
     def accuracy(self, source: Source) -> float:
         """Returns the accuracy of a metric source. Raises StopRequested after a signal."""
-        signals = self.process.signals
+        signals = self.signals
         how = {
             "max_problems": self.args.eval_metrics_max_problems,
             "interrupted": lambda: signals.signum is not None,

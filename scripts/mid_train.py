@@ -14,6 +14,7 @@ The flags and the mixture of data are nanochat's. The loss counts every token, i
 """
 
 import argparse
+import contextlib
 from typing import Any
 
 from eval.common import resolve_eval_dir, source_of
@@ -41,7 +42,7 @@ from nanochat_fp4.training.flags import (
 )
 from nanochat_fp4.training.later_stage import LaterStage
 from nanochat_fp4.training.memory import plan_accumulation
-from nanochat_fp4.training.trainer import Process, due, run_stage
+from nanochat_fp4.training.trainer import due, run_stage
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -143,10 +144,9 @@ def scalar_lr(total_batch_size: int) -> float:
 class MidTraining(LaterStage):
     """The run of this stage."""
 
-    def __init__(self, args: argparse.Namespace, process: Process):
-        compiled = args.compile if args.compile is not None else process.device.type == "cuda"
-        super().__init__("mid", "base", args, process, compiled)
-        sequence_len, world_size = self.model.config.sequence_len, process.world_size
+    def __init__(self, args: argparse.Namespace, until_exit: contextlib.ExitStack):
+        super().__init__("mid", "base", args, until_exit)
+        sequence_len, world_size = self.model.config.sequence_len, self.world_size
         pretrained_with = self.trained_with("device_batch_size")
         check_flags(args, sequence_len, world_size)
         self.rows, self.num_rows, self.eval_steps = batches(args, sequence_len, world_size, pretrained_with or 32)
@@ -167,7 +167,7 @@ class MidTraining(LaterStage):
 
     def batches(self, position: Any) -> Batches:
         conversations = Conversations(self.dataset, self.tokenizer, self.seq_len)
-        micro_batches = self.micro_batches * self.process.world_size
+        micro_batches = self.micro_batches * self.world_size
         return packed_rows(conversations, self.rows, self.device, micro_batches, position)
 
     def evaluate(self, last: bool) -> dict[str, float]:
@@ -176,7 +176,7 @@ class MidTraining(LaterStage):
         conversations = Conversations(self.val_dataset, self.tokenizer, self.seq_len)
         batches = packed_rows(conversations, self.rows, self.device, num_rows=self.num_rows)
         with self.evaluating(), self.training_step.autocast():
-            batches = self.process.signals.watch(batches, self.device)
+            batches = self.signals.watch(batches, self.device)
             batches = self.progress.meanwhile(batches, self.eval_steps, "evaluation")
             return {"val_bpb": evaluate_bpb(self.forward, batches, self.eval_steps, self.token_bytes)}
 

@@ -20,6 +20,7 @@ from _forking import count_operations
 from nanochat_fp4.data.dataset import ensure_data
 from nanochat_fp4.data.text import open_text
 from nanochat_fp4.training.checkpoint_manager import (
+    delete_remains,
     find_last_step,
     list_steps,
     load_checkpoint,
@@ -90,7 +91,8 @@ def check_save(scratch: Path, steps: tuple[int, ...], order: list) -> None:
         left = list_steps(folder)
         found.append(checkpoint_value(folder, left[0]) if left else None)
         assert left == ([find_last_step(folder), *steps[: len(left) - 1]] if left else [])
-        save(folder, 15)  # the next save tidies up
+        delete_remains(folder)  # the next run tidies up
+        save(folder, 15)
         prune_checkpoints(folder, 3, 15)
         assert checkpoint_value(folder, 15) == 15 and list_steps(folder) == [15, *left]
         assert sorted(os.listdir(folder)) == [f"step_{step:06d}" for step in reversed(list_steps(folder))]
@@ -103,6 +105,7 @@ def check_pruning(scratch: Path) -> None:
     kills = 0
     for folder in killed_everywhere(scratch, lambda folder: prune_checkpoints(folder, 2, 4), scratch / "before"):
         assert checkpoint_value(folder, 4) == 4 and checkpoint_value(folder, 3) == 3 and find_last_step(folder) == 4
+        delete_remains(folder)
         save(folder, 5)
         prune_checkpoints(folder, 2, 5)
         assert list_steps(folder) == [5, 4] and len(os.listdir(folder)) == 2

@@ -19,16 +19,15 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from nanochat_fp4.cli import UserError, logger, one_line
-from nanochat_fp4.common import get_dist_info, is_ddp_initialized, of_all_ranks
-from nanochat_fp4.files import fsync_dir, sha256_file
+from nanochat_fp4.common import get_dist_info, of_all_ranks
+from nanochat_fp4.files import atomic_open, atomic_write, fsync_dir, sha256_file
 
 FORMAT = "nanochat_fp4 checkpoint, version 2"
 
@@ -104,43 +103,33 @@ def save_checkpoint(
     """
     folder = Path(checkpoint_dir)
     place = folder / f"step_{step:06d}"
-    tmp, old, sums = place.with_suffix(".tmp"), place.with_suffix(".old"), {}
-
-    def begin() -> None:
-        if rank == 0:
-            folder.mkdir(parents=True, exist_ok=True)
-            delete_remains(folder)
-            tmp.mkdir(exist_ok=True)
+    tmp, old = place.with_suffix(".tmp"), place.with_suffix(".old")
+    parts = {_name("model", step): model_data if rank == 0 else None, _name("optim", step, rank): optimizer_data}
+    files: dict[str, str] = {}
 
     def write() -> None:
-        parts = {_name("model", step): model_data if rank == 0 else None, _name("optim", step, rank): optimizer_data}
+        tmp.mkdir(parents=True, exist_ok=True)
         for name, data in parts.items():
             if data is not None:
-                with open(tmp / name, "wb") as f:
+                with atomic_open(tmp / name) as f:
                     torch.save(data, f)
-                    f.flush()
-                    os.fsync(f.fileno())
-                sums[name] = sha256_file(tmp / name)
+                files[name] = sha256_file(tmp / name)
 
     def finish() -> None:
-        if rank == 0:
-            files = {name: digest for of_rank in of_ranks for name, digest in of_rank.items()}
-            meta = {**(meta_data or {}), "step": step, "format": FORMAT, "world_size": len(of_ranks), "files": files}
-            meta = json.loads(json.dumps(meta, default=str))
-            with open(tmp / _name("meta", step), "w", encoding="utf-8") as f:
-                json.dump({**meta, "sha256": _seal(meta)}, f, indent=2)
-                f.flush()
-                os.fsync(f.fileno())
-            fsync_dir(tmp)
-            if place.exists():
-                place.rename(old)
-            tmp.rename(place)
-            fsync_dir(folder)
-            delete(old)
+        for of_rank in of_ranks:
+            files.update(of_rank)
+        meta = {**(meta_data or {}), "step": step, "format": FORMAT, "world_size": len(of_ranks), "files": files}
+        meta = json.loads(json.dumps(meta, default=str))
+        atomic_write(tmp / _name("meta", step), json.dumps({**meta, "sha256": _seal(meta)}, indent=2))
+        if place.exists():
+            place.rename(old)
+        tmp.rename(place)
+        fsync_dir(folder)
+        delete(old)
 
-    problem = _first_problem(begin, rank) or _first_problem(write, rank)
-    of_ranks = of_all_ranks(sums)
-    problem = problem or _first_problem(finish, rank)
+    problem = _first_problem(write, rank)
+    of_ranks = of_all_ranks(files)
+    problem = problem or _first_problem(finish if rank == 0 else lambda: None, rank)
     if rank == 0 and problem is not None:
         delete(tmp)
         logger.warning(
@@ -166,7 +155,8 @@ def _first_problem(work: Callable[[], None], rank: int) -> str | None:
 # ----------------------------------------------------------------------------------------------------------------------
 # Deleting
 
-_CHECKPOINT_FILE = re.compile(r"(model|optim|meta)_\d{6,}(_rank\d+)?\.(pt|json)")
+# A killed save leaves one with the name that files.atomic_open has given it.
+_CHECKPOINT_FILE = re.compile(r"\.?(model|optim|meta)_\d{6,}(_rank\d+)?\.(pt|json)(\.[0-9a-f]{8}\.tmp)?")
 # What a run writes into its folder besides checkpoints: its log, and the results and parts of its evaluations.
 _RUN_FILE = re.compile(
     _CHECKPOINT_FILE.pattern + r"|metrics\.jsonl|(eval|unfinished|method|manifest)_\d{6,}(_\w+)?\.(json|pt)"
@@ -201,32 +191,28 @@ def delete_remains(folder: Path) -> None:
         delete(place)
 
 
-def prune_checkpoints(checkpoint_dir: str | os.PathLike, keep_last: int, step: int) -> None:
+def delete_steps(checkpoint_dir: Path, steps: Iterable[int]) -> None:
+    """Deletes the checkpoints of these steps. nanochat's own checkpoints are never deleted."""
+    for step in steps:
+        if (place := _place(checkpoint_dir, step)) != checkpoint_dir:
+            delete(place)
+
+
+def prune_checkpoints(checkpoint_dir: Path, keep_last: int, step: int) -> None:
     """
     Deletes all checkpoints but the newest `keep_last` up to `step`, which was saved last. Only one rank must call this
     function.
 
     If keep_last is less than 1, nothing is deleted. nanochat's own checkpoints, and later steps, do not count.
     """
-    own = [s for s in list_steps(checkpoint_dir) if s <= step and _place(Path(checkpoint_dir), s) != checkpoint_dir]
-    for old in own[keep_last:] if keep_last > 0 else ():
-        delete(_place(Path(checkpoint_dir), old))
-
-
-def forget_later_checkpoints(checkpoint_dir: Path, step: int) -> None:
-    """Deletes the checkpoints of later steps than `step`. They belong to a run that was resumed from an earlier
-    step, and --resume-from-step=latest must not find them."""
-    for later in (s for s in list_steps(checkpoint_dir) if s > step):
-        if (place := _place(checkpoint_dir, later)) != checkpoint_dir:
-            delete(place)
+    own = [s for s in list_steps(checkpoint_dir) if s <= step and _place(checkpoint_dir, s) != checkpoint_dir]
+    delete_steps(checkpoint_dir, own[keep_last:] if keep_last > 0 else ())
 
 
 def delete_run(folder: Path) -> list[str]:
     """Deletes what a run has written into its folder, and returns the names of other files, which stay. Raises
     UserError if a checkpoint cannot be deleted."""
-    for step in list_steps(folder):
-        if (place := _place(folder, step)) != folder:
-            delete(place)
+    delete_steps(folder, list_steps(folder))
     for path in folder.iterdir() if folder.is_dir() else ():
         if _RUN_FILE.fullmatch(path.name) and not path.is_dir():
             with contextlib.suppress(OSError):
@@ -261,20 +247,18 @@ def read_meta(checkpoint_dir: str | os.PathLike, step: int) -> dict[str, Any]:
     return {k: v for k, v in meta.items() if isinstance(v, _TYPES.get(k, object))} | {"step": step}
 
 
-def _problem(folder: Path, step: int, hashes: bool = True, wanted: tuple[str, ...] = ()) -> str | None:
+def _problem(folder: Path, step: int, wanted: tuple[str, ...] = ()) -> str | None:
     """The reason why a checkpoint cannot be used, or None. If `wanted` has names, only these files are checked."""
     place, meta = _place(folder, step), read_meta(folder, step)
     if not meta:
         return f"{_name('meta', step)} is missing or damaged"
     # nanochat's own checkpoints have no checksums.
-    files = meta["files"] if place != folder else dict.fromkeys([_name("model", step)])
+    files = meta["files"] if place != folder else dict.fromkeys(wanted or [_name("model", step)])
     for name in wanted or files:
-        if name not in files and place != folder:
-            return f"{name} was not saved"
-        if not (place / name).is_file():
-            return f"{name} is missing"
         try:
-            if hashes and files.get(name) and sha256_file(place / name) != files[name]:
+            if name not in files or not (place / name).is_file():
+                return f"{name} is missing"
+            if files[name] and sha256_file(place / name) != files[name]:
                 return f"{name} differs from its checksum"
         except OSError as e:
             return f"{name} cannot be read ({e.strerror})"
@@ -303,22 +287,21 @@ def find_last_step(checkpoint_dir: str | os.PathLike) -> int:
     this function together. Raises NoCheckpointError if there is no checkpoint, and UserError if none is intact.
     """
     folder, answer, problems = Path(checkpoint_dir), None, []
-    if not is_ddp_initialized() or dist.get_rank() == 0:
-        for step in list_steps(folder):
-            if (problem := _problem(folder, step)) is None:
-                answer = step
-                break
-            problems.append(f"step {step}: {problem}")
-        for problem in problems if answer is not None else []:
-            logger.warning(f"damaged checkpoint in {folder} passed over: {problem}; falling back to step {answer}")
+    for step in list_steps(folder) if get_dist_info()[1] == 0 else ():
+        if (problem := _problem(folder, step)) is None:
+            answer = step
+            break
+        problems.append(f"step {step}: {problem}")
     answer, problems = of_all_ranks((answer, problems))[0]
-    if answer is None and problems:
+    if answer is None and not problems:
+        raise NoCheckpointError(f"there are no checkpoints in {folder}; train a model first, or check --model-tag")
+    if answer is None:
         raise UserError(
             f"no checkpoint in {folder} is intact ({'; '.join(problems[:5])}); restore a copy of one, or start a new "
             "run under another --model-tag"
         )
-    if answer is None:
-        raise NoCheckpointError(f"there are no checkpoints in {folder}; train a model first, or check --model-tag")
+    for problem in problems if get_dist_info()[1] == 0 else ():
+        logger.warning(f"damaged checkpoint in {folder} passed over: {problem}; falling back to step {answer}")
     return answer
 
 
@@ -352,11 +335,8 @@ def load_checkpoint(
     folder = Path(checkpoint_dir)
     step = find_last_step(folder) if step is None else step
     if step not in (steps := list_steps(folder)):
-        known = ", ".join(map(str, steps[:10]))
-        raise NoCheckpointError(
-            f"there is no checkpoint of step {step} in {folder}; "
-            + (f"it has steps {known}" if known else "it has none: train a model first, or check --model-tag")
-        )
+        known = f"steps {steps[:10]}" if steps else "none: train a model first, or check --model-tag"
+        raise NoCheckpointError(f"there is no checkpoint of step {step} in {folder}; it has {known}")
     meta, place, world_size = read_meta(folder, step), _place(folder, step), get_dist_info()[3]
     saved = meta.get("world_size", world_size)
     ranks = [] if not load_optimizer else [rank] if saved == world_size else range(saved)

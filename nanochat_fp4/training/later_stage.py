@@ -1,6 +1,7 @@
 """What mid-training, SFT and RL have in common: a run that begins with the model of another stage."""
 
 import argparse
+import contextlib
 import os
 from collections.abc import Callable
 from typing import Any
@@ -14,10 +15,10 @@ from nanochat_fp4.models.optim import ORTHOGONALIZERS
 from nanochat_fp4.models.optim8bit import set_state
 from nanochat_fp4.nvfp4.methods import get_recipe
 from nanochat_fp4.training import resume
-from nanochat_fp4.training.checkpoint_manager import weights_digest
-from nanochat_fp4.training.load_model import checkpoint_folder, find_model_tag, load_model, model_of
+from nanochat_fp4.training.checkpoint_manager import load_checkpoint, weights_digest
+from nanochat_fp4.training.load_model import checkpoint_folder, find_model_tag, model_of
 from nanochat_fp4.training.new_model import head_setting
-from nanochat_fp4.training.trainer import Process, Trainer
+from nanochat_fp4.training.trainer import Trainer
 
 
 class LaterStage(Trainer):
@@ -27,9 +28,8 @@ class LaterStage(Trainer):
     sources: dict[str, str]
     rate_flags = "--init-lr-frac"
 
-    def __init__(self, stage: str, source: str, args: argparse.Namespace, process: Process, compiled: bool = False):
-        super().__init__(stage, args, process)
-        self.parent: dict[str, Any] = {}  # the model that the run began with
+    def __init__(self, stage: str, source: str, args: argparse.Namespace, until_exit: contextlib.ExitStack):
+        super().__init__(stage, args, until_exit)
         self.begin_with_model_of(source)
         method = resolve_method(args.method or self.trained_with("method", "bf16"))
         variable = os.environ.get("QAT_METHOD")
@@ -38,8 +38,10 @@ class LaterStage(Trainer):
         recipe = "bf16" if args.quantization == "none" else get_recipe(method).final
         if args.method or args.quantization == "none":  # Otherwise the head is that of the model.
             self.model.lm_head.precision = default_head("bf16" if args.quantization == "none" else method)
-        self.convert(method, recipe, backward=args.quantization == "full", verbose=process.rank == 0)
-        self.divide(compiled)
+        self.convert(method, recipe, backward=args.quantization == "full", verbose=False)
+        backward = "" if recipe == "bf16" or args.quantization == "full" else "; the backward pass is not quantized"
+        print0(f"QAT method {get_recipe(recipe).name}{backward}")
+        self.divide()
 
     def begin_with_model_of(self, source: str) -> None:
         """Loads the run's own checkpoint, or the model of the stage `source` if no checkpoint is resumed.
@@ -50,26 +52,25 @@ class LaterStage(Trainer):
         self.open_folder(find_model_tag(source, None) if args.model_tag is None else args.model_tag)
         folder = checkpoint_folder(source, self.model_tag)
         if self.source is None:
-            loaded = load_model(source, self.device, "train", self.model_tag, args.model_step)
-            self.model, self.tokenizer, self.trained = loaded
-            tag = {"stage": source, "model_tag": self.model_tag, "step": self.trained["step"]}
-            self.parent = {**tag, "weights_sha256": weights_digest(folder, self.trained["step"])}
+            weights, _, self.trained = load_checkpoint(folder, args.model_step, self.device)
+            step = self.trained["step"]
+            self.parent = {"stage": source, "model_tag": self.model_tag, "step": step}
+            self.parent |= {"weights_sha256": weights_digest(folder, step)}
         else:
-            where = f"checkpoint of step {self.step} in {self.source}"
-            weights = self.take_weights()
-            self.model, self.tokenizer = model_of(weights, self.trained, where, self.device, "train")
-            self.parent = self.trained.get("parent", {})
+            weights, self.parent = self.loaded.pop(0), self.trained.get("parent", {})
             before, now = self.parent.get("weights_sha256"), weights_digest(folder, self.parent.get("step"))
             if before is not None and now is not None and before != now:
                 raise UserError(
                     f"the run in {self.folder} began with another {source} model than {self.model_tag} is now; start "
                     "it over with --overwrite"
                 )
+        where = f"checkpoint of step {self.trained['step']} in {self.source or folder}"
+        self.model, self.tokenizer = model_of(weights, self.trained, where, self.device, "train")
+        del weights
         set_state(self.model, self.lean_or_fp32, self.trained_with("state", "fp32"))
         self.model.recompute = self.wanted_recompute(args.recompute)
         if not self.dry_run:
-            resume.check_tokenizer(self.tokenizer.fingerprint())
-            resume.check_disk(self.folder, self.model, resume.starts_over(args))
+            resume.check_disk(self.folder, self.model, self.starts_over)
 
     def wanted_recompute(self, flag: str | None) -> str:
         """Returns `flag`, the value of --recompute, or else the setting that the model was trained with. Raises
@@ -115,6 +116,8 @@ class LaterStage(Trainer):
             "seed": args.seed,
             "tokenizer": self.tokenizer.fingerprint(),
         }
+        if self.resumes:
+            resume.check_same_run(settings, self.trained.get("run_config"), self.folder)
         changes = {
             "state": self.lean_or_fp32,
             "recompute": self.model.recompute,

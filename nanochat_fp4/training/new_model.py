@@ -22,11 +22,9 @@ CPU_FLOPS = 1e11  # A generous estimate of how many FLOPs a CPU computes in a se
 CPU_TOO_MUCH = 1e15  # A run with more FLOPs takes a CPU hours.
 
 
-def make_model(
-    args: argparse.Namespace, vocab_size: int, device: torch.device, method: str
-) -> tuple[torch.nn.Module, str]:
-    """Returns the model with its first weights and the method's output head, and the first part of its runs' names,
-    like d20 or llama-tiny. Raises UserError if the device cannot train it in the way that the flags ask for."""
+def make_model(args: argparse.Namespace, vocab_size: int, device: torch.device, method: str) -> torch.nn.Module:
+    """Returns the model with its first weights and the method's output head. Raises UserError if the device cannot
+    train it in the way that the flags ask for."""
     family = family_of_flags(args)
     config = family.config_from_flags(args, vocab_size)
     if reason := recompute_problem(args.recompute, config, device):
@@ -42,7 +40,7 @@ def make_model(
     model.to_empty(device=device)
     model.init_weights()
     model.recompute = args.recompute
-    return model, family.run_name(args)
+    return model
 
 
 def run_settings(

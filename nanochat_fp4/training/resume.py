@@ -1,24 +1,21 @@
 """The beginning of a run: from which step it is resumed, and whether the checkpoint is one of this run."""
 
-import argparse
 import shutil
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from nanochat_fp4.cli import UserError, format_bytes, one_line
-from nanochat_fp4.common import fail_together, get_dist_info, is_ddp_initialized, print0, restarts
+from nanochat_fp4.common import fail_together, get_dist_info, restarts
 from nanochat_fp4.data.dataloader import join_positions
-from nanochat_fp4.data.tokenizer import get_tokenizer, tokenizer_lock
 from nanochat_fp4.locks import running
 from nanochat_fp4.training.checkpoint_manager import (
     NoCheckpointError,
     check_model_tag,
-    delete_run,
     find_last_step,
     list_steps,
 )
@@ -28,17 +25,11 @@ from nanochat_fp4.training.load_model import SOURCES
 BRANCH_SETTINGS = ("layer_methods", "method_phases", "branch_from", "separate_qkv")
 
 
-def starts_over(args: argparse.Namespace) -> bool:
-    """Returns whether --overwrite deletes the old run. It does not if torchrun starts all ranks again after one has
-    died."""
-    return args.overwrite and args.resume_from_step == -1 and not restarts()
-
-
 def find_resume_step(checkpoint_dir: Path, resume_from_step: int | str, overwrite: bool) -> int | None:
     """
     Returns the step whose checkpoint is resumed, or None for a new run. All ranks must call this function together.
 
-    `resume_from_step` is -1, a step, or 'latest'. Nothing is deleted here (see start_over). Raises UserError if a new
+    `resume_from_step` is -1, a step, or 'latest'. Nothing is deleted here. Raises UserError if a new
     run would be mixed with a run that exists already, or if --overwrite would delete a model with which a run of a
     later stage has begun that is still running.
     """
@@ -81,20 +72,6 @@ def branch_point(text: str, checkpoint_dir: Path) -> tuple[Path, int]:
     return checkpoint_dir.parent / tag, int(step)
 
 
-def check_tokenizer(fingerprint: str) -> None:
-    """Raises UserError on every rank if the stored tokenizer is not the one that this run has loaded.
-
-    Call this function when the run has its lock. From then on nobody replaces the tokenizer, but before it can have
-    been replaced.
-    """
-    problem = None
-    if get_dist_info()[1] == 0:
-        with tokenizer_lock():
-            if get_tokenizer().fingerprint() != fingerprint:
-                problem = "the tokenizer was replaced while this run began; start it again"
-    fail_together(problem)
-
-
 def check_disk(folder: Path, model: nn.Module, overwrite: bool) -> None:
     """Raises UserError on every rank if the folder's disk has no room for a checkpoint of the model: its weights, and
     two moments for each of them. With `overwrite` the files of the old run count as free."""
@@ -102,8 +79,7 @@ def check_disk(folder: Path, model: nn.Module, overwrite: bool) -> None:
     try:
         if get_dist_info()[1] == 0:
             folder.mkdir(parents=True, exist_ok=True)
-            (folder / ".writable").touch()
-            (folder / ".writable").unlink()
+            tempfile.TemporaryFile(dir=folder).close()
             freed = sum(p.stat().st_size for p in folder.rglob("*") if p.is_file()) if overwrite else 0
             if (free := shutil.disk_usage(folder).free) + freed < size:
                 problem = f"its disk has {format_bytes(free)} free"
@@ -114,15 +90,6 @@ def check_disk(folder: Path, model: nn.Module, overwrite: bool) -> None:
         and f"{folder} cannot take a checkpoint of {format_bytes(size)} ({problem}); free some space, or choose a "
         "writable folder (NANOCHAT_BASE_DIR, --model-tag)"
     )
-
-
-def start_over(checkpoint_dir: Path, rank: int) -> None:
-    """Deletes the run in the folder. All ranks must call this function together, when nothing else can refuse the
-    new run. Raises UserError if the run cannot be deleted."""
-    if rank == 0 and (others := delete_run(checkpoint_dir)):
-        print0(f"note: {checkpoint_dir} has files that no run wrote, which stay: {', '.join(others[:5])}")
-    if is_ddp_initialized():
-        dist.barrier()
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -158,7 +125,7 @@ def changed_settings(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
     """
 
     def settings(meta: dict[str, Any]) -> dict[str, Any]:
-        flat = {k: v for k, v in (meta["user_config"] | meta["tunable"]).items() if k not in _OF_THE_CALL}
+        flat = {k: v for k, v in meta["user_config"].items() if k not in _OF_THE_CALL}
         return flat | ({"commit": meta["commit"]} if meta["commit"] else {})
 
     old, new = settings(before), settings(now)

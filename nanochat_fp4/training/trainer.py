@@ -2,8 +2,8 @@
 A training run: one loop for all four stages. A stage is a subclass of Trainer.
 
     class MyStage(Trainer):
-        def __init__(self, args, process):
-            super().__init__("mine", args, process)
+        def __init__(self, args, until_exit):
+            super().__init__("mine", args, until_exit)
             ...                                     # the model, its method, its optimizers and its data, in this order:
                                                     # open_folder, adopt, convert, divide, make_step, record
         def batches(self, position): ...            # (*batch, position) for ever, from a saved position on
@@ -20,6 +20,8 @@ data, `state` and `monitor`.
 import argparse
 import contextlib
 import functools
+import gc
+import importlib
 import math
 import os
 import sys
@@ -48,7 +50,7 @@ from nanochat_fp4.common import (
     set_rng_state,
     use_deterministic_kernels,
 )
-from nanochat_fp4.data.tokenizer import RustBPETokenizer
+from nanochat_fp4.data.tokenizer import RustBPETokenizer, tokenizer_lock
 from nanochat_fp4.evaluation.metrics import LossMonitor, MetricsLog
 from nanochat_fp4.evaluation.report import get_report
 from nanochat_fp4.hardware import environment_info, get_peak_flops, peak_memory
@@ -68,7 +70,8 @@ from nanochat_fp4.signals import StopRequested, StopSignals
 from nanochat_fp4.training import resume
 from nanochat_fp4.training.checkpoint_manager import (
     delete_remains,
-    forget_later_checkpoints,
+    delete_run,
+    delete_steps,
     list_steps,
     load_checkpoint,
     not_finite,
@@ -76,9 +79,8 @@ from nanochat_fp4.training.checkpoint_manager import (
     read_meta,
     save_checkpoint,
 )
-from nanochat_fp4.training.load_model import checkpoint_folder, load_weights, register_recipes
+from nanochat_fp4.training.load_model import checkpoint_folder, load_weights
 from nanochat_fp4.training.memory import auto_device_batch_size, memory_lever
-from nanochat_fp4.training.startup import Phases, rare_collections
 from nanochat_fp4.training.step import Batch, TrainingStep
 from nanochat_fp4.training.telemetry import layer_telemetry, name_nonfinite, summarize_telemetry
 from nanochat_fp4.training.wandb_run import setup_tracker
@@ -86,48 +88,39 @@ from nanochat_fp4.training.wandb_run import setup_tracker
 MAX_SKIPPED_IN_A_ROW = 10  # --on-nonfinite=skip stops after so many skipped updates in a row.
 
 
-@dataclass(frozen=True)
-class Process:
-    """One process of a run, and the contexts that it has entered.
-
-    - until_exit is closed at exit. It has the lock of the run's folder.
-    - until_first_step is closed after the first step.
-    - phases are the parts of the time to the first step.
-    """
-
-    device: torch.device
-    rank: int
-    world_size: int
-    signals: StopSignals
-    until_exit: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
-    until_first_step: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
-    phases: Phases = field(default_factory=Phases)
-
-
-def run_stage(args: argparse.Namespace, make: "Callable[[argparse.Namespace, Process], Trainer]") -> None:
-    """Runs a stage as a program. Joins torchrun's process group if there is one, trains what make(args, process)
-    returns, and writes its report.
+def run_stage(args: argparse.Namespace, make: "Callable[[argparse.Namespace, contextlib.ExitStack], Trainer]") -> None:
+    """Runs a stage as a program: trains what make(args, until_exit) returns, and writes its report.
 
     If a signal has stopped the training, the signal determines the exit status, which is 143 after SIGTERM.
     """
-    phases = Phases()
-    if args.orthogonalizer == "newton_schulz":
-        require("muon")  # The error must come before the data are prepared, which takes long.
-    # torch reads this variable when CUDA starts.
-    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
-    if args.deterministic:
-        use_deterministic_kernels()
-    _, rank, _, world_size, device = compute_init(args.device_type or autodetect_device_type(), args.seed)
+    with contextlib.ExitStack() as until_exit:
+        trainer = make(args, until_exit)
+        if trainer.train():
+            trainer.report()
+    if trainer.signals.exit_code:
+        sys.exit(trainer.signals.exit_code)
+
+
+def process_age() -> float:
+    """Returns the seconds since this process began, or 0 if the system does not tell."""
     try:
-        with contextlib.ExitStack() as until_exit, StopSignals() as signals, contextlib.ExitStack() as until_first_step:
-            until_first_step.enter_context(rare_collections())
-            trainer = make(args, Process(device, rank, world_size, signals, until_exit, until_first_step, phases))
-            if trainer.train():
-                trainer.report()
-    finally:
-        compute_cleanup()
-    if signals.exit_code:
-        sys.exit(signals.exit_code)
+        began = int(Path("/proc/self/stat").read_text("ascii").rpartition(")")[2].split()[19])
+        return time.clock_gettime(time.CLOCK_BOOTTIME) - began / os.sysconf("SC_CLK_TCK")
+    except (OSError, ValueError, IndexError, AttributeError):
+        return 0.0
+
+
+def start_compiler(device: torch.device) -> None:
+    """Starts the processes that compile kernels for torch.compile on a GPU, as its first call would do, and imports the
+    compiler. The processes need seconds until they answer, which pass while the run reads its data."""
+    # Kernels of this project are not launched here. Triton's launchers are modules of one name, so kernels that are
+    # launched for the first time in several threads can get each other's launcher.
+    if device.type == "cuda":
+        with contextlib.suppress(ImportError):  # A release of torch without this function starts them later.
+            from torch._inductor.async_compile import maybe_warm_pool
+
+            maybe_warm_pool()
+        importlib.import_module("torch._inductor.compile_fx")
 
 
 def due(every: int, step: int, last: bool) -> bool:
@@ -141,16 +134,14 @@ class State:
     """The state of the loop that a checkpoint keeps.
 
     - numbers are the results of the newest evaluation, and best are the best results so far, both by name.
-    - evaluated_at is the step of the newest evaluation.
-    - looked_at is the newest step before which evaluations, samples and telemetry were made.
+    - looked says before which step evaluations, samples and telemetry were made, and whether as those of the last step.
     - progress is the part of the run that is done, from 0 to 1.
     - training_seconds is the time that steps have taken so far.
     """
 
     numbers: dict[str, float] = field(default_factory=dict)
     best: dict[str, float] = field(default_factory=dict)
-    evaluated_at: int = -1
-    looked_at: int = -1
+    looked: tuple[int, bool] = (-1, False)
     progress: float = 0.0
     training_seconds: float = 0.0
 
@@ -194,8 +185,28 @@ class Trainer:
     rate_flags = "the learning rates"  # The advice after numbers that are not finite names these flags.
     eval_tokens: int | None = None  # the number of tokens that a validation reads, if it is known
 
-    def __init__(self, stage: str, args: argparse.Namespace, process: Process):
-        self.stage, self.args, self.process, self.device = stage, args, process, process.device
+    def __init__(self, stage: str, args: argparse.Namespace, until_exit: contextlib.ExitStack):
+        self.stage, self.args, self.until_exit = stage, args, until_exit
+        self.phases, self.phase_began = {"start of Python": process_age()}, time.monotonic()
+        if args.orthogonalizer == "newton_schulz":
+            require("muon")  # The error must come before the data are prepared, which takes long.
+        # torch reads this variable when CUDA starts.
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+        if args.deterministic:
+            use_deterministic_kernels()
+        until_exit.callback(compute_cleanup)
+        of_init = compute_init(args.device_type or autodetect_device_type(), args.seed)
+        _, self.rank, _, self.world_size, self.device = of_init
+        self.signals = until_exit.enter_context(StopSignals())
+        # Searching the compiler's objects, which stay alive, for garbage takes a tenth of its time.
+        self.until_first_step = until_exit.enter_context(contextlib.ExitStack())
+        self.until_first_step.callback(gc.set_threshold, *gc.get_threshold())
+        gc.set_threshold(100 * gc.get_threshold()[0], *gc.get_threshold()[1:])
+        self.compiled = getattr(args, "compile", False)  # SFT and RL have no such flag.
+        if self.compiled is None:
+            self.compiled = self.device.type == "cuda"
+        if self.compiled:
+            start_compiler(self.device)
         self.dry_run = getattr(args, "dry_run", False)  # Only mid_train has this flag.
         self.sharded = check_parallel(args)
         self.step, self.state, self.monitor = 0, State(), LossMonitor()
@@ -204,8 +215,8 @@ class Trainer:
         self.trained: dict[str, Any] = {}  # the metadata of the checkpoint that the weights came from
         self.start_record: dict[str, Any] = {}  # the stage's entries in the first record of metrics.jsonl
         self.source: Path | None = None  # the folder of the checkpoint that is resumed, of this run or of its branch
-        self.loaded: tuple[dict[str, Tensor] | None, list[dict[str, Any]]] = None, []  # its weights and optimizers
-        self.saved: tuple[int, int] | None = None  # the step and State.looked_at of the newest checkpoint
+        self.loaded: list[Any] = []  # its weights and optimizers, until the model has them
+        self.saved: tuple | None = None  # the step and State.looked of the newest checkpoint
         self.batch: Batch | None = None  # the batch that is trained on next; next_position is the position after it
         self.next_position: Any = None
         self.replay: list[tuple[Batch, dict[str, Tensor]]] = []  # the step's batches, each with the generators before
@@ -213,7 +224,7 @@ class Trainer:
         self.skipped_in_a_row = 0
         self.mfu: float | None = None
         self.telemetry: str | None = None  # the newest summary of the layers' errors
-        self.environment = environment_info() if process.rank == 0 else None
+        self.environment = environment_info() if self.rank == 0 else None
 
     # ------------------------------------------------------------------------------------------------------------------
     # What a stage has of its own
@@ -241,27 +252,28 @@ class Trainer:
 
     def open_folder(self, model_tag: str, branch_from: str = "") -> None:
         """Takes the lock of the run's folder, and reads the checkpoint that is resumed, if there is one."""
-        args, process = self.args, self.process
         self.model_tag, self.folder = model_tag, checkpoint_folder(self.stage, model_tag)
         branch = resume.branch_point(branch_from, self.folder) if branch_from else None
         step = None
         if not self.dry_run:
-            process.until_exit.enter_context(held_run(self.folder))
-            if process.rank == 0:
+            self.until_exit.enter_context(held_run(self.folder))
+            if self.rank == 0:
                 delete_remains(self.folder)
+                with tokenizer_lock():  # A program that replaces the tokenizer finds this run, or ends here.
+                    pass
             of_all_ranks(None)  # The others look for checkpoints when the remains of a killed save are gone.
-            step = resume.find_resume_step(self.folder, args.resume_from_step, args.overwrite)
+            step = resume.find_resume_step(self.folder, self.args.resume_from_step, self.args.overwrite)
+        self.starts_over = self.args.overwrite and step is None and not self.dry_run
         source = self.folder
         if step is None and branch:
             source, step = branch
         if step is not None:
+            self.step, self.source, self.trained = step, source, read_meta(source, step)
             # A lean state is smaller than the FP32 weights that it was saved as, so it is made on the CPU.
-            state = args.state or read_meta(source, step).get("user_config", {}).get("state")
-            device = torch.device("cpu") if state == "lean" else self.device
-            weights, optimizers, self.trained = load_checkpoint(source, step, device, True, process.rank)
-            self.step, self.source, self.loaded = step, source, (weights, optimizers)
-        self.saved = (step, -1) if self.resumes and step is not None else None
-        self.metrics = MetricsLog(self.folder, enabled=process.rank == 0 and not self.dry_run)
+            device = torch.device("cpu") if self.lean_or_fp32 == "lean" else self.device
+            *self.loaded, self.trained = load_checkpoint(source, step, device, True, self.rank)
+        self.saved = (step, ()) if self.resumes else None
+        self.metrics = MetricsLog(self.folder, enabled=self.rank == 0 and not self.dry_run)
 
     @property
     def resumes(self) -> bool:
@@ -275,15 +287,12 @@ class Trainer:
         Raises UserError if the checkpoint has other settings, or if it has more than `steps` steps.
         """
         self.model, self.tokenizer = model, tokenizer
-        resume.check_tokenizer(tokenizer.fingerprint())
         if self.source is not None:
             where = f"checkpoint of step {self.step} in {self.source}"
-            if self.resumes:
-                register_recipes(self.trained, where)
-            else:  # A branch may have another method than the run that it leaves.
+            if not self.resumes:  # A branch may have another method than the run that it leaves.
                 settings = {k: v for k, v in settings.items() if k not in ("method", "head", *resume.BRANCH_SETTINGS)}
             resume.check_same_run(settings, self.trained.get("run_config"), self.source)
-            load_weights(model, self.take_weights(), where)
+            load_weights(model, self.loaded.pop(0), where)
             set_state(model, self.lean_or_fp32, self.trained_with("state", "fp32"))
             model.to(self.device)
             if self.step > steps:
@@ -291,13 +300,7 @@ class Trainer:
                     f"the {where} is beyond this run's {steps} steps; lengthen the run (--num-iterations), or begin at "
                     "an earlier step"
                 )
-        resume.check_disk(self.folder, model, self.args.overwrite)
-
-    def take_weights(self) -> dict[str, Tensor]:
-        """Returns the weights that are resumed, and forgets them: a second reference would keep them in memory."""
-        weights, parts = self.loaded
-        self.loaded = None, parts
-        return weights or {}
+        resume.check_disk(self.folder, model, self.starts_over)
 
     def trained_with(self, flag: str, default: Any = None) -> Any:
         """The value of a flag with which the weights were trained."""
@@ -337,12 +340,11 @@ class Trainer:
         # The layers get the method of the step before. train_step changes it after the evaluation before a step.
         self.quantized.set_progress(max(self.step - 1, 0))
 
-    def divide(self, compiled: bool) -> None:
-        """Spreads the weights over the processes under --parallel=fsdp. Sets the forward pass for training, compiled
-        or not."""
+    def divide(self) -> None:
+        """Spreads the weights over the processes under --parallel=fsdp. Sets the forward pass for training."""
         if self.sharded:
             shard(self.model, torch.bfloat16 if self.device.type == "cuda" and self.dtype is None else None)
-        self.forward = compile_layers(self.model) if compiled else self.model
+        self.forward = compile_layers(self.model) if self.compiled else self.model
 
     def make_step(
         self,
@@ -358,29 +360,20 @@ class Trainer:
         )
 
     def record(
-        self,
-        settings: dict[str, Any],
-        recipes: Sequence[Recipe],
-        changes: dict[str, Any],
-        tunable: Mapping[str, Any] = {},
-        **metadata: Any,
+        self, settings: dict[str, Any], recipes: Sequence[Recipe], changes: dict[str, Any], **metadata: Any
     ) -> None:
         """Sets the metadata that every checkpoint of this run will have.
 
         - settings decide the bits of the run, so a resumed run must have the same ones.
-        - changes are values that took the place of flags' values, such as the one for --device-batch-size=auto.
-        - tunable are settings that a resumed run may change, with a note that names the change.
+        - changes are values beside those of the flags, or in their place, such as the one for --device-batch-size=auto.
+          A resumed run may have others, as it may have other values of flags, with a note that names the change.
         - metadata are further entries.
-
-        Raises UserError if the checkpoint that is resumed has other settings.
         """
-        if self.resumes:
-            resume.check_same_run(settings, self.trained.get("run_config"), self.folder)
+        spread = {"world_size": self.world_size, "head": self.model.lm_head.precision, "method": self.method}
         self.meta = {
             "model_config": config_record(self.model.config),  # the arguments of the model's class, nanochat's names
             "run_config": settings,
-            "tunable": {"world_size": self.process.world_size, "parallel": self.args.parallel, **tunable},
-            "user_config": {**vars(self.args), "method": self.method, "head": self.model.lm_head.precision, **changes},
+            "user_config": {**vars(self.args), **spread, **changes},
             "recipes": [to_record(recipe) for recipe in dict.fromkeys(recipes)],
             "commit": self.environment and self.environment["commit"],
             **metadata,
@@ -397,7 +390,7 @@ class Trainer:
         self.begin()
         while True:
             last = self.finished
-            stopping = self.process.signals.received(self.device)
+            stopping = self.signals.received(self.device)
             if not stopping:
                 try:
                     self.look(last)
@@ -419,7 +412,7 @@ class Trainer:
         self.tracker.finish()
         if stopping:
             of_total = "" if self.by_epoch else f" of {self.num_steps}"
-            print0(f"{self.process.signals.name}: stopped at step {self.step}{of_total}, saved in {self.folder}")
+            print0(f"{self.signals.name}: stopped at step {self.step}{of_total}, saved in {self.folder}")
             if self.args.resume_from_step != "latest":  # With latest, the same command resumes the run.
                 print0("go on with: --resume-from-step latest")
         return not stopping
@@ -427,7 +420,7 @@ class Trainer:
     def begin(self) -> None:
         """Does everything that comes before the first step. --overwrite deletes the old run as late as possible, when
         nothing can refuse the new run any more."""
-        self.process.phases.end("model")
+        self.end_phase("model")
         if self.source is not None:
             self.restore()
         self.loader = self.batches(self.position)
@@ -435,14 +428,16 @@ class Trainer:
             self.fetch()
         project = "nanochat" if self.stage == "base" else f"nanochat-{self.stage}"
         self.tracker = setup_tracker(self.args.run, project, self.meta["user_config"])
-        if resume.starts_over(self.args) and not self.dry_run:
-            resume.start_over(self.folder, self.process.rank)
-        undone = {"val"} if self.state.evaluated_at != self.step else set()
-        undone |= {"core", "sample", "telemetry"} if not self.looked_before else set()
+        if self.starts_over:
+            others = delete_run(self.folder) if self.rank == 0 else []
+            of_all_ranks(None)
+            if others:
+                print0(f"note: {self.folder} has files that no run wrote, which stay: {', '.join(others[:5])}")
+        undone = () if self.looked_before(self.finished) else ("val", "core", "sample", "telemetry")
         self.metrics.rewind(self.step if self.resumes else None, undone)
         record = {
             "stage": self.stage, "method": self.method, "num_iterations": self.num_steps, "backend": str(nf.backend()),
-            "world_size": self.process.world_size, "config": self.meta["user_config"], "environment": self.environment,
+            "world_size": self.world_size, "config": self.meta["user_config"], "environment": self.environment,
         }  # fmt: skip
         self.metrics.append("start", self.step, **record | self.start_record)
         self.progress = Progress(
@@ -451,18 +446,18 @@ class Trainer:
             unit="step",
             initial=self.step,
         )
-        self.process.phases.end("first batch")
+        self.end_phase("first batch")
 
     def restore(self) -> None:
         """Restores optimizers, random generators, data position, loop and loss monitor. The model has its weights
         already, because they must be there before the layers are converted and the weights divided."""
-        (_, parts), self.loaded = self.loaded, (None, [])
+        parts = self.loaded.pop()
         resume.restore_optimizers(self.training_step.optimizers, parts, self.trained, self.source)
-        rank = self.process.rank
-        set_rng_state(parts[rank if rank < len(parts) else 0]["rng"], self.device)
+        set_rng_state(parts[self.rank if self.rank < len(parts) else 0]["rng"], self.device)
         self.position = resume.position_of(parts)
         self.state, self.monitor = State(**self.trained["loop_state"]), LossMonitor(self.trained["loss_state"])
-        self.saved = self.saved and (self.step, self.state.looked_at)
+        self.state.looked = tuple(self.state.looked)
+        self.saved = self.saved and (self.step, self.state.looked)
         branch = "" if self.resumes else f" of {self.source.name}"
         print0(f"Resuming from step {self.step}{branch}")
         for change in resume.changed_settings(self.trained, self.meta):
@@ -478,10 +473,15 @@ class Trainer:
         """Whether the run has reached its end."""
         return self.state.progress >= 1 if self.by_epoch else self.step >= self.num_steps
 
-    @property
-    def looked_before(self) -> bool:
-        """Whether samples and telemetry of this step were made by the process that saved the checkpoint."""
-        return self.state.looked_at == self.step
+    def looked_before(self, last: bool) -> bool:
+        """Whether evaluations, samples and telemetry of this step were made by the process that saved the
+        checkpoint."""
+        return self.state.looked in ((self.step, last), (self.step, True))
+
+    def end_phase(self, name: str) -> None:
+        """Ends a phase of the time to the first step, and gives it its name."""
+        now = time.monotonic()
+        self.phases[name], self.phase_began = self.phases.get(name, 0.0) + now - self.phase_began, now
 
     def fetch(self) -> None:
         """Makes the next batch on the CPU while the GPU computes. self.position stays that of the batch before."""
@@ -492,28 +492,22 @@ class Trainer:
         """Saves a checkpoint, and returns whether all of it is on the disk. All processes must call this function
         together. Raises UserError if a weight or a moment is not finite."""
         # A step can have been saved before its last evaluation, because of a signal. It is then saved again.
-        if self.dry_run or (step, self.state.looked_at) == self.saved:
+        if self.dry_run or (step, self.state.looked) == self.saved:
             return True
-        rank = self.process.rank
         optimizers = [optimizer.state_dict() for optimizer in self.training_step.optimizers]
         of_rank = {"optimizers": optimizers, "rng": rng, "dataloader": position}
-        meta = {
-            **self.state.numbers,
-            **self.meta,
-            "loop_state": asdict(self.state),
-            "loss_state": self.monitor.state,
-        }
-        weights = full_state_dict(self.model, rank)
+        meta = {**self.state.numbers, **self.meta, "loop_state": asdict(self.state), "loss_state": self.monitor.state}
+        weights = full_state_dict(self.model, self.rank)
         if bad := next(filter(None, of_all_ranks(next(not_finite({"weight": weights, **of_rank}), None))), None):
             raise self.lost(f"step {step}: {bad} is not finite, so nothing is saved")
-        saved = save_checkpoint(self.folder, step, weights, of_rank, meta, rank)
+        saved = save_checkpoint(self.folder, step, weights, of_rank, meta, self.rank)
         if saved:
-            self.saved = step, self.state.looked_at
-            if rank == 0:
-                if self.args.resume_from_step != "latest":
-                    # These checkpoints are left from before the run was resumed from an earlier step.
-                    forget_later_checkpoints(self.folder, step)
-                prune_checkpoints(self.folder, self.args.keep_last, step)
+            self.saved = step, self.state.looked
+        if saved and self.rank == 0:
+            if self.args.resume_from_step != "latest":
+                # Later checkpoints belong to a run that was resumed from an earlier step. 'latest' must not find them.
+                delete_steps(self.folder, (s for s in list_steps(self.folder) if s > step))
+            prune_checkpoints(self.folder, self.args.keep_last, step)
         return saved
 
     def failure(self, text: str) -> UserError:
@@ -533,7 +527,7 @@ class Trainer:
     def train_step(self) -> None:
         """Attempts one optimizer step. If numbers of the step are not finite, the step updates nothing."""
         if not self.made_first_step:
-            self.process.phases.end("evaluation")
+            self.end_phase("evaluation")
         if changed := self.quantized.set_progress(self.step):
             self.progress.write(f"step {self.step:05d} | from here on {changed}")
             if self.training_step.compiled:
@@ -545,7 +539,7 @@ class Trainer:
         try:
             update = self.optimize()
         except Exception as e:
-            if not is_out_of_memory(e) or self.process.world_size > 1:
+            if not is_out_of_memory(e) or self.world_size > 1:
                 raise
         # Outside of the except block the exception is gone, and with it the frames that keep the activations.
         if update is None:
@@ -562,13 +556,16 @@ class Trainer:
         self.progress.update(1, **shown)
         if not self.made_first_step:
             self.made_first_step = True
-            self.process.until_first_step.close()
-            self.process.phases.end("first step, compiling" if self.training_step.compiled else "first step")
-            self.progress.write(f"time to the first step: {self.process.phases}")
+            self.until_first_step.close()
+            self.end_phase("first step, compiling" if self.training_step.compiled else "first step")
+            evaluation = self.phases.pop("evaluation")
+            parts = ", ".join(f"{name} {seconds:.1f}" for name, seconds in self.phases.items())
+            line = f"time to the first step: {sum(self.phases.values()):.1f} s ({parts})"
+            self.progress.write(line + f"; evaluation before it: {evaluation:.1f} s" * (evaluation >= 0.1))
 
     def optimize(self) -> Update:
         """Computes the micro-batches. Updates the weights if all numbers of all processes are finite."""
-        parts, count, process = self.training_step, self.micro_batches, self.process
+        parts, count = self.training_step, self.micro_batches
         losses, counted = [], 0
         with parts.micro_batches(count, self.step):
             for i in range(count):
@@ -576,7 +573,7 @@ class Trainer:
                     self.fetch()
                 batch = self.batch
                 # Rank r has the micro-batches r, r + world size, ... of the step (data/dataloader.py).
-                seed_micro_batch(self.args.seed, self.step, i * process.world_size + process.rank)
+                seed_micro_batch(self.args.seed, self.step, i * self.world_size + self.rank)
                 self.replay.append((batch, get_rng_state(self.device)))
                 losses.append(parts.micro_batch(*batch, count=count))
                 counted = counted + (batch[1] >= 0).sum()
@@ -588,7 +585,7 @@ class Trainer:
         bad = ~(torch.isfinite(loss) & torch.isfinite(grad_norm))
         consumed = torch.full_like(loss, self.position.get("consumed", 0))
         shared = mean_over_ranks(torch.stack([loss, bad.float(), counted.float(), consumed])).tolist()
-        counted, consumed = (round(number * process.world_size) for number in shared[2:])
+        counted, consumed = (round(number * self.world_size) for number in shared[2:])
         update = Update(
             shared[0], float(grad_norm), self.step_tokens or counted, consumed, bad=shared[1] > 0, bad_here=bool(bad)
         )
@@ -603,11 +600,13 @@ class Trainer:
 
     def look(self, last: bool) -> None:
         """Evaluates, draws samples and measures the layers, if they are due. Raises StopRequested after a signal."""
-        if self.state.evaluated_at != self.step and (numbers := self.evaluate(last)):
-            self.take_evaluation(numbers)
-        self.before_step(last)
-        self.measure_layers(last)
-        self.state.looked_at = self.step
+        if not self.looked_before(last):
+            if numbers := self.evaluate(last):
+                self.take_evaluation(numbers)
+            self.before_step(last)
+            if not last and due(self.args.telemetry_every, self.step, last) and self.quantized.quantizes():
+                self.measure_layers()
+            self.state.looked = self.step, last
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:
@@ -638,7 +637,6 @@ class Trainer:
             better = min if "loss" in key or "bpb" in key else max
             best[key] = better(best.get(key, value), value)
         self.state.numbers |= numbers
-        self.state.evaluated_at = self.step
         self.progress.write(f"step {self.step:05d} | " + ", ".join(f"{k} {v:.4f}" for k, v in numbers.items()))
         named = {key.removeprefix("val_"): value for key, value in numbers.items()}
         tokens = {"tokens": self.eval_tokens} if self.eval_tokens else {}
@@ -650,10 +648,9 @@ class Trainer:
         with self.training_step.autocast():
             self.training_step.loss(self.model, *batch).backward()
 
-    def measure_layers(self, last: bool) -> None:
-        """Measures the quantization error of every layer on the first row of the next batch, if this is due."""
-        is_due = self.batch and not last and not self.looked_before and due(self.args.telemetry_every, self.step, last)
-        if not is_due or not self.quantized.quantizes():
+    def measure_layers(self) -> None:
+        """Measures the quantization error of every layer on the first row of the next batch."""
+        if not self.batch:
             return
         batch = tuple(part[:1] for part in self.batch)
         with preserved_rng(self.device):
@@ -725,7 +722,7 @@ class Trainer:
         self.state.training_seconds += seconds
         speed, further = update.tokens / seconds, self.further_numbers()
         if self.peak_flops and self.step_tokens:
-            self.mfu = 100 * self.flops_per_token * speed / (self.peak_flops * self.process.world_size)
+            self.mfu = 100 * self.flops_per_token * speed / (self.peak_flops * self.world_size)
         numbers: dict[str, Any] = {
             **further, "lrm": update.rate, "dt": seconds, "tok_per_sec": speed, "mfu": self.mfu,
             "grad_norm": update.grad_norm, "tokens": update.tokens,
@@ -781,12 +778,12 @@ class Trainer:
 
     def log_report(self, section: str, about: dict[str, Any], outcome: dict[str, Any]) -> None:
         """Prints the outcome of the run, and writes it together with `about` into the report under `section`."""
-        done_before = self.resumes and self.trained["step"] == self.step
+        done_before = self.resumes and self.trained["loop_state"]["looked"] == [self.step, True]
         if done_before:
             print0(f"Nothing to do: {self.model_tag} is through this stage ({self.step} steps)")
         outcome = outcome | {
             "Number of iterations": self.step,
-            "DDP world size": self.process.world_size,
+            "DDP world size": self.world_size,
             "Training time": format_seconds(self.state.training_seconds),
             "Peak memory usage": f"{peak_memory(self.device) / 2**20:.2f}MiB" if self.device.type == "cuda" else None,
             "Training loss (smoothed)": self.monitor.smoothed,
@@ -796,8 +793,8 @@ class Trainer:
         }
         outcome = {k: v for k, v in outcome.items() if v is not None}
         announce({k: f"{v:.6f}" if isinstance(v, float) else v for k, v in outcome.items()})
-        report, evaluated_at = get_report(self.model_tag), self.trained.get("loop_state", {}).get("evaluated_at", -1)
-        # Otherwise the run was killed before it could report, or was stopped before its last evaluation.
-        if self.dry_run or (done_before and report.path(section).exists() and self.state.evaluated_at == evaluated_at):
+        report = get_report(self.model_tag)
+        # Otherwise the run was killed before it could report.
+        if self.dry_run or (done_before and report.path(section).exists()):
             return
         report.log(section, [{"Layers": str(self.model.nf_report).splitlines()} | about | outcome])

@@ -22,7 +22,6 @@ from nanochat_fp4.evaluation.metrics import MetricsLog, read_jsonl
 from nanochat_fp4.models import optim
 from nanochat_fp4.models.gpt import GPT
 from nanochat_fp4.nvfp4 import quantized_training
-from nanochat_fp4.signals import StopSignals
 from nanochat_fp4.training import trainer
 from nanochat_fp4.training.checkpoint_manager import find_last_step, list_steps, load_checkpoint
 from nanochat_fp4.training.flags import changed_flags
@@ -35,9 +34,9 @@ def train(*flags: str, method: str = "clover", steps: int = 8) -> None:
 
 
 def test_text_that_is_read_again_and_again_is_said(tiny_base):
-    args, process = base_train.parse_args(BASE), trainer.Process(torch.device("cpu"), 0, 1, StopSignals())
     said: list[str] = []
-    run = trainer.Trainer("base", args, process)
+    with contextlib.ExitStack() as until_exit:
+        run = trainer.Trainer("base", base_train.parse_args(BASE), until_exit)
     run.metrics, run.track = MetricsLog(tiny_base), lambda *_: None
     run.progress = types.SimpleNamespace(write=said.append)
     for epoch, loss in ((2, 2.71), (2, 2.96), (9, 2.70), (9, 2.96), (9, 2.96)):
@@ -163,7 +162,7 @@ def test_signal_cuts_an_evaluation_short(tiny_base, monkeypatch):
             train(steps=6, method="bf16")
     folder = tiny_base / "base_checkpoints" / "d1_bf16"
     assert list_steps(folder) == [4] and len(calls) == 2
-    assert load_checkpoint(folder, 4, "cpu")[2]["loop_state"]["evaluated_at"] == 0
+    assert load_checkpoint(folder, 4, "cpu")[2]["loop_state"]["looked"] == [3, False]
 
     train("--resume-from-step=latest", steps=6, method="bf16")  # evaluates step 4 after all
     train("--model-tag=whole", steps=6, method="bf16")

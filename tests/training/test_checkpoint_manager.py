@@ -5,6 +5,7 @@ import hashlib
 import json
 import os
 import random
+import re
 import shutil
 
 import pytest
@@ -104,7 +105,7 @@ def test_no_checkpoints(tmp_path):
         with pytest.raises(FileNotFoundError):  # nanochat's kind of error
             load_checkpoint(folder, None, "cpu")
     save(tmp_path, 5)
-    with pytest.raises(NoCheckpointError, match="step 6 .* steps 5"):
+    with pytest.raises(NoCheckpointError, match="step 6 .* steps .5.$"):
         load_checkpoint(tmp_path, 6, "cpu")
 
 
@@ -165,6 +166,7 @@ def test_the_old_folder_is_read_until_the_new_one_is_there(tmp_path):
     (tmp_path / "step_000010").rename(tmp_path / "step_000010.old")
     (tmp_path / "step_000020.tmp").mkdir()
     assert list_steps(tmp_path) == [10] and value_of(tmp_path, find_last_step(tmp_path)) == 10
+    cm.delete_remains(tmp_path)
     save(tmp_path, 30)
     assert sorted(os.listdir(tmp_path)) == ["step_000010", "step_000030"]
 
@@ -235,7 +237,8 @@ def test_everything_is_on_the_disk_before_the_folder_appears(tmp_path, monkeypat
     fsync, rename = os.fsync, os.rename
 
     def note_fsync(fd):
-        events.append("fsync " + os.path.basename(os.readlink(f"/proc/self/fd/{fd}")))
+        name = os.path.basename(os.readlink(f"/proc/self/fd/{fd}"))
+        events.append("fsync " + re.sub(r"^\.(.*)\.[0-9a-f]{8}\.tmp$", r"\1", name))
         fsync(fd)
 
     def note_rename(source, target):
@@ -247,8 +250,8 @@ def test_everything_is_on_the_disk_before_the_folder_appears(tmp_path, monkeypat
     monkeypatch.setattr(os, "fsync", note_fsync)
     monkeypatch.setattr(os, "rename", note_rename)
     save(tmp_path / "d4", 7)
-    files = [f"fsync {kind.format(7)}" for kind in KINDS]
-    assert events == [*files, "fsync step_000007.tmp", "rename step_000007", "fsync d4"]
+    files = [f"fsync {name}" for kind in KINDS for name in (kind.format(7), "step_000007.tmp")]
+    assert events == [*files, "rename step_000007", "fsync d4"]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -256,7 +259,7 @@ def test_everything_is_on_the_disk_before_the_folder_appears(tmp_path, monkeypat
 
 
 # The call of a function of os that finds the disk full: of a folder, of one of the three files, of the rename.
-@pytest.mark.parametrize("name, n", [("mkdir", 2), ("fsync", 1), ("fsync", 2), ("fsync", 3), ("rename", 1)])
+@pytest.mark.parametrize("name, n", [("mkdir", 1), ("fsync", 1), ("fsync", 3), ("fsync", 5), ("rename", 1)])
 def test_a_full_disk_ends_the_save_and_harms_nothing(tmp_path, monkeypatch, caplog, name, n):
     save(tmp_path, 5)
     save(tmp_path, 10)
@@ -452,7 +455,7 @@ def test_sources_that_are_not_there(model):
         load_model("sft", "cpu", "eval")
     with pytest.raises(UserError, match="no_such_tag"):
         load_model("base", "cpu", "eval", model_tag="no_such_tag")
-    with pytest.raises(UserError, match=r"step 99 in .*; it has steps \d+$"):  # and nothing to make
+    with pytest.raises(UserError, match=r"step 99 in .*; it has steps \[\d+\]$"):  # and nothing to make
         load_model("base", "cpu", "eval", step=99)
 
 

@@ -239,7 +239,7 @@ def test_loaders_name_bad_conversations(tmp_path):
 def test_base_to_mid_to_sft_to_evaluation_and_chat(base, capsys, monkeypatch):
     mid(steps=8)
     out = capsys.readouterr().out
-    assert "QAT method clover\n" in out and "the backward pass is not quantized" in out
+    assert "QAT method clover; the backward pass is not quantized" in out
     assert "Local-Arithmetic" in out and "2,000 conversations" in out
     folder = base / "mid_checkpoints" / "d2_clover"
     assert list_steps(folder) == [8]

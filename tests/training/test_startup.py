@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from nanochat_fp4.training.startup import start_compiler
+from nanochat_fp4.training.trainer import start_compiler
 
 ROOT = Path(__file__).parents[2]
 THREADS = {"ThreadPoolExecutor", "Thread", "ThreadPool"}
