@@ -17,27 +17,29 @@ as it has more of them. The file has for each card:
 `take` is the method to take on GPUs of an architecture, if no measurement of the user's can change it. `R` is the ratio
 of clover_fp8_forward's to fp8's tokens per second from which clover_fp8_forward ends ahead after the same hours, by
 depth. Its two values have the two exponents `b`, by which a longer run lowers the loss as tokens^-b: that of the runs
-of d6, and that of the law of the paper's runs at this size.
+of d6, and that of the law of the paper's runs at this size. `lora` is a ladder of sizes by others, to be read beside R:
+NVFP4's tokens per second over FP8's, and clover_fp8_forward's over fp8's if its two thirds in 4 bits gained as much.
 """
 
 import json
+import math
 import re
+import statistics
 from functools import cache
 from typing import Any, NamedTuple
 
-import nanochat_fp4 as nf
 from lab import RESULTS, ROOT, scaling
 from lab import runs as kept_runs
-from lab.study import gaps
+from lab import statistics as stats
 from nanochat_fp4.cli import ArgumentParser, run_main
 from nanochat_fp4.files import atomic_write
 from nanochat_fp4.models.gpt import config_from_depth
 
 CARDS, PUBLISHED = ROOT / "nanochat_fp4/cards.json", RESULTS / "published_steps.json"
 PRECISIONS = ("bf16", "fp8", "nvfp4")
-# The method that a plan weighs against fp8, the share of its products in 4 bits (dgrad and wgrad), and the study with
-# both methods' gaps.
-RIVAL, IN_4_BITS, STUDY = "clover_fp8_forward", 2 / 3, "d6_mixed"
+# The method that a plan weighs against fp8, the share of its products in 4 bits (dgrad and wgrad), and the studies with
+# the gaps of both. The first that has a method counts for it.
+RIVAL, IN_4_BITS, STUDIES = "clover_fp8_forward", 2 / 3, ("d6_fp8_forward", "d6_mixed")
 DEPTHS = (12, 20, 26, 32)
 OLDER = ("sm_70", "sm_75")  # GPUs of no card here, of which a method is advised all the same
 # Programs of two authors on one card (RTX PRO 4000, NVFP4) differ by a factor of two. A speed with a single source is
@@ -158,16 +160,35 @@ def rival_over_fp8(card: dict[str, Any]) -> list[float] | None:
         return timed.ends
     if (four := gain(card, "nvfp4", over="fp8")) is None:
         return None
-    return [float(f"{1 / (IN_4_BITS / ratio + 1 - IN_4_BITS):.4g}") for ratio in (four.low, four.high)]
+    return [float(f"{two_thirds(ratio):.4g}") for ratio in (four.low, four.high)]
+
+
+def two_thirds(ratio: float) -> float:
+    """clover_fp8_forward's tokens per second over fp8's if NVFP4 makes `ratio` times FP8's."""
+    return 1 / (IN_4_BITS / ratio + 1 - IN_4_BITS)
+
+
+def lora() -> dict[str, Any]:
+    """The ladder of sizes by others: NVFP4 over FP8, and what it means for clover_fp8_forward over fp8."""
+    of = json.loads(PUBLISHED.read_text(encoding="utf-8"))["lora"]
+    ratios = {step["model"]: step["nvfp4"] / step["fp8"] for step in of.pop("tokens_per_second")}
+    return of | {"ratio": {model: [round(r, 2), round(two_thirds(r), 2)] for model, r in ratios.items()}}
+
+
+def gap_of(method: str) -> float:
+    """A method's mean gap with its own forward, in percent, or NaN if no study has it."""
+    for name in (name for name in STUDIES if name in kept_runs.studies()):
+        runs = kept_runs.stored(name)["results"]
+        if found := stats.gaps_by_seed(runs, runs[0]["size"], method):
+            return statistics.fmean(found.values())
+    return math.nan
 
 
 def break_even() -> list[dict[str, float]]:
-    """The ratios R by depth. There are none as long as no run of clover_fp8_forward is stored beside one of fp8."""
-    runs = kept_runs.stored(STUDY)["results"]
-    if RIVAL not in nf.METHODS or not {RIVAL, "fp8"} <= {r["method"] for r in runs}:
+    """The ratios R by depth. There are none as long as no run of clover_fp8_forward is stored."""
+    more = 1 + (gap_of(RIVAL) - gap_of("fp8")) / 100
+    if math.isnan(more):
         return []
-    of = gaps.Rows(runs, gaps.Item(""))
-    more = 1 + (of.gap(RIVAL, "val_bpb").mean - of.gap("fp8", "val_bpb").mean) / 100
     own = scaling.exponent(kept_runs.stored(scaling.OF_TWO_LENGTHS)["results"])[0]
     law, found = scaling.fit_law(scaling.read_runs("paper")), []
     for depth in DEPTHS:
@@ -209,7 +230,7 @@ def content() -> dict[str, Any]:
         cards.append(record)
     of_arch = {arch: [c for c in cards if c["arch"] == arch] for arch in sorted({*OLDER, *(c["arch"] for c in cards)})}
     takes = {arch: said for arch, alike in of_arch.items() if (said := take(arch, alike, ratios))}
-    return {"about": ABOUT, "take": takes, "R": ratios, "cards": cards}
+    return {"about": ABOUT, "take": takes, "R": ratios, "lora": lora(), "cards": cards}
 
 
 def as_text() -> str:

@@ -203,7 +203,8 @@ OF_RESULTS: dict[str, Callable[[Context], Outcome]] = {  # Tables that need --re
     **{name: partial(gaps.table, name=name, item=RUNS[name]) for name in ("gaps", "horizon")},
     **{item.__name__: item for item in (
         questions.methods, questions.losses, questions.claims, questions.fp8_forward, questions.forwards,
-        questions.extra_steps, questions.equal_time, questions.ladder, questions.leaderboard, speed.measured)},
+        questions.extra_steps, questions.equal_time, questions.break_even, questions.ladder, questions.leaderboard,
+        speed.measured)},
     **{name: partial(questions.of_scaling, name=name) for name in scaling.TABLES},
 }  # fmt: skip
 SAME = {"table6": "fig6"}

@@ -866,6 +866,10 @@ def which(plan: Plan) -> Iterator[str]:
     else:
         yield f"take {rival} if it makes {near['ratio'][1] if near else 'R'} times fp8's tokens/s, and fp8 otherwise"
         yield "bash dev/measure.sh says so in 20 minutes"
+        lora = CARDS["lora"]
+        (small, (_, low)), *_, (large, (_, high)) = lora["ratio"].items()
+        who = f"{lora['source'].split(',')[0]}'s LoRA on an {lora['card']}"
+        yield f"by {who}: {low:.2f} ({small}) to {high:.2f} ({large})"
         if not near:
             yield "R follows from runs that nobody has stored yet: python -m lab.cards --write"
 

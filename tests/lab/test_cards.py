@@ -1,11 +1,11 @@
 """nanochat_fp4/cards.json is what lab.cards computes from published steps."""
 
 import json
+import math
 
 import pytest
 
 from lab import cards, scaling
-from lab.study import gaps
 from nanochat_fp4.hardware import get_peak_flops
 
 BY_NAME = {card["name"]: card for card in cards.published()}
@@ -63,11 +63,7 @@ def test_the_method_to_take_is_named_where_no_measurement_changes_it():
 
 
 def test_the_ratios_that_decide_follow_from_gaps_and_exponents(monkeypatch):
-    runs = [{"method": m, "size": "d6"} for m in ("fp8", "clover_fp8_forward")]
-    stored = cards.kept_runs.stored
-    monkeypatch.setattr(cards.kept_runs, "stored", lambda n: {"results": runs} if n == cards.STUDY else stored(n))
-    rows = type("Rows", (), {"gap": lambda self, m, value: type("Gap", (), {"mean": 0.2 if m == "fp8" else 0.7})})
-    monkeypatch.setattr(gaps, "Rows", lambda *of: rows())
+    monkeypatch.setattr(cards, "gap_of", lambda method: 0.2 if method == "fp8" else 0.7)
     found, law = cards.break_even(), scaling.fit_law(scaling.read_runs("paper"))
     assert [of["depth"] for of in found] == [12, 20, 26, 32]
     for of in found:
@@ -76,8 +72,30 @@ def test_the_ratios_that_decide_follow_from_gaps_and_exponents(monkeypatch):
         assert of["b"] == pytest.approx([0.084, b], abs=0.0006) and of["weights"] == blocks + head
         assert of["ratio"] == pytest.approx([1.005 ** (1 / 0.084), 1.005 ** (1 / b)], abs=2e-3)
     assert found[1]["b"][1] == 0.036
-    runs.pop()
+    monkeypatch.setattr(cards, "gap_of", lambda method: 0.2 if method == "fp8" else math.nan)
     assert cards.break_even() == []
+
+
+def test_the_newest_study_that_has_a_method_counts(monkeypatch):
+    """fp8 may be in the older one alone."""
+
+    def runs(**gaps: float) -> dict:
+        return {"results": [{"method": m, "size": "d6", "seed": 1, "val_bpb": 1 + g / 100} for m, g in gaps.items()]}
+
+    studies = {"d6_mixed": runs(bf16=0, fp8=0.3), "d6_fp8_forward": runs(bf16=0, clover_fp8_forward=0.7)}
+    monkeypatch.setattr(cards.kept_runs, "studies", lambda: list(studies))
+    monkeypatch.setattr(cards.kept_runs, "stored", studies.__getitem__)
+    assert [cards.gap_of(m) for m in ("fp8", cards.RIVAL)] == pytest.approx([0.3, 0.7])
+    studies["d6_fp8_forward"] = runs(bf16=0, fp8=0.2, clover_fp8_forward=0.7)
+    assert cards.gap_of("fp8") == pytest.approx(0.2)
+    del studies["d6_fp8_forward"]
+    assert math.isnan(cards.gap_of(cards.RIVAL))
+
+
+def test_the_ladder_of_others_has_what_two_thirds_in_4_bits_would_gain():
+    of = cards.lora()
+    assert of["source"].startswith("surogate") and "LoRA" in of["what"]
+    assert list(of["ratio"].values())[::3] == [[1.01, 1.01], [1.28, 1.17]]  # 36.4 / 35.9 and 6.9 / 5.4
 
 
 def test_measured_products_agree_with_data_sheets():

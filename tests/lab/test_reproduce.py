@@ -12,7 +12,7 @@ import sys
 import pytest
 import torch
 
-from lab import pages, reproduce, scaling, statistics
+from lab import pages, reproduce, runs, scaling, statistics
 from lab.study import numerics, questions, sweep, sweep_runs
 from lab.study.context import Context
 from lab.study.gaps import Claim
@@ -150,6 +150,7 @@ REFUSED = [
     ("claims --results d6_longer", "has no run of seeds .* of a method with a target"),
     ("extra_steps --results d4_once", "no method of two lengths"),
     ("equal_time --results d4_once", "no seed of all of bf16, fp8, clover, clover_feedback, clover_feedback_late"),
+    *([] if "d6_fp8_forward" in runs.studies() else [("break_even", "no study of d6_fp8_forward.*lab.runs add")]),
     ("leaderboard --results d6_longer", "the leaderboard has d6_stored, d6_mixed, d2_embedded"),
     ("fig6 --results bench_none", "bench_none is no file of lab.bench"),
     ("fig9 --results none", "lab/results/fig9.json has own_forward, both_forwards"),
@@ -209,6 +210,19 @@ def test_runs_that_cannot_be_compared_have_no_gap(tmp_path, change, problem):
     other = study(tmp_path / "other.json", lambda run: known | change, nvidia=[2.0])
     with pytest.raises(UserError, match=problem):
         reproduce.main(["horizon", f"--results={first},{other}", f"--folder={tmp_path}"])
+
+
+def test_a_head_in_16_bits_is_no_end_in_16_bits(tmp_path, printed):
+    """Runs whose head counts as work have 16 bits; what is exported of clover is its own forward all the same."""
+    work = {"bf16": (0.0, 1.0), "clover": (0.77, 0.23), "nvidia_full": (0.6, 0.4)}
+
+    def with_head(run: dict) -> dict:
+        four, sixteen = work[run["method"]]
+        return {"head": "bf16", "gemm_work": {"4": four, "8": 0.0, "16": sixteen}}
+
+    path = study(tmp_path / "a.json", with_head, bf16=[0.0, 0.0], clover=[1.0, 1.1], nvidia_full=[0.5, 0.6])
+    lines = {line.split()[0]: line for line in printed(f"methods --results={path}") if line}
+    assert "as own forward" in lines["clover"] and "as own forward" not in lines["nvidia_full"]
 
 
 def test_of_one_seed_no_interval_is_claimed(tmp_path, printed):

@@ -306,9 +306,10 @@ def test_one_line_and_one_number_say_which_method_to_take(timed, monkeypatch, ba
     ratio = [{"depth": 20, "weights": 477e6, "b": [0.084, 0.036], "ratio": [1.05, 1.13]},
              {"depth": 32, "weights": 1745e6, "b": [0.084, 0.03], "ratio": [1.05, 1.19]}]  # fmt: skip
     monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path))
+    monkeypatch.setitem(program.CARDS, "R", [])
     for name, words in {"h100": "take fp8", "rtx3090": "take bf16", "rtx5090": "R times"}.items():
         facts = " ".join(said(planned(GPU=name))["method"])
-        assert words in facts and ("clover_fp8_forward" in facts) == (name == "rtx5090")
+        assert words in facts and ("clover_fp8_forward" in facts) == (name == "rtx5090") == ("surogate" in facts)
     monkeypatch.setitem(program.CARDS, "R", ratio)
     assert "1.13 times" in said(planned(GPU="rtx5090"))["method"][1]
     assert "1.19 times" in said(planned(GPU="rtx5090", DEPTH="32"))["method"][1]
