@@ -85,7 +85,7 @@ def main(argv: list[str] | None = None) -> None:
         if args.dtype != "bfloat16":
             raise UserError(f"--dtype={args.dtype} is not for GGUF, whose other weights are BF16; leave it out")
     else:
-        require("safetensors")
+        require("safetensors", "tokenizers")
     if args.verify:
         verify.needs(*VERIFIED_BY.get(args.format, ()))
     if args.calibration_tokens < 1 or args.eval_tokens < 0 or args.device_batch_size < 1:

@@ -21,6 +21,7 @@ from nanochat_fp4.data.sources import (
     download_file_with_lock,
     load_rows,
     read_folder,
+    read_rows,
     rows_of,
 )
 from nanochat_fp4.data.tokenizer import checked_messages
@@ -127,10 +128,10 @@ class TaskMixture(Task):
 # General conversations
 
 
-def conversation_problem(conversation: Any) -> str | None:
-    """Returns the reason why a conversation cannot be trained on, or None."""
+def conversation_problem(row: Any) -> str | None:
+    """Returns the reason why a conversation, or a list of messages, cannot be trained on, or None."""
     try:
-        checked_messages(conversation, answered=True)
+        checked_messages(row if isinstance(row, dict) else {"messages": row}, answered=True)
     except ValueError as e:
         return str(e)
     return None
@@ -159,7 +160,8 @@ class SmolTalk(Task):
         return len(self.rows)
 
     def get_example(self, index: int) -> dict[str, Any]:
-        return {"messages": self.rows[index]["messages"]}
+        row = self.rows[index]
+        return {"messages": row["messages"] if isinstance(row, dict) else row}
 
 
 class CustomJSON(SmolTalk):
@@ -168,11 +170,7 @@ class CustomJSON(SmolTalk):
 
     def __init__(self, filepath: str | os.PathLike, **kwargs: Any):
         Task.__init__(self, **kwargs)
-        self.rows = []
-        for place, row in rows_of(Path(filepath)):
-            self.rows.append(row if isinstance(row, dict) else {"messages": row})
-            if problem := conversation_problem(self.rows[-1]):
-                raise UserError(f"{filepath}, {place}: {problem}; correct the file")
+        self.rows = read_rows(filepath, conversation_problem)
         if not self.rows:
             raise UserError(f"{filepath} holds no conversation; write one list of messages a line")
 

@@ -18,7 +18,6 @@ import itertools
 import json
 import multiprocessing
 import os
-import shutil
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -125,35 +124,29 @@ def _json(f: TextIO) -> Iterator[tuple[str, Any]]:
 
 def _csv(f: TextIO) -> Iterator[tuple[str, Any]]:
     csv.field_size_limit(LONGEST)
-    rows = csv.reader(f, strict=True)
-    header = next(rows, [])
-    for row in filter(None, rows):
-        if len(row) != len(header) or len(set(header)) < len(header):
-            fields = f"line {rows.line_num} has {len(row)} fields, and the header {len(set(header))} names"
+    rows = csv.DictReader(f, strict=True)
+    for row in rows:
+        if None in row or None in row.values() or len(row) < len(rows.fieldnames):
+            fields = f"line {rows.line_num} has other fields than the {len(set(rows.fieldnames))} names of the header"
             raise ValueError(f"{fields}; put texts with commas into quotes")
-        yield f"line {rows.line_num}", dict(zip(header, row))
+        yield f"line {rows.line_num}", row
 
 
 def _text(f: TextIO) -> Iterator[tuple[str, Any]]:
-    rest = ""
-    for number, block in enumerate(iter(lambda: f.read(BLOCK), ""), 1):
-        rest += block
-        end = next((rest.rfind(mark) + len(mark) for mark in ("\n\n", "\n") if mark in rest), len(rest))
-        yield f"megabyte {number}", rest[:end]
-        rest = rest[end:]
-    yield "the end", rest
+    blocks = iter(lambda: f.read(BLOCK) + f.readline(BLOCK), "")
+    return ((f"megabyte {number}", block) for number, block in enumerate(blocks, 1))
 
 
 TEXT_READERS = {"csv": _csv, "json": _json, "md": _text, "txt": _text}
 
 
-def read_rows(path: str | os.PathLike, check: Check) -> list[dict[str, Any]]:
+def read_rows(path: str | os.PathLike, check: Check) -> list[Any]:
     """Returns the rows of a file. Raises UserError, which names the file and the place, for a file that cannot be read
     and for a row with a fault."""
     rows = []
     for place, row in rows_of(Path(path)):
         try:
-            problem = check(row) if isinstance(row, dict) else f"expected fields, found {type(row).__name__}"
+            problem = check(row)
         except (LookupError, TypeError, ValueError, AttributeError) as e:
             problem = f"unexpected content ({type(e).__name__}: {one_line(e)[:100]})"
         if problem:
@@ -211,18 +204,11 @@ def download_file_with_lock(
     """
     path = Path(get_base_dir(), filename)
     part = path.with_name(f"{filename}.part")
-
-    def fetch() -> None:
-        with urllib.request.urlopen(url, timeout=30) as response, part.open("wb") as f:  # noqa: S310
-            shutil.copyfileobj(response, f)
-            if f.tell() != int(response.headers.get("Content-Length") or f.tell()):
-                raise OSError(f"{f.tell()} bytes arrived instead of {response.headers['Content-Length']}")
-
     with FileLock(f"{path}.lock"):
         if not path.exists():
             print0(f"Downloading {url} ...")
             try:
-                within(deadline, fetch)
+                part.write_bytes(within(deadline, lambda: urllib.request.urlopen(url, timeout=30).read()))  # noqa: S310
                 if postprocess_fn is not None:
                     postprocess_fn(str(part))
                 part.rename(path)

@@ -136,7 +136,7 @@ def open_text(split: str, data_dir: str | os.PathLike, column: str = "") -> "Par
     found, column = survey(data_dir), text_column(column)
     if not found.are_shards:
         return [own_text(found, column)[split]]
-    shards = [open_shard(path, column) for path in (found.train if split == "train" else found.val)]
+    shards = [Shard(path, column) for path in (found.train if split == "train" else found.val)]
     if not any(map(sum, (shard.rows for shard in shards))):
         raise UserError(f"the {split} shards in {found.folder} hold no rows; put text into them")
     return shards
@@ -146,23 +146,33 @@ def open_text(split: str, data_dir: str | os.PathLike, column: str = "") -> "Par
 # Shards
 
 
-@dataclass(frozen=True)
 class Shard:
-    """A parquet file that was opened and has a string column with the text. `rows` has the number of documents in
-    each row group."""
+    """
+    A parquet file with the text in a column of strings. `rows` has the number of documents in each row group.
 
-    path: str
-    rows: tuple[int, ...]
-    column: str = "text"
-    # The footer, and the version of the file that it was read from. If the footer were read again for each row group,
-    # the time would grow with the square of the number of row groups.
-    footer: Any = field(default=None, repr=False, compare=False)
-    version: tuple[int, ...] = ()
+    The footer is read here. Raises UserError if the file is not parquet, is cut short or has no such column.
+    """
+
     whole = False
 
-    @property
-    def name(self) -> str:
-        return os.path.basename(self.path)
+    def __init__(self, path: str | os.PathLike, column: str = "text"):
+        self.path, self.name, self.column = str(path), os.path.basename(path), column
+        try:
+            self.version = version_of(self.path)
+            # The time of a footer for each row group would grow with the square of the number of row groups.
+            with pq.ParquetFile(path) as f:
+                schema, self.footer = f.schema_arrow, f.metadata
+        except (pa.ArrowException, OSError, ValueError) as e:
+            problem = f"is not a readable parquet file ({one_line(e)[:150]})"
+            raise UserError(f"{path} {problem}; delete it and download or copy it again") from e
+        types = [schema.field(i).type for i, name in enumerate(schema.names) if name == column]
+        types = [
+            kind.value_type if hasattr(kind, "ordered") or hasattr(kind, "run_end_type") else kind for kind in types
+        ]
+        if [str(kind) in STRINGS for kind in types] != [True]:
+            has = f"not one column of strings named {column} ({', '.join(map(str, types)) or schema.names[:10]})"
+            raise UserError(f"{path} has {has}; correct --text-column (TEXT_COLUMN), or convert the column")
+        self.rows = tuple(self.footer.row_group(i).num_rows for i in range(self.footer.num_row_groups))
 
     def read(self, index: int) -> list[str]:
         """Returns the documents of a row group. A null becomes the empty string. Raises UserError if the data are
@@ -180,26 +190,6 @@ class Shard:
     def digest(self) -> str:
         """Returns a hash of the content, as digest_of computes it."""
         return digest_of(self.path)
-
-
-def open_shard(path: str | os.PathLike, column: str = "text") -> Shard:
-    """Reads the footer of a shard. Raises UserError if the file is not parquet, is cut short or has no column of
-    strings with this name."""
-    path = str(path)
-    try:
-        version = version_of(path)
-        with pq.ParquetFile(path) as f:
-            schema, footer = f.schema_arrow, f.metadata
-    except (pa.ArrowException, OSError, ValueError) as e:
-        problem = f"is not a readable parquet file ({one_line(e)[:150]})"
-        raise UserError(f"{path} {problem}; delete it and download or copy it again") from e
-    types = [schema.field(i).type for i, name in enumerate(schema.names) if name == column]
-    types = [kind.value_type if hasattr(kind, "ordered") or hasattr(kind, "run_end_type") else kind for kind in types]
-    if [str(kind) in STRINGS for kind in types] != [True]:
-        has = f"not one column of strings named {column} ({', '.join(map(str, types)) or schema.names[:10]})"
-        raise UserError(f"{path} has {has}; correct --text-column (TEXT_COLUMN), or convert the column")
-    rows = tuple(footer.row_group(i).num_rows for i in range(footer.num_row_groups))
-    return Shard(path, rows, column, footer, version)
 
 
 def version_of(path: str) -> tuple[int, ...]:
@@ -224,17 +214,17 @@ def digest_of(path: str | os.PathLike) -> str:
     try:
         with open(path, "rb") as f:
             size = os.fstat(f.fileno()).st_size
-            digest.update(size.to_bytes(8, "little"))
-            if size <= 1 << 20:
-                digest.update(f.read())
-            else:
+            blocks = [(0, size)]
+            if size > 1 << 20:
                 f.seek(size - 8)
                 length, mark = int.from_bytes(f.read(4), "little") + 8, f.read(4)
                 footer = min(length, size) if mark == b"PAR1" else 0
                 blocks = [(size * i // DIGEST_BLOCKS, DIGEST_BLOCK) for i in range(DIGEST_BLOCKS)]
-                for start, length in [(size - footer, footer), *blocks]:
-                    f.seek(start)
-                    digest.update(f.read(length))
+                blocks = [(size - footer, footer), *blocks]
+            digest.update(size.to_bytes(8, "little"))
+            for start, length in blocks:
+                f.seek(start)
+                digest.update(f.read(length))
     except OSError as e:
         raise UserError(f"{path} cannot be read ({e.strerror}); check its permissions, or copy it again") from e
     return digest.hexdigest()[:16]

@@ -7,6 +7,7 @@ library has pairs, so each way to put a token together from two others is writte
 ids of a text are the same, which tests and --verify compare.
 """
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -47,45 +48,22 @@ def special_tokens(tokenizer: RustBPETokenizer) -> dict[str, int]:
     return dict(sorted(tokenizer.enc._special_tokens.items(), key=lambda item: item[1]))
 
 
-_FLAGS = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
-
-
 def tokenizer_json(tokenizer: RustBPETokenizer) -> dict[str, Any]:
     """Returns the content of tokenizer.json, which describes this tokenizer to the tokenizers library."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
+
     tokens, pairs = vocabulary(tokenizer)
-    bos, bos_id = "<|bos|>", tokenizer.get_bos_token_id()
-    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
-    split = {"type": "Split", "pattern": {"Regex": tokenizer.enc._pat_str}, "behavior": "Isolated", "invert": False}
-    piece = {"SpecialToken": {"id": bos, "type_id": 0}}
-    text = {"Sequence": {"id": "A", "type_id": 0}}
-    second_text = {"Sequence": {"id": "B", "type_id": 0}}
-    return {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": [{"id": i, "content": name, **_FLAGS} for name, i in special_tokens(tokenizer).items()],
-        "normalizer": None,
-        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [split, byte_level]},
-        "post_processor": {
-            "type": "TemplateProcessing",
-            "single": [piece, text],
-            "pair": [piece, text, piece, second_text],
-            "special_tokens": {bos: {"id": bos, "ids": [bos_id], "tokens": [bos]}},
-        },
-        "decoder": byte_level,
-        "model": {
-            "type": "BPE",
-            "dropout": None,
-            "unk_token": None,
-            "continuing_subword_prefix": None,
-            "end_of_word_suffix": None,
-            "fuse_unk": False,
-            "byte_fallback": False,
-            "ignore_merges": True,  # A piece of text that is a token is not merged from parts, as in tiktoken.
-            "vocab": {token: i for i, token in enumerate(tokens)},
-            "merges": [list(pair) for pair in pairs],
-        },
-    }
+    # A piece of text that is a token is not merged from parts, as in tiktoken.
+    file = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, pairs, ignore_merges=True))
+    file.add_special_tokens(list(special_tokens(tokenizer)))
+    split = pre_tokenizers.Split(Regex(tokenizer.enc._pat_str), "isolated")
+    bytes_of = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    file.pre_tokenizer = pre_tokenizers.Sequence([split, bytes_of])
+    file.decoder = decoders.ByteLevel()
+    bos = "<|bos|>"
+    begins = [(bos, tokenizer.get_bos_token_id())]
+    file.post_processor = processors.TemplateProcessing(f"{bos} $A", f"{bos} $A {bos} $B", begins)
+    return json.loads(file.to_str())
 
 
 def end_tokens(tokenizer: RustBPETokenizer, chat: bool) -> list[str]:
@@ -104,8 +82,5 @@ def tokenizer_config(tokenizer: RustBPETokenizer, chat: bool, model_max_length: 
         "pad_token": end,
         "clean_up_tokenization_spaces": False,
         "model_max_length": model_max_length,
-        "added_tokens_decoder": {
-            str(i): dict(sorted({"content": name, **_FLAGS}.items())) for name, i in special_tokens(tokenizer).items()
-        },
     }
     return config | ({"chat_template": CHAT_TEMPLATE} if chat else {})

@@ -73,7 +73,7 @@ TEXT = [  # what else is wrong is test_text's to say
 ROWS = [
     (b"", "has no rows"),
     (b'{"n": 1}\n{"n": ', "past line 1"),
-    (b'{"n": 1}\n\n[1]\n', "line 3: expected fields"),
+    (b'{"n": 1}\n\n[1]\n', "line 3"),
     (lines({"n": 1}, {"n": "x"}), "line 2: .*'n'"),
     (lines({"n": 1}, {"m": 1}), "line 2: unexpected content"),
     (b'{"n": 1}\n\xff\xfe\n', "past its beginning"),

@@ -17,7 +17,7 @@ import pytest
 from nanochat_fp4.cli import UserError
 from nanochat_fp4.data import sources
 from nanochat_fp4.data.dataset import ensure_data, how_often, parquets_iter_batched, validation_text
-from nanochat_fp4.data.text import Stored, cut_text, open_shard, open_text, survey
+from nanochat_fp4.data.text import Shard, Stored, cut_text, open_text, survey
 from nanochat_fp4.data.tokenizer import RustBPETokenizer
 
 WORDS = "the model reads a row of tokens and learns what comes next in many small steps".split()
@@ -86,7 +86,7 @@ def test_text_of_every_layout_is_read(folder, kind):
 def test_a_footer_is_read_once(tmp_path, monkeypatch):
     """A row group in 8,000 takes as long as one in 80: reading the footer for each took 33 s a step."""
     write_shard(tmp_path / "a.parquet", [f"{i}" for i in range(8000)], row_group_size=1)
-    shard = open_shard(tmp_path / "a.parquet")
+    shard = Shard(tmp_path / "a.parquet")
 
     def no_footer(*args, metadata=None, **kwargs):
         assert metadata is not None

@@ -192,7 +192,7 @@ def test_loaders_resume_from_any_batch(make):
         assert (
             torch.equal(x, batches[i + 1][0]) and torch.equal(y, batches[i + 1][1]) and next_state == batches[i + 1][2]
         )
-    for bad in ({}, {**batches[0][2], "conversations": 1}, "x", {**batches[0][2], "content": "other conversations"}):
+    for bad in ({}, {**batches[0][2], "conversations": 1}, {**batches[0][2], "content": "other conversations"}):
         with pytest.raises(UserError, match="data position"):
             next(make(bad))
 
