@@ -22,7 +22,7 @@ import nanochat_fp4 as nf
 from nanochat_fp4.cli import ArgumentParser, require, run_main
 from nanochat_fp4.common import get_base_dir, joined_processes, print0
 from nanochat_fp4.data.sources import Source
-from nanochat_fp4.evaluation.core_metric import EVAL_BUNDLE_URL, evaluate_model, find_bundle, read_all_questions
+from nanochat_fp4.evaluation.core_metric import EVAL_BUNDLE_URL, evaluate_model, find_bundle, read_tasks
 from nanochat_fp4.evaluation.kept import Kept, key_of
 from nanochat_fp4.evaluation.report import get_report
 from nanochat_fp4.files import atomic_write
@@ -48,7 +48,7 @@ def needs(args: argparse.Namespace) -> list[Source]:
     folder = Path(args.bundle_dir) if args.bundle_dir else Path(get_base_dir()) / "eval_bundle"
     url = "" if args.bundle_dir or folder.exists() else EVAL_BUNDLE_URL
     remedy = f"unpack {EVAL_BUNDLE_URL} into {folder.parent}, or CORE_ARGS=--bundle-dir=folder"
-    read = functools.partial(read_all_questions, args.bundle_dir, args.max_per_task)
+    read = functools.partial(read_tasks, args.bundle_dir, args.max_per_task)
     package = Source("the package yaml for CORE", functools.partial(require, "yaml"))
     return [Source("the eval bundle", read, url, remedy, vital=True), package]
 

@@ -66,57 +66,42 @@ def find_bundle(bundle_dir: str | os.PathLike | None = None) -> Path:
     return folder
 
 
-def read_bundle(folder: Path) -> tuple[list[dict[str, Any]], dict[str, float]]:
-    """Returns the tasks of core.yaml, and the accuracy of guessing in percent by label. Raises UserError for damaged
-    files."""
+def read_tasks(bundle_dir: str | os.PathLike | None, max_per_task: int = -1) -> list[dict[str, Any]]:
+    """Returns the tasks of a bundle: label, task_type, num_fewshot, continuation_delimiter, chance (the accuracy of
+    guessing) and data (its questions, shuffled, at most max_per_task). Raises UserError for any fault of the bundle
+    that would end the evaluation later."""
     import yaml  # datasets and wandb bring this package along.
 
+    folder = find_bundle(bundle_dir)
     try:
         with open(folder / "eval_meta_data.csv", encoding="utf-8", newline="") as f:
             guessing = {row["Eval Task"]: float(row["Random baseline"]) for row in csv.DictReader(f)}
-        tasks = list(yaml.safe_load((folder / "core.yaml").read_text(encoding="utf-8"))["icl_tasks"])
-        for task in tasks:
-            shots, chance = task["num_fewshot"][0], guessing[task["label"]]
-            if (
-                task["icl_task_type"] not in TASK_TYPES
-                or shots < 0
-                or not 0 <= chance < 100
-                or not isinstance(task["dataset_uri"], str)
-            ):
-                raise ValueError(f"{task['label']}: {task['icl_task_type']}, {shots} examples, {chance}% by guessing")
-        if not tasks:
-            raise ValueError("no task")
+        tasks = [
+            {"label": task["label"], "task_type": task["icl_task_type"], "num_fewshot": task["num_fewshot"][0]}
+            | {"continuation_delimiter": task.get("continuation_delimiter", " ")}
+            | {"chance": guessing[task["label"]] / 100, "file": folder / "eval_data" / task["dataset_uri"]}
+            for task in yaml.safe_load((folder / "core.yaml").read_text(encoding="utf-8"))["icl_tasks"]
+        ]
+        for task in tasks or [{}]:
+            if task["task_type"] not in TASK_TYPES or task["num_fewshot"] < 0 or not 0 <= task["chance"] < 1:
+                raise ValueError(str(task))
     except (OSError, yaml.YAMLError, LookupError, TypeError, ValueError, RecursionError, csv.Error) as e:
         problem = f"core.yaml or eval_meta_data.csv in {folder} is damaged ({type(e).__name__}: {one_line(e)[:100]})"
         raise UserError(f"{problem}; unpack the bundle again") from e
-    return tasks, guessing
+    for task in tasks:
+        data = read_rows(task.pop("file"), lambda row: fault_of(row, task["task_type"]))  # noqa: B023
+        random.Random(SHUFFLE_SEED).shuffle(data)
+        task["data"], shots = data[:max_per_task] if max_per_task > 0 else data, task["num_fewshot"]
+        if len(task["data"]) <= shots:
+            raise UserError(
+                f"{task['label']} shows {shots} other questions before each of its {len(task['data'])}; raise "
+                f"--max-per-task (--core-metric-max-per-task) to {shots + 1}"
+            )
+    return tasks
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Evaluation
-
-
-def read_questions(folder: Path, task: dict[str, Any], max_per_task: int) -> list[dict[str, Any]]:
-    """Returns the questions of a task, shuffled. Raises UserError for any fault that would end the evaluation later."""
-    data = read_rows(folder / "eval_data" / task["dataset_uri"], lambda row: fault_of(row, task["icl_task_type"]))
-    random.Random(SHUFFLE_SEED).shuffle(data)
-    data, shots = data[:max_per_task] if max_per_task > 0 else data, task["num_fewshot"][0]
-    if len(data) <= shots:
-        raise UserError(
-            f"{task['label']} shows {shots} other questions before each of its {len(data)}; raise --max-per-task "
-            f"(--core-metric-max-per-task) to {shots + 1}"
-        )
-    return data
-
-
-def read_all_questions(
-    bundle_dir: str | os.PathLike | None, max_per_task: int = -1
-) -> tuple[list[dict[str, Any]], dict[str, float], dict[str, list[dict[str, Any]]]]:
-    """Returns the tasks of a bundle, the accuracy of guessing by label, and the questions by label. Raises UserError
-    for any fault of the bundle."""
-    folder = find_bundle(bundle_dir)
-    tasks, guessing = read_bundle(folder)
-    return tasks, guessing, {task["label"]: read_questions(folder, task, max_per_task) for task in tasks}
 
 
 def evaluate_model(
@@ -137,18 +122,17 @@ def evaluate_model(
     part(name, measure) returns the numbers of a task: the result of measure(), or the one that was stored before
     (evaluation/kept.py). The name has a hash of the task and its questions.
     """
-    tasks, guessing, questions = read_all_questions(bundle_dir, max_per_task)
+    tasks = read_tasks(bundle_dir, max_per_task)
     results, centered, notes = {}, {}, []
     _, rank, _, world_size = get_dist_info()
-    mine = sum(len(range(rank, len(data), world_size)) for data in questions.values())
+    mine = sum(len(range(rank, len(task["data"]), world_size)) for task in tasks)
     progress = Progress(total=mine, desc="CORE", unit="question")
     with nf.per_token_scale(model), nf.quantize_weights_once(model), progress:
         for task in tasks:
-            start, label = time.monotonic(), task["label"]
-            meta = {"task_type": task["icl_task_type"], "num_fewshot": task["num_fewshot"][0]}
-            meta["continuation_delimiter"] = task.get("continuation_delimiter", " ")
-            asked = hashlib.sha256(json.dumps([meta, questions[label]], sort_keys=True).encode()).hexdigest()[:12]
-            measure = lambda: evaluate_task(model, tokenizer, questions[label], device, meta, progress.update)  # noqa: B023, E731
+            start, label, data, chance = time.monotonic(), task["label"], task["data"], task["chance"]
+            meta = {key: task[key] for key in ("task_type", "num_fewshot", "continuation_delimiter")}
+            asked = hashlib.sha256(json.dumps([meta, data], sort_keys=True).encode()).hexdigest()[:12]
+            measure = lambda: evaluate_task(model, tokenizer, data, device, meta, progress.update)  # noqa: B023, E731
             accuracy, cropped, not_judged = part(f"{label} {asked}", measure)
             if cropped:
                 notes.append(f"{label}: {cropped} prompts were cropped to their last {longest_input(model):,} tokens")
@@ -156,7 +140,6 @@ def evaluate_model(
                 notes.append(
                     f"{label}: {not_judged} questions count as wrong, whose answer does not fit or has no own token"
                 )
-            chance = guessing[label] / 100
             results[label], centered[label] = accuracy, (accuracy - chance) / (1 - chance)
             progress.write(f"{label}: {accuracy:.3f} ({time.monotonic() - start:.0f} s)")
     core = sum(centered.values()) / len(centered)

@@ -14,7 +14,6 @@ tokens.
 """
 
 import json
-import math
 import os
 import re
 import shlex
@@ -219,12 +218,9 @@ def _table(header: list[str], rows: list[list[str]]) -> list[str]:
 
 
 def _format(value: Any) -> str:
-    if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
-        if abs(value) >= 10000:
-            return f"{value:,.0f}"
-        if isinstance(value, float):
-            return f"{value:.4f}".rstrip("0").rstrip(".") if abs(value) >= 1e-3 or value == 0 else f"{value:.3e}"
-    return " ".join(str(value).split())
+    if isinstance(value, float):
+        return f"{value:,.5g}"
+    return f"{value:,}" if type(value) is int and value >= 10000 else " ".join(str(value).split())
 
 
 def _list(values: Mapping[str, Any]) -> list[str]:
@@ -261,15 +257,13 @@ def runs_table(runs: list[dict]) -> list[str]:
         row += [_cell(r["tokens_per_second"], "{:,.0f}"), "-" if r["seconds"] is None else format_seconds(r["seconds"])]
         rows.append(row)
     lines = _table(header, rows)
-    if any(_emulated(r["start"]) for r in runs):
-        lines += [
-            "",
-            "- tokens/s: this machine emulates products of few bits, which takes longer than BF16. The speed of",
-        ]
-        lines[-1] += " a method with such products is the emulation's, and says nothing about a GPU that has them."
-    return lines
+    return lines + ["", *EMULATION.splitlines()] * any(_emulated(r["start"]) for r in runs)
 
 
+EMULATION = """\
+- tokens/s: this machine emulates products of few bits, which takes longer than BF16. The speed of a method with such
+  products is the emulation's, and says nothing about a GPU that has them.
+"""
 EXPLANATIONS = """\
 - val BPB: bits per byte of the validation text, with the forward pass of the method. Lower is better. The loss stage
   measures on more text than training, whose last value stands in for it.

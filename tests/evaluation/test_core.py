@@ -143,10 +143,10 @@ TASK = "icl_tasks:\n- {{label: {}, icl_task_type: {}, dataset_uri: {}, num_fewsh
 )
 def test_damaged_tasks(tmp_path, core):
     bundle = make_bundle(tmp_path / "bundle")
-    core_metric.read_bundle(bundle)
+    core_metric.read_tasks(bundle)
     (bundle / "core.yaml").write_text(core)
     with pytest.raises(UserError, match="damaged"):
-        core_metric.read_bundle(bundle)
+        core_metric.read_tasks(bundle)
 
 
 @pytest.mark.parametrize("chance", ["100", "nan", "-1", "x"])  # 100 percent would divide by zero after all questions
@@ -155,7 +155,7 @@ def test_damaged_chances(tmp_path, chance):
     table = (bundle / "eval_meta_data.csv").read_text()
     (bundle / "eval_meta_data.csv").write_text(table.replace("schema,50", f"schema,{chance}"))
     with pytest.raises(UserError, match="damaged"):
-        core_metric.read_bundle(bundle)
+        core_metric.read_tasks(bundle)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
