@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from nanochat_fp4.cli import UserError
 from nanochat_fp4.nvfp4.contexts import full_precision
+from nanochat_fp4.nvfp4.first_steps import uncalled
 from nanochat_fp4.nvfp4.format import BLOCK, E2M1_MAX, E4M3_MAX, NVFP4Tensor
 from nanochat_fp4.nvfp4.fused import groups_computed_as_one, quantized_weights
 from nanochat_fp4.nvfp4.linear import QuantLinear
@@ -95,7 +96,7 @@ def forward_weights(model: nn.Module, together: Iterable[Sequence[str]] = ()) ->
     operands = quantized_weights(groups)
     if not groups or any(operand is None for operand in operands):
         raise UserError(_why_there_are_no_weights(model))
-    result, lost = Weights(), set()
+    result, lost = Weights(), {uncalled(model)}
     for layers, operand in zip(groups, operands):
         stacked, what = _as_stored(operand)
         lost.add(what)

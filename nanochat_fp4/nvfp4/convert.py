@@ -26,6 +26,7 @@ from nanochat_fp4.nvfp4.convert_report import (
     some,
 )
 from nanochat_fp4.nvfp4.experts import ExpertLinear, as_quantized_experts, routers, stacked_linears
+from nanochat_fp4.nvfp4.first_steps import watch_first_steps
 from nanochat_fp4.nvfp4.heads import is_conv1d, linear_layers, output_heads, sizes_of
 from nanochat_fp4.nvfp4.layer_pass import COMPUTE_DTYPES
 from nanochat_fp4.nvfp4.linear import QuantLinear
@@ -124,6 +125,8 @@ def convert(
     for part in model.modules():  # converted before, by itself
         vars(part).pop("nf_report", None)
     model.nf_report = report
+    if recipe.quantizes:
+        watch_first_steps(model)
     if verbose and not (_distributed() and dist.get_rank()):
         with contextlib.suppress(OSError):  # a log that nobody takes is no reason to end a run
             print(report)

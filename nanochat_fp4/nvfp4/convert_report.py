@@ -34,6 +34,7 @@ class ConvertReport:
     others: dict[str, float] = field(default_factory=dict)  # kind of weights in high precision -> their share
     slow_paths: list[str] = field(default_factory=list)  # layers whose fast path in eval mode was switched off
     experts: int = 0  # number of modules whose stacked experts were converted
+    progress: float | None = None  # the share of the run's steps that set_progress was told last
     refused_dtypes: list[str] = field(default_factory=list)  # dtypes of converted weights that layers cannot compute in
 
     def __repr__(self) -> str:

@@ -177,6 +177,7 @@ class QuantLinear(InContext, torch.nn.Linear):
     per_token_in_eval = False  # whether each row has its own tensor_scale in eval mode without gradients (convert)
     # from an amax to that over all processes that have a part of the layer (tensor_parallel.py)
     largest: Callable[[torch.Tensor], torch.Tensor] | None = None
+    called = False  # whether a forward pass that is not compiled has called the layer (first_steps.py)
     stackable = True  # whether fused_linear may stack the weight with another layer's. Each subclass must say it anew.
 
     def __init__(
@@ -306,6 +307,8 @@ class QuantLinear(InContext, torch.nn.Linear):
         """
         dtype = compute_dtype(x)
         check_compute_dtype(dtype)
+        if not torch.compiler.is_compiling():  # torch.compile refuses the change inside of a checkpoint.
+            self.called = True
         prepared = self.prepared_weight(layers) if self.quantizes else self.gathered_weight(layers)
         # Autocast stays on here. Products that must be FP32 (rotate, gemm on a CPU) switch it off around themselves.
         # torch.compile would trace a context around the whole pass into the backward, where CUDA's autocast fails.

@@ -36,7 +36,10 @@ class QuantizedTraining:
         Returns a description of the new method if any layer's method changed, otherwise None. Compiled code contains
         methods as constants, so it is out of date after a change.
         """
-        if self.plan is None or not self.plan.apply(self.model, step / self.num_steps):
+        if self.plan is None:
+            return None
+        self.model.nf_report.progress = step / self.num_steps
+        if not self.plan.apply(self.model, step / self.num_steps):
             return None
         return str(self.plan.at(step / self.num_steps))
 
@@ -74,7 +77,7 @@ def set_progress(model: nn.Module, progress: float) -> bool:
     # comes last and decides.
     phases = {}
     for part in converted:
-        method = part.nf_report.recipe
+        part.nf_report.progress, method = float(progress), part.nf_report.recipe
         phase = method, MethodPlan.parse(method).at(progress)
         phases |= {m: phase for m in part.modules() if isinstance(m, QuantLinear)}
     changed = False

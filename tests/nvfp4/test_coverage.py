@@ -1,12 +1,16 @@
 """Models of other people: what of them is converted, what is said of the rest, and that nothing is skipped silently."""
 
 import functools
+import warnings
 
 import pytest
 import torch
 from torch import nn
 
 import nanochat_fp4 as nf
+from nanochat_fp4.export.weights import forward_weights
+from nanochat_fp4.models.gpt import GPT, GPTConfig
+from nanochat_fp4.nvfp4 import first_steps
 
 
 def converted(model, method="clover", **kw):
@@ -140,13 +144,13 @@ def test_a_row_does_not_depend_on_its_neighbours_in_eval_mode_unless_asked_to():
 # Methods that change in the course of a run
 
 
-def train(model, steps, each=lambda done: None):
+def train(model, steps, each=lambda done: None, forward=None):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     torch.manual_seed(1)
     losses = []
     for step in range(steps):
         each(step / steps)
-        loss = model(torch.randn(8, 32)).square().mean()
+        loss = (forward or model)(torch.randn(8, 32)).square().mean()
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -154,17 +158,76 @@ def train(model, steps, each=lambda done: None):
     return losses
 
 
-def test_phases_happen_in_a_foreign_loop():
+def test_phases_happen_in_a_foreign_loop_and_forgetting_them_is_said():
     def fresh(method):
         torch.manual_seed(0)
         return converted(nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)), method)
 
     model = fresh("clover_late")
-    late = train(model, 10, lambda done: nf.set_progress(model, done))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        late = train(model, 10, lambda done: nf.set_progress(model, done))
     assert model[0].recipe.name == nf.get_recipe("clover_late").final.name
     assert fresh("clover_late")[0].recipe.name == "clover_late"
     clover = train(fresh("clover"), 10)
     assert late[:7] == clover[:7] and late[7] != clover[7]  # 70% of ten steps
+    for compiled in (False, True):
+        model = fresh("clover_late")
+        with pytest.warns(UserWarning, match="clover_late .* nanochat_fp4.set_progress") as seen:
+            train(model, 15, forward=torch.compile(model, backend="eager") if compiled else None)
+        assert len(seen) == 1
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Layers that are converted and not called
+
+
+class ReadByAFunction(Block):
+    """Two thirds of its quantized weights are those of `up`, which no forward pass calls."""
+
+    def __init__(self):
+        super().__init__()
+        self.last = nn.Linear(32, 32)
+
+    def forward(self, x):
+        up = nn.functional.linear(x, self.up.weight, self.up.bias)
+        return self.last(self.down(up.relu()))
+
+
+@pytest.fixture
+def nothing_compiled():
+    """The process as it is without the compiled code of other tests."""
+    torch._dynamo.utils.counters.clear()
+
+
+def test_weights_read_elsewhere_are_said_once_and_by_the_export(nothing_compiled):
+    model = converted(ReadByAFunction())
+    with pytest.warns(UserWarning, match=r"1 of 3 .* 40% .*\(up\).*skip") as seen:
+        train(model, 15)
+    assert len(seen) == 1
+    assert "(up)" in forward_weights(model).lost
+    model = converted(ReadByAFunction(), skip=["up"])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train(model, 7)
+    assert not forward_weights(model).lost
+
+
+def test_layers_that_are_called_are_not_complained_of(nothing_compiled):
+    """q, k and v as one layer, a layer that is compiled, and models that were converted again or trained by nobody."""
+    gpt = converted(GPT(GPTConfig(sequence_len=8, vocab_size=64, n_layer=2, n_head=2, n_kv_head=2, n_embd=32)))
+    gpt.init_weights()
+    ids = torch.randint(64, (2, 8))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train(converted(nn.Sequential(converted(Block()))), 7)
+        train(gpt, 7, forward=lambda x: gpt(ids, ids))
+    assert not first_steps.uncalled(gpt) and not first_steps.uncalled(converted(ReadByAFunction()))
+    model = converted(ReadByAFunction())
+    model(torch.randn(8, 32))
+    assert "(up)" in first_steps.uncalled(model)
+    torch.compile(model.last, backend="eager")(torch.randn(8, 32))  # Perhaps `up` was called in what is compiled.
+    assert not first_steps.uncalled(model)
 
 
 def test_progress_is_checked():

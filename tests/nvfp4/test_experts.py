@@ -11,6 +11,7 @@ from torch.nn.functional import linear, silu
 
 import nanochat_fp4 as nf
 from nanochat_fp4.nvfp4.experts import stacked_linears
+from nanochat_fp4.nvfp4.first_steps import uncalled
 
 EXPERTS, WIDTH, HIDDEN = 6, 32, 48
 COUNTS = (0, 1, 15, 17, 2, 5)  # tokens of each expert: none, one, a block less and more than one
@@ -113,6 +114,16 @@ def quant_linear(weight: torch.Tensor, method: str) -> nf.QuantLinear:
 
 def converted(experts: nn.Module, method: str) -> nn.Module:
     return nf.convert(Model(experts), method, verbose=False).experts
+
+
+def test_an_expert_without_tokens_counts_as_called():
+    torch._dynamo.utils.counters.clear()
+    model = nf.convert(Model(Experts()), "clover", skip=["router"], verbose=False)
+    model.experts(*routed())
+    assert not uncalled(model)
+    other = nf.convert(nn.Sequential(Model(Experts()), Model(Experts())), "clover", verbose=False)
+    other[0].experts(*routed())
+    assert "1.experts" in uncalled(other) and "0.experts" not in uncalled(other)
 
 
 @pytest.mark.parametrize("method", nf.METHODS)
