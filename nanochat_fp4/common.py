@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from nanochat_fp4.cli import UserError, logger, one_line, print_safely
-from nanochat_fp4.hardware import cpu_threads
+from nanochat_fp4.hardware import usable_cpus
 from nanochat_fp4.nvfp4 import methods, roundings
 from nanochat_fp4.nvfp4.methods import get_recipe
 
@@ -165,8 +165,6 @@ def fail_together(problem: str | None) -> None:
 # ----------------------------------------------------------------------------------------------------------------------
 # Devices
 
-DEVICE_TYPES = ("cuda", "mps", "cpu")
-
 # When a GPU is first used, torch before 2.13 says that it supports GPUs only up to 12.0. A GB10 (12.1) runs code that
 # was compiled for 12.0.
 FALSE_WARNING = (
@@ -187,16 +185,6 @@ def autodetect_device_type() -> str:
     device_type = "cuda" if torch.cuda.is_available() else "mps" if mps else "cpu"
     print0(f"Autodetected device type: {device_type}" + (f" ({_why_no_cuda()})" if device_type == "cpu" else ""))
     return device_type
-
-
-def check_device_type(device_type: str) -> None:
-    """Raises UserError unless this machine has this type of device."""
-    if device_type not in DEVICE_TYPES:
-        raise UserError(f"unknown device type {device_type!r}; use --device-type cuda, mps or cpu")
-    if device_type == "cuda" and not torch.cuda.is_available():
-        raise UserError(f"--device-type cuda: {_why_no_cuda()}; check nvidia-smi, or use --device-type cpu")
-    if device_type == "mps" and not torch.backends.mps.is_available():
-        raise UserError("--device-type mps: Metal is not available here; use --device-type cpu")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -304,10 +292,15 @@ def use_deterministic_kernels() -> None:
     torch.backends.cuda.enable_cudnn_sdp(False)
 
 
+# Models narrower than this run on one CPU thread. Their operations are short, and threads would mostly wait for each
+# other.
+NARROW_WIDTH = 512
+
+
 def set_cpu_threads(device: torch.device, width: int) -> None:
-    """On a CPU, sets the number of torch's threads to hardware.cpu_threads(width). OMP_NUM_THREADS takes precedence."""
+    """On a CPU, sets the number of torch's threads for a model of this width. OMP_NUM_THREADS takes precedence."""
     if device.type == "cpu" and not os.environ.get("OMP_NUM_THREADS"):
-        torch.set_num_threads(cpu_threads(width))
+        torch.set_num_threads(1 if width < NARROW_WIDTH else usable_cpus())
 
 
 def keep_compiled(folder: str) -> None:
@@ -331,7 +324,12 @@ def compute_init(device_type: str = "cuda", seed: int = 42) -> tuple[bool, int, 
     Raises UserError if the device or the process group cannot be had.
     """
     device_type = device_type or autodetect_device_type()
-    check_device_type(device_type)
+    if device_type not in ("cuda", "mps", "cpu"):
+        raise UserError(f"unknown device type {device_type!r}; use --device-type cuda, mps or cpu")
+    if device_type == "cuda" and not torch.cuda.is_available():
+        raise UserError(f"--device-type cuda: {_why_no_cuda()}; check nvidia-smi, or use --device-type cpu")
+    if device_type == "mps" and not torch.backends.mps.is_available():
+        raise UserError("--device-type mps: Metal is not available here; use --device-type cpu")
     ddp, rank, local_rank, world_size = get_dist_info()
     seed_everything(seed)
     if device_type == "cuda":

@@ -105,22 +105,14 @@ def peak_memory(device: "torch.device") -> int:
 # ----------------------------------------------------------------------------------------------------------------------
 # CPUs
 
-# Models narrower than this run on one CPU thread. Their operations are short, and threads would mostly wait for each
-# other.
-NARROW_WIDTH = 512
-
 
 def cgroup_quota(root: Path = Path("/")) -> float | None:
     """Returns how many CPUs' time the cgroups (v1 or v2) of this process may use, or None if no cgroup sets a quota.
 
     `root` is the folder with proc and sys. Of the quotas of the cgroup and its parents, the smallest one counts.
     """
-    try:
-        lines = (root / "proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return None
-    quotas = []
-    for line in lines:
+    quotas, groups = [], root / "proc/self/cgroup"
+    for line in groups.read_text().splitlines() if groups.is_file() else ():
         _, controllers, path = line.split(":", 2)
         # A container sees the host's path in /proc, and its own cgroup at the root of the mount.
         inner = PurePosixPath(path.lstrip("/"))
@@ -141,11 +133,6 @@ def usable_cpus(root: Path = Path("/")) -> int:
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quota = cgroup_quota(root)
     return cpus if quota is None else max(1, min(cpus, int(quota)))
-
-
-def cpu_threads(width: int) -> int:
-    """Returns the number of threads for a model of this width on a CPU."""
-    return 1 if width < NARROW_WIDTH else usable_cpus()
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -57,13 +57,8 @@ RUNS = {  # name -> (numbers on a GPU, numbers on a CPU, minutes of the whole ru
     "run1000": (RUN1000, {"DEPTH": 4, "ASPECT_RATIO": 32, "NUM_ITERATIONS": 160}, 10),
 }
 STAGES = ("tok", "base", "loss", "core", "mid", "sft", "report")
-BEFORE = {
-    "base": "tok",
-    "loss": "base",
-    "core": "base",
-    "mid": "base",
-    "sft": "mid",
-}  # The stage whose output it needs.
+# The stage whose output it needs.
+BEFORE = {"base": "tok", "loss": "base", "core": "base", "mid": "base", "sft": "mid"}
 LATER = {"core": base_eval, "mid": mid_train, "sft": chat_sft, "eval": chat_eval}  # eval: the benchmarks of mid and sft
 # How often something is measured or saved makes no other run, and later stages make no other base model.
 SAME_RUN = {
@@ -82,6 +77,7 @@ FAR = 2  # An estimate for a model that is so many times larger or smaller than 
 SHARD_TOKENS, SPARE = 250e6 / 4.8 * 0.65, 1.1
 # On a CPU the later stages take as long as the base training and OTHER_STEPS steps of it (dev/LOG.md).
 OTHER_STEPS, PROBE_STEPS, PROBE_SECONDS = 60, 4, 20
+CPU_SPEED = 12.9e9  # FLOP/s of clover's small models on two cores, with which the whole speedrun takes five minutes
 # What a forward pass keeps on a CPU, in FP32, for each token, block and column: 32 to 53 were measured of d2 and d6.
 CPU_FLOATS = 40
 EMBEDDED_ROWS = 4  # of a device's batch in mid-training, whose embedded mixture would be less than one usual step
@@ -467,24 +463,6 @@ def later_words(s: Settings) -> tuple[dict[str, list[str]], list[str]]:
     return words, left_out
 
 
-def text_stages(s: Settings, text: str, has_tokenizer: bool, shards: int) -> list[Stage]:
-    """The stages of the text and the tokenizer. A tokenizer that is there is kept."""
-    n, from_hub, module = s.values, text in ("hub", "shards"), "nanochat_fp4.data.dataset"
-    title, rest = f"text: {n['NUM_SHARDS']} shards", [module, "-n", f"{n['NUM_SHARDS']}"]
-    if has_tokenizer:
-        return [Stage("download", "", title, 1, rest)] if from_hub and shards < n["NUM_SHARDS"] else []
-    first = [module, "--embedded"] if text == "embedded" else [module, "--ensure", "-n", f"{n['TOK_SHARDS']}"]
-    # GPT-2's and GPT-4's tokenizers, to compare with, come from the network as well.
-    compare = ["scripts.tok_eval", *([] if from_hub else ["--no-compare"])]
-    train = ["scripts.tok_train", *s.argv("tok_train")]
-    return [
-        Stage("text", "", "text", 1, first),
-        *([Stage("download", "text", title, 0, rest)] if from_hub else []),
-        Stage("tok", "text", f"tokenizer: {n['VOCAB_SIZE']} tokens", 1, train),
-        Stage("tok_eval", "tok", "compression of the tokenizer", 1, compare),
-    ]
-
-
 def model_stages(s: Settings, base: Base, words: dict[str, list[str]]) -> list[Stage]:
     """The stages of one method."""
     tag, made = base.tag, []
@@ -563,8 +541,7 @@ class Plan:
         self.text, self.why_text, self.shards = self.find_text()
         words, self.left_out = later_words(s)
         self.tokenizer = self.find_tokenizer()
-        has_tokenizer = self.tokenizer is not None
-        self.stages = text_stages(s, self.text, has_tokenizer, self.shards) if "tok" in s.stages else []
+        self.stages = self.text_stages() if "tok" in s.stages else []
         for base in self.bases:
             self.stages += model_stages(s, base, words)
         if "report" in s.stages:
@@ -664,6 +641,23 @@ class Plan:
             held = f"{folder} holds a tokenizer of {tokens} tokens, this run wants {wanted}"
             raise UserError(f"{held}; set VOCAB_SIZE={tokens}, or choose another NANOCHAT_BASE_DIR")
         return tokens
+
+    def text_stages(self) -> list[Stage]:
+        """The stages of the text and the tokenizer. A tokenizer that is there is kept."""
+        n, from_hub, module = self.s.values, self.text in ("hub", "shards"), "nanochat_fp4.data.dataset"
+        title, rest = f"text: {n['NUM_SHARDS']} shards", [module, "-n", f"{n['NUM_SHARDS']}"]
+        if self.tokenizer is not None:
+            return [Stage("download", "", title, 1, rest)] if from_hub and self.shards < n["NUM_SHARDS"] else []
+        first = ["--embedded"] if self.text == "embedded" else ["--ensure", "-n", f"{n['TOK_SHARDS']}"]
+        train = ["scripts.tok_train", *self.s.argv("tok_train")]
+        # GPT-2's and GPT-4's tokenizers, to compare with, come from the network as well.
+        compare = ["scripts.tok_eval", *([] if from_hub else ["--no-compare"])]
+        return [
+            Stage("text", "", "text", 1, [module, *first]),
+            *([Stage("download", "text", title, 0, rest)] if from_hub else []),
+            Stage("tok", "text", f"tokenizer: {n['VOCAB_SIZE']} tokens", 1, train),
+            Stage("tok_eval", "tok", "compression of the tokenizer", 1, compare),
+        ]
 
     def check_order_and_disk(self) -> None:
         """Refuses a stage whose model neither is there nor is made, and a disk that is too small."""
@@ -809,12 +803,9 @@ def how_long(plan: Plan) -> Iterator[str]:
 def minutes(plan: Plan) -> Iterator[str]:
     """The minutes that a CPU's run is made for, or those of another model, other steps or stages, or more methods."""
     s, base, methods = plan.s, plan.bases[0], len(plan.bases)
-    usual = Base(Settings(s.run, {}), "clover")
-    work = base.flops * base.args.total_batch_size / usual.flops / usual.args.total_batch_size
     later = min(base.steps, s.usual_steps) if {"mid", "sft"} & set(s.stages) else 0  # They do not grow with it.
-    step = 60 * s.minutes / (2 * s.usual_steps + OTHER_STEPS)  # the seconds of a usual step, on two cores
-    each = plan.chosen.get("seconds_per_step", step * work)
-    whole = methods * ((base.steps * ("base" in s.stages) + later) * each + OTHER_STEPS * step) / 3600
+    each = plan.chosen.get("seconds_per_step", base.flops * base.args.total_batch_size / CPU_SPEED)
+    whole = methods * (base.steps * ("base" in s.stages) + later + OTHER_STEPS) * each / 3600
     with_methods = f" with {methods} methods" if methods > 1 else ""
     yield f"{duration(whole, whole)} for these stages{with_methods}, on two cores"
     if plan.chosen:

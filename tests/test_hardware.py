@@ -107,7 +107,7 @@ def test_a_gb10_is_not_called_unsupported_where_12_0_is_supported():
 
 def test_threads_of_a_model(monkeypatch):
     """A narrow model has one thread, a wide one has the usable CPUs; OMP_NUM_THREADS wins."""
-    monkeypatch.setattr(hardware, "usable_cpus", lambda: 5)
+    monkeypatch.setattr(common, "usable_cpus", lambda: 5)
     taken = []
     monkeypatch.setattr(torch, "set_num_threads", taken.append)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
