@@ -26,9 +26,6 @@ class RowTask(Task):
         super().__init__(**kwargs)
         self.rows = load_rows(self.dataset, config, split, folder=resolve_eval_dir(eval_dir), check=check)
 
-    def num_examples(self) -> int:
-        return len(self.rows)
-
 
 EVAL_FOLDER = "NANOCHAT_EVAL_DIR=folder (eval/README.md says which files)"
 

@@ -23,7 +23,7 @@ from lab.study.sweep_runs import data_key
 from nanochat_fp4.cli import ArgumentParser, UserError, run_main
 from nanochat_fp4.common import print0
 from nanochat_fp4.data.dataloader import Documents, packed_rows
-from nanochat_fp4.data.text import cut_text, open_text
+from nanochat_fp4.data.text import open_text
 from nanochat_fp4.data.tokenizer import get_tokenizer
 
 # The shards of each text, by its data_key: the name of a shard -> the shard of CORPUS or CODE that it is a copy of.
@@ -106,6 +106,29 @@ def epoch(tokenizer, data_dir: str, T: int) -> tuple[int, str]:
     share = 1 - kept / tokens
     crops = f"; rows of {T + 1:,} tokens crop away {share:.0%} of their documents" if share else ""
     return position["row"] * T, crops
+
+
+def cut_text(text: str, rng: random.Random, shortest: int, longest: int) -> list[str]:
+    """
+    Cuts a text into pieces of at most `longest` characters and the line ends behind them, at the ends of paragraphs if
+    possible. The pieces together are the text.
+
+    The length limit of each piece is drawn between the two bounds, because pieces of many lengths pack better than
+    equal ones.
+    """
+    pieces = []
+    start, end = 0, len(text)
+    while start < end:
+        limit = rng.randint(shortest, longest)
+        cut = end
+        if end - start > limit:
+            cuts = (text.rfind(sep, start + limit // 2, start + limit) for sep in ("\n\n", "\n", " "))
+            cut = next((i for i in cuts if i > start), start + limit)
+        while cut < end and text[cut] == "\n":
+            cut += 1
+        pieces.append(text[start:cut])
+        start = cut
+    return pieces
 
 
 def cut(tokenizer, data_dir: str, out: Path, T: int) -> None:

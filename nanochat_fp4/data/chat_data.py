@@ -37,27 +37,24 @@ class Task:
     """
     A dataset of conversations. start, stop and step select conversations as a slice does.
 
-    Subclasses define num_examples() and get_example(i). Benchmarks also define evaluate(conversation, answer) -> bool
-    and eval_type. The type "categorical" is the choice of a letter from conversation["letters"], and "generative" is
-    any text. VERSION is raised whenever prompts, order or scoring change. Raises ValueError for a slice that selects
-    nothing.
+    Subclasses set `rows`, one for each conversation, and define get_example(i). Benchmarks also define
+    evaluate(conversation, answer) -> bool and eval_type. The type "categorical" is the choice of a letter from
+    conversation["letters"], and "generative" is any text. VERSION is raised whenever prompts, order or scoring change.
+    Raises ValueError for a slice that selects nothing.
     """
 
     VERSION = 1
+    rows: Sequence[Any]
+    eval_type: str
 
     def __init__(self, start: int = 0, stop: int | None = None, step: int = 1):
         if start < 0 or step < 1 or (stop is not None and stop < start):
             raise ValueError(f"[{start}:{stop}:{step}] selects nothing; use 0 <= start <= stop and step >= 1")
         self.start, self.stop, self.step = start, stop, step
 
-    @property
-    def eval_type(self) -> str:
-        """How answers are given: "categorical" or "generative"."""
-        raise NotImplementedError
-
     def num_examples(self) -> int:
         """Returns the number of conversations before slicing."""
-        raise NotImplementedError
+        return len(self.rows)
 
     def get_example(self, index: int) -> dict[str, Any]:
         """Returns conversation `index` of those before slicing."""
@@ -95,10 +92,7 @@ class DrawnTask(Task):
         super().__init__(**kwargs)
         if split not in ("train", "test"):
             raise ValueError(f"{type(self).__name__} has the splits train and test, not {split!r}")
-        self.size, self.first_seed = size, 0 if split == "train" else TEST_SEED_OFFSET
-
-    def num_examples(self) -> int:
-        return self.size
+        self.rows, self.first_seed = range(size), 0 if split == "train" else TEST_SEED_OFFSET
 
     def get_example(self, index: int) -> dict[str, Any]:
         return self.make(random.Random(self.first_seed + index))
@@ -113,14 +107,11 @@ class TaskMixture(Task):
 
     def __init__(self, tasks: Sequence[Task], **kwargs: Any):
         super().__init__(**kwargs)
-        self.places = [(task, i) for task in tasks for i in range(len(task))]
-        random.Random(MIXTURE_SEED).shuffle(self.places)
-
-    def num_examples(self) -> int:
-        return len(self.places)
+        self.rows = [(task, i) for task in tasks for i in range(len(task))]
+        random.Random(MIXTURE_SEED).shuffle(self.rows)
 
     def get_example(self, index: int) -> dict[str, Any]:
-        task, i = self.places[index]
+        task, i = self.rows[index]
         return task[i]
 
 
@@ -155,9 +146,6 @@ class SmolTalk(Task):
             raise ValueError(f"SmolTalk has the splits train and test, not {split!r}")
         read = functools.partial(read_folder, sft_dir, "") if sft_dir else functools.partial(load_rows, SMOLTALK, None)
         self.rows = read(split, check=conversation_problem, flag="--sft-dir")
-
-    def num_examples(self) -> int:
-        return len(self.rows)
 
     def get_example(self, index: int) -> dict[str, Any]:
         row = self.rows[index]

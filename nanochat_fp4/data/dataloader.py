@@ -80,13 +80,11 @@ def join_positions(positions: list[Position]) -> Position:
     """Returns one position for any number of ranks, from those that the ranks saved at the same step, in any order.
     Raises UserError if they do not belong together."""
     joined, of_a_rank = dict(positions[0]), ("lanes", "epoch", "consumed")
-    problems = [k for k in joined if k not in of_a_rank and any(p.get(k) != joined[k] for p in positions)]
+    fit = all(p.get(key) == joined[key] for p in positions for key in joined if key not in of_a_rank)
     if "lanes" in joined:
         joined["lanes"] = {n: state for position in positions for n, state in position["lanes"].items()}
-        problems += ["a rank is missing"] * (len(joined["lanes"]) < LANES)
-    if problems:
-        why = ", ".join(problems)
-        raise UserError(f"the ranks' data positions do not belong together ({why}); resume from another checkpoint")
+    if not fit or len(joined.get("lanes", range(LANES))) < LANES:
+        raise UserError("the ranks' data positions do not belong together; resume from another checkpoint")
     return joined
 
 

@@ -29,7 +29,6 @@ from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Any
 
-import pyarrow.compute as pc
 from filelock import FileLock
 
 from nanochat_fp4.cli import ArgumentParser, UserError, format_bytes, one_line, parse_finite, run_main
@@ -82,10 +81,8 @@ def how_often(parts: Parts, tokenizer: Any, tokens: int) -> str | None:
     if isinstance(own, Shard):
         return None
     sample = [text for k in range(0, len(own.rows), -(-len(own.rows) // 8)) for text in own.read(k)]
-    per_byte = sum(map(len, tokenizer.encode(sample))) / sum(len(text.encode()) for text in sample)
-    sizes = pc.binary_length(own.dataset.data.column("text")).to_numpy()[own.order]
-    held = max(1, int(sizes.sum() * per_byte))
-    text = f"{own.name}: {len(sizes):,} training pieces, cut at the ends of paragraphs, with about {held:,} tokens"
+    held = len(own.order) * sum(map(len, tokenizer.encode(sample))) // len(sample)
+    text = f"{own.name}: {len(own.order):,} training pieces, cut at the ends of paragraphs, with about {held:,} tokens"
     return f"{text}, which this run reads {tokens / held:.2g} times; what is longer than a row goes on in the next one"
 
 

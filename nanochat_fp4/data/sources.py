@@ -20,7 +20,6 @@ import multiprocessing
 import os
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
@@ -324,7 +323,7 @@ class Source:
 
 def look_for(sources: Sequence[Source]) -> list[Source]:
     """Returns those of the sources that cannot be had, with the reason in `missing`. All are looked for at once."""
-    with ThreadPoolExecutor(16) as pool:
+    with ThreadPool(16) as pool:
         for source, problem in zip(sources, pool.map(Source.problem, sources)):
             source.missing = problem
     return [source for source in sources if source.missing]

@@ -12,7 +12,6 @@ all of this text: what is longer than a row goes on in the next one.
 
 import hashlib
 import os
-import random
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -319,27 +318,11 @@ NOT_TEXT, NOT_TEXT_CHARACTERS = 0.1, 100
 MIN_PIECE, MAX_PIECE, PIECES = 2_000, 36_000, 256
 
 
-def cut_text(text: str, rng: random.Random, shortest: int, longest: int) -> list[str]:
-    """
-    Cuts a text into pieces of at most `longest` characters and the line ends behind them, at the ends of paragraphs if
-    possible. The pieces together are the text.
-
-    The length limit of each piece is drawn between the two bounds, because pieces of many lengths pack better than
-    equal ones.
-    """
-    pieces = []
-    start, end = 0, len(text)
-    while start < end:
-        limit = rng.randint(shortest, longest)
-        cut = end
-        if end - start > limit:
-            cuts = (text.rfind(sep, start + limit // 2, start + limit) for sep in ("\n\n", "\n", " "))
-            cut = next((i for i in cuts if i > start), start + limit)
-        while cut < end and text[cut] == "\n":
-            cut += 1
-        pieces.append(text[start:cut])
-        start = cut
-    return pieces
+def cut_text(text: str, longest: int) -> list[str]:
+    """Cuts a text into pieces of at most `longest` characters and the line ends or the space behind them, at the ends
+    of paragraphs if possible, otherwise of lines or words. The pieces together are the text."""
+    some = f".{{{longest // 2},{longest}}}"
+    return re.findall(rf"(?s).{{1,{longest}}}\Z|{some}\n\n+|{some}\n+|{some} |.{{1,{longest}}}", text)
 
 
 def own_pieces(found: Survey, column: str) -> Iterator[dict[str, Any]]:
@@ -356,7 +339,7 @@ def own_pieces(found: Survey, column: str) -> Iterator[dict[str, Any]]:
                 raise UserError(f"{path}, {place}: expected a row with a text; {remedy}")
             text = text or ""
             spoiled, characters = spoiled + sum(map(len, SPOILED.findall(text))), characters + len(text)
-            for piece in cut_text(SURROGATE.sub("\ufffd", text), random.Random(number), longest // 3, longest):
+            for piece in cut_text(SURROGATE.sub("\ufffd", text), longest):
                 yield {"text": piece, "document": number if path in found.train else -1}
             number += bool(text)
         share = spoiled / max(1, characters)

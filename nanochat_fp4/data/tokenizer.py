@@ -15,7 +15,6 @@ import os
 import pickle
 import re
 from collections.abc import Iterable, Iterator
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -102,7 +101,6 @@ class RustBPETokenizer:
 
     def __init__(self, enc: tiktoken.Encoding, bos_token: str):
         self.enc = enc
-        self.encode_special = lru_cache(maxsize=32)(self._encode_special)
         self.bos_token_id = self.encode_special(bos_token)
 
     # ------------------------------------------------------------------------------------------------------------------
@@ -150,30 +148,28 @@ class RustBPETokenizer:
         this only for a file that you made yourself.
         """
         path, pickle_path = Path(tokenizer_dir) / FILE_NAME, Path(tokenizer_dir) / PICKLE_NAME
-        retrain = "train it again (python -m scripts.tok_train) or copy it again"
         if not path.exists() and pickle_path.is_file():
             if not allow_pickle:
-                raise UserError(
-                    f"{tokenizer_dir} holds only nanochat's {PICKLE_NAME}, and loading a pickle can run code that "
-                    "somebody put into it; if you made this file, convert it: python -m nanochat_fp4.data.tokenizer "
-                    "--allow-pickle"
-                )
+                problem = f"{tokenizer_dir} holds only nanochat's {PICKLE_NAME}, and loading a pickle can run code"
+                remedy = "convert it, if you made this file: python -m nanochat_fp4.data.tokenizer --allow-pickle"
+                raise UserError(f"{problem} that somebody put into it; {remedy}")
             path = pickle_path
+        if not path.is_file():
+            problem = (
+                f"there is no tokenizer in {tokenizer_dir}; a model that is trained needs the one it was trained with"
+            )
+            raise UserError(
+                f"{problem}, so put that folder there; before any training, python -m scripts.tok_train makes one"
+            )
         try:
-            if path.exists() and not path.is_file():
-                raise ValueError("it is a folder or a device, not a file")
             with path.open("rb") as f:
                 return cls._of_pickle(f) if path == pickle_path else cls._of_json(json.load(f))
-        except FileNotFoundError as e:
-            raise UserError(
-                f"there is no tokenizer in {tokenizer_dir}; a model that is trained needs the one it was trained with, "
-                "so put that folder there; before any training, python -m scripts.tok_train makes one"
-            ) from e
         except (KeyboardInterrupt, SystemExit):
             raise
         except BaseException as e:
             # Damaged input raises nearly anything, and a panic of tiktoken's Rust code is not an Exception.
-            raise UserError(f"{path} is not a tokenizer ({type(e).__name__}: {one_line(e)[:150]}); {retrain}") from e
+            problem = f"{path} is not a tokenizer ({type(e).__name__}: {one_line(e)[:150]})"
+            raise UserError(f"{problem}; train it again (python -m scripts.tok_train) or copy it again") from e
 
     @classmethod
     def _of_json(cls, data: dict[str, Any]) -> "RustBPETokenizer":
@@ -203,10 +199,10 @@ class RustBPETokenizer:
         tokens = self.token_bytes_by_rank()
         data = {
             "format": FORMAT,
-            "sha256": self._sha256(),
+            "sha256": digest_of(self.enc._pat_str, tokens, self.enc._special_tokens),
             "pattern": self.enc._pat_str,
             "special_tokens": self.enc._special_tokens,
-            **({} if asked_tokens is None else {"asked_tokens": asked_tokens}),
+            "asked_tokens": asked_tokens,
             # The rank of a token is its place in the list.
             "tokens": [base64.b64encode(token).decode("ascii") for token in tokens],
         }
@@ -219,13 +215,10 @@ class RustBPETokenizer:
         ranks = self.enc._mergeable_ranks
         return sorted(ranks, key=ranks.__getitem__)
 
-    def _sha256(self) -> str:
-        return digest_of(self.enc._pat_str, self.token_bytes_by_rank(), self.enc._special_tokens)
-
     def fingerprint(self) -> str:
         """Returns 16 hex digits that name this tokenizer. Two tokenizers have the same ones only if every text gets
         the same ids."""
-        return self._sha256()[:16]
+        return digest_of(self.enc._pat_str, self.token_bytes_by_rank(), self.enc._special_tokens)[:16]
 
     @classmethod
     def from_pretrained(cls, tiktoken_name: str, deadline: float = 30.0) -> "RustBPETokenizer":
@@ -238,9 +231,8 @@ class RustBPETokenizer:
         try:  # tiktoken's download has no time limit of its own.
             enc = within(deadline, lambda: tiktoken.get_encoding(tiktoken_name))
         except Exception as e:  # Several libraries raise errors of the network, and tiktoken for an unknown name.
-            raise UserError(
-                f"the tokenizer {tiktoken_name} cannot be had ({one_line(e)[:100]}); check the network"
-            ) from e
+            problem = f"the tokenizer {tiktoken_name} cannot be had ({one_line(e)[:100]})"
+            raise UserError(f"{problem}; check the network") from e
         return cls(enc, "<|endoftext|>")
 
     # ------------------------------------------------------------------------------------------------------------------
@@ -254,11 +246,13 @@ class RustBPETokenizer:
         """Returns the names of the special tokens."""
         return self.enc.special_tokens_set
 
-    def _encode_special(self, text: str) -> int:
-        if text not in self.enc.special_tokens_set:
-            names = ", ".join(sorted(self.enc.special_tokens_set))
-            raise ValueError(f"{text!r} is not a special token of this tokenizer; it has {names}")
-        return self.enc.encode_single_token(text)
+    def encode_special(self, text: str) -> int:
+        """Returns the id of a special token. Raises ValueError for another text."""
+        if text not in self.enc._special_tokens:
+            raise ValueError(
+                f"{text!r} is not a special token; this tokenizer has {', '.join(self.enc._special_tokens)}"
+            )
+        return self.enc._special_tokens[text]
 
     def get_bos_token_id(self) -> int:
         """Returns the id of the token that begins every document."""
@@ -293,8 +287,9 @@ class RustBPETokenizer:
         prepend and append are a token id or the name of a special token. Special tokens that are written inside of the
         text are treated as ordinary text. Raises ValueError for anything but a string or a list.
         """
-        before = [] if prepend is None else [prepend if isinstance(prepend, int) else self.encode_special(prepend)]
-        after = [] if append is None else [append if isinstance(append, int) else self.encode_special(append)]
+        before, after = (
+            [t] if isinstance(t, int) else [self.encode_special(t)] if t else [] for t in (prepend, append)
+        )
         if isinstance(text, str):
             return before + [i for part in _in_parts(text) for i in self.enc.encode_ordinary(part)] + after
         if isinstance(text, list):
@@ -366,6 +361,9 @@ class RustBPETokenizer:
         return [*ids, self.encode_special("<|assistant_start|>")]
 
 
+PARTS = ("text", "python", "python_output")  # The types of the parts of an answer.
+
+
 def checked_messages(conversation: Any, answered: bool = False) -> list[dict]:
     """
     Checks the messages and returns them, with a system message in front of the first user message. The argument is not
@@ -386,17 +384,11 @@ def checked_messages(conversation: Any, answered: bool = False) -> list[dict]:
         content, expected = message["content"], ("user", "assistant")[i % 2]
         if message["role"] != expected:
             raise ValueError(f"message {i} is from {str(message['role'])!r} and should be from the {expected}")
-        if isinstance(content, str):
-            continue
-        if expected == "user" or not isinstance(content, list):
-            also = "" if expected == "user" else " or a list of parts"
-            raise ValueError(f"message {i}: content must be a string{also}, not {type(content).__name__}")
-        for part in content:
-            typed = isinstance(part, dict) and part.get("type") in ("text", "python", "python_output")
-            if not typed or not isinstance(part.get("text"), str):
-                raise ValueError(
-                    f'message {i}: a part is {{"type": "text", "python" or "python_output", "text": "..."}}'
-                )
+        parts = content if isinstance(content, list) and i % 2 else [{"type": "text", "text": content}]
+        typed = (isinstance(p, dict) and p.get("type") in PARTS and isinstance(p.get("text"), str) for p in parts)
+        if not all(typed):
+            form = f'a string, or from the assistant a list of {{"type": one of {PARTS}, "text": "..."}}'
+            raise ValueError(f"message {i}: content must be {form}")
     if answered and len(messages) < 2:
         raise ValueError("the conversation has no message from the assistant, so there is nothing to train on")
     return messages
@@ -436,15 +428,9 @@ def save_token_bytes(tokenizer: RustBPETokenizer, tokenizer_dir: str | os.PathLi
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = ArgumentParser(
-        description="Show the tokenizer of the base directory and write token_bytes.pt; or convert nanochat's"
-    )
-    parser.add_argument(
-        "--allow-pickle",
-        action="store_true",
-        help="read nanochat's tokenizer.pkl and write tokenizer.json. Loading a pickle can run code: only for a file "
-        "that you made yourself",
-    )
+    parser = ArgumentParser(description="Show the tokenizer and write token_bytes.pt, or convert nanochat's")
+    text = "read nanochat's tokenizer.pkl. Loading a pickle can run code: only for a file that you made yourself"
+    parser.add_argument("--allow-pickle", action="store_true", help=text)
     args = parser.parse_args(argv)
     tokenizer_dir = get_tokenizer_dir()
     tokenizer = get_tokenizer(allow_pickle=args.allow_pickle)

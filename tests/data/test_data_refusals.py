@@ -83,7 +83,7 @@ CONVERSATIONS = [  # what else is wrong is test_tokenizer's to say
     (lines(GOOD, []), "line 2: .*at least one message"),
     (lines(GOOD, "text"), "line 2: .*at least one message"),
     (lines(GOOD, GOOD[:1]), "line 2: .*no message from the assistant"),
-    (lines(GOOD, [GOOD[0], {"role": "assistant", "content": 3}]), "line 2: .*not int"),
+    (lines(GOOD, [GOOD[0], {"role": "assistant", "content": 3}]), "line 2: .*string"),
     (b"{oops\n", "past its beginning"),
     (b"\n", "holds no conversation"),
 ]

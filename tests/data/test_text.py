@@ -222,7 +222,7 @@ def test_a_link_to_a_device_is_no_text(folder, target):
     with pytest.raises(UserError, match="a device"):
         sources.read_rows(folder / "a.jsonl", lambda row: None)
     (folder / "tokenizer.json").symlink_to(target)
-    with pytest.raises(UserError, match="a device"):
+    with pytest.raises(UserError, match="no tokenizer"):
         RustBPETokenizer.from_directory(folder)
 
 
@@ -339,24 +339,15 @@ def test_what_is_not_text_is_said(folder, capsys):
 # Own text
 
 
-def test_cut_text_loses_nothing_and_ends_at_paragraphs():
-    text = prose(0, 120)
-    pieces = cut_text(text, random.Random(0), 1600, 5200)
-    assert "".join(pieces) == text
-    assert all(800 <= len(p) <= 5202 for p in pieces[:-1]) and len({len(p) for p in pieces}) > 5
-    assert all(p.startswith("[0.") and p.rstrip("\n").endswith(".") for p in pieces)
-    assert "".join(cut_text("x" * 20_000, random.Random(0), 1600, 5200)) == "x" * 20_000  # no place to cut
-    copied = []
-
-    class Noted(str):
-        def __getitem__(self, place):
-            part = super().__getitem__(place)
-            copied.append(len(part))
-            return part
-
-    text = Noted("word " * 100_000)
-    assert "".join(cut_text(text, random.Random(0), 1600, 5200)) == text
-    assert max(copied) <= 5200  # the rest of the text is not copied at each cut
+@pytest.mark.parametrize("longest", [1, 2, 7, 100, 5200])
+def test_cut_text_loses_nothing_and_ends_at_paragraphs(longest):
+    for text in (prose(0, 120), "x" * 20_000, "\n" * 9, "a\n\n\n\nb", "a b\nc" * 999, "word " * 9999, "", "\r\n\x85 é"):
+        pieces = cut_text(text, longest)
+        assert "".join(pieces) == text and all(len(piece.rstrip("\n ")) <= longest for piece in pieces)
+    pieces = cut_text(prose(0, 120), 5200)
+    assert all(2600 <= len(piece) <= 5202 for piece in pieces[:-1])
+    assert all(piece.startswith("[0.") and piece.rstrip("\n").endswith(".") for piece in pieces)
+    assert cut_text("one line\nanother " * 9, 12)[0] == "one line\n" and cut_text("no end", 9) == ["no end"]
 
 
 def test_text_is_stored_once_and_again_when_it_changes(folder, tmp_path, monkeypatch, capsys):

