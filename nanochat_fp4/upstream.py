@@ -131,25 +131,21 @@ class Patch:
     def __init__(self, recipe: nf.Recipe, skip: list[str], namespace: dict[str, Any]):
         self.recipe, self.skip, self.namespace = recipe, skip, namespace
         self.model: nn.Module | None = None
-        self.step: int | None = None  # The step of the last forward pass in training.
 
     def install(self) -> None:
         """Wraps the functions of nanochat.gpt. Raises UserError if one of them is missing."""
         try:
             cls = importlib.import_module("nanochat.gpt").GPT
+            arguments = list(inspect.signature(cls.forward).parameters)[1:3]
         except (ImportError, AttributeError) as e:
             raise changed(one_line(e)) from e
-        if not (
-            hasattr(cls, "init_weights") and list(inspect.signature(cls.forward).parameters)[1:3] == ["idx", "targets"]
-        ):
-            raise changed("nanochat.gpt has no GPT with init_weights() and forward(idx, targets)")
         # The older revision has setup_optimizers.
-        name = "setup_optimizer" if hasattr(cls, "setup_optimizer") else "setup_optimizers"
-        if not hasattr(cls, name):
-            raise changed("there is no GPT.setup_optimizer")
-        wrap(cls, "init_weights", self.init_weights)
-        wrap(cls, name, self.setup_optimizer)
-        wrap(cls, "forward", per_token_logits)
+        optimizer = "setup_optimizers" if hasattr(cls, "setup_optimizers") else "setup_optimizer"
+        around = {"init_weights": self.init_weights, optimizer: self.setup_optimizer, "forward": per_token_logits}
+        if arguments != ["idx", "targets"] or not all(hasattr(cls, name) for name in around):
+            raise changed("nanochat.gpt has no GPT with init_weights(), setup_optimizer() and forward(idx, targets)")
+        for name, function in around.items():
+            wrap(cls, name, function)
 
     def init_weights(self, original: Callable, model: nn.Module) -> None:
         """Initializes the weights, and converts the first model."""
@@ -194,15 +190,12 @@ class Patch:
         return original(model, *args, **kwargs)
 
     def before_forward(self, called: nn.Module, batch: tuple[torch.Tensor, ...]) -> None:
-        """Sets the method of a step before the step's first forward pass."""
+        """Sets the method of the step that a forward pass belongs to."""
         step, steps = self.namespace.get("step"), self.namespace.get("num_iterations")
         if not self.recipe.late or not (called.training and torch.is_grad_enabled()):
             return
         if not isinstance(step, int) or not isinstance(steps, int):
             raise changed("its script does not say where the run is, in variables step and num_iterations")
-        if step == self.step:
-            return
-        self.step = step
         if nf.set_progress(self.model, min(1.0, step / steps)):
             say(f"step {step}: from here on {self.recipe.final}")
 
