@@ -1,16 +1,16 @@
 """The context managers of a converted model. They change how its layers compute for an evaluation, for generation, or
 for the micro-batches of one optimizer step.
 
-A context belongs to the layers and not to a thread. Contexts may be nested and may be left in any order, because each
-layer records the contexts that it is inside of (layer_context.py). A setting holds until the last context that asks for
-it is left. A copy or a pickle of a model that is made inside a context does not have the context's settings.
+A context belongs to the layers and not to a thread, because autograd runs backward passes in threads of its own. One
+thread enters and leaves the contexts of a model, and leaves them in the opposite order, as nested `with` statements do.
+A copy or a pickle of a model that is made inside a context does not have the context's settings.
 """
 
 import contextlib
-import threading
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,21 +21,36 @@ from nanochat_fp4.nvfp4.collectives import local
 from nanochat_fp4.nvfp4.fused import groups_computed_as_one, groups_of, quantized_weights
 from nanochat_fp4.nvfp4.gemm import GemmOperand
 from nanochat_fp4.nvfp4.layer_context import (
+    OUTSIDE,
     WEIGHTS_CHANGED,
     GradientMemory,
     InContext,
     PreparedWeight,
-    entered_by,
     version_of,
 )
 from nanochat_fp4.nvfp4.linear import QuantLinear
 
-_MAKING = threading.Lock()
 
-
-def _inside(asked: dict[QuantLinear, dict[str, Any]]) -> contextlib.AbstractContextManager[None]:
-    """Enters one new context. `asked` maps each layer to the fields of LayerContext that the context sets for it."""
-    return entered_by(object(), asked)
+@contextlib.contextmanager
+def _inside(asked: dict[InContext, dict[str, Any]]) -> Iterator[None]:
+    """Sets fields of layers' LayerContext until the end of the context. `asked` maps each layer to the fields."""
+    outer = {layer: layer.context for layer in asked}
+    inner = {layer: replace(outer[layer], **fields) for layer, fields in asked.items()}
+    for layer, context in inner.items():
+        vars(layer)["context"] = context
+    try:
+        yield
+    finally:
+        in_order = all(layer.context is context for layer, context in inner.items())
+        for layer, context in outer.items():
+            vars(layer).pop("context", None)
+            if in_order and context is not OUTSIDE:
+                vars(layer)["context"] = context
+        if not in_order:
+            raise RuntimeError(
+                "contexts of a model were left in another order than they were entered, or by two threads at once; "
+                "use nested `with` statements in one thread"
+            )
 
 
 def _layers(model: nn.Module, context: str, kind: type[InContext] = QuantLinear) -> list[Any]:
@@ -177,20 +192,17 @@ def accumulate_gradients(model: nn.Module) -> Iterator[None]:
             "accumulate_gradients: DistributedDataParallel reduces gradients while autograd accumulates them, and "
             "would not see these; average weight.grad over the ranks after the last micro-batch, or leave this out"
         )
-    with contextlib.ExitStack() as inside:
-        with _MAKING:  # so that threads that enter at the same time find one another's gradients
-            asked = {layer: layer.context.gradients for layer in layers if layer.context.gradients}
-            owners = Counter(layer.weight for layer in layers)
-            for group in groups_of(model, lambda m: m not in asked and owners[m.weight] == 1 and _takes_gradients(m)):
-                weights = tuple(layer.weight for layer in group)
-                together = _make_gradients(weights).data
-                for layer in group:
-                    own = GradientMemory(local(layer.weight.grad).data, (layer.weight,))
-                    asked[layer] = (own,)
-                if len(group) > 1:
-                    asked[group[0]] += (GradientMemory(together, weights),)
-            made = {layer: layer.weight.grad for layer in asked}
-            inside.enter_context(_inside({layer: {"gradients": gradients} for layer, gradients in asked.items()}))
+    asked = {layer: layer.context.gradients for layer in layers if layer.context.gradients}
+    owners = Counter(layer.weight for layer in layers)
+    for group in groups_of(model, lambda m: m not in asked and owners[m.weight] == 1 and _takes_gradients(m)):
+        weights = tuple(layer.weight for layer in group)
+        together = _make_gradients(weights).data
+        for layer in group:
+            asked[layer] = (GradientMemory(local(layer.weight.grad).data, (layer.weight,)),)
+        if len(group) > 1:
+            asked[group[0]] += (GradientMemory(together, weights),)
+    made = {layer: layer.weight.grad for layer in asked}
+    with _inside({layer: {"gradients": gradients} for layer, gradients in asked.items()}):
         yield
     if any(layer.weight.grad is not grad for layer, grad in made.items()):
         raise RuntimeError(

@@ -5,12 +5,9 @@ a layer may compute with another weight in between (torch.func.functional_call, 
 stored together with the Parameters that they were made for, and are used for these Parameters only.
 """
 
-import contextlib
-import threading
-import weakref
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -76,24 +73,21 @@ def _same(some: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> bool:
     return len(some) == len(others) and all(a is b for a, b in zip(some, others))
 
 
-@dataclass
+@dataclass(frozen=True)
 class LayerContext:
     """The settings that a layer has from the contexts that it is inside of. Outside of all contexts the layer has the
-    defaults. A LayerContext is never changed in place. It is replaced by another one, so that other threads read a
-    consistent state.
+    defaults.
 
     full_precision: whether the layer computes like nn.Linear
     per_token:      whether each row of the input has a tensor_scale of its own
     weights:        the prepared weights of this layer, and of the fused groups of layers that begin with this layer
     gradients:      the gradient memory of this layer, and of the same groups
-    entered:        the contexts that were entered and not yet left, each with the fields above that it asks for
     """
 
     full_precision: bool = False
     per_token: bool = False
     weights: tuple[PreparedWeight, ...] = ()
     gradients: tuple[GradientMemory, ...] = ()
-    entered: dict[object, dict[str, Any]] = field(default_factory=dict)
 
     def weight_of(self, weights: Sequence[torch.Tensor], recipe: Recipe) -> GemmOperand | None:
         """Returns the operand that was made of these weights, or None if there is none.
@@ -118,59 +112,3 @@ class InContext(torch.nn.Module):
     def __getstate__(self) -> dict:
         """Leaves the context out, so that a copy or a pickle that is made inside a context is outside of it."""
         return {name: value for name, value in vars(self).items() if name != "context"}
-
-
-_LOCK = threading.Lock()  # threads enter and leave contexts of one model side by side
-_entered: "weakref.WeakSet[torch.nn.Module]" = weakref.WeakSet()  # the layers inside of a context
-
-
-def change_context(layer: torch.nn.Module, change: Callable[[dict], dict]) -> None:
-    """Changes the contexts that a layer is inside of, and with them its settings. The function `change` maps the
-    present LayerContext.entered to the new one."""
-    with _LOCK:
-        entered = change(layer.context.entered)
-        asked = {name: value for fields in entered.values() for name, value in fields.items()}
-        if entered:
-            vars(layer)["context"] = LayerContext(**asked, entered=entered)
-            _entered.add(layer)
-        else:
-            vars(layer).pop("context", None)
-            _entered.discard(layer)
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# The settings of one moment, for a function that runs again later (checkpointing.py)
-
-
-def settings_now() -> "weakref.WeakKeyDictionary[torch.nn.Module, tuple[bool, bool]]":
-    """Returns (full_precision, per_token) for each layer that is inside of a context at this moment."""
-    with _LOCK:
-        found = {layer: (layer.context.full_precision, layer.context.per_token) for layer in _entered}
-    return weakref.WeakKeyDictionary(found)
-
-
-@contextlib.contextmanager
-def with_settings(settings: "weakref.WeakKeyDictionary[torch.nn.Module, tuple[bool, bool]]") -> Iterator[None]:
-    """Inside this context, layers have the settings that settings_now returned earlier. A layer that is not among them
-    has the defaults."""
-    now, token = settings_now(), object()
-    other = {}
-    for layer in {*settings, *now}:
-        wanted = settings.get(layer, (False, False))
-        if now.get(layer, (False, False)) != wanted:
-            other[layer] = dict(zip(("full_precision", "per_token"), wanted))
-    with entered_by(token, other):
-        yield
-
-
-@contextlib.contextmanager
-def entered_by(context: object, asked: dict[torch.nn.Module, dict[str, Any]]) -> Iterator[None]:
-    """Inside this context, layers have the settings that `context` asks for. `asked` maps each layer to the fields of
-    LayerContext that are set for it."""
-    try:
-        for layer, fields in asked.items():
-            change_context(layer, lambda entered, fields=fields: entered | {context: fields})
-        yield
-    finally:
-        for layer in asked:
-            change_context(layer, lambda entered: {c: fields for c, fields in entered.items() if c is not context})

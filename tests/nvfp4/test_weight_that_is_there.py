@@ -144,34 +144,6 @@ def test_a_weight_that_changed_is_refused_where_it_is_used():
 # The pass
 
 
-@pytest.mark.parametrize("context", [nf.full_precision, nf.per_token_scale])
-@pytest.mark.parametrize("inside", ["forward", "backward"])
-def test_a_checkpoint_runs_again_with_the_settings_of_its_first_run(context, inside):
-    """A reentrant one runs again in the backward pass, where the context may be over, or another one entered."""
-    model = mlp("nvidia")
-
-    def gradients(forward, backward):
-        x = torch.ones(40, 64).cumsum(1).sin().requires_grad_()
-        model.zero_grad()
-        torch.manual_seed(1)
-        with forward:
-            y = checkpoint(model, x, use_reentrant=True)
-        with backward:
-            y.square().sum().backward()
-        return [y.detach(), x.grad, *(p.grad.clone() for p in model.parameters())]
-
-    def no_context():
-        return nf.accumulate_gradients(nn.Linear(1, 1))
-
-    def both():
-        return context(model) if inside == "forward" else no_context()
-
-    want = gradients(both(), both())
-    got = gradients(both(), no_context() if inside == "forward" else context(model))
-    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
-    assert not model[0].context.full_precision and not model[0].context.per_token
-
-
 def test_a_checkpoint_of_an_evaluated_model_has_one_scale_in_both_runs():
     """In eval mode a pass without gradients has a scale for each token, and a checkpoint's first run has none."""
     model = mlp().eval()
