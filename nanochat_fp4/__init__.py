@@ -47,7 +47,7 @@ _MODULES = {
     "nvfp4.dispatch": "backend",
     "nvfp4.format": "NVFP4Tensor",
     "nvfp4.hadamard": "rotate",
-    "nvfp4.linear": "QuantLinear",
+    "nvfp4.layer": "QuantLinear",
     "nvfp4.methods": "METHODS get_recipe register",
     "nvfp4.quantized_training": "set_progress",
     "nvfp4.quantizers": "quantize",

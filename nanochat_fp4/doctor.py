@@ -36,8 +36,8 @@ from nanochat_fp4.hardware import about_versions, environment_info, usable_cpus
 from nanochat_fp4.models import flash_attention
 from nanochat_fp4.nvfp4.dispatch import use_kernels
 from nanochat_fp4.nvfp4.format import BYTES
+from nanochat_fp4.nvfp4.gemm import Quantization, quantize_operand
 from nanochat_fp4.nvfp4.hadamard import RHT_DIM
-from nanochat_fp4.nvfp4.makers import Quantization, quantize_operand
 from nanochat_fp4.nvfp4.methods import METHODS, get_recipe
 from nanochat_fp4.nvfp4.probe import relative_square_error
 from nanochat_fp4.nvfp4.roundings import ROUNDINGS

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from nanochat_fp4.cli import UserError
 from nanochat_fp4.common import is_ddp_initialized, print0
-from nanochat_fp4.nvfp4.linear import QuantLinear
+from nanochat_fp4.nvfp4.layer import QuantLinear
 from nanochat_fp4.nvfp4.sharding import gather_codes
 
 MODES = ("ddp", "fsdp")

@@ -7,16 +7,15 @@ makes the same checks for all methods, and reports them.
 """
 
 from collections.abc import Iterable, Iterator
-from typing import Any
 
 import torch
 
 from nanochat_fp4.cli import UserError, one_line
 from nanochat_fp4.nvfp4.dispatch import fp8_products, use_kernels
 from nanochat_fp4.nvfp4.format import BLOCK
+from nanochat_fp4.nvfp4.gemm import Quantization, Quantized, quantize_grad_output, quantize_operand
 from nanochat_fp4.nvfp4.hadamard import RHT_DIM
-from nanochat_fp4.nvfp4.linear import QuantLinear
-from nanochat_fp4.nvfp4.makers import Quantization, quantize_grad_output, quantize_operand
+from nanochat_fp4.nvfp4.layer import QuantLinear
 from nanochat_fp4.nvfp4.methods import get_recipe
 from nanochat_fp4.nvfp4.probe import relative_square_error
 from nanochat_fp4.nvfp4.quantizers import quantize_reference
@@ -122,7 +121,7 @@ def layer_problem(device: torch.device, method: str | Recipe, layer: tuple[int, 
         if recipe.output.random:
             return t
         made = quantize_operand(t, Quantization(operand.rounding, kept=operand.kept))
-        return (made.for_backward() if backward else made.multiplied).dequantize()
+        return (made.kept if backward and made.kept else made).dequantize()
 
     product = used(x, recipe.output.a) @ used(w, recipe.output.b).T
     grad_input = e @ (w if recipe.grad_input.b.raw else used(w, recipe.output.b, backward=True))
@@ -158,7 +157,7 @@ def kernels_of(recipes: Iterable[Recipe]) -> list[tuple[Rounding, int]]:
     return sorted(pairs, key=lambda pair: (pair[0].name, pair[1]))
 
 
-def operands(device: torch.device, rounding: Rounding, rht_dim: int, x: torch.Tensor, noise: dict) -> dict[str, Any]:
+def operands(device: torch.device, rounding: Rounding, rht_dim: int, x: torch.Tensor, noise: dict) -> dict[str, Quantized]:
     """The operands that a training step makes of x (M, N) with this rounding, by name. Training launches the same
     kernels: it makes both operands of a grad_output at once, and one operand from codes."""
     seeds = {name: torch.tensor(noise[name], device=device) for name in ("seed", "rht_seed")}

@@ -74,7 +74,7 @@ def compile_kernels(arch: int, methods: list[str], every_input: bool) -> list[di
     from nvfp4_kernels.relu_squared import quantize_relu_squared, relu_squared
 
     import nanochat_fp4 as nf
-    from nanochat_fp4.nvfp4 import dispatch, makers, operands, recipes
+    from nanochat_fp4.nvfp4 import dispatch
 
     cases = [(torch.bfloat16, torch.float32, 256)]
     if every_input:  # FP32 activations, BF16 weights, a number of tokens that nothing divides
@@ -102,9 +102,7 @@ def compile_kernels(arch: int, methods: list[str], every_input: bool) -> list[di
         amax(torch.empty(1 << 28, dtype=torch.bfloat16))  # memory that nobody touches: the kernel for large tensors
     if arch in BLACKWELL:
         transpose_square(*operand)
-        for module in (makers, operands, recipes):  # the GEMM reads codes
-            module.native_gemm = lambda device_type: "cublaslt"
-        dispatch.implementation = lambda a, b: "scaled_mm"
+        dispatch.native_gemm = lambda device_type: "cublaslt"  # the GEMM reads codes
         dispatch.mm = lambda a, b, out_dtype, name: torch.zeros(len(a.codes), len(b.codes), dtype=out_dtype)
         train(methods[0], *cases[0])
     return list(launched.values())

@@ -12,7 +12,7 @@ from torch import nn
 
 from nanochat_fp4.data.tokenizer import SPECIAL_TOKENS, RustBPETokenizer, get_tokenizer
 from nanochat_fp4.models.gpt import GPT, GPTConfig
-from nanochat_fp4.nvfp4.fused import fused_linear
+from nanochat_fp4.nvfp4.epilogue import fused_linear
 from nanochat_fp4.training.checkpoint_manager import save_checkpoint
 
 # ----------------------------------------------------------------------------------------------------------------------

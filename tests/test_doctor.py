@@ -10,10 +10,8 @@ from _rows import METHOD_TABLE
 
 from nanochat_fp4 import doctor, self_check
 from nanochat_fp4.cli import UserError
-from nanochat_fp4.nvfp4 import dispatch, linear
-from nanochat_fp4.nvfp4 import gemm as gemm_module
+from nanochat_fp4.nvfp4 import dispatch, layer
 from nanochat_fp4.nvfp4.methods import METHODS
-from nanochat_fp4.nvfp4.recipes import Recipe
 from nanochat_fp4.nvfp4.roundings import ROUNDINGS
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -118,15 +116,14 @@ def failure(method="clover") -> str:
 
 def inject(monkeypatch, calls, damage):
     """Damages the results of the calls-th GEMMs of a layer: 0 forward, 1 dgrad, 2 wgrad."""
-    real, count = linear.gemm, [0]
+    real, count = layer.gemm, [0]
 
     def gemm(a, b, **kw):
         y = real(a, b, **kw)
         count[0] += 1
         return damage(y) if (count[0] - 1) % 3 in calls else y
 
-    monkeypatch.setattr(gemm_module, "gemm", gemm)
-    monkeypatch.setattr(linear, "gemm", gemm)
+    monkeypatch.setattr(layer, "gemm", gemm)
 
 
 @pytest.mark.parametrize("method", TRAINING)
@@ -156,13 +153,13 @@ def test_a_gemm_that_is_wrong(damage, text, monkeypatch):
 
 
 def test_operands_rotated_with_different_signs(monkeypatch):
-    real = Recipe.quantization
+    real = layer.Pass.how
 
-    def quantization(self, operand, *args):
-        how = real(self, operand, *args)
-        return how._replace(rht_stream=how.rht_stream + operand % 2)  # the second operand of each GEMM
+    def how(self, operand, *args):
+        made = real(self, operand, *args)
+        return made._replace(rht_stream=made.rht_stream + operand % 2)  # the second operand of each GEMM
 
-    monkeypatch.setattr(Recipe, "quantization", quantization)
+    monkeypatch.setattr(layer.Pass, "how", how)
     assert "grad_input has a relative square error" in failure()
 
 
@@ -170,7 +167,7 @@ def test_an_error_in_a_kernel_is_one_line(monkeypatch):
     def gemm(*args, **kw):
         raise RuntimeError("cublasGemmEx returned status 15\nand a long story")
 
-    monkeypatch.setattr(linear, "gemm", gemm)
+    monkeypatch.setattr(layer, "gemm", gemm)
     assert "status 15" in failure()
 
 
@@ -257,9 +254,7 @@ def test_an_attention_that_is_wrong(wrong, monkeypatch):
 def test_a_decode_that_is_not_written_is_not_counted(native, num_bytes, monkeypatch):
     """FP4 tensor cores read the codes."""
     use_interpreted_kernels(monkeypatch)
-    from nanochat_fp4.nvfp4 import makers
-
-    monkeypatch.setattr(makers, "native_gemm", lambda device_type: native)
+    monkeypatch.setattr(dispatch, "native_gemm", lambda device_type: native)
     monkeypatch.setattr(doctor, "median_ms", lambda function: 1.0)
     assert doctor.quantize_bandwidth(DEVICE, 32, 128) == pytest.approx(32 * 128 * num_bytes / 1e6)
 

@@ -79,8 +79,8 @@ def test_there_is_something_to_check():
     assert {"nanochat_fp4.nvfp4.quantizers", "nanochat_fp4.models.gpt", "nvfp4_kernels", "scripts.base_train"} <= set(
         MODULES
     )
-    assert "nanochat_fp4.nvfp4.quantizers" in imports("nanochat_fp4.nvfp4.makers")
-    assert any(name.startswith("nvfp4_kernels") for name in imports("nanochat_fp4.nvfp4.makers"))
+    assert "nanochat_fp4.nvfp4.quantizers" in imports("nanochat_fp4.nvfp4.gemm")
+    assert any(name.startswith("nvfp4_kernels") for name in imports("nanochat_fp4.nvfp4.gemm"))
     assert layer("nanochat_fp4.models.gpt") == 3 and layer("nanochat_fp4.nvfp4.format") == 4 and layer("torch") is None
 
 

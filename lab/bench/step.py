@@ -25,7 +25,7 @@ from lab.bench.common import new_model
 from nanochat_fp4.cli import UserError, format_bytes, one_line, table
 from nanochat_fp4.models.gpt import GPTConfig, compile_layers
 from nanochat_fp4.models.optim8bit import LeanState, set_state
-from nanochat_fp4.nvfp4.linear import QuantLinear
+from nanochat_fp4.nvfp4.layer import QuantLinear
 from nanochat_fp4.nvfp4.methods import get_recipe
 from nanochat_fp4.training.graphed import GraphedStep
 from nanochat_fp4.training.memory import largest_micro_batch

@@ -198,12 +198,11 @@ def requantization() -> dict[str, list[dict]]:
     post hoc: MS-EDEN in the form in which it trains
     A launch has its kernel, the bits read and written per element by argument, and the rotations per element.
     """
-    from nanochat_fp4.nvfp4.makers import Quantization, quantize_operand
-    from nanochat_fp4.nvfp4.operands import Codes
+    from nanochat_fp4.nvfp4.gemm import Quantization, Quantized, quantize_operand
 
     torch.manual_seed(0)
     t = quantize_reference(torch.randn(ROWS, COLUMNS), get_rounding("four_over_six"))
-    codes = Codes(t.codes, t.scales, t.tensor_scale)
+    codes = Quantized(t.codes, t.scales, t.tensor_scale, length=COLUMNS)
     elements, seed = ROWS * COLUMNS, torch.tensor(1)
     result = {}
     for alignment, rounding in (("naive", "rtn"), ("post hoc", "ms_eden")):

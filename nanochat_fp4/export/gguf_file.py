@@ -22,8 +22,7 @@ from nanochat_fp4.cli import UserError, one_line, require
 from nanochat_fp4.export.huggingface import Description, describe
 from nanochat_fp4.export.weights import Weights
 from nanochat_fp4.models.llama import Llama, LlamaConfig
-from nanochat_fp4.nvfp4.format import BLOCK, NVFP4Tensor, pack, unpack
-from nanochat_fp4.nvfp4.operands import FP8
+from nanochat_fp4.nvfp4.format import BLOCK, FP8, NVFP4Tensor, pack, unpack
 
 if TYPE_CHECKING:  # tiktoken is not needed for load_quantized
     from nanochat_fp4.data.tokenizer import RustBPETokenizer

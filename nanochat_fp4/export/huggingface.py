@@ -26,8 +26,7 @@ from nanochat_fp4.models.elementwise import NORM_EPS
 from nanochat_fp4.models.gpt import GPT, ROTARY_BASE, SOFTCAP
 from nanochat_fp4.models.llama import NORM_EPS as LLAMA_NORM_EPS
 from nanochat_fp4.models.llama import Llama
-from nanochat_fp4.nvfp4.format import NVFP4Tensor
-from nanochat_fp4.nvfp4.operands import FP8
+from nanochat_fp4.nvfp4.format import FP8, NVFP4Tensor
 
 MODELING_FILE = "modeling_nanochat_fp4.py"
 WEIGHTS_FILE = "model.safetensors"

@@ -18,8 +18,7 @@ from nanochat_fp4.export.stacked import into_model, places, stacked, stacked_par
 from nanochat_fp4.export.weights import Weights, check_values
 from nanochat_fp4.models.gpt import GPT
 from nanochat_fp4.models.llama import Llama
-from nanochat_fp4.nvfp4.format import BLOCK, E2M1_MAX, NVFP4Tensor
-from nanochat_fp4.nvfp4.operands import FP8
+from nanochat_fp4.nvfp4.format import BLOCK, E2M1_MAX, FP8, NVFP4Tensor
 
 INDEX_FILE = f"{huggingface.WEIGHTS_FILE}.index.json"  # transformers writes it if the weights are in several files.
 LAMBDAS = {"resid_lambdas": 1.0, "x0_lambdas": 0.0}  # GPT's scalars in config.json, and values that have no effect.

@@ -18,9 +18,8 @@ from nanochat_fp4.export.stacked import are_rows, as_in_checkpoints, numbered_ro
 from nanochat_fp4.export.weights import Weights, calibrate, check_values, forward_weights, with_unread_experts
 from nanochat_fp4.files import atomic_write
 from nanochat_fp4.nvfp4.convert import QuantConv1D
-from nanochat_fp4.nvfp4.format import NVFP4Tensor
-from nanochat_fp4.nvfp4.linear import QuantLinear
-from nanochat_fp4.nvfp4.operands import FP8
+from nanochat_fp4.nvfp4.format import FP8, NVFP4Tensor
+from nanochat_fp4.nvfp4.layer import QuantLinear
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 
 from nanochat_fp4.cli import UserError
 from nanochat_fp4.nvfp4.experts import LINEARS, is_transposed, layout_of
-from nanochat_fp4.nvfp4.format import NVFP4Tensor
-from nanochat_fp4.nvfp4.operands import FP8
+from nanochat_fp4.nvfp4.format import FP8, NVFP4Tensor
 
 ROWS = 2**40  # Row r of the layer with number i has the number i * ROWS + r. The first layer has the number 1.
 

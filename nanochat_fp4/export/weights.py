@@ -19,12 +19,12 @@ import torch
 from torch import Tensor, nn
 
 from nanochat_fp4.cli import UserError
-from nanochat_fp4.nvfp4.contexts import full_precision
+from nanochat_fp4.nvfp4.contexts import full_precision, quantized_weight
+from nanochat_fp4.nvfp4.epilogue import groups_of
 from nanochat_fp4.nvfp4.first_steps import uncalled
-from nanochat_fp4.nvfp4.format import BLOCK, E2M1_MAX, E4M3_MAX, NVFP4Tensor
-from nanochat_fp4.nvfp4.fused import groups_computed_as_one, quantized_weights
-from nanochat_fp4.nvfp4.linear import QuantLinear
-from nanochat_fp4.nvfp4.operands import FP8, FP8WithCodes
+from nanochat_fp4.nvfp4.format import BLOCK, E2M1_MAX, E4M3_MAX, FP8, NVFP4Tensor
+from nanochat_fp4.nvfp4.gemm import Quantized
+from nanochat_fp4.nvfp4.layer import QuantLinear
 from nanochat_fp4.nvfp4.quantizers import quantize, round_e2m1, round_e4m3, to_fp8
 
 AGAIN = "rtn"  # The rounding of operands that are no NVFP4 tensors.
@@ -88,12 +88,12 @@ def forward_weights(model: nn.Module, together: Iterable[Sequence[str]] = ()) ->
     """
     names = {layer: name for name, layer in model.named_modules() if isinstance(layer, QuantLinear)}
     modules = {name: layer for layer, name in names.items()}
-    groups = groups_computed_as_one(model)
+    groups = groups_of(model)
     forced = [tuple(modules[name] for name in group if name in modules) for group in together]
     if forced:
         in_forced = {layer for group in forced for layer in group}
         groups = [g for g in forced if g] + [g for g in groups if not in_forced.intersection(g)]
-    operands = quantized_weights(groups)
+    operands = [quantized_weight(group) for group in groups]
     if not groups or any(operand is None for operand in operands):
         raise UserError(_why_there_are_no_weights(model))
     result, lost = Weights(), {uncalled(model)}
@@ -113,15 +113,12 @@ def forward_weights(model: nn.Module, together: Iterable[Sequence[str]] = ()) ->
     return result
 
 
-def _as_stored(operand) -> tuple[NVFP4Tensor | FP8, str]:
+def _as_stored(operand: Quantized) -> tuple[NVFP4Tensor | FP8, str]:
     """Returns the operand as a tensor of NVFP4 or FP8, and words for the part of the operand that is lost, or ""."""
-    if isinstance(operand, FP8WithCodes):  # Only the backward pass needs the codes.
-        operand = operand.numbers
-    if isinstance(operand, FP8) and operand.codes.dtype == torch.float8_e4m3fn:
+    if operand.is_fp8 and operand.codes.dtype == torch.float8_e4m3fn:
+        return FP8(operand.codes, operand.tensor_scale), ""
+    if operand.scales is not None and operand.tensor_scale.numel() == 1:
         return operand, ""
-    if isinstance(operand, NVFP4Tensor) and operand.scales.dtype == torch.float8_e4m3fn:
-        if operand.codes.dtype == torch.uint8 and operand.tensor_scale.numel() == 1:
-            return operand, ""
     what = "operands in another format than NVFP4: the weights are rounded again, to nearest"
     return quantize(operand.dequantize().float(), AGAIN), what
 

@@ -34,10 +34,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nanochat_fp4.nvfp4.dispatch import use_kernels
-from nanochat_fp4.nvfp4.gemm import gemm
-from nanochat_fp4.nvfp4.layer_context import InContext
-from nanochat_fp4.nvfp4.linear import QuantLinear
-from nanochat_fp4.nvfp4.operands import FP8
+from nanochat_fp4.nvfp4.gemm import Quantized, gemm
+from nanochat_fp4.nvfp4.layer import InContext, QuantLinear
 from nanochat_fp4.nvfp4.quantizers import FP8_AMAX_MIN, quantize_reference
 from nanochat_fp4.nvfp4.roundings import E5M2_MAX, ROUNDINGS
 
@@ -179,7 +177,8 @@ class _FP8Products:
         self.weight, self.weight_t, self.weight_scale = _on(x.device, _fp8)(weight, "e4m3", None)
 
     def _product(self, a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor) -> Tensor:
-        return gemm(FP8(a, a_scale), FP8(b, b_scale), compute_dtype=self.dtype, out_dtype=self.dtype)
+        operands = (Quantized(t, tensor_scale=s, length=t.shape[1]) for t, s in ((a, a_scale), (b, b_scale)))
+        return gemm(*operands, compute_dtype=self.dtype, out_dtype=self.dtype)
 
     def logits(self, part: slice) -> Tensor:
         x, self.x_t, self.x_scale = _on(self.x.device, _fp8)(self.x[part], "e4m3", self.x_amax)

@@ -39,8 +39,7 @@ from nanochat_fp4.models.optim8bit import LeanState, drawn
 from nanochat_fp4.models.recompute import attention_part, can_recompute, mlp_part
 from nanochat_fp4.nvfp4.checkpointing import gradients_are_wanted
 from nanochat_fp4.nvfp4.dispatch import stays_eager, triton_problem
-from nanochat_fp4.nvfp4.fused import fused_linear
-from nanochat_fp4.nvfp4.relu_squared import relu_squared_linear
+from nanochat_fp4.nvfp4.epilogue import fused_linear, relu_squared_linear
 
 SOFTCAP = 15.0  # Logits lie in (-15, 15).
 ROTARY_BASE = 10000.0

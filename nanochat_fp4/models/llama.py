@@ -41,7 +41,7 @@ from nanochat_fp4.models.gpt import ROTARY_BASE, ROTARY_FACTOR
 from nanochat_fp4.models.optim import AdamW, PretrainingOptions, Schedule, gradient_norm, set_learning_rates
 from nanochat_fp4.models.optim8bit import LeanState, drawn
 from nanochat_fp4.nvfp4.collectives import local
-from nanochat_fp4.nvfp4.fused import fused_linear
+from nanochat_fp4.nvfp4.epilogue import fused_linear
 from nanochat_fp4.parallel import is_sharded
 
 NORM_EPS = 1e-5

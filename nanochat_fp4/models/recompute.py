@@ -19,11 +19,14 @@ from torch import Tensor
 
 from nanochat_fp4.models import flash_attention
 from nanochat_fp4.models.elementwise import norm_gradient, rms_norm, rotate, rotate_back
-from nanochat_fp4.nvfp4.epilogue import linear_with_epilogue
-from nanochat_fp4.nvfp4.fused import can_be_fused
+from nanochat_fp4.nvfp4.epilogue import (
+    can_be_fused,
+    linear_with_epilogue,
+    relu_squared_gradient,
+    relu_squared_linear,
+)
 from nanochat_fp4.nvfp4.gemm import after
-from nanochat_fp4.nvfp4.linear import QuantLinear
-from nanochat_fp4.nvfp4.relu_squared import relu_squared_gradient, relu_squared_linear
+from nanochat_fp4.nvfp4.layer import QuantLinear
 
 
 class _MixedNorm(torch.autograd.Function):

@@ -18,17 +18,10 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from nanochat_fp4.nvfp4.collectives import local
-from nanochat_fp4.nvfp4.fused import groups_computed_as_one, groups_of, quantized_weights
-from nanochat_fp4.nvfp4.gemm import GemmOperand
-from nanochat_fp4.nvfp4.layer_context import (
-    OUTSIDE,
-    WEIGHTS_CHANGED,
-    GradientMemory,
-    InContext,
-    PreparedWeight,
-    version_of,
-)
-from nanochat_fp4.nvfp4.linear import QuantLinear
+from nanochat_fp4.nvfp4.epilogue import groups_of
+from nanochat_fp4.nvfp4.format import row_major_scales
+from nanochat_fp4.nvfp4.gemm import Quantized, joined, quantize_operand
+from nanochat_fp4.nvfp4.layer import OUTSIDE, WEIGHTS_CHANGED, InContext, MadeFor, QuantLinear, stacked, version_of
 
 
 @contextlib.contextmanager
@@ -119,15 +112,15 @@ def quantize_weights_once(model: nn.Module) -> Iterator[None]:
     ...         layer(rows).sum().backward()
     """
     _layers(model, "quantize_weights_once")
-    groups = groups_computed_as_one(model)
-    groups = [g for g in groups if all(_has_its_weight(layer) for layer in g) and g[0].gathered_weight(g) is None]
-    made = {group: group[0].prepared_weight(group) for group in groups}
-    missing = [group for group, operand in made.items() if operand is None]
-    made |= zip(missing, quantized_weights(missing, tiles=True))
-    asked = {g[0]: {"weights": (_prepared_weight(g, operand),)} for g, operand in made.items() if operand is not None}
-    weights = {layer: layer.weight for group in groups for layer in group}
-    versions = {layer: version_of(weight) for layer, weight in weights.items()}
-    ids = {id(weight) for weight in weights.values()}
+    groups = [g for g in groups_of(model) if all(map(_has_its_weight, g)) and g[0].gathered_weight(g) is None]
+    made = {}
+    for group in groups:
+        outer = group[0].prepared_weight(group)  # A context inside another one takes the outer one's codes.
+        operand = outer[0] if outer else quantized_weight(group, tiles=True)
+        if operand is not None:
+            weights = tuple(layer.weight for layer in group)
+            made[group] = MadeFor(weights, operand, tuple(map(version_of, weights)), group[0].recipe)
+    ids = {id(weight) for record in made.values() for weight in record.weights}
 
     def before_step(optimizer: torch.optim.Optimizer, *_) -> None:
         if any(id(p) in ids for group in optimizer.param_groups for p in group["params"]):
@@ -136,12 +129,14 @@ def quantize_weights_once(model: nn.Module) -> Iterator[None]:
     # The versions below do not show the step of a fused optimizer, which changes weights without counting it.
     handle = register_optimizer_step_pre_hook(before_step)
     try:
-        with _inside(asked):
+        with _inside({group[0]: {"weights": (record,)} for group, record in made.items()}):
             yield
     finally:
         handle.remove()
-    if any(layer.weight is not w or version_of(w) != versions[layer] for layer, w in weights.items()):
-        raise RuntimeError(WEIGHTS_CHANGED)
+    for group, record in made.items():
+        for layer, weight, version in zip(group, record.weights, record.versions):
+            if layer.weight is not weight or version_of(weight) != version:
+                raise RuntimeError(WEIGHTS_CHANGED)
 
 
 def _has_its_weight(layer: QuantLinear) -> bool:
@@ -152,16 +147,28 @@ def _has_its_weight(layer: QuantLinear) -> bool:
     return weight is layer.weight and (layer.largest is not None or not hasattr(weight, "device_mesh"))
 
 
-def _prepared_weight(layers: Sequence[QuantLinear], operand: GemmOperand) -> PreparedWeight:
-    weights = tuple(layer.weight for layer in layers)
-    versions = tuple(version_of(weight) for weight in weights)
-    return PreparedWeight(operand, weights, versions, layers[0].recipe)
+@torch.no_grad()
+def quantized_weight(layers: Sequence[QuantLinear], tiles: bool = False) -> Quantized | None:
+    """Returns the weight operand of the output GEMM of layers that are computed as one, without cached values. None
+    means that the operand is not the same in each pass, because its rounding is random.
+
+    tiles: whether the block scales are laid out in the order in which this machine's FP4 tensor cores read them
+    """
+    first = layers[0]
+    if not first.recipe.fixed_weight:
+        return None
+    if (gathered := first.gathered_weight(layers)) is not None:
+        operand = joined(gathered)
+        return operand if tiles else replace(operand, scales=row_major_scales(operand.codes, operand.scales))
+    weight = stacked([layer.matrix.detach() for layer in layers])
+    how = first.weight_quantization(weight.device)
+    return quantize_operand(weight, how._replace(tiles=tiles and how.tiles), keep_codes=True).without_cache()
 
 
 @contextlib.contextmanager
 def accumulate_gradients(model: nn.Module) -> Iterator[None]:
     """Inside this context a converted layer adds its weight's gradient to weight.grad in the GEMM that computes the
-    gradient (gemm.gemm_add). Autograd would otherwise write each micro-batch's gradient to a tensor of its own and add
+    gradient (gemm.gemm). Autograd would otherwise write each micro-batch's gradient to a tensor of its own and add
     that in a second pass over memory.
 
     weight.grad keeps its usual form, float32 in the parameter's shape. Where there is none, the context makes one of
@@ -198,9 +205,9 @@ def accumulate_gradients(model: nn.Module) -> Iterator[None]:
         weights = tuple(layer.weight for layer in group)
         together = _make_gradients(weights).data
         for layer in group:
-            asked[layer] = (GradientMemory(local(layer.weight.grad).data, (layer.weight,)),)
+            asked[layer] = (MadeFor((layer.weight,), local(layer.weight.grad).data),)
         if len(group) > 1:
-            asked[group[0]] += (GradientMemory(together, weights),)
+            asked[group[0]] += (MadeFor(weights, together),)
     made = {layer: layer.weight.grad for layer in asked}
     with _inside({layer: {"gradients": gradients} for layer, gradients in asked.items()}):
         yield

@@ -28,8 +28,7 @@ from nanochat_fp4.nvfp4.convert_report import (
 from nanochat_fp4.nvfp4.experts import ExpertLinear, as_quantized_experts, routers, stacked_linears
 from nanochat_fp4.nvfp4.first_steps import watch_first_steps
 from nanochat_fp4.nvfp4.heads import is_conv1d, linear_layers, output_heads, sizes_of
-from nanochat_fp4.nvfp4.layer_pass import COMPUTE_DTYPES
-from nanochat_fp4.nvfp4.linear import QuantLinear
+from nanochat_fp4.nvfp4.layer import COMPUTE_DTYPES, QuantLinear
 from nanochat_fp4.nvfp4.methods import get_recipe
 from nanochat_fp4.nvfp4.recipes import Recipe
 
@@ -165,7 +164,7 @@ class _Reasons:
             if any(_in_pattern(name, pattern) for name in names):
                 return LeftAlone(f"skip pattern {pattern!r}", AS_ASKED)
         problem = _subclass_reason(layer) or reason_to_leave(names, layer)
-        problem = problem or _unsupported_reason(layer, self.recipe)
+        problem = problem or self.recipe.problem_with_sizes(*sizes_of(layer))
         if any(name.startswith(block + ".") for name in names for block in self.kept_blocks):
             return LeftAlone("in a first or last block kept in full precision", AS_ASKED, not problem)
         return LeftAlone(problem, ADAPTERS if problem == ADAPTER else LEFT_ALONE) if problem else None
@@ -215,13 +214,6 @@ def as_quantized(linear: nn.Module) -> QuantLinear:
         linear.in_features, linear.out_features = linear.weight.shape
         linear.__class__ = QuantConv1D
     return linear
-
-
-def _unsupported_reason(linear: nn.Module, recipe: Recipe) -> str | None:
-    """Why this layer cannot be computed with this recipe, or None."""
-    if isinstance(linear, QuantLinear):
-        return linear.problem_with(recipe)
-    return recipe.problem_with_sizes(*sizes_of(linear))
 
 
 def _in_pattern(name: str, pattern: str) -> bool:

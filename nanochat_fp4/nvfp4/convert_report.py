@@ -8,7 +8,7 @@ from torch import nn
 
 from nanochat_fp4.nvfp4.experts import LINEARS, stacked_linears
 from nanochat_fp4.nvfp4.heads import is_linear
-from nanochat_fp4.nvfp4.layer_pass import other_dtype
+from nanochat_fp4.nvfp4.layer import other_dtype
 from nanochat_fp4.nvfp4.recipes import Recipe
 
 # Kinds of weights that are meant to stay in high precision.

@@ -307,66 +307,57 @@ def fp8_is_slow(device_type: str) -> bool:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The GEMMs of tensor cores, and the operands that each of them takes
+# The products of tensor cores
 
 
-def implementation(a: NVFP4Tensor, b: NVFP4Tensor) -> str | None:
-    """Returns the library that multiplies these operands. None means the emulated GEMM.
+def library(a: NVFP4Tensor, b: NVFP4Tensor) -> str | None:
+    """Returns the name of the product a (M, K) . b (N, K)^T for `mm`: one of LIBRARIES for NVFP4 operands, "fp8" or
+    "mxfp8" for FP8 operands. None means the emulated product.
 
-    FP4 tensor cores need one tensor_scale for each operand, rows of codes that are multiples of 16 bytes, and N a
-    multiple of 16.
+    Tensor cores need codes with one tensor_scale for each operand, rows of codes that are multiples of 16 bytes, and N
+    a multiple of 16. At least one of two FP8 operands must be E4M3.
     """
-    half_k, (n, half_k_of_b) = a.codes.shape[1], b.codes.shape
-    if half_k != half_k_of_b or half_k % 16 or n % 16 or a.tensor_scale.dim():
+    if a.codes is None or b.codes is None or a.tensor_scale.dim() or b.tensor_scale.dim():
         return None
-    return native_gemm(a.codes.device.type)
+    (n, columns), dtypes, device_type = b.codes.shape, (a.codes.dtype, b.codes.dtype), a.codes.device.type
+    if a.codes.shape[1] != columns or columns % 16 or n % 16:
+        return None
+    if torch.uint8 in dtypes:
+        return native_gemm(device_type) if dtypes[0] == dtypes[1] else None
+    if torch.float8_e4m3fn not in dtypes or not has_fp8_tensor_cores(device_type):
+        return None
+    return "mxfp8" if columns % 32 == 0 and uses_mxfp8(device_type, *dtypes) else "fp8"
 
 
 def mm(a: NVFP4Tensor, b: NVFP4Tensor, out_dtype: torch.dtype, name: str) -> torch.Tensor:
-    """Computes a (M, K) . b (N, K)^T with the library `name`. Returns (M, N) in out_dtype, BF16 or FP32."""
+    """Computes the product `name` of `library`. Returns (M, N) in out_dtype, BF16 or FP32.
+
+    If both operands of "fp8" are E4M3, as in the forward, the sums are less exact (use_fast_accum), as in nanochat. On
+    an H100 the relative square error of a product of N(0, 1) operands is 7e-7 for K = 2048 and 4e-6 for K = 8192. With
+    exact sums it is 2e-8, but rounding the operands to E4M3 alone causes 7e-4. Sums whose terms all have one sign lose
+    more: 3% for K = 2048 and 13% for K = 8192.
+    """
+    if name == "fp8":
+        # A Hopper multiplies rows by rows alone. Codes that were made of a transposed tensor are copied.
+        x, y = a.codes.contiguous(), b.codes.contiguous()
+        scales = {"scale_a": a.tensor_scale, "scale_b": b.tensor_scale}
+        return torch._scaled_mm(x, y.T, **scales, out_dtype=out_dtype, use_fast_accum=x.dtype == y.dtype)
     from nvfp4_kernels import cublas
 
+    if name == "mxfp8":
+        return cublas.mxfp8(a.codes.contiguous(), a.tensor_scale, b.codes.contiguous(), b.tensor_scale, out_dtype)
     return cublas.FP4[name](a.codes, a.scales, a.tensor_scale, b.codes, b.scales, b.tensor_scale, out_dtype)
 
 
 def mm_add(a: NVFP4Tensor, b: NVFP4Tensor, into: torch.Tensor, name: str) -> None:
-    """Adds a . b^T to `into`, float32 (M, N). cuBLASLt adds inside the GEMM, with one rounding. scaled_mm computes the
-    product, which is then added."""
+    """Adds the product to `into`, float32 (M, N). cuBLASLt adds NVFP4 products inside the GEMM, with one rounding. Any
+    other product is computed first."""
     if name != "cublaslt":
         into.add_(mm(a, b, torch.float32, name))
         return
     from nvfp4_kernels.cublas import cublaslt_add
 
     cublaslt_add(a.codes, a.scales, a.tensor_scale, b.codes, b.scales, b.tensor_scale, into)
-
-
-class FP4Product(NamedTuple):
-    """The product a (M, K) . b (N, K)^T of NVFP4 tensors, which the implementation `name` computes."""
-
-    a: NVFP4Tensor
-    b: NVFP4Tensor
-    name: str
-
-    def result(self, out_dtype: torch.dtype) -> torch.Tensor:
-        return mm(self.a, self.b, out_dtype, self.name)
-
-    def add_to(self, into: torch.Tensor) -> None:
-        mm_add(self.a, self.b, into, self.name)
-
-
-class FP8Product(NamedTuple):
-    """The product a (M, K) . b (N, K)^T of 8-bit tensors with one float32 scale () each."""
-
-    a: torch.Tensor
-    a_scale: torch.Tensor
-    b: torch.Tensor
-    b_scale: torch.Tensor
-
-    def result(self, out_dtype: torch.dtype) -> torch.Tensor:
-        return mm_fp8(*self, out_dtype)
-
-    def add_to(self, into: torch.Tensor) -> None:
-        into.add_(self.result(torch.float32))
 
 
 def fp8_products(device_type: str) -> str:
@@ -379,37 +370,7 @@ def fp8_products(device_type: str) -> str:
 
 @constant_when_compiled
 def uses_mxfp8(device_type: str, a: torch.dtype, b: torch.dtype) -> bool:
-    """Whether FP8 products of operands of these dtypes are computed as MXFP8 products whose block scales are 1."""
+    """Whether FP8 products of operands of these dtypes are computed as MXFP8 products whose block scales are 1. On
+    sm_12x FP8 with sums in FP32 has a quarter of FP4's rate, and MXFP8 has half of it."""
     name = f"mxfp8 {a} {b}".replace("torch.", "")
     return fp8_is_slow(device_type) and name in verdict(device_type).mxfp8
-
-
-def takes_fp8(a: torch.Tensor, a_scale: torch.Tensor, b: torch.Tensor, b_scale: torch.Tensor) -> bool:
-    """Whether FP8 tensor cores can multiply these operands. Each operand must have one scale, K and N must be multiples
-    of 16, and at least one operand must be E4M3."""
-    one_scale = a_scale.dim() == b_scale.dim() == 0 and a.shape[1] == b.shape[1]
-    e4m3 = torch.float8_e4m3fn in (a.dtype, b.dtype)
-    return one_scale and e4m3 and not (a.shape[1] % 16 or b.shape[0] % 16)
-
-
-def mm_fp8(
-    a: torch.Tensor, a_scale: torch.Tensor, b: torch.Tensor, b_scale: torch.Tensor, out_dtype: torch.dtype
-) -> torch.Tensor:
-    """Computes a (M, K) . b (N, K)^T on FP8 tensor cores. Returns (M, N) in out_dtype.
-
-    If both operands are E4M3, as in the forward, the sums are less exact (use_fast_accum), as in nanochat. On an H100
-    the relative square error of a product of N(0, 1) operands is 7e-7 for K = 2048 and 4e-6 for K = 8192. With exact
-    sums it is 2e-8, but rounding the operands to E4M3 alone causes 7e-4. Sums whose terms all have one sign lose more:
-    3% for K = 2048 and 13% for K = 8192.
-
-    On sm_12x FP8 with sums in FP32 has a quarter of FP4's rate, and MXFP8 has half of it. There the same product is
-    computed as an MXFP8 product whose block scales are 1.
-    """
-    # A Hopper multiplies rows by rows alone. Codes that were made of a transposed tensor are copied.
-    a, b = a.contiguous(), b.contiguous()
-    if not a.shape[1] % 32 and uses_mxfp8(a.device.type, a.dtype, b.dtype):
-        from nvfp4_kernels.cublas import mxfp8
-
-        return mxfp8(a, a_scale, b, b_scale, out_dtype)
-    fast = a.dtype == b.dtype
-    return torch._scaled_mm(a, b.T, scale_a=a_scale, scale_b=b_scale, out_dtype=out_dtype, use_fast_accum=fast)

@@ -1,151 +1,446 @@
-"""The GEMM of two operands, Y = A . B^T. The operands may be of any two kinds of operands.py, and this file has the
-base class of all kinds.
+"""The operands of a GEMM, and their product Y = A . B^T.
 
-FP4 tensor cores multiply two operands of codes, and FP8 tensor cores multiply two FP8 operands with one scale each, on
-GPUs that have them (dispatch.py). Any other product is emulated: the codes are decoded, which is exact in BF16, and
-multiplied with sums in FP32. The sums are multiplied by the two tensor scales before they are rounded once to the
-output dtype. This is the arithmetic of FP4 tensor cores, up to the order of summation. On CUDA one call of cuBLAS
-computes it, which reads the factor alpha from GPU memory (nvfp4_kernels/cublas.py). If cuBLAS cannot be called in this
-way, the product is written in FP32 and multiplied by the scales in a second pass, which gives the same result.
+`quantize_operand` makes an operand of a tensor, or of an operand of another product, by the Triton kernels where they
+can and by the reference otherwise. `quantize_grad_output` makes both operands of grad_output. `gemm` multiplies two
+operands on FP4 or FP8 tensor cores if dispatch.library finds some that take them.
+
+Any other product is emulated: the codes are decoded, which is exact in BF16, and multiplied with sums in FP32. The sums
+are multiplied by the two tensor scales before they are rounded once to the output dtype. This is the arithmetic of FP4
+tensor cores, up to the order of summation. On CUDA one call of cuBLAS computes it, which reads the factor alpha from
+GPU memory (nvfp4_kernels/cublas.py). If cuBLAS cannot be called in this way, the product is written in FP32 and
+multiplied by the scales in a second pass, which gives the same result.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 from torch.autograd import function
 
-from nanochat_fp4.nvfp4.dispatch import cublas_unavailable_reason
-
-
-class TensorCoreProduct(Protocol):
-    """A product (M, N) that FP4 or FP8 tensor cores compute: dispatch.FP4Product or dispatch.FP8Product."""
-
-    def result(self, out_dtype: torch.dtype) -> torch.Tensor: ...
-
-    def add_to(self, into: torch.Tensor) -> None: ...
+from nanochat_fp4.nvfp4 import dispatch
+from nanochat_fp4.nvfp4.format import BLOCK, NVFP4Tensor, swizzle_scales, transpose_square
+from nanochat_fp4.nvfp4.quantizers import quantize_reference
+from nanochat_fp4.nvfp4.roundings import Rounding
 
 
 @dataclass
-class GemmOperand:
-    """The base class of all kinds of operand. operands.py has the other kinds, and lists the methods of a kind.
+class Quantized(NVFP4Tensor):
+    """An operand of a product: a matrix (R, K) that is contracted over K. It has one of four forms.
 
-    padding: the number of zeros at the end of the contracted dimension that are not the tensor's own elements
+        codes, scales, tensor_scale     NVFP4, 4.5 bits an element. `decoded` is a cache.
+        codes, tensor_scale             FP8. tensor_scale is float32 (), or (R, 1) per token.
+        decoded, tensor_scale           exact values in BF16 or FP32, for a product that follows at once or in a format
+                                        of a user's own. Without a tensor_scale it is 1.
+        plain                           a tensor that is not rounded, and is cast to a layer's compute dtype
+
+    length: the number of contracted elements, without the zeros that pad K to whole blocks or rotated groups
+    square: whether 16 neighbouring rows share their scales, so that the codes can be transposed
+    kept:   the operand that the backward pass uses instead: 4-bit codes of a tensor whose 8 bits the forward multiplies
     """
 
-    padding: int = field(default=0, kw_only=True)
-    tensor_scale = None  # Kinds with a tensor scale have a field of this name.
-    exact = True  # `matrix` returns a dtype that holds all values exactly, whatever dtype it was asked for.
+    codes: Tensor | None = None
+    scales: Tensor | None = None
+    tensor_scale: Tensor | None = None
+    plain: Tensor | None = None
+    length: int = 0
+    square: bool = False
+    kept: "Quantized | None" = None
 
     @property
-    def multiplied(self) -> "GemmOperand":
-        """The operand that a product multiplies: the 8-bit numbers of an FP8WithCodes, otherwise itself."""
-        return self
+    def stored(self) -> Tensor:
+        """The tensor of R rows that holds the values."""
+        return next(t for t in (self.codes, self.decoded, self.plain) if t is not None)
 
     @property
-    def shape(self) -> torch.Size:
-        """The shape (R, K), with the padding."""
-        raise NotImplementedError
+    def is_fp8(self) -> bool:
+        return self.codes is not None and self.scales is None
 
     @property
-    def length(self) -> int:
-        """The number of contracted elements, without the padding."""
-        return self.shape[-1] - self.padding
+    def has_row_scales(self) -> bool:
+        return self.tensor_scale is not None and self.tensor_scale.dim() > 0
 
-    def padded_from(self, length: int) -> "GemmOperand":
-        """Sets the padding of an operand that was made of a tensor with this number of contracted elements, and returns
-        the operand."""
-        self.padding = self.shape[-1] - length
-        return self
+    def decode(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Returns the values (R, K) without tensor_scale. Rounded values are exact in BF16 and in FP32."""
+        if self.plain is not None or self.is_fp8:
+            return self.stored.to(dtype)
+        return super().decode(dtype)
 
-    @classmethod
-    def from_tensors(cls, *tensors: torch.Tensor) -> "GemmOperand":
-        return cls(*tensors)
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Returns the values (R, K), rounded to dtype."""
+        values = self.decode(torch.float32)
+        return (values if self.tensor_scale is None else values * self.tensor_scale).to(dtype)
 
-    def on_tensor_cores(self, b: "GemmOperand", out_dtype: torch.dtype) -> "TensorCoreProduct | None":
-        """Returns the product with b, if tensor cores of this machine can compute it in out_dtype, or None."""
+    def matrix(self, dtype: torch.dtype) -> Tensor:
+        """Returns the factor of a dense product, without tensor_scale. Rounded values are in BF16 on a GPU and in FP32
+        on a CPU, and a plain tensor is in dtype."""
+        if self.plain is not None:
+            return self.plain.to(dtype)
+        if not self.stored.is_cuda:
+            return self.decode(torch.float32)
+        if self.decoded is None and not self.is_fp8 and dispatch.kernels_unavailable_reason() is None:
+            from nvfp4_kernels.decode import decode
+
+            return decode(self.codes, self.scales)
+        return self.decode(torch.bfloat16)
+
+    def transposed(self) -> "Quantized":
+        """Returns the same values, contracted over the other dimension, without another rounding."""
+        rows = self.stored.shape[0]
+        if self.plain is not None or self.has_row_scales:
+            # Scales of rows cannot be applied after a product that contracts the rows, so they are multiplied in.
+            return Quantized(plain=(self.plain if self.plain is not None else self.dequantize()).T, length=rows)
+        if self.is_fp8:  # FP8 tensor cores contract both operands over their last dimension, so the codes are moved.
+            return Quantized(self.codes.T.contiguous(), tensor_scale=self.tensor_scale, length=rows)
+        if self.square and rows % BLOCK == 0 and dispatch.native_gemm(self.codes.device.type):
+            transpose = transpose_square
+            if dispatch.use_kernels(self.codes.device):
+                from nvfp4_kernels.decode import transpose_square as transpose
+            codes, scales = transpose(self.codes, self.scales)
+            return replace(self, codes=codes, scales=scales, decoded=None, length=rows)
+        return Quantized(decoded=self.matrix(torch.float32).T, tensor_scale=self.tensor_scale, length=rows)
+
+    def without_cache(self) -> "Quantized":
+        """Returns the operand without decoded values, which take four times the memory of the codes."""
+        return self if self.codes is None else replace(self, decoded=None)
+
+    def depending_on(self, other: Tensor) -> "Quantized":
+        """Returns the operand in a form that a compiler takes for a function of `other`."""
+        # A kernel that decodes does not read tensor_scale, and a product of decoded values does not read the scales.
+        names = ("scales", "tensor_scale") if self.codes is not None else ("decoded", "plain")
+        tensors = {name: getattr(self, name) for name in names}
+        return replace(self, **{name: after(t, other) for name, t in tensors.items() if t is not None})
+
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """Returns the five tensors to keep for the backward pass, some of which are None."""
+        return self.codes, self.scales, self.tensor_scale, self.decoded if self.codes is None else None, self.plain
+
+
+def taken_apart(operands: Sequence[Quantized]) -> tuple[list[tuple[int, bool]], list[Tensor | None]]:
+    """Takes operands apart for autograd. put_together makes them again."""
+    return [(o.length, o.square) for o in operands], [t for o in operands for t in o.tensors()]
+
+
+def put_together(
+    about: Sequence[tuple[int, bool]], tensors: Sequence[Tensor | None]
+) -> tuple[list[Quantized], Sequence[Tensor | None]]:
+    """Makes the operands that taken_apart was given. Returns them, and the tensors that follow theirs."""
+    parts = [tensors[5 * i : 5 * i + 5] for i in range(len(about))]
+    operands = [
+        Quantized(*t[:3], decoded=t[3], plain=t[4], length=length, square=square)
+        for t, (length, square) in zip(parts, about)
+    ]
+    return operands, tensors[5 * len(about) :]
+
+
+def joined(parts: Sequence[Quantized]) -> Quantized:
+    """Returns the parts of a weight, one below the other, as one operand. They have one tensor_scale."""
+    first = parts[0]
+    if len(parts) == 1:
+        return first
+    if first.plain is not None:
+        return replace(first, plain=torch.cat([part.plain for part in parts]))
+    # Older releases of torch cannot join E4M3 tensors, so their bytes are joined.
+    codes, scales = (
+        torch.cat([t.view(torch.uint8) for t in some]) for some in zip(*((p.codes, p.scales) for p in parts))
+    )
+    return replace(first, codes=codes, scales=scales.view(first.scales.dtype), decoded=None)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Making operands
+
+
+class Quantization(NamedTuple):
+    """How one operand is made: how it is rounded and rotated, and which random numbers it draws.
+
+    rounding:    how the values are rounded. None leaves them as they are.
+    seed, stream: the seed, int64 (), and the number of the stream that stochastic rounding draws from
+    rht_dim, rht_seed, rht_stream: the group size, the seed and the stream of the rotation along the contraction
+                 dimension. With rht_dim 0 nothing is rotated.
+    per_token:   whether each row has a tensor_scale of its own, so that a row does not depend on the others
+    amax:        the largest magnitude to scale by, a scalar tensor. With None it is computed. A caller gives it if the
+                 operation that made the tensor has found it, or if the tensor is a part of a larger one. It can be
+                 given for operands without a rotation.
+    tiles:       whether block scales are laid out in tiles of 128x4, the layout of FP4 tensor cores (not with
+                 per_token)
+    largest:     a function from an amax to that over all processes that have a part of the layer, or None
+    kept:        the field of recipes.Operand with this name
+    """
+
+    rounding: Rounding | None = None
+    seed: Tensor | None = None
+    stream: int = 0
+    rht_dim: int = 0
+    rht_seed: Tensor | None = None
+    rht_stream: int = 0
+    per_token: bool = False
+    amax: Tensor | None = None
+    tiles: bool = False
+    largest: Callable[[Tensor], Tensor] | None = None
+    kept: Rounding | None = None
+
+
+def quantize_operand(
+    value: Tensor | Quantized, how: Quantization, *, transpose: bool = False, keep_codes: bool = False
+) -> Quantized:
+    """Makes one operand of a GEMM, which is contracted over its last dimension, from value (R, C), or from the
+    transpose of value (C, R) with transpose.
+
+    keep_codes says whether the codes will be kept. If not, the kernels make only the form that this machine's GEMM
+    reads: codes for FP4 tensor cores, and the decoded BF16 values otherwise.
+
+    The contraction dimension is padded with zeros to a multiple of 16, or of rht_dim. Zeros add nothing to a product. A
+    rotated group with zeros of the padding is quantized like any other group, so stochastic rounding stays unbiased for
+    any number of tokens. MS-EDEN is unbiased only if the rotation mixes many values, from about 24 in a group. With 2
+    to 16 tokens in a group, the gradient's mean is wrong by up to 0.5% of its square, which is a quarter of the noise
+    of a single step. A single token is exact.
+    """
+    r, codes = how.rounding, None
+    if r is None:
+        if isinstance(value, Quantized):
+            return value.transposed() if transpose else value
+        x = value.T if transpose else value
+        return Quantized(plain=x, length=x.shape[1])
+    if isinstance(value, Quantized):
+        length = value.stored.shape[0] if transpose else value.length
+        if value.scales is not None and not value.has_row_scales:
+            codes = value  # The kernels that quantize codes again can read only a single tensor_scale.
+        else:
+            value = value.plain if value.plain is not None else value.dequantize()
+    else:
+        length = value.shape[0 if transpose else 1]
+    device = value.stored.device if codes is not None else value.device
+    # The kernels can compute a scale per token, a rotation, or square blocks, but no two of these together.
+    two = how.per_token + (how.rht_dim > 0) + (r.block_rows > 1) > 1
+    kernels = dispatch.use_kernels(device) and r.has_kernels and not two
+    if kernels and how.rht_dim and (transpose or codes is None):
+        emulated = not keep_codes and dispatch.native_gemm(device.type) is None
+        made = _rotate_quantize(value, *((None, how) if transpose else (how, None)), emulated)[int(transpose)]
+    else:
+        x = value.dequantize() if codes is not None else value
+        x = x.T if transpose else x
+        if missing := -length % max(how.rht_dim, r.block):  # pad would copy x even if nothing is missing.
+            x = torch.nn.functional.pad(x, (0, missing))
+        if how.kept is not None:
+            made = _fp8_with_codes(x, how)
+        elif kernels and not how.rht_dim:
+            made = _quantize_rows(x, how)
+        else:
+            made = _by_reference(x, how, length)
+    made.length = length
+    if made.kept is not None:
+        made.kept.length = length
+    return made
+
+
+def _by_reference(x: Tensor, how: Quantization, length: int) -> Quantized:
+    r, seed = how.rounding, 0 if how.seed is None else how.seed
+    t = quantize_reference(
+        x, r, seed=seed, stream=how.stream, rht_dim=how.rht_dim, rht_seed=how.rht_seed, rht_stream=how.rht_stream,
+        per_token=how.per_token, amax=how.amax, largest=how.largest,
+    )  # fmt: skip
+    if r.fp8:
+        return Quantized(t.codes, tensor_scale=t.tensor_scale)
+    if r.quantize:
+        values = t.decode(torch.bfloat16 if x.is_cuda else torch.float32)
+        # The backward pass makes its operands from this one, and must not see the padding.
+        return Quantized(decoded=values if how.rht_dim else values[:, :length], tensor_scale=t.tensor_scale)
+    scales = swizzle_scales(t.scales) if how.tiles and not how.per_token else t.scales
+    return Quantized(t.codes, scales, t.tensor_scale, t.decoded, square=r.block_rows == BLOCK)
+
+
+def _fp8_with_codes(x: Tensor, how: Quantization) -> Quantized:
+    """Makes the 8-bit numbers and the 4-bit codes of one tensor. The kernels read the tensor once for its amax, and
+    once more for both results."""
+    eight, kept = how.rounding, how.kept
+    if how.amax is None and not how.per_token:
+        amax = _amax_for_a_compiler(x)
+        how = how._replace(amax=largest_magnitude(x) if amax is None else amax.float())
+    kernels = dispatch.use_kernels(x.device)
+    if kernels and eight.element == "e4m3" and kept.block_rows == 1 and not how.per_token:
+        from nvfp4_kernels.fp8 import fp8_with_codes
+
+        amax = how.amax if how.largest is None else how.largest(how.amax)
+        numbers, scale, *codes = fp8_with_codes(
+            x, amax, kept.grid_max, kept.scale_cap, list(kept.candidates), how.tiles
+        )
+        return Quantized(numbers, tensor_scale=scale, kept=Quantized(*codes))
+    made, how = _by_reference(x, how, x.shape[1]), how._replace(rounding=kept)
+    codes = _quantize_rows(x, how, decode=False) if kernels else _by_reference(x, how, x.shape[1])
+    return replace(made, kept=codes.without_cache())
+
+
+def quantize_grad_output(
+    e: Tensor, for_dgrad: Quantization | None, for_wgrad: Quantization | None
+) -> tuple[Quantized | None, Quantized | None]:
+    """Makes both operands of grad_output (M, N): E (M, N) for grad_input, and E^T (N, M) for grad_weight. An operand
+    whose Quantization is None is not made, and None is returned for it.
+
+    The kernels read grad_output once for both operands.
+    """
+    if for_dgrad is not None and for_wgrad is not None:
+        a, b = for_dgrad.rounding, for_wgrad.rounding
+        if a and a == b and a.fp8:
+            quantized = quantize_operand(e, for_dgrad)
+            return quantized, quantized.transposed()
+        kernels = a and b and a.has_kernels and b.has_kernels and a.block_rows == b.block_rows == 1
+        if kernels and for_wgrad.rht_dim and dispatch.use_kernels(e.device):
+            row, col = _rotate_quantize(e, for_dgrad, for_wgrad, dispatch.native_gemm(e.device.type) is None)
+            row.length, col.length = e.shape[1], e.shape[0]
+            return row, col
+    return (
+        None if for_dgrad is None else quantize_operand(e, for_dgrad),
+        None if for_wgrad is None else quantize_operand(e, for_wgrad, transpose=True),
+    )
+
+
+def _quantize_rows(x: Tensor, how: Quantization, decode: bool = True) -> Quantized:
+    """Makes the codes of x (R, K) by the kernel for rows. With decode, the kernel also writes the decoded values, if
+    this machine's GEMM multiplies decoded values."""
+    from nvfp4_kernels.quantize import quantize
+
+    r = how.rounding
+    constants = (r.grid_max, r.scale_cap, list(r.candidates), r.stochastic, r.block_rows)
+    decode = decode and (how.per_token or dispatch.native_gemm(x.device.type) is None)
+    amax = how.amax
+    if amax is None and not how.per_token:
+        amax = _amax_for_a_compiler(x)
+    if how.largest is not None:
+        if amax is None:
+            amax = x.abs().amax(-1) if how.per_token else largest_magnitude(x)
+        amax = how.largest(amax.float())
+    layout = how.per_token, how.tiles and not how.per_token
+    codes, scales, tensor_scale, decoded = quantize(x, amax, how.seed, how.stream, *constants, decode, *layout)
+    return Quantized(codes, scales, tensor_scale, decoded if decode else None, square=r.block_rows == BLOCK)
+
+
+def largest_magnitude(x: Tensor) -> Tensor:
+    """Returns max |x|, float32 ()."""
+    if dispatch.use_kernels(x.device):
+        from nvfp4_kernels.quantize import amax
+
+        return amax(x)
+    return x.abs().amax().float()
+
+
+def _amax_for_a_compiler(x: Tensor) -> Tensor | None:
+    """Under torch.compile, returns max |x|, a scalar in x's dtype. The compiler fuses this computation with the kernel
+    that makes x, such as a norm. Without a compiler the result is None, and a kernel of this project finds the maximum.
+
+    The fused kernel computes the maximum before x is rounded to BF16, and rounds the maximum. The result is the maximum
+    of the rounded x to the bit, because rounding keeps the order of numbers.
+    """
+    return x.abs().amax(-1).amax() if torch.compiler.is_compiling() else None
+
+
+def _rotate_quantize(
+    value: Tensor | Quantized, row: Quantization | None, col: Quantization | None, emulated: bool
+) -> tuple[Quantized | None, Quantized | None]:
+    """Makes up to two operands of value (R, C) by the kernel that rotates and quantizes: `row` describes the operand
+    that is contracted over value's last dimension, and `col` the one that is contracted over its first dimension. The
+    result has None for an operand whose description is None.
+
+    With emulated, the operands have decoded values alone, which only the emulated GEMM can multiply.
+    """
+    from nvfp4_kernels.rotate import RotatedOperand, rotate_quantize
+
+    def described(how: Quantization | None) -> tuple:
+        if how is None:
+            return None, None, None
+        r = how.rounding
+        limits, random = (r.grid_max, r.scale_cap, r.candidates), (how.rht_dim, how.stream, how.rht_stream)
+        operand = RotatedOperand(*limits, r.stochastic, r.ms_eden, *random, emulated, how.tiles)
+        return operand, how.seed, how.rht_seed
+
+    codes = isinstance(value, Quantized)
+    source = (value.codes, value.scales, value.tensor_scale) if codes else (value, None, None)
+    tensors = iter(rotate_quantize(*source, *described(row), *described(col), (row or col).largest))
+    results: list[Quantized | None] = []
+    for how in (row, col):
+        if how is None:
+            results.append(None)
+        elif not emulated:
+            results.append(Quantized(next(tensors), next(tensors), next(tensors)))
+        else:
+            # MS-EDEN's tensor_scale is a power of two and is contained in the values.
+            decoded, tensor_scale = next(tensors), None if how.rounding.ms_eden else next(tensors)
+            results.append(Quantized(decoded=decoded, tensor_scale=tensor_scale))
+    return results[0], results[1]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The product
+
+
+def gemm(
+    a: Quantized,
+    b: Quantized,
+    *,
+    compute_dtype: torch.dtype,
+    out_dtype: torch.dtype = torch.float32,
+    into: Tensor | None = None,
+) -> Tensor | None:
+    """Computes a (M, K) . b (N, K)^T. Returns (M, N) in out_dtype, or adds it to `into`, float32 (M, N) with contiguous
+    rows, and returns None.
+
+    compute_dtype: the dtype that a plain operand is cast to, in which the layer would compute without quantization
+
+    The sum in `into` has the bits of the sum that autograd computes. If cuBLAS, or cuBLASLt for FP4, reads alpha from
+    GPU memory, the GEMM itself computes alpha * sum + into. No product is written, and the result is rounded once
+    instead of twice.
+
+    One operand may be padded along K and the other one not, because the padding consists of zeros. Raises ValueError if
+    K differs in any other way.
+    """
+    if a.length != b.length:
+        raise ValueError(
+            f"gemm: a is contracted over {a.length} elements and b over {b.length}; give two operands of one length"
+        )
+    if (name := dispatch.library(a, b)) is not None:
+        return dispatch.mm(a, b, out_dtype, name) if into is None else dispatch.mm_add(a, b, into, name)
+    scales = [v.tensor_scale for v in (a, b) if v.tensor_scale is not None]
+    alpha = (scales[0] if len(scales) == 1 else scales[0] * scales[1]) if scales else None
+    x, y = a.matrix(compute_dtype), b.matrix(compute_dtype)
+    k = min(x.shape[-1], y.shape[-1])
+    x, y = x[:, :k], y[:, :k]
+    in_bf16 = x.is_cuda and x.dtype == y.dtype == torch.bfloat16
+    if in_bf16 and alpha is None and out_dtype == torch.bfloat16:
+        return x @ y.T
+    if in_bf16 and (alpha is None or alpha.dim() == 0) and dispatch.cublas_unavailable_reason() is None:
+        from nvfp4_kernels.cublas import mm_alpha, mm_alpha_add
+
+        return mm_alpha(x, y, alpha, out_dtype) if into is None else mm_alpha_add(x, y, alpha, into)
+    if in_bf16:
+        product = torch.mm(x, y.T, out_dtype=torch.float32)
+    else:
+        # On a CPU decoded values are multiplied in FP32. This loses nothing, and CPUs are not faster in BF16.
+        dtype = torch.float32 if x.is_cuda or a.plain is None or b.plain is None else compute_dtype
+        with torch.autocast(x.device.type, enabled=False):
+            product = x.to(dtype) @ y.to(dtype).T
+    product = product if alpha is None else product * alpha
+    if into is not None:
+        into.add_(product)
         return None
-
-    def for_backward(self) -> "GemmOperand":
-        """Returns the operand that the backward pass keeps and uses instead of this operand of the forward product."""
-        return self
-
-    def without_cache(self) -> "GemmOperand":
-        """Returns the operand without cached values that can be computed again from its tensors."""
-        return self
+    # torch.compile of torch 2.11 makes the gradients of an autograd function zero if its forward ends in a call of `to`
+    # that returns its input.
+    return product if product.dtype == out_dtype else product.to(out_dtype)
 
 
-@dataclass
-class Plain(GemmOperand):
-    """A tensor in FP32 or BF16."""
-
-    values: torch.Tensor
-    exact = False
-
-    @property
-    def shape(self) -> torch.Size:
-        return self.values.shape
-
-    def tensors(self) -> tuple[torch.Tensor, ...]:
-        return (self.values,)
-
-    def matrix(self, dtype: torch.dtype) -> torch.Tensor:
-        return self.values.to(dtype)
-
-    def source(self) -> torch.Tensor:
-        return self.values
-
-    def transposed(self) -> "Plain":
-        return Plain(self.values.T)
-
-    def dequantize(self) -> torch.Tensor:
-        return self.values.float()
-
-    def depending_on(self, seed: torch.Tensor) -> "Plain":
-        return Plain(after(self.values, seed))
-
-
-@dataclass
-class Decoded(GemmOperand):
-    """The values code * scale in BF16 or FP32, and a tensor_scale, float32 () or (R, 1), or None for 1. Only the values
-    of a user's own format are kept for the backward pass."""
-
-    values: torch.Tensor
-    tensor_scale: torch.Tensor | None = None
-
-    @property
-    def shape(self) -> torch.Size:
-        return self.values.shape
-
-    def matrix(self, dtype: torch.dtype) -> torch.Tensor:
-        return self.values
-
-    def dequantize(self) -> torch.Tensor:
-        return self.values.float() if self.tensor_scale is None else self.values.float() * self.tensor_scale
-
-    def tensors(self) -> tuple[torch.Tensor | None, ...]:
-        return self.values, self.tensor_scale
-
-    def source(self) -> torch.Tensor:
-        return self.dequantize()
-
-    def transposed(self) -> "Decoded":
-        return Decoded(self.values.T, self.tensor_scale)
-
-    def depending_on(self, seed: torch.Tensor) -> "Decoded":
-        return Decoded(after(self.values, seed), self.tensor_scale)
+# ----------------------------------------------------------------------------------------------------------------------
+# Autograd and compilers
 
 
 @torch.library.custom_op("nanochat_fp4::after", mutates_args=())
-def after(value: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+def after(value: Tensor, other: Tensor) -> Tensor:
     """Returns a copy of value. A compiler cannot look into this operator, so it takes the copy for a function of both
     tensors, and computes the copy only after `other`."""
     return value.clone()
 
 
 @after.register_fake
-def _(value: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+def _(value: Tensor, other: Tensor) -> Tensor:
     return torch.empty_like(value)
 
 
@@ -156,121 +451,9 @@ def once_differentiable(backward: Callable) -> Callable:
     as those of y.sum(), would get a second derivative of zero without an error."""
     once = function.once_differentiable(backward)
 
-    def differentiated(ctx, *grads: torch.Tensor | None):
+    def differentiated(ctx, *grads: Tensor | None):
         if torch.is_grad_enabled():  # create_graph=True
             grads = tuple(None if grad is None else grad.detach().requires_grad_() for grad in grads)
         return once(ctx, *grads)
 
     return differentiated
-
-
-class _Dense(NamedTuple):
-    """The factors of a dense product alpha * x . y^T, with x (M, K) and y (N, K).
-
-    alpha: float32 (), or (M, 1) if a is quantized per token, or None for 1
-    dtype: the dtype in which a product is computed that cuBLAS does not compute in BF16
-    """
-
-    x: torch.Tensor
-    y: torch.Tensor
-    alpha: torch.Tensor | None
-    dtype: torch.dtype
-
-    @property
-    def in_bf16(self) -> bool:
-        return self.x.is_cuda and self.x.dtype == self.y.dtype == torch.bfloat16
-
-    @property
-    def scaled_by_cublas(self) -> bool:
-        """Whether cuBLAS computes the product and reads alpha from GPU memory."""
-        one_scale = self.alpha is None or self.alpha.dim() == 0
-        return self.in_bf16 and one_scale and cublas_unavailable_reason() is None
-
-    def result(self, out_dtype: torch.dtype) -> torch.Tensor:
-        if not self.in_bf16:
-            with torch.autocast(self.x.device.type, enabled=False):
-                product = self.x.to(self.dtype) @ self.y.to(self.dtype).T
-        elif self.alpha is None and out_dtype == torch.bfloat16:
-            return self.x @ self.y.T
-        elif self.scaled_by_cublas:
-            from nvfp4_kernels.cublas import mm_alpha
-
-            return mm_alpha(self.x, self.y, self.alpha, out_dtype)
-        else:
-            product = torch.mm(self.x, self.y.T, out_dtype=torch.float32)
-        return _cast(product if self.alpha is None else product * self.alpha, out_dtype)
-
-    def add_to(self, into: torch.Tensor) -> None:
-        if not self.scaled_by_cublas:
-            into.add_(self.result(torch.float32))
-            return
-        from nvfp4_kernels.cublas import mm_alpha_add
-
-        mm_alpha_add(self.x, self.y, self.alpha, into)
-
-
-def _dense(a: GemmOperand, b: GemmOperand, compute_dtype: torch.dtype) -> _Dense:
-    scales = [v.tensor_scale for v in (a, b) if v.tensor_scale is not None]
-    alpha = (scales[0] if len(scales) == 1 else scales[0] * scales[1]) if scales else None
-    x, y = a.matrix(compute_dtype), b.matrix(compute_dtype)
-    k = min(x.shape[-1], y.shape[-1])
-    # On a CPU decoded values are multiplied in FP32. This loses nothing, and CPUs are not faster in BF16.
-    dtype = torch.float32 if x.is_cuda or a.exact or b.exact else compute_dtype
-    return _Dense(x[:, :k], y[:, :k], alpha, dtype)
-
-
-def _product(
-    a: GemmOperand, b: GemmOperand, compute_dtype: torch.dtype, out_dtype: torch.dtype
-) -> TensorCoreProduct | _Dense:
-    """Returns the product of two operands, ready to be computed."""
-    on_tensor_cores = a.on_tensor_cores(b, out_dtype)
-    return _dense(a, b, compute_dtype) if on_tensor_cores is None else on_tensor_cores
-
-
-def _check_lengths(a: GemmOperand, b: GemmOperand) -> None:
-    if a.length != b.length:
-        raise ValueError(
-            f"gemm: a is contracted over {a.length} elements and b over {b.length}; give two operands of one length"
-        )
-
-
-def gemm(
-    a: GemmOperand,
-    b: GemmOperand,
-    *,
-    compute_dtype: torch.dtype,
-    out_dtype: torch.dtype,
-) -> torch.Tensor:
-    """Computes a (M, K) . b (N, K)^T. Returns (M, N) in out_dtype.
-
-    compute_dtype: the dtype that an unquantized operand is cast to, in which the layer would compute without
-                   quantization
-
-    One operand may be padded along K and the other one not, because the padding consists of zeros. Raises ValueError if
-    K differs in any other way.
-    """
-    _check_lengths(a, b)
-    return _product(a.multiplied, b.multiplied, compute_dtype, out_dtype).result(out_dtype)
-
-
-def gemm_add(
-    a: GemmOperand,
-    b: GemmOperand,
-    into: torch.Tensor,
-    *,
-    compute_dtype: torch.dtype,
-) -> None:
-    """Adds a (M, K) . b (N, K)^T to `into`, float32 (M, N) with contiguous rows. The other arguments are gemm's.
-
-    The reference is `into += gemm(...)` in FP32, which has the bits of the sum that autograd computes. CPUs compute it
-    in this way. Where cuBLAS, or cuBLASLt for FP4, reads alpha from GPU memory, the
-    GEMM itself computes alpha * sum + into. No product is written, and the result is rounded once instead of twice.
-    """
-    _check_lengths(a, b)
-    _product(a.multiplied, b.multiplied, compute_dtype, torch.float32).add_to(into)
-
-
-def _cast(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Returns x in this dtype. x.to is not called if x has the dtype already, because torch.compile of torch 2.11 makes
-    the gradients of an autograd function zero if its forward ends in a call of `to` that returns its input."""
-    return x if x.dtype == dtype else x.to(dtype)

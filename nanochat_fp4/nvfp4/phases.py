@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from nanochat_fp4.nvfp4.heads import output_heads
-from nanochat_fp4.nvfp4.linear import QuantLinear
+from nanochat_fp4.nvfp4.layer import QuantLinear
 from nanochat_fp4.nvfp4.methods import get_recipe
 from nanochat_fp4.nvfp4.recipes import Recipe
 from nanochat_fp4.nvfp4.roundings import Rounding

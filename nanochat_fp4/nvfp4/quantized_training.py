@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from nanochat_fp4.nvfp4.contexts import quantize_weights_once
-from nanochat_fp4.nvfp4.linear import QuantLinear
+from nanochat_fp4.nvfp4.layer import QuantLinear
 from nanochat_fp4.nvfp4.phases import MethodPlan
 
 

@@ -21,11 +21,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-import torch
-
-from nanochat_fp4.nvfp4.dispatch import native_gemm
 from nanochat_fp4.nvfp4.hadamard import RHT_DIM
-from nanochat_fp4.nvfp4.makers import Maker, Quantization, maker_of
 from nanochat_fp4.nvfp4.roundings import OF_THE_PACKAGE, Rounding, get_function, get_rounding
 
 RHT_DIMS = (0, 16, 32, 64, 128)
@@ -56,7 +52,6 @@ class Operand:
     rounding: Rounding | None = None
     raw: bool = False
     kept: Rounding | None = None
-    make: Maker = field(init=False, repr=False, compare=False)  # the kind of operand (operands.py)
 
     if TYPE_CHECKING:  # the field is a Rounding, the argument may be its name
 
@@ -71,7 +66,6 @@ class Operand:
         for name in ("rounding", "kept"):
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, get_rounding(getattr(self, name)))
-        object.__setattr__(self, "make", maker_of(self.rounding, self.kept))
 
     def __str__(self) -> str:
         text = ("raw " if self.raw else "") + (self.rounding.label if self.rounding else "-")
@@ -146,33 +140,6 @@ class Recipe:
             if self.quantizes and size % self.block:
                 return f"{name} is {size}, expected a multiple of {self.block}"
         return None
-
-    def quantization(
-        self, operand: int, seed: torch.Tensor | None, signs: torch.Tensor | None, device: torch.device
-    ) -> Quantization:
-        """Describes how an operand (INPUT to INPUT_T) is made in a layer that one process computes alone.
-
-        seed is the seed of the operand's noise, and signs is the seed of its rotation, both int64 (). Both operands of
-        a GEMM draw their signs from the stream of the first one, so that they are rotated alike. A GEMM that draws
-        random numbers although there is no seed has the seed 0.
-        """
-        gemm = (self.output, self.grad_input, self.grad_weight)[operand // 2]
-        if gemm.fixed_signs or (seed is None and gemm.random):
-            signs = torch.zeros((), dtype=torch.int64, device=device)
-            seed = signs if seed is None else seed
-        own, stream_of_signs = (gemm.a, gemm.b)[operand % 2], operand - operand % 2
-        tiles = native_gemm(device.type) is not None
-        return Quantization(
-            own.rounding,
-            seed=seed,
-            stream=operand,
-            rht_dim=gemm.rht_dim,
-            rht_seed=signs,
-            rht_stream=stream_of_signs,
-            kept=own.kept,
-            tiles=tiles,
-            make=own.make,
-        )
 
     @property
     def input_is_codes(self) -> bool:

@@ -42,12 +42,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from nanochat_fp4.nvfp4.format import TILE_ROWS
-from nanochat_fp4.nvfp4.fused import groups_computed_as_one
-from nanochat_fp4.nvfp4.gemm import GemmOperand, Plain
-from nanochat_fp4.nvfp4.linear import QuantLinear
-from nanochat_fp4.nvfp4.makers import largest_magnitude, quantize_operand
-from nanochat_fp4.nvfp4.operands import Codes, Stacked, codes_of
+from nanochat_fp4.nvfp4.epilogue import groups_of
+from nanochat_fp4.nvfp4.format import BLOCK, TILE_ROWS
+from nanochat_fp4.nvfp4.gemm import Quantized, largest_magnitude, quantize_operand
+from nanochat_fp4.nvfp4.layer import QuantLinear
 
 
 class ShardedLinear(QuantLinear):
@@ -57,7 +55,7 @@ class ShardedLinear(QuantLinear):
     """
 
     stackable = True
-    gathered: Codes | Plain | None = None
+    gathered: Quantized | None = None
 
     @property
     def is_gathered(self) -> bool:
@@ -66,21 +64,22 @@ class ShardedLinear(QuantLinear):
 
     @property
     def matrix(self) -> torch.Tensor:
-        if self.is_gathered and isinstance(self.gathered, Plain):
-            return _Gathered.apply(self.weight, self.gathered.values)
+        if self.is_gathered and self.gathered.codes is None:
+            return _Gathered.apply(self.weight, self.gathered.plain)
         return self.weight
 
-    def gathered_weight(self, layers: "Sequence[ShardedLinear]") -> GemmOperand | None:
+    def gathered_weight(self, layers: "Sequence[ShardedLinear]") -> Sequence[Quantized] | None:
         """Returns the gathered codes, or the gathered values if the pass does not quantize the weight. None means that
         the layer has to make the operand from its weight.
 
         Raises ValueError if codes were gathered and the pass is in full precision.
         """
-        if not self.is_gathered or (self.quantizes and isinstance(self.gathered, Plain)):
+        if not self.is_gathered or (self.quantizes and self.gathered.codes is None):
             return None
-        if not self.quantizes and isinstance(self.gathered, Codes):
+        if not self.quantizes and self.gathered.codes is not None:
             raise ValueError("QuantLinear: FSDP gathered the codes alone; enter full_precision around unsharded")
-        return Stacked.of(tuple(layer.gathered for layer in layers)) if len(layers) > 1 else self.gathered
+        # The parts stay in FSDP's buffers, because a copy would hold memory after FSDP has freed the buffers.
+        return tuple(layer.gathered for layer in layers)
 
     def is_plain(self, x: torch.Tensor, layers: Sequence[QuantLinear]) -> bool:
         return super().is_plain(x, layers) and not self.is_gathered
@@ -164,7 +163,7 @@ class _Shard:
             )
         self.local: torch.Tensor = layer.weight._local_tensor
         self.version: tuple | None = None  # version_now() at the time when the codes were made
-        self.codes: Codes | None = None
+        self.codes: Quantized | None = None
         self.tensor_scale = torch.empty((), dtype=torch.float32, device=self.local.device)
         self.gathered_as_codes: bool | None = None  # None before the first gather
         self.local.fsdp_pre_all_gather = functools.partial(self.before)
@@ -204,8 +203,12 @@ class _Shard:
         """Gives the layer the buffers. FSDP fills the same tensors at each later gather, so this is done once."""
         if out is not None:
             return None
-        codes = codes_of(self.layer.recipe.output.b.rounding) if self.gathered_as_codes else None
-        self.layer.gathered = codes(*outputs, self.tensor_scale) if codes else Plain(*outputs)
+        columns = self.layer.in_features
+        if self.gathered_as_codes:
+            square = self.layer.recipe.output.b.rounding.block_rows == BLOCK
+            self.layer.gathered = Quantized(*outputs, self.tensor_scale, length=columns, square=square)
+        else:
+            self.layer.gathered = Quantized(plain=outputs[0], length=columns)
         return torch.full((), torch.nan, dtype=param_dtype, device=self.local.device).as_subclass(_Unread), ()
 
 
@@ -236,7 +239,7 @@ class _Shards:
         # NaN is above all of them, so that the reduction cannot lose a NaN.
         amaxes = _reduced([largest_magnitude(s.local).view(torch.int32) for s in shards], [s.group for s in shards])
         of_layer = {s.layer: amax for s, amax in zip(shards, amaxes)}
-        for group in groups_computed_as_one(self.model):
+        for group in groups_of(self.model):
             if len(group) > 1 and all(layer in of_layer for layer in group):
                 together = torch.stack([of_layer[layer] for layer in group]).amax()
                 of_layer |= dict.fromkeys(group, together)

@@ -26,6 +26,7 @@ sum of the processes' losses. Otherwise all processes compute the same loss. Wei
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -34,11 +35,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from nanochat_fp4.nvfp4.gemm import once_differentiable
-from nanochat_fp4.nvfp4.layer_pass import Pass, check_input, compute_dtype
-from nanochat_fp4.nvfp4.linear import QuantLinear, gradients, output, quantized_linear
-from nanochat_fp4.nvfp4.makers import quantize_operand
-from nanochat_fp4.nvfp4.operands import Codes, stacked
+from nanochat_fp4.nvfp4.gemm import Quantization, Quantized, quantize_operand
+from nanochat_fp4.nvfp4.layer import QuantLinear
 
 
 class DividedLinear(QuantLinear):
@@ -63,21 +61,16 @@ class DividedLinear(QuantLinear):
         return super().is_like(other) and same
 
     def outputs(self, x: torch.Tensor, layers: Sequence[QuantLinear], amax: torch.Tensor | None = None) -> torch.Tensor:
-        check_input(x, self.in_features)
-        weights = [layer.matrix for layer in layers]
-        gathers = self.dim == 0 and self.sequence
-        plain = not x.numel() or self.is_plain(x, layers)
-        if gathers and not plain and not self.scales_each_token and self.present_recipe.input_is_codes:
-            y = _OfGatheredCodes.apply(self, self.new_pass(x, layers, amax), x, *weights)
-        else:
-            if self.dim == 0:
+        settings, plain = {"amax": amax}, not x.numel() or self.is_plain(x, layers)
+        if self.dim == 0:
+            codes = self.quantizes and self.recipe.input_is_codes and not self.scales_each_token
+            if self.sequence and codes and not plain:
+                settings = {"before": _GatheredCodes(self.mesh, x.shape[:-2].numel())}
+            else:
                 whole = self._from_local(x, Shard(x.dim() - 2) if self.sequence else Replicate())
                 x = whole.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
-            if plain:
-                y = nn.functional.linear(x, stacked([w.to(compute_dtype(x)) for w in weights]))
-            else:
-                y = quantized_linear(self.new_pass(x, layers, None if gathers else amax), x, weights)
-                y = y.view(*x.shape[:-1], y.shape[-1])
+                settings = {"amax": None if self.sequence else amax}
+        y = self.product(x, layers, **settings)
         return self._bias(self._sum(y) if self.dim == 1 else y)
 
     def _from_local(self, x: torch.Tensor, placement: Replicate | Shard | Partial) -> DTensor:
@@ -103,33 +96,23 @@ class DividedLinear(QuantLinear):
         return y + bias.to_local().to(y.dtype)
 
 
-class _OfGatheredCodes(torch.autograd.Function):
-    """The product of a column-parallel layer whose input (..., T / W, K) is gathered as codes."""
+class _GatheredCodes(NamedTuple):
+    """layer.Before: gathers the codes of a column-parallel layer's input (sequences * T / W, K)."""
 
-    @staticmethod
-    def forward(ctx, layer: DividedLinear, p: Pass, x: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
-        needs = p.needs(*ctx.needs_input_grad[2:])
-        seed = p.forward_seed(needs, x.device)
+    mesh: DeviceMesh
+    sequences: int
+
+    def forward(self, x: torch.Tensor, how: Quantization) -> tuple[Quantized, tuple[()]]:
         # Row-major scales can be gathered by joining those of the processes.
-        xq = quantize_operand(p.rows(x), p.of_input(seed, x.device)._replace(tiles=False), keep_codes=True)
-        ctx.mesh, ctx.sequences = layer.mesh, (x.shape[:-2].numel(), -1)
-        parts = torch.cat((xq.codes, xq.scales.view(torch.uint8)), dim=1).unflatten(0, ctx.sequences)
-        parts = collectives.all_gather_tensor(parts, 1, layer.mesh).flatten(0, 1)
+        xq = quantize_operand(x, how._replace(tiles=False), keep_codes=True)
+        parts = torch.cat((xq.codes, xq.scales.view(torch.uint8)), dim=1).unflatten(0, (self.sequences, -1))
+        parts = collectives.all_gather_tensor(parts, 1, self.mesh).flatten(0, 1)
         codes, scales = (part.contiguous() for part in parts.split((xq.codes.shape[1], xq.scales.shape[1]), dim=1))
-        xq = Codes(codes, scales.view(xq.scales.dtype), xq.tensor_scale)
-        y, _, ctx.state, saved = output(p, needs, p.rows(x), weights, seed, xq)
-        ctx.save_for_backward(*saved)
-        ctx.shape = x.shape
-        return y.view(*x.shape[:-2], -1, y.shape[-1])
+        return Quantized(codes, scales.view(xq.scales.dtype), xq.tensor_scale, length=xq.length), ()
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad_output: torch.Tensor):
-        grad_x, grads = gradients(ctx.state, ctx.saved_tensors, grad_output.flatten(0, -2))
-        if grad_x is not None:
-            grad_x = collectives.reduce_scatter_tensor(grad_x.unflatten(0, ctx.sequences), "sum", 1, ctx.mesh)
-            grad_x = grad_x.view(ctx.shape)
-        return None, None, grad_x, *grads
+    def backward(self, grad: torch.Tensor, kept: Sequence[torch.Tensor]) -> torch.Tensor:
+        grad = collectives.reduce_scatter_tensor(grad.unflatten(0, (self.sequences, -1)), "sum", 1, self.mesh)
+        return grad.flatten(0, 1)
 
 
 class _Style(ParallelStyle):

@@ -30,7 +30,7 @@ from nanochat_fp4.cli import UserError, is_out_of_memory, one_line
 from nanochat_fp4.common import print0
 from nanochat_fp4.models.optim import Muon
 from nanochat_fp4.models.optim8bit import is_lean
-from nanochat_fp4.nvfp4.linear import QuantLinear
+from nanochat_fp4.nvfp4.layer import QuantLinear
 from nanochat_fp4.parallel import is_sharded
 from nanochat_fp4.training.memory import GRAPHED_STACK_ELEMENTS
 from nanochat_fp4.training.step import TrainingStep

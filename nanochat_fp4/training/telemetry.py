@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from nanochat_fp4.nvfp4.contexts import full_precision
-from nanochat_fp4.nvfp4.linear import QuantLinear
+from nanochat_fp4.nvfp4.layer import QuantLinear
 from nanochat_fp4.nvfp4.quantizers import quantize
 
 

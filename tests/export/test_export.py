@@ -23,8 +23,8 @@ from nanochat_fp4.data.tokenizer_files import CHAT_TEMPLATE, tokenizer_json
 from nanochat_fp4.export.gguf_file import pack_blocks, unpack_blocks
 from nanochat_fp4.export.weights import forward_weights, static_quantize
 from nanochat_fp4.models.gpt import GPT
+from nanochat_fp4.nvfp4.epilogue import groups_of
 from nanochat_fp4.nvfp4.format import pack
-from nanochat_fp4.nvfp4.fused import groups_computed_as_one
 from nanochat_fp4.nvfp4.quantizers import quantize_reference
 from nanochat_fp4.nvfp4.roundings import get_rounding
 from nanochat_fp4.training.checkpoint_manager import load_checkpoint
@@ -167,7 +167,7 @@ def test_evaluations_make_weights_once(tiny_base, tmp_path, monkeypatch, capsys)
     made_anew, forward = [], GPT.forward
 
     def watched(model, *args, **kwargs):
-        groups = groups_computed_as_one(model)
+        groups = groups_of(model)
         made_anew.append(any(not g[0].context.weights for g in groups))
         return forward(model, *args, **kwargs)
 

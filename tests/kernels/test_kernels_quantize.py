@@ -20,8 +20,7 @@ from nanochat_fp4.nvfp4.format import (  # noqa: E402
     pack,
 )
 from nanochat_fp4.nvfp4.format import transpose_square as transpose_square_reference  # noqa: E402
-from nanochat_fp4.nvfp4.makers import Quantization, quantize_operand  # noqa: E402
-from nanochat_fp4.nvfp4.operands import Codes  # noqa: E402
+from nanochat_fp4.nvfp4.gemm import Quantization, Quantized, quantize_operand  # noqa: E402
 from nanochat_fp4.nvfp4.quantizers import quantize_reference, round_e2m1  # noqa: E402
 from nanochat_fp4.nvfp4.roundings import ROUNDINGS  # noqa: E402
 
@@ -221,7 +220,8 @@ def test_dispatch_pads_the_contraction_dimension(name, transpose, monkeypatch):
 def test_dispatch_requantizes_codes_that_are_not_rotated(monkeypatch):
     """Unrotated, codes go through their BF16-exact values: the kernel must see what the reference sees."""
     first = quantize_reference(torch.randn(48, 32), ROUNDINGS["four_over_six"])
-    codes = Codes(*(t.to(DEVICE) for t in (first.codes, first.scales, first.tensor_scale)))
+    parts = (t.to(DEVICE) for t in (first.codes, first.scales, first.tensor_scale))
+    codes = Quantized(*parts, length=32)
     results = []
     for wanted in ("triton", "reference"):
         monkeypatch.setenv("NVFP4_KERNELS", wanted)

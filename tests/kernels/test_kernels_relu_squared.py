@@ -11,9 +11,9 @@ from nvfp4_kernels.relu_squared import quantize_relu_squared, relu_squared
 
 import nanochat_fp4 as nf
 from nanochat_fp4.models.gpt import MLP, GPTConfig, norm
-from nanochat_fp4.nvfp4 import relu_squared as dispatch
+from nanochat_fp4.nvfp4 import epilogue as dispatch
+from nanochat_fp4.nvfp4.epilogue import relu_squared_linear, relu_squared_reference
 from nanochat_fp4.nvfp4.quantizers import quantize_reference
-from nanochat_fp4.nvfp4.relu_squared import relu_squared_linear, relu_squared_reference
 from nanochat_fp4.nvfp4.roundings import ROUNDINGS
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

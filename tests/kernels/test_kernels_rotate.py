@@ -20,7 +20,7 @@ from nvfp4_kernels.rotate import RotatedOperand, rotate_quantize  # noqa: E402
 
 import nanochat_fp4 as nf  # noqa: E402
 from nanochat_fp4.nvfp4.format import NVFP4Tensor, unpack  # noqa: E402
-from nanochat_fp4.nvfp4.makers import Quantization, quantize_grad_output, quantize_operand  # noqa: E402
+from nanochat_fp4.nvfp4.gemm import Quantization, quantize_grad_output, quantize_operand  # noqa: E402
 from nanochat_fp4.nvfp4.quantizers import quantize_reference  # noqa: E402
 from nanochat_fp4.nvfp4.roundings import ROUNDINGS, SR_GRID_MAX, Rounding  # noqa: E402
 

@@ -15,7 +15,7 @@ from lab.bench import common, layers, memory, step, steps
 from lab.bench.step import GraphedSubject, Stopwatch, Subject
 from nanochat_fp4.cli import UserError
 from nanochat_fp4.models import gpt
-from nanochat_fp4.nvfp4 import linear
+from nanochat_fp4.nvfp4 import layer
 
 PASSES = list(layers.PASSES)
 TINY = ["--depth=1", "--aspect-ratio=32", "--head-dim=32", "--seq-len=32", "--vocab-size=64", "--total-batch-size=128"]
@@ -83,8 +83,8 @@ def test_every_layer_is_timed_beside_bf16(measured):
     ],
 )
 def test_a_method_whose_result_is_wrong_is_not_timed(wrong, problem, measured, monkeypatch):
-    real = linear.gemm
-    monkeypatch.setattr(linear, "gemm", lambda a, b, **kw: wrong(real(a, b, **kw)))
+    real = layer.gemm
+    monkeypatch.setattr(layer, "gemm", lambda a, b, **kw: wrong(real(a, b, **kw)))
     problems, results = measured()
     assert len(problems) == 1 and problem in problems[0]
     assert {r["method"] for r in results.records} == {"bf16"}

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from nanochat_fp4.cli import UserError
-from nanochat_fp4.nvfp4.linear import QuantLinear
+from nanochat_fp4.nvfp4.layer import QuantLinear
 from scripts import base_eval, base_loss
 
 FOUR_BITS = {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"}

@@ -11,8 +11,7 @@ from _samples import Fused
 from torch import nn
 
 import nanochat_fp4 as nf
-from nanochat_fp4.nvfp4 import linear as linear_module
-from nanochat_fp4.nvfp4 import makers
+from nanochat_fp4.nvfp4 import contexts, layer
 from nanochat_fp4.nvfp4.recipes import WEIGHT
 
 
@@ -322,7 +321,7 @@ def passes(model, forward, count=3):
 
 def counted(monkeypatch):
     """How often a weight is quantized: the operands with as many rows as a layer has output features."""
-    calls, real = [], makers.quantize_operand
+    calls, real = [], layer.quantize_operand
 
     def count(value, how, **kw):
         if isinstance(value, torch.Tensor) and value.shape[0] in (64, 96) and not kw.get("transpose"):
@@ -330,8 +329,8 @@ def counted(monkeypatch):
                 calls.append(value.shape)
         return real(value, how, **kw)
 
-    monkeypatch.setattr(linear_module, "quantize_operand", count)
-    monkeypatch.setattr(makers, "quantize_operand", count)
+    for module in (layer, contexts):
+        monkeypatch.setattr(module, "quantize_operand", count)
     return calls
 
 
@@ -396,7 +395,7 @@ def test_compiled_code_takes_the_weights_of_each_step_and_is_not_compiled_again(
 def test_weights_quantized_once_take_four_and_a_half_bits():
     model = converted(Fused())
     with nf.quantize_weights_once(model):
-        operands = [model.q.prepared_weight((model.q, model.k)), model.out.prepared_weight((model.out,))]
+        operands = [*model.q.prepared_weight((model.q, model.k)), *model.out.prepared_weight((model.out,))]
         assert [m.prepared_weight((m,)) for m in (model.q, model.k)] == [None, None]
         assert all(operand.decoded is None for operand in operands)
         assert sum(operand.nbytes for operand in operands) == 96 * 64 * 2 * 9 // 16 + 2 * 4

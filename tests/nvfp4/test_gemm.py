@@ -1,14 +1,13 @@
 """The emulated GEMM: the product of the decoded operands in FP32, tensor scales on the accumulator, one rounding."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from _assertions import assert_within_ulps, relative_square_error
 
 from nanochat_fp4.nvfp4 import dispatch
-from nanochat_fp4.nvfp4.format import NVFP4Tensor
-from nanochat_fp4.nvfp4.gemm import gemm, gemm_add
-from nanochat_fp4.nvfp4.makers import Quantization, quantize_operand
-from nanochat_fp4.nvfp4.operands import Codes, Plain
+from nanochat_fp4.nvfp4.gemm import Quantization, Quantized, gemm, quantize_operand
 from nanochat_fp4.nvfp4.quantizers import quantize, quantize_reference
 from nanochat_fp4.nvfp4.roundings import ROUNDINGS
 
@@ -31,8 +30,8 @@ def run(a, b, dtype=torch.float32, compute=torch.float32):
 
 def operand(t):
     if isinstance(t, torch.Tensor):
-        return Plain(t)
-    return Codes(t.codes, t.scales, t.tensor_scale, t.decoded) if type(t) is NVFP4Tensor else t
+        return Quantized(plain=t, length=t.shape[1])
+    return t if isinstance(t, Quantized) else Quantized(**vars(t), length=t.shape[1])
 
 
 @pytest.mark.parametrize("m, n, k", [(1, 16, 16), (7, 48, 128), (129, 33, 272)])
@@ -74,7 +73,7 @@ def test_plain_operands_are_rounded_to_the_compute_dtype(dtype):
 def test_padding_of_one_operand_along_k_is_ignored():
     x, w = torch.randn(3, 32), torch.randn(4, 32)
     padded = quantize(torch.nn.functional.pad(x, (0, 96)), "rtn")
-    padded = operand(padded).padded_from(32)
+    padded = replace(operand(padded), length=32)
     assert relative_square_error(run(padded, w), quantize(x, "rtn").dequantize() @ w.T) < 1e-12
     assert relative_square_error(run(w, padded), w @ quantize(x, "rtn").dequantize().T) < 1e-12
 
@@ -84,7 +83,7 @@ def test_operands_of_different_lengths_are_refused(kind):
     """A product of the columns that both have would be garbage that looks like a result."""
     x, w = torch.randn(3, 32), torch.randn(4, 48)
     make = {
-        "plain": Plain,
+        "plain": operand,
         "codes": lambda t: operand(quantize(t, "rtn")),
         "fp8": lambda t: quantize_operand(t, Quantization(ROUNDINGS["e4m3"])),
         "made": lambda t: quantize_operand(
@@ -92,11 +91,11 @@ def test_operands_of_different_lengths_are_refused(kind):
         ),
     }[kind]
     into = torch.zeros(3, 4)
-    for a, b in ((make(x), make(w)), (make(x), Plain(w)), (Plain(x), make(w))):
+    for a, b in ((make(x), make(w)), (make(x), operand(w)), (operand(x), make(w))):
         with pytest.raises(ValueError, match="32 .* 48"):
             run(a, b)
         with pytest.raises(ValueError, match="32 .* 48"):
-            gemm_add(a, b, into, compute_dtype=torch.float32)
+            gemm(a, b, compute_dtype=torch.float32, into=into)
     assert not into.any()
 
 
@@ -129,6 +128,6 @@ def test_fp8_tensor_cores_add_with_the_error_that_is_stated(k):
         pytest.skip("no FP8 tensor cores here")
     x, w = (torch.randn(256, k, device="cuda").bfloat16() for _ in range(2))
     a, b = (quantize_operand(t, Quantization(ROUNDINGS["e4m3"])) for t in (x, w))
-    got = dispatch.mm_fp8(a.codes, a.tensor_scale, b.codes, b.tensor_scale, torch.float32)
+    got = dispatch.mm(a, b, torch.float32, "fp8")
     want = a.dequantize().double() @ b.dequantize().double().T
     assert relative_square_error(got.double(), want) < 1e-5

@@ -12,10 +12,9 @@ from _rows import METHOD_TABLE
 
 import nanochat_fp4 as nf
 from nanochat_fp4.nvfp4 import dispatch
-from nanochat_fp4.nvfp4.fused import fused_linear
+from nanochat_fp4.nvfp4.epilogue import EightBitReluSquared, fused_linear
 from nanochat_fp4.nvfp4.quantizers import quantize, quantize_reference
 from nanochat_fp4.nvfp4.recipes import Gemm, Operand, Recipe, both
-from nanochat_fp4.nvfp4.relu_squared import EightBitReluSquared
 
 TRAINING = ["nvidia", "four_over_six", "tetrajet_v2", "clover", "clover_search"]
 
@@ -164,7 +163,7 @@ def test_backward_passes_are_unbiased(draws):
 
 def test_the_bias_of_few_tokens_is_small():
     """MS-EDEN needs groups with many values that are not zero. With 2 to about 16 tokens in all the gradient of the
-    weight has the bias that linear.py states, at most 0.5% of its square."""
+    weight has the bias that gemm.py states, at most 0.5% of its square."""
     grad_input, grad_weight = gradients(7, 64)
     assert_unbiased("grad_input", grad_input)
     assert grad_weight.errors[64] < 0.005, str(grad_weight)

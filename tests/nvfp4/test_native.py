@@ -16,8 +16,9 @@ from _cublaslt import NOT_SUPPORTED, SimulatedCublasLt, multiply
 
 import nanochat_fp4 as nf
 from nanochat_fp4.cli import UserError
-from nanochat_fp4.nvfp4 import dispatch, operands, probe
+from nanochat_fp4.nvfp4 import dispatch, probe
 from nanochat_fp4.nvfp4.format import decode, unswizzle_scales
+from nanochat_fp4.nvfp4.gemm import Quantized, quantize_operand
 
 pytest.importorskip("triton")
 from nvfp4_kernels import cublas  # noqa: E402
@@ -239,8 +240,7 @@ def test_weights_that_fsdp_gathered_are_multiplied_as_codes(library, method, kv)
 
     Weights of whole tiles have their scales in them, one weight's tiles after the other's.
     """
-    from nanochat_fp4.nvfp4.fused import fused_linear
-    from nanochat_fp4.nvfp4.makers import quantize_operand
+    from nanochat_fp4.nvfp4.epilogue import fused_linear
     from nanochat_fp4.nvfp4.sharding import ShardedLinear
 
     torch.manual_seed(0)
@@ -595,7 +595,7 @@ def fp8(library, monkeypatch):
         return (a.float() @ b.float() * scale_a * scale_b).to(out_dtype)
 
     monkeypatch.setattr(torch, "_scaled_mm", scaled_mm)
-    monkeypatch.setattr(operands, "has_fp8_tensor_cores", lambda device_type: True)
+    monkeypatch.setattr(dispatch, "has_fp8_tensor_cores", lambda device_type: True)
     return calls
 
 
@@ -629,7 +629,7 @@ ON_FP8 = {"fp8": [BF16, BF16, FP32], "clover_fp8_forward": [BF16], "FP8 dgrad": 
 def test_8_and_4_bits_may_be_mixed_in_any_operand(fp8, monkeypatch, name):
     recipe, sizes = with_eight_bits(EIGHT_BITS[name]), {"tokens": 128, "out_features": 128, "dtype": BF16}
     with monkeypatch.context() as m:
-        m.setattr(operands, "has_fp8_tensor_cores", lambda device_type: False)
+        m.setattr(dispatch, "has_fp8_tensor_cores", lambda device_type: False)
         want = emulated(m, recipe, **sizes)
     assert not fp8
     got = step(recipe, **sizes)
@@ -644,7 +644,7 @@ def test_8_and_4_bits_may_be_mixed_in_any_operand(fp8, monkeypatch, name):
 @pytest.fixture
 def slow_fp8(library, monkeypatch):
     monkeypatch.setattr(dispatch, "fp8_is_slow", lambda device_type: True)
-    monkeypatch.setattr(operands, "has_fp8_tensor_cores", lambda device_type: True)
+    monkeypatch.setattr(dispatch, "has_fp8_tensor_cores", lambda device_type: True)
     return library
 
 
@@ -655,14 +655,14 @@ def test_mxfp8_with_scales_of_one_is_the_product_of_fp8(slow_fp8, monkeypatch, p
     assert dispatch.uses_mxfp8("cpu", *dtypes)
     for out_dtype in (BF16, FP32):
         a, b = (torch.randn(rows, 96).to(dtype) for rows, dtype in zip((33, 64), dtypes))
-        scales = torch.tensor(0.37), torch.tensor(1.9)
+        x, y = Quantized(a, tensor_scale=torch.tensor(0.37)), Quantized(b, tensor_scale=torch.tensor(1.9))
         slow_fp8.calls.clear()
-        got = dispatch.mm_fp8(a, scales[0], b, scales[1], out_dtype)
-        want = (a.double() @ b.double().T * scales[0] * scales[1]).to(out_dtype)
+        got = dispatch.mm(x, y, out_dtype, dispatch.library(x, y))
+        want = (a.double() @ b.double().T * x.tensor_scale * y.tensor_scale).to(out_dtype)
         assert got.dtype == out_dtype and relative_square_error(got.float(), want.float()) < 1e-5
         assert [call[1] for call in slow_fp8.calls] == [(33, 64, 96)]
     monkeypatch.setattr(torch, "full", None)  # the block scales are made once for a shape
-    assert torch.equal(dispatch.mm_fp8(a, scales[0], b, scales[1], out_dtype), got)
+    assert torch.equal(dispatch.mm(x, y, out_dtype, "mxfp8"), got)
 
 
 def test_all_products_of_fp8_are_mxfp8(slow_fp8):

@@ -9,8 +9,8 @@ from _models import simulate_fp4_tensor_cores
 from torch import nn
 
 import nanochat_fp4 as nf
-from nanochat_fp4.nvfp4.fused import fused_linear
-from nanochat_fp4.nvfp4.linear import QuantLinear
+from nanochat_fp4.nvfp4.epilogue import fused_linear
+from nanochat_fp4.nvfp4.layer import QuantLinear
 
 WIDTH = 64
 

@@ -12,8 +12,8 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 import nanochat_fp4 as nf
 from nanochat_fp4.nvfp4 import tensor_parallel
-from nanochat_fp4.nvfp4.fused import fused_linear
-from nanochat_fp4.nvfp4.linear import QuantLinear
+from nanochat_fp4.nvfp4.epilogue import fused_linear
+from nanochat_fp4.nvfp4.layer import QuantLinear
 
 K, N, SEQUENCES, TOKENS = 256, 512, 2, 64
 STYLES = [(style, sequence) for style in ("ColwiseParallel", "RowwiseParallel") for sequence in (True, False)]

@@ -11,7 +11,7 @@ from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
 
 import nanochat_fp4 as nf
-from nanochat_fp4.nvfp4.fused import fused_linear
+from nanochat_fp4.nvfp4.epilogue import fused_linear
 
 
 def mlp(method="clover") -> nn.Sequential:

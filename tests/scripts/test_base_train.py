@@ -576,10 +576,10 @@ def test_loss_stage_reports_both_forwards(tiny_base, capsys):
 
 def test_faulty_backend_ends_the_run_before_it_begins(tiny_base, monkeypatch):
     """A GEMM that returns zeros, as one has on a new GPU: without the self-check the loss would just not fall."""
-    from nanochat_fp4.nvfp4 import linear
+    from nanochat_fp4.nvfp4 import layer
 
-    real = linear.gemm
-    monkeypatch.setattr(linear, "gemm", lambda *args, **kwargs: real(*args, **kwargs) * 0)
+    real = layer.gemm
+    monkeypatch.setattr(layer, "gemm", lambda *args, **kwargs: real(*args, **kwargs) * 0)
     monkeypatch.setattr(base_train, "auto_device_batch_size", None)  # comes after the self-check
     with pytest.raises(UserError, match="clover: output is all zeros"):
         train("--device-batch-size=auto", steps=1)
