@@ -65,7 +65,7 @@ def _why_there_are_no_weights(model: nn.Module) -> str:
     if not hasattr(model, "nf_report"):
         return 'a model that is not converted has no 4-bit weights; convert it first, nf.convert(model, "clover")'
     recipe = model.nf_report.recipe
-    if recipe.random_output:
+    if recipe.output.random:
         return (
             f"the method {recipe.name} draws the forward pass's rounding anew in each training pass, so it has no "
             "weights that a file can hold; convert the model to a method that rounds to nearest there, for example "

@@ -21,9 +21,3 @@ def all_gather(output: torch.Tensor, source: torch.Tensor, **kwargs: Any) -> Any
 
 def reduce_scatter(output: torch.Tensor, source: torch.Tensor, **kwargs: Any) -> Any:
     return (getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor)(output, source, **kwargs)
-
-
-def process_group(name: str) -> dist.ProcessGroup:
-    from torch.distributed.distributed_c10d import _resolve_process_group
-
-    return _resolve_process_group(name)

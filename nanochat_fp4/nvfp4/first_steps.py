@@ -12,9 +12,9 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from nanochat_fp4.nvfp4.convert_report import some
-from nanochat_fp4.nvfp4.experts import ExpertLinear
 from nanochat_fp4.nvfp4.epilogue import groups_of
+from nanochat_fp4.nvfp4.experts import ExpertLinear
+from nanochat_fp4.nvfp4.heads import some
 from nanochat_fp4.nvfp4.layer import QuantLinear
 
 PATIENCE = 6  # The number of optimizer steps before the warning. A short trial must get it, too.

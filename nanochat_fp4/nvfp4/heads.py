@@ -62,6 +62,12 @@ def product_shapes(model: nn.Module, tokens: int) -> list[tuple[int, int, int]]:
     return sorted({shape for n, k in sizes for shape in ((tokens, n, k), (tokens, k, n), (n, k, tokens))})
 
 
+def some(names: Iterable[str]) -> str:
+    """Returns at most six of the names as text."""
+    names = list(names)
+    return ", ".join(names[:6]) + (", ..." if len(names) > 6 else "")
+
+
 def linear_layers(model: nn.Module) -> dict[nn.Module, list[str]]:
     """Returns each linear layer of the model with all of its names. A layer that the model holds at several places has
     several names."""

@@ -125,7 +125,8 @@ class Pass(NamedTuple):
             signs = torch.zeros((), dtype=torch.int64, device=device)
             seed = signs if seed is None else seed
         is_input = operand == INPUT
-        knows_amax = is_input and own.rounding and own.rounding.takes_amax and not (gemm.rht_dim or self.per_token)
+        # A rounding that is a user's own function finds the amax itself.
+        knows_amax = is_input and own.rounding and not (own.rounding.quantize or gemm.rht_dim or self.per_token)
         return Quantization(
             own.rounding,
             seed=seed,
@@ -151,8 +152,8 @@ class _Linear(torch.autograd.Function):
         dgrad, wgrad = p.recipe.grad_input, p.recipe.grad_weight
         needs_x = p.grad_enabled and ctx.needs_input_grad[1]
         needs_w = p.grad_enabled and any(ctx.needs_input_grad[2 : 2 + p.weights])
-        drawn = p.recipe.draws_in_forward and (needs_x or needs_w or inside_checkpoint())
-        seed = new_seed(device) if drawn else None
+        drawn = p.recipe.output.random or any(gemm.b.raw and gemm.random for gemm in (dgrad, wgrad))
+        seed = new_seed(device) if drawn and (needs_x or needs_w or inside_checkpoint()) else None
 
         how, weight = p.how(INPUT, seed, seed, device), stacked(weights) if p.prepared is None or dgrad.b.raw else None
         xq, of_x = p.before.forward(x, how) if p.before is not None else (quantize_operand(x, how, keep_codes=True), ())
@@ -180,8 +181,8 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, *grads: Tensor):
-        p, recipe, (needs_x, needs_w) = ctx.p, ctx.p.recipe, ctx.needs
-        dgrad, wgrad = recipe.grad_input, recipe.grad_weight
+        p, (needs_x, needs_w) = ctx.p, ctx.needs
+        dgrad, wgrad = p.recipe.grad_input, p.recipe.grad_weight
         operands, (forward_seed, *rest) = put_together(ctx.about, ctx.saved_tensors)
         weights, inputs = operands[: ctx.counts[0]], operands[ctx.counts[0] : ctx.counts[0] + ctx.counts[1]]
         e, grad_others = grads[0], ()
@@ -193,7 +194,7 @@ class _Linear(torch.autograd.Function):
             e, *grad_others = p.after.backward(y, rest[ctx.of_x :], *grads)
 
         device, grad_x, grad_w = e.device, None, [None] * p.weights
-        seed = new_seed(device) if recipe.draws_in_backward else None
+        seed = new_seed(device) if dgrad.random or wgrad.random else None
         if seed is not None and torch.compiler.is_compiling():
             seed = after(seed, e)
         # If the forward pass has rotated operand b of a GEMM, operand a is rotated with the same signs.
@@ -501,4 +502,4 @@ class QuantLinear(InContext, torch.nn.Linear):
         return x.is_meta or not (self.quantizes or (adds and self.gradient_memory(layers) is not None))
 
     def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, {self.recipe}"
+        return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}, method={self.recipe.name}"

@@ -100,7 +100,7 @@ class Gemm:
         return f"{self.a} x {self.b}" + (f", RHT-{self.rht_dim}" if self.rht_dim else "")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Recipe:
     """A method: one Gemm for each of the three products of a linear layer.
 
@@ -155,11 +155,6 @@ class Recipe:
         return bool(self.output.b.rounding) and not self.output.random
 
     @property
-    def random_output(self) -> bool:
-        """Whether the output GEMM rounds at random, so that its weights differ from pass to pass."""
-        return self.output.random
-
-    @property
     def quantizes(self) -> bool:
         """Whether any operand of any GEMM is quantized."""
         return any(o.rounding for g in (self.output, self.grad_input, self.grad_weight) for o in (g.a, g.b))
@@ -168,19 +163,6 @@ class Recipe:
     def quantizes_backward(self) -> bool:
         """Whether any operand of a backward GEMM is quantized anew."""
         return any(o.rounding for g in (self.grad_input, self.grad_weight) for o in (g.a, g.b))
-
-    @property
-    def draws_in_forward(self) -> bool:
-        """Whether the forward pass draws random numbers.
-
-        The backward operands with `raw` count, because the forward pass quantizes them.
-        """
-        raw = [g for g in (self.grad_input, self.grad_weight) if g.b.raw]
-        return self.output.random or any(g.random for g in raw)
-
-    @property
-    def draws_in_backward(self) -> bool:
-        return self.grad_input.random or self.grad_weight.random
 
     @property
     def final(self) -> "Recipe":
@@ -200,8 +182,11 @@ class Recipe:
         weight, x = (Operand(raw=raw) for raw in (self.output.rht_dim > 0, self.grad_weight.b.raw))
         return replace(self, output=output, grad_input=Gemm(b=weight), grad_weight=Gemm(b=x), late=late)
 
-    def __str__(self) -> str:
-        text = f"{self.name}: output {self.output}; grad_input {self.grad_input}; grad_weight {self.grad_weight}"
+    def __repr__(self) -> str:
+        backward = "backward in high precision"
+        if self.quantizes_backward:
+            backward = f"grad_input {self.grad_input}; grad_weight {self.grad_weight}"
+        text = f"{self.name}: output {self.output}; {backward}"
         text += f"; the last {100 * self.kept_blocks:g}% of the blocks in BF16" if self.kept_blocks else ""
         return text + (f"; {self.late[1].name} from {100 * self.late[0]:.0f}% of the steps on" if self.late else "")
 

@@ -93,11 +93,6 @@ class Rounding:
         return not (self.fp8 or self.quantize or (self.random and self.block_rows > 1))
 
     @property
-    def takes_amax(self) -> bool:
-        """Whether the amax of an input that is not rotated can be given by the kernel that makes the input."""
-        return self.has_kernels or self.fp8
-
-    @property
     def random(self) -> bool:
         """Whether the result depends on the seed."""
         return self.stochastic or self.ms_eden

@@ -86,7 +86,7 @@ def test_converts_in_place_and_reports_the_rest(capsys):
 
 
 def test_print_model_shows_the_recipe():
-    assert "grad_input ms_eden x ms_eden, RHT-128" in repr(converted(Model()))
+    assert "bias=False, method=clover)" in repr(converted(Model()))
 
 
 def test_parameters_are_the_same_objects():

@@ -92,7 +92,9 @@ def backward_product(gemm: Gemm, stream: int, seeds, e: torch.Tensor, raw: torch
 def by_hand(recipe: Recipe, x, w, e, seed):
     """output, grad_input, grad_weight. A pass that needs random numbers draws one seed."""
     torch.manual_seed(seed)
-    seeds = [draw_seed() if draws else 0 for draws in (recipe.draws_in_forward, recipe.draws_in_backward)]
+    gemms = recipe.grad_input, recipe.grad_weight
+    in_forward = recipe.output.random or any(gemm.random for gemm in gemms if gemm.b.raw)
+    seeds = [draw_seed() if draws else 0 for draws in (in_forward, any(gemm.random for gemm in gemms))]
     (xq, x_used), (wq, w_used) = forward_operand(x, recipe.output.a), forward_operand(w, recipe.output.b)
     y = product(xq, wq)
     grad_input = backward_product(recipe.grad_input, 2, seeds, e, w.T, w_used.T)

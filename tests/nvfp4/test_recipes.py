@@ -4,6 +4,7 @@ import dataclasses
 import json
 
 import pytest
+import torch
 from _rows import METHOD_TABLE
 
 import nanochat_fp4 as nf
@@ -114,7 +115,7 @@ def test_forward_only_keeps_the_forward():
         )  # nothing in 4 bits
         assert f.output == Gemm(*kept) and f.grad_input == Gemm()
         assert f.grad_weight == Gemm(b=Operand(raw=r.grad_weight.b.raw))  # nvidia's takes the raw input in both
-        assert not f.draws_in_backward
+        assert not f.grad_input.random and not f.grad_weight.random
     late = get_recipe("clover_late")  # which ends so as well
     assert late.forward_only().final == late.final.forward_only() != late.final
 
@@ -132,12 +133,22 @@ def test_forward_only_keeps_the_forward():
     ],
 )
 def test_which_passes_draw_random_numbers(method, forward, backward):
-    r = get_recipe(method)
-    assert (r.draws_in_forward, r.draws_in_backward) == (forward, backward)
-    assert r.quantizes == (method != "bf16")
+    layer, states = nf.QuantLinear(128, 128, method=method), [torch.get_rng_state()]
+    y = layer(torch.randn(16, 128, generator=torch.Generator().manual_seed(0)))
+    states.append(torch.get_rng_state())
+    y.sum().backward()
+    states.append(torch.get_rng_state())
+    drawn = [not torch.equal(before, after) for before, after in zip(states, states[1:])]
+    assert drawn == [forward, backward]
+    assert get_recipe(method).quantizes == (method != "bf16")
 
 
 def test_print_shows_the_whole_row():
-    assert str(get_recipe("nvidia")) == (
-        "nvidia: output rtn x rtn_16x16; grad_input sr x -; grad_weight sr x raw rtn, RHT-16"
+    nvidia = get_recipe("nvidia")
+    assert (
+        str(nvidia)
+        == repr(nvidia)
+        == ("nvidia: output rtn x rtn_16x16; grad_input sr x -; grad_weight sr x raw rtn, RHT-16")
     )
+    assert repr(nvidia.forward_only()) == "nvidia: output rtn x rtn_16x16; backward in high precision"
+    assert repr(nf.QuantLinear(64, 128, method="clover")) == "QuantLinear(64, 128, bias=False, method=clover)"
