@@ -49,7 +49,7 @@ _MODULES = {
     "nvfp4.hadamard": "rotate",
     "nvfp4.layer": "QuantLinear",
     "nvfp4.methods": "METHODS get_recipe register",
-    "nvfp4.quantized_training": "set_progress",
+    "nvfp4.phases": "set_progress",
     "nvfp4.quantizers": "quantize",
     "nvfp4.recipes": "Gemm Operand Recipe",
     "nvfp4.roundings": "ROUNDINGS Rounding",

@@ -7,9 +7,9 @@ from nanochat_fp4.nvfp4.convert import convert
 from nanochat_fp4.nvfp4.dispatch import backend
 from nanochat_fp4.nvfp4.format import NVFP4Tensor
 from nanochat_fp4.nvfp4.hadamard import rotate
-from nanochat_fp4.nvfp4.linear import QuantLinear
+from nanochat_fp4.nvfp4.layer import QuantLinear
 from nanochat_fp4.nvfp4.methods import get_recipe, register
-from nanochat_fp4.nvfp4.quantized_training import set_progress
+from nanochat_fp4.nvfp4.phases import set_progress
 from nanochat_fp4.nvfp4.quantizers import quantize
 from nanochat_fp4.nvfp4.recipes import Gemm, Operand, Recipe
 from nanochat_fp4.nvfp4.roundings import ROUNDINGS, Rounding

@@ -157,7 +157,9 @@ def kernels_of(recipes: Iterable[Recipe]) -> list[tuple[Rounding, int]]:
     return sorted(pairs, key=lambda pair: (pair[0].name, pair[1]))
 
 
-def operands(device: torch.device, rounding: Rounding, rht_dim: int, x: torch.Tensor, noise: dict) -> dict[str, Quantized]:
+def operands(
+    device: torch.device, rounding: Rounding, rht_dim: int, x: torch.Tensor, noise: dict
+) -> dict[str, Quantized]:
     """The operands that a training step makes of x (M, N) with this rounding, by name. Training launches the same
     kernels: it makes both operands of a grad_output at once, and one operand from codes."""
     seeds = {name: torch.tensor(noise[name], device=device) for name in ("seed", "rht_seed")}

@@ -1,6 +1,6 @@
 """Computes ReLU^2, its largest value, and relu(x) in 8 bits for the derivative, in one pass.
 
-The arithmetic is that of nanochat_fp4.nvfp4.relu_squared, bit for bit. Per BF16 element the kernel reads 2 bytes and
+The arithmetic is that of nanochat_fp4.nvfp4.epilogue, bit for bit. Per BF16 element the kernel reads 2 bytes and
 writes 2 + 1. It reads a row twice, the second time from the cache.
 """
 

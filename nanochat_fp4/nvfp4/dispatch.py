@@ -90,29 +90,29 @@ def constant_when_compiled(function: Callable) -> Callable:
 # Kernels
 
 
+@constant_when_compiled
 def use_kernels(device: torch.device) -> bool:
     """Whether operands on this device are quantized by the Triton kernels."""
-    return _use_kernels(device.type)
-
-
-@constant_when_compiled
-def _use_kernels(device_type: str) -> bool:
     wanted = os.environ.get("NVFP4_KERNELS") or "auto"
     if wanted not in ("auto", "reference", "triton"):
         raise ValueError(f"NVFP4_KERNELS is {wanted!r}, expected auto, reference or triton")
-    reason = no_kernels_reason(device_type)
+    reason = no_kernels_reason(device.type)
     if wanted == "triton" and reason:
         raise ValueError(f"NVFP4_KERNELS=triton, but {reason}; unset it, or set NVFP4_KERNELS=reference")
-    if wanted == "auto" and device_type == "cuda" and (problem := triton_problem()):
+    if wanted == "auto" and device.type == "cuda" and (problem := triton_problem()):
         raise ValueError(f"{problem}, or set NVFP4_KERNELS=reference, which is slow, and do not compile")
-    return wanted == "triton" or (wanted == "auto" and reason is None and device_type == "cuda")
+    return wanted == "triton" or (wanted == "auto" and reason is None and device.type == "cuda")
 
 
 @constant_when_compiled
 def stays_eager(device_type: str) -> bool:
     """Whether torch.compile leaves the quantized layers uncompiled on this kind of device. The first call that returns
     true also warns of it."""
-    left = device_type == "cpu" and os.environ.get("NVFP4_COMPILE", "0") in ("", "0") and not _use_kernels(device_type)
+    left = (
+        device_type == "cpu"
+        and os.environ.get("NVFP4_COMPILE", "0") in ("", "0")
+        and not use_kernels(torch.device(device_type))
+    )
     if left:
         say_what_is_left_out()
     return left

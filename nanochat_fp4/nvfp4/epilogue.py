@@ -102,7 +102,7 @@ def linear_with_epilogue(
     for which can_be_fused is true, so they have no biases. Raises ValueError if x has another size or dtype than the
     layers take.
     """
-    return linears[0].product(x, linears, others=others, after=epilogue)
+    return linears[0].outputs(x, linears, others=others, after=epilogue)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -210,7 +210,7 @@ def relu_squared_linear(x: Tensor, linear: QuantLinear, derivative: bool = True)
     recipe = linear.recipe
     alone = can_be_fused([linear]) and linear.largest is None and not linear.scales_each_token and x.numel()
     if alone and recipe.input_is_codes and recipe.output.a.rounding.block_rows == 1 and use_kernels(x.device):
-        return linear.product(x, (linear,), before=_ReluSquared(new_seed(x.device), derivative))
+        return linear.outputs(x, (linear,), before=_ReluSquared(new_seed(x.device), derivative))
     if not derivative:
         if linear.quantizes_input:
             # The seed that relu(x)'s 8 bits would have used is drawn, so that all later random numbers stay the same.

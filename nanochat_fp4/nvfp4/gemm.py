@@ -112,14 +112,15 @@ class Quantized(NVFP4Tensor):
         tensors = {name: getattr(self, name) for name in names}
         return replace(self, **{name: after(t, other) for name, t in tensors.items() if t is not None})
 
-    def tensors(self) -> tuple[Tensor | None, ...]:
-        """Returns the five tensors to keep for the backward pass, some of which are None."""
-        return self.codes, self.scales, self.tensor_scale, self.decoded if self.codes is None else None, self.plain
-
 
 def taken_apart(operands: Sequence[Quantized]) -> tuple[list[tuple[int, bool]], list[Tensor | None]]:
-    """Takes operands apart for autograd. put_together makes them again."""
-    return [(o.length, o.square) for o in operands], [t for o in operands for t in o.tensors()]
+    """Takes operands apart for autograd: five tensors each, some of which are None. put_together makes them again."""
+    about = [(o.length, o.square) for o in operands]
+    return about, [
+        t
+        for o in map(Quantized.without_cache, operands)
+        for t in (o.codes, o.scales, o.tensor_scale, o.decoded, o.plain)
+    ]
 
 
 def put_together(

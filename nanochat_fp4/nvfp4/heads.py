@@ -5,7 +5,6 @@ recognized by names, shared parameters and shapes. The order in which the model 
 say nothing. The model is not run.
 """
 
-import fnmatch
 import re
 from collections import Counter
 from collections.abc import Iterable
@@ -13,7 +12,6 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
-HEAD_NAMES = ("lm_head", "*.lm_head")
 # A head and the embedding may differ in their number of rows by this share, because vocabularies are padded.
 PADDING = 1 / 8
 
@@ -109,7 +107,9 @@ def output_heads(model: nn.Module) -> set[nn.Module]:
     embeddings = [m for m in modules if isinstance(m, nn.Embedding | nn.EmbeddingBag)]
     looked_up = [m._parameters.values() for m in modules if not is_linear(m) and m not in embeddings]
 
-    heads = {layer for layer, names in layers.items() if any(_is_head_name(name) for name in names)}
+    heads = {
+        layer for layer, names in layers.items() for name in names if without_wrappers(name).split(".")[-1] == "lm_head"
+    }
     heads |= {m.get_output_embeddings() for m in modules if hasattr(m, "get_output_embeddings")} & set(layers)
     heads |= {layer for layer in layers if _holds(layer, (table.weight for table in embeddings))}
     heads |= {layer for layer in outside if any(_holds(layer, parameters) for parameters in looked_up)}
@@ -150,10 +150,6 @@ def _is_stack(module: nn.Module) -> bool:
     if isinstance(module, nn.ModuleDict):
         return len(with_layers) > 1 and len({type(child) for child in module.children()}) == 1
     return isinstance(module, nn.ModuleList | nn.Sequential) and bool(with_layers)
-
-
-def _is_head_name(name: str) -> bool:
-    return any(fnmatch.fnmatchcase(without_wrappers(name), pattern) for pattern in HEAD_NAMES)
 
 
 def _holds(layer: nn.Module, parameters: Iterable[torch.Tensor | None]) -> bool:

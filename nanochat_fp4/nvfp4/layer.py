@@ -438,30 +438,27 @@ class QuantLinear(InContext, torch.nn.Linear):
         """
         return self.outputs(x, (self,), amax)
 
-    def outputs(self, x: Tensor, layers: "Sequence[QuantLinear]", amax: Tensor | None = None) -> Tensor:
-        """Computes several layers that are alike, of which this is the first, as one. Returns their outputs side by
-        side, (..., sum of out_features). amax is forward's."""
-        return self.product(x, layers, None if self.bias is None else self.bias.to(compute_dtype(x)), amax=amax)
-
-    def product(
+    def outputs(
         self,
         x: Tensor,
         layers: "Sequence[QuantLinear]",
-        bias: Tensor | None = None,
+        amax: Tensor | None = None,
         others: Sequence[Tensor] = (),
+        add_bias: bool = True,
         **settings,
     ):
-        """Computes x . W^T + bias of x (..., K). W consists of the weights of these layers, of which this is the first.
-        settings are fields of Pass. Returns (..., N), or the results of settings["after"], which `others` are arguments
-        of.
+        """Computes x . W^T + bias of x (..., K). W consists of the weights of these layers, which are alike, and of
+        which this is the first. settings are fields of Pass. Returns (..., N), or the results of settings["after"],
+        which `others` are arguments of.
 
         Raises ValueError for an input of another size, and for a dtype that quantized layers do not compute in.
         """
         if torch.compiler.is_compiling() and not torch.compiler.is_exporting() and dispatch.stays_eager(x.device.type):
             # A C++ compiler takes minutes for the many small operations of two layers. NVFP4_COMPILE=1 compiles them.
-            return torch.compiler.disable(type(self).product)(self, x, layers, bias, others, **settings)
+            return torch.compiler.disable(QuantLinear.outputs)(self, x, layers, amax, others, add_bias, **settings)
         check_input(x, self.in_features)
         dtype, weights = compute_dtype(x), [layer.matrix for layer in layers]
+        bias = self.bias.to(dtype) if add_bias and self.bias is not None else None
         around = any(settings.get(name) is not None for name in ("before", "after"))
         if not around and (not x.numel() or self.is_plain(x, layers)):
             # Without autocast, too, the weight is cast to the input's dtype, so that FP32 master weights can be used
@@ -481,6 +478,7 @@ class QuantLinear(InContext, torch.nn.Linear):
             torch.is_grad_enabled(),
             len(weights),
             per_token=self.scales_each_token,
+            amax=amax,
             prepared=self.prepared_weight(layers),
             gradient=self.gradient_memory(layers),
             largest=self.largest,

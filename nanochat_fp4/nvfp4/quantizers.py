@@ -297,11 +297,13 @@ def quantize_reference(
         codes, scales, decoded = parts
         return NVFP4Tensor(codes, scales, t.tensor_scale, decoded)
     if rounding.fp8:
-        codes, tensor_scale = _fp8_with_tensor_scale(rows, rounding, amax, norm)
-        codes = codes.view(*leading, -1)
-        tensor_scale = tensor_scale.view(*leading, 1) if per_token else tensor_scale
+        # With FP64 compiled code computes the same scale, as in nanochat's fp8.py.
+        scale = (rounding.grid_max / (amax * norm).double().clamp(min=FP8_AMAX_MIN)).float()
+        codes = to_fp8(rows * (scale * norm), rounding.element).view(*leading, -1)
+        tensor_scale = scale.reciprocal().view(*leading, 1) if per_token else scale.reciprocal()
         return NVFP4Tensor(codes, codes.new_empty(*leading, 0), tensor_scale)
-    tensor_scale = _tensor_scale(rounding, amax * norm)
+    tensor_scale = divide(amax * norm, rounding.grid_max * rounding.scale_cap).clamp(min=TENSOR_SCALE_MIN)
+    tensor_scale = power_of_two_ceil(tensor_scale) if rounding.ms_eden else tensor_scale
     # MS-EDEN divides its scales by tensor_scale afterwards, so its factor is only the norm of the rotation.
     factor = torch.ones_like(tensor_scale) * norm if rounding.ms_eden else 1.0 / tensor_scale * norm
 
@@ -314,19 +316,6 @@ def quantize_reference(
         tensor_scale=tensor_scale.view(*leading, 1) if per_token else tensor_scale,
         decoded=decoded.view(*leading, -1),
     )
-
-
-def _fp8_with_tensor_scale(rows, rounding, amax, norm):
-    """Returns (FP8 codes of rows * norm, tensor_scale). amax is that of the rows."""
-    # With FP64 compiled code computes the same scale, as in nanochat's fp8.py.
-    scale = (rounding.grid_max / (amax * norm).double().clamp(min=FP8_AMAX_MIN)).float()
-    return to_fp8(rows * (scale * norm), rounding.element), scale.reciprocal()
-
-
-def _tensor_scale(rounding, amax):
-    """Returns the tensor_scale of values with this amax."""
-    tensor_scale = divide(amax, rounding.grid_max * rounding.scale_cap).clamp(min=TENSOR_SCALE_MIN)
-    return power_of_two_ceil(tensor_scale) if rounding.ms_eden else tensor_scale
 
 
 def _align_in_chunks(rows, rounding, factor, noise):

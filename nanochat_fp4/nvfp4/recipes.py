@@ -22,7 +22,7 @@ from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from nanochat_fp4.nvfp4.hadamard import RHT_DIM
-from nanochat_fp4.nvfp4.roundings import OF_THE_PACKAGE, Rounding, get_function, get_rounding
+from nanochat_fp4.nvfp4.roundings import OF_THE_PACKAGE, ROUNDINGS, Rounding, get_rounding
 
 RHT_DIMS = (0, 16, 32, 64, 128)
 # The six operands, two of each GEMM. The number of an operand is also the number of its random stream, so that no two
@@ -258,7 +258,10 @@ def from_record(record: Mapping[str, Any]) -> Recipe:
             if isinstance(value, Mapping):
                 plain = {k: tuple(v) if isinstance(v, list) else v for k, v in value.items()}
                 if "quantize" in plain:
-                    plain["quantize"] = get_function(plain["quantize"], plain.get("name", ""))
+                    known = {row.function: row.quantize for row in ROUNDINGS.values() if isinstance(row, Rounding)}
+                    if plain["quantize"] not in known:
+                        raise ValueError(f"{plain['quantize']}, a rounding's function, is in no row of ROUNDINGS")
+                    plain["quantize"] = known[plain["quantize"]]
                 roundings[name] = Rounding(**plain)
             elif isinstance(value, str):
                 roundings[name] = OF_THE_PACKAGE.get(value) or get_rounding(value)

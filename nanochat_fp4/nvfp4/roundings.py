@@ -146,12 +146,3 @@ def get_rounding(name: str | Rounding) -> Rounding:
             "(nanochat_fp4.Rounding(...)); other arithmetic is its argument `quantize`, see CONTRIBUTING.md"
         )
     return row if row.name == name else replace(row, name=name)
-
-
-def get_function(name: str, row: str) -> "Callable[[torch.Tensor, Rounding, Noise], NVFP4Tensor]":
-    """Returns the function of this name that a row of ROUNDINGS has. `row` is the name of the row that was stored with
-    it. Raises ValueError if no row has the function."""
-    for rounding in ROUNDINGS.values():
-        if isinstance(rounding, Rounding) and rounding.function == name:
-            return rounding.quantize
-    raise ValueError(f"the rounding {row!r} is computed by the function {name}, which no row of ROUNDINGS has")

@@ -70,7 +70,7 @@ class DividedLinear(QuantLinear):
                 whole = self._from_local(x, Shard(x.dim() - 2) if self.sequence else Replicate())
                 x = whole.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
                 settings = {"amax": None if self.sequence else amax}
-        y = self.product(x, layers, **settings)
+        y = super().outputs(x, layers, add_bias=False, **settings)
         return self._bias(self._sum(y) if self.dim == 1 else y)
 
     def _from_local(self, x: torch.Tensor, placement: Replicate | Shard | Partial) -> DTensor:

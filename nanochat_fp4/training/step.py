@@ -10,7 +10,7 @@ from torch.profiler import record_function
 import nanochat_fp4 as nf
 from nanochat_fp4.models.gpt import autocast
 from nanochat_fp4.models.optim8bit import LeanState
-from nanochat_fp4.nvfp4.quantized_training import QuantizedTraining
+from nanochat_fp4.nvfp4.phases import QuantizedTraining
 
 # A batch consists of tokens, targets (negative where a token has no target), and further arguments of the loss.
 Batch = tuple[Tensor, ...]

@@ -61,8 +61,7 @@ from nanochat_fp4.models.optim import Schedule
 from nanochat_fp4.models.optim8bit import LeanState, set_state
 from nanochat_fp4.nvfp4.dispatch import decide
 from nanochat_fp4.nvfp4.heads import product_shapes
-from nanochat_fp4.nvfp4.phases import MethodPlan
-from nanochat_fp4.nvfp4.quantized_training import QuantizedTraining
+from nanochat_fp4.nvfp4.phases import MethodPlan, QuantizedTraining
 from nanochat_fp4.nvfp4.recipes import Recipe, to_record
 from nanochat_fp4.parallel import check_parallel, full_state_dict, is_sharded, shard
 from nanochat_fp4.progress import Progress

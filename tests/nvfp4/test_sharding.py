@@ -120,8 +120,8 @@ def nothing_stays(model, rows):
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         loss = model(rows).square().mean()
     layers = [m for m in model[1:3].modules() if isinstance(m, QuantLinear)]
-    of_weights = {t.untyped_storage().data_ptr() for m in layers for t in m.gathered.tensors()[:2]}
-    assert all(t.untyped_storage().size() == 0 for m in layers for t in m.gathered.tensors()[:2])
+    of_weights = {t.untyped_storage().data_ptr() for m in layers for t in (m.gathered.codes, m.gathered.scales)}
+    assert all(t.untyped_storage().size() == 0 for m in layers for t in (m.gathered.codes, m.gathered.scales))
     freed = [t for t in saved if t.untyped_storage().size() == 0]
     assert len(freed) == 2 * len(layers) and len(of_weights) == 1, "codes and scales of each, and they alone"
     assert not [t for t in saved if t.shape[-2:] in {m.weight.shape for m in layers} and t.untyped_storage().size()]

@@ -21,7 +21,7 @@ from nanochat_fp4.cli import UserError
 from nanochat_fp4.evaluation.metrics import MetricsLog, read_jsonl
 from nanochat_fp4.models import optim
 from nanochat_fp4.models.gpt import GPT
-from nanochat_fp4.nvfp4 import quantized_training
+from nanochat_fp4.nvfp4 import phases
 from nanochat_fp4.training import trainer
 from nanochat_fp4.training.checkpoint_manager import find_last_step, list_steps, load_checkpoint
 from nanochat_fp4.training.flags import changed_flags
@@ -414,8 +414,8 @@ def test_micro_batches_do_not_change_what_is_learned(tiny_base):
 
 def test_weights_are_quantized_once_a_step(tiny_base, monkeypatch):
     entered = []
-    real = quantized_training.quantize_weights_once
-    monkeypatch.setattr(quantized_training, "quantize_weights_once", lambda model: entered.append(model) or real(model))
+    real = phases.quantize_weights_once
+    monkeypatch.setattr(phases, "quantize_weights_once", lambda model: entered.append(model) or real(model))
     train("--eval-every=-1", steps=2)  # two micro-batches a step
     assert len(entered) == 2
     train("--eval-every=-1", "--device-batch-size=4", "--overwrite", steps=2)  # one: nothing to save

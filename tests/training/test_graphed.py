@@ -8,8 +8,7 @@ import nanochat_fp4 as nf
 from nanochat_fp4.common import seed_micro_batch
 from nanochat_fp4.models.gpt import GPT, GPTConfig
 from nanochat_fp4.models.optim8bit import LeanState, set_state
-from nanochat_fp4.nvfp4.phases import MethodPlan
-from nanochat_fp4.nvfp4.quantized_training import QuantizedTraining
+from nanochat_fp4.nvfp4.phases import MethodPlan, QuantizedTraining
 from nanochat_fp4.training.graphed import GraphedStep
 from nanochat_fp4.training.step import TrainingStep
 
