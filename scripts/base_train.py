@@ -54,11 +54,10 @@ from nanochat_fp4.training.flags import (
     add_run_arguments,
     changed_flags,
 )
-from nanochat_fp4.training.graphed import GraphedStep
+from nanochat_fp4.training.graphed import GraphedStep, graphs_problem
 from nanochat_fp4.training.load_model import checkpoint_folder, register_stored_recipes
 from nanochat_fp4.training.memory import (
     auto_device_batch_size,
-    graphs_problem,
     parse_device_batch_size,
     plan_accumulation,
 )
@@ -193,12 +192,12 @@ class BaseTraining(Trainer):
 
     def wants_graphs(self, flag: bool | None) -> bool:
         """Whether to replay micro-batches as CUDA graphs: as --cuda-graph says, or else if the memory suffices."""
-        if flag is not None or self.device.type != "cuda":
-            return bool(flag)
-        problem = graphs_problem(self.model, self.rows, self.seq_len, self.world_size)
+        wanted = flag or (flag is None and self.device.type == "cuda")
+        rows = 0 if flag else self.rows
+        problem = graphs_problem(self.model, rows, self.seq_len, self.world_size) if wanted else None
         if problem:
             print0(f"no CUDA graphs: {problem}")
-        return problem is None
+        return wanted and problem is None
 
     def describe(self, plan: MethodPlan, options: PretrainingOptions) -> None:
         """Sets what checkpoints and metrics.jsonl say of the run."""
@@ -292,7 +291,7 @@ class BaseTraining(Trainer):
             self.progress.write(f"note: {note}")
         self.progress.write(f"step {self.step:05d} | CORE metric {core_metric:.4f}")
         self.metrics.append("core", self.step, core_metric=core_metric)
-        self.tracker.log({"step": self.step, "core_metric": core_metric})
+        self.tracker.log({"step": self.step, "core_metric": core_metric}, step=self.step)
 
     def draw_samples(self) -> None:
         """Prints continuations of a few prompts."""

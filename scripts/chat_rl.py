@@ -130,13 +130,11 @@ class ChatRL(LaterStage):
         self.num_steps = steps_of_epochs(args, self.conversations, "problems", "--examples-per-step", examples)
         self.engine = Engine(self.model, self.tokenizer)
         self.seen: list[tuple[float, float]] = []  # the reward and the number of tokens of each answer of a step
-        self.finetune(lambda progress: 1.0 - progress)
-        self.record_batches(
-            {
-                "examples_per_step": examples, "num_samples": samples, "device_batch_size": B,
-                "max_new_tokens": args.max_new_tokens, "temperature": args.temperature, "top_k": args.top_k,
-            }
-        )  # fmt: skip
+        batch = {
+            "examples_per_step": examples, "num_samples": samples, "device_batch_size": B,
+            "max_new_tokens": args.max_new_tokens, "temperature": args.temperature, "top_k": args.top_k,
+        }  # fmt: skip
+        self.finetune(batch, lambda progress: 1.0 - progress)
 
     def batches(self, position: Any) -> Iterator:
         how = self.rows, self.args.num_samples, self.device, self.seen, self.args.seed, self.longest, position

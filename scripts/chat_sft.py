@@ -151,8 +151,8 @@ class ChatSFT(LaterStage):
         self.num_steps = steps_of_epochs(
             args, self.conversations, "conversations", "--target-examples-per-step", examples
         )
-        self.finetune(lambda progress: 1.0 - progress)
-        self.record_batches({"target_examples_per_step": examples, "device_batch_size": self.rows})
+        batch = {"target_examples_per_step": examples, "device_batch_size": self.rows}
+        self.finetune(batch, lambda progress: 1.0 - progress)
 
     def batches(self, position: Any) -> Batches:
         where = self.tokenizer, self.rows, self.device, self.seq_len

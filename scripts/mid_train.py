@@ -162,8 +162,8 @@ class MidTraining(LaterStage):
         self.val_dataset = chat_data.load_sources(val_sources(args), args.allow_missing, "validation")
         self.sources, self.conversations = chat_data.describe_sources(train_parts), len(self.dataset)
         self.token_bytes = get_token_bytes(device=self.device)
-        self.finetune(lr_multiplier, muon_momentum, scalar_lr(args.total_batch_size))
-        self.record_batches({"total_batch_size": args.total_batch_size, "max_seq_len": self.seq_len})
+        batch = {"total_batch_size": args.total_batch_size, "max_seq_len": self.seq_len}
+        self.finetune(batch, lr_multiplier, muon_momentum, scalar_lr(args.total_batch_size))
 
     def batches(self, position: Any) -> Batches:
         conversations = Conversations(self.dataset, self.tokenizer, self.seq_len)

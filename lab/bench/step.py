@@ -6,6 +6,7 @@ import gc
 import importlib
 import itertools
 import json
+import math
 import re
 import statistics
 import sys
@@ -22,13 +23,12 @@ import torch
 
 import nanochat_fp4 as nf
 from lab.bench.common import new_model
-from nanochat_fp4.cli import UserError, format_bytes, one_line, table
+from nanochat_fp4.cli import UserError, format_bytes, is_out_of_memory, one_line, table
 from nanochat_fp4.models.gpt import GPTConfig, compile_layers
 from nanochat_fp4.models.optim8bit import LeanState, set_state
 from nanochat_fp4.nvfp4.layer import QuantLinear
 from nanochat_fp4.nvfp4.methods import get_recipe
 from nanochat_fp4.training.graphed import GraphedStep
-from nanochat_fp4.training.memory import largest_micro_batch
 from nanochat_fp4.training.step import TrainingStep
 
 
@@ -99,6 +99,11 @@ class Subject(TrainingStep):
                 self.micro_batch(ids, ids)
 
 
+def has_graphs(device: torch.device) -> bool:
+    """Returns whether micro-batches can be CUDA graphs on this device."""
+    return device.type == "cuda"
+
+
 class GraphedSubject(Subject, GraphedStep):
     """A Subject that replays its micro-batches as CUDA graphs, by the code of base_train --cuda-graph.
 
@@ -113,13 +118,11 @@ class GraphedSubject(Subject, GraphedStep):
         """Runs micro-batches without graphs, which compile, and then micro-batches that capture graphs."""
         self.release()
         super().passes(rows)
-        if self.problem is None:
-            self.model.zero_grad(set_to_none=True)
-            super().passes(rows)
+        self.model.zero_grad(set_to_none=True)
+        super().passes(rows)
 
     def prepare(self, rows: int) -> None:
-        if self.problem is None:
-            self.passes(rows)
+        self.passes(rows)
 
     def bytes_for_replays(self) -> int:
         """Returns the bytes in the pool of the captured graphs that a replay will use. Other work cannot use this
@@ -186,6 +189,36 @@ def peaks_of_a_step(subject: Subject, rows: int) -> tuple[int, int]:
         torch.cuda.empty_cache()
 
 
+def predicted_micro_batch(rows: int, peak_bytes: Callable[[int], int], budget: int) -> int | None:
+    """Returns the result of training.memory.largest_micro_batch after few trials, because every size has to be
+    compiled.
+
+    Memory is a constant plus a part proportional to the size, and two small passes determine both. A trial then checks
+    the predicted size. While trials fail, the next smaller size is tried.
+    """
+
+    def measure(size: int) -> float:
+        try:
+            return peak_bytes(size)
+        except Exception as e:
+            if not is_out_of_memory(e):
+                raise
+            return math.inf
+        finally:
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+
+    sizes = [n for n in range(1, rows + 1) if rows % n == 0]
+    measured = {size: measure(size) for size in sizes[:2]}
+    fitting_sizes = [size for size, peak in measured.items() if peak <= budget]
+    if len(fitting_sizes) < 2:
+        return fitting_sizes[0] if fitting_sizes else None
+    (a, peak_a), (b, peak_b) = measured.items()
+    per_row = max(1.0, (peak_b - peak_a) / (b - a))
+    predicted = [size for size in sizes[2:] if peak_b + per_row * (size - b) <= budget]
+    return next((size for size in reversed(predicted) if measure(size) <= budget), b)
+
+
 def find_micro_batch(
     subject: Subject, rows: int, budget: int, peaks: Callable = peaks_of_a_step
 ) -> tuple[int, dict[int, int], int]:
@@ -209,7 +242,7 @@ def find_micro_batch(
         # With one row two steps run, because the first one makes the optimizers' states.
         return (peak(size), peak(size))[1] if size == 1 else peak(size)
 
-    size = largest_micro_batch(rows, steps, budget, limit=rows)
+    size = predicted_micro_batch(rows, steps, budget)
     if size is None:
         problem = f"not even one row of {subject.sequence_len} tokens fits into {format_bytes(budget)}"
         raise UserError(f"{problem}; lower --depth or --seq-len, or raise --memory-cap")

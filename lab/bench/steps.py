@@ -51,7 +51,7 @@ import torch
 
 import nanochat_fp4 as nf
 from lab.bench import common, step
-from lab.bench.step import GraphedSubject, Stopwatch, Subject, Variant
+from lab.bench.step import GraphedSubject, Stopwatch, Subject, Variant, has_graphs
 from nanochat_fp4.cli import UserError, format_bytes, is_out_of_memory, one_line
 from nanochat_fp4.common import print0
 from nanochat_fp4.hardware import get_peak_flops, gpu_memory
@@ -182,10 +182,12 @@ def bench_depth(args: argparse.Namespace, depth: int, device: torch.device, resu
     known = {"width": config.n_embd, "flops_per_token": shape.estimate_flops()}
     ours, graph = None, False
     if args.variants:
-        kind = GraphedSubject if args.cuda_graph else Subject
+        graph = args.cuda_graph and has_graphs(device)
+        if args.cuda_graph and not graph:
+            print0(f"no CUDA graphs: the model is on {device}")
+        kind = GraphedSubject if graph else Subject
         ours = kind(config, device, args.compile, args.state, args.orthogonalizer)
         ours.model.lm_head.precision = args.head
-        graph = args.cuda_graph and ours.problem is None
     subjects: dict[Variant, Subject] = {}
     records: dict[Variant, dict] = {}
     nanochat = Variant("nanochat")

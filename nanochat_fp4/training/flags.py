@@ -30,11 +30,9 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     text = "weights, gradients, moments in FP32; or in BF16 with stochastic rounding and 8 bits, for half the memory "
     text += "(default: fp32; in later stages that of the model)"
     add("--state", choices=STATES, default="fp32", help=text)
-    text = (
-        "compute again in the backward pass, instead of keeping: what kept 4-bit codes determine (codes), that and the "
-    )
-    text += "hidden layer (codes-mlp), the MLP (mlp), or everything (all); less memory (default: none; in later stages "
-    text += "that of the model)"
+    text = "compute again in the backward pass, instead of keeping: what kept 4-bit codes determine (codes), that and "
+    text += "the hidden layer (codes-mlp), the MLP (mlp), or everything (all); less memory (default: none; in later "
+    text += "stages that of the model)"
     add("--recompute", choices=RECOMPUTE, default="none", help=text)
     add("--device-type", default="", help="cuda|cpu|mps (empty = autodetect)")
     text = "the same bits each time on a GPU, too; slower there"
@@ -112,10 +110,7 @@ def add_method_arguments(parser: argparse.ArgumentParser) -> None:
     add("--layer-methods", default="", help=text)
     text = "other methods in the course of the run, 'fraction of the steps=method' with commas: '0.1=clover,0.85=bf16'"
     add("--method-phases", default="", help=text)
-    text = (
-        "quantize q, k and v as three layers, each with a tensor scale, as the paper's nanochat runs did; as one layer "
-    )
-    text += "they are faster"
+    text = "quantize q, k and v as three layers, each with a tensor scale, as the paper's runs did; slower than one"
     add("--separate-qkv", action="store_true", help=text)
     text = "products of the output head: in BF16, or in FP8 with a scale for each tensor, as nanochat's --fp8 "
     add("--head", choices=HEADS, help=f"{text}(default: fp8 for {', '.join(FP8_HEADS)}, and bf16 for other methods)")
@@ -134,9 +129,7 @@ def add_model_arguments(parser: argparse.ArgumentParser, *precisions: str) -> No
     add_recipes_argument(parser)
     add("--method", default=None, help=METHOD_OF_THE_MODEL)
     if precisions:
-        text = "forward pass: as the method says (nvfp4)" + (
-            ", in BF16, or both" if "both" in precisions else ", or in BF16"
-        )
+        text = f"forward pass: as the method says (nvfp4), or in BF16{', or both' if 'both' in precisions else ''}"
         add("--precision", default=precisions[0], choices=precisions, help=text)
 
 

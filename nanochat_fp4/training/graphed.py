@@ -26,14 +26,31 @@ import torch
 from torch import Tensor
 
 import nanochat_fp4 as nf
-from nanochat_fp4.cli import UserError, is_out_of_memory, one_line
-from nanochat_fp4.common import print0
+from nanochat_fp4.cli import UserError, format_bytes, is_out_of_memory, one_line
+from nanochat_fp4.hardware import gpu_memory
+from nanochat_fp4.models.gpt import GPT
 from nanochat_fp4.models.optim import Muon
 from nanochat_fp4.models.optim8bit import is_lean
 from nanochat_fp4.nvfp4.layer import QuantLinear
 from nanochat_fp4.parallel import is_sharded
-from nanochat_fp4.training.memory import GRAPHED_STACK_ELEMENTS
+from nanochat_fp4.training.memory import GRAPHED_STACK_ELEMENTS, SHARE, count, state_now
 from nanochat_fp4.training.step import TrainingStep
+
+
+def graphs_problem(model: torch.nn.Module, rows: int = 0, seq_len: int = 0, processes: int = 1) -> str | None:
+    """Returns the reason why micro-batches of this model should not be kept as CUDA graphs, or None. Without `rows`
+    memory is no reason."""
+    if model.get_device().type != "cuda":
+        return f"the model is on {model.get_device()}, expected a CUDA device"
+    if is_sharded(model):
+        return "--parallel=fsdp gathers weights inside a micro-batch"
+    if rows and not isinstance(model, GPT):
+        return "the memory of this family of models is not counted"
+    total = gpu_memory(model.get_device())[1]
+    need = count(model, rows, state_now(model), model.recompute, seq_len, processes).graphed_peak if rows else 0
+    if need > SHARE * total:
+        return f"with them a step needs {format_bytes(need)} of {format_bytes(total)}, by count"
+    return None
 
 
 @dataclass
@@ -53,7 +70,7 @@ class GraphedStep(TrainingStep):
     """A TrainingStep that captures CUDA graphs in the second step and replays them in later steps. Its arguments are
     those of TrainingStep.
 
-    If a run cannot use graphs, one line says why. Raises UserError if a capture fails.
+    Raises UserError if a capture fails.
     """
 
     def __init__(self, *args, **kwargs):
@@ -61,21 +78,9 @@ class GraphedStep(TrainingStep):
         self.captured: _Captured | None = None
         self.seen: tuple | None = None  # The result of _holds in the last step without graphs.
         self.with_grads: list[torch.nn.Parameter] = []
-        self.problem = self.reason_against()
-        if self.problem:
-            print0(f"no CUDA graphs: {self.problem}")
-            return
         for optimizer in self.optimizers:
             if isinstance(optimizer, Muon):  # The activations stay in memory beside its stacks.
                 optimizer.stack_elements = min(optimizer.stack_elements, GRAPHED_STACK_ELEMENTS)
-
-    def reason_against(self) -> str | None:
-        """Returns the reason why this run cannot use graphs, as a part of a line, or None."""
-        if self.device.type != "cuda":
-            return f"the model is on {self.device}, expected a CUDA device"
-        if is_sharded(self.model):
-            return "--parallel=fsdp gathers weights inside a micro-batch"
-        return None
 
     def drop_graphs(self) -> bool:
         """Gives the graphs' memory back. The next step runs without graphs, and the step after it captures new ones."""
@@ -103,8 +108,8 @@ class GraphedStep(TrainingStep):
 
     @contextlib.contextmanager
     def _with_or_without_graphs(self, count: int, step: int) -> Iterator[None]:
-        holds = None if self.problem else self._holds(count)
-        if self.problem or holds != self.seen:
+        holds = self._holds(count)
+        if holds != self.seen:
             self.captured, self.seen = None, holds
             with super().micro_batches(count, step):
                 yield

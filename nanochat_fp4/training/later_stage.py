@@ -10,8 +10,6 @@ from nanochat_fp4.cli import UserError
 from nanochat_fp4.common import print0, resolve_method
 from nanochat_fp4.models.cross_entropy import default_head
 from nanochat_fp4.models.families import config_record, recompute_problem
-from nanochat_fp4.models.gpt import RECOMPUTE
-from nanochat_fp4.models.optim import ORTHOGONALIZERS
 from nanochat_fp4.models.optim8bit import set_state
 from nanochat_fp4.nvfp4.methods import get_recipe
 from nanochat_fp4.training import resume
@@ -68,42 +66,31 @@ class LaterStage(Trainer):
         self.model, self.tokenizer = model_of(weights, self.trained, where, self.device, "train")
         del weights
         set_state(self.model, self.lean_or_fp32, self.trained_with("state", "fp32"))
-        self.model.recompute = self.wanted_recompute(args.recompute)
+        self.model.recompute = args.recompute or self.trained_with("recompute", "none")
+        if reason := recompute_problem(self.model.recompute, self.model.config, self.device):
+            if args.recompute:
+                raise UserError(f"--recompute={args.recompute}: {reason}")
+            print0(f"note: the model was trained with --recompute={self.model.recompute}, not used here: {reason}")
+            self.model.recompute = "none"
         if not self.dry_run:
             resume.check_disk(self.folder, self.model, self.starts_over)
 
-    def wanted_recompute(self, flag: str | None) -> str:
-        """Returns `flag`, the value of --recompute, or else the setting that the model was trained with. Raises
-        UserError if this machine cannot do what the flag asks for. If it cannot do what the model was trained with, the
-        result is "none"."""
-        recompute = flag or self.trained_with("recompute")
-        recompute = recompute if recompute in RECOMPUTE else "none"
-        if reason := recompute_problem(recompute, self.model.config, self.device):
-            if flag:
-                raise UserError(f"--recompute={flag}: {reason}")
-            print0(f"note: the model was trained with --recompute={recompute}, which is not used here: {reason}")
-            return "none"
-        return recompute
-
     def finetune(
         self,
+        batch_settings: dict[str, Any],
         lr_multiplier: Callable[[float], float],
         momentum: Callable[[int], float] | None = None,
         scalar_lr: float = 0.5,
     ) -> None:
-        """Gives the run the optimizers and the schedule of nanochat's later stages. scalar_lr is the learning rate of
-        the layers' scalars."""
-        trained = self.trained_with("orthogonalizer")
-        self.orthogonalizer = self.args.orthogonalizer or (trained if trained in ORTHOGONALIZERS else "polar_express")
-        names = ("unembedding_lr", "embedding_lr", "matrix_lr", "weight_decay")
-        rates = {name: getattr(self.args, name) for name in names} | {"scalar_lr": scalar_lr}
-        options = {"orthogonalizer": self.orthogonalizer, "lean": self.lean}
-        self.make_step(*self.model.setup_finetuning(rates, self.args.init_lr_frac, lr_multiplier, momentum, **options))
-
-    def record_batches(self, batch_settings: dict[str, Any]) -> None:
-        """Sets what checkpoints will say of the run. `batch_settings` are settings that decide the batches. Raises
-        UserError if the checkpoint that is resumed belongs to another run."""
+        """Gives the run the optimizers and the schedule of nanochat's later stages, and sets what checkpoints will say
+        of the run. `batch_settings` are settings that decide the batches, and scalar_lr is the learning rate of the
+        layers' scalars. Raises UserError if the checkpoint that is resumed belongs to another run."""
         args = self.args
+        orthogonalizer = args.orthogonalizer or self.trained_with("orthogonalizer", "polar_express")
+        names = ("unembedding_lr", "embedding_lr", "matrix_lr", "weight_decay")
+        rates = {name: getattr(args, name) for name in names} | {"scalar_lr": scalar_lr}
+        how = args.init_lr_frac, lr_multiplier, momentum, orthogonalizer, self.lean
+        self.make_step(*self.model.setup_finetuning(rates, *how))
         settings = {
             "stage": self.stage,
             "method": self.method,
@@ -121,7 +108,7 @@ class LaterStage(Trainer):
         changes = {
             "state": self.lean_or_fp32,
             "recompute": self.model.recompute,
-            "orthogonalizer": self.orthogonalizer,
+            "orthogonalizer": orthogonalizer,
             "device_batch_size": self.rows,
         }
         self.record(settings, [get_recipe(self.method)], changes, parent=self.parent)

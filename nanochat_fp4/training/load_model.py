@@ -28,7 +28,6 @@ from nanochat_fp4.nvfp4.methods import register
 from nanochat_fp4.nvfp4.phases import MethodPlan
 from nanochat_fp4.nvfp4.recipes import from_record
 from nanochat_fp4.training.checkpoint_manager import (
-    NoCheckpointError,
     check_model_tag,
     list_steps,
     load_checkpoint,
@@ -175,30 +174,13 @@ def checkpoints_made_with(tokenizer: RustBPETokenizer) -> list[str]:
     runs = []
     for place, _ in SOURCES.values():
         for folder in sorted(Path(get_base_dir(), place).glob("*/")):
-            for step in list_steps(folder):
-                meta = read_meta(folder, step)
-                with contextlib.suppress(UserError):  # A checkpoint of another tokenizer raises UserError.
+            # If the newest metadata are damaged, older ones are read.
+            meta = next(filter(None, (read_meta(folder, step) for step in list_steps(folder))), None)
+            with contextlib.suppress(UserError):  # A checkpoint of another tokenizer raises UserError.
+                if meta:
                     check_tokenizer(meta, tokenizer)
                     runs.append(f"{place}/{folder.name}")
-                if meta:  # If the metadata are damaged, an older checkpoint is read.
-                    break
     return runs
-
-
-def find_largest_model(checkpoints_dir: str | os.PathLike) -> str:
-    """Returns the default model tag. Of the tags d<number>... this is the one with the largest number, and of
-    several with the same number the newest. If no tag has this form, it is the newest of all. Raises NoCheckpointError
-    if there is no tag."""
-    folder = Path(checkpoints_dir)
-    tags = [p for p in folder.iterdir() if p.is_dir() and list_steps(p)] if folder.is_dir() else []
-    if not tags:
-        raise NoCheckpointError(f"there are no checkpoints in {folder}; train a model first")
-
-    def rank(path: Path) -> tuple[int, float]:
-        match = re.match(r"d(\d+)", path.name)
-        return (int(match.group(1)) if match else -1, path.stat().st_mtime)
-
-    return max(tags, key=rank).name
 
 
 def checkpoint_method(meta: dict[str, Any], flag: str | None = None) -> str:
@@ -221,22 +203,26 @@ def choose_method(model: GPT, meta: dict[str, Any], flag: str | None) -> str:
 
 
 def find_model_tag(source: str, model_tag: str | None) -> str:
-    """Returns the tag of the model to take from a stage, by default that of find_largest_model. If there is no such
-    model, the UserError names the command that makes one."""
+    """Returns the tag of the model to take from a stage. Without model_tag this is, of the tags d<number>..., the one
+    with the largest number, and of several with the same number the newest. If no tag has this form, it is the newest
+    of all. If there is no such model, the UserError names the command that makes one."""
     check_model_tag(model_tag)
     folder, made_by = Path(get_base_dir()) / SOURCES[source][0], f"python -m {SOURCES[source][1]}"
-    try:
-        tag = find_largest_model(folder) if model_tag is None else model_tag
-    except NoCheckpointError as e:
-        hint = "" if source == "rl" else ", or all stages with bash speedrun_fp4.sh"
-        raise UserError(f"there is no {source} checkpoint in {folder}; make one with {made_by}{hint}") from e
-    if not (folder / tag).is_dir():
-        tags = sorted(p.name for p in folder.iterdir() if p.is_dir()) if folder.is_dir() else []
-        hint = f"there is {', '.join(tags[:8])}" if tags else "there is none"
+    tags = [path for path in sorted(folder.glob("*/")) if list_steps(path)]
+    if model_tag is not None and (folder / model_tag).is_dir():
+        return model_tag
+    if model_tag is not None or not tags:
+        there = f"there is {', '.join(path.name for path in tags[:8])}" if tags else "there is none"
+        hint = f" --model-tag={model_tag}" if model_tag else ", or all stages with bash speedrun_fp4.sh"
         raise UserError(
-            f"there is no {source} checkpoint {tag} in {folder} ({hint}); make it with {made_by} --model-tag={tag}"
+            f"there is no {source} checkpoint {model_tag or ''} in {folder} ({there}); make it with {made_by}{hint}"
         )
-    return tag
+
+    def rank(path: Path) -> tuple[int, float]:
+        match = re.match(r"d(\d+)", path.name)
+        return (int(match.group(1)) if match else -1, path.stat().st_mtime)
+
+    return max(tags, key=rank).name
 
 
 def load_model(
@@ -246,17 +232,13 @@ def load_model(
     Loads a stage's model from the base directory with build_model. Returns (model, tokenizer, metadata), and the
     metadata have the model's tag.
 
-    `source` is base, mid, sft or rl. `model_tag` is by default that of find_largest_model, and `step` the newest intact
+    `source` is base, mid, sft or rl. `model_tag` is by default that of find_model_tag, and `step` the newest intact
     one. If there is no such checkpoint, the UserError names the command that makes it.
     """
     if source not in SOURCES:
         raise UserError(f"unknown source {source!r}; use one of {', '.join(SOURCES)}")
     tag = find_model_tag(source, model_tag)
-    try:
-        model, tokenizer, meta = build_model(checkpoint_folder(source, tag), step, device, phase)
-    except NoCheckpointError as e:
-        hint = "" if step is not None else f"; make one with python -m {SOURCES[source][1]} --model-tag={tag}"
-        raise UserError(f"{e}{hint}") from e
+    model, tokenizer, meta = build_model(checkpoint_folder(source, tag), step, device, phase)
     if model_tag is None:
         print0(f"no --model-tag given: taking {tag}")
     return model, tokenizer, {**meta, "model_tag": tag}

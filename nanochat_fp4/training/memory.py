@@ -202,38 +202,26 @@ def choose(
     return [best, *(way for way in ways if way is not best)]
 
 
-def next_lever(model: GPT, rows: int, state: str, seq_len: int = 0) -> str:
+def next_lever(model: nn.Module, rows: int, seq_len: int = 0, state: str = "") -> str:
     """Returns how much memory one more row takes, and the next flag of base_train that lowers the peak, with the
-    bytes saved."""
+    bytes saved. `state` is by default that of the model's weights. The result is "" for models whose memory is not
+    counted."""
+    if not isinstance(model, GPT):
+        return ""
+    state = state or state_now(model)
     now = count(model, rows, state, model.recompute, seq_len)
-    row = now.activations / rows / 2**30
+    row = f"one more row takes {now.activations / rows / 2**30:.2f} GiB"
     for other_state, recompute in ((state, "codes"), (state, "codes-mlp"), ("lean", model.recompute), (state, "all")):
         other = count(model, rows, other_state, recompute, seq_len)
         if (saved := now.peak - other.peak) > 0.01 * now.peak:
             flag = f"--state={other_state}" if other_state != state else f"--recompute={recompute}"
-            return f"one more row takes {row:.2f} GiB, and {flag} saves {saved / 2**30:.1f} GiB"
-    return f"one more row takes {row:.2f} GiB"
+            return f"{row}, and {flag} saves {saved / 2**30:.1f} GiB"
+    return row
 
 
 def state_now(model: nn.Module) -> str:
     """Returns the --state of the model's weights."""
     return "lean" if any(map(is_lean, model.transformer.h.parameters())) else "fp32"
-
-
-def memory_lever(model: nn.Module, rows: int, seq_len: int) -> str:
-    """Returns next_lever of a GPT in its present state, or "" for models whose memory is not counted."""
-    return next_lever(model, rows, state_now(model), seq_len) if isinstance(model, GPT) else ""
-
-
-def graphs_problem(model: nn.Module, rows: int, seq_len: int, processes: int) -> str | None:
-    """Returns the reason why a micro-batch of this model should not be kept as a CUDA graph on this GPU, or None."""
-    if not isinstance(model, GPT):
-        return "the memory of this family of models is not counted"
-    need = count(model, rows, state_now(model), model.recompute, seq_len, processes).graphed_peak
-    total = gpu_memory(model.get_device())[1]
-    if need > SHARE * total:
-        return f"with them a step needs {format_bytes(need)} of {format_bytes(total)}, by count"
-    return None
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -277,36 +265,20 @@ def largest_micro_batch(
 
     peak_bytes(size) runs a forward and backward pass of `size` rows and returns the peak of memory in bytes, or runs
     out of memory. The peak may be at most `budget` bytes. Candidates are the divisors of `rows` up to `limit` and
-    smaller than `below`, so that all micro-batches of a step have the same size.
-
-    Memory is a constant plus a part proportional to the size, and two small passes determine both. A trial then checks
-    the predicted size. While trials fail, the next smaller size is tried.
+    smaller than `below`, so that all micro-batches of a step have the same size. The largest one is tried first.
     """
-
-    def measure(size: int) -> int | None:
+    most = min(rows, limit, rows if below is None else below - 1)
+    for size in (n for n in range(most, 0, -1) if rows % n == 0):
         try:
-            return peak_bytes(size)
+            if peak_bytes(size) <= budget:
+                return size
         except Exception as e:
             if not is_out_of_memory(e):
                 raise
-            return None
         finally:
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
-
-    sizes = [n for n in range(1, min(rows, limit) + 1) if rows % n == 0 and (below is None or n < below)]
-    measured = {size: measure(size) for size in sizes[:2]}
-    fitting_sizes = [size for size, peak in measured.items() if peak is not None and peak <= budget]
-    if len(fitting_sizes) < 2:
-        return fitting_sizes[0] if fitting_sizes else None
-    (a, peak_a), (b, peak_b) = measured.items()
-    per_row = max(1.0, (peak_b - peak_a) / (b - a))
-    predicted = [size for size in sizes[2:] if peak_b + per_row * (size - b) <= budget]
-    for size in reversed(predicted):
-        peak = measure(size)
-        if peak is not None and peak <= budget:
-            return size
-    return b
+    return None
 
 
 def try_micro_batch(model: nn.Module, size: int, seq_len: int, dtype: torch.dtype | None = None) -> None:
@@ -358,17 +330,19 @@ def auto_device_batch_size(
             finally:
                 model.zero_grad(set_to_none=True)
 
-        size = largest_micro_batch(rows, peak_bytes, budget, below=below) or 0
     else:
         budget = physical_memory() // 4
         row_bytes = 4 * seq_len * (40 * config.n_layer * config.n_embd + 4 * config.vocab_size)
-        candidates = [n for n in range(1, min(rows, 32) + 1) if rows % n == 0 and (below is None or n < below)]
-        size = max((n for n in candidates if n == 1 or n * row_bytes <= budget), default=0)
+
+        def peak_bytes(size: int) -> int:
+            return size * row_bytes if size > 1 else 0
+
+    size = largest_micro_batch(rows, peak_bytes, budget, 1024 if device.type == "cuda" else 32, below) or 0
     if is_ddp_initialized():
         smallest = torch.tensor(size, device=device)
         dist.all_reduce(smallest, op=dist.ReduceOp.MIN)
         size = int(smallest)
-    lever = memory_lever(model, max(size, 1), seq_len)
+    lever = next_lever(model, max(size, 1), seq_len)
     if size == 0:
         raise UserError(
             f"not even one row fits into the {format_bytes(budget)} that are left for it; "

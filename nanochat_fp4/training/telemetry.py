@@ -127,44 +127,32 @@ def name_nonfinite(model: nn.Module, forward_backward: Callable[[], None]) -> st
     the first bad gradient. Gradients are dropped. The hooks are slow, but a run calls this function once, before it
     stops or skips a step.
     """
-    for name, p in model.named_parameters():
-        if _is_bad(p):
-            return f"weight of {name}"
-    sources: list[str] = []  # The sources, in the order in which they were found.
-
-    def on_forward(name: str) -> Callable:
-        def hook(module: nn.Module, args: Any, output: Any) -> None:
-            outputs = output if isinstance(output, (tuple, list)) else (output,)
-            if any(_is_bad(o) for o in outputs):
-                sources.append(f"output of {name}")
-
-        return hook
-
-    def on_backward(name: str) -> Callable:
-        def hook(module: nn.Module, grad_input: Any, grad_output: Any) -> None:
-            if any(_is_bad(g) for g in grad_output):
-                sources.append(f"gradient that reaches {name}")
-            elif any(_is_bad(g) for g in grad_input):
-                sources.append(f"gradient computed by {name}")
-
-        return hook
-
+    if bad := next((name for name, p in model.named_parameters() if _is_bad(p)), None):
+        return f"weight of {bad}"
+    sources: list[str] = []  # in the order in which they were found
     handles = []
+
+    def look(what: str, name: str, tensors: Any) -> None:
+        if any(map(_is_bad, tensors if isinstance(tensors, (tuple, list)) else (tensors,))):
+            sources.append(f"{what} {name}")
+
+    def on_backward(name: str, grad_input: Any, grad_output: Any) -> None:
+        look("gradient that reaches", name, grad_output)
+        look("gradient computed by", name, grad_input)
+
     for name, module in model.named_modules():
         if name:
-            handles.append(module.register_forward_hook(on_forward(name)))
+            handles.append(module.register_forward_hook(lambda *of, name=name: look("output of", name, of[2])))
             if not any(True for _ in module.children()):
-                handles.append(module.register_full_backward_hook(on_backward(name)))
+                handles.append(module.register_full_backward_hook(lambda *of, name=name: on_backward(name, *of[1:])))
     try:
         model.zero_grad(set_to_none=True)
         with warnings.catch_warnings():
             # torch warns because embeddings have no gradient of their input.
             warnings.filterwarnings("ignore", "Full backward hook is firing")
             forward_backward()
-        if not sources:
-            sources += [
-                f"gradient of {name}" for name, p in model.named_parameters() if p.grad is not None and _is_bad(p.grad)
-            ]
+        for name, p in model.named_parameters():
+            look("gradient of", name, p.grad)
     finally:
         for handle in handles:
             handle.remove()

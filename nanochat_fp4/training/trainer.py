@@ -79,7 +79,7 @@ from nanochat_fp4.training.checkpoint_manager import (
     save_checkpoint,
 )
 from nanochat_fp4.training.load_model import checkpoint_folder, load_weights
-from nanochat_fp4.training.memory import auto_device_batch_size, memory_lever
+from nanochat_fp4.training.memory import auto_device_batch_size, next_lever
 from nanochat_fp4.training.step import Batch, TrainingStep
 from nanochat_fp4.training.telemetry import layer_telemetry, name_nonfinite, summarize_telemetry
 from nanochat_fp4.training.wandb_run import setup_tracker
@@ -747,7 +747,7 @@ class Trainer:
             values["total_training_tokens"] = self.step_tokens * self.step
             values["total_training_flops"] = self.flops_per_token * self.step_tokens * self.step
         values["total_training_time"] = self.state.training_seconds
-        self.tracker.log({"step": self.step, **values})
+        self.tracker.log({"step": self.step, **values}, step=self.step)
 
     def out_of_memory(self, before: tuple) -> UserError:
         """Saves the run if possible. Returns the error that ends the run, which names the micro-batch that fits."""
@@ -764,7 +764,7 @@ class Trainer:
             advice = f"--{size} fits (the batch of a step stays the same)"
         except UserError:
             advice = "no smaller batch fits either"
-        lever = memory_lever(self.model, rows, self.seq_len)
+        lever = next_lever(self.model, rows, self.seq_len)
         advice += f"; by count, {lever}" if lever else ""
         go_on = "; go on with it and --resume-from-step latest" if saved else ""
         # The rows of a micro-batch are padded to one length, so the micro-batch's size decides the bits.

@@ -2,6 +2,7 @@
 
 import importlib
 import os
+import types
 from typing import Any
 
 from nanochat_fp4.cli import UserError, logger, one_line, require
@@ -22,36 +23,23 @@ def check_tracker(name: str, run: str | None) -> str:
     return name or "wandb"
 
 
-class Tracker:
-    """A run of wandb or trackio, or none, which takes the same calls and does nothing."""
-
-    def __init__(self, run: Any = None, named_steps: bool = False):
-        self.run, self.named_steps = run, named_steps
-
-    def log(self, values: dict[str, Any]) -> None:
-        """Logs numbers by name. values["step"] is their step."""
-        if self.run is not None:
-            self.run.log(values, **({"step": values["step"]} if self.named_steps else {}))
-
-    def finish(self) -> None:
-        """Ends the run."""
-        if self.run is not None:
-            self.run.finish()
+# Takes the calls that a run of wandb or trackio takes, and does nothing.
+NO_TRACKER = types.SimpleNamespace(log=lambda values, step: None, finish=lambda: None)
 
 
-def setup_tracker(run: str | None, project: str, config: dict[str, Any]) -> Tracker:
+def setup_tracker(run: str | None, project: str, config: dict[str, Any]) -> Any:
     """
     Begins a run on wandb, or with TRACKER=trackio a run of the same kind on trackio, which needs no account and no
-    network and has a local page.
+    network and has a local page. Returns the package's object of the run.
 
-    No run begins if `run`, the value of --run, is empty or 'dummy', nor on ranks other than 0. wandb stores a run
-    offline under the base directory if there is no account, or if the server does not answer within a minute, and the
-    command that uploads the run is then printed. WANDB_MODE sets the mode. trackio stores its runs in $TRACKIO_DIR, by
-    default in trackio/ under the base directory. Raises UserError for a tracker that is not known or not installed.
+    The result is NO_TRACKER if `run`, the value of --run, is empty or 'dummy', and on other ranks than 0. wandb stores
+    a run offline under the base directory if there is no account, or if the server does not answer within a minute, and
+    the command that uploads the run is then printed. WANDB_MODE sets the mode. trackio stores its runs in $TRACKIO_DIR,
+    by default in trackio/ under the base directory. Raises UserError for a tracker that is not known or not installed.
     """
     name = check_tracker(os.environ.get("TRACKER", ""), run)
     if not name or os.environ.get("RANK", "0") != "0":
-        return Tracker()
+        return NO_TRACKER
     local = name == "trackio"
     # trackio reads this variable when it is imported.
     folder = os.environ.setdefault("TRACKIO_DIR", os.path.join(get_base_dir(), "trackio")) if local else get_base_dir()
@@ -66,9 +54,9 @@ def setup_tracker(run: str | None, project: str, config: dict[str, Any]) -> Trac
             print0(f"trackio: watch it with: TRACKIO_DIR={folder} trackio show --project {project}")
         elif options["mode"] == "offline":
             print0(f"wandb: offline; upload later with: wandb sync {os.path.dirname(started.dir)}")
-        return Tracker(started, named_steps=local)
+        return started
     logger.warning(f"going on without {name}")
-    return Tracker()
+    return NO_TRACKER
 
 
 def _wandb_options(wandb: Any) -> list[dict[str, Any]]:

@@ -396,7 +396,7 @@ def test_no_fp32_copy_of_more_than_a_stack(tiny_base, monkeypatch):
 
     flags = ["--depth=4", "--max-seq-len=32", "--device-type=cpu"]
     args = base_train.parse_args([*flags, "--state=lean"])
-    made, (model, _) = peak_of(lambda: make_model(args, tokenizer.get_vocab_size(), torch.device("cpu"), "bf16"))
+    made, model = peak_of(lambda: make_model(args, tokenizer.get_vocab_size(), torch.device("cpu"), "bf16"))
     assert made < 1.1 * stack < 0.1 * sum(p.numel() for p in model.parameters())
     optimizers, _ = optimizers_of(model, "lean")
     assert step(model, optimizers) < 11 * stack  # eagerly; compiled, STEP_BYTES are 8
@@ -411,7 +411,7 @@ def test_no_fp32_copy_of_more_than_a_stack(tiny_base, monkeypatch):
     assert saved < 0.1 * stack and loaded < 0.3 * stack  # rotary tables
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), again.parameters(), strict=True))
 
-    exact = make_model(base_train.parse_args(flags), tokenizer.get_vocab_size(), torch.device("cpu"), "bf16")[0]
+    exact = make_model(base_train.parse_args(flags), tokenizer.get_vocab_size(), torch.device("cpu"), "bf16")
     others, _ = optimizers_of(exact, "fp32")
     step(exact, others)
     for before, most in (optimizers, 0.1), (others, 11):

@@ -24,7 +24,7 @@ from nanochat_fp4.training.checkpoint_manager import (
     prune_checkpoints,
     save_checkpoint,
 )
-from nanochat_fp4.training.load_model import build_model, find_largest_model, load_model
+from nanochat_fp4.training.load_model import build_model, find_model_tag, load_model
 
 KINDS = ("model_{:06d}.pt", "optim_{:06d}_rank0.pt", "meta_{:06d}.json")
 
@@ -451,7 +451,7 @@ def test_models_that_do_not_fit(model, change, text):
 def test_sources_that_are_not_there(model):
     with pytest.raises(UserError, match="'bse'; .*base, mid, sft, rl"):
         load_model("bse", "cpu", "eval")
-    with pytest.raises(UserError, match="chatsft_checkpoints; .*chat_sft"):
+    with pytest.raises(UserError, match="chatsft_checkpoints.*chat_sft"):
         load_model("sft", "cpu", "eval")
     with pytest.raises(UserError, match="no_such_tag"):
         load_model("base", "cpu", "eval", model_tag="no_such_tag")
@@ -459,14 +459,15 @@ def test_sources_that_are_not_there(model):
         load_model("base", "cpu", "eval", step=99)
 
 
-def test_the_largest_model_is_taken(tmp_path):
+def test_the_largest_model_is_taken(base_dir):
+    folder = base_dir / "base_checkpoints"
     for tag in ("d4", "d20_clover", "d12", "mine", "d99_empty"):
         if tag == "d99_empty":
-            (tmp_path / tag).mkdir()
+            (folder / tag).mkdir(parents=True)
         else:
-            save(tmp_path / tag, 1)
-    assert find_largest_model(tmp_path) == "d20_clover"
-    save(tmp_path / "d20_bf16", 1)
+            save(folder / tag, 1)
+    assert find_model_tag("base", None) == "d20_clover"
+    save(folder / "d20_bf16", 1)
     for i, tag in enumerate(("d20_bf16", "d20_clover")):  # the newer of two equals
-        os.utime(tmp_path / tag, (0, 2_000_000_000 + i))
-        assert find_largest_model(tmp_path) == tag
+        os.utime(folder / tag, (0, 2_000_000_000 + i))
+        assert find_model_tag("base", None) == tag

@@ -109,7 +109,7 @@ def test_several_processes_send_all_gradients_before_an_update():
 
 def test_the_next_lever_follows_what_is_on_already():
     model = on_meta(26)
-    assert next_lever(model, 8, "fp32").startswith("one more row takes 1.84 GiB, and --recompute=codes ")
+    assert next_lever(model, 8).startswith("one more row takes 1.84 GiB, and --recompute=codes ")
     model.recompute = "codes-mlp"
-    assert "--state=lean saves " in next_lever(model, 8, "fp32")
-    assert "--recompute=all saves " in next_lever(model, 8, "lean")
+    assert "--state=lean saves " in next_lever(model, 8)
+    assert "--recompute=all saves " in next_lever(model, 8, state="lean")

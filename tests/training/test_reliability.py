@@ -345,7 +345,7 @@ class Recorder:
     def __init__(self):
         self.logged: dict[str, list] = {}
 
-    def log(self, values):
+    def log(self, values, step):
         for key, value in values.items():
             self.logged.setdefault(key, []).append(value)
 

@@ -76,7 +76,6 @@ def test_largest_micro_batch_limits():
     assert largest_micro_batch(64, linear, budget=10**9, below=16) == 8
     assert largest_micro_batch(64, linear, budget=105) is None
     assert largest_micro_batch(1, linear, budget=10**9) == 1
-    # Memory that grows faster than two small passes show: smaller sizes are tried until one holds.
     assert largest_micro_batch(64, lambda size: size**2, budget=300) == 16
     with pytest.raises(ZeroDivisionError):  # only a lack of memory is an answer
         largest_micro_batch(8, lambda size: 1 // 0, budget=100)

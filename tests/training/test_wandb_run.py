@@ -11,7 +11,7 @@ import types
 import pytest
 
 from nanochat_fp4.cli import UserError
-from nanochat_fp4.training.wandb_run import setup_tracker
+from nanochat_fp4.training.wandb_run import NO_TRACKER, setup_tracker
 
 
 class FakeWandb(types.ModuleType):
@@ -46,22 +46,22 @@ def test_no_wandb_unless_asked_for(run, rank, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", fake := FakeWandb())
     monkeypatch.setenv("RANK", rank)
     wandb_run = setup_tracker(run, "nanochat", {})
-    assert wandb_run.run is None
-    wandb_run.log({"loss": 1, "step": 1})
+    assert wandb_run is NO_TRACKER
+    wandb_run.log({"loss": 1, "step": 1}, step=1)
     wandb_run.finish()
     assert fake.modes == []
 
 
 def test_without_an_account_wandb_is_offline(no_account, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "wandb", fake := FakeWandb())
-    assert setup_tracker("run", "nanochat", {}).run.mode == "offline"
+    assert setup_tracker("run", "nanochat", {}).mode == "offline"
     assert fake.modes == ["offline"] and "wandb sync" in capsys.readouterr().out
 
 
 def test_with_an_account_wandb_is_online(no_account, monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "wandb", fake := FakeWandb())
     (tmp_path / "netrc").write_text("machine api.wandb.ai login user password 0123\n")
-    assert setup_tracker("run", "nanochat", {}).run.mode == "online"
+    assert setup_tracker("run", "nanochat", {}).mode == "online"
     monkeypatch.setenv("WANDB_MODE", "disabled")
     setup_tracker("run", "nanochat", {})
     assert fake.modes == ["online", "disabled"]
@@ -70,9 +70,9 @@ def test_with_an_account_wandb_is_online(no_account, monkeypatch, tmp_path):
 def test_wandb_that_does_not_answer_does_not_stop_the_run(no_account, monkeypatch):
     monkeypatch.setenv("WANDB_API_KEY", "x")
     monkeypatch.setitem(sys.modules, "wandb", fake := FakeWandb(fail=["online"]))
-    assert setup_tracker("run", "nanochat", {}).run.mode == "offline" and fake.modes == ["online", "offline"]
+    assert setup_tracker("run", "nanochat", {}).mode == "offline" and fake.modes == ["online", "offline"]
     monkeypatch.setitem(sys.modules, "wandb", FakeWandb(fail=["online", "offline"]))
-    assert setup_tracker("run", "nanochat", {}).run is None
+    assert setup_tracker("run", "nanochat", {}) is NO_TRACKER
 
 
 def test_wandb_asked_for_but_not_installed(no_account, monkeypatch):
@@ -98,7 +98,7 @@ def test_trackio_keeps_the_run_on_this_machine(base_dir, monkeypatch, capsys):
             "within layers/h.0/output_error": 0.1,
             "total_training_tokens": 512 * step,
         }
-        run.log({"step": step, **values})
+        run.log({"step": step, **values}, step=step)
     run.finish()
     assert "trackio show" in capsys.readouterr().out
     monkeypatch.delenv("TRACKIO_DIR")
@@ -120,9 +120,9 @@ def test_a_trackio_that_does_not_start_stops_nothing(base_dir, monkeypatch):
         types.SimpleNamespace(init=init, __spec__=importlib.machinery.ModuleSpec("trackio", None)),
     )
     monkeypatch.setenv("TRACKER", "trackio")
-    assert setup_tracker("run", "nanochat", {}).run is None
+    assert setup_tracker("run", "nanochat", {}) is NO_TRACKER
     monkeypatch.setenv("RANK", "1")
-    assert setup_tracker("run", "nanochat", {}).run is None
+    assert setup_tracker("run", "nanochat", {}) is NO_TRACKER
 
 
 def test_trackers_that_are_not_there(base_dir, monkeypatch):
@@ -130,7 +130,7 @@ def test_trackers_that_are_not_there(base_dir, monkeypatch):
     monkeypatch.setenv("TRACKER", "trackio")
     with pytest.raises(UserError, match=r"pip install .*\[trackio\]'"):
         setup_tracker("run", "nanochat", {})
-    assert setup_tracker("dummy", "nanochat", {}).run is None
+    assert setup_tracker("dummy", "nanochat", {}) is NO_TRACKER
     monkeypatch.setenv("TRACKER", "trackoi")
     with pytest.raises(UserError, match="TRACKER=trackoi"):
         setup_tracker("run", "nanochat", {})
