@@ -273,10 +273,9 @@ OF_CLOVER = (
         output=nf.Gemm(four_over_six, mxfp8),
     ),
     _clover(
-        "fp8_forward_8bit",
-        "with its forward in FP8, one scale a tensor, whose 8-bit codes the backward pass keeps: 1/3 of the work in "
-        "8 bits",
-        output=both("e4m3"),
+        "fp8_forward_4bit",
+        "with its forward in FP8, of which the backward pass keeps 4-bit codes: 4.5 bits an element for 8",
+        output=nf.Gemm(eight_bits_kept_in_4, eight_bits_kept_in_4),
     ),
     # FP8 in one of the two backward GEMMs, whose other operand is the forward's 8-bit codes.
     _clover(

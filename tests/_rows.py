@@ -28,6 +28,7 @@ nf.ROUNDINGS["integers_sr"] = replace(nf.ROUNDINGS["integers"], stochastic=True)
 NVIDIA, CLOVER = nf.get_recipe("nvidia"), nf.get_recipe("clover")
 as_used, rtn, sr, raw_rtn = Operand(), Operand("rtn"), Operand("sr"), Operand("rtn", raw=True)
 four_over_six, integers = Operand("four_over_six"), Operand("integers")
+eight_bits_kept_in_4 = Operand("e4m3", kept="four_over_six")
 eden, search, rotated_sr = both("ms_eden", 128), both("ms_eden_search", 128), both("sr", 128)
 CLOVER_SEARCH = replace(
     CLOVER, name="clover_search", output=both("scale_search"), grad_input=search, grad_weight=search
@@ -70,7 +71,7 @@ ROWS = {
         replace(CLOVER, name="clover_late", late=(0.7, CLOVER_SEARCH)),
         replace(CLOVER, name="clover_later", late=(0.97, CLOVER_SEARCH)),
         replace(CLOVER, name="clover_integer_input", output=Gemm(integers, four_over_six)),
-        replace(CLOVER, name="clover_fp8_forward_8bit", output=both("e4m3")),
+        replace(CLOVER, name="clover_fp8_forward_4bit", output=Gemm(eight_bits_kept_in_4, eight_bits_kept_in_4)),
     )
 }
 for _row in ROWS.values():

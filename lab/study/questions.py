@@ -45,7 +45,7 @@ WHEN = {  # A method -> the situation in which one should take it.
     "tetrajet_v2": "to compare with TetraJet-v2",
     "clover": "to reproduce the paper: it is the paper's method, and the default",
     "clover_fp8_forward": "recommended with 4 bits: the whole forward in FP8, the whole backward in 4 bits",
-    "clover_fp8_forward_8bit": "to compare: the same with 8-bit codes kept (lab/recipes.py)",
+    "clover_fp8_forward_4bit": "to compare: the same with 4-bit codes kept (lab/recipes.py)",
     "clover_feedback": "for pure NVFP4 that is evaluated or served in BF16",
     "clover_feedback_late": "for an evaluation in two terms; exported to plain NVFP4 it is no better than clover",
     "clover_mixed": "FP8 in the forward of attention and of the MLP's first matrix alone",
@@ -252,29 +252,29 @@ MOST_BYTES = 0.57  # Of an element of the input of clover_fp8_forward.
 def fp8_forward(context: Context) -> Outcome:
     """Makes the table of the targets of an FP8 forward: shares, which codes are kept, and FP8 in one backward GEMM."""
     runs, content = stored_runs(context)
-    of, four, rows = gaps.Rows(runs, gaps.Item("")), "clover_fp8_forward", []
+    of, row, rows = gaps.Rows(runs, gaps.Item("")), "clover_fp8_forward", []
     for method, targets in SHARES_OF_FP8.items():
         for (name, value), (target, end) in zip(VALUES.items(), targets):
             if share := stats.share(runs, of.size, method, value=value):
                 wanted = f"mean at most {target:.2f}, upper end at most {end:.2f}"
                 verdict = stats.verdict(share, target, end)
                 rows.append([f"share of {method}", name, share.shown(sign="-"), share.n, wanted, verdict])
-    codes = stats.difference(runs, of.size, four, f"{four}_8bit")
+    codes = stats.difference(runs, of.size, f"{row}_4bit", row)
     if codes.n:
-        verdict = "missed" if codes.low > 0 else "met" if codes.low <= 0 else "not decided"
-        rows.append(["4-bit minus 8-bit codes kept, points", "own", str(codes), codes.n, "not above zero", verdict])
+        verdict = "met" if codes.low > 0 else "missed" if codes.low <= 0 else "not decided"
+        rows.append(["4-bit minus 8-bit codes kept, points", "own", str(codes), codes.n, "above zero", verdict])
     for name, value in VALUES.items():
-        gemms = stats.difference(runs, of.size, f"{four}_dgrad", f"{four}_wgrad", value)
+        gemms = stats.difference(runs, of.size, f"{row}_dgrad", f"{row}_wgrad", value)
         if gemms.n:
             better = f"FP8 pays more in {'dgrad' if gemms.mean < 0 else 'wgrad'}"
             verdict = better if gemms.decided else "not decided"
             rows.append(["FP8 in dgrad minus FP8 in wgrad, points", name, str(gemms), gemms.n, "the sign", verdict])
     if not rows:
         raise UserError(f"{context.args.results} has no run of {', '.join(SHARES_OF_FP8)} beside clover's and bf16's")
-    if of.of(four):
-        size = gaps.COLUMNS["bytes kept"](of, four)
+    if of.of(row):
+        size = gaps.COLUMNS["bytes kept"](of, row)
         verdict = "met" if float(size) <= MOST_BYTES else "missed"
-        rows.append([f"bytes kept by {four} of an input's element", "-", size, "-", f"at most {MOST_BYTES}", verdict])
+        rows.append([f"bytes kept by {row} of an input's element", "-", size, "-", f"at most {MOST_BYTES}", verdict])
     header = ["quantity", "forward", "value", "seeds", "target", f"verdict, {len(rows)} targets"]
     notes = [
         f"{len(rows)} targets, each judged by itself, without a correction for their number",

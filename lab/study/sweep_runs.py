@@ -43,9 +43,9 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     "clover_late_bf16": changed("clover", "0.85=bf16"),
     "clover_late_forward": changed("clover", "0.85=fig1e_ms_eden"),  # It ends with the backward pass alone quantized.
     "clover_late_backward": changed("clover", "0.85=fig2_1x16_four_over_six"),  # It ends with the forward alone.
-    "clover_late_fp8": changed("clover", "0.7=clover_fp8_forward_8bit"),  # A tenth of the GEMM work is in 8 bits.
+    "clover_late_fp8": changed("clover", "0.7=clover_fp8_forward"),  # A tenth of the GEMM work is in 8 bits.
     "clover_warmup": changed("bf16", "0.1=clover"),
-    "clover_up_fp8": changed("clover", f"{LAYER_KINDS['up']}=clover_fp8_forward_8bit"),
+    "clover_up_fp8": changed("clover", f"{LAYER_KINDS['up']}=clover_fp8_forward"),
     # FP8 in the whole forward, and in one backward GEMM of all layers but the MLP's second matrix.
     **{
         f"clover_fp8_forward_{gemm}_but_down": changed(

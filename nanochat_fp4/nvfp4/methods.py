@@ -24,7 +24,6 @@ rtn, sr, raw_rtn = Operand("rtn"), Operand("sr"), Operand("rtn", raw=True)
 square_rtn, square_four_over_six = Operand("rtn_16x16"), Operand("four_over_six_16x16")
 four_over_six = Operand("four_over_six")
 eden = both("ms_eden", RHT_DIM)
-eight_bits = Operand("e4m3", kept="four_over_six")  # FP8 in the forward, and 4-bit codes in the backward pass.
 nvidia_wgrad = Gemm(sr, raw_rtn, NVIDIA_RHT_DIM)
 fixed_signs = replace(nvidia_wgrad, fixed_signs=True)  # One sign vector for the whole run.
 
@@ -100,9 +99,9 @@ METHODS: dict[str, Recipe] = {
         replace(
             CLOVER,
             name="clover_fp8_forward",
-            output=Gemm(eight_bits, eight_bits),
-            summary="clover with its forward in FP8, one scale a tensor; the backward pass keeps 4-bit codes and "
-            "multiplies in 4 bits, as clover's",
+            output=both("e4m3"),
+            summary="clover with its forward in FP8, one scale a tensor; the backward pass rounds these 8-bit numbers "
+            "to 4 bits, as clover's",
         ),
     )
 }

@@ -70,8 +70,8 @@ def test_layers_in_8_bits_go_out_and_come_back(tiny_base, tmp_path, family, flag
 
 def test_a_server_rounds_the_inputs_of_8_bit_layers_to_8_bits(tiny_base):
     """As an evaluation does, with a scale for each token."""
-    model = save_small(tiny_base, "gpt", "clover_fp8_forward_8bit")
-    nf.convert(model, "clover_fp8_forward_8bit", backward=False, verbose=False)
+    model = save_small(tiny_base, "gpt", "clover_fp8_forward")
+    nf.convert(model, "clover_fp8_forward", backward=False, verbose=False)
     ids = torch.arange(64).view(2, 32) % model.config.vocab_size
     model.eval()
     with torch.no_grad():

@@ -76,7 +76,7 @@ def test_the_parts_that_wait_become_pages(tmp_path, monkeypatch):
     """With runs of the study in the form of a sweep's file, `lab.runs add` and then `lab.pages` make its tables."""
     kept = runs.stored("d6_mixed")
     flags = [flag for flag in kept["results"][0]["flags"] if not flag.startswith(("--method", "--seed", "--data-seed"))]
-    gaps = {"bf16": 0, "clover": 16, "clover_fp8_forward": 5, "clover_fp8_forward_8bit": 5, "fp8": 2}
+    gaps = {"bf16": 0, "clover": 16, "clover_fp8_forward": 5, "clover_fp8_forward_4bit": 5, "fp8": 2}
     gaps |= {"clover_fp8_forward_dgrad": 3, "clover_fp8_forward_wgrad": 4}
     one = kept["results"][0] | {"head": "bf16", "val_text": "88339d463cdd65de", "loss_curve": []}
     results = []
@@ -95,7 +95,7 @@ def test_the_parts_that_wait_become_pages(tmp_path, monkeypatch):
     for part in [WAITS, *(match[0] for page in pages.pages() for match in pages.WAITING.finditer(page.read_text()))]:
         made = pages.filled(part)
         assert made == pages.filled(made) and "<!--" not in made
-        assert "| clover_fp8_forward | 0.5625 |" in made and "| clover_fp8_forward_wgrad | 1 |" in made
+        assert "| clover_fp8_forward_4bit | 0.5625 |" in made and "| clover_fp8_forward_wgrad | 1 |" in made
         assert "| share of clover_fp8_forward | own | 0.3" in made and "wgrad, points | BF16 | -" in made
         assert "| d32 | 1.0" in made and "| Qwen3 8B | - | - | - | 1.28 | 1.17 |" in made
 

@@ -262,9 +262,9 @@ def test_targets_are_judged_together():
         ({"clover_fp8_forward": [0.58, 0.62, 0.80]}, "not decided"),  # the mean is below its target, the end is not
         ({"clover_fp8_forward": [0.90, 0.92, 0.94]}, "missed"),
         ({"clover_fp8_forward": [0.60]}, "share of clover_fp8_forward own 0.30 1 mean at most 0.33"),
-        ({"clover_fp8_forward": [0.60], "clover_fp8_forward_8bit": [0.5]}, "+0.10 1 not above zero not decided"),
-        ({"clover_fp8_forward": [0.6, 0.62], "clover_fp8_forward_8bit": [0.5, 0.52]}, "not above zero missed"),
-        ({"clover_fp8_forward": [0.6, 0.62], "clover_fp8_forward_8bit": [0.5, 0.72]}, "not above zero met"),
+        ({"clover_fp8_forward": [0.5], "clover_fp8_forward_4bit": [0.60]}, "+0.10 1 above zero not decided"),
+        ({"clover_fp8_forward": [0.5, 0.52], "clover_fp8_forward_4bit": [0.6, 0.62]}, "above zero met"),
+        ({"clover_fp8_forward": [0.5, 0.72], "clover_fp8_forward_4bit": [0.6, 0.62]}, "above zero missed"),
         (
             {"clover_fp8_forward_dgrad": [0.5, 0.5, 0.6], "clover_fp8_forward_wgrad": [0.4, 0.4, 0.49]},
             "own +0.10 ± 0.01 3 the sign FP8 pays more in wgrad",

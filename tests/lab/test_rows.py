@@ -46,7 +46,11 @@ DESIGN = {
     "chmiel": ("rtn x rtn", "sr x raw rtn", "sr x raw sr"),
     "fp8_blocks": ("e4m3_1x128 x e4m3_128x128", "e4m3_1x128 x -", "e4m3_1x128 x raw e4m3_1x128"),
     "fp8_e4m3_rows": ("e4m3 x e4m3", "e4m3_rows x -", "e4m3_rows x -"),
-    "clover_fp8_forward_8bit": ("e4m3 x e4m3", "ms_eden x ms_eden, RHT-128", "ms_eden x ms_eden, RHT-128"),
+    "clover_fp8_forward_4bit": (
+        "e4m3, four_over_six kept x e4m3, four_over_six kept",
+        "ms_eden x ms_eden, RHT-128",
+        "ms_eden x ms_eden, RHT-128",
+    ),
     "clover_fp8_forward_dgrad": ("e4m3, four_over_six kept x e4m3", "e5m2 x -", "ms_eden x ms_eden, RHT-128"),
     "clover_fp8_forward_wgrad": ("e4m3 x e4m3, four_over_six kept", "ms_eden x ms_eden, RHT-128", "e5m2 x -"),
     "mxfp8": ("mxfp8 x mxfp8", "mxfp8 x raw mxfp8", "mxfp8 x raw mxfp8"),

@@ -101,7 +101,7 @@ def test_runs_branch_from_the_bf16_run_of_their_seed():
 
 def test_methods_that_compute_the_same_for_a_while_share_that_part():
     names = ["bf16", "clover", "clover_late", "clover_late_fp8", "clover_up_fp8", "nvidia", "clover_less_decay"]
-    mixed = "late_up: --method=clover --layer-methods=*.mlp.c_proj=clover --method-phases=0.6=clover_fp8_forward_8bit"
+    mixed = "late_up: --method=clover --layer-methods=*.mlp.c_proj=clover --method-phases=0.6=clover_fp8_forward"
     runs = {r.method: r for r in sweep_runs.plan([*names, mixed], ["tiny"], [1], tokens=10 * 512, share_until=[0.55])}
     trunk = runs["clover"]
     assert trunk.branch is None and {"--save-at=6", "--keep-last=-1"} <= set(trunk.flags)

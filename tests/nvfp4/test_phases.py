@@ -37,8 +37,8 @@ def test_phases_and_layers():
 
 
 def test_work_by_hand():
-    """Two layers of equal size, three GEMMs each. clover_fp8_forward_8bit: one of three in 8 bits."""
-    share = MethodPlan.parse("clover", layers="up=clover_fp8_forward_8bit", phases="0.8=bf16").work(model())
+    """Two layers of equal size, three GEMMs each. clover_fp8_forward: one of three in 8 bits."""
+    share = MethodPlan.parse("clover", layers="up=clover_fp8_forward", phases="0.8=bf16").work(model())
     assert (
         share[8] == pytest.approx(0.8 / 6)
         and share[16] == pytest.approx(0.2)

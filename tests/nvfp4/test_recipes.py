@@ -21,11 +21,7 @@ DESIGN = {
     "four_over_six": ("four_over_six x four_over_six_16x16", "sr x -", "sr x raw rtn, RHT-16"),
     "tetrajet_v2": ("rtn x rtn", "sr x sr, RHT-32", "sr x sr, RHT-32"),
     "clover": ("four_over_six x four_over_six", "ms_eden x ms_eden, RHT-128", "ms_eden x ms_eden, RHT-128"),
-    "clover_fp8_forward": (
-        "e4m3, four_over_six kept x e4m3, four_over_six kept",
-        "ms_eden x ms_eden, RHT-128",
-        "ms_eden x ms_eden, RHT-128",
-    ),
+    "clover_fp8_forward": ("e4m3 x e4m3", "ms_eden x ms_eden, RHT-128", "ms_eden x ms_eden, RHT-128"),
     "fp8": ("e4m3 x e4m3", "e5m2 x -", "e5m2 x -"),
 }
 
