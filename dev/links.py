@@ -1,7 +1,7 @@
 """Writes the repository's address into the files that need it. It changes the checkout from which it is run.
 
-    python dev/links.py https://github.com/me/nanochat_fp4           once: the notebook's badge and installation
-    python dev/links.py https://github.com/me/nanochat_fp4 v0.2.0    also README and pyproject.toml
+    python dev/links.py https://github.com/me/nanochat_fp4           once: where README and the notebook say OWNER
+    python dev/links.py https://github.com/me/nanochat_fp4 v0.2.0    also README's links, and pyproject.toml
 
 A package index shows README outside of the repository, where its relative links and pictures lead nowhere. The workflow
 `release` therefore runs the second form on its own copy, and commits none of these changes.
@@ -16,10 +16,11 @@ NOTEBOOK = "examples/nvfp4_in_ten_minutes.ipynb"
 TARGET = re.compile(r'(?P<before>\]\(\s*|\b(?:src|srcset|href)=")(?P<path>(?![a-z]+:|#)[^)"\s]+)')
 
 
-def name_in_notebook(text: str, repository: str) -> str:
-    """Returns the notebook's JSON with `repository` (https://HOST/OWNER/NAME) in its badge and its installation."""
+def named(text: str, repository: str) -> str:
+    """Returns README, or the notebook's JSON, with `repository` (https://HOST/OWNER/NAME) where one gets it."""
     owner = "/".join(repository.split("/")[-2:])
     text = re.sub(r"(colab\.research\.google\.com/github/)[^/]+/[^/]+", rf"\g<1>{owner}", text)
+    text = re.sub(r"git clone https://\S+", f"git clone {repository}", text)
     return re.sub(r'git\+https://[^\\"\s]+', f"git+{repository}", text)
 
 
@@ -38,9 +39,9 @@ def main(repository: str, ref: str = "") -> None:
     repository = repository.removesuffix("/").removesuffix(".git")
     if not re.fullmatch(r"https://[\w.-]+/[\w.-]+/[\w.-]+", repository):
         sys.exit(f"error: {repository} is no repository; expected https://HOST/OWNER/NAME")
-    changes = {NOTEBOOK: lambda text: name_in_notebook(text, repository)}
+    changes = dict.fromkeys((NOTEBOOK, "README.md"), lambda text: named(text, repository))
     if ref:
-        changes["README.md"] = lambda text: absolute_links(text, repository, ref)
+        changes["README.md"] = lambda text: absolute_links(named(text, repository), repository, ref)
         url = f'[project.urls]\nSource = "{repository}"\n'
         changes["pyproject.toml"] = lambda text: text.replace("[project.urls]\n", url, 1)
     for name, change in changes.items():

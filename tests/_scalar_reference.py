@@ -148,7 +148,7 @@ def quantize(rows: np.ndarray, name: str, *, seed: int = 0, stream: int = 0, nor
 
     Returns codes (R, K) 0..15, scales as E4M3 bytes (R, K/16), tensor_scale as a numpy float32.
     """
-    assert name in SPECS, f"add {name!r} to SPECS in tests/_scalar_reference.py (CONTRIBUTING, a rounding, step 3)"
+    assert name in SPECS, f"add {name!r} to SPECS in tests/_scalar_reference.py (CONTRIBUTING, a rounding, step 2)"
     spec = SPECS[name]
     count, width = rows.shape
     groups = width // 16

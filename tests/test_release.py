@@ -74,7 +74,8 @@ def test_links_of_a_package_index(tmp_path):
 
     assert links("me/nanochat_fp4").stderr.startswith("error: me/nanochat_fp4 is no repository; expected https://")
     assert links(repository).returncode == 0
-    assert (tmp_path / "README.md").read_text() == (ROOT / "README.md").read_text()  # without a tag the notebook alone
+    readme = (ROOT / "README.md").read_text().replace("https://github.com/OWNER/nanochat_fp4", repository)
+    assert (tmp_path / "README.md").read_text() == readme and readme.count(f"git clone {repository}") == 1
     stored = (tmp_path / notebook).read_text()
     assert "OWNER" not in stored and stored.count("me/nanochat_fp4") == 2
     assert json.loads(stored)["cells"][0]["source"][2].count("/github/me/nanochat_fp4/blob/main/" + notebook) == 1

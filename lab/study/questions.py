@@ -50,6 +50,9 @@ WHEN = {  # A method -> the situation in which one should take it.
     "clover_feedback_late": "for an evaluation in two terms; exported to plain NVFP4 it is no better than clover",
     "clover_mixed": "FP8 in the forward of attention and of the MLP's first matrix alone",
 }
+# The format of the blocks' weights that scripts.export writes, where it is not NVFP4 alone.
+EXPORTED = {"bf16": "BF16", "clover_mixed": "FP8, NVFP4"}
+EXPORTED |= dict.fromkeys(("fp8", "clover_fp8_forward", "clover_fp8_forward_4bit"), "FP8")
 
 
 def time_of_steps() -> dict[str, tuple[str, str]]:
@@ -92,12 +95,15 @@ def methods(context: Context) -> Outcome:
             cells = [shares, *(of.gap(method, value).shown(sign="-") for value in VALUES.values())]
         seeds = len({r["seed"] for r in runs if r["method"] == method})
         as_exported = exported(runs, method) if seeds else "not measured"
-        cells += [as_exported, times.get(method, ("not measured",))[0], seeds]
+        work = gaps.COLUMNS["GEMM work"](of, method) if seeds else "not measured"
+        cells += [work, EXPORTED.get(method, "NVFP4"), as_exported, times.get(method, ("not measured",))[0], seeds]
         rows.append([method, WHEN[method], *cells])
     header = ["QAT_METHOD", "take it", "share of clover's gap: own; BF16 forward"]
     header += [
         "gap, own forward, %",
         "gap, BF16 forward, %",
+        "GEMM work",
+        "exported as",
         "gap as exported, %",
         "step time on one H100, BF16 = 1",
         "seeds",
@@ -106,6 +112,7 @@ def methods(context: Context) -> Outcome:
     notes = [
         "gap: the increase of validation bits per byte over BF16 of the same seed; a share's interval is Fieller's",
         gaps.INTERVALS,
+        gaps.NOTES["GEMM work"].format(work=gaps.counted(runs)),
         f"time: d26, 8 rows, --cuda-graph, where 4 bits are emulated (lab/results/bench.json: {parts})",
     ]
     return outcome(runs, content, "Which method? Gaps to BF16 from scratch", header, rows, notes, {})

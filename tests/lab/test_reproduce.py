@@ -38,7 +38,7 @@ TABLE = [
      "agrees (-0.18 ± 0.05 points)"),
     ("fig4 --results llama_second_half", "- clover's gap over that of", "0.85"),
     ("fig5 --results d8", "clover", ""),
-    ("methods --results d6_shuffled", "clover_feedback_late", "1.12 ± 0.22 +2.36 ± 0.32"),
+    ("methods --results d6_shuffled", "clover_feedback_late", "1.02 NVFP4 +2.36 ± 0.32"),
     ("eden --draws=64", "128 0.966 1.057", "64"),
     ("law", "c fitted 0.6334", "0.10"),
     ("by_length", "30M clover", ""),

@@ -61,7 +61,7 @@ def test_every_system_is_written_twice():
     """A row that is no remedy of clover has its design here; the two others are compared with nvidia's below."""
     systems = {name for name in RECIPES if not name.startswith("clover_")}
     missing = systems - set(DESIGN) - {"nvidia_fixed_signs", "nvidia_v1_requant"}
-    assert not missing, f"add {missing} to DESIGN in this file (CONTRIBUTING, a method, step 2)"
+    assert not missing, f"add {missing} to DESIGN in this file (CONTRIBUTING, a method)"
 
 
 @pytest.mark.parametrize("method", DESIGN)

@@ -189,7 +189,7 @@ def test_the_table_is_the_scalar_implementations_table():
         got = (r.grid_max, r.scale_cap, r.candidates, r.stochastic, r.block_rows == 16, r.ms_eden)
         assert got == (spec.grid_max, spec.cap, spec.candidates, spec.stochastic, spec.square, spec.eden), name
     missing = set(NAMES) - set(scalar.SPECS)
-    assert not missing, f"add {missing} to SPECS in tests/_scalar_reference.py (CONTRIBUTING, a rounding, step 3)"
+    assert not missing, f"add {missing} to SPECS in tests/_scalar_reference.py (CONTRIBUTING, a rounding, step 2)"
     assert ROUNDINGS["scale_search"] in (ROUNDINGS["scale_search_3"], ROUNDINGS["scale_search_6"])
     assert ROUNDINGS["ms_eden_search"] in (ROUNDINGS["ms_eden_search_3"], ROUNDINGS["ms_eden_search_6"])
 
@@ -218,7 +218,7 @@ def test_table_1(name):
     """Within 1.5%. Two things move a correct quantizer: samples (0.2% with 0.5 M), and the tensor's amax, which decides
     where the scales fall between E4M3's values (up to 0.5% from seed to seed). The smallest mistake that the constants
     allow, 448 for 256 or 6 for 6 * 16/17, costs more than 1.5%, except where the table says the rows are equal."""
-    assert name in CHECKED, f"add the error of {name!r} to CHECKED in this file (CONTRIBUTING, a rounding, step 4)"
+    assert name in CHECKED, f"add the error of {name!r} to CHECKED in this file (CONTRIBUTING, a rounding, step 3)"
     error = 1e3 * mean_squared_error(name, samples=1 << 19)
     assert abs(error / CHECKED[name] - 1) < 0.015, f"{name}: {error:.3f}, expected {CHECKED[name]}"
 

@@ -46,7 +46,7 @@ def test_what_sets_nvidia_full_apart():
 
 def test_names():
     missing = set(methods.METHODS) - set(DESIGN) - {"nvidia_full"}  # whose test is its own
-    assert not missing, f"add {missing} to DESIGN in this file (CONTRIBUTING, a method, step 2)"
+    assert not missing, f"add {missing} to DESIGN in this file (CONTRIBUTING, a method)"
     assert nf.METHODS == (*methods.METHODS, *methods.ALIASES)
     assert nf.METHODS[0] == "bf16" and len({*nf.METHODS}) == len(nf.METHODS) and len(methods.METHODS) <= 8
     assert get_recipe("quartet2") is get_recipe("clover")
