@@ -86,7 +86,7 @@ def convert(
         as_quantized_experts(model)
     layers = linear_layers(model)  # layer -> all of its names
     _check_patterns(skip, layers)
-    kept_blocks = _end_blocks(model, keep_first_blocks, keep_last_blocks or _kept_blocks(model, recipe))
+    kept_blocks = _end_blocks(model, recipe, keep_first_blocks, keep_last_blocks)
     heads, of_experts = output_heads(model), routers(model)
 
     report = ConvertReport(recipe)
@@ -127,7 +127,7 @@ def convert(
     model.nf_report = report
     if recipe.quantizes:
         watch_first_steps(model)
-    if verbose and not (_distributed() and dist.get_rank()):
+    if verbose and not (dist.is_available() and dist.is_initialized() and dist.get_rank()):
         with contextlib.suppress(OSError):  # a log that nobody takes is no reason to end a run
             print(report)
     return model
@@ -247,27 +247,18 @@ def _blocks(model: nn.Module) -> list[str]:
     return [f"{stack}.{i}" for i in range(len(stacks[stack]))] if stacks else []
 
 
-def _kept_blocks(model: nn.Module, recipe: Recipe) -> int:
-    """Returns how many of the model's last blocks the recipe leaves in BF16. A recipe that leaves a share of them
-    leaves at least one block, but not all."""
-    count = len(_blocks(model))
-    return min(count - 1, max(1, round(recipe.kept_blocks * count))) if recipe.kept_blocks and count else 0
-
-
-def _end_blocks(model: nn.Module, first: int, last: int) -> list[str]:
-    """Returns the names of the first and the last blocks (_blocks). Raises ValueError if the model has fewer blocks."""
+def _end_blocks(model: nn.Module, recipe: Recipe, first: int, last: int) -> list[str]:
+    """Returns the names of the blocks to leave alone (_blocks). Raises ValueError if the model has fewer blocks."""
+    names = _blocks(model)
+    if not last and recipe.kept_blocks and names:  # A share of the blocks is at least one block, but not all.
+        last = min(len(names) - 1, max(1, round(recipe.kept_blocks * len(names))))
     if first == last == 0:
         return []
-    names = _blocks(model)
     if not names:
         raise ValueError("convert: keep_first_blocks and keep_last_blocks need a model with an nn.ModuleList of blocks")
     if not 0 <= first + last <= len(names) or min(first, last) < 0:
         raise ValueError(f"convert: cannot keep {first} first and {last} last of {len(names)} blocks")
     return names[:first] + (names[-last:] if last else [])
-
-
-def _distributed() -> bool:
-    return dist.is_available() and dist.is_initialized()
 
 
 def reason_to_leave(names: Sequence[str], linear: nn.Module) -> str | None:

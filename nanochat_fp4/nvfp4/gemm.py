@@ -115,23 +115,17 @@ class Quantized(NVFP4Tensor):
 
 def taken_apart(operands: Sequence[Quantized]) -> tuple[list[tuple[int, bool]], list[Tensor | None]]:
     """Takes operands apart for autograd: five tensors each, some of which are None. put_together makes them again."""
-    about = [(o.length, o.square) for o in operands]
-    return about, [
-        t
-        for o in map(Quantized.without_cache, operands)
-        for t in (o.codes, o.scales, o.tensor_scale, o.decoded, o.plain)
-    ]
+    tensors: list[Tensor | None] = []
+    for o in map(Quantized.without_cache, operands):
+        tensors += [o.codes, o.scales, o.tensor_scale, o.decoded, o.plain]
+    return [(o.length, o.square) for o in operands], tensors
 
 
 def put_together(
     about: Sequence[tuple[int, bool]], tensors: Sequence[Tensor | None]
 ) -> tuple[list[Quantized], Sequence[Tensor | None]]:
     """Makes the operands that taken_apart was given. Returns them, and the tensors that follow theirs."""
-    parts = [tensors[5 * i : 5 * i + 5] for i in range(len(about))]
-    operands = [
-        Quantized(*t[:3], decoded=t[3], plain=t[4], length=length, square=square)
-        for t, (length, square) in zip(parts, about)
-    ]
+    operands = [Quantized(*tensors[5 * i : 5 * i + 5], *lengths) for i, lengths in enumerate(about)]
     return operands, tensors[5 * len(about) :]
 
 

@@ -6,12 +6,11 @@ figures of the paper. A registered row is used by its name, like a row of the ta
 
 import difflib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 from nanochat_fp4.nvfp4.hadamard import RHT_DIM
-from nanochat_fp4.nvfp4.recipes import Gemm, Operand, Recipe, both, to_record
+from nanochat_fp4.nvfp4.recipes import Gemm, Operand, Recipe, both
 
 NVIDIA_RHT_DIM = 16  # NVIDIA et al. (2025) rotate groups of 16, which can be fused into any quantization kernel.
 # The paper's runs of TetraJet-v2 had groups of 32: this is the default of its class in the Quartet-II repository, and
@@ -131,22 +130,11 @@ def register(recipe: Recipe) -> None:
             )
         known = _known().get(ALIASES.get(part.name, part.name))
         if known is not None and known != part:
-            changed = "; ".join(_differences(to_record(known), to_record(part)))
             raise ValueError(
-                f"register: the name {part.name!r} stands for another recipe in this process already ({changed}); give "
-                "this one another name, or start the process again"
+                f"register: the name {part.name!r} stands for another recipe in this process already ({known!r}, and "
+                f"this is {part!r}); give this one another name, or start the process again"
             )
     REGISTERED[recipe.name] = recipe
-
-
-def _differences(known: Any, new: Any, path: str = "") -> Iterator[str]:
-    """Yields where two records of recipes (to_record) differ, as "output.a.rounding.grid_max was 5.0 and is 4.0"."""
-    if isinstance(known, Mapping) and isinstance(new, Mapping):
-        for name in known | new:
-            yield from _differences(known.get(name), new.get(name), f"{path}.{name}" if path else name)
-    elif known != new:
-        was, now = ("the default" if value is None else value for value in (known, new))
-        yield f"{path} was {was} and is {now}"
 
 
 def _parts(recipe: Recipe) -> Iterator[Recipe]:

@@ -44,7 +44,6 @@ stochastically from E8M3, which does not underflow. `sr_four_over_six` takes the
 is biased (the paper, Section 4.2).
 """
 
-import math
 from collections.abc import Callable
 
 import torch
@@ -60,7 +59,7 @@ from nanochat_fp4.nvfp4.format import (
     encode_e2m1,
     pack,
 )
-from nanochat_fp4.nvfp4.hadamard import RHT_DIM, rotate, rotated_sums
+from nanochat_fp4.nvfp4.hadamard import RHT_DIM, rotated_sums
 from nanochat_fp4.nvfp4.philox import Noise
 from nanochat_fp4.nvfp4.roundings import Rounding, get_rounding
 
@@ -236,16 +235,13 @@ def block_scale_rounding(rounding: Rounding):
     limit = E2M1_MAX if rounding.stochastic else E2M1_OVERFLOW
 
     def round_scale(wanted: torch.Tensor, amax: torch.Tensor) -> torch.Tensor:
-        scale = round_e4m3(wanted).to(torch.float32)
-        return torch.where(amax > limit * scale, _next_e4m3(scale), scale)
+        rounded = round_e4m3(wanted)
+        scale, larger = (
+            t.view(torch.float8_e4m3fn).to(torch.float32) for t in (rounded, rounded.view(torch.uint8) + 1)
+        )
+        return torch.where(amax > limit * scale, larger, scale)
 
     return round_scale
-
-
-def _next_e4m3(scale: torch.Tensor) -> torch.Tensor:
-    """Returns the next larger E4M3 value of an E4M3 value, both as float32."""
-    bits = scale.to(torch.float8_e4m3fn).view(torch.uint8) + 1
-    return bits.view(torch.float8_e4m3fn).to(torch.float32)
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -432,15 +428,3 @@ def quantize(x: torch.Tensor, rounding: str | Rounding, seed: torch.Tensor | int
     if not torch.isfinite(result.dequantize()).all():  # Rounding up can lead beyond FP32's range.
         raise ValueError(f"quantize: values up to {x.abs().max():.1e} overflow when rounded; scale the tensor down")
     return result
-
-
-def mean_squared_error(rounding: str, *, samples: int = 1 << 22, seed: int = 0) -> float:
-    """Returns E (x - Q(x))^2 for x from N(0, 1), as in the paper's Table 1, measured on rows of 4096 values. For
-    ms_eden the rotated tensors are compared."""
-    generator = torch.Generator().manual_seed(seed)
-    rows = max(16, samples // 4096)
-    x = torch.randn(rows, 4096, generator=generator)
-    t = quantize(x, rounding, seed=seed)
-    target = rotate(x, seed) if get_rounding(rounding).ms_eden else x
-    error = (t.dequantize() - target).double()
-    return math.fsum((error * error).mean(dim=1).tolist()) / rows

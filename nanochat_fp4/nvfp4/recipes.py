@@ -251,33 +251,24 @@ def to_record(value: Any) -> Any:
 def from_record(record: Mapping[str, Any]) -> Recipe:
     """Returns the Recipe that to_record has made `record` of. Raises ValueError if `record` describes no recipe, and if
     one of its roundings has a function that no row of ROUNDINGS has."""
-
-    def operand(made: Mapping[str, Any]) -> Operand:
-        roundings = {name: made.get(name) for name in ("rounding", "kept")}
-        for name, value in roundings.items():
-            if isinstance(value, Mapping):
-                plain = {k: tuple(v) if isinstance(v, list) else v for k, v in value.items()}
-                if "quantize" in plain:
-                    known = {row.function: row.quantize for row in ROUNDINGS.values() if isinstance(row, Rounding)}
-                    if plain["quantize"] not in known:
-                        raise ValueError(f"{plain['quantize']}, a rounding's function, is in no row of ROUNDINGS")
-                    plain["quantize"] = known[plain["quantize"]]
-                roundings[name] = Rounding(**plain)
-            elif isinstance(value, str):
-                roundings[name] = OF_THE_PACKAGE.get(value) or get_rounding(value)
-        return Operand(**{**made, **roundings})
-
-    def gemm(made: Mapping[str, Any]) -> Gemm:
-        return Gemm(**{k: operand(v) if k in ("a", "b") else v for k, v in made.items()})
-
     try:
-        made = dict(record)
-        for name in ("output", "grad_input", "grad_weight"):
-            if name in made:
-                made[name] = gemm(made[name])
-        if made.get("late"):
-            fraction, late = made["late"]
-            made["late"] = float(fraction), from_record(late)
-        return Recipe(**made)
+        return Recipe(**{name: _field(name, value) for name, value in record.items()})
     except (AttributeError, KeyError, TypeError) as e:
         raise ValueError(f"this is no recipe of this version ({e})") from None
+
+
+def _field(name: str, value: Any) -> Any:
+    """The value of a field of a Recipe, a Gemm, an Operand or a Rounding that to_record has stored."""
+    if name in ("rounding", "kept") and isinstance(value, str):
+        return OF_THE_PACKAGE.get(value) or get_rounding(value)
+    if isinstance(value, Mapping):
+        kind = Rounding if name in ("rounding", "kept") else Operand if name in ("a", "b") else Gemm
+        return kind(**{key: _field(key, item) for key, item in value.items()})
+    if name == "late" and value:
+        return float(value[0]), from_record(value[1])
+    if name == "quantize":
+        known = {row.function: row.quantize for row in ROUNDINGS.values() if isinstance(row, Rounding)}
+        if value not in known:
+            raise ValueError(f"{value}, a rounding's function, is in no row of ROUNDINGS")
+        return known[value]
+    return tuple(value) if isinstance(value, list) else value

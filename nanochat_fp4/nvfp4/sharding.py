@@ -237,8 +237,12 @@ class _Shards:
         shards = [s for s in self.all if s.as_codes()]
         # The maximum is taken of the amaxes' bits. The bits of non-negative floats have the order of the floats, and
         # NaN is above all of them, so that the reduction cannot lose a NaN.
-        amaxes = _reduced([largest_magnitude(s.local).view(torch.int32) for s in shards], [s.group for s in shards])
-        of_layer = {s.layer: amax for s, amax in zip(shards, amaxes)}
+        of_layer: dict[QuantLinear, torch.Tensor] = {}
+        for ranks in dict.fromkeys(s.group for s in shards):
+            of_ranks = [s for s in shards if s.group is ranks]
+            amaxes = torch.stack([largest_magnitude(s.local).view(torch.int32) for s in of_ranks])
+            dist.all_reduce(amaxes, op=dist.ReduceOp.MAX, group=ranks)
+            of_layer |= zip((s.layer for s in of_ranks), amaxes.unbind())
         for group in groups_of(self.model):
             if len(group) > 1 and all(layer in of_layer for layer in group):
                 together = torch.stack([of_layer[layer] for layer in group]).amax()
@@ -272,19 +276,4 @@ def gathers_codes(layer: QuantLinear) -> bool:
     """Whether the layer's recipe reads its weight only as NVFP4 codes that a rank can make from its own rows and the
     tensor's amax. With blocks of 16x16 the rows must be whole rows of blocks."""
     recipe = layer.recipe
-    weight = recipe.output.b
-    if not recipe.fixed_weight or recipe.grad_input.b.raw:
-        return False
-    return weight.rounding.has_kernels
-
-
-def _reduced(amaxes: Sequence[torch.Tensor], groups: Sequence[Any]) -> list[torch.Tensor]:
-    """Returns the maximum of each amax over the ranks of its process group. Each group does one all-reduce."""
-    reduced = list(amaxes)
-    for group in dict.fromkeys(groups):
-        numbers = [i for i, g in enumerate(groups) if g is group]
-        together = torch.stack([amaxes[i] for i in numbers])
-        dist.all_reduce(together, op=dist.ReduceOp.MAX, group=group)
-        for i, amax in zip(numbers, together.unbind()):
-            reduced[i] = amax
-    return reduced
+    return recipe.fixed_weight and not recipe.grad_input.b.raw and recipe.output.b.rounding.has_kernels
