@@ -23,7 +23,7 @@ from lab.study.sweep_runs import data_key
 from nanochat_fp4.cli import ArgumentParser, UserError, run_main
 from nanochat_fp4.common import print0
 from nanochat_fp4.data.dataloader import Documents, packed_rows
-from nanochat_fp4.data.text import open_text
+from nanochat_fp4.data.dataset import open_text
 from nanochat_fp4.data.tokenizer import get_tokenizer
 
 # The shards of each text, by its data_key: the name of a shard -> the shard of CORPUS or CODE that it is a copy of.

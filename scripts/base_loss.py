@@ -20,8 +20,7 @@ import nanochat_fp4 as nf
 from nanochat_fp4.cli import ArgumentParser, UserError, run_main
 from nanochat_fp4.common import get_base_dir, joined_processes, print0, resolve_method
 from nanochat_fp4.data.dataloader import Documents, evaluation_rows, packed_rows
-from nanochat_fp4.data.dataset import add_data_arguments, ensure_data, validation_text
-from nanochat_fp4.data.text import open_text
+from nanochat_fp4.data.dataset import add_data_arguments, ensure_data, open_text, validation_text
 from nanochat_fp4.data.tokenizer import get_token_bytes
 from nanochat_fp4.evaluation.kept import Kept, key_of
 from nanochat_fp4.evaluation.loss_eval import evaluate_bpb

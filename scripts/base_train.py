@@ -34,8 +34,7 @@ from nanochat_fp4.cli import (
 )
 from nanochat_fp4.common import announce, print0, resolve_method
 from nanochat_fp4.data.dataloader import Batches, Documents, evaluation_rows, packed_rows
-from nanochat_fp4.data.dataset import ensure_data, how_often, validation_text
-from nanochat_fp4.data.text import open_text
+from nanochat_fp4.data.dataset import ensure_data, how_often, open_text, validation_text
 from nanochat_fp4.data.tokenizer import RustBPETokenizer, get_token_bytes, get_tokenizer
 from nanochat_fp4.evaluation import report
 from nanochat_fp4.evaluation.core_metric import evaluate_model

@@ -28,8 +28,7 @@ from nanochat_fp4.cli import ArgumentParser, UserError, require, run_main
 from nanochat_fp4.common import joined_processes, print0
 from nanochat_fp4.data import tokenizer_files
 from nanochat_fp4.data.dataloader import Documents, packed_rows
-from nanochat_fp4.data.dataset import ensure_data
-from nanochat_fp4.data.text import open_text
+from nanochat_fp4.data.dataset import ensure_data, open_text
 from nanochat_fp4.data.tokenizer import get_token_bytes
 from nanochat_fp4.evaluation.loss_eval import evaluate_bpb
 from nanochat_fp4.export import folder, gguf_file, huggingface, verify

@@ -32,9 +32,16 @@ import torch
 import nanochat_fp4 as nf
 from nanochat_fp4.cli import ArgumentParser, UserError, run_main, switched_on
 from nanochat_fp4.common import default_base_dir, load_recipes, set_cpu_threads
-from nanochat_fp4.data.dataset import DATASET, MAX_SHARD, SHARD_BYTES, ensure_data, found_data, index_to_filename
+from nanochat_fp4.data.dataset import (
+    DATASET,
+    MAX_SHARD,
+    SHARD_BYTES,
+    ensure_data,
+    found_data,
+    index_to_filename,
+    survey,
+)
 from nanochat_fp4.data.sources import hub_url, look_for, url_problem
-from nanochat_fp4.data.text import survey
 from nanochat_fp4.data.tokenizer import SPECIAL_TOKENS
 from nanochat_fp4.evaluation.metrics import read_jsonl
 from nanochat_fp4.files import atomic_write

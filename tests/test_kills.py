@@ -17,8 +17,7 @@ import torch
 from _exporting import names_beside, value_of, write_value
 from _forking import count_operations
 
-from nanochat_fp4.data.dataset import ensure_data
-from nanochat_fp4.data.text import open_text
+from nanochat_fp4.data.dataset import ensure_data, open_text
 from nanochat_fp4.training.checkpoint_manager import (
     delete_remains,
     find_last_step,

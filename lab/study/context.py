@@ -14,7 +14,7 @@ import torch
 from lab.study import sweep, sweep_runs, sweep_scheduler
 from nanochat_fp4.common import print0
 from nanochat_fp4.data.dataloader import Documents, packed_rows
-from nanochat_fp4.data.text import open_text
+from nanochat_fp4.data.dataset import open_text
 from nanochat_fp4.files import atomic_write
 from nanochat_fp4.training.load_model import build_model
 

@@ -20,8 +20,7 @@ from lab.study.sweep_scheduler import base_directory
 from nanochat_fp4.cli import ArgumentParser, UserError, run_main, table
 from nanochat_fp4.common import add_recipes_argument, autodetect_device_type, print0
 from nanochat_fp4.data.dataloader import Documents, packed_rows
-from nanochat_fp4.data.dataset import ensure_data
-from nanochat_fp4.data.text import open_text
+from nanochat_fp4.data.dataset import ensure_data, open_text
 from nanochat_fp4.data.tokenizer import get_token_bytes
 from nanochat_fp4.evaluation.loss_eval import evaluate_bpb
 from nanochat_fp4.files import atomic_write

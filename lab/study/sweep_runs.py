@@ -13,7 +13,7 @@ from pathlib import Path
 import nanochat_fp4 as nf
 from lab.recipes import RECIPES
 from nanochat_fp4.cli import UserError
-from nanochat_fp4.data.text import survey
+from nanochat_fp4.data.dataset import survey
 from nanochat_fp4.models import llama
 from nanochat_fp4.models.cross_entropy import HEADS, default_head
 from nanochat_fp4.nvfp4.methods import METHODS

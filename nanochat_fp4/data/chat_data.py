@@ -137,13 +137,11 @@ class SmolTalk(Task):
     begin with a system message.
 
     sft_dir names a folder that replaces the dataset. It has train and test as .jsonl, .jsonl.gz or .parquet files, in
-    which a row is {"messages": [...]}. Raises ValueError for another split.
+    which a row is {"messages": [...]}.
     """
 
     def __init__(self, split: str, sft_dir: str | os.PathLike | None = None, **kwargs: Any):
         super().__init__(**kwargs)
-        if split not in ("train", "test"):
-            raise ValueError(f"SmolTalk has the splits train and test, not {split!r}")
         read = functools.partial(read_folder, sft_dir, "") if sft_dir else functools.partial(load_rows, SMOLTALK, None)
         self.rows = read(split, check=conversation_problem, flag="--sft-dir")
 
@@ -200,12 +198,8 @@ def load_words(eval_dir: str | os.PathLike | None = None) -> list[str]:
     otherwise from the list in the base directory, which is downloaded if it does not exist. Raises MissingDataError if
     the list cannot be had, and UserError if it is empty.
     """
-    if eval_dir:
-        path = Path(eval_dir, "words/words_alpha.txt")
-        if not path.exists():
-            raise MissingDataError(f"{path} is missing; put {WORD_LIST_URL} there, or leave out --eval-dir")
-    else:
-        path = Path(download_file_with_lock(WORD_LIST_URL, "words_alpha.txt", _check_words))
+    path = Path(eval_dir, "words/words_alpha.txt") if eval_dir else None
+    path = path or Path(download_file_with_lock(WORD_LIST_URL, "words_alpha.txt", _check_words))
     words = "".join(row["text"] for _, row in rows_of(path, column="text")).split()
     if not words:
         raise UserError(f"{path} is empty; get it again from {WORD_LIST_URL}")
@@ -256,16 +250,9 @@ class SimpleSpelling(DrawnTask):
     """A task that teaches the letters of tokens: 'Spell the word: apple' is answered by 'apple:a,p,p,l,e'. It is
     used for training only."""
 
-    def __init__(
-        self,
-        size: int = 1000,
-        split: str = "train",
-        words: Sequence[str] | None = None,
-        eval_dir: str | os.PathLike | None = None,
-        **kwargs: Any,
-    ):
+    def __init__(self, size: int = 1000, split: str = "train", words: Sequence[str] | None = None, **kwargs: Any):
         super().__init__(size, split, **kwargs)
-        self.words = list(words) if words is not None else load_words(eval_dir)
+        self.words = list(words) if words is not None else load_words()
         # The order differs from SpellingBee's, so that the same seed draws another word.
         random.Random(42).shuffle(self.words)
 
@@ -300,7 +287,7 @@ def identity() -> Source:
 
 def words_source(name: str, task: Callable[..., Task], eval_dir: str | None, **kwargs: Any) -> Source:
     """Returns the source of a task that draws from the list of words."""
-    make = functools.partial(task, eval_dir=eval_dir, **kwargs)
+    make = lambda: task(words=load_words(eval_dir), **kwargs)  # noqa: E731
     remedy = f"NANOCHAT_EVAL_DIR=folder with {WORD_LIST_URL} as words/words_alpha.txt"
     return Source(name, make, "" if eval_dir else WORD_LIST_URL, remedy)
 
@@ -313,8 +300,7 @@ def load_sources(sources: list[Source], allow_missing: bool, what: str) -> TaskM
             source.task = source.make()
         except MissingDataError as e:
             if not allow_missing:
-                hint = "To train without it add --allow-missing; without any network, --data local"
-                raise UserError(f"{source.name}: {e}. {hint}") from e
+                raise UserError(f"{source.name}: {e}; or add --allow-missing, or --data local") from e
             source.missing = str(e)
     print0(f"{what} mixture:")
     announce(describe_sources(sources))

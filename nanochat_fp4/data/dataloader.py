@@ -43,7 +43,7 @@ from torch import Tensor
 from nanochat_fp4.cli import UserError
 from nanochat_fp4.common import get_dist_info, print0
 from nanochat_fp4.data.chat_data import Task
-from nanochat_fp4.data.text import Parts, in_random_order
+from nanochat_fp4.data.dataset import Parts, in_random_order
 from nanochat_fp4.data.tokenizer import without_end
 
 LANES = 8  # The number of packers. With 1, 2, 4 or 8 processes none is shared.
@@ -118,8 +118,7 @@ class Packer:
         self.pieces: list[np.ndarray] = []  # The pieces of the same keys in the same order.
         self.used = [0, 0, 0]  # Of what is in rows: documents, their tokens, and how many of these were not cropped.
         if state is not None:
-            (self.g, self.i), (documents, tokens, kept) = state["next"], state["used"]
-            self.used = [documents, tokens, kept]
+            (self.g, self.i), self.used = state["next"], state["used"]
             for length, g, i, first in sorted(state["buffer"], key=lambda key: key[1:]):
                 (document,) = source.tokens(g, i, 1)
                 self.insert(part(document, first, length), g, i, first)

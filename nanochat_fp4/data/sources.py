@@ -12,7 +12,6 @@ JSON texts for other types, and refuses a whole folder for a byte that is not UT
 
 import csv
 import functools
-import importlib.util
 import io
 import itertools
 import json
@@ -85,15 +84,15 @@ def rows_of(path: Path, errors: str = "strict", column: str | None = None) -> It
     place = "its beginning"
     try:
         if kind_of(path) == "parquet":
-            with pq.ParquetFile(path, page_checksum_verification=True) as f:
-                batches = f.iter_batches(columns=[column] if column else None)
-                for i, row in enumerate(row for batch in batches for row in batch.to_pylist()):
-                    place = f"row {i}"
-                    yield place, row
+            f = pq.ParquetFile(path, page_checksum_verification=True)
+            batches = f.iter_batches(columns=[column] if column else None)
+            rows = ((f"row {i}", row) for i, row in enumerate(row for batch in batches for row in batch.to_pylist()))
         else:
-            with io.TextIOWrapper(pa.input_stream(str(path)), encoding="utf-8-sig", errors=errors, newline="") as f:
-                for place, row in TEXT_READERS.get(kind_of(path), _json_lines)(f):
-                    yield place, {column: row} if isinstance(row, str) and column else row
+            f = io.TextIOWrapper(pa.input_stream(str(path)), encoding="utf-8-sig", errors=errors, newline="")
+            rows = TEXT_READERS.get(kind_of(path), _json_lines)(f)
+        with f:
+            for place, row in rows:
+                yield place, {column: row} if isinstance(row, str) and column else row
     except FileNotFoundError as e:
         raise MissingDataError(f"{path} is not there; check the path") from e
     except (OSError, ValueError, RecursionError, csv.Error, pa.ArrowException) as e:
@@ -126,8 +125,9 @@ def _csv(f: TextIO) -> Iterator[tuple[str, Any]]:
     rows = csv.DictReader(f, strict=True)
     for row in rows:
         if None in row or None in row.values() or len(row) < len(rows.fieldnames):
-            fields = f"line {rows.line_num} has other fields than the {len(set(rows.fieldnames))} names of the header"
-            raise ValueError(f"{fields}; put texts with commas into quotes")
+            raise ValueError(
+                f"line {rows.line_num} has other fields than the header; put texts with commas into quotes"
+            )
         yield f"line {rows.line_num}", row
 
 
@@ -224,12 +224,9 @@ def download_file_with_lock(
 
 
 def is_here(remote: str) -> bool:
-    """Returns whether a dataset of the hub, or the file of an address, was downloaded before. It is True as well where
-    nothing can load a dataset, so that the attempt says what is missing."""
+    """Returns whether a dataset of the hub, or the file of an address, was downloaded before."""
     if "://" in remote:
         return Path(get_base_dir(), remote.rpartition("/")[2]).exists()
-    if importlib.util.find_spec("datasets") is None:
-        return True
     from datasets.config import HF_DATASETS_CACHE
 
     return Path(HF_DATASETS_CACHE, remote.replace("/", "___")).is_dir()
@@ -242,9 +239,9 @@ def load_rows(
     Returns the rows of one split, shuffled, from a folder or, without one, from the hub. `flag` is the flag that names
     `folder`, for messages.
 
-    `check` is called with every row of a file, and with the first row from the hub. Raises MissingDataError if there is
-    no such file or dataset, or no network. Raises UserError for a damaged file and for a wrong field. Messages name the
-    file, the place in it and the remedy.
+    `check` is called with every row of a file. The hub is asked for one revision, whose rows are known. Raises
+    MissingDataError if there is no such file or dataset, or no network. Raises UserError for a damaged file and for a
+    wrong field. Messages name the file, the place in it and the remedy.
     """
     if folder:
         rows = read_folder(folder, "/".join(filter(None, (dataset, config))), split, check, flag)
@@ -256,14 +253,11 @@ def load_rows(
         import datasets
 
         how = {"split": split, "revision": REVISIONS.get(dataset)}
-        rows = within(LOAD_SECONDS, lambda: datasets.load_dataset(dataset, config, **how)).shuffle(seed=SHUFFLE_SEED)
+        return within(LOAD_SECONDS, lambda: datasets.load_dataset(dataset, config, **how)).shuffle(seed=SHUFFLE_SEED)
     except Exception as e:  # Several libraries raise errors here: not found, gated, cut connection, not in the cache.
         problem = f"cannot be loaded from the hub ({missing_package(e) or one_line(e)[:150]})"
         remedy = f"give a folder that holds it with {flag}, or check the network"
         raise MissingDataError(f"{dataset} ({config}, {split}) {problem}; {remedy}") from e
-    if len(rows) and (problem := check(rows[0])):
-        raise UserError(f"{dataset} ({split}) on the hub: {problem}; use {flag} with files in the known format")
-    return rows
 
 
 def read_folder(

@@ -287,7 +287,7 @@ def other_ids(tokenizer: "RustBPETokenizer", texts: list[str]) -> tuple[int, int
     ids."""
     import difflib
 
-    theirs = tokenizer.with_pattern(PRE_TOKENIZER_PATTERN)
+    theirs = tokenizer.from_parts(PRE_TOKENIZER_PATTERN, tokenizer.enc._mergeable_ranks)
     changed = total = 0
     for text in texts:
         a, b = tokenizer.encode(text), theirs.encode(text)

@@ -90,7 +90,7 @@ def test_smoltalk_from_a_folder(tmp_path):
     write_jsonl(tmp_path / "train.jsonl.gz", [{"messages": GOOD}, {"messages": [system, *GOOD]}], gz=True)
     task = SmolTalk("train", sft_dir=tmp_path)
     assert list(task) == [{"messages": GOOD}, {"messages": [system, *GOOD]}]
-    with pytest.raises(ValueError, match="train and test"):
+    with pytest.raises(MissingDataError, match="validation"):
         SmolTalk("validation", sft_dir=tmp_path)
 
 

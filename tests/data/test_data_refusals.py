@@ -18,9 +18,8 @@ from eval.humaneval import HumanEval
 from eval.mmlu import MMLU
 from nanochat_fp4.cli import UserError
 from nanochat_fp4.data.chat_data import CustomJSON, SmolTalk, load_words
-from nanochat_fp4.data.dataset import ensure_data
+from nanochat_fp4.data.dataset import ensure_data, open_text
 from nanochat_fp4.data.sources import MissingDataError, load_rows
-from nanochat_fp4.data.text import open_text
 
 
 def lines(*values) -> bytes:
@@ -127,7 +126,7 @@ MISSING = [  # may be left out on request, unlike what is damaged
     ("rows", {}, "test.jsonl.*--eval-dir"),
     ("conversations", {}, "is not there"),
     ("SmolTalk", {}, "test.jsonl.*--sft-dir"),
-    ("words", {}, "words_alpha.txt is missing"),
+    ("words", {}, "words_alpha.txt is not there"),
     *((name, {}, "test.jsonl.*--eval-dir") for name in ("ARC", "MMLU", "GSM8K", "HumanEval")),
 ]
 

@@ -19,7 +19,7 @@ from _samples import BOS, BYTE_TOKENIZER, make_shards
 
 from nanochat_fp4.cli import UserError
 from nanochat_fp4.data.dataloader import LANES, Documents, evaluation_rows, join_positions, packed_rows
-from nanochat_fp4.data.text import Shard, Stored, digest_of, open_text
+from nanochat_fp4.data.dataset import Shard, Stored, digest_of, open_text
 
 
 @pytest.fixture(scope="module")

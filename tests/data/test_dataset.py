@@ -22,9 +22,10 @@ from nanochat_fp4.data.dataset import (
     ensure_data,
     found_data,
     index_to_filename,
+    open_text,
+    survey,
     validation_text,
 )
-from nanochat_fp4.data.text import open_text, survey
 
 VAL = "shard_01822.parquet"
 
@@ -235,10 +236,10 @@ def test_command_line(hub, shards, base_dir, capsys, tmp_path, monkeypatch):
         monkeypatch.setenv("DATA_DIR", variable)
         dataset.main(flags)
         out = capsys.readouterr().out
-        assert "3 files" in out and "1 for validation" in out and str(shards) in out
+        assert "3 file(s)" in out and "1 for validation" in out and str(shards) in out
     dataset.main(["-n", "2", "-w", "1"])
     out = capsys.readouterr().out
-    assert "3 files" in out and "base_data" in out and VAL in out
+    assert "3 file(s)" in out and "base_data" in out and VAL in out
     monkeypatch.delenv("DATA_DIR")
     dataset.main(["--ensure"])
     assert "FineWeb-Edu" in capsys.readouterr().out

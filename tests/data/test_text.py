@@ -16,8 +16,17 @@ import pytest
 
 from nanochat_fp4.cli import UserError
 from nanochat_fp4.data import sources
-from nanochat_fp4.data.dataset import ensure_data, how_often, parquets_iter_batched, validation_text
-from nanochat_fp4.data.text import Shard, Stored, cut_text, open_text, survey
+from nanochat_fp4.data.dataset import (
+    Shard,
+    Stored,
+    cut_text,
+    ensure_data,
+    how_often,
+    open_text,
+    parquets_iter_batched,
+    survey,
+    validation_text,
+)
 from nanochat_fp4.data.tokenizer import RustBPETokenizer
 
 WORDS = "the model reads a row of tokens and learns what comes next in many small steps".split()
@@ -136,9 +145,9 @@ def test_a_survey_names_what_is_read_and_what_not(folder):
     assert sorted(p.name for p in found.train) == sorted("a.txt b.md c.jsonl d.ndjson e.csv f.json g.txt.gz".split())
     assert sorted(p.name for p in found.val) == ["dev-0.jsonl", "v.txt", "validation.txt"]
     left_out = [sorted(p.name for p in paths) for paths in found.left_out.values()]
-    assert left_out == [["LICENSE", "README.md", "test_x.txt", "y.txt"], ["p.pdf", "q.docx"], []]
+    assert left_out == [["LICENSE", "README.md", "test_x.txt", "y.txt"], ["p.pdf", "q.docx"]]
     said = str(found)
-    assert said.startswith("10 files, 7.1 KB; 3 for validation (dev-0.jsonl, ")
+    assert said.startswith("10 file(s) (a.txt, b.md, c.jsonl, ...; 7.1 KB); 3 for validation (dev-0.jsonl, ")
     assert "4 not read: " in said and "(p.pdf, q.docx; 1000 bytes)" in said
     assert found.tokens is None  # g.txt.gz hides it
     (folder / "g.txt.gz").unlink()
@@ -197,7 +206,7 @@ def test_shards_in_deeper_folders_are_found(folder):
 def test_text_beside_shards_is_named(shards, capsys):
     (shards / "notes.txt").write_text("x")
     ensure_data(str(shards))
-    assert "beside shards (notes.txt" in capsys.readouterr().out and len(texts_of(shards, "train")) == 20
+    assert "another kind (notes.txt" in capsys.readouterr().out and len(texts_of(shards, "train")) == 20
     (shards / "notes.txt").write_text("x" * 10**5)
     with pytest.raises(UserError, match="notes.txt"):
         survey(shards)
@@ -286,7 +295,7 @@ HOSTILE = {  # a name, the content, and the text, or a word of the refusal
     "a csv with a short row": ("a.csv", b"id,text\n" + b"1,a\n2\n" * 30, "line 3"),
     "a csv with an open quote": ("a.csv", b'text\n"a"\n"b\n' + b"c\n" * 30, "a.csv"),
     "a csv with semicolons": ("a.csv", b"id;text\n" + b"1;a\n" * 30, "--text-column"),
-    "two columns named text": ("a.csv", b"text,text\na,b\n", "names"),
+    "two columns named text": ("a.csv", b"text,text\na,b\n", "header"),
     "a number for a text": ("a.jsonl", jsonl(*[{"text": "a"}] * 30, {"text": 5}), "line 31"),
     "a cut gzip": ("a.jsonl.gz", gzip.compress(jsonl(*[{"text": str(i)} for i in range(900)]))[:-40], "Truncated"),
     "a cut zstd": ("a.txt.zst", zst(os.urandom(4000).hex().encode())[:-9], "Truncated"),
@@ -359,7 +368,7 @@ def test_text_is_stored_once_and_again_when_it_changes(folder, tmp_path, monkeyp
     assert sorted(found) == sorted(f"[{s}.{i}]" for s in (1, 2, 3) for i in range(60))
     assert 0 < sum(map(len, first["val"])) < sum(map(len, first["train"])) / 4
     name, out = validation_text(folder), capsys.readouterr().out
-    assert out.count("Writing the text") == 1 and "3 files" in out
+    assert out.count("Writing the text") == 1 and "3 file(s)" in out
     os.utime(folder / "a.txt")
     assert validation_text(folder) == name and "Writing" in capsys.readouterr().out  # the same text again
     (folder / "a.txt").write_text(prose(1, 60).swapcase())

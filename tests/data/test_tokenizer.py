@@ -164,8 +164,6 @@ def test_a_tampered_file_is_refused(saved, change, text):
 @pytest.mark.parametrize(
     "tokens, special, pattern, text",
     [
-        (["aa"] * 2, None, SPLIT_PATTERN, "ids repeat"),
-        ([], {"<|bos|>": 3}, SPLIT_PATTERN, "ids repeat"),
         ([], {"<|eos|>": 256}, SPLIT_PATTERN, "is not a special token"),  # no BOS
         # Patterns that are none, that lose text in silence, that abort tiktoken, or that never end.
         *(([], None, p, "another pattern") for p in ("(", "a", r"[^q]", r"\w+", "", "(?=a)", "x*", "(a+)+$", 3)),

@@ -72,8 +72,7 @@ def test_of_a_model_of_transformers(tiny_base, tmp_path, capsys):
     from tokenizers import ByteLevelBPETokenizer
 
     from nanochat_fp4.data.dataloader import Documents, packed_rows
-    from nanochat_fp4.data.dataset import ensure_data
-    from nanochat_fp4.data.text import open_text
+    from nanochat_fp4.data.dataset import ensure_data, open_text
     from nanochat_fp4.models.hf_model import describe, load_hf_model
     from scripts import base_loss
 

@@ -12,7 +12,7 @@ import torch
 from _samples import save_base
 
 from nanochat_fp4.cli import UserError
-from nanochat_fp4.data.text import open_text
+from nanochat_fp4.data.dataset import open_text
 from nanochat_fp4.data.tokenizer import get_token_bytes, get_tokenizer
 from scripts import tok_eval, tok_train
 
