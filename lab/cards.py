@@ -25,6 +25,7 @@ import json
 import math
 import re
 import statistics
+from collections.abc import Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -175,18 +176,18 @@ def lora() -> dict[str, Any]:
     return of | {"ratio": {model: [round(r, 2), round(two_thirds(r), 2)] for model, r in ratios.items()}}
 
 
-def gap_of(method: str) -> float:
-    """A method's mean gap with its own forward, in percent, or NaN if no study has it."""
-    for name in (name for name in STUDIES if name in kept_runs.studies()):
+def gap_of(method: str, studies: Sequence[str]) -> float:
+    """A method's mean gap with its own forward, in percent, or NaN if no stored study has it."""
+    for name in (name for name in studies if name in kept_runs.studies()):
         runs = kept_runs.stored(name)["results"]
         if found := stats.gaps_by_seed(runs, runs[0]["size"], method):
             return statistics.fmean(found.values())
     return math.nan
 
 
-def break_even() -> list[dict[str, float]]:
+def break_even(studies: Sequence[str] = STUDIES) -> list[dict[str, float]]:
     """The ratios R by depth. There are none as long as no run of clover_fp8_forward is stored."""
-    more = 1 + (gap_of(RIVAL) - gap_of("fp8")) / 100
+    more = 1 + (gap_of(RIVAL, studies) - gap_of("fp8", studies)) / 100
     if math.isnan(more):
         return []
     own = scaling.exponent(kept_runs.stored(scaling.OF_TWO_LENGTHS)["results"])[0]

@@ -63,7 +63,7 @@ def test_the_method_to_take_is_named_where_no_measurement_changes_it():
 
 
 def test_the_ratios_that_decide_follow_from_gaps_and_exponents(monkeypatch):
-    monkeypatch.setattr(cards, "gap_of", lambda method: 0.2 if method == "fp8" else 0.7)
+    monkeypatch.setattr(cards, "gap_of", lambda method, studies: 0.2 if method == "fp8" else 0.7)
     found, law = cards.break_even(), scaling.fit_law(scaling.read_runs("paper"))
     assert [of["depth"] for of in found] == [12, 20, 26, 32]
     for of in found:
@@ -72,7 +72,7 @@ def test_the_ratios_that_decide_follow_from_gaps_and_exponents(monkeypatch):
         assert of["b"] == pytest.approx([0.084, b], abs=0.0006) and of["weights"] == blocks + head
         assert of["ratio"] == pytest.approx([1.005 ** (1 / 0.084), 1.005 ** (1 / b)], abs=2e-3)
     assert found[1]["b"][1] == 0.036
-    monkeypatch.setattr(cards, "gap_of", lambda method: 0.2 if method == "fp8" else math.nan)
+    monkeypatch.setattr(cards, "gap_of", lambda method, studies: 0.2 if method == "fp8" else math.nan)
     assert cards.break_even() == []
 
 
@@ -85,11 +85,11 @@ def test_the_newest_study_that_has_a_method_counts(monkeypatch):
     studies = {"d6_mixed": runs(bf16=0, fp8=0.3), "d6_fp8_forward": runs(bf16=0, clover_fp8_forward=0.7)}
     monkeypatch.setattr(cards.kept_runs, "studies", lambda: list(studies))
     monkeypatch.setattr(cards.kept_runs, "stored", studies.__getitem__)
-    assert [cards.gap_of(m) for m in ("fp8", cards.RIVAL)] == pytest.approx([0.3, 0.7])
+    assert [cards.gap_of(m, cards.STUDIES) for m in ("fp8", cards.RIVAL)] == pytest.approx([0.3, 0.7])
     studies["d6_fp8_forward"] = runs(bf16=0, fp8=0.2, clover_fp8_forward=0.7)
-    assert cards.gap_of("fp8") == pytest.approx(0.2)
+    assert cards.gap_of("fp8", cards.STUDIES) == pytest.approx(0.2)
     del studies["d6_fp8_forward"]
-    assert math.isnan(cards.gap_of(cards.RIVAL))
+    assert math.isnan(cards.gap_of(cards.RIVAL, cards.STUDIES))
 
 
 def test_the_ladder_of_others_has_what_two_thirds_in_4_bits_would_gain():

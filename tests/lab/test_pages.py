@@ -34,10 +34,6 @@ WAITS = """<!-- when d6_fp8_forward is stored
     python -m lab.reproduce fp8_forward --results d6_fp8_forward
 
 |-|
-
-    python -m lab.reproduce break_even --results d6_fp8_forward
-
-|-|
 -->
 """
 
@@ -67,8 +63,7 @@ def test_a_part_waits_for_its_study(monkeypatch):
     monkeypatch.setattr(runs, "studies", lambda: ["d6_fp8_forward"])
     monkeypatch.setattr(pages, "table", lambda command: f"| {command.split()[0]} |\n")
     begin, *middle, end = WAITS.split("|-|\n")
-    shown = begin.partition("\n")[2] + "| horizon |\n" + middle[0] + "| fp8_forward |\n" + middle[1]
-    shown += "| break_even |\n" + end.removesuffix("-->\n")
+    shown = begin.partition("\n")[2] + "| horizon |\n" + middle[0] + "| fp8_forward |\n" + end.removesuffix("-->\n")
     assert pages.filled(page) == f"Before.\n{shown}After.\n"
 
 
@@ -97,7 +92,6 @@ def test_the_parts_that_wait_become_pages(tmp_path, monkeypatch):
         assert made == pages.filled(made) and "<!--" not in made
         assert "| clover_fp8_forward_4bit | 0.5625 |" in made and "| clover_fp8_forward_wgrad | 1 |" in made
         assert "| share of clover_fp8_forward | own | 0.3" in made and "wgrad, points | BF16 | -" in made
-        assert "| d32 | 1.0" in made and "| Qwen3 8B | - | - | - | 1.28 | 1.17 |" in made
 
 
 @pytest.mark.parametrize("path", pages.pages(), ids=lambda path: path.name)
