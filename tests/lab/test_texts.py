@@ -1,6 +1,10 @@
-"""The tokens of an epoch by hand, pieces that are the text of their documents, and texts that are made again."""
+"""The tokens of an epoch by hand, pieces that are the text of their documents, texts that are made again, a public text
+from tiny packages, and what training and validation text have in common."""
 
+import importlib.util
+import io
 import json
+import tarfile
 from hashlib import sha256
 
 import pyarrow as pa
@@ -8,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 from _samples import BYTE_TOKENIZER
 
-from lab import texts
+from lab import public_text, texts
 from nanochat_fp4.cli import UserError
 
 WORDS = [f"{i:04d} " + "word " * (20 + 7 * i) for i in range(40)]
@@ -82,9 +86,119 @@ def test_a_text_is_made_of_its_shards_alone(tmp_path, monkeypatch):
     assert not (tmp_path / "again").exists()
 
 
+# ----------------------------------------------------------------------------------------------------------------------
+# The public text
+
+BACKEND = """def prepare_metadata_for_build_wheel(folder, settings=None):
+    import pathlib
+    info = pathlib.Path(folder, "{name}-1.0.dist-info")
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\\nName: {name}\\nVersion: 1.0\\n")
+    return info.name
+"""
+BUILD = '[build-system]\nrequires = []\nbuild-backend = "backend"\nbackend-path = ["."]\n'
+
+
+def package(folder, name: str, **members: bytes) -> str:
+    """Writes a source distribution that needs nothing to be built. Returns its line of the list."""
+    with tarfile.open(folder / f"{name}-1.0.tar.gz", "w:gz") as archive:
+        files = {"backend.py": BACKEND.format(name=name).encode(), "pyproject.toml": BUILD.encode()} | members
+        for member, content in (files | {"PKG-INFO": f"Metadata-Version: 2.1\nName: {name}\n".encode()}).items():
+            info = tarfile.TarInfo(f"{name}-1.0/{member}")
+            info.size = len(content)
+            archive.addfile(info, io.BytesIO(content))
+    digest = sha256((folder / f"{name}-1.0.tar.gz").read_bytes()).hexdigest()
+    return f"{name}==1.0 --hash=sha256:{digest}  # MIT"
+
+
+@pytest.fixture
+def public(tmp_path, monkeypatch):
+    """Two training packages and one for validation, in a folder of their own, and their list."""
+    (tmp_path / "index").mkdir()
+    page = {f"{i}.rst": f"Page {i}. ".encode() + b"words " * 100 for i in range(4)}
+    common = {"licence.txt": b"The licence. " * 50}
+    lines = [
+        package(tmp_path / "index", "first", **page, **common, **{"short.md": b"x", "data.json": b"1 " * 400}),
+        package(tmp_path / "index", "second", **{"latin.txt": b"\xe9 " * 400, "0.rst": page["0.rst"]}),
+        package(tmp_path / "index", "third", **{"manual.tex": b"A manual. " * 60}, **common) + "; validation",
+    ]
+    monkeypatch.setattr(public_text, "LIST", tmp_path / "list.txt")
+    public_text.LIST.write_text("# A comment\n\n" + "\n".join(lines) + "\n")
+    return tmp_path
+
+
+def test_a_public_text_is_made_of_the_text_in_its_packages(public, capsys, monkeypatch):
+    """Each document once, and files of both parts in the validation text alone; no data, no short files, no bytes."""
+    monkeypatch.setattr(texts, "SHARD", 1300)
+    texts.main(["make", "--public", f"--sdists={public}/index", f"--out={public}/text"])
+    *training, validation = sorted((public / "text").iterdir())
+    made = [pq.read_table(path)["text"].to_pylist() for path in training]
+    assert sorted(text[:7] for of in made for text in of) == [f"Page {i}." for i in range(4)] and len(made) == 2
+    assert sorted(text[:12] for text in pq.read_table(validation)["text"].to_pylist()) == [
+        "A manual. A ",
+        "The licence.",
+    ]
+    said = capsys.readouterr().out
+    assert "training: 4 documents" in said and texts.data_key(str(public / "text")) in said
+
+
+def test_of_a_large_package_a_sample_is_taken(public, monkeypatch):
+    monkeypatch.setattr(public_text, "MOST", 700)
+    pages = sorted((f"Page {i}. " + "words " * 100 for i in range(4)), key=lambda text: sha256(text.encode()).digest())
+    training, validation = public_text.documents(public / "index")
+    assert set(training) == {pages[0], next(page for page in pages if "0" in page)} and len(validation) == 1
+
+
+@pytest.mark.skipif(importlib.util.find_spec("pip") is None, reason="needs pip")
+def test_pip_downloads_what_is_missing_and_nothing_else(public, monkeypatch):
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(public / "index"))
+    (public / "sdists").mkdir()
+    for name in ("first", "second"):
+        (public / f"index/{name}-1.0.tar.gz").rename(public / f"sdists/{name}-1.0.tar.gz")
+    assert [len(of) for of in public_text.documents(public / "sdists")] == [4, 2]
+    assert sorted(path.name for path in (public / "sdists").iterdir()) == [f"{n}-1.0.tar.gz" for n in
+                                                                         ("first", "second", "third")]  # fmt: skip
+    # Another archive of this name is not the one that is pinned.
+    package(public / "index", "third", **{"manual.tex": b"Another manual. " * 60})
+    (public / "sdists/third-1.0.tar.gz").unlink()
+    with pytest.raises(UserError, match="third==1.0 .*--sdists") as e:
+        public_text.documents(public / "sdists")
+    assert "\n" not in str(e.value)
+
+
+def test_the_list_pins_packages_and_keeps_validation_apart():
+    lines = [line for line in public_text.LIST.read_text().splitlines() if line and not line.startswith("#")]
+    of = public_text.sources()
+    assert len(of) == len(lines) == len({source.requirement for source in of}) > 20
+    assert all(source.licence and len(source.sha256) == 64 for source in of)
+    assert 1 <= sum(source.validation for source in of) < 5 and of[0].validation and not of[-1].validation
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What training and validation text have in common
+
+
+def test_the_overlap_of_two_texts_by_hand(tmp_path, capsys):
+    """Of four validation documents one is a training document, one shares 14 words and so 2 of its 8 runs of 13 words,
+    one shares 12 words, and one is shorter than a run."""
+    words = [f"word{i}" for i in range(60)]
+    training = [" ".join(words[:20]), " ".join(words[30:50])]
+    shares_14 = ["other"] * 6 + words[30:44]
+    validation = [training[0], " ".join(shares_14).upper(), " ".join(words[36:48] + ["new"] * 8), "short text"]
+    for name, documents in (("0", training), ("1", validation)):
+        pq.write_table(pa.table({"text": documents}), tmp_path / f"{name}.parquet")
+    of = texts.overlap(str(tmp_path))
+    assert of == {"documents": 4, "same": 0.25, "some": 0.5, "half": 0.25, "runs": pytest.approx(10 / 24)}
+    texts.main(["overlap", f"--data-dir={tmp_path}"])
+    assert "25.00% of them are" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("flags", "problem"),
     [
+        ("make --public --out={text}/o", "lab.texts make needs --sdists"),
+        ("overlap", "lab.texts overlap needs --data-dir"),
         ("epoch --data-dir=x", "--max-seq-len=0: expected at least 1 token"),
         ("cut --data-dir=x --max-seq-len=8", "lab.texts cut needs --out"),
         ("cut --data-dir=x --max-seq-len=8 --out={text}", "has something already; choose an empty folder"),
