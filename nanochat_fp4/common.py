@@ -179,11 +179,12 @@ def _why_no_cuda() -> str:
     return f"this PyTorch ({torch.__version__}) is built " + (built if torch.version.cuda else "without CUDA")
 
 
-def autodetect_device_type() -> str:
-    """Returns 'cuda' if there is a CUDA GPU, else 'mps' if there is Metal, else 'cpu'. Prints the choice."""
+def autodetect_device_type(said: bool = True) -> str:
+    """Returns 'cuda' if there is a CUDA GPU, else 'mps' if there is Metal, else 'cpu'. `said` prints it."""
     mps = torch.backends.mps.is_available()
     device_type = "cuda" if torch.cuda.is_available() else "mps" if mps else "cpu"
-    print0(f"Autodetected device type: {device_type}" + (f" ({_why_no_cuda()})" if device_type == "cpu" else ""))
+    if said:
+        print0(f"Autodetected device type: {device_type}" + (f" ({_why_no_cuda()})" if device_type == "cpu" else ""))
     return device_type
 
 
@@ -355,7 +356,7 @@ def compute_init(device_type: str = "cuda", seed: int = 42) -> tuple[bool, int, 
             except (dist.DistError, ValueError) as e:
                 raise UserError(f"cannot join the process group: {one_line(e)}; start with torchrun") from e
         dist.barrier()
-    if rank == 0:
+    if rank == 0 and world_size > 1:
         logger.info(f"device {device}, world size {world_size}")
     return ddp, rank, local_rank, world_size, device
 

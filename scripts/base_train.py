@@ -224,6 +224,15 @@ class BaseTraining(Trainer):
         """Prints the model, the steps and the batch."""
         config, num_params, tokens = self.model.config, self.model.num_scaling_params(), self.args.total_batch_size
         total_tokens = tokens * self.num_steps
+        blocks: dict[tuple[str, str], list[str]] = {}
+        for name, layer in self.model.named_modules():
+            if isinstance(layer, nf.QuantLinear):
+                _, _, block, kind = name.split(".", 3)
+                blocks.setdefault((layer.recipe.name, kind), []).append(block)
+        methods: dict[str, list[str]] = {}
+        for (method, kind), of in blocks.items():
+            kind += f" of block {', '.join(of)}" * (len(of) < config.n_layer)
+            methods.setdefault(method, []).append(kind)
         print0(f"Training {self.model_tag}:")
         announce(
             {
@@ -234,6 +243,7 @@ class BaseTraining(Trainer):
                 "batch": f"{self.rows} x {self.seq_len} tokens, {self.world_size} process(es), "
                 f"{self.micro_batches} micro-batch(es) a step",
                 "GEMM work": ", ".join(f"{100 * s:.1f}% in {b} bits" for b, s in plan.work(self.model).items() if s),
+                **({method: f"in {', '.join(kinds)}" for method, kinds in methods.items()} if len(methods) > 1 else {}),
                 **({"output head": f"FP8, {fp8_products(self.device.type)}"} if self.model.lm_head.quantizes else {}),
                 "backend": self.backend,
                 "output": self.folder,

@@ -302,8 +302,9 @@ def load_sources(sources: list[Source], allow_missing: bool, what: str) -> TaskM
             if not allow_missing:
                 raise UserError(f"{source.name}: {e}; or add --allow-missing, or --data local") from e
             source.missing = str(e)
-    print0(f"{what} mixture:")
-    announce(describe_sources(sources))
+    if what == "training" or any(source.missing for source in sources):
+        print0(f"{what} mixture:")
+        announce(describe_sources(sources))
     return TaskMixture([source.task for source in sources if source.task is not None])
 
 

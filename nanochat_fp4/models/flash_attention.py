@@ -122,10 +122,10 @@ def announce(line: str) -> None:
     print0(line)
 
 
-def setup(device_type: str, windowed: bool = False) -> str:
+def setup(device_type: str, windowed: bool = False, said: bool = True) -> str:
     """
-    Loads FlashAttention-3, reads NANOCHAT_ATTENTION, and prints one line, once, that names the backend and its cost.
-    Returns this line.
+    Loads FlashAttention-3, and reads NANOCHAT_ATTENTION. Returns a line that names the backend and its cost. With
+    `said` it is printed, once.
 
     The model calls setup in init_weights, because compiled code can neither load nor print. `windowed` says whether the
     model has sliding windows. Raises ValueError for a forced backend that cannot run.
@@ -152,7 +152,8 @@ def setup(device_type: str, windowed: bool = False) -> str:
         line = f"{compiled[backend_for_windows(True)]}, SDPA for full context" if windowed else "SDPA"
         line += f" (FlashAttention-3: {fa3_reason})"
     line = f"attention: {line}"
-    announce(line)
+    if said:
+        announce(line)
     return line
 
 

@@ -293,8 +293,6 @@ class GPT(nn.Module):
         self.config = config
         self.window_sizes = self._compute_window_sizes(config)
         padded_vocab_size = -(-config.vocab_size // pad_vocab_size_to) * pad_vocab_size_to
-        if padded_vocab_size != config.vocab_size:
-            print0(f"Padding vocab_size from {config.vocab_size} to {padded_vocab_size} for efficiency")
         table = padded_vocab_size, config.n_embd
         # On the device "meta" nn.Embedding would draw no numbers, and import the whole compiler for it.
         unfilled = torch.empty(table) if torch.get_default_device().type == "meta" else None
@@ -333,15 +331,18 @@ class GPT(nn.Module):
         self.x0_lambdas.fill_(0.0)
         if self.get_device().type == "cuda":
             self.transformer.wte.to(dtype=torch.bfloat16)  # This halves the largest table. The optimizer takes BF16.
-        self.prepare()
+        if (padded := len(self.lm_head.weight)) != self.config.vocab_size:
+            print0(f"Padding vocab_size from {self.config.vocab_size} to {padded} for efficiency")
+        self.prepare(new=True)
 
-    def prepare(self) -> None:
-        """Makes the rotary tables and sets up the attention backend for the device of the weights."""
+    def prepare(self, new: bool = False) -> None:
+        """Makes the rotary tables and sets up the attention backend for the device of the weights. It is named when a
+        new model is made."""
         self.cos, self.sin = self._rotary_tables()
         device_type = self.get_device().type
         if device_type != "meta":
             left = min(left for left, _ in self.window_sizes)
-            flash_attention.setup(device_type, 0 <= left < self.config.sequence_len - 1)
+            flash_attention.setup(device_type, 0 <= left < self.config.sequence_len - 1, said=new)
 
     def _rotary_tables(self) -> tuple[Tensor, Tensor]:
         if self.get_device().type == "meta":  # arange would import the whole compiler
@@ -403,7 +404,6 @@ class GPT(nn.Module):
         a process group of several ranks both optimizers average the gradients themselves.
         """
         scale = (self.config.n_embd / 768) ** -0.5
-        print0(f"Scaling the learning rates of AdamW by ({self.config.n_embd}/768)^-0.5 = {scale:.6f}")
         adam_groups = [
             dict(params=[self.lm_head.weight], lr=unembedding_lr * scale),
             dict(params=[self.transformer.wte.weight], lr=embedding_lr * scale),
@@ -434,7 +434,8 @@ class GPT(nn.Module):
         total_batch_size / 2^19. The options' weight decay is for 12 layers. It is multiplied by (12 / depth)^2, and
         falls linearly to zero over the run.
         """
-        scale = batch_scale(total_batch_size)
+        scale, width = batch_scale(total_batch_size), self.config.n_embd
+        print0(f"Scaling the learning rates of AdamW by ({width}/768)^-0.5 = {(width / 768) ** -0.5:.6f}")
         weight_decay = options.weight_decay * (REFERENCE_DEPTH / self.config.n_layer) ** 2
         adamw, muon = self.setup_optimizers(
             unembedding_lr=options.unembedding_lr * scale,

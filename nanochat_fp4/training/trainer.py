@@ -194,8 +194,9 @@ class Trainer:
         if args.deterministic:
             use_deterministic_kernels()
         until_exit.callback(compute_cleanup)
-        of_init = compute_init(args.device_type or autodetect_device_type(), args.seed)
-        _, self.rank, _, self.world_size, self.device = of_init
+        # Stages after the first print what has changed.
+        device_type = args.device_type or autodetect_device_type(said=stage == "base")
+        _, self.rank, _, self.world_size, self.device = compute_init(device_type, args.seed)
         self.signals = until_exit.enter_context(StopSignals())
         # Searching the compiler's objects, which stay alive, for garbage takes a tenth of its time.
         self.until_first_step = until_exit.enter_context(contextlib.ExitStack())

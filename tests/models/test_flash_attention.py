@@ -169,11 +169,11 @@ def test_windows_have_a_backend_for_each_gpu_and_full_context_has_sdpa(
 
 def test_a_model_says_whether_it_has_windows(monkeypatch):
     asked = []
-    monkeypatch.setattr(flash_attention, "setup", lambda *how: asked.append(how))
+    monkeypatch.setattr(flash_attention, "setup", lambda *how, said: asked.append((*how, said)))
     for pattern in ("SL", "L"):
         shape = dict(sequence_len=64, vocab_size=64, n_layer=4, n_head=4, n_kv_head=2, n_embd=64)
         GPT(GPTConfig(**shape, window_pattern=pattern)).init_weights()
-    assert asked == [("cpu", True), ("cpu", False)]
+    assert asked == [("cpu", True, True), ("cpu", False, True)]
 
 
 def test_at_most_65535_tokens_at_once_on_sm_120(monkeypatch):

@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 import signal
+import time
 import types
 from pathlib import Path
 
@@ -145,6 +146,33 @@ def test_resume_continues_what_a_signal_stopped(tiny_base, capsys):
     assert list_steps(folder) == [3]
     train("--resume-from-step=latest", steps=4, method="bf16")
     assert_same(final_state(folder, 4), final_state(whole, 4))
+
+
+def test_the_time_of_the_first_value_is_told_apart(tiny_base, monkeypatch, capsys):
+    """It is computed before the first update."""
+    slow, order = base_train.evaluate_bpb, []
+
+    def evaluate(*args):
+        order.append("value")
+        time.sleep(0.3)
+        return slow(*args)
+
+    monkeypatch.setattr(base_train, "evaluate_bpb", evaluate)
+    with in_step(0, lambda: order.append("step")):
+        train(steps=1, method="bf16")
+    assert order == ["value", "step", "value"]
+    found = re.search(r"first step: ([\d.]+) s \((.*)\); evaluation before it: ([\d.]+) s", capsys.readouterr().err)
+    phases = [float(part.rsplit(" ", 1)[1]) for part in found[2].split(", ") if part != "data"]
+    assert float(found[3]) >= 0.3 and "evaluation" not in found[2]
+    assert float(found[1]) == pytest.approx(sum(phases), abs=0.4)
+
+
+def test_layers_of_several_methods_are_named(tiny_base, capsys):
+    train("--depth=2", "--layer-methods=*.h.1.attn.c_q=fp8,*.c_fc=fp8", steps=1)
+    out = capsys.readouterr().out
+    assert re.search(r"  fp8 +in mlp.c_fc, attn.c_q of block 1\n", out) and "attn.c_q of block 0" in out
+    train("--overwrite", "--depth=2", steps=1)
+    assert "of block" not in capsys.readouterr().out
 
 
 def test_signal_cuts_an_evaluation_short(tiny_base, monkeypatch):
