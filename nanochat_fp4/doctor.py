@@ -31,7 +31,7 @@ import torch
 
 import nanochat_fp4 as nf
 from nanochat_fp4.cli import ArgumentParser, UserError, one_line, run_main
-from nanochat_fp4.common import add_recipes_argument, autodetect_device_type, set_cpu_threads
+from nanochat_fp4.common import add_recipes_argument, autodetect_device_type, resolve_method, set_cpu_threads
 from nanochat_fp4.hardware import about_versions, environment_info, usable_cpus
 from nanochat_fp4.models import flash_attention
 from nanochat_fp4.nvfp4.dispatch import use_kernels
@@ -44,6 +44,7 @@ from nanochat_fp4.nvfp4.roundings import ROUNDINGS
 from nanochat_fp4.self_check import REPEATED, kernel_problem, kernels_of, layer_problem, repeat_problem
 
 SHAPE, SHAPE_INTERPRETED = (1000, 528), (40, 144)  # of the tensors that the kernels quantize
+COPIED, GEMM_SIZE = 1 << 30, 8192  # the bytes of a copy, which is too large for caches, and the size of a BF16 product
 REPEATS = 200  # The number of launches of each rotating kernel.
 ATTENTION = (2, 256, 4, 2, 64)  # The numbers of rows, tokens, heads and key heads, and the head dimension.
 ATTENTION_ERROR = 1e-3  # BF16 products and sums give 1e-5.
@@ -92,19 +93,6 @@ def median_ms(function: Callable[[], object]) -> float:
     from triton.testing import do_bench
 
     return do_bench(function, return_mode="median")
-
-
-def copy_bandwidth(device: torch.device, num_bytes: int = 1 << 30) -> float:
-    """Measures the GB/s (10^9 bytes, read and written) of copying a tensor that is too large for caches."""
-    source = torch.empty(num_bytes, dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
-    return 2 * num_bytes / median_ms(lambda: target.copy_(source)) / 1e6
-
-
-def gemm_tflops(device: torch.device, size: int = 8192) -> float:
-    """Measures the TFLOP/s of a square BF16 product of random numbers. Zeros would take less power and be faster."""
-    a, b = (torch.randn(size, size, dtype=torch.bfloat16, device=device) for _ in range(2))
-    return 2 * size**3 / median_ms(lambda: a @ b.T) / 1e9
 
 
 def quantize_bandwidth(device: torch.device, rows: int = 16384, columns: int = 8192) -> float:
@@ -164,12 +152,16 @@ def examine(
         for rounding in dict.fromkeys(rounding for rounding, rht_dim in kernels if rht_dim == RHT_DIM):
             name = f"{rounding.name}: the same bits in {REPEATS} launches, {REPEATED[0]} x {REPEATED[1]}"
             report(name, functools.partial(repeat_problem, device, rounding, REPEATED, REPEATS))
-        copy = copy_bandwidth(device)
-        quantize = quantize_bandwidth(device)
+        source = torch.empty(COPIED, dtype=torch.uint8, device=device)
+        target = torch.empty_like(source)
+        copy, quantize = 2 * COPIED / median_ms(lambda: target.copy_(source)) / 1e6, quantize_bandwidth(device)
+        # Zeros would take less power and be faster.
+        a, b = (torch.randn(GEMM_SIZE, GEMM_SIZE, dtype=torch.bfloat16, device=device) for _ in range(2))
+        tflops = 2 * GEMM_SIZE**3 / median_ms(lambda: a @ b.T) / 1e9
         say("speed")
         say(f"        copy      {copy:6.0f} GB/s")
         say(f"        quantize  {quantize:6.0f} GB/s, {quantize / copy:.0%} of copy (4/6: amax, codes, scales)")
-        say(f"        BF16 GEMM {gemm_tflops(device):6.0f} TFLOP/s")
+        say(f"        BF16 GEMM {tflops:6.0f} TFLOP/s")
     return problems
 
 
@@ -198,7 +190,7 @@ def main(argv: list[str] | None = None) -> None:
     add_recipes_argument(parser)
     parser.add_argument("--method", default="", help="check this method only (default: those of nf.METHODS)")
     args = parser.parse_args(argv)
-    methods = (get_recipe(args.method).name,) if args.method else tuple(METHODS)
+    methods = (resolve_method(args.method),) if args.method else tuple(METHODS)
     device = torch.device(autodetect_device_type())
     if device.type == "mps":
         device = torch.device("cpu")

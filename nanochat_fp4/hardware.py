@@ -36,11 +36,6 @@ _PEAK_FLOPS = [
     (r"\bl40s", 362e12),
     (r"\bl40\b", 181e12),
     (r"\bl4\b", 121e12),
-    (r"mi355", 2.5e15),
-    (r"mi325|mi300x", 1.3074e15),
-    (r"mi300a", 980.6e12),
-    (r"mi250x", 383e12),
-    (r"mi250", 362.1e12),
     (r"rtx pro 6000", 503.8e12),  # PRO cards do not halve the rate with FP32 accumulation.
     (r"rtx 5090", 209.5e12),
     (r"rtx 4090", 165.2e12),

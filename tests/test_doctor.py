@@ -306,10 +306,7 @@ def test_operations_names_a_backend_for_each():
 
 @pytest.mark.gpu
 def test_speed_is_plausible():
-    device = torch.device("cuda")
-    assert 50 < doctor.copy_bandwidth(device, 1 << 28) < 20_000
-    assert 10 < doctor.quantize_bandwidth(device, 4096, 4096) < 20_000
-    assert 5 < doctor.gemm_tflops(device, 2048) < 5000
+    assert 10 < doctor.quantize_bandwidth(torch.device("cuda"), 4096, 4096) < 20_000
 
 
 def test_what_a_compiler_raises_is_a_problem_and_no_traceback(monkeypatch):
