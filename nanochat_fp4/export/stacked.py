@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from nanochat_fp4.cli import UserError
-from nanochat_fp4.nvfp4.experts import LINEARS, is_transposed, layout_of
+from nanochat_fp4.nvfp4.experts import LINEARS, is_transposed, layout_of, slice_name
 from nanochat_fp4.nvfp4.format import FP8, NVFP4Tensor
 
 ROWS = 2**40  # Row r of the layer with number i has the number i * ROWS + r. The first layer has the number 1.
@@ -27,7 +27,7 @@ def stacked_parameters(model: nn.Module) -> Iterator[tuple[str, list[str], bool]
         layout, before = layout_of(module), f"{name}." if name else ""
         for parameter in layout.parameters if layout else ():
             count = getattr(module, parameter).shape[0]
-            layers = [f"{before}{LINEARS}.{parameter}.{i}" for i in range(count)]
+            layers = [f"{before}{LINEARS}.{parameter}.{slice_name(i)}" for i in range(count)]
             yield before + parameter, layers, is_transposed(module)
 
 

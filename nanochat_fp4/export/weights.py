@@ -255,7 +255,7 @@ def with_unread_experts(scales: Mapping[str, float], names: Iterable[str]) -> di
     return {name: scale for name, scale in found.items() if scale is not None}
 
 
-_EXPERT = re.compile(r"(\b(?:experts|expert_linears)\.(?:\w*[a-z_]\w*\.)*)\d+(?=\.|$)")
+_EXPERT = re.compile(r"(\b(?:experts|expert_linears)\.(?:\w*[a-z_]\w*\.)*?)(?:expert_)?\d+(?=\.|$)")
 
 
 def _layer_of(name: str) -> str:

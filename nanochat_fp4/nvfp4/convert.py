@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from nanochat_fp4.nvfp4.experts import LINEARS, ExpertLinear, as_quantized_experts, routers, stacked_linears
+from nanochat_fp4.nvfp4.experts import LINEARS, ExpertLinear, as_quantized_experts, routers, slice_name, stacked_linears
 from nanochat_fp4.nvfp4.first_steps import watch_first_steps
 from nanochat_fp4.nvfp4.heads import is_conv1d, is_linear, linear_layers, output_heads, sizes_of, some
 from nanochat_fp4.nvfp4.layer import COMPUTE_DTYPES, QuantLinear, other_dtype
@@ -395,7 +395,9 @@ def shares(
             if linear:
                 kind = "quantized" if name in converted else "head" if module in heads else meant.get(name, LEFT_ALONE)
             elif parameter_name in experts:
-                slices = {f"{name}.{LINEARS}.{parameter_name}.{i}" for i in range(len(experts[parameter_name]))}
+                slices = {
+                    f"{name}.{LINEARS}.{parameter_name}.{slice_name(i)}" for i in range(len(experts[parameter_name]))
+                }
                 kind = "quantized" if slices <= converted else "experts left alone"
             counted[id(parameter)] = (kind, parameter.numel())
     sums: dict[str, int] = {}

@@ -21,7 +21,7 @@ from torch.nn.functional import silu
 from nanochat_fp4.nvfp4.layer import QuantLinear
 from nanochat_fp4.nvfp4.methods import get_recipe
 
-# The name of the child that holds a module's ExpertLinears: a ModuleDict from a parameter's name to a ModuleList.
+# The name of the child that holds a module's ExpertLinears: a ModuleDict from a parameter's name to its Slices.
 LINEARS = "expert_linears"
 
 
@@ -73,6 +73,26 @@ class ExpertLinear(QuantLinear):
         return self.outputs(x, (_Slice(self._matrix_of(part), self.weight),))
 
 
+class Slices(nn.ModuleDict):
+    """The ExpertLinears of one stacked parameter, from `slice_name` of each expert to its layer.
+
+    peft finds them with target_modules="all-linear". An adapter around a slice would be merged into all experts, so it
+    is refused. The names are no plain numbers, because peft matches the end of a name, and "0" is also a block.
+    """
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if name in vars(self).get("_modules", ()):
+            raise ValueError(
+                "no adapter can stand around one expert, which is a slice of a stacked parameter; name the layers that "
+                'get adapters, for example target_modules=["q_proj", "v_proj"]'
+            )
+        super().__setattr__(name, value)
+
+
+def slice_name(index: int) -> str:
+    return f"expert_{index}"
+
+
 class _Slice(NamedTuple):
     """The two attributes of a layer that QuantLinear.outputs reads: the weight as a matrix (out_features, in_features),
     and the Parameter that contains it."""
@@ -97,7 +117,8 @@ class Layout(NamedTuple):
 def _project(experts: nn.Module, parameter: str, x: Tensor, counts: Sequence[int]) -> Tensor:
     """Computes one linear layer of all experts. x (T, K) is sorted by expert, and counts has the number of tokens of
     each expert. Returns (T, N)."""
-    linears, bias = getattr(experts, LINEARS)[parameter], getattr(experts, f"{parameter}_bias", None)
+    linears = list(getattr(experts, LINEARS)[parameter].values())
+    bias = getattr(experts, f"{parameter}_bias", None)
     parts = [(e, rows) for e, rows in enumerate(x.split(counts)) if len(rows)]
     weights = getattr(experts, parameter).unbind()
     outputs = [linears[e](rows, weights[e]) for e, rows in parts]
@@ -186,7 +207,7 @@ def is_transposed(module: nn.Module) -> bool:
 def stacked_linears(module: nn.Module) -> dict[str, list[ExpertLinear]]:
     """Returns the ExpertLinears that read each stacked parameter, by the parameter's name. The dictionary is empty if
     as_quantized_experts has not changed the module."""
-    return {name: list(linears) for name, linears in getattr(module, LINEARS, {}).items()}
+    return {name: list(linears.values()) for name, linears in getattr(module, LINEARS, {}).items()}
 
 
 def as_quantized_experts(model: nn.Module) -> None:
@@ -203,7 +224,7 @@ def as_quantized_experts(model: nn.Module) -> None:
         linears = nn.ModuleDict()
         for name in layout.parameters:
             count = getattr(module, name).shape[0]
-            linears[name] = nn.ModuleList(ExpertLinear(module, name, i, transposed) for i in range(count))
+            linears[name] = Slices({slice_name(i): ExpertLinear(module, name, i, transposed) for i in range(count)})
         module.add_module(LINEARS, linears)
         module.__class__ = _quantized_class(type(module), layout.parameters)
 

@@ -121,7 +121,7 @@ def test_experts_go_out_one_by_one(tmp_path, monkeypatch, transposed, inputs):
     nf.save_quantized(mixture, tmp_path / "out", calibration=text)
     tensors, want = load_safetensors(tmp_path / "out"), forward_weights(mixture).tensors
     for e in range(2):
-        up, down = (want[f"experts.expert_linears.{name}.{e}"] for name in ("gate_up_proj", "down_proj"))
+        up, down = (want[f"experts.expert_linears.{name}.expert_{e}"] for name in ("gate_up_proj", "down_proj"))
         for part, t, rows in (("w1", up, slice(48)), ("w3", up, slice(48, 96)), ("w2", down, slice(32))):
             layer = f"experts.{e}.{part}"
             assert torch.equal(tensors[f"{layer}.weight_packed"], t.codes[rows])
@@ -150,7 +150,7 @@ def test_experts_come_back(mixture, tmp_path):
     read = nf.load_quantized(Mixture(transposed), tmp_path / "out")
     for name in ("gate_up_proj", "down_proj"):
         for e, part in enumerate(getattr(read.experts, name)):
-            decoded = want[f"experts.expert_linears.{name}.{e}"].dequantize()
+            decoded = want[f"experts.expert_linears.{name}.expert_{e}"].dequantize()
             torch.testing.assert_close(part.T if transposed else part, decoded, rtol=1e-6, atol=0)
     assert torch.equal(read.gate.weight, mixture.gate.weight)
 

@@ -126,6 +126,14 @@ def test_an_expert_without_tokens_counts_as_called():
     assert "1.experts" in uncalled(other) and "0.experts" not in uncalled(other)
 
 
+def test_an_adapter_around_one_expert_is_refused():
+    """As peft sets it for target_modules="all-linear"."""
+    slices = nf.convert(Model(Experts()), "clover", verbose=False).experts.expert_linears["down_proj"]
+    with pytest.raises(ValueError, match="target_modules"):
+        slices.expert_2 = nn.Identity()
+    assert copy.deepcopy(slices)["expert_2"].out_features == WIDTH
+
+
 @pytest.mark.parametrize("method", nf.METHODS)
 def test_an_expert_is_a_quant_linear_of_its_tokens(method):
     """Outputs and all gradients, to the bit, of 0, 1, 15 and 17 tokens."""
@@ -331,5 +339,5 @@ def test_converted_experts_pickle():
     loaded = pickle.loads(pickle.dumps(experts))
     x, chosen = torch.randn(7, WIDTH), torch.arange(7)[:, None] % EXPERTS
     assert type(loaded) is type(experts)
-    assert loaded.expert_linears["down_proj"][1].weight is loaded.down_proj
+    assert loaded.expert_linears["down_proj"]["expert_1"].weight is loaded.down_proj
     assert torch.equal(loaded(x, chosen, torch.ones(7, 1)), experts(x, chosen, torch.ones(7, 1)))
