@@ -1,5 +1,6 @@
 """QuantLinear: every method by hand, one in the mean, what is saved, dtypes, shapes, randomness, compiling."""
 
+import contextlib
 import copy
 import math
 import warnings
@@ -12,7 +13,7 @@ from _rows import METHOD_TABLE
 
 import nanochat_fp4 as nf
 from nanochat_fp4.nvfp4 import dispatch
-from nanochat_fp4.nvfp4.epilogue import EightBitReluSquared, fused_linear
+from nanochat_fp4.nvfp4.epilogue import EightBitReluSquared, fused_linear, relu_squared_linear
 from nanochat_fp4.nvfp4.quantizers import quantize, quantize_reference
 from nanochat_fp4.nvfp4.recipes import Gemm, Operand, Recipe, both
 
@@ -498,3 +499,43 @@ def test_the_largest_value_of_an_input_may_come_from_its_maker(method):
     linear, x = nf.QuantLinear(64, 32, method=method), torch.randn(16, 64)
     want, amax = linear(x), x.abs().amax()
     assert torch.equal(linear(x, amax), want) and not torch.equal(linear(x, 3 * amax), want)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Faults that no other test finds
+
+
+@pytest.mark.parametrize("method", ["clover", "fp8"])
+def test_gradients_are_rounded_to_the_dtypes_of_their_tensors_alone(method):
+    """Under autocast to BF16 the gradients of FP32 tensors are the FP32 sums of the GEMMs."""
+    linear, x, e = layer(method), torch.randn(40, 128).requires_grad_(), torch.randn(40, 128).bfloat16()
+    sums = []
+    for context in (contextlib.nullcontext(), nf.accumulate_gradients(linear)):
+        linear.weight.grad = x.grad = None
+        torch.manual_seed(7)
+        with context, torch.autocast("cpu", dtype=torch.bfloat16):
+            linear(x).backward(e)
+        sums.append(linear.weight.grad)
+    assert torch.equal(*sums)
+    for grad in (sums[0], x.grad):
+        assert grad.dtype == torch.float32 and not torch.equal(grad, grad.bfloat16().float())
+
+
+@pytest.mark.parametrize("method", ["clover", "fp8", "nvidia"])
+def test_scales_of_tokens_do_not_take_the_amax_of_the_input(method):
+    linear, x = layer(method), torch.randn(8, 128) * torch.logspace(-3, 3, 8)[:, None]
+    y = torch.relu(x).square()
+    with nf.per_token_scale(linear), torch.no_grad():
+        assert torch.equal(linear(x, x.abs().amax()), linear(x))
+        assert torch.equal(relu_squared_linear(x, linear), linear(y))
+        assert torch.equal(linear(x)[0], linear(x[:1])[0])
+
+
+@pytest.mark.parametrize("which", ["grad_input", "grad_weight"])
+def test_raw_operands_are_rotated_like_their_partners(which):
+    """An operand that the forward pass has rotated, and the grad_output that the backward pass rotates."""
+    rotated = Gemm(Operand("sr"), Operand("rtn", raw=True), 128)
+    linear, x, e = layer(Recipe("raw_rotated", **{which: rotated})), torch.randn(256, 128), torch.randn(256, 128)
+    _, grad_x, grad_w = backward(linear, x, e)
+    got, want = (grad_x, e @ linear.weight) if which == "grad_input" else (grad_w, e.T @ x)
+    assert relative_square_error(got, want) < 0.1
