@@ -32,15 +32,7 @@ import torch
 import nanochat_fp4 as nf
 from nanochat_fp4.cli import ArgumentParser, UserError, run_main, switched_on
 from nanochat_fp4.common import default_base_dir, load_recipes, set_cpu_threads
-from nanochat_fp4.data.dataset import (
-    DATASET,
-    MAX_SHARD,
-    SHARD_BYTES,
-    ensure_data,
-    found_data,
-    index_to_filename,
-    survey,
-)
+from nanochat_fp4.data import dataset
 from nanochat_fp4.data.sources import hub_url, look_for, url_problem
 from nanochat_fp4.data.tokenizer import SPECIAL_TOKENS
 from nanochat_fp4.evaluation.metrics import read_jsonl
@@ -565,8 +557,8 @@ class Plan:
                 least = f"at least {256 + len(SPECIAL_TOKENS)}, and at most TOK_CHARS={n['TOK_CHARS']}"
                 raise UserError(f"VOCAB_SIZE={n['VOCAB_SIZE']}: expected {least}")
         for name in ("NUM_SHARDS", "TOK_SHARDS"):
-            if name in s.changed and not 1 <= n[name] <= MAX_SHARD:
-                wrong = f"{name}={n[name]}: FineWeb-Edu has 1 to {MAX_SHARD} training shards"
+            if name in s.changed and not 1 <= n[name] <= dataset.MAX_SHARD:
+                wrong = f"{name}={n[name]}: FineWeb-Edu has 1 to {dataset.MAX_SHARD} training shards"
                 raise UserError(f"{wrong}; set another number, or leave {name} out")
         own = {"DEPTH", "DEVICE_BATCH"} & set(s.changed) or "--depth" in typed or "--device-batch-size" in typed
         for depth in (d for d in DEPTHS if s.card and s.processes == 1 and not own and d <= n["DEPTH"]):
@@ -585,7 +577,7 @@ class Plan:
             s.shorten(first.steps)
         else:
             shards = -(-first.tokens * SPARE / SHARD_TOKENS // 10) * 10
-            s.instead("NUM_SHARDS", int(min(max(shards, 10), MAX_SHARD)))
+            s.instead("NUM_SHARDS", int(min(max(shards, 10), dataset.MAX_SHARD)))
             s.instead("TOK_SHARDS", min(int(s.defaults["TOK_SHARDS"]), int(n["NUM_SHARDS"])))
         if "loss" in s.stages:
             row = int(n["SEQ_LEN"])
@@ -626,13 +618,13 @@ class Plan:
         s = self.s
         if s.data_dir or not s.here:
             if s.here:  # Text that cannot be trained on ends here.
-                (survey if s.plan_only else ensure_data)(s.data_dir)
+                (dataset.survey if s.plan_only else dataset.ensure_data)(s.data_dir)
             return ("folder" if s.data_dir else "hub"), "", 0
-        if (folder := found_data()) and Path(folder).name == "base_data":
-            return "shards", "", len(survey(folder).train)
+        if (folder := dataset.found_data()) and Path(folder).name == "base_data":
+            return "shards", "", len(dataset.survey(folder).train)
         if folder:
             return "embedded", "built before; for FineWeb-Edu: python -m nanochat_fp4.data.dataset -n 8", 0
-        why = url_problem(hub_url(DATASET, index_to_filename(0)))
+        why = url_problem(hub_url(dataset.DATASET, dataset.index_to_filename(0)))
         return ("embedded" if why else "hub"), why or "", 0
 
     def find_tokenizer(self) -> int | None:
@@ -678,7 +670,7 @@ class Plan:
                 where = "set the variables and the NANOCHAT_BASE_DIR that it was made with"
                 raise UserError(f"{needs}, and {s.base_dir} has none; add {first} to STAGES, or {where}")
         shards = int(s.values["NUM_SHARDS"]) if self.text in ("hub", "shards") and "tok" in s.stages else 0
-        self.text_bytes = max(0, shards - self.shards) * float(SHARD_BYTES)
+        self.text_bytes = max(0, shards - self.shards) * float(dataset.SHARD_BYTES)
         self.checkpoint_bytes = len(places.keys() & set(s.stages)) * sum(base.checkpoint_bytes for base in self.bases)
         place = next(folder for folder in (s.base_dir, *s.base_dir.absolute().parents) if folder.exists())
         self.free = shutil.disk_usage(place).free if s.here else math.inf
@@ -771,7 +763,7 @@ def of_text(plan: Plan) -> Iterator[str]:
     if plan.text == "folder":
         yield f"{s.data_dir} (DATA_DIR)"
         if s.here:
-            found = survey(s.data_dir)
+            found = dataset.survey(s.data_dir)
             yield str(found)
             held = found.tokens or 0
     elif plan.text == "embedded":
