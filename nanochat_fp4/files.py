@@ -5,6 +5,8 @@ import errno
 import hashlib
 import os
 import secrets
+import shutil
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -55,6 +57,41 @@ def atomic_write(path: str | os.PathLike, data: bytes | str) -> None:
     mixture."""
     with atomic_open(path) as f:
         f.write(data.encode("utf-8") if isinstance(data, str) else data)
+
+
+@contextlib.contextmanager
+def new_folder(path: Path) -> Iterator[Path]:
+    """
+    A context with an empty folder `.<name>.nanochat_fp4.part` beside `path`, which gets the name `path` when the block
+    ends without an exception. An older folder of this name is deleted then.
+
+    Readers see the old folder, the new one or none, and never a mixture. The old folder is `.<name>.nanochat_fp4.old`
+    until the new one is there. After a kill the next call gives it its name back, and deletes what the killed one had
+    written, whoever wrote it. Only one process at a time may write to `path`.
+    """
+    part, old = (path.with_name(f".{path.name}.nanochat_fp4.{kind}") for kind in ("part", "old"))
+    shutil.rmtree(part, ignore_errors=True)
+    if old.exists():
+        old.rename(part if path.exists() else path)
+    shutil.rmtree(part, ignore_errors=True)
+    part.mkdir(parents=True)
+    try:
+        yield part
+        usual = stat.S_IMODE(part.stat().st_mode) & 0o666
+        for file in filter(Path.is_file, part.rglob("*")):
+            file.chmod(usual)  # safetensors makes files that only their owner can read.
+            with file.open("r+b") as f:
+                os.fsync(f.fileno())  # Packages that write models do not do this.
+        if path.exists():
+            shutil.copymode(path, part)  # The new folder is as private as the old one.
+            path.rename(old)
+        fsync_dir(part)
+        part.rename(path)
+        fsync_dir(path.parent)
+        if old.exists():
+            old.rename(part)  # So that a kill leaves no half of an old folder that would be taken for a whole one.
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
 
 
 def sha256_file(path: str | os.PathLike) -> str:

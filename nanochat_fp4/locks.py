@@ -22,7 +22,8 @@ from nanochat_fp4.cli import logger, one_line
 from nanochat_fp4.common import fail_together, get_dist_info
 from nanochat_fp4.files import atomic_write
 
-_NO_LOCKS = {errno.ENOSYS, errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP}
+# What a file system without locks answers.
+NO_LOCKS = {errno.ENOSYS, errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP}
 # A run waits for its lock for this time, because a process that asks whether the run exists has the lock for a moment.
 ASKED_SECONDS = 0.3
 
@@ -52,7 +53,7 @@ def held_run(folder: str | os.PathLike) -> Iterator[None]:
             problem = f"another run is training in {folder}: {_holder(folder)}; wait for it or stop it, or choose "
             problem += "another --model-tag"
         except OSError as e:
-            if e.errno in _NO_LOCKS:
+            if e.errno in NO_LOCKS:
                 logger.warning(f"the file system of {folder} has no locks: nothing keeps a second run out of it")
             else:
                 problem = f"{folder} cannot be written ({one_line(e.strerror or e)}); choose a writable folder "

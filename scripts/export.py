@@ -8,10 +8,10 @@ Writes a checkpoint in the formats of other programs. From the root of the repos
           gguf                NVFP4 for llama.cpp, of Llama-like models (needs the gguf package)
           gguf-bf16           BF16 for llama.cpp, of Llama-like models (needs the gguf package)
 
-The 4-bit formats hold exactly the codes and block scales that the trained forward pass multiplies. Input scales are
-found on training text. With --weights-only there are none, and inputs stay in 16 bits. The bits per byte of each
-variant are measured on validation text and written into the model card. --verify reads the result with the packages
-that pip install -e '.[export]' installs.
+The 4-bit formats hold exactly the codes and block scales that the trained forward pass multiplies, except for layers
+that servers compute as one and the model does not (--no-share-scales keeps these, too). Input scales are found on
+training text. With --weights-only there are none, and inputs stay in 16 bits. The bits per byte of each variant are
+measured on validation text and written into the model card.
 
 A program that has trained a model of transformers can call nf.save_quantized, which writes the same files.
 """
@@ -21,39 +21,31 @@ import json
 from pathlib import Path
 
 import torch
-from torch.nn.functional import cross_entropy
 
 import nanochat_fp4 as nf
-from nanochat_fp4.cli import ArgumentParser, UserError, require, run_main
+from nanochat_fp4.cli import ArgumentParser, UserError, parse_count, parse_positive, require, run_main
 from nanochat_fp4.common import joined_processes, print0
 from nanochat_fp4.data import tokenizer_files
 from nanochat_fp4.data.dataloader import Documents, packed_rows
 from nanochat_fp4.data.dataset import ensure_data, open_text
 from nanochat_fp4.data.tokenizer import get_token_bytes
 from nanochat_fp4.evaluation.loss_eval import evaluate_bpb
-from nanochat_fp4.export import folder, gguf_file, huggingface, verify
-from nanochat_fp4.export.weights import Weights, calibrate, check_values, forward_weights, served
+from nanochat_fp4.export import gguf_file, huggingface
+from nanochat_fp4.export.save import check_replaceable, new_export
+from nanochat_fp4.export.weights import calibrate, check_values, forward_weights, served
 from nanochat_fp4.files import atomic_write
 from nanochat_fp4.hardware import environment_info
 from nanochat_fp4.models.gpt import autocast
 from nanochat_fp4.models.llama import Llama
+from nanochat_fp4.nvfp4.format import NVFP4Tensor
 from nanochat_fp4.nvfp4.methods import get_recipe
 from nanochat_fp4.progress import Progress
 from nanochat_fp4.training.flags import add_model_arguments
 from nanochat_fp4.training.load_model import SOURCES, load_for_inference
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
-FLAGS = folder.Words("another --out", "--overwrite")
 FOUR_BITS = ("compressed-tensors", "gguf")
 FORMATS = ("safetensors", *FOUR_BITS, "gguf-bf16")
-TRANSFORMERS = ("transformers", "tokenizers")
-VERIFIED_BY = {
-    "safetensors": TRANSFORMERS,
-    "compressed-tensors": ("compressed-tensors", "safetensors", *TRANSFORMERS),
-}
-# The largest difference of logits that --verify allows for nanochat's GPT. transformers' class computes the rotary
-# embedding with angles in FP32, and nanochat with angles in BF16. In BF16 both are the same.
-NANOCHAT_LOGITS = 0.05
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -66,41 +58,37 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--dtype", default="bfloat16", choices=tuple(DTYPES), help="of the weights that are not in 4 bits")
     add_model_arguments(parser)
     add("--weights-only", action="store_true", help="4-bit weights, inputs left in 16 bits: no input scales")
-    add("--share-scales", action="store_true", help="with separate_qkv: round q, k, v, which servers fuse, as one")
+    shared = "round layers that servers compute as one together, such as q, k and v; otherwise as in training"
+    add("--share-scales", action=argparse.BooleanOptionalAction, default=True, help=shared)
     add("--data-dir", default=None, help="text to calibrate and to measure on (default: $DATA_DIR, else as training)")
-    add("--calibration-tokens", type=int, default=32768, help="training tokens that input scales are found on")
-    add("--eval-tokens", type=int, default=65536, help="validation tokens that bits per byte are measured on; 0: none")
-    add("--device-batch-size", type=int, default=4, help="rows of a batch")
-    add("--verify", action="store_true", help="read the result with the packages of others, and compare")
+    add("--calibration-tokens", type=parse_positive, default=32768, help="training tokens that give input scales")
+    add("--eval-tokens", type=parse_count, default=65536, help="validation tokens for bits per byte; 0: none")
+    add("--device-batch-size", type=parse_positive, default=4, help="rows of a batch")
     return parser.parse_args(argv)
 
 
 def main(argv: list[str] | None = None) -> None:
     args = parse_args(argv)
     out = Path(args.out).expanduser().resolve()  # If --out is a link, the folder behind it is replaced.
-    if args.format not in FOUR_BITS and (args.weights_only or args.share_scales):
-        raise UserError(f"--weights-only and --share-scales are about 4-bit weights; --format={args.format} has none")
+    if args.format not in FOUR_BITS and args.weights_only:
+        raise UserError(f"--weights-only is about 4-bit weights; --format={args.format} has none")
     if args.format.startswith("gguf"):
         if args.dtype != "bfloat16":
             raise UserError(f"--dtype={args.dtype} is not for GGUF, whose other weights are BF16; leave it out")
     else:
         require("safetensors", "tokenizers")
-    if args.verify:
-        verify.needs(*VERIFIED_BY.get(args.format, ()))
-    if args.calibration_tokens < 1 or args.eval_tokens < 0 or args.device_batch_size < 1:
-        raise UserError("--calibration-tokens and --device-batch-size must be at least 1, --eval-tokens at least 0")
-    folder.check_replaceable(out, args.overwrite, FLAGS)
+    check_replaceable(out, args.overwrite)
     with (
         joined_processes(args.device_type, alone="export") as (_, _, device),
         torch.no_grad(),
         autocast(device.type),
     ):
-        with folder.new_export(out, args.overwrite, FLAGS, wait=False) as part:
+        with new_export(out, args.overwrite) as part:
             export = Export(args, device)
             export.write(part)
-        export.say_where(out)
-        if args.verify:
-            export.verify(out)
+    size = sum(f.stat().st_size for f in out.iterdir())
+    exported = f"{export.meta['model_tag']} (step {export.meta['step']})"
+    print0(f"Exported {exported} as {args.format} to {out}: {size / 1e6:.1f} MB")
 
 
 class Export:
@@ -113,14 +101,13 @@ class Export:
         if self.four_bits and not get_recipe(self.method).output.b.rounding:
             mend = "use --format=safetensors, or --method=clover (or another) to round its weights now"
             raise UserError(f"the method {self.method} has no 4-bit weights in its forward pass; {mend}")
-        self.about = huggingface.describe(self.model)
         if self.gguf and not isinstance(self.model, Llama):
             problem = f"--format={args.format} is for this project's Llama (base_train --llama=30M), not nanochat's GPT"
             raise UserError(f"{problem}; use --format=compressed-tensors or safetensors")
         if self.gguf:
             require("gguf")  # It comes late, so that nobody installs a package for a model that has no GGUF.
         self.notes: list[str] = []
-        self.weights: Weights | None = None
+        self.weights: dict[str, NVFP4Tensor] = {}
         self.input_scales: dict[str, float] | None = None
 
     def batches(self, split: str, tokens: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -146,12 +133,14 @@ class Export:
         check_values(self.model.state_dict(), dtype)
         if self.four_bits:
             print0(f"Quantizing the weights: {self.method}")
-            self.weights = forward_weights(self.model, self.about.fused if self.args.share_scales else ())
-            self.say_what_is_lost(self.weights)
+            self.weights, self.notes = forward_weights(self.model, self.args.share_scales)
+            left = [name for name, _ in self.model.nf_report.left_alone]
+            more = " ..." if len(left) > 4 else ""
+            self.notes.append(f"Not in 4 bits: embedding, norms and {', '.join(left[:4])}{more}.")
             if not self.args.weights_only:
                 text = self.batches("train", self.args.calibration_tokens)
                 rows = Progress((x for x, _ in text), len(text), desc="calibration", unit="batch")
-                self.input_scales = calibrate(self.model, self.weights, rows)
+                self.input_scales = calibrate(self.model, self.weights, rows, self.args.share_scales)
         if self.gguf:
             self.say_what_llama_cpp_does()
         for note in self.notes:
@@ -159,30 +148,6 @@ class Export:
         measured, measured_on = self.measure()
         self.write_model(target)
         self.write_card(target, measured, measured_on)
-
-    def say_where(self, out: Path) -> None:
-        """Prints the folder of the export and its size."""
-        size = sum(f.stat().st_size for f in out.iterdir())
-        print0(f"Exported {self.meta['model_tag']} (step {self.meta['step']}) as {self.args.format} to {out}: "
-               f"{size / 1e6:.1f} MB")  # fmt: skip
-
-    def say_what_is_lost(self, weights: Weights) -> None:
-        """Adds notes on parts of the weights that the format cannot hold, and on layers that are not in 4 bits."""
-        if weights.lost:
-            self.notes.append(f"Lost, because the format cannot hold it: {weights.lost}.")
-        if self.args.share_scales and getattr(self.model.config, "separate_qkv", False):
-            self.notes.append("Layers that servers fuse were rounded as one: their codes are not those of training.")
-        separate = weights.separate(self.about.fused)
-        if separate:
-            worst = max(ratio for _, ratio in separate)
-            self.notes.append(
-                f"{len(separate)} groups of layers that servers fuse have a tensor scale for each layer, up to "
-                f"{worst:.2f}x apart. transformers reads each; a server that takes one for all of them computes "
-                "something else: use --share-scales for it."
-            )
-        left = [name for name, _ in self.model.nf_report.left_alone]
-        more = " ..." if len(left) > 4 else ""
-        self.notes.append(f"Not in 4 bits: embedding, norms and {', '.join(left[:4])}{more}.")
 
     def say_what_llama_cpp_does(self) -> None:
         """Adds notes on what llama.cpp computes in another way."""
@@ -213,10 +178,10 @@ class Export:
         bpb(self.model, f"trained: {self.method}")
         with nf.full_precision(self.model):
             bpb(self.model, f"{precision} weights and inputs")
-        if self.weights is not None:
+        if self.weights:
             inputs = {f"{precision} inputs": None}
             if self.input_scales is not None:
-                inputs["4-bit inputs with a scale for each token"] = dict.fromkeys(self.weights.tensors)
+                inputs["4-bit inputs with a scale for each token"] = dict.fromkeys(self.weights)
                 inputs["4-bit inputs with static scales"] = self.input_scales
             logits = []
             for what, scales in inputs.items():
@@ -241,17 +206,26 @@ class Export:
         ends = [self.tokenizer.encode_special(name) for name in tokenizer_files.end_tokens(self.tokenizer, chat)]
         ids = {"bos_token_id": self.tokenizer.get_bos_token_id(), "eos_token_id": ends, "pad_token_id": ends[0]}
         first, dtype = {**ids, "eos_token_id": ends[0]}, DTYPES[self.args.dtype]
-        huggingface.write(self.model, target, dtype, self.weights, self.input_scales, first)
+        huggingface.write_own(self.model, target, dtype, self.weights, self.input_scales, first)
         self.write_tokenizer(target, ids, chat)
 
     def write_card(self, target: Path, measured: dict[str, float], measured_on: str) -> None:
         """Writes the model card, which shows how to load the export."""
-        remote = ", trust_remote_code=True" if self.about.remote else ""
+        remote = ", trust_remote_code=True" if (target / huggingface.MODELING_FILE).exists() else ""
+        prompt = 'tokenizer("The capital of France is", return_tensors="pt")'
+        if self.args.source != "base":
+            prompt = (
+                'tokenizer.apply_chat_template([{"role": "user", "content": "Why is the sky blue?"}], '
+                'add_generation_prompt=True, return_tensors="pt", return_dict=True)'
+            )
         use = [
             "from transformers import AutoModelForCausalLM, AutoTokenizer",
             "",
-            f"model = AutoModelForCausalLM.from_pretrained(FOLDER{remote})",
-            f"tokenizer = AutoTokenizer.from_pretrained(FOLDER{remote})",
+            'folder = "."  # where this file is',
+            f"tokenizer = AutoTokenizer.from_pretrained(folder{remote})",
+            f"model = AutoModelForCausalLM.from_pretrained(folder{remote})",
+            f"prompt = {prompt}",
+            "print(tokenizer.decode(model.generate(**prompt, max_new_tokens=64)[0]))",
         ]
         use = [f"llama-cli -m {gguf_file.FILE_NAME}"] if self.gguf else use
         atomic_write(target / "README.md", self.card(measured, measured_on, use))
@@ -297,44 +271,6 @@ class Export:
         }
         for name, value in files.items():
             atomic_write(target / name, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
-
-    def verify(self, out: Path) -> None:
-        """Reads the export with other programs' packages and prints what was compared. Raises UserError if they read
-        something else than was written."""
-        weights, input_scales = self.weights, self.input_scales
-        if weights is not None:
-            check = verify.gguf if self.gguf else verify.compressed_tensors
-            print0(f"verified with {check(out, self.about, weights)}")
-        if self.gguf:
-            return  # llama.cpp itself is not run.
-        print0(f"verified with {verify.tokenizer(out, self.tokenizer, self.validation_texts())}")
-        rows, _ = self.batches("val", 1)[0]
-        ids = rows[:2, :128].cpu()
-        self.model.cpu()
-        # If transformers 5.24 is asked to decode all weights, it decodes each layer by the format of the first group of
-        # layers. An export with 8-bit layers has two groups, so its decoded logits are not compared.
-        if weights is None or not weights.eight_bits:
-            self.verify_decoded_logits(out, ids)
-        if input_scales is not None:
-            with served(self.model, weights, input_scales, torch.bfloat16, torch.bfloat16) as copied:
-                reader, logits = verify.transformers_logits(out, ids, quantized_inputs=True)
-                losses = [cross_entropy(x[:, :-1].transpose(1, 2), ids[:, 1:]).item() for x in (logits, copied(ids))]
-            print0(f"{reader}, 4-bit inputs, in BF16: a loss of {losses[0]:.4f} where ours is {losses[1]:.4f} (FP32)")
-
-    def verify_decoded_logits(self, out: Path, ids: torch.Tensor) -> None:
-        """Compares transformers' FP32 logits of ids, with the decoded weights, with ours. Raises UserError if they
-        differ by more than rounding."""
-        weights = self.weights
-        with served(self.model, weights or Weights(), None, DTYPES[self.args.dtype], torch.bfloat16) as copied:
-            reader, logits = verify.transformers_logits(out, ids)
-            want = copied(ids)
-            difference = float((logits - want).abs().max())
-        limit = NANOCHAT_LOGITS if "NanoChatForCausalLM" in reader else verify.fp32_limit(self.model, want)
-        if not difference <= limit:
-            problem = f"{reader}: logits differ by up to {difference:.2g}, expected at most {limit:.1g}"
-            raise UserError(f"{problem}; this is a bug, please report it")
-        found = f"FP32 logits of {ids.numel()} tokens differ by at most {difference:.1e} (limit {limit:.1e})"
-        print0(f"verified with {reader}: {found}")
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from _models import Foreign
 from torch import nn
 
 from nanochat_fp4.data.tokenizer import get_tokenizer
-from nanochat_fp4.export.folder import LIST, new_export
+from nanochat_fp4.export.save import LIST, new_export
 from nanochat_fp4.files import atomic_write
 from nanochat_fp4.models.gpt import GPT, GPTConfig
 from nanochat_fp4.models.llama import Llama, LlamaConfig
@@ -118,6 +118,11 @@ def read_safetensors(path: Path) -> dict[str, tuple[str, np.ndarray]]:
     return tensors
 
 
+def swapped(rows: np.ndarray, heads: int) -> np.ndarray:
+    """The rows of q or k with the halves of each head exchanged: Llama's rotation, elsewhere, turns the other way."""
+    return np.concatenate([half for head in np.split(rows, heads) for half in np.split(head, 2)[::-1]])
+
+
 class _Config:
     def __init__(self, **entries):
         vars(self).update(entries)
@@ -171,5 +176,5 @@ def value_of(out: Path) -> int:
 
 
 def names_beside(folder: Path) -> set[str]:
-    """The names in a folder, without the lock."""
+    """The names in a folder, without the file of the lock, which stays."""
     return {name for name in os.listdir(folder) if ".out.lock" not in name}

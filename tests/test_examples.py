@@ -116,7 +116,7 @@ def test_hf_trainer(tmp_path):
     assert len(losses) == 12 and losses[-1] < losses[0]
     ids = torch.arange(32).view(1, 32)
     model.cpu().eval()
-    with torch.no_grad(), served(model, forward_weights(model), None, torch.bfloat16, torch.bfloat16) as copied:
+    with torch.no_grad(), served(model, forward_weights(model)[0]) as copied:
         want, got = copied(ids).logits, read.eval()(ids).logits.float()
         torch.testing.assert_close(got, want, atol=0.03, rtol=0.02)
     late, _ = example.main(str(tmp_path), "clover_late", 4)

@@ -4,7 +4,7 @@ chat template.
 Both tiktoken and the tokenizers library are byte-pair encoders, but they describe a tokenizer in different ways.
 tiktoken has ranks: of all neighbours, the two that together have the lowest rank become one token. The tokenizers
 library has pairs, so each way to put a token together from two others is written as a pair, in the order of ranks. The
-ids of a text are the same, which tests and --verify compare.
+ids of a text are the same, which tests compare.
 """
 
 import json

@@ -1,9 +1,12 @@
-"""Writes a model as a folder that transformers, and servers built on it, can read: safetensors, with quantized weights
-in the format compressed-tensors.
+"""The folder that transformers, and servers built on it, read: safetensors and config.json, with quantized weights in
+the format compressed-tensors.
 
-`describe` chooses the class of transformers for a model, and with it the names of the tensors and config.json.
-`compressed_tensors` names the codes and scales of a layer in the format. scripts.export writes the tokenizer and the
-model card.
+A tensor of a file is a part of the model, but not always under the model's name. `describe` has the file's names for
+this project's models, and `places_in` asks transformers for those of its own models. A model of transformers 5 stacks
+all experts of a layer in one parameter, and may hold apart what a file holds as one tensor, or the other way round.
+transformers converts one form into the other, but codes cannot pass through the conversion. `places_in` therefore
+gives it a number for each row of a weight, and the numbers in its result show where each row belongs. save.py and
+load.py read the same places in the two directions.
 
 The rotary embedding of Llama in transformers turns the pairs (x_i, x_{i + D/2}) in the opposite direction, which is the
 same as swapping the two elements. The two halves of each head's rows of q and k are therefore swapped. A row keeps its
@@ -11,22 +14,24 @@ codes and scales.
 """
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+import re
+import sys
+from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from nanochat_fp4.cli import UserError, require
-from nanochat_fp4.export.weights import Weights
+from nanochat_fp4.cli import UserError
+from nanochat_fp4.export.weights import check_values, in_eight_bits
 from nanochat_fp4.files import atomic_write
 from nanochat_fp4.models.elementwise import NORM_EPS
 from nanochat_fp4.models.gpt import GPT, ROTARY_BASE, SOFTCAP
 from nanochat_fp4.models.llama import NORM_EPS as LLAMA_NORM_EPS
 from nanochat_fp4.models.llama import Llama
-from nanochat_fp4.nvfp4.format import FP8, NVFP4Tensor
+from nanochat_fp4.nvfp4.experts import LINEARS, is_transposed, layout_of, slice_name
+from nanochat_fp4.nvfp4.format import NVFP4Tensor
 
 MODELING_FILE = "modeling_nanochat_fp4.py"
 WEIGHTS_FILE = "model.safetensors"
@@ -41,219 +46,280 @@ _GPT = _LAYER | {"mlp.c_fc": "mlp.fc1", "mlp.c_proj": "mlp.fc2"}
 _OUTSIDE = {"transformer.wte": "model.embed_tokens", "transformer.ln_f": "model.norm", "lm_head": "lm_head"}
 
 
-@dataclass
-class Description:
-    """A model in the terms of transformers. In this package "our" names are those of this project's models.
+class Rows(NamedTuple):
+    """A part of a file's tensor: its rows `there` are the rows `here` of the model's tensor `name`.
 
-    config:    config.json without the entries of the format and the tokenizer
-    names:     the name in transformers of each module with a weight, by our name
-    swapped:   the modules in which halves of each head's rows are swapped: our name -> the number of rows of a half
-    fused:     groups of modules that servers compute as one, by our names
-    remote:    whether MODELING_FILE is written beside the weights
+    Rows are numbers, int64 (N,), or ... for the whole tensor.
     """
 
-    config: dict[str, Any]
-    names: dict[str, str]
-    swapped: dict[str, int] = field(default_factory=dict)
-    fused: list[tuple[str, ...]] = field(default_factory=list)
-    remote: bool = False
-
-    def rows(self, name: str, tensor: Tensor) -> Tensor:
-        """Puts the rows of our module `name` into transformers' order. The function is its own inverse."""
-        half = self.swapped.get(name)
-        if not half:
-            return tensor
-        data = tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
-        return data.unflatten(0, (-1, 2, half)).flip(1).flatten(0, 2).view(tensor.dtype)
+    name: str
+    here: Any = ...
+    there: Any = ...
 
 
-def describe(model: GPT | Llama) -> Description:
-    """Chooses the class of transformers for a model, and describes the model in its terms.
+Places = Mapping[str, list[Rows]]  # the name of a file's tensor -> its parts
+
+
+def describe(model: GPT | Llama) -> tuple[dict[str, Any], Places]:
+    """Returns config.json, without the entries of the format and the tokenizer, and the places of the file's tensors in
+    one of this project's models.
 
     The class is LlamaForCausalLM for our Llama, transformers' own NanoChatForCausalLM if it computes this GPT, and
     otherwise the one in MODELING_FILE, which is written beside the weights.
     """
-    config = model.config
-    common = {
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.n_embd,
-        "num_hidden_layers": config.n_layer,
-        "num_attention_heads": config.n_head,
-        "num_key_value_heads": config.n_kv_head,
-        "max_position_embeddings": config.sequence_len,
-        "tie_word_embeddings": False,
-    }
-    llama = isinstance(model, Llama)
+    about, llama = model.config, isinstance(model, Llama)
     names = {ours: theirs for ours, theirs in _OUTSIDE.items() if llama or ours != "transformer.ln_f"}
-    for i in range(config.n_layer):
+    for i in range(about.n_layer):
         for ours, theirs in (_LLAMA if llama else _GPT).items():
             names[f"transformer.h.{i}.{ours}"] = f"model.layers.{i}.{theirs}"
-    blocks = [f"transformer.h.{i}" for i in range(config.n_layer)]
-    fused = [tuple(f"{block}.attn.c_{n}" for n in "qkv") for block in blocks]
-    base = float(config.rope_base if llama else ROTARY_BASE)
-    rope = {"rope_theta": base, "rope_parameters": {"rope_type": "default", "rope_theta": base}}
-    if llama:
-        fused += [(f"{block}.mlp.c_gate", f"{block}.mlp.c_fc") for block in blocks]
-        swapped = {f"{block}.attn.c_{n}": config.head_dim // 2 for block in blocks for n in "qk"}
-        hidden = model.transformer.h[0].mlp.c_fc.out_features
-        family = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "intermediate_size": hidden,
-                  "head_dim": config.head_dim, "hidden_act": "silu", "rms_norm_eps": LLAMA_NORM_EPS,
-                  "attention_bias": False, "mlp_bias": False}  # fmt: skip
-        return Description(family | common | rope, names, swapped, fused)
-    family = {"intermediate_size": model.transformer.h[0].mlp.c_fc.out_features, "hidden_act": "relu2",
-              "rms_norm_eps": NORM_EPS, "final_logit_softcapping": SOFTCAP, "attention_bias": False}  # fmt: skip
-    lambdas = {name: getattr(model, name).detach().float().tolist() for name in ("resid_lambdas", "x0_lambdas")}
-    windows = [left for left, _ in model.window_sizes]
-    if is_hf_compatible(model):
-        family |= {"architectures": ["NanoChatForCausalLM"], "model_type": "nanochat"}
-        return Description(family | common | rope, names, fused=fused)
-    family |= {
-        "architectures": ["NanoChatFP4ForCausalLM"],
-        "model_type": "nanochat_fp4",
-        "auto_map": {
-            "AutoConfig": f"{Path(MODELING_FILE).stem}.NanoChatFP4Config",
-            "AutoModelForCausalLM": f"{Path(MODELING_FILE).stem}.NanoChatFP4ForCausalLM",
-        },
-        "windows": windows,
-        **lambdas,
+    places = {f"{theirs}.weight": [Rows(f"{ours}.weight")] for ours, theirs in names.items()}
+    for ours, rows in _moved_rows(model):
+        places[f"{names[ours]}.weight"] = [Rows(f"{ours}.weight", rows)]
+    base = float(about.rope_base if llama else ROTARY_BASE)
+    config = {
+        "vocab_size": about.vocab_size,
+        "hidden_size": about.n_embd,
+        "intermediate_size": model.transformer.h[0].mlp.c_fc.out_features,
+        "num_hidden_layers": about.n_layer,
+        "num_attention_heads": about.n_head,
+        "num_key_value_heads": about.n_kv_head,
+        "max_position_embeddings": about.sequence_len,
+        "tie_word_embeddings": False,
+        "attention_bias": False,
+        "rope_theta": base,
+        "rope_parameters": {"rope_type": "default", "rope_theta": base},
     }
-    del rope["rope_parameters"]
-    return Description(family | common | rope, names, fused=fused, remote=True)
+    if llama:
+        family = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "head_dim": about.head_dim,
+                  "hidden_act": "silu", "rms_norm_eps": LLAMA_NORM_EPS, "mlp_bias": False}  # fmt: skip
+        return config | family, places
+    config |= {"hidden_act": "relu2", "rms_norm_eps": NORM_EPS, "final_logit_softcapping": SOFTCAP}
+    windows = [left for left, _ in model.window_sizes]
+    lambdas = {name: getattr(model, name).detach().float().tolist() for name in ("resid_lambdas", "x0_lambdas")}
+    # NanoChatForCausalLM has only full windows, and none of this GPT's scalars, so these must have no effect.
+    plain = set(lambdas["resid_lambdas"]) == {1.0} and set(lambdas["x0_lambdas"]) == {0.0}
+    if plain and min(windows) >= about.sequence_len:
+        return config | {"architectures": ["NanoChatForCausalLM"], "model_type": "nanochat"}, places
+    del config["rope_parameters"]
+    code = Path(MODELING_FILE).stem
+    own = {"AutoConfig": f"{code}.NanoChatFP4Config", "AutoModelForCausalLM": f"{code}.NanoChatFP4ForCausalLM"}
+    config |= {"architectures": ["NanoChatFP4ForCausalLM"], "model_type": "nanochat_fp4", "auto_map": own}
+    return config | {"windows": windows, **lambdas}, places
 
 
-def is_hf_compatible(model: GPT) -> bool:
-    """Whether NanoChatForCausalLM of transformers computes the same function. It has only full windows, and none of the
-    scalars of this GPT, so these must have no effect."""
-    full = all(left >= model.config.sequence_len for left, _ in model.window_sizes)
-    return full and bool((model.resid_lambdas == 1).all()) and bool((model.x0_lambdas == 0).all())
+def _moved_rows(model: GPT | Llama):
+    """Yields our name of each layer whose rows are others in a file, and the numbers of these rows in our model."""
+    for ours in ("transformer.wte", "lm_head"):  # The vocabulary is padded here.
+        yield ours, torch.arange(model.config.vocab_size)
+    half = model.config.head_dim // 2 if isinstance(model, Llama) else 0
+    for name, layer in model.named_modules() if half else ():
+        if name.endswith((".c_q", ".c_k")):
+            yield name, torch.arange(layer.out_features).unflatten(0, (-1, 2, half)).flip(1).flatten()
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Codes and scales as compressed-tensors stores them
+# Models of transformers
+
+ROWS = 2**40  # Row r of the tensor with number i has the number i * ROWS + r.
 
 
-def compressed_tensors(tensor: NVFP4Tensor | FP8, input_scale: float | None) -> dict[str, Tensor]:
-    """Returns a layer's tensors in the format, by the last part of their names.
+class Experts(NamedTuple):
+    """Experts that a model has in one stacked parameter, as matrices (N, K), which are views of the parameter.
+
+    matrices: name of the weight that an expert's ExpertLinear would have -> matrix
+    """
+
+    matrices: dict[str, Tensor]
+    transposed: bool
+
+
+def stacked_experts(model: nn.Module) -> dict[str, Experts]:
+    """Returns the name of each parameter that stacks experts, and its experts."""
+    found = {}
+    for path, module in model.named_modules():
+        layout, before = layout_of(module), f"{path}." if path else ""
+        for name in layout.parameters if layout else ():
+            whole = getattr(module, name).mT if is_transposed(module) else getattr(module, name)
+            matrices = {f"{before}{LINEARS}.{name}.{slice_name(i)}.weight": part for i, part in enumerate(whole)}
+            found[before + name] = Experts(matrices, is_transposed(module))
+    return found
+
+
+def as_in_checkpoints(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Returns a state dict with the names and shapes that the tensors have in a checkpoint. Before transformers 5 these
+    are the same as in the model."""
+    loading = sys.modules.get("transformers.core_model_loading")
+    if loading is None or not isinstance(model, sys.modules["transformers"].PreTrainedModel):
+        return state
+    return loading.revert_weight_conversion(model, state)
+
+
+def places_in(model: nn.Module) -> Places:
+    """Returns the places of a checkpoint's tensors in a model of transformers, or of any other project.
+
+    An expert's matrix has the name that the weight of its ExpertLinear would have. A tensor of the checkpoint that does
+    not consist of rows of the model's tensors has no place.
+    """
+    experts, state = stacked_experts(model), model.state_dict()
+    matrices = {name: matrix for of_one in experts.values() for name, matrix in of_one.matrices.items()}
+    names, numbered = [*state, *matrices], {}
+    for i, (name, tensor) in enumerate((state | matrices).items(), 1):
+        rows = torch.arange(len(tensor) if tensor.dim() else 1) + i * ROWS
+        numbered[name] = rows.view(-1, *[1] * (tensor.dim() - 1)) if tensor.dim() else rows[0]
+    for name, of_one in experts.items():
+        whole = torch.stack([numbered.pop(matrix) for matrix in of_one.matrices])
+        numbered[name] = whole.mT if of_one.transposed else whole
+    places: dict[str, list[Rows]] = {}
+    for theirs, value in as_in_checkpoints(model, numbered).items():
+        same = [name for name in experts if torch.equal(numbered[name], value)]
+        if same or not value.numel() or value.numel() > value.shape[:1].numel() or int(value.min()) < ROWS:
+            if same:  # Experts that the checkpoint stacks as the model does.
+                places[theirs] = [Rows(same[0])]
+            continue
+        numbers = value.flatten()
+        sources = numbers // ROWS
+        for i in sources.unique().tolist():
+            there = (sources == i).nonzero().flatten()
+            name, here = names[i - 1], numbers[there] % ROWS
+            size = (state | matrices)[name].shape[:1].numel()
+            whole = len(here) == len(numbers) == size and bool((here.diff() == 1).all())
+            places.setdefault(theirs, []).append(Rows(name) if whole else Rows(name, here, there))
+    return places
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Writing
+
+
+def compressed_tensors(layer: str, weight: NVFP4Tensor, input_scale: float | None) -> dict[str, Tensor]:
+    """Returns a layer's tensors in the format, by their names.
 
     In NVFP4, values are divided by weight_global_scale, and inputs are multiplied by input_global_scale. In FP8, values
     are multiplied by weight_scale, and a server computes an input scale for each token by itself.
     """
-    if isinstance(tensor, FP8):
-        return {"weight": tensor.codes, "weight_scale": tensor.tensor_scale.reshape(1).clone()}
-    parts = {
-        "weight_packed": tensor.codes,
-        "weight_scale": tensor.scales,
-        "weight_global_scale": tensor.tensor_scale.reshape(1).reciprocal(),
-    }
-    return parts if input_scale is None else parts | {"input_global_scale": torch.tensor([input_scale])}
+    scale = weight.tensor_scale.reshape(1)
+    if in_eight_bits(weight):
+        parts = {"weight": weight.codes, "weight_scale": scale.clone()}
+    else:
+        parts = {"weight_packed": weight.codes, "weight_scale": weight.scales, "weight_global_scale": 1 / scale}
+        parts |= {} if input_scale is None else {"input_global_scale": torch.tensor([input_scale])}
+    return {f"{layer}.{part}": value for part, value in parts.items()}
 
 
 def quantization_config(
-    ignore: list[str], weights_only: bool, four_bits: Sequence[str] = (), eight_bits: Sequence[str] = ()
+    ignore: list[str], weights_only: bool, four_bits: Collection[str], eight_bits: Collection[str]
 ) -> dict[str, Any]:
     """Returns the entry `quantization_config` of config.json.
 
     ignore:       the names of the linear layers in 16 bits
     weights_only: whether servers compute with inputs in 16 bits
-    four_bits, eight_bits: the names of the layers in NVFP4 and of the layers in FP8 with one scale. Without eight_bits,
-                  all layers that are not ignored are in NVFP4.
+    four_bits, eight_bits: the names of the layers in NVFP4 and of the layers in FP8 with one scale
     """
     operand = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16, "symmetric": True,
                "scale_dtype": "torch.float8_e4m3fn", "zp_dtype": "torch.float8_e4m3fn"}  # fmt: skip
-    inputs = None if weights_only else operand | {"dynamic": "local", "observer": "static_minmax"}
-    group = {
-        "targets": ["Linear"],
-        "weights": operand | {"dynamic": False, "observer": "memoryless_minmax"},
-        "input_activations": inputs,
-        "output_activations": None,
-        "format": FOUR_BITS,
-    }
-    groups, layout = {"group_0": group}, FOUR_BITS
-    if eight_bits:
-        number = {"num_bits": 8, "type": "float", "symmetric": True}
-        eight = {
-            "targets": list(eight_bits),
-            "weights": number | {"strategy": "tensor", "dynamic": False, "observer": "memoryless_minmax"},
-            "input_activations": None if weights_only else number | {"strategy": "token", "dynamic": True},
+    number = {"num_bits": 8, "type": "float", "symmetric": True}
+    rounded = {"dynamic": False, "observer": "memoryless_minmax"}
+    kinds = (
+        (EIGHT_BITS, eight_bits, number | {"strategy": "tensor"}, number | {"strategy": "token", "dynamic": True}),
+        (FOUR_BITS, four_bits, operand, operand | {"dynamic": "local", "observer": "static_minmax"}),
+    )
+    groups = [
+        {
+            "targets": list(layers) if eight_bits else ["Linear"],
+            "weights": weights | rounded,
+            "input_activations": None if weights_only else inputs,
             "output_activations": None,
-            "format": EIGHT_BITS,
+            "format": layout,
         }
-        groups, layout = {"group_0": eight}, EIGHT_BITS
-        if four_bits:
-            groups, layout = groups | {"group_1": group | {"targets": list(four_bits)}}, MIXED
-    return {"quant_method": "compressed-tensors", "format": layout, "quantization_status": "compressed",
-            "config_groups": groups, "ignore": ignore, "kv_cache_scheme": None,
-            "global_compression_ratio": None}  # fmt: skip
+        for layout, layers, weights, inputs in kinds
+        if layers
+    ]
+    return {
+        "quant_method": "compressed-tensors",
+        "format": MIXED if len(groups) > 1 else groups[0]["format"],
+        "quantization_status": "compressed",
+        "config_groups": {f"group_{i}": group for i, group in enumerate(groups)},
+        "ignore": ignore,
+        "kv_cache_scheme": None,
+        "global_compression_ratio": None,
+    }
 
 
 def write(
+    model: nn.Module,
+    folder: Path,
+    config: Mapping[str, Any],
+    dtype: torch.dtype,
+    places: Places,
+    plain: Mapping[str, Tensor],
+    weights: Mapping[str, NVFP4Tensor],
+    input_scales: Mapping[str, float] | None = None,
+    in_fp32: Collection[str] = (),
+) -> None:
+    """Writes model.safetensors and config.json into an existing folder.
+
+    config:       config.json without the entries of the format
+    dtype:        the dtype of the tensors that are not quantized
+    plain:        these tensors, by their names in the file
+    weights:      the quantized weights, by the model's names of the layers
+    input_scales: the input scale of each layer in 4 bits, by the same names. Without them inputs stay in 16 bits.
+    in_fp32:      patterns of the model's names of tensors that stay in FP32
+
+    Raises UserError for values that dtype cannot hold. Needs the package safetensors.
+    """
+    from safetensors.torch import save_file
+
+    # transformers compares with the names of its modules, and other readers with those of the file.
+    own = isinstance(model, GPT | Llama)
+    modules = dict(model.named_modules())
+    linears = [] if own else [name for name, module in modules.items() if isinstance(module, nn.Linear)]
+    ignore = dict.fromkeys(name for name in linears if name not in weights)
+    layers: dict[bool, dict[str, None]] = {False: {}, True: {}}  # whether in 8 bits -> names
+    tensors: dict[str, Tensor] = {}
+    kept = re.compile("|".join(pattern.replace("*", ".*") for pattern in in_fp32) or "(?!)")
+    for theirs, [(name, rows, _), *_] in places.items():
+        layer, ours = (n.removesuffix(".weight") for n in (theirs, name))
+        if ours in weights:
+            weight = rows_of(weights[ours], rows)
+            tensors |= compressed_tensors(layer, weight, input_scales[ours] if input_scales else None)
+            layers[in_eight_bits(weight)] |= dict.fromkeys((layer,) if own else (layer, ours))
+    for theirs, value in plain.items():
+        layer, ours = theirs.removesuffix(".weight"), places[theirs][0].name if theirs in places else theirs
+        written = torch.float32 if kept.search(ours) else dtype
+        check_values({theirs: value}, written)
+        tensors[theirs] = value.to(written) if value.is_floating_point() else value
+        if value.dim() == 2 and layer != theirs and not isinstance(modules.get(ours[:-7]), nn.Embedding):
+            ignore[layer] = None
+    on_cpu = {name: t.detach().cpu().contiguous() for name, t in tensors.items()}
+    save_file(on_cpu, folder / WEIGHTS_FILE, {"format": "pt"})
+    name = str(dtype).removeprefix("torch.")
+    config = {**config, "dtype": name, "torch_dtype": name}  # Releases of transformers before 5 read the second one.
+    if weights:
+        config["quantization_config"] = quantization_config([*ignore], not input_scales, layers[False], layers[True])
+    atomic_write(folder / "config.json", json.dumps(config, indent=2) + "\n")
+
+
+def write_own(
     model: GPT | Llama,
     folder: Path,
     dtype: torch.dtype,
-    weights: Weights | None = None,
+    weights: Mapping[str, NVFP4Tensor] = {},
     input_scales: Mapping[str, float] | None = None,
     config: Mapping[str, Any] = {},
-) -> dict[str, Any]:
-    """Writes model.safetensors, config.json and, if it is needed, MODELING_FILE into an existing folder. Returns the
-    entries of config.json.
-
-    dtype:        the dtype of the weights that are not quantized
-    weights:      the quantized weights, which are written as compressed-tensors. Without them all weights are in dtype.
-    input_scales: the input scale of each layer in 4 bits, by our name. Without them inputs stay in 16 bits.
-    config:       additional entries of config.json
-
-    Raises UserError for a model with unknown or missing weights, and if safetensors is not installed.
-    """
-    about = describe(model)
-    state = {name.removesuffix(".weight"): t for name, t in model.state_dict().items() if name.endswith(".weight")}
-    if missing := sorted(set(state) ^ set(about.names)):
-        raise UserError(f"this model has weights that the export does not know or lacks some: {', '.join(missing[:4])}")
-    vocab = model.config.vocab_size
-    tensors: dict[str, Tensor] = {}
-    quantized = weights.tensors if weights is not None else {}
-    for ours, theirs in about.names.items():
-        if ours in quantized:
-            t = quantized[ours]
-            codes = about.rows(ours, t.codes)
-            if isinstance(t, FP8):
-                moved, scale = FP8(codes, t.tensor_scale), None
-            else:
-                moved = NVFP4Tensor(codes, about.rows(ours, t.scales), t.tensor_scale)
-                scale = None if input_scales is None else input_scales[ours]
-            parts = compressed_tensors(moved, scale)
-            tensors |= {f"{theirs}.{part}": value for part, value in parts.items()}
-        else:
-            rows = state[ours][:vocab] if ours in ("transformer.wte", "lm_head") else state[ours]
-            tensors[f"{theirs}.weight"] = about.rows(ours, rows).to(dtype)
-    linears = [ours for ours in about.names if state[ours].ndim == 2 and ours != "transformer.wte"]
-    ignore = [about.names[ours] for ours in linears if ours not in quantized]
-    save_tensors(folder, tensors)
-    written = {**about.config, **dtype_entries(dtype), **config}
-    if quantized:
-        eight_bits = [about.names[ours] for ours in quantized if ours in weights.eight_bits]
-        four_bits = [about.names[ours] for ours in quantized if ours not in weights.eight_bits]
-        written["quantization_config"] = quantization_config(ignore, input_scales is None, four_bits, eight_bits)
-    atomic_write(folder / "config.json", _json(written))
-    if about.remote:
+) -> None:
+    """Writes one of this project's models as `write` does, and MODELING_FILE where transformers needs it. config has
+    additional entries of config.json."""
+    about, places = describe(model)
+    state = {name: tensor for name, tensor in model.state_dict().items() if name.endswith(".weight")}
+    if unknown := ", ".join(sorted(set(state) ^ {rows.name for [rows] in places.values()})):
+        raise UserError(f"the export does not know {unknown}, or the model lacks it")
+    plain = {theirs: state[n][rows] for theirs, [(n, rows, _)] in places.items() if n[:-7] not in weights}
+    write(model, folder, {**about, **config}, dtype, places, plain, weights, input_scales)
+    if "auto_map" in about:
         atomic_write(folder / MODELING_FILE, Path(__file__).with_name(MODELING_FILE).read_bytes())
-    return written
 
 
-def save_tensors(folder: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Writes model.safetensors. Raises UserError if safetensors is not installed."""
-    require("safetensors")
-    from safetensors.torch import save_file
-
-    on_cpu = {name: t.detach().cpu().contiguous() for name, t in tensors.items()}
-    save_file(on_cpu, folder / WEIGHTS_FILE, {"format": "pt"})
-
-
-def dtype_entries(dtype: torch.dtype) -> dict[str, str]:
-    """Returns the entries of config.json for the dtype of weights that are not quantized. Releases of transformers
-    before 5 read the second one."""
-    name = str(dtype).removeprefix("torch.")
-    return {"dtype": name, "torch_dtype": name}
-
-
-def _json(value: Any) -> str:
-    return json.dumps(value, indent=2) + "\n"
+def rows_of(weight: NVFP4Tensor, rows: Any) -> NVFP4Tensor:
+    """Returns some rows of a quantized weight. Tensors of 8-bit floats are indexed as bytes."""
+    codes, scales = (t.view(torch.uint8)[rows].view(t.dtype) for t in (weight.codes, weight.scales))
+    return NVFP4Tensor(codes, scales, weight.tensor_scale)

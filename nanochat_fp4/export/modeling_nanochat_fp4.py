@@ -16,35 +16,26 @@ CACHE = "cache" if hasattr(CausalLMOutputWithPast, "cache") else "past_key_value
 
 class NanoChatFP4Config(PretrainedConfig):
     model_type = "nanochat_fp4"
+    defaults = {
+        "vocab_size": 50304,
+        "hidden_size": 768,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 6,
+        "max_position_embeddings": 2048,
+        "rms_norm_eps": 1.1920928955078125e-07,
+        "rope_theta": 10000.0,
+        "final_logit_softcapping": 15.0,
+    }
 
-    def __init__(
-        self,
-        vocab_size=50304,
-        hidden_size=768,
-        intermediate_size=3072,
-        num_hidden_layers=12,
-        num_attention_heads=6,
-        num_key_value_heads=6,
-        max_position_embeddings=2048,
-        rms_norm_eps=1.1920928955078125e-07,
-        rope_theta=10000.0,
-        final_logit_softcapping=15.0,
-        windows=None,
-        resid_lambdas=None,
-        x0_lambdas=None,
-        tie_word_embeddings=False,
-        **kwargs,
-    ):
-        self.vocab_size, self.hidden_size, self.intermediate_size = vocab_size, hidden_size, intermediate_size
-        self.num_hidden_layers, self.num_attention_heads = num_hidden_layers, num_attention_heads
-        self.num_key_value_heads = num_key_value_heads
-        self.head_dim = hidden_size // num_attention_heads
-        self.max_position_embeddings = max_position_embeddings
-        self.rms_norm_eps, self.rope_theta = rms_norm_eps, rope_theta
-        self.final_logit_softcapping = final_logit_softcapping
-        self.windows = windows or [max_position_embeddings] * num_hidden_layers
-        self.resid_lambdas = resid_lambdas or [1.0] * num_hidden_layers
-        self.x0_lambdas = x0_lambdas or [0.0] * num_hidden_layers
+    def __init__(self, windows=None, resid_lambdas=None, x0_lambdas=None, tie_word_embeddings=False, **kwargs):
+        for name, value in self.defaults.items():
+            setattr(self, name, kwargs.pop(name, value))
+        self.head_dim = self.hidden_size // self.num_attention_heads
+        self.windows = windows or [self.max_position_embeddings] * self.num_hidden_layers
+        self.resid_lambdas = resid_lambdas or [1.0] * self.num_hidden_layers
+        self.x0_lambdas = x0_lambdas or [0.0] * self.num_hidden_layers
         super().__init__(tie_word_embeddings=tie_word_embeddings, **kwargs)
 
 

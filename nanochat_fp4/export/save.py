@@ -1,27 +1,91 @@
-"""Writes a converted model of transformers as a folder that transformers and servers can read."""
+"""Writes exports: the folder, which is complete at any moment or absent, and the models of transformers in it."""
 
+import contextlib
 import json
+import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
+import filelock
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from nanochat_fp4.cli import UserError, logger, one_line, require
 from nanochat_fp4.export import huggingface
-from nanochat_fp4.export.folder import new_export
-from nanochat_fp4.export.stacked import are_rows, as_in_checkpoints, numbered_rows, source_of
-from nanochat_fp4.export.weights import Weights, calibrate, check_values, forward_weights, with_unread_experts
-from nanochat_fp4.files import atomic_write
+from nanochat_fp4.export.weights import calibrate, check_values, forward_weights, with_unread_experts
+from nanochat_fp4.files import atomic_write, new_folder
+from nanochat_fp4.locks import NO_LOCKS
 from nanochat_fp4.nvfp4.convert import QuantConv1D
-from nanochat_fp4.nvfp4.format import FP8, NVFP4Tensor
 from nanochat_fp4.nvfp4.layer import QuantLinear
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+LIST = "export.json"  # The names of an export's files. Only folders with this list are ever replaced.
+FORMAT = "nanochat_fp4 export, version 1"
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The folder
+
+
+@contextlib.contextmanager
+def new_export(out: str | os.PathLike, overwrite: bool = False) -> Iterator[Path]:
+    """Gives an empty folder to write an export into. At the end of the context the folder gets the name `out`.
+
+    out:       the folder of the export. It must be missing or empty. With `overwrite` it may be an earlier export,
+               which is then replaced.
+
+    If an exception is raised inside the context, `out` stays as it was. Raises UserError if `out` must not be replaced,
+    and if another process is writing it.
+    """
+    out = Path(out).expanduser().resolve()  # If `out` is a link, the folder that it points to is replaced.
+    lock = filelock.FileLock(out.with_name(f".{out.name}.lock"), fallback_to_soft=False)
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        lock.acquire(timeout=0)
+    except filelock.Timeout:
+        raise UserError(f"another export is writing {out}; wait until it ends, or choose another folder") from None
+    except OSError as e:
+        if e.errno not in NO_LOCKS:
+            problem = f"{out.parent} cannot be written ({one_line(e.strerror or e)})"
+            raise UserError(f"{problem}; choose another folder") from e
+        logger.warning(f"the file system of {out} has no locks; let no other process write there")
+    try:
+        with new_folder(out) as part:
+            check_replaceable(out, overwrite)
+            yield part
+            names = sorted(path.relative_to(part).as_posix() for path in part.rglob("*"))
+            atomic_write(part / LIST, json.dumps({"format": FORMAT, "files": names}, indent=2) + "\n")
+            check_replaceable(out, overwrite)  # Somebody may have put a file there meanwhile.
+    finally:
+        lock.release()  # The file of the lock stays, because deleting it would let two writers in.
+
+
+def check_replaceable(out: Path, overwrite: bool) -> None:
+    """Raises UserError unless `out` is missing, is an empty folder, or is an export and overwrite is true. An export
+    has a list of its files, and holds no others."""
+    if os.path.ismount(out):
+        raise UserError(f"{out} is a mount point, which cannot be renamed; choose a folder inside it")
+    if not out.exists() or (out.is_dir() and not any(out.iterdir())):
+        return
+    if not overwrite:
+        raise UserError(f"{out} is there already; choose another folder, or overwrite it")
+    listed: set[str] = set()
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
+        about = json.loads((out / LIST).read_bytes()) if (out / LIST).is_file() else {}
+        listed = {LIST, *about["files"]} if about["format"] == FORMAT else listed
+    if not listed:
+        raise UserError(f"{out} is not an export, so it is not overwritten; choose another folder, or remove it")
+    found = {path.relative_to(out).as_posix() for path in out.rglob("*")}
+    if strangers := ", ".join(sorted(found - listed)[:4]):
+        raise UserError(f"{out} holds {strangers}, not of the export, so it is not overwritten; move the file")
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Models of transformers
 
 
 @torch.no_grad()
@@ -33,11 +97,13 @@ def save_quantized(
     calibration: Iterable[Tensor] | None = None,
     dtype: torch.dtype = torch.bfloat16,
     overwrite: bool = False,
+    share_scales: bool = True,
 ) -> list[str]:
     """Writes a model of transformers that nf.convert has changed as NVFP4, with its config and its tokenizer.
 
-    The written codes and block scales are those of the trained forward pass, to the bit. scripts.export writes the same
-    format for this project's own models. docs/export.md lists the servers that read it, and says which were tried.
+    The written codes and block scales are those of the trained forward pass, to the bit, except for layers that servers
+    compute as one (share_scales). scripts.export writes the same format for this project's own models. docs/export.md
+    lists the servers that read it, and says which were tried.
 
     model:       a converted PreTrainedModel whose nn.Linear layers and experts are in 4 bits
     folder:      a new or an empty folder. With overwrite it may be an earlier export, which is replaced.
@@ -46,15 +112,21 @@ def save_quantized(
     calibration: a list of token ids (B, T). The range of each layer's inputs is measured on them. An expert that no
                  token reaches gets the input range of the other experts of its layer. Without calibration only weights
                  are in 4 bits, and servers compute with inputs in 16 bits.
-    dtype:       the dtype of all tensors that are not in 4 bits: torch.bfloat16, torch.float16 or torch.float32
+    dtype:       the dtype of all tensors that are not in 4 bits: torch.bfloat16, torch.float16 or torch.float32. What
+                 the model's class keeps in FP32 stays in FP32. In BF16 the embedding and the output head are rounded,
+                 and 4-bit inputs amplify the difference: with torch.float32 nf.load_quantized gives the model's own
+                 logits back, and with BF16 not.
+    share_scales: whether layers that servers compute as one, such as q, k and v, are rounded together, with one tensor
+                 scale. Servers keep a single scale for them. With False the layers keep the codes of training, and a
+                 server that fuses them computes something else.
 
     The folder appears complete, or not at all. All ranks of torchrun may call this function: the first one writes, and
-    the others wait for it. If another process is writing to the folder, the function waits until it has finished.
+    the others wait for it.
 
-    Returns a line of text for each thing that the folder cannot hold. Raises UserError for other arguments, for a model
-    that is not one of transformers or was not converted, for values that are not finite or that dtype cannot hold, for
-    Conv1D layers, experts of gpt-oss, adapters, and weights that FSDP has divided, for a folder that is not an export,
-    and if safetensors is not installed.
+    Returns a line of text for each thing that the folder cannot hold, or holds in another way than the model. Raises
+    UserError for other arguments, for a model that is not one of transformers or was not converted, for values that are
+    not finite or that dtype cannot hold, for Conv1D layers, experts of gpt-oss, adapters, and weights that FSDP has
+    divided, for a folder that is not an export or that another process is writing, and if safetensors is not installed.
 
     >>> nf.save_quantized(torch.nn.Linear(32, 16), "folder")  # doctest: +ELLIPSIS
     Traceback (most recent call last):
@@ -74,15 +146,15 @@ def save_quantized(
         got = type(calibration).__name__
         raise UserError(f"save_quantized: calibration is a {got}, expected a list of token ids (B, T)")
     model = getattr(model, "_orig_mod", model)  # The model inside of torch.compile's module.
-    _check_model(model)
     batches = list(calibration)
-    _check_calibration(model, batches)
+    for problem in _problems(model, batches):
+        raise UserError(f"save_quantized: {problem}")
     require("safetensors")
     out = Path(folder).expanduser().resolve()
 
     def write() -> list[str]:
         with new_export(out, overwrite) as part:  # This refuses a wrong folder before minutes of work.
-            notes = _write(model, part, batches, dtype)
+            notes = _write(model, part, batches, dtype, share_scales)
             if tokenizer is not None:
                 tokenizer.save_pretrained(part)
         if tokenizer is None:
@@ -92,190 +164,114 @@ def save_quantized(
     return _once_of_all_ranks(str(out), write)
 
 
-def _check_model(model: nn.Module) -> None:
-    """Raises UserError for a model that cannot be written in this format."""
+def _problems(model: nn.Module, batches: Sequence[Tensor]) -> Iterator[str]:
+    """Yields what of a model, or of its calibration text, cannot be written in this format."""
     if not isinstance(model, nn.Module) or not hasattr(getattr(model, "config", None), "to_json_string"):
-        raise UserError(
-            f"save_quantized: {type(model).__name__} is no model of transformers; scripts.export writes nanochat_fp4's"
-        )
-    others = {id(m.weight): n for n, m in model.named_modules() if isinstance(m, nn.Embedding)}
+        yield f"{type(model).__name__} is no model of transformers; scripts.export writes nanochat_fp4's"
+        return
+    embeddings = {id(m.weight): n for n, m in model.named_modules() if isinstance(m, nn.Embedding)}
     for name, layer in model.named_modules():
-        if isinstance(layer, QuantConv1D) and layer.quantizes:
-            raise UserError(
-                f"save_quantized: {name} is transposed (Conv1D), which compressed-tensors has no name for; skip it in "
-                "nf.convert"
-            )
-        if isinstance(layer, QuantLinear) and layer.quantizes and id(layer.weight) in others:
-            raise UserError(
-                f"save_quantized: {name} is in 4 bits and shares its weight with {others[id(layer.weight)]}, which is "
-                "not; skip it in nf.convert"
-            )
         if hasattr(layer, "base_layer"):  # A layer of peft.
-            raise UserError(
-                f"save_quantized: {name} has an adapter; merge it into the weights first (merge_and_unload), and save "
-                "the result"
-            )
+            yield f"{name} has an adapter; merge it into the weights first (merge_and_unload), and save the result"
+        elif isinstance(layer, QuantLinear) and layer.quantizes and isinstance(layer, QuantConv1D):
+            yield f"{name} is transposed (Conv1D), which compressed-tensors has no name for; skip it in nf.convert"
+        elif isinstance(layer, QuantLinear) and layer.quantizes and id(layer.weight) in embeddings:
+            other = embeddings[id(layer.weight)]
+            yield f"{name} is in 4 bits and shares its weight with {other}, which is not; skip it in nf.convert"
     for name, parameter in model.named_parameters():
         if hasattr(parameter, "device_mesh") or not parameter.numel():  # Divided by FSDP2, or by DeepSpeed.
-            raise UserError(
-                f"save_quantized: {name} is divided among processes; gather the weights (get_model_state_dict with "
-                "full_state_dict) into a model of one process"
+            yield (
+                f"{name} is divided among processes; gather the weights (get_model_state_dict with full_state_dict) "
+                "into a model of one process"
             )
-
-
-def _check_calibration(model: nn.Module, batches: Sequence[Tensor]) -> None:
-    """Raises UserError unless the batches are token ids (B, T) of the model's vocabulary."""
     table = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
-    rows = getattr(table, "num_embeddings", None)
-    expected = "expected token ids (B, T), whole numbers"
+    rows = getattr(table, "num_embeddings", 2**31)
     for ids in batches:
-        if not isinstance(ids, Tensor):
-            raise UserError(f"save_quantized: calibration has a {type(ids).__name__}, {expected}")
-        if ids.dim() != 2 or ids.dtype not in (torch.int32, torch.int64):
-            dtype = str(ids.dtype).removeprefix("torch.")
-            raise UserError(
-                f"save_quantized: calibration has {tuple(ids.shape)} in {dtype}, {expected}; make one row of a text "
-                "with ids[None]"
-            )
-        if rows and ids.numel() and not (0 <= int(ids.min()) and int(ids.max()) < rows):
-            raise UserError(
-                f"save_quantized: calibration has token ids from {int(ids.min())} to {int(ids.max())}, expected 0 to "
-                f"{rows - 1}; take the model's own tokenizer"
-            )
+        if not isinstance(ids, Tensor) or ids.dim() != 2 or ids.dtype not in (torch.int32, torch.int64):
+            got = f"{tuple(ids.shape)} in {ids.dtype}" if isinstance(ids, Tensor) else f"a {type(ids).__name__}"
+            yield f"calibration has {got}, expected token ids (B, T), whole numbers; ids[None] is one row of a text"
+        elif ids.numel() and not (0 <= int(ids.min()) and int(ids.max()) < rows):
+            got = f"token ids from {int(ids.min())} to {int(ids.max())}"
+            yield f"calibration has {got}, expected 0 to {rows - 1}; take the model's own tokenizer"
 
 
-def _write(model: nn.Module, folder: Path, calibration: list[Tensor], dtype: torch.dtype) -> list[str]:
+def _write(
+    model: nn.Module, folder: Path, calibration: list[Tensor], dtype: torch.dtype, share_scales: bool
+) -> list[str]:
     """Writes weights and configs into an empty folder. Returns the lines that save_quantized returns."""
-    check_values(model.state_dict())
-    weights = forward_weights(model)
-    notes = [weights.lost] if weights.lost else []
+    state = model.state_dict()
+    check_values(state)
+    weights, notes = forward_weights(model, share_scales)
     input_scales = None
     if calibration:
-        input_scales, notes_of_scales = _input_scales(model, weights, calibration, dtype)
-        notes += notes_of_scales
-    tensors, layers = _tensors(model, weights, input_scales, dtype)
-    huggingface.save_tensors(folder, tensors)
-    config = json.loads(model.config.to_json_string()) | huggingface.dtype_entries(dtype)
-    config["architectures"] = [type(model).__name__]
-    config["quantization_config"] = huggingface.quantization_config(
-        layers.ignored, input_scales is None, layers.four_bits, layers.eight_bits
-    )
-    atomic_write(folder / "config.json", json.dumps(config, indent=2) + "\n")
-    if (generation := getattr(model, "generation_config", None)) is not None:
-        atomic_write(folder / "generation_config.json", generation.to_json_string())
-    return notes
-
-
-def _input_scales(
-    model: nn.Module, weights: Weights, calibration: list[Tensor], dtype: torch.dtype
-) -> tuple[dict[str, float], list[str]]:
-    """Returns the input scale of each layer, and what is to be said of them. A layer that reads nothing of the
-    calibration text stays in dtype: its weight leaves `weights`."""
-    read, notes = calibrate(model, weights, calibration), []
-    if not read:
-        raise UserError("save_quantized: no layer read anything of the calibration text; give other token ids")
-    input_scales = with_unread_experts(read, weights.tensors)
-    if guessed := sorted(set(input_scales) - set(read)):
-        notes.append(
-            f"{len(guessed)} experts read nothing of the calibration text, {guessed[0]} among them; they have the "
-            "input range of the experts beside them"
+        read = calibrate(model, weights, calibration, share_scales)
+        if not read:
+            raise UserError("save_quantized: no layer read anything of the calibration text; give other token ids")
+        input_scales = with_unread_experts(read, weights)
+        if guessed := sorted(set(input_scales) - set(read)):
+            notes.append(
+                f"{len(guessed)} experts read nothing of the calibration text, {guessed[0]} among them; they have the "
+                "input range of the experts beside them"
+            )
+        if unread := sorted(set(weights) - set(input_scales)):
+            notes.append(f"{', '.join(unread[:4])} read nothing of the calibration text: {len(unread)} in {dtype}")
+            weights = {name: t for name, t in weights.items() if name in input_scales}
+    places, stacks = huggingface.places_in(model), huggingface.stacked_experts(model)
+    done = {f"{layer}.weight" for layer in weights}
+    if missing := sorted(done - {parts[0].name for parts in places.values() if len(parts) == 1}):
+        raise UserError(
+            f"save_quantized: checkpoints of {type(model).__name__} have no tensor for {missing[0]} alone, which its "
+            "codes need; skip it in nf.convert"
         )
-    if unread := sorted(set(weights.tensors) - set(input_scales)):
-        notes.append(f"{', '.join(unread[:4])} read nothing of the calibration text: {len(unread)} in {dtype}")
-        weights.tensors = {name: t for name, t in weights.tensors.items() if name in input_scales}
-    return input_scales, notes
-
-
-class _Layers(NamedTuple):
-    """The names of the layers in the folder."""
-
-    ignored: list[str]  # These are in dtype.
-    four_bits: list[str]
-    eight_bits: list[str]
-
-
-def _tensors(
-    model: nn.Module, weights: Weights, input_scales: dict[str, float] | None, dtype: torch.dtype
-) -> tuple[dict[str, Tensor], _Layers]:
-    """Returns all tensors of the folder by their names in it, and the layers that they belong to."""
-    tied = set(getattr(model, "all_tied_weights_keys", None) or ())
-    state = {name: tensor for name, tensor in model.state_dict().items() if name not in tied}
-    embeddings = {m.weight.data_ptr() for m in model.modules() if isinstance(m, nn.Embedding)}
-    # transformers compares with the names of modules, and other readers with those of the file.
-    ignored = [n for n, m in model.named_modules() if isinstance(m, nn.Linear) and n not in weights.tensors]
-    layers, tensors = _Layers(ignored, [], []), {}
-    sizes = {name: len(t.codes) for name, t in weights.tensors.items()}
-    rows = numbered_rows(model, sizes)
-    if any(f"{name}.weight" not in rows for name in sizes):  # The model has stacked experts.
+    quantized = [name for name, experts in stacks.items() if done & set(experts.matrices)]
+    if left := sorted(set().union(*(stacks[name].matrices for name in quantized)) - done):
+        raise UserError(f"save_quantized: {left[0]} is not in 4 bits, and others are; skip all of them or none")
+    if quantized:
         logger.warning(
             "save_quantized: transformers 5.24 reads experts without their weight_global_scale, which is wrong; "
             "nf.load_quantized and the package compressed-tensors read them right"
         )
-    check_values({name: tensor for name, tensor in state.items() if name not in rows}, dtype)
-    for name, value in as_in_checkpoints(model, state | rows).items():
-        layer = name.removesuffix(".weight")
-        if not are_rows(value):
-            tensors[name] = value.to(dtype) if value.is_floating_point() else value
-            is_layer = layer != name and value.dim() == 2 and value.data_ptr() not in embeddings
-            if is_layer and layer not in layers.ignored:
-                layers.ignored.append(layer)
-            continue
-        found = source_of(name, value, sizes)
-        if found is None:
-            raise UserError(
-                f"save_quantized: checkpoints of {type(model).__name__} have one {name} for all experts, which "
-                "compressed-tensors has no codes for; skip it in nf.convert"
-            )
-        source, its_rows = found
-        weight = _rows_of(weights.tensors[source], its_rows)
-        (layers.eight_bits if isinstance(weight, FP8) else layers.four_bits).append(layer)
-        parts = huggingface.compressed_tensors(weight, None if input_scales is None else input_scales[source])
-        tensors |= {f"{layer}.{part}": tensor for part, tensor in parts.items()}
-    return tensors, layers
 
-
-def _rows_of(weight: NVFP4Tensor | FP8, rows: Tensor) -> NVFP4Tensor | FP8:
-    """Returns some rows of a quantized weight. Tensors of 8-bit floats are indexed as bytes."""
-    if isinstance(weight, FP8):
-        return FP8(weight.codes.view(torch.uint8)[rows].view(weight.codes.dtype), weight.tensor_scale)
-    scales = weight.scales.view(torch.uint8)[rows].view(weight.scales.dtype)
-    return NVFP4Tensor(weight.codes[rows], scales, weight.tensor_scale)
+    # What the model's class keeps in FP32, and what it keeps out of files.
+    in_fp32 = {*(getattr(model, "_keep_in_fp32_modules_strict", None) or ())}
+    in_fp32 |= {*(getattr(model, "_keep_in_fp32_modules", None) or ())} if dtype == torch.float16 else set()
+    done |= {*quantized, *(getattr(model, "all_tied_weights_keys", None) or ())}
+    done |= {*(getattr(model, "_keys_to_ignore_on_save", None) or ())}
+    rest = {name: tensor for name, tensor in state.items() if name not in done}
+    plain = huggingface.as_in_checkpoints(model, rest)
+    config = json.loads(model.config.to_json_string()) | {"architectures": [type(model).__name__]}
+    huggingface.write(model, folder, config, dtype, places, plain, weights, input_scales, in_fp32)
+    if (generation := getattr(model, "generation_config", None)) is not None:
+        atomic_write(folder / "generation_config.json", generation.to_json_string())
+    return notes
 
 
 _calls: Counter[str] = Counter()  # The number of calls of save_quantized in this process for each folder.
 
 
 def _once_of_all_ranks(folder: str, write: Callable[[], list[str]]) -> list[str]:
-    """Lets the first rank that calls this function for the folder run write(). The other ranks wait for the end, and
-    all
-    return the same result.
-
-    If only one rank calls, as rank 0 does in many programs, it writes and does not wait for the others.
-    """
+    """Lets the first rank that calls this function for the folder run write(). The other ranks wait for the result, or
+    the error. If only one rank calls, as rank 0 does in many programs, it does not wait for the others."""
     if not (dist.is_available() and dist.is_initialized()):
         return write()
     store = dist.distributed_c10d._get_default_store()
     key = f"nanochat_fp4.save_quantized/{folder}/{_calls[folder]}"
     _calls[folder] += 1
-    result: dict[str, Any] = {}
+    result: list[str] | str = ""
     try:
         if store.add(f"{key}/callers", 1) > 1:
             store.wait([key], timedelta(days=1))
             result = json.loads(store.get(key))
+            if isinstance(result, str):
+                raise UserError(f"save_quantized: another rank could not write {folder}: {result}")
+            return result
     except dist.DistError as e:
-        raise UserError(
-            f"save_quantized: rank 0, which keeps the group's store, has ended; see whether {folder} is there, and let "
-            "all ranks end together (torch.distributed.barrier)"
-        ) from e
-    if "error" in result:
-        raise UserError(f"save_quantized: another rank could not write {folder}: {result['error']}")
-    if "notes" in result:
-        return result["notes"]
+        raise UserError(f"save_quantized: rank 0 has ended; let all ranks end together, and look for {folder}") from e
     try:
-        result["notes"] = write()
-        return result["notes"]
+        result = write()
+        return result
     except BaseException as e:
-        result["error"] = one_line(e)
+        result = one_line(e)
         raise
     finally:
         store.set(key, json.dumps(result))

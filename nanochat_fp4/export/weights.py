@@ -1,19 +1,17 @@
 """Collects the weights of the trained forward pass for an export, and the input scales that a server needs.
 
-`forward_weights` returns the weight operands of the output GEMM, with the codes and block scales that training computed
-with. The formats of other programs cannot hold every operand. Other kinds of operands are rounded again, and
-`Weights.lost` then says what was lost.
+`forward_weights` returns the weights as the output GEMM multiplies them, with the codes and block scales of training.
+What the formats of other programs cannot hold is rounded again, and a line of text says so.
 
-A server does not round inputs as training does. It rounds to nearest, with a constant scale for each layer. `calibrate`
-finds this scale on some text. `served` computes like such a server on any machine, so that the loss from the difference
-can be measured.
+A server computes some layers as one, and does not round inputs as training does. It rounds to nearest, with a constant
+scale for each layer. `calibrate` finds this scale on some text. `served` computes like such a server on any machine, so
+that the loss from the difference can be measured.
 """
 
 import contextlib
 import copy
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -22,101 +20,87 @@ from nanochat_fp4.cli import UserError
 from nanochat_fp4.nvfp4.contexts import full_precision, quantized_weight
 from nanochat_fp4.nvfp4.epilogue import groups_of
 from nanochat_fp4.nvfp4.first_steps import uncalled
-from nanochat_fp4.nvfp4.format import BLOCK, E2M1_MAX, E4M3_MAX, FP8, NVFP4Tensor
+from nanochat_fp4.nvfp4.format import BLOCK, E2M1_MAX, E4M3_MAX, NVFP4Tensor
 from nanochat_fp4.nvfp4.gemm import Quantized
 from nanochat_fp4.nvfp4.layer import QuantLinear
 from nanochat_fp4.nvfp4.quantizers import quantize, round_e2m1, round_e4m3, to_fp8
 
 AGAIN = "rtn"  # The rounding of operands that are no NVFP4 tensors.
 SMALLEST_AMAX = 2.0**-100  # A lower bound of inputs' amax, with which 448 * 6 / amax is finite in FP32.
+# The children of a module that vLLM and SGLang compute as one layer, with a single tensor_scale.
+SERVED_AS_ONE = (
+    ("q_proj", "k_proj", "v_proj"), ("query", "key", "value"), ("q_a_proj", "kv_a_proj_with_mqa"),
+    ("in_proj_qkv", "in_proj_z"), ("in_proj_b", "in_proj_a"), ("gate_proj", "up_proj"), ("w1", "w3"),
+    ("c_q", "c_k", "c_v"), ("c_gate", "c_fc"),
+)  # fmt: skip
 
 
-@dataclass
-class Weights:
-    """The quantized weights of a model.
-
-    tensors: the weight of each layer, by the layer's name, on the CPU. A 4-bit weight has codes (N, K/2), scales
-             (N, K/16) and tensor_scale (). Layers that are computed as one have the same tensor_scale. The weight of a
-             layer whose forward is in FP8 with one scale has E4M3 numbers (N, K) and tensor_scale ().
-    lost:    one line that says which part of the trained forward pass the tensors leave out, or ""
-    """
-
-    tensors: dict[str, NVFP4Tensor | FP8] = field(default_factory=dict)
-    lost: str = ""
-
-    @property
-    def eight_bits(self) -> set[str]:
-        """The names of the layers in FP8."""
-        return {name for name, tensor in self.tensors.items() if isinstance(tensor, FP8)}
-
-    def separate(self, groups: Iterable[Sequence[str]]) -> list[tuple[Sequence[str], float]]:
-        """Returns the groups of layers whose tensor scales differ, each with the ratio of its largest tensor scale to
-        its smallest one."""
-        found = []
-        for names in groups:
-            scales = [float(self.tensors[name].tensor_scale) for name in names if name in self.tensors]
-            if scales and max(scales) != min(scales):
-                found.append((names, max(scales) / min(scales)))
-        return found
+def in_eight_bits(weight: NVFP4Tensor) -> bool:
+    """Whether a weight has FP8 numbers, and not 4-bit codes."""
+    return weight.codes.dtype != torch.uint8
 
 
-def _why_there_are_no_weights(model: nn.Module) -> str:
-    """Returns the line for a model whose forward pass has no quantized weights that a file could hold."""
-    if not hasattr(model, "nf_report"):
-        return 'a model that is not converted has no 4-bit weights; convert it first, nf.convert(model, "clover")'
-    recipe = model.nf_report.recipe
-    if recipe.output.random:
-        return (
-            f"the method {recipe.name} draws the forward pass's rounding anew in each training pass, so it has no "
-            "weights that a file can hold; convert the model to a method that rounds to nearest there, for example "
-            'nf.convert(model, "clover")'
-        )
-    return (
-        f"the method {recipe.name} has no 4-bit weights in its forward pass; "
-        'convert the model to another one first, nf.convert(model, "clover")'
-    )
+def served_as_one(model: nn.Module) -> list[tuple[QuantLinear, ...]]:
+    """Returns the groups of quantized layers that a server computes as one (SERVED_AS_ONE). The layers of a group have
+    the same recipe, so that they can be rounded together."""
+    groups = []
+    for module in model.modules():
+        children = dict(module.named_children())
+        for names in SERVED_AS_ONE:
+            alike: dict[tuple, list[QuantLinear]] = {}
+            for layer in (children.get(name) for name in names):
+                if isinstance(layer, QuantLinear) and layer.quantizes:
+                    alike.setdefault((layer.recipe, layer.in_features), []).append(layer)
+            groups += [tuple(layers) for layers in alike.values() if len(layers) > 1]
+    return groups
 
 
 @torch.no_grad()
-def forward_weights(model: nn.Module, together: Iterable[Sequence[str]] = ()) -> Weights:
-    """Returns the weights of a converted model as its forward pass multiplies them.
+def forward_weights(model: nn.Module, share_scales: bool = True) -> tuple[dict[str, NVFP4Tensor], list[str]]:
+    """Returns the weights of a converted model as its forward pass multiplies them, and what is to be said of them.
 
-    together: groups of names of layers that a server fuses, although the model computes the layers one by one. The
-              layers of a group are rounded together, with one tensor_scale. Their codes are then not those of training.
+    share_scales: whether layers that a server computes as one are rounded together, with one tensor_scale. The codes of
+                  layers that the model computes one by one are then not those of training.
+
+    The weights are on the CPU, by the names of their layers. A 4-bit weight has codes (N, K/2), scales (N, K/16) and
+    tensor_scale (). The weight of a layer whose forward pass is in FP8 has E4M3 numbers (N, K), no scales (N, 0), and
+    tensor_scale (). Layers that are computed as one have the same tensor_scale.
 
     Raises UserError for a model whose forward pass has no quantized weights.
     """
     names = {layer: name for name, layer in model.named_modules() if isinstance(layer, QuantLinear)}
-    modules = {name: layer for layer, name in names.items()}
-    groups = groups_of(model)
-    forced = [tuple(modules[name] for name in group if name in modules) for group in together]
-    if forced:
-        in_forced = {layer for group in forced for layer in group}
-        groups = [g for g in forced if g] + [g for g in groups if not in_forced.intersection(g)]
+    groups, notes = groups_of(model), {uncalled(model)}
+    if share_scales:
+        alone = {group[0] for group in groups if len(group) == 1}
+        together = [group for group in served_as_one(model) if alone.issuperset(group)]
+        shared = {layer for group in together for layer in group}
+        groups = [group for group in groups if group[0] not in shared] + together
+        if together:
+            notes.add(
+                f"{len(shared)} layers that servers compute as one with others, such as {names[together[0][0]]}, share "
+                "their tensor scales: their codes are not training's; without share_scales they are"
+            )
     operands = [quantized_weight(group) for group in groups]
     if not groups or any(operand is None for operand in operands):
-        raise UserError(_why_there_are_no_weights(model))
-    result, lost = Weights(), {uncalled(model)}
+        method = model.nf_report.recipe.name if hasattr(model, "nf_report") else "bf16"
+        raise UserError(
+            f"this model (method {method}) computes with no 4-bit weights that are the same in each forward pass; "
+            'convert it first, for example nf.convert(model, "clover")'
+        )
+    found = {}
     for layers, operand in zip(groups, operands):
-        stacked, what = _as_stored(operand)
-        lost.add(what)
-        start = 0
-        for layer in layers:
-            rows = slice(start, start := start + layer.out_features)
-            scale = stacked.tensor_scale.float().cpu()
-            if isinstance(stacked, FP8):
-                result.tensors[names[layer]] = FP8(stacked.codes[rows].cpu(), scale)
-            else:
-                result.tensors[names[layer]] = NVFP4Tensor(stacked.codes[rows].cpu(), stacked.scales[rows].cpu(), scale)
-    result.tensors = {name: result.tensors[name] for name in modules if name in result.tensors}
-    result.lost = "; ".join(sorted(lost - {""}))
-    return result
+        whole, note = _as_stored(operand)
+        notes.add(note)
+        rows = [layer.out_features for layer in layers]
+        for layer, codes, scales in zip(layers, whole.codes.split(rows), whole.scales.split(rows)):
+            found[names[layer]] = NVFP4Tensor(codes.cpu(), scales.cpu(), whole.tensor_scale.float().cpu())
+    return {name: found[name] for name in names.values() if name in found}, sorted(notes - {""})
 
 
-def _as_stored(operand: Quantized) -> tuple[NVFP4Tensor | FP8, str]:
-    """Returns the operand as a tensor of NVFP4 or FP8, and words for the part of the operand that is lost, or ""."""
+def _as_stored(operand: Quantized) -> tuple[NVFP4Tensor, str]:
+    """A weight operand as NVFP4 or FP8, and a line if it had to be rounded again."""
     if operand.is_fp8 and operand.codes.dtype == torch.float8_e4m3fn:
-        return FP8(operand.codes, operand.tensor_scale), ""
+        return NVFP4Tensor(operand.codes, operand.codes[:, :0], operand.tensor_scale), ""
     if operand.scales is not None and operand.tensor_scale.numel() == 1:
         return operand, ""
     what = "operands in another format than NVFP4: the weights are rounded again, to nearest"
@@ -136,7 +120,9 @@ def check_values(tensors: Mapping[str, Tensor], dtype: torch.dtype | None = None
         largest = torch.stack(torch.aminmax(value.detach().float() if value.element_size() == 1 else value.detach()))
         largest = largest.abs().max()  # NaN stays NaN
         if not bool(largest.isfinite()):
-            raise UserError(f"{name} has values that are not finite; export the weights of an earlier step")
+            raise UserError(
+                f"{name} has values that are not finite; take the weights of an earlier step, or download them again"
+            )
         there = largest.to(dtype or value.dtype)
         if not bool(there.isfinite()) or (bool(largest > 0) and not bool(there > 0)):
             raise UserError(
@@ -163,34 +149,28 @@ def static_quantize(x: Tensor, global_scale: Tensor) -> Tensor:
 @contextlib.contextmanager
 def served(
     model: nn.Module,
-    weights: Weights,
+    weights: Mapping[str, NVFP4Tensor],
     input_scales: Mapping[str, float | None] | None = None,
-    dtype: torch.dtype = torch.float32,
-    decoded: torch.dtype = torch.float32,
 ) -> Iterator[nn.Module]:
     """Gives a copy of the model that computes like a server with an export, in the precision of autocast.
 
-    weights:      the quantized weights, which the copy uses decoded and rounded to the dtype `decoded`
+    weights:      the quantized weights, which the copy uses decoded
     input_scales: for each layer whose inputs are rounded, 448 * 6 / amax of its input, or None to use the amax of each
                   token. Inputs of layers in FP8 are rounded to E4M3 with a scale for each token. Without input_scales,
                   inputs are not rounded.
-    dtype:        the dtype that all other weights are rounded to
     """
     copied = copy.deepcopy(model)
-    layers, eight_bits = dict(copied.named_modules()), weights.eight_bits
+    layers = dict(copied.named_modules())
     with torch.no_grad():
-        for name, parameter in copied.named_parameters():
-            if name.endswith(".weight"):  # Other parameters stay in FP32.
-                parameter.copy_(parameter.to(dtype))
-        for name, tensor in weights.tensors.items():
-            getattr(layers[name], "part", layers[name].weight).copy_(tensor.dequantize(decoded))
+        for name, tensor in weights.items():
+            getattr(layers[name], "part", layers[name].weight).copy_(tensor.dequantize())
 
     def rounded(name: str):
         constant = input_scales[name]
 
         def hook(layer: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
             x = args[0]
-            if name in eight_bits:
+            if in_eight_bits(weights[name]):
                 scale = x.float().abs().amax(dim=-1, keepdim=True).clamp(min=SMALLEST_AMAX) / E4M3_MAX
                 return ((to_fp8(x.float() / scale, "e4m3").float() * scale).to(x.dtype), *args[1:])
             if constant is None:
@@ -208,12 +188,15 @@ def served(
 
 
 @torch.no_grad()
-def calibrate(model: nn.Module, weights: Weights, batches: Iterable[Tensor]) -> dict[str, float]:
+def calibrate(
+    model: nn.Module, weights: Mapping[str, NVFP4Tensor], batches: Iterable[Tensor], share_scales: bool = True
+) -> dict[str, float]:
     """Returns 448 * 6 / amax of the input of each quantized layer, by the layer's name. The amax is taken over all
     batches, which are token ids (B, T).
 
     Meanwhile the model computes with its quantized weights and unquantized inputs. The result leaves out layers that
-    were not called with any token. Raises UserError if an input is not finite.
+    were not called with any token. With share_scales, layers that a server computes as one get the widest range that
+    any of them needs. Raises UserError if an input is not finite.
     """
     amax: dict[str, Tensor] = {}
 
@@ -228,7 +211,7 @@ def calibrate(model: nn.Module, weights: Weights, batches: Iterable[Tensor]) -> 
         copied.eval()
         device = next(copied.parameters()).device
         for name, layer in copied.named_modules():
-            if name in weights.tensors:
+            if name in weights:
                 layer.register_forward_pre_hook(look(name))
         for ids in batches:
             copied(ids.to(device))
@@ -238,7 +221,14 @@ def calibrate(model: nn.Module, weights: Weights, batches: Iterable[Tensor]) -> 
         if not largest < float("inf"):
             raise UserError(f"the input of {name} is not finite on the calibration text; export another step")
         scales[name] = E4M3_MAX * E2M1_MAX / max(largest, SMALLEST_AMAX) if largest > 0 else 1.0
+    names = {layer: name for name, layer in model.named_modules()}
+    for group in served_as_one(model) if share_scales else ():
+        read = [names[layer] for layer in group if names[layer] in scales]
+        scales |= dict.fromkeys(read, min((scales[name] for name in read), default=1.0))
     return scales
+
+
+_EXPERT = re.compile(r"(\b(?:experts|expert_linears)\.(?:\w*[a-z_]\w*\.)*?)(?:expert_)?\d+(?=\.|$)")
 
 
 def with_unread_experts(scales: Mapping[str, float], names: Iterable[str]) -> dict[str, float]:
@@ -250,15 +240,7 @@ def with_unread_experts(scales: Mapping[str, float], names: Iterable[str]) -> di
     """
     smallest: dict[str, float] = {}
     for name, scale in scales.items():
-        smallest[_layer_of(name)] = min(scale, smallest.get(_layer_of(name), scale))
-    found = {name: scales.get(name, smallest.get(_layer_of(name))) for name in names}
+        layer = _EXPERT.sub(r"\1*", name)  # mlp.experts.*.up_proj
+        smallest[layer] = min(scale, smallest.get(layer, scale))
+    found = {name: scales.get(name, smallest.get(_EXPERT.sub(r"\1*", name))) for name in names}
     return {name: scale for name, scale in found.items() if scale is not None}
-
-
-_EXPERT = re.compile(r"(\b(?:experts|expert_linears)\.(?:\w*[a-z_]\w*\.)*?)(?:expert_)?\d+(?=\.|$)")
-
-
-def _layer_of(name: str) -> str:
-    """Returns an expert's name with a star for its number, such as mlp.experts.*.up_proj, and any other name as it
-    is."""
-    return _EXPERT.sub(r"\1*", name)

@@ -82,21 +82,6 @@ class NVFP4Tensor:
         return (self.decode(torch.float32) * self.tensor_scale).to(dtype)
 
 
-@dataclass
-class FP8:
-    """8-bit numbers, float8_e4m3fn or float8_e5m2 (R, K), with a tensor_scale, float32 (), as files hold them."""
-
-    codes: torch.Tensor
-    tensor_scale: torch.Tensor
-
-    @property
-    def shape(self) -> torch.Size:
-        return self.codes.shape
-
-    def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        return (self.codes.to(torch.float32) * self.tensor_scale).to(dtype)
-
-
 def pack(codes: torch.Tensor) -> torch.Tensor:
     """Packs codes 0 to 15, uint8 (..., K), into bytes, uint8 (..., K/2). The even index is in the low nibble."""
     return codes[..., 0::2] | (codes[..., 1::2] << 4)

@@ -1,6 +1,5 @@
-"""Exported models: bytes as the formats have them, the tokenizer, what is refused, and what other packages read."""
+"""scripts.export: bytes as the formats have them, the tokenizer, what was measured, and what comes back."""
 
-import importlib.util
 import json
 from dataclasses import replace
 
@@ -10,7 +9,7 @@ import pytest
 import regex
 import torch
 from _assertions import assert_same_bits
-from _exporting import exported_code, read_safetensors, save_small
+from _exporting import exported_code, read_safetensors, save_small, swapped
 from _samples import make_bundle
 from _training import BASE, MID, SFT
 
@@ -20,11 +19,9 @@ from safetensors.torch import load_file
 import nanochat_fp4 as nf
 from nanochat_fp4.data.tokenizer import get_tokenizer
 from nanochat_fp4.data.tokenizer_files import CHAT_TEMPLATE, tokenizer_json
-from nanochat_fp4.export.gguf_file import pack_blocks, unpack_blocks
-from nanochat_fp4.export.weights import forward_weights, static_quantize
+from nanochat_fp4.export.weights import forward_weights, served, static_quantize
 from nanochat_fp4.models.gpt import GPT
 from nanochat_fp4.nvfp4.epilogue import groups_of
-from nanochat_fp4.nvfp4.format import pack
 from nanochat_fp4.nvfp4.quantizers import quantize_reference
 from nanochat_fp4.nvfp4.roundings import get_rounding
 from nanochat_fp4.training.checkpoint_manager import load_checkpoint
@@ -47,14 +44,11 @@ def run(tmp_path, *flags: str, out: str = "out"):
     return tmp_path / out
 
 
-def has(*packages: str):
-    missing = [p for p in packages if importlib.util.find_spec(p) is None]
-    return pytest.mark.skipif(bool(missing), reason=f"needs {', '.join(missing)} (pip install '.[export]')")
-
-
-def swapped(rows: np.ndarray, heads: int) -> np.ndarray:
-    """The rows of q or k with the halves of each head exchanged: Llama's rotation, elsewhere, turns the other way."""
-    return np.concatenate([half for head in np.split(rows, heads) for half in np.split(head, 2)[::-1]])
+def fresh(model: torch.nn.Module) -> torch.nn.Module:
+    """A model of the same shapes with other weights."""
+    other = type(model)(model.config)
+    other.init_weights()
+    return other.eval()
 
 
 @pytest.mark.parametrize(
@@ -103,8 +97,7 @@ def test_the_exported_code_computes_what_was_trained(tiny_base, tmp_path):
                      "--model-tag=small", "--num-iterations=2"])  # fmt: skip
     mid_train.main([*MID, "--num-iterations=2"])
     chat_sft.main([*SFT, "--num-iterations=2"])
-    verify = ["--verify"] if importlib.util.find_spec("transformers") else []
-    folder = run(tmp_path, "--source=sft", "--format=safetensors", "--dtype=float32", *verify)
+    folder = run(tmp_path, "--source=sft", "--format=safetensors", "--dtype=float32")
     model, _, _ = load_model("sft", "cpu", "eval")
     exported = exported_code(folder)
     assert bool((model.x0_lambdas != 0).any())
@@ -141,15 +134,12 @@ def test_a_lean_training_is_exported_evaluated_and_talked_to(tiny_base, tmp_path
 
 def test_what_is_lost_and_what_was_measured(tiny_base, tmp_path, capsys):
     """8-bit integers: rounded again to NVFP4, and what that costs stands in the model card."""
-    late = replace(nf.get_recipe("clover"), name="ends_in_integers", late=(0.7, nf.get_recipe("integers")))
-    nf.register(late)
-    save_small(tiny_base, "gpt", late.name)
-    folder = tmp_path / "out"
-    export.main(["--source=base", f"--out={folder}", "--format=compressed-tensors", "--eval-tokens=128",
-                 "--calibration-tokens=64"])  # fmt: skip
+    nf.register(replace(nf.get_recipe("clover"), name="ends_in_integers", late=(0.7, nf.get_recipe("integers"))))
+    save_small(tiny_base, "gpt", "ends_in_integers")
+    folder = run(tmp_path, "--format=compressed-tensors", "--eval-tokens=128")
     out, card = capsys.readouterr().out, (folder / "README.md").read_text()
     for text in (out, card):
-        assert "another format than NVFP4" in text
+        assert "rounded again" in text
     rows = {c[1].strip(): c[2].strip() for c in (r.split("|") for r in card.splitlines()) if len(c) == 4}
     assert rows["forward pass exported"] == "integers" and rows["steps"] == "7"
     names = ["trained: integers", "FP32 weights and inputs"]
@@ -200,25 +190,56 @@ def test_texts_to_compare_tokenizers_on_are_documents(tiny_base, tmp_path, monke
     assert one.validation_texts() == ["gold planets", one.tokenizer.decode(text[:-1])]
 
 
-def test_flags_of_the_scales(tiny_base, tmp_path, capsys):
-    """Weights alone; and layers that servers fuse as one, where the model computes them one by one."""
+@pytest.mark.parametrize("shared", [True, False])
+def test_flags_of_the_scales(tiny_base, tmp_path, capsys, shared):
+    """Weights alone; and layers that servers compute as one, where the model computes them one by one."""
     model = save_small(tiny_base, "gpt", "clover", separate_qkv=True)
-    folder = run(tmp_path, "--format=compressed-tensors", "--weights-only", "--share-scales")
-    assert "are not those of training" in capsys.readouterr().out
+    flags = [] if shared else ["--no-share-scales"]
+    folder = run(tmp_path, "--format=compressed-tensors", "--weights-only", *flags)
+    for text in (capsys.readouterr().out, (folder / "README.md").read_text()):
+        assert ("not training's" in text) == shared
     tensors = read_safetensors(folder / "model.safetensors")
     assert not any(name.endswith("input_global_scale") for name in tensors)
     config = json.loads((folder / "config.json").read_text())["quantization_config"]
     assert config["config_groups"]["group_0"]["input_activations"] is None
-    attn = model.transformer.h[1].attn
-    want = nf.quantize(torch.cat([attn.c_q.weight, attn.c_k.weight, attn.c_v.weight]), "four_over_six")
+    weights = [getattr(model.transformer.h[1].attn, f"c_{n}").weight for n in "qkv"]
+    together = nf.quantize(torch.cat(weights), "four_over_six")
+    codes = together.codes.split([len(w) for w in weights])
+    alone = [nf.quantize(w, "four_over_six") for w in weights]
     for i, n in enumerate("qkv"):
         name = f"model.layers.1.self_attn.{n}_proj"
-        assert tensors[f"{name}.weight_global_scale"][1][0] == (1 / want.tensor_scale).item()
-        codes = want.codes.split([len(getattr(attn, f"c_{m}").weight) for m in "qkv"])[i].numpy()
-        assert (tensors[f"{name}.weight_packed"][1] == codes).all()
-    run(tmp_path, "--format=compressed-tensors", "--weights-only", out="separate")
-    fused = f"{model.config.n_layer} groups of layers that servers fuse have a tensor scale for each layer"
-    assert fused in capsys.readouterr().out
+        scale = (together if shared else alone[i]).tensor_scale
+        assert tensors[f"{name}.weight_global_scale"][1][0] == (1 / scale).item()
+        assert (tensors[f"{name}.weight_packed"][1] == (codes[i] if shared else alone[i].codes).numpy()).all()
+
+
+@pytest.mark.parametrize("family, flags", [("gpt", ()), ("llama", ("--weights-only",))])
+def test_layers_in_8_bits_go_out_and_come_back(tiny_base, tmp_path, family, flags):
+    model = save_small(tiny_base, family, "clover_fp8_forward")
+    folder = run(tmp_path, "--format=compressed-tensors", *flags)
+    config = json.loads((folder / "config.json").read_text())["quantization_config"]
+    (group,) = config["config_groups"].values()
+    assert config["format"] == "float-quantized" and config["ignore"] == ["lm_head"]
+    inputs = group["input_activations"]
+    assert inputs is None if flags else (inputs["strategy"], inputs["dynamic"]) == ("token", True)
+    nf.convert(model, "clover_fp8_forward", backward=False, verbose=False)
+    back = nf.load_quantized(fresh(model), folder)
+    for name, tensor in forward_weights(model)[0].items():
+        assert_same_bits(name, back.get_submodule(name).weight.detach(), tensor.dequantize())
+
+
+def test_a_server_rounds_the_inputs_of_8_bit_layers_to_8_bits(tiny_base):
+    """As an evaluation does, with a scale for each token."""
+    model = save_small(tiny_base, "gpt", "clover_fp8_forward")
+    nf.convert(model, "clover_fp8_forward", backward=False, verbose=False)
+    ids = torch.arange(64).view(2, 32) % model.config.vocab_size
+    with torch.no_grad():
+        own, (weights, _) = model(ids), forward_weights(model)
+        with served(model, weights, dict.fromkeys(weights)) as copied:
+            got = copied(ids)
+        with served(model, weights) as copied:
+            exact = copied(ids)
+    assert (got - own).norm() < 0.1 * (exact - own).norm()
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -279,61 +300,7 @@ def test_the_chat_template_is_what_training_rendered(tiny_base):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The packages of others, where they are installed
-
-
-@has("transformers", "safetensors")
-@pytest.mark.parametrize("family, dtype", [("gpt", "bfloat16"), ("llama", "float32"), ("llama", "bfloat16")])
-def test_transformers_computes_the_same_logits(tiny_base, tmp_path, capsys, family, dtype):
-    save_small(tiny_base, family, "clover")
-    run(tmp_path, "--format=safetensors", f"--dtype={dtype}", "--verify")
-    out = capsys.readouterr().out
-    assert "FP32 logits of 64 tokens differ by at most" in out and "the same" in out
-
-
-@has("compressed_tensors", "transformers", "safetensors")
-@pytest.mark.parametrize("family, method", [("gpt", "clover"), ("llama", "nvidia")])
-def test_compressed_tensors_reads_the_codes(tiny_base, tmp_path, capsys, family, method):
-    save_small(tiny_base, family, method)
-    run(tmp_path, "--format=compressed-tensors", "--verify")
-    out = capsys.readouterr().out
-    assert "equal to the bit" in out
-    assert "FP32 logits of 64 tokens differ by at most" in out and "4-bit inputs, in BF16: a loss of" in out
-
-
-@has("transformers")
-def test_transformers_tokenizes_and_generates(tiny_base, tmp_path):
-    """Chats by the template; generation with a cache is the sequence that our own engine continues greedily."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    for family in ("gpt", "llama"):
-        model = save_small(tiny_base, family, "clover")
-        folder = run(tmp_path, f"--model-tag={family}", "--format=safetensors", "--dtype=float32", out=family)
-        theirs = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
-        ours = get_tokenizer()
-        for text in TEXTS[:-1]:
-            ids = ours.encode(text)
-            assert theirs(text)["input_ids"] == [ours.get_bos_token_id(), *ids] and theirs.decode(ids) == text
-        model_there = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, dtype=torch.float32).eval()
-        prompt = torch.tensor([ours.encode("the capital of gold", prepend="<|bos|>")])
-        got = model_there.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=20,
-                                   do_sample=False, eos_token_id=None)[0].tolist()  # fmt: skip
-        ids = prompt
-        with torch.no_grad():
-            for _ in range(20):
-                ids = torch.cat((ids, model(ids)[:, -1:].argmax(-1)), 1)
-        assert got == ids[0].tolist()
-
-
-# ----------------------------------------------------------------------------------------------------------------------
 # Back in
-
-
-def fresh(model: torch.nn.Module) -> torch.nn.Module:
-    """A model of the same shapes with other weights."""
-    other = type(model)(model.config)
-    other.init_weights()
-    return other.eval()
 
 
 @pytest.mark.parametrize(
@@ -354,36 +321,3 @@ def test_what_was_exported_comes_back(tiny_base, tmp_path, family, file_format):
     nf.convert(loaded, "clover", verbose=False)
     loaded(ids, ids).backward()
     assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in loaded.parameters() if p.ndim > 1)
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# GGUF
-
-
-def test_blocks_of_gguf():
-    """64 values: four scale bytes, then for each 16 values 8 bytes, first half in the low nibbles."""
-    codes = torch.arange(64, dtype=torch.uint8).remainder(16).view(1, 64)
-    t = nf.NVFP4Tensor(pack(codes), torch.tensor([[1.0, 2.0, 448.0, 0.0]]).to(torch.float8_e4m3fn), torch.tensor(3.0))
-    data = pack_blocks(t)
-    assert data[0, :4].tolist() == [0x38, 0x40, 0x7E, 0]
-    assert data[0, 4:12].tolist() == [i | (i + 8) << 4 for i in range(8)] and data.shape == (1, 36)
-    back = unpack_blocks(data, t.tensor_scale)
-    assert_same_bits("codes", back.codes, t.codes)
-    assert_same_bits("scales", back.scales, t.scales)
-
-
-@has("gguf")
-def test_gguf_reads_the_codes(tiny_base, tmp_path, capsys):
-    model = save_small(tiny_base, "llama", "clover")
-    folder = run(tmp_path, "--format=gguf", "--verify")
-    out = capsys.readouterr().out
-    assert "14 layers" in out and "at most 0 FP32 ulp" in out
-    loaded = nf.load_quantized(fresh(model), folder)
-    for name, t in forward_weights(nf.convert(model, "clover", verbose=False)).tensors.items():
-        assert_same_bits(name, loaded.get_submodule(name).weight.detach(), t.dequantize())
-
-    from gguf import GGUFReader
-
-    fields = GGUFReader(folder / "model.gguf").fields
-    assert fields["general.architecture"].contents() == "llama" and fields["llama.rope.freq_base"].contents() == 10000
-    assert fields["tokenizer.ggml.tokens"].contents()[-1] == "<|output_end|>"

@@ -11,7 +11,7 @@ from torch import nn
 
 import nanochat_fp4 as nf
 from nanochat_fp4.cli import UserError
-from nanochat_fp4.export import stacked
+from nanochat_fp4.export import huggingface
 from nanochat_fp4.models.gpt import GPT
 from scripts import export
 
@@ -63,7 +63,7 @@ def with_tied_head_in_4_bits() -> nn.Module:
 
 
 def some_experts() -> nn.Module:
-    return nf.convert(Mixture(), "clover", skip=["*.gate_up_proj.1"], verbose=False)
+    return nf.convert(Mixture(), "clover", skip=["*.gate_up_proj.expert_1"], verbose=False)
 
 
 def random_forward() -> nf.Recipe:
@@ -83,35 +83,33 @@ def on_meta() -> nn.Module:
 
 
 SAVES = [
-    (converted, {"format": "gguf"}, "expected 'compressed-tensors'; scripts.export writes GGUF"),
-    (converted, {"dtype": "bfloat16"}, "dtype is 'bfloat16'"),
-    (converted, {"dtype": torch.int8}, "torch.int8, expected"),
-    (converted, {"dtype": torch.complex64}, "torch.complex64, expected"),
+    (converted, {"format": "gguf"}, "'gguf'"),
+    (converted, {"dtype": "bfloat16"}, "bfloat16"),
+    (converted, {"dtype": torch.int8}, "torch.int8"),
+    (converted, {"dtype": torch.complex64}, "torch.complex64"),
     (converted, {"dtype": torch.float8_e4m3fn}, "float8"),
     (converted, {"tokenizer": "folder"}, "tokenizer"),
-    (converted, {"calibration": [{"input_ids": torch.zeros(1, 4, dtype=INT)}]}, "a dict"),
-    (converted, {"calibration": [torch.zeros(4, dtype=INT)]}, r"\(4,\) in int64, expected token ids \(B, T\)"),
-    (converted, {"calibration": [torch.zeros(1, 4)]}, r"\(1, 4\) in float32, expected token ids"),
-    (converted, {"calibration": [torch.full((1, 4), 50)]}, "ids from 50 to 50, expected 0 to 49"),
-    (converted, {"calibration": [torch.full((1, 4), -1)]}, "ids from -1 to -1, expected 0 to 49"),
-    (converted, {"calibration": [torch.zeros(0, 4, dtype=INT)]}, "no layer read anything"),
-    (lambda: nn.Linear(16, 16), {}, "Linear is no model"),
+    (converted, {"calibration": [{"input_ids": torch.zeros(1, 4, dtype=INT)}]}, "dict"),
+    (converted, {"calibration": [torch.zeros(4, dtype=INT)]}, r"\(4,\)"),
+    (converted, {"calibration": [torch.zeros(1, 4)]}, "torch.float32"),
+    (converted, {"calibration": [torch.full((1, 4), 50)]}, "50"),
+    (converted, {"calibration": [torch.full((1, 4), -1)]}, "-1"),
+    (converted, {"calibration": [torch.zeros(0, 4, dtype=INT)]}, "no layer"),
+    (lambda: nn.Linear(16, 16), {}, "Linear"),
     (Foreign, {}, "nf.convert"),
-    (lambda: nf.convert(Foreign(), "bf16", verbose=False), {}, "method bf16"),
-    (Mixture, {}, "is not converted"),
-    (lambda: nf.convert(Foreign(), random_forward(), verbose=False), {}, "mine draws the forward pass's rounding anew"),
-    (lambda: nf.convert(Mixture(), "clover", verbose=False), {}, "one experts.gate_up_proj"),
-    (some_experts, {}, "gate_up_proj.1 "),
-    (with_adapter, {}, "layers.0 has an adapter"),
-    (with_tied_head_in_4_bits, {}, "layers.0 .*with embed"),
-    (on_meta, {}, "on the meta device"),
-    (divided, {}, "layers.1.weight is divided"),
-    (poked("layers.0.weight", torch.nan), {}, "layers.0.weight .*finite"),
-    (poked("layers.1.bias", torch.inf), {}, "layers.1.bias .*finite"),
-    (poked("embed.weight", -torch.inf), {}, "embed.weight .*finite"),
-    (poked("embed.weight", 1e6), {"dtype": torch.float16}, r"1e\+06, .*torch.float16"),
+    (lambda: nf.convert(Foreign(), "bf16", verbose=False), {}, "bf16"),
+    (lambda: nf.convert(Foreign(), random_forward(), verbose=False), {}, "mine"),
+    (lambda: nf.convert(Mixture(), "clover", verbose=False), {}, "Mixture"),
+    (with_adapter, {}, "merge_and_unload"),
+    (with_tied_head_in_4_bits, {}, "layers.0 "),
+    (on_meta, {}, "meta"),
+    (divided, {}, "layers.1.weight "),
+    (poked("layers.0.weight", torch.nan), {}, "layers.0.weight "),
+    (poked("layers.1.bias", torch.inf), {}, "layers.1.bias "),
+    (poked("embed.weight", -torch.inf), {}, "embed.weight "),
+    (poked("embed.weight", 1e6), {"dtype": torch.float16}, "torch.float16"),
     (poked("embed.weight", 3.4e38), {}, "torch.bfloat16"),
-    (poked("layers.0.bias*", 1e-9), {"dtype": torch.float16}, "layers.0.bias .*1e-09"),
+    (poked("layers.0.bias*", 1e-9), {"dtype": torch.float16}, "1e-09"),
 ]
 
 
@@ -124,10 +122,8 @@ def test_save_quantized_refuses(tmp_path, make, arguments, word):
 
 
 def test_swapped_arguments_of_load_quantized_are_named(tmp_path):
-    refused(
-        lambda: nf.load_quantized(str(tmp_path), Foreign()), "str and Foreign, expected a model and then the folder"
-    )
-    refused(lambda: nf.load_quantized(Foreign(), Foreign()), "Foreign and Foreign, expected")
+    refused(lambda: nf.load_quantized(str(tmp_path), Foreign()), "str and Foreign")
+    refused(lambda: nf.load_quantized(Foreign(), Foreign()), "Foreign and Foreign")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -136,42 +132,47 @@ def test_swapped_arguments_of_load_quantized_are_named(tmp_path):
 NO = torch.zeros
 HEAD = {"lm_head.weight_packed": NO(50, 16).byte(), "lm_head.weight_scale": torch.ones(50, 2).to(F8)}
 HEAD["lm_head.weight_global_scale"] = torch.ones(1)
+NO_CODES = dict.fromkeys(f"layers.0.weight_{part}" for part in ("packed", "scale", "global_scale"))
+EIGHT = {"layers.0.weight": NO(32, 32).to(F8), "layers.0.weight_scale": torch.ones(1)}
 FILES = [
-    ({"layers.0.bias": None}, "has no layers.0.bias"),
+    ({"layers.0.bias": None}, "layers.0.bias"),
     ({"layers.0.more": torch.ones(1)}, "layers.0.more "),
-    ({"embed.weight": torch.ones(1, 32)}, r"embed.weight is \(1, 32\), .*\(50, 32\)"),
-    ({"embed.weight": torch.full((50, 32), torch.nan)}, "embed.weight .*finite"),
+    ({"embed.weight": torch.ones(1, 32)}, r"\(50, 32\)"),
+    ({"embed.weight": torch.full((50, 32), torch.nan)}, "finite"),
     ({"embed.weight": torch.full((50, 32), 1e300, dtype=torch.float64)}, "torch.float32"),
-    ({"embed.weight": torch.ones(50, 32).to(INT)}, "embed.weight .*torch.int64"),
+    ({"embed.weight": torch.ones(50, 32).to(INT)}, "torch.int64"),
     ({"embed.weight": torch.ones(50, 32).to(torch.int8)}, "torch.int8"),
-    (
-        {"embed.weight": torch.ones(50, 32).to(F8)},
-        "torch.float8_e4m3fn, .*16",
-    ),
-    ({"layers.0.bias": torch.ones(32).bool()}, "layers.0.bias .*torch.bool"),
+    ({"embed.weight": torch.ones(50, 32).to(F8)}, "torch.float8_e4m3fn"),
+    ({"layers.0.bias": torch.ones(32).bool()}, "torch.bool"),
     ({"layers.0.bias": torch.ones(32) * 1j}, "torch.complex64"),
-    ({"layers.0.weight": torch.ones(32, 32)}, "layers.0 has codes and a weight"),
-    ({"layers.0.weight_scale": torch.ones(32, 1).to(F8)}, "only groups of 16"),
-    ({"layers.0.weight_scale": None}, "layers.0 .*without weight_scale"),
-    ({"layers.0.weight_global_scale": None}, "without weight_global_scale"),
-    ({"layers.0.weight_global_scale": torch.ones(4)}, "one finite value"),
-    ({"layers.0.weight_global_scale": torch.ones(1).to(INT)}, "one finite value"),
-    ({"layers.0.weight_global_scale": NO(1)}, "layers.0, .*finite"),
-    ({"layers.0.weight_global_scale": -torch.ones(1)}, "layers.0 has negative scales"),
-    ({"layers.0.weight_packed": NO(16, 16).byte()}, r"expected \(32, 16\)"),
-    ({"layers.0.weight_packed": NO(32, 4).int()}, "codes in torch.int32"),
-    ({"layers.0.weight_packed": torch.ones(32, 16)}, "codes in torch.float32"),
-    ({"layers.0.weight_scale": torch.ones(32, 2).byte()}, "scales in torch.uint8"),
+    ({"layers.0.weight": torch.ones(32, 32)}, "layers.0 "),
+    ({"layers.0.weight_scale": torch.ones(32, 1).to(F8)}, r"\(32, 1\)"),
+    ({"layers.0.weight_scale": None}, "layers.0.weight_scale"),
+    ({"layers.0.weight_scale": torch.full((32, 2), -1.0).to(F8)}, "negative"),
+    ({"layers.0.weight_scale": torch.full((32, 2), torch.nan).to(F8)}, "finite"),
+    ({"layers.0.weight_global_scale": None}, "layers.0.weight_global_scale"),
+    ({"layers.0.weight_global_scale": torch.ones(4)}, "layers.0.weight_global_scale"),
+    ({"layers.0.weight_global_scale": torch.ones(1).to(INT)}, "layers.0.weight_global_scale"),
+    ({"layers.0.weight_global_scale": NO(1)}, "layers.0.weight_global_scale"),
+    ({"layers.0.weight_global_scale": -torch.ones(1)}, "layers.0.weight_global_scale"),
+    ({"layers.0.weight_packed": NO(16, 16).byte()}, r"\(16, 16\)"),
+    ({"layers.0.weight_packed": NO(16, 16).byte(), "layers.0.weight_scale": NO(16, 2).to(F8)}, r"\(32, 32\)"),
+    ({"layers.0.weight_packed": NO(32, 4).int()}, "torch.int32"),
+    ({"layers.0.weight_packed": torch.ones(32, 16)}, "torch.float32"),
+    ({"layers.0.weight_scale": torch.ones(32, 2).byte()}, "scales .* torch.uint8"),
     ({"layers.0.weight_zero_point": NO(1)}, "weight_zero_point"),
-    ({"lm_head.weight": torch.ones(50, 32)}, "embed.weight and lm_head.weight .* differ"),
-    (HEAD, "embed.weight and lm_head.weight "),
+    ({"lm_head.weight": torch.ones(50, 32)}, "tie_word_embeddings"),
+    (HEAD, "tie_word_embeddings"),
+    ({**NO_CODES, "layers.0.weight": NO(32, 32).to(F8)}, "torch.float8_e4m3fn"),
+    ({**NO_CODES, **EIGHT, "layers.0.weight_scale": NO(1)}, "layers.0.weight_scale"),
+    ({**NO_CODES, **EIGHT, "layers.0.weight_scale": torch.ones(2)}, "layers.0.weight_scale"),
+    ({**NO_CODES, **EIGHT, "layers.0.weight": NO(31, 32).to(F8)}, r"\(31, 32\)"),
 ]
 DESCRIPTIONS = [
-    ({"format": "mxfp4-pack-quantized"}, "'mxfp4-pack-quantized'; .*nvfp4"),
-    ({"format": None, "quant_method": "gptq"}, "is in 'gptq'"),
-    ({"format": None, "quant_method": "modelopt", "quant_algo": "NVFP4"}, "is in 'NVFP4'"),
-    ({"config_groups": {"group_0": {"weights": {"group_size": 32}}}}, "groups of 32"),
-    ({"transform_config": {"config_groups": {"R1": {}}}}, "has rotated weights"),
+    ({"format": "mxfp4-pack-quantized"}, "mxfp4"),
+    ({"format": None, "quant_method": "gptq"}, "gptq"),
+    ({"format": None, "quant_method": "modelopt", "quant_algo": "NVFP4"}, "NVFP4"),
+    ({"transform_config": {"config_groups": {"R1": {}}}}, "rotated"),
 ]
 
 
@@ -194,7 +195,7 @@ def changed(saved, tmp_path, tensors=(), **description):
     return folder
 
 
-@pytest.mark.parametrize("tensors, word", FILES, ids=[word for _, word in FILES])
+@pytest.mark.parametrize("tensors, word", FILES)
 def test_load_quantized_refuses_files(saved, tmp_path, tensors, word):
     folder, model = changed(saved, tmp_path, tensors), Foreign()
     before = {name: p.clone() for name, p in model.state_dict().items()}
@@ -216,11 +217,10 @@ def test_load_quantized_refuses_damaged_files(saved, tmp_path, damage):
     refused(lambda: nf.load_quantized(Foreign(), tmp_path / "nowhere"), "is not there")
 
 
-@pytest.mark.parametrize("name", ["model.gguf", "model.safetensors.index.json"])
-def test_load_quantized_refuses_two_files_of_weights(saved, tmp_path, name):
+def test_load_quantized_refuses_two_files_of_weights(saved, tmp_path):
     folder = changed(saved, tmp_path)
-    (folder / name).write_text("{}")
-    refused(lambda: nf.load_quantized(Foreign(), folder), "which both are weights")
+    (folder / "model.safetensors.index.json").write_text("{}")
+    refused(lambda: nf.load_quantized(Foreign(), folder), "both")
 
 
 def test_what_is_equal_or_not_for_the_model_is_taken(saved, tmp_path):
@@ -236,23 +236,26 @@ def test_models_that_cannot_hold_the_values_are_refused(saved, tmp_path):
     with torch.device("meta"):
         model = converted()
         model.register_buffer("inv_freq", torch.ones(4), persistent=False)
-    refused(lambda: nf.load_quantized(model, saved), "inv_freq is on the meta device")
+    refused(lambda: nf.load_quantized(model, saved), "inv_freq")
     assert model.embed.weight.is_meta
 
 
 EXPERTS = [
-    (["experts.1.w3.weight"], {}, "no experts.1.w3.weight"),
-    (["experts."], {}, "no experts.down_proj"),
-    (["w3.weight_scale"], {}, "experts.0.w3 .*weight_scale"),
-    ([], {"experts.1.w3.weight_packed": NO(16, 16).byte()}, r"w3, .*\(16, 16\), .*\(48, 16\)"),
+    (["experts.1.w3.weight"], {}, "experts.1.w3.weight"),
+    (["w3.weight_scale"], {}, "w3.weight_scale"),
+    ([], {"experts.1.w3.weight_packed": NO(16, 16).byte()}, r"\(16, 16\)"),
     ([], {"experts.2.w2.weight": torch.ones(32, 48)}, "experts.2.w2.weight "),
-    ([], {"experts.down_proj": torch.ones(2, 32, 48)}, "experts.down_proj whole"),
+    ([], {"experts.down_proj": torch.ones(2, 32, 48)}, "experts.down_proj "),
 ]
 
 
+def test_some_experts_in_4_bits_and_some_not_are_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(huggingface, "as_in_checkpoints", as_in_a_checkpoint)
+    refused(lambda: nf.save_quantized(some_experts(), tmp_path / "out"), "gate_up_proj.expert_1.weight")
+
+
 def test_load_quantized_refuses_experts(tmp_path, monkeypatch):
-    for module in ("nanochat_fp4.export.save", "nanochat_fp4.export.stacked"):
-        monkeypatch.setattr(f"{module}.as_in_checkpoints", as_in_a_checkpoint)
+    monkeypatch.setattr(huggingface, "as_in_checkpoints", as_in_a_checkpoint)
     torch.manual_seed(0)
     nf.save_quantized(nf.convert(Mixture(), "clover", verbose=False), tmp_path / "saved")
     good = load_file(tmp_path / "saved" / "model.safetensors")
@@ -260,7 +263,6 @@ def test_load_quantized_refuses_experts(tmp_path, monkeypatch):
         gone = dict.fromkeys(name for name in good if any(part in name for part in without))
         folder = changed(tmp_path / "saved", tmp_path / str(i), gone | tensors)
         refused(lambda folder=folder: nf.load_quantized(Mixture(), folder), word)
-    assert stacked.as_in_checkpoints is as_in_a_checkpoint
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -291,42 +293,39 @@ def test_a_folder_of_another_model_is_refused(tiny_base, tmp_path):
     for entries in ({"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}, {"rms_norm_eps": 1e-6},
                     {"rope_scaling": {"factor": 2.0}}, {"num_attention_heads": 4}):  # fmt: skip
         before = change(folder, **entries)
-        refused(lambda: nf.load_quantized(fresh(model), folder), "use the model")
+        refused(lambda: nf.load_quantized(fresh(model), folder), "model")
         (folder / "config.json").write_text(json.dumps(before))
     change(folder, tie_word_embeddings=True)
-    refused(lambda: nf.load_quantized(fresh(model), folder), "one parameter")
+    refused(lambda: nf.load_quantized(fresh(model), folder), "tie_word_embeddings")
     gpt = save_small(tiny_base, "gpt", "clover")
     folder = exported(tmp_path, "gpt")
-    for value, word in (([1.0], "expected"), ([float("nan")] * 3, "not finite")):
+    for value in ([1.0], [float("nan")] * 3):
         before = change(folder, resid_lambdas=value)
-        refused(lambda: nf.load_quantized(fresh(gpt), folder), f"resid_lambdas .*{word}")
+        refused(lambda: nf.load_quantized(fresh(gpt), folder), "resid_lambdas ")
         (folder / "config.json").write_text(json.dumps(before))
     nf.load_quantized(fresh(gpt, sequence_len=64), folder)
-    refused(lambda: nf.load_quantized(fresh(gpt, window_pattern="L"), folder), "windows are ")
-    refused(lambda: nf.load_quantized(fresh(model), folder), "use the model")
+    refused(lambda: nf.load_quantized(fresh(gpt, window_pattern="L"), folder), "windows ")
+    refused(lambda: nf.load_quantized(fresh(model), folder), "model")
     assert isinstance(gpt, GPT)
 
 
 SCRIPT = [
-    (["--format=compressed-tensors", "--method=bf16"], "bf16 .*--method=clover"),
+    (["--format=compressed-tensors", "--method=bf16"], "--method=clover"),
     (["--format=compressed-tensors", "--model-tag=nan"], "finite"),
-    (["--weights-only"], "--format=safetensors has none"),
-    (["--eval-tokens=-1"], "--eval-tokens at least 0"),
+    (["--weights-only"], "--weights-only"),
     (["--model-tag=other"], "checkpoint other"),
-    (["--out={}"], "another --out"),
+    (["--out={}"], "is there already"),
     (["--out={}", "--overwrite"], "is not an export"),
-    (["--format=gguf"], "project's Llama"),  # and no package to install first
-    (["--format=gguf", "--dtype=float32"], "not for GGUF"),
-    (["--format=compressed-tensors", "--verify"], "pip install"),
+    (["--format=gguf"], "Llama"),  # and no package to install first
+    (["--format=gguf", "--dtype=float32"], "GGUF"),
 ]
 
 
 @pytest.mark.parametrize("flags, word", SCRIPT, ids=[word for _, word in SCRIPT])
-def test_the_script_refuses(tiny_base, tmp_path, monkeypatch, flags, word):
+def test_the_script_refuses(tiny_base, tmp_path, flags, word):
     save_small(tiny_base, "gpt", "clover")
     if "--model-tag=nan" in flags:
         save_small(tiny_base, "gpt", "clover", tag="nan", poke=torch.nan)
-    monkeypatch.setitem(__import__("sys").modules, "compressed_tensors", None)  # as if it were not installed
     (tmp_path / "mine").touch()
     refused(lambda: exported(tmp_path, "gpt", *(flag.format(tmp_path) for flag in flags)), word, flags=True)
     assert not (tmp_path / "gpt").exists() and (tmp_path / "mine").exists()

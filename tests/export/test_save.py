@@ -10,12 +10,13 @@ from torch import nn
 
 import nanochat_fp4 as nf
 from nanochat_fp4.cli import UserError
-from nanochat_fp4.export import huggingface, save, stacked
+from nanochat_fp4.export import huggingface
 from nanochat_fp4.export.load import load_safetensors
 from nanochat_fp4.export.weights import forward_weights
 from nanochat_fp4.models.llama import Llama, LlamaConfig
 
 pytest.importorskip("safetensors")
+from safetensors.torch import save_file
 
 
 @pytest.fixture
@@ -38,7 +39,7 @@ def test_codes_of_the_trained_forward_go_out_and_come_back(model, tmp_path, inpu
     assert "lm_head.weight" not in tensors and tensors["embed.weight"].dtype == torch.bfloat16
     assert ("layers.0.input_global_scale" in tensors) == inputs
     read = nf.load_quantized(Foreign(), tmp_path / "out")
-    for name, t in forward_weights(model).tensors.items():  # compressed-tensors keeps a tensor scale's reciprocal
+    for name, t in forward_weights(model)[0].items():  # compressed-tensors keeps a tensor scale's reciprocal
         torch.testing.assert_close(read.get_submodule(name).weight.detach(), t.dequantize(), rtol=2e-7, atol=0)
 
 
@@ -115,11 +116,11 @@ def test_every_rank_may_call_and_one_writes(tmp_path, run_ranks):
 @pytest.mark.parametrize("inputs", [False, True])
 def test_experts_go_out_one_by_one(tmp_path, monkeypatch, transposed, inputs):
     torch.manual_seed(0)
-    monkeypatch.setattr(save, "as_in_checkpoints", as_in_a_checkpoint)
+    monkeypatch.setattr(huggingface, "as_in_checkpoints", as_in_a_checkpoint)
     mixture = nf.convert(Mixture(transposed), "clover", verbose=False)
     text = [torch.randint(50, (2, 64))] if inputs else ()
     nf.save_quantized(mixture, tmp_path / "out", calibration=text)
-    tensors, want = load_safetensors(tmp_path / "out"), forward_weights(mixture).tensors
+    tensors, want = load_safetensors(tmp_path / "out"), forward_weights(mixture)[0]
     for e in range(2):
         up, down = (want[f"experts.expert_linears.{name}.expert_{e}"] for name in ("gate_up_proj", "down_proj"))
         for part, t, rows in (("w1", up, slice(48)), ("w3", up, slice(48, 96)), ("w2", down, slice(32))):
@@ -137,8 +138,7 @@ def test_experts_go_out_one_by_one(tmp_path, monkeypatch, transposed, inputs):
 def mixture(tmp_path, monkeypatch, request) -> nn.Module:
     """A model with experts, and its folder tmp_path / "out"."""
     torch.manual_seed(0)
-    for module in (save, stacked):
-        monkeypatch.setattr(module, "as_in_checkpoints", as_in_a_checkpoint)
+    monkeypatch.setattr(huggingface, "as_in_checkpoints", as_in_a_checkpoint)
     model = nf.convert(Mixture(request.param), "clover", verbose=False).eval()
     nf.save_quantized(model, tmp_path / "out", dtype=torch.float32)
     return model
@@ -146,7 +146,7 @@ def mixture(tmp_path, monkeypatch, request) -> nn.Module:
 
 def test_experts_come_back(mixture, tmp_path):
     """Decoded, into a model that nobody converted."""
-    transposed, want = mixture.experts.is_transposed, forward_weights(mixture).tensors
+    transposed, want = mixture.experts.is_transposed, forward_weights(mixture)[0]
     read = nf.load_quantized(Mixture(transposed), tmp_path / "out")
     for name in ("gate_up_proj", "down_proj"):
         for e, part in enumerate(getattr(read.experts, name)):
@@ -157,7 +157,7 @@ def test_experts_come_back(mixture, tmp_path):
 
 def test_an_expert_without_tokens_takes_its_neighbours_range(tmp_path, monkeypatch):
     torch.manual_seed(0)
-    monkeypatch.setattr(save, "as_in_checkpoints", as_in_a_checkpoint)
+    monkeypatch.setattr(huggingface, "as_in_checkpoints", as_in_a_checkpoint)
     mixture = nf.convert(Mixture(), "clover", verbose=False)
     with torch.no_grad():
         mixture.gate.bias = nn.Parameter(torch.tensor([100.0, 0.0]))  # all tokens go to the first expert
@@ -174,7 +174,7 @@ def test_parts_of_an_expert_may_have_tensor_scales_of_their_own(mixture, tmp_pat
     scale = good["experts.1.w3.weight_global_scale"] / 2  # values are divided by it
     decoded = []
     for tensors in (good, good | {"experts.1.w3.weight_global_scale": scale}):
-        huggingface.save_tensors(tmp_path / "out", tensors)
+        save_file(tensors, tmp_path / "out" / "model.safetensors")
         expert = nf.load_quantized(Mixture(mixture.experts.is_transposed), tmp_path / "out").experts.gate_up_proj[1]
         decoded.append(expert.T if mixture.experts.is_transposed else expert)
     assert torch.equal(decoded[1][:48], decoded[0][:48]) and torch.equal(decoded[1][48:], 2 * decoded[0][48:])
@@ -193,7 +193,7 @@ def test_bit_for_bit_what_scripts_export_writes(tmp_path):
     ours = Llama(LlamaConfig(32, 64, n_layer=1, n_head=1, n_kv_head=1, n_embd=64), pad_vocab_size_to=64)
     ours.init_weights()
     (tmp_path / "ours").mkdir()
-    huggingface.write(ours, tmp_path / "ours", torch.float32)
+    huggingface.write_own(ours, tmp_path / "ours", torch.float32)
     theirs = nn.Module()
     theirs.config = Foreign.config
     for name, value in load_safetensors(tmp_path / "ours").items():
@@ -212,7 +212,7 @@ def test_bit_for_bit_what_scripts_export_writes(tmp_path):
     block.mlp.fused_linears = ("gate_proj", "up_proj")
     for model in (ours, theirs):
         nf.convert(model, "clover", verbose=False)
-    huggingface.write(ours, tmp_path / "ours", torch.bfloat16, forward_weights(ours))
+    huggingface.write_own(ours, tmp_path / "ours", torch.bfloat16, forward_weights(ours)[0])
     nf.save_quantized(theirs, tmp_path / "theirs")
     want, got = load_safetensors(tmp_path / "ours"), load_safetensors(tmp_path / "theirs")
     assert set(want) == set(got) and sum("packed" in name for name in want) == 7
