@@ -34,7 +34,7 @@ from nanochat_fp4.cli import ArgumentParser, UserError, run_main, switched_on
 from nanochat_fp4.common import default_base_dir, load_recipes, set_cpu_threads
 from nanochat_fp4.data import dataset
 from nanochat_fp4.data.sources import hub_url, look_for, url_problem
-from nanochat_fp4.data.tokenizer import SPECIAL_TOKENS
+from nanochat_fp4.data.tokenizer import SPECIAL_TOKENS, RustBPETokenizer
 from nanochat_fp4.evaluation.metrics import read_jsonl
 from nanochat_fp4.files import atomic_write
 from nanochat_fp4.hardware import physical_memory, usable_cpus
@@ -632,10 +632,8 @@ class Plan:
         folder, wanted = self.s.base_dir / "tokenizer", self.s.values["VOCAB_SIZE"]
         if not self.s.here or not all((folder / name).is_file() for name in ("tokenizer.json", "token_bytes.pt")):
             return None
-        tokens, asked = 0, None
-        with contextlib.suppress(OSError, ValueError, LookupError, TypeError, AttributeError):
-            content = json.loads((folder / "tokenizer.json").read_bytes())
-            tokens, asked = len(content["tokens"]) + len(content["special_tokens"]), content.get("asked_tokens")
+        tokens = RustBPETokenizer.from_directory(folder).get_vocab_size()  # A damaged file ends here.
+        asked = json.loads((folder / "tokenizer.json").read_bytes()).get("asked_tokens")
         if "tok" in self.s.stages and wanted not in (tokens, asked):  # A small text may yield fewer than are asked for.
             held = f"{folder} holds a tokenizer of {tokens} tokens, this run wants {wanted}"
             raise UserError(f"{held}; set VOCAB_SIZE={tokens}, or choose another NANOCHAT_BASE_DIR")

@@ -453,6 +453,10 @@ def test_a_small_text_is_trained_on_again(asked, base_dir, tmp_path, monkeypatch
     assert 0 < plan.tokenizer < asked and "tok" not in commands(plan) and "is kept" in " ".join(said(plan)["text"])
     with pytest.raises(UserError, match=f"set VOCAB_SIZE={plan.tokenizer}"):
         planned(DATA_DIR=str(tmp_path), VOCAB_SIZE=str(asked + 1))
+    file = Path(os.environ["NANOCHAT_BASE_DIR"]) / "tokenizer/tokenizer.json"
+    file.write_text(file.read_text()[:-200])
+    with pytest.raises(UserError, match="is not a tokenizer"):
+        planned(DATA_DIR=str(tmp_path), VOCAB_SIZE=str(asked))
 
 
 def test_a_disk_that_is_too_small(h100, monkeypatch):
