@@ -14,7 +14,7 @@ The prompts are those of nanochat at f5425245f, which makes them from Jinja temp
 import random
 from collections.abc import Sequence
 from os.path import commonprefix
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -102,20 +102,6 @@ def render_question(
 # Judging
 
 
-class Outcome(NamedTuple):
-    """The outcome of one question.
-
-    - right says whether the model's answer is right.
-    - cropped says that the model has seen only the end of the prompt.
-    - judged is False for a question that cannot be put to the model, because the answer is longer than its context or
-      does not begin at a token. Such a question counts as wrong.
-    """
-
-    right: bool
-    cropped: bool = False
-    judged: bool = True
-
-
 def longest_input(model: Any) -> int | None:
     """Returns how many tokens the model can read at once. This is GPT-2's fixed context, or the length of the rotary
     tables. None means any number."""
@@ -133,16 +119,18 @@ def crop(sequence: list[int], span: tuple[int, int], longest: int | None) -> tup
 @torch.no_grad()
 def evaluate_example(
     index: int, model: Any, tokenizer: Any, data: Sequence[dict], device: torch.device | str, task_meta: dict[str, Any]
-) -> Outcome:
-    """Puts question `index` to the model, and returns the outcome. The few-shot examples are drawn from the other
-    questions. Raises ValueError for logits that are not finite, and for more few-shot examples than there are other
-    questions."""
+) -> tuple[bool, bool, bool]:
+    """Puts question `index` to the model, after few-shot examples that are drawn from the other questions. Returns
+    whether the answer is right, whether the model has seen only the end of the prompt, and whether the question could
+    be judged. An answer that is longer than the model's context, or does not begin at a token, counts as wrong.
+
+    Raises ValueError for logits that are not finite, and for more few-shot examples than there are other questions."""
     item, others = data[index], [i for i in range(len(data)) if i != index]
     chosen = random.Random(FEWSHOT_SEED + index).sample(others, task_meta["num_fewshot"])
     rendered = render_question(item, tokenizer, task_meta, [data[i] for i in chosen])
     inputs = rendered and [crop(s, span, longest_input(model)) for s, span in zip(*rendered)]
     if not inputs or None in inputs or any(start >= end for _, (start, end) in inputs):
-        return Outcome(False, judged=False)
+        return False, False, False
     sequences, spans = map(list, zip(*inputs))
     cropped = sequences != rendered[0]
 
@@ -157,9 +145,9 @@ def evaluate_example(
     ]
     if task_meta["task_type"] == "language_modeling":
         predicted, expected = judged[0]
-        return Outcome(bool((predicted.argmax(-1) == expected).all()), cropped)
+        return bool((predicted.argmax(-1) == expected).all()), cropped, True
     losses = [float(F.cross_entropy(*pair)) for pair in judged]
-    return Outcome(losses.index(min(losses)) == item["gold"], cropped)
+    return losses.index(min(losses)) == item["gold"], cropped, True
 
 
 def evaluate_task(

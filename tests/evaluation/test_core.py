@@ -67,7 +67,7 @@ def test_core_finds_what_the_model_knows(kind, data):
         outcomes = []
         for i, item in enumerate(data):
             model.gold = item.get("gold", 0)
-            outcomes.append(core_eval.evaluate_example(i, model, tokenizer, data, "cpu", meta).right)
+            outcomes.append(core_eval.evaluate_example(i, model, tokenizer, data, "cpu", meta)[0])
         assert outcomes == [right] * len(data)
 
 
@@ -217,10 +217,10 @@ def test_a_cropped_prompt_is_the_end_of_the_whole_one():
     meta = {"task_type": "multiple_choice", "num_fewshot": 10, "continuation_delimiter": " "}
     same_length = [{**row, "choices": ["yes", "nay"]} for row in LONG]
     for Reads.rotary_seq_len in (200, None):
-        outcome = core_eval.evaluate_example(0, Reads(), byte_tokenizer(), same_length, "cpu", meta)
-        assert outcome.judged and outcome.cropped == (Reads.rotary_seq_len == 200)
-    cropped, whole = seen
-    assert cropped.shape == (2, 200) and torch.equal(cropped, whole[:, -200:])
+        _, cropped, judged = core_eval.evaluate_example(0, Reads(), byte_tokenizer(), same_length, "cpu", meta)
+        assert judged and cropped == (Reads.rotary_seq_len == 200)
+    end, whole = seen
+    assert end.shape == (2, 200) and torch.equal(end, whole[:, -200:])
 
 
 def test_an_answer_that_begins_inside_a_token_counts_as_wrong():
