@@ -106,7 +106,7 @@ def chosen_tasks(names: str | None) -> list[str]:
 
 def needs(args: argparse.Namespace) -> list[Source]:
     """Returns the inputs that the chosen tasks need, for a plan. They are not marked as vital, because --allow-missing
-    leaves out a task whose rows are missing. The sandbox is vital."""
+    leaves out a task whose rows or sandbox are missing."""
     datasets = {
         "ARC-Easy": ARC.dataset,
         "ARC-Challenge": ARC.dataset,
@@ -123,7 +123,7 @@ def needs(args: argparse.Namespace) -> list[Source]:
         if n in datasets
     ]
     if code := [name for name in names if name in RUNS_CODE]:
-        found.append(Source("a sandbox", find_sandbox, "", f"leave out {' and '.join(code)} (EVAL_ARGS=-a ...)", True))
+        found.append(Source("a sandbox", find_sandbox, "", f"leave out {' and '.join(code)} (EVAL_ARGS=-a ...)"))
     return found
 
 
@@ -174,23 +174,20 @@ def evaluate(args: argparse.Namespace, names: list[str], device: torch.device) -
     """Evaluates the tasks with each forward pass, and writes the results and the report."""
     # The tasks load their data first, so that missing data fails before anything is computed.
     tasks: dict[str, Task] = {}
-    eval_dir = resolve_eval_dir(args.eval_dir)
+    eval_dir, sandbox = resolve_eval_dir(args.eval_dir), None
     for name in names:
         try:
+            if name in RUNS_CODE:
+                sandbox = describe_sandbox()
             tasks[name] = {**TASKS, **LOCAL_TASKS}[name](eval_dir)
-        except MissingDataError as e:
+        except (MissingDataError, SandboxError) as e:
             if not args.allow_missing:
                 others = "To evaluate the others add --allow-missing; without any network, -a local"
                 raise UserError(f"{name}: {e}. {others}") from e
             print0(f"{name} is left out: {e}")
     if not tasks:
         raise UserError("none of the tasks is to be had; use --eval-dir, or -a local without a network")
-    sandbox = None
-    if any(name in RUNS_CODE for name in tasks):
-        try:
-            sandbox = describe_sandbox()
-        except SandboxError as e:
-            raise UserError(f"{e}; leave out {', '.join(n for n in tasks if n in RUNS_CODE)} with -a") from e
+    if sandbox:
         print0(sandbox)
 
     model, tokenizer, meta, method = load_for_inference(args.source, device, args)

@@ -442,21 +442,18 @@ def later_words(s: Settings) -> tuple[dict[str, list[str]], list[str]]:
         to_have = f"To have it: {'; '.join(dict.fromkeys(m.remedy for m in lacks))}"
         if s.environment.get("STAGES"):
             raise UserError(f"STAGES asks for {kind}, which needs {why}. {to_have}; or leave it out")
-        rows, what = [m for m in lacks if m.name != "a sandbox"], "goes without a part"
-        if len(rows) < len(lacks):
-            tasks = [n for n in chat_eval.chosen_tasks(args[kind].task_name) if n not in chat_eval.RUNS_CODE]
-            words[kind].append(f"--task-name={'|'.join(tasks)}")
+        what = "goes without a part"
         if kind == "core":
             what = "is left out"
             del words[kind]
-        elif any(m.vital for m in rows) or (kind == "eval" and rows and len(rows) >= len(asked.keys() - {"a sandbox"})):
-            what = "has small embedded data"
-            words[kind] += ["--task-name=local", "--max-new-tokens=64"] if kind == "eval" else ["--data=local"]
+        elif any(m.vital for m in lacks) or (kind == "eval" and asked.keys() - found.keys() <= {"a sandbox"}):
+            what, of_eval = "has small embedded data", ["--task-name=local", "--max-new-tokens=64", "--allow-missing"]
+            words[kind] += of_eval if kind == "eval" else ["--data=local"]
             if kind == "mid":
                 tokens = EMBEDDED_ROWS * (args[kind].max_seq_len or int(s.values["SEQ_LEN"])) * s.processes
                 words[kind] += [f"--device-batch-size={EMBEDDED_ROWS}", f"--total-batch-size={tokens}"]
                 words[kind].append(f"--eval-tokens={8 * tokens}")
-        elif rows:
+        else:
             words[kind].append("--allow-missing")
         left_out.append(f"{kind} {what}, because of {why}. {to_have}")
     return words, left_out

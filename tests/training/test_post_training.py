@@ -20,6 +20,7 @@ from nanochat_fp4.data.chat_data import LOCAL_IDENTITY, CustomJSON, Task
 from nanochat_fp4.data.dataloader import Conversations, join_positions, packed_rows, padded_conversations
 from nanochat_fp4.data.sources import Source
 from nanochat_fp4.data.tokenizer import get_tokenizer
+from nanochat_fp4.evaluation.execution import SandboxError
 from nanochat_fp4.evaluation.metrics import read_jsonl
 from nanochat_fp4.models.gpt import GPT
 from nanochat_fp4.training.checkpoint_manager import list_steps, load_checkpoint, read_meta, weights_digest
@@ -464,6 +465,17 @@ def test_missing_data_is_named_or_left_out(base, tmp_path, capsys, monkeypatch):
     with pytest.raises(UserError) as e:
         chat_eval.main(["-i", "base", "-a", "GSM8K", f"--eval-dir={eval_dir}", "--device-type=cpu"])
     assert "openai/gsm8k/main/test.jsonl" in one_line(e) and "--allow-missing" in str(e.value)
+
+    def no_sandbox():
+        raise SandboxError("no sandbox works here")
+
+    monkeypatch.setattr(chat_eval, "describe_sandbox", no_sandbox)
+    local = "-i base -a Local-Choice|Local-Code -x 1 -b 1 -m 4 --precision bf16 --device-type cpu".split()
+    with pytest.raises(UserError, match="Local-Code: no sandbox works here. .*--allow-missing"):
+        chat_eval.main(local)
+    chat_eval.main([*local, "--allow-missing"])
+    out = capsys.readouterr().out
+    assert "Local-Code is left out: no sandbox" in out and "Local-Choice: " in out
 
 
 # ----------------------------------------------------------------------------------------------------------------------
