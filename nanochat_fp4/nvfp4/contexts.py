@@ -235,13 +235,10 @@ def _make_gradients(weights: Sequence[nn.Parameter]) -> torch.Tensor:
     gradients keep their values."""
     values, grads = [local(weight.detach()) for weight in weights], [local(weight.grad) for weight in weights]
     rows = [value.shape[0] for value in values]
-    first = grads[0]
-    if first is not None and len(weights) > 1 and first._base is not None and first._base.shape[0] == sum(rows):
-        slices = first._base.split(rows)
-        if all(grad is not None and grad.data_ptr() == s.data_ptr() for grad, s in zip(grads, slices)):
-            return first._base
-    if len(weights) == 1 and first is not None and first.is_contiguous():
-        return first
+    whole = grads[0] if len(weights) == 1 or grads[0] is None else grads[0]._base
+    if whole is not None and whole.is_contiguous() and whole.shape[0] == sum(rows):
+        if all(grad is not None and grad.data_ptr() == part.data_ptr() for grad, part in zip(grads, whole.split(rows))):
+            return whole
     together = values[0].new_zeros(sum(rows), *values[0].shape[1:])
     for weight, grad, part in zip(weights, grads, together.split(rows)):
         if grad is not None:

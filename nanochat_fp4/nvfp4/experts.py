@@ -49,16 +49,11 @@ class ExpertLinear(QuantLinear):
         return getattr(self.experts[0], self.parameter)
 
     @property
-    def part(self) -> Tensor:
-        """The expert's slice, (out_features, in_features), which is a view of the parameter."""
-        part = self.weight[self.index]
-        return part.T if self.transposed else part
-
-    @property
     def matrix(self) -> Tensor:
-        return self.part.contiguous()
+        return self._matrix_of(self.weight[self.index])
 
     def _matrix_of(self, part: Tensor) -> Tensor:
+        """The expert's slice, which is a view of the parameter, as (out_features, in_features)."""
         return part.T.contiguous() if self.transposed else part
 
     def apply(self, fn: Callable[[nn.Module], None]) -> "ExpertLinear":

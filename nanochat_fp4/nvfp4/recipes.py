@@ -19,7 +19,7 @@ The table of the methods is in methods.py.
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from nanochat_fp4.nvfp4.hadamard import RHT_DIM
 from nanochat_fp4.nvfp4.roundings import OF_THE_PACKAGE, ROUNDINGS, Rounding, get_rounding
@@ -49,18 +49,9 @@ class Operand:
     sr raw rtn -
     """
 
-    rounding: Rounding | None = None
+    rounding: Rounding | str | None = None  # A name becomes its row.
     raw: bool = False
-    kept: Rounding | None = None
-
-    if TYPE_CHECKING:  # the field is a Rounding, the argument may be its name
-
-        def __init__(
-            self,
-            rounding: Rounding | str | None = None,
-            raw: bool = False,
-            kept: Rounding | str | None = None,
-        ) -> None: ...
+    kept: Rounding | str | None = None
 
     def __post_init__(self) -> None:
         for name in ("rounding", "kept"):
