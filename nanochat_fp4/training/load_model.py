@@ -27,12 +27,7 @@ from nanochat_fp4.models.gpt import GPT, ROTARY_FACTOR, GPTConfig
 from nanochat_fp4.nvfp4.methods import register
 from nanochat_fp4.nvfp4.phases import MethodPlan
 from nanochat_fp4.nvfp4.recipes import from_record
-from nanochat_fp4.training.checkpoint_manager import (
-    check_model_tag,
-    list_steps,
-    load_checkpoint,
-    read_meta,
-)
+from nanochat_fp4.training.checkpoint_manager import check_model_tag, list_steps, load_checkpoint, read_meta
 
 # Each stage has a folder in the base directory, and a script that fills this folder.
 SOURCES = {

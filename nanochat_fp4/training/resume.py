@@ -13,12 +13,7 @@ from nanochat_fp4.cli import UserError, format_bytes, one_line
 from nanochat_fp4.common import fail_together, get_dist_info, restarts
 from nanochat_fp4.data.dataloader import join_positions
 from nanochat_fp4.locks import running
-from nanochat_fp4.training.checkpoint_manager import (
-    NoCheckpointError,
-    check_model_tag,
-    find_last_step,
-    list_steps,
-)
+from nanochat_fp4.training import checkpoint_manager as checkpoints
 from nanochat_fp4.training.load_model import SOURCES
 
 # A run that branches from another run may differ from it in these settings, in the method, and in the head.
@@ -36,12 +31,12 @@ def find_resume_step(checkpoint_dir: Path, resume_from_step: int | str, overwrit
     resume_from = "latest" if resume_from_step == -1 and restarts() else resume_from_step
     if resume_from == "latest":
         try:
-            return find_last_step(checkpoint_dir)
-        except NoCheckpointError:
+            return checkpoints.find_last_step(checkpoint_dir)
+        except checkpoints.NoCheckpointError:
             return None
     if resume_from != -1:
         return resume_from
-    problem, steps = None, list_steps(checkpoint_dir)
+    problem, steps = None, checkpoints.list_steps(checkpoint_dir)
     if steps and not overwrite:
         problem = (
             f"{checkpoint_dir} already holds a run (checkpoint of step {steps[0]}); go on with --resume-from-step "
@@ -66,7 +61,7 @@ def branch_point(text: str, checkpoint_dir: Path) -> tuple[Path, int]:
     tag, at, step = text.rpartition("@")
     if not (tag and at and step.isdecimal()):
         raise UserError(f"--branch-from={text!r}: expected '<model tag>@<step>', for example d20_bf16@5000")
-    check_model_tag(tag, "--branch-from")
+    checkpoints.check_model_tag(tag, "--branch-from")
     if tag == checkpoint_dir.name:
         raise UserError(f"--branch-from={text!r} is this run itself; give the new run a --model-tag of its own")
     return checkpoint_dir.parent / tag, int(step)

@@ -16,6 +16,11 @@ from nanochat_fp4.nvfp4.phases import QuantizedTraining
 Batch = tuple[Tensor, ...]
 
 
+def mean_loss(forward: Callable[..., Tensor], x: Tensor, y: Tensor) -> Tensor:
+    """Returns the model's own loss, the mean over the tokens with a target, ()."""
+    return forward(x, y)
+
+
 class TrainingStep:
     """One optimizer step in parts. The weights' codes are made once, the gradients of micro-batches add up, and the
     update follows.
@@ -34,7 +39,7 @@ class TrainingStep:
         forward: Callable[..., Tensor] | None = None,
         quantized: QuantizedTraining | None = None,
         dtype: torch.dtype | None = None,
-        loss: Callable[..., Tensor] = lambda forward, x, y: forward(x, y),
+        loss: Callable[..., Tensor] = mean_loss,
         lean: LeanState | None = None,
     ):
         self.model, self.optimizers, self.dtype, self.loss, self.lean = model, list(optimizers), dtype, loss, lean

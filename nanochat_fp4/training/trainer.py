@@ -66,21 +66,11 @@ from nanochat_fp4.nvfp4.recipes import Recipe, to_record
 from nanochat_fp4.parallel import check_parallel, full_state_dict, is_sharded, shard
 from nanochat_fp4.progress import Progress
 from nanochat_fp4.signals import StopRequested, StopSignals
+from nanochat_fp4.training import checkpoint_manager as checkpoints
 from nanochat_fp4.training import resume
-from nanochat_fp4.training.checkpoint_manager import (
-    delete_remains,
-    delete_run,
-    delete_steps,
-    list_steps,
-    load_checkpoint,
-    not_finite,
-    prune_checkpoints,
-    read_meta,
-    save_checkpoint,
-)
 from nanochat_fp4.training.load_model import checkpoint_folder, load_weights
 from nanochat_fp4.training.memory import auto_device_batch_size, next_lever
-from nanochat_fp4.training.step import Batch, TrainingStep
+from nanochat_fp4.training.step import Batch, TrainingStep, mean_loss
 from nanochat_fp4.training.telemetry import layer_telemetry, name_nonfinite, summarize_telemetry
 from nanochat_fp4.training.wandb_run import setup_tracker
 
@@ -180,7 +170,7 @@ class Trainer:
     step_tokens: int | None = None
     conversations: int = 0
     ahead = True  # The next batch is made while a step computes. RL makes batches with the newest weights.
-    loss: Callable[..., Tensor] | None = None  # a function of (forward, *batch), if it is not the model's own loss
+    loss: Callable[..., Tensor] = staticmethod(mean_loss)  # of (forward, *batch)
     rate_flags = "the learning rates"  # The advice after numbers that are not finite names these flags.
     eval_tokens: int | None = None  # the number of tokens that a validation reads, if it is known
 
@@ -208,6 +198,11 @@ class Trainer:
         if self.compiled:
             start_compiler(self.device)
         self.dry_run = getattr(args, "dry_run", False)  # Only mid_train has this flag.
+        # The dtype of matrix products (gpt.autocast). None stands for BF16 on a GPU.
+        self.dtype = torch.float32 if getattr(args, "dtype", "") == "float32" else None
+        # The dense BF16 peak of the GPU in FLOP/s, or None if it is not known.
+        gpu = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else None
+        self.peak_flops = get_peak_flops(gpu) if gpu else None
         self.sharded = check_parallel(args)
         self.step, self.state, self.monitor = 0, State(), LossMonitor()
         self.position: Any = None  # in the data, after the last batch that was trained on
@@ -258,7 +253,7 @@ class Trainer:
         if not self.dry_run:
             self.until_exit.enter_context(held_run(self.folder))
             if self.rank == 0:
-                delete_remains(self.folder)
+                checkpoints.delete_remains(self.folder)
                 with tokenizer_lock():  # A program that replaces the tokenizer finds this run, or ends here.
                     pass
             of_all_ranks(None)  # The others look for checkpoints when the remains of a killed save are gone.
@@ -268,10 +263,10 @@ class Trainer:
         if step is None and branch:
             source, step = branch
         if step is not None:
-            self.step, self.source, self.trained = step, source, read_meta(source, step)
+            self.step, self.source, self.trained = step, source, checkpoints.read_meta(source, step)
             # A lean state is smaller than the FP32 weights that it was saved as, so it is made on the CPU.
             device = torch.device("cpu") if self.lean_or_fp32 == "lean" else self.device
-            *self.loaded, self.trained = load_checkpoint(source, step, device, True, self.rank)
+            *self.loaded, self.trained = checkpoints.load_checkpoint(source, step, device, True, self.rank)
         self.saved = (step, ()) if self.resumes else None
         self.metrics = MetricsLog(self.folder, enabled=self.rank == 0 and not self.dry_run)
 
@@ -316,11 +311,6 @@ class Trainer:
         """The lean optimizer state, or None without --state=lean."""
         return LeanState(self.model, self.args.seed) if self.lean_or_fp32 == "lean" else None
 
-    @property
-    def dtype(self) -> torch.dtype | None:
-        """The dtype of matrix products (gpt.autocast). None stands for BF16 on a GPU."""
-        return torch.float32 if getattr(self.args, "dtype", "") == "float32" else None
-
     # ------------------------------------------------------------------------------------------------------------------
     # From the model to a step
 
@@ -336,6 +326,7 @@ class Trainer:
             except ValueError as error:
                 raise UserError(str(error)) from error
         nf.convert(self.model, recipe, per_token_in_eval=False, **options)
+        self.flops_per_token = self.model.estimate_flops()
         self.quantized = QuantizedTraining(self.model, plan, steps)
         # The layers get the method of the step before. train_step changes it after the evaluation before a step.
         self.quantized.set_progress(max(self.step - 1, 0))
@@ -354,10 +345,8 @@ class Trainer:
     ) -> None:
         """Makes training_step, an object of `kind`, which is TrainingStep or a subclass."""
         self.schedule = schedule
-        loss = {"loss": self.loss} if self.loss else {}
-        self.training_step = kind(
-            self.model, optimizers, self.forward, self.quantized, self.dtype, lean=self.lean, **loss
-        )
+        how = self.forward, self.quantized, self.dtype, self.loss, self.lean
+        self.training_step = kind(self.model, optimizers, *how)
 
     def record(
         self, settings: dict[str, Any], recipes: Sequence[Recipe], changes: dict[str, Any], **metadata: Any
@@ -401,7 +390,7 @@ class Trainer:
             if end or (self.step > 0 and is_due):
                 saved = self.save(self.step, get_rng_state(self.device), self.position)
                 if end and not saved:
-                    raise self.failure(
+                    raise UserError(
                         f"step {self.step} could not be saved (see the warning above); free some disk space and go on "
                         "from the checkpoint before it with --resume-from-step latest"
                     )
@@ -429,7 +418,7 @@ class Trainer:
         project = "nanochat" if self.stage == "base" else f"nanochat-{self.stage}"
         self.tracker = setup_tracker(self.args.run, project, self.meta["user_config"])
         if self.starts_over:
-            others = delete_run(self.folder) if self.rank == 0 else []
+            others = checkpoints.delete_run(self.folder) if self.rank == 0 else []
             of_all_ranks(None)
             if others:
                 print0(f"note: {self.folder} has files that no run wrote, which stay: {', '.join(others[:5])}")
@@ -446,6 +435,7 @@ class Trainer:
             unit="step",
             initial=self.step,
         )
+        self.until_exit.callback(self.progress.close)  # before the message of an error
         self.end_phase("first batch")
 
     def restore(self) -> None:
@@ -498,28 +488,24 @@ class Trainer:
         of_rank = {"optimizers": optimizers, "rng": rng, "dataloader": position}
         meta = {**self.state.numbers, **self.meta, "loop_state": asdict(self.state), "loss_state": self.monitor.state}
         weights = full_state_dict(self.model, self.rank)
-        if bad := next(filter(None, of_all_ranks(next(not_finite({"weight": weights, **of_rank}), None))), None):
+        bad_here = next(checkpoints.not_finite({"weight": weights, **of_rank}), None)
+        if bad := next(filter(None, of_all_ranks(bad_here)), None):
             raise self.lost(f"step {step}: {bad} is not finite, so nothing is saved")
-        saved = save_checkpoint(self.folder, step, weights, of_rank, meta, self.rank)
+        saved = checkpoints.save_checkpoint(self.folder, step, weights, of_rank, meta, self.rank)
         if saved:
             self.saved = step, self.state.looked
         if saved and self.rank == 0:
             if self.args.resume_from_step != "latest":
                 # Later checkpoints belong to a run that was resumed from an earlier step. 'latest' must not find them.
-                delete_steps(self.folder, (s for s in list_steps(self.folder) if s > step))
-            prune_checkpoints(self.folder, self.args.keep_last, step)
+                checkpoints.delete_steps(self.folder, (s for s in checkpoints.list_steps(self.folder) if s > step))
+            checkpoints.prune_checkpoints(self.folder, self.args.keep_last, step)
         return saved
-
-    def failure(self, text: str) -> UserError:
-        """Ends the progress bar, and returns the error that ends the run."""
-        self.progress.close()
-        return UserError(text)
 
     def lost(self, problem: str) -> UserError:
         """Returns the error that ends a run whose weights are not finite any more."""
-        good = list_steps(self.folder)[:1]
+        good = checkpoints.list_steps(self.folder)[:1]
         remedy = f"go on from the newest checkpoint, --resume-from-step {good[0]}" if good else "start over"
-        return self.failure(f"{problem}. No step can follow; lower {self.rate_flags} and {remedy}")
+        return UserError(f"{problem}. No step can follow; lower {self.rate_flags} and {remedy}")
 
     # ------------------------------------------------------------------------------------------------------------------
     # A step
@@ -679,7 +665,7 @@ class Trainer:
             raise self.lost(problem)
         if self.args.on_nonfinite == "stop" or self.skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
             self.save(*before)
-            raise self.failure(
+            raise UserError(
                 f"{problem}. Saved as it was before this step in {self.folder}; lower {self.rate_flags} and start "
                 "over, or skip such steps: --resume-from-step latest --on-nonfinite skip"
             )
@@ -702,16 +688,6 @@ class Trainer:
             if not place.startswith("the loss itself"):
                 break
         return place
-
-    @functools.cached_property
-    def flops_per_token(self) -> int:
-        """FLOPs of a token in training."""
-        return self.model.estimate_flops()
-
-    @functools.cached_property
-    def peak_flops(self) -> float | None:
-        """The dense BF16 peak of the GPU in FLOP/s, or None if it is not known."""
-        return get_peak_flops(torch.cuda.get_device_name(self.device)) if self.device.type == "cuda" else None
 
     def log(self, update: Update, seconds: float, progress: float) -> dict[str, str]:
         """Writes the numbers of a step to metrics.jsonl and to the tracker. Returns those beside the progress bar."""
@@ -771,7 +747,7 @@ class Trainer:
         # The rows of a micro-batch are padded to one length, so the micro-batch's size decides the bits.
         if self.stage in ("sft", "rl"):
             go_on = "; start over with it and --overwrite"
-        return self.failure(f"out of memory at step {self.step} with --device-batch-size={rows}; {advice}{go_on}")
+        return UserError(f"out of memory at step {self.step} with --device-batch-size={rows}; {advice}{go_on}")
 
     # ------------------------------------------------------------------------------------------------------------------
     # The report
