@@ -92,6 +92,19 @@ def test_text_of_every_layout_is_read(folder, kind):
     assert sorted(texts_of(folder, "train") + texts_of(folder, "val")) == ["one", "one", "two"]
 
 
+def test_a_page_that_is_not_what_was_written_is_refused(tmp_path):
+    """A flipped bit of a text that is not compressed is text, too."""
+    path = tmp_path / "a.parquet"
+    how = {"write_page_checksum": True, "write_statistics": False, "use_dictionary": False, "compression": "none"}
+    pq.write_table(pa.table({"text": ["needle"] * 9}), path, **how)
+    assert Shard(path).read(0) == ["needle"] * 9
+    path.write_bytes(path.read_bytes().replace(b"needle", b"noodle", 1))
+    with pytest.raises(UserError, match="row group 0"):
+        Shard(path).read(0)
+    with pytest.raises(UserError, match="a.parquet"):
+        list(sources.rows_of(path))
+
+
 def test_a_footer_is_read_once(tmp_path, monkeypatch):
     """A row group in 8,000 takes as long as one in 80: reading the footer for each took 33 s a step."""
     write_shard(tmp_path / "a.parquet", [f"{i}" for i in range(8000)], row_group_size=1)
