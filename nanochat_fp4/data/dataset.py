@@ -491,8 +491,7 @@ def build_embedded_corpus(size_mb: float = EMBEDDED_MB) -> str:
             if total >= size_mb * 1e6:
                 break
         if total < 200_000:
-            place = sysconfig.get_paths()["stdlib"]
-            raise UserError(f"this Python has no library sources in {place}; set DATA_DIR to a folder of text")
+            raise UserError("this Python has no library sources; set DATA_DIR to a folder of text")
         path.parent.mkdir(exist_ok=True)
         atomic_write(path, "".join(lines))
     return str(path)
