@@ -50,6 +50,7 @@ class LaterStage(Trainer):
         self.open_folder(find_model_tag(source, None) if args.model_tag is None else args.model_tag)
         folder = checkpoint_folder(source, self.model_tag)
         if self.source is None:
+            find_model_tag(source, self.model_tag)
             weights, _, self.trained = load_checkpoint(folder, args.model_step, self.device)
             step = self.trained["step"]
             self.parent = {"stage": source, "model_tag": self.model_tag, "step": step}
