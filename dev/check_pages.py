@@ -50,7 +50,8 @@ def commands(text: str) -> list[tuple[str, str | None]]:
             found += re.findall(r"^\$ (.*)\n((?:(?!\$ ).*\n)*)", block, re.M)
         elif kind in ("bash", "sh", ""):
             found += [(line, None) for line in re.sub(r"\\\n\s*", "", block).splitlines()]
-    rest = re.sub(r"^ *```.*?^ *```", "", text, flags=re.M | re.S)
+    # A part that waits for its study is a comment (lab/pages.py).
+    rest = re.sub(r"^ *```.*?^ *```|<!--.*?-->", "", text, flags=re.M | re.S)
     indented = re.sub(r"\\\n\s*", "", "\n".join(re.findall(r"^ {4,}(.*(?:\\\n.*)*)", rest, re.M)))
     found += [(line.strip(), None) for line in indented.splitlines() if COMMAND.match(line.strip())]
     found += [(span, None) for span in re.findall(r"`([^`\n]+)`", rest) if COMMAND.match(span)]
