@@ -225,12 +225,16 @@ def test_a_signal_in_the_last_step_leaves_the_report_to_the_resume(tiny_base, ca
 
 
 @pytest.mark.parametrize("stopped", [True, False])
-def test_samples_and_telemetry_of_the_step_of_a_resume_are_made_once(tiny_base, stopped):
+def test_samples_and_telemetry_of_the_step_of_a_resume_are_made_once(tiny_base, monkeypatch, stopped):
     """They come before a checkpoint of their step, unless a signal made the checkpoint."""
+    drawn: list[int] = []
+    monkeypatch.setattr(base_train, "draw_samples", lambda *of: drawn.append(1) or ["a sample"])
     flags = ["--sample-every=2", "--telemetry-every=2", "--save-every=2", "--keep-last=-1"]
     with stopped_in_step(1) if stopped else contextlib.nullcontext():
         train(*flags, steps=4)
+    drawn.clear()
     train(*flags, "--resume-from-step=2", steps=4)
+    assert len(drawn) == 1 + stopped
     records = read_jsonl(tiny_base / "base_checkpoints" / "d1_clover" / "metrics.jsonl")
     made = [[r["step"] for r in records if r["event"] == event] for event in ("sample", "telemetry")]
     assert made == [[2, 4], [0, 2]]
