@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 
 BLACKWELL = (100, 120, 121)  # the operands of a GEMM are codes
+MULTIPROCESSORS = 4  # of the GPU that is not here
 ELEMENTS = {"quantize_kernel": 16, "fp8_with_codes_kernel": 16, "rotate_quantize_kernel": 64}  # of a thread, of a tile
 
 
@@ -28,8 +29,23 @@ def compiled_instead_of_launched(arch: int) -> dict[str, dict]:
     from triton.backends.compiler import GPUTarget
     from triton.runtime.jit import JITFunction
 
+    class Utilities:
+        """The resources of a multiprocessor. The registers of a kernel are in its cubin."""
+
+        def get_device_properties(self, device):
+            shared = (227 if arch < 120 else 99) * 1024
+            return {"max_num_regs": 65536, "max_shared_mem": shared, "multiprocessor_count": MULTIPROCESSORS}
+
+        def load_binary(self, name, cubin, shared, device):
+            return None, None, _dump(cubin)[1]["REG"], 0, 1024
+
     class NoGPU:
         """As much of a driver as the compiler asks for."""
+
+        utils = Utilities()
+
+        def launcher_cls(self, source, metadata):
+            return None
 
         def get_current_device(self):
             return 0
@@ -46,9 +62,12 @@ def compiled_instead_of_launched(arch: int) -> dict[str, dict]:
 
     def run(self, *args, grid, warmup, **kwargs):
         kernel = original(self, *args, grid=grid, warmup=True, **kwargs)
+        if warmup:
+            return kernel
         if kernel.hash not in launched:
             constants = {self.arg_names[k[0]]: v for k, v in kernel.src.constants.items() if len(k) == 1}
             launched[kernel.hash] = {"kernel": self.fn.__name__, "constants": repr(constants), **_inspect(kernel)}
+        launched[kernel.hash]["programs"] = grid[0]
         return kernel
 
     JITFunction.run = run
@@ -76,14 +95,14 @@ def compile_kernels(arch: int, methods: list[str], every_input: bool) -> list[di
     import nanochat_fp4 as nf
     from nanochat_fp4.nvfp4 import dispatch
 
-    cases = [(torch.bfloat16, torch.float32, 256)]
+    cases = [(torch.bfloat16, torch.float32, 512)]
     if every_input:  # FP32 activations, BF16 weights, a number of tokens that nothing divides
-        cases += [(torch.float32, torch.float32, 256), (torch.bfloat16, torch.bfloat16, 251)]
+        cases += [(torch.float32, torch.float32, 512), (torch.bfloat16, torch.bfloat16, 507)]
 
     def train(method, dtype, weight_dtype, tokens):
-        linear = nf.QuantLinear(256, 384, method=method, dtype=weight_dtype)
+        linear = nf.QuantLinear(256, 512, method=method, dtype=weight_dtype)
         x = torch.zeros(tokens, 256, dtype=dtype, requires_grad=True)
-        linear(x).backward(torch.zeros(tokens, 384, dtype=dtype))
+        linear(x).backward(torch.zeros(tokens, 512, dtype=dtype))
 
     for method in methods if every_input or arch not in BLACKWELL else ():
         for case in cases:
@@ -104,7 +123,8 @@ def compile_kernels(arch: int, methods: list[str], every_input: bool) -> list[di
         transpose_square(*operand)
         dispatch.native_gemm = lambda device_type: "cublaslt"  # the GEMM reads codes
         dispatch.mm = lambda a, b, out_dtype, name: torch.zeros(len(a.codes), len(b.codes), dtype=out_dtype)
-        train(methods[0], *cases[0])
+        for method in methods:
+            train(method, *cases[0])
     return list(launched.values())
 
 
@@ -119,17 +139,22 @@ def _launch_loss() -> None:
     cross_entropy.gradient_codes(*tokens, per_token, per_token, torch.ones(()), 4096, 15.0)
 
 
-def _inspect(kernel) -> dict:
-    """Registers, stack and instructions of a compiled kernel; loops: how many of them are in each."""
+def _dump(cubin: bytes) -> tuple[str, dict[str, int]]:
+    """The instructions of a kernel, and its resources."""
     import triton
 
     cuobjdump = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as f:
-        f.write(kernel.asm["cubin"])
+        f.write(cubin)
         f.flush()
         command = [cuobjdump, "-res-usage", "-sass", f.name]
         sass = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    numbers = {k: int(v) for k, v in re.findall(r"(REG|STACK|SHARED|LOCAL):(\d+)", sass)}
+    return sass, {k: int(v) for k, v in re.findall(r"(REG|STACK|SHARED|LOCAL):(\d+)", sass)}
+
+
+def _inspect(kernel) -> dict:
+    """Registers, stack and instructions of a compiled kernel; loops: how many of them are in each."""
+    sass, numbers = _dump(kernel.asm["cubin"])
     opcodes = Counter(re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_]*)", sass))
     branches = re.findall(r"/\*([0-9a-f]{4,})\*/[^;\n]*\bBRA\b[^;\n]*\b0x([0-9a-f]+)", sass)
     exits = [int(at, 16) for at in re.findall(r"/\*([0-9a-f]{4,})\*/\s+EXIT\b", sass)]
@@ -143,6 +168,7 @@ def _inspect(kernel) -> dict:
         "registers": numbers["REG"],
         "stack": numbers["STACK"] + numbers["LOCAL"],
         "shared": kernel.metadata.shared,
+        "tensor_memory": getattr(kernel.metadata, "tmem_size", None) or 0,
         "spills": opcodes["LDL"] + opcodes["STL"],
         "conversions": [ptx.count("cvt.rn.satfinite.e2m1x2.f32"), len(re.findall(r"F2FP\S*\.E2M1\.F32", sass))],
         "instructions": sum(opcodes.values()),

@@ -46,22 +46,29 @@ from nvfp4_kernels.scales import finish, repair, tensor_scale_kernel
 
 @functools.cache
 def _launch_options() -> dict:
-    """Returns the options of a launch: warps, stages and the largest number of registers.
+    """Returns the options of a launch: warps, stages and the largest number of registers of a thread.
 
-    On sm_90, 128 registers per thread let four programs fit a multiprocessor, so that three compute while one waits for
-    memory. From sm_100 on the compiler would spill with 128 registers, so there is no limit. On sm_120 it takes 131 to
-    167, and three programs fit."""
+    With 128 registers four programs fit a multiprocessor, so that three compute while one waits for memory. On sm_12x
+    the compiler would spill with 128. Without a limit three programs fit there."""
     arch = 90 if m.INTERPRETED.value else triton.runtime.driver.active.get_current_target().arch
-    return {"num_warps": 4, "num_stages": 1, "maxnreg": 128 if arch < 100 else None, **NO_FUSION}
+    return {"num_warps": 4, "num_stages": 1, "maxnreg": None if arch // 10 == 12 else 128, **NO_FUSION}
 
 
-@functools.cache
-def programs_of(device: torch.device) -> int:
-    """Returns the number of programs that share the strips of a tensor: four for each multiprocessor. In the
-    interpreter it is 6."""
-    if device.type != "cuda":
-        return 6
-    return 4 * torch.cuda.get_device_properties(device).multi_processor_count
+def programs_of(kernel: Any, device: torch.device) -> int:
+    """Returns how many programs of a compiled kernel the GPU holds at once, rounded down to a multiple of 4.
+
+    Strips are dealt out before the launch, so programs of a second wave would run alone. In the interpreter there is no
+    compiled kernel, and the number is 4."""
+    if kernel is None:
+        return 4
+    kernel.run  # noqa: B018 - it loads the kernel, and so finds out its registers
+    gpu = triton.runtime.driver.active.utils.get_device_properties(device.index or 0)
+    # Registers are given out by 8, and each program takes 1 KiB of shared memory more. Tensor memory has 512 columns.
+    of_registers = gpu["max_num_regs"] // (32 * kernel.metadata.num_warps * (-(-kernel.n_regs // 8) * 8))
+    of_shared_memory = (gpu["max_shared_mem"] + 1024) // (kernel.metadata.shared + 1024)
+    of_tensor_memory = 512 // (getattr(kernel.metadata, "tmem_size", None) or 1)
+    resident = min(of_registers, of_shared_memory, of_tensor_memory)
+    return max(resident * gpu["multiprocessor_count"] // 4 * 4, 4)
 
 
 @functools.cache
@@ -177,12 +184,16 @@ class _Side(NamedTuple):
 
 
 class _Launches(NamedTuple):
-    """How the kernel is launched for inputs of one shape and kind: both operands, numbers of programs, and options."""
+    """How the kernel is launched for inputs of one shape and kind.
+
+    strips:   the number of strips of one operand
+    programs: the number of programs, which the first launch finds, by whether it only finds the amax
+    """
 
     sides: tuple[_Side | None, _Side | None]
     needs_amax: bool
-    programs: int
-    programs_for_amax: int
+    strips: int
+    programs: dict[bool, int]
     options: dict[str, Any]
     butterflies: bool
 
@@ -207,18 +218,9 @@ def _launches(
             hadamard = _hadamard(operand.rht_dim, butterflies, device).view(torch.int16)
         constants = [constants_of(operand, padded, amax_only) for amax_only in (False, True)]
         sides.append(_Side(operand, r, k, hadamard, *constants))
-    wanted = [side for side in sides if side]
+    needs_amax = any(side and side.constants_for_amax for side in sides)
     strips = 2 * triton.cdiv(rows, TILE) * triton.cdiv(columns, TILE)
-    most = max(programs_of(device) // 4 * 4, 4)
-    rounded_first = [side for side in wanted if side.constants_for_amax]
-    return _Launches(
-        tuple(sides),
-        bool(rounded_first),
-        min(strips * len(wanted), most),
-        min(strips * len(rounded_first), most),
-        _launch_options(),
-        butterflies,
-    )
+    return _Launches(tuple(sides), needs_amax, strips, {}, _launch_options(), butterflies)
 
 
 class _Input(NamedTuple):
@@ -268,22 +270,25 @@ class _Input(NamedTuple):
             self._buffers(side, seeds, own, tensors)
             for side, seeds, own, tensors in zip(launches.sides, self.seeds, amax, made)
         ]
-        rotate_quantize_kernel[(launches.programs_for_amax if amax_only else launches.programs,)](
-            self.x,
-            self.scales,
-            self.tensor_scale,
-            self.x.shape[0],
-            self.x.shape[1] * 2 if self.of_codes else self.x.shape[1],
-            *buffers,
-            FROM_CODES=self.of_codes,
-            FROM_TILES=self.of_tiles,
-            FP32=self.x.dtype == torch.float32,
-            HARDWARE=hardware(),
-            BUTTERFLIES=launches.butterflies,
-            ROW=row and (row.constants_for_amax if amax_only else row.constants),
-            COL=col and (col.constants_for_amax if amax_only else col.constants),
+        columns = self.x.shape[1] * 2 if self.of_codes else self.x.shape[1]
+        arguments = (self.x, self.scales, self.tensor_scale, self.x.shape[0], columns, *buffers)
+        made_of = [side and (side.constants_for_amax if amax_only else side.constants) for side in (row, col)]
+        settings = {
+            "FROM_CODES": self.of_codes,
+            "FROM_TILES": self.of_tiles,
+            "FP32": self.x.dtype == torch.float32,
+            "HARDWARE": hardware(),
+            "BUTTERFLIES": launches.butterflies,
+            "ROW": made_of[0],
+            "COL": made_of[1],
             **launches.options,
-        )
+        }
+        kernel = rotate_quantize_kernel
+        if amax_only not in launches.programs:
+            compiled = None if m.INTERPRETED.value else kernel.run(*arguments, grid=(1,), warmup=True, **settings)
+            most, strips = programs_of(compiled, self.x.device), launches.strips * (2 - made_of.count(None))
+            launches.programs[amax_only] = min(strips, most)
+        kernel[(launches.programs[amax_only],)](*arguments, **settings)
 
     def _buffers(self, side: _Side | None, seeds: tuple, amax: torch.Tensor, made: list[torch.Tensor]) -> Buffers:
         """Returns the kernel's tensors of one side. x is passed in the place of each tensor that the kernel does not

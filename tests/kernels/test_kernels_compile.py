@@ -14,6 +14,8 @@ import _instructions as instructions
 import pytest
 import torch
 
+import nanochat_fp4 as nf
+
 ROOT = Path(__file__).resolve().parents[2]
 
 # Kernels run for real on sm_90. sm_121 is the GB10.
@@ -87,13 +89,20 @@ def test_the_rotation_runs_on_tensor_cores(clover, arch):
         assert r["products"] == ([MATRIX_PRODUCT[arch]] if multiplies else []), r["kernel"]
 
 
-def test_how_many_rotating_programs_fit_a_multiprocessor(clover, arch):
-    """Of 65536 registers and 227 KiB of shared memory (sm_120: 99 KiB)."""
-    programs, memory = {90: (4, 227), 100: (2, 227), 120: (3, 99), 121: (3, 99)}[arch]
-    for r in clover:
-        if r["kernel"] == "rotate_quantize_kernel":
-            assert programs * r["registers"] * r["warps"] * 32 <= 65536
-            assert programs * (r["shared"] + 1024) <= memory * 1024, r["shared"]
+def test_as_many_rotating_programs_are_launched_as_are_resident(fork_server, arch, tmp_path):
+    """Of 65536 registers, 228 KiB of shared memory (sm_12x: 100 KiB) and 512 columns of tensor memory, for every row of
+    METHODS."""
+    records = compiled(fork_server, arch, [method for method in nf.METHODS if method != "bf16"], tmp_path)
+    rotating = [r for r in records if r["kernel"] == "rotate_quantize_kernel"]
+    assert len(rotating) > 4
+    for r in rotating:
+        registers = -(-r["registers"] // 8) * 8 * 32 * r["warps"]
+        resident = min(65536 // registers, (100 if arch >= 120 else 228) * 1024 // (r["shared"] + 1024))
+        if r["tensor_memory"]:
+            resident = min(resident, 512 // r["tensor_memory"])
+        assert resident >= 2, table([r])
+        strips = 16 * (2 - r["constants"].count(": None"))  # of the operands; no more programs are launched
+        assert r["programs"] == min(resident * instructions.MULTIPROCESSORS, strips), table([r])
 
 
 # Instructions an element on sm_90, and the largest share of them that a GPU may take: more is a slower kernel.
@@ -215,8 +224,6 @@ def test_operators_return_what_their_fakes_say_and_leave_their_inputs_alone():
 def test_a_layer_compiles_without_graph_breaks(method, monkeypatch):
     """Forward and backward through the kernels, the same numbers as without a compiler, no recompilation."""
     pytest.importorskip("triton")
-    import nanochat_fp4 as nf
-
     monkeypatch.setenv("NVFP4_KERNELS", "triton")
     torch._dynamo.reset()
     linear = nf.QuantLinear(64, 48, method=method)
