@@ -55,6 +55,13 @@ def test_a_layer_that_reads_nothing_stays_in_16_bits(model, tmp_path):
     assert config["quantization_config"]["ignore"] == ["lm_head", "more"]
 
 
+def test_what_a_class_keeps_in_fp32_stays_in_fp32(model, tmp_path):
+    model._keep_in_fp32_modules_strict = {"embed"}
+    nf.save_quantized(model, tmp_path / "out")
+    tensors = load_safetensors(tmp_path / "out")
+    assert tensors["embed.weight"].dtype == torch.float32 and tensors["layers.0.bias"].dtype == torch.bfloat16
+
+
 def test_a_compiled_model_is_saved_under_its_own_names(model, tmp_path):
     nf.save_quantized(torch.compile(model), tmp_path / "out")
     assert "layers.0.weight_packed" in load_safetensors(tmp_path / "out")
