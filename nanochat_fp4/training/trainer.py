@@ -445,7 +445,13 @@ class Trainer:
         resume.restore_optimizers(self.training_step.optimizers, parts, self.trained, self.source)
         set_rng_state(parts[self.rank if self.rank < len(parts) else 0]["rng"], self.device)
         self.position = resume.position_of(parts)
-        self.state, self.monitor = State(**self.trained["loop_state"]), LossMonitor(self.trained["loss_state"])
+        loop = self.trained["loop_state"]
+        if loop.keys() != State.__dataclass_fields__.keys():
+            raise UserError(
+                f"the run in {self.folder} is of another release, whose loop had another state; finish it with that "
+                "release, or begin a new run with another --model-tag"
+            )
+        self.state, self.monitor = State(**loop), LossMonitor(self.trained["loss_state"])
         self.state.looked = tuple(self.state.looked)
         self.saved = self.saved and (self.step, self.state.looked)
         branch = "" if self.resumes else f" of {self.source.name}"

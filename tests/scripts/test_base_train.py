@@ -11,6 +11,7 @@ import shutil
 import signal
 import time
 import types
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -173,6 +174,19 @@ def test_layers_of_several_methods_are_named(tiny_base, capsys):
     assert re.search(r"  fp8 +in mlp.c_fc, attn.c_q of block 1\n", out) and "attn.c_q of block 0" in out
     train("--overwrite", "--depth=2", steps=1)
     assert "of block" not in capsys.readouterr().out
+
+
+def test_a_run_of_another_release_is_refused_in_one_line(tiny_base, monkeypatch):
+    @dataclass
+    class Former(trainer.State):
+        evaluated_at: int = -1
+
+    with monkeypatch.context() as m:
+        m.setattr(trainer, "State", Former)
+        train(steps=2, method="bf16")
+    with pytest.raises(UserError, match="release") as e:
+        train("--resume-from-step=latest", steps=3, method="bf16")
+    assert "\n" not in str(e.value)
 
 
 def test_signal_cuts_an_evaluation_short(tiny_base, monkeypatch):
