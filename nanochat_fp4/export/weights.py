@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from nanochat_fp4.cli import UserError
 from nanochat_fp4.nvfp4.contexts import full_precision, quantized_weight
 from nanochat_fp4.nvfp4.epilogue import groups_of
+from nanochat_fp4.nvfp4.experts import ExpertLinear
 from nanochat_fp4.nvfp4.first_steps import uncalled
 from nanochat_fp4.nvfp4.format import BLOCK, E2M1_MAX, E4M3_MAX, NVFP4Tensor
 from nanochat_fp4.nvfp4.gemm import Quantized
@@ -163,7 +164,11 @@ def served(
     layers = dict(copied.named_modules())
     with torch.no_grad():
         for name, tensor in weights.items():
-            getattr(layers[name], "part", layers[name].weight).copy_(tensor.dequantize())
+            layer, values = layers[name], tensor.dequantize()
+            if isinstance(layer, ExpertLinear):  # Its weight is that of all experts.
+                layer.weight[layer.index].copy_(values.T if layer.transposed else values)
+            else:
+                layer.weight.copy_(values)
 
     def rounded(name: str):
         constant = input_scales[name]
