@@ -227,8 +227,7 @@ def test_a_broken_pipe_of_another_reader_is_a_bug():
 def test_each_missing_package_has_its_extra(tmp_path, monkeypatch):
     text = (ROOT / "pyproject.toml").read_text()
     extras = {extra: re.search(rf"^{extra} = \[(.*?)\]", text, re.M | re.S)[1] for extra in EXTRAS if extra}
-    brought_by = {"muon": "muon-optimizer", "huggingface_hub": "datasets", "yaml": "datasets", "starlette": "fastapi",
-                  "tokenizers": "transformers"}  # fmt: skip
+    brought_by = {"muon": "muon-optimizer", "huggingface_hub": "datasets", "yaml": "datasets", "starlette": "fastapi"}
     for extra in extras:
         for module in EXTRAS[extra]:
             assert f'"{brought_by.get(module, module.replace("_", "-"))}>' in extras[extra], module

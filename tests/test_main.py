@@ -97,4 +97,4 @@ def test_a_full_size_model_is_not_begun_on_a_cpu_by_accident(tiny_base, monkeypa
     flags = "--depth=1 --aspect-ratio=64 --head-dim=64 --max-seq-len=32 --num-iterations=1000000000".split()
     with pytest.raises(UserError, match=r"no GPU .* hours .* --device-type=cpu") as e:
         base_train.main(flags)
-    assert "\n" not in str(e.value) and not list(tiny_base.glob("base_checkpoints/*"))
+    assert "\n" not in str(e.value) and not list(tiny_base.glob("base_checkpoints/*/"))

@@ -199,7 +199,7 @@ class _Launches(NamedTuple):
 
 
 @functools.lru_cache(maxsize=1024)  # It is limited, because conversations have any number of tokens.
-def _launches(
+def launches_of(
     row: str, col: str, rows: int, columns: int, of_codes: bool, butterflies: bool, device: torch.device
 ) -> _Launches:
     """Returns the launches for an input of this shape. row and col are the arguments of the operators. of_codes says
@@ -240,7 +240,7 @@ class _Input(NamedTuple):
         of_codes = x.dtype == torch.uint8
         x, (rows, columns) = x.contiguous(), x.shape
         columns = columns * 2 if of_codes else columns
-        launches = _launches(row, col, rows, columns, of_codes, rotates_by_butterflies(), x.device)
+        launches = launches_of(row, col, rows, columns, of_codes, rotates_by_butterflies(), x.device)
         scales, tensor_scale = (x_scales.view(torch.uint8), x_tensor_scale) if of_codes else (x, x)
         seeds = (row_seed, row_rht_seed), (col_seed, col_rht_seed)
         return cls(x, scales, tensor_scale, seeds, launches, of_codes, of_codes and x_scales.dim() == 1)

@@ -9,7 +9,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import filelock
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -18,7 +17,6 @@ from nanochat_fp4.cli import UserError, logger, one_line, require
 from nanochat_fp4.export import huggingface
 from nanochat_fp4.export.weights import calibrate, check_values, forward_weights, with_unread_experts
 from nanochat_fp4.files import atomic_write, new_folder
-from nanochat_fp4.locks import NO_LOCKS
 from nanochat_fp4.nvfp4.convert import QuantConv1D
 from nanochat_fp4.nvfp4.layer import QuantLinear
 
@@ -41,6 +39,10 @@ def new_export(out: str | os.PathLike, overwrite: bool = False) -> Iterator[Path
     If an exception is raised inside the context, `out` stays as it was. Raises UserError if `out` must not be replaced,
     and if another process is writing it.
     """
+    import filelock  # The library needs neither of them.
+
+    from nanochat_fp4.locks import NO_LOCKS
+
     out = Path(out).expanduser().resolve()  # If `out` is a link, the folder that it points to is replaced.
     lock = filelock.FileLock(out.with_name(f".{out.name}.lock"), fallback_to_soft=False)
     try:
@@ -149,7 +151,7 @@ def save_quantized(
     batches = list(calibration)
     for problem in _problems(model, batches):
         raise UserError(f"save_quantized: {problem}")
-    require("safetensors")
+    require("filelock", "safetensors")
     out = Path(folder).expanduser().resolve()
 
     def write() -> list[str]:
