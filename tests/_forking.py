@@ -329,6 +329,8 @@ def _child(job: dict[str, Any], chosen: bool, write: int) -> None:
         if "fault" in job:
             if "module" in job:  # an interrupt in an import, which is slow on a busy machine, would end in a traceback
                 importlib.import_module(job["module"])
+            if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+                signal.signal(signal.SIGINT, signal.SIG_DFL)  # as cli.begin_program does
             globals()[job["fault"][0]](*job["fault"][1:])
 
         def program() -> None:
