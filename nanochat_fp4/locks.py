@@ -23,7 +23,7 @@ from nanochat_fp4.common import fail_together, get_dist_info
 from nanochat_fp4.files import atomic_write
 
 # What a file system without locks answers.
-NO_LOCKS = {errno.ENOSYS, errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP}
+_NO_LOCKS = {errno.ENOSYS, errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP}
 # A run waits for its lock for this time, because a process that asks whether the run exists has the lock for a moment.
 ASKED_SECONDS = 0.3
 
@@ -41,23 +41,20 @@ def held_run(folder: str | os.PathLike) -> Iterator[None]:
     lock.
     """
     folder, problem = Path(folder).absolute(), None
-    lock, holder = _lock_of(folder), folder.with_name(f".{folder.name}.lock.txt")
+    lock, holder = lock_of(folder), folder.with_name(f".{folder.name}.lock.txt")
     if get_dist_info()[1] == 0:
         try:
-            folder.parent.mkdir(parents=True, exist_ok=True)
-            lock.acquire(timeout=ASKED_SECONDS)
+            take(lock, folder, ASKED_SECONDS)
             since = time.strftime("%Y-%m-%d %H:%M:%S")
             with contextlib.suppress(OSError):  # The disk may be full. check_writable explains this better.
-                atomic_write(holder, f"process {os.getpid()} on {socket.gethostname()} since {since}")
+                if lock.is_locked:
+                    atomic_write(holder, f"process {os.getpid()} on {socket.gethostname()} since {since}")
         except filelock.Timeout:
             problem = f"another run is training in {folder}: {_holder(folder)}; wait for it or stop it, or choose "
             problem += "another --model-tag"
         except OSError as e:
-            if e.errno in NO_LOCKS:
-                logger.warning(f"the file system of {folder} has no locks: nothing keeps a second run out of it")
-            else:
-                problem = f"{folder} cannot be written ({one_line(e.strerror or e)}); choose a writable folder "
-                problem += "(NANOCHAT_BASE_DIR, --model-tag)"
+            problem = f"{folder} cannot be written ({one_line(e.strerror or e)}); choose a writable folder "
+            problem += "(NANOCHAT_BASE_DIR, --model-tag)"
     fail_together(problem)
     try:
         yield
@@ -65,14 +62,14 @@ def held_run(folder: str | os.PathLike) -> Iterator[None]:
         if lock.is_locked:
             with contextlib.suppress(OSError):
                 holder.unlink()
-            lock.release()  # The file of the lock stays, because deleting it would let two runs in.
+            lock.release()
 
 
 def running(folder: str | os.PathLike) -> str | None:
     """Returns a description of the process that trains in a folder. Returns None if there is none, or if the file
     system has no locks."""
     folder = Path(folder).absolute()
-    lock = _lock_of(folder)
+    lock = lock_of(folder)
     if Path(lock.lock_file).exists():
         try:
             with lock.acquire(timeout=0):
@@ -90,8 +87,22 @@ def running_runs(base_dir: str | os.PathLike) -> list[str]:
     return [f"{folder.parent.name}/{folder.name} ({who})" for folder in sorted(folders) if (who := running(folder))]
 
 
-def _lock_of(folder: Path) -> filelock.FileLock:
+def lock_of(folder: Path) -> filelock.FileLock:
+    """Returns the lock of a folder. Its file .<name>.lock is beside the folder, and stays after the lock is released,
+    because deleting it would let two processes in."""
     return filelock.FileLock(folder.with_name(f".{folder.name}.lock"), fallback_to_soft=False)
+
+
+def take(lock: filelock.FileLock, folder: Path, seconds: float = 0.0) -> None:
+    """Takes the lock of a folder, for which it waits so long. If the file system has no locks, a warning says so.
+    Raises filelock.Timeout if another process has the lock, and OSError if no lock can be made there."""
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        lock.acquire(timeout=seconds)
+    except OSError as e:
+        if e.errno not in _NO_LOCKS:
+            raise
+        logger.warning(f"the file system of {folder} has no locks: nothing keeps another process out of it")
 
 
 def _holder(folder: Path) -> str:

@@ -39,22 +39,19 @@ def new_export(out: str | os.PathLike, overwrite: bool = False) -> Iterator[Path
     If an exception is raised inside the context, `out` stays as it was. Raises UserError if `out` must not be replaced,
     and if another process is writing it.
     """
-    import filelock  # The library needs neither of them.
+    from filelock import Timeout  # nf is imported where it is not installed.
 
-    from nanochat_fp4.locks import NO_LOCKS
+    from nanochat_fp4.locks import lock_of, take
 
     out = Path(out).expanduser().resolve()  # If `out` is a link, the folder that it points to is replaced.
-    lock = filelock.FileLock(out.with_name(f".{out.name}.lock"), fallback_to_soft=False)
+    lock = lock_of(out)
     try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        lock.acquire(timeout=0)
-    except filelock.Timeout:
+        take(lock, out)
+    except Timeout:
         raise UserError(f"another export is writing {out}; wait until it ends, or choose another folder") from None
     except OSError as e:
-        if e.errno not in NO_LOCKS:
-            problem = f"{out.parent} cannot be written ({one_line(e.strerror or e)})"
-            raise UserError(f"{problem}; choose another folder") from e
-        logger.warning(f"the file system of {out} has no locks; let no other process write there")
+        problem = f"{out.parent} cannot be written ({one_line(e.strerror or e)})"
+        raise UserError(f"{problem}; choose another folder") from e
     try:
         with new_folder(out) as part:
             check_replaceable(out, overwrite)
@@ -63,7 +60,7 @@ def new_export(out: str | os.PathLike, overwrite: bool = False) -> Iterator[Path
             atomic_write(part / LIST, json.dumps({"format": FORMAT, "files": names}, indent=2) + "\n")
             check_replaceable(out, overwrite)  # Somebody may have put a file there meanwhile.
     finally:
-        lock.release()  # The file of the lock stays, because deleting it would let two writers in.
+        lock.release()
 
 
 def check_replaceable(out: Path, overwrite: bool) -> None:
