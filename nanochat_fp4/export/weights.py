@@ -164,11 +164,8 @@ def served(
     layers = dict(copied.named_modules())
     with torch.no_grad():
         for name, tensor in weights.items():
-            layer, values = layers[name], tensor.dequantize()
-            if isinstance(layer, ExpertLinear):  # Its weight is that of all experts.
-                layer.weight[layer.index].copy_(values.T if layer.transposed else values)
-            else:
-                layer.weight.copy_(values)
+            layer = layers[name]  # The weight of an expert is that of all experts.
+            (layer.part if isinstance(layer, ExpertLinear) else layer.weight).copy_(tensor.dequantize())
 
     def rounded(name: str):
         constant = input_scales[name]

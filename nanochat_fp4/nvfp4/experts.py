@@ -49,12 +49,16 @@ class ExpertLinear(QuantLinear):
         return getattr(self.experts[0], self.parameter)
 
     @property
-    def matrix(self) -> Tensor:
-        return self._matrix_of(self.weight[self.index])
+    def part(self) -> Tensor:
+        """The expert's slice, (out_features, in_features), which is a view of the parameter."""
+        return self._turned(self.weight[self.index])
 
-    def _matrix_of(self, part: Tensor) -> Tensor:
-        """The expert's slice, which is a view of the parameter, as (out_features, in_features)."""
-        return part.T.contiguous() if self.transposed else part
+    @property
+    def matrix(self) -> Tensor:
+        return self.part.contiguous()
+
+    def _turned(self, part: Tensor) -> Tensor:
+        return part.T if self.transposed else part
 
     def apply(self, fn: Callable[[nn.Module], None]) -> "ExpertLinear":
         """Does nothing, because nn.Module.apply also visits the module that holds the parameter. Otherwise fn would
@@ -65,7 +69,7 @@ class ExpertLinear(QuantLinear):
         """Computes the expert: x (M, in_features) gives (M, out_features). part is this expert's slice from
         parameter.unbind(). It is not taken here by indexing, because the gradient of each indexing is as large as the
         whole parameter."""
-        return self.outputs(x, (_Slice(self._matrix_of(part), self.weight),))
+        return self.outputs(x, (_Slice(self._turned(part).contiguous(), self.weight),))
 
 
 class Slices(nn.ModuleDict):

@@ -143,11 +143,8 @@ def test_experts_have_the_names_of_their_checkpoints(tmp_path, name):
     nf.save_quantized(model, tmp_path / "out", dtype=torch.float32)
     with torch.no_grad():  # what transformers itself writes of these values
         for layer, weight in weights.items():
-            module, values = model.get_submodule(layer), weight.dequantize()
-            if isinstance(module, ExpertLinear):
-                module.weight[module.index].copy_(values.T if module.transposed else values)
-            else:
-                module.weight.copy_(values)
+            module = model.get_submodule(layer)
+            (module.part if isinstance(module, ExpertLinear) else module.weight).copy_(weight.dequantize())
     model.save_pretrained(tmp_path / "plain")
     want, got = load_safetensors(tmp_path / "plain"), load_safetensors(tmp_path / "out")
     config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
