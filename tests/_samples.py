@@ -10,6 +10,7 @@ import pyarrow.parquet as pq
 import torch
 from torch import nn
 
+from nanochat_fp4.data.dataset import open_text
 from nanochat_fp4.data.tokenizer import SPECIAL_TOKENS, RustBPETokenizer, get_tokenizer
 from nanochat_fp4.models.gpt import GPT, GPTConfig
 from nanochat_fp4.nvfp4.epilogue import fused_linear
@@ -40,6 +41,14 @@ def byte_tokenizer() -> RustBPETokenizer:
     return RustBPETokenizer.from_parts(r"[\s\S]", ranks, {n: 256 + i for i, n in enumerate(SPECIAL_TOKENS)})
 
 
+def write_shard(path, texts, row_group_size=4):
+    pq.write_table(pa.table({"text": pa.array(texts, pa.string())}), path, row_group_size=row_group_size)
+
+
+def texts_of(folder, split):
+    return [text for part in open_text(split, folder) for k in range(len(part.rows)) for text in part.read(k)]
+
+
 def make_shards(folder, num_documents=400, num_shards=4, row_group_size=10, seed=0, longest=120):
     """Shards of documents of 1 to `longest` bytes; each begins with its number."""
     folder.mkdir(exist_ok=True)
@@ -47,8 +56,7 @@ def make_shards(folder, num_documents=400, num_shards=4, row_group_size=10, seed
     documents = [f"{i}:" + "".join(rng.choices("abcdefgh ", k=rng.randint(0, longest))) for i in range(num_documents)]
     per_shard = -(-num_documents // num_shards)
     for s in range(num_shards):
-        table = pa.table({"text": pa.array(documents[s * per_shard : (s + 1) * per_shard], pa.string())})
-        pq.write_table(table, folder / f"shard_{s:05d}.parquet", row_group_size=row_group_size)
+        write_shard(folder / f"shard_{s:05d}.parquet", documents[s * per_shard : (s + 1) * per_shard], row_group_size)
     return documents
 
 

@@ -170,6 +170,18 @@ def poisoned_empty(environment_kept, monkeypatch):
         monkeypatch.setattr(torch.Tensor, name, _poisoned(function))
 
 
+@pytest.fixture
+def shards(tmp_path):
+    """A folder of three shards with ten documents each."""
+    from _samples import write_shard
+
+    folder = tmp_path / "shards"
+    folder.mkdir()
+    for s in range(3):
+        write_shard(folder / f"shard_{s:05d}.parquet", [f"document {s}.{i}" for i in range(10)])
+    return folder
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # A base directory with a little text and a tokenizer of 300 tokens, for tests that train.
 

@@ -8,9 +8,8 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
+from _samples import texts_of, write_shard
 from _server import hub as serve_hub
 
 from nanochat_fp4.cli import UserError
@@ -28,23 +27,6 @@ from nanochat_fp4.data.dataset import (
 )
 
 VAL = "shard_01822.parquet"
-
-
-def write_shard(path, texts):
-    pq.write_table(pa.table({"text": pa.array(texts, pa.string())}), path, row_group_size=4)
-
-
-@pytest.fixture
-def shards(tmp_path):
-    folder = tmp_path / "shards"
-    folder.mkdir()
-    for s in range(3):
-        write_shard(folder / f"shard_{s:05d}.parquet", [f"document {s}.{i}" for i in range(10)])
-    return folder
-
-
-def texts_of(folder, split):
-    return [text for part in open_text(split, folder) for k in range(len(part.rows)) for text in part.read(k)]
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from _samples import texts_of, write_shard
 
 from nanochat_fp4.cli import UserError
 from nanochat_fp4.data import sources
@@ -38,27 +39,10 @@ def prose(seed, paragraphs):
     return "\n\n".join(f"[{seed}.{i}] " + " ".join(rng.choices(WORDS, k=60)) + "." for i in range(paragraphs))
 
 
-def write_shard(path, texts, row_group_size=4, column="text"):
-    pq.write_table(pa.table({column: pa.array(texts, pa.string())}), path, row_group_size=row_group_size)
-
-
-@pytest.fixture
-def shards(tmp_path):
-    folder = tmp_path / "shards"
-    folder.mkdir()
-    for s in range(3):
-        write_shard(folder / f"shard_{s:05d}.parquet", [f"document {s}.{i}" for i in range(10)])
-    return folder
-
-
 @pytest.fixture
 def folder(tmp_path, base_dir):
     (tmp_path / "data").mkdir()
     return tmp_path / "data"
-
-
-def texts_of(folder, split):
-    return [text for part in open_text(split, folder) for k in range(len(part.rows)) for text in part.read(k)]
 
 
 def all_text(folder) -> str:
