@@ -87,7 +87,7 @@ def needs(args: argparse.Namespace) -> list[Source]:
     return [*train_sources(args), *val_sources(args), *metric_sources(args)]
 
 
-def batches(args: argparse.Namespace, processes: int, most: int = 4) -> int:
+def rows_of_micro_batch(args: argparse.Namespace, processes: int, most: int = 4) -> int:
     """Returns the rows of a device's micro-batch. `most` is the largest number if no flag sets it. Raises UserError for
     flags that do not go together."""
     examples, B = args.target_examples_per_step, args.device_batch_size
@@ -106,7 +106,7 @@ def check_flags(args: argparse.Namespace, sequence_len: int, processes: int) -> 
     check_iterations(args.num_iterations)
     if args.num_iterations == -1 and args.num_epochs < 1:
         raise UserError(f"--num-epochs={args.num_epochs} makes no step; use at least 1, or --num-iterations")
-    batches(args, processes)
+    rows_of_micro_batch(args, processes)
     if args.eval_steps < 1:
         raise UserError(f"--eval-steps={args.eval_steps} measures nothing; use at least 1")
     if args.eval_metrics_every > 0 and args.eval_metrics_max_problems < 1:
@@ -140,7 +140,7 @@ class ChatSFT(LaterStage):
         examples, world_size = args.target_examples_per_step, self.world_size
         self.seq_len = self.model.config.sequence_len
         check_flags(args, self.seq_len, world_size)
-        self.rows = batches(args, world_size, self.trained_with("device_batch_size", 4))
+        self.rows = rows_of_micro_batch(args, world_size, self.trained_with("device_batch_size", 4))
         self.micro_batches = examples // (self.rows * world_size)
         train_parts = train_sources(args)
         self.dataset = chat_data.load_sources(train_parts, args.allow_missing, "training")

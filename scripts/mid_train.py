@@ -89,7 +89,7 @@ def needs(args: argparse.Namespace) -> list[Source]:
     return [*train_sources(args), *val_sources(args)]
 
 
-def batches(args: argparse.Namespace, sequence_len: int, processes: int, most: int = 32) -> tuple[int, int, int]:
+def batch_sizes(args: argparse.Namespace, sequence_len: int, processes: int, most: int = 32) -> tuple[int, int, int]:
     """Returns (rows of a device's micro-batch, rows of an evaluation, batches of an evaluation). Raises UserError for
     flags that do not go together.
 
@@ -108,7 +108,7 @@ def check_flags(args: argparse.Namespace, sequence_len: int, processes: int) -> 
     """Raises UserError for values that this stage cannot use. The plan calls this function, too, before any stage has
     run."""
     check_iterations(args.num_iterations)
-    batches(args, sequence_len, processes)
+    batch_sizes(args, sequence_len, processes)
 
 
 def val_sources(args: argparse.Namespace) -> list[Source]:
@@ -149,7 +149,7 @@ class MidTraining(LaterStage):
         sequence_len, world_size = self.model.config.sequence_len, self.world_size
         pretrained_with = self.trained_with("device_batch_size")
         check_flags(args, sequence_len, world_size)
-        self.rows, self.num_rows, self.eval_steps = batches(args, sequence_len, world_size, pretrained_with or 32)
+        self.rows, self.num_rows, self.eval_steps = batch_sizes(args, sequence_len, world_size, pretrained_with or 32)
         if pretrained_with and self.rows > pretrained_with:
             print0(
                 f"note: the base model was trained with --device-batch-size={pretrained_with}; {self.rows} may not fit"

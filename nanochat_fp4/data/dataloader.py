@@ -235,8 +235,9 @@ class Documents:
     rows, so every method and seed of a comparison can read the same ones.
 
     - tokenizer: has encode(list of str, prepend=, num_threads=) and get_bos_token_id()
-    - parts: the text of a split, from text.open_text. Their row groups are the groups. If there are fewer of them than
-      packers, each is cut into one group for each packer, because packers with the same text would pack the same rows.
+    - parts: the text of a split, from dataset.open_text. Their row groups are the groups. If there are fewer of them
+      than packers, each is cut into one group for each packer, because packers with the same text would pack the same
+      rows.
     - seed: 0 keeps the order in which the text is stored. Another number, up to 2^32 - 1, shuffles the row groups and
       the documents of each, in the same way in every epoch.
     - shuffle: all documents come in one random order, which the seed chooses and which is the same in every epoch

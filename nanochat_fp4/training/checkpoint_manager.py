@@ -226,7 +226,7 @@ def delete_run(folder: Path) -> list[str]:
 # Finding
 
 
-_TYPES: dict[str, type] = dict.fromkeys(("model_config", "user_config", "run_config", "tunable", "parent"), dict)
+_TYPES: dict[str, type] = dict.fromkeys(("model_config", "user_config", "run_config", "parent"), dict)
 _TYPES |= {"recipes": list, "world_size": int}
 
 
