@@ -17,6 +17,7 @@ A program that has trained a model of transformers can call nf.save_quantized, w
 """
 
 import argparse
+import functools
 import json
 from pathlib import Path
 
@@ -110,10 +111,15 @@ class Export:
         self.weights: dict[str, NVFP4Tensor] = {}
         self.input_scales: dict[str, float] | None = None
 
+    @functools.cached_property
+    def data_dir(self) -> str:
+        """The text, which is chosen when the export first reads some."""
+        return ensure_data(self.args.data_dir)
+
     def batches(self, split: str, tokens: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Returns batches of (inputs, targets) with about so many tokens, and at least one batch."""
         rows, length = self.args.device_batch_size, self.model.config.sequence_len
-        source = Documents(self.tokenizer, length, open_text(split, ensure_data(self.args.data_dir)))
+        source = Documents(self.tokenizer, length, open_text(split, self.data_dir))
         loader = packed_rows(source, rows, self.device)
         return [(x, y) for (x, y, _), _ in zip(loader, range(max(1, round(tokens / (rows * length)))))]
 
