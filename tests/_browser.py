@@ -7,6 +7,7 @@ python tests/_browser.py URL docs/pictures/chat 760 900 "Hello! Who are you?"
 import base64
 import json
 import os
+import select
 import shutil
 import subprocess
 import sys
@@ -17,7 +18,10 @@ CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", 
 
 
 class Browser:
-    """with Browser(folder, width=..., dark=...) as page: page.open(url); page.run("1 + 1") == 2"""
+    """with Browser(folder, width=..., dark=...) as page: page.open(url); page.run("1 + 1") == 2. A browser that does not
+    answer within `seconds` is killed."""
+
+    seconds = 120
 
     def __init__(self, folder, width=1100, height=800, dark=False):
         self.folder, self.size, self.dark = folder, (width, height), dark
@@ -63,8 +67,12 @@ class Browser:
         if self.session:
             message["sessionId"] = self.session
         os.write(self.write, json.dumps(message).encode() + b"\0")
+        end = time.monotonic() + self.seconds
         while True:
             while b"\0" not in self.buffer:
+                if not select.select([self.read], [], [], max(0.0, end - time.monotonic()))[0]:
+                    self.process.kill()
+                    raise AssertionError(f"the browser does not answer {message}")
                 part = os.read(self.read, 1 << 16)
                 assert part, "the browser has gone"
                 self.buffer += part

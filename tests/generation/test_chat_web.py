@@ -4,6 +4,8 @@ import contextlib
 import http.client
 import json
 import logging
+import os
+import signal
 import socket
 import sys
 import threading
@@ -74,14 +76,15 @@ def serve(tokenizer):
         app = create_app(worker, info, defaults=defaults, limits=limits)
         listener = socket.create_server(("127.0.0.1", 0))
         server = make_server(app, limits=limits)
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
         thread.start()
         port = listener.getsockname()[1]
 
         def stop():
             model.gate.set() if isinstance(model, Says) else None
             server.should_exit = True
-            thread.join()
+            thread.join(60)
+            assert not thread.is_alive(), "the server does not end"
             worker.thread.shutdown(cancel_futures=True)
 
         stops.append(stop)
@@ -123,8 +126,13 @@ class Served:
 
 
 def events_of(response):
-    parts = response.read().decode().split("\n\n")
-    return [json.loads(part[6:]) for part in parts if part.startswith("data: ")]
+    """The events up to the end of the stream; the limit is for an answer that never comes, as pings go on for ever."""
+    end, events = time.monotonic() + 120, []
+    while line := response.readline():
+        assert time.monotonic() < end
+        if line.startswith(b"data: "):
+            events.append(json.loads(line[6:]))
+    return events
 
 
 def until(condition):
@@ -341,14 +349,16 @@ def test_a_storm_of_half_sent_bodies_shuts_nobody_out(serve):
         for half in halves:
             half.close()
 
-    threads = [threading.Thread(target=storm) for _ in range(2)]
+    threads = [threading.Thread(target=storm, daemon=True) for _ in range(2)]
     for thread in threads:
         thread.start()
-    time.sleep(1)
-    statuses = [(time.sleep(0.02), served.get("/health")[0])[1] for _ in range(60)]
-    over.set()
-    for thread in threads:
-        thread.join()
+    try:
+        time.sleep(1)
+        statuses = [(time.sleep(0.02), served.get("/health")[0])[1] for _ in range(60)]
+    finally:
+        over.set()
+        for thread in threads:
+            thread.join(60)
     assert set(statuses) == {200}
 
 
@@ -426,6 +436,14 @@ def page(serve, tmp_path):
         browser.__exit__()
 
 
+def test_a_browser_that_does_not_answer_is_no_endless_wait(page):
+    _, browser = page("an answer")
+    browser.seconds = 1
+    os.kill(browser.process.pid, signal.SIGSTOP)
+    with pytest.raises(AssertionError, match="does not answer"):
+        browser.run("1 + 1")
+
+
 ANSWERS = "[...document.querySelectorAll('.assistant')].map(e => e.textContent)"
 
 
@@ -456,7 +474,7 @@ def test_a_message_that_is_not_taken_goes_back_into_the_box(page):
     browser.run("document.getElementById('temperature').value = 9")
     browser.type("a long question")
     browser.press("Enter")
-    browser.wait("document.querySelector('.failed')?.textContent.includes('temperature is 9, expected 0.0 to 2.0')")
+    browser.wait("document.querySelector('.failed')?.textContent.includes('temperature')")
     assert browser.run("document.getElementById('text').value") == "a long question"
     assert browser.run("document.querySelectorAll('.user, .assistant').length") == 0
     browser.run("document.getElementById('temperature').value = 1")
