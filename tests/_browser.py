@@ -18,8 +18,8 @@ CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", 
 
 
 class Browser:
-    """with Browser(folder, width=..., dark=...) as page: page.open(url); page.run("1 + 1") == 2. A browser that does not
-    answer within `seconds` is killed."""
+    """with Browser(folder, width=..., dark=...) as page: page.open(url); page.run("1 + 1") == 2. A browser that does
+    not answer within `seconds` is killed."""
 
     seconds = 120
 
