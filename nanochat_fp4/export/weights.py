@@ -18,9 +18,9 @@ from torch import Tensor, nn
 
 from nanochat_fp4.cli import UserError
 from nanochat_fp4.nvfp4.contexts import full_precision, quantized_weight
+from nanochat_fp4.nvfp4.convert import uncalled
 from nanochat_fp4.nvfp4.epilogue import groups_of
 from nanochat_fp4.nvfp4.experts import ExpertLinear
-from nanochat_fp4.nvfp4.first_steps import uncalled
 from nanochat_fp4.nvfp4.format import BLOCK, E2M1_MAX, E4M3_MAX, NVFP4Tensor
 from nanochat_fp4.nvfp4.gemm import Quantized
 from nanochat_fp4.nvfp4.layer import QuantLinear

@@ -7,6 +7,10 @@ dict of the unconverted one.
 
 import contextlib
 import fnmatch
+import sys
+import warnings
+import weakref
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral
@@ -15,21 +19,26 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from nanochat_fp4.nvfp4.experts import LINEARS, ExpertLinear, as_quantized_experts, routers, slice_name, stacked_linears
-from nanochat_fp4.nvfp4.first_steps import watch_first_steps
-from nanochat_fp4.nvfp4.heads import is_conv1d, is_linear, linear_layers, output_heads, sizes_of, some
+from nanochat_fp4.nvfp4.epilogue import groups_of
+from nanochat_fp4.nvfp4.experts import ExpertLinear, as_quantized_experts, routers, stacked_linears
+from nanochat_fp4.nvfp4.heads import is_conv1d, linear_layers, output_heads, sizes_of, some
 from nanochat_fp4.nvfp4.layer import COMPUTE_DTYPES, QuantLinear, other_dtype
 from nanochat_fp4.nvfp4.methods import get_recipe
 from nanochat_fp4.nvfp4.recipes import Recipe
 
 ADAPTER_PARTS = {"lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B"}  # peft's
+# Reasons for which weights stay in high precision on purpose. SKIPPED is followed by the pattern.
+HEAD = "the output head stays in full precision"
+ROUTER = "a router stays in full precision"
 ADAPTER = "an adapter's low-rank factor"
-# Kinds of weights that are meant to stay in high precision.
-ON_PURPOSE = (AS_ASKED, ADAPTERS, ROUTERS) = ("left out as asked", "adapters' factors", "routers")
-LEFT_ALONE = "linear layers left alone for the reasons below"
+KEPT = "in a first or last block kept in full precision"
+SKIPPED = "skip pattern"
+QUANTIZED = "quantized"
 # The report warns if less than this share is quantized of the weights that were not meant to stay in high precision.
 ENOUGH = 0.9
+PATIENCE = 6  # The number of optimizer steps before a warning of watch_first_steps. A short trial must get it, too.
 
 
 M = TypeVar("M", bound=nn.Module)
@@ -89,39 +98,36 @@ def convert(
     kept_blocks = _end_blocks(model, recipe, keep_first_blocks, keep_last_blocks)
     heads, of_experts = output_heads(model), routers(model)
 
-    report = ConvertReport(recipe)
-    converted: dict[str, QuantLinear] = {}
-    kinds_left_alone: dict[str, str] = {}
+    report, converted = ConvertReport(recipe), []
     for layer, names in layers.items():
-        if layer in heads:
-            left = "the output head stays in full precision", LEFT_ALONE, False
-        elif layer in of_experts:
-            left = "a router stays in full precision", ROUTERS, False
-        else:
-            left = _reason_and_kind(layer, names, recipe, skip, kept_blocks)
-        if left:
-            reason, kinds_left_alone[names[0]], only_for_its_block = left
-            report.left_alone.append((names[0], reason))
-            if only_for_its_block:
-                report.kept.append(names[0])
-            if isinstance(layer, QuantLinear):  # converted before, to another method
-                layer.set_recipe(get_recipe("bf16"))
-        else:
-            quantized = converted[names[0]] = as_quantized(layer)
+        reason = HEAD if layer in heads else ROUTER if layer in of_experts else None
+        reason = reason or _reason_to_leave(layer, names, recipe, skip, kept_blocks)
+        if reason is None:
+            quantized = as_quantized(layer)
             quantized.per_token_in_eval = per_token_in_eval
             quantized.set_recipe(recipe)
+            converted.append(quantized)
+            report.converted.append(names[0])
+        else:
+            report.left_alone.append((names[0], reason))
+            if isinstance(layer, QuantLinear):  # converted before, to another method
+                layer.set_recipe(get_recipe("bf16"))
+    report.count(model)
     if not converted:
-        reasons_of = names_by_reason(report.left_alone)
-        why = [f"{some(name or 'the model itself' for name in names)}: {why}" for why, names in reasons_of.items()][:4]
-        why += [kind for kind in shares(model, (), heads)[2] if "not supported" in kind]
-        raise ValueError(f"convert: no linear layer could be converted ({'; '.join(why) or 'the model has none'})")
+        why = "; ".join(report.in_high_precision()[:4]) or "the model has none"
+        raise ValueError(f"convert: no linear layer could be converted ({why})")
 
-    report.converted = list(converted)
-    refused = {layer.weight.dtype for layer in converted.values()} - set(COMPUTE_DTYPES)
-    report.refused_dtypes = sorted(str(dtype).removeprefix("torch.") for dtype in refused) if recipe.quantizes else []
-    report.quantized, report.quantized_without_heads, report.others = shares(model, converted, heads, kinds_left_alone)
-    report.slow_paths = call_every_layer(model) if recipe.quantizes else []
-    report.experts = sum(bool(stacked_linears(module)) for module in model.modules())
+    refused = {layer.weight.dtype for layer in converted} - set(COMPUTE_DTYPES)
+    if recipe.quantizes and refused:
+        dtypes = sorted(str(dtype).removeprefix("torch.") for dtype in refused)
+        report.notes.append(
+            f"warning: weights are in {', '.join(dtypes)}, and the first forward will refuse them; layers compute in "
+            f"float32 or bfloat16; {other_dtype(dtypes)}"
+        )
+    if stacks := sum(bool(stacked_linears(module)) for module in model.modules()):
+        report.notes.append(f"experts of {stacks} layers: each computes its own GEMMs, one after the other")
+    if recipe.quantizes and (slow := call_every_layer(model)):
+        report.notes.append(f"switched off: the fast path in eval mode of {some(slow)}, which does not call its layers")
     for part in model.modules():  # converted before, by itself
         vars(part).pop("nf_report", None)
     model.nf_report = report
@@ -131,20 +137,6 @@ def convert(
         with contextlib.suppress(OSError):  # a log that nobody takes is no reason to end a run
             print(report)
     return model
-
-
-def _reason_and_kind(
-    layer: nn.Module, names: Sequence[str], recipe: Recipe, skip: Sequence[str], kept_blocks: Sequence[str]
-) -> tuple[str, str, bool] | None:
-    """Why the layer with these names stays in high precision, the kind of its weights in the report, and whether only
-    its block is the reason; or None."""
-    for pattern in skip:
-        if any(_in_pattern(name, pattern) for name in names):
-            return f"skip pattern {pattern!r}", AS_ASKED, False
-    problem = _subclass_reason(layer) or reason_to_leave(names, layer) or recipe.problem_with_sizes(*sizes_of(layer))
-    if any(name.startswith(block + ".") for name in names for block in kept_blocks):
-        return "in a first or last block kept in full precision", AS_ASKED, not problem
-    return (problem, ADAPTERS if problem == ADAPTER else LEFT_ALONE, False) if problem else None
 
 
 def _checked(model: nn.Module, skip: Sequence[str], keep_first_blocks: int, keep_last_blocks: int) -> Sequence[str]:
@@ -261,10 +253,17 @@ def _end_blocks(model: nn.Module, recipe: Recipe, first: int, last: int) -> list
     return names[:first] + (names[-last:] if last else [])
 
 
-def reason_to_leave(names: Sequence[str], linear: nn.Module) -> str | None:
-    """Returns the reason why a linear layer with these names cannot be replaced by a QuantLinear, or None."""
+def _reason_to_leave(
+    linear: nn.Module, names: Sequence[str], recipe: Recipe, skip: Sequence[str], kept_blocks: Sequence[str]
+) -> str | None:
+    """Why the linear layer with these names stays in high precision, or None."""
+    for pattern in skip:
+        if any(_in_pattern(name, pattern) for name in names):
+            return f"{SKIPPED} {pattern!r}"
     if any(ADAPTER_PARTS.intersection(name.split(".")) for name in names):
         return ADAPTER
+    if problem := _subclass_reason(linear):
+        return problem
     if hasattr(linear, "quantization_scheme"):  # compressed-tensors, which transformers calls, sets it.
         return (
             "its weight was read in few bits by compressed-tensors; build the model without quantization_config, and "
@@ -274,7 +273,10 @@ def reason_to_leave(names: Sequence[str], linear: nn.Module) -> str | None:
         return "its weight is computed from other parameters (weight norm and the like)"
     if "forward" in vars(linear) and not isinstance(linear, QuantLinear):
         return "its forward was replaced, and would not call the new one; convert before that (accelerate and the like)"
-    return None
+    if problem := recipe.problem_with_sizes(*sizes_of(linear)):
+        return problem
+    in_kept_block = any(name.startswith(block + ".") for name in names for block in kept_blocks)
+    return KEPT if in_kept_block else None
 
 
 def call_every_layer(model: nn.Module) -> list[str]:
@@ -304,14 +306,11 @@ class ConvertReport:
     recipe: Recipe
     converted: list[str] = field(default_factory=list)
     left_alone: list[tuple[str, str]] = field(default_factory=list)
-    kept: list[str] = field(default_factory=list)  # layers left alone because their whole block stays in BF16
     quantized: float = 1.0  # the share of the weights that the converted layers hold
     quantized_without_heads: float = 1.0  # the same share if output heads are not counted
-    others: dict[str, float] = field(default_factory=dict)  # kind of weights in high precision -> their share
-    slow_paths: list[str] = field(default_factory=list)  # layers whose fast path in eval mode was switched off
-    experts: int = 0  # number of modules whose stacked experts were converted
+    others: dict[str, float] = field(default_factory=dict)  # reason to stay in high precision -> share of the weights
+    notes: list[str] = field(default_factory=list)  # further lines for the user
     progress: float | None = None  # the share of the run's steps that set_progress was told last
-    refused_dtypes: list[str] = field(default_factory=list)  # dtypes of converted weights that layers cannot compute in
 
     def __repr__(self) -> str:
         return f"<ConvertReport {self.recipe.name}: {len(self.converted)} converted, {len(self.left_alone)} left alone>"
@@ -330,82 +329,54 @@ class ConvertReport:
                 "the forward pass draws its rounding anew in each training pass, and with one fixed seed in an "
                 "evaluation; its weights cannot be exported"
             )
-        missed = sum(share for kind, share in self.others.items() if kind not in ON_PURPOSE)
+        on_purpose = (HEAD, ROUTER, ADAPTER, KEPT, SKIPPED)
+        missed = sum(share for why, share in self.others.items() if not why.startswith(on_purpose))
         if self.recipe.quantizes and self.quantized < ENOUGH * (self.quantized + missed):
             lines.append(
                 f"warning: nobody asked for {100 * missed:.1f}% of the weights in matrix products to stay in high "
                 "precision; the lines below name them"
             )
-        if self.refused_dtypes:
-            lines.append(
-                f"warning: weights are in {', '.join(self.refused_dtypes)}, and the first forward will refuse them; "
-                f"layers compute in float32 or bfloat16; {other_dtype(self.refused_dtypes)}"
-            )
-        lines += [
-            f"in high precision, {100 * share:.1f}% of the weights in matrix products: {kind}"
-            for kind, share in self.others.items()
-        ]
-        if self.experts:
-            lines.append(f"experts of {self.experts} layers: each computes its own GEMMs, one after the other")
-        if self.slow_paths:
-            lines.append(
-                f"switched off: the fast path in eval mode of {some(self.slow_paths)}, which does not call its layers"
-            )
-        for reason, names in names_by_reason(self.left_alone).items():
-            shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
-            lines.append(f"left alone ({reason}): {shown}")
-        return "\n".join(lines)
+        return "\n".join(lines + self.notes + self.in_high_precision())
 
+    def in_high_precision(self) -> list[str]:
+        """A line for each reason: the share of the weights that stay in high precision for it, and their layers."""
+        lines = []
+        for reason, share in self.others.items():
+            names = [name or "the model itself" for name, why in self.left_alone if why == reason]
+            line = f"in high precision, {100 * share:.1f}% of the weights in matrix products: {reason}"
+            lines.append(f"{line} ({some(names)})" if names else line)
+        return lines
 
-def names_by_reason(left_alone: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
-    """Returns the names of the layers that were left alone for each reason."""
-    reasons: dict[str, list[str]] = {}
-    for name, reason in left_alone:
-        reasons.setdefault(reason, []).append(name)
-    return reasons
+    def count(self, model: nn.Module) -> None:
+        """Computes the shares.
 
-
-def shares(
-    model: nn.Module, converted: Iterable[str], heads: set[nn.Module], meant: Mapping[str, str] | None = None
-) -> tuple[float, float, dict[str, float]]:
-    """Returns three numbers: the share of the weights in matrix products that the converted layers hold, the same share
-    if output heads are not counted, and a dictionary with the share of each other kind of weights.
-
-    Weights of embeddings and norms are not counted, because they take part in no matrix product. A head is counted even
-    if it shares its weight with an embedding. `meant` maps the names of linear layers that stay in high precision on
-    purpose to their kind, one of ON_PURPOSE.
-    """
-    converted, meant = set(converted), meant or {}
-    counted: dict[int, tuple[str, int]] = {}  # id of a parameter -> (kind, elements)
-    # If several modules share a weight, the last module in this order decides the weight's kind.
-    rank = lambda item: (is_linear(item[1]), item[1] in heads, item[0] in converted)  # noqa: E731
-    for name, module in sorted(model.named_modules(), key=rank):
-        linear = is_linear(module)
-        experts = stacked_linears(module)
-        for parameter_name, parameter in module.named_parameters(recurse=False):
-            if nn.parameter.is_lazy(parameter) or parameter.dim() < 2:
-                continue
+        Weights of embeddings and norms are not counted, because they take part in no matrix product. A head is counted
+        even if it shares its weight with an embedding.
+        """
+        kinds = dict(self.left_alone) | dict.fromkeys(self.converted, QUANTIZED)  # name of a linear layer -> its kind
+        counted: dict[int, tuple[str, int]] = {}  # id of a parameter, or of an expert -> (kind, elements)
+        # If several modules share a weight, the last module in this order decides the weight's kind.
+        order = (None, *kinds.values(), QUANTIZED, HEAD)
+        rank = {kind: i for i, kind in enumerate(order)}
+        for name, module in sorted(model.named_modules(), key=lambda item: rank[kinds.get(item[0])]):
+            if isinstance(module, ExpertLinear):
+                counted[id(module)] = kinds[name], module.in_features * module.out_features
             if isinstance(module, nn.Embedding | nn.EmbeddingBag):
                 continue
-            if "bias" in parameter_name:
-                continue  # the biases of stacked experts, one row for each expert
-            if parameter.dim() > 2 and parameter.shape[0] == 1 and not isinstance(module, nn.modules.conv._ConvNd):
-                continue  # added to each row of a batch, as the position embeddings of a vision transformer are
-            kind = _kind_of_weight(module, parameter_name, parameter.dim())
-            if linear:
-                kind = "quantized" if name in converted else "head" if module in heads else meant.get(name, LEFT_ALONE)
-            elif parameter_name in experts:
-                slices = {
-                    f"{name}.{LINEARS}.{parameter_name}.{slice_name(i)}" for i in range(len(experts[parameter_name]))
-                }
-                kind = "quantized" if slices <= converted else "experts left alone"
-            counted[id(parameter)] = (kind, parameter.numel())
-    sums: dict[str, int] = {}
-    for kind, elements in counted.values():
-        sums[kind] = sums.get(kind, 0) + elements
-    total = sum(sums.values()) or 1
-    quantized, head = sums.pop("quantized", 0), sums.pop("head", 0)
-    return quantized / total, quantized / max(1, total - head), {kind: n / total for kind, n in sums.items()}
+            experts = stacked_linears(module)
+            for of, parameter in module.named_parameters(recurse=False):
+                if nn.parameter.is_lazy(parameter) or parameter.dim() < 2 or of in experts or "bias" in of:
+                    continue  # The biases of stacked experts have a row for each expert.
+                if parameter.dim() > 2 and parameter.shape[0] == 1 and not isinstance(module, nn.modules.conv._ConvNd):
+                    continue  # added to each row of a batch, as the position embeddings of a vision transformer are
+                kind = kinds.get(name) or _kind_of_weight(module, of, parameter.dim())
+                counted[id(parameter)] = kind, parameter.numel()
+        sums = Counter(dict.fromkeys((reason for _, reason in self.left_alone), 0))
+        for kind, elements in counted.values():
+            sums[kind] += elements
+        total, quantized = sums.total() or 1, sums.pop(QUANTIZED, 0)
+        self.quantized, self.quantized_without_heads = quantized / total, quantized / max(1, total - sums[HEAD])
+        self.others = {kind: elements / total for kind, elements in sums.items()}
 
 
 def _kind_of_weight(module: nn.Module, name: str, dim: int) -> str:
@@ -414,7 +385,58 @@ def _kind_of_weight(module: nn.Module, name: str, dim: int) -> str:
     if isinstance(module, nn.modules.conv._ConvNd):
         return "convolutions: not supported"
     if "router" in type(module).__name__.lower():
-        return ROUTERS
+        return ROUTER
     if dim == 3:
         return f"3-D weights ({type(module).__name__}.{name}), experts for example: not supported"
     return f"{type(module).__name__}.{name}, no linear layer: not supported"
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What a training loop does with a converted model
+
+
+def uncalled(model: nn.Module) -> str:
+    """Returns a sentence that names the quantized layers that no forward pass has called, and the share of the
+    quantized layers' weights that they hold. It is "" if there are none.
+
+    Such a layer is unused, or a function reads its weight and multiplies it in high precision. An expert without tokens
+    counts as called if another expert of its module was. Compiled code is not watched: the result is "" if no layer was
+    called, and if torch.compile has compiled anything in this process.
+    """
+    names = {m: name for name, m in model.named_modules() if isinstance(m, QuantLinear) and m.recipe.quantizes}
+    called = {layer for group in groups_of(model, names.__contains__) if group[0].called for layer in group}
+    experts = {layer.experts for layer in called if isinstance(layer, ExpertLinear)}
+    left = [layer for layer in names if layer not in called and getattr(layer, "experts", None) not in experts]
+    compiled = "torch._dynamo" in sys.modules and torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    if not called or not left or compiled:
+        return ""
+    part, whole = (sum(layer.in_features * layer.out_features for layer in layers) for layers in (left, names))
+    of = f"{len(left)} of {len(names)} quantized layers, which hold {100 * part / whole:.0f}% of their weights"
+    which = some(names[layer] for layer in left)
+    why = "they are unused, or a function reads their weights and computes in high precision"
+    return f"no forward pass has called {of} ({which}); {why}"
+
+
+def watch_first_steps(model: nn.Module) -> None:
+    """Warns after PATIENCE optimizer steps of the parameters of a converted model. There are two reasons: layers that
+    no forward pass has called, and a method that changes late in a run (Recipe.late) without a call of set_progress."""
+    report, reference, steps = model.nf_report, weakref.ref(model), 0
+
+    def after_step(optimizer: torch.optim.Optimizer, *_) -> None:
+        nonlocal steps
+        model = reference()
+        # The report of a model that was converted again, or as a part of another one, is not this one.
+        if steps == PATIENCE or getattr(model, "nf_report", None) is not report or torch.compiler.is_compiling():
+            return
+        own = {id(p) for p in model.parameters()}
+        steps += any(id(p) in own for group in optimizer.param_groups for p in group["params"])
+        if steps < PATIENCE:
+            return
+        if what := uncalled(model):
+            warnings.warn(f"{what}; leave them out, nanochat_fp4.convert(model, skip=[...])", stacklevel=2)
+        if report.recipe.late and report.progress is None:
+            when = f"from {100 * report.recipe.late[0]:.0f}% of the steps on"
+            call = f"{PATIENCE} steps have not called nanochat_fp4.set_progress(model, done)"
+            warnings.warn(f"{report.recipe.name} changes {when}, and {call}; the change is missed", stacklevel=2)
+
+    weakref.finalize(model, register_optimizer_step_post_hook(after_step).remove)

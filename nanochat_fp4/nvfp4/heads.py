@@ -61,9 +61,9 @@ def product_shapes(model: nn.Module, tokens: int) -> list[tuple[int, int, int]]:
 
 
 def some(names: Iterable[str]) -> str:
-    """Returns at most six of the names as text."""
+    """Returns four of the names as text, and the number of the others."""
     names = list(names)
-    return ", ".join(names[:6]) + (", ..." if len(names) > 6 else "")
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
 def linear_layers(model: nn.Module) -> dict[nn.Module, list[str]]:

@@ -355,7 +355,7 @@ class QuantLinear(InContext, torch.nn.Linear):
     per_token_in_eval = False  # whether each row has its own tensor_scale in eval mode without gradients (convert)
     # from an amax to that over all processes that have a part of the layer (tensor_parallel.py)
     largest: Callable[[Tensor], Tensor] | None = None
-    called = False  # whether a forward pass that is not compiled has called the layer (first_steps.py)
+    called = False  # whether a forward pass that is not compiled has called the layer (convert.uncalled)
     stackable = True  # whether fused_linear may stack the weight with another layer's. Each subclass must say it anew.
 
     def __init__(

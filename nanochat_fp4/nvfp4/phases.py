@@ -24,6 +24,7 @@ import torch
 from torch import nn
 
 from nanochat_fp4.nvfp4.contexts import quantize_weights_once
+from nanochat_fp4.nvfp4.convert import KEPT
 from nanochat_fp4.nvfp4.heads import output_heads
 from nanochat_fp4.nvfp4.layer import QuantLinear
 from nanochat_fp4.nvfp4.methods import get_recipe
@@ -135,7 +136,7 @@ class MethodPlan:
         otherwise (`bits`).
         """
         edges = [0.0, *[fraction for fraction, _ in self.phases], 1.0]
-        kept = model.nf_report.kept if hasattr(model, "nf_report") else ()
+        kept = [name for name, why in model.nf_report.left_alone if why == KEPT] if hasattr(model, "nf_report") else ()
         total = 3.0 * sum(model.get_submodule(name).weight.numel() for name in kept)
         shares = {4: 0.0, 8: 0.0, 16: total}
         for head in output_heads(model) if heads else ():

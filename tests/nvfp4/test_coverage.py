@@ -10,7 +10,7 @@ from torch import nn
 import nanochat_fp4 as nf
 from nanochat_fp4.export.weights import forward_weights
 from nanochat_fp4.models.gpt import GPT, GPTConfig
-from nanochat_fp4.nvfp4 import first_steps
+from nanochat_fp4.nvfp4.convert import uncalled
 
 
 def converted(model, method="clover", **kw):
@@ -222,12 +222,12 @@ def test_layers_that_are_called_are_not_complained_of(nothing_compiled):
         warnings.simplefilter("error")
         train(converted(nn.Sequential(converted(Block()))), 7)
         train(gpt, 7, forward=lambda x: gpt(ids, ids))
-    assert not first_steps.uncalled(gpt) and not first_steps.uncalled(converted(ReadByAFunction()))
+    assert not uncalled(gpt) and not uncalled(converted(ReadByAFunction()))
     model = converted(ReadByAFunction())
     model(torch.randn(8, 32))
-    assert "(up)" in first_steps.uncalled(model)
+    assert "(up)" in uncalled(model)
     torch.compile(model.last, backend="eager")(torch.randn(8, 32))  # Perhaps `up` was called in what is compiled.
-    assert not first_steps.uncalled(model)
+    assert not uncalled(model)
 
 
 def test_progress_is_checked():

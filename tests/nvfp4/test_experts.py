@@ -10,8 +10,8 @@ from torch import nn
 from torch.nn.functional import linear, silu
 
 import nanochat_fp4 as nf
+from nanochat_fp4.nvfp4.convert import uncalled
 from nanochat_fp4.nvfp4.experts import stacked_linears
-from nanochat_fp4.nvfp4.first_steps import uncalled
 
 EXPERTS, WIDTH, HIDDEN = 6, 32, 48
 COUNTS = (0, 1, 15, 17, 2, 5)  # tokens of each expert: none, one, a block less and more than one
