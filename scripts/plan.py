@@ -34,7 +34,7 @@ from nanochat_fp4.cli import ArgumentParser, UserError, run_main, switched_on
 from nanochat_fp4.common import default_base_dir, load_recipes, set_cpu_threads
 from nanochat_fp4.data import dataset
 from nanochat_fp4.data.sources import hub_url, look_for, url_problem
-from nanochat_fp4.data.tokenizer import SPECIAL_TOKENS, RustBPETokenizer
+from nanochat_fp4.data.tokenizer import RustBPETokenizer
 from nanochat_fp4.evaluation.metrics import read_jsonl
 from nanochat_fp4.files import atomic_write
 from nanochat_fp4.hardware import physical_memory, usable_cpus
@@ -44,7 +44,7 @@ from nanochat_fp4.nvfp4.methods import REGISTERED
 from nanochat_fp4.nvfp4.phases import MethodPlan
 from nanochat_fp4.training.checkpoint_manager import list_steps
 from nanochat_fp4.training.load_model import SOURCES
-from nanochat_fp4.training.memory import SHARE, choose, largest, plan_accumulation, try_micro_batch
+from nanochat_fp4.training.memory import SHARE, Memory, choose, largest, plan_accumulation, try_micro_batch
 from nanochat_fp4.training.new_model import check_machine, resolve_horizon
 from nanochat_fp4.training.wandb_run import check_tracker
 from nanochat_fp4.variables import ARGS, NUMBERS, RUN, problem
@@ -70,6 +70,7 @@ CARDS = json.loads((Path(nf.__file__).parent / "cards.json").read_text(encoding=
 PUBLISHED = {"max_seq_len": 2048, "window_pattern": "SSSL"}  # Published speeds count as those of such rows.
 PRECISIONS = {16: "bf16", 8: "fp8", 4: "nvfp4"}
 MEASURED_STEPS = 20  # A run's speed counts when it has made so many steps.
+MEASURE = 'STAGES="tok base" NUM_ITERATIONS=20 measures 20 steps, for the next plan'
 FAR = 2  # An estimate for a model that is so many times larger or smaller than those that were timed says so.
 # A shard of FineWeb-Edu has 250M characters, and a token 4.8. Best-fit packing crops 35% of the text away. A tenth more
 # is downloaded than is needed. Of own text nothing is known before it is read; a token has some 4 bytes.
@@ -94,14 +95,15 @@ class Settings:
         of_gpu, of_cpu, self.minutes = RUNS[run]
         self.run, self.environment, self.notes = run, environment, []
         self.card, self.here, self.processes = machine(environment)
-        on_gpu = self.card is not None
-        defaults = {name: row[1 if on_gpu else 2] for name, row in NUMBERS.items()} | dict.fromkeys(ARGS, "")
-        self.defaults: dict[str, Any] = defaults | (of_gpu if on_gpu else of_cpu)
+        place, numbers = (2, of_cpu) if self.card is None else (1, of_gpu)
+        defaults = {name: row[place] for name, row in NUMBERS.items()} | dict.fromkeys(ARGS, "")
+        self.defaults: dict[str, Any] = defaults | numbers
         self.values = {name: value_of(name, environment.get(name, ""), d) for name, d in self.defaults.items()}
-        self.usual_steps = self.defaults["NUM_ITERATIONS"]
-        if not on_gpu:  # A micro-batch of longer rows has fewer of them, and as many tokens.
-            self.instead("DEVICE_BATCH", max(1, min(8, 2048 // max(1, self.values["SEQ_LEN"]))))
-            self.shorten(self.usual_steps)
+        self.usual_steps, self.memory = self.defaults["NUM_ITERATIONS"], physical_memory() / self.processes
+        if self.card:
+            self.memory = self.card["gib"] * GIB
+        else:  # A micro-batch of longer rows has fewer of them, and as many tokens.
+            self.instead(DEVICE_BATCH=max(1, min(8, 2048 // max(1, self.values["SEQ_LEN"]))))
         self.base_dir = Path(environment.get("NANOCHAT_BASE_DIR") or default_base_dir())
         self.data_dir, self.plan_only = environment.get("DATA_DIR", ""), switched_on("PLAN_ONLY", environment)
         load_recipes(environment.get("RECIPES", ""), "RECIPES")
@@ -117,29 +119,29 @@ class Settings:
         asked = environment.get("STAGES", "").split()
         if unknown := [stage for stage in asked if stage not in STAGES]:
             raise UserError(f"STAGES: there is no stage {unknown[0]!r}; the stages are: {' '.join(STAGES)}")
-        self.stages = [stage for stage in STAGES if (stage in asked if asked else stage != "core" or on_gpu)]
+        self.stages = [stage for stage in STAGES if (stage in asked if asked else stage != "core" or self.card)]
         self.later = [kind for kind in LATER if kind in self.stages]
         self.later += ["eval"] if {"mid", "sft"} & set(self.later) else []
 
-    def instead(self, name: str, default: Any) -> None:
-        """Another default, which is the value unless the user has set one."""
-        self.defaults[name] = default
-        if not self.environment.get(name):
-            self.values[name] = default
+    def instead(self, **defaults: Any) -> None:
+        """Other defaults, which are the values of what the user has not set."""
+        self.defaults |= defaults
+        self.values |= {name: default for name, default in defaults.items() if not self.environment.get(name)}
 
     def shorten(self, steps: int) -> None:
         """Gives a CPU's later stages their share of a base training that is shorter than the default. What is only
         measured shrinks to a quarter at most."""
         usual, rows = self.usual_steps, self.defaults["DEVICE_BATCH"]
-        trained, measured = min(steps, usual), max(min(steps, usual), usual // 4)
+        trained, measured = min(1, steps / usual), min(1, max(steps / usual, 1 / 4))
         mid = f"--data=local --device-batch-size={rows} --total-batch-size=2048 --eval-tokens=8192"
-        self.instead("MID_ARGS", f"{mid} --num-iterations={max(1, 60 * trained // usual)}")
         # nanochat's fraction of 0.02 is for a model that has learned much. In 20 steps it changes next to nothing.
         sft = "--init-lr-frac=0.5 --eval-steps=4 --eval-metrics-every=-1"
-        self.instead("SFT_ARGS", f"--data=local --num-iterations={max(1, 20 * trained // usual)} {sft}")
-        problems = f"--max-problems={max(1, 32 * measured // usual)}"
-        self.instead("EVAL_ARGS", f"--task-name=local {problems} --max-new-tokens=32")
-        self.instead("SPLIT_TOKENS", NUMBERS["SPLIT_TOKENS"][2] * measured // usual)
+        self.instead(
+            MID_ARGS=f"{mid} --num-iterations={max(1, int(60 * trained))}",
+            SFT_ARGS=f"--data=local --num-iterations={max(1, int(20 * trained))} {sft}",
+            EVAL_ARGS=f"--task-name=local --max-problems={int(32 * measured)} --max-new-tokens=32",
+            SPLIT_TOKENS=int(NUMBERS["SPLIT_TOKENS"][2] * measured),
+        )
 
     @property
     def changed(self) -> dict[str, Any]:
@@ -177,21 +179,22 @@ class Settings:
     def blamed(self, script: str, args: str = "") -> Iterator[None]:
         """Turns what a stage or a model refuses into one line about the variables of its flags. args: the variable with
         more flags of the stage. A flag that the user has typed there stays as it is."""
-        said, typed = io.StringIO(), {word.partition("=")[0] for word in self.words(args)} if args else set()
-        names = {name: flag for name, flag in self.flags(script).items() if flag not in typed}
+        said, names = io.StringIO(), {flag: name for name, flag in self.flags(script).items()}
+        for word in self.words(args) if args else ():
+            names.pop(word.partition("=")[0], None)
         try:
             with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):
                 yield
             return
-        except (SystemExit, UserError, ValueError) as e:  # A parser's refusal; a ValueError is of the model's config.
-            text = said.getvalue().strip().splitlines()[-1] if isinstance(e, SystemExit) else str(e)
-        text = re.sub(r"\(see .* --help\)$", f"(see python -m scripts.{script} --help)", text.removeprefix("error: "))
-        for name, flag in (names | {"BASE_ARGS=--device-type": "--device-type"}).items():
-            text = re.sub(rf"(?<![\w-])(argument )?{flag}(?![\w-])", name, text)  # A part of a longer word stays.
-        changed = {name: v for name, v in self.changed.items() if name in names or name == args}
-        if not any(name in text for name in changed):
-            text = f"{', '.join(f'{k}={v}' for k, v in changed.items()) or args or self.run}: {text}"
-        raise UserError(text)
+        except SystemExit:  # A parser's refusal
+            text = said.getvalue().strip().splitlines()[-1].removeprefix("error: ").partition(" (see ")[0]
+            text += f" (see python -m scripts.{script} --help)"
+        except (UserError, ValueError) as e:  # A ValueError is of the model's config.
+            text = str(e)
+        names["--device-type"] = "BASE_ARGS=--device-type"
+        text = re.sub(r"--[\w-]+", lambda flag: names.get(flag[0], flag[0]), text)
+        set_here = (f"{name}={v}" for name, v in self.changed.items() if name in names.values() or name == args)
+        raise UserError(f"{', '.join(set_here) or args or self.run}: {text}")
 
 
 def value_of(name: str, text: str, default: Any) -> Any:
@@ -266,6 +269,7 @@ class Base:
     def __init__(self, s: Settings, method: str, *more: str, states: Sequence[str] = STATES):
         own, card, processes = s.words("BASE_ARGS"), s.card, s.processes
         self.method, self.tag = method, s.tag(method)
+        self.label = f"{method}: " if len(s.methods) > 1 else ""  # before the facts of one of two methods
         argv = [f"--method={method}", f"--model-tag={self.tag}", *s.argv("base_train"), "--resume-from-step=latest"]
         with s.blamed("base_train", "BASE_ARGS"):
             args = self.args = base_train.parse_args([*argv, *own, *more])
@@ -277,29 +281,38 @@ class Base:
             self.steps = resolve_horizon(args, self.flops, self.parameters)
             self.tokens = self.steps * args.total_batch_size
             rows = plan_accumulation(args.total_batch_size, 1, args.max_seq_len, processes)
-            sizes = [n for n in range(1, min(rows, 1024) + 1) if rows % n == 0]
+            sizes = [n for n in range(1, min(rows, 1024 if card else 32) + 1) if rows % n == 0]
             if args.device_batch_size != "auto":
                 plan_accumulation(args.total_batch_size, args.device_batch_size, args.max_seq_len, processes)
                 sizes = [args.device_batch_size]
             if card is None:
                 check_machine(args, torch.device("cpu"), self.flops * self.tokens)
         self.is_plain, self.work = not plan.layers and not plan.phases, plan.work(model, heads=False)
-        self.weights = self.parameters - model.transformer.wte.weight.numel()
+        self.weights = sum(m.weight.numel() for m in model.modules() if isinstance(m, torch.nn.Linear))
         usual = make_model(argparse.Namespace(**vars(args) | PUBLISHED), s).estimate_flops()
         self.size = self.weights * self.flops / usual
         # Several processes share moments, which is not counted, so there the flags are the user's.
         self.is_fixed = processes > 1 or any(word.startswith(("--state", "--recompute")) for word in own)
-        self.ways, self.rows, state = [], sizes[0], args.state
-        if card and family_of_flags(args).memory_is_counted:
-            total = card["gib"] * GIB
-            fixed = [largest(model, total, sizes, args.state, args.recompute, processes)] if self.is_fixed else []
-            self.ways = fixed or choose(model, total, sizes, states, processes)
-            argv, state = argv + ([] if fixed else self.ways[0].flags), self.ways[0].state
-        saved, kept = state_bytes(model, state, gpu=bool(card)), 1 + max(1, args.keep_last)
-        self.argv, self.checkpoint_bytes = argv + own, kept * (saved["weights"] + saved["moments"])
-        columns = model.config.n_layer * model.config.n_embd
-        kept_bytes = 4 * CPU_FLOATS * columns * sizes[0] * args.max_seq_len
-        self.cpu_bytes = processes * (sum(saved.values()) + kept_bytes)
+        self.ways: list[Memory] = []  # The first one is taken. Of some families the memory is not counted.
+        if card is None:
+            self.ways = [on_cpu(model, s.memory, sizes, args)]
+        elif family_of_flags(args).memory_is_counted and self.is_fixed:
+            self.ways = [largest(model, s.memory, sizes, args.state, args.recompute, processes)]
+        elif family_of_flags(args).memory_is_counted:
+            self.ways = choose(model, s.memory, sizes, states)
+            argv += self.ways[0].flags
+        saved = state_bytes(model, self.ways[0].state if self.ways else args.state, gpu=bool(card))
+        self.argv = argv + own
+        self.checkpoint_bytes = (1 + max(1, args.keep_last)) * (saved["weights"] + saved["moments"])
+
+
+def on_cpu(model: Any, total: float, sizes: Sequence[int], args: argparse.Namespace) -> Memory:
+    """The memory of a CPU's step with the largest micro-batch of these that fits, like memory.largest."""
+    of, parts = state_bytes(model, args.state), ("weights", "gradients", "moments")
+    row = 4 * CPU_FLOATS * model.config.n_layer * model.config.n_embd * args.max_seq_len
+    fitting = [rows for rows in sizes if sum(of[part] for part in parts) + rows * row <= total]
+    kept = row * max(fitting, default=sizes[0])
+    return Memory(max(fitting, default=0), args.state, "none", *(of[part] for part in parts), 0.0, kept, 0.0, 0.0, 0.0)
 
 
 def make_model(args: argparse.Namespace, s: Settings, device: str = "meta") -> Any:
@@ -359,38 +372,38 @@ def measured(base_dir: Path, gpu: str) -> dict[str, list[tuple[float, float]]]:
 def hours(s: Settings, base: Base) -> tuple[float, float, list[str]] | None:
     """(fewest hours, most hours, facts about them) of the base training with its validations. None if a precision of
     the method was never timed."""
-    card, processes, here = s.card, s.processes, measured(s.base_dir, s.card["name"])
-    speeds = {key: [1e12 * end / base.size for end in of["range"]] for key, of in card["speed"].items()}
-    speeds |= {method: [min(of)[0] / base.flops, max(of)[0] / base.flops] for method, of in here.items()}
-    speeds |= {"nvfp4": speeds["clover"]} if "clover" in here else {}
-    published = [key for key in card["speed"] if key not in here and not (key == "nvfp4" and "clover" in here)]
+    timed, here = s.card["speed"], measured(s.base_dir, s.card["name"])
+    here |= {"nvfp4": here["clover"]} if "clover" in here else {}
+    # (slowest, fastest) tokens/s of one GPU with this model
+    speeds = {key: [1e12 * end / base.size for end in of["range"]] for key, of in timed.items()}
+    speeds |= {key: [end(flops for flops, _ in of) / base.flops for end in (min, max)] for key, of in here.items()}
     parts = {PRECISIONS[bits]: share for bits, share in base.work.items() if share}
     parts = {base.method: 1.0} if base.is_plain and base.method in speeds else parts
     if not parts.keys() <= speeds.keys():
         return None
     # The time of a step is proportional to the work in each precision.
-    slow, fast = (processes / sum(share / speeds[key][end] for key, share in parts.items()) for end in (0, 1))
+    slow, fast = (s.processes / sum(share / speeds[key][end] for key, share in parts.items()) for end in (0, 1))
     # A forward pass is a third of a step's work. A method that quantizes is validated twice, the second time in BF16.
     every, passes = base.args.eval_every, 1 if base.method == "bf16" else 2
     tokens = base.tokens + ((base.steps // every + 1) * base.args.eval_tokens * passes / 3 if every > 0 else 0)
-    speed = " to ".join(dict.fromkeys(f"{round(x, -2):,.0f}" for x in (slow, fast)))
-    if base.method in here and base.method in parts:
-        facts, sizes = [f"measured on this GPU: {speed} tokens/s"], [base.flops / of for _, of in here[base.method]]
-    elif not parts.keys() & set(published):
-        facts, sizes = [f"estimated from other methods on this GPU: {speed} tokens/s"], []
+    published = [timed[key] for key in parts if key not in here]
+    if published:
+        sizes = [base.weights / model for of in published for model in of["models"]]
+        runs, how = max(of["runs"] for of in published), "published run"
+        how = f"from {runs} {how}{'s' * (runs > 1)} (docs/measured.md)"
     else:
-        records = [card["speed"][key] for key in parts if key in published]
-        sizes = [base.weights / model for record in records for model in record["models"]]
-        runs = max(record["runs"] for record in records)
-        facts = [f"from {runs} published run{'s' * (runs != 1)} (docs/measured.md): {speed} tokens/s"]
-        facts += dict.fromkeys(doubt for record in records for doubt in record["doubts"])
-        facts.append('STAGES="tok base" NUM_ITERATIONS=20 measures 20 steps, for the next plan')
-    if sizes and (min(sizes) > FAR or max(sizes) < 1 / FAR):
+        sizes = [base.flops / flops for key in parts for _, flops in here[key]]
+        how = f"{'measured' if base.method in parts else 'estimated from other methods'} on this GPU"
+    facts = [f"{how}: {' to '.join(dict.fromkeys(f'{round(x, -2):,.0f}' for x in (slow, fast)))} tokens/s"]
+    facts += dict.fromkeys(doubt for of in published for doubt in of["doubts"])
+    if min(sizes) > FAR or max(sizes) < 1 / FAR:
         facts.append(f"EXTRAPOLATED: it is {span(min(sizes), max(sizes))} times as large as the models that were timed")
+    if published:
+        facts.append(MEASURE)
     if base.ways and base.ways[0].recompute != "none":
         facts.append("not counted: activations are computed twice, which took 4% to 8% more on an H200")
-    if processes > 1:
-        facts.append(f"counted as {processes} times one GPU (docs/scale.md has what several reach)")
+    if s.processes > 1:
+        facts.append(f"counted as {s.processes} times one GPU (docs/scale.md has what several reach)")
     return tokens / fast / 3600, tokens / slow / 3600, facts
 
 
@@ -439,7 +452,7 @@ def later_words(s: Settings) -> tuple[dict[str, list[str]], list[str]]:
             reasons.setdefault(m.missing, []).append(m.name)
         more = {reason: f" and {len(what) - 2} more" if len(what) > 2 else "" for reason, what in reasons.items()}
         why = "; ".join(f"{', '.join(what[:2])}{more[reason]}: {reason}" for reason, what in reasons.items())
-        to_have = f"To have it: {'; '.join(dict.fromkeys(m.remedy for m in lacks))}"
+        to_have = f"To have it: {'; '.join(dict.fromkeys(m.remedy for m in lacks if m.remedy))}"
         if s.environment.get("STAGES"):
             raise UserError(f"STAGES asks for {kind}, which needs {why}. {to_have}; or leave it out")
         what = "goes without a part"
@@ -534,9 +547,9 @@ class Plan:
         self.bases = self.settle()
         for base in self.bases:
             self.check_memory(base)
-        self.text, self.why_text, self.shards = self.find_text()
-        words, self.left_out = later_words(s)
         self.tokenizer = self.find_tokenizer()
+        self.find_text()
+        words, self.left_out = later_words(s)
         self.stages = self.text_stages() if "tok" in s.stages else []
         for base in self.bases:
             self.stages += model_stages(s, base, words)
@@ -550,9 +563,6 @@ class Plan:
         s, n, typed = self.s, self.s.values, self.s.values["BASE_ARGS"]
         with s.blamed("tok_train"):
             tok_train.parse_args(s.argv("tok_train"))
-            if n["VOCAB_SIZE"] < 256 + len(SPECIAL_TOKENS) or n["VOCAB_SIZE"] > n["TOK_CHARS"]:
-                least = f"at least {256 + len(SPECIAL_TOKENS)}, and at most TOK_CHARS={n['TOK_CHARS']}"
-                raise UserError(f"VOCAB_SIZE={n['VOCAB_SIZE']}: expected {least}")
         for name in ("NUM_SHARDS", "TOK_SHARDS"):
             if name in s.changed and not 1 <= n[name] <= dataset.MAX_SHARD:
                 wrong = f"{name}={n[name]}: FineWeb-Edu has 1 to {dataset.MAX_SHARD} training shards"
@@ -563,22 +573,22 @@ class Plan:
             if all(way.rows for trial in trials for way in trial.ways[:1]):
                 if depth < n["DEPTH"]:
                     s.notes.append(f"d{n['DEPTH']} does not fit {gib(s.card['gib'])} by count, so DEPTH={depth}")
-                    s.instead("DEPTH", depth)
+                    s.instead(DEPTH=depth)
                 break
         first = Base(s, s.method)
         if s.card is None:
             if not s.environment.get("NUM_ITERATIONS") and (chosen := choose_steps(s, first)):
                 self.chosen = chosen
-                s.instead("NUM_ITERATIONS", chosen["steps"])
+                s.instead(NUM_ITERATIONS=chosen["steps"])
                 first = Base(s, s.method)
             s.shorten(first.steps)
         else:
             shards = -(-first.tokens * SPARE / SHARD_TOKENS // 10) * 10
-            s.instead("NUM_SHARDS", int(min(max(shards, 10), dataset.MAX_SHARD)))
-            s.instead("TOK_SHARDS", min(int(s.defaults["TOK_SHARDS"]), int(n["NUM_SHARDS"])))
+            s.instead(NUM_SHARDS=int(min(max(shards, 10), dataset.MAX_SHARD)))
+            s.instead(TOK_SHARDS=min(s.defaults["TOK_SHARDS"], n["NUM_SHARDS"]))
         if "loss" in s.stages:
-            row = int(n["SEQ_LEN"])
-            s.instead("SPLIT_TOKENS", max(1, int(s.defaults["SPLIT_TOKENS"]) // row) * row)
+            row = n["SEQ_LEN"]
+            s.instead(SPLIT_TOKENS=max(1, s.defaults["SPLIT_TOKENS"] // row) * row)
             with s.blamed("base_loss"):
                 base_loss.check_flags(base_loss.parse_args(s.argv("base_loss")), row, s.processes)
         bases = [Base(s, method) for method in s.methods]
@@ -588,41 +598,52 @@ class Plan:
 
     def check_memory(self, base: Base) -> None:
         """Refuses what needs more memory than there is, and names what fits. What fits hardly gets a note."""
-        s, asked, way = self.s, base.args.device_batch_size, base.ways[0] if base.ways else None
-        need, total, name = base.cpu_bytes, physical_memory(), "this machine"
-        if s.card:
-            need, total, name = way.peak if way else 0.0, s.card["gib"] * GIB, s.card["name"]
-        if way.rows if way else need <= total:
+        s, asked, way = self.s, base.args.device_batch_size, next(iter(base.ways), None)
+        if way is None or way.rows:
             return
         what = "--device-batch-size" if "--device-batch-size" in s.values["BASE_ARGS"] else "DEVICE_BATCH"
-        most = max(Base(s, base.method, "--device-batch-size=auto").ways, key=lambda way: way.rows, default=None)
-        rows, remedy = f"{asked} rows", f"lower {what}"
-        if most and most.rows:
-            flags = f" with {' '.join(most.flags)}, which the run then takes" if most.flags else ""
-            remedy = f"at most {most.rows} of them fit{flags}; set {what}={most.rows}, or leave {what} out"
-        elif most or asked in ("auto", 1):
-            others = [m for m in ADVISED if base.method == s.method and s.card and Base(s, m).ways[0].rows]
-            methods = f"take QAT_METHOD={' or '.join(others)}, or " if others else ""
-            rows, remedy = "one row", f"{methods}lower DEPTH or SEQ_LEN"
-            remedy = f"leave COMPARE out, or {remedy}" if base.method != s.method else remedy
-        has = f"{base.tag} needs {need / GIB:.1f} GiB with {rows} by count, and {name} has {gib(total / GIB)}; {remedy}"
-        if need > total:
+        most = max(Base(s, base.method, "--device-batch-size=auto").ways, key=lambda way: way.rows)
+        rows, flags = f"{asked} rows", f" with {' '.join(most.flags)}, which the run then takes" if most.flags else ""
+        remedy = f"at most {most.rows} of them fit{flags}; set {what}={most.rows}, or leave {what} out"
+        if not most.rows or asked == "auto":
+            others = [m for m in ADVISED if base.method == s.method and Base(s, m).ways[0].rows]
+            rows, remedy = "one row", f"take QAT_METHOD={' or '.join(others)}, or " if others else ""
+            remedy += f"{'leave COMPARE out, or ' * (base.method != s.method)}lower DEPTH or SEQ_LEN"
+        name, total = s.card["name"] if s.card else "this machine", s.memory / GIB
+        has = f"{base.tag} needs {way.peak / GIB:.1f} GiB with {rows} by count, and {name} has {gib(total)}; {remedy}"
+        if way.peak > s.memory:
             raise UserError(has)
         s.notes.append(f"it hardly fits, for 6% is for fragments: {has}")
 
-    def find_text(self) -> tuple[str, str, int]:
-        """(folder, shards, embedded or hub; why it is the embedded corpus; FineWeb-Edu's shards that are here)."""
-        s = self.s
-        if s.data_dir or not s.here:
-            if s.here:  # Text that cannot be trained on ends here.
-                (dataset.survey if s.plan_only else dataset.ensure_data)(s.data_dir)
-            return ("folder" if s.data_dir else "hub"), "", 0
-        if (folder := dataset.found_data()) and Path(folder).name == "base_data":
-            return "shards", "", len(dataset.survey(folder).train)
-        if folder:
-            return "embedded", "built before; for FineWeb-Edu: python -m nanochat_fp4.data.dataset -n 8", 0
-        why = url_problem(hub_url(dataset.DATASET, dataset.index_to_filename(0)))
-        return ("embedded" if why else "hub"), why or "", 0
+    def find_text(self) -> None:
+        """Where the text comes from, the shards of FineWeb-Edu that are here, and the words about all that."""
+        s, self.shards, tokens = self.s, 0, 0.0
+        folder = s.data_dir or (dataset.found_data() if s.here else None)
+        why = "built before; for FineWeb-Edu: python -m nanochat_fp4.data.dataset -n 8"
+        if s.here and not folder:
+            why = url_problem(hub_url(dataset.DATASET, dataset.index_to_filename(0)))
+        if s.data_dir:
+            self.text, self.about_text = "folder", [f"{folder} (DATA_DIR)"]
+            if s.here:
+                if not s.plan_only:
+                    dataset.ensure_data(folder)  # Text that cannot be trained on ends here.
+                found = dataset.survey(folder)
+                self.about_text.append(str(found))
+                tokens = found.tokens or 0
+        elif s.here and why and not (folder and Path(folder).name == "base_data"):
+            self.text, self.about_text = "embedded", [f"the embedded corpus, which is small ({why})"]
+        else:
+            self.text, self.shards = "hub", len(dataset.survey(folder).train) if folder else 0
+            here = f"{self.shards} of them here" if self.shards else "from the hub"
+            self.about_text = [f"FineWeb-Edu, {s.values['NUM_SHARDS']} shards, {here}"]
+            tokens = int(s.values["NUM_SHARDS"]) * SHARD_TOKENS
+        if tokens and "base" in s.stages:
+            times = self.bases[0].tokens / tokens
+            often = "once" if times < 1.1 else f"{times:.2g} times"
+            self.about_text.append(f"it has about {amount(tokens)} tokens, and is read {often}")
+        if self.tokenizer is not None and "tok" in s.stages:
+            own = "for one of another text set another NANOCHAT_BASE_DIR"
+            self.about_text.append(f"the tokenizer of this folder is kept ({self.tokenizer} tokens); {own}")
 
     def find_tokenizer(self) -> int | None:
         """The tokens of the tokenizer that is here, which the run keeps, or None."""
@@ -638,7 +659,7 @@ class Plan:
 
     def text_stages(self) -> list[Stage]:
         """The stages of the text and the tokenizer. A tokenizer that is there is kept."""
-        n, from_hub, module = self.s.values, self.text in ("hub", "shards"), "nanochat_fp4.data.dataset"
+        n, from_hub, module = self.s.values, self.text == "hub", "nanochat_fp4.data.dataset"
         title, rest = f"text: {n['NUM_SHARDS']} shards", [module, "-n", f"{n['NUM_SHARDS']}"]
         if self.tokenizer is not None:
             return [Stage("download", "", title, 1, rest)] if from_hub and self.shards < n["NUM_SHARDS"] else []
@@ -664,7 +685,7 @@ class Plan:
                 needs = f"STAGES asks for {stage}, which needs what {first} makes ({', '.join(tags)})"
                 where = "set the variables and the NANOCHAT_BASE_DIR that it was made with"
                 raise UserError(f"{needs}, and {s.base_dir} has none; add {first} to STAGES, or {where}")
-        shards = int(s.values["NUM_SHARDS"]) if self.text in ("hub", "shards") and "tok" in s.stages else 0
+        shards = int(s.values["NUM_SHARDS"]) if self.text == "hub" and "tok" in s.stages else 0
         self.text_bytes = max(0, shards - self.shards) * float(dataset.SHARD_BYTES)
         self.checkpoint_bytes = len(places.keys() & set(s.stages)) * sum(base.checkpoint_bytes for base in self.bases)
         place = next(folder for folder in (s.base_dir, *s.base_dir.absolute().parents) if folder.exists())
@@ -732,15 +753,13 @@ def facts(plan: Plan, numbers: bool) -> Iterator[tuple[str, str]]:
     to_come = f"{plan.text_bytes / 1e9:.0f} GB of text to come, " if plan.text_bytes else ""
     free = f"; {plan.free / 1e9:.0f} GB are free" if s.here else ""
     yield "disk", f"{to_come}{plan.checkpoint_bytes / 1e9:.1f} GB of checkpoints{free}"
-    yield from (("text", fact) for fact in (of_text(plan) if {"tok", "base"} & set(s.stages) else ()))
+    yield from (("text", fact) for fact in (plan.about_text if {"tok", "base"} & set(s.stages) else ()))
     yield from (("without", line) for line in plan.left_out)
     yield from (("how long", fact) for fact in (how_long(plan) if card else minutes(plan)))
-    yield from (("memory", fact) for b in plan.bases if "base" in s.stages for fact in of_memory(plan, b))
+    yield from (("memory", fact) for b in plan.bases if "base" in s.stages for fact in of_memory(s, b))
     yield from (("method", fact) for fact in which(plan))
     yield from (("set by you", f"{k}={v} (default: {s.defaults[k] or 'none'})") for k, v in s.changed.items())
     if numbers:
-        gain = (card or {}).get("gain", {})
-        yield from (("gain", f"{key}: {span(*ends)} times BF16's tokens/s") for key, ends in gain.items())
         yield "numbers", "  ".join(f"{k}={shlex.quote(str(v))}" for k, v in s.values.items() if v != "")
     elif not s.changed:
         yield "set by you", "no number; PLAN_ONLY=all prints those that can be set"
@@ -753,45 +772,20 @@ def facts(plan: Plan, numbers: bool) -> Iterator[tuple[str, str]]:
     yield "type", "the same command goes on after an interruption"
 
 
-def of_text(plan: Plan) -> Iterator[str]:
-    s, held = plan.s, 0.0
-    if plan.text == "folder":
-        yield f"{s.data_dir} (DATA_DIR)"
-        if s.here:
-            found = dataset.survey(s.data_dir)
-            yield str(found)
-            held = found.tokens or 0
-    elif plan.text == "embedded":
-        yield f"the embedded corpus, which is small ({plan.why_text})"
-    else:
-        here = f"{plan.shards} of them here" if plan.shards else "from the hub"
-        yield f"FineWeb-Edu, {s.values['NUM_SHARDS']} shards, {here}"
-        held = int(s.values["NUM_SHARDS"]) * SHARD_TOKENS
-    if held and "base" in s.stages:
-        times = plan.bases[0].tokens / held
-        yield f"it has about {amount(held)} tokens, and is read {'once' if times < 1.1 else f'{times:.2g} times'}"
-    if plan.tokenizer is not None and "tok" in s.stages:
-        own = "for one of another text set another NANOCHAT_BASE_DIR"
-        yield f"the tokenizer of this folder is kept ({plan.tokenizer} tokens); {own}"
-
-
 def how_long(plan: Plan) -> Iterator[str]:
     if "base" not in plan.s.stages:
         yield "known of the base training alone, which is not among these stages"
         return
-    found, said = [hours(plan.s, base) for base in plan.bases], []
-    for base, of in zip(plan.bases, found):
-        name = f"{base.method}: " if len(found) > 1 else ""
-        if of is None:
-            yield f"{name}not known, for nobody has published whole training steps with {base.method} on this GPU"
-            yield 'STAGES="tok base" NUM_ITERATIONS=20 measures 20 steps, for the next plan'
-            continue
-        yield f"{name}{duration(*of[:2])} for the base training with its validations"
-        said += [f"{name}{fact}" for fact in of[2][:1]] + [fact for fact in of[2][1:] if fact not in said]
-    if len(found) > 1 and all(found):
-        yield f"{duration(sum(of[0] for of in found), sum(of[1] for of in found))} together"
-    yield from said
-    yield "mid-training, SFT and benchmarks come besides"
+    said: list[str] = []
+    for base in plan.bases:
+        if found := hours(plan.s, base):
+            low, high, facts = found
+            yield f"{base.label}{duration(low, high)} for the base training with its validations"
+            said += [f"{base.label}{facts[0]}", *facts[1:]]
+        else:
+            yield f"{base.label}not known, for nobody has published whole training steps with {base.method} on this GPU"
+            said.append(MEASURE)
+    yield from dict.fromkeys([*said, "mid-training, SFT and benchmarks come besides"])
 
 
 def minutes(plan: Plan) -> Iterator[str]:
@@ -808,27 +802,27 @@ def minutes(plan: Plan) -> Iterator[str]:
         yield f"on a slower machine a probe before training chooses {base.steps // 2} or {base.steps // 4} steps"
 
 
-def of_memory(plan: Plan, base: Base) -> Iterator[str]:
-    name, length = f"{base.method}: " if len(plan.bases) > 1 else "", f"{base.args.max_seq_len:,} tokens"
-    if plan.s.card is None or not base.ways:
-        rows, total = f"{base.rows} row{'s' * (base.rows > 1)} of {length}", gib(physical_memory() / GIB)
-        of_cpu = f"{rows}: {base.cpu_bytes / GIB:.1f} of {total}, by estimate"
-        yield "not counted for this family of models" if plan.s.card else f"{name}{of_cpu}"
+def of_memory(s: Settings, base: Base) -> Iterator[str]:
+    if not base.ways:
+        yield "not counted for this family of models"
         return
     way = base.ways[0]
-    if way.rows:
-        rows = f"{way.rows} row{'s' * (way.rows > 1)} of {length}"
-        graphed = way.graphed_peak <= SHARE * plan.s.card["gib"] * GIB
+    rows = f"{base.label}{way.rows} row{'s' * (way.rows > 1)} of {base.args.max_seq_len:,} tokens"
+    if s.card is None:
+        yield f"{rows}: {way.peak / GIB:.1f} of {gib(s.memory / GIB)}, by estimate"
+    elif way.rows:
+        graphed = way.graphed_peak <= SHARE * s.memory
         peak, how = (way.graphed_peak, "with CUDA graphs, ") if graphed else (way.peak, "")
-        yield f"{name}{rows}: {peak / GIB:.1f} of {gib(plan.s.card['gib'])}, {how}by count (docs/memory.md)"
+        yield f"{rows}: {peak / GIB:.1f} of {gib(s.memory / GIB)}, {how}by count (docs/memory.md)"
         passing = ["activations", "loss"] if way.activations + way.loss >= way.update else ["update"]
-        last = ["activations", "loss", "graphed_update"] if graphed else passing
-        parts = {part: getattr(way, part) / GIB for part in ("weights", "gradients", "moments", "codes", *last)}
-        yield name + " + ".join(f"{part.removeprefix('graphed_')} {size:.1f}" for part, size in parts.items())
+        parts = ["weights", "gradients", "moments", "codes"]
+        parts += ["activations", "loss", "graphed_update"] if graphed else passing
+        sizes = {part.removeprefix("graphed_"): getattr(way, part) / GIB for part in parts}
+        yield base.label + " + ".join(f"{part} {size:.1f}" for part, size in sizes.items())
     if way.flags and not base.is_fixed:
         others = [f"{' '.join(w.flags) or 'FP32 state'}: {w.rows}, {w.peak / GIB:.1f}" for w in base.ways[1:]]
-        yield f"{name}it takes {' '.join(way.flags)}; other ways (BASE_ARGS), rows and GiB: {'; '.join(others)}"
-    if base.work[4] and base.weights > 1.5e9 and plan.s.card["gib"] < 33:
+        yield f"{base.label}it takes {' '.join(way.flags)}; other ways (BASE_ARGS), rows and GiB: {'; '.join(others)}"
+    if s.card and base.work[4] and base.weights > 1.5e9 and s.card["gib"] < 33:
         slow = "a d32 in clover with 2 rows had less than half of BF16's tokens/s under 32 GiB"
         yield f"SLOW? {slow} (H200, once, docs/memory.md)"
 
@@ -841,22 +835,20 @@ def which(plan: Plan) -> Iterator[str]:
         yield "a CPU emulates 4 bits: a small run shows that everything works, and ranks no method"
         return
     here = measured(s.base_dir, card["name"])
-    near = min(CARDS["R"], key=lambda of: abs(math.log(of["weights"] / plan.bases[0].weights)), default=None)
+    needed = min(CARDS["R"], key=lambda of: abs(math.log(of["weights"] / plan.bases[0].weights)))["ratio"][1]
     if card["arch"] in CARDS["take"]:
         yield f"take {CARDS['take'][card['arch']]}"
-    elif near and {"fp8", rival} <= here.keys():
-        now, needed = max(here[rival])[0] / max(here["fp8"])[0], near["ratio"][1]
+    elif {"fp8", rival} <= here.keys():
+        now = max(here[rival])[0] / max(here["fp8"])[0]
         take = f"take {rival if now >= needed else 'fp8'}"
         yield f"{take}: {rival} makes {now:.2f} times fp8's tokens/s here, and needs {needed:.2f}"
     else:
-        yield f"take {rival} if it makes {near['ratio'][1] if near else 'R'} times fp8's tokens/s, and fp8 otherwise"
+        yield f"take {rival} if it makes {needed} times fp8's tokens/s, and fp8 otherwise"
         yield "bash dev/measure.sh says so in 20 minutes"
         lora = CARDS["lora"]
         (small, (_, low)), *_, (large, (_, high)) = lora["ratio"].items()
         who = f"{lora['source'].split(',')[0]}'s LoRA on an {lora['card']}"
         yield f"by {who}: {low:.2f} ({small}) to {high:.2f} ({large})"
-        if not near:
-            yield "R follows from runs that nobody has stored yet: python -m lab.cards --write"
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -16,6 +16,7 @@ from nanochat_fp4.cli import ArgumentParser, UserError, format_seconds, run_main
 from nanochat_fp4.common import get_base_dir, print0
 from nanochat_fp4.data.dataset import add_data_arguments, ensure_data, parquets_iter_batched
 from nanochat_fp4.data.tokenizer import (
+    SPECIAL_TOKENS,
     RustBPETokenizer,
     get_tokenizer,
     get_tokenizer_dir,
@@ -43,8 +44,11 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if args.max_chars < 1 or args.doc_cap < 1:
         raise UserError("--max-chars and --doc-cap must be at least 1")
-    if args.vocab_size > MAX_VOCAB_SIZE:
-        raise UserError(f"--vocab-size={args.vocab_size} is too large; use up to {MAX_VOCAB_SIZE}")
+    least, most = 256 + len(SPECIAL_TOKENS), min(MAX_VOCAB_SIZE, args.max_chars)
+    if not least <= args.vocab_size <= most:
+        raise UserError(
+            f"--vocab-size={args.vocab_size}: expected at least {least}, and at most {most} (or --max-chars)"
+        )
     return args
 
 
