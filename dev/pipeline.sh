@@ -147,6 +147,7 @@ pipeline() {
     fi
     lock_base_dir
     NANOCHAT_BEGAN=$(date +%s) && export NANOCHAT_BEGAN # the report says how long all of it took
+    : >"$NANOCHAT_BASE_DIR/report/said.txt" # what a stage has said, later ones do not repeat
     run "$PY" -m scripts.plan "$1" --calls "$NANOCHAT_BASE_DIR/report/calls.sh" || exit $?
     ask
     # shellcheck disable=SC1091  # the plan has just written it. bash reads the whole file before it runs the first line.

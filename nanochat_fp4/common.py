@@ -104,11 +104,30 @@ def print0(*args: Any, **kwargs: Any) -> None:
         print_safely(*args, **kwargs)
 
 
-def announce(lines: dict[str, Any]) -> None:
-    """Prints lines `name: value` with aligned columns, on rank 0 only."""
+SAID: set[str] = set()
+
+
+def say_once(text: str) -> None:
+    """Prints a text on rank 0 only, and only once in a process and in all stages of a speedrun. The stages of one share
+    report/said.txt of the base directory, which dev/pipeline.sh empties when it sets NANOCHAT_BEGAN."""
+    if os.environ.get("RANK", "0") != "0":
+        return
+    if os.environ.get("NANOCHAT_BEGAN"):
+        path = Path(get_base_dir()) / "report/said.txt"
+        with contextlib.suppress(OSError), path.open("a+", encoding="utf-8", errors="replace") as file:
+            file.seek(0)
+            SAID.update(file.read().split("\0"))
+            if text not in SAID:
+                file.write(text + "\0")
+    if text not in SAID:
+        SAID.add(text)
+        print0(text)
+
+
+def aligned(lines: dict[str, Any]) -> str:
+    """Returns lines `name  value` with aligned columns."""
     width = max(map(len, lines), default=0)
-    for name, value in lines.items():
-        print0(f"  {name:<{width}}  {value}")
+    return "\n".join(f"  {name:<{width}}  {value}" for name, value in lines.items())
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -179,12 +198,11 @@ def _why_no_cuda() -> str:
     return f"this PyTorch ({torch.__version__}) is built " + (built if torch.version.cuda else "without CUDA")
 
 
-def autodetect_device_type(said: bool = True) -> str:
-    """Returns 'cuda' if there is a CUDA GPU, else 'mps' if there is Metal, else 'cpu'. `said` prints it."""
+def autodetect_device_type() -> str:
+    """Returns 'cuda' if there is a CUDA GPU, else 'mps' if there is Metal, else 'cpu'. Prints the choice."""
     mps = torch.backends.mps.is_available()
     device_type = "cuda" if torch.cuda.is_available() else "mps" if mps else "cpu"
-    if said:
-        print0(f"Autodetected device type: {device_type}" + (f" ({_why_no_cuda()})" if device_type == "cpu" else ""))
+    say_once(f"Autodetected device type: {device_type}" + (f" ({_why_no_cuda()})" if device_type == "cpu" else ""))
     return device_type
 
 

@@ -89,7 +89,7 @@ def evaluate(args: argparse.Namespace, device: torch.device, rank: int, world_si
         name = f"base model {model_tag} (step {step})"
     check_flags(args, sequence_len, world_size)
     if method != "bf16" or not args.hf_path:
-        nf.convert(model, method, per_token_in_eval=False)
+        nf.convert(model, method, per_token_in_eval=False, verbose=bool(args.hf_path or args.method))
     forward = trained if args.hf_path and method == "bf16" else method  # This is the forward's name in the output.
     print0(f"Evaluating {name} on {data_dir}")
 

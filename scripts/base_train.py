@@ -32,7 +32,7 @@ from nanochat_fp4.cli import (
     parse_share,
     run_main,
 )
-from nanochat_fp4.common import announce, print0, resolve_method
+from nanochat_fp4.common import aligned, print0, resolve_method
 from nanochat_fp4.data.dataloader import Batches, Documents, evaluation_rows, packed_rows
 from nanochat_fp4.data.dataset import ensure_data, how_often, open_text, validation_text
 from nanochat_fp4.data.tokenizer import RustBPETokenizer, get_token_bytes, get_tokenizer
@@ -233,22 +233,20 @@ class BaseTraining(Trainer):
         for (method, kind), of in blocks.items():
             kind += f" of block {', '.join(of)}" * (len(of) < config.n_layer)
             methods.setdefault(method, []).append(kind)
-        print0(f"Training {self.model_tag}:")
-        announce(
-            {
-                "model": f"{num_params:,} parameters: {config.n_layer} layers, width {config.n_embd}, "
-                f"{config.n_head} heads, vocabulary {config.vocab_size:,}",
-                "steps": f"{self.num_steps:,} of {tokens:,} tokens: {total_tokens:,} tokens, "
-                f"{total_tokens / num_params:.2f} per parameter, {self.flops_per_token * total_tokens:.2e} FLOPs",
-                "batch": f"{self.rows} x {self.seq_len} tokens, {self.world_size} process(es), "
-                f"{self.micro_batches} micro-batch(es) a step",
-                "GEMM work": ", ".join(f"{100 * s:.1f}% in {b} bits" for b, s in plan.work(self.model).items() if s),
-                **({method: f"in {', '.join(kinds)}" for method, kinds in methods.items()} if len(methods) > 1 else {}),
-                **({"output head": f"FP8, {fp8_products(self.device.type)}"} if self.model.lm_head.quantizes else {}),
-                "backend": self.backend,
-                "output": self.folder,
-            }
-        )
+        lines = {
+            "model": f"{num_params:,} parameters: {config.n_layer} layers, width {config.n_embd}, "
+            f"{config.n_head} heads, vocabulary {config.vocab_size:,}",
+            "steps": f"{self.num_steps:,} of {tokens:,} tokens: {total_tokens:,} tokens, "
+            f"{total_tokens / num_params:.2f} per parameter, {self.flops_per_token * total_tokens:.2e} FLOPs",
+            "batch": f"{self.rows} x {self.seq_len} tokens, {self.world_size} process(es), "
+            f"{self.micro_batches} micro-batch(es) a step",
+            "GEMM work": ", ".join(f"{100 * s:.1f}% in {b} bits" for b, s in plan.work(self.model).items() if s),
+            **({method: f"in {', '.join(kinds)}" for method, kinds in methods.items()} if len(methods) > 1 else {}),
+            **({"output head": f"FP8, {fp8_products(self.device.type)}"} if self.model.lm_head.quantizes else {}),
+            "backend": self.backend,
+            "output": self.folder,
+        }
+        print0(f"Training {self.model_tag}:\n{aligned(lines)}")
 
     def batches(self, position: Any) -> Batches:
         order = self.args.data_seed, self.args.shuffle_documents

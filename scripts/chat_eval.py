@@ -32,7 +32,7 @@ from eval.mmlu import MMLU
 from eval.run import Score, run_task
 from eval.spellingbee import SpellingBee
 from nanochat_fp4.cli import ArgumentParser, UserError, one_line, parse_finite, run_main
-from nanochat_fp4.common import joined_processes, print0
+from nanochat_fp4.common import joined_processes, print0, say_once
 from nanochat_fp4.data.chat_data import WORD_LIST_URL, Task
 from nanochat_fp4.data.sources import MissingDataError, Source
 from nanochat_fp4.evaluation.execution import SandboxError, describe_sandbox
@@ -188,7 +188,7 @@ def evaluate(args: argparse.Namespace, names: list[str], device: torch.device) -
     if not tasks:
         raise UserError("none of the tasks is to be had; use --eval-dir, or -a local without a network")
     if sandbox:
-        print0(sandbox)
+        say_once(sandbox)
 
     model, tokenizer, meta, method = load_for_inference(args.source, device, args)
     precisions = ["nvfp4", "bf16"] if args.precision == "both" else [args.precision]

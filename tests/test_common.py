@@ -87,6 +87,25 @@ def test_autodetect_prefers_cuda(monkeypatch, capsys):
     assert "cuda" in capsys.readouterr().out
 
 
+def test_a_text_is_said_once_by_all_stages_of_a_speedrun(base_dir, monkeypatch, capsys):
+    def stage(*texts):
+        common.SAID.clear()  # another process
+        for text in texts * 2:
+            common.say_once(text)
+        return capsys.readouterr().out.splitlines()
+
+    (base_dir / "report").mkdir(parents=True)
+    assert stage("on a CPU") == stage("on a CPU") == ["on a CPU"]
+    monkeypatch.setenv("NANOCHAT_BEGAN", "1")
+    assert stage("on a CPU", "a\nmixture") == ["on a CPU", "a", "mixture"]
+    assert stage("a\nmixture", "on", "on a CPU") == ["on"]
+    (base_dir / "report/said.txt").write_text("")  # by the next speedrun
+    assert stage("on") == ["on"]
+    (base_dir / "report/said.txt").unlink()
+    (base_dir / "report/said.txt").mkdir()  # A memory that cannot be read says all.
+    assert stage("on") == ["on"]
+
+
 @pytest.mark.parametrize(
     "env", [{"RANK": "x", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}, {"RANK": "2", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}]
 )

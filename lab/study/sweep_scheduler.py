@@ -24,7 +24,7 @@ import torch
 
 from lab import ROOT
 from lab.runs import check_run
-from lab.study.sweep_runs import Run, computed
+from lab.study.sweep_runs import Run, computed, flag_values
 from nanochat_fp4.cli import UserError, one_line
 from nanochat_fp4.evaluation.metrics import read_jsonl
 from nanochat_fp4.files import atomic_write
@@ -78,7 +78,10 @@ class Sweep:
         where = [f"--model-tag={run.tag}", f"--data-dir={self.data_dir}", f"--device-type={device}"]
         files = [str(ROOT / "lab/recipes.py"), *filter(None, self.recipes.split(","))]
         recipes = ",".join(map(os.path.abspath, files))  # The processes start in another folder.
-        return [*run.flags, *where, f"--recipes={recipes}", "--resume-from-step=latest"]
+        # Tables and plots have a value at each tenth of a run. It trains the same without, so it is not in the tag.
+        steps = int(flag_values(run.flags).get("num-iterations", 0))
+        often = [f"--eval-every={max(1, steps // 10)}"] * (steps > 0)
+        return [*often, *run.flags, *where, f"--recipes={recipes}", "--resume-from-step=latest"]
 
     def has_checkpoint(self, tag: str, step: int) -> bool:
         """Returns True if the run with this tag has a checkpoint of this step."""

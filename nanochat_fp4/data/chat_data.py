@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from nanochat_fp4.cli import UserError
-from nanochat_fp4.common import announce, print0
+from nanochat_fp4.common import aligned, say_once
 from nanochat_fp4.data.sources import (
     MissingDataError,
     Source,
@@ -303,8 +303,7 @@ def load_sources(sources: list[Source], allow_missing: bool, what: str) -> TaskM
                 raise UserError(f"{source.name}: {e}; or add --allow-missing, or --data local") from e
             source.missing = str(e)
     if what == "training" or any(source.missing for source in sources):
-        print0(f"{what} mixture:")
-        announce(describe_sources(sources))
+        say_once(f"{what} mixture:\n{aligned(describe_sources(sources))}")
     return TaskMixture([source.task for source in sources if source.task is not None])
 
 

@@ -47,7 +47,7 @@ import pyarrow.parquet as pq
 from filelock import FileLock
 
 from nanochat_fp4.cli import ArgumentParser, UserError, format_bytes, one_line, parse_finite, run_main
-from nanochat_fp4.common import get_base_dir, of_all_ranks, print0
+from nanochat_fp4.common import get_base_dir, of_all_ranks, print0, say_once
 from nanochat_fp4.data.sources import KINDS, hub_url, kind_of, rows_of, url_problem
 from nanochat_fp4.files import atomic_write
 from nanochat_fp4.progress import Progress
@@ -598,7 +598,7 @@ def ensure_data(data_dir: str | None = None, *, column: str = "", num_shards: in
         raise UserError(f"the processes have different text ({' | '.join(sorted(texts))}); give all nodes the same")
     for split in ("train", "val"):  # A damaged file must not be found hours into a run.
         open_text(split, folder, column)
-    print0(f"Data: {found.folder} ({what}): {found}")
+    say_once(f"Data: {found.folder} ({what}): {found}")
     return str(found.folder)
 
 

@@ -31,7 +31,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from nanochat_fp4.cli import one_line
-from nanochat_fp4.common import print0
+from nanochat_fp4.common import say_once
 from nanochat_fp4.nvfp4.dispatch import constant_when_compiled
 
 BACKENDS = ("fa3", "flash", "flex", "sdpa")
@@ -117,15 +117,10 @@ def use(backend: str | None) -> Iterator[None]:
         _force(before)
 
 
-@functools.cache
-def announce(line: str) -> None:
-    print0(line)
-
-
-def setup(device_type: str, windowed: bool = False, said: bool = True) -> str:
+def setup(device_type: str, windowed: bool = False) -> str:
     """
-    Loads FlashAttention-3, and reads NANOCHAT_ATTENTION. Returns a line that names the backend and its cost. With
-    `said` it is printed, once.
+    Loads FlashAttention-3, and reads NANOCHAT_ATTENTION. Returns a line that names the backend and its cost, and prints
+    it once.
 
     The model calls setup in init_weights, because compiled code can neither load nor print. `windowed` says whether the
     model has sliding windows. Raises ValueError for a forced backend that cannot run.
@@ -152,8 +147,7 @@ def setup(device_type: str, windowed: bool = False, said: bool = True) -> str:
         line = f"{compiled[backend_for_windows(True)]}, SDPA for full context" if windowed else "SDPA"
         line += f" (FlashAttention-3: {fa3_reason})"
     line = f"attention: {line}"
-    if said:
-        announce(line)
+    say_once(line)
     return line
 
 

@@ -31,7 +31,7 @@ import torch.nn as nn
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from nanochat_fp4.common import print0
+from nanochat_fp4.common import say_once
 from nanochat_fp4.models import flash_attention, optim
 from nanochat_fp4.models.cross_entropy import Head
 from nanochat_fp4.models.elementwise import ReluSquared, apply_rotary_emb, norm, rotary_tables
@@ -332,17 +332,16 @@ class GPT(nn.Module):
         if self.get_device().type == "cuda":
             self.transformer.wte.to(dtype=torch.bfloat16)  # This halves the largest table. The optimizer takes BF16.
         if (padded := len(self.lm_head.weight)) != self.config.vocab_size:
-            print0(f"Padding vocab_size from {self.config.vocab_size} to {padded} for efficiency")
-        self.prepare(new=True)
+            say_once(f"Padding vocab_size from {self.config.vocab_size} to {padded} for efficiency")
+        self.prepare()
 
-    def prepare(self, new: bool = False) -> None:
-        """Makes the rotary tables and sets up the attention backend for the device of the weights. It is named when a
-        new model is made."""
+    def prepare(self) -> None:
+        """Makes the rotary tables and sets up the attention backend for the device of the weights."""
         self.cos, self.sin = self._rotary_tables()
         device_type = self.get_device().type
         if device_type != "meta":
             left = min(left for left, _ in self.window_sizes)
-            flash_attention.setup(device_type, 0 <= left < self.config.sequence_len - 1, said=new)
+            flash_attention.setup(device_type, 0 <= left < self.config.sequence_len - 1)
 
     def _rotary_tables(self) -> tuple[Tensor, Tensor]:
         if self.get_device().type == "meta":  # arange would import the whole compiler
@@ -435,7 +434,7 @@ class GPT(nn.Module):
         falls linearly to zero over the run.
         """
         scale, width = batch_scale(total_batch_size), self.config.n_embd
-        print0(f"Scaling the learning rates of AdamW by ({width}/768)^-0.5 = {(width / 768) ** -0.5:.6f}")
+        say_once(f"Scaling the learning rates of AdamW by ({width}/768)^-0.5 = {(width / 768) ** -0.5:.6f}")
         weight_decay = options.weight_decay * (REFERENCE_DEPTH / self.config.n_layer) ** 2
         adamw, muon = self.setup_optimizers(
             unembedding_lr=options.unembedding_lr * scale,

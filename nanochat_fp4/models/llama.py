@@ -190,14 +190,13 @@ class Llama(nn.Module):
                 continue
             depth_scale = (2 * self.config.n_layer) ** -0.5 if name.endswith("c_proj.weight") else 1.0
             drawn(p, nn.init.normal_, 0.0, INIT_STD * depth_scale)
-        self.prepare(new=True)
+        self.prepare()
 
-    def prepare(self, new: bool = False) -> None:
-        """Makes the rotary tables and sets up the attention backend for the device of the weights. It is named when a
-        new model is made."""
+    def prepare(self) -> None:
+        """Makes the rotary tables and sets up the attention backend for the device of the weights."""
         self.cos, self.sin = self._rotary_tables()
         if self.get_device().type != "meta":
-            flash_attention.setup(self.get_device().type, said=new)
+            flash_attention.setup(self.get_device().type)
 
     def get_device(self) -> torch.device:
         return self.transformer.wte.weight.device

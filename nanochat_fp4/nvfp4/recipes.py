@@ -177,7 +177,7 @@ class Recipe:
         backward = "backward in high precision"
         if self.quantizes_backward:
             backward = f"grad_input {self.grad_input}; grad_weight {self.grad_weight}"
-        text = f"{self.name}: output {self.output}; {backward}"
+        text = f"{self.name}: " + (f"output {self.output}; {backward}" if self.quantizes else "high precision")
         text += f"; the last {100 * self.kept_blocks:g}% of the blocks in BF16" if self.kept_blocks else ""
         return text + (f"; {self.late[1].name} from {100 * self.late[0]:.0f}% of the steps on" if self.late else "")
 

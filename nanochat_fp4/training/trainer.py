@@ -37,7 +37,7 @@ from torch import Tensor, nn
 import nanochat_fp4 as nf
 from nanochat_fp4.cli import UserError, format_seconds, is_out_of_memory, require
 from nanochat_fp4.common import (
-    announce,
+    aligned,
     autodetect_device_type,
     compute_cleanup,
     compute_init,
@@ -184,8 +184,7 @@ class Trainer:
         if args.deterministic:
             use_deterministic_kernels()
         until_exit.callback(compute_cleanup)
-        # Stages after the first print what has changed.
-        device_type = args.device_type or autodetect_device_type(said=stage == "base")
+        device_type = args.device_type or autodetect_device_type()
         _, self.rank, _, self.world_size, self.device = compute_init(device_type, args.seed)
         self.signals = until_exit.enter_context(StopSignals())
         # Searching the compiler's objects, which stay alive, for garbage takes a tenth of its time.
@@ -774,7 +773,7 @@ class Trainer:
             "Quantization error": self.telemetry,
         }
         outcome = {k: v for k, v in outcome.items() if v is not None}
-        announce({k: f"{v:.6f}" if isinstance(v, float) else v for k, v in outcome.items()})
+        print0(aligned({k: f"{v:.6f}" if isinstance(v, float) else v for k, v in outcome.items()}))
         report = get_report(self.model_tag)
         # Otherwise the run was killed before it could report.
         if self.dry_run or (done_before and report.path(section).exists()):

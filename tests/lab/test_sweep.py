@@ -80,6 +80,16 @@ def test_a_plan_is_whole_seeds_with_equal_flags_but_for_method_and_seed():
     assert len({r.tag for r in runs}) == len(runs)
 
 
+@pytest.mark.parametrize("options, every", [
+    (dict(tokens=585 * 512, bf16_until=0.5), 58), (dict(tokens=5 * 512), 1), (dict(ratio=20), 250),
+    (dict(tokens=585 * 512, extra=["--eval-every=50"]), 50),
+], ids=str)  # fmt: skip
+def test_runs_are_evaluated_at_each_tenth_of_their_steps(options, every, tmp_path):
+    sweep = sweep_scheduler.Sweep(tmp_path, str(tmp_path), ["cpu"])
+    for run in sweep_runs.plan(["clover"], ["tiny"], [1], **options):
+        assert base_train.parse_args(sweep.arguments(run)).eval_every == every
+
+
 def test_runs_branch_from_the_bf16_run_of_their_seed():
     names = ["clover", "bf16", "clover_late_fp8", "clover_up_fp8", "clover_less_decay"]
     runs = sweep_runs.plan(names, ["tiny"], [1, 2], tokens=5 * 512, bf16_until=0.5)

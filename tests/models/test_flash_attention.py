@@ -7,6 +7,7 @@ import types
 import pytest
 import torch
 
+from nanochat_fp4 import common
 from nanochat_fp4.models import flash_attention
 from nanochat_fp4.models.flash_attention import flash_attn_func, flash_attn_with_kvcache
 from nanochat_fp4.models.gpt import GPT, GPTConfig
@@ -169,11 +170,11 @@ def test_windows_have_a_backend_for_each_gpu_and_full_context_has_sdpa(
 
 def test_a_model_says_whether_it_has_windows(monkeypatch):
     asked = []
-    monkeypatch.setattr(flash_attention, "setup", lambda *how, said: asked.append((*how, said)))
+    monkeypatch.setattr(flash_attention, "setup", lambda *how: asked.append(how))
     for pattern in ("SL", "L"):
         shape = dict(sequence_len=64, vocab_size=64, n_layer=4, n_head=4, n_kv_head=2, n_embd=64)
         GPT(GPTConfig(**shape, window_pattern=pattern)).init_weights()
-    assert asked == [("cpu", True, True), ("cpu", False, True)]
+    assert asked == [("cpu", True), ("cpu", False)]
 
 
 def test_at_most_65535_tokens_at_once_on_sm_120(monkeypatch):
@@ -191,7 +192,7 @@ def test_at_most_65535_tokens_at_once_on_sm_120(monkeypatch):
 
 
 def test_says_what_it_uses_once_and_what_it_costs(capsys):
-    flash_attention.announce.cache_clear()
+    common.SAID.clear()
     line = flash_attention.setup("cpu", windowed=True)
     assert "SDPA" in line and "as much as" in line
     assert flash_attention.setup("cpu", windowed=True) == line

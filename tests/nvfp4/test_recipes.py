@@ -147,4 +147,5 @@ def test_print_shows_the_whole_row():
         == ("nvidia: output rtn x rtn_16x16; grad_input sr x -; grad_weight sr x raw rtn, RHT-16")
     )
     assert repr(nvidia.forward_only()) == "nvidia: output rtn x rtn_16x16; backward in high precision"
+    assert repr(nf.get_recipe("bf16")) == "bf16: high precision"
     assert repr(nf.QuantLinear(64, 128, method="clover")) == "QuantLinear(64, 128, bias=False, method=clover)"

@@ -241,7 +241,7 @@ def test_loaders_name_bad_conversations(tmp_path):
 def test_base_to_mid_to_sft_to_evaluation_and_chat(base, capsys, monkeypatch):
     mid(steps=8)
     out = capsys.readouterr().out
-    assert not re.search("attention:|Scaling|Padding|Autodetected|validation mixture", out)  # as in base training
+    assert not re.search("Scaling|Padding|validation mixture", out)  # as in base training
     assert out.count("training mixture:") == 1
     assert "QAT method clover; the backward pass is not quantized" in out
     assert "Local-Arithmetic" in out and "2,000 conversations" in out
