@@ -6,7 +6,7 @@ the kernels and the GEMM of a GPU. Each check returns one line that names the pr
 makes the same checks for all methods, and reports them.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 import torch
 
@@ -53,8 +53,10 @@ def self_check(
         # torch.compile's processes take all cores at a run's start. Threads that wait for each other would then take
         # longer than one thread takes for the small tensors of a check.
         torch.set_num_threads(1)
+    on_gpu, layer = device.type == "cuda" and use_kernels(device), LAYER if model is None else layer_like(model)
+    launches = LAUNCHES if on_gpu and torch.cuda.get_device_capability(device)[0] == 10 else 0
     try:
-        problem = next(filter(None, _problems(device, recipe, LAYER if model is None else layer_like(model))), None)
+        problem = next(filter(None, problems(device, recipe, layer, launches)), None)
     finally:
         torch.set_num_threads(threads)
     if problem:
@@ -68,13 +70,20 @@ def self_check(
     return line
 
 
-def _problems(device: torch.device, recipe: Recipe, layer: tuple[int, int, int]) -> Iterator[str | None]:
-    kernels = kernels_of([recipe]) if recipe.quantizes and use_kernels(device) else []
-    for rounding, rht_dim in dict.fromkeys((r, rht_dim if r.ms_eden else 0) for r, rht_dim in kernels):
+def problems(
+    device: torch.device, recipe: Recipe, layer: tuple[int, int, int], launches: int, every: bool = False
+) -> Iterator[str | None]:
+    """Makes the checks of a method one after the other. Yields a description of each one's problem, or None.
+
+    `layer` has the numbers of tokens, in_features and out_features. `launches` is the number of launches in which each
+    rotating kernel must give the same bits, or 0 to leave that out. Without `every` a rounding other than ms_eden is
+    compared without its rotation, which all roundings share.
+    """
+    kernels = kernels_of(recipe) if recipe.quantizes and use_kernels(device) else []
+    for rounding, rht_dim in dict.fromkeys((r, rht_dim if r.ms_eden or every else 0) for r, rht_dim in kernels):
         yield kernel_problem(device, rounding, rht_dim, layer[::2])
-    for rounding, rht_dim in ((r, rht_dim) for r, rht_dim in kernels if rht_dim and device.type == "cuda"):
-        if torch.cuda.get_device_capability(device)[0] == 10:
-            yield repeat_problem(device, rounding, REPEATED, LAUNCHES, rht_dim)
+    for rounding, rht_dim in ((r, rht_dim) for r, rht_dim in kernels if rht_dim and launches):
+        yield repeat_problem(device, rounding, REPEATED, launches, rht_dim)
     yield layer_problem(device, recipe, layer)
 
 
@@ -148,10 +157,9 @@ def layer_problem(device: torch.device, method: str | Recipe, layer: tuple[int, 
 # Kernels
 
 
-def kernels_of(recipes: Iterable[Recipe]) -> list[tuple[Rounding, int]]:
-    """Returns the roundings of these methods that have kernels, each with the group size of its rotation, sorted by
-    name."""
-    gemms = [g for r in recipes for p in (r, r.final) for g in (p.output, p.grad_input, p.grad_weight)]
+def kernels_of(recipe: Recipe) -> list[tuple[Rounding, int]]:
+    """Returns the roundings of a method that have kernels, each with the group size of its rotation, sorted by name."""
+    gemms = [g for p in (recipe, recipe.final) for g in (p.output, p.grad_input, p.grad_weight)]
     pairs = {(o.rounding, g.rht_dim) for g in gemms for o in (g.a, g.b) if o.rounding and o.rounding.has_kernels}
     pairs |= {(o.kept, 0) for g in gemms for o in (g.a, g.b) if o.kept}
     return sorted(pairs, key=lambda pair: (pair[0].name, pair[1]))
