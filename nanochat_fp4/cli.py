@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 logger = logging.getLogger("nanochat_fp4")
+BEGAN = time.monotonic()  # when the program began, but for the start of Python itself
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Errors

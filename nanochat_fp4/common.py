@@ -232,42 +232,6 @@ def seed_micro_batch(seed: int, step: int, micro_batch: int) -> None:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Random state. Rotations and stochastic rounding draw from torch's default generators. A checkpoint keeps their state,
-# so that a resumed run draws the same numbers.
-
-
-def get_rng_state(device: torch.device) -> dict[str, torch.Tensor]:
-    """Returns the states of torch's generators on the CPU and on `device`, as CPU tensors (for torch.save). It does
-    not wait for the GPU."""
-    state = {"cpu": torch.get_rng_state()}
-    if device.type == "cuda":
-        state["cuda"] = torch.cuda.get_rng_state(device)
-    if device.type == "mps":
-        state["mps"] = torch.mps.get_rng_state()
-    return state
-
-
-def set_rng_state(state: dict[str, torch.Tensor], device: torch.device) -> None:
-    """Restores the result of get_rng_state. The state of another type of device is left out."""
-    torch.set_rng_state(state["cpu"].cpu())
-    if device.type == "cuda" and "cuda" in state:
-        torch.cuda.set_rng_state(state["cuda"].cpu(), device)
-    elif device.type == "mps" and "mps" in state:
-        torch.mps.set_rng_state(state["mps"].cpu())
-
-
-@contextlib.contextmanager
-def preserved_rng(device: torch.device) -> Iterator[None]:
-    """A context that restores the random state at its end, so that evaluation, sampling and telemetry do not change
-    training."""
-    state = get_rng_state(device)
-    try:
-        yield
-    finally:
-        set_rng_state(state, device)
-
-
-# ----------------------------------------------------------------------------------------------------------------------
 # Joining and leaving the process group
 
 

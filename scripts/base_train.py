@@ -144,7 +144,6 @@ class BaseTraining(Trainer):
         tag = f"{families.family_of_flags(args).run_name(args)}_{method}" if args.model_tag is None else args.model_tag
         self.open_folder(tag, args.branch_from)
         tokenizer = get_tokenizer()
-        self.end_phase("data, tokenizer")
         self.make_model(args, tokenizer, method)
         plan = MethodPlan.parse(method, args.layer_methods, args.method_phases)
         self.convert(method, method, plan, self.num_steps)
@@ -293,7 +292,7 @@ class BaseTraining(Trainer):
             self.progress.write(f"warning: no CORE metric from here on: {one_line(e)}")
             self.core_every = -1
             return
-        core_metric = self.state.numbers["core_metric"] = results["core_metric"]
+        core_metric = self.state["numbers"]["core_metric"] = results["core_metric"]
         for note in results["notes"]:
             self.progress.write(f"note: {note}")
         self.progress.write(f"step {self.step:05d} | CORE metric {core_metric:.4f}")
@@ -310,7 +309,7 @@ class BaseTraining(Trainer):
         self.metrics.append("sample", self.step, samples=self.samples)
 
     def report(self) -> None:
-        num_params, numbers = self.model.num_scaling_params(), self.state.numbers
+        num_params, numbers = self.model.num_scaling_params(), self.state["numbers"]
         total_tokens = self.args.total_batch_size * self.num_steps
         about = {
             "Flags": changed_flags(self.args, parse_args([])),
@@ -322,7 +321,7 @@ class BaseTraining(Trainer):
             "Backend": self.backend,
         }
         outcome = {
-            "Minimum validation bpb": self.state.best.get("val_bpb"),
+            "Minimum validation bpb": self.state["best"].get("val_bpb"),
             "Final validation bpb": numbers.get("val_bpb"),
             "Final validation bpb, BF16 forward": numbers.get("val_bpb_bf16"),
             "CORE metric estimate": numbers.get("core_metric"),

@@ -25,7 +25,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanochat_fp4.common import preserved_rng
 from nanochat_fp4.data.tokenizer import without_end
 from nanochat_fp4.generation.calculator import use_calculator
 from nanochat_fp4.models.gpt import autocast
@@ -309,7 +308,7 @@ def draw_samples(
     engine = Engine(model, tokenizer)
     device = model.get_device()
     samples = []
-    with preserved_rng(device), autocast(device.type), per_token_scale(model), quantize_weights_once(model):
+    with autocast(device.type), per_token_scale(model), quantize_weights_once(model):
         for prompt in prompts:
             tokens = tokenizer(prompt, prepend="<|bos|>")
             rows, _ = engine.generate_batch(tokens, num_samples=1, max_tokens=max_tokens, temperature=0)

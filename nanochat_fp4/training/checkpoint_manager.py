@@ -198,15 +198,17 @@ def delete_steps(checkpoint_dir: Path, steps: Iterable[int]) -> None:
             delete(place)
 
 
-def prune_checkpoints(checkpoint_dir: Path, keep_last: int, step: int) -> None:
+def prune_checkpoints(checkpoint_dir: Path, keep_last: int, step: int, forget_later: bool = False) -> None:
     """
     Deletes all checkpoints but the newest `keep_last` up to `step`, which was saved last. Only one rank must call this
     function.
 
-    If keep_last is less than 1, nothing is deleted. nanochat's own checkpoints, and later steps, do not count.
+    If keep_last is less than 1, none of these is deleted. Later steps are deleted with `forget_later` alone. nanochat's
+    own checkpoints do not count, and stay.
     """
-    own = [s for s in list_steps(checkpoint_dir) if s <= step and _place(checkpoint_dir, s) != checkpoint_dir]
-    delete_steps(checkpoint_dir, own[keep_last:] if keep_last > 0 else ())
+    own = [s for s in list_steps(checkpoint_dir) if _place(checkpoint_dir, s) != checkpoint_dir]
+    delete_steps(checkpoint_dir, [s for s in own if s > step] if forget_later else ())
+    delete_steps(checkpoint_dir, [s for s in own if s <= step][keep_last:] if keep_last > 0 else ())
 
 
 def delete_run(folder: Path) -> list[str]:

@@ -117,7 +117,7 @@ class LaterStage(Trainer):
 
     def log_stage(self, section: str, setup: dict[str, Any]) -> None:
         """Prints the results, and writes them together with `setup` into the report under `section`."""
-        bests = {f"Best {key}": value for key, value in self.state.best.items()}
+        bests = {f"Best {key}": value for key, value in self.state["best"].items()}
         about = {
             "Model": f"{self.parent.get('stage')} model {self.model_tag}, step {self.parent.get('step')}",
             **setup,

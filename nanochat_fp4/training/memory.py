@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import nn
 
 from nanochat_fp4.cli import UserError, format_bytes, is_out_of_memory
-from nanochat_fp4.common import is_ddp_initialized, preserved_rng, print0
+from nanochat_fp4.common import is_ddp_initialized, print0
 from nanochat_fp4.hardware import gpu_memory, physical_memory
 from nanochat_fp4.models.cross_entropy import CHUNK_ELEMENTS
 from nanochat_fp4.models.gpt import GPT, autocast
@@ -282,10 +282,9 @@ def largest_micro_batch(
 
 
 def try_micro_batch(model: nn.Module, size: int, seq_len: int, dtype: torch.dtype | None = None) -> None:
-    """Computes a forward and backward pass of `size` rows of random tokens. The gradients stay, and the states of
-    the random generators do not change."""
+    """Computes a forward and backward pass of `size` rows of random tokens. The gradients stay."""
     device = model.get_device()
-    with preserved_rng(device), autocast(device.type, dtype):
+    with autocast(device.type, dtype):
         tokens = torch.randint(model.config.vocab_size, (size, seq_len), device=device)
         model(tokens, tokens).backward()
     if device.type == "cuda":

@@ -13,8 +13,8 @@ A training run: one loop for all four stages. A stage is a subclass of Trainer.
     run_stage(args, MyStage)
 
 A step consists of micro-batches and an update. A resumed run computes the same bits as an uninterrupted one. A
-checkpoint therefore has everything that a step depends on: weights, optimizers, random generators, the position in the
-data, `state` and `monitor`.
+checkpoint therefore has everything that a step depends on: weights, optimizers, the position in the data, `state` and
+`monitor`. The random generators are no part of it, because every micro-batch seeds them with its own number.
 """
 
 import argparse
@@ -27,7 +27,6 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -35,19 +34,16 @@ import torch
 from torch import Tensor, nn
 
 import nanochat_fp4 as nf
-from nanochat_fp4.cli import UserError, format_seconds, is_out_of_memory, require
+from nanochat_fp4.cli import BEGAN, UserError, format_seconds, is_out_of_memory, require
 from nanochat_fp4.common import (
     aligned,
     autodetect_device_type,
     compute_cleanup,
     compute_init,
-    get_rng_state,
     mean_over_ranks,
     of_all_ranks,
-    preserved_rng,
     print0,
     seed_micro_batch,
-    set_rng_state,
     use_deterministic_kernels,
 )
 from nanochat_fp4.data.tokenizer import RustBPETokenizer, tokenizer_lock
@@ -90,15 +86,6 @@ def run_stage(args: argparse.Namespace, make: "Callable[[argparse.Namespace, con
         sys.exit(trainer.signals.exit_code)
 
 
-def process_age() -> float:
-    """Returns the seconds since this process began, or 0 if the system does not tell."""
-    try:
-        began = int(Path("/proc/self/stat").read_text("ascii").rpartition(")")[2].split()[19])
-        return time.clock_gettime(time.CLOCK_BOOTTIME) - began / os.sysconf("SC_CLK_TCK")
-    except (OSError, ValueError, IndexError, AttributeError):
-        return 0.0
-
-
 def start_compiler(device: torch.device) -> None:
     """Starts the processes that compile kernels for torch.compile on a GPU, as its first call would do, and imports the
     compiler. The processes need seconds until they answer, which pass while the run reads its data."""
@@ -116,37 +103,6 @@ def due(every: int, step: int, last: bool) -> bool:
     """Returns whether something that comes every `every` steps is due before `step`, or at the end of the run. It is
     never due if `every` is -1."""
     return every > 0 and (last or step % every == 0)
-
-
-@dataclass
-class State:
-    """The state of the loop that a checkpoint keeps.
-
-    - numbers are the results of the newest evaluation, and best are the best results so far, both by name.
-    - looked says before which step evaluations, samples and telemetry were made, and whether as those of the last step.
-    - progress is the part of the run that is done, from 0 to 1.
-    - training_seconds is the time that steps have taken so far.
-    """
-
-    numbers: dict[str, float] = field(default_factory=dict)
-    best: dict[str, float] = field(default_factory=dict)
-    looked: tuple[int, bool] = (-1, False)
-    progress: float = 0.0
-    training_seconds: float = 0.0
-
-
-@dataclass
-class Update:
-    """The result of an attempted update over all ranks. If `bad` is set, a number was not finite, and nothing was
-    updated. `rate` is the multiplier of the learning rates."""
-
-    loss: float
-    grad_norm: float
-    tokens: int
-    consumed: int
-    bad: bool
-    bad_here: bool
-    rate: float = 0.0
 
 
 class Trainer:
@@ -176,7 +132,6 @@ class Trainer:
 
     def __init__(self, stage: str, args: argparse.Namespace, until_exit: contextlib.ExitStack):
         self.stage, self.args, self.until_exit = stage, args, until_exit
-        self.phases, self.phase_began = {"start of Python": process_age()}, time.monotonic()
         if args.orthogonalizer == "newton_schulz":
             require("muon")  # The error must come before the data are prepared, which takes long.
         # torch reads this variable when CUDA starts.
@@ -203,17 +158,23 @@ class Trainer:
         gpu = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else None
         self.peak_flops = get_peak_flops(gpu) if gpu else None
         self.sharded = check_parallel(args)
-        self.step, self.state, self.monitor = 0, State(), LossMonitor()
+        self.step, self.monitor = 0, LossMonitor()
+        # What a checkpoint keeps of the loop: the newest and the best results by name, before which step evaluations,
+        # samples and telemetry were made (and whether as those of the last step), the part of the run that is done,
+        # from 0 to 1, and the time that steps have taken.
+        self.state: dict[str, Any] = {
+            "numbers": {}, "best": {}, "looked": [-1, False], "progress": 0.0, "training_seconds": 0.0
+        }  # fmt: skip
         self.position: Any = None  # in the data, after the last batch that was trained on
         self.meta: dict[str, Any] = {}  # what every checkpoint says of this run
         self.trained: dict[str, Any] = {}  # the metadata of the checkpoint that the weights came from
         self.start_record: dict[str, Any] = {}  # the stage's entries in the first record of metrics.jsonl
         self.source: Path | None = None  # the folder of the checkpoint that is resumed, of this run or of its branch
         self.loaded: list[Any] = []  # its weights and optimizers, until the model has them
-        self.saved: tuple | None = None  # the step and State.looked of the newest checkpoint
+        self.saved: tuple | None = None  # the step and state["looked"] of the newest checkpoint
         self.batch: Batch | None = None  # the batch that is trained on next; next_position is the position after it
         self.next_position: Any = None
-        self.replay: list[tuple[Batch, dict[str, Tensor]]] = []  # the step's batches, each with the generators before
+        self.replay: list[Batch] = []  # the step's batches
         self.updating = self.made_first_step = self.warned_of_repetition = False
         self.skipped_in_a_row = 0
         self.mfu: float | None = None
@@ -247,8 +208,7 @@ class Trainer:
     def open_folder(self, model_tag: str, branch_from: str = "") -> None:
         """Takes the lock of the run's folder, and reads the checkpoint that is resumed, if there is one."""
         self.model_tag, self.folder = model_tag, checkpoint_folder(self.stage, model_tag)
-        branch = resume.branch_point(branch_from, self.folder) if branch_from else None
-        step = None
+        source, step = self.folder, None
         if not self.dry_run:
             self.until_exit.enter_context(held_run(self.folder))
             if self.rank == 0:
@@ -258,15 +218,13 @@ class Trainer:
             of_all_ranks(None)  # The others look for checkpoints when the remains of a killed save are gone.
             step = resume.find_resume_step(self.folder, self.args.resume_from_step, self.args.overwrite)
         self.starts_over = self.args.overwrite and step is None and not self.dry_run
-        source = self.folder
-        if step is None and branch:
-            source, step = branch
+        if step is None and branch_from:
+            source, step = resume.branch_point(branch_from, self.folder)
         if step is not None:
             self.step, self.source, self.trained = step, source, checkpoints.read_meta(source, step)
             # A lean state is smaller than the FP32 weights that it was saved as, so it is made on the CPU.
             device = torch.device("cpu") if self.lean_or_fp32 == "lean" else self.device
             *self.loaded, self.trained = checkpoints.load_checkpoint(source, step, device, True, self.rank)
-        self.saved = (step, ()) if self.resumes else None
         self.metrics = MetricsLog(self.folder, enabled=self.rank == 0 and not self.dry_run)
 
     @property
@@ -320,10 +278,7 @@ class Trainer:
         `options` are further arguments of nf.convert."""
         self.method = method
         if self.device.type == "cuda":
-            try:
-                decide(self.device.type, product_shapes(self.model, self.model.config.sequence_len))
-            except ValueError as error:
-                raise UserError(str(error)) from error
+            decide(self.device.type, product_shapes(self.model, self.model.config.sequence_len))
         nf.convert(self.model, recipe, per_token_in_eval=False, **options)
         self.flops_per_token = self.model.estimate_flops()
         self.quantized = QuantizedTraining(self.model, plan, steps)
@@ -377,7 +332,7 @@ class Trainer:
         """
         self.begin()
         while True:
-            last = self.finished
+            last = self.state["progress"] >= 1
             stopping = self.signals.received(self.device)
             if not stopping:
                 try:
@@ -387,7 +342,7 @@ class Trainer:
             end = last or stopping
             is_due = due(self.args.save_every, self.step, False) or self.step in self.args.save_at
             if end or (self.step > 0 and is_due):
-                saved = self.save(self.step, get_rng_state(self.device), self.position)
+                saved = self.save()
                 if end and not saved:
                     raise UserError(
                         f"step {self.step} could not be saved (see the warning above); free some disk space and go on "
@@ -408,11 +363,12 @@ class Trainer:
     def begin(self) -> None:
         """Does everything that comes before the first step. --overwrite deletes the old run as late as possible, when
         nothing can refuse the new run any more."""
-        self.end_phase("model")
         if self.source is not None:
             self.restore()
-        self.loader = self.batches(self.position)
-        if not self.finished and self.ahead:
+        if not self.by_epoch:
+            self.state["progress"] = self.step / self.num_steps
+        self.loader, finished = self.batches(self.position), self.state["progress"] >= 1
+        if not finished and self.ahead:
             self.fetch()
         project = "nanochat" if self.stage == "base" else f"nanochat-{self.stage}"
         self.tracker = setup_tracker(self.args.run, project, self.meta["user_config"])
@@ -421,7 +377,7 @@ class Trainer:
             of_all_ranks(None)
             if others:
                 print0(f"note: {self.folder} has files that no run wrote, which stay: {', '.join(others[:5])}")
-        undone = () if self.looked_before(self.finished) else ("val", "core", "sample", "telemetry")
+        undone = () if self.looked_before(finished) else ("val", "core", "sample", "telemetry")
         self.metrics.rewind(self.step if self.resumes else None, undone)
         record = {
             "stage": self.stage, "method": self.method, "num_iterations": self.num_steps, "backend": str(nf.backend()),
@@ -435,24 +391,21 @@ class Trainer:
             initial=self.step,
         )
         self.until_exit.callback(self.progress.close)  # before the message of an error
-        self.end_phase("first batch")
+        self.begun = time.monotonic()
 
     def restore(self) -> None:
-        """Restores optimizers, random generators, data position, loop and loss monitor. The model has its weights
-        already, because they must be there before the layers are converted and the weights divided."""
+        """Restores optimizers, data position, loop and loss monitor. The model has its weights already, because they
+        must be there before the layers are converted and the weights divided."""
         parts = self.loaded.pop()
         resume.restore_optimizers(self.training_step.optimizers, parts, self.trained, self.source)
-        set_rng_state(parts[self.rank if self.rank < len(parts) else 0]["rng"], self.device)
         self.position = resume.position_of(parts)
-        loop = self.trained["loop_state"]
-        if loop.keys() != State.__dataclass_fields__.keys():
+        if self.trained["loop_state"].keys() != self.state.keys():
             raise UserError(
                 f"the run in {self.folder} is of another release, whose loop had another state; finish it with that "
                 "release, or begin a new run with another --model-tag"
             )
-        self.state, self.monitor = State(**loop), LossMonitor(self.trained["loss_state"])
-        self.state.looked = tuple(self.state.looked)
-        self.saved = self.saved and (self.step, self.state.looked)
+        self.state, self.monitor = {**self.trained["loop_state"]}, LossMonitor(self.trained["loss_state"])
+        self.saved = (self.step, self.state["looked"]) if self.resumes else None
         branch = "" if self.resumes else f" of {self.source.name}"
         print0(f"Resuming from step {self.step}{branch}")
         for change in resume.changed_settings(self.trained, self.meta):
@@ -463,48 +416,39 @@ class Trainer:
         """Whether the length of the run is one epoch."""
         return self.num_steps < 1
 
-    @property
-    def finished(self) -> bool:
-        """Whether the run has reached its end."""
-        return self.state.progress >= 1 if self.by_epoch else self.step >= self.num_steps
-
     def looked_before(self, last: bool) -> bool:
         """Whether evaluations, samples and telemetry of this step were made by the process that saved the
         checkpoint."""
-        return self.state.looked in ((self.step, last), (self.step, True))
-
-    def end_phase(self, name: str) -> None:
-        """Ends a phase of the time to the first step, and gives it its name."""
-        now = time.monotonic()
-        self.phases[name], self.phase_began = self.phases.get(name, 0.0) + now - self.phase_began, now
+        return self.state["looked"] in ([self.step, last], [self.step, True])
 
     def fetch(self) -> None:
         """Makes the next batch on the CPU while the GPU computes. self.position stays that of the batch before."""
         *batch, self.next_position = next(self.loader)
         self.batch = tuple(batch)
 
-    def save(self, step: int, rng: dict[str, Tensor], position: Any) -> bool:
+    def save(self) -> bool:
         """Saves a checkpoint, and returns whether all of it is on the disk. All processes must call this function
         together. Raises UserError if a weight or a moment is not finite."""
         # A step can have been saved before its last evaluation, because of a signal. It is then saved again.
-        if self.dry_run or (step, self.state.looked) == self.saved:
+        now = self.step, self.state["looked"]
+        if self.dry_run or now == self.saved:
             return True
         optimizers = [optimizer.state_dict() for optimizer in self.training_step.optimizers]
-        of_rank = {"optimizers": optimizers, "rng": rng, "dataloader": position}
-        meta = {**self.state.numbers, **self.meta, "loop_state": asdict(self.state), "loss_state": self.monitor.state}
+        of_rank = {"optimizers": optimizers, "dataloader": self.position}
+        loop = {"loop_state": self.state, "loss_state": self.monitor.state}
         weights = full_state_dict(self.model, self.rank)
         bad_here = next(checkpoints.not_finite({"weight": weights, **of_rank}), None)
         if bad := next(filter(None, of_all_ranks(bad_here)), None):
-            raise self.lost(f"step {step}: {bad} is not finite, so nothing is saved")
-        saved = checkpoints.save_checkpoint(self.folder, step, weights, of_rank, meta, self.rank)
-        if saved:
-            self.saved = step, self.state.looked
-        if saved and self.rank == 0:
-            if self.args.resume_from_step != "latest":
-                # Later checkpoints belong to a run that was resumed from an earlier step. 'latest' must not find them.
-                checkpoints.delete_steps(self.folder, (s for s in checkpoints.list_steps(self.folder) if s > step))
-            checkpoints.prune_checkpoints(self.folder, self.args.keep_last, step)
-        return saved
+            raise self.lost(f"step {self.step}: {bad} is not finite, so nothing is saved")
+        meta = self.state["numbers"] | self.meta | loop
+        if not checkpoints.save_checkpoint(self.folder, self.step, weights, of_rank, meta, self.rank):
+            return False
+        self.saved = now
+        if self.rank == 0:
+            # Later checkpoints belong to a run that was resumed from an earlier step. 'latest' must not find them.
+            forget_later = self.args.resume_from_step != "latest"
+            checkpoints.prune_checkpoints(self.folder, self.args.keep_last, self.step, forget_later)
+        return True
 
     def lost(self, problem: str) -> UserError:
         """Returns the error that ends a run whose weights are not finite any more."""
@@ -517,74 +461,75 @@ class Trainer:
 
     def train_step(self) -> None:
         """Attempts one optimizer step. If numbers of the step are not finite, the step updates nothing."""
-        if not self.made_first_step:
-            self.end_phase("evaluation")
         if changed := self.quantized.set_progress(self.step):
             self.progress.write(f"step {self.step:05d} | from here on {changed}")
             if self.training_step.compiled:
                 torch._dynamo.reset()  # Recipes are constants of compiled code.
-        before = self.step, get_rng_state(self.device), self.position
-        self.replay = []
+        self.replay, self.updating, numbers = [], False, None
         self.training_step.synchronize()
-        self.updating, began, update = False, time.monotonic(), None
+        began = time.monotonic()
         try:
-            update = self.optimize()
+            numbers = self.optimize()
         except Exception as e:
             if not is_out_of_memory(e) or self.world_size > 1:
                 raise
         # Outside of the except block the exception is gone, and with it the frames that keep the activations.
-        if update is None:
-            raise self.out_of_memory(before)
+        if numbers is None:
+            raise self.out_of_memory()
         self.training_step.synchronize()
-        seconds = time.monotonic() - began
-        # Bad numbers may save the run as it was before the step. Its state therefore changes only after them.
-        if update.bad:
-            self.skip(update, before)
-        progress = update.consumed / self.conversations if self.by_epoch else (self.step + 1) / self.num_steps
-        shown = {} if update.bad else self.log(update, seconds, progress)
-        self.skipped_in_a_row *= update.bad
-        self.step, self.state.progress = self.step + 1, progress
+        now = time.monotonic()
+        shown = self.log(numbers, now - began) if numbers else {}
+        self.step += 1
         self.progress.update(1, **shown)
         if not self.made_first_step:
             self.made_first_step = True
             self.until_first_step.close()
-            self.end_phase("first step, compiling" if self.training_step.compiled else "first step")
-            evaluation = self.phases.pop("evaluation")
-            parts = ", ".join(f"{name} {seconds:.1f}" for name, seconds in self.phases.items())
-            line = f"time to the first step: {sum(self.phases.values()):.1f} s ({parts})"
+            evaluation = began - self.begun
+            line = f"time to the first step: {now - BEGAN - evaluation:.1f} s"
             self.progress.write(line + f"; evaluation before it: {evaluation:.1f} s" * (evaluation >= 0.1))
 
-    def optimize(self) -> Update:
-        """Computes the micro-batches. Updates the weights if all numbers of all processes are finite."""
+    def optimize(self) -> dict[str, float]:
+        """Computes the micro-batches. Updates the weights if all numbers of all processes are finite, and returns the
+        numbers of the step for the log. Otherwise the result is empty.
+
+        If this method raises an exception, `position` is still that before the step."""
         parts, count = self.training_step, self.micro_batches
-        losses, counted = [], 0
+        losses, tokens = [], 0
         with parts.micro_batches(count, self.step):
             for i in range(count):
+                self.seed(i)
                 if not self.ahead:
                     self.fetch()
-                batch = self.batch
-                # Rank r has the micro-batches r, r + world size, ... of the step (data/dataloader.py).
-                seed_micro_batch(self.args.seed, self.step, i * self.world_size + self.rank)
-                self.replay.append((batch, get_rng_state(self.device)))
+                batch, position = self.batch, self.next_position
+                self.replay.append(batch)
                 losses.append(parts.micro_batch(*batch, count=count))
-                counted = counted + (batch[1] >= 0).sum()
-                self.position = self.next_position
+                tokens = tokens + (batch[1] >= 0).sum()
                 if self.ahead:
                     self.fetch()
         grad_norm = self.model.clip_gradients()
         loss = torch.stack(losses).mean()
         bad = ~(torch.isfinite(loss) & torch.isfinite(grad_norm))
-        consumed = torch.full_like(loss, self.position.get("consumed", 0))
-        shared = mean_over_ranks(torch.stack([loss, bad.float(), counted.float(), consumed])).tolist()
-        counted, consumed = (round(number * self.world_size) for number in shared[2:])
-        update = Update(
-            shared[0], float(grad_norm), self.step_tokens or counted, consumed, bad=shared[1] > 0, bad_here=bool(bad)
-        )
-        if not update.bad:
-            update.rate = self.schedule(self.step, self.state.progress if self.by_epoch else self.step / self.num_steps)
+        consumed = torch.full_like(loss, position.get("consumed", 0))
+        shared = mean_over_ranks(torch.stack([loss, bad.float(), tokens.float(), consumed])).tolist()
+        tokens, consumed = (round(number * self.world_size) for number in shared[2:])
+        numbers = {}
+        if shared[1] > 0:
+            self.skip(shared[0], bool(bad))
+        else:
+            rate = self.schedule(self.step, self.state["progress"])
             self.updating = True  # The flag stays set to the end of the step.
             parts.update()
-        return update
+            self.skipped_in_a_row = 0
+            numbers = {"loss": shared[0], "lrm": rate, "grad_norm": float(grad_norm)}
+            numbers["tokens"] = self.step_tokens or tokens
+        self.position = position
+        self.state["progress"] = consumed / self.conversations if self.by_epoch else (self.step + 1) / self.num_steps
+        return numbers
+
+    def seed(self, micro_batch: int) -> None:
+        """Seeds the random generators for a micro-batch of this process in this step."""
+        # Rank r has the micro-batches r, r + world size, ... of the step (data/dataloader.py).
+        seed_micro_batch(self.args.seed, self.step, micro_batch * self.world_size + self.rank)
 
     # ------------------------------------------------------------------------------------------------------------------
     # Before a step
@@ -597,16 +542,14 @@ class Trainer:
             self.before_step(last)
             if not last and due(self.args.telemetry_every, self.step, last) and self.quantized.quantizes():
                 self.measure_layers()
-            self.state.looked = self.step, last
+            self.state["looked"] = [self.step, last]
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:
-        """A context in which the model evaluates and may draw random numbers. Afterwards training goes on as if it had
-        drawn none."""
+        """A context in which the model evaluates."""
         self.model.eval()
         try:
-            with preserved_rng(self.device):
-                yield
+            yield
         finally:
             self.model.train()
 
@@ -614,7 +557,7 @@ class Trainer:
         """Keeps the newest and the best results, and logs them. Raises UserError for a number that is not finite."""
         if bad := [f"{k} is {v}" for k, v in numbers.items() if not math.isfinite(v)]:
             raise self.lost(f"step {self.step}: {bad[0]}")
-        best = self.state.best
+        best = self.state["best"]
         epoch = self.position.get("epoch", 1) if isinstance(self.position, dict) else 1
         rising = [k for k, v in numbers.items() if ("loss" in k or "bpb" in k) and v > best.get(k, v)]
         if epoch > 2 and rising and not self.warned_of_repetition:
@@ -627,15 +570,17 @@ class Trainer:
         for key, value in numbers.items():
             better = min if "loss" in key or "bpb" in key else max
             best[key] = better(best.get(key, value), value)
-        self.state.numbers |= numbers
+        self.state["numbers"] |= numbers
         self.progress.write(f"step {self.step:05d} | " + ", ".join(f"{k} {v:.4f}" for k, v in numbers.items()))
         named = {key.removeprefix("val_"): value for key, value in numbers.items()}
         tokens = {"tokens": self.eval_tokens} if self.eval_tokens else {}
         self.metrics.append("val", self.step, **named, **tokens)
         self.track("val", named)
 
-    def forward_backward(self, batch: Batch) -> None:
-        """Computes a pass that changes nothing but gradients, without the compiler."""
+    def forward_backward(self, batch: Batch, micro_batch: int = 0) -> None:
+        """Computes a pass with a micro-batch's random numbers, without the compiler. It changes nothing but
+        gradients."""
+        self.seed(micro_batch)
         with self.training_step.autocast():
             self.training_step.loss(self.model, *batch).backward()
 
@@ -644,8 +589,7 @@ class Trainer:
         if not self.batch:
             return
         batch = tuple(part[:1] for part in self.batch)
-        with preserved_rng(self.device):
-            telemetry = layer_telemetry(self.model, lambda: self.forward_backward(batch))
+        telemetry = layer_telemetry(self.model, lambda: self.forward_backward(batch))
         self.telemetry = f"step {self.step}: {summarize_telemetry(telemetry)}"
         self.progress.write(self.telemetry)
         self.metrics.append("telemetry", self.step, layers=telemetry)
@@ -654,22 +598,22 @@ class Trainer:
     # ------------------------------------------------------------------------------------------------------------------
     # After a step
 
-    def skip(self, update: Update, before: tuple) -> None:
+    def skip(self, loss: float, bad_here: bool) -> None:
         """Names the layer with the first number of a step that is not finite. Raises UserError unless such steps may be
         skipped. A step is never skipped because of a weight, which the next step would have again."""
         if is_sharded(self.model):  # A process that has a shard of the weights cannot compute the step again by itself.
             place = "a process that shares the weights; --parallel=ddp names the layer"
         else:
-            places = enumerate(of_all_ranks(self.first_bad_layer() if update.bad_here else None))
+            places = enumerate(of_all_ranks(self.first_bad_layer() if bad_here else None))
             place = min((p.startswith("the loss itself"), r, f"{p} (rank {r})") for r, p in places if p)[2]
         self.model.zero_grad(set_to_none=True)
-        problem = f"step {self.step}: loss {update.loss:.4g}, first not finite: {place}"
+        problem = f"step {self.step}: loss {loss:.4g}, first not finite: {place}"
         self.skipped_in_a_row += 1
-        self.metrics.append("skip", self.step, place=place, loss=str(update.loss))
+        self.metrics.append("skip", self.step, place=place, loss=str(loss))
         if place.startswith("weight of"):
             raise self.lost(problem)
         if self.args.on_nonfinite == "stop" or self.skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
-            self.save(*before)
+            self.save()
             raise UserError(
                 f"{problem}. Saved as it was before this step in {self.folder}; lower {self.rate_flags} and start "
                 "over, or skip such steps: --resume-from-step latest --on-nonfinite skip"
@@ -681,39 +625,29 @@ class Trainer:
         """Computes the micro-batches of the step again, and returns the source of the first number that is not
         finite."""
         self.training_step.drop_graphs()  # A pass without graphs needs the memory of their activations.
-        place = ""
-        for batch, rng in self.replay:
-
-            def again(batch: Batch = batch, rng: dict[str, Tensor] = rng) -> None:
-                set_rng_state(rng, self.device)
-                self.forward_backward(batch)
-
-            with preserved_rng(self.device):
-                place = name_nonfinite(self.model, again)
+        for again in (functools.partial(self.forward_backward, batch, i) for i, batch in enumerate(self.replay)):
+            place = name_nonfinite(self.model, again)
             if not place.startswith("the loss itself"):
                 break
         return place
 
-    def log(self, update: Update, seconds: float, progress: float) -> dict[str, str]:
+    def log(self, numbers: dict[str, Any], seconds: float) -> dict[str, str]:
         """Writes the numbers of a step to metrics.jsonl and to the tracker. Returns those beside the progress bar."""
-        average, loss = self.monitor.state["mean"], update.loss
+        average, loss = self.monitor.state["mean"], numbers["loss"]
         if self.monitor.update(loss):
             self.progress.write(f"warning: step {self.step}: loss {loss:.4f} is a spike (average {average:.4f})")
             self.metrics.append("spike", self.step, loss=loss, average=average)
-        self.state.training_seconds += seconds
-        speed, further = update.tokens / seconds, self.further_numbers()
+        self.state["training_seconds"] += seconds
+        speed, further = numbers["tokens"] / seconds, self.further_numbers()
         if self.peak_flops and self.step_tokens:
             self.mfu = 100 * self.flops_per_token * speed / (self.peak_flops * self.world_size)
-        numbers: dict[str, Any] = {
-            **further, "lrm": update.rate, "dt": seconds, "tok_per_sec": speed, "mfu": self.mfu,
-            "grad_norm": update.grad_norm, "tokens": update.tokens,
-        }  # fmt: skip
-        losses = {"loss": loss, "smoothed_loss": self.monitor.smoothed}
-        self.metrics.append("train", self.step, **losses, progress=progress, **numbers)
+        smoothed, progress = self.monitor.smoothed, self.state["progress"]
+        numbers = {**numbers, **further, "dt": seconds, "tok_per_sec": speed, "mfu": self.mfu}
+        self.metrics.append("train", self.step, **numbers, smoothed_loss=smoothed, progress=progress)
         if self.step % 10 == 0:
-            numbers |= {"loss": self.monitor.smoothed} | {k: self.monitor.state[k] for k in ("spikes", "skipped")}
+            numbers |= {"loss": smoothed} | {k: self.monitor.state[k] for k in ("spikes", "skipped")}
             self.track("train", numbers | {"peak_memory_mib": peak_memory(self.device) / 2**20})
-        shown = {"loss": f"{self.monitor.smoothed:.4f}", "lrm": f"{update.rate:.2f}"}
+        shown = {"loss": f"{smoothed:.4f}", "lrm": f"{numbers['lrm']:.2f}"}
         shown |= {key: f"{value:.4g}" for key, value in further.items()} | {"tok/s": f"{speed:,.0f}"}
         if self.mfu is not None:
             shown["mfu"] = f"{self.mfu:.1f}%"
@@ -728,16 +662,16 @@ class Trainer:
         if self.step_tokens:
             values["total_training_tokens"] = self.step_tokens * self.step
             values["total_training_flops"] = self.flops_per_token * self.step_tokens * self.step
-        values["total_training_time"] = self.state.training_seconds
+        values["total_training_time"] = self.state["training_seconds"]
         self.tracker.log({"step": self.step, **values}, step=self.step)
 
-    def out_of_memory(self, before: tuple) -> UserError:
+    def out_of_memory(self) -> UserError:
         """Saves the run if possible. Returns the error that ends the run, which names the micro-batch that fits."""
         self.replay, self.batch = [], None
         graphed = self.training_step.drop_graphs()
         self.model.zero_grad(set_to_none=True)
         # In the middle of an update, only some of the weights may be updated.
-        saved, rows = not self.updating and self.save(*before), self.rows
+        saved, rows = not self.updating and self.save(), self.rows
         try:
             fitting_rows = auto_device_batch_size(
                 self.model, rows * self.micro_batches, self.seq_len, self.training_step.dtype, below=rows + graphed
@@ -765,7 +699,7 @@ class Trainer:
         outcome = outcome | {
             "Number of iterations": self.step,
             "DDP world size": self.world_size,
-            "Training time": format_seconds(self.state.training_seconds),
+            "Training time": format_seconds(self.state["training_seconds"]),
             "Peak memory usage": f"{peak_memory(self.device) / 2**20:.2f}MiB" if self.device.type == "cuda" else None,
             "Training loss (smoothed)": self.monitor.smoothed,
             "Loss spikes": self.monitor.state["spikes"],

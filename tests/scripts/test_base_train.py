@@ -11,7 +11,6 @@ import shutil
 import signal
 import time
 import types
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -19,6 +18,7 @@ import torch
 from _assertions import assert_same, final_state
 from _training import BASE, MID, after_steps, in_step, out_of_memory, stopped_in_step
 
+from nanochat_fp4 import cli
 from nanochat_fp4.cli import UserError
 from nanochat_fp4.evaluation.metrics import MetricsLog, read_jsonl
 from nanochat_fp4.models import optim
@@ -116,12 +116,12 @@ def test_the_head_is_the_runs_own(tiny_base):
     train("--head=fp8", "--branch-from=d1_bf16@2", "--model-tag=branch", method="bf16", steps=3)
 
 
-def test_the_generators_are_where_the_run_left_them(tiny_base, monkeypatch):
-    """Each micro-batch seeds them. Left to themselves they are restored with a checkpoint, and after telemetry."""
-    monkeypatch.setattr(trainer, "seed_micro_batch", lambda *args: None)
+def test_the_numbers_of_a_step_do_not_depend_on_what_was_drawn_before(tiny_base, monkeypatch):
+    """So a checkpoint needs no generators, and an evaluation may draw as many numbers as it likes."""
     train("--save-every=1", "--keep-last=-1", steps=2)
     folder = tiny_base / "base_checkpoints" / "d1_clover"
     expected = final_state(folder, 2)
+    monkeypatch.setattr(trainer.Trainer, "before_step", lambda run, last: torch.rand(7 + run.step))
     for flag in ("--resume-from-step=1", "--telemetry-every=1"):
         train(flag, *["--overwrite"] * ("telemetry" in flag), steps=2)
         assert_same(final_state(folder, 2), expected)
@@ -141,9 +141,7 @@ def test_resume_continues_what_a_signal_stopped(tiny_base, capsys):
     assert stopped.value.code == 143 and signal.getsignal(signal.SIGTERM) == handler
     out, err = capsys.readouterr()
     assert "step 3 of 4" in out and "--resume-from-step latest" in out
-    assert re.search(
-        r"time to the first step: [\d.]+ s \(start of Python [\d.]+, .*model .*, first step [\d.]+\)", out + err
-    )
+    assert re.search(r"time to the first step: [\d.]+ s", out + err)
     assert list_steps(folder) == [3]
     train("--resume-from-step=latest", steps=4, method="bf16")
     assert_same(final_state(folder, 4), final_state(whole, 4))
@@ -155,17 +153,17 @@ def test_the_time_of_the_first_value_is_told_apart(tiny_base, monkeypatch, capsy
 
     def evaluate(*args):
         order.append("value")
-        time.sleep(0.3)
+        time.sleep(0.6)
         return slow(*args)
 
     monkeypatch.setattr(base_train, "evaluate_bpb", evaluate)
-    with in_step(0, lambda: order.append("step")):
+    ended: list[float] = []
+    with in_step(0, lambda: order.append("step")), after_steps(lambda run: ended.append(time.monotonic())):
         train(steps=1, method="bf16")
     assert order == ["value", "step", "value"]
-    found = re.search(r"first step: ([\d.]+) s \((.*)\); evaluation before it: ([\d.]+) s", capsys.readouterr().err)
-    phases = [float(part.rsplit(" ", 1)[1]) for part in found[2].split(", ") if part != "data"]
-    assert float(found[3]) >= 0.3 and "evaluation" not in found[2]
-    assert float(found[1]) == pytest.approx(sum(phases), abs=0.4)
+    found = re.search(r"first step: ([\d.]+) s; evaluation before it: ([\d.]+) s", capsys.readouterr().err)
+    step, evaluation = map(float, found.groups())
+    assert evaluation >= 0.6 and step + evaluation == pytest.approx(ended[0] - cli.BEGAN, abs=0.4)
 
 
 def test_layers_of_several_methods_are_named(tiny_base, capsys):
@@ -177,12 +175,13 @@ def test_layers_of_several_methods_are_named(tiny_base, capsys):
 
 
 def test_a_run_of_another_release_is_refused_in_one_line(tiny_base, monkeypatch):
-    @dataclass
-    class Former(trainer.State):
-        evaluated_at: int = -1
+    real = trainer.checkpoints.save_checkpoint
+
+    def former(folder, step, model, optimizer, meta, rank):
+        return real(folder, step, model, optimizer, meta | {"loop_state": {"evaluated_at": -1}}, rank)
 
     with monkeypatch.context() as m:
-        m.setattr(trainer, "State", Former)
+        m.setattr(trainer.checkpoints, "save_checkpoint", former)
         train(steps=2, method="bf16")
     with pytest.raises(UserError, match="release") as e:
         train("--resume-from-step=latest", steps=3, method="bf16")

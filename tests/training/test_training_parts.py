@@ -11,7 +11,7 @@ from torch import nn
 
 import nanochat_fp4 as nf
 from nanochat_fp4.cli import UserError
-from nanochat_fp4.common import get_rng_state, preserved_rng, resolve_method, set_rng_state
+from nanochat_fp4.common import resolve_method
 from nanochat_fp4.evaluation.metrics import LossMonitor, MetricsLog, read_jsonl
 from nanochat_fp4.models.gpt import GPT, GPTConfig
 from nanochat_fp4.models.optim import gradient_norm, lr_multiplier, muon_momentum, weight_decay_at
@@ -109,24 +109,6 @@ def test_schedules_are_nanochats():
     assert lr_multiplier(3, 100, warmdown_ratio=0.0) == 1.0
     assert [muon_momentum(i) for i in (0, 150, 300, 9999)] == pytest.approx([0.85, 0.9, 0.95, 0.95])
     assert [weight_decay_at(i, 10, 0.2) for i in (0, 5, 10)] == pytest.approx([0.2, 0.1, 0.0])
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Random state and signals
-
-
-def test_random_state_round_trip_through_a_checkpoint(tmp_path):
-    cpu = torch.device("cpu")
-    state = get_rng_state(cpu)
-    first = torch.rand(5)
-    torch.save(state, tmp_path / "state.pt")
-    set_rng_state(torch.load(tmp_path / "state.pt", weights_only=True), cpu)
-    assert torch.equal(torch.rand(5), first)
-    set_rng_state(state, cpu)
-    with pytest.raises(KeyError), preserved_rng(cpu):
-        torch.rand(100)
-        raise KeyError
-    assert torch.equal(torch.rand(5), first)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
