@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from nanochat_fp4 import __version__, cli
-from nanochat_fp4.cli import EXTRAS, UserError, print_safely, require, run_main
+from nanochat_fp4.cli import UserError, print_safely, run_main
 
 PACKAGE = Path(__file__).resolve().parent
 RUNS = {
@@ -70,12 +70,10 @@ def usage() -> str:
 
 def run_shell(name: str, arguments: list[str]) -> NoReturn:
     """Replaces this process by the shell script of a whole run. The script uses the environment of this Python,
-    unless VENV names another one. Raises UserError if bash or a package is missing."""
+    unless VENV names another one, and says which packages it lacks. Raises UserError if bash is missing."""
     bash = shutil.which("bash")
     if bash is None:
         raise UserError(f"bash is not installed, which {name} needs; install it, or run the stages one by one")
-    if not (arguments or os.environ.get("VENV")):
-        require(*EXTRAS["train"])
     environment = {**os.environ, "VENV": os.environ.get("VENV") or sys.prefix}
     os.execve(bash, [bash, str(programs() / f"{name}_fp4.sh"), *arguments], environment)
 

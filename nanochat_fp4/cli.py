@@ -171,50 +171,31 @@ def _flush_stdout() -> None:
 # Packages that are not installed
 
 ROOT = Path(__file__).resolve().parent.parent  # This is the root of a checkout, or site-packages.
-# The modules that each extra of this package installs, and those that it always needs.
-EXTRAS = {
-    "": ("numpy", "nvfp4_kernels", "torch", "triton"),
-    "train": ("datasets", "filelock", "huggingface_hub", "matplotlib", "muon", "pyarrow", "rustbpe", "safetensors",
-              "tiktoken", "tokenizers", "tqdm", "wandb", "yaml"),
-    "export": ("compressed_tensors", "gguf", "transformers"),
-    "web": ("fastapi", "pydantic", "starlette", "uvicorn"),
-    "trackio": ("trackio",),
-    "examples": ("accelerate", "lightning", "peft"),
-}  # fmt: skip
-
-
-def install_command(*modules: str) -> str:
-    """Returns what to type so that the modules are found, or "" if no extra has any of them.
-
-    If the checkout's .venv has all of them, this activates it. Otherwise it is a `pip install`. In a checkout that
-    command names the folder, because no package index has this package's name.
-    """
-    known = [extra for extra, names in EXTRAS.items() if set(names) & set(modules)]
-    if not known:
-        return ""
-    extras = ",".join(filter(None, known))
-    package = f"[{extras}]" if extras else ""
-    here = os.path.realpath(os.curdir) == str(ROOT)
-    for packages in ROOT.glob(".venv/lib/python*/site-packages"):
-        if Path(sys.prefix) != ROOT / ".venv" and all((packages / name).is_dir() for name in modules):
-            return f"type `source {'' if here else f'{ROOT}/'}.venv/bin/activate` and run it again"
-    if not (ROOT / "pyproject.toml").is_file():
-        return f"pip install 'nanochat_fp4{package}'"
-    return f"pip install -e '{'.' if here else ROOT}{package}'"
-
-
-def require(*modules: str) -> None:
-    """Raises UserError, with the install_command, if any of the modules is not installed."""
-    if missing := [module for module in modules if importlib.util.find_spec(module) is None]:
-        problem = f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not installed"
-        raise UserError(f"{problem}, which this needs; {install_command(*missing)}")
+EXTRAS = "train,export,web,trackio,examples"  # all that have packages of a program here
+OURS = ("nanochat_fp4", "scripts", "eval", "lab", "examples")
 
 
 def missing_package(error: BaseException) -> str:
-    """Returns one line about a ModuleNotFoundError of a module that install_command knows, otherwise ""."""
+    """Returns one line about a ModuleNotFoundError, with what to type so that the package is found, otherwise "".
+
+    This is to activate the checkout's .venv, if it has one that is not in use. Otherwise it is a `pip install`, which
+    names the folder of a checkout, because no package index has this package's name.
+    """
     name = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
-    command = install_command(name)
-    return f"the package {name} is not installed in {sys.executable}, which this needs; {command}" if command else ""
+    if not name or name in OURS:
+        return ""
+    package = f"-e '{ROOT}" if (ROOT / "pyproject.toml").is_file() else "'nanochat_fp4"
+    how = f"pip install {package}[{EXTRAS}]'"
+    if (ROOT / ".venv").is_dir() and Path(sys.prefix) != ROOT / ".venv":
+        how = f"type `source {ROOT}/.venv/bin/activate` and run it again"
+    return f"the package {name} is not installed in {sys.executable}, which this needs; {how}"
+
+
+def require(*modules: str) -> None:
+    """Raises UserError, with what to type, if one of the modules is not installed."""
+    for module in modules:
+        if importlib.util.find_spec(module) is None:
+            raise UserError(missing_package(ModuleNotFoundError(name=module)))
 
 
 def begin_program() -> None:
@@ -223,17 +204,10 @@ def begin_program() -> None:
     for a package that is not installed becomes one line.
 
     Does nothing in a program that only imports this package. A program of ours was started with one of our modules by
-    `-m`, with a file of ours, or with a command of the installed package.
+    `-m`.
     """
-    ours = ("nanochat_fp4", "scripts", "eval", "lab", "examples")
-    file = Path(sys.argv[0] if sys.argv else "").absolute()
-    if sys.argv[:1] != ["-c"] and "-m" in sys.orig_argv:
-        is_ours = sys.orig_argv[sys.orig_argv.index("-m") + 1].partition(".")[0] in ours
-    else:
-        # The file may be an example of another checkout than the one that is imported.
-        in_checkout = file.parent.name in ours and (file.parent.parent / "nanochat_fp4" / "cli.py").is_file()
-        is_ours = in_checkout or file.name.startswith("nanochat-fp4")
-    if not is_ours:
+    module = sys.orig_argv[sys.orig_argv.index("-m") + 1] if "-m" in sys.orig_argv[:-1] else ""
+    if sys.argv[:1] == ["-c"] or module.partition(".")[0] not in OURS:
         return
     sys.excepthook = _say_what_is_missing
     # A shell may have let this process ignore the signal.

@@ -12,7 +12,6 @@ import pytest
 import torch
 
 import nanochat_fp4 as nf
-from nanochat_fp4.cli import install_command
 from nanochat_fp4.export.weights import forward_weights, served
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
@@ -56,29 +55,6 @@ def test_an_example_that_needs_torchrun_says_so():
     done = subprocess.run([sys.executable, EXAMPLES / "fsdp2.py"], capture_output=True, text=True, env=alone)
     assert done.returncode and done.stderr.count("\n") == 1, done.stderr
     assert f"torchrun --nproc_per_node=2 {EXAMPLES / 'fsdp2.py'}" in done.stderr
-
-
-def test_packages_that_other_checkouts_examples_lack_are_one_line(tmp_path):
-    """As where the package is installed, and the examples are those of a checkout."""
-    (tmp_path / "nanochat_fp4").mkdir()
-    (tmp_path / "nanochat_fp4" / "cli.py").touch()
-    (tmp_path / "examples").mkdir()
-    file = tmp_path / "examples" / "mine.py"
-    file.write_text("import nanochat_fp4 as nf\nraise ModuleNotFoundError('No module', name='lightning')")
-    done = subprocess.run([sys.executable, file], capture_output=True, text=True, cwd=tmp_path)
-    assert done.returncode == 2 and done.stderr.count("\n") == 1 and "[examples]" in done.stderr, done.stderr
-
-
-@pytest.mark.parametrize("name", NEEDS)
-def test_the_command_for_the_first_package_that_is_missing_installs_all(name):
-    """Whoever follows the one line about a missing package has the next one, too."""
-    lines = (EXAMPLES / f"{name}.py").read_text().splitlines()
-    imported = [line.split()[1] for line in lines if re.match(r"(import|from) ", line)]
-    first = next(module for module in imported if module not in ("torch", "nanochat_fp4"))
-    extras = re.search(r"\[(.*)\]", install_command(first))[1].split(",")
-    project = (EXAMPLES.parent / "pyproject.toml").read_text()
-    listed = "".join(re.search(rf"^{extra} = \[(.*?)\]", project, re.M | re.S)[1] for extra in extras)
-    assert {*NEEDS[name]} <= {package.replace("-", "_") for package in re.findall(r'"([\w-]+)[<>=]', listed)}
 
 
 def test_they_write_where_git_does_not_look():
