@@ -270,14 +270,17 @@ def _fork(job: dict[str, Any]) -> dict[str, Any]:
     ranks, chosen = job.get("ranks", 1), job.get("rank", 0)
     port = str(_free_port())
     pids: dict[int, int] = {}  # of the living, by rank
+    groups = []
     for rank in range(ranks):
         pids[rank] = os.fork()
         if pids[rank] == 0:
+            os.setpgid(0, 0)  # a group, with all that it starts
             os.close(read)
             if ranks > 1:
                 where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(ranks)}
                 os.environ.update(where, RANK=str(rank), LOCAL_RANK=str(rank))
             _child(job | {"log": job["rank_logs"][rank]} if "rank_logs" in job else job, rank == chosen, write)
+        groups.append(pids[rank])
     os.close(write)
     status = 0
 
@@ -307,6 +310,10 @@ def _fork(job: dict[str, Any]) -> dict[str, Any]:
                 os.waitpid(pid, 0)
             break
         _serve_clients(0.002)
+    for group in groups:  # what is left hangs, or waits for a rank that was killed
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(group, signal.SIGKILL)
+    os.set_blocking(read, False)  # a process that left its group may have the other end
     with os.fdopen(read) as f:
         count = f.read()
     return {"status": status, "seconds": time.monotonic() - start, "operations": int(count) if count else None}

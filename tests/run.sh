@@ -27,8 +27,12 @@ check_paths() {
     done
 }
 
+limit=1200  # seconds in which a test ends on any machine
 for word in "$@"; do
-    case $word in -h | --help) print_help ;; esac
+    case $word in
+        -h | --help) print_help ;;
+        --slow | --soak) limit=0 ;;
+    esac
 done
 check_paths "$@"
 setup_environment
@@ -40,5 +44,9 @@ setup_environment
 # installed; `-n 0` is one for all.
 if "$PY" -c 'import xdist' 2>/dev/null; then
     set -- -n "$((1 + $("$PY" nanochat_fp4/hardware.py)))" --maxprocesses=4 --dist=worksteal "$@"
+fi
+# A test that waits for ever ends with the stacks of its threads, and takes its process with it.
+if "$PY" -c 'import pytest_timeout' 2>/dev/null; then
+    set -- --timeout="$limit" --timeout-method=thread "$@"
 fi
 "$PY" -m pytest "$@"

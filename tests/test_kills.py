@@ -7,6 +7,7 @@ import itertools
 import os
 import shutil
 import signal
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -27,6 +28,21 @@ from nanochat_fp4.training.checkpoint_manager import (
     save_checkpoint,
 )
 
+TASKS = Path("/proc/self/task")  # the threads of this process, on Linux
+
+
+def status_of(action: Callable[[], Any]) -> int:
+    """How a fork ends that does this. With a thread that holds a lock at the fork it would wait for ever."""
+    assert not TASKS.exists() or len(os.listdir(TASKS)) == 1, "this process has threads"
+    if not (pid := os.fork()):
+        try:
+            action()
+            os._exit(0)
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
 
 def killed_everywhere(
     scratch: Path, action: Callable[[Path], Any], before: Path | None = None, every: int = 1
@@ -43,15 +59,7 @@ def killed_everywhere(
             folder.mkdir(parents=True)
         else:
             shutil.copytree(before, folder)
-        if not (pid := os.fork()):
-            try:
-                count_operations(n)
-                action(folder)
-                os._exit(0)
-            except BaseException:
-                traceback.print_exc()
-                os._exit(1)
-        status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        status = status_of(lambda folder=folder, n=n: (count_operations(n), action(folder)))
         assert status in (0, -signal.SIGKILL), status
         yield folder
         if status == 0:
@@ -166,6 +174,8 @@ def check_first_export(scratch: Path) -> None:
 
 
 def check_conversion(scratch: Path) -> None:
+    import datasets  # noqa: F401  each fork would import it
+
     texts = scratch / "texts"
     texts.mkdir()
     for i in range(25):
@@ -175,9 +185,14 @@ def check_conversion(scratch: Path) -> None:
         os.environ["NANOCHAT_BASE_DIR"] = str(folder)
         ensure_data(str(texts))
 
-    def stored(folder: Path) -> list[str]:
+    def read(folder: Path) -> None:
         os.environ["NANOCHAT_BASE_DIR"] = str(folder)
-        return [open_text(split, texts)[0].digest() for split in ("train", "val")]
+        digests = [open_text(split, texts)[0].digest() for split in ("train", "val")]
+        (scratch / "digests").write_text(" ".join(digests))
+
+    def stored(folder: Path) -> str:
+        assert status_of(lambda: read(folder)) == 0  # pyarrow reads in threads
+        return (scratch / "digests").read_text()
 
     *killed, whole = killed_everywhere(scratch, convert)
     expected = stored(whole)
@@ -207,3 +222,12 @@ def run_check(name: str, scratch: str) -> None:
 def test_a_kill_at_any_file_operation_loses_nothing(fork_server, tmp_path, name):
     fork_server.run_ranks(f"import test_kills as t; t.run_check({name!r}, {str(tmp_path)!r})", 1)
     shutil.rmtree(tmp_path)
+
+
+def test_a_job_that_leaves_a_process_is_not_waited_for(fork_server):
+    """Whoever waits for the end of its pipe waits as long as that process lives."""
+    before = time.monotonic()
+    (child,) = fork_server.run_ranks("import os, time\nprint(os.fork() or time.sleep(300))", 1)
+    while Path("/proc", child.strip(), "cwd").exists():  # a zombie has none
+        time.sleep(0.01)
+    assert time.monotonic() - before < 200
