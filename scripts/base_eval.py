@@ -22,7 +22,7 @@ import nanochat_fp4 as nf
 from nanochat_fp4.cli import ArgumentParser, require, run_main
 from nanochat_fp4.common import get_base_dir, joined_processes, print0
 from nanochat_fp4.data.sources import Source
-from nanochat_fp4.evaluation.core_metric import EVAL_BUNDLE_URL, evaluate_model, find_bundle, read_tasks
+from nanochat_fp4.evaluation.core_eval import EVAL_BUNDLE_URL, evaluate_model, find_bundle, read_tasks
 from nanochat_fp4.evaluation.kept import Kept, key_of
 from nanochat_fp4.evaluation.report import get_report
 from nanochat_fp4.files import atomic_write

@@ -37,7 +37,7 @@ from nanochat_fp4.data.dataloader import Batches, Documents, evaluation_rows, pa
 from nanochat_fp4.data.dataset import ensure_data, how_often, open_text, validation_text
 from nanochat_fp4.data.tokenizer import RustBPETokenizer, get_token_bytes, get_tokenizer
 from nanochat_fp4.evaluation import report
-from nanochat_fp4.evaluation.core_metric import evaluate_model
+from nanochat_fp4.evaluation.core_eval import evaluate_model
 from nanochat_fp4.evaluation.loss_eval import evaluate_bpb
 from nanochat_fp4.generation.engine import draw_samples
 from nanochat_fp4.models import families

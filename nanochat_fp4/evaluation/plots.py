@@ -66,24 +66,18 @@ def draw(path: Path, title: str, *panels: Callable[[Any], None]) -> bool:
 
 
 def curve(
-    axes: Any, label: str, runs: list[tuple[list, list]], style: str = "-", color: str | None = None, wide: bool = False
+    axes: Any, label: str, runs: list[tuple[Any, Any]], style: str = "-", color: str | None = None, width: float = 1.4
 ) -> None:
-    """Draws one run as a line of (x, y). For several runs, of different seeds, it draws their mean and a band.
-
-    `style` is a line style of matplotlib, and "none" draws points alone. `wide` draws a pale, wide line, which stays
-    visible under another one.
-    """
+    """Draws one run as a line of (x, y). For several runs, of different seeds, it draws their mean and a band. `style`
+    is a line style of matplotlib, and "none" draws points alone."""
     common = sorted(set.intersection(*(set(x) for x, _ in runs)))
     values = [[dict(zip(x, y))[position] for x, y in runs] for position in common]
     mean = [sum(v) / len(v) for v in values]
     if len(runs) > 1:
         label = f"{label}, mean and range of {len(runs)} seeds"
-    width, size, alpha = (5, 8, 0.25) if wide else (1.4, 3, 1)
     marker = None if len(common) >= 15 else "s" if style == "--" else "o"
-    (line,) = axes.plot(
-        common, mean, linestyle=style, label=label, color=color, linewidth=width, alpha=alpha, marker=marker,
-        markersize=size if style == "none" else 3,
-    )  # fmt: skip
+    look = {"linestyle": style, "linewidth": width, "marker": marker, "markersize": max(3, width), "color": color}
+    (line,) = axes.plot(common, mean, label=label, **look)
     if len(runs) > 1:
         low, high = [min(v) for v in values], [max(v) for v in values]
         if style == "none":
@@ -93,71 +87,49 @@ def curve(
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The pictures of the report
+# The picture of the report
 
-_LOSS = "training loss, nats per token (smoothed)"
-PICTURES = {  # The name of a file and of the curve of a run that it shows: the title, and that of the y axis.
-    "loss": ("Pre-training", _LOSS),
-    "bpb": ("Pre-training: validation text", "bits per byte"),
-    "loss_mid": ("Mid-training", _LOSS),
-    "loss_sft": ("Supervised fine-tuning", _LOSS),
-    "reward_rl": ("Reinforcement learning", "mean reward of the answers"),
+PANELS = {  # A curve of report.read_run, and the title of its y axis.
+    "bpb": "validation text,\nbits per byte",
+    "gap": "over the bf16\nrun, %",
+    "forwards": "own over BF16\nforward, %",
+    "loss": "training loss,\nnats per token",
 }
 FEW_POINTS = 10  # So few points are no curve, and are drawn without a line between them.
 
-Points = list[tuple[float, float]]
 
+def draw_runs(path: Path, runs: list[dict[str, Any]], notes: list[str]) -> bool:
+    """Draws the pre-training of the runs of report.read_run, a panel for each of PANELS. Returns whether there is
+    anything to draw.
 
-def draw_runs(folder: Path, runs: list[dict[str, Any]], notes: list[str]) -> list[str]:
-    """Draws the files of PICTURES, with a line for every run of report.read_run. Returns the names of the files.
-
-    Runs with another tokenizer or validation text get separate pictures: bpb.png, then bpb_2.png and so on. Runs that
-    differ only in their seed share a line. Panels below show the gap to the BF16 run of the same configuration, and the
-    gap between the two forward passes of each run. A note says if nothing can be drawn.
+    Runs with another tokenizer or validation text than the last one are left out, as a note says. Runs that differ only
+    in their seed share a line. A note says if matplotlib is missing.
     """
-    groups: dict[tuple, list[dict]] = {}
+    panels: dict[str, dict[str, list[tuple]]] = {curve: {} for curve in PANELS}
+    colors, others = itertools.cycle(COLORS), []
+    of_line: dict[str, str] = {}
     # The baseline comes first, as a wide line, so that a line on top of it can be seen.
     for run in sorted(runs, key=lambda run: run["method"] != "bf16"):
-        groups.setdefault((run["start"].get("tokenizer"), run["start"].get("val_text")), []).append(run)
-    written: list[str] = []
-    for place, group in enumerate(groups.values(), start=1):
-        of_runs = f" ({', '.join(run['model_tag'] for run in group)})" if len(groups) > 1 else ""
-        baselines = {run["start"].get("config_key"): run for run in group if run["method"] == "bf16"}
-        steps = {run["model_tag"]: f"{run['num_iterations'] or 0:,} steps" for run in group}
-        names = {tag: f"{SEED.sub('', tag)}, {length}" for tag, length in steps.items()}
-        colors = dict(zip(names.values(), itertools.cycle(COLORS)))
-        colors |= {names[run["model_tag"]]: BASELINE for run in baselines.values()}
-        for picture, (title, axis) in PICTURES.items():
-            panels: dict[str, dict[str, list[Points]]] = {}
-            for run in group:
-                name, points = names[run["model_tag"]], run["curves"][picture]
-                base = baselines.get(run["start"].get("config_key"))
-                shown = {axis: points}
-                if base and base is not run and picture != "reward_rl":
-                    below = dict(base["curves"][picture])
-                    shown["over the bf16\nrun, %"] = [(x, 100 * (y / below[x] - 1)) for x, y in points if below.get(x)]
-                if picture == "bpb" and run["method"] != "bf16":
-                    shown["own over BF16\nforward, %"] = run["curves"]["forwards"]
-                for words, of in shown.items():
-                    if of:
-                        panels.setdefault(words, {}).setdefault(name, []).append(of)
-            if not panels:
-                continue
-            drawings = [functools.partial(_draw_lines, colors=colors, panel=panel) for panel in panels.items()]
-            file = f"{picture}_{place}.png" if place > 1 else f"{picture}.png"
-            try:
-                draw(folder / file, title + of_runs, *drawings)
-            except ImportError as e:
-                notes.append(f"no plots: matplotlib cannot be imported ({e})")
-                return written
-            written.append(file)
-    return written
+        if run["text"] != runs[-1]["text"]:
+            others.append(run["model_tag"])
+            continue
+        name = f"{SEED.sub('', run['model_tag'])}, {run['num_iterations'] or 0:,} steps"
+        of_line[name] = BASELINE if run["method"] == "bf16" else of_line.get(name) or next(colors)
+        for curve_name, points in run["curves"].items():
+            if points:
+                panels[curve_name].setdefault(name, []).append(tuple(zip(*points)))
 
+    def panel(curve_name: str, axes: Any) -> None:
+        for name, of in panels[curve_name].items():
+            style = "-" if max(len(x) for x, _ in of) >= FEW_POINTS else "none"
+            curve(axes, name, of, style, of_line[name], 4 if of_line[name] == BASELINE else 1.4)
+        axes.set(xlabel="step", ylabel=PANELS[curve_name])
 
-def _draw_lines(axes: Any, colors: dict[str, str], panel: tuple[str, dict[str, list[Points]]]) -> None:
-    words, lines = panel
-    for name, of in lines.items():
-        runs = [([x for x, _ in points], [y for _, y in points]) for points in of]
-        style = "-" if max(map(len, of)) >= FEW_POINTS else "none"
-        curve(axes, name, runs, style, colors[name], wide=colors[name] == BASELINE)
-    axes.set(xlabel="step", ylabel=words)
+    if others:
+        notes.append(f"the picture is of runs on one text with one tokenizer, without {', '.join(others)}")
+    try:
+        shown = [functools.partial(panel, name) for name in PANELS if panels[name]]
+        return bool(shown) and draw(path, "Pre-training", *shown)
+    except ImportError as e:
+        notes.append(f"no picture: matplotlib cannot be imported ({e})")
+        return False

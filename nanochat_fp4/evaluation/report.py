@@ -1,5 +1,5 @@
 """
-The report of a base directory: report.md, report.json and plots.
+The report of a base directory: report.md and curves.png.
 
     get_report(model_tag).log("Midtraining", [{...}, ...])     # a stage says what the report shows of it
     python -m nanochat_fp4.evaluation.report generate          # at the end
@@ -21,36 +21,34 @@ import sys
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from nanochat_fp4.cli import ArgumentParser, UserError, format_seconds, run_main
 from nanochat_fp4.common import default_base_dir, get_base_dir, get_dist_info
 from nanochat_fp4.evaluation import plots
-from nanochat_fp4.evaluation.metrics import few_tokens, read_jsonl
+from nanochat_fp4.evaluation.metrics import read_jsonl
 from nanochat_fp4.files import atomic_write
 from nanochat_fp4.hardware import about_versions, environment_info
 
-# The stages in the order of training: the folders of their checkpoints, the names of their curves in plots.py.
+# The stages in the order of training, and the folders of their checkpoints.
 FOLDERS = {
     "base": "base_checkpoints",
     "mid": "mid_checkpoints",
     "sft": "chatsft_checkpoints",
     "rl": "chatrl_checkpoints",
 }
-CURVES = {"base": "loss", "mid": "loss_mid", "sft": "loss_sft", "rl": "reward_rl"}
 GEMMS = ("output", "grad_input", "grad_weight")
-FEW_STEPS = 20  # The training loss of fewer steps follows its batches up and down, so it is not drawn.
 TIME = "%Y-%m-%d %H:%M:%S"
 
 _PROCESS_START = time.time()
 
 
-class Report:
+class Report(NamedTuple):
     """The sections of a report in one folder. `model_tag` is the run to which this process's sections belong, if
     any. Ranks other than 0 log nothing."""
 
-    def __init__(self, folder: str | os.PathLike, model_tag: str | None = None):
-        self.folder, self.model_tag = Path(folder), model_tag
+    folder: Path
+    model_tag: str | None = None
 
     def path(self, section: str) -> Path:
         """Returns the file of a section: 'Chat evaluation sft' is in chat-evaluation-sft.json."""
@@ -79,25 +77,18 @@ class Report:
         """Returns all sections in the order of their time. A note names each one that is not readable."""
         sections = []
         for path in (*self.folder.glob("*.json"), *self.folder.glob("*/*.json")):
-            if path == self.folder / "report.json" or not path.is_file():
+            if not path.is_file() or path == self.folder / "report.json":  # Earlier versions wrote this file.
                 continue
             try:
                 s = json.loads(path.read_text("utf-8"))
-                finished, seconds = time.mktime(time.strptime(s["timestamp"], TIME)), int(s["wall_seconds"])
-                run = path.parent.name if path.parent != self.folder else "all runs"
-                sections.append(
-                    {"section": str(s["section"]), "run": run, "data": list(s["data"]), "timestamp": s["timestamp"]}
-                    | {"finished": finished, "began": int(s.get("began", finished - seconds)), "seconds": seconds}
-                )
+                s["finished"], s["seconds"] = time.mktime(time.strptime(s["timestamp"], TIME)), int(s["wall_seconds"])
+                s["began"] = int(s.get("began", s["finished"] - s["seconds"]))
+                s["run"] = path.parent.name if path.parent != self.folder else "all runs"
+                s |= {"section": str(s["section"]), "data": list(s["data"])}
+                sections.append(s)
             except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError):
                 notes.append(f"{path} is not readable as a section and was left out; run its stage again to replace it")
         return sorted(sections, key=lambda section: section["finished"])
-
-    def reset(self) -> None:
-        """Deletes all sections, report.md and the plots. Checkpoints and metrics stay."""
-        for pattern in ("*.json", "*/*.json", "report.md", "*.png"):
-            for path in self.folder.glob(pattern):
-                path.unlink()
 
 
 def get_report(model_tag: str | None = None) -> Report:
@@ -117,12 +108,10 @@ def _newest(records: list[dict], *events: str) -> dict[str, Any]:
     return next(iter(reversed(_of(records, *events))), {})
 
 
-def read_stage(records: list[dict], stage: str) -> dict[str, Any]:
+def read_stage(records: list[dict]) -> dict[str, Any]:
     """Returns how far a stage of a run has come, its validations, and the scores of its newest evaluated model."""
     start, last, evaluated = _newest(records, "start"), _newest(records, "train"), _of(records, "benchmarks")
     total, step = start.get("num_iterations", 0), last["step"] + 1 if last else None
-    value = "reward" if stage == "rl" else "smoothed_loss"
-    curve = [(r["step"], r[value]) for r in _of(records, "train") if value in r]
     scores: dict[str, dict] = {}
     for record in evaluated:
         scores |= record["scores"] if record["step"] == evaluated[-1]["step"] else {}
@@ -134,7 +123,6 @@ def read_stage(records: list[dict], stage: str) -> dict[str, Any]:
         "finished": step == total if total > 0 else last.get("progress", 0) >= 1,
         "validations": [r[key] for r in _of(records, "val") for key in ("bpb", "loss", "pass@1") if key in r],
         "scores": scores,
-        "curve": curve if len(curve) >= FEW_STEPS else [],
     }
 
 
@@ -142,7 +130,7 @@ def read_run(tag: str, base_dir: Path) -> dict[str, Any]:
     """Returns the numbers of a run, from the metrics.jsonl of its stages. What was not logged is None, or missing in
     "start" (the newest record of the base training's start) and in "measured" (its newest validation loss)."""
     logs = {stage: read_jsonl(base_dir / folder / tag / "metrics.jsonl") for stage, folder in FOLDERS.items()}
-    stages = {stage: read_stage(records, stage) for stage, records in logs.items()}
+    stages = {stage: read_stage(records) for stage, records in logs.items()}
     records, text, validated = logs["base"], None, []
     for record in _of(records, "start", "val"):
         if record["event"] == "val":
@@ -155,17 +143,19 @@ def read_run(tag: str, base_dir: Path) -> dict[str, Any]:
     seconds, batch = sum(r["dt"] for r in trained), base["start"].get("total_batch_size")
     return base | {
         "model_tag": tag,
+        "text": [base["start"].get(key) for key in ("tokenizer", "val_text")],
         "method": str(base["start"].get("method", "-")),
         "tokens": base["step"] * batch if base["step"] and batch else None,
         "seconds": seconds or None,
         "tokens_per_second": sum(r["tokens"] for r in trained) / seconds if seconds else None,
-        "untrained_bpb": next((r["bpb"] for r in validated if r["step"] == 0), None),
         "measured": max(reversed(measured), key=lambda r: r["step"], default={}),
         "samples": _newest(records, "sample", "base_loss").get("samples", []),
         "stages": stages,
-        "curves": {CURVES[stage]: of["curve"] for stage, of in stages.items()}
-        | {"bpb": [(r["step"], r["bpb"]) for r in validated]}
-        | {"forwards": [(r["step"], _percent_over(r["bpb"], r["bpb_bf16"])) for r in validated if "bpb_bf16" in r]},
+        "curves": {
+            "loss": [(r["step"], r["smoothed_loss"]) for r in trained if "smoothed_loss" in r],
+            "bpb": [(r["step"], r["bpb"]) for r in validated],
+            "forwards": [(r["step"], _percent_over(r["bpb"], r["bpb_bf16"])) for r in validated if "bpb_bf16" in r],
+        },
     }
 
 
@@ -173,29 +163,26 @@ def _percent_over(value: float | None, base: float | None) -> float | None:
     return 100 * (value / base - 1) if value and base else None
 
 
-def add_gaps(runs: list[dict], notes: list[str]) -> None:
+def add_gaps(runs: list[dict]) -> None:
     """
     Adds the increase of validation BPB over the BF16 baseline that was trained with the same configuration, in
-    percent: "gap" with the method's own forward pass, and "gap_bf16" with the BF16 forward pass.
-
-    A note names the runs that have no gap, because they were measured on different text, with different tokenizers or
-    on different numbers of tokens, or because a log does not say so.
+    percent: the curve "gap" over the steps, "gap" of the result with the method's own forward pass, and "gap_bf16" with
+    the BF16 forward pass. There is none between runs that were measured on different text, with different tokenizers or
+    on different numbers of tokens, or whose logs do not say so.
     """
-    finished = [r for r in runs if r["finished"] and r["measured"]]
-    baselines = {r["start"].get("config_key"): r for r in finished if r["method"] == "bf16"}
-    for run in finished:
+    whole = sorted(runs, key=lambda run: run["finished"])  # Of two baselines the one that is finished counts.
+    baselines = {r["start"].get("config_key"): r for r in whole if r["method"] == "bf16"}
+    for run in runs:
         base = baselines.get(run["start"].get("config_key"), run)
-        measured, of_base = ((r["measured"] | {"tokenizer": r["start"].get("tokenizer")}) for r in (run, base))
-        same = {"val_text": "text", "tokenizer": "tokenizer", "tokens": "number of tokens"}
-        different = [word for key, word in same.items() if not measured.get(key) or measured[key] != of_base.get(key)]
-        if base is not run and different:
-            notes.append(
-                f"no gap between {run['model_tag']} and {base['model_tag']}: they were not measured with the same "
-                f"{' and '.join(different)}; measure both with python -m scripts.base_loss --split-tokens=..."
-            )
-        elif base is not run:
-            run["gap"] = _percent_over(measured["bpb"], of_base["bpb"])
-            run["gap_bf16"] = _percent_over(measured.get("bpb_bf16"), of_base.get("bpb_bf16"))
+        if base is run:
+            continue
+        below = dict(base["curves"]["bpb"]) if run["text"] == base["text"] else {}
+        run["curves"]["gap"] = [(x, _percent_over(y, below[x])) for x, y in run["curves"]["bpb"] if below.get(x)]
+        of, of_base = run["measured"], base["measured"]
+        on, on_base = ([r["text"][0], *(r["measured"].get(k) for k in ("val_text", "tokens"))] for r in (run, base))
+        if run["finished"] and base["finished"] and all(on) and on == on_base:
+            run["gap"] = _percent_over(of["bpb"], of_base["bpb"])
+            run["gap_bf16"] = _percent_over(of.get("bpb_bf16"), of_base.get("bpb_bf16"))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -243,16 +230,14 @@ def _emulated(start: dict[str, Any]) -> bool:
 
 def runs_table(runs: list[dict]) -> list[str]:
     """Returns the lines of a table with one row for each run, and of what it says of this machine's speed."""
-    header = ["run", "method", "steps", "tokens", "val BPB", "val BPB, BF16 forward"]
+    header = ["run", "method", "steps", "tokens", "val tokens", "val BPB", "val BPB, BF16 forward"]
     header += ["gap to BF16", "gap, BF16 forward", "tokens/s", "training time"]
     rows = []
-    # A loss on fewer tokens is that of another text, so each says on how many it is if they are not alike.
-    alike = len({r["measured"].get("tokens") for r in runs if r["measured"]}) < 2
     for r in runs:
         measured, gaps = r["measured"], [_cell(r.get(key), "{:+.2f}%") for key in ("gap", "gap_bf16")]
-        measured_on = "" if alike or not measured else f" ({_cell(measured.get('tokens'), '{:,}')} tokens)"
         row = [r["model_tag"], r["method"], _steps(r) + ("" if r["finished"] else ", unfinished")]
-        row += [_cell(r["tokens"], "{:,}"), _cell(measured.get("bpb")) + measured_on, _cell(measured.get("bpb_bf16"))]
+        row += [_cell(r["tokens"], "{:,}"), _cell(measured.get("tokens"), "{:,}")]
+        row += [_cell(measured.get("bpb")), _cell(measured.get("bpb_bf16"))]
         row += ["baseline", "baseline"] if r["method"] == "bf16" else gaps
         row += [_cell(r["tokens_per_second"], "{:,.0f}"), "-" if r["seconds"] is None else format_seconds(r["seconds"])]
         rows.append(row)
@@ -269,31 +254,21 @@ EXPLANATIONS = """\
   measures on more text than training, whose last value stands in for it.
 - gap: increase of val BPB over the BF16 run of the same configuration (`COMPARE=1`), for one seed. Two runs of one seed
   differ by 0.4% on a small CPU run and by 0.1% at 160M tokens (d6). `python -m lab.study.sweep` trains several seeds.
-"""
-OF_LATER_STAGES = """
-The losses of mid-training and SFT are of conversations, which are other data than the text of pre-training. A model
-that was tuned on few kinds of conversations predicts plain text worse than its base model.
+  Runs that were measured on different text, by different tokenizers or on different numbers of tokens have no gap;
+  `python -m scripts.base_loss --split-tokens=...` measures them anew.
 """
 
 
 def summary(runs: list[dict], base_dir: Path) -> list[str]:
-    """Returns lines about each run that has ended: what was trained, how good it is, where it is, and how to chat
-    with it."""
+    """Returns lines about each run that has ended: where it is, and how to chat with it."""
     lines = []
     for r in (r for r in runs if r["finished"]):
         tag, stages = r["model_tag"], r["stages"]
-        made = [stage for stage in FOLDERS if any((base_dir / FOLDERS[stage] / tag).rglob("model_*"))]
-        stage = made[-1] if made else "base"
-        quality = f"{_cell(r['measured'].get('bpb'))} bits per byte of validation text"
-        quality += "" if r["method"] == "bf16" else f", {_cell(r['measured'].get('bpb_bf16'))} with a BF16 forward"
-        quality += "" if r["untrained_bpb"] is None else f" ({r['untrained_bpb']:.2f} before training)"
-        quality += "" if r.get("gap") is None else f"; {r['gap']:+.2f}% over the BF16 run"
-        lines += [f"{tag}: {r['method']}, {r['step']:,} steps, {_cell(r['tokens'], '{:,}')} tokens"]
-        lines += [f"  how good:   {quality}"]
+        *_, stage = ["base", *(s for s in FOLDERS if any((base_dir / FOLDERS[s] / tag).rglob("model_*")))]
+        lines += [f"{tag}: {base_dir / FOLDERS[stage] / tag}"]
         validated = {s: stages[s]["validations"] for s in stages if s != "base"}
         changes = [f"{s} {v[0]:.2f} -> {v[-1]:.2f}" for s, v in validated.items() if len(v) > 1]
         lines += [f"  validation: {', '.join(changes)} on conversations"] if changes else []
-        lines += [f"  where:      {base_dir / FOLDERS[stage] / tag}"]
         if stage == "base":
             continue
         if stages[stage]["step"] and not stages[stage]["finished"]:
@@ -302,8 +277,6 @@ def summary(runs: list[dict], base_dir: Path) -> list[str]:
         # The shell that types the command may not have the variable.
         variable = "" if base_dir == default_base_dir() else f"NANOCHAT_BASE_DIR={shlex.quote(str(base_dir))} "
         lines += [f"  talk to it: {variable}python -m scripts.chat_web -i {stage} --model-tag {tag}"]
-        if problem := few_tokens(r["tokens"], r["start"].get("num_params")):
-            lines += [f"  note:       {problem}"]
     return lines
 
 
@@ -329,16 +302,19 @@ def _samples(runs: list[dict]) -> list[str]:
     return lines[:-1]
 
 
-def _times(sections: list[dict]) -> list[str]:
-    """The times of the stages. The total is that of the commands that ran them, which also start Python, write the text
-    and wait."""
+def _stages(sections: list[dict]) -> list[str]:
+    """The sections, with their times. The total is that of the commands that ran the stages, which also start Python,
+    write the text and wait."""
     ends: dict[float, float] = {}
     for s in sections:
         ends[s["began"]] = max(ends.get(s["began"], 0), s["finished"])
-    rows = [[s["section"], s["run"], format_seconds(s["seconds"]), s["timestamp"]] for s in sections]
-    total = format_seconds(sum(end - began for began, end in ends.items()))
-    rows += [["**total** by the clock on the wall", "", total, ""]] if rows else []
-    return _table(["stage", "run", "time", "finished"], rows)
+    lines = [f"In all {format_seconds(sum(end - began for began, end in ends.items()))} by the clock on the wall."]
+    for s in sections:
+        lines += ["", f"### {s['section']}: {s['run']}", ""]
+        lines += [f"- time: {format_seconds(s['seconds'])}, finished {s['timestamp']}"]
+        for item in s["data"]:
+            lines += _list(item) if isinstance(item, dict) else ["", *str(item).strip().splitlines(), ""]
+    return lines if sections else []
 
 
 def _environment(runs: list[dict]) -> list[str]:
@@ -352,7 +328,7 @@ def _environment(runs: list[dict]) -> list[str]:
     return lines + [f"- stages were run at different commits: {', '.join(commits)}"] * (len(commits) > 1)
 
 
-def _page(base_dir: Path, runs: list[dict], sections: list[dict], pictures: list[str], notes: list[str]) -> str:
+def _page(base_dir: Path, runs: list[dict], sections: list[dict], picture: str, notes: list[str]) -> str:
     about = summary(runs, base_dir)
     recipes = {name: gemms for run in runs for name, gemms in run["start"].get("recipes", {}).items()}
     methods = [[name, *(gemms[g].replace("- x -", "high precision") for g in GEMMS)] for name, gemms in recipes.items()]
@@ -361,28 +337,22 @@ def _page(base_dir: Path, runs: list[dict], sections: list[dict], pictures: list
     lines = ["# nanochat_fp4 report", "", f"Written {time.strftime(TIME)}.", ""]
     lines += ["```", *about, "```", ""] if about else []
     lines += [*runs_table(runs), "", *EXPLANATIONS.splitlines(), ""] if runs else []
-    lines += [f"![{Path(picture).stem}]({picture})" for picture in pictures]
-    lines += OF_LATER_STAGES.splitlines() if any("loss_" in picture for picture in pictures) else []
+    lines += [f"![curves of pre-training]({picture})"] if picture else []
     for title, body in (
         ("Benchmarks (accuracy in percent, 2-sigma interval)", _benchmarks(runs)),
         ("Methods", _table(["method", *GEMMS], methods)),
         ("Samples", _samples(runs)),
-        ("Time", _times(sections)),
         ("Environment", _environment(runs)),
         ("Left out", [f"- {line}" for line in without]),
         ("Notes", [f"- {note}" for note in notes]),
+        ("Stages", _stages(sections)),
     ):
         lines += ["", f"## {title}", "", *body] if body else []
-    lines += ["", "## Stages"] if sections else []
-    for s in sections:
-        lines += ["", f"### {s['section']}: {s['run']}", ""]
-        for item in s["data"]:
-            lines += _list(item) if isinstance(item, dict) else ["", *str(item).strip().splitlines(), ""]
     return "\n".join(lines) + "\n"
 
 
 def generate(folder: Path) -> Path:
-    """Writes report.md, report.json and the plots, and prints the table of runs. Returns the path of report.md.
+    """Writes report.md and curves.png, and prints the table of runs. Returns the path of report.md.
 
     Raises UserError if there is nothing to report.
     """
@@ -399,25 +369,19 @@ def generate(folder: Path) -> Path:
             notes.append(f"a metrics.jsonl of {tag} cannot be read, so the run was left out ({type(e).__name__}: {e})")
     if not sections and not runs:
         raise UserError(f"nothing to report in {folder}; run bash speedrun_fp4.sh first, or a stage of it")
-    add_gaps(runs, notes)
+    add_gaps(runs)
     folder.mkdir(parents=True, exist_ok=True)
-    pictures, path = plots.draw_runs(folder, runs, notes), folder / "report.md"
-    atomic_write(path, _page(base_dir, runs, sections, pictures, notes).encode("utf-8", "replace"))
-    document = {"runs": runs, "sections": sections, "notes": notes, "plots": pictures}
-    atomic_write(folder / "report.json", json.dumps(document, indent=2))
+    path, picture = folder / "report.md", "curves.png" if plots.draw_runs(folder / "curves.png", runs, notes) else ""
+    atomic_write(path, _page(base_dir, runs, sections, picture, notes).encode("utf-8", "replace"))
     print("\n".join([*runs_table(runs), "", *summary(runs, base_dir), "report:"]))
     return path
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = ArgumentParser(description="Put the report together from what the stages logged, or forget it.")
-    parser.add_argument("command", nargs="?", default="generate", choices=["generate", "reset"])
-    args, report = parser.parse_args(argv), get_report()
-    if args.command == "reset":
-        report.reset()
-        print(f"report: sections in {report.folder} removed")
-    else:
-        print(generate(report.folder))
+    parser = ArgumentParser(description="Put the report together from what the stages logged.")
+    parser.add_argument("command", nargs="?", default="generate", choices=["generate"])
+    parser.parse_args(argv)
+    print(generate(get_report().folder))
 
 
 if __name__ == "__main__":

@@ -6,13 +6,13 @@ from pathlib import Path
 import pytest
 from _samples import make_bundle, save_base
 
-from nanochat_fp4.evaluation import core_metric
+from nanochat_fp4.evaluation import core_eval
 from nanochat_fp4.evaluation.kept import Kept
 from nanochat_fp4.evaluation.metrics import read_jsonl
 from scripts import base_eval, base_loss, chat_eval
 
 EVALUATIONS = {  # script, flags, module and function that measure a part, number of parts, event of the result
-    "CORE": (base_eval, ["--max-per-task=3"], core_metric, "evaluate_task", 3, "benchmarks"),
+    "CORE": (base_eval, ["--max-per-task=3"], core_eval, "evaluate_task", 3, "benchmarks"),
     "bits per byte": (
         base_loss,
         ["--device-batch-size=2", "--split-tokens=512"],

@@ -447,7 +447,7 @@ def test_a_small_text_is_trained_on_again(asked, base_dir, tmp_path, monkeypatch
         (tmp_path / name).write_text("Some text, which is small. " * 20)
     monkeypatch.setenv("DATA_DIR", str(tmp_path))
     tok_train.main([f"--vocab-size={asked}"])
-    get_report().reset()
+    get_report().path("Tokenizer training").unlink()
     plan = planned(DATA_DIR=str(tmp_path), VOCAB_SIZE=str(asked))
     assert 0 < plan.tokenizer < asked and "tok" not in commands(plan) and "is kept" in " ".join(said(plan)["text"])
     with pytest.raises(UserError, match=f"set VOCAB_SIZE={plan.tokenizer}"):
@@ -494,7 +494,7 @@ def test_a_part_that_is_missing_leaves_the_stage(h100, monkeypatch, lacks):
 def test_the_needs_of_a_stage_are_what_it_loads(kind, base_dir, monkeypatch):
     """A plan asks the network for what each source names, so that must be what the source downloads."""
     from nanochat_fp4.data import chat_data
-    from nanochat_fp4.evaluation import core_metric
+    from nanochat_fp4.evaluation import core_eval
 
     class Asked(Exception):
         pass
@@ -504,7 +504,7 @@ def test_the_needs_of_a_stage_are_what_it_loads(kind, base_dir, monkeypatch):
 
     for place in (chat_data, importlib.import_module("eval.common")):
         monkeypatch.setattr(place, "load_rows", ask)
-    for place in (chat_data, core_metric):
+    for place in (chat_data, core_eval):
         monkeypatch.setattr(place, "download_file_with_lock", ask)
     module = program.LATER[kind]
     remote = [s for s in module.needs(module.parse_args(["-i", "sft"] if kind == "eval" else [])) if s.remote]

@@ -31,7 +31,7 @@ from nanochat_fp4.cli import UserError
 from nanochat_fp4.data.chat_data import CustomJSON, SmolTalk, load_words
 from nanochat_fp4.data.dataset import ensure_data, parquets_iter_batched
 from nanochat_fp4.data.tokenizer import get_token_bytes, get_tokenizer
-from nanochat_fp4.evaluation import core_metric, plots, report
+from nanochat_fp4.evaluation import core_eval, plots, report
 from nanochat_fp4.evaluation.metrics import MetricsLog
 from nanochat_fp4.training.checkpoint_manager import list_steps
 from nanochat_fp4.training.load_model import build_model
@@ -202,7 +202,7 @@ def bundle_kind(base: Path, tmp: Path) -> Kind:
             return torch.zeros(*ids.shape, get_tokenizer().get_vocab_size())
 
     def read():
-        core_metric.evaluate_model(Model(), get_tokenizer(), torch.device("cpu"), 2, folder)
+        core_eval.evaluate_model(Model(), get_tokenizer(), torch.device("cpu"), 2, folder)
 
     return Kind([p for p in folder.rglob("*") if p.is_file()], read, share=2)
 
