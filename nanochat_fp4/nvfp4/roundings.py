@@ -77,9 +77,12 @@ class Rounding:
 
     @property
     def label(self) -> str:
-        """The name for tables and messages. It says so if the package's row of this name has other constants."""
-        of_the_package = OF_THE_PACKAGE.get(self.name, self)
-        return (self.name or "unnamed") + ("" if of_the_package == self else " with other constants")
+        """The name for tables and messages. It says so if the package's row of this name has other constants, and if a
+        row of the package has the constants of a name of yours."""
+        if self.name in OF_THE_PACKAGE:
+            return self.name + ("" if OF_THE_PACKAGE[self.name] == self else " with other constants")
+        known = [name for name, row in OF_THE_PACKAGE.items() if self.name and row == self]
+        return (self.name or "unnamed") + (f" (equals {known[0]})" if known else "")
 
     @property
     def fp8(self) -> bool:

@@ -410,6 +410,9 @@ def test_a_row_has_the_name_of_its_key(monkeypatch):
         mine = nf.Operand("my_row").rounding
         assert mine.name == str(nf.Operand("my_row")) == "my_row" and mine == row and hash(mine) == hash(row)
     assert str(nf.Operand(row)) == "rtn with other constants"
+    for row, name in ((dataclasses.replace(ROUNDINGS["sr_four_over_six"]), "sr_four_over_six"), (Rounding(), "rtn")):
+        monkeypatch.setitem(ROUNDINGS, "my_row", row)
+        assert str(nf.Operand("my_row")) == f"my_row (equals {name})"
     assert str(nf.Operand(Rounding())) == "unnamed" and str(nf.Operand(ROUNDINGS["rtn"])) == "rtn"
     monkeypatch.setitem(ROUNDINGS, "my_row", lambda x: x)
     for use in (nf.Operand, lambda name: quantize(torch.randn(2, 16), name)):
