@@ -32,7 +32,7 @@ from nanochat_fp4.cli import (
     parse_share,
     run_main,
 )
-from nanochat_fp4.common import aligned, print0, resolve_method
+from nanochat_fp4.common import aligned, print0, resolve_method, say_once
 from nanochat_fp4.data.dataloader import Batches, Documents, evaluation_rows, packed_rows
 from nanochat_fp4.data.dataset import ensure_data, how_often, open_text, validation_text
 from nanochat_fp4.data.tokenizer import RustBPETokenizer, get_token_bytes, get_tokenizer
@@ -156,7 +156,7 @@ class BaseTraining(Trainer):
         self.announce(plan)
         self.text, self.val_text = (open_text(split, self.data_dir) for split in ("train", "val"))
         if line := how_often(self.text, tokenizer, args.total_batch_size * self.num_steps):
-            print0(line)
+            say_once(line)
         self.num_rows, self.eval_steps = evaluation_rows(args.eval_tokens, self.rows, self.seq_len, self.world_size)
         self.eval_tokens, self.token_bytes = self.num_rows * self.seq_len, get_token_bytes(device=self.device)
         options = PretrainingOptions(**{f.name: getattr(args, f.name) for f in fields(PretrainingOptions)})
