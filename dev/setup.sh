@@ -31,13 +31,7 @@ only_variables() { # "$@" of a script that variables alone tell what to do
     case "${1:-}" in
     "") ;;
     -h | --help) print_help ;;
-    --*)
-        local script=speedrun instead="set a variable in its place"
-        [ "$(basename "$0")" != measure.sh ] || script=measure
-        [ ! -f "$VARIABLES" ] || instead=$("$(find_python)" "$VARIABLES" "$script" "$1")
-        die "$(basename "$0") takes no flags, and got '$*'; $instead (see --help)"
-        ;;
-    *) die "$(basename "$0") takes no arguments, and got '$*'; what can be set are variables, NAME=value bash $(basename "$0"): see --help" ;;
+    *) die "$(basename "$0") takes no flags or arguments, and got '$*'; set variables in their place, such as DEPTH=4 for --depth=4: see --help" ;;
     esac
 }
 

@@ -8,6 +8,7 @@ own. The wheel therefore has scripts/, eval/ and the shell scripts inside of thi
 which takes the place of a checkout's root for them.
 """
 
+import ast
 import difflib
 import os
 import runpy
@@ -24,27 +25,18 @@ RUNS = {
     "speedrun": "every stage from text to report: d20 on GPUs, a small model on a CPU",
     "run1000": "the same for d32",
 }
+# In the order of a run. --help shows the first sentence of each module.
 STAGES = {
-    "plan": "what a whole run will do: hours, memory, which method, what to type",
-    "tok_train": "train the tokenizer",
-    "tok_eval": "compare the tokenizer with GPT-2's and GPT-4's",
-    "base_train": "pre-train",
-    "base_loss": "bits per byte on the train and validation text, samples",
-    "base_eval": "the CORE metric",
-    "mid_train": "mid-training on conversations",
-    "chat_sft": "fine-tuning",
-    "chat_rl": "reinforcement learning on GSM8K",
-    "chat_eval": "benchmarks",
-    "chat_cli": "talk to the model in a terminal",
-    "chat_web": "talk to it in a browser",
-    "export": "to Hugging Face, GGUF and others",
+    name: f"scripts.{name}"
+    for name in "plan tok_train tok_eval base_train base_loss base_eval mid_train chat_sft chat_rl chat_eval chat_cli "
+    "chat_web export".split()
 }
 TOOLS = {
-    "doctor": ("nanochat_fp4.doctor", "does this machine compute what the paper says, and with which kernels?"),
-    "upstream": ("nanochat_fp4.upstream", "run a script of a nanochat checkout, quantized"),
-    "dataset": ("nanochat_fp4.data.dataset", "download text"),
-    "tokenizer": ("nanochat_fp4.data.tokenizer", "show the tokenizer, or convert nanochat's"),
-    "report": ("nanochat_fp4.evaluation.report", "write the report"),
+    "doctor": "nanochat_fp4.doctor",
+    "upstream": "nanochat_fp4.upstream",
+    "dataset": "nanochat_fp4.data.dataset",
+    "tokenizer": "nanochat_fp4.data.tokenizer",
+    "report": "nanochat_fp4.evaluation.report",
 }
 
 
@@ -55,15 +47,22 @@ def programs() -> Path:
     return installed if installed.is_dir() else PACKAGE.parent
 
 
+def first_sentence(module: str) -> str:
+    """Returns the first sentence of a module's docstring. The module is not imported, because that needs torch."""
+    folder = programs() if module.startswith("scripts.") else PACKAGE.parent
+    text = ast.get_docstring(
+        ast.parse(folder.joinpath(*module.split(".")).with_suffix(".py").read_text(encoding="utf-8"))
+    )
+    return " ".join(text.partition("\n\n")[0].split()).partition(". ")[0].rstrip(".")
+
+
 def usage() -> str:
     """Returns the text of --help."""
-    groups = (
-        ("whole runs, by variables, e.g. QAT_METHOD=nvidia nanochat-fp4 speedrun", RUNS),
-        ("stages, in the order of a run", STAGES),
-        ("tools", {name: what for name, (_, what) in TOOLS.items()}),
-    )
+    groups = {"whole runs, by variables, e.g. QAT_METHOD=nvidia nanochat-fp4 speedrun": RUNS}
+    for title, modules in (("stages, in the order of a run", STAGES), ("tools", TOOLS)):
+        groups[title] = {name: first_sentence(module) for name, module in modules.items()}
     lines = ["nanochat-fp4 COMMAND [flags]; COMMAND --help has the flags, --version the version"]
-    for title, commands in groups:
+    for title, commands in groups.items():
         lines += ["", f"{title}:", *(f"  {name:14}{what}" for name, what in commands.items())]
     return "\n".join(lines)
 
@@ -91,8 +90,7 @@ def main() -> None:
         sys.path.insert(0, str(programs()))
         sys.argv[1:] = rest
         cli.PROGRAM = f"nanochat-fp4 {name}"
-        module = TOOLS[name][0] if name in TOOLS else f"scripts.{name}"
-        runpy.run_module(module, run_name="__main__", alter_sys=True)
+        runpy.run_module((STAGES | TOOLS)[name], run_name="__main__", alter_sys=True)
     else:
         similar = difflib.get_close_matches(name, known, n=1)
         wrong = f"there is no command {name!r}" if name else "a command is missing"

@@ -9,7 +9,6 @@ import random
 import runpy
 import sys
 import traceback
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -183,14 +182,6 @@ def fail_together(problem: str | None) -> None:
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Devices
-
-# When a GPU is first used, torch before 2.13 says that it supports GPUs only up to 12.0. A GB10 (12.1) runs code that
-# was compiled for 12.0.
-FALSE_WARNING = (
-    r"\s*Found GPU\d+ .* which is of cuda capability 12\.1\.\s+"
-    r"Minimum and Maximum cuda capability supported by this version of PyTorch is\s+\(\d+\.\d+\) - \(12\.0\)"
-)
-warnings.filterwarnings("ignore", FALSE_WARNING)
 
 
 def _why_no_cuda() -> str:

@@ -2,9 +2,8 @@
 The variables that tell speedrun_fp4.sh, run1000_fp4.sh and dev/measure.sh what to do, and their defaults. This file
 needs the standard library alone, because the scripts ask it before anything is installed:
 
-    python3 nanochat_fp4/variables.py speedrun            refuses a variable that is nearly one of these
-    python3 nanochat_fp4/variables.py speedrun --depth    what to type in the place of a flag
-    python3 nanochat_fp4/variables.py measure             the same of dev/measure.sh
+    python3 nanochat_fp4/variables.py            refuses a variable that is nearly one of these
+    python3 nanochat_fp4/variables.py measure    the same of dev/measure.sh
 """
 
 import difflib
@@ -94,20 +93,6 @@ def problem(names: set[str], script: str = "speedrun") -> str | None:
     return None
 
 
-def in_place_of(flag: str, script: str) -> str:
-    """What to type in the place of a flag (--name or --name=value) of a script that takes none."""
-    flag = flag.partition("=")[0]
-    name = flag.removeprefix("--").replace("-", "_").upper()
-    if script == "measure":
-        return f"set {name}=... in its place" if name in MEASURE else f"it has the variables {' '.join(MEASURE)}"
-    name = MEANT.get(name, name)
-    if name in RUN:
-        return f"set {name}=... in its place"
-    return f"set {name}" if name in ELSEWHERE else f"BASE_ARGS={flag}=... gives it to the base training"
-
-
 if __name__ == "__main__":
-    if sys.argv[2:]:
-        print(in_place_of(sys.argv[2], sys.argv[1]))
-    elif found := problem(set(os.environ), *sys.argv[1:]):
+    if found := problem(set(os.environ), *sys.argv[1:]):
         sys.exit(f"error: {found}")

@@ -40,7 +40,6 @@ from nanochat_fp4.files import atomic_write
 from nanochat_fp4.hardware import physical_memory, usable_cpus
 from nanochat_fp4.models.families import family_of_flags
 from nanochat_fp4.models.optim8bit import STATES, state_bytes
-from nanochat_fp4.nvfp4.methods import REGISTERED
 from nanochat_fp4.nvfp4.phases import MethodPlan
 from nanochat_fp4.training.checkpoint_manager import list_steps
 from nanochat_fp4.training.load_model import SOURCES
@@ -65,7 +64,6 @@ SAME_RUN = {
     "CORE_EVERY", *ARGS,
 }  # fmt: skip
 ADVISED = ("bf16", "fp8", "clover", "clover_fp8_forward")
-DEPTHS = (40, 36, 32, 28, 26, 24, 20, 16, 12, 8, 4)  # that a card too small for the default may get
 CARDS = json.loads((Path(nf.__file__).parent / "cards.json").read_text(encoding="utf-8"))
 PUBLISHED = {"max_seq_len": 2048, "window_pattern": "SSSL"}  # Published speeds count as those of such rows.
 PRECISIONS = {16: "bf16", 8: "fp8", 4: "nvfp4"}
@@ -113,9 +111,6 @@ class Settings:
             raise UserError(f"QAT_METHOD: {str(e).replace('--recipes=', 'RECIPES=')}") from None
         compare = switched_on("COMPARE", environment) and self.method != "bf16"
         self.methods = [self.method, "bf16"] if compare else [self.method]
-        mine = sorted(REGISTERED) if environment.get("RECIPES") else []
-        if mine and not any(name == self.method or name in self.values["BASE_ARGS"] for name in mine):
-            self.notes.append(f"RECIPES has {', '.join(mine[:5])}; QAT_METHOD={mine[0]} trains with it")
         asked = environment.get("STAGES", "").split()
         if unknown := [stage for stage in asked if stage not in STAGES]:
             raise UserError(f"STAGES: there is no stage {unknown[0]!r}; the stages are: {' '.join(STAGES)}")
@@ -193,8 +188,10 @@ class Settings:
             text = str(e)
         names["--device-type"] = "BASE_ARGS=--device-type"
         text = re.sub(r"--[\w-]+", lambda flag: names.get(flag[0], flag[0]), text)
-        set_here = (f"{name}={v}" for name, v in self.changed.items() if name in names.values() or name == args)
-        raise UserError(f"{', '.join(set_here) or args or self.run}: {text}")
+        changed = {name: v for name, v in self.changed.items() if name in names.values() or name == args}
+        if not any(name in text for name in changed):
+            text = f"{', '.join(f'{k}={v}' for k, v in changed.items()) or args or self.run}: {text}"
+        raise UserError(text)
 
 
 def value_of(name: str, text: str, default: Any) -> Any:
@@ -450,8 +447,8 @@ def later_words(s: Settings) -> tuple[dict[str, list[str]], list[str]]:
         reasons: dict[str, list[str]] = {}
         for m in lacks:
             reasons.setdefault(m.missing, []).append(m.name)
-        more = {reason: f" and {len(what) - 2} more" if len(what) > 2 else "" for reason, what in reasons.items()}
-        why = "; ".join(f"{', '.join(what[:2])}{more[reason]}: {reason}" for reason, what in reasons.items())
+        named = {r: ", ".join([*of[:2], *([f"and {len(of) - 2} more"] if of[2:] else [])]) for r, of in reasons.items()}
+        why = "; ".join(f"{names}: {reason}" for reason, names in named.items())
         to_have = f"To have it: {'; '.join(dict.fromkeys(m.remedy for m in lacks if m.remedy))}"
         if s.environment.get("STAGES"):
             raise UserError(f"STAGES asks for {kind}, which needs {why}. {to_have}; or leave it out")
@@ -558,23 +555,15 @@ class Plan:
         self.check_order_and_disk()
 
     def settle(self) -> list[Base]:
-        """The base trainings, after what is left open is chosen: depth on a small card, steps on a slow CPU, shards by
-        tokens. All methods train in one state of the optimizer, so that their losses compare."""
-        s, n, typed = self.s, self.s.values, self.s.values["BASE_ARGS"]
+        """The base trainings, after what is left open is chosen: steps on a slow CPU, shards by tokens. All
+        methods train in one state of the optimizer, so that their losses compare."""
+        s, n = self.s, self.s.values
         with s.blamed("tok_train"):
             tok_train.parse_args(s.argv("tok_train"))
         for name in ("NUM_SHARDS", "TOK_SHARDS"):
             if name in s.changed and not 1 <= n[name] <= dataset.MAX_SHARD:
                 wrong = f"{name}={n[name]}: FineWeb-Edu has 1 to {dataset.MAX_SHARD} training shards"
                 raise UserError(f"{wrong}; set another number, or leave {name} out")
-        own = {"DEPTH", "DEVICE_BATCH"} & set(s.changed) or "--depth" in typed or "--device-batch-size" in typed
-        for depth in (d for d in DEPTHS if s.card and s.processes == 1 and not own and d <= n["DEPTH"]):
-            trials = [Base(s, method, f"--depth={depth}") for method in s.methods]
-            if all(way.rows for trial in trials for way in trial.ways[:1]):
-                if depth < n["DEPTH"]:
-                    s.notes.append(f"d{n['DEPTH']} does not fit {gib(s.card['gib'])} by count, so DEPTH={depth}")
-                    s.instead(DEPTH=depth)
-                break
         first = Base(s, s.method)
         if s.card is None:
             if not s.environment.get("NUM_ITERATIONS") and (chosen := choose_steps(s, first)):
@@ -845,10 +834,6 @@ def which(plan: Plan) -> Iterator[str]:
     else:
         yield f"take {rival} if it makes {needed} times fp8's tokens/s, and fp8 otherwise"
         yield "bash dev/measure.sh says so in 20 minutes"
-        lora = CARDS["lora"]
-        (small, (_, low)), *_, (large, (_, high)) = lora["ratio"].items()
-        who = f"{lora['source'].split(',')[0]}'s LoRA on an {lora['card']}"
-        yield f"by {who}: {low:.2f} ({small}) to {high:.2f} ({large})"
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -47,7 +47,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     least, most = 256 + len(SPECIAL_TOKENS), min(MAX_VOCAB_SIZE, args.max_chars)
     if not least <= args.vocab_size <= most:
         raise UserError(
-            f"--vocab-size={args.vocab_size}: expected at least {least}, and at most {most} (or --max-chars)"
+            f"--vocab-size={args.vocab_size}: expected {least} to {most}, with --max-chars={args.max_chars}"
         )
     return args
 

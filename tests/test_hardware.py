@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-import warnings
 from pathlib import Path
 
 import pytest
@@ -85,24 +84,6 @@ def test_memory_that_programs_can_take(tmp_path):
     (tmp_path / "proc").mkdir()
     (tmp_path / "proc/meminfo").write_text("MemTotal:  4 kB\nMemFree:   1 kB\nMemAvailable:    3 kB\n")
     assert hardware.available_memory(tmp_path) == 3072
-
-
-UNSUPPORTED = """
-    Found GPU0 NVIDIA {} which is of cuda capability {}.
-    Minimum and Maximum cuda capability supported by this version of PyTorch is
-    (8.0) - ({})
-"""
-
-
-def test_a_gb10_is_not_called_unsupported_where_12_0_is_supported():
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        warnings.filterwarnings("ignore", common.FALSE_WARNING)
-        for name in (("GB10", "12.1", "12.0"), ("GB10", "12.1", "9.0"), ("T4", "7.5", "12.0")):
-            warnings.warn(UNSUPPORTED.format(*name), stacklevel=1)
-    assert [str(w.message).split()[3:4] + str(w.message).split()[-1:] for w in caught] == [
-        ["GB10", "(9.0)"], ["T4", "(12.0)"],
-    ]  # fmt: skip
 
 
 def test_threads_of_a_model(monkeypatch):

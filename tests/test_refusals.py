@@ -125,7 +125,7 @@ REFUSED = [
     ("scripts.chat_web --port=65536", "--port"),
     ("scripts.base_loss --split-tokens=100", "not a multiple"),
     ("scripts.base_eval --bundle-dir=/nowhere --device-type=cpu", "/nowhere"),
-    ("scripts.tok_train --vocab-size=100 --overwrite", "at least 265"),
+    ("scripts.tok_train --vocab-size=100 --overwrite", "expected 265"),
     ("scripts.tok_train --doc-cap=0 --overwrite", "at least 1"),
     ("scripts.tok_train --max-chars=-5 --overwrite", "at least 1"),
     ("scripts.tok_train --data-dir=/nowhere --overwrite", "/nowhere"),
