@@ -192,13 +192,16 @@ def _fork_for_a_client() -> None:
     _listener.close()
     text, files, _, _ = socket.recv_fds(connection, 1 << 20, 3)
     while not text.endswith(b"\n"):
-        text += connection.recv(1 << 20)
+        text += (more := connection.recv(1 << 20))
+        if not more:  # the client is gone
+            os._exit(0)
     job = json.loads(text)
     pid = os.fork()
     if pid == 0:
         connection.close()
         _program(job, files)
-    connection.sendall(f"{pid}\n".encode())
+    with contextlib.suppress(OSError):  # the client may be gone
+        connection.sendall(f"{pid}\n".encode())
     if hasattr(os, "pidfd_open"):  # Linux
         ended = os.pidfd_open(pid)
         if ended not in select.select([ended, connection], [], [])[0]:  # the client is gone

@@ -209,27 +209,6 @@ def _tiny_base(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def made_once(tmp_path_factory):
-    """made_once(name, make): the folder that make(folder) fills, once for all of xdist's processes."""
-    from filelock import FileLock
-
-    root = tmp_path_factory.getbasetemp()
-    root = root.parent if "PYTEST_XDIST_WORKER" in os.environ else root
-
-    def made_once(name, make):
-        folder = root / name
-        with FileLock(root / f"{name}.lock"):
-            if not (root / f"{name}.made").exists():
-                shutil.rmtree(folder, ignore_errors=True)
-                folder.mkdir()
-                make(folder)
-                (root / f"{name}.made").touch()
-        return folder
-
-    return made_once
-
-
-@pytest.fixture(scope="session")
 def fork_server(tmp_path_factory, _tiny_base):
     """Forks runs of the scripts, to be killed or given odd arguments: see _forking.py."""
     from _forking import ForkServer
