@@ -239,22 +239,12 @@ class ArgumentParser(argparse.ArgumentParser):
         module = f"python -m {spec.name.removesuffix('.__main__')}" if spec else f"python {sys.argv[0]}"
         super().__init__(*args, **{"allow_abbrev": False, "prog": PROGRAM or module} | kwargs)
 
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[argparse.Namespace, list[str]]:
-        self._typed = [str(word) for word in (sys.argv[1:] if args is None else args)]
-        return super().parse_known_args(args, namespace)
-
     def error(self, message: str) -> NoReturn:
         flags = {flag.removeprefix("--"): flag for flag in self._option_string_actions if flag.startswith("--")}
-        if message.startswith("the following arguments are required"):
-            # A flag that does not exist is more often the reason than one that was forgotten.
-            unknown = [w for w in self._typed if w.startswith("--") and w[2:].partition("=")[0] not in flags and w[2:]]
-            message = f"unrecognized arguments: {' '.join(unknown)}" if unknown and not self._subparsers else message
         wrong = [word.partition("=")[0] for word in message.split() if word.startswith("--")]
         if message.startswith("unrecognized arguments") and wrong:
             similar = difflib.get_close_matches(wrong[0].removeprefix("--"), flags, n=1)
             message += f"; did you mean {flags[similar[0]]}?" if similar else ""
-        if message.startswith("argument ") and message.endswith("expected one argument"):
-            message += f"; one that begins with a dash is given as {message.split()[1].rstrip(':')}=..."
         print_error(f"{message} (see {self.prog} --help)")
         self.exit(2)
 

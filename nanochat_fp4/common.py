@@ -7,7 +7,6 @@ import hashlib
 import os
 import random
 import runpy
-import sys
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +17,6 @@ import torch.distributed as dist
 
 from nanochat_fp4.cli import UserError, logger, one_line, print_safely
 from nanochat_fp4.hardware import usable_cpus
-from nanochat_fp4.nvfp4 import methods, roundings
 from nanochat_fp4.nvfp4.methods import get_recipe
 
 
@@ -72,8 +70,8 @@ def load_recipes(files: str, source: str = "--recipes") -> str:
     """Runs Python files that register rows (nf.register), and returns `files`. These are paths with commas between
     them.
 
-    `source` is the flag or the variable that named them. A note says which file adds nothing. Raises UserError if there
-    is no such file, or if a file raises an exception.
+    `source` is the flag or the variable that named them. Raises UserError if there is no such file, or if a file raises
+    an exception.
     """
     for path in filter(None, files.split(",")):
         if not os.path.isfile(path):
@@ -81,8 +79,6 @@ def load_recipes(files: str, source: str = "--recipes") -> str:
                 f"{source}: there is no file {path}; name a Python file that calls nanochat_fp4.register, or several "
                 "with commas"
             )
-        tables = methods.REGISTERED, roundings.ROUNDINGS
-        before = [dict(table) for table in tables]
         try:
             runpy.run_path(path)
         except (Exception, SystemExit) as e:  # A file of the user can raise anything.
@@ -90,10 +86,6 @@ def load_recipes(files: str, source: str = "--recipes") -> str:
             line = e.lineno if isinstance(e, SyntaxError) else lines[-1] if lines else None
             where = path if line is None else f"{path}:{line}"
             raise UserError(f"{source}: {where}: {type(e).__name__}: {one_line(e)}") from e
-        # Rows are compared by identity, because a file that runs a second time adds equal rows again.
-        if not any(row is not old.get(name) for old, table in zip(before, tables) for name, row in table.items()):
-            note = f"note: {source}: {path} has added no method and no rounding; nf.register(recipe) adds a method"
-            print0(note, file=sys.stderr)
     return files
 
 

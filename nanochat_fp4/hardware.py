@@ -12,7 +12,7 @@ import platform
 import re
 import subprocess
 import sys
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -102,24 +102,15 @@ def peak_memory(device: "torch.device") -> int:
 
 
 def cgroup_quota(root: Path = Path("/")) -> float | None:
-    """Returns how many CPUs' time the cgroups (v1 or v2) of this process may use, or None if no cgroup sets a quota.
-
-    `root` is the folder with proc and sys. Of the quotas of the cgroup and its parents, the smallest one counts.
-    """
-    quotas, groups = [], root / "proc/self/cgroup"
-    for line in groups.read_text().splitlines() if groups.is_file() else ():
-        _, controllers, path = line.split(":", 2)
-        # A container sees the host's path in /proc, and its own cgroup at the root of the mount.
-        inner = PurePosixPath(path.lstrip("/"))
-        mounts = ("cpu", controllers) if "cpu" in controllers.split(",") else () if controllers else ("", "unified")
-        for folder in (root / "sys/fs/cgroup" / mount / f for mount in mounts for f in (inner, *inner.parents)):
-            with contextlib.suppress(OSError, ValueError):  # version 2, where "max 100000" is no quota
-                quota, period = (folder / "cpu.max").read_text().split()
-                quotas.append(int(quota) / int(period))
-            with contextlib.suppress(OSError, ValueError):  # version 1, where -1 is no quota
-                if (quota := int((folder / "cpu.cfs_quota_us").read_text())) > 0:
-                    quotas.append(quota / int((folder / "cpu.cfs_period_us").read_text()))
-    return min(quotas, default=None)
+    """Returns how many CPUs' time a container may use by its cgroup (v1 or v2), or None if that sets no quota. `root`
+    is the folder with sys."""
+    with contextlib.suppress(OSError, ValueError):  # version 2, where "max 100000" is no quota
+        quota, period = (root / "sys/fs/cgroup/cpu.max").read_text().split()
+        return int(quota) / int(period)
+    with contextlib.suppress(OSError, ValueError):  # version 1, where -1 is no quota
+        quota, period = (int((root / f"sys/fs/cgroup/cpu/cpu.cfs_{of}_us").read_text()) for of in ("quota", "period"))
+        return quota / period if quota > 0 else None
+    return None
 
 
 def usable_cpus(root: Path = Path("/")) -> int:

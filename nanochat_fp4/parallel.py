@@ -34,11 +34,8 @@ def check_parallel(args: argparse.Namespace) -> bool:
     if not (is_ddp_initialized() and dist.get_world_size() > 1):
         print0("note: one process has nobody to share weights with: --parallel=fsdp is --parallel=ddp")
         return False
-    unfit = {
-        "--device-batch-size=auto": args.device_batch_size == "auto",
-        "--telemetry-every": args.telemetry_every > 0,
-    }
-    for flag in (flag for flag, given in unfit.items() if given):
+    if args.device_batch_size == "auto" or args.telemetry_every > 0:
+        flag = "--device-batch-size=auto" if args.device_batch_size == "auto" else "--telemetry-every"
         raise UserError(f"{flag} does not go with --parallel=fsdp; leave it out, or use --parallel=ddp")
     return True
 

@@ -96,12 +96,13 @@ class Settings:
         place, numbers = (2, of_cpu) if self.card is None else (1, of_gpu)
         defaults = {name: row[place] for name, row in NUMBERS.items()} | dict.fromkeys(ARGS, "")
         self.defaults: dict[str, Any] = defaults | numbers
-        self.values = {name: value_of(name, environment.get(name, ""), d) for name, d in self.defaults.items()}
+        self.values = {name: value_of(environment.get(name, ""), d) for name, d in self.defaults.items()}
         self.usual_steps, self.memory = self.defaults["NUM_ITERATIONS"], physical_memory() / self.processes
         if self.card:
             self.memory = self.card["gib"] * GIB
         else:  # A micro-batch of longer rows has fewer of them, and as many tokens.
-            self.instead(DEVICE_BATCH=max(1, min(8, 2048 // max(1, self.values["SEQ_LEN"]))))
+            length = self.values["SEQ_LEN"]
+            self.instead(DEVICE_BATCH=max(1, min(8, 2048 // max(1, length))) if isinstance(length, int) else 8)
         self.base_dir = Path(environment.get("NANOCHAT_BASE_DIR") or default_base_dir())
         self.data_dir, self.plan_only = environment.get("DATA_DIR", ""), switched_on("PLAN_ONLY", environment)
         load_recipes(environment.get("RECIPES", ""), "RECIPES")
@@ -194,16 +195,11 @@ class Settings:
         raise UserError(text)
 
 
-def value_of(name: str, text: str, default: Any) -> Any:
-    """The value of a variable, of its default's kind."""
-    if not text or name in (*ARGS, "WINDOW_PATTERN") or (name, text) == ("DEVICE_BATCH", "auto"):
-        return text or default
-    whole = not isinstance(default, float) and name != "DATA_RATIO"
-    try:
-        return int(text) if whole or re.fullmatch(r"[-+]?\d+", text) else float(text)
-    except ValueError:
-        expected = f"expected a {'whole ' * whole}number, such as the default {default}"
-        raise UserError(f"{name}={text}: {expected}; set another one or leave {name} out") from None
+def value_of(text: str, default: Any) -> Any:
+    """A variable's value, of its default's kind. What is of no such kind stays a text, which its stage refuses."""
+    with contextlib.suppress(ValueError):
+        return type(default)(text) if text else default
+    return text
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -561,7 +557,7 @@ class Plan:
         with s.blamed("tok_train"):
             tok_train.parse_args(s.argv("tok_train"))
         for name in ("NUM_SHARDS", "TOK_SHARDS"):
-            if name in s.changed and not 1 <= n[name] <= dataset.MAX_SHARD:
+            if name in s.changed and n[name] not in range(1, dataset.MAX_SHARD + 1):
                 wrong = f"{name}={n[name]}: FineWeb-Edu has 1 to {dataset.MAX_SHARD} training shards"
                 raise UserError(f"{wrong}; set another number, or leave {name} out")
         first = Base(s, s.method)

@@ -279,8 +279,7 @@ def test_flags_are_not_abbreviated_and_slips_are_one_line(capsys):
         (["--dept=1"], "error: unrecognized arguments: --dept=1; did you mean --depth? (see base_train --help)"),
         (
             ["--depth", "--x"],
-            "error: argument --depth: expected one argument; one that begins with a dash is given as --depth=... "
-            "(see base_train --help)",
+            "error: argument --depth: expected one argument (see base_train --help)",
         ),
         (["--xyz"], "error: unrecognized arguments: --xyz (see base_train --help)"),
         (["--depth=x"], "error: argument --depth: invalid int value: 'x' (see base_train --help)"),
@@ -292,15 +291,13 @@ def test_flags_are_not_abbreviated_and_slips_are_one_line(capsys):
         parser.parse_args(["run", "--sec=1"])
 
 
-def test_a_wrong_flag_is_named_before_those_that_are_missing(capsys):
-    """And --dept is not like --help or --step, only because all flags begin with dashes."""
+def test_dept_is_like_no_flag_only_because_all_begin_with_dashes(capsys):
     parser = ArgumentParser(prog="export")
-    parser.add_argument("--format", required=True)
-    parser.add_argument("--step")
+    for flag in ("--format", "--step"):
+        parser.add_argument(flag)
     for argv, expected in (
         (["--dept=3"], "unrecognized arguments: --dept=3"),
         (["--fromat=x"], "unrecognized arguments: --fromat=x; did you mean --format?"),
-        (["--step=3"], "the following arguments are required: --format"),
     ):
         with pytest.raises(SystemExit):
             parser.parse_args(argv)

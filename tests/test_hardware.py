@@ -41,30 +41,18 @@ def test_peak_flops(name, tflops):
     assert get_peak_flops(name) == (None if tflops is None else tflops * 1e12)
 
 
-V2 = {"proc/self/cgroup": "0::/a/b\n"}
-V1 = {"proc/self/cgroup": "4:memory:/docker/x\n2:cpu,cpuacct:/docker/x\n0::/\n"}
+V1 = "sys/fs/cgroup/cpu/cpu.cfs_{}_us"
 
 
 @pytest.mark.parametrize(
     "files, quota",
     [
         ({}, None),
-        (V2, None),
-        (V2 | {"sys/fs/cgroup/a/b/cpu.max": "max 100000\n"}, None),
-        (V2 | {"sys/fs/cgroup/a/b/cpu.max": "150000 100000\n"}, 1.5),
-        (V2 | {"sys/fs/cgroup/a/b/cpu.max": "max 100000\n", "sys/fs/cgroup/a/cpu.max": "25000 50000\n"}, 0.5),
-        (V2 | {"sys/fs/cgroup/cpu.max": "200000 100000\n"}, 2.0),  # a container whose path is the host's
-        (V2 | {"sys/fs/cgroup/a/b/cpu.max": "damaged"}, None),
-        (V1 | {"sys/fs/cgroup/cpu/cpu.cfs_quota_us": "-1\n", "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n"}, None),
-        (V1 | {"sys/fs/cgroup/cpu/cpu.cfs_quota_us": "300000", "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000"}, 3.0),
-        (
-            V1
-            | {
-                "sys/fs/cgroup/cpu,cpuacct/docker/x/cpu.cfs_quota_us": "100000\n",
-                "sys/fs/cgroup/cpu,cpuacct/docker/x/cpu.cfs_period_us": "50000\n",
-            },
-            2.0,
-        ),
+        ({"sys/fs/cgroup/cpu.max": "max 100000\n"}, None),
+        ({"sys/fs/cgroup/cpu.max": "150000 100000\n"}, 1.5),
+        ({"sys/fs/cgroup/cpu.max": "damaged"}, None),
+        ({V1.format("quota"): "-1\n", V1.format("period"): "100000\n"}, None),
+        ({V1.format("quota"): "300000", V1.format("period"): "100000"}, 3.0),
     ],
 )
 def test_quota_of_a_cgroup(tmp_path, monkeypatch, files, quota):

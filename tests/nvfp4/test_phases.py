@@ -228,21 +228,12 @@ def test_a_file_of_rows_that_cannot_be_used_is_one_line(text, message, tmp_path,
         base_train.parse_args([])
 
 
-def test_a_file_that_adds_nothing_is_named_and_the_methods_of_the_others_are_listed(tmp_path, monkeypatch, capsys):
+def test_a_method_that_no_file_has_registered_is_refused_with_those_that_there_are(tmp_path, monkeypatch):
     monkeypatch.setattr(methods, "REGISTERED", dict(methods.REGISTERED))
-    monkeypatch.setitem(nf.ROUNDINGS, "of_mine", nf.Rounding())
-    texts = {
-        "row": MINE.format("rtn"),
-        "forgot": "import nanochat_fp4 as nf\nnf.Recipe('forgotten')\n",
-        "rounding": "import nanochat_fp4 as nf\nnf.ROUNDINGS['of_mine'] = nf.Rounding(grid_max=5.0)\n",
-    }
+    texts = {"row": MINE.format("rtn"), "forgot": "import nanochat_fp4 as nf\nnf.Recipe('forgotten')\n"}
     for name, text in texts.items():
         (tmp_path / f"{name}.py").write_text(text)
-    files = ",".join(str(tmp_path / f"{name}.py") for name in texts)
-    for _ in range(2):
-        base_train.parse_args([f"--recipes={files}"])
-        note = f"note: --recipes: {tmp_path / 'forgot.py'} has added no method and no rounding; nf.register(recipe) "
-        assert capsys.readouterr().err == f"{note}adds a method\n"
+    base_train.parse_args([f"--recipes={tmp_path / 'row.py'},{tmp_path / 'forgot.py'}"])
     with pytest.raises(ValueError, match="(?i)use one of: bf16, .*, row_of_a_file.*; or register its"):
         methods.get_recipe("forgotten")
 
