@@ -19,7 +19,6 @@ import os
 import re
 import shlex
 import shutil
-import statistics
 import textwrap
 import time
 import zlib
@@ -35,7 +34,6 @@ from nanochat_fp4.common import default_base_dir, load_recipes, set_cpu_threads
 from nanochat_fp4.data import dataset
 from nanochat_fp4.data.sources import hub_url, look_for, url_problem
 from nanochat_fp4.data.tokenizer import RustBPETokenizer
-from nanochat_fp4.evaluation.metrics import read_jsonl
 from nanochat_fp4.files import atomic_write
 from nanochat_fp4.hardware import physical_memory, usable_cpus
 from nanochat_fp4.models.families import family_of_flags
@@ -67,8 +65,7 @@ ADVISED = ("bf16", "fp8", "clover", "clover_fp8_forward")
 CARDS = json.loads((Path(nf.__file__).parent / "cards.json").read_text(encoding="utf-8"))
 PUBLISHED = {"max_seq_len": 2048, "window_pattern": "SSSL"}  # Published speeds count as those of such rows.
 PRECISIONS = {16: "bf16", 8: "fp8", 4: "nvfp4"}
-MEASURED_STEPS = 20  # A run's speed counts when it has made so many steps.
-MEASURE = 'STAGES="tok base" NUM_ITERATIONS=20 measures 20 steps, for the next plan'
+MEASURE = "bash dev/measure.sh measures this GPU's steps in 20 minutes, for the next plan"
 FAR = 2  # An estimate for a model that is so many times larger or smaller than those that were timed says so.
 # A shard of FineWeb-Edu has 250M characters, and a token 4.8. Best-fit packing crops 35% of the text away. A tenth more
 # is downloaded than is needed. Of own text nothing is known before it is read; a token has some 4 bytes.
@@ -342,24 +339,15 @@ def choose_steps(s: Settings, base: Base) -> dict[str, Any]:
     return records[name]
 
 
-def measured(base_dir: Path, gpu: str) -> dict[str, list[tuple[float, float]]]:
-    """The measured steps of a GPU: method -> [(FLOP/s of one GPU, FLOPs of a token)]. A run's own speed counts before
-    that of dev/measure.sh."""
-    timed, runs = {}, {}
+def measured(base_dir: Path, gpu: str) -> dict[str, tuple[float, float]]:
+    """The steps that dev/measure.sh has measured on a GPU: method -> (FLOP/s, FLOPs of a token)."""
+    found: dict[str, tuple[float, float]] = {}
     with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
         content = json.loads((base_dir / "measurements/steps.json").read_text(encoding="utf-8"))
         for r in content["records"] if bare(content["environment"]["gpu"]) == bare(gpu) else ():
             if r.get("tokens_per_second") and r["recompute"] == "none":
-                timed.setdefault(r["method"], [(r["tokens_per_second"] * r["flops_per_token"], r["flops_per_token"])])
-    for path in sorted(base_dir.glob(f"{SOURCES['base'][0]}/*/metrics.jsonl")):
-        records = read_jsonl(path)
-        start = next((r for r in reversed(records) if r.get("event") == "start"), {})
-        steps = [r["tok_per_sec"] for r in records if r.get("event") == "train" and r.get("tok_per_sec")]
-        flops, here = start.get("flops_per_token"), (start.get("environment") or {}).get("gpu") or ""
-        if bare(here) == bare(gpu) and len(steps) >= MEASURED_STEPS and flops:
-            each = statistics.median(steps[MEASURED_STEPS // 2 :]) / max(1, start.get("world_size", 1))
-            runs.setdefault(start["method"], []).append((each * flops, flops))
-    return timed | runs
+                found.setdefault(r["method"], (r["tokens_per_second"] * r["flops_per_token"], r["flops_per_token"]))
+    return found
 
 
 def hours(s: Settings, base: Base) -> tuple[float, float, list[str]] | None:
@@ -369,7 +357,7 @@ def hours(s: Settings, base: Base) -> tuple[float, float, list[str]] | None:
     here |= {"nvfp4": here["clover"]} if "clover" in here else {}
     # (slowest, fastest) tokens/s of one GPU with this model
     speeds = {key: [1e12 * end / base.size for end in of["range"]] for key, of in timed.items()}
-    speeds |= {key: [end(flops for flops, _ in of) / base.flops for end in (min, max)] for key, of in here.items()}
+    speeds |= {key: [speed / base.flops] * 2 for key, (speed, _) in here.items()}
     parts = {PRECISIONS[bits]: share for bits, share in base.work.items() if share}
     parts = {base.method: 1.0} if base.is_plain and base.method in speeds else parts
     if not parts.keys() <= speeds.keys():
@@ -385,7 +373,7 @@ def hours(s: Settings, base: Base) -> tuple[float, float, list[str]] | None:
         runs, how = max(of["runs"] for of in published), "published run"
         how = f"from {runs} {how}{'s' * (runs > 1)} (docs/measured.md)"
     else:
-        sizes = [base.flops / flops for key in parts for _, flops in here[key]]
+        sizes = [base.flops / here[key][1] for key in parts]
         how = f"{'measured' if base.method in parts else 'estimated from other methods'} on this GPU"
     facts = [f"{how}: {' to '.join(dict.fromkeys(f'{round(x, -2):,.0f}' for x in (slow, fast)))} tokens/s"]
     facts += dict.fromkeys(doubt for of in published for doubt in of["doubts"])
@@ -824,7 +812,7 @@ def which(plan: Plan) -> Iterator[str]:
     if card["arch"] in CARDS["take"]:
         yield f"take {CARDS['take'][card['arch']]}"
     elif {"fp8", rival} <= here.keys():
-        now = max(here[rival])[0] / max(here["fp8"])[0]
+        now = here[rival][0] / here["fp8"][0]
         take = f"take {rival if now >= needed else 'fp8'}"
         yield f"{take}: {rival} makes {now:.2f} times fp8's tokens/s here, and needs {needed:.2f}"
     else:

@@ -263,26 +263,21 @@ def test_a_run_of_several_precisions_takes_the_time_of_each():
 
 @pytest.fixture
 def timed(base_dir):
-    """Steps that dev/measure.sh timed on an RTX 5090, and a run of clover on one."""
+    """Steps that dev/measure.sh timed on an RTX 5090."""
     content = json.loads((ROOT / "lab/results/bench.json").read_text())["bench_train_d26_h100"]
-    content["environment"]["gpu"] = gpu = "NVIDIA GeForce RTX 5090"
+    content["environment"]["gpu"] = "NVIDIA GeForce RTX 5090"
     records = {r["method"]: r for r in content["records"] if r.get("tokens_per_second")}
     content["records"].append(records["fp8"] | {"method": "clover_fp8_forward", "tokens_per_second": 90e3})
     (base_dir / "measurements").mkdir(parents=True)
     (base_dir / "measurements/steps.json").write_text(json.dumps(content))
-    start = {"event": "start", "method": "clover", "environment": {"gpu": gpu}, "world_size": 1, "flops_per_token": 1e9}
-    steps = [{"event": "train", "step": i, "tok_per_sec": 1e3 if i < 5 else 8e4} for i in range(25)]
-    folder = base_dir / SOURCES["base"][0] / "d20_clover"
-    folder.mkdir(parents=True)
-    (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, [start, *steps])))
     return records
 
 
 def test_what_was_measured_on_this_gpu_counts_before_what_others_published(timed, base_dir):
-    """A run's own speed counts before that of dev/measure.sh. A method that was not timed has its precision's speed."""
+    """A method that was not timed has its precision's speed."""
     same = {"GPU": "rtx5090", "DEPTH": "26", "WINDOW_PATTERN": "L", "EVAL_EVERY": "-1"}
-    fp8 = timed["fp8"]["tokens_per_second"] * timed["fp8"]["flops_per_token"]
-    for method, flops in {"fp8": fp8, "clover": 8e4 * 1e9, "nvidia": 8e4 * 1e9}.items():
+    for method, of in {"fp8": timed["fp8"], "clover": timed["clover"], "nvidia": timed["clover"]}.items():
+        flops = of["tokens_per_second"] * of["flops_per_token"]
         base, (low, high, facts) = hours(base_dir, QAT_METHOD=method, **same)
         assert low == pytest.approx(base.tokens * base.flops / flops / 3600) == high
         assert facts[0].startswith("estimated from other methods" if method == "nvidia" else "measured")
