@@ -17,13 +17,13 @@ import torch
 from torch import Tensor, nn
 
 from nanochat_fp4.cli import UserError
-from nanochat_fp4.nvfp4.contexts import full_precision, quantized_weight
+from nanochat_fp4.nvfp4.contexts import full_precision
 from nanochat_fp4.nvfp4.convert import uncalled
 from nanochat_fp4.nvfp4.epilogue import groups_of
 from nanochat_fp4.nvfp4.experts import ExpertLinear
 from nanochat_fp4.nvfp4.format import BLOCK, E2M1_MAX, E4M3_MAX, NVFP4Tensor
 from nanochat_fp4.nvfp4.gemm import Quantized
-from nanochat_fp4.nvfp4.layer import QuantLinear
+from nanochat_fp4.nvfp4.layer import QuantLinear, quantized_weight
 from nanochat_fp4.nvfp4.quantizers import quantize, round_e2m1, round_e4m3, to_fp8
 
 AGAIN = "rtn"  # The rounding of operands that are no NVFP4 tensors.

@@ -391,7 +391,7 @@ class Head(InContext, nn.Linear):
     @property
     def quantizes(self) -> bool:
         """Whether products are in FP8 at the moment."""
-        return self.precision == "fp8" and not self.context.full_precision
+        return self.precision == "fp8" and not any(context.full_precision for context in self.contexts)
 
     @property
     def bits(self) -> int:

@@ -2,7 +2,8 @@
 for the micro-batches of one optimizer step.
 
 A context belongs to the layers and not to a thread, because autograd runs backward passes in threads of its own. One
-thread enters and leaves the contexts of a model, and leaves them in the opposite order, as nested `with` statements do.
+thread enters and leaves the contexts of a model. A context that ends takes away what it has set itself, and nothing of
+the other contexts, so contexts may end in any order. Generators that are left unfinished end theirs late.
 A copy or a pickle of a model that is made inside a context does not have the context's settings.
 """
 
@@ -10,40 +11,27 @@ import contextlib
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from nanochat_fp4.nvfp4.collectives import local
+from nanochat_fp4.nvfp4.collectives import local, version_of
 from nanochat_fp4.nvfp4.epilogue import groups_of
-from nanochat_fp4.nvfp4.format import row_major_scales
-from nanochat_fp4.nvfp4.gemm import Quantized, joined, quantize_operand
-from nanochat_fp4.nvfp4.layer import OUTSIDE, WEIGHTS_CHANGED, InContext, MadeFor, QuantLinear, stacked, version_of
+from nanochat_fp4.nvfp4.layer import WEIGHTS_CHANGED, InContext, LayerContext, MadeFor, QuantLinear, quantized_weight
 
 
 @contextlib.contextmanager
-def _inside(asked: dict[InContext, dict[str, Any]]) -> Iterator[None]:
-    """Sets fields of layers' LayerContext until the end of the context. `asked` maps each layer to the fields."""
-    outer = {layer: layer.context for layer in asked}
-    inner = {layer: replace(outer[layer], **fields) for layer, fields in asked.items()}
-    for layer, context in inner.items():
-        vars(layer)["context"] = context
+def _inside(asked: dict[InContext, LayerContext]) -> Iterator[None]:
+    """Adds a LayerContext to each of these layers until the end of the context."""
+    for layer, context in asked.items():
+        layer.contexts += (context,)
     try:
         yield
     finally:
-        in_order = all(layer.context is context for layer, context in inner.items())
-        for layer, context in outer.items():
-            vars(layer).pop("context", None)
-            if in_order and context is not OUTSIDE:
-                vars(layer)["context"] = context
-        if not in_order:
-            raise RuntimeError(
-                "contexts of a model were left in another order than they were entered, or by two threads at once; "
-                "use nested `with` statements in one thread"
-            )
+        for layer, own in asked.items():
+            layer.contexts = tuple(context for context in layer.contexts if context is not own)
 
 
 def _layers(model: nn.Module, context: str, kind: type[InContext] = QuantLinear) -> list[Any]:
@@ -72,7 +60,7 @@ def full_precision(model: nn.Module) -> contextlib.AbstractContextManager[None]:
             "that nf.convert was given",
             stacklevel=2,
         )
-    return _inside({layer: {"full_precision": True} for layer in layers})
+    return _inside({layer: LayerContext(full_precision=True) for layer in layers})
 
 
 def per_token_scale(model: nn.Module) -> contextlib.AbstractContextManager[None]:
@@ -87,7 +75,7 @@ def per_token_scale(model: nn.Module) -> contextlib.AbstractContextManager[None]
     ...     torch.allclose(layer(x)[:1], layer(x[:1]), atol=1e-5)
     True
     """
-    return _inside({layer: {"per_token": True} for layer in _layers(model, "per_token_scale")})
+    return _inside({layer: LayerContext(per_token=True) for layer in _layers(model, "per_token_scale")})
 
 
 @contextlib.contextmanager
@@ -129,7 +117,7 @@ def quantize_weights_once(model: nn.Module) -> Iterator[None]:
     # The versions below do not show the step of a fused optimizer, which changes weights without counting it.
     handle = register_optimizer_step_pre_hook(before_step)
     try:
-        with _inside({group[0]: {"weights": (record,)} for group, record in made.items()}):
+        with _inside({group[0]: LayerContext(weights=(record,)) for group, record in made.items()}):
             yield
     finally:
         handle.remove()
@@ -145,24 +133,6 @@ def _has_its_weight(layer: QuantLinear) -> bool:
     access, which each pass has to quantize."""
     weight = layer.weight
     return weight is layer.weight and (layer.largest is not None or not hasattr(weight, "device_mesh"))
-
-
-@torch.no_grad()
-def quantized_weight(layers: Sequence[QuantLinear], tiles: bool = False) -> Quantized | None:
-    """Returns the weight operand of the output GEMM of layers that are computed as one, without cached values. None
-    means that the operand is not the same in each pass, because its rounding is random.
-
-    tiles: whether the block scales are laid out in the order in which this machine's FP4 tensor cores read them
-    """
-    first = layers[0]
-    if not first.recipe.fixed_weight:
-        return None
-    if (gathered := first.gathered_weight(layers)) is not None:
-        operand = joined(gathered)
-        return operand if tiles else replace(operand, scales=row_major_scales(operand.codes, operand.scales))
-    weight = stacked([layer.matrix.detach() for layer in layers])
-    how = first.weight_quantization(weight.device)
-    return quantize_operand(weight, how._replace(tiles=tiles and how.tiles), keep_codes=True).without_cache()
 
 
 @contextlib.contextmanager
@@ -199,17 +169,16 @@ def accumulate_gradients(model: nn.Module) -> Iterator[None]:
             "accumulate_gradients: DistributedDataParallel reduces gradients while autograd accumulates them, and "
             "would not see these; average weight.grad over the ranks after the last micro-batch, or leave this out"
         )
-    asked = {layer: layer.context.gradients for layer in layers if layer.context.gradients}
-    owners = Counter(layer.weight for layer in layers)
-    for group in groups_of(model, lambda m: m not in asked and owners[m.weight] == 1 and _takes_gradients(m)):
+    made = {layer: layer.weight.grad for layer in layers if layer.made("gradients", [layer])}  # by the context around
+    owners, asked = Counter(layer.weight for layer in layers), {}
+    for group in groups_of(model, lambda m: m not in made and owners[m.weight] == 1 and _takes_gradients(m)):
         weights = tuple(layer.weight for layer in group)
-        together = _make_gradients(weights).data
+        together = (MadeFor(weights, _make_gradients(weights).data),)
         for layer in group:
-            asked[layer] = (MadeFor((layer.weight,), local(layer.weight.grad).data),)
-        if len(group) > 1:
-            asked[group[0]] += (MadeFor(weights, together),)
-    made = {layer: layer.weight.grad for layer in asked}
-    with _inside({layer: {"gradients": gradients} for layer, gradients in asked.items()}):
+            alone = MadeFor((layer.weight,), local(layer.weight.grad).data)
+            asked[layer] = LayerContext(gradients=(alone, *together))
+            made[layer], together = layer.weight.grad, ()
+    with _inside(asked):
         yield
     if any(layer.weight.grad is not grad for layer, grad in made.items()):
         raise RuntimeError(

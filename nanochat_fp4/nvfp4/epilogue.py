@@ -18,14 +18,14 @@ relu(x)^2 itself. The result has the bits of the two operations one after the ot
 """
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from nanochat_fp4.nvfp4.dispatch import native_gemm, use_kernels
 from nanochat_fp4.nvfp4.gemm import Quantization, Quantized, once_differentiable
-from nanochat_fp4.nvfp4.layer import After, QuantLinear, stacked
+from nanochat_fp4.nvfp4.layer import QuantLinear, stacked
 from nanochat_fp4.nvfp4.philox import new_seed, uniform_elements
 from nanochat_fp4.nvfp4.quantizers import divide
 
@@ -94,7 +94,7 @@ def fused_linear(x: Tensor, *linears: torch.nn.Linear, head_dim: int | None = No
 
 
 def linear_with_epilogue(
-    epilogue: After, x: Tensor, linears: Sequence[QuantLinear], *others: Tensor
+    epilogue: Any, x: Tensor, linears: Sequence[QuantLinear], *others: Tensor
 ) -> tuple[Tensor, ...]:
     """Computes epilogue(x . W^T, *others) and returns the epilogue's results.
 
@@ -179,7 +179,7 @@ def relu_squared_reference(x: Tensor, seed: Tensor) -> tuple[Tensor, Tensor, Ten
 
 
 class _ReluSquared(NamedTuple):
-    """layer.Before: quantizes relu(x)^2 by a kernel that does not write relu(x)^2 to memory, with the 8 bits that
+    """For Pass.before: quantizes relu(x)^2 by a kernel that does not write relu(x)^2 to memory, with the 8 bits that
     relu_squared draws from this seed. Without `derivative`, the gradient is the one of relu(x)^2."""
 
     seed: Tensor

@@ -14,21 +14,22 @@ Each pass of a layer draws one 64-bit seed from torch's default generator of the
 restores torch's generators therefore resumes with the same rotations and roundings, to the bit. Passes without
 gradients draw nothing. All state is in the layers, so threads may call different layers at the same time.
 
-Each other feature reaches a layer in one place: contexts.py through `context`, sharding.py through `gathered_weight`,
+Each other feature reaches a layer in one place: contexts.py through `contexts`, sharding.py through `gathered_weight`,
 experts.py through `matrix`, and tensor_parallel.py through `outputs` and `largest`. epilogue.py has operations before
-and after the product that are differentiated together with it (Before, After).
+and after the product that are differentiated together with it (Pass.before, Pass.after).
 """
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from nanochat_fp4.nvfp4 import dispatch
 from nanochat_fp4.nvfp4.checkpointing import gradients_are_wanted, inside_checkpoint
-from nanochat_fp4.nvfp4.collectives import local
+from nanochat_fp4.nvfp4.collectives import version_of
+from nanochat_fp4.nvfp4.format import row_major_scales
 from nanochat_fp4.nvfp4.gemm import (
     Quantization,
     Quantized,
@@ -53,35 +54,6 @@ WEIGHTS_CHANGED = (
 )
 
 
-class Before(Protocol):
-    """An operation that makes the input operand of a product."""
-
-    def forward(self, x: Tensor, how: Quantization) -> tuple[Quantized, tuple[Tensor, ...]]:
-        """Makes the operand of x (M, K). Returns it, and the tensors that `backward` needs."""
-        ...
-
-    def backward(self, grad: Tensor, kept: Sequence[Tensor]) -> Tensor:
-        """Returns the gradient of x, for the gradient of the tensor that the operand stands for."""
-        ...
-
-
-class After(Protocol):
-    """The operation that follows a layer's product. The backward pass computes the product again, by one more GEMM of
-    the layer's two operands, which it keeps anyway.
-
-    Under torch.compile, everything that `backward` computes again must depend on the gradients that it is given.
-    Otherwise the compiler would move the computation into the forward pass and keep its result (gemm.after).
-    """
-
-    def forward(self, y: Tensor, *others: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        """Computes the operation on y (M, N). Returns the results, and the tensors besides y that `backward` needs."""
-        ...
-
-    def backward(self, y: Tensor, kept: Sequence[Tensor], *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """Returns the gradients of y and of each of `others`. grads holds the gradients of the results."""
-        ...
-
-
 class Pass(NamedTuple):
     """The settings of one forward pass of a layer and of its backward pass, besides the tensors that autograd
     differentiates.
@@ -97,7 +69,15 @@ class Pass(NamedTuple):
                   backward returns no gradient of the weights. It is stored here and not by autograd, because autograd
                   refuses saved tensors that change.
     largest:      a function from an amax to that over all processes that have a part of the layer, or None
-    before, after: the operations around the product, or None
+    before:       an operation that makes the input operand, or None. before.forward(x, how) makes the operand of x
+                  (M, K), and returns it with the tensors that before.backward(grad, kept) needs. That returns the
+                  gradient of x, for the gradient of the tensor that the operand stands for.
+    after:        an operation that follows the product, or None. after.forward(y, *others) takes the product y (M, N).
+                  It returns its results, and the tensors besides y that after.backward(y, kept, *grads) needs. That
+                  returns the gradients of y and of each of `others`. The backward pass computes y again, by one more
+                  GEMM of the layer's two operands, which it keeps anyway. Under torch.compile, everything that
+                  after.backward computes again must depend on `grads`. Otherwise the compiler would move the
+                  computation into the forward pass and keep its result (gemm.after).
     """
 
     recipe: Recipe
@@ -109,8 +89,8 @@ class Pass(NamedTuple):
     prepared: Sequence[Quantized] | None = None
     gradient: Tensor | None = None
     largest: Callable[[Tensor], Tensor] | None = None
-    before: Before | None = None
-    after: After | None = None
+    before: Any = None
+    after: Any = None
 
     def how(self, operand: int, seed: Tensor | None, signs: Tensor | None, device: torch.device) -> Quantization:
         """Says how an operand (recipes.INPUT to INPUT_T) is made.
@@ -271,17 +251,6 @@ def check_input(x: Tensor, features: int) -> None:
 # What contexts set (contexts.py)
 
 
-def version_of(weight: Tensor) -> tuple[int, int]:
-    """Returns PyTorch's version counter of the weight and the address of its memory. A weight with the same two numbers
-    has not changed.
-
-    There are two exceptions. PyTorch does not count changes of an inference tensor, nor changes through `.data`.
-    """
-    weight = local(weight)
-    changes = 0 if weight.is_inference() else weight._version
-    return changes, 0 if weight.is_meta else weight.untyped_storage().data_ptr()
-
-
 class MadeFor(NamedTuple):
     """What a context has made for weights that stand one below the other: their operand of the output GEMM, with the
     weights' versions and the recipe at that time, or the memory that their gradient is added to.
@@ -296,9 +265,8 @@ class MadeFor(NamedTuple):
     recipe: Recipe | None = None
 
 
-@dataclass(frozen=True)
-class LayerContext:
-    """The settings that a layer has from the contexts that it is inside of.
+class LayerContext(NamedTuple):
+    """What a context changes in a layer that is inside of it.
 
     full_precision: whether the layer computes like nn.Linear
     per_token:      whether each row of the input has a tensor_scale of its own
@@ -312,23 +280,14 @@ class LayerContext:
     gradients: tuple[MadeFor, ...] = ()
 
 
-OUTSIDE = LayerContext()
-
-
 class InContext(torch.nn.Module):
-    """A module that full_precision and per_token_scale change. It reads its settings from `context`."""
+    """A module that full_precision and per_token_scale change. `contexts` are those that it is inside of."""
 
-    context: LayerContext = OUTSIDE
+    contexts: tuple[LayerContext, ...] = ()
 
     def __getstate__(self) -> dict:
-        """Leaves the context out, so that a copy or a pickle that is made inside a context is outside of it."""
-        return {name: value for name, value in vars(self).items() if name != "context"}
-
-
-def _made_for(layers: "Sequence[QuantLinear]", made: Sequence[MadeFor]) -> MadeFor | None:
-    weights = [layer.weight for layer in layers]
-    same = (m for m in made if len(m.weights) == len(weights) and all(a is b for a, b in zip(m.weights, weights)))
-    return next(same, None)
+        """Leaves the contexts out, so that a copy or a pickle that is made inside a context is outside of it."""
+        return {name: value for name, value in vars(self).items() if name != "contexts"}
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -388,7 +347,7 @@ class QuantLinear(InContext, torch.nn.Linear):
     @property
     def quantizes(self) -> bool:
         """Whether any operand of any GEMM is quantized at the moment."""
-        return self.recipe.quantizes and not self.context.full_precision
+        return self.recipe.quantizes and not any(context.full_precision for context in self.contexts)
 
     @property
     def quantizes_input(self) -> bool:
@@ -398,12 +357,13 @@ class QuantLinear(InContext, torch.nn.Linear):
     @property
     def scales_each_token(self) -> bool:
         """Whether each row of the input has a tensor_scale of its own at the moment."""
-        return self.context.per_token or (self.per_token_in_eval and not (self.training or gradients_are_wanted()))
+        asked = any(context.per_token for context in self.contexts)
+        return asked or (self.per_token_in_eval and not (self.training or gradients_are_wanted()))
 
     def is_like(self, other: "QuantLinear") -> bool:
         """Whether fused_linear may compute another layer of this class together with this one."""
-        same_recipe = self.recipe == other.recipe and self.quantizes == other.quantizes
-        return same_recipe and self.context.per_token == other.context.per_token
+        of = [(layer.recipe, layer.quantizes, layer.scales_each_token) for layer in (self, other)]
+        return of[0] == of[1]
 
     def weight_quantization(self, device: torch.device) -> Quantization:
         """Says how the weight operand of the output GEMM is made, for recipes that make it alike in each pass."""
@@ -414,21 +374,25 @@ class QuantLinear(InContext, torch.nn.Linear):
         first of them."""
         return None
 
+    def made(self, what: str, layers: "Sequence[QuantLinear]") -> MadeFor | None:
+        """What a context has made for the weights of these layers, of which this is the first. `what` is the field of
+        LayerContext, "weights" or "gradients"."""
+        weights = [layer.weight for layer in layers]
+        for made in (made for context in self.contexts for made in getattr(context, what)):
+            if len(made.weights) == len(weights) and all(a is b for a, b in zip(made.weights, weights)):
+                return made
+        return None
+
     def prepared_weight(self, layers: "Sequence[QuantLinear]") -> Sequence[Quantized] | None:
         """The parts of the weight operand of the output GEMM of these layers, of which this is the first, if they were
         made before. Raises RuntimeError if a weight has changed since."""
-        made = _made_for(layers, self.context.weights) if self.quantizes else None
+        made = self.made("weights", layers) if self.quantizes else None
         if made is None or made.recipe != self.recipe:
             return self.gathered_weight(layers)
         # A graph has no versions. The context compares them when it is left.
         if not torch.compiler.is_compiling() and made.versions != tuple(version_of(w) for w in made.weights):
             raise RuntimeError(WEIGHTS_CHANGED)
         return (made.value,)
-
-    def gradient_memory(self, layers: "Sequence[QuantLinear]") -> Tensor | None:
-        """The memory for these layers' weight gradients, float32 (N, K), inside contexts.accumulate_gradients."""
-        made = _made_for(layers, self.context.gradients)
-        return None if made is None else made.value
 
     def forward(self, x: Tensor, amax: Tensor | None = None) -> Tensor:
         """Computes the layer: x (..., in_features) gives (..., out_features).
@@ -471,6 +435,7 @@ class QuantLinear(InContext, torch.nn.Linear):
             self.called = True
         # Autocast stays on here. Products that must be FP32 (rotate, gemm on a CPU) switch it off around themselves.
         # torch.compile would trace a context around the whole pass into the backward, where CUDA's autocast fails.
+        gradient = self.made("gradients", layers)
         p = Pass(
             # Inside full_precision the recipe is the unquantized one.
             self.recipe if self.quantizes else UNQUANTIZED,
@@ -480,7 +445,7 @@ class QuantLinear(InContext, torch.nn.Linear):
             per_token=self.scales_each_token,
             amax=amax,
             prepared=self.prepared_weight(layers),
-            gradient=self.gradient_memory(layers),
+            gradient=gradient and gradient.value,
             largest=self.largest,
             **settings,
         )
@@ -497,7 +462,25 @@ class QuantLinear(InContext, torch.nn.Linear):
         """Whether nn.Linear computes this pass, because it neither quantizes nor adds to gradient memory. A pass on the
         meta device is plain, because it only has shapes."""
         adds = not self.recipe.quantizes and torch.is_grad_enabled() and compute_dtype(x) in COMPUTE_DTYPES
-        return x.is_meta or not (self.quantizes or (adds and self.gradient_memory(layers) is not None))
+        return x.is_meta or not (self.quantizes or (adds and self.made("gradients", layers) is not None))
 
     def extra_repr(self) -> str:
         return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}, method={self.recipe.name}"
+
+
+@torch.no_grad()
+def quantized_weight(layers: Sequence[QuantLinear], tiles: bool = False) -> Quantized | None:
+    """Returns the weight operand of the output GEMM of layers that are computed as one, without cached values. None
+    means that the operand is not the same in each pass, because its rounding is random.
+
+    tiles: whether the block scales are laid out in the order in which this machine's FP4 tensor cores read them
+    """
+    first = layers[0]
+    if not first.recipe.fixed_weight:
+        return None
+    if (gathered := first.gathered_weight(layers)) is not None:
+        operand = joined(gathered)
+        return operand if tiles else replace(operand, scales=row_major_scales(operand.codes, operand.scales))
+    weight = stacked([layer.matrix.detach() for layer in layers])
+    how = first.weight_quantization(weight.device)
+    return quantize_operand(weight, how._replace(tiles=tiles and how.tiles), keep_codes=True).without_cache()

@@ -97,7 +97,7 @@ class DividedLinear(QuantLinear):
 
 
 class _GatheredCodes(NamedTuple):
-    """layer.Before: gathers the codes of a column-parallel layer's input (sequences * T / W, K)."""
+    """For Pass.before: gathers the codes of a column-parallel layer's input (sequences * T / W, K)."""
 
     mesh: DeviceMesh
     sequences: int

@@ -143,7 +143,7 @@ class GraphedStep(TrainingStep):
                 captured.codes = torch.cuda.CUDAGraph()
                 with _capture(captured.codes):
                     stack.enter_context(self.weights_once(count))
-                captured.made = [layer.context.weights for layer in self._layers()]
+                captured.made = [layer.contexts for layer in self._layers()]
                 captured.codes.replay()
             self.captured = captured
             yield

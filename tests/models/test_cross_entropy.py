@@ -223,7 +223,7 @@ def test_a_head_is_in_fp8_outside_of_full_precision_alone():
     want = linear_cross_entropy(x, weight, targets, 50, 15.0, "sum", head="fp8")
     assert torch.equal(head.losses(x, targets, 50, 15.0, "sum"), want) and want != loss
     with nf.full_precision(model):
-        assert not head.quantizes and not copy.deepcopy(model).lm_head.context.full_precision
+        assert not head.quantizes and not copy.deepcopy(model).lm_head.contexts
         assert torch.equal(head(x), plain) and torch.equal(head.losses(x, targets, 50, 15.0, "sum"), loss)
     # In an evaluation the logits of a token do not depend on the other tokens.
     head.eval()

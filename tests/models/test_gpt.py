@@ -376,7 +376,7 @@ def test_separate_qkv_is_three_layers():
         for got, layer in zip(attn.qkv(x), (attn.c_q, attn.c_k, attn.c_v)):
             assert torch.equal(got.flatten(2), layer(x))
         with nf.quantize_weights_once(model):
-            assert [len(layer.context.weights) for layer in (attn.c_q, attn.c_k, attn.c_v)] == [1, 1, 1]
+            assert [len(layer.contexts[0].weights) for layer in (attn.c_q, attn.c_k, attn.c_v)] == [1, 1, 1]
 
 
 def test_the_gradient_of_relu_squared_is_that_of_its_input_in_eight_bits():

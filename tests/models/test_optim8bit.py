@@ -447,7 +447,7 @@ def test_a_real_model_has_the_bytes_of_the_formula(state):
     with step.micro_batches(2, 1):
         step.micro_batch(x, x)
         step.micro_batch(x, x)
-        codes = [made.value for m in model.modules() for made in getattr(getattr(m, "context", None), "weights", ())]
+        codes = [made.value for m in model.modules() for c in getattr(m, "contexts", ()) for made in c.weights]
         held = sum(t.numel() * t.element_size() for o in codes for t in vars(o).values() if isinstance(t, torch.Tensor))
     held += sum(t.numel() * t.element_size() for p in model.parameters() for t in (p, p.grad))
     moments = [t for o in optimizers for s in o.state.values() for t in s.values()]

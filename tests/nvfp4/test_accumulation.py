@@ -44,12 +44,12 @@ def test_sums_are_autograds_to_the_bit(method):
     m = model(method)
     with nf.accumulate_gradients(m):
         got = backward(m)
-        buffer = m.q.gradient_memory((m.q, m.k))
-        assert buffer.shape == (96, 64) and m.out.gradient_memory((m.out,)).data_ptr() == m.out.weight.grad.data_ptr()
+        buffer, alone = m.q.made("gradients", (m.q, m.k)).value, m.out.made("gradients", (m.out,)).value
+        assert buffer.shape == (96, 64) and alone.data_ptr() == m.out.weight.grad.data_ptr()
     assert same(got, want)
     # q's and k's are slices of the one tensor that their GEMM adds to, and nothing of the context is left.
     assert [p.grad.data_ptr() - buffer.data_ptr() for p in (m.q.weight, m.k.weight)] == [0, 64 * 64 * 4]
-    assert not any("context" in vars(layer) for layer in (m.q, m.k, m.out))
+    assert not any(layer.contexts for layer in (m.q, m.k, m.out))
 
 
 def test_a_second_context_adds_to_the_gradients_that_are_there():
@@ -107,7 +107,7 @@ def test_what_is_left_to_autograd(how):
         torch.manual_seed(0)
         m = nf.convert(nn.Sequential(transformers.pytorch_utils.Conv1D(32, 64)), verbose=False)
         with nf.accumulate_gradients(m):
-            assert not m[0].context.gradients
+            assert not m[0].contexts
             backward(m)
         return
     other, calls = made()
@@ -117,7 +117,7 @@ def test_what_is_left_to_autograd(how):
         other(torch.randn(32, 64)).square().mean().backward()
     m, seen = made()
     with nf.accumulate_gradients(m):
-        assert not m.out.context.gradients and m.q.context.gradients
+        assert not m.out.contexts and m.q.contexts
         torch.manual_seed(1)
         for _ in range(2):
             m(torch.randn(32, 64)).square().mean().backward()
@@ -136,7 +136,7 @@ def test_fsdp2_gets_its_gradients_from_autograd():
             m = model()
             fully_shard(m, mesh=torch.distributed.init_device_mesh("cpu", (1,)))
             with nf.accumulate_gradients(m) if accumulate else contextlib.nullcontext():
-                assert not (m.out.context.gradients or m.q.context.gradients)
+                assert not (m.out.contexts or m.q.contexts)
                 got[accumulate] = backward(m)
         assert all(torch.equal(got[True][n].full_tensor(), g.full_tensor()) for n, g in got[False].items())
     finally:
@@ -148,7 +148,7 @@ def test_gradients_that_go_inside_are_told():
     with pytest.raises(RuntimeError, match="zero_grad"):
         with nf.accumulate_gradients(m):
             m.zero_grad()
-    assert not m.out.context.gradients
+    assert not m.out.contexts
     with nf.accumulate_gradients(m):
         m.zero_grad(set_to_none=False)
         with pytest.raises(RuntimeError, match="to not have been used"):  # autograd's own words
