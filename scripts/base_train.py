@@ -43,6 +43,7 @@ from nanochat_fp4.generation.engine import draw_samples
 from nanochat_fp4.models import families
 from nanochat_fp4.models.optim import ORTHOGONALIZERS, PretrainingOptions
 from nanochat_fp4.nvfp4.dispatch import fp8_products
+from nanochat_fp4.nvfp4.epilogue import groups_of
 from nanochat_fp4.nvfp4.phases import MethodPlan
 from nanochat_fp4.parallel import unsharded
 from nanochat_fp4.self_check import self_check
@@ -146,7 +147,7 @@ class BaseTraining(Trainer):
         tokenizer = get_tokenizer()
         self.make_model(args, tokenizer, method)
         plan = MethodPlan.parse(method, args.layer_methods, args.method_phases)
-        self.convert(method, method, plan, self.num_steps)
+        self.convert(method, method, plan)
         self.backend = str(nf.backend())
         if method != "bf16":
             # The self-check ends the run if kernels or GEMMs compute something wrong on this machine.
@@ -260,7 +261,7 @@ class BaseTraining(Trainer):
         with self.evaluating():
             with self.training_step.weights_once(1):
                 bpb = bpb_bf16 = self.bits_per_byte(self.forward)
-            if self.quantized.quantizes() or self.model.lm_head.quantizes:
+            if groups_of(self.model) or self.model.lm_head.quantizes:
                 # This forward pass is not compiled, because it would cost a second compilation of the same layers.
                 with nf.full_precision(self.model):
                     bpb_bf16 = self.bits_per_byte(self.model)

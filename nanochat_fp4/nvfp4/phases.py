@@ -14,7 +14,6 @@ all layers compute in BF16. Other common plans are these:
 A plan can also quantize only one kind of layer, or only one phase.
 """
 
-import contextlib
 import fnmatch
 import sys
 from dataclasses import dataclass
@@ -23,7 +22,6 @@ from numbers import Real
 import torch
 from torch import nn
 
-from nanochat_fp4.nvfp4.contexts import quantize_weights_once
 from nanochat_fp4.nvfp4.convert import KEPT
 from nanochat_fp4.nvfp4.heads import output_heads
 from nanochat_fp4.nvfp4.layer import QuantLinear
@@ -111,9 +109,12 @@ class MethodPlan:
     def apply(self, model: nn.Module, progress: float) -> bool:
         """Gives each QuantLinear of the model its recipe for this point of the run.
 
-        Returns whether any recipe changed. If so, compiled code is out of date. Raises ValueError for a pattern that
-        matches no layer, and for a layer whose sizes do not suit its recipe.
+        Returns whether any recipe changed. If so, compiled code is out of date, because it contains recipes as
+        constants. Raises ValueError for a pattern that matches no layer, and for a layer whose sizes do not suit its
+        recipe.
         """
+        if hasattr(model, "nf_report"):
+            model.nf_report.progress = progress
         layers = {name: m for name, m in model.named_modules() if isinstance(m, QuantLinear)}
         for pattern, _ in self.layers:
             if not any(fnmatch.fnmatchcase(name, pattern) for name in layers):
@@ -170,45 +171,6 @@ def gemm_bits(recipe: Recipe) -> tuple[int, int, int]:
 
 # ----------------------------------------------------------------------------------------------------------------------
 # In a training loop
-
-
-class QuantizedTraining:
-    """The quantized layers of a model in a training loop, with the calls that the loop makes for them.
-
-    quantized = QuantizedTraining(model, plan, num_steps)
-    for step in ...:
-        quantized.set_progress(step)                    # the methods of this step
-        with quantized.weights_once(micro_batches):     # forward and backward passes
-            ...
-        ...                                             # the optimizers' steps
-
-    plan says which method each layer has at each point of the run. None, for post-training, leaves the layers' methods
-    as they are. num_steps is the number of steps of the whole run.
-    """
-
-    def __init__(self, model: nn.Module, plan: MethodPlan | None = None, num_steps: int = 0):
-        self.model, self.plan, self.num_steps = model, plan, num_steps
-
-    def set_progress(self, step: int) -> str | None:
-        """Gives the layers their methods for this step.
-
-        Returns a description of the new method if any layer's method changed, otherwise None. Compiled code contains
-        methods as constants, so it is out of date after a change.
-        """
-        if self.plan is None:
-            return None
-        self.model.nf_report.progress = step / self.num_steps
-        if not self.plan.apply(self.model, step / self.num_steps):
-            return None
-        return str(self.plan.at(step / self.num_steps))
-
-    def quantizes(self) -> bool:
-        """Whether any layer quantizes at the moment."""
-        return any(isinstance(m, QuantLinear) and m.recipe.quantizes for m in self.model.modules())
-
-    def weights_once(self, passes: int) -> contextlib.AbstractContextManager:
-        """Returns a context that makes the weights' codes once for `passes` passes, if there are several."""
-        return quantize_weights_once(self.model) if passes > 1 else contextlib.nullcontext()
 
 
 def set_progress(model: nn.Module, progress: float) -> bool:

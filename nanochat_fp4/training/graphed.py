@@ -31,6 +31,7 @@ from nanochat_fp4.hardware import gpu_memory
 from nanochat_fp4.models.gpt import GPT
 from nanochat_fp4.models.optim import Muon
 from nanochat_fp4.models.optim8bit import is_lean
+from nanochat_fp4.nvfp4.epilogue import groups_of
 from nanochat_fp4.nvfp4.layer import QuantLinear
 from nanochat_fp4.parallel import is_sharded
 from nanochat_fp4.training.memory import GRAPHED_STACK_ELEMENTS, SHARE, count, state_now
@@ -139,7 +140,7 @@ class GraphedStep(TrainingStep):
             for p in (p for p in self.with_grads if p not in sums):
                 p.grad = torch.zeros_like(p) if p.grad is None else p.grad
             captured = _Captured([(p, sums.get(p, p.grad)) for p in self.with_grads])
-            if self.quantized.quantizes() and count > 1:
+            if count > 1 and groups_of(self.model):
                 captured.codes = torch.cuda.CUDAGraph()
                 with _capture(captured.codes):
                     stack.enter_context(self.weights_once(count))

@@ -10,7 +10,6 @@ from torch.profiler import record_function
 import nanochat_fp4 as nf
 from nanochat_fp4.models.gpt import autocast
 from nanochat_fp4.models.optim8bit import LeanState
-from nanochat_fp4.nvfp4.phases import QuantizedTraining
 
 # A batch consists of tokens, targets (negative where a token has no target), and further arguments of the loss.
 Batch = tuple[Tensor, ...]
@@ -37,14 +36,12 @@ class TrainingStep:
         model: nn.Module,
         optimizers: Sequence[torch.optim.Optimizer],
         forward: Callable[..., Tensor] | None = None,
-        quantized: QuantizedTraining | None = None,
         dtype: torch.dtype | None = None,
         loss: Callable[..., Tensor] = mean_loss,
         lean: LeanState | None = None,
     ):
         self.model, self.optimizers, self.dtype, self.loss, self.lean = model, list(optimizers), dtype, loss, lean
         self.forward = model if forward is None else forward
-        self.quantized = quantized or QuantizedTraining(model)
         self.device = model.get_device()
 
     @property
@@ -66,8 +63,8 @@ class TrainingStep:
             torch.cuda.synchronize()
 
     def weights_once(self, passes: int) -> contextlib.AbstractContextManager:
-        """Returns a context that makes the weights' codes once for so many passes, if that is faster."""
-        return self.quantized.weights_once(passes)
+        """Returns a context that makes the weights' codes once for so many passes, if there are several."""
+        return nf.quantize_weights_once(self.model) if passes > 1 else contextlib.nullcontext()
 
     @contextlib.contextmanager
     def micro_batches(self, count: int, step: int = 0) -> Iterator[None]:

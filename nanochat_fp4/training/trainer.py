@@ -56,8 +56,9 @@ from nanochat_fp4.models.gpt import compile_layers
 from nanochat_fp4.models.optim import Schedule
 from nanochat_fp4.models.optim8bit import LeanState, set_state
 from nanochat_fp4.nvfp4.dispatch import decide
+from nanochat_fp4.nvfp4.epilogue import groups_of
 from nanochat_fp4.nvfp4.heads import product_shapes
-from nanochat_fp4.nvfp4.phases import MethodPlan, QuantizedTraining
+from nanochat_fp4.nvfp4.phases import MethodPlan
 from nanochat_fp4.nvfp4.recipes import Recipe, to_record
 from nanochat_fp4.parallel import check_parallel, full_state_dict, is_sharded, shard
 from nanochat_fp4.progress import Progress
@@ -271,19 +272,20 @@ class Trainer:
     # ------------------------------------------------------------------------------------------------------------------
     # From the model to a step
 
-    def convert(
-        self, method: str, recipe: Recipe | str, plan: MethodPlan | None = None, steps: int = 0, **options: Any
-    ) -> None:
-        """Gives the layers the recipe. `plan` says which methods follow each other in a run of so many steps.
-        `options` are further arguments of nf.convert."""
-        self.method = method
+    def convert(self, method: str, recipe: Recipe | str, plan: MethodPlan | None = None, **options: Any) -> None:
+        """Gives the layers the recipe. `plan` says which methods follow each other in the run. `options` are further
+        arguments of nf.convert."""
+        self.method, self.plan = method, plan
         if self.device.type == "cuda":
             decide(self.device.type, product_shapes(self.model, self.model.config.sequence_len))
         nf.convert(self.model, recipe, per_token_in_eval=False, **options)
         self.flops_per_token = self.model.estimate_flops()
-        self.quantized = QuantizedTraining(self.model, plan, steps)
         # The layers get the method of the step before. train_step changes it after the evaluation before a step.
-        self.quantized.set_progress(max(self.step - 1, 0))
+        self.change_method(max(self.step - 1, 0))
+
+    def change_method(self, step: int) -> bool:
+        """Gives the layers their methods for this step. Returns whether any changed."""
+        return self.plan is not None and self.plan.apply(self.model, step / self.num_steps)
 
     def divide(self) -> None:
         """Spreads the weights over the processes under --parallel=fsdp. Sets the forward pass for training."""
@@ -299,7 +301,7 @@ class Trainer:
     ) -> None:
         """Makes training_step, an object of `kind`, which is TrainingStep or a subclass."""
         self.schedule = schedule
-        how = self.forward, self.quantized, self.dtype, self.loss, self.lean
+        how = self.forward, self.dtype, self.loss, self.lean
         self.training_step = kind(self.model, optimizers, *how)
 
     def record(
@@ -461,8 +463,8 @@ class Trainer:
 
     def train_step(self) -> None:
         """Attempts one optimizer step. If numbers of the step are not finite, the step updates nothing."""
-        if changed := self.quantized.set_progress(self.step):
-            self.progress.write(f"step {self.step:05d} | from here on {changed}")
+        if self.change_method(self.step):
+            self.progress.write(f"step {self.step:05d} | from here on {self.plan.at(self.step / self.num_steps)}")
             if self.training_step.compiled:
                 torch._dynamo.reset()  # Recipes are constants of compiled code.
         self.replay, self.updating, numbers = [], False, None
@@ -540,7 +542,7 @@ class Trainer:
             if numbers := self.evaluate(last):
                 self.take_evaluation(numbers)
             self.before_step(last)
-            if not last and due(self.args.telemetry_every, self.step, last) and self.quantized.quantizes():
+            if not last and due(self.args.telemetry_every, self.step, last) and groups_of(self.model):
                 self.measure_layers()
             self.state["looked"] = [self.step, last]
 

@@ -8,7 +8,7 @@ import nanochat_fp4 as nf
 from nanochat_fp4.common import seed_micro_batch
 from nanochat_fp4.models.gpt import GPT, GPTConfig
 from nanochat_fp4.models.optim8bit import LeanState, set_state
-from nanochat_fp4.nvfp4.phases import MethodPlan, QuantizedTraining
+from nanochat_fp4.nvfp4.phases import MethodPlan
 from nanochat_fp4.training.graphed import GraphedStep
 from nanochat_fp4.training.step import TrainingStep
 
@@ -33,11 +33,11 @@ def trained(
     model.to_empty(device=device)
     model.init_weights()
     nf.convert(model, method, verbose=False)
-    quantized = QuantizedTraining(model, MethodPlan.parse(method, "", phases), steps)
+    plan = MethodPlan.parse(method, "", phases)
     lean = LeanState(model, 1) if state == "lean" else None
-    step = kind(model, model.setup_optimizers(lean=lean), None, quantized, lean=lean)
+    step = kind(model, model.setup_optimizers(lean=lean), lean=lean)
     for number in range(steps):
-        quantized.set_progress(number)
+        plan.apply(model, number / steps)
         with step.micro_batches(count, number):
             for i in range(count):
                 seed_micro_batch(1, number, i)
