@@ -13,12 +13,12 @@ import torch
 from nanochat_fp4.cli import UserError, one_line
 from nanochat_fp4.nvfp4.dispatch import fp8_products, use_kernels
 from nanochat_fp4.nvfp4.format import BLOCK
-from nanochat_fp4.nvfp4.gemm import Quantization, Quantized, quantize_grad_output, quantize_operand
+from nanochat_fp4.nvfp4.gemm import Quantized, quantize_grad_output, quantize_operand
 from nanochat_fp4.nvfp4.hadamard import RHT_DIM
 from nanochat_fp4.nvfp4.layer import QuantLinear
 from nanochat_fp4.nvfp4.methods import get_recipe
 from nanochat_fp4.nvfp4.probe import relative_square_error
-from nanochat_fp4.nvfp4.quantizers import quantize_reference
+from nanochat_fp4.nvfp4.quantizers import Quantization, quantize_reference
 from nanochat_fp4.nvfp4.recipes import Operand, Recipe
 from nanochat_fp4.nvfp4.roundings import ROUNDINGS, Rounding
 
@@ -193,12 +193,12 @@ def kernel_problem(device: torch.device, rounding: Rounding, rht_dim: int, shape
         made = operands(device, rounding, rht_dim, x, noise)
     except Exception as error:
         return f"{where}: {one_line(error)[:200]}"
-    codes = quantize_reference(x.float(), ROUNDINGS["four_over_six"]).dequantize()
+    codes = quantize_reference(x.float(), Quantization(ROUNDINGS["four_over_six"])).dequantize()
     for name, operand in made.items():
         source = codes if name == "transposed codes" else x.float()
         source = source.T if "transposed" in name else source
         padded = torch.nn.functional.pad(source, (0, -source.shape[1] % (rht_dim or BLOCK)))
-        want = quantize_reference(padded, rounding, **noise).dequantize()
+        want = quantize_reference(padded, Quantization(rounding, **noise)).dequantize()
         wrong = int((operand.dequantize().cpu() != want).sum())
         if wrong > (max(4 * BLOCK, 4 * TIPPED * want.numel()) if rht_dim else 0):  # A tipped scale changes its block.
             return f"{where}: {wrong} of {want.numel()} values of {name} differ from the reference"

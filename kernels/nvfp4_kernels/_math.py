@@ -366,7 +366,7 @@ def philox4(seed, index, PURPOSE: tl.constexpr, stream):
 
 @triton.jit
 def scale_words(seed, row16, pair, pairs, stream, ROWS: tl.constexpr, PAIRS: tl.constexpr):
-    """Returns random words uint32 (ROWS, 2 PAIRS), one for each scale. They are those of philox.uniform_scales.
+    """Returns random words uint32 (ROWS, 2 PAIRS), one for each scale. They are those of philox.Noise.scales.
 
     The scales belong to ROWS rows, a multiple of 16, from row 16 row16 on, and to PAIRS pairs of blocks from `pair` on.
     A whole row has `pairs` pairs.

@@ -24,7 +24,7 @@ from lab.study.context import Context, Outcome, trained_model
 from nanochat_fp4.cli import UserError
 from nanochat_fp4.evaluation import plots
 from nanochat_fp4.nvfp4.hadamard import rotate, rotation_matrix
-from nanochat_fp4.nvfp4.quantizers import quantize, quantize_reference, round_e8m3, search_scales
+from nanochat_fp4.nvfp4.quantizers import Quantization, quantize, quantize_reference, round_e8m3, search_scales
 from nanochat_fp4.nvfp4.recipes import Gemm, Operand, Recipe
 from nanochat_fp4.nvfp4.roundings import get_rounding
 
@@ -53,7 +53,10 @@ def unbiasedness_gain(rounding: str, draws: int) -> float:
     total, single = torch.zeros_like(target), 0.0
     for seed in range(draws):
         kw = {"seed": seed, "rht_dim": 128 if spec.ms_eden else 0}
-        qa, qb = (quantize_reference(v, spec, stream=i, **kw).dequantize().double() for i, v in enumerate((a, b)))
+        qa, qb = (
+            quantize_reference(v, Quantization(spec, stream=i, **kw)).dequantize().double()
+            for i, v in enumerate((a, b))
+        )
         product = qa @ qb.T
         total += product
         single += float((product - target).square().sum()) / draws
@@ -210,10 +213,10 @@ def requantization() -> dict[str, list[dict]]:
     post hoc: MS-EDEN in the form in which it trains
     A launch has its kernel, the bits read and written per element by argument, and the rotations per element.
     """
-    from nanochat_fp4.nvfp4.gemm import Quantization, Quantized, quantize_operand
+    from nanochat_fp4.nvfp4.gemm import Quantized, quantize_operand
 
     torch.manual_seed(0)
-    t = quantize_reference(torch.randn(ROWS, COLUMNS), get_rounding("four_over_six"))
+    t = quantize_reference(torch.randn(ROWS, COLUMNS), Quantization(get_rounding("four_over_six")))
     codes = Quantized(t.codes, t.scales, t.tensor_scale, length=COLUMNS)
     elements, seed = ROWS * COLUMNS, torch.tensor(1)
     result = {}

@@ -8,7 +8,7 @@ import torch
 from lab.study.context import Context, Outcome, trained_model
 from nanochat_fp4.evaluation import plots
 from nanochat_fp4.nvfp4.hadamard import RHT_DIM, rotate
-from nanochat_fp4.nvfp4.quantizers import quantize_reference
+from nanochat_fp4.nvfp4.quantizers import Quantization, quantize_reference
 from nanochat_fp4.nvfp4.roundings import ROUNDINGS
 
 GROUPS = 100  # The number of groups of RHT_DIM numbers of an operand, drawn at random from all blocks.
@@ -66,7 +66,7 @@ def averages(groups: torch.Tensor, draws: list[int]) -> dict[str, Any]:
     square, whole, errors = 0.0, float(groups.double().square().sum()), {}
     for seed in range(draws[-1]):
         rotation = rotate(torch.eye(RHT_DIM), seed)
-        drawn = quantize_reference(groups, ROUNDINGS["ms_eden"], seed=seed, rht_dim=RHT_DIM)
+        drawn = quantize_reference(groups, Quantization(ROUNDINGS["ms_eden"], seed=seed, rht_dim=RHT_DIM))
         error = (drawn.dequantize() @ rotation.T).double() - groups
         halves[seed % 2] += error
         square += float(error.square().sum())

@@ -36,7 +36,7 @@ from torch import Tensor, nn
 from nanochat_fp4.nvfp4.dispatch import use_kernels
 from nanochat_fp4.nvfp4.gemm import Quantized, gemm
 from nanochat_fp4.nvfp4.layer import InContext, QuantLinear
-from nanochat_fp4.nvfp4.quantizers import FP8_AMAX_MIN, quantize_reference
+from nanochat_fp4.nvfp4.quantizers import FP8_AMAX_MIN, Quantization, quantize_reference
 from nanochat_fp4.nvfp4.roundings import E5M2_MAX, ROUNDINGS
 
 HEADS = ("bf16", "fp8")
@@ -125,7 +125,7 @@ def _fp8(x: Tensor, element: str, amax: Tensor | None) -> tuple[Tensor, Tensor, 
 
     amax is the amax of a larger tensor that x is a part of, or a bound of it, float32 (). With None it is x's own amax.
     """
-    t = quantize_reference(x, ROUNDINGS[element], amax=amax)
+    t = quantize_reference(x, Quantization(ROUNDINGS[element], amax=amax))
     return t.codes, t.codes.T.contiguous(), t.tensor_scale
 
 

@@ -24,10 +24,10 @@ import torch
 from torch import Tensor
 
 from nanochat_fp4.nvfp4.dispatch import native_gemm, use_kernels
-from nanochat_fp4.nvfp4.gemm import Quantization, Quantized, once_differentiable
+from nanochat_fp4.nvfp4.gemm import Quantized, once_differentiable
 from nanochat_fp4.nvfp4.layer import QuantLinear, stacked
-from nanochat_fp4.nvfp4.philox import new_seed, uniform_elements
-from nanochat_fp4.nvfp4.quantizers import divide
+from nanochat_fp4.nvfp4.philox import Noise, new_seed
+from nanochat_fp4.nvfp4.quantizers import Quantization, divide
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Layers that share an input
@@ -172,7 +172,7 @@ def relu_squared_reference(x: Tensor, seed: Tensor) -> tuple[Tensor, Tensor, Ten
     # Without the lower bound, a row of zeros would cause a division by 0.
     step = divide(positive.amax(-1, keepdim=True).float(), STEPS).clamp_min(torch.finfo(torch.float32).tiny)
     padded = -(-columns // 16) * 16
-    noise = uniform_elements(seed, 0, rows * padded, 0, 0, x.device).view(rows, padded)[:, :columns] - 0.5
+    noise = Noise(seed).elements(0, rows, padded, 0, x.device).view(rows, padded)[:, :columns] - 0.5
     kept = (positive.float() * (1 / step) + noise).clamp_max(STEPS).round().to(torch.uint8)
     y = positive * positive
     return y, kept, step, y.amax().float() if y.numel() else step.new_zeros(())

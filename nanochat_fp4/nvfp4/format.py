@@ -108,12 +108,13 @@ def decode_e2m1(codes: torch.Tensor) -> torch.Tensor:
     return table[codes.to(torch.int32)]
 
 
-def decode(codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Returns code * scale (..., K) of an NVFP4Tensor's codes and scales. The result is exact in BF16 and in FP32."""
+def decode(codes: torch.Tensor, scales: torch.Tensor | None, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Returns code * scale (..., K) of an NVFP4Tensor's codes and scales. Without scales the codes are FP8. The result
+    is exact in BF16 and in FP32."""
+    if scales is None or not scales.shape[-1]:
+        return codes.to(dtype)
     scales = row_major_scales(codes, scales)
     values = decode_e2m1(unpack(codes)) if codes.dtype == torch.uint8 else codes.to(torch.float32)
-    if not scales.shape[-1]:
-        return values.to(dtype)
     values = values.unflatten(-1, (scales.shape[-1], -1))
     return (values * scales.to(torch.float32).unsqueeze(-1)).flatten(-2).to(dtype)
 

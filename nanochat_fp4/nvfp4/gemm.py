@@ -13,7 +13,6 @@ multiplied by the scales in a second pass, which gives the same result.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,8 +20,7 @@ from torch.autograd import function
 
 from nanochat_fp4.nvfp4 import dispatch
 from nanochat_fp4.nvfp4.format import BLOCK, NVFP4Tensor, swizzle_scales, transpose_square
-from nanochat_fp4.nvfp4.quantizers import quantize_reference
-from nanochat_fp4.nvfp4.roundings import Rounding
+from nanochat_fp4.nvfp4.quantizers import Quantization, quantize_reference
 
 
 @dataclass
@@ -33,25 +31,26 @@ class Quantized(NVFP4Tensor):
         codes, tensor_scale             FP8. tensor_scale is float32 (), or (R, 1) per token.
         decoded, tensor_scale           exact values in BF16 or FP32, for a product that follows at once or in a format
                                         of a user's own. Without a tensor_scale it is 1.
-        plain                           a tensor that is not rounded, and is cast to a layer's compute dtype
+        decoded                         a plain tensor, which is not rounded, and is cast to a layer's compute dtype
 
     length: the number of contracted elements, without the zeros that pad K to whole blocks or rotated groups
     square: whether 16 neighbouring rows share their scales, so that the codes can be transposed
+    plain:  whether the tensor is not rounded
     kept:   the operand that the backward pass uses instead: 4-bit codes of a tensor whose 8 bits the forward multiplies
     """
 
     codes: Tensor | None = None
     scales: Tensor | None = None
     tensor_scale: Tensor | None = None
-    plain: Tensor | None = None
     length: int = 0
     square: bool = False
+    plain: bool = False
     kept: "Quantized | None" = None
 
     @property
     def stored(self) -> Tensor:
         """The tensor of R rows that holds the values."""
-        return next(t for t in (self.codes, self.decoded, self.plain) if t is not None)
+        return self.decoded if self.codes is None else self.codes
 
     @property
     def is_fp8(self) -> bool:
@@ -61,12 +60,6 @@ class Quantized(NVFP4Tensor):
     def has_row_scales(self) -> bool:
         return self.tensor_scale is not None and self.tensor_scale.dim() > 0
 
-    def decode(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Returns the values (R, K) without tensor_scale. Rounded values are exact in BF16 and in FP32."""
-        if self.plain is not None or self.is_fp8:
-            return self.stored.to(dtype)
-        return super().decode(dtype)
-
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """Returns the values (R, K), rounded to dtype."""
         values = self.decode(torch.float32)
@@ -75,8 +68,8 @@ class Quantized(NVFP4Tensor):
     def matrix(self, dtype: torch.dtype) -> Tensor:
         """Returns the factor of a dense product, without tensor_scale. Rounded values are in BF16 on a GPU and in FP32
         on a CPU, and a plain tensor is in dtype."""
-        if self.plain is not None:
-            return self.plain.to(dtype)
+        if self.plain:
+            return self.decoded.to(dtype)
         if not self.stored.is_cuda:
             return self.decode(torch.float32)
         if self.decoded is None and not self.is_fp8 and dispatch.kernels_unavailable_reason() is None:
@@ -88,9 +81,9 @@ class Quantized(NVFP4Tensor):
     def transposed(self) -> "Quantized":
         """Returns the same values, contracted over the other dimension, without another rounding."""
         rows = self.stored.shape[0]
-        if self.plain is not None or self.has_row_scales:
+        if self.plain or self.has_row_scales:
             # Scales of rows cannot be applied after a product that contracts the rows, so they are multiplied in.
-            return Quantized(plain=(self.plain if self.plain is not None else self.dequantize()).T, length=rows)
+            return Quantized(decoded=(self.decoded if self.plain else self.dequantize()).T, length=rows, plain=True)
         if self.is_fp8:  # FP8 tensor cores contract both operands over their last dimension, so the codes are moved.
             return Quantized(self.codes.T.contiguous(), tensor_scale=self.tensor_scale, length=rows)
         if self.square and rows % BLOCK == 0 and dispatch.native_gemm(self.codes.device.type):
@@ -105,28 +98,40 @@ class Quantized(NVFP4Tensor):
         """Returns the operand without decoded values, which take four times the memory of the codes."""
         return self if self.codes is None else replace(self, decoded=None)
 
-    def depending_on(self, other: Tensor) -> "Quantized":
-        """Returns the operand in a form that a compiler takes for a function of `other`."""
+    def depending_on(self, other: Tensor | None) -> "Quantized":
+        """Returns the operand in a form that a compiler takes for a function of `other`.
+
+        torch.compile decides by itself which operation runs in which of the two passes. If neither the forward's
+        outputs nor the backward's inputs seemed to depend on a seed, the compiler could draw the seed once in each
+        pass. The two operands of a GEMM would then be rotated with different signs, and their product would be noise.
+        Under a compiler, therefore, the output is made to depend on the forward's seed, and the backward's seed depends
+        on grad_output.
+        """
+        if other is None or not torch.compiler.is_compiling():
+            return self
         # A kernel that decodes does not read tensor_scale, and a product of decoded values does not read the scales.
-        names = ("scales", "tensor_scale") if self.codes is not None else ("decoded", "plain")
+        names = ("scales", "tensor_scale") if self.codes is not None else ("decoded",)
         tensors = {name: getattr(self, name) for name in names}
         return replace(self, **{name: after(t, other) for name, t in tensors.items() if t is not None})
 
 
-def taken_apart(operands: Sequence[Quantized]) -> tuple[list[tuple[int, bool]], list[Tensor | None]]:
-    """Takes operands apart for autograd: five tensors each, some of which are None. put_together makes them again."""
+About = tuple[int, bool, bool]  # length, square and plain of an operand
+
+
+def taken_apart(operands: Sequence[Quantized]) -> tuple[list[About], list[Tensor | None]]:
+    """Takes operands apart for autograd: four tensors each, some of which are None. put_together makes them again."""
     tensors: list[Tensor | None] = []
-    for o in map(Quantized.without_cache, operands):
-        tensors += [o.codes, o.scales, o.tensor_scale, o.decoded, o.plain]
-    return [(o.length, o.square) for o in operands], tensors
+    for o in operands:
+        tensors += [o.codes, o.scales, o.tensor_scale, o.decoded if o.codes is None else None]
+    return [(o.length, o.square, o.plain) for o in operands], tensors
 
 
 def put_together(
-    about: Sequence[tuple[int, bool]], tensors: Sequence[Tensor | None]
+    about: Sequence[About], tensors: Sequence[Tensor | None]
 ) -> tuple[list[Quantized], Sequence[Tensor | None]]:
     """Makes the operands that taken_apart was given. Returns them, and the tensors that follow theirs."""
-    operands = [Quantized(*tensors[5 * i : 5 * i + 5], *lengths) for i, lengths in enumerate(about)]
-    return operands, tensors[5 * len(about) :]
+    operands = [Quantized(*tensors[4 * i : 4 * i + 4], *rest) for i, rest in enumerate(about)]
+    return operands, tensors[4 * len(about) :]
 
 
 def joined(parts: Sequence[Quantized]) -> Quantized:
@@ -134,8 +139,8 @@ def joined(parts: Sequence[Quantized]) -> Quantized:
     first = parts[0]
     if len(parts) == 1:
         return first
-    if first.plain is not None:
-        return replace(first, plain=torch.cat([part.plain for part in parts]))
+    if first.plain:
+        return replace(first, decoded=torch.cat([part.decoded for part in parts]))
     # Older releases of torch cannot join E4M3 tensors, so their bytes are joined.
     codes, scales = (
         torch.cat([t.view(torch.uint8) for t in some]) for some in zip(*((p.codes, p.scales) for p in parts))
@@ -145,36 +150,6 @@ def joined(parts: Sequence[Quantized]) -> Quantized:
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Making operands
-
-
-class Quantization(NamedTuple):
-    """How one operand is made: how it is rounded and rotated, and which random numbers it draws.
-
-    rounding:    how the values are rounded. None leaves them as they are.
-    seed, stream: the seed, int64 (), and the number of the stream that stochastic rounding draws from
-    rht_dim, rht_seed, rht_stream: the group size, the seed and the stream of the rotation along the contraction
-                 dimension. With rht_dim 0 nothing is rotated.
-    per_token:   whether each row has a tensor_scale of its own, so that a row does not depend on the others
-    amax:        the largest magnitude to scale by, a scalar tensor. With None it is computed. A caller gives it if the
-                 operation that made the tensor has found it, or if the tensor is a part of a larger one. It can be
-                 given for operands without a rotation.
-    tiles:       whether block scales are laid out in tiles of 128x4, the layout of FP4 tensor cores (not with
-                 per_token)
-    largest:     a function from an amax to that over all processes that have a part of the layer, or None
-    kept:        the field of recipes.Operand with this name
-    """
-
-    rounding: Rounding | None = None
-    seed: Tensor | None = None
-    stream: int = 0
-    rht_dim: int = 0
-    rht_seed: Tensor | None = None
-    rht_stream: int = 0
-    per_token: bool = False
-    amax: Tensor | None = None
-    tiles: bool = False
-    largest: Callable[[Tensor], Tensor] | None = None
-    kept: Rounding | None = None
 
 
 def quantize_operand(
@@ -197,13 +172,13 @@ def quantize_operand(
         if isinstance(value, Quantized):
             return value.transposed() if transpose else value
         x = value.T if transpose else value
-        return Quantized(plain=x, length=x.shape[1])
+        return Quantized(decoded=x, length=x.shape[1], plain=True)
     if isinstance(value, Quantized):
         length = value.stored.shape[0] if transpose else value.length
         if value.scales is not None and not value.has_row_scales:
             codes = value  # The kernels that quantize codes again can read only a single tensor_scale.
         else:
-            value = value.plain if value.plain is not None else value.dequantize()
+            value = value.decoded if value.plain else value.dequantize()
     else:
         length = value.shape[0 if transpose else 1]
     device = value.stored.device if codes is not None else value.device
@@ -231,11 +206,7 @@ def quantize_operand(
 
 
 def _by_reference(x: Tensor, how: Quantization, length: int) -> Quantized:
-    r, seed = how.rounding, 0 if how.seed is None else how.seed
-    t = quantize_reference(
-        x, r, seed=seed, stream=how.stream, rht_dim=how.rht_dim, rht_seed=how.rht_seed, rht_stream=how.rht_stream,
-        per_token=how.per_token, amax=how.amax, largest=how.largest,
-    )  # fmt: skip
+    r, t = how.rounding, quantize_reference(x, how)
     if r.fp8:
         return Quantized(t.codes, tensor_scale=t.tensor_scale)
     if r.quantize:
@@ -411,7 +382,7 @@ def gemm(
         product = torch.mm(x, y.T, out_dtype=torch.float32)
     else:
         # On a CPU decoded values are multiplied in FP32. This loses nothing, and CPUs are not faster in BF16.
-        dtype = torch.float32 if x.is_cuda or a.plain is None or b.plain is None else compute_dtype
+        dtype = torch.float32 if x.is_cuda or not (a.plain and b.plain) else compute_dtype
         with torch.autocast(x.device.type, enabled=False):
             product = x.to(dtype) @ y.to(dtype).T
     product = product if alpha is None else product * alpha

@@ -31,7 +31,6 @@ from nanochat_fp4.nvfp4.checkpointing import gradients_are_wanted, inside_checkp
 from nanochat_fp4.nvfp4.collectives import version_of
 from nanochat_fp4.nvfp4.format import row_major_scales
 from nanochat_fp4.nvfp4.gemm import (
-    Quantization,
     Quantized,
     after,
     gemm,
@@ -44,6 +43,7 @@ from nanochat_fp4.nvfp4.gemm import (
 )
 from nanochat_fp4.nvfp4.methods import get_recipe
 from nanochat_fp4.nvfp4.philox import new_seed
+from nanochat_fp4.nvfp4.quantizers import Quantization
 from nanochat_fp4.nvfp4.recipes import GRAD_OUTPUT, GRAD_OUTPUT_T, INPUT, INPUT_T, WEIGHT, WEIGHT_T, Recipe
 
 COMPUTE_DTYPES = (torch.float32, torch.bfloat16)
@@ -138,7 +138,7 @@ class _Linear(torch.autograd.Function):
         how, weight = p.how(INPUT, seed, seed, device), stacked(weights) if p.prepared is None or dgrad.b.raw else None
         xq, of_x = p.before.forward(x, how) if p.before is not None else (quantize_operand(x, how, keep_codes=True), ())
         wq = p.prepared or [quantize_operand(weight, p.how(WEIGHT, seed, seed, device), keep_codes=True)]
-        y = gemm(xq, _depending_on(seed, joined(wq)), compute_dtype=p.dtype, out_dtype=p.dtype)
+        y = gemm(xq, joined(wq).depending_on(seed), compute_dtype=p.dtype, out_dtype=p.dtype)
 
         # The backward GEMMs use the values of this GEMM. A raw operand is instead quantized now from the unquantized
         # tensor.
@@ -169,7 +169,7 @@ class _Linear(torch.autograd.Function):
         if p.after is not None:
             # The compiler would otherwise see that the forward pass has computed this product, and would keep it.
             xq, *wq = operands[-ctx.counts[2] :]
-            xq, wq = (_depending_on(e, operand) for operand in (xq, joined(wq)))
+            xq, wq = xq.depending_on(e), joined(wq).depending_on(e)
             y = gemm(xq, wq, compute_dtype=p.dtype, out_dtype=p.dtype)
             e, *grad_others = p.after.backward(y, rest[ctx.of_x :], *grads)
 
@@ -200,17 +200,6 @@ class _Linear(torch.autograd.Function):
         if p.before is not None and needs_x:
             grad_x = p.before.backward(grad_x, rest[: ctx.of_x])
         return None, grad_x, *grad_w, *grad_others
-
-
-def _depending_on(other: Tensor | None, operand: Quantized) -> Quantized:
-    """Returns the operand in a form that a compiler takes for a function of `other`.
-
-    torch.compile decides by itself which operation runs in which of the two passes. If neither the forward's outputs
-    nor the backward's inputs seemed to depend on a seed, the compiler could draw the seed once in each pass. The two
-    operands of a GEMM would then be rotated with different signs, and their product would be noise. Under a compiler,
-    therefore, the output is made to depend on the forward's seed, and the backward's seed depends on grad_output.
-    """
-    return operand if other is None or not torch.compiler.is_compiling() else operand.depending_on(other)
 
 
 def stacked(weights: Sequence[Tensor]) -> Tensor:

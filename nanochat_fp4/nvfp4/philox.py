@@ -46,34 +46,6 @@ def philox(
     return c0, c1, c2, c3
 
 
-def uniform_elements(
-    seed: torch.Tensor | int, start: int, count: int, stream: int, candidate: int, device: torch.device
-) -> torch.Tensor:
-    """Returns uniforms in (0, 1) for the stochastic rounding of the elements start to start + count, float32 (count,).
-
-    start and count must be multiples of 8, because one call of Philox makes eight uniforms, low halves of the words
-    first. A uniform is (k + 1/2) / 2^16 for 16 random bits k. Rounding probabilities are therefore exact to 2^-17. No
-    average over a feasible number of draws can see the difference.
-    """
-    index = torch.arange(start // 8, (start + count) // 8, device=device, dtype=torch.int64)
-    words = torch.stack(philox(seed, index, SR_ELEMENT + candidate, stream), dim=-1)
-    halves = torch.stack((words & 0xFFFF, words >> 16), dim=-1)
-    return (halves.flatten().to(torch.float32) + 0.5) * 2.0**-16
-
-
-def uniform_scales(seed: torch.Tensor | int, rows: int, blocks: int, stream: int, device: torch.device) -> torch.Tensor:
-    """Returns uniforms in [0, 1) of 24 bits for the stochastic rounding of scales, float32 (rows, blocks). The number
-    of blocks must be even.
-
-    One call makes four uniforms: for two neighbouring blocks in each of two rows that are 8 apart. In a kernel, one
-    thread holds these four values of a tensor core's result, so that no thread draws numbers that another one needs.
-    """
-    calls = torch.arange(-(-rows // 16) * 8 * (blocks // 2), device=device, dtype=torch.int64)
-    words = torch.stack(philox(seed, calls, SCALE, stream), dim=-1)
-    words = words.view(-1, 8, blocks // 2, 2, 2).permute(0, 3, 1, 2, 4).reshape(-1, blocks)[:rows]
-    return (words >> 8).to(torch.float32) * 2.0**-24
-
-
 class Noise(NamedTuple):
     """The random numbers of an operand (R, C), determined by a seed, an int or an int64 tensor (), and a stream."""
 
@@ -81,13 +53,31 @@ class Noise(NamedTuple):
     stream: int = 0
 
     def elements(self, row: int, rows: int, columns: int, candidate: int, device: torch.device) -> torch.Tensor:
-        """Returns the uniforms of the rows row to row + rows, float32 (rows * columns,). The number of columns must be
-        a multiple of 8. candidate is the number of the candidate scale that the elements are rounded with."""
-        return uniform_elements(self.seed, row * columns, rows * columns, self.stream, candidate, device)
+        """Returns uniforms in (0, 1) for the stochastic rounding of the elements of the rows row to row + rows, float32
+        (rows * columns,). candidate is the number of the candidate scale that the elements are rounded with.
+
+        The number of columns must be a multiple of 8, because one call of Philox makes eight uniforms, low halves of
+        the words first. A uniform is (k + 1/2) / 2^16 for 16 random bits k. Rounding probabilities are therefore exact
+        to 2^-17. No average over a feasible number of draws can see the difference.
+        """
+        first, last = (r * columns // 8 for r in (row, row + rows))
+        calls = torch.arange(first, last, device=device, dtype=torch.int64)
+        words = torch.stack(philox(self.seed, calls, SR_ELEMENT + candidate, self.stream), dim=-1)
+        halves = torch.stack((words & 0xFFFF, words >> 16), dim=-1)
+        return (halves.flatten().to(torch.float32) + 0.5) * 2.0**-16
 
     def scales(self, rows: int, blocks: int, device: torch.device) -> torch.Tensor:
-        """Returns the uniforms of all scales of the operand, float32 (rows, blocks), from uniform_scales."""
-        return uniform_scales(self.seed, rows, blocks, self.stream, device)
+        """Returns uniforms in [0, 1) of 24 bits for the stochastic rounding of the operand's scales, float32 (rows,
+        blocks). The number of blocks must be even.
+
+        One call makes four uniforms: for two neighbouring blocks in each of two rows that are 8 apart. In a kernel, one
+        thread holds these four values of a tensor core's result, so that no thread draws numbers that another one
+        needs.
+        """
+        calls = torch.arange(-(-rows // 16) * 8 * (blocks // 2), device=device, dtype=torch.int64)
+        words = torch.stack(philox(self.seed, calls, SCALE, self.stream), dim=-1)
+        words = words.view(-1, 8, blocks // 2, 2, 2).permute(0, 3, 1, 2, 4).reshape(-1, blocks)[:rows]
+        return (words >> 8).to(torch.float32) * 2.0**-24
 
 
 def random_signs(seed: torch.Tensor | int, count: int, stream: int, device: torch.device) -> torch.Tensor:

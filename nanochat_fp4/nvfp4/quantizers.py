@@ -45,6 +45,7 @@ is biased (the paper, Section 4.2).
 """
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 
@@ -248,45 +249,57 @@ def block_scale_rounding(rounding: Rounding):
 # Quantization of whole tensors
 
 
-def quantize_reference(
-    x: torch.Tensor,
-    rounding: Rounding,
-    *,
-    seed: torch.Tensor | int = 0,
-    stream: int = 0,
-    rht_dim: int = 0,
-    rht_seed: torch.Tensor | int | None = None,
-    rht_stream: int = 0,
-    per_token: bool = False,
-    amax: torch.Tensor | None = None,
-    largest: Callable[[torch.Tensor], torch.Tensor] | None = None,
-) -> NVFP4Tensor:
-    """Quantizes x (..., K) of any float dtype along its last dimension. K must be a multiple of the rounding's block.
-    Returns an NVFP4Tensor whose `decoded` is float32.
+class Quantization(NamedTuple):
+    """How one operand is made: how it is rounded and rotated, and which random numbers it draws.
+
+    rounding:    how the values are rounded. None leaves them as they are.
+    seed, stream: the seed, an int or int64 (), and the number of the stream that stochastic rounding draws from. The
+                 kernels take no int. None is 0.
+    rht_dim, rht_seed, rht_stream: the group size, the seed (by default `seed`) and the stream of the rotation along the
+                 contraction dimension. With rht_dim 0 nothing is rotated. MS-EDEN needs 128.
+    per_token:   whether each row has a tensor_scale of its own, so that a row does not depend on the others
+    amax:        the largest magnitude to scale by, a scalar tensor. With None it is computed. A caller gives it if the
+                 operation that made the tensor has found it, or if the tensor is a part of a larger one. It can be
+                 given for operands without a rotation.
+    tiles:       whether block scales are laid out in tiles of 128x4, the layout of FP4 tensor cores (not with
+                 per_token)
+    largest:     a function from an amax, after the rotation, to that over all processes that have a part of the layer,
+                 or None. MS-EDEN does not ask for it, because its scales are random anyway.
+    kept:        the field of recipes.Operand with this name
+    """
+
+    rounding: Rounding | None = None
+    seed: torch.Tensor | int | None = None
+    stream: int = 0
+    rht_dim: int = 0
+    rht_seed: torch.Tensor | int | None = None
+    rht_stream: int = 0
+    per_token: bool = False
+    amax: torch.Tensor | None = None
+    tiles: bool = False
+    largest: Callable[[torch.Tensor], torch.Tensor] | None = None
+    kept: Rounding | None = None
+
+
+def quantize_reference(x: torch.Tensor, how: Quantization) -> NVFP4Tensor:
+    """Quantizes x (..., K) of any float dtype along its last dimension. K must be a multiple of the rounding's block
+    and of the rotation's groups. Returns row-major scales, and `decoded` in float32.
 
     The arguments are not checked, and the call does not synchronize with the host. If x has NaN or Inf, tensor_scale
     and all results are not finite either.
-
-    seed, stream: the seed and the stream of stochastic rounding
-    rht_dim:      the group size of an RHT that x is rotated by first, or 0. It must divide K. MS-EDEN needs 128.
-    rht_seed:     the seed of the rotation, by default `seed`. rht_stream is its stream.
-    per_token:    whether each row has its own tensor_scale, `(..., 1)`, so that a row does not depend on the others
-    amax:         the amax to scale by, float32 (), if x is a part of a larger tensor. It cannot be given with a
-                  rotation.
-    largest:      a function from the amax of x, after the rotation, to that over all processes that have a part of the
-                  tensor. MS-EDEN does not ask for it, because its scales are random anyway.
     """
-    noise, norm = Noise(seed, stream), 1.0
-    if rht_dim:
-        signs_seed = seed if rht_seed is None else rht_seed
-        x = rotated_sums(x, signs_seed, dim=rht_dim, stream=rht_stream)
-        norm = rht_dim**-0.5
+    rounding, per_token, amax = how.rounding, how.per_token, how.amax
+    noise, norm = Noise(0 if how.seed is None else how.seed, how.stream), 1.0
+    if how.rht_dim:
+        signs_seed = noise.seed if how.rht_seed is None else how.rht_seed
+        x = rotated_sums(x, signs_seed, dim=how.rht_dim, stream=how.rht_stream)
+        norm = how.rht_dim**-0.5
     leading = x.shape[:-1]
     rows = x.reshape(-1, x.shape[-1]).to(torch.float32)
     if amax is None:
         amax = rows.abs().amax(dim=-1, keepdim=True) if per_token else rows.abs().amax()
-    if largest is not None and not rounding.ms_eden:
-        amax = largest(amax)
+    if how.largest is not None and not rounding.ms_eden:
+        amax = how.largest(amax)
     if rounding.quantize:
         t = rounding.quantize(rows * norm, rounding, noise)
         parts = (v if v is None else v.view(*leading, -1) for v in (t.codes, t.scales, t.decoded))
@@ -385,7 +398,7 @@ def finish_scales(pseudo_scales, correction, rounding, tensor_scale, noise):
     return stochastic_round_e4m3(pseudo_scales * (1.0 / tensor_scale) * correction, uniform)
 
 
-def quantize(x: torch.Tensor, rounding: str | Rounding, seed: torch.Tensor | int = 0) -> NVFP4Tensor:
+def quantize(x: torch.Tensor, rounding: str | Rounding, seed: torch.Tensor | int | None = None) -> NVFP4Tensor:
     """Quantizes x (..., K) along its last dimension with one of ROUNDINGS (the paper's Table 1) and returns an
     NVFP4Tensor.
 
@@ -420,7 +433,7 @@ def quantize(x: torch.Tensor, rounding: str | Rounding, seed: torch.Tensor | int
     bad = x.numel() - int(torch.isfinite(x).sum())
     if bad:
         raise ValueError(f"quantize: {bad} of {x.numel()} values are NaN or Inf in FP32; find where they come from")
-    t = quantize_reference(x, spec, seed=seed, rht_dim=RHT_DIM if spec.ms_eden else 0)
+    t = quantize_reference(x, Quantization(spec, seed, rht_dim=RHT_DIM if spec.ms_eden else 0))
     if not torch.isfinite(t.tensor_scale):
         done = "rotated" if spec.ms_eden else "scaled"
         raise ValueError(f"quantize: values up to {x.abs().max():.1e} overflow when {done}; scale the tensor down")

@@ -71,6 +71,7 @@ class Gemm:
                  nothing is rotated.
     fixed_signs: if true, the whole run uses one sign vector, as NVIDIA's own recipe does. Otherwise each backward pass
                  draws a new one.
+    random:      whether a product depends on a seed, which follows from the others
 
     >>> print(nf.Gemm(nf.Operand("ms_eden"), nf.Operand("ms_eden"), rht_dim=128))
     ms_eden x ms_eden, RHT-128
@@ -80,12 +81,11 @@ class Gemm:
     b: Operand = field(default_factory=Operand)
     rht_dim: int = 0
     fixed_signs: bool = False
+    random: bool = field(default=False, init=False, repr=False, compare=False)
 
-    @property
-    def random(self) -> bool:
-        return any(o.rounding.random for o in (self.a, self.b) if o.rounding) or (
-            self.rht_dim > 0 and not self.fixed_signs
-        )
+    def __post_init__(self) -> None:
+        rounds = any(o.rounding.random for o in (self.a, self.b) if o.rounding)
+        object.__setattr__(self, "random", rounds or (self.rht_dim > 0 and not self.fixed_signs))
 
     def __str__(self) -> str:
         return f"{self.a} x {self.b}" + (f", RHT-{self.rht_dim}" if self.rht_dim else "")
@@ -93,7 +93,8 @@ class Gemm:
 
 @dataclass(frozen=True, repr=False)
 class Recipe:
-    """A method: one Gemm for each of the three products of a linear layer.
+    """A method: one Gemm for each of the three products of a linear layer. `quantizes` says whether any operand is
+    quantized.
 
     Raises ValueError for a combination that would train something else than it says.
 
@@ -114,8 +115,11 @@ class Recipe:
     # The share of a model's blocks, counted from its end, that convert leaves in BF16. At least one block is left.
     kept_blocks: float = 0.0
     summary: str = field(default="", compare=False)
+    quantizes: bool = field(default=False, init=False, compare=False)
 
     def __post_init__(self) -> None:
+        operands = [o for g in (self.output, self.grad_input, self.grad_weight) for o in (g.a, g.b)]
+        object.__setattr__(self, "quantizes", any(o.rounding for o in operands))
         for problem in _problems(self):
             raise ValueError(f"recipe {self.name!r}{problem}")
 
@@ -144,11 +148,6 @@ class Recipe:
     def fixed_weight(self) -> bool:
         """Whether the forward rounds the weight alike in each pass, so that several passes can share its codes."""
         return bool(self.output.b.rounding) and not self.output.random
-
-    @property
-    def quantizes(self) -> bool:
-        """Whether any operand of any GEMM is quantized."""
-        return any(o.rounding for g in (self.output, self.grad_input, self.grad_weight) for o in (g.a, g.b))
 
     @property
     def quantizes_backward(self) -> bool:

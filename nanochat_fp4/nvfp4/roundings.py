@@ -54,6 +54,10 @@ class Rounding:
     block:      the number of values in a row that share a scale: 16, or another number for a function
     name:       the key in ROUNDINGS
 
+    The other fields follow from these: the function's name, whether the result depends on the seed (random), whether
+    the format is FP8 with one scale a tensor (fp8), and whether the Triton kernels can compute the rounding
+    (has_kernels). The other roundings run as this reference everywhere.
+
     >>> row = nf.Rounding(grid_max=4.0)  # The largest value of a block becomes 4 times the block's scale.
     >>> nf.quantize(torch.tensor([[4.0, 2.9] + [0.0] * 14]), row).dequantize()[0, :2].round(decimals=3).tolist()
     [4.0, 3.0]
@@ -71,9 +75,16 @@ class Rounding:
     block: int = BLOCK
     name: str = field(default="", compare=False)
     function: str = field(default="", init=False, repr=False)
+    random: bool = field(default=False, init=False, repr=False, compare=False)
+    fp8: bool = field(default=False, init=False, repr=False, compare=False)
+    has_kernels: bool = field(default=False, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "function", self.quantize.__name__ if self.quantize else "")
+        object.__setattr__(self, "random", self.stochastic or self.ms_eden)
+        object.__setattr__(self, "fp8", self.element != "e2m1" and not self.quantize)
+        without = self.fp8 or self.quantize or (self.random and self.block_rows > 1)
+        object.__setattr__(self, "has_kernels", not without)
 
     @property
     def label(self) -> str:
@@ -83,22 +94,6 @@ class Rounding:
             return self.name + ("" if OF_THE_PACKAGE[self.name] == self else " with other constants")
         known = [name for name, row in OF_THE_PACKAGE.items() if self.name and row == self]
         return (self.name or "unnamed") + (f" (equals {known[0]})" if known else "")
-
-    @property
-    def fp8(self) -> bool:
-        """Whether the format is FP8 with one scale a tensor."""
-        return self.element != "e2m1" and not self.quantize
-
-    @property
-    def has_kernels(self) -> bool:
-        """Whether the Triton kernels can compute this rounding. The other roundings run as this reference
-        everywhere."""
-        return not (self.fp8 or self.quantize or (self.random and self.block_rows > 1))
-
-    @property
-    def random(self) -> bool:
-        """Whether the result depends on the seed."""
-        return self.stochastic or self.ms_eden
 
 
 ROUNDINGS: dict[str, Rounding] = {

@@ -65,7 +65,7 @@ class ShardedLinear(QuantLinear):
     @property
     def matrix(self) -> torch.Tensor:
         if self.is_gathered and self.gathered.codes is None:
-            return _Gathered.apply(self.weight, self.gathered.plain)
+            return _Gathered.apply(self.weight, self.gathered.decoded)
         return self.weight
 
     def gathered_weight(self, layers: "Sequence[ShardedLinear]") -> Sequence[Quantized] | None:
@@ -208,7 +208,7 @@ class _Shard:
             square = self.layer.recipe.output.b.rounding.block_rows == BLOCK
             self.layer.gathered = Quantized(*outputs, self.tensor_scale, length=columns, square=square)
         else:
-            self.layer.gathered = Quantized(plain=outputs[0], length=columns)
+            self.layer.gathered = Quantized(decoded=outputs[0], length=columns, plain=True)
         return torch.full((), torch.nan, dtype=param_dtype, device=self.local.device).as_subclass(_Unread), ()
 
 

@@ -35,8 +35,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from nanochat_fp4.nvfp4.gemm import Quantization, Quantized, quantize_operand
+from nanochat_fp4.nvfp4.gemm import Quantized, quantize_operand
 from nanochat_fp4.nvfp4.layer import QuantLinear
+from nanochat_fp4.nvfp4.quantizers import Quantization
 
 
 class DividedLinear(QuantLinear):

@@ -22,7 +22,7 @@ from nanochat_fp4.data.tokenizer_files import CHAT_TEMPLATE, tokenizer_json
 from nanochat_fp4.export.weights import forward_weights, served, static_quantize
 from nanochat_fp4.models.gpt import GPT
 from nanochat_fp4.nvfp4.epilogue import groups_of
-from nanochat_fp4.nvfp4.quantizers import quantize_reference
+from nanochat_fp4.nvfp4.quantizers import Quantization, quantize_reference
 from nanochat_fp4.nvfp4.roundings import get_rounding
 from nanochat_fp4.training.checkpoint_manager import load_checkpoint
 from nanochat_fp4.training.load_model import load_model
@@ -112,7 +112,9 @@ def test_inputs_as_a_server_rounds_them():
     t = nf.quantize(x, "rtn")
     assert torch.allclose(static_quantize(x, 448 * 6 / x.abs().max()), t.dequantize(), rtol=1e-6)
     by_token = static_quantize(x, 448 * 6 / x.abs().amax(dim=-1, keepdim=True))
-    assert torch.allclose(by_token, quantize_reference(x, get_rounding("rtn"), per_token=True).dequantize(), rtol=1e-6)
+    assert torch.allclose(
+        by_token, quantize_reference(x, Quantization(get_rounding("rtn"), per_token=True)).dequantize(), rtol=1e-6
+    )
     clipped = static_quantize(torch.full((1, 16), 3.0), torch.tensor(448 * 6 / 2.0))
     assert torch.allclose(clipped, torch.tensor(2.0))
     assert_same_bits("zeros", static_quantize(torch.zeros(1, 16), torch.tensor(1.0)), torch.zeros(1, 16))

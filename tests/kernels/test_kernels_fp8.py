@@ -8,7 +8,7 @@ pytest.importorskip("triton")
 
 from nvfp4_kernels.fp8 import fp8_with_codes
 
-from nanochat_fp4.nvfp4.quantizers import FP8_AMAX_MIN, quantize_reference
+from nanochat_fp4.nvfp4.quantizers import FP8_AMAX_MIN, Quantization, quantize_reference
 from nanochat_fp4.nvfp4.roundings import ROUNDINGS
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -44,7 +44,10 @@ def numbers(case: str, dtype) -> torch.Tensor:
 def test_both_are_the_references_bit_for_bit(case, dtype):
     for name in ("four_over_six", "rtn"):
         x = numbers(case, dtype)
-        eight, four = quantize_reference(x, ROUNDINGS["e4m3"]), quantize_reference(x, ROUNDINGS[name])
+        eight, four = (
+            quantize_reference(x, Quantization(ROUNDINGS["e4m3"])),
+            quantize_reference(x, Quantization(ROUNDINGS[name])),
+        )
         want = eight.codes, eight.tensor_scale, four.codes, four.scales, four.tensor_scale
         parts = ("numbers", "number_scale", "codes", "scales", "tensor_scale")
         for part, got, expected in zip(parts, made(x, name), want, strict=True):

@@ -20,8 +20,8 @@ from nanochat_fp4.nvfp4.format import (  # noqa: E402
     pack,
 )
 from nanochat_fp4.nvfp4.format import transpose_square as transpose_square_reference  # noqa: E402
-from nanochat_fp4.nvfp4.gemm import Quantization, Quantized, quantize_operand  # noqa: E402
-from nanochat_fp4.nvfp4.quantizers import quantize_reference, round_e2m1  # noqa: E402
+from nanochat_fp4.nvfp4.gemm import Quantized, quantize_operand  # noqa: E402
+from nanochat_fp4.nvfp4.quantizers import Quantization, quantize_reference, round_e2m1  # noqa: E402
 from nanochat_fp4.nvfp4.roundings import ROUNDINGS  # noqa: E402
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -39,7 +39,7 @@ def kernel(x, name, amax_of=None, seed=SEED, want_decoded=True, per_token=False)
 
 def assert_as_reference(label, x, name, seed=SEED, per_token=False) -> NVFP4Tensor:
     got = kernel(x, name, seed=seed, per_token=per_token)
-    want = quantize_reference(x, ROUNDINGS[name], seed=seed, stream=STREAM, per_token=per_token)
+    want = quantize_reference(x, Quantization(ROUNDINGS[name], seed=seed, stream=STREAM, per_token=per_token))
     assert_same_bits(f"{label}: tensor_scale", got.tensor_scale, want.tensor_scale)
     assert_same_bits(f"{label}: scales", got.scales, want.scales)
     assert_same_bits(f"{label}: codes", got.codes, want.codes)
@@ -219,7 +219,7 @@ def test_dispatch_pads_the_contraction_dimension(name, transpose, monkeypatch):
 
 def test_dispatch_requantizes_codes_that_are_not_rotated(monkeypatch):
     """Unrotated, codes go through their BF16-exact values: the kernel must see what the reference sees."""
-    first = quantize_reference(torch.randn(48, 32), ROUNDINGS["four_over_six"])
+    first = quantize_reference(torch.randn(48, 32), Quantization(ROUNDINGS["four_over_six"]))
     parts = (t.to(DEVICE) for t in (first.codes, first.scales, first.tensor_scale))
     codes = Quantized(*parts, length=32)
     results = []
@@ -304,7 +304,7 @@ def test_on_a_side_stream():
         torch.cuda._sleep(10_000_000)  # so that work on the wrong stream would run before
         got = kernel(x * 2, "four_over_six")
     side.synchronize()
-    want = quantize_reference(x.cpu() * 2, ROUNDINGS["four_over_six"])
+    want = quantize_reference(x.cpu() * 2, Quantization(ROUNDINGS["four_over_six"]))
     assert_same_bits("codes", got.codes, want.codes)
 
 

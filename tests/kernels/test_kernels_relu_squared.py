@@ -13,7 +13,7 @@ import nanochat_fp4 as nf
 from nanochat_fp4.models.gpt import MLP, GPTConfig, norm
 from nanochat_fp4.nvfp4 import epilogue as dispatch
 from nanochat_fp4.nvfp4.epilogue import relu_squared_linear, relu_squared_reference
-from nanochat_fp4.nvfp4.quantizers import quantize_reference
+from nanochat_fp4.nvfp4.quantizers import Quantization, quantize_reference
 from nanochat_fp4.nvfp4.roundings import ROUNDINGS
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -52,7 +52,7 @@ def test_quantized_as_it_is_made_is_quantized_after(name, dtype, shape):
     x, seed, r = made(*shape, dtype), torch.tensor(11), ROUNDINGS[name]
     got = quantize_relu_squared(x.to(DEVICE), seed.to(DEVICE), r.grid_max, r.scale_cap, list(r.candidates), True)
     y, kept, step, _ = relu_squared_reference(x, seed)
-    t = quantize_reference(y, r)
+    t = quantize_reference(y, Quantization(r))
     want = (t.codes, t.scales, t.tensor_scale, t.decoded.bfloat16(), kept, step)
     for part, a, b in zip(("codes", "scales", "tensor_scale", "decoded", "kept", "step"), got, want, strict=True):
         assert_same_bits(part, a.cpu(), b)

@@ -20,8 +20,8 @@ from nvfp4_kernels.rotate import RotatedOperand, rotate_quantize  # noqa: E402
 
 import nanochat_fp4 as nf  # noqa: E402
 from nanochat_fp4.nvfp4.format import NVFP4Tensor, unpack  # noqa: E402
-from nanochat_fp4.nvfp4.gemm import Quantization, quantize_grad_output, quantize_operand  # noqa: E402
-from nanochat_fp4.nvfp4.quantizers import quantize_reference  # noqa: E402
+from nanochat_fp4.nvfp4.gemm import quantize_grad_output, quantize_operand  # noqa: E402
+from nanochat_fp4.nvfp4.quantizers import Quantization, quantize_reference  # noqa: E402
 from nanochat_fp4.nvfp4.roundings import ROUNDINGS, SR_GRID_MAX, Rounding  # noqa: E402
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -80,7 +80,7 @@ def reference(x, pair) -> list[NVFP4Tensor]:
     ):
         t = torch.nn.functional.pad(t.float(), (0, -t.shape[-1] % (dim or 16)))
         random = {"seed": noise, "stream": stream, "rht_dim": dim, "rht_seed": rht_seed, "rht_stream": stream + 10}
-        out.append(quantize_reference(t, ROUNDINGS[name], **random))
+        out.append(quantize_reference(t, Quantization(ROUNDINGS[name], **random)))
     return out
 
 
@@ -234,7 +234,7 @@ def test_requantization_from_codes(name, each_rotation):
         # Magnitudes within 2^4 and a tensor_scale that is a power of two: exact sums, so bit for bit.
         x = torch.randn(shape) * 2.0 ** torch.randint(-2, 3, (shape[0], 1))
         x[0, 0] = 6 * 448 / 2**6
-        codes = quantize_reference(x.clamp(-42, 42), ROUNDINGS["rtn"])
+        codes = quantize_reference(x.clamp(-42, 42), Quantization(ROUNDINGS["rtn"]))
         codes.scales = codes.scales.float().clamp(min=1).to(torch.float8_e4m3fn)
         codes.decoded = None
         assert codes.tensor_scale == 2.0**-6
@@ -247,7 +247,9 @@ def test_requantization_from_codes(name, each_rotation):
 
 
 def test_requantization_from_any_codes_with_any_tensor_scale():
-    codes = quantize_reference(torch.randn(40, 144) * torch.logspace(-4, 0, 144), ROUNDINGS["four_over_six"])
+    codes = quantize_reference(
+        torch.randn(40, 144) * torch.logspace(-4, 0, 144), Quantization(ROUNDINGS["four_over_six"])
+    )
     want = reference(codes.dequantize(), ("rtn", 0, "ms_eden", 128))[1]
     assert_close("any", col_of_codes(codes, "ms_eden", False), want)
 
@@ -347,7 +349,7 @@ def test_square_blocks_that_are_rounded_stochastically_are_the_references(monkey
     monkeypatch.setenv("NVFP4_KERNELS", "triton")
     x, rounding = torch.randn(32, 32), Rounding(SR_GRID_MAX, stochastic=True, block_rows=16)
     got = quantize_operand(x.to(DEVICE), Quantization(rounding, seed(9)), keep_codes=True)
-    assert_same_bits("codes", got.codes.cpu(), quantize_reference(x, rounding, seed=9).codes)
+    assert_same_bits("codes", got.codes.cpu(), quantize_reference(x, Quantization(rounding, seed=9)).codes)
 
 
 @pytest.mark.parametrize("pair", [("sr", "ms_eden"), ("rtn_16x16", "sr"), ("sr", "rtn_16x16")])

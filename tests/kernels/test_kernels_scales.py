@@ -10,7 +10,7 @@ from nvfp4_kernels.rotate import RotatedOperand  # noqa: E402
 from nvfp4_kernels.scales import finish, repair  # noqa: E402
 
 from nanochat_fp4.nvfp4.format import TENSOR_SCALE_MIN  # noqa: E402
-from nanochat_fp4.nvfp4.philox import Noise, uniform_scales  # noqa: E402
+from nanochat_fp4.nvfp4.philox import Noise  # noqa: E402
 from nanochat_fp4.nvfp4.quantizers import (  # noqa: E402
     divide,
     finish_scales,
@@ -89,7 +89,7 @@ def test_repair_turns_free_rounding_into_e4m3(rows, groups):
     tensor_scale = tensor_scale_of(amax)
     q = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.5, -1, -1.5, -2, -3, -4, -6, 6]).expand(rows, groups * 8, 16)
     corrected = pseudo.float() * (1 / tensor_scale) * correction.repeat_interleave(8, -1)
-    uniform = uniform_scales(SEED, *pseudo.shape, OPERAND.stream, torch.device("cpu"))
+    uniform = Noise(SEED, OPERAND.stream).scales(*pseudo.shape, torch.device("cpu"))
     e = power_of_two_floor(corrected).clamp(min=TENSOR_SCALE_MIN)
     n = corrected / e * 8
     free = (n.floor() + (uniform < n - n.floor()).float()) * e / 8

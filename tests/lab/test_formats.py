@@ -8,7 +8,8 @@ import pytest
 import torch
 from _assertions import assert_unbiased, concentrate
 
-from nanochat_fp4.nvfp4.quantizers import quantize, quantize_reference
+import lab.recipes  # noqa: F401  It registers the formats.
+from nanochat_fp4.nvfp4.quantizers import Quantization, quantize, quantize_reference
 from nanochat_fp4.nvfp4.roundings import ROUNDINGS
 
 MX = [name for name in ROUNDINGS if name.startswith("mx")]
@@ -86,4 +87,4 @@ def test_mx_zeros_and_bad_values(name):
     assert (quantize(torch.zeros(3, 64), name).dequantize() == 0).all()
     x = torch.randn(32, 64)
     x[3, 7] = math.nan
-    assert not torch.isfinite(quantize_reference(x, ROUNDINGS[name]).decode()).all()
+    assert not torch.isfinite(quantize_reference(x, Quantization(ROUNDINGS[name])).decode()).all()

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 import nanochat_fp4 as nf
 import nanochat_fp4.models.cross_entropy as module
 from nanochat_fp4.models.cross_entropy import linear_cross_entropy
-from nanochat_fp4.nvfp4.quantizers import quantize_reference
+from nanochat_fp4.nvfp4.quantizers import Quantization, quantize_reference
 from nanochat_fp4.nvfp4.roundings import ROUNDINGS
 
 REDUCTIONS = ("mean", "sum", "none")
@@ -171,7 +171,7 @@ def test_operator_is_well_formed(reduction):
 
 def rounded(t, element, amax=None):
     """To FP8 with one scale, as numbers."""
-    found = quantize_reference(t.detach(), ROUNDINGS[element], amax=amax)
+    found = quantize_reference(t.detach(), Quantization(ROUNDINGS[element], amax=amax))
     return found.codes.float() * found.tensor_scale
 
 

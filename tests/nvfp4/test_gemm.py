@@ -7,8 +7,8 @@ import torch
 from _assertions import assert_within_ulps, relative_square_error
 
 from nanochat_fp4.nvfp4 import dispatch
-from nanochat_fp4.nvfp4.gemm import Quantization, Quantized, gemm, quantize_operand
-from nanochat_fp4.nvfp4.quantizers import quantize, quantize_reference
+from nanochat_fp4.nvfp4.gemm import Quantized, gemm, quantize_operand
+from nanochat_fp4.nvfp4.quantizers import Quantization, quantize, quantize_reference
 from nanochat_fp4.nvfp4.roundings import ROUNDINGS
 
 
@@ -30,7 +30,7 @@ def run(a, b, dtype=torch.float32, compute=torch.float32):
 
 def operand(t):
     if isinstance(t, torch.Tensor):
-        return Quantized(plain=t, length=t.shape[1])
+        return Quantized(decoded=t, length=t.shape[1], plain=True)
     return t if isinstance(t, Quantized) else Quantized(**vars(t), length=t.shape[1])
 
 
@@ -101,7 +101,7 @@ def test_operands_of_different_lengths_are_refused(kind):
 
 def test_per_token_scales():
     x = torch.randn(6, 64) * torch.logspace(-3, 3, 6).unsqueeze(1)
-    a = quantize_reference(x, ROUNDINGS["rtn"], per_token=True)
+    a = quantize_reference(x, Quantization(ROUNDINGS["rtn"], per_token=True))
     w = quantize(torch.randn(9, 64), "rtn")
     assert a.tensor_scale.shape == (6, 1)
     got = run(a, w)

@@ -14,7 +14,7 @@ from _rows import METHOD_TABLE
 import nanochat_fp4 as nf
 from nanochat_fp4.nvfp4 import dispatch
 from nanochat_fp4.nvfp4.epilogue import EightBitReluSquared, fused_linear, relu_squared_linear
-from nanochat_fp4.nvfp4.quantizers import quantize, quantize_reference
+from nanochat_fp4.nvfp4.quantizers import Quantization, quantize, quantize_reference
 from nanochat_fp4.nvfp4.recipes import Gemm, Operand, Recipe, both
 
 TRAINING = ["nvidia", "four_over_six", "tetrajet_v2", "clover", "clover_search"]
@@ -68,7 +68,7 @@ def rounded(x: torch.Tensor, rounding, **random) -> Factors:
     if rounding is None:
         return Factors(x)
     x = torch.nn.functional.pad(x, (0, -x.shape[-1] % max(random.get("rht_dim", 0), rounding.block)))
-    quantized = quantize_reference(x, rounding, **random)
+    quantized = quantize_reference(x, Quantization(rounding, **random))
     return Factors(quantized.decode(), quantized.tensor_scale)
 
 

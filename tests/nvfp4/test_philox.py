@@ -45,13 +45,13 @@ def test_any_seed_index_purpose_and_stream(seed):
 
 
 def test_elements_take_16_bits_each_low_half_first():
-    got = px.uniform_elements(42, 16, 24, stream=3, candidate=1, device=CPU)
+    got = px.Noise(42, 3).elements(2, 3, 8, candidate=1, device=CPU)
     assert got.tolist() == [float(scalar.element_uniform(42, e, 3, 1)) for e in range(16, 40)]
     assert 0 < got.min() and got.max() < 1
 
 
 def test_scales_take_the_upper_24_bits():
-    got = px.uniform_scales(42, 21, 6, stream=3, device=CPU)  # rows that are no multiple of the 16 of a call's words
+    got = px.Noise(42, 3).scales(21, 6, CPU)  # rows that are no multiple of the 16 of a call's words
     assert got.tolist() == [[float(scalar.scale_uniform(42, r, b, 6, 3)) for b in range(6)] for r in range(21)]
 
 
@@ -64,6 +64,6 @@ def test_signs_are_the_bits_of_one_call():
 
 def test_a_part_of_the_sequence_is_that_part():
     """What makes results independent of how a tensor is cut into blocks."""
-    whole = px.uniform_elements(9, 0, 4096, 0, 0, CPU)
-    parts = [px.uniform_elements(9, start, 1024, 0, 0, CPU) for start in range(0, 4096, 1024)]
+    whole = px.Noise(9).elements(0, 4, 1024, 0, CPU)
+    parts = [px.Noise(9).elements(row, 1, 1024, 0, CPU) for row in range(4)]
     assert torch.equal(torch.cat(parts), whole)

@@ -17,7 +17,7 @@ from nanochat_fp4.nvfp4 import methods, roundings
 from nanochat_fp4.nvfp4 import quantizers as qz
 from nanochat_fp4.nvfp4.format import unpack
 from nanochat_fp4.nvfp4.hadamard import rotate, rotated_sums, rotation_matrix
-from nanochat_fp4.nvfp4.quantizers import quantize, quantize_reference
+from nanochat_fp4.nvfp4.quantizers import Quantization, quantize, quantize_reference
 from nanochat_fp4.nvfp4.roundings import ROUNDINGS, Rounding
 
 FP8 = ("e4m3", "e5m2")
@@ -176,7 +176,7 @@ def test_equals_the_scalar_implementation(name):
         assert_same_bits(f"{case}: tensor_scale", t.tensor_scale, torch.tensor(tensor_scale))
         assert_same_bits(f"{case}: scales", t.scales.view(torch.uint8), torch.from_numpy(scales))
         assert_same_bits(f"{case}: codes", unpack(t.codes), torch.from_numpy(codes))
-    t = quantize_reference(x := torch.randn(3, 128), ROUNDINGS[name], seed=6, stream=5)
+    t = quantize_reference(x := torch.randn(3, 128), Quantization(ROUNDINGS[name], seed=6, stream=5))
     codes, scales, _ = scalar.quantize(x.numpy(), name, seed=6, stream=5)
     assert_same_bits("another stream: scales", t.scales.view(torch.uint8), torch.from_numpy(scales))
     assert_same_bits("another stream: codes", unpack(t.codes), torch.from_numpy(codes))
@@ -228,7 +228,7 @@ def test_table_1(name):
 def test_the_grid_maximum_of_ms_eden_minimizes_its_error():
     def error(grid_max):
         x = torch.randn(256, 4096, generator=torch.Generator().manual_seed(1))
-        t = quantize_reference(x, Rounding(grid_max, roundings.SEARCH_SCALE_CAP, ms_eden=True), seed=1)
+        t = quantize_reference(x, Quantization(Rounding(grid_max, roundings.SEARCH_SCALE_CAP, ms_eden=True), seed=1))
         return float((t.dequantize() - x).square().mean())
 
     best = error(roundings.MS_EDEN_GRID_MAX)
@@ -271,8 +271,8 @@ def products(name: str, draws: int = 1024):
 
     def draw(seed):
         kw = {"seed": seed, "rht_dim": 128 if "ms_eden" in name else 0}
-        qa = quantize_reference(a, ROUNDINGS[name], stream=0, **kw)
-        qb = quantize_reference(b, ROUNDINGS[name], stream=1, **kw)
+        qa = quantize_reference(a, Quantization(ROUNDINGS[name], stream=0, **kw))
+        qb = quantize_reference(b, Quantization(ROUNDINGS[name], stream=1, **kw))
         return (qa.dequantize().double() @ qb.dequantize().double().T,)
 
     return concentrate(draw, (a.double() @ b.double().T,), draws)[0]
@@ -328,15 +328,15 @@ def test_leading_dimensions_are_rows(name):
 @pytest.mark.parametrize("name", ["rtn", "four_over_six", "scale_search"])
 def test_per_token_rows_do_not_see_each_other(name):
     x = torch.randn(5, 64) * torch.tensor([1e-3, 1.0, 1e3, 1.0, 0.0]).unsqueeze(1)
-    together = quantize_reference(x, ROUNDINGS[name], per_token=True)
+    together = quantize_reference(x, Quantization(ROUNDINGS[name], per_token=True))
     assert together.tensor_scale.shape == (5, 1)
     for i in range(5):
-        alone = quantize_reference(x[i : i + 1], ROUNDINGS[name], per_token=True)
+        alone = quantize_reference(x[i : i + 1], Quantization(ROUNDINGS[name], per_token=True))
         assert_same_bits("codes", together.codes[i : i + 1], alone.codes)
         assert_same_bits("scales", together.scales[i : i + 1], alone.scales)
         assert_same_bits("tensor_scale", together.tensor_scale[i : i + 1], alone.tensor_scale)
         assert_same_operand("and are those of a tensor of one row", quantize(x[i], name), squeezed(alone))
-    shared = quantize_reference(x, ROUNDINGS[name])
+    shared = quantize_reference(x, Quantization(ROUNDINGS[name]))
     assert not torch.equal(shared.scales[0].float(), together.scales[0].float())
 
 
@@ -366,7 +366,7 @@ def test_inside_training_bad_values_reach_every_result(name):
     for bad in (math.nan, math.inf, -math.inf):
         x = torch.randn(32, 256)
         x[3, 77] = bad
-        t = quantize_reference(x, ROUNDINGS[name], seed=1, rht_dim=128 if name in EDEN else 0)
+        t = quantize_reference(x, Quantization(ROUNDINGS[name], seed=1, rht_dim=128 if name in EDEN else 0))
         assert not torch.isfinite((t.decode() @ torch.randn(256, 8)) * t.tensor_scale).any()
 
 
@@ -388,7 +388,7 @@ def test_fp8_is_nanochats(name, dtype):
     normal = x.abs() * scale > torch.finfo(dtype).smallest_normal
     assert ((t.dequantize() - x).abs() / x.abs())[normal].max() < torch.finfo(dtype).eps / 2 * 1.0001
     assert torch.equal(quantize(torch.zeros(2, 16), name).dequantize(), torch.zeros(2, 16))
-    rows = quantize_reference(x, ROUNDINGS[name], per_token=True)
+    rows = quantize_reference(x, Quantization(ROUNDINGS[name], per_token=True))
     assert torch.equal(rows.dequantize()[7:8], quantize(x[7:8], name).dequantize())
 
 
