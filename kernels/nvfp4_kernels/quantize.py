@@ -2,7 +2,7 @@
 
 A first pass finds the amax. A second one makes codes, scales and, if wanted, the BF16 values. Rounding is to nearest or
 stochastic. Scales are static, those of Four-over-Six, or searched. Blocks are 1x16 or 16x16. The arithmetic is that of
-nanochat_fp4.nvfp4.quantizers._align_first, bit for bit.
+nanochat_fp4.nvfp4.quantizers.search_scales, bit for bit.
 
 Per BF16 element the first pass reads 2 bytes. The second one reads 2 bytes and writes 0.5625, and 2 more for the BF16
 values.

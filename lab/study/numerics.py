@@ -24,7 +24,7 @@ from lab.study.context import Context, Outcome, trained_model
 from nanochat_fp4.cli import UserError
 from nanochat_fp4.evaluation import plots
 from nanochat_fp4.nvfp4.hadamard import rotate, rotation_matrix
-from nanochat_fp4.nvfp4.quantizers import Quantization, quantize, quantize_reference, round_e8m3, search_scales
+from nanochat_fp4.nvfp4.quantizers import Quantization, quantize, quantize_reference, search_scales
 from nanochat_fp4.nvfp4.recipes import Gemm, Operand, Recipe
 from nanochat_fp4.nvfp4.roundings import get_rounding
 
@@ -112,7 +112,7 @@ def eden(context: Context) -> Outcome:
         total, single, factors = torch.zeros_like(x), 0.0, []
         for seed in range(draws):
             y = rotate(x, seed, dim=d)
-            q, scales = search_scales(y.unflatten(-1, (-1, 16)), spec, lambda scale, _: round_e8m3(scale))
+            q, scales = search_scales(y.unflatten(-1, (-1, 16)), spec)
             q = (q * scales.unsqueeze(-1)).flatten(-2)
             s = y.square().sum(-1, keepdim=True) / (y * q).sum(-1, keepdim=True)
             back = s * q @ rotation_matrix(seed, dim=d).T / math.sqrt(d)

@@ -100,9 +100,13 @@ def quantize_weights_once(model: nn.Module) -> Iterator[None]:
     ...         layer(rows).sum().backward()
     """
     _layers(model, "quantize_weights_once")
-    groups = [g for g in groups_of(model) if all(map(_has_its_weight, g)) and g[0].gathered_weight(g) is None]
     made = {}
-    for group in groups:
+    for group in groups_of(model):
+        # sharding.py makes the codes of weights that FSDP shards. A parametrization computes a new weight at each
+        # access, which each pass has to quantize.
+        sharded = any(hasattr(layer.weight, "device_mesh") and layer.largest is None for layer in group)
+        if sharded or group[0].gathered_weight(group) or any(layer.weight is not layer.weight for layer in group):
+            continue
         outer = group[0].prepared_weight(group)  # A context inside another one takes the outer one's codes.
         operand = outer[0] if outer else quantized_weight(group, tiles=True)
         if operand is not None:
@@ -125,14 +129,6 @@ def quantize_weights_once(model: nn.Module) -> Iterator[None]:
         for layer, weight, version in zip(group, record.weights, record.versions):
             if layer.weight is not weight or version_of(weight) != version:
                 raise RuntimeError(WEIGHTS_CHANGED)
-
-
-def _has_its_weight(layer: QuantLinear) -> bool:
-    """Whether the layer's weight is one tensor that stays the same and that this process has. Two kinds of weights are
-    not: sharding.py makes the codes of weights that FSDP shards, and a parametrization computes a new tensor at each
-    access, which each pass has to quantize."""
-    weight = layer.weight
-    return weight is layer.weight and (layer.largest is not None or not hasattr(weight, "device_mesh"))
 
 
 @contextlib.contextmanager

@@ -167,29 +167,23 @@ def quantize_operand(
     to 16 tokens in a group, the gradient's mean is wrong by up to 0.5% of its square, which is a quarter of the noise
     of a single step. A single token is exact.
     """
-    r, codes = how.rounding, None
+    if not isinstance(value, Quantized):
+        value = Quantized(decoded=value, length=value.shape[1], plain=True)
+    r, device = how.rounding, value.stored.device
     if r is None:
-        if isinstance(value, Quantized):
-            return value.transposed() if transpose else value
-        x = value.T if transpose else value
-        return Quantized(decoded=x, length=x.shape[1], plain=True)
-    if isinstance(value, Quantized):
-        length = value.stored.shape[0] if transpose else value.length
-        if value.scales is not None and not value.has_row_scales:
-            codes = value  # The kernels that quantize codes again can read only a single tensor_scale.
-        else:
-            value = value.decoded if value.plain else value.dequantize()
-    else:
-        length = value.shape[0 if transpose else 1]
-    device = value.stored.device if codes is not None else value.device
+        return value.transposed() if transpose else value
+    length = value.stored.shape[0] if transpose else value.length
+    # The kernels that quantize codes again can read only a single tensor_scale.
+    codes = value.scales is not None and not value.has_row_scales
+    x = value if codes else value.decoded if value.plain else value.dequantize()
     # The kernels can compute a scale per token, a rotation, or square blocks, but no two of these together.
     two = how.per_token + (how.rht_dim > 0) + (r.block_rows > 1) > 1
     kernels = dispatch.use_kernels(device) and r.has_kernels and not two
-    if kernels and how.rht_dim and (transpose or codes is None):
+    if kernels and how.rht_dim and (transpose or not codes):
         emulated = not keep_codes and dispatch.native_gemm(device.type) is None
-        made = _rotate_quantize(value, *((None, how) if transpose else (how, None)), emulated)[int(transpose)]
+        made = _rotate_quantize(x, *((None, how) if transpose else (how, None)), emulated)[int(transpose)]
     else:
-        x = value.dequantize() if codes is not None else value
+        x = x.dequantize() if codes else x
         x = x.T if transpose else x
         if missing := -length % max(how.rht_dim, r.block):  # pad would copy x even if nothing is missing.
             x = torch.nn.functional.pad(x, (0, missing))

@@ -6,7 +6,6 @@ figures of the paper. A registered row is used by its name, like a row of the ta
 
 import difflib
 import re
-from collections.abc import Iterator
 from dataclasses import replace
 
 from nanochat_fp4.nvfp4.hadamard import RHT_DIM
@@ -122,7 +121,7 @@ def register(recipe: Recipe) -> None:
     """
     if not isinstance(recipe, Recipe):
         raise ValueError(f"register: got {type(recipe).__name__}, expected a nanochat_fp4.Recipe")
-    for part in _parts(recipe):
+    for part in (recipe, recipe.final):
         if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.+-]*", part.name):
             raise ValueError(
                 f"register: {part.name!r} is no good name; use letters, digits, _, ., + and -, because folders and "
@@ -137,16 +136,9 @@ def register(recipe: Recipe) -> None:
     REGISTERED[recipe.name] = recipe
 
 
-def _parts(recipe: Recipe) -> Iterator[Recipe]:
-    """Yields the recipe, and the recipe with which its runs end if there is one."""
-    yield recipe
-    if recipe.late:
-        yield recipe.final
-
-
 def _known() -> dict[str, Recipe]:
     """Returns all rows, and the recipes with which their runs end, by name."""
-    return {part.name: part for row in (*REGISTERED.values(), *METHODS.values()) for part in _parts(row)}
+    return {part.name: part for row in (*REGISTERED.values(), *METHODS.values()) for part in (row, row.final)}
 
 
 def get_recipe(method: str | Recipe) -> Recipe:

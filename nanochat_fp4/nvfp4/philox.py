@@ -60,8 +60,7 @@ class Noise(NamedTuple):
         the words first. A uniform is (k + 1/2) / 2^16 for 16 random bits k. Rounding probabilities are therefore exact
         to 2^-17. No average over a feasible number of draws can see the difference.
         """
-        first, last = (r * columns // 8 for r in (row, row + rows))
-        calls = torch.arange(first, last, device=device, dtype=torch.int64)
+        calls = torch.arange(row * columns // 8, (row + rows) * columns // 8, device=device, dtype=torch.int64)
         words = torch.stack(philox(self.seed, calls, SR_ELEMENT + candidate, self.stream), dim=-1)
         halves = torch.stack((words & 0xFFFF, words >> 16), dim=-1)
         return (halves.flatten().to(torch.float32) + 0.5) * 2.0**-16

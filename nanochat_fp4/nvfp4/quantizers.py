@@ -178,20 +178,21 @@ def _reciprocal(scale: torch.Tensor) -> torch.Tensor:
     return torch.where(scale > 0, 1.0 / scale, 0.0)
 
 
-def search_scales(x: torch.Tensor, rounding: Rounding, round_scale, draw=None, factor: torch.Tensor | float = 1.0):
+def search_scales(x: torch.Tensor, rounding: Rounding, factor: torch.Tensor | float = 1.0, draw=None):
     """Finds the block scales among the rounding's candidates with which x * factor is rounded best. Returns the rounded
-    elements q `(R, G, B)` and the scales `(R, G)`, both float32.
+    elements q `(R, G, B)` and the scales `(R, G)`, both float32. Scales are E8M3 numbers for MS-EDEN, and E4M3 numbers
+    otherwise.
 
-    x is `(R, G, B)`: R rows of G blocks with B values. factor is () or `(R, 1)`. The function round_scale maps the
-    wanted scale and the block's amax to a scale that the format has, all float32 `(R, G)`. The function draw maps the
-    number of a candidate to uniforms of x's shape. Each candidate of a stochastic rounding draws its own numbers.
+    x is `(R, G, B)`: R rows of G blocks with B values. factor is () or `(R, 1)`. The function draw maps the number of a
+    candidate to uniforms of x's shape. Each candidate of a stochastic rounding draws its own numbers.
     """
     amax = block_amax(x, rounding.block_rows) * factor
     base = divide(amax, rounding.grid_max)
     inverse_unit = _reciprocal(power_of_two_floor(base))
     best_q = best_scale = best_error = None
     for candidate, multiple in enumerate(rounding.candidates):
-        scale = round_scale(base * multiple, amax)
+        scale = base * multiple
+        scale = round_e8m3(scale) if rounding.ms_eden else round_block_scale(scale, amax, rounding.stochastic)
         y = x * (_reciprocal(scale) * factor).unsqueeze(-1)
         q = stochastic_round_e2m1(y, draw(candidate)) if rounding.stochastic else round_e2m1(y)
         if len(rounding.candidates) == 1:
@@ -223,26 +224,17 @@ def divide(x: torch.Tensor, constant: float) -> torch.Tensor:
     return x / torch.full((), constant, dtype=torch.float32, device=x.device)
 
 
-def block_scale_rounding(rounding: Rounding):
-    """Returns the function that rounds a block's wanted scale to a scale that the format has. The arguments are the
-    wanted scale and the block's amax.
+def round_block_scale(wanted: torch.Tensor, amax: torch.Tensor, stochastic: bool) -> torch.Tensor:
+    """Rounds the wanted scale of blocks with this amax to E4M3, float32, to nearest. The next larger E4M3 value is used
+    if the block would be clipped otherwise.
 
-    For NVFP4 the scale is rounded to nearest in E4M3, but the next larger E4M3 value is used if the block would be
-    clipped otherwise. In E4M3's normal range rounding lowers a scale by a factor of 16/17 at most, and no element is
-    clipped: with SR the choice of s keeps elements within 6, and with RTN all values below 7 are rounded to 6. Only a
-    subnormal scale can be rounded to a scale that is too small, or to zero. The block would then lose its largest
-    values, or all of them.
+    In E4M3's normal range rounding lowers a scale by a factor of 16/17 at most, and no element is clipped: with SR the
+    choice of s keeps elements within 6, and with RTN all values below 7 are rounded to 6. Only a subnormal scale can be
+    rounded to a scale that is too small, or to zero. The block would then lose its largest values, or all of them.
     """
-    limit = E2M1_MAX if rounding.stochastic else E2M1_OVERFLOW
-
-    def round_scale(wanted: torch.Tensor, amax: torch.Tensor) -> torch.Tensor:
-        rounded = round_e4m3(wanted)
-        scale, larger = (
-            t.view(torch.float8_e4m3fn).to(torch.float32) for t in (rounded, rounded.view(torch.uint8) + 1)
-        )
-        return torch.where(amax > limit * scale, larger, scale)
-
-    return round_scale
+    rounded = round_e4m3(wanted)
+    scale, larger = (t.view(rounded.dtype).to(torch.float32) for t in (rounded, rounded.view(torch.uint8) + 1))
+    return torch.where(amax > (E2M1_MAX if stochastic else E2M1_OVERFLOW) * scale, larger, scale)
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -328,41 +320,36 @@ def quantize_reference(x: torch.Tensor, how: Quantization) -> NVFP4Tensor:
 
 
 def _align_in_chunks(rows, rounding, factor, noise):
-    """Returns what _align_post_hoc or _align_first returns for all rows, with the codes after q. factor is `()`, or
-    `(R, 1)` with a number for each row.
+    """Returns what _align returns for all rows, with the codes after q. factor is `()`, or `(R, 1)` with a number for
+    each row.
 
     On a CPU the rows are processed in chunks of whole blocks. The result does not depend on the chunks' size.
     """
     chunk = max(rows.shape[0], 1)
     if rows.device.type == "cpu":
         chunk = max(BLOCK, CHUNK // rows.shape[1] // BLOCK * BLOCK)
-    align = _align_post_hoc if rounding.ms_eden else _align_first
     chunks = []
     for start in range(0, rows.shape[0], chunk):
         chunk_factor = factor[start : start + chunk] if factor.dim() > 1 else factor
-        q, *scales = align(rows[start : start + chunk], rounding, chunk_factor, noise, start)
+        q, *scales = _align(rows[start : start + chunk], rounding, chunk_factor, noise, start)
         chunks.append((q, pack(encode_e2m1(q.flatten(-2))), *scales))
     return tuple(torch.cat(p) if len(chunks) > 1 else p[0] for p in zip(*chunks))
 
 
-def _align_first(rows, rounding, factor, noise, start):
-    """Quantizes rows whose tensor_scale is known and contained in factor. Returns (q, E4M3 scales in float32, a
-    correction of 1)."""
+def _align(rows, rounding, factor, noise, start):
+    """Rounds rows. Returns q, the scales in float32, and a correction of the scales.
+
+    The tensor_scale of MS-EDEN is not known yet. This is the work of the first kernel of the paper's Section 7: scales
+    are E8M3 pseudo-scales, and the correction is EDEN's S. Other roundings have tensor_scale in factor, and a
+    correction of 1.
+    """
     x = rows.unflatten(-1, (-1, rounding.block))
 
     def draw(candidate):
         return noise.elements(start, *rows.shape, candidate, x.device).view(x.shape)
 
-    q, scales = search_scales(x, rounding, block_scale_rounding(rounding), draw, factor)
-    return q, scales, torch.ones_like(scales)
-
-
-def _align_post_hoc(rows, rounding, factor, noise, start):
-    """Does the work of the first kernel of the paper's Section 7. Returns (q, E8M3 pseudo-scales, EDEN's correction S),
-    none of which contains tensor_scale."""
-    x = rows.unflatten(-1, (-1, BLOCK))
-    q, pseudo_scales = search_scales(x, rounding, lambda scale, _: round_e8m3(scale), factor=factor)
-    return q, pseudo_scales, _eden_correction(x, q, pseudo_scales, factor)
+    q, scales = search_scales(x, rounding, factor, draw)
+    return q, scales, _eden_correction(x, q, scales, factor) if rounding.ms_eden else torch.ones_like(scales)
 
 
 def _eden_correction(x, q, scales, factor):
@@ -398,7 +385,7 @@ def finish_scales(pseudo_scales, correction, rounding, tensor_scale, noise):
     return stochastic_round_e4m3(pseudo_scales * (1.0 / tensor_scale) * correction, uniform)
 
 
-def quantize(x: torch.Tensor, rounding: str | Rounding, seed: torch.Tensor | int | None = None) -> NVFP4Tensor:
+def quantize(x: torch.Tensor, rounding: str | Rounding, seed: torch.Tensor | int = 0) -> NVFP4Tensor:
     """Quantizes x (..., K) along its last dimension with one of ROUNDINGS (the paper's Table 1) and returns an
     NVFP4Tensor.
 

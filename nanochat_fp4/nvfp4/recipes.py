@@ -94,7 +94,7 @@ class Gemm:
 @dataclass(frozen=True, repr=False)
 class Recipe:
     """A method: one Gemm for each of the three products of a linear layer. `quantizes` says whether any operand is
-    quantized.
+    quantized, and in_features and out_features must be multiples of `block`.
 
     Raises ValueError for a combination that would train something else than it says.
 
@@ -115,19 +115,15 @@ class Recipe:
     # The share of a model's blocks, counted from its end, that convert leaves in BF16. At least one block is left.
     kept_blocks: float = 0.0
     summary: str = field(default="", compare=False)
+    block: int = field(default=0, init=False, compare=False)
     quantizes: bool = field(default=False, init=False, compare=False)
 
     def __post_init__(self) -> None:
         operands = [o for g in (self.output, self.grad_input, self.grad_weight) for o in (g.a, g.b)]
-        object.__setattr__(self, "quantizes", any(o.rounding for o in operands))
+        object.__setattr__(self, "block", max((o.rounding.block for o in operands if o.rounding), default=0))
+        object.__setattr__(self, "quantizes", self.block > 0)
         for problem in _problems(self):
             raise ValueError(f"recipe {self.name!r}{problem}")
-
-    @property
-    def block(self) -> int:
-        """The number that in_features and out_features must be multiples of."""
-        roundings = (o.rounding for g in (self.output, self.grad_input, self.grad_weight) for o in (g.a, g.b))
-        return max((r.block for r in roundings if r), default=0)
 
     def problem_with_sizes(self, in_features: int, out_features: int) -> str | None:
         """Why a layer of these sizes cannot be computed with this recipe, or None."""

@@ -136,7 +136,7 @@ def gather_codes(model: nn.Module, raw_dtype: torch.dtype | None = None) -> list
         fsdp_param = params[id(layer.weight)]
         if fsdp_param.shard_mesh.size() > 1:
             shards.all.append(_Shard(name, layer, fsdp_param, shards, raw_dtype))
-    return [shard.name for shard in shards.all if not shard.as_codes()] + stacked
+    return [shard.name for shard in shards.all if not gathers_codes(shard.layer)] + stacked
 
 
 class _Shard:
@@ -178,15 +178,10 @@ class _Shard:
         layer, sharded = self.layer, self.fsdp_param.sharded_param
         return self.shards.steps, sharded._version, self.local._version, layer.recipe
 
-    def as_codes(self) -> bool:
-        """Whether the forward pass reads the weight's codes, and no pass reads the weight itself."""
-        layer = self.layer
-        return layer.quantizes and gathers_codes(layer)
-
     def before(self, mesh: Any, outer_size: Any, outer_stride: Any, module: nn.Module, policy: Any) -> tuple:
         """Returns the tensors that this rank sends: the codes and scales of its rows, or the rows themselves."""
         in_backward = torch._C._current_graph_task_id() != -1
-        as_codes = self.gathered_as_codes if in_backward else self.as_codes()
+        as_codes = self.gathered_as_codes if in_backward else gathers_codes(self.layer)
         if as_codes != self.gathered_as_codes:
             # Codes and rows need buffers of different shapes. FSDP makes the buffers and their Parameter anew if they
             # are missing, so they are removed here.
@@ -234,7 +229,7 @@ class _Shards:
     @torch.no_grad()
     def refresh(self) -> None:
         """Makes the codes of all weights anew. All ranks call this together, because a weight changes on all ranks."""
-        shards = [s for s in self.all if s.as_codes()]
+        shards = [s for s in self.all if gathers_codes(s.layer)]
         # The maximum is taken of the amaxes' bits. The bits of non-negative floats have the order of the floats, and
         # NaN is above all of them, so that the reduction cannot lose a NaN.
         of_layer: dict[QuantLinear, torch.Tensor] = {}
@@ -273,7 +268,9 @@ class _Unread(torch.Tensor):
 
 
 def gathers_codes(layer: QuantLinear) -> bool:
-    """Whether the layer's recipe reads its weight only as NVFP4 codes that a rank can make from its own rows and the
-    tensor's amax. With blocks of 16x16 the rows must be whole rows of blocks."""
+    """Whether the layer reads its weight at the moment only as NVFP4 codes that a rank can make from its own rows and
+    the tensor's amax. With blocks of 16x16 the rows must be whole rows of blocks."""
     recipe = layer.recipe
-    return recipe.fixed_weight and not recipe.grad_input.b.raw and recipe.output.b.rounding.has_kernels
+    return (
+        layer.quantizes and recipe.fixed_weight and not recipe.grad_input.b.raw and recipe.output.b.rounding.has_kernels
+    )

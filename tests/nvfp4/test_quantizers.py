@@ -242,7 +242,7 @@ def by_algorithm_1(x: torch.Tensor, rounding: Rounding, seed: int) -> torch.Tens
     y = rotate(x, seed)
     tensor_scale = y.abs().amax() / (rounding.grid_max * rounding.scale_cap)
     blocks = y.unflatten(-1, (-1, 16))
-    q, scales = qz.search_scales(blocks, rounding, qz.block_scale_rounding(rounding), factor=1 / tensor_scale)
+    q, scales = qz.search_scales(blocks, dataclasses.replace(rounding, ms_eden=False), factor=1 / tensor_scale)
     yy = y.square().unflatten(-1, (-1, 128)).sum(-1)
     yq = (blocks * q * scales[..., None] * tensor_scale).flatten(-2).unflatten(-1, (-1, 128)).sum(-1)
     corrected = scales * (yy / yq).repeat_interleave(8, dim=-1)
