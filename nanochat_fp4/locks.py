@@ -18,7 +18,7 @@ from pathlib import Path
 
 import filelock
 
-from nanochat_fp4.cli import logger, one_line
+from nanochat_fp4.cli import UserError, logger, one_line
 from nanochat_fp4.common import fail_together, get_dist_info
 from nanochat_fp4.files import atomic_write
 
@@ -43,18 +43,15 @@ def held_run(folder: str | os.PathLike) -> Iterator[None]:
     folder, problem = Path(folder).absolute(), None
     lock, holder = lock_of(folder), folder.with_name(f".{folder.name}.lock.txt")
     if get_dist_info()[1] == 0:
+        busy = f"another run is training in {folder}: {_holder(folder)}; wait for it or stop it, or choose another "
         try:
-            take(lock, folder, ASKED_SECONDS)
+            take(lock, folder, f"{busy}--model-tag", ASKED_SECONDS)
             since = time.strftime("%Y-%m-%d %H:%M:%S")
             with contextlib.suppress(OSError):  # The disk may be full. check_writable explains this better.
                 if lock.is_locked:
                     atomic_write(holder, f"process {os.getpid()} on {socket.gethostname()} since {since}")
-        except filelock.Timeout:
-            problem = f"another run is training in {folder}: {_holder(folder)}; wait for it or stop it, or choose "
-            problem += "another --model-tag"
-        except OSError as e:
-            problem = f"{folder} cannot be written ({one_line(e.strerror or e)}); choose a writable folder "
-            problem += "(NANOCHAT_BASE_DIR, --model-tag)"
+        except UserError as e:
+            problem = str(e)
     fail_together(problem)
     try:
         yield
@@ -93,15 +90,18 @@ def lock_of(folder: Path) -> filelock.FileLock:
     return filelock.FileLock(folder.with_name(f".{folder.name}.lock"), fallback_to_soft=False)
 
 
-def take(lock: filelock.FileLock, folder: Path, seconds: float = 0.0) -> None:
+def take(lock: filelock.FileLock, folder: Path, busy: str, seconds: float = 0.0) -> None:
     """Takes the lock of a folder, for which it waits so long. If the file system has no locks, a warning says so.
-    Raises filelock.Timeout if another process has the lock, and OSError if no lock can be made there."""
+    Raises UserError, which says `busy`, if another process has the lock, and if no lock can be made there."""
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         lock.acquire(timeout=seconds)
+    except filelock.Timeout:
+        raise UserError(busy) from None
     except OSError as e:
         if e.errno not in _NO_LOCKS:
-            raise
+            why = one_line(e.strerror or e)
+            raise UserError(f"{folder} cannot be written ({why}); choose a writable folder") from e
         logger.warning(f"the file system of {folder} has no locks: nothing keeps another process out of it")
 
 

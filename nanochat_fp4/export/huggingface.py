@@ -73,8 +73,12 @@ def describe(model: GPT | Llama) -> tuple[dict[str, Any], Places]:
         for ours, theirs in (_LLAMA if llama else _GPT).items():
             names[f"transformer.h.{i}.{ours}"] = f"model.layers.{i}.{theirs}"
     places = {f"{theirs}.weight": [Rows(f"{ours}.weight")] for ours, theirs in names.items()}
-    for ours, rows in _moved_rows(model):
-        places[f"{names[ours]}.weight"] = [Rows(f"{ours}.weight", rows)]
+    moved = dict.fromkeys(("transformer.wte", "lm_head"), torch.arange(about.vocab_size))  # It is padded here.
+    for ours, layer in model.named_modules() if llama else ():
+        if ours.endswith((".c_q", ".c_k")):
+            halves = torch.arange(layer.out_features).unflatten(0, (-1, 2, about.head_dim // 2))
+            moved[ours] = halves.flip(1).flatten()
+    places |= {f"{names[ours]}.weight": [Rows(f"{ours}.weight", rows)] for ours, rows in moved.items()}
     base = float(about.rope_base if llama else ROTARY_BASE)
     config = {
         "vocab_size": about.vocab_size,
@@ -107,16 +111,6 @@ def describe(model: GPT | Llama) -> tuple[dict[str, Any], Places]:
     return config | {"windows": windows, **lambdas}, places
 
 
-def _moved_rows(model: GPT | Llama):
-    """Yields our name of each layer whose rows are others in a file, and the numbers of these rows in our model."""
-    for ours in ("transformer.wte", "lm_head"):  # The vocabulary is padded here.
-        yield ours, torch.arange(model.config.vocab_size)
-    half = model.config.head_dim // 2 if isinstance(model, Llama) else 0
-    for name, layer in model.named_modules() if half else ():
-        if name.endswith((".c_q", ".c_k")):
-            yield name, torch.arange(layer.out_features).unflatten(0, (-1, 2, half)).flip(1).flatten()
-
-
 # ----------------------------------------------------------------------------------------------------------------------
 # Models of transformers
 
@@ -145,6 +139,12 @@ def stacked_experts(model: nn.Module) -> dict[str, Experts]:
     return found
 
 
+def tensors_of(model: nn.Module) -> dict[str, Tensor]:
+    """Returns the tensors that places name: parameters, persistent buffers, and the matrices of experts."""
+    stacks = stacked_experts(model).values()
+    return model.state_dict(keep_vars=True) | {name: t for experts in stacks for name, t in experts.matrices.items()}
+
+
 def as_in_checkpoints(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
     """Returns a state dict with the names and shapes that the tensors have in a checkpoint. Before transformers 5 these
     are the same as in the model."""
@@ -160,10 +160,9 @@ def places_in(model: nn.Module) -> Places:
     An expert's matrix has the name that the weight of its ExpertLinear would have. A tensor of the checkpoint that does
     not consist of rows of the model's tensors has no place.
     """
-    experts, state = stacked_experts(model), model.state_dict()
-    matrices = {name: matrix for of_one in experts.values() for name, matrix in of_one.matrices.items()}
-    names, numbered = [*state, *matrices], {}
-    for i, (name, tensor) in enumerate((state | matrices).items(), 1):
+    experts, tensors = stacked_experts(model), tensors_of(model)
+    names, numbered = [*tensors], {}
+    for i, (name, tensor) in enumerate(tensors.items(), 1):
         rows = torch.arange(len(tensor) if tensor.dim() else 1) + i * ROWS
         numbered[name] = rows.view(-1, *[1] * (tensor.dim() - 1)) if tensor.dim() else rows[0]
     for name, of_one in experts.items():
@@ -181,7 +180,7 @@ def places_in(model: nn.Module) -> Places:
         for i in sources.unique().tolist():
             there = (sources == i).nonzero().flatten()
             name, here = names[i - 1], numbers[there] % ROWS
-            size = (state | matrices)[name].shape[:1].numel()
+            size = tensors[name].shape[:1].numel()
             whole = len(here) == len(numbers) == size and bool((here.diff() == 1).all())
             places.setdefault(theirs, []).append(Rows(name) if whole else Rows(name, here, there))
     return places
@@ -272,8 +271,8 @@ def write(
     # transformers compares with the names of its modules, and other readers with those of the file.
     own = isinstance(model, GPT | Llama)
     modules = dict(model.named_modules())
-    linears = [] if own else [name for name, module in modules.items() if isinstance(module, nn.Linear)]
-    ignore = dict.fromkeys(name for name in linears if name not in weights)
+    left = (name for name, module in modules.items() if isinstance(module, nn.Linear) and name not in weights)
+    ignore = dict.fromkeys(() if own else left)
     layers: dict[bool, dict[str, None]] = {False: {}, True: {}}  # whether in 8 bits -> names
     tensors: dict[str, Tensor] = {}
     kept = re.compile("|".join(pattern.replace("*", ".*") for pattern in in_fp32) or "(?!)")

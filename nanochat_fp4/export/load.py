@@ -76,7 +76,7 @@ def load_quantized(model: M, folder: str | Path, device: torch.device | str = "c
         places = {**places, **{name: [huggingface.Rows(name)] for name in LAMBDAS}}
     _check_tensors(folder, model, values, places)
     _materialize(model, device)
-    targets = _targets(model)
+    targets = huggingface.tensors_of(model)
     for theirs, value in values.items():
         decoded = _decoded(value)
         for name, here, there in places[theirs]:
@@ -88,12 +88,6 @@ def load_quantized(model: M, folder: str | Path, device: torch.device | str = "c
 
 def _decoded(value: Tensor | NVFP4Tensor) -> Tensor:
     return value.dequantize() if isinstance(value, NVFP4Tensor) else value
-
-
-def _targets(model: nn.Module) -> dict[str, Tensor]:
-    """The tensors that places name: parameters, persistent buffers, and the matrices of experts."""
-    stacks = huggingface.stacked_experts(model).values()
-    return model.state_dict(keep_vars=True) | {name: t for experts in stacks for name, t in experts.matrices.items()}
 
 
 def _materialize(model: nn.Module, device: torch.device | str) -> None:
@@ -115,7 +109,7 @@ def _check_tensors(
 ) -> None:
     """Raises UserError unless the file has one finite value of the right shape and kind for each tensor of the model,
     and no others."""
-    targets = _targets(model)
+    targets = huggingface.tensors_of(model)
     if divided := next((name for name, t in targets.items() if hasattr(t, "device_mesh")), None):
         raise UserError(f"{divided} is divided among processes; load the weights before fully_shard")
     computed = {"cos", "sin"} if isinstance(model, GPT | Llama) else set()
@@ -222,8 +216,7 @@ def read_values(folder: Path) -> dict[str, Tensor | NVFP4Tensor]:
 
     Raises UserError as load_safetensors does, and if a quantized weight is not one that export writes.
     """
-    tensors = load_safetensors(folder)
-    tensors = {name: t for name, t in tensors.items() if name.rpartition(".")[2] not in FOR_SERVERS}
+    tensors = {name: t for name, t in load_safetensors(folder).items() if name.rpartition(".")[2] not in FOR_SERVERS}
     values: dict[str, Tensor | NVFP4Tensor] = {}
     for name in list(tensors):
         layer, _, part = name.rpartition(".")

@@ -65,9 +65,7 @@ class NanoChatFP4Attention(nn.Module):
         q, k, v = rotated(q), rotated(k), v.transpose(1, 2)
         if cache is not None:
             k, v = cache.update(k, v, self.layer_idx)
-        groups = q.size(1) // k.size(1)
-        k, v = (t.repeat_interleave(groups, dim=1) for t in (k, v))
-        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
         return self.o_proj(y.transpose(1, 2).flatten(2))
 
 
@@ -112,8 +110,7 @@ class NanoChatFP4Model(NanoChatFP4PreTrainedModel):
         seen = 0 if cache is None else cache.get_seq_length()
         query = torch.arange(seen, seen + input_ids.size(1), device=device)
         key = torch.arange(seen + input_ids.size(1), device=device)
-        if position_ids is None:
-            position_ids = query.unsqueeze(0)
+        position_ids = query.unsqueeze(0) if position_ids is None else position_ids
         exponent = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device=device) / config.head_dim
         # (B, T, 1, D / 2). Training multiplies by the reciprocal. A quotient is another FP32 number for some positions.
         angle = position_ids[..., None, None].float() * (1.0 / config.rope_theta**exponent)
@@ -158,7 +155,5 @@ class NanoChatFP4ForCausalLM(NanoChatFP4PreTrainedModel, GenerationMixin):
             x = x[:, -logits_to_keep:]
         cap = self.config.final_logit_softcapping
         logits = cap * torch.tanh(self.lm_head(x).float() / cap)
-        loss = None
-        if labels is not None:
-            loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+        loss = None if labels is None else F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
         return CausalLMOutputWithPast(loss=loss, logits=logits, **{CACHE: cache})

@@ -39,19 +39,11 @@ def new_export(out: str | os.PathLike, overwrite: bool = False) -> Iterator[Path
     If an exception is raised inside the context, `out` stays as it was. Raises UserError if `out` must not be replaced,
     and if another process is writing it.
     """
-    from filelock import Timeout  # nf is imported where it is not installed.
-
-    from nanochat_fp4.locks import lock_of, take
+    from nanochat_fp4.locks import lock_of, take  # nf is imported where filelock is not installed.
 
     out = Path(out).expanduser().resolve()  # If `out` is a link, the folder that it points to is replaced.
     lock = lock_of(out)
-    try:
-        take(lock, out)
-    except Timeout:
-        raise UserError(f"another export is writing {out}; wait until it ends, or choose another folder") from None
-    except OSError as e:
-        problem = f"{out.parent} cannot be written ({one_line(e.strerror or e)})"
-        raise UserError(f"{problem}; choose another folder") from e
+    take(lock, out, f"another export is writing {out}; wait until it ends, or choose another folder")
     try:
         with new_folder(out) as part:
             check_replaceable(out, overwrite)
@@ -91,22 +83,21 @@ def check_replaceable(out: Path, overwrite: bool) -> None:
 def save_quantized(
     model: nn.Module,
     folder: str | Path,
-    format: str = "compressed-tensors",  # noqa: A002
     tokenizer: Any = None,
     calibration: Iterable[Tensor] | None = None,
     dtype: torch.dtype = torch.bfloat16,
     overwrite: bool = False,
     share_scales: bool = True,
 ) -> list[str]:
-    """Writes a model of transformers that nf.convert has changed as NVFP4, with its config and its tokenizer.
+    """Writes a model of transformers that nf.convert has changed as NVFP4, with its config and its tokenizer, in the
+    format compressed-tensors.
 
     The written codes and block scales are those of the trained forward pass, to the bit, except for layers that servers
-    compute as one (share_scales). scripts.export writes the same format for this project's own models. docs/export.md
-    lists the servers that read it, and says which were tried.
+    compute as one (share_scales). scripts.export writes this format, GGUF and others for this project's own models.
+    docs/export.md lists the servers that read them, and says which were tried.
 
     model:       a converted PreTrainedModel whose nn.Linear layers and experts are in 4 bits
     folder:      a new or an empty folder. With overwrite it may be an earlier export, which is replaced.
-    format:      "compressed-tensors"
     tokenizer:   the model's tokenizer (of transformers), which is saved beside the weights
     calibration: a list of token ids (B, T). The range of each layer's inputs is measured on them. An expert that no
                  token reaches gets the input range of the other experts of its layer. Without calibration only weights
@@ -131,11 +122,6 @@ def save_quantized(
     Traceback (most recent call last):
     nanochat_fp4.cli.UserError: save_quantized: Linear is no model of transformers; ...
     """
-    if format != "compressed-tensors":
-        raise UserError(
-            f"save_quantized: the format is {format!r}, expected 'compressed-tensors'; scripts.export writes GGUF and "
-            "other formats, of models that were trained by this project"
-        )
     if dtype not in DTYPES:
         raise UserError(f"save_quantized: dtype is {dtype!r}, expected one of {', '.join(map(str, DTYPES))}")
     if tokenizer is not None and not hasattr(tokenizer, "save_pretrained"):

@@ -10,6 +10,7 @@ that the loss from the difference can be measured.
 
 import contextlib
 import copy
+import functools
 import re
 from collections.abc import Iterable, Iterator, Mapping
 
@@ -22,11 +23,9 @@ from nanochat_fp4.nvfp4.convert import uncalled
 from nanochat_fp4.nvfp4.epilogue import groups_of
 from nanochat_fp4.nvfp4.experts import ExpertLinear
 from nanochat_fp4.nvfp4.format import BLOCK, E2M1_MAX, E4M3_MAX, NVFP4Tensor
-from nanochat_fp4.nvfp4.gemm import Quantized
 from nanochat_fp4.nvfp4.layer import QuantLinear, quantized_weight
 from nanochat_fp4.nvfp4.quantizers import quantize, round_e2m1, round_e4m3, to_fp8
 
-AGAIN = "rtn"  # The rounding of operands that are no NVFP4 tensors.
 SMALLEST_AMAX = 2.0**-100  # A lower bound of inputs' amax, with which 448 * 6 / amax is finite in FP32.
 # The children of a module that vLLM and SGLang compute as one layer, with a single tensor_scale.
 SERVED_AS_ONE = (
@@ -90,22 +89,17 @@ def forward_weights(model: nn.Module, share_scales: bool = True) -> tuple[dict[s
         )
     found = {}
     for layers, operand in zip(groups, operands):
-        whole, note = _as_stored(operand)
-        notes.add(note)
+        if operand.is_fp8 and operand.codes.dtype == torch.float8_e4m3fn:
+            whole = NVFP4Tensor(operand.codes, operand.codes[:, :0], operand.tensor_scale)
+        elif operand.scales is not None and operand.tensor_scale.numel() == 1:
+            whole = operand
+        else:
+            whole = quantize(operand.dequantize(), "rtn")
+            notes.add("operands in another format than NVFP4: the weights are rounded again, to nearest")
         rows = [layer.out_features for layer in layers]
         for layer, codes, scales in zip(layers, whole.codes.split(rows), whole.scales.split(rows)):
             found[names[layer]] = NVFP4Tensor(codes.cpu(), scales.cpu(), whole.tensor_scale.float().cpu())
     return {name: found[name] for name in names.values() if name in found}, sorted(notes - {""})
-
-
-def _as_stored(operand: Quantized) -> tuple[NVFP4Tensor, str]:
-    """A weight operand as NVFP4 or FP8, and a line if it had to be rounded again."""
-    if operand.is_fp8 and operand.codes.dtype == torch.float8_e4m3fn:
-        return NVFP4Tensor(operand.codes, operand.codes[:, :0], operand.tensor_scale), ""
-    if operand.scales is not None and operand.tensor_scale.numel() == 1:
-        return operand, ""
-    what = "operands in another format than NVFP4: the weights are rounded again, to nearest"
-    return quantize(operand.dequantize().float(), AGAIN), what
 
 
 def check_values(tensors: Mapping[str, Tensor], dtype: torch.dtype | None = None) -> None:
@@ -167,24 +161,17 @@ def served(
             layer = layers[name]  # The weight of an expert is that of all experts.
             (layer.part if isinstance(layer, ExpertLinear) else layer.weight).copy_(tensor.dequantize())
 
-    def rounded(name: str):
-        constant = input_scales[name]
-
-        def hook(layer: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-            x = args[0]
-            if in_eight_bits(weights[name]):
-                scale = x.float().abs().amax(dim=-1, keepdim=True).clamp(min=SMALLEST_AMAX) / E4M3_MAX
-                return ((to_fp8(x.float() / scale, "e4m3").float() * scale).to(x.dtype), *args[1:])
-            if constant is None:
-                scale = E4M3_MAX * E2M1_MAX / x.float().abs().amax(dim=-1, keepdim=True).clamp(min=SMALLEST_AMAX)
-            else:
-                scale = torch.tensor(constant, dtype=torch.float32, device=x.device)
-            return (static_quantize(x, scale).to(x.dtype), *args[1:])
-
-        return hook
+    def rounded(name: str, layer: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        x, constant = args[0], input_scales[name]
+        amax = x.float().abs().amax(dim=-1, keepdim=True).clamp(min=SMALLEST_AMAX)
+        if in_eight_bits(weights[name]):
+            scale = amax / E4M3_MAX
+            return ((to_fp8(x.float() / scale, "e4m3").float() * scale).to(x.dtype), *args[1:])
+        scale = E4M3_MAX * E2M1_MAX / amax if constant is None else torch.full_like(amax, constant)
+        return (static_quantize(x, scale).to(x.dtype), *args[1:])
 
     for name in input_scales or ():
-        layers[name].register_forward_pre_hook(rounded(name))
+        layers[name].register_forward_pre_hook(functools.partial(rounded, name))
     with full_precision(copied):
         yield copied
 
@@ -202,19 +189,16 @@ def calibrate(
     """
     amax: dict[str, Tensor] = {}
 
-    def look(name: str):
-        def hook(layer: nn.Module, args: tuple[Tensor, ...]) -> None:
-            if args[0].numel():  # Some models call experts that get no tokens.
-                amax[name] = torch.maximum(amax.get(name, args[0].new_zeros(())), args[0].abs().amax())
-
-        return hook
+    def look(name: str, layer: nn.Module, args: tuple[Tensor, ...]) -> None:
+        if args[0].numel():  # Some models call experts that get no tokens.
+            amax[name] = torch.maximum(amax.get(name, args[0].new_zeros(())), args[0].abs().amax())
 
     with served(model, weights) as copied:
         copied.eval()
         device = next(copied.parameters()).device
         for name, layer in copied.named_modules():
             if name in weights:
-                layer.register_forward_pre_hook(look(name))
+                layer.register_forward_pre_hook(functools.partial(look, name))
         for ids in batches:
             copied(ids.to(device))
     scales = {}

@@ -84,7 +84,7 @@ def test_a_place_where_no_file_can_be_made_is_refused_at_once():
 
 def test_a_folder_that_cannot_be_made_is_refused_in_one_line(tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(UserError, match="file/more cannot be written"):
+    with pytest.raises(UserError, match="file/more/out cannot be written"):
         with new_export(tmp_path / "file" / "more" / "out"):
             pass
 
