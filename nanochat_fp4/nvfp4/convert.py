@@ -356,8 +356,7 @@ class ConvertReport:
         kinds = dict(self.left_alone) | dict.fromkeys(self.converted, QUANTIZED)  # name of a linear layer -> its kind
         counted: dict[int, tuple[str, int]] = {}  # id of a parameter, or of an expert -> (kind, elements)
         # If several modules share a weight, the last module in this order decides the weight's kind.
-        order = (None, *kinds.values(), QUANTIZED, HEAD)
-        rank = {kind: i for i, kind in enumerate(order)}
+        rank = {kind: i for i, kind in enumerate((None, *kinds.values(), QUANTIZED, HEAD))}
         for name, module in sorted(model.named_modules(), key=lambda item: rank[kinds.get(item[0])]):
             if isinstance(module, ExpertLinear):
                 counted[id(module)] = kinds[name], module.in_features * module.out_features

@@ -115,11 +115,9 @@ class Quantized(NVFP4Tensor):
         return replace(self, **{name: after(t, other) for name, t in tensors.items() if t is not None})
 
 
-About = tuple[int, bool, bool]  # length, square and plain of an operand
-
-
-def taken_apart(operands: Sequence[Quantized]) -> tuple[list[About], list[Tensor | None]]:
-    """Takes operands apart for autograd: four tensors each, some of which are None. put_together makes them again."""
+def taken_apart(operands: Sequence[Quantized]) -> tuple[list[tuple[int, bool, bool]], list[Tensor | None]]:
+    """Takes operands apart for autograd: four tensors each, some of which are None, and what else is theirs.
+    put_together makes them again."""
     tensors: list[Tensor | None] = []
     for o in operands:
         tensors += [o.codes, o.scales, o.tensor_scale, o.decoded if o.codes is None else None]
@@ -127,7 +125,7 @@ def taken_apart(operands: Sequence[Quantized]) -> tuple[list[About], list[Tensor
 
 
 def put_together(
-    about: Sequence[About], tensors: Sequence[Tensor | None]
+    about: Sequence[tuple[int, bool, bool]], tensors: Sequence[Tensor | None]
 ) -> tuple[list[Quantized], Sequence[Tensor | None]]:
     """Makes the operands that taken_apart was given. Returns them, and the tensors that follow theirs."""
     operands = [Quantized(*tensors[4 * i : 4 * i + 4], *rest) for i, rest in enumerate(about)]

@@ -83,7 +83,6 @@ def on_meta() -> nn.Module:
 
 
 SAVES = [
-    (converted, {"format": "gguf"}, "'gguf'"),
     (converted, {"dtype": "bfloat16"}, "bfloat16"),
     (converted, {"dtype": torch.int8}, "torch.int8"),
     (converted, {"dtype": torch.complex64}, "torch.complex64"),

@@ -18,12 +18,12 @@ import torch
 from _assertions import assert_same, final_state
 from _training import BASE, MID, after_steps, in_step, out_of_memory, stopped_in_step
 
+import nanochat_fp4 as nf
 from nanochat_fp4 import cli
 from nanochat_fp4.cli import UserError
 from nanochat_fp4.evaluation.metrics import MetricsLog, read_jsonl
 from nanochat_fp4.models import optim
 from nanochat_fp4.models.gpt import GPT
-from nanochat_fp4.nvfp4 import phases
 from nanochat_fp4.training import trainer
 from nanochat_fp4.training.checkpoint_manager import find_last_step, list_steps, load_checkpoint
 from nanochat_fp4.training.flags import changed_flags
@@ -459,8 +459,8 @@ def test_micro_batches_do_not_change_what_is_learned(tiny_base):
 
 def test_weights_are_quantized_once_a_step(tiny_base, monkeypatch):
     entered = []
-    real = phases.quantize_weights_once
-    monkeypatch.setattr(phases, "quantize_weights_once", lambda model: entered.append(model) or real(model))
+    real = nf.quantize_weights_once
+    monkeypatch.setattr(nf, "quantize_weights_once", lambda model: entered.append(model) or real(model))
     train("--eval-every=-1", steps=2)  # two micro-batches a step
     assert len(entered) == 2
     train("--eval-every=-1", "--device-batch-size=4", "--overwrite", steps=2)  # one: nothing to save
