@@ -459,7 +459,8 @@ def last_phase(runs: list[dict], early: str = "clover_feedback", late: str = "cl
 def draw_bars(axes: Any, sizes: list[Rows], names: Sequence[str]) -> None:
     """Draws gaps by method and size: bars with the own forward, dashes with the BF16 forward, and the paper's
     points."""
-    item, others = sizes[0].item, [m for m in names if m != "bf16"]
+    item = sizes[0].item
+    others = [m for m in names if m != "bf16" and (m in item.paper or any(rows.of(m) for rows in sizes))]
     for i, rows in enumerate(sizes):
         width = 0.8 / len(sizes)
         shown = [(j, m) for j, m in enumerate(others) if rows.of(m)]
@@ -474,8 +475,8 @@ def draw_bars(axes: Any, sizes: list[Rows], names: Sequence[str]) -> None:
     published = {j: item.paper[m] for j, m in enumerate(others) if m in item.paper}
     for marker, name, values in zip("os", item.models, zip(*published.values())):
         axes.plot(list(published), values, f"k{marker}", mfc="none", label=f"{name}, paper: other text")
-    axes.set_xticks(range(len(others)), others, rotation=45, ha="right", fontsize=7)
-    axes.set_ylabel("increase of validation BPB over bf16, %")
+    axes.set_xticks(range(len(others)), others, rotation=45, ha="right", fontsize=9)
+    axes.set_ylabel("increase of validation\nBPB over bf16, %")
 
 
 def runs_of_rows(runs: list[dict], rows: str) -> list[dict]:
@@ -491,7 +492,7 @@ def draw_curves(axes: Any, rows: Rows) -> None:
     steps, runs = steps_of(rows.runs), rows.runs
     late = {r["method"] for r in runs if any(f.startswith("--branch-from") for f in r["flags"])}
     axes.set_axis_off()
-    panels = [axes.inset_axes((0.52 * i, 0.0, 0.48, 0.93)) for i in range(2)]
+    panels = [axes.inset_axes((0.52 * i, 0.0, 0.48, 0.88)) for i in range(2)]
     for panel, column, title in zip(panels, (1, 2), ("its own forward", "a BF16 forward")):
         curves = along(runs, column=column)
         measured = [m for m in methods_of(runs) if any(curves.get(m, {}).values())]
@@ -500,7 +501,7 @@ def draw_curves(axes: Any, rows: Rows) -> None:
             points = [[(100 * s / steps, g) for s, g in sorted(at.items()) if s > 0.15 * steps] for at in seeds]
             if lines := [tuple(zip(*of)) for of in points if of]:
                 plots.curve(panel, method, lines, "-" if i < len(plots.COLORS) else "--")
-        panel.set_title(f"evaluated with {title}", fontsize=9)
+        panel.set_title(f"evaluated with {title}", fontsize=11)
         panel.set_xlabel("steps, %")
     # The scale is that of the second half. While the learning rate is high, seeds may differ by ten times as much as
     # methods differ at the end.
@@ -510,7 +511,7 @@ def draw_curves(axes: Any, rows: Rows) -> None:
     for panel in panels:
         panel.set_ylim(min(second) - margin, max(second) + margin)
     panels[1].tick_params(labelleft=False)  # The scale is that of the first panel, which stands beside it.
-    panels[0].set_ylabel("increase of validation BPB over bf16, %", fontsize=8)
+    panels[0].set_ylabel("increase of validation\nBPB over bf16, %", fontsize=11)
     for line in panels[0].lines:
         if not line.get_label().startswith("_"):
             legend = axes.plot([], [], line.get_linestyle(), color=line.get_color(), label=line.get_label())[0]

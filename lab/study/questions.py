@@ -146,7 +146,7 @@ def along_the_run(context: Context, item: gaps.Item) -> Outcome:
         for method, of in lines.items():
             plots.curve(axes, method, of)
         axes.set_xlabel("step")
-        axes.set_ylabel(f"increase of the {what} over bf16, %")
+        axes.set_ylabel(f"increase of the {what}\nover bf16, %")
 
     title = f"Figure 5: increase of the {what} over BF16 in the course of training, own forward"
     absent = [m for m in methods_of(runs) if m not in lines]

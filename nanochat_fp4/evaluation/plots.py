@@ -35,7 +35,8 @@ def draw(path: Path, title: str, *panels: Callable[[Any], None]) -> bool:
     from matplotlib import pyplot
 
     style = {"axes.prop_cycle": cycler(color=COLORS), "axes.spines.top": False, "axes.spines.right": False}
-    with matplotlib.rc_context(style | {"axes.grid": True, "grid.alpha": 0.3, "font.size": 9}):
+    # The size of the letters is for a width of 400 pixels, too.
+    with matplotlib.rc_context(style | {"axes.grid": True, "grid.alpha": 0.3, "font.size": 12}):
         heights = [3, *[1] * (len(panels) - 1)]
         size = (7, 4.5 * sum(heights) / 3)
         figure, column = pyplot.subplots(
@@ -51,7 +52,7 @@ def draw(path: Path, title: str, *panels: Callable[[Any], None]) -> bool:
                     below.xaxis.get_major_locator().set_params(integer=True)
             if not any(part.has_data() for part in (*column[:, 0], *axes.child_axes)):
                 return False
-            axes.set_title("\n".join(textwrap.wrap(title, 75)), fontsize=10)
+            axes.set_title("\n".join(textwrap.wrap(title, 58)), fontsize=13)
             lines = axes.get_legend_handles_labels()
             if axes.get_legend() is None and lines[0]:
                 widest = max(map(len, lines[1]))

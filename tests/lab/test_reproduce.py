@@ -192,6 +192,16 @@ def test_runs_without_evaluations_on_the_way_have_no_blank_picture(tmp_path, cap
     assert "no picture" in capsys.readouterr().out and not (tmp_path / f"{name}.png").exists()
 
 
+def test_bars_are_those_of_methods_that_were_run(tmp_path, monkeypatch):
+    from matplotlib.figure import Figure
+
+    axes = Figure().subplots()
+    monkeypatch.setattr(plots, "draw", lambda path, title, plot: plot(axes) is None)
+    path = study(tmp_path / "a.json", bf16=[0.0], clover=[1.0], nvidia=[1.2])
+    reproduce.main(["remedies", f"--results={path}", f"--folder={tmp_path}"])
+    assert {label.get_text() for label in axes.get_xticklabels()} == {"clover", "nvidia"}
+
+
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
