@@ -528,9 +528,9 @@ class Plan:
         self.bases = self.settle()
         for base in self.bases:
             self.check_memory(base)
-        self.tokenizer = self.find_tokenizer()
         self.find_text()
         words, self.left_out = later_words(s)
+        self.tokenizer = self.find_tokenizer()
         self.stages = self.text_stages() if "tok" in s.stages else []
         for base in self.bases:
             self.stages += model_stages(s, base, words)
@@ -614,9 +614,6 @@ class Plan:
             times = self.bases[0].tokens / tokens
             often = "once" if times < 1.1 else f"{times:.2g} times"
             self.about_text.append(f"it has about {amount(tokens)} tokens, and is read {often}")
-        if self.tokenizer is not None and "tok" in s.stages:
-            own = "for one of another text set another NANOCHAT_BASE_DIR"
-            self.about_text.append(f"the tokenizer of this folder is kept ({self.tokenizer} tokens); {own}")
 
     def find_tokenizer(self) -> int | None:
         """The tokens of the tokenizer that is here, which the run keeps, or None."""
@@ -625,9 +622,13 @@ class Plan:
             return None
         tokens = RustBPETokenizer.from_directory(folder).get_vocab_size()  # A damaged file ends here.
         asked = json.loads((folder / "tokenizer.json").read_bytes()).get("asked_tokens")
-        if "tok" in self.s.stages and wanted not in (tokens, asked):  # A small text may yield fewer than are asked for.
+        if "tok" not in self.s.stages:
+            return tokens
+        if wanted not in (tokens, asked):  # A small text may yield fewer than are asked for.
             held = f"{folder} holds a tokenizer of {tokens} tokens, this run wants {wanted}"
             raise UserError(f"{held}; set VOCAB_SIZE={tokens}, or choose another NANOCHAT_BASE_DIR")
+        own = "for one of another text set another NANOCHAT_BASE_DIR"
+        self.about_text.append(f"the tokenizer of this folder is kept ({tokens} tokens); {own}")
         return tokens
 
     def text_stages(self) -> list[Stage]:
