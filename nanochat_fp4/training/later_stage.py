@@ -37,8 +37,8 @@ class LaterStage(Trainer):
         if args.method or args.quantization == "none":  # Otherwise the head is that of the model.
             self.model.lm_head.precision = default_head("bf16" if args.quantization == "none" else method)
         self.convert(method, recipe, backward=args.quantization == "full", verbose=False)
-        backward = "" if recipe == "bf16" or args.quantization == "full" else "; the backward pass is not quantized"
-        print0(f"QAT method {get_recipe(recipe).name}{backward}")
+        forward_only = get_recipe(recipe).quantizes and args.quantization != "full"
+        print0(f"QAT method {get_recipe(recipe).name}" + "; the backward pass is not quantized" * forward_only)
         self.divide()
 
     def begin_with_model_of(self, source: str) -> None:

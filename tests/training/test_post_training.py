@@ -403,6 +403,8 @@ def test_method_is_the_checkpoints_unless_a_flag_says_otherwise(base, monkeypatc
     assert "QAT_METHOD=nvidia" in capsys.readouterr().out
     mid("--dry-run", "--method=nvidia", steps=1)
     assert "QAT method nvidia" in capsys.readouterr().out
+    mid("--dry-run", "--method=bf16", steps=1)
+    assert "QAT method bf16\n" in capsys.readouterr().out  # It has no quantized backward pass to leave out.
     monkeypatch.setenv("QAT_METHOD", "my_method")  # RECIPES is not set in this shell.
     with pytest.raises(UserError, match="^QAT_METHOD: unknown method 'my_method'"):
         mid("--dry-run", steps=1)
