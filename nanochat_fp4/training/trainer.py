@@ -176,7 +176,7 @@ class Trainer:
         self.batch: Batch | None = None  # the batch that is trained on next; next_position is the position after it
         self.next_position: Any = None
         self.replay: list[Batch] = []  # the step's batches
-        self.updating = self.made_first_step = self.warned_of_repetition = False
+        self.updating = self.made_first_step = False
         self.skipped_in_a_row = 0
         self.mfu: float | None = None
         self.telemetry: str | None = None  # the newest summary of the layers' errors
@@ -560,15 +560,6 @@ class Trainer:
         if bad := [f"{k} is {v}" for k, v in numbers.items() if not math.isfinite(v)]:
             raise self.lost(f"step {self.step}: {bad[0]}")
         best = self.state["best"]
-        epoch = self.position.get("epoch", 1) if isinstance(self.position, dict) else 1
-        rising = [k for k, v in numbers.items() if ("loss" in k or "bpb" in k) and v > best.get(k, v)]
-        if epoch > 2 and rising and not self.warned_of_repetition:
-            self.warned_of_repetition = True
-            key = rising[0]
-            self.progress.write(
-                f"warning: step {self.step}: the data has been seen {epoch - 1} times, and {key} is rising: "
-                f"{best[key]:.4f} -> {numbers[key]:.4f}; train on more text (--data-dir), or fewer steps"
-            )
         for key, value in numbers.items():
             better = min if "loss" in key or "bpb" in key else max
             best[key] = better(best.get(key, value), value)

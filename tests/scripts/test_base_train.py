@@ -10,7 +10,6 @@ import re
 import shutil
 import signal
 import time
-import types
 from pathlib import Path
 
 import pytest
@@ -21,7 +20,7 @@ from _training import BASE, MID, after_steps, in_step, out_of_memory, stopped_in
 import nanochat_fp4 as nf
 from nanochat_fp4 import cli
 from nanochat_fp4.cli import UserError
-from nanochat_fp4.evaluation.metrics import MetricsLog, read_jsonl
+from nanochat_fp4.evaluation.metrics import read_jsonl
 from nanochat_fp4.models import optim
 from nanochat_fp4.models.gpt import GPT
 from nanochat_fp4.training import trainer
@@ -33,19 +32,6 @@ from scripts import base_loss, base_train, mid_train
 
 def train(*flags: str, method: str = "clover", steps: int = 8) -> None:
     base_train.main([*BASE, "--eval-every=4", f"--method={method}", f"--num-iterations={steps}", *flags])
-
-
-def test_text_that_is_read_again_and_again_is_said(tiny_base):
-    said: list[str] = []
-    with contextlib.ExitStack() as until_exit:
-        run = trainer.Trainer("base", base_train.parse_args(BASE), until_exit)
-    run.metrics, run.track = MetricsLog(tiny_base), lambda *_: None
-    run.progress = types.SimpleNamespace(write=said.append)
-    for epoch, loss in ((2, 2.71), (2, 2.96), (9, 2.70), (9, 2.96), (9, 2.96)):
-        run.position = {"epoch": epoch}  # Once is no repetition, and a loss that falls is no reason to say anything.
-        run.take_evaluation({"val_bpb": loss})
-    rising = "the data has been seen 8 times, and val_bpb is rising: 2.7000 -> 2.9600; train on more text"
-    assert [line for line in said if "seen" in line] == [f"warning: step 0: {rising} (--data-dir), or fewer steps"]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
