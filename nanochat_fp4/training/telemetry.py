@@ -10,7 +10,6 @@ from torch import nn
 
 from nanochat_fp4.nvfp4.contexts import full_precision
 from nanochat_fp4.nvfp4.layer import QuantLinear
-from nanochat_fp4.nvfp4.quantizers import quantize
 
 
 def layer_telemetry(
@@ -25,9 +24,6 @@ def layer_telemetry(
       by the norm of the exact tensor
     - grad_input_cosine, grad_weight_cosine: the cosine between both gradients. If the exact tensor is zero, its numbers
       are left out.
-    - input_zeros: the fraction of the input's elements that round to zero. Blocks whose scale is zero are not counted.
-      Only NVFP4 inputs have this number and the next one.
-    - input_saturated: the fraction of the same elements that round to the format's largest magnitude
 
     The gradients of the pass are dropped.
     """
@@ -74,23 +70,8 @@ def layer_telemetry(
             numbers[f"{key}_error"] = float((q - e).norm() / e.norm())
             if key != "output":
                 numbers[f"{key}_cosine"] = float(nn.functional.cosine_similarity(q.flatten(), e.flatten(), dim=0))
-        telemetry[name] = _input_shares(layer, x) | numbers
+        telemetry[name] = numbers
     return telemetry
-
-
-def _input_shares(layer: QuantLinear, x: torch.Tensor) -> dict[str, float]:
-    rounding = layer.recipe.output.a.rounding
-    if rounding is None or rounding.quantize or rounding.fp8:
-        return {}
-    t = quantize(x.float(), rounding, seed=0)
-    # These are E2M1 codes without the sign. 0 is zero, and 7 is the largest magnitude.
-    magnitude = torch.stack([t.codes & 7, (t.codes >> 4) & 7])
-    in_used_blocks = (t.scales.float() > 0).repeat_interleave(8, dim=-1).expand_as(magnitude)
-    count = in_used_blocks.sum().clamp_min(1)
-    return {
-        "input_zeros": float(((magnitude == 0) & in_used_blocks).sum() / count),
-        "input_saturated": float(((magnitude == 7) & in_used_blocks).sum() / count),
-    }
 
 
 def summarize_telemetry(telemetry: dict[str, dict[str, float]]) -> str:

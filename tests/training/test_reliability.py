@@ -371,11 +371,11 @@ def test_telemetry_of_every_layer_is_logged_and_reported(tiny_base, monkeypatch)
     assert names <= recorder.logged.keys()  # nanochat's, in every stage
     records = [r for r in read_jsonl(folder / "metrics.jsonl") if r["event"] == "telemetry"]
     assert [r["step"] for r in records] == [0, 2] and len(records[1]["layers"]) == 6
-    numbers = {"input_zeros", "input_saturated", "output_error", "grad_input_error", "grad_weight_error"}
+    numbers = {f"{gemm}_error" for gemm in ("output", "grad_input", "grad_weight")}
     numbers |= {"grad_input_cosine", "grad_weight_cosine"}
     for layer, measured in records[1]["layers"].items():
         assert set(measured) == numbers, layer
-        assert 0.02 < measured["output_error"] < 0.4 and 0 < measured["input_zeros"] < 0.9, layer
+        assert 0.02 < measured["output_error"] < 0.4, layer
         assert 0.8 < measured["grad_weight_cosine"] < 1 and 0.8 < measured["grad_input_cosine"] < 1, layer
         for name, value in measured.items():
             assert recorder.logged[f"within layers/{layer}/{name}"][-1] == value

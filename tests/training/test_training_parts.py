@@ -277,7 +277,6 @@ def test_telemetry_orders_methods_by_their_error():
     # 4/6 on Gaussian input and weight: relative squared errors of 7.6e-3 each, so sqrt(2 * 7.6e-3) = 0.123 together.
     assert 0.11 < clover["output_error"] < 0.135 and search["output_error"] < clover["output_error"]
     assert 0.97 < clover["grad_weight_cosine"] < 1 and 0.97 < clover["grad_input_cosine"] < 1
-    assert 0.02 < clover["input_zeros"] < 0.3 and 0.0 < clover["input_saturated"] < 0.2
     assert "output error" in summarize_telemetry(found["clover"])
 
 
@@ -291,10 +290,10 @@ def test_telemetry_leaves_out_what_cannot_be_compared():
 
 
 @pytest.mark.parametrize("method", ["fp8", "integers"])
-def test_telemetry_of_other_formats_has_errors_alone(method):
+def test_telemetry_of_other_formats(method):
     model = nf.convert(Mlp(), method, verbose=False)
     numbers = layer_telemetry(model, lambda: model(torch.randn(1, 128, 128)).backward())["up"]
-    assert 0.001 < numbers["output_error"] < 0.3 and not {"input_zeros", "input_saturated"} & set(numbers)
+    assert 0.001 < numbers["output_error"] < 0.3
 
 
 # ----------------------------------------------------------------------------------------------------------------------
