@@ -14,7 +14,7 @@
 #     COMPARE=1               also train the bf16 baseline, and report the gap to it
 #     NANOCHAT_BASE_DIR=...   where data, checkpoints and the report go (default: ~/.cache/nanochat)
 #     DATA_DIR=...            train on a folder of text or parquet files of your own, or on one text file
-#     WANDB_RUN=name          log to Weights & Biases, or with TRACKER=trackio to a local page
+#     WANDB_RUN=name          log to Weights & Biases
 #     NPROC=2                 processes (default: one for each GPU)
 #     STAGES="tok base loss report"    only some stages
 #     PLAN_ONLY=1             print the plan and stop; with GPU=rtx5090 that of one such GPU, and with NPROC=2 of two.

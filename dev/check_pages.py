@@ -26,7 +26,7 @@ import textwrap
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-PROGRAMS = ("python", "bash", "pip", "torchrun", "git", "nanochat-fp4", "vllm", "llama-server", "trackio", "hf", "curl")
+PROGRAMS = ("python", "bash", "pip", "torchrun", "git", "nanochat-fp4", "vllm", "llama-server", "hf", "curl")
 COMMAND = re.compile(rf"(?:[A-Z_0-9]+=\S* )*(?:timeout \S+ \S+ )?(?:{'|'.join(PROGRAMS)}|export|grep) ")
 # Commands that are run. Each takes at most a minute or two of one core, and reads only what the repository has.
 RUNS = re.compile(
@@ -36,7 +36,7 @@ RUNS = re.compile(
 )
 # Names on the pages that stand for a reader's own -> names that exist here.
 STAND_INS = {"FILE.py": "lab/recipes.py", "five_over_six": "rtn", "my_method": "clover_search"}
-MISSING = {"vllm", "llama-server", "trackio", "hf", "git", "curl", "pip"}  # Programs of others, which are not run.
+MISSING = {"vllm", "llama-server", "hf", "git", "curl", "pip"}  # Programs of others, which are not run.
 MARK, SECONDS = "CHECKED", 300  # A shim's last line begins with MARK and says how far it got.
 
 

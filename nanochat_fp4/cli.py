@@ -171,7 +171,7 @@ def _flush_stdout() -> None:
 # Packages that are not installed
 
 ROOT = Path(__file__).resolve().parent.parent  # This is the root of a checkout, or site-packages.
-EXTRAS = "train,export,web,trackio,examples"  # all that have packages of a program here
+EXTRAS = "train,export,web,examples"  # all that have packages of a program here
 OURS = ("nanochat_fp4", "scripts", "eval", "lab", "examples")
 
 

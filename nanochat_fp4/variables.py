@@ -45,7 +45,7 @@ ARGS = ("BASE_ARGS", "CORE_ARGS", "MID_ARGS", "SFT_ARGS", "EVAL_ARGS")  # more f
 # The variables of a run alone, and those that a user may have exported for every command.
 OF_A_RUN = ("QAT_METHOD", "COMPARE", "STAGES", "NPROC", "GPU", "GPU_MEMORY")
 EXPORTED = (
-    "RECIPES", "PLAN_ONLY", "DATA_DIR", "TEXT_COLUMN", "NANOCHAT_BASE_DIR", "NANOCHAT_EVAL_DIR", "WANDB_RUN", "TRACKER",
+    "RECIPES", "PLAN_ONLY", "DATA_DIR", "TEXT_COLUMN", "NANOCHAT_BASE_DIR", "NANOCHAT_EVAL_DIR", "WANDB_RUN",
     "VENV", "PYTHON", "PYTHONPATH", "PIP_TORCH_ARGS",
 )  # fmt: skip
 RUN = (*NUMBERS, *ARGS, *OF_A_RUN, *EXPORTED)

@@ -43,7 +43,7 @@ from nanochat_fp4.training.checkpoint_manager import list_steps
 from nanochat_fp4.training.load_model import SOURCES
 from nanochat_fp4.training.memory import SHARE, Memory, choose, largest, plan_accumulation, try_micro_batch
 from nanochat_fp4.training.new_model import check_machine, resolve_horizon
-from nanochat_fp4.training.wandb_run import check_tracker
+from nanochat_fp4.training.wandb_run import check_wandb
 from nanochat_fp4.variables import ARGS, NUMBERS, RUN, problem
 from scripts import base_eval, base_loss, base_train, chat_eval, chat_sft, mid_train, tok_train
 
@@ -523,7 +523,7 @@ class Plan:
         if not s.here and not s.plan_only:
             raise UserError("GPU and GPU_MEMORY plan a machine that is not here; set PLAN_ONLY=1 as well")
         if s.here:
-            check_tracker(environment.get("TRACKER", ""), environment.get("WANDB_RUN", ""))
+            check_wandb(environment.get("WANDB_RUN", ""))
         self.chosen: dict[str, Any] = {}  # the steps of a CPU, and the seconds of one
         self.bases = self.settle()
         for base in self.bases:

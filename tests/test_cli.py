@@ -110,7 +110,7 @@ def test_run_main_returns_when_all_is_well():
 # Packages that are not installed
 
 PACKAGES = """accelerate compressed_tensors datasets fastapi filelock gguf huggingface_hub jinja2 lightning matplotlib
-muon pandas peft pyarrow pydantic regex requests rustbpe safetensors starlette tiktoken tokenizers tqdm trackio
+muon pandas peft pyarrow pydantic regex requests rustbpe safetensors starlette tiktoken tokenizers tqdm
 transformers uvicorn wandb yaml""".split()
 LIBRARY = """
 import sys

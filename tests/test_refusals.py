@@ -140,7 +140,6 @@ REFUSED = [
 VARIABLES = [  # a variable of the environment, the command, a word of the one line
     ("QAT_METHOD=clever", "scripts.base_train --method=", "QAT_METHOD"),
     ("DATA_DIR=/nowhere", "scripts.base_train", "DATA_DIR"),
-    ("TRACKER=foo", "scripts.base_train", "TRACKER=foo"),
     ("RECIPES=/nowhere.py", "scripts.base_train", "/nowhere.py"),
     ("NVFP4_KERNELS=cutlass", "scripts.base_train --method=clover", "NVFP4_KERNELS"),
     ("WORLD_SIZE=x RANK=0 LOCAL_RANK=0", "scripts.base_train", "WORLD_SIZE"),

@@ -23,7 +23,7 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     # Logging
     run = os.environ.get("WANDB_RUN") or "dummy"
-    add("--run", default=run, help="wandb run name ('dummy' disables wandb logging; TRACKER=trackio: a local page)")
+    add("--run", default=run, help="wandb run name ('dummy' disables wandb logging)")
     # Runtime
     text = "over several processes: all weights in each (ddp), or shards of them that are gathered in 4 bits (fsdp)"
     add("--parallel", choices=MODES, default="ddp", help=text)

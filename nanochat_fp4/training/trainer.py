@@ -649,7 +649,7 @@ class Trainer:
         return shown
 
     def track(self, event: str, numbers: dict[str, Any]) -> None:
-        """Logs numbers to wandb or trackio. Their names are nanochat's and the same in every stage: train/loss,
+        """Logs numbers to wandb. Their names are nanochat's and the same in every stage: train/loss,
         val/bpb, ..."""
         values = {f"{event}/{key}": value for key, value in numbers.items() if value is not None}
         if self.step_tokens:

@@ -147,7 +147,6 @@ REFUSED = [
     ({"GPU": "rtx5099"}, "RTX 5090"),
     *(({"GPU_MEMORY": text}, f"GPU_MEMORY={text}") for text in ("0", "-1", "x", "nan")),
     ({"GPU": "rtx5090", "PLAN_ONLY": ""}, "PLAN_ONLY=1"),
-    ({"TRACKER": "tensorboard"}, "TRACKER=tensorboard"),
     ({"DATA_DIR": "/nowhere"}, "DATA_DIR"),
     ({"STAGES": "sft"}, "add mid"),
     ({"STAGES": "base loss"}, "add tok"),

@@ -1,10 +1,7 @@
 """wandb without an account, without an answer, not installed."""
 
 import importlib.machinery
-import importlib.util
-import json
 import os
-import sqlite3
 import sys
 import types
 
@@ -78,59 +75,4 @@ def test_wandb_that_does_not_answer_does_not_stop_the_run(no_account, monkeypatc
 def test_wandb_asked_for_but_not_installed(no_account, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(UserError, match=r"pip install .*\[train\]', or set WANDB_RUN=dummy"):
-        setup_tracker("run", "nanochat", {})
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# trackio
-
-
-def test_trackio_keeps_the_run_on_this_machine(base_dir, monkeypatch, capsys):
-    """The real package, where it is installed: the values, by step, are in its file under the base directory."""
-    if importlib.util.find_spec("trackio") is None:  # its import would fix its folder
-        pytest.skip("trackio is not installed")
-    monkeypatch.delenv("TRACKIO_DIR", raising=False)
-    monkeypatch.setenv("TRACKER", "trackio")
-    run = setup_tracker("d2_clover", "nanochat", {"method": "clover"})
-    for step in (0, 10):
-        values = {
-            "train/loss": 5.0 - step / 10,
-            "within layers/h.0/output_error": 0.1,
-            "total_training_tokens": 512 * step,
-        }
-        run.log({"step": step, **values}, step=step)
-    run.finish()
-    assert "trackio show" in capsys.readouterr().out
-    monkeypatch.delenv("TRACKIO_DIR")
-    rows = sqlite3.connect(next((base_dir / "trackio").glob("nanochat*.db"))).execute(
-        "select step, metrics from metrics where run_name = 'd2_clover' order by step"
-    )
-    values = [(step, json.loads(metrics)) for step, metrics in rows]
-    assert [(step, v["train/loss"]) for step, v in values] == [(0, 5.0), (10, 4.0)]
-    assert max(values[0][1]) == "within layers/h.0/output_error"  # the last section of the page
-
-
-def test_a_trackio_that_does_not_start_stops_nothing(base_dir, monkeypatch):
-    def init(**kwargs):
-        raise RuntimeError("no space left")
-
-    monkeypatch.setitem(
-        sys.modules,
-        "trackio",
-        types.SimpleNamespace(init=init, __spec__=importlib.machinery.ModuleSpec("trackio", None)),
-    )
-    monkeypatch.setenv("TRACKER", "trackio")
-    assert setup_tracker("run", "nanochat", {}) is NO_TRACKER
-    monkeypatch.setenv("RANK", "1")
-    assert setup_tracker("run", "nanochat", {}) is NO_TRACKER
-
-
-def test_trackers_that_are_not_there(base_dir, monkeypatch):
-    monkeypatch.setitem(sys.modules, "trackio", None)
-    monkeypatch.setenv("TRACKER", "trackio")
-    with pytest.raises(UserError, match=r"pip install .*\[trackio\]'"):
-        setup_tracker("run", "nanochat", {})
-    assert setup_tracker("dummy", "nanochat", {}) is NO_TRACKER
-    monkeypatch.setenv("TRACKER", "trackoi")
-    with pytest.raises(UserError, match="TRACKER=trackoi"):
         setup_tracker("run", "nanochat", {})
