@@ -17,9 +17,13 @@ latest` therefore ends with the same bits as a run that was never interrupted.
 import argparse
 import contextlib
 import functools
+import hashlib
+import json
 import os
 from dataclasses import asdict, fields
 from typing import Any
+
+import torch
 
 import nanochat_fp4 as nf
 from nanochat_fp4.cli import (
@@ -28,11 +32,19 @@ from nanochat_fp4.cli import (
     one_line,
     parse_beta,
     parse_finite,
+    parse_positive,
     parse_rate,
     parse_share,
     run_main,
 )
-from nanochat_fp4.common import aligned, print0, resolve_method, say_once
+from nanochat_fp4.common import (
+    add_recipes_argument,
+    aligned,
+    print0,
+    resolve_method,
+    say_once,
+    set_cpu_threads,
+)
 from nanochat_fp4.data.dataloader import Batches, Documents, evaluation_rows, packed_rows
 from nanochat_fp4.data.dataset import ensure_data, how_often, open_text, validation_text
 from nanochat_fp4.data.tokenizer import RustBPETokenizer, get_token_bytes, get_tokenizer
@@ -41,35 +53,41 @@ from nanochat_fp4.evaluation.core_eval import evaluate_model
 from nanochat_fp4.evaluation.loss_eval import evaluate_bpb
 from nanochat_fp4.generation.engine import draw_samples
 from nanochat_fp4.models import families
+from nanochat_fp4.models.cross_entropy import FP8_HEADS, HEADS, default_head, head_problem
 from nanochat_fp4.models.optim import ORTHOGONALIZERS, PretrainingOptions
+from nanochat_fp4.models.optim8bit import set_state
 from nanochat_fp4.nvfp4.dispatch import fp8_products
 from nanochat_fp4.nvfp4.epilogue import groups_of
+from nanochat_fp4.nvfp4.methods import WHICH
 from nanochat_fp4.nvfp4.phases import MethodPlan
 from nanochat_fp4.parallel import unsharded
 from nanochat_fp4.self_check import self_check
-from nanochat_fp4.training.checkpoint_manager import check_model_tag
+from nanochat_fp4.training.checkpoint_manager import check_model_tag, list_steps, read_meta
 from nanochat_fp4.training.flags import (
+    METHODS,
     add_compile_argument,
-    add_method_arguments,
     add_run_arguments,
     changed_flags,
+    parse_steps,
 )
 from nanochat_fp4.training.graphed import GraphedStep, graphs_problem
-from nanochat_fp4.training.load_model import checkpoint_folder, register_stored_recipes
+from nanochat_fp4.training.load_model import (
+    BRANCH_SETTINGS,
+    check_model_fits,
+    checkpoint_folder,
+    register_recipes,
+)
 from nanochat_fp4.training.memory import (
     auto_device_batch_size,
-    parse_device_batch_size,
     plan_accumulation,
-)
-from nanochat_fp4.training.new_model import (
-    check_machine,
-    comparison_key,
-    make_model,
-    resolve_horizon,
-    run_settings,
 )
 from nanochat_fp4.training.step import TrainingStep
 from nanochat_fp4.training.trainer import Trainer, due, run_stage
+
+
+def parse_device_batch_size(text: str) -> int | str:
+    """The argparse type of --device-batch-size, which is 'auto' or a positive whole number."""
+    return text if text == "auto" else parse_positive(text)
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -91,7 +109,16 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--data-seed", type=int, default=0, help=text)
     text = "train on all documents in one random order, which --data-seed chooses; takes a copy of the text on disk"
     add("--shuffle-documents", action="store_true", help=text)
-    add_method_arguments(parser)
+    add_recipes_argument(parser)
+    add("--method", default=None, help=f"QAT method (default: $QAT_METHOD, else clover): {METHODS}. {WHICH}")
+    text = "other methods of single layers, 'pattern=method' with commas: '*.c_fc=fp8,*.attn.c_proj=bf16'"
+    add("--layer-methods", default="", help=text)
+    text = "other methods in the course of the run, 'fraction of the steps=method' with commas: '0.1=clover,0.85=bf16'"
+    add("--method-phases", default="", help=text)
+    text = "quantize q, k and v as three layers, each with a tensor scale, as the paper's runs did; slower than one"
+    add("--separate-qkv", action="store_true", help=text)
+    text = "products of the output head: in BF16, or in FP8 with a scale for each tensor, as nanochat's --fp8 "
+    add("--head", choices=HEADS, help=f"{text}(default: fp8 for {', '.join(FP8_HEADS)}, and bf16 for other methods)")
     # Model architecture
     add("--depth", type=int, default=20, help="depth of the Transformer model")
     add("--aspect-ratio", type=int, default=64, help="model_dim = depth * aspect_ratio")
@@ -100,7 +127,12 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--window-pattern", default="SSSL", help="sliding windows of the layers in turn: L=full, S=half context")
     families.add_arguments(parser)
     # Training horizon. Only one of these is used. Earlier ones take precedence.
-    add("--num-iterations", type=int, default=-1, help="explicit number of optimization steps (-1 = disable)")
+    add(
+        "--num-iterations",
+        type=parse_steps,
+        default=-1,
+        help="explicit number of optimization steps (-1 = disable)",
+    )
     add("--target-flops", type=parse_finite, default=-1.0, help="steps that reach these FLOPs (-1 = disable)")
     text = "steps that reach these tokens per parameter (Chinchilla=20, -1 = disable)"
     add("--target-param-data-ratio", type=parse_finite, default=8, help=text)
@@ -132,6 +164,91 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
+MAX_STEPS = 10**9  # A larger number is a typing error.
+CPU_FLOPS = 1e11  # A generous estimate of how many FLOPs a CPU computes in a second.
+CPU_TOO_MUCH = 1e15  # A run with more FLOPs takes a CPU hours.
+
+
+def make_model(args: argparse.Namespace, vocab_size: int, device: torch.device, method: str) -> torch.nn.Module:
+    """Returns the model with its first weights and the method's output head. Raises UserError if the device cannot
+    train it in the way that the flags ask for."""
+    family = families.family_of_flags(args)
+    config = family.config_from_flags(args, vocab_size)
+    if reason := families.recompute_problem(args.recompute, config, device):
+        raise UserError(f"--recompute={args.recompute}: {reason}")
+    check_model_fits(config, device)
+    set_cpu_threads(device, config.n_embd)
+    with torch.device("meta"):
+        model = family.model(config)
+    model.lm_head.precision = args.head or default_head(method)
+    if problem := head_problem(model.lm_head.precision, *model.lm_head.weight.shape):
+        raise UserError(f"--head: {problem}")
+    set_state(model, args.state)
+    model.to_empty(device=device)
+    model.init_weights()
+    model.recompute = args.recompute
+    return model
+
+
+def run_settings(
+    args: argparse.Namespace, method: str, model: torch.nn.Module, tokenizer: RustBPETokenizer
+) -> dict[str, Any]:
+    """Returns the settings of a pre-training run that decide its bits. A run can only be resumed with the same
+    settings."""
+    return {
+        "method": method,
+        **{k: v for k, v in families.config_record(model.config).items() if k not in BRANCH_SETTINGS},
+        "total_batch_size": args.total_batch_size,
+        "seed": args.seed,
+        "data_seed": args.data_seed or None,
+        "shuffle_documents": args.shuffle_documents or None,
+        **families.family_of_config(model.config).settings,
+        "tokenizer": tokenizer.fingerprint(),
+        **{k: getattr(args, k) or None for k in BRANCH_SETTINGS},
+        "head": None if model.lm_head.precision == "bf16" else model.lm_head.precision,
+    }
+
+
+def comparison_key(settings: dict[str, Any]) -> str:
+    """Returns a key that is the same for two runs if they differ only in the method or in how they are spread over
+    devices."""
+    apart = {"method", "world_size", "parallel", "head", *BRANCH_SETTINGS}
+    # Without these settings the text is read in the order in which it is stored.
+    apart |= {key for key in ("data_seed", "shuffle_documents") if not settings[key]}
+    # Runs from before this setting existed used Polar Express. They stay comparable.
+    apart |= {"orthogonalizer"} if settings["orthogonalizer"] == "polar_express" else set()
+    comparable = {k: v for k, v in settings.items() if k not in apart}
+    return hashlib.sha256(json.dumps(comparable, sort_keys=True).encode()).hexdigest()[:12]
+
+
+def resolve_horizon(args: argparse.Namespace, flops_per_token: float, num_params: int) -> int:
+    """Returns the number of optimizer steps that --num-iterations, --target-flops or --target-param-data-ratio asks
+    for. Raises UserError if it is less than one step or more than MAX_STEPS, or if no flag is set."""
+    batch = args.total_batch_size
+    if args.num_iterations > 0:
+        steps, flag = args.num_iterations, "--num-iterations"
+    elif args.target_flops > 0:
+        steps, flag = round(args.target_flops / (flops_per_token * batch)), "--target-flops"
+    elif args.target_param_data_ratio > 0:
+        steps, flag = int(args.target_param_data_ratio * num_params) // batch, "--target-param-data-ratio"
+    else:
+        raise UserError("no training horizon; set --num-iterations, --target-flops or --target-param-data-ratio")
+    if not 1 <= steps <= MAX_STEPS:
+        what = "less than one step" if steps < 1 else f"{float(steps):.3g} steps"
+        raise UserError(f"{flag} asks for {what} of {batch} tokens; {'raise' if steps < 1 else 'lower'} it")
+    return steps
+
+
+def check_machine(args: argparse.Namespace, device: torch.device, flops: float) -> None:
+    """Raises UserError if the run would take hours on this machine, which has no GPU. --device-type=cpu allows it."""
+    if device.type == "cpu" and not args.device_type and flops > CPU_TOO_MUCH:
+        raise UserError(
+            f"there is no GPU here, and this run takes {flops:.1e} FLOPs, {flops / CPU_FLOPS / 3600:,.0f} hours or "
+            "more on a CPU; train less (--depth, --max-seq-len, --total-batch-size, --num-iterations: see --help), or "
+            "say --device-type=cpu to begin all the same"
+        )
+
+
 class BaseTraining(Trainer):
     """The run of this stage."""
 
@@ -153,7 +270,6 @@ class BaseTraining(Trainer):
             # The self-check ends the run if kernels or GEMMs compute something wrong on this machine.
             self.backend += f"; {self_check(self.device, method, self.model)}"
         self.choose_micro_batch(args, self.world_size)
-        self.divide()
         self.announce(plan)
         self.text, self.val_text = (open_text(split, self.data_dir) for split in ("train", "val"))
         if line := how_often(self.text, tokenizer, args.total_batch_size * self.num_steps):
@@ -161,20 +277,21 @@ class BaseTraining(Trainer):
         self.num_rows, self.eval_steps = evaluation_rows(args.eval_tokens, self.rows, self.seq_len, self.world_size)
         self.eval_tokens, self.token_bytes = self.num_rows * self.seq_len, get_token_bytes(device=self.device)
         options = PretrainingOptions(**{f.name: getattr(args, f.name) for f in fields(PretrainingOptions)})
-        optimizers, schedule = self.model.setup_pretraining(options, args.total_batch_size, self.num_steps, self.lean)
-        self.make_step(optimizers, schedule, GraphedStep if self.wants_graphs(args.cuda_graph) else TrainingStep)
+        kind = GraphedStep if self.wants_graphs(args.cuda_graph) else TrainingStep
+        horizon = args.total_batch_size, self.num_steps
+        self.make_step(lambda: self.model.setup_pretraining(options, *horizon, self.lean), kind)
         self.describe(plan, options)
 
     def make_model(self, args: argparse.Namespace, tokenizer: RustBPETokenizer, method: str) -> None:
         """Makes the model, and gives it the weights of the checkpoint with which training goes on."""
         model = make_model(args, tokenizer.get_vocab_size(), self.device, method)
+        for rows in (1, *([] if args.device_batch_size == "auto" else [args.device_batch_size])):
+            plan_accumulation(args.total_batch_size, rows, args.max_seq_len, self.world_size)
         flops = model.estimate_flops()
         self.step_tokens, self.seq_len = args.total_batch_size, args.max_seq_len
         self.num_steps = resolve_horizon(args, flops, model.num_scaling_params())
         check_machine(args, self.device, flops * args.total_batch_size * self.num_steps)
         self.settings = run_settings(args, method, model, tokenizer)
-        for rows in (1, *([] if args.device_batch_size == "auto" else [args.device_batch_size])):
-            plan_accumulation(args.total_batch_size, rows, args.max_seq_len, self.world_size)
         self.adopt(model, tokenizer, self.settings, self.num_steps)
 
     def choose_micro_batch(self, args: argparse.Namespace, world_size: int) -> None:
@@ -260,7 +377,7 @@ class BaseTraining(Trainer):
             return {}
         with self.evaluating():
             with self.training_step.weights_once(1):
-                bpb = bpb_bf16 = self.bits_per_byte(self.forward)
+                bpb = bpb_bf16 = self.bits_per_byte(self.training_step.forward)
             if groups_of(self.model) or self.model.lm_head.quantizes:
                 # This forward pass is not compiled, because it would cost a second compilation of the same layers.
                 with nf.full_precision(self.model):
@@ -338,7 +455,9 @@ def main(argv: list[str] | None = None) -> None:
     if args.resume_from_step != -1:  # A row that the run's own checkpoints hold needs no --recipes.
         name = families.family_of_flags(args).run_name(args)
         tag = args.model_tag or f"{name}_{args.method or os.environ.get('QAT_METHOD')}"
-        register_stored_recipes(checkpoint_folder("base", tag))
+        folder = checkpoint_folder("base", tag)
+        for step in list_steps(folder)[:1]:
+            register_recipes(read_meta(folder, step), f"checkpoint of step {step} in {folder}")
     run_stage(args, functools.partial(BaseTraining, method=resolve_method(args.method)))
 
 

@@ -16,11 +16,12 @@ import torch
 import nanochat_fp4 as nf
 from nanochat_fp4.cli import ArgumentParser, UserError, parse_count, parse_positive, parse_rate, run_main
 from nanochat_fp4.common import joined_processes
+from nanochat_fp4.evaluation.metrics import few_tokens
 from nanochat_fp4.generation.chat import AnswerText, compute_dtype, prepare
 from nanochat_fp4.generation.engine import Engine
 from nanochat_fp4.models.gpt import autocast
 from nanochat_fp4.training.flags import add_model_arguments
-from nanochat_fp4.training.load_model import SOURCES, load_for_inference, warn_of_few_tokens
+from nanochat_fp4.training.load_model import SOURCES, load_for_inference, tokens_read
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -85,7 +86,8 @@ def main(argv: list[str] | None = None) -> None:
 def converse(args: argparse.Namespace, device: torch.device) -> None:
     """Loads the model, and answers the prompt or talks with the user."""
     model, tokenizer, meta, _ = load_for_inference(args.source, device, args)
-    warn_of_few_tokens(model, meta)
+    if problem := few_tokens(tokens_read(meta), model.num_scaling_params()):
+        print(f"note: {problem}", file=sys.stderr, flush=True)
     chat = Chat(Engine(model, tokenizer), args.temperature, args.top_k, args.max_tokens)
     precision = nf.full_precision(model) if args.precision == "bf16" else nf.quantize_weights_once(model)
     dtype = compute_dtype(device, args.dtype)

@@ -40,7 +40,7 @@ from nanochat_fp4.evaluation.kept import Kept, key_of
 from nanochat_fp4.evaluation.report import get_report
 from nanochat_fp4.generation.chat import compute_dtype
 from nanochat_fp4.models.gpt import ROTARY_FACTOR
-from nanochat_fp4.training.flags import add_benchmark_arguments, add_model_arguments, changed_flags
+from nanochat_fp4.training.flags import add_data_flags, add_model_arguments, changed_flags
 from nanochat_fp4.training.load_model import SOURCES, checkpoint_folder, checkpoint_method, load_for_inference
 
 TASKS: dict[str, Callable[[str | None], Task]] = {
@@ -84,7 +84,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("-b", "--batch-size", type=int, default=8, help="Problems at a time")
     add("-x", "--max-problems", type=int, default=None, help="Max problems to evaluate")
     add_model_arguments(parser, "nvfp4", "bf16", "both")
-    add_benchmark_arguments(parser)
+    add_data_flags(parser, "--eval-dir", "--allow-missing")
     add("--seed", type=int, default=42, help="seed of sampling (temperature > 0)")
     return parser.parse_args(argv)
 

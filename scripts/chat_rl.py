@@ -40,9 +40,9 @@ from nanochat_fp4.generation.engine import Engine
 from nanochat_fp4.nvfp4.contexts import per_token_scale
 from nanochat_fp4.training.flags import (
     add_common_arguments,
-    add_data_argument,
-    add_eval_dir_argument,
+    add_data_flags,
     changed_flags,
+    parse_steps,
     steps_of_epochs,
 )
 from nanochat_fp4.training.later_stage import LaterStage
@@ -52,14 +52,18 @@ from nanochat_fp4.training.trainer import due, run_stage
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = ArgumentParser(description="Reinforcement learning on GSM8K")
     add_common_arguments(parser, init_lr_frac=0.05)
-    add_data_argument(parser)
-    add_eval_dir_argument(parser)
+    add_data_flags(parser, "--data", "--eval-dir")
     parser.set_defaults(save_every=60)
     add = parser.add_argument
     add("--source", default="sft", choices=("mid", "sft"), help="mid|sft - which checkpoint to load from")
     # Training horizon
     add("--num-epochs", type=int, default=1, help="number of epochs over GSM8K")
-    add("--num-iterations", type=int, default=-1, help="override number of iterations (-1 = use num_epochs)")
+    add(
+        "--num-iterations",
+        type=parse_steps,
+        default=-1,
+        help="override number of iterations (-1 = use num_epochs)",
+    )
     # Batch sizes and sampling
     add("--device-batch-size", type=int, default=8, help="max batch size per forward pass")
     add("--examples-per-step", type=int, default=16, help="examples per optimization step across all ranks")

@@ -34,10 +34,10 @@ from nanochat_fp4.parallel import unsharded
 from nanochat_fp4.signals import StopRequested
 from nanochat_fp4.training.flags import (
     add_common_arguments,
-    add_conversation_arguments,
+    add_data_flags,
     changed_flags,
     check_conversations,
-    check_iterations,
+    parse_steps,
     steps_of_epochs,
 )
 from nanochat_fp4.training.later_stage import LaterStage
@@ -47,12 +47,17 @@ from nanochat_fp4.training.trainer import due, run_stage
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = ArgumentParser(description="Supervised finetuning for chat")
     add_common_arguments(parser, init_lr_frac=0.02)
-    add_conversation_arguments(parser)
+    add_data_flags(parser)
     add = parser.add_argument
     add("--source", default="mid", choices=("base", "mid"), help="base|mid - which checkpoint to load from")
     # Training horizon
     add("--num-epochs", type=int, default=1, help="number of epochs")
-    add("--num-iterations", type=int, default=-1, help="override number of iterations (-1 = use num_epochs)")
+    add(
+        "--num-iterations",
+        type=parse_steps,
+        default=-1,
+        help="override number of iterations (-1 = use num_epochs)",
+    )
     # Batch sizes
     text = "per-device batch size (default: 4, or that of the model's training if it is smaller)"
     add("--device-batch-size", type=int, default=None, help=text)
@@ -103,7 +108,6 @@ def rows_of_micro_batch(args: argparse.Namespace, processes: int, most: int = 4)
 def check_flags(args: argparse.Namespace, sequence_len: int, processes: int) -> None:
     """Raises UserError for values that this stage cannot use. The plan calls this function, too, before any stage has
     run."""
-    check_iterations(args.num_iterations)
     if args.num_iterations == -1 and args.num_epochs < 1:
         raise UserError(f"--num-epochs={args.num_epochs} makes no step; use at least 1, or --num-iterations")
     rows_of_micro_batch(args, processes)

@@ -21,11 +21,12 @@ import torch
 import nanochat_fp4 as nf
 from nanochat_fp4.cli import ArgumentParser, UserError, logger, number_type, parse_count, require, run_main
 from nanochat_fp4.common import joined_processes, print0
+from nanochat_fp4.evaluation.metrics import few_tokens
 from nanochat_fp4.generation.chat import compute_dtype, prepare
 from nanochat_fp4.generation.engine import Engine
 from nanochat_fp4.models.gpt import autocast
 from nanochat_fp4.training.flags import add_model_arguments
-from nanochat_fp4.training.load_model import few_tokens, load_for_inference, tokens_read
+from nanochat_fp4.training.load_model import load_for_inference, tokens_read
 
 
 def _from(low: int, high: int, kind: type = int) -> Callable[[str], Any]:

@@ -35,10 +35,10 @@ from nanochat_fp4.models.optim import muon_momentum
 from nanochat_fp4.training.flags import (
     add_common_arguments,
     add_compile_argument,
-    add_conversation_arguments,
+    add_data_flags,
     changed_flags,
     check_conversations,
-    check_iterations,
+    parse_steps,
 )
 from nanochat_fp4.training.later_stage import LaterStage
 from nanochat_fp4.training.memory import plan_accumulation
@@ -48,11 +48,11 @@ from nanochat_fp4.training.trainer import due, run_stage
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = ArgumentParser(description="Midtrain the model")
     add_common_arguments(parser, init_lr_frac=1.0)
-    add_conversation_arguments(parser)
+    add_data_flags(parser)
     add_compile_argument(parser)
     add = parser.add_argument
     # Training horizon
-    add("--num-iterations", type=int, default=-1, help="number of optimization steps (-1 = full epoch)")
+    add("--num-iterations", type=parse_steps, default=-1, help="number of optimization steps (-1 = full epoch)")
     # Batch sizes
     add("--max-seq-len", type=int, default=None, help="max context length (default: that of the base model)")
     text = "per-device batch size (default: 32, or that of the base training if it is smaller)"
@@ -107,7 +107,6 @@ def batch_sizes(args: argparse.Namespace, sequence_len: int, processes: int, mos
 def check_flags(args: argparse.Namespace, sequence_len: int, processes: int) -> None:
     """Raises UserError for values that this stage cannot use. The plan calls this function, too, before any stage has
     run."""
-    check_iterations(args.num_iterations)
     batch_sizes(args, sequence_len, processes)
 
 
@@ -178,7 +177,7 @@ class MidTraining(LaterStage):
         with self.evaluating(), self.training_step.autocast():
             batches = self.signals.watch(batches, self.device)
             batches = self.progress.meanwhile(batches, self.eval_steps, "evaluation")
-            return {"val_bpb": evaluate_bpb(self.forward, batches, self.eval_steps, self.token_bytes)}
+            return {"val_bpb": evaluate_bpb(self.training_step.forward, batches, self.eval_steps, self.token_bytes)}
 
     def report(self) -> None:
         setup = {"Flags": changed_flags(self.args, parse_args([])), "Training conversations": self.conversations}

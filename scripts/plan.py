@@ -42,7 +42,6 @@ from nanochat_fp4.nvfp4.phases import MethodPlan
 from nanochat_fp4.training.checkpoint_manager import list_steps
 from nanochat_fp4.training.load_model import SOURCES
 from nanochat_fp4.training.memory import SHARE, Memory, choose, largest, plan_accumulation, try_micro_batch
-from nanochat_fp4.training.new_model import check_machine, resolve_horizon
 from nanochat_fp4.training.wandb_run import check_wandb
 from nanochat_fp4.variables import ARGS, NUMBERS, RUN, problem
 from scripts import base_eval, base_loss, base_train, chat_eval, chat_sft, mid_train, tok_train
@@ -268,15 +267,15 @@ class Base:
             plan = MethodPlan.parse(method, args.layer_methods, args.method_phases)
             plan.apply(model, 0.0)
             self.flops, self.parameters = model.estimate_flops(), model.num_scaling_params()
-            self.steps = resolve_horizon(args, self.flops, self.parameters)
-            self.tokens = self.steps * args.total_batch_size
             rows = plan_accumulation(args.total_batch_size, 1, args.max_seq_len, processes)
+            self.steps = base_train.resolve_horizon(args, self.flops, self.parameters)
+            self.tokens = self.steps * args.total_batch_size
             sizes = [n for n in range(1, min(rows, 1024 if card else 32) + 1) if rows % n == 0]
             if args.device_batch_size != "auto":
                 plan_accumulation(args.total_batch_size, args.device_batch_size, args.max_seq_len, processes)
                 sizes = [args.device_batch_size]
             if card is None:
-                check_machine(args, torch.device("cpu"), self.flops * self.tokens)
+                base_train.check_machine(args, torch.device("cpu"), self.flops * self.tokens)
         self.is_plain, self.work = not plan.layers and not plan.phases, plan.work(model, heads=False)
         self.weights = sum(m.weight.numel() for m in model.modules() if isinstance(m, torch.nn.Linear))
         usual = make_model(argparse.Namespace(**vars(args) | PUBLISHED), s).estimate_flops()
@@ -302,7 +301,8 @@ def on_cpu(model: Any, total: float, sizes: Sequence[int], args: argparse.Namesp
     row = 4 * CPU_FLOATS * model.config.n_layer * model.config.n_embd * args.max_seq_len
     fitting = [rows for rows in sizes if sum(of[part] for part in parts) + rows * row <= total]
     kept = row * max(fitting, default=sizes[0])
-    return Memory(max(fitting, default=0), args.state, "none", *(of[part] for part in parts), 0.0, kept, 0.0, 0.0, 0.0)
+    others = dict.fromkeys(("codes", "loss", "update", "graphed_update"), 0.0)
+    return Memory(max(fitting, default=0), args.state, "none", of | others | {"activations": kept})
 
 
 def make_model(args: argparse.Namespace, s: Settings, device: str = "meta") -> Any:
@@ -788,10 +788,10 @@ def of_memory(s: Settings, base: Base) -> Iterator[str]:
         graphed = way.graphed_peak <= SHARE * s.memory
         peak, how = (way.graphed_peak, "with CUDA graphs, ") if graphed else (way.peak, "")
         yield f"{rows}: {peak / GIB:.1f} of {gib(s.memory / GIB)}, {how}by count (docs/memory.md)"
-        passing = ["activations", "loss"] if way.activations + way.loss >= way.update else ["update"]
+        passing = ["activations", "loss"] if way.peak > way.at_rest + way.parts["update"] else ["update"]
         parts = ["weights", "gradients", "moments", "codes"]
         parts += ["activations", "loss", "graphed_update"] if graphed else passing
-        sizes = {part.removeprefix("graphed_"): getattr(way, part) / GIB for part in parts}
+        sizes = {part.removeprefix("graphed_"): way.parts[part] / GIB for part in parts}
         yield base.label + " + ".join(f"{part} {size:.1f}" for part, size in sizes.items())
     if way.flags and not base.is_fixed:
         others = [f"{' '.join(w.flags) or 'FP32 state'}: {w.rows}, {w.peak / GIB:.1f}" for w in base.ways[1:]]

@@ -57,7 +57,7 @@ REFUSED = [
     ("scripts.chat_eval -i nothing", "sft"),
     ("scripts.export --format=gguf4", "--format"),
     ("scripts.base_train --method-phase=0.85=bf16", "--method-phases?"),
-    ("scripts.base_train --save-at=3,x", "'3,x'"),
+    ("scripts.base_train --save-at=3,x", "'x'"),
     # Values that do not fit
     ("scripts.base_train --method=fp3", "clover"),
     ("scripts.base_train --layer-methods=nothing=bf16", "nothing"),

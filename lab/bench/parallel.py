@@ -118,7 +118,7 @@ def measure(args: argparse.Namespace, device: torch.device, rank: int, world_siz
         "micro_batch": args.micro_batch, "micro_batches": micro_batches, "tokens": args.total_batch_size,
         "tokens_per_second": args.total_batch_size / median, "seconds": median, "steps": len(times),
         "fastest": min(times), "slowest": max(times), "peak_gib": peak_memory(device) / GIB, "held_gib": held / GIB,
-        "state_gib": state_bytes(step) / GIB, "loss": float(losses[-1]), "compiled": step.compiled,
+        "state_gib": state_bytes(step) / GIB, "loss": float(losses[-1]), "compiled": step.forward is not step.model,
     }  # fmt: skip
 
 

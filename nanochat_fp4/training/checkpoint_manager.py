@@ -19,7 +19,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -71,17 +71,6 @@ def _seal(meta: dict[str, Any]) -> str:
 # Saving
 
 
-def not_finite(value: Any, name: str = "") -> Iterator[str]:
-    """Yields the names of the tensors in nested dicts and lists that have a number which is not finite."""
-    if isinstance(value, torch.Tensor):
-        numbers = value.detach().float() if value.is_floating_point() and value.numel() else torch.zeros(1)
-        if not all(number.isfinite() for number in numbers.aminmax()):
-            yield name
-    elif isinstance(value, dict | list | tuple):
-        for key, part in value.items() if isinstance(value, dict) else enumerate(value):
-            yield from not_finite(part, f"{name}.{key}" if name else str(key))
-
-
 def save_checkpoint(
     checkpoint_dir: str | os.PathLike,
     step: int,
@@ -106,30 +95,33 @@ def save_checkpoint(
     tmp, old = place.with_suffix(".tmp"), place.with_suffix(".old")
     parts = {_name("model", step): model_data if rank == 0 else None, _name("optim", step, rank): optimizer_data}
     files: dict[str, str] = {}
-
-    def write() -> None:
+    problem = None
+    try:
         tmp.mkdir(parents=True, exist_ok=True)
         for name, data in parts.items():
             if data is not None:
                 with atomic_open(tmp / name) as f:
                     torch.save(data, f)
                 files[name] = sha256_file(tmp / name)
-
-    def finish() -> None:
-        for of_rank in of_ranks:
-            files.update(of_rank)
-        meta = {**(meta_data or {}), "step": step, "format": FORMAT, "world_size": len(of_ranks), "files": files}
-        meta = json.loads(json.dumps(meta, default=str))
-        atomic_write(tmp / _name("meta", step), json.dumps({**meta, "sha256": _seal(meta)}, indent=2))
-        if place.exists():
-            place.rename(old)
-        tmp.rename(place)
-        fsync_dir(folder)
-        delete(old)
-
-    problem = _first_problem(write, rank)
-    of_ranks = of_all_ranks(files)
-    problem = problem or _first_problem(finish if rank == 0 else lambda: None, rank)
+    except (OSError, RuntimeError) as e:
+        hidden = "a file could not be written whole (is the disk full?)"  # torch.save raises RuntimeError without it.
+        problem = f"rank {rank}: {one_line(e) if isinstance(e, OSError) else hidden}"
+    of_ranks = of_all_ranks((files, problem))
+    problem = next((problem for _, problem in of_ranks if problem), None)
+    try:
+        if rank == 0 and problem is None:
+            files = {name: digest for of_rank, _ in of_ranks for name, digest in of_rank.items()}
+            meta = {**(meta_data or {}), "step": step, "format": FORMAT, "world_size": len(of_ranks), "files": files}
+            meta = json.loads(json.dumps(meta, default=str))
+            atomic_write(tmp / _name("meta", step), json.dumps({**meta, "sha256": _seal(meta)}, indent=2))
+            if place.exists():
+                place.rename(old)
+            tmp.rename(place)
+            fsync_dir(folder)
+            delete(old)
+    except OSError as e:
+        problem = one_line(e)
+    problem = of_all_ranks(problem)[0]
     if rank == 0 and problem is not None:
         delete(tmp)
         logger.warning(
@@ -138,18 +130,6 @@ def save_checkpoint(
     elif rank == 0:
         logger.info(f"Saved checkpoint of step {step} in {folder}")
     return problem is None
-
-
-def _first_problem(work: Callable[[], None], rank: int) -> str | None:
-    """Calls work() on every rank. Returns the problem of the first rank on which it failed, or None."""
-    problem = None
-    try:
-        work()
-    except OSError as e:
-        problem = f"rank {rank}: {one_line(e)}"
-    except RuntimeError:  # torch.save hides the reason of a failed write.
-        problem = f"rank {rank}: a file could not be written whole (is the disk full?)"
-    return next(filter(None, of_all_ranks(problem)), None)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

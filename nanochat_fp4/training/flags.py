@@ -3,16 +3,13 @@ stages."""
 
 import argparse
 import os
-import re
 
 import nanochat_fp4 as nf
-from nanochat_fp4.cli import UserError, parse_rate
+from nanochat_fp4.cli import UserError, number_type, parse_count, parse_rate
 from nanochat_fp4.common import add_recipes_argument
-from nanochat_fp4.models.cross_entropy import FP8_HEADS, HEADS
 from nanochat_fp4.models.gpt import RECOMPUTE
 from nanochat_fp4.models.optim import ORTHOGONALIZERS
 from nanochat_fp4.models.optim8bit import STATES
-from nanochat_fp4.nvfp4.methods import WHICH
 from nanochat_fp4.parallel import MODES
 
 METHODS = f"{', '.join(nf.METHODS)}; or a row that --recipes registers"
@@ -57,29 +54,22 @@ def add_compile_argument(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=None, help=text)
 
 
+parse_steps = number_type(int, lambda n: n == -1 or n >= 1, "at least 1 step, or -1 for another limit")
+_step = number_type(int, lambda n: n >= -1, "a step, 'latest' or -1")
+
+
 def _steps(text: str) -> list[int]:
-    if not re.fullmatch(r"\d+(,\d+)*", text):
-        raise argparse.ArgumentTypeError(f"{text!r} is not steps with commas between them, such as 500,900")
-    return [int(part) for part in text.split(",")]
+    return [parse_count(step) for step in text.split(",")]
 
 
 def _step_or_latest(text: str) -> int | str:
-    if text != "latest" and not re.fullmatch(r"-1|\d+", text):
-        raise argparse.ArgumentTypeError(f"{text!r} is neither a step, nor 'latest', nor -1")
-    return text if text == "latest" else int(text)
-
-
-def check_iterations(count: int) -> None:
-    """Raises UserError if --num-iterations is neither a number of steps nor -1."""
-    if count < -1 or count == 0:
-        raise UserError(f"--num-iterations={count}: expected at least 1 step, or -1 for another limit")
+    return text if text == "latest" else _step(text)
 
 
 def steps_of_epochs(args: argparse.Namespace, count: int, what: str, flag: str, per_step: int) -> int:
     """Returns the number of steps: --num-iterations, or those of --num-epochs over `count` conversations, `per_step`
     of them in each step. `what` and `flag` name both numbers in the error. Raises UserError if there is not a single
     step."""
-    check_iterations(args.num_iterations)
     steps = args.num_iterations if args.num_iterations >= 1 else count // per_step * args.num_epochs
     if steps < 1:
         counts = f"{count} {what}, {flag}={per_step} and --num-epochs={args.num_epochs}"
@@ -91,29 +81,14 @@ def changed_flags(args: argparse.Namespace, defaults: argparse.Namespace) -> str
     """Returns the flags whose values differ from the defaults, as a user would type them. The report shows them."""
     typed = []
     for name, value in vars(args).items():
+        flag = name.replace("_", "-")
         if value == getattr(defaults, name) or name == "resume_from_step":
             continue
-        flag = name.replace("_", "-")
         if isinstance(value, bool):
             typed.append(f"--{flag}" if value else f"--no-{flag}")
         else:
             typed.append(f"--{flag}={','.join(map(str, value)) if isinstance(value, list) else value}")
     return " ".join(typed)
-
-
-def add_method_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags that say how to quantize."""
-    add = parser.add_argument
-    add_recipes_argument(parser)
-    add("--method", default=None, help=f"QAT method (default: $QAT_METHOD, else clover): {METHODS}. {WHICH}")
-    text = "other methods of single layers, 'pattern=method' with commas: '*.c_fc=fp8,*.attn.c_proj=bf16'"
-    add("--layer-methods", default="", help=text)
-    text = "other methods in the course of the run, 'fraction of the steps=method' with commas: '0.1=clover,0.85=bf16'"
-    add("--method-phases", default="", help=text)
-    text = "quantize q, k and v as three layers, each with a tensor scale, as the paper's runs did; slower than one"
-    add("--separate-qkv", action="store_true", help=text)
-    text = "products of the output head: in BF16, or in FP8 with a scale for each tensor, as nanochat's --fp8 "
-    add("--head", choices=HEADS, help=f"{text}(default: fp8 for {', '.join(FP8_HEADS)}, and bf16 for other methods)")
 
 
 METHOD_OF_THE_MODEL = f"QAT method (default: the one the model was trained with): {METHODS}"
@@ -133,32 +108,22 @@ def add_model_arguments(parser: argparse.ArgumentParser, *precisions: str) -> No
         add("--precision", default=precisions[0], choices=precisions, help=text)
 
 
-def add_eval_dir_argument(parser: argparse.ArgumentParser) -> None:
-    """Adds --eval-dir."""
-    text = "folder of benchmark files (default: $NANOCHAT_EVAL_DIR, else the hub); see eval/README.md"
-    parser.add_argument("--eval-dir", default=None, help=text)
+DATA_FLAGS = {
+    "--data": {
+        "default": "nanochat",
+        "choices": ("nanochat", "local"),
+        "help": "nanochat's data, or small ones made on the spot without a network (no benchmark numbers)",
+    },
+    "--sft-dir": {"help": "folder with train.jsonl and test.jsonl of conversations, in place of SmolTalk"},
+    "--eval-dir": {"help": "folder of benchmark files (default: $NANOCHAT_EVAL_DIR, else the hub); see eval/README.md"},
+    "--allow-missing": {"action": "store_true", "help": "leave out a dataset that is not to be had, and do not stop"},
+}
 
 
-def add_benchmark_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags of a script that reads benchmarks."""
-    add_eval_dir_argument(parser)
-    text = "leave out a dataset that is not to be had, instead of stopping"
-    parser.add_argument("--allow-missing", action="store_true", help=text)
-
-
-def add_data_argument(parser: argparse.ArgumentParser) -> None:
-    """Adds --data."""
-    text = "nanochat's data, or small ones made on the spot without a network (no benchmark numbers)"
-    parser.add_argument("--data", default="nanochat", choices=("nanochat", "local"), help=text)
-
-
-def add_conversation_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags of a stage that trains on conversations. The stage's functions main and needs must call
-    check_conversations."""
-    add_data_argument(parser)
-    text = "folder with train.jsonl and test.jsonl of conversations, in place of SmolTalk"
-    parser.add_argument("--sft-dir", default=None, help=text)
-    add_benchmark_arguments(parser)
+def add_data_flags(parser: argparse.ArgumentParser, *flags: str) -> None:
+    """Adds these flags of DATA_FLAGS, by default all of them. Who takes --sft-dir must call check_conversations."""
+    for flag in flags or DATA_FLAGS:
+        parser.add_argument(flag, **DATA_FLAGS[flag])
 
 
 def check_conversations(args: argparse.Namespace) -> None:

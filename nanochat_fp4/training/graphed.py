@@ -20,7 +20,7 @@ replays.
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from types import SimpleNamespace
 
 import torch
 from torch import Tensor
@@ -54,19 +54,6 @@ def graphs_problem(model: torch.nn.Module, rows: int = 0, seq_len: int = 0, proc
     return None
 
 
-@dataclass
-class _Captured:
-    """Both graphs, and the tensors at the addresses that the graphs contain."""
-
-    grads: list[tuple[torch.nn.Parameter, Tensor]]
-    codes: torch.cuda.CUDAGraph | None = None
-    # These operands of the weights must stay alive as long as the graphs.
-    made: list[object] = field(default_factory=list)
-    micro_batch: torch.cuda.CUDAGraph | None = None
-    batch: tuple[Tensor, ...] = ()
-    loss: Tensor | None = None
-
-
 class GraphedStep(TrainingStep):
     """A TrainingStep that captures CUDA graphs in the second step and replays them in later steps. Its arguments are
     those of TrainingStep.
@@ -76,8 +63,9 @@ class GraphedStep(TrainingStep):
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
-        self.captured: _Captured | None = None
-        self.seen: tuple | None = None  # The result of _holds in the last step without graphs.
+        # Both graphs, and the tensors at the addresses that the graphs contain.
+        self.captured: SimpleNamespace | None = None
+        self.seen: tuple | None = None  # What the last step without graphs has found.
         self.with_grads: list[torch.nn.Parameter] = []
         for optimizer in self.optimizers:
             if isinstance(optimizer, Muon):  # The activations stay in memory beside its stacks.
@@ -91,42 +79,33 @@ class GraphedStep(TrainingStep):
     def _layers(self) -> list[QuantLinear]:
         return [m for m in self.model.modules() if isinstance(m, QuantLinear)]
 
-    def _holds(self, count: int) -> tuple:
-        """Returns everything that a captured graph takes for granted."""
-        addresses = tuple(p.data_ptr() for p in self.model.parameters())
-        return count, addresses, [layer.recipe for layer in self._layers()]
-
     @contextlib.contextmanager
     def micro_batches(self, count: int, step: int = 0) -> Iterator[None]:
         """A context for the micro-batches of one step, which captures or replays the graph of the weights' codes."""
+        addresses = tuple(p.data_ptr() for p in self.model.parameters())
+        holds = count, addresses, [layer.recipe for layer in self._layers()]  # what a captured graph takes for granted
         try:
-            with self._with_or_without_graphs(count, step):
+            if holds != self.seen:
+                self.captured, self.seen = None, holds
+                with super().micro_batches(count, step):
+                    yield
+                self.with_grads = [p for p in self.model.parameters() if p.grad is not None]
+            elif self.captured is None:
+                with self._first_with_graphs(count, step):
+                    yield
+            else:
+                for parameter, grad in self.captured.grads:
+                    parameter.grad = grad
+                torch._foreach_zero_([grad for _, grad in self.captured.grads])
+                if self.lean is not None:
+                    self.lean.begin(step)
+                if self.captured.codes is not None:
+                    self.captured.codes.replay()
                 yield
         except Exception:
             # The graphs may be captured only in part, and if memory ran out, their memory is needed.
             self.drop_graphs()
             raise
-
-    @contextlib.contextmanager
-    def _with_or_without_graphs(self, count: int, step: int) -> Iterator[None]:
-        holds = self._holds(count)
-        if holds != self.seen:
-            self.captured, self.seen = None, holds
-            with super().micro_batches(count, step):
-                yield
-            self.with_grads = [p for p in self.model.parameters() if p.grad is not None]
-        elif self.captured is None:
-            with self._first_with_graphs(count, step):
-                yield
-        else:
-            for parameter, grad in self.captured.grads:
-                parameter.grad = grad
-            torch._foreach_zero_([grad for _, grad in self.captured.grads])
-            if self.lean is not None:
-                self.lean.begin(step)
-            if self.captured.codes is not None:
-                self.captured.codes.replay()
-            yield
 
     @contextlib.contextmanager
     def _first_with_graphs(self, count: int, step: int) -> Iterator[None]:
@@ -139,11 +118,13 @@ class GraphedStep(TrainingStep):
                 stack.enter_context(nf.accumulate_gradients(self.model))
             for p in (p for p in self.with_grads if p not in sums):
                 p.grad = torch.zeros_like(p) if p.grad is None else p.grad
-            captured = _Captured([(p, sums.get(p, p.grad)) for p in self.with_grads])
+            grads = [(p, sums.get(p, p.grad)) for p in self.with_grads]
+            captured = SimpleNamespace(grads=grads, codes=None, micro_batch=None)
             if count > 1 and groups_of(self.model):
                 captured.codes = torch.cuda.CUDAGraph()
                 with _capture(captured.codes):
                     stack.enter_context(self.weights_once(count))
+                # These operands of the weights must stay alive as long as the graphs.
                 captured.made = [layer.contexts for layer in self._layers()]
                 captured.codes.replay()
             self.captured = captured

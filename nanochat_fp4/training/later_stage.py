@@ -12,10 +12,8 @@ from nanochat_fp4.models.cross_entropy import default_head
 from nanochat_fp4.models.families import config_record, recompute_problem
 from nanochat_fp4.models.optim8bit import set_state
 from nanochat_fp4.nvfp4.methods import get_recipe
-from nanochat_fp4.training import resume
 from nanochat_fp4.training.checkpoint_manager import load_checkpoint, weights_digest
-from nanochat_fp4.training.load_model import checkpoint_folder, find_model_tag, model_of
-from nanochat_fp4.training.new_model import head_setting
+from nanochat_fp4.training.load_model import check_same_run, checkpoint_folder, find_model_tag, model_of
 from nanochat_fp4.training.trainer import Trainer
 
 
@@ -39,7 +37,6 @@ class LaterStage(Trainer):
         self.convert(method, recipe, backward=args.quantization == "full", verbose=False)
         forward_only = get_recipe(recipe).quantizes and args.quantization != "full"
         print0(f"QAT method {get_recipe(recipe).name}" + "; the backward pass is not quantized" * forward_only)
-        self.divide()
 
     def begin_with_model_of(self, source: str) -> None:
         """Loads the run's own checkpoint, or the model of the stage `source` if no checkpoint is resumed.
@@ -73,8 +70,6 @@ class LaterStage(Trainer):
                 raise UserError(f"--recompute={args.recompute}: {reason}")
             print0(f"note: the model was trained with --recompute={self.model.recompute}, not used here: {reason}")
             self.model.recompute = "none"
-        if not self.dry_run:
-            resume.check_disk(self.folder, self.model, self.starts_over)
 
     def finetune(
         self,
@@ -91,12 +86,12 @@ class LaterStage(Trainer):
         names = ("unembedding_lr", "embedding_lr", "matrix_lr", "weight_decay")
         rates = {name: getattr(args, name) for name in names} | {"scalar_lr": scalar_lr}
         how = args.init_lr_frac, lr_multiplier, momentum, orthogonalizer, self.lean
-        self.make_step(*self.model.setup_finetuning(rates, *how))
+        self.make_step(lambda: self.model.setup_finetuning(rates, *how))
         settings = {
             "stage": self.stage,
             "method": self.method,
             "quantization": args.quantization,
-            **head_setting(self.model),
+            "head": None if self.model.lm_head.precision == "bf16" else self.model.lm_head.precision,
             **config_record(self.model.config),
             **batch_settings,
             "num_iterations": self.num_steps,
@@ -105,7 +100,7 @@ class LaterStage(Trainer):
             "tokenizer": self.tokenizer.fingerprint(),
         }
         if self.resumes:
-            resume.check_same_run(settings, self.trained.get("run_config"), self.folder)
+            check_same_run(settings, self.trained.get("run_config", {}), self.folder)
         changes = {
             "state": self.lean_or_fp32,
             "recompute": self.model.recompute,

@@ -12,16 +12,14 @@ in the update, when the activations are gone. A CUDA graph keeps the activations
 explains every number.
 """
 
-import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from nanochat_fp4.cli import UserError, format_bytes, is_out_of_memory
-from nanochat_fp4.common import is_ddp_initialized, print0
+from nanochat_fp4.common import of_all_ranks, print0
 from nanochat_fp4.hardware import gpu_memory, physical_memory
 from nanochat_fp4.models.cross_entropy import CHUNK_ELEMENTS
 from nanochat_fp4.models.gpt import GPT, autocast
@@ -42,8 +40,9 @@ GRAPHED_STACK_ELEMENTS = 2**26
 
 @dataclass(frozen=True)
 class Memory:
-    """A way to train a run, and the bytes that it takes on one GPU, by use.
+    """A way to train a run, and the bytes that it takes on one GPU, by use (`parts`).
 
+    - weights, gradients, moments
     - codes are those of the weights, as the products read them.
     - activations are those that one micro-batch keeps for its backward pass.
     - loss is what the loss takes in addition.
@@ -55,29 +54,23 @@ class Memory:
     rows: int
     state: str
     recompute: str
-    weights: float
-    gradients: float
-    moments: float
-    codes: float
-    activations: float
-    loss: float
-    update: float
-    graphed_update: float
-
-    @property
-    def at_rest(self) -> float:
-        """The bytes between two micro-batches."""
-        return self.weights + self.gradients + self.moments + self.codes
+    parts: dict[str, float]
 
     @property
     def peak(self) -> float:
         """The bytes at the larger of both peaks."""
-        return self.at_rest + max(self.activations + self.loss, self.update)
+        p = self.parts
+        return self.at_rest + max(p["activations"] + p["loss"], p["update"])
 
     @property
     def graphed_peak(self) -> float:
         """The bytes at the peak of a step with CUDA graphs."""
-        return self.at_rest + self.activations + self.loss + self.graphed_update
+        return self.at_rest + sum(self.parts[part] for part in ("activations", "loss", "graphed_update"))
+
+    @property
+    def at_rest(self) -> float:
+        """The bytes between two micro-batches."""
+        return sum(self.parts[part] for part in ("weights", "gradients", "moments", "codes"))
 
     @property
     def flags(self) -> list[str]:
@@ -150,23 +143,24 @@ def count(
     is free. This function counts a stack of one matrix, which is the smallest one. Several processes send the gradients
     of all matrices in FP32 before the first is updated.
     """
-    of_state = state_bytes(model, state, gpu=True)
     layers = [m for m in model.transformer.h.modules() if isinstance(m, nn.Linear)]
     sizes = [m.weight.numel() for m in layers]
     elements = sum(sizes)
-    codes = sum(n * max(operand_bytes(r.output.b) for r in _recipes(m)) for n, m in zip(sizes, layers))
     sent = FP32 * elements * (1 + 1 / processes) if processes > 1 else 0.0
     if state == "lean":
         update = graphed_update = STEP_BYTES * max(sizes)
     else:
         update, graphed_update = (STACK_BYTES * min(n, elements) for n in (STACK_ELEMENTS, GRAPHED_STACK_ELEMENTS))
     tokens, head = rows * (seq_len or model.config.sequence_len), model.lm_head.weight
-    return Memory(
-        rows, state, recompute, of_state["weights"], of_state["gradients"], of_state["moments"], codes,
-        activations=tokens * activation_bytes(model, recompute),
-        loss=HEAD_BYTES * head.numel() + BF16 * min(CHUNK_ELEMENTS["cuda"], tokens * len(head)),
-        update=update + sent, graphed_update=graphed_update + sent,
-    )  # fmt: skip
+    parts = {
+        **state_bytes(model, state, gpu=True),
+        "codes": sum(n * max(operand_bytes(r.output.b) for r in _recipes(m)) for n, m in zip(sizes, layers)),
+        "activations": tokens * activation_bytes(model, recompute),
+        "loss": HEAD_BYTES * head.numel() + BF16 * min(CHUNK_ELEMENTS["cuda"], tokens * len(head)),
+        "update": update + sent,
+        "graphed_update": graphed_update + sent,
+    }
+    return Memory(rows, state, recompute, parts)
 
 
 def largest(model: GPT, total: float, sizes: Sequence[int], state: str, recompute: str, processes: int = 1) -> Memory:
@@ -210,7 +204,7 @@ def next_lever(model: nn.Module, rows: int, seq_len: int = 0, state: str = "") -
         return ""
     state = state or state_now(model)
     now = count(model, rows, state, model.recompute, seq_len)
-    row = f"one more row takes {now.activations / rows / 2**30:.2f} GiB"
+    row = f"one more row takes {now.parts['activations'] / rows / 2**30:.2f} GiB"
     for other_state, recompute in ((state, "codes"), (state, "codes-mlp"), ("lean", model.recompute), (state, "all")):
         other = count(model, rows, other_state, recompute, seq_len)
         if (saved := now.peak - other.peak) > 0.01 * now.peak:
@@ -233,42 +227,24 @@ def plan_accumulation(
 ) -> int:
     """Returns the number of micro-batches in a step of total_batch_size tokens. Raises UserError, which names
     `flag`, if the tokens cannot be divided into micro-batches of this size."""
-    row = seq_len * world_size
-    tokens = device_batch_size * row
+    tokens = device_batch_size * seq_len * world_size
     if tokens <= 0 or total_batch_size < tokens or total_batch_size % tokens:
-        one_row_divides = 0 < row <= total_batch_size and total_batch_size % row == 0
-        other = f"another {flag}" if one_row_divides else "another length of rows"
         near = f" such as {max(1, round(total_batch_size / tokens)) * tokens}" if tokens > 0 else ""
-        rows = "1 row" if device_batch_size == 1 else f"{device_batch_size} rows"
         raise UserError(
-            f"--total-batch-size={total_batch_size} is not a multiple of {tokens} tokens ({rows} of {seq_len} on "
-            f"{world_size} device(s)); choose a multiple{near}, or {other}"
+            f"--total-batch-size={total_batch_size} is not a multiple of {tokens} tokens ({device_batch_size} row(s) "
+            f"of {seq_len} on {world_size} device(s)); choose a multiple{near}, or another {flag} or length of rows"
         )
     return total_batch_size // tokens
 
 
-def parse_device_batch_size(text: str) -> int | str:
-    """The argparse type of --device-batch-size, which is 'auto' or a positive whole number."""
-    if text == "auto":
-        return text
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is neither 'auto' nor a positive whole number")
-    return int(text)
-
-
-def largest_micro_batch(
-    rows: int, peak_bytes: Callable[[int], int], budget: int, limit: int = 1024, below: int | None = None
-) -> int | None:
+def largest_micro_batch(sizes: Iterable[int], peak_bytes: Callable[[int], float], budget: float) -> int | None:
     """
-    Returns the largest number of rows that fits in a micro-batch, or None if not even one row fits. `rows` is the
-    number of rows of this device in a step.
+    Returns the first of these numbers of rows that fits in a micro-batch, or None if none fits.
 
     peak_bytes(size) runs a forward and backward pass of `size` rows and returns the peak of memory in bytes, or runs
-    out of memory. The peak may be at most `budget` bytes. Candidates are the divisors of `rows` up to `limit` and
-    smaller than `below`, so that all micro-batches of a step have the same size. The largest one is tried first.
+    out of memory. The peak may be at most `budget` bytes.
     """
-    most = min(rows, limit, rows if below is None else below - 1)
-    for size in (n for n in range(most, 0, -1) if rows % n == 0):
+    for size in sizes:
         try:
             if peak_bytes(size) <= budget:
                 return size
@@ -306,47 +282,44 @@ def auto_device_batch_size(
     ranks. Raises UserError if not even one row fits.
 
     - model: a gpt.GPT that is not compiled. Its gradients are dropped.
-    - rows: the number of rows of a device in a step, of which the size is a divisor
+    - rows: the number of rows of a device in a step. The size is a divisor of it, so that all micro-batches have the
+      same size.
     - below: the size must be smaller than this number
 
     On a CPU nothing is tried, because the process would be killed if memory ran out. There the result is at most 32
     rows, nanochat's default, that take no more than a quarter of the memory by estimate.
     """
-    device, config = model.get_device(), model.config
-    if device.type == "cuda":
+    device, config, on_gpu = model.get_device(), model.config, model.get_device().type == "cuda"
+    if on_gpu:
         free, total = gpu_memory(device)
         taken_by_others = total - free - torch.cuda.memory_reserved(device)
         # A trial does not use the gradients of earlier micro-batches, and the moments.
         of_state = state_bytes(model, state_now(model), gpu=True)
         budget = int(SHARE * (total - taken_by_others) - of_state["gradients"] - of_state["moments"])
-
-        def peak_bytes(size: int) -> int:
-            torch.cuda.reset_peak_memory_stats(device)
-            in_update = torch.cuda.memory_allocated(device) + update_bytes(model)
-            try:
-                try_micro_batch(model, size, seq_len, dtype)
-                return max(torch.cuda.max_memory_allocated(device), in_update)
-            finally:
-                model.zero_grad(set_to_none=True)
-
     else:
         budget = physical_memory() // 4
-        row_bytes = 4 * seq_len * (40 * config.n_layer * config.n_embd + 4 * config.vocab_size)
 
-        def peak_bytes(size: int) -> int:
+    def peak_bytes(size: int) -> float:
+        if not on_gpu:
+            row_bytes = 4 * seq_len * (40 * config.n_layer * config.n_embd + 4 * config.vocab_size)
             return size * row_bytes if size > 1 else 0
+        torch.cuda.reset_peak_memory_stats(device)
+        in_update = torch.cuda.memory_allocated(device) + update_bytes(model)
+        try:
+            try_micro_batch(model, size, seq_len, dtype)
+            return max(torch.cuda.max_memory_allocated(device), in_update)
+        finally:
+            model.zero_grad(set_to_none=True)
 
-    size = largest_micro_batch(rows, peak_bytes, budget, 1024 if device.type == "cuda" else 32, below) or 0
-    if is_ddp_initialized():
-        smallest = torch.tensor(size, device=device)
-        dist.all_reduce(smallest, op=dist.ReduceOp.MIN)
-        size = int(smallest)
+    most = min(rows, 1024 if on_gpu else 32, rows if below is None else below - 1)
+    size = largest_micro_batch((n for n in range(most, 0, -1) if rows % n == 0), peak_bytes, budget) or 0
+    size = min(of_all_ranks(size))
     lever = next_lever(model, max(size, 1), seq_len)
     if size == 0:
         raise UserError(
             f"not even one row fits into the {format_bytes(budget)} that are left for it; "
             f"{lever or 'lower --max-seq-len or --depth, or use a device with more memory'}"
         )
-    if device.type == "cuda" and lever:
+    if on_gpu and lever:
         print0(f"micro-batch: {size} rows of {seq_len} tokens; by count, {lever}")
     return size

@@ -44,11 +44,6 @@ class TrainingStep:
         self.forward = model if forward is None else forward
         self.device = model.get_device()
 
-    @property
-    def compiled(self) -> bool:
-        """Whether the forward pass is compiled."""
-        return self.forward is not self.model
-
     def autocast(self) -> contextlib.AbstractContextManager:
         """Returns the context in which passes compute with this step's dtype."""
         return autocast(self.device.type, self.dtype)

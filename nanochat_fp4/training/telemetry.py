@@ -1,8 +1,9 @@
 """Measurements inside of the layers: the errors that quantization causes in each of them, and the source of the
 first number that is not finite."""
 
+import contextlib
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -27,26 +28,22 @@ def layer_telemetry(
 
     The gradients of the pass are dropped.
     """
-    layers = {name: m for name, m in model.named_modules() if isinstance(m, QuantLinear) and m.recipe.quantizes}
-    captured: dict[str, dict[str, torch.Tensor]] = {name: {} for name in layers}
+    layers = {m: name for name, m in model.named_modules() if isinstance(m, QuantLinear) and m.recipe.quantizes}
+    inputs: dict[nn.Module, torch.Tensor] = {}
+    grads: dict[nn.Module, torch.Tensor] = {}
 
-    def keep(name: str) -> Callable:
-        def take(key: str, value: torch.Tensor) -> None:
-            captured[name][key] = value.detach().reshape(-1, value.shape[-1])[:max_tokens]
+    def some_rows(t: torch.Tensor) -> torch.Tensor:
+        return t.detach().reshape(-1, t.shape[-1])[:max_tokens]
 
-        def hook(module: nn.Module, args: Any, output: torch.Tensor) -> None:
-            take("x", args[0])
-            output.register_hook(lambda grad: take("grad", grad))
+    def keep(layer: nn.Module, args: Any, output: torch.Tensor) -> None:
+        inputs[layer] = some_rows(args[0])
+        output.register_hook(lambda grad: grads.update({layer: some_rows(grad)}))
 
-        return hook
-
-    handles = [m.register_forward_hook(keep(name)) for name, m in layers.items()]
-    try:
+    with contextlib.ExitStack() as hooks:
+        for layer in layers:
+            hooks.enter_context(layer.register_forward_hook(keep))
         forward_backward()
-    finally:
-        for handle in handles:
-            handle.remove()
-        model.zero_grad(set_to_none=True)
+    model.zero_grad(set_to_none=True)
 
     def run(layer: QuantLinear, x: torch.Tensor, grad: torch.Tensor) -> list[torch.Tensor]:
         x = x.clone().requires_grad_()
@@ -55,10 +52,10 @@ def layer_telemetry(
         return [t.detach().float() for t in (y, grad_x, grad_w)]
 
     telemetry = {}
-    for name, layer in layers.items():
-        if set(captured[name]) != {"x", "grad"}:
+    for layer, name in layers.items():
+        if layer not in grads:
             continue
-        x, grad = captured[name]["x"], captured[name]["grad"]
+        x, grad = inputs[layer], grads[layer]
         with torch.enable_grad():
             quantized = run(layer, x, grad)
             with full_precision(layer):
@@ -77,12 +74,8 @@ def layer_telemetry(
 def summarize_telemetry(telemetry: dict[str, dict[str, float]]) -> str:
     """Returns one line with the mean of each number over the layers, and the layer whose weight gradient is the
     worst."""
-    if not telemetry:
-        return "no quantized layer"
-    values: dict[str, list[float]] = {}
-    for numbers in telemetry.values():
-        for key, value in numbers.items():
-            values.setdefault(key, []).append(value)
+    keys = dict.fromkeys(key for numbers in telemetry.values() for key in numbers)
+    values = {key: [t[key] for t in telemetry.values() if key in t] for key in keys}
     text = ", ".join(f"{key.replace('_', ' ')} {sum(v) / len(v):.3f}" for key, v in values.items())
     cosines = {name: t["grad_weight_cosine"] for name, t in telemetry.items() if "grad_weight_cosine" in t}
     if cosines:
@@ -95,8 +88,15 @@ def summarize_telemetry(telemetry: dict[str, dict[str, float]]) -> str:
 # Numbers that are not finite
 
 
-def _is_bad(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.is_floating_point() and not bool(torch.isfinite(value).all())
+def not_finite(value: Any, name: str = "") -> Iterator[str]:
+    """Yields the names of the tensors in nested dicts and lists that have a number which is not finite."""
+    if isinstance(value, torch.Tensor):
+        numbers = value.detach().float() if value.is_floating_point() and value.numel() else torch.zeros(1)
+        if not all(number.isfinite() for number in numbers.aminmax()):
+            yield name
+    elif isinstance(value, dict | list | tuple):
+        for key, part in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from not_finite(part, f"{name}.{key}" if name else str(key))
 
 
 def name_nonfinite(model: nn.Module, forward_backward: Callable[[], None]) -> str:
@@ -108,34 +108,33 @@ def name_nonfinite(model: nn.Module, forward_backward: Callable[[], None]) -> st
     the first bad gradient. Gradients are dropped. The hooks are slow, but a run calls this function once, before it
     stops or skips a step.
     """
-    if bad := next((name for name, p in model.named_parameters() if _is_bad(p)), None):
+    if bad := next(not_finite(dict(model.named_parameters())), None):
         return f"weight of {bad}"
     sources: list[str] = []  # in the order in which they were found
-    handles = []
+    names = {module: name for name, module in model.named_modules() if name}
 
     def look(what: str, name: str, tensors: Any) -> None:
-        if any(map(_is_bad, tensors if isinstance(tensors, (tuple, list)) else (tensors,))):
+        if list(not_finite(tensors)):
             sources.append(f"{what} {name}")
 
-    def on_backward(name: str, grad_input: Any, grad_output: Any) -> None:
-        look("gradient that reaches", name, grad_output)
-        look("gradient computed by", name, grad_input)
+    def on_forward(module: nn.Module, args: Any, output: Any) -> None:
+        look("output of", names[module], output)
 
-    for name, module in model.named_modules():
-        if name:
-            handles.append(module.register_forward_hook(lambda *of, name=name: look("output of", name, of[2])))
-            if not any(True for _ in module.children()):
-                handles.append(module.register_full_backward_hook(lambda *of, name=name: on_backward(name, *of[1:])))
-    try:
-        model.zero_grad(set_to_none=True)
-        with warnings.catch_warnings():
-            # torch warns because embeddings have no gradient of their input.
-            warnings.filterwarnings("ignore", "Full backward hook is firing")
-            forward_backward()
-        for name, p in model.named_parameters():
-            look("gradient of", name, p.grad)
-    finally:
-        for handle in handles:
-            handle.remove()
-        model.zero_grad(set_to_none=True)
+    def on_backward(module: nn.Module, grad_input: Any, grad_output: Any) -> None:
+        look("gradient that reaches", names[module], grad_output)
+        look("gradient computed by", names[module], grad_input)
+
+    model.zero_grad(set_to_none=True)
+    with contextlib.ExitStack() as stack:
+        for module in names:
+            stack.enter_context(module.register_forward_hook(on_forward))
+            if not list(module.children()):
+                stack.enter_context(module.register_full_backward_hook(on_backward))
+        stack.enter_context(warnings.catch_warnings())
+        # torch warns because embeddings have no gradient of their input.
+        warnings.filterwarnings("ignore", "Full backward hook is firing")
+        forward_backward()
+    for name, p in model.named_parameters():
+        look("gradient of", name, p.grad)
+    model.zero_grad(set_to_none=True)
     return (sources or ["the loss itself (every layer is finite when the step is repeated)"])[0]

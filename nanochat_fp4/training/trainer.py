@@ -5,7 +5,7 @@ A training run: one loop for all four stages. A stage is a subclass of Trainer.
         def __init__(self, args, until_exit):
             super().__init__("mine", args, until_exit)
             ...                                     # the model, its method, its optimizers and its data, in this order:
-                                                    # open_folder, adopt, convert, divide, make_step, record
+                                                    # open_folder, adopt, convert, make_step, record
         def batches(self, position): ...            # (*batch, position) for ever, from a saved position on
         def evaluate(self, last): ...               # {"val_bpb": ...} before this step, {} if none is due
         def report(self): ...
@@ -53,7 +53,6 @@ from nanochat_fp4.hardware import environment_info, get_peak_flops, peak_memory
 from nanochat_fp4.locks import held_run
 from nanochat_fp4.models.families import config_record
 from nanochat_fp4.models.gpt import compile_layers
-from nanochat_fp4.models.optim import Schedule
 from nanochat_fp4.models.optim8bit import LeanState, set_state
 from nanochat_fp4.nvfp4.dispatch import decide
 from nanochat_fp4.nvfp4.epilogue import groups_of
@@ -64,11 +63,10 @@ from nanochat_fp4.parallel import check_parallel, full_state_dict, is_sharded, s
 from nanochat_fp4.progress import Progress
 from nanochat_fp4.signals import StopRequested, StopSignals
 from nanochat_fp4.training import checkpoint_manager as checkpoints
-from nanochat_fp4.training import resume
-from nanochat_fp4.training.load_model import checkpoint_folder, load_weights
+from nanochat_fp4.training import load_model as loading
 from nanochat_fp4.training.memory import auto_device_batch_size, next_lever
 from nanochat_fp4.training.step import Batch, TrainingStep, mean_loss
-from nanochat_fp4.training.telemetry import layer_telemetry, name_nonfinite, summarize_telemetry
+from nanochat_fp4.training.telemetry import layer_telemetry, name_nonfinite, not_finite, summarize_telemetry
 from nanochat_fp4.training.wandb_run import setup_tracker
 
 MAX_SKIPPED_IN_A_ROW = 10  # --on-nonfinite=skip stops after so many skipped updates in a row.
@@ -147,9 +145,8 @@ class Trainer:
         self.until_first_step = until_exit.enter_context(contextlib.ExitStack())
         self.until_first_step.callback(gc.set_threshold, *gc.get_threshold())
         gc.set_threshold(100 * gc.get_threshold()[0], *gc.get_threshold()[1:])
-        self.compiled = getattr(args, "compile", False)  # SFT and RL have no such flag.
-        if self.compiled is None:
-            self.compiled = self.device.type == "cuda"
+        compiled = getattr(args, "compile", False)  # SFT and RL have no such flag.
+        self.compiled = self.device.type == "cuda" if compiled is None else compiled
         if self.compiled:
             start_compiler(self.device)
         self.dry_run = getattr(args, "dry_run", False)  # Only mid_train has this flag.
@@ -208,7 +205,7 @@ class Trainer:
 
     def open_folder(self, model_tag: str, branch_from: str = "") -> None:
         """Takes the lock of the run's folder, and reads the checkpoint that is resumed, if there is one."""
-        self.model_tag, self.folder = model_tag, checkpoint_folder(self.stage, model_tag)
+        self.model_tag, self.folder = model_tag, loading.checkpoint_folder(self.stage, model_tag)
         source, step = self.folder, None
         if not self.dry_run:
             self.until_exit.enter_context(held_run(self.folder))
@@ -217,10 +214,10 @@ class Trainer:
                 with tokenizer_lock():  # A program that replaces the tokenizer finds this run, or ends here.
                     pass
             of_all_ranks(None)  # The others look for checkpoints when the remains of a killed save are gone.
-            step = resume.find_resume_step(self.folder, self.args.resume_from_step, self.args.overwrite)
+            step = loading.find_resume_step(self.folder, self.args.resume_from_step, self.args.overwrite)
         self.starts_over = self.args.overwrite and step is None and not self.dry_run
         if step is None and branch_from:
-            source, step = resume.branch_point(branch_from, self.folder)
+            source, step = loading.branch_point(branch_from, self.folder)
         if step is not None:
             self.step, self.source, self.trained = step, source, checkpoints.read_meta(source, step)
             # A lean state is smaller than the FP32 weights that it was saved as, so it is made on the CPU.
@@ -243,9 +240,9 @@ class Trainer:
         if self.source is not None:
             where = f"checkpoint of step {self.step} in {self.source}"
             if not self.resumes:  # A branch may have another method than the run that it leaves.
-                settings = {k: v for k, v in settings.items() if k not in ("method", "head", *resume.BRANCH_SETTINGS)}
-            resume.check_same_run(settings, self.trained.get("run_config"), self.source)
-            load_weights(model, self.loaded.pop(0), where)
+                settings = {k: v for k, v in settings.items() if k not in ("method", "head", *loading.BRANCH_SETTINGS)}
+            loading.check_same_run(settings, self.trained.get("run_config", {}), self.source)
+            loading.load_weights(model, self.loaded.pop(0), where)
             set_state(model, self.lean_or_fp32, self.trained_with("state", "fp32"))
             model.to(self.device)
             if self.step > steps:
@@ -253,7 +250,6 @@ class Trainer:
                     f"the {where} is beyond this run's {steps} steps; lengthen the run (--num-iterations), or begin at "
                     "an earlier step"
                 )
-        resume.check_disk(self.folder, model, self.starts_over)
 
     def trained_with(self, flag: str, default: Any = None) -> Any:
         """The value of a flag with which the weights were trained."""
@@ -287,22 +283,15 @@ class Trainer:
         """Gives the layers their methods for this step. Returns whether any changed."""
         return self.plan is not None and self.plan.apply(self.model, step / self.num_steps)
 
-    def divide(self) -> None:
-        """Spreads the weights over the processes under --parallel=fsdp. Sets the forward pass for training."""
+    def make_step(self, setup: Callable[[], tuple], kind: type[TrainingStep] = TrainingStep) -> None:
+        """Spreads the weights over the processes under --parallel=fsdp, and makes training_step, an object of `kind`,
+        which is TrainingStep or a subclass. setup() returns the optimizers and the schedule of the model."""
         if self.sharded:
             shard(self.model, torch.bfloat16 if self.device.type == "cuda" and self.dtype is None else None)
-        self.forward = compile_layers(self.model) if self.compiled else self.model
-
-    def make_step(
-        self,
-        optimizers: Sequence[torch.optim.Optimizer],
-        schedule: Schedule,
-        kind: type[TrainingStep] = TrainingStep,
-    ) -> None:
-        """Makes training_step, an object of `kind`, which is TrainingStep or a subclass."""
-        self.schedule = schedule
-        how = self.forward, self.dtype, self.loss, self.lean
-        self.training_step = kind(self.model, optimizers, *how)
+        forward = compile_layers(self.model) if self.compiled else self.model
+        optimizers, self.schedule = setup()
+        how = self.dtype, self.loss, self.lean
+        self.training_step = kind(self.model, optimizers, forward, *how)
 
     def record(
         self, settings: dict[str, Any], recipes: Sequence[Recipe], changes: dict[str, Any], **metadata: Any
@@ -373,6 +362,8 @@ class Trainer:
         if not finished and self.ahead:
             self.fetch()
         project = "nanochat" if self.stage == "base" else f"nanochat-{self.stage}"
+        if not self.dry_run:
+            loading.check_disk(self.folder, self.model, self.starts_over)
         self.tracker = setup_tracker(self.args.run, project, self.meta["user_config"])
         if self.starts_over:
             others = checkpoints.delete_run(self.folder) if self.rank == 0 else []
@@ -399,8 +390,8 @@ class Trainer:
         """Restores optimizers, data position, loop and loss monitor. The model has its weights already, because they
         must be there before the layers are converted and the weights divided."""
         parts = self.loaded.pop()
-        resume.restore_optimizers(self.training_step.optimizers, parts, self.trained, self.source)
-        self.position = resume.position_of(parts)
+        loading.restore_optimizers(self.training_step.optimizers, parts, self.trained, self.source)
+        self.position = loading.position_of(parts)
         if self.trained["loop_state"].keys() != self.state.keys():
             raise UserError(
                 f"the run in {self.folder} is of another release, whose loop had another state; finish it with that "
@@ -410,7 +401,7 @@ class Trainer:
         self.saved = (self.step, self.state["looked"]) if self.resumes else None
         branch = "" if self.resumes else f" of {self.source.name}"
         print0(f"Resuming from step {self.step}{branch}")
-        for change in resume.changed_settings(self.trained, self.meta):
+        for change in loading.changed_settings(self.trained, self.meta):
             print0(f"  note: {change}")
 
     @property
@@ -439,7 +430,7 @@ class Trainer:
         of_rank = {"optimizers": optimizers, "dataloader": self.position}
         loop = {"loop_state": self.state, "loss_state": self.monitor.state}
         weights = full_state_dict(self.model, self.rank)
-        bad_here = next(checkpoints.not_finite({"weight": weights, **of_rank}), None)
+        bad_here = next(not_finite({"weight": weights, **of_rank}), None)
         if bad := next(filter(None, of_all_ranks(bad_here)), None):
             raise self.lost(f"step {self.step}: {bad} is not finite, so nothing is saved")
         meta = self.state["numbers"] | self.meta | loop
@@ -465,7 +456,7 @@ class Trainer:
         """Attempts one optimizer step. If numbers of the step are not finite, the step updates nothing."""
         if self.change_method(self.step):
             self.progress.write(f"step {self.step:05d} | from here on {self.plan.at(self.step / self.num_steps)}")
-            if self.training_step.compiled:
+            if self.compiled:
                 torch._dynamo.reset()  # Recipes are constants of compiled code.
         self.replay, self.updating, numbers = [], False, None
         self.training_step.synchronize()

@@ -25,9 +25,9 @@ from nanochat_fp4.models.optim import PretrainingOptions
 from nanochat_fp4.training.checkpoint_manager import save_checkpoint
 from nanochat_fp4.training.load_model import build_model
 from nanochat_fp4.training.memory import update_bytes
-from nanochat_fp4.training.new_model import make_model
 from nanochat_fp4.training.step import TrainingStep
 from scripts import base_train
+from scripts.base_train import make_model
 
 SEED = torch.tensor(12345)
 

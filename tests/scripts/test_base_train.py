@@ -543,7 +543,7 @@ def test_another_run_is_not_overwritten_or_resumed(tiny_base, monkeypatch):
     ):
         with pytest.raises(UserError, match=named):
             train(*flags, "--resume-from-step=latest", steps=4, method=method)
-    for flag in ("--device-batch-size=3", "--branch-from=d1_none@1", "--num-iterations=0"):
+    for flag in ("--device-batch-size=3", "--branch-from=d1_none@1"):
         with pytest.raises(UserError):
             train("--overwrite", flag, steps=1, method="bf16")
     with monkeypatch.context() as m, pytest.raises(UserError, match="cannot be read"):

@@ -195,7 +195,9 @@ def test_each_method_has_its_own_memory_and_both_train_in_one_state(monkeypatch)
     clover, bf16 = (base.ways[0] for base in plan.bases)
     assert clover.state == bf16.state == "lean" and clover.rows == bf16.rows == 4
     assert all(set(base.ways[0].flags) < set(base.argv) for base in plan.bases)
-    assert clover.activations < 0.9 * bf16.activations and all(way.peak <= 0.94 * 32 * 2**30 for way in (clover, bf16))
+    assert clover.parts["activations"] < 0.9 * bf16.parts["activations"] and all(
+        way.peak <= 0.94 * 32 * 2**30 for way in (clover, bf16)
+    )
     facts = said(plan)
     sums = [fact for fact in facts["memory"] if " + " in fact]
     for way, fact in zip((clover, bf16), sums):

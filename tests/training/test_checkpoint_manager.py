@@ -25,6 +25,7 @@ from nanochat_fp4.training.checkpoint_manager import (
     save_checkpoint,
 )
 from nanochat_fp4.training.load_model import build_model, find_model_tag, load_model
+from nanochat_fp4.training.telemetry import not_finite
 
 KINDS = ("model_{:06d}.pt", "optim_{:06d}_rank0.pt", "meta_{:06d}.json")
 
@@ -173,9 +174,9 @@ def test_the_old_folder_is_read_until_the_new_one_is_there(tmp_path):
 
 def test_what_is_not_finite_is_found():
     good = {"w": torch.ones(3), "empty": torch.ones(0), "count": torch.arange(3), "rate": 0.1, "codes": None}
-    assert list(cm.not_finite([good, {"state": {0: good}}])) == []
+    assert list(not_finite([good, {"state": {0: good}}])) == []
     bad = {"a": torch.tensor([1.0, float("inf")]), "b": torch.tensor([float("nan")], dtype=torch.bfloat16)}
-    assert list(cm.not_finite({"w": good, "optimizers": [good, {"state": bad}]})) == [
+    assert list(not_finite({"w": good, "optimizers": [good, {"state": bad}]})) == [
         "optimizers.1.state.a",
         "optimizers.1.state.b",
     ]
@@ -435,8 +436,8 @@ def test_a_record_of_a_recipe_that_left_refuses_nothing(model):
         (lambda m: m["model_config"].update(n_layer="two"), "model config is"),
         (lambda m: m["model_config"].update(n_layer=3), "weights"),
         (lambda m: m["model_config"].update(n_embd=128), "weights"),
-        (lambda m: m["run_config"].update(tokenizer="0123456789abcdef"), "tokenizer 0123456789abcdef"),
-        (lambda m: (m["model_config"].update(vocab_size=301), m.pop("run_config")), "301 tokens"),
+        (lambda m: m["run_config"].update(tokenizer="0123456789abcdef"), "fingerprint 0123456789abcdef"),
+        (lambda m: (m["model_config"].update(vocab_size=301), m.pop("run_config")), "tokens 301"),
     ],
 )
 def test_models_that_do_not_fit(model, change, text):

@@ -97,13 +97,13 @@ def test_graphs_keep_the_activations_beside_the_update():
         counted = count(on_meta(depth), rows)
         assert counted.peak / GIB == pytest.approx(without, abs=0.1), depth
         assert counted.graphed_peak / GIB == pytest.approx(with_graphs, abs=0.1), depth
-        assert counted.update - counted.graphed_update == 20 * (2**28 - 2**26)
+        assert counted.parts["update"] - counted.parts["graphed_update"] == 20 * (2**28 - 2**26)
 
 
 def test_several_processes_send_all_gradients_before_an_update():
     model = on_meta(20)
     elements = sum(p.numel() for p in model.transformer.h.parameters() if p.ndim == 2)
-    more = count(model, 4, processes=2).update - count(model, 4).update
+    more = count(model, 4, processes=2).parts["update"] - count(model, 4).parts["update"]
     assert more == 4 * elements * 1.5
 
 

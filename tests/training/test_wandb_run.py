@@ -74,5 +74,5 @@ def test_wandb_that_does_not_answer_does_not_stop_the_run(no_account, monkeypatc
 
 def test_wandb_asked_for_but_not_installed(no_account, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(UserError, match=r"pip install .*\[train\]', or set WANDB_RUN=dummy"):
+    with pytest.raises(UserError, match="wandb is not installed"):
         setup_tracker("run", "nanochat", {})
