@@ -122,6 +122,8 @@ def test_a_seed_is_another_order_of_the_same_text(data):
     assert not torch.equal(orders[0], orders[1]) and not torch.equal(orders[1], orders[2])
     texts = [documents_of(data, seed=seed) for seed in (0, 7)]
     assert sorted(texts[0]) == sorted(texts[1]) and texts[0] != texts[1]
+    places = [int(text.partition(":")[0]) % 10 for text in texts[1]]
+    assert len({tuple(places[k : k + 10]) for k in range(0, 300, 10)}) > 20  # each row group has an order of its own
     it = loader(data, seed=5)
     position = position_after(it, 7)
     assert torch.equal(rows_of(loader(data, seed=5, position=position), 20), rows_of(it, 20))

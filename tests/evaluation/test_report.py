@@ -229,6 +229,14 @@ def test_no_gap_between_runs_of_different_text_tokenizer_or_tokens(base_dir, fol
     assert row[4] == ("500" if "loss_tokens" in of_run or "loss_step" in of_run else "9,000")
 
 
+def test_of_two_baselines_the_finished_one_counts(base_dir, folder):
+    make_run(base_dir, "base", "bf16", 1.25)
+    make_run(base_dir, "other", "clover", 1.275)
+    make_run(base_dir, "base_again", "bf16", 1.3, done=12)
+    os.utime(log_of(base_dir, "base_again").path, times=(time.time() + 10,) * 2)
+    assert row_of(generated(folder), "other")[7] == "+2.00%"
+
+
 def test_losses_of_the_last_step_and_the_most_text(base_dir, folder):
     make_run(base_dir, "other", "clover", 1.275, loss_step=3)  # of an earlier step than the run's
     assert row_of(generated(folder), "other")[4:7] == ["500", "1.2850", "1.2950"]

@@ -138,6 +138,7 @@ def test_a_row_does_not_depend_on_its_neighbours_in_eval_mode_unless_asked_to():
         assert not torch.equal(model(x)[0], model(loud)[0])  # training has the method's scales
         with torch.no_grad():
             assert torch.equal(model.eval()(x)[0], model(loud)[0]) == per_token
+        assert not torch.equal(model(x)[0], model(loud)[0])  # nor has a pass in eval mode that is differentiated
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -347,9 +347,10 @@ def test_fused_plain_layers_are_those_layers():
         lambda layers: layers[2].register_parameter("bias", torch.nn.Parameter(torch.randn(64))),
         lambda layers: layers[0].register_forward_hook(lambda m, args, y: y * 2),
         lambda layers: nf.full_precision(layers[1]).__enter__(),
+        lambda layers: nf.per_token_scale(layers[1]).__enter__(),
         lambda layers: setattr(layers[1], "forward", lambda x: x),
     ],
-    ids=["recipe", "bias", "hook", "full precision", "forward"],
+    ids=["recipe", "bias", "hook", "full precision", "per token", "forward"],
 )
 def test_layers_that_are_not_alike_are_computed_one_by_one(change):
     layers, x = qkv("clover"), torch.randn(32, 64)
@@ -367,7 +368,7 @@ def test_layers_that_are_not_alike_are_computed_one_by_one(change):
 @pytest.mark.parametrize("method", METHOD_TABLE)
 def test_evaluation_draws_nothing(method):
     """Or an evaluation between two steps would change the run."""
-    linear, x = layer(method), torch.randn(16, 128)
+    linear, x = layer(method), torch.randn(16, 128, requires_grad=True)
     trained, state = linear(x).detach(), torch.get_rng_state()
     with torch.no_grad():
         want = linear(x)

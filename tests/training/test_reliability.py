@@ -429,6 +429,15 @@ def test_after_bad_numbers_a_run_goes_on_as_it_would_have(tiny_base, monkeypatch
     assert_same(resumed, expected)
 
 
+def test_bad_gradients_of_shards_are_dropped_with_their_step(tiny_base, monkeypatch):
+    """There the layer is not looked for, whose search would drop them."""
+    monkeypatch.setattr(trainer, "is_sharded", lambda model: True)
+    Damage(monkeypatch, 1, float("nan"))
+    folder = run_stage("base", tiny_base, "--eval-every=-1", "--method=bf16", "--on-nonfinite=skip", steps=4)
+    events = [r["event"] for r in read_jsonl(folder / "metrics.jsonl") if r["event"] != "val"]
+    assert events == ["start", "train", "skip", "train", "train"]
+
+
 def test_bad_numbers_can_be_skipped_and_spikes_are_seen(tiny_base, monkeypatch, capsys):
     monkeypatch.setattr(metrics.LossMonitor, "SPIKE_AFTER", 3)
     flags = ["--eval-every=-1", "--method=bf16"]

@@ -4,6 +4,7 @@ import json
 import math
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from nanochat_fp4.training.memory import (
     plan_accumulation,
 )
 from nanochat_fp4.training.telemetry import layer_telemetry, name_nonfinite, summarize_telemetry
+from nanochat_fp4.training.trainer import Trainer
 from scripts.base_train import parse_device_batch_size
 
 
@@ -290,6 +292,19 @@ def test_telemetry_of_other_formats(method):
     model = nf.convert(Mlp(), method, verbose=False)
     numbers = layer_telemetry(model, lambda: model(torch.randn(1, 128, 128)).backward())["up"]
     assert 0.001 < numbers["output_error"] < 0.3
+
+
+def test_the_best_loss_is_the_least_and_the_best_accuracy_the_greatest(tmp_path):
+    run = object.__new__(Trainer)
+    run.step, run.position, run.step_tokens, run.warned_of_repetition = 3, None, None, False
+    run.state = {"best": {}, "numbers": {}, "training_seconds": 0.0}
+    run.metrics = MetricsLog(tmp_path)
+    run.progress = SimpleNamespace(write=lambda line: None)
+    run.tracker = SimpleNamespace(log=lambda numbers, step: None)
+    for loss, bpb, accuracy in ((2.0, 1.0, 0.25), (1.0, 1.5, 0.5), (1.5, 1.25, 0.125)):
+        run.take_evaluation({"val_loss": loss, "val_bpb": bpb, "mmlu_acc": accuracy})
+    assert run.state["best"] == {"val_loss": 1.0, "val_bpb": 1.0, "mmlu_acc": 0.5}
+    assert run.state["numbers"] == {"val_loss": 1.5, "val_bpb": 1.25, "mmlu_acc": 0.125}
 
 
 # ----------------------------------------------------------------------------------------------------------------------
