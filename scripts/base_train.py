@@ -77,10 +77,7 @@ from nanochat_fp4.training.load_model import (
     checkpoint_folder,
     register_recipes,
 )
-from nanochat_fp4.training.memory import (
-    auto_device_batch_size,
-    plan_accumulation,
-)
+from nanochat_fp4.training.memory import auto_device_batch_size, plan_accumulation
 from nanochat_fp4.training.step import TrainingStep
 from nanochat_fp4.training.trainer import Trainer, due, run_stage
 
@@ -127,12 +124,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--window-pattern", default="SSSL", help="sliding windows of the layers in turn: L=full, S=half context")
     families.add_arguments(parser)
     # Training horizon. Only one of these is used. Earlier ones take precedence.
-    add(
-        "--num-iterations",
-        type=parse_steps,
-        default=-1,
-        help="explicit number of optimization steps (-1 = disable)",
-    )
+    add("--num-iterations", type=parse_steps, default=-1, help="explicit number of optimization steps (-1 = disable)")
     add("--target-flops", type=parse_finite, default=-1.0, help="steps that reach these FLOPs (-1 = disable)")
     text = "steps that reach these tokens per parameter (Chinchilla=20, -1 = disable)"
     add("--target-param-data-ratio", type=parse_finite, default=8, help=text)

@@ -58,12 +58,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--source", default="sft", choices=("mid", "sft"), help="mid|sft - which checkpoint to load from")
     # Training horizon
     add("--num-epochs", type=int, default=1, help="number of epochs over GSM8K")
-    add(
-        "--num-iterations",
-        type=parse_steps,
-        default=-1,
-        help="override number of iterations (-1 = use num_epochs)",
-    )
+    add("--num-iterations", type=parse_steps, default=-1, help="override number of iterations (-1 = use num_epochs)")
     # Batch sizes and sampling
     add("--device-batch-size", type=int, default=8, help="max batch size per forward pass")
     add("--examples-per-step", type=int, default=16, help="examples per optimization step across all ranks")

@@ -52,12 +52,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--source", default="mid", choices=("base", "mid"), help="base|mid - which checkpoint to load from")
     # Training horizon
     add("--num-epochs", type=int, default=1, help="number of epochs")
-    add(
-        "--num-iterations",
-        type=parse_steps,
-        default=-1,
-        help="override number of iterations (-1 = use num_epochs)",
-    )
+    add("--num-iterations", type=parse_steps, default=-1, help="override number of iterations (-1 = use num_epochs)")
     # Batch sizes
     text = "per-device batch size (default: 4, or that of the model's training if it is smaller)"
     add("--device-batch-size", type=int, default=None, help=text)

@@ -276,9 +276,9 @@ def find_resume_step(checkpoint_dir: Path, resume_from_step: int | str, overwrit
     """
     Returns the step whose checkpoint is resumed, or None for a new run. All ranks must call this function together.
 
-    `resume_from_step` is -1, a step, or 'latest'. Nothing is deleted here. Raises UserError if a new
-    run would be mixed with a run that exists already, or if --overwrite would delete a model with which a run of a
-    later stage has begun that is still running.
+    `resume_from_step` is -1, a step, or 'latest'. Nothing is deleted here. Raises UserError if a new run would be mixed
+    with a run that exists already, or if --overwrite would delete a model with which a run of a later stage has begun
+    that is still running.
     """
     resume_from = "latest" if resume_from_step == -1 and restarts() else resume_from_step
     if resume_from == "latest":
@@ -320,14 +320,16 @@ def check_disk(folder: Path, model: nn.Module, overwrite: bool) -> None:
     """Raises UserError on every rank if the folder's disk has no room for a checkpoint of the model: its weights, and
     two moments for each of them. With `overwrite` the files of the old run count as free. Raises OSError if no file can
     be made there."""
-    size = 3 * sum(p.numel() * p.element_size() for p in model.parameters())
-    folder.mkdir(parents=True, exist_ok=True)
-    tempfile.TemporaryFile(dir=folder).close()
-    freed = sum(p.stat().st_size for p in folder.rglob("*") if p.is_file()) if overwrite else 0
-    free = shutil.disk_usage(folder).free
-    problem = f"{folder} cannot take a checkpoint of {format_bytes(size)} (its disk has {format_bytes(free)} free)"
-    remedy = "free some space, or choose a writable folder (NANOCHAT_BASE_DIR, --model-tag)"
-    fail_together(f"{problem}; {remedy}" if free + freed < size else None)
+    problem = None
+    if get_dist_info()[1] == 0:
+        size = 3 * sum(p.numel() * p.element_size() for p in model.parameters())
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+        freed = sum(p.stat().st_size for p in folder.rglob("*") if p.is_file()) if overwrite else 0
+        if (free := shutil.disk_usage(folder).free) + freed < size:
+            has = f"its disk has {format_bytes(free)} free; free some space, or set NANOCHAT_BASE_DIR or --model-tag"
+            problem = f"{folder} cannot take a checkpoint of {format_bytes(size)}: {has}"
+    fail_together(problem)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -345,7 +347,7 @@ def check_same_run(now: dict[str, Any], before: dict[str, Any], checkpoint_dir: 
     bits."""
     different = [f"{k} was {before.get(k)!r} and is now {v!r}" for k, v in now.items() if before.get(k) != v]
     if different:
-        why = "; ".join(different) if before else "it does not say how it was trained, as nanochat's own"
+        why = "; ".join(different) if before else "it does not say how it was trained (nanochat's own?)"
         raise UserError(
             f"the checkpoint in {checkpoint_dir} belongs to another run: {why}. Resume it with the settings it has, "
             "start over with --overwrite in place of --resume-from-step, or choose another --model-tag"

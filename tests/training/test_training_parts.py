@@ -17,11 +17,7 @@ from nanochat_fp4.evaluation.metrics import LossMonitor, MetricsLog, read_jsonl
 from nanochat_fp4.models.gpt import GPT, GPTConfig
 from nanochat_fp4.models.optim import gradient_norm, lr_multiplier, muon_momentum, weight_decay_at
 from nanochat_fp4.training.load_model import check_same_run
-from nanochat_fp4.training.memory import (
-    auto_device_batch_size,
-    largest_micro_batch,
-    plan_accumulation,
-)
+from nanochat_fp4.training.memory import auto_device_batch_size, largest_micro_batch, plan_accumulation
 from nanochat_fp4.training.telemetry import layer_telemetry, name_nonfinite, summarize_telemetry
 from nanochat_fp4.training.trainer import Trainer
 from scripts.base_train import parse_device_batch_size
