@@ -185,6 +185,7 @@ class Settings:
             text = str(e)
         names["--device-type"] = "BASE_ARGS=--device-type"
         text = re.sub(r"--[\w-]+", lambda flag: names.get(flag[0], flag[0]), text)
+        text = re.sub(r"^argument (\w+):", lambda name: f"{name[1]}={self.values[name[1]]}:", text)
         changed = {name: v for name, v in self.changed.items() if name in names.values() or name == args}
         if not any(name in text for name in changed):
             text = f"{', '.join(f'{k}={v}' for k, v in changed.items()) or args or self.run}: {text}"
