@@ -3,8 +3,8 @@ for the micro-batches of one optimizer step.
 
 A context belongs to the layers and not to a thread, because autograd runs backward passes in threads of its own. One
 thread enters and leaves the contexts of a model. A context that ends takes away what it has set itself, and nothing of
-the other contexts, so contexts may end in any order. Generators that are left unfinished end theirs late.
-A copy or a pickle of a model that is made inside a context does not have the context's settings.
+the other contexts. Contexts may therefore end in any order, as those of generators that are left unfinished do. A copy
+or a pickle of a model that is made inside a context does not have the context's settings.
 """
 
 import contextlib
