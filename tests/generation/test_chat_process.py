@@ -31,16 +31,14 @@ HEAD = b"POST /chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: app
 
 
 @pytest.fixture(scope="module")
-def model(made_once, fork_server, _tiny_base):
+def model(tmp_path_factory, fork_server, _tiny_base):
     """A base directory with a chat model of three steps."""
-
-    def make(base: Path) -> None:
-        (base / "tokenizer").symlink_to(_tiny_base / "tokenizer")
-        for module, argv in TRAINED:
-            run = fork_server.run(module, [*argv, "--model-tag=tiny"], env={"NANOCHAT_BASE_DIR": str(base)})
-            assert run.status == 0, run.log
-
-    return made_once("chat_model", make)
+    base = tmp_path_factory.mktemp("chat_model")
+    (base / "tokenizer").symlink_to(_tiny_base / "tokenizer")
+    for module, argv in TRAINED:
+        run = fork_server.run(module, [*argv, "--model-tag=tiny"], env={"NANOCHAT_BASE_DIR": str(base)})
+        assert run.status == 0, run.log
+    return base
 
 
 class Server:
