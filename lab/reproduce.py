@@ -259,7 +259,7 @@ def save(context: Context, outcome: Outcome, name: str) -> None:
         if plots.draw(path.with_suffix(".png"), title, outcome.plot):
             print0(f"drawn in {path.with_suffix('.png')}")
         else:
-            print0("no picture: no run was evaluated on the way; a sweep with --extra=--eval-every=20 is")
+            print0("no picture: no run from scratch was evaluated on the way; fig5 draws those that branch, too")
     print0(f"written to {path}")
 
 

@@ -192,6 +192,13 @@ def test_runs_without_evaluations_on_the_way_have_no_blank_picture(tmp_path, cap
     assert "no picture" in capsys.readouterr().out and not (tmp_path / f"{name}.png").exists()
 
 
+def test_runs_that_branch_have_their_picture_in_fig5(tmp_path, capsys):
+    path = study(tmp_path / "a.json", lambda run: {"flags": ["--branch-from=a@9"]}, bf16=[0.0], clover=[1.0])
+    for name, said in (("horizon", "fig5"), ("fig5", "fig5.png")):
+        reproduce.main([name, f"--results={path}", f"--folder={tmp_path}"])
+        assert said in capsys.readouterr().out and (tmp_path / f"{name}.png").exists() == (name == "fig5")
+
+
 def test_bars_are_those_of_methods_that_were_run(tmp_path, monkeypatch):
     from matplotlib.figure import Figure
 
