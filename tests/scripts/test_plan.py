@@ -117,7 +117,7 @@ REFUSED = [
     ({"DEVICE_BATCH": "7"}, "another DEVICE_BATCH"),
     ({"DEVICE_BATCH": "4096", "TOTAL_BATCH": "1048576"}, "set DEVICE_BATCH=32"),
     ({"DEPTH": "1000"}, "BASE_ARGS=--device-type=cpu"),
-    ({"NUM_ITERATIONS": "0"}, "NUM_ITERATIONS: '0'"),
+    ({"NUM_ITERATIONS": "0"}, "NUM_ITERATIONS=0"),
     ({"VOCAB_SIZE": "10"}, "VOCAB_SIZE=10"),
     ({"MATRIX_LR": "-1", "BASE_ARGS": "--warmup-ratio=0.1"}, "MATRIX_LR"),
     ({"WINDOW_PATTERN": "X"}, "WINDOW_PATTERN=X"),
