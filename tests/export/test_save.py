@@ -55,11 +55,14 @@ def test_a_layer_that_reads_nothing_stays_in_16_bits(model, tmp_path):
     assert config["quantization_config"]["ignore"] == ["lm_head", "more"]
 
 
-def test_what_a_class_keeps_in_fp32_stays_in_fp32(model, tmp_path):
-    model._keep_in_fp32_modules_strict = {"embed"}
-    nf.save_quantized(model, tmp_path / "out")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_what_a_class_keeps_in_fp32_stays_in_fp32(model, tmp_path, dtype):
+    """transformers keeps some of these tensors in FP32 in a model in FP16 alone."""
+    model._keep_in_fp32_modules_strict, model._keep_in_fp32_modules = {"embed"}, ["layers.0"]
+    nf.save_quantized(model, tmp_path / "out", dtype=dtype)
     tensors = load_safetensors(tmp_path / "out")
-    assert tensors["embed.weight"].dtype == torch.float32 and tensors["layers.0.bias"].dtype == torch.bfloat16
+    assert tensors["embed.weight"].dtype == torch.float32
+    assert tensors["layers.0.bias"].dtype == (torch.float32 if dtype == torch.float16 else torch.bfloat16)
 
 
 def test_a_compiled_model_is_saved_under_its_own_names(model, tmp_path):

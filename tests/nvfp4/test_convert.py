@@ -344,16 +344,19 @@ def test_weights_quantized_once_change_no_bit(method, monkeypatch):
     assert len(calls) == (2 if nf.get_recipe(method).output.b.rounding else 0 if method == "bf16" else 6)
 
 
-@pytest.mark.parametrize("how", ["add", "exchange", "data", "fused step"])
+@pytest.mark.parametrize("how", ["add", "exchange", "replace", "data", "fused step"])
 def test_weights_that_change_within_once_are_told(how):
     model = converted(Fused())
-    weight = next(m for m in model.modules() if isinstance(m, nf.QuantLinear)).weight
+    owner = next(m for m in model.modules() if isinstance(m, nf.QuantLinear))
+    weight = owner.weight
     with pytest.raises(RuntimeError, match="optimizer.step"):
         with nf.quantize_weights_once(model), torch.no_grad():
             if how == "add":
                 weight += 1
             elif how == "exchange":
                 torch.utils.swap_tensors(weight, torch.nn.Parameter(weight + 1))
+            elif how == "replace":
+                owner.weight = torch.nn.Parameter(weight + 1)
             elif how == "fused step":  # which counts no version
                 torch.optim.SGD(torch.nn.Linear(8, 8).parameters(), lr=1.0).step()  # of another model
                 torch.optim.AdamW(model.parameters(), fused=True).step()

@@ -7,7 +7,7 @@ import torch
 from _assertions import assert_within_ulps, relative_square_error
 
 from nanochat_fp4.nvfp4 import dispatch
-from nanochat_fp4.nvfp4.gemm import Quantized, gemm, quantize_operand
+from nanochat_fp4.nvfp4.gemm import Quantized, gemm, joined, quantize_operand
 from nanochat_fp4.nvfp4.quantizers import Quantization, quantize, quantize_reference
 from nanochat_fp4.nvfp4.roundings import ROUNDINGS
 
@@ -107,6 +107,16 @@ def test_per_token_scales():
     got = run(a, w)
     for i in range(6):
         assert relative_square_error(got[i], exact(a, w)[i]) < 1e-13
+
+
+def test_parts_of_a_weight_are_joined_with_all_of_their_rows():
+    """Each part may hold its decoded values, which are not those of the whole."""
+    x = torch.randn(32, 64)
+    parts = [
+        operand(quantize_reference(rows, Quantization(ROUNDINGS["rtn"], amax=x.abs().amax()))) for rows in x.split(16)
+    ]
+    whole = joined(parts)
+    assert whole.length == 64 and torch.equal(whole.dequantize(), torch.cat([part.dequantize() for part in parts]))
 
 
 def test_what_goes_to_cublas_has_rows_or_columns_of_its_own():

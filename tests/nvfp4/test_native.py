@@ -197,6 +197,13 @@ def test_a_layer_with_ragged_edges(library, monkeypatch, shape, products):
     assert len(library.calls) == products
 
 
+@pytest.mark.parametrize("rows, k, taken", [(32, 64, True), (24, 64, False), (32, 48, False), (16, 32, True)])
+def test_tensor_cores_take_whole_tiles_of_16(library, rows, k, taken):
+    """Other products are emulated, such as that of an output head of 24 tokens."""
+    a, b = (nf.quantize(torch.randn(n, k), "rtn") for n in (8, rows))
+    assert dispatch.library(a, b) == ("cublaslt" if taken else None)
+
+
 def test_micro_batches_add_to_the_gradient_in_the_gemm(library, monkeypatch):
     def gradient():
         torch.manual_seed(0)
@@ -591,6 +598,7 @@ def fp8(library, monkeypatch):
     def scaled_mm(a, b, scale_a, scale_b, out_dtype, use_fast_accum):
         if not (a.is_contiguous() and b.T.is_contiguous()):
             raise RuntimeError("only row-major and column-major")
+        assert use_fast_accum == (torch.float8_e5m2 not in (a.dtype, b.dtype))  # sums of gradients are exact
         calls.append(out_dtype)
         return (a.float() @ b.float() * scale_a * scale_b).to(out_dtype)
 
