@@ -262,6 +262,14 @@ def test_a_run_of_several_precisions_takes_the_time_of_each():
     assert mixed == pytest.approx((2 * plain["nvidia"] + plain["fp8"]) / 3, rel=0.01)
 
 
+@pytest.mark.parametrize("method, forwards", [("bf16", 1), ("nvidia", 2)])
+def test_validations_take_a_third_of_a_step_for_each_forward(method, forwards):
+    base, (low, *_) = hours(GPU="rtx5090", QAT_METHOD=method, EVAL_EVERY="100")
+    without = hours(GPU="rtx5090", QAT_METHOD=method, EVAL_EVERY="-1")[1][0]
+    read = (base.steps // 100 + 1) * base.args.eval_tokens * forwards
+    assert low / without == pytest.approx(1 + read / 3 / base.tokens)
+
+
 @pytest.fixture
 def timed(base_dir):
     """Steps that dev/measure.sh timed on an RTX 5090."""
