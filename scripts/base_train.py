@@ -48,6 +48,7 @@ from nanochat_fp4.common import (
 from nanochat_fp4.data.dataloader import Batches, Documents, evaluation_rows, packed_rows
 from nanochat_fp4.data.dataset import ensure_data, how_often, open_text, validation_text
 from nanochat_fp4.data.tokenizer import RustBPETokenizer, get_token_bytes, get_tokenizer
+from nanochat_fp4.doctor import self_check
 from nanochat_fp4.evaluation import report
 from nanochat_fp4.evaluation.core_eval import evaluate_model
 from nanochat_fp4.evaluation.loss_eval import evaluate_bpb
@@ -61,7 +62,6 @@ from nanochat_fp4.nvfp4.epilogue import groups_of
 from nanochat_fp4.nvfp4.methods import WHICH
 from nanochat_fp4.nvfp4.phases import MethodPlan
 from nanochat_fp4.parallel import unsharded
-from nanochat_fp4.self_check import self_check
 from nanochat_fp4.training.checkpoint_manager import check_model_tag, list_steps, read_meta
 from nanochat_fp4.training.flags import (
     METHODS,

@@ -1,14 +1,13 @@
 """The doctor and the start-up probe: silent on a sound machine, one clear line for every fault that is injected."""
 
 import contextlib
-import os
 import time
 
 import pytest
 import torch
 from _rows import METHOD_TABLE
 
-from nanochat_fp4 import doctor, self_check
+from nanochat_fp4 import doctor
 from nanochat_fp4.cli import UserError
 from nanochat_fp4.nvfp4 import layer
 from nanochat_fp4.nvfp4.methods import METHODS
@@ -34,15 +33,15 @@ def use_interpreted_kernels(monkeypatch):
 
 @pytest.mark.parametrize("method", METHOD_TABLE)
 def test_every_layer_passes(method):
-    assert self_check.layer_problem(DEVICE, method) is None
+    assert doctor.layer_problem(DEVICE, method) is None
 
 
 def test_probe_passes_quickly_and_says_so():
-    assert "clover" in self_check.self_check(DEVICE)
+    assert "clover" in doctor.self_check(DEVICE)
     start = time.process_time()
-    self_check.self_check(DEVICE)
+    doctor.self_check(DEVICE)
     assert time.process_time() - start < 2  # about 0.2 s
-    assert "nvidia" in self_check.self_check(str(DEVICE), "nvidia")
+    assert "nvidia" in doctor.self_check(str(DEVICE), "nvidia")
 
 
 @pytest.mark.parametrize("capability, launches", [((10, 0), [("ms_eden", 20, 128)]), ((12, 0), []), ((9, 0), [])])
@@ -55,24 +54,24 @@ def test_a_b200_repeats_its_rotating_kernels_at_the_start(monkeypatch, capabilit
         return "launch 13 has other values than the first"
 
     for name in ("kernel_problem", "layer_problem"):
-        monkeypatch.setattr(self_check, name, lambda *arguments: None)
-    monkeypatch.setattr(self_check, "use_kernels", lambda device: True)
-    monkeypatch.setattr(self_check, "repeat_problem", repeat)
+        monkeypatch.setattr(doctor, name, lambda *arguments: None)
+    monkeypatch.setattr(doctor, "use_kernels", lambda device: True)
+    monkeypatch.setattr(doctor, "repeat_problem", repeat)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     with pytest.raises(UserError, match="launch 13 has other values") if launches else contextlib.nullcontext():
-        self_check.self_check("cuda", "clover")
+        doctor.self_check("cuda", "clover")
     assert seen == launches
 
 
 def test_beside_a_gpu_the_self_check_computes_in_one_thread(monkeypatch):
     """torch.compile's processes take the cores of a start, and threads that wait for one another waited seconds."""
     seen = []
-    monkeypatch.setattr(self_check, "use_kernels", lambda device: False)
-    monkeypatch.setattr(self_check, "layer_problem", lambda *arguments: seen.append(torch.get_num_threads()))
+    monkeypatch.setattr(doctor, "use_kernels", lambda device: False)
+    monkeypatch.setattr(doctor, "layer_problem", lambda *arguments: seen.append(torch.get_num_threads()))
     threads = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
-        self_check.self_check("cuda", "clover")
+        doctor.self_check("cuda", "clover")
         assert seen == [1] and torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(threads)
@@ -82,16 +81,16 @@ def test_probe_leaves_the_generators_alone():
     torch.manual_seed(5)
     want = torch.rand(3, device=DEVICE)
     torch.manual_seed(5)
-    self_check.self_check(DEVICE)
+    doctor.self_check(DEVICE)
     assert torch.equal(torch.rand(3, device=DEVICE), want)
 
 
 def test_probe_checks_the_kernels_where_they_are_used(monkeypatch):
     use_interpreted_kernels(monkeypatch)
-    monkeypatch.setattr(self_check, "LAYER", (40, 32, 48))
-    seen, real = [], self_check.kernel_problem
-    monkeypatch.setattr(self_check, "kernel_problem", lambda *a: seen.append((a[1].name, a[2])) or real(*a))
-    self_check.self_check(DEVICE, "clover")
+    monkeypatch.setattr(doctor, "LAYER", (40, 32, 48))
+    seen, real = [], doctor.kernel_problem
+    monkeypatch.setattr(doctor, "kernel_problem", lambda *a: seen.append((a[1].name, a[2])) or real(*a))
+    doctor.self_check(DEVICE, "clover")
     assert seen == [("four_over_six", 0), ("ms_eden", 128)]
 
 
@@ -108,7 +107,7 @@ def test_the_command_passes_here(fork_server):
 
 def failure(method="clover") -> str:
     with pytest.raises(UserError) as caught:
-        self_check.self_check(DEVICE, method)
+        doctor.self_check(DEVICE, method)
     text = str(caught.value)
     assert "\n" not in text and "NVFP4_KERNELS=reference" in text
     return text
@@ -183,7 +182,7 @@ def test_a_kernel_that_returns_wrong_codes(monkeypatch):
         return codes, *rest
 
     monkeypatch.setattr(kernels, "quantize", quantize)
-    monkeypatch.setattr(self_check, "LAYER", (40, 32, 48))
+    monkeypatch.setattr(doctor, "LAYER", (40, 32, 48))
     assert "four_over_six" in failure() and "1 of " in failure() and "values of the codes" in failure()
 
 
@@ -206,7 +205,7 @@ def test_the_probe_sees_each_operand_of_a_step(name, monkeypatch):
         return tensors
 
     monkeypatch.setattr(kernels, "rotate_quantize", rotate_quantize)
-    text = self_check.kernel_problem(DEVICE, ROUNDINGS["ms_eden"], 128, (128, 128))
+    text = doctor.kernel_problem(DEVICE, ROUNDINGS["ms_eden"], 128, (128, 128))
     assert text.startswith("ms_eden after an RHT of 128, 128 x 128: ") and f"values of {name} differ" in text
 
 
@@ -215,7 +214,7 @@ def test_a_rotating_kernel_with_other_bits_in_one_of_many_launches(monkeypatch):
     import nvfp4_kernels.rotate as kernels
 
     real, launches = kernels.rotate_quantize, []
-    assert self_check.repeat_problem(DEVICE, ROUNDINGS["ms_eden"], (32, 128), 2) is None
+    assert doctor.repeat_problem(DEVICE, ROUNDINGS["ms_eden"], (32, 128), 2) is None
 
     def rotate_quantize(*args):
         tensors = real(*args)
@@ -225,7 +224,7 @@ def test_a_rotating_kernel_with_other_bits_in_one_of_many_launches(monkeypatch):
         return tensors
 
     monkeypatch.setattr(kernels, "rotate_quantize", rotate_quantize)
-    text = self_check.repeat_problem(DEVICE, ROUNDINGS["ms_eden"], (32, 128), 4)
+    text = doctor.repeat_problem(DEVICE, ROUNDINGS["ms_eden"], (32, 128), 4)
     assert text == "ms_eden, 32 x 128: launch 3 has other values than the first"
 
 
@@ -250,12 +249,12 @@ def test_an_attention_that_is_wrong(wrong, monkeypatch):
     assert doctor.attention_problem(DEVICE, "sdpa").startswith(expected[wrong])
 
 
-def test_examine_lists_every_problem(monkeypatch):
+def test_examine_lists_every_problem(monkeypatch, capsys):
     inject(monkeypatch, (0,), torch.zeros_like)
-    lines = []
-    problems = doctor.examine(torch.device("cpu"), ("clover", "bf16"), lines.append)
+    problems = doctor.examine(torch.device("cpu"), ("clover", "bf16"))
     assert problems == ["clover: output is all zeros"]
-    assert any("FAIL" in line for line in lines) and any("ok    bf16" in line for line in lines)
+    text = capsys.readouterr().out
+    assert "FAIL" in text and "ok    bf16" in text
 
 
 def test_the_command_fails_with_one_line(monkeypatch, capsys):
@@ -274,21 +273,6 @@ def test_by_default_the_methods_to_choose_from_are_examined(monkeypatch):
     assert seen == [tuple(METHODS)]
 
 
-def end(device, method):
-    os._exit(1)
-
-
-@pytest.mark.slow
-def test_checks_in_processes_of_their_own_say_the_same_and_one_that_dies_is_named(monkeypatch):
-    said = [[], []]
-    for processes, lines in enumerate(said):
-        assert not doctor.examine(torch.device("cpu"), ("bf16", "clover"), lines.append, processes=processes)
-    assert said[0] == said[1]
-    monkeypatch.setattr(doctor, "method_problem", end)
-    with pytest.raises(UserError, match="died"):
-        doctor.examine(torch.device("cpu"), ("clover",), said[0].append, processes=1)
-
-
 def test_what_a_compiler_raises_is_a_problem_and_no_traceback(monkeypatch):
     """Triton's CompilationError and a missing gcc (FileNotFoundError) are no RuntimeError."""
 
@@ -296,15 +280,16 @@ def test_what_a_compiler_raises_is_a_problem_and_no_traceback(monkeypatch):
         raise FileNotFoundError("gcc not found")
 
     monkeypatch.setattr(torch.autograd, "grad", raises)
-    assert self_check.layer_problem(torch.device("cpu"), "clover") == "clover: gcc not found"
+    assert doctor.layer_problem(torch.device("cpu"), "clover") == "clover: gcc not found"
 
 
 def test_the_doctor_compares_each_kernel_with_its_own_rotation(monkeypatch):
     """A start compares roundings other than ms_eden without one."""
     use_interpreted_kernels(monkeypatch)
     seen = []
-    monkeypatch.setattr(self_check, "kernel_problem", lambda *a: seen.append((a[1].name, a[2])))
-    self_check.self_check(DEVICE, "nvidia")
+    monkeypatch.setattr(doctor, "kernel_problem", lambda *a: seen.append((a[1].name, a[2])))
+    doctor.self_check(DEVICE, "nvidia")
     at_the_start, seen[:] = [*seen], []
-    doctor.method_problem(DEVICE, "nvidia")
+    monkeypatch.setattr(doctor, "attention_problem", lambda *arguments: None)
+    doctor.examine(DEVICE, ("nvidia",))
     assert {rht_dim for _, rht_dim in at_the_start} == {0} and {rht_dim for _, rht_dim in seen} == {0, 16}

@@ -13,7 +13,7 @@ steady state of its own, as in a training run. Calls warm up for --seconds, and 
 in opposite orders of the methods. "ms" is the median of all timed calls, and "spread" is the distance of the medians of
 both visits. MHz, W and the limits of the clock were sampled by NVML while the calls ran.
 
-A method is timed only after its results were compared with the reference (nanochat_fp4.self_check) and, on the tensors
+A method is timed only after its results were compared with the reference (nanochat_fp4.doctor) and, on the tensors
 that are timed, with BF16. The JSON is written whenever there are new numbers.
 """
 
@@ -25,8 +25,8 @@ import torch
 import nanochat_fp4 as nf
 from lab.bench import common
 from nanochat_fp4.cli import UserError
+from nanochat_fp4.doctor import layer_problem
 from nanochat_fp4.nvfp4.probe import relative_square_error
-from nanochat_fp4.self_check import layer_problem
 
 # The paper's Table 6: [in_features, out_features] of a model's linear layers.
 LAYER_SETS: dict[str, dict[str, tuple[int, int]]] = {

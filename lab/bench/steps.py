@@ -54,13 +54,13 @@ from lab.bench import common, step
 from lab.bench.step import GraphedSubject, Stopwatch, Subject, Variant, has_graphs
 from nanochat_fp4.cli import UserError, format_bytes, is_out_of_memory, one_line
 from nanochat_fp4.common import print0
+from nanochat_fp4.doctor import layer_problem
 from nanochat_fp4.hardware import get_peak_flops, gpu_memory
 from nanochat_fp4.models.cross_entropy import HEADS
 from nanochat_fp4.models.gpt import GPT, RECOMPUTE, config_from_depth
 from nanochat_fp4.models.optim import ORTHOGONALIZERS
 from nanochat_fp4.models.optim8bit import STATES
 from nanochat_fp4.nvfp4.methods import get_recipe
-from nanochat_fp4.self_check import layer_problem
 from nanochat_fp4.training.memory import plan_accumulation
 
 UNKNOWN = (

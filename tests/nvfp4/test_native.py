@@ -393,13 +393,13 @@ def test_an_empty_wish_is_none(library, monkeypatch):
 
 def test_the_doctor_runs_through_it(library, monkeypatch):
     """Forward and backward of a layer against the reference; a fault that the libraries' own test does not meet."""
-    from nanochat_fp4 import self_check
+    from nanochat_fp4 import doctor
 
-    monkeypatch.setattr(self_check, "LAYER", (48, 96, 64))
-    assert "passed" in self_check.self_check("cpu", "clover")
+    monkeypatch.setattr(doctor, "LAYER", (48, 96, 64))
+    assert "passed" in doctor.self_check("cpu", "clover")
     library.multiply = lambda *operands: multiply(*operands) * (operands[2].shape[0] != 96)
     with pytest.raises(UserError, match="grad_input is all zeros"):
-        self_check.self_check("cpu", "clover")
+        doctor.self_check("cpu", "clover")
 
 
 def test_a_large_product_is_sampled_in_every_tile(library):
