@@ -1,5 +1,6 @@
 """Assertions that several test files share. Every message has a label and says how much is wrong."""
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,14 @@ from nanochat_fp4.training.checkpoint_manager import load_checkpoint
 DRAWS = (1, 4, 16, 64, 256, 1024)
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def wait_until(condition: Callable[[], Any], seconds: float = 60) -> None:
+    """Waits for what goes on in the background, such as the rest of a slow removal."""
+    deadline = time.monotonic() + seconds
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert condition()
 
 
 def bits(t: torch.Tensor) -> torch.Tensor:

@@ -202,25 +202,25 @@ def packed_rows(
         }
 
     def batches(first: int, epoch: int) -> Batches:
-        with ThreadPoolExecutor(1) as ahead:
-            job = ahead.submit(pack, first)
-            while True:
-                rows, position = job.result()
-                job = ahead.submit(pack, position["row"])
-                if position["epoch"] > epoch == 1 and micro_batches:  # An evaluation reads its text again each time.
-                    print0(f"the text begins again after about {position['row'] * T:,} tokens")
-                epoch = position["epoch"]
-                for m in range(rank, M, world_size):
-                    start = first + m // stride * stride * B + m % stride
-                    numbers = range(start, start + stride * B, stride)
-                    batch = torch.from_numpy(np.stack([rows[k] for k in numbers])).long()
-                    # clone copies, while contiguous() of a single row would be a view.
-                    inputs, targets = batch[:, :-1].contiguous(), batch[:, 1:].clone()
-                    targets[[0 < num_rows <= k for k in numbers]] = IGNORE
-                    if torch.device(device).type == "cuda":
-                        inputs, targets = inputs.pin_memory(), targets.pin_memory()
-                    yield inputs.to(device, non_blocking=True), targets.to(device, non_blocking=True), position
-                first = position["row"]
+        ahead = ThreadPoolExecutor(1)  # Its thread ends with it. Nobody waits for the batch that it makes then.
+        job = ahead.submit(pack, first)
+        while True:
+            rows, position = job.result()
+            job = ahead.submit(pack, position["row"])
+            if position["epoch"] > epoch == 1 and micro_batches:  # An evaluation reads its text again each time.
+                print0(f"the text begins again after about {position['row'] * T:,} tokens")
+            epoch = position["epoch"]
+            for m in range(rank, M, world_size):
+                start = first + m // stride * stride * B + m % stride
+                numbers = range(start, start + stride * B, stride)
+                batch = torch.from_numpy(np.stack([rows[k] for k in numbers])).long()
+                # clone copies, while contiguous() of a single row would be a view.
+                inputs, targets = batch[:, :-1].contiguous(), batch[:, 1:].clone()
+                targets[[0 < num_rows <= k for k in numbers]] = IGNORE
+                if torch.device(device).type == "cuda":
+                    inputs, targets = inputs.pin_memory(), targets.pin_memory()
+                yield inputs.to(device, non_blocking=True), targets.to(device, non_blocking=True), position
+            first = position["row"]
 
     return batches(first, epoch)
 

@@ -8,6 +8,7 @@ import json
 import math
 import random
 import threading
+import time
 
 import datasets
 import numpy as np
@@ -15,10 +16,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from _assertions import wait_until
 from _samples import BOS, BYTE_TOKENIZER, make_shards
 
 from nanochat_fp4.cli import UserError
-from nanochat_fp4.data.dataloader import LANES, Documents, evaluation_rows, join_positions, packed_rows
+from nanochat_fp4.data.dataloader import LANES, Documents, Packer, evaluation_rows, join_positions, packed_rows
 from nanochat_fp4.data.dataset import Shard, Stored, digest_of, open_text
 
 
@@ -226,7 +228,24 @@ def test_a_step_is_packed_in_a_thread_that_ends_with_the_batches(data):
     next(it)
     assert threading.active_count() == before + 1
     it.close()
-    assert threading.active_count() == before
+    wait_until(lambda: threading.active_count() == before)
+
+
+def test_the_end_of_batches_waits_for_no_thread(data, monkeypatch):
+    """A collection of garbage can end them anywhere, also where a lock is held that their thread waits for."""
+    go, rows, real = threading.Event(), itertools.count(), Packer.next_row
+
+    def next_row(self):
+        if next(rows) >= 4:  # of the batch that is made ahead
+            go.wait(60)
+        return real(self)
+
+    monkeypatch.setattr(Packer, "next_row", next_row)
+    before, it = time.monotonic(), loader(data)
+    next(it)
+    it.close()
+    assert time.monotonic() - before < 50
+    go.set()
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -14,10 +14,10 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 import pytest
+from _assertions import wait_until
 
 from nanochat_fp4.evaluation import execution
 from nanochat_fp4.evaluation.execution import SandboxError, execute_code
@@ -49,14 +49,6 @@ every_kernel_layer = pytest.mark.parametrize("layers", KERNEL, ids="+".join)
 
 def run(code: str, layers: tuple[str, ...], timeout: float = 30.0, **kwargs) -> execution.ExecutionResult:
     return execute_code(code, timeout=timeout, layers=layers, **kwargs)
-
-
-def wait_until(condition, seconds: float = 60) -> None:
-    """Wait for what goes on in the background, e.g. the rest of a slow removal."""
-    deadline = time.monotonic() + seconds
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert condition()
 
 
 # ----------------------------------------------------------------------------------------------------------------------
