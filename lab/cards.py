@@ -14,6 +14,10 @@ as it has more of them. The file has for each card:
     gain      the range of tokens per second over BF16's, with equal micro-batches
     over_fp8  the range of clover_fp8_forward's tokens per second over fp8's
 
+`bf16_peaks` are the dense BF16 peaks of tensor cores with FP32 accumulation, in TFLOP/s, from the vendors' data sheets.
+Each key is a pattern of a device's name in lower case, and the first that matches counts, so longer names come first.
+PRO cards do not halve the rate with FP32 accumulation.
+
 `take` is the method to take on GPUs of an architecture, if no measurement of the user's can change it. `R` is the ratio
 of clover_fp8_forward's to fp8's tokens per second from which clover_fp8_forward ends ahead after the same hours, by
 depth. Its two values have the two exponents `b`, by which a longer run lowers the loss as tokens^-b: that of the runs
@@ -231,7 +235,8 @@ def content() -> dict[str, Any]:
         cards.append(record)
     of_arch = {arch: [c for c in cards if c["arch"] == arch] for arch in sorted({*OLDER, *(c["arch"] for c in cards)})}
     takes = {arch: said for arch, alike in of_arch.items() if (said := take(arch, alike, ratios))}
-    return {"about": ABOUT, "take": takes, "R": ratios, "lora": lora(), "cards": cards}
+    peaks = json.loads(PUBLISHED.read_text(encoding="utf-8"))["bf16_peaks"]
+    return {"about": ABOUT, "bf16_peaks": peaks, "take": takes, "R": ratios, "lora": lora(), "cards": cards}
 
 
 def as_text() -> str:

@@ -7,6 +7,7 @@ torch import it themselves.
 
 import contextlib
 import functools
+import json
 import os
 import platform
 import re
@@ -18,29 +19,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
-# The dense BF16 peak of the tensor cores with FP32 accumulation, in FLOP/s, from the vendors' data sheets. The first
-# match counts, so longer names come first.
-_PEAK_FLOPS = [
-    (r"gb200|grace blackwell", 2.5e15),
-    (r"b300|\bb200", 2.25e15),
-    (r"\bb100", 1.8e15),
-    (r"h200.*(nvl|pcie)", 836e12),
-    (r"h100.*nvl", 835e12),
-    (r"h[18]00.*pcie", 756e12),
-    (r"h[128]00", 989e12),
-    (r"\bh20\b", 148e12),
-    (r"a100|a800", 312e12),
-    (r"\ba40\b", 149.7e12),
-    (r"\ba30\b", 165e12),
-    (r"\ba10\b", 125e12),
-    (r"\bl40s", 362e12),
-    (r"\bl40\b", 181e12),
-    (r"\bl4\b", 121e12),
-    (r"rtx pro 6000", 503.8e12),  # PRO cards do not halve the rate with FP32 accumulation.
-    (r"rtx 5090", 209.5e12),
-    (r"rtx 4090", 165.2e12),
-    (r"rtx 3090", 71e12),
-]
+CARDS = json.loads(Path(__file__).with_name("cards.json").read_text(encoding="utf-8"))
 
 
 def get_peak_flops(device_name: str) -> float | None:
@@ -50,11 +29,9 @@ def get_peak_flops(device_name: str) -> float | None:
     MFU is relative to this peak for every method, so it can be above 100% in FP4 on a Blackwell. If the peak is not
     known, a caller shows no MFU, because a wrong one would be worse.
     """
-    name = device_name.lower()
-    # These have the same name, but less power or only a part of the chip.
-    if re.search(r"\b(laptop|max-q|mig)\b", name):
-        return None
-    return next((flops for pattern, flops in _PEAK_FLOPS if re.search(pattern, name)), None)
+    # "Laptop" and the like have the same name, but less power or only a part of the chip.
+    patterns = () if re.search(r"\b(laptop|max-q|mig)\b", device_name.lower()) else CARDS["bf16_peaks"]
+    return next((CARDS["bf16_peaks"][p] * 1e12 for p in patterns if re.search(p, device_name.lower())), None)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -40,17 +40,14 @@ def check_parallel(args: argparse.Namespace) -> bool:
     return True
 
 
-def shard(model: nn.Module, dtype: torch.dtype | None = None, codes: bool = True) -> int:
+def shard(model: nn.Module, dtype: torch.dtype | None = None) -> int:
     """Shards a converted GPT or Llama over all processes, in place. Call it before compiling and before making the
     optimizers.
 
     Matrices are sharded by rows. Vectors and scalars are not sharded, and the optimizers average their gradients as in
     ddp. `dtype` is the dtype of the output head's gradient, and of gathered weights that are not codes. None keeps
-    their own. With codes=False this is plain FSDP2, for comparison: all weights are gathered in dtype, and each process
-    quantizes all of them.
-
-    Returns the number of layers whose weights are gathered as codes. Raises UserError if the rows of a matrix do not
-    divide by the number of processes.
+    their own. Returns the number of layers whose weights are gathered as codes. Raises UserError if the rows of a
+    matrix do not divide by the number of processes.
     """
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -66,19 +63,13 @@ def shard(model: nn.Module, dtype: torch.dtype | None = None, codes: bool = True
     plain = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
     head = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     for block in model.transformer.h:
-        fully_shard(block, mesh=mesh, mp_policy=plain if codes else head, ignored_params=not_sharded)
+        fully_shard(block, mesh=mesh, mp_policy=plain, ignored_params=not_sharded)
     fully_shard(model.transformer.wte, mesh=mesh, mp_policy=head, reshard_after_forward=False)
     fully_shard(model, mesh=mesh, mp_policy=head, ignored_params=not_sharded)
     name = str(dtype or torch.float32).removeprefix("torch.")
-    raw = gather_codes(model, dtype) if codes else ()
-    coded = sum(isinstance(m, QuantLinear) for m in model.modules()) - len(raw) if codes else 0
-    if not coded:
-        print0(f"FSDP over {size} processes: all weights are gathered in {name}")
-        return 0
-    other_weights = "output head and embedding" + (
-        f", and {len(raw)} layers whose method takes the weight itself," * bool(raw)
-    )
-    print0(f"FSDP over {size} processes: quantized weights are gathered as codes; {other_weights} in {name}")
+    raw = gather_codes(model, dtype)
+    coded = sum(isinstance(m, QuantLinear) for m in model.modules()) - len(raw)
+    print0(f"FSDP over {size} processes: the weights of {coded} layers are gathered as codes, all others in {name}")
     return coded
 
 

@@ -35,7 +35,7 @@ from nanochat_fp4.data import dataset
 from nanochat_fp4.data.sources import hub_url, look_for, url_problem
 from nanochat_fp4.data.tokenizer import RustBPETokenizer
 from nanochat_fp4.files import atomic_write
-from nanochat_fp4.hardware import physical_memory, usable_cpus
+from nanochat_fp4.hardware import CARDS, physical_memory, usable_cpus
 from nanochat_fp4.models.families import family_of_flags
 from nanochat_fp4.models.optim8bit import STATES, state_bytes
 from nanochat_fp4.nvfp4.phases import MethodPlan
@@ -61,7 +61,6 @@ SAME_RUN = {
     "CORE_EVERY", *ARGS,
 }  # fmt: skip
 ADVISED = ("bf16", "fp8", "clover", "clover_fp8_forward")
-CARDS = json.loads((Path(nf.__file__).parent / "cards.json").read_text(encoding="utf-8"))
 PUBLISHED = {"max_seq_len": 2048, "window_pattern": "SSSL"}  # Published speeds count as those of such rows.
 PRECISIONS = {16: "bf16", 8: "fp8", 4: "nvfp4"}
 MEASURE = "bash dev/measure.sh measures this GPU's steps in 20 minutes, for the next plan"

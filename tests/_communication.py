@@ -141,6 +141,7 @@ def write_counted_step(
     mode: "ddp" or "fsdp"
     """
     import nanochat_fp4 as nf
+    from lab.bench.parallel import shard_weights
     from nanochat_fp4.common import compute_cleanup, compute_init
     from nanochat_fp4.models.gpt import GPT, GPTConfig
     from nanochat_fp4.models.optim import PretrainingOptions
@@ -157,7 +158,7 @@ def write_counted_step(
     nf.convert(model, method, verbose=False)
     name = mode
     if mode == "fsdp":
-        name = "fsdp_codes" if shard(model, None, codes=gather == "codes") else "fsdp_bf16"
+        name = "fsdp_codes" if (shard if gather == "codes" else shard_weights)(model, None) else "fsdp_bf16"
     optimizers, schedule = model.setup_pretraining(PretrainingOptions(), total, 1000)
     schedule(500, 0.5)
     step = TrainingStep(model, optimizers, model)

@@ -19,6 +19,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import nanochat_fp4 as nf
 from lab.bench.common import new_model
@@ -60,6 +62,17 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     return args
 
 
+def shard_weights(model: nn.Module, dtype: torch.dtype | None) -> None:
+    """Plain FSDP2, for comparison: all weights are gathered in dtype, and each process quantizes all of them."""
+    mesh = dist.device_mesh.init_device_mesh(model.get_device().type, (dist.get_world_size(),))
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    how = {"mesh": mesh, "mp_policy": policy, "ignored_params": {p for p in model.parameters() if p.ndim < 2}}
+    for block in model.transformer.h:
+        fully_shard(block, **how)
+    fully_shard(model.transformer.wte, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+    fully_shard(model, **how)
+
+
 def make_step(args: argparse.Namespace, device: torch.device, world_size: int) -> tuple[TrainingStep, str]:
     """Returns (the training step, the name of its kind of parallelism in the rows)."""
     if args.parallel == "fsdp" and world_size == 1:
@@ -69,7 +82,7 @@ def make_step(args: argparse.Namespace, device: torch.device, world_size: int) -
     nf.convert(model, args.method, verbose=False)
     cuda, mode = device.type == "cuda", args.parallel
     if mode == "fsdp":
-        layers = shard(model, torch.bfloat16 if cuda else None, codes=args.gather == "codes")
+        layers = (shard if args.gather == "codes" else shard_weights)(model, torch.bfloat16 if cuda else None)
         mode = "fsdp_codes" if layers else "fsdp_bf16"  # With the method bf16 no layer is gathered as codes.
     forward = compile_layers(model) if (cuda if args.compile is None else args.compile) else model
     optimizers, schedule = model.setup_pretraining(PretrainingOptions(), args.total_batch_size, 1000)
