@@ -59,7 +59,7 @@ class Score:
         return 2 * math.sqrt(spread / self.count) if spread > 0 else 4 / (self.count + 4)
 
     def __str__(self) -> str:
-        return f"{100 * self.accuracy:.2f} ± {100 * self.interval:.2f}% ({sum(self.outcomes)}/{self.count})"
+        return f"{100 * self.accuracy:.2f}% ± {100 * self.interval:.2f}% ({sum(self.outcomes)}/{self.count})"
 
 
 def run_task(

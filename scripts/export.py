@@ -78,7 +78,7 @@ def main(argv: list[str] | None = None) -> None:
             raise UserError(f"--dtype={args.dtype} is not for GGUF, whose other weights are BF16; leave it out")
     else:
         require("safetensors", "tokenizers")
-    check_replaceable(out, args.overwrite)
+    check_replaceable(out, args.overwrite, "--overwrite")
     with (
         joined_processes(args.device_type, alone="export") as (_, _, device),
         torch.no_grad(),

@@ -55,15 +55,15 @@ def new_export(out: str | os.PathLike, overwrite: bool = False) -> Iterator[Path
         lock.release()
 
 
-def check_replaceable(out: Path, overwrite: bool) -> None:
+def check_replaceable(out: Path, overwrite: bool, how: str = "overwrite=True") -> None:
     """Raises UserError unless `out` is missing, is an empty folder, or is an export and overwrite is true. An export
-    has a list of its files, and holds no others."""
+    has a list of its files, and holds no others. `how` is what the caller's user types to overwrite."""
     if os.path.ismount(out):
         raise UserError(f"{out} is a mount point, which cannot be renamed; choose a folder inside it")
     if not out.exists() or (out.is_dir() and not any(out.iterdir())):
         return
     if not overwrite:
-        raise UserError(f"{out} is there already; choose another folder, or overwrite it")
+        raise UserError(f"{out} is there already; choose another folder, or replace it with {how}")
     listed: set[str] = set()
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
         about = json.loads((out / LIST).read_bytes()) if (out / LIST).is_file() else {}

@@ -82,11 +82,11 @@ def forward_weights(model: nn.Module, share_scales: bool = True) -> tuple[dict[s
             )
     operands = [quantized_weight(group) for group in groups]
     if not groups or any(operand is None for operand in operands):
-        method = model.nf_report.recipe.name if hasattr(model, "nf_report") else "bf16"
-        raise UserError(
-            f"this model (method {method}) computes with no 4-bit weights that are the same in each forward pass; "
-            'convert it first, for example nf.convert(model, "clover")'
-        )
+        problem = "this model was not converted"
+        if hasattr(model, "nf_report"):
+            method = model.nf_report.recipe.name
+            problem = f"the method {method} has no quantized weights that are the same in each forward pass"
+        raise UserError(f'{problem}; convert it first, for example nf.convert(model, "clover")')
     found = {}
     for layers, operand in zip(groups, operands):
         if operand.is_fp8 and operand.codes.dtype == torch.float8_e4m3fn:

@@ -36,6 +36,7 @@ import uvicorn
 from fastapi import Depends, FastAPI, Request
 from fastapi.responses import HTMLResponse, JSONResponse, StreamingResponse
 from pydantic import BaseModel, Field, ValidationError
+from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from uvicorn.protocols.http.flow_control import service_unavailable
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -69,12 +70,8 @@ class Limits:
     seconds: int = 20
 
 
-class Refused(Exception):
-    """The error for a request that is not answered. It has an HTTP status and one line of text."""
-
-    def __init__(self, status: int, line: str):
-        super().__init__(line)
-        self.status = status
+class Refused(HTTPException):
+    """The error for a request that is not answered. It has an HTTP status and one line of text (detail)."""
 
 
 class Message(BaseModel, extra="forbid", strict=True):
@@ -293,10 +290,10 @@ def create_app(
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, dependencies=[Depends(check_host)])
     requests = PerMinute(limits.per_minute)
 
-    @app.exception_handler(Refused)
-    async def refused(_: Request, e: Refused) -> JSONResponse:
+    @app.exception_handler(HTTPException)  # Refused, and what starlette raises for a path that is not there.
+    async def refused(_: Request, e: HTTPException) -> JSONResponse:
         # The connection is closed, because a part of the body may not have been read.
-        return JSONResponse({"error": str(e)}, status_code=e.status, headers={"Connection": "close"})
+        return JSONResponse({"error": e.detail}, status_code=e.status_code, headers={"Connection": "close"})
 
     @app.post("/chat/completions")
     async def completions(request: Request) -> StreamingResponse:

@@ -61,7 +61,7 @@ def convert(
     Output heads, routers and adapters stay in full precision (heads.output_heads).
 
     method:    a name of METHODS, or a Recipe. A method that changes late in a run (Recipe.late) starts with its first
-               part, and phases.MethodPlan makes the change.
+               part, and nf.set_progress makes the change.
     skip:      glob patterns of the names of modules to leave alone. A pattern names linear layers ("*.c_proj"), or a
                module that contains linear layers ("transformer.h.0").
     backward:  False leaves the backward pass unquantized, for post-training (the paper, Appendix C)

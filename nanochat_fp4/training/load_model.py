@@ -212,11 +212,10 @@ def find_model_tag(source: str, model_tag: str | None) -> str:
     if model_tag is not None and (folder / model_tag).is_dir():
         return model_tag
     if model_tag is not None or not tags:
-        there = f"there is {', '.join(path.name for path in tags[:8])}" if tags else "there is none"
+        there = f" (there is {', '.join(path.name for path in tags[:8])})" if tags else ""
+        what = f"{source} checkpoint {model_tag or ''}".rstrip()
         hint = f" --model-tag={model_tag}" if model_tag else ", or all stages with bash speedrun_fp4.sh"
-        raise UserError(
-            f"there is no {source} checkpoint {model_tag or ''} in {folder} ({there}); make it with {made_by}{hint}"
-        )
+        raise UserError(f"there is no {what} in {folder}{there}; make it with {made_by}{hint}")
 
     def rank(path: Path) -> tuple[int, float]:
         match = re.match(r"d(\d+)", path.name)

@@ -237,7 +237,7 @@ def test_interval_is_that_of_table_5():
     solved = round(0.388 * 1172)
     score = Score([True] * solved + [False] * (1172 - solved))
     assert round(100 * score.accuracy, 1) == 38.8 and round(100 * score.interval, 1) == 2.8
-    assert str(score) == "38.82 ± 2.85% (455/1172)"
+    assert str(score) == "38.82% ± 2.85% (455/1172)"
 
 
 # ----------------------------------------------------------------------------------------------------------------------

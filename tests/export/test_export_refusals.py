@@ -95,7 +95,7 @@ SAVES = [
     (converted, {"calibration": [torch.full((1, 4), -1)]}, "-1"),
     (converted, {"calibration": [torch.zeros(0, 4, dtype=INT)]}, "no layer"),
     (lambda: nn.Linear(16, 16), {}, "Linear"),
-    (Foreign, {}, "nf.convert"),
+    (Foreign, {}, "not converted.*nf.convert"),
     (lambda: nf.convert(Foreign(), "bf16", verbose=False), {}, "bf16"),
     (lambda: nf.convert(Foreign(), random_forward(), verbose=False), {}, "mine"),
     (lambda: nf.convert(Mixture(), "clover", verbose=False), {}, "Mixture"),
@@ -118,6 +118,11 @@ def test_save_quantized_refuses(tmp_path, make, arguments, word):
     model = make()
     refused(lambda: nf.save_quantized(model, tmp_path / "out", **arguments), word)
     assert not (tmp_path / "out").exists()
+
+
+def test_a_folder_that_is_there_names_the_argument_that_replaces_it(tmp_path):
+    (tmp_path / "mine").touch()
+    refused(lambda: nf.save_quantized(converted(), tmp_path), "overwrite=True")
 
 
 def test_swapped_arguments_of_load_quantized_are_named(tmp_path):
@@ -313,7 +318,7 @@ SCRIPT = [
     (["--format=compressed-tensors", "--model-tag=nan"], "finite"),
     (["--weights-only"], "--weights-only"),
     (["--model-tag=other"], "checkpoint other"),
-    (["--out={}"], "is there already"),
+    (["--out={}"], "is there already.*--overwrite"),
     (["--out={}", "--overwrite"], "is not an export"),
     (["--format=gguf"], "Llama"),  # and no package to install first
     (["--format=gguf", "--dtype=float32"], "GGUF"),

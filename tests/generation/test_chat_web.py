@@ -222,6 +222,13 @@ def test_bad_requests_are_refused_in_one_line(serve):
         assert response.status == status and says in json.loads(text)["error"] and "\n" not in text, (body, text)
 
 
+def test_a_path_and_a_method_that_are_not_there_are_errors_of_the_same_form(serve):
+    served = serve()
+    for path, status in ("/v1/models", 404), ("/chat/completions", 405):
+        got, text = served.get(path)
+        assert got == status and json.loads(text).keys() == {"error"}, text
+
+
 def test_other_sites_and_other_names_are_kept_out(serve):
     served, body = serve(), json.dumps(MESSAGE)
     assert served.post(body, Content_Type="text/plain").status == 400  # what a foreign form may send

@@ -452,7 +452,7 @@ def test_models_that_do_not_fit(model, change, text):
 def test_sources_that_are_not_there(model):
     with pytest.raises(UserError, match="'bse'; .*base, mid, sft, rl"):
         load_model("bse", "cpu", "eval")
-    with pytest.raises(UserError, match="chatsft_checkpoints.*chat_sft"):
+    with pytest.raises(UserError, match=r"sft checkpoint in \S+chatsft_checkpoints; .*chat_sft"):
         load_model("sft", "cpu", "eval")
     with pytest.raises(UserError, match="no_such_tag"):
         load_model("base", "cpu", "eval", model_tag="no_such_tag")
