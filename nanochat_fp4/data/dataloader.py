@@ -32,7 +32,7 @@ import functools
 import hashlib
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -42,7 +42,6 @@ from torch import Tensor
 
 from nanochat_fp4.cli import UserError
 from nanochat_fp4.common import get_dist_info, print0
-from nanochat_fp4.data.chat_data import Task
 from nanochat_fp4.data.dataset import Parts, in_random_order
 from nanochat_fp4.data.tokenizer import without_end
 
@@ -290,7 +289,7 @@ class Documents:
 # Conversations
 
 
-def describe(dataset: Task, **settings: int) -> dict[str, Any]:
+def describe(dataset: Sequence, **settings: int) -> dict[str, Any]:
     """What a position says of its loader: the settings, and a hash of 256 conversations at equal distances. Raises
     UserError if there is no conversation."""
     if len(dataset) == 0:
@@ -301,7 +300,7 @@ def describe(dataset: Task, **settings: int) -> dict[str, Any]:
     return {"version": VERSION, "conversations": len(dataset), "content": digest.hexdigest()[:16], **settings}
 
 
-def render(tokenizer: Any, dataset: Task, number: int, max_tokens: int) -> tuple[list[int], list[int]]:
+def render(tokenizer: Any, dataset: Sequence, number: int, max_tokens: int) -> tuple[list[int], list[int]]:
     """The tokens and the mask of conversation `number` of the repeated dataset."""
     index = number % len(dataset)
     try:
@@ -321,7 +320,7 @@ class Conversations:
 
     refill, whole = 1, False
 
-    def __init__(self, dataset: Task, tokenizer: Any, T: int, buffer: int = 100):
+    def __init__(self, dataset: Sequence, tokenizer: Any, T: int, buffer: int = 100):
         self.dataset, self.tokenizer, self.T, self.groups_of_an_epoch = dataset, tokenizer, T, len(dataset)
         self.buffer = max(1, min(buffer, len(dataset) // (4 * LANES)))
         self.about = describe(dataset, T=T, buffer=self.buffer)
@@ -344,7 +343,7 @@ def padded(tokenizer: Any, rows: list[list[int]], masks: list[list[int]]) -> tup
 
 
 def padded_conversations(
-    dataset: Task, tokenizer: Any, B: int, device: Device, max_tokens: int = 2048, position: Position | None = None
+    dataset: Sequence, tokenizer: Any, B: int, device: Device, max_tokens: int = 2048, position: Position | None = None
 ) -> Batches:
     """
     Yields (inputs, targets, position) for ever. inputs and targets are int64 (B, length of the longest conversation -
@@ -376,7 +375,7 @@ def padded_conversations(
 
 
 def rollouts(
-    task: Task,
+    task: Any,
     tokenizer: Any,
     generate: Callable[[list[int], int, int], tuple[list[list[int]], list[list[int]]]],
     B: int,
@@ -388,7 +387,8 @@ def rollouts(
     position: Position | None = None,
 ) -> Iterator[tuple[Tensor, Tensor, Tensor, Position]]:
     """
-    Yields (inputs, targets, advantages, position) for ever, with the model's answers to one problem after the other.
+    Yields (inputs, targets, advantages, position) for ever, with the model's answers to one problem after the other of
+    `task` (chat_data.Task).
 
     generate(prompt, rows, seed) -> (sequences, masks) computes answers as engine.Engine.generate_batch does. Each
     problem is answered num_samples times, B at a time, which makes num_samples / B micro-batches. The reward and the

@@ -96,7 +96,8 @@ def not_finite(value: Any, name: str = "") -> Iterator[str]:
             yield name
     elif isinstance(value, dict | list | tuple):
         for key, part in value.items() if isinstance(value, dict) else enumerate(value):
-            yield from not_finite(part, f"{name}.{key}" if name else str(key))
+            if isinstance(part, torch.Tensor | dict | list | tuple):
+                yield from not_finite(part, f"{name}.{key}" if name else str(key))
 
 
 def name_nonfinite(model: nn.Module, forward_backward: Callable[[], None]) -> str:

@@ -16,6 +16,7 @@ from nanochat_fp4.cli import UserError
 from nanochat_fp4.data.tokenizer import RustBPETokenizer
 from nanochat_fp4.models.gpt import GPT, GPTConfig
 from nanochat_fp4.training import checkpoint_manager as cm
+from nanochat_fp4.training import telemetry
 from nanochat_fp4.training.checkpoint_manager import (
     NoCheckpointError,
     find_last_step,
@@ -180,6 +181,14 @@ def test_what_is_not_finite_is_found():
         "optimizers.1.state.a",
         "optimizers.1.state.b",
     ]
+
+
+def test_numbers_in_lists_are_not_looked_at_one_by_one(monkeypatch):
+    """The position in the text has lists of thousands of numbers, none of which is a tensor."""
+    calls, real = [], telemetry.not_finite
+    monkeypatch.setattr(telemetry, "not_finite", lambda *of: calls.append(of) or real(*of))
+    assert list(telemetry.not_finite({"rows": [*range(1000)], "w": torch.tensor([float("nan")])})) == ["w"]
+    assert len(calls) == 3
 
 
 def test_files_of_others_stay(tmp_path):
