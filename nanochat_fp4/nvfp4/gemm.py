@@ -192,8 +192,6 @@ def quantize_operand(
         else:
             made = _by_reference(x, how, length)
     made.length = length
-    if made.kept is not None:
-        made.kept.length = length
     return made
 
 

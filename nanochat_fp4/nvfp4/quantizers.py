@@ -62,10 +62,7 @@ from nanochat_fp4.nvfp4.format import (
 )
 from nanochat_fp4.nvfp4.hadamard import RHT_DIM, rotated_sums
 from nanochat_fp4.nvfp4.philox import Noise
-from nanochat_fp4.nvfp4.roundings import Rounding, get_rounding
-
-# A limit between 6 * 17/15, the largest element that a rounded normal scale can cause, and 7, which would round to 8.
-E2M1_OVERFLOW = 6.875
+from nanochat_fp4.nvfp4.roundings import E2M1_OVERFLOW, Rounding, get_rounding
 
 # The number of fraction bits of sums over a block, in units of the block's scale. A kernel rounds a number below 16 to
 # 2^-18 by adding 48 to it, because FP32 numbers near 48 have this spacing, and a number below 64 to 2^-16 by adding

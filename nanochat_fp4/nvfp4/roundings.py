@@ -30,6 +30,8 @@ FOUR_OVER_SIX = (1.0, 3 / 2)
 SEARCH_3 = (1.0, 3 / 2, 15 / 16)
 SEARCH_6 = (1.0, 3 / 2, 15 / 16, 11 / 8, 13 / 8, 17 / 16)
 
+# A limit between 6 * 17/15, the largest element that a rounded normal scale can cause, and 7, which would round to 8.
+E2M1_OVERFLOW = 6.875
 E5M2_MAX = 57344.0
 
 
@@ -80,6 +82,12 @@ class Rounding:
     has_kernels: bool = field(default=False, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        largest, limit = self.grid_max * self.scale_cap, (E2M1_MAX if self.stochastic else E2M1_OVERFLOW) * E4M3_MAX
+        if self.element == "e2m1" and not self.quantize and not 0 < largest <= limit:
+            raise ValueError(
+                f"grid_max * scale_cap is {largest:g}, but a block of NVFP4 holds at most {limit:g} (its largest "
+                f"element times E4M3's {E4M3_MAX:g}); lower one of them, as in Rounding(grid_max=8, scale_cap=256)"
+            )
         object.__setattr__(self, "function", self.quantize.__name__ if self.quantize else "")
         object.__setattr__(self, "random", self.stochastic or self.ms_eden)
         object.__setattr__(self, "fp8", self.element != "e2m1" and not self.quantize)
@@ -126,21 +134,17 @@ def get_rounding(name: str | Rounding) -> Rounding:
 
     Raises ValueError for an unknown name, for an argument of another type, and for a row that is no Rounding.
     """
-    if isinstance(name, Rounding):
-        return name
-    if not isinstance(name, str):
-        raise ValueError(f"the rounding is {name!r}, expected a name of nanochat_fp4.ROUNDINGS or one of its rows")
-    if name not in ROUNDINGS:
-        alike = difflib.get_close_matches(str(name).lower(), ROUNDINGS, n=1)
+    if isinstance(name, str) and name not in ROUNDINGS:
+        alike = difflib.get_close_matches(name.lower(), ROUNDINGS, n=1)
         known = f"did you mean {alike[0]}? Known" if alike else "known"
         raise ValueError(
             f"unknown rounding {name!r}; {known}: {', '.join(ROUNDINGS)}; to add a row: nanochat_fp4.ROUNDINGS"
             f"[{name!r}] = nanochat_fp4.Rounding(...), see CONTRIBUTING.md"
         )
-    row = ROUNDINGS[name]
+    row = ROUNDINGS[name] if isinstance(name, str) else name
     if not isinstance(row, Rounding):
         raise ValueError(
-            f"ROUNDINGS[{name!r}] is a {type(row).__name__}, expected a Rounding, which is a row of constants "
+            f"the rounding {name!r} is a {type(row).__name__}, expected a Rounding, which is a row of constants "
             "(nanochat_fp4.Rounding(...)); other arithmetic is its argument `quantize`, see CONTRIBUTING.md"
         )
-    return row if row.name == name else replace(row, name=name)
+    return row if row.name == name or not isinstance(name, str) else replace(row, name=name)

@@ -416,8 +416,18 @@ def test_a_row_has_the_name_of_its_key(monkeypatch):
     assert str(nf.Operand(Rounding())) == "unnamed" and str(nf.Operand(ROUNDINGS["rtn"])) == "rtn"
     monkeypatch.setitem(ROUNDINGS, "my_row", lambda x: x)
     for use in (nf.Operand, lambda name: quantize(torch.randn(2, 16), name)):
-        with pytest.raises(ValueError, match="'my_row'. is a function, expected a Rounding, .*CONTRIBUTING.md"):
+        with pytest.raises(ValueError, match="'my_row' is a function, expected a Rounding, .*CONTRIBUTING.md"):
             use("my_row")
+
+
+@pytest.mark.parametrize("row", [{"grid_max": 7.0}, {"grid_max": 6.1, "stochastic": True}, {"scale_cap": 600.0}])
+def test_constants_that_nvfp4_cannot_hold_are_refused(row):
+    """The scale of a block's largest values would have no E4M3 number, and be NaN."""
+    with pytest.raises(ValueError, match="grid_max"):
+        Rounding(**row)
+    row = {"grid_max": 6.875, "scale_cap": 448.0} if "stochastic" not in row else {"grid_max": 6.0, "stochastic": True}
+    x = torch.randn(64, 256) * torch.logspace(-3, 3, 64)[:, None]
+    assert quantize(x, Rounding(**row)).dequantize().isfinite().all()
 
 
 def test_the_rounding_of_the_contributing_guide_trains_and_is_unbiased(monkeypatch):
