@@ -114,6 +114,12 @@ def no_power_cuts(environment_kept, monkeypatch):
     monkeypatch.setattr(os, "fsync", lambda fd: None)
 
 
+@pytest.fixture(autouse=True)
+def nothing_said(environment_kept, monkeypatch):
+    """What a process says once, each test can see."""
+    monkeypatch.setattr("nanochat_fp4.common.SAID", set())
+
+
 @pytest.fixture
 def base_dir(tmp_path, monkeypatch):
     """A NANOCHAT_BASE_DIR of its own for one test."""

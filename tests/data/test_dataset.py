@@ -12,6 +12,7 @@ import pytest
 from _samples import texts_of, write_shard
 from _server import hub as serve_hub
 
+from nanochat_fp4 import common
 from nanochat_fp4.cli import UserError
 from nanochat_fp4.data import dataset
 from nanochat_fp4.data.dataset import (
@@ -216,6 +217,7 @@ def test_a_broken_hub_means_the_embedded_corpus(hub, small_corpus, capsys):
 def test_command_line(hub, shards, base_dir, capsys, tmp_path, monkeypatch):
     for flags, variable in ((["--data-dir", str(shards)], ""), ([], str(shards))):
         monkeypatch.setenv("DATA_DIR", variable)
+        common.SAID.clear()
         dataset.main(flags)
         out = capsys.readouterr().out
         assert "3 file(s)" in out and "1 for validation" in out and str(shards) in out

@@ -7,7 +7,6 @@ import types
 import pytest
 import torch
 
-from nanochat_fp4 import common
 from nanochat_fp4.models import flash_attention
 from nanochat_fp4.models.flash_attention import flash_attn_func, flash_attn_with_kvcache
 from nanochat_fp4.models.gpt import GPT, GPTConfig
@@ -192,7 +191,6 @@ def test_at_most_65535_tokens_at_once_on_sm_120(monkeypatch):
 
 
 def test_says_what_it_uses_once_and_what_it_costs(capsys):
-    common.SAID.clear()
     line = flash_attention.setup("cpu", windowed=True)
     assert "SDPA" in line and "as much as" in line
     assert flash_attention.setup("cpu", windowed=True) == line
