@@ -3,15 +3,16 @@ Writes a checkpoint in the formats of other programs. From the root of the repos
 
     python -m scripts.export --source=sft --model-tag=d20_clover --format=compressed-tensors --out=exported
 
---format  safetensors         BF16 or FP32 weights for transformers
-          compressed-tensors  NVFP4 for transformers and vLLM (nvfp4-pack-quantized; vLLM itself was not run)
-          gguf                NVFP4 for llama.cpp, of Llama-like models (needs the gguf package)
-          gguf-bf16           BF16 for llama.cpp, of Llama-like models (needs the gguf package)
+--format  safetensors         BF16 or FP32 weights for transformers, of any model
+          compressed-tensors  NVFP4 or FP8 for transformers and vLLM, of any model (vLLM itself was not run)
+          gguf                NVFP4 or Q8_0 for llama.cpp, of base_train --llama alone (needs the gguf package)
+          gguf-bf16           BF16 for llama.cpp, of base_train --llama alone (needs the gguf package)
 
-The 4-bit formats hold exactly the codes and block scales that the trained forward pass multiplies, except for layers
-that servers compute as one and the model does not (--no-share-scales keeps these, too). Input scales are found on
-training text. With --weights-only there are none, and inputs stay in 16 bits. The bits per byte of each variant are
-measured on validation text and written into the model card.
+The quantized formats hold exactly the codes and scales that the trained forward pass multiplies, except for layers that
+servers compute as one and the model does not (--no-share-scales keeps these, too), and for FP8 in GGUF. In
+compressed-tensors 4-bit layers have input scales that are found on training text, and the inputs of FP8 layers have a
+scale for each token. With --weights-only inputs stay in 16 bits. The bits per byte of each variant are measured on
+validation text and written into the model card.
 
 A program that has trained a model of transformers can call nf.save_quantized, which writes the same files.
 """
@@ -33,36 +34,46 @@ from nanochat_fp4.data.tokenizer import get_token_bytes
 from nanochat_fp4.evaluation.loss_eval import evaluate_bpb
 from nanochat_fp4.export import gguf_file, huggingface
 from nanochat_fp4.export.save import check_replaceable, new_export
-from nanochat_fp4.export.weights import calibrate, check_values, forward_weights, served
+from nanochat_fp4.export.weights import calibrate, check_values, forward_weights, in_eight_bits, served
 from nanochat_fp4.files import atomic_write
 from nanochat_fp4.hardware import environment_info
 from nanochat_fp4.models.gpt import autocast
-from nanochat_fp4.models.llama import Llama
 from nanochat_fp4.nvfp4.format import NVFP4Tensor
 from nanochat_fp4.nvfp4.methods import get_recipe
 from nanochat_fp4.progress import Progress
+from nanochat_fp4.training.checkpoint_manager import list_steps, read_meta
 from nanochat_fp4.training.flags import add_model_arguments
-from nanochat_fp4.training.load_model import SOURCES, load_for_inference
+from nanochat_fp4.training.load_model import SOURCES, checkpoint_folder, find_model_tag, load_for_inference
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
-FOUR_BITS = ("compressed-tensors", "gguf")
-FORMATS = ("safetensors", *FOUR_BITS, "gguf-bf16")
+QUANTIZED = ("compressed-tensors", "gguf")
+FORMATS = ("safetensors", *QUANTIZED, "gguf-bf16")
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = ArgumentParser(description="Export a checkpoint to the formats of other programs")
     add = parser.add_argument
     add("--source", default="sft", choices=tuple(SOURCES), help="stage of the checkpoint")
-    add("--format", required=True, choices=FORMATS, help="kind of files")
+    add(
+        "--format",
+        required=True,
+        choices=FORMATS,
+        help="kind of files; gguf: of base_train --llama alone; others: any model",
+    )
     add("--out", required=True, help="folder to write; it must not exist, or --overwrite")
     add("--overwrite", action="store_true", help="replace the folder if it is there")
-    add("--dtype", default="bfloat16", choices=tuple(DTYPES), help="of the weights that are not in 4 bits")
+    add("--dtype", default="bfloat16", choices=tuple(DTYPES), help="of the weights that are not quantized")
     add_model_arguments(parser)
-    add("--weights-only", action="store_true", help="4-bit weights, inputs left in 16 bits: no input scales")
+    add("--weights-only", action="store_true", help="compressed-tensors with quantized weights and inputs in 16 bits")
     shared = "round layers that servers compute as one together, such as q, k and v; otherwise as in training"
     add("--share-scales", action=argparse.BooleanOptionalAction, default=True, help=shared)
     add("--data-dir", default=None, help="text to calibrate and to measure on (default: $DATA_DIR, else as training)")
-    add("--calibration-tokens", type=parse_positive, default=32768, help="training tokens that give input scales")
+    add(
+        "--calibration-tokens",
+        type=parse_positive,
+        default=32768,
+        help="training tokens that give NVFP4's input scales",
+    )
     add("--eval-tokens", type=parse_count, default=65536, help="validation tokens for bits per byte; 0: none")
     add("--device-batch-size", type=parse_positive, default=4, help="rows of a batch")
     return parser.parse_args(argv)
@@ -71,8 +82,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> None:
     args = parse_args(argv)
     out = Path(args.out).expanduser().resolve()  # If --out is a link, the folder behind it is replaced.
-    if args.format not in FOUR_BITS and args.weights_only:
-        raise UserError(f"--weights-only is about 4-bit weights; --format={args.format} has none")
+    if args.format != "compressed-tensors" and args.weights_only:
+        raise UserError(f"--weights-only is for compressed-tensors; --format={args.format} quantizes no inputs")
     if args.format.startswith("gguf"):
         if args.dtype != "bfloat16":
             raise UserError(f"--dtype={args.dtype} is not for GGUF, whose other weights are BF16; leave it out")
@@ -93,21 +104,24 @@ def main(argv: list[str] | None = None) -> None:
 
 
 class Export:
-    """The export of one checkpoint: the model, its 4-bit weights and input scales, and notes for the model card."""
+    """The export of one checkpoint: the model, its quantized weights and input scales, and notes for the model card."""
 
     def __init__(self, args: argparse.Namespace, device: torch.device):
         self.args, self.device = args, device
+        self.quantizes, self.gguf = args.format in QUANTIZED, args.format.startswith("gguf")
+        if self.gguf:  # Before minutes of loading, and before a package is asked for.
+            folder = checkpoint_folder(args.source, find_model_tag(args.source, args.model_tag))
+            configs = [read_meta(folder, step).get("model_config") for step in list_steps(folder)]
+            if not any(config.get("family") == "llama" for config in configs if config):
+                problem = f"--format={args.format} is for the Llama of base_train --llama=30M, not for nanochat's GPT"
+                raise UserError(f"{problem}; use --format=compressed-tensors or safetensors")
+            require("gguf")
         self.model, self.tokenizer, self.meta, self.method = load_for_inference(args.source, device, args)
-        self.four_bits, self.gguf = args.format in FOUR_BITS, args.format.startswith("gguf")
-        if self.four_bits and not get_recipe(self.method).output.b.rounding:
+        if self.quantizes and not get_recipe(self.method).output.b.rounding:
             mend = "use --format=safetensors, or --method=clover (or another) to round its weights now"
-            raise UserError(f"the method {self.method} has no 4-bit weights in its forward pass; {mend}")
-        if self.gguf and not isinstance(self.model, Llama):
-            problem = f"--format={args.format} is for this project's Llama (base_train --llama=30M), not nanochat's GPT"
-            raise UserError(f"{problem}; use --format=compressed-tensors or safetensors")
-        if self.gguf:
-            require("gguf")  # It comes late, so that nobody installs a package for a model that has no GGUF.
+            raise UserError(f"the method {self.method} has no quantized weights in its forward pass; {mend}")
         self.notes: list[str] = []
+        self.kinds: list[str] = []  # NVFP4, FP8 or both
         self.weights: dict[str, NVFP4Tensor] = {}
         self.input_scales: dict[str, float] | None = None
 
@@ -137,13 +151,15 @@ class Export:
         """Writes the files of the export into an empty folder."""
         dtype = torch.bfloat16 if self.gguf else DTYPES[self.args.dtype]
         check_values(self.model.state_dict(), dtype)
-        if self.four_bits:
+        if self.quantizes:
             print0(f"Quantizing the weights: {self.method}")
             self.weights, self.notes = forward_weights(self.model, self.args.share_scales)
+            self.kinds = sorted({"FP8" if in_eight_bits(t) else "NVFP4" for t in self.weights.values()})
             left = [name for name, _ in self.model.nf_report.left_alone]
             more = " ..." if len(left) > 4 else ""
-            self.notes.append(f"Not in 4 bits: embedding, norms and {', '.join(left[:4])}{more}.")
-            if not self.args.weights_only:
+            self.notes.append(f"Not quantized: embedding, norms and {', '.join(left[:4])}{more}.")
+            self.input_scales = None if self.args.weights_only or self.gguf else {}
+            if self.input_scales is not None and "NVFP4" in self.kinds:
                 text = self.batches("train", self.args.calibration_tokens)
                 rows = Progress((x for x, _ in text), len(text), desc="calibration", unit="batch")
                 self.input_scales = calibrate(self.model, self.weights, rows, self.args.share_scales)
@@ -157,7 +173,7 @@ class Export:
 
     def say_what_llama_cpp_does(self) -> None:
         """Adds notes on what llama.cpp computes in another way."""
-        if self.four_bits:
+        if self.quantizes:
             self.notes.append("llama.cpp rounds inputs its own way, not as training did.")
         changed, total = gguf_file.other_ids(self.tokenizer, self.validation_texts())
         self.notes.append(
@@ -185,18 +201,20 @@ class Export:
         with nf.full_precision(self.model):
             bpb(self.model, f"{precision} weights and inputs")
         if self.weights:
+            kinds = " and ".join(self.kinds)
             inputs = {f"{precision} inputs": None}
             if self.input_scales is not None:
-                inputs["4-bit inputs with a scale for each token"] = dict.fromkeys(self.weights)
-                inputs["4-bit inputs with static scales"] = self.input_scales
+                inputs[f"{kinds} inputs with a scale for each token"] = dict.fromkeys(self.weights)
+            if self.input_scales:
+                inputs[f"{kinds} inputs with static scales"] = self.input_scales
             logits = []
             for what, scales in inputs.items():
                 with served(self.model, self.weights, scales) as copied:
-                    bpb(copied, f"exported: 4-bit weights, {what}")
+                    bpb(copied, f"exported: {kinds} weights, {what}")
                     logits.append(copied(batches[0][0]).float())
                 if scales is not None:
                     moved = float((logits.pop() - logits[0]).std() / logits[0].std())
-                    self.notes.append(f"4-bit weights, {what}: logits move by {moved:.3f} of their standard deviation.")
+                    self.notes.append(f"{kinds} weights, {what}: logits move by {moved:.3f} of their deviation.")
                     print0(self.notes[-1])
         info = environment_info()
         tokens = sum(y.numel() for _, y in batches)
@@ -206,8 +224,8 @@ class Export:
         """Writes the weights and the tokenizer in the chosen format."""
         chat = self.args.source != "base"
         if self.gguf:
-            made_of = self.weights, self.input_scales, chat, self.meta["model_tag"]
-            self.notes += gguf_file.write(self.model, self.tokenizer, target, *made_of)
+            name = self.meta["model_tag"]
+            self.notes += gguf_file.write(self.model, self.tokenizer, target, self.weights, chat, name)
             return
         ends = [self.tokenizer.encode_special(name) for name in tokenizer_files.end_tokens(self.tokenizer, chat)]
         ids = {"bos_token_id": self.tokenizer.get_bos_token_id(), "eos_token_id": ends, "pad_token_id": ends[0]}
@@ -217,6 +235,7 @@ class Export:
 
     def write_card(self, target: Path, measured: dict[str, float], measured_on: str) -> None:
         """Writes the model card, which shows how to load the export."""
+        no_dtype = "  # Pass no dtype: quantized weights are decoded to BF16." if self.quantizes else ""
         remote = ", trust_remote_code=True" if (target / huggingface.MODELING_FILE).exists() else ""
         prompt = 'tokenizer("The capital of France is", return_tensors="pt")'
         if self.args.source != "base":
@@ -229,7 +248,7 @@ class Export:
             "",
             'folder = "."  # where this file is',
             f"tokenizer = AutoTokenizer.from_pretrained(folder{remote})",
-            f"model = AutoModelForCausalLM.from_pretrained(folder{remote})",
+            f"model = AutoModelForCausalLM.from_pretrained(folder{remote}){no_dtype}",
             f"prompt = {prompt}",
             "print(tokenizer.decode(model.generate(**prompt, max_new_tokens=64)[0]))",
         ]
@@ -241,12 +260,16 @@ class Export:
         that load the model."""
         args, meta = self.args, self.meta
         user, config = meta.get("user_config", {}), meta["model_config"]
+        text = Path(
+            user.get("data_dir") or meta.get("data_dir") or "see the run's report"
+        ).name  # no path of this machine
+        kinds = ["Q8_0" if self.gguf and kind == "FP8" else kind for kind in self.kinds]
         trained = {
             "stage": args.source,
             "steps": meta["step"],
             "QAT method trained with": user.get("method") or "bf16",
             "forward pass exported": self.method,
-            "data": user.get("data_dir") or meta.get("data_dir") or "see the run's report",
+            "data": "FineWeb-Edu" if text == "base_data" else text,
             "tokens a step": user.get("total_batch_size"),
             "sequence length": config.get("sequence_len"),
             "parameters": f"{sum(p.numel() for p in self.model.parameters()):,}",
@@ -254,9 +277,10 @@ class Export:
         }
         rows = "\n".join(f"| {name} | {value} |" for name, value in trained.items() if value not in (None, ""))
         parts = [
-            "---\nlibrary_name: transformers\npipeline_tag: text-generation\ntags: [nanochat, nvfp4]\n---",
-            f"# {meta.get('model_tag') or 'model'}: a language model trained in NVFP4",
-            f"Trained with nanochat_fp4, exported as `{args.format}`; what is not in 4 bits is in {args.dtype}.",
+            "---\nlibrary_name: transformers\npipeline_tag: text-generation\n"
+            f"tags: [{', '.join(['nanochat', *map(str.lower, kinds)])}]\n---",
+            f"# {meta.get('model_tag') or 'model'}: a language model trained with {user.get('method') or 'bf16'}",
+            f"Trained with nanochat_fp4, exported as `{args.format}` in {', '.join([*kinds, args.dtype])}.",
             f"| | |\n|---|---|\n{rows}",
         ]
         if measured:

@@ -32,7 +32,7 @@ CONFIGS = {
 
 
 def save_small(
-    base: Path, family: str, method: str, tag: str = "", poke: float | None = None, **changes
+    base: Path, family: str, method: str, tag: str = "", poke: float | None = None, data_dir: str = "", **changes
 ) -> torch.nn.Module:
     """Saves a base checkpoint of random weights, step 7, as if trained with the method; returns the model.
 
@@ -46,7 +46,7 @@ def save_small(
             p += 0.1 * torch.randn(p.shape, generator=generator)
         if poke is not None:
             model.transformer.h[1].mlp.c_fc.weight[0, 0] = poke
-    meta = {"model_config": asdict(config), "user_config": {"method": method}, "val_bpb": 1.5,
+    meta = {"model_config": asdict(config), "user_config": {"method": method, "data_dir": data_dir}, "val_bpb": 1.5,
             "tokenizer": get_tokenizer().fingerprint()}  # fmt: skip
     assert save_checkpoint(base / "base_checkpoints" / (tag or family), 7, model.state_dict(), None, meta)
     return model.eval()

@@ -3,8 +3,8 @@ or in NVFP4 (GGUF's type 40).
 
 A row in NVFP4 consists of groups of 64 values. A group has four block scales (E4M3 without a sign), and then 8 bytes
 for each block of 16 values. The low nibbles are the first half of the block, and the high nibbles the second half. The
-tensor scale is the separate tensor NAME.scale, and the input's scale is NAME.input_scale. Codes and block scales are
-those of the forward pass, to the bit.
+tensor scale is the separate tensor NAME.scale. Codes and block scales are those of the forward pass, to the bit. A file
+may also have NAME.input_scale. None is written, because llama.cpp computes the scales of inputs by itself.
 
 The rotary embedding of llama.cpp takes the pairs (x_2i, x_{2i+1}), where transformers takes (x_i, x_{i + D/2}). The
 rows of q and k are therefore put into another order than for transformers.
@@ -52,18 +52,16 @@ def write(
     tokenizer: RustBPETokenizer,
     folder: Path,
     weights: Mapping[str, NVFP4Tensor] = {},
-    input_scales: Mapping[str, float] | None = None,
     chat: bool = True,
     name: str = "",
 ) -> list[str]:
     """Writes model.gguf into an existing folder. Returns sentences about what the format cannot hold.
 
-    weights:      the quantized weights. Without them all matrices are written in BF16. A 4-bit weight whose rows are no
-                  multiple of 64 values is decoded and written in BF16. GGUF has no FP8, so an FP8 weight is rounded
-                  again, to Q8_0 (whole numbers up to 127, with an FP16 scale for 32 of them). Norms are in FP32.
-    input_scales: the input scale of each layer in 4 bits, by our name
-    chat:         whether the model is for chats. The file then has a chat template.
-    name:         the model's name in the file
+    weights: the quantized weights. Without them all matrices are written in BF16. A 4-bit weight whose rows are no
+             multiple of 64 values is decoded and written in BF16. GGUF has no FP8, so an FP8 weight is rounded again,
+             to Q8_0 (whole numbers up to 127, with an FP16 scale for 32 of them). Norms are in FP32.
+    chat:    whether the model is for chats. The file then has a chat template.
+    name:    the model's name in the file
 
     Needs the package gguf.
     """
@@ -71,10 +69,12 @@ def write(
 
     writer = gguf.GGUFWriter(folder / FILE_NAME, "llama")
     writer.add_name(name)
-    writer.add_file_type(gguf.LlamaFileType.MOSTLY_NVFP4 if weights else gguf.LlamaFileType.MOSTLY_BF16)
+    four_bits = not all(map(in_eight_bits, weights.values()))
+    kind = "NVFP4" if four_bits else "Q8_0" if weights else "BF16"
+    writer.add_file_type(gguf.LlamaFileType[f"MOSTLY_{kind}"])
     _add_config(writer, model)
     _add_tokenizer(writer, tokenizer, chat)
-    notes = _add_tensors(writer, model, weights, input_scales)
+    notes = _add_tensors(writer, model, weights)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -96,12 +96,7 @@ def _add_config(writer: Any, model: Llama) -> None:
     writer.add_vocab_size(config.vocab_size)
 
 
-def _add_tensors(
-    writer: Any,
-    model: Llama,
-    weights: Mapping[str, NVFP4Tensor],
-    input_scales: Mapping[str, float] | None,
-) -> list[str]:
+def _add_tensors(writer: Any, model: Llama, weights: Mapping[str, NVFP4Tensor]) -> list[str]:
     """Adds all tensors of the model, those of `weights` in the types that `write` describes. Returns sentences about
     the tensors whose type is not their own."""
     import gguf
@@ -123,8 +118,6 @@ def _add_tensors(
         elif tensor and not in_eight_bits(tensor) and columns % GROUP == 0:
             writer.add_tensor(f"{name}.weight", _array(pack_blocks(tensor)), raw_dtype=types.NVFP4)
             writer.add_tensor(f"{name}.scale", _array(tensor.tensor_scale.reshape(1)))
-            if input_scales is not None:
-                writer.add_tensor(f"{name}.input_scale", _array(torch.tensor([1 / input_scales[layer]])))
         else:
             value = tensor.dequantize() if tensor else state[ours].detach()[rows]
             decoded += tensor is not None

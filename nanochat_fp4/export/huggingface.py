@@ -206,27 +206,32 @@ def compressed_tensors(layer: str, weight: NVFP4Tensor, input_scale: float | Non
 
 
 def quantization_config(
-    ignore: list[str], weights_only: bool, four_bits: Collection[str], eight_bits: Collection[str]
+    ignore: list[str],
+    input_scales: Mapping[str, float] | None,
+    four_bits: Collection[str],
+    eight_bits: Collection[str],
 ) -> dict[str, Any]:
     """Returns the entry `quantization_config` of config.json.
 
     ignore:       the names of the linear layers in 16 bits
-    weights_only: whether servers compute with inputs in 16 bits
+    input_scales: as in `write`
     four_bits, eight_bits: the names of the layers in NVFP4 and of the layers in FP8 with one scale
     """
     operand = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16, "symmetric": True,
                "scale_dtype": "torch.float8_e4m3fn", "zp_dtype": "torch.float8_e4m3fn"}  # fmt: skip
     number = {"num_bits": 8, "type": "float", "symmetric": True}
     rounded = {"dynamic": False, "observer": "memoryless_minmax"}
+    by_token = None if input_scales is None else number | {"strategy": "token", "dynamic": True}
+    static = operand | {"dynamic": "local", "observer": "static_minmax"} if input_scales else None
     kinds = (
-        (EIGHT_BITS, eight_bits, number | {"strategy": "tensor"}, number | {"strategy": "token", "dynamic": True}),
-        (FOUR_BITS, four_bits, operand, operand | {"dynamic": "local", "observer": "static_minmax"}),
+        (EIGHT_BITS, eight_bits, number | {"strategy": "tensor"}, by_token),
+        (FOUR_BITS, four_bits, operand, static),
     )
     groups = [
         {
             "targets": list(layers) if eight_bits else ["Linear"],
             "weights": weights | rounded,
-            "input_activations": None if weights_only else inputs,
+            "input_activations": inputs,
             "output_activations": None,
             "format": layout,
         }
@@ -261,7 +266,9 @@ def write(
     dtype:        the dtype of the tensors that are not quantized
     plain:        these tensors, by their names in the file
     weights:      the quantized weights, by the model's names of the layers
-    input_scales: the input scale of each layer in 4 bits, by the same names. Without them inputs stay in 16 bits.
+    input_scales: the input scale of each layer in 4 bits, by the same names. If there are none, servers compute those
+                  layers with inputs in 16 bits. With None they do so in layers in FP8, too, whose inputs otherwise have
+                  a scale for each token that needs no measurement.
     in_fp32:      patterns of the model's names of tensors that stay in FP32
 
     Raises UserError for values that dtype cannot hold. Needs the package safetensors.
@@ -294,7 +301,7 @@ def write(
     name = str(dtype).removeprefix("torch.")
     config = {**config, "dtype": name, "torch_dtype": name}  # Releases of transformers before 5 read the second one.
     if weights:
-        config["quantization_config"] = quantization_config([*ignore], not input_scales, layers[False], layers[True])
+        config["quantization_config"] = quantization_config([*ignore], input_scales, layers[False], layers[True])
     atomic_write(folder / "config.json", json.dumps(config, indent=2) + "\n")
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from nanochat_fp4.cli import UserError, logger, one_line, require
 from nanochat_fp4.export import huggingface
-from nanochat_fp4.export.weights import calibrate, check_values, forward_weights, with_unread_experts
+from nanochat_fp4.export.weights import calibrate, check_values, forward_weights, in_eight_bits, with_unread_experts
 from nanochat_fp4.files import atomic_write, new_folder
 from nanochat_fp4.nvfp4.convert import QuantConv1D
 from nanochat_fp4.nvfp4.layer import QuantLinear
@@ -89,20 +89,21 @@ def save_quantized(
     overwrite: bool = False,
     share_scales: bool = True,
 ) -> list[str]:
-    """Writes a model of transformers that nf.convert has changed as NVFP4, with its config and its tokenizer, in the
-    format compressed-tensors.
+    """Writes a model of transformers that nf.convert has changed as NVFP4, or as FP8 if that is its forward pass, with
+    its config and its tokenizer, in the format compressed-tensors.
 
-    The written codes and block scales are those of the trained forward pass, to the bit, except for layers that servers
+    The written codes and scales are those of the trained forward pass, to the bit, except for layers that servers
     compute as one (share_scales). scripts.export writes this format, GGUF and others for this project's own models.
     docs/export.md lists the servers that read them, and says which were tried.
 
-    model:       a converted PreTrainedModel whose nn.Linear layers and experts are in 4 bits
+    model:       a converted PreTrainedModel whose nn.Linear layers and experts are in 4 bits or in FP8
     folder:      a new or an empty folder. With overwrite it may be an earlier export, which is replaced.
     tokenizer:   the model's tokenizer (of transformers), which is saved beside the weights
     calibration: a list of token ids (B, T). The range of each layer's inputs is measured on them. An expert that no
                  token reaches gets the input range of the other experts of its layer. Without calibration only weights
-                 are in 4 bits, and servers compute with inputs in 16 bits.
-    dtype:       the dtype of all tensors that are not in 4 bits: torch.bfloat16, torch.float16 or torch.float32. What
+                 are in 4 bits, and servers compute with inputs in 16 bits. Layers in FP8 need no calibration, because
+                 servers give the inputs of these layers a scale for each token.
+    dtype:       the dtype of all tensors that are not quantized: torch.bfloat16, torch.float16 or torch.float32. What
                  the model's class keeps in FP32 stays in FP32. In BF16 the embedding and the output head are rounded,
                  and 4-bit inputs amplify the difference: with torch.float32 nf.load_quantized gives the model's own
                  logits back, and with BF16 not.
@@ -187,7 +188,7 @@ def _write(
     state = model.state_dict()
     check_values(state)
     weights, notes = forward_weights(model, share_scales)
-    input_scales = None
+    input_scales: dict[str, float] = {}
     if calibration:
         read = calibrate(model, weights, calibration, share_scales)
         if not read:
@@ -198,9 +199,10 @@ def _write(
                 f"{len(guessed)} experts read nothing of the calibration text, {guessed[0]} among them; they have the "
                 "input range of the experts beside them"
             )
-        if unread := sorted(set(weights) - set(input_scales)):
+        four_bits = {name for name, tensor in weights.items() if not in_eight_bits(tensor)}
+        if unread := sorted(four_bits - set(input_scales)):
             notes.append(f"{', '.join(unread[:4])} read nothing of the calibration text: {len(unread)} in {dtype}")
-            weights = {name: t for name, t in weights.items() if name in input_scales}
+            weights = {name: t for name, t in weights.items() if name not in unread}
     places, stacks = huggingface.places_in(model), huggingface.stacked_experts(model)
     done = {f"{layer}.weight" for layer in weights}
     if missing := sorted(done - {parts[0].name for parts in places.values() if len(parts) == 1}):

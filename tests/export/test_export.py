@@ -145,10 +145,10 @@ def test_what_is_lost_and_what_was_measured(tiny_base, tmp_path, capsys):
     rows = {c[1].strip(): c[2].strip() for c in (r.split("|") for r in card.splitlines()) if len(c) == 4}
     assert rows["forward pass exported"] == "integers" and rows["steps"] == "7"
     names = ["trained: integers", "FP32 weights and inputs"]
-    inputs = ("FP32 inputs", "4-bit inputs with a scale for each token", "4-bit inputs with static scales")
-    names += [f"exported: 4-bit weights, {what}" for what in inputs]
+    inputs = ("FP32 inputs", "NVFP4 inputs with a scale for each token", "NVFP4 inputs with static scales")
+    names += [f"exported: NVFP4 weights, {what}" for what in inputs]
     trained, exact, weights, by_token, inputs = (float(rows[name]) for name in names)
-    assert card.count("of their standard deviation") == 2
+    assert card.count("logits move by") == 2
     # Random weights: the order of the four is chance, but 4 bits must be further from FP32 than 8.
     assert abs(trained - exact) < abs(weights - exact) and len({weights, by_token, inputs}) == 3
 
@@ -216,9 +216,10 @@ def test_flags_of_the_scales(tiny_base, tmp_path, capsys, shared):
 
 
 @pytest.mark.parametrize("family, flags", [("gpt", ()), ("llama", ("--weights-only",))])
-def test_layers_in_8_bits_go_out_and_come_back(tiny_base, tmp_path, family, flags):
+def test_layers_in_8_bits_go_out_and_come_back(tiny_base, tmp_path, capsys, family, flags):
     model = save_small(tiny_base, family, "clover_fp8_forward")
     folder = run(tmp_path, "--format=compressed-tensors", *flags)
+    assert "calibration" not in capsys.readouterr().err  # Scales of each token need none.
     config = json.loads((folder / "config.json").read_text())["quantization_config"]
     (group,) = config["config_groups"].values()
     assert config["format"] == "float-quantized" and config["ignore"] == ["lm_head"]
@@ -228,6 +229,27 @@ def test_layers_in_8_bits_go_out_and_come_back(tiny_base, tmp_path, family, flag
     back = nf.load_quantized(fresh(model), folder)
     for name, tensor in forward_weights(model)[0].items():
         assert_same_bits(name, back.get_submodule(name).weight.detach(), tensor.dequantize())
+
+
+@pytest.mark.parametrize(
+    "file_format, method, tags",
+    [
+        ("compressed-tensors", "clover", "nvfp4"),
+        ("compressed-tensors", "fp8", "fp8"),
+        ("safetensors", "bf16", ""),
+        ("safetensors", "clover", ""),
+    ],
+)
+def test_the_card_names_what_is_in_the_folder(tiny_base, tmp_path, capsys, file_format, method, tags):
+    """Bits in words and tags; no path of this machine; and that a quantized folder is read without dtype."""
+    save_small(tiny_base, "gpt", method, data_dir=str(tmp_path / "embedded_data" / "10_mb.jsonl"))
+    folder = run(tmp_path, f"--format={file_format}", "--eval-tokens=64")
+    card, out = (folder / "README.md").read_text(), capsys.readouterr().out
+    assert f"tags: [{', '.join(filter(None, ('nanochat', tags)))}]" in card
+    for text in (card, out.replace(str(folder), "")):
+        assert "4 bits" not in text and "4-bit" not in text and str(tmp_path) not in text
+        assert ("NVFP4 weights" in text) == (tags == "nvfp4") and ("FP8 weights" in text) == (tags == "fp8")
+    assert "| data | 10_mb.jsonl |" in card and ("no dtype" in card) == bool(tags)
 
 
 def test_a_server_rounds_the_inputs_of_8_bit_layers_to_8_bits(tiny_base):

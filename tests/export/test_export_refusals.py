@@ -325,6 +325,12 @@ SCRIPT = [
 ]
 
 
+def test_a_gpt_has_no_gguf_which_is_said_before_it_is_loaded(tiny_base, tmp_path, monkeypatch):
+    save_small(tiny_base, "gpt", "clover")
+    monkeypatch.setattr(export, "load_for_inference", None)
+    refused(lambda: exported(tmp_path, "gpt", "--format=gguf"), "Llama", flags=True)
+
+
 @pytest.mark.parametrize("flags, word", SCRIPT, ids=[word for _, word in SCRIPT])
 def test_the_script_refuses(tiny_base, tmp_path, flags, word):
     save_small(tiny_base, "gpt", "clover")

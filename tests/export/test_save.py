@@ -43,6 +43,19 @@ def test_codes_of_the_trained_forward_go_out_and_come_back(model, tmp_path, inpu
         torch.testing.assert_close(read.get_submodule(name).weight.detach(), t.dequantize(), rtol=2e-7, atol=0)
 
 
+@pytest.mark.parametrize("mixed", [False, True])
+def test_inputs_of_fp8_layers_have_a_scale_for_each_token_without_calibration(model, tmp_path, mixed):
+    model.layers.append(nf.QuantLinear(32, 32, method="fp8"))
+    if not mixed:
+        nf.convert(model, "fp8", verbose=False)
+    assert nf.save_quantized(model, tmp_path / "out") == []
+    groups = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]["config_groups"].values()
+    inputs = {group["format"]: group["input_activations"] for group in groups}
+    by_token = inputs.pop("float-quantized")
+    assert by_token["strategy"] == "token" and by_token["dynamic"] is True and by_token["num_bits"] == 8
+    assert inputs == ({"nvfp4-pack-quantized": None} if mixed else {})
+
+
 def test_a_layer_that_reads_nothing_stays_in_16_bits(model, tmp_path):
     """One layer without tokens does not refuse a calibrated export."""
     model.more = nn.Linear(32, 32)
