@@ -1,7 +1,7 @@
 """Stores the training runs of sweeps. lab/results/runs.parquet has a row for each run, and curves.parquet has the
 losses along the runs.
 
-    python -m lab.runs                              # lists the studies: text, sizes, runs, methods, card, commits
+    python -m lab.runs                              # lists the studies (text, sizes, runs, ...) and their groups
     python -m lab.runs add results/d8_mixed.json    # makes a study of a sweep's file, or replaces the study of its name
 
 A study is the set of runs that one sweep trained. The columns of runs.parquet are:
@@ -44,7 +44,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from lab import RESULTS
-from nanochat_fp4.cli import ArgumentParser, UserError, one_line, run_main, table
+from nanochat_fp4.cli import ArgumentParser, UserError, did_you_mean, one_line, run_main, table
 from nanochat_fp4.common import print0
 from nanochat_fp4.files import atomic_write
 
@@ -125,7 +125,9 @@ def study(name: str) -> dict[str, Any]:
     unknown name."""
     rows = read(RUNS, [name])
     if not rows:
-        raise UserError(f"no study is named {name!r}; python -m lab.runs lists them")
+        meant = did_you_mean(name, [*studies(), *GROUPS])
+        file = "a sweep of yours is given by the path of its file, which it prints at its end."
+        raise UserError(f"no study is named {name!r}; {meant or file} python -m lab.runs lists the studies")
     curves: dict[tuple, dict[str, list]] = {}
     for p in read(CURVES, [name]):
         of = curves.setdefault((p["label"], p["size"], p["seed"]), {"validation": [], "training": []})
@@ -204,7 +206,7 @@ def add(files: Iterable[str]) -> None:
 
 
 def listed() -> str:
-    """Returns a table of the studies as text."""
+    """Returns a table of the studies and one of their groups as text."""
     rows: dict[str, list[dict]] = {}
     for row in pq.read_table(RUNS).to_pylist():
         rows.setdefault(row["study"], []).append(row)
@@ -214,7 +216,9 @@ def listed() -> str:
         commits = ", ".join(c[:7] for c in values["commit"])
         line = [name, *values["size"], len(runs), len({r["label"] for r in runs}), ", ".join(values["seed"])]
         lines.append([*line, *values["text"], *values["card"], commits or "unknown"])
-    return table(["study", "size", "runs", "methods", "seeds", "text", "card", "commit"], lines)
+    header = ["study", "size", "runs", "methods", "seeds", "text", "card", "commit"]
+    groups = [[name, ", ".join(of)] for name, of in GROUPS.items()]
+    return f"{table(header, lines)}\n\n{table(['group of studies', 'which tables take together'], groups)}"
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -9,7 +9,6 @@ which takes the place of a checkout's root for them.
 """
 
 import ast
-import difflib
 import os
 import runpy
 import shutil
@@ -18,7 +17,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from nanochat_fp4 import __version__, cli
-from nanochat_fp4.cli import UserError, print_safely, run_main
+from nanochat_fp4.cli import UserError, did_you_mean, print_safely, run_main
 
 PACKAGE = Path(__file__).resolve().parent
 RUNS = {
@@ -92,9 +91,8 @@ def main() -> None:
         cli.PROGRAM = f"nanochat-fp4 {name}"
         runpy.run_module((STAGES | TOOLS)[name], run_name="__main__", alter_sys=True)
     else:
-        similar = difflib.get_close_matches(name, known, n=1)
         wrong = f"there is no command {name!r}" if name else "a command is missing"
-        raise UserError(f"{wrong}; " + (f"did you mean {similar[0]}?" if similar else "see nanochat-fp4 --help"))
+        raise UserError(f"{wrong}; {did_you_mean(name, known) or 'see nanochat-fp4 --help'}")
 
 
 def run() -> None:

@@ -20,7 +20,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -230,6 +230,13 @@ begin_program()
 PROGRAM: str | None = None  # nanochat_fp4/__main__.py sets this to "nanochat-fp4 base_train" and the like.
 
 
+def did_you_mean(name: str, known: Iterable[str], prefix: str = "") -> str:
+    """Returns the question whether a name that nobody knows is meant to be the nearest known one, or "". A prefix that
+    all of them have makes none alike."""
+    alike = difflib.get_close_matches(name.removeprefix(prefix), [k.removeprefix(prefix) for k in known], n=1)
+    return f"did you mean {prefix}{alike[0]}?" if alike else ""
+
+
 class ArgumentParser(argparse.ArgumentParser):
     """The argument parser of all commands. Flags cannot be abbreviated (--dept is not --depth), and errors are one
     line. The program's name is what a user types to start it: `python -m scripts.base_train`."""
@@ -240,11 +247,10 @@ class ArgumentParser(argparse.ArgumentParser):
         super().__init__(*args, **{"allow_abbrev": False, "prog": PROGRAM or module} | kwargs)
 
     def error(self, message: str) -> NoReturn:
-        flags = {flag.removeprefix("--"): flag for flag in self._option_string_actions if flag.startswith("--")}
+        flags = [flag for flag in self._option_string_actions if flag.startswith("--")]
         wrong = [word.partition("=")[0] for word in message.split() if word.startswith("--")]
         if message.startswith("unrecognized arguments") and wrong:
-            similar = difflib.get_close_matches(wrong[0].removeprefix("--"), flags, n=1)
-            message += f"; did you mean {flags[similar[0]]}?" if similar else ""
+            message = "; ".join(filter(None, [message, did_you_mean(wrong[0], flags, "--")]))
         print_error(f"{message} (see {self.prog} --help)")
         self.exit(2)
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from lab.study import sweep, sweep_runs, sweep_scheduler
+from nanochat_fp4.cli import UserError, did_you_mean
 from nanochat_fp4.common import print0
 from nanochat_fp4.data.dataloader import Documents, packed_rows
 from nanochat_fp4.data.dataset import open_text
@@ -54,6 +55,14 @@ class Context:
         path.parent.mkdir(parents=True, exist_ok=True)
         atomic_write(path, json.dumps({"settings": settings, "value": value}) + "\n")
         return value
+
+    def refuse_unknown_rows(self, names: Sequence[str]) -> None:
+        """Raises UserError if --rows has a name that the table will not have, before its rows are computed."""
+        asked = [name.strip() for name in self.args.rows.split("|") if name.strip()]
+        if unknown := [name for name in asked if name not in names]:
+            meant = did_you_mean(unknown[0], names)
+            problem = " ".join(filter(None, [f"no row of the table is named {unknown[0]!r};", meant]))
+            raise UserError(f"--rows: {problem} Its rows are {' | '.join(names)}")
 
     def trained_on(self) -> dict[str, Any]:
         """Returns the settings of a piece that is measured on trained_model."""

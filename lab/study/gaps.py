@@ -47,6 +47,15 @@ class Claim:
         return f"{agrees if difference.decided else 'undecided'} ({difference} points)"
 
 
+def corrected(claims: Sequence[Claim], runs: list[dict], size: str) -> list[str]:
+    """Says what Holm's correction for the number of claims decides. Their verdicts have an interval each."""
+    pairs = [stats.pairs(runs, size, claim.better, claim.worse) for claim in claims]
+    p_values = stats.holm([stats.p_value([a - b for a, b in zip(*of)]) for of in pairs])
+    said = [f"{claim.text} p = {p:.3f}{'' if p < 0.05 else ' (undecided)'}" for claim, p in zip(claims, p_values)]
+    some = len(said) > 1 and not all(map(math.isnan, p_values))
+    return [f"corrected for {len(said)} claims (Holm): {', '.join(said)}"] if some else []
+
+
 @dataclass(frozen=True)
 class Item:
     """A table of training runs.
@@ -155,10 +164,13 @@ def methods_of(runs: list[dict]) -> list[str]:
 
 
 def measured_on(runs: list[dict], data: str) -> str:
-    """Returns the sizes, the text, the numbers of tokens and the seeds of runs, for the line below a table."""
+    """Returns the sizes, the text, the numbers of tokens that are trained and evaluated, and the seeds of runs, for the
+    line below a table."""
     tokens, seeds = sorted({r["tokens"] for r in runs}), sorted({r["seed"] for r in runs})
     sizes = ", ".join(dict.fromkeys(r["size"] for r in runs))
-    return f"{sizes}, data {data}, {'/'.join(f'{t:,}' for t in tokens)} tokens, seeds {seeds}"
+    evaluated = "/".join(f"{t:,}" for t in sorted({r["eval_tokens"] for r in runs if r.get("eval_tokens")}))
+    where = f"{sizes}, data {data}, {'/'.join(f'{t:,}' for t in tokens)} tokens"
+    return f"{where}, evaluated on {evaluated or 'an unknown number'}, seeds {seeds}"
 
 
 def length_notes(runs: list[dict]) -> list[str]:
@@ -200,7 +212,7 @@ def counted(runs: list[dict]) -> str:
     with_head = list(dict.fromkeys(r["method"] for r in runs if r.get("head")))
     said = "of all linear layers of the blocks"
     if all(r.get("head") for r in runs):
-        return f"{said} and of the output head"
+        return f"{said} and of the output head, which the pages leave out"
     return said + (f", and of the output head of {', '.join(with_head)}" if with_head else "")
 
 
@@ -344,6 +356,13 @@ NOTES = {  # The note below a table that explains a column.
     "one term": "one term: plain NVFP4, as export writes a run that ends in two terms, and its share of clover's gap",
     "30%": "30% to 90%: the gap on the way, own forward",
 }
+ALSO = {  # Other columns that the note of a column explains.
+    "own: gap": ("own: by seed", "own: minus", "own: share"),
+    "BF16: gap": ("BF16: by seed", "BF16: minus", "BF16: share"),
+    "own: share": ("own: minus", "BF16: minus", "BF16: share"),
+    "own: gap, pooled": ("BF16: gap, pooled",),
+    "30%": PARTS,
+}
 
 
 INTERVALS = (
@@ -368,6 +387,7 @@ def runs_of(context: Context, name: str, item: Item) -> tuple[list[dict], list[s
         methods = [m for m in methods if m not in STORED_ALONE]
         if not methods:
             raise UserError(f"{name} trains nothing: give --results=STUDY (python -m lab.runs)")
+        context.refuse_unknown_rows([*labels, *size.split(",")])
         where, plan = context.sweep(methods, item.size, item.ratio)
         runs = sweep.run_sweep(where, f"{name}_runs", plan)
         return runs, labels, {"data": sweep_results.data_name(where.data_dir), "environment": None}
@@ -395,15 +415,17 @@ def table(context: Context, name: str, item: Item) -> Outcome:
             cells = [COLUMNS[c](rows, method) if c in shown else "-" for c in item.columns]
             table_rows.append([size, method, *cells])
             gaps[f"{size} {method}"] = {value: rows.gap(method, value) for value in VALUES.values()}
-        said = [f"the paper: {c.text}. Here, {size}: {c.verdict(rows.runs, size)}"
-                for c in item.claims if rows.of(c.better) and rows.of(c.worse)]  # fmt: skip
-        notes += [*said, *reduction(rows), *(last_phase(rows.runs) if item.whole else ())]
+        claims = [c for c in item.claims if rows.of(c.better) and rows.of(c.worse)]
+        said = [f"the paper: {c.text}. Here, {size}: {c.verdict(rows.runs, size)}" for c in claims]
+        notes += [*said, *corrected(claims, rows.runs, size), *reduction(rows)]
+        notes += last_phase(rows.runs) if item.whole else []
         if differs := sweep_results.difference_from_paper(rows.runs[0], data):
             notes.append(f"{size} differs from the paper's runs: {differs}")
         notes += length_notes(rows.runs) if item.whole else []
     notes.append(INTERVALS)
     words = {"beside": item.beside, "work": counted(runs)}
-    notes += [note.format(**words) for column, note in NOTES.items() if column in item.columns]
+    shown = [name.strip() for name in context.args.columns.split("|")] if context.args.columns else item.columns
+    notes += [note.format(**words) for of, note in NOTES.items() if {of, *ALSO.get(of, ())} & set(shown)]
     numbers = {"gaps": gaps}
     if not context.args.results:
         numbers["results"] = [{k: v for k, v in r.items() if k != "environment"} for r in runs]

@@ -81,6 +81,7 @@ def table1(context: Context) -> Outcome:
     draws = context.args.draws or (128 if context.quick else 1024)
     rows, numbers = [], {}
     names = [n for n in nf.ROUNDINGS if n not in ("scale_search", "ms_eden_search")]  # The two are other names.
+    context.refuse_unknown_rows(names)
     for name in names:
 
         def compute(name=name) -> dict[str, float]:
@@ -91,7 +92,7 @@ def table1(context: Context) -> Outcome:
         mse, unbiased = TABLE_1.get(name, (None, None))
         off = f"{100 * (value['mse'] / mse - 1):+.1f}%" if mse else "-"
         said = "-" if unbiased is None else "yes" if unbiased else "no"
-        rows.append([name, mse or "-", round(value["mse"], 2), off, said, round(value["gain"])])
+        rows.append([name, str(mse or "-"), f"{value['mse']:.2f}", off, said, round(value["gain"])])
         numbers[name] = value
     title = "Table 1: quadratic error over N(0, 1), 1e-3, and unbiasedness"
     header = ["rounding", "paper", "here", "off", "unbiased (paper)", f"gain of {draws} draws"]

@@ -203,6 +203,9 @@ def judge(found: list[dict]) -> None:
         of |= {"p_holm": corrected, "verdict": verdict}
 
 
+NO_GAP = "clover has no gap"  # The cell in the place of a share.
+
+
 def shown_p(p: float) -> str:
     """Formats a p-value."""
     return "-" if math.isnan(p) else "<0.001" if p < 0.001 else f"{p:.3f}"
@@ -227,7 +230,7 @@ def claims(context: Context) -> Outcome:
     rows = []
     for of, target in zip(found, targets):
         cost, whole = work(fresh, of["method"], steps_of(runs)), tested(runs, *target)["share"]
-        shares = [share.shown(3, "-") if share else "clover has no gap" for share in (of["share"], whole)]
+        shares = [share.shown(3, "-") if share else NO_GAP for share in (of["share"], whole)]
         forward, p_values = FORWARD_NAMES[of["value"]], [shown_p(of[k]) for k in ("p", "p_holm")]
         row = [of["method"], cost, forward, f"{of['target']:.2f}x", shares[0], *p_values, of["verdict"], shares[1]]
         rows.append(row)
@@ -239,9 +242,10 @@ def claims(context: Context) -> Outcome:
         "otherwise not decided",
         "shares are of clover's gap with the same forward, with Fieller's interval (95%, without the correction); it "
         "and p are paired by seed, Student's t with seeds - 1 degrees of freedom",
-        "clover has no gap: none above zero beyond its interval, and so no share of it",
         *gaps.length_notes(runs),
     ]
+    if any(NO_GAP in row for row in rows):
+        notes.append(f'"{NO_GAP}" in a cell: clover\'s gap is not above zero with its whole interval')
     title, header = "Shares of clover's gap, and the targets", [*header, "verdict", "share, all seeds"]
     return outcome(runs, content, title, header, rows, notes, {"claims": found})
 
@@ -352,7 +356,7 @@ def forwards(context: Context) -> Outcome:
     judge(found)
     notes = []
     for of in found:
-        share = of["share"].shown(3, "-") if of["share"] else "none, clover has no gap"
+        share = of["share"].shown(3, "-") if of["share"] else f"none, {NO_GAP}"
         said = f"share {share}, target {of['target']:.2f}, p by Holm {shown_p(of['p_holm'])}: {of['verdict']}"
         notes.append(f"{of['method']}, {of['what']}: {said}")
     notes += [

@@ -13,7 +13,7 @@ With --bf16-until all methods branch from the BF16 run of their seed, and scatte
 methods that compute the same up to 70% of the steps train this part once. A finished run is one small JSON file with
 its validation curve: <folder>/runs/<size>_<method>_s<seed>_<key>.json. The key is a hash of all flags and the text, so
 sweeps of one folder share runs. The table is printed after every run. All numbers are written to <folder>/<name>.json
-and .md. lab.reproduce --results makes tables and plots of them.
+and .md. lab.reproduce --results=<folder>/<name>.json makes tables and plots of them.
 
 --sizes    d<depth> is a nanochat of that depth. llama-30M to llama-200M are those of the paper's Tables 3 and 4. tiny
            is for CPUs.
@@ -24,6 +24,7 @@ and .md. lab.reproduce --results makes tables and plots of them.
 import argparse
 import dataclasses
 import json
+import shlex
 import shutil
 import sys
 import time
@@ -108,8 +109,8 @@ def with_forwards(sweep: Sweep, runs: Sequence[Run]) -> tuple[list[dict], list[s
     return results, notes
 
 
-def report(sweep: Sweep, name: str, runs: Sequence[Run]) -> str:
-    """Writes the finished runs to <folder>/<name>.json and .md. Returns the table as text."""
+def report(sweep: Sweep, name: str, runs: Sequence[Run]) -> tuple[str, list[str]]:
+    """Writes the finished runs to <folder>/<name>.json and .md. Returns the table as text, and the notes below it."""
     results, notes = with_forwards(sweep, runs)
     methods, sizes = (list(dict.fromkeys(getattr(r, f) for r in runs)) for f in ("method", "size"))
     header, rows = summary(results, methods, sizes)
@@ -118,7 +119,6 @@ def report(sweep: Sweep, name: str, runs: Sequence[Run]) -> str:
     said = [f"{size} differs from the paper's runs: {what}" for size, what in differs.items() if what]
     said += [f"{size}: {note}" for size in sizes if (note := other_lengths(results, size))]
     said += notes
-    text = "\n".join([table(header, rows), *said])
     content = {
         "name": name,
         "runs": len(runs),
@@ -135,7 +135,7 @@ def report(sweep: Sweep, name: str, runs: Sequence[Run]) -> str:
     atomic_write(sweep.folder / f"{name}.json", "{\n" + ",\n".join(lines) + "\n}\n")
     lines = ["| " + " | ".join(map(str, row)) + " |" for row in (header, ["---"] * len(header), *rows)]
     atomic_write(sweep.folder / f"{name}.md", "\n".join([*lines, "", *said]).rstrip() + "\n")
-    return text
+    return table(header, rows), said
 
 
 def run_sweep(sweep: Sweep, name: str, runs: Sequence[Run]) -> list[dict]:
@@ -147,7 +147,7 @@ def run_sweep(sweep: Sweep, name: str, runs: Sequence[Run]) -> list[dict]:
         done, elapsed = len(sweep.results(runs)), time.monotonic() - start
         left = format_seconds(elapsed / max(1, done - before) * (len(runs) - done))
         print0(f"\n{name}: {done} of {len(runs)} runs done, {format_seconds(elapsed)}, about {left} left")
-        print0(report(sweep, name, runs), flush=True)
+        print0(report(sweep, name, runs)[0], flush=True)
 
     if before < len(runs):
         where = f"on {', '.join(sweep.devices)}; in {sweep.folder}"
@@ -259,9 +259,13 @@ def main(argv: list[str] | None = None) -> None:
     sweep = Sweep(folder, data, visible_devices(args.jobs), args.keep, recipes=args.recipes)
     try:
         run_sweep(sweep, args.name, runs)
+        shown, said = report(sweep, args.name, runs)
+        print0("\n".join(["", shown, *said]))
     except Interrupted as e:
         stopped(e)
-    print0(f"\n{report(sweep, args.name, runs)}\nwritten to {folder / args.name}.json")
+    finally:
+        file = shlex.quote(str(folder / f"{args.name}.json"))
+        print0(f"the finished runs are in {file}; tables of them: python -m lab.reproduce gaps --results {file}")
 
 
 if __name__ == "__main__":

@@ -4,21 +4,25 @@ import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
-from lab.statistics import difference, gap
+from lab.statistics import by_seed, difference, gap
 from lab.study.sweep_runs import data_key, flag_values
 
 
 def summary(results: Sequence[dict], methods: Sequence[str], sizes: Sequence[str]):
-    """Returns (header, rows) of the table, with bits per byte, the gap to bf16 and the paired difference to clover."""
-    header = ["size", "method", "seeds", "val BPB", "gap to bf16, %", "BF16 fwd", "minus clover"]
+    """Returns (header, rows) of the table, with the bits per byte, the gap to bf16 and the difference to clover, both
+    paired by seed. The bits per byte are of the seeds that all rows of a size have, and "-" while there are none:
+    means over different seeds would compare seeds, not methods."""
+    header = ["size", "method", "seeds", "val BPB, seeds of all", "gap to bf16, %", "BF16 fwd", "minus clover"]
     rows = []
     for size in sizes:
-        for method in methods:
-            mine = [r for r in results if r["size"] == size and r["method"] == method]
-            if not mine:
+        of = {method: by_seed(results, size, method) for method in methods}
+        known = [set(bpb) for bpb in of.values() if bpb]
+        common = set.intersection(*known) if known else set()
+        for method, bpb in of.items():
+            if not bpb:
                 continue
-            bpb = statistics.fmean(r["val_bpb"] for r in mine)
-            row = [size, method, len(mine), f"{bpb:.4f}"]
+            mean = f"{statistics.fmean(bpb[seed] for seed in common):.4f}" if common else "-"
+            row = [size, method, len(bpb), mean]
             for value, missing in (
                 (gap(results, size, method), method == "bf16"),
                 (gap(results, size, method, "val_bpb_bf16"), method == "bf16"),

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import nanochat_fp4 as nf
 from lab.recipes import RECIPES
-from nanochat_fp4.cli import UserError
+from nanochat_fp4.cli import UserError, did_you_mean
 from nanochat_fp4.data.dataset import survey
 from nanochat_fp4.models import llama
 from nanochat_fp4.models.cross_entropy import HEADS, default_head
-from nanochat_fp4.nvfp4.methods import METHODS
+from nanochat_fp4.nvfp4.methods import METHODS, REGISTERED
 from nanochat_fp4.nvfp4.phases import MethodPlan
 from nanochat_fp4.nvfp4.recipes import Recipe, to_record
 
@@ -108,9 +108,10 @@ def method_flags(method: str) -> tuple[str, ...]:
         return VARIANTS[method]
     try:
         nf.get_recipe(method)
-    except ValueError as e:
-        own = '--variant "label: flags of base_train"'
-        raise UserError(f"{e}; or a variant: {', '.join(VARIANTS)}; or {own}") from None
+    except ValueError:
+        meant = did_you_mean(method.lower(), [*METHODS, *REGISTERED, *VARIANTS]) or f"use one of {', '.join(METHODS)}."
+        mend = 'A method of your own is known by RECIPES=FILE.py; flags of base_train are a --variant "label: flags"'
+        raise UserError(f"unknown method {method!r}; {meant} {mend}") from None
     return (f"--method={method}",)
 
 

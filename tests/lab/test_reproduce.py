@@ -26,6 +26,7 @@ TABLE = [
     ("horizon --results d6_stored", "- the paper: Clover beats NVIDIA", "agrees (-0.36 ± 0.13 points)"),
     ("horizon --results d6_stored", "- clover_feedback_late minus clover -0.715", "the last phase trains -0.080"),
     ("horizon --results d6_stored", "- clover's gap over that of four_over_six", "0.81 ± 0.12"),
+    ("horizon --results d6_stored", "- corrected for 5 claims", "Clover beats 4/6 p = 0.065 (undecided)"),
     ("horizon --results d4_64m", "- the paper: Clover beats NVIDIA", "undecided (-0.36 ± 0.39 points)"),
     ("horizon --results d6_shuffled,d6_means_apart", "d6 clover 1.00", "+2.14 ± 0.08 - 1 +1.74 ± 0.06 - 1"),
     ("horizon --results d6_width", "d6 clover_448_wide", "+0.06 ± 0.71"),
@@ -142,6 +143,8 @@ REFUSED = [
     ("horizon", "--results=STUDY"),
     ("claims", "lab.runs"),
     ("horizon --results d5", "'d5'"),
+    ("table1 --rows rtn_16x61", r"'rtn_16x61'; did you mean rtn_16x16\? .* rtn \| "),  # before anything is computed
+    ("fig4 --rows clovr", "'clovr'; did you mean clover"),
     ("horizon --results d6_forwards_s1,d6_fresh", r"d6_fresh is of prose and code .* give sweeps of the same text"),
     ("horizon --results d6_longer,d6_lean", "--results has bf16 of seed 1 twice"),
     ("horizon --results d6_fresh,d8_350m", "d6, d8; .*--sizes=d6"),
@@ -294,6 +297,19 @@ def test_the_targets_of_an_fp8_forward(tmp_path, printed, gaps, said):
     lines = printed(f"fp8_forward --results={path}")
     assert any(said in line for line in lines), lines
     assert any(line.startswith("bytes kept by clover_fp8") for line in lines) == ("clover_fp8_forward" in gaps)
+
+
+@pytest.mark.parametrize(("bf16", "said"), [([0.0] * 3, False), ([3.0, 0.0, 0.0], True)])
+def test_a_legend_stands_where_its_words_occur(tmp_path, printed, bf16, said):
+    """Of a gap of clover that may be zero there is no share. A column that is not chosen has no note."""
+    path = study(tmp_path / "a.json", bf16=bf16, clover=[2.0, 2.1, 2.2], clover_mixed=[0.8, 0.9, 1.0])
+    lines = printed(f"claims --results={path}")
+    assert any(line.startswith("clover_mixed") and questions.NO_GAP in line for line in lines) == said
+    assert any(line.startswith("-") and questions.NO_GAP in line for line in lines) == said
+    lines = printed(f"horizon --results={path} --columns 'method | own: share'")
+    assert any(line.startswith("- minus and share") for line in lines)
+    assert not any(line.startswith(("- pooled", "- bytes kept", "- GEMM work", "- BF16:")) for line in lines)
+    assert any("evaluated on 64" in line for line in lines)
 
 
 def test_the_place_on_the_leaderboard_is_interpolated():

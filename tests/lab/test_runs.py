@@ -54,5 +54,13 @@ def test_names_are_groups_patterns_and_files():
     assert runs.names_of("d6_shuffled,x.json") == [*(f"d6_forwards_s{seed}" for seed in (1, 2, 3)), "x.json"]
     assert "ladder_128_wide_25" in runs.names_of("ladder_*")
     assert all(set(group) <= set(runs.studies()) for group in runs.GROUPS.values())
-    with pytest.raises(UserError, match="'d5'; python -m lab.runs"):
-        runs.stored("d5")
+    with pytest.raises(UserError, match="'mine'; .*the path of its file"):
+        runs.stored("mine")
+    for wrong, meant in (("d6_mixd", "d6_mixed"), ("d6_storedd", "d6_stored")):
+        with pytest.raises(UserError, match=rf"did you mean {meant}\? .*lab.runs"):
+            runs.stored(wrong)
+
+
+def test_the_list_has_the_studies_and_their_groups():
+    first = [line.split()[0] for line in runs.listed().splitlines() if line.strip()]
+    assert set(runs.studies()) | set(runs.GROUPS) <= set(first)

@@ -19,6 +19,7 @@ import pytest
 import nanochat_fp4 as nf
 from lab import runs as kept_runs
 from lab.study import sweep, sweep_runs, sweep_scheduler
+from lab.study.sweep_results import summary
 from nanochat_fp4.cli import UserError
 from nanochat_fp4.models.cross_entropy import default_head
 from nanochat_fp4.nvfp4 import methods
@@ -229,7 +230,9 @@ def test_a_tokenizer_of_another_size_is_not_taken(tmp_path, monkeypatch):
         ("--tokens=many", "'many' .*100M"),
         ("--tokens=1M --sizes=d0", "'d0'; use d<depth>, llama-30M"),
         ("--tokens=1M --sizes=llama-7B", "--llama='7B' .*30M"),
-        ("--tokens=1M --methods=cloover", "'cloover'; .*bf16, .*clover_late_bf16"),
+        ("--tokens=1M --methods=cloover", r"'cloover'; did you mean clover\? .*RECIPES=FILE.py"),
+        ("--tokens=1M --methods=clover_late_bf61", "did you mean clover_late_bf16"),
+        ("--tokens=1M --methods=xyz", "'xyz'; use one of bf16, .*RECIPES=FILE.py"),
         ("--tokens=1M --methods=bf16,bf16", "bf16 twice"),
         ("--tokens=1M --variant=': --method=bf16'", "a label"),
         ("--tokens=1M --variant='x: --method=foo'", "--variant 'x': .*unknown method 'foo'"),
@@ -331,7 +334,7 @@ def test_what_is_done_is_skipped_and_checkpoints_go(trained, capsys):
     for run in runs[1], runs[3]:  # as with a variant's --num-iterations
         s.result_path(run).write_text(json.dumps(s.result(run) | {"steps": 3000}))
     note = "tiny: of other lengths than bf16's 2 steps, compared with it at their ends: clover 3,000"
-    assert note in sweep.report(s, "name", runs).splitlines()
+    assert note in sweep.report(s, "name", runs)[1]
     whole = s.result(runs[2])
     for damaged in (
         '{"cut sho',  # as a full disk would leave it
@@ -350,6 +353,31 @@ def test_what_is_done_is_skipped_and_checkpoints_go(trained, capsys):
     assert len((s.folder / "name.json").read_text().splitlines()) < 20  # a line for each run
 
 
+def test_means_are_of_the_seeds_that_all_methods_have():
+    """Else a method whose harder seeds have not run yet would look better than one that has run them all."""
+    bf16 = [result("bf16", 1, 1.0), result("bf16", 2, 2.0)]
+    _, rows = summary([*bf16, result("clover", 1, 1.1)], ["bf16", "clover"], ["tiny"])
+    assert [row[2:5] for row in rows] == [[2, "1.0000", "-"], [1, "1.1000", "+10.00"]]
+    _, rows = summary([*bf16, result("clover", 3, 1.1)], ["bf16", "clover", "nvidia"], ["tiny"])
+    assert [row[2:5] for row in rows] == [[2, "-", "-"], [1, "-", "-"]]
+
+
+@pytest.mark.parametrize(("methods", "status"), [("bf16,clover", 0), ("bf16,tetrajet_v2", 143)])
+def test_a_sweep_ends_with_the_path_that_results_takes(trained, tiny_base, monkeypatch, capsys, methods, status):
+    """Also when it is stopped; what is true of all runs is said once."""
+    s, _ = trained
+    monkeypatch.setattr(sweep, "prepare", lambda folder, *args: str(tiny_base))
+    monkeypatch.setattr(sweep, "visible_devices", lambda jobs: ["cpu"])
+    argv = f"--name=mine --methods={methods} --sizes=tiny --seeds=2 --tokens=1024 --folder={s.folder}"
+    with pytest.raises(SystemExit) if status else contextlib.nullcontext() as stopped:
+        sweep.main(argv.split())
+    assert not status or stopped.value.code == status
+    said = capsys.readouterr().out
+    path = said.strip().splitlines()[-1].rpartition("--results ")[2]
+    assert {r["method"] for r in kept_runs.stored(path)["results"]} == set(methods.split(",")) - {"tetrajet_v2"}
+    assert said.count("differs from the paper's runs") == (status == 0)
+
+
 def test_the_results_take_other_forwards_of_the_same_text_from_the_forwards_file(trained):
     s, _ = trained
     runs = sweep_runs.plan(["bf16", "clover", "clover_late", "clover_search"], ["tiny"], [1], tokens=1024)
@@ -358,7 +386,7 @@ def test_the_results_take_other_forwards_of_the_same_text_from_the_forwards_file
     for run, tokens in zip(runs, (64, 64, 64, 32)):
         record = {"tag": run.tag, "eval_tokens": tokens, "bpb": {"clover": 1.7, "bf16": 1.4}}
         (s.folder / "forwards" / f"{run.tag}.json").write_text(json.dumps(record))
-    text = sweep.report(s, "name", runs)
+    text = "\n".join(sweep.report(s, "name", runs)[1])
     results = json.loads((s.folder / "name.json").read_text())["results"]
     bpb = {"clover": 1.7, "bf16": 1.4}
     assert [r.get("forwards") for r in results] == [bpb, bpb, bpb, None]
