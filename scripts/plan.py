@@ -339,48 +339,45 @@ def choose_steps(s: Settings, base: Base) -> dict[str, Any]:
     return records[name]
 
 
-def measured(base_dir: Path, gpu: str) -> dict[str, tuple[float, float]]:
-    """The steps that dev/measure.sh has measured on a GPU: method -> (FLOP/s, FLOPs of a token)."""
-    found: dict[str, tuple[float, float]] = {}
+def speeds(s: Settings, base: Base) -> dict[str, dict[str, Any]]:
+    """The speeds of the card by precision or method, as cards.json has them. Those of steps that dev/measure.sh has
+    measured on this GPU, of no published runs, count before others."""
+    here: dict[str, dict[str, Any]] = {}
     with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
-        content = json.loads((base_dir / "measurements/steps.json").read_text(encoding="utf-8"))
-        for r in content["records"] if bare(content["environment"]["gpu"]) == bare(gpu) else ():
+        content = json.loads((s.base_dir / "measurements/steps.json").read_text(encoding="utf-8"))
+        for r in content["records"] if bare(content["environment"]["gpu"]) == bare(s.card["name"]) else ():
             if r.get("tokens_per_second") and r["recompute"] == "none":
-                found.setdefault(r["method"], (r["tokens_per_second"] * r["flops_per_token"], r["flops_per_token"]))
-    return found
+                times = r["flops_per_token"] / base.flops  # as much work as this model's
+                speed = times * r["tokens_per_second"] * base.size / 1e12
+                of = {"range": [speed, speed], "runs": 0, "models": [times * base.weights], "doubts": []}
+                here.setdefault(r["method"], of)
+    return s.card["speed"] | here | ({"nvfp4": here["clover"]} if "clover" in here else {})
 
 
 def hours(s: Settings, base: Base) -> tuple[float, float, list[str]] | None:
     """(fewest hours, most hours, facts about them) of the base training with its validations. None if a precision of
     the method was never timed."""
-    timed, here = s.card["speed"], measured(s.base_dir, s.card["name"])
-    here |= {"nvfp4": here["clover"]} if "clover" in here else {}
-    # (slowest, fastest) tokens/s of one GPU with this model
-    speeds = {key: [1e12 * end / base.size for end in of["range"]] for key, of in timed.items()}
-    speeds |= {key: [speed / base.flops] * 2 for key, (speed, _) in here.items()}
+    timed = speeds(s, base)
     parts = {PRECISIONS[bits]: share for bits, share in base.work.items() if share}
-    parts = {base.method: 1.0} if base.is_plain and base.method in speeds else parts
-    if not parts.keys() <= speeds.keys():
+    parts = {base.method: 1.0} if base.is_plain and base.method in timed else parts
+    if not parts.keys() <= timed.keys():
         return None
-    # The time of a step is proportional to the work in each precision.
-    slow, fast = (s.processes / sum(share / speeds[key][end] for key, share in parts.items()) for end in (0, 1))
+    # The time of a step is proportional to the work in each precision. Speeds are of 1e12 weights and a second.
+    work = [sum(share / timed[key]["range"][end] for key, share in parts.items()) for end in (0, 1)]
+    slow, fast = (1e12 * s.processes / base.size / seconds for seconds in work)
     # A forward pass is a third of a step's work. A method that quantizes is validated twice, the second time in BF16.
     every, passes = base.args.eval_every, 1 if base.method == "bf16" else 2
     tokens = base.tokens + ((base.steps // every + 1) * base.args.eval_tokens * passes / 3 if every > 0 else 0)
-    published = [timed[key] for key in parts if key not in here]
-    if published:
-        sizes = [base.weights / model for of in published for model in of["models"]]
-        runs, how = max(of["runs"] for of in published), "published run"
-        how = f"from {runs} {how}{'s' * (runs > 1)} (docs/measured.md)"
-    else:
-        sizes = [base.flops / here[key][1] for key in parts]
-        how = f"{'measured' if base.method in parts else 'estimated from other methods'} on this GPU"
+    used = [timed[key] for key in parts]
+    sizes = [base.weights / model for of in used for model in of["models"]]
+    how = f"{'measured' if base.method in parts else 'estimated from other methods'} on this GPU"
+    if runs := max(of["runs"] for of in used):
+        how = f"from {runs} published run{'s' * (runs > 1)} (docs/measured.md)"
     facts = [f"{how}: {' to '.join(dict.fromkeys(f'{round(x, -2):,.0f}' for x in (slow, fast)))} tokens/s"]
-    facts += dict.fromkeys(doubt for of in published for doubt in of["doubts"])
+    facts += dict.fromkeys(doubt for of in used for doubt in of["doubts"])
     if min(sizes) > FAR or max(sizes) < 1 / FAR:
         facts.append(f"EXTRAPOLATED: it is {span(min(sizes), max(sizes))} times as large as the models that were timed")
-    if published:
-        facts.append(MEASURE)
+    facts += [MEASURE] if runs else []
     if base.ways and base.ways[0].recompute != "none":
         facts.append("not counted: activations are computed twice, which took 4% to 8% more on an H200")
     if s.processes > 1:
@@ -808,12 +805,12 @@ def which(plan: Plan) -> Iterator[str]:
     if card is None:
         yield "a CPU emulates 4 bits: a small run shows that everything works, and ranks no method"
         return
-    here = measured(s.base_dir, card["name"])
+    fp8, four = (speeds(s, plan.bases[0]).get(method, {"runs": None}) for method in ("fp8", rival))
     needed = min(CARDS["R"], key=lambda of: abs(math.log(of["weights"] / plan.bases[0].weights)))["ratio"][1]
     if card["arch"] in CARDS["take"]:
         yield f"take {CARDS['take'][card['arch']]}"
-    elif {"fp8", rival} <= here.keys():
-        now = here[rival][0] / here["fp8"][0]
+    elif fp8["runs"] == four["runs"] == 0:  # Both were measured here.
+        now = four["range"][0] / fp8["range"][0]
         take = f"take {rival if now >= needed else 'fp8'}"
         yield f"{take}: {rival} makes {now:.2f} times fp8's tokens/s here, and needs {needed:.2f}"
     else:

@@ -82,7 +82,9 @@ def test_a_dry_run_makes_the_table_and_the_file_to_send(fork_server, tmp_path):
     steps = json.loads((tmp_path / "steps.json").read_text())
     steps["environment"]["gpu"] = "RTX 5090"
     (tmp_path / "steps.json").write_text(json.dumps(steps))
-    assert sorted(plan_program.measured(base, "RTX 5090")) == ["bf16", "clover"]
+    plan = plan_program.Plan("speedrun", {"PLAN_ONLY": "1", "GPU": "rtx5090", "NANOCHAT_BASE_DIR": str(base)})
+    timed = plan_program.speeds(plan.s, plan.bases[0])
+    assert {name for name, of in timed.items() if not of["runs"]} == {"bf16", "clover", "nvfp4"}
 
 
 def test_a_dry_run_has_a_folder_of_its_own(tmp_path):
