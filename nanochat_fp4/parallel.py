@@ -110,17 +110,11 @@ def unsharded(model: nn.Module) -> Iterator[None]:
             part.reshard()
 
 
-@torch.no_grad()
-def full_state_dict(model: nn.Module, rank: int) -> dict[str, Tensor]:
+def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
     """Returns model.state_dict(). If the model is sharded, rank 0 gets whole tensors on the CPU, and the others get
     nothing. All processes must call this function together."""
-    state = model.state_dict()
-    if not any(map(is_sharded, state.values())):
-        return state
-    full_state = {}
-    for name, tensor in state.items():
-        if is_sharded(tensor):
-            tensor = tensor.full_tensor()
-        if rank == 0:
-            full_state[name] = tensor.cpu()
-    return full_state
+    if not is_sharded(model):
+        return model.state_dict()
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+    return get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))

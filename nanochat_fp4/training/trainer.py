@@ -429,7 +429,7 @@ class Trainer:
         optimizers = [optimizer.state_dict() for optimizer in self.training_step.optimizers]
         of_rank = {"optimizers": optimizers, "dataloader": self.position}
         loop = {"loop_state": self.state, "loss_state": self.monitor.state}
-        weights = full_state_dict(self.model, self.rank)
+        weights = full_state_dict(self.model)
         bad_here = next(not_finite({"weight": weights, **of_rank}), None)
         if bad := next(filter(None, of_all_ranks(bad_here)), None):
             raise self.lost(f"step {self.step}: {bad} is not finite, so nothing is saved")
