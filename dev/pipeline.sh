@@ -11,7 +11,7 @@ if [ -n "$(trap -p INT | grep "''")" ] && [ -f "$ROOT/$(basename "$0")" ]; then
     exec "$python" "$ROOT/dev/interruptible.py" "$BASH" "$ROOT/$(basename "$0")" "$@"
 fi
 
-GO_ON="; the same command again goes on from here"
+GO_ON="; the same command again goes on from what is saved"
 FAILED=" " # names of stages that have failed, or lack the output of one
 STATUS=0   # of the first one
 DOWNLOAD="" DOWNLOAD_NAME=""

@@ -1,5 +1,6 @@
 """Signals that ask a run to save and stop."""
 
+import contextlib
 import os
 import signal
 import time
@@ -27,14 +28,16 @@ class StopSignals:
                 if signals.received(device): save and leave
         sys.exit(signals.exit_code)
 
-    The exit status is 143 after SIGTERM, 130 after Ctrl-C and 129 after SIGHUP, as a shell reports it. A second Ctrl-C
-    stops at once without saving. Checkpoints are replaced in one piece, so those on the disk stay intact. torchrun
-    repeats signals, so under torchrun the second Ctrl-C counts only after two seconds.
+    The exit status is 143 after SIGTERM, 130 after Ctrl-C and 129 after SIGHUP, as a shell reports it. The first signal
+    prints a line at once, and later ones say that the save goes on, because shells, `timeout` and torchrun repeat
+    signals. Only a third Ctrl-C, two seconds or more after the first signal, stops at once without saving. Checkpoints
+    are replaced in one piece, so those on the disk stay intact.
     """
 
     def __init__(self) -> None:
         self.signum: int | None = None
-        self.since = 0.0
+        self.since = self.said = 0.0  # when the first signal came, and when the last line was printed
+        self.interrupts = 0
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> "StopSignals":
@@ -48,15 +51,18 @@ class StopSignals:
             signal.signal(number, handler)
 
     def _handle(self, number: int, frame: Any) -> None:
+        now, what = time.monotonic(), "again: the save goes on; a third Ctrl-C ends the run without it"
+        self.interrupts += number == signal.SIGINT
         if self.signum is None:
-            self.signum, self.since = number, time.monotonic()
-        if number != signal.SIGINT:
-            return
-        if "RANK" not in os.environ:
-            # The kernel then acts on the next Ctrl-C, also inside of a C function.
-            signal.signal(signal.SIGINT, signal.SIG_DFL)
-        elif time.monotonic() - self.since >= 2.0:
-            raise KeyboardInterrupt
+            self.signum, self.since, what = number, now, "saving after this step, some seconds"
+        elif self.interrupts > 2 and now - self.since >= 2.0:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+        # One line for a signal that is passed on in several ways. A handler must not call print() inside of a print().
+        if now - self.said >= 0.2 and os.environ.get("RANK", "0") == "0":
+            self.said = now
+            with contextlib.suppress(OSError):
+                os.write(2, f"{signal.Signals(number).name} {what}\n".encode())
 
     def received(self, device: torch.device | None = None) -> bool:
         """Returns whether any rank has received a signal. Under torchrun all ranks must call this method together,

@@ -467,10 +467,17 @@ def read_only(folder: str, first: int, last: int) -> None:
     at_step(last, end)
 
 
-def signals(number: int, step: int, count: int = 1) -> None:
-    """Rank 1 (or the only one) gets this signal, so many times, inside this step of those that this process trains."""
+def signals(number: int, step: int, *later: float) -> None:
+    """Rank 1 (or the only one) gets this signal inside this step of those that this process trains, and again after
+    each of these seconds."""
+
+    def send() -> None:
+        for seconds in (0, *later):
+            time.sleep(seconds)
+            os.kill(os.getpid(), number)
+
     if os.environ.get("RANK", "1") == "1":
-        at_step(step, lambda: [os.kill(os.getpid(), number) for _ in range(count)])
+        at_step(step, send)
 
 
 def unwritable(folder: str) -> None:

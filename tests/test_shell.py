@@ -15,6 +15,7 @@ import time
 from pathlib import Path
 
 import pytest
+from _assertions import wait_until
 
 from nanochat_fp4.cli import UserError, switched_on
 from scripts.plan import Plan, calls
@@ -548,7 +549,7 @@ def test_a_signal_to_a_script_reaches_the_stage(script, way, number, status):
     how = WAYS[way]
     process = script('run true\nrun bash -c "$STAGE"', *how.get("before", ()), ignored=how.get("ignored", ()))
     name = {130: "SIGINT, which was passed on as SIGTERM", 143: "SIGTERM", 129: "SIGHUP"}[status]  # what was sent
-    line = f"stopped by {name} (exit status {status}); the same command again goes on from here\n"
+    line = f"stopped by {name} (exit status {status}); the same command again goes on from what is saved\n"
     assert end(process, number) == (status, "saved\n", line)
 
 
@@ -594,6 +595,48 @@ def test_a_closed_terminal_saves_and_the_same_command_goes_on(environment):
     assert done.returncode == 0 and f"Resuming from step {stopped}" in done.stdout, done.stderr
     records = [json.loads(line) for line in (meta.parents[1] / "metrics.jsonl").read_text().splitlines()]
     assert [r["step"] for r in records if r["event"] == "train"] == list(range(60)) and stopped < 60
+
+
+# What a step or a save takes on a large model. RECIPES runs it in the plan, too.
+SLOW = """
+import pathlib, time
+from nanochat_fp4.models.gpt import GPT
+from nanochat_fp4.training import checkpoint_manager
+owner, name = {"step": (GPT, "clip_gradients"), "save": (checkpoint_manager, "save_checkpoint")}["PLACE"]
+real = getattr(owner, name)
+def slow(*args, **kwargs):
+    pathlib.Path("MARK").touch()
+    time.sleep(1.5)
+    return real(*args, **kwargs)
+setattr(owner, name, slow)
+"""
+
+
+@pytest.mark.parametrize("place", ["step", "save"])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_that_comes_twice_saves_once(environment, tmp_path, place, number):
+    """All processes of the script get it, as from a terminal; and each is passed on by bash."""
+    mark, recipes = tmp_path / "mark", tmp_path / "slow.py"
+    recipes.write_text(SLOW.replace("PLACE", place).replace("MARK", str(mark)))
+    variables = TOY | {"QAT_METHOD": "bf16", "STAGES": "base", "NUM_ITERATIONS": "9", "EVAL_EVERY": "-1"}
+    variables |= {"SAVE_EVERY": "1" if place == "save" else "1000", "RECIPES": str(recipes)}
+    script = subprocess.Popen(
+        ["bash", "speedrun_fp4.sh"], cwd=ROOT, env=environment | variables, text=True, start_new_session=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )  # fmt: skip
+    try:
+        wait_until(mark.exists)
+        for _ in range(2):
+            os.killpg(script.pid, number)
+            time.sleep(0.4)
+        out, err = script.communicate(timeout=120)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(script.pid, signal.SIGKILL)
+    assert script.returncode == 128 + number, err
+    metas = Path(environment["NANOCHAT_BASE_DIR"]).glob("base_checkpoints/*/step_*/meta_*.json")
+    stopped = max(int(meta.stem.partition("_")[2]) for meta in metas)
+    assert f"stopped at step {stopped} " in out and f"{number.name} saving" in err and " again: " in err, out + err
 
 
 # ----------------------------------------------------------------------------------------------------------------------

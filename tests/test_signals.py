@@ -32,12 +32,13 @@ def test_a_hangup_that_nohup_ignores_stays_ignored():
         signal.signal(signal.SIGHUP, before)
 
 
-def test_torchrun_repeats_an_interrupt_and_a_later_one_stops_at_once(monkeypatch):
-    """Without torchrun: test_a_second_interrupt_ends_a_run_at_once."""
-    monkeypatch.setenv("RANK", "0")
-    with StopSignals() as signals:
+def test_signals_that_are_repeated_at_once_are_said_once(capfd, monkeypatch):
+    """By shells, `timeout` and torchrun. A third Ctrl-C that ends a run: test_a_third_interrupt_ends_a_run_at_once."""
+    with StopSignals():
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGINT, signal.SIGINT):
+            os.kill(os.getpid(), number)
+    assert capfd.readouterr().err.count("\n") == 1
+    monkeypatch.setenv("RANK", "1")
+    with StopSignals():
         os.kill(os.getpid(), signal.SIGINT)
-        os.kill(os.getpid(), signal.SIGINT)
-        signals.since -= 3
-        with pytest.raises(KeyboardInterrupt):
-            os.kill(os.getpid(), signal.SIGINT)
+    assert capfd.readouterr().err == ""

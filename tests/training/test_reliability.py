@@ -206,12 +206,12 @@ def test_a_signal_at_any_moment_saves_within_a_step(fork_server, tiny_base, stag
     case.assert_as_undisturbed()
 
 
-def test_a_second_interrupt_ends_a_run_at_once(fork_server, tiny_base):
-    """The first Ctrl-C saves after the step, the second does not wait for the end of the step."""
+def test_a_third_interrupt_ends_a_run_at_once(fork_server, tiny_base):
+    """The first Ctrl-C saves after the step, and so does a second; a third does not wait for the end of the step."""
     case = Case(fork_server, tiny_base, "base", "bf16")
-    run = case.run(fault=("signals", signal.SIGINT, 1, 2))
+    run = case.run(fault=("signals", signal.SIGINT, 1, 0.4, 1.7))
     assert run.status == -signal.SIGINT and "stopped at step" not in run.log, run.log
-    assert list_steps(case.folder) == [1]
+    assert list_steps(case.folder) == [1] and run.log.count("again") == 1
 
 
 # ----------------------------------------------------------------------------------------------------------------------
