@@ -26,7 +26,7 @@ class StopSignals:
         with StopSignals() as signals:
             for step in ...:
                 if signals.received(device): save and leave
-        sys.exit(signals.exit_code)
+        sys.exit(128 + signals.signum)
 
     The exit status is 143 after SIGTERM, 130 after Ctrl-C and 129 after SIGHUP, as a shell reports it. The first signal
     prints a line at once, and later ones say that the save goes on, because shells, `timeout` and torchrun repeat
@@ -77,11 +77,6 @@ class StopSignals:
     def name(self) -> str:
         """The name of the signal that came."""
         return signal.Signals(self.signum).name if self.signum is not None else "no signal"
-
-    @property
-    def exit_code(self) -> int:
-        """The exit status of the program, which is 0 if no signal came."""
-        return 0 if self.signum is None else 128 + self.signum
 
     def watch(self, batches: Iterator, device: torch.device | None = None) -> Iterator:
         """Yields `batches` until a signal comes, and then raises StopRequested, so that a long evaluation does not

@@ -81,8 +81,8 @@ def run_stage(args: argparse.Namespace, make: "Callable[[argparse.Namespace, con
         trainer = make(args, until_exit)
         if trainer.train():
             trainer.report()
-    if trainer.signals.exit_code:
-        sys.exit(trainer.signals.exit_code)
+    if trainer.signals.signum:
+        sys.exit(128 + trainer.signals.signum)
 
 
 def start_compiler(device: torch.device) -> None:
