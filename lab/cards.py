@@ -1,7 +1,7 @@
 """Computes how fast each GPU trains, from whole steps that others and this project have timed, and writes the result
 into nanochat_fp4/cards.json, which the plan of a run reads.
 
-    python -m lab.cards            # prints the file
+    python -m lab.cards            # prints the speeds as a table; --json prints the file
     python -m lab.cards --write
 
 The timed steps are in lab/results/published_steps.json, and those of this project in lab/results/bench.json. A speed is
@@ -36,7 +36,7 @@ from typing import Any, NamedTuple
 from lab import RESULTS, ROOT, scaling
 from lab import runs as kept_runs
 from lab import statistics as stats
-from nanochat_fp4.cli import ArgumentParser, run_main
+from nanochat_fp4.cli import ArgumentParser, run_main, table
 from nanochat_fp4.files import atomic_write
 from nanochat_fp4.models.gpt import config_from_depth
 
@@ -47,8 +47,8 @@ PRECISIONS = ("bf16", "fp8", "nvfp4")
 RIVAL, IN_4_BITS, STUDIES = "clover_fp8_forward", 2 / 3, ("d6_fp8_forward", "d6_mixed")
 DEPTHS = (12, 20, 26, 32)
 OLDER = ("sm_70", "sm_75")  # GPUs of no card here, of which a method is advised all the same
-# Programs of two authors on one card (RTX PRO 4000, NVFP4) differ by a factor of two. A speed with a single source is
-# therefore widened by the root of that in both directions.
+# Programs of two authors on one card (RTX PRO 4000, NVFP4) differ by a factor of two. An end of a speed that rests on a
+# single source is therefore widened by the root of that.
 SINGLE_SOURCE = 1.4
 ABOUT = "Written by python -m lab.cards --write; the docstring of lab/cards.py explains the fields."
 
@@ -102,9 +102,9 @@ def directly(card: dict[str, Any], key: str) -> Span | None:
     return Span(both_ends(low, key)[0], both_ends(high, key)[1], low, high, steps)
 
 
-def widened(span: Span) -> float:
-    """The factor by which a speed is uncertain in both directions because one model alone was timed."""
-    return SINGLE_SOURCE if len(span.steps) == 1 else 1.0
+def widened(*spans: Span) -> float:
+    """The factor by which an end that is computed from these spans is uncertain: one of them may have a single step."""
+    return SINGLE_SOURCE if any(len(span.steps) == 1 for span in spans) else 1.0
 
 
 def gain(card: dict[str, Any], key: str, over: str = "bf16") -> Span | None:
@@ -126,29 +126,30 @@ def speed(card: dict[str, Any], key: str) -> dict[str, Any] | None:
 
     The slow end is BF16's slow end times the smallest gain. The fast end is the fastest step that somebody has timed in
     this precision, because a product of two programs can be faster than both of them; if nobody has timed one, it is
-    BF16's fast end times the largest gain.
+    BF16's fast end times the largest gain. An end is widened once if a speed or a gain in it has a single source.
     """
     bf16, times, timed = directly(card, "bf16"), gain(card, key), directly(card, key)
     if key == "bf16" or bf16 is None or times is None:
         if timed is None:
             return None
-        wider, slow = widened(timed), timed.of_low
-        found = timed._replace(low=timed.low / wider, high=timed.high * wider)
+        slow, wider = timed.of_low, (widened(timed),) * 2
+        found = timed._replace(low=timed.low / wider[0], high=timed.high * wider[1])
     else:
-        wider, slow = widened(bf16), bf16.of_low
-        low, of_low = bf16.low / wider * times.low, bf16.of_low
+        slow, wider = bf16.of_low, (widened(bf16, times), widened(timed) if timed else widened(bf16, times))
+        low, of_low = bf16.low * times.low / wider[0], bf16.of_low
         if timed and timed.low < low:
             low, of_low = timed.low, timed.of_low
-        high, of_high = (timed.high, timed.of_high) if timed else (bf16.high * wider * times.high, bf16.of_high)
+        high, of_high = (timed.high, timed.of_high) if timed else (bf16.high * times.high, bf16.of_high)
         steps = [*bf16.steps, *(timed.steps if timed else []), *times.steps]
-        found = Span(low, high, of_low, of_high, steps)
+        found = Span(low, high * wider[1], of_low, of_high, steps)
     runs, doubts = {json.dumps(step): step for step in found.steps}, []
     if len(runs) > 1 and found.of_low is found.of_high:
         doubts.append(f"both ends are speeds of one source: {found.of_low['source']}")
     if "bf16" in slow.get("upper", [])[1:]:
         doubts.append(f"the slow end had {slow['note']}; more rows take fewer hours")
-    if wider > 1:
-        doubts.append(f"ONE SOURCE, so widened by {wider} in both directions")
+    if max(wider) > 1:
+        ends = "both ends are" if min(wider) > 1 else f"the {'slow' if wider[0] > 1 else 'fast'} end is"
+        doubts.append(f"ONE SOURCE, so {ends} widened by {SINGLE_SOURCE}")
     on_this_card = [step["weights"] for step in runs.values() if step in card["rates"]]
     return {
         "range": [float(f"{end / 1e12:.4g}") for end in (found.low, found.high)],
@@ -244,13 +245,27 @@ def as_text() -> str:
     return re.sub(r"\[\s+([^][{}]+?)\s+\]", lambda found: f"[{' '.join(found[1].split())}]", text) + "\n"
 
 
+def as_table() -> str:
+    """The speeds as a table, a row for each card and precision, with the sources of what was timed on the card."""
+    rows, made = [], content()
+    weights = next(of["weights"] for of in made["R"] if of["depth"] == 20)
+    for card, of in zip(made["cards"], published(), strict=True):
+        for key, found in (card["speed"] or {"-": None}).items():
+            ends = " to ".join(f"{1e12 * end / weights:,.0f}" for end in found["range"]) if found else "-"
+            sources = dict.fromkeys(step["source"] for step in of["rates"] if key in step)
+            rows.append([card["name"], card["gib"], key, ends, found["runs"] if found else "-", "; ".join(sources)])
+    return table(["card", "GiB", "precision", "tokens/s of d20", "runs", "timed on the card by"], rows)
+
+
 def main(argv: list[str] | None = None) -> None:
     parser = ArgumentParser(description="Speeds of GPUs for the plan of a run")
     parser.add_argument("--write", action="store_true", help=f"write {CARDS.relative_to(ROOT)}")
-    if parser.parse_args(argv).write:
+    parser.add_argument("--json", action="store_true", help="print what --write writes, in the place of a table")
+    args = parser.parse_args(argv)
+    if args.write:
         atomic_write(CARDS, as_text())
     else:
-        print(as_text(), end="")
+        print(as_text().rstrip() if args.json else as_table())
 
 
 if __name__ == "__main__":

@@ -204,7 +204,7 @@ OF_RESULTS: dict[str, Callable[[Context], Outcome]] = {  # Tables that need --re
     **{item.__name__: item for item in (
         questions.methods, questions.losses, questions.claims, questions.fp8_forward, questions.forwards,
         questions.extra_steps, questions.equal_time, questions.break_even, questions.ladder, questions.leaderboard,
-        speed.measured)},
+        speed.measured, speed.published, speed.hours)},
     **{name: partial(questions.of_scaling, name=name) for name in scaling.TABLES},
 }  # fmt: skip
 SAME = {"table6": "fig6"}

@@ -7,12 +7,13 @@ from pathlib import Path
 
 import torch
 
-from lab import RESULTS, ROOT
+from lab import RESULTS, ROOT, cards
 from lab.study.context import Context, Outcome
 from lab.study.sweep_runs import flag_values, size_flags
 from nanochat_fp4.cli import UserError
 from nanochat_fp4.hardware import environment_info
 from nanochat_fp4.models import llama
+from scripts import plan
 
 
 def benchmark(name: str) -> tuple[list[dict], dict]:
@@ -58,6 +59,44 @@ def measured(context: Context) -> Outcome:
     title = "Measured: linear layers (forward and backward, 8 x 2,048 tokens) and training steps"
     notes = ["a row of a micro-batch has 2,048 tokens; the memory is the peak of a whole step"]
     return Outcome(title, ["card", "what", "method", "measured", "part of bench.json"], rows, notes, {})
+
+
+def published(context: Context) -> Outcome:
+    """Makes a table of the whole steps of others from which the plan computes hours (lab/results/published_steps.json).
+
+    A ratio to BF16 stands where the precisions were tuned alike and had the same micro-batch.
+    """
+    rows = []
+    for card in cards.published():
+        for step in (step for step in card["rates"] if "part" not in step):
+            speeds = {key: step.get(key, []) for key in cards.PRECISIONS}
+            said = [" to ".join(f"{n:,}" for n in of) if isinstance(of, list) else f"{of:,}" for of in speeds.values()]
+            ratios = []
+            for key in cards.PRECISIONS[1:]:
+                alike = {key, "bf16"} <= set(step["equal"])
+                of, bf16 = (cards.both_ends(step, k) if alike else () for k in (key, "bf16"))
+                ends = dict.fromkeys(f"{a / b:.2f}" for a, b in zip(of, reversed(bf16)))
+                ratios.append(" to ".join(ends) or "-")
+            count = f"{step['gpus']} x " if step["gpus"] > 1 else ""
+            what = f"{step['model']}; {step['note']}"
+            rows.append([f"{count}{card['name']}", what, *(text or "-" for text in said), *ratios, step["source"]])
+    header = ["card", "what", "BF16", "FP8", "NVFP4", "FP8 / BF16", "NVFP4 / BF16", "measured by"]
+    notes = ["tokens/s of all GPUs of a row together; 8 bits are FP8 or MXFP8"]
+    return Outcome("Whole steps of others, from which the plan computes hours", header, rows, notes, {})
+
+
+def hours(context: Context) -> Outcome:
+    """Makes a table of the hours of base training on one RTX 5090, as the plan of a run computes them."""
+    rows, methods = [], plan.ADVISED[:2] + plan.ADVISED[:1:-1]
+    for depth, run in ((12, ""), (20, ", the speedrun"), (26, ""), (32, ", run1000")):
+        cells = []
+        for method in methods:
+            of = {"GPU": "rtx5090", "PLAN_ONLY": "1", "NANOCHAT_BASE_DIR": str(context.folder / "no measurements")}
+            s = plan.Settings("speedrun", of | {"DEPTH": str(depth), "QAT_METHOD": method})
+            cells.append(plan.span(*plan.hours(s, plan.Base(s, method))[:2]))
+        rows.append([f"d{depth}{run}", *cells])
+    notes = ["the validations are counted, and recomputation is not"]
+    return Outcome("Hours of base training on one RTX 5090", ["", *(f"`{m}`" for m in methods)], rows, notes, {})
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -34,13 +34,33 @@ def test_a_card_that_was_timed_twice_is_not_mixed_with_others():
 def test_the_ends_of_a_speed():
     """The fast end is the fastest step that was timed; a ratio of unequal micro-batches multiplies nothing."""
     (low, high), of = cards.speed(BY_NAME["RTX 5090"], "nvfp4")["range"], cards.speed(BY_NAME["RTX 5090"], "nvfp4")
-    assert high == pytest.approx(51000 * 973e6 / 1e12, rel=1e-3)
-    assert low == pytest.approx(20800 * 973e6 / 1e12 * 37532 / 23493, rel=1e-3)
+    assert high == pytest.approx(1.4 * 51000 * 973e6 / 1e12, rel=1e-3)
+    assert low == pytest.approx(20800 * 973e6 / 1e12 * 37532 / 23493 / 1.4, rel=1e-3)
     assert "one source" in of["doubts"][0] and "more rows" in of["doubts"][1]
     pro = cards.speed(BY_NAME["RTX PRO 6000"], "nvfp4")["range"][1]
-    assert pro == pytest.approx(17000 * 3086e6 / 1e12 * 37532 / 23493, rel=1e-3)
+    assert pro == pytest.approx(1.4 * 17000 * 3086e6 / 1e12 * 37532 / 23493, rel=1e-3)
     single = cards.speed(BY_NAME["RTX 5060"], "nvfp4")
     assert single["range"] == pytest.approx([9.3 / 1.4, 9.7 * 1.4], rel=1e-3) and "ONE SOURCE" in single["doubts"][0]
+
+
+def test_an_end_is_widened_where_one_step_alone_is_known():
+    """A speed or a gain; once, also if both have one step."""
+    widened = {
+        name: cards.speed(BY_NAME[name], "nvfp4")["doubts"][-1:] for name in ("RTX PRO 4000", "RTX 5090", "GB10")
+    }
+    assert "the slow end is" in widened["RTX PRO 4000"][0]  # five steps in NVFP4, one in BF16
+    assert "both ends are" in widened["RTX 5090"][0] and "both ends are" in widened["GB10"][0]
+    assert cards.speed(BY_NAME["GB10"], "nvfp4")["range"] == pytest.approx(
+        [14.4 / 17 * 14.4 * 0.477 / 1.4, 17 * 0.477 * 1.4], rel=1e-3
+    )
+    assert cards.speed(BY_NAME["GB200"], "nvfp4")["doubts"] == []
+
+
+def test_a_card_has_no_more_memory_than_torch_sees():
+    """Its name says 32 GB, of which the driver keeps a part."""
+    gib = {name: card["gib"] for name, card in BY_NAME.items()}
+    assert (gib["RTX 5090"], gib["RTX 4090"], gib["RTX 5060 Ti"]) == (31.36, 23.52, 15.44)
+    assert not {8, 12, 16, 24, 32, 48, 80, 96} & set(gib.values())
 
 
 def test_a_ratio_over_fp8_is_of_programs_that_timed_both():
@@ -109,6 +129,10 @@ def test_measured_products_agree_with_data_sheets():
         assert low <= high and (peak is None or 0.6 * peak <= low * 1e12 and high * 1e12 <= 1.15 * peak), name
 
 
-def test_the_command_prints_the_file(capsys):
-    cards.main([])
+def test_the_command_prints_a_table_or_the_file(capsys):
+    cards.main(["--json"])
     assert json.loads(capsys.readouterr().out)["cards"]
+    cards.main([])
+    lines = capsys.readouterr().out.splitlines()
+    of_4090 = [line for line in lines if "RTX 4090" in line]
+    assert len(of_4090) == 2 and all("llmq" in line for line in of_4090) and len(lines) < 70
