@@ -206,37 +206,31 @@ def compressed_tensors(layer: str, weight: NVFP4Tensor, input_scale: float | Non
 
 
 def quantization_config(
-    ignore: list[str],
-    input_scales: Mapping[str, float] | None,
-    four_bits: Collection[str],
-    eight_bits: Collection[str],
+    ignore: list[str], input_scales: Mapping[str, float] | None, layers: Mapping[bool, Collection[str]]
 ) -> dict[str, Any]:
     """Returns the entry `quantization_config` of config.json.
 
     ignore:       the names of the linear layers in 16 bits
     input_scales: as in `write`
-    four_bits, eight_bits: the names of the layers in NVFP4 and of the layers in FP8 with one scale
+    layers:       the names of the layers in NVFP4 (False), and of the layers in FP8 with one scale (True)
     """
     operand = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16, "symmetric": True,
                "scale_dtype": "torch.float8_e4m3fn", "zp_dtype": "torch.float8_e4m3fn"}  # fmt: skip
-    number = {"num_bits": 8, "type": "float", "symmetric": True}
+    number = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True}
     rounded = {"dynamic": False, "observer": "memoryless_minmax"}
     by_token = None if input_scales is None else number | {"strategy": "token", "dynamic": True}
     static = operand | {"dynamic": "local", "observer": "static_minmax"} if input_scales else None
-    kinds = (
-        (EIGHT_BITS, eight_bits, number | {"strategy": "tensor"}, by_token),
-        (FOUR_BITS, four_bits, operand, static),
-    )
+    kinds = (EIGHT_BITS, layers[True], number, by_token), (FOUR_BITS, layers[False], operand, static)
     groups = [
         {
-            "targets": list(layers) if eight_bits else ["Linear"],
+            "targets": list(names) if layers[True] else ["Linear"],
             "weights": weights | rounded,
             "input_activations": inputs,
             "output_activations": None,
             "format": layout,
         }
-        for layout, layers, weights, inputs in kinds
-        if layers
+        for layout, names, weights, inputs in kinds
+        if names
     ]
     return {
         "quant_method": "compressed-tensors",
@@ -301,7 +295,7 @@ def write(
     name = str(dtype).removeprefix("torch.")
     config = {**config, "dtype": name, "torch_dtype": name}  # Releases of transformers before 5 read the second one.
     if weights:
-        config["quantization_config"] = quantization_config([*ignore], input_scales, layers[False], layers[True])
+        config["quantization_config"] = quantization_config([*ignore], input_scales, layers)
     atomic_write(folder / "config.json", json.dumps(config, indent=2) + "\n")
 
 

@@ -105,11 +105,12 @@ def save_quantized(
                  servers give the inputs of these layers a scale for each token.
     dtype:       the dtype of all tensors that are not quantized: torch.bfloat16, torch.float16 or torch.float32. What
                  the model's class keeps in FP32 stays in FP32. In BF16 the embedding and the output head are rounded,
-                 and 4-bit inputs amplify the difference: with torch.float32 nf.load_quantized gives the model's own
-                 logits back, and with BF16 not.
+                 and 4-bit inputs amplify the difference. With torch.float32 and share_scales=False a model that
+                 nf.load_quantized fills and nf.convert changes again has the same logits, and otherwise not.
     share_scales: whether layers that servers compute as one, such as q, k and v, are rounded together, with one tensor
-                 scale. Servers keep a single scale for them. With False the layers keep the codes of training, and a
-                 server that fuses them computes something else.
+                 scale. Servers keep a single scale for them. The weights of these layers change, and a returned line
+                 says by how much. With False the layers keep the codes of training, and a server that fuses them
+                 computes something else.
 
     The folder appears complete, or not at all. All ranks of torchrun may call this function: the first one writes, and
     the others wait for it.

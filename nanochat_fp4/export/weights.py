@@ -60,7 +60,8 @@ def forward_weights(model: nn.Module, share_scales: bool = True) -> tuple[dict[s
     """Returns the weights of a converted model as its forward pass multiplies them, and what is to be said of them.
 
     share_scales: whether layers that a server computes as one are rounded together, with one tensor_scale. The codes of
-                  layers that the model computes one by one are then not those of training.
+                  layers that the model computes one by one are then not those of training, and a line says by how much
+                  their weights change.
 
     The weights are on the CPU, by the names of their layers. A 4-bit weight has codes (N, K/2), scales (N, K/16) and
     tensor_scale (). The weight of a layer whose forward pass is in FP8 has E4M3 numbers (N, K), no scales (N, 0), and
@@ -70,16 +71,10 @@ def forward_weights(model: nn.Module, share_scales: bool = True) -> tuple[dict[s
     """
     names = {layer: name for name, layer in model.named_modules() if isinstance(layer, QuantLinear)}
     groups, notes = groups_of(model), {uncalled(model)}
-    if share_scales:
-        alone = {group[0] for group in groups if len(group) == 1}
-        together = [group for group in served_as_one(model) if alone.issuperset(group)]
-        shared = {layer for group in together for layer in group}
-        groups = [group for group in groups if group[0] not in shared] + together
-        if together:
-            notes.add(
-                f"{len(shared)} layers that servers compute as one with others, such as {names[together[0][0]]}, share "
-                "their tensor scales: their codes are not training's; without share_scales they are"
-            )
+    alone = {group[0] for group in groups if len(group) == 1} if share_scales else set()
+    together = [group for group in served_as_one(model) if alone.issuperset(group)]
+    shared = {layer: names[layer] for group in together for layer in group}
+    groups = [group for group in groups if group[0] not in shared] + together
     operands = [quantized_weight(group) for group in groups]
     if not groups or any(operand is None for operand in operands):
         problem = "this model was not converted"
@@ -99,6 +94,17 @@ def forward_weights(model: nn.Module, share_scales: bool = True) -> tuple[dict[s
         rows = [layer.out_features for layer in layers]
         for layer, codes, scales in zip(layers, whole.codes.split(rows), whole.scales.split(rows)):
             found[names[layer]] = NVFP4Tensor(codes.cpu(), scales.cpu(), whole.tensor_scale.float().cpu())
+    if shared:
+        squares = torch.zeros(2)  # Of the differences that the common scales make, and of the weights without them.
+        for layer, name in shared.items():
+            own = quantized_weight((layer,)).dequantize().cpu()
+            squares += torch.stack([(found[name].dequantize() - own).square().sum(), own.square().sum()])
+        change = float((squares[0] / squares[1].clamp(min=1e-30)).sqrt())
+        notes.add(
+            f"{len(shared)} layers that servers compute as one with others, such as {names[together[0][0]]}, share "
+            f"their tensor scales: their codes are not training's, and the weights change by {change:.1%} (root mean "
+            "square); without share_scales they are training's"
+        )
     return {name: found[name] for name in names.values() if name in found}, sorted(notes - {""})
 
 

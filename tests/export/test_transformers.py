@@ -6,6 +6,7 @@ The third reader is a server that computes some layers as one, as vLLM and SGLan
 import copy
 import json
 import re
+from pathlib import Path
 
 import _models
 import pytest
@@ -113,6 +114,35 @@ def test_a_fusing_server_reads_other_weights_without_shared_scales(tmp_path):
     want = nf.quantize(model.model.layers[0].self_attn.v_proj.weight, "four_over_six")
     assert torch.equal(tensors["model.layers.0.self_attn.v_proj.weight_packed"], want.codes)
     assert "not training's" in nf.save_quantized(model, tmp_path, overwrite=True)[0]
+
+
+@pytest.mark.parametrize("method", ["clover", "fp8"])
+def test_logits_come_back_where_no_scale_is_shared_and_a_line_says_how_far_they_move(tmp_path, method):
+    torch.manual_seed(0)
+    model, ids = nf.convert(CLASSES["Llama"]().eval(), method, verbose=False), torch.arange(64).view(2, 32)
+    config = model.config
+    for shared in (True, False):
+        notes = nf.save_quantized(model, tmp_path, dtype=torch.float32, share_scales=shared, overwrite=True)
+        other = nf.load_quantized(t.LlamaForCausalLM(config).eval(), tmp_path)
+        moved = whole = 0.0
+        for layer in (layer for layer in forward_weights(model)[0] if not layer.endswith(("o_proj", "down_proj"))):
+            own = forward_weights(model, share_scales=False)[0][layer].dequantize()
+            moved += (other.get_submodule(layer).weight - own).square().sum().item()
+            whole += own.square().sum().item()
+        assert [f"{(moved / whole) ** 0.5:.1%}" in note for note in notes] == [True] * shared
+        nf.convert(other, method, verbose=False)
+        with torch.no_grad():
+            assert torch.allclose(other(ids).logits, model(ids).logits, rtol=1e-5, atol=1e-6) != shared
+
+
+def test_the_example_of_the_page_saves_and_reads(tmp_path, monkeypatch, capsys):
+    """docs/models.md, line by line."""
+    monkeypatch.chdir(tmp_path)
+    page = (Path(__file__).parents[2] / "docs" / "models.md").read_text()
+    names = {"nf": nf, "torch": torch, "transformers": t, "model": CLASSES["Llama"](), "tokenizer": None}
+    exec(page.partition("```python\n")[2].partition("```")[0], {**names, "evaluate": torch.nn.Module.eval}, names)
+    assert names["other"].dtype == torch.float32 and len(names["lost"]) == 1
+    assert capsys.readouterr().out.count("clover_fp8_forward") == 1  # The report is printed once.
 
 
 def test_transformers_reads_experts_without_their_global_scale(tmp_path):
