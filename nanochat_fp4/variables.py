@@ -65,7 +65,7 @@ ELSEWHERE = {  # What is meant -> names that other programs have for it.
     "CUDA_VISIBLE_DEVICES= (an empty list of GPUs, so that the CPU trains)": "DEVICE_TYPE",
     "PLAN_ONLY": "DRY_RUN",
     "STAGES": "PARTS",
-    "NANOCHAT_BASE_DIR (a folder of its own; a run's name says what differs from the defaults)": "MODEL_TAG",
+    "BASE_ARGS=--model-tag=NAME (by default a run's name says what differs from the defaults)": "MODEL_TAG",
 }
 MEANT = {name: meant for meant, names in ELSEWHERE.items() for name in names.split()}
 

@@ -40,6 +40,7 @@ from nanochat_fp4.models.families import family_of_flags
 from nanochat_fp4.models.optim8bit import STATES, state_bytes
 from nanochat_fp4.nvfp4.phases import MethodPlan
 from nanochat_fp4.training.checkpoint_manager import list_steps
+from nanochat_fp4.training.flags import SAME_RUN
 from nanochat_fp4.training.load_model import SOURCES
 from nanochat_fp4.training.memory import SHARE, Memory, choose, largest, plan_accumulation, try_micro_batch
 from nanochat_fp4.training.wandb_run import check_wandb
@@ -55,11 +56,8 @@ STAGES = ("tok", "base", "loss", "core", "mid", "sft", "report")
 # The stage whose output it needs.
 BEFORE = {"base": "tok", "loss": "base", "core": "base", "mid": "base", "sft": "mid"}
 LATER = {"core": base_eval, "mid": mid_train, "sft": chat_sft, "eval": chat_eval}  # eval: the benchmarks of mid and sft
-# How often something is measured or saved makes no other run, and later stages make no other base model.
-SAME_RUN = {
-    "DEPTH", "EVAL_EVERY", "EVAL_TOKENS", "SPLIT_TOKENS", "SAMPLE_EVERY", "SAVE_EVERY", "DEVICE_BATCH", "EVAL_BATCH",
-    "CORE_EVERY", *ARGS,
-}  # fmt: skip
+SAME = {"DEPTH", "SPLIT_TOKENS", *ARGS}  # A name has the depth, and later stages make no other base model.
+SAME_FLAG = rf"--(no-)?({'|'.join(SAME_RUN).replace('_', '-')})(?![\w-])(=| +(?!--))?('.*?'|\".*?\"|\S*)"
 ADVISED = ("bf16", "fp8", "clover", "clover_fp8_forward")
 PUBLISHED = {"max_seq_len": 2048, "window_pattern": "SSSL"}  # Published speeds count as those of such rows.
 PRECISIONS = {16: "bf16", 8: "fp8", 4: "nvfp4"}
@@ -141,13 +139,14 @@ class Settings:
 
     def tag(self, method: str) -> str:
         """The name of the run with this method: what differs from the defaults is in it."""
-        changed = {name: v for name, v in self.changed.items() if name not in SAME_RUN}
+        same = SAME | {name for name, row in NUMBERS.items() if re.search(SAME_FLAG, row[0])}
+        changed = {name: v for name, v in self.changed.items() if name not in same}
         names = {name: name.lower().replace("_", "-").replace("num-iterations", "steps") for name in changed}
         parts = [f"_{names[name]}{value}" for name, value in changed.items()]
         if self.data_dir:
             parts.append(f"_data-{Path(self.data_dir).name[:20]}-{zlib.crc32(self.data_dir.encode()) % 10**4:04d}")
-        if self.values["BASE_ARGS"]:
-            parts.append(f"_{self.values['BASE_ARGS']}")
+        if others := re.sub(SAME_FLAG, "", self.values["BASE_ARGS"]).strip():
+            parts.append(f"_{others}")
         text = re.sub(r"[^A-Za-z0-9._-]+", "-", "".join(parts).replace("--", ""))
         text = text if len(text) <= 60 else f"{text[:50]}-{zlib.crc32(text.encode())}"
         return f"d{self.values['DEPTH']}_{method}{text}"
@@ -257,11 +256,14 @@ class Base:
 
     def __init__(self, s: Settings, method: str, *more: str, states: Sequence[str] = STATES):
         own, card, processes = s.words("BASE_ARGS"), s.card, s.processes
-        self.method, self.tag = method, s.tag(method)
+        self.method, tag = method, s.tag(method)
         self.label = f"{method}: " if len(s.methods) > 1 else ""  # before the facts of one of two methods
-        argv = [f"--method={method}", f"--model-tag={self.tag}", *s.argv("base_train"), "--resume-from-step=latest"]
+        argv = [f"--method={method}", f"--model-tag={tag}", *s.argv("base_train"), "--resume-from-step=latest"]
         with s.blamed("base_train", "BASE_ARGS"):
             args = self.args = base_train.parse_args([*argv, *own, *more])
+            self.tag = args.model_tag  # The user may name a run, such as one with a name of an earlier version.
+            if self.tag != tag and len(s.methods) > 1:
+                raise UserError("--model-tag names one run, and COMPARE=1 trains two; leave out one of both")
             model = make_model(args, s)
             nf.convert(model, method, verbose=False)
             plan = MethodPlan.parse(method, args.layer_methods, args.method_phases)
@@ -377,7 +379,6 @@ def hours(s: Settings, base: Base) -> tuple[float, float, list[str]] | None:
     facts += dict.fromkeys(doubt for of in used for doubt in of["doubts"])
     if min(sizes) > FAR or max(sizes) < 1 / FAR:
         facts.append(f"EXTRAPOLATED: it is {span(min(sizes), max(sizes))} times as large as the models that were timed")
-    facts += [MEASURE] if runs else []
     if base.ways and base.ways[0].recompute != "none":
         facts.append("not counted: activations are computed twice, which took 4% to 8% more on an H200")
     if s.processes > 1:
@@ -579,7 +580,7 @@ class Plan:
             others = [m for m in ADVISED if base.method == s.method and Base(s, m).ways[0].rows]
             rows, remedy = "one row", f"take QAT_METHOD={' or '.join(others)}, or " if others else ""
             remedy += f"{'leave COMPARE out, or ' * (base.method != s.method)}lower DEPTH or SEQ_LEN"
-        name, total = s.card["name"] if s.card else "this machine", s.memory / GIB
+        name, total, rows = s.card["name"] if s.card else "this machine", s.memory / GIB, ", ".join([rows, *way.flags])
         has = f"{base.tag} needs {way.peak / GIB:.1f} GiB with {rows} by count, and {name} has {gib(total)}; {remedy}"
         if way.peak > s.memory:
             raise UserError(has)
@@ -755,7 +756,6 @@ def how_long(plan: Plan) -> Iterator[str]:
             said += [f"{base.label}{facts[0]}", *facts[1:]]
         else:
             yield f"{base.label}not known, for nobody has published whole training steps with {base.method} on this GPU"
-            said.append(MEASURE)
     yield from dict.fromkeys([*said, "mid-training, SFT and benchmarks come besides"])
 
 
@@ -765,8 +765,7 @@ def minutes(plan: Plan) -> Iterator[str]:
     later = min(base.steps, s.usual_steps) if {"mid", "sft"} & set(s.stages) else 0  # They do not grow with it.
     each = plan.chosen.get("seconds_per_step", base.flops * base.args.total_batch_size / CPU_SPEED)
     whole = methods * (base.steps * ("base" in s.stages) + later + OTHER_STEPS) * each / 3600
-    with_methods = f" with {methods} methods" if methods > 1 else ""
-    yield f"{duration(whole, whole)} for these stages{with_methods}, on two cores"
+    yield f"{duration(whole, whole)} for these stages{f' with {methods} methods' * (methods > 1)}, on two cores"
     if plan.chosen:
         yield f"a step took {each:.2g} s in a probe, so there are {plan.chosen['steps']} (NUM_ITERATIONS)"
     elif not s.environment.get("NUM_ITERATIONS"):
@@ -790,12 +789,9 @@ def of_memory(s: Settings, base: Base) -> Iterator[str]:
         parts += ["activations", "loss", "graphed_update"] if graphed else passing
         sizes = {part.removeprefix("graphed_"): way.parts[part] / GIB for part in parts}
         yield base.label + " + ".join(f"{part} {size:.1f}" for part, size in sizes.items())
-    if way.flags and not base.is_fixed:
+    if way.flags and way.rows and not base.is_fixed:
         others = [f"{' '.join(w.flags) or 'FP32 state'}: {w.rows}, {w.peak / GIB:.1f}" for w in base.ways[1:]]
         yield f"{base.label}it takes {' '.join(way.flags)}; other ways (BASE_ARGS), rows and GiB: {'; '.join(others)}"
-    if s.card and base.work[4] and base.weights > 1.5e9 and s.card["gib"] < 33:
-        slow = "a d32 in clover with 2 rows had less than half of BF16's tokens/s under 32 GiB"
-        yield f"SLOW? {slow} (H200, once, docs/memory.md)"
 
 
 def which(plan: Plan) -> Iterator[str]:
@@ -805,17 +801,19 @@ def which(plan: Plan) -> Iterator[str]:
     if card is None:
         yield "a CPU emulates 4 bits: a small run shows that everything works, and ranks no method"
         return
-    fp8, four = (speeds(s, plan.bases[0]).get(method, {"runs": None}) for method in ("fp8", rival))
+    here = {method: of["range"][0] for method, of in speeds(s, plan.bases[0]).items() if not of["runs"]}
     needed = min(CARDS["R"], key=lambda of: abs(math.log(of["weights"] / plan.bases[0].weights)))["ratio"][1]
-    if card["arch"] in CARDS["take"]:
-        yield f"take {CARDS['take'][card['arch']]}"
-    elif fp8["runs"] == four["runs"] == 0:  # Both were measured here.
-        now = four["range"][0] / fp8["range"][0]
-        take = f"take {rival if now >= needed else 'fp8'}"
-        yield f"{take}: {rival} makes {now:.2f} times fp8's tokens/s here, and needs {needed:.2f}"
-    else:
-        yield f"take {rival} if it makes {needed} times fp8's tokens/s, and fp8 otherwise"
-        yield "bash dev/measure.sh says so in 20 minutes"
+    if {"bf16", "fp8", rival} <= here.keys():
+        best = max("bf16", "fp8", key=lambda method: here[method])  # BF16 that is as fast as FP8 loses nothing for it.
+        now = here[rival] / here[best]
+        digits = next((n for n in range(2, 9) if f"{now:.{n}f}" != f"{needed:.{n}f}"), 9)
+        take = f"take {rival}, which" if now >= needed else f"take {best}: {rival}"
+        yield f"{take} makes {now:.{digits}f} times {best}'s tokens/s here, and needs {needed:.{digits}f}"
+        return
+    usual = f"{rival} if it makes {needed} times fp8's tokens/s, and fp8 otherwise"
+    unknown = "no method is advised, because GPU names no card of cards.json, and so no architecture"
+    yield f"take {CARDS['take'].get(card['arch'], usual)}" if card["arch"] else unknown
+    yield MEASURE
 
 
 def main(argv: list[str] | None = None) -> None:

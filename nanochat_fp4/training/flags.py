@@ -13,14 +13,21 @@ from nanochat_fp4.models.optim8bit import STATES
 from nanochat_fp4.parallel import MODES
 
 METHODS = f"{', '.join(nf.METHODS)}; or a row that --recipes registers"
+# What is of a call alone: a resume says nothing of its change.
+OF_THE_CALL = {"resume_from_step", "overwrite", "run", "model_tag", "model_step", "branch_from", "dry_run", "recipes"}
+# Memory, safety, and how often something is measured or saved: a resume may change these flags, and the name that a
+# plan gives to a run does not hold them. A branch is a run of its own.
+SAME_RUN = OF_THE_CALL - {"branch_from"} | set(
+    "parallel state recompute device_type on_nonfinite telemetry_every save_every save_at keep_last compile cuda_graph "
+    "device_batch_size eval_every eval_tokens sample_every core_metric_every core_metric_max_per_task".split()
+)
 
 
 def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the flags that every training stage has with the same meaning."""
     add = parser.add_argument
     # Logging
-    run = os.environ.get("WANDB_RUN") or "dummy"
-    add("--run", default=run, help="wandb run name ('dummy' disables wandb logging)")
+    add("--run", default=os.environ.get("WANDB_RUN") or "dummy", help="wandb run name ('dummy' disables wandb logging)")
     # Runtime
     text = "over several processes: all weights in each (ddp), or shards of them that are gathered in 4 bits (fsdp)"
     add("--parallel", choices=MODES, default="ddp", help=text)

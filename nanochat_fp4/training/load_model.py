@@ -42,6 +42,7 @@ from nanochat_fp4.nvfp4.phases import MethodPlan
 from nanochat_fp4.nvfp4.recipes import from_record
 from nanochat_fp4.training import checkpoint_manager as checkpoints
 from nanochat_fp4.training.checkpoint_manager import check_model_tag, list_steps, load_checkpoint, read_meta
+from nanochat_fp4.training.flags import OF_THE_CALL
 
 # Each stage has a folder in the base directory, and a script that fills this folder.
 SOURCES = {
@@ -281,10 +282,9 @@ def find_resume_step(checkpoint_dir: Path, resume_from_step: int | str, overwrit
     """
     resume_from = "latest" if resume_from_step == -1 and restarts() else resume_from_step
     if resume_from == "latest":
-        try:
+        with contextlib.suppress(checkpoints.NoCheckpointError):
             return checkpoints.find_last_step(checkpoint_dir)
-        except checkpoints.NoCheckpointError:
-            return None
+        return None
     if resume_from != -1:
         return resume_from
     problem, steps = None, list_steps(checkpoint_dir)
@@ -335,10 +335,9 @@ def check_disk(folder: Path, model: nn.Module, overwrite: bool) -> None:
 # The run of a checkpoint, and this run
 
 _LOSES = {
-    "lean": "; weights are rounded to BF16 and moments to 8 bits, and their lower bits are lost",
-    "fp32": "; lower bits that --state=lean has not kept do not come back",
+    "state lean": "; weights are rounded to BF16 and moments to 8 bits, and their lower bits are lost",
+    "state fp32": "; lower bits that --state=lean has not kept do not come back",
 }
-_OF_THE_CALL = {"resume_from_step", "overwrite", "run", "model_tag", "model_step", "branch_from", "dry_run", "recipes"}
 
 
 def check_same_run(now: dict[str, Any], before: dict[str, Any], checkpoint_dir: Path) -> None:
@@ -360,13 +359,12 @@ def changed_settings(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
     """
 
     def settings(meta: dict[str, Any]) -> dict[str, Any]:
-        flat = {k: v for k, v in meta["user_config"].items() if k not in _OF_THE_CALL}
+        flat = {k: v for k, v in meta["user_config"].items() if k not in OF_THE_CALL}
         return flat | ({"commit": meta["commit"]} if meta["commit"] else {})
 
     old, new = settings(before), settings(now)
     different = [k for k in old if k in new and old[k] != new[k]]
-    loses = {"state": _LOSES.get(new.get("state"), "")}
-    return [f"{k} was {old[k]} so far and is {new[k]} from here on{loses.get(k, '')}" for k in different]
+    return [f"{k} was {old[k]} so far and is {new[k]} from here on{_LOSES.get(f'{k} {new[k]}', '')}" for k in different]
 
 
 def restore_optimizers(

@@ -666,7 +666,7 @@ class Trainer:
             advice = "no smaller batch fits either"
         lever = next_lever(self.model, rows, self.seq_len)
         advice += f"; by count, {lever}" if lever else ""
-        go_on = "; go on with it and --resume-from-step latest" if saved else ""
+        go_on = f"; {self.folder} goes on with it ({self.stage.upper()}_ARGS, --resume-from-step latest)" * saved
         # The rows of a micro-batch are padded to one length, so the micro-batch's size decides the bits.
         if self.stage in ("sft", "rl"):
             go_on = "; start over with it and --overwrite"

@@ -1,5 +1,6 @@
 """The plan of a run: what a user's variables, a machine and a base directory make of it."""
 
+import dataclasses
 import importlib
 import json
 import os
@@ -18,10 +19,12 @@ from nanochat_fp4.cli import UserError
 from nanochat_fp4.data import sources
 from nanochat_fp4.evaluation.report import get_report
 from nanochat_fp4.models.gpt import GPT
-from nanochat_fp4.training.load_model import SOURCES
+from nanochat_fp4.models.optim import PretrainingOptions
+from nanochat_fp4.training.flags import SAME_RUN
+from nanochat_fp4.training.load_model import BRANCH_SETTINGS, SOURCES
 from nanochat_fp4.variables import NUMBERS, problem
+from scripts import base_train, tok_train
 from scripts import plan as program
-from scripts import tok_train
 
 ROOT = Path(__file__).parents[2]
 FACT = re.compile(r"^  (\S[\w ]*?)? +(\S.*)$")
@@ -93,10 +96,27 @@ def test_the_defaults_are_nanochats_and_every_variable_reaches_its_stage():
         ({"EVAL_EVERY": "7", "DEPTH": "3", "QAT_METHOD": "nvidia"}, "d3_nvidia"),
         ({"NUM_ITERATIONS": "77", "MATRIX_LR": "0.1", "SEED": "2"}, "d2_clover_steps77_seed2_matrix-lr0.1"),
         ({"BASE_ARGS": "--weight-decay=0.1", "MID_ARGS": "--data=local"}, "d2_clover_weight-decay-0.1"),
+        # What an interrupted run may be given goes on in its folder; a branch is a run of its own.
+        ({"BASE_ARGS": "--state=lean --recompute codes --no-cuda-graph --run='a b'", "DEVICE_BATCH": "4"}, "d2_clover"),
+        ({"BASE_ARGS": "--on-nonfinite=skip --adam-beta1=0.9 --save-every -1"}, "d2_clover_adam-beta1-0.9"),
+        ({"BASE_ARGS": "--branch-from=d2_bf16@9"}, "d2_clover_branch-from-d2_bf16-9"),
+        ({"BASE_ARGS": "--model-tag=d2_clover_state-lean"}, "d2_clover_state-lean"),
     ],
 )
 def test_a_runs_name_says_what_differs(variables, tag):
-    assert planned(**variables).bases[0].tag == tag
+    plan = planned(**variables)
+    assert plan.bases[0].tag == tag and f"mid:{tag}" in commands(plan)
+
+
+def test_every_flag_that_makes_no_other_run_is_one_and_may_change_in_a_resume():
+    args = vars(base_train.parse_args([]))
+    assert SAME_RUN - args.keys() == {"dry_run", "model_step"}  # of later stages
+    options = {f.name for f in dataclasses.fields(PretrainingOptions)} | {
+        "num_iterations",
+        "data_dir",
+        *BRANCH_SETTINGS,
+    }
+    assert not SAME_RUN & (options | {"method", "seed", "total_batch_size", "data_seed", "shuffle_documents", "depth"})
 
 
 def test_names_of_long_and_of_other_text_differ():
@@ -144,6 +164,7 @@ REFUSED = [
     ({"NPROC": "99"}, "NPROC=99"),
     ({"NPROC": "2x"}, "NPROC='2x'"),
     ({"COMPARE": "maybe"}, "COMPARE=maybe"),
+    ({"COMPARE": "1", "BASE_ARGS": "--model-tag=mine"}, "BASE_ARGS"),
     ({"GPU": "rtx5099"}, "RTX 5090"),
     *(({"GPU_MEMORY": text}, f"GPU_MEMORY={text}") for text in ("0", "-1", "x", "nan")),
     ({"GPU": "rtx5090", "PLAN_ONLY": ""}, "PLAN_ONLY=1"),
@@ -166,7 +187,7 @@ def test_what_a_stage_would_refuse_is_refused_by_the_plan(variables, word):
     "name, meant",
     [
         ("NUM_ITERATION", "NUM_ITERATIONS"), ("DEPHT", "DEPTH"), ("NPROCS", "NPROC"), ("BATCH_SIZE", "DEVICE_BATCH"),
-        ("LR", "MATRIX_LR"), ("VRAM", "GPU_MEMORY"), ("METHOD", "QAT_METHOD"), ("MODEL_TAG", "NANOCHAT_BASE_DIR"),
+        ("LR", "MATRIX_LR"), ("VRAM", "GPU_MEMORY"), ("METHOD", "QAT_METHOD"), ("MODEL_TAG", "BASE_ARGS=--model-tag"),
         ("depth", "DEPTH"), ("DRY_RUN", "PLAN_ONLY"), ("DEVICE_TYPE", "CUDA_VISIBLE_DEVICES="),
     ],
 )  # fmt: skip
@@ -203,8 +224,7 @@ def test_each_method_has_its_own_memory_and_both_train_in_one_state(monkeypatch)
     for way, fact in zip((clover, bf16), sums):
         parts = map(float, re.findall(r" (\d+\.\d)(?= \+|$)", fact))
         assert sum(parts) == pytest.approx(way.graphed_peak / 2**30, abs=0.3)
-    assert any("SLOW?" in fact for fact in facts["memory"]) and "other ways" in " ".join(facts["memory"])
-    assert not any("SLOW?" in fact for fact in said(planned(GPU="rtx5090"))["memory"])
+    assert "other ways" in " ".join(facts["memory"])
 
 
 def test_a_model_that_does_not_fit_is_refused_with_what_does():
@@ -212,9 +232,10 @@ def test_a_model_that_does_not_fit_is_refused_with_what_does():
         planned(GPU="rtx5060", DEPTH="36")
     with pytest.raises(UserError, match="d26_bf16 needs .* leave COMPARE out"):
         planned(GPU="rtx5060", GPU_MEMORY="8", DEPTH="26", COMPARE="1")
-    (note,) = said(planned(GPU="rtx5060", GPU_MEMORY="8", DEPTH="24", QAT_METHOD="bf16"))["note"]  # It fits hardly.
+    small = {"GPU": "rtx5060", "GPU_MEMORY": "8", "DEPTH": "24"}
+    (note,) = said(planned(QAT_METHOD="bf16", **small))["note"]  # It fits hardly.
     others = re.search(r"QAT_METHOD=(.*?), or lower DEPTH", note)[1].split(" or ")
-    assert others and all(planned(GPU="rtx5060", GPU_MEMORY="8", DEPTH="24", QAT_METHOD=m).bases[0].ways[0].rows for m in others)
+    assert others and all(planned(QAT_METHOD=method, **small).bases[0].ways[0].rows for method in others)
     with pytest.raises(UserError, match="without a name has 0.01 GiB"):
         planned(GPU_MEMORY="0.01", DEPTH="2")
     llama = planned(GPU="rtx5090", BASE_ARGS="--llama=30M")
@@ -228,7 +249,9 @@ def test_a_micro_batch_that_does_not_fit_names_its_rows_and_those_that_fit(how):
     rows, flags = re.search(r"at most (\d+) of them fit with (.*?), which", str(e.value)).groups()
     fits = planned(GPU="rtx5060", DEVICE_BATCH=rows)
     assert "64 rows" in str(e.value) and fits.bases[0].ways[0].flags == flags.split() and fits.bases[0].ways[0].rows
-    assert "hardly fits" in said(planned(GPU="rtx5090", DEVICE_BATCH="64"))["note"][0]
+    hardly = said(planned(GPU="rtx5090", DEVICE_BATCH="64"))
+    assert "hardly fits" in hardly["note"][0] and "64 rows, --state=lean, " in hardly["note"][0]
+    assert "memory" not in hardly  # whose rows and flags would be other ones
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -309,6 +332,28 @@ def test_one_line_and_one_number_say_which_method_to_take(timed, monkeypatch, ba
     facts = said(planned(GPU="rtx5090", NANOCHAT_BASE_DIR=str(base_dir)))["method"]
     assert f"take fp8: clover_fp8_forward makes {now:.2f}" in facts[1] and len(facts) == 2
     assert "the paper's" in facts[0] and said(planned(QAT_METHOD="fp8"))["method"][0] == "fp8"
+
+
+@pytest.mark.parametrize(
+    "bf16, needed, words",
+    [
+        (95e3, 1.05, "take bf16: clover_fp8_forward makes 0.95 times bf16's tokens/s here, and needs 1.05"),
+        (80e3, 1.08, "take clover_fp8_forward, which makes 1.084 times fp8's tokens/s here, and needs 1.080"),
+        (80e3, 1.09, "take fp8: clover_fp8_forward makes 1.08 times"),
+    ],
+)
+def test_the_method_to_take_is_the_best_of_all_that_were_measured(timed, monkeypatch, base_dir, bf16, needed, words):
+    monkeypatch.setitem(program.CARDS, "R", [{"weights": 1, "ratio": [needed, needed]}])
+    content = json.loads((base_dir / "measurements/steps.json").read_text())
+    next(r for r in content["records"] if r["method"] == "bf16")["tokens_per_second"] = bf16
+    (base_dir / "measurements/steps.json").write_text(json.dumps(content))
+    page = program.page(planned(GPU="rtx5090", NANOCHAT_BASE_DIR=str(base_dir)))
+    assert words in re.sub(r"\s+", " ", page) and "measure.sh" not in page
+
+
+def test_a_card_without_an_architecture_is_advised_to_measure():
+    page = program.page(planned(GPU="rtx3080", GPU_MEMORY="10", DEPTH="12"))
+    assert "no method is advised" in page and "take " not in page and page.count("dev/measure.sh") == 1
 
 
 # ----------------------------------------------------------------------------------------------------------------------
