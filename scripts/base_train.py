@@ -349,7 +349,8 @@ class BaseTraining(Trainer):
             f"{total_tokens / num_params:.2f} per parameter, {self.flops_per_token * total_tokens:.2e} FLOPs",
             "batch": f"{self.rows} x {self.seq_len} tokens, {self.world_size} process(es), "
             f"{self.micro_batches} micro-batch(es) a step",
-            "GEMM work": ", ".join(f"{100 * s:.1f}% in {b} bits" for b, s in plan.work(self.model).items() if s),
+            "GEMM work": ", ".join(f"{100 * s:.1f}% in {b} bits" for b, s in plan.work(self.model).items() if s)
+            + " (blocks and output head)",
             **({method: f"in {', '.join(kinds)}" for method, kinds in methods.items()} if len(methods) > 1 else {}),
             **({"output head": f"FP8, {fp8_products(self.device.type)}"} if self.model.lm_head.quantizes else {}),
             "backend": self.backend,

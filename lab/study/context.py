@@ -56,13 +56,15 @@ class Context:
         atomic_write(path, json.dumps({"settings": settings, "value": value}) + "\n")
         return value
 
-    def refuse_unknown_rows(self, names: Sequence[str]) -> None:
-        """Raises UserError if --rows has a name that the table will not have, before its rows are computed."""
+    def chosen_rows(self, names: Sequence[str]) -> list[str]:
+        """Returns the names of rows that --rows chooses, or all. Raises UserError for a name that the table will not
+        have, before its rows are computed."""
         asked = [name.strip() for name in self.args.rows.split("|") if name.strip()]
         if unknown := [name for name in asked if name not in names]:
             meant = did_you_mean(unknown[0], names)
             problem = " ".join(filter(None, [f"no row of the table is named {unknown[0]!r};", meant]))
             raise UserError(f"--rows: {problem} Its rows are {' | '.join(names)}")
+        return asked or list(names)
 
     def trained_on(self) -> dict[str, Any]:
         """Returns the settings of a piece that is measured on trained_model."""

@@ -348,7 +348,7 @@ NOTES = {  # The note below a table that explains a column.
     "interval is Fieller's, and it has none if {beside}'s gap on these seeds may be zero",
     "own: gap, pooled": "pooled: a secondary interval, by the mean variance of the methods with a 4-bit forward, or of "
     "the others; no verdict rests on it",
-    "GEMM work": "GEMM work, {work}: 1 is every GEMM of the run in 4 bits; 8 bits count 2 and 16 bits 4",
+    "GEMM work": "GEMM work, {work}: 1 is all of it in 4 bits; 8 bits count 2 and 16 bits 4",
     "work in 4 / 8 / 16 bits, %": "work: multiply-adds over all steps, {work}, by a GEMM's wider operand; more than "
     "100% where operands have two terms",
     "bytes kept": "bytes kept: of an element of a layer's input, from the forward to the backward pass, by count",
@@ -387,7 +387,7 @@ def runs_of(context: Context, name: str, item: Item) -> tuple[list[dict], list[s
         methods = [m for m in methods if m not in STORED_ALONE]
         if not methods:
             raise UserError(f"{name} trains nothing: give --results=STUDY (python -m lab.runs)")
-        context.refuse_unknown_rows([*labels, *size.split(",")])
+        context.chosen_rows([*labels, *size.split(",")])
         where, plan = context.sweep(methods, item.size, item.ratio)
         runs = sweep.run_sweep(where, f"{name}_runs", plan)
         return runs, labels, {"data": sweep_results.data_name(where.data_dir), "environment": None}

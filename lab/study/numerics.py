@@ -1,5 +1,6 @@
 """Makes Tables 1 and 2 and Figure 9, which show rounding errors, memory traffic and bias. They need no sweep."""
 
+import dataclasses
 import functools
 import itertools
 import json
@@ -81,14 +82,15 @@ def table1(context: Context) -> Outcome:
     draws = context.args.draws or (128 if context.quick else 1024)
     rows, numbers = [], {}
     names = [n for n in nf.ROUNDINGS if n not in ("scale_search", "ms_eden_search")]  # The two are other names.
-    context.refuse_unknown_rows(names)
-    for name in names:
+    for name in context.chosen_rows(names):
 
         def compute(name=name) -> dict[str, float]:
             mse = 1e3 * mean_squared_error(name, samples=samples, seed=1)
             return {"mse": mse, "gain": unbiasedness_gain(name, draws)}
 
-        value = context.piece("table1", {"rounding": name, "samples": samples, "draws": draws, "seed": 1}, compute)
+        constants = repr(dataclasses.asdict(get_rounding(name)))  # A user edits the row of a name.
+        settings = {"rounding": constants, "samples": samples, "draws": draws, "seed": 1}
+        value = context.piece("table1", settings, compute)
         mse, unbiased = TABLE_1.get(name, (None, None))
         off = f"{100 * (value['mse'] / mse - 1):+.1f}%" if mse else "-"
         said = "-" if unbiased is None else "yes" if unbiased else "no"

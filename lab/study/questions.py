@@ -40,7 +40,7 @@ WHEN = {  # A method -> the situation in which one should take it.
     "bf16": "where 4 bits are neither faster nor needed to fit",
     "fp8": "on a Hopper, where it is faster and loses less than every row in 4 bits; not tuned",
     "nvidia": "to compare with NVIDIA's recipe, every GEMM in 4 bits",
-    "nvidia_full": "to compare with NVIDIA's recipe as published, which ends in BF16",
+    "nvidia_full": "to compare with NVIDIA's recipe as published, but for the first blocks: they keep 4 bits",
     "four_over_six": "to compare with Four-over-Six",
     "tetrajet_v2": "to compare with TetraJet-v2",
     "clover": "to reproduce the paper: it is the paper's method, and the default",

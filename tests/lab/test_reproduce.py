@@ -12,6 +12,7 @@ import sys
 import pytest
 import torch
 
+import nanochat_fp4 as nf
 from lab import pages, reproduce, scaling, statistics
 from lab.study import numerics, questions, sweep, sweep_runs
 from lab.study.context import Context
@@ -310,6 +311,18 @@ def test_a_legend_stands_where_its_words_occur(tmp_path, printed, bf16, said):
     assert any(line.startswith("- minus and share") for line in lines)
     assert not any(line.startswith(("- pooled", "- bytes kept", "- GEMM work", "- BF16:")) for line in lines)
     assert any("evaluated on 64" in line for line in lines)
+
+
+def test_a_rounding_of_a_users_file_is_measured_again_when_it_is_edited(tmp_path, monkeypatch):
+    """Of the chosen rows alone, with two digits like the paper's."""
+    found = []
+    for grid_max in (5.0, 4.0):
+        monkeypatch.setitem(nf.ROUNDINGS, "sr_mine", nf.Rounding(grid_max=grid_max, stochastic=True))
+        argv = f"table1 --rows sr_mine|rtn --samples 65536 --draws 8 --folder={tmp_path}".split()
+        rows = reproduce.make(reproduce.parse_args(argv), "table1")[1].rows
+        assert [row[0] for row in rows] == ["sr_mine", "rtn"] and rows[1][1] == "9.0" and rows[1][2][1:2] == "."
+        found.append(rows[0][2])
+    assert found[0] != found[1]
 
 
 def test_the_place_on_the_leaderboard_is_interpolated():
