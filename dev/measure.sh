@@ -73,8 +73,8 @@ part() {
     STATUSES+=$name=$status,
     [ "$status" = 0 ] || FAILED=1
 }
-# The same attention on every GPU.
-bench_steps=(env NANOCHAT_ATTENTION=sdpa "$PY" -m lab.bench steps --window-pattern L)
+# Steps as a run trains them: the head of each method, windows, attention and CUDA graphs are base_train's defaults.
+bench_steps=("$PY" -m lab.bench steps)
 doctor=("$PY" -m nanochat_fp4.doctor)
 layers=("$PY" -m lab.bench layers --passes forward+backward)
 steps=("${bench_steps[@]}" --depth 20 --rounds 2 --no-table7)
@@ -89,7 +89,8 @@ part layers 240 "${layers[@]}" --json "$OUT/layers.json"
 part steps 640 "${steps[@]}" --json "$OUT/steps.json"
 part steps_32gib 800 "${bench_steps[@]}" --memory-cap 32GiB --recompute none,mlp --rounds 2 --no-table7 --json "$OUT/steps_32gib.json"
 if [ -n "${NANOCHAT:-}" ]; then
-    part steps_nanochat 400 "${bench_steps[@]}" --depth 20 --methods "" --micro-batch 16 --no-table7 --nanochat "$NANOCHAT" --json "$OUT/steps_nanochat.json"
+    # Both projects have the same attention.
+    part steps_nanochat 400 env NANOCHAT_ATTENTION=sdpa "${bench_steps[@]}" --window-pattern L --depth 20 --methods "" --micro-batch 16 --no-table7 --nanochat "$NANOCHAT" --json "$OUT/steps_nanochat.json"
 elif chosen steps_nanochat; then
     result steps_nanochat "skipped: NANOCHAT is not set"
 fi

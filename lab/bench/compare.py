@@ -29,7 +29,7 @@ LAYERS = {
 # The fields that a card's file holds. None of them was named by the owner of the machine.
 ENVIRONMENT = ("python", "torch", "triton", "cuda", "gpu", "gpu_count", "gpu_memory_gb", "compute_capability", "driver")
 SETTINGS = ("tokens", "seq_len", "vocab_size", "total_batch_size", "window_pattern", "memory_cap")
-NAMES = ("model", "pass", "method", "mode", "variant", "recompute", "name", "limit")
+NAMES = ("model", "pass", "method", "mode", "variant", "recompute", "head", "name", "limit")
 
 
 def published_steps() -> dict[tuple[str, int], tuple[float, float]]:

@@ -24,6 +24,7 @@ import torch
 import nanochat_fp4 as nf
 from lab.bench.common import new_model
 from nanochat_fp4.cli import UserError, format_bytes, is_out_of_memory, one_line, table
+from nanochat_fp4.models.cross_entropy import head_problem
 from nanochat_fp4.models.gpt import GPTConfig, compile_layers
 from nanochat_fp4.models.optim8bit import LeanState, set_state
 from nanochat_fp4.nvfp4.layer import QuantLinear
@@ -32,14 +33,15 @@ from nanochat_fp4.training.graphed import GraphedStep
 from nanochat_fp4.training.step import TrainingStep
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Variant:
     """A way to train that is measured: a method, the tensors that are computed twice, the rows of the micro-batch if it
-    has a size of its own, and whether the micro-batch is replayed as a CUDA graph."""
+    has a size of its own, the precision of the output head, and whether the micro-batch is replayed as a CUDA graph."""
 
     method: str
     recompute: str = "none"
     rows: int | None = None
+    head: str = "bf16"
     graph: bool = False
 
     def __str__(self) -> str:
@@ -74,6 +76,9 @@ class Subject(TrainingStep):
             if isinstance(module, QuantLinear):
                 module.set_recipe(recipe)
         self.model.recompute = variant.recompute
+        if problem := head_problem(variant.head, *self.model.lm_head.weight.shape):
+            raise UserError(f"--head: {problem}")
+        self.model.lm_head.precision = variant.head
         self.release()  # A variant that failed in the middle of a step may have left gradients.
 
     def release(self) -> None:
@@ -105,24 +110,35 @@ def has_graphs(device: torch.device) -> bool:
 
 
 class GraphedSubject(Subject, GraphedStep):
-    """A Subject that replays its micro-batches as CUDA graphs, by the code of base_train --cuda-graph.
+    """A Subject that replays the micro-batches of variants with graphs, by the code of base_train --cuda-graph.
 
     Only the graphs of one variant are kept at a time, because they take as much memory as a micro-batch.
     """
+
+    graph = False  # of the variant that it is
+
+    def become(self, variant: Variant) -> None:
+        super().become(variant)
+        self.graph = variant.graph
+
+    def micro_batches(self, count: int, step: int = 0) -> AbstractContextManager:
+        return super().micro_batches(count, step) if self.graph else TrainingStep.micro_batches(self, count, step)
 
     def release(self) -> None:
         super().release()
         self.drop_graphs()
 
     def passes(self, rows: int) -> None:
-        """Runs micro-batches without graphs, which compile, and then micro-batches that capture graphs."""
-        self.release()
-        super().passes(rows)
-        self.model.zero_grad(set_to_none=True)
+        """Runs micro-batches without graphs, which compile, and then micro-batches that capture graphs, if any."""
+        if self.graph:
+            self.release()
+            super().passes(rows)
+            self.model.zero_grad(set_to_none=True)
         super().passes(rows)
 
     def prepare(self, rows: int) -> None:
-        self.passes(rows)
+        if self.graph:
+            self.passes(rows)
 
     def bytes_for_replays(self) -> int:
         """Returns the bytes in the pool of the captured graphs that a replay will use. Other work cannot use this

@@ -19,10 +19,11 @@ update are medians over all rounds, and
 
     tokens/s = total batch / (micro-batches * micro-batch time + codes + update)
 
-With --cuda-graph the micro-batches of all methods of this project, BF16 included, are replayed as CUDA graphs, by the
-code of base_train's flag. nanochat's micro-batches are launched as usual. A variant captures its graphs at the
-beginning of each of its turns, which is not timed, and frees their memory at the end. On a CPU and with --state=lean
-the flag does nothing, and a line says so.
+What is timed is what base_train trains by default: the output head of each method (FP8 for fp8, BF16 for others),
+sliding windows, the attention that this machine has (NANOCHAT_ATTENTION names another), and CUDA graphs where the
+memory suffices by count. --head, --window-pattern and --[no-]cuda-graph fix them for all methods, and the JSON records
+them. nanochat's micro-batches are launched as usual. A variant captures its graphs at the beginning of each of its
+turns, which is not timed, and frees their memory at the end.
 
 With --table7 a variant is profiled twice after all rounds. The first profile has one micro-batch and update without
 graphs, and gives the time by operation (the paper's Table 7). The second one has --calls micro-batches as they are
@@ -56,12 +57,14 @@ from nanochat_fp4.cli import UserError, format_bytes, is_out_of_memory, one_line
 from nanochat_fp4.common import print0
 from nanochat_fp4.doctor import layer_problem
 from nanochat_fp4.hardware import get_peak_flops, gpu_memory
-from nanochat_fp4.models.cross_entropy import HEADS
+from nanochat_fp4.models import flash_attention
+from nanochat_fp4.models.cross_entropy import HEADS, default_head
 from nanochat_fp4.models.gpt import GPT, RECOMPUTE, config_from_depth
 from nanochat_fp4.models.optim import ORTHOGONALIZERS
 from nanochat_fp4.models.optim8bit import STATES
 from nanochat_fp4.nvfp4.methods import get_recipe
-from nanochat_fp4.training.memory import plan_accumulation
+from nanochat_fp4.training.graphed import graphs_problem
+from nanochat_fp4.training.memory import SHARE, count, plan_accumulation
 
 UNKNOWN = (
     "micro_batch", "micro_batches", "micro_batch_ms", "codes_ms", "update_ms", "tokens_per_second", "ratio",
@@ -69,7 +72,7 @@ UNKNOWN = (
     "problem",
 )  # fmt: skip
 COLUMNS = {
-    "": ("depth", "d{}"), "variant": ("variant", ""), "micro-batch": ("micro_batch", "{}"),
+    "": ("depth", "d{}"), "variant": ("variant", ""), "head": ("head", ""), "micro-batch": ("micro_batch", "{}"),
     "tokens/s": ("tokens_per_second", "{:.0f}"), "x BF16": ("ratio", "{:.2f}"), "MFU": ("mfu", "{:.1f}%"),
     "peak GiB": ("peak", "{:.2f}"), "MB/token": ("mb", "{:.3f}"), "x BF16 ": ("memory_ratio", "{:.2f}"),
 }  # fmt: skip
@@ -82,7 +85,7 @@ class Report(common.Results):
     def add(self, depth: int, variant: Variant, **known: object) -> dict:
         """Adds the record of a variant, and returns it."""
         record = {"depth": depth, "variant": str(variant), "method": variant.method, "recompute": variant.recompute}
-        record["graph"] = variant.graph
+        record |= {"head": variant.head, "graph": variant.graph}
         self.records.append(record | dict.fromkeys(UNKNOWN) | known)
         return self.records[-1]
 
@@ -160,13 +163,13 @@ def time_in_turns(args: argparse.Namespace, subjects: dict[Variant, Subject], re
 
 def add_times(args: argparse.Namespace, record: dict, ms: dict[str, float], subject: Subject) -> None:
     """Puts the median times of a variant, and the tokens/s and MFU that follow from them, into its record."""
-    count = args.total_batch_size // args.seq_len // record["micro_batch"]
-    step_ms = count * ms["micro-batch"] + ms["codes"] + ms["update"]
-    speed = count * record["micro_batch"] * args.seq_len / step_ms * 1e3
+    times = args.total_batch_size // args.seq_len // record["micro_batch"]
+    step_ms = times * ms["micro-batch"] + ms["codes"] + ms["update"]
+    speed = times * record["micro_batch"] * args.seq_len / step_ms * 1e3
     cuda = subject.device.type == "cuda"
     peak_flops = get_peak_flops(torch.cuda.get_device_name(subject.device)) if cuda else None
     record |= {
-        "micro_batches": count, "micro_batch_ms": ms["micro-batch"], "codes_ms": ms["codes"],
+        "micro_batches": times, "micro_batch_ms": ms["micro-batch"], "codes_ms": ms["codes"],
         "update_ms": ms["update"], "tokens_per_second": speed,
         "mfu": 100 * record["flops_per_token"] * speed / peak_flops if peak_flops else None,
     }  # fmt: skip
@@ -178,21 +181,24 @@ def bench_depth(args: argparse.Namespace, depth: int, device: torch.device, resu
     config = config_from_depth(depth, *sizes)
     with torch.device("meta"):
         shape = GPT(config)
-    print0(f"d{depth}: {shape.num_scaling_params():,} parameters, width {config.n_embd}, {args.seq_len} tokens a row")
+    what = f"d{depth}: {shape.num_scaling_params():,} parameters, width {config.n_embd}, {args.seq_len} tokens a row"
+    print0(f"{what}, windows {config.window_pattern}")
     known = {"width": config.n_embd, "flops_per_token": shape.estimate_flops()}
-    ours, graph = None, False
+    ours = None
+    # As in base_train, graphs are for where the memory suffices by count. Beside nanochat's model that is not known.
+    by_count = args.cuda_graph is None and has_graphs(device) and not args.nanochat
     if args.variants:
-        graph = args.cuda_graph and has_graphs(device)
-        if args.cuda_graph and not graph:
+        if args.cuda_graph and not has_graphs(device):
             print0(f"no CUDA graphs: the model is on {device}")
-        kind = GraphedSubject if graph else Subject
+        kind = GraphedSubject if has_graphs(device) and (args.cuda_graph or by_count) else Subject
         ours = kind(config, device, args.compile, args.state, args.orthogonalizer)
-        ours.model.lm_head.precision = args.head
+        results.settings["attention"] = flash_attention.setup(device.type, "S" in config.window_pattern.upper())
+    graph = bool(args.cuda_graph and has_graphs(device))
     subjects: dict[Variant, Subject] = {}
     records: dict[Variant, dict] = {}
     nanochat = Variant("nanochat")
     for recompute in args.recompute:
-        added = [Variant(m, recompute, rows, graph) for m, rows in args.variants]
+        added = [Variant(m, recompute, rows, args.head or default_head(m), graph) for m, rows in args.variants]
         added += [nanochat] if args.nanochat and not subjects else []
         records |= {v: results.add(depth, v, **known, problem=args.problems.get(v.method)) for v in added}
         for variant in added:
@@ -206,6 +212,11 @@ def bench_depth(args: argparse.Namespace, depth: int, device: torch.device, resu
                 subjects[variant] = subject
                 subject.become(variant)
                 find_memory(args, record, subject, variant.rows or args.micro_batch)
+                if by_count and subject is ours and may_have_graphs(args, record, subject):
+                    variant.graph = True
+                    record |= {"variant": str(variant), "graph": True}
+                    subject.become(variant)
+                    record["peak_bytes"] = max(step.peaks_of_a_step(subject, record["micro_batch"]))
                 add_ratios(list(records.values()))
                 results.write()
                 print0(show([record]), flush=True)
@@ -226,6 +237,19 @@ def bench_depth(args: argparse.Namespace, depth: int, device: torch.device, resu
                     results.write()
                     print0(show_gaps(record), flush=True)
                 print0(flush=True)
+
+
+def may_have_graphs(args: argparse.Namespace, record: dict, subject: Subject) -> bool:
+    """Returns whether base_train would keep this micro-batch as a CUDA graph, also under the cap. If not, prints the
+    reason."""
+    rows, model = record["micro_batch"], subject.model
+    problem = graphs_problem(model, rows, args.seq_len)
+    if problem is None and args.memory_cap:
+        need = count(model, rows, args.state, model.recompute, args.seq_len).graphed_peak
+        problem = "too little memory under the cap, by count" if need > SHARE * args.memory_cap else None
+    if problem:
+        print0(f"{record['variant']}: no CUDA graphs: {problem}")
+    return problem is None
 
 
 def show_gaps(record: dict) -> str:
@@ -291,7 +315,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--recompute", default="none", help=f"of {', '.join(RECOMPUTE)}, with commas: what is computed twice")
     add("--state", choices=STATES, default="fp32", help="of weights, gradients and moments, as base_train's")
     add("--orthogonalizer", choices=ORTHOGONALIZERS, default="polar_express", help="of Muon; its time is update_ms")
-    add("--head", choices=HEADS, default="bf16", help="products of the output head")
+    add("--head", choices=HEADS, help="products of the output head (default: each method's, as in base_train)")
     add("--micro-batch", default="auto", help="rows, or auto for the largest that fits (needs a GPU)")
     add("--memory-cap", type=parse_bytes, help="hard limit on the GPU's memory, e.g. 32GiB")
     add("--total-batch-size", type=int, default=524288, help="tokens of an optimizer step")
@@ -299,12 +323,13 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--vocab-size", type=int, default=65536)
     add("--aspect-ratio", type=int, default=64, help="width = depth * aspect_ratio")
     add("--head-dim", type=int, default=128)
-    add("--window-pattern", default="SSSL")
+    add("--window-pattern", default="SSSL", help="sliding windows of the layers in turn, as base_train's")
     add("--rounds", type=int, default=4, help="times that the variants take turns, after one to warm up")
     add("--calls", type=int, default=4, help="timed micro-batches of a variant in a round")
     add("--compile", action=argparse.BooleanOptionalAction, default=None, help="(default: on a GPU only)")
-    text = "replay our micro-batches as CUDA graphs, as base_train's flag (one GPU)"
-    add("--cuda-graph", action="store_true", help=text)
+    text = "replay our micro-batches as CUDA graphs (default: as base_train, where the memory suffices by count; with "
+    text += "--nanochat never)"
+    add("--cuda-graph", action=argparse.BooleanOptionalAction, default=None, help=text)
     text = "profiles: time by operation, and on a GPU the micro-batch's time minus its kernels'"
     add("--table7", action=argparse.BooleanOptionalAction, default=True, help=text)
     add("--nanochat", default="", help="a checkout of nanochat to time as well, in BF16 (f5425245f or later)")

@@ -53,6 +53,7 @@ def measured(context: Context) -> Outcome:
                 rows.append([card, f"{r['model']}, layers", r["method"], f"{r['ms']:.4g} ms", name])
             elif r.get("tokens_per_second"):
                 what = f"d{r['depth']}, {r['micro_batch']} rows" + ("" if windows == "L" else f", windows {windows}")
+                what += ", FP8 head" if r.get("head") == "fp8" else ""
                 what += ", CUDA graphs" if r.get("graph") else ""
                 peak = f"{r['peak_bytes'] / 2**30:.1f} GiB" if r.get("peak_bytes") else "-"
                 rows.append([card, what, r["method"], f"{r['tokens_per_second']:,.0f} tokens/s; {peak}", name])

@@ -98,7 +98,7 @@ def convert(
     kept_blocks = _end_blocks(model, recipe, keep_first_blocks, keep_last_blocks)
     heads, of_experts = output_heads(model), routers(model)
 
-    report, converted = ConvertReport(recipe), []
+    report, converted = ConvertReport(recipe, fp8_head=any(getattr(h, "precision", "") == "fp8" for h in heads)), []
     for layer, names in layers.items():
         reason = HEAD if layer in heads else ROUTER if layer in of_experts else None
         reason = reason or _reason_to_leave(layer, names, recipe, skip, kept_blocks)
@@ -309,6 +309,7 @@ class ConvertReport:
     quantized: float = 1.0  # the share of the weights that the converted layers hold
     quantized_without_heads: float = 1.0  # the same share if output heads are not counted
     others: dict[str, float] = field(default_factory=dict)  # reason to stay in high precision -> share of the weights
+    fp8_head: bool = False  # by a setting of their own, which is no matter of the method
     notes: list[str] = field(default_factory=list)  # further lines for the user
     progress: float | None = None  # the share of the run's steps that set_progress was told last
 
@@ -339,11 +340,13 @@ class ConvertReport:
         return "\n".join(lines + self.notes + self.in_high_precision())
 
     def in_high_precision(self) -> list[str]:
-        """A line for each reason: the share of the weights that stay in high precision for it, and their layers."""
+        """A line for each reason why weights are not in the method's precision: their share, and their layers."""
         lines = []
         for reason, share in self.others.items():
             names = [name or "the model itself" for name, why in self.left_alone if why == reason]
-            line = f"in high precision, {100 * share:.1f}% of the weights in matrix products: {reason}"
+            fp8 = self.fp8_head and reason == HEAD
+            where, why = ("in FP8", "the output head") if fp8 else ("in high precision", reason)
+            line = f"{where}, {100 * share:.1f}% of the weights in matrix products: {why}"
             lines.append(f"{line} ({some(names)})" if names else line)
         return lines
 

@@ -16,6 +16,7 @@ from lab.bench.step import GraphedSubject, Stopwatch, Subject
 from nanochat_fp4.cli import UserError
 from nanochat_fp4.models import gpt
 from nanochat_fp4.nvfp4 import layer
+from scripts import base_train
 
 PASSES = list(layers.PASSES)
 TINY = ["--depth=1", "--aspect-ratio=32", "--head-dim=32", "--seq-len=32", "--vocab-size=64", "--total-batch-size=128"]
@@ -196,6 +197,48 @@ def test_replays_are_timed_and_a_variant_finds_no_graphs_of_another(graphs, base
     assert {(name, n) for name, n in replays if name != "codes"} == {("micro-batch", 1), ("update", 0)}
     assert [n for name, n in replays if name == "codes"] == [0, 1, 1] * 2  # bf16 makes no codes
     assert len(found) == 9 and not any(found)
+
+
+@no_gpu
+def test_graphs_are_for_variants_whose_memory_suffices_by_count(graphs, base_dir, monkeypatch):
+    """As base_train chooses them; --no-cuda-graph has none."""
+    asked = []
+
+    def problem(model, rows, seq_len):
+        asked.append((rows, seq_len))
+        return "too large" if len(asked) == 2 else None
+
+    monkeypatch.setattr(steps, "graphs_problem", problem)
+    monkeypatch.setattr(step, "peaks_of_a_step", lambda subject, rows: (7, 8))
+    steps.main([*TINY, "--methods=fp8,clover", "--no-table7"])
+    assert [r["variant"] for r in records_of(base_dir)] == ["bf16, graph", "fp8", "clover, graph"]
+    assert [(r["graph"], r["peak_bytes"]) for r in records_of(base_dir)] == [(True, 8), (False, None), (True, 8)]
+    assert asked == [(2, 32)] * 3 and all(r["tokens_per_second"] for r in records_of(base_dir))
+    assert sum(graph.replays for graph in graphs) > 0
+    graphs.clear()
+    steps.main([*TINY, "--methods=bf16", "--no-table7", "--no-cuda-graph"])
+    assert not graphs and len(asked) == 3
+
+
+@no_gpu
+def test_each_method_has_the_head_that_base_train_gives_it(base_dir, monkeypatch):
+    trained, run_steps = [], step.run_steps
+    monkeypatch.setattr(
+        step,
+        "run_steps",
+        lambda subject, *rest: (trained.append(subject.model.lm_head.bits), run_steps(subject, *rest)),
+    )
+    for flags, heads, bits in (
+        ([], ["bf16", "fp8", "bf16"], [16, 8, 16]),
+        (["--head=bf16"], ["bf16"] * 3, [16] * 3),
+        (["--head=fp8"], ["fp8"] * 3, [8] * 3),
+    ):
+        trained.clear()
+        steps.main([*TINY, "--methods=fp8,clover", "--no-table7", *flags])
+        assert [r["head"] for r in records_of(base_dir)] == heads and trained == bits * 2
+    ours, runs = steps.parse_args([]), base_train.parse_args([])
+    for flag in ("head", "window_pattern", "cuda_graph", "orthogonalizer", "state", "total_batch_size"):
+        assert getattr(ours, flag) == getattr(runs, flag), flag
 
 
 @no_gpu

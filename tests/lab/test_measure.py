@@ -56,6 +56,7 @@ def test_the_steps_of_every_part_have_the_methods_that_the_plan_advises(tmp_path
     """measure.sh names none, so that they stand in one place."""
     said, _ = plan(tmp_path / "out", PARTS="steps steps_32gib")
     assert said.count(" lab.bench steps ") == 2 and "--methods" not in said
+    assert not any(fixed in said for fixed in ("--head", "--window-pattern", "--cuda-graph", "NANOCHAT_ATTENTION"))
     methods = [method for method, _ in steps.parse_args([]).variants]
     assert methods == ["bf16", "fp8", "clover", "clover_fp8_forward"] and all(method in WHICH for method in methods)
     timed = steps.__doc__.splitlines()
