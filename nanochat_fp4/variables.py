@@ -82,10 +82,8 @@ def problem(names: set[str], script: str = "speedrun") -> str | None:
         if script == "measure" and (name in RUN or name.removesuffix("S") in (*RUN, "METHOD")):
             has = f"dev/measure.sh, which has {' '.join(MEASURE)}, does not take it"
             return f"{name} is set, and {has}; unset {name}, or see python -m lab.bench steps --help"
-        alike = [
-            *difflib.get_close_matches(name, known, n=1, cutoff=0.85),
-            *(k for k in known if sorted(k) == sorted(name)),
-        ]
+        near = difflib.get_close_matches(name, known, n=1, cutoff=0.85)
+        alike = near + [k for k in known if sorted(k) == sorted(name) or k.startswith(f"{name}_")]
         meant = MEANT.get(name) if script != "measure" else None
         if meant or alike:
             mean = f"there is no such variable here; did you mean {meant or alike[0]}?"

@@ -56,12 +56,10 @@ STAGES = ("tok", "base", "loss", "core", "mid", "sft", "report")
 # The stage whose output it needs.
 BEFORE = {"base": "tok", "loss": "base", "core": "base", "mid": "base", "sft": "mid"}
 LATER = {"core": base_eval, "mid": mid_train, "sft": chat_sft, "eval": chat_eval}  # eval: the benchmarks of mid and sft
-SAME = {"DEPTH", "SPLIT_TOKENS", *ARGS}  # A name has the depth, and later stages make no other base model.
 SAME_FLAG = rf"--(no-)?({'|'.join(SAME_RUN).replace('_', '-')})(?![\w-])(=| +(?!--))?('.*?'|\".*?\"|\S*)"
 ADVISED = ("bf16", "fp8", "clover", "clover_fp8_forward")
 PUBLISHED = {"max_seq_len": 2048, "window_pattern": "SSSL"}  # Published speeds count as those of such rows.
 PRECISIONS = {16: "bf16", 8: "fp8", 4: "nvfp4"}
-MEASURE = "bash dev/measure.sh measures this GPU's steps in 20 minutes, for the next plan"
 FAR = 2  # An estimate for a model that is so many times larger or smaller than those that were timed says so.
 # A shard of FineWeb-Edu has 250M characters, and a token 4.8. Best-fit packing crops 35% of the text away. A tenth more
 # is downloaded than is needed. Of own text nothing is known before it is read; a token has some 4 bytes.
@@ -87,8 +85,8 @@ class Settings:
         self.run, self.environment, self.notes = run, environment, []
         self.card, self.here, self.processes = machine(environment)
         place, numbers = (2, of_cpu) if self.card is None else (1, of_gpu)
-        defaults = {name: row[place] for name, row in NUMBERS.items()} | dict.fromkeys(ARGS, "")
-        self.defaults: dict[str, Any] = defaults | numbers
+        self.defaults: dict[str, Any] = {name: row[place] for name, row in NUMBERS.items()}
+        self.defaults |= dict.fromkeys(ARGS, "") | numbers
         self.values = {name: value_of(environment.get(name, ""), d) for name, d in self.defaults.items()}
         self.usual_steps, self.memory = self.defaults["NUM_ITERATIONS"], physical_memory() / self.processes
         if self.card:
@@ -139,10 +137,11 @@ class Settings:
 
     def tag(self, method: str) -> str:
         """The name of the run with this method: what differs from the defaults is in it."""
-        same = SAME | {name for name, row in NUMBERS.items() if re.search(SAME_FLAG, row[0])}
+        # A name has the depth, and later stages make no other base model.
+        same = {"DEPTH", "SPLIT_TOKENS", *ARGS} | {n for n, row in NUMBERS.items() if re.search(SAME_FLAG, row[0])}
         changed = {name: v for name, v in self.changed.items() if name not in same}
-        names = {name: name.lower().replace("_", "-").replace("num-iterations", "steps") for name in changed}
-        parts = [f"_{names[name]}{value}" for name, value in changed.items()]
+        names = (name.lower().replace("_", "-").replace("num-iterations", "steps") for name in changed)
+        parts = [f"_{name}{value}" for name, value in zip(names, changed.values())]
         if self.data_dir:
             parts.append(f"_data-{Path(self.data_dir).name[:20]}-{zlib.crc32(self.data_dir.encode()) % 10**4:04d}")
         if others := re.sub(SAME_FLAG, "", self.values["BASE_ARGS"]).strip():
@@ -292,6 +291,8 @@ class Base:
         elif family_of_flags(args).memory_is_counted:
             self.ways = choose(model, s.memory, sizes, states)
             argv += self.ways[0].flags
+        done = list_steps(s.base_dir / SOURCES["base"][0] / self.tag) if s.here else []
+        self.done = next((step for step in done if step < self.steps), 0)  # The run goes on from here.
         saved = state_bytes(model, self.ways[0].state if self.ways else args.state, gpu=bool(card))
         self.argv = argv + own
         self.checkpoint_bytes = (1 + max(1, args.keep_last)) * (saved["weights"] + saved["moments"])
@@ -351,7 +352,9 @@ def speeds(s: Settings, base: Base) -> dict[str, dict[str, Any]]:
             if r.get("tokens_per_second") and r["recompute"] == "none":
                 times = r["flops_per_token"] / base.flops  # as much work as this model's
                 speed = times * r["tokens_per_second"] * base.size / 1e12
-                of = {"range": [speed, speed], "runs": 0, "models": [times * base.weights], "doubts": []}
+                at = f"{r['tokens_per_second']:,.0f} at d{r['depth']}, windows {content['settings']['window_pattern']}"
+                of = {"range": [speed, speed], "runs": 0, "models": [times * base.weights]}
+                of["doubts"] = [f"scaled from {at}"] * (times != 1)
                 here.setdefault(r["method"], of)
     return s.card["speed"] | here | ({"nvfp4": here["clover"]} if "clover" in here else {})
 
@@ -372,7 +375,7 @@ def hours(s: Settings, base: Base) -> tuple[float, float, list[str]] | None:
     tokens = base.tokens + ((base.steps // every + 1) * base.args.eval_tokens * passes / 3 if every > 0 else 0)
     used = [timed[key] for key in parts]
     sizes = [base.weights / model for of in used for model in of["models"]]
-    how = f"{'measured' if base.method in parts else 'estimated from other methods'} on this GPU"
+    how = f"{'measured' if base.method in parts and not used[0]['doubts'] else 'estimated by steps'} on this GPU"
     if runs := max(of["runs"] for of in used):
         how = f"from {runs} published run{'s' * (runs > 1)} (docs/measured.md)"
     facts = [f"{how}: {' to '.join(dict.fromkeys(f'{round(x, -2):,.0f}' for x in (slow, fast)))} tokens/s"]
@@ -594,8 +597,10 @@ class Plan:
         if s.here and not folder:
             why = url_problem(hub_url(dataset.DATASET, dataset.index_to_filename(0)))
         if s.data_dir:
-            self.text, self.about_text = "folder", [f"{folder} (DATA_DIR)"]
-            if s.here:
+            there = s.here or Path(folder).exists()
+            about = "" if there else "; it is not on this machine, so its tokens are not counted"
+            self.text, self.about_text = "folder", [f"{folder} (DATA_DIR){about}"]
+            if there:
                 if not s.plan_only:
                     dataset.ensure_data(folder)  # Text that cannot be trained on ends here.
                 found = dataset.survey(folder)
@@ -719,7 +724,8 @@ def facts(plan: Plan, numbers: bool) -> Iterator[tuple[str, str]]:
     yield from (("note", note) for note in s.notes)
     for base in plan.bases:
         size = f"{amount(base.parameters)} parameters, {base.steps:,} steps, {amount(base.tokens)} tokens"
-        yield "run", f"{base.tag}: {size}"
+        goes_on = f"; it goes on from step {base.done:,} of {base.steps:,}" if base.done else ""
+        yield "run", f"{base.tag}: {size}{goes_on}"
     yield "stages", " ".join(s.stages)
     yield "folder", str(s.base_dir)
     to_come = f"{plan.text_bytes / 1e9:.0f} GB of text to come, " if plan.text_bytes else ""
@@ -737,26 +743,25 @@ def facts(plan: Plan, numbers: bool) -> Iterator[tuple[str, str]]:
         yield "set by you", "no number; PLAN_ONLY=all prints those that can be set"
     installed = (Path(nf.__file__).parent / "programs").is_dir()
     apart = {"PLAN_ONLY", "GPU", "GPU_MEMORY", "PYTHONPATH", *(["VENV"] if installed else [])}
-    names = [name for name in RUN if s.environment.get(name) and name not in apart]
-    names = [name for name in names if s.environment[name] != str(default_base_dir())]
+    apart |= {name for name in RUN if s.environment.get(name, "") in ("", str(default_base_dir()))}
     script = f"nanochat-fp4 {s.run}" if installed else f"bash {s.run}_fp4.sh"
-    yield "type", " ".join([*(f"{name}={shlex.quote(s.environment[name])}" for name in names), script])
-    yield "type", "the same command goes on after an interruption"
+    yield (
+        "type",
+        " ".join([*(f"{name}={shlex.quote(s.environment[name])}" for name in RUN if name not in apart), script]),
+    )
 
 
 def how_long(plan: Plan) -> Iterator[str]:
-    if "base" not in plan.s.stages:
-        yield "known of the base training alone, which is not among these stages"
-        return
     said: list[str] = []
-    for base in plan.bases:
+    for base in plan.bases if "base" in plan.s.stages else ():
         if found := hours(plan.s, base):
             low, high, facts = found
-            yield f"{base.label}{duration(low, high)} for the base training with its validations"
+            left, of = 1 - base.done / base.steps, "are left of" if base.done else "for"
+            yield f"{base.label}{duration(low * left, high * left)} {of} the base training with its validations"
             said += [f"{base.label}{facts[0]}", *facts[1:]]
         else:
             yield f"{base.label}not known, for nobody has published whole training steps with {base.method} on this GPU"
-    yield from dict.fromkeys([*said, "mid-training, SFT and benchmarks come besides"])
+    yield from dict.fromkeys([*said, "not known of mid-training, SFT and benchmarks, which come besides"])
 
 
 def minutes(plan: Plan) -> Iterator[str]:
@@ -768,8 +773,6 @@ def minutes(plan: Plan) -> Iterator[str]:
     yield f"{duration(whole, whole)} for these stages{f' with {methods} methods' * (methods > 1)}, on two cores"
     if plan.chosen:
         yield f"a step took {each:.2g} s in a probe, so there are {plan.chosen['steps']} (NUM_ITERATIONS)"
-    elif not s.environment.get("NUM_ITERATIONS"):
-        yield f"on a slower machine a probe before training chooses {base.steps // 2} or {base.steps // 4} steps"
 
 
 def of_memory(s: Settings, base: Base) -> Iterator[str]:
@@ -813,7 +816,7 @@ def which(plan: Plan) -> Iterator[str]:
     usual = f"{rival} if it makes {needed} times fp8's tokens/s, and fp8 otherwise"
     unknown = "no method is advised, because GPU names no card of cards.json, and so no architecture"
     yield f"take {CARDS['take'].get(card['arch'], usual)}" if card["arch"] else unknown
-    yield MEASURE
+    yield "bash dev/measure.sh measures this GPU's steps in 20 minutes, for the next plan"
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -188,7 +188,7 @@ def test_what_a_stage_would_refuse_is_refused_by_the_plan(variables, word):
     [
         ("NUM_ITERATION", "NUM_ITERATIONS"), ("DEPHT", "DEPTH"), ("NPROCS", "NPROC"), ("BATCH_SIZE", "DEVICE_BATCH"),
         ("LR", "MATRIX_LR"), ("VRAM", "GPU_MEMORY"), ("METHOD", "QAT_METHOD"), ("MODEL_TAG", "BASE_ARGS=--model-tag"),
-        ("depth", "DEPTH"), ("DRY_RUN", "PLAN_ONLY"), ("DEVICE_TYPE", "CUDA_VISIBLE_DEVICES="),
+        ("depth", "DEPTH"), ("PLAN", "PLAN_ONLY"), ("DRY_RUN", "PLAN_ONLY"), ("DEVICE_TYPE", "CUDA_VISIBLE_DEVICES="),
     ],
 )  # fmt: skip
 def test_a_variable_that_would_be_ignored_is_refused(name, meant):
@@ -312,7 +312,14 @@ def test_what_was_measured_on_this_gpu_counts_before_what_others_published(timed
         flops = of["tokens_per_second"] * of["flops_per_token"]
         base, (low, high, facts) = hours(base_dir, QAT_METHOD=method, **same)
         assert low == pytest.approx(base.tokens * base.flops / flops / 3600) == high
-        assert facts[0].startswith("estimated from other methods" if method == "nvidia" else "measured")
+        assert facts[0].startswith("estimated" if method == "nvidia" else "measured")
+    base, (*_, facts) = hours(base_dir, QAT_METHOD="fp8", **same | {"DEPTH": "20"})
+    now = timed["fp8"]["tokens_per_second"] * timed["fp8"]["flops_per_token"] / base.flops
+    assert facts[:2] == [
+        f"estimated by steps on this GPU: {round(now, -2):,.0f} tokens/s",
+        "scaled from 83,049 at d26, windows L",
+    ]
+    assert any("EXTRAPOLATED" in fact for fact in hours(base_dir, QAT_METHOD="fp8", **same | {"DEPTH": "8"})[1][2])
     other = hours(base_dir, **same | {"GPU": "rtxpro6000"})[1][2]
     assert "published" in other[0]
     (base_dir / "measurements/steps.json").write_text('{"records": [1]}')
@@ -604,6 +611,25 @@ def test_the_page_is_short_and_ends_in_the_command(variables, most):
     assert facts["type"][0].endswith("bash speedrun_fp4.sh") and "GPU=" not in facts["type"][0]
     typed = [f"{name}={value}" for name, value in variables.items() if name != "GPU"]
     assert set(typed) <= set(shlex.split(facts["type"][0]))
+
+
+def test_the_plan_of_an_interrupted_run_says_that_it_goes_on(h100, monkeypatch):
+    whole = said(planned())
+    monkeypatch.setattr(program, "list_steps", lambda folder: [10_700, 5] if folder.name == "d20_clover" else [])
+    half = said(planned())
+    assert "goes on from step 10,700 of 21,400" in half["run"][0] and "goes on" not in whole["run"][0]
+    (low, high), (all_low, all_high) = (
+        map(float, re.match(r"([\d.]+) to ([\d.]+) hours", facts["how long"][0]).groups()) for facts in (half, whole)
+    )
+    assert (2 * low, 2 * high) == pytest.approx((all_low, all_high), abs=2) and "left" in half["how long"][0]
+    monkeypatch.setattr(program, "list_steps", lambda folder: [21_400])
+    assert said(planned())["run"] == whole["run"]
+
+
+def test_text_of_another_machine_is_not_counted_and_says_so(tmp_path):
+    (tmp_path / "a.txt").write_text("Some text." * 100)
+    assert "not on this machine" in said(planned(GPU="rtx5090", DATA_DIR="/nowhere"))["text"][0]
+    assert "250 tokens" in said(planned(GPU="rtx5090", DATA_DIR=str(tmp_path)))["text"][2]
 
 
 def test_numbers_are_printed_if_they_are_asked_for():
