@@ -59,6 +59,9 @@ class Score:
         return 2 * math.sqrt(spread / self.count) if spread > 0 else 4 / (self.count + 4)
 
     def __str__(self) -> str:
+        """'38.82% ± 2.85% (455/1172)', or '0 of 8' where the interval would leave 0 to 100%."""
+        if self.interval > min(self.accuracy, 1 - self.accuracy):
+            return f"{sum(self.outcomes)} of {self.count}"
         return f"{100 * self.accuracy:.2f}% ± {100 * self.interval:.2f}% ({sum(self.outcomes)}/{self.count})"
 
 

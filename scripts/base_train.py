@@ -257,10 +257,10 @@ class BaseTraining(Trainer):
         self.make_model(args, tokenizer, method)
         plan = MethodPlan.parse(method, args.layer_methods, args.method_phases)
         self.convert(method, method, plan)
-        self.backend = str(nf.backend())
+        self.backend = f"nothing is quantized ({nf.backend().reason})"
         if method != "bf16":
             # The self-check ends the run if kernels or GEMMs compute something wrong on this machine.
-            self.backend += f"; {self_check(self.device, method, self.model)}"
+            self.backend = f"{nf.backend()}; {self_check(self.device, method, self.model)}"
         self.choose_micro_batch(args, self.world_size)
         self.announce(plan)
         self.text, self.val_text = (open_text(split, self.data_dir) for split in ("train", "val"))
@@ -342,6 +342,7 @@ class BaseTraining(Trainer):
         for (method, kind), of in blocks.items():
             kind += f" of block {', '.join(of)}" * (len(of) < config.n_layer)
             methods.setdefault(method, []).append(kind)
+        work = [f"{100 * s:.1f}% in {b} bits" for b, s in plan.work(self.model).items() if s]
         lines = {
             "model": f"{num_params:,} parameters: {config.n_layer} layers, width {config.n_embd}, "
             f"{config.n_head} heads, vocabulary {config.vocab_size:,}",
@@ -349,8 +350,12 @@ class BaseTraining(Trainer):
             f"{total_tokens / num_params:.2f} per parameter, {self.flops_per_token * total_tokens:.2e} FLOPs",
             "batch": f"{self.rows} x {self.seq_len} tokens, {self.world_size} process(es), "
             f"{self.micro_batches} micro-batch(es) a step",
-            "GEMM work": ", ".join(f"{100 * s:.1f}% in {b} bits" for b, s in plan.work(self.model).items() if s)
-            + " (blocks and output head)",
+            # The report of the conversion has said two shares: that of the converted layers, and the rest.
+            **(
+                {"GEMM work": ", ".join(work) + " (blocks and output head)"}
+                if len(work) > 2 or len(plan.recipes) > 1
+                else {}
+            ),
             **({method: f"in {', '.join(kinds)}" for method, kinds in methods.items()} if len(methods) > 1 else {}),
             **({"output head": f"FP8, {fp8_products(self.device.type)}"} if self.model.lm_head.quantizes else {}),
             "backend": self.backend,

@@ -234,7 +234,7 @@ def evaluate(args: argparse.Namespace, names: list[str], device: torch.device) -
             for judge, outcomes in {"": score.outcomes, **score.others}.items()
         }
         for name, (score, guessing) in judged.items():
-            numbers = {"accuracy": score.accuracy, "count": score.count, "interval": score.interval}
+            numbers = {"accuracy": score.accuracy, "count": score.count, "interval": score.interval, "text": str(score)}
             results[name + suffix] = numbers | {"guessing": guessing}
             lines[name + suffix] = str(score)
         if (core := chatcore(by_task)) is not None:

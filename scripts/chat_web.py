@@ -70,13 +70,14 @@ def main(argv: list[str] | None = None) -> None:
         defaults = {"temperature": args.temperature, "top_k": args.top_k, "max_tokens": args.max_tokens}
         limits = Limits(per_minute=args.rate)
         app = create_app(worker, info | {"defaults": defaults}, defaults=defaults, hosts=hosts, limits=limits)
-        print0(f"{info['model']}, {info['method']}: open http://{args.host}:{args.port}/ (Ctrl-C ends)")
         for name in ("uvicorn.error", "asyncio"):  # one line for each of their errors, as for ours
             logging.getLogger(name).handlers, logging.getLogger(name).propagate = logger.handlers, False
         server = make_server(app, args.host, args.port, limits)
         try:
+            sockets = [server.config.bind_socket()]  # before the page is offered
+            print0(f"{info['model']}, {info['method']}: open http://{args.host}:{args.port}/ (Ctrl-C ends)")
             with codes, contextlib.suppress(KeyboardInterrupt):
-                server.run()
+                server.run(sockets)
         except SystemExit:  # uvicorn raises this if it cannot start.
             if server.started:
                 raise

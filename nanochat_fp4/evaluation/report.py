@@ -37,6 +37,7 @@ FOLDERS = {
     "sft": "chatsft_checkpoints",
     "rl": "chatrl_checkpoints",
 }
+UNITS = {"bpb": "bits per byte", "loss": "nats per token", "pass@1": "pass@1"}  # of what stages validate
 GEMMS = ("output", "grad_input", "grad_weight")
 TIME = "%Y-%m-%d %H:%M:%S"
 
@@ -121,7 +122,7 @@ def read_stage(records: list[dict]) -> dict[str, Any]:
         # A stage without a number of steps trains for an epoch.
         "num_iterations": total if total > 0 else None,
         "finished": step == total if total > 0 else last.get("progress", 0) >= 1,
-        "validations": [r[key] for r in _of(records, "val") for key in ("bpb", "loss", "pass@1") if key in r],
+        "validations": [(r[key], unit) for r in _of(records, "val") for key, unit in UNITS.items() if key in r],
         "scores": scores,
     }
 
@@ -242,20 +243,17 @@ def runs_table(runs: list[dict]) -> list[str]:
         row += [_cell(r["tokens_per_second"], "{:,.0f}"), "-" if r["seconds"] is None else format_seconds(r["seconds"])]
         rows.append(row)
     lines = _table(header, rows)
-    return lines + ["", *EMULATION.splitlines()] * any(_emulated(r["start"]) for r in runs)
+    notes = SCATTER * any(r.get("gap") for r in runs) + EMULATION * any(_emulated(r["start"]) for r in runs)
+    return lines + ["", *notes.splitlines()] * bool(notes)
 
 
-EMULATION = """\
-- tokens/s: this machine emulates products of few bits, which takes longer than BF16. The speed of a method with such
-  products is the emulation's, and says nothing about a GPU that has them.
-"""
+EMULATION = "- tokens/s: this machine emulates products of few bits, so the speed says nothing of a GPU that has them\n"
+SCATTER = "- gap: of one seed; two runs of one seed differ by 0.4% on a small CPU run, by 0.1% at 160M tokens (d6)\n"
 EXPLANATIONS = """\
-- val BPB: bits per byte of the validation text, with the forward pass of the method. Lower is better. The loss stage
-  measures on more text than training, whose last value stands in for it.
-- gap: increase of val BPB over the BF16 run of the same configuration (`COMPARE=1`), for one seed. Two runs of one seed
-  differ by 0.4% on a small CPU run and by 0.1% at 160M tokens (d6). `python -m lab.study.sweep` trains several seeds.
-  Runs that were measured on different text, by different tokenizers or on different numbers of tokens have no gap;
-  `python -m scripts.base_loss --split-tokens=...` measures them anew.
+- val BPB: bits per byte of the validation text (val tokens of it) with the forward pass of the method; lower is better.
+- gap: increase of val BPB over the BF16 run of the same configuration (`COMPARE=1`). `python -m lab.study.sweep` trains
+  several seeds. Runs that were measured on different text, by different tokenizers or on different numbers of tokens
+  have no gap; `python -m scripts.base_loss --split-tokens=...` measures them anew.
 """
 
 
@@ -267,8 +265,8 @@ def summary(runs: list[dict], base_dir: Path) -> list[str]:
         *_, stage = ["base", *(s for s in FOLDERS if any((base_dir / FOLDERS[s] / tag).rglob("model_*")))]
         lines += [f"{tag}: {base_dir / FOLDERS[stage] / tag}"]
         validated = {s: stages[s]["validations"] for s in stages if s != "base"}
-        changes = [f"{s} {v[0]:.2f} -> {v[-1]:.2f}" for s, v in validated.items() if len(v) > 1]
-        lines += [f"  validation: {', '.join(changes)} on conversations"] if changes else []
+        changes = [f"{s} {v[0][0]:.2f} -> {v[-1][0]:.2f} {v[0][1]}" for s, v in validated.items() if len(v) > 1]
+        lines += [f"  validation on conversations: {', '.join(changes)}"] if changes else []
         if stage == "base":
             continue
         if stages[stage]["step"] and not stages[stage]["finished"]:
@@ -288,8 +286,7 @@ def _benchmarks(runs: list[dict]) -> list[str]:
     for r, stage, scores in scored:
         row = [r["model_tag"], r["method"], stage, _cell(r["measured"].get("bpb"))]
         for score in (scores.get(task, {}) for task in chances):
-            accuracy = f"{100 * score['accuracy']:.2f}" if "accuracy" in score else "-"
-            row.append(accuracy + (f" ± {100 * score['interval']:.2f}" if "interval" in score else ""))
+            row.append(score.get("text") or (f"{100 * score['accuracy']:.2f}%" if "accuracy" in score else "-"))
         rows.append(row)
     return _table(["run", "method", "after", "val BPB of the base model", *names], rows)
 
@@ -339,7 +336,7 @@ def _page(base_dir: Path, runs: list[dict], sections: list[dict], picture: str, 
     lines += [*runs_table(runs), "", *EXPLANATIONS.splitlines(), ""] if runs else []
     lines += [f"![curves of pre-training]({picture})"] if picture else []
     for title, body in (
-        ("Benchmarks (accuracy in percent, 2-sigma interval)", _benchmarks(runs)),
+        ("Benchmarks (accuracy, 2-sigma interval)", _benchmarks(runs)),
         ("Methods", _table(["method", *GEMMS], methods)),
         ("Samples", _samples(runs)),
         ("Environment", _environment(runs)),
@@ -373,6 +370,8 @@ def generate(folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     path, picture = folder / "report.md", "curves.png" if plots.draw_runs(folder / "curves.png", runs, notes) else ""
     atomic_write(path, _page(base_dir, runs, sections, picture, notes).encode("utf-8", "replace"))
+    newest = {s["run"] for s in sections if s["began"] == sections[-1]["began"]}
+    runs.sort(key=lambda run: run["model_tag"] not in newest)
     print("\n".join([*runs_table(runs), "", *summary(runs, base_dir), "report:"]))
     return path
 

@@ -28,7 +28,8 @@ class LaterStage(Trainer):
         super().__init__(stage, args, until_exit)
         self.begin_with_model_of(source)
         method = resolve_method(args.method or self.trained_with("method", "bf16"))
-        variable = os.environ.get("QAT_METHOD")
+        # In a speedrun with COMPARE=1 the variable is that of the other model.
+        variable = None if os.environ.get("NANOCHAT_BEGAN") else os.environ.get("QAT_METHOD")
         if variable and not args.method and resolve_method(None) != method:
             print0(f"note: the model was trained with {method}, so QAT_METHOD={variable} is not used (--method is)")
         recipe = "bf16" if args.quantization == "none" else get_recipe(method).final

@@ -205,8 +205,9 @@ def choose_method(model: GPT, meta: dict[str, Any], flag: str | None) -> str:
 
 def find_model_tag(source: str, model_tag: str | None) -> str:
     """Returns the tag of the model to take from a stage. Without model_tag this is, of the tags d<number>..., the one
-    with the largest number, and of several with the same number the newest. If no tag has this form, it is the newest
-    of all. If there is no such model, the UserError names the command that makes one."""
+    with the largest number. Of several with the same number, or if no tag has this form, a model of a 4-bit or 8-bit
+    method comes before the bf16 baseline, and then the newest one. If there is no such model, the UserError names the
+    command that makes one."""
     check_model_tag(model_tag)
     folder, made_by = Path(get_base_dir()) / SOURCES[source][0], f"python -m {SOURCES[source][1]}"
     tags = [path for path in sorted(folder.glob("*/")) if list_steps(path)]
@@ -218,9 +219,9 @@ def find_model_tag(source: str, model_tag: str | None) -> str:
         hint = f" --model-tag={model_tag}" if model_tag else ", or all stages with bash speedrun_fp4.sh"
         raise UserError(f"there is no {what} in {folder}{there}; make it with {made_by}{hint}")
 
-    def rank(path: Path) -> tuple[int, float]:
-        match = re.match(r"d(\d+)", path.name)
-        return (int(match.group(1)) if match else -1, path.stat().st_mtime)
+    def rank(path: Path) -> tuple[int, bool, float]:
+        method = read_meta(path, list_steps(path)[0]).get("user_config", {}).get("method")
+        return int(re.match(r"d(\d+)|", path.name)[1] or -1), method not in (None, "bf16"), path.stat().st_mtime
 
     return max(tags, key=rank).name
 

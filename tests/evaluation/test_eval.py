@@ -240,6 +240,12 @@ def test_interval_is_that_of_table_5():
     assert str(score) == "38.82% ± 2.85% (455/1172)"
 
 
+def test_no_interval_leaves_0_to_100_percent():
+    for solved in range(9):
+        text = str(Score([True] * solved + [False] * (8 - solved)))
+        assert (text == f"{solved} of 8") == (solved not in (3, 4, 5)), text
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # The loops
 

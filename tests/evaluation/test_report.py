@@ -1,7 +1,9 @@
 """The report from whole, partial and damaged data."""
 
+import json
 import math
 import os
+import re
 import time
 from pathlib import Path
 
@@ -124,7 +126,7 @@ def test_the_first_lines_say_where_the_model_is_and_how_to_chat(base_dir, folder
     head, said = text.split("| run |")[0], capsys.readouterr().out.split("\n\n")[-1]
     for part in (head, said):
         assert str(place) in part and "chat_web -i sft --model-tag d4_clover" in part
-        assert "sft 2.50 -> 1.50" in part
+        assert "sft 2.50 -> 1.50 nats per token" in part and "mid 2.50" in part
         assert str(base_dir / "base_checkpoints/d4_nvidia") in part and "--model-tag d4_nvidia" not in part
         assert "half:" not in part and "so far" not in part
         assert f"talk to it: NANOCHAT_BASE_DIR={base_dir} python -m" in part
@@ -229,6 +231,27 @@ def test_no_gap_between_runs_of_different_text_tokenizer_or_tokens(base_dir, fol
     assert row[4] == ("500" if "loss_tokens" in of_run or "loss_step" in of_run else "9,000")
 
 
+def test_the_scatter_of_a_gap_is_said_below_the_table_on_the_terminal_too(base_dir, folder, capsys):
+    make_run(base_dir, "base", "bf16", 1.25)
+    assert generated(folder).count("0.4%") == capsys.readouterr().out.count("0.4%") == 0
+    make_run(base_dir, "other", "clover", 1.275)
+    assert generated(folder).count("0.4%") == capsys.readouterr().out.count("0.4%") == 1
+
+
+def test_the_terminal_begins_with_the_runs_of_the_newest_command(base_dir, folder, capsys, monkeypatch):
+    for began, tag in ((1000, "a"), (2000, "b"), (3000, "c"), (3000, "d")):
+        make_run(base_dir, tag, "clover", 1.275)
+        monkeypatch.setenv("NANOCHAT_BEGAN", str(began))
+        get_report(tag).log("Base model training", [{}])
+        os.utime(log_of(base_dir, tag).path, times=(began, began))
+    for path in folder.glob("*/*.json"):
+        record = json.loads(path.read_text())
+        path.write_text(json.dumps(record | {"timestamp": time.strftime(report.TIME, time.localtime(record["began"]))}))
+    generated(folder)
+    said = capsys.readouterr().out
+    assert [line[0] for line in said.splitlines() if re.match(r"[a-d]: ", line)] == ["c", "d", "a", "b"]
+
+
 def test_of_two_baselines_the_finished_one_counts(base_dir, folder):
     make_run(base_dir, "base", "bf16", 1.25)
     make_run(base_dir, "other", "clover", 1.275)
@@ -307,17 +330,15 @@ def test_benchmarks_as_in_table_5(base_dir, folder):
     make_run(base_dir, "d4_bf16", "bf16", 1.25)
     sft, mid = (log_of(base_dir, "d4_bf16", stage) for stage in ("chatsft_checkpoints", "mid_checkpoints"))
     sft.append("benchmarks", 12, scores={"Old": {"accuracy": 0.5}})  # of an earlier checkpoint
-    sft.append("benchmarks", 24, scores={"ARC-Easy": {"accuracy": 0}, "MMLU": {"accuracy": 0.25, "interval": 0.01}})
-    sft.append(
-        "benchmarks", 24, scores={"ARC-Easy": {"accuracy": 0.5, "count": 400, "interval": 0.05, "guessing": 0.25}}
-    )
+    sft.append("benchmarks", 24, scores={"ARC-Easy": {"accuracy": 0}, "MMLU": {"accuracy": 0, "text": "0 of 8"}})
+    sft.append("benchmarks", 24, scores={"ARC-Easy": {"accuracy": 0.5, "guessing": 0.25}})
     mid.append("benchmarks", 24, scores={"ARC-Easy": {"accuracy": 0.4, "guessing": 0.25}})
     text = generated(folder)
     assert "| run | method | after | val BPB of the base model | ARC-Easy (guessing: 25) | MMLU |" in text
     rows = [line for line in text.splitlines() if line.startswith("| d4_bf16 | bf16 | ")]
     assert rows[1:] == [
-        "| d4_bf16 | bf16 | mid | 1.2500 | 40.00 | - |",
-        "| d4_bf16 | bf16 | sft | 1.2500 | 50.00 ± 5.00 | 25.00 ± 1.00 |",
+        "| d4_bf16 | bf16 | mid | 1.2500 | 40.00% | - |",
+        "| d4_bf16 | bf16 | sft | 1.2500 | 50.00% | 0 of 8 |",
     ]  # fmt: skip
 
 

@@ -35,11 +35,13 @@ def file(folder, kind, step):
     return folder / f"step_{step:06d}" / kind.format(step)
 
 
-def save(folder, step, value=None, size=100):
+def save(folder, step, value=None, size=100, **meta):
     """A checkpoint whose three files all say `value` (default: the step)."""
     value = step if value is None else value
     tensor = torch.full((size,), float(value))
-    return save_checkpoint(folder, step, {"w": tensor}, {"m": tensor, "state": {"i": [value]}}, {"value": value})
+    return save_checkpoint(
+        folder, step, {"w": tensor}, {"m": tensor, "state": {"i": [value]}}, {"value": value, **meta}
+    )
 
 
 def value_of(folder, step):
@@ -477,7 +479,11 @@ def test_the_largest_model_is_taken(base_dir):
         else:
             save(folder / tag, 1)
     assert find_model_tag("base", None) == "d20_clover"
-    save(folder / "d20_bf16", 1)
-    for i, tag in enumerate(("d20_bf16", "d20_clover")):  # the newer of two equals
+    for tag, method in (("d20_bf16", "bf16"), ("d20_clover", "clover"), ("d20_fp8", "fp8")):
+        save(folder / tag, 2, user_config={"method": method})
+    # Of equals the newer one, but for the baseline, which COMPARE=1 trains last.
+    for i, (tag, taken) in enumerate(
+        (("d20_fp8", "d20_fp8"), ("d20_clover", "d20_clover"), ("d20_bf16", "d20_clover"))
+    ):
         os.utime(folder / tag, (0, 2_000_000_000 + i))
-        assert find_model_tag("base", None) == tag
+        assert find_model_tag("base", None) == taken
