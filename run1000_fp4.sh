@@ -4,6 +4,7 @@
 #
 #     PLAN_ONLY=1 bash run1000_fp4.sh     print the plan and stop
 #     bash run1000_fp4.sh
+[ -n "${BASH_VERSION:-}" ] || { echo "error: type bash in the place of sh: bash $0" >&2; exit 2; }
 set -euo pipefail
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 cd "$ROOT"

@@ -13,7 +13,8 @@
 #     RECIPES=mine.py         a Python file with methods of your own (nanochat_fp4.register); several with commas
 #     COMPARE=1               also train the bf16 baseline, and report the gap to it
 #     NANOCHAT_BASE_DIR=...   where data, checkpoints and the report go (default: ~/.cache/nanochat)
-#     DATA_DIR=...            train on a folder of text or parquet files of your own, or on one text file
+#     DATA_DIR=...            train on a folder of your own with txt, md, json, jsonl, csv or parquet files, or on one file
+#     TEXT_COLUMN=text        the column, or JSON field, that holds the text of DATA_DIR
 #     WANDB_RUN=name          log to Weights & Biases
 #     NPROC=2                 processes (default: one for each GPU)
 #     STAGES="tok base loss report"    only some stages
@@ -23,6 +24,7 @@
 #     NUM_ITERATIONS=4        on a CPU a trial of all stages in about two minutes, because fewer steps of the base
 #                             training make the later stages shorter, too
 #     BASE_ARGS="--matrix-lr=0.01"     more flags for scripts/base_train.py (MID_ARGS, SFT_ARGS, EVAL_ARGS likewise)
+[ -n "${BASH_VERSION:-}" ] || { echo "error: type bash in the place of sh: bash $0" >&2; exit 2; }
 set -euo pipefail
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 cd "$ROOT"

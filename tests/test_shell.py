@@ -65,6 +65,14 @@ def test_help_is_what_the_script_says_of_itself(script):
     assert done.returncode == 0 and "PLAN_ONLY=1" in done.stdout and "source dev" not in done.stdout, done
 
 
+@pytest.mark.parametrize("script", ["speedrun_fp4.sh", "run1000_fp4.sh"])
+def test_another_shell_names_bash(script, tmp_path):
+    """`sh` of Debian and Ubuntu is dash. A bash that is not told its version stands for it."""
+    (tmp_path / "script.sh").write_text(f"unset BASH_VERSION\n{(ROOT / script).read_text()}")
+    done = shell("bash script.sh", dict(os.environ), tmp_path)
+    assert done.returncode == 2 and "bash" in done.stderr and done.stderr.count("\n") == 1, done
+
+
 @pytest.mark.parametrize(
     "command, message",
     [
