@@ -356,8 +356,10 @@ def own_pieces(found: Survey, column: str) -> Iterator[dict[str, Any]]:
         for place, row in rows_of(path, "surrogateescape", column):
             text = row.get(column, 0) if isinstance(row, dict) else 0
             if not isinstance(text, str | None):
-                remedy = f"name what holds the text by --text-column (TEXT_COLUMN), which is {column}"
-                raise UserError(f"{path}, {place}: expected a row with a text; {remedy}")
+                texts = {k: v for k, v in row.items() if isinstance(v, str)} if isinstance(row, dict) else {}
+                likely = max(texts, key=lambda k: len(texts[k]), default="its name")  # the longest text
+                has = f"there is no text in a column {column!r} (with texts: {', '.join(map(str, texts)) or 'none'})"
+                raise UserError(f"{path}, {place}: {has}; name it, --text-column={likely} (TEXT_COLUMN={likely})")
             text = text or ""
             spoiled, characters = spoiled + sum(map(len, SPOILED.findall(text))), characters + len(text)
             for piece in cut_text(re.sub("[\ud800-\udfff]", "\ufffd", text), longest):

@@ -59,6 +59,7 @@ TEXT = [  # what else is wrong is test_text's to say
     ({"a.txt": b"short"}, "too little text"),
     ({"a.txt": b" \n"}, "too little text"),
     ({"a.jsonl": lines({"text": "a"}, {"texts": "b"})}, "a.jsonl, line 2: .*--text-column"),
+    ({"a.csv": b"id,body,to\n1,a longer text,b\n"}, "'text' .*id, body, to.*TEXT_COLUMN=body"),
     ({"a.jsonl": lines({"text": "a"}) + b"not json\n"}, "a.jsonl .*past line 1"),
     ({"a.parquet": b"", "b.parquet": WHOLE}, "a.parquet .*delete it"),
     ({"a.parquet": b"this is no parquet file", "b.parquet": WHOLE}, "a.parquet .*readable"),
