@@ -179,12 +179,12 @@ class Settings:
             text = said.getvalue().strip().splitlines()[-1].removeprefix("error: ").partition(" (see ")[0]
             text += f" (see python -m scripts.{script} --help)"
         except (UserError, ValueError) as e:  # A ValueError is of the model's config.
-            text = str(e)
+            text = re.sub(r"([2-9]|\d\d+) device", r"NPROC=\1 device", str(e))
         names["--device-type"] = "BASE_ARGS=--device-type"
         text = re.sub(r"--[\w-]+", lambda flag: names.get(flag[0], flag[0]), text)
         text = re.sub(r"^argument (\w+):", lambda name: f"{name[1]}={self.values[name[1]]}:", text)
         changed = {name: v for name, v in self.changed.items() if name in names.values() or name == args}
-        if not any(name in text for name in changed):
+        if not any(name in text for name in changed or ["NPROC="]):
             text = f"{', '.join(f'{k}={v}' for k, v in changed.items()) or args or self.run}: {text}"
         raise UserError(text)
 

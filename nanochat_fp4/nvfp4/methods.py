@@ -156,7 +156,7 @@ def get_recipe(method: str | Recipe) -> Recipe:
     rows, name = _known(), ALIASES.get(method, method)
     if name in rows:
         return rows[name]
-    alike = [r for r in rows if r.startswith(name)] or difflib.get_close_matches(name.lower(), (*rows, *ALIASES), n=1)
+    alike = sorted(r for r in rows if r.startswith(name)) or difflib.get_close_matches(name.lower(), (*rows, *ALIASES))
     known = f"did you mean {alike[0]}? Use" if alike else "use"
     registered = [name for name in REGISTERED if name not in METHODS]
     usable = [*METHODS, *ALIASES, *registered[-LISTED:]]  # A file of the user registers its rows after those of lab.

@@ -163,6 +163,11 @@ REFUSED = [
     ({"STAGES": "tok fly"}, "'fly'"),
     ({"NPROC": "99"}, "NPROC=99"),
     ({"NPROC": "2x"}, "NPROC='2x'"),
+    (
+        {"NPROC": "3", "GPU": "rtx5090"},
+        "TOTAL_BATCH=524288 is not a multiple of 6144 tokens (1 row(s) of 2048 on NPROC=3",
+    ),
+    ({"QAT_METHOD": "clover_fp8"}, "did you mean clover_fp8_forward?"),
     ({"COMPARE": "maybe"}, "COMPARE=maybe"),
     ({"COMPARE": "1", "BASE_ARGS": "--model-tag=mine"}, "BASE_ARGS"),
     ({"GPU": "rtx5099"}, "RTX 5090"),
