@@ -383,7 +383,7 @@ def hours(s: Settings, base: Base) -> tuple[float, float, list[str]] | None:
     if min(sizes) > FAR or max(sizes) < 1 / FAR:
         facts.append(f"EXTRAPOLATED: it is {span(min(sizes), max(sizes))} times as large as the models that were timed")
     if base.ways and base.ways[0].recompute != "none":
-        facts.append("not counted: activations are computed twice, which took 4% to 8% more on an H200")
+        facts.append("not counted: activations are computed twice, which took 6% to 8% more on an H200")
     if s.processes > 1:
         facts.append(f"counted as {s.processes} times one GPU (docs/scale.md has what several reach)")
     return tokens / fast / 3600, tokens / slow / 3600, facts

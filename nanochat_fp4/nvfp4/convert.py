@@ -30,7 +30,7 @@ from nanochat_fp4.nvfp4.recipes import Recipe
 
 ADAPTER_PARTS = {"lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B"}  # peft's
 # Reasons for which weights stay in high precision on purpose. SKIPPED is followed by the pattern.
-HEAD = "the output head stays in full precision"
+HEAD = "the output head keeps its own precision"
 ROUTER = "a router stays in full precision"
 ADAPTER = "an adapter's low-rank factor"
 KEPT = "in a first or last block kept in full precision"
@@ -98,7 +98,7 @@ def convert(
     kept_blocks = _end_blocks(model, recipe, keep_first_blocks, keep_last_blocks)
     heads, of_experts = output_heads(model), routers(model)
 
-    report, converted = ConvertReport(recipe, fp8_head=any(getattr(h, "precision", "") == "fp8" for h in heads)), []
+    report, converted = ConvertReport(recipe), []
     for layer, names in layers.items():
         reason = HEAD if layer in heads else ROUTER if layer in of_experts else None
         reason = reason or _reason_to_leave(layer, names, recipe, skip, kept_blocks)
@@ -114,7 +114,7 @@ def convert(
                 layer.set_recipe(get_recipe("bf16"))
     report.count(model)
     if not converted:
-        why = "; ".join(report.in_high_precision()[:4]) or "the model has none"
+        why = "; ".join(report.not_converted()[:4]) or "the model has none"
         raise ValueError(f"convert: no linear layer could be converted ({why})")
 
     refused = {layer.weight.dtype for layer in converted} - set(COMPUTE_DTYPES)
@@ -309,7 +309,6 @@ class ConvertReport:
     quantized: float = 1.0  # the share of the weights that the converted layers hold
     quantized_without_heads: float = 1.0  # the same share if output heads are not counted
     others: dict[str, float] = field(default_factory=dict)  # reason to stay in high precision -> share of the weights
-    fp8_head: bool = False  # by a setting of their own, which is no matter of the method
     notes: list[str] = field(default_factory=list)  # further lines for the user
     progress: float | None = None  # the share of the run's steps that set_progress was told last
 
@@ -337,16 +336,14 @@ class ConvertReport:
                 f"warning: nobody asked for {100 * missed:.1f}% of the weights in matrix products to stay in high "
                 "precision; the lines below name them"
             )
-        return "\n".join(lines + self.notes + self.in_high_precision())
+        return "\n".join(lines + self.notes + self.not_converted())
 
-    def in_high_precision(self) -> list[str]:
-        """A line for each reason why weights are not in the method's precision: their share, and their layers."""
+    def not_converted(self) -> list[str]:
+        """A line for each reason not to convert weights: their share of all weights, and their layers."""
         lines = []
         for reason, share in self.others.items():
             names = [name or "the model itself" for name, why in self.left_alone if why == reason]
-            fp8 = self.fp8_head and reason == HEAD
-            where, why = ("in FP8", "the output head") if fp8 else ("in high precision", reason)
-            line = f"{where}, {100 * share:.1f}% of the weights in matrix products: {why}"
+            line = f"not converted, {100 * share:.1f}% of the weights in matrix products: {reason}"
             lines.append(f"{line} ({some(names)})" if names else line)
         return lines
 

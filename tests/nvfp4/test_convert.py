@@ -52,7 +52,7 @@ class Model(nn.Module):
 
 TOKENS = torch.arange(32).view(2, 16) % 16
 GATE = "in_features is 12, expected a multiple of 16"
-HEAD = "the output head stays in full precision"
+HEAD = "the output head keeps its own precision"
 
 
 def converted(model, *args, **kw):

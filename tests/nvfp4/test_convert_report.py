@@ -7,7 +7,6 @@ import torch
 from torch import nn
 
 import nanochat_fp4 as nf
-from nanochat_fp4.models.gpt import GPT, GPTConfig
 
 
 class Block(nn.Module):
@@ -96,19 +95,7 @@ def test_an_output_head_is_kept_wherever_it_is_defined(build, heads):
     model = build()
     model.add_module("mlp", nn.ModuleList([Block()]))
     report = nf.convert(model, verbose=False).nf_report
-    assert dict(report.left_alone) == dict.fromkeys(heads, "the output head stays in full precision")
-
-
-@pytest.mark.parametrize("precision, said", [("bf16", "full precision (lm_head)"), ("fp8", "in FP8")])
-def test_the_precision_of_a_head_that_has_one_is_told(precision, said):
-    """A run with an FP8 head said that the head stays in full precision, and then that it is in FP8."""
-    with torch.device("meta"):
-        model = GPT(GPTConfig(sequence_len=32, vocab_size=64, n_layer=1, n_head=2, n_kv_head=2, n_embd=64))
-    model.lm_head.precision = precision
-    (line,) = (
-        line for line in str(nf.convert(model, "fp8", verbose=False).nf_report).splitlines() if "lm_head" in line
-    )
-    assert said in line and ("FP8" in line) == (precision == "fp8")
+    assert dict(report.left_alone) == dict.fromkeys(heads, "the output head keeps its own precision")
 
 
 def test_a_hidden_layer_of_the_embeddings_shape_is_no_head():
