@@ -749,6 +749,7 @@ def facts(plan: Plan, numbers: bool) -> Iterator[tuple[str, str]]:
         "type",
         " ".join([*(f"{name}={shlex.quote(s.environment[name])}" for name in RUN if name not in apart), script]),
     )
+    yield "type", "the same command goes on after an interruption"
 
 
 def how_long(plan: Plan) -> Iterator[str]:
