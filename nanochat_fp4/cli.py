@@ -145,7 +145,8 @@ def run_main(main: Callable[[], Any]) -> None:
             traceback.print_exc()
     finally:
         _flush_stdout()
-    print_error(message)
+    if not interrupted or os.environ.get("RANK", "0") == "0":  # Ctrl-C reaches all ranks, but only rank 0 prints.
+        print_error(message)
     sys.exit(130 if interrupted else 2)
 
 

@@ -434,7 +434,8 @@ def test_the_rounding_of_the_contributing_guide_trains_and_is_unbiased(monkeypat
     """Its file, as printed; each field of Rounding is explained beside it."""
     guide = (Path(__file__).parents[2] / "CONTRIBUTING.md").read_text(encoding="utf-8")
     section = guide[guide.index("## Add a rounding") : guide.index("1. **Row.**")]
-    file = "\n".join(line[4:] for line in section.splitlines() if line.startswith("    ") or not line)
+    printed = section.partition("`RECIPES=FILE.py")[0].splitlines()
+    file = "\n".join(line[4:] for line in printed if line.startswith("    ") or not line)
     monkeypatch.setattr(methods, "REGISTERED", dict(methods.REGISTERED))
     monkeypatch.setitem(ROUNDINGS, "sr_5", None)
     exec(file, {})
