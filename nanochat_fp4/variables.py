@@ -55,6 +55,7 @@ ELSEWHERE = {  # What is meant -> names that other programs have for it.
     "DEVICE_BATCH": "DEVICE_BATCH_SIZE MICRO_BATCH MICRO_BATCH_SIZE",
     "TOTAL_BATCH": "TOTAL_BATCH_SIZE",
     "NUM_ITERATIONS": "NUM_STEPS MAX_STEPS STEPS ITERATIONS",
+    "DATA_DIR": "DATA",
     "DATA_RATIO (tokens for each parameter) or NUM_ITERATIONS": "EPOCHS NUM_EPOCHS",
     "MATRIX_LR, EMBEDDING_LR and UNEMBEDDING_LR": "LR LEARNING_RATE",
     "SEQ_LEN": "MAX_SEQ_LEN",
@@ -71,12 +72,13 @@ MEANT = {name: meant for meant, names in ELSEWHERE.items() for name in names.spl
 
 
 def problem(names: set[str], script: str = "speedrun") -> str | None:
-    """One line on the first variable that would be ignored although a known one is meant, or because it is of a run and
-    the script is dev/measure.sh ("measure"). None if there is none."""
+    """One line on the first variable that would be ignored: it is nearly a known one, or it is of a run and the script
+    is dev/measure.sh ("measure"). None if there is none."""
     known = MEASURE + EXPORTED if script == "measure" else RUN
     # Other programs export names in lower case, such as out and py, so only names that are of no other program count.
     of_this = ("PARTS", "LIMIT", "DRY_RUN") if script == "measure" else (*NUMBERS, *ARGS, *OF_A_RUN)
-    for name in sorted(names - set(known)):
+    # The other script's variables may be exported, too, such as NANOCHAT, unless they mean something else here.
+    for name in sorted(names - set(known) - (set(MEASURE) - MEANT.keys())):
         if name.upper() in of_this:
             return f"{name} is set, and names of variables are in capitals; set {name.upper()}, and unset {name}"
         if script == "measure" and (name in RUN or name.removesuffix("S") in (*RUN, "METHOD")):
