@@ -343,6 +343,8 @@ class BaseTraining(Trainer):
             kind += f" of block {', '.join(of)}" * (len(of) < config.n_layer)
             methods.setdefault(method, []).append(kind)
         work = [f"{100 * s:.1f}% in {b} bits" for b, s in plan.work(self.model).items() if s]
+        # The report of the conversion has said two shares: that of the converted layers, and the rest.
+        more_work = len(work) > 2 or len(plan.recipes) > 1
         lines = {
             "model": f"{num_params:,} parameters: {config.n_layer} layers, width {config.n_embd}, "
             f"{config.n_head} heads, vocabulary {config.vocab_size:,}",
@@ -350,12 +352,7 @@ class BaseTraining(Trainer):
             f"{total_tokens / num_params:.2f} per parameter, {self.flops_per_token * total_tokens:.2e} FLOPs",
             "batch": f"{self.rows} x {self.seq_len} tokens, {self.world_size} process(es), "
             f"{self.micro_batches} micro-batch(es) a step",
-            # The report of the conversion has said two shares: that of the converted layers, and the rest.
-            **(
-                {"GEMM work": ", ".join(work) + " (blocks and output head)"}
-                if len(work) > 2 or len(plan.recipes) > 1
-                else {}
-            ),
+            **({"GEMM work": f"{', '.join(work)} (blocks and output head)"} if more_work else {}),
             **({method: f"in {', '.join(kinds)}" for method, kinds in methods.items()} if len(methods) > 1 else {}),
             **({"output head": f"FP8, {fp8_products(self.device.type)}"} if self.model.lm_head.quantizes else {}),
             "backend": self.backend,

@@ -269,6 +269,7 @@ def evaluate_model(
         for task in tasks:
             start, label, data, chance = time.monotonic(), task["label"], task["data"], task["chance"]
             meta = {key: task[key] for key in ("task_type", "num_fewshot", "continuation_delimiter")}
+            # Parts of three numbers, which an earlier version has stored, have the hash of [meta, data].
             asked = hashlib.sha256(json.dumps([data, meta], sort_keys=True).encode()).hexdigest()[:12]
             measure = lambda: evaluate_task(model, tokenizer, data, device, meta, progress.update)  # noqa: B023, E731
             accuracy, not_whole = part(f"{label} {asked}", measure)

@@ -13,6 +13,7 @@ import time
 
 import pytest
 import torch
+from _assertions import wait_until
 
 from nanochat_fp4 import cli
 from nanochat_fp4.cli import UserError
@@ -133,14 +134,6 @@ def events_of(response):
         if line.startswith(b"data: "):
             events.append(json.loads(line[6:]))
     return events
-
-
-def until(condition):
-    """Waits; the limit is for what hangs."""
-    end = time.monotonic() + 120
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.01)
 
 
 MESSAGE = {"messages": [{"role": "user", "content": "x"}]}
@@ -278,9 +271,9 @@ def test_who_leaves_stops_the_answer_and_makes_room(serve):
     served.model.gate.clear()
     responses = [served.post(MESSAGE) for _ in range(3)]
     responses[1].close()  # while it waits
-    until(lambda: len(served.worker.line) == 2)
+    wait_until(lambda: len(served.worker.line) == 2, 120)
     responses[0].close()  # while it is answered
-    until(lambda: served.worker.line[0].left)
+    wait_until(lambda: served.worker.line[0].left, 120)
     calls = served.model.calls
     served.model.gate.set()
     assert [e.get("waiting") for e in events_of(responses[2])][:3] == [2, 1, 0]
