@@ -68,16 +68,20 @@ known_variables() { # [measure]: before anything is installed, an unknown variab
 
 # quietly WHAT COMMAND...: run it with its output in $SETUP_LOG and a sign of life every 15 seconds.
 quietly() {
-    local what=$1 started=$SECONDS beat status=0
+    local what=$1 started=$SECONDS work beat status=0
     shift
     echo "setup: $what"
+    "$@" >>"$SETUP_LOG" 2>&1 &
+    work=$!
     (
         trap 'kill $!; exit' HUP TERM # the sleep
-        while sleep 15 & wait $!; do echo "setup: ... still at it after $((SECONDS - started)) s"; done
+        # A signal that comes before this shell has its trap is lost, and then the end of the work ends it.
+        while sleep 15 & wait $! && kill -0 "$work" 2>/dev/null; do
+            echo "setup: ... still at it after $((SECONDS - started)) s"
+        done
     ) &
     beat=$!
-    "$@" >>"$SETUP_LOG" 2>&1 &
-    await $! || status=$?
+    await "$work" || status=$?
     kill "$beat" 2>/dev/null || true
     wait "$beat" 2>/dev/null || true
     [ -z "$STOPPED" ] || stop

@@ -270,6 +270,15 @@ def test_a_gpu_gets_the_torch_that_was_measured_unless_it_needs_a_newer_one(clon
     assert f"\ntorch=={torch}\n" in constraints and ("nvidia-nccl" in constraints) == (torch == "2.13.0")
 
 
+def test_a_sign_of_life_ends_with_its_work_although_a_signal_was_lost(environment):
+    """A signal that comes before the shell that prints it has its trap: it waited for ever, and so did the set-up."""
+    lost = 'kill() { [ "$1" != -0 ] || builtin kill "$@"; }; sleep() { command sleep 0.1; }; SETUP_LOG=/dev/null'
+    done = shell(
+        f"set -euo pipefail; ROOT=$PWD; source dev/setup.sh; {lost}; quietly work true; echo ended", environment
+    )
+    assert done.stdout == "setup: work\nended\n", done
+
+
 def test_a_plan_says_first_how_long_the_installation_takes(clone):
     folder, variables = clone
     first, second = (shell(SET_UP, variables, folder, PLAN_ONLY="1").stdout.splitlines() for _ in range(2))
