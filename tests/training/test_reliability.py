@@ -483,14 +483,18 @@ def test_stages_leave_no_open_files_and_no_processes(tiny_base, monkeypatch, cap
         "report": lambda: report.main([]),
     }
     server_and_the_like = children()
-    gc.collect()  # batches that tests before this one have left
+
+    def let_batches_end():
+        gc.collect()
+        wait_until(lambda: not any("ThreadPoolExecutor" in thread.name for thread in threading.enumerate()))
+
+    let_batches_end()  # those that tests before this one have left
     for name, stage in stages.items():
         if name == "report":
             stage()  # matplotlib keeps its fonts open from its first plot on
         files = sorted(os.listdir("/proc/self/fd"))
         stage()
-        gc.collect()
-        wait_until(lambda: not any("ThreadPoolExecutor" in thread.name for thread in threading.enumerate()))
+        let_batches_end()
         assert sorted(os.listdir("/proc/self/fd")) == files, name
         assert children() == server_and_the_like, name
 
