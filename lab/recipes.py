@@ -277,6 +277,11 @@ OF_CLOVER = (
         "with its forward in FP8, of which the backward pass keeps 4-bit codes: 4.5 bits an element for 8",
         output=nf.Gemm(eight_bits_kept_in_4, eight_bits_kept_in_4),
     ),
+    _clover(
+        "fp8_forward_4bit_input",
+        "with its forward in FP8; the backward pass keeps 4-bit codes of the input, and the weight's 8-bit codes",
+        output=nf.Gemm(eight_bits_kept_in_4, nf.Operand("e4m3")),
+    ),
     # FP8 in one of the two backward GEMMs, whose other operand is the forward's 8-bit codes.
     _clover(
         "fp8_forward_dgrad",

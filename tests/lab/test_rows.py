@@ -51,6 +51,11 @@ DESIGN = {
         "ms_eden x ms_eden, RHT-128",
         "ms_eden x ms_eden, RHT-128",
     ),
+    "clover_fp8_forward_4bit_input": (
+        "e4m3, four_over_six kept x e4m3",
+        "ms_eden x ms_eden, RHT-128",
+        "ms_eden x ms_eden, RHT-128",
+    ),
     "clover_fp8_forward_dgrad": ("e4m3, four_over_six kept x e4m3", "e5m2 x -", "ms_eden x ms_eden, RHT-128"),
     "clover_fp8_forward_wgrad": ("e4m3 x e4m3, four_over_six kept", "ms_eden x ms_eden, RHT-128", "e5m2 x -"),
     "mxfp8": ("mxfp8 x mxfp8", "mxfp8 x raw mxfp8", "mxfp8 x raw mxfp8"),
