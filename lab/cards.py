@@ -132,21 +132,23 @@ def speed(card: dict[str, Any], key: str) -> dict[str, Any] | None:
     if key == "bf16" or bf16 is None or times is None:
         if timed is None:
             return None
-        slow, wider = timed.of_low, (widened(timed),) * 2
+        slow, wider = key, (widened(timed),) * 2
         found = timed._replace(low=timed.low / wider[0], high=timed.high * wider[1])
     else:
-        slow, wider = bf16.of_low, (widened(bf16, times), widened(timed) if timed else widened(bf16, times))
+        slow, wider = "bf16", (widened(bf16, times), widened(timed) if timed else widened(bf16, times))
         low, of_low = bf16.low * times.low / wider[0], bf16.of_low
         if timed and timed.low < low:
-            low, of_low = timed.low, timed.of_low
+            low, of_low, slow = timed.low, timed.of_low, key
         high, of_high = (timed.high, timed.of_high) if timed else (bf16.high * times.high, bf16.of_high)
         steps = [*bf16.steps, *(timed.steps if timed else []), *times.steps]
         found = Span(low, high * wider[1], of_low, of_high, steps)
     runs, doubts = {json.dumps(step): step for step in found.steps}, []
     if len(runs) > 1 and found.of_low is found.of_high:
         doubts.append(f"both ends are speeds of one source: {found.of_low['source']}")
-    if "bf16" in slow.get("upper", [])[1:]:
-        doubts.append(f"the slow end had {slow['note']}; more rows take fewer hours")
+    rows = found.of_low.get("micro_batch", {})
+    if slow in rows and rows[slow] < max(rows.values()):
+        what = f"{slow.upper()} with micro-batch {rows[slow]}"
+        doubts.append(f"the slow end follows from {what}; more rows take fewer hours")
     if max(wider) > 1:
         ends = "both ends are" if min(wider) > 1 else f"the {'slow' if wider[0] > 1 else 'fast'} end is"
         doubts.append(f"ONE SOURCE, so {ends} widened by {SINGLE_SOURCE}")

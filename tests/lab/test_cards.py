@@ -37,6 +37,10 @@ def test_the_ends_of_a_speed():
     assert high == pytest.approx(1.4 * 51000 * 973e6 / 1e12, rel=1e-3)
     assert low == pytest.approx(20800 * 973e6 / 1e12 * 37532 / 23493 / 1.4, rel=1e-3)
     assert "one source" in of["doubts"][0] and "more rows" in of["doubts"][1]
+    # Each slow end is computed from BF16's, which had one row. What NVFP4 had concerns none.
+    for precision in ("bf16", "fp8", "nvfp4"):
+        (doubt,) = (d for d in cards.speed(BY_NAME["RTX 5090"], precision)["doubts"] if "more rows" in d)
+        assert "BF16 with micro-batch 1" in doubt and "NVFP4" not in doubt
     pro = cards.speed(BY_NAME["RTX PRO 6000"], "nvfp4")["range"][1]
     assert pro == pytest.approx(1.4 * 17000 * 3086e6 / 1e12 * 37532 / 23493, rel=1e-3)
     single = cards.speed(BY_NAME["RTX 5060"], "nvfp4")
