@@ -496,8 +496,9 @@ def draw_bars(axes: Any, sizes: list[Rows], names: Sequence[str]) -> None:
         axes.plot(at, alike, "_", color=plots.COLORS[1], markersize=12, label=f"{rows.size}, BF16 forward")
     published = {j: item.paper[m] for j, m in enumerate(others) if m in item.paper}
     for marker, name, values in zip("os", item.models, zip(*published.values())):
-        axes.plot(list(published), values, f"k{marker}", mfc="none", label=f"{name}, paper: other text")
-    axes.set_xticks(range(len(others)), others, rotation=45, ha="right", fontsize=9)
+        axes.plot(list(published), values, f"k{marker}", mfc="none", label=f"paper: {name}")
+    axes.set_xticks(range(len(others)), others, rotation=45, ha="right", fontsize=11 if len(others) <= 12 else 9)
+    axes.figure.set_size_inches(7, 6)  # The names below the bars are long.
     axes.set_ylabel("increase of validation\nBPB over bf16, %")
 
 
@@ -506,6 +507,27 @@ def runs_of_rows(runs: list[dict], rows: str) -> list[dict]:
     compared. If --rows names no method, all runs are returned."""
     chosen = {name.strip() for name in rows.split("|")}
     return [r for r in runs if r["method"] in chosen | {"bf16"}] if chosen & set(methods_of(runs)) else runs
+
+
+def draw_lines(axes: Any, lines: dict[str, list[tuple]]) -> None:
+    """Draws the runs of each method. If there are more methods than colours, the others are dashed, and no method has a
+    band, because bands would hide lines."""
+    for i, (method, of) in enumerate(lines.items()):
+        plots.curve(axes, method, of, "-" if i < len(plots.COLORS) else "--")
+    if len(lines) > len(plots.COLORS):
+        axes.figure.set_size_inches(7, 6)  # The legend is long.
+        for band in list(axes.collections):
+            band.remove()
+
+
+def scale_of_second_half(panels: Sequence[Any], middle: float) -> None:
+    """Gives panels of gaps the scale that the lines have from the middle on. While the learning rate is high, seeds may
+    differ by ten times as much as methods differ at the end."""
+    lines = [line for panel in panels for line in panel.lines]
+    second = [0.0, *(y for line in lines for x, y in zip(*line.get_data()) if x >= middle)]
+    margin = 0.2 * (max(second) - min(second)) or 1
+    for panel in panels:
+        panel.set_ylim(min(second) - margin, max(second) + margin)
 
 
 def draw_curves(axes: Any, rows: Rows) -> None:
@@ -518,20 +540,16 @@ def draw_curves(axes: Any, rows: Rows) -> None:
     for panel, column, title in zip(panels, (1, 2), ("its own forward", "a BF16 forward")):
         curves = along(runs, column=column)
         measured = [m for m in methods_of(runs) if any(curves.get(m, {}).values())]
-        for i, method in enumerate(m for m in measured if m not in late or m == "clover_feedback_late"):
+        lines = {}
+        for method in (m for m in measured if m not in late or m == "clover_feedback_late"):
             seeds = curves[method].values()
             points = [[(100 * s / steps, g) for s, g in sorted(at.items()) if s > 0.15 * steps] for at in seeds]
-            if lines := [tuple(zip(*of)) for of in points if of]:
-                plots.curve(panel, method, lines, "-" if i < len(plots.COLORS) else "--")
+            if of := [tuple(zip(*of)) for of in points if of]:
+                lines[method] = of
+        draw_lines(panel, lines)
         panel.set_title(f"evaluated with {title}", fontsize=11)
         panel.set_xlabel("steps, %")
-    # The scale is that of the second half. While the learning rate is high, seeds may differ by ten times as much as
-    # methods differ at the end.
-    lines = [line for panel in panels for line in panel.lines]
-    second = [0.0, *(y for line in lines for x, y in zip(*line.get_data()) if x >= 50)]
-    margin = 0.2 * (max(second) - min(second)) or 1
-    for panel in panels:
-        panel.set_ylim(min(second) - margin, max(second) + margin)
+    scale_of_second_half(panels, 50)
     panels[1].tick_params(labelleft=False)  # The scale is that of the first panel, which stands beside it.
     panels[0].set_ylabel("increase of validation\nBPB over bf16, %", fontsize=11)
     for line in panels[0].lines:

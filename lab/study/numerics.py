@@ -394,7 +394,7 @@ def fig9(context: Context) -> Outcome:
         first = max(c["single"] for of in curves.values() for c in of.values())
         axes.loglog([1, most], [first, first / most], "k:", label="1/B")
         axes.set_xlabel("backward passes averaged, B")
-        axes.set_ylabel("relative square error, q, k, v of block 0")
+        axes.set_ylabel("relative square error,\nq, k, v of block 0")
 
     title = "Figure 9: concentration of the mean of B quantized backward passes"
     header = ["forward", "method", "paper", "slope", f"gain of {most}", "error of one pass", f"of {most}"]

@@ -125,7 +125,8 @@ def methods(context: Context) -> Outcome:
 def along_the_run(context: Context, item: gaps.Item) -> Outcome:
     """Makes Figure 5: a table of gaps at some steps, and a plot of all. If all runs were evaluated only at their ends,
     the gaps are those of the mean training loss of parts of the run, on the same batches."""
-    item = replace(item, methods=(), also=()) if context.args.results else item  # Of stored runs all are drawn.
+    papers = item.methods
+    item = replace(item, methods=(), also=()) if context.args.results else item  # Of stored runs all are in the table.
     runs, _, content = gaps.runs_of(context, "table5", item)
     runs = gaps.runs_of_rows(runs, context.args.rows)
     found, what = gaps.along(runs), "validation BPB"
@@ -142,15 +143,20 @@ def along_the_run(context: Context, item: gaps.Item) -> Outcome:
         lines[method] = [tuple(zip(*of.items())) for of in seeds]
         rows.append([method, "  ".join(f"{s}: {g:+.2f}" for s, g in points[:: max(1, len(points) // 6)])])
 
-    def plot(axes: Any) -> None:
-        for method, of in lines.items():
-            plots.curve(axes, method, of)
-        axes.set_xlabel("step")
-        axes.set_ylabel(f"increase of the {what}\nover bf16, %")
-
     title = f"Figure 5: increase of the {what} over BF16 in the course of training, own forward"
     absent = [m for m in methods_of(runs) if m not in lines]
     notes = [f"not evaluated on the way, or of another length than bf16: {', '.join(absent)}"] if absent else []
+    drawn = lines
+    if len(lines) > 2 * len(plots.COLORS):  # More lines than colours and styles could not be told apart.
+        drawn = {m: of for m, of in lines.items() if m in papers} or dict(list(lines.items())[: len(plots.COLORS)])
+        notes.append(f"the picture has {len(drawn)} of these {len(lines)} methods; --rows chooses others")
+
+    def plot(axes: Any) -> None:
+        gaps.draw_lines(axes, drawn)
+        gaps.scale_of_second_half([axes], max(axes.get_xlim()) / 2)
+        axes.set_xlabel("step")
+        axes.set_ylabel(f"increase of the {what}\nover bf16, %")
+
     return outcome(runs, content, title, ["method", "gap in % at steps"], rows, notes, {"curves": found}, plot)
 
 

@@ -38,10 +38,8 @@ def draw(path: Path, title: str, *panels: Callable[[Any], None]) -> bool:
     # The size of the letters is for a width of 400 pixels, too.
     with matplotlib.rc_context(style | {"axes.grid": True, "grid.alpha": 0.3, "font.size": 12}):
         heights = [3, *[1] * (len(panels) - 1)]
-        size = (7, 4.5 * sum(heights) / 3)
-        figure, column = pyplot.subplots(
-            len(panels), squeeze=False, sharex=True, figsize=size, layout="constrained", height_ratios=heights
-        )
+        size = {"figsize": (7, 1.5 * sum(heights)), "height_ratios": heights}
+        figure, column = pyplot.subplots(len(panels), squeeze=False, sharex=True, layout="constrained", **size)
         axes = column[0, 0]
         try:
             for panel, below in zip(panels, column[:, 0]):
@@ -50,14 +48,17 @@ def draw(path: Path, title: str, *panels: Callable[[Any], None]) -> bool:
                 below.label_outer()
                 if below.get_xlabel() == "step":
                     below.xaxis.get_major_locator().set_params(integer=True)
-            if not any(part.has_data() for part in (*column[:, 0], *axes.child_axes)):
+            parts = (*column[:, 0], *axes.child_axes)
+            if not any(part.has_data() for part in parts):
                 return False
             axes.set_title("\n".join(textwrap.wrap(title, 58)), fontsize=13)
             lines = axes.get_legend_handles_labels()
             if axes.get_legend() is None and lines[0]:
                 widest = max(map(len, lines[1]))
-                columns = 1 if widest > 50 else 3 if widest <= 30 and len(lines[0]) > 4 else 2
-                figure.legend(*lines, loc="outside lower center", ncols=columns, frameon=False, fontsize=8)
+                look = {"ncols": 1 if widest > 37 else 3 if widest <= 20 and len(lines[0]) > 4 else 2, "fontsize": 10}
+                bands = any(name.endswith(" seeds") for name in lines[1]) and any(part.collections for part in parts)
+                about = "mean and range of the seeds" if bands else None
+                figure.legend(*lines, loc="outside lower center", title=about, frameon=False, **look)
             path.parent.mkdir(parents=True, exist_ok=True)
             with atomic_open(path) as f:
                 figure.savefig(f, format="png", dpi=150)
@@ -69,13 +70,13 @@ def draw(path: Path, title: str, *panels: Callable[[Any], None]) -> bool:
 def curve(
     axes: Any, label: str, runs: list[tuple[Any, Any]], style: str = "-", color: str | None = None, width: float = 1.4
 ) -> None:
-    """Draws one run as a line of (x, y). For several runs, of different seeds, it draws their mean and a band. `style`
-    is a line style of matplotlib, and "none" draws points alone."""
+    """Draws one run as a line of (x, y). For several runs, of different seeds, it draws their mean and, as a band,
+    their range. `style` is a line style of matplotlib, and "none" draws points alone."""
     common = sorted(set.intersection(*(set(x) for x, _ in runs)))
     values = [[dict(zip(x, y))[position] for x, y in runs] for position in common]
     mean = [sum(v) / len(v) for v in values]
     if len(runs) > 1:
-        label = f"{label}, mean and range of {len(runs)} seeds"
+        label = f"{label}, {len(runs)} seeds"
     marker = None if len(common) >= 15 else "s" if style == "--" else "o"
     look = {"linestyle": style, "linewidth": width, "marker": marker, "markersize": max(3, width), "color": color}
     (line,) = axes.plot(common, mean, label=label, **look)

@@ -160,7 +160,7 @@ def test_runs_of_several_seeds_are_a_line_with_a_band(base_dir, folder, picture)
         make_run(base_dir, tag, "clover", 1.25)
     make_run(base_dir, "tiny_clover_s1_01234567", "clover", 1.25, steps=22)
     generated(folder, drawn=True)
-    seeds, alone = ", mean and range of 2 seeds", ""
+    seeds, alone = ", 2 seeds", ""
     expected = {f"d4_clover, 24 steps{seeds}", f"tiny_clover, 24 steps{seeds}", f"tiny_clover, 22 steps{alone}"}
     assert {line.get_label() for line in picture[LOSS].get_lines()} == expected
     assert len(picture[LOSS].collections) == 2  # the bands

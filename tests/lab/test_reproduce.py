@@ -117,6 +117,13 @@ def test_a_picture_has_the_methods_of_the_chosen_rows(tmp_path, monkeypatch):
         assert "clover" in drawn and ("nvidia" in drawn) == has_nvidia
 
 
+def test_a_picture_of_too_many_methods_has_those_of_the_paper(tmp_path, monkeypatch, capsys):
+    drawn = []
+    monkeypatch.setattr(plots, "curve", lambda panel, method, *_: drawn.append(method))
+    reproduce.main(["fig5", "--results", "d6_stored", f"--folder={tmp_path}"])
+    assert {"clover", "nvidia"} < {*drawn} and len(drawn) <= 6 and "--rows" in capsys.readouterr().out
+
+
 def test_the_list_says_what_each_table_shows(printed):
     described = dict(line.split(" ", 1) for line in printed("list") if not line.endswith(":"))
     assert set(described) == {*reproduce.ITEMS, *reproduce.OF_RESULTS, *reproduce.SAME}
