@@ -20,7 +20,6 @@ Several processes may have parts of a tensor whose ALIGNED operands need the ama
 which is passed to `rotate_quantize`, finds it.
 """
 
-import ast
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -54,6 +53,7 @@ def _launch_options() -> dict:
     return {"num_warps": 4, "num_stages": 1, "maxnreg": None if arch // 10 == 12 else 128, **NO_FUSION}
 
 
+@functools.cache
 def programs_of(kernel: Any, device: torch.device) -> int:
     """Returns how many programs of a compiled kernel the GPU holds at once, rounded down to a multiple of 4.
 
@@ -150,154 +150,42 @@ def constants_of(operand: RotatedOperand | None, columns: int, amax_only: bool) 
     )
 
 
-def _empty(operand: RotatedOperand, rows: int, contraction: int, x: torch.Tensor) -> list[torch.Tensor]:
-    """Allocates the tensors of one operand (R, K), where K is padded.
-
-    The first one is for codes, uint8 (R, K/2), or for BF16 values (R, K) if the operand is emulated. For MS-EDEN follow
-    pseudo-scales BF16 (R, K/16) and S float32 (R, K/128). For other roundings follow the scales of the codes,
-    float8_e4m3fn (R, K/16) or flat in tiles, unless the operand is emulated, and tensor_scale float32 ().
-    """
-    k = operand.padded(contraction)
-    empty = functools.partial(torch.empty, device=x.device)
-    if operand.emulated:
-        values = empty(rows, k, dtype=torch.bfloat16)
-    else:
-        values = empty(rows, k // 2, dtype=torch.uint8)
-    if operand.ms_eden:
-        pseudo = empty(rows, k // 16, dtype=torch.bfloat16)
-        return [values, pseudo, empty(rows, -(-k // TILE), dtype=torch.float32)]
-    tensor_scale = empty((), dtype=torch.float32)
-    if operand.emulated:
-        return [values, tensor_scale]
-    return [values, empty_scales(rows, k // 16, operand.tiles, x).view(torch.float8_e4m3fn), tensor_scale]
-
-
 class _Side(NamedTuple):
-    """One operand of inputs of one shape, with everything that is the same in all of its launches."""
+    """One operand (R, K) of an input. K is padded."""
 
     operand: RotatedOperand
     rows: int
     contraction: int
-    hadamard: torch.Tensor | None
-    constants: Constants
-    constants_for_amax: Constants | None
+    seed: torch.Tensor | None
+    rht_seed: torch.Tensor | None
 
+    def empty(self, device: torch.device) -> list[torch.Tensor]:
+        """Allocates the operand's tensors.
 
-class _Launches(NamedTuple):
-    """How the kernel is launched for inputs of one shape and kind.
+        The first one is for codes, uint8 (R, K/2), or for BF16 values (R, K) if the operand is emulated. For MS-EDEN
+        follow pseudo-scales BF16 (R, K/16) and S float32 (R, K/128). For other roundings follow the scales of the
+        codes, float8_e4m3fn (R, K/16) or flat in tiles, unless the operand is emulated, and tensor_scale float32 ().
+        """
+        operand, rows, k = self.operand, self.rows, self.contraction
+        empty = functools.partial(torch.empty, device=device)
+        if operand.emulated:
+            values = empty(rows, k, dtype=torch.bfloat16)
+        else:
+            values = empty(rows, k // 2, dtype=torch.uint8)
+        if operand.ms_eden:
+            pseudo = empty(rows, k // 16, dtype=torch.bfloat16)
+            return [values, pseudo, empty(rows, -(-k // TILE), dtype=torch.float32)]
+        tensor_scale = empty((), dtype=torch.float32)
+        if operand.emulated:
+            return [values, tensor_scale]
+        return [values, empty_scales(rows, k // 16, operand.tiles, values).view(torch.float8_e4m3fn), tensor_scale]
 
-    strips:   the number of strips of one operand
-    programs: the number of programs, which the first launch finds, by whether it only finds the amax
-    """
-
-    sides: tuple[_Side | None, _Side | None]
-    needs_amax: bool
-    strips: int
-    programs: dict[bool, int]
-    options: dict[str, Any]
-    butterflies: bool
-
-
-@functools.lru_cache(maxsize=1024)  # It is limited, because conversations have any number of tokens.
-def launches_of(
-    row: str, col: str, rows: int, columns: int, of_codes: bool, butterflies: bool, device: torch.device
-) -> _Launches:
-    """Returns the launches for an input of this shape. row and col are the arguments of the operators. of_codes says
-    whether the input is codes. Raises ValueError for operands that the kernel cannot make."""
-    if (of_codes and row) or (col and not _operand(col).rht_dim):
-        raise ValueError("nvfp4::rotate_quantize: a col operand must be rotated, and codes are requantized as col only")
-    sides: list[_Side | None] = []
-    for text, r, k in ((row, rows, columns), (col, columns, rows)):
-        if not text:
-            sides.append(None)
-            continue
-        operand = _operand(text)
-        padded = operand.padded(k)
-        hadamard = None
+    def buffers(self, x: torch.Tensor, amax: torch.Tensor, made: list[torch.Tensor]) -> Buffers:
+        """Returns the kernel's tensors. x is passed in the place of each tensor that the kernel does not use."""
+        operand = self.operand
+        hadamard = codes = scales = correction = decoded = x
         if operand.rht_dim:
-            hadamard = _hadamard(operand.rht_dim, butterflies, device).view(torch.int16)
-        constants = [constants_of(operand, padded, amax_only) for amax_only in (False, True)]
-        sides.append(_Side(operand, r, k, hadamard, *constants))
-    needs_amax = any(side and side.constants_for_amax for side in sides)
-    strips = 2 * triton.cdiv(rows, TILE) * triton.cdiv(columns, TILE)
-    return _Launches(tuple(sides), needs_amax, strips, {}, _launch_options(), butterflies)
-
-
-class _Input(NamedTuple):
-    """An input in the form that the kernel takes, the seeds of both sides, and its launches."""
-
-    x: torch.Tensor
-    scales: torch.Tensor
-    tensor_scale: torch.Tensor
-    seeds: tuple[tuple[torch.Tensor | None, torch.Tensor | None], ...]
-    launches: _Launches
-    of_codes: bool
-    of_tiles: bool
-
-    @classmethod
-    def of(cls, x, x_scales, x_tensor_scale, row, row_seed, row_rht_seed, col, col_seed, col_rht_seed) -> "_Input":
-        """Makes the input from the arguments of the operators."""
-        of_codes = x.dtype == torch.uint8
-        x, (rows, columns) = x.contiguous(), x.shape
-        columns = columns * 2 if of_codes else columns
-        launches = launches_of(row, col, rows, columns, of_codes, rotates_by_butterflies(), x.device)
-        scales, tensor_scale = (x_scales.view(torch.uint8), x_tensor_scale) if of_codes else (x, x)
-        seeds = (row_seed, row_rht_seed), (col_seed, col_rht_seed)
-        return cls(x, scales, tensor_scale, seeds, launches, of_codes, of_codes and x_scales.dim() == 1)
-
-    def find_amax(self) -> torch.Tensor:
-        """Returns the amaxes of row and col as the bits of float32, int32 (2,). An entry is 0 for MS-EDEN, which does
-        not need the amax before it rounds, and for an operand that is not there."""
-        amax = torch.zeros(2, dtype=torch.int32, device=self.x.device)
-        if self.launches.needs_amax:
-            self._launch(amax.unbind(), ([], []), amax_only=True)
-        return amax
-
-    def quantize(self, amax: tuple[torch.Tensor, ...]) -> list[list[torch.Tensor]]:
-        """Returns the tensors of `_empty` for row and for col, filled. `amax` holds the two numbers of find_amax. The
-        kernel writes MS-EDEN's amaxes there."""
-        sides = self.launches.sides
-        made = [_empty(side.operand, side.rows, side.contraction, self.x) if side else [] for side in sides]
-        self._launch(amax, made, amax_only=False)
-        for side, tensors, own in zip(sides, made, amax):
-            if side is not None and not side.operand.ms_eden:
-                tensor_scale_kernel[(1,)](own, tensors[-1], side.operand.divisor, False, **NO_FUSION)
-        return made
-
-    def _launch(self, amax: tuple[torch.Tensor, ...], made: Sequence[list[torch.Tensor]], amax_only: bool) -> None:
-        launches, (row, col) = self.launches, self.launches.sides
-        buffers = [
-            self._buffers(side, seeds, own, tensors)
-            for side, seeds, own, tensors in zip(launches.sides, self.seeds, amax, made)
-        ]
-        columns = self.x.shape[1] * 2 if self.of_codes else self.x.shape[1]
-        arguments = (self.x, self.scales, self.tensor_scale, self.x.shape[0], columns, *buffers)
-        made_of = [side and (side.constants_for_amax if amax_only else side.constants) for side in (row, col)]
-        settings = {
-            "FROM_CODES": self.of_codes,
-            "FROM_TILES": self.of_tiles,
-            "FP32": self.x.dtype == torch.float32,
-            "HARDWARE": hardware(),
-            "BUTTERFLIES": launches.butterflies,
-            "ROW": made_of[0],
-            "COL": made_of[1],
-            **launches.options,
-        }
-        kernel = rotate_quantize_kernel
-        if amax_only not in launches.programs:
-            compiled = None if m.INTERPRETED.value else kernel.run(*arguments, grid=(1,), warmup=True, **settings)
-            most, strips = programs_of(compiled, self.x.device), launches.strips * (2 - made_of.count(None))
-            launches.programs[amax_only] = min(strips, most)
-        kernel[(launches.programs[amax_only],)](*arguments, **settings)
-
-    def _buffers(self, side: _Side | None, seeds: tuple, amax: torch.Tensor, made: list[torch.Tensor]) -> Buffers:
-        """Returns the kernel's tensors of one side. x is passed in the place of each tensor that the kernel does not
-        use."""
-        x = self.x
-        if side is None:
-            return Buffers(x, x, amax, x, x, x, x, x, 0, 0)
-        operand = side.operand
-        codes = scales = correction = decoded = x
+            hadamard = _hadamard(operand.rht_dim, rotates_by_butterflies(), x.device).view(torch.int16)
         if made and operand.emulated:
             decoded = made[0]
         elif made and made[0].numel():  # Without rows nothing is written.
@@ -306,11 +194,9 @@ class _Input(NamedTuple):
             _, scales, correction = made
         elif made and not operand.emulated:
             scales = made[1].view(torch.uint8)
-        seed, rht_seed = (x if s is None else s for s in seeds)
-        hadamard = x if side.hadamard is None else side.hadamard
-        return Buffers(
-            hadamard, rht_seed, amax, seed, codes, scales, correction, decoded, operand.stream, operand.rht_stream
-        )
+        seed, rht_seed = (x if s is None else s for s in (self.seed, self.rht_seed))
+        streams = operand.stream, operand.rht_stream
+        return Buffers(hadamard, rht_seed, amax, seed, codes, scales, correction, decoded, *streams)
 
 
 def rotate_quantize(
@@ -340,50 +226,82 @@ def rotate_quantize(
     * [decoded BF16] for an emulated MS-EDEN operand, with its tensor_scale multiplied in.
     Raises ValueError if x holds codes and row is wanted, and if col has no rotation.
     """
-    arguments = x, x_scales, x_tensor_scale, text_of(row), row_seed, row_rht_seed, text_of(col), col_seed, col_rht_seed
+    if (row and x.dtype == torch.uint8) or (col and not col.rht_dim):
+        raise ValueError("nvfp4::rotate_quantize: a col operand must be rotated, and codes are requantized as col only")
+    sides = *(row or NONE), row_seed, row_rht_seed, *(col or NONE), col_seed, col_rht_seed
     amax = None
-    if largest is not None and not all(operand.ms_eden for operand in (row, col) if operand):
-        amax = largest(rotated_amax(*arguments))
-    return rotate_quantize_sides(*arguments, amax)
+    if not all(operand.ms_eden for operand in (row, col) if operand):
+        amax = rotated_amax(x, x_scales, x_tensor_scale, *sides)
+        amax = amax if largest is None else largest(amax)
+    return rotate_quantize_sides(x, x_scales, x_tensor_scale, *sides, amax)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The operators. A schema cannot express a record, and each argument of an operator costs time in every call. An operand
-# is therefore passed as its text, from which `_operand` makes the record again, once for all calls.
+# The operators. A schema cannot express a record, so the arguments of an operand are its fields and its seeds.
+
+NONE = RotatedOperand(candidates=())  # stands for an operand that is not wanted
+_FIELDS = """float {0}_grid_max, float {0}_scale_cap, float[] {0}_candidates, bool {0}_stochastic, bool {0}_ms_eden,
+    int {0}_rht_dim, int {0}_stream, int {0}_rht_stream, bool {0}_emulated, bool {0}_tiles,
+    Tensor? {0}_seed, Tensor? {0}_rht_seed"""
+_INPUT = f"Tensor x, Tensor? x_scales, Tensor? x_tensor_scale, {_FIELDS.format('row')}, {_FIELDS.format('col')}"
 
 
-def text_of(operand: RotatedOperand | None) -> str:
-    """Returns the text of an operand. An empty text stands for no operand."""
-    return "" if operand is None else _text(tuple(operand))
+def _columns(x: torch.Tensor) -> int:
+    return x.shape[1] * (2 if x.dtype == torch.uint8 else 1)
 
 
-@functools.lru_cache(maxsize=1024)
-def _repr(fields: tuple) -> str:
-    return repr(fields)
+def _sides(x: torch.Tensor, fields: Sequence) -> list[_Side | None]:
+    """Returns row and col of an input from the arguments of the operators that follow the input."""
+    sides: list[_Side | None] = []
+    half, rows, columns = len(fields) // 2, x.shape[0], _columns(x)
+    for (*values, seed, rht_seed), r, k in ((fields[:half], rows, columns), (fields[half:], columns, rows)):
+        operand = RotatedOperand(*values)
+        operand = operand._replace(candidates=tuple(operand.candidates))
+        sides.append(_Side(operand, r, operand.padded(k), seed, rht_seed) if operand.candidates else None)
+    return sides
 
 
-def _text(fields: tuple) -> str:
-    return _repr(fields)
-
-
-# torch.compile calls a function with this mark while it traces, and takes the result as a constant of the graph.
-_text._dynamo_marked_constant = True
-
-
-@functools.lru_cache(maxsize=1024)
-def _operand(text: str) -> RotatedOperand:
-    return RotatedOperand(*ast.literal_eval(text))
-
-
-_SIDES = ", ".join(f"str {s}, Tensor? {s}_seed, Tensor? {s}_rht_seed" for s in ("row", "col"))
-_INPUT = f"Tensor x, Tensor? x_scales, Tensor? x_tensor_scale, {_SIDES}"
+def _launch(
+    x: torch.Tensor,
+    x_scales: torch.Tensor | None,
+    x_tensor_scale: torch.Tensor | None,
+    sides: Sequence[_Side | None],
+    amax: Sequence[torch.Tensor],
+    made: Sequence[list[torch.Tensor]] | None = None,
+) -> None:
+    """Launches the kernel, which fills the tensors `made` of each side. Without them it only finds the amaxes."""
+    of_codes, x, columns = x.dtype == torch.uint8, x.contiguous(), _columns(x)
+    scales, tensor_scale = (x_scales.view(torch.uint8), x_tensor_scale) if of_codes else (x, x)
+    buffers, constants = [], []
+    for side, own, tensors in zip(sides, amax, made or ([], [])):
+        buffers.append(side.buffers(x, own, tensors) if side else Buffers(x, x, own, x, x, x, x, x, 0, 0))
+        constants.append(constants_of(side.operand, side.contraction, made is None) if side else None)
+    arguments = (x, scales, tensor_scale, x.shape[0], columns, *buffers)
+    settings = {
+        "FROM_CODES": of_codes,
+        "FROM_TILES": of_codes and x_scales.dim() == 1,
+        "FP32": x.dtype == torch.float32,
+        "HARDWARE": hardware(),
+        "BUTTERFLIES": rotates_by_butterflies(),
+        "ROW": constants[0],
+        "COL": constants[1],
+        **_launch_options(),
+    }
+    compiled = None
+    if not m.INTERPRETED.value:  # Triton finds the compiled kernel again in 14 microseconds.
+        compiled = rotate_quantize_kernel.run(*arguments, grid=(1,), warmup=True, **settings)
+    strips = 2 * -(-x.shape[0] // TILE) * -(-columns // TILE) * (2 - constants.count(None))
+    rotate_quantize_kernel[(min(strips, programs_of(compiled, x.device)),)](*arguments, **settings)
 
 
 @operator(f"rotated_amax({_INPUT}) -> Tensor")
 def rotated_amax(*arguments) -> torch.Tensor:
     """Returns the amaxes of row and col after their rotations, float32 (2,). An entry is 0 for an MS-EDEN operand and
     for an operand that is not there."""
-    return _Input.of(*arguments).find_amax().view(torch.float32)
+    x, x_scales, x_tensor_scale, *fields = arguments
+    amax = torch.zeros(2, dtype=torch.int32, device=x.device)
+    _launch(x, x_scales, x_tensor_scale, _sides(x, fields), amax.unbind())
+    return amax.view(torch.float32)
 
 
 @rotated_amax.register_fake
@@ -393,18 +311,27 @@ def _(x, *arguments):
 
 @operator(f"rotate_quantize_sides({_INPUT}, Tensor? amax) -> Tensor[]")
 def rotate_quantize_sides(*arguments) -> list[torch.Tensor]:
-    """The operator of rotate_quantize. amax is the result of rotated_amax, or of `largest`. It is found if it is
-    None."""
-    *arguments, amax = arguments
-    given = _Input.of(*arguments)
-    amax = (given.find_amax() if amax is None else amax.view(torch.int32).clone()).unbind()
+    """The operator of rotate_quantize. amax is the result of rotated_amax, or of `largest`. MS-EDEN finds its own."""
+    x, x_scales, x_tensor_scale, *fields, amax = arguments
+    sides = _sides(x, fields)
+    if amax is None:
+        amax = torch.zeros(2, dtype=torch.int32, device=x.device)
+    elif any(side and side.operand.ms_eden for side in sides):
+        amax = amax.clone()  # The kernel writes MS-EDEN's amax there.
+    amax = amax.view(torch.int32).unbind()
+    made = [side.empty(x.device) if side else [] for side in sides]
+    _launch(x, x_scales, x_tensor_scale, sides, amax, made)
     result, repaired = [], [None, None]
-    for i, (side, seeds, tensors, own) in enumerate(zip(given.launches.sides, given.seeds, given.quantize(amax), amax)):
-        if side is not None and side.operand.ms_eden and side.operand.emulated:
-            repaired[i] = (*tensors, own, seeds[0], side.operand)
+    for i, (side, tensors, own) in enumerate(zip(sides, made, amax)):
+        if side is None:
+            continue
+        if not side.operand.ms_eden:
+            tensor_scale_kernel[(1,)](own, tensors[-1], side.operand.divisor, False, **NO_FUSION)
+        elif side.operand.emulated:
+            repaired[i] = (*tensors, own, side.seed, side.operand)
             tensors = tensors[:1]
-        elif side is not None and side.operand.ms_eden:
-            tensors = [tensors[0], *finish(*tensors[1:], own, seeds[0], side.operand)]
+        else:
+            tensors = [tensors[0], *finish(*tensors[1:], own, side.seed, side.operand)]
         result += tensors
     if any(repaired):
         repair(*repaired)
@@ -412,18 +339,16 @@ def rotate_quantize_sides(*arguments) -> list[torch.Tensor]:
 
 
 @rotate_quantize_sides.register_fake
-def _(x, x_scales, x_tensor_scale, row, row_seed, row_rht_seed, col, *others):
-    rows, columns = x.shape[0], x.shape[1] * (2 if x.dtype == torch.uint8 else 1)
+def _(x, x_scales, x_tensor_scale, *fields):
     result = []
-    for text, r, c in ((row, rows, columns), (col, columns, rows)):
-        if not text:
+    for side in _sides(x, fields[:-1]):
+        if side is None:
             continue
-        operand = _operand(text)
-        values, *scales_of = _empty(operand, r, c, x)
-        if operand.ms_eden and operand.emulated:
+        values, *scales_of = side.empty(x.device)
+        if side.operand.ms_eden and side.operand.emulated:
             scales_of = []
-        elif operand.ms_eden:
-            scales = empty_scales(*scales_of[0].shape, operand.tiles, scales_of[0])
+        elif side.operand.ms_eden:
+            scales = empty_scales(*scales_of[0].shape, side.operand.tiles, scales_of[0])
             scales_of = [scales.view(torch.float8_e4m3fn), scales_of[1].new_empty(())]
         result += [values, *scales_of]
     return result

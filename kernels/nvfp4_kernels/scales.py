@@ -199,4 +199,4 @@ def repair(row: tuple | None, col: tuple | None) -> None:
 
 def _grid(correction: torch.Tensor, groups_of_a_program: int) -> tuple[int, int]:
     rows, groups = correction.shape
-    return triton.cdiv(rows, 16), triton.cdiv(groups, groups_of_a_program)
+    return -(-rows // 16), -(-groups // groups_of_a_program)

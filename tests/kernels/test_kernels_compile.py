@@ -161,7 +161,7 @@ def operator_calls():
     import nvfp4_kernels.decode
     import nvfp4_kernels.quantize
     import nvfp4_kernels.relu_squared  # noqa: F401
-    from nvfp4_kernels.rotate import RotatedOperand, text_of
+    from nvfp4_kernels.rotate import NONE, RotatedOperand
 
     op = torch.ops.nvfp4
     x, seed = torch.randn(40, 48), torch.tensor(3)
@@ -172,7 +172,7 @@ def operator_calls():
     aligned_codes = aligned._replace(emulated=False)
 
     def side(operand: RotatedOperand | None) -> tuple:
-        return text_of(operand), *((seed, seed) if operand else (None, None))
+        return *(operand or NONE), *((seed, seed) if operand else (None, None))
 
     yield op.amax.default, (x,)
     for block_rows, stochastic, decode in ((16, False, True), (1, True, False)):
@@ -184,10 +184,9 @@ def operator_calls():
     yield op.quantize_relu_squared.default, (x.bfloat16(), seed, 6.0, 256.0, [1.0, 1.5], True)
     arguments = x, None, None
     for row, col in ((eden, aligned_codes), (eden_codes, aligned)):
-        yield op.rotate_quantize_sides.default, (*arguments, *side(row), *side(col), None)
+        yield op.rotate_quantize_sides.default, (*arguments, *side(row), *side(col), torch.full((2,), 9.0))
     yield op.rotate_quantize_sides.default, (*codes[:3], *side(None), *side(eden), None)
     yield op.rotated_amax.default, (*arguments, *side(eden), *side(aligned))
-    yield op.rotate_quantize_sides.default, (*arguments, *side(eden_codes), *side(aligned), torch.ones(2))
 
 
 interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="on a CPU, in the interpreter")
