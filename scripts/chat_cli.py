@@ -17,17 +17,18 @@ import nanochat_fp4 as nf
 from nanochat_fp4.cli import ArgumentParser, UserError, parse_count, parse_positive, parse_rate, run_main
 from nanochat_fp4.common import joined_processes
 from nanochat_fp4.evaluation.metrics import few_tokens
+from nanochat_fp4.evaluation.report import FOLDERS
 from nanochat_fp4.generation.chat import AnswerText, compute_dtype, prepare
 from nanochat_fp4.generation.engine import Engine
 from nanochat_fp4.models.gpt import autocast
 from nanochat_fp4.training.flags import add_model_arguments
-from nanochat_fp4.training.load_model import SOURCES, load_for_inference, tokens_read
+from nanochat_fp4.training.load_model import load_for_inference, tokens_read
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = ArgumentParser(description="Chat with the model")
     add = parser.add_argument
-    add("-i", "--source", default="sft", choices=tuple(SOURCES), help="stage whose model answers")
+    add("-i", "--source", default="sft", choices=tuple(FOLDERS), help="stage whose model answers")
     add("-p", "--prompt", default=None, help="Prompt the model, get a single response back")
     add("-t", "--temperature", type=parse_rate, default=0.6, help="Temperature for generation")
     add("-k", "--top-k", type=parse_count, default=50, help="Top-k sampling parameter")

@@ -37,11 +37,11 @@ from nanochat_fp4.data.chat_data import WORD_LIST_URL, Task
 from nanochat_fp4.data.sources import MissingDataError, Source
 from nanochat_fp4.evaluation.execution import SandboxError, describe_sandbox
 from nanochat_fp4.evaluation.kept import Kept, key_of
-from nanochat_fp4.evaluation.report import get_report
+from nanochat_fp4.evaluation.report import FOLDERS, get_report
 from nanochat_fp4.generation.chat import compute_dtype
 from nanochat_fp4.models.gpt import ROTARY_FACTOR
 from nanochat_fp4.training.flags import add_data_flags, add_model_arguments, changed_flags
-from nanochat_fp4.training.load_model import SOURCES, checkpoint_folder, checkpoint_method, load_for_inference
+from nanochat_fp4.training.load_model import checkpoint_folder, checkpoint_method, load_for_inference
 
 TASKS: dict[str, Callable[[str | None], Task]] = {
     "ARC-Easy": lambda eval_dir: ARC("ARC-Easy", "test", eval_dir=eval_dir),
@@ -73,7 +73,7 @@ SETTINGS = (
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = ArgumentParser(description="Evaluate the chat model")
     add = parser.add_argument
-    add("-i", "--source", required=True, choices=tuple(SOURCES), help="Source of the model: sft|mid|rl")
+    add("-i", "--source", required=True, choices=tuple(FOLDERS), help="Source of the model: sft|mid|rl")
     text = "Task name. Default = all tasks. Use | to split multiple tasks; 'local' is the tasks that need no files"
     add("-a", "--task-name", default=None, help=text)
     add("-d", "--dtype", default="bfloat16", choices=("float32", "bfloat16"), help="of what is not quantized, on a GPU")

@@ -32,6 +32,7 @@ from nanochat_fp4.data.dataloader import Documents, packed_rows
 from nanochat_fp4.data.dataset import ensure_data, open_text
 from nanochat_fp4.data.tokenizer import get_token_bytes
 from nanochat_fp4.evaluation.loss_eval import evaluate_bpb
+from nanochat_fp4.evaluation.report import FOLDERS
 from nanochat_fp4.export import gguf_file, huggingface
 from nanochat_fp4.export.save import check_replaceable, new_export
 from nanochat_fp4.export.weights import calibrate, check_values, forward_weights, in_eight_bits, served
@@ -43,7 +44,7 @@ from nanochat_fp4.nvfp4.methods import get_recipe
 from nanochat_fp4.progress import Progress
 from nanochat_fp4.training.checkpoint_manager import list_steps, read_meta
 from nanochat_fp4.training.flags import add_model_arguments
-from nanochat_fp4.training.load_model import SOURCES, checkpoint_folder, find_model_tag, load_for_inference
+from nanochat_fp4.training.load_model import checkpoint_folder, find_model_tag, load_for_inference
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 QUANTIZED = ("compressed-tensors", "gguf")
@@ -53,7 +54,7 @@ FORMATS = ("safetensors", *QUANTIZED, "gguf-bf16")
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = ArgumentParser(description="Export a checkpoint to the formats of other programs")
     add = parser.add_argument
-    add("--source", default="sft", choices=tuple(SOURCES), help="stage of the checkpoint")
+    add("--source", default="sft", choices=tuple(FOLDERS), help="stage of the checkpoint")
     add(
         "--format",
         required=True,

@@ -11,7 +11,6 @@ parser reads its flags, so that what a stage would refuse after hours is refused
 
 import argparse
 import contextlib
-import difflib
 import io
 import json
 import math
@@ -29,11 +28,12 @@ from typing import Any, NamedTuple
 import torch
 
 import nanochat_fp4 as nf
-from nanochat_fp4.cli import ArgumentParser, UserError, run_main, switched_on
+from nanochat_fp4.cli import ArgumentParser, UserError, did_you_mean, run_main, switched_on
 from nanochat_fp4.common import default_base_dir, load_recipes, set_cpu_threads
 from nanochat_fp4.data import dataset
 from nanochat_fp4.data.sources import hub_url, look_for, url_problem
 from nanochat_fp4.data.tokenizer import RustBPETokenizer
+from nanochat_fp4.evaluation.report import FOLDERS
 from nanochat_fp4.files import atomic_write
 from nanochat_fp4.hardware import CARDS, physical_memory, usable_cpus
 from nanochat_fp4.models.families import family_of_flags
@@ -41,7 +41,6 @@ from nanochat_fp4.models.optim8bit import STATES, state_bytes
 from nanochat_fp4.nvfp4.phases import MethodPlan
 from nanochat_fp4.training.checkpoint_manager import list_steps
 from nanochat_fp4.training.flags import SAME_RUN
-from nanochat_fp4.training.load_model import SOURCES
 from nanochat_fp4.training.memory import SHARE, Memory, choose, largest, plan_accumulation, try_micro_batch
 from nanochat_fp4.training.wandb_run import check_wandb
 from nanochat_fp4.variables import ARGS, NUMBERS, RUN, problem
@@ -212,10 +211,9 @@ def find_card(name: str, gib: float = 0.0) -> dict[str, Any]:
         return found | ({"gib": gib} if gib else {})
     if gib:
         return {"name": name or "a GPU without a name", "gib": gib, "arch": "", "speed": {}}
-    alike = [card["name"] for card in ending] + [cards[k]["name"] for k in difflib.get_close_matches(bare(name), cards)]
-    meant = f"did you mean {' or '.join(dict.fromkeys(alike))}? Or " if alike else ""
+    meant = did_you_mean(bare(name), cards)
     give = "give its memory in GiB, for example GPU_MEMORY=24 (and NPROC=2 for two GPUs)"
-    raise UserError(f"GPU={name} is not in nanochat_fp4/cards.json; {meant}{give}")
+    raise UserError(f"GPU={name} is not in nanochat_fp4/cards.json; {meant and f'{meant} Or '}{give}")
 
 
 def card_of_device(device_name: str, gib: float, arch: str) -> dict[str, Any]:
@@ -291,7 +289,7 @@ class Base:
         elif family_of_flags(args).memory_is_counted:
             self.ways = choose(model, s.memory, sizes, states)
             argv += self.ways[0].flags
-        done = list_steps(s.base_dir / SOURCES["base"][0] / self.tag) if s.here else []
+        done = list_steps(s.base_dir / FOLDERS["base"] / self.tag) if s.here else []
         self.done = next((step for step in done if step < self.steps), 0)  # The run goes on from here.
         saved = state_bytes(model, self.ways[0].state if self.ways else args.state, gpu=bool(card))
         self.argv = argv + own
@@ -463,7 +461,7 @@ def model_stages(s: Settings, base: Base, words: dict[str, list[str]]) -> list[S
         """before: the stage whose model it takes."""
         stage, needs = name.removeprefix("eval_"), f"{before}:{tag}" if before else "text tok download"
         if stage in s.stages and (stage in words or stage not in LATER):
-            section, source = f"report/{tag}/{section}.json", f"{SOURCES[before or 'base'][0]}/{tag}"
+            section, source = f"report/{tag}/{section}.json", f"{FOLDERS[before or 'base']}/{tag}"
             command, title = [f"scripts.{script}", *flags], f"{title}, {base.method}"
             made.append(Stage(f"{name}:{tag}", needs, title, s.processes, command, section, source))
 
@@ -494,8 +492,8 @@ def calls(s: Settings, stages: Sequence[Stage]) -> str:
             before = sorted(json.loads((s.base_dir / section).read_text("utf-8"))["arguments"])
         except (OSError, ValueError, LookupError, TypeError):
             before = now
-        trained = [other.name.partition(":") for other in stages[place:]] if kind in SOURCES else []
-        folders = [s.base_dir / SOURCES[k][0] / tag for k, _, of in trained if of == tag and k in SOURCES]
+        trained = [other.name.partition(":") for other in stages[place:]] if kind in FOLDERS else []
+        folders = [s.base_dir / FOLDERS[k] / tag for k, _, of in trained if of == tag and k in FOLDERS]
         if folders and not list_steps(folders[0]):
             section = ""  # Somebody has deleted the model.
         elif before != now and folders:
@@ -583,8 +581,9 @@ class Plan:
             others = [m for m in ADVISED if base.method == s.method and Base(s, m).ways[0].rows]
             rows, remedy = "one row", f"take QAT_METHOD={' or '.join(others)}, or " if others else ""
             remedy += f"{'leave COMPARE out, or ' * (base.method != s.method)}lower DEPTH or SEQ_LEN"
-        name, total, rows = s.card["name"] if s.card else "this machine", s.memory / GIB, ", ".join([rows, *way.flags])
-        has = f"{base.tag} needs {way.peak / GIB:.1f} GiB with {rows} by count, and {name} has {gib(total)}; {remedy}"
+        total = f"{s.card['name'] if s.card else 'this machine'} has {s.memory / GIB:.3g} GiB"
+        needed = f"{way.peak / GIB:.1f} GiB with {', '.join([rows, *way.flags])} by count"
+        has = f"{base.tag} needs {needed}, and {total}; {remedy}"
         if way.peak > s.memory:
             raise UserError(has)
         s.notes.append(f"it hardly fits, for 6% is for fragments: {has}")
@@ -596,16 +595,14 @@ class Plan:
         why = "built before; for FineWeb-Edu: python -m nanochat_fp4.data.dataset -n 8"
         if s.here and not folder:
             why = url_problem(hub_url(dataset.DATASET, dataset.index_to_filename(0)))
-        if s.data_dir:
-            there = s.here or Path(folder).exists()
-            about = "" if there else "; it is not on this machine, so its tokens are not counted"
-            self.text, self.about_text = "folder", [f"{folder} (DATA_DIR){about}"]
-            if there:
-                if not s.plan_only:
-                    dataset.ensure_data(folder)  # Text that cannot be trained on ends here.
-                found = dataset.survey(folder)
-                self.about_text.append(str(found))
-                tokens = found.tokens or 0
+        if s.data_dir and (s.here or Path(folder).exists()):
+            found = dataset.survey(folder)
+            self.text, self.about_text, tokens = "folder", [f"{found} (DATA_DIR)"], found.tokens or 0
+            dataset.look_into(found)
+            for split in () if s.plan_only else ("train", "val"):  # Text that cannot be trained on ends here.
+                dataset.open_text(split, found)
+        elif s.data_dir:
+            self.text, self.about_text = "folder", [f"{folder} (DATA_DIR) is not on this machine, and not counted"]
         elif s.here and why and not (folder and Path(folder).name == "base_data"):
             self.text, self.about_text = "embedded", [f"the embedded corpus, which is small ({why})"]
         else:
@@ -615,7 +612,7 @@ class Plan:
             tokens = int(s.values["NUM_SHARDS"]) * SHARD_TOKENS
         if tokens and "base" in s.stages:
             times = self.bases[0].tokens / tokens
-            often = "once" if times < 1.1 else f"{times:.2g} times"
+            often = "once" if 0.8 < times < 1.1 else f"{times:.2g} times"
             self.about_text.append(f"it has about {amount(tokens)} tokens, and is read {often}")
 
     def find_tokenizer(self) -> int | None:
@@ -654,7 +651,7 @@ class Plan:
     def check_order_and_disk(self) -> None:
         """Refuses a stage whose model neither is there nor is made, and a disk that is too small."""
         s, tags = self.s, [base.tag for base in self.bases]
-        places = {kind: [s.base_dir / SOURCES[kind][0] / tag for tag in tags] for kind in ("base", "mid", "sft")}
+        places = {kind: [s.base_dir / FOLDERS[kind] / tag for tag in tags] for kind in ("base", "mid", "sft")}
         made = {kind for kind, folders in places.items() if all(map(list_steps, folders))} | set(s.stages)
         made |= {"tok"} if self.tokenizer is not None else set()
         for stage, first in ((stage, BEFORE.get(stage, stage)) for stage in s.stages if s.here):
@@ -677,10 +674,6 @@ class Plan:
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The page
-
-
-def gib(size: float) -> str:
-    return f"{size:.0f} GiB" if size >= 9.95 else f"{size:.2g} GiB"
 
 
 def amount(count: float) -> str:
@@ -719,8 +712,9 @@ def facts(plan: Plan, numbers: bool) -> Iterator[tuple[str, str]]:
     """(label, fact) of each line."""
     s, card = plan.s, plan.s.card
     several = f"{s.processes} x " if s.processes > 1 else ""
-    where = f"{card['arch'] and ', '}{card['arch']}{'' if s.here else '; not this machine'}" if card else ""
-    yield "machine", f"{several}{card['name']}, {gib(card['gib'])}{where}" if card else f"no GPU, {usable_cpus()} CPUs"
+    what = ", ".join(filter(None, [card["name"], f"{card['gib']:.3g} GiB", card["arch"]])) if card else ""
+    what += "" if s.here else "; not this machine"
+    yield "machine", f"{several}{what}" if card else f"no GPU, {usable_cpus()} CPUs"
     yield from (("note", note) for note in s.notes)
     for base in plan.bases:
         size = f"{amount(base.parameters)} parameters, {base.steps:,} steps, {amount(base.tokens)} tokens"
@@ -783,11 +777,11 @@ def of_memory(s: Settings, base: Base) -> Iterator[str]:
     way = base.ways[0]
     rows = f"{base.label}{way.rows} row{'s' * (way.rows > 1)} of {base.args.max_seq_len:,} tokens"
     if s.card is None:
-        yield f"{rows}: {way.peak / GIB:.1f} of {gib(s.memory / GIB)}, by estimate"
+        yield f"{rows}: {way.peak / GIB:.1f} of {s.memory / GIB:.3g} GiB, by estimate"
     elif way.rows:
         graphed = way.graphed_peak <= SHARE * s.memory
         peak, how = (way.graphed_peak, "with CUDA graphs, ") if graphed else (way.peak, "")
-        yield f"{rows}: {peak / GIB:.1f} of {gib(s.memory / GIB)}, {how}by count (docs/memory.md)"
+        yield f"{rows}: {peak / GIB:.1f} of {s.memory / GIB:.3g} GiB, {how}by count (docs/memory.md)"
         passing = ["activations", "loss"] if way.peak > way.at_rest + way.parts["update"] else ["update"]
         parts = ["weights", "gradients", "moments", "codes"]
         parts += ["activations", "loss", "graphed_update"] if graphed else passing

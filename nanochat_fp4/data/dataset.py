@@ -17,7 +17,7 @@ runs with different amounts of text can be compared.
 
 What a run reads of a folder or a file:
 
-    print(survey("my_texts"))                  # 1 file(s) (a.txt; 3.4 MB); 1 not read: of another kind (b.pdf; 1.2 MB)
+    print(survey("my_texts"))  # my_texts: 1 file(s) (a.txt; 3.4 MB); 1 not read: of another kind (b.pdf; 1.2 MB)
     train = open_text("train", "my_texts")     # each has name, column, rows, read(group), digest() and whole
 
 Two or more parquet files are shards, which are read as they are, in their row groups. All other text is written once
@@ -99,11 +99,13 @@ class Survey:
         return size_of(self.files) // BYTES_PER_TOKEN if plain else None
 
     def __str__(self) -> str:
-        text = ""
+        if self.train == [self.folder]:
+            return f"{self.folder} ({format_bytes(size_of(self.train))})"
+        groups = []
         for what, paths in ({"file(s)": self.files, "for validation": self.val} | self.left_out).items():
             names = ", ".join([path.name for path in paths[:3]] + ["..."] * (len(paths) > 3))
-            text += f"; {len(paths)} {what} ({names}; {format_bytes(size_of(paths))})" if paths else ""
-        return text.removeprefix("; ") or "no files"
+            groups += [f"{len(paths)} {what} ({names}; {format_bytes(size_of(paths))})"] * bool(paths)
+        return f"{self.folder}: {'; '.join(groups) or 'no files'}"
 
 
 def survey(data_dir: str | os.PathLike) -> Survey:
@@ -144,11 +146,11 @@ def survey(data_dir: str | os.PathLike) -> Survey:
     if not train or size_of(found[OTHER_KINDS]) > size_of(of_folder.files):
         problem = "is not read for the most part" if train else "holds no data to train on"
         remedy = f"expected {', '.join(KINDS)} files; convert the others, or move them away"
-        raise UserError(f"DATA_DIR (--data-dir) {data_dir} {problem} ({of_folder}); {remedy}")
+        raise UserError(f"DATA_DIR (--data-dir) {problem} ({of_folder}); {remedy}")
     return of_folder
 
 
-def open_text(split: str, data_dir: str | os.PathLike, column: str = "") -> "Parts":
+def open_text(split: str, data_dir: str | os.PathLike | Survey, column: str = "") -> "Parts":
     """
     Opens and checks the text of a split, 'train' or 'val', in parts that have at least one document. Own text is stored
     first, if that has not been done or a file has changed. `column` is that of text_column.
@@ -157,7 +159,7 @@ def open_text(split: str, data_dir: str | os.PathLike, column: str = "") -> "Par
     """
     if split not in ("train", "val"):
         raise ValueError(f"split must be 'train' or 'val', not {split!r}")
-    found, column = survey(data_dir), text_column(column)
+    found, column = data_dir if isinstance(data_dir, Survey) else survey(data_dir), text_column(column)
     if not found.are_shards:
         return [own_text(found, column)[split]]
     shards = [Shard(path, column) for path in (found.train if split == "train" else found.val)]
@@ -240,8 +242,7 @@ def digest_of(path: str | os.PathLike) -> str:
                 f.seek(size - 8)
                 length, mark = int.from_bytes(f.read(4), "little") + 8, f.read(4)
                 footer = min(length, size) if mark == b"PAR1" else 0
-                blocks = [(size * i // 32, 4096) for i in range(32)]
-                blocks = [(size - footer, footer), *blocks]
+                blocks = [(size - footer, footer), *((size * i // 32, 4096) for i in range(32))]
             digest.update(size.to_bytes(8, "little"))
             for start, length in blocks:
                 f.seek(start)
@@ -348,7 +349,7 @@ def cut_text(text: str, longest: int) -> list[str]:
 
 def own_pieces(found: Survey, column: str) -> Iterator[dict[str, Any]]:
     """Yields the pieces of all documents, with the number of the document, which is -1 in files for validation. Raises
-    UserError for a file that is no text."""
+    UserError for a row without the column of the text, and for a file that is no text."""
     longest = min(max(MIN_PIECE, size_of(found.files) // PIECES), MAX_PIECE)
     number, warnings = 0, []
     for path in found.files:
@@ -377,6 +378,12 @@ def own_pieces(found: Survey, column: str) -> Iterator[dict[str, Any]]:
                f"characters: {names}; convert them (iconv -f ENCODING -t UTF-8)")  # fmt: skip
 
 
+def look_into(found: Survey) -> None:
+    """Raises UserError for a file that begins without the column of the text. No more than that is read or stored."""
+    for path in found.files:
+        Shard(path, text_column()) if found.are_shards else next(own_pieces(Survey(path, [path]), text_column()), None)
+
+
 def own_text(found: Survey, column: str) -> dict[str, Stored]:
     """
     Returns the training and the validation text of files that are no shards.
@@ -385,7 +392,7 @@ def own_text(found: Survey, column: str) -> dict[str, Stored]:
     tenth of the text. Raises UserError for a file that cannot be read or is no text, and if there is too little text.
     """
     files = [(str(path.relative_to(found.folder)), *version_of(path)[1:], path in found.val) for path in found.files]
-    rows, title = lambda: own_pieces(found, column), f"the text of {found.folder} ({found})"
+    rows, title = lambda: own_pieces(found, column), f"the text of {found}"
     dataset = store(["own text 2", column, files], title, rows, document="int32")
     document = dataset.data.column("document").to_numpy()
     val = document < 0
@@ -599,8 +606,8 @@ def ensure_data(data_dir: str | None = None, *, column: str = "", num_shards: in
     if len(texts := set(of_all_ranks(str(found)))) > 1:
         raise UserError(f"the processes have different text ({' | '.join(sorted(texts))}); give all nodes the same")
     for split in ("train", "val"):  # A damaged file must not be found hours into a run.
-        open_text(split, folder, column)
-    say_once(f"Data: {found.folder} ({what}): {found}")
+        open_text(split, found, column)
+    say_once(f"Data: {found}, {what}")
     return str(found.folder)
 
 

@@ -122,13 +122,14 @@ def _json(f: TextIO) -> Iterator[tuple[str, Any]]:
 
 def _csv(f: TextIO) -> Iterator[tuple[str, Any]]:
     csv.field_size_limit(LONGEST)
-    rows = csv.DictReader(f, strict=True)
+    rows = csv.reader(f, strict=True)
+    header, first = next(rows, []), rows.line_num + 1
     for row in rows:
-        if None in row or None in row.values() or len(row) < len(rows.fieldnames):
-            raise ValueError(
-                f"line {rows.line_num} has other fields than the header; put texts with commas into quotes"
-            )
-        yield f"line {rows.line_num}", row
+        if row and len(row) != len(set(header)):
+            raise ValueError(f"line {first} has other fields than the header; put texts with commas into quotes")
+        if row:  # An empty line is no row.
+            yield f"line {first}", dict(zip(header, row))
+        first = rows.line_num + 1
 
 
 def _text(f: TextIO) -> Iterator[tuple[str, Any]]:

@@ -153,12 +153,8 @@ class RustBPETokenizer:
                 raise UserError(f"{problem} that somebody put into it; {remedy}")
             path = pickle_path
         if not path.is_file():
-            problem = (
-                f"there is no tokenizer in {tokenizer_dir}; a model that is trained needs the one it was trained with"
-            )
-            raise UserError(
-                f"{problem}, so put that folder there; before any training, python -m scripts.tok_train makes one"
-            )
+            remedy = "put the one there that the model was trained with, or make one: python -m scripts.tok_train"
+            raise UserError(f"there is no tokenizer in {tokenizer_dir}; {remedy}")
         try:
             with path.open("rb") as f:
                 return cls._of_pickle(f) if path == pickle_path else cls._of_json(json.load(f))
@@ -245,9 +241,8 @@ class RustBPETokenizer:
     def encode_special(self, text: str) -> int:
         """Returns the id of a special token. Raises ValueError for another text."""
         if text not in self.enc._special_tokens:
-            raise ValueError(
-                f"{text!r} is not a special token; this tokenizer has {', '.join(self.enc._special_tokens)}"
-            )
+            known = ", ".join(self.enc._special_tokens)
+            raise ValueError(f"{text!r} is not a special token; this tokenizer has {known}")
         return self.enc._special_tokens[text]
 
     def get_bos_token_id(self) -> int:

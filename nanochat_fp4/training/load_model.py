@@ -32,6 +32,7 @@ from nanochat_fp4.common import (
 )
 from nanochat_fp4.data.dataloader import join_positions
 from nanochat_fp4.data.tokenizer import RustBPETokenizer, get_tokenizer
+from nanochat_fp4.evaluation.report import FOLDERS
 from nanochat_fp4.hardware import physical_memory
 from nanochat_fp4.locks import running
 from nanochat_fp4.models.cross_entropy import default_head
@@ -44,20 +45,14 @@ from nanochat_fp4.training import checkpoint_manager as checkpoints
 from nanochat_fp4.training.checkpoint_manager import check_model_tag, list_steps, load_checkpoint, read_meta
 from nanochat_fp4.training.flags import OF_THE_CALL
 
-# Each stage has a folder in the base directory, and a script that fills this folder.
-SOURCES = {
-    "base": ("base_checkpoints", "scripts.base_train"),
-    "mid": ("mid_checkpoints", "scripts.mid_train"),
-    "sft": ("chatsft_checkpoints", "scripts.chat_sft"),
-    "rl": ("chatrl_checkpoints", "scripts.chat_rl"),
-}
+SCRIPTS = {"base": "base_train", "mid": "mid_train", "sft": "chat_sft", "rl": "chat_rl"}
 
 
 def checkpoint_folder(source: str, model_tag: str) -> Path:
     """Returns the folder of the checkpoints of a stage (base, mid, sft or rl) under a model tag. Raises UserError
     for a tag that is not the name of one folder."""
     check_model_tag(model_tag)
-    return Path(get_base_dir()) / SOURCES[source][0] / model_tag
+    return Path(get_base_dir()) / FOLDERS[source] / model_tag
 
 
 def build_model(
@@ -173,7 +168,7 @@ def checkpoints_made_with(tokenizer: RustBPETokenizer) -> list[str]:
     """Returns the runs in the base directory whose newest checkpoint fits the tokenizer, like
     'base_checkpoints/d20_clover'."""
     runs = []
-    for place, _ in SOURCES.values():
+    for place in FOLDERS.values():
         for folder in sorted(Path(get_base_dir(), place).glob("*/")):
             # If the newest metadata are damaged, older ones are read.
             meta = next(filter(None, (read_meta(folder, step) for step in list_steps(folder))), None)
@@ -209,7 +204,7 @@ def find_model_tag(source: str, model_tag: str | None) -> str:
     method comes before the bf16 baseline, and then the newest one. If there is no such model, the UserError names the
     command that makes one."""
     check_model_tag(model_tag)
-    folder, made_by = Path(get_base_dir()) / SOURCES[source][0], f"python -m {SOURCES[source][1]}"
+    folder, made_by = Path(get_base_dir()) / FOLDERS[source], f"python -m scripts.{SCRIPTS[source]}"
     tags = [path for path in sorted(folder.glob("*/")) if list_steps(path)]
     if model_tag is not None and (folder / model_tag).is_dir():
         return model_tag
@@ -236,8 +231,8 @@ def load_model(
     `source` is base, mid, sft or rl. `model_tag` is by default that of find_model_tag, and `step` the newest intact
     one. If there is no such checkpoint, the UserError names the command that makes it.
     """
-    if source not in SOURCES:
-        raise UserError(f"unknown source {source!r}; use one of {', '.join(SOURCES)}")
+    if source not in FOLDERS:
+        raise UserError(f"unknown source {source!r}; use one of {', '.join(FOLDERS)}")
     tag = find_model_tag(source, model_tag)
     model, tokenizer, meta = build_model(checkpoint_folder(source, tag), step, device, phase)
     if model_tag is None:
@@ -295,7 +290,7 @@ def find_resume_step(checkpoint_dir: Path, resume_from_step: int | str, overwrit
             "latest, start over with --overwrite, or choose another --model-tag"
         )
     elif steps and get_dist_info()[1] == 0:
-        places = [place for place, _ in SOURCES.values()]
+        places = list(FOLDERS.values())
         later = places[places.index(checkpoint_dir.parent.name) + 1 :]
         folders = [checkpoint_dir.parent.parent / place / checkpoint_dir.name for place in later]
         began = f"began with the model in {checkpoint_dir}; wait for it or stop it"

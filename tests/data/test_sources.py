@@ -194,7 +194,7 @@ def test_a_row_is_what_its_file_says(tmp_path):
     (tmp_path / "a.json").write_text('{\n"a": 1}\n')
     assert list(rows_of(tmp_path / "a.json")) == [("row 0", {"a": 1})]
     (tmp_path / "a.csv").write_text('a,b\n1,"x\ny"\n\n2,\n')
-    assert list(rows_of(tmp_path / "a.csv")) == [("line 3", {"a": "1", "b": "x\ny"}), ("line 5", {"a": "2", "b": ""})]
+    assert list(rows_of(tmp_path / "a.csv")) == [("line 2", {"a": "1", "b": "x\ny"}), ("line 5", {"a": "2", "b": ""})]
     for name in ("a.json", "a.jsonl", "a.csv"):
         (tmp_path / name).write_bytes(b"")
         assert list(rows_of(tmp_path / name)) == []

@@ -144,7 +144,7 @@ def test_a_survey_names_what_is_read_and_what_not(folder):
     left_out = [sorted(p.name for p in paths) for paths in found.left_out.values()]
     assert left_out == [["LICENSE", "README.md", "test_x.txt", "y.txt"], ["p.pdf", "q.docx"]]
     said = str(found)
-    assert said.startswith("10 file(s) (a.txt, b.md, c.jsonl, ...; 7.1 KB); 3 for validation (dev-0.jsonl, ")
+    assert said.startswith(f"{folder}: 10 file(s) (a.txt, b.md, c.jsonl, ...; 7.1 KB); 3 for validation (dev-0.jsonl, ")
     assert "4 not read: " in said and "(p.pdf, q.docx; 1000 bytes)" in said
     assert found.tokens is None  # g.txt.gz hides it
     (folder / "g.txt.gz").unlink()
@@ -152,6 +152,7 @@ def test_a_survey_names_what_is_read_and_what_not(folder):
     (folder / "big.pdf").write_bytes(b"y" * 9000)
     with pytest.raises(UserError, match="big.pdf.*convert"):
         survey(folder)
+    assert str(survey(folder / "a.txt")) == f"{folder / 'a.txt'} (1000 bytes)"
 
 
 def test_files_left_out_in_silence(folder, capsys):

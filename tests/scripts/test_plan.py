@@ -11,17 +11,19 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from _samples import make_bundle
 
 from nanochat_fp4.cli import UserError
 from nanochat_fp4.data import sources
-from nanochat_fp4.evaluation.report import get_report
+from nanochat_fp4.evaluation.report import FOLDERS, get_report
 from nanochat_fp4.models.gpt import GPT
 from nanochat_fp4.models.optim import PretrainingOptions
 from nanochat_fp4.training.flags import SAME_RUN
-from nanochat_fp4.training.load_model import BRANCH_SETTINGS, SOURCES
+from nanochat_fp4.training.load_model import BRANCH_SETTINGS
 from nanochat_fp4.variables import NUMBERS, problem
 from scripts import base_train, tok_train
 from scripts import plan as program
@@ -170,7 +172,7 @@ REFUSED = [
     ({"QAT_METHOD": "clover_fp8"}, "did you mean clover_fp8_forward?"),
     ({"COMPARE": "maybe"}, "COMPARE=maybe"),
     ({"COMPARE": "1", "BASE_ARGS": "--model-tag=mine"}, "BASE_ARGS"),
-    ({"GPU": "rtx5099"}, "RTX 5090"),
+    ({"GPU": "rtx5099"}, "did you mean rtx5090?"),
     *(({"GPU_MEMORY": text}, f"GPU_MEMORY={text}") for text in ("0", "-1", "x", "nan")),
     ({"GPU": "rtx5090", "PLAN_ONLY": ""}, "PLAN_ONLY=1"),
     ({"DATA_DIR": "/nowhere"}, "DATA_DIR"),
@@ -484,11 +486,33 @@ def test_a_plan_looks_into_the_users_folder(base_dir, tmp_path):
     (folder / "a.txt").write_text("Some text." * 100)
     plan = planned(DATA_DIR=str(folder))
     facts = said(plan)["text"]
-    assert "1 file(s) (a.txt; 1000 bytes); 1 not read" in facts[1] and "scan.pdf; 4 bytes" in facts[1]
-    assert "250 tokens" in facts[2] and "times" in facts[2] and plan.text == "folder"
+    assert "1 file(s) (a.txt; 1000 bytes); 1 not read" in facts[0] and "scan.pdf; 4 bytes" in facts[0]
+    assert "250 tokens" in facts[1] and "times" in facts[1] and plan.text == "folder"
     assert not (base_dir / "stored_text").exists()
     (folder / "scan.pdf").write_text("a,b\n" * 1000)
     with pytest.raises(UserError, match="not read for the most part"):
+        planned(DATA_DIR=str(folder))
+
+
+def test_a_text_without_its_column_is_refused_before_anything_is_stored(base_dir, tmp_path, monkeypatch, capsys):
+    """Also in a second file, and in a shard. A real run stores the text, and has named it once."""
+    (folder := tmp_path / "text").mkdir()
+    for name in "ab":
+        (folder / f"{name}.csv").write_text("story,text\n" + "A short story.,of a river\n" * 40)
+    (file := folder / "c.csv").write_text("story,n\nA short story.,7\n")
+    with pytest.raises(UserError, match="c.csv, line 2.*TEXT_COLUMN=story"):
+        planned(DATA_DIR=str(folder))
+    monkeypatch.setenv("TEXT_COLUMN", "story")
+    assert len(said(planned(DATA_DIR=str(folder)))["text"]) == 2 and not (base_dir / "stored_text").exists()
+    written = program.Plan("speedrun", {"DATA_DIR": str(folder), "NANOCHAT_BASE_DIR": str(base_dir), "STAGES": "tok"})
+    assert (base_dir / "stored_text").exists() and "c.csv" in said(written)["text"][0]
+    assert capsys.readouterr().out.count("a.csv") == 1
+    file.unlink()
+    for name in "ab":
+        pq.write_table(pa.table({"story": ["A river."]}), folder / f"{name}.parquet")
+        (folder / f"{name}.csv").unlink()
+    monkeypatch.setenv("TEXT_COLUMN", "text")
+    with pytest.raises(UserError, match="parquet.*TEXT_COLUMN"):
         planned(DATA_DIR=str(folder))
 
 
@@ -636,7 +660,7 @@ def test_the_plan_of_an_interrupted_run_says_that_it_goes_on(h100, monkeypatch):
 def test_text_of_another_machine_is_not_counted_and_says_so(tmp_path):
     (tmp_path / "a.txt").write_text("Some text." * 100)
     assert "not on this machine" in said(planned(GPU="rtx5090", DATA_DIR="/nowhere"))["text"][0]
-    assert "250 tokens" in said(planned(GPU="rtx5090", DATA_DIR=str(tmp_path)))["text"][2]
+    assert "250 tokens" in said(planned(GPU="rtx5090", DATA_DIR=str(tmp_path)))["text"][1]
 
 
 def test_numbers_are_printed_if_they_are_asked_for():
@@ -652,7 +676,7 @@ def finished(base_dir, monkeypatch):
     models = set()
     monkeypatch.setattr(program, "list_steps", lambda folder: [1] if folder in models else [])
     plan = planned(COMPARE="1")
-    models |= {base_dir / SOURCES[kind][0] / base.tag for kind in ("base", "mid", "sft") for base in plan.bases}
+    models |= {base_dir / FOLDERS[kind] / base.tag for kind in ("base", "mid", "sft") for base in plan.bases}
     for folder in models:
         folder.mkdir(parents=True)
     return plan, models
@@ -697,9 +721,9 @@ def test_a_model_of_other_flags_is_kept_and_said_so(finished, base_dir, monkeypa
     kept = shlex.split(line)[5]
     assert f"made with --one=2, where the plan has {stage.command[-1]};" in kept and stage.section in line
     later = ["base", "mid", "sft"][["base", "mid", "sft"].index(kind) :]
-    folders = [str(base_dir / SOURCES[k][0] / "d2_clover") for k in later]
+    folders = [str(base_dir / FOLDERS[k] / "d2_clover") for k in later]
     assert f"{shlex.join(['rm', '-r', *folders])}, and" in kept
-    models.discard(base_dir / SOURCES[kind][0] / "d2_clover")
+    models.discard(base_dir / FOLDERS[kind] / "d2_clover")
     assert stage.section not in skipped(plan)
 
 
