@@ -795,7 +795,9 @@ def of_memory(s: Settings, base: Base) -> Iterator[str]:
 def which(plan: Plan) -> Iterator[str]:
     """Which method to take, in one line and one number."""
     s, card, rival = plan.s, plan.s.card, "clover_fp8_forward"
-    yield s.method if s.environment.get("QAT_METHOD") else "clover is the default because it is the paper's"
+    recipe, asked = nf.get_recipe(s.method), s.environment.get("QAT_METHOD")
+    about = f"{s.method}: {recipe.summary}" if recipe.summary else str(recipe)  # A row of the user's may have no words.
+    yield about if asked else "clover is the default because it is the paper's"
     if card is None:
         yield "a CPU emulates 4 bits: a small run shows that everything works, and ranks no method"
         return

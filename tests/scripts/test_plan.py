@@ -347,7 +347,21 @@ def test_one_line_and_one_number_say_which_method_to_take(timed, monkeypatch, ba
     now = 90e3 / timed["fp8"]["tokens_per_second"]
     facts = said(planned(GPU="rtx5090", NANOCHAT_BASE_DIR=str(base_dir)))["method"]
     assert f"take fp8: clover_fp8_forward makes {now:.2f}" in facts[1] and len(facts) == 2
-    assert "the paper's" in facts[0] and said(planned(QAT_METHOD="fp8"))["method"][0] == "fp8"
+    assert "the paper's" in facts[0] and said(planned(QAT_METHOD="fp8"))["method"][0].startswith(
+        "fp8: the FP8 baseline"
+    )
+
+
+def test_a_row_of_the_users_own_is_said_as_it_was_registered(tmp_path):
+    (tmp_path / "mine.py").write_text("""\
+from dataclasses import replace
+import nanochat_fp4 as nf
+row = nf.Recipe("mine_1", grad_weight=nf.get_recipe("clover").grad_weight)
+nf.register(row)
+nf.register(replace(row, name="mine_2", summary="WORDS"))
+""")
+    facts = [said(planned(RECIPES=str(tmp_path / "mine.py"), QAT_METHOD=f"mine_{i}"))["method"][0] for i in (1, 2)]
+    assert "grad_weight ms_eden" in facts[0] and facts[1] == "mine_2: WORDS"
 
 
 @pytest.mark.parametrize(
