@@ -14,11 +14,18 @@ RUN apt-get update \
     && python3 -m venv /opt/venv
 ENV PATH=/opt/venv/bin:$PATH PYTHONUNBUFFERED=1
 
+# The pair of torch and Triton that the results on GPUs are of, as dev/setup.sh installs it. A B200, B300, GB200, GB300 or
+# GB10 needs a newer one: docker build --build-arg GPU=gpu_newer.
+ARG GPU=gpu
 # A layer of its own for the pinned dependencies: a change of the source keeps it.
 RUN --mount=type=cache,target=/root/.cache/pip \
     --mount=type=bind,source=requirements.txt,target=/pins/requirements.txt \
+    --mount=type=bind,source=requirements-gpu.txt,target=/pins/requirements-gpu.txt \
     --mount=type=bind,source=constraints.txt,target=/pins/constraints.txt \
-    pip install --requirement /pins/requirements.txt --constraint /pins/constraints.txt
+    --mount=type=bind,source=dev/setup.sh,target=/pins/dev/setup.sh \
+    --mount=type=bind,source=dev/signals.sh,target=/pins/dev/signals.sh \
+    bash -c 'cd /pins && ROOT=. && source dev/setup.sh && flavour=$GPU && for file in requirements.txt constraints.txt; do pins $file >/opt/venv/$file; done' \
+    && pip install --requirement /opt/venv/requirements.txt --constraint /opt/venv/constraints.txt
 
 RUN --mount=type=cache,target=/root/.cache/pip \
     --mount=type=bind,target=/source,rw \

@@ -58,6 +58,23 @@ def test_hadolint():
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.parametrize("gpu, pair", [("gpu", ("2.11", "3.6")), ("gpu_newer", ("2.13", "3.7"))])
+def test_the_container_has_the_pair_of_the_results_unless_another_is_asked_for(gpu, pair, tmp_path):
+    """The line of Dockerfile that chooses the pins, on the files that Dockerfile gives it."""
+    lines = (ROOT / "Dockerfile").read_text()
+    assert "ARG GPU=gpu\n" in lines
+    for name in re.findall(r"source=(\S+),target=/pins/\1", lines):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / name)
+    (venv := tmp_path / "venv").mkdir()
+    program = re.search(r"bash -c '(.*)'", lines)[1].replace("/pins", str(tmp_path)).replace("/opt/venv", str(venv))
+    subprocess.run(["bash", "-c", program], env=os.environ | {"GPU": gpu}, check=True, timeout=60)
+    pins = "".join((venv / name).read_text() for name in ("requirements.txt", "constraints.txt"))
+    for package, version in zip(("torch", "triton"), pair):
+        assert {found[: len(version)] for found in re.findall(rf"^{package}==(\S+)", pins, re.M)} == {version}
+    assert "numpy==" in pins
+
+
 def test_links_of_a_package_index(tmp_path):
     """The workflow's step, on a copy: README has no relative link or picture left, and each leads to a file."""
     step = (ROOT / ".github" / "workflows" / "release.yml").read_text()
