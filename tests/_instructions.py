@@ -19,7 +19,7 @@ import torch
 
 BLACKWELL = (100, 120, 121)  # the operands of a GEMM are codes
 MULTIPROCESSORS = 4  # of the GPU that is not here
-ELEMENTS = {"quantize_kernel": 16, "fp8_with_codes_kernel": 16, "rotate_quantize_kernel": 64}  # of a thread, of a tile
+ELEMENTS = {"quantize_kernel": 16, "rotate_quantize_kernel": 64}  # of a thread, of a tile
 
 
 def compiled_instead_of_launched(arch: int) -> dict[str, dict]:
@@ -88,8 +88,7 @@ def compile_kernels(arch: int, methods: list[str], every_input: bool) -> list[di
     """
     launched = compiled_instead_of_launched(arch)
     from nvfp4_kernels.decode import decode, swizzle, transpose_square
-    from nvfp4_kernels.fp8 import fp8_with_codes
-    from nvfp4_kernels.quantize import amax
+    from nvfp4_kernels.quantize import amax, quantize
     from nvfp4_kernels.relu_squared import quantize_relu_squared, relu_squared
 
     import nanochat_fp4 as nf
@@ -107,9 +106,11 @@ def compile_kernels(arch: int, methods: list[str], every_input: bool) -> list[di
     for method in methods if every_input or arch not in BLACKWELL else ():
         for case in cases:
             train(method, *case)
-    fp8_with_codes(
-        torch.zeros(8, 1536, dtype=torch.bfloat16), torch.ones(()), 6.0, 256.0, [1.0, 1.5], arch in BLACKWELL
-    )
+    x, seed, constants = torch.zeros(8, 1536, dtype=torch.bfloat16), torch.tensor(1), (6.0, 256.0, [1.0, 1.5])
+    tiles = arch in BLACKWELL
+    quantize(x, torch.ones(()), None, 0, *constants, False, 1, False, False, tiles, 448.0)
+    for four in (False, True):
+        quantize_relu_squared(x, seed, *constants, False, tiles, 448.0, four)
     operand = torch.zeros(256, 128, dtype=torch.uint8), torch.zeros(256, 16, dtype=torch.float8_e4m3fn)
     if every_input or arch not in BLACKWELL:  # kernels that are the same everywhere
         decode(*operand)
@@ -117,12 +118,12 @@ def compile_kernels(arch: int, methods: list[str], every_input: bool) -> list[di
         for dtype, columns in ((torch.bfloat16, 1536), (torch.float32, 100)):
             relu_squared(torch.zeros(8, columns, dtype=dtype), torch.tensor(1))
         _launch_loss()
-        quantize_relu_squared(torch.zeros(8, 1536, dtype=torch.bfloat16), torch.tensor(1), 6.0, 256.0, [1.0, 1.5], True)
+        quantize_relu_squared(x, seed, *constants, True)
         amax(torch.empty(1 << 28, dtype=torch.bfloat16))  # memory that nobody touches: the kernel for large tensors
     if arch in BLACKWELL:
         transpose_square(*operand)
         dispatch.native_gemm = lambda device_type: "cublaslt"  # the GEMM reads codes
-        dispatch.mm = lambda a, b, out_dtype, name: torch.zeros(len(a.codes), len(b.codes), dtype=out_dtype)
+        dispatch.mm = lambda a, b, out_dtype, name, _: torch.zeros(len(a.codes), len(b.codes), dtype=out_dtype)
         for method in methods:
             train(method, *cases[0])
     return list(launched.values())
@@ -186,11 +187,11 @@ def _inspect(kernel) -> dict:
 def label(record: dict) -> str:
     """What a kernel of ELEMENTS makes of what."""
     constants = record["constants"]
-    if record["kernel"] == "fp8_with_codes_kernel":
-        return "rows to 8 bits and codes"
     if record["kernel"] == "quantize_kernel":
         source = "ReLU^2" if "'SQUARE': True" in constants else "rows"
-        return f"quantize {source} to codes" + (" and BF16" if "'DECODE': True" in constants else "")
+        source += " and 8 bits" if "'EIGHT': 448.0" in constants else ""
+        made = {"'FOUR': True": "codes", "'DECODE': True": "BF16"}
+        return f"quantize {source} to " + " and ".join(name for which, name in made.items() if which in constants)
     source = "requantize" if "'FROM_CODES': True" in constants else "rotate grad_output"
     return f"{source} to {'codes' if 'STORE_CODES=True' in constants else 'BF16'}"
 

@@ -310,7 +310,7 @@ def simulate_fp4_tensor_cores() -> list[tuple[int, int]]:
 
     products = []
 
-    def mm(a, b, out_dtype, name):
+    def mm(a, b, out_dtype, name, nonnegative=False):
         products.append((a.scales.dim(), b.scales.dim()))
         return (a.dequantize() @ b.dequantize().T).to(out_dtype)
 

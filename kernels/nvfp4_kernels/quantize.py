@@ -4,8 +4,10 @@ A first pass finds the amax. A second one makes codes, scales and, if wanted, th
 stochastic. Scales are static, those of Four-over-Six, or searched. Blocks are 1x16 or 16x16. The arithmetic is that of
 nanochat_fp4.nvfp4.quantizers.search_scales, bit for bit.
 
-Per BF16 element the first pass reads 2 bytes. The second one reads 2 bytes and writes 0.5625, and 2 more for the BF16
-values.
+The same pass makes E4M3 numbers with one scale for the tensor, for a forward product in 8 bits.
+
+Per BF16 element the first pass reads 2 bytes. The second one reads 2 bytes and writes 0.5625 for codes and scales, and
+2 more for the BF16 values, or 1 for the E4M3 numbers.
 """
 
 import functools
@@ -17,6 +19,8 @@ import triton.language as tl
 
 from nvfp4_kernels import _math as m
 from nvfp4_kernels._ops import NO_FUSION, empty_scales, is_captured, operator
+
+FP8_AMAX_MIN = tl.constexpr(1e-30)  # This is quantizers.FP8_AMAX_MIN.
 
 
 @triton.jit
@@ -131,6 +135,8 @@ def quantize_kernel(
     decoded_ptr,
     step_ptr,
     kept_ptr,
+    numbers_ptr,
+    number_scale_ptr,
     blocks,
     columns,
     stream,
@@ -144,6 +150,8 @@ def quantize_kernel(
     PER_TOKEN: tl.constexpr,
     SQUARE: tl.constexpr,
     TILES: tl.constexpr,
+    EIGHT: tl.constexpr,
+    FOUR: tl.constexpr,
     NB: tl.constexpr,
     PER_PROGRAM: tl.constexpr,
 ):
@@ -152,11 +160,20 @@ def quantize_kernel(
     PER_TOKEN: each row of `columns` elements has an amax and a tensor_scale of its own
     SQUARE:    relu(x)^2 is quantized, and relu(x) is kept in units of its row's step (relu_squared.py)
     TILES:     scales are written in tiles of 128x4
+    EIGHT:     the largest of the E4M3 numbers that are made of x, too, with one scale for the tensor, or 0 for none
+    FOUR:      whether codes and scales are made
     """
     if not PER_TOKEN:
-        tensor_scale = m.tensor_scale_of(m.from_bits(tl.load(amax_ptr)), DIVISOR, False)
+        whole = m.from_bits(tl.load(amax_ptr))
+        tensor_scale = m.tensor_scale_of(whole, DIVISOR, False)
         if tl.program_id(0) == 0:
             tl.store(tensor_scale_ptr, tensor_scale)
+        if EIGHT > 0:
+            # The reference divides in FP64 and rounds to FP32. For FP32 operands this gives the quotient that is
+            # rounded once.
+            factor = tl.where(whole < FP8_AMAX_MIN, EIGHT / FP8_AMAX_MIN, tl.math.div_rn(EIGHT, whole))
+            if tl.program_id(0) == 0:
+                tl.store(number_scale_ptr, tl.math.div_rn(1.0, factor))
         inverse_tensor_scale = tl.math.div_rn(1.0, tensor_scale)
 
     seed = 0
@@ -168,27 +185,29 @@ def quantize_kernel(
         mask = block < blocks
         x = load_blocks(x_ptr, block * 16, mask)
         noise_index = block[:, None] * 2 + tl.arange(0, 2)[None, :]
+        element = block[:, None] * 16 + tl.arange(0, 16)[None, :]
 
         if SQUARE:
             step = tl.load(step_ptr + block // (columns // 16), mask=mask, other=1.0)
             x = tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL)
             kept = m.keep_eight_bits(x, tl.math.div_rn(1.0, step)[:, None], seed, noise_index, NB)
-            element = block[:, None] * 16 + tl.arange(0, 16)[None, :]
             tl.store(kept_ptr + element, kept, mask=mask[:, None])
             x = m.rounded_to(x * x, x_ptr.dtype.element_ty).to(tl.float32)
+        if EIGHT > 0:
+            tl.store(numbers_ptr + element, m.to_e4m3(x * factor, HARDWARE), mask=mask[:, None])
         if PER_TOKEN:
             row = block // (columns // 16)
             row_amax = m.from_bits(tl.load(amax_ptr + row, mask=mask, other=0))
             row_scale = m.tensor_scale_of(row_amax, DIVISOR, False)
             tl.store(tensor_scale_ptr + row, row_scale, mask=mask & (block % (columns // 16) == 0))
             inverse_tensor_scale = tl.math.div_rn(1.0, row_scale)
-        amax = tl.max(tl.abs(x), axis=1) * inverse_tensor_scale
-        q, _, scale, codes = fit_blocks(
-            x, amax, inverse_tensor_scale, seed, noise_index, stream,
-            GRID_MAX, INVERSE, CANDIDATES, STOCHASTIC, False, HARDWARE, NB, 16,
-        )  # fmt: skip
-
-        store_blocks(codes_ptr, scales_ptr, codes, scale, block, mask, columns, TILES, HARDWARE)
+        if FOUR:
+            amax = tl.max(tl.abs(x), axis=1) * inverse_tensor_scale
+            q, _, scale, codes = fit_blocks(
+                x, amax, inverse_tensor_scale, seed, noise_index, stream,
+                GRID_MAX, INVERSE, CANDIDATES, STOCHASTIC, False, HARDWARE, NB, 16,
+            )  # fmt: skip
+            store_blocks(codes_ptr, scales_ptr, codes, scale, block, mask, columns, TILES, HARDWARE)
         if DECODE:
             # Values are stored in the order in which a warp holds the blocks. It then writes whole lines by itself,
             # without an exchange with other warps.
@@ -250,6 +269,8 @@ def quantize_16x16_kernel(
     decoded_ptr,
     step_ptr,
     kept_ptr,
+    numbers_ptr,
+    number_scale_ptr,
     blocks,
     columns,
     stream,
@@ -263,6 +284,8 @@ def quantize_16x16_kernel(
     PER_TOKEN: tl.constexpr,
     SQUARE: tl.constexpr,
     TILES: tl.constexpr,
+    EIGHT: tl.constexpr,
+    FOUR: tl.constexpr,
     NB: tl.constexpr,
     PER_PROGRAM: tl.constexpr,
 ):
@@ -407,8 +430,8 @@ def _(x: torch.Tensor) -> torch.Tensor:
 
 @operator(
     "quantize(Tensor x, Tensor? amax, Tensor? seed, int stream, float grid_max, float scale_cap, float[] candidates, "
-    "bool stochastic, int block_rows, bool decode, bool per_token=False, bool tiles=False) "
-    "-> (Tensor, Tensor, Tensor, Tensor)"
+    "bool stochastic, int block_rows, bool decode, bool per_token=False, bool tiles=False, float eight=0) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 def quantize(
     x: torch.Tensor,
@@ -423,8 +446,9 @@ def quantize(
     decode: bool,
     per_token: bool = False,
     tiles: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Quantizes x. Returns (codes, scales, tensor_scale, decoded).
+    eight: float = 0.0,
+) -> tuple[torch.Tensor, ...]:
+    """Quantizes x. Returns (codes, scales, tensor_scale, decoded, numbers, number_scale).
 
     x:            FP32 or BF16 (R, K), K a multiple of 16
     amax:         max |x|, () in FP32 or x's dtype. With per_token it is float32 (R,), one for each row. With None it is
@@ -434,23 +458,26 @@ def quantize(
     decode:       whether decoded is wanted
     per_token:    whether each row has a tensor_scale of its own, so that no row depends on another
     tiles:        whether scales are in tiles, flat (format.swizzle_scales)
+    eight:        the largest of numbers in 8 bits that are made of x in the same pass, up to E4M3's 448, or 0 for none
     codes:        uint8 (R, K/2)
     scales:       float8_e4m3fn (R, K/16), or flat in tiles
     tensor_scale: float32 (), or (R, 1) with per_token
     decoded:      BF16 (R, K), code * scale without tensor_scale, or (0,) if it is not wanted
+    numbers:      float8_e4m3fn (R, K), x / number_scale, or (0,)
+    number_scale: float32 (), or (0,)
     The other arguments are the fields of roundings.Rounding. Raises ValueError for another shape or dtype of x, and
-    for per_token with blocks of 16 rows.
+    for per_token or eight with blocks of 16 rows, or both.
     """
     check(x, block_rows)
-    if per_token and block_rows != 1:
-        raise ValueError("nvfp4::quantize: blocks of 16 rows cannot have a tensor_scale per token")
+    if (block_rows != 1) + per_token + (eight > 0) > 1:
+        raise ValueError("nvfp4::quantize: two of blocks of 16 rows, a tensor_scale per token, and 8 bits; ask for one")
     x = x.contiguous()
     if amax is None:
         amax = x.abs().amax(-1).float().view(torch.int32) if per_token else amax_bits(x)
     else:
         amax = amax.float().view(torch.int32)
     constants = (stream, grid_max, scale_cap, candidates, stochastic, block_rows, decode, per_token, tiles)
-    return quantize_with(x, amax, seed, *constants)
+    return quantize_with(x, amax, seed, *constants, eight)
 
 
 def quantize_with(
@@ -466,18 +493,17 @@ def quantize_with(
     decode: bool,
     per_token: bool,
     tiles: bool,
+    eight: float = 0.0,
+    four: bool = True,
     step: torch.Tensor | None = None,
     kept: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, ...]:
     """Quantizes a contiguous x. It takes the amax as the bits of a float32, int32, and otherwise the arguments of
-    `quantize`. If step and kept are given, relu(x)^2 is quantized, and relu(x) is written to kept (relu_squared.py)."""
+    `quantize`. Without `four`, codes and scales are empty. If step and kept are given, relu(x)^2 is quantized, and
+    relu(x) is written to kept (relu_squared.py)."""
     rows, columns = x.shape
-    codes = torch.empty(rows, columns // 2, dtype=torch.uint8, device=x.device)
-    scales = empty_scales(rows, columns // 16, tiles, x)
-    tensor_scale = torch.empty((rows, 1) if per_token else (), dtype=torch.float32, device=x.device)
-    if not rows:  # No program runs, so the tensor_scale of zeros is set here.
-        tensor_scale.fill_(m.TENSOR_SCALE_MIN.value)
-    decoded = torch.empty((rows, columns) if decode else (0,), dtype=torch.bfloat16, device=x.device)
+    results = empty_results(x, decode, per_token, tiles, eight, four)
+    codes, scales, tensor_scale, decoded, numbers, number_scale = results
     blocks = rows * columns // 16
     if block_rows == 1:
         # The interpreter computes masked blocks, too, so programs are small there.
@@ -486,16 +512,18 @@ def quantize_with(
     else:
         kernel, nb, per_program = quantize_16x16_kernel, 8, 1
         programs = triton.cdiv(triton.cdiv(rows, 16) * (columns // 16), nb)
-    kernel[(programs,)](
+    kernel[(max(1, programs),)](  # Without rows one program still writes the scales of the tensor.
         x,
         amax,
         x if seed is None else seed,
         codes.view(torch.int32),
-        scales,
+        scales.view(torch.uint8),
         tensor_scale,
         decoded,
         x if step is None else step,
         x if kept is None else kept,
+        numbers.view(torch.uint8),
+        number_scale,
         blocks,
         columns,
         stream,
@@ -509,25 +537,39 @@ def quantize_with(
         PER_TOKEN=per_token,
         SQUARE=step is not None,
         TILES=tiles,
+        EIGHT=eight,
+        FOUR=four,
         NB=nb,
         PER_PROGRAM=per_program,
         num_warps=4,
         **NO_FUSION,
     )
-    return codes, scales.view(torch.float8_e4m3fn), tensor_scale, decoded
+    return results
+
+
+def empty_results(
+    x: torch.Tensor, decode: bool, per_token: bool, tiles: bool, eight: float, four: bool
+) -> tuple[torch.Tensor, ...]:
+    """Allocates the results of `quantize`. Those that are not wanted are (0,)."""
+    rows, columns = x.shape
+    e4m3, codes = torch.float8_e4m3fn, (rows, columns // 2) if four else (0,)
+    scales = empty_scales(rows if four else 0, columns // 16, tiles, x)
+    return (
+        x.new_empty(codes, dtype=torch.uint8),
+        scales.view(e4m3),
+        x.new_empty((rows, 1) if per_token else (), dtype=torch.float32),
+        x.new_empty((rows, columns) if decode else (0,), dtype=torch.bfloat16),
+        x.new_empty((rows, columns) if eight else (0,), dtype=e4m3),
+        x.new_empty(() if eight else (0,), dtype=torch.float32),
+    )
 
 
 @quantize.register_fake
 def _(
-    x, amax, seed, stream, grid_max, scale_cap, candidates, stochastic, block_rows, decode, per_token=False, tiles=False
-):
-    rows, columns = x.shape
-    return (
-        x.new_empty(rows, columns // 2, dtype=torch.uint8),
-        empty_scales(rows, columns // 16, tiles, x).view(torch.float8_e4m3fn),
-        x.new_empty((rows, 1) if per_token else (), dtype=torch.float32),
-        x.new_empty((rows, columns) if decode else (0,), dtype=torch.bfloat16),
-    )
+    x, amax, seed, stream, grid_max, scale_cap, candidates, stochastic, block_rows, decode, per_token=False,
+    tiles=False, eight=0.0,
+):  # fmt: skip
+    return empty_results(x, decode, per_token, tiles, eight, True)
 
 
 def check(x: torch.Tensor, block_rows: int) -> None:

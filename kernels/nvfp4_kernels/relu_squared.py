@@ -9,8 +9,8 @@ import triton
 import triton.language as tl
 
 from nvfp4_kernels import _math as m
-from nvfp4_kernels._ops import NO_FUSION, empty_scales, operator
-from nvfp4_kernels.quantize import check, quantize_with
+from nvfp4_kernels._ops import NO_FUSION, operator
+from nvfp4_kernels.quantize import check, empty_results, quantize_with
 
 STEP_MIN = tl.constexpr(2.0**-126)
 
@@ -100,8 +100,8 @@ def _(x, seed):
 
 @operator(
     "quantize_relu_squared(Tensor x, Tensor seed, float grid_max, float scale_cap, float[] candidates, bool decode, "
-    "bool tiles=False) "
-    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
+    "bool tiles=False, float eight=0, bool four=True) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 def quantize_relu_squared(
     x: torch.Tensor,
@@ -111,13 +111,16 @@ def quantize_relu_squared(
     candidates: list[float],
     decode: bool,
     tiles: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    eight: float = 0.0,
+    four: bool = True,
+) -> tuple[torch.Tensor, ...]:
     """Quantizes relu(x)^2 as quantize.quantize does, in blocks of 1x16, to nearest. relu(x)^2 itself is not written.
 
-    x: FP32 or BF16 (R, C), C a multiple of 16
-    Returns codes, scales, tensor_scale and decoded as `quantize` does, then kept and step as `relu_squared` does.
-    Per BF16 element the first pass reads 2 bytes to find the largest values. The second pass reads 2 bytes, and writes
-    1 for kept, and the codes and scales.
+    x:    FP32 or BF16 (R, C), C a multiple of 16
+    four: whether codes and scales are made. Without them their tensors are empty.
+    Returns the six results of `quantize`, then kept and step as `relu_squared` does. Per BF16 element the first pass
+    reads 2 bytes to find the largest values. The second pass reads 2 bytes, and writes 1 for kept, 1 for each number
+    in 8 bits, and 0.5625 for codes and scales.
     Raises ValueError for another shape or dtype of x.
     """
     check(x, 1)
@@ -125,17 +128,10 @@ def quantize_relu_squared(
     step, amax = _launch(x, seed, None, None)
     kept = torch.empty_like(x, dtype=torch.uint8)
     constants = (0, grid_max, scale_cap, candidates, False, 1, decode, False, tiles)
-    return *quantize_with(x, amax, seed, *constants, step, kept), kept, step
+    return *quantize_with(x, amax, seed, *constants, eight, four, step, kept), kept, step
 
 
 @quantize_relu_squared.register_fake
-def _(x, seed, grid_max, scale_cap, candidates, decode, tiles=False):
-    rows, columns = x.shape
-    return (
-        x.new_empty(rows, columns // 2, dtype=torch.uint8),
-        empty_scales(rows, columns // 16, tiles, x).view(torch.float8_e4m3fn),
-        x.new_empty((), dtype=torch.float32),
-        x.new_empty((rows, columns) if decode else (0,), dtype=torch.bfloat16),
-        x.new_empty(rows, columns, dtype=torch.uint8),
-        x.new_empty(rows, 1, dtype=torch.float32),
-    )
+def _(x, seed, grid_max, scale_cap, candidates, decode, tiles=False, eight=0.0, four=True):
+    kept, step = x.new_empty(x.shape, dtype=torch.uint8), x.new_empty(x.shape[0], 1, dtype=torch.float32)
+    return *empty_results(x, decode, False, tiles, eight, four), kept, step

@@ -330,7 +330,7 @@ KINDS = (
     ("abs-max", ("amax_kernel", "nvfp4::amax")),
     ("decode", ("decode_kernel", "nvfp4::decode", "transpose_square")),
     ("rotate and quantize", ("rotate_quantize", "repair", "prepare_kernel", "finish_kernel", "nvfp4::rotate")),
-    ("quantize", ("convert_kernel", "fp8_with_codes", "quantize", "tensor_scale", "nvfp4::",
+    ("quantize", ("convert_kernel", "quantize", "tensor_scale", "nvfp4::",
                   "swizzle", "row_kernel")),
     ("GEMM", ("_mm", "::mm", "::addmm", "::bmm", "::matmul")),
     ("RMSNorm", ("rms_norm", "_Norm")),

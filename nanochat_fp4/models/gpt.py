@@ -37,7 +37,6 @@ from nanochat_fp4.models.cross_entropy import Head
 from nanochat_fp4.models.elementwise import ReluSquared, apply_rotary_emb, norm, rotary_tables
 from nanochat_fp4.models.optim8bit import LeanState, drawn
 from nanochat_fp4.models.recompute import attention_part, can_recompute, mlp_part
-from nanochat_fp4.nvfp4.checkpointing import gradients_are_wanted
 from nanochat_fp4.nvfp4.dispatch import stays_eager, triton_problem
 from nanochat_fp4.nvfp4.epilogue import fused_linear, relu_squared_linear
 
@@ -162,9 +161,8 @@ class MLP(nn.Module):
         self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        eight_bits = gradients_are_wanted() and getattr(self.c_proj, "quantizes_input", False)
         x = self.c_fc(x)
-        if eight_bits:
+        if getattr(self.c_proj, "quantizes_input", False):
             return relu_squared_linear(x, self.c_proj)
         x = ReluSquared.apply(x)
         return self.c_proj(x)

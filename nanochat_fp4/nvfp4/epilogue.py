@@ -23,8 +23,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from nanochat_fp4.nvfp4.dispatch import native_gemm, use_kernels
-from nanochat_fp4.nvfp4.gemm import Quantized, once_differentiable
+from nanochat_fp4.nvfp4.checkpointing import gradients_are_wanted
+from nanochat_fp4.nvfp4.dispatch import use_kernels
+from nanochat_fp4.nvfp4.gemm import Quantized, made_in_rows, once_differentiable, quantize_rows
 from nanochat_fp4.nvfp4.layer import QuantLinear, stacked
 from nanochat_fp4.nvfp4.philox import Noise, new_seed
 from nanochat_fp4.nvfp4.quantizers import Quantization, divide
@@ -186,13 +187,8 @@ class _ReluSquared(NamedTuple):
     derivative: bool
 
     def forward(self, x: Tensor, how: Quantization) -> tuple[Quantized, tuple[Tensor, ...]]:
-        from nvfp4_kernels.relu_squared import quantize_relu_squared
-
-        r, decode = how.rounding, native_gemm(x.device.type) is None
-        constants = r.grid_max, r.scale_cap, list(r.candidates), decode, how.tiles
-        *codes, decoded, kept, step = quantize_relu_squared(x, self.seed, *constants)
-        operand = Quantized(*codes, decoded if decode else None, length=x.shape[1])
-        return operand, (kept, step) if self.derivative else ()
+        operand, kept = quantize_rows(x, how, self.seed)
+        return operand, kept if self.derivative else ()
 
     def backward(self, grad: Tensor, kept: Sequence[Tensor]) -> Tensor:
         return relu_squared_gradient(grad, *kept) if kept else grad
@@ -207,14 +203,17 @@ def relu_squared_linear(x: Tensor, linear: QuantLinear, derivative: bool = True)
     If the kernels cannot compute both at once, for example because the layer has hooks, relu(x)^2 is computed first and
     the layer is called with it.
     """
+    if not gradients_are_wanted():  # Nothing is drawn and nothing is kept.
+        return linear(torch.relu(x).square(), nonnegative=True)
     recipe = linear.recipe
     alone = can_be_fused([linear]) and linear.largest is None and not linear.scales_each_token and x.numel()
-    if alone and recipe.input_is_codes and recipe.output.a.rounding.block_rows == 1 and use_kernels(x.device):
-        return linear.outputs(x, (linear,), before=_ReluSquared(new_seed(x.device), derivative))
+    other = recipe.output.rht_dim or recipe.grad_weight.b.raw  # The kernel does not rotate, and writes no relu(x)^2.
+    if alone and not other and made_in_rows(recipe.output.a) and use_kernels(x.device):
+        return linear.outputs(x, (linear,), before=_ReluSquared(new_seed(x.device), derivative), nonnegative=True)
     if not derivative:
         if linear.quantizes_input:
             # The seed that relu(x)'s 8 bits would have used is drawn, so that all later random numbers stay the same.
             new_seed(x.device)
-        return linear(UndifferentiatedReluSquared.apply(x))
+        return linear(UndifferentiatedReluSquared.apply(x), nonnegative=True)
     y, amax = EightBitReluSquared.apply(x)
-    return linear(y, amax)
+    return linear(y, amax, nonnegative=True)

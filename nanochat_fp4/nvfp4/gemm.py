@@ -21,6 +21,7 @@ from torch.autograd import function
 from nanochat_fp4.nvfp4 import dispatch
 from nanochat_fp4.nvfp4.format import BLOCK, NVFP4Tensor, swizzle_scales, transpose_square
 from nanochat_fp4.nvfp4.quantizers import Quantization, quantize_reference
+from nanochat_fp4.nvfp4.recipes import Operand
 
 
 @dataclass
@@ -185,12 +186,13 @@ def quantize_operand(
         x = x.T if transpose else x
         if missing := -length % max(how.rht_dim, r.block):  # pad would copy x even if nothing is missing.
             x = torch.nn.functional.pad(x, (0, missing))
-        if how.kept is not None:
-            made = _fp8_with_codes(x, how)
-        elif kernels and not how.rht_dim:
-            made = _quantize_rows(x, how)
+        both = how.kept and made_in_rows(how) and not how.per_token and dispatch.use_kernels(device)
+        if both or (kernels and not how.rht_dim):
+            made, _ = quantize_rows(x, how)
         else:
             made = _by_reference(x, how, length)
+            if how.kept:
+                made.kept = quantize_operand(x, how._replace(rounding=how.kept, kept=None)).without_cache()
     made.length = length
     return made
 
@@ -205,27 +207,6 @@ def _by_reference(x: Tensor, how: Quantization, length: int) -> Quantized:
         return Quantized(decoded=values if how.rht_dim else values[:, :length], tensor_scale=t.tensor_scale)
     scales = swizzle_scales(t.scales) if how.tiles and not how.per_token else t.scales
     return Quantized(t.codes, scales, t.tensor_scale, t.decoded, square=r.block_rows == BLOCK)
-
-
-def _fp8_with_codes(x: Tensor, how: Quantization) -> Quantized:
-    """Makes the 8-bit numbers and the 4-bit codes of one tensor. The kernels read the tensor once for its amax, and
-    once more for both results."""
-    eight, kept = how.rounding, how.kept
-    if how.amax is None and not how.per_token:
-        amax = _amax_for_a_compiler(x)
-        how = how._replace(amax=largest_magnitude(x) if amax is None else amax.float())
-    kernels = dispatch.use_kernels(x.device)
-    if kernels and eight.element == "e4m3" and kept.block_rows == 1 and not how.per_token:
-        from nvfp4_kernels.fp8 import fp8_with_codes
-
-        amax = how.amax if how.largest is None else how.largest(how.amax)
-        numbers, scale, *codes = fp8_with_codes(
-            x, amax, kept.grid_max, kept.scale_cap, list(kept.candidates), how.tiles
-        )
-        return Quantized(numbers, tensor_scale=scale, kept=Quantized(*codes))
-    made, how = _by_reference(x, how, x.shape[1]), how._replace(rounding=kept)
-    codes = _quantize_rows(x, how, decode=False) if kernels else _by_reference(x, how, x.shape[1])
-    return replace(made, kept=codes.without_cache())
 
 
 def quantize_grad_output(
@@ -252,24 +233,42 @@ def quantize_grad_output(
     )
 
 
-def _quantize_rows(x: Tensor, how: Quantization, decode: bool = True) -> Quantized:
-    """Makes the codes of x (R, K) by the kernel for rows. With decode, the kernel also writes the decoded values, if
-    this machine's GEMM multiplies decoded values."""
-    from nvfp4_kernels.quantize import quantize
+def made_in_rows(how: Quantization | Operand) -> bool:
+    """Whether one pass over rows makes the operand, to nearest: codes in blocks of 1x16, E4M3 numbers, or both."""
+    roundings = [r for r in (how.rounding, how.kept) if r]
+    known = [r.has_kernels or (r.fp8 and r.element == "e4m3") for r in roundings]
+    return bool(known) and all(known) and not any(r.random or r.block_rows > 1 for r in roundings)
 
-    r = how.rounding
-    constants = (r.grid_max, r.scale_cap, list(r.candidates), r.stochastic, r.block_rows)
-    decode = decode and (how.per_token or dispatch.native_gemm(x.device.type) is None)
-    amax = how.amax
-    if amax is None and not how.per_token:
-        amax = _amax_for_a_compiler(x)
-    if how.largest is not None:
-        if amax is None:
-            amax = x.abs().amax(-1) if how.per_token else largest_magnitude(x)
-        amax = how.largest(amax.float())
-    layout = how.per_token, how.tiles and not how.per_token
-    codes, scales, tensor_scale, decoded = quantize(x, amax, how.seed, how.stream, *constants, decode, *layout)
-    return Quantized(codes, scales, tensor_scale, decoded if decode else None, square=r.block_rows == BLOCK)
+
+def quantize_rows(x: Tensor, how: Quantization, squared: Tensor | None = None) -> tuple[Quantized, Sequence[Tensor]]:
+    """Makes the operand x (R, K) by the kernel for rows, and returns it with (). If `squared` is a seed, the operand is
+    relu(x)^2, which is not written itself, and (kept, step) of epilogue.relu_squared are returned with it.
+
+    The kernel reads a tensor once for its amax, and once more for 8-bit numbers and 4-bit codes alike. It also writes
+    the decoded values of codes, if this machine's GEMM multiplies decoded values.
+    """
+    from nvfp4_kernels.quantize import quantize
+    from nvfp4_kernels.relu_squared import quantize_relu_squared
+
+    fp8, r, amax = how.rounding.fp8, how.kept or how.rounding, how.amax
+    constants, eight = (r.grid_max, r.scale_cap, list(r.candidates)), how.rounding.grid_max if fp8 else 0.0
+    decode = not fp8 and (how.per_token or dispatch.native_gemm(x.device.type) is None)
+    if squared is not None:
+        made = quantize_relu_squared(x, squared, *constants, decode, how.tiles, eight, not r.fp8)
+    else:
+        if amax is None and not how.per_token:
+            amax = _amax_for_a_compiler(x)
+        if how.largest is not None:
+            if amax is None:
+                amax = x.abs().amax(-1) if how.per_token else largest_magnitude(x)
+            amax = how.largest(amax.float())
+        layout = decode, how.per_token, how.tiles and not how.per_token
+        made = quantize(x, amax, how.seed, how.stream, *constants, r.stochastic, r.block_rows, *layout, eight)
+    codes, scales, tensor_scale, decoded, numbers, number_scale, *kept = made
+    four = Quantized(codes, scales, tensor_scale, decoded if decode else None, x.shape[1], r.block_rows == BLOCK)
+    if not fp8:
+        return four, kept
+    return Quantized(numbers, tensor_scale=number_scale, length=x.shape[1], kept=None if r.fp8 else four), kept
 
 
 def largest_magnitude(x: Tensor) -> Tensor:
@@ -337,11 +336,13 @@ def gemm(
     compute_dtype: torch.dtype,
     out_dtype: torch.dtype = torch.float32,
     into: Tensor | None = None,
+    nonnegative: bool = False,
 ) -> Tensor | None:
     """Computes a (M, K) . b (N, K)^T. Returns (M, N) in out_dtype, or adds it to `into`, float32 (M, N) with contiguous
     rows, and returns None.
 
     compute_dtype: the dtype that a plain operand is cast to, in which the layer would compute without quantization
+    nonnegative:   whether a has no negative values, so that the sums of FP8 tensor cores must be exact (dispatch.mm)
 
     The sum in `into` has the bits of the sum that autograd computes. If cuBLAS, or cuBLASLt for FP4, reads alpha from
     GPU memory, the GEMM itself computes alpha * sum + into. No product is written, and the result is rounded once
@@ -355,7 +356,7 @@ def gemm(
             f"gemm: a is contracted over {a.length} elements and b over {b.length}; give two operands of one length"
         )
     if (name := dispatch.library(a, b)) is not None:
-        return dispatch.mm(a, b, out_dtype, name) if into is None else dispatch.mm_add(a, b, into, name)
+        return dispatch.mm(a, b, out_dtype, name, nonnegative) if into is None else dispatch.mm_add(a, b, into, name)
     scales = [v.tensor_scale for v in (a, b) if v.tensor_scale is not None]
     alpha = (scales[0] if len(scales) == 1 else scales[0] * scales[1]) if scales else None
     x, y = a.matrix(compute_dtype), b.matrix(compute_dtype)

@@ -29,7 +29,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed import _functional_collectives as collectives
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
@@ -49,10 +49,10 @@ class DividedLinear(QuantLinear):
     sequence: bool  # whether the tensors between the parallel layers are divided along the sequence
 
     @property
-    def matrix(self) -> torch.Tensor:
+    def matrix(self) -> Tensor:
         return self.weight.to_local()
 
-    def largest(self, amax: torch.Tensor) -> torch.Tensor:
+    def largest(self, amax: Tensor) -> Tensor:
         """The maximum of the processes' amaxes. It is taken of the bits, which have the order of non-negative floats
         with NaN above all numbers, so that a NaN cannot get lost."""
         return collectives.all_reduce(amax.float().view(torch.int32), "max", self.mesh).view(torch.float32)
@@ -61,7 +61,7 @@ class DividedLinear(QuantLinear):
         same = (self.mesh, self.dim, self.sequence) == (other.mesh, other.dim, other.sequence)
         return super().is_like(other) and same
 
-    def outputs(self, x: torch.Tensor, layers: Sequence[QuantLinear], amax: torch.Tensor | None = None) -> torch.Tensor:
+    def outputs(self, x: Tensor, layers: Sequence[QuantLinear], amax: Tensor | None = None, **known: bool) -> Tensor:
         settings, plain = {"amax": amax}, not x.numel() or self.is_plain(x, layers)
         if self.dim == 0:
             codes = self.quantizes and self.recipe.input_is_codes and not self.scales_each_token
@@ -71,13 +71,13 @@ class DividedLinear(QuantLinear):
                 whole = self._from_local(x, Shard(x.dim() - 2) if self.sequence else Replicate())
                 x = whole.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
                 settings = {"amax": None if self.sequence else amax}
-        y = super().outputs(x, layers, add_bias=False, **settings)
+        y = super().outputs(x, layers, add_bias=False, **settings, **known)
         return self._bias(self._sum(y) if self.dim == 1 else y)
 
-    def _from_local(self, x: torch.Tensor, placement: Replicate | Shard | Partial) -> DTensor:
+    def _from_local(self, x: Tensor, placement: Replicate | Shard | Partial) -> DTensor:
         return DTensor.from_local(x, self.mesh, [placement], run_check=False)
 
-    def _sum(self, y: torch.Tensor) -> torch.Tensor:
+    def _sum(self, y: Tensor) -> Tensor:
         """The sum of the processes' products, or this process's part of its sequence."""
         if self.sequence and y.shape[-2] % self.mesh.size():
             raise ValueError(
@@ -87,7 +87,7 @@ class DividedLinear(QuantLinear):
         to = Shard(y.dim() - 2) if self.sequence else Replicate()
         return self._from_local(y, Partial()).redistribute(placements=[to]).to_local()
 
-    def _bias(self, y: torch.Tensor) -> torch.Tensor:
+    def _bias(self, y: Tensor) -> Tensor:
         if self.bias is None:
             return y
         bias = self.bias
@@ -103,7 +103,7 @@ class _GatheredCodes(NamedTuple):
     mesh: DeviceMesh
     sequences: int
 
-    def forward(self, x: torch.Tensor, how: Quantization) -> tuple[Quantized, tuple[()]]:
+    def forward(self, x: Tensor, how: Quantization) -> tuple[Quantized, tuple[()]]:
         # Row-major scales can be gathered by joining those of the processes.
         xq = quantize_operand(x, how._replace(tiles=False), keep_codes=True)
         parts = torch.cat((xq.codes, xq.scales.view(torch.uint8)), dim=1).unflatten(0, (self.sequences, -1))
@@ -111,7 +111,7 @@ class _GatheredCodes(NamedTuple):
         codes, scales = (part.contiguous() for part in parts.split((xq.codes.shape[1], xq.scales.shape[1]), dim=1))
         return Quantized(codes, scales.view(xq.scales.dtype), xq.tensor_scale, length=xq.length), ()
 
-    def backward(self, grad: torch.Tensor, kept: Sequence[torch.Tensor]) -> torch.Tensor:
+    def backward(self, grad: Tensor, kept: Sequence[Tensor]) -> Tensor:
         grad = collectives.reduce_scatter_tensor(grad.unflatten(0, (self.sequences, -1)), "sum", 1, self.mesh)
         return grad.flatten(0, 1)
 

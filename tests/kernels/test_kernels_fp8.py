@@ -6,7 +6,7 @@ from _assertions import assert_same_bits
 
 pytest.importorskip("triton")
 
-from nvfp4_kernels.fp8 import fp8_with_codes
+from nvfp4_kernels.quantize import quantize
 
 from nanochat_fp4.nvfp4.quantizers import FP8_AMAX_MIN, Quantization, quantize_reference
 from nanochat_fp4.nvfp4.roundings import ROUNDINGS
@@ -16,11 +16,10 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 def made(x, name, tiles=False):
     r = ROUNDINGS[name]
-    amax = x.abs().amax()
-    return [
-        t.cpu()
-        for t in fp8_with_codes(x.to(DEVICE), amax.to(DEVICE), r.grid_max, r.scale_cap, list(r.candidates), tiles)
-    ]
+    amax, constants = x.abs().amax().to(DEVICE), (r.grid_max, r.scale_cap, list(r.candidates), False, 1, False, False)
+    codes, scales, tensor_scale, decoded, *eight = quantize(x.to(DEVICE), amax, None, 0, *constants, tiles, 448.0)
+    assert not decoded.numel()
+    return [t.cpu() for t in (*eight, codes, scales, tensor_scale)]
 
 
 def numbers(case: str, dtype) -> torch.Tensor:

@@ -34,7 +34,7 @@ def kernel(x, name, amax_of=None, seed=SEED, want_decoded=True, per_token=False)
     r = ROUNDINGS[name]
     constants = (r.grid_max, r.scale_cap, list(r.candidates), r.stochastic, r.block_rows, want_decoded, per_token)
     out = quantize(x.to(DEVICE), amax_of, torch.tensor(seed, device=DEVICE), STREAM, *constants)
-    return NVFP4Tensor(*(t.cpu() for t in out))
+    return NVFP4Tensor(*(t.cpu() for t in out[:4]))
 
 
 def assert_as_reference(label, x, name, seed=SEED, per_token=False) -> NVFP4Tensor:
@@ -320,7 +320,7 @@ def test_more_than_2_to_the_31_elements(name):
     seed = torch.tensor(SEED, device="cuda")
     largest = amax(x)
     assert float(largest) == float(x.abs().amax())
-    codes, scales, _, decoded = quantize(x, largest, seed, STREAM, *constants)
+    codes, scales, _, decoded, *_ = quantize(x, largest, seed, STREAM, *constants)
     want = quantize(x[-16:], largest, seed, STREAM, *constants)
     if not r.stochastic:
         assert_same_bits("codes", codes[-16:], want[0])

@@ -44,20 +44,32 @@ def test_kernel_is_the_reference(shape, dtype):
         assert torch.equal(got, want), name
 
 
+PARTS = ("codes", "scales", "tensor_scale", "decoded", "numbers", "number_scale", "kept", "step")
+
+
 @pytest.mark.parametrize(
     "name, dtype, shape", [("four_over_six", torch.float32, (9, 48)), ("rtn", torch.bfloat16, (6, 2064))]
 )
 def test_quantized_as_it_is_made_is_quantized_after(name, dtype, shape):
-    """To the bit the references of both, one after the other."""
+    """To the bit the references of both, one after the other. Also the 8-bit numbers, with and without codes."""
     x, seed, r = made(*shape, dtype), torch.tensor(11), ROUNDINGS[name]
     got = quantize_relu_squared(x.to(DEVICE), seed.to(DEVICE), r.grid_max, r.scale_cap, list(r.candidates), True)
     y, kept, step, _ = relu_squared_reference(x, seed)
     t = quantize_reference(y, Quantization(r))
-    want = (t.codes, t.scales, t.tensor_scale, t.decoded.bfloat16(), kept, step)
-    for part, a, b in zip(("codes", "scales", "tensor_scale", "decoded", "kept", "step"), got, want, strict=True):
-        assert_same_bits(part, a.cpu(), b)
+    want = (t.codes, t.scales, t.tensor_scale, t.decoded.bfloat16(), None, None, kept, step)
+    for part, a, b in zip(PARTS, got, want, strict=True):
+        assert a.shape == (0,) if b is None else assert_same_bits(part, a.cpu(), b) is None, part
+    eight = quantize_reference(y, Quantization(ROUNDINGS["e4m3"]))
+    want = (t.codes, t.scales, t.tensor_scale, None, eight.codes, eight.tensor_scale, kept, step)
+    for four in (True, False):
+        constants = r.grid_max, r.scale_cap, list(r.candidates), False, False, 448.0, four
+        for part, a, b in zip(PARTS, quantize_relu_squared(x.to(DEVICE), seed.to(DEVICE), *constants), want):
+            if part in PARTS[: 4 if four else 0] + PARTS[4:] and b is not None:
+                assert_same_bits(part, a.cpu(), b)
+            elif part != "tensor_scale":
+                assert not a.numel(), part
     x[-1, 3] = float("nan")
-    *_, tensor_scale, decoded, _, step = quantize_relu_squared(
+    _, _, tensor_scale, decoded, *_, step = quantize_relu_squared(
         x.to(DEVICE), seed.to(DEVICE), r.grid_max, r.scale_cap, list(r.candidates), True
     )
     assert tensor_scale.isnan() and decoded.isnan().any() and step.isnan().sum() == 1
@@ -102,17 +114,18 @@ def test_dispatch(monkeypatch):
         assert got.shape == shape and torch.equal(got, want)
 
 
+@pytest.mark.parametrize("method", ["fig2_1x16_four_over_six", "fp8", "clover_fp8_forward_4bit"])
 @pytest.mark.parametrize("dtype, compiled", [(torch.float32, False), (torch.bfloat16, True)])
-def test_who_makes_an_input_finds_its_largest_value(dtype, compiled, monkeypatch):
+def test_who_makes_an_input_finds_its_largest_value(dtype, compiled, method, monkeypatch):
     """ReLU^2's kernel does, and under torch.compile whatever else makes one, here a norm: no kernel of ours reads the
     input once more for it. The forward pass's bits are the reference's, which looks for itself; and, without a
     compiler, ReLU^2 quantized as it is made has the gradients of the two kernels one after the other, which a layer
     with a hook gets."""
     torch.manual_seed(0)
     mlp = MLP(GPTConfig(n_head=1, n_kv_head=1, n_embd=32)).to(DEVICE, dtype)
-    nf.convert(mlp, "fig2_1x16_four_over_six", verbose=False)
+    nf.convert(mlp, method, verbose=False)
     x, read = torch.randn(24, 32).to(DEVICE, dtype), []
-    find = quantize_module.amax_bits
+    find, write, written = quantize_module.amax_bits, dispatch.relu_squared, []
     monkeypatch.setattr(quantize_module, "amax_bits", lambda x: read.append(tuple(x.shape)) or find(x))
 
     def forward(x):
@@ -121,6 +134,7 @@ def test_who_makes_an_input_finds_its_largest_value(dtype, compiled, monkeypatch
     monkeypatch.setenv("NVFP4_KERNELS", "reference")
     want = forward(x)
     monkeypatch.setenv("NVFP4_KERNELS", "triton")
+    monkeypatch.setattr(dispatch, "relu_squared", lambda x: written.append(x.shape) or write(x))
     torch.compiler.reset()
     results = []
     with nf.quantize_weights_once(mlp):
@@ -131,7 +145,9 @@ def test_who_makes_an_input_finds_its_largest_value(dtype, compiled, monkeypatch
             mlp.zero_grad()
             read.clear()
             got = (torch.compile(forward, backend="aot_eager", fullgraph=True) if compiled else forward)(x)
-            assert torch.equal(got, want) and read == ([] if compiled else [(24, 32)])
+            assert len(written) == hooked  # relu(x)^2 itself
+            # The reference makes an input in 8 bits alone.
+            assert torch.equal(got, want) and read == ([] if compiled or method == "fp8" else [(24, 32)])
             if not compiled:
                 got.float().square().sum().backward()
                 results.append([p.grad.clone() for p in mlp.parameters()])

@@ -45,7 +45,7 @@ def test_rows_are_quantized_into_tiles(rows, columns, name):
 
     r, x = ROUNDINGS[name], torch.randn(rows, columns, device=DEVICE)
     how = (r.grid_max, r.scale_cap, list(r.candidates), r.stochastic, r.block_rows, True, False)
-    tiles, row_major = (kernel(x, None, torch.tensor(5, device=DEVICE), 0, *how, t) for t in (True, False))
+    tiles, row_major = (kernel(x, None, torch.tensor(5, device=DEVICE), 0, *how, t)[:4] for t in (True, False))
     assert_in_tiles(tiles, row_major)
 
 
@@ -53,7 +53,7 @@ def test_relu_squared_is_quantized_into_tiles():
     from nvfp4_kernels.relu_squared import quantize_relu_squared as kernel
 
     how = torch.randn(136, 80, device=DEVICE), torch.tensor(5, device=DEVICE), 6.0, 256.0, [1.0, 1.5], False
-    assert_in_tiles(kernel(*how, True), kernel(*how, False))
+    assert_in_tiles(*([t for t in kernel(*how, tiles) if t.numel()] for tiles in (True, False)))
 
 
 @pytest.mark.parametrize("rows, columns, name, rht_dim", [(136, 48, "ms_eden", 128), (40, 336, "sr", 16)])

@@ -16,6 +16,8 @@ from _cublaslt import NOT_SUPPORTED, SimulatedCublasLt, multiply
 
 import nanochat_fp4 as nf
 from nanochat_fp4.cli import UserError
+from nanochat_fp4.models.gpt import GPT, GPTConfig
+from nanochat_fp4.models.recompute import mlp_part
 from nanochat_fp4.nvfp4 import dispatch, probe
 from nanochat_fp4.nvfp4.format import decode, unswizzle_scales
 from nanochat_fp4.nvfp4.gemm import Quantized, quantize_operand
@@ -598,8 +600,7 @@ def fp8(library, monkeypatch):
     def scaled_mm(a, b, scale_a, scale_b, out_dtype, use_fast_accum):
         if not (a.is_contiguous() and b.T.is_contiguous()):
             raise RuntimeError("only row-major and column-major")
-        assert use_fast_accum == (torch.float8_e5m2 not in (a.dtype, b.dtype))  # sums of gradients are exact
-        calls.append(out_dtype)
+        calls.append((out_dtype, use_fast_accum))
         return (a.float() @ b.float() * scale_a * scale_b).to(out_dtype)
 
     monkeypatch.setattr(torch, "_scaled_mm", scaled_mm)
@@ -629,8 +630,15 @@ def with_eight_bits(what) -> nf.Recipe:
     return replace(clover, name="eight", **{gemm: replace(getattr(clover, gemm), **{side: nf.Operand("e4m3")})})
 
 
-# The products that FP8 tensor cores compute. An operand in FP8 beside one in NVFP4 is decoded.
-ON_FP8 = {"fp8": [BF16, BF16, FP32], "clover_fp8_forward": [BF16], "FP8 dgrad": [BF16, BF16], "FP8 wgrad": [BF16, FP32]}
+# The products that FP8 tensor cores compute, and whether their sums may be fast: those of gradients are exact. An
+# operand in FP8 beside one in NVFP4 is decoded.
+FORWARD, DGRAD, WGRAD = (BF16, True), (BF16, False), (FP32, False)
+ON_FP8 = {
+    "fp8": [FORWARD, DGRAD, WGRAD],
+    "clover_fp8_forward": [FORWARD],
+    "FP8 dgrad": [FORWARD, DGRAD],
+    "FP8 wgrad": [FORWARD, WGRAD],
+}
 
 
 @pytest.mark.parametrize("name", EIGHT_BITS)
@@ -643,6 +651,19 @@ def test_8_and_4_bits_may_be_mixed_in_any_operand(fp8, monkeypatch, name):
     got = step(recipe, **sizes)
     assert fp8 == ON_FP8.get(name, [])
     assert_same_step(got, want, 1e-5)
+
+
+@pytest.mark.parametrize("method", ["fp8", "clover_fp8_forward"])
+def test_the_product_of_relu_squared_has_exact_sums(fp8, method):
+    """In training, in a block that is recomputed, for a layer with a hook, and without gradients."""
+    block = nf.convert(GPT(GPTConfig(32, 64, 1, 1, 1, 64)), method, verbose=False).transformer.h[0]
+    x, remove = torch.randn(128, 64), block.mlp.c_proj.register_forward_pre_hook(lambda _, args: None).remove
+    block.mlp(x)
+    remove()
+    block.mlp(x)
+    torch.no_grad()(block.mlp)(x)
+    mlp_part(block, x)
+    assert fp8 == 4 * [(FP32, True), (FP32, False)]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
