@@ -11,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -43,10 +44,26 @@ def environment(tiny_base, tmp_path, fork_server):
     return kept | {"VENV": str(venv), "PATH": f"{fake}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
 
 
+def run_bash(words: list[str], environment: dict, cwd: Path, seconds: float) -> subprocess.CompletedProcess:
+    """bash in a process group of its own, which ends as a whole at the deadline. A process that it leaves behind has
+    its output, so that is a file: of a pipe the end would be waited for."""
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+        how = {"cwd": cwd, "env": environment, "stdout": out, "stderr": err, "start_new_session": True}
+        process = subprocess.Popen(["bash", *words], **how)
+        try:
+            status = process.wait(seconds)
+        except BaseException:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            raise
+        finally:
+            said = [file.read() for file in (out, err) if file.seek(0) == 0]
+            print(*said, sep="\n")  # pytest shows it if the test fails
+    return subprocess.CompletedProcess(words, status, *said)
+
+
 def bash(script: str, environment: dict, **variables: str) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        ["bash", script], cwd=ROOT, env=environment | variables, capture_output=True, text=True, timeout=900
-    )
+    return run_bash([script], environment | variables, ROOT, 900)
 
 
 SHELL = "set -euo pipefail; ROOT=$PWD; source dev/setup.sh; "
@@ -55,8 +72,23 @@ PIPELINE = f"cd {ROOT}; {SHELL}source dev/pipeline.sh; "
 
 def shell(command: str, environment: dict, cwd: Path = ROOT, **variables: str) -> subprocess.CompletedProcess:
     """The command where the functions of dev/setup.sh, or those of PIPELINE too, are known."""
-    command = ["bash", "-c", command]
-    return subprocess.run(command, cwd=cwd, env=environment | variables, capture_output=True, text=True, timeout=300)
+    return run_bash(["-c", command], environment | variables, cwd, 300)
+
+
+def test_a_deadline_ends_what_bash_has_started(tmp_path):
+    """Also what ignores a signal that asks. A pipe has its end when nobody is left who could write into it."""
+    os.mkfifo(tmp_path / "held")
+    reader = os.open(tmp_path / "held", os.O_RDONLY | os.O_NONBLOCK)
+    with pytest.raises(subprocess.TimeoutExpired):
+        run_bash(["-c", "exec 9>held; trap '' TERM; sleep 600 & wait"], dict(os.environ), tmp_path, 2)
+
+    def all_ended() -> bool:
+        with contextlib.suppress(BlockingIOError):
+            return os.read(reader, 1) == b""
+        return False
+
+    wait_until(all_ended)
+    os.close(reader)
 
 
 @pytest.mark.parametrize("script", ["speedrun_fp4.sh", "run1000_fp4.sh", "dev/measure.sh"])
