@@ -221,24 +221,19 @@ def footer(context: Context, measured_on: str, info: dict[str, Any]) -> str:
     return "; ".join(filter(None, parts))
 
 
-def choose(outcome: Outcome, columns: str, rows: str) -> Outcome:
-    """Returns a table with some of its columns, and with the rows that have one of the names in any cell. An empty text
-    chooses all.
-
-    The names are separated by |, and the new table has their order. Raises UserError for a name that the table lacks.
-    """
+def choose(context: Context, outcome: Outcome) -> Outcome:
+    """Returns a table with the columns of --columns, and with the rows that have one of the names of --rows in any
+    cell, in the order of the names. Raises UserError for a name that the table lacks."""
+    rows = context.args.rows
     header, table_rows = outcome.header, outcome.rows
     if rows:
         names = [name.strip() for name in rows.split("|")]
         if missing := [name for name in names if not any(name in row for row in table_rows)]:
             raise UserError(f"--rows: no row of the table has {missing[0]!r}; print it once without --rows")
         table_rows = [row for name in names for row in table_rows if name in row]
-    if columns:
-        names = [name.strip() for name in columns.split("|")]
-        if missing := [name for name in names if name not in header]:
-            raise UserError(f"--columns: the table has no {missing[0]!r}; its columns are {' | '.join(header)}")
-        table_rows = [[row[header.index(name)] for name in names] for row in table_rows]
-        header = names
+    if context.args.columns:
+        names = context.chosen_columns(header)
+        header, table_rows = names, [[row[header.index(name)] for name in names] for row in table_rows]
     return replace(outcome, header=header, rows=table_rows)
 
 
@@ -340,7 +335,7 @@ def make(args: argparse.Namespace, name: str) -> tuple[Context, Outcome]:
     and Interrupted after a signal."""
     default = Path(get_base_dir()) / ("reproduce_quick" if args.quick else "reproduce")
     context = Context(Path(args.folder) if args.folder else default, args.quick, args)
-    return context, choose((ITEMS | OF_RESULTS)[name](context), args.columns, args.rows)
+    return context, choose(context, (ITEMS | OF_RESULTS)[name](context))
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -66,6 +66,14 @@ class Context:
             raise UserError(f"--rows: {problem} Its rows are {' | '.join(names)}")
         return asked or list(names)
 
+    def chosen_columns(self, header: Sequence[str]) -> list[str]:
+        """Returns the columns of a table that --columns chooses, or all. Raises UserError for a name that the header
+        lacks, so what trains or times asks before."""
+        asked = [name.strip() for name in self.args.columns.split("|") if name.strip()]
+        if missing := [name for name in asked if name not in header]:
+            raise UserError(f"--columns: the table has no {missing[0]!r}; its columns are {' | '.join(header)}")
+        return asked or list(header)
+
     def trained_on(self) -> dict[str, Any]:
         """Returns the settings of a piece that is measured on trained_model."""
         names = ("sizes", "extra", "tokens", "ratio", "data_dir")

@@ -401,6 +401,8 @@ def runs_of(context: Context, name: str, item: Item) -> tuple[list[dict], list[s
 
 def table(context: Context, name: str, item: Item) -> Outcome:
     """Makes the table of an item, with its rows for each size. Raises UserError if there are no runs."""
+    header = ["size", "method", *item.columns]
+    shown = context.chosen_columns(header)
     runs, names, content = runs_of(context, name, item)
     data = content["data"]
     sizes = list(dict.fromkeys(r["size"] for r in runs))
@@ -411,8 +413,8 @@ def table(context: Context, name: str, item: Item) -> Outcome:
         if item.whole:  # The method with the smallest gap by its own forward comes last.
             order.sort(key=lambda m: -rows.gap(m, "val_bpb").mean if m != "bf16" else -math.inf)
         for method in order:
-            shown = [c for c in item.columns if method != "bf16" or c in OF_BF16]
-            cells = [COLUMNS[c](rows, method) if c in shown else "-" for c in item.columns]
+            has = [c for c in item.columns if method != "bf16" or c in OF_BF16]
+            cells = [COLUMNS[c](rows, method) if c in has else "-" for c in item.columns]
             table_rows.append([size, method, *cells])
             gaps[f"{size} {method}"] = {value: rows.gap(method, value) for value in VALUES.values()}
         claims = [c for c in item.claims if rows.of(c.better) and rows.of(c.worse)]
@@ -424,12 +426,10 @@ def table(context: Context, name: str, item: Item) -> Outcome:
         notes += length_notes(rows.runs) if item.whole else []
     notes.append(INTERVALS)
     words = {"beside": item.beside, "work": counted(runs)}
-    shown = [name.strip() for name in context.args.columns.split("|")] if context.args.columns else item.columns
     notes += [note.format(**words) for of, note in NOTES.items() if {of, *ALSO.get(of, ())} & set(shown)]
     numbers = {"gaps": gaps}
     if not context.args.results:
         numbers["results"] = [{k: v for k, v in r.items() if k != "environment"} for r in runs]
-    header = ["size", "method", *item.columns]
 
     def plot(axes: Any) -> None:
         if item.whole:

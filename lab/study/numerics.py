@@ -80,6 +80,8 @@ def table1(context: Context) -> Outcome:
     """Makes Table 1: the error of each rounding over N(0, 1), and whether it is unbiased."""
     samples = context.args.samples or (1 << 19 if context.quick else 1 << 22)
     draws = context.args.draws or (128 if context.quick else 1024)
+    header = ["rounding", "paper", "here", "off", "unbiased (paper)", f"gain of {draws} draws"]
+    context.chosen_columns(header)
     rows, numbers = [], {}
     names = [n for n in nf.ROUNDINGS if n not in ("scale_search", "ms_eden_search")]  # The two are other names.
     for name in context.chosen_rows(names):
@@ -97,7 +99,6 @@ def table1(context: Context) -> Outcome:
         rows.append([name, str(mse or "-"), f"{value['mse']:.2f}", off, said, round(value["gain"])])
         numbers[name] = value
     title = "Table 1: quadratic error over N(0, 1), 1e-3, and unbiasedness"
-    header = ["rounding", "paper", "here", "off", "unbiased (paper)", f"gain of {draws} draws"]
     notes = [f"gain: the mean of {draws} products is so many times better than one product; {draws} without a bias"]
     return Outcome(title, header, rows, notes, numbers, measured_on=f"{samples:,} samples, seed 1")
 
@@ -109,6 +110,8 @@ def table1(context: Context) -> Outcome:
 def eden(context: Context) -> Outcome:
     """Makes the checks of Section 3.2: the range of EDEN's S, and the bias that is left with groups of d numbers."""
     draws, spec = context.args.draws or (128 if context.quick else 1024), get_rounding("ms_eden")
+    header = ["d", "least S", "largest S", f"gain of {draws} draws"]
+    context.chosen_columns(header)
     rows, numbers = [], {}
     for d in (16, 32, 64, 128):
         x = torch.randn(256, d, generator=torch.Generator().manual_seed(0))  # 256 groups, which share their signs.
@@ -126,7 +129,6 @@ def eden(context: Context) -> Outcome:
         gain = single / float((total / draws - x).square().sum())
         rows.append([d, *(f"{v:.3f}" for v in (of.min(), of.max())), round(gain)])
         numbers[str(d)] = {"S": [float(of.min()), float(of.max())], "gain": gain}
-    header = ["d", "least S", "largest S", f"gain of {draws} draws"]
     notes = [f"the paper: S in [0.94, 1.06], and d = 64 suffices; gain: {draws} without a bias, up to some scatter"]
     notes.append("Gaussian groups; S is kept in FP32, so this is EDEN before scales are rounded to E4M3")
     title = "Section 3.2: EDEN's correction S and the groups' size d"
@@ -353,6 +355,11 @@ def stored_curves(name: str) -> tuple[dict, str, dict]:
     return content[name]["curves"], content[name]["measured_on"], content[name]["environment"]
 
 
+def fig9_header(most: int) -> list[str]:
+    """Returns the columns of Figure 9's table, if `most` passes are averaged."""
+    return ["forward", "method", "paper", "slope", f"gain of {most}", "error of one pass", f"of {most}"]
+
+
 def fig9(context: Context) -> Outcome:
     """Makes Figure 9: the error of the mean of B quantized backward passes, by method."""
     draws = [b for b in (2**i for i in range(11)) if b <= (context.args.draws or (32 if context.quick else 1024))]
@@ -362,6 +369,7 @@ def fig9(context: Context) -> Outcome:
     if context.args.results:
         curves, where, environment = stored_curves(context.args.results)
     else:
+        context.chosen_columns(fig9_header(draws[-1]))
         for forward, method in itertools.product(FORWARDS, FIG9_METHODS):
 
             def compute(forward=forward, method=method):
@@ -397,7 +405,6 @@ def fig9(context: Context) -> Outcome:
         axes.set_ylabel("relative square error,\nq, k, v of block 0")
 
     title = "Figure 9: concentration of the mean of B quantized backward passes"
-    header = ["forward", "method", "paper", "slope", f"gain of {most}", "error of one pass", f"of {most}"]
     notes = [
         f"slope of log error over log B through the last points: -1 unbiased, towards 0 a plateau; gain: the mean of "
         f"{most} passes against one",
@@ -406,4 +413,4 @@ def fig9(context: Context) -> Outcome:
         "crosses: the authors' curves, an unquantized forward of Llama-3.2-1B and one sentence, another model and "
         "text, which do not compare in magnitude",
     ]
-    return Outcome(title, header, rows, notes, {"curves": curves}, plot, where or "", environment)
+    return Outcome(title, fig9_header(most), rows, notes, {"curves": curves}, plot, where or "", environment)

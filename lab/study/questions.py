@@ -126,6 +126,8 @@ def along_the_run(context: Context, item: gaps.Item) -> Outcome:
     """Makes Figure 5: a table of gaps at some steps, and a plot of all. If all runs were evaluated only at their ends,
     the gaps are those of the mean training loss of parts of the run, on the same batches."""
     papers = item.methods
+    header = ["method", "gap in % at steps"]
+    context.chosen_columns(header)
     item = replace(item, methods=(), also=()) if context.args.results else item  # Of stored runs all are in the table.
     runs, _, content = gaps.runs_of(context, "table5", item)
     runs = gaps.runs_of_rows(runs, context.args.rows)
@@ -157,7 +159,7 @@ def along_the_run(context: Context, item: gaps.Item) -> Outcome:
         axes.set_xlabel("step")
         axes.set_ylabel(f"increase of the {what}\nover bf16, %")
 
-    return outcome(runs, content, title, ["method", "gap in % at steps"], rows, notes, {"curves": found}, plot)
+    return outcome(runs, content, title, header, rows, notes, {"curves": found}, plot)
 
 
 def losses(context: Context) -> Outcome:

@@ -81,6 +81,8 @@ def averaging(context: Context) -> Outcome:
     """Makes the table of the errors and biases of MS-EDEN around ReLU^2."""
     most = context.args.draws or (64 if context.quick else 10_000)
     draws = sorted({*(b for b in (2**i for i in range(14)) if b < most), most})
+    header = ["operand", "zeros", "error of one draw", "bias^2 over it", f"error of the mean of {most}"]
+    context.chosen_columns(header)
     found: dict[str, dict] = {}
     operands: dict[str, torch.Tensor] = {}
     where = ""
@@ -112,7 +114,6 @@ def averaging(context: Context) -> Outcome:
         axes.set_xlabel("draws averaged, B")
         axes.set_ylabel("relative square error")
 
-    header = ["operand", "zeros", "error of one draw", "bias^2 over it", f"error of the mean of {most}"]
     notes = [
         f"{GROUPS} groups of {RHT_DIM} numbers of each operand; bias^2 by the product of two halves' means, so around "
         "zero it has either sign",

@@ -137,6 +137,8 @@ def table4(context: Context) -> Outcome:
 
 def fig6(context: Context) -> Outcome:
     """Makes Figure 6 and Table 6: the speed of the linear layers, forward and backward."""
+    header = ["machine", "model", "method", "paper, x", "here, x BF16", "ms"]
+    context.chosen_columns(header)
     on_gpu, models = torch.cuda.is_available() and not context.quick, context.args.models or "800M,3B,7B"
     stored = context.args.results or ("" if on_gpu else "bench_linear")
     if stored:
@@ -152,7 +154,6 @@ def fig6(context: Context) -> Outcome:
             where = f"{environment['gpu']}, {r['mode']}"
             rows.append([where, r["model"], r["method"], paper, f"{1 / r['ratio']:.2f}", f"{r['ms']:.2f}"])
     notes = ["the paper: more than 4x over BF16, and about 70% more than Quartet's kernels, on an RTX 5090"]
-    header = ["machine", "model", "method", "paper, x", "here, x BF16", "ms"]
     title = "Figure 6, Table 6: speed of the linear layers of Llama-like models, forward + backward"
     what = "8 x 2048 tokens, the paper's Table 6 shapes"
     return Outcome(title, header, rows, notes, {"records": records}, None, what, environment)
@@ -178,6 +179,8 @@ TABLE_7 = {
 
 def table7(context: Context) -> Outcome:
     """Makes Table 7: the time of a training step by operation."""
+    header = ["operation", "forward, paper", "here", "backward, paper", "here"]
+    context.chosen_columns(header)
     name, environment = context.args.results, None
     on_gpu = bool(name) or (torch.cuda.is_available() and not context.quick)
     if name:
@@ -201,7 +204,6 @@ def table7(context: Context) -> Outcome:
         forward, backward = TABLE_7.get(kind, (None, None))
         rows.append([kind, forward or "-", shares[0], backward or "-", shares[1]])
     title = "Table 7: time by operation, clover, % of the pass (paper: 1.1B parameters on an RTX 5090)"
-    header = ["operation", "forward, paper", "here", "backward, paper", "here"]
     notes = [f"forward {sums['forward']:.1f} ms, backward {sums['backward']:.1f} ms a micro-batch"]
     what = "d26, micro-batch as large as fits" if on_gpu else "a model of two layers: a check of the command"
     return Outcome(title, header, rows, notes, {"records": records}, None, what, environment)

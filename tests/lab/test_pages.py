@@ -48,7 +48,7 @@ def test_a_table_below_a_command_is_made_again_and_nothing_else():
 
 
 def test_a_command_that_does_not_work_is_named():
-    page = PAGE.replace("d6_mixed", "d5").replace("losses", "gaps")
+    page = PAGE.replace("d6_mixed", "d5")
     with pytest.raises(UserError, match="--results d5 .*'d5'"):
         pages.filled(page)
     with pytest.raises(UserError, match="--rows: no row of the table has 'clovr'"):

@@ -175,6 +175,17 @@ def test_what_cannot_be_made_is_refused(base_dir, command, problem):
     assert "\n" not in str(e.value)
 
 
+@pytest.mark.parametrize("name", [n for n in reproduce.ITEMS if n not in ("table2", "table3", "table4")])  # seconds
+def test_a_column_that_a_table_lacks_is_refused_before_the_hours(name, tmp_path, monkeypatch):
+    begun = []
+    for what in ("piece", "sweep"):
+        monkeypatch.setattr(Context, what, lambda *args: begun.append(args))
+    monkeypatch.setattr(numerics, "search_scales", lambda *args: begun.append(args))
+    with pytest.raises(UserError, match="--columns: .*'gap of clover'.* its columns are "):
+        reproduce.main([name, f"--folder={tmp_path}", "--columns=gap of clover"])
+    assert not begun
+
+
 def study(path, change=lambda run: {}, **gaps: list[float]) -> str:
     """A sweep's file with these gaps in percent by seed, to a BF16 of 1 bit per byte."""
     one = {"size": "d6", "steps": 2000, "tokens": 2000, "gemm_work": {"4": 1.0, "8": 0.0, "16": 0.0}, "flags": []}
