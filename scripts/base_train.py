@@ -431,7 +431,7 @@ class BaseTraining(Trainer):
             "Number of training tokens": total_tokens,
             "Tokens : Params ratio": total_tokens / num_params,
             "Device batch size": self.rows,
-            "Backend": self.backend,
+            "Layers": str(self.model.nf_report).splitlines(),
         }
         outcome = {
             "Minimum validation bpb": self.state["best"].get("val_bpb"),

@@ -196,7 +196,8 @@ def evaluate(args: argparse.Namespace, names: list[str], device: torch.device) -
         precisions = ["bf16"]
     model_tag, step = meta["model_tag"], meta["step"]
     what = f"{args.source} model {model_tag}, step {step}"
-    print0(f"Evaluating the {what}; {nf.backend()}")
+    print0(f"Evaluating the {what}")
+    say_once(f"backend: {nf.backend()}")
 
     dtype = compute_dtype(device, args.dtype)
     key = key_of(model, tokenizer) | {"method": method, "dtype": str(dtype)}
@@ -236,10 +237,8 @@ def evaluate(args: argparse.Namespace, names: list[str], device: torch.device) -
         for name, (score, guessing) in judged.items():
             numbers = {"accuracy": score.accuracy, "count": score.count, "interval": score.interval, "text": str(score)}
             results[name + suffix] = numbers | {"guessing": guessing}
-            lines[name + suffix] = str(score)
         if (core := chatcore(by_task)) is not None:
             results["ChatCORE" + suffix] = {"accuracy": core}
-            lines["ChatCORE" + suffix] = f"{core:.4f}"
             print0(f"ChatCORE{suffix}: {core:.4f}")
     lines = {k: v for k, v in lines.items() if v is not None}
     kept.finish("benchmarks", scores=results)

@@ -251,9 +251,8 @@ EMULATION = "- tokens/s: this machine emulates products of few bits, so the spee
 SCATTER = "- gap: of one seed; two runs of one seed differ by 0.4% on a small CPU run, by 0.1% at 160M tokens (d6)\n"
 EXPLANATIONS = """\
 - val BPB: bits per byte of the validation text (val tokens of it) with the forward pass of the method; lower is better.
-- gap: increase of val BPB over the BF16 run of the same configuration (`COMPARE=1`). `python -m lab.study.sweep` trains
-  several seeds. Runs that were measured on different text, by different tokenizers or on different numbers of tokens
-  have no gap; `python -m scripts.base_loss --split-tokens=...` measures them anew.
+- gap: increase of val BPB over the BF16 run of the same configuration (`COMPARE=1`), on one text, by one tokenizer and
+  on as many tokens (`python -m scripts.base_loss` measures anew). `python -m lab.study.sweep` trains several seeds.
 """
 
 
@@ -306,12 +305,13 @@ def _stages(sections: list[dict]) -> list[str]:
     for s in sections:
         ends[s["began"]] = max(ends.get(s["began"], 0), s["finished"])
     lines = [f"In all {format_seconds(sum(end - began for began, end in ends.items()))} by the clock on the wall."]
+    lines += ["", "<details><summary>Each stage: its time, its flags, and what the tables do not have</summary>"]
     for s in sections:
         lines += ["", f"### {s['section']}: {s['run']}", ""]
         lines += [f"- time: {format_seconds(s['seconds'])}, finished {s['timestamp']}"]
         for item in s["data"]:
             lines += _list(item) if isinstance(item, dict) else ["", *str(item).strip().splitlines(), ""]
-    return lines if sections else []
+    return [*lines, "", "</details>"] if sections else []
 
 
 def _environment(runs: list[dict]) -> list[str]:

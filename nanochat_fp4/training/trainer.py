@@ -696,4 +696,4 @@ class Trainer:
         # Otherwise the run was killed before it could report.
         if self.dry_run or (done_before and report.path(section).exists()):
             return
-        report.log(section, [{"Layers": str(self.model.nf_report).splitlines()} | about | outcome])
+        report.log(section, [about | outcome])
