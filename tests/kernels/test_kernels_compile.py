@@ -111,7 +111,6 @@ INSTRUCTIONS = {
     "rotate grad_output": 22.2,
     "quantize rows": 33.1,
     "quantize rows and 8 bits": 36.0,
-    "quantize ReLU^2 and 8 bits": 55.9,
 }
 SHARES = {90: 1.15, 100: 0.72, 120: 0.95, 121: 0.95}
 
