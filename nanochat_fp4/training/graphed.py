@@ -111,6 +111,14 @@ class GraphedStep(TrainingStep):
     def _first_with_graphs(self, count: int, step: int) -> Iterator[None]:
         """The context of the step that captures. Its gradients keep their addresses in later steps."""
         with contextlib.ExitStack() as stack:
+            captured = SimpleNamespace(grads=[], codes=None, micro_batch=None)
+            # Contexts are entered in the order of the step before, whose compiled layers have guards on it. Nothing may
+            # be compiled in a capture: the timing of a kernel's configurations waits for the device.
+            if count > 1 and groups_of(self.model):
+                captured.codes = torch.cuda.CUDAGraph()
+                with _capture(captured.codes):
+                    stack.enter_context(self.weights_once(count))
+                captured.codes.replay()
             sums = {p: torch.zeros_like(p) for p in self.with_grads if self.lean and count > 1 and is_lean(p)}
             if self.lean is not None:
                 stack.enter_context(self.lean.gradients(count, step, sums))
@@ -118,15 +126,9 @@ class GraphedStep(TrainingStep):
                 stack.enter_context(nf.accumulate_gradients(self.model))
             for p in (p for p in self.with_grads if p not in sums):
                 p.grad = torch.zeros_like(p) if p.grad is None else p.grad
-            grads = [(p, sums.get(p, p.grad)) for p in self.with_grads]
-            captured = SimpleNamespace(grads=grads, codes=None, micro_batch=None)
-            if count > 1 and groups_of(self.model):
-                captured.codes = torch.cuda.CUDAGraph()
-                with _capture(captured.codes):
-                    stack.enter_context(self.weights_once(count))
-                # These operands of the weights must stay alive as long as the graphs.
-                captured.made = [layer.contexts for layer in self._layers()]
-                captured.codes.replay()
+            captured.grads = [(p, sums.get(p, p.grad)) for p in self.with_grads]
+            # The operands of the weights must stay alive as long as the graphs.
+            captured.made = [layer.contexts for layer in self._layers()]
             self.captured = captured
             yield
 

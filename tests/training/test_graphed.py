@@ -1,13 +1,20 @@
 """CUDA graphs: bits with and without graphs, on a CPU with recorded operators in the place of CUDA's graphs."""
 
+import contextlib
+import functools
+from types import SimpleNamespace
+
 import pytest
 import torch
 from _graphs import Recorded, record_graphs
+from torch._dynamo.utils import counters
 
 import nanochat_fp4 as nf
 from nanochat_fp4.common import seed_micro_batch
+from nanochat_fp4.models import gpt
 from nanochat_fp4.models.gpt import GPT, GPTConfig
 from nanochat_fp4.models.optim8bit import LeanState, set_state
+from nanochat_fp4.nvfp4 import dispatch
 from nanochat_fp4.nvfp4.phases import MethodPlan
 from nanochat_fp4.training.graphed import GraphedStep
 from nanochat_fp4.training.step import TrainingStep
@@ -22,7 +29,14 @@ def recorded(monkeypatch) -> list[Recorded]:
 
 
 def trained(
-    kind: type[TrainingStep], device: str, method: str, count: int, steps: int, phases: str = "", state: str = "fp32"
+    kind: type[TrainingStep],
+    device: str,
+    method: str,
+    count: int,
+    steps: int,
+    phases: str = "",
+    state: str = "fp32",
+    compiled: bool = False,
 ) -> dict:
     """The weights after so many steps of a small GPT."""
     torch.manual_seed(1)
@@ -35,7 +49,7 @@ def trained(
     nf.convert(model, method, verbose=False)
     plan = MethodPlan.parse(method, "", phases)
     lean = LeanState(model, 1) if state == "lean" else None
-    step = kind(model, model.setup_optimizers(lean=lean), lean=lean)
+    step = kind(model, model.setup_optimizers(lean=lean), gpt.compile_layers(model) if compiled else None, lean=lean)
     for number in range(steps):
         plan.apply(model, number / steps)
         with step.micro_batches(count, number):
@@ -65,6 +79,23 @@ def test_weights_are_those_without_graphs(device, case, request):
     assert graphs is None or (graphs and all(graph.calls for graph in graphs))  # PyTorch warns of an empty one
     for name, weight in plain.items():
         assert torch.equal(weight, graphed[name]), name
+
+
+@pytest.mark.parametrize("state", ["fp32", "lean"])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_capture_compiles_nothing(device, state, monkeypatch):
+    """A kernel of a reduction is timed at its first launch, which waits for the device and ends a capture."""
+    if device == "cpu":  # PyTorch's compiler does not see what is recorded, so nothing is recorded here.
+        graph = SimpleNamespace(replay=lambda: None, pool=lambda: None)
+        monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: graph)
+        monkeypatch.setattr(torch.cuda, "graph", lambda graph, **_: contextlib.nullcontext())
+        for module in (dispatch, gpt):
+            monkeypatch.setattr(module, "stays_eager", lambda *_: False)
+        monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+    compiled = []
+    monkeypatch.setattr(GraphedStep, "update", lambda step: compiled.append(counters["stats"]["unique_graphs"]))
+    trained(GraphedStep, device, "fp8", 2, 3, state=state, compiled=True)
+    assert compiled[0] and len(set(compiled)) == 1
 
 
 def test_memory_that_ends_in_a_capture_is_not_another_error(recorded, monkeypatch):
