@@ -594,7 +594,8 @@ class Plan:
         folder = s.data_dir or (dataset.found_data() if s.here else None)
         why = "built before; for FineWeb-Edu: python -m nanochat_fp4.data.dataset -n 8"
         if s.here and not folder:
-            why = url_problem(hub_url(dataset.DATASET, dataset.index_to_filename(0)))
+            url = hub_url(dataset.DATASET, dataset.index_to_filename(0))
+            why = (url_problem(url) or "").replace(url, "FineWeb-Edu")
         if s.data_dir and (s.here or Path(folder).exists()):
             found = dataset.survey(folder)
             self.text, self.about_text, tokens = "folder", [f"{found} (DATA_DIR)"], found.tokens or 0

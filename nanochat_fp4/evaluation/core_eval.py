@@ -76,9 +76,7 @@ def find_bundle(bundle_dir: str | os.PathLike | None = None) -> Path:
             if not folder.is_dir():  # The archive exists, but its unpacked folder does not.
                 _unpack(path)
         except UserError as e:
-            problem = f"CORE needs the eval bundle, which is not in {folder} and cannot be downloaded"
-            remedy = f"unpack {EVAL_BUNDLE_URL} somewhere and name the folder with --bundle-dir"
-            raise MissingDataError(f"{problem} ({one_line(e)[:150]}); {remedy}") from e
+            raise MissingDataError(f"CORE needs the eval bundle: {one_line(e)}, or set --bundle-dir") from e
     if missing := [n for n in ("core.yaml", "eval_meta_data.csv", "eval_data") if not (folder / n).exists()]:
         problem = f"{folder} is no eval bundle, because {', '.join(missing)} is missing"
         raise MissingDataError(f"{problem}; unpack {EVAL_BUNDLE_URL} there")

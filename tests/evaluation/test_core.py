@@ -88,12 +88,13 @@ def test_base_eval_with_a_bundle_and_without(tiny_base, tmp_path, capsys, monkey
     assert list(record["scores"]) == ["CORE, bf16 forward"]
 
     def no_network(*args, **kwargs):
-        raise UserError("download failed (test)")
+        raise UserError(f"the download failed ({'as it does ' * 20}); put it there")
 
     monkeypatch.setattr(core_eval, "download_file_with_lock", no_network)
     with pytest.raises(UserError) as e:
         base_eval.main(["--device-type=cpu"])
     assert "eval bundle" in str(e.value) and "--bundle-dir" in str(e.value)
+    assert "; put it there" in str(e.value)  # The message of the download is not cut off.
     (bundle / "core.yaml").write_text("icl_tasks: 3\n")
     with pytest.raises(UserError, match="damaged"):
         base_eval.main([f"--bundle-dir={bundle}", "--device-type=cpu"])
