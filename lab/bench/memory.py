@@ -26,7 +26,7 @@ from nanochat_fp4.models.gpt import RECOMPUTE
 # Parts of the lines of gpt.py and recompute.py that keep tensors -> the names of these tensors.
 NAMES = {
     "= resid_lambda * x": "residual stream, for the gradient of resid_lambda",
-    "_MixedNorm.apply": "residual stream, for the gradient of resid_lambda",
+    "MixedNorm.apply": "residual stream, for the gradient of resid_lambda",
     "checkpoint(attention": "residual stream into attention, to start again from",
     "self.attn(norm(x)": "residual stream into the norm before attention",
     "fused_linear(x": "input of c_q, c_k, c_v",

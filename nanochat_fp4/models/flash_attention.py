@@ -4,7 +4,7 @@ Causal attention with a sliding window, by one of four backends.
     fa3    FlashAttention-3 from Hugging Face's `kernels` package, on Hopper GPUs, for FP16 or BF16
     flash  PyTorch's own flash kernel, called directly, because SDPA has no argument for a window. It needs sm_80 or
            newer, and FP16 or BF16.
-    flex   torch's FlexAttention, for sliding windows inside torch.compile. Outside of it, it is not fused.
+    flex   torch's FlexAttention, for sliding windows of compiled models. Without a compiler it is not fused.
     sdpa   torch's scaled_dot_product_attention, which runs everywhere. A window needs an explicit mask.
 
 FlashAttention-3 is taken where it runs. Otherwise a window takes the fastest backend that was measured on this kind of
@@ -21,7 +21,7 @@ import contextlib
 import functools
 import importlib.util
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -232,6 +232,11 @@ def _flex(q: Tensor, k: Tensor, v: Tensor, left: int) -> Tensor:
     return y.transpose(1, 2)
 
 
+@functools.cache
+def _compiled_flex() -> Callable[..., Tensor]:
+    return torch.compile(_flex, dynamic=False, fullgraph=True)
+
+
 @constant_when_compiled
 def backend_for_windows(compiled: bool) -> str:
     """Returns the backend for windows on this GPU, in a compiled graph or outside of one, without FlashAttention-3."""
@@ -241,7 +246,7 @@ def backend_for_windows(compiled: bool) -> str:
     return next(b for b in candidates if available(b) and (compiled or b != "flex"))
 
 
-def chosen_backend(q: Tensor, left: int) -> str:
+def chosen_backend(q: Tensor, left: int, compiled: bool = False) -> str:
     if forced_backend is not None or not q.is_cuda:
         return forced_backend or "sdpa"
     half, width = q.dtype in (torch.bfloat16, torch.float16), q.size(-1)
@@ -249,7 +254,7 @@ def chosen_backend(q: Tensor, left: int) -> str:
         return "fa3"
     if not 0 <= left < q.size(1) - 1:
         return "sdpa"
-    compiled = torch.compiler.is_compiling()
+    compiled = compiled or torch.compiler.is_compiling()
     backend = backend_for_windows(compiled)
     if backend != "flash" or (half and width % 8 == 0 and width <= 256):
         return backend
@@ -317,18 +322,21 @@ def _for_cpu(q: Tensor, k: Tensor, v: Tensor, left: int) -> tuple[Tensor, Tensor
 # Public functions
 
 
-def flash_attn_func(q: Tensor, k: Tensor, v: Tensor, left: int = -1) -> Tensor:
+def flash_attn_func(q: Tensor, k: Tensor, v: Tensor, left: int = -1, compiled: bool = False) -> Tensor:
     """Computes causal attention over whole sequences, with gradients. q is `(B, T, H, D)`, and k and v are
-    `(B, T, H_kv, D)`, all in one dtype. Returns `(B, T, H, D)`."""
+    `(B, T, H_kv, D)`, all in one dtype. `compiled` says that FlexAttention may be taken and compiled, as it is inside
+    of a compiled function. Returns `(B, T, H, D)`."""
     parts = _parts(q, k, v)
     if len(parts) > 1:
-        return torch.cat([flash_attn_func(*part, left) for part in parts])
-    backend = chosen_backend(q, left)
+        return torch.cat([flash_attn_func(*part, left, compiled) for part in parts])
+    backend = chosen_backend(q, left, compiled)
     if backend == "fa3":
         return fa3_module.flash_attn_func(q, k, v, causal=True, window_size=(left, 0))
     if backend == "flash":
         return flash_kernel(q, k, v, left)[0]
-    return (_flex if backend == "flex" else sdpa_attention)(q, k, v, left)
+    if backend == "flex":
+        return (_compiled_flex() if compiled else _flex)(q, k, v, left)
+    return sdpa_attention(q, k, v, left)
 
 
 def unkept_reason(device_type: str, head_dim: int) -> str | None:
@@ -391,7 +399,9 @@ def flash_attn_with_kvcache(
     return sdpa_attention(q, k_cache[:, :end], v_cache[:, :end], left)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, kv_cache: Any, layer_idx: int, left: int = -1) -> Tensor:
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, kv_cache: Any, layer_idx: int, left: int = -1, compiled: bool = False
+) -> Tensor:
     """
     Computes a layer's attention by flash_attn_func, or by flash_attn_with_kvcache if there is a kv_cache
     (engine.KVCache).
@@ -400,7 +410,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, kv_cache: Any, layer_idx: int, left:
     by T positions.
     """
     if kv_cache is None:
-        return flash_attn_func(q, k, v, left).flatten(2)
+        return flash_attn_func(q, k, v, left, compiled).flatten(2)
     caches = kv_cache.get_layer_cache(layer_idx)
     y = flash_attn_with_kvcache(q, k, v, *caches, kv_cache.cache_seqlens, kv_cache.get_pos(), left)
     if layer_idx == kv_cache.n_layers - 1:

@@ -36,7 +36,7 @@ from nanochat_fp4.models import flash_attention, optim
 from nanochat_fp4.models.cross_entropy import Head
 from nanochat_fp4.models.elementwise import ReluSquared, apply_rotary_emb, norm, rotary_tables
 from nanochat_fp4.models.optim8bit import LeanState, drawn
-from nanochat_fp4.models.recompute import attention_part, can_recompute, mlp_part
+from nanochat_fp4.models.recompute import MixedNorm, attention_part, can_recompute, mlp_part
 from nanochat_fp4.nvfp4.dispatch import stays_eager, triton_problem
 from nanochat_fp4.nvfp4.epilogue import fused_linear, relu_squared_linear
 
@@ -136,21 +136,22 @@ class CausalSelfAttention(nn.Module):
         self.c_v = nn.Linear(config.n_embd, self.n_kv_head * self.head_dim, bias=False)
         self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=False)
 
-    def qkv(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Computes q `(B, T, H, D)`, and k and v `(B, T, H_kv, D)`, of x `(B, T, C)`."""
+    def qkv(self, x: Tensor, cos_sin: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """Computes q `(B, T, H, D)` and k `(B, T, H_kv, D)`, rotated and normalized, and v `(B, T, H_kv, D)`, of x
+        `(B, T, C)`."""
         layers = [self.c_q, self.c_k, self.c_v]
-        if not self.fused_linears:
+        if self.fused_linears:
+            q, k, v = fused_linear(x, *layers, head_dim=self.head_dim)
+            # Attention keeps v for the backward pass. A view of v would keep the memory of the unrotated q and k as
+            # well, so v is copied.
+            v = v.contiguous()
+        else:
             q, k, v = (layer(x).unflatten(-1, (-1, self.head_dim)) for layer in layers)
-            return q, k, v
-        q, k, v = fused_linear(x, *layers, head_dim=self.head_dim)
-        # Attention keeps v for the backward pass. A view of v would keep the memory of the unrotated q and k as well,
-        # so v is copied.
-        return q, k, v.contiguous()
+        q, k = (norm(apply_rotary_emb(t, *cos_sin), keep_output=True) for t in (q, k))
+        return q, k, v
 
     def forward(self, x: Tensor, cos_sin: tuple[Tensor, Tensor], window_size: tuple[int, int], kv_cache: Any) -> Tensor:
-        q, k, v = self.qkv(x)
-        q, k = (norm(apply_rotary_emb(t, *cos_sin), keep_output=True) for t in (q, k))
-        y = flash_attention.attend(q, k, v, kv_cache, self.layer_idx, window_size[0])
+        y = flash_attention.attend(*self.qkv(x, cos_sin), kv_cache, self.layer_idx, window_size[0])
         return self.c_proj(y)
 
 
@@ -191,16 +192,32 @@ class Block(nn.Module):
         def attention(x: Tensor) -> Tensor:
             return x + self.attn(norm(x), cos_sin, window_size, kv_cache)
 
-        def mlp(x: Tensor) -> Tensor:
-            return x + self.mlp(norm(x))
-
         training = torch.is_grad_enabled()
         if training and recompute.startswith("codes") and kv_cache is None and can_recompute(self):
             x, normed = attention_part(self, x, x0, resid_lambda, x0_lambda, cos_sin, window_size[0])
             return x + (mlp_part(self, normed) if recompute == "codes-mlp" else self.mlp(normed))
         x = resid_lambda * x + x0_lambda * x0
         x = checkpoint(attention, x, use_reentrant=False) if training and recompute == "all" else attention(x)
-        return checkpoint(mlp, x, use_reentrant=False) if training and recompute in ("mlp", "all") else mlp(x)
+        return self.with_mlp(x, recompute)
+
+    def with_mlp(self, x: Tensor, recompute: Recompute) -> Tensor:
+        def mlp(x: Tensor) -> Tensor:
+            return x + self.mlp(norm(x))
+
+        recomputes = torch.is_grad_enabled() and recompute in ("mlp", "all")
+        return checkpoint(mlp, x, use_reentrant=False) if recomputes else mlp(x)
+
+    # The parts of forward around attention, which are the same for all windows. compile_layers compiles them.
+
+    def before_attention(
+        self, x: Tensor, x0: Tensor, resid_lambda: Tensor, x0_lambda: Tensor, cos_sin: tuple[Tensor, Tensor]
+    ) -> tuple[Tensor, ...]:
+        # The compiler would keep the sum for the backward pass because it is a result of the graph.
+        x, normed = MixedNorm.apply(x, x0, resid_lambda, x0_lambda)
+        return x, *self.attn.qkv(normed, cos_sin)
+
+    def after_attention(self, x: Tensor, y: Tensor, recompute: Recompute) -> Tensor:
+        return self.with_mlp(x + self.attn.c_proj(y), recompute)
 
 
 # Inductor's limits, in reads and operations, for recomputing a value at each use instead of writing it to memory. The
@@ -215,8 +232,10 @@ COMPILER_OPTIONS = {
 
 
 def compile_layers(model: nn.Module) -> Callable[..., Tensor]:
-    """Returns model.forward with compiled layers (torch.compile with fullgraph=True). Layers with the same window share
-    a graph.
+    """Returns model.forward with compiled layers (torch.compile with fullgraph=True). All layers share two graphs, one
+    before attention and one after it. Attention runs between them, so that windows need no graphs of their own. A layer
+    that computes tensors of attention again ("all", "codes" and "codes-mlp") is one graph, with attention in it, which
+    layers with the same window share.
 
     The time to compile therefore does not depend on the depth. The norms before and after the layers are compiled as
     well: the backward pass of an eager norm moves 70 bytes an element in nine kernels, and the compiled one moves 6.
@@ -245,7 +264,17 @@ def compile_layers(model: nn.Module) -> Callable[..., Tensor]:
     options = COMPILER_OPTIONS if device_type == "cuda" else None
     whole = not stays_eager(device_type)
     compiled = functools.partial(torch.compile, dynamic=False, fullgraph=whole, options=options)
-    layer, outer_norm = compiled(Block.forward), compiled(norm)
+    whole, before, after, outer_norm = (
+        compiled(f) for f in (Block.forward, Block.before_attention, Block.after_attention, norm)
+    )
+
+    def layer(block, x, x0, resid_lambda, x0_lambda, cos_sin, window_size, kv_cache, recompute):
+        if torch.is_grad_enabled() and recompute not in ("none", "mlp"):
+            return whole(block, x, x0, resid_lambda, x0_lambda, cos_sin, window_size, kv_cache, recompute)
+        x, *qkv = before(block, x, x0, resid_lambda, x0_lambda, cos_sin)
+        y = flash_attention.attend(*qkv, kv_cache, block.attn.layer_idx, window_size[0], compiled=True)
+        return after(block, x, y, recompute)
+
     if not hasattr(model, "unshard"):  # FSDP adds this method.
         return functools.partial(model, layer=layer, outer_norm=outer_norm)
     # FSDP's hooks gather and free weights around a block. The hooks must not be part of a graph, so only the blocks'

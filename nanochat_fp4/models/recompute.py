@@ -29,7 +29,7 @@ from nanochat_fp4.nvfp4.gemm import after
 from nanochat_fp4.nvfp4.layer import QuantLinear
 
 
-class _MixedNorm(torch.autograd.Function):
+class MixedNorm(torch.autograd.Function):
     """Computes y = a x + b x0 and returns (y, norm(y)). The backward pass keeps x and x0, and computes y again."""
 
     @staticmethod
@@ -126,7 +126,7 @@ def attention_part(
     """Computes the attention of a gpt.Block. x and x0 are (B, T, C), a and b are the two lambdas, and left is the
     window. Returns the residual stream after attention and its norm, both (B, T, C)."""
     attn = block.attn
-    x1, normed = _MixedNorm.apply(x, x0, a, b)
+    x1, normed = MixedNorm.apply(x, x0, a, b)
     attention = _Attention(attn.n_head, attn.n_kv_head, left)
     (y,) = linear_with_epilogue(attention, normed, (attn.c_q, attn.c_k, attn.c_v), *cos_sin)
     parts = (t.detach() for t in (x, x0, a, b))

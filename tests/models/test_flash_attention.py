@@ -130,7 +130,10 @@ def test_gpu_backends_agree_with_sdpa(name, left):
         with flash_attention.use(backend):
             out = torch.compile(flash_attn_func, fullgraph=True)(*inputs, left)
             results[backend] = (out, *torch.autograd.grad(out.float().square().sum(), inputs))
-    for got, want in zip(results[name], results["sdpa"]):
+    with flash_attention.use(name):  # between two compiled functions
+        out = flash_attn_func(*inputs, left, compiled=True)
+    alone = out, *torch.autograd.grad(out.float().square().sum(), inputs)
+    for got, want in zip((*results[name], *alone), results["sdpa"] * 2):
         # BF16 scores in different orders: 2^-8 of the typical size, some of which adds up in the gradients.
         assert (got.float() - want.float()).norm() <= 0.02 * want.float().norm()
 
@@ -161,6 +164,7 @@ def test_windows_have_a_backend_for_each_gpu_and_full_context_has_sdpa(
     for compiling, chosen in ((True, compiled), (False, eager)):
         monkeypatch.setattr(torch.compiler, "is_compiling", lambda compiling=compiling: compiling)
         assert [flash_attention.chosen_backend(q, left) for left in (31, 62, 63, 64, -1)] == [chosen] * 2 + ["sdpa"] * 3
+        assert flash_attention.chosen_backend(q, 31, compiled=True) == compiled  # between two compiled functions
         q.dtype = torch.float32  # the flash kernel has no FP32
         others = {"flash": "flex" if compiling else "sdpa"}
         assert flash_attention.chosen_backend(q, 31) == others.get(chosen, chosen)

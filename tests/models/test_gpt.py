@@ -373,8 +373,10 @@ def test_separate_qkv_is_three_layers():
     attn, x = model.transformer.h[0].attn, torch.randn(2, 24, 64)
     with torch.no_grad():
         attn.c_q.weight *= 1.7  # so that the three have different tensor scales
-        for got, layer in zip(attn.qkv(x), (attn.c_q, attn.c_k, attn.c_v)):
-            assert torch.equal(got.flatten(2), layer(x))
+        cos_sin = model.cos[:, :24], model.sin[:, :24]
+        q, k, v = (layer(x).unflatten(-1, (-1, attn.head_dim)) for layer in (attn.c_q, attn.c_k, attn.c_v))
+        q, k = (norm(apply_rotary_emb(t, *cos_sin)) for t in (q, k))
+        assert all(map(torch.equal, attn.qkv(x, cos_sin), (q, k, v)))
         with nf.quantize_weights_once(model):
             assert [len(layer.contexts[0].weights) for layer in (attn.c_q, attn.c_k, attn.c_v)] == [1, 1, 1]
 
@@ -393,37 +395,34 @@ def test_the_gradient_of_relu_squared_is_that_of_its_input_in_eight_bits():
     assert 1e-4 < error < 1e-2
 
 
-@pytest.mark.parametrize("recompute", ["none", "codes-mlp"])
-def test_layers_compile_once_for_each_window(monkeypatch, recompute):
-    """Three graphs for three layers and any step: one for each window, and one for the norms before and after them. The
-    loss and the gradients are the same."""
-    graphs = []
-
-    def backend(graph, example_inputs):
-        graphs.append(graph)
-        return graph
-
+@pytest.mark.parametrize("recompute", ["none", "mlp", "codes-mlp"])
+def test_layers_of_all_windows_share_their_graphs(monkeypatch, recompute):
+    """A model with two windows has the graphs of a model with one, in any step. Layers that compute attention's tensors
+    again have a graph for each window. The loss and the gradients are the same."""
     real = torch.compile
-    monkeypatch.setattr(torch, "compile", lambda function, **kw: real(function, **kw, backend=backend))
-    model, ids = make(n_layer=3, window_pattern="SSL"), tokens(2, 24)
-    model = nf.convert(model, "bf16", verbose=False)
-    model.recompute = recompute
-    torch._dynamo.reset()
-    graphs.clear()
-    compiled = compile_layers(model)
-    for step in range(2):
-        model.zero_grad()
-        expected = model(ids, ids.roll(-1, 1))
-        expected.backward()
-        grads = {n: p.grad.clone() for n, p in model.named_parameters()}
-        model.zero_grad()
-        loss = compiled(ids, ids.roll(-1, 1))
-        loss.backward()
-        torch.testing.assert_close(loss, expected)
-        for name, p in model.named_parameters():
-            torch.testing.assert_close(p.grad, grads[name], msg=name)
-        assert len(graphs) == 3, step
-    torch.testing.assert_close(compiled(ids), model(ids))  # no targets: logits
+    monkeypatch.setattr(torch, "compile", lambda function, **kw: real(function, **kw, backend="aot_eager"))
+    ids, graphs = tokens(2, 24), {}
+    for pattern in ("L", "SSSL"):
+        model = nf.convert(make(n_layer=4, window_pattern=pattern), "bf16", verbose=False)
+        model.recompute = recompute
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        compiled, graphs[pattern] = compile_layers(model), []
+        for _ in range(2):
+            model.zero_grad()
+            expected = model(ids, ids.roll(-1, 1))
+            expected.backward()
+            grads = {n: p.grad.clone() for n, p in model.named_parameters()}
+            model.zero_grad()
+            loss = compiled(ids, ids.roll(-1, 1))
+            loss.backward()
+            assert torch.equal(loss, expected)
+            for name, p in model.named_parameters():
+                torch.testing.assert_close(p.grad, grads[name], msg=name)
+            graphs[pattern].append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+        torch.testing.assert_close(compiled(ids), model(ids))  # no targets: logits
+    more = int(recompute == "codes-mlp")
+    assert graphs["SSSL"] == [n + more for n in graphs["L"]]
 
 
 def test_graphs_of_layers_are_cached_by_torch(monkeypatch):
@@ -436,7 +435,7 @@ def test_graphs_of_layers_are_cached_by_torch(monkeypatch):
     model, ids = nf.convert(make(n_layer=1), "clover", verbose=False), tokens(2, 24)
     torch._dynamo.reset()
     compile_layers(model)(ids, ids.roll(-1, 1)).backward()
-    assert len(graphs) == 2
+    assert len(graphs) == 3
     for graph in graphs:
         check_cacheable(graph)
 
