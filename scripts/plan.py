@@ -523,7 +523,6 @@ class Plan:
             raise UserError("GPU and GPU_MEMORY plan a machine that is not here; set PLAN_ONLY=1 as well")
         if s.here:
             check_wandb(environment.get("WANDB_RUN", ""))
-        self.chosen: dict[str, Any] = {}  # the steps of a CPU, and the seconds of one
         self.bases = self.settle()
         for base in self.bases:
             self.check_memory(base)
@@ -548,11 +547,12 @@ class Plan:
                 wrong = f"{name}={n[name]}: FineWeb-Edu has 1 to {dataset.MAX_SHARD} training shards"
                 raise UserError(f"{wrong}; set another number, or leave {name} out")
         first = Base(s, s.method)
+        # The steps of a CPU, and the seconds of one.
+        self.chosen = {} if s.card or s.environment.get("NUM_ITERATIONS") else choose_steps(s, first)
+        if self.chosen:
+            s.instead(NUM_ITERATIONS=self.chosen["steps"])
+            first = Base(s, s.method)
         if s.card is None:
-            if not s.environment.get("NUM_ITERATIONS") and (chosen := choose_steps(s, first)):
-                self.chosen = chosen
-                s.instead(NUM_ITERATIONS=chosen["steps"])
-                first = Base(s, s.method)
             s.shorten(first.steps)
         else:
             shards = -(-first.tokens * SPARE / SHARD_TOKENS // 10) * 10
@@ -791,6 +791,8 @@ def of_memory(s: Settings, base: Base) -> Iterator[str]:
     if way.flags and way.rows and not base.is_fixed:
         others = [f"{' '.join(w.flags) or 'FP32 state'}: {w.rows}, {w.peak / GIB:.1f}" for w in base.ways[1:]]
         yield f"{base.label}it takes {' '.join(way.flags)}; other ways (BASE_ARGS), rows and GiB: {'; '.join(others)}"
+    if s.card and base.work[4] and base.weights > 1.5e9 and any(0 < w.rows <= 2 for w in base.ways):  # as a d32 has
+        yield f"{base.label}2 rows: a d32 in clover had less than half of BF16's tokens/s (docs/memory.md)"
 
 
 def which(plan: Plan) -> Iterator[str]:

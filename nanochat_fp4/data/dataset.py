@@ -392,7 +392,7 @@ def own_text(found: Survey, column: str) -> dict[str, Stored]:
     tenth of the text. Raises UserError for a file that cannot be read or is no text, and if there is too little text.
     """
     files = [(str(path.relative_to(found.folder)), *version_of(path)[1:], path in found.val) for path in found.files]
-    rows, title = lambda: own_pieces(found, column), f"the text of {found}"
+    rows, title = lambda: own_pieces(found, column), f"the text of {found.folder}"
     dataset = store(["own text 2", column, files], title, rows, document="int32")
     document = dataset.data.column("document").to_numpy()
     val = document < 0
