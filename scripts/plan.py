@@ -95,6 +95,8 @@ class Settings:
             self.instead(DEVICE_BATCH=max(1, min(8, 2048 // max(1, length))) if isinstance(length, int) else 8)
         self.base_dir = Path(environment.get("NANOCHAT_BASE_DIR") or default_base_dir())
         self.data_dir, self.plan_only = environment.get("DATA_DIR", ""), switched_on("PLAN_ONLY", environment)
+        if environment.get("TEXT_COLUMN") not in (None, "", "text") and not self.data_dir:
+            raise UserError("TEXT_COLUMN is of text of your own; set DATA_DIR as well, or unset TEXT_COLUMN")
         load_recipes(environment.get("RECIPES", ""), "RECIPES")
         try:
             self.method = nf.get_recipe(environment.get("QAT_METHOD") or "clover").name
@@ -544,8 +546,7 @@ class Plan:
             tok_train.parse_args(s.argv("tok_train"))
         for name in ("NUM_SHARDS", "TOK_SHARDS"):
             if name in s.changed and n[name] not in range(1, dataset.MAX_SHARD + 1):
-                wrong = f"{name}={n[name]}: FineWeb-Edu has 1 to {dataset.MAX_SHARD} training shards"
-                raise UserError(f"{wrong}; set another number, or leave {name} out")
+                raise UserError(f"{name}={n[name]}: FineWeb-Edu has 1 to {dataset.MAX_SHARD} shards; set such a number")
         first = Base(s, s.method)
         # The steps of a CPU, and the seconds of one.
         self.chosen = {} if s.card or s.environment.get("NUM_ITERATIONS") else choose_steps(s, first)
@@ -628,8 +629,7 @@ class Plan:
         if wanted not in (tokens, asked):  # A small text may yield fewer than are asked for.
             held = f"{folder} holds a tokenizer of {tokens} tokens, this run wants {wanted}"
             raise UserError(f"{held}; set VOCAB_SIZE={tokens}, or choose another NANOCHAT_BASE_DIR")
-        own = "for one of another text set another NANOCHAT_BASE_DIR"
-        self.about_text.append(f"the tokenizer of this folder is kept ({tokens} tokens); {own}")
+        self.about_text.append(f"the tokenizer of this folder is kept ({tokens} tokens); another folder has its own")
         return tokens
 
     def text_stages(self) -> list[Stage]:

@@ -67,7 +67,7 @@ class GPTConfig:
     def __post_init__(self) -> None:
         if self.n_embd % self.n_head or (self.n_embd // self.n_head) % 2:
             raise ValueError(
-                f"n_embd {self.n_embd} over n_head {self.n_head} is not an even head dimension; change one of them"
+                f"n_embd {self.n_embd} over n_head {self.n_head} is not an even head dimension; 64 and 128 are usual"
             )
         if self.n_head % self.n_kv_head:
             raise ValueError(

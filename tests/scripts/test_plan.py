@@ -176,6 +176,7 @@ REFUSED = [
     *(({"GPU_MEMORY": text}, f"GPU_MEMORY={text}") for text in ("0", "-1", "x", "nan")),
     ({"GPU": "rtx5090", "PLAN_ONLY": ""}, "PLAN_ONLY=1"),
     ({"DATA_DIR": "/nowhere"}, "DATA_DIR"),
+    ({"TEXT_COLUMN": "body"}, "DATA_DIR"),
     ({"STAGES": "sft"}, "add mid"),
     ({"STAGES": "base loss"}, "add tok"),
     ({"STAGES": "tok base sft"}, "add mid"),
