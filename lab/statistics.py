@@ -135,9 +135,11 @@ def by_seed(results: Iterable[dict], size: str, method: str, value: str = "val_b
     return {r["seed"]: r[value] for r in results if r["size"] == size and r["method"] == method and value in r}
 
 
-def gaps_by_seed(results: Sequence[dict], size: str, method: str, value: str = "val_bpb") -> dict[int, float]:
-    """Returns for each seed the increase over bf16 of the same seed, in percent."""
-    a, b = by_seed(results, size, method, value), by_seed(results, size, "bf16")
+def gaps_by_seed(
+    results: Sequence[dict], size: str, method: str, value: str = "val_bpb", base: str = "bf16"
+) -> dict[int, float]:
+    """Returns for each seed the increase over `base` of the same seed, in percent. BF16 has one forward for all."""
+    a, b = by_seed(results, size, method, value), by_seed(results, size, base, "val_bpb" if base == "bf16" else value)
     return {s: 100 * (a[s] / b[s] - 1) for s in sorted(a.keys() & b.keys())}
 
 
@@ -150,9 +152,9 @@ def pairs(
     return [mine[s] for s in both], [theirs[s] for s in both]
 
 
-def gap(results: Sequence[dict], size: str, method: str, value: str = "val_bpb") -> Estimate:
-    """Returns the gap: the increase of validation bits per byte over bf16, in percent of bf16's, paired by seed."""
-    return estimate([*gaps_by_seed(results, size, method, value).values()])
+def gap(results: Sequence[dict], size: str, method: str, value: str = "val_bpb", base: str = "bf16") -> Estimate:
+    """Returns the gap: the increase of validation bits per byte over `base`, in percent of its, paired by seed."""
+    return estimate([*gaps_by_seed(results, size, method, value, base).values()])
 
 
 def difference(results: Sequence[dict], size: str, method: str, other: str, value: str = "val_bpb") -> Estimate:

@@ -88,12 +88,13 @@ class Item:
 # Stored runs
 
 
-def stored_runs(context: Context) -> tuple[list[dict], dict]:
+def stored_runs(context: Context, all_seeds: bool = False) -> tuple[list[dict], dict]:
     """Returns the runs of --results that have one size, and the other entries of its first study. Raises UserError
     unless the runs can be compared.
 
     Runs that can be compared have one text, one tokenizer, and for each method one length. The runs of a seed have one
     order of the text and are evaluated on the same part of it. The entry "file" of a run is the number of its study.
+    Without `all_seeds` a seed counts if it has a bf16 run.
     """
     names = kept_runs.names_of(context.args.results)
     if not names:
@@ -117,7 +118,8 @@ def stored_runs(context: Context) -> tuple[list[dict], dict]:
     seeds = {r["seed"] for r in runs if r["method"] == "bf16"}
     if not seeds:
         raise UserError(f"{context.args.results} has no bf16 run of size {size!r}; gaps are to bf16")
-    runs = [r for r in runs if r["seed"] in seeds]  # The last seed of an interrupted sweep may have no bf16 run.
+    # The last seed of an interrupted sweep may have no bf16 run.
+    runs = [r for r in runs if all_seeds or r["seed"] in seeds]
     if unused := [name for i, name in enumerate(names) if i not in {r["file"] for r in runs}]:
         problem = f"no run of {unused[0]} has size {size!r} and a bf16 run of its seed in --results"
         raise UserError(f"{problem}; add its file")
@@ -145,12 +147,13 @@ def refuse_unlike(runs: list[dict]) -> None:
     def text(run: dict) -> tuple:
         return [f for f in run["flags"] if f.startswith("--data-seed=")], run.get("eval_tokens")
 
-    base = {r["seed"]: text(r) for r in runs if r["method"] == "bf16"}
-    for r in runs:
-        if text(r) != base[r["seed"]]:
-            both = f"{r['method']} and bf16 of seed {r['seed']} in --results read the text in different orders"
+    base: dict[int, dict] = {}
+    for r in sorted(runs, key=lambda r: r["method"] != "bf16"):
+        first = base.setdefault(r["seed"], r)
+        if text(r) != text(first):
+            both = f"{r['method']} and {first['method']} of seed {r['seed']} in --results"
             mend = "give files of sweeps with the same --vary-data and --eval-tokens"
-            raise UserError(f"{both} or are evaluated on different parts of it; {mend}")
+            raise UserError(f"{both} read the text in different orders or are evaluated on different parts; {mend}")
 
 
 def steps_of(runs: list[dict]) -> int:

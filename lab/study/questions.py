@@ -1,6 +1,7 @@
 """Makes the tables of stored runs that are more than a table of gaps: which method to take, targets, other forward
 passes, extra steps, equal time, the ladder of sizes, and the leaderboard."""
 
+import itertools
 import json
 import math
 from collections.abc import Sequence
@@ -267,11 +268,19 @@ SHARES_OF_FP8 = {
     "clover_fp8_forward_wgrad_but_down": ((0.20, 0.20), (0.22, 0.22)),
 }
 MOST_BYTES = 0.57  # Of an element of the input.
+# Contrasts of two rows that keep the same codes, or have the same GEMMs: what it shows, the row, the row below it.
+SIGNS_OF_FP8 = (
+    ("FP8 in dgrad over FP8 in wgrad", "clover_fp8_forward_dgrad", "clover_fp8_forward_wgrad"),
+    ("FP8 in dgrad over 4 bits", "clover_fp8_forward_dgrad", "clover_fp8_forward_4bit_input"),
+    ("FP8 in wgrad over 4 bits", "clover_fp8_forward_wgrad", "clover_fp8_forward_4bit"),
+    ("FP8 head over BF16 head", "clover_fp8_forward_head_fp8", "clover_fp8_forward"),
+    ("FP8 head over BF16 head, bf16", "bf16_head_fp8", "bf16"),
+)
 
 
 def fp8_forward(context: Context) -> Outcome:
     """Makes the table of the targets of an FP8 forward: shares, which codes are kept, and FP8 in one backward GEMM."""
-    runs, content = stored_runs(context)
+    runs, content = stored_runs(context, all_seeds=True)
     of, row, rows = gaps.Rows(runs, gaps.Item("")), "clover_fp8_forward", []
     for method, targets in SHARES_OF_FP8.items():
         for (name, value), (target, end) in zip(VALUES.items(), targets):
@@ -279,16 +288,15 @@ def fp8_forward(context: Context) -> Outcome:
                 wanted = f"mean at most {target:.2f}, upper end at most {end:.2f}"
                 verdict = stats.verdict(share, target, end)
                 rows.append([f"share of {method}", name, share.shown(sign="-"), share.n, wanted, verdict])
-    codes = stats.difference(runs, of.size, f"{row}_4bit", row)
+    codes = stats.gap(runs, of.size, f"{row}_4bit", base=row)
     if codes.n:
         verdict = "missed" if codes.low > 0 else "met" if codes.low <= 0 else "not decided"
-        rows.append(["4-bit minus 8-bit codes kept, points", "own", str(codes), codes.n, "not above zero", verdict])
-    for name, value in VALUES.items():
-        gemms = stats.difference(runs, of.size, f"{row}_dgrad", f"{row}_wgrad", value)
-        if gemms.n:
-            better = f"FP8 pays more in {'dgrad' if gemms.mean < 0 else 'wgrad'}"
-            verdict = better if gemms.decided else "not decided"
-            rows.append(["FP8 in dgrad minus FP8 in wgrad, points", name, str(gemms), gemms.n, "the sign", verdict])
+        rows.append(["4-bit over 8-bit codes kept, %", "own", str(codes), codes.n, "not above zero", verdict])
+    for (text, method, other), (name, value) in itertools.product(SIGNS_OF_FP8, VALUES.items()):
+        sign = stats.gap(runs, of.size, method, value, other)
+        if sign.n:
+            verdict = ("below" if sign.mean < 0 else "above") + " zero" if sign.decided else "not decided"
+            rows.append([f"{text}, %", name, str(sign), sign.n, "the sign", verdict])
     if not rows:
         raise UserError(f"{context.args.results} has no run of {', '.join(SHARES_OF_FP8)} beside clover's and bf16's")
     for method in (method for method in (f"{row}_4bit", row) if of.of(method)):
@@ -300,6 +308,7 @@ def fp8_forward(context: Context) -> Outcome:
         f"{len(rows)} targets, each judged by itself, without a correction for their number",
         "a share: met if its mean and its upper end are at most the numbers of the target, missed if its lower end is "
         "above the first, and otherwise not decided; a sign is decided if the interval excludes zero",
+        "% is of the loss of the second row of a contrast, on the seeds that both rows have",
         gaps.INTERVALS,
     ]
     return outcome(runs, content, "Targets of an FP8 forward", header, rows, notes, {})

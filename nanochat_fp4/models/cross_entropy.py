@@ -40,7 +40,7 @@ from nanochat_fp4.nvfp4.quantizers import FP8_AMAX_MIN, Quantization, quantize_r
 from nanochat_fp4.nvfp4.roundings import E5M2_MAX, ROUNDINGS
 
 HEADS = ("bf16", "fp8")
-FP8_HEADS = ("fp8",)  # The methods that have their output head in FP8 by default. All others have it in BF16.
+FP8_HEADS = ("fp8", "clover_fp8_forward")  # The methods with an FP8 head by default. Those of all others are in BF16.
 FP8_MULTIPLE = 16  # FP8 tensor cores take dimensions that are multiples of this number.
 # The number of elements in a chunk of logits. On a GPU it is 8192 tokens at a vocabulary of 65,536, or 1 GiB in BF16.
 # Each chunk adds its part to the weight's whole gradient, which costs 12 bytes of memory traffic an element. On an H200

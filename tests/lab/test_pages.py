@@ -91,7 +91,7 @@ def test_the_parts_that_wait_become_pages(tmp_path, monkeypatch):
         made = pages.filled(part)
         assert made == pages.filled(made) and "<!--" not in made
         assert "| clover_fp8_forward_4bit | 0.5625 |" in made and "| clover_fp8_forward_wgrad | 1 |" in made
-        assert "| share of clover_fp8_forward | own | 0.3" in made and "wgrad, points | BF16 | -" in made
+        assert "| share of clover_fp8_forward | own | 0.3" in made and "in wgrad, % | BF16 | -" in made
 
 
 @pytest.mark.parametrize("path", pages.pages(), ids=lambda path: path.name)

@@ -235,7 +235,7 @@ def test_bars_are_those_of_methods_that_were_run(tmp_path, monkeypatch):
     ("change", "problem"),
     [
         ({"flags": ["--data-seed=1"]}, "nvidia and bf16 of seed 0 .*different orders"),
-        ({"eval_tokens": 2048}, "evaluated on different parts of it"),
+        ({"eval_tokens": 2048}, "evaluated on different parts"),
         ({"vocab_size": 1024}, "runs of different vocabularies"),
         ({"tokenizer": "b"}, "runs of different tokenizers"),
         ({"val_text": "b"}, "runs of different validation texts"),
@@ -306,7 +306,7 @@ def test_targets_are_judged_together():
         ({"clover_fp8_forward": [0.5, 0.72], "clover_fp8_forward_4bit": [0.6, 0.62]}, "not above zero met"),
         (
             {"clover_fp8_forward_dgrad": [0.5, 0.5, 0.6], "clover_fp8_forward_wgrad": [0.4, 0.4, 0.49]},
-            "own +0.10 ± 0.01 3 the sign FP8 pays more in wgrad",
+            "FP8 in dgrad over FP8 in wgrad, % own +0.10 ± 0.01 3 the sign above zero",
         ),
         ({"clover_fp8_forward_dgrad": [0.5], "clover_fp8_forward_wgrad": [0.4]}, "own +0.10 1 the sign not decided"),
     ],

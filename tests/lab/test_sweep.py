@@ -21,7 +21,7 @@ from lab import runs as kept_runs
 from lab.study import sweep, sweep_runs, sweep_scheduler
 from lab.study.sweep_results import summary
 from nanochat_fp4.cli import UserError
-from nanochat_fp4.models.cross_entropy import default_head
+from nanochat_fp4.models.cross_entropy import FP8_HEADS, default_head
 from nanochat_fp4.nvfp4 import methods
 from nanochat_fp4.nvfp4.phases import MethodPlan
 from scripts import base_train, tok_train
@@ -47,7 +47,8 @@ def test_a_stored_study_is_trained_again_on_another_text(study):
         (old,) = (r for r in stored if (r["method"], r["seed"]) == (run.method, run.seed))
         differ = [flag for flag in run.flags if flag not in old["flags"]]
         branch = [f"--branch-from={run.branch[0]}@{run.branch[1]}"] if run.branch else []
-        assert differ == branch + (["--head=bf16"] if "--method=fp8" in run.flags else [])
+        head = any(f"--method={method}" in run.flags for method in FP8_HEADS)  # the stored runs had BF16 heads
+        assert differ == branch + ["--head=bf16"] * head
         assert not run.branch or tags.index(run.branch[0]) < tags.index(run.tag)
 
 
