@@ -21,7 +21,7 @@ signal_jobs() { # SIGNAL
 stop() {
     local name
     name=SIG$(kill -l $((STOPPED - 128)))
-    [ "$name" != SIGINT ] || name+=", which was passed on as SIGTERM"
+    [ "$name" != SIGINT ] || name="Ctrl-C (SIGINT)"
     # The terminal may be closed. Then the line cannot be written.
     echo "stopped by $name (exit status $STOPPED)${GO_ON:-}" >&2 || true
     exit "$STOPPED"

@@ -598,7 +598,7 @@ def test_a_signal_to_a_script_reaches_the_stage(script, way, number, status):
     """In the second stage: what bash does with a signal changed after the first one."""
     how = WAYS[way]
     process = script('run true\nrun bash -c "$STAGE"', *how.get("before", ()), ignored=how.get("ignored", ()))
-    name = {130: "SIGINT, which was passed on as SIGTERM", 143: "SIGTERM", 129: "SIGHUP"}[status]  # what was sent
+    name = {130: "Ctrl-C (SIGINT)", 143: "SIGTERM", 129: "SIGHUP"}[status]  # what was sent
     line = f"stopped by {name} (exit status {status}); the same command again goes on from what is saved\n"
     assert end(process, number) == (status, "saved\n", line)
 
