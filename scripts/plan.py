@@ -757,7 +757,7 @@ def how_long(plan: Plan) -> Iterator[str]:
             said += [f"{base.label}{facts[0]}", *facts[1:]]
         else:
             yield f"{base.label}not known, for nobody has published whole training steps with {base.method} on this GPU"
-    yield from dict.fromkeys([*said, "not known of mid-training, SFT and benchmarks, which come besides"])
+    yield from dict.fromkeys(said + ["besides: mid-training, SFT and benchmarks, of unknown time"] * bool(plan.s.later))
 
 
 def minutes(plan: Plan) -> Iterator[str]:
@@ -786,8 +786,8 @@ def of_memory(s: Settings, base: Base) -> Iterator[str]:
         passing = ["activations", "loss"] if way.peak > way.at_rest + way.parts["update"] else ["update"]
         parts = ["weights", "gradients", "moments", "codes"]
         parts += ["activations", "loss", "graphed_update"] if graphed else passing
-        sizes = {part.removeprefix("graphed_"): way.parts[part] / GIB for part in parts}
-        yield base.label + " + ".join(f"{part} {size:.1f}" for part, size in sizes.items())
+        names = {"graphed_update": "update"} | ({"codes": "cast"} if base.method == "bf16" else {})
+        yield base.label + " + ".join(f"{names.get(part, part)} {way.parts[part] / GIB:.1f}" for part in parts)
     if way.flags and way.rows and not base.is_fixed:
         others = [f"{' '.join(w.flags) or 'FP32 state'}: {w.rows}, {w.peak / GIB:.1f}" for w in base.ways[1:]]
         yield f"{base.label}it takes {' '.join(way.flags)}; other ways (BASE_ARGS), rows and GiB: {'; '.join(others)}"

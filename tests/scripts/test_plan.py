@@ -234,7 +234,10 @@ def test_each_method_has_its_own_memory_and_both_train_in_one_state(monkeypatch)
     for way, fact in zip((clover, bf16), sums):
         parts = map(float, re.findall(r" (\d+\.\d)(?= \+|$)", fact))
         assert sum(parts) == pytest.approx(way.graphed_peak / 2**30, abs=0.3)
+    assert "codes" in sums[0] and "cast" in sums[1] and "codes" not in sums[1]  # bf16 keeps casts of its weights.
     assert "other ways" in " ".join(facts["memory"])
+    assert "besides" in facts["how long"][-1]
+    assert "besides" not in " ".join(said(planned(GPU="rtx5090", STAGES="tok base"))["how long"])
 
 
 def test_a_model_that_does_not_fit_is_refused_with_what_does():
