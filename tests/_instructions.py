@@ -87,6 +87,7 @@ def compile_kernels(arch: int, methods: list[str], every_input: bool) -> list[di
     the emulated one, too, where every input is wanted. Runs in the process without the interpreter.
     """
     launched = compiled_instead_of_launched(arch)
+    import _rows  # noqa: F401 - it registers the rows of tests
     from nvfp4_kernels.decode import decode, swizzle, transpose_square
     from nvfp4_kernels.quantize import amax, quantize
     from nvfp4_kernels.relu_squared import quantize_relu_squared, relu_squared
