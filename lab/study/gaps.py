@@ -210,11 +210,12 @@ def gemm_work(run: dict, steps: int) -> float:
 
 
 def counted(runs: list[dict]) -> str:
-    """Says what the GEMM work of runs is of. Runs that were stored without their head have the work of the blocks
-    alone."""
-    with_head = list(dict.fromkeys(r["method"] for r in runs if r.get("head")))
+    """Says what the GEMM work of each method's first run is of. Runs that were stored without their head have the work
+    of the blocks alone."""
+    first = {r["method"]: r for r in reversed(runs)}
+    with_head = [method for method in dict.fromkeys(r["method"] for r in runs) if first[method].get("head")]
     said = "of all linear layers of the blocks"
-    if all(r.get("head") for r in runs):
+    if len(with_head) == len(first):
         return f"{said} and of the output head, which the pages leave out"
     return said + (f", and of the output head of {', '.join(with_head)}" if with_head else "")
 
