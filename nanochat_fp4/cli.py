@@ -227,6 +227,9 @@ begin_program()
 # ----------------------------------------------------------------------------------------------------------------------
 # Flags
 
+# What a user types before the name of a stage. The wheel has the programs inside of the package (__main__.py).
+INSTALLED = (Path(__file__).parent / "programs").is_dir()
+STAGE = "nanochat-fp4 " if INSTALLED else "python -m scripts."
 PROGRAM: str | None = None  # nanochat_fp4/__main__.py sets this to "nanochat-fp4 base_train" and the like.
 
 

@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 import torch
 
 import nanochat_fp4 as nf
-from nanochat_fp4.cli import ArgumentParser, UserError, did_you_mean, run_main, switched_on
+from nanochat_fp4.cli import INSTALLED, STAGE, ArgumentParser, UserError, did_you_mean, run_main, switched_on
 from nanochat_fp4.common import default_base_dir, load_recipes, set_cpu_threads
 from nanochat_fp4.data import dataset
 from nanochat_fp4.data.sources import hub_url, look_for, url_problem
@@ -178,7 +178,7 @@ class Settings:
             return
         except SystemExit:  # A parser's refusal
             text = said.getvalue().strip().splitlines()[-1].removeprefix("error: ").partition(" (see ")[0]
-            text += f" (see python -m scripts.{script} --help)"
+            text += f" (see {STAGE}{script} --help)"
         except (UserError, ValueError) as e:  # A ValueError is of the model's config.
             text = re.sub(r"([2-9]|\d\d+) device", r"NPROC=\1 device", str(e))
         names["--device-type"] = "BASE_ARGS=--device-type"
@@ -736,14 +736,11 @@ def facts(plan: Plan, numbers: bool) -> Iterator[tuple[str, str]]:
         yield "numbers", "  ".join(f"{k}={shlex.quote(str(v))}" for k, v in s.values.items() if v != "")
     elif not s.changed:
         yield "set by you", "no number; PLAN_ONLY=all prints those that can be set"
-    installed = (Path(nf.__file__).parent / "programs").is_dir()
-    apart = {"PLAN_ONLY", "GPU", "GPU_MEMORY", "PYTHONPATH", *(["VENV"] if installed else [])}
+    apart = {"PLAN_ONLY", "GPU", "GPU_MEMORY", "PYTHONPATH", *(["VENV"] if INSTALLED else [])}
     apart |= {name for name in RUN if s.environment.get(name, "") in ("", str(default_base_dir()))}
-    script = f"nanochat-fp4 {s.run}" if installed else f"bash {s.run}_fp4.sh"
-    yield (
-        "type",
-        " ".join([*(f"{name}={shlex.quote(s.environment[name])}" for name in RUN if name not in apart), script]),
-    )
+    script = f"nanochat-fp4 {s.run}" if INSTALLED else f"bash {s.run}_fp4.sh"
+    variables = (f"{name}={shlex.quote(s.environment[name])}" for name in RUN if name not in apart)
+    yield "type", " ".join([*variables, script])
     yield "type", "the same command goes on after an interruption"
 
 

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -47,6 +48,17 @@ def test_a_stage_of_the_wheel_is_the_one_that_lies_in_it(run, tmp_path, monkeypa
     wrong = "error: unrecognized arguments: --vocab=4; did you mean --vocab-size? (see nanochat-fp4 tok_train --help)\n"
     assert status == 2 and err == wrong
     assert Path(sys.modules["scripts"].__file__).parent == tmp_path / "programs" / "scripts"
+
+
+def test_messages_of_the_wheel_name_its_own_command(tmp_path):
+    """It has no package `scripts`, so that `python -m scripts.chat_sft` would find nothing, or nanochat's."""
+    shutil.copytree(ROOT / "nanochat_fp4", tmp_path / "nanochat_fp4", ignore=shutil.ignore_patterns("__pycache__"))
+    (tmp_path / "nanochat_fp4" / "programs").mkdir()
+    asked = "from nanochat_fp4.training import load_model; load_model.find_model_tag('sft', None)"
+    paths = {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT / 'kernels'}", "NANOCHAT_BASE_DIR": str(tmp_path / "base")}
+    how = {"cwd": tmp_path, "env": os.environ | paths, "capture_output": True, "text": True, "timeout": 300}
+    done = subprocess.run([sys.executable, "-c", asked], **how)
+    assert "make it with nanochat-fp4 chat_sft" in done.stderr and "scripts" not in done.stderr.splitlines()[-1]
 
 
 def test_what_there_is(run):

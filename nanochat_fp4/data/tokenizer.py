@@ -22,7 +22,7 @@ import tiktoken
 import torch
 from filelock import FileLock
 
-from nanochat_fp4.cli import ArgumentParser, UserError, one_line, run_main
+from nanochat_fp4.cli import STAGE, ArgumentParser, UserError, one_line, run_main
 from nanochat_fp4.common import get_base_dir, print0
 from nanochat_fp4.data.sources import within
 from nanochat_fp4.files import atomic_open, atomic_write
@@ -153,7 +153,7 @@ class RustBPETokenizer:
                 raise UserError(f"{problem} that somebody put into it; {remedy}")
             path = pickle_path
         if not path.is_file():
-            remedy = "put the one there that the model was trained with, or make one: python -m scripts.tok_train"
+            remedy = f"put the one there that the model was trained with, or make one: {STAGE}tok_train"
             raise UserError(f"there is no tokenizer in {tokenizer_dir}; {remedy}")
         try:
             with path.open("rb") as f:
@@ -163,7 +163,7 @@ class RustBPETokenizer:
         except BaseException as e:
             # Damaged input raises nearly anything, and a panic of tiktoken's Rust code is not an Exception.
             problem = f"{path} is not a tokenizer ({type(e).__name__}: {one_line(e)[:150]})"
-            raise UserError(f"{problem}; train it again (python -m scripts.tok_train) or copy it again") from e
+            raise UserError(f"{problem}; train it again ({STAGE}tok_train) or copy it again") from e
 
     @classmethod
     def _of_json(cls, data: dict[str, Any]) -> "RustBPETokenizer":

@@ -10,15 +10,14 @@ The paper leaves out some details, which come from its published code:
 - q, k and v are one layer with one tensor_scale, and so are up and gate.
 - The MLP's width is 2/3 of four times the model's width, rounded up to a multiple of 256.
 - Weights are drawn from a normal distribution with std 0.02, or 0.02 / sqrt(2 layers) in layers that add to the
-residual
-  stream.
+  residual stream.
 - AdamW's betas are 0.9 and 0.95. The embedding and the norms have no weight decay.
 - The eps of the norms is 1e-5. The schedule is torch's OneCycleLR with cosines.
 
-A step has 512 sequences of 512 tokens, in micro-batches of 128 sequences. The text is C4
-(`python -m nanochat_fp4.data.dataset --c4`), with a vocabulary of 32,000 tokens. Two things differ from the published
-code. It rotates pairs of neighbouring dimensions of q and k, and here the pairs are half a head apart, which only
-permutes the rows of c_q and c_k. Checkpoints here store the fused matrices separately.
+A step has 512 sequences of 512 tokens, in micro-batches of 128 sequences. The text is C4 (allenai/c4 on the hub, whose
+.json.gz files are read as they are), with a vocabulary of 32,000 tokens. Two things differ from the published code. It
+rotates pairs of neighbouring dimensions of q and k, and here the pairs are half a head apart, which only permutes the
+rows of c_q and c_k. Checkpoints here store the fused matrices separately.
 """
 
 import math

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 import nanochat_fp4 as nf
-from nanochat_fp4.cli import UserError, format_bytes, one_line
+from nanochat_fp4.cli import STAGE, UserError, format_bytes, one_line
 from nanochat_fp4.common import (
     fail_together,
     get_base_dir,
@@ -204,7 +204,7 @@ def find_model_tag(source: str, model_tag: str | None) -> str:
     method comes before the bf16 baseline, and then the newest one. If there is no such model, the UserError names the
     command that makes one."""
     check_model_tag(model_tag)
-    folder, made_by = Path(get_base_dir()) / FOLDERS[source], f"python -m scripts.{SCRIPTS[source]}"
+    folder, made_by = Path(get_base_dir()) / FOLDERS[source], f"{STAGE}{SCRIPTS[source]}"
     tags = [path for path in sorted(folder.glob("*/")) if list_steps(path)]
     if model_tag is not None and (folder / model_tag).is_dir():
         return model_tag
