@@ -24,6 +24,7 @@ and .md. lab.reproduce --results=<folder>/<name>.json makes tables and plots of 
 import argparse
 import dataclasses
 import json
+import os
 import shlex
 import shutil
 import sys
@@ -66,6 +67,8 @@ def prepare(folder: Path, data_dir: str | None, vocab_size: int, embedded_mb: fl
     make_folder(folder)
     with base_directory(folder):
         data = build_embedded_corpus(embedded_mb) if embedded_mb else None
+        if not data and (data_dir or os.environ.get("DATA_DIR")):  # Own text is stored where its runs look for it.
+            data = ensure_data(data_dir)
     data = str(data or ensure_data(data_dir))
     base = Path(get_base_dir())
     if has := tokens_of(folder):

@@ -223,6 +223,11 @@ def test_a_tokenizer_of_another_size_is_not_taken(tmp_path, monkeypatch):
     ).read_bytes()
     with pytest.raises(UserError, match="290 tokens.*--folder"):
         tokens("other", 280)
+    (tmp_path / "text" / "b.txt").write_text("Another document, longer than the first.\n\n" * 500)
+    stored = len(list((tmp_path / "base/stored_text").rglob("*.arrow")))
+    tokens("other", 290)  # A text that is new is stored once, and not in the base directory as well.
+    assert len(list((tmp_path / "base/stored_text").rglob("*.arrow"))) == stored
+    assert list((tmp_path / "other/stored_text").rglob("*.arrow"))
 
 
 @pytest.mark.parametrize(
