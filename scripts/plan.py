@@ -614,7 +614,7 @@ class Plan:
             tokens = int(s.values["NUM_SHARDS"]) * SHARD_TOKENS
         if tokens and "base" in s.stages:
             times = self.bases[0].tokens / tokens
-            often = "once" if 0.8 < times < 1.1 else f"{times:.2g} times"
+            often = "once" if 0.8 < times < 1.1 else f"{span(times, times)} times"
             self.about_text.append(f"it has about {amount(tokens)} tokens, and is read {often}")
 
     def find_tokenizer(self) -> int | None:

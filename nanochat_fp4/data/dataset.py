@@ -434,13 +434,13 @@ def parquets_iter_batched(
 def how_often(parts: Parts, tokenizer: Any, tokens: int) -> str | None:
     """Returns a line that says how own text was cut, about how many tokens it has, and how often a run of so many
     tokens reads it. Returns None for parquet shards."""
-    own = parts[0]
-    if isinstance(own, Shard):
+    if isinstance(own := parts[0], Shard):
         return None
     sample = [text for k in range(0, len(own.rows), -(-len(own.rows) // 8)) for text in own.read(k)]
     held = len(own.order) * sum(map(len, tokenizer.encode(sample))) // len(sample)
+    often = f"{tokens / held:,.0f}" if tokens > 10 * held else f"{tokens / held:.2g}"
     text = f"{own.name}: {len(own.order):,} training pieces, cut at the ends of paragraphs, with about {held:,} tokens"
-    return f"{text}, which this run reads {tokens / held:.2g} times; what is longer than a row goes on in the next one"
+    return f"{text}, which this run reads {often} times; what is longer than a row goes on in the next one"
 
 
 # ----------------------------------------------------------------------------------------------------------------------

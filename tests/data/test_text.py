@@ -434,6 +434,7 @@ def test_how_a_text_was_cut_and_how_often_it_is_read(folder):
     said = how_often(parts, tokenizer, 3 * tokens)
     held = int(re.search(r"about ([\d,]+) tokens", said)[1].replace(",", ""))
     assert abs(held / tokens - 1) < 0.1 and re.search(r"reads (2\.[89]|3|3\.1) times", said) and "pieces" in said
+    assert re.search(r"reads \d\d,\d{3} times", how_often(parts, tokenizer, 20_000 * tokens))
     for k in range(2):
         write_shard(folder / f"{k}.parquet", ["x"] * 10)
     (folder / "a.txt").unlink()
