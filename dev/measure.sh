@@ -43,6 +43,8 @@ if switched_on PLAN_ONLY; then
     PY=${PY:-python}
 else
     if [ -n "${PY:-}" ]; then export PYTHONPATH=$ROOT:$ROOT/kernels${PYTHONPATH:+:$PYTHONPATH}; else setup_environment; fi
+    switched_on DRY_RUN || "$PY" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' ||
+        die "there is no GPU here to measure; DRY_RUN=1 tries all parts in small on any machine"
     mkdir -p "$OUT" || die "cannot create $OUT; set OUT to a writable folder"
 fi
 

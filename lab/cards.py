@@ -26,9 +26,7 @@ NVFP4's tokens per second over FP8's, and clover_fp8_forward's over fp8's if its
 """
 
 import json
-import math
 import re
-import statistics
 from collections.abc import Sequence
 from functools import cache
 from typing import Any, NamedTuple
@@ -44,7 +42,7 @@ CARDS, PUBLISHED = ROOT / "nanochat_fp4/cards.json", RESULTS / "published_steps.
 PRECISIONS = ("bf16", "fp8", "nvfp4")
 # The method that a plan weighs against fp8, the share of its products in 4 bits (dgrad and wgrad), and the studies with
 # the gaps of both. The first that has a method counts for it.
-RIVAL, IN_4_BITS, STUDIES = "clover_fp8_forward", 2 / 3, ("d6_fp8_forward", "d6_mixed")
+RIVAL, IN_4_BITS, STUDIES = "clover_fp8_forward", 2 / 3, ("d6_mixed",)
 DEPTHS = (12, 20, 26, 32)
 OLDER = ("sm_70", "sm_75")  # GPUs of no card here, of which a method is advised all the same
 # Programs of two authors on one card (RTX PRO 4000, NVFP4) differ by a factor of two. An end of a speed that rests on a
@@ -183,19 +181,21 @@ def lora() -> dict[str, Any]:
     return of | {"ratio": {model: [round(r, 2), round(two_thirds(r), 2)] for model, r in ratios.items()}}
 
 
-def gap_of(method: str, studies: Sequence[str]) -> float:
-    """A method's mean gap with its own forward, in percent, or NaN if no stored study has it."""
-    for name in (name for name in studies if name in kept_runs.studies()):
-        runs = kept_runs.stored(name)["results"]
-        if found := stats.gaps_by_seed(runs, runs[0]["size"], method):
-            return statistics.fmean(found.values())
-    return math.nan
+def lost(studies: Sequence[str]) -> stats.Estimate | None:
+    """The gap of clover_fp8_forward minus that of fp8, own forward, in points, paired by seed, of the first study that
+    has both, or None."""
+    for runs in [kept_runs.stored(name)["results"] for name in studies]:  # an unknown name is refused
+        difference = stats.difference(runs, runs[0]["size"], RIVAL, "fp8")
+        if difference.n:
+            return difference
+    return None
 
 
-def break_even(studies: Sequence[str] = STUDIES) -> list[dict[str, float]]:
-    """The ratios R by depth. There are none as long as no run of clover_fp8_forward is stored."""
-    more = 1 + (gap_of(RIVAL, studies) - gap_of("fp8", studies)) / 100
-    if math.isnan(more):
+def break_even(studies: Sequence[str] = STUDIES) -> list[dict[str, Any]]:
+    """The ratios R by depth, and the interval of R by the law that the difference's interval gives. There are none if
+    no study has runs of both."""
+    more = lost(studies)
+    if more is None:
         return []
     own = scaling.exponent(kept_runs.stored(scaling.OF_TWO_LENGTHS)["results"])[0]
     law, found = scaling.fit_law(scaling.read_runs("paper")), []
@@ -203,8 +203,10 @@ def break_even(studies: Sequence[str] = STUDIES) -> list[dict[str, float]]:
         width = config_from_depth(depth, 1, 1, 128, 64).n_embd
         blocks, head = 12 * depth * width**2, 65536 * width
         b = scaling.exponent_of_tokens(law, blocks, 20 * (blocks + 2 * head))
-        ratios = [round(more ** (1 / exponent), 3) for exponent in (own, b)]
-        found.append({"depth": depth, "weights": blocks + head, "b": [round(own, 3), round(b, 3)], "ratio": ratios})
+        ratios = [round((1 + more.mean / 100) ** (1 / exponent), 3) for exponent in (own, b)]
+        interval = [round((1 + end / 100) ** (1 / b), 2) for end in (more.low, more.high)] if more.n > 1 else []
+        of = {"depth": depth, "weights": blocks + head, "b": [round(own, 3), round(b, 3)]}
+        found.append(of | {"ratio": ratios, "interval": interval})
     return found
 
 

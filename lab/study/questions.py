@@ -510,19 +510,24 @@ def break_even(context: Context) -> Outcome:
     found, ladder = cards.break_even(studies), cards.lora()
     if not found:
         raise UserError(f"no stored study of {', '.join(studies)} has runs of fp8 and of {cards.RIVAL}")
-    rows = [[f"d{of['depth']}", *(f"{v:.3f}" for v in (*of["ratio"], of["b"][1])), "-", "-"] for of in found]
+    rows = []
+    for of in found:
+        own_r, r, b = (f"{v:.3f}" for v in (*of["ratio"], of["b"][1]))
+        ends = " ({:.2f} to {:.2f})".format(*of["interval"]) if of["interval"] else ""
+        rows.append([f"d{of['depth']}", own_r, r + ends, b, "-", "-"])
     rows += [[name, "-", "-", "-", *(f"{v:.2f}" for v in ratios)] for name, ratios in ladder["ratio"].items()]
     over = f"{cards.RIVAL} over fp8"
     own = f"R, b = {found[0]['b'][0]:.3f}"
     header = ["model", own, "R, b of the law", "b of the law", "NVFP4 over FP8, measured", f"{over}, by count"]
     notes = [
         f"R: {over} in tokens/s, from which {cards.RIVAL} ends ahead after the same hours: (1 + the difference of the "
-        "two gaps at d6, own forward)^(1/b); the gap is taken to be that of d6 at every size",
+        "two gaps at d6, own forward, paired by seed)^(1/b), with the interval of that difference, which is taken "
+        "to be the same at every size",
         f"measured: {ladder['source']}, {ladder['card']}; {ladder['what']}",
         "by count: two thirds of its products are in 4 bits and gain as much",
     ]
     title = "From which speed on does clover_fp8_forward end ahead of fp8?"
-    return Outcome(title, header, rows, notes, {"R": found}, None, f"gaps of the first of {', '.join(studies)}")
+    return Outcome(title, header, rows, notes, {"R": found}, None, f"gaps of {', '.join(studies)}")
 
 
 # ----------------------------------------------------------------------------------------------------------------------

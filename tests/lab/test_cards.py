@@ -1,11 +1,10 @@
 """nanochat_fp4/cards.json is what lab.cards computes from published steps."""
 
 import json
-import math
 
 import pytest
 
-from lab import cards, scaling
+from lab import cards, scaling, statistics
 from nanochat_fp4.hardware import get_peak_flops
 
 BY_NAME = {card["name"]: card for card in cards.published()}
@@ -87,7 +86,7 @@ def test_the_method_to_take_is_named_where_no_measurement_changes_it():
 
 
 def test_the_ratios_that_decide_follow_from_gaps_and_exponents(monkeypatch):
-    monkeypatch.setattr(cards, "gap_of", lambda method, studies: 0.2 if method == "fp8" else 0.7)
+    monkeypatch.setattr(cards, "lost", lambda studies: statistics.around(0.5, 0.1, 3))
     found, law = cards.break_even(), scaling.fit_law(scaling.read_runs("paper"))
     assert [of["depth"] for of in found] == [12, 20, 26, 32]
     for of in found:
@@ -95,25 +94,26 @@ def test_the_ratios_that_decide_follow_from_gaps_and_exponents(monkeypatch):
         b = scaling.exponent_of_tokens(law, blocks, 20 * (blocks + 2 * head))
         assert of["b"] == pytest.approx([0.084, b], abs=0.0006) and of["weights"] == blocks + head
         assert of["ratio"] == pytest.approx([1.005 ** (1 / 0.084), 1.005 ** (1 / b)], abs=2e-3)
+        low, high = of["interval"]
+        assert low < of["ratio"][1] < high
     assert found[1]["b"][1] == 0.036
-    monkeypatch.setattr(cards, "gap_of", lambda method, studies: 0.2 if method == "fp8" else math.nan)
+    monkeypatch.setattr(cards, "lost", lambda studies: None)
     assert cards.break_even() == []
 
 
-def test_the_newest_study_that_has_a_method_counts(monkeypatch):
-    """fp8 may be in the older one alone."""
+def test_what_is_lost_is_paired_by_seed(monkeypatch):
+    """A study that lacks one of the two methods does not count."""
 
-    def runs(**gaps: float) -> dict:
-        return {"results": [{"method": m, "size": "d6", "seed": 1, "val_bpb": 1 + g / 100} for m, g in gaps.items()]}
+    def runs(**gaps: list[float]) -> dict:
+        values = [(m, seed, 1 + g / 100) for m, of in gaps.items() for seed, g in enumerate(of)]
+        return {"results": [{"method": m, "size": "d6", "seed": s, "val_bpb": v} for m, s, v in values]}
 
-    studies = {"d6_mixed": runs(bf16=0, fp8=0.3), "d6_fp8_forward": runs(bf16=0, clover_fp8_forward=0.7)}
-    monkeypatch.setattr(cards.kept_runs, "studies", lambda: list(studies))
+    studies = {"new": runs(bf16=[0, 0], clover_fp8_forward=[0.9, 0.9])}
+    studies["old"] = runs(bf16=[0, 0, 0], fp8=[0.1, 0.3, 5], clover_fp8_forward=[0.4, 0.7])
     monkeypatch.setattr(cards.kept_runs, "stored", studies.__getitem__)
-    assert [cards.gap_of(m, cards.STUDIES) for m in ("fp8", cards.RIVAL)] == pytest.approx([0.3, 0.7])
-    studies["d6_fp8_forward"] = runs(bf16=0, fp8=0.2, clover_fp8_forward=0.7)
-    assert cards.gap_of("fp8", cards.STUDIES) == pytest.approx(0.2)
-    del studies["d6_fp8_forward"]
-    assert math.isnan(cards.gap_of(cards.RIVAL, cards.STUDIES))
+    found = cards.lost(("new", "old"))
+    assert found.n == 2 and found.mean == pytest.approx(0.35) and found.low < 0.3 < 0.4 < found.high
+    assert cards.lost(("new",)) is None
 
 
 def test_the_ladder_of_others_has_what_two_thirds_in_4_bits_would_gain():

@@ -139,9 +139,23 @@ def test_every_file_and_flag_of_the_plan_is_there(tmp_path, capsys):
     assert len(flags) == 3  # doctor, layers, steps
 
 
+def python_that_finds_a_gpu(tmp_path: Path, command: str) -> Path:
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\n[ "$1" != -c ] || exit 0\nexec {command}\n')
+    python.chmod(0o755)
+    return python
+
+
+@no_gpu
+def test_without_a_gpu_nothing_is_measured(tmp_path):
+    done = measure(tmp_path / "out")
+    assert done.returncode == 2 and "DRY_RUN=1" in done.stderr and not (tmp_path / "out").exists()
+
+
 @no_gpu
 def test_what_fails_leaves_the_others(fork_server, tmp_path):
-    done = measure(tmp_path, fork_server.python, PARTS="layers steps_nanochat")
+    python = python_that_finds_a_gpu(tmp_path, f'{fork_server.python} "$@"')
+    done = measure(tmp_path, python, PARTS="layers steps_nanochat")
     assert done.returncode == 1
     *_, title, layers, nanochat = done.stdout.splitlines()
     assert title == f"== summary, in {tmp_path}"
@@ -151,10 +165,7 @@ def test_what_fails_leaves_the_others(fork_server, tmp_path):
 
 
 def test_what_takes_too_long_is_cut_off(tmp_path):
-    python = tmp_path / "python"
-    python.write_text("#!/bin/sh\nexec sleep 60\n")
-    python.chmod(0o755)
-    done = measure(tmp_path, python, PARTS="doctor", LIMIT="1")
+    done = measure(tmp_path, python_that_finds_a_gpu(tmp_path, "sleep 60"), PARTS="doctor", LIMIT="1")
     assert done.returncode == 1 and "doctor          FAILED, cut off after 1 s" in done.stdout
 
 
