@@ -21,7 +21,8 @@ PRO cards do not halve the rate with FP32 accumulation.
 `take` is the method to take on GPUs of an architecture, if no measurement of the user's can change it. `R` is the ratio
 of clover_fp8_forward's to fp8's tokens per second from which clover_fp8_forward ends ahead after the same hours, by
 depth. Its two values have the two exponents `b`, by which a longer run lowers the loss as tokens^-b: that of the runs
-of d6, and that of the law of the paper's runs at this size. `lora` is a ladder of sizes by others, to be read beside R:
+of d6, and that of the law of the paper's runs at this size. `gap` is the increase of the validation loss over BF16's in
+percent by method, own forward, of the runs of d6. `lora` is a ladder of sizes by others, to be read beside R:
 NVFP4's tokens per second over FP8's, and clover_fp8_forward's over fp8's if its two thirds in 4 bits gained as much.
 """
 
@@ -37,12 +38,14 @@ from lab import statistics as stats
 from nanochat_fp4.cli import ArgumentParser, run_main, table
 from nanochat_fp4.files import atomic_write
 from nanochat_fp4.models.gpt import config_from_depth
+from nanochat_fp4.nvfp4.methods import METHODS
 
 CARDS, PUBLISHED = ROOT / "nanochat_fp4/cards.json", RESULTS / "published_steps.json"
 PRECISIONS = ("bf16", "fp8", "nvfp4")
 # The method that a plan weighs against fp8, the share of its products in 4 bits (dgrad and wgrad), and the studies with
 # the gaps of both. The first that has a method counts for it.
 RIVAL, IN_4_BITS, STUDIES = "clover_fp8_forward", 2 / 3, ("d6_mixed",)
+OF_GAPS = ("d6_mixed", "d6_fp8_forward")  # The studies of the table of docs/results.md that says which method to take.
 DEPTHS = (12, 20, 26, 32)
 OLDER = ("sm_70", "sm_75")  # GPUs of no card here, of which a method is advised all the same
 # Programs of two authors on one card (RTX PRO 4000, NVFP4) differ by a factor of two. An end of a speed that rests on a
@@ -141,15 +144,14 @@ def speed(card: dict[str, Any], key: str) -> dict[str, Any] | None:
         steps = [*bf16.steps, *(timed.steps if timed else []), *times.steps]
         found = Span(low, high * wider[1], of_low, of_high, steps)
     runs, doubts = {json.dumps(step): step for step in found.steps}, []
-    if len(runs) > 1 and found.of_low is found.of_high:
-        doubts.append(f"both ends are speeds of one source: {found.of_low['source']}")
+    if max(wider) > 1:
+        ends = "both ends are" if min(wider) > 1 else f"the {'slow' if wider[0] > 1 else 'fast'} end is"
+        of_both = f": {found.of_low['source']}" if len(runs) > 1 and found.of_low is found.of_high else ""
+        doubts.append(f"{ends} widened by {SINGLE_SOURCE}, because of ONE SOURCE{of_both}")
     rows = found.of_low.get("micro_batch", {})
     if slow in rows and rows[slow] < max(rows.values()):
         what = f"{slow.upper()} with micro-batch {rows[slow]}"
         doubts.append(f"the slow end follows from {what}; more rows take fewer hours")
-    if max(wider) > 1:
-        ends = "both ends are" if min(wider) > 1 else f"the {'slow' if wider[0] > 1 else 'fast'} end is"
-        doubts.append(f"ONE SOURCE, so {ends} widened by {SINGLE_SOURCE}")
     on_this_card = [step["weights"] for step in runs.values() if step in card["rates"]]
     return {
         "range": [float(f"{end / 1e12:.4g}") for end in (found.low, found.high)],
@@ -189,6 +191,13 @@ def lost(studies: Sequence[str]) -> stats.Estimate | None:
         if difference.n:
             return difference
     return None
+
+
+def gaps() -> dict[str, str]:
+    """The gap of each method of the studies OF_GAPS, own forward, in percent and with its interval."""
+    runs = [run for name in OF_GAPS for run in kept_runs.stored(name)["results"]]
+    found = {method: stats.gap(runs, runs[0]["size"], method) for method in METHODS if method != "bf16"}
+    return {method: of.shown(sign="-") for method, of in found.items() if of.n > 1}
 
 
 def break_even(studies: Sequence[str] = STUDIES) -> list[dict[str, Any]]:
@@ -241,11 +250,19 @@ def content() -> dict[str, Any]:
     of_arch = {arch: [c for c in cards if c["arch"] == arch] for arch in sorted({*OLDER, *(c["arch"] for c in cards)})}
     takes = {arch: said for arch, alike in of_arch.items() if (said := take(arch, alike, ratios))}
     peaks = json.loads(PUBLISHED.read_text(encoding="utf-8"))["bf16_peaks"]
-    return {"about": ABOUT, "bf16_peaks": peaks, "take": takes, "R": ratios, "lora": lora(), "cards": cards}
+    return {
+        "about": ABOUT,
+        "bf16_peaks": peaks,
+        "take": takes,
+        "R": ratios,
+        "gap": gaps(),
+        "lora": lora(),
+        "cards": cards,
+    }
 
 
 def as_text() -> str:
-    text = json.dumps(content(), indent=1)
+    text = json.dumps(content(), indent=1, ensure_ascii=False)
     return re.sub(r"\[\s+([^][{}]+?)\s+\]", lambda found: f"[{' '.join(found[1].split())}]", text) + "\n"
 
 

@@ -288,7 +288,7 @@ def test_hours_are_scaled_by_weights_and_flops_and_divided_by_gpus():
     long = hours(GPU="rtx5090", SEQ_LEN="8192", EVAL_EVERY="-1")
     usual = hours(GPU="rtx5090", EVAL_EVERY="-1")
     assert long[1][0] / usual[1][0] == pytest.approx(long[0].flops / usual[0].flops, rel=0.01)
-    assert any("one source" in fact for fact in facts) and hours(GPU="rtx5080")[1] is None
+    assert sum("SOURCE" in fact for fact in facts) == 1 and hours(GPU="rtx5080")[1] is None
     assert any(f.startswith("EXTRAPOLATED") for f in hours(GPU="rtx5090", DEPTH="4")[1][2])
     assert "not known" in said(planned(GPU="rtx5080"))["how long"][0]
 
