@@ -238,8 +238,6 @@ def quantization_config(
         "quantization_status": "compressed",
         "config_groups": {f"group_{i}": group for i, group in enumerate(groups)},
         "ignore": ignore,
-        "kv_cache_scheme": None,
-        "global_compression_ratio": None,
     }
 
 
@@ -257,7 +255,7 @@ def write(
     """Writes model.safetensors and config.json into an existing folder.
 
     config:       config.json without the entries of the format
-    dtype:        the dtype of the tensors that are not quantized
+    dtype:        the dtype of the tensors that are not quantized. config.json says BF16 if others have 4 bits.
     plain:        these tensors, by their names in the file
     weights:      the quantized weights, by the model's names of the layers
     input_scales: the input scale of each layer in 4 bits, by the same names. If there are none, servers compute those
@@ -292,7 +290,8 @@ def write(
             ignore[layer] = None
     on_cpu = {name: t.detach().cpu().contiguous() for name, t in tensors.items()}
     save_file(on_cpu, folder / WEIGHTS_FILE, {"format": "pt"})
-    name = str(dtype).removeprefix("torch.")
+    # transformers decodes 4-bit codes to BF16, and multiplies them with inputs in the dtype that config.json says.
+    name = str(torch.bfloat16 if layers[False] else dtype).removeprefix("torch.")
     config = {**config, "dtype": name, "torch_dtype": name}  # Releases of transformers before 5 read the second one.
     if weights:
         config["quantization_config"] = quantization_config([*ignore], input_scales, layers)

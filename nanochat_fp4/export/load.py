@@ -57,6 +57,8 @@ def load_quantized(model: M, folder: str | Path, device: torch.device | str = "c
         raise UserError(f"load_quantized: got {got}, expected a model and then the folder; swap the two or name both")
     folder = Path(folder).expanduser()
     own = isinstance(model, GPT | Llama)
+    if hasattr(model, "tie_weights") and any(p.is_meta for p in model.parameters()):
+        model.tie_weights()  # accelerate.init_empty_weights() gives two names of a parameter two parameters.
     config = _read(folder / "config.json", _entries) if own or (folder / "config.json").exists() else {}
     if isinstance(about := config.get("quantization_config"), dict):
         name = about.get("format") or about.get("quant_algo") or about.get("quant_method")
@@ -151,7 +153,7 @@ def _check_tensors(
     computed = getattr(model, "_keys_to_ignore_on_save", None) or ()
     for theirs, parts in places.items():
         if any(key(part) not in found and part.name not in computed for part in parts):
-            raise UserError(f"{folder} has no {theirs}; load it into the model it was made from")
+            raise UserError(f"{folder} has no {theirs}; download or export it again, or use the model it is of")
 
 
 def _check_config(folder: Path, config: Mapping[str, Any], about: Mapping[str, Any]) -> None:

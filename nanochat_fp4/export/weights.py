@@ -103,7 +103,7 @@ def forward_weights(model: nn.Module, share_scales: bool = True) -> tuple[dict[s
         notes.add(
             f"{len(shared)} layers that servers compute as one with others, such as {names[together[0][0]]}, share "
             f"their tensor scales: their codes are not training's, and the weights change by {change:.1%} (root mean "
-            "square); without share_scales they are training's"
+            "square); with share_scales=False they are training's"
         )
     return {name: found[name] for name in names.values() if name in found}, sorted(notes - {""})
 

@@ -43,6 +43,34 @@ def test_codes_of_the_trained_forward_go_out_and_come_back(model, tmp_path, inpu
         torch.testing.assert_close(read.get_submodule(name).weight.detach(), t.dequantize(), rtol=2e-7, atol=0)
 
 
+class Retied(Foreign):
+    def tie_weights(self) -> None:
+        self.lm_head.weight = self.embed.weight
+
+
+def test_a_tie_that_accelerate_broke_is_made_again(model, tmp_path):
+    """init_empty_weights gives a meta parameter to each name. A tie that somebody broke on purpose stays broken."""
+    nf.save_quantized(model, tmp_path / "out")
+    with torch.device("meta"):
+        empty = Retied()
+        empty.lm_head.weight = nn.Parameter(empty.embed.weight.clone())
+    read = nf.load_quantized(empty, tmp_path / "out")
+    assert read.lm_head.weight is read.embed.weight and read.embed.weight.isfinite().all()
+    untied = Retied()
+    untied.lm_head.weight = nn.Parameter(untied.embed.weight.clone())
+    with pytest.raises(UserError, match="lm_head.weight"):
+        nf.load_quantized(untied, tmp_path / "out")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_config_json_says_the_dtype_in_which_transformers_decodes(model, tmp_path, dtype):
+    for method, want in (("clover", torch.bfloat16), ("fp8", dtype)):
+        nf.save_quantized(nf.convert(model, method, verbose=False), tmp_path / method, dtype=dtype)
+        config = json.loads((tmp_path / method / "config.json").read_text())
+        assert {config["dtype"], config["torch_dtype"]} == {str(want).removeprefix("torch.")}
+        assert load_safetensors(tmp_path / method)["embed.weight"].dtype == dtype
+
+
 @pytest.mark.parametrize("mixed", [False, True])
 def test_inputs_of_fp8_layers_have_a_scale_for_each_token_without_calibration(model, tmp_path, mixed):
     model.layers.append(nf.QuantLinear(32, 32, method="fp8"))

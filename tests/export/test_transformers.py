@@ -135,6 +135,29 @@ def test_logits_come_back_where_no_scale_is_shared_and_a_line_says_how_far_they_
             assert torch.allclose(other(ids).logits, model(ids).logits, rtol=1e-5, atol=1e-6) != shared
 
 
+@pytest.mark.parametrize("method", ["clover", "fp8"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_the_lines_of_the_page_compute_whatever_dtype_the_rest_has(tmp_path, dtype, method):
+    pytest.importorskip("compressed_tensors")
+    model, ids = nf.convert(CLASSES["Llama"](), method, verbose=False).eval(), torch.arange(32)[None]
+    nf.save_quantized(model, tmp_path, dtype=dtype, share_scales=False)
+    with torch.no_grad():
+        got = t.AutoModelForCausalLM.from_pretrained(tmp_path)(input_ids=ids).logits.float()
+        want = nf.load_quantized(CLASSES["Llama"]().eval(), tmp_path)(ids).logits
+    assert (got - want).norm() < 0.03 * want.norm()
+
+
+@pytest.mark.parametrize("name", ["Llama", "tied Llama"])
+def test_a_model_without_weights_is_filled(tmp_path, name):
+    accelerate = pytest.importorskip("accelerate")
+    model = saved(name, tmp_path)
+    with accelerate.init_empty_weights():
+        empty = CLASSES[name]()
+    read, tied = nf.load_quantized(empty, tmp_path), name == "tied Llama"
+    assert (read.lm_head.weight is read.model.embed_tokens.weight) == tied == model.config.tie_word_embeddings
+    assert torch.equal(read.lm_head.weight, model.lm_head.weight.bfloat16().float())
+
+
 def test_the_example_of_the_page_saves_and_reads(tmp_path, monkeypatch, capsys):
     """docs/models.md, line by line."""
     monkeypatch.chdir(tmp_path)
