@@ -96,9 +96,10 @@ def take(lock: filelock.FileLock, folder: Path, busy: str, seconds: float = 0.0)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         lock.acquire(timeout=seconds)
-    except filelock.Timeout:
-        raise UserError(busy) from None
     except OSError as e:
+        # filelock waits for a file that cannot be made, too. A Timeout is an OSError.
+        if isinstance(e, filelock.Timeout) and os.path.exists(lock.lock_file):
+            raise UserError(busy) from None
         if e.errno not in _NO_LOCKS:
             why = one_line(e.strerror or e)
             raise UserError(f"{folder} cannot be written ({why}); choose a writable folder") from e

@@ -12,6 +12,7 @@ from _exporting import write_value as write
 
 from nanochat_fp4.cli import UserError
 from nanochat_fp4.export.save import FORMAT, LIST, new_export
+from nanochat_fp4.locks import held_run
 from scripts import export
 
 
@@ -77,8 +78,10 @@ def test_readers_see_whole_exports_and_writers_are_alone(tmp_path):
 
 
 @pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs a folder in which nobody can make a file")
-def test_a_place_where_no_file_can_be_made_is_refused_at_once():
-    with pytest.raises(UserError, match="/proc"), new_export("/proc/exported"):
+@pytest.mark.parametrize("enter", [new_export, held_run])
+def test_a_place_where_no_file_can_be_made_is_refused_at_once(enter):
+    """There is no lock, so nobody has it."""
+    with pytest.raises(UserError, match="/proc/made cannot be written"), enter("/proc/made"):
         pass
 
 
