@@ -193,5 +193,7 @@ def test_installed_into_an_empty_environment(kind, distributions, tmp_path, caps
         toy |= {"NUM_ITERATIONS": "2", "DEVICE_BATCH": "2", "EVAL_EVERY": "2", "EVAL_TOKENS": "64"}
         toy |= {"STAGES": "tok base report", "DATA_DIR": "text", "NANOCHAT_BASE_DIR": "runs"}
         run(program, "speedrun", **toy)
-        assert (elsewhere / "runs" / "report").is_dir() and list(elsewhere.glob("runs/base_checkpoints/*/step_*/meta_*.json"))
+        assert (elsewhere / "runs" / "report").is_dir() and list(
+            elsewhere.glob("runs/base_checkpoints/*/step_*/meta_*.json")
+        )
     assert files(site) == installed, "something was written into site-packages"
