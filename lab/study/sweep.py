@@ -212,7 +212,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--methods", default="bf16,nvidia,four_over_six,tetrajet_v2,clover,clover_search")
     add("--variant", action="append", default=[], help='"label: flags of base_train"; may be repeated')
     add("--keep", default="", help="methods whose checkpoints stay, with commas")
-    add("--plan", action="store_true", help="list the runs and stop")
+    add("--plan", action="store_true", help="list the runs and stop; no text is needed")
     add_sweep_arguments(parser)
     args = parser.parse_args(argv)
     args.methods = [*filter(None, args.methods.split(",")), *args.variant]
@@ -251,14 +251,14 @@ def planned(args: argparse.Namespace, data: str = "") -> list[Run]:
 
 def main(argv: list[str] | None = None) -> None:
     args = parse_args(argv)
-    planned(args)  # Wrong flags should be refused before the data is made.
-    folder = Path(args.folder) if args.folder else Path(get_base_dir()) / "sweeps"
-    data = ensure_data(args.data_dir) if args.plan else prepare(folder, args.data_dir, args.vocab_size)
-    runs = planned(args, data_key(data))
+    runs = planned(args)  # Wrong flags should be refused before the data is made.
     if args.plan:
         for run in runs:
-            print0(run.tag, *run.flags)
+            print0(f"{run.size} {run.method}, seed {run.seed}:", *run.flags)
         return
+    folder = Path(args.folder) if args.folder else Path(get_base_dir()) / "sweeps"
+    data = prepare(folder, args.data_dir, args.vocab_size)
+    runs = planned(args, data_key(data))
     sweep = Sweep(folder, data, visible_devices(args.jobs), args.keep, recipes=args.recipes)
     try:
         run_sweep(sweep, args.name, runs)
