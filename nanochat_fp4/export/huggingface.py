@@ -226,7 +226,6 @@ def quantization_config(
             "targets": list(names) if layers[True] else ["Linear"],
             "weights": weights | rounded,
             "input_activations": inputs,
-            "output_activations": None,
             "format": layout,
         }
         for layout, names, weights, inputs in kinds

@@ -18,6 +18,7 @@ from nanochat_fp4.export import huggingface
 from nanochat_fp4.export.weights import calibrate, check_values, forward_weights, in_eight_bits, with_unread_experts
 from nanochat_fp4.files import atomic_write, new_folder
 from nanochat_fp4.nvfp4.convert import QuantConv1D
+from nanochat_fp4.nvfp4.heads import some
 from nanochat_fp4.nvfp4.layer import QuantLinear
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -101,8 +102,8 @@ def save_quantized(
     tokenizer:   the model's tokenizer (of transformers), which is saved beside the weights
     calibration: a list of token ids (B, T). The range of each layer's inputs is measured on them. An expert that no
                  token reaches gets the input range of the other experts of its layer. Without calibration only weights
-                 are in 4 bits, and servers compute with inputs in 16 bits. Layers in FP8 need no calibration, because
-                 servers give the inputs of these layers a scale for each token.
+                 are in 4 bits, and servers compute with inputs in 16 bits, which a returned line says. Layers in FP8
+                 need no calibration, because servers give the inputs of these layers a scale for each token.
     dtype:       the dtype of all tensors that are not quantized: torch.bfloat16, torch.float16 or torch.float32. What
                  the model's class keeps in FP32 stays in FP32. In BF16 the embedding and the output head are rounded,
                  and 4-bit inputs amplify the difference. With torch.float32 and share_scales=False a model that
@@ -128,12 +129,11 @@ def save_quantized(
         raise UserError(f"save_quantized: dtype is {dtype!r}, expected one of {', '.join(map(str, DTYPES))}")
     if tokenizer is not None and not hasattr(tokenizer, "save_pretrained"):
         raise UserError(f"save_quantized: tokenizer is a {type(tokenizer).__name__}, expected one of transformers")
-    calibration = () if calibration is None else calibration
-    if isinstance(calibration, Tensor) or not isinstance(calibration, Iterable):
-        got = type(calibration).__name__
-        raise UserError(f"save_quantized: calibration is a {got}, expected a list of token ids (B, T)")
+    batches = [*calibration] if isinstance(calibration, Iterable) and not isinstance(calibration, Tensor) else []
+    if calibration is not None and not batches:
+        got = one_line(repr(calibration))[:60]
+        raise UserError(f"save_quantized: calibration is {got}, expected a list of token ids (B, T), or None")
     model = getattr(model, "_orig_mod", model)  # The model inside of torch.compile's module.
-    batches = list(calibration)
     for problem in _problems(model, batches):
         raise UserError(f"save_quantized: {problem}")
     require("filelock", "safetensors")
@@ -156,21 +156,18 @@ def _problems(model: nn.Module, batches: Sequence[Tensor]) -> Iterator[str]:
     if not isinstance(model, nn.Module) or not hasattr(getattr(model, "config", None), "to_json_string"):
         yield f"{type(model).__name__} is no model of transformers; scripts.export writes nanochat_fp4's"
         return
+    if conv1d := [n for n, m in model.named_modules() if isinstance(m, QuantConv1D) and m.quantizes]:
+        yield f"{some(conv1d)}: no Conv1D in compressed-tensors; skip them, or use model.save_pretrained (unquantized)"
     embeddings = {id(m.weight): n for n, m in model.named_modules() if isinstance(m, nn.Embedding)}
     for name, layer in model.named_modules():
         if hasattr(layer, "base_layer"):  # A layer of peft.
             yield f"{name} has an adapter; merge it into the weights first (merge_and_unload), and save the result"
-        elif isinstance(layer, QuantLinear) and layer.quantizes and isinstance(layer, QuantConv1D):
-            yield f"{name} is transposed (Conv1D), which compressed-tensors has no name for; skip it in nf.convert"
         elif isinstance(layer, QuantLinear) and layer.quantizes and id(layer.weight) in embeddings:
             other = embeddings[id(layer.weight)]
             yield f"{name} is in 4 bits and shares its weight with {other}, which is not; skip it in nf.convert"
     for name, parameter in model.named_parameters():
         if hasattr(parameter, "device_mesh") or not parameter.numel():  # Divided by FSDP2, or by DeepSpeed.
-            yield (
-                f"{name} is divided among processes; gather the weights (get_model_state_dict with full_state_dict) "
-                "into a model of one process"
-            )
+            yield f"{name} is divided; gather all weights in one process (get_model_state_dict with full_state_dict)"
     table = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
     rows = getattr(table, "num_embeddings", 2**31)
     for ids in batches:
@@ -190,6 +187,9 @@ def _write(
     check_values(state)
     weights, notes = forward_weights(model, share_scales)
     input_scales: dict[str, float] = {}
+    four_bits = {name for name, tensor in weights.items() if not in_eight_bits(tensor)}
+    if not calibration and any(model.get_submodule(name).recipe.output.a.rounding for name in four_bits):
+        notes.append(f"inputs of {len(four_bits)} layers stay in 16 bits, and training rounded them: pass calibration=")
     if calibration:
         read = calibrate(model, weights, calibration, share_scales)
         if not read:
@@ -200,7 +200,6 @@ def _write(
                 f"{len(guessed)} experts read nothing of the calibration text, {guessed[0]} among them; they have the "
                 "input range of the experts beside them"
             )
-        four_bits = {name for name, tensor in weights.items() if not in_eight_bits(tensor)}
         if unread := sorted(four_bits - set(input_scales)):
             notes.append(f"{', '.join(unread[:4])} read nothing of the calibration text: {len(unread)} in {dtype}")
             weights = {name: t for name, t in weights.items() if name not in unread}

@@ -23,7 +23,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from nanochat_fp4.nvfp4.epilogue import groups_of
 from nanochat_fp4.nvfp4.experts import ExpertLinear, as_quantized_experts, routers, stacked_linears
-from nanochat_fp4.nvfp4.heads import is_conv1d, linear_layers, output_heads, sizes_of, some
+from nanochat_fp4.nvfp4.heads import is_conv1d, is_linear, linear_layers, output_heads, sizes_of, some
 from nanochat_fp4.nvfp4.layer import COMPUTE_DTYPES, QuantLinear, other_dtype
 from nanochat_fp4.nvfp4.methods import get_recipe
 from nanochat_fp4.nvfp4.recipes import Recipe
@@ -126,6 +126,8 @@ def convert(
         )
     if stacks := sum(bool(stacked_linears(module)) for module in model.modules()):
         report.notes.append(f"experts of {stacks} layers: each computes its own GEMMs, one after the other")
+    if recipe.quantizes and any(isinstance(layer, QuantConv1D) for layer in converted):
+        report.notes.append("nf.save_quantized cannot write Conv1D layers; model.save_pretrained does, unquantized")
     if recipe.quantizes and (slow := call_every_layer(model)):
         report.notes.append(f"switched off: the fast path in eval mode of {some(slow)}, which does not call its layers")
     for part in model.modules():  # converted before, by itself
@@ -231,11 +233,7 @@ def _is_weight_times_input(linear: nn.Linear) -> bool:
 def _blocks(model: nn.Module) -> list[str]:
     """Returns the names of the blocks: the entries of the nn.ModuleList that holds the most linear layers."""
     stacks = {name: m for name, m in model.named_modules() if isinstance(m, nn.ModuleList)}
-
-    def count(name: str) -> int:
-        return sum(isinstance(m, nn.Linear) for m in stacks[name].modules())
-
-    stack = max(stacks, key=count, default="")
+    stack = max(stacks, key=lambda name: sum(map(is_linear, stacks[name].modules())), default="")
     return [f"{stack}.{i}" for i in range(len(stacks[stack]))] if stacks else []
 
 

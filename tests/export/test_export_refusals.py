@@ -62,6 +62,16 @@ def with_tied_head_in_4_bits() -> nn.Module:
     return model
 
 
+def with_conv1d() -> nn.Module:
+    """A layer of its kind in each place, as in GPT-2."""
+    model = Foreign()
+    for i in range(2):
+        conv1d = type("Conv1D", (nn.Module,), {"__module__": "transformers.pytorch_utils", "forward": None})()
+        conv1d.weight, conv1d.bias = nn.Parameter(torch.randn(32, 32)), None
+        model.layers[i] = conv1d
+    return nf.convert(model, "clover", verbose=False)
+
+
 def some_experts() -> nn.Module:
     return nf.convert(Mixture(), "clover", skip=["*.gate_up_proj.expert_1"], verbose=False)
 
@@ -101,6 +111,7 @@ SAVES = [
     (lambda: nf.convert(Mixture(), "clover", verbose=False), {}, "Mixture"),
     (with_adapter, {}, "merge_and_unload"),
     (with_tied_head_in_4_bits, {}, "layers.0 "),
+    (with_conv1d, {}, "layers.0, layers.1: no Conv1D.*save_pretrained"),
     (on_meta, {}, "meta"),
     (divided, {}, "layers.1.weight "),
     (poked("layers.0.weight", torch.nan), {}, "layers.0.weight "),

@@ -28,7 +28,8 @@ def model() -> nn.Module:
 @pytest.mark.parametrize("inputs", [False, True])
 def test_codes_of_the_trained_forward_go_out_and_come_back(model, tmp_path, inputs):
     text = [torch.randint(50, (2, 16))] if inputs else None
-    assert nf.save_quantized(model, tmp_path / "out", calibration=text) == []
+    notes = nf.save_quantized(model, tmp_path / "out", calibration=text)
+    assert [note.startswith("inputs of 2 layers stay in 16 bits") for note in notes] == [True] * (not inputs)
     files = {path.name for path in (tmp_path / "out").iterdir()}
     assert {"model.safetensors", "config.json", "export.json"} <= files
     assert len({path.stat().st_mode for path in (tmp_path / "out").iterdir()}) == 1  # a server's user reads them all
@@ -76,7 +77,8 @@ def test_inputs_of_fp8_layers_have_a_scale_for_each_token_without_calibration(mo
     model.layers.append(nf.QuantLinear(32, 32, method="fp8"))
     if not mixed:
         nf.convert(model, "fp8", verbose=False)
-    assert nf.save_quantized(model, tmp_path / "out") == []
+    notes = nf.save_quantized(model, tmp_path / "out")
+    assert [note.startswith("inputs of 2 layers stay") for note in notes] == [True] * mixed
     groups = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]["config_groups"].values()
     inputs = {group["format"]: group["input_activations"] for group in groups}
     by_token = inputs.pop("float-quantized")
@@ -116,7 +118,12 @@ def test_a_missing_tokenizer_is_said(model, tmp_path, caplog):
     assert "no tokenizer is in" in caplog.text and "tokenizer=" in caplog.text
 
 
-@pytest.mark.parametrize("calibration", [3, torch.zeros(1, 4, dtype=torch.long)])
+def test_inputs_that_training_did_not_round_are_no_loss(tmp_path):
+    recipe = nf.Recipe("own", output=nf.Gemm(nf.Operand(), nf.Operand("rtn")), summary="weights alone")
+    assert nf.save_quantized(nf.convert(Foreign(), recipe, verbose=False), tmp_path / "out") == []
+
+
+@pytest.mark.parametrize("calibration", [3, torch.zeros(1, 4, dtype=torch.long), [], iter(())])
 def test_calibration_that_is_no_list_of_token_ids_is_refused(model, tmp_path, calibration):
     with pytest.raises(UserError, match="calibration"):
         nf.save_quantized(model, tmp_path / "out", calibration=calibration)
@@ -169,7 +176,7 @@ def test_experts_go_out_one_by_one(tmp_path, monkeypatch, transposed, inputs):
     torch.manual_seed(0)
     monkeypatch.setattr(huggingface, "as_in_checkpoints", as_in_a_checkpoint)
     mixture = nf.convert(Mixture(transposed), "clover", verbose=False)
-    text = [torch.randint(50, (2, 64))] if inputs else ()
+    text = [torch.randint(50, (2, 64))] if inputs else None
     nf.save_quantized(mixture, tmp_path / "out", calibration=text)
     tensors, want = load_safetensors(tmp_path / "out"), forward_weights(mixture)[0]
     for e in range(2):
@@ -276,4 +283,5 @@ def test_another_format_is_named_in_words(tmp_path):
     own = nf.Operand("integers")
     recipe = nf.Recipe("own", output=nf.Gemm(own, own), summary="integers in the forward")
     notes = nf.save_quantized(nf.convert(Foreign(), recipe, verbose=False), tmp_path / "out")
-    assert notes == ["operands in another format than NVFP4: the weights are rounded again, to nearest"]
+    assert notes[0] == "operands in another format than NVFP4: the weights are rounded again, to nearest"
+    assert len(notes) == 2 and "calibration" in notes[1]

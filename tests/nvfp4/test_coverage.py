@@ -81,6 +81,7 @@ def test_transformers_conv1d_is_a_linear_layer():
     model = converted(nn.Sequential(conv))
     other = converted(nn.Sequential(linear))
     assert model.nf_report.converted == ["0"] and model.nf_report.quantized == 1
+    assert ["save_pretrained" in str(m.nf_report) for m in (model, other)] == [True, False]
     x = torch.randn(16, 64)
     grads = []
     for m in (model, other):
