@@ -49,9 +49,8 @@ def programs() -> Path:
 def first_sentence(module: str) -> str:
     """Returns the first sentence of a module's docstring. The module is not imported, because that needs torch."""
     folder = programs() if module.startswith("scripts.") else PACKAGE.parent
-    text = ast.get_docstring(
-        ast.parse(folder.joinpath(*module.split(".")).with_suffix(".py").read_text(encoding="utf-8"))
-    )
+    path = folder.joinpath(*module.split(".")).with_suffix(".py")
+    text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))
     return " ".join(text.partition("\n\n")[0].split()).partition(". ")[0].rstrip(".")
 
 

@@ -257,10 +257,6 @@ class ArgumentParser(argparse.ArgumentParser):
         print_error(f"{message} (see {self.prog} --help)")
         self.exit(2)
 
-    def print_help(self, file: Any = None) -> None:
-        if os.environ.get("RANK", "0") == "0":
-            super().print_help(file)
-
 
 def number_type(kind: type, holds: Callable[[float], bool], expected: str) -> Callable[[str], Any]:
     """Returns an argparse type for numbers of a kind (int or float) for which holds() is true. No comparison holds for

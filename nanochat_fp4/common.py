@@ -8,7 +8,7 @@ import os
 import random
 import runpy
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -40,14 +40,14 @@ def get_base_dir() -> str:
     return base_dir
 
 
-def resolve_method(flag: str | None) -> str:
-    """Returns the name of the QAT method: that of --method, else $QAT_METHOD, else clover. An alias becomes the name
+def resolve_method(flag: str | None, environment: Mapping[str, str] = os.environ) -> str:
+    """Returns the name of the QAT method: that of --method, else QAT_METHOD, else clover. An alias becomes the name
     of its method. Raises UserError, which lists the methods."""
-    name = flag or os.environ.get("QAT_METHOD") or "clover"
+    name = flag or environment.get("QAT_METHOD") or "clover"
     try:
         return get_recipe(name).name
     except ValueError as e:
-        raise UserError(f"{'--method' if flag else 'QAT_METHOD'}: {e}") from None
+        raise UserError(f"--method: {e}" if flag else f"QAT_METHOD: {e}".replace("--recipes=", "RECIPES=")) from None
 
 
 def add_recipes_argument(parser: argparse.ArgumentParser) -> None:

@@ -290,9 +290,6 @@ def examine(device: torch.device, methods: tuple[str, ...]) -> list[str]:
     on_gpu, found = device.type == "cuda", []
     layer, launches = (LARGE_LAYER, 200) if on_gpu else (SMALL_LAYER, 0)
 
-    def first_problem(method: str) -> str | None:
-        return next(filter(None, problems(device, get_recipe(method), layer, launches, every=True)), None)
-
     def report(names: Iterable[str], check: Callable[[str], str | None]) -> None:
         for name in names:
             problem = check(name)
@@ -300,7 +297,8 @@ def examine(device: torch.device, methods: tuple[str, ...]) -> list[str]:
             found.extend([problem] if problem else [])
 
     print("methods: the kernels of a step, and layers forward and backward, against the PyTorch reference")
-    report(methods, first_problem)
+    checks = {method: problems(device, get_recipe(method), layer, launches, every=True) for method in methods}
+    report(methods, lambda method: next(filter(None, checks[method]), None))
     print("attention, forward and backward, against softmax(q k^T) v in FP32")
     backends = [b for b in flash_attention.BACKENDS if b != "flex" and flash_attention.available(b)]
     report(backends, lambda backend: attention_problem(device, backend))

@@ -79,14 +79,11 @@ def peak_memory(device: "torch.device") -> int:
 
 
 def cgroup_quota(root: Path = Path("/")) -> float | None:
-    """Returns how many CPUs' time a container may use by its cgroup (v1 or v2), or None if that sets no quota. `root`
+    """Returns how many CPUs' time a container may use by its cgroup (version 2), or None if that sets no quota. `root`
     is the folder with sys."""
-    with contextlib.suppress(OSError, ValueError):  # version 2, where "max 100000" is no quota
+    with contextlib.suppress(OSError, ValueError):  # "max 100000" is no quota.
         quota, period = (root / "sys/fs/cgroup/cpu.max").read_text().split()
         return int(quota) / int(period)
-    with contextlib.suppress(OSError, ValueError):  # version 1, where -1 is no quota
-        quota, period = (int((root / f"sys/fs/cgroup/cpu/cpu.cfs_{of}_us").read_text()) for of in ("quota", "period"))
-        return quota / period if quota > 0 else None
     return None
 
 

@@ -73,11 +73,6 @@ class StopSignals:
             self.signum = int(number) or None
         return self.signum is not None
 
-    @property
-    def name(self) -> str:
-        """The name of the signal that came."""
-        return signal.Signals(self.signum).name if self.signum is not None else "no signal"
-
     def watch(self, batches: Iterator, device: torch.device | None = None) -> Iterator:
         """Yields `batches` until a signal comes, and then raises StopRequested, so that a long evaluation does not
         delay the stop."""

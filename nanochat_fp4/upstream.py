@@ -80,9 +80,7 @@ def find_script(script: str) -> tuple[Path, Path]:
         raise UserError(f"NANOCHAT_DIR={value} is not a nanochat checkout; set it to the folder of yours")
     path = root.joinpath(*script.split(".")).with_suffix(".py")
     if "/" in script or not path.is_file():
-        known_scripts = ", ".join(
-            f"scripts.{p.stem}" for p in sorted(root.glob("scripts/*.py")) if p.stem != "__init__"
-        )
+        known_scripts = ", ".join(f"scripts.{p.stem}" for p in sorted(root.glob("scripts/*.py")))
         raise UserError(f"there is no script {script!r} in {root}; there are: {known_scripts}")
     return root, path
 

@@ -41,9 +41,6 @@ def test_peak_flops(name, tflops):
     assert get_peak_flops(name) == (None if tflops is None else tflops * 1e12)
 
 
-V1 = "sys/fs/cgroup/cpu/cpu.cfs_{}_us"
-
-
 @pytest.mark.parametrize(
     "files, quota",
     [
@@ -51,8 +48,6 @@ V1 = "sys/fs/cgroup/cpu/cpu.cfs_{}_us"
         ({"sys/fs/cgroup/cpu.max": "max 100000\n"}, None),
         ({"sys/fs/cgroup/cpu.max": "150000 100000\n"}, 1.5),
         ({"sys/fs/cgroup/cpu.max": "damaged"}, None),
-        ({V1.format("quota"): "-1\n", V1.format("period"): "100000\n"}, None),
-        ({V1.format("quota"): "300000", V1.format("period"): "100000"}, 3.0),
     ],
 )
 def test_quota_of_a_cgroup(tmp_path, monkeypatch, files, quota):

@@ -15,7 +15,7 @@ def test_signals_are_noted_and_handlers_put_back(number):
         assert not signals.received() and signals.signum is None
         os.kill(os.getpid(), number)
         os.kill(os.getpid(), signal.SIGTERM)  # torchrun repeats itself; the first counts
-        assert signals.received() and signals.signum == number and signals.name == signal.Signals(number).name
+        assert signals.received() and signals.signum == number
         with pytest.raises(StopRequested):
             list(signals.watch(iter([1, 2])))
     assert signal.getsignal(number) is before

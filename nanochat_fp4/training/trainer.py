@@ -24,6 +24,7 @@ import gc
 import importlib
 import math
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -346,7 +347,8 @@ class Trainer:
         self.tracker.finish()
         if stopping:
             of_total = "" if self.by_epoch else f" of {self.num_steps}"
-            print0(f"{self.signals.name}: stopped at step {self.step}{of_total}, saved in {self.folder}")
+            name = signal.Signals(self.signals.signum).name
+            print0(f"{name}: stopped at step {self.step}{of_total}, saved in {self.folder}")
             if self.args.resume_from_step != "latest":  # With latest, the same command resumes the run.
                 print0("go on with: --resume-from-step latest")
         return not stopping
