@@ -8,8 +8,9 @@
 # interrupted, it goes on. Variables:
 #
 #     QAT_METHOD=clover       how to quantize: bf16, fp8, nvidia, nvidia_full, four_over_six, tetrajet_v2, clover,
-#                             clover_fp8_forward. The default is the paper's method, so that a first run is the
-#                             paper's. docs/methods.md recommends clover_fp8_forward
+#                             clover_fp8_forward; quartet2 is clover. The default is the paper's method, so that a
+#                             first run is the paper's. The plan says which one to take on this GPU: on a Blackwell
+#                             clover_fp8_forward if dev/measure.sh finds it faster than fp8 by enough, else fp8
 #     RECIPES=mine.py         a Python file with methods of your own (nanochat_fp4.register); several with commas
 #     COMPARE=1               also train the bf16 baseline, and report the gap to it
 #     NANOCHAT_BASE_DIR=...   where data, checkpoints and the report go (default: ~/.cache/nanochat)

@@ -29,7 +29,7 @@ import torch
 
 import nanochat_fp4 as nf
 from nanochat_fp4.cli import INSTALLED, STAGE, ArgumentParser, UserError, did_you_mean, run_main, switched_on
-from nanochat_fp4.common import default_base_dir, load_recipes, set_cpu_threads
+from nanochat_fp4.common import default_base_dir, load_recipes, resolve_method, set_cpu_threads
 from nanochat_fp4.data import dataset
 from nanochat_fp4.data.sources import hub_url, look_for, url_problem
 from nanochat_fp4.data.tokenizer import RustBPETokenizer
@@ -68,7 +68,10 @@ OTHER_STEPS, PROBE_STEPS, PROBE_SECONDS = 60, 4, 20
 CPU_SPEED = 12.9e9  # FLOP/s of clover's small models on two cores, with which the whole speedrun takes five minutes
 # What a forward pass keeps on a CPU, in FP32, for each token, block and column: 32 to 53 were measured of d2 and d6.
 CPU_FLOATS = 40
+MOST_OFTEN = 16  # Text that is read more often teaches next to nothing new (Muennighoff et al., arXiv 2305.16264).
 EMBEDDED_ROWS = 4  # of a device's batch in mid-training, whose embedded mixture would be less than one usual step
+# "RTX 5090 Laptop GPU" and "RTX 5090 D" are other chips, or the same with less power; "MIG" is a part of one.
+OTHER_CHIPS = r"\b(Laptop|Max-Q|MIG|Ti|SUPER|D)\b"
 GIB = 2**30
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -98,10 +101,7 @@ class Settings:
         if environment.get("TEXT_COLUMN") not in (None, "", "text") and not self.data_dir:
             raise UserError("TEXT_COLUMN is of text of your own; set DATA_DIR as well, or unset TEXT_COLUMN")
         load_recipes(environment.get("RECIPES", ""), "RECIPES")
-        try:
-            self.method = nf.get_recipe(environment.get("QAT_METHOD") or "clover").name
-        except ValueError as e:
-            raise UserError(f"QAT_METHOD: {str(e).replace('--recipes=', 'RECIPES=')}") from None
+        self.method = resolve_method(None, environment)
         compare = switched_on("COMPARE", environment) and self.method != "bf16"
         self.methods = [self.method, "bf16"] if compare else [self.method]
         asked = environment.get("STAGES", "").split()
@@ -187,7 +187,8 @@ class Settings:
         changed = {name: v for name, v in self.changed.items() if name in names.values() or name == args}
         if not any(name in text for name in changed or ["NPROC="]):
             text = f"{', '.join(f'{k}={v}' for k, v in changed.items()) or args or self.run}: {text}"
-        raise UserError(text)
+        plans = "; GPU=rtx5090 plans a machine with such a GPU" if self.plan_only and "no GPU here" in text else ""
+        raise UserError(text + plans)
 
 
 def value_of(text: str, default: Any) -> Any:
@@ -213,16 +214,15 @@ def find_card(name: str, gib: float = 0.0) -> dict[str, Any]:
         return found | ({"gib": gib} if gib else {})
     if gib:
         return {"name": name or "a GPU without a name", "gib": gib, "arch": "", "speed": {}}
-    meant = did_you_mean(bare(name), cards)
+    chip, meant = re.search(OTHER_CHIPS, name, re.IGNORECASE), did_you_mean(bare(name), cards)
+    meant = f"{chip[0]} in a name means another chip; " if chip else meant and f"{meant} Or "
     give = "give its memory in GiB, for example GPU_MEMORY=24 (and NPROC=2 for two GPUs)"
-    raise UserError(f"GPU={name} is not in nanochat_fp4/cards.json; {meant and f'{meant} Or '}{give}")
+    raise UserError(f"GPU={name} is not in nanochat_fp4/cards.json; {meant}{give}")
 
 
 def card_of_device(device_name: str, gib: float, arch: str) -> dict[str, Any]:
     """The record for torch.cuda.get_device_name(), with the memory and the architecture of this very device."""
-    # "RTX 5090 Laptop GPU" and "RTX 5090 D" are other chips, or the same with less power; "MIG" is a part of one.
-    other = r"(?!.*\b(Laptop|Max-Q|MIG|Ti|SUPER|D)\b)"
-    known = [c for c in CARDS["cards"] if re.search(rf"\b{re.escape(c['name'])}\b{other}", device_name)]
+    known = [c for c in CARDS["cards"] if re.search(rf"\b{re.escape(c['name'])}\b(?!.*{OTHER_CHIPS})", device_name)]
     card = max(known, key=lambda c: len(c["name"]), default={"speed": {}})
     return card | {"name": device_name, "gib": gib, "arch": arch}
 
@@ -292,7 +292,7 @@ class Base:
             self.ways = choose(model, s.memory, sizes, states)
             argv += self.ways[0].flags
         done = list_steps(s.base_dir / FOLDERS["base"] / self.tag) if s.here else []
-        self.done = next((step for step in done if step < self.steps), 0)  # The run goes on from here.
+        self.done = next((step for step in done if step <= self.steps), 0)  # The run goes on from here.
         saved = state_bytes(model, self.ways[0].state if self.ways else args.state, gpu=bool(card))
         self.argv = argv + own
         self.checkpoint_bytes = (1 + max(1, args.keep_last)) * (saved["weights"] + saved["moments"])
@@ -384,6 +384,8 @@ def hours(s: Settings, base: Base) -> tuple[float, float, list[str]] | None:
         facts.append(f"EXTRAPOLATED: it is {span(min(sizes), max(sizes))} times as large as the models that were timed")
     if base.ways and base.ways[0].recompute != "none":
         facts.append("not counted: activations are computed twice, which took 6% to 8% more on an H200")
+    if base.ways and base.work[4] and base.weights > 1.5e9 and base.ways[0].rows <= 2:  # as a d32 has
+        facts.append("2 rows: clover's d32 had under half of BF16's tokens/s, once, on an H200, which emulates 4 bits")
     if s.processes > 1:
         facts.append(f"counted as {s.processes} times one GPU (docs/scale.md has what several reach)")
     return tokens / fast / 3600, tokens / slow / 3600, facts
@@ -604,7 +606,7 @@ class Plan:
             for split in () if s.plan_only else ("train", "val"):  # Text that cannot be trained on ends here.
                 dataset.open_text(split, found)
         elif s.data_dir:
-            self.text, self.about_text = "folder", [f"{folder} (DATA_DIR) is not on this machine, and not counted"]
+            self.text, self.about_text = "folder", [f"{folder} (DATA_DIR) was not found here, and is not counted"]
         elif s.here and why and not (folder and Path(folder).name == "base_data"):
             self.text, self.about_text = "embedded", [f"the embedded corpus, which is small ({why})"]
         else:
@@ -616,6 +618,10 @@ class Plan:
             times = self.bases[0].tokens / tokens
             often = "once" if 0.8 < times < 1.1 else f"{span(times, times)} times"
             self.about_text.append(f"it has about {amount(tokens)} tokens, and is read {often}")
+            if self.text == "folder" and times > MOST_OFTEN:
+                steps = int(4 * tokens / self.bases[0].args.total_batch_size)
+                fewer = f"NUM_ITERATIONS={steps or 1} reads it {'four times' if steps else 'as seldom as one step can'}"
+                self.about_text.append(f"WARNING: so often read, a text is learned by heart; {fewer}")
 
     def find_tokenizer(self) -> int | None:
         """The tokens of the tokenizer that is here, which the run keeps, or None."""
@@ -694,7 +700,7 @@ def duration(low: float, high: float) -> str:
     """Hours in words: minutes where they are few, and days beside them where they are many."""
     if high < 1:
         return f"{span(60 * low, 60 * high)} minutes"
-    return f"{span(low, high)} hours" + (f" ({span(low / 24, high / 24)} days)" if high >= 72 else "")
+    return f"{span(low, high)} hours" + (f" ({span(low / 24, high / 24)} days)" if high >= 24 else "")
 
 
 def page(plan: Plan, numbers: bool = False) -> str:
@@ -719,7 +725,7 @@ def facts(plan: Plan, numbers: bool) -> Iterator[tuple[str, str]]:
     yield from (("note", note) for note in s.notes)
     for base in plan.bases:
         size = f"{amount(base.parameters)} parameters, {base.steps:,} steps, {amount(base.tokens)} tokens"
-        goes_on = f"; it goes on from step {base.done:,} of {base.steps:,}" if base.done else ""
+        goes_on = f"; step {base.done:,} of {base.steps:,} is done" if base.done else ""
         yield "run", f"{base.tag}: {size}{goes_on}"
     yield "stages", " ".join(s.stages)
     yield "folder", str(s.base_dir)
@@ -730,12 +736,10 @@ def facts(plan: Plan, numbers: bool) -> Iterator[tuple[str, str]]:
     yield from (("without", line) for line in plan.left_out)
     yield from (("how long", fact) for fact in (how_long(plan) if card else minutes(plan)))
     yield from (("memory", fact) for b in plan.bases if "base" in s.stages for fact in of_memory(s, b))
-    yield from (("method", fact) for fact in which(plan))
     yield from (("set by you", f"{k}={v} (default: {s.defaults[k] or 'none'})") for k, v in s.changed.items())
-    if numbers:
-        yield "numbers", "  ".join(f"{k}={shlex.quote(str(v))}" for k, v in s.values.items() if v != "")
-    elif not s.changed:
-        yield "set by you", "no number; PLAN_ONLY=all prints those that can be set"
+    every = "  ".join(f"{k}={shlex.quote(str(v))}" for k, v in s.values.items() if v != "")
+    yield "numbers", every if numbers else "PLAN_ONLY=all prints those that can be set"
+    yield from which(plan)
     apart = {"PLAN_ONLY", "GPU", "GPU_MEMORY", "PYTHONPATH", *(["VENV"] if INSTALLED else [])}
     apart |= {name for name in RUN if s.environment.get(name, "") in ("", str(default_base_dir()))}
     script = f"nanochat-fp4 {s.run}" if INSTALLED else f"bash {s.run}_fp4.sh"
@@ -745,16 +749,21 @@ def facts(plan: Plan, numbers: bool) -> Iterator[tuple[str, str]]:
 
 
 def how_long(plan: Plan) -> Iterator[str]:
-    said: list[str] = []
+    said, whole = [], []
     for base in plan.bases if "base" in plan.s.stages else ():
         if found := hours(plan.s, base):
-            low, high, facts = found
-            left, of = 1 - base.done / base.steps, "are left of" if base.done else "for"
-            yield f"{base.label}{duration(low * left, high * left)} {of} the base training with its validations"
-            said += [f"{base.label}{facts[0]}", *facts[1:]]
+            *ends, facts = found
+            whole.append([end * (1 - base.done / base.steps) for end in ends])
+            of = "are left of" if base.done else "for"
+            yield f"{base.label}{duration(*whole[-1])} {of} the base training with its validations"
+            lost = min(base.steps, base.args.save_every) if base.args.save_every > 0 else base.steps
+            lost = f"a power cut loses up to {lost:,} steps, {duration(*(end * lost / base.steps for end in ends))}"
+            said += [f"{base.label}{facts[0]}", *facts[1:], base.label + lost]
         else:
             yield f"{base.label}not known, for nobody has published whole training steps with {base.method} on this GPU"
-    yield from dict.fromkeys(said + ["besides: mid-training, SFT and benchmarks, of unknown time"] * bool(plan.s.later))
+    if len(whole) > 1:
+        yield f"both: {duration(*map(sum, zip(*whole)))}"
+    yield from dict.fromkeys(said + [f"besides: {', '.join(plan.s.later)}, of unknown time"] * bool(plan.s.later))
 
 
 def minutes(plan: Plan) -> Iterator[str]:
@@ -762,7 +771,8 @@ def minutes(plan: Plan) -> Iterator[str]:
     s, base, methods = plan.s, plan.bases[0], len(plan.bases)
     later = min(base.steps, s.usual_steps) if {"mid", "sft"} & set(s.stages) else 0  # They do not grow with it.
     each = plan.chosen.get("seconds_per_step", base.flops * base.args.total_batch_size / CPU_SPEED)
-    whole = methods * (base.steps * ("base" in s.stages) + later + OTHER_STEPS) * each / 3600
+    steps = sum(b.steps - b.done for b in plan.bases) * ("base" in s.stages)
+    whole = (steps + methods * (later + OTHER_STEPS)) * each / 3600
     yield f"{duration(whole, whole)} for these stages{f' with {methods} methods' * (methods > 1)}, on two cores"
     if plan.chosen:
         yield f"a step took {each:.2g} s in a probe, so there are {plan.chosen['steps']} (NUM_ITERATIONS)"
@@ -773,10 +783,11 @@ def of_memory(s: Settings, base: Base) -> Iterator[str]:
         yield "not counted for this family of models"
         return
     way = base.ways[0]
-    rows = f"{base.label}{way.rows} row{'s' * (way.rows > 1)} of {base.args.max_seq_len:,} tokens"
+    count = way.rows or (1 if base.args.device_batch_size == "auto" else base.args.device_batch_size)  # hardly fit
+    rows = f"{base.label}{count} row{'s' * (count > 1)} of {base.args.max_seq_len:,} tokens"
     if s.card is None:
         yield f"{rows}: {way.peak / GIB:.1f} of {s.memory / GIB:.3g} GiB, by estimate"
-    elif way.rows:
+    else:
         graphed = way.graphed_peak <= SHARE * s.memory
         peak, how = (way.graphed_peak, "with CUDA graphs, ") if graphed else (way.peak, "")
         yield f"{rows}: {peak / GIB:.1f} of {s.memory / GIB:.3g} GiB, {how}by count (docs/memory.md)"
@@ -785,35 +796,37 @@ def of_memory(s: Settings, base: Base) -> Iterator[str]:
         parts += ["activations", "loss", "graphed_update"] if graphed else passing
         names = {"graphed_update": "update"} | ({"codes": "cast"} if base.method == "bf16" else {})
         yield base.label + " + ".join(f"{names.get(part, part)} {way.parts[part] / GIB:.1f}" for part in parts)
-    if way.flags and way.rows and not base.is_fixed:
-        others = [f"{' '.join(w.flags) or 'FP32 state'}: {w.rows}, {w.peak / GIB:.1f}" for w in base.ways[1:]]
-        yield f"{base.label}it takes {' '.join(way.flags)}; other ways (BASE_ARGS), rows and GiB: {'; '.join(others)}"
-    if s.card and base.work[4] and base.weights > 1.5e9 and any(0 < w.rows <= 2 for w in base.ways):  # as a d32 has
-        yield f"{base.label}2 rows: a d32 in clover had less than half of BF16's tokens/s (docs/memory.md)"
+    if way.flags and not base.is_fixed:
+        fits = [f"{' '.join(w.flags) or 'FP32 state'}: {w.rows}, {w.peak / GIB:.1f}" for w in base.ways[1:] if w.rows]
+        others = f"other ways (BASE_ARGS), rows and GiB: {'; '.join(fits) or 'none fits'}"
+        yield f"{base.label}it takes {' '.join(way.flags)}; {others}"
 
 
-def which(plan: Plan) -> Iterator[str]:
-    """Which method to take, in one line and one number."""
+def which(plan: Plan) -> Iterator[tuple[str, str]]:
+    """Which method to take, in one line and one number, and what to type for it."""
     s, card, rival = plan.s, plan.s.card, "clover_fp8_forward"
     recipe, asked = nf.get_recipe(s.method), s.environment.get("QAT_METHOD")
     about = f"{s.method}: {recipe.summary}" if recipe.summary else str(recipe)  # A row of the user's may have no words.
-    yield about if asked else "clover is the default because it is the paper's"
+    yield "method", about if asked else "clover is the default because it is the paper's"
     if card is None:
-        yield "a CPU emulates 4 bits: a small run shows that everything works, and ranks no method"
+        yield "method", "a CPU emulates 4 bits: a small run shows that everything works, and ranks no method"
         return
+    yield "method", f"gap at d6, %: {CARDS['gap']}"
     here = {method: of["range"][0] for method, of in speeds(s, plan.bases[0]).items() if not of["runs"]}
     needed = min(CARDS["R"], key=lambda of: abs(math.log(of["weights"] / plan.bases[0].weights)))["ratio"][1]
-    if {"bf16", "fp8", rival} <= here.keys():
+    known, measured = CARDS["take"].get(card["arch"], ""), {"bf16", "fp8", rival} <= here.keys()
+    advised = re.findall(r"^\w+", known) or ([rival, "fp8"] if card["arch"] else [])
+    take = known or f"{rival} if it makes {needed} times fp8's tokens/s, and fp8 otherwise"
+    if measured:
         best = max("bf16", "fp8", key=lambda method: here[method])  # BF16 that is as fast as FP8 loses nothing for it.
         now = here[rival] / here[best]
-        digits = next((n for n in range(2, 9) if f"{now:.{n}f}" != f"{needed:.{n}f}"), 9)
-        take = f"take {rival}, which" if now >= needed else f"take {best}: {rival}"
-        yield f"{take} makes {now:.{digits}f} times {best}'s tokens/s here, and needs {needed:.{digits}f}"
-        return
-    usual = f"{rival} if it makes {needed} times fp8's tokens/s, and fp8 otherwise"
-    unknown = "no method is advised, because GPU names no card of cards.json, and so no architecture"
-    yield f"take {CARDS['take'].get(card['arch'], usual)}" if card["arch"] else unknown
-    yield "bash dev/measure.sh measures this GPU's steps in 20 minutes, for the next plan"
+        advised, take = ([rival], f"{rival}, which") if now >= needed else ([best], f"{best}: {rival}")
+        take += f" makes {now:.3f} times {best}'s tokens/s here, and needs {needed:.3f}"
+    yield "method", f"take {take}" if advised else "no method is advised, because GPU names no card of cards.json"
+    if not measured:
+        yield "method" if known else "type", "bash dev/measure.sh    # 20 minutes: this GPU's steps, for the next plan"
+    if advised and s.method not in advised:
+        yield "type", f"QAT_METHOD={' or '.join(advised)} before the same command trains the advised row"
 
 
 def main(argv: list[str] | None = None) -> None:
