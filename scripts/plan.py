@@ -384,8 +384,6 @@ def hours(s: Settings, base: Base) -> tuple[float, float, list[str]] | None:
         facts.append(f"EXTRAPOLATED: it is {span(min(sizes), max(sizes))} times as large as the models that were timed")
     if base.ways and base.ways[0].recompute != "none":
         facts.append("not counted: activations are computed twice, which took 6% to 8% more on an H200")
-    if base.ways and base.work[4] and base.weights > 1.5e9 and base.ways[0].rows <= 2:  # as a d32 has
-        facts.append("2 rows: clover's d32 had under half of BF16's tokens/s, once, on an H200, which emulates 4 bits")
     if s.processes > 1:
         facts.append(f"counted as {s.processes} times one GPU (docs/scale.md has what several reach)")
     return tokens / fast / 3600, tokens / slow / 3600, facts
@@ -751,6 +749,8 @@ def facts(plan: Plan, numbers: bool) -> Iterator[tuple[str, str]]:
 def how_long(plan: Plan) -> Iterator[str]:
     said, whole = [], []
     for base in plan.bases if "base" in plan.s.stages else ():
+        if base.ways and base.work[4] and base.weights > 1.5e9 and 0 < base.ways[0].rows <= 2:  # as a d32 has
+            said.append("2 rows: clover's d32 had under half of BF16's tokens/s, once, on an H200 that emulates 4 bits")
         if found := hours(plan.s, base):
             *ends, facts = found
             whole.append([end * (1 - base.done / base.steps) for end in ends])
