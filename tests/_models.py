@@ -318,6 +318,16 @@ def simulate_fp4_tensor_cores() -> list[tuple[int, int]]:
     return products
 
 
+def conv1d(linear: nn.Linear) -> nn.Module:
+    """A layer of GPT-2's own class, in a Python without transformers too, which computes what the linear one does."""
+    layer = type("Conv1D", (nn.Module,), {"__module__": "transformers.pytorch_utils", "forward": None})()
+    layer.nx, layer.nf = linear.in_features, linear.out_features
+    layer.weight, layer.bias = nn.Parameter(linear.weight.detach().T.clone()), None
+    if linear.bias is not None:
+        layer.bias = nn.Parameter(linear.bias.detach().clone())
+    return layer
+
+
 class Foreign(nn.Module):
     """What save_quantized asks of a PreTrainedModel: a config that becomes JSON, and a tied head."""
 

@@ -5,6 +5,7 @@ import warnings
 
 import pytest
 import torch
+from _models import conv1d
 from torch import nn
 
 import nanochat_fp4 as nf
@@ -71,14 +72,19 @@ def test_the_encoder_layer_of_torch_computes_in_eval_mode_what_it_trains():
     assert "fast path in eval mode of layers.0, layers.1" in str(model.nf_report)
 
 
+def test_blocks_of_conv1d_count():
+    """The stack with the most of them has the blocks that keep_last_blocks keeps."""
+    blocks = nn.ModuleList(nn.Sequential(conv1d(nn.Linear(32, 32))) for _ in range(3))
+    model = nn.ModuleDict({"tower": nn.ModuleList([nn.Linear(32, 32)]), "h": blocks})
+    report = nf.convert(model, keep_last_blocks=1, verbose=False).nf_report
+    assert report.converted == ["h.0.0", "h.1.0"], report.left_alone
+
+
 def test_transformers_conv1d_is_a_linear_layer():
     """GPT-2's own class: the same outputs and gradients as the nn.Linear with the transposed weight."""
-    Conv1D = type("Conv1D", (nn.Module,), {"__module__": "transformers.pytorch_utils", "forward": None})
     torch.manual_seed(0)
-    conv, linear = Conv1D(), nn.Linear(64, 32)
-    conv.nf, conv.nx = 32, 64
-    conv.weight, conv.bias = nn.Parameter(linear.weight.detach().T.clone()), nn.Parameter(linear.bias.detach().clone())
-    model = converted(nn.Sequential(conv))
+    linear = nn.Linear(64, 32)
+    model = converted(nn.Sequential(conv1d(linear)))
     other = converted(nn.Sequential(linear))
     assert model.nf_report.converted == ["0"] and model.nf_report.quantized == 1
     assert ["save_pretrained" in str(m.nf_report) for m in (model, other)] == [True, False]
