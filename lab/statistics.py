@@ -153,7 +153,7 @@ def pairs(
 
 
 def gap(results: Sequence[dict], size: str, method: str, value: str = "val_bpb", base: str = "bf16") -> Estimate:
-    """Returns the gap: the increase of validation bits per byte over `base`, in percent of its, paired by seed."""
+    """Returns the gap: by how many percent validation bits per byte are above those of `base`, paired by seed."""
     return estimate([*gaps_by_seed(results, size, method, value, base).values()])
 
 

@@ -19,11 +19,11 @@ update are medians over all rounds, and
 
     tokens/s = total batch / (micro-batches * micro-batch time + codes + update)
 
-What is timed is what base_train trains by default: the output head of each method (FP8 for fp8, BF16 for others),
-sliding windows, the attention that this machine has (NANOCHAT_ATTENTION names another), and CUDA graphs where the
-memory suffices by count. --head, --window-pattern and --[no-]cuda-graph fix them for all methods, and the JSON records
-them. nanochat's micro-batches are launched as usual. A variant captures its graphs at the beginning of each of its
-turns, which is not timed, and frees their memory at the end.
+What is timed is what base_train trains by default: the output head of each method (FP8 or BF16), sliding windows, the
+attention that this machine has (NANOCHAT_ATTENTION names another), and CUDA graphs where the memory suffices by count.
+--head, --window-pattern and --[no-]cuda-graph fix them for all methods, and the JSON records them. nanochat's
+micro-batches are launched as usual. A variant captures its graphs at the beginning of each of its turns, which is not
+timed, and frees their memory at the end.
 
 With --table7 a variant is profiled twice after all rounds. The first profile has one micro-batch and update without
 graphs, and gives the time by operation (the paper's Table 7). The second one has --calls micro-batches as they are

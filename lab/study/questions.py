@@ -268,7 +268,8 @@ SHARES_OF_FP8 = {
     "clover_fp8_forward_wgrad_but_down": ((0.20, 0.20), (0.22, 0.22)),
 }
 MOST_BYTES = 0.57  # Of an element of the input.
-# Contrasts of two rows that keep the same codes, or have the same GEMMs: what it shows, the row, the row below it.
+# Contrasts: what each shows, a row, and the row that it is compared with. FP8 in dgrad keeps the codes of its other
+# row, and FP8 in wgrad more than those.
 SIGNS_OF_FP8 = (
     ("FP8 in dgrad over FP8 in wgrad", "clover_fp8_forward_dgrad", "clover_fp8_forward_wgrad"),
     ("FP8 in dgrad over 4 bits", "clover_fp8_forward_dgrad", "clover_fp8_forward_4bit_input"),
