@@ -1,6 +1,7 @@
 """A model whose training step is measured with any method: its largest micro-batch, its memory, the time of its parts,
 and the time by operation."""
 
+import copy
 import functools
 import gc
 import importlib
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 import nanochat_fp4 as nf
 from lab.bench.common import new_model
@@ -149,6 +151,18 @@ class GraphedSubject(Subject, GraphedStep):
         return torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
 
 
+def nanochat_variants(folder: str) -> list[Variant]:
+    """Returns the variants of a nanochat checkout: BF16, and nanochat's --fp8 with its FP8 head, if it has that."""
+    fp8 = [Variant("nanochat --fp8", head="fp8")] if (Path(folder) / "nanochat/fp8.py").is_file() else []
+    return [Variant("nanochat"), *fp8]
+
+
+def has_fp8(module: nn.Module, _: str) -> bool:
+    """Returns whether nanochat's --fp8 converts a module."""
+    sizes = (module.in_features, module.out_features) if isinstance(module, nn.Linear) else (1,)
+    return min(sizes) >= 128 and all(size % 16 == 0 for size in sizes)
+
+
 class NanochatSubject(Subject):
     """The model and optimizers of a nanochat checkout: f5425245f, or a later one, which needs no autocast."""
 
@@ -168,13 +182,20 @@ class NanochatSubject(Subject):
         set_up = getattr(model, "setup_optimizers", None) or model.setup_optimizer
         optimizers = set_up()
         optimizers = optimizers if isinstance(optimizers, list | tuple) else [optimizers]
-        forward = torch.compile(model, dynamic=False) if compiled else None
-        TrainingStep.__init__(self, model, optimizers, forward)
+        TrainingStep.__init__(self, model, optimizers)
         self.sequence_len, self.vocab_size = config.sequence_len, config.vocab_size
         self.casts_by_itself = hasattr(theirs, "COMPUTE_DTYPE")
+        self.compiled, self.forwards = compiled, {}
 
     def become(self, variant: Variant) -> None:
-        pass
+        """Makes the model compute in BF16 or as nanochat's --fp8, with the same parameters."""
+        if variant.method not in self.forwards:
+            model = self.model
+            if variant.head == "fp8":
+                model = copy.deepcopy(model, {id(p): p for p in model.parameters()})
+                importlib.import_module("nanochat.fp8").convert_to_float8_training(model, module_filter_fn=has_fp8)
+            self.forwards[variant.method] = torch.compile(model, dynamic=False) if self.compiled else model
+        self.forward = self.forwards[variant.method]
 
     def autocast(self) -> AbstractContextManager:
         return nullcontext() if self.casts_by_itself else super().autocast()

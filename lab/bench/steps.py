@@ -6,7 +6,7 @@ MFU, peak memory, the largest micro-batch, the time by operation (the paper's Ta
     python -m lab.bench steps --depth 20,26,32 --methods clover,nvidia --micro-batch 8
     python -m lab.bench steps --depth 20 --orthogonalizer newton_schulz    # its update_ms, in the JSON
     python -m lab.bench steps --methods bf16:32,clover:64,clover:32    # each with a micro-batch of its own
-    python -m lab.bench steps --depth 20 --methods "" --micro-batch 16 --nanochat ~/nanochat   # BF16 of both projects
+    python -m lab.bench steps --depth 20 --methods "" --micro-batch 16 --nanochat ~/nanochat   # with its --fp8
     python -m lab.bench steps --methods fp8,clover --micro-batch 8 --cuda-graph --nanochat ~/nanochat
     python -m lab.bench steps --methods none --micro-batch 16 --nanochat ~/nanochat   # where two models do not fit
     python -m lab.bench steps --depth 2 --head-dim 64 --seq-len 64 --vocab-size 256 --total-batch-size 256 \\
@@ -42,6 +42,7 @@ import os
 os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # PyTorch reads it when CUDA starts.
 
 import argparse
+import functools
 import gc
 import re
 import traceback
@@ -196,20 +197,18 @@ def bench_depth(args: argparse.Namespace, depth: int, device: torch.device, resu
     graph = bool(args.cuda_graph and has_graphs(device))
     subjects: dict[Variant, Subject] = {}
     records: dict[Variant, dict] = {}
-    nanochat = Variant("nanochat")
+    theirs = step.nanochat_variants(args.nanochat) if args.nanochat else []
+    checkout = functools.cache(lambda: step.NanochatSubject(args.nanochat, config, device, args.compile))
     for recompute in args.recompute:
         added = [Variant(m, recompute, rows, args.head or default_head(m), graph) for m, rows in args.variants]
-        added += [nanochat] if args.nanochat and not subjects else []
+        added += [] if subjects else theirs
         records |= {v: results.add(depth, v, **known, problem=args.problems.get(v.method)) for v in added}
         for variant in added:
             record = records[variant]
             if record["problem"]:
                 continue
             with results.attempt(record, "micro-batch"):
-                subject = ours
-                if variant == nanochat:
-                    subject = step.NanochatSubject(args.nanochat, config, device, args.compile)
-                subjects[variant] = subject
+                subjects[variant] = subject = checkout() if variant in theirs else ours
                 subject.become(variant)
                 find_memory(args, record, subject, variant.rows or args.micro_batch)
                 if by_count and subject is ours and may_have_graphs(args, record, subject):
@@ -332,7 +331,11 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--cuda-graph", action=argparse.BooleanOptionalAction, default=None, help=text)
     text = "profiles: time by operation, and on a GPU the micro-batch's time minus its kernels'"
     add("--table7", action=argparse.BooleanOptionalAction, default=True, help=text)
-    add("--nanochat", default="", help="a checkout of nanochat to time as well, in BF16 (f5425245f or later)")
+    add(
+        "--nanochat",
+        default="",
+        help="a checkout of nanochat (f5425245f or later) to time as well, and its --fp8",
+    )
     args = parser.parse_args(argv)
 
     args.depth = [int(d) if d.isdigit() else 0 for d in args.depth.split(",") if d]

@@ -3,6 +3,7 @@
 import json
 import re
 import sys
+import textwrap
 import types
 from dataclasses import replace
 
@@ -12,7 +13,7 @@ from _graphs import record_graphs
 
 from lab import ROOT
 from lab.bench import common, layers, memory, step, steps
-from lab.bench.step import GraphedSubject, Stopwatch, Subject
+from lab.bench.step import GraphedSubject, Stopwatch, Subject, has_fp8
 from nanochat_fp4.cli import UserError
 from nanochat_fp4.models import gpt
 from nanochat_fp4.nvfp4 import layer
@@ -268,17 +269,32 @@ def test_graphs_on_a_cpu_are_a_line_and_nothing_else(base_dir, capsys):
 
 @no_gpu
 def test_nanochat_alone_needs_no_memory_for_a_model_of_ours(base_dir, tmp_path, monkeypatch):
-    """A checkout whose model is ours stands in for the real one."""
+    """A checkout whose model is ours stands in for the real one. Its --fp8 converts a second model with the weights of
+    the first."""
     (tmp_path / "nanochat").mkdir()
     (tmp_path / "nanochat" / "gpt.py").write_text("from nanochat_fp4.models.gpt import GPT, GPTConfig\n")
-    for name in "nanochat", "nanochat.gpt":
+    fake = """
+        converted = []
+        def convert_to_float8_training(model, *, module_filter_fn):
+            converted.append(model)
+    """
+    (tmp_path / "nanochat" / "fp8.py").write_text(textwrap.dedent(fake))
+    for name in "nanochat", "nanochat.gpt", "nanochat.fp8":
         monkeypatch.setitem(sys.modules, name, None)  # and again after the test
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setattr(Subject, "__init__", None)
     steps.main([*TINY, "--methods=none", f"--nanochat={tmp_path}"])
-    (record,) = records_of(base_dir)
-    assert (record["variant"], record["ratio"], record["problem"]) == ("nanochat", None, None)
-    assert record["tokens_per_second"] > 0 and record["flops_per_token"] > 0
+    records = records_of(base_dir)
+    assert [(r["variant"], r["head"], r["problem"]) for r in records] == [
+        ("nanochat", "bf16", None),
+        ("nanochat --fp8", "fp8", None),
+    ]
+    assert all(r["ratio"] is None and r["tokens_per_second"] > 0 and r["flops_per_token"] > 0 for r in records)
+    (model,) = sys.modules["nanochat.fp8"].converted
+    assert model.transformer.h[0].mlp.c_proj.weight.any()  # It begins with zeros.
+    linear = torch.nn.Linear
+    taken = [has_fp8(m, "") for m in (linear(128, 256), linear(128, 64), linear(136, 256), torch.nn.GELU())]
+    assert taken == [True, False, False, False]
 
 
 FAKE = types.SimpleNamespace(sequence_len=10)
