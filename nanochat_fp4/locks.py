@@ -1,11 +1,13 @@
 """
 The locks that say who uses what. A run has the lock of its folder, and a program that replaces something asks for the
-locks of all its users.
+locks of all its users. Whoever makes or downloads something that others need has a lock meanwhile.
 
     with held_run(folder):                  # one run at a time, until the end of the process
         ...
     if users := running_runs(base_dir):     # ["base_checkpoints/d20_clover (process 7 on host since ...)"]
         raise UserError(...)                # they train with the thing that would be replaced
+    with locked(base_dir / "data.lock"):    # waits until no other process has it
+        ...
 """
 
 import contextlib
@@ -41,35 +43,29 @@ def held_run(folder: str | os.PathLike) -> Iterator[None]:
     lock.
     """
     folder, problem = Path(folder).absolute(), None
-    lock, holder = lock_of(folder), folder.with_name(f".{folder.name}.lock.txt")
-    if get_dist_info()[1] == 0:
-        busy = f"another run is training in {folder}: {_holder(folder)}; wait for it or stop it, or choose another "
-        try:
-            take(lock, folder, f"{busy}--model-tag", ASKED_SECONDS)
-            since = time.strftime("%Y-%m-%d %H:%M:%S")
-            with contextlib.suppress(OSError):  # The disk may be full. check_writable explains this better.
-                if lock.is_locked:
+    holder = folder.with_name(f".{folder.name}.lock.txt")
+    with contextlib.ExitStack() as at_end:
+        if get_dist_info()[1] == 0:
+            busy = f"another run is training in {folder}: {_holder(folder)}; wait for it or stop it, or choose another "
+            try:
+                at_end.enter_context(locked(lock_of(folder), f"{busy}--model-tag", ASKED_SECONDS))
+                at_end.callback(holder.unlink, missing_ok=True)
+                since = time.strftime("%Y-%m-%d %H:%M:%S")
+                with contextlib.suppress(OSError):  # The disk may be full. check_writable explains this better.
                     atomic_write(holder, f"process {os.getpid()} on {socket.gethostname()} since {since}")
-        except UserError as e:
-            problem = str(e)
-    fail_together(problem)
-    try:
+            except UserError as e:
+                problem = str(e)
+        fail_together(problem)
         yield
-    finally:
-        if lock.is_locked:
-            with contextlib.suppress(OSError):
-                holder.unlink()
-            lock.release()
 
 
 def running(folder: str | os.PathLike) -> str | None:
     """Returns a description of the process that trains in a folder. Returns None if there is none, or if the file
     system has no locks."""
     folder = Path(folder).absolute()
-    lock = lock_of(folder)
-    if Path(lock.lock_file).exists():
+    if lock_of(folder).exists():
         try:
-            with lock.acquire(timeout=0):
+            with filelock.FileLock(lock_of(folder), timeout=0, fallback_to_soft=False):
                 return None
         except filelock.Timeout:
             return _holder(folder)
@@ -84,26 +80,35 @@ def running_runs(base_dir: str | os.PathLike) -> list[str]:
     return [f"{folder.parent.name}/{folder.name} ({who})" for folder in sorted(folders) if (who := running(folder))]
 
 
-def lock_of(folder: Path) -> filelock.FileLock:
-    """Returns the lock of a folder. Its file .<name>.lock is beside the folder, and stays after the lock is released,
-    because deleting it would let two processes in."""
-    return filelock.FileLock(folder.with_name(f".{folder.name}.lock"), fallback_to_soft=False)
+def lock_of(folder: Path) -> Path:
+    """Returns the file of the lock of a folder, .<name>.lock beside it. It stays after the lock is released, because
+    deleting it would let two processes in."""
+    return folder.with_name(f".{folder.name}.lock")
 
 
-def take(lock: filelock.FileLock, folder: Path, busy: str, seconds: float = 0.0) -> None:
-    """Takes the lock of a folder, for which it waits so long. If the file system has no locks, a warning says so.
-    Raises UserError, which says `busy`, if another process has the lock, and if no lock can be made there."""
+@contextlib.contextmanager
+def locked(file: Path, busy: str = "", seconds: float = -1.0) -> Iterator[None]:
+    """
+    A context in which no other process has the lock of this file. It waits `seconds` for the lock, or for ever.
+
+    If the file system has no locks, a warning says so. Raises UserError, which says `busy`, if another process has the
+    lock for longer, and at once if no file can be made there.
+    """
+    lock = filelock.FileLock(file, fallback_to_soft=False)
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.touch()  # filelock would wait for a file that cannot be made, too.
         lock.acquire(timeout=seconds)
+    except filelock.Timeout:
+        raise UserError(busy) from None
     except OSError as e:
-        # filelock waits for a file that cannot be made, too. A Timeout is an OSError.
-        if isinstance(e, filelock.Timeout) and os.path.exists(lock.lock_file):
-            raise UserError(busy) from None
         if e.errno not in _NO_LOCKS:
-            why = one_line(e.strerror or e)
-            raise UserError(f"{folder} cannot be written ({why}); choose a writable folder") from e
-        logger.warning(f"the file system of {folder} has no locks: nothing keeps another process out of it")
+            raise UserError(f"no lock can be made: {one_line(e)}; choose a writable folder (NANOCHAT_BASE_DIR)") from e
+        logger.warning(f"the file system of {file.parent} has no locks: nothing keeps another process out of it")
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def _holder(folder: Path) -> str:

@@ -44,15 +44,16 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from filelock import FileLock
 
 from nanochat_fp4.cli import ArgumentParser, UserError, format_bytes, one_line, parse_finite, run_main
 from nanochat_fp4.common import get_base_dir, of_all_ranks, print0, say_once
 from nanochat_fp4.data.sources import KINDS, hub_url, kind_of, rows_of, url_problem
 from nanochat_fp4.files import atomic_write
+from nanochat_fp4.locks import locked
 from nanochat_fp4.progress import Progress
 
 STRINGS = ("string", "large_string", "string_view")  # Arrow's types of text.
+ENCODED = pa.DictionaryType | pa.RunEndEncodedType  # Those whose values may be text.
 NO_TEXT = ("readme", "license", "licence", "dataset_info", "dataset_dict")  # The beginnings of names, in lower case.
 OTHER_KINDS, NAMED = "not read: of another kind", "not read: by its name"
 BYTES_PER_TOKEN = 4  # By and large. Of own text nothing is known before it is read.
@@ -191,10 +192,7 @@ class Shard:
         except (pa.ArrowException, OSError, ValueError) as e:
             problem = f"is not a readable parquet file ({one_line(e)[:150]})"
             raise UserError(f"{path} {problem}; delete it and download or copy it again") from e
-        types = [schema.field(i).type for i, name in enumerate(schema.names) if name == column]
-        types = [
-            kind.value_type if hasattr(kind, "ordered") or hasattr(kind, "run_end_type") else kind for kind in types
-        ]
+        types = [f.type.value_type if isinstance(f.type, ENCODED) else f.type for f in schema if f.name == column]
         if [str(kind) in STRINGS for kind in types] != [True]:
             has = f"not one column of strings named {column} ({', '.join(map(str, types)) or schema.names[:10]})"
             raise UserError(f"{path} has {has}; correct --text-column (TEXT_COLUMN), or convert the column")
@@ -300,7 +298,8 @@ def store(key: Any, title: str, rows: Callable[[], Iterator[dict[str, Any]]], **
     features = datasets.Features({n: datasets.Value(t) for n, t in ({"text": "large_string"} | columns).items()})
     name = hashlib.sha256(repr(key).encode()).hexdigest()[:16]
     try:
-        return datasets.Dataset.from_generator(written, features=features, cache_dir=str(folder), fingerprint=name)
+        with locked(folder / "lock"):
+            return datasets.Dataset.from_generator(written, features=features, cache_dir=str(folder), fingerprint=name)
     except datasets.exceptions.DatasetGenerationError as e:
         raise (e.__cause__ or e) from None
     except (pa.ArrowException, ValueError, KeyError) as e:
@@ -472,10 +471,10 @@ def embedded_documents() -> Iterator[str]:
             yield (root / key).read_text(encoding="utf-8")
 
 
-def data_lock() -> FileLock:
+def data_lock() -> contextlib.AbstractContextManager[None]:
     """Returns the lock to have while data are made or downloaded, so that the ranks of a node, or two runs, do not
     do so twice."""
-    return FileLock(Path(get_base_dir(), "data.lock"))
+    return locked(Path(get_base_dir(), "data.lock"))
 
 
 def build_embedded_corpus(size_mb: float = EMBEDDED_MB) -> str:

@@ -27,10 +27,10 @@ from typing import Any, TextIO, TypeVar
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from filelock import FileLock
 
 from nanochat_fp4.cli import UserError, missing_package, one_line, switched_on
 from nanochat_fp4.common import get_base_dir, print0
+from nanochat_fp4.locks import locked
 
 KINDS = ("txt", "md", "csv", "json", "jsonl", "ndjson", "parquet")
 COMPRESSED = ("gz", "bz2", "zst", "lz4")
@@ -204,7 +204,7 @@ def download_file_with_lock(
     """
     path = Path(get_base_dir(), filename)
     part = path.with_name(f"{filename}.part")
-    with FileLock(f"{path}.lock"):
+    with locked(path.with_name(f"{filename}.lock")):
         if not path.exists():
             print0(f"Downloading {url} ...")
             try:

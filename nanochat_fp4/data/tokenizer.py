@@ -9,6 +9,7 @@ only with allow_pickle, and by an unpickler that accepts tiktoken's Encoding and
 """
 
 import base64
+import contextlib
 import hashlib
 import json
 import os
@@ -20,12 +21,12 @@ from typing import Any, BinaryIO
 
 import tiktoken
 import torch
-from filelock import FileLock
 
 from nanochat_fp4.cli import STAGE, ArgumentParser, UserError, one_line, run_main
 from nanochat_fp4.common import get_base_dir, print0
 from nanochat_fp4.data.sources import within
 from nanochat_fp4.files import atomic_open, atomic_write
+from nanochat_fp4.locks import locked
 
 SPECIAL_TOKENS = [
     "<|bos|>",  # It begins every document.
@@ -390,10 +391,10 @@ def get_tokenizer_dir() -> str:
     return os.path.join(get_base_dir(), "tokenizer")
 
 
-def tokenizer_lock() -> FileLock:
+def tokenizer_lock() -> contextlib.AbstractContextManager[None]:
     """Returns the lock to have while the tokenizer is replaced, or while a run checks that it is still the run's
     own."""
-    return FileLock(os.path.join(get_base_dir(), "tokenizer.lock"))
+    return locked(Path(get_base_dir(), "tokenizer.lock"))
 
 
 def get_tokenizer(allow_pickle: bool = False) -> RustBPETokenizer:

@@ -40,20 +40,16 @@ def new_export(out: str | os.PathLike, overwrite: bool = False) -> Iterator[Path
     If an exception is raised inside the context, `out` stays as it was. Raises UserError if `out` must not be replaced,
     and if another process is writing it.
     """
-    from nanochat_fp4.locks import lock_of, take  # nf is imported where filelock is not installed.
+    from nanochat_fp4.locks import lock_of, locked  # nf is imported where filelock is not installed.
 
     out = Path(out).expanduser().resolve()  # If `out` is a link, the folder that it points to is replaced.
-    lock = lock_of(out)
-    take(lock, out, f"another export is writing {out}; wait until it ends, or choose another folder")
-    try:
-        with new_folder(out) as part:
-            check_replaceable(out, overwrite)
-            yield part
-            names = sorted(path.relative_to(part).as_posix() for path in part.rglob("*"))
-            atomic_write(part / LIST, json.dumps({"format": FORMAT, "files": names}, indent=2) + "\n")
-            check_replaceable(out, overwrite)  # Somebody may have put a file there meanwhile.
-    finally:
-        lock.release()
+    busy = f"another export is writing {out}; wait until it ends, or choose another folder"
+    with locked(lock_of(out), busy, 0), new_folder(out) as part:
+        check_replaceable(out, overwrite)
+        yield part
+        names = sorted(path.relative_to(part).as_posix() for path in part.rglob("*"))
+        atomic_write(part / LIST, json.dumps({"format": FORMAT, "files": names}, indent=2) + "\n")
+        check_replaceable(out, overwrite)  # Somebody may have put a file there meanwhile.
 
 
 def check_replaceable(out: Path, overwrite: bool, how: str = "overwrite=True") -> None:
