@@ -6,8 +6,9 @@
 
 A command that takes seconds on a CPU (RUNS below) is run. Any other Python program only parses its arguments, with its
 own argument parser. Shell scripts are checked by `bash -n`. Python examples are compiled, and their names nf.* must
-exist. The files and modules that a page names must exist, too. Bash itself reads each line, with `python`, `bash`,
-`pip` and similar programs replaced by this file. Nothing needs a GPU or the network.
+exist. Files and modules that a page names must exist, too, and so must a name that it says to be in a file. Bash itself
+reads each line, with `python`, `bash`, `pip` and similar programs replaced by this file. Nothing needs a GPU or the
+network.
 """
 
 import argparse
@@ -67,12 +68,6 @@ def examples(text: str) -> list[str]:
     return [textwrap.dedent(block) for _, block in blocks] + [
         textwrap.dedent(block) for block in indented if re.match(r"\s*(import|from|model =|nf\.)", block)
     ]
-
-
-def fits(masked: str, output: str) -> bool:
-    """Returns True if an output is the page's text, in which … stands for any part of a line."""
-    pattern = "".join(".*" if part == "…" else re.escape(part) for part in re.split("(…)", masked))
-    return re.fullmatch(pattern, output) is not None
 
 
 def shim(program: str, words: list[str]) -> None:
@@ -148,8 +143,9 @@ def check(programs: Path, command: str, expected: str | None) -> tuple[bool, str
         except subprocess.TimeoutExpired:
             return False, f"it takes more than {SECONDS} seconds: take it out of RUNS"
     output = done.stdout.replace("\r", "\n")
-    if expected is not None:
-        return (True, "ran") if fits(expected, output) else (False, output.replace(folder, "…"))
+    if expected is not None:  # In which … stands for any part of a line.
+        same = re.fullmatch(".*".join(map(re.escape, expected.split("…"))), output)
+        return (True, "ran") if same else (False, output.replace(folder, "…"))
     last = (output.strip().splitlines() or [""])[-1]
     if done.returncode:
         return False, f"exit status {done.returncode}: {last}"
@@ -171,6 +167,10 @@ def named(text: str) -> list[str]:
         module = re.fullmatch(r"(nanochat_fp4|lab|scripts|eval)(\.\w+)+", span) and not span.endswith((".py", ".sh"))
         if (file and not (ROOT / span).exists()) or (module and pydoc.locate(span) is None):
             wrong.append(f"{span} does not exist")
+    # `NAME`, `OTHER` and `NAME` in `file.py`
+    for names, file in re.findall(r"((?:`\w+`(?:, | and )?)+) (?:in|of) `([\w/]+\.py)`", " ".join(text.split())):
+        words = re.findall(r"\w+", (ROOT / file).read_text(encoding="utf-8") if (ROOT / file).exists() else "")
+        wrong += [f"{file} has no {name}" for name in set(re.findall(r"`(\w+)`", names)) - set(words)]
     return wrong
 
 

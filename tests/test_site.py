@@ -4,6 +4,7 @@ import html
 import importlib.util
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +15,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def pages() -> list[Path]:
-    return [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    return [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 @pytest.mark.parametrize("page", pages(), ids=lambda page: str(page.relative_to(ROOT)))
@@ -30,6 +31,12 @@ def test_links_lead_somewhere(page):
         if anchor:
             headings = re.findall(r"^#+ (.*)$", file.read_text(encoding="utf-8"), re.M)
             assert anchor in [re.sub(r"[^\w\- ]", "", h.lower()).strip().replace(" ", "-") for h in headings], target
+
+
+@pytest.mark.parametrize("page", pages(), ids=lambda page: str(page.relative_to(ROOT)))
+def test_what_a_page_names_is_there(page):
+    """Files, modules, nf.NAMES, and names that it says to be in a file."""
+    assert runpy.run_path(str(ROOT / "dev/check_pages.py"))["named"](page.read_text(encoding="utf-8")) == []
 
 
 @pytest.mark.slow
