@@ -65,7 +65,7 @@ from nanochat_fp4.models.optim import ORTHOGONALIZERS
 from nanochat_fp4.models.optim8bit import STATES
 from nanochat_fp4.nvfp4.methods import get_recipe
 from nanochat_fp4.training.graphed import graphs_problem
-from nanochat_fp4.training.memory import SHARE, count, plan_accumulation
+from nanochat_fp4.training.memory import plan_accumulation
 
 UNKNOWN = (
     "micro_batch", "micro_batches", "micro_batch_ms", "codes_ms", "update_ms", "tokens_per_second", "ratio",
@@ -241,11 +241,7 @@ def bench_depth(args: argparse.Namespace, depth: int, device: torch.device, resu
 def may_have_graphs(args: argparse.Namespace, record: dict, subject: Subject) -> bool:
     """Returns whether base_train would keep this micro-batch as a CUDA graph, also under the cap. If not, prints the
     reason."""
-    rows, model = record["micro_batch"], subject.model
-    problem = graphs_problem(model, rows, args.seq_len)
-    if problem is None and args.memory_cap:
-        need = count(model, rows, args.state, model.recompute, args.seq_len).graphed_peak
-        problem = "too little memory under the cap, by count" if need > SHARE * args.memory_cap else None
+    problem = graphs_problem(subject.model, record["micro_batch"], args.seq_len, cap=args.memory_cap)
     if problem:
         print0(f"{record['variant']}: no CUDA graphs: {problem}")
     return problem is None

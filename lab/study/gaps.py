@@ -204,9 +204,12 @@ def along(runs: list[dict], curve: str = "curve", column: int = 1) -> dict[str, 
     return gaps
 
 
-def gemm_work(run: dict, steps: int) -> float:
-    """Returns the GEMM work of a run. The unit is the work of `steps` steps with all GEMMs in 4 bits."""
-    return sum(sweep_results.COST[bits] * share for bits, share in run["gemm_work"].items()) * run["steps"] / steps
+def gemm_work(runs: list[dict], method: str, steps: int) -> str:
+    """Returns the GEMM work of the first run of a method, as the text of a cell. The unit is the work of `steps` steps
+    with all GEMMs in 4 bits."""
+    run = next(r for r in runs if r["method"] == method)
+    of_step = sum(sweep_results.COST[bits] * share for bits, share in run["gemm_work"].items())
+    return f"{of_step * run['steps'] / steps:.2f}"
 
 
 def counted(runs: list[dict]) -> str:
@@ -327,7 +330,7 @@ COLUMNS: dict[str, Callable[[Rows, str], Any]] = {
     "BPB": lambda rows, method: f"{fmean(r['val_bpb'] for r in rows.of(method)):.4f}",
     "seeds": lambda rows, method: len(rows.of(method)),
     "of seeds": lambda rows, method: ", ".join(str(r["seed"]) for r in rows.of(method)),
-    "GEMM work": lambda rows, method: f"{gemm_work(rows.of(method)[0], steps_of(rows.runs)):.2f}",
+    "GEMM work": lambda rows, method: gemm_work(rows.runs, method, steps_of(rows.runs)),
     "work in 4 / 8 / 16 bits, %": _work_by_bits,
     "bytes kept": _bytes_kept,
     "training text": _training_text,

@@ -21,11 +21,6 @@ from nanochat_fp4.evaluation import plots
 FORWARD_NAMES = {"val_bpb": "own forward", "val_bpb_bf16": "BF16 forward"}
 
 
-def work(runs: list[dict], method: str, steps: int) -> str:
-    """Returns the GEMM work of a method's run, as the text of a cell."""
-    return f"{gaps.gemm_work(next(r for r in runs if r['method'] == method), steps):.2f}"
-
-
 def outcome(runs: list[dict], content: dict, title: str, header: list[str], *args: Any) -> Outcome:
     """Makes an Outcome with the line that names what the runs were measured on, and what their GEMM work is of."""
     where = gaps.measured_on(runs, content["data"])
@@ -96,7 +91,7 @@ def methods(context: Context) -> Outcome:
             cells = [shares, *(of.gap(method, value).shown(sign="-") for value in VALUES.values())]
         seeds = len({r["seed"] for r in runs if r["method"] == method})
         as_exported = exported(runs, method) if seeds else "not measured"
-        work = gaps.COLUMNS["GEMM work"](of, method) if seeds else "not measured"
+        work = gaps.gemm_work(runs, method, steps_of(runs)) if seeds else "not measured"
         cells += [work, EXPORTED.get(method, "NVFP4"), as_exported, times.get(method, ("not measured",))[0], seeds]
         rows.append([method, WHEN[method], *cells])
     header = ["QAT_METHOD", "take it", "share of clover's gap: own; BF16 forward"]
@@ -238,7 +233,7 @@ def claims(context: Context) -> Outcome:
     judge(found)
     rows = []
     for of, target in zip(found, targets):
-        cost, whole = work(fresh, of["method"], steps_of(runs)), tested(runs, *target)["share"]
+        cost, whole = gaps.gemm_work(fresh, of["method"], steps_of(runs)), tested(runs, *target)["share"]
         shares = [share.shown(3, "-") if share else NO_GAP for share in (of["share"], whole)]
         forward, p_values = FORWARD_NAMES[of["value"]], [shown_p(of[k]) for k in ("p", "p_holm")]
         row = [of["method"], cost, forward, f"{of['target']:.2f}x", shares[0], *p_values, of["verdict"], shares[1]]
@@ -363,9 +358,9 @@ def forwards(context: Context) -> Outcome:
     if not any(column in cells[m] for m in methods for column in IN_FORWARD):
         raise UserError("no run of --results was evaluated in several forwards; run lab.study.forwards, then its sweep")
     steps = steps_of(runs)
-    rows = [[m, work(runs, m, steps), *(cells[m].get(c, "-") for c in values)] for m in methods]
+    rows = [[m, gaps.gemm_work(runs, m, steps), *(cells[m].get(c, "-") for c in values)] for m in methods]
     afterwards = (rounded_afterwards(runs, name) for name in IN_FORWARD.values())
-    rows.insert(0, ["bf16", work(runs, "bf16", steps), "0", *afterwards, "0"])
+    rows.insert(0, ["bf16", gaps.gemm_work(runs, "bf16", steps), "0", *afterwards, "0"])
     found = []
     for what, target, value in OF_FORWARDS:
         having = with_deployed(runs) if value == "deployed" else runs
@@ -412,7 +407,7 @@ def extra_steps(context: Context) -> Outcome:
         mine = [r for r in runs if r["method"] == method and r["seed"] in base]
         steps = mine[0]["steps"]
         longer: dict[str, Any] = {"method": method, "steps": steps / usual}
-        cells = [method, f"{100 * (steps / usual - 1):+.1f}%", work(mine, method, usual)]
+        cells = [method, f"{100 * (steps / usual - 1):+.1f}%", gaps.gemm_work(mine, method, usual)]
         for name, value in VALUES.items():
             gap = fmean(100 * (r[value] / base[r["seed"]][value] - 1) for r in mine)
             alike = 100 * ((1 + gap / 100) * (steps / usual) ** b - 1)

@@ -38,16 +38,18 @@ from nanochat_fp4.training.memory import GRAPHED_STACK_ELEMENTS, SHARE, count, s
 from nanochat_fp4.training.step import TrainingStep
 
 
-def graphs_problem(model: torch.nn.Module, rows: int = 0, seq_len: int = 0, processes: int = 1) -> str | None:
+def graphs_problem(
+    model: torch.nn.Module, rows: int = 0, seq_len: int = 0, processes: int = 1, cap: int | None = None
+) -> str | None:
     """Returns the reason why micro-batches of this model should not be kept as CUDA graphs, or None. Without `rows`
-    memory is no reason."""
+    memory is no reason. A step may take `cap` bytes, or without a cap those of the GPU."""
     if model.get_device().type != "cuda":
         return f"the model is on {model.get_device()}, expected a CUDA device"
     if is_sharded(model):
         return "--parallel=fsdp gathers weights inside a micro-batch"
     if rows and not isinstance(model, GPT):
         return "the memory of this family of models is not counted"
-    total = gpu_memory(model.get_device())[1]
+    total = cap or gpu_memory(model.get_device())[1]
     need = count(model, rows, state_now(model), model.recompute, seq_len, processes).graphed_peak if rows else 0
     if need > SHARE * total:
         return f"with them a step needs {format_bytes(need)} of {format_bytes(total)}, by count"

@@ -205,8 +205,8 @@ def test_graphs_are_for_variants_whose_memory_suffices_by_count(graphs, base_dir
     """As base_train chooses them; --no-cuda-graph has none."""
     asked = []
 
-    def problem(model, rows, seq_len):
-        asked.append((rows, seq_len))
+    def problem(model, rows, seq_len, cap):
+        asked.append((rows, seq_len, cap))
         return "too large" if len(asked) == 2 else None
 
     monkeypatch.setattr(steps, "graphs_problem", problem)
@@ -214,7 +214,7 @@ def test_graphs_are_for_variants_whose_memory_suffices_by_count(graphs, base_dir
     steps.main([*TINY, "--methods=fp8,clover", "--no-table7"])
     assert [r["variant"] for r in records_of(base_dir)] == ["bf16, graph", "fp8", "clover, graph"]
     assert [(r["graph"], r["peak_bytes"]) for r in records_of(base_dir)] == [(True, 8), (False, None), (True, 8)]
-    assert asked == [(2, 32)] * 3 and all(r["tokens_per_second"] for r in records_of(base_dir))
+    assert asked == [(2, 32, None)] * 3 and all(r["tokens_per_second"] for r in records_of(base_dir))
     assert sum(graph.replays for graph in graphs) > 0
     graphs.clear()
     steps.main([*TINY, "--methods=bf16", "--no-table7", "--no-cuda-graph"])

@@ -16,7 +16,8 @@ from nanochat_fp4.models.gpt import GPT, GPTConfig
 from nanochat_fp4.models.optim8bit import LeanState, set_state
 from nanochat_fp4.nvfp4 import dispatch
 from nanochat_fp4.nvfp4.phases import MethodPlan
-from nanochat_fp4.training.graphed import GraphedStep
+from nanochat_fp4.training import graphed, memory
+from nanochat_fp4.training.graphed import GraphedStep, graphs_problem
 from nanochat_fp4.training.step import TrainingStep
 
 STEPS = 5
@@ -60,6 +61,17 @@ def trained(
                 step.micro_batch(ids, ids.roll(-1, 1), count=count)
         step.update()
     return model.state_dict()
+
+
+def test_graphs_need_the_memory_of_the_gpu_or_of_a_cap(monkeypatch):
+    with torch.device("meta"):
+        model = GPT(GPTConfig(sequence_len=64, vocab_size=256, n_layer=1, n_head=1, n_kv_head=1, n_embd=64))
+    monkeypatch.setattr(model, "get_device", lambda: torch.device("cuda"))
+    need = memory.count(model, 2, "fp32", "none", 64).graphed_peak
+    for gpu, cap, refused in ((2, None, False), (2, 2, False), (2, 1, True), (1, None, True)):
+        monkeypatch.setattr(graphed, "gpu_memory", lambda device, gpu=gpu: (0, gpu * need))
+        problem = graphs_problem(model, 2, 64, cap=cap and int(cap * need))
+        assert bool(problem) == refused and "by count" in (problem or "by count"), (gpu, cap)
 
 
 CASES = [
