@@ -230,16 +230,12 @@ def _is_weight_times_input(linear: nn.Linear) -> bool:
     return got.shape == want.shape and bool((got - want).abs().max() < 0.02 * want.abs().max())
 
 
-def _blocks(model: nn.Module) -> list[str]:
-    """Returns the names of the blocks: the entries of the nn.ModuleList that holds the most linear layers."""
+def _end_blocks(model: nn.Module, recipe: Recipe, first: int, last: int) -> list[str]:
+    """Returns the names of the blocks to leave alone. Raises ValueError if the model has fewer blocks."""
+    # The blocks are the entries of the nn.ModuleList that holds the most linear layers.
     stacks = {name: m for name, m in model.named_modules() if isinstance(m, nn.ModuleList)}
     stack = max(stacks, key=lambda name: sum(map(is_linear, stacks[name].modules())), default="")
-    return [f"{stack}.{i}" for i in range(len(stacks[stack]))] if stacks else []
-
-
-def _end_blocks(model: nn.Module, recipe: Recipe, first: int, last: int) -> list[str]:
-    """Returns the names of the blocks to leave alone (_blocks). Raises ValueError if the model has fewer blocks."""
-    names = _blocks(model)
+    names = [f"{stack}.{i}" for i in range(len(stacks[stack]))] if stacks else []
     if not last and recipe.kept_blocks and names:  # A share of the blocks is at least one block, but not all.
         last = min(len(names) - 1, max(1, round(recipe.kept_blocks * len(names))))
     if first == last == 0:

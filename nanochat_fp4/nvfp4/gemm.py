@@ -256,8 +256,10 @@ def quantize_rows(x: Tensor, how: Quantization, squared: Tensor | None = None) -
     if squared is not None:
         made = quantize_relu_squared(x, squared, *constants, decode, how.tiles, eight, not r.fp8)
     else:
-        if amax is None and not how.per_token:
-            amax = _amax_for_a_compiler(x)
+        if amax is None and not how.per_token and torch.compiler.is_compiling():
+            # A compiler fuses this with the kernel that makes x, such as a norm. It finds the maximum before x is
+            # rounded to BF16, and rounds it: to the bit the maximum of the rounded x, for rounding keeps the order.
+            amax = x.abs().amax(-1).amax()
         if how.largest is not None:
             if amax is None:
                 amax = x.abs().amax(-1) if how.per_token else largest_magnitude(x)
@@ -278,16 +280,6 @@ def largest_magnitude(x: Tensor) -> Tensor:
 
         return amax(x)
     return x.abs().amax().float()
-
-
-def _amax_for_a_compiler(x: Tensor) -> Tensor | None:
-    """Under torch.compile, returns max |x|, a scalar in x's dtype. The compiler fuses this computation with the kernel
-    that makes x, such as a norm. Without a compiler the result is None, and a kernel of this project finds the maximum.
-
-    The fused kernel computes the maximum before x is rounded to BF16, and rounds the maximum. The result is the maximum
-    of the rounded x to the bit, because rounding keeps the order of numbers.
-    """
-    return x.abs().amax(-1).amax() if torch.compiler.is_compiling() else None
 
 
 def _rotate_quantize(

@@ -13,14 +13,6 @@ from nanochat_fp4.nvfp4.philox import random_signs
 RHT_DIM = 128  # Source: the paper, Section 3.3 and Appendix A. A power of two, at most 128 (one Philox call of signs).
 
 
-def _sylvester(dim: int) -> torch.Tensor:
-    """Sylvester's symmetric matrix of +-1, float32 (dim, dim)."""
-    h = torch.ones(1, 1, dtype=torch.float32, device="cpu")
-    while h.shape[0] < dim:
-        h = torch.cat((torch.cat((h, h), dim=1), torch.cat((h, -h), dim=1)))
-    return h
-
-
 def rotation_matrix(seed: torch.Tensor | int, *, dim: int = RHT_DIM, stream: int = 0, device="cpu") -> torch.Tensor:
     """Returns diag(signs) H, float32 (dim, dim), with entries +1 and -1. For each group, rotate(x) is
     x @ rotation_matrix / sqrt(dim).
@@ -29,7 +21,10 @@ def rotation_matrix(seed: torch.Tensor | int, *, dim: int = RHT_DIM, stream: int
     """
     signs = random_signs(seed, dim, stream, torch.device(device))
     # The matrix is not cached, because one that is made inside FakeTensorMode would break all later calls outside.
-    return signs.unsqueeze(1) * _sylvester(dim).to(device)
+    h = torch.ones(1, 1, dtype=torch.float32, device="cpu")
+    while h.shape[0] < dim:
+        h = torch.cat((torch.cat((h, h), dim=1), torch.cat((h, -h), dim=1)))
+    return signs.unsqueeze(1) * h.to(device)
 
 
 def rotate(x: torch.Tensor, seed: torch.Tensor | int, *, dim: int = RHT_DIM, stream: int = 0) -> torch.Tensor:

@@ -245,15 +245,13 @@ def from_record(record: Mapping[str, Any]) -> Recipe:
 
 def _field(name: str, value: Any) -> Any:
     """The value of a field of a Recipe, a Gemm, an Operand or a Rounding that to_record has stored."""
-    if name in ("rounding", "kept") and isinstance(value, str):
-        return OF_THE_PACKAGE.get(value) or get_rounding(value)
     if isinstance(value, Mapping):
         kind = Rounding if name in ("rounding", "kept") else Operand if name in ("a", "b") else Gemm
         return kind(**{key: _field(key, item) for key, item in value.items()})
     if name == "late" and value:
         return float(value[0]), from_record(value[1])
     if name == "quantize":
-        known = {row.function: row.quantize for row in ROUNDINGS.values() if isinstance(row, Rounding)}
+        known = {row.function: row.quantize for row in ROUNDINGS.values()}
         if value not in known:
             raise ValueError(f"{value}, a rounding's function, is in no row of ROUNDINGS")
         return known[value]

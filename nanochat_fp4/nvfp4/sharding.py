@@ -131,10 +131,8 @@ def gather_codes(model: nn.Module, raw_dtype: torch.dtype | None = None) -> list
     shards = _Shards(model)
     stacked = [name for name, layer in layers.items() if layer.weight.dim() > 2]  # FSDP divides them by experts
     for name, layer in layers.items():
-        if name in stacked:
-            continue
         fsdp_param = params[id(layer.weight)]
-        if fsdp_param.shard_mesh.size() > 1:
+        if name not in stacked and fsdp_param.shard_mesh.size() > 1:
             shards.all.append(_Shard(name, layer, fsdp_param, shards, raw_dtype))
     return [shard.name for shard in shards.all if not gathers_codes(shard.layer)] + stacked
 

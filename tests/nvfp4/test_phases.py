@@ -182,7 +182,7 @@ nf.register(nf.Recipe("own_rounding", output=nf.Gemm(five, five)))
 def test_a_rounding_of_ones_own_is_resumed_and_evaluated_with_and_without_its_file(tiny_base, monkeypatch, capsys):
     """$RECIPES names the file. Each command is a new process for a user, so what the last one knew is forgotten."""
     monkeypatch.setattr(methods, "REGISTERED", known := dict(methods.REGISTERED))
-    monkeypatch.setitem(nf.ROUNDINGS, "five_over_six", None)
+    monkeypatch.setattr(nf.ROUNDINGS, "data", dict(nf.ROUNDINGS))
     file = tiny_base / "mine.py"
     file.write_text(OWN_ROUNDING)
     flags = [*TINY, "--method=own_rounding", "--save-every=2", "--keep-last=-1"]

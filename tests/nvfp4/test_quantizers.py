@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import operator
 import re
 from fractions import Fraction
 from pathlib import Path
@@ -414,10 +415,26 @@ def test_a_row_has_the_name_of_its_key(monkeypatch):
         monkeypatch.setitem(ROUNDINGS, "my_row", row)
         assert str(nf.Operand("my_row")) == f"my_row (equals {name})"
     assert str(nf.Operand(Rounding())) == "unnamed" and str(nf.Operand(ROUNDINGS["rtn"])) == "rtn"
-    monkeypatch.setitem(ROUNDINGS, "my_row", lambda x: x)
-    for use in (nf.Operand, lambda name: quantize(torch.randn(2, 16), name)):
-        with pytest.raises(ValueError, match="'my_row' is a function, expected a Rounding, .*CONTRIBUTING.md"):
-            use("my_row")
+    for use in (nf.Operand, lambda row: quantize(torch.randn(2, 16), row), lambda row: ROUNDINGS.update(my_row=row)):
+        with pytest.raises(ValueError, match="is a function, expected a Rounding, .*CONTRIBUTING.md"):
+            use(lambda x: x)
+
+
+def test_a_row_of_the_package_stays_the_methods_own(monkeypatch):
+    monkeypatch.setattr(ROUNDINGS, "data", dict(ROUNDINGS))
+    mine = Rounding(grid_max=5.0, stochastic=True)
+    for write in (
+        lambda: operator.setitem(nf.ROUNDINGS, "sr", mine),
+        lambda: nf.ROUNDINGS.update(sr=mine),
+        lambda: operator.ior(nf.ROUNDINGS, {"of_mine": mine, "sr": mine}),
+        lambda: (nf.ROUNDINGS.pop("sr"), nf.ROUNDINGS.setdefault("sr", mine)),
+    ):
+        with pytest.raises(ValueError, match="'sr'.* new name"):
+            write()
+    for again in (Rounding(), mine):  # One's own row may change.
+        nf.ROUNDINGS |= {"of_mine": again}
+        assert nf.ROUNDINGS is ROUNDINGS and nf.Operand("of_mine").rounding == again
+    nf.ROUNDINGS["sr"] = roundings.OF_THE_PACKAGE["sr"]
 
 
 @pytest.mark.parametrize("row", [{"grid_max": 7.0}, {"grid_max": 6.1, "stochastic": True}, {"scale_cap": 600.0}])
@@ -437,7 +454,7 @@ def test_the_rounding_of_the_contributing_guide_trains_and_is_unbiased(monkeypat
     printed = section.partition("`RECIPES=FILE.py")[0].splitlines()
     file = "\n".join(line[4:] for line in printed if line.startswith("    ") or not line)
     monkeypatch.setattr(methods, "REGISTERED", dict(methods.REGISTERED))
-    monkeypatch.setitem(ROUNDINGS, "sr_5", None)
+    monkeypatch.setattr(ROUNDINGS, "data", dict(ROUNDINGS))
     exec(file, {})
     x = torch.randn(8, 128)
     mean = torch.stack([quantize(x, "sr_5", seed=seed).dequantize() for seed in range(400)]).mean(0)
@@ -451,8 +468,7 @@ def test_the_rounding_of_the_contributing_guide_trains_and_is_unbiased(monkeypat
 
 
 def test_an_unknown_rounding_can_be_added_as_its_refusal_says(monkeypatch):
-    monkeypatch.setitem(ROUNDINGS, "my_round", None)
-    del ROUNDINGS["my_round"]  # and again at the test's end
+    monkeypatch.setattr(ROUNDINGS, "data", dict(ROUNDINGS))
     with pytest.raises(ValueError) as error:
         nf.Operand("my_round")
     typed = str(error.value).partition("to add a row: ")[2].partition(", see")[0]

@@ -81,8 +81,8 @@ def test_a_recipe_comes_back_from_json(name):
 def test_a_rounding_of_ones_own_comes_back_from_json_without_the_table_that_had_it(monkeypatch):
     rows = dict(nf.ROUNDINGS)
     monkeypatch.setitem(nf.ROUNDINGS, "rounding_of_mine", dataclasses.replace(rows["rtn"], candidates=(1.0, 1.5)))
-    monkeypatch.setitem(nf.ROUNDINGS, "sr", dataclasses.replace(rows["sr"], scale_cap=256.0))
-    mine = Recipe("mine", output=Gemm(Operand("rounding_of_mine")), grad_input=Gemm(Operand("sr")))
+    changed = Operand(dataclasses.replace(rows["sr"], scale_cap=256.0))
+    mine = Recipe("mine", output=Gemm(Operand("rounding_of_mine")), grad_input=Gemm(changed))
     record, of_the_package = json.dumps(to_record(mine)), Gemm(Operand(rows["sr"]))
     assert from_record({"name": "other", "grad_input": {"a": {"rounding": "sr"}}}).grad_input == of_the_package
     monkeypatch.undo()
