@@ -6,8 +6,9 @@ import contextlib
 import hashlib
 import os
 import random
-import runpy
+import sys
 import traceback
+import types
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -57,8 +58,7 @@ def add_recipes_argument(parser: argparse.ArgumentParser) -> None:
     resumed run, an evaluation or an export of a trained model does without the files, because a checkpoint has the
     recipes that it was trained with.
     """
-    text = "Python file that registers methods of your own by nanochat_fp4.register; several with commas (default: "
-    text += "$RECIPES)"
+    text = "Python file with methods of your own (nanochat_fp4.register); several with commas (default: $RECIPES)"
 
     def load(files: str) -> str:
         return load_recipes(files) if files else load_recipes(os.environ.get("RECIPES", ""), "RECIPES")
@@ -79,8 +79,12 @@ def load_recipes(files: str, source: str = "--recipes") -> str:
                 f"{source}: there is no file {path}; name a Python file that calls nanochat_fp4.register, or several "
                 "with commas"
             )
+        name = "recipes_" + hashlib.sha256(os.fsencode(os.path.realpath(path))).hexdigest()
+        module = sys.modules.setdefault(name, types.ModuleType(name))
+        module.__file__ = path
         try:
-            runpy.run_path(path)
+            # A loader of importlib would leave a __pycache__, which hides an edit within the same second.
+            exec(compile(Path(path).read_bytes(), path, "exec"), vars(module))  # noqa: S102
         except (Exception, SystemExit) as e:  # A file of the user can raise anything.
             lines = [frame.lineno for frame in traceback.extract_tb(e.__traceback__) if frame.filename == path]
             line = e.lineno if isinstance(e, SyntaxError) else lines[-1] if lines else None
@@ -183,8 +187,7 @@ def _why_no_cuda() -> str:
 
 def autodetect_device_type() -> str:
     """Returns 'cuda' if there is a CUDA GPU, else 'mps' if there is Metal, else 'cpu'. Prints the choice."""
-    mps = torch.backends.mps.is_available()
-    device_type = "cuda" if torch.cuda.is_available() else "mps" if mps else "cpu"
+    device_type = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
     say_once(f"Autodetected device type: {device_type}" + (f" ({_why_no_cuda()})" if device_type == "cpu" else ""))
     return device_type
 
@@ -216,14 +219,6 @@ def seed_micro_batch(seed: int, step: int, micro_batch: int) -> None:
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Joining and leaving the process group
-
-
-def restarts() -> int:
-    """Returns how often torchrun has started all processes again because one of them died (--max-restarts).
-
-    Each node has its own count, so the largest one is taken. All ranks must call this function together.
-    """
-    return max(of_all_ranks(int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0)))
 
 
 def store_of_this_start(rank: int, world_size: int) -> dict[str, Any]:

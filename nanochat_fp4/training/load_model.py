@@ -25,9 +25,9 @@ from nanochat_fp4.common import (
     fail_together,
     get_base_dir,
     get_dist_info,
+    of_all_ranks,
     print0,
     resolve_method,
-    restarts,
     set_cpu_threads,
 )
 from nanochat_fp4.data.dataloader import join_positions
@@ -276,13 +276,14 @@ def find_resume_step(checkpoint_dir: Path, resume_from_step: int | str, overwrit
     with a run that exists already, or if --overwrite would delete a model with which a run of a later stage has begun
     that is still running.
     """
-    resume_from = "latest" if resume_from_step == -1 and restarts() else resume_from_step
-    if resume_from == "latest":
+    # torchrun starts all processes again when one of them dies (--max-restarts). Each node has its own count.
+    restarts = max(of_all_ranks(int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0)))
+    if resume_from_step == "latest" or (resume_from_step == -1 and restarts):
         with contextlib.suppress(checkpoints.NoCheckpointError):
             return checkpoints.find_last_step(checkpoint_dir)
         return None
-    if resume_from != -1:
-        return resume_from
+    if resume_from_step != -1:
+        return resume_from_step
     problem, steps = None, list_steps(checkpoint_dir)
     if steps and not overwrite:
         problem = (

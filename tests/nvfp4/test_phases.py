@@ -1,8 +1,13 @@
 """Methods that change between layers and in the course of a run."""
 
+import functools
+import pickle
+from pathlib import Path
+
 import pytest
 import torch
 
+import lab.recipes
 import nanochat_fp4 as nf
 from nanochat_fp4.cli import UserError
 from nanochat_fp4.nvfp4 import methods
@@ -203,6 +208,45 @@ def test_a_rounding_of_ones_own_is_resumed_and_evaluated_with_and_without_its_fi
         command(base_loss.main, loss, recipes)
         assert "(own_rounding forward)" in capsys.readouterr().out
     assert "five_over_six" not in nf.ROUNDINGS
+
+
+OWN_FUNCTION = """import torch
+import nanochat_fp4 as nf
+
+LARGEST = {largest}
+
+def in_integers(x, rounding, noise):
+    blocks = x.unflatten(-1, (-1, rounding.block))
+    scale = (blocks.abs().amax(-1) / LARGEST).clamp(min=1e-30)
+    codes = (blocks / scale.unsqueeze(-1)).round().flatten(-2).to(torch.int8)
+    return nf.NVFP4Tensor(codes, scale, torch.ones((), device=x.device))
+
+nf.ROUNDINGS["in_{largest}"] = nf.Rounding(quantize=in_integers)
+both = nf.Gemm(nf.Operand("in_{largest}"), nf.Operand("in_{largest}"))
+nf.register(nf.Recipe("in_{largest}", output=both, grad_input=both, grad_weight=both))
+"""
+
+
+def test_functions_of_files_are_compiled(tiny_base, monkeypatch):
+    """Two files have one name, each run reads all of them again, and lab.recipes is imported already."""
+    monkeypatch.setattr(methods, "REGISTERED", dict(methods.REGISTERED))
+    monkeypatch.setattr(nf.ROUNDINGS, "data", dict(nf.ROUNDINGS))
+    monkeypatch.setenv("NVFP4_COMPILE", "1")
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+    torch.compiler.reset()
+    files = [lab.recipes.__file__]
+    for largest in (7, 127):
+        (tiny_base / str(largest)).mkdir()
+        files.append(str(tiny_base / str(largest) / "mine.py"))
+        Path(files[-1]).write_text(OWN_FUNCTION.format(largest=largest))
+    flags = [*TINY, f"--recipes={','.join(files)}", "--method=in_7", "--depth=1", "--num-iterations=2"]
+    base_train.main([*flags, "--model-tag=compiled", "--compile"])
+    base_train.main([*flags, "--model-tag=eager"])
+    assert same(weights(tiny_base, "compiled", 2), weights(tiny_base, "eager", 2))
+    for method in ("in_7", "in_127", "fp8_e4m3_rows"):
+        function = get_recipe(method).output.a.rounding.quantize
+        assert pickle.loads(pickle.dumps(function)) is function
+    torch.compiler.reset()
 
 
 @pytest.mark.parametrize(
