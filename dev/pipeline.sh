@@ -67,27 +67,26 @@ on_devices() { # PROCESSES MODULE FLAGS...
     fi
 }
 
-# stage NAME NEEDS SECTION SOURCE KEPT TITLE PROCESSES MODULE FLAGS...: done before where the section of the report is
-# newer than all weights in SOURCE. KEPT says of a model that is there how its flags differ from the plan's.
+# stage NAME NEEDS SECTION SOURCE TITLE PROCESSES MODULE FLAGS...: done before where the section of the report is newer
+# than all weights in SOURCE.
 stage() {
-    local name=$1 title=$6 status=0
+    local name=$1 title=$5 status=0
     ! lacks "$name" "$2" "$title" || return 0
     if [ -n "$3" ] && done_before "$NANOCHAT_BASE_DIR/$3" "$NANOCHAT_BASE_DIR/$4"; then
         say "$title: done before, $NANOCHAT_BASE_DIR/$3"
-        [ -z "$5" ] || echo "   kept: $5"
         return 0
     fi
     say "$title"
-    on_devices "${@:7}" || status=$?
+    on_devices "${@:6}" || status=$?
     [ "$status" = 0 ] || failed "$name" "$title" "$status"
 }
 
 # Like stage, for one whose end only those wait for that need it.
 beside() {
-    ! lacks "$1" "$2" "$6" || return 0
-    "$PY" -m "${@:8}" >"$NANOCHAT_BASE_DIR/download.log" 2>&1 &
+    ! lacks "$1" "$2" "$5" || return 0
+    "$PY" -m "${@:7}" >"$NANOCHAT_BASE_DIR/download.log" 2>&1 &
     DOWNLOAD=$! DOWNLOAD_NAME=$1
-    echo "$6, in the background (log: $NANOCHAT_BASE_DIR/download.log)"
+    echo "$5, in the background (log: $NANOCHAT_BASE_DIR/download.log)"
 }
 
 await_download() {

@@ -12,3 +12,15 @@ import nanochat_fp4  # noqa: F401  first, so that a missing package ends in one 
 
 ROOT = Path(__file__).resolve().parents[1]  # The root of the repository.
 RESULTS = ROOT / "lab/results"
+
+
+def table(header: list[str], rows: list[list[object]]) -> str:
+    """Returns the lines of a table with aligned columns, in which numbers are on the right."""
+    cells = [header, *[[f"{v:.3f}" if isinstance(v, float) else str(v) for v in row] for row in rows]]
+    widths = [max(len(line[i]) for line in cells) for i in range(len(header))]
+    numeric = [all(isinstance(row[i], int | float) for row in rows) for i in range(len(header))]
+
+    def line(row: list[str]) -> str:
+        return "  ".join(v.rjust(w) if n else v.ljust(w) for v, w, n in zip(row, widths, numeric)).rstrip()
+
+    return "\n".join([line(cells[0]), "  ".join("-" * w for w in widths), *map(line, cells[1:])])

@@ -32,10 +32,10 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
-from lab import RESULTS, ROOT, scaling
+from lab import RESULTS, ROOT, scaling, table
 from lab import runs as kept_runs
 from lab import statistics as stats
-from nanochat_fp4.cli import ArgumentParser, run_main, table
+from nanochat_fp4.cli import ArgumentParser, run_main
 from nanochat_fp4.files import atomic_write
 from nanochat_fp4.models.gpt import config_from_depth
 

@@ -24,11 +24,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lab import scaling
+from lab import scaling, table
 from lab.study import gaps, numerics, questions, sparse, speed, sweep, sweep_runs, sweep_scheduler
 from lab.study.context import Context, Outcome
 from lab.study.gaps import SYSTEMS, Claim, Item
-from nanochat_fp4.cli import ArgumentParser, UserError, run_main, table
+from nanochat_fp4.cli import ArgumentParser, UserError, run_main
 from nanochat_fp4.common import get_base_dir, print0
 from nanochat_fp4.evaluation import plots
 from nanochat_fp4.files import atomic_write

@@ -43,8 +43,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from lab import RESULTS
-from nanochat_fp4.cli import ArgumentParser, UserError, did_you_mean, one_line, run_main, table
+from lab import RESULTS, table
+from nanochat_fp4.cli import ArgumentParser, UserError, did_you_mean, one_line, run_main
 from nanochat_fp4.common import print0
 from nanochat_fp4.files import atomic_write
 

@@ -276,9 +276,6 @@ def number_type(kind: type, holds: Callable[[float], bool], expected: str) -> Ca
 
 parse_finite = number_type(float, math.isfinite, "a finite number")
 parse_rate = number_type(float, lambda value: 0 <= value < math.inf, "a finite number of at least 0")
-parse_share = number_type(float, lambda value: 0 <= value <= 1, "a number from 0 to 1")
-# The factor by which a moving average keeps its old value.
-parse_beta = number_type(float, lambda value: 0 <= value < 1, "a number of at least 0 and below 1")
 parse_count = number_type(int, lambda value: value >= 0, "a whole number of at least 0")
 parse_positive = number_type(int, lambda value: value >= 1, "a whole number of at least 1")
 
@@ -303,18 +300,6 @@ def format_seconds(seconds: float) -> str:
     if seconds < 3600:
         return f"{seconds // 60}m{seconds % 60:02d}s"
     return f"{seconds // 3600}h{seconds % 3600 // 60:02d}m"
-
-
-def table(header: list[str], rows: list[list[object]]) -> str:
-    """Returns the lines of a table with aligned columns, in which numbers are on the right."""
-    cells = [header, *[[f"{v:.3f}" if isinstance(v, float) else str(v) for v in row] for row in rows]]
-    widths = [max(len(line[i]) for line in cells) for i in range(len(header))]
-    numeric = [all(isinstance(row[i], int | float) for row in rows) for i in range(len(header))]
-
-    def line(row: list[str]) -> str:
-        return "  ".join(v.rjust(w) if n else v.ljust(w) for v, w, n in zip(row, widths, numeric)).rstrip()
-
-    return "\n".join([line(cells[0]), "  ".join("-" * w for w in widths), *map(line, cells[1:])])
 
 
 def print_safely(*args: Any, **kwargs: Any) -> None:

@@ -21,6 +21,7 @@ import hashlib
 import json
 import os
 from dataclasses import asdict, fields
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,12 +30,11 @@ import nanochat_fp4 as nf
 from nanochat_fp4.cli import (
     ArgumentParser,
     UserError,
+    number_type,
     one_line,
-    parse_beta,
     parse_finite,
     parse_positive,
     parse_rate,
-    parse_share,
     run_main,
 )
 from nanochat_fp4.common import (
@@ -46,7 +46,15 @@ from nanochat_fp4.common import (
     set_cpu_threads,
 )
 from nanochat_fp4.data.dataloader import Batches, Documents, evaluation_rows, packed_rows
-from nanochat_fp4.data.dataset import ensure_data, how_often, open_text, validation_text
+from nanochat_fp4.data.dataset import (
+    count_tokens,
+    digest_of,
+    ensure_data,
+    open_text,
+    survey,
+    text_column,
+    validation_text,
+)
 from nanochat_fp4.data.tokenizer import RustBPETokenizer, get_token_bytes, get_tokenizer
 from nanochat_fp4.doctor import self_check
 from nanochat_fp4.evaluation import report
@@ -74,12 +82,17 @@ from nanochat_fp4.training.graphed import GraphedStep, graphs_problem
 from nanochat_fp4.training.load_model import (
     BRANCH_SETTINGS,
     check_model_fits,
+    check_tokenizer,
     checkpoint_folder,
     register_recipes,
 )
 from nanochat_fp4.training.memory import auto_device_batch_size, plan_accumulation
 from nanochat_fp4.training.step import TrainingStep
 from nanochat_fp4.training.trainer import Trainer, due, run_stage
+
+parse_share = number_type(float, lambda value: 0 <= value <= 1, "a number from 0 to 1")
+# The factor by which a moving average keeps its old value.
+parse_beta = number_type(float, lambda value: 0 <= value < 1, "a number of at least 0 and below 1")
 
 
 def parse_device_batch_size(text: str) -> int | str:
@@ -201,6 +214,27 @@ def run_settings(
     }
 
 
+def text_digest(data_dir: str | os.PathLike) -> str:
+    """Returns 16 hex digits of a hash of a run's text and of its column. FineWeb-Edu goes by its validation shard,
+    because other runs in the same folder download more of it."""
+    found = survey(data_dir)
+    files = found.val if found.folder.name == "base_data" else found.files
+    return hashlib.sha256("".join([text_column(), *map(digest_of, files)]).encode()).hexdigest()[:16]
+
+
+def look_back(folder: Path, tokenizer: RustBPETokenizer | None = None, data_dir: str | None = None) -> str | None:
+    """Registers the recipes of a run's newest checkpoint, and returns a line if it was trained on another text than
+    that in data_dir. Raises UserError if it has another tokenizer, and if RECIPES has another recipe of its name."""
+    for step in list_steps(folder)[:1]:
+        meta, where = read_meta(folder, step), f"checkpoint of step {step} in {folder}"
+        register_recipes(meta, where)
+        if tokenizer is not None:
+            check_tokenizer(meta, tokenizer, where)
+        if data_dir and meta.get("text") not in (None, text_digest(data_dir)):
+            return f"the text has changed since the {where}"
+    return None
+
+
 def comparison_key(settings: dict[str, Any]) -> str:
     """Returns a key that is the same for two runs if they differ only in the method or in how they are spread over
     devices."""
@@ -264,8 +298,11 @@ class BaseTraining(Trainer):
         self.choose_micro_batch(args, self.world_size)
         self.announce(plan)
         self.text, self.val_text = (open_text(split, self.data_dir) for split in ("train", "val"))
-        if line := how_often(self.text, tokenizer, args.total_batch_size * self.num_steps):
-            say_once(line)
+        if held := count_tokens(self.text, tokenizer):
+            often, own = args.total_batch_size * self.num_steps / held, self.text[0]
+            cut = f"{own.name}: {len(own.order):,} training pieces, cut at the ends of paragraphs, with about {held:,}"
+            read = f"tokens, which this run reads {f'{often:,.0f}' if often > 10 else f'{often:.2g}'} times"
+            say_once(f"{cut} {read}; what is longer than a row goes on in the next one")
         self.num_rows, self.eval_steps = evaluation_rows(args.eval_tokens, self.rows, self.seq_len, self.world_size)
         self.eval_tokens, self.token_bytes = self.num_rows * self.seq_len, get_token_bytes(device=self.device)
         options = PretrainingOptions(**{f.name: getattr(args, f.name) for f in fields(PretrainingOptions)})
@@ -312,7 +349,8 @@ class BaseTraining(Trainer):
         args, batch, val_data = self.args, {"device_batch_size": self.rows}, validation_text(self.data_dir)
         tunable = {**asdict(options), "num_iterations": self.num_steps, "data_dir": str(self.data_dir)}
         changes = {**tunable, **batch, "val_data": val_data}
-        self.record(self.settings, plan.recipes, changes, max_seq_len=self.seq_len, **batch)
+        more = {"max_seq_len": self.seq_len, "text": text_digest(self.data_dir)}
+        self.record(self.settings, plan.recipes, changes, **more, **batch)
         spread = {"world_size": self.world_size, "parallel": args.parallel}
         self.start_record = {
             "backend": self.backend,
@@ -450,9 +488,7 @@ def main(argv: list[str] | None = None) -> None:
     if args.resume_from_step != -1:  # A row that the run's own checkpoints hold needs no --recipes.
         name = families.family_of_flags(args).run_name(args)
         tag = args.model_tag or f"{name}_{args.method or os.environ.get('QAT_METHOD')}"
-        folder = checkpoint_folder("base", tag)
-        for step in list_steps(folder)[:1]:
-            register_recipes(read_meta(folder, step), f"checkpoint of step {step} in {folder}")
+        look_back(checkpoint_folder("base", tag))
     run_stage(args, functools.partial(BaseTraining, method=resolve_method(args.method)))
 
 

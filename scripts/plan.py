@@ -96,14 +96,16 @@ class Settings:
         else:  # A micro-batch of longer rows has fewer of them, and as many tokens.
             length = self.values["SEQ_LEN"]
             self.instead(DEVICE_BATCH=max(1, min(8, 2048 // max(1, length))) if isinstance(length, int) else 8)
+        self.vocabulary = 0  # that of the tokenizer which is here
         self.base_dir = Path(environment.get("NANOCHAT_BASE_DIR") or default_base_dir())
         self.data_dir, self.plan_only = environment.get("DATA_DIR", ""), switched_on("PLAN_ONLY", environment)
         if environment.get("TEXT_COLUMN") not in (None, "", "text") and not self.data_dir:
             raise UserError("TEXT_COLUMN is of text of your own; set DATA_DIR as well, or unset TEXT_COLUMN")
         load_recipes(environment.get("RECIPES", ""), "RECIPES")
         self.method = resolve_method(None, environment)
-        compare = switched_on("COMPARE", environment) and self.method != "bf16"
-        self.methods = [self.method, "bf16"] if compare else [self.method]
+        self.methods = [self.method, *(["bf16"] if switched_on("COMPARE", environment) else [])]
+        if self.methods == ["bf16", "bf16"]:
+            raise UserError("COMPARE=1 compares a method with bf16; set another QAT_METHOD, or leave COMPARE out")
         asked = environment.get("STAGES", "").split()
         if unknown := [stage for stage in asked if stage not in STAGES]:
             raise UserError(f"STAGES: there is no stage {unknown[0]!r}; the stages are: {' '.join(STAGES)}")
@@ -310,7 +312,7 @@ def on_cpu(model: Any, total: float, sizes: Sequence[int], args: argparse.Namesp
 
 def make_model(args: argparse.Namespace, s: Settings, device: str = "meta") -> Any:
     family = family_of_flags(args)
-    config = family.config_from_flags(args, int(s.values["VOCAB_SIZE"]))
+    config = family.config_from_flags(args, s.vocabulary or int(s.values["VOCAB_SIZE"]))
     with contextlib.redirect_stdout(io.StringIO()), torch.device(device):
         return family.model(config)
 
@@ -429,9 +431,7 @@ def later_words(s: Settings) -> tuple[dict[str, list[str]], list[str]]:
         lacks = [found[name] for name in asked if name in found]
         if not lacks or "--allow-missing" in words[kind]:
             continue
-        reasons: dict[str, list[str]] = {}
-        for m in lacks:
-            reasons.setdefault(m.missing, []).append(m.name)
+        reasons = {m.missing: [other.name for other in lacks if other.missing == m.missing] for m in lacks}
         named = {r: ", ".join([*of[:2], *([f"and {len(of) - 2} more"] if of[2:] else [])]) for r, of in reasons.items()}
         why = "; ".join(f"{names}: {reason}" for reason, names in named.items())
         to_have = f"To have it: {'; '.join(dict.fromkeys(m.remedy for m in lacks if m.remedy))}"
@@ -479,33 +479,12 @@ def model_stages(s: Settings, base: Base, words: dict[str, list[str]]) -> list[S
     return made
 
 
-def calls(s: Settings, stages: Sequence[Stage]) -> str:
-    """The calls of `stage` and `beside` in dev/pipeline.sh: name, what it needs, section, source, kept, title,
-    processes, module, flags. A call without a section is made even if the stage's section is there.
-
-    A measurement with other flags is made again. A model of other flags is kept, because finished work is not lost, and
-    the call says so.
-    """
+def calls(stages: Sequence[Stage]) -> str:
+    """The calls of `stage` and `beside` in dev/pipeline.sh: name, what it needs, section, source, title, processes,
+    module, flags."""
     lines = []
-    for place, stage in enumerate(stages):
-        kind, _, tag = stage.name.partition(":")
-        section, kept, now = stage.section, "", sorted(stage.command[1:])
-        try:  # A section of an earlier version does not name its flags.
-            before = sorted(json.loads((s.base_dir / section).read_text("utf-8"))["arguments"])
-        except (OSError, ValueError, LookupError, TypeError):
-            before = now
-        trained = [other.name.partition(":") for other in stages[place:]] if kind in FOLDERS else []
-        folders = [s.base_dir / FOLDERS[k] / tag for k, _, of in trained if of == tag and k in FOLDERS]
-        if folders and not list_steps(folders[0]):
-            section = ""  # Somebody has deleted the model.
-        elif before != now and folders:
-            old, new = (shlex.join(w for w in a if w not in b) for a, b in ((before, now), (now, before)))
-            remove = shlex.join(["rm", "-r", *(str(folder) for folder in folders if folder.is_dir())])
-            kept = f"made with {old or 'fewer flags'}, where the plan has {new or 'fewer flags'}; to train it anew: "
-            kept += f"{remove}, and the same command again"
-        elif before != now:
-            section = ""
-        words = [stage.name, stage.needs, section, stage.source, kept, stage.title, str(stage.processes or 1)]
+    for stage in stages:
+        words = [stage.name, stage.needs, stage.section, stage.source, stage.title, str(stage.processes or 1)]
         lines.append(shlex.join(["stage" if stage.processes else "beside", *words, *stage.command]))
     return "\n".join(lines) + "\n"
 
@@ -530,13 +509,14 @@ class Plan:
             self.check_memory(base)
         self.find_text()
         words, self.left_out = later_words(s)
-        self.tokenizer = self.find_tokenizer()
         self.stages = self.text_stages() if "tok" in s.stages else []
         for base in self.bases:
             self.stages += model_stages(s, base, words)
         if "report" in s.stages:
             self.stages.append(Stage("report", "", "report", 1, ["nanochat_fp4.evaluation.report", "generate"]))
         self.check_order_and_disk()
+        self.kept: list[str] = []  # models that stay as they are, although the plan would make others
+        self.stages = [self.look_back(stage) for stage in self.stages]
 
     def settle(self) -> list[Base]:
         """The base trainings, after what is left open is chosen: steps on a slow CPU, shards by tokens. All
@@ -544,6 +524,7 @@ class Plan:
         s, n = self.s, self.s.values
         with s.blamed("tok_train"):
             tok_train.parse_args(s.argv("tok_train"))
+        self.tokenizer = self.find_tokenizer()
         for name in ("NUM_SHARDS", "TOK_SHARDS"):
             if name in s.changed and n[name] not in range(1, dataset.MAX_SHARD + 1):
                 raise UserError(f"{name}={n[name]}: FineWeb-Edu has 1 to {dataset.MAX_SHARD} shards; set such a number")
@@ -590,8 +571,9 @@ class Plan:
         s.notes.append(f"it hardly fits, for 6% is for fragments: {has}")
 
     def find_text(self) -> None:
-        """Where the text comes from, the shards of FineWeb-Edu that are here, and the words about all that."""
-        s, self.shards, tokens = self.s, 0, 0.0
+        """Where the text comes from, the shards of FineWeb-Edu that are here, and the words about all that. Raises
+        UserError for text that cannot be trained on, and for another one than that of a model to go on with."""
+        s, self.shards, tokens, of_each = self.s, 0, 0.0, ""
         folder = s.data_dir or (dataset.found_data() if s.here else None)
         why = "built before; for FineWeb-Edu: python -m nanochat_fp4.data.dataset -n 8"
         if s.here and not folder:
@@ -600,9 +582,12 @@ class Plan:
         if s.data_dir and (s.here or Path(folder).exists()):
             found = dataset.survey(folder)
             self.text, self.about_text, tokens = "folder", [f"{found} (DATA_DIR)"], found.tokens or 0
+            of_each = f" of {dataset.BYTES_PER_TOKEN} bytes"  # which is a guess before there is a tokenizer
             dataset.look_into(found)
-            for split in () if s.plan_only else ("train", "val"):  # Text that cannot be trained on ends here.
-                dataset.open_text(split, found)
+            # Text that cannot be trained on ends here.
+            text = [] if s.plan_only else [dataset.open_text(split, found) for split in ("train", "val")]
+            if text and self.tokenizer:
+                tokens, of_each = dataset.count_tokens(text[0], self.tokenizer) or tokens, ""
         elif s.data_dir:
             self.text, self.about_text = "folder", [f"{folder} (DATA_DIR) was not found here, and is not counted"]
         elif s.here and why and not (folder and Path(folder).name == "base_data"):
@@ -615,26 +600,52 @@ class Plan:
         if tokens and "base" in s.stages:
             times = self.bases[0].tokens / tokens
             often = "once" if 0.8 < times < 1.1 else f"{span(times, times)} times"
-            self.about_text.append(f"it has about {amount(tokens)} tokens, and is read {often}")
+            self.about_text.append(f"it has about {amount(tokens)} tokens{of_each}, and is read {often}")
             if self.text == "folder" and times > MOST_OFTEN:
-                steps = int(4 * tokens / self.bases[0].args.total_batch_size)
-                fewer = f"NUM_ITERATIONS={steps or 1} reads it {'four times' if steps else 'as seldom as one step can'}"
-                self.about_text.append(f"WARNING: so often read, a text is learned by heart; {fewer}")
+                fewer = f"NUM_ITERATIONS={max(1, int(4 * tokens / self.bases[0].args.total_batch_size))}"
+                self.about_text.append(f"WARNING: so often read, a text is learned by heart; {fewer} reads it less")
+        if self.tokenizer and "tok" in s.stages:
+            held = f"the tokenizer of this folder is kept ({s.vocabulary} tokens); another folder has its own"
+            self.about_text.append(held)
+        for base in (base for base in self.bases if base.done):
+            model, data_dir = s.base_dir / FOLDERS["base"] / base.tag, base.args.data_dir or folder
+            if changed := base_train.look_back(model, self.tokenizer, data_dir):
+                changed += "; to train on the text of now, set a new NANOCHAT_BASE_DIR"
+                if base.done < base.steps and "base" in s.stages:
+                    raise UserError(f"{changed}, or give the run its text back, without which it cannot go on")
+                self.about_text.append(f"{changed}: what is done is of the text before")
 
-    def find_tokenizer(self) -> int | None:
-        """The tokens of the tokenizer that is here, which the run keeps, or None."""
-        folder, wanted = self.s.base_dir / "tokenizer", self.s.values["VOCAB_SIZE"]
-        if not self.s.here or not all((folder / name).is_file() for name in ("tokenizer.json", "token_bytes.pt")):
+    def find_tokenizer(self) -> RustBPETokenizer | None:
+        """The tokenizer that is here, which the run keeps, or None."""
+        s, folder = self.s, self.s.base_dir / "tokenizer"
+        if not s.here or not all((folder / name).is_file() for name in ("tokenizer.json", "token_bytes.pt")):
             return None
-        tokens = RustBPETokenizer.from_directory(folder).get_vocab_size()  # A damaged file ends here.
+        tokenizer = RustBPETokenizer.from_directory(folder)  # A damaged file ends here.
+        tokens, wanted = tokenizer.get_vocab_size(), s.values["VOCAB_SIZE"]
         asked = json.loads((folder / "tokenizer.json").read_bytes()).get("asked_tokens")
-        if "tok" not in self.s.stages:
-            return tokens
-        if wanted not in (tokens, asked):  # A small text may yield fewer than are asked for.
+        if "tok" in s.stages and wanted not in (tokens, asked):  # A small text may yield fewer than are asked for.
             held = f"{folder} holds a tokenizer of {tokens} tokens, this run wants {wanted}"
             raise UserError(f"{held}; set VOCAB_SIZE={tokens}, or choose another NANOCHAT_BASE_DIR")
-        self.about_text.append(f"the tokenizer of this folder is kept ({tokens} tokens); another folder has its own")
-        return tokens
+        s.vocabulary = tokens
+        return tokenizer
+
+    def look_back(self, stage: Stage) -> Stage:
+        """The stage, without its section if it is made again: a measurement with other flags than the plan's, and a
+        model that somebody has deleted. A model of other flags is kept, because finished work is not lost."""
+        kind, _, tag = stage.name.partition(":")
+        before = now = sorted(stage.command[1:])
+        with contextlib.suppress(OSError, ValueError, LookupError, TypeError):  # as of an earlier version
+            before = sorted(json.loads((self.s.base_dir / stage.section).read_text("utf-8"))["arguments"])
+        kinds = ["base", "mid", "sft"]
+        models = [self.s.base_dir / FOLDERS[k] / tag for k in kinds[kinds.index(kind) :]] if kind in kinds else []
+        if not list_steps(models[0]) if models else before != now:
+            return stage._replace(section="")
+        if before != now:
+            old, new = (shlex.join(w for w in a if w not in b) for a, b in ((before, now), (now, before)))
+            made = f"{stage.title}: made with {old or 'fewer flags'}, where the plan has {new or 'fewer flags'}"
+            remove = shlex.join(["rm", "-r", *(str(model) for model in models if model.is_dir())])
+            self.kept.append(f"{made}; to train it anew: {remove}, and the same command again")
+        return stage
 
     def text_stages(self) -> list[Stage]:
         """The stages of the text and the tokenizer. A tokenizer that is there is kept."""
@@ -707,8 +718,8 @@ def page(plan: Plan, numbers: bool = False) -> str:
     lines, before = [f"nanochat_fp4: the plan of a {plan.s.run}"], ""
     for label, fact in facts(plan, numbers):
         first = f"  {label if label != before else '':11} "
-        how = {"width": 10**6 if label == "type" else 100, "break_long_words": False, "break_on_hyphens": False}
-        lines += textwrap.wrap(fact, initial_indent=first, subsequent_indent=" " * 16, **how)
+        width, how = 10**6 if label in ("kept", "type") else 100, {"break_long_words": False, "break_on_hyphens": False}
+        lines += textwrap.wrap(fact, width, initial_indent=first, subsequent_indent=" " * 16, **how)
         before = label
     return "\n".join(lines)
 
@@ -731,6 +742,7 @@ def facts(plan: Plan, numbers: bool) -> Iterator[tuple[str, str]]:
     free = f"; {plan.free / 1e9:.0f} GB are free" if s.here else ""
     yield "disk", f"{to_come}{plan.checkpoint_bytes / 1e9:.1f} GB of checkpoints{free}"
     yield from (("text", fact) for fact in (plan.about_text if {"tok", "base"} & set(s.stages) else ()))
+    yield from (("kept", line) for line in plan.kept)
     yield from (("without", line) for line in plan.left_out)
     yield from (("how long", fact) for fact in (how_long(plan) if card else minutes(plan)))
     yield from (("memory", fact) for b in plan.bases if "base" in s.stages for fact in of_memory(s, b))
@@ -833,15 +845,13 @@ def main(argv: list[str] | None = None) -> None:
     parser = ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", choices=list(RUNS), help="the run")
     parser.add_argument("--all", action="store_true", help="also print every number that a variable sets")
-    parser.add_argument("--calls", type=Path, metavar="FILE", help="also write the calls that dev/pipeline.sh makes")
+    parser.add_argument("--calls", type=Path, metavar="FILE", help="write dev/pipeline.sh's calls, left_out.txt beside")
     args = parser.parse_args(argv)
     plan = Plan(args.run, {**os.environ, **({} if args.calls else {"PLAN_ONLY": "1"})})
     print(page(plan, args.all))
     if args.calls:
-        args.calls.write_text(calls(plan.s, plan.stages))
-        report = plan.s.base_dir / "report"
-        report.mkdir(parents=True, exist_ok=True)
-        atomic_write(report / "left_out.txt", "".join(f"{line}\n" for line in plan.left_out))
+        args.calls.write_text(calls(plan.stages))
+        atomic_write(args.calls.with_name("left_out.txt"), "".join(f"{line}\n" for line in plan.left_out))
 
 
 if __name__ == "__main__":

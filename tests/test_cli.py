@@ -26,6 +26,7 @@ from nanochat_fp4.cli import (
     require,
     run_main,
 )
+from scripts import base_train
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -342,8 +343,8 @@ def test_no_command_abbreviates_flags():
     [
         (cli.parse_finite, ["-1", "0.5"], ["nan", "inf", "x"]),
         (cli.parse_rate, ["0", "2"], ["-0.1", "nan"]),
-        (cli.parse_share, ["0", "1"], ["1.1", "-0.1", "inf"]),
-        (cli.parse_beta, ["0", "0.95"], ["1", "-0.1", "x"]),
+        (base_train.parse_share, ["0", "1"], ["1.1", "-0.1", "inf"]),
+        (base_train.parse_beta, ["0", "0.95"], ["1", "-0.1", "x"]),
     ],
 )
 def test_numbers_of_flags_have_ranges(parse, good, bad):

@@ -15,8 +15,9 @@ from typing import Any
 
 import torch
 
+from lab import table
 from lab.recipes import RECIPES
-from nanochat_fp4.cli import ArgumentParser, UserError, table
+from nanochat_fp4.cli import ArgumentParser, UserError
 from nanochat_fp4.common import add_recipes_argument, get_base_dir
 from nanochat_fp4.files import atomic_write
 from nanochat_fp4.hardware import environment_info

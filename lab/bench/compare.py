@@ -9,9 +9,10 @@ batch and versions differ, so ratios to BF16 can be compared rather than tokens/
 import json
 from pathlib import Path
 
+from lab import table
 from lab.bench.layers import TOKENS
 from lab.cards import published
-from nanochat_fp4.cli import ArgumentParser, UserError, table
+from nanochat_fp4.cli import ArgumentParser, UserError
 from nanochat_fp4.files import atomic_write
 
 # (GPU, model) -> milliseconds of forward and backward of the layers of the paper's Table 6 in BF16 and NVFP4. The

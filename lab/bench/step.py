@@ -24,8 +24,9 @@ import torch
 from torch import nn
 
 import nanochat_fp4 as nf
+from lab import table
 from lab.bench.common import new_model
-from nanochat_fp4.cli import UserError, format_bytes, is_out_of_memory, one_line, table
+from nanochat_fp4.cli import UserError, format_bytes, is_out_of_memory, one_line
 from nanochat_fp4.models.cross_entropy import head_problem
 from nanochat_fp4.models.gpt import GPTConfig, compile_layers
 from nanochat_fp4.models.optim8bit import LeanState, set_state

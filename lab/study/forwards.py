@@ -16,8 +16,9 @@ from pathlib import Path
 import torch
 
 import nanochat_fp4 as nf
+from lab import table
 from lab.study.sweep_scheduler import base_directory
-from nanochat_fp4.cli import ArgumentParser, UserError, run_main, table
+from nanochat_fp4.cli import ArgumentParser, UserError, run_main
 from nanochat_fp4.common import add_recipes_argument, autodetect_device_type, print0
 from nanochat_fp4.data.dataloader import Documents, packed_rows
 from nanochat_fp4.data.dataset import ensure_data, open_text

@@ -33,12 +33,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from lab import table
 from lab.runs import stored
 from lab.statistics import gap
 from lab.study.sweep_results import data_name, difference_from_paper, other_lengths, summary
 from lab.study.sweep_runs import Run, again, data_key, labels, parse_number, plan
 from lab.study.sweep_scheduler import Interrupted, Sweep, base_directory, visible_devices
-from nanochat_fp4.cli import ArgumentParser, UserError, format_seconds, run_main, table
+from nanochat_fp4.cli import ArgumentParser, UserError, format_seconds, run_main
 from nanochat_fp4.common import add_recipes_argument, get_base_dir, print0
 from nanochat_fp4.data.dataset import build_embedded_corpus, ensure_data
 from nanochat_fp4.data.tokenizer import get_tokenizer

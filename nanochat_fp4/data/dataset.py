@@ -430,16 +430,13 @@ def parquets_iter_batched(
             yield part.read(index)
 
 
-def how_often(parts: Parts, tokenizer: Any, tokens: int) -> str | None:
-    """Returns a line that says how own text was cut, about how many tokens it has, and how often a run of so many
-    tokens reads it. Returns None for parquet shards."""
+def count_tokens(parts: Parts, tokenizer: Any) -> int | None:
+    """Returns about how many tokens the split of own text has, which is counted in a sample of it. Returns None for
+    parquet shards."""
     if isinstance(own := parts[0], Shard):
         return None
     sample = [text for k in range(0, len(own.rows), -(-len(own.rows) // 8)) for text in own.read(k)]
-    held = len(own.order) * sum(map(len, tokenizer.encode(sample))) // len(sample)
-    often = f"{tokens / held:,.0f}" if tokens > 10 * held else f"{tokens / held:.2g}"
-    text = f"{own.name}: {len(own.order):,} training pieces, cut at the ends of paragraphs, with about {held:,} tokens"
-    return f"{text}, which this run reads {often} times; what is longer than a row goes on in the next one"
+    return len(own.order) * sum(map(len, tokenizer.encode(sample))) // len(sample)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

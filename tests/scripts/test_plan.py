@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import statistics
 import subprocess
 import sys
@@ -15,6 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from _damage import edit_meta
 from _samples import make_bundle
 
 from nanochat_fp4.cli import UserError
@@ -22,6 +24,8 @@ from nanochat_fp4.data import sources
 from nanochat_fp4.evaluation.report import FOLDERS, get_report
 from nanochat_fp4.models.gpt import GPT
 from nanochat_fp4.models.optim import PretrainingOptions
+from nanochat_fp4.nvfp4.methods import get_recipe
+from nanochat_fp4.nvfp4.recipes import to_record
 from nanochat_fp4.training.flags import SAME_RUN
 from nanochat_fp4.training.load_model import BRANCH_SETTINGS
 from nanochat_fp4.variables import NUMBERS, problem
@@ -172,6 +176,7 @@ REFUSED = [
     ({"QAT_METHOD": "clover_fp8"}, "did you mean clover_fp8_forward?"),
     ({"COMPARE": "maybe"}, "COMPARE=maybe"),
     ({"COMPARE": "1", "BASE_ARGS": "--model-tag=mine"}, "BASE_ARGS"),
+    ({"COMPARE": "1", "QAT_METHOD": "bf16"}, "COMPARE"),
     ({"GPU": "rtx5099"}, "did you mean rtx5090?"),
     ({"GPU": "NVIDIA GeForce RTX 5090 Laptop GPU"}, "another chip; give its memory"),
     ({"DEPTH": "26"}, "GPU=rtx5090 plans"),
@@ -596,8 +601,11 @@ def test_a_small_text_is_trained_on_again(asked, base_dir, tmp_path, monkeypatch
     tok_train.main([f"--vocab-size={asked}"])
     get_report().path("Tokenizer training").unlink()
     plan = planned(DATA_DIR=str(tmp_path), VOCAB_SIZE=str(asked))
-    assert 0 < plan.tokenizer < asked and "tok" not in commands(plan) and "is kept" in " ".join(said(plan)["text"])
-    with pytest.raises(UserError, match=f"set VOCAB_SIZE={plan.tokenizer}"):
+    tokens = plan.tokenizer.get_vocab_size()
+    assert 0 < tokens < asked and "tok" not in commands(plan) and "is kept" in " ".join(said(plan)["text"])
+    # The model is as large as base_train will make it.
+    assert plan.bases[0].parameters == planned(VOCAB_SIZE=str(tokens), DATA_DIR=str(tmp_path)).bases[0].parameters
+    with pytest.raises(UserError, match=f"set VOCAB_SIZE={tokens}"):
         planned(DATA_DIR=str(tmp_path), VOCAB_SIZE=str(asked + 1))
     file = Path(os.environ["NANOCHAT_BASE_DIR"]) / "tokenizer/tokenizer.json"
     file.write_text(file.read_text()[:-200])
@@ -752,12 +760,12 @@ def finished(base_dir, monkeypatch):
     models |= {base_dir / FOLDERS[kind] / base.tag for kind in ("base", "mid", "sft") for base in plan.bases}
     for folder in models:
         folder.mkdir(parents=True)
-    return plan, models
+    return planned(COMPARE="1"), models
 
 
 def skipped(plan) -> set[str]:
     """The sections for which a stage is skipped where they are there."""
-    calls = [shlex.split(line) for line in program.calls(plan.s, plan.stages).splitlines()]
+    calls = [shlex.split(line) for line in program.calls(plan.stages).splitlines()]
     return {call[3] for call in calls if call[3]}
 
 
@@ -775,11 +783,11 @@ def test_a_measurement_with_other_flags_is_not_the_plans(finished, base_dir, mon
     section = "report/d2_clover/base-model-loss.json"
     for arguments, is_the_plans in ((stages[section].command[1:], True), (["--split-tokens=64"], False)):
         log(monkeypatch, "Base model loss", arguments)
-        assert skipped(plan) == set(stages) - (set() if is_the_plans else {section})
+        assert skipped(planned(COMPARE="1")) == set(stages) - (set() if is_the_plans else {section})
     record = json.loads((base_dir / section).read_text())
     del record["arguments"]
     (base_dir / section).write_text(json.dumps(record))
-    assert skipped(plan) == set(stages)
+    assert skipped(planned(COMPARE="1")) == set(stages)
 
 
 @pytest.mark.parametrize("kind, title", [("base", "Base model training"), ("mid", "Midtraining"), ("sft", "Chat SFT")])
@@ -788,21 +796,82 @@ def test_a_model_of_other_flags_is_kept_and_said_so(finished, base_dir, monkeypa
     plan, models = finished
     stage = next(stage for stage in plan.stages if stage.name == f"{kind}:d2_clover")
     log(monkeypatch, title, stage.command[1:][::-1])
-    assert "made with" not in program.calls(plan.s, plan.stages)
+    assert "kept" not in said(planned(COMPARE="1"))
     log(monkeypatch, title, [*stage.command[1:-1], "--one=2"])
-    (line,) = (line for line in program.calls(plan.s, plan.stages).splitlines() if "made with" in line)
-    kept = shlex.split(line)[5]
-    assert f"made with --one=2, where the plan has {stage.command[-1]};" in kept and stage.section in line
+    (kept,) = said(again := planned(COMPARE="1"))["kept"]
+    assert f"made with --one=2, where the plan has {stage.command[-1]};" in kept and stage.section in skipped(again)
     later = ["base", "mid", "sft"][["base", "mid", "sft"].index(kind) :]
     folders = [str(base_dir / FOLDERS[k] / "d2_clover") for k in later]
     assert f"{shlex.join(['rm', '-r', *folders])}, and" in kept
     models.discard(base_dir / FOLDERS[kind] / "d2_clover")
-    assert stage.section not in skipped(plan)
+    assert stage.section not in skipped(planned(COMPARE="1"))
+
+
+TOY = {
+    "DEPTH": "1", "ASPECT_RATIO": "64", "HEAD_DIM": "32", "SEQ_LEN": "32", "VOCAB_SIZE": "300", "NUM_ITERATIONS": "2",
+    "TOTAL_BATCH": "256", "EVAL_TOKENS": "64", "SAVE_EVERY": "1", "SPLIT_TOKENS": "64", "QAT_METHOD": "bf16",
+}  # fmt: skip
+
+
+@pytest.fixture
+def trained(base_dir, tmp_path, monkeypatch, capsys):
+    """(the variables of a run whose base training is done, its file of text, its folder, its log)."""
+    (folder := tmp_path / "text").mkdir()
+    (file := folder / "a.jsonl").write_text('{"text": "Some text of a river.", "body": "Another one."}\n' * 40)
+    monkeypatch.setenv("DATA_DIR", str(folder))
+    tok_train.main(["--vocab-size=300"])
+    plan = planned(**TOY, DATA_DIR=str(folder))
+    ((name, command),) = ((name, command) for name, command in commands(plan).items() if name.startswith("base:"))
+    base_train.main(command[1:])
+    model = base_dir / FOLDERS["base"] / name.removeprefix("base:")
+    return TOY | {"DATA_DIR": str(folder)}, file, model, capsys.readouterr().out
+
+
+@pytest.mark.parametrize("change", ["a line more", "another column", "another file"])
+def test_a_text_that_changed_after_the_training_is_said(trained, monkeypatch, change):
+    """A finished run is kept, and an interrupted one cannot go on: both name what to do for the text of now."""
+    variables, file, folder, _ = trained
+    os.utime(file, (1, 1))
+    before = planned(**variables)
+    assert "done" in said(before)["run"][0] and "has changed" not in " ".join(said(before)["text"])
+    if change == "another column":
+        monkeypatch.setenv("TEXT_COLUMN", "body")
+    elif change == "another file":
+        file.with_name("b.txt").write_text("And one more.")
+    else:
+        file.write_text(file.read_text() + '{"text": "And one more."}\n')
+    (line,) = (line for line in said(planned(**variables))["text"] if "has changed" in line)
+    assert "NANOCHAT_BASE_DIR" in line and "step 2" in line
+    shutil.rmtree(folder / "step_000002")
+    with pytest.raises(UserError, match="step 1 .*NANOCHAT_BASE_DIR"):
+        planned(**variables)
+
+
+def test_another_tokenizer_or_recipe_than_a_models_is_refused(trained):
+    """Also if every stage is done."""
+    variables, _, folder, _ = trained
+    edit_meta(folder, 2, recipes=[to_record(get_recipe("nvidia")) | {"name": "bf16"}])
+    with pytest.raises(UserError, match="recipe"):
+        planned(**variables)
+    edit_meta(folder, 2, recipes=[])
+    tok_train.main(["--vocab-size=300", "--text-column=body", "--overwrite"])
+    with pytest.raises(UserError, match="tokenizer"):
+        planned(**variables)
+
+
+def test_own_text_has_as_many_tokens_in_the_plan_as_in_the_log(trained):
+    """Once there is a tokenizer, which counts them. Before, the plan says that it guesses."""
+    variables, file, _, log = trained
+    logged = re.search(r"about ([\d,]+) tokens, which this run reads ([\d.]+) times", log)
+    real = program.Plan("speedrun", {"NANOCHAT_BASE_DIR": os.environ["NANOCHAT_BASE_DIR"], **variables})
+    fact = re.search(r"about (.*) tokens, and is read ([\d.]+) times", said(real)["text"][1])
+    assert fact[1] == program.amount(int(logged[1].replace(",", ""))) and fact[2] == logged[2]
+    assert f"{program.amount(file.stat().st_size // 4)} tokens of 4 bytes" in said(planned(**variables))["text"][1]
 
 
 def test_calls_are_quoted_for_the_shell():
     plan = planned(BASE_ARGS="--run='a $(b)'", STAGES="tok base report")
-    *_, base, report = program.calls(plan.s, plan.stages).splitlines()
+    *_, base, report = program.calls(plan.stages).splitlines()
     assert base.startswith("stage base:d2_clover") and "'--run=a $(b)'" in base and report.startswith("stage report")
 
 
@@ -810,4 +879,4 @@ def test_the_program_writes_its_calls_and_what_is_left_out(base_dir, monkeypatch
     monkeypatch.setenv("DEPTH", "4")
     program.main(["run1000", "--calls", str(tmp_path / "calls.sh")])
     assert "d4_clover" in capsys.readouterr().out and "stage report" in (tmp_path / "calls.sh").read_text()
-    assert len((base_dir / "report/left_out.txt").read_text().splitlines()) == 4
+    assert len((tmp_path / "left_out.txt").read_text().splitlines()) == 4
