@@ -193,7 +193,7 @@ def label(record: dict) -> str:
         source += " and 8 bits" if "'EIGHT': 448.0" in constants else ""
         made = {"'FOUR': True": "codes", "'DECODE': True": "BF16"}
         return f"quantize {source} to " + " and ".join(name for which, name in made.items() if which in constants)
-    source = "requantize" if "'FROM_CODES': True" in constants else "rotate grad_output"
+    source = "requantize" if re.search("'FROM_(CODES|E4M3)': True", constants) else "rotate grad_output"
     return f"{source} to {'codes' if 'STORE_CODES=True' in constants else 'BF16'}"
 
 

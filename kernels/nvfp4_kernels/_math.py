@@ -227,6 +227,15 @@ def decode_e4m3(byte):
 
 
 @triton.jit
+def half_of_e4m3(byte, HARDWARE: tl.constexpr):
+    """Converts an E4M3 byte, uint8, to float16. It is exact, but for the sign of 0."""
+    if HARDWARE >= CONVERTS_E4M3:
+        return byte.to(tl.float8e4nv, bitcast=True).to(tl.float16)
+    magnitude = decode_e4m3(byte & 0x7F)
+    return tl.where(byte < 0x80, magnitude, -magnitude).to(tl.float16)
+
+
+@triton.jit
 def next_e4m3(scale):
     """Returns the E4M3 value that follows scale, an E4M3 value below 448."""
     return scale + 0.125 * tl.maximum(power_of_two_floor(scale), E4M3_MIN_NORMAL)

@@ -1,9 +1,10 @@
 """Makes the operands of the backward GEMMs: rotates a tensor along the contraction dimension and quantizes it.
 
-The input is grad_output (BF16 or FP32), or the 4-bit codes of an operand. One launch makes the operand that is
-contracted over the columns ("row"), the operand that is contracted over the rows ("col"), or both. From grad_output,
-row is dgrad's E and col is wgrad's E^T. From codes, col is dgrad's W^T or wgrad's X^T. Tensor cores rotate, by one
-matrix product. MS-EDEN reads and rotates nothing twice, by post hoc range alignment (the paper, Section 7).
+The input is grad_output (BF16 or FP32), or an operand of the forward pass: 4-bit codes, or E4M3 numbers. One launch
+makes the operand that is contracted over the columns ("row"), the operand that is contracted over the rows ("col"), or
+both. From grad_output, row is dgrad's E and col is wgrad's E^T. From an operand, col is dgrad's W^T or wgrad's X^T.
+Tensor cores rotate, by one matrix product. MS-EDEN reads and rotates nothing twice, by post hoc range alignment (the
+paper, Section 7).
 
 There are three kinds of output:
 
@@ -213,8 +214,8 @@ def rotate_quantize(
 ) -> list[torch.Tensor]:
     """Makes one or both operands of a tensor (R, C): "row", contracted over C, and "col", contracted over R.
 
-    x:        BF16 or FP32 (R, C), or codes uint8 (R, C/2). Codes come with x_scales, float8_e4m3fn (R, C/16) or flat in
-              tiles of 128x4, and with x_tensor_scale.
+    x:        BF16 or FP32 (R, C), float8_e4m3fn (R, C), or codes uint8 (R, C/2). Codes come with x_scales,
+              float8_e4m3fn (R, C/16) or flat in tiles of 128x4, and both come with x_tensor_scale.
     row, col: the operands to make, or None for an operand that is not wanted
     seeds:    int64 (). The rht seeds are those of the rotation's signs.
     largest:  a function from the amaxes of row and col, float32 (2,), to those over all processes that have a part of
@@ -270,8 +271,10 @@ def _launch(
     made: Sequence[list[torch.Tensor]] | None = None,
 ) -> None:
     """Launches the kernel, which fills the tensors `made` of each side. Without them it only finds the amaxes."""
-    of_codes, x, columns = x.dtype == torch.uint8, x.contiguous(), _columns(x)
-    scales, tensor_scale = (x_scales.view(torch.uint8), x_tensor_scale) if of_codes else (x, x)
+    of_codes, of_e4m3, columns = x.dtype == torch.uint8, x.dtype == torch.float8_e4m3fn, _columns(x)
+    x = (x.view(torch.uint8) if of_e4m3 else x).contiguous()
+    scales = x_scales.view(torch.uint8) if of_codes else x
+    tensor_scale = x if x_tensor_scale is None else x_tensor_scale
     buffers, constants = [], []
     for side, own, tensors in zip(sides, amax, made or ([], [])):
         buffers.append(side.buffers(x, own, tensors) if side else Buffers(x, x, own, x, x, x, x, x, 0, 0))
@@ -280,6 +283,7 @@ def _launch(
     settings = {
         "FROM_CODES": of_codes,
         "FROM_TILES": of_codes and x_scales.dim() == 1,
+        "FROM_E4M3": of_e4m3,
         "FP32": x.dtype == torch.float32,
         "HARDWARE": hardware(),
         "BUTTERFLIES": rotates_by_butterflies(),

@@ -302,6 +302,7 @@ def _make(
     COL: tl.constexpr,
     FROM_CODES: tl.constexpr,
     FROM_TILES: tl.constexpr,
+    FROM_E4M3: tl.constexpr,
     FP32: tl.constexpr,
     HARDWARE: tl.constexpr,
     BUTTERFLIES: tl.constexpr,
@@ -319,7 +320,7 @@ def _make(
     row_tiles = tl.cdiv(rows, 128)
     TCGEN05: tl.constexpr = HARDWARE >= m.CONVERTS_E2M1 and not BUTTERFLIES
     factor = C.NORM
-    if FROM_CODES:
+    if FROM_CODES or FROM_E4M3:
         factor = tl.load(x_tensor_scale_ptr) * C.NORM
     if C.KIND == ALIGNED:
         tensor_scale = m.tensor_scale_of(m.from_bits(tl.load(buffers.amax)), DIVISOR, False)
@@ -355,15 +356,17 @@ def _make(
             mask = (r < rows)[:, None] & (c < columns)[None, :]
             at = r.to(tl.int64)[:, None] * columns + c[None, :]
             x = tl.load(x_ptr + at, mask=mask, other=0.0)
+            if FROM_E4M3:
+                x = m.half_of_e4m3(x, HARDWARE)
             if RHT_DIM:
-                hi = x.to(tl.bfloat16)
+                hi = x if FROM_E4M3 else x.to(tl.bfloat16)
                 mid = hi
                 lo = hi
                 if FP32:
                     rest = x - hi.to(tl.float32)
                     mid = rest.to(tl.bfloat16)
                     lo = (rest - mid.to(tl.float32)).to(tl.bfloat16)
-                y = _rotate(hi, mid, lo, matrix, flips, FP32, COL, BUTTERFLIES)
+                y = _rotate(hi, mid, lo, matrix.to(hi.dtype), flips, FP32, COL, BUTTERFLIES)
             else:
                 y = tl.reshape(x.to(tl.float32), (512, 16))
         absolute = _emit(
@@ -398,6 +401,7 @@ def rotate_quantize_kernel(
     col_buffers,
     FROM_CODES: tl.constexpr,
     FROM_TILES: tl.constexpr,
+    FROM_E4M3: tl.constexpr,
     FP32: tl.constexpr,
     HARDWARE: tl.constexpr,
     BUTTERFLIES: tl.constexpr,
@@ -423,11 +427,11 @@ def rotate_quantize_kernel(
         if side == 0:
             _make(
                 first, step, x_ptr, x_scales_ptr, x_tensor_scale_ptr, rows, columns, row_buffers,
-                False, FROM_CODES, FROM_TILES, FP32, HARDWARE, BUTTERFLIES, ROW,
+                False, FROM_CODES, FROM_TILES, FROM_E4M3, FP32, HARDWARE, BUTTERFLIES, ROW,
             )  # fmt: skip
     if COL is not None:
         if side == 1:
             _make(
                 first, step, x_ptr, x_scales_ptr, x_tensor_scale_ptr, rows, columns, col_buffers,
-                True, FROM_CODES, FROM_TILES, FP32, HARDWARE, BUTTERFLIES, COL,
+                True, FROM_CODES, FROM_TILES, FROM_E4M3, FP32, HARDWARE, BUTTERFLIES, COL,
             )  # fmt: skip

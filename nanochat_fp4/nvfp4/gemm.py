@@ -172,8 +172,8 @@ def quantize_operand(
     if r is None:
         return value.transposed() if transpose else value
     length = value.stored.shape[0] if transpose else value.length
-    # The kernels that quantize codes again can read only a single tensor_scale.
-    codes = value.scales is not None and not value.has_row_scales
+    # The kernels that quantize codes or E4M3 numbers again can read only a single tensor_scale.
+    codes = value.codes is not None and value.codes.dtype != torch.float8_e5m2 and not value.has_row_scales
     x = value if codes else value.decoded if value.plain else value.dequantize()
     # The kernels can compute a scale per token, a rotation, or square blocks, but no two of these together.
     two = how.per_token + (how.rht_dim > 0) + (r.block_rows > 1) > 1

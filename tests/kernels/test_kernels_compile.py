@@ -95,6 +95,9 @@ def test_as_many_rotating_programs_are_launched_as_are_resident(fork_server, arc
     records = compiled(fork_server, arch, [method for method in nf.METHODS if method != "bf16"], tmp_path)
     rotating = [r for r in records if r["kernel"] == "rotate_quantize_kernel"]
     assert len(rotating) > 4
+    # Inputs are BF16 here, and nothing is written in FP32 to be rotated: 8-bit operands are read as they are.
+    assert any("'FROM_E4M3': True" in r["constants"] for r in rotating)
+    assert not any("'FP32': True" in r["constants"] for r in rotating)
     for r in rotating:
         registers = -(-r["registers"] // 8) * 8 * 32 * r["warps"]
         resident = min(65536 // registers, (100 if arch >= 120 else 228) * 1024 // (r["shared"] + 1024))
@@ -193,6 +196,7 @@ def operator_calls():
     for row, col in ((eden, aligned_codes), (eden_codes, aligned)):
         yield op.rotate_quantize_sides.default, (*arguments, *side(row), *side(col), torch.full((2,), 9.0))
     yield op.rotate_quantize_sides.default, (*codes[:3], *side(None), *side(eden), None)
+    yield op.rotate_quantize_sides.default, (x.to(torch.float8_e4m3fn), None, x[0, 0], *side(None), *side(eden), None)
     yield op.rotated_amax.default, (*arguments, *side(eden), *side(aligned))
 
 

@@ -14,8 +14,12 @@ from _assertions import assert_same_bits, relative_square_error
 
 pytest.importorskip("triton")
 
+import triton  # noqa: E402
+import triton.language as tl  # noqa: E402
 from _rows import METHOD_TABLE  # noqa: E402
+from nvfp4_kernels import _math as m  # noqa: E402
 from nvfp4_kernels import rotate  # noqa: E402
+from nvfp4_kernels.quantize import hardware  # noqa: E402
 from nvfp4_kernels.rotate import RotatedOperand, rotate_quantize  # noqa: E402
 
 import nanochat_fp4 as nf  # noqa: E402
@@ -218,7 +222,8 @@ def test_nan_and_inf_reach_every_product(value):
 
 def col_of_codes(t: NVFP4Tensor, name, emulated):
     o = operand(name, 128, COL_STREAM, emulated)
-    arguments = (t.codes.to(DEVICE), t.scales.to(DEVICE), t.tensor_scale.to(DEVICE))
+    scales = t.scales.to(DEVICE) if t.scales.numel() else None
+    arguments = (t.codes.to(DEVICE), scales, t.tensor_scale.to(DEVICE))
     out = rotate_quantize(*arguments, None, None, None, o, seed(COL_SEED), seed(COL_RHT_SEED))
     return collect(out, [o])[0]
 
@@ -245,12 +250,45 @@ def test_requantization_from_codes(name, each_rotation):
         assert_same_bits("emulated", decoded.float() + 0.0, value + 0.0)
 
 
-def test_requantization_from_any_codes_with_any_tensor_scale():
-    codes = quantize_reference(
-        torch.randn(40, 144) * torch.logspace(-4, 0, 144), Quantization(ROUNDINGS["four_over_six"])
-    )
+@pytest.mark.parametrize("name", ["four_over_six", "e4m3"])
+def test_requantization_from_any_codes_with_any_tensor_scale(name):
+    codes = quantize_reference(torch.randn(40, 144) * torch.logspace(-4, 0, 144), Quantization(ROUNDINGS[name]))
     want = reference(codes.dequantize(), ("rtn", 0, "ms_eden", 128))[1]
     assert_close("any", col_of_codes(codes, "ms_eden", False), want)
+
+
+@pytest.mark.parametrize(
+    "name, each_rotation",
+    [("ms_eden", True), ("ms_eden", False), ("sr", True), ("sr", False)],
+    indirect=["each_rotation"],
+)
+def test_requantization_from_e4m3(name, each_rotation):
+    for shape in [(40, 144), *LARGE]:
+        # Small integers times powers of two, subnormal numbers among them, and a tensor_scale that is a power of two.
+        values = torch.randint(-8, 9, shape) * 2.0 ** torch.randint(-9, -4, (shape[0], 1))
+        codes = NVFP4Tensor(values.to(torch.float8_e4m3fn), torch.empty(*shape[:-1], 0), torch.tensor(2.0**-6))
+        assert torch.equal(codes.codes.float(), values)
+        want = reference(codes.dequantize(), ("rtn", 0, name, 128))[1]
+        got = col_of_codes(codes, name, False)
+        assert_same(f"{name} {shape}", got, want)
+        decoded, tensor_scale = col_of_codes(codes, name, True)
+        value = got.decode() * (got.tensor_scale if tensor_scale is None else 1)
+        assert_same_bits("emulated", decoded.float() + 0.0, value + 0.0)
+
+
+@triton.jit
+def half_of_every_byte(byte_ptr, half_ptr, HARDWARE: tl.constexpr):
+    at = tl.arange(0, 256)
+    tl.store(half_ptr + at, m.half_of_e4m3(tl.load(byte_ptr + at), HARDWARE))
+
+
+def test_every_e4m3_number_is_exact_in_fp16():
+    byte = torch.arange(256, dtype=torch.uint8, device=DEVICE)
+    half = torch.empty(256, dtype=torch.float16, device=DEVICE)
+    want = byte.view(torch.float8_e4m3fn).float()
+    for conversions in {0, hardware()}:
+        half_of_every_byte[(1,)](byte, half, conversions)
+        assert torch.equal(half.float().nan_to_num(7e4), want.nan_to_num(7e4))
 
 
 def test_only_one_operand():
