@@ -91,7 +91,7 @@ def evaluate(args: argparse.Namespace, device: torch.device, rank: int, world_si
     if method != "bf16" or not args.hf_path:
         nf.convert(model, method, per_token_in_eval=False, verbose=bool(args.hf_path or args.method))
     forward = trained if args.hf_path and method == "bf16" else method  # This is the forward's name in the output.
-    print0(f"Evaluating {name} on {data_dir}")
+    print0(f"Evaluating {name} on {data_dir.folder}")
 
     num_rows, steps = evaluation_rows(args.split_tokens, args.device_batch_size, sequence_len, world_size)
 

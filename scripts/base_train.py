@@ -47,6 +47,7 @@ from nanochat_fp4.common import (
 )
 from nanochat_fp4.data.dataloader import Batches, Documents, evaluation_rows, packed_rows
 from nanochat_fp4.data.dataset import (
+    Survey,
     count_tokens,
     digest_of,
     ensure_data,
@@ -214,7 +215,7 @@ def run_settings(
     }
 
 
-def text_digest(data_dir: str | os.PathLike) -> str:
+def text_digest(data_dir: str | os.PathLike | Survey) -> str:
     """Returns 16 hex digits of a hash of a run's text and of its column. FineWeb-Edu goes by its validation shard,
     because other runs in the same folder download more of it."""
     found = survey(data_dir)
@@ -347,7 +348,7 @@ class BaseTraining(Trainer):
     def describe(self, plan: MethodPlan, options: PretrainingOptions) -> None:
         """Sets what checkpoints and metrics.jsonl say of the run."""
         args, batch, val_data = self.args, {"device_batch_size": self.rows}, validation_text(self.data_dir)
-        tunable = {**asdict(options), "num_iterations": self.num_steps, "data_dir": str(self.data_dir)}
+        tunable = {**asdict(options), "num_iterations": self.num_steps, "data_dir": str(self.data_dir.folder)}
         changes = {**tunable, **batch, "val_data": val_data}
         more = {"max_seq_len": self.seq_len, "text": text_digest(self.data_dir)}
         self.record(self.settings, plan.recipes, changes, **more, **batch)

@@ -29,7 +29,7 @@ from nanochat_fp4.cli import ArgumentParser, UserError, parse_count, parse_posit
 from nanochat_fp4.common import joined_processes, print0
 from nanochat_fp4.data import tokenizer_files
 from nanochat_fp4.data.dataloader import Documents, packed_rows
-from nanochat_fp4.data.dataset import ensure_data, open_text
+from nanochat_fp4.data.dataset import Survey, ensure_data, open_text
 from nanochat_fp4.data.tokenizer import get_token_bytes
 from nanochat_fp4.evaluation.loss_eval import evaluate_bpb
 from nanochat_fp4.evaluation.report import FOLDERS
@@ -127,7 +127,7 @@ class Export:
         self.input_scales: dict[str, float] | None = None
 
     @functools.cached_property
-    def data_dir(self) -> str:
+    def data_dir(self) -> Survey:
         """The text, which is chosen when the export first reads some."""
         return ensure_data(self.args.data_dir)
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 
 from nanochat_fp4.cli import ArgumentParser, UserError, format_seconds, run_main
 from nanochat_fp4.common import get_base_dir, print0
-from nanochat_fp4.data.dataset import add_data_arguments, ensure_data, parquets_iter_batched
+from nanochat_fp4.data.dataset import Survey, add_data_arguments, ensure_data, parquets_iter_batched
 from nanochat_fp4.data.tokenizer import (
     SPECIAL_TOKENS,
     RustBPETokenizer,
@@ -52,7 +52,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     return args
 
 
-def documents(data_dir: str, column: str, max_chars: int, doc_cap: int, progress: Progress) -> Iterator[str]:
+def documents(data_dir: Survey, column: str, max_chars: int, doc_cap: int, progress: Progress) -> Iterator[str]:
     """Yields the training documents, each cut to `doc_cap` characters, until there were `max_chars` characters."""
     seen = 0
     for batch in parquets_iter_batched("train", data_dir=data_dir, column=column):
@@ -118,7 +118,7 @@ def main(argv: list[str] | None = None) -> None:
     lengths = token_bytes[token_bytes > 0].float()
     about = {
         "Flags": changed_flags(args, parse_args([])),
-        "Data": data_dir,
+        "Data": data_dir.folder,
         "Tokens": vocab_size,
         "Special tokens": len(tokenizer.get_special_tokens()),
         "Bytes per token": f"{lengths.mean():.2f} ± {lengths.std():.2f}, {lengths.min():.0f} to {lengths.max():.0f}",

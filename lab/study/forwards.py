@@ -21,7 +21,7 @@ from lab.study.sweep_scheduler import base_directory
 from nanochat_fp4.cli import ArgumentParser, UserError, run_main
 from nanochat_fp4.common import add_recipes_argument, autodetect_device_type, print0
 from nanochat_fp4.data.dataloader import Documents, packed_rows
-from nanochat_fp4.data.dataset import ensure_data, open_text
+from nanochat_fp4.data.dataset import Survey, ensure_data, open_text
 from nanochat_fp4.data.tokenizer import get_token_bytes
 from nanochat_fp4.evaluation.loss_eval import evaluate_bpb
 from nanochat_fp4.files import atomic_write
@@ -47,7 +47,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def evaluate(tag: str, args: argparse.Namespace, device: torch.device, data_dir: str) -> dict[str, float]:
+def evaluate(tag: str, args: argparse.Namespace, device: torch.device, data_dir: Survey) -> dict[str, float]:
     """Returns the validation bits per byte of a run's newest checkpoint for each forward pass. The checkpoint is that
     of the current base directory."""
     model, tokenizer, meta = load_model("base", device, "eval", tag)

@@ -69,8 +69,8 @@ def prepare(folder: Path, data_dir: str | None, vocab_size: int, embedded_mb: fl
     with base_directory(folder):
         data = build_embedded_corpus(embedded_mb) if embedded_mb else None
         if not data and (data_dir or os.environ.get("DATA_DIR")):  # Own text is stored where its runs look for it.
-            data = ensure_data(data_dir)
-    data = str(data or ensure_data(data_dir))
+            data = ensure_data(data_dir).folder
+    data = str(data or ensure_data(data_dir).folder)
     base = Path(get_base_dir())
     if has := tokens_of(folder):
         if vocab_size and has > vocab_size:  # Fewer tokens are fine, because a small text does not yield more.

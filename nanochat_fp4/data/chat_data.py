@@ -119,13 +119,9 @@ class TaskMixture(Task):
 # General conversations
 
 
-def conversation_problem(row: Any) -> str | None:
-    """Returns the reason why a conversation, or a list of messages, cannot be trained on, or None."""
-    try:
-        checked_messages(row if isinstance(row, dict) else {"messages": row}, answered=True)
-    except ValueError as e:
-        return str(e)
-    return None
+def check_conversation(row: Any) -> None:
+    """Raises ValueError for a conversation, or a list of messages, that cannot be trained on."""
+    checked_messages(row if isinstance(row, dict) else {"messages": row}, answered=True)
 
 
 SMOLTALK = "HuggingFaceTB/smol-smoltalk"
@@ -143,7 +139,7 @@ class SmolTalk(Task):
     def __init__(self, split: str, sft_dir: str | os.PathLike | None = None, **kwargs: Any):
         super().__init__(**kwargs)
         read = functools.partial(read_folder, sft_dir, "") if sft_dir else functools.partial(load_rows, SMOLTALK, None)
-        self.rows = read(split, check=conversation_problem, flag="--sft-dir")
+        self.rows = read(split, check=check_conversation, flag="--sft-dir")
 
     def get_example(self, index: int) -> dict[str, Any]:
         row = self.rows[index]
@@ -156,7 +152,7 @@ class CustomJSON(SmolTalk):
 
     def __init__(self, filepath: str | os.PathLike, **kwargs: Any):
         Task.__init__(self, **kwargs)
-        self.rows = read_rows(filepath, conversation_problem)
+        self.rows = read_rows(filepath, check_conversation)
         if not self.rows:
             raise UserError(f"{filepath} holds no conversation; write one list of messages a line")
 
@@ -281,15 +277,13 @@ def smoltalk(split: str, sft_dir: str | None, flag: str, **kwargs: Any) -> Sourc
 
 def identity() -> Source:
     """Returns the source of nanochat's conversations about itself."""
-    make = lambda: CustomJSON(identity_conversations())  # noqa: E731
-    return Source("identity conversations", make, IDENTITY_URL)
+    return Source("identity conversations", lambda: CustomJSON(identity_conversations()), IDENTITY_URL)
 
 
 def words_source(name: str, task: Callable[..., Task], eval_dir: str | None, **kwargs: Any) -> Source:
     """Returns the source of a task that draws from the list of words."""
-    make = lambda: task(words=load_words(eval_dir), **kwargs)  # noqa: E731
     remedy = f"NANOCHAT_EVAL_DIR=folder with {WORD_LIST_URL} as words/words_alpha.txt"
-    return Source(name, make, "" if eval_dir else WORD_LIST_URL, remedy)
+    return Source(name, lambda: task(words=load_words(eval_dir), **kwargs), "" if eval_dir else WORD_LIST_URL, remedy)
 
 
 def load_sources(sources: list[Source], allow_missing: bool, what: str) -> TaskMixture:

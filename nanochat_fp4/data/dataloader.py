@@ -51,6 +51,7 @@ IGNORE = -1  # A target with this value does not count in the loss.
 CONTENT_SAMPLES = 256
 
 Position = dict[str, Any]
+Piece = tuple[tuple[int, int, int, int], np.ndarray]  # The key of Packer, and the tokens.
 Batches = Iterator[tuple[Tensor, Tensor, Position]]
 Device = torch.device | str
 
@@ -102,7 +103,7 @@ class Packer:
 
     A source has T, `buffer` (the number of documents to hold back), `refill` (the number to tokenize at a time), and
     tokens(g, i, count), which returns the tokens of documents i, i + 1, ... of group g with the BOS token in front, as
-    int32 arrays. If no buffered document fits, source.filler(keys) fills the row, and the rest of it is not used. If
+    int32 arrays. If no buffered document fits, source.filler(buffer) fills the row, and the rest of it is not used. If
     the source is `whole`, everything is used: T tokens of a longer document are a piece for themselves, and the rest of
     a filler becomes a piece again, each with another BOS token.
 
@@ -113,8 +114,7 @@ class Packer:
 
     def __init__(self, source: Any, lane: int, state: dict[str, Any] | None = None):
         self.source, self.g, self.i = source, lane, 0  # The document to be read next.
-        self.keys: list[tuple[int, int, int, int]] = []
-        self.pieces: list[np.ndarray] = []  # The pieces of the same keys in the same order.
+        self.buffer: list[Piece] = []
         self.used = [0, 0, 0]  # Of what is in rows: documents, their tokens, and how many of these were not cropped.
         if state is not None:
             (self.g, self.i), self.used = state["next"], state["used"]
@@ -123,10 +123,7 @@ class Packer:
                 self.insert(part(document, first, length), g, i, first)
 
     def insert(self, piece: np.ndarray, g: int, i: int, first: int) -> None:
-        key = (len(piece), g, i, first)
-        place = bisect.bisect_left(self.keys, key)
-        self.keys.insert(place, key)
-        self.pieces.insert(place, piece)
+        bisect.insort(self.buffer, ((len(piece), g, i, first), piece))
 
     def refill(self) -> None:
         """Reads the next documents into the buffer."""
@@ -141,13 +138,12 @@ class Packer:
         """Packs one row, int32 (T+1,)."""
         room, row = self.source.T + 1, []
         while room > 0:
-            while len(self.keys) < self.source.buffer:
+            while len(self.buffer) < self.source.buffer:
                 self.refill()
-            fitting = bisect.bisect_left(self.keys, (room + 1,))
+            fitting = bisect.bisect_left(self.buffer, ((room + 1,),))
             # Of the longest pieces that fit, the first to arrive.
-            longest = bisect.bisect_left(self.keys, (self.keys[fitting - 1][0],))
-            place = longest if fitting else self.source.filler(self.keys)
-            (length, g, i, first), piece = self.keys.pop(place), self.pieces.pop(place)
+            longest = bisect.bisect_left(self.buffer, ((self.buffer[fitting - 1][0][0],),))
+            (length, g, i, first), piece = self.buffer.pop(longest if fitting else self.source.filler(self.buffer))
             row.append(piece[:room])
             kept = len(row[-1])
             if self.source.whole and kept < length:
@@ -158,7 +154,7 @@ class Packer:
         return np.concatenate(row)
 
     def state(self) -> dict[str, Any]:
-        return {"next": [self.g, self.i], "used": self.used, "buffer": self.keys.copy()}
+        return {"next": [self.g, self.i], "used": self.used, "buffer": [key for key, _ in self.buffer]}
 
 
 def packed_rows(
@@ -280,7 +276,7 @@ class Documents:
         """The permutation of n things with this number. NumPy does not change the numbers of RandomState."""
         return np.random.RandomState([self.seed, number]).permutation(n)
 
-    def filler(self, keys: list[tuple[int, int, int, int]]) -> int:
+    def filler(self, buffer: list[Piece]) -> int:
         """The shortest document, of which least is lost."""
         return 0
 
@@ -328,9 +324,9 @@ class Conversations:
     def tokens(self, g: int, i: int, count: int) -> list[np.ndarray]:
         return [] if i else [np.array(render(self.tokenizer, self.dataset, g, self.T)[0], dtype=np.int32)]
 
-    def filler(self, keys: list[tuple[int, int, int, int]]) -> int:
+    def filler(self, buffer: list[Piece]) -> int:
         """The oldest conversation, as in nanochat's mid-training."""
-        return min(range(len(keys)), key=lambda place: keys[place][1])
+        return min(range(len(buffer)), key=lambda place: buffer[place][0][1])
 
 
 def padded(tokenizer: Any, rows: list[list[int]], masks: list[list[int]]) -> tuple[Tensor, Tensor]:

@@ -30,6 +30,7 @@ import argparse
 import contextlib
 import hashlib
 import json
+import math
 import os
 import platform
 import re
@@ -47,7 +48,7 @@ import pyarrow.parquet as pq
 
 from nanochat_fp4.cli import ArgumentParser, UserError, format_bytes, one_line, parse_finite, run_main
 from nanochat_fp4.common import get_base_dir, of_all_ranks, print0, say_once
-from nanochat_fp4.data.sources import KINDS, hub_url, kind_of, rows_of, url_problem
+from nanochat_fp4.data.sources import BLOCK, CONVERT, KINDS, first_foreign, hub_url, kind_of, rows_of, url_problem
 from nanochat_fp4.files import atomic_write
 from nanochat_fp4.locks import locked
 from nanochat_fp4.progress import Progress
@@ -109,14 +110,17 @@ class Survey:
         return f"{self.folder}: {'; '.join(groups) or 'no files'}"
 
 
-def survey(data_dir: str | os.PathLike) -> Survey:
+def survey(data_dir: "str | os.PathLike | Survey") -> Survey:
     """
-    Says which files of DATA_DIR, a folder or a single file, are read. Nothing is opened.
+    Says which files of DATA_DIR, a folder or a single file, are read. Nothing is opened. A Survey is returned as it is,
+    so that a process looks at a folder once.
 
     Of a folder all files below it are looked at. What is named valid* or dev* is validation text, and of shards without
     such names the last one is. What is named test* is not read, and neither are hidden files, READMEs, licences and
     files of other kinds. Raises UserError if there is no training text, and if most bytes are not read.
     """
+    if isinstance(data_dir, Survey):
+        return data_dir
     folder = Path(data_dir).expanduser()
     if folder.is_file() and kind_of(folder):
         return Survey(folder, [folder])
@@ -160,7 +164,7 @@ def open_text(split: str, data_dir: str | os.PathLike | Survey, column: str = ""
     """
     if split not in ("train", "val"):
         raise ValueError(f"split must be 'train' or 'val', not {split!r}")
-    found, column = data_dir if isinstance(data_dir, Survey) else survey(data_dir), text_column(column)
+    found, column = survey(data_dir), text_column(column)
     if not found.are_shards:
         return [own_text(found, column)[split]]
     shards = [Shard(path, column) for path in (found.train if split == "train" else found.val)]
@@ -171,6 +175,15 @@ def open_text(split: str, data_dir: str | os.PathLike | Survey, column: str = ""
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Shards
+
+
+@contextlib.contextmanager
+def undamaged(path: str | os.PathLike, problem: str) -> Iterator[None]:
+    """A context in which a file is read. An error becomes a UserError that says `problem`."""
+    try:
+        yield
+    except (pa.ArrowException, OSError, ValueError, KeyError) as e:
+        raise UserError(f"{path} {problem} ({one_line(e)[:150]}); delete it, and get or make it again") from e
 
 
 class Shard:
@@ -184,14 +197,11 @@ class Shard:
 
     def __init__(self, path: str | os.PathLike, column: str = "text"):
         self.path, self.name, self.column = str(path), os.path.basename(path), column
-        try:
+        with undamaged(path, "is not a readable parquet file"):
             self.version = version_of(self.path)
             # The time of a footer for each row group would grow with the square of the number of row groups.
             with pq.ParquetFile(path) as f:
                 schema, self.footer = f.schema_arrow, f.metadata
-        except (pa.ArrowException, OSError, ValueError) as e:
-            problem = f"is not a readable parquet file ({one_line(e)[:150]})"
-            raise UserError(f"{path} {problem}; delete it and download or copy it again") from e
         types = [f.type.value_type if isinstance(f.type, ENCODED) else f.type for f in schema if f.name == column]
         if [str(kind) in STRINGS for kind in types] != [True]:
             has = f"not one column of strings named {column} ({', '.join(map(str, types)) or schema.names[:10]})"
@@ -201,14 +211,11 @@ class Shard:
     def read(self, index: int) -> list[str]:
         """Returns the documents of a row group. A null becomes the empty string. Raises UserError if the data are
         damaged, or if the file has changed."""
-        try:
+        with undamaged(self.path, f"cannot be read in row group {index}"):
             if self.version != version_of(self.path):
                 raise UserError(f"{self.path} changed while it was being read; start again")
             with pq.ParquetFile(self.path, metadata=self.footer, page_checksum_verification=True) as f:
                 texts = f.read_row_group(index, columns=[self.column]).column(self.column).to_pylist()
-        except (pa.ArrowException, OSError, ValueError, KeyError) as e:
-            problem = f"row group {index} cannot be read ({one_line(e)[:150]})"
-            raise UserError(f"{self.path}: {problem}; delete it and download or copy it again") from e
         return [text if text is not None else "" for text in texts]
 
     def digest(self) -> str:
@@ -232,21 +239,18 @@ def digest_of(path: str | os.PathLike) -> str:
     letters in a large file may therefore not change the hash.
     """
     digest = hashlib.sha256()
-    try:
-        with open(path, "rb") as f:
-            size = os.fstat(f.fileno()).st_size
-            blocks = [(0, size)]
-            if size > 1 << 20:
-                f.seek(size - 8)
-                length, mark = int.from_bytes(f.read(4), "little") + 8, f.read(4)
-                footer = min(length, size) if mark == b"PAR1" else 0
-                blocks = [(size - footer, footer), *((size * i // 32, 4096) for i in range(32))]
-            digest.update(size.to_bytes(8, "little"))
-            for start, length in blocks:
-                f.seek(start)
-                digest.update(f.read(length))
-    except OSError as e:
-        raise UserError(f"{path} cannot be read ({e.strerror}); check its permissions, or copy it again") from e
+    with undamaged(path, "cannot be read"), open(path, "rb") as f:
+        size = os.fstat(f.fileno()).st_size
+        blocks = [(0, size)]
+        if size > 1 << 20:
+            f.seek(size - 8)
+            length, mark = int.from_bytes(f.read(4), "little") + 8, f.read(4)
+            footer = min(length, size) if mark == b"PAR1" else 0
+            blocks = [(size - footer, footer), *((size * i // 32, 4096) for i in range(32))]
+        digest.update(size.to_bytes(8, "little"))
+        for start, length in blocks:
+            f.seek(start)
+            digest.update(f.read(length))
     return digest.hexdigest()[:16]
 
 
@@ -291,6 +295,8 @@ def store(key: Any, title: str, rows: Callable[[], Iterator[dict[str, Any]]], **
     folder = Path(get_base_dir()) / "stored_text"
 
     def written() -> Iterator[dict[str, Any]]:
+        for _ in Progress(rows(), desc="check", unit="document"):
+            pass  # All of it, so that nothing is written of a text that is refused.
         print0(f"Writing {title} into {folder}")
         yield from Progress(rows(), desc="write", unit="document")
 
@@ -332,9 +338,10 @@ def in_random_order(parts: Parts, seed: int) -> Stored:
 SPOILED = re.compile(
     "[\ud800-\udfff]+|\x1b\\$[^\x1b\n]*|\x0e[^\x0f\n]*|~\\{(?:[!-}][!-~])+~\\}|[\x00-\x08\x0b\x0e-\x1f\x7f]"
 )
-# A file is refused if more than this share of it, and more than so many characters, are no text. Western text in
-# Latin-1 has a few percent of such bytes, and random bytes have half.
-NOT_TEXT, NOT_TEXT_CHARACTERS = 0.1, 100
+ODD = re.compile("[\x00-\x08\x0b\x0e-\x1f\x7f\ud800-\udfff]")  # All that begins so but HZ, found four times as fast.
+# A file is refused if more than this share of it, and more than so many characters, are bytes that are not UTF-8, or
+# anything that is no text. Of a novel in Latin-1 0.5% to 5% are such bytes. Some control characters are in many logs.
+MOST = {re.compile("[\udc80-\udcff]"): (0.001, 10), SPOILED: (0.1, 100)}
 # The largest number of characters in a piece. Of small texts pieces are smaller, so that there are some to deal.
 MIN_PIECE, MAX_PIECE, PIECES = 2_000, 36_000, 256
 
@@ -346,13 +353,14 @@ def cut_text(text: str, longest: int) -> list[str]:
     return re.findall(rf"(?s).{{1,{longest}}}\Z|{some}\n\n+|{some}\n+|{some} |.{{1,{longest}}}", text)
 
 
-def own_pieces(found: Survey, column: str) -> Iterator[dict[str, Any]]:
-    """Yields the pieces of all documents, with the number of the document, which is -1 in files for validation. Raises
-    UserError for a row without the column of the text, and for a file that is no text."""
+def own_pieces(found: Survey, column: str, most: float = math.inf) -> Iterator[dict[str, Any]]:
+    """Yields the pieces of all documents, or of about `most` characters of each file, with the number of the document,
+    which is -1 in files for validation. Raises UserError for a row without the column of the text, and at the end for
+    the files that are no text."""
     longest = min(max(MIN_PIECE, size_of(found.files) // PIECES), MAX_PIECE)
-    number, warnings = 0, []
-    for path in found.files:
-        spoiled = characters = 0
+    number, warnings, refused = 0, [], []
+    for place_of_file, path in enumerate(found.files):
+        characters, odd = 0, dict.fromkeys(MOST, 0)
         for place, row in rows_of(path, "surrogateescape", column):
             text = row.get(column, 0) if isinstance(row, dict) else 0
             if not isinstance(text, str | None):
@@ -361,26 +369,35 @@ def own_pieces(found: Survey, column: str) -> Iterator[dict[str, Any]]:
                 has = f"there is no text in a column {column!r} (with texts: {', '.join(map(str, texts)) or 'none'})"
                 raise UserError(f"{path}, {place}: {has}; name it, --text-column={likely} (TEXT_COLUMN={likely})")
             text = text or ""
-            spoiled, characters = spoiled + sum(map(len, SPOILED.findall(text))), characters + len(text)
-            for piece in cut_text(re.sub("[\ud800-\udfff]", "\ufffd", text), longest):
-                yield {"text": piece, "document": number if path in found.train else -1}
+            characters += len(text)
+            if ODD.search(text) or "~{" in text:
+                odd = {kind: n + sum(map(len, kind.findall(text))) for kind, n in odd.items()}
+                text = re.sub("[\ud800-\udfff]", "\ufffd", text)
+            for piece in cut_text(text, longest):
+                yield {"text": piece, "document": number if place_of_file < len(found.train) else -1}
             number += bool(text)
-        share = spoiled / max(1, characters)
-        if share > NOT_TEXT and spoiled > NOT_TEXT_CHARACTERS:
-            problem = f"{path} is not UTF-8 text: {share:.0%} of it are other bytes or control characters"
-            raise UserError(f"{problem}; convert it (iconv -f ENCODING -t UTF-8), or remove it")
-        if spoiled:
-            warnings.append(f"{path} ({100 * share:.2g}%)")
+            if characters >= most:
+                break
+        if any(odd[kind] > max(few, share * characters) for kind, (share, few) in MOST.items()):
+            refused.append(f"{path} ({first_foreign(path) or 'control characters'})")
+        elif odd[SPOILED]:
+            warnings.append(str(path))
+    files = refused or warnings
+    names = ", ".join(files[:4] + ["..."] * (len(files) > 4))
+    if refused:
+        raise UserError(f"{len(files)} file(s) are not UTF-8 text: {names}; {CONVERT}")
     if warnings:
-        names = ", ".join(warnings[:4] + ["..."] * (len(warnings) > 4))
-        print0(f"warning: {len(warnings)} file(s) have bytes that are not UTF-8, which become U+FFFD, or control "
-               f"characters: {names}; convert them (iconv -f ENCODING -t UTF-8)")  # fmt: skip
+        say_once(f"warning: {len(files)} file(s) have a few bytes that are not UTF-8, which become U+FFFD, or control "
+                 f"characters: {names}; {CONVERT}")  # fmt: skip
 
 
 def look_into(found: Survey) -> None:
-    """Raises UserError for a file that begins without the column of the text. No more than that is read or stored."""
-    for path in found.files:
-        Shard(path, text_column()) if found.are_shards else next(own_pieces(Survey(path, [path]), text_column()), None)
+    """Raises UserError for a file that begins without the column of the text, and for the files whose beginning is no
+    text. Of each about a megabyte is read, and nothing is stored."""
+    for path in found.files if found.are_shards else ():
+        Shard(path, text_column())
+    for _ in () if found.are_shards else own_pieces(found, text_column(), BLOCK):
+        pass
 
 
 def own_text(found: Survey, column: str) -> dict[str, Stored]:
@@ -410,7 +427,7 @@ def own_text(found: Survey, column: str) -> dict[str, Stored]:
 # The text of a run
 
 
-def validation_text(data_dir: str | os.PathLike, column: str = "") -> str:
+def validation_text(data_dir: str | os.PathLike | Survey, column: str = "") -> str:
     """Returns a name of the validation text of a folder. Two runs have the same name only if they validate on the
     same text."""
     column = text_column(column)
@@ -418,7 +435,7 @@ def validation_text(data_dir: str | os.PathLike, column: str = "") -> str:
 
 
 def parquets_iter_batched(
-    split: str, start: int = 0, step: int = 1, data_dir: str | os.PathLike | None = None, column: str = ""
+    split: str, start: int = 0, step: int = 1, data_dir: str | os.PathLike | Survey | None = None, column: str = ""
 ) -> Iterator[list[str]]:
     """
     Yields the row groups of a split ('train' or 'val') once, each as a list of documents. Own text has groups, too.
@@ -426,8 +443,7 @@ def parquets_iter_batched(
     `start` and `step` deal the row groups of each shard to ranks, for example with start=rank and step=world_size.
     """
     for part in open_text(split, data_dir or ensure_data(), column):
-        for index in range(start, len(part.rows), step):
-            yield part.read(index)
+        yield from map(part.read, range(start, len(part.rows), step))
 
 
 def count_tokens(parts: Parts, tokenizer: Any) -> int | None:
@@ -532,34 +548,32 @@ def download_shards(num_files: int = -1, num_workers: int = 4, deadline: float =
     folder = Path(get_base_dir()) / "base_data"
     names = list(map(index_to_filename, [MAX_SHARD, *range(num_files if num_files > 0 else MAX_SHARD)[:MAX_SHARD]]))
     with data_lock():
-        if missing := [name for name in names if not (folder / name).exists()]:
-            _download(folder, missing, num_workers, deadline)
+        names = [name for name in names if not (folder / name).exists()]
+        if not names:
+            return str(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        needed, free = len(names) * SHARD_BYTES, shutil.disk_usage(folder).free
+        sizes = f"{len(names)} shards (about {format_bytes(needed)}; {format_bytes(free)} free) into {folder}"
+        print0(f"Downloading {sizes}")
+        if needed > free:
+            raise UserError(f"cannot download {sizes}; free some, ask for less, or choose a larger NANOCHAT_BASE_DIR")
+        if problem := url_problem(hub_url(DATASET, names[0])):
+            raise UserError(f"cannot download the dataset: {problem}; {NO_NETWORK_HINT}")
+        from huggingface_hub import hf_hub_download
+        from huggingface_hub.utils import disable_progress_bars
+
+        disable_progress_bars()
+        how = {"repo_type": "dataset", "local_dir": folder, "endpoint": hub_url()}
+        # Leaving the pool neither starts further downloads nor waits for those that run.
+        with ThreadPool(num_workers) as pool, Progress(total=len(names), desc="download", unit="shard") as progress:
+            for name, job in [(name, pool.apply_async(hf_hub_download, (DATASET, name), how)) for name in names]:
+                try:
+                    job.get(deadline)
+                except Exception as e:  # Several libraries raise errors here. That of the deadline has no text.
+                    problem = one_line(str(e.__cause__ or e))[:200] or f"not finished within {deadline:g} seconds"
+                    raise UserError(f"could not download {hub_url(DATASET, name)}: {problem}; {NO_NETWORK_HINT}") from e
+                progress.update(1)
     return str(folder)
-
-
-def _download(folder: Path, names: list[str], num_workers: int, deadline: float) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    needed, free = len(names) * SHARD_BYTES, shutil.disk_usage(folder).free
-    sizes = f"{len(names)} shards (about {format_bytes(needed)}; {format_bytes(free)} free) into {folder}"
-    print0(f"Downloading {sizes}")
-    if needed > free:
-        raise UserError(f"cannot download {sizes}; free some, ask for less, or set NANOCHAT_BASE_DIR to a larger disk")
-    if problem := url_problem(hub_url(DATASET, names[0])):
-        raise UserError(f"cannot download the dataset: {problem}; {NO_NETWORK_HINT}")
-    from huggingface_hub import hf_hub_download
-    from huggingface_hub.utils import disable_progress_bars
-
-    disable_progress_bars()
-    how = {"repo_type": "dataset", "local_dir": folder, "endpoint": hub_url()}
-    # Leaving the pool neither starts further downloads nor waits for those that run.
-    with ThreadPool(num_workers) as pool, Progress(total=len(names), desc="download", unit="shard") as progress:
-        for name, job in [(name, pool.apply_async(hf_hub_download, (DATASET, name), how)) for name in names]:
-            try:
-                job.get(deadline)
-            except Exception as e:  # Several libraries raise errors here. That of the deadline has no text.
-                problem = one_line(str(e.__cause__ or e))[:200] or f"not finished within {deadline:g} seconds"
-                raise UserError(f"could not download {hub_url(DATASET, name)}: {problem}; {NO_NETWORK_HINT}") from e
-            progress.update(1)
 
 
 def found_data() -> str | None:
@@ -571,10 +585,11 @@ def found_data() -> str | None:
     return max(map(str, corpora.glob("*_mb_of_python_*.jsonl")), key=os.path.getmtime, default=None)
 
 
-def ensure_data(data_dir: str | None = None, *, column: str = "", num_shards: int = 8) -> str:
+def ensure_data(data_dir: str | None = None, *, column: str = "", num_shards: int = 8) -> Survey:
     """
-    Returns the folder or file of text to train on. It is chosen as the docstring of this module says, and made or
-    downloaded if necessary. Text of the user's is looked at, and stored if need be.
+    Returns what is read of the folder or file of text to train on, which the functions of this module take. It is
+    chosen as the docstring of this module says, and made or downloaded if necessary. Text of the user's is looked at,
+    and stored if need be.
 
     - data_dir: the value of --data-dir. None or "" means DATA_DIR.
     - column: the value of --text-column, which every reader of the folder needs, too. "" means TEXT_COLUMN.
@@ -604,18 +619,15 @@ def ensure_data(data_dir: str | None = None, *, column: str = "", num_shards: in
     for split in ("train", "val"):  # A damaged file must not be found hours into a run.
         open_text(split, found, column)
     say_once(f"Data: {found}, {what}")
-    return str(found.folder)
+    return found
 
 
 def add_data_arguments(parser: argparse.ArgumentParser, default: str) -> None:
     """Adds --data-dir and --text-column, for ensure_data. `default` says where text comes from without them, for
     --help."""
-    parser.add_argument(
-        "--data-dir", default="", help=f"folder of parquet shards or text (default: $DATA_DIR, else {default})"
-    )
-    parser.add_argument(
-        "--text-column", default="", help="its column, or JSON field, with the text (default: $TEXT_COLUMN, else text)"
-    )
+    add = parser.add_argument
+    add("--data-dir", default="", help=f"folder of parquet shards or text (default: $DATA_DIR, else {default})")
+    add("--text-column", default="", help="its column, or JSON field, with the text (default: $TEXT_COLUMN, else text)")
 
 
 def main(argv: list[str] | None = None) -> None:

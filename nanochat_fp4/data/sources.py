@@ -10,6 +10,7 @@ here and not by `datasets`, which loses the first fields of a csv with unquoted 
 JSON texts for other types, and refuses a whole folder for a byte that is not UTF-8.
 """
 
+import codecs
 import csv
 import functools
 import io
@@ -36,6 +37,9 @@ KINDS = ("txt", "md", "csv", "json", "jsonl", "ndjson", "parquet")
 COMPRESSED = ("gz", "bz2", "zst", "lz4")
 LONGEST = 1 << 28  # The largest number of characters in a line, and in a JSON value of several lines.
 BLOCK = 1 << 20  # The number of characters of a text file that are a row, by and large.
+UTF16 = "text in UTF-16, not in UTF-8; convert it (iconv -f utf16 -t utf8)"
+BEGINNINGS = {codecs.BOM_UTF16_LE: UTF16, codecs.BOM_UTF16_BE: UTF16, b"\x1f\x8b": "compressed; add .gz to its name"}
+CONVERT = "convert such text (iconv -f latin1 -t utf8, if it is in Latin-1), or remove it"
 SHUFFLE_SEED = 42  # That of nanochat, in the shuffle of the package datasets.
 ASK_SECONDS, LOAD_SECONDS = 8.0, 1800.0  # The time for a question to a server, and for a data set.
 
@@ -49,7 +53,7 @@ REVISIONS = {
     "openai/openai_humaneval": "7dce6050a7d6d172f3cc5c32aa97f52fa1a2e544",
 }
 T = TypeVar("T")
-Check = Callable[[dict], str | None]  # A function that returns the fault of a row ("field x ..."), or None.
+Check = Callable[[dict], str | None]  # Returns the fault of a row ("field x ..."), raises it as ValueError, or neither.
 
 
 class MissingDataError(UserError):
@@ -88,7 +92,10 @@ def rows_of(path: Path, errors: str = "strict", column: str | None = None) -> It
             batches = f.iter_batches(columns=[column] if column else None)
             rows = ((f"row {i}", row) for i, row in enumerate(row for batch in batches for row in batch.to_pylist()))
         else:
-            f = io.TextIOWrapper(pa.input_stream(str(path)), encoding="utf-8-sig", errors=errors, newline="")
+            f = io.BufferedReader(pa.input_stream(str(path)))
+            if kind := BEGINNINGS.get(f.peek(2)[:2]):
+                raise UserError(f"{path} is {kind}")
+            f = io.TextIOWrapper(f, encoding="utf-8-sig", errors=errors, newline="")
             rows = TEXT_READERS.get(kind_of(path), _json_lines)(f)
         with f:
             for place, row in rows:
@@ -96,8 +103,20 @@ def rows_of(path: Path, errors: str = "strict", column: str | None = None) -> It
     except FileNotFoundError as e:
         raise MissingDataError(f"{path} is not there; check the path") from e
     except (OSError, ValueError, RecursionError, csv.Error, pa.ArrowException) as e:
+        if isinstance(e, UnicodeDecodeError) and kind_of(path) != "parquet":
+            raise UserError(f"{path} is not UTF-8 ({first_foreign(path)}); {CONVERT}") from e
         problem = f"{path} cannot be read past {place} ({one_line(e)[:120]})"
         raise UserError(f"{problem}; correct it, or copy it again") from e
+
+
+def first_foreign(path: Path) -> str | None:
+    """Returns the place of the first bytes of a text file that are not UTF-8, with what is around them, or None."""
+    with io.BufferedReader(pa.input_stream(str(path))) as f:
+        for number, line in enumerate(f, 1):
+            try:
+                line.decode()
+            except UnicodeDecodeError as e:
+                return f"line {number}, byte {e.start + 1}: {line[max(0, e.start - 9) : e.start + 9]!r}"
 
 
 def _json_lines(f: TextIO, first: str = "") -> Iterator[tuple[str, Any]]:
@@ -110,11 +129,7 @@ def _json_lines(f: TextIO, first: str = "") -> Iterator[tuple[str, Any]]:
 
 def _json(f: TextIO) -> Iterator[tuple[str, Any]]:
     first = f.readline(LONGEST)
-    try:
-        has_lines = isinstance(json.loads(first or "{}"), dict)
-    except ValueError:
-        has_lines = False
-    if has_lines:
+    if first.strip()[:1] + first.strip()[-1:] in ("", "{}"):
         return _json_lines(f, first)
     value = json.loads(first + f.read(LONGEST))
     return ((f"row {i}", row) for i, row in enumerate(value if isinstance(value, list) else [value]))
@@ -148,7 +163,7 @@ def read_rows(path: str | os.PathLike, check: Check) -> list[Any]:
         try:
             problem = check(row)
         except (LookupError, TypeError, ValueError, AttributeError) as e:
-            problem = f"unexpected content ({type(e).__name__}: {one_line(e)[:100]})"
+            problem = one_line(e) if type(e) is ValueError else f"unexpected content ({one_line(repr(e))[:100]})"
         if problem:
             raise UserError(f"{path}, {place}: {problem}; correct the file, or get it again")
         rows.append(row)
@@ -162,13 +177,11 @@ def read_rows(path: str | os.PathLike, check: Check) -> list[Any]:
 def within(seconds: float, work: Callable[[], T]) -> T:
     """Returns the result of work(), which runs in a thread. Raises TimeoutError after `seconds`, when the thread is
     left alone, and all exceptions of `work`."""
-    pool = ThreadPool(1)
-    try:
-        return pool.apply_async(work).get(seconds)
-    except multiprocessing.TimeoutError:
-        raise TimeoutError(f"not finished within {seconds:g} seconds") from None
-    finally:
-        pool.terminate()  # It does not wait for the thread.
+    with ThreadPool(1) as pool:  # Leaving it does not wait for the thread.
+        try:
+            return pool.apply_async(work).get(seconds)
+        except multiprocessing.TimeoutError:
+            raise TimeoutError(f"not finished within {seconds:g} seconds") from None
 
 
 def hub_url(dataset: str = "", name: str = "README.md") -> str:

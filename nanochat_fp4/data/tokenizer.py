@@ -76,8 +76,6 @@ def digest_of(pattern: str, ranks: list[bytes], special_tokens: dict[str, int]) 
 
 def _in_parts(text: str) -> list[str]:
     """Cuts the text where more than MAX_WHITE_SPACE characters of white space follow one another."""
-    if len(text) <= MAX_WHITE_SPACE:
-        return [text]
     runs = (match.span() for match in _LONG_WHITE_SPACE.finditer(text))
     cuts = [0, *(cut for a, b in runs for cut in range(a + MAX_WHITE_SPACE, b + 1, MAX_WHITE_SPACE)), len(text)]
     return [text[a:b] for a, b in zip(cuts, cuts[1:])]
@@ -327,12 +325,8 @@ class RustBPETokenizer:
                 continue
             yield [self.encode_special("<|assistant_start|>")], 0
             for part in [{"type": "text", "text": content}] if isinstance(content, str) else content:
-                if part["type"] == "text":
-                    yield self.encode(part["text"]), 1
-                elif part["type"] == "python":
-                    yield between("python", part["text"]), 1
-                else:
-                    yield between("output", part["text"]), 0
+                name, text = part["type"].removeprefix("python_"), part["text"]
+                yield self.encode(text) if name == "text" else between(name, text), int(name != "output")
             yield [self.encode_special("<|assistant_end|>")], 1
 
     def render_for_completion(self, conversation: dict, max_tokens: int = 2048) -> list[int]:

@@ -29,18 +29,14 @@ def vocabulary(tokenizer: RustBPETokenizer) -> tuple[list[str], list[tuple[str, 
     """Returns the tokens without the special ones, in the order of their ids, and the pairs that become one token,
     in the order of ranks. Both are written in byte characters."""
     characters = byte_characters()
-    ranks = tokenizer.enc._mergeable_ranks
-    tokens = sorted(ranks, key=ranks.__getitem__)
+    tokens = [token.decode("latin-1").translate(characters) for token in tokenizer.token_bytes_by_rank()]
+    ranks = {token: rank for rank, token in enumerate(tokens)}
     pairs = []
     for token in tokens:
         splits = [(token[:i], token[i:]) for i in range(1, len(token))]
         known = [(a, b) for a, b in splits if a in ranks and b in ranks]
         pairs += sorted(known, key=lambda pair: (ranks[pair[0]], ranks[pair[1]]))
-
-    def text(token: bytes) -> str:
-        return "".join(characters[b] for b in token)
-
-    return [text(token) for token in tokens], [(text(a), text(b)) for a, b in pairs]
+    return tokens, pairs
 
 
 def special_tokens(tokenizer: RustBPETokenizer) -> dict[str, int]:

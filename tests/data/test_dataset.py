@@ -98,7 +98,7 @@ def test_download_shards(hub, shards, base_dir, capsys):
 def test_shards_of_an_earlier_version_are_used_as_they_are(hub, shards, base_dir, capsys):
     """It downloaded no validation shard of a fixed name. A run that goes on needs its split."""
     shutil.copytree(shards, base_dir / "base_data")
-    folder = ensure_data()
+    folder = ensure_data().folder
     assert texts_of(folder, "val") == [f"document 2.{i}" for i in range(10)] and hub.requests == []
     assert "1 for validation (shard_00002.parquet" in capsys.readouterr().out
 
@@ -164,19 +164,19 @@ def small_corpus(monkeypatch):
 
 def test_offline_means_the_embedded_corpus(base_dir, small_corpus, capsys):
     assert found_data() is None
-    folder = ensure_data()
+    folder = str(ensure_data().folder)
     assert Path(folder).parent == base_dir / "embedded_data"
     assert "embedded corpus" in (out := capsys.readouterr().out) and "HF_HUB_OFFLINE is set" in out
-    assert ensure_data() == folder == found_data()
+    assert str(ensure_data().folder) == folder == found_data()
 
 
 def test_what_was_begun_with_stays(hub, base_dir, small_corpus, monkeypatch, capsys):
     """A run that started on the embedded corpus must not find other data when the network is back."""
     folder = build_embedded_corpus()
-    assert ensure_data() == folder and hub.requests == []
+    assert str(ensure_data().folder) == folder and hub.requests == []
     assert "python -m nanochat_fp4.data.dataset -n 8" in capsys.readouterr().out  # how to change one's mind
     download_shards(2)
-    assert ensure_data() == str(base_dir / "base_data") == found_data()
+    assert str(ensure_data().folder) == str(base_dir / "base_data") == found_data()
     assert "FineWeb-Edu" in capsys.readouterr().out
 
 
@@ -186,7 +186,7 @@ def test_the_first_rank_chooses(shards, base_dir, small_corpus, monkeypatch):
     shutil.copytree(shards, downloaded)
     first = [corpus, str(survey(corpus))]
     monkeypatch.setattr(dataset, "of_all_ranks", lambda value: [first.pop(0), value])
-    assert ensure_data() == corpus and first == []
+    assert str(ensure_data().folder) == corpus and first == []
     first[:] = [str(downloaded), "2 files"]  # On another node, more shards were there.
     with pytest.raises(UserError, match="different text"):
         ensure_data()
@@ -210,7 +210,7 @@ def test_a_rank_that_comes_late_waits_for_all_shards(shards, base_dir):
 
 def test_a_broken_hub_means_the_embedded_corpus(hub, small_corpus, capsys):
     hub.files = {hub.prefix + VAL: b"x"}
-    assert ensure_data() == build_embedded_corpus()
+    assert str(ensure_data().folder) == build_embedded_corpus()
     assert "404" in capsys.readouterr().out
 
 

@@ -2,19 +2,20 @@
 
 import bz2
 import codecs
+import contextlib
 import gzip
 import json
 import os
 import random
 import re
 import types
-from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from _samples import texts_of, write_shard
 
+from nanochat_fp4 import common
 from nanochat_fp4.cli import UserError
 from nanochat_fp4.data import sources
 from nanochat_fp4.data.dataset import (
@@ -22,6 +23,7 @@ from nanochat_fp4.data.dataset import (
     count_tokens,
     cut_text,
     ensure_data,
+    look_into,
     open_text,
     parquets_iter_batched,
     survey,
@@ -109,9 +111,9 @@ def test_a_footer_is_read_once(tmp_path, monkeypatch):
 def test_parquet_folders_are_used_as_they_are(shards, base_dir, monkeypatch, capsys):
     """DATA_DIR, and before it the flag."""
     monkeypatch.setenv("DATA_DIR", str(shards))
-    assert ensure_data() == str(shards) and "as asked for" in capsys.readouterr().out
+    assert ensure_data().folder == shards and "as asked for" in capsys.readouterr().out
     monkeypatch.setenv("DATA_DIR", "/nowhere")
-    assert ensure_data(str(shards)) == str(shards)
+    assert ensure_data(str(shards)).folder == shards
     assert not (base_dir / "stored_text").exists()
 
 
@@ -256,6 +258,14 @@ def zst(data: bytes) -> bytes:
     return sink.getvalue().to_pybytes()
 
 
+NOVEL = ("Ein Roman.\n\n" + "\n\n".join(f"Kapitel {i}. Von der Größe und über Äpfel." for i in range(400))).encode(
+    "latin-1"
+)
+LATIN_LINES = (
+    "".join(f'{{"text": "{i} Größe, über"}}\n' for i in range(1, 400))
+    .replace("1 Größe, über", "1", 1)
+    .encode("latin-1")
+)
 HOSTILE = {  # a name, the content, and the text, or a word of the refusal
     "line ends of Windows": ("a.txt", "\r\n\r\n".join(LINES).encode(), "\r\n\r\n".join(LINES)),
     "line ends of an old Mac": ("a.txt", "\r".join(LINES).encode(), "\r".join(LINES)),
@@ -299,6 +309,15 @@ HOSTILE = {  # a name, the content, and the text, or a word of the refusal
     "plain text named gz": ("a.txt.gz", b"no gzip at all" * 99, "a.txt.gz"),
     "UTF-16": ("a.txt", prose(1, 40).encode("utf-16"), "iconv"),
     "Shift JIS": ("a.txt", "日本語の文章です。".encode("shift_jis") * 300, "iconv"),
+    "a novel in Latin-1": ("a.txt", NOVEL, "byte 22: b'on der Gr"),
+    "JSON lines in Latin-1": ("a.jsonl", LATIN_LINES, "line 2, byte"),
+    "a csv in Latin-1": ("a.csv", b"text\n" + NOVEL.replace(b"\n\n", b"\n"), "line 3, byte"),
+    "JSON lines in UTF-16": ("a.jsonl", jsonl({"text": "a"}).decode().encode("utf-16"), "iconv -f utf16"),
+    "a csv in UTF-16": ("a.csv", "id,text\n1,a\n".encode("utf-16"), "iconv -f utf16"),
+    "UTF-16 of the other order": ("a.txt", codecs.BOM_UTF16_BE + prose(1, 40).encode("utf-16-be"), "utf16"),
+    "UTF-16 without a mark": ("a.txt", prose(1, 40).encode("utf-16-le"), "control"),
+    "gzip in disguise": ("a.txt", gzip.compress(b"one " * 2000), "add .gz"),
+    "zeros after a power cut": ("a.txt", prose(1, 4).encode() + bytes(4096), "control"),
     "ISO-2022-JP": ("a.txt", ("日本語の文章です。\n" * 300).encode("iso2022_jp"), "iconv"),
     "ISO-2022-KR": ("a.txt", ("한국어 문장입니다.\n" * 300).encode("iso2022_kr"), "iconv"),
     "HZ": ("a.txt", ("简体中文的句子。\n" * 300).encode("hz"), "iconv"),
@@ -329,16 +348,38 @@ def test_text_in_seven_bits_is_not_confused_with_programs(folder):
 
 
 def test_what_is_not_text_is_said(folder, capsys):
-    """Once, with the share, by file. The text itself may have the character that replaces such bytes."""
-    (folder / "latin.txt").write_bytes(("Größe " * 200 + prose(1, 60)).encode("latin-1"))
+    """Once, by file. The text itself may have the character that replaces such bytes."""
+    (folder / "stray.txt").write_bytes(prose(1, 60).encode().replace(b".", b"\x85", 9))
     (folder / "web.jsonl").write_bytes(b'{"text": "na\xefve"}\n' + b'{"text": "plain"}\n' * 99)
     (folder / "good.txt").write_text("\ufffd" * 500 + prose(2, 60), encoding="utf-8")
     (folder / "short.md").write_bytes(b"\xfc\x1b")
+    look_into(survey(folder))
     ensure_data(str(folder))
     (said,) = [line for line in capsys.readouterr().out.splitlines() if "UTF-8" in line]
-    assert said.startswith("warning: 3 ") and "good.txt" not in said and f"{folder / 'short.md'} (1e+02%)" in said
+    assert said.startswith("warning: 3 ") and "good.txt" not in said and str(folder / "short.md") in said
+    assert "".join(texts_of(folder, "train") + texts_of(folder, "val")).count("\ufffd") == 500 + 9 + 1 + 1
+    common.SAID.clear()
     ensure_data(str(folder))
     assert "warning" not in capsys.readouterr().out  # what is stored is read
+
+
+@pytest.mark.parametrize("look", [look_into, lambda found: open_text("train", found)])
+def test_text_that_is_refused_is_not_begun_to_be_written(folder, capsys, look):
+    """All such files at once, and a plan finds them, too. A file that is empty is no fault."""
+    (folder / "a.txt").write_text(prose(1, 2000))
+    (folder / "b.txt").write_bytes(NOVEL)
+    (folder / "c.txt").write_bytes(random.Random(0).randbytes(4096))
+    (folder / "d.txt").touch()
+    with pytest.raises(UserError, match="2 file.*b.txt .*line 3, byte 22.*c.txt .*line 1, byte .*iconv"):
+        look(survey(folder))
+    assert "Writing" not in capsys.readouterr().out
+    (folder / "b.txt").write_bytes(prose(3, 4500).encode() + NOVEL)  # The beginning is good.
+    (folder / "c.txt").unlink()
+    with contextlib.nullcontext() if look is look_into else pytest.raises(UserError, match="b.txt .*line 9001, byte"):
+        look(survey(folder))
+    assert "Writing" not in capsys.readouterr().out
+    (folder / "b.txt").write_bytes(NOVEL.decode("latin-1").encode())
+    look(survey(folder))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -395,7 +436,7 @@ def test_one_file_is_as_its_folder(folder, name):
     content = jsonl({"text": prose(1, 60)}) if name == "rows.jsonl" else prose(1, 60).encode()
     (folder / name).write_bytes(content)
     alone = {split: texts_of(folder / name, split) for split in ("train", "val")}
-    assert ensure_data(str(folder / name)) == str(folder / name) and all(alone.values())
+    assert ensure_data(str(folder / name)).folder == folder / name and all(alone.values())
     if name in ("book.txt", "rows.jsonl"):
         assert {split: texts_of(folder, split) for split in ("train", "val")} == alone
 
@@ -448,8 +489,8 @@ def test_the_column_with_the_text_can_be_named(folder, monkeypatch, suffix):
     for column in ("", "body"):
         with pytest.raises(UserError, match="--text-column"):
             ensure_data(str(folder), column=column)
-    ensure_data(str(folder), column="content")
-    found = [text for batch in parquets_iter_batched("train", data_dir=folder, column="content") for text in batch]
+    found = ensure_data(str(folder), column="content")
+    found = [text for batch in parquets_iter_batched("train", data_dir=found, column="content") for text in batch]
     assert prose(3, 4)[:40] in "".join(found) and "x" not in found
     with pytest.raises(UserError, match="--text-column"):
         ensure_data(str(folder))  # nothing of the process remembers the column
@@ -458,4 +499,4 @@ def test_the_column_with_the_text_can_be_named(folder, monkeypatch, suffix):
     assert texts_of(folder, "train") == found
     with pytest.raises(UserError, match="add --data-dir"):
         ensure_data()
-    assert Path(ensure_data(str(folder))) == folder
+    assert ensure_data(str(folder)).folder == folder

@@ -72,6 +72,17 @@ def test_a_run_is_validated_on_the_same_text_to_its_end(tiny_base, tmp_path, mon
     assert losses[0] == losses[1] and len(losses[0]) == 2
 
 
+def test_a_run_looks_at_its_folder_once(tiny_base, tmp_path, monkeypatch, capsys):
+    """A walk through 100,000 files takes seconds, and all that a run says of its text is of one moment."""
+    folder, walked, real = tmp_path / "own", [], Path.rglob
+    folder.mkdir()
+    (folder / "a.txt").write_text("the small model reads words. " * 3000)
+    monkeypatch.setenv("DATA_DIR", str(folder))
+    monkeypatch.setattr(Path, "rglob", lambda self, pattern: (walked.append(self), real(self, pattern))[1])
+    train(method="bf16", steps=1)
+    assert walked.count(folder) == 1 and capsys.readouterr().out.count("a.txt") == 1
+
+
 def test_the_head_is_the_runs_own(tiny_base):
     """FP8 is in its losses and its own forward; a resume with another head is refused, a branch may have one."""
     train("--save-every=2", "--keep-last=-1", method="bf16", steps=3)
