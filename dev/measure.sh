@@ -11,6 +11,7 @@
 #
 #     PARTS="doctor layers"    only these; PARTS=all: everything, 90 minutes
 #     DRY_RUN=1                the same parts in small, on any machine: do they work? Its numbers are not worth sending
+#     DEPTH=26                 the model whose steps are timed (default: 20, the speedrun's). A deeper one gets more time
 #     LIMIT=60                 seconds for each part, in the place of its own limit
 #     PLAN_ONLY=1              print the commands and stop
 #     OUT=...                  where logs and numbers go (default: measurements/ in the base directory, and
@@ -24,6 +25,10 @@ source dev/setup.sh
 only_variables "$@"
 known_variables measure
 [[ ${LIMIT:-1} =~ ^[1-9][0-9]*$ ]] || die "LIMIT=$LIMIT: expected whole seconds, such as LIMIT=60; set another number or leave LIMIT out"
+depth=${DEPTH:-20}
+[[ $depth =~ ^[1-9][0-9]?$ ]] || die "DEPTH=$DEPTH: expected whole layers, such as DEPTH=12; set another number or leave DEPTH out"
+# The time of a step grows with the weights, which is with the cube of the depth.
+steps_limit=$((depth > 20 ? 640 * depth * depth * depth / 8000 : 640))
 for name in NANOCHAT_BASE_DIR NANOCHAT OUT; do
     [ -z "${!name:-}" ] || export "$name=$(of_the_caller "${!name}")"
 done
@@ -79,7 +84,7 @@ part() {
 bench_steps=("$PY" -m lab.bench steps)
 doctor=("$PY" -m nanochat_fp4.doctor)
 layers=("$PY" -m lab.bench layers --passes forward+backward)
-steps=("${bench_steps[@]}" --depth 20 --rounds 2 --no-table7)
+steps=("${bench_steps[@]}" --depth "$depth" --rounds 2 --no-table7)
 if switched_on DRY_RUN; then
     doctor+=(--method clover)
     layers+=(--models tiny --tokens 256 --seconds 0.01 --eager)
@@ -88,7 +93,7 @@ fi
 part doctor 300 "${doctor[@]}"
 part tests 1200 "$PY" -m pytest -q -p no:cacheprovider tests/kernels/test_*.py tests/nvfp4/test_native.py tests/nvfp4/test_gemm.py
 part layers 240 "${layers[@]}" --json "$OUT/layers.json"
-part steps 640 "${steps[@]}" --json "$OUT/steps.json"
+part steps "$steps_limit" "${steps[@]}" --json "$OUT/steps.json"
 part steps_32gib 800 "${bench_steps[@]}" --memory-cap 32GiB --recompute none,mlp --rounds 2 --no-table7 --json "$OUT/steps_32gib.json"
 if [ -n "${NANOCHAT:-}" ]; then
     # Both projects have the same attention.
@@ -110,7 +115,7 @@ if [ ${#measured[@]} -gt 0 ]; then
         echo "== DRY_RUN is set: these are no measurements. On a GPU: bash dev/measure.sh"
     else
         if [ -s "$NANOCHAT_BASE_DIR/measurements/steps.json" ]; then
-            echo "== the plan of a speedrun with these speeds"
+            echo "== the plan of a speedrun with these speeds, which are of d$depth"
             env -u PARTS -u DRY_RUN "$PY" -m scripts.plan speedrun || FAILED=1
         fi
         echo "== to send it: $OUT/my_card.json (numbers, versions, the names of GPU and methods; no path, no host name, no text"

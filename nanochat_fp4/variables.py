@@ -49,7 +49,7 @@ EXPORTED = (
     "VENV", "PYTHON", "PYTHONPATH", "PIP_TORCH_ARGS",
 )  # fmt: skip
 RUN = (*NUMBERS, *ARGS, *OF_A_RUN, *EXPORTED)
-MEASURE = ("PARTS", "DRY_RUN", "LIMIT", "OUT", "NANOCHAT", "PY")  # of dev/measure.sh
+MEASURE = ("PARTS", "DRY_RUN", "DEPTH", "LIMIT", "OUT", "NANOCHAT", "PY")  # of dev/measure.sh
 ELSEWHERE = {  # What is meant -> names that other programs have for it.
     "DEVICE_BATCH (rows of a micro-batch) or TOTAL_BATCH (tokens of a step)": "BATCH BATCH_SIZE",
     "DEVICE_BATCH": "DEVICE_BATCH_SIZE MICRO_BATCH MICRO_BATCH_SIZE",
@@ -77,7 +77,7 @@ def problem(names: set[str], script: str = "speedrun") -> str | None:
     is dev/measure.sh ("measure"). None if there is none."""
     known = MEASURE + EXPORTED if script == "measure" else RUN
     # Other programs export names in lower case, such as out and py, so only names that are of no other program count.
-    of_this = ("PARTS", "LIMIT", "DRY_RUN") if script == "measure" else (*NUMBERS, *ARGS, *OF_A_RUN)
+    of_this = ("PARTS", "LIMIT", "DRY_RUN", "DEPTH") if script == "measure" else (*NUMBERS, *ARGS, *OF_A_RUN)
     # The other script's variables may be exported, too, such as NANOCHAT, unless they mean something else here.
     for name in sorted(names - set(known) - (set(MEASURE) - MEANT.keys())):
         if name.upper() in of_this:

@@ -355,7 +355,7 @@ def speeds(s: Settings, base: Base) -> dict[str, dict[str, Any]]:
                 times = r["flops_per_token"] / base.flops  # as much work as this model's
                 speed = times * r["tokens_per_second"] * base.size / 1e12
                 at = f"{r['tokens_per_second']:,.0f} at d{r['depth']}, windows {content['settings']['window_pattern']}"
-                of = {"range": [speed, speed], "runs": 0, "models": [times * base.weights]}
+                of = {"range": [speed, speed], "runs": 0, "models": [times * base.weights], "depth": r["depth"]}
                 of["doubts"] = [f"scaled from {at}"] * (times != 1)
                 here.setdefault(r["method"], of)
     return s.card["speed"] | here | ({"nvfp4": here["clover"]} if "clover" in here else {})
@@ -824,19 +824,20 @@ def which(plan: Plan) -> Iterator[tuple[str, str]]:
         yield "method", "a CPU emulates 4 bits: a small run shows that everything works, and ranks no method"
         return
     yield "method", f"gap at d6, %: {CARDS['gap']}"
-    here = {method: of["range"][0] for method, of in speeds(s, plan.bases[0]).items() if not of["runs"]}
+    here = {method: of for method, of in speeds(s, plan.bases[0]).items() if not of["runs"]}
     needed = min(CARDS["R"], key=lambda of: abs(math.log(of["weights"] / plan.bases[0].weights)))["ratio"][1]
     known, measured = CARDS["take"].get(card["arch"], ""), {"bf16", "fp8", rival} <= here.keys()
     advised = re.findall(r"^\w+", known) or ([rival, "fp8"] if card["arch"] else [])
     take = known or f"{rival} if it makes {needed} times fp8's tokens/s, and fp8 otherwise"
     if measured:
-        best = max("bf16", "fp8", key=lambda method: here[method])  # BF16 that is as fast as FP8 loses nothing for it.
-        now = here[rival] / here[best]
+        # BF16 that is as fast as FP8 loses nothing for it.
+        best = max("bf16", "fp8", key=lambda method: here[method]["range"])
+        now = here[rival]["range"][0] / here[best]["range"][0]
         advised, take = ([rival], f"{rival}, which") if now >= needed else ([best], f"{best}: {rival}")
-        take += f" makes {now:.3f} times {best}'s tokens/s here, and needs {needed:.3f}"
+        take += f" makes {now:.3f} times {best}'s tokens/s here (d{here[rival]['depth']}), and needs {needed:.3f}"
     yield "method", f"take {take}" if advised else "no method is advised, because GPU names no card of cards.json"
     if not measured:
-        yield "method" if known else "type", "bash dev/measure.sh    # 20 minutes: this GPU's steps, for the next plan"
+        yield "method" if known else "type", f"DEPTH={s.values['DEPTH']} bash dev/measure.sh  # 20 minutes, for plans"
     if advised and s.method not in advised:
         yield "type", f"QAT_METHOD={' or '.join(advised)} before the same command trains the advised row"
 

@@ -22,7 +22,7 @@ no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA d
 
 
 def measure(out: Path | str, python: Path | str = sys.executable, **variables: str) -> subprocess.CompletedProcess:
-    known = ("PARTS", "PLAN_ONLY", "LIMIT", "NANOCHAT", "DRY_RUN")
+    known = ("PARTS", "PLAN_ONLY", "LIMIT", "NANOCHAT", "DRY_RUN", "DEPTH")
     environment = {k: v for k, v in os.environ.items() if k not in known} | {"PY": str(python), "OUT": str(out)}
     environment["NVFP4_KERNELS"] = "reference"
     command = ["bash", str(ROOT / "dev" / "measure.sh")]
@@ -50,6 +50,13 @@ def test_a_plan_runs_nothing_and_what_a_stranger_runs_ends_within_20_minutes(tmp
     said, limits = plan(tmp_path / "out")
     assert "--methods" not in said.partition("steps,")[2]
     assert list(limits) == ["doctor", "layers", "steps"] and sum(limits.values()) <= 1200
+
+
+def test_the_depth_of_the_users_run_is_timed_in_more_time_if_it_is_deeper(tmp_path):
+    of = {depth: plan(tmp_path / "out", PARTS="steps", DEPTH=depth) for depth in ("", "12", "32")}
+    assert [re.search(r"--depth (\d+)", said)[1] for said, _ in of.values()] == ["20", "12", "32"]
+    usual, small, large = (limits["steps"] for _, limits in of.values())
+    assert usual == small < large
 
 
 def test_the_steps_of_every_part_have_the_methods_that_the_plan_advises(tmp_path):
@@ -177,7 +184,8 @@ def test_what_takes_too_long_is_cut_off(tmp_path):
         ({"LIMIT": "0"}, "error: LIMIT=0: expected whole seconds"),
         ({"NANOCHAT": "/nope"}, "error: NANOCHAT=/nope is no checkout of karpathy/nanochat"),
         ({"DRYRUN": "1"}, "error: DRYRUN is set, and there is no such variable here; did you mean DRY_RUN?"),
-        ({"DEPTH": "12"}, "error: DEPTH is set, and dev/measure.sh, which has PARTS DRY_RUN LIMIT "),
+        ({"SEED": "12"}, "error: SEED is set, and dev/measure.sh, which has PARTS DRY_RUN DEPTH LIMIT "),
+        ({"DEPTH": "d12"}, "error: DEPTH=d12: expected whole layers"),
         ({"QAT_METHOD": "fp8"}, "error: QAT_METHOD is set, and dev/measure.sh"),
         ({"METHODS": "fp8"}, "error: METHODS is set, and dev/measure.sh"),
         (

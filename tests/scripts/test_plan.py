@@ -398,9 +398,12 @@ def test_what_to_type_names_the_advised_row_and_what_to_measure_first(timed, bas
                                 ("rtx5090", "", base_dir), ("h100", "fp8", tmp_path)):  # fmt: skip
         plan = planned(GPU=gpu, QAT_METHOD=method, NANOCHAT_BASE_DIR=str(folder))
         types[gpu, method, folder == base_dir] = said(plan)["type"][:-2]
-    assert types["rtx5090", "", False][0].startswith("bash dev/measure.sh") and len(types["rtx5090", "", False]) == 2
+    assert (
+        types["rtx5090", "", False][0].startswith("DEPTH=20 bash dev/measure.sh")
+        and len(types["rtx5090", "", False]) == 2
+    )
     assert "QAT_METHOD=clover_fp8_forward or fp8 before" in types["rtx5090", "", False][1]
-    assert [line.split()[0] for line in types["rtx5090", "fp8", False]] == ["bash"]
+    assert [line.split()[0] for line in types["rtx5090", "fp8", False]] == ["DEPTH=20"]
     assert "QAT_METHOD=clover_fp8_forward before" in types["rtx5090", "", True][0]
     assert "QAT_METHOD=fp8 before" in types["h100", "", False][0]
     assert types["h100", "fp8", False] == []
@@ -421,8 +424,8 @@ nf.register(replace(row, name="mine_2", summary="WORDS"))
 @pytest.mark.parametrize(
     "bf16, needed, words",
     [
-        (95e3, 1.05, "take bf16: clover_fp8_forward makes 0.947 times bf16's tokens/s here, and needs 1.050"),
-        (80e3, 1.08, "take clover_fp8_forward, which makes 1.084 times fp8's tokens/s here, and needs 1.080"),
+        (95e3, 1.05, "take bf16: clover_fp8_forward makes 0.947 times bf16's tokens/s here (d26), and needs 1.050"),
+        (80e3, 1.08, "take clover_fp8_forward, which makes 1.084 times fp8's tokens/s here (d26), and needs 1.080"),
         (80e3, 1.09, "take fp8: clover_fp8_forward makes 1.084 times"),
     ],
 )
