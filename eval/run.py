@@ -125,7 +125,10 @@ def run_task(
                         solved = any(evaluate_answer(problem.conversation, answer) for answer in answers)
                         outcomes[judge][problem.index] = int(solved)
                     done, right = done + 1, right + int(outcomes[""][problem.index])
-                progress.update(len(batch), accuracy=f"{100 * right / done:.1f}%")
+                # The line after the last batch is the result, with its interval.
+                said = {"accuracy": f"{100 * right / done:.1f}%"} if done < len(mine) else {}
+                progress.set_postfix(said, refresh=False)
+                progress.update(len(batch))
     finally:
         model.train(was_training)
     if is_ddp_initialized():

@@ -599,6 +599,8 @@ def ensure_data(data_dir: str | None = None, *, column: str = "", num_shards: in
     and if the ranks have different text.
     """
     folder, what = data_dir or os.environ.get("DATA_DIR"), "as asked for"
+    if data_dir and Path(data_dir).parent.name == "embedded_data":
+        what = "the embedded corpus"
     if not folder and text_column(column) != "text":
         raise UserError("--text-column (TEXT_COLUMN) is for text of your own; add --data-dir (DATA_DIR)")
     if not folder:

@@ -372,7 +372,8 @@ def generate(folder: Path) -> Path:
     atomic_write(path, _page(base_dir, runs, sections, picture, notes).encode("utf-8", "replace"))
     newest = {s["run"] for s in sections if s["began"] == sections[-1]["began"]}
     runs.sort(key=lambda run: run["model_tag"] not in newest)
-    print("\n".join([*runs_table(runs), "", *summary(runs, base_dir), "report:"]))
+    last = [run for run in runs if run["model_tag"] in newest] or runs
+    print("\n".join([*runs_table(runs), "", *summary(last, base_dir), "report:"]))
     return path
 
 

@@ -49,6 +49,12 @@ def test_embedded_corpus(base_dir, tmp_path, monkeypatch):
     assert again != made and texts_of(again, "train") == train and texts_of(again, "val") == val
 
 
+def test_the_embedded_corpus_is_called_by_its_name(base_dir, capsys):
+    """Also where the plan has it built, and nobody has named a folder."""
+    dataset.main(["--embedded", "--size-mb=0.4"])
+    assert "the embedded corpus" in (said := capsys.readouterr().out) and "as asked for" not in said
+
+
 def test_embedded_modules_are_on_one_side_of_the_split(base_dir, monkeypatch):
     documents = [f"m{i}! text " * 300 for i in range(80)]
     monkeypatch.setattr(dataset, "embedded_documents", lambda: iter(documents * 2))

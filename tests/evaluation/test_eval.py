@@ -220,6 +220,13 @@ def test_a_second_judge_has_a_score_of_its_own(eval_dir, monkeypatch):
     assert task.evaluate_any_fence(task[0], "x") and task.evaluate_any_fence(task[0], "x") and len(ran) == 2
 
 
+def test_the_accuracy_of_all_problems_is_left_to_the_result(capsys):
+    """The line after the last batch is followed by the score with its interval, and has none of its own."""
+    run_task(LocalChoice(size=4, split="test"), tiny_model(), byte_tokenizer(), batch_size=2)
+    *_, last = capsys.readouterr().err.splitlines()
+    assert "4/4 (100%)" in last and "accuracy" not in last
+
+
 @pytest.mark.parametrize("kind", [LocalChoice, LocalArithmetic, LocalCode])
 def test_local_tasks_accept_their_own_answers(kind):
     task = kind(size=40, split="test")
