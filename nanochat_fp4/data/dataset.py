@@ -17,7 +17,7 @@ runs with different amounts of text can be compared.
 
 What a run reads of a folder or a file:
 
-    print(survey("my_texts"))  # my_texts: 1 file(s) (a.txt; 3.4 MB); 1 not read: of another kind (b.pdf; 1.2 MB)
+    print(survey("my_texts"))  # my_texts: 1 file(s) to train on (a.txt; 3.4 MB); 1 not read: of another kind (...)
     train = open_text("train", "my_texts")     # each has name, column, rows, read(group), digest() and whole
 
 Two or more parquet files are shards, which are read as they are, in their row groups. All other text is written once
@@ -96,15 +96,15 @@ class Survey:
 
     @property
     def tokens(self) -> int | None:
-        """About how many tokens the text has. None if that is not known without reading it."""
-        plain = all(path.suffix.lower()[1:] in KINDS and kind_of(path) != "parquet" for path in self.files)
-        return size_of(self.files) // BYTES_PER_TOKEN if plain else None
+        """About how many tokens there are to train on. None if that is not known without reading them."""
+        plain = all(path.suffix.lower()[1:] in KINDS and kind_of(path) != "parquet" for path in self.train)
+        return size_of(self.train) // BYTES_PER_TOKEN if plain else None
 
     def __str__(self) -> str:
         if self.train == [self.folder]:
             return f"{self.folder} ({format_bytes(size_of(self.train))})"
         groups = []
-        for what, paths in ({"file(s)": self.files, "for validation": self.val} | self.left_out).items():
+        for what, paths in ({"file(s) to train on": self.train, "for validation": self.val} | self.left_out).items():
             names = ", ".join([path.name for path in paths[:3]] + ["..."] * (len(paths) > 3))
             groups += [f"{len(paths)} {what} ({names}; {format_bytes(size_of(paths))})"] * bool(paths)
         return f"{self.folder}: {'; '.join(groups) or 'no files'}"

@@ -18,6 +18,7 @@ import itertools
 import json
 import multiprocessing
 import os
+import re
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -110,13 +111,14 @@ def rows_of(path: Path, errors: str = "strict", column: str | None = None) -> It
 
 
 def first_foreign(path: Path) -> str | None:
-    """Returns the place of the first bytes of a text file that are not UTF-8, with what is around them, or None."""
-    with io.BufferedReader(pa.input_stream(str(path))) as f:
-        for number, line in enumerate(f, 1):
-            try:
-                line.decode()
-            except UnicodeDecodeError as e:
-                return f"line {number}, byte {e.start + 1}: {line[max(0, e.start - 9) : e.start + 9]!r}"
+    """Returns the place of the first byte of a text file that is not UTF-8, with what is around it, or None."""
+    number, before = 1, 0  # The line of a piece, and the characters before it. A line may be as long as the file.
+    with io.TextIOWrapper(pa.input_stream(str(path)), "utf-8", "surrogateescape", newline="\n") as f:
+        for piece in iter(lambda: f.readline(BLOCK), ""):
+            if found := re.search("[\udc80-\udcff]", piece):
+                around = piece[max(0, found.start() - 9) : found.start() + 9].encode(errors="surrogateescape")
+                return f"line {number}, character {before + found.start() + 1}: {around!r}"
+            number, before = (number + 1, 0) if piece.endswith("\n") else (number, before + len(piece))
 
 
 def _json_lines(f: TextIO, first: str = "") -> Iterator[tuple[str, Any]]:

@@ -76,8 +76,8 @@ ROWS = [
     (b'{"n": 1}\n\n[1]\n', "line 3"),
     (lines({"n": 1}, {"n": "x"}), "line 2: .*'n'"),
     (lines({"n": 1}, {"m": 1}), "line 2: unexpected content"),
-    (b'{"n": 1}\n\xff\xfe\n', "line 2, byte 1: .*iconv"),
-    (b'{"n": 1}\n{"n": "caf\xe9"}\n', "line 2, byte 11: .*iconv"),
+    (b'{"n": 1}\n\xff\xfe\n', "line 2, character 1: .*iconv"),
+    (b'{"n": 1}\n{"n": "caf\xe9"}\n', "line 2, character 11: .*iconv"),
     (b"\xff\xfe{\x00}\x00", "UTF-16"),
     (b"[" * 100_000 + b"\n", "past its beginning"),
 ]

@@ -226,10 +226,10 @@ def test_command_line(hub, shards, base_dir, capsys, tmp_path, monkeypatch):
         common.SAID.clear()
         dataset.main(flags)
         out = capsys.readouterr().out
-        assert "3 file(s)" in out and "1 for validation" in out and str(shards) in out
+        assert "2 file(s) to train" in out and "1 for validation" in out and str(shards) in out
     dataset.main(["-n", "2", "-w", "1"])
     out = capsys.readouterr().out
-    assert "3 file(s)" in out and "base_data" in out and VAL in out
+    assert "2 file(s) to train" in out and "base_data" in out and VAL in out
     monkeypatch.delenv("DATA_DIR")
     dataset.main(["--ensure"])
     assert "FineWeb-Edu" in capsys.readouterr().out

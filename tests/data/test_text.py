@@ -145,11 +145,13 @@ def test_a_survey_names_what_is_read_and_what_not(folder):
     left_out = [sorted(p.name for p in paths) for paths in found.left_out.values()]
     assert left_out == [["LICENSE", "README.md", "test_x.txt", "y.txt"], ["p.pdf", "q.docx"]]
     said = str(found)
-    assert said.startswith(f"{folder}: 10 file(s) (a.txt, b.md, c.jsonl, ...; 7.1 KB); 3 for validation (dev-0.jsonl, ")
+    assert said.startswith(
+        f"{folder}: 7 file(s) to train on (a.txt, b.md, c.jsonl, ...; 6.8 KB); 3 for validation (dev-0.jsonl, "
+    )
     assert "4 not read: " in said and "(p.pdf, q.docx; 1000 bytes)" in said
     assert found.tokens is None  # g.txt.gz hides it
     (folder / "g.txt.gz").unlink()
-    assert survey(folder).tokens == 6300 // 4
+    assert survey(folder).tokens == 6000 // 4
     (folder / "big.pdf").write_bytes(b"y" * 9000)
     with pytest.raises(UserError, match="big.pdf.*convert"):
         survey(folder)
@@ -307,11 +309,12 @@ HOSTILE = {  # a name, the content, and the text, or a word of the refusal
     "a cut gzip": ("a.jsonl.gz", gzip.compress(jsonl(*[{"text": str(i)} for i in range(900)]))[:-40], "Truncated"),
     "a cut zstd": ("a.txt.zst", zst(os.urandom(4000).hex().encode())[:-9], "Truncated"),
     "plain text named gz": ("a.txt.gz", b"no gzip at all" * 99, "a.txt.gz"),
+    "one line of three megabytes": ("a.txt", b"abcd" * 700_000 + b"\xe4" * 9000, "character 2800001"),
     "UTF-16": ("a.txt", prose(1, 40).encode("utf-16"), "iconv"),
     "Shift JIS": ("a.txt", "日本語の文章です。".encode("shift_jis") * 300, "iconv"),
-    "a novel in Latin-1": ("a.txt", NOVEL, "byte 22: b'on der Gr"),
-    "JSON lines in Latin-1": ("a.jsonl", LATIN_LINES, "line 2, byte"),
-    "a csv in Latin-1": ("a.csv", b"text\n" + NOVEL.replace(b"\n\n", b"\n"), "line 3, byte"),
+    "a novel in Latin-1": ("a.txt", NOVEL, "line 3, character 22"),
+    "JSON lines in Latin-1": ("a.jsonl", LATIN_LINES, "line 2, character"),
+    "a csv in Latin-1": ("a.csv", b"text\n" + NOVEL.replace(b"\n\n", b"\n"), "line 3, character"),
     "JSON lines in UTF-16": ("a.jsonl", jsonl({"text": "a"}).decode().encode("utf-16"), "iconv -f utf16"),
     "a csv in UTF-16": ("a.csv", "id,text\n1,a\n".encode("utf-16"), "iconv -f utf16"),
     "UTF-16 of the other order": ("a.txt", codecs.BOM_UTF16_BE + prose(1, 40).encode("utf-16-be"), "utf16"),
@@ -370,12 +373,16 @@ def test_text_that_is_refused_is_not_begun_to_be_written(folder, capsys, look):
     (folder / "b.txt").write_bytes(NOVEL)
     (folder / "c.txt").write_bytes(random.Random(0).randbytes(4096))
     (folder / "d.txt").touch()
-    with pytest.raises(UserError, match="2 file.*b.txt .*line 3, byte 22.*c.txt .*line 1, byte .*iconv"):
+    with pytest.raises(UserError, match="2 file.*b.txt .*line 3, character 22.*c.txt .*line 1, character .*iconv"):
         look(survey(folder))
     assert "Writing" not in capsys.readouterr().out
     (folder / "b.txt").write_bytes(prose(3, 4500).encode() + NOVEL)  # The beginning is good.
     (folder / "c.txt").unlink()
-    with contextlib.nullcontext() if look is look_into else pytest.raises(UserError, match="b.txt .*line 9001, byte"):
+    with (
+        contextlib.nullcontext()
+        if look is look_into
+        else pytest.raises(UserError, match="b.txt .*line 9001, character")
+    ):
         look(survey(folder))
     assert "Writing" not in capsys.readouterr().out
     (folder / "b.txt").write_bytes(NOVEL.decode("latin-1").encode())
@@ -474,6 +481,20 @@ def test_the_tokens_of_own_text_are_counted_in_a_sample(folder):
         write_shard(folder / f"{k}.parquet", ["x"] * 10)
     (folder / "a.txt").unlink()
     assert count_tokens(open_text("train", folder), tokenizer) is None
+
+
+@pytest.mark.parametrize("names", [["a.txt"], [f"{i}.md" for i in range(40)], ["a.txt", "valid.txt"]], ids=len)
+def test_a_plan_counts_the_text_that_a_run_trains_on(folder, names):
+    """Not what is kept for validation, so that it says as often as the run how often the text is read."""
+    for i, name in enumerate(names):
+        (folder / name).write_text(prose(i, 2400 // len(names)))
+    counted = count_tokens(
+        open_text("train", folder), types.SimpleNamespace(encode=lambda texts: [t[::4] for t in texts])
+    )
+    assert 0.95 < survey(folder).tokens / counted < 1.15  # Without such files a part of the text is kept.
+    (folder / "test.csv").write_text("x" * 99)  # These do not count, and hide nothing.
+    (folder / "valid.txt.gz").write_bytes(gzip.compress(b"kept for validation"))
+    assert survey(folder).tokens
 
 
 @pytest.mark.parametrize("suffix", ["parquet", "jsonl", "csv"])

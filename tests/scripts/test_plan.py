@@ -565,7 +565,7 @@ def test_a_plan_looks_into_the_users_folder(base_dir, tmp_path):
     (folder / "a.txt").write_text("Some text." * 100)
     plan = planned(DATA_DIR=str(folder))
     facts = said(plan)["text"]
-    assert "1 file(s) (a.txt; 1000 bytes); 1 not read" in facts[0] and "scan.pdf; 4 bytes" in facts[0]
+    assert "1 file(s) to train on (a.txt; 1000 bytes); 1 not read" in facts[0] and "scan.pdf; 4 bytes" in facts[0]
     assert "250 tokens" in facts[1] and "983 times" in facts[1] and plan.text == "folder"
     assert not (base_dir / "stored_text").exists()
     (folder / "scan.pdf").write_text("a,b\n" * 1000)
