@@ -27,6 +27,7 @@ def compiled_instead_of_launched(arch: int) -> dict[str, dict]:
     a record of each different one. Runs in the process without the interpreter."""
     import triton
     from triton.backends.compiler import GPUTarget
+    from triton.compiler import CompiledKernel
     from triton.runtime.jit import JITFunction
 
     class Utilities:
@@ -62,15 +63,19 @@ def compiled_instead_of_launched(arch: int) -> dict[str, dict]:
 
     def run(self, *args, grid, warmup, **kwargs):
         kernel = original(self, *args, grid=grid, warmup=True, **kwargs)
-        if warmup:
-            return kernel
         if kernel.hash not in launched:
             constants = {self.arg_names[k[0]]: v for k, v in kernel.src.constants.items() if len(k) == 1}
             launched[kernel.hash] = {"kernel": self.fn.__name__, "constants": repr(constants), **_inspect(kernel)}
-        launched[kernel.hash]["programs"] = grid[0]
+        if not warmup:
+            kernel[grid](*args, *(kwargs[name] for name in self.arg_names[len(args) :] if name in kwargs))
         return kernel
 
-    JITFunction.run = run
+    def launcher(kernel, grid):
+        """The compiled kernel takes all arguments in their order. It knows no names and no defaults."""
+        missing = len(kernel.src.fn.arg_names)
+        return lambda *args: launched[kernel.hash].update(programs=grid[0], missing_arguments=missing - len(args))
+
+    JITFunction.run, CompiledKernel.__getitem__ = run, launcher
 
     from nvfp4_kernels import quantize
 

@@ -279,23 +279,18 @@ def _launch(
     for side, own, tensors in zip(sides, amax, made or ([], [])):
         buffers.append(side.buffers(x, own, tensors) if side else Buffers(x, x, own, x, x, x, x, x, 0, 0))
         constants.append(constants_of(side.operand, side.contraction, made is None) if side else None)
-    arguments = (x, scales, tensor_scale, x.shape[0], columns, *buffers)
-    settings = {
-        "FROM_CODES": of_codes,
-        "FROM_TILES": of_codes and x_scales.dim() == 1,
-        "FROM_E4M3": of_e4m3,
-        "FP32": x.dtype == torch.float32,
-        "HARDWARE": hardware(),
-        "BUTTERFLIES": rotates_by_butterflies(),
-        "ROW": constants[0],
-        "COL": constants[1],
-        **_launch_options(),
-    }
-    compiled = None
-    if not m.INTERPRETED.value:  # Triton finds the compiled kernel again in 14 microseconds.
-        compiled = rotate_quantize_kernel.run(*arguments, grid=(1,), warmup=True, **settings)
+    inputs = of_codes, of_codes and x_scales.dim() == 1, of_e4m3, x.dtype == torch.float32
+    settings = *inputs, hardware(), rotates_by_butterflies(), *constants
+    arguments = (x, scales, tensor_scale, x.shape[0], columns, *buffers, *settings)
+    compiled, options = None, _launch_options()
+    if not m.INTERPRETED.value:
+        compiled = rotate_quantize_kernel.run(*arguments, grid=(1,), warmup=True, **options)
     strips = 2 * -(-x.shape[0] // TILE) * -(-columns // TILE) * (2 - constants.count(None))
-    rotate_quantize_kernel[(min(strips, programs_of(compiled, x.device)),)](*arguments, **settings)
+    grid = min(strips, programs_of(compiled, x.device)), 1, 1
+    if compiled is None:
+        rotate_quantize_kernel[grid](*arguments, **options)
+    else:  # It is launched itself, because Triton would look it up again in 14 microseconds.
+        compiled[grid](*arguments)
 
 
 @operator(f"rotated_amax({_INPUT}) -> Tensor")

@@ -99,6 +99,7 @@ def test_as_many_rotating_programs_are_launched_as_are_resident(fork_server, arc
     assert any("'FROM_E4M3': True" in r["constants"] for r in rotating)
     assert not any("'FP32': True" in r["constants"] for r in rotating)
     for r in rotating:
+        assert r["missing_arguments"] == 0
         registers = -(-r["registers"] // 8) * 8 * 32 * r["warps"]
         resident = min(65536 // registers, (100 if arch >= 120 else 228) * 1024 // (r["shared"] + 1024))
         if r["tensor_memory"]:
