@@ -110,8 +110,7 @@ class Settings:
         if unknown := [stage for stage in asked if stage not in STAGES]:
             raise UserError(f"STAGES: there is no stage {unknown[0]!r}; the stages are: {' '.join(STAGES)}")
         self.stages = [stage for stage in STAGES if (stage in asked if asked else stage != "core" or self.card)]
-        self.later = [kind for kind in LATER if kind in self.stages]
-        self.later += ["eval"] if {"mid", "sft"} & set(self.later) else []
+        self.later = [k for k in LATER if k in self.stages or (k == "eval" and {"mid", "sft"} & set(self.stages))]
 
     def instead(self, **defaults: Any) -> None:
         """Other defaults, which are the values of what the user has not set."""
@@ -573,7 +572,7 @@ class Plan:
     def find_text(self) -> None:
         """Where the text comes from, the shards of FineWeb-Edu that are here, and the words about all that. Raises
         UserError for text that cannot be trained on, and for another one than that of a model to go on with."""
-        s, self.shards, tokens, of_each = self.s, 0, 0.0, ""
+        s, self.shards, tokens, guess = self.s, 0, 0.0, ""
         folder = s.data_dir or (dataset.found_data() if s.here else None)
         why = "built before; for FineWeb-Edu: python -m nanochat_fp4.data.dataset -n 8"
         if s.here and not folder:
@@ -582,12 +581,12 @@ class Plan:
         if s.data_dir and (s.here or Path(folder).exists()):
             found = dataset.survey(folder)
             self.text, self.about_text, tokens = "folder", [f"{found} (DATA_DIR)"], found.tokens or 0
-            of_each = f" of {dataset.BYTES_PER_TOKEN} bytes"  # which is a guess before there is a tokenizer
+            guess = f"; a guess, {dataset.BYTES_PER_TOKEN} bytes each: the base training counts them"
             dataset.look_into(found)
             # Text that cannot be trained on ends here.
             text = [] if s.plan_only else [dataset.open_text(split, found) for split in ("train", "val")]
             if text and self.tokenizer:
-                tokens, of_each = dataset.count_tokens(text[0], self.tokenizer) or tokens, ""
+                tokens, guess = dataset.count_tokens(text[0], self.tokenizer) or tokens, ""
         elif s.data_dir:
             self.text, self.about_text = "folder", [f"{folder} (DATA_DIR) was not found here, and is not counted"]
         elif s.here and why and not (folder and Path(folder).name == "base_data"):
@@ -600,7 +599,7 @@ class Plan:
         if tokens and "base" in s.stages:
             times = self.bases[0].tokens / tokens
             often = "once" if 0.8 < times < 1.1 else f"{span(times, times)} times"
-            self.about_text.append(f"it has about {amount(tokens)} tokens{of_each}, and is read {often}")
+            self.about_text.append(f"it has about {amount(tokens)} tokens, and is read {often}{guess}")
             if self.text == "folder" and times > MOST_OFTEN:
                 fewer = f"NUM_ITERATIONS={max(1, int(4 * tokens / self.bases[0].args.total_batch_size))}"
                 self.about_text.append(f"WARNING: so often read, a text is learned by heart; {fewer} reads it less")
@@ -733,7 +732,8 @@ def facts(plan: Plan, numbers: bool) -> Iterator[tuple[str, str]]:
     yield "machine", f"{several}{what}" if card else f"no GPU, {usable_cpus()} CPUs"
     yield from (("note", note) for note in s.notes)
     for base in plan.bases:
-        size = f"{amount(base.parameters)} parameters, {base.steps:,} steps, {amount(base.tokens)} tokens"
+        most = "at most " * (plan.text == "folder" and not s.vocabulary)  # A small text yields fewer tokens.
+        size = f"{most}{amount(base.parameters)} parameters, {base.steps:,} steps, {amount(base.tokens)} tokens"
         goes_on = f"; step {base.done:,} of {base.steps:,} is done" if base.done else ""
         yield "run", f"{base.tag}: {size}{goes_on}"
     yield "stages", " ".join(s.stages)
