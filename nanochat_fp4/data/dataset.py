@@ -183,7 +183,7 @@ def undamaged(path: str | os.PathLike, problem: str) -> Iterator[None]:
     try:
         yield
     except (pa.ArrowException, OSError, ValueError, KeyError) as e:
-        raise UserError(f"{path} {problem} ({one_line(e)[:150]}); delete it, and get or make it again") from e
+        raise UserError(f"{path} {problem} ({one_line(e)[:150]}); delete it and download or copy it again") from e
 
 
 class Shard:
@@ -339,9 +339,7 @@ SPOILED = re.compile(
     "[\ud800-\udfff]+|\x1b\\$[^\x1b\n]*|\x0e[^\x0f\n]*|~\\{(?:[!-}][!-~])+~\\}|[\x00-\x08\x0b\x0e-\x1f\x7f]"
 )
 ODD = re.compile("[\x00-\x08\x0b\x0e-\x1f\x7f\ud800-\udfff]")  # All that begins so but HZ, found four times as fast.
-# A file is refused if more than this share of it, and more than so many characters, are bytes that are not UTF-8, or
-# anything that is no text. Of a novel in Latin-1 0.5% to 5% are such bytes. Some control characters are in many logs.
-MOST = {re.compile("[\udc80-\udcff]"): (0.001, 10), SPOILED: (0.1, 100)}
+FOREIGN = re.compile("[\udc80-\udcff]")  # The bytes alone.
 # The largest number of characters in a piece. Of small texts pieces are smaller, so that there are some to deal.
 MIN_PIECE, MAX_PIECE, PIECES = 2_000, 36_000, 256
 
@@ -360,7 +358,7 @@ def own_pieces(found: Survey, column: str, most: float = math.inf) -> Iterator[d
     longest = min(max(MIN_PIECE, size_of(found.files) // PIECES), MAX_PIECE)
     number, warnings, refused = 0, [], []
     for place_of_file, path in enumerate(found.files):
-        characters, odd = 0, dict.fromkeys(MOST, 0)
+        characters, odd = 0, {FOREIGN: 0, SPOILED: 0}
         for place, row in rows_of(path, "surrogateescape", column):
             text = row.get(column, 0) if isinstance(row, dict) else 0
             if not isinstance(text, str | None):
@@ -378,8 +376,10 @@ def own_pieces(found: Survey, column: str, most: float = math.inf) -> Iterator[d
             number += bool(text)
             if characters >= most:
                 break
-        if any(odd[kind] > max(few, share * characters) for kind, (share, few) in MOST.items()):
-            refused.append(f"{path} ({first_foreign(path) or 'control characters'})")
+        # In Latin-1 some percent of a novel in German or French are bytes that are not UTF-8, its letters with accents.
+        # Logs and programs have some control characters.
+        if odd[FOREIGN] > max(10, characters / 1000) or odd[SPOILED] > max(100, characters / 10):
+            refused.append(f"{path} ({first_foreign(path) if odd[FOREIGN] else 'control characters'})")
         elif odd[SPOILED]:
             warnings.append(str(path))
     files = refused or warnings

@@ -110,8 +110,8 @@ def rows_of(path: Path, errors: str = "strict", column: str | None = None) -> It
         raise UserError(f"{problem}; correct it, or copy it again") from e
 
 
-def first_foreign(path: Path) -> str | None:
-    """Returns the place of the first byte of a text file that is not UTF-8, with what is around it, or None."""
+def first_foreign(path: Path) -> str:
+    """Returns the place of the first byte that is not UTF-8 in a text file that has one, and what is around it."""
     number, before = 1, 0  # The line of a piece, and the characters before it. A line may be as long as the file.
     with io.TextIOWrapper(pa.input_stream(str(path)), "utf-8", "surrogateescape", newline="\n") as f:
         for piece in iter(lambda: f.readline(BLOCK), ""):
@@ -131,7 +131,7 @@ def _json_lines(f: TextIO, first: str = "") -> Iterator[tuple[str, Any]]:
 
 def _json(f: TextIO) -> Iterator[tuple[str, Any]]:
     first = f.readline(LONGEST)
-    if first.strip()[:1] + first.strip()[-1:] in ("", "{}"):
+    if not first or first.strip()[:1] + first.strip()[-1:] == "{}":
         return _json_lines(f, first)
     value = json.loads(first + f.read(LONGEST))
     return ((f"row {i}", row) for i, row in enumerate(value if isinstance(value, list) else [value]))

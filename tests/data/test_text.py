@@ -260,6 +260,11 @@ def zst(data: bytes) -> bytes:
     return sink.getvalue().to_pybytes()
 
 
+def parquet(*texts) -> bytes:
+    pq.write_table(pa.table({"text": texts}), sink := pa.BufferOutputStream())
+    return sink.getvalue().to_pybytes()
+
+
 NOVEL = ("Ein Roman.\n\n" + "\n\n".join(f"Kapitel {i}. Von der Größe und über Äpfel." for i in range(400))).encode(
     "latin-1"
 )
@@ -305,6 +310,10 @@ HOSTILE = {  # a name, the content, and the text, or a word of the refusal
     "a csv with an open quote": ("a.csv", b'text\n"a"\n"b\n' + b"c\n" * 30, "a.csv"),
     "a csv with semicolons": ("a.csv", b"id;text\n" + b"1;a\n" * 30, "--text-column"),
     "two columns named text": ("a.csv", b"text,text\na,b\n", "header"),
+    "a list after a blank line": (
+        "a.json", b"\n" + json.dumps([{"text": f"{i};"} for i in range(40)], indent=2).encode(),
+        "".join(f"{i};" for i in range(40)),
+    ),
     "a number for a text": ("a.jsonl", jsonl(*[{"text": "a"}] * 30, {"text": 5}), "line 31"),
     "a cut gzip": ("a.jsonl.gz", gzip.compress(jsonl(*[{"text": str(i)} for i in range(900)]))[:-40], "Truncated"),
     "a cut zstd": ("a.txt.zst", zst(os.urandom(4000).hex().encode())[:-9], "Truncated"),
@@ -319,6 +328,7 @@ HOSTILE = {  # a name, the content, and the text, or a word of the refusal
     "a csv in UTF-16": ("a.csv", "id,text\n1,a\n".encode("utf-16"), "iconv -f utf16"),
     "UTF-16 of the other order": ("a.txt", codecs.BOM_UTF16_BE + prose(1, 40).encode("utf-16-be"), "utf16"),
     "UTF-16 without a mark": ("a.txt", prose(1, 40).encode("utf-16-le"), "control"),
+    "parquet with control characters": ("a.parquet", parquet("\x01\x02 a" * 400), "a.parquet (control"),
     "gzip in disguise": ("a.txt", gzip.compress(b"one " * 2000), "add .gz"),
     "zeros after a power cut": ("a.txt", prose(1, 4).encode() + bytes(4096), "control"),
     "ISO-2022-JP": ("a.txt", ("日本語の文章です。\n" * 300).encode("iso2022_jp"), "iconv"),
