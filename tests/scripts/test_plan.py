@@ -17,10 +17,11 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from _damage import edit_meta
-from _samples import make_bundle
+from _samples import make_bundle, save_base, write_shard
 
 from nanochat_fp4.cli import UserError
 from nanochat_fp4.data import sources
+from nanochat_fp4.data.dataset import build_embedded_corpus
 from nanochat_fp4.evaluation.report import FOLDERS, get_report
 from nanochat_fp4.models.gpt import GPT
 from nanochat_fp4.models.optim import PretrainingOptions
@@ -848,6 +849,22 @@ def test_a_text_that_changed_after_the_training_is_said(trained, monkeypatch, ch
     shutil.rmtree(folder / "step_000002")
     with pytest.raises(UserError, match="step 1 .*NANOCHAT_BASE_DIR"):
         planned(**variables)
+
+
+def test_fineweb_edu_grows_and_is_not_the_embedded_corpus(base_dir):
+    """Other runs download more of it. A run on the corpus goes on as one of another text when shards are there."""
+    (folder := base_dir / "base_data").mkdir(parents=True)
+    for number in (0, 1822):
+        write_shard(folder / f"shard_{number:05d}.parquet", ["One text.", "Another one."])
+    digest = base_train.text_digest(folder)
+    tok_train.main(["--vocab-size=300"])
+    save_base(base_dir)
+    edit_meta(model := base_dir / FOLDERS["base"] / "d2_clover", 5, text=digest)
+    write_shard(folder / "shard_00001.parquet", ["And a third one."])
+    assert base_train.look_back(model, None, str(folder)) is None
+    assert "has changed" in base_train.look_back(model, None, build_embedded_corpus(0.2))
+    write_shard(folder / "shard_01822.parquet", ["Other text to validate on."])
+    assert "has changed" in base_train.look_back(model, None, str(folder))
 
 
 def test_another_tokenizer_or_recipe_than_a_models_is_refused(trained):
