@@ -41,10 +41,9 @@ from nanochat_fp4.models.gpt import config_from_depth
 
 CARDS, PUBLISHED = ROOT / "nanochat_fp4/cards.json", RESULTS / "published_steps.json"
 PRECISIONS = ("bf16", "fp8", "nvfp4")
-# The method that a plan weighs against fp8, the share of its products in 4 bits (dgrad and wgrad), and the studies with
-# the gaps of both. The first that has a method counts for it.
-RIVAL, IN_4_BITS, STUDIES = "clover_fp8_forward", 2 / 3, ("d6_mixed",)
-OF_GAPS = ("d6_mixed", "d6_fp8_forward")  # The studies of the table of docs/results.md that says which method to take.
+# The method that a plan weighs against fp8, and the share of its products in 4 bits (dgrad and wgrad).
+RIVAL, IN_4_BITS = "clover_fp8_forward", 2 / 3
+STUDIES = ("d6_mixed", "d6_fp8_forward")  # The studies of the table of docs/results.md that says which method to take.
 DEPTHS = (12, 20, 26, 32)
 OLDER = ("sm_70", "sm_75")  # GPUs of no card here, of which a method is advised all the same
 # Programs of two authors on one card (RTX PRO 4000, NVFP4) differ by a factor of two. An end of a speed that rests on a
@@ -182,19 +181,21 @@ def lora() -> dict[str, Any]:
     return of | {"ratio": {model: [round(r, 2), round(two_thirds(r), 2)] for model, r in ratios.items()}}
 
 
+def of_studies(studies: Sequence[str]) -> list[dict]:
+    """The runs of studies of one text, each with seeds of its own."""
+    return [run for name in studies for run in kept_runs.stored(name)["results"]]  # an unknown name is refused
+
+
 def lost(studies: Sequence[str]) -> stats.Estimate | None:
-    """The gap of clover_fp8_forward minus that of fp8, own forward, in points, paired by seed, of the first study that
-    has both, or None."""
-    for runs in [kept_runs.stored(name)["results"] for name in studies]:  # an unknown name is refused
-        difference = stats.difference(runs, runs[0]["size"], RIVAL, "fp8")
-        if difference.n:
-            return difference
-    return None
+    """The gap of clover_fp8_forward minus that of fp8, own forward, in points, paired by seed, or None."""
+    runs = of_studies(studies)
+    difference = stats.difference(runs, runs[0]["size"], RIVAL, "fp8")
+    return difference if difference.n else None
 
 
 def gaps() -> str:
-    """The gaps of the methods of the studies OF_GAPS, own forward, in percent and with their intervals."""
-    runs = [run for name in OF_GAPS for run in kept_runs.stored(name)["results"]]
+    """The gaps of the methods of the studies STUDIES, own forward, in percent and with their intervals."""
+    runs = of_studies(STUDIES)
     found = {method: stats.gap(runs, runs[0]["size"], method) for method in ("fp8", RIVAL, "clover")}
     return ", ".join(f"{method} {of.shown(sign='-')}" for method, of in found.items())
 

@@ -32,6 +32,7 @@ def outcome(runs: list[dict], content: dict, title: str, header: list[str], *arg
 # ----------------------------------------------------------------------------------------------------------------------
 # Which method?
 
+PUBLIC = "d6_public"  # The study on the text that anyone can make.
 WHEN = {  # A method -> the situation in which one should take it.
     "bf16": "where 4 bits are neither faster nor needed to fit",
     "fp8": "on a Hopper, where it is faster and loses less than every row in 4 bits; not tuned",
@@ -78,6 +79,14 @@ def exported(runs: list[dict], method: str) -> str:
     return str(stats.estimate([100 * (bpb / base[s] - 1) for s, bpb in mine.items()])) if mine else "not measured"
 
 
+def on_the_public_text(method: str) -> str:
+    """Returns a method's share of clover's gap, own forward, in the runs on the public text. Their heads are those that
+    base_train gives the method."""
+    runs = kept_runs.stored(PUBLIC)["results"]
+    label = next((m for m in methods_of(runs) if m == f"{method}_head_fp8"), method)
+    return gaps.Rows(runs, gaps.Item("")).share(label, "val_bpb") if label in methods_of(runs) else "not measured"
+
+
 def methods(context: Context) -> Outcome:
     """Makes README's table of methods. It has a row for each method that the study has or --rows names."""
     context.args.results = context.args.results or "d6_mixed"
@@ -92,12 +101,15 @@ def methods(context: Context) -> Outcome:
         seeds = len({r["seed"] for r in runs if r["method"] == method})
         as_exported = exported(runs, method) if seeds else "not measured"
         work = gaps.gemm_work(runs, method, steps_of(runs)) if seeds else "not measured"
-        cells += [work, EXPORTED.get(method, "NVFP4"), as_exported, times.get(method, ("not measured",))[0], seeds]
+        public = "0" if method == "bf16" else on_the_public_text(method)
+        cells += [public, work, EXPORTED.get(method, "NVFP4"), as_exported]
+        cells += [times.get(method, ("not measured",))[0], seeds]
         rows.append([method, WHEN[method], *cells])
     header = ["QAT_METHOD", "take it", "share of clover's gap: own; BF16 forward"]
     header += [
         "gap, own forward, %",
         "gap, BF16 forward, %",
+        "share on the public text, own",
         "GEMM work",
         "exported as",
         "gap as exported, %",
@@ -271,6 +283,8 @@ SIGNS_OF_FP8 = (
     ("FP8 in wgrad over 4 bits", "clover_fp8_forward_wgrad", "clover_fp8_forward_4bit"),
     ("FP8 head over BF16 head", "clover_fp8_forward_head_fp8", "clover_fp8_forward"),
     ("FP8 head over BF16 head, bf16", "bf16_head_fp8", "bf16"),
+    ("FP8 head over BF16 head, fp8", "fp8_head_fp8", "fp8"),
+    ("E4M3 gradients by row over E5M2, fp8", "fp8_e4m3_rows", "fp8"),
 )
 
 

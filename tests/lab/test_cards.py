@@ -102,16 +102,17 @@ def test_the_ratios_that_decide_follow_from_gaps_and_exponents(monkeypatch):
 
 
 def test_what_is_lost_is_paired_by_seed(monkeypatch):
-    """A study that lacks one of the two methods does not count."""
+    """A seed that lacks one of the two methods does not count."""
 
-    def runs(**gaps: list[float]) -> dict:
-        values = [(m, seed, 1 + g / 100) for m, of in gaps.items() for seed, g in enumerate(of)]
+    def runs(first: int, **gaps: list[float]) -> dict:
+        values = [(m, seed, 1 + g / 100) for m, of in gaps.items() for seed, g in enumerate(of, first)]
         return {"results": [{"method": m, "size": "d6", "seed": s, "val_bpb": v} for m, s, v in values]}
 
-    studies = {"new": runs(bf16=[0, 0], clover_fp8_forward=[0.9, 0.9])}
-    studies["old"] = runs(bf16=[0, 0, 0], fp8=[0.1, 0.3, 5], clover_fp8_forward=[0.4, 0.7])
+    studies = {"new": runs(10, bf16=[0, 0], clover_fp8_forward=[0.9, 0.9])}
+    studies["old"] = runs(0, bf16=[0, 0, 0], fp8=[0.1, 0.3, 5], clover_fp8_forward=[0.4])
+    studies["third"] = runs(20, bf16=[0], fp8=[0.3], clover_fp8_forward=[0.7])
     monkeypatch.setattr(cards.kept_runs, "stored", studies.__getitem__)
-    found = cards.lost(("new", "old"))
+    found = cards.lost(("new", "old", "third"))
     assert found.n == 2 and found.mean == pytest.approx(0.35) and found.low < 0.3 < 0.4 < found.high
     assert cards.lost(("new",)) is None
 
