@@ -3,9 +3,9 @@
     python -m lab.pages             # makes all of these tables again from the stored runs
     python -m lab.pages --check     # changes nothing, names the pages that differ, and ends with status 2
 
-A command is the only line of a code block, and names its runs with --results. The table that follows the block is the
-output of the command. Everything else on a page is written by hand. A part of a page can wait for a study, as a comment
-"<!-- when STUDY is stored", which becomes text once the study is there.
+A command is the only line of a code block, and names its runs with --results, or is one of ALONE. The table that
+follows the block is the output of the command. Everything else on a page is written by hand. A part of a page can wait
+for a study, as a comment "<!-- when STUDY is stored", which becomes text once the study is there.
 """
 
 import re
@@ -17,7 +17,8 @@ from nanochat_fp4.cli import ArgumentParser, UserError, run_main
 from nanochat_fp4.common import print0
 from nanochat_fp4.files import atomic_write
 
-COMMAND = r"^    python -m lab\.reproduce ([^\n]*--results[^\n]*)\n\n"
+ALONE = "methods", "measured", "published", "hours"  # Tables whose source is always the same.
+COMMAND = rf"^    python -m lab\.reproduce ((?:[^\n]*--results|(?:{'|'.join(ALONE)})\b)[^\n]*)\n\n"
 COMMAND_AND_TABLE = re.compile(COMMAND + r"((?:\|[^\n]*\n)+)", re.MULTILINE)
 WAITING = re.compile(r"^<!-- when (\S+) is stored\n(.*?)^-->\n", re.MULTILINE | re.DOTALL)
 

@@ -293,7 +293,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--models", default="", help="fig6: of 800M,3B,7B,22B")
     text = "train and time nothing: take the runs from these studies of lab.runs, groups of them, or JSON files of "
     text += "lab.study.sweep, with commas (fig6, table7: a part of lab/results/bench.json; fig9: of fig9.json). "
-    add("--results", default="", help=text + f"Of these alone are {', '.join(OF_RESULTS)}")
+    add("--results", default="", help=text + f"Never trained or timed are {', '.join(OF_RESULTS)}")
     add("--columns", default="", help="some columns of the table, with | between them, in this order")
     add("--rows", default="", help="the rows that have one of these names in a cell, with | between them")
     sweep.add_sweep_arguments(parser)
@@ -326,7 +326,10 @@ def listing() -> str:
     def lines(names: Iterable[str]) -> list[str]:
         return [f"  {name:<{width}}  {description(name)}" for name in names]
 
-    head, of_results = "tables and figures, which train or measure:", "of stored runs alone, with --results STUDY:"
+    head, of_results = (
+        "tables and figures, which train or measure:",
+        "of stored runs or measurements alone, with --results STUDY:",
+    )
     return "\n".join([head, *lines([*ITEMS, *SAME]), of_results, *lines(OF_RESULTS)])
 
 

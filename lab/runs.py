@@ -2,6 +2,7 @@
 losses along the runs.
 
     python -m lab.runs                              # lists the studies (text, sizes, runs, ...) and their groups
+    python -m lab.runs d6_mixed                     # lists the runs of a study, a group or a sweep's file
     python -m lab.runs add results/d8_mixed.json    # makes a study of a sweep's file, or replaces the study of its name
 
 A study is the set of runs that one sweep trained. The columns of runs.parquet are:
@@ -221,16 +222,31 @@ def listed() -> str:
     return f"{table(header, lines)}\n\n{table(['group of studies', 'which tables take together'], groups)}"
 
 
+def listed_runs(names: str) -> str:
+    """Returns a table of the runs of the studies, groups and files that `names` names, as text. Raises UserError."""
+    rows = []
+    for name in names_of(names):
+        content = stored(name)
+        of_study = content["environment"].get("commit") or "unknown"
+        for r in content["results"]:
+            bits = [f"{r[value]:.4f}" for value in ("val_bpb", "val_bpb_bf16")]
+            rows.append([name, r["method"], r["size"], r["seed"], *bits, r.get("head") or "-"])
+            rows[-1].append((r.get("commit") or of_study)[:7])
+    header = ["study", "label", "size", "seed", "bits per byte", "BF16 forward", "head", "commit"]
+    return f"{table(header, rows)}\n\nhead -: stored without its head, which is in BF16 unless the label says otherwise"
+
+
 def main(argv: list[str] | None = None) -> None:
     parser = ArgumentParser(description="The runs that this project keeps")
-    parser.add_argument("what", nargs="?", choices=("list", "add"), default="list")
-    parser.add_argument("files", nargs="*", help="add: JSON files of lab.study.sweep")
+    text = "list (the default): the studies; add: make studies of FILEs; or studies, groups or files whose runs are "
+    parser.add_argument("what", nargs="?", default="list", help=text + "listed, with commas")
+    parser.add_argument("files", nargs="*", metavar="FILE", help="for add: JSON files of lab.study.sweep")
     args = parser.parse_args(argv)
     if bool(args.files) != (args.what == "add"):
         raise UserError("python -m lab.runs lists the studies, python -m lab.runs add FILE.json ... adds some")
     if args.files:
         add(args.files)
-    print0(listed())
+    print0(listed() if args.what in ("list", "add") else listed_runs(args.what))
 
 
 if __name__ == "__main__":

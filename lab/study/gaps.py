@@ -179,11 +179,11 @@ def measured_on(runs: list[dict], data: str) -> str:
 def length_notes(runs: list[dict]) -> list[str]:
     """Returns notes that name methods with other lengths than bf16's, and methods with another number of parameters."""
     note = sweep_results.other_lengths(runs, runs[0]["size"])
-    notes = [f"{note}; GEMM work counts their steps"] if note else []
+    notes = [note] if note else []
     parameters = {r["method"]: r.get("num_params") for r in runs}
     if other := {m: n for m, n in parameters.items() if n != parameters["bf16"]}:
         sizes = ", ".join(f"{m} {n:,}" for m, n in other.items())
-        notes += [f"bf16 has {parameters['bf16']:,} parameters, {sizes}; GEMM work does not count that"]
+        notes += [f"bf16 has {parameters['bf16']:,} parameters, {sizes}"]
     return notes
 
 
@@ -351,11 +351,13 @@ OF_BF16 = ("paper", "BPB", "seeds", "of seeds", "GEMM work", "work in 4 / 8 / 16
 NOTES = {  # The note below a table that explains a column.
     "own: gap": "own: evaluated with the forward that a run ends with; gaps in percent of BF16's bits per byte",
     "BF16: gap": "BF16: the same weights, evaluated without quantization",
-    "own: share": "minus and share are of {beside}'s gap with the same forward, on the seeds of both; a share's "
-    "interval is Fieller's, and it has none if {beside}'s gap on these seeds may be zero",
+    "own: minus": "minus: the gap minus {beside}'s with the same forward, in points, on the seeds of both",
+    "own: share": "share: of {beside}'s gap with the same forward, on the seeds of both; its interval is Fieller's, "
+    "and it has none if {beside}'s gap on these seeds may be zero",
     "own: gap, pooled": "pooled: a secondary interval, by the mean variance of the methods with a 4-bit forward, or of "
     "the others; no verdict rests on it",
-    "GEMM work": "GEMM work, {work}: 1 is all of it in 4 bits; 8 bits count 2 and 16 bits 4",
+    "GEMM work": "GEMM work, {work}: 1 is all of it in 4 bits, for bf16's steps; 8 bits count 2 and 16 bits 4, and "
+    "other steps count, but not other parameters",
     "work in 4 / 8 / 16 bits, %": "work: multiply-adds over all steps, {work}, by a GEMM's wider operand; more than "
     "100% where operands have two terms",
     "bytes kept": "bytes kept: of an element of a layer's input, from the forward to the backward pass, by count",
@@ -366,7 +368,8 @@ NOTES = {  # The note below a table that explains a column.
 ALSO = {  # Other columns that the note of a column explains.
     "own: gap": ("own: by seed", "own: minus", "own: share"),
     "BF16: gap": ("BF16: by seed", "BF16: minus", "BF16: share"),
-    "own: share": ("own: minus", "BF16: minus", "BF16: share"),
+    "own: minus": ("BF16: minus",),
+    "own: share": ("BF16: share",),
     "own: gap, pooled": ("BF16: gap, pooled",),
     "30%": PARTS,
 }

@@ -88,41 +88,38 @@ def on_the_public_text(method: str) -> str:
 
 
 def methods(context: Context) -> Outcome:
-    """Makes README's table of methods. It has a row for each method that the study has or --rows names."""
-    context.args.results = context.args.results or "d6_mixed"
+    """Makes README's table of methods. It has a row for each method that the study has or --rows names. Without
+    --results it is README's, with its studies, rows and columns."""
+    args, header = context.args, ["QAT_METHOD", "share of clover's gap: own; BF16 forward", "gap, own forward, %"]
+    header += ["share on the public text, own", "GEMM work", "exported as", "take it"]
+    if not args.results:
+        args.results, args.columns = "d6_mixed,d6_fp8_forward", args.columns or " | ".join(header)
+        args.rows = args.rows or "bf16 | fp8 | clover_fp8_forward | clover"
+    time = "step time on one H100, BF16 = 1"
+    header += ["gap, BF16 forward, %", "gap as exported, %", time, "seeds"]
     runs, content = stored_runs(context)
     times, known, of = time_of_steps(), methods_of(runs), gaps.Rows(runs, gaps.Item(""))
     rows, asked = [], [name.strip() for name in context.args.rows.split("|")]
     for method in [m for m in WHEN if m in ("bf16", *known, *asked)]:
-        cells = ["0; 0", "0", "0"] if method == "bf16" else ["not measured"] * 3
+        shares, *both = ["0; 0", "0", "0"] if method == "bf16" else ["not measured"] * 3
         if method in known:
             shares = "; ".join(of.share(method, value) for value in VALUES.values())
-            cells = [shares, *(of.gap(method, value).shown(sign="-") for value in VALUES.values())]
+            both = [of.gap(method, value).shown(sign="-") for value in VALUES.values()]
         seeds = len({r["seed"] for r in runs if r["method"] == method})
         as_exported = exported(runs, method) if seeds else "not measured"
         work = gaps.gemm_work(runs, method, steps_of(runs)) if seeds else "not measured"
         public = "0" if method == "bf16" else on_the_public_text(method)
-        cells += [public, work, EXPORTED.get(method, "NVFP4"), as_exported]
-        cells += [times.get(method, ("not measured",))[0], seeds]
-        rows.append([method, WHEN[method], *cells])
-    header = ["QAT_METHOD", "take it", "share of clover's gap: own; BF16 forward"]
-    header += [
-        "gap, own forward, %",
-        "gap, BF16 forward, %",
-        "share on the public text, own",
-        "GEMM work",
-        "exported as",
-        "gap as exported, %",
-        "step time on one H100, BF16 = 1",
-        "seeds",
-    ]
+        row = [method, shares, both[0], public, work, EXPORTED.get(method, "NVFP4"), WHEN[method]]
+        rows.append([*row, both[1], as_exported, times.get(method, ("not measured",))[0], seeds])
+    runs = gaps.runs_of_rows(runs, args.rows)
     parts = ", ".join(dict.fromkeys(times[row[0]][1] for row in rows if row[0] in times))
     notes = [
         "gap: the increase of validation bits per byte over BF16 of the same seed; a share's interval is Fieller's",
         gaps.INTERVALS,
         gaps.NOTES["GEMM work"].format(work=gaps.counted(runs)),
-        f"time: d26, 8 rows, --cuda-graph, where 4 bits are emulated (lab/results/bench.json: {parts})",
     ]
+    if time in context.chosen_columns(header):
+        notes.append(f"time: d26, 8 rows, --cuda-graph, where 4 bits are emulated (lab/results/bench.json: {parts})")
     return outcome(runs, content, "Which method? Gaps to BF16 from scratch", header, rows, notes, {})
 
 

@@ -36,7 +36,7 @@ from typing import Any
 from lab import table
 from lab.runs import stored
 from lab.statistics import gap
-from lab.study.sweep_results import data_name, difference_from_paper, other_lengths, summary
+from lab.study.sweep_results import LEGEND, data_name, difference_from_paper, other_lengths, summary
 from lab.study.sweep_runs import Run, again, data_key, labels, parse_number, plan
 from lab.study.sweep_scheduler import Interrupted, Sweep, base_directory, visible_devices
 from nanochat_fp4.cli import ArgumentParser, UserError, format_seconds, run_main
@@ -122,7 +122,7 @@ def report(sweep: Sweep, name: str, runs: Sequence[Run]) -> tuple[str, list[str]
     differs = {size: difference_from_paper(r, data_name(sweep.data_dir)) for size, r in sorted(first.items())}
     said = [f"{size} differs from the paper's runs: {what}" for size, what in differs.items() if what]
     said += [f"{size}: {note}" for size in sizes if (note := other_lengths(results, size))]
-    said += notes
+    said += [LEGEND, *notes]
     content = {
         "name": name,
         "runs": len(runs),
@@ -143,15 +143,16 @@ def report(sweep: Sweep, name: str, runs: Sequence[Run]) -> tuple[str, list[str]
 
 
 def run_sweep(sweep: Sweep, name: str, runs: Sequence[Run]) -> list[dict]:
-    """Trains all runs and prints the table after each of them. Returns their results. Raises Interrupted after a
-    signal, and UserError if runs failed."""
+    """Trains all runs and prints the table after each of them but the last. Returns their results. Raises Interrupted
+    after a signal, and UserError if runs failed."""
     start, before = time.monotonic(), len(sweep.results(runs))
 
     def progress() -> None:
         done, elapsed = len(sweep.results(runs)), time.monotonic() - start
         left = format_seconds(elapsed / max(1, done - before) * (len(runs) - done))
         print0(f"\n{name}: {done} of {len(runs)} runs done, {format_seconds(elapsed)}, about {left} left")
-        print0(report(sweep, name, runs)[0], flush=True)
+        shown, _ = report(sweep, name, runs)
+        print0(shown if done < len(runs) else "", flush=True)
 
     if before < len(runs):
         where = f"on {', '.join(sweep.devices)}; in {sweep.folder}"
@@ -210,7 +211,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("--name", default="", help="of the table and its files (default: the study's, or sweep)")
     add("--again", default="", metavar="STUDY", help="train the runs of this study of lab.runs, with their flags")
-    add("--methods", default="bf16,nvidia,four_over_six,tetrajet_v2,clover,clover_search")
+    text = "names of nf.METHODS, of lab/recipes.py or of --recipes, with commas (default: %(default)s)"
+    add("--methods", default="bf16,nvidia,four_over_six,tetrajet_v2,clover,clover_search", help=text)
     add("--variant", action="append", default=[], help='"label: flags of base_train"; may be repeated')
     add("--keep", default="", help="methods whose checkpoints stay, with commas")
     add("--plan", action="store_true", help="list the runs and stop; no text is needed")

@@ -7,12 +7,18 @@ from pathlib import Path
 from lab.statistics import by_seed, difference, gap
 from lab.study.sweep_runs import data_key, flag_values
 
+# The line below the table of a sweep.
+LEGEND = (
+    "val BPB: the mean of the seeds that all methods have; gap to bf16: with the run's own forward; BF16 fwd: the gap "
+    "of the same weights without quantization; minus clover: in points. All are paired by seed, with 95% intervals"
+)
+
 
 def summary(results: Sequence[dict], methods: Sequence[str], sizes: Sequence[str]):
     """Returns (header, rows) of the table, with the bits per byte, the gap to bf16 and the difference to clover, both
     paired by seed. The bits per byte are of the seeds that all rows of a size have, and "-" while there are none:
     means over different seeds would compare seeds, not methods."""
-    header = ["size", "method", "seeds", "val BPB, seeds of all", "gap to bf16, %", "BF16 fwd", "minus clover"]
+    header = ["size", "method", "seeds", "val BPB", "gap to bf16, %", "BF16 fwd", "minus clover"]
     rows = []
     for size in sizes:
         of = {method: by_seed(results, size, method) for method in methods}

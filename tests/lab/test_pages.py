@@ -19,6 +19,11 @@ PAGE = """A question, and its answer.
 
 Text of a hand.
 
+    python -m lab.reproduce methodical
+
+| of a hand |
+|---|
+
     python -m lab.reproduce table1
 
 | of a hand |
@@ -45,6 +50,13 @@ def test_a_table_below_a_command_is_made_again_and_nothing_else():
     page = PAGE.replace('"method | seed 21: own; BF16"', "method")
     before, _, after = page.partition("| old | table |\n|---|---|\n| 1 | 2 |\n")
     assert pages.filled(page) == before + "| method |\n|---|\n| bf16 |\n| clover |\n" + after
+
+
+def test_a_command_whose_source_is_always_the_same_names_no_study(monkeypatch):
+    monkeypatch.setattr(pages, "table", lambda command: f"| {command} |\n")
+    assert pages.filled("    python -m lab.reproduce hours --rows d12\n\n|-|\n").endswith("| hours --rows d12 |\n")
+    page = "    python -m lab.reproduce methods\n\n|-|\n"
+    assert pages.filled(page) == page.replace("|-|", "| methods |")
 
 
 def test_a_command_that_does_not_work_is_named():

@@ -40,7 +40,8 @@ TABLE = [
      "agrees (-0.18 ± 0.05 points)"),
     ("fig4 --results llama_second_half", "- clover's gap over that of", "0.85"),
     ("fig5 --results d8", "clover", ""),
-    ("methods --results d6_shuffled", "clover_feedback_late", "1.02 NVFP4 +2.36 ± 0.32"),
+    ("methods --results d6_shuffled --columns 'QAT_METHOD | GEMM work | exported as | gap as exported, %'",
+     "clover_feedback_late", "1.02 NVFP4 +2.36 ± 0.32"),
     ("eden --draws=64", "128 0.966 1.057", "64"),
     ("law", "c fitted 0.6334", "0.10"),
     ("by_length", "30M clover", ""),
@@ -134,6 +135,16 @@ def test_the_list_says_what_each_table_shows(printed):
 def test_readmes_table_names_the_measurement_of_its_step_times(printed):
     lines = printed("methods --results d6_mixed")
     assert any(line.endswith("(lab/results/bench.json: bench_train_d26_h100_graphs)") for line in lines)
+
+
+def test_without_a_study_the_table_of_methods_is_readmes(printed):
+    (command,) = re.findall(r"reproduce (methods.*)\n", (pages.ROOT / "README.md").read_text())
+    lines = printed(command)
+    assert command == "methods" and [line.split()[0] for line in lines if line.startswith("clover")] == [
+        "clover_fp8_forward",
+        "clover",
+    ]
+    assert not any("step time" in line or line.startswith("- time") or "_dgrad" in line for line in lines)
 
 
 def test_every_item_of_stored_runs_is_on_a_page_or_in_the_table():
@@ -326,8 +337,10 @@ def test_a_legend_stands_where_its_words_occur(tmp_path, printed, bf16, said):
     assert any(line.startswith("clover_mixed") and questions.NO_GAP in line for line in lines) == said
     assert any(line.startswith("-") and questions.NO_GAP in line for line in lines) == said
     lines = printed(f"horizon --results={path} --columns 'method | own: share'")
-    assert any(line.startswith("- minus and share") for line in lines)
-    assert not any(line.startswith(("- pooled", "- bytes kept", "- GEMM work", "- BF16:")) for line in lines)
+    assert any(line.startswith("- share") for line in lines)
+    assert not any(line.startswith(("- pooled", "- bytes", "- GEMM", "- BF16:", "- minus")) for line in lines)
+    lines = printed(f"gaps --results={path} --columns 'method | own: minus'")
+    assert any(line.startswith("- minus") for line in lines) and not any(line.startswith("- share") for line in lines)
     assert any("evaluated on 64" in line for line in lines)
 
 

@@ -61,6 +61,23 @@ def test_names_are_groups_patterns_and_files():
             runs.stored(wrong)
 
 
+def test_the_runs_of_a_study_a_group_and_a_file_are_listed(store, capsys):
+    path = write(store / "a.json", RUN | {"head": "fp8"}, RUN | {"seed": 2, "commit": "abcdef0" * 5})
+    runs.main(["add", path])
+    for name in ("a", path, "a,a"):
+        capsys.readouterr()
+        runs.main([name])
+        lines = [line.split() for line in capsys.readouterr().out.splitlines() if "mine" in line]
+        assert [line[1:] for line in lines[:2]] == [
+            ["mine", "tiny", "1", "1.5000", "1.2500", "fp8", "1234567"],
+            ["mine", "tiny", "2", "1.5000", "1.2500", "-", "abcdef0"],
+        ]
+        assert len(lines) == 2 * len(name.split(","))
+    for wrong in ("b", "ad"):
+        with pytest.raises(UserError, match=f"'{wrong}'"):
+            runs.main([wrong])
+
+
 def test_the_list_has_the_studies_and_their_groups():
     first = [line.split()[0] for line in runs.listed().splitlines() if line.strip()]
     assert set(runs.studies()) | set(runs.GROUPS) <= set(first)
