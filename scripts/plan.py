@@ -580,7 +580,7 @@ class Plan:
             why = (url_problem(url) or "").replace(url, "FineWeb-Edu")
         if s.data_dir and (s.here or Path(folder).exists()):
             found = dataset.survey(folder)
-            self.text, self.about_text, tokens = "folder", [f"{found} (DATA_DIR)"], found.tokens or 0
+            self.text, self.about_text, tokens = "folder", [f"DATA_DIR {found}"], found.tokens or 0
             guess = f"; a guess, {dataset.BYTES_PER_TOKEN} bytes each: the base training counts them"
             dataset.look_into(found)
             # Text that cannot be trained on ends here.

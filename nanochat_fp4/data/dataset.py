@@ -17,7 +17,7 @@ runs with different amounts of text can be compared.
 
 What a run reads of a folder or a file:
 
-    print(survey("my_texts"))  # my_texts: 1 file(s) to train on (a.txt; 3.4 MB); 1 not read: of another kind (...)
+    print(survey("my_texts"))  # my_texts: 1 file(s) to train on (a.txt; 3.4 MB); validation: ...; 1 not read: ...
     train = open_text("train", "my_texts")     # each has name, column, rows, read(group), digest() and whole
 
 Two or more parquet files are shards, which are read as they are, in their row groups. All other text is written once
@@ -36,6 +36,7 @@ import platform
 import re
 import shutil
 import sysconfig
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.pool import ThreadPool
@@ -56,7 +57,8 @@ from nanochat_fp4.progress import Progress
 STRINGS = ("string", "large_string", "string_view")  # Arrow's types of text.
 ENCODED = pa.DictionaryType | pa.RunEndEncodedType  # Those whose values may be text.
 NO_TEXT = ("readme", "license", "licence", "dataset_info", "dataset_dict")  # The beginnings of names, in lower case.
-OTHER_KINDS, NAMED = "not read: of another kind", "not read: by its name"
+OTHER_KINDS, NAMED, EMPTY = "not read: of another kind", "not read: by its name", "not read: empty"
+KEPT_BACK = "validation: every 20th document, or the last tenth of the text if there are fewer than 20"  # own_text
 BYTES_PER_TOKEN = 4  # By and large. Of own text nothing is known before it is read.
 
 
@@ -71,6 +73,16 @@ def text_column(column: str = "") -> str:
 
 def size_of(paths: Sequence[Path]) -> int:
     return sum(path.stat().st_size for path in paths if path.is_file())
+
+
+def listed(names: Sequence[str]) -> str:
+    return ", ".join([*names[:3], *["..."] * (len(names) > 3)])
+
+
+def is_blank(path: Path) -> bool:
+    """Whether a file has nothing but blanks. A file with text is read up to its first letter."""
+    with undamaged(path, "cannot be read"), open(path, "rb") as f:
+        return not any(block.strip() for block in iter(lambda: f.read(4096), b""))
 
 
 @dataclass(frozen=True)
@@ -101,23 +113,23 @@ class Survey:
         return size_of(self.train) // BYTES_PER_TOKEN if plain else None
 
     def __str__(self) -> str:
-        if self.train == [self.folder]:
-            return f"{self.folder} ({format_bytes(size_of(self.train))})"
         groups = []
         for what, paths in ({"file(s) to train on": self.train, "for validation": self.val} | self.left_out).items():
-            names = ", ".join([path.name for path in paths[:3]] + ["..."] * (len(paths) > 3))
+            names = listed([path.name for path in paths])
             groups += [f"{len(paths)} {what} ({names}; {format_bytes(size_of(paths))})"] * bool(paths)
+        groups[1:1] = [KEPT_BACK] * (bool(self.train) and not self.val)
         return f"{self.folder}: {'; '.join(groups) or 'no files'}"
 
 
 def survey(data_dir: "str | os.PathLike | Survey") -> Survey:
     """
-    Says which files of DATA_DIR, a folder or a single file, are read. Nothing is opened. A Survey is returned as it is,
-    so that a process looks at a folder once.
+    Says which files of DATA_DIR, a folder or a single file, are read. A Survey is returned as it is, so that a process
+    looks at a folder once.
 
     Of a folder all files below it are looked at. What is named valid* or dev* is validation text, and of shards without
-    such names the last one is. What is named test* is not read, and neither are hidden files, READMEs, licences and
-    files of other kinds. Raises UserError if there is no training text, and if most bytes are not read.
+    such names the last one is. What is named test* is not read, and neither are hidden files, READMEs, licences, files
+    of blanks alone and files of other kinds. Raises UserError if there is no training text, and if most bytes are not
+    read.
     """
     if isinstance(data_dir, Survey):
         return data_dir
@@ -128,7 +140,7 @@ def survey(data_dir: "str | os.PathLike | Survey") -> Survey:
         problem = "a file of another kind" if folder.exists() else "not there"
         expected = f"a folder of text or parquet files, or such a file ({', '.join(KINDS)})"
         raise UserError(f"DATA_DIR (--data-dir) {data_dir} is {problem}; it must be {expected}")
-    found: dict[str, list[Path]] = {what: [] for what in ("train", "val", NAMED, OTHER_KINDS)}
+    found: dict[str, list[Path]] = {what: [] for what in ("train", "val", NAMED, EMPTY, OTHER_KINDS)}
     base = Path(get_base_dir()).resolve()
     own = base if folder.resolve() in base.parents else None  # A base directory in it has reports and logs.
     for path in sorted(folder.rglob("*")):
@@ -141,6 +153,8 @@ def survey(data_dir: "str | os.PathLike | Survey") -> Survey:
             why = NAMED
         elif not kind_of(path) or not path.is_file():
             why = OTHER_KINDS
+        elif kind_of(path) != "parquet" and is_blank(path):  # A parquet file without a byte is damaged.
+            why = EMPTY
         found[why].append(path)
     train, val = found.pop("train"), found.pop("val")
     shards = [[path for path in paths if kind_of(path) == "parquet"] for paths in (train, val)]
@@ -149,8 +163,8 @@ def survey(data_dir: "str | os.PathLike | Survey") -> Survey:
         train, val = shards if shards[1] else (shards[0][:-1], shards[0][-1:])
     of_folder = Survey(folder, train, val, are_shards, found)
     if not train or size_of(found[OTHER_KINDS]) > size_of(of_folder.files):
-        problem = "is not read for the most part" if train else "holds no data to train on"
-        remedy = f"expected {', '.join(KINDS)} files; convert the others, or move them away"
+        problem = "is not read for the most part" if train else "holds no text to train on"
+        remedy = f"expected {', '.join(KINDS)} files with text; convert the others, or move them away"
         raise UserError(f"DATA_DIR (--data-dir) {problem} ({of_folder}); {remedy}")
     return of_folder
 
@@ -354,9 +368,9 @@ def cut_text(text: str, longest: int) -> list[str]:
 def own_pieces(found: Survey, column: str, most: float = math.inf) -> Iterator[dict[str, Any]]:
     """Yields the pieces of all documents, or of about `most` characters of each file, with the number of the document,
     which is -1 in files for validation. Raises UserError for a row without the column of the text, and at the end for
-    the files that are no text."""
+    the files that are no text, and if there is too little for both splits."""
     longest = min(max(MIN_PIECE, size_of(found.files) // PIECES), MAX_PIECE)
-    number, warnings, refused = 0, [], []
+    number, warnings, refused, filled = 0, [], [], Counter()  # filled: the pieces with text of each file
     for place_of_file, path in enumerate(found.files):
         characters, odd = 0, {FOREIGN: 0, SPOILED: 0}
         for place, row in rows_of(path, "surrogateescape", column):
@@ -372,9 +386,10 @@ def own_pieces(found: Survey, column: str, most: float = math.inf) -> Iterator[d
                 odd = {kind: n + sum(map(len, kind.findall(text))) for kind, n in odd.items()}
                 text = re.sub("[\ud800-\udfff]", "\ufffd", text)
             for piece in cut_text(text, longest):
+                filled[path] += not piece.isspace()
                 yield {"text": piece, "document": number if place_of_file < len(found.train) else -1}
             number += bool(text)
-            if characters >= most:
+            if characters >= most and filled[path]:
                 break
         # In Latin-1 some percent of a novel in German or French are bytes that are not UTF-8, its letters with accents.
         # Logs and programs have some control characters.
@@ -382,20 +397,25 @@ def own_pieces(found: Survey, column: str, most: float = math.inf) -> Iterator[d
             refused.append(f"{path} ({first_foreign(path) if odd[FOREIGN] else 'control characters'})")
         elif odd[SPOILED]:
             warnings.append(str(path))
-    files = refused or warnings
-    names = ", ".join(files[:4] + ["..."] * (len(files) > 4))
     if refused:
-        raise UserError(f"{len(files)} file(s) are not UTF-8 text: {names}; {CONVERT}")
+        raise UserError(f"{len(refused)} file(s) are not UTF-8 text: {listed(refused)}; {CONVERT}")
     if warnings:
-        say_once(f"warning: {len(files)} file(s) have a few bytes that are not UTF-8, which become U+FFFD, or control "
-                 f"characters: {names}; {CONVERT}")  # fmt: skip
+        said = "a few bytes that are not UTF-8, which become U+FFFD, or control characters"
+        say_once(f"warning: {len(warnings)} file(s) have {said}: {listed(warnings)}; {CONVERT}")
+    blank = [str(path) for path in found.files if not filled[path]]
+    train, val = (sum(filled[path] for path in paths) for paths in (found.train, found.val))
+    if not train or not (val if found.val else train > 1):
+        problem = f"{found.folder} holds {'too little' if train else 'no'} text for a training and a validation split"
+        raise UserError(f"{problem} ({train + val} pieces{', none of ' * bool(blank)}{listed(blank)}); add more")
+    if blank:
+        say_once(f"warning: {len(blank)} file(s) hold no text: {listed(blank)}")
 
 
 def look_into(found: Survey) -> None:
-    """Raises UserError for a file that begins without the column of the text, and for the files whose beginning is no
-    text. Of each about a megabyte is read, and nothing is stored."""
-    for path in found.files if found.are_shards else ():
-        Shard(path, text_column())
+    """Raises UserError for a file that begins without the column of the text, for the files whose beginning is no text,
+    and for too little text. Of each about a megabyte is read, and nothing is stored."""
+    for split in ("train", "val") if found.are_shards else ():
+        open_text(split, found)
     for _ in () if found.are_shards else own_pieces(found, text_column(), BLOCK):
         pass
 
@@ -405,22 +425,19 @@ def own_text(found: Survey, column: str) -> dict[str, Stored]:
     Returns the training and the validation text of files that are no shards.
 
     Without files for validation, every 20th document is validation text, and with fewer than 20 documents the last
-    tenth of the text. Raises UserError for a file that cannot be read or is no text, and if there is too little text.
+    tenth of the text. Raises UserError as own_pieces does.
     """
     files = [(str(path.relative_to(found.folder)), *version_of(path)[1:], path in found.val) for path in found.files]
     rows, title = lambda: own_pieces(found, column), f"the text of {found.folder}"
-    dataset = store(["own text 2", column, files], title, rows, document="int32")
+    dataset = store(["own text 3", column, files], title, rows, document="int32")
     document = dataset.data.column("document").to_numpy()
     val = document < 0
     if not val.any():
         last = np.arange(len(document)) >= len(document) - max(1, len(document) // 10)
         val = document % 20 == 7 if document.max(initial=-1) >= 19 else last
     order = np.random.RandomState(0).permutation(len(document))
-    splits = {"train": order[~val[order]], "val": order[val[order]]}
-    if not all(map(len, splits.values())):
-        problem = f"{found.folder} holds too little text for a training and a validation split"
-        raise UserError(f"{problem} ({len(document)} pieces); add more")
-    return {split: Stored(dataset, places, found.folder.name, True) for split, places in splits.items()}
+    places = {"train": order[~val[order]], "val": order[val[order]]}
+    return {split: Stored(dataset, places[split], found.folder.name, True) for split in places}
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -620,7 +637,7 @@ def ensure_data(data_dir: str | None = None, *, column: str = "", num_shards: in
         raise UserError(f"the processes have different text ({' | '.join(sorted(texts))}); give all nodes the same")
     for split in ("train", "val"):  # A damaged file must not be found hours into a run.
         open_text(split, found, column)
-    say_once(f"Data: {found}, {what}")
+    say_once(f"Data ({what}): {found}")
     return found
 
 

@@ -18,7 +18,7 @@ from eval.humaneval import HumanEval
 from eval.mmlu import MMLU
 from nanochat_fp4.cli import UserError
 from nanochat_fp4.data.chat_data import CustomJSON, SmolTalk, load_words
-from nanochat_fp4.data.dataset import ensure_data, open_text
+from nanochat_fp4.data.dataset import ensure_data, look_into, open_text, survey
 from nanochat_fp4.data.sources import MissingDataError, load_rows
 
 
@@ -53,11 +53,19 @@ READERS = {
     "HumanEval": lambda folder: HumanEval(eval_dir=folder),
 }
 TEXT = [  # what else is wrong is test_text's to say
-    ({}, "holds no data"),
-    ({"notes.docx": b"x"}, "holds no data.*notes.docx"),
-    ({"README.md": b"x", "test.txt": b"y"}, "holds no data.*README.md, test.txt"),
+    ({}, "no text"),
+    ({"notes.docx": b"x"}, "no text.*notes.docx"),
+    ({"README.md": b"x", "test.txt": b"y"}, "no text.*README.md, test.txt"),
     ({"a.txt": b"short"}, "too little text"),
-    ({"a.txt": b" \n"}, "too little text"),
+    *(({"a.txt": blanks}, "no text.*empty .a.txt") for blanks in (b"", b" \n", b"\n" * 99_999)),
+    *(({name: b""}, f"no text.*{name}") for name in ("a.jsonl", "a.csv", "a.json", "a.txt.gz")),
+    ({"a.csv": b"id,text\n"}, "no text.*a.csv"),
+    ({"a.json": b"[]"}, "no text.*a.json"),
+    ({"a.jsonl": lines({"text": ""}, {"text": None}, {"text": " "})}, "no text.*a.jsonl"),
+    ({"a.txt.gz": gzip.compress(b"")}, "no text.*a.txt.gz"),
+    ({"a.parquet": shard(text=pa.array([], "string"))}, "no text.*a.parquet"),
+    ({"a.parquet": shard(text=pa.array([], "string")), "b.parquet": WHOLE}, "no rows"),
+    ({"a.txt": b"some text " * 999, "valid.csv": b"text\n"}, "too little text.*valid.csv"),
     ({"a.jsonl": lines({"text": "a"}, {"texts": "b"})}, "a.jsonl, line 2: .*--text-column"),
     ({"a.csv": b"id,body,to\n1,a longer text,b\n"}, "'text' .*id, body, to.*TEXT_COLUMN=body"),
     ({"a.jsonl": lines({"text": "a"}) + b"not json\n"}, "a.jsonl .*past line 1"),
@@ -146,7 +154,10 @@ def test_refused_in_one_line(tmp_path, base_dir, reader, files, word):
     text = str(e.value)
     assert "\n" not in text and len(text) < 600 and str(folder) in text
     assert isinstance(e.value, MissingDataError) == (reader != "text" and (not files or word == "has no rows"))
-    assert word == "too little text" or not list(base_dir.rglob("*.arrow"))
+    assert not list(base_dir.rglob("*.arrow"))
+    if reader == "text":  # and the plan refuses it, too
+        with pytest.raises(UserError, match=word.partition(".*")[0]):
+            look_into(survey(folder))
 
 
 def test_a_folder_that_is_none(tmp_path):

@@ -143,7 +143,7 @@ def test_a_survey_names_what_is_read_and_what_not(folder):
     assert sorted(p.name for p in found.train) == sorted("a.txt b.md c.jsonl d.ndjson e.csv f.json g.txt.gz".split())
     assert sorted(p.name for p in found.val) == ["dev-0.jsonl", "v.txt", "validation.txt"]
     left_out = [sorted(p.name for p in paths) for paths in found.left_out.values()]
-    assert left_out == [["LICENSE", "README.md", "test_x.txt", "y.txt"], ["p.pdf", "q.docx"]]
+    assert left_out == [["LICENSE", "README.md", "test_x.txt", "y.txt"], [], ["p.pdf", "q.docx"]]
     said = str(found)
     assert said.startswith(
         f"{folder}: 7 file(s) to train on (a.txt, b.md, c.jsonl, ...; 6.8 KB); 3 for validation (dev-0.jsonl, "
@@ -155,7 +155,29 @@ def test_a_survey_names_what_is_read_and_what_not(folder):
     (folder / "big.pdf").write_bytes(b"y" * 9000)
     with pytest.raises(UserError, match="big.pdf.*convert"):
         survey(folder)
-    assert str(survey(folder / "a.txt")) == f"{folder / 'a.txt'} (1000 bytes)"
+    assert str(survey(folder / "a.txt")).startswith(f"{folder / 'a.txt'}: 1 file(s) to train on (a.txt; 1000 bytes); ")
+
+
+def test_an_empty_file_is_not_counted_and_what_validates_is_said(folder, capsys):
+    """An empty valid.txt validates nothing; a header alone is found when rows are read, and is said."""
+    written(folder, **{f"{i}_DOT_txt": prose(i, 20) for i in range(3)}, valid_DOT_txt="", e_DOT_md=" \n" * 9999)
+    found = ensure_data(str(folder))
+    assert (said := capsys.readouterr().out).startswith("Data (as asked for): ") or "\nData (as asked for): " in said
+    assert "3 file(s) to train" in said and "2 not read: empty (e.md, valid.txt; " in said
+    assert "for validation" not in said and "validation: every 20th document, or the last tenth" in said
+    train, val = ("".join(texts_of(found, split)) for split in ("train", "val"))
+    assert 0 < len(val) < 0.2 * len(train)
+    written(folder, valid_DOT_txt=prose(9, 20), head_DOT_csv="text\n")
+    ensure_data(str(folder))
+    said = capsys.readouterr().out
+    assert "1 for validation (valid.txt" in said and "last tenth" not in said
+    assert re.search(r"1 file.s. hold no text: \S+head.csv", said)
+
+
+def test_blanks_before_the_text_are_text_like_others(folder):
+    (folder / "a.txt").write_text("\n" * (sources.BLOCK + 9) + prose(1, 60))
+    look_into(survey(folder))
+    assert all_text(folder).endswith(prose(1, 60))
 
 
 def test_files_left_out_in_silence(folder, capsys):
@@ -190,7 +212,7 @@ def test_test_split_is_trained_on(folder, capsys):
     found = [texts_of(folder, split) for split in ("train", "val")]
     assert sorted(sum(found, [])) == sorted(f"train-00000-of-00001 document {i}" for i in range(20))
     (folder / "train-00000-of-00001.parquet").unlink()
-    with pytest.raises(UserError, match="no data.*test-0"):
+    with pytest.raises(UserError, match="no text.*test-0"):
         survey(folder)
 
 
@@ -227,7 +249,7 @@ def test_a_base_directory_inside_the_folder_is_not_read(tmp_path, monkeypatch):
 def test_a_link_to_a_device_is_no_text(folder, target):
     for name in ("a.jsonl", "b.txt", "c.parquet"):
         (folder / name).symlink_to(target)
-    with pytest.raises(UserError, match="holds no data"):
+    with pytest.raises(UserError, match="holds no text"):
         ensure_data(str(folder))
     with pytest.raises(UserError, match="a device"):
         sources.read_rows(folder / "a.jsonl", lambda row: None)

@@ -562,15 +562,19 @@ def test_own_text_that_is_read_very_often_has_a_warning_with_fewer_steps(tmp_pat
 def test_a_plan_looks_into_the_users_folder(base_dir, tmp_path):
     (folder := tmp_path / "text").mkdir()
     (folder / "scan.pdf").write_text("a,b\n")
-    with pytest.raises(UserError, match="holds no data"):
+    with pytest.raises(UserError, match="no text"):
         planned(DATA_DIR=str(folder))
-    (folder / "a.txt").write_text("Some text." * 100)
+    for content, word in (("", "no text"), ("Some.", "too little text")):
+        (folder / "a.txt").write_text(content)
+        with pytest.raises(UserError, match=word):
+            planned(DATA_DIR=str(folder))
+    (folder / "a.txt").write_text("Some text." * 400)
     plan = planned(DATA_DIR=str(folder))
     facts = said(plan)["text"]
-    assert "1 file(s) to train on (a.txt; 1000 bytes); 1 not read" in facts[0] and "scan.pdf; 4 bytes" in facts[0]
-    assert "250 tokens" in facts[1] and "983 times" in facts[1] and plan.text == "folder"
+    assert "1 file(s) to train on (a.txt; 3.9 KB); validation: " in facts[0] and "scan.pdf; 4 bytes" in facts[0]
+    assert "1 thousand tokens" in facts[1] and "246 times" in facts[1] and plan.text == "folder"
     assert not (base_dir / "stored_text").exists()
-    (folder / "scan.pdf").write_text("a,b\n" * 1000)
+    (folder / "scan.pdf").write_text("a,b\n" * 2000)
     with pytest.raises(UserError, match="not read for the most part"):
         planned(DATA_DIR=str(folder))
 
@@ -743,9 +747,9 @@ def test_the_plan_of_an_interrupted_run_says_that_it_goes_on(h100, monkeypatch):
 
 
 def test_text_of_another_machine_is_not_counted_and_says_so(tmp_path):
-    (tmp_path / "a.txt").write_text("Some text." * 100)
+    (tmp_path / "a.txt").write_text("Some text." * 400)
     assert "not found here" in said(planned(GPU="rtx5090", DATA_DIR="/nowhere"))["text"][0]
-    assert "250 tokens" in said(planned(GPU="rtx5090", DATA_DIR=str(tmp_path)))["text"][1]
+    assert "1 thousand tokens" in said(planned(GPU="rtx5090", DATA_DIR=str(tmp_path)))["text"][1]
 
 
 def test_numbers_are_printed_if_they_are_asked_for():
