@@ -30,7 +30,7 @@ def main(folder: str = "trained", method: str = "clover", steps: int = 20):
     data = [{"input_ids": row, "labels": row} for row in rows]
     trainer = transformers.Trainer(model, args, train_dataset=data, callbacks=[Progress])
     trainer.train()
-    nf.save_quantized(model, f"{folder}/nvfp4", overwrite=True)  # It holds the codes of the trained forward pass.
+    nf.save_quantized(model, f"{folder}/nvfp4", overwrite=True)  # It prints in what the folder differs from the model.
     return trainer, transformers.AutoModelForCausalLM.from_pretrained(f"{folder}/nvfp4")
 
 

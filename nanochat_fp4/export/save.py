@@ -103,7 +103,7 @@ def save_quantized(
     dtype:       the dtype of all tensors that are not quantized: torch.bfloat16, torch.float16 or torch.float32. What
                  the model's class keeps in FP32 stays in FP32. In BF16 the embedding and the output head are rounded,
                  and 4-bit inputs amplify the difference. With torch.float32 and share_scales=False a model that
-                 nf.load_quantized fills and nf.convert changes again has the same logits, and otherwise not.
+                 nf.load_quantized fills and nf.convert changes again has the same codes and block scales.
     share_scales: whether layers that servers compute as one, such as q, k and v, are rounded together, with one tensor
                  scale. Servers keep a single scale for them. The weights of these layers change, and a returned line
                  says by how much. With False the layers keep the codes of training, and a server that fuses them
@@ -112,10 +112,11 @@ def save_quantized(
     The folder appears complete, or not at all. All ranks of torchrun may call this function: the first one writes, and
     the others wait for it.
 
-    Returns a line of text for each thing that the folder cannot hold, or holds in another way than the model. Raises
-    UserError for other arguments, for a model that is not one of transformers or was not converted, for values that are
-    not finite or that dtype cannot hold, for Conv1D layers, experts of gpt-oss, adapters, and weights that FSDP has
-    divided, for a folder that is not an export or that another process is writing, and if safetensors is not installed.
+    Returns a line of text for each thing that the folder cannot hold, or holds in another way than the model, and logs
+    each line as a warning. Raises UserError for other arguments, for a model that is not one of transformers or was not
+    converted, for values that are not finite or that dtype cannot hold, for Conv1D layers, experts of gpt-oss,
+    adapters, and weights that FSDP has divided, for a folder that is not an export or that another process is writing,
+    and if safetensors is not installed.
 
     >>> nf.save_quantized(torch.nn.Linear(32, 16), "folder")  # doctest: +ELLIPSIS
     Traceback (most recent call last):
@@ -140,8 +141,9 @@ def save_quantized(
             notes = _write(model, part, batches, dtype, share_scales)
             if tokenizer is not None:
                 tokenizer.save_pretrained(part)
-        if tokenizer is None:
-            logger.warning(f"save_quantized: no tokenizer is in {out}; pass tokenizer=, or copy its files there")
+        no_tokenizer = [f"no tokenizer is in {out}; pass tokenizer=, or copy its files there"] * (tokenizer is None)
+        for line in notes + no_tokenizer:
+            logger.warning(f"save_quantized: {line}")
         return notes
 
     return _once_of_all_ranks(str(out), write)
@@ -210,9 +212,9 @@ def _write(
     if left := sorted(set().union(*(stacks[name].matrices for name in quantized)) - done):
         raise UserError(f"save_quantized: {left[0]} is not in 4 bits, and others are; skip all of them or none")
     if quantized:
-        logger.warning(
-            "save_quantized: transformers 5.24 reads experts without their weight_global_scale, which is wrong; "
-            "nf.load_quantized and the package compressed-tensors read them right"
+        notes.append(
+            "transformers 5.24 reads experts without their weight_global_scale, which is wrong; nf.load_quantized and "
+            "the package compressed-tensors read them right"
         )
 
     # What the model's class keeps in FP32, and what it keeps out of files.

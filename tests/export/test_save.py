@@ -113,9 +113,28 @@ def test_a_compiled_model_is_saved_under_its_own_names(model, tmp_path):
     assert "layers.0.weight_packed" in load_safetensors(tmp_path / "out")
 
 
-def test_a_missing_tokenizer_is_said(model, tmp_path, caplog):
-    nf.save_quantized(model, tmp_path / "out")
-    assert "no tokenizer is in" in caplog.text and "tokenizer=" in caplog.text
+def test_what_the_folder_lacks_is_said_once_and_the_tokenizer_last(model, tmp_path, caplog):
+    """Many programs drop the lines that save_quantized returns."""
+    notes = nf.save_quantized(model, tmp_path / "out")
+    *lines, last = (record.message for record in caplog.records)
+    assert lines == [f"save_quantized: {note}" for note in notes] and "calibration=" in lines[0]
+    assert "no tokenizer is in" in last and "tokenizer=" in last
+
+
+@pytest.mark.parametrize("method", ["clover", "four_over_six", "clover_fp8_forward"])
+@pytest.mark.parametrize("seed", range(4))
+def test_codes_and_block_scales_are_made_again_of_what_was_decoded(tmp_path, method, seed):
+    """The amax of decoded weights is rounded, and divided again. Only tensor scales can show that."""
+    torch.manual_seed(seed)
+    model = nf.convert(Foreign(), method, verbose=False)
+    nf.save_quantized(model, tmp_path / "out", dtype=torch.float32, share_scales=False)
+    read = nf.convert(nf.load_quantized(Foreign(), tmp_path / "out"), method, verbose=False)
+    got, want = forward_weights(read)[0], forward_weights(model)[0]
+    for name, tensor in want.items():
+        for part in ("codes", "scales"):
+            assert torch.equal(getattr(got[name], part).view(torch.uint8), getattr(tensor, part).view(torch.uint8))
+        bits = [t.tensor_scale.view(torch.int32) for t in (got[name], tensor)]
+        assert abs(bits[0] - bits[1]) <= 2
 
 
 def test_inputs_that_training_did_not_round_are_no_loss(tmp_path):
@@ -220,7 +239,7 @@ def test_an_expert_without_tokens_takes_its_neighbours_range(tmp_path, monkeypat
     with torch.no_grad():
         mixture.gate.bias = nn.Parameter(torch.tensor([100.0, 0.0]))  # all tokens go to the first expert
     notes = nf.save_quantized(mixture, tmp_path / "out", calibration=[torch.randint(50, (2, 8))])
-    assert len(notes) == 1 and "2 experts" in notes[0]
+    assert len(notes) == 2 and "2 experts" in notes[0]
     tensors = load_safetensors(tmp_path / "out")
     for part in ("w1", "w2", "w3"):
         first, other = (tensors[f"experts.{e}.{part}.input_global_scale"] for e in range(2))
