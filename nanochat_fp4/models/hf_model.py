@@ -100,10 +100,16 @@ class Described(NamedTuple):
     tokenizer: HuggingFaceTokenizer
 
 
-def describe(path: str) -> Described:
-    """Reads a model's config and its tokenizer. Raises UserError if transformers is not installed, and if there is no
-    such model or no tokenizer."""
-    return Described(path, _read_config(path), _read_tokenizer(path))
+def describe(path: str, asked: str = "") -> Described:
+    """Reads a model's config and its tokenizer. `asked` is a flag that needs unquantized weights. Raises UserError if
+    transformers is not installed, if there is no such model or no tokenizer, and for quantized weights with `asked`."""
+    config = _read_config(path)
+    if asked and config.get("quantization_config"):
+        raise UserError(
+            f"{asked}: the weights in {path} are quantized already, and are evaluated as they are; leave the flag out, "
+            "or name the folder of the unquantized model"
+        )
+    return Described(path, config, _read_tokenizer(path))
 
 
 def check_hf_flags(args: argparse.Namespace) -> tuple[str, Described]:
@@ -121,13 +127,7 @@ def check_hf_flags(args: argparse.Namespace) -> tuple[str, Described]:
     method = resolve_method(args.method or "bf16")
     asked = f"--method={method}" if method != "bf16" else ""
     asked = asked or ("--precision=bf16" if getattr(args, "precision", "") == "bf16" else "")
-    described = describe(args.hf_path)
-    if asked and described.config.get("quantization_config"):
-        raise UserError(
-            f"{asked}: the weights in {args.hf_path} are quantized already, and are evaluated as they are; leave the "
-            "flag out, or name the folder of the unquantized model"
-        )
-    return method, described
+    return method, describe(args.hf_path, asked)
 
 
 def _read_config(path: str) -> dict[str, Any]:

@@ -173,6 +173,15 @@ def test_flags_are_refused_before_a_download(folder, tiny_base, no_download, scr
         script.main(["--device-type=cpu", f"--hf-path={folder}", *([flag] if flag else [])])
 
 
+@pytest.mark.parametrize("script", [base_eval, base_loss])
+def test_a_flag_that_quantized_weights_refuse_is_named_before_a_missing_tokenizer(folder, tiny_base, script):
+    """Whoever copied the tokenizer there would only then hear that it does not help."""
+    write_config(folder, quantization_config=FOUR_BITS)
+    __import__("transformers").AutoTokenizer.from_pretrained = lambda *_, **__: pytest.fail("too early")
+    with pytest.raises(UserError, match="are quantized already"):
+        script.main(["--device-type=cpu", f"--hf-path={folder}", "--method=clover"])
+
+
 def test_bf16_forward_of_quantized_weights_is_refused(core_of, folder):
     write_config(folder, quantization_config=FOUR_BITS)
     with pytest.raises(UserError, match="--precision=bf16: .* are quantized already"):
