@@ -294,12 +294,9 @@ def format_bytes(num: float) -> str:
 
 def format_seconds(seconds: float) -> str:
     """Formats a time: 75 becomes '1m15s', and 7500 becomes '2h05m'."""
-    seconds = max(0, round(seconds))
-    if seconds < 60:
-        return f"{seconds}s"
-    if seconds < 3600:
-        return f"{seconds // 60}m{seconds % 60:02d}s"
-    return f"{seconds // 3600}h{seconds % 3600 // 60:02d}m"
+    minutes, seconds = divmod(max(0, round(seconds)), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}h{minutes:02d}m" if hours else f"{minutes}m{seconds:02d}s" if minutes else f"{seconds}s"
 
 
 def print_safely(*args: Any, **kwargs: Any) -> None:

@@ -78,21 +78,14 @@ def peak_memory(device: "torch.device") -> int:
 # CPUs
 
 
-def cgroup_quota(root: Path = Path("/")) -> float | None:
-    """Returns how many CPUs' time a container may use by its cgroup (version 2), or None if that sets no quota. `root`
-    is the folder with sys."""
+def usable_cpus(root: Path = Path("/")) -> int:
+    """Returns how many CPUs this process may keep busy, at least 1. This is its affinity, limited by the quota of its
+    container (version 2 of cgroups). `root` is the folder with sys."""
+    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     with contextlib.suppress(OSError, ValueError):  # "max 100000" is no quota.
         quota, period = (root / "sys/fs/cgroup/cpu.max").read_text().split()
-        return int(quota) / int(period)
-    return None
-
-
-def usable_cpus(root: Path = Path("/")) -> int:
-    """Returns how many CPUs this process may keep busy, at least 1. This is its affinity, limited by the quota of
-    its cgroups."""
-    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    quota = cgroup_quota(root)
-    return cpus if quota is None else max(1, min(cpus, int(quota)))
+        cpus = max(1, min(cpus, int(quota) // int(period)))
+    return cpus
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -43,7 +43,7 @@ from nanochat_fp4.training.checkpoint_manager import list_steps
 from nanochat_fp4.training.flags import SAME_RUN
 from nanochat_fp4.training.memory import SHARE, Memory, choose, largest, plan_accumulation, try_micro_batch
 from nanochat_fp4.training.wandb_run import check_wandb
-from nanochat_fp4.variables import ARGS, NUMBERS, RUN, problem
+from nanochat_fp4.variables import ARGS, EXPORTED, NUMBERS, RUN, problem
 from scripts import base_eval, base_loss, base_train, chat_eval, chat_sft, mid_train, tok_train
 
 RUN1000 = {"DEPTH": 32, "TOK_SHARDS": 16, "TOK_CHARS": 4_000_000_000, "EVAL_BATCH": 8}
@@ -162,6 +162,13 @@ class Settings:
     def flags(self, script: str) -> dict[str, str]:
         """The variables of a script's flags: variable -> flag."""
         return {name: row[0].split()[1] for name, row in NUMBERS.items() if row[0].startswith(f"{script} ")}
+
+    def command(self, script: str, names: Sequence[str], **own: Any) -> str:
+        """What to type: `own` variables, those of these names that the user has set, and the script."""
+        apart = {"PLAN_ONLY", "GPU", "GPU_MEMORY", "PYTHONPATH", *(["VENV"] if INSTALLED else [])}
+        apart |= {name for name in names if self.environment.get(name, "") in ("", str(default_base_dir()))}
+        variables = own | {name: self.environment[name] for name in names if name not in apart}
+        return " ".join([*(f"{name}={shlex.quote(str(value))}" for name, value in variables.items()), script])
 
     def argv(self, script: str) -> list[str]:
         return [f"{flag}={self.values[name]}" for name, flag in self.flags(script).items()]
@@ -717,8 +724,9 @@ def page(plan: Plan, numbers: bool = False) -> str:
     lines, before = [f"nanochat_fp4: the plan of a {plan.s.run}"], ""
     for label, fact in facts(plan, numbers):
         first = f"  {label if label != before else '':11} "
-        width, how = 10**6 if label in ("kept", "type") else 100, {"break_long_words": False, "break_on_hyphens": False}
-        lines += textwrap.wrap(fact, width, initial_indent=first, subsequent_indent=" " * 16, **how)
+        width = 10**6 if label in ("kept", "type") or "bash " in fact else 100  # A command is never broken.
+        how = {"initial_indent": first, "subsequent_indent": " " * 16}
+        lines += textwrap.wrap(fact, width, break_long_words=False, break_on_hyphens=False, **how)
         before = label
     return "\n".join(lines)
 
@@ -750,11 +758,7 @@ def facts(plan: Plan, numbers: bool) -> Iterator[tuple[str, str]]:
     every = "  ".join(f"{k}={shlex.quote(str(v))}" for k, v in s.values.items() if v != "")
     yield "numbers", every if numbers else "PLAN_ONLY=all prints those that can be set"
     yield from which(plan)
-    apart = {"PLAN_ONLY", "GPU", "GPU_MEMORY", "PYTHONPATH", *(["VENV"] if INSTALLED else [])}
-    apart |= {name for name in RUN if s.environment.get(name, "") in ("", str(default_base_dir()))}
-    script = f"nanochat-fp4 {s.run}" if INSTALLED else f"bash {s.run}_fp4.sh"
-    variables = (f"{name}={shlex.quote(s.environment[name])}" for name in RUN if name not in apart)
-    yield "type", " ".join([*variables, script])
+    yield "type", s.command(f"nanochat-fp4 {s.run}" if INSTALLED else f"bash {s.run}_fp4.sh", RUN)
     yield "type", "the same command goes on after an interruption"
 
 
@@ -837,7 +841,8 @@ def which(plan: Plan) -> Iterator[tuple[str, str]]:
         take += f" makes {now:.3f} times {best}'s tokens/s here (d{here[rival]['depth']}), and needs {needed:.3f}"
     yield "method", f"take {take}" if advised else "no method is advised, because GPU names no card of cards.json"
     if not measured:
-        yield "method" if known else "type", f"DEPTH={s.values['DEPTH']} bash dev/measure.sh  # 20 minutes, for plans"
+        measure = s.command("bash dev/measure.sh  # 20 minutes, for plans", EXPORTED, DEPTH=plan.bases[0].args.depth)
+        yield "method" if known else "type", measure
     if advised and s.method not in advised:
         yield "type", f"QAT_METHOD={' or '.join(advised)} before the same command trains the advised row"
 

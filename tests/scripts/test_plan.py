@@ -400,15 +400,29 @@ def test_what_to_type_names_the_advised_row_and_what_to_measure_first(timed, mon
                                 ("rtx5090", "", base_dir), ("h100", "fp8", tmp_path)):  # fmt: skip
         plan = planned(GPU=gpu, QAT_METHOD=method, NANOCHAT_BASE_DIR=str(folder))
         types[gpu, method, folder == base_dir] = said(plan)["type"][:-2]
-    assert (
-        types["rtx5090", "", False][0].startswith("DEPTH=20 bash dev/measure.sh")
-        and len(types["rtx5090", "", False]) == 2
-    )
+    assert types["rtx5090", "", False][0].startswith("DEPTH=20 ") and len(types["rtx5090", "", False]) == 2
     assert "QAT_METHOD=clover_fp8_forward or fp8 before" in types["rtx5090", "", False][1]
     assert [line.split()[0] for line in types["rtx5090", "fp8", False]] == ["DEPTH=20"]
     assert "QAT_METHOD=clover_fp8_forward before" in types["rtx5090", "", True][0]
     assert "QAT_METHOD=fp8 before" in types["h100", "", False][0]
     assert types["h100", "fp8", False] == []
+
+
+def test_a_measurement_as_printed_writes_where_the_same_plan_looks(tmp_path):
+    """In the user's environment of packages. Each measure.sh that was printed without them left its plan unmeasured."""
+    variables = {"NANOCHAT_BASE_DIR": str(tmp_path / "a base"), "VENV": str(tmp_path / "venv"), "GPU": "rtx5090"}
+    plan = planned(**variables, BASE_ARGS="--depth=26", QAT_METHOD="fp8", SEED="3")
+    line, run, _ = said(plan)["type"]
+    both = [
+        {word for word in shlex.split(text) if "=" in word and word.split("=")[0] in variables} for text in (line, run)
+    ]
+    assert both[0] == both[1] == {f"{name}={variables[name]}" for name in ("NANOCHAT_BASE_DIR", "VENV")}
+    unset = {k: v for k, v in os.environ.items() if k not in ("NANOCHAT_BASE_DIR", "OUT", "PARTS", "SEED")}
+    environment = unset | {"PLAN_ONLY": "1", "PY": "python"}
+    done = subprocess.run(["bash", "-c", line], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+    steps = shlex.split(done.stdout.splitlines()[-1])
+    assert Path(steps[steps.index("--json") + 1]) == plan.s.base_dir / "measurements/steps.json"
+    assert steps[steps.index("--depth") + 1] == "26"
 
 
 def test_a_row_of_the_users_own_is_said_as_it_was_registered(tmp_path):
