@@ -175,27 +175,28 @@ def layer_problem(device: torch.device, method: str | Recipe, layer: tuple[int, 
 
 
 def kernels_of(recipe: Recipe) -> list[tuple[Rounding, int]]:
-    """Returns the roundings of a method that have kernels, each with the group size of its rotation, sorted by name."""
+    """Returns the roundings of a method that kernels may compute, each with the group size of its rotation, sorted by
+    name."""
     gemms = [g for p in (recipe, recipe.final) for g in (p.output, p.grad_input, p.grad_weight)]
-    pairs = {(o.rounding, g.rht_dim) for g in gemms for o in (g.a, g.b) if o.rounding and o.rounding.has_kernels}
+    pairs = {(r, g.rht_dim) for g in gemms for r in (g.a.rounding, g.b.rounding) if r and (r.has_kernels or r.fp8)}
     pairs |= {(o.kept, 0) for g in gemms for o in (g.a, g.b) if o.kept}
     return sorted(pairs, key=lambda pair: (pair[0].name, pair[1]))
 
 
-def operands(device: torch.device, rounding: Rounding, rht_dim: int, x: torch.Tensor) -> dict[str, Quantized]:
+def operands(rounding: Rounding, rht_dim: int, x: torch.Tensor) -> dict[str, Quantized]:
     """The operands that a training step makes of x (M, N) with this rounding, by name. Training launches the same
     kernels: it makes both operands of a grad_output at once, and one operand from codes."""
-    seeds = {name: torch.tensor(NOISE[name], device=device) for name in ("seed", "rht_seed")}
+    seeds = {name: torch.tensor(NOISE[name], device=x.device) for name in ("seed", "rht_seed")}
     noise = NOISE | seeds | {"rht_dim": rht_dim}
     how = Quantization(rounding, **(noise if rounding.random or rht_dim else {}))
-    x = x.to(device)
-    if not rht_dim:
+    if not (rht_dim or rounding.fp8):
         kept = quantize_operand(x, how, keep_codes=True).without_cache()
         return {"the codes": kept, "the operand that the GEMM reads": quantize_operand(x, how)}
-    row, col = quantize_grad_output(x, how, how)
-    codes = quantize_operand(x, Quantization(ROUNDINGS["four_over_six"]), keep_codes=True).without_cache()
-    from_codes = quantize_operand(codes, how, transpose=True)
-    return {"a grad_output": row, "a transposed grad_output": col, "transposed codes": from_codes}
+    made = dict(zip(("a grad_output", "a transposed grad_output"), quantize_grad_output(x, how, how)))
+    if not rounding.fp8:
+        codes = quantize_operand(x, Quantization(ROUNDINGS["four_over_six"]), keep_codes=True).without_cache()
+        made["transposed codes"] = quantize_operand(codes, how, transpose=True)
+    return made
 
 
 def kernel_problem(device: torch.device, rounding: Rounding, rht_dim: int, shape: tuple[int, int]) -> str | None:
@@ -206,14 +207,14 @@ def kernel_problem(device: torch.device, rounding: Rounding, rht_dim: int, shape
     x, noise = uneven(shape), NOISE | {"rht_dim": rht_dim}
     where = f"{rounding.name}{f' after an RHT of {rht_dim}' if rht_dim else ''}, {shape[0]} x {shape[1]}"
     try:
-        made = operands(device, rounding, rht_dim, x)
+        made = operands(rounding, rht_dim, x.to(device))
     except Exception as error:
         return f"{where}: {one_line(error)[:200]}"
     codes = quantize_reference(x.float(), Quantization(ROUNDINGS["four_over_six"])).dequantize()
     for name, operand in made.items():
         source = codes if name == "transposed codes" else x.float()
         source = source.T if "transposed" in name else source
-        padded = torch.nn.functional.pad(source, (0, -source.shape[1] % (rht_dim or BLOCK)))
+        padded = torch.nn.functional.pad(source, (0, -source.shape[1] % (1 if rounding.fp8 else rht_dim or BLOCK)))
         want = quantize_reference(padded, Quantization(rounding, **noise)).dequantize()
         wrong = int((operand.dequantize().cpu() != want).sum())
         if wrong > (max(4 * BLOCK, 4 * TIPPED * want.numel()) if rht_dim else 0):  # A tipped scale changes its block.
@@ -229,10 +230,10 @@ def repeat_problem(
 
     A fence that a compiler has missed shows only in some launches, on a full GPU (triton#10590 on sm_100).
     """
-    x = uneven(shape)
+    x = uneven(shape).to(device)
     first: list[torch.Tensor] = []
     for i in range(times):
-        values = [operand.dequantize() for operand in operands(device, rounding, rht_dim, x).values()]
+        values = [operand.dequantize() for operand in operands(rounding, rht_dim, x).values()]
         first = first or values
         if not all(map(torch.equal, first, values)):
             return f"{rounding.name}, {shape[0]} x {shape[1]}: launch {i + 1} has other values than the first"

@@ -94,7 +94,7 @@ def compile_kernels(arch: int, methods: list[str], every_input: bool) -> list[di
     launched = compiled_instead_of_launched(arch)
     import _rows  # noqa: F401 - it registers the rows of tests
     from nvfp4_kernels.decode import decode, swizzle, transpose_square
-    from nvfp4_kernels.quantize import amax, quantize
+    from nvfp4_kernels.quantize import amax, quantize, quantize_both
     from nvfp4_kernels.relu_squared import quantize_relu_squared, relu_squared
 
     import nanochat_fp4 as nf
@@ -117,6 +117,7 @@ def compile_kernels(arch: int, methods: list[str], every_input: bool) -> list[di
     quantize(x, torch.ones(()), None, 0, *constants, False, 1, False, False, tiles, 448.0)
     for four in (False, True):
         quantize_relu_squared(x, seed, *constants, False, tiles, 448.0, four)
+    quantize_both(x, torch.ones(()))
     operand = torch.zeros(256, 128, dtype=torch.uint8), torch.zeros(256, 16, dtype=torch.float8_e4m3fn)
     if every_input or arch not in BLACKWELL:  # kernels that are the same everywhere
         decode(*operand)

@@ -186,6 +186,26 @@ def test_a_kernel_that_returns_wrong_codes(monkeypatch):
     assert "four_over_six" in failure() and "1 of " in failure() and "values of the codes" in failure()
 
 
+@pytest.mark.parametrize("name", ["a grad_output", "a transposed grad_output"])
+def test_one_wrong_byte_of_an_fp8_gradient(name, monkeypatch):
+    """In either layout, before training begins. The products' own check would not see it."""
+    use_interpreted_kernels(monkeypatch)
+    import nvfp4_kernels.quantize as kernels
+
+    real = kernels.quantize_both
+
+    def quantize_both(*args):
+        made = real(*args)
+        made["transposed" in name].view(torch.uint8)[3, 5] ^= 1
+        return made
+
+    monkeypatch.setattr(kernels, "quantize_both", quantize_both)
+    monkeypatch.setattr(doctor, "LAYER", (40, 32, 48))
+    assert doctor.layer_problem(DEVICE, "fp8") is None
+    with pytest.raises(UserError, match=f"1 of 1920 values of {name} differ"):
+        doctor.self_check(DEVICE, "fp8")
+
+
 OPERANDS = ["a grad_output", "a transposed grad_output", "transposed codes"]
 
 

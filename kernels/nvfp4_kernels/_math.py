@@ -29,9 +29,13 @@ E2M1_OVERFLOW = tl.constexpr(6.875)
 E4M3_MAX = tl.constexpr(448.0)
 TENSOR_SCALE_MIN = tl.constexpr(2.0**-116)
 E4M3_MIN_NORMAL = tl.constexpr(2.0**-6)
+E5M2_MAX = tl.constexpr(57344.0)
+E5M2_MIN_NORMAL = tl.constexpr(2.0**-14)
+FP8_AMAX_MIN = tl.constexpr(1e-30)  # This is quantizers.FP8_AMAX_MIN.
 ROUND_MAGIC = tl.constexpr(1.5 * 2.0**23)  # Its ulp is 1 on [2^23, 2^24): the sum's low bits are the rounded integer.
 E2M1_MAGIC = tl.constexpr(1.5 * 2.0**22)
 E4M3_MAGIC = tl.constexpr(1.5 * 2.0**20)
+E5M2_MAGIC = tl.constexpr(1.5 * 2.0**21)
 ERROR_MAGIC = tl.constexpr(48.0)  # Its ulp is 2^-18 on [32, 64). Squared errors are below 16.
 ERROR_MAGIC_BITS = tl.constexpr(0x42400000)
 PRODUCT_MAGIC = tl.constexpr(192.0)  # Its ulp is 2^-16 on [128, 256). Products are below 64.
@@ -217,6 +221,39 @@ def to_e4m3(x, HARDWARE: tl.constexpr):
     q = tl.fma(e, -E4M3_MAGIC, tl.fma(e, E4M3_MAGIC, magnitude))
     byte = tl.where(x == x, bits(q * 2.0**-120) >> 20, 0x7F)
     return (byte | ((bits(x) >> 24) & 0x80)).to(tl.uint8)
+
+
+@triton.jit
+def to_e5m2(x):
+    """Rounds float32 to the nearest E5M2 number. Numbers beyond the largest one are clipped, and NaN stays NaN.
+    Triton's interpreter truncates when it converts, so there x is rounded before."""
+    x = tl.minimum(tl.maximum(x, -E5M2_MAX, propagate_nan=tl.PropagateNan.ALL), E5M2_MAX, tl.PropagateNan.ALL)
+    if INTERPRETED:
+        e = tl.maximum(power_of_two_floor(x), E5M2_MIN_NORMAL)
+        magnitude = tl.fma(e, -E5M2_MAGIC, tl.fma(e, E5M2_MAGIC, tl.abs(x)))
+        x = from_bits(bits(magnitude) | (bits(x) & (-1 << 31)))
+    return x.to(tl.float8e5)
+
+
+@triton.jit
+def e5m2_both_ways(x):
+    """Rounds x (4, G, C), which has the four rows of each group, to E5M2. Returns the numbers, and their transpose in
+    words, int32 (1, G, C): the numbers of a group's column, the first row's in the lowest byte.
+
+    A tile is then transposed in words. Transposed in single bytes it waits for shared memory four times as often.
+    """
+    codes = to_e5m2(x)
+    byte = codes.to(tl.uint8, bitcast=True).to(tl.int32)
+    if not INTERPRETED:  # ptxas 12.8 crashes on words that are made of bytes. A code is the upper byte of an FP16.
+        byte = (codes.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32) >> 8) & 0xFF
+    return codes, tl.sum(byte << (tl.arange(0, 4) * 8)[:, None, None], axis=0, keep_dims=True)
+
+
+@triton.jit
+def fp8_factor(amax, LARGEST: tl.constexpr):
+    """Returns what a tensor with this amax is multiplied by before it is rounded to FP8 numbers up to LARGEST. The
+    reference divides in FP64 and rounds to FP32. For FP32 operands this gives the quotient that is rounded once."""
+    return tl.where(amax < FP8_AMAX_MIN, LARGEST / FP8_AMAX_MIN, tl.math.div_rn(LARGEST, amax))
 
 
 @triton.jit

@@ -20,9 +20,6 @@ import triton.language as tl
 
 from nvfp4_kernels import _math as m
 
-E5M2_MAX = tl.constexpr(57344.0)
-E5M2_MIN_NORMAL = tl.constexpr(2.0**-14)
-E5M2_MAGIC = tl.constexpr(1.5 * 2.0**21)  # The magic number (_math.py) of the spacing e / 4.
 LN2 = tl.constexpr(math.log(2))
 ROW_BLOCK = 4096  # The elements of a row that a program processes at a time.
 TILE = 128  # The rows, and the columns, of a tile of codes.
@@ -45,17 +42,6 @@ def gradient(x, is_target, logsumexp, weight, SCALE: tl.constexpr, CAP: tl.const
     """Returns the gradient of weight * loss with respect to logits x. logsumexp is a logarithm to base two."""
     r = sigmoid(x, SCALE)
     return (tl.exp2(capped(r, CAP) - logsumexp) - tl.where(is_target, 1.0, 0.0)) * (4.0 * r * (1.0 - r)) * weight
-
-
-@triton.jit
-def to_e5m2(x):
-    """Rounds x to the nearest E5M2 number. Numbers beyond the largest one are clipped. Triton's interpreter truncates
-    when it converts, so there x is rounded before."""
-    x = tl.minimum(tl.maximum(x, -E5M2_MAX, propagate_nan=tl.PropagateNan.ALL), E5M2_MAX, tl.PropagateNan.ALL)
-    if m.INTERPRETED:
-        e = tl.maximum(m.power_of_two_floor(x), E5M2_MIN_NORMAL)
-        x = tl.fma(e, -E5M2_MAGIC, tl.fma(e, E5M2_MAGIC, x))
-    return x.to(tl.float8e5)
 
 
 @triton.jit
@@ -105,7 +91,7 @@ def gradient_codes_kernel(
     x = tl.load(logits_ptr + row[:, None] * columns + column[None, :], mask=counts, other=0.0).to(tl.float32)
     is_target = target[:, None] == column[None, :]
     grad = tl.where(counts, gradient(x, is_target, logsumexp[:, None], weight[:, None], SCALE, CAP), 0.0)
-    codes = to_e5m2(grad)
+    codes = m.to_e5m2(grad)
     tl.store(codes_ptr + row[:, None] * columns + column[None, :], codes, mask=inside)
     tl.store(transposed_ptr + column[:, None] * rows + row[None, :], tl.trans(codes), mask=tl.trans(inside))
 

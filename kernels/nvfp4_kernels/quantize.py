@@ -4,7 +4,8 @@ A first pass finds the amax. A second one makes codes, scales and, if wanted, th
 stochastic. Scales are static, those of Four-over-Six, or searched. Blocks are 1x16 or 16x16. The arithmetic is that of
 nanochat_fp4.nvfp4.quantizers.search_scales, bit for bit.
 
-The same pass makes E4M3 numbers with one scale for the tensor, for a forward product in 8 bits.
+The same pass makes E4M3 numbers with one scale for the tensor, for a forward product in 8 bits. Gradients of 8 bits are
+made in E5M2 by a kernel of their own (quantize_both), with their transpose.
 
 Per BF16 element the first pass reads 2 bytes. The second one reads 2 bytes and writes 0.5625 for codes and scales, and
 2 more for the BF16 values, or 1 for the E4M3 numbers.
@@ -20,7 +21,7 @@ import triton.language as tl
 from nvfp4_kernels import _math as m
 from nvfp4_kernels._ops import NO_FUSION, empty_scales, is_captured, operator
 
-FP8_AMAX_MIN = tl.constexpr(1e-30)  # This is quantizers.FP8_AMAX_MIN.
+GROUPS, COLUMNS = tl.constexpr(32), tl.constexpr(128)  # of a tile of quantize_both_kernel
 
 
 @triton.jit
@@ -169,9 +170,7 @@ def quantize_kernel(
         if tl.program_id(0) == 0:
             tl.store(tensor_scale_ptr, tensor_scale)
         if EIGHT > 0:
-            # The reference divides in FP64 and rounds to FP32. For FP32 operands this gives the quotient that is
-            # rounded once.
-            factor = tl.where(whole < FP8_AMAX_MIN, EIGHT / FP8_AMAX_MIN, tl.math.div_rn(EIGHT, whole))
+            factor = m.fp8_factor(whole, EIGHT)
             if tl.program_id(0) == 0:
                 tl.store(number_scale_ptr, tl.math.div_rn(1.0, factor))
         inverse_tensor_scale = tl.math.div_rn(1.0, tensor_scale)
@@ -217,6 +216,24 @@ def quantize_kernel(
             line = first + ((k % 4 * (NB // 64) + k // 4) * 16)[:, None] + tl.arange(0, 16)[None, :]
             element = line[:, :, None] * 16 + tl.arange(0, 16)[None, None, :]
             tl.store(decoded_ptr + element, value.to(tl.bfloat16), mask=(line < blocks)[:, :, None])
+
+
+@triton.jit
+def quantize_both_kernel(x_ptr, amax_ptr, codes_ptr, words_ptr, tensor_scale_ptr, groups, columns):
+    """Makes one tile of x in E5M2, and the same tile of its transpose (columns, 4 groups) in words."""
+    factor = m.fp8_factor(m.from_bits(tl.load(amax_ptr)), m.E5M2_MAX)
+    if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
+        tl.store(tensor_scale_ptr, tl.math.div_rn(1.0, factor))
+    group, column = tl.program_id(1) * GROUPS, tl.program_id(0) * COLUMNS
+    first = group.to(tl.int64) * 4 * columns + column
+    row, g = tl.arange(0, 4)[:, None, None], tl.arange(0, GROUPS)[None, :, None]
+    c = tl.arange(0, COLUMNS)[None, None, :]
+    inside = (group + g < groups) & (column + c < columns)
+    at = first + (g * 4 + row) * columns + c
+    x = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    codes, words = m.e5m2_both_ways(x * factor)
+    tl.store(codes_ptr + at, codes, mask=inside)
+    tl.store(words_ptr + column.to(tl.int64) * groups + group + c * groups + g, words, mask=inside)
 
 
 @triton.jit
@@ -570,6 +587,37 @@ def _(
     tiles=False, eight=0.0,
 ):  # fmt: skip
     return empty_results(x, decode, per_token, tiles, eight, True)
+
+
+@operator("quantize_both(Tensor x, Tensor? amax) -> (Tensor, Tensor, Tensor)")
+def quantize_both(x: torch.Tensor, amax: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Rounds x to E5M2 with one scale, for both products of a gradient. Returns (codes, transposed, tensor_scale).
+
+    x:            FP32 or BF16 (R, C), R a multiple of 4 and C of 16
+    amax:         max |x|, () in FP32 or x's dtype. With None it is found first.
+    codes:        float8_e5m2 (R, C), x / tensor_scale
+    transposed:   float8_e5m2 (C, R)
+    tensor_scale: float32 ()
+    Per BF16 element it reads 2 bytes and writes 1 + 1. Raises ValueError for another shape or dtype of x.
+    """
+    check(x, 1)
+    if x.shape[0] % 4:
+        raise ValueError(f"nvfp4::quantize_both: got {x.shape[0]} rows, expected a multiple of 4; pad them with zeros")
+    x = x.contiguous()
+    amax = amax_bits(x) if amax is None else amax.float().view(torch.int32)
+    codes, transposed, tensor_scale = empty_both(x)
+    groups, columns = x.shape[0] // 4, x.shape[1]
+    # Without rows one program still writes the scale.
+    grid = max(1, triton.cdiv(columns, COLUMNS.value)), max(1, triton.cdiv(groups, GROUPS.value))
+    results = codes, transposed.view(torch.int32), tensor_scale
+    quantize_both_kernel[grid](x, amax, *results, groups, columns, num_warps=8, **NO_FUSION)
+    return codes, transposed, tensor_scale
+
+
+@quantize_both.register_fake
+def empty_both(x, amax=None):
+    codes, transposed = (x.new_empty(shape, dtype=torch.float8_e5m2) for shape in (x.shape, x.shape[::-1]))
+    return codes, transposed, x.new_empty((), dtype=torch.float32)
 
 
 def check(x: torch.Tensor, block_rows: int) -> None:

@@ -219,7 +219,12 @@ def quantize_grad_output(
     """
     if for_dgrad is not None and for_wgrad is not None:
         a, b = for_dgrad.rounding, for_wgrad.rounding
-        if a and a == b and a.fp8:
+        if a and a == b and a.fp8 and not (for_dgrad.rht_dim or for_wgrad.rht_dim):
+            if a.element == "e5m2" and not e.shape[0] % 4 and dispatch.use_kernels(e.device):
+                from nvfp4_kernels.quantize import quantize_both
+
+                row, col, scale = quantize_both(e, amax_of(e, for_dgrad))
+                return Quantized(row, None, scale, length=e.shape[1]), Quantized(col, None, scale, length=e.shape[0])
             quantized = quantize_operand(e, for_dgrad)
             return quantized, quantized.transposed()
         kernels = a and b and a.has_kernels and b.has_kernels and a.block_rows == b.block_rows == 1
@@ -250,22 +255,16 @@ def quantize_rows(x: Tensor, how: Quantization, squared: Tensor | None = None) -
     from nvfp4_kernels.quantize import quantize
     from nvfp4_kernels.relu_squared import quantize_relu_squared
 
-    fp8, r, amax = how.rounding.fp8, how.kept or how.rounding, how.amax
+    fp8, r = how.rounding.fp8, how.kept or how.rounding
     constants, eight = (r.grid_max, r.scale_cap, list(r.candidates)), how.rounding.grid_max if fp8 else 0.0
     decode = not fp8 and (how.per_token or dispatch.native_gemm(x.device.type) is None)
     if squared is not None:
         made = quantize_relu_squared(x, squared, *constants, decode, how.tiles, eight, not r.fp8)
     else:
-        if amax is None and not how.per_token and torch.compiler.is_compiling():
-            # A compiler fuses this with the kernel that makes x, such as a norm. It finds the maximum before x is
-            # rounded to BF16, and rounds it: to the bit the maximum of the rounded x, for rounding keeps the order.
-            amax = x.abs().amax(-1).amax()
-        if how.largest is not None:
-            if amax is None:
-                amax = x.abs().amax(-1) if how.per_token else largest_magnitude(x)
-            amax = how.largest(amax.float())
         layout = decode, how.per_token, how.tiles and not how.per_token
-        made = quantize(x, amax, how.seed, how.stream, *constants, r.stochastic, r.block_rows, *layout, eight)
+        made = quantize(
+            x, amax_of(x, how), how.seed, how.stream, *constants, r.stochastic, r.block_rows, *layout, eight
+        )
     codes, scales, tensor_scale, decoded, numbers, number_scale, *kept = made
     four = Quantized(codes, scales, tensor_scale, decoded if decode else None, x.shape[1], r.block_rows == BLOCK)
     if not fp8:
@@ -273,13 +272,15 @@ def quantize_rows(x: Tensor, how: Quantization, squared: Tensor | None = None) -
     return Quantized(numbers, tensor_scale=number_scale, length=x.shape[1], kept=None if r.fp8 else four), kept
 
 
-def largest_magnitude(x: Tensor) -> Tensor:
-    """Returns max |x|, float32 ()."""
-    if dispatch.use_kernels(x.device):
-        from nvfp4_kernels.quantize import amax
-
-        return amax(x)
-    return x.abs().amax().float()
+def amax_of(x: Tensor, how: Quantization) -> Tensor | None:
+    """Returns the amax that x (R, K) is scaled by, or None if a kernel finds it by a pass of its own."""
+    amax, fused = how.amax, torch.compiler.is_compiling() and not how.per_token
+    if amax is None and (fused or how.largest is not None):
+        # A compiler fuses this with the kernel that makes x, such as a norm. It finds the maximum before x is rounded
+        # to BF16, and rounds it: to the bit the maximum of the rounded x, for rounding keeps the order.
+        amax = x.abs().amax(-1)
+        amax = amax if how.per_token else amax.amax()
+    return amax if how.largest is None else how.largest(amax.float())
 
 
 def _rotate_quantize(
@@ -304,17 +305,16 @@ def _rotate_quantize(
     codes = isinstance(value, Quantized)
     source = (value.codes, value.scales, value.tensor_scale) if codes else (value, None, None)
     tensors = iter(rotate_quantize(*source, *described(row), *described(col), (row or col).largest))
-    results: list[Quantized | None] = []
-    for how in (row, col):
+
+    def operand(how: Quantization | None) -> Quantized | None:
         if how is None:
-            results.append(None)
-        elif not emulated:
-            results.append(Quantized(next(tensors), next(tensors), next(tensors)))
-        else:
-            # MS-EDEN's tensor_scale is a power of two and is contained in the values.
-            decoded, tensor_scale = next(tensors), None if how.rounding.ms_eden else next(tensors)
-            results.append(Quantized(decoded=decoded, tensor_scale=tensor_scale))
-    return results[0], results[1]
+            return None
+        if not emulated:
+            return Quantized(next(tensors), next(tensors), next(tensors))
+        # MS-EDEN's tensor_scale is a power of two and is contained in the values.
+        return Quantized(decoded=next(tensors), tensor_scale=None if how.rounding.ms_eden else next(tensors))
+
+    return operand(row), operand(col)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -28,8 +28,9 @@ to 1, so that such a scale is rounded with little noise. If tensor_scale were am
 be 5% to 12% larger. Algorithm 1 to the letter aligns the scales, rounds them to E4M3, and then corrects them. Both
 forms have the same error, as a test shows.
 
-FP8 has only tensor_scale, no quantization kernel, and a GEMM of its own. Formats of other systems, such as MXFP4, are
-functions that a user registers (roundings.Rounding.quantize). Both run as PyTorch on every machine.
+FP8 has only tensor_scale, and a GEMM of its own. Kernels make gradients, and tensors that are also kept in 4 bits. All
+others are made by PyTorch, as are formats of other systems, such as MXFP4: functions that a user registers
+(roundings.Rounding.quantize).
 
 Bit-exactness. The kernels compute the same FP32 operations as this reference. There is one division for each block, and
 elements are multiplied by its result. Sums over a block are computed in fixed point (`_fixed_sum`), so that they do not

@@ -44,7 +44,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from nanochat_fp4.nvfp4.epilogue import groups_of
 from nanochat_fp4.nvfp4.format import BLOCK, TILE_ROWS
-from nanochat_fp4.nvfp4.gemm import Quantized, largest_magnitude, quantize_operand
+from nanochat_fp4.nvfp4.gemm import Quantized, quantize_operand
 from nanochat_fp4.nvfp4.layer import QuantLinear
 
 
@@ -233,7 +233,8 @@ class _Shards:
         of_layer: dict[QuantLinear, torch.Tensor] = {}
         for ranks in dict.fromkeys(s.group for s in shards):
             of_ranks = [s for s in shards if s.group is ranks]
-            amaxes = torch.stack([largest_magnitude(s.local).view(torch.int32) for s in of_ranks])
+            amaxes = torch.stack([torch.linalg.vector_norm(s.local, torch.inf) for s in of_ranks])
+            amaxes = amaxes.float().view(torch.int32)
             dist.all_reduce(amaxes, op=dist.ReduceOp.MAX, group=ranks)
             of_layer |= zip((s.layer for s in of_ranks), amaxes.unbind())
         for group in groups_of(self.model):

@@ -159,3 +159,15 @@ def test_fp8_tensor_cores_sum_relu_squared_exactly(method):
     for gradients in (True, False):
         with torch.set_grad_enabled(gradients):
             assert relative_square_error(relu_squared_linear(x, layer).double(), a @ b.T) <= 1e-5
+
+
+def test_gradients_in_fp8_may_be_rotated():
+    """Each along the dimension that its own product contracts, so one is not the other's transpose."""
+    gemms = {
+        name: nf.Gemm(nf.Operand("e5m2"), nf.Operand("e4m3"), rht_dim=128) for name in ("grad_input", "grad_weight")
+    }
+    layer = nf.QuantLinear(128, 256, method=nf.Recipe("rotated_fp8", **gemms))
+    x, e = torch.randn(256, 128, requires_grad=True), torch.randn(256, 256)
+    layer(x).backward(e)
+    assert relative_square_error(x.grad, e @ layer.weight.detach()) < 0.01
+    assert relative_square_error(layer.weight.grad, e.T @ x.detach()) < 0.01
