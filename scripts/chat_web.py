@@ -113,7 +113,9 @@ def load(args: argparse.Namespace, device: torch.device) -> tuple[Any, dict]:
             yield
 
     contexts = {"nvfp4": lambda: forward(True), "bf16": lambda: forward(False)}
-    precisions = {"nvfp4": f"NVFP4 ({method})", "bf16": "BF16"}
+    output = nf.get_recipe(method).final.output
+    kinds = {"FP8" if r.fp8 else r.function or "NVFP4" for r in (output.a.rounding, output.b.rounding) if r}
+    precisions = {"nvfp4": f"{' and '.join(sorted(kinds)) or 'BF16'} ({method})", "bf16": "BF16"}
     if args.precision != "both":
         contexts, precisions = ({args.precision: d[args.precision]} for d in (contexts, precisions))
     with forward("nvfp4" in contexts):

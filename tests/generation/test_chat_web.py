@@ -533,6 +533,18 @@ def test_a_model_without_4_bits_has_no_nvfp4_forward(monkeypatch, tokenizer):
         chat_web.main(["--precision=nvfp4", "--device-type=cpu"])
 
 
+@pytest.mark.parametrize(
+    "method, label", [("clover", "NVFP4"), ("nvidia", "NVFP4"), ("clover_fp8_forward", "FP8"), ("fp8", "FP8")]
+)
+def test_the_page_names_the_format_of_the_forward(monkeypatch, tokenizer, method, label):
+    model = GPT(GPTConfig(sequence_len=8, vocab_size=320, n_layer=1, n_head=1, n_kv_head=1, n_embd=32))
+    meta = {"step": 1, "user_config": {"method": method}, "model_tag": "d1"}
+    monkeypatch.setattr("nanochat_fp4.training.load_model.load_model", lambda *_: (model, tokenizer, meta))
+    worker, info = chat_web.load(chat_web.parse_args(["--device-type=cpu", "--dtype=float32"]), torch.device("cpu"))
+    worker.thread.shutdown()
+    assert info["precisions"] == {"nvfp4": f"{label} ({method})", "bf16": "BF16"}
+
+
 @pytest.mark.parametrize("host, says", [("127.0.0.1", False), ("0.0.0.0", True)])
 def test_a_port_that_is_taken_and_a_host_that_is_not_checked_are_one_line(monkeypatch, capsys, tokenizer, host, says):
     worker = Worker(Engine(Says(tokenizer, "x"), tokenizer))
