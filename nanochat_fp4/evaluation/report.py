@@ -248,7 +248,8 @@ def runs_table(runs: list[dict]) -> list[str]:
 
 
 EMULATION = "- tokens/s: this machine emulates products of few bits, so the speed says nothing of a GPU that has them\n"
-SCATTER = "- gap: of one seed; two runs of one seed differ by 0.4% on a small CPU run, by 0.1% at 160M tokens (d6)\n"
+# Of clover in d6_mixed and d6_fp8_forward, and in d4_40m. One seed gives the same bits again on a CPU (reliability.md).
+SCATTER = "- gap: of one seed; clover's of nine lie 0.3 points apart at d6 (160M tokens), of four 1.3 at d4 (40M)\n"
 EXPLANATIONS = """\
 - val BPB: bits per byte of the validation text (val tokens of it) with the forward pass of the method; lower is better.
 - gap: increase of val BPB over the BF16 run of the same configuration (`COMPARE=1`), on one text, by one tokenizer and

@@ -7,6 +7,7 @@ import re
 import time
 from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
 import torch
 
@@ -236,9 +237,21 @@ def test_no_gap_between_runs_of_different_text_tokenizer_or_tokens(base_dir, fol
 
 def test_the_scatter_of_a_gap_is_said_below_the_table_on_the_terminal_too(base_dir, folder, capsys):
     make_run(base_dir, "base", "bf16", 1.25)
-    assert generated(folder).count("0.4%") == capsys.readouterr().out.count("0.4%") == 0
-    make_run(base_dir, "other", "clover", 1.275)
-    assert generated(folder).count("0.4%") == capsys.readouterr().out.count("0.4%") == 1
+    for said in (0, 1):
+        assert generated(folder).count("of one seed") == capsys.readouterr().out.count("of one seed") == said
+        make_run(base_dir, "other", "clover", 1.275)
+
+
+def test_the_scatter_of_a_gap_is_that_of_the_stored_runs():
+    """The largest gap of clover less the smallest one, in points, among seeds of one size and text."""
+    runs = pq.read_table(Path(__file__).parents[2] / "lab/results/runs.parquet").to_pylist()
+    found = re.findall(r"(\w+)(?: lie)? (\d\.\d) (?:points apart )?at (d\d) \((\d+)M", report.SCATTER)
+    for (count, apart, size, tokens), studies in zip(found, (("d6_mixed", "d6_fp8_forward"), ("d4_40m",)), strict=True):
+        of = {m: {r["seed"]: r for r in runs if r["study"] in studies and r["label"] == m} for m in ("bf16", "clover")}
+        gaps = [100 * (run["val_bpb"] / of["bf16"][seed]["val_bpb"] - 1) for seed, run in of["clover"].items()]
+        assert len(gaps) == {"nine": 9, "four": 4}[count] and f"{max(gaps) - min(gaps):.1f}" == apart
+        same = {(run["size"], round(run["tokens"] / 1e6)) for run in of["clover"].values()}
+        assert same == {(size, int(tokens))}
 
 
 def test_the_terminal_ends_with_the_runs_of_the_newest_command(base_dir, folder, capsys, monkeypatch):
