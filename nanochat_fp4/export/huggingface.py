@@ -60,6 +60,14 @@ class Rows(NamedTuple):
 Places = Mapping[str, list[Rows]]  # the name of a file's tensor -> its parts
 
 
+def folder_of(function: str, model: nn.Module, folder: str | Path) -> Path:
+    """The folder that a public function was given after the model. Raises UserError for arguments of other types."""
+    if not isinstance(model, nn.Module) or not isinstance(folder, str | Path):
+        got = f"{type(model).__name__} and {type(folder).__name__}"
+        raise UserError(f"{function}: got {got}, expected a model and then the folder; swap the two or name both")
+    return Path(folder).expanduser()
+
+
 def describe(model: GPT | Llama) -> tuple[dict[str, Any], Places]:
     """Returns config.json, without the entries of the format and the tokenizer, and the places of the file's tensors in
     one of this project's models.

@@ -52,10 +52,11 @@ def load_quantized(model: M, folder: str | Path, device: torch.device | str = "c
     Traceback (most recent call last):
     nanochat_fp4.cli.UserError: ...nowhere...
     """
-    if not isinstance(model, nn.Module) or not isinstance(folder, str | Path):
-        got = f"{type(model).__name__} and {type(folder).__name__}"
-        raise UserError(f"load_quantized: got {got}, expected a model and then the folder; swap the two or name both")
-    folder = Path(folder).expanduser()
+    folder = huggingface.folder_of("load_quantized", model, folder)
+    if folder.is_file():
+        raise UserError(f"load_quantized: {folder} is a file; pass its folder, {folder.parent}")
+    if any(hasattr(layer, "quantization_scheme") for layer in model.modules()):
+        raise UserError("compressed-tensors has read this model; build it without quantization_config (from_config)")
     own = isinstance(model, GPT | Llama)
     if hasattr(model, "tie_weights") and any(p.is_meta for p in model.parameters()):
         model.tie_weights()  # accelerate.init_empty_weights() gives two names of a parameter two parameters.

@@ -122,19 +122,19 @@ def save_quantized(
     Traceback (most recent call last):
     nanochat_fp4.cli.UserError: save_quantized: Linear is no model of transformers; ...
     """
+    out = huggingface.folder_of("save_quantized", model, folder).resolve()
     if dtype not in DTYPES:
         raise UserError(f"save_quantized: dtype is {dtype!r}, expected one of {', '.join(map(str, DTYPES))}")
     if tokenizer is not None and not hasattr(tokenizer, "save_pretrained"):
         raise UserError(f"save_quantized: tokenizer is a {type(tokenizer).__name__}, expected one of transformers")
     batches = [*calibration] if isinstance(calibration, Iterable) and not isinstance(calibration, Tensor) else []
     if calibration is not None and not batches:
-        got = one_line(repr(calibration))[:60]
-        raise UserError(f"save_quantized: calibration is {got}, expected a list of token ids (B, T), or None")
+        got = type(calibration).__name__
+        raise UserError(f"save_quantized: calibration is a {got}, expected a list with token ids (B, T), or None")
     model = getattr(model, "_orig_mod", model)  # The model inside of torch.compile's module.
     for problem in _problems(model, batches):
         raise UserError(f"save_quantized: {problem}")
     require("filelock", "safetensors")
-    out = Path(folder).expanduser().resolve()
 
     def write() -> list[str]:
         with new_export(out, overwrite) as part:  # This refuses a wrong folder before minutes of work.
@@ -151,11 +151,11 @@ def save_quantized(
 
 def _problems(model: nn.Module, batches: Sequence[Tensor]) -> Iterator[str]:
     """Yields what of a model, or of its calibration text, cannot be written in this format."""
-    if not isinstance(model, nn.Module) or not hasattr(getattr(model, "config", None), "to_json_string"):
+    if not hasattr(getattr(model, "config", None), "to_json_string"):
         yield f"{type(model).__name__} is no model of transformers; scripts.export writes nanochat_fp4's"
         return
     if conv1d := [n for n, m in model.named_modules() if isinstance(m, QuantConv1D) and m.quantizes]:
-        yield f"{some(conv1d)}: no Conv1D in compressed-tensors; skip them, or use model.save_pretrained (unquantized)"
+        yield f"{some(conv1d)}: no Conv1D in compressed-tensors; model.save_pretrained writes them, unquantized"
     embeddings = {id(m.weight): n for n, m in model.named_modules() if isinstance(m, nn.Embedding)}
     for name, layer in model.named_modules():
         if hasattr(layer, "base_layer"):  # A layer of peft.

@@ -77,11 +77,10 @@ def forward_weights(model: nn.Module, share_scales: bool = True) -> tuple[dict[s
     groups = [group for group in groups if group[0] not in shared] + together
     operands = [quantized_weight(group) for group in groups]
     if not groups or any(operand is None for operand in operands):
-        problem = "this model was not converted"
+        problem = "this model was not converted; convert it first"
         if hasattr(model, "nf_report"):
-            method = model.nf_report.recipe.name
-            problem = f"the method {method} has no quantized weights that are the same in each forward pass"
-        raise UserError(f'{problem}; convert it first, for example nf.convert(model, "clover")')
+            problem = f"{model.nf_report.recipe.name} has no codes that are the same in each pass; convert to another"
+        raise UserError(f'{problem}, for example nf.convert(model, "clover")')
     found = {}
     for layers, operand in zip(groups, operands):
         if operand.is_fp8 and operand.codes.dtype == torch.float8_e4m3fn:

@@ -96,18 +96,19 @@ SAVES = [
     (converted, {"tokenizer": "folder"}, "tokenizer"),
     (converted, {"calibration": [{"input_ids": torch.zeros(1, 4, dtype=INT)}]}, "dict"),
     (converted, {"calibration": [torch.zeros(4, dtype=INT)]}, r"\(4,\)"),
+    (converted, {"calibration": torch.zeros(1, 4, dtype=INT)}, "calibration is a Tensor, expected a list with"),
     (converted, {"calibration": [torch.zeros(1, 4)]}, "torch.float32"),
     (converted, {"calibration": [torch.full((1, 4), 50)]}, "50"),
     (converted, {"calibration": [torch.full((1, 4), -1)]}, "-1"),
     (converted, {"calibration": [torch.zeros(0, 4, dtype=INT)]}, "no layer"),
     (lambda: nn.Linear(16, 16), {}, "Linear"),
     (Foreign, {}, "not converted.*nf.convert"),
-    (lambda: nf.convert(Foreign(), "bf16", verbose=False), {}, "bf16"),
+    (lambda: nf.convert(Foreign(), "bf16", verbose=False), {}, "bf16 has no .*; convert to another"),
     (lambda: nf.convert(Foreign(), random_forward(), verbose=False), {}, "mine"),
     (lambda: nf.convert(Mixture(), "clover", verbose=False), {}, "Mixture"),
     (with_adapter, {}, "merge_and_unload"),
     (with_tied_head_in_4_bits, {}, "layers.0 "),
-    (with_conv1d, {}, "layers.0, layers.1: no Conv1D.*save_pretrained"),
+    (with_conv1d, {}, "layers.0, layers.1: no Conv1D in compressed-tensors; model.save_pretrained"),
     (on_meta, {}, "meta"),
     (divided, {}, "layers.1.weight "),
     (poked("layers.0.weight", torch.nan), {}, "layers.0.weight "),
@@ -132,9 +133,10 @@ def test_a_folder_that_is_there_names_the_argument_that_replaces_it(tmp_path):
     refused(lambda: nf.save_quantized(converted(), tmp_path), "overwrite=True")
 
 
-def test_swapped_arguments_of_load_quantized_are_named(tmp_path):
-    refused(lambda: nf.load_quantized(str(tmp_path), Foreign()), "str and Foreign")
-    refused(lambda: nf.load_quantized(Foreign(), Foreign()), "Foreign and Foreign")
+@pytest.mark.parametrize("function", [nf.save_quantized, nf.load_quantized])
+def test_swapped_or_missing_arguments_are_named(tmp_path, function):
+    refused(lambda: function(str(tmp_path), converted()), f"{function.__name__}: got str and Foreign")
+    refused(lambda: function(converted(), None), f"{function.__name__}: got Foreign and NoneType")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -226,6 +228,17 @@ def test_load_quantized_refuses_damaged_files(saved, tmp_path, damage):
     path.write_bytes(damage(path.read_bytes()))
     refused(lambda: nf.load_quantized(Foreign(), path.parent), "safetensors")
     refused(lambda: nf.load_quantized(Foreign(), tmp_path / "nowhere"), "is not there")
+
+
+def test_a_model_that_transformers_read_in_few_bits_names_how_to_build_it(saved):
+    """Its layers have codes in the place of weights, and in FP8 a scale beside them."""
+    model = converted()
+    model.layers[0].quantization_scheme = object()  # compressed-tensors sets it
+    refused(lambda: nf.load_quantized(model, saved), "compressed-tensors.*from_config")
+
+
+def test_a_file_in_the_place_of_its_folder_is_named(saved):
+    refused(lambda: nf.load_quantized(Foreign(), saved / "model.safetensors"), f"is a file.*{saved}$")
 
 
 def test_load_quantized_refuses_two_files_of_weights(saved, tmp_path):
