@@ -21,7 +21,7 @@ import shutil
 import textwrap
 import time
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -757,9 +757,10 @@ def facts(plan: Plan, numbers: bool) -> Iterator[tuple[str, str]]:
     yield from (("set by you", f"{k}={v} (default: {s.defaults[k] or 'none'})") for k, v in s.changed.items())
     every = "  ".join(f"{k}={shlex.quote(str(v))}" for k, v in s.values.items() if v != "")
     yield "numbers", every if numbers else "PLAN_ONLY=all prints those that can be set"
-    yield from which(plan)
-    yield "type", s.command(f"nanochat-fp4 {s.run}" if INSTALLED else f"bash {s.run}_fp4.sh", RUN)
-    yield "type", "the same command goes on after an interruption"
+    own = yield from which(plan)
+    yield "type", s.command(f"nanochat-fp4 {s.run}" if INSTALLED else f"bash {s.run}_fp4.sh", RUN, **own)
+    without = "; without QAT_METHOD it is clover, the paper's" if card and not s.environment.get("QAT_METHOD") else ""
+    yield "type", f"typed again it goes on where it stopped{without}"
 
 
 def how_long(plan: Plan) -> Iterator[str]:
@@ -818,15 +819,15 @@ def of_memory(s: Settings, base: Base) -> Iterator[str]:
         yield f"{base.label}it takes {' '.join(way.flags)}; {others}"
 
 
-def which(plan: Plan) -> Iterator[tuple[str, str]]:
-    """Which method to take, in one line and one number, and what to type for it."""
+def which(plan: Plan) -> Generator[tuple[str, str], None, dict[str, str]]:
+    """Which method to take, in one line and one number. Returns the variable that takes it."""
     s, card, rival = plan.s, plan.s.card, "clover_fp8_forward"
     recipe, asked = nf.get_recipe(s.method), s.environment.get("QAT_METHOD")
     about = f"{s.method}: {recipe.summary}" if recipe.summary else str(recipe)  # A row of the user's may have no words.
     yield "method", about if asked else "clover is the default because it is the paper's"
     if card is None:
         yield "method", "a CPU emulates 4 bits: a small run shows that everything works, and ranks no method"
-        return
+        return {}
     yield "method", f"gap at d6, %: {CARDS['gap']}"
     here = {method: of for method, of in speeds(s, plan.bases[0]).items() if not of["runs"]}
     needed = min(CARDS["R"], key=lambda of: abs(math.log(of["weights"] / plan.bases[0].weights)))["ratio"][1]
@@ -841,10 +842,13 @@ def which(plan: Plan) -> Iterator[tuple[str, str]]:
         take += f" makes {now:.3f} times {best}'s tokens/s here (d{here[rival]['depth']}), and needs {needed:.3f}"
     yield "method", f"take {take}" if advised else "no method is advised, because GPU names no card of cards.json"
     if not measured:
-        measure = s.command("bash dev/measure.sh  # 20 minutes, for plans", EXPORTED, DEPTH=plan.bases[0].args.depth)
+        measure = s.command(
+            "bash dev/measure.sh  # 20 minutes at most; its plan decides", EXPORTED, DEPTH=plan.bases[0].args.depth
+        )
         yield "method" if known else "type", measure
-    if advised and s.method not in advised:
-        yield "type", f"QAT_METHOD={' or '.join(advised)} before the same command trains the advised row"
+    # Who names a method, or is at work on a run, goes on with it. COMPARE=1 trains bf16 as well.
+    is_open = not asked and s.plan_only and not plan.bases[0].done and not set(advised) <= set(s.methods)
+    return {"QAT_METHOD": advised[0]} if is_open and (known or measured) else {}
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -392,20 +392,37 @@ def test_one_line_and_one_number_say_which_method_to_take(timed, monkeypatch, ba
     )
 
 
-def test_what_to_type_names_the_advised_row_and_what_to_measure_first(timed, monkeypatch, base_dir, tmp_path):
-    """Where the advice depends on a measurement and there is none; nothing is said to those who have taken the row."""
-    types, needed = {}, [{"depth": 20, "weights": 477e6, "b": [0.084, 0.036], "ratio": [1.05, 1.05]}]
-    monkeypatch.setitem(program.CARDS, "R", needed)
-    for gpu, method, folder in (("rtx5090", "", tmp_path), ("rtx5090", "fp8", tmp_path), ("h100", "", tmp_path),
-                                ("rtx5090", "", base_dir), ("h100", "fp8", tmp_path)):  # fmt: skip
-        plan = planned(GPU=gpu, QAT_METHOD=method, NANOCHAT_BASE_DIR=str(folder))
-        types[gpu, method, folder == base_dir] = said(plan)["type"][:-2]
-    assert types["rtx5090", "", False][0].startswith("DEPTH=20 ") and len(types["rtx5090", "", False]) == 2
-    assert "QAT_METHOD=clover_fp8_forward or fp8 before" in types["rtx5090", "", False][1]
-    assert [line.split()[0] for line in types["rtx5090", "fp8", False]] == ["DEPTH=20"]
-    assert "QAT_METHOD=clover_fp8_forward before" in types["rtx5090", "", True][0]
-    assert "QAT_METHOD=fp8 before" in types["h100", "", False][0]
-    assert types["h100", "fp8", False] == []
+@pytest.mark.parametrize(
+    "variables, measured, words",  # words: those with which each line to type begins
+    [
+        ({"GPU": "rtx5090"}, False, ["DEPTH=20", "NANOCHAT_BASE_DIR"]),
+        ({"GPU": "rtx5090", "QAT_METHOD": "fp8"}, False, ["DEPTH=20", "QAT_METHOD=fp8"]),
+        ({"GPU": "rtx5090"}, True, ["QAT_METHOD=clover_fp8_forward"]),
+        ({"GPU": "rtx5090", "QAT_METHOD": "nvidia"}, True, ["QAT_METHOD=nvidia"]),
+        ({"GPU": "h100"}, False, ["QAT_METHOD=fp8"]),
+        ({"GPU": "h100", "COMPARE": "1"}, False, ["QAT_METHOD=fp8"]),
+        ({"GPU": "rtx3090"}, False, ["QAT_METHOD=bf16"]),
+        ({"GPU": "rtx3090", "COMPARE": "1"}, False, ["COMPARE=1"]),  # which cannot compare bf16 with itself
+        ({"GPU": "h100", "QAT_METHOD": "clover"}, False, ["QAT_METHOD=clover"]),
+    ],
+)
+def test_the_command_trains_the_advised_row_once_it_is_decided(
+    timed, monkeypatch, base_dir, tmp_path, variables, measured, words
+):
+    """Where the advice depends on a measurement, that comes first. Who names a method gets it."""
+    monkeypatch.setitem(program.CARDS, "R", [{"weights": 1, "ratio": [1.05, 1.05]}])
+    *commands, last = said(planned(**variables, NANOCHAT_BASE_DIR=str(base_dir if measured else tmp_path)))["type"]
+    assert len(commands) == len(words) and all(line.startswith(word) for line, word in zip(commands, words))
+    assert ("measure.sh" in commands[0]) == (len(words) > 1) and commands[-1].endswith("bash speedrun_fp4.sh")
+    assert ("without QAT_METHOD it is clover" in last) == ("QAT_METHOD" not in variables)
+
+
+def test_a_run_that_was_begun_or_is_begun_now_is_the_one_to_type(h100, monkeypatch):
+    assert said(planned())["type"][0].startswith("QAT_METHOD=fp8 ")
+    real = program.Plan("speedrun", {"NANOCHAT_BASE_DIR": os.environ["NANOCHAT_BASE_DIR"]})
+    assert "QAT_METHOD=" not in said(real)["type"][0]
+    monkeypatch.setattr(program, "list_steps", lambda folder: [5] if folder.name == "d20_clover" else [])
+    assert "QAT_METHOD=" not in said(planned())["type"][0]
 
 
 def test_a_measurement_as_printed_writes_where_the_same_plan_looks(tmp_path):
