@@ -80,7 +80,8 @@ def load_recipes(files: str, source: str = "--recipes") -> str:
                 "with commas"
             )
         name = "recipes_" + hashlib.sha256(os.fsencode(os.path.realpath(path))).hexdigest()
-        module = sys.modules.setdefault(name, types.ModuleType(name))
+        # The module is a new one, so that a function of the file reads the same at each run of the file.
+        module = sys.modules[name] = types.ModuleType(name)
         module.__file__ = path
         try:
             # A loader of importlib would leave a __pycache__, which hides an edit within the same second.

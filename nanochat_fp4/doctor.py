@@ -101,8 +101,12 @@ def problems(
 
     `layer` has the numbers of tokens, in_features and out_features. `launches` is the number of launches in which each
     rotating kernel must give the same bits, or 0 to leave that out. Without `every` a rounding other than ms_eden is
-    compared without its rotation, which all roundings share.
+    compared without its rotation, which all roundings share. Raises ValueError if the function of a rounding returns
+    something else than it must.
     """
+    gemms = [g for p in (recipe, recipe.final) for g in (p.output, p.grad_input, p.grad_weight)]
+    for rounding in {o.rounding for g in gemms for o in (g.a, g.b) if o.rounding and o.rounding.quantize}:
+        nf.quantize(uneven((layer[0], 4 * rounding.block)).to(device), rounding)
     kernels = kernels_of(recipe) if recipe.quantizes and use_kernels(device) else []
     for rounding, rht_dim in dict.fromkeys((r, rht_dim if r.ms_eden or every else 0) for r, rht_dim in kernels):
         yield kernel_problem(device, rounding, rht_dim, layer[::2])

@@ -10,8 +10,11 @@ from _rows import METHOD_TABLE
 from nanochat_fp4 import doctor
 from nanochat_fp4.cli import UserError
 from nanochat_fp4.nvfp4 import layer
+from nanochat_fp4.nvfp4.format import NVFP4Tensor
 from nanochat_fp4.nvfp4.methods import METHODS
-from nanochat_fp4.nvfp4.roundings import ROUNDINGS
+from nanochat_fp4.nvfp4.quantizers import quantize
+from nanochat_fp4.nvfp4.recipes import Gemm, Operand, Recipe
+from nanochat_fp4.nvfp4.roundings import ROUNDINGS, Rounding
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 TRAINING = ["nvidia", "four_over_six", "tetrajet_v2", "clover", "clover_search"]
@@ -313,3 +316,36 @@ def test_the_doctor_compares_each_kernel_with_its_own_rotation(monkeypatch):
     monkeypatch.setattr(doctor, "attention_problem", lambda *arguments: None)
     doctor.examine(DEVICE, ("nvidia",))
     assert {rht_dim for _, rht_dim in at_the_start} == {0} and {rht_dim for _, rht_dim in seen} == {0, 16}
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Functions of a user's file.
+
+
+def in_a_codebook(x, rounding, noise):
+    """Codes are indices, and decoded is what they stand for."""
+    scale = x.abs().amax(-1, keepdim=True)
+    index = (x / scale * 8).round().clamp(-8, 7) + 8
+    return NVFP4Tensor(index.to(torch.int8), scale, torch.ones(()), (index - 8) / 8 * scale)
+
+
+def in_bytes(x, rounding, noise):
+    return NVFP4Tensor((x * 4 + 8).to(torch.uint8), x.new_ones(len(x), 1), torch.ones(()))
+
+
+def plain(x, rounding, noise):
+    return x.round()
+
+
+@pytest.mark.parametrize("function", [in_a_codebook, in_bytes, plain])
+def test_a_function_that_returns_something_else_is_named(function):
+    """In one line: by the self-check, by the doctor, which does not blame the machine, and by Table 1."""
+    row = Rounding(quantize=function, name="mine")
+    recipe = Recipe("of_mine", grad_weight=Gemm(Operand(row), Operand()))
+    with pytest.raises(ValueError, match=f"{function.__name__}.* (expected an NVFP4Tensor|codes \\* scales)") as e:
+        doctor.self_check(torch.device("cpu"), recipe)
+    assert "\n" not in str(e.value)
+    with pytest.raises(ValueError, match=function.__name__):
+        doctor.examine(torch.device("cpu"), (recipe,))
+    with pytest.raises(ValueError, match=function.__name__):
+        quantize(torch.randn(4, 32), row)

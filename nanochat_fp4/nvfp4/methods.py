@@ -9,6 +9,7 @@ import re
 from dataclasses import replace
 
 from nanochat_fp4.nvfp4.hadamard import RHT_DIM
+from nanochat_fp4.nvfp4.heads import some
 from nanochat_fp4.nvfp4.recipes import Gemm, Operand, Recipe, both
 
 NVIDIA_RHT_DIM = 16  # NVIDIA et al. (2025) rotate groups of 16, which can be fused into any quantization kernel.
@@ -106,7 +107,6 @@ METHODS: dict[str, Recipe] = {
 ALIASES = {"quartet2": "clover"}  # the paper's public name
 
 REGISTERED: dict[str, Recipe] = {}  # The rows that `register` has added.
-LISTED = 8  # The number of registered rows that an error lists, the newest ones.
 
 
 def register(recipe: Recipe) -> None:
@@ -158,11 +158,10 @@ def get_recipe(method: str | Recipe) -> Recipe:
         return rows[name]
     alike = sorted(r for r in rows if r.startswith(name)) or difflib.get_close_matches(name.lower(), (*rows, *ALIASES))
     known = f"did you mean {alike[0]}? Use" if alike else "use"
-    registered = [name for name in REGISTERED if name not in METHODS]
-    usable = [*METHODS, *ALIASES, *registered[-LISTED:]]  # A file of the user registers its rows after those of lab.
-    if len(registered) > LISTED:
-        usable.append(f"or {len(registered) - LISTED} others that are registered")
+    # A file of the user registers its rows after those of lab.
+    registered = some(name for name in reversed(REGISTERED) if name not in METHODS)
+    usable = ", ".join(filter(None, (*METHODS, *ALIASES, registered)))
     raise ValueError(
-        f"unknown method {method!r}; {known} one of: {', '.join(usable)}; or register its recipe "
+        f"unknown method {method!r}; {known} one of: {usable}; or register its recipe "
         "(nf.register, or --recipes=FILE.py)"
     )

@@ -292,6 +292,9 @@ def quantize_reference(x: torch.Tensor, how: Quantization) -> NVFP4Tensor:
         amax = how.largest(amax)
     if rounding.quantize:
         t = rounding.quantize(rows * norm, rounding, noise)
+        if not isinstance(t, NVFP4Tensor):
+            name, got = rounding.quantize.__name__, type(t).__name__
+            raise ValueError(f"{name}, the function of {rounding.label}, returned a {got}, expected an NVFP4Tensor")
         parts = (v if v is None else v.view(*leading, -1) for v in (t.codes, t.scales, t.decoded))
         codes, scales, decoded = parts
         return NVFP4Tensor(codes, scales, t.tensor_scale, decoded)
@@ -392,7 +395,8 @@ def quantize(x: torch.Tensor, rounding: str | Rounding, seed: torch.Tensor | int
 
     K must be a multiple of the rounding's block, which is 16, and of 128 for ms_eden. All values must be finite in
     FP32, and stay finite after the rotation and the rounding. Raises ValueError if they are not, for another K, for an
-    unknown rounding, for a seed of another type, and for an integer, empty or meta tensor.
+    unknown rounding, for a seed of another type, for an integer, empty or meta tensor, and for a function of a rounding
+    whose results are not codes * scales.
 
     >>> t = nf.quantize(torch.tensor([[6.0, 3.2, -1.1] + [0.0] * 13]), "rtn")
     >>> t.dequantize()[0, :3].round(decimals=3).tolist()
@@ -423,6 +427,11 @@ def quantize(x: torch.Tensor, rounding: str | Rounding, seed: torch.Tensor | int
         done = "rotated" if spec.ms_eden else "scaled"
         raise ValueError(f"quantize: values up to {x.abs().max():.1e} overflow when {done}; scale the tensor down")
     result = NVFP4Tensor(t.codes, t.scales, t.tensor_scale)
+    if spec.quantize and (result.shape != x.shape or not torch.allclose(result.decode(), t.decode(), 2**-7, 0)):
+        raise ValueError(
+            f"quantize: {spec.quantize.__name__}, the function of {spec.label}, returned other values than codes * "
+            "scales: codes are the elements' values (uint8: two E2M1 codes a byte), and `decoded` is that product"
+        )
     if not torch.isfinite(result.dequantize()).all():  # Rounding up can lead beyond FP32's range.
         raise ValueError(f"quantize: values up to {x.abs().max():.1e} overflow when rounded; scale the tensor down")
     return result

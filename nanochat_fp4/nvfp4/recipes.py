@@ -19,10 +19,11 @@ The table of the methods is in methods.py.
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
+from types import FunctionType
 from typing import Any
 
 from nanochat_fp4.nvfp4.hadamard import RHT_DIM
-from nanochat_fp4.nvfp4.roundings import OF_THE_PACKAGE, ROUNDINGS, Rounding, get_rounding
+from nanochat_fp4.nvfp4.roundings import OF_THE_PACKAGE, PYTHON, ROUNDINGS, Rounding, get_rounding, identity
 
 RHT_DIMS = (0, 16, 32, 64, 128)
 # The six operands, two of each GEMM. The number of an operand is also the number of its random stream, so that no two
@@ -219,7 +220,7 @@ def to_record(value: Any) -> Any:
     """Returns a Recipe as JSON data, with the fields that differ from their defaults.
 
     A rounding of the package is stored as its name. A row that a user has added to ROUNDINGS is stored in full, because
-    the process that reads the record may not have the row. Its function is stored as a name.
+    the process that reads the record may not have the row. Its function is stored as its identity.
     """
     if isinstance(value, Rounding) and OF_THE_PACKAGE.get(value.name) == value:
         return value.name
@@ -231,12 +232,12 @@ def to_record(value: Any) -> Any:
         return {name: to_record(getattr(value, name)) for name in changed}
     if isinstance(value, tuple):
         return [to_record(item) for item in value]
-    return value.__name__ if callable(value) else value
+    return identity(value) if callable(value) else value
 
 
 def from_record(record: Mapping[str, Any]) -> Recipe:
-    """Returns the Recipe that to_record has made `record` of. Raises ValueError if `record` describes no recipe, and if
-    one of its roundings has a function that no row of ROUNDINGS has."""
+    """Returns the Recipe that to_record has made `record` of. Raises ValueError if `record` describes no recipe, and
+    LookupError if one of its roundings has a function that no row of ROUNDINGS has."""
     try:
         return Recipe(**{name: _field(name, value) for name, value in record.items()})
     except (AttributeError, KeyError, TypeError) as e:
@@ -247,12 +248,19 @@ def _field(name: str, value: Any) -> Any:
     """The value of a field of a Recipe, a Gemm, an Operand or a Rounding that to_record has stored."""
     if isinstance(value, Mapping):
         kind = Rounding if name in ("rounding", "kept") else Operand if name in ("a", "b") else Gemm
-        return kind(**{key: _field(key, item) for key, item in value.items()})
+        row = value.get("name")
+        return kind(**{k: _function(v, row) if k == "quantize" else _field(k, v) for k, v in value.items()})
     if name == "late" and value:
         return float(value[0]), from_record(value[1])
-    if name == "quantize":
-        known = {row.function: row.quantize for row in ROUNDINGS.values()}
-        if value not in known:
-            raise ValueError(f"{value}, a rounding's function, is in no row of ROUNDINGS")
-        return known[value]
     return tuple(value) if isinstance(value, list) else value
+
+
+def _function(stored: str, row: str | None) -> FunctionType:
+    # A record of before has the name alone, and digests of another version of Python say nothing. The row with the
+    # record's name is then the first choice.
+    name, _, digest = stored.partition(" ")
+    whole = digest.startswith(PYTHON + " ")
+    for known in sorted(ROUNDINGS.values(), key=lambda known: known.name != row):
+        if (known.function if whole else known.function.partition(" ")[0]) == (stored if whole else name):
+            return known.quantize
+    raise LookupError(f"no row of ROUNDINGS has the function {name} as it was")

@@ -4,10 +4,15 @@ quantizers.py computes the roundings, and its docstring has the formulas. A user
 """
 
 import difflib
+import functools
+import hashlib
+import re
+import sys
 from collections import UserDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from types import CellType, CodeType, FunctionType, MethodType
+from typing import TYPE_CHECKING, Any
 
 from nanochat_fp4.nvfp4.format import BLOCK, E2M1_MAX, E4M3_MAX, NVFP4Tensor
 
@@ -53,13 +58,17 @@ class Rounding:
     quantize:   a function for another format. quantize(x, rounding, noise) rounds x, float32 (R, K), and returns an
                 NVFP4Tensor, whose values a layer multiplies in BF16. x is rotated already if its GEMM has a rotation,
                 and noise (philox.Noise) has the random numbers. The fields above are the function's arguments. Results
-                of a row may not depend on other rows, except for those of its own square blocks.
+                of a row may not depend on other rows, except for those of its own square blocks. The NVFP4Tensor has
+                - codes (R, K): the elements themselves, in any dtype but uint8, which is two E2M1 codes a byte. A
+                  codebook gives its values, and no indices.
+                - scales (R, blocks of a row) and tensor_scale (): an element stands for code * scale * tensor_scale
+                - decoded, float32 (R, K) or None: code * scale. It saves the layers this product, and must equal it.
     block:      the number of values in a row that share a scale: 16, or another number for a function
     name:       the key in ROUNDINGS
 
-    The other fields follow from these: the function's name, whether the result depends on the seed (random), whether
-    the format is FP8 with one scale a tensor (fp8), and whether the Triton kernels can compute the rounding
-    (has_kernels). The other roundings run as this reference everywhere.
+    The other fields follow from these: the function's identity (function), whether the result depends on the seed
+    (random), whether the format is FP8 with one scale a tensor (fp8), and whether the Triton kernels can compute the
+    rounding (has_kernels). The other roundings run as this reference everywhere.
 
     >>> row = nf.Rounding(grid_max=4.0)  # The largest value of a block becomes 4 times the block's scale.
     >>> nf.quantize(torch.tensor([[4.0, 2.9] + [0.0] * 14]), row).dequantize()[0, :2].round(decimals=3).tolist()
@@ -73,7 +82,7 @@ class Rounding:
     block_rows: int = 1
     ms_eden: bool = False
     element: str = "e2m1"
-    # A file of recipes that runs again makes new functions, so two functions of one name count as the same.
+    # A file of recipes that runs again makes new functions, so functions are compared by their identity.
     quantize: "Callable[[torch.Tensor, Rounding, Noise], NVFP4Tensor] | None" = field(default=None, compare=False)
     block: int = BLOCK
     name: str = field(default="", compare=False)
@@ -89,7 +98,7 @@ class Rounding:
                 f"grid_max * scale_cap is {largest:g}, but a block of NVFP4 holds at most {limit:g} (its largest "
                 f"element times E4M3's {E4M3_MAX:g}); lower one of them, as in Rounding(grid_max=8, scale_cap=256)"
             )
-        object.__setattr__(self, "function", self.quantize.__name__ if self.quantize else "")
+        object.__setattr__(self, "function", identity(self.quantize) if self.quantize else "")
         object.__setattr__(self, "random", self.stochastic or self.ms_eden)
         object.__setattr__(self, "fp8", self.element != "e2m1" and not self.quantize)
         without = self.fp8 or self.quantize or (self.random and self.block_rows > 1)
@@ -103,6 +112,56 @@ class Rounding:
             return self.name + ("" if OF_THE_PACKAGE[self.name] == self else " with other constants")
         known = [name for name, row in OF_THE_PACKAGE.items() if self.name and row == self]
         return (self.name or "unnamed") + (f" (equals {known[0]})" if known else "")
+
+
+PYTHON = f"{sys.version_info[0]}.{sys.version_info[1]}"
+
+
+@functools.cache
+def identity(function: FunctionType) -> str:
+    """Returns "name PYTHON digest" of a function. The digest is of what it computes: its code without the docstring and
+    places, its defaults, and the values of variables from outside, as they are at the first call. Functions of the same
+    file are read as well. Classes, modules, and functions of other files count by their names.
+
+    Code differs between versions of Python, so only digests of one version can be compared. Raises ValueError for a
+    callable that is no function.
+
+    >>> identity(lambda x, rounding, noise: x / 7) == identity(lambda x, rounding, noise: x / 5)
+    False
+    """
+    if not isinstance(function, FunctionType):
+        raise ValueError(
+            f"quantize is a {type(function).__name__}, expected a function; write a def or a lambda for it"
+        )
+    content = str(_content(function, function.__globals__, set()))
+    return f"{function.__name__} {PYTHON} {hashlib.sha256(content.encode()).hexdigest()[:12]}"
+
+
+def _content(value: Any, place: dict[str, Any], read: set[int]) -> Any:
+    """What decides how a part of a function computes, alike in each process. `place` has the global variables, and
+    `read` the ids of the functions and objects that were read."""
+    if isinstance(value, functools.partial | MethodType):
+        value = value.__reduce__()[1:]
+    if isinstance(value, FunctionType) and id(value) not in read:
+        read.add(id(value))
+        place, code = value.__globals__, value.__code__
+        cells = [cell.cell_contents for cell in value.__closure__ or () if cell != CellType()]
+        code = code.replace(co_consts=tuple(const for const in code.co_consts if const != value.__doc__))
+        value = [code, value.__defaults__, value.__kwdefaults__, cells]
+    if isinstance(value, CodeType):
+        outer = [getattr(place[name], "__wrapped__", place[name]) for name in value.co_names if name in place]
+        outer = [f"{o.__module__}.{o.__name__}" if getattr(o, "__globals__", place) is not place else o for o in outer]
+        value = [value.co_code.hex(), value.co_names, value.co_consts, outer]
+    if isinstance(value, Mapping | Set):
+        value = sorted(value.items() if isinstance(value, Mapping) else value, key=repr)
+    if isinstance(value, list | tuple):
+        return [_content(item, place, read) for item in value]
+    if hasattr(type(value), "tolist"):  # a tensor or an array
+        return str(value.dtype), value.tolist()
+    if hasattr(value, "__dict__") and not hasattr(value, "__name__") and id(value) not in read:
+        read.add(id(value))
+        return type(value).__name__, _content(vars(value), place, read)
+    return getattr(value, "__name__", None) or re.sub(" at 0x[0-9a-f]+", "", repr(value))
 
 
 OF_THE_PACKAGE: dict[str, Rounding] = {

@@ -38,7 +38,7 @@ from nanochat_fp4.locks import running
 from nanochat_fp4.models.cross_entropy import default_head
 from nanochat_fp4.models.families import config_from_record, family_of_config
 from nanochat_fp4.models.gpt import GPT, ROTARY_FACTOR, GPTConfig
-from nanochat_fp4.nvfp4.methods import register
+from nanochat_fp4.nvfp4.methods import REGISTERED, register
 from nanochat_fp4.nvfp4.phases import MethodPlan
 from nanochat_fp4.nvfp4.recipes import from_record
 from nanochat_fp4.training import checkpoint_manager as checkpoints
@@ -108,12 +108,17 @@ def register_recipes(meta: dict[str, Any], where: str) -> None:
     """Registers the recipes that a checkpoint was trained with, so that their names are methods. A record that this
     version cannot read registers nothing, and its name is then unknown: --method and --recipes take its place.
 
-    Raises UserError if a name stands for another recipe in this process.
+    Raises UserError if a name stands for another recipe in this process, or for one with another function.
     """
     for record in meta.get("recipes", ()):
         try:
             recipe = from_record(record)
-        except (TypeError, ValueError):
+        except (LookupError, TypeError, ValueError) as e:
+            if isinstance(e, LookupError) and record["name"] in REGISTERED:
+                mend = (
+                    f"{where} was trained with another recipe of this name; give the file of that time, or a new name"
+                )
+                raise UserError(f"--recipes or RECIPES, {record['name']}: {one_line(e)}: {mend}") from e
             continue
         try:
             register(recipe)

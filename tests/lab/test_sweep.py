@@ -159,6 +159,43 @@ def test_the_tag_changes_with_any_flag():
     assert len({tag(), *others}) == 5
 
 
+FUNCTIONS = """import nanochat_fp4 as nf
+def integers(bits):
+    def quantize(x, rounding, noise):
+        return nf.NVFP4Tensor((x * 2**bits).round(), x.new_ones(len(x), 1), x.new_full((), 2.0**-bits))
+    return nf.Rounding(quantize=quantize)
+
+for bits in (2, 8):
+    nf.ROUNDINGS[f"int{bits}"] = integers(bits)
+    nf.register(nf.Recipe(f"m_int{bits}", output=nf.Gemm(nf.Operand(f"int{bits}"), nf.Operand())))
+"""
+
+
+def test_functions_of_a_users_file_are_what_they_compute(tmp_path, monkeypatch):
+    """A changed function is another run, and two functions of one name share no part of a run."""
+    monkeypatch.setattr(nf.ROUNDINGS, "data", rows := dict(nf.ROUNDINGS))
+    file, known = tmp_path / "mine.py", dict(methods.REGISTERED)
+    until = ["--share-until=0.5", f"--recipes={file}"]
+
+    def planned(text):
+        file.write_text(text)
+        monkeypatch.setattr(methods, "REGISTERED", dict(known))
+        nf.ROUNDINGS.data = dict(rows)
+        argv = "--methods=m_int2,m_int8,bf16 --sizes=tiny --seeds=1 --tokens=5120".split()
+        return sweep.planned(sweep.parse_args([*argv, *until]), "data")
+
+    first, again, other = planned(FUNCTIONS), planned(FUNCTIONS), planned(FUNCTIONS.replace("round()", "floor()"))
+    assert first == again and [a.tag == b.tag for a, b in zip(first, other)] == [False, False, True]
+    assert not any(run.branch for run in first)
+    keys = [sweep_runs.computed("", [f"--method=m_int{bits}"]) for bits in (2, 8)]
+    assert len({*keys}) == 2
+
+
+def test_stored_keys_of_the_repositorys_functions_stay():
+    """They were stored when functions had their names alone."""
+    assert sweep_runs.computed("", ["--method=mxfp8"]) == "3de05f5a4658"
+
+
 MINE = """import nanochat_fp4 as nf
 nf.register(nf.Recipe("method_of_a_file", output=nf.Gemm(nf.Operand("{}"), nf.Operand("rtn"))))
 """

@@ -3,6 +3,7 @@
 import functools
 import pickle
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -225,6 +226,29 @@ nf.ROUNDINGS["in_{largest}"] = nf.Rounding(quantize=in_integers)
 both = nf.Gemm(nf.Operand("in_{largest}"), nf.Operand("in_{largest}"))
 nf.register(nf.Recipe("in_{largest}", output=both, grad_input=both, grad_weight=both))
 """
+
+
+def test_a_model_goes_on_with_the_function_that_it_was_trained_with(tiny_base, capsys):
+    """A resume and an evaluation refuse another body, another helper's constant, and a function with a new name."""
+    file = tiny_base / "mine.py"
+    flags = [*TINY, "--method=in_7", f"--recipes={file}", "--depth=1", "--num-iterations=2", "--save-every=1"]
+    loss = ["--model-tag=d1_in_7", "--split-tokens=128", "--device-batch-size=2", "--device-type=cpu"]
+    commands = [(base_train.main, [*flags, "--resume-from-step=1"]), (base_loss.main, [*loss, f"--recipes={file}"])]
+
+    def command(main, argv, text):
+        file.write_text(text)
+        with mock.patch.dict(methods.REGISTERED), mock.patch.dict(nf.ROUNDINGS.data):  # A new process for a user.
+            main(argv)
+
+    text = OWN_FUNCTION.format(largest=7)
+    command(base_train.main, [*flags, "--keep-last=-1"], text)
+    for main, argv in commands:
+        for old, new in (("/ LARGEST", "/ 5"), ("LARGEST = 7", "LARGEST = 6"), ("in_integers", "in_other_integers")):
+            with pytest.raises(UserError, match="function in_integers .*file of that time") as e:
+                command(main, argv, text.replace(old, new))
+            assert "\n" not in str(e.value)
+        command(main, argv, f"# Two lines\n# more\n{text}")
+    assert "(in_7 forward)" in capsys.readouterr().out
 
 
 def test_functions_of_files_are_compiled(tiny_base, monkeypatch):

@@ -1,7 +1,12 @@
 """The method table against the one of the design, written down a second time; impossible rows; how to add a row."""
 
+import copy
 import dataclasses
+import functools
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -11,6 +16,7 @@ import nanochat_fp4 as nf
 from nanochat_fp4.nvfp4 import methods
 from nanochat_fp4.nvfp4.methods import get_recipe
 from nanochat_fp4.nvfp4.recipes import Gemm, Operand, Recipe, both, from_record, to_record
+from nanochat_fp4.nvfp4.roundings import identity
 
 NONE = "- x -"
 # method: (output, grad_input, grad_weight), each "a x b, rotation". "raw": quantized from the unquantized tensor;
@@ -89,16 +95,123 @@ def test_a_rounding_of_ones_own_comes_back_from_json_without_the_table_that_had_
     assert from_record(json.loads(record)) == mine and from_record(json.loads(record)).grad_input != of_the_package
 
 
-def test_a_function_is_stored_as_its_name_and_needs_its_file(monkeypatch):
+def test_a_function_is_stored_as_its_identity_and_needs_its_file(monkeypatch):
     record = json.loads(json.dumps(to_record(get_recipe("integers"))))
-    assert record["output"]["a"]["rounding"]["quantize"] == "eight_bit_integers"
+    assert record["output"]["a"]["rounding"]["quantize"].startswith("eight_bit_integers 3.")
     again = from_record(record)
     assert again == get_recipe("integers") and again.output.a.rounding.quantize is nf.ROUNDINGS["integers"].quantize
     assert again.output.a.rounding != dataclasses.replace(again.output.a.rounding, quantize=lambda x, r, n: x)
     for name in ("integers", "integers_sr"):
         monkeypatch.delitem(nf.ROUNDINGS, name)
-    with pytest.raises(ValueError, match="eight_bit_integers"):
+    with pytest.raises(LookupError, match="eight_bit_integers"):
         from_record(record)
+
+
+FUNCTION = """from functools import lru_cache, partial
+import torch
+
+TABLE = torch.linspace(-1, 1, 5000)
+LARGEST = {"a": 7}
+
+class Grid:
+    def __init__(self, top):
+        self.top = top
+
+def scaled(blocks, by=1.0):
+    return blocks * by
+
+@lru_cache
+def bits():
+    return 4
+
+def steps(top, names):
+    return 2 * top
+
+def make(top, grid, step):
+    def quantize(x, rounding, noise, shift=0.5):
+        "Rounds."
+        here = TABLE[0] if rounding.name in {"one", "two", "three"} else LARGEST["a"]  # a comment
+        found = [scaled(block, 2.0) / top + shift for block in x]
+        return found + [here, bits(), grid.top, step(), *map(lambda y: y + 1, x)]
+    return quantize
+
+quantize = make(3, Grid(5), partial(steps, 6, names=()))
+"""
+
+
+def identity_in(text):
+    run = {}
+    exec(compile(text, "mine.py", "exec"), run)
+    return identity(run["quantize"])
+
+
+@pytest.mark.parametrize(
+    "old, new",
+    [
+        ("/ top", "* top"),  # the code
+        ("scaled(block, 2.0)", "scaled(block, 3.0)"),  # a constant
+        ("y + 1", "y + 2"),  # of a function within it
+        ("shift=0.5", "shift=0.25"),
+        ("make(3,", "make(4,"),  # a variable of the function around it
+        ("blocks * by", "blocks - by"),  # a function of the file
+        ("by=1.0", "by=2.0"),
+        ("-1, 1, 5000", "-1, 1, 4999"),  # a tensor
+        ('"a": 7', '"a": 6'),
+        ("return 4", "return 5"),  # a function with a cache
+        ("Grid(5)", "Grid(6)"),
+        ("steps, 6", "steps, 8"),
+        ("2 * top", "2 + top"),
+    ],
+)
+def test_a_functions_identity_is_what_it_computes(old, new):
+    assert old in FUNCTION and identity_in(FUNCTION) != identity_in(FUNCTION.replace(old, new))
+    for old, new in (("  # a comment", ""), ("Rounds.", "Rounds x."), ("import torch", "import torch\n\nOTHER = 3")):
+        assert identity_in(FUNCTION) == identity_in(FUNCTION.replace(old, new))
+
+
+def test_functions_identities_are_alike_in_all_processes():
+    code = f"FUNCTION = {FUNCTION!r}\nfrom nanochat_fp4.nvfp4.roundings import identity\nrun = {{}}\n"
+    code += "exec(compile(FUNCTION, 'other.py', 'exec'), run)\nprint(identity(run['quantize']))"
+    for seed in ("1", "2"):
+        process = [sys.executable, "-c", code]
+        told = subprocess.run(process, env=os.environ | {"PYTHONHASHSEED": seed}, capture_output=True, text=True)
+        assert told.stdout.strip() == identity_in(FUNCTION), told.stderr
+
+
+def integers(bits):
+    """Functions of one name, of which each has its own number of bits."""
+
+    def quantize(x, rounding, noise):
+        return nf.NVFP4Tensor((x * 2**bits).round(), torch.ones(len(x), 1), torch.full((), 2.0**-bits))
+
+    return nf.Rounding(quantize=quantize)
+
+
+def test_functions_of_one_name_are_two(monkeypatch):
+    monkeypatch.setattr(nf.ROUNDINGS, "data", dict(nf.ROUNDINGS))
+    recipes = {}
+    for bits in (2, 3, 8):
+        nf.ROUNDINGS[f"int{bits}"] = integers(bits)
+        recipes[bits] = Recipe("of_integers", output=both(f"int{bits}"))
+    assert nf.ROUNDINGS["int2"] != nf.ROUNDINGS["int3"] and nf.ROUNDINGS["int2"] == integers(2)
+    assert len({*recipes.values()}) == 3
+    for recipe in recipes.values():
+        record = json.loads(json.dumps(to_record(recipe)))
+        row = record["output"]["a"]["rounding"]
+        for stored in (row["quantize"], "quantize", "quantize 2.7 0123456789ab"):  # now, before, of another Python
+            record["output"]["a"]["rounding"] = record["output"]["b"]["rounding"] = row | {"quantize": stored}
+            assert from_record(record) == recipe, stored
+        row["quantize"] = row["quantize"][:-12] + "0123456789ab"
+        record["output"]["a"]["rounding"] = row
+        with pytest.raises(LookupError, match="quantize as it was"):
+            from_record(record)
+        assert copy.deepcopy(recipe) == recipe
+
+
+@pytest.mark.parametrize("function", [functools.partial(max), torch.nn.Identity(), [].append])
+def test_a_callable_that_is_no_function_is_refused(function):
+    with pytest.raises(ValueError, match="a def or a lambda"):
+        nf.Rounding(quantize=function)
 
 
 def test_forward_only_keeps_the_forward():
