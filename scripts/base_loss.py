@@ -20,7 +20,7 @@ import nanochat_fp4 as nf
 from nanochat_fp4.cli import ArgumentParser, UserError, run_main
 from nanochat_fp4.common import get_base_dir, joined_processes, print0, resolve_method
 from nanochat_fp4.data.dataloader import Documents, evaluation_rows, packed_rows
-from nanochat_fp4.data.dataset import add_data_arguments, ensure_data, open_text, validation_text
+from nanochat_fp4.data.dataset import add_data_arguments, count_tokens, ensure_data, open_text, validation_text
 from nanochat_fp4.data.tokenizer import get_token_bytes
 from nanochat_fp4.evaluation.kept import Kept, key_of
 from nanochat_fp4.evaluation.loss_eval import evaluate_bpb
@@ -135,6 +135,7 @@ def evaluate(args: argparse.Namespace, device: torch.device, rank: int, world_si
     section = "Base model loss"
     section += f" of {name}" if args.hf_path else f", {method} forward" if args.method else ""
     validated = {"val_text": validation_text(data_dir, args.text_column), "tokens": args.split_tokens}
+    validated["val_text_tokens"] = count_tokens(text["val"], tokenizer)
     # The report's val BPB of a run is that of its own forward pass.
     event = "other_forward" if args.method else "base_loss"
     kept.finish(event, **{key.removeprefix("val_"): v for key, v in results.items()}, **validated, samples=samples)

@@ -237,7 +237,9 @@ def runs_table(runs: list[dict]) -> list[str]:
     for r in runs:
         measured, gaps = r["measured"], [_cell(r.get(key), "{:+.2f}%") for key in ("gap", "gap_bf16")]
         row = [r["model_tag"], r["method"], _steps(r) + ("" if r["finished"] else ", unfinished")]
-        row += [_cell(r["tokens"], "{:,}"), _cell(measured.get("tokens"), "{:,}")]
+        read, held = measured.get("tokens"), measured.get("val_text_tokens") or r["start"].get("val_text_tokens")
+        again = f"{held:,}, read {read / held:.1f} times" if held and read and read > held else _cell(read, "{:,}")
+        row += [_cell(r["tokens"], "{:,}"), again]
         row += [_cell(measured.get("bpb")), _cell(measured.get("bpb_bf16"))]
         row += ["baseline", "baseline"] if r["method"] == "bf16" else gaps
         row += [_cell(r["tokens_per_second"], "{:,.0f}"), "-" if r["seconds"] is None else format_seconds(r["seconds"])]

@@ -276,6 +276,16 @@ def test_of_two_baselines_the_finished_one_counts(base_dir, folder):
     assert row_of(generated(folder), "other")[7] == "+2.00%"
 
 
+def test_no_more_validation_text_is_claimed_than_there_is(base_dir, folder):
+    """A small text of the user's is read more than once; of shards it is not known."""
+    make_run(base_dir, "small", "clover", 1.275, val_text_tokens=6000)
+    make_run(base_dir, "other", "clover", 1.275, val_text_tokens=6000, loss_val_text_tokens=9001)
+    make_run(base_dir, "shards", "clover", 1.275, val_text_tokens=None)
+    text = generated(folder)
+    cells = {tag: row_of(text, tag)[4] for tag in ("small", "other", "shards")}
+    assert cells == {"small": "6,000, read 1.5 times", "other": "9,000", "shards": "9,000"}
+
+
 def test_losses_of_the_last_step_and_the_most_text(base_dir, folder):
     make_run(base_dir, "other", "clover", 1.275, loss_step=3)  # of an earlier step than the run's
     assert row_of(generated(folder), "other")[4:7] == ["500", "1.2850", "1.2950"]

@@ -590,6 +590,19 @@ def test_loss_stage_evaluates_little_on_a_cpu(tiny_base, monkeypatch):
         base_loss.main(["--model-tag=d1_clover", "--device-batch-size=2", "--device-type=cpu"])
 
 
+def test_how_much_validation_text_there_is_is_logged(tiny_base, tmp_path, monkeypatch):
+    """Fewer tokens than are evaluated, which the report says."""
+    (tmp_path / "own").mkdir()
+    for name, count in (("a", 400), ("valid", 60)):
+        (tmp_path / "own" / f"{name}.txt").write_text(" ".join(map(str, range(1000, 1000 + count))))
+    monkeypatch.setenv("DATA_DIR", str(tmp_path / "own"))
+    train(steps=1, method="bf16")
+    base_loss.main(["--model-tag=d1_bf16", "--device-batch-size=2", "--split-tokens=1024", "--device-type=cpu"])
+    start, *_, measured = read_jsonl(tiny_base / "base_checkpoints" / "d1_bf16" / "metrics.jsonl")
+    assert start["val_text_tokens"] == measured["val_text_tokens"] < measured["tokens"] == 1024
+    assert 100 < start["val_text_tokens"] <= 60 * 5
+
+
 def test_loss_stage_reports_both_forwards(tiny_base, capsys):
     train(steps=1)
     capsys.readouterr()
