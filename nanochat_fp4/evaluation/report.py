@@ -38,7 +38,8 @@ FOLDERS = {
     "rl": "chatrl_checkpoints",
 }
 UNITS = {"bpb": "bits per byte", "loss": "nats per token", "pass@1": "pass@1"}  # of what stages validate
-GEMMS = ("output", "grad_input", "grad_weight")
+# What a backward GEMM takes where its recipe rounds nothing anew.
+GEMMS = {"output": "-", "grad_input": "the forward's weight", "grad_weight": "the forward's input"}
 TIME = "%Y-%m-%d %H:%M:%S"
 
 _PROCESS_START = time.time()
@@ -78,8 +79,6 @@ class Report(NamedTuple):
         """Returns all sections in the order of their time. A note names each one that is not readable."""
         sections = []
         for path in (*self.folder.glob("*.json"), *self.folder.glob("*/*.json")):
-            if not path.is_file() or path == self.folder / "report.json":  # Earlier versions wrote this file.
-                continue
             try:
                 s = json.loads(path.read_text("utf-8"))
                 s["finished"], s["seconds"] = time.mktime(time.strptime(s["timestamp"], TIME)), int(s["wall_seconds"])
@@ -179,11 +178,13 @@ def add_gaps(runs: list[dict]) -> None:
             continue
         below = dict(base["curves"]["bpb"]) if run["text"] == base["text"] else {}
         run["curves"]["gap"] = [(x, _percent_over(y, below[x])) for x, y in run["curves"]["bpb"] if below.get(x)]
-        of, of_base = run["measured"], base["measured"]
         on, on_base = ([r["text"][0], *(r["measured"].get(k) for k in ("val_text", "tokens"))] for r in (run, base))
-        if run["finished"] and base["finished"] and all(on) and on == on_base:
-            run["gap"] = _percent_over(of["bpb"], of_base["bpb"])
-            run["gap_bf16"] = _percent_over(of.get("bpb_bf16"), of_base.get("bpb_bf16"))
+        names = ("tokenizer", "validation text", "number of tokens")
+        if other := [name for name, mine, its in zip(names, on, on_base) if mine != its or not mine]:
+            run["no_gap"] = f"{base['model_tag']} was not measured with the same {' and '.join(other)}"
+        elif run["finished"] and base["finished"]:
+            for gap, bpb in (("gap", "bpb"), ("gap_bf16", "bpb_bf16")):
+                run[gap] = _percent_over(run["measured"].get(bpb), base["measured"].get(bpb))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -239,13 +240,13 @@ def runs_table(runs: list[dict]) -> list[str]:
         row = [r["model_tag"], r["method"], _steps(r) + ("" if r["finished"] else ", unfinished")]
         read, held = measured.get("tokens"), measured.get("val_text_tokens") or r["start"].get("val_text_tokens")
         again = f"{held:,}, read {read / held:.1f} times" if held and read and read > held else _cell(read, "{:,}")
-        row += [_cell(r["tokens"], "{:,}"), again]
-        row += [_cell(measured.get("bpb")), _cell(measured.get("bpb_bf16"))]
+        row += [_cell(r["tokens"], "{:,}"), again, _cell(measured.get("bpb")), _cell(measured.get("bpb_bf16"))]
         row += ["baseline", "baseline"] if r["method"] == "bf16" else gaps
         row += [_cell(r["tokens_per_second"], "{:,.0f}"), "-" if r["seconds"] is None else format_seconds(r["seconds"])]
         rows.append(row)
     lines = _table(header, rows)
     notes = SCATTER * any(r.get("gap") for r in runs) + EMULATION * any(_emulated(r["start"]) for r in runs)
+    notes += "".join(f"- no gap of {r['model_tag']}: {r['no_gap']}\n" for r in runs if "no_gap" in r and r["measured"])
     return lines + ["", *notes.splitlines()] * bool(notes)
 
 
@@ -307,11 +308,12 @@ def _stages(sections: list[dict]) -> list[str]:
     ends: dict[float, float] = {}
     for s in sections:
         ends[s["began"]] = max(ends.get(s["began"], 0), s["finished"])
-    lines = [f"In all {format_seconds(sum(end - began for began, end in ends.items()))} by the clock on the wall."]
+    whole = format_seconds(sum(ends.values()) - sum(ends))
+    lines = [f"In all {whole} by the clock on the wall, without calls that were interrupted."]
     lines += ["", "<details><summary>Each stage: its time, its flags, and what the tables do not have</summary>"]
     for s in sections:
         lines += ["", f"### {s['section']}: {s['run']}", ""]
-        lines += [f"- time: {format_seconds(s['seconds'])}, finished {s['timestamp']}"]
+        lines += [f"- time of the last call: {format_seconds(s['seconds'])}, finished {s['timestamp']}"]
         for item in s["data"]:
             lines += _list(item) if isinstance(item, dict) else ["", *str(item).strip().splitlines(), ""]
     return [*lines, "", "</details>"] if sections else []
@@ -331,7 +333,10 @@ def _environment(runs: list[dict]) -> list[str]:
 def _page(base_dir: Path, runs: list[dict], sections: list[dict], picture: str, notes: list[str]) -> str:
     about = summary(runs, base_dir)
     recipes = {name: gemms for run in runs for name, gemms in run["start"].get("recipes", {}).items()}
-    methods = [[name, *(gemms[g].replace("- x -", "high precision") for g in GEMMS)] for name, gemms in recipes.items()]
+    methods = []
+    for name, gemms in recipes.items():
+        said = {g: gemms[g].replace("- x -", "high precision") for g in GEMMS}
+        methods.append([name, *(said[g].replace(" x -", f" x {what}") for g, what in GEMMS.items())])
     left_out = base_dir / "report" / "left_out.txt"  # The plan and dev/pipeline.sh write it.
     without = left_out.read_text("utf-8", "replace").splitlines() if left_out.is_file() else []
     lines = ["# nanochat_fp4 report", "", f"Written {time.strftime(TIME)}.", ""]

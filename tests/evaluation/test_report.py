@@ -99,17 +99,18 @@ def row_of(text: str, start: str) -> list[str]:
 def test_whole_report(base_dir, folder):
     get_report().log("Tokenizer training", [{"vocab_size": 4096, "Layers": ["one", "two"]}, None, "free text"])
     make_run(base_dir, "d4_bf16", "bf16", 1.25)
-    recipes = {"clover": {"output": "four_over_six x -", "grad_input": "-", "grad_weight": "ms_eden"}}
+    recipes = {"clover": {"output": "four_over_six x -", "grad_input": "e5m2 x -", "grad_weight": "- x -"}}
     make_run(base_dir, "d4_clover", "clover", 1.275, recipes=recipes)
     text = generated(folder, drawn=True)
     assert row_of(text, "d4_clover") == [
         "d4_clover", "clover", "24", "24,000", "9,000", "1.2750", "1.2760", "+2.00%", "+2.08%", "2,000", "12s",
     ]  # fmt: skip
     assert row_of(text, "d4_bf16")[7:9] == ["baseline", "baseline"]
-    assert row_of(text, "clover") == ["clover", "four_over_six x -", "-", "ms_eden"]
+    assert row_of(text, "clover") == ["clover", "four_over_six x -", "e5m2 x the forward's weight", "high precision"]
     for expected in (
         "(curves.png)", "- `One 'two'`", torch.__version__, "backend (d4_clover): reference",
-        "### Tokenizer training", "free text", "- vocab size: 4096", "  - two", "- time: ", "by the clock on the wall",
+        "### Tokenizer training", "free text", "- vocab size: 4096", "  - two", "- time of the last call: ",
+        "by the clock on the wall",
     ):  # fmt: skip
         assert expected in text
     # What the tables have is read first. A page folds the rest, for which Markdown needs empty lines around the tags.
@@ -231,7 +232,9 @@ def test_no_gap_between_runs_of_different_text_tokenizer_or_tokens(base_dir, fol
     make_run(base_dir, "other", "clover", 1.275, **of_run)
     text = generated(folder)
     row = row_of(text, "other")
-    assert row[7] == gap and (row[8] == "-") == (gap == "-")
+    assert row[7] == gap and (row[8] == "-") == (gap == "-") == (text.count("no gap of other: base ") == 1)
+    differs = {"loss_tokens": "number", "loss_step": "number", "loss_val_text": "text", "tokenizer": "tokenizer"}
+    assert all(re.search(f"no gap of other: .*same .*{differs[key]}", text) for key in of_run)
     assert row[4] == ("500" if "loss_tokens" in of_run or "loss_step" in of_run else "9,000")
 
 
