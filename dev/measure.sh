@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Measures on this machine's GPU what README.md and docs/ say about one:
 #
-#     bash dev/measure.sh                      # 20 minutes at most
+#     bash dev/measure.sh                      # 20 minutes at most; 33 with DEPTH=26, and 53 with DEPTH=32
 #
 # The plan of a run takes these speeds (PLAN_ONLY=1 bash speedrun_fp4.sh), unless OUT names another folder. It is printed
 # with them: which method to take, and how long. The last lines say what to send, and where.

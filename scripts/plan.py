@@ -842,10 +842,10 @@ def which(plan: Plan) -> Generator[tuple[str, str], None, dict[str, str]]:
         take += f" makes {now:.3f} times {best}'s tokens/s here (d{here[rival]['depth']}), and needs {needed:.3f}"
     yield "method", f"take {take}" if advised else "no method is advised, because GPU names no card of cards.json"
     if not measured:
-        measure = s.command(
-            "bash dev/measure.sh  # 20 minutes at most; its plan decides", EXPORTED, DEPTH=plan.bases[0].args.depth
-        )
-        yield "method" if known else "type", measure
+        depth = plan.bases[0].args.depth
+        limit = -(-(540 + 640 * max(1, (depth / 20) ** 3)) // 60)  # of its parts, as it has them
+        measure = f"bash dev/measure.sh  # {limit:.0f} minutes at most; its plan decides"
+        yield "method" if known else "type", s.command(measure, EXPORTED, DEPTH=depth)
     # Who names a method, or is at work on a run, goes on with it. COMPARE=1 trains bf16 as well.
     is_open = not asked and s.plan_only and not plan.bases[0].done and not set(advised) <= set(s.methods)
     return {"QAT_METHOD": advised[0]} if is_open and (known or measured) else {}

@@ -59,6 +59,18 @@ def test_the_depth_of_the_users_run_is_timed_in_more_time_if_it_is_deeper(tmp_pa
     assert usual == small < large
 
 
+@pytest.mark.parametrize("depth", ["12", "20", "26", "32"])
+def test_the_minutes_that_are_named_are_the_limits_of_this_depth(tmp_path, depth):
+    """By the plan for every depth, and by the help and docs/one_card.md for those that they name."""
+    seconds = sum(plan(tmp_path / "out", DEPTH=depth)[1].values())
+    run = plan_program.Plan("speedrun", {"PLAN_ONLY": "1", "GPU": "rtx5090", "DEPTH": depth})
+    minutes = int(re.search(r"measure.sh  # (\d+) minutes", plan_program.page(run))[1])
+    assert minutes - 1 < seconds / 60 <= minutes
+    for path in ("dev/measure.sh", "docs/one_card.md"):
+        named = {d: int(m) for m, d in re.findall(r"(\d+) with DEPTH=(\d+)", (ROOT / path).read_text())}
+        assert {"26", "32"} <= named.keys() and named.get(depth, minutes) == minutes, path
+
+
 def test_the_steps_of_every_part_have_the_methods_that_the_plan_advises(tmp_path):
     """measure.sh names none, so that they stand in one place."""
     said, _ = plan(tmp_path / "out", PARTS="steps steps_32gib")
