@@ -289,16 +289,16 @@ class Base:
         self.weights = sum(m.weight.numel() for m in model.modules() if isinstance(m, torch.nn.Linear))
         usual = make_model(argparse.Namespace(**vars(args) | PUBLISHED), s).estimate_flops()
         self.size = self.weights * self.flops / usual
-        # Several processes share moments, which is not counted, so there the flags are the user's.
-        self.is_fixed = processes > 1 or any(word.startswith(("--state", "--recompute")) for word in own)
+        self.is_fixed = any(word.startswith(("--state", "--recompute")) for word in own)
         self.ways: list[Memory] = []  # The first one is taken. Of some families the memory is not counted.
         if card is None:
             self.ways = [on_cpu(model, s.memory, sizes, args)]
-        elif family_of_flags(args).memory_is_counted and self.is_fixed:
-            self.ways = [largest(model, s.memory, sizes, args.state, args.recompute, processes)]
         elif family_of_flags(args).memory_is_counted:
-            self.ways = choose(model, s.memory, sizes, states)
-            argv += self.ways[0].flags
+            asked = largest(model, s.memory, sizes, args.state, args.recompute, processes)
+            # Several processes share moments, which is not counted. So there a way that fits by count is good enough.
+            keeps = self.is_fixed or (processes > 1 and asked.rows and asked.state in states)
+            self.ways = [asked] if keeps else choose(model, s.memory, sizes, states, processes)
+            argv += [] if keeps else self.ways[0].flags
         done = list_steps(s.base_dir / FOLDERS["base"] / self.tag) if s.here else []
         self.done = next((step for step in done if step <= self.steps), 0)  # The run goes on from here.
         saved = state_bytes(model, self.ways[0].state if self.ways else args.state, gpu=bool(card))

@@ -267,6 +267,24 @@ def test_a_model_that_does_not_fit_is_refused_with_what_does():
     assert llama.bases[0].ways == [] and "not counted" in said(llama)["memory"][0]
 
 
+@pytest.mark.parametrize("compare", ["", "1"])
+def test_two_gpus_take_the_state_that_fits_as_one_does(compare):
+    """d32 does not fit two RTX 5090 in FP32. A state that fits, or one that the user names, stays."""
+    two = {"GPU": "rtx5090", "NPROC": "2"}
+    plan = planned(**two, DEPTH="32", COMPARE=compare)
+    assert all("--state=lean" in base.argv and base.ways[0].rows for base in plan.bases)
+    assert "it takes --state=lean" in " ".join(said(plan)["memory"])
+    assert planned(**two).bases[0].ways[0].flags == []
+    with pytest.raises(UserError, match="d32_clover needs"):
+        planned(**two, DEPTH="32", BASE_ARGS="--state=fp32")
+    with pytest.raises(UserError, match="d48_clover needs .* with one row, --state=lean"):
+        planned(**two, DEPTH="48")
+    with pytest.raises(UserError, match="fit with --state=lean") as e:
+        planned(**two, DEPTH="32", DEVICE_BATCH="128")
+    rows = re.search(r"set DEVICE_BATCH=(\d+)", str(e.value))[1]
+    assert planned(**two, DEPTH="32", DEVICE_BATCH=rows).bases[0].ways[0].rows == int(rows)
+
+
 @pytest.mark.parametrize("how", ["DEVICE_BATCH", "BASE_ARGS"])
 def test_a_micro_batch_that_does_not_fit_names_its_rows_and_those_that_fit(how):
     with pytest.raises(UserError) as e:
