@@ -316,9 +316,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--method", default="", help="check this method only (default: those of nf.METHODS)")
     args = parser.parse_args(argv)
     methods = (resolve_method(args.method),) if args.method else tuple(METHODS)
-    device = torch.device(autodetect_device_type())
-    if device.type == "mps":
-        device = torch.device("cpu")
+    device = torch.device(autodetect_device_type().replace("mps", "cpu"))
     set_cpu_threads(device, 1)  # The tensors of the checks are small.
     environment = environment_info()
     versions = ", ".join(f"{name} {environment[name] or 'none'}" for name in ("python", "torch", "cuda", "triton"))

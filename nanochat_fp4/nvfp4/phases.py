@@ -161,12 +161,11 @@ def gemm_bits(recipe: Recipe) -> tuple[int, int, int]:
     def bits(rounding: Rounding | None) -> int:
         return 16 if rounding is None else 4 if rounding.element == "e2m1" else 8
 
-    def wider(gemm, kept: Rounding | None) -> int:
+    def wider(gemm, kept: Rounding | None = None) -> int:
         return max(bits(gemm.a.rounding), bits(gemm.b.rounding or (None if gemm.b.raw else kept)))
 
-    output = max(bits(recipe.output.a.rounding), bits(recipe.output.b.rounding))
     grad_input = wider(recipe.grad_input, recipe.output.b.rounding)
-    return output, grad_input, wider(recipe.grad_weight, recipe.output.a.rounding)
+    return wider(recipe.output), grad_input, wider(recipe.grad_weight, recipe.output.a.rounding)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
