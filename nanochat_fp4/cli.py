@@ -45,7 +45,7 @@ OTHER_RANKS_WAIT = 3.0  # seconds
 
 def one_line(error: BaseException | str) -> str:
     """Returns the message of `error` on a single line, or the name of its class if it has no message."""
-    text = " ".join(str(error).split())
+    text = re.sub(r"^<urlopen error (?:\[Errno -?\d+\] )?(.*)>$", r"\1", " ".join(str(error).split()))
     return text if text or isinstance(error, str) else type(error).__name__
 
 

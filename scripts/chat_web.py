@@ -12,6 +12,7 @@ authenticate users. Put it behind a server that does before you open it to other
 import argparse
 import contextlib
 import logging
+import socket
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -74,16 +75,15 @@ def main(argv: list[str] | None = None) -> None:
             logging.getLogger(name).handlers, logging.getLogger(name).propagate = logger.handlers, False
         server = make_server(app, args.host, args.port, limits)
         try:
-            sockets = [server.config.bind_socket()]  # before the page is offered
+            family = socket.AF_INET6 if ":" in args.host else socket.AF_INET
+            try:
+                listener = socket.create_server((args.host, args.port), family=family)  # before the page is offered
+            except OSError as e:
+                problem = f"cannot listen at {args.host}:{args.port} ({e.strerror.partition(' (')[0]})"
+                raise UserError(f"{problem}; choose another --port, or a --host of this machine") from e
             print0(f"{info['model']}, {info['method']}: open http://{args.host}:{args.port}/ (Ctrl-C ends)")
             with codes, contextlib.suppress(KeyboardInterrupt):
-                server.run(sockets)
-        except SystemExit:  # uvicorn raises this if it cannot start.
-            if server.started:
-                raise
-            raise UserError(
-                f"cannot listen at {args.host}:{args.port}; choose another --port, or a --host of this machine"
-            ) from None
+                server.run([listener])
         finally:
             worker.thread.shutdown(cancel_futures=True)
 
