@@ -84,6 +84,8 @@ def evaluate(args: argparse.Namespace, device: torch.device, rank: int) -> None:
         name, slug = f"base model {model_tag} (step {step})", f"base_model_{step:06d}"
     if args.precision == "bf16" and method != "bf16":
         precision, method = nf.full_precision(model), "bf16"
+    elif hasattr(model, "nf_report"):
+        precision = nf.quantize_weights_once(model)
     print0(f"CORE of {name}, {method} forward")
     folder = Path(get_base_dir()) / "base_eval" / (model_tag or "")
     log_folder = checkpoint_folder("base", model_tag) if model_tag else folder

@@ -11,6 +11,7 @@ weights in BF16 (FP32 on a CPU).
 """
 
 import argparse
+import contextlib
 from os.path import expanduser
 from pathlib import Path
 
@@ -101,7 +102,8 @@ def evaluate(args: argparse.Namespace, device: torch.device, rank: int, world_si
         source = Documents(tokenizer, sequence_len, text[split])
         loader = packed_rows(source, args.device_batch_size, device, num_rows=num_rows)
         progress = Progress(total=steps, desc=f"{split} bpb, {what}", unit="batch")
-        with progress, autocast(device.type), nf.quantize_weights_once(model):
+        once = nf.quantize_weights_once(model) if hasattr(model, "nf_report") else contextlib.nullcontext()
+        with progress, autocast(device.type), once:
             measured = evaluate_bpb(model, loader, steps, token_bytes, progress.update)
         return float(check_finite(torch.tensor(measured), model, "bits per byte"))
 

@@ -438,7 +438,7 @@ class BaseTraining(Trainer):
         then on."""
         try:
             with self.evaluating(), unsharded(self.model), self.training_step.weights_once(1):
-                with self.training_step.autocast():
+                with self.training_step.autocast(), nf.quantize_weights_once(self.model):
                     most = self.args.core_metric_max_per_task
                     results = evaluate_model(self.model, self.tokenizer, self.device, max_per_task=most)
         except (UserError, ValueError) as e:

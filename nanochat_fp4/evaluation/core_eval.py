@@ -263,7 +263,7 @@ def evaluate_model(
     _, rank, _, world_size = get_dist_info()
     mine = sum(len(range(rank, len(task["data"]), world_size)) for task in tasks)
     progress = Progress(total=mine, desc="CORE", unit="question")
-    with nf.per_token_scale(model), nf.quantize_weights_once(model), progress:
+    with nf.per_token_scale(model), progress:
         for task in tasks:
             start, label, data, chance = time.monotonic(), task["label"], task["data"], task["chance"]
             meta = {key: task[key] for key in ("task_type", "num_fewshot", "continuation_delimiter")}

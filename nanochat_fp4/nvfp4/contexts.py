@@ -34,11 +34,15 @@ def _inside(asked: dict[InContext, LayerContext]) -> Iterator[None]:
             layer.contexts = tuple(context for context in layer.contexts if context is not own)
 
 
-def _layers(model: nn.Module, context: str, kind: type[InContext] = QuantLinear) -> list[Any]:
-    """The model's converted layers. Raises ValueError, which names the context, if the model is no torch module."""
+def _layers(model: nn.Module, context: str, kind: type[InContext] = QuantLinear, stacklevel: int = 0) -> list[Any]:
+    """The model's converted layers. Raises ValueError if it is no torch module, and with stacklevel warns of none."""
     if not callable(getattr(model, "modules", None)):
         raise ValueError(f"{context}: got {type(model).__name__}, expected a torch.nn.Module; pass the converted model")
-    return [m for m in model.modules() if isinstance(m, kind)]
+    layers = [m for m in model.modules() if isinstance(m, kind)]
+    if stacklevel and not any(isinstance(layer, QuantLinear) or layer.quantizes for layer in layers):
+        problem = f"{context}: no layer of this {type(model).__name__} is converted, so nothing changes"
+        warnings.warn(f"{problem}; pass the model that nf.convert was given", stacklevel=stacklevel)
+    return layers
 
 
 def full_precision(model: nn.Module) -> contextlib.AbstractContextManager[None]:
@@ -53,13 +57,7 @@ def full_precision(model: nn.Module) -> contextlib.AbstractContextManager[None]:
     ...     bool((layer(x) == torch.nn.functional.linear(x, layer.weight)).all())
     True
     """
-    layers = _layers(model, "full_precision", InContext)
-    if not any(isinstance(layer, QuantLinear) or layer.quantizes for layer in layers):
-        warnings.warn(
-            f"full_precision: no layer of this {type(model).__name__} is converted, so nothing changes; pass the model "
-            "that nf.convert was given",
-            stacklevel=2,
-        )
+    layers = _layers(model, "full_precision", InContext, stacklevel=3)
     return _inside({layer: LayerContext(full_precision=True) for layer in layers})
 
 
@@ -92,14 +90,15 @@ def quantize_weights_once(model: nn.Module) -> Iterator[None]:
 
     Raises RuntimeError when an optimizer is about to change a weight inside the context, and at the end of the context
     if a weight was changed in another way or was replaced. A change in place through `.data` is not noticed, because
-    PyTorch does not count such changes. Raises ValueError if model is no torch.nn.Module.
+    PyTorch does not count such changes. Warns if the model has no converted layer. Raises ValueError if model is no
+    torch.nn.Module.
 
     >>> layer = nf.QuantLinear(32, 16)
     >>> with nf.quantize_weights_once(layer):
     ...     for rows in torch.randn(2, 4, 32):  # two micro-batches of 4 tokens
     ...         layer(rows).sum().backward()
     """
-    _layers(model, "quantize_weights_once")
+    _layers(model, "quantize_weights_once", stacklevel=4)
     made = {}
     for group in groups_of(model):
         # sharding.py makes the codes of weights that FSDP shards. A parametrization computes a new weight at each

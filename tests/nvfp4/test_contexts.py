@@ -64,13 +64,15 @@ def test_an_error_inside_ends_the_context(context):
     assert equal(step(m), before) and outside(m)
 
 
-def test_full_precision_of_a_model_that_is_not_converted_is_warned_of(recwarn):
+@pytest.mark.parametrize("context", [nf.full_precision, nf.quantize_weights_once])
+def test_a_context_around_a_model_that_is_not_converted_is_warned_of(recwarn, context):
     """The model may be another one than the one that computes."""
-    with pytest.warns(UserWarning, match="full_precision: no layer of this Linear is converted") as warned:
-        nf.full_precision(torch.nn.Linear(32, 16))
+    with pytest.warns(UserWarning, match=f"{context.__name__}: no layer of this Linear is converted") as warned:
+        with context(torch.nn.Linear(32, 16)):
+            pass
     assert warned[0].filename == __file__
-    nf.full_precision(nf.QuantLinear(32, 16, method="bf16"))
-    assert not recwarn.list
+    with context(nf.QuantLinear(32, 16, method="bf16")):
+        assert not recwarn.list
 
 
 @pytest.mark.parametrize("second", CONTEXTS)
