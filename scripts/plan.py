@@ -386,7 +386,7 @@ def hours(s: Settings, base: Base) -> tuple[float, float, list[str]] | None:
     how = f"{'measured' if base.method in parts and not used[0]['doubts'] else 'estimated by steps'} on this GPU"
     if runs := max(of["runs"] for of in used):
         how = f"from {runs} published run{'s' * (runs > 1)} (docs/measured.md)"
-    facts = [f"{how}: {' to '.join(dict.fromkeys(f'{round(x, -2):,.0f}' for x in (slow, fast)))} tokens/s"]
+    facts = [f"{how}: {span(*(round(x, 2 - int(math.log10(x))) for x in (slow, fast)))} tokens/s"]
     facts += dict.fromkeys(doubt for of in used for doubt in of["doubts"])
     if min(sizes) > FAR or max(sizes) < 1 / FAR:
         facts.append(f"EXTRAPOLATED: it is {span(min(sizes), max(sizes))} times as large as the models that were timed")
@@ -608,8 +608,9 @@ class Plan:
             often = "once" if 0.8 < times < 1.1 else f"{span(times, times)} times"
             self.about_text.append(f"it has about {amount(tokens)} tokens, and is read {often}{guess}")
             if self.text == "folder" and times > MOST_OFTEN:
-                fewer = f"NUM_ITERATIONS={max(1, int(4 * tokens / self.bases[0].args.total_batch_size))}"
-                self.about_text.append(f"WARNING: so often read, a text is learned by heart; {fewer} reads it less")
+                steps = int(4 * tokens / self.bases[0].args.total_batch_size)
+                fewer = f", or set NUM_ITERATIONS={steps}" * (steps >= 10)
+                self.about_text.append(f"WARNING: so often read, a text is learned by heart; add text{fewer}")
         if self.tokenizer and "tok" in s.stages:
             held = f"the tokenizer of this folder is kept ({s.vocabulary} tokens); another folder has its own"
             self.about_text.append(held)
@@ -650,7 +651,7 @@ class Plan:
             old, new = (shlex.join(w for w in a if w not in b) for a, b in ((before, now), (now, before)))
             made = f"{stage.title}: made with {old or 'fewer flags'}, where the plan has {new or 'fewer flags'}"
             remove = shlex.join(["rm", "-r", *(str(model) for model in models if model.is_dir())])
-            self.kept.append(f"{made}; to train it anew: {remove}, and the same command again")
+            self.kept += [f"{made}; it is not trained again", f"{remove}  # to train it anew, before the command"]
         return stage
 
     def text_stages(self) -> list[Stage]:
@@ -714,7 +715,7 @@ def span(low: float, high: float) -> str:
 def duration(low: float, high: float) -> str:
     """Hours in words: minutes where they are few, and days beside them where they are many."""
     if high < 1:
-        return f"{span(60 * low, 60 * high)} minutes"
+        return "less than a minute" if 0 < high < 1 / 60 else f"{span(60 * low, 60 * high)} minutes"
     return f"{span(low, high)} hours" + (f" ({span(low / 24, high / 24)} days)" if high >= 24 else "")
 
 
@@ -724,7 +725,8 @@ def page(plan: Plan, numbers: bool = False) -> str:
     lines, before = [f"nanochat_fp4: the plan of a {plan.s.run}"], ""
     for label, fact in facts(plan, numbers):
         first = f"  {label if label != before else '':11} "
-        width = 10**6 if label in ("kept", "type") or "bash " in fact else 100  # A command is never broken.
+        # A command is never broken.
+        width = 10**6 if label == "type" or re.search("bash |^rm ", fact) else 100
         how = {"initial_indent": first, "subsequent_indent": " " * 16}
         lines += textwrap.wrap(fact, width, break_long_words=False, break_on_hyphens=False, **how)
         before = label
@@ -764,15 +766,14 @@ def facts(plan: Plan, numbers: bool) -> Iterator[tuple[str, str]]:
 
 
 def how_long(plan: Plan) -> Iterator[str]:
-    said, whole = [], []
+    said, whole, later = [], [], ", ".join(stage for stage in plan.s.later if stage in STAGES)
     for base in plan.bases if "base" in plan.s.stages else ():
         if base.ways and base.work[4] and base.weights > 1.5e9 and 0 < base.ways[0].rows <= 2:  # as a d32 has
             said.append("2 rows: clover's d32 had under half of BF16's tokens/s, once, on an H200 that emulates 4 bits")
         if found := hours(plan.s, base):
             *ends, facts = found
             whole.append([end * (1 - base.done / base.steps) for end in ends])
-            of = "are left of" if base.done else "for"
-            yield f"{base.label}{duration(*whole[-1])} {of} the base training with its validations"
+            yield f"{base.label}base training alone: {duration(*whole[-1])}{' are left' * bool(base.done)}"
             lost = min(base.steps, base.args.save_every) if base.args.save_every > 0 else base.steps
             lost = f"a power cut loses up to {lost:,} steps, {duration(*(end * lost / base.steps for end in ends))}"
             said += [f"{base.label}{facts[0]}", *facts[1:], base.label + lost]
@@ -780,7 +781,7 @@ def how_long(plan: Plan) -> Iterator[str]:
             yield f"{base.label}not known, for nobody has published whole training steps with {base.method} on this GPU"
     if len(whole) > 1:
         yield f"both: {duration(*map(sum, zip(*whole)))}"
-    yield from dict.fromkeys(said + [f"besides: {', '.join(plan.s.later)}, of unknown time"] * bool(plan.s.later))
+    yield from dict.fromkeys(said + [f"besides: {later}, of unknown time"] * bool(later))
 
 
 def minutes(plan: Plan) -> Iterator[str]:

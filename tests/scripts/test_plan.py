@@ -244,7 +244,7 @@ def test_each_method_has_its_own_memory_and_both_train_in_one_state(monkeypatch)
         assert sum(parts) == pytest.approx(way.graphed_peak / 2**30, abs=0.3)
     assert "codes" in sums[0] and "cast" in sums[1] and "codes" not in sums[1]  # bf16 keeps casts of its weights.
     assert "other ways" in " ".join(facts["memory"])
-    assert "besides" in facts["how long"][-1]
+    assert "besides: core, mid, sft, of" in facts["how long"][-1]
     assert "besides" not in " ".join(said(planned(GPU="rtx5090", STAGES="tok base"))["how long"])
 
 
@@ -381,7 +381,7 @@ def test_what_was_measured_on_this_gpu_counts_before_what_others_published(timed
     base, (*_, facts) = hours(base_dir, QAT_METHOD="fp8", **same | {"DEPTH": "20"})
     now = timed["fp8"]["tokens_per_second"] * timed["fp8"]["flops_per_token"] / base.flops
     assert facts[:2] == [
-        f"estimated by steps on this GPU: {round(now, -2):,.0f} tokens/s",
+        f"estimated by steps on this GPU: {float(f'{now:.3g}'):,.0f} tokens/s",
         "scaled from 83,049 at d26, windows L",
     ]
     assert any("EXTRAPOLATED" in fact for fact in hours(base_dir, QAT_METHOD="fp8", **same | {"DEPTH": "8"})[1][2])
@@ -520,6 +520,10 @@ def test_longer_rows_on_a_cpu_are_fewer(tokens, rows):
         assert not name.startswith(("base", "mid")) or f"--device-batch-size={rows}" in command, name
 
 
+def test_a_time_has_no_more_digits_than_are_known():
+    assert program.duration(0.0008, 0.00125) == "less than a minute" and program.duration(0, 0) == "0 minutes"
+
+
 def test_the_minutes_on_a_cpu_count_what_is_asked():
     whole, other = ["the default"], {"two": {"COMPARE": "1"}, "few": {"NUM_ITERATIONS": "2"}, "large": {"DEPTH": "12"},
                                      "half": {"STAGES": "tok base report"}}  # fmt: skip
@@ -605,6 +609,9 @@ def test_own_text_that_is_read_very_often_has_a_warning_with_fewer_steps(tmp_pat
     *_, often, warning = said(planned(DATA_DIR=str(tmp_path), NUM_ITERATIONS="400"))["text"]
     steps = re.search(r"NUM_ITERATIONS=(\d+)", warning)[1]
     fewer = said(planned(DATA_DIR=str(tmp_path), NUM_ITERATIONS=steps))["text"]
+    (tmp_path / "a.txt").write_text("Some text.\n\n" * 100)
+    (tmp_path / "b.txt").write_text("Some text.\n\n" * 100)
+    assert "NUM_ITERATIONS=" not in said(planned(DATA_DIR=str(tmp_path)))["text"][-1]
     assert "30 times" in often and re.search(r"read (3\.\d|4) times", fewer[-1])
 
 
@@ -787,12 +794,15 @@ def test_the_plan_of_an_interrupted_run_says_that_it_goes_on(h100, monkeypatch):
     half = said(planned())
     assert "step 10,700 of 21,400 is done" in half["run"][0] and "done" not in whole["run"][0]
     (low, high), (all_low, all_high) = (
-        map(float, re.match(r"([\d.]+) to ([\d.]+) hours", facts["how long"][0]).groups()) for facts in (half, whole)
+        map(float, re.match(r"base training alone: ([\d.]+) to ([\d.]+) hours", facts["how long"][0]).groups())
+        for facts in (half, whole)
     )
     assert (2 * low, 2 * high) == pytest.approx((all_low, all_high), abs=2) and "left" in half["how long"][0]
     monkeypatch.setattr(program, "list_steps", lambda folder: [21_400])
     end = said(planned())
-    assert "step 21,400 of 21,400" in end["run"][0] and end["how long"][0].startswith("0 minutes are left")
+    assert "step 21,400 of 21,400" in end["run"][0] and end["how long"][0].startswith(
+        "base training alone: 0 minutes are left"
+    )
 
 
 def test_text_of_another_machine_is_not_counted_and_says_so(tmp_path):
@@ -856,11 +866,13 @@ def test_a_model_of_other_flags_is_kept_and_said_so(finished, base_dir, monkeypa
     log(monkeypatch, title, stage.command[1:][::-1])
     assert "kept" not in said(planned(COMPARE="1"))
     log(monkeypatch, title, [*stage.command[1:-1], "--one=2"])
-    (kept,) = said(again := planned(COMPARE="1"))["kept"]
+    kept, anew = said(again := planned(COMPARE="1"))["kept"]
+    long = [line for line in program.page(again).splitlines() if len(line) > 100 and str(base_dir) not in line]
+    assert "not trained again" in kept and not long
     assert f"made with --one=2, where the plan has {stage.command[-1]};" in kept and stage.section in skipped(again)
     later = ["base", "mid", "sft"][["base", "mid", "sft"].index(kind) :]
     folders = [str(base_dir / FOLDERS[k] / "d2_clover") for k in later]
-    assert f"{shlex.join(['rm', '-r', *folders])}, and" in kept
+    assert shlex.split(anew, comments=True) == ["rm", "-r", *folders]
     models.discard(base_dir / FOLDERS[kind] / "d2_clover")
     assert stage.section not in skipped(planned(COMPARE="1"))
 
