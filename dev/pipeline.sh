@@ -133,8 +133,6 @@ pipeline() {
     IFS=, read -ra files <<<"${RECIPES:-}"
     RECIPES=$(for name in ${files[@]+"${files[@]}"}; do printf '%s,' "$(of_the_caller "$name")"; done)
     export RECIPES=${RECIPES%,}
-    mkdir -p "$NANOCHAT_BASE_DIR/report" 2>/dev/null ||
-        die "cannot create $NANOCHAT_BASE_DIR; set NANOCHAT_BASE_DIR to a writable folder"
     # One thread. A second one that spins saves a third of the time on a quiet machine and takes ten times as long on a
     # busy one. A second one that sleeps is slower than one alone (dev/LOG.md, 2026-11-23).
     export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-PASSIVE}
@@ -144,6 +142,8 @@ pipeline() {
         run "$PY" -m scripts.plan "$1" ${all[@]+"${all[@]}"} || exit $?
         return
     fi
+    mkdir -p "$NANOCHAT_BASE_DIR/report" 2>/dev/null ||
+        die "cannot create $NANOCHAT_BASE_DIR; set NANOCHAT_BASE_DIR to a writable folder"
     lock_base_dir
     NANOCHAT_BEGAN=$(date +%s) && export NANOCHAT_BEGAN # the report says how long all of it took
     : >"$NANOCHAT_BASE_DIR/report/said.txt" # what a stage has said, later ones do not repeat
