@@ -17,6 +17,7 @@ from lab.study.context import Context, Outcome
 from lab.study.gaps import VALUES, methods_of, steps_of, stored_runs
 from nanochat_fp4.cli import UserError
 from nanochat_fp4.evaluation import plots
+from nanochat_fp4.models.cross_entropy import default_head
 
 FORWARD_NAMES = {"val_bpb": "own forward", "val_bpb_bf16": "BF16 forward"}
 
@@ -79,19 +80,20 @@ def exported(runs: list[dict], method: str) -> str:
     return str(stats.estimate([100 * (bpb / base[s] - 1) for s, bpb in mine.items()])) if mine else "not measured"
 
 
-def on_the_public_text(method: str) -> str:
-    """Returns a method's share of clover's gap, own forward, in the runs on the public text. Their heads are those that
-    base_train gives the method."""
-    runs = kept_runs.stored(PUBLIC)["results"]
-    label = next((m for m in methods_of(runs) if m == f"{method}_head_fp8"), method)
-    return gaps.Rows(runs, gaps.Item("")).share(label, "val_bpb") if label in methods_of(runs) else "not measured"
+def with_default_head(runs: list[dict], method: str) -> str:
+    """Returns a method's share of clover's gap, own forward, with the output head that base_train gives the method."""
+    label = f"{method}_head_{default_head(method)}"
+    label = label if label in methods_of(runs) else method
+    if method == "bf16":
+        return "0"
+    return gaps.Rows(runs, gaps.Item("")).share(label, "val_bpb") if label in methods_of(runs) else "-"
 
 
 def methods(context: Context) -> Outcome:
     """Makes README's table of methods. It has a row for each method that the study has or --rows names. Without
     --results it is README's, with its studies, rows and columns."""
     args, header = context.args, ["QAT_METHOD", "share of clover's gap: own; BF16 forward", "gap, own forward, %"]
-    header += ["share on the public text, own", "GEMM work", "exported as", "take it"]
+    header += ["with the default head", "on the public text", "GEMM work", "exported as", "take it"]
     if not args.results:
         args.results, args.columns = "d6_mixed,d6_fp8_forward", args.columns or " | ".join(header)
         args.rows = args.rows or "bf16 | fp8 | clover_fp8_forward | clover"
@@ -108,8 +110,8 @@ def methods(context: Context) -> Outcome:
         seeds = len({r["seed"] for r in runs if r["method"] == method})
         as_exported = exported(runs, method) if seeds else "not measured"
         work = gaps.gemm_work(runs, method, steps_of(runs)) if seeds else "not measured"
-        public = "0" if method == "bf16" else on_the_public_text(method)
-        row = [method, shares, both[0], public, work, EXPORTED.get(method, "NVFP4"), WHEN[method]]
+        default = [with_default_head(of_text, method) for of_text in (runs, kept_runs.stored(PUBLIC)["results"])]
+        row = [method, shares, both[0], *default, work, EXPORTED.get(method, "NVFP4"), WHEN[method]]
         rows.append([*row, both[1], as_exported, times.get(method, ("not measured",))[0], seeds])
     runs = gaps.runs_of_rows(runs, args.rows)
     parts = ", ".join(dict.fromkeys(times[row[0]][1] for row in rows if row[0] in times))
