@@ -479,8 +479,11 @@ def test_each_stage_of_a_real_plan_fails_without_taking_others_along(environment
         ran.unlink(missing_ok=True)
         command = f"{PIPELINE} PY={python}; source {script}; exit $STATUS"
         done = shell(command, environment, FAILING=" ".join(["-m", *failing.command]))
-        expected = {" ".join(["-m", *s.command]) for s in plan.stages if s.name not in gone - {failing.name}}
-        assert done.returncode == 1 and set(ran.read_text().splitlines()) == expected, failing.name
+        expected = {s.name: " ".join(["-m", *s.command]) for s in plan.stages if s.name not in gone - {failing.name}}
+        started = set(ran.read_text().splitlines())
+        if "waiting for the download" not in done.stdout:  # Then the script may end before it has begun.
+            started |= {expected["download"]} if "download" in expected else set()
+        assert done.returncode == 1 and started == set(expected.values()), failing.name
 
 
 def test_every_stage(environment):
