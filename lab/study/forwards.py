@@ -47,7 +47,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def evaluate(tag: str, args: argparse.Namespace, device: torch.device, data_dir: Survey) -> dict[str, float]:
+def evaluate(tag: str, args: argparse.Namespace, device: torch.device, text: Survey) -> dict[str, float]:
     """Returns the validation bits per byte of a run's newest checkpoint for each forward pass. The checkpoint is that
     of the current base directory."""
     model, tokenizer, meta = load_model("base", device, "eval", tag)
@@ -59,7 +59,7 @@ def evaluate(tag: str, args: argparse.Namespace, device: torch.device, data_dir:
     for name in args.forwards.split(","):
         nf.convert(model, name, backward=False, per_token_in_eval=False, verbose=False)
         model.lm_head.precision = default_head(name)
-        batches = packed_rows(Documents(tokenizer, length, open_text("val", data_dir)), rows, device)
+        batches = packed_rows(Documents(tokenizer, length, open_text("val", text)), rows, device)
         with autocast(device.type), torch.no_grad(), nf.quantize_weights_once(model):
             results[name] = evaluate_bpb(model, batches, steps, get_token_bytes(device=device))
     return results
@@ -78,12 +78,12 @@ def main(argv: list[str] | None = None) -> None:
         raise UserError(f"{problem}; train with lab.study.sweep --keep METHOD")
     rows = []
     with base_directory(args.folder):
-        data_dir = ensure_data(args.data_dir)
+        text = ensure_data(args.data_dir)
         (args.folder / "forwards").mkdir(exist_ok=True)
         for tag in tags:
             path = args.folder / "forwards" / f"{tag}.json"
             if not path.is_file():
-                bpb = evaluate(tag, args, device, data_dir)
+                bpb = evaluate(tag, args, device, text)
                 record = {"tag": tag, "eval_tokens": args.eval_tokens, "bpb": bpb, "environment": environment_info()}
                 atomic_write(path, json.dumps(record, indent=1) + "\n")
             bpb = json.loads(path.read_text())["bpb"]

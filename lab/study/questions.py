@@ -82,10 +82,10 @@ def exported(runs: list[dict], method: str) -> str:
 
 def with_default_head(runs: list[dict], method: str) -> str:
     """Returns a method's share of clover's gap, own forward, with the output head that base_train gives the method."""
-    label = f"{method}_head_{default_head(method)}"
-    label = label if label in methods_of(runs) else method
     if method == "bf16":
         return "0"
+    label = f"{method}_head_{default_head(method)}"
+    label = label if label in methods_of(runs) else method
     return gaps.Rows(runs, gaps.Item("")).share(label, "val_bpb") if label in methods_of(runs) else "-"
 
 
@@ -95,13 +95,14 @@ def methods(context: Context) -> Outcome:
     args, header = context.args, ["QAT_METHOD", "share of clover's gap: own; BF16 forward", "gap, own forward, %"]
     header += ["with the default head", "on the public text", "GEMM work", "exported as", "take it"]
     if not args.results:
-        args.results, args.columns = "d6_mixed,d6_fp8_forward", args.columns or " | ".join(header)
+        args.results, args.columns = ",".join(cards.STUDIES), args.columns or " | ".join(header)
         args.rows = args.rows or "bf16 | fp8 | clover_fp8_forward | clover"
     time = "step time on one H100, BF16 = 1"
     header += ["gap, BF16 forward, %", "gap as exported, %", time, "seeds"]
     runs, content = stored_runs(context)
     times, known, of = time_of_steps(), methods_of(runs), gaps.Rows(runs, gaps.Item(""))
     rows, asked = [], [name.strip() for name in context.args.rows.split("|")]
+    texts = runs, kept_runs.stored(PUBLIC)["results"]
     for method in [m for m in WHEN if m in ("bf16", *known, *asked)]:
         shares, *both = ["0; 0", "0", "0"] if method == "bf16" else ["not measured"] * 3
         if method in known:
@@ -110,7 +111,7 @@ def methods(context: Context) -> Outcome:
         seeds = len({r["seed"] for r in runs if r["method"] == method})
         as_exported = exported(runs, method) if seeds else "not measured"
         work = gaps.gemm_work(runs, method, steps_of(runs)) if seeds else "not measured"
-        default = [with_default_head(of_text, method) for of_text in (runs, kept_runs.stored(PUBLIC)["results"])]
+        default = [with_default_head(of_text, method) for of_text in texts]
         row = [method, shares, both[0], *default, work, EXPORTED.get(method, "NVFP4"), WHEN[method]]
         rows.append([*row, both[1], as_exported, times.get(method, ("not measured",))[0], seeds])
     runs = gaps.runs_of_rows(runs, args.rows)

@@ -228,6 +228,16 @@ def col_of_codes(t: NVFP4Tensor, name, emulated):
     return collect(out, [o])[0]
 
 
+def assert_requantized(codes: NVFP4Tensor, name: str) -> None:
+    """Asserts that `codes` become the reference's column operand, bit for bit, as codes and emulated."""
+    want = reference(codes.dequantize(), ("rtn", 0, name, 128))[1]
+    got = col_of_codes(codes, name, False)
+    assert_same(f"{name} {tuple(codes.shape)}", got, want)
+    decoded, tensor_scale = col_of_codes(codes, name, True)
+    value = got.decode() * (got.tensor_scale if tensor_scale is None else 1)
+    assert_same_bits("emulated", decoded.float() + 0.0, value + 0.0)
+
+
 @pytest.mark.parametrize(
     "name, each_rotation",
     [("ms_eden", True), ("ms_eden", False), ("sr", True), ("ms_eden_search_3", False)],
@@ -242,12 +252,7 @@ def test_requantization_from_codes(name, each_rotation):
         codes.scales = codes.scales.float().clamp(min=1).to(torch.float8_e4m3fn)
         codes.decoded = None
         assert codes.tensor_scale == 2.0**-6
-        want = reference(codes.dequantize(), ("rtn", 0, name, 128))[1]
-        got = col_of_codes(codes, name, False)
-        assert_same(f"{name} {shape}", got, want)
-        decoded, tensor_scale = col_of_codes(codes, name, True)
-        value = got.decode() * (got.tensor_scale if tensor_scale is None else 1)
-        assert_same_bits("emulated", decoded.float() + 0.0, value + 0.0)
+        assert_requantized(codes, name)
 
 
 @pytest.mark.parametrize("name", ["four_over_six", "e4m3"])
@@ -268,12 +273,7 @@ def test_requantization_from_e4m3(name, each_rotation):
         values = torch.randint(-8, 9, shape) * 2.0 ** torch.randint(-9, -4, (shape[0], 1))
         codes = NVFP4Tensor(values.to(torch.float8_e4m3fn), torch.empty(*shape[:-1], 0), torch.tensor(2.0**-6))
         assert torch.equal(codes.codes.float(), values)
-        want = reference(codes.dequantize(), ("rtn", 0, name, 128))[1]
-        got = col_of_codes(codes, name, False)
-        assert_same(f"{name} {shape}", got, want)
-        decoded, tensor_scale = col_of_codes(codes, name, True)
-        value = got.decode() * (got.tensor_scale if tensor_scale is None else 1)
-        assert_same_bits("emulated", decoded.float() + 0.0, value + 0.0)
+        assert_requantized(codes, name)
 
 
 @triton.jit
