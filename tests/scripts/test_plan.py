@@ -62,7 +62,9 @@ def commands(plan):
 
 @pytest.fixture(autouse=True)
 def offline(monkeypatch, base_dir):
-    """Nothing is asked of the network, and no GPU is here."""
+    """Nothing is asked of the network, no GPU is here, and the disk has room for a d20."""
+    usage = program.shutil.disk_usage(ROOT)
+    monkeypatch.setattr(program.shutil, "disk_usage", lambda path: usage._replace(free=10**12))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.delenv("DATA_DIR", raising=False)
     for module in (program, sources):
