@@ -49,8 +49,8 @@ def on_files(files, config):
 
 def on_page_markdown(markdown, **_):
     """Puts an empty line before each list, which Python-Markdown needs. GitHub begins a list after any line. README is
-    the site's first page."""
-    markdown = markdown.replace("](../README.md", "](index.md")
+    the site's first page, and other files of the source are not there."""
+    markdown = re.sub(r"\[([^]]+)\]\(\.\./(?!README)[^)]+\)", r"\1", markdown).replace("](../README.md", "](index.md")
     return re.sub(r"^(?!- |\d+\. |\s|$)(.*)\n(?=- |\d+\. )", r"\1\n\n", markdown, flags=re.M)
 
 

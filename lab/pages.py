@@ -1,4 +1,4 @@
-"""Writes the tables of README.md and docs/. Below a command of lab.reproduce stands the table that it prints.
+"""Writes the tables of README.md, docs/ and lab/results/tables.md. Below a command of lab.reproduce stands its table.
 
     python -m lab.pages             # makes all of these tables again from the stored runs
     python -m lab.pages --check     # changes nothing, names the pages that differ, and ends with status 2
@@ -12,7 +12,7 @@ import re
 import shlex
 from pathlib import Path
 
-from lab import ROOT, reproduce, runs
+from lab import RESULTS, ROOT, reproduce, runs
 from nanochat_fp4.cli import ArgumentParser, UserError, run_main
 from nanochat_fp4.common import print0
 from nanochat_fp4.files import atomic_write
@@ -24,8 +24,8 @@ WAITING = re.compile(r"^<!-- when (\S+) is stored\n(.*?)^-->\n", re.MULTILINE | 
 
 
 def pages() -> list[Path]:
-    """Returns README.md and all pages of docs/."""
-    return [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    """Returns README.md, all pages of docs/, and the page of the tables that none of them has."""
+    return [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), RESULTS / "tables.md"]
 
 
 def table(command: str) -> str:

@@ -11,14 +11,13 @@ from pathlib import Path
 
 import pytest
 
+from lab import pages
+
 ROOT = Path(__file__).resolve().parent.parent
+PAGES = [ROOT / "CONTRIBUTING.md", *pages.pages()]
 
 
-def pages() -> list[Path]:
-    return [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
-
-
-@pytest.mark.parametrize("page", pages(), ids=lambda page: str(page.relative_to(ROOT)))
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_somewhere(page):
     text = re.sub(r"```.*?```|`[^`\n]*`", "", page.read_text(encoding="utf-8"), flags=re.S)
     targets = re.findall(r"\]\(\s*([^)\s]+)\s*\)", text) + re.findall(r'(?:src|srcset)="([^"]+)"', text)
@@ -33,7 +32,7 @@ def test_links_lead_somewhere(page):
             assert anchor in [re.sub(r"[^\w\- ]", "", h.lower()).strip().replace(" ", "-") for h in headings], target
 
 
-@pytest.mark.parametrize("page", pages(), ids=lambda page: str(page.relative_to(ROOT)))
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_what_a_page_names_is_there(page):
     """Files, modules, nf.NAMES, and names that it says to be in a file."""
     assert runpy.run_path(str(ROOT / "dev/check_pages.py"))["named"](page.read_text(encoding="utf-8")) == []
