@@ -21,15 +21,15 @@ from nanochat_fp4.hardware import usable_cpus
 from nanochat_fp4.nvfp4.methods import get_recipe
 
 
-def default_base_dir() -> Path:
-    """Returns the base directory of a machine whose user has not set NANOCHAT_BASE_DIR."""
-    return Path(os.path.expanduser("~"), ".cache/nanochat")
+def base_dir_of(environment: Mapping[str, str] = os.environ) -> Path:
+    """Returns the folder of all files that are made or downloaded, which may not be there yet: NANOCHAT_BASE_DIR, or
+    by default ~/.cache/nanochat."""
+    return Path(environment.get("NANOCHAT_BASE_DIR") or os.path.expanduser("~/.cache/nanochat"))
 
 
 def get_base_dir() -> str:
-    """Returns the folder of all files that are made or downloaded, and makes it. It is NANOCHAT_BASE_DIR, or by
-    default ~/.cache/nanochat. Raises UserError if it cannot be made."""
-    base_dir = os.environ.get("NANOCHAT_BASE_DIR") or str(default_base_dir())
+    """Returns base_dir_of(), and makes the folder. Raises UserError if it cannot be made."""
+    base_dir = str(base_dir_of())
     try:
         base_dir.encode()  # pyarrow accepts only names that are UTF-8.
         os.makedirs(base_dir, exist_ok=True)

@@ -21,7 +21,7 @@ from pathlib import Path
 import filelock
 
 from nanochat_fp4.cli import UserError, logger, one_line
-from nanochat_fp4.common import fail_together, get_dist_info
+from nanochat_fp4.common import base_dir_of, fail_together, get_dist_info
 from nanochat_fp4.files import atomic_write
 
 # What a file system without locks answers.
@@ -43,16 +43,15 @@ def held_run(folder: str | os.PathLike) -> Iterator[None]:
     lock.
     """
     folder, problem = Path(folder).absolute(), None
-    holder = folder.with_name(f".{folder.name}.lock.txt")
     with contextlib.ExitStack() as at_end:
         if get_dist_info()[1] == 0:
             busy = f"another run is training in {folder}: {_holder(folder)}; wait for it or stop it, or choose another "
             try:
                 at_end.enter_context(locked(lock_of(folder), f"{busy}--model-tag", ASKED_SECONDS))
-                at_end.callback(holder.unlink, missing_ok=True)
-                since = time.strftime("%Y-%m-%d %H:%M:%S")
+                at_end.callback(lock_of(folder, ".txt").unlink, missing_ok=True)
+                who = f"process {os.getpid()} on {socket.gethostname()} since {time.strftime('%Y-%m-%d %H:%M:%S')}"
                 with contextlib.suppress(OSError):  # The disk may be full. check_writable explains this better.
-                    atomic_write(holder, f"process {os.getpid()} on {socket.gethostname()} since {since}")
+                    atomic_write(lock_of(folder, ".txt"), who)
             except UserError as e:
                 problem = str(e)
         fail_together(problem)
@@ -80,10 +79,10 @@ def running_runs(base_dir: str | os.PathLike) -> list[str]:
     return [f"{folder.parent.name}/{folder.name} ({who})" for folder in sorted(folders) if (who := running(folder))]
 
 
-def lock_of(folder: Path) -> Path:
+def lock_of(folder: Path, ending: str = "") -> Path:
     """Returns the file of the lock of a folder, .<name>.lock beside it. It stays after the lock is released, because
-    deleting it would let two processes in."""
-    return folder.with_name(f".{folder.name}.lock")
+    deleting it would let two processes in. With the ending .txt it is the file that names who has the lock."""
+    return folder.with_name(f".{folder.name}.lock{ending}")
 
 
 @contextlib.contextmanager
@@ -103,7 +102,8 @@ def locked(file: Path, busy: str = "", seconds: float = -1.0) -> Iterator[None]:
         raise UserError(busy) from None
     except OSError as e:
         if e.errno not in _NO_LOCKS:
-            raise UserError(f"no lock can be made: {one_line(e)}; choose a writable folder (NANOCHAT_BASE_DIR)") from e
+            which = " (NANOCHAT_BASE_DIR)" * (base_dir_of().absolute() in file.absolute().parents)
+            raise UserError(f"no lock can be made: {one_line(e)}; choose a writable folder{which}") from e
         logger.warning(f"the file system of {file.parent} has no locks: nothing keeps another process out of it")
     try:
         yield
@@ -112,8 +112,7 @@ def locked(file: Path, busy: str = "", seconds: float = -1.0) -> Iterator[None]:
 
 
 def _holder(folder: Path) -> str:
-    file = folder.with_name(f".{folder.name}.lock.txt")
     with contextlib.suppress(OSError, UnicodeError):
-        if file.is_file():
+        if (file := lock_of(folder, ".txt")).is_file():
             return one_line(file.read_text(encoding="utf-8"))[:200]
     return "a process that is just beginning"  # It has the lock and has not written its name yet.

@@ -20,7 +20,7 @@ import torch
 
 import nanochat_fp4 as nf
 from nanochat_fp4.cli import ArgumentParser, require, run_main
-from nanochat_fp4.common import get_base_dir, joined_processes, print0
+from nanochat_fp4.common import base_dir_of, get_base_dir, joined_processes, print0
 from nanochat_fp4.data.sources import Source
 from nanochat_fp4.evaluation.core_eval import EVAL_BUNDLE_URL, evaluate_model, find_bundle, read_tasks
 from nanochat_fp4.evaluation.kept import Kept, key_of
@@ -45,7 +45,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 def needs(args: argparse.Namespace) -> list[Source]:
     """Returns the inputs that this stage needs, for a plan: the eval bundle, and the package that reads it."""
-    folder = Path(args.bundle_dir) if args.bundle_dir else Path(get_base_dir()) / "eval_bundle"
+    folder = Path(args.bundle_dir) if args.bundle_dir else base_dir_of() / "eval_bundle"
     url = "" if args.bundle_dir or folder.exists() else EVAL_BUNDLE_URL
     remedy = f"unpack {EVAL_BUNDLE_URL} into {folder.parent}, or CORE_ARGS=--bundle-dir=folder"
     read = functools.partial(read_tasks, args.bundle_dir, args.max_per_task)

@@ -29,7 +29,7 @@ import torch
 
 import nanochat_fp4 as nf
 from nanochat_fp4.cli import INSTALLED, STAGE, ArgumentParser, UserError, did_you_mean, run_main, switched_on
-from nanochat_fp4.common import default_base_dir, load_recipes, resolve_method, set_cpu_threads
+from nanochat_fp4.common import base_dir_of, load_recipes, resolve_method, set_cpu_threads
 from nanochat_fp4.data import dataset
 from nanochat_fp4.data.sources import hub_url, look_for, url_problem
 from nanochat_fp4.data.tokenizer import RustBPETokenizer
@@ -90,14 +90,13 @@ class Settings:
         self.defaults: dict[str, Any] = {name: row[place] for name, row in NUMBERS.items()}
         self.defaults |= dict.fromkeys(ARGS, "") | numbers
         self.values = {name: value_of(environment.get(name, ""), d) for name, d in self.defaults.items()}
-        self.usual_steps, self.memory = self.defaults["NUM_ITERATIONS"], physical_memory() / self.processes
-        if self.card:
-            self.memory = self.card["gib"] * GIB
-        else:  # A micro-batch of longer rows has fewer of them, and as many tokens.
+        self.usual_steps = self.defaults["NUM_ITERATIONS"]
+        self.memory = self.card["gib"] * GIB if self.card else physical_memory() / self.processes
+        if self.card is None:  # A micro-batch of longer rows has fewer of them, and as many tokens.
             length = self.values["SEQ_LEN"]
             self.instead(DEVICE_BATCH=max(1, min(8, 2048 // max(1, length))) if isinstance(length, int) else 8)
         self.vocabulary = 0  # that of the tokenizer which is here
-        self.base_dir = Path(environment.get("NANOCHAT_BASE_DIR") or default_base_dir())
+        self.base_dir = base_dir_of(environment)
         self.data_dir, self.plan_only = environment.get("DATA_DIR", ""), switched_on("PLAN_ONLY", environment)
         if environment.get("TEXT_COLUMN") not in (None, "", "text") and not self.data_dir:
             raise UserError("TEXT_COLUMN is of text of your own; set DATA_DIR as well, or unset TEXT_COLUMN")
@@ -166,7 +165,7 @@ class Settings:
     def command(self, script: str, names: Sequence[str], **own: Any) -> str:
         """What to type: `own` variables, those of these names that the user has set, and the script."""
         apart = {"PLAN_ONLY", "GPU", "GPU_MEMORY", "PYTHONPATH", *(["VENV"] if INSTALLED else [])}
-        apart |= {name for name in names if self.environment.get(name, "") in ("", str(default_base_dir()))}
+        apart |= {name for name in names if self.environment.get(name, "") in ("", str(base_dir_of({})))}
         variables = own | {name: self.environment[name] for name in names if name not in apart}
         return " ".join([*(f"{name}={shlex.quote(str(value))}" for name, value in variables.items()), script])
 
@@ -686,6 +685,8 @@ class Plan:
         self.text_bytes = max(0, shards - self.shards) * float(dataset.SHARD_BYTES)
         self.checkpoint_bytes = len(places.keys() & set(s.stages)) * sum(base.checkpoint_bytes for base in self.bases)
         place = next(folder for folder in (s.base_dir, *s.base_dir.absolute().parents) if folder.exists())
+        if s.here and not (place.is_dir() and os.access(place, os.W_OK)):
+            raise UserError(f"cannot create {s.base_dir}; set NANOCHAT_BASE_DIR to a writable folder")
         self.free = shutil.disk_usage(place).free if s.here else math.inf
         kept = [file for folders in places.values() for folder in folders for file in folder.rglob("*.pt")]
         free = self.free + sum(file.stat().st_size for file in kept)  # that the run will replace, or has made already

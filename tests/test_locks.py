@@ -43,6 +43,12 @@ def test_a_place_where_no_file_can_be_made_is_refused_at_once(monkeypatch, use, 
     assert place.rpartition("/")[0] in str(e.value) and "\n" not in str(e.value)
 
 
+def test_a_folder_outside_of_the_base_directory_is_not_called_so():
+    with pytest.raises(UserError, match="writable") as e:
+        enter(new_export(Path("/proc/out")))
+    assert "NANOCHAT_BASE_DIR" not in str(e.value)
+
+
 def test_one_after_the_other(tmp_path):
     """In a folder that the first one makes. After a time that may be given, a wait ends with what the caller says."""
     file, order = tmp_path / "new" / "a.lock", []

@@ -48,7 +48,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from nanochat_fp4.cli import ArgumentParser, UserError, format_bytes, one_line, parse_finite, run_main
-from nanochat_fp4.common import get_base_dir, of_all_ranks, print0, say_once
+from nanochat_fp4.common import base_dir_of, get_base_dir, of_all_ranks, print0, say_once
 from nanochat_fp4.data.sources import BLOCK, CONVERT, KINDS, first_foreign, hub_url, kind_of, rows_of, url_problem
 from nanochat_fp4.files import atomic_write
 from nanochat_fp4.locks import locked
@@ -141,7 +141,7 @@ def survey(data_dir: "str | os.PathLike | Survey") -> Survey:
         expected = f"a folder of text or parquet files, or such a file ({', '.join(KINDS)})"
         raise UserError(f"DATA_DIR (--data-dir) {data_dir} is {problem}; it must be {expected}")
     found: dict[str, list[Path]] = {what: [] for what in ("train", "val", NAMED, EMPTY, OTHER_KINDS)}
-    base = Path(get_base_dir()).resolve()
+    base = base_dir_of().resolve()
     own = base if folder.resolve() in base.parents else None  # A base directory in it has reports and logs.
     for path in sorted(folder.rglob("*")):
         names = [name.lower() for name in path.relative_to(folder).parts]
@@ -596,7 +596,7 @@ def download_shards(num_files: int = -1, num_workers: int = 4, deadline: float =
 def found_data() -> str | None:
     """Returns the text in the base directory: the folder of FineWeb-Edu shards, or else the file of the embedded corpus
     that was built last, or None."""
-    downloaded, corpora = (Path(get_base_dir(), name) for name in ("base_data", "embedded_data"))
+    downloaded, corpora = (base_dir_of() / name for name in ("base_data", "embedded_data"))
     if len(list(downloaded.glob("*.parquet"))) >= 2:
         return str(downloaded)
     return max(map(str, corpora.glob("*_mb_of_python_*.jsonl")), key=os.path.getmtime, default=None)

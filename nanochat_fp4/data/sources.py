@@ -31,7 +31,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from nanochat_fp4.cli import UserError, missing_package, one_line, switched_on
-from nanochat_fp4.common import get_base_dir, print0
+from nanochat_fp4.common import base_dir_of, get_base_dir, print0
 from nanochat_fp4.locks import locked
 
 KINDS = ("txt", "md", "csv", "json", "jsonl", "ndjson", "parquet")
@@ -242,7 +242,7 @@ def download_file_with_lock(
 def is_here(remote: str) -> bool:
     """Returns whether a dataset of the hub, or the file of an address, was downloaded before."""
     if "://" in remote:
-        return Path(get_base_dir(), remote.rpartition("/")[2]).exists()
+        return Path(base_dir_of(), remote.rpartition("/")[2]).exists()
     from datasets.config import HF_DATASETS_CACHE
 
     return Path(HF_DATASETS_CACHE, remote.replace("/", "___")).is_dir()

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from nanochat_fp4.cli import STAGE, ArgumentParser, UserError, format_seconds, run_main
-from nanochat_fp4.common import default_base_dir, get_base_dir, get_dist_info
+from nanochat_fp4.common import base_dir_of, get_base_dir, get_dist_info
 from nanochat_fp4.evaluation import plots
 from nanochat_fp4.evaluation.metrics import read_jsonl
 from nanochat_fp4.files import atomic_write
@@ -276,7 +276,7 @@ def summary(runs: list[dict], base_dir: Path) -> list[str]:
             done = f"{stage} has done {_steps(stages[stage])} steps"
             lines += [f"  so far:     {done}; its command goes on with --resume-from-step latest"]
         # The shell that types the command may not have the variable.
-        variable = "" if base_dir == default_base_dir() else f"NANOCHAT_BASE_DIR={shlex.quote(str(base_dir))} "
+        variable = "" if base_dir == base_dir_of({}) else f"NANOCHAT_BASE_DIR={shlex.quote(str(base_dir))} "
         lines += [f"  talk to it: {variable}{STAGE}chat_web -i {stage} --model-tag {tag}"]
     return lines
 

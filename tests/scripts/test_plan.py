@@ -503,6 +503,7 @@ def test_a_card_without_an_architecture_is_advised_to_measure():
 def test_steps_chosen_by_time_are_the_run_that_was_printed(base_dir):
     """The probe's number is a default, so the run keeps the name that PLAN_ONLY printed. Later stages shrink, too."""
     usual = planned()
+    base_dir.mkdir()
     (base_dir / "cpu_steps.json").write_text('{"d2_120": {"steps": 60, "seconds_per_step": 1.5}}')
     plan, mine = planned(), planned(NUM_ITERATIONS="60")
     assert plan.s.values["NUM_ITERATIONS"] == 60 and plan.bases[0].tag == usual.bases[0].tag == "d2_clover"
@@ -514,6 +515,13 @@ def test_steps_chosen_by_time_are_the_run_that_was_printed(base_dir):
     few, many = planned(NUM_ITERATIONS="4").s, planned(NUM_ITERATIONS="400", SFT_ARGS="--num-iterations=9").s
     assert "--num-iterations=2" in few.words("MID_ARGS") and "--max-problems=8" in few.words("EVAL_ARGS")
     assert many.values["MID_ARGS"] == usual.s.values["MID_ARGS"] and many.values["SFT_ARGS"] == "--num-iterations=9"
+
+
+def test_a_base_directory_that_cannot_be_made_is_refused(base_dir):
+    base_dir.write_text("")
+    for place in (base_dir, base_dir / "more"):
+        with pytest.raises(UserError, match="NANOCHAT_BASE_DIR"):
+            planned(NANOCHAT_BASE_DIR=str(place))
 
 
 @pytest.mark.parametrize("tokens, rows", [("256", 8), ("512", 4), ("2048", 1)])
