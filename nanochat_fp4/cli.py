@@ -65,9 +65,8 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Returns whether an exception says that memory ran out, on the GPU or (a RuntimeError of torch) on the CPU."""
     import torch
 
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or (
-        isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
-    )
+    of_torch = isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
+    return of_torch or isinstance(error, torch.OutOfMemoryError | MemoryError)
 
 
 def user_message(error: BaseException) -> str:

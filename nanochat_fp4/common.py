@@ -35,9 +35,7 @@ def get_base_dir() -> str:
         os.makedirs(base_dir, exist_ok=True)
     except (OSError, UnicodeError) as e:
         why = e.strerror if isinstance(e, OSError) else "the name is not UTF-8"
-        raise UserError(
-            f"cannot create the base directory {base_dir} ({why}); set NANOCHAT_BASE_DIR to a writable folder"
-        ) from e
+        raise UserError(f"cannot create {base_dir} ({why}); set NANOCHAT_BASE_DIR to a writable folder") from e
     return base_dir
 
 
@@ -75,10 +73,7 @@ def load_recipes(files: str, source: str = "--recipes") -> str:
     """
     for path in filter(None, files.split(",")):
         if not os.path.isfile(path):
-            raise UserError(
-                f"{source}: there is no file {path}; name a Python file that calls nanochat_fp4.register, or several "
-                "with commas"
-            )
+            raise UserError(f"{source}: there is no file {path}; name Python files, with commas between them")
         name = "recipes_" + hashlib.sha256(os.fsencode(os.path.realpath(path))).hexdigest()
         # The module is a new one, so that a function of the file reads the same at each run of the file.
         module = sys.modules[name] = types.ModuleType(name)
@@ -303,11 +298,8 @@ def compute_init(device_type: str = "cuda", seed: int = 42) -> tuple[bool, int, 
         if device_type == "mps":
             raise UserError("several processes are not supported on mps; start without torchrun")
         if device_type == "cuda":
-            if local_rank >= torch.cuda.device_count():
-                raise UserError(
-                    f"local rank {local_rank} has no GPU: only {torch.cuda.device_count()} visible; lower "
-                    "--nproc_per_node to the number of GPUs"
-                )
+            if local_rank >= (gpus := torch.cuda.device_count()):
+                raise UserError(f"local rank {local_rank} has no GPU: {gpus} are visible; lower --nproc_per_node to it")
             device = torch.device("cuda", local_rank)
             torch.cuda.set_device(device)
         if not is_ddp_initialized():

@@ -172,9 +172,7 @@ class Patch:
             raise changed("the optimizer is set up for a GPT that init_weights was not called on")
         layers = dict(model.named_modules())
         if replaced := [name for name in model.nf_report.converted if not isinstance(layers.get(name), nf.QuantLinear)]:
-            raise UserError(
-                f"the script replaced {replaced[0]} after it was quantized; leave out --fp8, or use --method bf16"
-            )
+            raise UserError(f"the script replaced the quantized {replaced[0]}; leave out --fp8, or use --method bf16")
         _, rank, _, world_size = get_dist_info()
         if world_size > 1:
             # nanochat gives every rank the same seed, because all ranks must draw the same weights, which exist by now.

@@ -513,10 +513,10 @@ class Plan:
         for base in self.bases:
             self.check_memory(base)
         self.find_text()
-        words, self.left_out = later_words(s)
+        self.words, self.left_out = later_words(s)
         self.stages = self.text_stages() if "tok" in s.stages else []
         for base in self.bases:
-            self.stages += model_stages(s, base, words)
+            self.stages += model_stages(s, base, self.words)
         if "report" in s.stages:
             self.stages.append(Stage("report", "", "report", 1, ["nanochat_fp4.evaluation.report", "generate"]))
         self.check_order_and_disk()
@@ -653,6 +653,12 @@ class Plan:
             self.kept += [f"{made}; it is not trained again", f"{remove}  # to train it anew, before the command"]
         return stage
 
+    def left(self, base: Base) -> set[str]:
+        """The kinds of stages of a method that are not done. Where its base model is not, no later one is."""
+        of = [stage for stage in self.stages if stage.name.endswith(f":{base.tag}")]
+        there = [k for k in of if base.done == base.steps and k.section and (self.s.base_dir / k.section).is_file()]
+        return {stage.name.partition(":")[0].partition("_")[0] for stage in of if stage not in there}
+
     def text_stages(self) -> list[Stage]:
         """The stages of the text and the tokenizer. A tokenizer that is there is kept."""
         n, from_hub, module = self.s.values, self.text == "hub", "nanochat_fp4.data.dataset"
@@ -767,8 +773,8 @@ def facts(plan: Plan, numbers: bool) -> Iterator[tuple[str, str]]:
 
 
 def how_long(plan: Plan) -> Iterator[str]:
-    said, whole, later = [], [], ", ".join(stage for stage in plan.s.later if stage in STAGES)
-    for base in plan.bases if "base" in plan.s.stages else ():
+    said, whole, left = [], [], set().union(*map(plan.left, plan.bases))
+    for base in (base for base in plan.bases if "base" in plan.s.stages and base.done < base.steps):
         if base.ways and base.work[4] and base.weights > 1.5e9 and 0 < base.ways[0].rows <= 2:  # as a d32 has
             said.append("2 rows: clover's d32 had under half of BF16's tokens/s, once, on an H200 that emulates 4 bits")
         if found := hours(plan.s, base):
@@ -782,17 +788,23 @@ def how_long(plan: Plan) -> Iterator[str]:
             yield f"{base.label}not known, for nobody has published whole training steps with {base.method} on this GPU"
     if len(whole) > 1:
         yield f"both: {duration(*map(sum, zip(*whole)))}"
-    yield from dict.fromkeys(said + [f"besides: {later}, of unknown time"] * bool(later))
+    of = {kind: LATER[kind].parse_args(plan.words[kind]) for kind in LATER if kind in left - {"eval"}}
+    steps = {kind: getattr(args, "num_iterations", 0) for kind, args in of.items()}  # CORE has none.
+    words = {n: f" ({n:,} steps)" for n in steps.values()} | {-1: " (all its conversations)", 0: ""}
+    besides = ", ".join(kind + words[n] for kind, n in steps.items())
+    yield from dict.fromkeys(said + [f"besides: {besides}, of unknown time"] * bool(besides))
 
 
 def minutes(plan: Plan) -> Iterator[str]:
     """The minutes that a CPU's run is made for, or those of another model, other steps or stages, or more methods."""
-    s, base, methods = plan.s, plan.bases[0], len(plan.bases)
-    later = min(base.steps, s.usual_steps) if {"mid", "sft"} & set(s.stages) else 0  # They do not grow with it.
+    base, methods, steps = plan.bases[0], len(plan.bases), 0
     each = plan.chosen.get("seconds_per_step", base.flops * base.args.total_batch_size / CPU_SPEED)
-    steps = sum(b.steps - b.done for b in plan.bases) * ("base" in s.stages)
-    whole = (steps + methods * (later + OTHER_STEPS)) * each / 3600
-    yield f"{duration(whole, whole)} for these stages{f' with {methods} methods' * (methods > 1)}, on two cores"
+    for b, left in ((b, plan.left(b)) for b in plan.bases):
+        # The later stages do not grow with the base training.
+        later = min(b.steps, plan.s.usual_steps) if {"mid", "sft"} & left else 0
+        steps += (b.steps - b.done) * ("base" in left) + later + OTHER_STEPS * bool(left)
+    how = f" with {methods} methods" * (methods > 1) + ", on two cores"
+    yield f"{duration(*[steps * each / 3600] * 2)} for what is left to do{how}"
     if plan.chosen:
         yield f"a step took {each:.2g} s in a probe, so there are {plan.chosen['steps']} (NUM_ITERATIONS)"
 

@@ -246,7 +246,9 @@ def test_each_method_has_its_own_memory_and_both_train_in_one_state(monkeypatch)
         assert sum(parts) == pytest.approx(way.graphed_peak / 2**30, abs=0.3)
     assert "codes" in sums[0] and "cast" in sums[1] and "codes" not in sums[1]  # bf16 keeps casts of its weights.
     assert "other ways" in " ".join(facts["memory"])
-    assert "besides: core, mid, sft, of" in facts["how long"][-1]
+    assert facts["how long"][-1].startswith("besides: core, mid (all its conversations), sft (all")
+    steps = said(planned(GPU="rtx5090", MID_ARGS="--num-iterations=800", STAGES="base mid"))["how long"][-1]
+    assert steps.startswith("besides: mid (800 steps), of")
     assert "besides" not in " ".join(said(planned(GPU="rtx5090", STAGES="tok base"))["how long"])
 
 
@@ -810,9 +812,7 @@ def test_the_plan_of_an_interrupted_run_says_that_it_goes_on(h100, monkeypatch):
     assert (2 * low, 2 * high) == pytest.approx((all_low, all_high), abs=2) and "left" in half["how long"][0]
     monkeypatch.setattr(program, "list_steps", lambda folder: [21_400])
     end = said(planned())
-    assert "step 21,400 of 21,400" in end["run"][0] and end["how long"][0].startswith(
-        "base training alone: 0 minutes are left"
-    )
+    assert "step 21,400 of 21,400" in end["run"][0] and "base training" not in " ".join(end["how long"])
 
 
 def test_text_of_another_machine_is_not_counted_and_says_so(tmp_path):
@@ -851,6 +851,20 @@ def log(monkeypatch, name: str, arguments: list[str]) -> None:
     """Somebody has made a section of the run d2_clover with these flags."""
     monkeypatch.setattr(sys, "argv", ["a script", *arguments])
     get_report("d2_clover").log(name, [{"tokens": 64}])
+
+
+def test_what_is_done_takes_no_time(finished, base_dir, monkeypatch):
+    """A stage is done if its section is there. Those of a model that is not whole are made again."""
+    models, minutes = finished[1], []
+    for step, kinds in ((0, ""), (0, "mid"), (120, ""), (120, "mid sft eval"), (120, "base loss mid sft eval")):
+        monkeypatch.setattr(program, "list_steps", lambda folder, step=step: [step] if folder in models else [])
+        for stage in planned().stages:
+            if stage.section and stage.name.partition(":")[0].partition("_")[0] in kinds.split():
+                (base_dir / stage.section).parent.mkdir(parents=True, exist_ok=True)
+                (base_dir / stage.section).write_text(json.dumps({"arguments": stage.command[1:]}))
+        minutes.append(float(said(planned())["how long"][0].replace("less than a", "0.5").split(" minute")[0]))
+    untouched, still_untouched, trained, measured, nothing = minutes
+    assert untouched == still_untouched > trained > measured > nothing == 0, minutes
 
 
 def test_a_measurement_with_other_flags_is_not_the_plans(finished, base_dir, monkeypatch):
