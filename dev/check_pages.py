@@ -36,7 +36,7 @@ RUNS = re.compile(
     r"|python -m lab\.(pages|runs)$|bash \S+ --help|nanochat-fp4 --help|python -m lab\.bench \S+ --predict"
 )
 # Names on the pages that stand for a reader's own -> names that exist here.
-STAND_INS = {"FILE.py": "lab/recipes.py", "my_method": "clover_search"}
+STAND_INS = {"FILE.py": "lab/recipes.py", "my_sr": "clover_search"}
 MISSING = {"vllm", "llama-server", "hf", "git", "curl", "pip"}  # Programs of others, which are not run.
 MARK, SECONDS = "CHECKED", 300  # A shim's last line begins with MARK and says how far it got.
 

@@ -36,13 +36,13 @@ def outcome(runs: list[dict], content: dict, title: str, header: list[str], *arg
 PUBLIC = "d6_public"  # The study on the text that anyone can make.
 WHEN = {  # A method -> the situation in which one should take it.
     "bf16": "where 4 bits are neither faster nor needed to fit",
-    "fp8": "on a Hopper, where it is faster and loses less than every row in 4 bits; not tuned",
+    "fp8": "on a Hopper, where it is faster and loses less than 4 bits; not tuned",
     "nvidia": "to compare with NVIDIA's recipe, every GEMM in 4 bits",
     "nvidia_full": "to compare with NVIDIA's recipe as published, but for the first blocks: they keep 4 bits",
     "four_over_six": "to compare with Four-over-Six",
     "tetrajet_v2": "to compare with TetraJet-v2",
-    "clover": "to reproduce the paper: it is the paper's method, and the default",
-    "clover_fp8_forward": "recommended with 4 bits: the whole forward in FP8, the whole backward in 4 bits",
+    "clover": "to reproduce the paper; the default",
+    "clover_fp8_forward": "recommended with 4 bits: forward in FP8, backward in 4; NVIDIA's and torchao's mix, too",
     "clover_fp8_forward_4bit": "to compare: the same with 4-bit codes kept (lab/recipes.py)",
     "clover_feedback": "for pure NVFP4 that is evaluated or served in BF16",
     "clover_feedback_late": "for an evaluation in two terms; exported to plain NVFP4 it is no better than clover",
@@ -93,7 +93,7 @@ def methods(context: Context) -> Outcome:
     """Makes README's table of methods. It has a row for each method that the study has or --rows names. Without
     --results it is README's, with its studies, rows and columns."""
     args, header = context.args, ["QAT_METHOD", "share of clover's gap: own; BF16 forward", "gap, own forward, %"]
-    header += ["with the default head", "on the public text", "GEMM work", "exported as", "take it"]
+    header += ["share, default head", "share, public text", "GEMM work", "exported as", "take it"]
     if not args.results:
         args.results, args.columns = ",".join(cards.STUDIES), args.columns or " | ".join(header)
         args.rows = args.rows or "bf16 | fp8 | clover_fp8_forward | clover"

@@ -25,8 +25,8 @@ programs, devices, rights.
    in a container or a virtual machine.
 
 GUARANTEES says for each promise who keeps it in each of the three cases: the "kernel" against any code; the
-"supervisor", which the kernel protects in the first two; or the "hooks", against accidents. docs/sandbox.md names
-the tests of each promise. `describe_sandbox` prints the promises that are not kept on this machine.
+"supervisor", which the kernel protects in the first two; or the "hooks", against accidents (docs/sandbox.md).
+`describe_sandbox` prints the promises that are not kept on this machine.
 
 **What no layer refuses.** The program shares the processor, the disk and the kernel, so a bug of the kernel is a way
 out. Windows is not supported: there no code is run.

@@ -1,4 +1,4 @@
-"""Models from elsewhere, converted: the table of docs/models.md.
+"""Models from elsewhere, converted: what docs/models.md says of them.
 
     pip install '.[examples]' timm torchvision
     NANOCHAT_DIR=nanochat NANOGPT_DIR=nanoGPT \\
@@ -226,7 +226,7 @@ def test_compiled(name, monkeypatch):
 
 @pytest.mark.slow
 def test_real_configurations():
-    """On the meta device: the experts of real sizes are converted. Prints the columns of docs/models.md."""
+    """On the meta device: the experts of real sizes are converted. Prints the shares of docs/models.md."""
     try:
         transformers = package("transformers")
     except Missing as e:
