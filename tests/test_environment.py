@@ -5,22 +5,23 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+READERS = ("os.getenv", "os.environ.get", "environment.get", "switched_on")
 
 
 def variables_read(code: str) -> set[str]:
-    """The names in os.environ[...], os.environ.get(...), .setdefault(...), switched_on(...) and `... in os.environ`."""
+    """The names in os.environ[...], READERS(...), os.environ.setdefault(...) and `... in os.environ`."""
     found: set[str] = set()
     for node in ast.walk(ast.parse(code)) if re.search("environ|getenv|switched_on", code) else ():
         names: list[ast.expr] = []
         if isinstance(node, ast.Subscript) and ast.unparse(node.value) == "os.environ":
             names = [node.slice] if isinstance(node.ctx, ast.Load) else []
-        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("os.getenv", "os.environ.get", "switched_on"):
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in READERS:
             names = node.args[:1]
         elif isinstance(node, ast.Call) and ast.unparse(node.func) == "os.environ.setdefault":
             names = node.args[:1]
         elif isinstance(node, ast.Compare) and ast.unparse(node.comparators[0]) == "os.environ":
             names = [node.left]
-        found |= {name.value for name in names if isinstance(name, ast.Constant)}
+        found |= {name.value for name in names if isinstance(name, ast.Constant) and str(name.value).isupper()}
     return found
 
 
