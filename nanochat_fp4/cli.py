@@ -191,10 +191,10 @@ def missing_package(error: BaseException) -> str:
 
 
 def require(*modules: str) -> None:
-    """Raises UserError, with what to type, if one of the modules is not installed."""
+    """Raises ModuleNotFoundError, with what to type, if one of the modules is not installed."""
     for module in modules:
         if importlib.util.find_spec(module) is None:
-            raise UserError(missing_package(ModuleNotFoundError(name=module)))
+            raise ModuleNotFoundError(missing_package(ModuleNotFoundError(name=module)), name=module)
 
 
 def begin_program() -> None:

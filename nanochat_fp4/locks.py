@@ -5,7 +5,7 @@ locks of all its users. Whoever makes or downloads something that others need ha
     with held_run(folder):                  # one run at a time, until the end of the process
         ...
     if users := running_runs(base_dir):     # ["base_checkpoints/d20_clover (process 7 on host since ...)"]
-        raise UserError(...)                # they train with the thing that would be replaced
+        raise ValueError(...)               # they train with the thing that would be replaced
     with locked(base_dir / "data.lock"):    # waits until no other process has it
         ...
 """
@@ -20,7 +20,7 @@ from pathlib import Path
 
 import filelock
 
-from nanochat_fp4.cli import UserError, logger, one_line
+from nanochat_fp4.cli import logger, one_line
 from nanochat_fp4.common import base_dir_of, fail_together, get_dist_info
 from nanochat_fp4.files import atomic_write
 
@@ -52,7 +52,7 @@ def held_run(folder: str | os.PathLike) -> Iterator[None]:
                 who = f"process {os.getpid()} on {socket.gethostname()} since {time.strftime('%Y-%m-%d %H:%M:%S')}"
                 with contextlib.suppress(OSError):  # The disk may be full. check_writable explains this better.
                     atomic_write(lock_of(folder, ".txt"), who)
-            except UserError as e:
+            except ValueError as e:
                 problem = str(e)
         fail_together(problem)
         yield
@@ -90,7 +90,7 @@ def locked(file: Path, busy: str = "", seconds: float = -1.0) -> Iterator[None]:
     """
     A context in which no other process has the lock of this file. It waits `seconds` for the lock, or for ever.
 
-    If the file system has no locks, a warning says so. Raises UserError, which says `busy`, if another process has the
+    If the file system has no locks, a warning says so. Raises ValueError, which says `busy`, if another process has the
     lock for longer, and at once if no file can be made there.
     """
     lock = filelock.FileLock(file, fallback_to_soft=False)
@@ -99,11 +99,11 @@ def locked(file: Path, busy: str = "", seconds: float = -1.0) -> Iterator[None]:
         file.touch()  # filelock would wait for a file that cannot be made, too.
         lock.acquire(timeout=seconds)
     except filelock.Timeout:
-        raise UserError(busy) from None
+        raise ValueError(busy) from None
     except OSError as e:
         if e.errno not in _NO_LOCKS:
             which = " (NANOCHAT_BASE_DIR)" * (base_dir_of().absolute() in file.absolute().parents)
-            raise UserError(f"no lock can be made: {one_line(e)}; choose a writable folder{which}") from e
+            raise ValueError(f"no lock can be made: {one_line(e)}; choose a writable folder{which}") from e
         logger.warning(f"the file system of {file.parent} has no locks: nothing keeps another process out of it")
     try:
         yield

@@ -790,7 +790,7 @@ def how_long(plan: Plan) -> Iterator[str]:
         yield f"both: {duration(*map(sum, zip(*whole)))}"
     of = {kind: LATER[kind].parse_args(plan.words[kind]) for kind in LATER if kind in left - {"eval"}}
     steps = {kind: getattr(args, "num_iterations", 0) for kind, args in of.items()}  # CORE has none.
-    words = {n: f" ({n:,} steps)" for n in steps.values()} | {-1: " (all its conversations)", 0: ""}
+    words = {n: f" ({n:,} steps)" for n in steps.values()} | {-1: " (all its data)", 0: ""}
     besides = ", ".join(kind + words[n] for kind, n in steps.items())
     yield from dict.fromkeys(said + [f"besides: {besides}, of unknown time"] * bool(besides))
 

@@ -1,6 +1,7 @@
 """The public API: types, docstrings with examples, help."""
 
 import ast
+import builtins
 import doctest
 import importlib.util
 import inspect
@@ -32,6 +33,13 @@ def test_docstrings_have_examples_that_run(name):
     said = []
     doctest.DocTestRunner(verbose=False).run(found, out=said.append)
     assert not said, "".join(said)
+
+
+@pytest.mark.parametrize("name", sorted(set(nf.__all__) - CONSTANTS))
+def test_a_program_can_catch_what_a_docstring_says_is_raised(name):
+    """By names of Python's, as nf has no class of errors."""
+    named = set(re.findall(r"\b[A-Z]\w*Error\b", inspect.getdoc(getattr(nf, name))))
+    assert all(hasattr(builtins, error) for error in named), named
 
 
 def test_the_package_imports_no_torch_by_itself():

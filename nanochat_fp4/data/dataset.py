@@ -317,14 +317,14 @@ def store(key: Any, title: str, rows: Callable[[], Iterator[dict[str, Any]]], **
     datasets.disable_progress_bars()
     features = datasets.Features({n: datasets.Value(t) for n, t in ({"text": "large_string"} | columns).items()})
     name = hashlib.sha256(repr(key).encode()).hexdigest()[:16]
-    try:
-        with locked(folder / "lock"):
+    with locked(folder / "lock"):
+        try:
             return datasets.Dataset.from_generator(written, features=features, cache_dir=str(folder), fingerprint=name)
-    except datasets.exceptions.DatasetGenerationError as e:
-        raise (e.__cause__ or e) from None
-    except (pa.ArrowException, ValueError, KeyError) as e:
-        problem = f"the text in {folder} is damaged ({one_line(e)[:100]})"
-        raise UserError(f"{problem}; delete that folder and start again") from e
+        except datasets.exceptions.DatasetGenerationError as e:
+            raise (e.__cause__ or e) from None
+        except (pa.ArrowException, ValueError, KeyError) as e:
+            problem = f"the text in {folder} is damaged ({one_line(e)[:100]})"
+            raise UserError(f"{problem}; delete that folder and start again") from e
 
 
 Parts = Sequence[Shard | Stored]

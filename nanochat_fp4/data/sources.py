@@ -326,7 +326,7 @@ class Source:
             return url_problem(self.remote if "://" in self.remote else hub_url(self.remote))
         try:
             self.make()
-        except UserError as e:
+        except (UserError, ImportError) as e:
             return one_line(e)
         return None
 

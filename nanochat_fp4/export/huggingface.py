@@ -23,7 +23,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from nanochat_fp4.cli import UserError
 from nanochat_fp4.export.weights import check_values, in_eight_bits
 from nanochat_fp4.files import atomic_write
 from nanochat_fp4.models.elementwise import NORM_EPS
@@ -61,10 +60,10 @@ Places = Mapping[str, list[Rows]]  # the name of a file's tensor -> its parts
 
 
 def folder_of(function: str, model: nn.Module, folder: str | Path) -> Path:
-    """The folder that a public function was given after the model. Raises UserError for arguments of other types."""
+    """The folder that a public function was given after the model. Raises ValueError for arguments of other types."""
     if not isinstance(model, nn.Module) or not isinstance(folder, str | Path):
         got = f"{type(model).__name__} and {type(folder).__name__}"
-        raise UserError(f"{function}: got {got}, expected a model and then the folder; swap the two or name both")
+        raise ValueError(f"{function}: got {got}, expected a model and then the folder; swap the two or name both")
     return Path(folder).expanduser()
 
 
@@ -270,7 +269,7 @@ def write(
                   a scale for each token that needs no measurement.
     in_fp32:      patterns of the model's names of tensors that stay in FP32
 
-    Raises UserError for values that dtype cannot hold. Needs the package safetensors.
+    Raises ValueError for values that dtype cannot hold. Needs the package safetensors.
     """
     from safetensors.torch import save_file
 
@@ -318,7 +317,7 @@ def write_own(
     about, places = describe(model)
     state = {name: tensor for name, tensor in model.state_dict().items() if name.endswith(".weight")}
     if unknown := ", ".join(sorted(set(state) ^ {rows.name for [rows] in places.values()})):
-        raise UserError(f"the export does not know {unknown}, or the model lacks it")
+        raise ValueError(f"the export does not know {unknown}, or the model lacks it")
     plain = {theirs: state[n][rows] for theirs, [(n, rows, _)] in places.items() if n[:-7] not in weights}
     write(model, folder, {**about, **config}, dtype, places, plain, weights, input_scales)
     if "auto_map" in about:

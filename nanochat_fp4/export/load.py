@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from nanochat_fp4.cli import UserError, one_line, require
+from nanochat_fp4.cli import one_line, require
 from nanochat_fp4.export import huggingface
 from nanochat_fp4.export.weights import check_values
 from nanochat_fp4.models.gpt import GPT
@@ -44,19 +44,20 @@ def load_quantized(model: M, folder: str | Path, device: torch.device | str = "c
             transformers.
     device: the device for parameters that are on the meta device
 
-    Raises UserError if safetensors is not installed, if the folder has another format or belongs to another model, and
-    if a tensor is unknown, has another shape or dtype, or has a value that is not finite in the parameter's dtype. It
-    is also an error if a parameter with two names (tied embeddings) has two different values in the file.
+    Raises ValueError if the folder has another format or belongs to another model, and if a tensor is unknown, has
+    another shape or dtype, or has a value that is not finite in the parameter's dtype. It is also an error if a
+    parameter with two names (tied embeddings) has two different values in the file. Raises ModuleNotFoundError if
+    safetensors is not installed.
 
     >>> nf.load_quantized(torch.nn.Linear(32, 16), "nowhere")  # doctest: +ELLIPSIS
     Traceback (most recent call last):
-    nanochat_fp4.cli.UserError: ...nowhere...
+    ValueError: ...nowhere...
     """
     folder = huggingface.folder_of("load_quantized", model, folder)
     if folder.is_file():
-        raise UserError(f"load_quantized: {folder} is a file; pass its folder, {folder.parent}")
+        raise ValueError(f"load_quantized: {folder} is a file; pass its folder, {folder.parent}")
     if any(hasattr(layer, "quantization_scheme") for layer in model.modules()):
-        raise UserError("compressed-tensors has read this model; build it without quantization_config (from_config)")
+        raise ValueError("compressed-tensors has read this model; build it without quantization_config (from_config)")
     own = isinstance(model, GPT | Llama)
     if hasattr(model, "tie_weights") and any(p.is_meta for p in model.parameters()):
         model.tie_weights()  # accelerate.init_empty_weights() gives two names of a parameter two parameters.
@@ -65,7 +66,7 @@ def load_quantized(model: M, folder: str | Path, device: torch.device | str = "c
         name = about.get("format") or about.get("quant_algo") or about.get("quant_method")
         if name not in FORMATS or about.get("transform_config"):
             rotated = " with rotated weights (transform_config)" if about.get("transform_config") else ""
-            raise UserError(f"{folder} is in {str(name)[:60]!r}{rotated}; expected {FORMATS[0]} of compressed-tensors")
+            raise ValueError(f"{folder} is in {str(name)[:60]!r}{rotated}; expected {FORMATS[0]} of compressed-tensors")
     values = read_values(folder)
     if own:
         about, places = huggingface.describe(model)
@@ -110,14 +111,14 @@ def _materialize(model: nn.Module, device: torch.device | str) -> None:
 def _check_tensors(
     folder: Path, model: nn.Module, values: Mapping[str, Tensor | NVFP4Tensor], places: huggingface.Places
 ) -> None:
-    """Raises UserError unless the file has one finite value of the right shape and kind for each tensor of the model,
+    """Raises ValueError unless the file has one finite value of the right shape and kind for each tensor of the model,
     and no others."""
     targets = huggingface.tensors_of(model)
     if divided := next((name for name, t in targets.items() if hasattr(t, "device_mesh")), None):
-        raise UserError(f"{divided} is divided among processes; load the weights before fully_shard")
+        raise ValueError(f"{divided} is divided among processes; load the weights before fully_shard")
     computed = {"cos", "sin"} if isinstance(model, GPT | Llama) else set()
     if left := [name for name, b in model.named_buffers() if b.is_meta and name not in computed | set(targets)]:
-        raise UserError(
+        raise ValueError(
             f"{left[0]} is on the meta device, and no file has it; build the model inside "
             "accelerate.init_empty_weights(), which leaves buffers where they are"
         )
@@ -130,35 +131,35 @@ def _check_tensors(
     for theirs, value in values.items():
         where = f"{folder}: {theirs}"
         if theirs not in places:
-            raise UserError(f"{where} is not of this model; load it into the model it was made from")
+            raise ValueError(f"{where} is not of this model; load it into the model it was made from")
         parts, target = places[theirs], targets[places[theirs][0].name]
         rows = () if parts[0].here is ... else (sum(len(part.here) for part in parts),)
         shape = (*rows, *target.shape[len(rows) :])
         if tuple(value.shape) != shape:
-            raise UserError(f"{where} is {tuple(value.shape)}, expected {shape}; use the model it is of")
+            raise ValueError(f"{where} is {tuple(value.shape)}, expected {shape}; use the model it is of")
         if isinstance(value, NVFP4Tensor):
             four_bits = value.codes.dtype == torch.uint8
             largest = value.scales.float() * E2M1_MAX if four_bits else value.codes.float()
             check_values({where: largest * value.tensor_scale}, target.dtype)
         elif value.dtype not in FLOATS if target.is_floating_point() else value.dtype != target.dtype:
-            raise UserError(f"{where} is in {value.dtype}, expected {target.dtype}; export or download it again")
+            raise ValueError(f"{where} is in {value.dtype}, expected {target.dtype}; export or download it again")
         else:
             check_values({where: value}, target.dtype)
         for part in parts:
             other = found.setdefault(key(part), theirs)
             if other != theirs and not torch.equal(_decoded(value).float(), _decoded(values[other]).float()):
-                raise UserError(
+                raise ValueError(
                     f"{folder}: {other} and {theirs} are one parameter of the model and differ in the file; build the "
                     "model with tie_word_embeddings=False"
                 )
     computed = getattr(model, "_keys_to_ignore_on_save", None) or ()
     for theirs, parts in places.items():
         if any(key(part) not in found and part.name not in computed for part in parts):
-            raise UserError(f"{folder} has no {theirs}; download or export it again, or use the model it is of")
+            raise ValueError(f"{folder} has no {theirs}; download or export it again, or use the model it is of")
 
 
 def _check_config(folder: Path, config: Mapping[str, Any], about: Mapping[str, Any]) -> None:
-    """Raises UserError if config describes another model. Missing entries are not compared."""
+    """Raises ValueError if config describes another model. Missing entries are not compared."""
 
     def compared(entries: Mapping[str, Any]) -> dict[str, Any]:
         """What must be equal. The longest sequence may change, so of a window only counts whether it is shorter."""
@@ -173,7 +174,7 @@ def _check_config(folder: Path, config: Mapping[str, Any], about: Mapping[str, A
     found = compared({**config, **(rope if isinstance(rope, dict) else {})})
     for key, want in (compared(about) | {"rope_type": "default", "rope_scaling": None}).items():
         if key in found and found[key] != want:
-            raise UserError(f"{folder}: {key} is {str(found[key])[:60]}, expected {want}; use the model it is of")
+            raise ValueError(f"{folder}: {key} is {str(found[key])[:60]}, expected {want}; use the model it is of")
 
 
 T = TypeVar("T")
@@ -181,11 +182,11 @@ T = TypeVar("T")
 
 def _read(path: Path, read: Callable[[Path], T]) -> T:
     if not path.is_file():
-        raise UserError(f"{path} is not there; name a folder that scripts.export or transformers wrote")
+        raise ValueError(f"{path} is not there; name a folder that scripts.export or transformers wrote")
     try:
         return read(path)
     except Exception as e:  # Whatever a package says of a damaged file.
-        raise UserError(f"{path} is not whole ({one_line(e)[:100]}); export or download it again") from e
+        raise ValueError(f"{path} is not whole ({one_line(e)[:100]}); export or download it again") from e
 
 
 def _entries(path: Path) -> dict[str, Any]:
@@ -193,14 +194,14 @@ def _entries(path: Path) -> dict[str, Any]:
 
 
 def load_safetensors(folder: Path) -> dict[str, Tensor]:
-    """Returns all tensors of a folder's safetensors files by their names. Raises UserError if a file is missing or
-    damaged, or if safetensors is not installed."""
+    """Returns all tensors of a folder's safetensors files by their names. Raises ValueError if a file is missing or
+    damaged, and ModuleNotFoundError if safetensors is not installed."""
     require("safetensors")
     from safetensors.torch import load_file
 
     path, index = folder / huggingface.WEIGHTS_FILE, folder / INDEX_FILE
     if path.exists() and index.exists():
-        raise UserError(f"{folder} has {path.name} and {index.name}, which both are weights; keep one of them")
+        raise ValueError(f"{folder} has {path.name} and {index.name}, which both are weights; keep one of them")
     files = {path}
     if index.exists():
         files = _read(index, lambda path: {folder / Path(name).name for name in _entries(path)["weight_map"].values()})
@@ -208,7 +209,7 @@ def load_safetensors(folder: Path) -> dict[str, Tensor]:
     for path in sorted(files):
         found = _read(path, load_file)
         if twice := sorted(tensors.keys() & found.keys()):
-            raise UserError(f"{folder} has {twice[0]} twice; export or download it again")
+            raise ValueError(f"{folder} has {twice[0]} twice; export or download it again")
         tensors |= found
     return tensors
 
@@ -217,7 +218,7 @@ def read_values(folder: Path) -> dict[str, Tensor | NVFP4Tensor]:
     """Returns the tensors of a folder's safetensors files by their names. The tensors of a quantized weight become one
     value, under the name of the weight. Scales that only servers use are left out.
 
-    Raises UserError as load_safetensors does, and if a quantized weight is not one that export writes.
+    Raises ValueError as load_safetensors does, and if a quantized weight is not one that export writes.
     """
     tensors = {name: t for name, t in load_safetensors(folder).items() if name.rpartition(".")[2] not in FOR_SERVERS}
     values: dict[str, Tensor | NVFP4Tensor] = {}
@@ -230,20 +231,20 @@ def read_values(folder: Path) -> dict[str, Tensor | NVFP4Tensor]:
         else:
             continue
         if f"{layer}.weight" in tensors and part == "weight_packed" or not set(names) <= set(tensors):
-            raise UserError(f"{folder}: {layer} needs {', '.join(names)} and no weight; download or export it again")
+            raise ValueError(f"{folder}: {layer} needs {', '.join(names)} and no weight; download or export it again")
         codes, *scales, scale = (tensors.pop(name) for name in names)
         scales = scales[0] if scales else codes[..., :0]
         columns = codes.shape[-1] * 2 // BLOCK if codes.dtype == torch.uint8 else 0
         kinds = (torch.uint8 if part == "weight_packed" else torch.float8_e4m3fn, torch.float8_e4m3fn)
         if (codes.dtype, scales.dtype) != kinds or scales.shape != (*codes.shape[:1], columns):
-            raise UserError(
+            raise ValueError(
                 f"{folder}: {layer} has codes {tuple(codes.shape)} in {codes.dtype} and scales {tuple(scales.shape)} "
                 f"in {scales.dtype}, expected NVFP4: torch.uint8 (N, K/2) and torch.float8_e4m3fn (N, K/{BLOCK})"
             )
         if scale.dtype not in FLOATS or scale.numel() != 1 or not 0 < float(scale) < float("inf"):
-            raise UserError(f"{folder}: {names[-1]} is not one positive finite value; export or download it again")
+            raise ValueError(f"{folder}: {names[-1]} is not one positive finite value; export or download it again")
         if bool((scales.float() < 0).any()):
-            raise UserError(f"{folder}: {layer} has negative scales, which is not NVFP4; download it again")
+            raise ValueError(f"{folder}: {layer} has negative scales, which is not NVFP4; download it again")
         scale = scale.float().reshape(())
         values[f"{layer}.weight"] = NVFP4Tensor(codes, scales, scale.reciprocal() if columns else scale)
     return values | tensors

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from nanochat_fp4.cli import UserError, logger, one_line, require
+from nanochat_fp4.cli import logger, one_line, require
 from nanochat_fp4.export import huggingface
 from nanochat_fp4.export.weights import calibrate, check_values, forward_weights, in_eight_bits, with_unread_experts
 from nanochat_fp4.files import atomic_write, new_folder
@@ -37,8 +37,8 @@ def new_export(out: str | os.PathLike, overwrite: bool = False) -> Iterator[Path
     out:       the folder of the export. It must be missing or empty. With `overwrite` it may be an earlier export,
                which is then replaced.
 
-    If an exception is raised inside the context, `out` stays as it was. Raises UserError if `out` must not be replaced,
-    and if another process is writing it.
+    If an exception is raised inside the context, `out` stays as it was. Raises ValueError if `out` must not be
+    replaced, and if another process is writing it.
     """
     from nanochat_fp4.locks import lock_of, locked  # nf is imported where filelock is not installed.
 
@@ -53,23 +53,23 @@ def new_export(out: str | os.PathLike, overwrite: bool = False) -> Iterator[Path
 
 
 def check_replaceable(out: Path, overwrite: bool, how: str = "overwrite=True") -> None:
-    """Raises UserError unless `out` is missing, is an empty folder, or is an export and overwrite is true. An export
+    """Raises ValueError unless `out` is missing, is an empty folder, or is an export and overwrite is true. An export
     has a list of its files, and holds no others. `how` is what the caller's user types to overwrite."""
     if os.path.ismount(out):
-        raise UserError(f"{out} is a mount point, which cannot be renamed; choose a folder inside it")
+        raise ValueError(f"{out} is a mount point, which cannot be renamed; choose a folder inside it")
     if not out.exists() or (out.is_dir() and not any(out.iterdir())):
         return
     if not overwrite:
-        raise UserError(f"{out} is there already; choose another folder, or replace it with {how}")
+        raise ValueError(f"{out} is there already; choose another folder, or replace it with {how}")
     listed: set[str] = set()
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
         about = json.loads((out / LIST).read_bytes()) if (out / LIST).is_file() else {}
         listed = {LIST, *about["files"]} if about["format"] == FORMAT else listed
     if not listed:
-        raise UserError(f"{out} is not an export, so it is not overwritten; choose another folder, or remove it")
+        raise ValueError(f"{out} is not an export, so it is not overwritten; choose another folder, or remove it")
     found = {path.relative_to(out).as_posix() for path in out.rglob("*")}
     if strangers := ", ".join(sorted(found - listed)[:4]):
-        raise UserError(f"{out} holds {strangers}, not of the export, so it is not overwritten; move the file")
+        raise ValueError(f"{out} holds {strangers}, not of the export, so it is not overwritten; move the file")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -113,27 +113,27 @@ def save_quantized(
     the others wait for it.
 
     Returns a line of text for each thing that the folder cannot hold, or holds in another way than the model, and logs
-    each line as a warning. Raises UserError for other arguments, for a model that is not one of transformers or was not
-    converted, for values that are not finite or that dtype cannot hold, for Conv1D layers, experts of gpt-oss,
-    adapters, and weights that FSDP has divided, for a folder that is not an export or that another process is writing,
-    and if safetensors is not installed.
+    each line as a warning. Raises ValueError for other arguments, for a model that is not one of transformers or was
+    not converted, for values that are not finite or that dtype cannot hold, for Conv1D layers, experts of gpt-oss,
+    adapters, and weights that FSDP has divided, and for a folder that is not an export or that another process is
+    writing. Raises ModuleNotFoundError if safetensors or filelock is not installed.
 
     >>> nf.save_quantized(torch.nn.Linear(32, 16), "folder")  # doctest: +ELLIPSIS
     Traceback (most recent call last):
-    nanochat_fp4.cli.UserError: save_quantized: Linear is no model of transformers; ...
+    ValueError: save_quantized: Linear is no model of transformers; ...
     """
     out = huggingface.folder_of("save_quantized", model, folder).resolve()
     if dtype not in DTYPES:
-        raise UserError(f"save_quantized: dtype is {dtype!r}, expected one of {', '.join(map(str, DTYPES))}")
+        raise ValueError(f"save_quantized: dtype is {dtype!r}, expected one of {', '.join(map(str, DTYPES))}")
     if tokenizer is not None and not hasattr(tokenizer, "save_pretrained"):
-        raise UserError(f"save_quantized: tokenizer is a {type(tokenizer).__name__}, expected one of transformers")
+        raise ValueError(f"save_quantized: tokenizer is a {type(tokenizer).__name__}, expected one of transformers")
     batches = [*calibration] if isinstance(calibration, Iterable) and not isinstance(calibration, Tensor) else []
     if calibration is not None and not batches:
         got = type(calibration).__name__
-        raise UserError(f"save_quantized: calibration is a {got}, expected a list with token ids (B, T), or None")
+        raise ValueError(f"save_quantized: calibration is a {got}, expected a list with token ids (B, T), or None")
     model = getattr(model, "_orig_mod", model)  # The model inside of torch.compile's module.
     for problem in _problems(model, batches):
-        raise UserError(f"save_quantized: {problem}")
+        raise ValueError(f"save_quantized: {problem}")
     require("filelock", "safetensors")
 
     def write() -> list[str]:
@@ -191,7 +191,7 @@ def _write(
     if calibration:
         read = calibrate(model, weights, calibration, share_scales)
         if not read:
-            raise UserError("save_quantized: no layer read anything of the calibration text; give other token ids")
+            raise ValueError("save_quantized: no layer read anything of the calibration text; give other token ids")
         input_scales = with_unread_experts(read, weights)
         if guessed := sorted(set(input_scales) - set(read)):
             notes.append(
@@ -204,13 +204,13 @@ def _write(
     places, stacks = huggingface.places_in(model), huggingface.stacked_experts(model)
     done = {f"{layer}.weight" for layer in weights}
     if missing := sorted(done - {parts[0].name for parts in places.values() if len(parts) == 1}):
-        raise UserError(
+        raise ValueError(
             f"save_quantized: checkpoints of {type(model).__name__} have no tensor for {missing[0]} alone, which its "
             "codes need; skip it in nf.convert"
         )
     quantized = [name for name, experts in stacks.items() if done & set(experts.matrices)]
     if left := sorted(set().union(*(stacks[name].matrices for name in quantized)) - done):
-        raise UserError(f"save_quantized: {left[0]} is not in 4 bits, and others are; skip all of them or none")
+        raise ValueError(f"save_quantized: {left[0]} is not in 4 bits, and others are; skip all of them or none")
     if quantized:
         notes.append(
             "transformers 5.24 reads experts without their weight_global_scale, which is wrong; nf.load_quantized and "
@@ -248,10 +248,10 @@ def _once_of_all_ranks(folder: str, write: Callable[[], list[str]]) -> list[str]
             store.wait([key], timedelta(days=1))
             result = json.loads(store.get(key))
             if isinstance(result, str):
-                raise UserError(f"save_quantized: another rank could not write {folder}: {result}")
+                raise ValueError(f"save_quantized: another rank could not write {folder}: {result}")
             return result
     except dist.DistError as e:
-        raise UserError(f"save_quantized: rank 0 has ended; let all ranks end together, and look for {folder}") from e
+        raise ValueError(f"save_quantized: rank 0 has ended; let all ranks end together, and look for {folder}") from e
     try:
         result = write()
         return result

@@ -17,7 +17,6 @@ from collections.abc import Iterable, Iterator, Mapping
 import torch
 from torch import Tensor, nn
 
-from nanochat_fp4.cli import UserError
 from nanochat_fp4.nvfp4.contexts import full_precision
 from nanochat_fp4.nvfp4.convert import uncalled
 from nanochat_fp4.nvfp4.epilogue import groups_of
@@ -67,7 +66,7 @@ def forward_weights(model: nn.Module, share_scales: bool = True) -> tuple[dict[s
     tensor_scale (). The weight of a layer whose forward pass is in FP8 has E4M3 numbers (N, K), no scales (N, 0), and
     tensor_scale (). Layers that are computed as one have the same tensor_scale.
 
-    Raises UserError for a model whose forward pass has no quantized weights.
+    Raises ValueError for a model whose forward pass has no quantized weights.
     """
     names = {layer: name for name, layer in model.named_modules() if isinstance(layer, QuantLinear)}
     groups, notes = groups_of(model), {uncalled(model)}
@@ -80,7 +79,7 @@ def forward_weights(model: nn.Module, share_scales: bool = True) -> tuple[dict[s
         problem = "this model was not converted; convert it first"
         if hasattr(model, "nf_report"):
             problem = f"{model.nf_report.recipe.name} has no codes that are the same in each pass; convert to another"
-        raise UserError(f'{problem}, for example nf.convert(model, "clover")')
+        raise ValueError(f'{problem}, for example nf.convert(model, "clover")')
     found = {}
     for layers, operand in zip(groups, operands):
         if operand.is_fp8 and operand.codes.dtype == torch.float8_e4m3fn:
@@ -108,7 +107,7 @@ def forward_weights(model: nn.Module, share_scales: bool = True) -> tuple[dict[s
 
 
 def check_values(tensors: Mapping[str, Tensor], dtype: torch.dtype | None = None) -> None:
-    """Raises UserError for the first tensor that has NaN or infinity, or a value that dtype cannot hold.
+    """Raises ValueError for the first tensor that has NaN or infinity, or a value that dtype cannot hold.
 
     dtype is the dtype in which the tensors will be written. A tensor that would become zero is refused, too.
     """
@@ -116,16 +115,16 @@ def check_values(tensors: Mapping[str, Tensor], dtype: torch.dtype | None = None
         if not value.is_floating_point() or not value.numel():
             continue
         if value.is_meta:
-            raise UserError(f"{name} is on the meta device, so it has no values; load the weights first")
+            raise ValueError(f"{name} is on the meta device, so it has no values; load the weights first")
         largest = torch.stack(torch.aminmax(value.detach().float() if value.element_size() == 1 else value.detach()))
         largest = largest.abs().max()  # NaN stays NaN
         if not bool(largest.isfinite()):
-            raise UserError(
+            raise ValueError(
                 f"{name} has values that are not finite; take the weights of an earlier step, or download them again"
             )
         there = largest.to(dtype or value.dtype)
         if not bool(there.isfinite()) or (bool(largest > 0) and not bool(there > 0)):
-            raise UserError(
+            raise ValueError(
                 f"{name} has values up to {float(largest):.3g}, which {dtype} does not hold; use another dtype"
             )
 
@@ -190,7 +189,7 @@ def calibrate(
 
     Meanwhile the model computes with its quantized weights and unquantized inputs. The result leaves out layers that
     were not called with any token. With share_scales, layers that a server computes as one get the widest range that
-    any of them needs. Raises UserError if an input is not finite.
+    any of them needs. Raises ValueError if an input is not finite.
     """
     amax: dict[str, Tensor] = {}
 
@@ -210,7 +209,7 @@ def calibrate(
     for name, value in amax.items():
         largest = float(value)
         if not largest < float("inf"):
-            raise UserError(f"the input of {name} is not finite on the calibration text; export another step")
+            raise ValueError(f"the input of {name} is not finite on the calibration text; export another step")
         scales[name] = E4M3_MAX * E2M1_MAX / max(largest, SMALLEST_AMAX) if largest > 0 else 1.0
     names = {layer: name for name, layer in model.named_modules()}
     for group in served_as_one(model) if share_scales else ():

@@ -102,7 +102,8 @@ class Described(NamedTuple):
 
 def describe(path: str, asked: str = "") -> Described:
     """Reads a model's config and its tokenizer. `asked` is a flag that needs unquantized weights. Raises UserError if
-    transformers is not installed, if there is no such model or no tokenizer, and for quantized weights with `asked`."""
+    there is no such model or no tokenizer, and for quantized weights with `asked`, and ModuleNotFoundError if
+    transformers is not installed."""
     config = _read_config(path)
     if asked and config.get("quantization_config"):
         raise UserError(
@@ -170,8 +171,8 @@ def load_hf_model(described: Described, device: torch.device) -> HuggingFaceMode
     """Loads a model in FP32. A model with quantized weights is loaded in the dtype of its config, because transformers
     multiplies its decoded weights in this dtype alone.
 
-    Raises UserError if a package that reads the weights is not installed, if the model needs code of its own, and if
-    weights are missing, unused or of another shape. transformers would replace such weights by random ones.
+    Raises UserError if the model needs code of its own, and if weights are missing, unused or of another shape.
+    transformers would replace such weights by random ones. A package that reads them may not be installed.
     Quantized experts are refused, because transformers reads them wrong.
     """
     path, config, _ = described

@@ -9,8 +9,8 @@ from nanochat_fp4.common import get_base_dir, print0
 
 
 def check_wandb(run: str | None) -> bool:
-    """Returns whether a run logs to wandb, where `run` is the value of --run. Raises UserError if wandb is not
-    installed."""
+    """Returns whether a run logs to wandb, where `run` is the value of --run. Raises ModuleNotFoundError if
+    wandb is not installed."""
     wanted = run not in (None, "", "dummy")
     if wanted:
         require("wandb")

@@ -10,7 +10,6 @@ import pytest
 from _exporting import names_beside, save_small, value_of
 from _exporting import write_value as write
 
-from nanochat_fp4.cli import UserError
 from nanochat_fp4.export.save import FORMAT, LIST, new_export
 from scripts import export
 
@@ -28,7 +27,7 @@ def test_the_script_replaces_an_export_and_nothing_else(tiny_base, tmp_path):
     run()
     files = sorted(os.listdir(out))
     assert "model.safetensors" in files and LIST in files
-    with pytest.raises(UserError, match="already"):
+    with pytest.raises(ValueError, match="already"):
         run()
     run("--overwrite")
     link = tmp_path / "link"
@@ -36,7 +35,7 @@ def test_the_script_replaces_an_export_and_nothing_else(tiny_base, tmp_path):
     run("--overwrite", out=link)
     assert link.is_symlink() and sorted(os.listdir(out)) == files and (mine / "work").read_text() == "mine"
     assert names_beside(tmp_path) == {"out", "out.part", "link", "tiny"}
-    with new_export(out, True), pytest.raises(UserError, match="another export is writing"):
+    with new_export(out, True), pytest.raises(ValueError, match="another export is writing"):
         run("--overwrite")
 
 
@@ -59,7 +58,7 @@ def test_readers_see_whole_exports_and_writers_are_alone(tmp_path):
             try:
                 write(out, first + done[first])
                 done[first] += 1
-            except UserError as e:
+            except ValueError as e:
                 if "another export" not in str(e):
                     trouble.append(e)
                     return
@@ -114,18 +113,18 @@ def test_files_of_others_stay(tmp_path, stranger):
     write(out, 1)
     shutil.copytree(out, tmp_path / "before")
     (out / stranger).mkdir()
-    with pytest.raises(UserError, match=stranger):
+    with pytest.raises(ValueError, match=stranger):
         write(out, 2)
     (out / LIST).unlink()
-    with pytest.raises(UserError, match="is not an export"):
+    with pytest.raises(ValueError, match="is not an export"):
         write(out, 2)
     shutil.copyfile(tmp_path / "before" / LIST, out / LIST)
     (out / stranger).rmdir()
-    with pytest.raises(UserError, match=stranger), new_export(out, True):
+    with pytest.raises(ValueError, match=stranger), new_export(out, True):
         (out / stranger).mkdir()
     (out / stranger).rmdir()
     assert value_of(out) == 1 and names_beside(tmp_path) == {"before", "out"}
-    with pytest.raises(UserError, match="already"):
+    with pytest.raises(ValueError, match="already"):
         write(out, 2, overwrite=False)
     assert value_of(out) == 1
 
@@ -139,6 +138,6 @@ def test_a_damaged_list_deletes_nothing(tmp_path, text):
     write(out, 1)
     (out / LIST).write_text(text)
     (tmp_path / "mine").touch()
-    with pytest.raises(UserError, match="overwritten"):
+    with pytest.raises(ValueError, match="overwritten"):
         write(out, 2)
     assert (out / "README.md").read_text() == "1" and (tmp_path / "mine").exists()

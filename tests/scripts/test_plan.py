@@ -246,7 +246,7 @@ def test_each_method_has_its_own_memory_and_both_train_in_one_state(monkeypatch)
         assert sum(parts) == pytest.approx(way.graphed_peak / 2**30, abs=0.3)
     assert "codes" in sums[0] and "cast" in sums[1] and "codes" not in sums[1]  # bf16 keeps casts of its weights.
     assert "other ways" in " ".join(facts["memory"])
-    assert facts["how long"][-1].startswith("besides: core, mid (all its conversations), sft (all")
+    assert facts["how long"][-1].startswith("besides: core, mid (all its data), sft (all its data)")
     steps = said(planned(GPU="rtx5090", MID_ARGS="--num-iterations=800", STAGES="base mid"))["how long"][-1]
     assert steps.startswith("besides: mid (800 steps), of")
     assert "besides" not in " ".join(said(planned(GPU="rtx5090", STAGES="tok base"))["how long"])

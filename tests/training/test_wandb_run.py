@@ -7,7 +7,6 @@ import types
 
 import pytest
 
-from nanochat_fp4.cli import UserError
 from nanochat_fp4.training.wandb_run import NO_TRACKER, setup_tracker
 
 
@@ -74,5 +73,5 @@ def test_wandb_that_does_not_answer_does_not_stop_the_run(no_account, monkeypatc
 
 def test_wandb_asked_for_but_not_installed(no_account, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(UserError, match="wandb is not installed"):
+    with pytest.raises(ModuleNotFoundError, match="wandb is not installed"):
         setup_tracker("run", "nanochat", {})
