@@ -28,6 +28,7 @@ from nanochat_fp4.cli import ArgumentParser, UserError, one_line, run_main
 from nanochat_fp4.common import add_recipes_argument, autodetect_device_type, resolve_method, set_cpu_threads
 from nanochat_fp4.hardware import about_versions, environment_info
 from nanochat_fp4.models import flash_attention
+from nanochat_fp4.models.cross_entropy import Head, default_head
 from nanochat_fp4.nvfp4.dispatch import fp8_products, use_kernels
 from nanochat_fp4.nvfp4.format import BLOCK
 from nanochat_fp4.nvfp4.gemm import Quantized, quantize_grad_output, quantize_operand
@@ -75,12 +76,14 @@ def self_check(
         # torch.compile's processes take all cores at a run's start. Threads that wait for each other would then take
         # longer than one thread takes for the small tensors of a check.
         torch.set_num_threads(1)
-    layers = [m for m in model.modules() if isinstance(m, QuantLinear)] if model is not None else []
-    aligned = layers and not any(m.in_features % 128 or m.out_features % 128 for m in layers)
-    layer, on_gpu = ALIGNED_LAYER if aligned else LAYER, device.type == "cuda" and use_kernels(device)
+    modules = [] if model is None else [*model.modules()]
+    head = next((m.precision for m in modules if isinstance(m, Head)), default_head(recipe.name))
+    sizes = [n for m in modules if isinstance(m, QuantLinear) for n in (m.in_features, m.out_features)]
+    layer = LAYER if not sizes or any(n % 128 for n in sizes) else ALIGNED_LAYER
+    on_gpu = device.type == "cuda" and use_kernels(device)
     launches = LAUNCHES if on_gpu and torch.cuda.get_device_capability(device)[0] == 10 else 0
     try:
-        problem = next(filter(None, problems(device, recipe, layer, launches)), None)
+        problem = next(filter(None, problems(device, recipe, layer, launches, head, every=False)), None)
     finally:
         torch.set_num_threads(threads)
     if problem:
@@ -89,25 +92,29 @@ def self_check(
             "or set NVFP4_KERNELS=reference"
         )
     line = f"self-check passed: {recipe.name} forward and backward as the reference, on {device}"
-    if any(o.rounding and o.rounding.fp8 for o in (recipe.output.a, recipe.output.b)):
+    if head == "fp8" or any(o.rounding and o.rounding.fp8 for o in (recipe.output.a, recipe.output.b)):
         line += f"; FP8 products: {fp8_products(device.type)}"
     return line
 
 
 def problems(
-    device: torch.device, recipe: Recipe, layer: tuple[int, int, int], launches: int, every: bool = False
+    device: torch.device, recipe: Recipe, layer: tuple[int, int, int], launches: int, head: str, every: bool
 ) -> Iterator[str | None]:
     """Makes the checks of a method one after the other. Yields a description of each one's problem, or None.
 
     `layer` has the numbers of tokens, in_features and out_features. `launches` is the number of launches in which each
-    rotating kernel must give the same bits, or 0 to leave that out. Without `every` a rounding other than ms_eden is
-    compared without its rotation, which all roundings share. Raises ValueError if the function of a rounding returns
-    something else than it must.
+    rotating kernel must give the same bits, or 0 to leave that out. `head` is the precision of the output head, whose
+    operands are those of the method of this name. Without `every` a rounding other than ms_eden is compared without its
+    rotation, which all roundings share. Raises ValueError if the function of a rounding returns something else than it
+    must.
     """
-    gemms = [g for p in (recipe, recipe.final) for g in (p.output, p.grad_input, p.grad_weight)]
+    gemms = [g for p in (recipe, recipe.final, get_recipe(head)) for g in (p.output, p.grad_input, p.grad_weight)]
     for rounding in {o.rounding for g in gemms for o in (g.a, g.b) if o.rounding and o.rounding.quantize}:
         nf.quantize(uneven((layer[0], 4 * rounding.block)).to(device), rounding)
-    kernels = kernels_of(recipe) if recipe.quantizes and use_kernels(device) else []
+    # The roundings that kernels may compute, each with the group size of its rotation.
+    pairs = {(r, g.rht_dim) for g in gemms for r in (g.a.rounding, g.b.rounding) if r and (r.has_kernels or r.fp8)}
+    pairs |= {(o.kept, 0) for g in gemms for o in (g.a, g.b) if o.kept}
+    kernels = sorted(pairs, key=lambda pair: (pair[0].name, pair[1])) if use_kernels(device) else []
     for rounding, rht_dim in dict.fromkeys((r, rht_dim if r.ms_eden or every else 0) for r, rht_dim in kernels):
         yield kernel_problem(device, rounding, rht_dim, layer[::2])
     for rounding, rht_dim in ((r, rht_dim) for r, rht_dim in kernels if rht_dim and launches):
@@ -176,15 +183,6 @@ def layer_problem(device: torch.device, method: str | Recipe, layer: tuple[int, 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Kernels
-
-
-def kernels_of(recipe: Recipe) -> list[tuple[Rounding, int]]:
-    """Returns the roundings of a method that kernels may compute, each with the group size of its rotation, sorted by
-    name."""
-    gemms = [g for p in (recipe, recipe.final) for g in (p.output, p.grad_input, p.grad_weight)]
-    pairs = {(r, g.rht_dim) for g in gemms for r in (g.a.rounding, g.b.rounding) if r and (r.has_kernels or r.fp8)}
-    pairs |= {(o.kept, 0) for g in gemms for o in (g.a, g.b) if o.kept}
-    return sorted(pairs, key=lambda pair: (pair[0].name, pair[1]))
 
 
 def operands(rounding: Rounding, rht_dim: int, x: torch.Tensor) -> dict[str, Quantized]:
@@ -302,7 +300,7 @@ def examine(device: torch.device, methods: tuple[str, ...]) -> list[str]:
             found.extend([problem] if problem else [])
 
     print("methods: the kernels of a step, and layers forward and backward, against the PyTorch reference")
-    checks = {method: problems(device, get_recipe(method), layer, launches, every=True) for method in methods}
+    checks = {m: problems(device, get_recipe(m), layer, launches, default_head(m), every=True) for m in methods}
     report(methods, lambda method: next(filter(None, checks[method]), None))
     print("attention, forward and backward, against softmax(q k^T) v in FP32")
     backends = [b for b in flash_attention.BACKENDS if b != "flex" and flash_attention.available(b)]

@@ -293,7 +293,7 @@ class BaseTraining(Trainer):
         plan = MethodPlan.parse(method, args.layer_methods, args.method_phases)
         self.convert(method, method, plan)
         self.backend = f"nothing is quantized ({nf.backend().reason})"
-        if method != "bf16":
+        if method != "bf16" or self.model.lm_head.bits == 8:
             # The self-check ends the run if kernels or GEMMs compute something wrong on this machine.
             self.backend = f"{nf.backend()}; {self_check(self.device, method, self.model)}"
         self.choose_micro_batch(args, self.world_size)

@@ -9,6 +9,7 @@ from _rows import METHOD_TABLE
 
 from nanochat_fp4 import doctor
 from nanochat_fp4.cli import UserError
+from nanochat_fp4.models.cross_entropy import Head
 from nanochat_fp4.nvfp4 import layer
 from nanochat_fp4.nvfp4.format import NVFP4Tensor
 from nanochat_fp4.nvfp4.methods import METHODS
@@ -189,9 +190,9 @@ def test_a_kernel_that_returns_wrong_codes(monkeypatch):
     assert "four_over_six" in failure() and "1 of " in failure() and "values of the codes" in failure()
 
 
-@pytest.mark.parametrize("name", ["a grad_output", "a transposed grad_output"])
-def test_one_wrong_byte_of_an_fp8_gradient(name, monkeypatch):
-    """In either layout, before training begins. The products' own check would not see it."""
+@pytest.fixture(params=["a grad_output", "a transposed grad_output"])
+def wrong_byte(request, monkeypatch) -> str:
+    """Of the kernel of FP8 gradients, in one of both layouts."""
     use_interpreted_kernels(monkeypatch)
     import nvfp4_kernels.quantize as kernels
 
@@ -199,14 +200,33 @@ def test_one_wrong_byte_of_an_fp8_gradient(name, monkeypatch):
 
     def quantize_both(*args):
         made = real(*args)
-        made["transposed" in name].view(torch.uint8)[3, 5] ^= 1
+        made["transposed" in request.param].view(torch.uint8)[3, 5] ^= 1
         return made
 
     monkeypatch.setattr(kernels, "quantize_both", quantize_both)
     monkeypatch.setattr(doctor, "LAYER", (40, 32, 48))
+    return f"1 of 1920 values of {request.param} differ"
+
+
+def test_one_wrong_byte_of_an_fp8_gradient(wrong_byte):
+    """Before training begins. The products' own check would not see it."""
     assert doctor.layer_problem(DEVICE, "fp8") is None
-    with pytest.raises(UserError, match=f"1 of 1920 values of {name} differ"):
+    with pytest.raises(UserError, match=wrong_byte):
         doctor.self_check(DEVICE, "fp8")
+
+
+@pytest.mark.parametrize("method", ["clover_fp8_forward", "bf16"])
+def test_one_wrong_byte_of_an_fp8_heads_gradient(method, wrong_byte, monkeypatch):
+    """No layer of these methods has such operands, so a BF16 head needs no check."""
+    model = torch.nn.ModuleDict({"lm_head": Head(16, 64)})
+    assert method in doctor.self_check(DEVICE, method, model)
+    model.lm_head.precision = "fp8"
+    with pytest.raises(UserError, match=wrong_byte):
+        doctor.self_check(DEVICE, method, model)
+    monkeypatch.setattr(doctor, "SMALL_LAYER", (40, 32, 48))
+    monkeypatch.setattr(doctor.flash_attention, "BACKENDS", [])
+    found = doctor.examine(torch.device("cpu"), (method,))
+    assert [wrong_byte in problem for problem in found] == [True] * (method == "clover_fp8_forward")  # its own head
 
 
 OPERANDS = ["a grad_output", "a transposed grad_output", "transposed codes"]

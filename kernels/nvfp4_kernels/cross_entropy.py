@@ -1,4 +1,4 @@
-"""Cross-entropy of softly capped logits. Its gradient replaces the logits, or is made as two FP8 operands.
+"""Cross-entropy of softly capped logits, whose gradient replaces them.
 
 With r = 1 / (1 + e^(2 x / softcap)), a logit x is capped to z:
 
@@ -8,8 +8,8 @@ With r = 1 / (1 + e^(2 x / softcap)), a logit x is capped to z:
 Exponentials are powers of two. No maximum is subtracted from the logits, because z is bounded. A cap beyond 60 would
 overflow. The absolute error of z is softcap * 2^-22.
 
-The losses read 2 bytes per BF16 logit. The gradient in place reads 2 bytes again, from the cache (a row is 128 KiB),
-and writes 2. The gradient in FP8 reads 2 bytes again, and writes 1, and 1 for the transpose.
+The losses read 2 bytes per BF16 logit. Their gradient reads 2 bytes again, from the cache (a row is 128 KiB), and
+writes 2.
 """
 
 import math
@@ -22,7 +22,6 @@ from nvfp4_kernels import _math as m
 
 LN2 = tl.constexpr(math.log(2))
 ROW_BLOCK = 4096  # The elements of a row that a program processes at a time.
-TILE = 128  # The rows, and the columns, of a tile of codes.
 
 
 @triton.jit
@@ -46,7 +45,7 @@ def gradient(x, is_target, logsumexp, weight, SCALE: tl.constexpr, CAP: tl.const
 
 @triton.jit
 def losses_kernel(
-    logits_ptr, targets_ptr, weight_ptr, losses_ptr, logsumexp_ptr, vocab, columns,
+    logits_ptr, targets_ptr, weight_ptr, losses_ptr, vocab, columns,
     SCALE: tl.constexpr, CAP: tl.constexpr, BLOCK: tl.constexpr, IN_PLACE: tl.constexpr
 ):  # fmt: skip
     """Computes the loss of one row. Only the first `vocab` columns count. With IN_PLACE the gradient replaces the
@@ -64,7 +63,6 @@ def losses_kernel(
         total += tl.where(column < vocab, tl.exp2(capped(sigmoid(x, SCALE), CAP)), 0.0)
     logsumexp = tl.log2(tl.sum(total, axis=0))
     tl.store(losses_ptr + row, tl.where(counts, LN2 * (logsumexp - at_target), 0.0))
-    tl.store(logsumexp_ptr + row, logsumexp)
     if IN_PLACE:
         weight = tl.where(counts, tl.load(weight_ptr + row), 0.0)
         for first in range(0, columns, BLOCK):
@@ -74,37 +72,10 @@ def losses_kernel(
             tl.store(logits_ptr + column, m.rounded_to(grad, logits_ptr.dtype.element_ty), mask=column < columns)
 
 
-@triton.jit
-def gradient_codes_kernel(
-    logits_ptr, targets_ptr, weight_ptr, logsumexp_ptr, scale_ptr, codes_ptr, transposed_ptr, rows, vocab, columns,
-    SCALE: tl.constexpr, CAP: tl.constexpr, TILE: tl.constexpr
-):  # fmt: skip
-    """Makes one tile of the gradient times scale in E5M2, and the same tile of its transpose (columns, rows)."""
-    row = tl.program_id(1).to(tl.int64) * TILE + tl.arange(0, TILE)
-    column = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
-    target = tl.load(targets_ptr + row, mask=row < rows, other=-1).to(tl.int32)
-    weight = tl.load(weight_ptr + row, mask=row < rows, other=0.0) * tl.load(scale_ptr)
-    weight = tl.where(target >= 0, weight, 0.0)
-    logsumexp = tl.load(logsumexp_ptr + row, mask=row < rows, other=0.0)
-    inside = (row < rows)[:, None] & (column < columns)[None, :]
-    counts = (row < rows)[:, None] & (column < vocab)[None, :]
-    x = tl.load(logits_ptr + row[:, None] * columns + column[None, :], mask=counts, other=0.0).to(tl.float32)
-    is_target = target[:, None] == column[None, :]
-    grad = tl.where(counts, gradient(x, is_target, logsumexp[:, None], weight[:, None], SCALE, CAP), 0.0)
-    codes = m.to_e5m2(grad)
-    tl.store(codes_ptr + row[:, None] * columns + column[None, :], codes, mask=inside)
-    tl.store(transposed_ptr + column[:, None] * rows + row[None, :], tl.trans(codes), mask=tl.trans(inside))
-
-
-def _constants(softcap: float) -> dict[str, float]:
-    return {"SCALE": 2 / softcap / math.log(2), "CAP": softcap / math.log(2)}
-
-
 def losses(
     logits: torch.Tensor, targets: torch.Tensor, token_weight: torch.Tensor | None, vocab_size: int, softcap: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Computes the losses, float32 (C,), which are 0 for ignored targets, and log2 of the sum of exponentials, float32
-    (C,).
+) -> torch.Tensor:
+    """Computes the losses, float32 (C,), which are 0 for ignored targets.
 
     logits:       FP32 or BF16 (C, V), contiguous. Columns from vocab_size on are padding.
     targets:      int64 (C,). Negative targets are ignored.
@@ -113,35 +84,10 @@ def losses(
     softcap:      at most 60
     """
     rows, columns = logits.shape
-    found, logsumexp = (torch.empty(rows, dtype=torch.float32, device=logits.device) for _ in range(2))
+    found = torch.empty(rows, dtype=torch.float32, device=logits.device)
     block = min(ROW_BLOCK, triton.next_power_of_2(columns))
-    options = dict(BLOCK=block, IN_PLACE=token_weight is not None, num_warps=8, **_constants(softcap))
-    pointers = logits, targets, logsumexp if token_weight is None else token_weight, found, logsumexp
-    losses_kernel[(rows,)](*pointers, vocab_size, columns, **options)
-    return found, logsumexp
-
-
-def gradient_codes(
-    logits: torch.Tensor,
-    targets: torch.Tensor,
-    token_weight: torch.Tensor,
-    logsumexp: torch.Tensor,
-    scale: torch.Tensor,
-    vocab_size: int,
-    softcap: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the gradient of sum(token_weight * losses) times scale, rounded to nearest: float8_e5m2 (C, V), and its
-    transpose (V, C).
-
-    scale is float32 (). logsumexp is the second result of `losses`, and the other arguments are those of `losses`. That
-    call must have left the logits as they were (token_weight=None).
-    """
-    rows, columns = logits.shape
-    codes, transposed = (
-        logits.new_empty(shape, dtype=torch.float8_e5m2) for shape in ((rows, columns), (columns, rows))
-    )
-    grid = triton.cdiv(columns, TILE), triton.cdiv(rows, TILE)
-    options = dict(TILE=TILE, num_warps=8, **_constants(softcap))
-    pointers = logits, targets, token_weight, logsumexp, scale, codes, transposed
-    gradient_codes_kernel[grid](*pointers, rows, vocab_size, columns, **options)
-    return codes, transposed
+    options = dict(BLOCK=block, IN_PLACE=token_weight is not None, num_warps=8)
+    constants = dict(SCALE=2 / softcap / math.log(2), CAP=softcap / math.log(2))
+    pointers = logits, targets, found if token_weight is None else token_weight, found
+    losses_kernel[(rows,)](*pointers, vocab_size, columns, **constants, **options)
+    return found

@@ -345,7 +345,7 @@ def run_steps(subject: Subject, rows: int, micro_batches: int, watch: Stopwatch)
 
 # Kinds of work, by parts of the name of a kernel or of the operators that launched it. The first kind that fits counts.
 KINDS = (
-    ("LM head and loss", ("linear_cross_entropy", "_chunk_loss", "chunk_loss", "losses_kernel", "gradient_codes")),
+    ("LM head and loss", ("linear_cross_entropy", "_chunk_loss", "chunk_loss", "losses_kernel")),
     ("attention", ("flash", "fmha", "attention", "flex", "sdpa")),
     ("GEMM", ("gemm", "nvjet", "cutlass", "splitk", "mm_alpha", "codes_matmul", "one_row")),
     ("ReLU^2", ("relu_squared",)),

@@ -36,8 +36,8 @@ from torch import Tensor, nn
 from nanochat_fp4.nvfp4.dispatch import use_kernels
 from nanochat_fp4.nvfp4.gemm import Quantized, gemm
 from nanochat_fp4.nvfp4.layer import InContext, QuantLinear
-from nanochat_fp4.nvfp4.quantizers import FP8_AMAX_MIN, Quantization, quantize_reference
-from nanochat_fp4.nvfp4.roundings import E5M2_MAX, ROUNDINGS
+from nanochat_fp4.nvfp4.quantizers import Quantization, quantize_reference
+from nanochat_fp4.nvfp4.roundings import ROUNDINGS
 
 HEADS = ("bf16", "fp8")
 FP8_HEADS = ("fp8", "clover_fp8_forward")  # The methods with an FP8 head by default. Those of all others are in BF16.
@@ -129,25 +129,21 @@ def _fp8(x: Tensor, element: str, amax: Tensor | None) -> tuple[Tensor, Tensor, 
     return t.codes, t.codes.T.contiguous(), t.tensor_scale
 
 
-def _losses(
-    logits: Tensor, targets: Tensor, token_weight: Tensor | None, vocab_size: int, softcap: float
-) -> tuple[Tensor, Tensor | None]:
-    """Returns the losses of a chunk, FP32 (C,), and the logits' gradient (C, V), which replaces the logits. Without
-    token_weight the gradient is None."""
+def _losses(logits: Tensor, targets: Tensor, token_weight: Tensor | None, vocab_size: int, softcap: float) -> Tensor:
+    """Returns the losses of a chunk, FP32 (C,). With token_weight the logits are replaced by their gradient."""
     if use_kernels(logits.device) and softcap <= SAFE_SOFTCAP:
         from nvfp4_kernels import cross_entropy
 
-        losses, _ = cross_entropy.losses(logits, targets, token_weight, vocab_size, softcap)
-    else:
-        losses, logsumexp = _on(logits.device, chunk_losses)(logits, targets, vocab_size, softcap)
-        if token_weight is not None:
-            _on(logits.device, chunk_gradient)(logits, targets, logsumexp, token_weight, vocab_size, softcap)
-    return losses, logits if token_weight is not None else None
+        return cross_entropy.losses(logits, targets, token_weight, vocab_size, softcap)
+    losses, logsumexp = _on(logits.device, chunk_losses)(logits, targets, vocab_size, softcap)
+    if token_weight is not None:
+        _on(logits.device, chunk_gradient)(logits, targets, logsumexp, token_weight, vocab_size, softcap)
+    return losses
 
 
 class _Products:
-    """The three products of the head in compute_dtype. `logits`, `losses` and `gradients` are called for one chunk of
-    tokens after another."""
+    """The three products of the head in compute_dtype. `logits` and `gradients` are called for one chunk of tokens
+    after another."""
 
     def __init__(self, x: Tensor, weight: Tensor, token_weight: Tensor | None, compute_dtype: torch.dtype):
         self.x, self.dtype, self.weight = x, compute_dtype, weight.to(compute_dtype)
@@ -155,8 +151,6 @@ class _Products:
     def logits(self, part: slice) -> Tensor:
         self.x_part = self.x[part].to(self.dtype)
         return self.x_part @ self.weight.T
-
-    losses = staticmethod(_losses)
 
     def gradients(self, grad: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the gradient of the chunk's x, and the chunk's part of the weight's gradient."""
@@ -184,23 +178,13 @@ class _FP8Products:
         x, self.x_t, self.x_scale = _on(self.x.device, _fp8)(self.x[part], "e4m3", self.x_amax)
         return self._product(x, self.x_scale, self.weight, self.weight_scale)
 
-    def losses(
-        self, logits: Tensor, targets: Tensor, token_weight: Tensor | None, vocab_size: int, softcap: float
-    ) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor] | None]:
-        """Returns the losses of a chunk, FP32 (C,), and the logits' gradient in the form that _fp8 returns. Without
-        token_weight the gradient is None."""
-        if token_weight is not None and use_kernels(logits.device) and softcap <= SAFE_SOFTCAP:
-            from nvfp4_kernels import cross_entropy
+    def gradients(self, grad: Tensor) -> tuple[Tensor, Tensor]:
+        if use_kernels(grad.device) and len(grad) % 4 == 0:
+            from nvfp4_kernels.quantize import quantize_both
 
-            losses, logsumexp = cross_entropy.losses(logits, targets, None, vocab_size, softcap)
-            scale = (E5M2_MAX / self.largest.double().clamp(min=FP8_AMAX_MIN)).float()
-            arguments = logits, targets, token_weight, logsumexp, scale, vocab_size, softcap
-            return losses, (*cross_entropy.gradient_codes(*arguments), scale.reciprocal())
-        losses, grad = _losses(logits, targets, token_weight, vocab_size, softcap)
-        return losses, None if grad is None else _on(logits.device, _fp8)(grad, "e5m2", self.largest)
-
-    def gradients(self, grad: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        codes, transposed, scale = grad
+            codes, transposed, scale = quantize_both(grad, self.largest)
+        else:
+            codes, transposed, scale = _on(grad.device, _fp8)(grad, "e5m2", self.largest)
         grad_x = self._product(codes, scale, self.weight_t, self.weight_scale)
         return grad_x, self._product(transposed, scale, self.x_t, self.x_scale)
 
@@ -236,10 +220,11 @@ def _sweep(
             part = slice(start, min(start + chunk, num_tokens))
             part_weight = None if token_weight is None else token_weight[part]
             logits = products.logits(part)
-            losses[part], grad = products.losses(logits, targets[part], part_weight, vocab_size, softcap)
-            if grad is not None:
-                grad_x[part], grad_part = products.gradients(grad)
+            losses[part] = _losses(logits, targets[part], part_weight, vocab_size, softcap)
+            if token_weight is not None:
+                grad_x[part], grad_part = products.gradients(logits)
                 grad_weight = grad_part.float() if grad_weight is None else grad_weight.add_(grad_part)
+            del logits  # They would stand beside those of the next chunk until its product is made.
     if token_weight is not None:
         grad_weight = torch.zeros_like(weight) if grad_weight is None else grad_weight.to(weight.dtype)
     return losses, grad_x, grad_weight

@@ -1,6 +1,7 @@
 """The chunked loss against torch's own on full logits: values and gradients, for every reduction and dtype."""
 
 import copy
+import weakref
 
 import pytest
 import torch
@@ -94,6 +95,23 @@ def test_no_logits_stand_whole(monkeypatch):
     with LargestTensor() as ours:
         linear_cross_entropy(x, weight, targets).backward()
     assert ours.elements == 200 * 16  # x's gradient; a chunk of logits has 10 * 64
+
+
+@pytest.mark.parametrize("head, products", [("bf16", "_Products"), ("fp8", "_FP8Products")])
+def test_the_logits_of_one_chunk_stand_at_a_time(head, products, monkeypatch):
+    set_chunk(monkeypatch, 32)
+    original, made = getattr(module, products).logits, []
+
+    def logits(self, part):
+        assert not any(earlier() is not None for earlier in made)
+        result = original(self, part)
+        made.append(weakref.ref(result))
+        return result
+
+    monkeypatch.setattr(getattr(module, products), "logits", logits)
+    x, weight, targets = case(tokens=200)
+    linear_cross_entropy(x, weight, targets, head=head).backward()
+    assert len(made) > 4
 
 
 def test_a_batch_without_targets_is_zero_not_nan():

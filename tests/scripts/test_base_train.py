@@ -637,6 +637,15 @@ def test_faulty_backend_ends_the_run_before_it_begins(tiny_base, monkeypatch):
     assert list_steps(tiny_base / "base_checkpoints" / "d1_clover") == []
 
 
+def test_an_fp8_head_is_checked_in_a_bf16_run_too(tiny_base, monkeypatch):
+    def check(device, method, model):
+        raise UserError(f"{method} {model.lm_head.precision}")
+
+    monkeypatch.setattr(base_train, "self_check", check)
+    with pytest.raises(UserError, match="bf16 fp8"):
+        train("--head=fp8", method="bf16", steps=1)
+
+
 def resident_mb() -> float:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
 
