@@ -363,6 +363,7 @@ class BaseTraining(Trainer):
             "head": self.model.lm_head.precision,
             "recipes": {r.name: {gemm: str(getattr(r, gemm)) for gemm in report.GEMMS} for r in plan.recipes},
             "config_key": comparison_key(self.settings | tunable | spread),
+            "text": more["text"],
             "val_text": val_data,
             "val_text_tokens": count_tokens(self.val_text, self.tokenizer),
             "tokenizer": self.tokenizer.fingerprint(),

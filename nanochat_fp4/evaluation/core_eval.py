@@ -110,10 +110,8 @@ def read_tasks(bundle_dir: str | os.PathLike | None, max_per_task: int = -1) -> 
         random.Random(SHUFFLE_SEED).shuffle(data)
         task["data"], shots = data[:max_per_task] if max_per_task > 0 else data, task["num_fewshot"]
         if len(task["data"]) <= shots:
-            raise UserError(
-                f"{task['label']} shows {shots} other questions before each of its {len(task['data'])}; raise "
-                f"--max-per-task (--core-metric-max-per-task) to {shots + 1}"
-            )
+            shows = f"{task['label']} shows {shots} other questions before each of its {len(task['data'])}"
+            raise UserError(f"{shows}; raise --max-per-task (--core-metric-max-per-task) to {shots + 1}")
     return tasks
 
 

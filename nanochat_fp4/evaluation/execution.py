@@ -129,10 +129,9 @@ def execute_code(
     if os.name != "posix":
         raise SandboxError("model-written code can be run on Linux and macOS only; use WSL2 or leave HumanEval out")
     layers = sandbox_layers() if layers is None else layers
+    task = {"code": code, "tests": tests, "function": function}
     try:
-        return run_in_sandbox(
-            {"code": code, "tests": tests, "function": function}, timeout, maximum_memory_bytes, layers
-        )
+        return run_in_sandbox(task, timeout, maximum_memory_bytes, layers)
     except OSError as e:  # No processes, files or disk space can be had here. The program cannot be the cause of this.
         raise SandboxError(f"{type(e).__name__}: {e}") from e
 
@@ -275,10 +274,8 @@ def _verdict(captured: dict[str, bytearray], timeout: float) -> ExecutionResult:
     for line in bytes(captured["report"]).splitlines():
         report.update(json.loads(line))
     if not report.get("ready"):
-        last_line = " ".join(text("stderr").strip().splitlines()[-1:])
-        raise SandboxError(
-            report.get("setup_error", f"its supervisor ended before the program began. {last_line}".strip())
-        )
+        ended = " ".join(["its supervisor ended before the program began.", *text("stderr").strip().splitlines()[-1:]])
+        raise SandboxError(report.get("setup_error", ended))
     answer, outcome = bytes(captured["result"]), report.get("outcome", "its supervisor was killed")
     result = ExecutionResult(success=False, stdout=text("stdout"), stderr=text("stderr"))
     if outcome == "deadline":

@@ -119,11 +119,8 @@ class LossMonitor:
         """Adds the loss of a step to the average. Returns whether the loss is a spike."""
         s = self.state
         spread = max(s["variance"], 0.0) ** 0.5
-        spike = (
-            s["count"] >= self.SPIKE_AFTER
-            and loss > s["mean"] + self.SPIKE_SIGMAS * spread
-            and loss > s["mean"] * (1 + self.SPIKE_FRACTION)
-        )
+        limit = max(s["mean"] + self.SPIKE_SIGMAS * spread, s["mean"] * (1 + self.SPIKE_FRACTION))
+        spike = s["count"] >= self.SPIKE_AFTER and loss > limit
         s["count"] += 1
         s["average"] = self.BETA * s["average"] + (1 - self.BETA) * loss
         rate = max(1 - self.SPIKE_BETA, 1 / s["count"])

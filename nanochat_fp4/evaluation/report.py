@@ -167,12 +167,14 @@ def add_gaps(runs: list[dict]) -> None:
     """
     Adds the increase of validation BPB over the BF16 baseline that was trained with the same configuration, in
     percent: the curve "gap" over the steps, "gap" of the result with the method's own forward pass, and "gap_bf16" with
-    the BF16 forward pass. There is none between runs that were measured on different text, with different tokenizers or
-    on different numbers of tokens, or whose logs do not say so.
+    the BF16 forward pass. There is none between runs that were trained or measured on different text, with different
+    tokenizers or on different numbers of tokens, or whose logs do not say on what they were measured.
     """
     whole = sorted(runs, key=lambda run: run["finished"])  # Of two baselines the one that is finished counts.
     baselines = {r["start"].get("config_key"): r for r in whole if r["method"] == "bf16"}
+    texts = [r["start"]["text"] for r in runs if "text" in r["start"]]
     for run in runs:
+        run["old_text"] = run["start"].get("text") not in (None, *texts[-1:])
         base = baselines.get(run["start"].get("config_key"), run)
         if base is run:
             continue
@@ -180,8 +182,11 @@ def add_gaps(runs: list[dict]) -> None:
         run["curves"]["gap"] = [(x, _percent_over(y, below[x])) for x, y in run["curves"]["bpb"] if below.get(x)]
         on, on_base = ([r["text"][0], *(r["measured"].get(k) for k in ("val_text", "tokens"))] for r in (run, base))
         names = ("tokenizer", "validation text", "number of tokens")
-        if other := [name for name, mine, its in zip(names, on, on_base) if mine != its or not mine]:
-            run["no_gap"] = f"{base['model_tag']} was not measured with the same {' and '.join(other)}"
+        other = [name for name, mine, its in zip(names, on, on_base) if mine != its or not mine]
+        if len({r["start"]["text"] for r in (run, base) if "text" in r["start"]}) > 1:
+            other.insert(0, "training text")
+        if other:
+            run["no_gap"] = f"{base['model_tag']} has not the same {' and '.join(other)}"
         elif run["finished"] and base["finished"]:
             for gap, bpb in (("gap", "bpb"), ("gap_bf16", "bpb_bf16")):
                 run[gap] = _percent_over(run["measured"].get(bpb), base["measured"].get(bpb))
@@ -246,6 +251,8 @@ def runs_table(runs: list[dict]) -> list[str]:
         rows.append(row)
     lines = _table(header, rows)
     notes = SCATTER * any(r.get("gap") for r in runs) + EMULATION * any(_emulated(r["start"]) for r in runs)
+    if old := [r["model_tag"] for r in runs if r.get("old_text")]:
+        notes += f"- trained on another text than the newest run: {', '.join(old)}\n"
     notes += "".join(f"- no gap of {r['model_tag']}: {r['no_gap']}\n" for r in runs if "no_gap" in r and r["measured"])
     return lines + ["", *notes.splitlines()] * bool(notes)
 

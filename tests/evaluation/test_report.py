@@ -223,6 +223,8 @@ def test_gap_only_between_finished_runs_of_one_configuration(base_dir, folder):
         ({}, {"loss_val_text": None}, "-"),  # measured by an earlier version, which did not say
         ({"loss_val_text": None}, {"loss_val_text": None}, "-"),
         ({}, {"tokenizer": "U"}, "-"),
+        ({"text": "one"}, {"text": "another"}, "-"),
+        ({}, {"text": "another"}, "+2.00%"),  # The baseline's log is of an earlier version, which did not say.
         ({}, {"loss_tokens": 500}, "-"),
         ({}, {"loss_step": 3}, "-"),  # so training's own validation stands for it, on fewer tokens
     ],
@@ -233,9 +235,19 @@ def test_no_gap_between_runs_of_different_text_tokenizer_or_tokens(base_dir, fol
     text = generated(folder)
     row = row_of(text, "other")
     assert row[7] == gap and (row[8] == "-") == (gap == "-") == (text.count("no gap of other: base ") == 1)
-    differs = {"loss_tokens": "number", "loss_step": "number", "loss_val_text": "text", "tokenizer": "tokenizer"}
-    assert all(re.search(f"no gap of other: .*same .*{differs[key]}", text) for key in of_run)
+    differs = {"loss_tokens": "number", "loss_step": "number", "loss_val_text": "validation", "tokenizer": "tokenizer"}
+    differs["text"] = "training text"
+    assert gap != "-" or all(re.search(f"no gap of other: .*same .*{differs[key]}", text) for key in of_run)
     assert row[4] == ("500" if "loss_tokens" in of_run or "loss_step" in of_run else "9,000")
+
+
+def test_runs_of_another_text_than_the_newest_stand_in_one_line(base_dir, folder, capsys):
+    """Those whose logs do not say are not named."""
+    for tag, text in (("one", "old"), ("two", "older"), ("unknown", None), ("three", "new"), ("four", "new")):
+        make_run(base_dir, tag, "bf16", 1.25, **({"text": text} if text else {}))
+        assert ("another text" in generated(folder)) == (tag in ("two", "unknown", "three", "four"))
+    lines = [line for line in capsys.readouterr().out.splitlines() if "another text" in line]
+    assert lines[0].endswith(": one") and lines[-1].endswith(": one, two")
 
 
 def test_the_scatter_of_a_gap_is_said_below_the_table_on_the_terminal_too(base_dir, folder, capsys):

@@ -926,6 +926,8 @@ def test_a_text_that_changed_after_the_training_is_said(trained, monkeypatch, ch
     """A finished run is kept, and an interrupted one cannot go on: both name what to do for the text of now."""
     variables, file, folder, _ = trained
     os.utime(file, (1, 1))
+    logged = next(map(json.loads, (folder / "metrics.jsonl").read_text().splitlines()))
+    assert logged["text"] == base_train.text_digest(file.parent)  # by which a report compares runs
     before = planned(**variables)
     assert "done" in said(before)["run"][0] and "has changed" not in " ".join(said(before)["text"])
     if change == "another column":
