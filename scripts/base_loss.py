@@ -75,7 +75,7 @@ def evaluate(args: argparse.Namespace, device: torch.device, rank: int, world_si
         method, described = check_hf_flags(args)
     else:
         find_model_tag("base", args.model_tag)
-    data_dir = ensure_data(args.data_dir, column=args.text_column)
+    survey = ensure_data(args.data_dir, column=args.text_column)
     if args.hf_path:
         model, tokenizer = load_hf_model(described, device), described.tokenizer
         sequence_len, token_bytes, model_tag = model.sequence_len, tokenizer.token_bytes(device), None
@@ -92,11 +92,11 @@ def evaluate(args: argparse.Namespace, device: torch.device, rank: int, world_si
     if method != "bf16" or not args.hf_path:
         nf.convert(model, method, per_token_in_eval=False, verbose=bool(args.hf_path or args.method))
     forward = trained if args.hf_path and method == "bf16" else method  # This is the forward's name in the output.
-    print0(f"Evaluating {name} on {data_dir.folder}")
+    print0(f"Evaluating {name} on {survey.folder}")
 
     num_rows, steps = evaluation_rows(args.split_tokens, args.device_batch_size, sequence_len, world_size)
 
-    text = {split: open_text(split, data_dir, args.text_column) for split in ("train", "val")}
+    text = {split: open_text(split, survey, args.text_column) for split in ("train", "val")}
 
     def bpb(split: str, what: str) -> float:
         source = Documents(tokenizer, sequence_len, text[split])
@@ -136,7 +136,7 @@ def evaluate(args: argparse.Namespace, device: torch.device, rank: int, world_si
     lines |= {key.replace("_bpb_bf16", " BPB, BF16 forward").replace("_bpb", " BPB"): v for key, v in results.items()}
     section = "Base model loss"
     section += f" of {name}" if args.hf_path else f", {method} forward" if args.method else ""
-    validated = {"val_text": validation_text(data_dir, args.text_column), "tokens": args.split_tokens}
+    validated = {"val_text": validation_text(survey, args.text_column), "tokens": args.split_tokens}
     validated["val_text_tokens"] = count_tokens(text["val"], tokenizer)
     # The report's val BPB of a run is that of its own forward pass.
     event = "other_forward" if args.method else "base_loss"

@@ -284,7 +284,7 @@ class BaseTraining(Trainer):
     def __init__(self, args: argparse.Namespace, until_exit: contextlib.ExitStack, method: str):
         super().__init__("base", args, until_exit)
         self.core_every, self.samples = args.core_metric_every, []
-        self.data_dir = ensure_data(args.data_dir)
+        self.survey = ensure_data(args.data_dir)
         # The default tag has the method's name, so that no method overwrites the run of another one.
         tag = f"{families.family_of_flags(args).run_name(args)}_{method}" if args.model_tag is None else args.model_tag
         self.open_folder(tag, args.branch_from)
@@ -298,7 +298,7 @@ class BaseTraining(Trainer):
             self.backend = f"{nf.backend()}; {self_check(self.device, method, self.model)}"
         self.choose_micro_batch(args, self.world_size)
         self.announce(plan)
-        self.text, self.val_text = (open_text(split, self.data_dir) for split in ("train", "val"))
+        self.text, self.val_text = (open_text(split, self.survey) for split in ("train", "val"))
         if held := count_tokens(self.text, tokenizer):
             often, own = args.total_batch_size * self.num_steps / held, self.text[0]
             cut = f"{own.name}: {len(own.order):,} training pieces, cut at the ends of paragraphs, with about {held:,}"
@@ -347,10 +347,10 @@ class BaseTraining(Trainer):
 
     def describe(self, plan: MethodPlan, options: PretrainingOptions) -> None:
         """Sets what checkpoints and metrics.jsonl say of the run."""
-        args, batch, val_data = self.args, {"device_batch_size": self.rows}, validation_text(self.data_dir)
-        tunable = {**asdict(options), "num_iterations": self.num_steps, "data_dir": str(self.data_dir.folder)}
+        args, batch, val_data = self.args, {"device_batch_size": self.rows}, validation_text(self.survey)
+        tunable = {**asdict(options), "num_iterations": self.num_steps, "data_dir": str(self.survey.folder)}
         changes = {**tunable, **batch, "val_data": val_data}
-        more = {"max_seq_len": self.seq_len, "text": text_digest(self.data_dir)}
+        more = {"max_seq_len": self.seq_len, "text": text_digest(self.survey)}
         self.record(self.settings, plan.recipes, changes, **more, **batch)
         spread = {"world_size": self.world_size, "parallel": args.parallel}
         self.start_record = {

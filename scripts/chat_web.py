@@ -105,11 +105,8 @@ def load(args: argparse.Namespace, device: torch.device) -> tuple[Any, dict]:
 
     @contextlib.contextmanager
     def forward(quantized: bool):
-        with contextlib.ExitStack() as stack:
-            if not quantized:
-                stack.enter_context(nf.full_precision(model))
-            stack.enter_context(nf.per_token_scale(model))
-            stack.enter_context(autocast(device.type, dtype))
+        precision = contextlib.nullcontext() if quantized else nf.full_precision(model)
+        with precision, nf.per_token_scale(model), autocast(device.type, dtype):
             yield
 
     contexts = {"nvfp4": lambda: forward(True), "bf16": lambda: forward(False)}

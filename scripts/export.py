@@ -55,12 +55,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = ArgumentParser(description="Export a checkpoint to the formats of other programs")
     add = parser.add_argument
     add("--source", default="sft", choices=tuple(FOLDERS), help="stage of the checkpoint")
-    add(
-        "--format",
-        required=True,
-        choices=FORMATS,
-        help="kind of files; gguf: of base_train --llama alone; others: any model",
-    )
+    text = "kind of files; gguf: of base_train --llama alone; others: any model"
+    add("--format", required=True, choices=FORMATS, help=text)
     add("--out", required=True, help="folder to write; it must not exist, or --overwrite")
     add("--overwrite", action="store_true", help="replace the folder if it is there")
     add("--dtype", default="bfloat16", choices=tuple(DTYPES), help="of the weights that are not quantized")
@@ -69,12 +65,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     shared = "round layers that servers compute as one together, such as q, k and v; otherwise as in training"
     add("--share-scales", action=argparse.BooleanOptionalAction, default=True, help=shared)
     add("--data-dir", default=None, help="text to calibrate and to measure on (default: $DATA_DIR, else as training)")
-    add(
-        "--calibration-tokens",
-        type=parse_positive,
-        default=32768,
-        help="training tokens that give NVFP4's input scales",
-    )
+    text = "training tokens that give NVFP4's input scales"
+    add("--calibration-tokens", type=parse_positive, default=32768, help=text)
     add("--eval-tokens", type=parse_count, default=65536, help="validation tokens for bits per byte; 0: none")
     add("--device-batch-size", type=parse_positive, default=4, help="rows of a batch")
     return parser.parse_args(argv)
@@ -91,14 +83,10 @@ def main(argv: list[str] | None = None) -> None:
     else:
         require("safetensors", "tokenizers")
     check_replaceable(out, args.overwrite, "--overwrite")
-    with (
-        joined_processes(args.device_type, alone="export") as (_, _, device),
-        torch.no_grad(),
-        autocast(device.type),
-    ):
-        with new_export(out, args.overwrite) as part:
-            export = Export(args, device)
-            export.write(part)
+    alone = joined_processes(args.device_type, alone="export")
+    with alone as (_, _, device), torch.no_grad(), autocast(device.type), new_export(out, args.overwrite) as part:
+        export = Export(args, device)
+        export.write(part)
     size = sum(f.stat().st_size for f in out.iterdir())
     exported = f"{export.meta['model_tag']} (step {export.meta['step']})"
     print0(f"Exported {exported} as {args.format} to {out}: {size / 1e6:.1f} MB")
@@ -127,14 +115,14 @@ class Export:
         self.input_scales: dict[str, float] | None = None
 
     @functools.cached_property
-    def data_dir(self) -> Survey:
+    def survey(self) -> Survey:
         """The text, which is chosen when the export first reads some."""
         return ensure_data(self.args.data_dir)
 
     def batches(self, split: str, tokens: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Returns batches of (inputs, targets) with about so many tokens, and at least one batch."""
         rows, length = self.args.device_batch_size, self.model.config.sequence_len
-        source = Documents(self.tokenizer, length, open_text(split, self.data_dir))
+        source = Documents(self.tokenizer, length, open_text(split, self.survey))
         loader = packed_rows(source, rows, self.device)
         return [(x, y) for (x, y, _), _ in zip(loader, range(max(1, round(tokens / (rows * length)))))]
 

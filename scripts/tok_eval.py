@@ -78,11 +78,11 @@ def num_tokens(tokenizer: RustBPETokenizer, text: str, name: str) -> int:
 
 def main(argv: list[str] | None = None) -> None:
     args = parse_args(argv)
-    data_dir = ensure_data(args.data_dir, column=args.text_column)
+    survey = ensure_data(args.data_dir, column=args.text_column)
     ours = get_tokenizer()
     texts = {name: text.strip() for name, text in SAMPLES.items()}
     for split in ("train", "val"):  # The tokenizer was trained on the first of the two.
-        batches = parquets_iter_batched(split, data_dir=data_dir, column=args.text_column)
+        batches = parquets_iter_batched(split, data_dir=survey, column=args.text_column)
         texts[f"data-{split}"] = "\n".join(next(batches))
     counts = {name: num_tokens(ours, text, name) for name, text in texts.items()}
     sizes = {name: len(text.encode("utf-8")) for name, text in texts.items()}

@@ -52,10 +52,10 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     return args
 
 
-def documents(data_dir: Survey, column: str, max_chars: int, doc_cap: int, progress: Progress) -> Iterator[str]:
+def documents(survey: Survey, column: str, max_chars: int, doc_cap: int, progress: Progress) -> Iterator[str]:
     """Yields the training documents, each cut to `doc_cap` characters, until there were `max_chars` characters."""
     seen = 0
-    for batch in parquets_iter_batched("train", data_dir=data_dir, column=column):
+    for batch in parquets_iter_batched("train", data_dir=survey, column=column):
         for text in batch:
             text = text[:doc_cap]
             seen += len(text)
@@ -94,11 +94,11 @@ def main(argv: list[str] | None = None) -> None:
     args = parse_args(argv)
     check_replaceable(args.overwrite)
     print0(f"max_chars: {args.max_chars:,}\ndoc_cap: {args.doc_cap:,}\nvocab_size: {args.vocab_size:,}")
-    data_dir = ensure_data(args.data_dir, column=args.text_column)
+    survey = ensure_data(args.data_dir, column=args.text_column)
 
     start = time.monotonic()
     with Progress(desc="read", unit="char") as progress:
-        texts = documents(data_dir, args.text_column, args.max_chars, args.doc_cap, progress)
+        texts = documents(survey, args.text_column, args.max_chars, args.doc_cap, progress)
         tokenizer = RustBPETokenizer.train_from_iterator(texts, args.vocab_size)
     train_time = time.monotonic() - start
     vocab_size = tokenizer.get_vocab_size()
@@ -118,7 +118,7 @@ def main(argv: list[str] | None = None) -> None:
     lengths = token_bytes[token_bytes > 0].float()
     about = {
         "Flags": changed_flags(args, parse_args([])),
-        "Data": data_dir.folder,
+        "Data": survey.folder,
         "Tokens": vocab_size,
         "Special tokens": len(tokenizer.get_special_tokens()),
         "Bytes per token": f"{lengths.mean():.2f} ± {lengths.std():.2f}, {lengths.min():.0f} to {lengths.max():.0f}",
