@@ -224,10 +224,15 @@ def to_e4m3(x, HARDWARE: tl.constexpr):
 
 
 @triton.jit
+def clip_e5m2(x):
+    """Clips float32 to the largest E5M2 numbers. NaN stays NaN."""
+    x = tl.maximum(x, -E5M2_MAX, propagate_nan=tl.PropagateNan.ALL)
+    return tl.minimum(x, E5M2_MAX, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
 def to_e5m2(x):
-    """Rounds float32 to the nearest E5M2 number. Numbers beyond the largest one are clipped, and NaN stays NaN.
-    Triton's interpreter truncates when it converts, so there x is rounded before."""
-    x = tl.minimum(tl.maximum(x, -E5M2_MAX, propagate_nan=tl.PropagateNan.ALL), E5M2_MAX, tl.PropagateNan.ALL)
+    """Rounds float32, clipped, to the nearest E5M2 number. Triton's interpreter truncates: there x is rounded first."""
     if INTERPRETED:
         e = tl.maximum(power_of_two_floor(x), E5M2_MIN_NORMAL)
         magnitude = tl.fma(e, -E5M2_MAGIC, tl.fma(e, E5M2_MAGIC, tl.abs(x)))
@@ -236,17 +241,12 @@ def to_e5m2(x):
 
 
 @triton.jit
-def e5m2_both_ways(x):
-    """Rounds x (4, G, C), which has the four rows of each group, to E5M2. Returns the numbers, and their transpose in
-    words, int32 (1, G, C): the numbers of a group's column, the first row's in the lowest byte.
-
-    A tile is then transposed in words. Transposed in single bytes it waits for shared memory four times as often.
-    """
-    codes = to_e5m2(x)
-    byte = codes.to(tl.uint8, bitcast=True).to(tl.int32)
-    if not INTERPRETED:  # ptxas 12.8 crashes on words that are made of bytes. A code is the upper byte of an FP16.
-        byte = (codes.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32) >> 8) & 0xFF
-    return codes, tl.sum(byte << (tl.arange(0, 4) * 8)[:, None, None], axis=0, keep_dims=True)
+def e5m2_byte(x):
+    """Rounds float32, clipped, to E5M2. Returns the number's byte in an int32."""
+    if INTERPRETED:
+        return to_e5m2(x).to(tl.uint8, bitcast=True).to(tl.int32)
+    # ptxas 12.8 crashes on words that are made of bytes. An E5M2 number is the upper byte of an FP16.
+    return (to_e5m2(x).to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32) >> 8) & 0xFF
 
 
 @triton.jit

@@ -73,6 +73,13 @@ def test_clovers_kernels_do_not_spill(clover, arch):
     assert not spilling, table(spilling)
 
 
+def test_the_compiler_loses_no_number(fork_server, tmp_path):
+    """As ptxas 12.8 did for sm_90 with numbers that were stored and became a part of a word."""
+    kernels = compiled(fork_server, 90, [], tmp_path)
+    assert "quantize_both_kernel" in {r["kernel"] for r in kernels}
+    assert not [r for r in kernels if r["lost"]]
+
+
 def test_rounding_to_e2m1_is_an_instruction_where_there_is_one(clover, arch):
     """In what the compiler was given and in what it made: each for two values. sm_90 has none, and a rotation to BF16
     does without."""
@@ -137,6 +144,7 @@ def test_every_method_and_input_compiles(fork_server, arch, tmp_path):
     every = compiled(fork_server, arch, methods, tmp_path, every_input=True)
     print(table(every))
     assert len(every) > 20
+    assert not [r for r in every if r["lost"]]
     assert all(r["products"] == [MATRIX_PRODUCT[arch]] for r in every if r["kernel"] == "rotate_quantize_kernel")
 
 
