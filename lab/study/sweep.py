@@ -16,7 +16,7 @@ sweeps of one folder share runs. The table is printed after every run. All numbe
 and .md. lab.reproduce --results=<folder>/<name>.json makes tables and plots of them.
 
 --sizes    d<depth> is a nanochat of that depth. llama-30M to llama-200M are those of the paper's Tables 3 and 4. tiny
-           is for CPUs.
+           is for CPUs, and where no text is here it is trained on a small corpus that is made on the spot.
 --methods  names of nf.METHODS, of lab/recipes.py, of the files of --recipes or of sweep_runs.VARIANTS
 --variant  "label: flags of base_train" adds a method of its own
 """
@@ -41,7 +41,7 @@ from lab.study.sweep_runs import Run, again, data_key, labels, parse_number, pla
 from lab.study.sweep_scheduler import Interrupted, Sweep, base_directory, visible_devices
 from nanochat_fp4.cli import ArgumentParser, UserError, format_seconds, run_main
 from nanochat_fp4.common import add_recipes_argument, get_base_dir, print0
-from nanochat_fp4.data.dataset import build_embedded_corpus, ensure_data
+from nanochat_fp4.data.dataset import EMBEDDED_MB, build_embedded_corpus, ensure_data, found_data
 from nanochat_fp4.data.tokenizer import get_tokenizer
 from nanochat_fp4.files import atomic_write
 from nanochat_fp4.hardware import environment_info
@@ -260,7 +260,8 @@ def main(argv: list[str] | None = None) -> None:
             print0(f"{run.size} {run.method}, seed {run.seed}:", *run.flags)
         return
     folder = Path(args.folder) if args.folder else Path(get_base_dir()) / "sweeps"
-    data = prepare(folder, args.data_dir, args.vocab_size)
+    text = args.data_dir or os.environ.get("DATA_DIR") or found_data() or set(args.sizes) != {"tiny"}
+    data = prepare(folder, args.data_dir, args.vocab_size, None if text else EMBEDDED_MB)
     runs = planned(args, data_key(data))
     sweep = Sweep(folder, data, visible_devices(args.jobs), args.keep, recipes=args.recipes)
     try:

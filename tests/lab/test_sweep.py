@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 
@@ -21,6 +22,7 @@ from lab import runs as kept_runs
 from lab.study import sweep, sweep_runs, sweep_scheduler
 from lab.study.sweep_results import summary
 from nanochat_fp4.cli import UserError
+from nanochat_fp4.data import dataset
 from nanochat_fp4.models.cross_entropy import FP8_HEADS, default_head
 from nanochat_fp4.nvfp4 import methods
 from nanochat_fp4.nvfp4.phases import MethodPlan
@@ -263,6 +265,18 @@ def test_a_tokenizer_of_another_size_is_not_taken(tmp_path, monkeypatch):
     tokens("other", 290)  # A text that is new is stored once, and not in the base directory as well.
     assert len(list((tmp_path / "base/stored_text").rglob("*.arrow"))) == stored
     assert list((tmp_path / "other/stored_text").rglob("*.arrow"))
+
+
+def test_a_tiny_sweep_downloads_no_text(tmp_path, monkeypatch):
+    """Where there is none, it makes one in its own folder, which is no base training's default."""
+    monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path / "base"))
+    monkeypatch.delenv("DATA_DIR", raising=False)
+    monkeypatch.setattr(sweep, "EMBEDDED_MB", 0.2)
+    monkeypatch.setattr(dataset, "download_shards", lambda *args: pytest.fail("a download"))
+    trained: list[str] = []
+    monkeypatch.setattr(sweep, "run_sweep", lambda made, *args: trained.append(made.data_dir))
+    sweep.main([*"--sizes=tiny --methods=bf16 --tokens=4096 --vocab-size=300".split(), f"--folder={tmp_path / 's'}"])
+    assert Path(trained[0]).parent == tmp_path / "s/embedded_data" and not dataset.found_data()
 
 
 @pytest.mark.parametrize(
