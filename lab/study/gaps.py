@@ -17,6 +17,7 @@ from lab.study import sweep, sweep_results, sweep_runs
 from lab.study.context import Context, Outcome
 from nanochat_fp4.cli import UserError
 from nanochat_fp4.evaluation import plots
+from nanochat_fp4.nvfp4.recipes import Recipe
 from nanochat_fp4.training.memory import operand_bytes
 
 # The forward pass that is evaluated -> the name of its bits per byte in a run.
@@ -204,10 +205,24 @@ def along(runs: list[dict], curve: str = "curve", column: int = 1) -> dict[str, 
     return gaps
 
 
+def recipes_of(run: dict) -> Sequence[Recipe] | None:
+    """Returns the recipes of a run, none if its row has left, or None if a rounding is a function of a user's, whose
+    format nobody knows here: the fields beside it are NVFP4's."""
+    try:
+        recipes = sweep_runs.method_plan(run["flags"]).recipes
+    except ValueError:
+        return []
+    gemms = [gemm for r in recipes for p in (r, r.final) for gemm in (p.output, p.grad_input, p.grad_weight)]
+    functions = [o.rounding.quantize for gemm in gemms for o in (gemm.a, gemm.b) if o.rounding and o.rounding.quantize]
+    return recipes if all(function.__module__.startswith("lab.") for function in functions) else None
+
+
 def gemm_work(runs: list[dict], method: str, steps: int) -> str:
     """Returns the GEMM work of the first run of a method, as the text of a cell. The unit is the work of `steps` steps
-    with all GEMMs in 4 bits."""
+    with all GEMMs in 4 bits. It is "-" if nobody knows the format of a rounding."""
     run = next(r for r in runs if r["method"] == method)
+    if recipes_of(run) is None:
+        return "-"
     of_step = sum(sweep_results.COST[bits] * share for bits, share in run["gemm_work"].items())
     return f"{of_step * run['steps'] / steps:.2f}"
 
@@ -266,7 +281,10 @@ class Rows:
 
 
 def _work_by_bits(rows: Rows, method: str) -> str:
-    work = rows.of(method)[0]["gemm_work"]
+    run = rows.of(method)[0]
+    if recipes_of(run) is None:
+        return "-"
+    work = run["gemm_work"]
     return " / ".join(f"{100 * work[bits]:.1f}" for bits in ("4", "8", "16"))
 
 
@@ -312,12 +330,9 @@ def _one_term(rows: Rows, method: str) -> str:
 
 def _bytes_kept(rows: Rows, method: str) -> str:
     """Returns the bytes that a layer keeps of an element of its input for the backward pass, at the end of the run."""
-    try:
-        recipes = sweep_runs.method_plan(rows.of(method)[0]["flags"]).recipes
-    except ValueError:  # The row has left.
-        return "-"
+    recipes = recipes_of(rows.of(method)[0]) or ()
     inputs = [r.final.grad_weight.b if r.final.grad_weight.b.raw else r.final.output.a for r in recipes]
-    return " to ".join(f"{size:.4g}" for size in sorted({operand_bytes(a) for a in inputs}))
+    return " to ".join(f"{size:.4g}" for size in sorted({operand_bytes(a) for a in inputs})) or "-"
 
 
 def _paper(rows: Rows, method: str) -> str:

@@ -19,6 +19,7 @@ from lab.study.context import Context
 from lab.study.gaps import Claim
 from nanochat_fp4.cli import UserError
 from nanochat_fp4.evaluation import plots
+from nanochat_fp4.nvfp4 import methods
 from nanochat_fp4.nvfp4.methods import get_recipe
 from scripts import base_train
 
@@ -211,6 +212,20 @@ def study(path, change=lambda run: {}, **gaps: list[float]) -> str:
         json.dumps({"data": "text (1)", "environment": environment, "results": [r | change(r) for r in runs]})
     )
     return str(path)
+
+
+def test_the_costs_of_a_users_function_are_not_those_of_nvfp4(tmp_path, printed, monkeypatch):
+    """Nobody knows what format it has. Those of lab's functions are known."""
+    monkeypatch.setattr(nf.ROUNDINGS, "data", dict(nf.ROUNDINGS))
+    monkeypatch.setattr(methods, "REGISTERED", dict(methods.REGISTERED))
+    nf.ROUNDINGS["mine"] = nf.Rounding(quantize=lambda x, rounding, noise: None)
+    for name in ("mine", "mxfp8"):
+        nf.register(nf.Recipe(f"m_{name}", output=nf.Gemm(nf.Operand(name), nf.Operand(name))))
+    flags = {m: [f"--method={m}"] for m in ("bf16", "clover", "m_mine", "m_mxfp8")}
+    path = study(tmp_path / "a.json", lambda run: {"flags": flags[run["method"]]}, **dict.fromkeys(flags, [1.0]))
+    columns = "method | GEMM work | bytes kept"
+    said = printed(f"horizon --results={path} --columns='{columns}'")
+    assert {"m_mine - -", "m_mxfp8 1.00 1"} <= set(said), said
 
 
 def test_figure_5_has_the_methods_of_a_users_sweep(tmp_path, printed):
