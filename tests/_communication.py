@@ -1,4 +1,4 @@
-"""Counts the bytes that processes send to one another, beside what docs/scale.md says of them.
+"""Counts the bytes that processes send to one another, beside those that follow from the sizes of a model.
 
     with counted() as sent:         # {"all_gather": bytes, ...} that this process sends
         step()
@@ -64,7 +64,7 @@ def counted() -> Iterator[Counter[str]]:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# What docs/scale.md says
+# What follows from the sizes
 
 CODE_BYTES = 4.5 / 8  # bytes per element: an E2M1 code, and an E4M3 scale for 16
 
