@@ -10,7 +10,7 @@
 # fails leaves the others; a summary comes last, and the exit status is 1 if anything failed. Variables:
 #
 #     PARTS="doctor layers"    only these; PARTS=all: everything, 90 minutes
-#     DRY_RUN=1                the same parts in small, on any machine: do they work? Its numbers are not worth sending
+#     DRY_RUN=1                the same parts and methods in small, on any machine: do they work? Its numbers are not worth sending
 #     DEPTH=26                 the model whose steps are timed (default: 20, the speedrun's). A deeper one gets more time
 #     LIMIT=60                 seconds for each part, in the place of its own limit
 #     PLAN_ONLY=1              print the commands and stop
@@ -27,8 +27,7 @@ known_variables measure
 [[ ${LIMIT:-1} =~ ^[1-9][0-9]*$ ]] || die "LIMIT=$LIMIT: expected whole seconds, such as LIMIT=60; set another number or leave LIMIT out"
 depth=${DEPTH:-20}
 [[ $depth =~ ^[1-9][0-9]?$ ]] || die "DEPTH=$DEPTH: expected whole layers, such as DEPTH=12; set another number or leave DEPTH out"
-# The time of a step grows with the weights, which is with the cube of the depth.
-steps_limit=$((depth > 20 ? 640 * depth * depth * depth / 8000 : 640))
+read -r doctor_limit layers_limit steps_limit <<<"$("$(find_python)" "$VARIABLES" seconds "$depth")" # as the plan says
 for name in NANOCHAT_BASE_DIR NANOCHAT OUT; do
     [ -z "${!name:-}" ] || export "$name=$(of_the_caller "${!name}")"
 done
@@ -86,13 +85,12 @@ doctor=("$PY" -m nanochat_fp4.doctor)
 layers=("$PY" -m lab.bench layers --passes forward+backward)
 steps=("${bench_steps[@]}" --depth "$depth" --rounds 2 --no-table7)
 if switched_on DRY_RUN; then
-    doctor+=(--method clover)
     layers+=(--models tiny --tokens 256 --seconds 0.01 --eager)
-    steps=("${bench_steps[@]}" --depth 2 --head-dim 64 --seq-len 64 --vocab-size 256 --total-batch-size 256 --micro-batch 2 --rounds 1 --methods clover --no-table7)
+    steps=("${bench_steps[@]}" --depth 2 --head-dim 64 --seq-len 64 --vocab-size 256 --total-batch-size 256 --micro-batch 2 --rounds 1 --no-table7)
 fi
-part doctor 300 "${doctor[@]}"
+part doctor "$doctor_limit" "${doctor[@]}"
 part tests 1200 "$PY" -m pytest -q -p no:cacheprovider tests/kernels/test_*.py tests/nvfp4/test_native.py tests/nvfp4/test_gemm.py
-part layers 240 "${layers[@]}" --json "$OUT/layers.json"
+part layers "$layers_limit" "${layers[@]}" --json "$OUT/layers.json"
 part steps "$steps_limit" "${steps[@]}" --json "$OUT/steps.json"
 part steps_32gib 800 "${bench_steps[@]}" --memory-cap 32GiB --recompute none,mlp --rounds 2 --no-table7 --json "$OUT/steps_32gib.json"
 if [ -n "${NANOCHAT:-}" ]; then

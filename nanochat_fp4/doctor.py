@@ -87,10 +87,8 @@ def self_check(
     finally:
         torch.set_num_threads(threads)
     if problem:
-        raise UserError(
-            f"self-check failed on {device}: {problem}; training would be wrong. See `python -m nanochat_fp4.doctor`, "
-            "or set NVFP4_KERNELS=reference"
-        )
+        wrong = f"self-check failed on {device}: {problem}; training would be wrong"
+        raise UserError(f"{wrong}. See `python -m nanochat_fp4.doctor`, or set NVFP4_KERNELS=reference")
     line = f"self-check passed: {recipe.name} forward and backward as the reference, on {device}"
     if head == "fp8" or any(o.rounding and o.rounding.fp8 for o in (recipe.output.a, recipe.output.b)):
         line += f"; FP8 products: {fp8_products(device.type)}"

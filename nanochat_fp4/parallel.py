@@ -54,10 +54,8 @@ def shard(model: nn.Module, dtype: torch.dtype | None = None) -> int:
     size = dist.get_world_size()
     for name, p in model.named_parameters():
         if p.ndim > 1 and p.shape[0] % size:
-            raise UserError(
-                f"--parallel=fsdp: the {p.shape[0]} rows of {name} do not divide by {size} processes; use a number of "
-                "processes that divides them, or --parallel=ddp"
-            )
+            problem = f"--parallel=fsdp: the {p.shape[0]} rows of {name} do not divide by {size} processes"
+            raise UserError(f"{problem}; use a number of processes that divides them, or --parallel=ddp")
     mesh = dist.device_mesh.init_device_mesh(model.get_device().type, (size,))
     not_sharded = {p for p in model.parameters() if p.ndim < 2}
     plain = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)

@@ -4,6 +4,7 @@ needs the standard library alone, because the scripts ask it before anything is 
 
     python3 nanochat_fp4/variables.py            refuses a variable that is nearly one of these
     python3 nanochat_fp4/variables.py measure    the same of dev/measure.sh
+    python3 nanochat_fp4/variables.py seconds 20    dev/measure.sh's time limits for a d20
 """
 
 import difflib
@@ -94,6 +95,14 @@ def problem(names: set[str], script: str = "speedrun") -> str | None:
     return None
 
 
+def measure_seconds(depth: int) -> tuple[int, int, int]:
+    """The time limits of the parts doctor, layers and steps of dev/measure.sh. The time of a step grows with the
+    weights, which is with the cube of the depth."""
+    return 300, 240, max(640, 640 * depth**3 // 20**3)
+
+
 if __name__ == "__main__":
-    if found := problem(set(os.environ), *sys.argv[1:]):
+    if sys.argv[1:2] == ["seconds"]:
+        print(*measure_seconds(int(sys.argv[2])))
+    elif found := problem(set(os.environ), *sys.argv[1:]):
         sys.exit(f"error: {found}")

@@ -43,7 +43,7 @@ from nanochat_fp4.training.checkpoint_manager import list_steps
 from nanochat_fp4.training.flags import SAME_RUN
 from nanochat_fp4.training.memory import SHARE, Memory, choose, largest, plan_accumulation, try_micro_batch
 from nanochat_fp4.training.wandb_run import check_wandb
-from nanochat_fp4.variables import ARGS, EXPORTED, NUMBERS, RUN, problem
+from nanochat_fp4.variables import ARGS, EXPORTED, NUMBERS, RUN, measure_seconds, problem
 from scripts import base_eval, base_loss, base_train, chat_eval, chat_sft, mid_train, tok_train
 
 RUN1000 = {"DEPTH": 32, "TOK_SHARDS": 16, "TOK_CHARS": 4_000_000_000, "EVAL_BATCH": 8}
@@ -857,8 +857,7 @@ def which(plan: Plan) -> Generator[tuple[str, str], None, dict[str, str]]:
     yield "method", f"take {take}" if advised else "no method is advised, because GPU names no card of cards.json"
     if not measured:
         depth = plan.bases[0].args.depth
-        limit = -(-(540 + 640 * max(1, (depth / 20) ** 3)) // 60)  # of its parts, as it has them
-        measure = f"bash dev/measure.sh  # {limit:.0f} minutes at most; its plan decides"
+        measure = f"bash dev/measure.sh  # {-(-sum(measure_seconds(depth)) // 60)} minutes at most; its plan decides"
         yield "method" if known else "type", s.command(measure, EXPORTED, DEPTH=depth)
     # Who names a method, or is at work on a run, goes on with it. COMPARE=1 trains bf16 as well.
     is_open = not asked and s.plan_only and not plan.bases[0].done and not set(advised) <= set(s.methods)

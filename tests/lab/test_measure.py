@@ -94,7 +94,7 @@ def test_a_dry_run_makes_the_table_and_the_file_to_send(fork_server, tmp_path):
     assert card["statuses"] == {"doctor": 0, "layers": 0, "steps": 0}
     layers, steps = card["parts"]
     assert {r["method"] for r in layers["records"]} >= {"bf16", "clover"}
-    assert [r["method"] for r in steps["records"]] == ["bf16", "clover"]
+    assert [r["method"] for r in steps["records"]] == ["bf16", "fp8", "clover", "clover_fp8_forward"]  # as on a GPU
     assert all(r["tokens_per_second"] > 0 and r["problem"] is False for r in steps["records"])
     table = (tmp_path / "my_card.txt").read_text()
     assert "d2, steps" in table and table.rstrip() in done.stdout
@@ -104,7 +104,13 @@ def test_a_dry_run_makes_the_table_and_the_file_to_send(fork_server, tmp_path):
     (tmp_path / "steps.json").write_text(json.dumps(steps))
     plan = plan_program.Plan("speedrun", {"PLAN_ONLY": "1", "GPU": "rtx5090", "NANOCHAT_BASE_DIR": str(base)})
     timed = plan_program.speeds(plan.s, plan.bases[0])
-    assert {name for name, of in timed.items() if not of["runs"]} == {"bf16", "clover", "nvfp4"}
+    assert {name for name, of in timed.items() if not of["runs"]} == {
+        "bf16",
+        "fp8",
+        "clover",
+        "clover_fp8_forward",
+        "nvfp4",
+    }
 
 
 def test_a_dry_run_has_a_folder_of_its_own(tmp_path):
