@@ -7,8 +7,8 @@ its validation text.
     python -m lab.texts cut --data-dir folder --max-seq-len 256 --out pieces    # documents cut to fit into the rows
     python -m lab.texts overlap --data-dir folder                               # of training and validation text
 
-A text is named by its data_key, a hash of its shards' names and sizes. docs/texts.md says what CORPUS and CODE are made
-of, and names their licences. Other texts need no command, because --data-dir takes a folder of text files.
+A text is named by its data_key, a hash of its shards' names and sizes. lab/private_texts.txt names the sources of
+CORPUS and CODE, and their licences. Other texts need no command, because --data-dir takes a folder of text files.
 
 A row of T + 1 tokens takes whole documents while they fit. The rest of the row is filled by a document that is cropped.
 The cropped part is not read, in this epoch or another. Long documents in short rows therefore lose most of their text.
