@@ -386,7 +386,11 @@ OF_KIND = {
     "attention": ["cutlass::device_kernel<flash::enable_sm90_or_later<flash::FlashAttnFwdSm90>>"],
     "RMSNorm": ["triton_red_fused__fused_rms_norm_add_mul_quantize_view_0"],
     "ReLU^2": ["triton_red_fused__to_copy_add_amax_clamp_max_div_quantize_rand_relu_view_6", "nvfp4::relu_squared"],
-    "other element-wise": ["triton_poi_fused__to_copy_mul_rotate_quantize_view_3", "triton_poi_fused_add_mul_1"],
+    "other element-wise": [
+        "triton_poi_fused__to_copy_mul_rotate_quantize_view_3",
+        "triton_poi_fused_add_mul_1",
+        "triton_poi_fused__scaled_mm__to_copy_clamp_mul_t_2",  # a cast to FP8, named after the product that reads it
+    ],
 }
 
 
