@@ -74,8 +74,9 @@ def compiled_instead_of_launched(arch: int) -> dict[str, dict]:
 
     def launcher(kernel, grid):
         """The compiled kernel takes all arguments in their order. It knows no names and no defaults."""
-        missing = len(kernel.src.fn.arg_names)
-        return lambda *args: launched[kernel.hash].update(programs=grid[0], missing_arguments=missing - len(args))
+        missing, record = len(kernel.src.fn.arg_names), launched[kernel.hash]
+        most = max(grid[0], record.get("programs", 0))
+        return lambda *args: record.update(programs=most, missing_arguments=missing - len(args))
 
     JITFunction.run, CompiledKernel.__getitem__ = run, launcher
 
@@ -101,15 +102,17 @@ def compile_kernels(arch: int, methods: list[str], every_input: bool) -> list[di
 
     import nanochat_fp4 as nf
     from nanochat_fp4.nvfp4 import dispatch
+    from nanochat_fp4.nvfp4.epilogue import relu_squared_linear
 
     cases = [(torch.bfloat16, torch.float32, 512)]
     if every_input:  # FP32 activations, BF16 weights, a number of tokens that nothing divides
         cases += [(torch.float32, torch.float32, 512), (torch.bfloat16, torch.bfloat16, 507)]
 
     def train(method, dtype, weight_dtype, tokens):
-        linear = nf.QuantLinear(256, 512, method=method, dtype=weight_dtype)
+        up, down = (nf.QuantLinear(*sizes, method=method, dtype=weight_dtype) for sizes in ((256, 512), (512, 256)))
         x = torch.zeros(tokens, 256, dtype=dtype, requires_grad=True)
-        linear(x).backward(torch.zeros(tokens, 512, dtype=dtype))
+        y = up(x) if every_input else relu_squared_linear(x, up, down)  # Half as many kernels for every method.
+        y.backward(torch.zeros_like(y))
 
     for method in methods if every_input or arch not in BLACKWELL else ():
         for case in cases:
@@ -203,6 +206,7 @@ def label(record: dict) -> str:
         made = {"'FOUR': True": "codes", "'DECODE': True": "BF16"}
         return f"quantize {source} to " + " and ".join(name for which, name in made.items() if which in constants)
     source = "requantize" if re.search("'FROM_(CODES|E4M3)': True", constants) else "rotate grad_output"
+    source = "rotate gradient of ReLU^2" if "'FACTORS': True" in constants else source
     return f"{source} to {'codes' if 'STORE_CODES=True' in constants else 'BF16'}"
 
 

@@ -230,6 +230,7 @@ def test_one_wrong_byte_of_an_fp8_heads_gradient(method, wrong_byte, monkeypatch
 
 
 OPERANDS = ["a grad_output", "a transposed grad_output", "transposed codes"]
+OPERANDS += ["a gradient of ReLU^2", "a transposed gradient of ReLU^2"]
 
 
 @pytest.mark.parametrize("name", OPERANDS)
@@ -262,7 +263,7 @@ def test_a_rotating_kernel_with_other_bits_in_one_of_many_launches(monkeypatch):
     def rotate_quantize(*args):
         tensors = real(*args)
         launches.append(len(tensors))
-        if len(launches) == 5:  # two for each time: of grad_output, of codes
+        if len(launches) == 7:  # three for each time: of grad_output, of codes, of a gradient of ReLU^2
             tensors[0].view(torch.uint8)[3, 4] ^= 1
         return tensors
 

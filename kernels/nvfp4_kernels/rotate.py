@@ -215,7 +215,9 @@ def rotate_quantize(
     """Makes one or both operands of a tensor (R, C): "row", contracted over C, and "col", contracted over R.
 
     x:        BF16 or FP32 (R, C), float8_e4m3fn (R, C), or codes uint8 (R, C/2). Codes come with x_scales,
-              float8_e4m3fn (R, C/16) or flat in tiles of 128x4, and both come with x_tensor_scale.
+              float8_e4m3fn (R, C/16) or flat in tiles of 128x4, and both come with x_tensor_scale. If x is the gradient
+              of relu(y)^2 in BF16 or FP32, x_scales may be kept, uint8 (R, C), and x_tensor_scale step, float32 (R, 1),
+              of y (relu_squared.py). The operands are then those of the gradient of y, which is not written.
     row, col: the operands to make, or None for an operand that is not wanted
     seeds:    int64 (). The rht seeds are those of the rotation's signs.
     largest:  a function from the amaxes of row and col, float32 (2,), to those over all processes that have a part of
@@ -273,13 +275,14 @@ def _launch(
     """Launches the kernel, which fills the tensors `made` of each side. Without them it only finds the amaxes."""
     of_codes, of_e4m3, columns = x.dtype == torch.uint8, x.dtype == torch.float8_e4m3fn, _columns(x)
     x = (x.view(torch.uint8) if of_e4m3 else x).contiguous()
-    scales = x_scales.view(torch.uint8) if of_codes else x
+    scales = x if x_scales is None else x_scales.view(torch.uint8)
     tensor_scale = x if x_tensor_scale is None else x_tensor_scale
     buffers, constants = [], []
     for side, own, tensors in zip(sides, amax, made or ([], [])):
         buffers.append(side.buffers(x, own, tensors) if side else Buffers(x, x, own, x, x, x, x, x, 0, 0))
         constants.append(constants_of(side.operand, side.contraction, made is None) if side else None)
-    inputs = of_codes, of_codes and x_scales.dim() == 1, of_e4m3, x.dtype == torch.float32
+    factors = x_scales is not None and not of_codes
+    inputs = of_codes, of_codes and x_scales.dim() == 1, of_e4m3, factors, x.dtype == torch.float32
     settings = *inputs, hardware(), rotates_by_butterflies(), *constants
     arguments = (x, scales, tensor_scale, x.shape[0], columns, *buffers, *settings)
     compiled, options = None, _launch_options()

@@ -303,6 +303,7 @@ def _make(
     FROM_CODES: tl.constexpr,
     FROM_TILES: tl.constexpr,
     FROM_E4M3: tl.constexpr,
+    FACTORS: tl.constexpr,
     FP32: tl.constexpr,
     HARDWARE: tl.constexpr,
     BUTTERFLIES: tl.constexpr,
@@ -356,6 +357,10 @@ def _make(
             mask = (r < rows)[:, None] & (c < columns)[None, :]
             at = r.to(tl.int64)[:, None] * columns + c[None, :]
             x = tl.load(x_ptr + at, mask=mask, other=0.0)
+            if FACTORS:
+                kept = tl.load(x_scales_ptr + at, mask=mask, other=0).to(tl.float32)
+                twice = 2 * tl.load(x_tensor_scale_ptr + r, mask=r < rows, other=0.0)
+                x = m.rounded_to(x.to(tl.float32) * (twice[:, None] * kept), x.dtype)
             if FROM_E4M3:
                 x = m.half_of_e4m3(x, HARDWARE)
             if RHT_DIM:
@@ -402,6 +407,7 @@ def rotate_quantize_kernel(
     FROM_CODES: tl.constexpr,
     FROM_TILES: tl.constexpr,
     FROM_E4M3: tl.constexpr,
+    FACTORS: tl.constexpr,
     FP32: tl.constexpr,
     HARDWARE: tl.constexpr,
     BUTTERFLIES: tl.constexpr,
@@ -409,6 +415,9 @@ def rotate_quantize_kernel(
     COL: tl.constexpr,
 ):
     """Makes one or both operands. ROW and COL are Constants, or None for an operand that is not made.
+
+    FACTORS: x is the gradient of relu(y)^2 and becomes that of y, as in gemm.relu_squared_gradient. x_scales and
+             x_tensor_scale are then kept, uint8 (R, C), and step, float32 (R, 1), of y.
 
     If both are made, two programs make strips of row, the next two make strips of col, and so on. Alternating single
     programs is 9% slower on an H200 because of instruction stalls (dev/LOG.md). The number of programs is a multiple of
@@ -427,11 +436,11 @@ def rotate_quantize_kernel(
         if side == 0:
             _make(
                 first, step, x_ptr, x_scales_ptr, x_tensor_scale_ptr, rows, columns, row_buffers,
-                False, FROM_CODES, FROM_TILES, FROM_E4M3, FP32, HARDWARE, BUTTERFLIES, ROW,
+                False, FROM_CODES, FROM_TILES, FROM_E4M3, FACTORS, FP32, HARDWARE, BUTTERFLIES, ROW,
             )  # fmt: skip
     if COL is not None:
         if side == 1:
             _make(
                 first, step, x_ptr, x_scales_ptr, x_tensor_scale_ptr, rows, columns, col_buffers,
-                True, FROM_CODES, FROM_TILES, FROM_E4M3, FP32, HARDWARE, BUTTERFLIES, COL,
+                True, FROM_CODES, FROM_TILES, FROM_E4M3, FACTORS, FP32, HARDWARE, BUTTERFLIES, COL,
             )  # fmt: skip

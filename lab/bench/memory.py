@@ -32,17 +32,15 @@ NAMES = {
     "fused_linear(x": "input of c_q, c_k, c_v",
     "keep_output=True": "queries and keys",
     "flash_attention.attend": "values, result and log-sum-exp of attention",
-    "linear_with_epilogue(attention": "input of c_q, c_k, c_v, and result and log-sum-exp of attention",
-    "linear_with_epilogue(_ResidualNorm": "input of attention's c_proj",
+    "after=attention": "input of c_q, c_k, c_v, and result and log-sum-exp of attention",
+    "after=_ResidualNorm": "input of attention's c_proj",
     "self.c_proj(y": "input of attention's c_proj",
     "checkpoint(mlp": "residual stream into the MLP, to start again from",
     "self.mlp(norm(x)": "residual stream into the norm before the MLP",
     "self.c_fc(x)": "input of c_fc",
-    "linear_with_epilogue(_ReluSquaredDerivative": "input of c_fc",
     "ReluSquared.apply": "for the derivative of ReLU^2",
     "self.c_proj(x": "input of the MLP's c_proj",
-    "relu_squared_linear(x": "input of the MLP's c_proj, and for the derivative of ReLU^2",
-    "relu_squared_linear(y": "input of the MLP's c_proj",
+    "relu_squared_linear(x": "inputs of c_fc and the MLP's c_proj, and for the derivative of ReLU^2",
 }
 
 

@@ -376,7 +376,7 @@ def kind_of(names: list[str]) -> str:
 def first_fit(name: str) -> int:
     """Returns the index of the first of KINDS that the name fits, or the number of KINDS if there is none."""
     if name.startswith("triton_"):  # torch.compile also puts the names of casts and of later operators into such names.
-        name = re.sub("(rotate_)?quantize|tensor_scale|_to_copy|_scaled_mm", "", name)
+        name = re.sub("(rotate_)?quantize|tensor_scale|_to_copy", "", name)
     name = name.replace("_QuantizedLinear", "")  # The layer's own function does all kinds of work.
     fits = (any(part.lower() in name.lower() for part in parts) for _, parts in KINDS)
     return next((i for i, fit in enumerate(fits) if fit), len(KINDS))

@@ -36,7 +36,7 @@ from nanochat_fp4.models import flash_attention, optim
 from nanochat_fp4.models.cross_entropy import Head
 from nanochat_fp4.models.elementwise import ReluSquared, apply_rotary_emb, norm, rotary_tables
 from nanochat_fp4.models.optim8bit import LeanState, drawn
-from nanochat_fp4.models.recompute import MixedNorm, attention_part, can_recompute, mlp_part
+from nanochat_fp4.models.recompute import MixedNorm, attention_part, can_recompute
 from nanochat_fp4.nvfp4.dispatch import stays_eager, triton_problem
 from nanochat_fp4.nvfp4.epilogue import fused_linear, relu_squared_linear
 
@@ -161,10 +161,10 @@ class MLP(nn.Module):
         self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd, bias=False)
         self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd, bias=False)
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.c_fc(x)
+    def forward(self, x: Tensor, recompute: bool = False) -> Tensor:
         if getattr(self.c_proj, "quantizes_input", False):
-            return relu_squared_linear(x, self.c_proj)
+            return relu_squared_linear(x, self.c_fc, self.c_proj, recompute)
+        x = self.c_fc(x)
         x = ReluSquared.apply(x)
         return self.c_proj(x)
 
@@ -195,7 +195,7 @@ class Block(nn.Module):
         training = torch.is_grad_enabled()
         if training and recompute.startswith("codes") and kv_cache is None and can_recompute(self):
             x, normed = attention_part(self, x, x0, resid_lambda, x0_lambda, cos_sin, window_size[0])
-            return x + (mlp_part(self, normed) if recompute == "codes-mlp" else self.mlp(normed))
+            return x + self.mlp(normed, recompute == "codes-mlp")
         x = resid_lambda * x + x0_lambda * x0
         x = checkpoint(attention, x, use_reentrant=False) if training and recompute == "all" else attention(x)
         return self.with_mlp(x, recompute)

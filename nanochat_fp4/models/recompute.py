@@ -19,12 +19,7 @@ from torch import Tensor
 
 from nanochat_fp4.models import flash_attention
 from nanochat_fp4.models.elementwise import norm_gradient, rms_norm, rotate, rotate_back
-from nanochat_fp4.nvfp4.epilogue import (
-    can_be_fused,
-    linear_with_epilogue,
-    relu_squared_gradient,
-    relu_squared_linear,
-)
+from nanochat_fp4.nvfp4.epilogue import can_be_fused
 from nanochat_fp4.nvfp4.gemm import after
 from nanochat_fp4.nvfp4.layer import QuantLinear
 
@@ -54,6 +49,7 @@ class _Attention(NamedTuple):
     heads: int
     kv_heads: int
     left: int  # the window
+    recomputes = True
 
     def _qkv(self, y: Tensor, cos: Tensor, sin: Tensor) -> tuple[list[Tensor], list[Tensor]]:
         """Returns [q, k, v], with q and k rotated and normalized, and [1 / rms of q, 1 / rms of k]."""
@@ -62,10 +58,10 @@ class _Attention(NamedTuple):
         (q, q_r), (k, k_r) = (rms_norm(rotate(t, cos, sin)) for t in (q, k))
         return [q, k, v], [q_r, k_r]
 
-    def forward(self, y: Tensor, cos: Tensor, sin: Tensor) -> tuple[tuple[Tensor], tuple[Tensor, ...]]:
+    def forward(self, y: Tensor, cos: Tensor, sin: Tensor) -> tuple[tuple[Tensor, ...], ...]:
         qkv, _ = self._qkv(y, cos, sin)
         out, statistics = flash_attention.forward(*qkv, self.left)
-        return (out.flatten(2),), (cos, sin, out, *statistics)
+        return (out.flatten(2),), (), (cos, sin, out, *statistics)
 
     def backward(self, y: Tensor, kept: Sequence[Tensor], grad: Tensor) -> tuple[Tensor | None, ...]:
         cos, sin, out, *statistics = kept
@@ -79,10 +75,12 @@ class _ResidualNorm(NamedTuple):
     """The epilogue that returns (x1 + y, norm(x1 + y)), with x1 = a x + b x0. The backward pass keeps x, x0, a and b,
     and computes x1 again."""
 
-    def forward(self, y: Tensor, x1: Tensor, *parts: Tensor) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, ...]]:
+    recomputes = True
+
+    def forward(self, y: Tensor, x1: Tensor, *parts: Tensor) -> tuple[tuple[Tensor, ...], ...]:
         x2 = x1 + y.view(x1.shape)
         normed, r = rms_norm(x2)
-        return (x2, normed), (*parts, r)
+        return (x2, normed), (), (*parts, r)
 
     def backward(
         self, y: Tensor, kept: Sequence[Tensor], grad_x2: Tensor, grad_normed: Tensor
@@ -91,17 +89,6 @@ class _ResidualNorm(NamedTuple):
         x2 = _depending_on(grad_x2, a) * x + b * x0 + y.view(x.shape)
         g = grad_x2 + norm_gradient(grad_normed, x2.float() * r, r)
         return g.view(y.shape).to(y.dtype), g, None, None, None, None
-
-
-class _ReluSquaredDerivative(NamedTuple):
-    """The epilogue that returns y, but receives the gradient of relu(y)^2 and multiplies it by 2 relu(y). It keeps
-    nothing."""
-
-    def forward(self, y: Tensor) -> tuple[tuple[Tensor], tuple[()]]:
-        return (y,), ()
-
-    def backward(self, y: Tensor, kept: Sequence[Tensor], grad: Tensor) -> tuple[Tensor]:
-        return (relu_squared_gradient(grad, y),)
 
 
 def _depending_on(grad: Tensor, scalar: Tensor) -> Tensor:
@@ -128,12 +115,6 @@ def attention_part(
     attn = block.attn
     x1, normed = MixedNorm.apply(x, x0, a, b)
     attention = _Attention(attn.n_head, attn.n_kv_head, left)
-    (y,) = linear_with_epilogue(attention, normed, (attn.c_q, attn.c_k, attn.c_v), *cos_sin)
+    (y,) = attn.c_q.outputs(normed, (attn.c_q, attn.c_k, attn.c_v), others=cos_sin, after=attention)
     parts = (t.detach() for t in (x, x0, a, b))
-    return linear_with_epilogue(_ResidualNorm(), y, (attn.c_proj,), x1, *parts)
-
-
-def mlp_part(block: Any, normed: Tensor) -> Tensor:
-    """Computes the MLP of a gpt.Block, without the addition to the residual stream. normed is (B, T, C)."""
-    (y,) = linear_with_epilogue(_ReluSquaredDerivative(), normed, (block.mlp.c_fc,))
-    return relu_squared_linear(y.view(*normed.shape[:-1], -1), block.mlp.c_proj, derivative=False)
+    return attn.c_proj.outputs(y, (attn.c_proj,), others=(x1, *parts), after=_ResidualNorm())

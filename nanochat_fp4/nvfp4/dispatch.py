@@ -165,6 +165,15 @@ def kernels_unavailable_reason() -> str | None:
 
 
 @constant_when_compiled
+def multiplies_as_it_rotates() -> bool:
+    """Whether the kernel that rotates grad_output also computes the gradient of ReLU^2. On GPUs with wgmma or tcgen05
+    its instructions would take as long as the memory that it saves, and its registers would not suffice."""
+    from nvfp4_kernels.rotate import rotates_by_butterflies
+
+    return rotates_by_butterflies()
+
+
+@constant_when_compiled
 def cublas_unavailable_reason() -> str | None:
     """Returns the reason why cuBLAS cannot be called with its factor alpha in GPU memory, or None."""
     try:

@@ -5,11 +5,7 @@ layer whose weight is made of the layers' weights, stacked one below the other. 
 QuantLinear with this weight. Calling the layers one after the other gives slightly different numbers, for two reasons:
 each weight and each grad_output then has a tensor scale of its own, and each layer draws its own random numbers.
 
-linear_with_epilogue: a layer and the operation after it, without keeping the layer's output. The backward pass computes
-the output again, with the same bits. Tensors that depend only on the output therefore need not be kept
-(docs/memory.md).
-
-relu_squared_linear: relu(x)^2, for which the backward pass keeps relu(x) in 8 bits, and the layer after it. The
+relu_squared_linear: two layers with relu(x)^2 between them, for which the backward pass keeps relu(x) in 8 bits. The
 derivative of relu(x)^2 is 2 relu(x). Keeping relu(x) in 8 bits instead of 16 saves memory, and rounding it
 stochastically keeps the gradient unbiased. Random numbers come from Philox, as in the quantizers, so that the Triton
 kernel gives the same bits. One call of Philox serves eight elements. torch.rand under torch.compile would take a call
@@ -18,17 +14,17 @@ relu(x)^2 itself. The result has the bits of the two operations one after the ot
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from nanochat_fp4.nvfp4 import dispatch, gemm
 from nanochat_fp4.nvfp4.checkpointing import gradients_are_wanted
-from nanochat_fp4.nvfp4.dispatch import use_kernels
-from nanochat_fp4.nvfp4.gemm import Quantized, made_in_rows, once_differentiable, quantize_rows
-from nanochat_fp4.nvfp4.layer import QuantLinear, stacked
+from nanochat_fp4.nvfp4.layer import Pass, QuantLinear, stacked
 from nanochat_fp4.nvfp4.philox import Noise, new_seed
 from nanochat_fp4.nvfp4.quantizers import Quantization, divide
+from nanochat_fp4.nvfp4.recipes import INPUT
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Layers that share an input
@@ -91,22 +87,6 @@ def fused_linear(x: Tensor, *linears: torch.nn.Linear, head_dim: int | None = No
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The operation after a layer
-
-
-def linear_with_epilogue(
-    epilogue: Any, x: Tensor, linears: Sequence[QuantLinear], *others: Tensor
-) -> tuple[Tensor, ...]:
-    """Computes epilogue(x . W^T, *others) and returns the epilogue's results.
-
-    x is (..., K). W (N, K) is made of the weights of `linears`, stacked one below the other. The layers must be ones
-    for which can_be_fused is true, so they have no biases. Raises ValueError if x has another size or dtype than the
-    layers take.
-    """
-    return linears[0].outputs(x, linears, others=others, after=epilogue)
-
-
-# ----------------------------------------------------------------------------------------------------------------------
 # relu(x)^2 before a layer
 
 STEPS = 255  # The largest value of a row, in units of the row's step.
@@ -117,52 +97,34 @@ class EightBitReluSquared(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x: Tensor) -> tuple[Tensor, Tensor]:
-        y, kept, step, amax = relu_squared(x)
+        y, amax, kept, step = relu_squared(x)
         ctx.save_for_backward(kept, step)
         ctx.mark_non_differentiable(amax)
         return y, amax
 
     @staticmethod
-    @once_differentiable
+    @gemm.once_differentiable
     def backward(ctx, grad_y: Tensor, _: Tensor | None) -> Tensor:
-        return relu_squared_gradient(grad_y, *ctx.saved_tensors)
-
-
-class UndifferentiatedReluSquared(torch.autograd.Function):
-    """Computes relu(x)^2 without its derivative: the gradient of the result is passed on as the gradient of x."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor) -> Tensor:
-        return torch.relu(x).square()
-
-    @staticmethod
-    def backward(ctx, grad_y: Tensor) -> Tensor:
-        return grad_y
-
-
-def relu_squared_gradient(grad_y: Tensor, kept: Tensor, step: Tensor | None = None) -> Tensor:
-    """Returns grad_y * 2 relu(x), in grad_y's dtype. kept and step are results of relu_squared. Without step, kept is x
-    itself."""
-    return (grad_y * (2 * torch.relu(kept) if step is None else 2 * step * kept)).to(grad_y.dtype)
+        return gemm.relu_squared_gradient(grad_y, *ctx.saved_tensors)
 
 
 def relu_squared(x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Computes relu(x)^2 of x, FP32 or BF16 (..., C), and relu(x) in 8 bits. Returns (y, kept, step, amax).
+    """Computes relu(x)^2 of x, FP32 or BF16 (..., C), and relu(x) in 8 bits. Returns (y, amax, kept, step).
 
     - y is relu(x)^2, (..., C), in x's dtype.
+    - amax is the largest value of y, float32 (). The quantization of y needs it.
     - kept is uint8 (..., C), and the expected value of kept * step is relu(x). kept is rounded stochastically with 16
       random bits, which gives a bias of at most 2^-16 of a step.
     - step is float32 (..., 1): 1/255 of the row's largest value.
-    - amax is the largest value of y, float32 (). The quantization of y needs it.
     """
     seed, rows = new_seed(x.device), x.reshape(-1, x.shape[-1])
-    if use_kernels(x.device):
+    if dispatch.use_kernels(x.device):
         from nvfp4_kernels.relu_squared import relu_squared as kernel
 
         y, kept, step, amax = kernel(rows, seed)
     else:
         y, kept, step, amax = relu_squared_reference(rows, seed)
-    return y.view(x.shape), kept.view(x.shape), step.view(*x.shape[:-1], 1), amax
+    return y.view(x.shape), amax, kept.view(x.shape), step.view(*x.shape[:-1], 1)
 
 
 def relu_squared_reference(x: Tensor, seed: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -180,40 +142,45 @@ def relu_squared_reference(x: Tensor, seed: Tensor) -> tuple[Tensor, Tensor, Ten
 
 
 class _ReluSquared(NamedTuple):
-    """For Pass.before: quantizes relu(x)^2 by a kernel that does not write relu(x)^2 to memory, with the 8 bits that
-    relu_squared draws from this seed. Without `derivative`, the gradient is the one of relu(x)^2."""
+    """For Pass.after: returns a tensor whose gradient is that of relu(y)^2, and what the next layer reads with it: the
+    tensors of its input operand, if a kernel makes them as `how` says, and otherwise the largest value. The tensor is
+    then y, of which only the gradient counts, and otherwise relu(y)^2. For the derivative relu(y) is kept in 8 bits, or
+    y is computed again."""
 
-    seed: Tensor
-    derivative: bool
+    how: Quantization | None
+    recomputes: bool
 
-    def forward(self, x: Tensor, how: Quantization) -> tuple[Quantized, tuple[Tensor, ...]]:
-        operand, kept = quantize_rows(x, how, self.seed)
-        return operand, kept if self.derivative else ()
+    def forward(self, y: Tensor) -> tuple[tuple[Tensor], Sequence[Tensor], Sequence[Tensor]]:
+        if self.how is None:
+            y, *made = relu_squared(y)
+        else:
+            made = gemm.quantize_rows(y, self.how, new_seed(y.device))
+        return (y,), made[:-2], () if self.recomputes else made[-2:]
 
-    def backward(self, grad: Tensor, kept: Sequence[Tensor]) -> Tensor:
-        return relu_squared_gradient(grad, *kept) if kept else grad
+    def backward(self, y: Tensor, kept: Sequence[Tensor], grad: Tensor, *_: Tensor) -> tuple[Tensor]:
+        return (gemm.relu_squared_gradient(grad, y),)
 
 
-def relu_squared_linear(x: Tensor, linear: QuantLinear, derivative: bool = True) -> Tensor:
-    """Computes linear(relu(x)^2). x is FP32 or BF16 (..., in_features), and the result is (..., out_features).
+def relu_squared_linear(x: Tensor, first: torch.nn.Linear, second: QuantLinear, recompute: bool = False) -> Tensor:
+    """Computes second(relu(first(x))^2). x is FP32 or BF16 (..., in_features of first), and the result is
+    (..., out_features of second).
 
-    For the derivative, relu(x) is kept in 8 bits. If derivative is false, nothing is kept. Backward
-    then returns the gradient of relu(x)^2, and the caller multiplies it by 2 relu(x).
-
-    If the kernels cannot compute both at once, for example because the layer has hooks, relu(x)^2 is computed first and
-    the layer is called with it.
+    For the derivative of ReLU^2 its input is kept in 8 bits. With recompute it is computed again from the operands of
+    the first layer instead, and the derivative is exact. If the layers have hooks or biases, or the kernels cannot
+    compute ReLU^2 with the second layer's operand, relu(x)^2 is computed as a tensor.
     """
     if not gradients_are_wanted():  # Nothing is drawn and nothing is kept.
-        return linear(torch.relu(x).square(), nonnegative=True)
-    recipe = linear.recipe
-    alone = can_be_fused([linear]) and linear.largest is None and not linear.scales_each_token and x.numel()
+        return second(torch.relu(first(x)).square(), nonnegative=True)
+    if not (isinstance(first, QuantLinear) and can_be_fused([first]) and first.largest is None and x.numel()):
+        y, amax = EightBitReluSquared.apply(first(x))
+        return second(y, amax, nonnegative=True)
+    recipe, how = second.recipe, None
+    alone = can_be_fused([second]) and second.largest is None and not second.scales_each_token
     other = recipe.output.rht_dim or recipe.grad_weight.b.raw  # The kernel does not rotate, and writes no relu(x)^2.
-    if alone and not other and made_in_rows(recipe.output.a) and use_kernels(x.device):
-        return linear.outputs(x, (linear,), before=_ReluSquared(new_seed(x.device), derivative), nonnegative=True)
-    if not derivative:
-        if linear.quantizes_input:
-            # The seed that relu(x)'s 8 bits would have used is drawn, so that all later random numbers stay the same.
-            new_seed(x.device)
-        return linear(UndifferentiatedReluSquared.apply(x), nonnegative=True)
-    y, amax = EightBitReluSquared.apply(x)
-    return linear(y, amax, nonnegative=True)
+    if alone and not other and gemm.made_in_rows(recipe.output.a) and dispatch.use_kernels(x.device):
+        how = Pass(recipe, x.dtype, True).how(INPUT, None, None, x.device)
+    y, *made = first.outputs(x, (first,), after=_ReluSquared(how, recompute))
+    y = y.view(*x.shape[:-1], -1)
+    if how is None:
+        return second(y, *made, nonnegative=True)
+    return second.outputs(y, (second,), input=gemm.operand_of_rows(made, how), nonnegative=True)

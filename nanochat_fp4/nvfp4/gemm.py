@@ -180,7 +180,8 @@ def quantize_operand(
     kernels = dispatch.use_kernels(device) and r.has_kernels and not two
     if kernels and how.rht_dim and (transpose or not codes):
         emulated = not keep_codes and dispatch.native_gemm(device.type) is None
-        made = _rotate_quantize(x, *((None, how) if transpose else (how, None)), emulated)[int(transpose)]
+        source = (x.codes, x.scales, x.tensor_scale) if codes else (x, None, None)
+        made = _rotate_quantize(source, *((None, how) if transpose else (how, None)), emulated)[int(transpose)]
     else:
         x = x.dequantize() if codes else x
         x = x.T if transpose else x
@@ -188,7 +189,7 @@ def quantize_operand(
             x = torch.nn.functional.pad(x, (0, missing))
         both = how.kept and made_in_rows(how) and not how.per_token and dispatch.use_kernels(device)
         if both or (kernels and not how.rht_dim):
-            made, _ = quantize_rows(x, how)
+            made = operand_of_rows(quantize_rows(x, how), how)
         else:
             made = _by_reference(x, how, length)
             if how.kept:
@@ -209,29 +210,40 @@ def _by_reference(x: Tensor, how: Quantization, length: int) -> Quantized:
     return Quantized(t.codes, scales, t.tensor_scale, t.decoded, square=r.block_rows == BLOCK)
 
 
+def relu_squared_gradient(grad_y: Tensor, kept: Tensor, step: Tensor | None = None) -> Tensor:
+    """Returns grad_y * 2 relu(x), in grad_y's dtype. kept and step are results of epilogue.relu_squared. Without step,
+    kept is x itself."""
+    return (grad_y * (2 * torch.relu(kept) if step is None else 2 * step * kept)).to(grad_y.dtype)
+
+
 def quantize_grad_output(
-    e: Tensor, for_dgrad: Quantization | None, for_wgrad: Quantization | None
+    e: Tensor, for_dgrad: Quantization | None, for_wgrad: Quantization | None, factors: Sequence[Tensor] = ()
 ) -> tuple[Quantized | None, Quantized | None]:
     """Makes both operands of grad_output (M, N): E (M, N) for grad_input, and E^T (N, M) for grad_weight. An operand
     whose Quantization is None is not made, and None is returned for it.
 
-    The kernels read grad_output once for both operands.
+    The kernels read grad_output once for both operands. With factors, which are kept and step of epilogue.relu_squared,
+    grad_output is relu_squared_gradient(e, *factors). It is not written if the kernel that rotates computes it.
     """
-    if for_dgrad is not None and for_wgrad is not None:
-        a, b = for_dgrad.rounding, for_wgrad.rounding
-        if a and a == b and a.fp8 and not (for_dgrad.rht_dim or for_wgrad.rht_dim):
-            if a.element == "e5m2" and not e.shape[0] % 4 and dispatch.use_kernels(e.device):
-                from nvfp4_kernels.quantize import quantize_both
+    both = for_dgrad is not None and for_wgrad is not None
+    a, b = (for_dgrad.rounding, for_wgrad.rounding) if both else (None, None)
+    kernels = a and b and a.has_kernels and b.has_kernels and a.block_rows == b.block_rows == 1
+    rotate = kernels and for_wgrad.rht_dim and dispatch.use_kernels(e.device)
+    if factors and not (rotate and dispatch.multiplies_as_it_rotates()):
+        e, factors = relu_squared_gradient(e, *factors), ()
+    if rotate:
+        source = e, *(factors or (None, None))
+        row, col = _rotate_quantize(source, for_dgrad, for_wgrad, dispatch.native_gemm(e.device.type) is None)
+        row.length, col.length = e.shape[1], e.shape[0]
+        return row, col
+    if a and a == b and a.fp8 and not (for_dgrad.rht_dim or for_wgrad.rht_dim):
+        if a.element == "e5m2" and not e.shape[0] % 4 and dispatch.use_kernels(e.device):
+            from nvfp4_kernels.quantize import quantize_both
 
-                row, col, scale = quantize_both(e, amax_of(e, for_dgrad))
-                return Quantized(row, None, scale, length=e.shape[1]), Quantized(col, None, scale, length=e.shape[0])
-            quantized = quantize_operand(e, for_dgrad)
-            return quantized, quantized.transposed()
-        kernels = a and b and a.has_kernels and b.has_kernels and a.block_rows == b.block_rows == 1
-        if kernels and for_wgrad.rht_dim and dispatch.use_kernels(e.device):
-            row, col = _rotate_quantize(e, for_dgrad, for_wgrad, dispatch.native_gemm(e.device.type) is None)
-            row.length, col.length = e.shape[1], e.shape[0]
-            return row, col
+            row, col, scale = quantize_both(e, amax_of(e, for_dgrad))
+            return Quantized(row, None, scale, length=e.shape[1]), Quantized(col, None, scale, length=e.shape[0])
+        quantized = quantize_operand(e, for_dgrad)
+        return quantized, quantized.transposed()
     return (
         None if for_dgrad is None else quantize_operand(e, for_dgrad),
         None if for_wgrad is None else quantize_operand(e, for_wgrad, transpose=True),
@@ -245,9 +257,10 @@ def made_in_rows(how: Quantization | Operand) -> bool:
     return bool(known) and all(known) and not any(r.random or r.block_rows > 1 for r in roundings)
 
 
-def quantize_rows(x: Tensor, how: Quantization, squared: Tensor | None = None) -> tuple[Quantized, Sequence[Tensor]]:
-    """Makes the operand x (R, K) by the kernel for rows, and returns it with (). If `squared` is a seed, the operand is
-    relu(x)^2, which is not written itself, and (kept, step) of epilogue.relu_squared are returned with it.
+def quantize_rows(x: Tensor, how: Quantization, squared: Tensor | None = None) -> tuple[Tensor, ...]:
+    """Makes the operand x (R, K) by the kernel for rows. Returns the six tensors that operand_of_rows takes. If
+    `squared` is a seed, the operand is relu(x)^2, which is not written itself, and kept and step of
+    epilogue.relu_squared follow.
 
     The kernel reads a tensor once for its amax, and once more for 8-bit numbers and 4-bit codes alike. It also writes
     the decoded values of codes, if this machine's GEMM multiplies decoded values.
@@ -259,17 +272,20 @@ def quantize_rows(x: Tensor, how: Quantization, squared: Tensor | None = None) -
     constants, eight = (r.grid_max, r.scale_cap, list(r.candidates)), how.rounding.grid_max if fp8 else 0.0
     decode = not fp8 and (how.per_token or dispatch.native_gemm(x.device.type) is None)
     if squared is not None:
-        made = quantize_relu_squared(x, squared, *constants, decode, how.tiles, eight, not r.fp8)
-    else:
-        layout = decode, how.per_token, how.tiles and not how.per_token
-        made = quantize(
-            x, amax_of(x, how), how.seed, how.stream, *constants, r.stochastic, r.block_rows, *layout, eight
-        )
-    codes, scales, tensor_scale, decoded, numbers, number_scale, *kept = made
-    four = Quantized(codes, scales, tensor_scale, decoded if decode else None, x.shape[1], r.block_rows == BLOCK)
-    if not fp8:
-        return four, kept
-    return Quantized(numbers, tensor_scale=number_scale, length=x.shape[1], kept=None if r.fp8 else four), kept
+        return quantize_relu_squared(x, squared, *constants, decode, how.tiles, eight, not r.fp8)
+    layout = decode, how.per_token, how.tiles and not how.per_token
+    return quantize(x, amax_of(x, how), how.seed, how.stream, *constants, r.stochastic, r.block_rows, *layout, eight)
+
+
+def operand_of_rows(made: Sequence[Tensor], how: Quantization) -> Quantized:
+    """Returns the operand whose tensors quantize_rows has made."""
+    codes, scales, tensor_scale, decoded, numbers, number_scale = made
+    r = how.kept or how.rounding
+    decoded, length = decoded if decoded.dim() > 1 else None, 2 * codes.shape[-1]
+    four = Quantized(codes, scales, tensor_scale, decoded, length, square=r.block_rows == BLOCK)
+    if not how.rounding.fp8:
+        return four
+    return Quantized(numbers, tensor_scale=number_scale, length=numbers.shape[1], kept=None if r.fp8 else four)
 
 
 def amax_of(x: Tensor, how: Quantization) -> Tensor | None:
@@ -284,11 +300,11 @@ def amax_of(x: Tensor, how: Quantization) -> Tensor | None:
 
 
 def _rotate_quantize(
-    value: Tensor | Quantized, row: Quantization | None, col: Quantization | None, emulated: bool
+    source: Sequence[Tensor | None], row: Quantization | None, col: Quantization | None, emulated: bool
 ) -> tuple[Quantized | None, Quantized | None]:
-    """Makes up to two operands of value (R, C) by the kernel that rotates and quantizes: `row` describes the operand
-    that is contracted over value's last dimension, and `col` the one that is contracted over its first dimension. The
-    result has None for an operand whose description is None.
+    """Makes up to two operands of a tensor (R, C) by the kernel that rotates and quantizes, which takes the tensor as
+    three (rotate.rotate_quantize). `row` describes the operand that is contracted over C, and `col` the one that is
+    contracted over R. The result has None for an operand whose description is None.
 
     With emulated, the operands have decoded values alone, which only the emulated GEMM can multiply.
     """
@@ -302,8 +318,6 @@ def _rotate_quantize(
         operand = RotatedOperand(*limits, r.stochastic, r.ms_eden, *random, emulated, how.tiles)
         return operand, how.seed, how.rht_seed
 
-    codes = isinstance(value, Quantized)
-    source = (value.codes, value.scales, value.tensor_scale) if codes else (value, None, None)
     tensors = iter(rotate_quantize(*source, *described(row), *described(col), (row or col).largest))
 
     def operand(how: Quantization | None) -> Quantized | None:

@@ -70,15 +70,18 @@ class Pass(NamedTuple):
                   backward returns no gradient of the weights. It is stored here and not by autograd, because autograd
                   refuses saved tensors that change.
     largest:      a function from an amax to that over all processes that have a part of the layer, or None
+    input:        the input operand, if it was made before this pass. The gradient is that of the tensor that it is of.
     before:       an operation that makes the input operand, or None. before.forward(x, how) makes the operand of x
-                  (M, K), and returns it with the tensors that before.backward(grad, kept) needs. That returns the
-                  gradient of x, for the gradient of the tensor that the operand stands for.
+                  (M, K). before.backward(grad) returns the gradient of x, for the gradient of the tensor that the
+                  operand stands for.
     after:        an operation that follows the product, or None. after.forward(y, *others) takes the product y (M, N).
-                  It returns its results, and the tensors besides y that after.backward(y, kept, *grads) needs. That
-                  returns the gradients of y and of each of `others`. The backward pass computes y again, by one more
-                  GEMM of the layer's two operands, which it keeps anyway. Under torch.compile, everything that
-                  after.backward computes again must depend on `grads`. Otherwise the compiler would move the
-                  computation into the forward pass and keep its result (gemm.after).
+                  It returns its results, further results that have no gradients, and tensors to keep. If
+                  after.recomputes is true, after.backward(y, kept, *grads) returns the gradients of y and of each of
+                  `others`. The backward pass computes y again, by one more GEMM of the layer's two operands, which it
+                  keeps anyway. Under torch.compile, everything that after.backward computes again must depend on
+                  `grads`. Otherwise the compiler would move the computation into the forward pass and keep its result
+                  (gemm.after). If after.recomputes is false, the kept tensors are the factors with which
+                  gemm.quantize_grad_output makes the gradient of y of that of the first result.
     """
 
     recipe: Recipe
@@ -91,6 +94,7 @@ class Pass(NamedTuple):
     prepared: Sequence[Quantized] | None = None
     gradient: Tensor | None = None
     largest: Callable[[Tensor], Tensor] | None = None
+    input: Quantized | None = None
     before: Any = None
     after: Any = None
 
@@ -138,7 +142,7 @@ class _Linear(torch.autograd.Function):
         seed = new_seed(device) if drawn and (needs_x or needs_w or inside_checkpoint()) else None
 
         how, weight = p.how(INPUT, seed, seed, device), stacked(weights) if p.prepared is None or dgrad.b.raw else None
-        xq, of_x = p.before.forward(x, how) if p.before is not None else (quantize_operand(x, how, keep_codes=True), ())
+        xq = p.input or (p.before.forward(x, how) if p.before else quantize_operand(x, how, keep_codes=True))
         wq = p.prepared or [quantize_operand(weight, p.how(WEIGHT, seed, seed, device), keep_codes=True)]
         w = joined(wq).depending_on(seed)
         y = gemm(xq, w, compute_dtype=p.dtype, out_dtype=p.dtype, nonnegative=p.nonnegative)
@@ -153,28 +157,29 @@ class _Linear(torch.autograd.Function):
             how = p.how(INPUT_T, seed, seed, device)
             kept_x = [quantize_operand(x, how, transpose=True, keep_codes=True)]
 
-        results, of_after = p.after.forward(y, *others) if p.after is not None else (y, ())
-        operands = [kept_w, kept_x, [xq, *wq] if p.after is not None else []]
+        results, made, of_after = p.after.forward(y, *others) if p.after is not None else ((y,), (), ())
+        operands = [kept_w, kept_x, [xq, *wq] if p.after is not None and p.after.recomputes else []]
         ctx.about, kept = taken_apart([operand for some in operands for operand in some])
-        ctx.p, ctx.counts, ctx.of_x, ctx.needs = p, [len(some) for some in operands], len(of_x), (needs_x, needs_w)
+        ctx.p, ctx.counts, ctx.needs = p, [len(some) for some in operands], (needs_x, needs_w)
         ctx.rows, ctx.dtypes = [w.shape[0] for w in weights], (x.dtype, weights[0].dtype)
-        ctx.save_for_backward(*kept, seed, *of_x, *of_after)
-        return results
+        ctx.save_for_backward(*kept, seed, *of_after)
+        ctx.mark_non_differentiable(*made)
+        return *results, *made
 
     @staticmethod
     @once_differentiable
     def backward(ctx, *grads: Tensor):
         p, (needs_x, needs_w) = ctx.p, ctx.needs
         dgrad, wgrad = p.recipe.grad_input, p.recipe.grad_weight
-        operands, (forward_seed, *rest) = put_together(ctx.about, ctx.saved_tensors)
+        operands, (forward_seed, *factors) = put_together(ctx.about, ctx.saved_tensors)
         weights, inputs = operands[: ctx.counts[0]], operands[ctx.counts[0] : ctx.counts[0] + ctx.counts[1]]
         e, grad_others = grads[0], ()
-        if p.after is not None:
+        if ctx.counts[2]:
             # The compiler would otherwise see that the forward pass has computed this product, and would keep it.
             xq, *wq = operands[-ctx.counts[2] :]
             xq, wq = xq.depending_on(e), joined(wq).depending_on(e)
             y = gemm(xq, wq, compute_dtype=p.dtype, out_dtype=p.dtype, nonnegative=p.nonnegative)
-            e, *grad_others = p.after.backward(y, rest[ctx.of_x :], *grads)
+            (e, *grad_others), factors = p.after.backward(y, factors, *grads), ()
 
         device, grad_x, grad_w = e.device, None, [None] * p.weights
         seed = new_seed(device) if dgrad.random or wgrad.random else None
@@ -186,6 +191,7 @@ class _Linear(torch.autograd.Function):
             e,
             p.how(GRAD_OUTPUT, seed, signs, device) if needs_x else None,
             p.how(GRAD_OUTPUT_T, seed, signs_t, device) if needs_w else None,
+            factors,
         )
         if needs_x:
             wt = joined(weights)
@@ -201,7 +207,7 @@ class _Linear(torch.autograd.Function):
             else:
                 gemm(eq_t, xt, compute_dtype=p.dtype, into=p.gradient)
         if p.before is not None and needs_x:
-            grad_x = p.before.backward(grad_x, rest[: ctx.of_x])
+            grad_x = p.before.backward(grad_x)
         return None, grad_x, *grad_w, *grad_others
 
 
@@ -393,30 +399,29 @@ class QuantLinear(InContext, torch.nn.Linear):
         additional time. nonnegative says that no x is negative: FP8 tensor cores then sum exactly, because their fast
         sums of such an input are wrong by up to 1.6% of their square (dispatch.mm).
         """
-        return self.outputs(x, (self,), amax, nonnegative=nonnegative)
+        return self.outputs(x, (self,), amax=amax, nonnegative=nonnegative)
 
     def outputs(
         self,
         x: Tensor,
         layers: "Sequence[QuantLinear]",
-        amax: Tensor | None = None,
         others: Sequence[Tensor] = (),
         add_bias: bool = True,
         **settings,
     ):
         """Computes x . W^T + bias of x (..., K). W consists of the weights of these layers, which are alike, and of
         which this is the first. settings are fields of Pass. Returns (..., N), or the results of settings["after"],
-        which `others` are arguments of.
+        which `others` are arguments of. Layers with settings["after"] have no bias.
 
         Raises ValueError for an input of another size, and for a dtype that quantized layers do not compute in.
         """
         if torch.compiler.is_compiling() and not torch.compiler.is_exporting() and dispatch.stays_eager(x.device.type):
             # A C++ compiler takes minutes for the many small operations of two layers. NVFP4_COMPILE=1 compiles them.
-            return torch.compiler.disable(QuantLinear.outputs)(self, x, layers, amax, others, add_bias, **settings)
+            return torch.compiler.disable(QuantLinear.outputs)(self, x, layers, others, add_bias, **settings)
         check_input(x, self.in_features)
         dtype, weights = compute_dtype(x), [layer.matrix for layer in layers]
         bias = self.bias.to(dtype) if add_bias and self.bias is not None else None
-        around = any(settings.get(name) is not None for name in ("before", "after"))
+        around = settings.keys() & {"input", "before", "after"}
         if not around and (not x.numel() or self.is_plain(x, layers)):
             # Without autocast, too, the weight is cast to the input's dtype, so that FP32 master weights can be used
             # with BF16 activations.
@@ -436,7 +441,6 @@ class QuantLinear(InContext, torch.nn.Linear):
             torch.is_grad_enabled(),
             len(weights),
             per_token=self.scales_each_token,
-            amax=amax,
             prepared=self.prepared_weight(layers),
             gradient=gradient and gradient.value,
             largest=self.largest,
@@ -444,9 +448,9 @@ class QuantLinear(InContext, torch.nn.Linear):
         )
         rows = x.reshape(-1, x.shape[-1])
         # An input that is not quantized is kept for the backward pass, so it is converted here.
-        y = _Linear.apply(p, rows if p.recipe.quantizes else rows.to(dtype), *weights, *others)
+        y, *results = _Linear.apply(p, rows if p.recipe.quantizes else rows.to(dtype), *weights, *others)
         if p.after is not None:
-            return y
+            return y, *results
         # The processes of tensor parallelism may have gathered tokens, so their number is left open.
         y = y.view(*x.shape[:-2], -1, y.shape[-1]) if x.dim() > 1 else y.view(-1)
         return y if bias is None else y + bias

@@ -140,8 +140,6 @@ def identity(function: FunctionType) -> str:
 def _content(value: Any, place: dict[str, Any], read: set[int]) -> Any:
     """What decides how a part of a function computes, alike in each process. `place` has the global variables, and
     `read` the ids of the functions and objects that were read."""
-    if isinstance(value, functools.partial | MethodType):
-        value = value.__reduce__()[1:]
     if isinstance(value, FunctionType) and id(value) not in read:
         read.add(id(value))
         place, code = value.__globals__, value.__code__
@@ -158,9 +156,10 @@ def _content(value: Any, place: dict[str, Any], read: set[int]) -> Any:
         return [_content(item, place, read) for item in value]
     if hasattr(type(value), "tolist"):  # a tensor or an array
         return str(value.dtype), value.tolist()
-    if hasattr(value, "__dict__") and not hasattr(value, "__name__") and id(value) not in read:
+    made_of_parts = isinstance(value, MethodType) or (hasattr(value, "__dict__") and not hasattr(value, "__name__"))
+    if made_of_parts and id(value) not in read:  # also functools.partial
         read.add(id(value))
-        return type(value).__name__, _content(vars(value), place, read)
+        return _content(value.__reduce_ex__(2)[1:], place, read)
     return getattr(value, "__name__", None) or re.sub(" at 0x[0-9a-f]+", "", repr(value))
 
 

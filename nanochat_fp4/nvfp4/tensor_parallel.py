@@ -103,15 +103,15 @@ class _GatheredCodes(NamedTuple):
     mesh: DeviceMesh
     sequences: int
 
-    def forward(self, x: Tensor, how: Quantization) -> tuple[Quantized, tuple[()]]:
+    def forward(self, x: Tensor, how: Quantization) -> Quantized:
         # Row-major scales can be gathered by joining those of the processes.
         xq = quantize_operand(x, how._replace(tiles=False), keep_codes=True)
         parts = torch.cat((xq.codes, xq.scales.view(torch.uint8)), dim=1).unflatten(0, (self.sequences, -1))
         parts = collectives.all_gather_tensor(parts, 1, self.mesh).flatten(0, 1)
         codes, scales = (part.contiguous() for part in parts.split((xq.codes.shape[1], xq.scales.shape[1]), dim=1))
-        return Quantized(codes, scales.view(xq.scales.dtype), xq.tensor_scale, length=xq.length), ()
+        return Quantized(codes, scales.view(xq.scales.dtype), xq.tensor_scale, length=xq.length)
 
-    def backward(self, grad: Tensor, kept: Sequence[Tensor]) -> Tensor:
+    def backward(self, grad: Tensor) -> Tensor:
         grad = collectives.reduce_scatter_tensor(grad.unflatten(0, (self.sequences, -1)), "sum", 1, self.mesh)
         return grad.flatten(0, 1)
 

@@ -160,4 +160,6 @@ def _capture(graph: torch.cuda.CUDAGraph, pool: tuple[int, int] | None = None) -
     except Exception as error:
         if is_out_of_memory(error):
             raise  # The training loop catches this error and names the micro-batch that fits.
-        raise UserError(f"no CUDA graph could be captured ({one_line(error)}); train with --no-cuda-graph") from error
+        raise UserError(
+            f"a micro-batch could not be captured as a CUDA graph ({one_line(error)}); train with --no-cuda-graph"
+        ) from error

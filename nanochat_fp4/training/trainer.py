@@ -693,9 +693,7 @@ class Trainer:
             "Quantization error": self.telemetry,
         }
         outcome = {k: v for k, v in outcome.items() if v is not None}
-        said = () if done_before else ("Number of", "DDP", "Final", "Total", "CORE")  # on the way
-        new = {k: v for k, v in outcome.items() if v and not k.startswith(said)}
-        print0(aligned({k: f"{v:.6f}" if isinstance(v, float) else v for k, v in new.items()}))
+        print0(aligned({k: f"{v:.6f}" if isinstance(v, float) else v for k, v in outcome.items()}))
         report = get_report(self.model_tag)
         # Otherwise the run was killed before it could report.
         if self.dry_run or (done_before and report.path(section).exists()):

@@ -12,6 +12,7 @@ from nvfp4_kernels.relu_squared import quantize_relu_squared, relu_squared
 import nanochat_fp4 as nf
 from nanochat_fp4.models.gpt import MLP, GPTConfig, norm
 from nanochat_fp4.nvfp4 import epilogue as dispatch
+from nanochat_fp4.nvfp4 import gemm
 from nanochat_fp4.nvfp4.epilogue import relu_squared_linear, relu_squared_reference
 from nanochat_fp4.nvfp4.quantizers import Quantization, quantize_reference
 from nanochat_fp4.nvfp4.roundings import ROUNDINGS
@@ -110,22 +111,22 @@ def test_dispatch(monkeypatch):
         monkeypatch.setenv("NVFP4_KERNELS", wanted)
         torch.manual_seed(1)
         results.append(dispatch.relu_squared(x))
-    for got, want, shape in zip(*results, ((2, 3, 40), (2, 3, 40), (2, 3, 1), ())):
+    for got, want, shape in zip(*results, ((2, 3, 40), (), (2, 3, 40), (2, 3, 1))):
         assert got.shape == shape and torch.equal(got, want)
 
 
-@pytest.mark.parametrize("method", ["fig2_1x16_four_over_six", "fp8", "clover_fp8_forward_4bit"])
-@pytest.mark.parametrize("dtype, compiled", [(torch.float32, False), (torch.bfloat16, True)])
+@pytest.mark.parametrize("method", ["fig2_1x16_four_over_six", "fp8", "clover_fp8_forward_4bit", "nvidia"])
+@pytest.mark.parametrize("dtype, compiled", [(torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True)])
 def test_who_makes_an_input_finds_its_largest_value(dtype, compiled, method, monkeypatch):
     """ReLU^2's kernel does, and under torch.compile whatever else makes one, here a norm: no kernel of ours reads the
-    input once more for it. The forward pass's bits are the reference's, which looks for itself; and, without a
-    compiler, ReLU^2 quantized as it is made has the gradients of the two kernels one after the other, which a layer
-    with a hook gets."""
+    input once more for it. The forward pass's bits are the reference's, which looks for itself. ReLU^2 that is
+    quantized as it is made, and whose gradient the rotating kernel computes as it reads, has the gradients of kernels
+    one after the other, which layers with hooks get; also compiled."""
     torch.manual_seed(0)
     mlp = MLP(GPTConfig(n_head=1, n_kv_head=1, n_embd=32)).to(DEVICE, dtype)
     nf.convert(mlp, method, verbose=False)
-    x, read = torch.randn(24, 32).to(DEVICE, dtype), []
-    find, write, written = quantize_module.amax_bits, dispatch.relu_squared, []
+    x, read = torch.randn(24, 32).to(DEVICE, dtype).requires_grad_(), []
+    find, write, multiply = quantize_module.amax_bits, dispatch.relu_squared, gemm.relu_squared_gradient
     monkeypatch.setattr(quantize_module, "amax_bits", lambda x: read.append(tuple(x.shape)) or find(x))
 
     def forward(x):
@@ -134,38 +135,50 @@ def test_who_makes_an_input_finds_its_largest_value(dtype, compiled, method, mon
     monkeypatch.setenv("NVFP4_KERNELS", "reference")
     want = forward(x)
     monkeypatch.setenv("NVFP4_KERNELS", "triton")
-    monkeypatch.setattr(dispatch, "relu_squared", lambda x: written.append(x.shape) or write(x))
+    written: list[torch.Size] = []  # relu(x)^2 itself
+    products: list[torch.Size] = []  # the gradient of its input
+    if not compiled:  # Dynamo refuses the lists.
+        monkeypatch.setattr(dispatch, "relu_squared", lambda x: written.append(x.shape) or write(x))
+        monkeypatch.setattr(gemm, "relu_squared_gradient", lambda e, *of: products.append(e.shape) or multiply(e, *of))
     torch.compiler.reset()
     results = []
     with nf.quantize_weights_once(mlp):
-        for hooked in (False,) if compiled else (False, True):
-            if hooked:
-                mlp.c_proj.register_forward_pre_hook(lambda _, args: None)
+        for hooked in (None, mlp.c_proj, mlp.c_fc):
+            if hooked is not None:
+                hooked.register_forward_pre_hook(lambda _, args: None)
             torch.manual_seed(2)
             mlp.zero_grad()
-            read.clear()
-            got = (torch.compile(forward, backend="aot_eager", fullgraph=True) if compiled else forward)(x)
-            assert len(written) == hooked  # relu(x)^2 itself
+            for calls in (read, written, products):
+                calls.clear()
+            eager = hooked or not compiled
+            got = (forward if eager else torch.compile(forward, backend="aot_eager", fullgraph=True))(x)
             # The reference makes an input in 8 bits alone.
-            assert torch.equal(got, want) and read == ([] if compiled or method == "fp8" else [(24, 32)])
-            if not compiled:
-                got.float().square().sum().backward()
-                results.append([p.grad.clone() for p in mlp.parameters()])
-    assert all(torch.equal(*pair) for pair in zip(*results))
+            assert torch.equal(got, want) and (hooked or read == ([] if compiled or method == "fp8" else [(24, 32)]))
+            got.float().square().sum().backward()
+            rotated = method in ("nvidia", "clover_fp8_forward_4bit") and hooked is not mlp.c_fc
+            # What nvidia's backward pass needs of the second layer's input is the input itself.
+            assert compiled or len(written) == bool(hooked or method == "nvidia") and len(products) == (not rotated)
+            results.append([t.grad.clone() for t in (x, *mlp.parameters())])
+            x.grad = None
+    for first, *others in zip(*results):
+        assert all(torch.equal(first, other) for other in others)
 
 
-def test_a_derivative_that_is_elsewhere_keeps_nothing(monkeypatch):
+def test_a_derivative_that_is_computed_again_keeps_nothing(monkeypatch):
     """Quantized as it is made, or relu(x)^2 for a layer with a hook: the same bits, gradients and random numbers."""
     monkeypatch.setenv("NVFP4_KERNELS", "triton")
-    layer = nf.convert(torch.nn.Sequential(torch.nn.Linear(64, 32, bias=False)), "clover", verbose=False).to(DEVICE)[0]
+    layers = nf.convert(torch.nn.Sequential(*(torch.nn.Linear(64, 64, bias=False) for _ in range(2))), "clover").to(
+        DEVICE
+    )
     x, results = made(32, 64, torch.float32).to(DEVICE).clamp(-4, 4).requires_grad_(), []
     kept: list[torch.Tensor] = []
     for hooked in (False, True):
         if hooked:
-            layer.register_forward_pre_hook(lambda _, args: None)
+            layers[1].register_forward_pre_hook(lambda _, args: None)
         torch.manual_seed(2)
         with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
-            y = relu_squared_linear(x, layer, derivative=False)
+            y = relu_squared_linear(x, *layers, recompute=True)
         assert not any(t.shape == x.shape for t in kept)
-        results.append([y.detach(), *torch.autograd.grad(y.square().sum(), (x, layer.weight)), torch.rand(3)])
+        leaves = x, layers[0].weight, layers[1].weight
+        results.append([y.detach(), *torch.autograd.grad(y.square().sum(), leaves), torch.rand(3)])
     assert all(torch.equal(*pair) for pair in zip(*results))

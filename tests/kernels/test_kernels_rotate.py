@@ -24,7 +24,7 @@ from nvfp4_kernels.rotate import RotatedOperand, rotate_quantize  # noqa: E402
 
 import nanochat_fp4 as nf  # noqa: E402
 from nanochat_fp4.nvfp4.format import NVFP4Tensor, unpack  # noqa: E402
-from nanochat_fp4.nvfp4.gemm import quantize_grad_output, quantize_operand  # noqa: E402
+from nanochat_fp4.nvfp4.gemm import quantize_grad_output, quantize_operand, relu_squared_gradient  # noqa: E402
 from nanochat_fp4.nvfp4.quantizers import Quantization, quantize_reference  # noqa: E402
 from nanochat_fp4.nvfp4.roundings import ROUNDINGS, SR_GRID_MAX, Rounding  # noqa: E402
 
@@ -302,6 +302,24 @@ def test_only_one_operand():
         arguments = (*one, *none) if side == 0 else (*none, *one)
         ((alone, _),) = collect(rotate_quantize(x.to(DEVICE), None, None, *arguments), [o])
         assert_same_bits(("row", "col")[side], alone, both[side][0])
+
+
+@pytest.mark.parametrize("pair, dtype, emulated", [(EDEN_SR, torch.bfloat16, True), (PAIRS[1], torch.float32, False)])
+def test_the_gradient_of_relu_squared_is_computed_in_the_load(pair, dtype, emulated):
+    """To the bit what is made of the gradient that was written and rounded, also of a row of zeros and of a tile that
+    is not full, whose next row and column belong to something else."""
+    rows, columns = 131, 144
+    e = graded(rows, columns).to(DEVICE, dtype)
+    kept = torch.randint(0, 256, (rows, columns), dtype=torch.uint8, device=DEVICE)
+    step = torch.rand(rows, 1, device=DEVICE) * 0.01
+    kept[5], step[6] = 0, 2.0**-126
+    sides = []
+    for name, rht_dim, stream, s in ((*pair[:2], ROW_STREAM, ROW_SEED), (*pair[2:], COL_STREAM, COL_SEED)):
+        sides += [operand(name, rht_dim, stream, emulated), seed(s), seed(ROW_RHT_SEED)]
+    got = rotate_quantize(e, kept, step, *sides)
+    want = rotate_quantize(relu_squared_gradient(e, kept, step), None, None, *sides)
+    for i, (t, w) in enumerate(zip(got, want, strict=True)):
+        assert_same_bits(f"tensor {i}", t.cpu(), w.cpu())
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")

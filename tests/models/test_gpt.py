@@ -18,7 +18,6 @@ from torch.utils.checkpoint import checkpoint
 import nanochat_fp4 as nf
 from nanochat_fp4.models.elementwise import NORM_EPS, apply_rotary_emb, norm
 from nanochat_fp4.models.gpt import GPT, RECOMPUTE, GPTConfig, autocast, compile_layers, config_from_depth
-from nanochat_fp4.models.recompute import mlp_part
 from nanochat_fp4.nvfp4.philox import new_seed
 
 TINY = dict(sequence_len=24, vocab_size=300, n_layer=5, n_head=4, n_kv_head=2, n_embd=64, window_pattern="SSSL")
@@ -358,7 +357,7 @@ def test_a_hidden_layer_from_codes_has_the_gradients_of_relu_squared_itself(meth
         return block.mlp.c_proj(F.relu(hidden).square())
 
     results = []
-    for function in (itself, functools.partial(mlp_part, block)):
+    for function in (itself, functools.partial(block.mlp, recompute=True)):
         block.zero_grad()
         torch.manual_seed(4)
         x = torch.randn(2, 24, 64, requires_grad=True)

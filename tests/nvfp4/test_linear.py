@@ -530,10 +530,10 @@ def test_gradients_are_rounded_to_the_dtypes_of_their_tensors_alone(method):
 @pytest.mark.parametrize("method", ["clover", "fp8", "nvidia"])
 def test_scales_of_tokens_do_not_take_the_amax_of_the_input(method):
     linear, x = layer(method), torch.randn(8, 128) * torch.logspace(-3, 3, 8)[:, None]
-    y = torch.relu(x).square()
+    first, y = torch.nn.Identity(), torch.relu(x).square()
     with nf.per_token_scale(linear), torch.no_grad():
         assert torch.equal(linear(x, x.abs().amax()), linear(x))
-        assert torch.equal(relu_squared_linear(x, linear), linear(y))
+        assert torch.equal(relu_squared_linear(x, first, linear), linear(y))
         assert torch.equal(linear(x)[0], linear(x[:1])[0])
 
 
