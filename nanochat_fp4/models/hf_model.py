@@ -9,7 +9,6 @@ import hashlib
 import os
 import re
 import textwrap
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -48,7 +47,7 @@ class HuggingFaceModel(torch.nn.Module):
 
 
 class HuggingFaceTokenizer:
-    """A tokenizer of transformers, with the methods that the data loader calls."""
+    """A tokenizer of transformers, with the methods of data.tokenizer's that evaluations and their data call."""
 
     def __init__(self, tokenizer: Any):
         self.tokenizer = tokenizer
@@ -60,9 +59,13 @@ class HuggingFaceTokenizer:
     def get_bos_token_id(self) -> int:
         return self.bos
 
-    def encode(self, texts: Sequence[str], prepend: int, num_threads: int = 1) -> list[list[int]]:
-        rows = self.tokenizer(list(texts), add_special_tokens=False, verbose=False)["input_ids"]
-        return [[prepend, *row] for row in rows]
+    def encode(
+        self, text: str | list[str], prepend: int | None = None, num_threads: int = 1
+    ) -> list[int] | list[list[int]]:
+        """Returns the ids of a text, or a list of ids for each text of a list."""
+        texts, before = [text] if isinstance(text, str) else text, [] if prepend is None else [prepend]
+        rows = [[*before, *ids] for ids in self.tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]]
+        return rows[0] if isinstance(text, str) else rows
 
     __call__ = encode
 

@@ -1,8 +1,10 @@
 """--hf-path: what is checked before a download, and which forward is measured. A stand-in for transformers reads the
 folders, so these tests run where transformers is not installed."""
 
+import importlib.util
 import json
 from importlib.machinery import ModuleSpec
+from inspect import signature
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -10,6 +12,8 @@ import torch
 from torch import nn
 
 from nanochat_fp4.cli import UserError
+from nanochat_fp4.data.tokenizer import RustBPETokenizer
+from nanochat_fp4.models.hf_model import HuggingFaceTokenizer
 from nanochat_fp4.nvfp4.layer import QuantLinear
 from scripts import base_eval, base_loss
 
@@ -48,7 +52,11 @@ class Words:
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     """A folder with a config, and a stand-in for transformers that reads it."""
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: ModuleSpec(name, None))
+    stand_ins, find = ("transformers", "compressed_tensors"), importlib.util.find_spec
+    monkeypatch.setattr(
+        "importlib.util.find_spec",
+        lambda name, *more: ModuleSpec(name, None) if name in stand_ins else find(name, *more),
+    )
     transformers = ModuleType("transformers")
     transformers.asked = []
 
@@ -154,6 +162,24 @@ def test_bits_per_byte_convert_only_for_a_method(folder, tiny_base, monkeypatch,
     monkeypatch.setattr("nanochat_fp4.convert", lambda *_, **__: pytest.fail("nothing asked for another method"))
     base_loss.main(["--device-type=cpu", f"--hf-path={folder}", "--device-batch-size=2", "--split-tokens=128"])
     assert "val bpb: " in capsys.readouterr().out
+
+
+def test_bits_per_byte_of_a_text_file_are_stored(folder, tiny_base, tmp_path, monkeypatch):
+    """The tokens of own text are counted after the measurement, by the same tokenizer."""
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "a.txt").write_text("\n\n".join(f"abc abc {i} cab" * 20 for i in range(60)))
+    flags = [f"--hf-path={folder}", f"--data-dir={tmp_path / 'text'}", "--device-batch-size=2", "--split-tokens=128"]
+    base_loss.main(["--device-type=cpu", *flags])
+    (stored,) = (tiny_base / "base_loss").rglob("metrics.jsonl")
+    events = [json.loads(line) for line in stored.read_text().splitlines()]
+    assert events[-1]["val_text_tokens"] > 0 and events[-1]["bpb"] > 0
+
+
+def test_both_kinds_of_tokenizers_are_called_in_the_same_ways():
+    words, own = HuggingFaceTokenizer(Words()), signature(RustBPETokenizer.encode).parameters
+    for name, parameter in signature(HuggingFaceTokenizer.encode).parameters.items():
+        assert parameter.kind == own[name].kind and (parameter.default is own[name].default or name == "num_threads")
+    assert words.encode("ab") == words.encode(["ab", "c"])[0] == words("ab", prepend=7)[1:] == [2, 3]
 
 
 @pytest.mark.parametrize("script", [base_eval, base_loss])
