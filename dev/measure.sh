@@ -10,7 +10,8 @@
 # fails leaves the others; a summary comes last, and the exit status is 1 if anything failed. Variables:
 #
 #     PARTS="doctor layers"    only these; PARTS=all: everything, 90 minutes
-#     DRY_RUN=1                the same parts and methods in small, on any machine: do they work? Its numbers are not worth sending
+#     DRY_RUN=1                the same parts and methods in small, on any machine: do they work? Steps are then of a tiny
+#                              d2, whatever DEPTH says, and its numbers are not worth sending
 #     DEPTH=26                 the model whose steps are timed (default: 20, the speedrun's). A deeper one gets more time
 #     LIMIT=60                 seconds for each part, in the place of its own limit
 #     PLAN_ONLY=1              print the commands and stop
@@ -102,6 +103,9 @@ fi
 
 if ! switched_on PLAN_ONLY; then echo "== summary, in $OUT"; fi
 printf '%s' "$SUMMARY"
+if chosen steps && [ -s "$OUT/steps.log" ] && ! switched_on PLAN_ONLY; then
+    grep -E '^ +variant|^d[0-9]+ ' "$OUT/steps.log" | tail -n 5 # the last table: all methods, among them the two to choose from
+fi
 measured=()
 for name in layers steps steps_32gib; do
     ! { chosen "$name" && ! switched_on PLAN_ONLY && [ -s "$OUT/$name.json" ]; } || measured+=("$OUT/$name.json")
@@ -109,13 +113,16 @@ done
 if [ ${#measured[@]} -gt 0 ]; then
     echo "== beside published numbers"
     "$PY" -m lab.bench compare "${measured[@]}" --card "$OUT/my_card.json" --statuses "$STATUSES" | tee "$OUT/my_card.txt" || FAILED=1
+    of_plan="with these speeds, which are of d$depth"
+    ! switched_on DRY_RUN || of_plan="in a dry run${DEPTH:+ with DEPTH=$DEPTH}: it takes none of these speeds, which are of a tiny d2"
+    if switched_on DRY_RUN || [ -s "$NANOCHAT_BASE_DIR/measurements/steps.json" ]; then
+        echo "== the plan of a speedrun $of_plan"
+        # A dry run may have a depth that this machine cannot train.
+        env -u PARTS -u DRY_RUN "$PY" -m scripts.plan speedrun || switched_on DRY_RUN || FAILED=1
+    fi
     if switched_on DRY_RUN; then
-        echo "== DRY_RUN is set: these are no measurements. On a GPU: bash dev/measure.sh"
+        echo "== DRY_RUN is set: these are no measurements, of a tiny d2. On a GPU: ${DEPTH:+DEPTH=$DEPTH }bash dev/measure.sh"
     else
-        if [ -s "$NANOCHAT_BASE_DIR/measurements/steps.json" ]; then
-            echo "== the plan of a speedrun with these speeds, which are of d$depth"
-            env -u PARTS -u DRY_RUN "$PY" -m scripts.plan speedrun || FAILED=1
-        fi
         echo "== to send it: $OUT/my_card.json (numbers, versions, the names of GPU and methods; no path, no host name, no text"
         echo "   of yours) and the table in $OUT/my_card.txt, to the project's issues, with the form 'My card'"
     fi

@@ -107,15 +107,19 @@ ask() {
 }
 
 # The list of what a run left out, and the calls of its plan, are files of the base directory. Two runs at once would
-# write into each other's.
+# write into each other's. A stage that outlived its script has the lock, too, so Linux names all who have it.
 lock_base_dir() {
-    local python
+    local python lock=$NANOCHAT_BASE_DIR/.pipeline.lock pids
     python=$(find_python) || exit $?
-    : 2>/dev/null >>"$NANOCHAT_BASE_DIR/.pipeline.lock" ||
-        die "cannot write in $NANOCHAT_BASE_DIR; set NANOCHAT_BASE_DIR to a writable folder"
-    exec 8>>"$NANOCHAT_BASE_DIR/.pipeline.lock"
-    "$python" -c "$TAKE_LOCK" 8 ||
-        die "another speedrun_fp4.sh or run1000_fp4.sh is at work in $NANOCHAT_BASE_DIR; wait for its end, or set another NANOCHAT_BASE_DIR"
+    : 2>/dev/null >>"$lock" || die "cannot write in $NANOCHAT_BASE_DIR; set NANOCHAT_BASE_DIR to a writable folder"
+    exec 8>>"$lock"
+    if "$python" -c "$TAKE_LOCK" 8; then
+        echo "process $$ on $(uname -n) since $(date '+%Y-%m-%d %H:%M:%S')" >"$lock"
+        return
+    fi
+    exec 8>&- # This script has opened it as well.
+    pids=$(find -L /proc/[0-9]*/fd -samefile "$lock" 2>/dev/null | cut -d/ -f3 | sort -nu | tr '\n' ' ') || true
+    die "another speedrun_fp4.sh or run1000_fp4.sh is at work in $NANOCHAT_BASE_DIR: $(cat "$lock")${pids:+ (at work now: ${pids% })}; wait for its end, stop it, or set another NANOCHAT_BASE_DIR"
 }
 
 # pipeline RUN: the whole run.

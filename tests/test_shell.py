@@ -407,16 +407,20 @@ def test_two_runs_at_once_do_not_share_a_base_directory(environment):
     report.mkdir()
     for name in ("left_out.txt", "calls.sh"):
         (report / name).write_text("of the first run\n")
-    command = ["bash", "-c", f"{PIPELINE} lock_base_dir; echo ready; sleep 300"]
+    command = ["bash", "-c", f"{PIPELINE} lock_base_dir; sleep 300 & echo $! ready; wait"]
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True, start_new_session=True) as first:
         try:
-            assert first.stdout.readline() == "ready\n"
+            orphan, ready = first.stdout.readline().split()
+            assert ready == "ready"
+            first.kill()
+            first.wait()  # A stage goes on without its script, and has the lock.
             second = bash("speedrun_fp4.sh", environment, **TOY)
             plan = bash("speedrun_fp4.sh", environment, **TOY, PLAN_ONLY="1")
         finally:
             os.killpg(first.pid, signal.SIGKILL)
-    problem = f"error: another speedrun_fp4.sh or run1000_fp4.sh is at work in {report.parent}; wait for its end, or"
+    problem = f"error: another speedrun_fp4.sh or run1000_fp4.sh is at work in {report.parent}: process {first.pid} on "
     assert (second.returncode, second.stdout) == (2, "") and second.stderr.startswith(problem), second
+    assert not Path("/proc/self/fd").exists() or re.search(rf"\b{orphan}\b", second.stderr), second.stderr
     assert second.stderr.count("\n") == 1 and plan.returncode == 0
     assert {p.read_text() for p in report.iterdir()} == {"of the first run\n"}
     assert shell(f"{PIPELINE} lock_base_dir", environment).returncode == 0

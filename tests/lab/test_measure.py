@@ -86,10 +86,13 @@ def test_the_steps_of_every_part_have_the_methods_that_the_plan_advises(tmp_path
 def test_a_dry_run_makes_the_table_and_the_file_to_send(fork_server, tmp_path):
     """All parts of measure.sh, in small, on a CPU; then what a plan reads."""
     base, tmp_path = tmp_path, tmp_path / "measurements"
-    done = measure(tmp_path, fork_server.python, DRY_RUN="1")
+    done = measure(tmp_path, fork_server.python, DRY_RUN="1", DEPTH="32", NANOCHAT_BASE_DIR=str(base / "none"))
     assert done.returncode == 0, done.stdout + done.stderr
     found = dict(line.split(maxsplit=1) for line in done.stdout.split("== summary, in ")[1].splitlines()[1:4])
     assert [line.split()[0] for line in found.values()] == ["ok,", "ok,", "ok,"]
+    summary, _, plan = done.stdout.split("== summary, in ")[1].partition("== the plan of a speedrun")
+    assert re.findall(r"^d2 +(\w+) .* \d", summary, re.MULTILINE) == ["bf16", "fp8", "clover", "clover_fp8_forward"]
+    assert all(word in plan.splitlines()[0] for word in ("dry run", "DEPTH=32", "a tiny d2"))
     card = json.loads((tmp_path / "my_card.json").read_text())
     assert card["statuses"] == {"doctor": 0, "layers": 0, "steps": 0}
     layers, steps = card["parts"]
@@ -205,6 +208,7 @@ def test_what_takes_too_long_is_cut_off(tmp_path):
         ({"SEED": "12"}, "error: SEED is set, and dev/measure.sh, which has PARTS DRY_RUN DEPTH LIMIT "),
         ({"DEPTH": "d12"}, "error: DEPTH=d12: expected whole layers"),
         ({"QAT_METHOD": "fp8"}, "error: QAT_METHOD is set, and dev/measure.sh"),
+        ({"GPU": "rtx5090"}, "error: GPU is set, and dev/measure.sh"),
         ({"METHODS": "fp8"}, "error: METHODS is set, and dev/measure.sh"),
         (
             {"parts": "layers"},
