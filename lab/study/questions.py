@@ -42,7 +42,7 @@ WHEN = {  # A method -> the situation in which one should take it.
     "four_over_six": "to compare with Four-over-Six",
     "tetrajet_v2": "to compare with TetraJet-v2",
     "clover": "to reproduce the paper; the default",
-    "clover_fp8_forward": "recommended with 4 bits: forward in FP8, backward in 4; NVIDIA's and torchao's mix, too",
+    "clover_fp8_forward": "recommended with 4 bits: forward in FP8, backward in 4",
     "clover_fp8_forward_4bit": "to compare: the same with 4-bit codes kept (lab/recipes.py)",
     "clover_feedback": "for pure NVFP4 that is evaluated or served in BF16",
     "clover_feedback_late": "for an evaluation in two terms; exported to plain NVFP4 it is no better than clover",
