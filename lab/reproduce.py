@@ -24,7 +24,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lab import scaling, table
+from lab import runs, scaling, table
 from lab.study import gaps, numerics, questions, sparse, speed, sweep, sweep_runs, sweep_scheduler
 from lab.study.context import Context, Outcome
 from lab.study.gaps import SYSTEMS, Claim, Item
@@ -215,9 +215,8 @@ SAME = {"table6": "fig6"}
 
 def footer(context: Context, measured_on: str, info: dict[str, Any]) -> str:
     """Returns the line below a table, which names the hardware, the data, the release of torch and the commit."""
-    hardware = f"{info['gpu_count']} x {info['gpu']}" if info["gpu"] else info["cpu"]
     quick = "QUICK: small sizes, a check of the command" if context.quick else ""
-    parts = quick, hardware, measured_on, f"torch {info['torch']}", f"commit {info['commit'] or 'unknown'}"
+    parts = quick, info["machines"], measured_on, f"torch {info['torch']}", f"commit {info['commit']}"
     return "; ".join(filter(None, parts))
 
 
@@ -240,6 +239,7 @@ def choose(context: Context, outcome: Outcome) -> Outcome:
 def save(context: Context, outcome: Outcome, name: str) -> None:
     """Prints a table and writes it as JSON and as Markdown, and its plot if it has one."""
     info = outcome.environment or environment_info()
+    info |= runs.pooled([{"environment": info}]) if "machines" not in info else {}
     last = footer(context, outcome.measured_on, info)
     lines = [f"\n{outcome.title}", table(outcome.header, outcome.rows), *[f"- {note}" for note in outcome.notes], last]
     print0("\n".join(lines))

@@ -144,8 +144,21 @@ def study(name: str) -> dict[str, Any]:
     first = rows[0]
     gpu = first["card"] if first["cards"] else None
     environment = {"gpu": gpu, "gpu_count": first["cards"], "cpu": first["card"], "torch": first["torch"]}
-    environment["commit"] = ", ".join(dict.fromkeys(r["commit"][:7] for r in rows))
+    environment["commit"] = ", ".join(dict.fromkeys(r["commit"][:7] or "unknown" for r in rows))
     return {"name": name, "data": first["text"], "environment": environment, "results": results}
+
+
+def pooled(contents: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    """Returns the machines, the releases of torch and the commits of all of some studies, or parts of bench.json, each
+    as text, for the line below a table."""
+    machines, versions, commits = [], [], []
+    for content in contents:
+        of = content["environment"]
+        machines.append(f"{of['gpu_count']} x {of['gpu']}" if of["gpu"] else of["cpu"])
+        versions.append(of["torch"])
+        commits += [(r.get("commit") or of.get("commit") or "unknown")[:7] for r in content.get("results", [{}])]
+    every = {"machines": machines, "torch": versions, "commit": commits}
+    return {name: ", ".join(dict.fromkeys(values)) for name, values in every.items()}
 
 
 def names_of(text: str) -> list[str]:
@@ -214,9 +227,9 @@ def listed() -> str:
     lines = []
     for name, runs in sorted(rows.items()):
         values = {k: list(dict.fromkeys(str(r[k]) for r in runs)) for k in ("text", "size", "seed", "card", "commit")}
-        commits = ", ".join(c[:7] for c in values["commit"])
+        commits = ", ".join(c[:7] or "unknown" for c in values["commit"])
         line = [name, *values["size"], len(runs), len({r["label"] for r in runs}), ", ".join(values["seed"])]
-        lines.append([*line, *values["text"], *values["card"], commits or "unknown"])
+        lines.append([*line, *values["text"], *values["card"], commits])
     header = ["study", "size", "runs", "methods", "seeds", "text", "card", "commit"]
     groups = [[name, ", ".join(of)] for name, of in GROUPS.items()]
     return f"{table(header, lines)}\n\n{table(['group of studies', 'which tables take together'], groups)}"

@@ -128,9 +128,8 @@ def stored_runs(context: Context, all_seeds: bool = False) -> tuple[list[dict], 
     if {r["method"] for r in runs} == {"bf16"}:
         raise UserError(f"{context.args.results} has bf16 runs of size {size!r} alone; gaps are those of other methods")
     refuse_unlike(runs)
-    of_studies = [c["environment"].get("commit") for c in contents]
-    commits = dict.fromkeys((r.get("commit") or of_studies[r["file"]] or "unknown")[:7] for r in runs)
-    return runs, content | {"environment": content["environment"] | {"commit": ", ".join(commits)}}
+    used = [c | {"results": [r for r in runs if r["file"] == i]} for i, c in enumerate(contents)]
+    return runs, content | {"environment": kept_runs.pooled(used)}
 
 
 def refuse_unlike(runs: list[dict]) -> None:

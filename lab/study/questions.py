@@ -121,7 +121,11 @@ def methods(context: Context) -> Outcome:
         gaps.INTERVALS,
         gaps.NOTES["GEMM work"].format(work=gaps.counted(runs)),
     ]
-    if time in context.chosen_columns(header):
+    if "share, public text" in (shown := context.chosen_columns(header)):
+        public = kept_runs.stored(PUBLIC)
+        where, machines = gaps.measured_on(public["results"], public["data"]), kept_runs.pooled([public])["machines"]
+        notes.append(f"public text: {machines}; {where}")
+    if time in shown:
         notes.append(f"time: d26, 8 rows, --cuda-graph, where 4 bits are emulated (lab/results/bench.json: {parts})")
     return outcome(runs, content, "Which method? Gaps to BF16 from scratch", header, rows, notes, {})
 
@@ -537,7 +541,8 @@ def break_even(context: Context) -> Outcome:
         "by count: two thirds of its products are in 4 bits and gain as much",
     ]
     title = "From which speed on does clover_fp8_forward end ahead of fp8?"
-    return Outcome(title, header, rows, notes, {"R": found}, None, f"gaps of {', '.join(studies)}")
+    where, environment = f"gaps of {', '.join(studies)}", kept_runs.pooled(map(kept_runs.stored, studies))
+    return Outcome(title, header, rows, notes, {"R": found}, None, where, environment)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -549,10 +554,11 @@ LADDER = ("nvidia", "clover", "clover_feedback")
 def ladder(context: Context) -> Outcome:
     """Makes a table of the gaps of each study of --results, with both forwards. The studies are sweeps of small models
     of several widths and lengths."""
-    rows, numbers, environment, data = [], {}, None, ""
-    for name in kept_runs.names_of(context.args.results or "ladder_*"):
-        content = kept_runs.stored(name)
-        runs, environment, data = content["results"], content["environment"], content["data"]
+    rows, numbers = [], {}
+    names = kept_runs.names_of(context.args.results or "ladder_*")
+    contents = [kept_runs.stored(name) for name in names]
+    for name, content in zip(names, contents):
+        runs = content["results"]
         size, first = runs[0]["size"], runs[0]
         blocks = scaling.runs_of(first)[0].parameters
         head = (first["num_params"] - blocks) // 2
@@ -571,7 +577,8 @@ def ladder(context: Context) -> Outcome:
         "python -m lab.reproduce effective --results 'ladder_*' fits lost parameters, lost tokens and a constant gap",
     ]
     title = "The ladder: gaps of small models by size and length"
-    return Outcome(title, [*header, *LADDER], rows, notes, numbers, None, f"data {data}", environment)
+    where = f"data {', '.join(dict.fromkeys(content['data'] for content in contents))}"
+    return Outcome(title, [*header, *LADDER], rows, notes, numbers, None, where, kept_runs.pooled(contents))
 
 
 def of_scaling(context: Context, name: str) -> Outcome:
@@ -582,7 +589,9 @@ def of_scaling(context: Context, name: str) -> Outcome:
     methods = [m for m in dict.fromkeys(r.method for r in runs) if m != "bf16" and scaling.pairs(runs, m)]
     header, rows = make(runs, methods)
     notes = ["N counts the parameters of the blocks; c of the law is fitted, or 1"]
-    return Outcome(title, header, rows, notes, {}, None, f"runs: {context.args.results or 'paper'}")
+    named = context.args.results or "paper"
+    environment = None if named == "paper" else kept_runs.pooled(map(kept_runs.stored, kept_runs.names_of(named)))
+    return Outcome(title, header, rows, notes, {}, None, f"runs: {named}", environment)
 
 
 # The studies whose runs were validated often enough -> the bits per byte that a run must reach.

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from lab import RESULTS, ROOT, cards
+from lab import runs as kept_runs
 from lab.study.context import Context, Outcome
 from lab.study.sweep_runs import flag_values, size_flags
 from nanochat_fp4.cli import UserError
@@ -42,10 +43,8 @@ def measured(context: Context) -> Outcome:
     """Makes a table of all measured layers and steps of lab/results/bench.json, or of one part of it."""
     kept = json.loads((RESULTS / "bench.json").read_text(encoding="utf-8"))
     wanted = context.args.results if context.args.results in kept else ""
-    rows = []
-    for name, part in kept.items():
-        if (wanted and name != wanted) or not isinstance(part, dict):
-            continue
+    rows, parts = [], {name: of for name, of in kept.items() if isinstance(of, dict) and wanted in ("", name)}
+    for name, part in parts.items():
         card = part["environment"]["gpu"].removeprefix("NVIDIA ").split()[0]
         windows = part["settings"].get("window_pattern", "L")
         for r in part["records"]:
@@ -59,7 +58,8 @@ def measured(context: Context) -> Outcome:
                 rows.append([card, what, r["method"], f"{r['tokens_per_second']:,.0f} tokens/s; {peak}", name])
     title = "Measured: linear layers (forward and backward, 8 x 2,048 tokens) and training steps"
     notes = ["a row of a micro-batch has 2,048 tokens; the memory is the peak of a whole step"]
-    return Outcome(title, ["card", "what", "method", "measured", "part of bench.json"], rows, notes, {})
+    header, environment = ["card", "what", "method", "measured", "part of bench.json"], kept_runs.pooled(parts.values())
+    return Outcome(title, header, rows, notes, {}, None, "", environment)
 
 
 def published(context: Context) -> Outcome:

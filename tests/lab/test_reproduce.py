@@ -46,6 +46,13 @@ TABLE = [
     ("eden --draws=64", "128 0.966 1.057", "64"),
     ("law", "c fitted 0.6334", "0.10"),
     ("by_length", "30M clover", ""),
+    # The studies of a table may be of several machines, which its last line names.
+    *((command, "1 x NVIDIA H100 80GB HBM3, 3 x NVIDIA H200; ", "commit 760df3f, f489032, 97e539a")
+      for command in ("methods", "break_even --results d6_mixed,d6_fp8_forward")),
+    ("methods", "- public text: 1 x NVIDIA H200; d6, data public", ""),
+    ("ladder --results ladder_128_wide_12,moe", "1 x NVIDIA H100 80GB HBM3, 1 x NVIDIA H200; ", "9c3641a, unknown"),
+    ("effective --results ladder_*", "1 x NVIDIA H100 80GB HBM3; runs: ladder_*", "commit 9c3641a"),
+    ("measured", "1 x NVIDIA H200, 1 x NVIDIA H100 80GB HBM3; ", ""),
     ("table3", "30M", "6; 6"),
     ("table4", "weight decay", "0.1 0.1"),
 ]  # fmt: skip
