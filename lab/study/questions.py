@@ -281,10 +281,13 @@ SHARES_OF_FP8 = {
 MOST_BYTES = 0.57  # Of an element of the input.
 # Contrasts: what each shows, a row, and the row that it is compared with. FP8 in dgrad keeps the codes of its other
 # row, and FP8 in wgrad more than those.
-SIGNS_OF_FP8 = (
-    ("FP8 in dgrad over FP8 in wgrad", "clover_fp8_forward_dgrad", "clover_fp8_forward_wgrad"),
+GAINS_OF_FP8 = (
     ("FP8 in dgrad over 4 bits", "clover_fp8_forward_dgrad", "clover_fp8_forward_4bit_input"),
     ("FP8 in wgrad over 4 bits", "clover_fp8_forward_wgrad", "clover_fp8_forward_4bit"),
+)
+SIGNS_OF_FP8 = (
+    ("FP8 in dgrad over FP8 in wgrad", "clover_fp8_forward_dgrad", "clover_fp8_forward_wgrad"),
+    *GAINS_OF_FP8,
     ("FP8 head over BF16 head", "clover_fp8_forward_head_fp8", "clover_fp8_forward"),
     ("FP8 head over BF16 head, bf16", "bf16_head_fp8", "bf16"),
     ("FP8 head over BF16 head, fp8", "fp8_head_fp8", "fp8"),
@@ -317,12 +320,19 @@ def fp8_forward(context: Context) -> Outcome:
         size = gaps.COLUMNS["bytes kept"](of, method)
         verdict = "met" if float(size) <= MOST_BYTES else "missed"
         rows.append([f"bytes kept by {method} of an input's element", "-", size, "-", f"at most {MOST_BYTES}", verdict])
-    header = ["quantity", "forward", "value", "seeds", "target", f"verdict, {len(rows)} targets"]
+    targets = len(rows)
+    for name, value in VALUES.items():  # No target: it was added after the runs.
+        dgrad, wgrad = (stats.gaps_by_seed(runs, of.size, row, value, other) for _, row, other in GAINS_OF_FP8)
+        gain = stats.estimate([wgrad[seed] - dgrad[seed] for seed in dgrad if seed in wgrad])
+        if gain.n:
+            rows.append(["dgrad's gain minus wgrad's, points", name, str(gain), gain.n, "none", "-"])
+    header = ["quantity", "forward", "value", "seeds", "target", f"verdict, {targets} targets"]
     notes = [
-        f"{len(rows)} targets, each judged by itself, without a correction for their number",
+        f"{targets} targets, each judged by itself, without a correction for their number",
         "a share: met if its mean and its upper end are at most the numbers of the target, missed if its lower end is "
         "above the first, and otherwise not decided; a sign is decided if the interval excludes zero",
         "% is of the loss of the second row of a contrast, on the seeds that both rows have",
+        "a gain: what FP8 in this GEMM alone takes away over 4 bits in it; the difference was added after the runs",
         gaps.INTERVALS,
     ]
     return outcome(runs, content, "Targets of an FP8 forward", header, rows, notes, {})

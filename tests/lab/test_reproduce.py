@@ -342,13 +342,27 @@ def test_targets_are_judged_together():
             "FP8 in dgrad over FP8 in wgrad, % own +0.10 ± 0.01 3 the sign above zero",
         ),
         ({"clover_fp8_forward_dgrad": [0.5], "clover_fp8_forward_wgrad": [0.4]}, "own +0.10 1 the sign not decided"),
+        (  # Each over its own pair, on the seeds of both, beside the targets and none of them.
+            {
+                "clover_fp8_forward_dgrad": [0.5] * 3,
+                "clover_fp8_forward_4bit_input": [0.6, 0.7, 0.8],
+                "clover_fp8_forward_wgrad": [0.4] * 2,
+                "clover_fp8_forward_4bit": [0.7, 0.9],
+            },
+            "dgrad's gain minus wgrad's, points own -0.25 ± 0.63 2 none -",
+        ),
     ],
 )
 def test_the_targets_of_an_fp8_forward(tmp_path, printed, gaps, said):
     path = study(tmp_path / "a.json", bf16=[0.0] * 3, clover=[2.0, 2.01, 2.02], **gaps)
     lines = printed(f"fp8_forward --results={path}")
     assert any(said in line for line in lines), lines
-    assert any(line.startswith("bytes kept by clover_fp8") for line in lines) == ("clover_fp8_forward" in gaps)
+    ends = ("met", "missed", "not decided", "below zero", "above zero")
+    counted = sum(line.endswith(ends) and not line.startswith("- ") for line in lines)
+    assert any(f"verdict, {counted} targets" in line for line in lines)
+    assert any(line.startswith("bytes kept by clover_fp8") for line in lines) == bool(
+        gaps.keys() & {"clover_fp8_forward", "clover_fp8_forward_4bit"}
+    )
 
 
 @pytest.mark.parametrize(("bf16", "said"), [([0.0] * 3, False), ([3.0, 0.0, 0.0], True)])
