@@ -34,7 +34,7 @@ from nanochat_fp4.data.tokenizer import get_token_bytes
 from nanochat_fp4.evaluation.loss_eval import evaluate_bpb
 from nanochat_fp4.evaluation.report import FOLDERS
 from nanochat_fp4.export import gguf_file, huggingface
-from nanochat_fp4.export.save import check_replaceable, new_export
+from nanochat_fp4.export.save import check_replaceable, model_card, new_export, reading_lines
 from nanochat_fp4.export.weights import calibrate, check_values, forward_weights, in_eight_bits, served
 from nanochat_fp4.files import atomic_write
 from nanochat_fp4.hardware import environment_info
@@ -224,61 +224,30 @@ class Export:
 
     def write_card(self, target: Path, measured: dict[str, float], measured_on: str) -> None:
         """Writes the model card, which shows how to load the export."""
-        no_dtype = "  # Pass no dtype: quantized weights are decoded to BF16." if self.quantizes else ""
-        remote = ", trust_remote_code=True" if (target / huggingface.MODELING_FILE).exists() else ""
-        prompt = 'tokenizer("The capital of France is", return_tensors="pt")'
-        if self.args.source != "base":
-            prompt = (
-                'tokenizer.apply_chat_template([{"role": "user", "content": "Why is the sky blue?"}], '
-                'add_generation_prompt=True, return_tensors="pt", return_dict=True)'
-            )
-        use = [
-            "from transformers import AutoModelForCausalLM, AutoTokenizer",
-            "",
-            'folder = "."  # where this file is',
-            f"tokenizer = AutoTokenizer.from_pretrained(folder{remote})",
-            f"model = AutoModelForCausalLM.from_pretrained(folder{remote}){no_dtype}",
-            f"prompt = {prompt}",
-            "print(tokenizer.decode(model.generate(**prompt, max_new_tokens=64)[0]))",
-        ]
-        use = [f"llama-cli -m {gguf_file.FILE_NAME}"] if self.gguf else use
-        atomic_write(target / "README.md", self.card(measured, measured_on, use))
-
-    def card(self, measured: dict[str, float], measured_on: str, use: list[str]) -> str:
-        """Returns the text of README.md: Markdown with the front matter that model hubs read. `use` holds the lines
-        that load the model."""
         args, meta = self.args, self.meta
         user, config = meta.get("user_config", {}), meta["model_config"]
         text = Path(
             user.get("data_dir") or meta.get("data_dir") or "see the run's report"
         ).name  # no path of this machine
         kinds = ["Q8_0" if self.gguf and kind == "FP8" else kind for kind in self.kinds]
-        trained = {
+        bpb, trained = meta.get("val_bpb"), user.get("method") or "bf16"
+        rows = {
             "stage": args.source,
             "steps": meta["step"],
-            "QAT method trained with": user.get("method") or "bf16",
-            "forward pass exported": self.method,
+            "QAT method trained with": trained,
+            "forward pass exported": self.method if self.quantizes else f"not quantized, {args.dtype}",
             "data": "FineWeb-Edu" if text == "base_data" else text,
             "tokens a step": user.get("total_batch_size"),
             "sequence length": config.get("sequence_len"),
             "parameters": f"{sum(p.numel() for p in self.model.parameters()):,}",
-            "validation bits per byte, as training measured it": meta.get("val_bpb"),
+            "validation bits per byte, as training measured it": None if bpb is None else f"{bpb:.4f}",
         }
-        rows = "\n".join(f"| {name} | {value} |" for name, value in trained.items() if value not in (None, ""))
-        parts = [
-            "---\nlibrary_name: transformers\npipeline_tag: text-generation\n"
-            f"tags: [{', '.join(['nanochat', *map(str.lower, kinds)])}]\n---",
-            f"# {meta.get('model_tag') or 'model'}: a language model trained with {user.get('method') or 'bf16'}",
-            f"Trained with nanochat_fp4, exported as `{args.format}` in {', '.join([*kinds, args.dtype])}.",
-            f"| | |\n|---|---|\n{rows}",
-        ]
-        if measured:
-            lines = "\n".join(f"| {what} | {value:.4f} |" for what, value in measured.items())
-            parts += ["## Bits per byte", f"| forward pass | bits per byte |\n|---|---|\n{lines}", measured_on]
-        if self.notes:
-            parts += ["## What to know", "\n".join(f"- {note}" for note in self.notes)]
-        parts += ["## Use", "\n".join(f"    {line}".rstrip() for line in use)]
-        return "\n\n".join(parts) + "\n"
+        use = [f"llama-cli -m {gguf_file.FILE_NAME}"] if self.gguf else reading_lines(target, args.source != "base")
+        title = f"{meta.get('model_tag') or 'model'}: a language model trained with {trained}"
+        made = f"Trained with nanochat_fp4, exported as `{args.format}` in {', '.join([*kinds, args.dtype])}."
+        tags = ["nanochat", *kinds]
+        card = model_card(title, made, tags, rows, self.notes, use, measured, measured_on)
+        atomic_write(target / "README.md", card)
 
     def write_tokenizer(self, target: Path, ids: dict[str, int], chat: bool) -> None:
         """Writes the tokenizer's files for transformers."""

@@ -3,8 +3,9 @@
 import contextlib
 import json
 import os
+import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -44,12 +45,18 @@ def new_export(out: str | os.PathLike, overwrite: bool = False) -> Iterator[Path
 
     out = Path(out).expanduser().resolve()  # If `out` is a link, the folder that it points to is replaced.
     busy = f"another export is writing {out}; wait until it ends, or choose another folder"
-    with locked(lock_of(out), busy, 0), new_folder(out) as part:
-        check_replaceable(out, overwrite)
-        yield part
-        names = sorted(path.relative_to(part).as_posix() for path in part.rglob("*"))
-        atomic_write(part / LIST, json.dumps({"format": FORMAT, "files": names}, indent=2) + "\n")
-        check_replaceable(out, overwrite)  # Somebody may have put a file there meanwhile.
+    with locked(lock_of(out), busy, 0):
+        try:
+            with new_folder(out) as part:
+                check_replaceable(out, overwrite)
+                yield part
+                names = sorted(path.relative_to(part).as_posix() for path in part.rglob("*"))
+                atomic_write(part / LIST, json.dumps({"format": FORMAT, "files": names}, indent=2) + "\n")
+                check_replaceable(out, overwrite)  # Somebody may have put a file there meanwhile.
+        finally:
+            if not out.exists():  # A refused export leaves nothing. filelock takes no lock of a file without a name.
+                with contextlib.suppress(OSError):  # Windows deletes no open file.
+                    lock_of(out).unlink()
 
 
 def check_replaceable(out: Path, overwrite: bool, how: str = "overwrite=True") -> None:
@@ -73,6 +80,74 @@ def check_replaceable(out: Path, overwrite: bool, how: str = "overwrite=True") -
 
 
 # ----------------------------------------------------------------------------------------------------------------------
+# The model card
+
+
+def reading_lines(folder: Path, chat: bool) -> list[str]:
+    """Returns the lines of Python that load an exported folder with transformers, as its config.json demands, and
+    generate with it if it holds a causal language model. `chat`: whether the tokenizer has a chat template."""
+    config = json.loads((folder / "config.json").read_bytes())
+    remote = ", trust_remote_code=True" if "auto_map" in config else ""
+    dtype = config["dtype"] if "quantization_config" in config else ""
+    no_dtype = f"  # Pass no dtype: quantized weights are decoded to {dtype}." if dtype else ""
+    name = config["architectures"][0]
+    if not name.endswith("ForCausalLM"):
+        name = "AutoModel" if remote else name
+        load = f"model = {name}.from_pretrained(folder{remote}){no_dtype}"
+        return [f"from transformers import {name}", "", 'folder = "."  # where this file is', load]
+    prompt = 'tokenizer("The capital of France is", return_tensors="pt")'
+    if chat:
+        prompt = (
+            'tokenizer.apply_chat_template([{"role": "user", "content": "Why is the sky blue?"}], '
+            'add_generation_prompt=True, return_tensors="pt", return_dict=True)'
+        )
+    return [
+        "from transformers import AutoModelForCausalLM, AutoTokenizer",
+        "",
+        'folder = "."  # where this file is',
+        f"tokenizer = AutoTokenizer.from_pretrained(folder{remote})",
+        f"model = AutoModelForCausalLM.from_pretrained(folder{remote}){no_dtype}",
+        f"prompt = {prompt}",
+        "print(tokenizer.decode(model.generate(**prompt, max_new_tokens=64)[0]))",
+    ]
+
+
+def model_card(
+    title: str,
+    made: str,
+    tags: Sequence[str],
+    rows: Mapping[str, Any],
+    notes: Sequence[str],
+    use: Sequence[str],
+    measured: Mapping[str, float] = {},
+    measured_on: str = "",
+) -> str:
+    """Returns the text of README.md: Markdown with the front matter that model hubs read.
+
+    made:     a sentence on how the folder was made
+    rows:     what is known of the model; a row without a value is left out
+    notes:    what a reader of the folder has to know
+    use:      the lines that load the model
+    measured: bits per byte of forward passes, and with measured_on a sentence on how they were measured
+    """
+    table = "\n".join(f"| {name} | {value} |" for name, value in rows.items() if value not in (None, ""))
+    task = "" if "from_pretrained" in use[-1] else "pipeline_tag: text-generation\n"  # The last line generates.
+    parts = [
+        f"---\nlibrary_name: transformers\n{task}tags: [{', '.join(map(str.lower, tags))}]\n---",
+        f"# {title}",
+        made,
+        f"| | |\n|---|---|\n{table}",
+    ]
+    if measured:
+        lines = "\n".join(f"| {what} | {value:.4f} |" for what, value in measured.items())
+        parts += ["## Bits per byte", f"| forward pass | bits per byte |\n|---|---|\n{lines}", measured_on]
+    if notes:
+        parts += ["## What to know", "\n".join(f"- {note}" for note in notes)]
+    parts += ["## Use", "\n".join(f"    {line}".rstrip() for line in use)]
+    return "\n\n".join(parts) + "\n"
+
+
+# ----------------------------------------------------------------------------------------------------------------------
 # Models of transformers
 
 
@@ -87,7 +162,8 @@ def save_quantized(
     share_scales: bool = True,
 ) -> list[str]:
     """Writes a model of transformers that nf.convert has changed as NVFP4, or as FP8 if that is its forward pass, with
-    its config and its tokenizer, in the format compressed-tensors.
+    its config, its tokenizer, a model card, and the Python file of a model that is not a part of transformers
+    (trust_remote_code), in the format compressed-tensors.
 
     The written codes and scales are those of the trained forward pass, to the bit, except for layers that servers
     compute as one (share_scales). scripts.export writes this format, GGUF and others for this project's own models.
@@ -112,11 +188,11 @@ def save_quantized(
     The folder appears complete, or not at all. All ranks of torchrun may call this function: the first one writes, and
     the others wait for it.
 
-    Returns a line of text for each thing that the folder cannot hold, or holds in another way than the model, and logs
-    each line as a warning. Raises ValueError for other arguments, for a model that is not one of transformers or was
-    not converted, for values that are not finite or that dtype cannot hold, for Conv1D layers, experts of gpt-oss,
-    adapters, and weights that FSDP has divided, and for a folder that is not an export or that another process is
-    writing. Raises ModuleNotFoundError if safetensors or filelock is not installed.
+    Returns a line of text for each thing that the folder cannot hold, or holds in another way than the model. Each line
+    is also logged as a warning, and stands in the model card. Raises ValueError for other arguments, for a model that
+    is not one of transformers or was not converted, for values that are not finite or that dtype cannot hold, for
+    Conv1D layers, experts of gpt-oss, adapters, and weights that FSDP has divided, and for a folder that is not an
+    export or that another process is writing. Raises ModuleNotFoundError if safetensors or filelock is not installed.
 
     >>> nf.save_quantized(torch.nn.Linear(32, 16), "folder")  # doctest: +ELLIPSIS
     Traceback (most recent call last):
@@ -139,10 +215,12 @@ def save_quantized(
     def write() -> list[str]:
         with new_export(out, overwrite) as part:  # This refuses a wrong folder before minutes of work.
             notes = _write(model, part, batches, dtype, share_scales)
-            if tokenizer is not None:
+            if tokenizer is None:
+                notes.append("no tokenizer is in the folder; pass tokenizer=, or copy its files there")
+            else:
                 tokenizer.save_pretrained(part)
-        no_tokenizer = [f"no tokenizer is in {out}; pass tokenizer=, or copy its files there"] * (tokenizer is None)
-        for line in notes + no_tokenizer:
+            _write_card(model, part, notes, getattr(tokenizer, "chat_template", None) is not None)
+        for line in notes:
             logger.warning(f"save_quantized: {line}")
         return notes
 
@@ -225,10 +303,32 @@ def _write(
     rest = {name: tensor for name, tensor in state.items() if name not in done}
     plain = huggingface.as_in_checkpoints(model, rest)
     config = json.loads(model.config.to_json_string()) | {"architectures": [type(model).__name__]}
+    for part in (model.config, model):
+        if getattr(part, "_auto_class", None):  # Its class stands in a file beside the weights (trust_remote_code).
+            sys.modules["transformers"].dynamic_module_utils.custom_object_save(part, folder, config)
     huggingface.write(model, folder, config, dtype, places, plain, weights, input_scales, in_fp32)
     if (generation := getattr(model, "generation_config", None)) is not None:
         atomic_write(folder / "generation_config.json", generation.to_json_string())
     return notes
+
+
+def _write_card(model: nn.Module, folder: Path, notes: list[str], chat: bool) -> None:
+    """Writes the model card of a folder that has all other files."""
+    about = json.loads((folder / "config.json").read_bytes())["quantization_config"]
+    groups = about["config_groups"].values()
+    kinds = sorted({"FP8" if group["format"] == huggingface.EIGHT_BITS else "NVFP4" for group in groups})
+    inputs = any(group["input_activations"] for group in groups)
+    rows = {
+        "model": type(model).__name__,
+        "QAT method": model.nf_report.recipe.name if hasattr(model, "nf_report") else "",
+        "quantized": "weights and inputs" if inputs else "weights",
+        "not quantized": ", ".join(["embeddings, norms", *about["ignore"][:4]]) + " ..." * (len(about["ignore"]) > 4),
+        "parameters": f"{sum(p.numel() for p in model.parameters()):,}",
+    }
+    named = " and ".join(kinds)
+    made = f"Written by nanochat_fp4 (`nf.save_quantized`) as `compressed-tensors` in {named}."
+    use = reading_lines(folder, chat)
+    atomic_write(folder / "README.md", model_card(f"{rows['model']} in {named}", made, kinds, rows, notes, use))
 
 
 _calls: Counter[str] = Counter()  # The number of calls of save_quantized in this process for each folder.

@@ -250,6 +250,7 @@ def test_the_card_names_what_is_in_the_folder(tiny_base, tmp_path, capsys, file_
         assert "4 bits" not in text and "4-bit" not in text and str(tmp_path) not in text
         assert ("NVFP4 weights" in text) == (tags == "nvfp4") and ("FP8 weights" in text) == (tags == "fp8")
     assert "| data | 10_mb.jsonl |" in card and ("no dtype" in card) == bool(tags)
+    assert ("| forward pass exported | not quantized" in card) != bool(tags) and "measured it | 1.5000 |" in card
 
 
 def test_a_server_rounds_the_inputs_of_8_bit_layers_to_8_bits(tiny_base):

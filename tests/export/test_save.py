@@ -28,9 +28,9 @@ def model() -> nn.Module:
 def test_codes_of_the_trained_forward_go_out_and_come_back(model, tmp_path, inputs):
     text = [torch.randint(50, (2, 16))] if inputs else None
     notes = nf.save_quantized(model, tmp_path / "out", calibration=text)
-    assert [note.startswith("inputs of 2 layers stay in 16 bits") for note in notes] == [True] * (not inputs)
+    assert [note[:21] for note in notes[:-1]] == ["inputs of 2 layers st"] * (not inputs) and "tokenizer" in notes[-1]
     files = {path.name for path in (tmp_path / "out").iterdir()}
-    assert {"model.safetensors", "config.json", "export.json"} <= files
+    assert {"model.safetensors", "config.json", "README.md", "export.json"} <= files
     assert len({path.stat().st_mode for path in (tmp_path / "out").iterdir()}) == 1  # a server's user reads them all
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["architectures"] == ["Foreign"] and config["dtype"] == "bfloat16"
@@ -77,7 +77,7 @@ def test_inputs_of_fp8_layers_have_a_scale_for_each_token_without_calibration(mo
     if not mixed:
         nf.convert(model, "fp8", verbose=False)
     notes = nf.save_quantized(model, tmp_path / "out")
-    assert [note.startswith("inputs of 2 layers stay") for note in notes] == [True] * mixed
+    assert [note.startswith("inputs of 2 layers stay") for note in notes] == [True] * mixed + [False]
     groups = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]["config_groups"].values()
     inputs = {group["format"]: group["input_activations"] for group in groups}
     by_token = inputs.pop("float-quantized")
@@ -90,7 +90,7 @@ def test_a_layer_that_reads_nothing_stays_in_16_bits(model, tmp_path):
     model.more = nn.Linear(32, 32)
     nf.convert(model, "clover", verbose=False)
     notes = nf.save_quantized(model, tmp_path / "out", calibration=[torch.randint(50, (2, 16))])
-    assert len(notes) == 1 and notes[0].startswith("more read nothing")
+    assert len(notes) == 2 and notes[0].startswith("more read nothing")
     tensors = load_safetensors(tmp_path / "out")
     assert tensors["more.weight"].dtype == torch.bfloat16 and "layers.0.weight_packed" in tensors
     config = json.loads((tmp_path / "out" / "config.json").read_text())
@@ -115,9 +115,19 @@ def test_a_compiled_model_is_saved_under_its_own_names(model, tmp_path):
 def test_what_the_folder_lacks_is_said_once_and_the_tokenizer_last(model, tmp_path, caplog):
     """Many programs drop the lines that save_quantized returns."""
     notes = nf.save_quantized(model, tmp_path / "out")
-    *lines, last = (record.message for record in caplog.records)
+    lines, card = [record.message for record in caplog.records], (tmp_path / "out" / "README.md").read_text()
     assert lines == [f"save_quantized: {note}" for note in notes] and "calibration=" in lines[0]
-    assert "no tokenizer is in" in last and "tokenizer=" in last
+    assert "tokenizer=" in lines[-1] and all(f"\n- {note}\n" in card for note in notes)
+
+
+def test_a_card_says_what_the_folder_is(model, tmp_path):
+    """The method, and what is not quantized. A model that generates nothing has its own class, and no task."""
+    for method, kind in (("clover", "NVFP4"), ("fp8", "FP8")):
+        nf.save_quantized(nf.convert(model, method, verbose=False), tmp_path / method)
+        card = (tmp_path / method / "README.md").read_text()
+        assert f"| QAT method | {method} |" in card and f"tags: [{kind.lower()}]" in card and "lm_head |" in card
+        assert "Foreign.from_pretrained(folder)  # Pass no dtype" in card and "text-generation" not in card
+        assert str(tmp_path) not in card
 
 
 @pytest.mark.parametrize("method", ["clover", "four_over_six", "clover_fp8_forward"])
@@ -138,7 +148,8 @@ def test_codes_and_block_scales_are_made_again_of_what_was_decoded(tmp_path, met
 
 def test_inputs_that_training_did_not_round_are_no_loss(tmp_path):
     recipe = nf.Recipe("own", output=nf.Gemm(nf.Operand(), nf.Operand("rtn")), summary="weights alone")
-    assert nf.save_quantized(nf.convert(Foreign(), recipe, verbose=False), tmp_path / "out") == []
+    (line,) = nf.save_quantized(nf.convert(Foreign(), recipe, verbose=False), tmp_path / "out")
+    assert "tokenizer" in line
 
 
 @pytest.mark.parametrize("calibration", [3, torch.zeros(1, 4, dtype=torch.long), [], iter(())])
@@ -166,7 +177,7 @@ nf.convert(model, "clover", verbose=False)
 text = [torch.zeros(1, 4, dtype=torch.long)]
 for _ in range(2):
     notes = nf.save_quantized(model, folder / "all", calibration=text, overwrite=True)
-    assert len(notes) == 1 and (folder / "all" / "model.safetensors").exists()
+    assert len(notes) == 2 and (folder / "all" / "model.safetensors").exists()
     dist.barrier()  # or another rank replaces the folder while this one looks
 nf.save_quantized(model, folder / f"own_{{rank}}")
 if rank == 0:
@@ -237,7 +248,7 @@ def test_an_expert_without_tokens_takes_its_neighbours_range(tmp_path, monkeypat
     with torch.no_grad():
         mixture.gate.bias = nn.Parameter(torch.tensor([100.0, 0.0]))  # all tokens go to the first expert
     notes = nf.save_quantized(mixture, tmp_path / "out", calibration=[torch.randint(50, (2, 8))])
-    assert len(notes) == 2 and "2 experts" in notes[0]
+    assert len(notes) == 3 and "2 experts" in notes[0]
     tensors = load_safetensors(tmp_path / "out")
     for part in ("w1", "w2", "w3"):
         first, other = (tensors[f"experts.{e}.{part}.input_global_scale"] for e in range(2))
@@ -301,4 +312,4 @@ def test_another_format_is_named_in_words(tmp_path):
     recipe = nf.Recipe("own", output=nf.Gemm(own, own), summary="integers in the forward")
     notes = nf.save_quantized(nf.convert(Foreign(), recipe, verbose=False), tmp_path / "out")
     assert notes[0] == "operands in another format than NVFP4: the weights are rounded again, to nearest"
-    assert len(notes) == 2 and "calibration" in notes[1]
+    assert len(notes) == 3 and "calibration" in notes[1]

@@ -6,6 +6,7 @@ The third reader is a server that computes some layers as one, as vLLM and SGLan
 import copy
 import json
 import re
+import shutil
 from pathlib import Path
 
 import _models
@@ -13,8 +14,10 @@ import pytest
 import torch
 
 import nanochat_fp4 as nf
+from nanochat_fp4.export.huggingface import write_own
 from nanochat_fp4.export.load import load_safetensors
 from nanochat_fp4.export.weights import forward_weights
+from nanochat_fp4.models.gpt import GPT, GPTConfig
 from nanochat_fp4.nvfp4.experts import ExpertLinear
 from nanochat_fp4.nvfp4.format import decode
 
@@ -163,8 +166,46 @@ def test_the_example_of_the_page_saves_and_reads(tmp_path, monkeypatch, capsys):
     page = (Path(__file__).parents[2] / "docs" / "models.md").read_text()
     names = {"nf": nf, "torch": torch, "transformers": t, "model": CLASSES["Llama"](), "tokenizer": None}
     exec(page.partition("```python\n")[2].partition("```")[0], {**names, "evaluate": torch.nn.Module.eval}, names)
-    assert names["other"].dtype == torch.float32 and len(names["lost"]) == 1
+    assert names["other"].dtype == torch.float32 and len(names["lost"]) == 2
     assert capsys.readouterr().out.count("clover_fp8_forward") == 1  # The report is printed once.
+
+
+@pytest.mark.parametrize("method", ["clover", "clover_fp8_forward"])
+def test_a_model_with_a_file_of_its_own_is_saved_with_the_file(tmp_path, method):
+    """An exported GPT of this project, read with trust_remote_code and converted again."""
+    pytest.importorskip("compressed_tensors")
+    config = GPTConfig(sequence_len=32, vocab_size=64, n_layer=2, n_head=2, n_kv_head=2, n_embd=64, window_pattern="SL")
+    gpt = GPT(config)
+    gpt.init_weights()
+    (tmp_path / "own").mkdir()
+    write_own(gpt, tmp_path / "own", torch.float32)
+    model = t.AutoModelForCausalLM.from_pretrained(tmp_path / "own", trust_remote_code=True, dtype=torch.float32)
+    nf.save_quantized(nf.convert(model, method, verbose=False), tmp_path / "out")
+    assert "trust_remote_code=True)  # Pass no dtype" in (tmp_path / "out" / "README.md").read_text()
+    shutil.rmtree(tmp_path / "own")
+    ids = torch.arange(24)[None]
+    with torch.no_grad():
+        got = t.AutoModelForCausalLM.from_pretrained(tmp_path / "out", trust_remote_code=True)(ids).logits.float()
+        want = nf.load_quantized(GPT(config).eval(), tmp_path / "out")(ids)
+    assert (got - want).norm() < 0.1 * want.norm()
+
+
+def test_the_lines_of_the_card_generate(tmp_path, monkeypatch, capsys):
+    pytest.importorskip("compressed_tensors")
+    from tokenizers import ByteLevelBPETokenizer
+
+    words = ByteLevelBPETokenizer()
+    words.train_from_iterator(["the capital of gold planets"] * 3, vocab_size=300)
+    model, fast = CLASSES["Llama"](), t.PreTrainedTokenizerFast(tokenizer_object=words._tokenizer, eos_token="a")
+    model.resize_token_embeddings(len(fast))
+    for template in (None, "{% for message in messages %}{{ message['content'] }}{% endfor %}"):
+        fast.chat_template = template
+        nf.save_quantized(nf.convert(model, verbose=False), tmp_path, tokenizer=fast, overwrite=True)
+        lines = (tmp_path / "README.md").read_text().partition("## Use")[2]
+        monkeypatch.chdir(tmp_path)
+        capsys.readouterr()
+        exec(re.sub("^    ", "", lines, flags=re.M), {})
+        assert len(capsys.readouterr().out) > 20 and ("apply_chat_template" in lines) == bool(template)
 
 
 def test_transformers_reads_experts_without_their_global_scale(tmp_path):
