@@ -171,9 +171,8 @@ def measured_on(runs: list[dict], data: str) -> str:
     line below a table."""
     tokens, seeds = sorted({r["tokens"] for r in runs}), sorted({r["seed"] for r in runs})
     sizes = ", ".join(dict.fromkeys(r["size"] for r in runs))
-    evaluated = "/".join(f"{t:,}" for t in sorted({r["eval_tokens"] for r in runs if r.get("eval_tokens")}))
     where = f"{sizes}, data {data}, {'/'.join(f'{t:,}' for t in tokens)} tokens"
-    return f"{where}, evaluated on {evaluated or 'an unknown number'}, seeds {seeds}"
+    return f"{where}, {sweep_results.evaluated_on(runs)}, seeds {seeds}"
 
 
 def length_notes(runs: list[dict]) -> list[str]:
@@ -441,6 +440,7 @@ def table(context: Context, name: str, item: Item) -> Outcome:
             cells = [COLUMNS[c](rows, method) if c in has else "-" for c in item.columns]
             table_rows.append([size, method, *cells])
             gaps[f"{size} {method}"] = {value: rows.gap(method, value) for value in VALUES.values()}
+        notes += filter(None, [sweep_results.of_one_seed(rows.runs, size)])
         claims = [c for c in item.claims if rows.of(c.better) and rows.of(c.worse)]
         said = [f"the paper: {c.text}. Here, {size}: {c.verdict(rows.runs, size)}" for c in claims]
         notes += [*said, *corrected(claims, rows.runs, size), *reduction(rows)]

@@ -36,7 +36,7 @@ from typing import Any
 from lab import table
 from lab.runs import stored
 from lab.statistics import gap
-from lab.study.sweep_results import LEGEND, data_name, difference_from_paper, other_lengths, summary
+from lab.study.sweep_results import LEGEND, data_name, difference_from_paper, of_one_seed, other_lengths, summary
 from lab.study.sweep_runs import Run, again, data_key, labels, parse_number, plan
 from lab.study.sweep_scheduler import Interrupted, Sweep, base_directory, visible_devices
 from nanochat_fp4.cli import ArgumentParser, UserError, format_seconds, run_main
@@ -114,7 +114,8 @@ def with_forwards(sweep: Sweep, runs: Sequence[Run]) -> tuple[list[dict], list[s
 
 
 def report(sweep: Sweep, name: str, runs: Sequence[Run]) -> tuple[str, list[str]]:
-    """Writes the finished runs to <folder>/<name>.json and .md. Returns the table as text, and the notes below it."""
+    """Writes the finished runs to <folder>/<name>.json and .md. Returns the table as text, with the methods of one seed
+    below it, and the other notes."""
     results, notes = with_forwards(sweep, runs)
     methods, sizes = (list(dict.fromkeys(getattr(r, f) for r in runs)) for f in ("method", "size"))
     header, rows = summary(results, methods, sizes)
@@ -123,6 +124,7 @@ def report(sweep: Sweep, name: str, runs: Sequence[Run]) -> tuple[str, list[str]
     said = [f"{size} differs from the paper's runs: {what}" for size, what in differs.items() if what]
     said += [f"{size}: {note}" for size in sizes if (note := other_lengths(results, size))]
     said += [LEGEND, *notes]
+    single = [note for size in sizes if (note := of_one_seed(results, size))]
     content = {
         "name": name,
         "runs": len(runs),
@@ -138,25 +140,29 @@ def report(sweep: Sweep, name: str, runs: Sequence[Run]) -> tuple[str, list[str]
     lines = [f'"{k}": ' + (f"[\n{runs_text}\n]" if k == "results" else json.dumps(v)) for k, v in content.items()]
     atomic_write(sweep.folder / f"{name}.json", "{\n" + ",\n".join(lines) + "\n}\n")
     lines = ["| " + " | ".join(map(str, row)) + " |" for row in (header, ["---"] * len(header), *rows)]
-    atomic_write(sweep.folder / f"{name}.md", "\n".join([*lines, "", *said]).rstrip() + "\n")
-    return table(header, rows), said
+    atomic_write(sweep.folder / f"{name}.md", "\n".join([*lines, "", *single, *said]).rstrip() + "\n")
+    return "\n".join([table(header, rows), *single]), said
 
 
 def run_sweep(sweep: Sweep, name: str, runs: Sequence[Run]) -> list[dict]:
     """Trains all runs and prints the table after each of them but the last. Returns their results. Raises Interrupted
     after a signal, and UserError if runs failed."""
-    start, before = time.monotonic(), len(sweep.results(runs))
+    start, before = time.monotonic(), [run for run in runs if sweep.result(run)]
 
     def progress() -> None:
-        done, elapsed = len(sweep.results(runs)), time.monotonic() - start
-        left = format_seconds(elapsed / max(1, done - before) * (len(runs) - done))
-        print0(f"\n{name}: {done} of {len(runs)} runs done, {format_seconds(elapsed)}, about {left} left")
+        done, elapsed = [run for run in runs if sweep.result(run)], time.monotonic() - start
+        timed, waiting = [run for run in done if run not in before], [run for run in runs if run not in done]
+        left = format_seconds(elapsed / max(1, len(timed)) * len(waiting))
+        methods = dict.fromkeys(run.method for run in timed)
+        if methods and not methods.keys() >= {run.method for run in waiting}:
+            left += f" if all take as long as {', '.join(methods)}"
+        print0(f"\n{name}: {len(done)} of {len(runs)} runs done, {format_seconds(elapsed)}; left: about {left}")
         shown, _ = report(sweep, name, runs)
-        print0(shown if done < len(runs) else "", flush=True)
+        print0(shown if waiting else "", flush=True)
 
-    if before < len(runs):
+    if len(before) < len(runs):
         where = f"on {', '.join(sweep.devices)}; in {sweep.folder}"
-        print0(f"{name}: {len(runs)} runs, {before} of them done before; {where}")
+        print0(f"{name}: {len(runs)} runs, {len(before)} of them done before; {where}")
     try:
         sweep.train(runs, progress)
     finally:

@@ -10,7 +10,8 @@ from lab.study.sweep_runs import data_key, flag_values
 # The line below the table of a sweep.
 LEGEND = (
     "val BPB: the mean of the seeds that all methods have; gap to bf16: with the run's own forward; BF16 fwd: the gap "
-    "of the same weights without quantization; minus clover: in points. All are paired by seed, with 95% intervals"
+    "of the same weights without quantization; minus clover: in points. All are paired by seed, with 95% intervals "
+    "from two seeds on"
 )
 
 
@@ -46,6 +47,20 @@ def other_lengths(results: Sequence[dict], size: str) -> str:
     others = [f"{method} {n:,}" for method, n in steps.items() if usual and n != usual]
     said = f"of other lengths than bf16's {usual:,} steps, compared with it at their ends: " if others else ""
     return said + ", ".join(others)
+
+
+def evaluated_on(results: Sequence[dict]) -> str:
+    """Says on how many tokens of the validation text runs are evaluated."""
+    tokens = sorted({r["eval_tokens"] for r in results if r.get("eval_tokens")})
+    return f"evaluated on {'/'.join(f'{t:,}' for t in tokens) or 'an unknown number'}"
+
+
+def of_one_seed(results: Sequence[dict], size: str) -> str:
+    """Returns a note that names the methods of one seed, whose gaps have no interval, or ""."""
+    mine = [r for r in results if r["size"] == size]
+    single = [m for m in dict.fromkeys(r["method"] for r in mine) if m != "bf16" and gap(mine, size, m).n == 1]
+    said = f"{size}: nothing is ranked, for there is one seed and no interval, {evaluated_on(mine)} tokens: "
+    return said + ", ".join(single) if single else ""
 
 
 def data_name(data_dir: str) -> str:

@@ -301,6 +301,10 @@ def test_of_one_seed_no_interval_is_claimed(tmp_path, printed):
     path = study(tmp_path / "a.json", bf16=[0.0], nvidia=[2.0], clover=[1.0])
     lines = printed(f"horizon --results={path}")
     assert "- the paper: Clover beats NVIDIA. Here, d6: undecided (-1.00 points)" in lines
+    (single,) = (line for line in lines if "nothing is ranked" in line)
+    assert single.endswith("evaluated on 64 tokens: nvidia, clover")
+    two = study(tmp_path / "b.json", bf16=[0.0] * 2, clover=[1.0] * 2)
+    assert not any("nothing is ranked" in line for line in printed(f"horizon --results={two}"))
     assert any(line.endswith("+2.00 +1.00 2.00 +1.00 +0.50 2.00 - +2.00 +1.00") for line in lines)
 
 

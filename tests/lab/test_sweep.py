@@ -376,7 +376,12 @@ def test_what_is_done_is_skipped_and_checkpoints_go(trained, capsys):
     runs = sweep_runs.plan(["bf16", "clover"], ["tiny"], [1, 2], tokens=1024)
     results = sweep.run_sweep(s, "name", runs)
     assert order == [r.tag for r in runs] and len(results) == 4
-    assert "4 of 4 runs done" in capsys.readouterr().out
+    said = capsys.readouterr().out.splitlines()
+    assert any("4 of 4 runs done" in line for line in said)
+    left = [line.endswith("if all take as long as bf16") for line in said if " runs done" in line]
+    assert left == [True, False, False, False]  # Before clover's first run nobody knows its time.
+    ranked = [line for line in said if "nothing is ranked" in line]
+    assert len(ranked) == 2 and all("evaluated on 64 tokens: clover" in line for line in ranked)  # after runs 2 and 3
     assert results[0]["curve"] == [[0, 3.0, 3.0], [2, 1.5, 1.4]] and results[0]["tokens"] == 1024
     assert [r["computed"] for r in results[:2]] == [
         sweep_runs.computed("", [f"--method={m}"]) for m in ("bf16", "clover")
