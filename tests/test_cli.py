@@ -126,9 +126,10 @@ try:
     from safetensors.torch import save_file
 except ImportError:
     sys.exit()
-layer = torch.nn.Linear(2, 1)
-save_file({"weight": torch.ones(1, 2), "bias": torch.ones(1)}, sys.argv[1] + "/model.safetensors")
-assert float(load_quantized(layer, sys.argv[1]).weight.sum()) == 2
+layer, codes = torch.nn.Sequential(torch.nn.Linear(2, 1)), torch.ones(1, 2).to(torch.float8_e4m3fn)
+tensors = {"0.weight": codes, "0.weight_scale": torch.ones(1), "0.bias": torch.ones(1)}
+save_file(tensors, sys.argv[1] + "/model.safetensors")
+assert float(load_quantized(layer, sys.argv[1])[0].weight.sum()) == 2
 """
 FORKS = """
 # A Python that has torch runs each program as `python -m` or `-c` would, excepthook and all, in a fork.

@@ -32,8 +32,8 @@ M = TypeVar("M", bound=nn.Module)
 
 @torch.no_grad()
 def load_quantized(model: M, folder: str | Path, device: torch.device | str = "cpu") -> M:
-    """Loads the weights of an exported folder (safetensors or compressed-tensors) into a model, in place. Returns the
-    model.
+    """Loads the weights of an exported folder (compressed-tensors, and for this project's models also safetensors)
+    into a model, in place. Returns the model.
 
     Quantized weights are decoded into the parameters, so the model can be trained further or used in any way. In FP32
     parameters they are exact, where transformers decodes to BF16. All tensors of the folder are checked before the
@@ -44,10 +44,10 @@ def load_quantized(model: M, folder: str | Path, device: torch.device | str = "c
             transformers.
     device: the device for parameters that are on the meta device
 
-    Raises ValueError if the folder has another format or belongs to another model, and if a tensor is unknown, has
-    another shape or dtype, or has a value that is not finite in the parameter's dtype. It is also an error if a
-    parameter with two names (tied embeddings) has two different values in the file. Raises ModuleNotFoundError if
-    safetensors is not installed.
+    Raises ValueError if the folder has another format or belongs to another model, and if it has no quantized weights,
+    which from_pretrained reads. Raises ValueError if a tensor is unknown, has another shape or dtype, or has a value
+    that is not finite in the parameter's dtype. It is also an error if a parameter with two names (tied embeddings) has
+    two different values in the file. Raises ModuleNotFoundError if safetensors is not installed.
 
     >>> nf.load_quantized(torch.nn.Linear(32, 16), "nowhere")  # doctest: +ELLIPSIS
     Traceback (most recent call last):
@@ -72,6 +72,8 @@ def load_quantized(model: M, folder: str | Path, device: torch.device | str = "c
         about, places = huggingface.describe(model)
         _check_config(folder, config, about)
     else:
+        if not any(isinstance(value, NVFP4Tensor) for value in values.values()):
+            raise ValueError(f"{folder} has no quantized weights; name one of save_quantized, or use from_pretrained")
         places = huggingface.places_in(model)
     if isinstance(model, GPT):
         # A model without these scalars in its config has neutral ones.

@@ -319,7 +319,6 @@ def _write_card(model: nn.Module, folder: Path, notes: list[str], chat: bool) ->
     kinds = sorted({"FP8" if group["format"] == huggingface.EIGHT_BITS else "NVFP4" for group in groups})
     inputs = any(group["input_activations"] for group in groups)
     rows = {
-        "model": type(model).__name__,
         "QAT method": model.nf_report.recipe.name if hasattr(model, "nf_report") else "",
         "quantized": "weights and inputs" if inputs else "weights",
         "not quantized": ", ".join(["embeddings, norms", *about["ignore"][:4]]) + " ..." * (len(about["ignore"]) > 4),
@@ -327,8 +326,8 @@ def _write_card(model: nn.Module, folder: Path, notes: list[str], chat: bool) ->
     }
     named = " and ".join(kinds)
     made = f"Written by nanochat_fp4 (`nf.save_quantized`) as `compressed-tensors` in {named}."
-    use = reading_lines(folder, chat)
-    atomic_write(folder / "README.md", model_card(f"{rows['model']} in {named}", made, kinds, rows, notes, use))
+    card = model_card(f"{type(model).__name__} in {named}", made, kinds, rows, notes, reading_lines(folder, chat))
+    atomic_write(folder / "README.md", card)
 
 
 _calls: Counter[str] = Counter()  # The number of calls of save_quantized in this process for each folder.

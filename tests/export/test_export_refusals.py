@@ -237,6 +237,16 @@ def test_a_model_that_transformers_read_in_few_bits_names_how_to_build_it(saved)
     refused(lambda: nf.load_quantized(model, saved), "compressed-tensors.*from_config")
 
 
+@pytest.mark.parametrize("described", [True, False])
+def test_a_folder_that_is_not_quantized_is_refused(tmp_path, described):
+    """Whoever typed a wrong folder would otherwise train on weights of another run."""
+    state = {name: tensor.clone() for name, tensor in Foreign().state_dict().items()}
+    save_file(state, tmp_path / "model.safetensors", {"format": "pt"})
+    if described:
+        (tmp_path / "config.json").write_text(Foreign.config.to_json_string())
+    refused(lambda: nf.load_quantized(Foreign(), tmp_path), "no quantized weights.*from_pretrained")
+
+
 def test_a_file_in_the_place_of_its_folder_is_named(saved):
     refused(lambda: nf.load_quantized(Foreign(), saved / "model.safetensors"), f"is a file.*{saved}$")
 
