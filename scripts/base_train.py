@@ -299,7 +299,8 @@ class BaseTraining(Trainer):
         self.choose_micro_batch(args, self.world_size)
         self.announce(plan)
         self.text, self.val_text = (open_text(split, self.survey) for split in ("train", "val"))
-        if held := count_tokens(self.text, tokenizer):
+        self.text_tokens = held = count_tokens(self.text, tokenizer)
+        if held:
             often, own = args.total_batch_size * self.num_steps / held, self.text[0]
             cut = f"{own.name}: {len(own.order):,} training pieces, cut at the ends of paragraphs, with about {held:,}"
             read = f"tokens, which this run reads {f'{often:,.0f}' if often > 10 else f'{often:.2g}'} times"
@@ -364,6 +365,7 @@ class BaseTraining(Trainer):
             "recipes": {r.name: {gemm: str(getattr(r, gemm)) for gemm in report.GEMMS} for r in plan.recipes},
             "config_key": comparison_key(self.settings | tunable | spread),
             "text": more["text"],
+            "text_tokens": self.text_tokens,
             "val_text": val_data,
             "val_text_tokens": count_tokens(self.val_text, self.tokenizer),
             "tokenizer": self.tokenizer.fingerprint(),

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 from nanochat_fp4.cli import STAGE, ArgumentParser, UserError, format_seconds, run_main
 from nanochat_fp4.common import base_dir_of, get_base_dir, get_dist_info
 from nanochat_fp4.evaluation import plots
-from nanochat_fp4.evaluation.metrics import read_jsonl
+from nanochat_fp4.evaluation.metrics import USUAL_TOKENS, read_jsonl
 from nanochat_fp4.files import atomic_write
 from nanochat_fp4.hardware import about_versions, environment_info
 
@@ -37,7 +37,7 @@ FOLDERS = {
     "sft": "chatsft_checkpoints",
     "rl": "chatrl_checkpoints",
 }
-UNITS = {"bpb": "bits per byte", "loss": "nats per token", "pass@1": "pass@1"}  # of what stages validate
+UNITS = {"bpb": "bits per byte", "loss": "nats per token of answers", "pass@1": "pass@1"}  # of what stages validate
 # What a backward GEMM takes where its recipe rounds nothing anew.
 GEMMS = {"output": "-", "grad_input": "the forward's weight", "grad_weight": "the forward's input"}
 TIME = "%Y-%m-%d %H:%M:%S"
@@ -144,6 +144,7 @@ def read_run(tag: str, base_dir: Path) -> dict[str, Any]:
     return base | {
         "model_tag": tag,
         "text": [base["start"].get(key) for key in ("tokenizer", "val_text")],
+        "text_folder": base["start"].get("config", {}).get("data_dir"),
         "method": str(base["start"].get("method", "-")),
         "tokens": base["step"] * batch if base["step"] and batch else None,
         "seconds": seconds or None,
@@ -250,42 +251,54 @@ def runs_table(runs: list[dict]) -> list[str]:
         row += [_cell(r["tokens_per_second"], "{:,.0f}"), "-" if r["seconds"] is None else format_seconds(r["seconds"])]
         rows.append(row)
     lines = _table(header, rows)
-    notes = SCATTER * any(r.get("gap") for r in runs) + EMULATION * any(_emulated(r["start"]) for r in runs)
+    read = sorted(r["tokens"] / r["start"]["num_params"] for r in runs if r["tokens"])
+    few = [f"{each:.3g}" for each in read if round(each, 1) < USUAL_TOKENS]
+    notes = SMALL.format(USUAL_TOKENS, " to ".join(dict.fromkeys(few[:1] + few[-1:]))) * bool(few)
+    notes += EMULATION * any(_emulated(r["start"]) for r in runs)
+    notes += BPB + GAP + SCATTER * any(r.get("gap") for r in runs) + "\n"
     if old := [r["model_tag"] for r in runs if r.get("old_text")]:
         notes += f"- trained on another text than the newest run: {', '.join(old)}\n"
     notes += "".join(f"- no gap of {r['model_tag']}: {r['no_gap']}\n" for r in runs if "no_gap" in r and r["measured"])
-    return lines + ["", *notes.splitlines()] * bool(notes)
+    return [*lines, "", *notes.splitlines()]
 
 
-EMULATION = "- tokens/s: this machine emulates products of few bits, so the speed says nothing of a GPU that has them\n"
+SMALL = "- a small run shows that everything works, and ranks no method: of {} usual tokens a parameter it read {}\n"
+EMULATION = "- tokens/s: this machine emulates products of few bits, so its speed ranks no method\n"
+BPB = "- val BPB: bits per byte of the validation text with the forward pass of the method; lower is better\n"
+GAP = "- gap: increase of val BPB over the BF16 run of the same configuration and text, which `COMPARE=1` trains too"
 # Of clover in d6_mixed and d6_fp8_forward, and in d4_40m. One seed gives the same bits again on a CPU (reliability.md).
-SCATTER = "- gap: of one seed; clover's of nine lie 0.3 points apart at d6 (160M tokens), of four 1.3 at d4 (40M)\n"
-EXPLANATIONS = """\
-- val BPB: bits per byte of the validation text (val tokens of it) with the forward pass of the method; lower is better.
-- gap: increase of val BPB over the BF16 run of the same configuration (`COMPARE=1`), on one text, by one tokenizer and
-  on as many tokens (`python -m scripts.base_loss` measures anew). `python -m lab.study.sweep` trains several seeds.
-"""
+SCATTER = "; of one seed: clover's of nine seeds lie 0.3 points apart at d6 (160M tokens), of four 1.3 at d4 (40M)"
 
 
 def summary(runs: list[dict], base_dir: Path) -> list[str]:
-    """Returns lines about each run that has ended: where it is, and how to chat with it."""
+    """Returns lines about each run that has ended: where it is, and how to use it."""
     lines = []
+    # The shell that types the command may not have the variable.
+    variable = "" if base_dir == base_dir_of({}) else f"NANOCHAT_BASE_DIR={shlex.quote(str(base_dir))} "
     for r in (r for r in runs if r["finished"]):
         tag, stages = r["model_tag"], r["stages"]
-        *_, stage = ["base", *(s for s in FOLDERS if any((base_dir / FOLDERS[s] / tag).rglob("model_*")))]
+        there = [s for s in FOLDERS if any((base_dir / FOLDERS[s] / tag).rglob("model_*"))]
+        stage = there[-1] if there else "base"
         lines += [f"{tag}: {base_dir / FOLDERS[stage] / tag}"]
         validated = {s: stages[s]["validations"] for s in stages if s != "base"}
-        changes = [f"{s} {v[0][0]:.2f} -> {v[-1][0]:.2f} {v[0][1]}" for s, v in validated.items() if len(v) > 1]
-        lines += [f"  validation on conversations: {', '.join(changes)}"] if changes else []
-        if stage == "base":
-            continue
+        for s, ((first, unit), *_, (last, _)) in ((s, v) for s, v in validated.items() if len(v) > 1):
+            worse = ", worse than before" * (last < first if unit == "pass@1" else last > first)
+            lines += [f"  validation on conversations: {s} {first:.2f} -> {last:.2f} {unit}{worse}"]
         if stages[stage]["step"] and not stages[stage]["finished"]:
             done = f"{stage} has done {_steps(stages[stage])} steps"
             lines += [f"  so far:     {done}; its command goes on with --resume-from-step latest"]
-        # The shell that types the command may not have the variable.
-        variable = "" if base_dir == base_dir_of({}) else f"NANOCHAT_BASE_DIR={shlex.quote(str(base_dir))} "
-        lines += [f"  talk to it: {variable}{STAGE}chat_web -i {stage} --model-tag {tag}"]
+        own = r["text_folder"] and base_dir not in Path(r["text_folder"]).parents
+        if "base" in there and (own or stage == "base"):
+            command = f"{variable}{STAGE}chat_cli -i base --model-tag {tag}"
+            lines += [f'  continue a text: {command} -p "Once upon a time"']
+        if stage != "base":
+            lines += [f"  talk to it: {variable}{STAGE}chat_web -i {stage} --model-tag {tag}"]
     return lines
+
+
+def _text_of(r: dict[str, Any]) -> str:
+    train, val = (f"{r['start'][key]:,}" if r["start"].get(key) else "" for key in ("text_tokens", "val_text_tokens"))
+    return r["text_folder"] + (f", about {train} tokens to train on and {val} to validate" if train and val else "")
 
 
 def _benchmarks(runs: list[dict]) -> list[str]:
@@ -298,7 +311,9 @@ def _benchmarks(runs: list[dict]) -> list[str]:
         for score in (scores.get(task, {}) for task in chances):
             row.append(score.get("text") or (f"{100 * score['accuracy']:.2f}%" if "accuracy" in score else "-"))
         rows.append(row)
-    return _table(["run", "method", "after", "val BPB of the base model", *names], rows)
+    few = min((s["count"] for _, _, scores in scored for s in scores.values() if "count" in s), default=100)
+    note = ["", f"As few as {few} problems tell nothing of a model: they show that the evaluation works."] * (few < 100)
+    return _table(["run", "method", "after", "val BPB of the base model", *names], rows) + note
 
 
 def _samples(runs: list[dict]) -> list[str]:
@@ -309,15 +324,17 @@ def _samples(runs: list[dict]) -> list[str]:
     return lines[:-1]
 
 
-def _stages(sections: list[dict]) -> list[str]:
-    """The sections, with their times. The total is that of the commands that ran the stages, which also start Python,
-    write the text and wait."""
+def _stages(sections: list[dict], runs: list[dict]) -> list[str]:
+    """The sections, with their times, and the conversations of all runs. The total is that of the commands that ran the
+    stages, which also start Python, write the text and wait."""
     ends: dict[float, float] = {}
     for s in sections:
         ends[s["began"]] = max(ends.get(s["began"], 0), s["finished"])
     whole = format_seconds(sum(ends.values()) - sum(ends))
     lines = [f"In all {whole} by the clock on the wall, without calls that were interrupted."]
-    lines += ["", "<details><summary>Each stage: its time, its flags, and what the tables do not have</summary>"]
+    lines += ["", "<details><summary>Each stage: its time, its flags, and what the tables do not have</summary>", ""]
+    mixtures = [(kind, s["start"].get("sources")) for run in runs for kind, s in run["stages"].items()]
+    lines += dict.fromkeys(f"- {k} trains on {'; '.join(map(': '.join, m.items()))}" for k, m in mixtures if m)
     for s in sections:
         lines += ["", f"### {s['section']}: {s['run']}", ""]
         lines += [f"- time of the last call: {format_seconds(s['seconds'])}, finished {s['timestamp']}"]
@@ -347,8 +364,9 @@ def _page(base_dir: Path, runs: list[dict], sections: list[dict], picture: str, 
     left_out = base_dir / "report" / "left_out.txt"  # The plan and dev/pipeline.sh write it.
     without = left_out.read_text("utf-8", "replace").splitlines() if left_out.is_file() else []
     lines = ["# nanochat_fp4 report", "", f"Written {time.strftime(TIME)}.", ""]
+    lines += [f"Text: {text}\n" for text in dict.fromkeys(_text_of(r) for r in runs if r["text_folder"])]
     lines += ["```", *about, "```", ""] if about else []
-    lines += [*runs_table(runs), "", *EXPLANATIONS.splitlines(), ""] if runs else []
+    lines += [*runs_table(runs), ""] if runs else []
     lines += [f"![curves of pre-training]({picture})"] if picture else []
     for title, body in (
         ("Benchmarks (accuracy, 2-sigma interval)", _benchmarks(runs)),
@@ -357,7 +375,7 @@ def _page(base_dir: Path, runs: list[dict], sections: list[dict], picture: str, 
         ("Environment", _environment(runs)),
         ("Left out", [f"- {line}" for line in without]),
         ("Notes", [f"- {note}" for note in notes]),
-        ("Stages", _stages(sections)),
+        ("Stages", _stages(sections, runs)),
     ):
         lines += ["", f"## {title}", "", *body] if body else []
     return "\n".join(lines) + "\n"
@@ -388,7 +406,10 @@ def generate(folder: Path) -> Path:
     newest = {s["run"] for s in sections if s["began"] == sections[-1]["began"]}
     runs.sort(key=lambda run: run["model_tag"] not in newest)
     last = [run for run in runs if run["model_tag"] in newest] or runs
-    print("\n".join([*runs_table(runs), "", *summary(last, base_dir), "report:"]))
+    asked, there = os.environ.get("NUM_ITERATIONS"), {str(run["start"].get("num_iterations")) for run in runs}
+    absent = [f"no run has NUM_ITERATIONS={asked}: the same command without STAGES trains it"] * bool(asked)
+    absent *= asked not in there
+    print("\n".join([*runs_table(runs), "", *summary(last, base_dir), *absent, "report:"]))
     return path
 
 

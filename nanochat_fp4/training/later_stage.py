@@ -114,9 +114,5 @@ class LaterStage(Trainer):
     def log_stage(self, section: str, setup: dict[str, Any]) -> None:
         """Prints the results, and writes them together with `setup` into the report under `section`."""
         bests = {f"Best {key}": value for key, value in self.state["best"].items()}
-        about = {
-            "Model": f"{self.parent.get('stage')} model {self.model_tag}, step {self.parent.get('step')}",
-            **setup,
-            **{f"Data: {name}": rows for name, rows in self.sources.items()},
-        }
-        self.log_report(section, about, bests)
+        model = f"{self.parent.get('stage')} model {self.model_tag}, step {self.parent.get('step')}"
+        self.log_report(section, {"Model": model, **setup}, bests)

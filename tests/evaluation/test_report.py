@@ -257,10 +257,69 @@ def test_the_scatter_of_a_gap_is_said_below_the_table_on_the_terminal_too(base_d
         make_run(base_dir, "other", "clover", 1.275)
 
 
+@pytest.mark.parametrize("params, said", [(100, ""), (1200, ""), (1220, "read 19.7"), (10_000, "read 2.4")])
+def test_a_run_that_has_read_too_little_ranks_no_method(base_dir, folder, capsys, params, said):
+    """A run reads 24,000 tokens here, and 20 for each parameter are usual."""
+    make_run(base_dir, "d4_clover", "clover", 1.275, num_params=params)
+    for text in (generated(folder), capsys.readouterr().out):
+        assert ("ranks no method: " in text) == bool(said) and said in text
+
+
+def test_the_text_the_conversations_and_the_gap_are_said_once(base_dir, folder):
+    own = {"config": {"data_dir": "/texts/novels"}, "text_tokens": 12_345, "val_text_tokens": 678}
+    for tag, method in (("d4_clover", "clover"), ("d4_bf16", "bf16")):
+        make_run(base_dir, tag, method, 1.275 - 0.025 * (method == "bf16"), **own)
+        log_of(base_dir, tag, LATER[0]).append("start", 24, num_iterations=24, sources={"Local-Choice": "2,000 rows"})
+        get_report(tag).log("Midtraining", [{}])
+    text = generated(folder)
+    head = text.partition("```")[0]
+    assert "Text: /texts/novels, " in head and "12,345" in head and "678" in head
+    assert text.count("/texts/novels") == text.count("Local-Choice: 2,000 rows") == text.count("- gap") == 1
+
+
+@pytest.mark.parametrize("count, said", [(8, 1), (99, 1), (100, 0), (None, 0)])
+def test_so_few_problems_tell_nothing(base_dir, folder, count, said):
+    make_run(base_dir, "d4", "clover", 1.275)
+    score = {"accuracy": 0.5} | ({"count": count} if count else {})
+    log_of(base_dir, "d4", LATER[1]).append("benchmarks", 24, scores={"MMLU": score, "CORE": {"accuracy": 0.5}})
+    assert generated(folder).count("tell nothing") == said
+
+
+@pytest.mark.parametrize("asked, said", [("", 0), ("24", 0), ("20", 1)])
+def test_a_run_that_was_asked_for_and_is_not_there_is_named(base_dir, folder, capsys, monkeypatch, asked, said):
+    monkeypatch.setenv("NUM_ITERATIONS", asked)
+    make_run(base_dir, "d4", "clover", 1.275)
+    generated(folder)
+    assert capsys.readouterr().out.count("NUM_ITERATIONS=20") == said
+
+
+@pytest.mark.parametrize("stage, key, last, worse", [(1, "loss", 3.0, 1), (1, "loss", 2.0, 0), (2, "pass@1", 0.1, 1)])
+def test_a_stage_that_made_the_model_worse_is_said_to_have(base_dir, folder, stage, key, last, worse):
+    make_run(base_dir, "d4", "clover", 1.275)
+    log = log_of(base_dir, "d4", LATER[stage])
+    log.rewind(None)
+    log.append("val", 0, **{key: 2.5})
+    log.append("val", 24, **{key: last})
+    assert generated(folder).count("worse") == worse
+
+
+@pytest.mark.parametrize("text", ["own", "base_data"])
+@pytest.mark.parametrize("stage", ["base", "sft"])
+def test_a_base_model_continues_a_text(base_dir, folder, text, stage):
+    """Of the user's own text, of which later stages teach nothing, or where no other model is there."""
+    place = base_dir.parent if text == "own" else base_dir
+    make_run(base_dir, "d4", "clover", 1.275, config={"data_dir": str(place / text)})
+    for kind in {"base", stage}:
+        (base_dir / report.FOLDERS[kind] / "d4" / "model_000024.pt").write_bytes(b"")
+    text, chats = generated(folder), (base_dir / LATER[1] / "d4/model_000024.pt").exists()
+    assert ("chat_cli -i base --model-tag d4 -p" in text) == (place != base_dir or not chats)
+    assert ("chat_web -i sft --model-tag d4" in text) == chats
+
+
 def test_the_scatter_of_a_gap_is_that_of_the_stored_runs():
     """The largest gap of clover less the smallest one, in points, among seeds of one size and text."""
     runs = pq.read_table(Path(__file__).parents[2] / "lab/results/runs.parquet").to_pylist()
-    found = re.findall(r"(\w+)(?: lie)? (\d\.\d) (?:points apart )?at (d\d) \((\d+)M", report.SCATTER)
+    found = re.findall(r"(\w+)(?: seeds lie)? (\d\.\d) (?:points apart )?at (d\d) \((\d+)M", report.SCATTER)
     for (count, apart, size, tokens), studies in zip(found, (("d6_mixed", "d6_fp8_forward"), ("d4_40m",)), strict=True):
         of = {m: {r["seed"]: r for r in runs if r["study"] in studies and r["label"] == m} for m in ("bf16", "clover")}
         gaps = [100 * (run["val_bpb"] / of["bf16"][seed]["val_bpb"] - 1) for seed, run in of["clover"].items()]
