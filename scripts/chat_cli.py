@@ -3,6 +3,7 @@ Lets a user talk to a chat model in the terminal.
 
     python -m scripts.chat_cli                     an interactive conversation
     python -m scripts.chat_cli -p "Why is the sky blue?"
+    python -m scripts.chat_cli -i base -p "Once upon a time"      a base model continues a text
 
 The program is a single process. While the model writes, its calls of the calculator are answered as in the evaluation.
 """
@@ -39,11 +40,13 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 class Chat:
-    """A conversation as token ids, and the model that continues it."""
+    """A conversation as token ids, and the model that continues it. A base model has seen no conversation: with
+    `plain`, it continues each text as it stands."""
 
-    def __init__(self, engine: Engine, temperature: float, top_k: int, max_tokens: int):
+    def __init__(self, engine: Engine, temperature: float, top_k: int, max_tokens: int, plain: bool = False):
         self.engine, self.tokenizer = engine, engine.tokenizer
         self.sampling, self.max_tokens = {"temperature": temperature, "top_k": top_k}, max_tokens
+        self.plain = plain
         self.clear()
 
     def clear(self) -> None:
@@ -56,14 +59,18 @@ class Chat:
         Raises UserError if the conversation no longer fits the model.
         """
         special = self.tokenizer.encode_special
-        prompt = [*self.tokens, special("<|user_start|>"), *self.tokenizer.encode(text), special("<|user_end|>")]
-        prompt.append(special("<|assistant_start|>"))
+        if self.plain:
+            self.clear()
+            prompt = self.tokens + self.tokenizer.encode(text)
+        else:
+            prompt = [*self.tokens, special("<|user_start|>"), *self.tokenizer.encode(text), special("<|user_end|>")]
+            prompt.append(special("<|assistant_start|>"))
         room = self.engine.model.rotary_seq_len - len(prompt)
         if room < 1:
             problem = f"the conversation is {len(prompt)} tokens long and no longer fits"
             raise UserError(f"{problem}; type 'clear', or shorten it")
         shown, max_tokens = AnswerText(self.tokenizer), min(self.max_tokens, room)
-        self.cut_off = f"cut off after {max_tokens} tokens (--max-tokens); ask it to go on"
+        self.cut_off = f"cut off after {max_tokens} tokens (--max-tokens)" + "; ask it to go on" * (not self.plain)
         if room <= self.max_tokens:
             self.cut_off = "cut off: no room is left for this conversation; type 'clear'"
         for column, _ in self.engine.generate(prompt, max_tokens=max_tokens, **self.sampling):
@@ -89,7 +96,8 @@ def converse(args: argparse.Namespace, device: torch.device) -> None:
     model, tokenizer, meta, _ = load_for_inference(args.source, device, args)
     if problem := few_tokens(tokens_read(meta), model.num_scaling_params()):
         print(f"note: {problem}", file=sys.stderr, flush=True)
-    chat = Chat(Engine(model, tokenizer), args.temperature, args.top_k, args.max_tokens)
+    plain = args.source == "base"
+    chat = Chat(Engine(model, tokenizer), args.temperature, args.top_k, args.max_tokens, plain)
     precision = nf.full_precision(model) if args.precision == "bf16" else nf.quantize_weights_once(model)
     dtype = compute_dtype(device, args.dtype)
     with precision, nf.per_token_scale(model), autocast(device.type, dtype):
@@ -120,8 +128,8 @@ def converse(args: argparse.Namespace, device: torch.device) -> None:
 
 
 def answer(chat: Chat, text: str) -> None:
-    """Prints the answer to a text while the model writes it."""
-    print("\nAssistant: ", end="", flush=True)
+    """Prints the answer to a text while the model writes it, or the text as a base model continues it."""
+    print(f"\n{text}" if chat.plain else "\nAssistant: ", end="", flush=True)
     for piece in chat.ask(text):
         print(piece, end="", flush=True)
     print()

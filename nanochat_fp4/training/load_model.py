@@ -207,7 +207,7 @@ def find_model_tag(source: str, model_tag: str | None) -> str:
     """Returns the tag of the model to take from a stage. Without model_tag this is, of the tags d<number>..., the one
     with the largest number. Of several with the same number, or if no tag has this form, a model of a 4-bit or 8-bit
     method comes before the bf16 baseline, and then the newest one. If there is no such model, the UserError names the
-    command that makes one."""
+    command that makes one, and how to talk to one of another stage."""
     check_model_tag(model_tag)
     folder, made_by = Path(get_base_dir()) / FOLDERS[source], f"{STAGE}{SCRIPTS[source]}"
     tags = [path for path in sorted(folder.glob("*/")) if list_steps(path)]
@@ -217,6 +217,10 @@ def find_model_tag(source: str, model_tag: str | None) -> str:
         there = f" (there is {', '.join(path.name for path in tags[:8])})" if tags else ""
         what = f"{source} checkpoint {model_tag or ''}".rstrip()
         hint = f" --model-tag={model_tag}" if model_tag else ", or all stages with bash speedrun_fp4.sh"
+        hint += ", or set NANOCHAT_BASE_DIR, if your models are elsewhere"
+        others = [s for s, place in FOLDERS.items() if any(map(list_steps, folder.parent.glob(f"{place}/*/")))]
+        if not tags and others:
+            hint += f"; there is a model of {' and '.join(others)}: {STAGE}chat_cli -i {others[-1]}"
         raise UserError(f"there is no {what} in {folder}{there}; make it with {made_by}{hint}")
 
     def rank(path: Path) -> tuple[int, bool, float]:

@@ -547,6 +547,20 @@ def test_a_model_that_never_stops_can_be_talked_to(base):
     assert "".join(chat.ask("hello")) and "no room is left" in chat.cut_off
 
 
+def test_a_base_model_continues_the_text_itself(base, monkeypatch, capsys):
+    """It has seen no token of a conversation, and each text begins anew."""
+    save_base(base)
+    prompts, generate = [], chat_cli.Engine.generate
+    monkeypatch.setattr(chat_cli.Engine, "generate", lambda self, p, **k: prompts.append(p) or generate(self, p, **k))
+    lines = iter(["The old fisherman", "The old fisherman", "quit"])
+    monkeypatch.setattr(builtins, "input", lambda prompt: next(lines))
+    chat_cli.main(["-i", "base", "-t", "0", "-m", "4", "--device-type=cpu"])
+    tokenizer = get_tokenizer()
+    assert prompts == 2 * [[tokenizer.get_bos_token_id(), *tokenizer.encode("The old fisherman")]]
+    said = capsys.readouterr()
+    assert said.out.count("\nThe old fisherman") == 2 and "Assistant" not in said.out and "ask it" not in said.err
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # Results
 
