@@ -216,11 +216,12 @@ def run_settings(
 
 
 def text_digest(data_dir: str | os.PathLike | Survey) -> str:
-    """Returns 16 hex digits of a hash of a run's text and of its column. FineWeb-Edu goes by its validation shard,
-    because other runs in the same folder download more of it."""
+    """Returns 16 hex digits of a hash of a run's text, of its column and of how several files of own text are split.
+    FineWeb-Edu goes by its validation shard, because other runs in the same folder download more of it."""
     found = survey(data_dir)
     files = found.val if found.folder.name == "base_data" else found.files
-    return hashlib.sha256("".join([text_column(), *map(digest_of, files)]).encode()).hexdigest()[:16]
+    split = ["by file"] * (len(found.files) > 1 and not found.val)  # Before, by document: dev/LOG.md, 2026-11-28.
+    return hashlib.sha256("".join([text_column(), *split, *map(digest_of, files)]).encode()).hexdigest()[:16]
 
 
 def look_back(folder: Path, tokenizer: RustBPETokenizer | None = None, data_dir: str | None = None) -> str | None:
@@ -232,7 +233,7 @@ def look_back(folder: Path, tokenizer: RustBPETokenizer | None = None, data_dir:
         if tokenizer is not None:
             check_tokenizer(meta, tokenizer, where)
         if data_dir and meta.get("text") not in (None, text_digest(data_dir)):
-            return f"the text has changed since the {where}"
+            return f"the text, or its split, has changed since the {where}"
     return None
 
 

@@ -586,13 +586,13 @@ class Plan:
             why = (url_problem(url) or "").replace(url, "FineWeb-Edu")
         if s.data_dir and (s.here or Path(folder).exists()):
             found = dataset.survey(folder)
-            self.text, self.about_text, tokens = "folder", [f"DATA_DIR {found}"], found.tokens or 0
+            self.text, self.about_text, tokens = "folder", [f"DATA_DIR {dataset.look_into(found)}"], found.tokens or 0
             guess = f"; a guess, {dataset.BYTES_PER_TOKEN} bytes each: the base training counts them"
-            dataset.look_into(found)
-            # Text that cannot be trained on ends here.
-            text = [] if s.plan_only else [dataset.open_text(split, found) for split in ("train", "val")]
-            if text and self.tokenizer:
-                tokens, guess = dataset.count_tokens(text[0], self.tokenizer) or tokens, ""
+            if not s.plan_only:  # Text that cannot be trained on ends here. The others are described above the plan.
+                train = dataset.open_text("train", dataset.ensure_data(s.data_dir))
+                self.about_text = [f"DATA_DIR {folder}, as above"]
+                if self.tokenizer:
+                    tokens, guess = dataset.count_tokens(train, self.tokenizer) or tokens, ""
         elif s.data_dir:
             self.text, self.about_text = "folder", [f"{folder} (DATA_DIR) was not found here, and is not counted"]
         elif s.here and why and not (folder and Path(folder).name == "base_data"):

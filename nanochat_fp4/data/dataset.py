@@ -17,7 +17,7 @@ runs with different amounts of text can be compared.
 
 What a run reads of a folder or a file:
 
-    print(survey("my_texts"))  # my_texts: 1 file(s) to train on (a.txt; 3.4 MB); validation: ...; 1 not read: ...
+    print(survey("my_texts"))  # my_texts: 1 file(s) to train on (a.txt; 3.4 MB); 1 not read: ...
     train = open_text("train", "my_texts")     # each has name, column, rows, read(group), digest() and whole
 
 Two or more parquet files are shards, which are read as they are, in their row groups. All other text is written once
@@ -45,6 +45,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from nanochat_fp4.cli import ArgumentParser, UserError, format_bytes, one_line, parse_finite, run_main
@@ -58,7 +59,6 @@ STRINGS = ("string", "large_string", "string_view")  # Arrow's types of text.
 ENCODED = pa.DictionaryType | pa.RunEndEncodedType  # Those whose values may be text.
 NO_TEXT = ("readme", "license", "licence", "dataset_info", "dataset_dict")  # The beginnings of names, in lower case.
 OTHER_KINDS, NAMED, EMPTY = "not read: of another kind", "not read: by its name", "not read: empty"
-KEPT_BACK = "validation: every 20th document, or the last tenth of the text if there are fewer than 20"  # own_text
 BYTES_PER_TOKEN = 4  # By and large. Of own text nothing is known before it is read.
 
 
@@ -117,7 +117,6 @@ class Survey:
         for what, paths in ({"file(s) to train on": self.train, "for validation": self.val} | self.left_out).items():
             names = listed([path.name for path in paths])
             groups += [f"{len(paths)} {what} ({names}; {format_bytes(size_of(paths))})"] * bool(paths)
-        groups[1:1] = [KEPT_BACK] * (bool(self.train) and not self.val)
         return f"{self.folder}: {'; '.join(groups) or 'no files'}"
 
 
@@ -367,12 +366,14 @@ def cut_text(text: str, longest: int) -> list[str]:
 
 def own_pieces(found: Survey, column: str, most: float = math.inf) -> Iterator[dict[str, Any]]:
     """Yields the pieces of all documents, or of about `most` characters of each file, with the number of the document,
-    which is -1 in files for validation. Raises UserError for a row without the column of the text, and at the end for
-    the files that are no text, and if there is too little for both splits."""
+    which is -1 in files for validation. Without such files a number is left out at the beginning of each file but the
+    first, for kept_back. Raises UserError for a row without the column of the text, and at the end for the files that
+    are no text, and if there is too little for both splits."""
     longest = min(max(MIN_PIECE, size_of(found.files) // PIECES), MAX_PIECE)
     number, warnings, refused, filled = 0, [], [], Counter()  # filled: the pieces with text of each file
     for place_of_file, path in enumerate(found.files):
         characters, odd = 0, {FOREIGN: 0, SPOILED: 0}
+        number += place_of_file > 0 and not found.val
         for place, row in rows_of(path, "surrogateescape", column):
             text = row.get(column, 0) if isinstance(row, dict) else 0
             if not isinstance(text, str | None):
@@ -411,30 +412,66 @@ def own_pieces(found: Survey, column: str, most: float = math.inf) -> Iterator[d
         say_once(f"warning: {len(blank)} file(s) hold no text: {listed(blank)}")
 
 
-def look_into(found: Survey) -> None:
-    """Raises UserError for a file that begins without the column of the text, for the files whose beginning is no text,
-    and for too little text. Of each about a megabyte is read, and nothing is stored."""
+def kept_back(numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """
+    Returns which pieces are validation text, bool (pieces,), and the places of their files, from the numbers of their
+    documents as own_pieces yields them.
+
+    Of a file with at least 20 documents it is every 20th. The other files are taken together: a file of more than a
+    twentieth of them gives its last tenth, and if they have 20 documents in all, so does such a document; of the rest
+    every 20th is taken. If that is nothing, it is their last tenth.
+    """
+    file = np.cumsum(np.maximum(np.diff(numbers, prepend=-1) - 1, 0))
+    document = np.unique(numbers, return_inverse=True)[1]
+    _, first, of_file, pieces = np.unique(file, return_index=True, return_inverse=True, return_counts=True)
+    place = document - document[first][of_file]
+    many = place[first + pieces - 1][of_file] >= 19
+    val, few = many & (place % 20 == 7), np.flatnonzero(~many)
+    unit = document[few] if len(np.unique(document[few])) >= 20 else file[few]
+    _, unit, size = np.unique(unit, return_inverse=True, return_counts=True)
+    to_its_end = np.cumsum(size)[unit] - np.arange(len(few))
+    val[few] = np.where(20 * size[unit] > len(few), to_its_end <= size[unit] // 10, unit % 20 == 7)
+    if not val[few].any():
+        val[few[len(few) - max(not many.any(), len(few) // 10) :]] = True
+    return val, file
+
+
+def described(found: Survey, numbers: np.ndarray, sizes: np.ndarray) -> str:
+    """Returns what is read of own text, and what of its pieces is kept back, from the numbers of their documents and
+    their sizes in bytes. There is a warning if it is little."""
+    val, file = kept_back(numbers)
+    kept, files = int(sizes[val].sum()), np.unique(file[val])
+    names = f" ({listed([found.train[k].name for k in files])})" * (len(files) < len(found.train))
+    few = "; WARNING: so little says little of the rest; name some files valid*" * bool(kept < 0.02 * sizes.sum())
+    share = f"{format_bytes(kept)}, {kept / sizes.sum():.1%} of it"
+    return f"{found}; validation: {share}, from {len(files)} file(s){names}{few}"
+
+
+def look_into(found: Survey) -> str:
+    """
+    Returns what is read, and of a small text what validates.
+
+    Raises UserError for a file that begins without the column of the text, for the files whose beginning is no text,
+    and for too little text. Of each about a megabyte is read, and nothing is stored.
+    """
     for split in ("train", "val") if found.are_shards else ():
         open_text(split, found)
-    for _ in () if found.are_shards else own_pieces(found, text_column(), BLOCK):
-        pass
+    of_all = () if found.are_shards else own_pieces(found, text_column(), BLOCK)
+    pieces = [(piece["document"], len(piece["text"].encode())) for piece in of_all]
+    whole = found.tokens is not None and max(path.stat().st_size for path in found.files) <= BLOCK
+    return described(found, *np.array(pieces).T) if whole and not found.val else str(found)
 
 
 def own_text(found: Survey, column: str) -> dict[str, Stored]:
     """
-    Returns the training and the validation text of files that are no shards.
-
-    Without files for validation, every 20th document is validation text, and with fewer than 20 documents the last
-    tenth of the text. Raises UserError as own_pieces does.
+    Returns the training and the validation text of files that are no shards. Without files for validation, it is what
+    kept_back says. Raises UserError as own_pieces does.
     """
     files = [(str(path.relative_to(found.folder)), *version_of(path)[1:], path in found.val) for path in found.files]
     rows, title = lambda: own_pieces(found, column), f"the text of {found.folder}"
-    dataset = store(["own text 3", column, files], title, rows, document="int32")
+    dataset = store(["own text 4", column, files], title, rows, document="int32")
     document = dataset.data.column("document").to_numpy()
-    val = document < 0
-    if not val.any():
-        last = np.arange(len(document)) >= len(document) - max(1, len(document) // 10)
-        val = document % 20 == 7 if document.max(initial=-1) >= 19 else last
+    val = document < 0 if found.val else kept_back(document)[0]
     order = np.random.RandomState(0).permutation(len(document))
     places = {"train": order[~val[order]], "val": order[val[order]]}
     return {split: Stored(dataset, places[split], found.folder.name, True) for split in places}
@@ -636,8 +673,11 @@ def ensure_data(data_dir: str | None = None, *, column: str = "", num_shards: in
     if len(texts := set(of_all_ranks(str(found)))) > 1:
         raise UserError(f"the processes have different text ({' | '.join(sorted(texts))}); give all nodes the same")
     for split in ("train", "val"):  # A damaged file must not be found hours into a run.
-        open_text(split, found, column)
-    say_once(f"Data ({what}): {found}")
+        parts, said = open_text(split, found, column), str(found)
+    if not found.val:
+        stored = parts[0].dataset.data
+        said = described(found, stored["document"].to_numpy(), pc.binary_length(stored["text"]).to_numpy())
+    say_once(f"Data ({what}): {said}")
     return found
 
 

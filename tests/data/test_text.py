@@ -10,6 +10,7 @@ import random
 import re
 import types
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -23,6 +24,7 @@ from nanochat_fp4.data.dataset import (
     count_tokens,
     cut_text,
     ensure_data,
+    kept_back,
     look_into,
     open_text,
     parquets_iter_batched,
@@ -155,7 +157,7 @@ def test_a_survey_names_what_is_read_and_what_not(folder):
     (folder / "big.pdf").write_bytes(b"y" * 9000)
     with pytest.raises(UserError, match="big.pdf.*convert"):
         survey(folder)
-    assert str(survey(folder / "a.txt")).startswith(f"{folder / 'a.txt'}: 1 file(s) to train on (a.txt; 1000 bytes); ")
+    assert str(survey(folder / "a.txt")).startswith(f"{folder / 'a.txt'}: 1 file(s) to train on (a.txt; 1000 bytes)")
 
 
 def test_an_empty_file_is_not_counted_and_what_validates_is_said(folder, capsys):
@@ -164,13 +166,13 @@ def test_an_empty_file_is_not_counted_and_what_validates_is_said(folder, capsys)
     found = ensure_data(str(folder))
     assert (said := capsys.readouterr().out).startswith("Data (as asked for): ") or "\nData (as asked for): " in said
     assert "3 file(s) to train" in said and "2 not read: empty (e.md, valid.txt; " in said
-    assert "for validation" not in said and "validation: every 20th document, or the last tenth" in said
+    assert "1 for validation" not in said and "; validation: 617 bytes, 3.4% of it, from 1 file(s) (2.txt)" in said
     train, val = ("".join(texts_of(found, split)) for split in ("train", "val"))
     assert 0 < len(val) < 0.2 * len(train)
     written(folder, valid_DOT_txt=prose(9, 20), head_DOT_csv="text\n")
     ensure_data(str(folder))
     said = capsys.readouterr().out
-    assert "1 for validation (valid.txt" in said and "last tenth" not in said
+    assert "1 for validation (valid.txt" in said and "; validation: " not in said
     assert re.search(r"1 file.s. hold no text: \S+head.csv", said)
 
 
@@ -467,6 +469,46 @@ def test_many_documents_are_split_as_wholes(folder):
     (folder / "a.jsonl").write_bytes(jsonl(*({"text": text} for text in documents)))
     found = [set(re.findall(r"\[(\d+)\.", "".join(texts_of(folder, split)))) for split in ("train", "val")]
     assert not found[0] & found[1] and len(found[0] | found[1]) == 60 and len(found[1]) == 3
+
+
+def test_validation_text_represents_books_beside_rows_and_rows_beside_books(folder, capsys):
+    """Each kind by its bytes; more files leave the split of the others as it is, and no row is in both parts."""
+    written(folder, **{f"{name}_DOT_txt": prose(i, 300) for i, name in enumerate(("austen", "doyle", "verne"))})
+    books = texts_of(folder, "val")
+    (folder / "notes.jsonl").write_bytes(jsonl(*({"text": prose(100 + i, 1)} for i in range(300))))
+    said = look_into(found := ensure_data(str(folder)))  # A plan of a small text says what a run does.
+    assert f"Data (as asked for): {said}\n" in capsys.readouterr().out
+    assert "from 4 file(s)" in said and "WARNING" not in said
+    train, val = (texts_of(found, split) for split in ("train", "val"))
+    parts = [[sum(len(t) for t in texts if (int(t[1:].split(".")[0]) < 100) == of_books) for of_books in (True, False)]
+             for texts in (train, val)]  # fmt: skip
+    assert all(0.04 < kept / (kept + trained) < 0.11 for trained, kept in zip(*parts))
+    assert not set(train) & set(val) and sorted(t for t in val if t in set(books)) == sorted(books)
+    written(folder, more_DOT_jsonl=jsonl(*({"text": "A short row."} for _ in range(20))))
+    assert set(val) <= set(texts_of(folder, "val"))
+
+
+@pytest.mark.parametrize("sizes", [[5, 5, 5], [90] + [3] * 40, [1, 1], [2] * 19, [2] * 20, [40, 1, 30] + [4] * 16])
+def test_of_any_files_a_twentieth_to_a_tenth_validates(sizes):
+    """Files of so many pieces, each a document. Their numbers are as own_pieces yields them."""
+    numbers = np.repeat(2 * np.arange(len(sizes)), sizes)
+    val, file = kept_back(numbers)
+    assert (np.bincount(file) == sizes).all() and 1 <= val.sum() < len(val)
+    assert len(val) < 20 or 0.04 < val.mean() < 0.16
+    long = 20 * np.array(sizes) > sum(sizes)
+    assert not long.any() or len(val) < 100 or val[np.repeat(long, sizes)].any()
+
+
+def test_one_file_is_split_as_ever(folder):
+    """Runs on it go on: every 20th row, and the last tenth of a book of several megabytes."""
+    rows, book = np.repeat(np.arange(60), 3), np.repeat([0, 1], [200, 55])
+    assert (kept_back(rows)[0] == (rows % 20 == 7)).all()
+    assert np.flatnonzero(kept_back(book)[0]).tolist() == list(range(230, 255))
+
+
+def test_little_validation_text_has_a_warning(folder):
+    (folder / "a.jsonl").write_bytes(jsonl(*({"text": prose(i, 1 if i % 20 == 7 else 30)} for i in range(40))))
+    assert "WARNING" in look_into(survey(folder))
 
 
 @pytest.mark.parametrize("name", ["book.txt", "rows.jsonl", "test.txt", "README.md"])

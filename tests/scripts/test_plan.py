@@ -21,7 +21,7 @@ from _samples import make_bundle, save_base, write_shard
 
 from nanochat_fp4.cli import UserError
 from nanochat_fp4.data import sources
-from nanochat_fp4.data.dataset import build_embedded_corpus
+from nanochat_fp4.data.dataset import build_embedded_corpus, ensure_data
 from nanochat_fp4.evaluation.report import FOLDERS, get_report
 from nanochat_fp4.models.gpt import GPT
 from nanochat_fp4.models.optim import PretrainingOptions
@@ -639,7 +639,8 @@ def test_a_plan_looks_into_the_users_folder(base_dir, tmp_path):
     (folder / "a.txt").write_text("Some text." * 400)
     plan = planned(DATA_DIR=str(folder))
     facts = said(plan)["text"]
-    assert "1 file(s) to train on (a.txt; 3.9 KB); validation: " in facts[0] and "scan.pdf; 4 bytes" in facts[0]
+    assert "1 file(s) to train on (a.txt; 3.9 KB); 1 not read" in facts[0] and "scan.pdf; 4 bytes" in facts[0]
+    assert "; validation: 5 bytes" in facts[0] and "WARNING" in facts[0]
     assert "1 thousand tokens" in facts[1] and "246 times" in facts[1] and plan.text == "folder"
     assert not (base_dir / "stored_text").exists()
     (folder / "scan.pdf").write_text("a,b\n" * 2000)
@@ -658,8 +659,9 @@ def test_a_text_without_its_column_is_refused_before_anything_is_stored(base_dir
     monkeypatch.setenv("TEXT_COLUMN", "story")
     assert len(said(planned(DATA_DIR=str(folder)))["text"]) == 3 and not (base_dir / "stored_text").exists()
     written = program.Plan("speedrun", {"DATA_DIR": str(folder), "NANOCHAT_BASE_DIR": str(base_dir), "STAGES": "tok"})
-    assert (base_dir / "stored_text").exists() and "c.csv" in said(written)["text"][0]
-    assert "a.csv" not in capsys.readouterr().out
+    assert (base_dir / "stored_text").exists() and "a.csv" not in " ".join(said(written)["text"])
+    ensure_data(str(folder))  # as the stage of the text does
+    assert re.findall(r"validation: .*from (.*)", capsys.readouterr().out) == ["2 file(s) (a.csv, b.csv)"]
     file.unlink()
     for name in "ab":
         pq.write_table(pa.table({"story": ["A river."]}), folder / f"{name}.parquet")
