@@ -197,7 +197,6 @@ def evaluate(args: argparse.Namespace, names: list[str], device: torch.device) -
     model_tag, step = meta["model_tag"], meta["step"]
     what = f"{args.source} model {model_tag}, step {step}"
     print0(f"Evaluating the {what}")
-    say_once(f"backend: {nf.backend()}")
 
     dtype = compute_dtype(device, args.dtype)
     key = key_of(model, tokenizer) | {"method": method, "dtype": str(dtype)}

@@ -601,6 +601,7 @@ def test_how_much_validation_text_there_is_is_logged(tiny_base, tmp_path, monkey
     start, *_, measured = read_jsonl(tiny_base / "base_checkpoints" / "d1_bf16" / "metrics.jsonl")
     assert start["val_text_tokens"] == measured["val_text_tokens"] < measured["tokens"] == 1024
     assert 100 < start["val_text_tokens"] <= 60 * 5
+    assert start["text_tokens"] > start["val_text_tokens"]
 
 
 def test_loss_stage_reports_both_forwards(tiny_base, capsys):

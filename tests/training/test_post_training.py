@@ -276,6 +276,7 @@ def test_base_to_mid_to_sft_to_evaluation_and_chat(base, capsys, monkeypatch):
     assert in_four_bits == [True] * tasks + [False] * tasks  # the method's own forward first, then BF16's
     out = capsys.readouterr().out
     assert "clover forward:" in out and "FP32 forward" in out and "Local-Code: 0 of 4" in out
+    assert "backend" not in out  # which the base training says
     records = read_jsonl(folder / "metrics.jsonl")
     parts, scores = [r for r in records if r["event"] == "part"], records[-1]["scores"]
     assert records[-1]["step"] == 4 and len(parts) == 2 * tasks and all(len(p["value"]["outcomes"]) == 4 for p in parts)
