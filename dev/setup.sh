@@ -58,8 +58,9 @@ find_python() {
     die "no Python 3.10 to 3.14 found; install one, or name it with PYTHON=/path/to/python3"
 }
 
-of_the_caller() { # PATH: a relative one is meant from the folder in which the script was started
-    if [[ "$1" = /* || "${OLDPWD:-$ROOT}" = "$ROOT" ]]; then echo "$1"; else echo "$OLDPWD/$1"; fi
+of_the_caller() { # PATH: a relative one is meant from the folder in which the script was started, ~ may be quoted
+    local path=${1/#[~]\//"$HOME"/}
+    if [[ "$path" = /* || "${OLDPWD:-$ROOT}" = "$ROOT" ]]; then echo "$path"; else echo "$OLDPWD/$path"; fi
 }
 
 known_variables() { # [measure]: before anything is installed, an unknown variable that is nearly a known one is refused

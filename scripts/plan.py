@@ -137,14 +137,20 @@ class Settings:
         return {name: value for name, value in self.values.items() if value != self.defaults[name]}
 
     def tag(self, method: str) -> str:
-        """The name of the run with this method: what differs from the defaults is in it."""
+        """The name of the run with this method. One that has the path of its text as it was typed is kept."""
+        paths = [os.path.realpath(Path(self.data_dir).expanduser()), self.data_dir] if self.data_dir else [""]
+        names = [self.name(method, path) for path in paths]
+        return next((name for name in names if (self.base_dir / FOLDERS["base"] / name).is_dir()), names[0])
+
+    def name(self, method: str, data_dir: str) -> str:
+        """The name of a run: what differs from the defaults is in it."""
         # A name has the depth, and later stages make no other base model.
         same = {"DEPTH", "SPLIT_TOKENS", *ARGS} | {n for n, row in NUMBERS.items() if re.search(SAME_FLAG, row[0])}
         changed = {name: v for name, v in self.changed.items() if name not in same}
         names = (name.lower().replace("_", "-").replace("num-iterations", "steps") for name in changed)
         parts = [f"_{name}{value}" for name, value in zip(names, changed.values())]
-        if self.data_dir:
-            parts.append(f"_data-{Path(self.data_dir).name[:20]}-{zlib.crc32(self.data_dir.encode()) % 10**4:04d}")
+        if data_dir:
+            parts.append(f"_data-{Path(data_dir).name[:20]}-{zlib.crc32(data_dir.encode()) % 10**4:04d}")
         if others := re.sub(SAME_FLAG, "", self.values["BASE_ARGS"]).strip():
             parts.append(f"_{others}")
         text = re.sub(r"[^A-Za-z0-9._-]+", "-", "".join(parts).replace("--", ""))

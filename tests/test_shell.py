@@ -188,6 +188,8 @@ def test_relative_folders_are_the_callers(environment, tmp_path):
     own = {"VOCAB_SIZE": "300", "PLAN_ONLY": "1", "DATA_DIR": "text"}
     done = shell(f"bash {ROOT}/speedrun_fp4.sh", environment, tmp_path, **own)
     assert f"DATA_DIR (--data-dir) {tmp_path}/text is not there" in done.stderr
+    done = shell(f"bash {ROOT}/speedrun_fp4.sh", environment, tmp_path, **own | {"DATA_DIR": "~/text", "HOME": "/of"})
+    assert "DATA_DIR (--data-dir) /of/text is not there" in done.stderr
     (tmp_path / "mine.py").write_text("print('mine')")
     done = shell(f"bash {ROOT}/speedrun_fp4.sh", environment, tmp_path, PLAN_ONLY="1", RECIPES="mine.py,lab/none.py")
     assert "mine\n" in done.stdout and f"RECIPES: there is no file {tmp_path}/lab/none.py" in done.stderr

@@ -10,6 +10,7 @@ import shutil
 import statistics
 import subprocess
 import sys
+import zlib
 from pathlib import Path
 
 import pyarrow as pa
@@ -132,6 +133,20 @@ def test_names_of_long_and_of_other_text_differ():
     tags = [program.Settings("speedrun", {"DATA_DIR": f}).tag("clover") for f in ("/a/books", "/b/books")]
     long = program.Settings("speedrun", {"BASE_ARGS": "--weight-decay=0.1 " * 9}).tag("clover")
     assert tags[0] != tags[1] and all("_data-books-" in tag for tag in tags) and len(long) < 100
+
+
+def test_a_text_is_one_run_however_its_folder_is_spelled(base_dir, tmp_path, monkeypatch):
+    """And a run that has the name of a spelling, as earlier ones have, is gone on with."""
+    (tmp_path / "books").mkdir()
+    (tmp_path / "link").symlink_to("books")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    spelled = [str(tmp_path / "books"), "books", "./books/", f"{tmp_path}/x/../books/", "~/books", "link"]
+    made = [program.Settings("speedrun", {"DATA_DIR": f, "NANOCHAT_BASE_DIR": str(base_dir)}) for f in spelled]
+    assert len({s.tag("clover") for s in made}) == 1
+    former = f"_data-books-{zlib.crc32(spelled[3].encode()) % 10**4:04d}"
+    (base_dir / FOLDERS["base"] / re.sub("_data-.*", former, made[3].tag("clover"))).mkdir(parents=True)
+    assert [s.tag("clover").endswith(former) for s in made] == [False] * 3 + [True] + [False] * 2
 
 
 REFUSED = [
