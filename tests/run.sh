@@ -38,7 +38,8 @@ check_paths "$@"
 setup_environment
 
 "$PY" -m ruff check .
-"$PY" -m ruff format --check .
+"$PY" -m ruff format --check . ||
+    die "no test has run; type '$PY -m ruff format .' and this again, or '$PY -m pytest' for tests alone"
 # `python -m pytest` puts the repository first on sys.path, as `python -m scripts.x` does: see tests/test_packaging.py.
 # One process more than there are usable CPUs, for some tests wait, up to four (about 1 GB each), where pytest-xdist is
 # installed; `-n 0` is one for all.

@@ -143,6 +143,17 @@ def test_tests_that_are_not_there_are_named(words, message):
     assert message in done.stderr and done.stderr.count("\n") == 1, done.stderr
 
 
+def test_an_unformatted_line_is_said_to_have_kept_the_tests_from_running(tmp_path):
+    python = tmp_path / "bin/python"
+    python.parent.mkdir()
+    answers = "*'ruff check'*) exit ;; *'ruff format'*) exit 1 ;; *pytest*) echo tested; exit ;;"
+    python.write_text(f'#!/bin/sh\ncase "$*" in {answers} esac\nexec "{sys.executable}" "$@"\n')
+    python.chmod(0o755)
+    done = shell("bash tests/run.sh", dict(os.environ) | {"VENV": str(tmp_path)})
+    assert done.returncode == 2 and "tested" not in done.stdout, done
+    assert "ruff format ." in done.stderr.splitlines()[-1], done
+
+
 def smi(environment: dict, script: str) -> None:
     (Path(environment["PATH"].split(":")[0]) / "nvidia-smi").write_text(f"#!/bin/sh\n{script}\n")
 
