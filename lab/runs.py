@@ -219,10 +219,10 @@ def add(files: Iterable[str]) -> None:
         write(path, schema, [row for row in old if row["study"] not in contents] + new)
 
 
-def listed() -> str:
-    """Returns a table of the studies and one of their groups as text."""
+def listed(names: Iterable[str] = ()) -> str:
+    """Returns a table of some studies, or one of all and one of their groups, as text."""
     rows: dict[str, list[dict]] = {}
-    for row in pq.read_table(RUNS).to_pylist():
+    for row in read(RUNS, names or studies()):
         rows.setdefault(row["study"], []).append(row)
     lines = []
     for name, runs in sorted(rows.items()):
@@ -231,8 +231,13 @@ def listed() -> str:
         line = [name, *values["size"], len(runs), len({r["label"] for r in runs}), ", ".join(values["seed"])]
         lines.append([*line, *values["text"], *values["card"], commits])
     header = ["study", "size", "runs", "methods", "seeds", "text", "card", "commit"]
+    if names:
+        return table(header, lines)
     groups = [[name, ", ".join(of)] for name, of in GROUPS.items()]
-    return f"{table(header, lines)}\n\n{table(['group of studies', 'which tables take together'], groups)}"
+    unknown = f"commit unknown: the sweep stored none. All runs are in {RUNS}"
+    return "\n\n".join(
+        [table(header, lines), unknown, table(["group of studies", "which tables take together"], groups)]
+    )
 
 
 def listed_runs(names: str) -> str:
@@ -259,7 +264,9 @@ def main(argv: list[str] | None = None) -> None:
         raise UserError("python -m lab.runs lists the studies, python -m lab.runs add FILE.json ... adds some")
     if args.files:
         add(args.files)
-    print0(listed() if args.what in ("list", "add") else listed_runs(args.what))
+        print0(f"added to {RUNS}:\n\n{listed([Path(file).stem for file in args.files])}")
+        return
+    print0(listed() if args.what == "list" else listed_runs(args.what))
 
 
 if __name__ == "__main__":

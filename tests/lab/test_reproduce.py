@@ -387,11 +387,18 @@ def test_a_legend_stands_where_its_words_occur(tmp_path, printed, bf16, said):
 def test_a_rounding_of_a_users_file_is_measured_again_when_it_is_edited(tmp_path, monkeypatch):
     """Of the chosen rows alone, with two digits like the paper's."""
     found = []
+    monkeypatch.setitem(nf.ROUNDINGS, "rtn_again", nf.Rounding())
     for grid_max in (5.0, 4.0):
         monkeypatch.setitem(nf.ROUNDINGS, "sr_mine", nf.Rounding(grid_max=grid_max, stochastic=True))
-        argv = f"table1 --rows sr_mine|rtn --samples 65536 --draws 8 --folder={tmp_path}".split()
-        rows = reproduce.make(reproduce.parse_args(argv), "table1")[1].rows
-        assert [row[0] for row in rows] == ["sr_mine", "rtn"] and rows[1][1] == "9.0" and rows[1][2][1:2] == "."
+        argv = f"table1 --rows sr_mine|rtn|rtn_again --samples 65536 --draws 8 --folder={tmp_path}".split()
+        _, outcome = reproduce.make(reproduce.parse_args(argv), "table1")
+        assert [note.partition(":")[0] for note in outcome.notes] == ["gain", "rtn_again (equals rtn)"]
+        rows = outcome.rows
+        assert (
+            [row[0] for row in rows] == ["sr_mine", "rtn", "rtn_again"]
+            and rows[1][1] == "9.0"
+            and rows[1][2][1:2] == "."
+        )
         found.append(rows[0][2])
     assert found[0] != found[1]
 

@@ -39,7 +39,8 @@ def test_a_sweep_becomes_a_study_and_replaces_the_one_of_its_name(store, capsys)
     runs.main(["add", write(store / "a.json", RUN | {"val_bpb": 1.4}, RUN | {"method": "other"})])
     assert [r["val_bpb"] for r in runs.stored("a")["results"]] == [1.4, 1.5]
     assert [r["seed"] for r in runs.stored("b")["results"]] == [2] and runs.studies() == ["a", "b"]
-    assert "NVIDIA H100" in capsys.readouterr().out
+    said = capsys.readouterr().out.rpartition("added to ")[2].splitlines()  # What the last call added.
+    assert [line.split()[0] for line in said if "NVIDIA H100" in line] == ["a"] and "d6_stored" not in " ".join(said)
 
 
 def test_a_run_names_the_commit_that_made_it(store, capsys):
@@ -80,4 +81,4 @@ def test_the_runs_of_a_study_a_group_and_a_file_are_listed(store, capsys):
 
 def test_the_list_has_the_studies_and_their_groups():
     first = [line.split()[0] for line in runs.listed().splitlines() if line.strip()]
-    assert set(runs.studies()) | set(runs.GROUPS) <= set(first)
+    assert set(runs.studies()) | set(runs.GROUPS) <= set(first) and "runs.parquet" in runs.listed()
