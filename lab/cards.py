@@ -9,8 +9,8 @@ tokens per second of one GPU times the weights in matrix products, because a ste
 as it has more of them. The file has for each card:
 
     speed     for each precision, and for a method that was timed itself: the `range` of speeds in 1e12; the number of
-              published `runs` behind it; the weights of the smallest and the largest of the `models` that were timed on
-              this card; and `doubts`, sentences about its ends
+              published `runs` behind it, and of those that `timed` it on this card; the weights of the smallest and the
+              largest of the `models` that were timed on this card; and `doubts`, sentences about its ends
     gain      the range of tokens per second over BF16's, with equal micro-batches
     over_fp8  the range of clover_fp8_forward's tokens per second over fp8's
 
@@ -147,13 +147,16 @@ def speed(card: dict[str, Any], key: str) -> dict[str, Any] | None:
         of_both = f", {found.of_low['source']}" if len(runs) > 1 and found.of_low is found.of_high else ""
         doubts.append(f"{ends} widened by {SINGLE_SOURCE}: ONE SOURCE{of_both}")
     rows = found.of_low.get("micro_batch", {})
-    if slow in rows and rows[slow] < max(rows.values()):
-        what = f"{slow.upper()} with micro-batch {rows[slow]}"
-        doubts.append(f"the slow end follows from {what}; more rows take fewer hours")
+    few = f" with {rows[slow]} row{'s' * (rows[slow] > 1)}" * (rows[slow] < max(rows.values())) if slow in rows else ""
+    other = next((c["name"] for c in published() if slow != key and times.of_low in c["rates"] and c != card), "")
+    if few or other:
+        what = f"{slow.upper()}{few}" + f", times {other}'s gain" * bool(other)
+        doubts.append(f"the slow end: {what}{'; more rows take fewer hours' * bool(few)}")
     on_this_card = [step["weights"] for step in runs.values() if step in card["rates"]]
     return {
         "range": [float(f"{end / 1e12:.4g}") for end in (found.low, found.high)],
         "runs": len(runs),
+        "timed": len(timed.steps) if timed else 0,
         "models": [min(on_this_card), max(on_this_card)],
         "doubts": doubts,
     }

@@ -84,9 +84,8 @@ def problem(names: set[str], script: str = "speedrun") -> str | None:
         if name.upper() in of_this:
             return f"{name} is set, and names of variables are in capitals; set {name.upper()}, and unset {name}"
         if script == "measure" and (name in RUN or name.removesuffix("S") in (*RUN, "METHOD")):
-            has = f"dev/measure.sh, which has {' '.join(MEASURE)}, does not take it"
-            instead = "; it measures the card that is here" if "GPU" in name else ", or see lab.bench steps --help"
-            return f"{name} is set, and {has}; unset {name}{instead}"
+            has = f"dev/measure.sh, which has {' '.join(MEASURE)}, does not take it: it measures the card that is here"
+            return f"{name} is set, and {has}; unset {name} (python -m lab.bench steps --help has more)"
         near = difflib.get_close_matches(name, known, n=1, cutoff=0.85)
         alike = near + [k for k in known if sorted(k) == sorted(name) or k.startswith(f"{name}_")]
         meant = MEANT.get(name) if script != "measure" else None

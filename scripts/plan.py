@@ -71,7 +71,7 @@ CPU_FLOATS = 40
 MOST_OFTEN = 16  # Text that is read more often teaches next to nothing new (Muennighoff et al., arXiv 2305.16264).
 EMBEDDED_ROWS = 4  # of a device's batch in mid-training, whose embedded mixture would be less than one usual step
 # "RTX 5090 Laptop GPU" and "RTX 5090 D" are other chips, or the same with less power; "MIG" is a part of one.
-OTHER_CHIPS = r"\b(Laptop|Max-Q|MIG|Ti|SUPER|D)\b"
+OTHER_CHIPS = r"(?<![A-Za-z])(Laptop|Max-?Q|MIG|Ti|SUPER|D)(GPU)?\b"
 GIB = 2**30
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -191,6 +191,7 @@ class Settings:
             return
         except SystemExit:  # A parser's refusal
             text = said.getvalue().strip().splitlines()[-1].removeprefix("error: ").partition(" (see ")[0]
+            text = re.sub("invalid int value: .*", "expected a whole number; set another", text)
             text += f" (see {STAGE}{script} --help)"
         except (UserError, ValueError) as e:  # A ValueError is of the model's config.
             text = re.sub(r"([2-9]|\d\d+) device", r"NPROC=\1 device", str(e))
@@ -300,10 +301,8 @@ class Base:
             self.ways = [on_cpu(model, s.memory, sizes, args)]
         elif family_of_flags(args).memory_is_counted:
             asked = largest(model, s.memory, sizes, args.state, args.recompute, processes)
-            # Several processes share moments, which is not counted. So there a way that fits by count is good enough.
-            keeps = self.is_fixed or (processes > 1 and asked.rows and asked.state in states)
-            self.ways = [asked] if keeps else choose(model, s.memory, sizes, states, processes)
-            argv += [] if keeps else self.ways[0].flags
+            self.ways = [asked] if self.is_fixed else choose(model, s.memory, sizes, states, processes)
+            argv += [] if self.is_fixed else self.ways[0].flags
         done = list_steps(s.base_dir / FOLDERS["base"] / self.tag) if s.here else []
         self.done = next((step for step in done if step <= self.steps), 0)  # The run goes on from here.
         saved = state_bytes(model, self.ways[0].state if self.ways else args.state, gpu=bool(card))
@@ -366,8 +365,8 @@ def speeds(s: Settings, base: Base) -> dict[str, dict[str, Any]]:
                 times = r["flops_per_token"] / base.flops  # as much work as this model's
                 speed = times * r["tokens_per_second"] * base.size / 1e12
                 at = f"{r['tokens_per_second']:,.0f} at d{r['depth']}, windows {content['settings']['window_pattern']}"
-                of = {"range": [speed, speed], "runs": 0, "models": [times * base.weights], "depth": r["depth"]}
-                of["doubts"] = [f"scaled from {at}"] * (times != 1)
+                of = {"range": [speed, speed], "runs": 0, "timed": 1, "models": [times * base.weights]}
+                of |= {"depth": r["depth"], "doubts": [f"scaled from {at}"] * (times != 1)}
                 here.setdefault(r["method"], of)
     return s.card["speed"] | here | ({"nvfp4": here["clover"]} if "clover" in here else {})
 
@@ -390,15 +389,16 @@ def hours(s: Settings, base: Base) -> tuple[float, float, list[str]] | None:
     sizes = [base.weights / model for of in used for model in of["models"]]
     how = f"{'measured' if base.method in parts and not used[0]['doubts'] else 'estimated by steps'} on this GPU"
     if runs := max(of["runs"] for of in used):
-        how = f"from {runs} published run{'s' * (runs > 1)} (docs/measured.md)"
+        least = min(parts, key=lambda key: timed[key]["timed"])
+        how = f"from {runs} run{'s' * (runs > 1)}, {timed[least]['timed']} of {least} on this card (docs/measured.md)"
     facts = [f"{how}: {span(*(round(x, 2 - int(math.log10(x))) for x in (slow, fast)))} tokens/s"]
-    facts += dict.fromkeys(doubt for of in used for doubt in of["doubts"])
+    facts += {re.split(";|, times", doubt)[0]: doubt for of in reversed(used) for doubt in of["doubts"]}.values()
+    facts += [f"interpolated between {' and '.join(parts)}: nobody has timed {base.method}"] * (len(parts) > 1)
     if min(sizes) > FAR or max(sizes) < 1 / FAR:
         facts.append(f"EXTRAPOLATED: it is {span(min(sizes), max(sizes))} times as large as the models that were timed")
     if base.ways and base.ways[0].recompute != "none":
         facts.append("not counted: activations are computed twice, which took 6% to 8% more on an H200")
-    if s.processes > 1:
-        facts.append(f"counted as {s.processes} times one GPU (docs/scale.md has what several reach)")
+    facts += [f"counted as {s.processes} times one GPU (docs/scale.md has what several reach)"] * (s.processes > 1)
     return tokens / fast / 3600, tokens / slow / 3600, facts
 
 
@@ -694,18 +694,21 @@ class Plan:
                 where = "set the variables and the NANOCHAT_BASE_DIR that it was made with"
                 raise UserError(f"{needs}, and {s.base_dir} has none; add {first} to STAGES, or {where}")
         shards = int(s.values["NUM_SHARDS"]) if self.text == "hub" and "tok" in s.stages else 0
-        self.text_bytes = max(0, shards - self.shards) * float(dataset.SHARD_BYTES)
+        text = max(0, shards - self.shards) * float(dataset.SHARD_BYTES)
         self.checkpoint_bytes = len(places.keys() & set(s.stages)) * sum(base.checkpoint_bytes for base in self.bases)
+        # Of an installation torch and CUDA's libraries took 4.8 GB, and the rest 1.
+        sizes = {"text": text, "checkpoints": self.checkpoint_bytes, "the installation": 0.0 if s.here else 6e9}
+        parts = " + ".join(f"{size / 1e9:.3g} of {what}" for what, size in sizes.items() if size)
+        self.disk = f"{sum(sizes.values()) / 1e9:.3g} GB ({parts or 'nothing to come'})"
         place = next(folder for folder in (s.base_dir, *s.base_dir.absolute().parents) if folder.exists())
         if s.here and not (place.is_dir() and os.access(place, os.W_OK)):
             raise UserError(f"cannot create {s.base_dir}; set NANOCHAT_BASE_DIR to a writable folder")
         self.free = shutil.disk_usage(place).free if s.here else math.inf
         kept = [file for folders in places.values() for folder in folders for file in folder.rglob("*.pt")]
         free = self.free + sum(file.stat().st_size for file in kept)  # that the run will replace, or has made already
-        if (needed := self.text_bytes + self.checkpoint_bytes) > free:
-            has = f"{s.base_dir} has {free / 1e9:.1f} GB free, and the run takes {needed / 1e9:.1f} GB"
-            parts = f"{self.text_bytes / 1e9:.1f} of text, {self.checkpoint_bytes / 1e9:.1f} of checkpoints"
-            raise UserError(f"{has} ({parts}); free some space, or set NANOCHAT_BASE_DIR to a larger disk")
+        if sum(sizes.values()) > free:
+            has = f"{s.base_dir} has {free / 1e9:.1f} GB free, and the run takes {self.disk}"
+            raise UserError(f"{has}; free some space, or set NANOCHAT_BASE_DIR to a larger disk")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -761,9 +764,7 @@ def facts(plan: Plan, numbers: bool) -> Iterator[tuple[str, str]]:
         yield "run", f"{base.tag}: {size}{goes_on}"
     yield "stages", " ".join(s.stages)
     yield "folder", str(s.base_dir)
-    to_come = f"{plan.text_bytes / 1e9:.0f} GB of text to come, " if plan.text_bytes else ""
-    free = f"; {plan.free / 1e9:.0f} GB are free" if s.here else ""
-    yield "disk", f"{to_come}{plan.checkpoint_bytes / 1e9:.1f} GB of checkpoints{free}"
+    yield "disk", plan.disk + f"; {plan.free / 1e9:.0f} GB are free" * s.here
     yield from (("text", fact) for fact in (plan.about_text if {"tok", "base"} & set(s.stages) else ()))
     yield from (("kept", line) for line in plan.kept)
     yield from (("without", line) for line in plan.left_out)
@@ -772,9 +773,9 @@ def facts(plan: Plan, numbers: bool) -> Iterator[tuple[str, str]]:
     yield from (("set by you", f"{k}={v} (default: {s.defaults[k] or 'none'})") for k, v in s.changed.items())
     every = "  ".join(f"{k}={shlex.quote(str(v))}" for k, v in s.values.items() if v != "")
     yield "numbers", every if numbers else "PLAN_ONLY=all prints those that can be set"
-    own = yield from which(plan)
-    yield "type", s.command(f"nanochat-fp4 {s.run}" if INSTALLED else f"bash {s.run}_fp4.sh", RUN, **own)
-    without = "; without QAT_METHOD it is clover, the paper's" if card and not s.environment.get("QAT_METHOD") else ""
+    own, remark = yield from which(plan)
+    yield "type", s.command(f"nanochat-fp4 {s.run}" if INSTALLED else f"bash {s.run}_fp4.sh", RUN, **own) + remark
+    without = "; without QAT_METHOD it is clover, as above" if card and not s.environment.get("QAT_METHOD") else ""
     yield "type", f"typed again it goes on where it stopped{without}"
 
 
@@ -788,7 +789,8 @@ def how_long(plan: Plan) -> Iterator[str]:
             whole.append([end * (1 - base.done / base.steps) for end in ends])
             yield f"{base.label}base training alone: {duration(*whole[-1])}{' are left' * bool(base.done)}"
             lost = min(base.steps, base.args.save_every) if base.args.save_every > 0 else base.steps
-            lost = f"a power cut loses up to {lost:,} steps, {duration(*(end * lost / base.steps for end in ends))}"
+            long = duration(*(end * lost / base.steps for end in ends))
+            lost = f"a power cut loses up to {lost:,} steps, {long} (SAVE_EVERY={-(-lost // 4)}: a quarter)"
             said += [f"{base.label}{facts[0]}", *facts[1:], base.label + lost]
         else:
             yield f"{base.label}not known, for nobody has published whole training steps with {base.method} on this GPU"
@@ -825,7 +827,7 @@ def of_memory(s: Settings, base: Base) -> Iterator[str]:
     if s.card is None:
         yield f"{rows}: {way.peak / GIB:.1f} of {s.memory / GIB:.3g} GiB, by estimate"
     else:
-        graphed = way.graphed_peak <= SHARE * s.memory
+        graphed = way.graphed_peak <= SHARE * s.memory if base.args.cuda_graph is None else base.args.cuda_graph
         peak, how = (way.graphed_peak, "with CUDA graphs, ") if graphed else (way.peak, "")
         yield f"{rows}: {peak / GIB:.1f} of {s.memory / GIB:.3g} GiB, {how}by count (docs/memory.md)"
         passing = ["activations", "loss"] if way.peak > way.at_rest + way.parts["update"] else ["update"]
@@ -839,20 +841,20 @@ def of_memory(s: Settings, base: Base) -> Iterator[str]:
         yield f"{base.label}it takes {' '.join(way.flags)}; {others}"
 
 
-def which(plan: Plan) -> Generator[tuple[str, str], None, dict[str, str]]:
-    """Which method to take, in one line and one number. Returns the variable that takes it."""
+def which(plan: Plan) -> Generator[tuple[str, str], None, tuple[dict[str, str], str]]:
+    """Which method to take, in one line and one number. Returns the variable that takes it, and a remark on it."""
     s, card, rival = plan.s, plan.s.card, "clover_fp8_forward"
     recipe, asked = nf.get_recipe(s.method), s.environment.get("QAT_METHOD")
     about = f"{s.method}: {recipe.summary}" if recipe.summary else str(recipe)  # A row of the user's may have no words.
     yield "method", about if asked else "clover is the default because it is the paper's"
     if card is None:
         yield "method", "a CPU emulates 4 bits: a small run shows that everything works, and ranks no method"
-        return {}
+        return {}, ""
     yield "method", f"gap at d6, %: {CARDS['gap']}"
     here = {method: of for method, of in speeds(s, plan.bases[0]).items() if not of["runs"]}
     needed = min(CARDS["R"], key=lambda of: abs(math.log(of["weights"] / plan.bases[0].weights)))["ratio"][1]
     known, measured = CARDS["take"].get(card["arch"], ""), {"bf16", "fp8", rival} <= here.keys()
-    advised = re.findall(r"^\w+", known) or ([rival, "fp8"] if card["arch"] else [])
+    advised = re.findall(r"^\w+", known) or (["fp8", rival] if card["arch"] else [s.method])
     take = known or f"{rival} if it makes {needed} times fp8's tokens/s, and fp8 otherwise"
     if measured:
         # BF16 that is as fast as FP8 loses nothing for it.
@@ -860,14 +862,18 @@ def which(plan: Plan) -> Generator[tuple[str, str], None, dict[str, str]]:
         now = here[rival]["range"][0] / here[best]["range"][0]
         advised, take = ([rival], f"{rival}, which") if now >= needed else ([best], f"{best}: {rival}")
         take += f" makes {now:.3f} times {best}'s tokens/s here (d{here[rival]['depth']}), and needs {needed:.3f}"
-    yield "method", f"take {take}" if advised else "no method is advised, because GPU names no card of cards.json"
+    yield "method", f"take {take}" if card["arch"] else "no method is advised: GPU names no card of cards.json"
     if not measured:
         depth = plan.bases[0].args.depth
         measure = f"bash dev/measure.sh  # {-(-sum(measure_seconds(depth)) // 60)} minutes at most; its plan decides"
         yield "method" if known else "type", s.command(measure, EXPORTED, DEPTH=depth)
     # Who names a method, or is at work on a run, goes on with it. COMPARE=1 trains bf16 as well.
-    is_open = not asked and s.plan_only and not plan.bases[0].done and not set(advised) <= set(s.methods)
-    return {"QAT_METHOD": advised[0]} if is_open and (known or measured) else {}
+    if asked or not s.plan_only or plan.bases[0].done or advised[0] in s.methods:
+        return {}, ""
+    other = Base(s, advised[0])
+    found, needs = hours(s, other), next(of_memory(s, other)).split(": ")[-1].partition(",")[0]
+    instead = f"; or {rival}, if measure.sh finds it fast enough" * (len(advised) > 1)
+    return {"QAT_METHOD": advised[0]}, f"  # {duration(*found[:2]) if found else 'unknown hours'}, {needs}{instead}"
 
 
 def main(argv: list[str] | None = None) -> None:

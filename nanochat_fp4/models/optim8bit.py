@@ -290,13 +290,13 @@ def set_state(model: nn.Module, state: str, before: str = "fp32") -> None:
 # Memory
 
 
-def state_bytes(model: nn.Module, state: str, gpu: bool = False) -> dict[str, float]:
+def state_bytes(model: nn.Module, state: str, gpu: bool = False, processes: int = 1) -> dict[str, float]:
     """Returns the bytes of memory that one process needs between the passes of a step, for "weights", "gradients",
     "moments" and "codes". The model may be on the meta device.
 
     Muon keeps one moment of the matrices in a GPT's blocks, and AdamW keeps two moments of all other parameters.
     "codes" are those of the blocks' matrices, for a method that keeps 4.5 bits a weight. `gpu` says whether the model
-    is for a GPU, where a GPT's embedding is BF16.
+    is for a GPU, where a GPT's embedding is BF16. Each of several processes has its share of the moments.
     """
     total = dict.fromkeys(("weights", "gradients", "moments", "codes"), 0.0)
     blocks = set(model.transformer.h.parameters())
@@ -309,7 +309,7 @@ def state_bytes(model: nn.Module, state: str, gpu: bool = False) -> dict[str, fl
         total["weights"] += n * size
         total["gradients"] += n * size
         # Muon's variance reduction has one number for each row or column.
-        total["moments"] += n * moment + 4 * max(p.shape) if muon else 2 * n * moment
+        total["moments"] += (n * moment + 4 * max(p.shape) if muon else 2 * n * moment) / processes
         total["codes"] += BYTES * n if p in blocks and p.ndim == 2 else 0
     return total
 

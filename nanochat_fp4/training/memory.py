@@ -153,7 +153,7 @@ def count(
         update, graphed_update = (STACK_BYTES * min(n, elements) for n in (STACK_ELEMENTS, GRAPHED_STACK_ELEMENTS))
     tokens, head = rows * (seq_len or model.config.sequence_len), model.lm_head.weight
     parts = {
-        **state_bytes(model, state, gpu=True),
+        **state_bytes(model, state, gpu=True, processes=processes),
         "codes": sum(n * max(operand_bytes(r.output.b) for r in _recipes(m)) for n, m in zip(sizes, layers)),
         "activations": tokens * activation_bytes(model, recompute),
         "loss": HEAD_BYTES * head.numel() + BF16 * min(CHUNK_ELEMENTS["cuda"], tokens * len(head)),

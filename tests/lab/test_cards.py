@@ -40,7 +40,10 @@ def test_the_ends_of_a_speed():
     # Each slow end is computed from BF16's, which had one row. What NVFP4 had concerns none.
     for precision in ("bf16", "fp8", "nvfp4"):
         (doubt,) = (d for d in cards.speed(BY_NAME["RTX 5090"], precision)["doubts"] if "more rows" in d)
-        assert "BF16 with micro-batch 1" in doubt and "NVFP4" not in doubt
+        assert "BF16 with 1 row" in doubt and "NVFP4" not in doubt
+        assert ("RTX PRO 4000's gain" in doubt) == (precision == "nvfp4")
+    timed = {key: cards.speed(BY_NAME["RTX 5090"], key)["timed"] for key in ("bf16", "fp8", "nvfp4")}
+    assert timed == {"bf16": 4, "fp8": 3, "nvfp4": 1}
     pro = cards.speed(BY_NAME["RTX PRO 6000"], "nvfp4")["range"][1]
     assert pro == pytest.approx(1.4 * 17000 * 3086e6 / 1e12 * 37532 / 23493, rel=1e-3)
     single = cards.speed(BY_NAME["RTX 5060"], "nvfp4")

@@ -239,6 +239,12 @@ def test_a_card_in_any_spelling(gpu):
     assert program.find_card(gpu)["gib"] == 31.36 and program.find_card(gpu, 24)["gib"] == 24
 
 
+@pytest.mark.parametrize("gpu", ["rtx5090laptop", "RTX 5090 Laptop GPU", "5090d", "rtx5090ti"])
+def test_another_chip_of_the_same_name_is_not_meant(gpu):
+    with pytest.raises(UserError, match="another chip"):
+        program.find_card(gpu)
+
+
 def test_other_chips_of_the_same_name_have_no_speeds():
     named = {"NVIDIA GeForce RTX 5090": True, "NVIDIA GeForce RTX 5090 D": False, "NVIDIA A30": False,
              "NVIDIA GeForce RTX 5090 Laptop GPU": False, "NVIDIA H100 80GB HBM3": True}  # fmt: skip
@@ -332,6 +338,12 @@ def test_every_micro_batch_up_to_the_whole_card_has_a_line_of_memory():
         assert said(plan)["memory"][0].startswith("64 rows ") and (float(gib) > 32.6) != ("note" in said(plan))
     small = said(planned(GPU="rtx5060"))["memory"][-1]
     assert "other ways" in small and ": 0, " not in small
+    total, *parts = map(float, re.findall(r"\d[\d.]*", said(planned(GPU="rtx5090"))["disk"][0]))
+    assert len(parts) == 3 and sum(parts) == pytest.approx(total, abs=0.1)
+    graphs = [said(planned(GPU="rtx5090", DEPTH="26", BASE_ARGS=flag))["memory"][0] for flag in ("", "--cuda-graph")]
+    assert ["with CUDA graphs" in fact for fact in graphs] == [False, True]
+    moments = [said(planned(GPU="rtx5090", NPROC=n))["memory"][1].split("moments ")[1][:3] for n in ("1", "2")]
+    assert moments == ["2.4", "1.2"]  # docs/scale.md: each GPU keeps its share.
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -355,7 +367,9 @@ def test_hours_are_scaled_by_weights_and_flops_and_divided_by_gpus():
     *each, both = said(planned(GPU="rtx5090", COMPARE="1"))["how long"][:3]
     ends = [[float(x) for x in re.search(r"(\d+) to (\d+) hours", fact).groups()] for fact in (*each, both)]
     assert ends[2] == pytest.approx([sum(pair) for pair in zip(*ends[:2])], abs=2) and "days" in both
-    assert "power cut loses up to 1,000 steps, 1.1 to 3.2 hours" in " ".join(said(planned(GPU="rtx5090"))["how long"])
+    assert "power cut loses up to 1,000 steps, 1.1 to 3.2 hours (SAVE_EVERY=250" in " ".join(
+        said(planned(GPU="rtx5090"))["how long"]
+    )
     assert any(f.startswith("EXTRAPOLATED") for f in hours(GPU="rtx5090", DEPTH="4")[1][2])
     assert "not known" in said(planned(GPU="rtx5080"))["how long"][0]
 
@@ -364,7 +378,9 @@ def test_a_run_of_several_precisions_takes_the_time_of_each():
     """Half of the steps in BF16, and a third of the products in FP8."""
     plain = {m: hours(GPU="rtx5090", QAT_METHOD=m, EVAL_EVERY="-1")[1][0] for m in ("bf16", "fp8", "nvidia")}
     half = hours(GPU="rtx5090", QAT_METHOD="nvidia", EVAL_EVERY="-1", BASE_ARGS="--method-phases=0.5=bf16")[1][0]
-    mixed = hours(GPU="rtx5090", QAT_METHOD="clover_fp8_forward", EVAL_EVERY="-1")[1][0]
+    mixed, _, facts = hours(GPU="rtx5090", QAT_METHOD="clover_fp8_forward", EVAL_EVERY="-1")[1]
+    assert "1 of nvfp4 on this card" in facts[0] and facts[-1].startswith("interpolated between nvfp4 and fp8")
+    assert sum("BF16 with 1 row" in fact for fact in facts) == 1
     assert half == pytest.approx((plain["nvidia"] + plain["bf16"]) / 2, rel=0.01)
     assert mixed == pytest.approx((2 * plain["nvidia"] + plain["fp8"]) / 3, rel=0.01)
 
@@ -405,9 +421,9 @@ def test_what_was_measured_on_this_gpu_counts_before_what_others_published(timed
     ]
     assert any("EXTRAPOLATED" in fact for fact in hours(base_dir, QAT_METHOD="fp8", **same | {"DEPTH": "8"})[1][2])
     other = hours(base_dir, **same | {"GPU": "rtxpro6000"})[1][2]
-    assert "published" in other[0]
+    assert "docs/measured.md" in other[0]
     (base_dir / "measurements/steps.json").write_text('{"records": [1]}')
-    assert hours(base_dir, QAT_METHOD="fp8", **same)[1][2][0].startswith("from 4 published")
+    assert hours(base_dir, QAT_METHOD="fp8", **same)[1][2][0].startswith("from 4 runs, 3 of fp8 ")
 
 
 def test_one_line_and_one_number_say_which_method_to_take(timed, monkeypatch, base_dir, tmp_path):
@@ -432,7 +448,8 @@ def test_one_line_and_one_number_say_which_method_to_take(timed, monkeypatch, ba
 @pytest.mark.parametrize(
     "variables, measured, words",  # words: those with which each line to type begins
     [
-        ({"GPU": "rtx5090"}, False, ["DEPTH=20", "NANOCHAT_BASE_DIR"]),
+        ({"GPU": "rtx5090"}, False, ["DEPTH=20", "QAT_METHOD=fp8"]),
+        ({"GPU": "rtx5090", "QAT_METHOD": "clover"}, False, ["DEPTH=20", "QAT_METHOD=clover"]),
         ({"GPU": "rtx5090", "QAT_METHOD": "fp8"}, False, ["DEPTH=20", "QAT_METHOD=fp8"]),
         ({"GPU": "rtx5090"}, True, ["QAT_METHOD=clover_fp8_forward"]),
         ({"GPU": "rtx5090", "QAT_METHOD": "nvidia"}, True, ["QAT_METHOD=nvidia"]),
@@ -446,11 +463,20 @@ def test_one_line_and_one_number_say_which_method_to_take(timed, monkeypatch, ba
 def test_the_command_trains_the_advised_row_once_it_is_decided(
     timed, monkeypatch, base_dir, tmp_path, variables, measured, words
 ):
-    """Where the advice depends on a measurement, that comes first. Who names a method gets it."""
+    """Where the advice depends on a measurement, that comes first. Who names a method gets it. Of the others the page
+    is about clover, so the command has its hours and memory beside it."""
     monkeypatch.setitem(program.CARDS, "R", [{"weights": 1, "ratio": [1.05, 1.05]}])
     *commands, last = said(planned(**variables, NANOCHAT_BASE_DIR=str(base_dir if measured else tmp_path)))["type"]
     assert len(commands) == len(words) and all(line.startswith(word) for line, word in zip(commands, words))
-    assert ("measure.sh" in commands[0]) == (len(words) > 1) and commands[-1].endswith("bash speedrun_fp4.sh")
+    command, _, remark = commands[-1].partition("bash speedrun_fp4.sh")
+    assert ("measure.sh" in commands[0]) == (len(words) > 1) and (command, remark) != (commands[-1], "")
+    if remark:
+        advised = planned(**variables | {"QAT_METHOD": words[-1].split("=")[1]}, NANOCHAT_BASE_DIR="/nowhere")
+        peak = re.search(r"[\d.]+ of [\d.]+ GiB", said(advised)["memory"][0])[0]
+        long = said(advised)["how long"][0].split(": ")[-1]
+        assert peak in remark and (measured or long in remark or "unknown hours" in remark)
+    assert ("if measure.sh finds" in remark) == (len(words) > 1 and "QAT_METHOD" not in variables)
+    assert bool(remark) == ("QAT_METHOD" not in variables and "QAT_METHOD" in command)
     assert ("without QAT_METHOD it is clover" in last) == ("QAT_METHOD" not in variables)
 
 
@@ -812,9 +838,9 @@ def test_the_page_is_short_and_ends_in_the_command(variables, most):
     own = os.environ["NANOCHAT_BASE_DIR"]  # A path stays whole.
     assert len(lines) <= most and max(len(line) for line in lines if own not in line) <= 100
     assert list(facts) == [label for label in ORDER if label in facts] and len(facts) >= 10
-    assert facts["type"][-2].endswith("bash speedrun_fp4.sh") and "GPU=" not in facts["type"][-2]
+    assert "bash speedrun_fp4.sh" in facts["type"][-2] and "GPU=" not in facts["type"][-2]
     typed = [f"{name}={value}" for name, value in variables.items() if name != "GPU"]
-    assert set(typed) <= set(shlex.split(facts["type"][-2]))
+    assert set(typed) <= set(shlex.split(facts["type"][-2], comments=True))
 
 
 def test_the_plan_of_an_interrupted_run_says_that_it_goes_on(h100, monkeypatch):
