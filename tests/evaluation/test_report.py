@@ -285,14 +285,6 @@ def test_so_few_problems_tell_nothing(base_dir, folder, count, said):
     assert generated(folder).count("tell nothing") == said
 
 
-@pytest.mark.parametrize("asked, said", [("", 0), ("24", 0), ("20", 1)])
-def test_a_run_that_was_asked_for_and_is_not_there_is_named(base_dir, folder, capsys, monkeypatch, asked, said):
-    monkeypatch.setenv("NUM_ITERATIONS", asked)
-    make_run(base_dir, "d4", "clover", 1.275)
-    generated(folder)
-    assert capsys.readouterr().out.count("NUM_ITERATIONS=20") == said
-
-
 @pytest.mark.parametrize("stage, key, last, worse", [(1, "loss", 3.0, 1), (1, "loss", 2.0, 0), (2, "pass@1", 0.1, 1)])
 def test_a_stage_that_made_the_model_worse_is_said_to_have(base_dir, folder, stage, key, last, worse):
     make_run(base_dir, "d4", "clover", 1.275)

@@ -276,7 +276,7 @@ def test_functions_of_files_are_compiled(tiny_base, monkeypatch):
 @pytest.mark.parametrize(
     "text, message",
     [
-        ("", "name a Python file"),
+        ("", "name Python files"),
         ("1 / 0", "mine.py:1: ZeroDivisionError: division by zero"),
         ("import nanochat_fp4 as nf\n\nnf.regster(1)\n", "mine.py:3: AttributeError: .* 'regster'"),
         ("x = 1\ny = (\n", "mine.py:2: SyntaxError: "),
