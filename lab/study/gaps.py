@@ -8,6 +8,7 @@ An Item describes a table: the methods whose runs it takes or trains, its column
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from statistics import fmean
 from typing import Any
 
@@ -20,6 +21,7 @@ from nanochat_fp4.evaluation import plots
 from nanochat_fp4.nvfp4.recipes import Recipe
 from nanochat_fp4.training.memory import operand_bytes
 
+LAB = str(Path(__file__).resolve().parents[1])
 # The forward pass that is evaluated -> the name of its bits per byte in a run.
 VALUES = {"own": "val_bpb", "BF16": "val_bpb_bf16"}
 # Methods of stored runs that nothing trains any more. Tables of these runs keep their rows.
@@ -212,7 +214,9 @@ def recipes_of(run: dict) -> Sequence[Recipe] | None:
         return []
     gemms = [gemm for r in recipes for p in (r, r.final) for gemm in (p.output, p.grad_input, p.grad_weight)]
     functions = [o.rounding.quantize for gemm in gemms for o in (gemm.a, gemm.b) if o.rounding and o.rounding.quantize]
-    return recipes if all(function.__module__.startswith("lab.") for function in functions) else None
+    # By their files: lab/recipes.py given to --recipes is a module of another name.
+    files = [getattr(getattr(function, "__code__", None), "co_filename", "") for function in functions]
+    return recipes if all(file.startswith(LAB) for file in files) else None
 
 
 def gemm_work(runs: list[dict], method: str, steps: int) -> str:

@@ -12,12 +12,14 @@ import sys
 import pytest
 import torch
 
+import lab.recipes
 import nanochat_fp4 as nf
 from lab import pages, reproduce, scaling, statistics
 from lab.study import numerics, questions, sweep, sweep_runs
 from lab.study.context import Context
 from lab.study.gaps import Claim
 from nanochat_fp4.cli import UserError
+from nanochat_fp4.common import load_recipes
 from nanochat_fp4.evaluation import plots
 from nanochat_fp4.nvfp4 import methods
 from nanochat_fp4.nvfp4.methods import get_recipe
@@ -222,9 +224,10 @@ def study(path, change=lambda run: {}, **gaps: list[float]) -> str:
 
 
 def test_the_costs_of_a_users_function_are_not_those_of_nvfp4(tmp_path, printed, monkeypatch):
-    """Nobody knows what format it has. Those of lab's functions are known."""
+    """Nobody knows what format it has. Those of lab's functions are known, also where their file was given."""
     monkeypatch.setattr(nf.ROUNDINGS, "data", dict(nf.ROUNDINGS))
     monkeypatch.setattr(methods, "REGISTERED", dict(methods.REGISTERED))
+    load_recipes(lab.recipes.__file__)
     nf.ROUNDINGS["mine"] = nf.Rounding(quantize=lambda x, rounding, noise: None)
     for name in ("mine", "mxfp8"):
         nf.register(nf.Recipe(f"m_{name}", output=nf.Gemm(nf.Operand(name), nf.Operand(name))))

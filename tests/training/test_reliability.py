@@ -209,7 +209,7 @@ def test_a_signal_at_any_moment_saves_within_a_step(fork_server, tiny_base, stag
 def test_a_third_interrupt_ends_a_run_at_once(fork_server, tiny_base):
     """The first Ctrl-C saves after the step, and so does a second; a third does not wait for the end of the step."""
     case = Case(fork_server, tiny_base, "base", "bf16")
-    run = case.run(fault=("signals", signal.SIGINT, 1, 0.4, 1.7))
+    run = case.run(fault=("signals", signal.SIGINT, 1, 0.4, 2.6))
     assert run.status == -signal.SIGINT and "stopped at step" not in run.log, run.log
     assert list_steps(case.folder) == [1] and run.log.count("again") == 1
 
