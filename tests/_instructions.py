@@ -20,7 +20,7 @@ import torch
 BLACKWELL = (100, 120, 121)  # the operands of a GEMM are codes
 MULTIPROCESSORS = 4  # of the GPU that is not here
 # R1 is the stack's. ptxas names it also where it has lost a value, and beside a number that is rounded alone.
-LOST = r"^(?!.*(?: R1, c\[|PACK_AB.* R1, R\d+, RZ )).*\bR1\b"
+LOST = r"^(?!.*(?: R1, c\[|PACK_AB.* R1(?:\.reuse)?, R\d+(?:\.reuse)?, RZ )).*\bR1\b"
 ELEMENTS = {"quantize_kernel": 16, "rotate_quantize_kernel": 64}  # of a thread, of a tile
 
 
