@@ -149,8 +149,8 @@ def study(name: str) -> dict[str, Any]:
 
 
 def pooled(contents: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """Returns the machines, the releases of torch and the commits of all of some studies, or parts of bench.json, each
-    as text, for the line below a table."""
+    """Returns the machines, the releases of torch and the commits of studies, or of parts of bench.json, each as text,
+    for the line below a table."""
     machines, versions, commits = [], [], []
     for content in contents:
         of = content["environment"]

@@ -303,6 +303,8 @@ class Base:
             asked = largest(model, s.memory, sizes, args.state, args.recompute, processes)
             self.ways = [asked] if self.is_fixed else choose(model, s.memory, sizes, states, processes)
             argv += [] if self.is_fixed else self.ways[0].flags
+        fits = bool(card and self.ways) and self.ways[0].graphed_peak <= SHARE * s.memory
+        self.graphed = fits if args.cuda_graph is None else args.cuda_graph
         done = list_steps(s.base_dir / FOLDERS["base"] / self.tag) if s.here else []
         self.done = next((step for step in done if step <= self.steps), 0)  # The run goes on from here.
         saved = state_bytes(model, self.ways[0].state if self.ways else args.state, gpu=bool(card))
@@ -817,6 +819,11 @@ def minutes(plan: Plan) -> Iterator[str]:
         yield f"a step took {each:.2g} s in a probe, so there are {plan.chosen['steps']} (NUM_ITERATIONS)"
 
 
+def taken(s: Settings, base: Base) -> str:
+    peak = base.ways[0].graphed_peak if s.card and base.graphed else base.ways[0].peak
+    return f"{peak / GIB:.1f} of {s.memory / GIB:.3g} GiB"
+
+
 def of_memory(s: Settings, base: Base) -> Iterator[str]:
     if not base.ways:
         yield "not counted for this family of models"
@@ -825,14 +832,12 @@ def of_memory(s: Settings, base: Base) -> Iterator[str]:
     count = way.rows or (1 if base.args.device_batch_size == "auto" else base.args.device_batch_size)  # hardly fit
     rows = f"{base.label}{count} row{'s' * (count > 1)} of {base.args.max_seq_len:,} tokens"
     if s.card is None:
-        yield f"{rows}: {way.peak / GIB:.1f} of {s.memory / GIB:.3g} GiB, by estimate"
+        yield f"{rows}: {taken(s, base)}, by estimate"
     else:
-        graphed = way.graphed_peak <= SHARE * s.memory if base.args.cuda_graph is None else base.args.cuda_graph
-        peak, how = (way.graphed_peak, "with CUDA graphs, ") if graphed else (way.peak, "")
-        yield f"{rows}: {peak / GIB:.1f} of {s.memory / GIB:.3g} GiB, {how}by count (docs/memory.md)"
+        yield f"{rows}: {taken(s, base)}, {'with CUDA graphs, ' * base.graphed}by count (docs/memory.md)"
         passing = ["activations", "loss"] if way.peak > way.at_rest + way.parts["update"] else ["update"]
         parts = ["weights", "gradients", "moments", "codes"]
-        parts += ["activations", "loss", "graphed_update"] if graphed else passing
+        parts += ["activations", "loss", "graphed_update"] if base.graphed else passing
         names = {"graphed_update": "update"} | ({"codes": "cast"} if base.method == "bf16" else {})
         yield base.label + " + ".join(f"{names.get(part, part)} {way.parts[part] / GIB:.1f}" for part in parts)
     if way.flags and not base.is_fixed:
@@ -871,7 +876,7 @@ def which(plan: Plan) -> Generator[tuple[str, str], None, tuple[dict[str, str], 
     if asked or not s.plan_only or plan.bases[0].done or advised[0] in s.methods:
         return {}, ""
     other = Base(s, advised[0])
-    found, needs = hours(s, other), next(of_memory(s, other)).split(": ")[-1].partition(",")[0]
+    found, needs = hours(s, other), taken(s, other) if other.ways else "not counted for this family of models"
     instead = f"; or {rival}, if measure.sh finds it fast enough" * (len(advised) > 1)
     return {"QAT_METHOD": advised[0]}, f"  # {duration(*found[:2]) if found else 'unknown hours'}, {needs}{instead}"
 

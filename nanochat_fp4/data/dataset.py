@@ -673,7 +673,8 @@ def ensure_data(data_dir: str | None = None, *, column: str = "", num_shards: in
     if len(texts := set(of_all_ranks(str(found)))) > 1:
         raise UserError(f"the processes have different text ({' | '.join(sorted(texts))}); give all nodes the same")
     for split in ("train", "val"):  # A damaged file must not be found hours into a run.
-        parts, said = open_text(split, found, column), str(found)
+        parts = open_text(split, found, column)
+    said = str(found)
     if not found.val:
         stored = parts[0].dataset.data
         said = described(found, stored["document"].to_numpy(), pc.binary_length(stored["text"]).to_numpy())

@@ -251,7 +251,7 @@ def runs_table(runs: list[dict]) -> list[str]:
         row += [_cell(r["tokens_per_second"], "{:,.0f}"), "-" if r["seconds"] is None else format_seconds(r["seconds"])]
         rows.append(row)
     lines = _table(header, rows)
-    read = sorted(r["tokens"] / r["start"]["num_params"] for r in runs if r["tokens"])
+    read = sorted(r["tokens"] / r["start"]["num_params"] for r in runs if r["tokens"] and r["start"].get("num_params"))
     few = [f"{each:.3g}" for each in read if round(each, 1) < USUAL_TOKENS]
     notes = SMALL.format(USUAL_TOKENS, " to ".join(dict.fromkeys(few[:1] + few[-1:]))) * bool(few)
     notes += EMULATION * any(_emulated(r["start"]) for r in runs)
@@ -262,7 +262,9 @@ def runs_table(runs: list[dict]) -> list[str]:
     return [*lines, "", *notes.splitlines()]
 
 
-SMALL = "- a small run shows that everything works, and ranks no method: of {} usual tokens a parameter it read {}\n"
+SMALL = (
+    "- a small run shows that everything works, and ranks no method: it read {1} tokens a parameter; {0} are usual\n"
+)
 EMULATION = "- tokens/s: this machine emulates products of few bits, so its speed ranks no method\n"
 BPB = "- val BPB: bits per byte of the validation text with the forward pass of the method; lower is better\n"
 GAP = "- gap: increase of val BPB over the BF16 run of the same configuration and text, which `COMPARE=1` trains too"

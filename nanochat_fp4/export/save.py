@@ -3,7 +3,6 @@
 import contextlib
 import json
 import os
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
@@ -54,7 +53,7 @@ def new_export(out: str | os.PathLike, overwrite: bool = False) -> Iterator[Path
                 atomic_write(part / LIST, json.dumps({"format": FORMAT, "files": names}, indent=2) + "\n")
                 check_replaceable(out, overwrite)  # Somebody may have put a file there meanwhile.
         finally:
-            if not out.exists():  # A refused export leaves nothing. filelock takes no lock of a file without a name.
+            if not out.exists():  # A refused export leaves nothing.
                 with contextlib.suppress(OSError):  # Windows deletes no open file.
                     lock_of(out).unlink()
 
@@ -305,7 +304,9 @@ def _write(
     config = json.loads(model.config.to_json_string()) | {"architectures": [type(model).__name__]}
     for part in (model.config, model):
         if getattr(part, "_auto_class", None):  # Its class stands in a file beside the weights (trust_remote_code).
-            sys.modules["transformers"].dynamic_module_utils.custom_object_save(part, folder, config)
+            from transformers.dynamic_module_utils import custom_object_save
+
+            custom_object_save(part, folder, config)
     huggingface.write(model, folder, config, dtype, places, plain, weights, input_scales, in_fp32)
     if (generation := getattr(model, "generation_config", None)) is not None:
         atomic_write(folder / "generation_config.json", generation.to_json_string())

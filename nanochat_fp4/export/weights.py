@@ -76,13 +76,13 @@ def forward_weights(model: nn.Module, share_scales: bool = True) -> tuple[dict[s
     groups = [group for group in groups if group[0] not in shared] + together
     operands = [quantized_weight(group) for group in groups]
     if not groups or any(operand is None for operand in operands):
-        problem = "this model was not converted"
+        problem = "this model was not converted; convert it"
         if hasattr(model, "nf_report"):
             recipe, problem = model.nf_report.recipe, "quantizes nothing, and model.save_pretrained writes its models"
             if recipe.output.b.rounding:
                 problem = "has no codes that are the same in each pass"
-            problem = f"the forward pass of {recipe.name} {problem}"
-        raise ValueError(f'{problem}; convert it to another method, for example nf.convert(model, "clover")')
+            problem = f"the forward pass of {recipe.name} {problem}; convert it to another method"
+        raise ValueError(f'{problem}, for example nf.convert(model, "clover")')
     found = {}
     for layers, operand in zip(groups, operands):
         if operand.is_fp8 and operand.codes.dtype == torch.float8_e4m3fn:

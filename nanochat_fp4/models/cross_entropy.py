@@ -19,9 +19,8 @@ the logits. On CUDA a kernel computes losses and gradient (nvfp4_kernels/cross_e
 traffic a logit. The functions of this file are its reference.
 
 The three products of the head are in the compute dtype, or in FP8, as with nanochat's --fp8 (HEADS). FP8 has one scale
-for a tensor. x and weight are in E4M3, and the logits' gradient is in E5M2. An element of
-this gradient is at most its token's weight. Its scale is therefore known in advance, without a pass that looks for the
-largest element.
+for a tensor. x and weight are in E4M3, and the logits' gradient is in E5M2. An element of this gradient is at most its
+token's weight, so its scale is known in advance, without a pass that looks for the largest element.
 """
 
 import functools

@@ -257,12 +257,13 @@ def test_the_scatter_of_a_gap_is_said_below_the_table_on_the_terminal_too(base_d
         make_run(base_dir, "other", "clover", 1.275)
 
 
-@pytest.mark.parametrize("params, said", [(100, ""), (1200, ""), (1220, "read 19.7"), (10_000, "read 2.4")])
+@pytest.mark.parametrize("params, said", [(100, ""), (1200, ""), (1220, "read 19.7"), (10_000, "read 2.4"), (None, "")])
 def test_a_run_that_has_read_too_little_ranks_no_method(base_dir, folder, capsys, params, said):
     """A run reads 24,000 tokens here, and 20 for each parameter are usual."""
     make_run(base_dir, "d4_clover", "clover", 1.275, num_params=params)
     for text in (generated(folder), capsys.readouterr().out):
         assert ("ranks no method: " in text) == bool(said) and said in text
+        assert "| d4_clover | clover | 24 |" in text  # also without the number, as in logs of before
 
 
 def test_the_text_the_conversations_and_the_gap_are_said_once(base_dir, folder):
