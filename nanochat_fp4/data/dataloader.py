@@ -269,7 +269,9 @@ class Documents:
         texts = self.read(p, k)[start:stop]
         if self.seed:
             texts = [texts[place] for place in self._permutation(1 + g % len(self.groups), len(texts))]
-        rows = self.tokenizer.encode(texts[i : i + count], prepend=self.tokenizer.get_bos_token_id(), num_threads=4)
+        if not (texts := texts[i : i + count]):  # A tokenizer of transformers cannot encode an empty list.
+            return []
+        rows = self.tokenizer.encode(texts, prepend=self.tokenizer.get_bos_token_id(), num_threads=4)
         return [np.array(row, dtype=np.int32) for row in rows]
 
     def _permutation(self, number: int, n: int) -> np.ndarray:

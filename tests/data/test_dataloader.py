@@ -102,6 +102,17 @@ def test_inputs_and_targets(data):
     assert torch.equal(x[:, 1:], y[:, :-1]) and (x[:, 0] == BOS).all() and position["epoch"] == 1
 
 
+def test_a_tokenizer_is_never_asked_for_an_empty_list(tmp_path, monkeypatch):
+    make_shards(tmp_path)
+    asked = []
+    encode = BYTE_TOKENIZER.encode
+    monkeypatch.setattr(BYTE_TOKENIZER, "encode", lambda texts, **how: asked.append(len(texts)) or encode(texts, **how))
+    source = source_of(tmp_path)
+    for _ in itertools.takewhile(lambda batch: batch[2]["epoch"] == 1, loader(tmp_path)):
+        pass
+    assert source.tokens(0, 10**6, 1) == [] and min(asked) > 0
+
+
 def test_it_says_once_that_the_text_begins_again(tmp_path, capsys):
     """32 documents of 101 tokens, each cropped to a row of 65: an epoch has 32 rows."""
     for k in range(2):
