@@ -80,40 +80,41 @@ def exported(runs: list[dict], method: str) -> str:
     return str(stats.estimate([100 * (bpb / base[s] - 1) for s, bpb in mine.items()])) if mine else "not measured"
 
 
-def with_default_head(runs: list[dict], method: str) -> str:
+def with_default_head(of: gaps.Rows, method: str) -> str:
     """Returns a method's share of clover's gap, own forward, with the output head that base_train gives the method."""
-    if method == "bf16":
-        return "0"
     label = f"{method}_head_{default_head(method)}"
-    label = label if label in methods_of(runs) else method
-    return gaps.Rows(runs, gaps.Item("")).share(label, "val_bpb") if label in methods_of(runs) else "-"
+    label = label if label in methods_of(of.runs) else method
+    return "0" if method == "bf16" else of.share(label, "val_bpb") if label in methods_of(of.runs) else "-"
 
 
 def methods(context: Context) -> Outcome:
     """Makes README's table of methods. It has a row for each method that the study has or --rows names. Without
     --results it is README's, with its studies, rows and columns."""
-    args, header = context.args, ["QAT_METHOD", "share of clover's gap: own; BF16 forward", "gap, own forward, %"]
-    header += ["share, default head", "share, public text", "GEMM work", "exported as", "take it"]
+    args, header = context.args, ["QAT_METHOD", "share of clover's gap: own; BF16 forward", "the same, public text"]
+    header += ["gap, own forward, %", "GEMM work", "exported as", "take it"]
     if not args.results:
         args.results, args.columns = ",".join(cards.STUDIES), args.columns or " | ".join(header)
         args.rows = args.rows or "bf16 | fp8 | clover_fp8_forward | clover"
     time = "step time on one H100, BF16 = 1"
     header += ["gap, BF16 forward, %", "gap as exported, %", time, "seeds"]
+    header += ["share, default head", "the same head, public text"]
     runs, content = stored_runs(context)
-    times, known, of = time_of_steps(), methods_of(runs), gaps.Rows(runs, gaps.Item(""))
+    times, known = time_of_steps(), methods_of(runs)
+    texts = [gaps.Rows(of_text, gaps.Item("")) for of_text in (runs, kept_runs.stored(PUBLIC)["results"])]
     rows, asked = [], [name.strip() for name in context.args.rows.split("|")]
-    texts = runs, kept_runs.stored(PUBLIC)["results"]
     for method in [m for m in WHEN if m in ("bf16", *known, *asked)]:
-        shares, *both = ["0; 0", "0", "0"] if method == "bf16" else ["not measured"] * 3
+        shares, both = (["0; 0"] * 2, ["0"] * 2) if method == "bf16" else (["not measured"] * 2, ["not measured"] * 2)
+        for i, of in enumerate(texts):
+            if method in methods_of(of.runs):
+                shares[i] = "; ".join(of.share(method, value) for value in VALUES.values())
         if method in known:
-            shares = "; ".join(of.share(method, value) for value in VALUES.values())
-            both = [of.gap(method, value).shown(sign="-") for value in VALUES.values()]
+            both = [texts[0].gap(method, value).shown(sign="-") for value in VALUES.values()]
         seeds = len({r["seed"] for r in runs if r["method"] == method})
         as_exported = exported(runs, method) if seeds else "not measured"
         work = gaps.gemm_work(runs, method, steps_of(runs)) if seeds else "not measured"
         default = [with_default_head(of_text, method) for of_text in texts]
-        row = [method, shares, both[0], *default, work, EXPORTED.get(method, "NVFP4"), WHEN[method]]
-        rows.append([*row, both[1], as_exported, times.get(method, ("not measured",))[0], seeds])
+        row = [method, *shares, both[0], work, EXPORTED.get(method, "NVFP4"), WHEN[method]]
+        rows.append([*row, both[1], as_exported, times.get(method, ("not measured",))[0], seeds, *default])
     runs = gaps.runs_of_rows(runs, args.rows)
     parts = ", ".join(dict.fromkeys(times[row[0]][1] for row in rows if row[0] in times))
     notes = [
@@ -121,11 +122,11 @@ def methods(context: Context) -> Outcome:
         gaps.INTERVALS,
         gaps.NOTES["GEMM work"].format(work=gaps.counted(runs)),
     ]
-    if "share, public text" in (shown := context.chosen_columns(header)):
+    if any("public text" in name for name in context.chosen_columns(header)):
         public = kept_runs.stored(PUBLIC)
         where, machines = gaps.measured_on(public["results"], public["data"]), kept_runs.pooled([public])["machines"]
         notes.append(f"public text: {machines}; {where}")
-    if time in shown:
+    if time in context.chosen_columns(header):
         notes.append(f"time: d26, 8 rows, --cuda-graph, where 4 bits are emulated (lab/results/bench.json: {parts})")
     return outcome(runs, content, "Which method? Gaps to BF16 from scratch", header, rows, notes, {})
 
