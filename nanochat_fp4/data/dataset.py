@@ -21,9 +21,9 @@ What a run reads of a folder or a file:
     train = open_text("train", "my_texts")     # each has name, column, rows, read(group), digest() and whole
 
 Two or more parquet files are shards, which are read as they are, in their row groups. All other text is written once
-into the base directory, where each document can be read at once. A row of a JSON, csv or parquet file is a document,
-and so is each megabyte of a text file. Long documents are cut into pieces at the ends of paragraphs. Rows of tokens use
-all of this text: what is longer than a row goes on in the next one.
+into the base directory, where each document can be read at once. A row of a JSON, csv, tsv or parquet file is a
+document, and so is each megabyte of a text file. Long documents are cut into pieces at the ends of paragraphs. Rows
+of tokens use all of this text: what is longer than a row goes on in the next one.
 """
 
 import argparse
@@ -34,6 +34,7 @@ import math
 import os
 import platform
 import re
+import shlex
 import shutil
 import sysconfig
 from collections import Counter
@@ -218,7 +219,7 @@ class Shard:
         types = [f.type.value_type if isinstance(f.type, ENCODED) else f.type for f in schema if f.name == column]
         if [str(kind) in STRINGS for kind in types] != [True]:
             has = f"not one column of strings named {column} ({', '.join(map(str, types)) or schema.names[:10]})"
-            raise UserError(f"{path} has {has}; correct --text-column (TEXT_COLUMN), or convert the column")
+            raise UserError(f"{path} has {has}; correct TEXT_COLUMN (--text-column), or convert the column")
         self.rows = tuple(self.footer.row_group(i).num_rows for i in range(self.footer.num_row_groups))
 
     def read(self, index: int) -> list[str]:
@@ -378,9 +379,9 @@ def own_pieces(found: Survey, column: str, most: float = math.inf) -> Iterator[d
             text = row.get(column, 0) if isinstance(row, dict) else 0
             if not isinstance(text, str | None):
                 texts = {k: v for k, v in row.items() if isinstance(v, str)} if isinstance(row, dict) else {}
-                likely = max(texts, key=lambda k: len(texts[k]), default="its name")  # the longest text
+                likely = shlex.quote(str(max(texts, key=lambda k: len(texts[k]), default="NAME")))  # the longest text
                 has = f"there is no text in a column {column!r} (with texts: {', '.join(map(str, texts)) or 'none'})"
-                raise UserError(f"{path}, {place}: {has}; name it, --text-column={likely} (TEXT_COLUMN={likely})")
+                raise UserError(f"{path}, {place}: {has}; name it, TEXT_COLUMN={likely} (--text-column={likely})")
             text = text or ""
             characters += len(text)
             if ODD.search(text) or "~{" in text:
@@ -656,7 +657,7 @@ def ensure_data(data_dir: str | None = None, *, column: str = "", num_shards: in
     if data_dir and Path(data_dir).parent.name == "embedded_data":
         what = "the embedded corpus"
     if not folder and text_column(column) != "text":
-        raise UserError("--text-column (TEXT_COLUMN) is for text of your own; add --data-dir (DATA_DIR)")
+        raise UserError("TEXT_COLUMN (--text-column) is for text of your own; add DATA_DIR (--data-dir)")
     if not folder:
         with data_lock():  # What another program downloads now counts as a whole.
             folder = found_data()

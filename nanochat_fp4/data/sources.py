@@ -34,7 +34,7 @@ from nanochat_fp4.cli import UserError, missing_package, one_line, switched_on
 from nanochat_fp4.common import base_dir_of, get_base_dir, print0
 from nanochat_fp4.locks import locked
 
-KINDS = ("txt", "md", "csv", "json", "jsonl", "ndjson", "parquet")
+KINDS = ("txt", "md", "csv", "tsv", "json", "jsonl", "ndjson", "parquet")
 COMPRESSED = ("gz", "bz2", "zst", "lz4")
 LONGEST = 1 << 28  # The largest number of characters in a line, and in a JSON value of several lines.
 BLOCK = 1 << 20  # The number of characters of a text file that are a row, by and large.
@@ -77,8 +77,9 @@ def kind_of(path: Path) -> str:
 
 def rows_of(path: Path, errors: str = "strict", column: str | None = None) -> Iterator[tuple[str, Any]]:
     """
-    Yields ("line 3", value) for the rows of a file. A row of a csv or parquet file is a dict, and so is each megabyte
-    of a text file, {column: text}. A file named .json has a row in each line, or it is a list of rows or a single row.
+    Yields ("line 3", value) for the rows of a file. A row of a csv, tsv or parquet file is a dict, and so is each
+    megabyte of a text file, {column: text}. A file named .json has a row in each line, or it is a list of rows or a
+    single row.
 
     `errors` is that of open(), for bytes that are not UTF-8. Of a parquet file only `column` is read, if it is given.
     Raises MissingDataError if the file does not exist, and UserError, which names the file and the place, if it cannot
@@ -137,13 +138,17 @@ def _json(f: TextIO) -> Iterator[tuple[str, Any]]:
     return ((f"row {i}", row) for i, row in enumerate(value if isinstance(value, list) else [value]))
 
 
-def _csv(f: TextIO) -> Iterator[tuple[str, Any]]:
+def _csv(f: TextIO, separators: str = ",;\t|") -> Iterator[tuple[str, Any]]:
     csv.field_size_limit(LONGEST)
-    rows = csv.reader(f, strict=True)
+    # The header shows what separates. Excel writes semicolons in countries whose numbers have a comma.
+    line = f.readline(LONGEST)
+    by = next((s for s in separators if len(next(csv.reader([line], delimiter=s), [])) > 1), separators[0])
+    rows = csv.reader(itertools.chain([line], f), delimiter=by, strict=True)
     header, first = next(rows, []), rows.line_num + 1
     for row in rows:
         if row and len(row) != len(set(header)):
-            raise ValueError(f"line {first} has other fields than the header; put texts with commas into quotes")
+            counts = f"{len(row)} field(s), and the header {len(set(header))} name(s)"
+            raise ValueError(f"line {first} has {counts}, separated by {by!r}; put texts with it into quotes")
         if row:  # An empty line is no row.
             yield f"line {first}", dict(zip(header, row))
         first = rows.line_num + 1
@@ -154,7 +159,7 @@ def _text(f: TextIO) -> Iterator[tuple[str, Any]]:
     return ((f"megabyte {number}", block) for number, block in enumerate(blocks, 1))
 
 
-TEXT_READERS = {"csv": _csv, "json": _json, "md": _text, "txt": _text}
+TEXT_READERS = {"csv": _csv, "tsv": functools.partial(_csv, separators="\t"), "json": _json, "md": _text, "txt": _text}
 
 
 def read_rows(path: str | os.PathLike, check: Check) -> list[Any]:

@@ -23,6 +23,7 @@ import contextlib
 import json
 import re
 import secrets
+import shlex
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -285,7 +286,9 @@ def create_app(
     async def check_host(request: Request) -> None:
         name = re.sub(r":\d+$", "", request.headers.get("host", ""))
         if name not in hosts and "*" not in hosts:
-            raise Refused(400, f"this server is not called {name}; start it with --allow-host={name} if it should be")
+            raise Refused(
+                400, f"this server is not called {name}; start it with --allow-host={shlex.quote(name)} if it should be"
+            )
 
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, dependencies=[Depends(check_host)])
     requests = PerMinute(limits.per_minute)

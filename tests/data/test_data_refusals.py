@@ -68,6 +68,8 @@ TEXT = [  # what else is wrong is test_text's to say
     ({"a.txt": b"some text " * 999, "valid.csv": b"text\n"}, "too little text.*valid.csv"),
     ({"a.jsonl": lines({"text": "a"}, {"texts": "b"})}, "a.jsonl, line 2: .*--text-column"),
     ({"a.csv": b"id,body,to\n1,a longer text,b\n"}, "'text' .*id, body, to.*TEXT_COLUMN=body"),
+    ({"a.csv": b"my id;my body\n1;a longer text, of words\n"}, "'text' .*TEXT_COLUMN='my body' "),
+    ({"a.jsonl": lines({"id; ls": "a longer text", "n": 5})}, "TEXT_COLUMN='id; ls' "),
     ({"a.jsonl": lines({"text": "a"}) + b"not json\n"}, "a.jsonl .*past line 1"),
     ({"a.parquet": b"", "b.parquet": WHOLE}, "a.parquet .*delete it"),
     ({"a.parquet": b"this is no parquet file", "b.parquet": WHOLE}, "a.parquet .*readable"),

@@ -332,7 +332,15 @@ HOSTILE = {  # a name, the content, and the text, or a word of the refusal
     "a csv with unquoted commas": ("a.csv", b"text\n" + b"hello, world\n" * 30, "quotes"),
     "a csv with a short row": ("a.csv", b"id,text\n" + b"1,a\n2\n" * 30, "line 3"),
     "a csv with an open quote": ("a.csv", b'text\n"a"\n"b\n' + b"c\n" * 30, "a.csv"),
-    "a csv with semicolons": ("a.csv", b"id;text\n" + b"1;a\n" * 30, "--text-column"),
+    "a csv with semicolons": (
+        "a.csv", MARK + b"id;text\r\n" + b'1;"one, two; three"\r\n2;four, 5,5 m\r\n' * 20,
+        "one, two; threefour, 5,5 m" * 20,
+    ),
+    "tabs in a csv": ("a.csv", b'id\ttext\r1\t"a, b;\tc"\r' + b"2\td; e\r" * 30, "a, b;\tc" + "d; e" * 30),
+    "a tsv of one column": ("a.tsv", b"text\n" + b"hello, world; and all\n" * 30, "hello, world; and all" * 30),
+    "a comma before semicolons": ("a.csv", b"text,a;b\n" + b"one; two,3\n" * 30, "one; two" * 30),
+    "semicolons, and a row with one more": ("a.csv", b"id;text\n" + b"1;a\n" * 9 + b"1;a;b\n", "';'"),
+    "a column with a semicolon in its name": ("a.csv", b"a;text\n" + b"hello\n" * 30, "';'"),
     "two columns named text": ("a.csv", b"text,text\na,b\n", "header"),
     "a list after a blank line": (
         "a.json", b"\n" + json.dumps([{"text": f"{i};"} for i in range(40)], indent=2).encode(),
@@ -592,6 +600,6 @@ def test_the_column_with_the_text_can_be_named(folder, monkeypatch, suffix):
     monkeypatch.setenv("TEXT_COLUMN", "content")
     ensure_data(str(folder))
     assert texts_of(folder, "train") == found
-    with pytest.raises(UserError, match="add --data-dir"):
+    with pytest.raises(UserError, match="add DATA_DIR"):
         ensure_data()
     assert ensure_data(str(folder)).folder == folder
