@@ -155,6 +155,8 @@ pipeline() {
     ask
     # shellcheck disable=SC1091  # the plan has just written it. bash reads the whole file before it runs the first line.
     source "$NANOCHAT_BASE_DIR/report/calls.sh"
+    # The end of this script would end it.
+    [ -z "$DOWNLOAD" ] || [ "$STATUS" != 0 ] || await_download
     [ ! -s "$NANOCHAT_BASE_DIR/report/left_out.txt" ] || sed 's/^/left out: /' "$NANOCHAT_BASE_DIR/report/left_out.txt"
     [ -n "${VENV:-}" ] || echo "these commands need, once in a shell: source $ROOT/.venv/bin/activate"
     exit "$STATUS"

@@ -87,7 +87,7 @@ def evaluate(args: argparse.Namespace, device: torch.device, rank: int) -> None:
     elif hasattr(model, "nf_report"):
         precision = nf.quantize_weights_once(model)
     print0(f"CORE of {name}, {method} forward")
-    folder = Path(get_base_dir()) / "base_eval" / (model_tag or "")
+    folder = Path(get_base_dir()) / "base_eval" / (model_tag or "hf")  # nanochat's tables lie in base_eval itself.
     log_folder = checkpoint_folder("base", model_tag) if model_tag else folder
     kept = Kept(log_folder, step, key_of(model, tokenizer) | {"forward": method})
     with precision, autocast(device.type):

@@ -633,6 +633,8 @@ class Plan:
         """The tokenizer that is here, which the run keeps, or None."""
         s, folder = self.s, self.s.base_dir / "tokenizer"
         if not s.here or not all((folder / name).is_file() for name in ("tokenizer.json", "token_bytes.pt")):
+            if s.here and "tok" in s.stages:
+                tok_train.check_own(folder)
             return None
         tokenizer = RustBPETokenizer.from_directory(folder)  # A damaged file ends here.
         tokens, wanted = tokenizer.get_vocab_size(), s.values["VOCAB_SIZE"]

@@ -4,18 +4,22 @@ Trains the tokenizer on the training split. It is a byte-pair encoding, made by 
     python -m scripts.tok_train --max-chars=2000000000 --vocab-size=65536
 
 The program writes tokenizer.json and token_bytes.pt into <base dir>/tokenizer. token_bytes.pt holds the number of bytes
-of text for each token, by which a loss per token becomes bits per byte. If checkpoints in <base dir> were made with the
-tokenizer that is there, only --overwrite replaces it.
+of text for each token, by which a loss per token becomes bits per byte. Only --overwrite replaces a tokenizer that is
+nanochat's, that cannot be read, or that checkpoints in <base dir> were made with.
 """
 
 import argparse
+import os
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 from nanochat_fp4.cli import ArgumentParser, UserError, format_seconds, run_main
 from nanochat_fp4.common import get_base_dir, print0
 from nanochat_fp4.data.dataset import Survey, add_data_arguments, ensure_data, parquets_iter_batched
 from nanochat_fp4.data.tokenizer import (
+    FILE_NAME,
+    PICKLE_NAME,
     SPECIAL_TOKENS,
     RustBPETokenizer,
     get_tokenizer,
@@ -65,28 +69,44 @@ def documents(survey: Survey, column: str, max_chars: int, doc_cap: int, progres
                 return
 
 
+def check_own(tokenizer_dir: str | os.PathLike) -> None:
+    """Raises UserError if a folder holds the tokenizer of nanochat, whose bits per byte would be wrong with another
+    token_bytes.pt. The plan calls this function, too."""
+    if Path(tokenizer_dir, PICKLE_NAME).exists():
+        link = "whose base_data may be a link to this one's, so that nothing is downloaded twice"
+        convert = "train with this tokenizer: python -m nanochat_fp4.data.tokenizer --allow-pickle"
+        raise UserError(
+            f"{tokenizer_dir} holds nanochat's tokenizer, and another one would replace files of it; set another "
+            f"NANOCHAT_BASE_DIR, {link}, or {convert}"
+        )
+
+
 def check_replaceable(overwrite: bool) -> None:
     """Raises UserError if the present tokenizer must not be replaced.
 
-    This is so while a run trains with it, and if checkpoints were made with it, because they fit no other tokenizer.
-    With `overwrite` the existing checkpoints may become useless, but not those of a running run.
+    This is so while a run trains with it, and without `overwrite` if it is nanochat's, if it cannot be read, or if
+    checkpoints were made with it, because they fit no other tokenizer.
     """
-    try:
-        tokenizer = get_tokenizer()
-    except UserError:  # There is no tokenizer, or it cannot be read.
-        return
+    folder = Path(get_tokenizer_dir())
     if users := running_runs(get_base_dir()):
         raise UserError(
-            f"{', '.join(users)} trains with the tokenizer in {get_tokenizer_dir()}; wait for it or stop it, or train "
-            "the new one under another NANOCHAT_BASE_DIR"
+            f"{', '.join(users)} trains with the tokenizer in {folder}; wait for it or stop it, or train the new one "
+            "under another NANOCHAT_BASE_DIR"
         )
     if overwrite:
         return
-    if made := checkpoints_made_with(tokenizer):
+    check_own(folder)
+    if not (folder / FILE_NAME).exists():
+        return
+    try:
+        made = checkpoints_made_with(get_tokenizer())
+    except UserError as e:
+        raise UserError(f"{e}, with --overwrite to replace this file") from e
+    if made:
         more = f" and {len(made) - 8} more" if len(made) > 8 else ""
         raise UserError(
-            f"{get_tokenizer_dir()} holds the tokenizer of {', '.join(made[:8])}{more}, which fit no other; keep it, "
-            "train the new one under another NANOCHAT_BASE_DIR, or give these up with --overwrite"
+            f"{folder} holds the tokenizer of {', '.join(made[:8])}{more}, which fit no other; keep it, train the new "
+            "one under another NANOCHAT_BASE_DIR, or give these up with --overwrite"
         )
 
 

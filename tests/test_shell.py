@@ -639,6 +639,16 @@ def test_a_download_ends_with_a_script_that_fails(script):
     assert_all_ended(process)
 
 
+def test_a_download_that_no_stage_waits_for_has_its_end_and_its_status(environment, tmp_path):
+    """STAGES=tok ends with the text in the background."""
+    plan = "beside download '' '' '' text 1 nosuchmodule\n"
+    folder = tmp_path / "base"
+    command = f'{PIPELINE}run() {{ printf \'%s\' "$CALLS" >"${{@: -1}}"; }}; pipeline speedrun'
+    done = shell(command, environment, CALLS=plan, NANOCHAT_BASE_DIR=str(folder))
+    assert done.returncode == 1 and "download.log" in done.stderr and "left out: the download" in done.stdout, done
+    assert "nosuchmodule" in (folder / "download.log").read_text()
+
+
 def test_a_closed_terminal_saves_and_the_same_command_goes_on(environment):
     """All processes of the terminal get SIGHUP. Nothing can be written any more."""
     base = Path(environment["NANOCHAT_BASE_DIR"])

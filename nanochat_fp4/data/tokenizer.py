@@ -418,7 +418,8 @@ def main(argv: list[str] | None = None) -> None:
     tokenizer = get_tokenizer(allow_pickle=args.allow_pickle)
     if not os.path.exists(os.path.join(tokenizer_dir, FILE_NAME)):
         tokenizer.save(tokenizer_dir)
-    save_token_bytes(tokenizer, tokenizer_dir)
+    if not os.path.exists(os.path.join(tokenizer_dir, "token_bytes.pt")):  # That of nanochat's tokenizer stays.
+        save_token_bytes(tokenizer, tokenizer_dir)
     print0(f"{tokenizer_dir}: {tokenizer.get_vocab_size():,} tokens, fingerprint {tokenizer.fingerprint()}")
 
 

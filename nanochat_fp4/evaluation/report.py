@@ -1,5 +1,5 @@
 """
-The report of a base directory: report.md and curves.png.
+The report of a base directory: report.md and curves.png. Beside nanochat's own report.md it is report_fp4.md.
 
     get_report(model_tag).log("Midtraining", [{...}, ...])     # a stage says what the report shows of it
     python -m nanochat_fp4.evaluation.report generate          # at the end
@@ -40,6 +40,7 @@ FOLDERS = {
 UNITS = {"bpb": "bits per byte", "loss": "nats per token of answers", "pass@1": "pass@1"}  # of what stages validate
 # What a backward GEMM takes where its recipe rounds nothing anew.
 GEMMS = {"output": "-", "grad_input": "the forward's weight", "grad_weight": "the forward's input"}
+TITLE = "# nanochat_fp4 report"
 TIME = "%Y-%m-%d %H:%M:%S"
 
 _PROCESS_START = time.time()
@@ -365,7 +366,7 @@ def _page(base_dir: Path, runs: list[dict], sections: list[dict], picture: str, 
         methods.append([name, *(said[g].replace(" x -", f" x {what}") for g, what in GEMMS.items())])
     left_out = base_dir / "report" / "left_out.txt"  # The plan and dev/pipeline.sh write it.
     without = left_out.read_text("utf-8", "replace").splitlines() if left_out.is_file() else []
-    lines = ["# nanochat_fp4 report", "", f"Written {time.strftime(TIME)}.", ""]
+    lines = [TITLE, "", f"Written {time.strftime(TIME)}.", ""]
     lines += [f"Text: {text}\n" for text in dict.fromkeys(_text_of(r) for r in runs if r["text_folder"])]
     lines += ["```", *about, "```", ""] if about else []
     lines += [*runs_table(runs), ""] if runs else []
@@ -403,7 +404,10 @@ def generate(folder: Path) -> Path:
         raise UserError(f"nothing to report in {folder}; run bash speedrun_fp4.sh first, or a stage of it")
     add_gaps(runs)
     folder.mkdir(parents=True, exist_ok=True)
-    path, picture = folder / "report.md", "curves.png" if plots.draw_runs(folder / "curves.png", runs, notes) else ""
+    path = folder / "report.md"
+    if path.exists() and not path.read_bytes().startswith(TITLE.encode()):
+        path = folder / "report_fp4.md"  # The other one is nanochat's.
+    picture = "curves.png" if plots.draw_runs(folder / "curves.png", runs, notes) else ""
     atomic_write(path, _page(base_dir, runs, sections, picture, notes).encode("utf-8", "replace"))
     newest = {s["run"] for s in sections if s["began"] == sections[-1]["began"]}
     runs.sort(key=lambda run: run["model_tag"] not in newest)

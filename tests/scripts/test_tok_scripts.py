@@ -2,6 +2,7 @@
 
 import json
 import os
+import pickle
 import random
 
 import pyarrow as pa
@@ -12,9 +13,13 @@ import torch
 from _samples import save_base
 
 from nanochat_fp4.cli import UserError
+from nanochat_fp4.data import tokenizer
 from nanochat_fp4.data.dataset import open_text
-from nanochat_fp4.data.tokenizer import get_token_bytes, get_tokenizer
-from scripts import tok_eval, tok_train
+from nanochat_fp4.data.tokenizer import SPLIT_PATTERN, RustBPETokenizer, get_token_bytes, get_tokenizer
+from nanochat_fp4.evaluation import report
+from nanochat_fp4.evaluation.report import get_report
+from scripts import base_train, tok_eval, tok_train
+from scripts.plan import Plan
 
 WORDS = "training a tokenizer needs text, some of it long and some of it short; 12 345 words or so".split()
 
@@ -107,6 +112,57 @@ def test_a_tokenizer_that_checkpoints_need_is_kept(tiny_base):
     tok_train.main([*train, "--overwrite"])
     assert (tiny_base / "tokenizer" / "tokenizer.json").read_bytes() != before
     tok_train.main(train)  # these checkpoints are lost already
+
+
+@pytest.fixture
+def nanochats(base_dir):
+    """A base directory of nanochat's, with a tokenizer, a model and a report: its files and their bytes."""
+    pickled = RustBPETokenizer.from_parts(SPLIT_PATTERN, {bytes([b]): b for b in range(256)})
+    for name in ("tokenizer/tokenizer.pkl", "tokenizer/token_bytes.pt", "report/report.md", "base_eval/gpt2.csv"):
+        (base_dir / name).parent.mkdir(parents=True, exist_ok=True)
+        (base_dir / name).write_text(f"nanochat's {name}\n")
+    (base_dir / "tokenizer/tokenizer.pkl").write_bytes(pickle.dumps(pickled.enc))
+    (base_dir / "base_checkpoints/d12").mkdir(parents=True)
+    for name, content in (("model", {"lm_head.weight": torch.ones(265, 4)}), ("optim", {})):
+        torch.save(content, base_dir / f"base_checkpoints/d12/{name}_007080{'_rank0' * (name == 'optim')}.pt")
+    meta = {"step": 7080, "model_config": {"vocab_size": pickled.get_vocab_size()}}
+    (base_dir / "base_checkpoints/d12/meta_007080.json").write_text(json.dumps(meta))
+    return {path: path.read_bytes() for path in base_dir.rglob("*") if path.is_file()}
+
+
+def test_no_file_of_nanochats_is_replaced(nanochats, data, base_dir, capsys):
+    """Also after the conversion of its tokenizer, which a run then keeps."""
+
+    def kept() -> bool:
+        return {path: path.read_bytes() for path in nanochats} == nanochats
+
+    variables = {"NANOCHAT_BASE_DIR": str(base_dir), "DATA_DIR": str(data), "VOCAB_SIZE": "265"}
+    for attempt in (
+        lambda: tok_train.main(["--vocab-size=300", f"--data-dir={data}"]),
+        lambda: Plan("speedrun", variables),
+    ):
+        with pytest.raises(UserError, match="NANOCHAT_BASE_DIR.*--allow-pickle"):
+            attempt()
+        assert kept() and not (base_dir / "stored_text").exists()
+    with pytest.raises(UserError, match="--overwrite"):
+        base_train.main(["--model-tag=d12", "--depth=1", f"--data-dir={data}"])
+    tokenizer.main(["--allow-pickle"])
+    assert kept() and Plan("speedrun", variables | {"PLAN_ONLY": "1"}).tokenizer
+    with pytest.raises(UserError, match="nanochat's"):
+        tok_train.main(["--vocab-size=300", f"--data-dir={data}"])
+    get_report("d1_bf16").log("Base model training", [{"Layers": 1}])
+    report.main([])
+    assert kept() and capsys.readouterr().out.splitlines()[-1].endswith("report_fp4.md")
+
+
+def test_a_tokenizer_that_cannot_be_read_is_replaced_if_asked(data, base_dir):
+    (path := base_dir / "tokenizer/tokenizer.json").parent.mkdir(parents=True)
+    path.write_text("{}")
+    with pytest.raises(UserError, match="is not a tokenizer .* --overwrite"):
+        tok_train.main(["--vocab-size=300", f"--data-dir={data}"])
+    assert path.read_text() == "{}"
+    tok_train.main(["--vocab-size=300", f"--data-dir={data}", "--overwrite"])
+    assert get_tokenizer().get_vocab_size() == 300
 
 
 def test_eval_without_a_tokenizer(data):
