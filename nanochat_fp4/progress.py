@@ -61,7 +61,8 @@ class Progress(tqdm):
         elif self.n != self.shown:
             self.shown = self.n
             self.bar_format = LINE if self.total and self.n <= self.total else LINE_WITHOUT_TOTAL
-            print_safely(self, file=sys.stderr, flush=True)
+            line = str(self).replace(f"{self.unit}/s", f" {self.unit}/s")
+            print_safely(line, file=sys.stderr, flush=True)
 
     def write(self, text: str) -> None:
         """Writes a line of text without breaking the bar."""

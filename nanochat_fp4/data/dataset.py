@@ -77,7 +77,7 @@ def size_of(paths: Sequence[Path]) -> int:
 
 
 def listed(names: Sequence[str]) -> str:
-    return ", ".join([*names[:3], *["..."] * (len(names) > 3)])
+    return ", ".join([*names[:10], *["..."] * (len(names) > 10)])
 
 
 def is_blank(path: Path) -> bool:
@@ -356,6 +356,7 @@ ODD = re.compile("[\x00-\x08\x0b\x0e-\x1f\x7f\ud800-\udfff]")  # All that begins
 FOREIGN = re.compile("[\udc80-\udcff]")  # The bytes alone.
 # The largest number of characters in a piece. Of small texts pieces are smaller, so that there are some to deal.
 MIN_PIECE, MAX_PIECE, PIECES = 2_000, 36_000, 256
+SHORT = 12  # Texts of fewer characters, by and large, may be of a column of numbers or dates.
 
 
 def cut_text(text: str, longest: int) -> list[str]:
@@ -371,7 +372,7 @@ def own_pieces(found: Survey, column: str, most: float = math.inf) -> Iterator[d
     first, for kept_back. Raises UserError for a row without the column of the text, and at the end for the files that
     are no text, and if there is too little for both splits."""
     longest = min(max(MIN_PIECE, size_of(found.files) // PIECES), MAX_PIECE)
-    number, warnings, refused, filled = 0, [], [], Counter()  # filled: the pieces with text of each file
+    number, warnings, short, refused, filled = 0, [], [], [], Counter()  # filled: the pieces with text of each file
     for place_of_file, path in enumerate(found.files):
         characters, odd = 0, {FOREIGN: 0, SPOILED: 0}
         number += place_of_file > 0 and not found.val
@@ -399,16 +400,23 @@ def own_pieces(found: Survey, column: str, most: float = math.inf) -> Iterator[d
             refused.append(f"{path} ({first_foreign(path) if odd[FOREIGN] else 'control characters'})")
         elif odd[SPOILED]:
             warnings.append(str(path))
+        if characters < SHORT * filled[path]:
+            short.append(str(path))
     if refused:
         raise UserError(f"{len(refused)} file(s) are not UTF-8 text: {listed(refused)}; {CONVERT}")
     if warnings:
         said = "a few bytes that are not UTF-8, which become U+FFFD, or control characters"
         say_once(f"warning: {len(warnings)} file(s) have {said}: {listed(warnings)}; {CONVERT}")
+    if short:
+        said = f"texts of less than {SHORT} characters on average, as numbers and dates have"
+        say_once(
+            f"WARNING: {len(short)} file(s) have {said}: {listed(short)}; is {column!r} the TEXT_COLUMN to train on?"
+        )
     blank = [str(path) for path in found.files if not filled[path]]
     train, val = (sum(filled[path] for path in paths) for paths in (found.train, found.val))
     if not train or not (val if found.val else train > 1):
         problem = f"{found.folder} holds {'too little' if train else 'no'} text for a training and a validation split"
-        raise UserError(f"{problem} ({train + val} pieces{', none of ' * bool(blank)}{listed(blank)}); add more")
+        raise UserError(f"{problem} ({train + val} piece(s){', none of ' * bool(blank)}{listed(blank)}); add more")
     if blank:
         say_once(f"warning: {len(blank)} file(s) hold no text: {listed(blank)}")
 

@@ -40,7 +40,7 @@ LONGEST = 1 << 28  # The largest number of characters in a line, and in a JSON v
 BLOCK = 1 << 20  # The number of characters of a text file that are a row, by and large.
 UTF16 = "text in UTF-16, not in UTF-8; convert it (iconv -f utf16 -t utf8)"
 BEGINNINGS = {codecs.BOM_UTF16_LE: UTF16, codecs.BOM_UTF16_BE: UTF16, b"\x1f\x8b": "compressed; add .gz to its name"}
-CONVERT = "convert such text (iconv -f latin1 -t utf8, if it is in Latin-1), or remove it"
+CONVERT = "convert such text (iconv -f cp1252 -t utf8, if it is from Windows or in Latin-1), or remove it"
 SHUFFLE_SEED = 42  # That of nanochat, in the shuffle of the package datasets.
 ASK_SECONDS, LOAD_SECONDS = 8.0, 1800.0  # The time for a question to a server, and for a data set.
 

@@ -148,7 +148,7 @@ def test_a_survey_names_what_is_read_and_what_not(folder):
     assert left_out == [["LICENSE", "README.md", "test_x.txt", "y.txt"], [], ["p.pdf", "q.docx"]]
     said = str(found)
     assert said.startswith(
-        f"{folder}: 7 file(s) to train on (a.txt, b.md, c.jsonl, ...; 6.8 KB); 3 for validation (dev-0.jsonl, "
+        f"{folder}: 7 file(s) to train on (a.txt, b.md, c.jsonl, e.csv, f.json, g.txt.gz, d.ndjson; 6.8 KB); 3 for val"
     )
     assert "4 not read: " in said and "(p.pdf, q.docx; 1000 bytes)" in said
     assert found.tokens is None  # g.txt.gz hides it
@@ -174,6 +174,16 @@ def test_an_empty_file_is_not_counted_and_what_validates_is_said(folder, capsys)
     said = capsys.readouterr().out
     assert "1 for validation (valid.txt" in said and "; validation: " not in said
     assert re.search(r"1 file.s. hold no text: \S+head.csv", said)
+
+
+def test_a_column_of_numbers_has_a_warning(folder, monkeypatch, capsys):
+    rows = "".join(f"{i},2026-11-{i % 30 + 1},It rained on day {i} of the year.\n" for i in range(100))
+    written(folder, a_DOT_csv="id,day,text\n" + rows, b_DOT_txt=prose(1, 20))
+    for column in ("id", "day", "text"):
+        monkeypatch.setenv("TEXT_COLUMN", column)
+        look_into(survey(folder))  # as a plan does
+        warned = re.findall(r"WARNING: 1 file\(s\) .*a\.csv", capsys.readouterr().out)
+        assert len(warned) == (column != "text")
 
 
 def test_blanks_before_the_text_are_text_like_others(folder):
@@ -354,6 +364,7 @@ HOSTILE = {  # a name, the content, and the text, or a word of the refusal
     "UTF-16": ("a.txt", prose(1, 40).encode("utf-16"), "iconv"),
     "Shift JIS": ("a.txt", "日本語の文章です。".encode("shift_jis") * 300, "iconv"),
     "a novel in Latin-1": ("a.txt", NOVEL, "line 3, character 22"),
+    "a novel from Windows": ("a.txt", NOVEL.replace(b"Kapitel", b"\x93Kapitel\x94"), "iconv -f cp1252 "),
     "JSON lines in Latin-1": ("a.jsonl", LATIN_LINES, "line 2, character"),
     "a csv in Latin-1": ("a.csv", b"text\n" + NOVEL.replace(b"\n\n", b"\n"), "line 3, character"),
     "JSON lines in UTF-16": ("a.jsonl", jsonl({"text": "a"}).decode().encode("utf-16"), "iconv -f utf16"),
