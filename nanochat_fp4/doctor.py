@@ -48,6 +48,10 @@ LAYER = (144, 96, 160)
 ALIGNED_LAYER = (256, 128, 384)
 # The largest fraction of codes, and of scales, that may differ after a rotation. In a small tensor four may differ.
 TIPPED = 1e-3
+# The largest relative difference of a tensor_scale after a rotation: 8 to 16 units of FP32. An amax is a sum of up to
+# 128 terms, which kernels add in their own order, and of codes without the tensor_scale that the reference multiplies
+# in first. One unit was seen.
+AMAX_ERROR = 2**-20
 # The layers of the doctor, on a GPU and on a CPU.
 LARGE_LAYER, SMALL_LAYER = (1000, 96, 528), (40, 48, 144)
 # The launches of a rotating kernel, and the tokens and features of d20's widest grad_output.
@@ -106,6 +110,8 @@ def problems(
     rotation, which all roundings share. Raises ValueError if the function of a rounding returns something else than it
     must.
     """
+    # A format of a user's own may have larger blocks.
+    layer = layer[0], *(n + -n % max(recipe.block, 1) for n in layer[1:])
     gemms = [g for p in (recipe, recipe.final, get_recipe(head)) for g in (p.output, p.grad_input, p.grad_weight)]
     for rounding in {o.rounding for g in gemms for o in (g.a, g.b) if o.rounding and o.rounding.quantize}:
         nf.quantize(uneven((layer[0], 4 * rounding.block)).to(device), rounding)
@@ -208,6 +214,7 @@ def kernel_problem(device: torch.device, rounding: Rounding, rht_dim: int, shape
     """Returns a description of a wrong operand of a random tensor, or None. It needs use_kernels.
 
     Without a rotation all values must be the reference's. After one, the sums of 128 terms differ in their last bits.
+    The amax is the largest of these sums, so tensor_scale, too, may then differ by AMAX_ERROR.
     """
     x, noise = uneven(shape), NOISE | {"rht_dim": rht_dim}
     where = f"{rounding.name}{f' after an RHT of {rht_dim}' if rht_dim else ''}, {shape[0]} x {shape[1]}"
@@ -220,10 +227,15 @@ def kernel_problem(device: torch.device, rounding: Rounding, rht_dim: int, shape
         source = codes if name == "transposed codes" else x.float()
         source = source.T if "transposed" in name else source
         padded = torch.nn.functional.pad(source, (0, -source.shape[1] % (1 if rounding.fp8 else rht_dim or BLOCK)))
-        want = quantize_reference(padded, Quantization(rounding, **noise)).dequantize()
-        wrong = int((operand.dequantize().cpu() != want).sum())
-        if wrong > (max(4 * BLOCK, 4 * TIPPED * want.numel()) if rht_dim else 0):  # A tipped scale changes its block.
-            return f"{where}: {wrong} of {want.numel()} values of {name} differ from the reference"
+        want = quantize_reference(padded, Quantization(rounding, **noise))
+        # The reference's codes and scales with the kernel's tensor_scale: one unit of it changes every value. An
+        # emulated MS-EDEN operand contains its tensor_scale, a power of two.
+        scale = want.tensor_scale if operand.tensor_scale is None else operand.tensor_scale.cpu()
+        sound = torch.isclose(scale, want.tensor_scale, AMAX_ERROR if rht_dim else 0, 0)
+        values = want.decode() * scale
+        wrong = int(((operand.dequantize().cpu() != values) | ~sound).sum())
+        if wrong > (max(4 * BLOCK, 4 * TIPPED * values.numel()) if rht_dim else 0):  # A tipped scale changes its block.
+            return f"{where}: {wrong} of {values.numel()} values of {name} differ from the reference"
     return None
 
 

@@ -105,6 +105,13 @@ def test_the_command_passes_here(fork_server):
     assert "GEMM: " in run.log and "ok    clover" in run.log and "ok    sdpa" in run.log
 
 
+@pytest.mark.parametrize("rounding", ["rtn", "sr"])
+def test_kernels_that_add_a_rotation_in_their_own_order_are_sound(rounding, monkeypatch):
+    """An RHT of 128 of codes: the amax, and with it a tensor_scale that is no power of two, is a unit of FP32 apart."""
+    use_interpreted_kernels(monkeypatch)
+    assert doctor.kernel_problem(DEVICE, ROUNDINGS[rounding], 128, (40, 144)) is None
+
+
 # --------------------------------------------------------------------------------------------------------------------
 # Faults.
 
@@ -251,6 +258,24 @@ def test_the_probe_sees_each_operand_of_a_step(name, monkeypatch):
     monkeypatch.setattr(kernels, "rotate_quantize", rotate_quantize)
     text = doctor.kernel_problem(DEVICE, ROUNDINGS["ms_eden"], 128, (128, 128))
     assert text.startswith("ms_eden after an RHT of 128, 128 x 128: ") and f"values of {name} differ" in text
+
+
+@pytest.mark.parametrize("factor", [1 + 2**-18, float("nan"), 0])
+def test_a_rotating_kernel_that_is_wrong_after_its_sums(factor, monkeypatch):
+    """A tensor_scale more than a few units apart, or every 16th value zero."""
+    use_interpreted_kernels(monkeypatch)
+    import nvfp4_kernels.rotate as kernels
+
+    real = kernels.rotate_quantize
+
+    def rotate_quantize(*args):
+        tensors = real(*args)
+        damaged = tensors[-1] if factor else tensors[0].view(-1)[::16]  # of the transposed one, and of either
+        damaged.mul_(factor)
+        return tensors
+
+    monkeypatch.setattr(kernels, "rotate_quantize", rotate_quantize)
+    assert "values of a " in doctor.kernel_problem(DEVICE, ROUNDINGS["sr"], 128, (128, 128))
 
 
 def test_a_rotating_kernel_with_other_bits_in_one_of_many_launches(monkeypatch):

@@ -1,12 +1,14 @@
 """The rows of lab, written down a second time: the paper's figures, other systems, remedies of clover's gap."""
 
 import dataclasses
+from importlib.util import find_spec
 
 import pytest
 import torch
 
 import nanochat_fp4 as nf
 from lab.recipes import RECIPES
+from nanochat_fp4 import doctor
 
 NONE = "- x -"
 # method: (output, grad_input, grad_weight), as in tests/nvfp4/test_recipes.py
@@ -82,6 +84,15 @@ def test_what_else_sets_a_system_apart():
     assert fixed == dataclasses.replace(nvidia, name=fixed.name, grad_weight=fixed.grad_weight)
     assert fixed.grad_weight == dataclasses.replace(nvidia.grad_weight, fixed_signs=True) == requant.grad_weight
     assert (str(requant.output), str(requant.grad_input)) == ("rtn x rtn", "sr x rtn")
+
+
+@pytest.mark.parametrize("method", ["tetrajet_v2_rht128", "mxfp8", "fp8_blocks"])
+def test_the_doctor_blames_no_machine_for_a_row(method, monkeypatch):
+    """Neither for the order of a rotation's sums, nor for blocks that are larger than its layers' remainders."""
+    if find_spec("triton"):
+        monkeypatch.setenv("NVFP4_KERNELS", "triton")
+    problems = doctor.problems(torch.device("cpu"), nf.get_recipe(method), doctor.SMALL_LAYER, 0, "bf16", every=True)
+    assert not any(problems)
 
 
 def test_gradients_in_e4m3_with_a_scale_a_row_have_a_quarter_of_e5m2s_error():

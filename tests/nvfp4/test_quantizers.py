@@ -5,6 +5,7 @@ import math
 import operator
 import re
 from fractions import Fraction
+from importlib.util import find_spec
 from pathlib import Path
 
 import _scalar_reference as scalar
@@ -14,6 +15,7 @@ import torch
 from _assertions import assert_same_bits, assert_same_operand, assert_unbiased, concentrate, relative_square_error
 
 import nanochat_fp4 as nf
+from nanochat_fp4 import doctor
 from nanochat_fp4.nvfp4 import methods, roundings
 from nanochat_fp4.nvfp4 import quantizers as qz
 from nanochat_fp4.nvfp4.format import unpack
@@ -448,7 +450,7 @@ def test_constants_that_nvfp4_cannot_hold_are_refused(row):
 
 
 def test_the_rounding_of_the_contributing_guide_trains_and_is_unbiased(monkeypatch):
-    """Its file, as printed; each field of Rounding is explained where it says."""
+    """Its file, as printed; each field of Rounding is explained where it says. The doctor finds its kernels sound."""
     guide = (Path(__file__).parents[2] / "CONTRIBUTING.md").read_text(encoding="utf-8")
     section = guide[guide.index("## Add a rounding") : guide.index("1. **Row**")]
     printed = section.partition("`RECIPES=FILE.py")[0].splitlines()
@@ -463,6 +465,10 @@ def test_the_rounding_of_the_contributing_guide_trains_and_is_unbiased(monkeypat
     model = nf.convert(torch.nn.Sequential(torch.nn.Linear(128, 32), torch.nn.Linear(32, 16)), "my_sr", skip="1")
     model(x).square().mean().backward()
     assert all(torch.isfinite(p.grad).all() and p.grad.any() for p in model.parameters())
+    if find_spec("triton"):
+        monkeypatch.setenv("NVFP4_KERNELS", "triton")
+        problems = doctor.problems(x.device, nf.get_recipe("my_sr"), doctor.SMALL_LAYER, 0, "bf16", every=True)
+        assert not any(problems)
     explained = re.findall(r"^    (\w+):", Rounding.__doc__, re.M)
     assert "help(nf.Rounding)" in section and {f.name for f in dataclasses.fields(Rounding) if f.init} <= set(explained)
 
