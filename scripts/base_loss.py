@@ -6,8 +6,8 @@ repository:
     torchrun --standalone --nproc_per_node=8 -m scripts.base_loss
     python -m scripts.base_loss --hf-path openai-community/gpt2     # a causal model of transformers, on the same text
 
-Both texts are evaluated twice: with the forward pass of the method that the model was trained with, and with the same
-weights in BF16 (FP32 on a CPU).
+The rows are the first ones of each text, as in nanochat. Both texts are evaluated twice: with the forward pass of the
+method that the model was trained with, and with the same weights in BF16 (FP32 on a CPU).
 """
 
 import argparse
@@ -36,6 +36,8 @@ from nanochat_fp4.training.load_model import checkpoint_folder, choose_method, f
 SPLIT_TOKENS = 40 * 524288
 # A CPU would need many minutes for as many tokens as a GPU evaluates, for a model of any size.
 SPLIT_TOKENS_CPU = 2**16
+# A short run has seen these, and nothing else, so that train BPB below val BPB is no sign of too many epochs.
+TRAIN_ROWS = "the text's first rows, which training in stored order reads first"
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -127,12 +129,14 @@ def evaluate(args: argparse.Namespace, device: torch.device, rank: int, world_si
                 measured = kept.part(f"{split} bpb, BF16 forward", lambda: bpb(split, "BF16 forward"))  # noqa: B023
             results[f"{split}_bpb_bf16"] = measured
         line = f"{split} bpb: {results[f'{split}_bpb']:.4f}"
-        print0(line + (f" ({method} forward), {results[f'{split}_bpb_bf16']:.4f} (BF16)" if method != "bf16" else ""))
+        line += f" ({method} forward), {results[f'{split}_bpb_bf16']:.4f} (BF16)" if method != "bf16" else ""
+        print0(line + f" on {TRAIN_ROWS}" * (split == "train"))
 
     samples = draw_samples(model, tokenizer) if rank == 0 and not args.hf_path else []
     for sample in samples:
         print0(f"  {sample}")
     lines = {"model": name, "method": trained, "forward": forward, "tokens per split": args.split_tokens}
+    lines["train BPB is of"] = TRAIN_ROWS
     lines |= {key.replace("_bpb_bf16", " BPB, BF16 forward").replace("_bpb", " BPB"): v for key, v in results.items()}
     section = "Base model loss"
     section += f" of {name}" if args.hf_path else f", {method} forward" if args.method else ""

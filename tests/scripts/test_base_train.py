@@ -608,7 +608,10 @@ def test_loss_stage_reports_both_forwards(tiny_base, capsys):
     train(steps=1)
     capsys.readouterr()
     base_loss.main(["--model-tag=d1_clover", "--device-batch-size=2", "--split-tokens=128", "--device-type=cpu"])
-    assert capsys.readouterr().err.count(" 2/2 (100%) batch") == 4
+    out, err = capsys.readouterr()
+    assert err.count(" 2/2 (100%) batch") == 4
+    train_line, val_line = (line for line in out.splitlines() if " bpb: " in line)
+    assert "first rows" in train_line and "rows" not in val_line
     results = read_jsonl(tiny_base / "base_checkpoints" / "d1_clover" / "metrics.jsonl")[-1]
     assert results["event"] == "base_loss" and (results["step"], results["tokens"]) == (1, 128)
     assert results["bpb"] != results["bpb_bf16"] and results["bpb"] == pytest.approx(3.7, abs=0.5)
