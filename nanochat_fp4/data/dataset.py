@@ -372,9 +372,10 @@ def own_pieces(found: Survey, column: str, most: float = math.inf) -> Iterator[d
     first, for kept_back. Raises UserError for a row without the column of the text, and at the end for the files that
     are no text, and if there is too little for both splits."""
     longest = min(max(MIN_PIECE, size_of(found.files) // PIECES), MAX_PIECE)
-    number, warnings, short, refused, filled = 0, [], [], [], Counter()  # filled: the pieces with text of each file
+    # Of each file its characters, and its pieces with text.
+    number, strange, refused, characters, filled = 0, [], [], Counter(), Counter()
     for place_of_file, path in enumerate(found.files):
-        characters, odd = 0, {FOREIGN: 0, SPOILED: 0}
+        odd = {FOREIGN: 0, SPOILED: 0}
         number += place_of_file > 0 and not found.val
         for place, row in rows_of(path, "surrogateescape", column):
             text = row.get(column, 0) if isinstance(row, dict) else 0
@@ -384,7 +385,7 @@ def own_pieces(found: Survey, column: str, most: float = math.inf) -> Iterator[d
                 has = f"there is no text in a column {column!r} (with texts: {', '.join(map(str, texts)) or 'none'})"
                 raise UserError(f"{path}, {place}: {has}; name it, TEXT_COLUMN={likely} (--text-column={likely})")
             text = text or ""
-            characters += len(text)
+            characters[path] += len(text)
             if ODD.search(text) or "~{" in text:
                 odd = {kind: n + sum(map(len, kind.findall(text))) for kind, n in odd.items()}
                 text = re.sub("[\ud800-\udfff]", "\ufffd", text)
@@ -392,33 +393,29 @@ def own_pieces(found: Survey, column: str, most: float = math.inf) -> Iterator[d
                 filled[path] += not piece.isspace()
                 yield {"text": piece, "document": number if place_of_file < len(found.train) else -1}
             number += bool(text)
-            if characters >= most and filled[path]:
+            if characters[path] >= most and filled[path]:
                 break
         # In Latin-1 some percent of a novel in German or French are bytes that are not UTF-8, its letters with accents.
         # Logs and programs have some control characters.
-        if odd[FOREIGN] > max(10, characters / 1000) or odd[SPOILED] > max(100, characters / 10):
+        if odd[FOREIGN] > max(10, characters[path] / 1000) or odd[SPOILED] > max(100, characters[path] / 10):
             refused.append(f"{path} ({first_foreign(path) if odd[FOREIGN] else 'control characters'})")
         elif odd[SPOILED]:
-            warnings.append(str(path))
-        if characters < SHORT * filled[path]:
-            short.append(str(path))
+            strange.append(str(path))
     if refused:
         raise UserError(f"{len(refused)} file(s) are not UTF-8 text: {listed(refused)}; {CONVERT}")
-    if warnings:
-        said = "a few bytes that are not UTF-8, which become U+FFFD, or control characters"
-        say_once(f"warning: {len(warnings)} file(s) have {said}: {listed(warnings)}; {CONVERT}")
-    if short:
-        said = f"texts of less than {SHORT} characters on average, as numbers and dates have"
-        say_once(
-            f"WARNING: {len(short)} file(s) have {said}: {listed(short)}; is {column!r} the TEXT_COLUMN to train on?"
-        )
     blank = [str(path) for path in found.files if not filled[path]]
     train, val = (sum(filled[path] for path in paths) for paths in (found.train, found.val))
     if not train or not (val if found.val else train > 1):
         problem = f"{found.folder} holds {'too little' if train else 'no'} text for a training and a validation split"
         raise UserError(f"{problem} ({train + val} piece(s){', none of ' * bool(blank)}{listed(blank)}); add more")
-    if blank:
-        say_once(f"warning: {len(blank)} file(s) hold no text: {listed(blank)}")
+    short = [str(path) for path in found.files if characters[path] < SHORT * filled[path]]
+    for what, paths, remedy in (
+        ("have a few bytes that are not UTF-8, which become U+FFFD, or control characters", strange, CONVERT),
+        ("hold no text", blank, "add some, or remove them"),
+        (f"have texts of under {SHORT} characters on average", short, f"is {column!r} the TEXT_COLUMN to train on?"),
+    ):
+        if paths:
+            say_once(f"warning: {len(paths)} file(s) {what}: {listed(paths)}; {remedy}")
 
 
 def kept_back(numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -182,7 +182,7 @@ def test_a_column_of_numbers_has_a_warning(folder, monkeypatch, capsys):
     for column in ("id", "day", "text"):
         monkeypatch.setenv("TEXT_COLUMN", column)
         look_into(survey(folder))  # as a plan does
-        warned = re.findall(r"WARNING: 1 file\(s\) .*a\.csv", capsys.readouterr().out)
+        warned = re.findall(r"warning: 1 file\(s\) have texts of under 12 .*a\.csv", capsys.readouterr().out)
         assert len(warned) == (column != "text")
 
 
