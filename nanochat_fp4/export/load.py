@@ -17,6 +17,7 @@ from nanochat_fp4.export import huggingface
 from nanochat_fp4.export.weights import check_values
 from nanochat_fp4.models.gpt import GPT
 from nanochat_fp4.models.llama import Llama
+from nanochat_fp4.nvfp4.convert import forget_quantization
 from nanochat_fp4.nvfp4.format import BLOCK, E2M1_MAX, NVFP4Tensor
 
 INDEX_FILE = f"{huggingface.WEIGHTS_FILE}.index.json"  # transformers writes it if the weights are in several files.
@@ -37,7 +38,7 @@ def load_quantized(model: M, folder: str | Path, device: torch.device | str = "c
 
     Quantized weights are decoded into the parameters, so the model can be trained further or used in any way. In FP32
     parameters they are exact, where transformers decodes to BF16. All tensors of the folder are checked before the
-    first one is loaded.
+    first one is loaded. The model's config loses its quantization_config, so that save_pretrained writes what it holds.
 
     model:  a GPT or a Llama of this project, converted or not, with the folder's shapes, or any module that has the
             file's names, such as a model of transformers. Its experts are read one by one, as in checkpoints of
@@ -89,6 +90,7 @@ def load_quantized(model: M, folder: str | Path, device: torch.device | str = "c
             targets[name][here] = decoded[there].to(targets[name])
     if own and model.cos.is_meta:
         model.prepare()
+    forget_quantization(model)
     return model
 
 

@@ -62,9 +62,10 @@ class HuggingFaceTokenizer:
     def encode(
         self, text: str | list[str], prepend: int | None = None, num_threads: int = 1
     ) -> list[int] | list[list[int]]:
-        """Returns the ids of a text, or a list of ids for each text of a list."""
+        """Returns the ids of a text, or a list of ids for each text of a list, which may be empty."""
         texts, before = [text] if isinstance(text, str) else text, [] if prepend is None else [prepend]
-        rows = [[*before, *ids] for ids in self.tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]]
+        ids = self.tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"] if texts else []
+        rows = [[*before, *of_one] for of_one in ids]
         return rows[0] if isinstance(text, str) else rows
 
     __call__ = encode

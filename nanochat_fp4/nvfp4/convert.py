@@ -133,6 +133,7 @@ def convert(
     for part in model.modules():  # converted before, by itself
         vars(part).pop("nf_report", None)
     model.nf_report = report
+    forget_quantization(model)
     if recipe.quantizes:
         watch_first_steps(model)
     if verbose and not (dist.is_available() and dist.is_initialized() and dist.get_rank()):
@@ -185,6 +186,17 @@ def as_quantized(linear: nn.Module) -> QuantLinear:
         linear.in_features, linear.out_features = linear.weight.shape
         linear.__class__ = QuantConv1D
     return linear
+
+
+def forget_quantization(model: nn.Module) -> None:
+    """Removes `quantization_config` from the configs of a model of transformers, which may be built from the config of
+    a quantized folder. Otherwise save_pretrained would write it beside weights that are not quantized, from which
+    from_pretrained would make others. A model whose quantized weights transformers has read keeps it."""
+    modules = [*model.modules()]
+    if not any(getattr(module, "hf_quantizer", None) or hasattr(module, "quantization_scheme") for module in modules):
+        for config in (getattr(module, "config", None) for module in modules):
+            if "quantization_config" in getattr(config, "__dict__", ()):
+                del config.quantization_config
 
 
 def _in_pattern(name: str, pattern: str) -> bool:

@@ -187,6 +187,31 @@ def test_a_model_without_weights_is_filled(tmp_path, name):
     assert torch.equal(read.lm_head.weight, model.lm_head.weight.bfloat16().float())
 
 
+@pytest.mark.parametrize("method", ["clover", "fp8"])
+@pytest.mark.parametrize("name", ["Llama", "Llava"])
+@pytest.mark.parametrize("read", [True, False])
+def test_save_pretrained_writes_what_a_model_built_from_a_quantized_folder_holds(tmp_path, name, method, read):
+    """Its config says that weights are quantized, which neither load_quantized nor convert leaves so."""
+    pytest.importorskip("compressed_tensors")
+    cls = type(saved(name, tmp_path / "quantized", method=method))
+    config = t.AutoConfig.from_pretrained(tmp_path / "quantized")
+    if name == "Llava":  # Some folders of the hub have the entry here.
+        config.text_config.quantization_config = config.quantization_config
+    model = cls._from_config(copy.deepcopy(config), dtype=torch.float32)
+    assert model.config.quantization_config
+    (nf.load_quantized(model, tmp_path / "quantized") if read else nf.convert(model, method, verbose=False))
+    model.save_pretrained(tmp_path / "plain")
+    again = cls.from_pretrained(tmp_path / "plain", dtype=torch.float32).state_dict()
+    assert model.state_dict().keys() == again.keys()
+    assert all(torch.equal(value, again[key]) for key, value in model.state_dict().items())
+    nf.save_quantized(nf.convert(model, method, verbose=False), tmp_path / "back")
+    assert t.AutoConfig.from_pretrained(tmp_path / "back").quantization_config == config.quantization_config
+    theirs = cls.from_pretrained(tmp_path / "quantized")  # really quantized, which convert refuses
+    with pytest.raises(ValueError, match="compressed-tensors"):
+        nf.convert(theirs, method, verbose=False)
+    assert theirs.config.quantization_config
+
+
 def test_the_example_of_the_page_saves_and_reads(tmp_path, monkeypatch, capsys):
     """docs/models.md, line by line."""
     monkeypatch.chdir(tmp_path)

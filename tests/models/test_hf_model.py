@@ -56,6 +56,12 @@ def test_no_code_of_a_folder_runs(folder, tmp_path, monkeypatch, base, name):
     assert not (tmp_path / "ran").exists()
 
 
+def test_no_texts_have_no_ids(folder):
+    """transformers' own tokenizers raise IndexError for an empty list."""
+    tokenizer = describe(str(folder)).tokenizer
+    assert tokenizer.encode([], prepend=1) == [] and tokenizer.encode([""], prepend=1) == [[1]]
+
+
 def test_weights_that_do_not_fit_are_refused(folder):
     from safetensors.torch import load_file, save_file
 
