@@ -171,18 +171,19 @@ def save_quantized(
     model:       a converted PreTrainedModel whose nn.Linear layers and experts are in 4 bits or in FP8
     folder:      a new or an empty folder. With overwrite it may be an earlier export, which is replaced.
     tokenizer:   the model's tokenizer (of transformers), which is saved beside the weights
-    calibration: a list of token ids (B, T). The range of each layer's inputs is measured on them. An expert that no
-                 token reaches gets the input range of the other experts of its layer. Without calibration only weights
-                 are in 4 bits, and servers compute with inputs in 16 bits, which a returned line says. Layers in FP8
-                 need no calibration, because servers give the inputs of these layers a scale for each token.
+    calibration: a list of token ids (B, T), or of what a tokenizer returns, whose input_ids are taken. The range of
+                 each layer's inputs is measured on them. An expert that no token reaches gets the input range of the
+                 other experts of its layer. Without calibration only weights are in 4 bits, and servers compute with
+                 inputs in 16 bits, which a returned line says. Layers in FP8 need no calibration, because servers give
+                 the inputs of these layers a scale for each token.
     dtype:       the dtype of all tensors that are not quantized: torch.bfloat16, torch.float16 or torch.float32. What
                  the model's class keeps in FP32 stays in FP32. In BF16 the embedding and the output head are rounded,
                  and 4-bit inputs amplify the difference. With torch.float32 and share_scales=False a model that
                  nf.load_quantized fills and nf.convert changes again has the same codes and block scales.
     share_scales: whether layers that servers compute as one, such as q, k and v, are rounded together, with one tensor
-                 scale. Servers keep a single scale for them. The weights of these layers change, and a returned line
-                 says by how much. With False the layers keep the codes of training, and a server that fuses them
-                 computes something else.
+                 scale. vLLM keeps a single scale for them. The weights of these layers change, and a returned line says
+                 by how much. With False, for transformers, the layers keep the codes of training, and a server that
+                 fuses them computes something else.
 
     The folder appears complete, or not at all. All ranks of torchrun may call this function: the first one writes, and
     the others wait for it.
@@ -202,7 +203,9 @@ def save_quantized(
         raise ValueError(f"save_quantized: dtype is {dtype!r}, expected one of {', '.join(map(str, DTYPES))}")
     if tokenizer is not None and not hasattr(tokenizer, "save_pretrained"):
         raise ValueError(f"save_quantized: tokenizer is a {type(tokenizer).__name__}, expected one of transformers")
-    batches = [*calibration] if isinstance(calibration, Iterable) and not isinstance(calibration, Tensor) else []
+    batches = [calibration] if isinstance(calibration, Mapping) else calibration  # what a tokenizer returns
+    batches = [*batches] if isinstance(batches, Iterable) and not isinstance(batches, Tensor) else []
+    batches = [ids.get("input_ids") if isinstance(ids, Mapping) else ids for ids in batches]
     if calibration is not None and not batches:
         got = type(calibration).__name__
         raise ValueError(f"save_quantized: calibration is a {got}, expected a list with token ids (B, T), or None")

@@ -39,18 +39,25 @@ def in_eight_bits(weight: NVFP4Tensor) -> bool:
     return weight.codes.dtype != torch.uint8
 
 
+def in_servers(model: nn.Module) -> list[list[nn.Linear]]:
+    """Returns the linear layers, quantized or not, that a server computes as one (SERVED_AS_ONE)."""
+    children = [dict(module.named_children()) for module in model.modules()]
+    found = (
+        [c[name] for name in names if isinstance(c.get(name), nn.Linear)] for c in children for names in SERVED_AS_ONE
+    )
+    return [layers for layers in found if len(layers) > 1]
+
+
 def served_as_one(model: nn.Module) -> list[tuple[QuantLinear, ...]]:
-    """Returns the groups of quantized layers that a server computes as one (SERVED_AS_ONE). The layers of a group have
-    the same recipe, so that they can be rounded together."""
+    """Returns the groups of quantized layers that a server computes as one. The layers of a group have the same recipe,
+    so that they can be rounded together."""
     groups = []
-    for module in model.modules():
-        children = dict(module.named_children())
-        for names in SERVED_AS_ONE:
-            alike: dict[tuple, list[QuantLinear]] = {}
-            for layer in (children.get(name) for name in names):
-                if isinstance(layer, QuantLinear) and layer.quantizes:
-                    alike.setdefault((layer.recipe, layer.in_features), []).append(layer)
-            groups += [tuple(layers) for layers in alike.values() if len(layers) > 1]
+    for layers in in_servers(model):
+        alike: dict[tuple, list[QuantLinear]] = {}
+        for layer in layers:
+            if isinstance(layer, QuantLinear) and layer.quantizes:
+                alike.setdefault((layer.recipe, layer.in_features), []).append(layer)
+        groups += [tuple(layers) for layers in alike.values() if len(layers) > 1]
     return groups
 
 
@@ -102,10 +109,19 @@ def forward_weights(model: nn.Module, share_scales: bool = True) -> tuple[dict[s
             squares += torch.stack([(found[name].dequantize() - own).square().sum(), own.square().sum()])
         change = float((squares[0] / squares[1].clamp(min=1e-30)).sqrt())
         notes.add(
-            f"{len(shared)} layers that servers compute as one with others, such as {names[together[0][0]]}, share "
-            f"their tensor scales: their codes are not training's, and the weights change by {change:.1%} (root mean "
-            "square); with share_scales=False they are training's"
+            f"{len(shared)} layers, such as {names[together[0][0]]}, share tensor scales, because vLLM computes them "
+            f"as one: their codes are not training's, and weights change by {change:.1%} (root mean square). Leave it "
+            "so for vLLM; for transformers and llama.cpp pass share_scales=False (--no-share-scales)"
         )
+    quantized = {layer for group in groups for layer in group}
+    for layers in in_servers(model):
+        if len({layer.recipe if layer in quantized else None for layer in layers}) > 1:
+            name = next(names[layer] for layer in layers if layer in quantized)
+            notes.add(
+                f"vLLM computes {name} as one with layers that are quantized otherwise or not, and refuses the folder; "
+                "skip all of them in nf.convert, or none"
+            )
+            break
     return {name: found[name] for name in names.values() if name in found}, sorted(notes - {""})
 
 

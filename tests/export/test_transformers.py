@@ -118,6 +118,22 @@ def test_a_fusing_server_reads_other_weights_without_shared_scales(tmp_path):
     assert "not training's" in " ".join(nf.save_quantized(model, tmp_path, overwrite=True))
 
 
+@pytest.mark.parametrize("skip", [["*.k_proj"], ["*.0.mlp.up_proj"], ["*.o_proj"], ["*.self_attn"], []])
+def test_a_line_says_that_no_server_can_fuse_what_is_skipped_in_part(tmp_path, skip):
+    model = nf.convert(CLASSES["Llama"](), "clover", skip=skip, verbose=False)
+    apart = skip in (["*.k_proj"], ["*.0.mlp.up_proj"])
+    assert ("refuses the folder" in " ".join(nf.save_quantized(model, tmp_path))) == apart
+
+
+def test_what_a_tokenizer_returns_calibrates(tmp_path):
+    model, ids = nf.convert(CLASSES["Llama"](), "clover", verbose=False), torch.arange(64).view(2, 32)
+    scales = []
+    for batches in ([ids], [t.BatchEncoding({"input_ids": ids})], t.BatchEncoding({"input_ids": ids})):
+        nf.save_quantized(model, tmp_path, calibration=batches, overwrite=True)
+        scales.append(load_safetensors(tmp_path)["model.layers.1.mlp.down_proj.input_global_scale"])
+    assert scales[0] == scales[1] == scales[2]
+
+
 @pytest.mark.parametrize("method", ["clover", "fp8"])
 def test_logits_come_back_where_no_scale_is_shared_and_a_line_says_how_far_they_move(tmp_path, method):
     torch.manual_seed(0)
