@@ -11,6 +11,7 @@ except ModuleNotFoundError as e:
 import accelerate  # noqa: F401, because without it transformers' Trainer would end in a traceback
 import torch
 import transformers
+from tokenizers import Tokenizer, decoders, models
 
 
 class Progress(transformers.TrainerCallback):
@@ -22,15 +23,20 @@ class Progress(transformers.TrainerCallback):
 
 
 def main(folder: str = "trained", method: str = "clover", steps: int = 20):
+    words = Tokenizer(models.BPE({chr(i): i for i in range(128)}, []))  # your tokenizer, and your data
+    words.decoder = decoders.Fuse()
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=words)
+    rows = torch.tensor(tokenizer(open(__file__).read())["input_ids"][:512]).view(16, 32)
     config = transformers.LlamaConfig(vocab_size=128, hidden_size=64, intermediate_size=128, num_hidden_layers=2)
-    model, rows = nf.convert(transformers.LlamaForCausalLM(config), method), torch.randint(128, (16, 32))  # your data
+    model = nf.convert(transformers.LlamaForCausalLM(config), method)
     args = transformers.TrainingArguments(
         folder, max_steps=steps, learning_rate=3e-3, logging_steps=1, save_strategy="no", report_to="none"
     )
     data = [{"input_ids": row, "labels": row} for row in rows]
     trainer = transformers.Trainer(model, args, train_dataset=data, callbacks=[Progress])
     trainer.train()
-    nf.save_quantized(model, f"{folder}/nvfp4", overwrite=True)  # It prints in what the folder differs from the model.
+    # It prints in what the folder differs from the model.
+    nf.save_quantized(model, f"{folder}/nvfp4", tokenizer=tokenizer, calibration=[rows], overwrite=True)
     return trainer, transformers.AutoModelForCausalLM.from_pretrained(f"{folder}/nvfp4")
 
 

@@ -84,17 +84,22 @@ def test_fsdp2(tmp_path):
 
 
 @pytest.mark.slow
-def test_hf_trainer(tmp_path):
-    """The model that transformers reads has the weights of the trained forward pass."""
+def test_hf_trainer(tmp_path, caplog):
+    """transformers reads the weights of the trained forward pass. No line says that something was to be passed."""
     example = load("hf_trainer")
     trainer, read = example.main(str(tmp_path), "clover", 12)
+    assert "share_scales" in caplog.text and "tokenizer=" not in caplog.text and "calibration=" not in caplog.text
     model, losses = trainer.model, [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     assert len(losses) == 12 and losses[-1] < losses[0]
     ids = torch.arange(32).view(1, 32)
     model.cpu().eval()
+    about = example.transformers.AutoConfig.from_pretrained(tmp_path / "nvfp4")
+    about.quantization_config = {**about.quantization_config, "dequantize": True}
+    decoded = type(model).from_pretrained(tmp_path / "nvfp4", config=about)
     with torch.no_grad(), served(model, forward_weights(model)[0]) as copied:
-        want, got = copied(ids).logits, read.eval()(ids).logits.float()
+        want, got = copied(ids).logits, decoded.eval()(ids).logits.float()
         torch.testing.assert_close(got, want, atol=0.03, rtol=0.02)
+        assert 0.03 < (read.eval()(ids).logits.float() - want).norm() / want.norm() < 0.2  # its inputs are rounded, too
     late, _ = example.main(str(tmp_path), "clover_late", 4)
     assert {m.recipe.name for m in late.model.modules() if isinstance(m, nf.QuantLinear)} == {"clover_search"}
 

@@ -115,7 +115,7 @@ def describe(model: GPT | Llama) -> tuple[dict[str, Any], Places]:
     code = Path(MODELING_FILE).stem
     own = {"AutoConfig": f"{code}.NanoChatFP4Config", "AutoModelForCausalLM": f"{code}.NanoChatFP4ForCausalLM"}
     config |= {"architectures": ["NanoChatFP4ForCausalLM"], "model_type": "nanochat_fp4", "auto_map": own}
-    return config | {"windows": windows, **lambdas}, places
+    return config | {"head_dim": about.head_dim, "windows": windows, **lambdas}, places
 
 
 # ----------------------------------------------------------------------------------------------------------------------

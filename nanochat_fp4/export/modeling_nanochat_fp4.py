@@ -15,28 +15,9 @@ CACHE = "cache" if hasattr(CausalLMOutputWithPast, "cache") else "past_key_value
 
 
 class NanoChatFP4Config(PretrainedConfig):
-    model_type = "nanochat_fp4"
-    defaults = {
-        "vocab_size": 50304,
-        "hidden_size": 768,
-        "intermediate_size": 3072,
-        "num_hidden_layers": 12,
-        "num_attention_heads": 6,
-        "num_key_value_heads": 6,
-        "max_position_embeddings": 2048,
-        "rms_norm_eps": 1.1920928955078125e-07,
-        "rope_theta": 10000.0,
-        "final_logit_softcapping": 15.0,
-    }
+    """config.json has every entry, so none has a default."""
 
-    def __init__(self, windows=None, resid_lambdas=None, x0_lambdas=None, tie_word_embeddings=False, **kwargs):
-        for name, value in self.defaults.items():
-            setattr(self, name, kwargs.pop(name, value))
-        self.head_dim = self.hidden_size // self.num_attention_heads
-        self.windows = windows or [self.max_position_embeddings] * self.num_hidden_layers
-        self.resid_lambdas = resid_lambdas or [1.0] * self.num_hidden_layers
-        self.x0_lambdas = x0_lambdas or [0.0] * self.num_hidden_layers
-        super().__init__(tie_word_embeddings=tie_word_embeddings, **kwargs)
+    model_type = "nanochat_fp4"
 
 
 def norm(x, eps):

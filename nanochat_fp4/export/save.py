@@ -90,25 +90,21 @@ def reading_lines(folder: Path, chat: bool) -> list[str]:
     dtype = config["dtype"] if "quantization_config" in config else ""
     no_dtype = f"  # Pass no dtype: quantized weights are decoded to {dtype}." if dtype else ""
     name = config["architectures"][0]
-    if not name.endswith("ForCausalLM"):
-        name = "AutoModel" if remote else name
-        load = f"model = {name}.from_pretrained(folder{remote}){no_dtype}"
-        return [f"from transformers import {name}", "", 'folder = "."  # where this file is', load]
+    causal = name.endswith("ForCausalLM")
+    name = "AutoModelForCausalLM" if causal else "AutoModel" if remote else name
+    load = f"model = {name}.from_pretrained(folder{remote}){no_dtype}"
+    lines = [f"from transformers import {name}", "", 'folder = "."  # where this file is', load]
+    if not causal:
+        return lines
     prompt = 'tokenizer("The capital of France is", return_tensors="pt")'
     if chat:
         prompt = (
             'tokenizer.apply_chat_template([{"role": "user", "content": "Why is the sky blue?"}], '
             'add_generation_prompt=True, return_tensors="pt", return_dict=True)'
         )
-    return [
-        "from transformers import AutoModelForCausalLM, AutoTokenizer",
-        "",
-        'folder = "."  # where this file is',
-        f"tokenizer = AutoTokenizer.from_pretrained(folder{remote})",
-        f"model = AutoModelForCausalLM.from_pretrained(folder{remote}){no_dtype}",
-        f"prompt = {prompt}",
-        "print(tokenizer.decode(model.generate(**prompt, max_new_tokens=64)[0]))",
-    ]
+    lines[0] += ", AutoTokenizer"
+    generate = "print(tokenizer.decode(model.generate(**prompt, max_new_tokens=64)[0]))"
+    return [*lines, f"tokenizer = AutoTokenizer.from_pretrained(folder{remote})", f"prompt = {prompt}", generate]
 
 
 def model_card(
