@@ -232,10 +232,9 @@ def kernel_problem(device: torch.device, rounding: Rounding, rht_dim: int, shape
         # emulated MS-EDEN operand contains its tensor_scale, a power of two.
         scale = want.tensor_scale if operand.tensor_scale is None else operand.tensor_scale.cpu()
         sound = torch.isclose(scale, want.tensor_scale, AMAX_ERROR if rht_dim else 0, 0)
-        values = want.decode() * scale
-        wrong = int(((operand.dequantize().cpu() != values) | ~sound).sum())
-        if wrong > (max(4 * BLOCK, 4 * TIPPED * values.numel()) if rht_dim else 0):  # A tipped scale changes its block.
-            return f"{where}: {wrong} of {values.numel()} values of {name} differ from the reference"
+        wrong = int(((operand.dequantize().cpu() != want.decode() * scale) | ~sound).sum())
+        if wrong > (max(4 * BLOCK, 4 * TIPPED * padded.numel()) if rht_dim else 0):  # A tipped scale changes its block.
+            return f"{where}: {wrong} of {padded.numel()} values of {name} differ from the reference"
     return None
 
 
