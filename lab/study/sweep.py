@@ -34,10 +34,10 @@ from pathlib import Path
 from typing import Any
 
 from lab import table
-from lab.runs import stored
+from lab.runs import names_of, stored
 from lab.statistics import gap
 from lab.study.sweep_results import LEGEND, data_name, difference_from_paper, of_one_seed, other_lengths, summary
-from lab.study.sweep_runs import Run, again, data_key, labels, parse_number, plan
+from lab.study.sweep_runs import LEFT, Run, again, data_key, flag_values, labels, parse_number, plan
 from lab.study.sweep_scheduler import Interrupted, Sweep, base_directory, visible_devices
 from nanochat_fp4.cli import ArgumentParser, UserError, format_seconds, run_main
 from nanochat_fp4.common import add_recipes_argument, get_base_dir, print0
@@ -216,7 +216,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = ArgumentParser(description=__doc__.split("\n")[0])
     add = parser.add_argument
     add("--name", default="", help="of the table and its files (default: the study's, or sweep)")
-    add("--again", default="", metavar="STUDY", help="train the runs of this study of lab.runs, with their flags")
+    add("--again", default="", metavar="STUDY", help="train the runs of this study or group of lab.runs, as they were")
     text = "names of nf.METHODS, of lab/recipes.py or of --recipes, with commas (default: %(default)s)"
     add("--methods", default="bf16,nvidia,four_over_six,tetrajet_v2,clover,clover_search", help=text)
     add("--variant", action="append", default=[], help='"label: flags of base_train"; may be repeated')
@@ -230,7 +230,15 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     if args.again:
         if given := [name for name in ("sizes", "tokens", "ratio", "variant", "extra") if getattr(args, name)]:
             raise UserError(f"--again trains the runs of {args.again} with the flags they had; leave out --{given[0]}")
-        args.stored = stored(args.again)["results"]
+        args.stored = [run for study in names_of(args.again) for run in stored(study)["results"]]
+        left = {
+            (r["method"], commit) for r in args.stored for commit in map(LEFT.get, flag_values(r["flags"])) if commit
+        }
+        for method, commit in sorted(left):
+            print0(f"{method} is left out: its flags left base_train, and {commit} is the last commit that has them")
+        args.stored = [r for r in args.stored if r["method"] not in dict(left)]
+        if not args.stored:
+            raise UserError(f"--again={args.again}: no run is left to train; check out that commit")
         args.methods = list(dict.fromkeys(r["method"] for r in args.stored))
         args.sizes = list(dict.fromkeys(r["size"] for r in args.stored))
         args.vocab_size = args.vocab_size or args.stored[0].get("vocab_size", 0)
@@ -263,7 +271,8 @@ def main(argv: list[str] | None = None) -> None:
     runs = planned(args)  # Wrong flags should be refused before the data is made.
     if args.plan:
         for run in runs:
-            print0(f"{run.size} {run.method}, seed {run.seed}:", *run.flags)
+            flags = {flag.partition("=")[0]: flag for flag in run.flags}  # of a flag that is given twice, the last
+            print0(f"{run.size} {run.method}, seed {run.seed}:", *flags.values())
         return
     folder = Path(args.folder) if args.folder else Path(get_base_dir()) / "sweeps"
     text = args.data_dir or os.environ.get("DATA_DIR") or found_data() or set(args.sizes) != {"tiny"}

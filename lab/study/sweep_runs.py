@@ -64,6 +64,9 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     "clover_separate_qkv": changed("clover", "--separate-qkv"),  # As in the paper's nanochat runs.
 }
 
+# Flags of stored runs that left base_train, and the last commit that has them.
+LEFT = {"oscillation": "c116c2a", "exact-relu-squared": "7172077"}
+
 
 def parse_number(text: str) -> int:
     """Reads a number with K, M or B behind it: '100M' is 100,000,000. Raises UserError for anything else."""

@@ -8,6 +8,7 @@ import dataclasses
 import json
 import math
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -54,11 +55,33 @@ def test_a_stored_study_is_trained_again_on_another_text(study):
         assert not run.branch or tags.index(run.branch[0]) < tags.index(run.tag)
 
 
-def test_a_study_with_an_unknown_flag_is_refused(capsys):
-    with pytest.raises(SystemExit):
-        sweep.main(["--again=d6_switches_second_half", "--plan"])
-    (line,) = capsys.readouterr().err.splitlines()
-    assert "unrecognized arguments: --exact-relu-squared" in line
+@pytest.mark.parametrize(
+    "name, runs, left",
+    [
+        ("d6_stored", 87, "tetrajet_v2_full .*c116c2a"),
+        ("d6_second_half", 58, "clover_reset .*c116c2a"),
+        ("d6_switches_second_half", 9, "clover_exact_relu_squared .*7172077"),
+        ("d6_shuffled", 18, ""),
+    ],
+)
+def test_studies_and_groups_are_planned_without_what_left(name, runs, left, capsys):
+    """Each flag once, although a stored run's may have been given twice."""
+    sweep.main([f"--again={name}", "--plan"])
+    said, planned = [], []
+    for line in capsys.readouterr().out.splitlines():
+        (said if "seed" not in line else planned).append(line)
+    assert len(planned) == runs and len(said) == bool(left) and all(re.search(left, line) for line in said)
+    for line in planned:
+        names = [word.partition("=")[0] for word in line.split() if word.startswith("--")]
+        assert len(names) == len(set(names))
+    assert "--eval-tokens=1048576" in planned[0] or name == "d6_shuffled"
+
+
+def test_every_stored_study_can_be_planned():
+    for name in {*kept_runs.studies(), *kept_runs.GROUPS} - {"d6_controls"}:
+        assert sweep.planned(sweep.parse_args([f"--again={name}"])), name
+    with pytest.raises(UserError, match="d6_controls.* no run"):
+        sweep.parse_args(["--again=d6_controls"])
 
 
 def test_a_study_without_the_run_that_others_branch_from_is_refused():
