@@ -1,11 +1,12 @@
 """The tables of pages: each is what the command above it prints from the stored runs."""
 
 import json
+import shlex
 import shutil
 
 import pytest
 
-from lab import pages, runs
+from lab import pages, reproduce, runs
 from nanochat_fp4.cli import UserError
 from nanochat_fp4.nvfp4 import methods
 
@@ -65,6 +66,21 @@ def test_a_command_that_does_not_work_is_named():
         pages.filled(page)
     with pytest.raises(UserError, match="--rows: no row of the table has 'clovr'"):
         pages.table("gaps --results d6_mixed --rows clovr")
+
+
+def test_no_section_on_the_paper_says_more_than_its_commands():
+    """Where they leave a claim of the paper undecided, the text beside the table says so."""
+    sections = (pages.ROOT / "docs" / "paper.md").read_text(encoding="utf-8").split("\n## ")
+    silent, undecided = [], 0
+    for section in sections:
+        notes = []
+        for match in pages.COMMAND_AND_TABLE.finditer(section):
+            args = reproduce.parse_args(shlex.split(match[1]))
+            notes += reproduce.make(args, args.name)[1].notes
+        if any("undecided" in note for note in notes):
+            undecided += 1
+            silent += [section.partition("\n")[0]] * ("undecided" not in pages.COMMAND_AND_TABLE.sub("", section))
+    assert undecided >= 3 and not silent
 
 
 def test_a_part_waits_for_its_study(monkeypatch):
