@@ -232,7 +232,7 @@ def take(arch: str, cards: list[dict[str, Any]], ratios: list[dict[str, Any]]) -
     if capability < 89:
         return "bf16: this GPU has neither FP4 nor FP8 tensor cores, and emulates both"
     if capability < 100:
-        return f"fp8 ({ranges['fp8']}): this GPU has no FP4 tensor cores, and emulates 4 bits"
+        return f"fp8 ({ranges['fp8']}): this GPU emulates 4 bits"
     over = [card["over_fp8"][1] for card in cards if "over_fp8" in card]
     if ratios and over and max(over) < min(min(of["ratio"]) for of in ratios):
         return f"fp8 ({ranges['fp8']}): 4 bits gain too little over it on such cards"

@@ -12,6 +12,7 @@ parser reads its flags, so that what a stage would refuse after hours is refused
 import argparse
 import contextlib
 import io
+import itertools
 import json
 import math
 import os
@@ -33,13 +34,14 @@ from nanochat_fp4.common import base_dir_of, load_recipes, resolve_method, set_c
 from nanochat_fp4.data import dataset
 from nanochat_fp4.data.sources import hub_url, look_for, url_problem
 from nanochat_fp4.data.tokenizer import RustBPETokenizer
+from nanochat_fp4.evaluation.metrics import read_jsonl
 from nanochat_fp4.evaluation.report import FOLDERS
 from nanochat_fp4.files import atomic_write
 from nanochat_fp4.hardware import CARDS, physical_memory, usable_cpus
 from nanochat_fp4.models.families import family_of_flags
 from nanochat_fp4.models.optim8bit import STATES, state_bytes
 from nanochat_fp4.nvfp4.phases import MethodPlan
-from nanochat_fp4.training.checkpoint_manager import list_steps
+from nanochat_fp4.training.checkpoint_manager import list_steps, read_meta
 from nanochat_fp4.training.flags import SAME_RUN
 from nanochat_fp4.training.memory import SHARE, Memory, choose, largest, plan_accumulation, try_micro_batch
 from nanochat_fp4.training.wandb_run import check_wandb
@@ -65,6 +67,7 @@ FAR = 2  # An estimate for a model that is so many times larger or smaller than 
 SHARD_TOKENS, SPARE = 250e6 / 4.8 * 0.65, 1.1
 # On a CPU the later stages take as long as the base training and OTHER_STEPS steps of it (dev/LOG.md).
 OTHER_STEPS, PROBE_STEPS, PROBE_SECONDS = 60, 4, 20
+MBIT_100 = 100e6 / 8  # bytes a second
 CPU_SPEED = 12.9e9  # FLOP/s of clover's small models on two cores, with which the whole speedrun takes five minutes
 # What a forward pass keeps on a CPU, in FP32, for each token, block and column: 32 to 53 were measured of d2 and d6.
 CPU_FLOATS = 40
@@ -469,8 +472,8 @@ def later_words(s: Settings) -> tuple[dict[str, list[str]], list[str]]:
 
 def model_stages(s: Settings, base: Base, words: dict[str, list[str]]) -> list[Stage]:
     """The stages of one method."""
-    tag, made = base.tag, []
-    resume, of_eval = [f"--model-tag={tag}", "--resume-from-step=latest"], words.get("eval", [])
+    tag, made, of_eval = base.tag, [], words.get("eval", [])
+    resume = [f"--model-tag={tag}", "--resume-from-step=latest", f"--save-every={s.values['SAVE_EVERY']}"]
 
     def add(name: str, before: str, title: str, section: str, script: str, *flags: str) -> None:
         """before: the stage whose model it takes."""
@@ -517,6 +520,10 @@ class Plan:
             raise UserError("GPU and GPU_MEMORY plan a machine that is not here; set PLAN_ONLY=1 as well")
         if s.here:
             check_wandb(environment.get("WANDB_RUN", ""))
+        folders = (s.base_dir / FOLDERS["base"]).glob("*/") if s.here else ()
+        newest = sorted(folders, key=lambda folder: folder.stat().st_mtime, reverse=True)
+        # The base trainings that are here, and the metadata of their newest checkpoints.
+        self.runs = {f: read_meta(f, step) for f in newest for step in list_steps(f)[:1]}
         self.bases = self.settle()
         for base in self.bases:
             self.check_memory(base)
@@ -601,6 +608,8 @@ class Plan:
                 self.about_text = [f"DATA_DIR {folder}, as above"]
                 if self.tokenizer:
                     tokens, guess = dataset.count_tokens(train, self.tokenizer) or tokens, ""
+            elif self.tokenizer and (known := self.counted(base_train.text_digest(found))):
+                tokens, guess = known, ""
         elif s.data_dir:
             self.text, self.about_text = "folder", [f"{folder} (DATA_DIR) was not found here, and is not counted"]
         elif s.here and why and not (folder and Path(folder).name == "base_data"):
@@ -609,17 +618,27 @@ class Plan:
             self.text, self.shards = "hub", len(dataset.survey(folder).train) if folder else 0
             here = f"{self.shards} of them here" if self.shards else "from the hub"
             self.about_text = [f"FineWeb-Edu, {s.values['NUM_SHARDS']} shards, {here}"]
+            if size := max(0, int(s.values["NUM_SHARDS"]) - self.shards) * dataset.SHARD_BYTES:
+                long = duration(*[size / MBIT_100 / 3600] * 2)
+                self.about_text[0] += f": {size / 1e9:.3g} GB to download, {long} at 100 Mbit/s"
             tokens = int(s.values["NUM_SHARDS"]) * SHARD_TOKENS
         if tokens and "base" in s.stages:
             times = self.bases[0].tokens / tokens
-            often = "once" if 0.8 < times < 1.1 else f"{span(times, times)} times"
+            # The tokens of shards are an estimate, and the log has none.
+            often = "once" if self.text == "hub" and 0.8 < times < 1.1 else f"{span(times, times)} times"
             self.about_text.append(f"it has about {amount(tokens)} tokens, and is read {often}{guess}")
             if self.text == "folder" and times > MOST_OFTEN:
                 steps = int(4 * tokens / self.bases[0].args.total_batch_size)
                 fewer = f", or set NUM_ITERATIONS={steps}" * (steps >= 10)
                 self.about_text.append(f"WARNING: so often read, a text is learned by heart; add text{fewer}")
         if self.tokenizer and "tok" in s.stages:
-            held = f"the tokenizer of this folder is kept ({s.vocabulary} tokens); another folder has its own"
+            other = ""
+            with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
+                record = json.loads((s.base_dir / "report/tokenizer-training.json").read_text("utf-8"))
+                trained = record["data"][0]["Data"]
+                same = os.path.realpath(trained) == os.path.realpath(folder or s.base_dir / "base_data")
+                other = "" if same else f", although it was trained on {trained}"
+            held = f"the tokenizer of this folder is kept ({s.vocabulary} tokens){other}; another folder has its own"
             self.about_text.append(held)
         for base in (base for base in self.bases if base.done):
             model, data_dir = s.base_dir / FOLDERS["base"] / base.tag, base.args.data_dir or folder
@@ -628,6 +647,14 @@ class Plan:
                 if base.done < base.steps and "base" in s.stages:
                     raise UserError(f"{changed}, or give the run its text back, without which it cannot go on")
                 self.about_text.append(f"{changed}: what is done is of the text before")
+
+    def counted(self, text: str) -> int | None:
+        """The training tokens of own text with this digest, as a run with this tokenizer has counted them."""
+        for folder, meta in self.runs.items():
+            if meta.get("text") == text and meta["run_config"].get("tokenizer") == self.tokenizer.fingerprint():
+                counts = [r["text_tokens"] for r in read_jsonl(folder / "metrics.jsonl") if r.get("text") == text]
+                return counts[-1] if counts else None
+        return None
 
     def find_tokenizer(self) -> RustBPETokenizer | None:
         """The tokenizer that is here, which the run keeps, or None."""
@@ -645,13 +672,38 @@ class Plan:
         s.vocabulary = tokens
         return tokenizer
 
+    def unfinished(self) -> Iterator[str]:
+        """The base trainings of this folder that are not done and with which the command does not go on, and the
+        variables that go on with each, the newest first."""
+        s = self.s
+        for folder, of in ((f, meta["user_config"]) for f, meta in self.runs.items() if "user_config" in meta):
+            step, steps, tag = self.runs[folder]["step"], of.get("num_iterations") or 0, folder.name
+            if step >= steps or tag in {base.tag for base in self.bases}:
+                continue
+            dests = {name: flag[2:].replace("-", "_") for name, flag in s.flags("base_train").items()}
+            now, made = vars(self.bases[0].args), {n: of[d] for n, d in dests.items() if d in of and d not in SAME_RUN}
+            other = {name: str(value) for name, value in made.items() if value != now[dests[name]]}
+            steps_then = other.pop("NUM_ITERATIONS", "")
+            text = of.get("data_dir") or ""
+            text = "" if s.base_dir in Path(text).parents else text
+            other |= {"DATA_DIR": text, "QAT_METHOD": of.get("method") or ""}
+            other = {n: v for n, v in other.items() if v != {"QAT_METHOD": s.method, "DATA_DIR": s.data_dir}.get(n)}
+            named = "the command that began it"
+            for words in (other | {"NUM_ITERATIONS": steps_then}, other):
+                with contextlib.suppress(UserError):
+                    then = Settings(s.run, {**s.environment, "COMPARE": "", **words})
+                    if then.tag(then.method) == tag:
+                        named = " ".join(f"{name}={value and shlex.quote(value)}" for name, value in words.items())
+            yield f"{tag}, step {step:,} of {steps:,}: {named} goes on with it"
+
     def look_back(self, stage: Stage) -> Stage:
         """The stage, without its section if it is made again: a measurement with other flags than the plan's, and a
         model that somebody has deleted. A model of other flags is kept, because finished work is not lost."""
         kind, _, tag = stage.name.partition(":")
-        before = now = sorted(stage.command[1:])
+        flags = lambda words: sorted(shlex.split(re.sub(SAME_FLAG, "", shlex.join(words))))  # noqa: E731
+        before = now = flags(stage.command[1:])
         with contextlib.suppress(OSError, ValueError, LookupError, TypeError):  # as of an earlier version
-            before = sorted(json.loads((self.s.base_dir / stage.section).read_text("utf-8"))["arguments"])
+            before = flags(json.loads((self.s.base_dir / stage.section).read_text("utf-8"))["arguments"])
         kinds = ["base", "mid", "sft"]
         models = [self.s.base_dir / FOLDERS[k] / tag for k in kinds[kinds.index(kind) :]] if kind in kinds else []
         if not list_steps(models[0]) if models else before != now:
@@ -766,6 +818,7 @@ def facts(plan: Plan, numbers: bool) -> Iterator[tuple[str, str]]:
         size = f"{most}{amount(base.parameters)} parameters, {base.steps:,} steps, {amount(base.tokens)} tokens"
         goes_on = f"; step {base.done:,} of {base.steps:,} is done" if base.done else ""
         yield "run", f"{base.tag}: {size}{goes_on}"
+    yield from (("unfinished", line) for line in itertools.islice(plan.unfinished(), "base" in s.stages))
     yield "stages", " ".join(s.stages)
     yield "folder", str(s.base_dir)
     yield "disk", plan.disk + f"; {plan.free / 1e9:.0f} GB are free" * s.here
@@ -773,13 +826,14 @@ def facts(plan: Plan, numbers: bool) -> Iterator[tuple[str, str]]:
     yield from (("kept", line) for line in plan.kept)
     yield from (("without", line) for line in plan.left_out)
     yield from (("how long", fact) for fact in (how_long(plan) if card else minutes(plan)))
-    yield from (("memory", fact) for b in plan.bases if "base" in s.stages for fact in of_memory(s, b))
+    of_bases = (fact for b in plan.bases if "base" in s.stages for fact in of_memory(s, b))
+    yield from (("memory", fact) for fact in dict.fromkeys(of_bases))
     yield from (("set by you", f"{k}={v} (default: {s.defaults[k] or 'none'})") for k, v in s.changed.items())
     every = "  ".join(f"{k}={shlex.quote(str(v))}" for k, v in s.values.items() if v != "")
     yield "numbers", every if numbers else "PLAN_ONLY=all prints those that can be set"
-    own, remark = yield from which(plan)
-    yield "type", s.command(f"nanochat-fp4 {s.run}" if INSTALLED else f"bash {s.run}_fp4.sh", RUN, **own) + remark
-    without = "; without QAT_METHOD it is clover, as above" if card and not s.environment.get("QAT_METHOD") else ""
+    own = yield from which(plan)
+    yield "type", s.command(f"nanochat-fp4 {s.run}" if INSTALLED else f"bash {s.run}_fp4.sh", RUN, **own)
+    without = "; without QAT_METHOD it is clover, the paper's" if card and not s.environment.get("QAT_METHOD") else ""
     yield "type", f"typed again it goes on where it stopped{without}"
 
 
@@ -791,7 +845,7 @@ def how_long(plan: Plan) -> Iterator[str]:
         if found := hours(plan.s, base):
             *ends, facts = found
             whole.append([end * (1 - base.done / base.steps) for end in ends])
-            yield f"{base.label}base training alone: {duration(*whole[-1])}{' are left' * bool(base.done)}"
+            yield f"base training with {base.method}: {duration(*whole[-1])}{' are left' * bool(base.done)}"
             lost = min(base.steps, base.args.save_every) if base.args.save_every > 0 else base.steps
             long = duration(*(end * lost / base.steps for end in ends))
             lost = f"a power cut loses up to {lost:,} steps, {long} (SAVE_EVERY={-(-lost // 4)}: a quarter)"
@@ -821,9 +875,8 @@ def minutes(plan: Plan) -> Iterator[str]:
         yield f"a step took {each:.2g} s in a probe, so there are {plan.chosen['steps']} (NUM_ITERATIONS)"
 
 
-def taken(s: Settings, base: Base) -> str:
-    peak = base.ways[0].graphed_peak if s.card and base.graphed else base.ways[0].peak
-    return f"{peak / GIB:.1f} of {s.memory / GIB:.3g} GiB"
+def taken(base: Base) -> str:
+    return f"{(base.ways[0].graphed_peak if base.graphed else base.ways[0].peak) / GIB:.1f}"
 
 
 def of_memory(s: Settings, base: Base) -> Iterator[str]:
@@ -832,11 +885,13 @@ def of_memory(s: Settings, base: Base) -> Iterator[str]:
         return
     way = base.ways[0]
     count = way.rows or (1 if base.args.device_batch_size == "auto" else base.args.device_batch_size)  # hardly fit
-    rows = f"{base.label}{count} row{'s' * (count > 1)} of {base.args.max_seq_len:,} tokens"
+    rows = (
+        f"{count} row{'s' * (count > 1)} of {base.args.max_seq_len:,} tokens: {taken(base)} of {s.memory / GIB:.3g} GiB"
+    )
     if s.card is None:
-        yield f"{rows}: {taken(s, base)}, by estimate"
+        yield f"{rows}, by estimate"
     else:
-        yield f"{rows}: {taken(s, base)}, {'with CUDA graphs, ' * base.graphed}by count (docs/memory.md)"
+        yield f"{base.label}{rows}, {'with CUDA graphs, ' * base.graphed}by count (docs/memory.md)"
         passing = ["activations", "loss"] if way.peak > way.at_rest + way.parts["update"] else ["update"]
         parts = ["weights", "gradients", "moments", "codes"]
         parts += ["activations", "loss", "graphed_update"] if base.graphed else passing
@@ -848,16 +903,17 @@ def of_memory(s: Settings, base: Base) -> Iterator[str]:
         yield f"{base.label}it takes {' '.join(way.flags)}; {others}"
 
 
-def which(plan: Plan) -> Generator[tuple[str, str], None, tuple[dict[str, str], str]]:
-    """Which method to take, in one line and one number. Returns the variable that takes it, and a remark on it."""
+def which(plan: Plan) -> Generator[tuple[str, str], None, dict[str, str]]:
+    """Which method to take: on a GPU a row for each, then one line and one number. Returns the variable that takes
+    it."""
     s, card, rival = plan.s, plan.s.card, "clover_fp8_forward"
     recipe, asked = nf.get_recipe(s.method), s.environment.get("QAT_METHOD")
-    about = f"{s.method}: {recipe.summary}" if recipe.summary else str(recipe)  # A row of the user's may have no words.
-    yield "method", about if asked else "clover is the default because it is the paper's"
+    if asked:  # A row of the user's may have no words.
+        yield "method", f"{s.method}: {recipe.summary}" if recipe.summary else str(recipe)
     if card is None:
+        yield from [] if asked else [("method", "clover, the paper's, is the default: on a CPU keep it")]
         yield "method", "a CPU emulates 4 bits: a small run shows that everything works, and ranks no method"
-        return {}, ""
-    yield "method", f"gap at d6, %: {CARDS['gap']}"
+        return {}
     here = {method: of for method, of in speeds(s, plan.bases[0]).items() if not of["runs"]}
     needed = min(CARDS["R"], key=lambda of: abs(math.log(of["weights"] / plan.bases[0].weights)))["ratio"][1]
     known, measured = CARDS["take"].get(card["arch"], ""), {"bf16", "fp8", rival} <= here.keys()
@@ -869,18 +925,26 @@ def which(plan: Plan) -> Generator[tuple[str, str], None, tuple[dict[str, str], 
         now = here[rival]["range"][0] / here[best]["range"][0]
         advised, take = ([rival], f"{rival}, which") if now >= needed else ([best], f"{best}: {rival}")
         take += f" makes {now:.3f} times {best}'s tokens/s here (d{here[rival]['depth']}), and needs {needed:.3f}"
+    gaps = dict(re.findall(r"(\w+) ([\d.]+ ± [\d.]+)", CARDS["gap"])) | {"bf16": "0"}
+    of_plan = {base.method: base for base in plan.bases}
+    for method in dict.fromkeys(("fp8", rival, "clover", *advised, *s.methods)):
+        base = of_plan.get(method) or Base(s, method)
+        found = hours(s, base)
+        long = f"{span(*found[:2])} hours" if found else "unknown hours"
+        long += ", interpolated" * ("interpolated" in str(found))
+        fits = base.ways and (base.ways[0].rows or base.ways[0].peak <= s.memory)
+        needs = f"{taken(base)} GiB" if fits else "does not fit" if base.ways else "not counted"
+        gap = f"gap at d6 {gaps[method]}%" if method in gaps else "gap unknown"
+        yield "method", f"{method:18}  {gap:22}  {needs}  {long}"
     yield "method", f"take {take}" if card["arch"] else "no method is advised: GPU names no card of cards.json"
-    if not measured:
+    if not (known or measured):
         depth = plan.bases[0].args.depth
         measure = f"bash dev/measure.sh  # {-(-sum(measure_seconds(depth)) // 60)} minutes at most; its plan decides"
-        yield "method" if known else "type", s.command(measure, EXPORTED, DEPTH=depth)
+        yield "type", s.command(measure, EXPORTED, DEPTH=depth)
     # Who names a method, or is at work on a run, goes on with it. COMPARE=1 trains bf16 as well.
     if asked or not s.plan_only or plan.bases[0].done or advised[0] in s.methods:
-        return {}, ""
-    other = Base(s, advised[0])
-    found, needs = hours(s, other), taken(s, other) if other.ways else "not counted for this family of models"
-    instead = f"; or {rival}, if measure.sh finds it fast enough" * (len(advised) > 1)
-    return {"QAT_METHOD": advised[0]}, f"  # {duration(*found[:2]) if found else 'unknown hours'}, {needs}{instead}"
+        return {}
+    return {"QAT_METHOD": advised[0]}
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -28,6 +28,7 @@ from nanochat_fp4.models.gpt import GPT
 from nanochat_fp4.models.optim import PretrainingOptions
 from nanochat_fp4.nvfp4.methods import get_recipe
 from nanochat_fp4.nvfp4.recipes import to_record
+from nanochat_fp4.training.checkpoint_manager import read_meta
 from nanochat_fp4.training.flags import SAME_RUN
 from nanochat_fp4.training.load_model import BRANCH_SETTINGS
 from nanochat_fp4.variables import NUMBERS, problem
@@ -432,17 +433,28 @@ def test_one_line_and_one_number_say_which_method_to_take(timed, monkeypatch, ba
     monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path))
     monkeypatch.setitem(program.CARDS, "R", ratio)
     for name, words in {"h100": "take fp8", "rtx3090": "take bf16", "rtx5090": "1.13 times"}.items():
-        facts = " ".join(said(planned(GPU=name))["method"][2:])
+        facts = said(planned(GPU=name))["method"][-1]
         assert words in facts and ("clover_fp8_forward" in facts) == (name == "rtx5090")
-    assert "1.19 times" in said(planned(GPU="rtx5090", DEPTH="32"))["method"][2]
+    assert "1.19 times" in said(planned(GPU="rtx5090", DEPTH="32"))["method"][-1]
     now = 90e3 / timed["fp8"]["tokens_per_second"]
-    facts = said(planned(GPU="rtx5090", NANOCHAT_BASE_DIR=str(base_dir)))["method"]
-    assert f"take fp8: clover_fp8_forward makes {now:.3f}" in facts[2] and len(facts) == 3
-    assert (
-        "the paper's" in facts[0]
-        and program.CARDS["gap"] in facts[1]
-        and said(planned(QAT_METHOD="fp8"))["method"][0].startswith("fp8: the FP8 baseline")
-    )
+    *_, last = said(planned(GPU="rtx5090", NANOCHAT_BASE_DIR=str(base_dir)))["method"]
+    assert f"take fp8: clover_fp8_forward makes {now:.3f}" in last
+    assert said(planned(QAT_METHOD="fp8"))["method"][0].startswith("fp8: the FP8 baseline")
+
+
+def test_each_method_to_choose_from_has_a_row_with_its_gap_memory_and_hours():
+    """Those of the plan of this method. The one that the user has chosen has a row, too."""
+    rows = [fact for fact in said(planned(GPU="rtx5090", QAT_METHOD="nvidia"))["method"][1:-1]]
+    assert [row.split()[0] for row in rows] == ["fp8", "clover_fp8_forward", "clover", "nvidia"]
+    assert "gap unknown" in rows[3] and "interpolated" in rows[1] and rows[0].count("%") == 1
+    for row in rows:
+        method, plan = row.split()[0], said(planned(GPU="rtx5090", QAT_METHOD=row.split()[0]))
+        peak = re.search(r"([\d.]+) of [\d.]+ GiB", plan["memory"][0])[1]
+        long = re.search(r": (.* hours)", plan["how long"][0])[1]
+        assert f"{peak} GiB" in row and long in row and f"with {method}:" in plan["how long"][0]
+    few = said(planned(GPU="rtx5060", GPU_MEMORY="8", DEPTH="26", QAT_METHOD="clover"))["method"]
+    assert "does not fit" in few[1] and "does not fit" not in few[3]
+    assert "%" not in " ".join(said(planned())["method"]) and "keep" in said(planned())["method"][0]
 
 
 @pytest.mark.parametrize(
@@ -463,20 +475,11 @@ def test_one_line_and_one_number_say_which_method_to_take(timed, monkeypatch, ba
 def test_the_command_trains_the_advised_row_once_it_is_decided(
     timed, monkeypatch, base_dir, tmp_path, variables, measured, words
 ):
-    """Where the advice depends on a measurement, that comes first. Who names a method gets it. Of the others the page
-    is about clover, so the command has its hours and memory beside it."""
+    """Where the advice depends on a measurement, that comes first. Who names a method gets it."""
     monkeypatch.setitem(program.CARDS, "R", [{"weights": 1, "ratio": [1.05, 1.05]}])
     *commands, last = said(planned(**variables, NANOCHAT_BASE_DIR=str(base_dir if measured else tmp_path)))["type"]
     assert len(commands) == len(words) and all(line.startswith(word) for line, word in zip(commands, words))
-    command, _, remark = commands[-1].partition("bash speedrun_fp4.sh")
-    assert ("measure.sh" in commands[0]) == (len(words) > 1) and (command, remark) != (commands[-1], "")
-    if remark:
-        advised = planned(**variables | {"QAT_METHOD": words[-1].split("=")[1]}, NANOCHAT_BASE_DIR="/nowhere")
-        peak = re.search(r"[\d.]+ of [\d.]+ GiB", said(advised)["memory"][0])[0]
-        long = said(advised)["how long"][0].split(": ")[-1]
-        assert peak in remark and (measured or long in remark or "unknown hours" in remark)
-    assert ("if measure.sh finds" in remark) == (len(words) > 1 and "QAT_METHOD" not in variables)
-    assert bool(remark) == ("QAT_METHOD" not in variables and "QAT_METHOD" in command)
+    assert ("measure.sh" in commands[0]) == (len(words) > 1) and commands[-1].endswith(" bash speedrun_fp4.sh")
     assert ("without QAT_METHOD it is clover" in last) == ("QAT_METHOD" not in variables)
 
 
@@ -580,6 +583,7 @@ def test_a_time_has_no_more_digits_than_are_known():
 def test_the_minutes_on_a_cpu_count_what_is_asked():
     whole, other = ["the default"], {"two": {"COMPARE": "1"}, "few": {"NUM_ITERATIONS": "2"}, "large": {"DEPTH": "12"},
                                      "half": {"STAGES": "tok base report"}}  # fmt: skip
+    assert len(said(planned(COMPARE="1"))["memory"]) == 1  # Both methods take the same.
     times = {name: said(planned(**v))["how long"][0].split(" for ")[0] for name, v in {whole[0]: {}, **other}.items()}
     assert times["the default"] == "5 minutes" and times["two"] == "10 minutes" and "hours" in times["large"]
     assert float(times["few"].split()[0]) < 2 and 2.5 < float(times["half"].split()[0]) < 4
@@ -651,6 +655,7 @@ def test_training_beside_two_busy_processes_has_two_fifths_of_its_speed(tiny_bas
 
 def test_text_that_is_read_more_than_once_is_said():
     times = {n: said(planned(GPU="rtx5090", NUM_SHARDS=n))["text"][1] for n in ("370", "8")}
+    assert "37 GB to download, 49 minutes" in said(planned(GPU="rtx5090"))["text"][0]
     assert "read once" in times["370"] and "41 times" in times["8"]
     shards = [planned(GPU="rtx5090", DEPTH=depth).s.values["NUM_SHARDS"] for depth in ("12", "20", "32")]
     assert shards == sorted(shards) and shards[1] == 370 and shards[0] < 150
@@ -660,6 +665,7 @@ def test_text_that_is_read_more_than_once_is_said():
 def test_own_text_that_is_read_very_often_has_a_warning_with_fewer_steps(tmp_path):
     (tmp_path / "a.txt").write_text("Some text. " * 10_000)
     *_, often, warning = said(planned(DATA_DIR=str(tmp_path), NUM_ITERATIONS="400"))["text"]
+    assert "once" not in said(planned(DATA_DIR=str(tmp_path), NUM_ITERATIONS="13"))["text"][1]  # as the log has it
     steps = re.search(r"NUM_ITERATIONS=(\d+)", warning)[1]
     fewer = said(planned(DATA_DIR=str(tmp_path), NUM_ITERATIONS=steps))["text"]
     (tmp_path / "a.txt").write_text("Some text.\n\n" * 100)
@@ -823,14 +829,15 @@ def test_files_that_are_here_are_read_before_the_first_step(base_dir, tmp_path):
 # ----------------------------------------------------------------------------------------------------------------------
 # The page and the calls
 
-ORDER = ("machine", "note", "run", "stages", "folder", "disk", "text", "without", "how long", "memory", "set by you",
-         "numbers", "method", "type")  # fmt: skip
+ORDER = ("machine", "note", "run", "unfinished", "stages", "folder", "disk", "text", "without", "how long", "memory",
+         "set by you", "numbers", "method", "type")  # fmt: skip
 
 
 @pytest.mark.parametrize(
     "variables, most",
     [({}, 25), ({"GPU": "rtx5090"}, 25), ({"GPU": "h100", "DEPTH": "26"}, 25), ({"GPU": "b200", "NPROC": "8"}, 25),
-     ({"GPU": "rtx5090", "DEPTH": "32", "COMPARE": "1"}, 45), ({"GPU": "rtx5060", "QAT_METHOD": "fp8"}, 28)],
+     ({"GPU": "h200", "DEPTH": "26"}, 25), ({"GPU": "rtx5090", "DEPTH": "32", "COMPARE": "1"}, 46),
+     ({"GPU": "rtx5060", "QAT_METHOD": "fp8"}, 28)],
 )  # fmt: skip
 def test_the_page_is_short_and_ends_in_the_command(variables, most):
     plan = planned(**variables)
@@ -849,7 +856,7 @@ def test_the_plan_of_an_interrupted_run_says_that_it_goes_on(h100, monkeypatch):
     half = said(planned())
     assert "step 10,700 of 21,400 is done" in half["run"][0] and "done" not in whole["run"][0]
     (low, high), (all_low, all_high) = (
-        map(float, re.match(r"base training alone: ([\d.]+) to ([\d.]+) hours", facts["how long"][0]).groups())
+        map(float, re.match(r"base training with clover: ([\d.]+) to ([\d.]+) hours", facts["how long"][0]).groups())
         for facts in (half, whole)
     )
     assert (2 * low, 2 * high) == pytest.approx((all_low, all_high), abs=2) and "left" in half["how long"][0]
@@ -932,11 +939,13 @@ def test_a_model_of_other_flags_is_kept_and_said_so(finished, base_dir, monkeypa
     stage = next(stage for stage in plan.stages if stage.name == f"{kind}:d2_clover")
     log(monkeypatch, title, stage.command[1:][::-1])
     assert "kept" not in said(planned(COMPARE="1"))
-    log(monkeypatch, title, [*stage.command[1:-1], "--one=2"])
+    log(monkeypatch, title, [*stage.command[1:], "--save-every=9"])  # It may change in a resume.
+    assert "kept" not in said(planned(COMPARE="1"))
+    log(monkeypatch, title, [*stage.command[1:], "--one=2"])
     kept, anew = said(again := planned(COMPARE="1"))["kept"]
     long = [line for line in program.page(again).splitlines() if len(line) > 100 and str(base_dir) not in line]
     assert "not trained again" in kept and not long
-    assert f"made with --one=2, where the plan has {stage.command[-1]};" in kept and stage.section in skipped(again)
+    assert "made with --one=2, where the plan has fewer flags;" in kept and stage.section in skipped(again)
     later = ["base", "mid", "sft"][["base", "mid", "sft"].index(kind) :]
     folders = [str(base_dir / FOLDERS[k] / "d2_clover") for k in later]
     assert shlex.split(anew, comments=True) == ["rm", "-r", *folders]
@@ -1016,15 +1025,64 @@ def test_another_tokenizer_or_recipe_than_a_models_is_refused(trained):
 
 def test_own_text_has_as_many_tokens_in_the_plan_as_in_the_log(trained):
     """Once there is a tokenizer, which counts them. Before, the plan says that it guesses."""
-    variables, file, _, log = trained
+    variables, file, folder, log = trained
     logged = re.search(r"about ([\d,]+) tokens, which this run reads ([\d.]+) times", log)
     real = program.Plan("speedrun", {"NANOCHAT_BASE_DIR": os.environ["NANOCHAT_BASE_DIR"], **variables})
     fact = re.search(r"about (.*) tokens, and is read ([\d.]+) times", said(real)["text"][1])
     assert fact[1] == program.amount(int(logged[1].replace(",", ""))) and fact[2] == logged[2]
+    for method in ("bf16", "clover"):  # A plan stores no text, and a run has counted it.
+        assert f"{fact[1]} tokens, and" in said(planned(**variables | {"QAT_METHOD": method}))["text"][1]
+    assert "at most" not in said(real)["run"][0]
+    shutil.rmtree(folder)
     assert f"{program.amount(file.stat().st_size // 4)} tokens, and" in (guess := said(planned(**variables))["text"][1])
-    assert "a guess, 4 bytes each" in guess and "at most" not in said(real)["run"][0]
+    assert "a guess, 4 bytes each" in guess
     shutil.rmtree(Path(os.environ["NANOCHAT_BASE_DIR"], "tokenizer"))
     assert "at most 90.1 thousand par" in said(planned(**variables))["run"][0]
+
+
+@pytest.mark.parametrize(
+    "now, named",
+    [
+        ({"QAT_METHOD": "clover"}, "QAT_METHOD=bf16 goes on with it"),
+        ({"SEED": "7"}, "SEED=42 goes on with it"),
+        ({"DATA_DIR": ""}, "DATA_DIR=TEXT goes on with it"),
+        ({"BASE_ARGS": "--warmup-ratio=0.1"}, "the command that began it goes on with it"),
+        ({"COMPARE": "1", "QAT_METHOD": "clover"}, ""),
+        ({"STAGES": "report"}, ""),
+        ({"NUM_ITERATIONS": "2"}, ""),
+    ],
+)
+def test_an_unfinished_run_that_a_command_does_not_go_on_with_is_in_its_plan(trained, now, named):
+    """With the variables that go on with it, which are taken from its name and its checkpoint."""
+    variables, _, folder, _ = trained
+    assert "unfinished" not in said(planned(**variables, SEED="3"))  # It is done.
+    shutil.rmtree(folder / "step_000002")
+    facts = said(planned(**variables | now))
+    assert bool(named) == ("unfinished" in facts)
+    if named:
+        (line,) = facts["unfinished"]
+        assert line == f"{folder.name}, step 1 of 2: {named.replace('TEXT', variables['DATA_DIR'])}"
+        words = dict(word.split("=") for word in shlex.split(line) if re.match("[A-Z_]+=", word))
+        assert not words or planned(**variables | now | words).bases[0].done == 1
+
+
+def test_a_run_of_another_text_and_seed_names_both(trained, tmp_path):
+    """A run that has a number in its name, and a command that has none."""
+    variables, file, folder, _ = trained
+    shutil.rmtree(folder / "step_000002")
+    edit_meta(folder, 1, user_config=read_meta(folder, 1)["user_config"] | {"seed": 7})
+    folder.rename(folder.with_name(planned(**variables, SEED="7").bases[0].tag))
+    facts = said(planned(**variables | {"DATA_DIR": ""}))
+    assert f"DATA_DIR={variables['DATA_DIR']}" in facts["unfinished"][0] and "SEED=7" in facts["unfinished"][0]
+    (other := tmp_path / "other").mkdir()
+    (other / "a.txt").write_text("Some other text.\n\n" * 999)
+    texts = [" ".join(said(planned(**variables | {"DATA_DIR": str(at)}))["text"]) for at in (other, file.parent)]
+    assert [f"trained on {file.parent}" in text for text in texts] == [True, False]
+
+
+def test_later_stages_save_as_often_as_the_base_training():
+    run = commands(planned(GPU="rtx5090", SAVE_EVERY="77"))
+    assert all("--save-every=77" in run[f"{kind}:d20_clover"] for kind in ("base", "mid", "sft"))
 
 
 def test_calls_are_quoted_for_the_shell():
