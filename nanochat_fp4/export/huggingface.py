@@ -124,32 +124,23 @@ def describe(model: GPT | Llama) -> tuple[dict[str, Any], Places]:
 ROWS = 2**40  # Row r of the tensor with number i has the number i * ROWS + r.
 
 
-class Experts(NamedTuple):
-    """Experts that a model has in one stacked parameter, as matrices (N, K), which are views of the parameter.
-
-    matrices: name of the weight that an expert's ExpertLinear would have -> matrix
-    """
-
-    matrices: dict[str, Tensor]
-    transposed: bool
-
-
-def stacked_experts(model: nn.Module) -> dict[str, Experts]:
-    """Returns the name of each parameter that stacks experts, and its experts."""
+def stacked_experts(model: nn.Module) -> dict[str, dict[str, Tensor]]:
+    """Returns for the name of each parameter that stacks experts, for each expert, the name that the weight of its
+    ExpertLinear would have, and its matrix (N, K), which is a view of the parameter."""
     found = {}
     for path, module in model.named_modules():
         layout, before = layout_of(module), f"{path}." if path else ""
         for name in layout.parameters if layout else ():
             whole = getattr(module, name).mT if is_transposed(module) else getattr(module, name)
-            matrices = {f"{before}{LINEARS}.{name}.{slice_name(i)}.weight": part for i, part in enumerate(whole)}
-            found[before + name] = Experts(matrices, is_transposed(module))
+            linears = f"{before}{LINEARS}.{name}"
+            found[before + name] = {f"{linears}.{slice_name(i)}.weight": part for i, part in enumerate(whole)}
     return found
 
 
 def tensors_of(model: nn.Module) -> dict[str, Tensor]:
     """Returns the tensors that places name: parameters, persistent buffers, and the matrices of experts."""
     stacks = stacked_experts(model).values()
-    return model.state_dict(keep_vars=True) | {name: t for experts in stacks for name, t in experts.matrices.items()}
+    return model.state_dict(keep_vars=True) | {name: t for matrices in stacks for name, t in matrices.items()}
 
 
 def as_in_checkpoints(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -172,9 +163,9 @@ def places_in(model: nn.Module) -> Places:
     for i, (name, tensor) in enumerate(tensors.items(), 1):
         rows = torch.arange(len(tensor) if tensor.dim() else 1) + i * ROWS
         numbered[name] = rows.view(-1, *[1] * (tensor.dim() - 1)) if tensor.dim() else rows[0]
-    for name, of_one in experts.items():
-        whole = torch.stack([numbered.pop(matrix) for matrix in of_one.matrices])
-        numbered[name] = whole.mT if of_one.transposed else whole
+    for name, matrices in experts.items():
+        whole = torch.stack([numbered.pop(matrix) for matrix in matrices])
+        numbered[name] = whole.mT if is_transposed(model.get_submodule(name.rpartition(".")[0])) else whole
     places: dict[str, list[Rows]] = {}
     for theirs, value in as_in_checkpoints(model, numbered).items():
         same = [name for name in experts if torch.equal(numbered[name], value)]

@@ -284,8 +284,8 @@ def _write(
             f"save_quantized: checkpoints of {type(model).__name__} have no tensor for {missing[0]} alone, which its "
             "codes need; skip it in nf.convert"
         )
-    quantized = [name for name, experts in stacks.items() if done & set(experts.matrices)]
-    if left := sorted(set().union(*(stacks[name].matrices for name in quantized)) - done):
+    quantized = [name for name, matrices in stacks.items() if done & set(matrices)]
+    if left := sorted(set().union(*(stacks[name] for name in quantized)) - done):
         raise ValueError(f"save_quantized: {left[0]} is not in 4 bits, and others are; skip all of them or none")
     if quantized:
         notes.append(
