@@ -77,7 +77,7 @@ def convert(
     may be on the meta device. Convert it before torch.compile. Converting a model again changes its method. A subclass
     of nn.Linear is converted if it overrides nothing but forward, and if its forward computes x . weight^T + bias in
     any dtype, which convert tries on a small layer. A layer that the model holds at several places is matched by all of
-    its names.
+    its names. The config of a model of transformers loses quantization_config, if its weights are not quantized.
 
     Raises ValueError for arguments of wrong types, an unknown method, a pattern that matches no linear layer, numbers
     of blocks that the model does not have, and a model in which no layer can be converted.
