@@ -70,7 +70,8 @@ part() {
     fi
     echo "== $name:$(printf ' %q' "$@")"
     timeout -k 10 "$limit" "$@" >"$OUT/$name.log" 2>&1 || status=$?
-    tail -n 60 "$OUT/$name.log" | cut -c1-200
+    # Of steps the log has a table for each method, before it is timed, and after each round: the last one has them all.
+    tail -n 60 "$OUT/$name.log" | cut -c1-200 | awk '/^ +variant/ { said = "" } { said = said $0 "\n" } END { printf "%s", said }'
     last=$(tail -n 1 "$OUT/$name.log" | cut -c1-150)
     case $status in
         0) result "$name" "ok, $((SECONDS - started)) s: $last" ;;
@@ -103,9 +104,6 @@ fi
 
 if ! switched_on PLAN_ONLY; then echo "== summary, in $OUT"; fi
 printf '%s' "$SUMMARY"
-if chosen steps && [ -s "$OUT/steps.log" ] && ! switched_on PLAN_ONLY; then
-    grep -E '^ +variant|^d[0-9]+ ' "$OUT/steps.log" | tail -n 5 # the last table: all methods, among them the two to choose from
-fi
 measured=()
 for name in layers steps steps_32gib; do
     ! { chosen "$name" && ! switched_on PLAN_ONLY && [ -s "$OUT/$name.json" ]; } || measured+=("$OUT/$name.json")

@@ -293,9 +293,17 @@ def summary(runs: list[dict], base_dir: Path) -> list[str]:
         own = r["text_folder"] and base_dir not in Path(r["text_folder"]).parents
         if "base" in there and (own or stage == "base"):
             command = f"{variable}{STAGE}chat_cli -i base --model-tag {tag}"
-            lines += [f'  continue a text: {command} -p "Once upon a time"']
+            why = "  # the model of your text; later stages have conversations of their own"
+            lines += [f'  continue a text: {command} -p "Once upon a time"' + why * (stage != "base")]
         if stage != "base":
             lines += [f"  talk to it: {variable}{STAGE}chat_web -i {stage} --model-tag {tag}"]
+        kind = "safetensors" if r["method"] == "bf16" else "compressed-tensors"
+        command = f"{variable}{STAGE}export --source {stage} --model-tag {tag} --format {kind} --out exported"
+        is_llama = r["start"].get("config", {}).get("llama")
+        served = (
+            "transformers and vLLM; --help: llama.cpp" if is_llama else "transformers alone; a --llama also for others"
+        )
+        lines += [f"  export it:  {command}  # for {served}"] * bool(there)
     return lines
 
 
@@ -357,8 +365,9 @@ def _environment(runs: list[dict]) -> list[str]:
     return lines + [f"- stages were run at different commits: {', '.join(commits)}"] * (len(commits) > 1)
 
 
-def _page(base_dir: Path, runs: list[dict], sections: list[dict], picture: str, notes: list[str]) -> str:
-    about = summary(runs, base_dir)
+def _page(
+    base_dir: Path, about: list[str], runs: list[dict], sections: list[dict], picture: str, notes: list[str]
+) -> str:
     recipes = {name: gemms for run in runs for name, gemms in run["start"].get("recipes", {}).items()}
     methods = []
     for name, gemms in recipes.items():
@@ -408,11 +417,11 @@ def generate(folder: Path) -> Path:
     if path.exists() and not path.read_bytes().startswith(TITLE.encode()):
         path = folder / "report_fp4.md"  # The other one is nanochat's.
     picture = "curves.png" if plots.draw_runs(folder / "curves.png", runs, notes) else ""
-    atomic_write(path, _page(base_dir, runs, sections, picture, notes).encode("utf-8", "replace"))
     newest = {s["run"] for s in sections if s["began"] == sections[-1]["began"]}
+    about = summary([run for run in runs if run["model_tag"] in newest] or runs, base_dir)
+    atomic_write(path, _page(base_dir, about, runs, sections, picture, notes).encode("utf-8", "replace"))
     runs.sort(key=lambda run: run["model_tag"] not in newest)
-    last = [run for run in runs if run["model_tag"] in newest] or runs
-    print("\n".join([*runs_table(runs), "", *summary(last, base_dir), "report:"]))
+    print("\n".join([*runs_table(runs), "", *about, "report:"]))
     return path
 
 

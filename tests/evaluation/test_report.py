@@ -4,6 +4,7 @@ import json
 import math
 import os
 import re
+import shlex
 import time
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from nanochat_fp4.evaluation import plots, report
 from nanochat_fp4.evaluation.metrics import MetricsLog
 from nanochat_fp4.evaluation.report import get_report
 from nanochat_fp4.nvfp4.dispatch import fp8_products
+from scripts import export
 
 LATER = ("mid_checkpoints", "chatsft_checkpoints", "chatrl_checkpoints")
 
@@ -250,6 +252,22 @@ def test_runs_of_another_text_than_the_newest_stand_in_one_line(base_dir, folder
     assert lines[0].endswith(": one") and lines[-1].endswith(": one, two")
 
 
+@pytest.mark.parametrize(
+    "method, config, served",
+    [("clover", {}, "transformers alone"), ("bf16", {"llama": ""}, "alone"), ("fp8", {"llama": "30M"}, "vLLM")],
+)
+def test_a_model_that_is_there_can_be_exported(base_dir, folder, capsys, method, config, served):
+    """In the report and in a run's last lines: a command that the program takes, and who reads its files."""
+    make_run(base_dir, "d4", method, 1.275, config=config)
+    assert "scripts.export" not in generated(folder)
+    (base_dir / report.FOLDERS["base"] / "d4/model_000024.pt").write_bytes(b"")
+    capsys.readouterr()
+    for text in (generated(folder), capsys.readouterr().out):
+        words = shlex.split(re.search(r"-m scripts\.export (.*)  # .*" + served, text)[1])
+        args = export.parse_args(words)
+        assert (args.source, args.model_tag, args.format == "safetensors") == ("base", "d4", method == "bf16")
+
+
 def test_the_scatter_of_a_gap_is_said_below_the_table_on_the_terminal_too(base_dir, folder, capsys):
     make_run(base_dir, "base", "bf16", 1.25)
     for said in (0, 1):
@@ -307,6 +325,7 @@ def test_a_base_model_continues_a_text(base_dir, folder, text, stage):
     text, chats = generated(folder), (base_dir / LATER[1] / "d4/model_000024.pt").exists()
     assert ("chat_cli -i base --model-tag d4 -p" in text) == (place != base_dir or not chats)
     assert ("chat_web -i sft --model-tag d4" in text) == chats
+    assert ("your text" in text) == (chats and place != base_dir)
 
 
 def test_the_scatter_of_a_gap_is_that_of_the_stored_runs():
@@ -332,7 +351,7 @@ def test_the_terminal_ends_with_the_runs_of_the_newest_command(base_dir, folder,
         path.write_text(json.dumps(record | {"timestamp": time.strftime(report.TIME, time.localtime(record["began"]))}))
     whole, said = generated(folder), capsys.readouterr().out
     named = ([line[0] for line in text.splitlines() if re.match(r"[a-d]: ", line)] for text in (said, whole))
-    assert list(map(sorted, named)) == [["c", "d"], ["a", "b", "c", "d"]]
+    assert list(map(sorted, named)) == [["c", "d"], ["c", "d"]]
 
 
 def test_of_two_baselines_the_finished_one_counts(base_dir, folder):
