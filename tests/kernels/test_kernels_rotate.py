@@ -26,7 +26,7 @@ import nanochat_fp4 as nf  # noqa: E402
 from nanochat_fp4.nvfp4.format import NVFP4Tensor, unpack  # noqa: E402
 from nanochat_fp4.nvfp4.gemm import quantize_grad_output, quantize_operand, relu_squared_gradient  # noqa: E402
 from nanochat_fp4.nvfp4.quantizers import Quantization, quantize_reference  # noqa: E402
-from nanochat_fp4.nvfp4.roundings import ROUNDINGS, SR_GRID_MAX, Rounding  # noqa: E402
+from nanochat_fp4.nvfp4.roundings import OF_THE_PACKAGE, ROUNDINGS, SR_GRID_MAX, Rounding  # noqa: E402
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 ON_GPU = DEVICE.type == "cuda"
@@ -39,6 +39,12 @@ PAIRS = [
     ("sr", 0, "ms_eden_search_3", 128),
     ("ms_eden_search_6", 128, "sr_four_over_six", 16),
     ("rtn", 32, "sr", 128),
+]
+# Each other row with ms_eden that somebody adds.
+PAIRS += [
+    ("sr", 0, name, 128)
+    for name, r in OF_THE_PACKAGE.items()
+    if r.ms_eden and not any(r in (ROUNDINGS[pair[0]], ROUNDINGS[pair[2]]) for pair in PAIRS)
 ]
 
 
