@@ -689,7 +689,7 @@ class Plan:
             other |= {"DATA_DIR": text, "QAT_METHOD": of.get("method") or ""}
             other = {n: v for n, v in other.items() if v != {"QAT_METHOD": s.method, "DATA_DIR": s.data_dir}.get(n)}
             named = "the command that began it"
-            for words in (other | {"NUM_ITERATIONS": steps_then}, other):
+            for words in (other | {"NUM_ITERATIONS": steps_then}, other | {"NUM_ITERATIONS": ""}, other):
                 with contextlib.suppress(UserError):
                     then = Settings(s.run, {**s.environment, "COMPARE": "", **words})
                     if then.tag(then.method) == tag:

@@ -300,10 +300,9 @@ def summary(runs: list[dict], base_dir: Path) -> list[str]:
         kind = "safetensors" if r["method"] == "bf16" else "compressed-tensors"
         command = f"{variable}{STAGE}export --source {stage} --model-tag {tag} --format {kind} --out exported"
         is_llama = r["start"].get("config", {}).get("llama")
-        served = (
-            "transformers and vLLM; --help: llama.cpp" if is_llama else "transformers alone; a --llama also for others"
-        )
-        lines += [f"  export it:  {command}  # for {served}"] * bool(there)
+        read = "transformers alone reads it; vLLM and llama.cpp read models of base_train --llama"
+        read = "transformers and vLLM read it; llama.cpp reads --format gguf" if is_llama else read
+        lines += [f"  export it:  {command}  # {read}"] * bool(there)
     return lines
 
 
