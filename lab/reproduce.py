@@ -18,6 +18,8 @@ figures.
 
 import argparse
 import json
+import shutil
+import sys
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, replace
 from functools import partial
@@ -208,6 +210,7 @@ OF_RESULTS: dict[str, Callable[[Context], Outcome]] = {  # Tables that need --re
     **{name: partial(questions.of_scaling, name=name) for name in scaling.TABLES},
 }  # fmt: skip
 SAME = {"table6": "fig6"}
+OF_ONE_SOURCE = "table1", "table2", "table3", "table4", "eden", "averaging", "published", "hours"
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The command
@@ -243,6 +246,9 @@ def save(context: Context, outcome: Outcome, name: str) -> None:
     last = footer(context, outcome.measured_on, info)
     lines = [f"\n{outcome.title}", table(outcome.header, outcome.rows), *[f"- {note}" for note in outcome.notes], last]
     print0("\n".join(lines))
+    wide = sys.stdout.isatty() and lines[1].index("\n") > shutil.get_terminal_size().columns
+    if wide and not context.args.columns:
+        print0("this table is wider than the terminal: --columns and --rows choose some, with | between their names")
     content = {"name": name, "quick": context.quick, "title": outcome.title, "table": [outcome.header, *outcome.rows]}
     content |= {"notes": outcome.notes, "measured_on": last, "environment": info, "numbers": outcome.numbers}
     sweep.make_folder(context.folder)
@@ -301,6 +307,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if args.name not in ("list", "all", *ITEMS, *OF_RESULTS, *SAME):
         raise UserError(f"{args.name!r} is no table or figure; use all, list, or one of {known}")
+    if args.results and args.name in OF_ONE_SOURCE:
+        raise UserError(f"{args.name} takes no stored runs, because its source is always the same; leave out --results")
     if min(args.seeds, args.samples) < 0 or args.jobs < 1 or (args.draws and args.draws < 4):
         raise UserError("--seeds and --samples cannot be negative, --jobs is at least 1 and --draws at least 4")
     return args

@@ -91,6 +91,8 @@ class Context:
         elif not options["tokens"]:
             options["ratio"] = options["ratio"] or ratio
         seeds = range(args.first_seed, args.first_seed + (args.seeds or (2 if quick else 3)))
+        length = f"{options['tokens']:,} tokens" if options["tokens"] else f"{options['ratio']:g} tokens per parameter"
+        print0(f"trains {', '.join(sizes)} for {length}, {len(seeds)} x {', '.join(sweep_runs.labels(methods))}")
         where = sweep.prepare(self.folder, args.data_dir, args.vocab_size or 512 * quick, 1.0 if quick else None)
         early = [m for m in methods if not sweep_runs.begins_late(sweep_runs.method_flags(m), until)]
         if early:

@@ -42,7 +42,8 @@ def run_benchmark(context: Context, what: str, flags: list[str]) -> list[dict]:
 def measured(context: Context) -> Outcome:
     """Makes a table of all measured layers and steps of lab/results/bench.json, or of one part of it."""
     kept = json.loads((RESULTS / "bench.json").read_text(encoding="utf-8"))
-    wanted = context.args.results if context.args.results in kept else ""
+    if (wanted := context.args.results) not in ("", *kept):
+        raise UserError(f"--results={wanted}: lab/results/bench.json has no such part; it has {', '.join(kept)}")
     rows, parts = [], {name: of for name, of in kept.items() if isinstance(of, dict) and wanted in ("", name)}
     for name, part in parts.items():
         card = part["environment"]["gpu"].removeprefix("NVIDIA ").split()[0]

@@ -196,6 +196,34 @@ def test_what_cannot_be_made_is_refused(base_dir, command, problem):
     assert "\n" not in str(e.value)
 
 
+@pytest.mark.parametrize("name", [*reproduce.ITEMS, *reproduce.OF_RESULTS])
+def test_every_table_refuses_runs_that_are_not_there(base_dir, name):
+    """Those of one source did not read --results."""
+    with pytest.raises(UserError, match=f"{name}.*--results|nonsense") as e:
+        reproduce.main([name, "--quick", "--results=nonsense"])
+    assert "\n" not in str(e.value)
+
+
+@pytest.mark.parametrize(
+    "flags, said",
+    [("--quick", "tiny for 5,120 tokens, 2 x bf16, "), ("--sizes=d12 --seeds=1", "d12 for 20 tokens per p")],
+)
+def test_what_will_be_trained_stands_in_the_first_line(flags, said, base_dir, monkeypatch, capsys):
+    monkeypatch.setattr(sweep, "prepare", lambda *args: "text")
+    monkeypatch.setattr(sweep_runs, "data_key", lambda data: pytest.fail("the end of this test"))
+    with pytest.raises(pytest.fail.Exception, match="the end"):
+        reproduce.main(["table5", *flags.split()])
+    assert said in capsys.readouterr().out.splitlines()[0]
+
+
+@pytest.mark.parametrize("columns, flag, hint", [("90", "", 1), ("900", "", 0), ("90", "--columns=method|own: gap", 0)])
+def test_a_table_wider_than_a_terminal_names_the_flags(columns, flag, hint, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", columns)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    reproduce.main(["horizon", "--results=d6_fresh", f"--folder={tmp_path}", *filter(None, [flag])])
+    assert capsys.readouterr().out.count("--columns and --rows") == hint
+
+
 @pytest.mark.parametrize("name", [n for n in reproduce.ITEMS if n not in ("table2", "table3", "table4")])  # seconds
 def test_a_column_that_a_table_lacks_is_refused_before_the_hours(name, tmp_path, monkeypatch):
     begun = []
