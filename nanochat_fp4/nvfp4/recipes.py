@@ -23,7 +23,8 @@ from types import FunctionType
 from typing import Any
 
 from nanochat_fp4.nvfp4.hadamard import RHT_DIM
-from nanochat_fp4.nvfp4.roundings import OF_THE_PACKAGE, PYTHON, ROUNDINGS, Rounding, get_rounding, identity
+from nanochat_fp4.nvfp4.identity import PYTHON, identity
+from nanochat_fp4.nvfp4.roundings import OF_THE_PACKAGE, ROUNDINGS, Rounding, get_rounding
 
 RHT_DIMS = (0, 16, 32, 64, 128)
 # The six operands, two of each GEMM. The number of an operand is also the number of its random stream, so that no two

@@ -14,9 +14,9 @@ from _rows import METHOD_TABLE
 
 import nanochat_fp4 as nf
 from nanochat_fp4.nvfp4 import methods
+from nanochat_fp4.nvfp4.identity import identity
 from nanochat_fp4.nvfp4.methods import get_recipe
 from nanochat_fp4.nvfp4.recipes import Gemm, Operand, Recipe, both, from_record, to_record
-from nanochat_fp4.nvfp4.roundings import identity
 
 NONE = "- x -"
 # method: (output, grad_input, grad_weight), each "a x b, rotation". "raw": quantized from the unquantized tensor;
@@ -170,7 +170,7 @@ def test_a_functions_identity_is_what_it_computes(old, new):
 
 
 def test_functions_identities_are_alike_in_all_processes():
-    code = f"FUNCTION = {FUNCTION!r}\nfrom nanochat_fp4.nvfp4.roundings import identity\nrun = {{}}\n"
+    code = f"FUNCTION = {FUNCTION!r}\nfrom nanochat_fp4.nvfp4.identity import identity\nrun = {{}}\n"
     code += "exec(compile(FUNCTION, 'other.py', 'exec'), run)\nprint(identity(run['quantize']))"
     for seed in ("1", "2"):
         process = [sys.executable, "-c", code]
