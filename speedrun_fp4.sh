@@ -13,7 +13,7 @@
 #                             clover_fp8_forward if dev/measure.sh finds it faster than fp8 by enough, else fp8
 #     RECIPES=mine.py         a Python file with methods of your own (nanochat_fp4.register); several with commas
 #     COMPARE=1               also train the bf16 baseline, and report the gap to it
-#     NANOCHAT_BASE_DIR=...   where data, checkpoints and the report go (default: ~/.cache/nanochat)
+#     NANOCHAT_BASE_DIR=...   where data, checkpoints and the report go (default: ~/.cache/nanochat_fp4)
 #     DATA_DIR=...            train on a folder of your own with txt, md, json, jsonl, csv or parquet files, or on one file
 #     TEXT_COLUMN=text        the column, or JSON field, that holds the text of DATA_DIR
 #     WANDB_RUN=name          log to Weights & Biases

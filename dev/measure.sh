@@ -40,7 +40,7 @@ PARTS=${PARTS:-doctor layers steps${NANOCHAT:+ steps_nanochat}}
 for name in $PARTS; do
     [[ " $KNOWN " == *" $name "* ]] || die "PARTS: there is no part '$name'; the parts are: $KNOWN"
 done
-export PYTHONUNBUFFERED=1 OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} NANOCHAT_BASE_DIR=${NANOCHAT_BASE_DIR:-$HOME/.cache/nanochat}
+export PYTHONUNBUFFERED=1 OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} NANOCHAT_BASE_DIR=${NANOCHAT_BASE_DIR:-$HOME/.cache/nanochat_fp4}
 dry=""
 ! switched_on DRY_RUN || dry=_dry_run
 OUT=${OUT:-$NANOCHAT_BASE_DIR/measurements$dry}

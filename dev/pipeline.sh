@@ -130,7 +130,7 @@ pipeline() {
         export PLAN_ONLY=1
         all=(--all)
     fi
-    export NANOCHAT_BASE_DIR=${NANOCHAT_BASE_DIR:-$HOME/.cache/nanochat}
+    export NANOCHAT_BASE_DIR=${NANOCHAT_BASE_DIR:-$HOME/.cache/nanochat_fp4}
     for name in NANOCHAT_BASE_DIR DATA_DIR NANOCHAT_EVAL_DIR; do
         [ -z "${!name:-}" ] || export "$name=$(of_the_caller "${!name}")"
     done

@@ -23,8 +23,8 @@ from nanochat_fp4.nvfp4.methods import get_recipe
 
 def base_dir_of(environment: Mapping[str, str] = os.environ) -> Path:
     """Returns the folder of all files that are made or downloaded, which may not be there yet: NANOCHAT_BASE_DIR, or
-    by default ~/.cache/nanochat."""
-    return Path(environment.get("NANOCHAT_BASE_DIR") or os.path.expanduser("~/.cache/nanochat"))
+    by default ~/.cache/nanochat_fp4. nanochat's own is ~/.cache/nanochat."""
+    return Path(environment.get("NANOCHAT_BASE_DIR") or os.path.expanduser("~/.cache/nanochat_fp4"))
 
 
 def get_base_dir() -> str:

@@ -73,11 +73,10 @@ def check_own(tokenizer_dir: str | os.PathLike) -> None:
     """Raises UserError if a folder holds the tokenizer of nanochat, whose bits per byte would be wrong with another
     token_bytes.pt. The plan calls this function, too."""
     if Path(tokenizer_dir, PICKLE_NAME).exists():
-        link = "whose base_data may be a link to this one's, so that nothing is downloaded twice"
-        convert = "train with this tokenizer: python -m nanochat_fp4.data.tokenizer --allow-pickle"
+        convert = "python -m nanochat_fp4.data.tokenizer --allow-pickle, then set VOCAB_SIZE to what it prints"
         raise UserError(
-            f"{tokenizer_dir} holds nanochat's tokenizer, and another one would replace files of it; set another "
-            f"NANOCHAT_BASE_DIR, {link}, or {convert}"
+            f"{tokenizer_dir} holds nanochat's tokenizer, and another one would replace files of it; unset "
+            f"NANOCHAT_BASE_DIR or set another folder, or train with this tokenizer: {convert}"
         )
 
 

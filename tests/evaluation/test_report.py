@@ -137,7 +137,7 @@ def test_the_first_lines_say_where_the_model_is_and_how_to_chat(base_dir, folder
         assert str(base_dir / "base_checkpoints/d4_nvidia") in part and "--model-tag d4_nvidia" not in part
         assert "half:" not in part and "so far" not in part
         assert f"talk to it: NANOCHAT_BASE_DIR={base_dir} python -m" in part
-    usual = base_dir.parent / ".cache/nanochat"
+    usual = base_dir.parent / ".cache/nanochat_fp4"
     usual.parent.mkdir()
     base_dir.rename(usual)
     monkeypatch.setenv("HOME", str(base_dir.parent))
