@@ -533,7 +533,8 @@ class Plan:
         for base in self.bases:
             self.stages += model_stages(s, base, self.words)
         if "report" in s.stages:
-            self.stages.append(Stage("report", "", "report", 1, ["nanochat_fp4.evaluation.report", "generate"]))
+            command = ["nanochat_fp4.evaluation.report", "generate", f"--model-tag={self.bases[0].tag}"]
+            self.stages.append(Stage("report", "", "report", 1, command))
         self.check_order_and_disk()
         self.kept: list[str] = []  # models that stay as they are, although the plan would make others
         self.stages = [self.look_back(stage) for stage in self.stages]

@@ -400,6 +400,7 @@ def test_speedrun_compare_reuse_and_second_method(environment):
     text = path.read_text()
     gap = re.search(rf"\| {clover} \|.*?([+-]\d+\.\d\d%)", text)
     assert gap and f"| {bf16} |" in text and gap.group(1) in first.stdout and "## Samples" in text
+    assert f"\n{clover}: " in first.stdout and f"\n{bf16}: " not in first.stdout  # whose commands are offered
     assert text.count("self-check passed") == 1  # under the environment of the method that quantizes
 
     made = [p for p in base.rglob("*") if p.suffix in (".pt", ".json")]

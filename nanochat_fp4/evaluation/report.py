@@ -2,7 +2,7 @@
 The report of a base directory: report.md and curves.png. Beside nanochat's own report.md it is report_fp4.md.
 
     get_report(model_tag).log("Midtraining", [{...}, ...])     # a stage says what the report shows of it
-    python -m nanochat_fp4.evaluation.report generate          # at the end
+    python -m nanochat_fp4.evaluation.report generate          # at the end; --model-tag names the run to begin with
 
 A stage's section is <base dir>/report/<model tag>/midtraining.json. The tokenizer belongs to every run, so its sections
 have no tag. A stage that runs again replaces its section.
@@ -392,8 +392,9 @@ def _page(
     return "\n".join(lines) + "\n"
 
 
-def generate(folder: Path) -> Path:
-    """Writes report.md and curves.png, and prints the table of runs. Returns the path of report.md.
+def generate(folder: Path, model_tag: str | None = None) -> Path:
+    """Writes report.md and curves.png, and prints the table of runs. Returns the path of report.md. `model_tag` is the
+    run whose commands it offers and which the printed table begins with; of all runs if it is not finished.
 
     Raises UserError if there is nothing to report.
     """
@@ -416,10 +417,9 @@ def generate(folder: Path) -> Path:
     if path.exists() and not path.read_bytes().startswith(TITLE.encode()):
         path = folder / "report_fp4.md"  # The other one is nanochat's.
     picture = "curves.png" if plots.draw_runs(folder / "curves.png", runs, notes) else ""
-    newest = {s["run"] for s in sections if s["began"] == sections[-1]["began"]}
-    about = summary([run for run in runs if run["model_tag"] in newest] or runs, base_dir)
+    about = summary([run for run in runs if run["model_tag"] == model_tag], base_dir) or summary(runs, base_dir)
     atomic_write(path, _page(base_dir, about, runs, sections, picture, notes).encode("utf-8", "replace"))
-    runs.sort(key=lambda run: run["model_tag"] not in newest)
+    runs.sort(key=lambda run: run["model_tag"] != model_tag)
     print("\n".join([*runs_table(runs), "", *about, "report:"]))
     return path
 
@@ -427,8 +427,8 @@ def generate(folder: Path) -> Path:
 def main(argv: list[str] | None = None) -> None:
     parser = ArgumentParser(description="Put the report together from what the stages logged.")
     parser.add_argument("command", nargs="?", default="generate", choices=["generate"])
-    parser.parse_args(argv)
-    print(generate(get_report().folder))
+    parser.add_argument("--model-tag", help="the run whose commands it offers (default: every run)")
+    print(generate(get_report().folder, parser.parse_args(argv).model_tag))
 
 
 if __name__ == "__main__":

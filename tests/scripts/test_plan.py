@@ -89,6 +89,7 @@ def test_the_defaults_are_nanochats_and_every_variable_reaches_its_stage():
     two = planned(GPU="h100", NPROC="2", COMPARE="1", QAT_METHOD="quartet2")
     expected = {"DEPTH": 20, "SEQ_LEN": 2048, "VOCAB_SIZE": 65536, "TOTAL_BATCH": 524288, "DATA_RATIO": 20}
     assert expected.items() < two.s.values.items() and [base.tag for base in two.bases] == ["d20_clover", "d20_bf16"]
+    assert commands(two)["report"][-1] == "--model-tag=d20_clover"  # The baseline was not asked for alone.
     assert {stage.processes for stage in two.stages if stage.source} == {2} and two.bases[0].parameters == 560_988_200
     assert [planned("run1000", **gpu).s.values["DEPTH"] for gpu in ({"GPU": "h100"}, {})] == [32, 4]
     plan = planned(GPU="rtx5090", DEPTH="12", MATRIX_LR="0.01", EVAL_EVERY="7", BASE_ARGS="--warmup-ratio=0.1")
