@@ -1,6 +1,5 @@
 """The report from whole, partial and damaged data."""
 
-import json
 import math
 import os
 import re
