@@ -88,7 +88,7 @@ def test_hf_trainer(tmp_path, caplog):
     """transformers reads the weights of the trained forward pass. No line says that something was to be passed."""
     example = load("hf_trainer")
     trainer, read = example.main(str(tmp_path), "clover", 12)
-    assert "share_scales" in caplog.text and "tokenizer=" not in caplog.text and "calibration=" not in caplog.text
+    assert "common" in caplog.text and "tokenizer=" not in caplog.text and "calibration=" not in caplog.text
     model, losses = trainer.model, [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     assert len(losses) == 12 and losses[-1] < losses[0]
     ids = torch.arange(32).view(1, 32)

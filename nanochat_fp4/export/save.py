@@ -167,19 +167,20 @@ def save_quantized(
     model:       a converted PreTrainedModel whose nn.Linear layers and experts are in 4 bits or in FP8
     folder:      a new or an empty folder. With overwrite it may be an earlier export, which is replaced.
     tokenizer:   the model's tokenizer (of transformers), which is saved beside the weights
-    calibration: a list of token ids (B, T), or of what a tokenizer returns, whose input_ids are taken. The range of
-                 each layer's inputs is measured on them. An expert that no token reaches gets the input range of the
-                 other experts of its layer. Without calibration only weights are in 4 bits, and servers compute with
-                 inputs in 16 bits, which a returned line says. Layers in FP8 need no calibration, because servers give
-                 the inputs of these layers a scale for each token.
+    calibration: a list of token ids (B, T), or of what a tokenizer returns, whose input_ids are taken: a tensor, or a
+                 list of whole numbers, which is one row. The range of each layer's inputs is measured on them. An
+                 expert that no token reaches gets the input range of the other experts of its layer. Without
+                 calibration only weights are in 4 bits, and servers compute with inputs in 16 bits, which a returned
+                 line says. Layers in FP8 need no calibration, because servers give the inputs of these layers a scale
+                 for each token.
     dtype:       the dtype of all tensors that are not quantized: torch.bfloat16, torch.float16 or torch.float32. What
                  the model's class keeps in FP32 stays in FP32. In BF16 the embedding and the output head are rounded,
                  and 4-bit inputs amplify the difference. With torch.float32 and share_scales=False a model that
                  nf.load_quantized fills and nf.convert changes again has the same codes and block scales.
     share_scales: whether layers that servers compute as one, such as q, k and v, are rounded together, with one tensor
-                 scale. vLLM keeps a single scale for them. The weights of these layers change, and a returned line says
-                 by how much. With False, for transformers, the layers keep the codes of training, and a server that
-                 fuses them computes something else.
+                 scale. vLLM keeps a single scale for them. They are as near to the full weights as in training, with
+                 other codes, and a returned line says how near. With False the layers keep the codes of training, and a
+                 server that fuses them computes something else.
 
     The folder appears complete, or not at all. All ranks of torchrun may call this function: the first one writes, and
     the others wait for it.
@@ -202,6 +203,7 @@ def save_quantized(
     batches = [calibration] if isinstance(calibration, Mapping) else calibration  # what a tokenizer returns
     batches = [*batches] if isinstance(batches, Iterable) and not isinstance(batches, Tensor) else []
     batches = [ids.get("input_ids") if isinstance(ids, Mapping) else ids for ids in batches]
+    batches = [torch.tensor([ids]) if isinstance(ids, list) and {*map(type, ids)} == {int} else ids for ids in batches]
     if calibration is not None and not batches:
         got = type(calibration).__name__
         raise ValueError(f"save_quantized: calibration is a {got}, expected a list with token ids (B, T), or None")
@@ -247,7 +249,7 @@ def _problems(model: nn.Module, batches: Sequence[Tensor]) -> Iterator[str]:
     for ids in batches:
         if not isinstance(ids, Tensor) or ids.dim() != 2 or ids.dtype not in (torch.int32, torch.int64):
             got = f"{tuple(ids.shape)} in {ids.dtype}" if isinstance(ids, Tensor) else f"a {type(ids).__name__}"
-            yield f"calibration has {got}, expected token ids (B, T), whole numbers; ids[None] is one row of a text"
+            yield f"calibration has {got}, expected token ids (B, T): ids[None], or return_tensors='pt'"
         elif ids.numel() and not (0 <= int(ids.min()) and int(ids.max()) < rows):
             got = f"token ids from {int(ids.min())} to {int(ids.max())}"
             yield f"calibration has {got}, expected 0 to {rows - 1}; take the model's own tokenizer"

@@ -66,8 +66,8 @@ def forward_weights(model: nn.Module, share_scales: bool = True) -> tuple[dict[s
     """Returns the weights of a converted model as its forward pass multiplies them, and what is to be said of them.
 
     share_scales: whether layers that a server computes as one are rounded together, with one tensor_scale. The codes of
-                  layers that the model computes one by one are then not those of training, and a line says by how much
-                  their weights change.
+                  layers that the model computes one by one are then not those of training, and a line says how far
+                  both lie from the weights.
 
     The weights are on the CPU, by the names of their layers. A 4-bit weight has codes (N, K/2), scales (N, K/16) and
     tensor_scale (). The weight of a layer whose forward pass is in FP8 has E4M3 numbers (N, K), no scales (N, 0), and
@@ -103,15 +103,15 @@ def forward_weights(model: nn.Module, share_scales: bool = True) -> tuple[dict[s
         for layer, codes, scales in zip(layers, whole.codes.split(rows), whole.scales.split(rows)):
             found[names[layer]] = NVFP4Tensor(codes.cpu(), scales.cpu(), whole.tensor_scale.float().cpu())
     if shared:
-        squares = torch.zeros(2)  # Of the differences that the common scales make, and of the weights without them.
+        squares = torch.zeros(3)  # Of the errors with common scales, of those with training's, and of the weights.
         for layer, name in shared.items():
-            own = quantized_weight((layer,)).dequantize().cpu()
-            squares += torch.stack([(found[name].dequantize() - own).square().sum(), own.square().sum()])
-        change = float((squares[0] / squares[1].clamp(min=1e-30)).sqrt())
+            full, own = layer.matrix.float().cpu(), quantized_weight((layer,)).dequantize().cpu()
+            squares += torch.stack([t.square().sum() for t in (found[name].dequantize() - full, own - full, full)])
+        common, own = (squares[:2] / squares[2].clamp(min=1e-30)).sqrt().tolist()
         notes.add(
-            f"{len(shared)} layers, such as {names[together[0][0]]}, share tensor scales, because vLLM computes them "
-            f"as one: their codes are not training's, and weights change by {change:.1%} (root mean square). Leave it "
-            "so for vLLM; for transformers and llama.cpp pass share_scales=False (--no-share-scales)"
+            f"{len(shared)} layers, such as {names[together[0][0]]}, have common tensor scales, as vLLM (not run) "
+            f"expects: rounded again from the full weights, they differ from them by {common:.2%} (root mean square), "
+            f"and by {own:.2%} with training's scales"
         )
     quantized = {layer for group in groups for layer in group}
     for layers in in_servers(model):

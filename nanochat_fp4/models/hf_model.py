@@ -140,7 +140,8 @@ def _read_config(path: str) -> dict[str, Any]:
     require("transformers")
     from transformers import PretrainedConfig
 
-    if os.path.isabs(path) and not os.path.isdir(path):
+    a_folder = os.path.isabs(path) or path.startswith(".") or path.count("/") > 1  # owner/name is of the hub.
+    if a_folder and not os.path.isdir(path):
         raise UserError(f"--hf-path={path}: there is no such folder; {WHAT_TO_GIVE}")
     try:
         config, _ = PretrainedConfig.get_config_dict(path)

@@ -124,6 +124,8 @@ def convert(
             f"warning: weights are in {', '.join(dtypes)}, and the first forward will refuse them; layers compute in "
             f"float32 or bfloat16; {other_dtype(dtypes)}"
         )
+    if any(layer.weight.requires_grad and layer.weight.dtype.itemsize == 2 for layer in converted):
+        report.notes.append("weights to train are in 16 bits: small updates are lost; load with dtype=torch.float32")
     if stacks := sum(bool(stacked_linears(module)) for module in model.modules()):
         report.notes.append(f"experts of {stacks} layers: each computes its own GEMMs, one after the other")
     if recipe.quantizes and any(isinstance(layer, QuantConv1D) for layer in converted):

@@ -216,8 +216,9 @@ def test_bf16_forward_of_quantized_weights_is_refused(core_of, folder):
 
 @pytest.mark.parametrize("script", [base_eval, base_loss])
 def test_a_missing_model_is_named_before_a_download(folder, tiny_base, no_download, script):
-    with pytest.raises(UserError, match="there is no such folder; give a folder with config.json"):
-        script.main(["--device-type=cpu", f"--hf-path={folder}/nowhere"])
+    for path in (f"{folder}/nowhere", "../nowhere", "my/own/nowhere"):
+        with pytest.raises(UserError, match="there is no such folder; give a folder with config.json"):
+            script.main(["--device-type=cpu", f"--hf-path={path}"])
     (folder / "config.json").write_text("{}")
     with pytest.raises(UserError, match="there is no config.json"):
         script.main(["--device-type=cpu", f"--hf-path={folder}"])

@@ -172,6 +172,15 @@ def test_convert_says_at_once_that_a_dtype_will_be_refused(dtype, capsys):
     assert ("autocast" in said) == (dtype == torch.float16)  # Autocast leaves float64 as it is.
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("trains", [True, False])
+def test_weights_in_16_bits_lose_small_updates_and_a_line_says_so(dtype, trains):
+    model = model_of(out=nn.Linear(64, 64), in_=nn.Linear(64, 64).requires_grad_(trains)).to(dtype)
+    model.out.requires_grad_(False)
+    report = str(nf.convert(model, "clover", verbose=False).nf_report)
+    assert ("small updates" in report) == (trains and dtype != torch.float32)
+
+
 @pytest.mark.parametrize("method, words", [("bf16", "left in BF16, as the method says, 1"), ("clover", "converted 1")])
 def test_the_report_says_whether_layers_are_in_few_bits(method, words):
     report = str(nf.convert(nn.Sequential(nn.Linear(64, 64)), method, verbose=False).nf_report)
