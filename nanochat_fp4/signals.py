@@ -54,7 +54,7 @@ class StopSignals:
         now, what = time.monotonic(), "again: the save goes on; a third Ctrl-C ends the run without it"
         self.interrupts += number == signal.SIGINT
         if self.signum is None:
-            self.signum, self.since, what = number, now, "saving after this step, some seconds"
+            self.signum, self.since, what = number, now, "saving after this step"
         elif self.interrupts > 2 and now - self.since >= 2.0:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)

@@ -2,7 +2,7 @@
 
     python -m lab.study.sweep --methods bf16,nvidia,clover --sizes d6,d8 --seeds 3 --tokens 100M --data-dir folder
     python -m lab.study.sweep ... the same again          # goes on where it was interrupted, and skips finished runs
-    python -m lab.study.sweep --again d6_longer --data-dir folder       # trains the runs of a study of lab.runs again
+    python -m lab.study.sweep --again d6_longer --data-dir folder       # a study of lab.runs, on its text, once more
 
 Each GPU has one process, or --jobs of them, which train run after run. Without a GPU the runs follow one another in
 this process. The methods of a seed have the same initialization and the same order of the data, so their differences
@@ -226,11 +226,13 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     args.methods = [*filter(None, args.methods.split(",")), *args.variant]
     args.sizes = [s for s in args.sizes.split(",") if s]
-    args.stored = []
+    args.stored, args.texts = [], []
     if args.again:
         if given := [name for name in ("sizes", "tokens", "ratio", "variant", "extra") if getattr(args, name)]:
             raise UserError(f"--again trains the runs of {args.again} with the flags they had; leave out --{given[0]}")
-        args.stored = [run for study in names_of(args.again) for run in stored(study)["results"]]
+        studies = [stored(study) for study in names_of(args.again)]
+        args.texts = list(dict.fromkeys(content["data"] for content in studies))
+        args.stored = [run for content in studies for run in content["results"]]
         left = {
             (r["method"], commit) for r in args.stored for commit in map(LEFT.get, flag_values(r["flags"])) if commit
         }
@@ -239,6 +241,13 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         args.stored = [r for r in args.stored if r["method"] not in dict(left)]
         if not args.stored:
             raise UserError(f"--again={args.again}: no run is left to train; check out that commit")
+        for r in args.stored:
+            flags = flag_values(r["flags"])
+            trains = int(flags.get("total-batch-size", 0)) * int(flags.get("num-iterations", r["steps"]))
+            if trains != r["tokens"] or "max-seq-len" not in flags:
+                problem = f"the stored flags of {r['method']} do not give its {r['tokens']:,} tokens"
+                mend = "none of its runs can be trained again; --methods, --sizes and --tokens train others"
+                raise UserError(f"--again={args.again}: {problem}; {mend}")
         args.methods = list(dict.fromkeys(r["method"] for r in args.stored))
         args.sizes = list(dict.fromkeys(r["size"] for r in args.stored))
         args.vocab_size = args.vocab_size or args.stored[0].get("vocab_size", 0)
@@ -251,6 +260,30 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     if unknown := [m for m in args.keep if m not in names]:
         raise UserError(f"--keep: {unknown[0]!r} is none of this sweep's methods; use one of {', '.join(names)}")
     return args
+
+
+def refuse_other_text(args: argparse.Namespace) -> None:
+    """Raises UserError unless the command line gives the text that the studies of --again were trained on."""
+    folder = args.data_dir or os.environ.get("DATA_DIR")
+    this = data_name(folder) if folder else "none"
+    for text in args.texts:
+        if not text.endswith(this.rpartition(" ")[2]):
+            known = text if text.endswith(")") else f"{text}, whose key is unknown"
+            mend = "make it as docs/texts.md says, and give --data-dir; other texts take the flags that --plan prints"
+            raise UserError(f"--again={args.again} was trained on the text {known}, and this is {this}; {mend}")
+
+
+def refuse_other_tokenizer(args: argparse.Namespace) -> None:
+    """Raises UserError if the current base directory's tokenizer is not that of the runs of --again, where they stored
+    theirs."""
+    tokenizer = get_tokenizer()
+    this = {"vocab_size": tokenizer.get_vocab_size(), "tokenizer": tokenizer.fingerprint()}
+    for r in args.stored:
+        for name in this:
+            if r.get(name) and r[name] != this[name]:
+                both = f"{r['method']} was trained with {name} {r[name]}, and {get_base_dir()} has {this[name]}"
+                mend = "train it as docs/texts.md says, and give another --folder"
+                raise UserError(f"--again={args.again}: {both}; {mend}")
 
 
 def planned(args: argparse.Namespace, data: str = "") -> list[Run]:
@@ -270,13 +303,24 @@ def main(argv: list[str] | None = None) -> None:
     args = parse_args(argv)
     runs = planned(args)  # Wrong flags should be refused before the data is made.
     if args.plan:
-        for run in runs:
-            flags = {flag.partition("=")[0]: flag for flag in run.flags}  # of a flag that is given twice, the last
-            print0(f"{run.size} {run.method}, seed {run.seed}:", *flags.values())
+        flags = [{flag.partition("=")[0]: flag for flag in run.flags} for run in runs]  # The last of a flag counts.
+        common = [flag for flag in flags[0].values() if all(flag in of.values() for of in flags)]
+        print0("all runs:", *common)
+        if args.stored:
+            print0("text:", *args.texts)
+            for name in ("vocab_size", "tokenizer", "commit"):
+                print0(f"{name}:", ", ".join({str(r.get(name) or "unknown")[:16]: 0 for r in args.stored}))
+        for run, of in zip(runs, flags):
+            own = [flag for flag in of.values() if flag not in common]
+            print0(f"{run.size} {run.method}, seed {run.seed}:", *own)
         return
+    refuse_other_text(args)
     folder = Path(args.folder) if args.folder else Path(get_base_dir()) / "sweeps"
     text = args.data_dir or os.environ.get("DATA_DIR") or found_data() or set(args.sizes) != {"tiny"}
     data = prepare(folder, args.data_dir, args.vocab_size, None if text else EMBEDDED_MB)
+    if args.stored:
+        with base_directory(folder):
+            refuse_other_tokenizer(args)
     runs = planned(args, data_key(data))
     sweep = Sweep(folder, data, visible_devices(args.jobs), args.keep, recipes=args.recipes)
     try:

@@ -65,23 +65,77 @@ def test_a_stored_study_is_trained_again_on_another_text(study):
     ],
 )
 def test_studies_and_groups_are_planned_without_what_left(name, runs, left, capsys):
-    """Each flag once, although a stored run's may have been given twice."""
+    """Each flag once, although a stored run's may have been given twice, and above the runs if all have it."""
     sweep.main([f"--again={name}", "--plan"])
-    said, planned = [], []
-    for line in capsys.readouterr().out.splitlines():
-        (said if "seed" not in line else planned).append(line)
+    lines = capsys.readouterr().out.splitlines()
+    said, planned = ([line for line in lines if word in line] for word in ("left out", ", seed "))
     assert len(planned) == runs and len(said) == bool(left) and all(re.search(left, line) for line in said)
+    common, *about = lines[len(said) : len(lines) - runs]
     for line in planned:
-        names = [word.partition("=")[0] for word in line.split() if word.startswith("--")]
-        assert len(names) == len(set(names))
-    assert "--eval-tokens=1048576" in planned[0] or name == "d6_shuffled"
+        names = [word.partition("=")[0] for word in f"{common} {line}".split() if word.startswith("--")]
+        assert len(names) == len(set(names)) and len(line) < 250
+    assert [line.partition(":")[0] for line in about] == ["text", "vocab_size", "tokenizer", "commit"]
+    (key,) = {r["text"] for study in kept_runs.names_of(name) for r in kept_runs.stored(study)["results"]}
+    assert key in about[0] and "--depth=6" in common
+    assert "--eval-tokens=1048576" in common + planned[0] or name == "d6_shuffled"
 
 
 def test_every_stored_study_can_be_planned():
-    for name in {*kept_runs.studies(), *kept_runs.GROUPS} - {"d6_controls"}:
-        assert sweep.planned(sweep.parse_args([f"--again={name}"])), name
-    with pytest.raises(UserError, match="d6_controls.* no run"):
-        sweep.parse_args(["--again=d6_controls"])
+    """And trains as many tokens as are stored, but for three that say why not."""
+    refused = {"d6_controls": "no run", "d2_embedded": "40,960 tokens", "moe": "5,898,240 tokens"}
+    for name in {*kept_runs.studies(), *kept_runs.GROUPS} - set(refused):
+        args = sweep.parse_args([f"--again={name}"])
+        tokens = {(r["method"], r["size"], r["seed"]): r["tokens"] for r in args.stored}
+        assert (runs := sweep.planned(args)), name
+        for run in runs:
+            flags = base_train.parse_args(list(run.flags))
+            assert flags.num_iterations * flags.total_batch_size == tokens[run.method, run.size, run.seed], name
+    for name, why in refused.items():
+        with pytest.raises(UserError, match=f"{name}.* {why}"):
+            sweep.parse_args([f"--again={name}"])
+
+
+@pytest.fixture
+def own_study(tmp_path, tiny_base, monkeypatch):
+    """A sweep's file of one run, on a text in a folder, which the command line gets by DATA_DIR."""
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "a.txt").write_text("".join(f"Document {i} of {i * i}.\n\n" for i in range(500)))
+    monkeypatch.setenv("DATA_DIR", str(tmp_path / "text"))
+    (run,) = sweep_runs.plan(["bf16"], ["tiny"], [1], tokens=1024)
+    of = result("bf16", 1, 1.5) | {"flags": run.flags, "steps": 2, "tokens": 1024, "gemm_work": {"4": 1.0}}
+    environment = {"gpu": None, "gpu_count": 0, "torch": "2"}
+
+    def write(data: str, **changes) -> str:
+        content = {"data": data, "environment": environment, "results": [of | changes]}
+        (path := tmp_path / "mine.json").write_text(json.dumps(content))
+        return f"--again={path}"
+
+    return write
+
+
+@pytest.mark.parametrize("where", ["d6_public", "moved", "no key", "no text", "tokenizer", "vocab_size"])
+def test_a_study_is_not_trained_again_on_another_text_or_tokenizer(where, own_study, tmp_path, monkeypatch):
+    """Its results would stand under the study's name. A refusal comes before a text is stored or a run is trained."""
+    trained, data = [], sweep.data_name(str(tmp_path / "text"))
+    monkeypatch.setattr(sweep, "run_sweep", lambda *args: trained.append(args))
+    monkeypatch.setattr(sweep, "report", lambda *args: ("", []))
+    argv = ["--name=again", f"--folder={tmp_path / 's'}"]
+    sweep.main([own_study(data.replace("text", "elsewhere")), *argv, "--vocab-size=280"])
+    assert len(trained) == 1
+    again = {
+        "d6_public": lambda: "--again=d6_public",
+        "moved": lambda: own_study("text (0123456789ab)"),
+        "no key": lambda: own_study("text"),
+        "no text": lambda: own_study(data),
+        "tokenizer": lambda: own_study(data, tokenizer="0123456789abcdef"),
+        "vocab_size": lambda: own_study(data, vocab_size=281),
+    }[where]()
+    if where == "no text":
+        monkeypatch.delenv("DATA_DIR")
+    message = {"d6_public": "a6d7c5d3eefb.*--data-dir", "no key": "unknown", "no text": "is none"}.get(where, "012345")
+    with pytest.raises(UserError, match="281" if where == "vocab_size" else message):
+        sweep.main([again, *argv])
+    assert len(trained) == 1
 
 
 def test_a_study_without_the_run_that_others_branch_from_is_refused():
