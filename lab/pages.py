@@ -60,7 +60,9 @@ def main(argv: list[str] | None = None) -> None:
     for path in pages():
         text = path.read_text(encoding="utf-8")
         if (new := filled(text)) != text:
-            differ.append(str(path.relative_to(ROOT)))
+            tables = zip(*map(COMMAND_AND_TABLE.finditer, (text, new)))
+            commands = [before[1] for before, after in tables if before[0] != after[0]]
+            differ.append(f"{path.relative_to(ROOT)} ({'; '.join(commands)})")
             if not args.check:
                 atomic_write(path, new)
     if differ and args.check:

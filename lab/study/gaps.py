@@ -444,14 +444,18 @@ def table(context: Context, name: str, item: Item) -> Outcome:
             cells = [COLUMNS[c](rows, method) if c in has else "-" for c in item.columns]
             table_rows.append([size, method, *cells])
             gaps[f"{size} {method}"] = {value: rows.gap(method, value) for value in VALUES.values()}
-        notes += filter(None, [sweep_results.of_one_seed(rows.runs, size)])
+        chosen = runs_of_rows(rows.runs, context.args.rows)
+        methods = {r["method"] for r in chosen}
+        notes += filter(None, [sweep_results.of_one_seed(chosen, size)])
         claims = [c for c in item.claims if rows.of(c.better) and rows.of(c.worse)]
-        said = [f"the paper: {c.text}. Here, {size}: {c.verdict(rows.runs, size)}" for c in claims]
-        notes += [*said, *corrected(claims, rows.runs, size), *reduction(rows)]
-        notes += last_phase(rows.runs) if item.whole else []
+        said = [c for c in claims if {c.better, c.worse} <= methods]
+        notes += [f"the paper: {c.text}. Here, {size}: {c.verdict(chosen, size)}" for c in said]
+        # A correction is for all claims of the table, whichever rows are shown, and so is the best of the systems.
+        notes += [*corrected(claims, rows.runs, size), *reduction(rows)]
+        notes += last_phase(chosen) if item.whole else []
         if differs := sweep_results.difference_from_paper(rows.runs[0], data):
             notes.append(f"{size} differs from the paper's runs: {differs}")
-        notes += length_notes(rows.runs) if item.whole else []
+        notes += length_notes(chosen) if item.whole else []
     notes.append(INTERVALS)
     words = {"beside": item.beside, "work": counted(runs)}
     notes += [note.format(**words) for of, note in NOTES.items() if {of, *ALSO.get(of, ())} & set(shown)]

@@ -415,6 +415,17 @@ def test_a_legend_stands_where_its_words_occur(tmp_path, printed, bf16, said):
     assert any("evaluated on 64" in line for line in lines)
 
 
+def test_notes_are_on_the_rows_that_are_shown(tmp_path):
+    def notes(*rows):
+        args = reproduce.parse_args(["horizon", "--results=d6_stored", f"--folder={tmp_path}", *rows])
+        return "\n".join(reproduce.make(args, "horizon")[1].notes)
+
+    others = "attention_from_77.5%", "clover_feedback_late minus clover", "of other lengths"
+    some = notes("--rows=tetrajet_v2 | nvidia | four_over_six | clover")
+    assert [note in some for note in others] == 3 * [False] and all(note in notes() for note in others)
+    assert "Clover beats NVIDIA" in some and "corrected for 5 claims" in some
+
+
 def test_a_rounding_of_a_users_file_is_measured_again_when_it_is_edited(tmp_path, monkeypatch):
     """Of the chosen rows alone, with two digits like the paper's."""
     found = []

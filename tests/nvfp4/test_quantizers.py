@@ -4,6 +4,8 @@ import dataclasses
 import math
 import operator
 import re
+import subprocess
+import sys
 from fractions import Fraction
 from importlib.util import find_spec
 from pathlib import Path
@@ -459,6 +461,9 @@ def test_the_rounding_of_the_contributing_guide_trains_and_is_unbiased(monkeypat
     file = "\n".join(line[4:] for line in printed if line.startswith("    ") or not line)
     monkeypatch.setattr(methods, "REGISTERED", dict(methods.REGISTERED))
     monkeypatch.setattr(ROUNDINGS, "data", dict(ROUNDINGS))
+    if find_spec("ruff"):  # Its section's command checks the format, so the example has to pass.
+        check = [sys.executable, "-m", "ruff", "format", "--check", "--line-length=120", "-"]
+        assert subprocess.run(check, input=f"{file.strip()}\n", text=True, capture_output=True).returncode == 0
     exec(file, {})
     x = torch.randn(8, 128)
     mean = torch.stack([quantize(x, "sr_5", seed=seed).dequantize() for seed in range(400)]).mean(0)
