@@ -36,7 +36,6 @@ from nanochat_fp4.training.flags import (
     add_common_arguments,
     add_data_flags,
     changed_flags,
-    check_conversations,
     parse_steps,
     steps_of_epochs,
 )
@@ -67,14 +66,16 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 def train_sources(args: argparse.Namespace) -> list[Source]:
     """Returns the mixture of conversations for training."""
+    talk = smoltalk("train", args.sft_dir, "SFT_ARGS=--sft-dir", stop=None if args.sft_dir else 10_000)
     if args.data == "local":
-        return training_sources(choice=500, arithmetic=500, code=200, spelling=300, bee=300)
+        local = training_sources(choice=500, arithmetic=500, code=200, spelling=300, bee=300)
+        return local + [talk] * bool(args.sft_dir)
     eval_dir = resolve_eval_dir(args.eval_dir)
     return [
         source_of("ARC-Easy", ARC, "ARC-Easy", "train", args.eval_dir),
         source_of("ARC-Challenge", ARC, "ARC-Challenge", "train", args.eval_dir),
         source_of("GSM8K", GSM8K, "main", "train", args.eval_dir),
-        smoltalk("train", args.sft_dir, "SFT_ARGS=--sft-dir", stop=10_000),
+        talk,
         identity(),
         words_source("SimpleSpelling", SimpleSpelling, eval_dir, size=300),
         words_source("SpellingBee", SpellingBee, eval_dir, size=300),
@@ -83,7 +84,6 @@ def train_sources(args: argparse.Namespace) -> list[Source]:
 
 def needs(args: argparse.Namespace) -> list[Source]:
     """Returns the mixtures for training, validation and metrics, for a plan."""
-    check_conversations(args)
     return [*train_sources(args), *val_sources(args), *metric_sources(args)]
 
 
@@ -115,7 +115,7 @@ def check_flags(args: argparse.Namespace, sequence_len: int, processes: int) -> 
 
 def val_sources(args: argparse.Namespace) -> list[Source]:
     """Returns the conversations for the validation loss."""
-    if args.data == "local":
+    if args.data == "local" and not args.sft_dir:
         return [Source("Local-Arithmetic", lambda: LocalArithmetic(size=200, split="test"))]
     return [smoltalk("test", args.sft_dir, "SFT_ARGS=--sft-dir")]
 
@@ -200,7 +200,6 @@ class ChatSFT(LaterStage):
 
 def main(argv: list[str] | None = None) -> None:
     args = parse_args(argv)
-    check_conversations(args)
     args.eval_dir = resolve_eval_dir(args.eval_dir)
     run_stage(args, ChatSFT)
 

@@ -37,7 +37,6 @@ from nanochat_fp4.training.flags import (
     add_compile_argument,
     add_data_flags,
     changed_flags,
-    check_conversations,
     parse_steps,
 )
 from nanochat_fp4.training.later_stage import LaterStage
@@ -68,11 +67,13 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 def train_sources(args: argparse.Namespace) -> list[Source]:
     """Returns the mixture of conversations for training."""
+    talk = smoltalk("train", args.sft_dir, "MID_ARGS=--sft-dir")
     if args.data == "local":
-        return training_sources(choice=2000, arithmetic=2000, code=500, spelling=2000, bee=1000)
+        local = training_sources(choice=2000, arithmetic=2000, code=500, spelling=2000, bee=1000)
+        return local + [talk] * bool(args.sft_dir)
     eval_dir = resolve_eval_dir(args.eval_dir)
     return [
-        smoltalk("train", args.sft_dir, "MID_ARGS=--sft-dir"),
+        talk,
         source_of("MMLU auxiliary_train", MMLU, "auxiliary_train", "train", args.eval_dir),
         source_of("GSM8K", GSM8K, "main", "train", args.eval_dir),
         # These are listed twice, for two epochs of them.
@@ -85,7 +86,6 @@ def train_sources(args: argparse.Namespace) -> list[Source]:
 
 def needs(args: argparse.Namespace) -> list[Source]:
     """Returns the mixtures for training and validation, for a plan."""
-    check_conversations(args)
     return [*train_sources(args), *val_sources(args)]
 
 
@@ -112,14 +112,16 @@ def check_flags(args: argparse.Namespace, sequence_len: int, processes: int) -> 
 
 def val_sources(args: argparse.Namespace) -> list[Source]:
     """Returns the mixture of conversations for validation."""
+    talk = smoltalk("test", args.sft_dir, "MID_ARGS=--sft-dir")
     if args.data == "local":
         return [
+            *[talk] * bool(args.sft_dir),
             Source("Local-Choice", lambda: LocalChoice(size=200, split="test")),
             Source("Local-Arithmetic", lambda: LocalArithmetic(size=200, split="test")),
             Source("SpellingBee (local words)", lambda: SpellingBee(size=100, split="test", words=LOCAL_WORDS)),
         ]
     return [
-        smoltalk("test", args.sft_dir, "MID_ARGS=--sft-dir"),
+        talk,
         # The limits give these the same proportions as in the training mixture.
         source_of("MMLU", MMLU, "all", "test", args.eval_dir, stop=5200),
         source_of("GSM8K", GSM8K, "main", "test", args.eval_dir, stop=420),
@@ -186,7 +188,6 @@ class MidTraining(LaterStage):
 
 def main(argv: list[str] | None = None) -> None:
     args = parse_args(argv)
-    check_conversations(args)
     args.eval_dir = resolve_eval_dir(args.eval_dir)
     run_stage(args, MidTraining)
 

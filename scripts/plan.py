@@ -447,12 +447,13 @@ def later_words(s: Settings) -> tuple[dict[str, list[str]], list[str]]:
         lacks = [found[name] for name in asked if name in found]
         if not lacks or "--allow-missing" in words[kind]:
             continue
-        reasons = {m.missing: [other.name for other in lacks if other.missing == m.missing] for m in lacks}
+        own = [need for need in lacks if kind != "core" and need.vital and not need.remote]  # a folder that was named
+        reasons = {m.missing: [o.name for o in lacks if o.missing == m.missing] for m in own or lacks}
         named = {r: ", ".join([*of[:2], *([f"and {len(of) - 2} more"] if of[2:] else [])]) for r, of in reasons.items()}
         why = "; ".join(f"{names}: {reason}" for reason, names in named.items())
-        to_have = f"To have it: {'; '.join(dict.fromkeys(m.remedy for m in lacks if m.remedy))}"
-        if s.environment.get("STAGES"):
-            raise UserError(f"STAGES asks for {kind}, which needs {why}. {to_have}; or leave it out")
+        to_have = f"To have it: {'; '.join(dict.fromkeys(m.remedy for m in own or lacks if m.remedy))}"
+        if own or s.environment.get("STAGES"):
+            raise UserError(f"{kind} needs {why}. {to_have}; or leave it out of STAGES")
         what = "goes without a part"
         if kind == "core":
             what = "is left out"

@@ -269,7 +269,7 @@ class SimpleSpelling(DrawnTask):
 def smoltalk(split: str, sft_dir: str | None, flag: str, **kwargs: Any) -> Source:
     """Returns the source of a split of SmolTalk, or of the conversations in sft_dir. `flag` is the flag with which a
     user names such a folder."""
-    name = f"conversations of {sft_dir} in place of SmolTalk" if sft_dir else "SmolTalk"
+    name = f"conversations of {sft_dir}" if sft_dir else "SmolTalk"
     make = functools.partial(SmolTalk, split, sft_dir=sft_dir, **kwargs)
     remedy = f"{flag}=folder with train.jsonl and test.jsonl"
     return Source(name, make, "" if sft_dir else SMOLTALK, remedy, vital=True)

@@ -121,22 +121,16 @@ DATA_FLAGS = {
         "choices": ("nanochat", "local"),
         "help": "nanochat's data, or small ones made on the spot without a network (no benchmark numbers)",
     },
-    "--sft-dir": {"help": "folder with train.jsonl and test.jsonl of conversations, in place of SmolTalk"},
+    "--sft-dir": {"help": "folder with train.jsonl and test.jsonl of conversations, in the place of SmolTalk"},
     "--eval-dir": {"help": "folder of benchmark files (default: $NANOCHAT_EVAL_DIR, else the hub); see eval/README.md"},
     "--allow-missing": {"action": "store_true", "help": "leave out a dataset that is not to be had, and do not stop"},
 }
 
 
 def add_data_flags(parser: argparse.ArgumentParser, *flags: str) -> None:
-    """Adds these flags of DATA_FLAGS, by default all of them. Who takes --sft-dir must call check_conversations."""
+    """Adds these flags of DATA_FLAGS, by default all of them."""
     for flag in flags or DATA_FLAGS:
         parser.add_argument(flag, **DATA_FLAGS[flag])
-
-
-def check_conversations(args: argparse.Namespace) -> None:
-    """Raises UserError if --sft-dir is given with --data=local, because the local data have no SmolTalk to replace."""
-    if args.data == "local" and args.sft_dir:
-        raise UserError("--sft-dir takes SmolTalk's place, which is not in --data=local; leave out one of the two")
 
 
 def add_common_arguments(parser: argparse.ArgumentParser, init_lr_frac: float) -> None:

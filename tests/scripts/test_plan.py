@@ -175,7 +175,6 @@ REFUSED = [
     ({"SFT_ARGS": "--num-epochs=x"}, "SFT_ARGS"),
     # What a stage would refuse after the base training.
     ({"MID_ARGS": "--total-batch-size=1000"}, "MID_ARGS"),
-    ({"MID_ARGS": "--data=local --sft-dir=x"}, "MID_ARGS"),
     ({"SFT_ARGS": "--eval-steps=0"}, "SFT_ARGS"),
     ({"EVAL_ARGS": "-m 3000"}, "EVAL_ARGS"),
     ({"EVAL_ARGS": "-a nope"}, "'nope'"),
@@ -758,8 +757,11 @@ def test_without_a_hub_the_run_takes_what_is_embedded(h100):
     assert "--no-compare" in run["tok_eval"] and len(plan.left_out) == 4 == len(said(plan)["without"])
     allowed = planned(DEPTH="4", MID_ARGS="--allow-missing")
     assert "--data=local" not in commands(allowed)["mid:d4_clover"] and len(allowed.left_out) == 3
-    with pytest.raises(UserError, match="STAGES asks for mid, which needs .*; or leave it out"):
+    with pytest.raises(UserError, match="mid needs .*; or leave it out"):
         planned(DEPTH="4", STAGES="tok base mid")
+    for words in ("", "--data=local "):  # A folder that was named is not replaced by what is embedded.
+        with pytest.raises(UserError, match="sft needs .*: --sft-dir x is not a folder"):
+            planned(DEPTH="4", SFT_ARGS=f"{words}--sft-dir=x")
 
 
 @pytest.mark.parametrize("lacks", ["ARC-Easy", "a sandbox"])
@@ -819,7 +821,7 @@ def test_files_that_are_here_are_read_before_the_first_step(base_dir, tmp_path):
     for what, why in {
         "GSM8K": "line 1: the field 'answer' is int",
         "SpellingBee": "words_alpha.txt is empty",
-        f"conversations of {talk} in place of SmolTalk": "test.jsonl, line 1",
+        f"conversations of {talk}": "test.jsonl, line 1",
         "identity conversations": "identity_conversations.jsonl, line 1",
         "the eval bundle": "schema.jsonl, line 1: 'context_options' is missing",
         "ARC-Easy": "train.jsonl",

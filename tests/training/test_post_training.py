@@ -485,6 +485,21 @@ def test_missing_data_is_named_or_left_out(base, tmp_path, capsys, monkeypatch):
     assert "Local-Code is left out: no sandbox" in out and "Local-Choice: " in out
 
 
+def test_own_conversations_stand_beside_the_local_ones(base, tmp_path):
+    lines = [json.dumps({"messages": [{"role": "user", "content": f"{i}?"}, {"role": "assistant", "content": "Yes."}]})
+             for i in range(30)]  # fmt: skip
+    for split in ("train", "test"):
+        (tmp_path / f"{split}.jsonl").write_text("\n".join(lines))
+    for stage, folder in ((mid, "mid"), (sft, "chatsft")):
+        stage(f"--sft-dir={tmp_path}", steps=1)
+        _, _, meta = load_checkpoint(base / f"{folder}_checkpoints" / "d2_clover", 1, "cpu")
+        read = meta["run_config"]["sources"]
+        assert read[f"conversations of {tmp_path}"] == "30 conversations" and "Local-Code" in read
+    for stage, rest in ((mid_train, 500), (chat_sft, 0)):
+        validates = stage.val_sources(stage.parse_args(["--data=local", f"--sft-dir={tmp_path}"]))
+        assert sum(len(source.make()) for source in validates) == 30 + rest
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # Bad input
 
