@@ -809,7 +809,7 @@ def page(plan: Plan, numbers: bool = False) -> str:
 
 def facts(plan: Plan, numbers: bool) -> Iterator[tuple[str, str]]:
     """(label, fact) of each line."""
-    s, card = plan.s, plan.s.card
+    s, card, asked = plan.s, plan.s.card, plan.s.environment.get("QAT_METHOD")
     several = f"{s.processes} x " if s.processes > 1 else ""
     what = ", ".join(filter(None, [card["name"], f"{card['gib']:.3g} GiB", card["arch"]])) if card else ""
     what += "" if s.here else "; not this machine"
@@ -819,7 +819,8 @@ def facts(plan: Plan, numbers: bool) -> Iterator[tuple[str, str]]:
         most = "at most " * (plan.text == "folder" and not s.vocabulary)  # A small text yields fewer tokens.
         size = f"{most}{amount(base.parameters)} parameters, {base.steps:,} steps, {amount(base.tokens)} tokens"
         goes_on = f"; step {base.done:,} of {base.steps:,} is done" if base.done else ""
-        yield "run", f"{base.tag}: {size}{goes_on}"
+        unset = ", by default" * (base.method == s.method and not asked and card is not None)
+        yield "run", f"{base.tag}{unset}: {size}{goes_on}"
     yield from (("unfinished", line) for line in itertools.islice(plan.unfinished(), "base" in s.stages))
     yield "stages", " ".join(s.stages)
     yield "folder", str(s.base_dir)
@@ -835,8 +836,7 @@ def facts(plan: Plan, numbers: bool) -> Iterator[tuple[str, str]]:
     yield "numbers", every if numbers else "PLAN_ONLY=all prints those that can be set"
     own = yield from which(plan)
     yield "type", s.command(f"nanochat-fp4 {s.run}" if INSTALLED else f"bash {s.run}_fp4.sh", RUN, **own)
-    without = "; without QAT_METHOD it is clover, the paper's" if card and not s.environment.get("QAT_METHOD") else ""
-    yield "type", f"typed again it goes on where it stopped{without}"
+    yield "type", "typed again it goes on where it stopped"
 
 
 def how_long(plan: Plan) -> Iterator[str]:
@@ -928,23 +928,27 @@ def which(plan: Plan) -> Generator[tuple[str, str], None, dict[str, str]]:
         advised, take = ([rival], f"{rival}, which") if now >= needed else ([best], f"{best}: {rival}")
         take += f" makes {now:.3f} times {best}'s tokens/s here (d{here[rival]['depth']}), and needs {needed:.3f}"
     gaps = dict(re.findall(r"(\w+) ([\d.]+ ± [\d.]+)", CARDS["gap"])) | {"bf16": "0"}
-    of_plan = {base.method: base for base in plan.bases}
+    of_plan, too_large = {base.method: base for base in plan.bases}, []
     for method in dict.fromkeys(("fp8", rival, "clover", *advised, *s.methods)):
         base = of_plan.get(method) or Base(s, method)
         found = hours(s, base)
         long = f"{span(*found[:2])} hours" if found else "unknown hours"
         long += ", interpolated" * ("interpolated" in str(found))
         fits = base.ways and (base.ways[0].rows or base.ways[0].peak <= s.memory)
+        too_large += [method] * (bool(base.ways) and not fits)
         needs = f"{taken(base)} GiB" if fits else "does not fit" if base.ways else "not counted"
         gap = f"gap at d6 {gaps[method]}%" if method in gaps else "gap unknown"
         yield "method", f"{method:18}  {gap:22}  {needs}  {long}"
-    yield "method", f"take {take}" if card["arch"] else "no method is advised: GPU names no card of cards.json"
+    take = f"take {take}" if card["arch"] else "no method is advised: GPU names no card of cards.json"
+    take += "".join(f"; {method} does not fit" for method in advised if method in too_large)
+    advised = [method for method in advised if method not in too_large]
+    yield "method", take
     if not (known or measured):
         depth = plan.bases[0].args.depth
-        measure = f"bash dev/measure.sh  # {-(-sum(measure_seconds(depth)) // 60)} minutes at most; its plan decides"
+        measure = f"bash dev/measure.sh  # {-(-sum(measure_seconds(depth)) // 60)} minutes at most"
         yield "type", s.command(measure, EXPORTED, DEPTH=depth)
     # Who names a method, or is at work on a run, goes on with it. COMPARE=1 trains bf16 as well.
-    if asked or not s.plan_only or plan.bases[0].done or advised[0] in s.methods:
+    if asked or not s.plan_only or plan.bases[0].done or not advised or advised[0] in s.methods:
         return {}
     return {"QAT_METHOD": advised[0]}
 

@@ -477,10 +477,17 @@ def test_the_command_trains_the_advised_row_once_it_is_decided(
 ):
     """Where the advice depends on a measurement, that comes first. Who names a method gets it."""
     monkeypatch.setitem(program.CARDS, "R", [{"weights": 1, "ratio": [1.05, 1.05]}])
-    *commands, last = said(planned(**variables, NANOCHAT_BASE_DIR=str(base_dir if measured else tmp_path)))["type"]
+    lines = said(planned(**variables, NANOCHAT_BASE_DIR=str(base_dir if measured else tmp_path)))
+    *commands, _ = lines["type"]
     assert len(commands) == len(words) and all(line.startswith(word) for line, word in zip(commands, words))
     assert ("measure.sh" in commands[0]) == (len(words) > 1) and commands[-1].endswith(" bash speedrun_fp4.sh")
-    assert ("without QAT_METHOD it is clover" in last) == ("QAT_METHOD" not in variables)
+    assert (", by default: " in lines["run"][0]) == ("QAT_METHOD" not in variables)
+
+
+def test_a_method_that_does_not_fit_is_not_typed():
+    lines = said(planned(GPU="rtx5090", DEVICE_BATCH="64"))
+    assert any("does not fit" in line for line in lines["method"])
+    assert not any("QAT_METHOD=fp8 " in line for line in lines["type"])
 
 
 def test_a_run_that_was_begun_or_is_begun_now_is_the_one_to_type(h100, monkeypatch):
