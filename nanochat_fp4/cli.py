@@ -286,9 +286,17 @@ def format_bytes(num: float) -> str:
     """Formats a number of bytes: 1536 becomes '1.5 KB'. All prefixes are powers of 1024."""
     for unit in ("bytes", "KB", "MB", "GB"):
         if abs(num) < 1024:
-            return f"{num:.0f} {unit}" if unit == "bytes" else f"{num:.1f} {unit}"
+            return f"{num:.0f} byte{'s' * (num != 1)}" if unit == "bytes" else f"{num:.1f} {unit}"
         num /= 1024
     return f"{num:.1f} TB"
+
+
+def amount(count: float) -> str:
+    """Formats a count in words of three digits: 246 thousand, 11.2 billion."""
+    for size, name in ((1e9, "billion"), (1e6, "million"), (1e3, "thousand")):
+        if count >= size:
+            return f"{count / size:.3g} {name}"
+    return f"{count:.0f}"
 
 
 def format_seconds(seconds: float) -> str:

@@ -30,6 +30,7 @@ import nanochat_fp4 as nf
 from nanochat_fp4.cli import (
     ArgumentParser,
     UserError,
+    amount,
     number_type,
     one_line,
     parse_finite,
@@ -173,6 +174,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 MAX_STEPS = 10**9  # A larger number is a typing error.
 CPU_FLOPS = 1e11  # A generous estimate of how many FLOPs a CPU computes in a second.
 CPU_TOO_MUCH = 1e15  # A run with more FLOPs takes a CPU hours.
+MOST_OFTEN = 16  # Text that is read more often teaches next to nothing new (Muennighoff et al., arXiv 2305.16264).
 
 
 def make_model(args: argparse.Namespace, vocab_size: int, device: torch.device, method: str) -> torch.nn.Module:
@@ -222,6 +224,19 @@ def text_digest(data_dir: str | os.PathLike | Survey) -> str:
     files = found.val if found.folder.name == "base_data" else found.files
     split = ["by file"] * (len(found.files) > 1 and not found.val)  # Before, by document: dev/LOG.md, 2026-11-28.
     return hashlib.sha256("".join([text_column(), *split, *map(digest_of, files)]).encode()).hexdigest()[:16]
+
+
+def how_often(held: float, of_step: int, steps: int, guess: str = "") -> str:
+    """Returns how often steps of `of_step` tokens read a text of about `held` tokens, and how many steps read it once.
+    A second line warns of a text that is learned by heart."""
+    times, once = of_step * steps / held, round(held / of_step)
+    read = "once" if 0.8 < times < 1.1 else f"{times:,.0f} times" if times > 10 else f"{times:.2g} times"
+    said = f"the text has about {amount(held)} tokens{guess}, and is read {read}"
+    said += f"; NUM_ITERATIONS={once} reads it once" * (read != "once" and once > 0)
+    if times > MOST_OFTEN:
+        fewer = f", or set NUM_ITERATIONS={4 * once}" * (once > 2)
+        said += f"\nWARNING: so often read, a text is learned by heart; add text{fewer}"
+    return said
 
 
 def look_back(folder: Path, tokenizer: RustBPETokenizer | None = None, data_dir: str | None = None) -> str | None:
@@ -302,10 +317,7 @@ class BaseTraining(Trainer):
         self.text, self.val_text = (open_text(split, self.survey) for split in ("train", "val"))
         self.text_tokens = held = count_tokens(self.text, tokenizer)
         if held:
-            often, own = args.total_batch_size * self.num_steps / held, self.text[0]
-            cut = f"{own.name}: {len(own.order):,} training pieces, cut at the ends of paragraphs, with about {held:,}"
-            read = f"tokens, which this run reads {f'{often:,.0f}' if often > 10 else f'{often:.2g}'} times"
-            say_once(f"{cut} {read}; what is longer than a row goes on in the next one")
+            say_once(how_often(held, args.total_batch_size, self.num_steps))
         self.num_rows, self.eval_steps = evaluation_rows(args.eval_tokens, self.rows, self.seq_len, self.world_size)
         self.eval_tokens, self.token_bytes = self.num_rows * self.seq_len, get_token_bytes(device=self.device)
         options = PretrainingOptions(**{f.name: getattr(args, f.name) for f in fields(PretrainingOptions)})

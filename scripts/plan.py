@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 import torch
 
 import nanochat_fp4 as nf
-from nanochat_fp4.cli import INSTALLED, STAGE, ArgumentParser, UserError, did_you_mean, run_main, switched_on
+from nanochat_fp4.cli import INSTALLED, STAGE, ArgumentParser, UserError, amount, did_you_mean, run_main, switched_on
 from nanochat_fp4.common import base_dir_of, load_recipes, resolve_method, set_cpu_threads
 from nanochat_fp4.data import dataset
 from nanochat_fp4.data.sources import hub_url, look_for, url_problem
@@ -71,7 +71,6 @@ MBIT_100 = 100e6 / 8  # bytes a second
 CPU_SPEED = 12.9e9  # FLOP/s of clover's small models on two cores, with which the whole speedrun takes five minutes
 # What a forward pass keeps on a CPU, in FP32, for each token, block and column: 32 to 53 were measured of d2 and d6.
 CPU_FLOATS = 40
-MOST_OFTEN = 16  # Text that is read more often teaches next to nothing new (Muennighoff et al., arXiv 2305.16264).
 EMBEDDED_ROWS = 4  # of a device's batch in mid-training, whose embedded mixture would be less than one usual step
 # "RTX 5090 Laptop GPU" and "RTX 5090 D" are other chips, or the same with less power; "MIG" is a part of one.
 OTHER_CHIPS = r"(?<![A-Za-z])(Laptop|Max-?Q|MIG|Ti|SUPER|D)(GPU)?\b"
@@ -528,8 +527,10 @@ class Plan:
         self.bases = self.settle()
         for base in self.bases:
             self.check_memory(base)
+        self.left_out: list[str] = []
         self.find_text()
-        self.words, self.left_out = later_words(s)
+        self.words, left_out = later_words(s)
+        self.left_out += left_out
         self.stages = self.text_stages() if "tok" in s.stages else []
         for base in self.bases:
             self.stages += model_stages(s, base, self.words)
@@ -603,8 +604,9 @@ class Plan:
             why = (url_problem(url) or "").replace(url, "FineWeb-Edu")
         if s.data_dir and (s.here or Path(folder).exists()):
             found = dataset.survey(folder)
-            self.text, self.about_text, tokens = "folder", [f"DATA_DIR {dataset.look_into(found)}"], found.tokens or 0
-            guess = f"; a guess, {dataset.BYTES_PER_TOKEN} bytes each: the base training counts them"
+            said, tokens = dataset.look_into(found)
+            self.text, self.about_text = "folder", [f"DATA_DIR {said}"]
+            guess = f" (a guess, {dataset.BYTES_PER_TOKEN} bytes each)"
             if not s.plan_only:  # Text that cannot be trained on ends here. The others are described above the plan.
                 train = dataset.open_text("train", dataset.ensure_data(s.data_dir))
                 self.about_text = [f"DATA_DIR {folder}, as above"]
@@ -619,20 +621,14 @@ class Plan:
         else:
             self.text, self.shards = "hub", len(dataset.survey(folder).train) if folder else 0
             here = f"{self.shards} of them here" if self.shards else "from the hub"
-            self.about_text = [f"FineWeb-Edu, {s.values['NUM_SHARDS']} shards, {here}"]
+            self.about_text = [f"FineWeb-Edu, {s.values['NUM_SHARDS']} shard(s), {here}"]
             if size := max(0, int(s.values["NUM_SHARDS"]) - self.shards) * dataset.SHARD_BYTES:
                 long = duration(*[size / MBIT_100 / 3600] * 2)
                 self.about_text[0] += f": {size / 1e9:.3g} GB to download, {long} at 100 Mbit/s"
             tokens = int(s.values["NUM_SHARDS"]) * SHARD_TOKENS
         if tokens and "base" in s.stages:
-            times = self.bases[0].tokens / tokens
-            # The tokens of shards are an estimate, and the log has none.
-            often = "once" if self.text == "hub" and 0.8 < times < 1.1 else f"{span(times, times)} times"
-            self.about_text.append(f"it has about {amount(tokens)} tokens, and is read {often}{guess}")
-            if self.text == "folder" and times > MOST_OFTEN:
-                steps = int(4 * tokens / self.bases[0].args.total_batch_size)
-                fewer = f", or set NUM_ITERATIONS={steps}" * (steps >= 10)
-                self.about_text.append(f"WARNING: so often read, a text is learned by heart; add text{fewer}")
+            base = self.bases[0]
+            self.about_text += base_train.how_often(tokens, base.args.total_batch_size, base.steps, guess).splitlines()
         if self.tokenizer and "tok" in s.stages:
             other = ""
             with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
@@ -645,10 +641,10 @@ class Plan:
         for base in (base for base in self.bases if base.done):
             model, data_dir = s.base_dir / FOLDERS["base"] / base.tag, base.args.data_dir or folder
             if changed := base_train.look_back(model, self.tokenizer, data_dir):
-                changed += "; to train on the text of now, set a new NANOCHAT_BASE_DIR"
+                new = "set a new NANOCHAT_BASE_DIR"
                 if base.done < base.steps and "base" in s.stages:
-                    raise UserError(f"{changed}, or give the run its text back, without which it cannot go on")
-                self.about_text.append(f"{changed}: what is done is of the text before")
+                    raise UserError(f"{changed}; {new}, or give the run its text back, without which it cannot go on")
+                self.left_out.append(f"{base.tag} goes without the text of now, because {changed}. To have it: {new}")
 
     def counted(self, text: str) -> int | None:
         """The training tokens of own text with this digest, as a run with this tokenizer has counted them."""
@@ -726,7 +722,7 @@ class Plan:
     def text_stages(self) -> list[Stage]:
         """The stages of the text and the tokenizer. A tokenizer that is there is kept."""
         n, from_hub, module = self.s.values, self.text == "hub", "nanochat_fp4.data.dataset"
-        title, rest = f"text: {n['NUM_SHARDS']} shards", [module, "-n", f"{n['NUM_SHARDS']}"]
+        title, rest = f"text: {n['NUM_SHARDS']} shard(s)", [module, "-n", f"{n['NUM_SHARDS']}"]
         if self.tokenizer is not None:
             return [Stage("download", "", title, 1, rest)] if from_hub and self.shards < n["NUM_SHARDS"] else []
         first = ["--embedded"] if self.text == "embedded" else ["--ensure", "-n", f"{n['TOK_SHARDS']}"]
@@ -773,14 +769,6 @@ class Plan:
 # The page
 
 
-def amount(count: float) -> str:
-    """A count in words of three digits: 246 thousand, 11.2 billion."""
-    for size, name in ((1e9, "billion"), (1e6, "million"), (1e3, "thousand")):
-        if count >= size:
-            return f"{count / size:.3g} {name}"
-    return f"{count:.0f}"
-
-
 def span(low: float, high: float) -> str:
     a, b = (f"{x:,.0f}" if x >= 9.95 else f"{x:.2g}" for x in (low, high))
     return a if a == b else f"{a} to {b}"
@@ -817,7 +805,8 @@ def facts(plan: Plan, numbers: bool) -> Iterator[tuple[str, str]]:
     yield from (("note", note) for note in s.notes)
     for base in plan.bases:
         most = "at most " * (plan.text == "folder" and not s.vocabulary)  # A small text yields fewer tokens.
-        size = f"{most}{amount(base.parameters)} parameters, {base.steps:,} steps, {amount(base.tokens)} tokens"
+        steps = f"{base.steps:,} step{'s' * (base.steps > 1)}"
+        size = f"{most}{amount(base.parameters)} parameters, {steps}, {amount(base.tokens)} tokens"
         goes_on = f"; step {base.done:,} of {base.steps:,} is done" if base.done else ""
         unset = ", by default" * (base.method == s.method and not asked and card is not None)
         yield "run", f"{base.tag}{unset}: {size}{goes_on}"

@@ -266,6 +266,7 @@ def test_a_python_without_torch_says_what_to_type(program, tmp_path):
 
 def test_formats():
     assert [format_bytes(n) for n in (12, 1536, 5 << 20, 3 << 40)] == ["12 bytes", "1.5 KB", "5.0 MB", "3.0 TB"]
+    assert format_bytes(1) == "1 byte"
     assert [format_seconds(s) for s in (3, 75, 7500)] == ["3s", "1m15s", "2h05m"]
 
 

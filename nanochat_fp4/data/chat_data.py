@@ -196,7 +196,7 @@ def load_words(eval_dir: str | os.PathLike | None = None) -> list[str]:
     """
     path = Path(eval_dir, "words/words_alpha.txt") if eval_dir else None
     path = path or Path(download_file_with_lock(WORD_LIST_URL, "words_alpha.txt", _check_words))
-    words = "".join(row["text"] for _, row in rows_of(path, column="text")).split()
+    words = "".join(row["text"] for _, row, _ in rows_of(path, column="text")).split()
     if not words:
         raise UserError(f"{path} is empty; get it again from {WORD_LIST_URL}")
     return words

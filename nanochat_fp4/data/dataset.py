@@ -107,12 +107,6 @@ class Survey:
         """All files that are read."""
         return self.train + self.val
 
-    @property
-    def tokens(self) -> int | None:
-        """About how many tokens there are to train on. None if that is not known without reading them."""
-        plain = all(path.suffix.lower()[1:] in KINDS and kind_of(path) != "parquet" for path in self.train)
-        return size_of(self.train) // BYTES_PER_TOKEN if plain else None
-
     def __str__(self) -> str:
         groups = []
         for what, paths in ({"file(s) to train on": self.train, "for validation": self.val} | self.left_out).items():
@@ -366,43 +360,63 @@ def cut_text(text: str, longest: int) -> list[str]:
     return re.findall(rf"(?s).{{1,{longest}}}\Z|{some}\n\n+|{some}\n+|{some} |.{{1,{longest}}}", text)
 
 
-def own_pieces(found: Survey, column: str, most: float = math.inf) -> Iterator[dict[str, Any]]:
+def no_column(path: Path, row: Any, column: str) -> str:
+    """What is wrong with a row without text in the column, and what to do."""
+    texts = {str(k): v for k, v in row.items() if isinstance(v, str)} if isinstance(row, dict) else {}
+    names = [name[:40] + "..." * (len(name) > 40) for name in map(one_line, texts)]
+    likely = max(texts, key=lambda name: len(texts[name]), default="NAME")  # that of the longest text
+    likely = shlex.quote(likely) if len(likely) <= 40 else "NAME"
+    remedy = f"name it, TEXT_COLUMN={likely} (--text-column={likely})"
+    if kind_of(path) in ("csv", "tsv"):
+        header = f"add a header above it ({column}, or a name for each column), or save that column as .txt"
+        remedy = f"if the first line is text, {header}; if not, {remedy}"
+    return f"there is no text in a column {column!r} (with texts: {listed(names) or 'none'}); {remedy}"
+
+
+def own_pieces(found: Survey, column: str, held: Counter[Path], most: float = math.inf) -> Iterator[dict[str, Any]]:
     """Yields the pieces of all documents, or of about `most` characters of each file, with the number of the document,
     which is -1 in files for validation. Without such files a number is left out at the beginning of each file but the
-    first, for kept_back. Raises UserError for a row without the column of the text, and at the end for the files that
-    are no text, and if there is too little for both splits."""
+    first, for kept_back. `held` gets the bytes of each file's text, in proportion if it is not read to its end.
+
+    Raises UserError at the end: for a file of each kind of problem, which is a row without the column of the text or
+    what is damaged or no text, and if there is too little for both splits."""
     longest = min(max(MIN_PIECE, size_of(found.files) // PIECES), MAX_PIECE)
-    # Of each file its characters, and its pieces with text.
-    number, strange, refused, characters, filled = 0, [], [], Counter(), Counter()
+    # Of each file its characters, and its pieces with text; and of each kind of problem its files and messages.
+    number, strange, refused, characters, filled, problems = 0, [], [], Counter(), Counter(), {}
     for place_of_file, path in enumerate(found.files):
-        odd = {FOREIGN: 0, SPOILED: 0}
+        odd, share = {FOREIGN: 0, SPOILED: 0}, 1.0
         number += place_of_file > 0 and not found.val
-        for place, row in rows_of(path, "surrogateescape", column):
-            text = row.get(column, 0) if isinstance(row, dict) else 0
-            if not isinstance(text, str | None):
-                texts = {k: v for k, v in row.items() if isinstance(v, str)} if isinstance(row, dict) else {}
-                likely = shlex.quote(str(max(texts, key=lambda k: len(texts[k]), default="NAME")))  # the longest text
-                has = f"there is no text in a column {column!r} (with texts: {', '.join(map(str, texts)) or 'none'})"
-                raise UserError(f"{path}, {place}: {has}; name it, TEXT_COLUMN={likely} (--text-column={likely})")
-            text = text or ""
-            characters[path] += len(text)
-            if ODD.search(text) or "~{" in text:
-                odd = {kind: n + sum(map(len, kind.findall(text))) for kind, n in odd.items()}
-                text = re.sub("[\ud800-\udfff]", "\ufffd", text)
-            for piece in cut_text(text, longest):
-                filled[path] += not piece.isspace()
-                yield {"text": piece, "document": number if place_of_file < len(found.train) else -1}
-            number += bool(text)
-            if characters[path] >= most and filled[path]:
-                break
+        try:
+            for place, row, share in rows_of(path, "surrogateescape", column):
+                text = row.get(column, 0) if isinstance(row, dict) else 0
+                if not isinstance(text, str | None):
+                    raise UserError(f"{path}, {place}: {no_column(path, row, column)}")
+                text = text or ""
+                characters[path] += len(text)
+                if ODD.search(text) or "~{" in text:
+                    odd = {kind: n + sum(map(len, kind.findall(text))) for kind, n in odd.items()}
+                    text = re.sub("[\ud800-\udfff]", "\ufffd", text)
+                held[path] += len(text.encode())
+                for piece in cut_text(text, longest):
+                    filled[path] += not piece.isspace()
+                    yield {"text": piece, "document": number if place_of_file < len(found.train) else -1}
+                number += bool(text)
+                if characters[path] >= most and filled[path] and share < 1:
+                    break
+        except UserError as e:
+            problems.setdefault(re.sub(r"\d+|\(.*", "", str(e).removeprefix(str(path))), {})[path.name] = str(e)
+        held[path] /= share
         # In Latin-1 some percent of a novel in German or French are bytes that are not UTF-8, its letters with accents.
         # Logs and programs have some control characters.
         if odd[FOREIGN] > max(10, characters[path] / 1000) or odd[SPOILED] > max(100, characters[path] / 10):
             refused.append(f"{path} ({first_foreign(path) if odd[FOREIGN] else 'control characters'})")
         elif odd[SPOILED]:
             strange.append(str(path))
-    if refused:
-        raise UserError(f"{len(refused)} file(s) are not UTF-8 text: {listed(refused)}; {CONVERT}")
+    said = [f"{len(refused)} file(s) are not UTF-8 text: {listed(refused)}; {CONVERT}"] * bool(refused)
+    for (_, first), *others in (of.items() for of in problems.values()):
+        said.append(first + f" (also: {listed([name for name, _ in others])})" * bool(others))
+    if said:
+        raise UserError(". ".join(said))
     blank = [str(path) for path in found.files if not filled[path]]
     train, val = (sum(filled[path] for path in paths) for paths in (found.train, found.val))
     if not train or not (val if found.val else train > 1):
@@ -453,19 +467,24 @@ def described(found: Survey, numbers: np.ndarray, sizes: np.ndarray) -> str:
     return f"{found}; validation: {share}, from {len(files)} file(s){names}{few}"
 
 
-def look_into(found: Survey) -> str:
+def look_into(found: Survey) -> tuple[str, int]:
     """
-    Returns what is read, and of a small text what validates.
+    Returns what is read, with what validates of a small text, and about how many tokens there are to train on.
 
-    Raises UserError for a file that begins without the column of the text, for the files whose beginning is no text,
-    and for too little text. Of each about a megabyte is read, and nothing is stored.
+    Raises UserError as own_pieces does, for the beginnings of files. Of each about a megabyte is read, of shards the
+    footers, and nothing is stored.
     """
-    for split in ("train", "val") if found.are_shards else ():
-        open_text(split, found)
-    of_all = () if found.are_shards else own_pieces(found, text_column(), BLOCK)
-    pieces = [(piece["document"], len(piece["text"].encode())) for piece in of_all]
-    whole = found.tokens is not None and max(path.stat().st_size for path in found.files) <= BLOCK
-    return described(found, *np.array(pieces).T) if whole and not found.val else str(found)
+    if found.are_shards:
+        shards, _ = (open_text(split, found) for split in ("train", "val"))
+        groups = [(s.footer.row_group(k), s.footer.schema.names) for s in shards for k in range(len(s.rows))]
+        sizes = [group.column(names.index(text_column())).total_uncompressed_size for group, names in groups]
+        return str(found), sum(sizes) // BYTES_PER_TOKEN
+    held: Counter[Path] = Counter()
+    of_all = own_pieces(found, text_column(), held, BLOCK)
+    numbers, sizes = np.array([(piece["document"], len(piece["text"].encode())) for piece in of_all]).T
+    whole = sum(held.values()) == sizes.sum()
+    said = described(found, numbers, sizes) if whole and not found.val else str(found)
+    return said, int(sum(held[path] for path in found.train)) // BYTES_PER_TOKEN
 
 
 def own_text(found: Survey, column: str) -> dict[str, Stored]:
@@ -474,7 +493,7 @@ def own_text(found: Survey, column: str) -> dict[str, Stored]:
     kept_back says. Raises UserError as own_pieces does.
     """
     files = [(str(path.relative_to(found.folder)), *version_of(path)[1:], path in found.val) for path in found.files]
-    rows, title = lambda: own_pieces(found, column), f"the text of {found.folder}"
+    rows, title = lambda: own_pieces(found, column, Counter()), f"the text of {found.folder}"
     dataset = store(["own text 4", column, files], title, rows, document="int32")
     document = dataset.data.column("document").to_numpy()
     val = document < 0 if found.val else kept_back(document)[0]

@@ -35,7 +35,7 @@ from nanochat_fp4.common import base_dir_of, get_base_dir, print0
 from nanochat_fp4.locks import locked
 
 KINDS = ("txt", "md", "csv", "tsv", "json", "jsonl", "ndjson", "parquet")
-COMPRESSED = ("gz", "bz2", "zst", "lz4")
+COMPRESSED = {"gz": "gzip", "bz2": "bz2", "zst": "zstd", "lz4": "lz4"}  # by ending, in the words of pyarrow
 LONGEST = 1 << 28  # The largest number of characters in a line, and in a JSON value of several lines.
 BLOCK = 1 << 20  # The number of characters of a text file that are a row, by and large.
 UTF16 = "text in UTF-16, not in UTF-8; convert it (iconv -f utf16 -t utf8)"
@@ -75,13 +75,13 @@ def kind_of(path: Path) -> str:
     return kind if kind in KINDS else ""
 
 
-def rows_of(path: Path, errors: str = "strict", column: str | None = None) -> Iterator[tuple[str, Any]]:
+def rows_of(path: Path, errors: str = "strict", column: str | None = None) -> Iterator[tuple[str, Any, float]]:
     """
-    Yields ("line 3", value) for the rows of a file. A row of a csv, tsv or parquet file is a dict, and so is each
-    megabyte of a text file, {column: text}. A file named .json has a row in each line, or it is a list of rows or a
-    single row.
+    Yields ("line 3", value, share) for the rows of a file, of which a share from 0 to 1 has been read by then. A row of
+    a csv, tsv or parquet file is a dict, and so is each megabyte of a text file, {column: text}. A file named .json has
+    a row in each line, or it is a list of rows or a single row.
 
-    `errors` is that of open(), for bytes that are not UTF-8. Of a parquet file only `column` is read, if it is given.
+    `errors` is that of open(), for bytes that are not UTF-8. Of a parquet file only `column` is read, if it has one.
     Raises MissingDataError if the file does not exist, and UserError, which names the file and the place, if it cannot
     be read.
     """
@@ -91,23 +91,26 @@ def rows_of(path: Path, errors: str = "strict", column: str | None = None) -> It
     try:
         if kind_of(path) == "parquet":
             f = pq.ParquetFile(path, page_checksum_verification=True)
-            batches = f.iter_batches(columns=[column] if column else None)
+            batches = f.iter_batches(columns=[column] if column in f.schema_arrow.names else None)
             rows = ((f"row {i}", row) for i, row in enumerate(row for batch in batches for row in batch.to_pylist()))
+            read, size = itertools.count(1).__next__, f.metadata.num_rows
         else:
-            f = io.BufferedReader(pa.input_stream(str(path)))
+            of_disk = pa.OSFile(str(path))
+            read, size = of_disk.tell, of_disk.size()
+            f = io.BufferedReader(pa.input_stream(of_disk, COMPRESSED.get(path.suffix.lower()[1:])))
             if kind := BEGINNINGS.get(f.peek(2)[:2]):
                 raise UserError(f"{path} is {kind}")
             f = io.TextIOWrapper(f, encoding="utf-8-sig", errors=errors, newline="")
             rows = TEXT_READERS.get(kind_of(path), _json_lines)(f)
         with f:
             for place, row in rows:
-                yield place, {column: row} if isinstance(row, str) and column else row
+                yield place, {column: row} if isinstance(row, str) and column else row, read() / size
     except FileNotFoundError as e:
         raise MissingDataError(f"{path} is not there; check the path") from e
     except (OSError, ValueError, RecursionError, csv.Error, pa.ArrowException) as e:
         if isinstance(e, UnicodeDecodeError) and kind_of(path) != "parquet":
             raise UserError(f"{path} is not UTF-8 ({first_foreign(path)}); {CONVERT}") from e
-        problem = f"{path} cannot be read past {place} ({one_line(e)[:120]})"
+        problem = f"{path} cannot be read past {place} ({one_line(e)[:160]})"
         raise UserError(f"{problem}; correct it, or copy it again") from e
 
 
@@ -141,14 +144,16 @@ def _json(f: TextIO) -> Iterator[tuple[str, Any]]:
 def _csv(f: TextIO, separators: str = ",;\t|") -> Iterator[tuple[str, Any]]:
     csv.field_size_limit(LONGEST)
     # The header shows what separates. Excel writes semicolons in countries whose numbers have a comma.
-    line = f.readline(LONGEST)
-    by = next((s for s in separators if len(next(csv.reader([line], delimiter=s), [])) > 1), separators[0])
-    rows = csv.reader(itertools.chain([line], f), delimiter=by, strict=True)
-    header, first = next(rows, []), rows.line_num + 1
+    lines = [f.readline(LONGEST)]
+    if of_excel := re.match('"?sep=(.)', lines[0], re.IGNORECASE):  # a line above the header that Excel does not show
+        lines, separators = [*lines, f.readline(LONGEST)], of_excel[1]
+    by = next((s for s in separators if len(next(csv.reader(lines[-1:], delimiter=s), [])) > 1), separators[0])
+    rows = csv.reader(itertools.chain(lines, f), delimiter=by, strict=True)
+    header, first = [next(rows, []) for _ in lines][-1], rows.line_num + 1
     for row in rows:
         if row and len(row) != len(set(header)):
-            counts = f"{len(row)} field(s), and the header {len(set(header))} name(s)"
-            raise ValueError(f"line {first} has {counts}, separated by {by!r}; put texts with it into quotes")
+            counts = f"{len(row)} field(s), and the header {len(set(header))} name(s), separated by {by!r}"
+            raise ValueError(f"line {first} has {counts}; put texts with it into quotes, or save them as .txt")
         if row:  # An empty line is no row.
             yield f"line {first}", dict(zip(header, row))
         first = rows.line_num + 1
@@ -166,7 +171,7 @@ def read_rows(path: str | os.PathLike, check: Check) -> list[Any]:
     """Returns the rows of a file. Raises UserError, which names the file and the place, for a file that cannot be read
     and for a row with a fault."""
     rows = []
-    for place, row in rows_of(Path(path)):
+    for place, row, _ in rows_of(Path(path)):
         try:
             problem = check(row)
         except (LookupError, TypeError, ValueError, AttributeError) as e:

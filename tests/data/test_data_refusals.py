@@ -70,6 +70,14 @@ TEXT = [  # what else is wrong is test_text's to say
     ({"a.csv": b"id,body,to\n1,a longer text,b\n"}, "'text' .*id, body, to.*TEXT_COLUMN=body"),
     ({"a.csv": b"my id;my body\n1;a longer text, of words\n"}, "'text' .*TEXT_COLUMN='my body' "),
     ({"a.jsonl": lines({"id; ls": "a longer text", "n": 5})}, "TEXT_COLUMN='id; ls' "),
+    ({"a.parquet": shard(n=[1], body=["a text"])}, "with texts: body.*TEXT_COLUMN=body"),
+    # Without a header the first line is text, of which the beginning is enough.
+    ({"a.csv": b'7,"It was a night. And "\n' * 9}, "the first line is text, add a header above it .text, .*as .txt; "),
+    (
+        {"a.csv": b"It was a dark and stormy night in the year 7\n" * 9},
+        "texts: It .* in the ye[.]{3}.; if .*LUMN=NAME ",
+    ),
+    ({"a.csv": b"id,text\n1,It was a night, and dark\n"}, "line 2 .*quotes, or save them as .txt"),
     ({"a.jsonl": lines({"text": "a"}) + b"not json\n"}, "a.jsonl .*past line 1"),
     ({"a.parquet": b"", "b.parquet": WHOLE}, "a.parquet .*delete it"),
     ({"a.parquet": b"this is no parquet file", "b.parquet": WHOLE}, "a.parquet .*readable"),

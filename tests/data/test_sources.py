@@ -188,13 +188,21 @@ def test_a_benchmark_without_a_network_blames_the_network(monkeypatch):
 
 def test_a_row_is_what_its_file_says(tmp_path):
     pq.write_table(pa.table({"a": [1, 2], "b": ["x", None]}), tmp_path / "a.parquet")
-    assert list(rows_of(tmp_path / "a.parquet")) == [("row 0", {"a": 1, "b": "x"}), ("row 1", {"a": 2, "b": None})]
+    assert list(rows_of(tmp_path / "a.parquet")) == [
+        ("row 0", {"a": 1, "b": "x"}, 0.5),
+        ("row 1", {"a": 2, "b": None}, 1),
+    ]
     (tmp_path / "a.jsonl").write_text('{"a": 1}\n\n[2]\n')
-    assert list(rows_of(tmp_path / "a.jsonl")) == [("line 1", {"a": 1}), ("line 3", [2])]
+    assert list(rows_of(tmp_path / "a.jsonl")) == [("line 1", {"a": 1}, 1), ("line 3", [2], 1)]
     (tmp_path / "a.json").write_text('{\n"a": 1}\n')
-    assert list(rows_of(tmp_path / "a.json")) == [("row 0", {"a": 1})]
+    assert list(rows_of(tmp_path / "a.json")) == [("row 0", {"a": 1}, 1)]
     (tmp_path / "a.csv").write_text('a,b\n1,"x\ny"\n\n2,\n')
-    assert list(rows_of(tmp_path / "a.csv")) == [("line 2", {"a": "1", "b": "x\ny"}), ("line 5", {"a": "2", "b": ""})]
+    assert list(rows_of(tmp_path / "a.csv")) == [
+        ("line 2", {"a": "1", "b": "x\ny"}, 1),
+        ("line 5", {"a": "2", "b": ""}, 1),
+    ]
+    (tmp_path / "a.csv").write_text("sep=;\na;b\n1;x\n")  # Excel's own line
+    assert [row for *row, _ in rows_of(tmp_path / "a.csv")] == [["line 3", {"a": "1", "b": "x"}]]
     for name in ("a.json", "a.jsonl", "a.csv"):
         (tmp_path / name).write_bytes(b"")
         assert list(rows_of(tmp_path / name)) == []

@@ -151,9 +151,6 @@ def test_a_survey_names_what_is_read_and_what_not(folder):
         f"{folder}: 7 file(s) to train on (a.txt, b.md, c.jsonl, e.csv, f.json, g.txt.gz, d.ndjson; 6.8 KB); 3 for val"
     )
     assert "4 not read: " in said and "(p.pdf, q.docx; 1000 bytes)" in said
-    assert found.tokens is None  # g.txt.gz hides it
-    (folder / "g.txt.gz").unlink()
-    assert survey(folder).tokens == 6000 // 4
     (folder / "big.pdf").write_bytes(b"y" * 9000)
     with pytest.raises(UserError, match="big.pdf.*convert"):
         survey(folder)
@@ -351,6 +348,7 @@ HOSTILE = {  # a name, the content, and the text, or a word of the refusal
     "a comma before semicolons": ("a.csv", b"text,a;b\n" + b"one; two,3\n" * 30, "one; two" * 30),
     "semicolons, and a row with one more": ("a.csv", b"id;text\n" + b"1;a\n" * 9 + b"1;a;b\n", "';'"),
     "a column with a semicolon in its name": ("a.csv", b"a;text\n" + b"hello\n" * 30, "';'"),
+    "a line of Excel's": ("a.csv", MARK + b"sep=;\r\nid;text\r\n" + b"1;a, b|c\r\n" * 30, "a, b|c" * 30),
     "two columns named text": ("a.csv", b"text,text\na,b\n", "header"),
     "a list after a blank line": (
         "a.json", b"\n" + json.dumps([{"text": f"{i};"} for i in range(40)], indent=2).encode(),
@@ -442,6 +440,25 @@ def test_text_that_is_refused_is_not_begun_to_be_written(folder, capsys, look):
     look(survey(folder))
 
 
+@pytest.mark.parametrize("look", [look_into, lambda found: open_text("train", found)])
+def test_one_attempt_names_a_problem_of_each_kind(folder, look):
+    """Files with the same problem are named beside the first."""
+    written(
+        folder, a_DOT_csv="id,body\n1,words\n", b_DOT_csv="id,body\n1,words\n", c_DOT_txt=prose(1, 9).encode("utf-16")
+    )
+    written(folder, d_DOT_jsonl='{"text": "a"}\nno JSON\n', e_DOT_txt=NOVEL, f_DOT_txt=prose(1, 60))
+    with pytest.raises(UserError) as e:
+        look(survey(folder))
+    for problem in (
+        "a.csv, line 2: .*=body\\) \\(also: b.csv\\)\\. ",
+        "c.txt is text in UTF-16",
+        "d.jsonl .*line 1 ",
+        "e.txt .*cp1252",
+    ):
+        assert len(re.findall(problem, str(e.value))) == 1, problem
+    assert "f.txt" not in str(e.value) and "\n" not in str(e.value)
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # Own text
 
@@ -495,7 +512,7 @@ def test_validation_text_represents_books_beside_rows_and_rows_beside_books(fold
     written(folder, **{f"{name}_DOT_txt": prose(i, 300) for i, name in enumerate(("austen", "doyle", "verne"))})
     books = texts_of(folder, "val")
     (folder / "notes.jsonl").write_bytes(jsonl(*({"text": prose(100 + i, 1)} for i in range(300))))
-    said = look_into(found := ensure_data(str(folder)))  # A plan of a small text says what a run does.
+    said, _ = look_into(found := ensure_data(str(folder)))  # A plan of a small text says what a run does.
     assert f"Data (as asked for): {said}\n" in capsys.readouterr().out
     assert "from 4 file(s)" in said and "WARNING" not in said
     train, val = (texts_of(found, split) for split in ("train", "val"))
@@ -527,7 +544,7 @@ def test_one_file_is_split_as_ever(folder):
 
 def test_little_validation_text_has_a_warning(folder):
     (folder / "a.jsonl").write_bytes(jsonl(*({"text": prose(i, 1 if i % 20 == 7 else 30)} for i in range(40))))
-    assert "WARNING" in look_into(survey(folder))
+    assert "WARNING" in look_into(survey(folder))[0]
 
 
 @pytest.mark.parametrize("name", ["book.txt", "rows.jsonl", "test.txt", "README.md"])
@@ -584,10 +601,30 @@ def test_a_plan_counts_the_text_that_a_run_trains_on(folder, names):
     counted = count_tokens(
         open_text("train", folder), types.SimpleNamespace(encode=lambda texts: [t[::4] for t in texts])
     )
-    assert 0.95 < survey(folder).tokens / counted < 1.15  # Without such files a part of the text is kept.
-    (folder / "test.csv").write_text("x" * 99)  # These do not count, and hide nothing.
+    assert 0.95 < look_into(survey(folder))[1] / counted < 1.15  # Without such files a part of the text is kept.
+    before = look_into(survey(folder))[1]
+    (folder / "test.csv").write_text("x" * 99)  # These do not count.
     (folder / "valid.txt.gz").write_bytes(gzip.compress(b"kept for validation"))
-    assert survey(folder).tokens
+    assert look_into(survey(folder))[1] == before
+
+
+@pytest.mark.parametrize("documents", [40, 8000], ids=["small", "several megabytes"])
+@pytest.mark.parametrize("name", ["a.csv", "a.jsonl", "a.json", "a.parquet", "a.jsonl.GZ", "a.txt.bz2", "shards"])
+def test_a_plan_counts_the_column_of_the_text_and_not_the_file(folder, name, documents):
+    """The other column is as large. Of a large file the beginning is read, and of compressed ones in large blocks."""
+    texts = [prose(i, 1) for i in range(documents)]
+    rows = [{"note": text[::-1], "text": text} for text in texts]
+    if name in ("a.parquet", "shards"):
+        for k in range(1 + 2 * (name == "shards")):
+            pq.write_table(pa.Table.from_pylist(rows), folder / f"{k}.parquet", row_group_size=512)
+        texts *= 1 + (name == "shards")  # The last shard validates.
+    else:
+        table = "note,text\n" + "".join(f"{row['note']},{row['text']}\n" for row in rows)
+        content = {"csv": table.encode(), "jsonl": jsonl(*rows), "json": json.dumps(rows).encode()}
+        content |= {"jsonl.GZ": gzip.compress(content["jsonl"]), "txt.bz2": bz2.compress("".join(texts).encode())}
+        (folder / name).write_bytes(content[name.partition(".")[2]])
+    share = look_into(survey(folder))[1] / (sum(map(len, texts)) / 4)
+    assert (0.6 if name.endswith(("GZ", "bz2")) else 0.95) < share < 1.1
 
 
 @pytest.mark.parametrize("suffix", ["parquet", "jsonl", "csv"])
