@@ -11,12 +11,14 @@ BF16. The results are written to <folder>/forwards/<tag>.json.
 
 import argparse
 import json
+import os
 from pathlib import Path
 
 import torch
 
 import nanochat_fp4 as nf
 from lab import table
+from lab.study.sweep_results import data_name
 from lab.study.sweep_scheduler import base_directory
 from nanochat_fp4.cli import ArgumentParser, UserError, run_main
 from nanochat_fp4.common import add_recipes_argument, autodetect_device_type, print0
@@ -28,7 +30,9 @@ from nanochat_fp4.files import atomic_write
 from nanochat_fp4.hardware import environment_info
 from nanochat_fp4.models.cross_entropy import default_head
 from nanochat_fp4.models.gpt import autocast
+from nanochat_fp4.training.checkpoint_manager import list_steps, read_meta
 from nanochat_fp4.training.load_model import load_model
+from scripts.base_train import look_back
 
 FORWARDS = "clover,bf16"
 
@@ -40,7 +44,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--folder", type=Path, required=True, help="of the sweep (lab.study.sweep --folder)")
     add("--tags", default="*", help="glob pattern of the runs' tags")
     add("--forwards", default=FORWARDS, help="methods whose forward pass is taken")
-    add("--data-dir", default=None, help="the text that the sweep trained on")
+    text = "the text that the sweep trained on (default: DATA_DIR, else the folder that the first run read)"
+    add("--data-dir", default=None, help=text)
     add("--device-batch-size", type=int, default=32, help="rows of a batch")
     add("--eval-tokens", type=int, default=2**20, help="tokens of the validation text")
     add("--device-type", default="", help="cuda|cpu|mps (empty = autodetect)")
@@ -78,7 +83,14 @@ def main(argv: list[str] | None = None) -> None:
         raise UserError(f"{problem}; train with lab.study.sweep --keep METHOD")
     rows = []
     with base_directory(args.folder):
-        text = ensure_data(args.data_dir)
+        first = checkpoints / tags[0]
+        trained_on = read_meta(first, list_steps(first)[0])["user_config"]["data_dir"]
+        text = ensure_data(args.data_dir or os.environ.get("DATA_DIR") or trained_on)
+        print0(f"evaluates {len(tags)} runs on {data_name(str(text.folder))}")
+        for tag in tags:
+            if problem := look_back(checkpoints / tag, data_dir=text):
+                mend = "give the text of its sweep with --data-dir, and choose its runs with --tags"
+                raise UserError(f"{data_name(str(text.folder))} is not the text of {tag}: {problem}; {mend}")
         (args.folder / "forwards").mkdir(exist_ok=True)
         for tag in tags:
             path = args.folder / "forwards" / f"{tag}.json"

@@ -12,7 +12,6 @@ import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -22,6 +21,7 @@ import torch
 import nanochat_fp4 as nf
 from lab import RESULTS, ROOT
 from lab.study.context import Context, Outcome, trained_model
+from lab.study.sweep_results import data_name
 from nanochat_fp4.cli import UserError
 from nanochat_fp4.evaluation import plots
 from nanochat_fp4.nvfp4.hadamard import rotate, rotation_matrix
@@ -379,7 +379,7 @@ def fig9(context: Context) -> Outcome:
             def compute(forward=forward, method=method):
                 (model, x, y), tag, data = trained()
                 value = concentration(model, FORWARDS[forward](nf.get_recipe(method)), x, y, draws)
-                return value | {"measured_on": f"{tag}, data {Path(data).name}, a batch of 4 validation sequences"}
+                return value | {"measured_on": f"{tag}, data {data_name(data)}, a batch of 4 validation sequences"}
 
             settings = {"method": method, "draws": draws, "forward": forward}
             curves[forward][method] = context.piece("fig9", settings | context.trained_on(), compute)

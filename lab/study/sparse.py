@@ -1,11 +1,11 @@
 """Measures whether the mean of many MS-EDEN draws approaches the operand, for the operands around ReLU^2."""
 
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from lab.study.context import Context, Outcome, trained_model
+from lab.study.sweep_results import data_name
 from nanochat_fp4.evaluation import plots
 from nanochat_fp4.nvfp4.hadamard import RHT_DIM, rotate
 from nanochat_fp4.nvfp4.quantizers import Quantization, quantize_reference
@@ -93,7 +93,7 @@ def averaging(context: Context) -> Outcome:
             if not operands:
                 (model, x, y), tag, data = trained_model(context, "d8")
                 operands.update(operands_of_the_mlps(model, x, y))
-                where = f"{tag}, data {Path(data).name}, 4 validation sequences"
+                where = f"{tag}, data {data_name(data)}, 4 validation sequences"
             zeros = float((operands[name] == 0).float().mean())
             return averages(operands[name], draws) | {"zeros": zeros, "measured_on": where}
 

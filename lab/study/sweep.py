@@ -160,9 +160,8 @@ def run_sweep(sweep: Sweep, name: str, runs: Sequence[Run]) -> list[dict]:
         shown, _ = report(sweep, name, runs)
         print0(shown if waiting else "", flush=True)
 
-    if len(before) < len(runs):
-        where = f"on {', '.join(sweep.devices)}; in {sweep.folder}"
-        print0(f"{name}: {len(runs)} runs, {len(before)} of them done before; {where}")
+    where = f"on {', '.join(sweep.devices)}; in {sweep.folder}; text {data_name(sweep.data_dir)}"
+    print0(f"{name}: {len(runs)} runs, {len(before)} of them done before; {where}")
     try:
         sweep.train(runs, progress)
     finally:

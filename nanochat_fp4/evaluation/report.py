@@ -300,8 +300,8 @@ def summary(runs: list[dict], base_dir: Path) -> list[str]:
         kind = "safetensors" if r["method"] == "bf16" else "compressed-tensors"
         command = f"{variable}{STAGE}export --source {stage} --model-tag {tag} --format {kind} --out exported"
         is_llama = r["start"].get("config", {}).get("llama")
-        read = "transformers alone reads it; vLLM and llama.cpp read models of base_train --llama"
-        read = "transformers and vLLM read it; llama.cpp reads --format gguf" if is_llama else read
+        read = "transformers alone reads it; of base_train --llama also vLLM (not run) and llama.cpp"
+        read = "transformers reads it, and vLLM should (not run); llama.cpp reads --format gguf" if is_llama else read
         lines += [f"  export it:  {command}  # {read}"] * bool(there)
     return lines
 

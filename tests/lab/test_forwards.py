@@ -15,9 +15,11 @@ def test_the_same_weights_in_several_forwards(tiny_base, tmp_path, capsys):
     sweep.main([*small.split(), "--methods=bf16", mine, f"--folder={folder}"])
     content = json.loads((folder / "sweep.json").read_text())
     assert content["done"] == 2 and content["results"][1]["gemm_work"]["4"] == pytest.approx(24 / 53)
-    assert str(folder / "sweep.json") in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert str(folder / "sweep.json") in said and f"text {content['data']}\n" in said
     run = [f"--folder={folder}", "--device-batch-size=4", "--eval-tokens=256", "--device-type=cpu"]
     forwards.main(run)
+    assert f"2 runs on {content['data']}" in capsys.readouterr().out
     records = [json.loads(path.read_text()) for path in sorted((folder / "forwards").glob("*.json"))]
     assert [r["tag"].split("_")[1] for r in records] == ["bf16", "mine"]
     for record in records:
@@ -27,7 +29,11 @@ def test_the_same_weights_in_several_forwards(tiny_base, tmp_path, capsys):
     # The run measured the same weights on the same tokens, in other batches: FP32 sums in another order.
     assert records[1]["bpb"]["clover"] == pytest.approx(trained["val_bpb"], rel=1e-4)
     assert records[1]["bpb"]["bf16"] == pytest.approx(trained["val_bpb_bf16"], rel=1e-4)
+    forwards.main(run)
     assert records[1]["tag"] in capsys.readouterr().out
+    (tmp_path / "other.txt").write_text("\n\n".join(f"Of another text, paragraph {i}." for i in range(2000)))
+    with pytest.raises(UserError, match="other.* is not the text of tiny_bf16_s1_.*; give the text"):
+        forwards.main([*run, f"--data-dir={tmp_path / 'other.txt'}"])
 
 
 def test_bad_input_is_one_line(tmp_path):
