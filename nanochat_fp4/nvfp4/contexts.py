@@ -187,11 +187,9 @@ def _takes_gradients(layer: QuantLinear) -> bool:
     weight = layer.weight
     grad = local(weight.grad)
     plain = layer.stackable and (type(weight) is nn.Parameter or layer.largest is not None)
-    plain = plain and (
-        grad is None or (type(grad) is torch.Tensor and grad.dtype == weight.dtype and not grad.is_sparse)
-    )
+    alike = type(grad) is torch.Tensor and grad.dtype == weight.dtype and not grad.is_sparse
     hooks = weight._backward_hooks or weight._post_accumulate_grad_hooks
-    return plain and weight.dtype == torch.float32 and weight.requires_grad and not hooks
+    return plain and (grad is None or alike) and weight.dtype == torch.float32 and weight.requires_grad and not hooks
 
 
 def _make_gradients(weights: Sequence[nn.Parameter]) -> torch.Tensor:

@@ -108,11 +108,8 @@ def use_kernels(device: torch.device) -> bool:
 def stays_eager(device_type: str) -> bool:
     """Whether torch.compile leaves the quantized layers uncompiled on this kind of device. The first call that returns
     true also warns of it."""
-    left = (
-        device_type == "cpu"
-        and os.environ.get("NVFP4_COMPILE", "0") in ("", "0")
-        and not use_kernels(torch.device(device_type))
-    )
+    asked = os.environ.get("NVFP4_COMPILE", "0") not in ("", "0")
+    left = device_type == "cpu" and not asked and not use_kernels(torch.device(device_type))
     if left:
         say_what_is_left_out()
     return left

@@ -182,17 +182,14 @@ def layout_of(module: nn.Module) -> Layout | None:
     may be a norm, or experts that are the identity.
     """
     parameters = dict(module.named_parameters(recurse=False))
-    if any(nn.parameter.is_lazy(parameter) for parameter in parameters.values()):
+    children = {name for name, _ in module.named_children()}
+    if any(map(nn.parameter.is_lazy, parameters.values())) or not children <= {"act_fn", LINEARS}:
         return None
-    names = {name: parameter.dim() for name, parameter in parameters.items()}
-    if not {name for name, _ in module.named_children()} <= {"act_fn", LINEARS}:
-        return None
+    stacked = {name for name, parameter in parameters.items() if parameter.dim() == 3}
     for layout in LAYOUTS:
-        stacked = {name for name, dim in names.items() if dim == 3}
         known = {*layout.parameters, *(f"{name}_bias" for name in layout.parameters)}
-        if stacked != set(layout.parameters) or not set(names) <= known:
-            continue
-        if tuple(inspect.signature(type(module).forward).parameters)[1:] in layout.arguments:
+        fits = stacked == set(layout.parameters) and parameters.keys() <= known
+        if fits and tuple(inspect.signature(type(module).forward).parameters)[1:] in layout.arguments:
             return layout
     return None
 

@@ -16,6 +16,7 @@ A plan can also quantize only one kind of layer, or only one phase.
 
 import fnmatch
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from numbers import Real
 
@@ -91,20 +92,13 @@ class MethodPlan:
 
     def at(self, progress: float) -> Recipe:
         """The method of the phase at `progress`, the fraction of the run's steps that are done (0 to 1)."""
-        current = self.method
-        for fraction, recipe in self.phases:
-            if progress >= fraction:
-                current = recipe
-        return current
+        return [self.method, *(recipe for fraction, recipe in self.phases if progress >= fraction)][-1]
 
     def of_layer(self, name: str, progress: float) -> Recipe:
         """The method of a layer of this name."""
         current = self.at(progress)
-        if current.quantizes or not self.method.quantizes:
-            for pattern, recipe in self.layers:
-                if fnmatch.fnmatchcase(name, pattern):
-                    return recipe
-        return current
+        of_layers = self.layers if current.quantizes or not self.method.quantizes else ()
+        return next((recipe for pattern, recipe in of_layers if fnmatch.fnmatchcase(name, pattern)), current)
 
     def apply(self, model: nn.Module, progress: float) -> bool:
         """Gives each QuantLinear of the model its recipe for this point of the run.
@@ -119,13 +113,7 @@ class MethodPlan:
         for pattern, _ in self.layers:
             if not any(fnmatch.fnmatchcase(name, pattern) for name in layers):
                 raise ValueError(f"layers: {pattern!r} matches no layer; there are: {', '.join(list(layers)[:6])}, ...")
-        changed = False
-        for name, layer in layers.items():
-            recipe = self.of_layer(name, progress)
-            if layer.recipe != recipe:
-                layer.set_recipe(recipe)
-                changed = True
-        return changed
+        return _set_recipes({layer: self.of_layer(name, progress) for name, layer in layers.items()})
 
     def work(self, model: nn.Module, heads: bool = True) -> dict[int, float]:
         """Returns the shares of the run's multiply-adds that are done in 4, 8 and 16 bits, as
@@ -138,20 +126,26 @@ class MethodPlan:
         """
         edges = [0.0, *[fraction for fraction, _ in self.phases], 1.0]
         kept = [name for name, why in model.nf_report.left_alone if why == KEPT] if hasattr(model, "nf_report") else ()
-        total = 3.0 * sum(model.get_submodule(name).weight.numel() for name in kept)
-        shares = {4: 0.0, 8: 0.0, 16: total}
+        shares = {4: 0.0, 8: 0.0, 16: 3.0 * sum(model.get_submodule(name).weight.numel() for name in kept)}
         for head in output_heads(model) if heads else ():
             if not isinstance(head, QuantLinear):
                 shares[getattr(head, "bits", 16)] += 3.0 * head.weight.numel()
-                total += 3.0 * head.weight.numel()
         for start, end in zip(edges, edges[1:]):
             for name, layer in model.named_modules():
                 if isinstance(layer, QuantLinear):
                     recipe, work = self.of_layer(name, start), (end - start) * layer.weight.numel()
                     for bits in gemm_bits(recipe):
                         shares[bits] += work
-                        total += work
+        total = sum(shares.values())
         return {bits: share / total for bits, share in shares.items()} if total else shares
+
+
+def _set_recipes(recipes: Mapping[QuantLinear, Recipe]) -> bool:
+    """Gives each layer its recipe, and returns whether any recipe changed."""
+    changed = [layer for layer, recipe in recipes.items() if layer.recipe != recipe]
+    for layer in changed:
+        layer.set_recipe(recipes[layer])
+    return bool(changed)
 
 
 def gemm_bits(recipe: Recipe) -> tuple[int, int, int]:
@@ -200,13 +194,7 @@ def set_progress(model: nn.Module, progress: float) -> bool:
         part.nf_report.progress, method = float(progress), part.nf_report.recipe
         phase = method, MethodPlan.parse(method).at(progress)
         phases |= {m: phase for m in part.modules() if isinstance(m, QuantLinear)}
-    changed = False
-    for layer, (method, recipe) in phases.items():
-        if layer.recipe != recipe and layer.recipe in (method, method.final):
-            layer.set_recipe(recipe)
-            changed = True
-    if not changed:
-        return False
-    if torch.compiler.is_dynamo_compiling() or "torch._dynamo" in sys.modules:
+    changed = _set_recipes({m: now for m, (method, now) in phases.items() if m.recipe in (method, method.final)})
+    if changed and (torch.compiler.is_dynamo_compiling() or "torch._dynamo" in sys.modules):
         torch.compiler.reset()  # Compiled code contains recipes as constants.
-    return True
+    return changed

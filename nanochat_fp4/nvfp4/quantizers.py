@@ -295,8 +295,7 @@ def quantize_reference(x: torch.Tensor, how: Quantization) -> NVFP4Tensor:
         if not isinstance(t, NVFP4Tensor):
             name, got = rounding.quantize.__name__, type(t).__name__
             raise ValueError(f"{name}, the function of {rounding.label}, returned a {got}, expected an NVFP4Tensor")
-        parts = (v if v is None else v.view(*leading, -1) for v in (t.codes, t.scales, t.decoded))
-        codes, scales, decoded = parts
+        codes, scales, decoded = (v if v is None else v.view(*leading, -1) for v in (t.codes, t.scales, t.decoded))
         return NVFP4Tensor(codes, scales, t.tensor_scale, decoded)
     if rounding.fp8:
         # With FP64 compiled code computes the same scale, as in nanochat's fp8.py.
