@@ -250,7 +250,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         args.methods = list(dict.fromkeys(r["method"] for r in args.stored))
         args.sizes = list(dict.fromkeys(r["size"] for r in args.stored))
         args.vocab_size = args.vocab_size or args.stored[0].get("vocab_size", 0)
-    args.name = args.name or args.again or "sweep"
+    args.name = args.name or Path(args.again).name.removesuffix(".json") or "sweep"  # --again may be a file
     if not args.sizes or not args.methods or min(args.seeds, args.jobs) < 1:
         raise UserError("--sizes, --methods, --seeds and --jobs must be at least one each")
     if "/" in args.name:

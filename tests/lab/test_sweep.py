@@ -138,6 +138,10 @@ def test_a_study_is_not_trained_again_on_another_text_or_tokenizer(where, own_st
     assert len(trained) == 1
 
 
+def test_the_file_of_a_sweep_is_trained_again_under_its_name(own_study):
+    assert sweep.parse_args([own_study("text (0123456789ab)")]).name == "mine"
+
+
 def test_a_study_without_the_run_that_others_branch_from_is_refused():
     lost = {"method": "clover", "size": "d6", "seed": 1, "flags": ["--branch-from=d6_bf16_s1_0123abcd@244"]}
     with pytest.raises(UserError, match="d6_bf16_s1"):
