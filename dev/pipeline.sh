@@ -114,12 +114,12 @@ lock_base_dir() {
     : 2>/dev/null >>"$lock" || die "cannot write in $NANOCHAT_BASE_DIR; set NANOCHAT_BASE_DIR to a writable folder"
     exec 8>>"$lock"
     if "$python" -c "$TAKE_LOCK" 8; then
-        echo "process $$ on $(uname -n) since $(date '+%Y-%m-%d %H:%M:%S')" >"$lock"
+        printf '%s' "process $$ on $(uname -n) since $(date '+%Y-%m-%d %H:%M:%S')" >"$lock.txt" # as locks.py has it
         return
     fi
     exec 8>&- # This script has opened it as well.
     pids=$(find -L /proc/[0-9]*/fd -samefile "$lock" 2>/dev/null | cut -d/ -f3 | sort -nu | tr '\n' ' ') || true
-    die "another speedrun_fp4.sh or run1000_fp4.sh is at work in $NANOCHAT_BASE_DIR: $(cat "$lock")${pids:+ (at work now: ${pids% })}; wait for its end, stop it, or set another NANOCHAT_BASE_DIR"
+    die "another speedrun_fp4.sh or run1000_fp4.sh is at work in $NANOCHAT_BASE_DIR: $(cat "$lock.txt")${pids:+ (at work now: ${pids% })}; wait for its end, stop it, or set another NANOCHAT_BASE_DIR"
 }
 
 # pipeline RUN: the whole run.
@@ -152,12 +152,13 @@ pipeline() {
     NANOCHAT_BEGAN=$(date +%s) && export NANOCHAT_BEGAN # the report says how long all of it took
     : >"$NANOCHAT_BASE_DIR/report/said.txt" # what a stage has said, later ones do not repeat
     run "$PY" -m scripts.plan "$1" --calls "$NANOCHAT_BASE_DIR/report/calls.sh" || exit $?
+    sed -n '1s/^#/, with/p' "$NANOCHAT_BASE_DIR/report/calls.sh" >>"$NANOCHAT_BASE_DIR/.pipeline.lock.txt"
     ask
     # shellcheck disable=SC1091  # the plan has just written it. bash reads the whole file before it runs the first line.
     source "$NANOCHAT_BASE_DIR/report/calls.sh"
     # The end of this script would end it.
     [ -z "$DOWNLOAD" ] || [ "$STATUS" != 0 ] || await_download
     [ ! -s "$NANOCHAT_BASE_DIR/report/left_out.txt" ] || sed 's/^/left out: /' "$NANOCHAT_BASE_DIR/report/left_out.txt"
-    [ -n "${VENV:-}" ] || echo "these commands need, once in a shell: source $ROOT/.venv/bin/activate"
+    [ -n "${VENV:-}" ] || echo "these commands need, once in a shell: source $(printf %q "$ROOT/.venv/bin/activate")"
     exit "$STATUS"
 }

@@ -28,11 +28,14 @@ print_help() { # the comment at the top of the script
 VARIABLES=$ROOT/nanochat_fp4/variables.py # An installed package has it elsewhere; there the plan itself looks.
 
 only_variables() { # "$@" of a script that variables alone tell what to do
-    case "${1:-}" in
-    "") ;;
-    -h | --help) print_help ;;
-    *) die "$(basename "$0") takes no flags or arguments, and got '$*'; set variables in their place, such as DEPTH=4 for --depth=4: see --help" ;;
-    esac
+    local word command="bash $0"
+    [ -f "$VARIABLES" ] || command="nanochat-fp4 $(basename "$0" _fp4.sh)"
+    case "${1:-}" in -h | --help) print_help ;; esac
+    for word; do
+        [[ $word =~ ^[A-Za-z_]+= ]] ||
+            die "$(basename "$0") takes no flags or arguments, and got '$*'; set variables in their place, such as DEPTH=4 for --depth=4: see --help"
+    done
+    [ $# = 0 ] || die "$* stands behind the name of the script, where it sets nothing; put it in front of ${command%% *}: $(printf '%q ' "$@")$command"
 }
 
 source "$ROOT/dev/signals.sh"

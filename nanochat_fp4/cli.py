@@ -186,7 +186,7 @@ def missing_package(error: BaseException) -> str:
     package = f"-e '{ROOT}" if (ROOT / "pyproject.toml").is_file() else "'nanochat_fp4"
     how = f"pip install {package}[{EXTRAS}]'"
     if (ROOT / ".venv").is_dir() and Path(sys.prefix) != ROOT / ".venv":
-        how = f"type `source {ROOT}/.venv/bin/activate` and run it again"
+        how = f'type `source "{ROOT}/.venv/bin/activate"` and run it again'
     return f"the package {name} is not installed in {sys.executable}, which this needs; {how}"
 
 

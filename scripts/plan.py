@@ -12,7 +12,6 @@ parser reads its flags, so that what a stage would refuse after hours is refused
 import argparse
 import contextlib
 import io
-import itertools
 import json
 import math
 import os
@@ -38,6 +37,7 @@ from nanochat_fp4.evaluation.metrics import read_jsonl
 from nanochat_fp4.evaluation.report import FOLDERS
 from nanochat_fp4.files import atomic_write
 from nanochat_fp4.hardware import CARDS, physical_memory, usable_cpus
+from nanochat_fp4.locks import running, running_runs
 from nanochat_fp4.models.families import family_of_flags
 from nanochat_fp4.models.optim8bit import STATES, state_bytes
 from nanochat_fp4.nvfp4.phases import MethodPlan
@@ -53,6 +53,7 @@ RUNS = {  # name -> (numbers on a GPU, numbers on a CPU, minutes of the whole ru
     "speedrun": ({}, {}, 5),
     "run1000": (RUN1000, {"DEPTH": 4, "ASPECT_RATIO": 32, "NUM_ITERATIONS": 160}, 10),
 }
+COMMAND = "command.txt"  # in a run's folder of the report: what goes on with its base training
 STAGES = ("tok", "base", "loss", "core", "mid", "sft", "report")
 # The stage whose output it needs.
 BEFORE = {"base": "tok", "loss": "base", "core": "base", "mid": "base", "sft": "mid"}
@@ -139,20 +140,15 @@ class Settings:
         return {name: value for name, value in self.values.items() if value != self.defaults[name]}
 
     def tag(self, method: str) -> str:
-        """The name of the run with this method. One that has the path of its text as it was typed is kept."""
-        paths = [os.path.realpath(Path(self.data_dir).expanduser()), self.data_dir] if self.data_dir else [""]
-        names = [self.name(method, path) for path in paths]
-        return next((name for name in names if (self.base_dir / FOLDERS["base"] / name).is_dir()), names[0])
-
-    def name(self, method: str, data_dir: str) -> str:
-        """The name of a run: what differs from the defaults is in it."""
+        """The name of the run with this method: what differs from the defaults is in it."""
         # A name has the depth, and later stages make no other base model.
         same = {"DEPTH", "SPLIT_TOKENS", *ARGS} | {n for n, row in NUMBERS.items() if re.search(SAME_FLAG, row[0])}
         changed = {name: v for name, v in self.changed.items() if name not in same}
         names = (name.lower().replace("_", "-").replace("num-iterations", "steps") for name in changed)
         parts = [f"_{name}{value}" for name, value in zip(names, changed.values())]
-        if data_dir:
-            parts.append(f"_data-{Path(data_dir).name[:20]}-{zlib.crc32(data_dir.encode()) % 10**4:04d}")
+        if self.data_dir:
+            path = os.path.realpath(Path(self.data_dir).expanduser())
+            parts.append(f"_data-{Path(path).name[:20]}-{zlib.crc32(path.encode()) % 10**4:04d}")
         if others := re.sub(SAME_FLAG, "", self.values["BASE_ARGS"]).strip():
             parts.append(f"_{others}")
         text = re.sub(r"[^A-Za-z0-9._-]+", "-", "".join(parts).replace("--", ""))
@@ -521,9 +517,11 @@ class Plan:
         if s.here:
             check_wandb(environment.get("WANDB_RUN", ""))
         folders = (s.base_dir / FOLDERS["base"]).glob("*/") if s.here else ()
-        newest = sorted(folders, key=lambda folder: folder.stat().st_mtime, reverse=True)
+        newest = sorted(folders, key=lambda folder: -folder.stat().st_mtime)
         # The base trainings that are here, and the metadata of their newest checkpoints.
         self.runs = {f: read_meta(f, step) for f in newest for step in list_steps(f)[:1]}
+        at_work = [*running_runs(s.base_dir), running(s.base_dir / "pipeline")] if s.here and s.plan_only else []
+        self.at_work = [who for who in at_work if who]
         self.bases = self.settle()
         for base in self.bases:
             self.check_memory(base)
@@ -672,27 +670,13 @@ class Plan:
 
     def unfinished(self) -> Iterator[str]:
         """The base trainings of this folder that are not done and with which the command does not go on, and the
-        variables that go on with each, the newest first."""
-        s = self.s
-        for folder, of in ((f, meta["user_config"]) for f, meta in self.runs.items() if "user_config" in meta):
-            step, steps, tag = self.runs[folder]["step"], of.get("num_iterations") or 0, folder.name
-            if step >= steps or tag in {base.tag for base in self.bases}:
-                continue
-            dests = {name: flag[2:].replace("-", "_") for name, flag in s.flags("base_train").items()}
-            now, made = vars(self.bases[0].args), {n: of[d] for n, d in dests.items() if d in of and d not in SAME_RUN}
-            other = {name: str(value) for name, value in made.items() if value != now[dests[name]]}
-            steps_then = other.pop("NUM_ITERATIONS", "")
-            text = of.get("data_dir") or ""
-            text = "" if s.base_dir in Path(text).parents else text
-            other |= {"DATA_DIR": text, "QAT_METHOD": of.get("method") or ""}
-            other = {n: v for n, v in other.items() if v != {"QAT_METHOD": s.method, "DATA_DIR": s.data_dir}.get(n)}
-            named = "the command that began it"
-            for words in (other | {"NUM_ITERATIONS": steps_then}, other | {"NUM_ITERATIONS": ""}, other):
-                with contextlib.suppress(UserError):
-                    then = Settings(s.run, {**s.environment, "COMPARE": "", **words})
-                    if then.tag(then.method) == tag:
-                        named = " ".join(f"{name}={value and shlex.quote(value)}" for name, value in words.items())
-            yield f"{tag}, step {step:,} of {steps:,}: {named} goes on with it"
+        command that goes on with each, the newest first."""
+        for folder, meta in self.runs.items():
+            step, steps = meta.get("step", 0), meta.get("user_config", {}).get("num_iterations") or 0
+            if step < steps and folder.name not in {base.tag for base in self.bases} and not running(folder):
+                file = self.s.base_dir / "report" / folder.name / COMMAND
+                command = file.read_text("utf-8") if file.is_file() else "the command that began it"
+                yield f"{folder.name}, step {step:,} of {steps:,}: {command} goes on with it"
 
     def look_back(self, stage: Stage) -> Stage:
         """The stage, without its section if it is made again: a measurement with other flags than the plan's, and a
@@ -810,7 +794,8 @@ def facts(plan: Plan, numbers: bool) -> Iterator[tuple[str, str]]:
         goes_on = f"; step {base.done:,} of {base.steps:,} is done" if base.done else ""
         unset = ", by default" * (base.method == s.method and not asked and card is not None)
         yield "run", f"{base.tag}{unset}: {size}{goes_on}"
-    yield from (("unfinished", line) for line in itertools.islice(plan.unfinished(), "base" in s.stages))
+    yield from (("at work", who) for who in plan.at_work)
+    yield from (("unfinished", line) for line in list(plan.unfinished())[: "base" in s.stages])
     yield "stages", " ".join(s.stages)
     yield "folder", str(s.base_dir)
     yield "disk", plan.disk + f"; {plan.free / 1e9:.0f} GB are free" * s.here
@@ -824,8 +809,13 @@ def facts(plan: Plan, numbers: bool) -> Iterator[tuple[str, str]]:
     every = "  ".join(f"{k}={shlex.quote(str(v))}" for k, v in s.values.items() if v != "")
     yield "numbers", every if numbers else "PLAN_ONLY=all prints those that can be set"
     own = yield from which(plan)
-    yield "type", s.command(f"nanochat-fp4 {s.run}" if INSTALLED else f"bash {s.run}_fp4.sh", RUN, **own)
+    yield "type", "after the end of what is at work: " * bool(plan.at_work) + typed(s, **own)
     yield "type", "typed again it goes on where it stopped"
+
+
+def typed(s: Settings, **own: Any) -> str:
+    """The command of the run, with the user's variables and `own`."""
+    return s.command(f"nanochat-fp4 {s.run}" if INSTALLED else f"bash {s.run}_fp4.sh", RUN, **own)
 
 
 def how_long(plan: Plan) -> Iterator[str]:
@@ -845,11 +835,8 @@ def how_long(plan: Plan) -> Iterator[str]:
             yield f"{base.label}not known, for nobody has published whole training steps with {base.method} on this GPU"
     if len(whole) > 1:
         yield f"both: {duration(*map(sum, zip(*whole)))}"
-    of = {kind: LATER[kind].parse_args(plan.words[kind]) for kind in LATER if kind in left - {"eval"}}
-    steps = {kind: getattr(args, "num_iterations", 0) for kind, args in of.items()}  # CORE has none.
-    words = {n: f" ({n:,} steps)" for n in steps.values()} | {-1: " (all its data)", 0: ""}
-    besides = ", ".join(kind + words[n] for kind, n in steps.items())
-    yield from dict.fromkeys(said + [f"besides: {besides}, of unknown time"] * bool(besides))
+    besides = ", ".join(kind for kind in ("core", "mid", "sft") if kind in left)
+    yield from dict.fromkeys(said + [f"besides: {besides} (docs/one_card.md has a bound)"] * bool(besides))
 
 
 def minutes(plan: Plan) -> Iterator[str]:
@@ -876,22 +863,12 @@ def of_memory(s: Settings, base: Base) -> Iterator[str]:
         return
     way = base.ways[0]
     count = way.rows or (1 if base.args.device_batch_size == "auto" else base.args.device_batch_size)  # hardly fit
-    rows = (
-        f"{count} row{'s' * (count > 1)} of {base.args.max_seq_len:,} tokens: {taken(base)} of {s.memory / GIB:.3g} GiB"
-    )
-    if s.card is None:
-        yield f"{rows}, by estimate"
-    else:
-        yield f"{base.label}{rows}, {'with CUDA graphs, ' * base.graphed}by count (docs/memory.md)"
-        passing = ["activations", "loss"] if way.peak > way.at_rest + way.parts["update"] else ["update"]
-        parts = ["weights", "gradients", "moments", "codes"]
-        parts += ["activations", "loss", "graphed_update"] if base.graphed else passing
-        names = {"graphed_update": "update"} | ({"codes": "cast"} if base.method == "bf16" else {})
-        yield base.label + " + ".join(f"{names.get(part, part)} {way.parts[part] / GIB:.1f}" for part in parts)
+    rows = f"{count} row{'s' * (count > 1)} of {base.args.max_seq_len:,} tokens"
+    graphs, label = "with CUDA graphs, " * base.graphed, base.label * bool(s.card)
+    how = f"{graphs}by count (docs/memory.md)" if s.card else "by estimate"
+    yield f"{label}{rows}: {taken(base)} of {s.memory / GIB:.3g} GiB, {how}"
     if way.flags and not base.is_fixed:
-        fits = [f"{' '.join(w.flags) or 'FP32 state'}: {w.rows}, {w.peak / GIB:.1f}" for w in base.ways[1:] if w.rows]
-        others = f"other ways (BASE_ARGS), rows and GiB: {'; '.join(fits) or 'none fits'}"
-        yield f"{base.label}it takes {' '.join(way.flags)}; {others}"
+        yield f"{label}it takes {' '.join(way.flags)} (docs/memory.md; BASE_ARGS has other ways)"
 
 
 def which(plan: Plan) -> Generator[tuple[str, str], None, dict[str, str]]:
@@ -932,7 +909,7 @@ def which(plan: Plan) -> Generator[tuple[str, str], None, dict[str, str]]:
     take += "".join(f"; {method} does not fit" for method in advised if method in too_large)
     advised = [method for method in advised if method not in too_large]
     yield "method", take
-    if not (known or measured):
+    if not (known or measured or plan.at_work):
         depth = plan.bases[0].args.depth
         measure = f"bash dev/measure.sh  # {-(-sum(measure_seconds(depth)) // 60)} minutes at most"
         yield "type", s.command(measure, EXPORTED, DEPTH=depth)
@@ -951,7 +928,10 @@ def main(argv: list[str] | None = None) -> None:
     plan = Plan(args.run, {**os.environ, **({} if args.calls else {"PLAN_ONLY": "1"})})
     print(page(plan, args.all))
     if args.calls:
-        args.calls.write_text(calls(plan.stages))
+        args.calls.write_text(f"# {(command := typed(plan.s))}\n{calls(plan.stages)}")
+        for base in plan.bases if "base" in plan.s.stages else ():
+            (folder := args.calls.with_name(base.tag)).mkdir(exist_ok=True)
+            atomic_write(folder / COMMAND, command)
         atomic_write(args.calls.with_name("left_out.txt"), "".join(f"{line}\n" for line in plan.left_out))
 
 

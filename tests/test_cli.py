@@ -230,7 +230,7 @@ def test_a_missing_package_says_what_to_type(tmp_path, monkeypatch):
     monkeypatch.setattr(cli, "ROOT", tmp_path)  # as site-packages, without pyproject.toml
     assert missing_package(missing).endswith(f"pip install 'nanochat_fp4[{cli.EXTRAS}]'")
     (tmp_path / ".venv").mkdir()
-    assert f"source {tmp_path}/.venv/bin/activate" in missing_package(missing)
+    assert f'source "{tmp_path}/.venv/bin/activate"' in missing_package(missing)
     monkeypatch.setattr(sys, "prefix", str(tmp_path / ".venv"))
     assert "pip install" in missing_package(missing) and "package gguf is" in missing_package(missing)
     assert missing_package(ModuleNotFoundError(name="nanochat_fp4.gpt")) == ""
@@ -252,7 +252,7 @@ def test_a_python_without_torch_says_what_to_type(program, tmp_path):
         sys.argv, sys.orig_argv = ["-m"], ["python", "-m", {program!r}]
         runpy.run_module({program!r}, run_name="__main__", alter_sys=True)"""
     command = [sys.executable, "-IS", "-c", start]
-    for has_venv, expected in ((False, f"[{cli.EXTRAS}]'"), (True, ".venv/bin/activate` and run it again")):
+    for has_venv, expected in ((False, f"[{cli.EXTRAS}]'"), (True, '.venv/bin/activate"` and run it again')):
         if has_venv:
             (tmp_path / ".venv/lib/python3.13/site-packages/torch").mkdir(parents=True)
         done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)

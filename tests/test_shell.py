@@ -436,6 +436,7 @@ def test_two_runs_at_once_do_not_share_a_base_directory(environment):
     assert (second.returncode, second.stdout) == (2, "") and second.stderr.startswith(problem), second
     assert not Path("/proc/self/fd").exists() or re.search(rf"\b{orphan}\b", second.stderr), second.stderr
     assert second.stderr.count("\n") == 1 and plan.returncode == 0
+    assert f"at work     process {first.pid} on " in plan.stdout and "after the end of what is at work: " in plan.stdout
     assert {p.read_text() for p in report.iterdir()} == {"of the first run\n"}
     assert shell(f"{PIPELINE} lock_base_dir", environment).returncode == 0
 
@@ -738,3 +739,10 @@ def test_every_pin_is_within_pyproject_and_constraints():
     for pin in pins:
         same = [c for c in constraints if c.name == pin.name and c.specifier == pin.specifier]
         assert same, f"{pin} is not in constraints.txt"
+
+
+@pytest.mark.parametrize("script", ["speedrun_fp4.sh", "run1000_fp4.sh", "dev/measure.sh"])
+def test_a_variable_behind_the_script_is_refused_with_the_command_that_sets_it(environment, script):
+    done = shell(f"bash {script} QAT_METHOD=fp8 'STAGES=tok base'", environment)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+    assert done.stderr.endswith(f"in front of bash: QAT_METHOD=fp8 STAGES=tok\\ base bash {script}\n")

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 import nanochat_fp4 as nf
-from nanochat_fp4.cli import STAGE, UserError, format_bytes, one_line
+from nanochat_fp4.cli import STAGE, UserError, did_you_mean, format_bytes, one_line
 from nanochat_fp4.common import (
     fail_together,
     get_base_dir,
@@ -290,6 +290,8 @@ def find_resume_step(checkpoint_dir: Path, resume_from_step: int | str, overwrit
     if resume_from_step == "latest" or (resume_from_step == -1 and restarts):
         with contextlib.suppress(checkpoints.NoCheckpointError):
             return checkpoints.find_last_step(checkpoint_dir)
+        meant = did_you_mean(checkpoint_dir.name, [f.name for f in checkpoint_dir.parent.glob("*/") if list_steps(f)])
+        print0(f"{checkpoint_dir} has no checkpoint, so this run begins anew{meant and f'; {meant}'}")
         return None
     if resume_from_step != -1:
         return resume_from_step

@@ -18,6 +18,7 @@ from nanochat_fp4.data.tokenizer import get_tokenizer
 from nanochat_fp4.locks import held_run, running, running_runs
 from nanochat_fp4.training import trainer
 from nanochat_fp4.training.checkpoint_manager import read_meta
+from nanochat_fp4.training.load_model import find_resume_step
 from scripts import base_train, tok_train
 
 TAG = "run"
@@ -167,3 +168,14 @@ def test_overwrite_deletes_the_run_and_nothing_else(run, folder):
     assert again.status == 0 and "files that no run wrote" in again.log and "notes.txt, plots" in again.log
     assert (folder / "notes.txt").read_text() == (folder / "plots/loss.png").read_text() == "mine"
     assert [p.name for p in folder.glob("step_*")] == ["step_000001"]
+
+
+def test_latest_of_a_mistyped_tag_says_that_the_run_begins_anew(tiny_base, capsys):
+    for similar in (True, False):  # With a run beside it of a similar name, and without one.
+        folder = tiny_base / "base_checkpoints"
+        if similar:
+            save_base(tiny_base)
+        assert find_resume_step(folder / "d2_clovr", "latest", False) is None
+        line = capsys.readouterr().out.splitlines()[-1]
+        assert "d2_clovr has no checkpoint" in line and line.endswith("did you mean d2_clover?") == similar
+        shutil.rmtree(folder, ignore_errors=True)
