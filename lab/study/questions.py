@@ -102,7 +102,7 @@ def methods(context: Context) -> Outcome:
     times, known = time_of_steps(), methods_of(runs)
     texts = [gaps.Rows(of_text, gaps.Item("")) for of_text in (runs, kept_runs.stored(PUBLIC)["results"])]
     rows, asked = [], [name.strip() for name in context.args.rows.split("|")]
-    for method in [m for m in WHEN if m in ("bf16", *known, *asked)]:
+    for method in [m for m in dict.fromkeys([*WHEN, *known]) if m in ("bf16", *known, *asked)]:
         shares, both = (["0; 0"] * 2, ["0"] * 2) if method == "bf16" else (["not measured"] * 2, ["not measured"] * 2)
         for i, of in enumerate(texts):
             if method in methods_of(of.runs):
@@ -113,7 +113,8 @@ def methods(context: Context) -> Outcome:
         as_exported = exported(runs, method) if seeds else "not measured"
         work = gaps.gemm_work(runs, method, steps_of(runs)) if seeds else "not measured"
         default = [with_default_head(of_text, method) for of_text in texts]
-        row = [method, *shares, both[0], work, EXPORTED.get(method, "NVFP4"), WHEN[method]]
+        as_what, when = EXPORTED.get(method, "NVFP4"), WHEN.get(method)
+        row = [method, *shares, both[0], work, *((as_what, when) if when else ("-", "-"))]
         rows.append([*row, both[1], as_exported, times.get(method, ("not measured",))[0], seeds, *default])
     runs = gaps.runs_of_rows(runs, args.rows)
     parts = ", ".join(dict.fromkeys(times[row[0]][1] for row in rows if row[0] in times))

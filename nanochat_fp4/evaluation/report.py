@@ -400,7 +400,8 @@ def generate(folder: Path, model_tag: str | None = None) -> Path:
     """
     base_dir, notes, runs = folder.parent, [], []
     sections = Report(folder).read(notes)
-    logs = [sorted((base_dir / f).glob("*/metrics.jsonl"), key=lambda p: p.stat().st_mtime) for f in FOLDERS.values()]
+    logs = [sorted((base_dir / f).glob("*/metrics.jsonl")) for f in FOLDERS.values()]
+    logs = [sorted(of, key=lambda path: path.stat().st_mtime) for of in logs]  # by name within one tick of the clock
     for tag in dict.fromkeys(path.parent.name for of_stage in logs for path in of_stage):
         try:
             run = read_run(tag, base_dir)

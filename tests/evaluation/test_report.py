@@ -207,6 +207,15 @@ def test_the_picture_shows_the_gap_to_the_baseline(base_dir, folder, picture):
     assert lines_of(picture[FORWARDS])[1] == ("a", 0.0, pytest.approx(100 * (1.28 / 1.29 - 1)))
 
 
+def test_runs_of_one_tick_of_the_clock_stand_in_the_order_of_their_names(base_dir, folder):
+    for tag in "cfadbe":
+        make_run(base_dir, tag, "clover", 1.25)
+    for path in base_dir.glob("*/*/metrics.jsonl"):
+        os.utime(path, (1e9, 1e9))
+    text = generated(folder)
+    assert sorted(range(6), key=lambda i: text.index(f"| {'abcdef'[i]} |")) == list(range(6))
+
+
 def test_gap_only_between_finished_runs_of_one_configuration(base_dir, folder):
     make_run(base_dir, "base", "bf16", 1.25)
     make_run(base_dir, "other", "clover", 1.275, config_key="another configuration")

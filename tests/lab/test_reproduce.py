@@ -266,9 +266,10 @@ def test_the_costs_of_a_users_function_are_not_those_of_nvfp4(tmp_path, printed,
     assert {"m_mine - -", "m_mxfp8 1.00 1"} <= set(said), said
 
 
-def test_figure_5_has_the_methods_of_a_users_sweep(tmp_path, printed):
+def test_figure_5_and_the_table_of_methods_have_those_of_a_users_sweep(tmp_path, printed):
     path = study(tmp_path / "a.json", bf16=[0.0], clover=[1.0], mine=[2.0])
     assert "mine 1000: +2.00 2000: +2.00" in printed(f"fig5 --results={path}")
+    assert any(line.split()[0] == "mine" for line in printed(f"methods --results={path}") if line)
 
 
 @pytest.mark.parametrize("name", ["horizon", "fig5"])
