@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from nanochat_fp4.data.chat_data import Task
-from nanochat_fp4.data.sources import Check, Source, load_rows
+from nanochat_fp4.data.sources import EVAL_FOLDER, Check, Source, load_rows
 
 
 def resolve_eval_dir(flag: str | os.PathLike | None) -> str | None:
@@ -25,9 +25,6 @@ class RowTask(Task):
     def __init__(self, config: str, split: str, check: Check, eval_dir: str | os.PathLike | None = None, **kwargs: Any):
         super().__init__(**kwargs)
         self.rows = load_rows(self.dataset, config, split, folder=resolve_eval_dir(eval_dir), check=check)
-
-
-EVAL_FOLDER = "NANOCHAT_EVAL_DIR=folder (eval/README.md says which files)"
 
 
 def source_of(name: str, task: type[RowTask], subset: str, split: str, eval_dir: str | None, **kwargs: Any) -> Source:

@@ -436,10 +436,10 @@ def later_words(s: Settings) -> tuple[dict[str, list[str]], list[str]]:
             needs[kind] = script.needs(args[kind])
             if kind != "core":  # whose flags stand alone
                 script.check_flags(args[kind], int(s.values["SEQ_LEN"]), s.processes)
-    found = {m.name: m for m in look_for([need for of in needs.values() for need in of])} if s.here else {}
+    lost = look_for([need for of in needs.values() for need in of]) if s.here else []
     for kind in s.later:
-        asked = dict.fromkeys(need.name for need in needs[kind])
-        lacks = [found[name] for name in asked if name in found]
+        asked = {need.name: need for need in needs[kind]}
+        lacks = [need for need in asked.values() if need in lost]
         if not lacks or "--allow-missing" in words[kind]:
             continue
         own = [need for need in lacks if kind != "core" and need.vital and not need.remote]  # a folder that was named
@@ -453,7 +453,7 @@ def later_words(s: Settings) -> tuple[dict[str, list[str]], list[str]]:
         if kind == "core":
             what = "is left out"
             del words[kind]
-        elif any(m.vital for m in lacks) or (kind == "eval" and asked.keys() - found.keys() <= {"a sandbox"}):
+        elif any(m.vital for m in lacks) or (kind == "eval" and {*asked} - {m.name for m in lacks} <= {"a sandbox"}):
             what, of_eval = "has small embedded data", ["--task-name=local", "--max-new-tokens=64", "--allow-missing"]
             words[kind] += of_eval if kind == "eval" else ["--data=local"]
             if kind == "mid":
@@ -599,7 +599,7 @@ class Plan:
         why = "built before; for FineWeb-Edu: python -m nanochat_fp4.data.dataset -n 8"
         if s.here and not folder:
             url = hub_url(dataset.DATASET, dataset.index_to_filename(0))
-            why = (url_problem(url) or "").replace(url, "FineWeb-Edu")
+            why = f"FineWeb-Edu: {problem}" if (problem := url_problem(url)) else ""
         if s.data_dir and (s.here or Path(folder).exists()):
             found = dataset.survey(folder)
             said, tokens = dataset.look_into(found)
@@ -618,12 +618,12 @@ class Plan:
             self.text, self.about_text = "embedded", [f"the embedded corpus, which is small ({why})"]
         else:
             self.text, self.shards = "hub", len(dataset.survey(folder).train) if folder else 0
-            here = f"{self.shards} of them here" if self.shards else "from the hub"
-            self.about_text = [f"FineWeb-Edu, {s.values['NUM_SHARDS']} shard(s), {here}"]
-            if size := max(0, int(s.values["NUM_SHARDS"]) - self.shards) * dataset.SHARD_BYTES:
+            shards, here = int(s.values["NUM_SHARDS"]), f"{self.shards} of them here" if self.shards else "from the hub"
+            self.about_text = [f"FineWeb-Edu, {shards} shard{'s' * (shards > 1)}, {here}"]
+            if size := max(0, shards - self.shards) * dataset.SHARD_BYTES:
                 long = duration(*[size / MBIT_100 / 3600] * 2)
                 self.about_text[0] += f": {size / 1e9:.3g} GB to download, {long} at 100 Mbit/s"
-            tokens = int(s.values["NUM_SHARDS"]) * SHARD_TOKENS
+            tokens = shards * SHARD_TOKENS
         if tokens and "base" in s.stages:
             base = self.bases[0]
             self.about_text += base_train.how_often(tokens, base.args.total_batch_size, base.steps, guess).splitlines()
@@ -762,7 +762,7 @@ def duration(low: float, high: float) -> str:
     """Hours in words: minutes where they are few, and days beside them where they are many."""
     if high < 1:
         return "less than a minute" if 0 < high < 1 / 60 else f"{span(60 * low, 60 * high)} minutes"
-    return f"{span(low, high)} hours" + (f" ({span(low / 24, high / 24)} days)" if high >= 24 else "")
+    return f"{span(low, high)} hours" + (f" ({span(low / 24, high / 24)} days)" if high >= 36 else "")
 
 
 def page(plan: Plan, numbers: bool = False) -> str:

@@ -16,6 +16,7 @@ from typing import Any
 from nanochat_fp4.cli import UserError
 from nanochat_fp4.common import aligned, say_once
 from nanochat_fp4.data.sources import (
+    EVAL_FOLDER,
     MissingDataError,
     Source,
     download_file_with_lock,
@@ -282,8 +283,8 @@ def identity() -> Source:
 
 def words_source(name: str, task: Callable[..., Task], eval_dir: str | None, **kwargs: Any) -> Source:
     """Returns the source of a task that draws from the list of words."""
-    remedy = f"NANOCHAT_EVAL_DIR=folder with {WORD_LIST_URL} as words/words_alpha.txt"
-    return Source(name, lambda: task(words=load_words(eval_dir), **kwargs), "" if eval_dir else WORD_LIST_URL, remedy)
+    url = "" if eval_dir else WORD_LIST_URL
+    return Source(name, lambda: task(words=load_words(eval_dir), **kwargs), url, EVAL_FOLDER)
 
 
 def load_sources(sources: list[Source], allow_missing: bool, what: str) -> TaskMixture:

@@ -637,7 +637,7 @@ def download_shards(num_files: int = -1, num_workers: int = 4, deadline: float =
         if needed > free:
             raise UserError(f"cannot download {sizes}; free some, ask for less, or choose a larger NANOCHAT_BASE_DIR")
         if problem := url_problem(hub_url(DATASET, names[0])):
-            raise UserError(f"cannot download the dataset: {problem}; {NO_NETWORK_HINT}")
+            raise UserError(f"{hub_url(DATASET, names[0])}: {problem}; {NO_NETWORK_HINT}")
         from huggingface_hub import hf_hub_download
         from huggingface_hub.utils import disable_progress_bars
 

@@ -42,6 +42,7 @@ UTF16 = "text in UTF-16, not in UTF-8; convert it (iconv -f utf16 -t utf8)"
 BEGINNINGS = {codecs.BOM_UTF16_LE: UTF16, codecs.BOM_UTF16_BE: UTF16, b"\x1f\x8b": "compressed; add .gz to its name"}
 CONVERT = "convert such text (iconv -f cp1252 -t utf8, if it is from Windows or in Latin-1), or remove it"
 SHUFFLE_SEED = 42  # That of nanochat, in the shuffle of the package datasets.
+EVAL_FOLDER = "NANOCHAT_EVAL_DIR=folder (eval/README.md says which files)"
 ASK_SECONDS, LOAD_SECONDS = 8.0, 1800.0  # The time for a question to a server, and for a data set.
 
 # The commits of the datasets' repositories on the hub. They are fixed, because numbers on a dataset that changes cannot
@@ -208,12 +209,12 @@ def url_problem(url: str) -> str | None:
     """Returns the reason why a server does not offer a file, or None. It makes one request without a body, once in each
     process, because without a network that takes seconds."""
     if url.startswith(hub_url()) and switched_on("HF_HUB_OFFLINE"):
-        return "HF_HUB_OFFLINE is set"
+        return "the download fails (HF_HUB_OFFLINE is set)"
     request = urllib.request.Request(url, method="HEAD")  # noqa: S310 The addresses are http.
     try:
         within(ASK_SECONDS, lambda: urllib.request.urlopen(request, timeout=ASK_SECONDS).close())  # noqa: S310
     except Exception as e:  # Several libraries raise errors here.
-        return f"{url} cannot be had: {one_line(e)[:120]}"
+        return f"the download fails ({one_line(e)[:120]})"
     return None
 
 
@@ -275,7 +276,7 @@ def load_rows(
     try:
         # If there is a cache, the package datasets finds out by itself that there is no network.
         if not is_here(dataset) and (problem := url_problem(hub_url(dataset))):
-            raise MissingDataError(problem)
+            raise MissingDataError(f"{hub_url(dataset)}: {problem}")
         import datasets
 
         how = {"split": split, "revision": REVISIONS.get(dataset)}

@@ -105,7 +105,8 @@ def test_work_that_hangs_is_left_alone():
 
 def test_questions(server, monkeypatch):
     assert url_problem(server.url("/f")) is None and "404" in url_problem(server.url("/nothing"))
-    assert "refused" in url_problem("http://127.0.0.1:9/f")
+    assert "refused" in (one := url_problem("http://127.0.0.1:9/f"))
+    assert url_problem("http://127.0.0.1:9/g") == one  # so that a plan says it once for all files
     monkeypatch.setenv("HF_ENDPOINT", server.url(""))
     for offline, word in (("0", "404"), ("1", "HF_HUB_OFFLINE")):
         monkeypatch.setenv("HF_HUB_OFFLINE", offline)
@@ -236,4 +237,4 @@ def test_sources_say_their_own_problems(server, base_dir, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("HF_ENDPOINT", server.url(""))
     (missing,) = look_for([Source("of the hub", lambda: 1, "org/set")])
-    assert missing.missing == "HF_HUB_OFFLINE is set"
+    assert missing.missing == "the download fails (HF_HUB_OFFLINE is set)"

@@ -751,6 +751,8 @@ def test_without_a_hub_the_run_takes_what_is_embedded(h100):
     assert f"--total-batch-size={4 * 2048 * 2}" in run["mid:d4_clover"] and "--embedded" in run["text"]
     assert "--task-name=local" in run["eval_sft:d4_clover"] and "core:d4_clover" not in run and "report" in run
     assert "--no-compare" in run["tok_eval"] and len(plan.left_out) == 4 == len(said(plan)["without"])
+    (of_mid,) = (line for line in plan.left_out if line.startswith("mid "))  # names its own flag, not the last stage's
+    assert "MID_ARGS=--sft-dir" in of_mid and "SFT_ARGS" not in of_mid
     allowed = planned(DEPTH="4", MID_ARGS="--allow-missing")
     assert "--data=local" not in commands(allowed)["mid:d4_clover"] and len(allowed.left_out) == 3
     with pytest.raises(UserError, match="mid needs .*; or leave it out"):
@@ -762,8 +764,7 @@ def test_without_a_hub_the_run_takes_what_is_embedded(h100):
 
 @pytest.mark.parametrize("lacks", ["ARC-Easy", "a sandbox"])
 def test_a_part_that_is_missing_leaves_the_stage(h100, monkeypatch, lacks):
-    missing = [sources.Source(lacks, print, remedy="a remedy", missing="gone")]
-    monkeypatch.setattr(program, "look_for", lambda needs: missing)
+    monkeypatch.setattr(sources.Source, "problem", lambda need: "gone" if need.name == lacks else None)
     run = commands(planned(DEPTH="4"))
     words = run["eval_sft:d4_clover"]
     assert "core:d4_clover" in run and "--allow-missing" in words
