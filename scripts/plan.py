@@ -868,7 +868,7 @@ def of_memory(s: Settings, base: Base) -> Iterator[str]:
     how = f"{graphs}by count (docs/memory.md)" if s.card else "by estimate"
     yield f"{label}{rows}: {taken(base)} of {s.memory / GIB:.3g} GiB, {how}"
     if way.flags and not base.is_fixed:
-        yield f"{label}that is with {' '.join(way.flags)}, which the run sets; others in BASE_ARGS (docs/memory.md)"
+        yield f"{label}the run sets {' '.join(way.flags)} for that; docs/memory.md has other ways for BASE_ARGS"
 
 
 def which(plan: Plan) -> Generator[tuple[str, str], None, dict[str, str]]:

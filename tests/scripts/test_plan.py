@@ -287,7 +287,7 @@ def test_two_gpus_take_the_state_that_fits_as_one_does(compare):
     two = {"GPU": "rtx5090", "NPROC": "2"}
     plan = planned(**two, DEPTH="32", COMPARE=compare)
     assert all("--state=lean" in base.argv and base.ways[0].rows for base in plan.bases)
-    assert "that is with --state=lean, which the run sets" in " ".join(said(plan)["memory"])
+    assert "the run sets --state=lean for that" in " ".join(said(plan)["memory"])
     assert planned(**two).bases[0].ways[0].flags == []
     with pytest.raises(UserError, match="d32_clover needs"):
         planned(**two, DEPTH="32", BASE_ARGS="--state=fp32")
