@@ -40,6 +40,7 @@ def main(method: str = "clover", steps: int = 20) -> list[float]:
 
 
 if __name__ == "__main__":
+    nf.cli.ArgumentParser(description=__doc__).parse_args()  # It takes no flags.
     if "RANK" not in os.environ:
         raise SystemExit(f"error: FSDP2 needs several processes; type torchrun --nproc_per_node=2 {__file__}")
     dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")

@@ -41,4 +41,5 @@ def main(folder: str = "trained", method: str = "clover", steps: int = 20):
 
 
 if __name__ == "__main__":
+    nf.cli.ArgumentParser(description=__doc__).parse_args()  # It takes no flags.
     main()

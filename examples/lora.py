@@ -35,4 +35,5 @@ def main(steps: int = 20) -> list[float]:
 
 
 if __name__ == "__main__":
+    nf.cli.ArgumentParser(description=__doc__).parse_args()  # It takes no flags.
     main()

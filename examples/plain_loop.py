@@ -37,4 +37,5 @@ def main(method: str = "clover_fp8_forward", steps: int = 20) -> list[float]:
 
 
 if __name__ == "__main__":
+    nf.cli.ArgumentParser(description=__doc__).parse_args()  # It takes no flags.
     main()

@@ -178,13 +178,15 @@ def missing_package(error: BaseException) -> str:
     """Returns one line about a ModuleNotFoundError, with what to type so that the package is found, otherwise "".
 
     This is to activate the checkout's .venv, if it has one that is not in use. Otherwise it is a `pip install`, which
-    names the folder of a checkout, because no package index has this package's name.
+    names the extras that have the package, and the folder of a checkout, because no package index has ours.
     """
     name = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
     if not name or name in OURS:
         return ""
-    package = f"-e '{ROOT}" if (ROOT / "pyproject.toml").is_file() else "'nanochat_fp4"
-    how = f"pip install {package}[{EXTRAS}]'"
+    text = "".join(path.read_text() for path in ROOT.glob("pyproject.toml"))
+    having = re.findall(rf'^({EXTRAS.replace(",", "|")}) = \[[^\]]*"{name.replace("_", ".")}', text, re.M)
+    package = f"-e '{ROOT}" if text else "'nanochat_fp4"
+    how = f"pip install {package}[{','.join(having) or EXTRAS}]'"
     if (ROOT / ".venv").is_dir() and Path(sys.prefix) != ROOT / ".venv":
         how = f'type `source "{ROOT}/.venv/bin/activate"` and run it again'
     return f"the package {name} is not installed in {sys.executable}, which this needs; {how}"
@@ -203,10 +205,11 @@ def begin_program() -> None:
     for a package that is not installed becomes one line.
 
     Does nothing in a program that only imports this package. A program of ours was started with one of our modules by
-    `-m`.
+    `-m`, or is a file of examples/.
     """
     module = sys.orig_argv[sys.orig_argv.index("-m") + 1] if "-m" in sys.orig_argv[:-1] else ""
-    if sys.argv[:1] == ["-c"] or module.partition(".")[0] not in OURS:
+    ours = module.partition(".")[0] in OURS or Path(*sys.argv[:1]).resolve().parent == ROOT / "examples"
+    if sys.argv[:1] == ["-c"] or not ours:
         return
     sys.excepthook = _say_what_is_missing
     # A shell may have let this process ignore the signal.
@@ -262,13 +265,10 @@ def number_type(kind: type, holds: Callable[[float], bool], expected: str) -> Ca
     NaN. `expected` says what such a number is."""
 
     def parse(text: str) -> Any:
-        try:
-            value = kind(text)
-        except ValueError:
-            value = math.nan
-        if not holds(value):
-            raise argparse.ArgumentTypeError(f"{text!r} is not {expected}")
-        return value
+        with contextlib.suppress(ValueError):
+            if holds(value := kind(text)):
+                return value
+        raise argparse.ArgumentTypeError(f"{text!r} is not {expected}")
 
     return parse
 

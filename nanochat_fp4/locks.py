@@ -80,9 +80,9 @@ def running_runs(base_dir: str | os.PathLike) -> list[str]:
 
 
 def lock_of(folder: Path, ending: str = "") -> Path:
-    """Returns the file of the lock of a folder, .<name>.lock beside it. It stays after the lock is released. Only
-    who has the lock may delete it: filelock 4 takes no lock of a file without a name, where earlier releases let two
-    processes in. With the ending .txt it is the file that names who has the lock."""
+    """Returns the file of the lock of a folder, .<name>.lock beside it. A run's stays after the lock is released. Only
+    who has the lock may delete it, as an export does: filelock 4 takes no lock of a file without a name, where earlier
+    releases let two processes in. With the ending .txt it is the file that names who has the lock."""
     return folder.with_name(f".{folder.name}.lock{ending}")
 
 

@@ -71,7 +71,7 @@ def evaluate(args: argparse.Namespace, device: torch.device, rank: int) -> None:
     model_tag, step = None, 0
     if args.hf_path is not None:
         model, tokenizer = load_hf_model(described, device), described.tokenizer
-        own = model.quantization or "bf16"  # The forward of the model as it is stored.
+        own = model.precision  # The forward of the model as it is stored.
         if method == "bf16":
             method = own
         else:
@@ -82,7 +82,7 @@ def evaluate(args: argparse.Namespace, device: torch.device, rank: int) -> None:
         own = checkpoint_method(meta)
         model_tag, step = meta["model_tag"], meta["step"]
         name, slug = f"base model {model_tag} (step {step})", f"base_model_{step:06d}"
-    if args.precision == "bf16" and method != "bf16":
+    if args.precision == "bf16" and method not in ("bf16", "fp32"):
         precision, method = nf.full_precision(model), "bf16"
     elif hasattr(model, "nf_report"):
         precision = nf.quantize_weights_once(model)

@@ -81,7 +81,7 @@ def evaluate(args: argparse.Namespace, device: torch.device, rank: int, world_si
     if args.hf_path:
         model, tokenizer = load_hf_model(described, device), described.tokenizer
         sequence_len, token_bytes, model_tag = model.sequence_len, tokenizer.token_bytes(device), None
-        step, trained = 0, model.quantization or "bf16"
+        step, trained = 0, model.precision
         name = args.hf_path
     else:
         model, tokenizer, meta = load_model("base", device, "eval", args.model_tag, args.step)

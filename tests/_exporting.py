@@ -176,5 +176,5 @@ def value_of(out: Path) -> int:
 
 
 def names_beside(folder: Path) -> set[str]:
-    """The names in a folder, without the file of the lock, which stays."""
+    """The names in a folder, without the file of the lock, which stays after a kill."""
     return {name for name in os.listdir(folder) if ".out.lock" not in name}

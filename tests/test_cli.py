@@ -166,8 +166,8 @@ for option, what, *rest in json.loads(sys.argv[1]):
 print(json.dumps(answers))
 """
 PROGRAMS = {  # the end of stderr without a single package of the extras
-    ("-m", "nanochat_fp4", "base_train"): f"pip install -e '{ROOT}[{cli.EXTRAS}]'",
-    ("-m", "scripts.export", "--format=safetensors"): f"pip install -e '{ROOT}[{cli.EXTRAS}]'",
+    ("-m", "nanochat_fp4", "base_train"): f"pip install -e '{ROOT}[train]'",
+    ("-m", "scripts.export", "--format=safetensors"): f"pip install -e '{ROOT}[train]'",
     ("-m", "nanochat_fp4.upstream", "scripts.base_train"): "",
     ("-c", LIBRARY): None,
 }
@@ -227,6 +227,8 @@ def test_a_missing_package_says_what_to_type(tmp_path, monkeypatch):
     extras = re.findall(r"^(\w+) = \[", (ROOT / "pyproject.toml").read_text(), re.M)
     assert set(cli.EXTRAS.split(",")) <= set(extras)
     missing = ModuleNotFoundError(name="gguf.reader")
+    for package, having in (("gguf", "export"), ("tiktoken", "train"), ("transformers", "export,examples")):
+        assert missing_package(ModuleNotFoundError(name=package)).endswith(f"[{having}]'") or (ROOT / ".venv").is_dir()
     monkeypatch.setattr(cli, "ROOT", tmp_path)  # as site-packages, without pyproject.toml
     assert missing_package(missing).endswith(f"pip install 'nanochat_fp4[{cli.EXTRAS}]'")
     (tmp_path / ".venv").mkdir()

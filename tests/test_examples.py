@@ -50,6 +50,19 @@ def test_a_python_without_the_package_is_one_line(file):
     assert done.returncode and done.stderr.count("\n") == 1 and "pip install -e ." in done.stderr, done.stderr
 
 
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_arguments_train_nothing(file, tmp_path):
+    """--help says what the example does, if its packages are there. Without one it is a line, as for a command."""
+    there = all(importlib.util.find_spec(package) for package in NEEDS.get(file.stem, ()))
+    for argument in ("--help", "clover"):
+        done = subprocess.run([sys.executable, file, argument], capture_output=True, text=True, cwd=tmp_path)
+        assert not os.listdir(tmp_path) and "Traceback" not in done.stderr
+        if there and argument == "--help":
+            assert done.returncode == 0 and "Trains" in done.stdout or "training loop" in done.stdout
+        else:
+            assert done.returncode and done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
+
+
 def test_an_example_that_needs_torchrun_says_so():
     alone = {name: value for name, value in os.environ.items() if name != "RANK"}
     done = subprocess.run([sys.executable, EXAMPLES / "fsdp2.py"], capture_output=True, text=True, env=alone)

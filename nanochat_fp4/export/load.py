@@ -73,6 +73,9 @@ def load_quantized(model: M, folder: str | Path, device: torch.device | str = "c
         about, places = huggingface.describe(model)
         _check_config(folder, config, about)
     else:
+        kinds = [config.get("model_type"), getattr(getattr(model, "config", None), "model_type", None)]
+        if all(kinds) and kinds[0] != kinds[1]:
+            raise ValueError(f"{folder} is of a {str(kinds[0])[:60]}, expected a {kinds[1]}; use the model it is of")
         if not any(isinstance(value, NVFP4Tensor) for value in values.values()):
             raise ValueError(f"{folder} has no quantized weights; name one of save_quantized, or use from_pretrained")
         places = huggingface.places_in(model)

@@ -53,9 +53,8 @@ def new_export(out: str | os.PathLike, overwrite: bool = False) -> Iterator[Path
                 atomic_write(part / LIST, json.dumps({"format": FORMAT, "files": names}, indent=2) + "\n")
                 check_replaceable(out, overwrite)  # Somebody may have put a file there meanwhile.
         finally:
-            if not out.exists():  # A refused export leaves nothing.
-                with contextlib.suppress(OSError):  # Windows deletes no open file.
-                    lock_of(out).unlink()
+            with contextlib.suppress(OSError):  # Windows deletes no open file.
+                lock_of(out).unlink()
 
 
 def check_replaceable(out: Path, overwrite: bool, how: str = "overwrite=True") -> None:
@@ -289,11 +288,8 @@ def _write(
     quantized = [name for name, matrices in stacks.items() if done & set(matrices)]
     if left := sorted(set().union(*(stacks[name] for name in quantized)) - done):
         raise ValueError(f"save_quantized: {left[0]} is not in 4 bits, and others are; skip all of them or none")
-    if quantized:
-        notes.append(
-            "transformers 5.24 reads experts without their weight_global_scale, which is wrong; nf.load_quantized and "
-            "the package compressed-tensors read them right"
-        )
+    if any(f"{layer}.weight" in stacks[name] for name in quantized for layer in four_bits):
+        notes.append("transformers 5.24 reads experts wrong, without weight_global_scale; use nf.load_quantized")
 
     # What the model's class keeps in FP32, and what it keeps out of files.
     in_fp32 = {*(getattr(model, "_keep_in_fp32_modules_strict", None) or ())}

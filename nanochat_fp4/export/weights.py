@@ -17,6 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping
 import torch
 from torch import Tensor, nn
 
+from nanochat_fp4.models.gpt import GPT
 from nanochat_fp4.nvfp4.contexts import full_precision
 from nanochat_fp4.nvfp4.convert import uncalled
 from nanochat_fp4.nvfp4.epilogue import groups_of
@@ -109,12 +110,12 @@ def forward_weights(model: nn.Module, share_scales: bool = True) -> tuple[dict[s
             squares += torch.stack([t.square().sum() for t in (found[name].dequantize() - full, own - full, full)])
         common, own = (squares[:2] / squares[2].clamp(min=1e-30)).sqrt().tolist()
         notes.add(
-            f"{len(shared)} layers, such as {names[together[0][0]]}, have common tensor scales, as vLLM (not run) "
-            f"expects: rounded again from the full weights, they differ from them by {common:.2%} (root mean square), "
+            f"{len(shared)} layers, such as {names[together[0][0]]}, have common tensor scales, for readers that fuse "
+            f"them: rounded again from the full weights, they differ from them by {common:.2%} (root mean square), "
             f"and by {own:.2%} with training's scales"
         )
     quantized = {layer for group in groups for layer in group}
-    for layers in in_servers(model):
+    for layers in () if isinstance(model, GPT) else in_servers(model):
         if len({layer.recipe if layer in quantized else None for layer in layers}) > 1:
             name = next(names[layer] for layer in layers if layer in quantized)
             notes.add(

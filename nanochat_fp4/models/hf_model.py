@@ -29,13 +29,13 @@ class HuggingFaceModel(torch.nn.Module):
     """A causal language model that returns the losses of (tokens, targets), or the logits of tokens, like gpt.GPT.
 
     sequence_len is the length of sequences for bits per byte. max_seq_len is the fixed context of GPT-2, and None for
-    other models. quantization names the format of weights that are stored quantized, and is None for other models.
+    other models. precision names the format of weights that are stored quantized, or what the products are computed in.
     """
 
-    def __init__(self, model: torch.nn.Module, quantization: str | None = None):
+    def __init__(self, model: torch.nn.Module, precision: str = "fp32"):
         super().__init__()
         self.model = model
-        self.quantization = quantization
+        self.precision = precision
         self.max_seq_len = getattr(model.config, "n_positions", None)
         self.sequence_len = min(LONGEST, getattr(model.config, "max_position_embeddings", None) or LONGEST)
 
@@ -178,7 +178,7 @@ def load_hf_model(described: Described, device: torch.device) -> HuggingFaceMode
 
     Raises UserError if the model needs code of its own, and if weights are missing, unused or of another shape.
     transformers would replace such weights by random ones. A package that reads them may not be installed.
-    Quantized experts are refused, because transformers reads them wrong.
+    Experts are refused unless they are in FP8, because transformers reads those in NVFP4 wrong.
     """
     path, config, _ = described
     stored = config.get("quantization_config")
@@ -205,13 +205,16 @@ def load_hf_model(described: Described, device: torch.device) -> HuggingFaceMode
                 f"--hf-path={path}: its weights do not fit its config.json ({kind.replace('_', ' ')}: {first[:200]}); "
                 "give a whole model"
             )
-    if stored and any("experts" in name and p.dim() > 2 for name, p in model.named_parameters()):
+    precision = "bf16" if device.type == "cuda" else "fp32"  # as models.gpt.autocast
+    precision = str(stored.get("format") or stored.get("quant_method") or "quantized") if stored else precision
+    stacked = any("experts" in name and p.dim() > 2 for name, p in model.named_parameters())
+    if stored and stacked and precision != "float-quantized":
         raise UserError(
-            f"--hf-path={path}: transformers reads quantized experts without their scales; load the folder with "
-            "nf.load_quantized into an unquantized model, and evaluate what its save_pretrained writes"
+            f"--hf-path={path}: transformers reads quantized experts right in FP8 (float-quantized) alone, not in "
+            f"{precision}; load the folder with nf.load_quantized into an unquantized model, and evaluate what its "
+            "save_pretrained writes"
         )
-    quantization = str(stored.get("format") or stored.get("quant_method") or "quantized") if stored else None
-    return HuggingFaceModel(model.to(device).eval(), quantization)
+    return HuggingFaceModel(model.to(device).eval(), precision)
 
 
 def _short(error: BaseException) -> str:

@@ -114,7 +114,7 @@ def core_of(folder, monkeypatch, tiny_base, capsys):
 @pytest.mark.parametrize(
     "flags, quantized, words",
     [
-        ((), False, "bf16 forward"),
+        ((), False, "fp32 forward"),
         (("--method=clover",), True, "clover forward"),
         (("--method=clover", "--precision=bf16"), False, "bf16 forward"),
     ],
@@ -161,7 +161,8 @@ def test_bits_per_byte_convert_only_for_a_method(folder, tiny_base, monkeypatch,
     write_config(folder, **({"quantization_config": stored} if stored else {}))
     monkeypatch.setattr("nanochat_fp4.convert", lambda *_, **__: pytest.fail("nothing asked for another method"))
     base_loss.main(["--device-type=cpu", f"--hf-path={folder}", "--device-batch-size=2", "--split-tokens=128"])
-    assert "val bpb: " in capsys.readouterr().out
+    done = capsys.readouterr()
+    assert "val bpb: " in done.out and f"val bpb, {stored['format'] if stored else 'fp32'}" in done.err
 
 
 def test_bits_per_byte_of_a_text_file_are_stored(folder, tiny_base, tmp_path, monkeypatch):

@@ -83,7 +83,7 @@ def test_weights_that_do_not_fit_are_refused(folder):
 def test_core_of_a_model_of_transformers(folder, tiny_base, tmp_path, capsys):
     bundle = make_bundle(tmp_path / "bundle")
     base_eval.main([f"--hf-path={folder}", f"--bundle-dir={bundle}", "--max-per-task=3", "--device-type=cpu"])
-    assert f"CORE of {folder}, bf16 forward" in capsys.readouterr().out
+    assert f"CORE of {folder}, fp32 forward" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -117,14 +117,16 @@ def test_quantized_folder_is_evaluated(folder, tiny_base, tmp_path, capsys, meth
     assert bpb["four"] == pytest.approx(bpb["decoded"], rel=2e-3)  # BF16 against FP32
 
 
-def test_quantized_experts_are_refused(folder, tmp_path):
-    """transformers reads them without their weight_global_scale, and says nothing."""
+def test_experts_in_nvfp4_are_refused(folder, tmp_path):
+    """transformers reads them without their weight_global_scale, and says nothing. It reads those in FP8 right."""
     pytest.importorskip("compressed_tensors")
     config = transformers.Qwen3MoeConfig(
         vocab_size=300, hidden_size=32, moe_intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
         num_key_value_heads=2, head_dim=16, num_experts=4, num_experts_per_tok=2,
     )  # fmt: skip
-    model = nf.convert(transformers.Qwen3MoeForCausalLM(config), verbose=False)
-    nf.save_quantized(model, tmp_path / "moe", tokenizer=transformers.AutoTokenizer.from_pretrained(folder))
-    with pytest.raises(UserError, match="reads quantized experts without their scales; load the folder with"):
+    model, tokenizer = transformers.Qwen3MoeForCausalLM(config), transformers.AutoTokenizer.from_pretrained(folder)
+    nf.save_quantized(nf.convert(model, "fp8", verbose=False), tmp_path / "eight", tokenizer=tokenizer)
+    load_hf_model(describe(str(tmp_path / "eight")), torch.device("cpu"))
+    nf.save_quantized(nf.convert(model, "clover", verbose=False), tmp_path / "moe", tokenizer=tokenizer)
+    with pytest.raises(UserError, match="experts right in FP8 .* alone.*; load the folder with"):
         load_hf_model(describe(str(tmp_path / "moe")), torch.device("cpu"))
