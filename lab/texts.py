@@ -45,6 +45,7 @@ TEXTS = {
         f"shard_0000{i}.parquet": shard
         for i, shard in enumerate([*(shard for pair in zip(PROSE, CODE) for shard in pair), MIXED])
     },
+    "6c479da8d6f0": {f"shard_0000{i}.parquet": shard for i, shard in enumerate([*PROSE, CODE[0], MIXED])},
     "86aa8225160f": {f"shard_0000{i}.parquet": shard for i, shard in enumerate([*PROSE, *CODE, MIXED])},
     # The training text of this one contains the prose of its validation text, half of which is thus not held out.
     "b02ca4613600": {

@@ -4,6 +4,7 @@ from tiny packages, and what training and validation text have in common."""
 import importlib.util
 import io
 import json
+import re
 import tarfile
 from hashlib import sha256
 
@@ -84,6 +85,20 @@ def test_a_text_is_made_of_its_shards_alone(tmp_path, monkeypatch):
     with pytest.raises(UserError, match=f"the shards are those of .*, not of {key}"):
         texts.main([*make[:-1], f"--out={tmp_path}/again"])
     assert not (tmp_path / "again").exists()
+
+
+def test_every_text_is_named_by_the_sizes_of_its_shards():
+    """Those of lab/private_texts.txt, by which each text of docs/texts.md without pieces can be made."""
+    lines = (texts.public_text.LIST.parent / "private_texts.txt").read_text().partition("# The shards")[2].splitlines()
+    listed = [[int(word.replace(",", "")) for word in re.findall(r"\d[\d,]*,\d{3}", line)] for line in lines]
+    prose, code, (mixed,) = filter(None, listed)
+    size = {"code/val_mixed.parquet": mixed}
+    for kind, sizes in (("corpus", prose), ("code", code)):
+        size |= {f"{kind}/shard_0000{i}.parquet": bytes_of for i, bytes_of in enumerate(sizes)}
+    assert "6c479da8d6f0" in texts.TEXTS
+    for key, shards in texts.TEXTS.items():
+        named = sorted((name, size[source]) for name, source in shards.items())
+        assert sha256(json.dumps(named).encode()).hexdigest()[:12] == key
 
 
 # ----------------------------------------------------------------------------------------------------------------------
