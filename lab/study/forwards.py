@@ -11,6 +11,7 @@ BF16. The results are written to <folder>/forwards/<tag>.json.
 
 import argparse
 import json
+import math
 import os
 from pathlib import Path
 
@@ -22,7 +23,7 @@ from lab.study.sweep_results import data_name
 from lab.study.sweep_scheduler import base_directory
 from nanochat_fp4.cli import ArgumentParser, UserError, run_main
 from nanochat_fp4.common import add_recipes_argument, autodetect_device_type, print0
-from nanochat_fp4.data.dataloader import Documents, packed_rows
+from nanochat_fp4.data.dataloader import Documents, evaluation_rows, packed_rows
 from nanochat_fp4.data.dataset import Survey, ensure_data, open_text
 from nanochat_fp4.data.tokenizer import get_token_bytes
 from nanochat_fp4.evaluation.loss_eval import evaluate_bpb
@@ -47,27 +48,26 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     text = "the text that the sweep trained on (default: DATA_DIR, else the folder that the first run read)"
     add("--data-dir", default=None, help=text)
     add("--device-batch-size", type=int, default=32, help="rows of a batch")
-    add("--eval-tokens", type=int, default=2**20, help="tokens of the validation text")
+    add("--eval-tokens", type=int, default=0, help="tokens of the validation text (default: those of the run)")
     add("--device-type", default="", help="cuda|cpu|mps (empty = autodetect)")
     return parser.parse_args(argv)
 
 
-def evaluate(tag: str, args: argparse.Namespace, device: torch.device, text: Survey) -> dict[str, float]:
-    """Returns the validation bits per byte of a run's newest checkpoint for each forward pass. The checkpoint is that
-    of the current base directory."""
+def evaluate(tag: str, args: argparse.Namespace, device: torch.device, text: Survey) -> tuple[dict[str, float], int]:
+    """Returns (the validation bits per byte of a run's newest checkpoint for each forward pass, the tokens that were
+    evaluated). The checkpoint is that of the current base directory."""
     model, tokenizer, meta = load_model("base", device, "eval", tag)
-    rows, length = args.device_batch_size, meta["model_config"]["sequence_len"]
-    steps = args.eval_tokens // (rows * length)
-    if not steps:
-        raise UserError(f"--eval-tokens={args.eval_tokens} is less than a batch of {rows * length}; raise it")
+    length = meta["model_config"]["sequence_len"]
+    wanted, _ = evaluation_rows(args.eval_tokens or meta["user_config"]["eval_tokens"], 1, length, 1)
+    rows = math.gcd(wanted, args.device_batch_size)  # Batches of equal size end with the last row.
     results = {}
     for name in args.forwards.split(","):
         nf.convert(model, name, backward=False, per_token_in_eval=False, verbose=False)
         model.lm_head.precision = default_head(name)
         batches = packed_rows(Documents(tokenizer, length, open_text("val", text)), rows, device)
         with autocast(device.type), torch.no_grad(), nf.quantize_weights_once(model):
-            results[name] = evaluate_bpb(model, batches, steps, get_token_bytes(device=device))
-    return results
+            results[name] = evaluate_bpb(model, batches, wanted // rows, get_token_bytes(device=device))
+    return results, wanted * length
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -92,11 +92,12 @@ def main(argv: list[str] | None = None) -> None:
                 mend = "give the text of its sweep with --data-dir, and choose its runs with --tags"
                 raise UserError(f"{data_name(str(text.folder))} is not the text of {tag}: {problem}; {mend}")
         (args.folder / "forwards").mkdir(exist_ok=True)
-        for tag in tags:
+        for i, tag in enumerate(tags, 1):
             path = args.folder / "forwards" / f"{tag}.json"
+            print0(f"run {i} of {len(tags)}: {tag}", flush=True)
             if not path.is_file():
-                bpb = evaluate(tag, args, device, text)
-                record = {"tag": tag, "eval_tokens": args.eval_tokens, "bpb": bpb, "environment": environment_info()}
+                bpb, tokens = evaluate(tag, args, device, text)
+                record = {"tag": tag, "eval_tokens": tokens, "bpb": bpb, "environment": environment_info()}
                 atomic_write(path, json.dumps(record, indent=1) + "\n")
             bpb = json.loads(path.read_text())["bpb"]
             rows.append([tag, *(f"{bpb[name]:.5f}" if name in bpb else "-" for name in names)])

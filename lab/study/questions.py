@@ -343,7 +343,7 @@ def fp8_forward(context: Context) -> Outcome:
 # ----------------------------------------------------------------------------------------------------------------------
 # The same weights in several forwards (lab.study.forwards evaluates them)
 
-# A column of the table -> the method whose forward pass it shows.
+# A column of the table -> the method whose forward pass it shows. Other methods are columns by their own names.
 IN_FORWARD = {"4/6, one term": "clover", "feedback, one term": "clover_feedback", "two terms": "clover_refined"}
 # The comparisons: what is compared, the target for the share of clover's gap, and the name of the bits per byte in a
 # run. "deployed" has one term. It is the own forward, or that of feedback if the method ends in two terms.
@@ -378,18 +378,21 @@ def forwards(context: Context) -> Outcome:
     by Holm."""
     runs, content = stored_runs(context)
     (size,), methods = {r["size"] for r in runs}, methods_of(runs)
-    values = {"own": "val_bpb", **IN_FORWARD, "BF16": "val_bpb_bf16"}
+    evaluated = dict.fromkeys(name for r in runs for name in r.get("forwards", ()) if name != "bf16")
+    if not evaluated:
+        raise UserError("no run of --results was evaluated in several forwards; run lab.study.forwards, then its sweep")
+    shown = {column: name for column, name in IN_FORWARD.items() if name in evaluated}
+    shown |= {name: name for name in evaluated if name not in shown.values()}
+    values = {"own": "val_bpb", **shown, "BF16": "val_bpb_bf16"}
     cells: dict[str, dict[str, str]] = {m: {} for m in methods}
     for column, name in values.items():
         having = runs if name.startswith("val_bpb") else with_value(runs, name)
         for method in methods_of(having):
             gap = stats.gap(having, size, method, name)
             cells[method][column] = f"{gap} [{gap.n}]"
-    if not any(column in cells[m] for m in methods for column in IN_FORWARD):
-        raise UserError("no run of --results was evaluated in several forwards; run lab.study.forwards, then its sweep")
     steps = steps_of(runs)
     rows = [[m, gaps.gemm_work(runs, m, steps), *(cells[m].get(c, "-") for c in values)] for m in methods]
-    afterwards = (rounded_afterwards(runs, name) for name in IN_FORWARD.values())
+    afterwards = (rounded_afterwards(runs, name) for name in shown.values())
     rows.insert(0, ["bf16", gaps.gemm_work(runs, "bf16", steps), "0", *afterwards, "0"])
     found = []
     for what, target, value in OF_FORWARDS:
@@ -402,11 +405,14 @@ def forwards(context: Context) -> Outcome:
         share = of["share"].shown(3, "-") if of["share"] else f"none, {NO_GAP}"
         said = f"share {share}, target {of['target']:.2f}, p by Holm {shown_p(of['p_holm'])}: {of['verdict']}"
         notes.append(f"{of['method']}, {of['what']}: {said}")
+    if found:
+        notes += [
+            f"{len(found)} targets are tested together, two-sided, paired by seed, with Holm's correction; shares are "
+            "of clover's gap with the same forward, with Fieller's interval (95%, without the correction)",
+            "deployed in plain NVFP4: the own forward, or feedback of one term for a method that ends in two; "
+            "clover's is 4/6, its own",
+        ]
     notes += [
-        f"{len(found)} targets are tested together, two-sided, paired by seed, with Holm's correction; shares are of "
-        "clover's gap with the same forward, with Fieller's interval (95%, without the correction)",
-        "deployed in plain NVFP4: the own forward, or feedback of one term for a method that ends in two; clover's is "
-        "4/6, its own",
         "gaps in percent of BF16's bits per byte, [seeds]; bf16: its weights, rounded after training",
         gaps.INTERVALS,
     ]

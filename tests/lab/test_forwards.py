@@ -17,13 +17,15 @@ def test_the_same_weights_in_several_forwards(tiny_base, tmp_path, capsys):
     assert content["done"] == 2 and content["results"][1]["gemm_work"]["4"] == pytest.approx(24 / 53)
     said = capsys.readouterr().out
     assert str(folder / "sweep.json") in said and f"text {content['data']}\n" in said
-    run = [f"--folder={folder}", "--device-batch-size=4", "--eval-tokens=256", "--device-type=cpu"]
+    run = [f"--folder={folder}", "--device-type=cpu"]  # Its batches are larger than the evaluation.
     forwards.main(run)
-    assert f"2 runs on {content['data']}" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert f"2 runs on {content['data']}" in said and "run 2 of 2: tiny_mine" in said
     records = [json.loads(path.read_text()) for path in sorted((folder / "forwards").glob("*.json"))]
     assert [r["tag"].split("_")[1] for r in records] == ["bf16", "mine"]
     for record in records:
         bpb = record["bpb"]
+        assert record["eval_tokens"] == 256  # as the sweep, which refuses others
         assert list(bpb) == ["clover", "bf16"] and bpb["clover"] != bpb["bf16"]
     trained = json.loads((next((folder / "runs").glob("tiny_mine_*.json"))).read_text())
     # The run measured the same weights on the same tokens, in other batches: FP32 sums in another order.

@@ -272,6 +272,15 @@ def test_figure_5_and_the_table_of_methods_have_those_of_a_users_sweep(tmp_path,
     assert any(line.split()[0] == "mine" for line in printed(f"methods --results={path}") if line)
 
 
+def test_the_forwards_are_those_that_a_study_has(tmp_path, printed):
+    """Also of a user's method, and no column of what nobody evaluated."""
+    forwards = {"mine": 1.03, "clover": 1.02, "bf16": 1.01}
+    path = study(tmp_path / "a.json", lambda run: {"forwards": forwards}, bf16=[0.0], mine=[4.0])
+    said = printed(f"forwards --results={path}")
+    assert "weights of GEMM work own 4/6, one term mine BF16" in said, said
+    assert "mine 1.00 +4.00 [1] +2.00 [1] +3.00 [1] +2.00 [1]" in said and "targets" not in " ".join(said), said
+
+
 @pytest.mark.parametrize("name", ["horizon", "fig5"])
 def test_runs_without_evaluations_on_the_way_have_no_blank_picture(tmp_path, capsys, name):
     path = study(tmp_path / "a.json", lambda run: {"curve": []}, bf16=[0.0], clover=[1.0])
