@@ -36,6 +36,7 @@ import fnmatch
 import io
 import json
 import math
+import re
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
@@ -45,6 +46,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from lab import RESULTS, table
+from lab.study.sweep_runs import gives_its_tokens, left_code
 from nanochat_fp4.cli import ArgumentParser, UserError, did_you_mean, one_line, run_main
 from nanochat_fp4.common import print0
 from nanochat_fp4.files import atomic_write
@@ -161,6 +163,11 @@ def pooled(contents: Iterable[dict[str, Any]]) -> dict[str, Any]:
     return {name: ", ".join(dict.fromkeys(values)) for name, values in every.items()}
 
 
+def shown_commit(commit: str | None) -> str:
+    """Returns a run's commit, or several, with seven digits each."""
+    return re.sub(r"\b([0-9a-f]{7})[0-9a-f]+", r"\1", commit or "unknown")
+
+
 def names_of(text: str) -> list[str]:
     """Returns the studies and files that a value of --results names. It holds names separated by commas. A name may be
     that of a group, or a pattern such as ladder_*."""
@@ -227,14 +234,15 @@ def listed(names: Iterable[str] = ()) -> str:
     lines = []
     for name, runs in sorted(rows.items()):
         values = {k: list(dict.fromkeys(str(r[k]) for r in runs)) for k in ("text", "size", "seed", "card", "commit")}
-        commits = ", ".join(c[:7] or "unknown" for c in values["commit"])
-        line = [name, *values["size"], len(runs), len({r["label"] for r in runs}), ", ".join(values["seed"])]
+        commits = ", ".join(map(shown_commit, values["commit"]))
+        again = sum(not left_code(r["flags"]) and gives_its_tokens(r) for r in runs)
+        line = [name, *values["size"], len(runs), again, len({r["label"] for r in runs}), ", ".join(values["seed"])]
         lines.append([*line, *values["text"], *values["card"], commits])
-    header = ["study", "size", "runs", "methods", "seeds", "text", "card", "commit"]
+    header = ["study", "size", "runs", "again", "methods", "seeds", "text", "card", "commit"]
     if names:
         return table(header, lines)
     groups = [[name, ", ".join(of)] for name, of in GROUPS.items()]
-    unknown = f"commit unknown: the sweep stored none. All runs are in {RUNS}"
+    unknown = f"again: the runs that sweep --again can train. commit unknown: none was stored. All runs are in {RUNS}"
     return "\n\n".join(
         [table(header, lines), unknown, table(["group of studies", "which tables take together"], groups)]
     )
@@ -249,7 +257,7 @@ def listed_runs(names: str) -> str:
         for r in content["results"]:
             bits = [f"{r[value]:.4f}" for value in ("val_bpb", "val_bpb_bf16")]
             rows.append([name, r["method"], r["size"], r["seed"], *bits, r.get("head") or "-"])
-            rows[-1].append((r.get("commit") or of_study)[:7])
+            rows[-1].append(shown_commit(r.get("commit") or of_study))
     header = ["study", "label", "size", "seed", "bits per byte", "BF16 forward", "head", "commit"]
     return f"{table(header, rows)}\n\nhead -: stored without its head, which is in BF16 unless the label says otherwise"
 

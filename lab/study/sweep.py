@@ -34,10 +34,10 @@ from pathlib import Path
 from typing import Any
 
 from lab import table
-from lab.runs import names_of, stored
+from lab.runs import names_of, shown_commit, stored
 from lab.statistics import gap
 from lab.study.sweep_results import LEGEND, data_name, difference_from_paper, of_one_seed, other_lengths, summary
-from lab.study.sweep_runs import LEFT, Run, again, data_key, flag_values, labels, parse_number, plan
+from lab.study.sweep_runs import LEFT, Run, again, data_key, gives_its_tokens, labels, left_code, parse_number, plan
 from lab.study.sweep_scheduler import Interrupted, Sweep, base_directory, visible_devices
 from nanochat_fp4.cli import ArgumentParser, UserError, format_seconds, run_main
 from nanochat_fp4.common import add_recipes_argument, get_base_dir, print0
@@ -232,21 +232,11 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         studies = [stored(study) for study in names_of(args.again)]
         args.texts = list(dict.fromkeys(content["data"] for content in studies))
         args.stored = [run for content in studies for run in content["results"]]
-        left = {
-            (r["method"], commit) for r in args.stored for commit in map(LEFT.get, flag_values(r["flags"])) if commit
-        }
-        for method, commit in sorted(left):
-            print0(f"{method} is left out: its flags left base_train, and {commit} is the last commit that has them")
-        args.stored = [r for r in args.stored if r["method"] not in dict(left)]
-        if not args.stored:
-            raise UserError(f"--again={args.again}: no run is left to train; check out that commit")
-        for r in args.stored:
-            flags = flag_values(r["flags"])
-            trains = int(flags.get("total-batch-size", 0)) * int(flags.get("num-iterations", r["steps"]))
-            if trains != r["tokens"] or "max-seq-len" not in flags:
-                problem = f"the stored flags of {r['method']} do not give its {r['tokens']:,} tokens"
-                mend = "none of its runs can be trained again; --methods, --sizes and --tokens train others"
-                raise UserError(f"--again={args.again}: {problem}; {mend}")
+        args.stored = without_left(args.again, args.stored)
+        if lost := next((r for r in args.stored if not gives_its_tokens(r)), None):
+            problem = f"the stored flags of {lost['method']} do not give its {lost['tokens']:,} tokens"
+            mend = "none of its runs can be trained again; --methods, --sizes and --tokens train others"
+            raise UserError(f"--again={args.again}: {problem}; {mend}")
         args.methods = list(dict.fromkeys(r["method"] for r in args.stored))
         args.sizes = list(dict.fromkeys(r["size"] for r in args.stored))
         args.vocab_size = args.vocab_size or args.stored[0].get("vocab_size", 0)
@@ -259,6 +249,25 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     if unknown := [m for m in args.keep if m not in names]:
         raise UserError(f"--keep: {unknown[0]!r} is none of this sweep's methods; use one of {', '.join(names)}")
     return args
+
+
+def without_left(study: str, results: list[dict]) -> list[dict]:
+    """Returns the runs whose flags and methods this code has, and prints which are left out. Raises UserError if none
+    is left, and for a method that the file of a sweep has from another file."""
+    names = [left_code(r["flags"]) for r in results]
+    left: dict[str, list[tuple[str, str]]] = {}  # A commit -> the labels, and what they have that left the code.
+    for r, missing in zip(results, names):
+        for name in missing:
+            if "study" not in r and name not in LEFT:  # of a sweep's file
+                raise UserError(f"--again={study}: unknown method {name!r}; give its file with --recipes, or RECIPES")
+            left.setdefault(LEFT.get(name) or shown_commit(r.get("commit")), []).append((r["method"], name))
+    for commit, pairs in sorted(left.items()):
+        labels, missing = (", ".join(sorted(set(of))) for of in zip(*pairs))
+        print0(f"left out: {labels}; {missing} left the code; the commit that had them: {commit}")
+    found = [r for r, missing in zip(results, names) if not missing]
+    if not found:
+        raise UserError(f"--again={study}: no run is left to train; check out its commit ({', '.join(sorted(left))})")
+    return found
 
 
 def refuse_other_text(args: argparse.Namespace) -> None:
@@ -307,8 +316,9 @@ def main(argv: list[str] | None = None) -> None:
         print0("all runs:", *common)
         if args.stored:
             print0("text:", *args.texts)
-            for name in ("vocab_size", "tokenizer", "commit"):
+            for name in ("vocab_size", "tokenizer"):
                 print0(f"{name}:", ", ".join({str(r.get(name) or "unknown")[:16]: 0 for r in args.stored}))
+            print0("commit:", ", ".join({shown_commit(r.get("commit")): 0 for r in args.stored}))
         for run, of in zip(runs, flags):
             own = [flag for flag in of.values() if flag not in common]
             print0(f"{run.size} {run.method}, seed {run.seed}:", *own)

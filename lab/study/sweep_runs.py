@@ -64,8 +64,10 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     "clover_separate_qkv": changed("clover", "--separate-qkv"),  # As in the paper's nanochat runs.
 }
 
-# Flags of stored runs that left base_train, and the last commit that has them.
-LEFT = {"oscillation": "c116c2a", "exact-relu-squared": "7172077"}
+# Flags of base_train and methods that stored runs have and this code lacks, and the last commit that has them. Of other
+# methods a run's own commit is named.
+FEEDBACK = "clover_feedback", "clover_feedback_late", "clover_search_feedback", "clover_refined", "clover_mixed"
+LEFT = {"oscillation": "c116c2a", "exact-relu-squared": "7172077", **dict.fromkeys(FEEDBACK, "857ae5f7")}
 
 
 def parse_number(text: str) -> int:
@@ -135,6 +137,29 @@ def method_changes(own: Sequence[str]) -> tuple[str, str]:
     """Returns the values of (--layer-methods, --method-phases) in a method's flags."""
     values = flag_values(own)
     return values.get("layer-methods", ""), values.get("method-phases", "")
+
+
+def left_code(flags: Sequence[str]) -> list[str]:
+    """Returns the names in a stored run's flags that this code lacks: flags of base_train, without --, and methods of
+    the run, of its phases and of its layers. A run without such names can be planned."""
+    values = flag_values(flags)
+    pairs = filter(None, ",".join(method_changes(flags)).split(","))
+    names = dict.fromkeys([values.get("method", "clover"), *(pair.rpartition("=")[2].strip() for pair in pairs)])
+    return [name for name in values if name in LEFT] + [name for name in names if not known(name)]
+
+
+def known(method: str) -> bool:
+    try:
+        return bool(nf.get_recipe(method))
+    except ValueError:
+        return False
+
+
+def gives_its_tokens(result: dict) -> bool:
+    """Returns True if the flags of a stored run say how long it is and how long its rows are."""
+    flags = flag_values(result["flags"])
+    trains = int(flags.get("total-batch-size", 0)) * int(flags.get("num-iterations", result["steps"]))
+    return trains == result["tokens"] and "max-seq-len" in flags
 
 
 def method_plan(own: Sequence[str]) -> MethodPlan:
@@ -301,7 +326,10 @@ def again(results: Iterable[dict], data: str) -> list[Run]:
     A run's tag depends on the text. A branch therefore starts from the new tag of the run from which it once started.
     Raises UserError if the study lacks this run.
     """
-    waiting = [Run(r["method"], r["size"], r["seed"], (*r["flags"], *same_head(r)), data) for r in results]
+    waiting = [
+        Run(r["method"], r["size"], r["seed"], (*r["flags"], *same_head(r)), data, own_recipes(r["flags"]))
+        for r in results
+    ]
     tags: dict[str, str] = {}  # The beginning of a tag, "size_method_seed" -> the new tag.
 
     def begins(tag: str) -> str:

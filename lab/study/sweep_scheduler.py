@@ -142,7 +142,8 @@ class Sweep:
             if run.tag in self.needed and run.method not in self.keep and not failed:
                 self.delete_checkpoints(run.tag)
         if failed:
-            raise UserError(f"{len(failed)} of {len(runs)} runs failed: {'; '.join(failed)}; run again to repeat them")
+            mend = "mend the cause, and the same command trains them"
+            raise UserError(f"{len(failed)} of {len(runs)} runs failed: {'; '.join(failed)}; {mend}")
 
     def _here(self, waiting: Sequence[Run], progress) -> list[str]:
         from scripts import base_train

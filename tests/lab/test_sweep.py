@@ -38,11 +38,11 @@ def result(method: str, seed: int, bpb: float, size: str = "tiny") -> dict:
 # What is run
 
 
-@pytest.mark.parametrize("study", ["d6_work", "d8_mixed", "d8_builds", "d8_scratch", "ladder_192_wide_12"])
+@pytest.mark.parametrize("study", ["d6_longer", "d8_mixed", "d8_builds", "d8_scratch", "ladder_192_wide_12"])
 def test_a_stored_study_is_trained_again_on_another_text(study):
     """Its runs have their flags, and branches begin at the runs of the new text that they once began at."""
     args = sweep.parse_args([f"--again={study}"])
-    stored, runs = kept_runs.stored(study)["results"], sweep.planned(args, "of another text")
+    stored, runs = args.stored, sweep.planned(args, "of another text")
     assert args.name == study and args.vocab_size == stored[0]["vocab_size"]
     assert {(r["method"], r["size"], r["seed"]) for r in stored} == {(r.method, r.size, r.seed) for r in runs}
     tags = [run.tag for run in runs]
@@ -58,38 +58,48 @@ def test_a_stored_study_is_trained_again_on_another_text(study):
 @pytest.mark.parametrize(
     "name, runs, left",
     [
-        ("d6_stored", 87, "tetrajet_v2_full .*c116c2a"),
-        ("d6_second_half", 58, "clover_reset .*c116c2a"),
-        ("d6_switches_second_half", 9, "clover_exact_relu_squared .*7172077"),
-        ("d6_shuffled", 18, ""),
+        ("d6_stored", 30, ["tetrajet_v2_full; oscillation .*c116c2a", "clover_feedback.*857ae5f7", "sparse.* unknown"]),
+        ("d6_mixed", 18, ["clover_feedback, clover_feedback_late, clover_mixed; .*857ae5f7"]),
+        ("d8_mixed", 9, ["mixed_8bit, .*760df3f", "clover_mixed.*857ae5f7"]),
+        ("d6_second_half", 31, ["clover_reset; .*c116c2a", "clover_hot.*304a43f$"]),
+        ("d6_means_apart", 6, ["feedback_means_apart; means_apart .*769b438"]),
+        ("d6_switches_second_half", 9, ["clover_exact_relu_squared; .*7172077"]),
+        ("d6_shuffled", 9, ["857ae5f7"]),
     ],
 )
 def test_studies_and_groups_are_planned_without_what_left(name, runs, left, capsys):
-    """Each flag once, although a stored run's may have been given twice, and above the runs if all have it."""
+    """Neither flags nor methods of the run, its phases and its layers. Each flag stands once, although a stored run's
+    may have been given twice, and above the runs if all have it."""
     sweep.main([f"--again={name}", "--plan"])
     lines = capsys.readouterr().out.splitlines()
     said, planned = ([line for line in lines if word in line] for word in ("left out", ", seed "))
-    assert len(planned) == runs and len(said) == bool(left) and all(re.search(left, line) for line in said)
+    assert len(planned) == runs and all(any(re.search(part, line) for line in said) for part in left)
     common, *about = lines[len(said) : len(lines) - runs]
     for line in planned:
         names = [word.partition("=")[0] for word in f"{common} {line}".split() if word.startswith("--")]
         assert len(names) == len(set(names)) and len(line) < 250
     assert [line.partition(":")[0] for line in about] == ["text", "vocab_size", "tokenizer", "commit"]
     (key,) = {r["text"] for study in kept_runs.names_of(name) for r in kept_runs.stored(study)["results"]}
-    assert key in about[0] and "--depth=6" in common
-    assert "--eval-tokens=1048576" in common + planned[0] or name == "d6_shuffled"
+    assert key in about[0] and re.search("--depth=[68]", common)
+    assert all(len(commit) == 7 for commit in re.findall("[0-9a-f]{7,}", about[3]))
+    assert "--eval-tokens=1048576" in common + planned[0] or name in ("d6_shuffled", "d6_mixed", "d8_mixed")
 
 
 def test_every_stored_study_can_be_planned():
-    """And trains as many tokens as are stored, but for three that say why not."""
-    refused = {"d6_controls": "no run", "d2_embedded": "40,960 tokens", "moe": "5,898,240 tokens"}
+    """And trains as many tokens as are stored, but for four that say why not. The list of studies counts these runs."""
+    refused = {"d6_controls": "no run", "d6_work": "no run .*857ae5f7", "d2_embedded": "40,960 t", "moe": "5,898,240 t"}
+    listed = {
+        line.split()[0]: int(re.split(r"\s{2,}", line)[3]) for line in kept_runs.listed().splitlines() if "(" in line
+    }
     for name in {*kept_runs.studies(), *kept_runs.GROUPS} - set(refused):
         args = sweep.parse_args([f"--again={name}"])
         tokens = {(r["method"], r["size"], r["seed"]): r["tokens"] for r in args.stored}
         assert (runs := sweep.planned(args)), name
+        assert listed.get(name, len(runs)) == len(runs)
         for run in runs:
             flags = base_train.parse_args(list(run.flags))
             assert flags.num_iterations * flags.total_batch_size == tokens[run.method, run.size, run.seed], name
+    assert not any(map(listed.get, refused))
     for name, why in refused.items():
         with pytest.raises(UserError, match=f"{name}.* {why}"):
             sweep.parse_args([f"--again={name}"])
@@ -140,6 +150,23 @@ def test_a_study_is_not_trained_again_on_another_text_or_tokenizer(where, own_st
 
 def test_the_file_of_a_sweep_is_trained_again_under_its_name(own_study):
     assert sweep.parse_args([own_study("text (0123456789ab)")]).name == "mine"
+
+
+def test_again_finds_the_run_of_a_users_method_and_needs_its_file(own_study, tmp_path, monkeypatch):
+    """An edited recipe is another run, which does not train under the name of the first one."""
+    file, known = tmp_path / "mine.py", dict(methods.REGISTERED)
+
+    def runs(rounding: str, argv) -> list[sweep_runs.Run]:
+        file.write_text(MINE.format(rounding))
+        monkeypatch.setattr(methods, "REGISTERED", dict(known))
+        return sweep.planned(sweep.parse_args([*argv, f"--recipes={file}"]), "data")
+
+    first = runs("rtn", "--methods=method_of_a_file --sizes=tiny --seeds=1 --tokens=1024".split())
+    again = [own_study("text (0123456789ab)", method=first[0].method, flags=first[0].flags)]
+    assert runs("rtn", again) == first and runs("sr", again)[0].tag != first[0].tag
+    monkeypatch.setattr(methods, "REGISTERED", known)
+    with pytest.raises(UserError, match="mine.json: unknown method 'method_of_a_file'; give its file with --recipes"):
+        sweep.parse_args(again)
 
 
 def test_a_study_without_the_run_that_others_branch_from_is_refused():
@@ -567,7 +594,7 @@ def test_failures_are_named_and_do_not_stop_the_others(trained):
     problem = r"2 of 3 runs failed: tiny_nvidia.*out of luck.*four_over_six.*ended early"
     with pytest.raises(UserError, match=problem) as e:
         sweep.run_sweep(s, "name", runs)
-    assert "\n" not in str(e.value) and len(order) == 3
+    assert "\n" not in str(e.value) and len(order) == 3 and "run again" not in str(e.value)
     assert s.result(runs[2]) and not s.result(runs[0])
 
 
