@@ -4,7 +4,7 @@
 #     bash speedrun_fp4.sh
 #
 # On GPUs this is nanochat's speedrun: d20, 560M parameters, 11.2B tokens. On a CPU it is a small model that is done in
-# less than ten minutes: a probe chooses 120, 60 or 30 steps. Run the script again and it reuses what is there;
+# some five minutes: a probe chooses 120, 60 or 30 steps. Run the script again and it reuses what is there;
 # interrupted, it goes on. Variables:
 #
 #     QAT_METHOD=clover       how to quantize: bf16, fp8, nvidia, nvidia_full, four_over_six, tetrajet_v2, clover,

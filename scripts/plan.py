@@ -170,7 +170,7 @@ class Settings:
         """What to type: `own` variables, those of these names that the user has set, and the script."""
         apart = {"PLAN_ONLY", "GPU", "GPU_MEMORY", "PYTHONPATH", *(["VENV"] if INSTALLED else [])}
         apart |= {name for name in names if self.environment.get(name, "") in ("", str(base_dir_of({})))}
-        variables = own | {name: self.environment[name] for name in names if name not in apart}
+        variables = own | {name: self.environment[name] for name in names if name not in apart} | own
         return " ".join([*(f"{name}={shlex.quote(str(value))}" for name, value in variables.items()), script])
 
     def argv(self, script: str) -> list[str]:
@@ -639,10 +639,10 @@ class Plan:
         for base in (base for base in self.bases if base.done):
             model, data_dir = s.base_dir / FOLDERS["base"] / base.tag, base.args.data_dir or folder
             if changed := base_train.look_back(model, self.tokenizer, data_dir):
-                new = "set a new NANOCHAT_BASE_DIR"
+                new = typed(s, NANOCHAT_BASE_DIR=f"{s.base_dir}_new")
                 if base.done < base.steps and "base" in s.stages:
-                    raise UserError(f"{changed}; {new}, or give the run its text back, without which it cannot go on")
-                self.left_out.append(f"{base.tag} goes without the text of now, because {changed}. To have it: {new}")
+                    raise UserError(f"{changed}; give the run its text back, or train on the text of now: {new}")
+                self.left_out.append(f"{base.tag} knows nothing new: {changed}. To train on the text of now: {new}")
 
     def counted(self, text: str) -> int | None:
         """The training tokens of own text with this digest, as a run with this tokenizer has counted them."""

@@ -140,7 +140,7 @@ def main(argv: list[str] | None = None) -> None:
         "Data": survey.folder,
         "Tokens": vocab_size,
         "Special tokens": len(tokenizer.get_special_tokens()),
-        "Bytes per token": f"{lengths.mean():.2f} ± {lengths.std():.2f}, {lengths.min():.0f} to {lengths.max():.0f}",
+        "Bytes of the vocabulary's tokens": f"{lengths.mean():.2f} ± {lengths.std():.2f}, at most {lengths.max():.0f}",
         "Fingerprint": tokenizer.fingerprint(),
         "Training time": format_seconds(train_time),
     }

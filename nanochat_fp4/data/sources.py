@@ -101,7 +101,7 @@ def rows_of(path: Path, errors: str = "strict", column: str | None = None) -> It
             f = io.BufferedReader(pa.input_stream(of_disk, COMPRESSED.get(path.suffix.lower()[1:])))
             if kind := BEGINNINGS.get(f.peek(2)[:2]):
                 raise UserError(f"{path} is {kind}")
-            f = io.TextIOWrapper(f, encoding="utf-8-sig", errors=errors, newline="")
+            f = io.TextIOWrapper(f, encoding="utf-8-sig", errors=errors, newline="" if "sv" in kind_of(path) else None)
             rows = TEXT_READERS.get(kind_of(path), _json_lines)(f)
         with f:
             for place, row in rows:

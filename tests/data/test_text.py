@@ -305,8 +305,8 @@ LATIN_LINES = (
     .encode("latin-1")
 )
 HOSTILE = {  # a name, the content, and the text, or a word of the refusal
-    "line ends of Windows": ("a.txt", "\r\n\r\n".join(LINES).encode(), "\r\n\r\n".join(LINES)),
-    "line ends of an old Mac": ("a.txt", "\r".join(LINES).encode(), "\r".join(LINES)),
+    "line ends of Windows": ("a.txt", "\r\n\r\n".join(LINES).encode(), "\n\n".join(LINES)),
+    "line ends of an old Mac": ("a.txt", "\r".join(LINES).encode(), "\n".join(LINES)),
     "a byte order mark": ("a.txt", MARK + prose(1, 40).encode(), prose(1, 40)),
     "no line end in two megabytes": ("a.txt", b"abcd " * 400_000, "abcd " * 400_000),
     "thousands of blank lines": ("a.txt", b"one" + b"\n" * 9000 + b"end" * 2000, "one" + "\n" * 9000 + "end" * 2000),
