@@ -9,7 +9,7 @@
 # Every part has a time limit and a log in $OUT, the benchmarks a JSON as well, which grows as they measure. A part that
 # fails leaves the others; a summary comes last, and the exit status is 1 if anything failed. Variables:
 #
-#     PARTS="doctor layers"    only these; PARTS=all: everything, 90 minutes
+#     PARTS="doctor layers"    only these; PARTS=all: everything, 60 minutes
 #     DRY_RUN=1                the same parts and methods in small, on any machine: do they work? Steps are then of a tiny
 #                              d2, whatever DEPTH says, and its numbers are not worth sending
 #     DEPTH=26                 the model whose steps are timed (default: 20, the speedrun's). A deeper one gets more time

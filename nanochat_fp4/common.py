@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import os
 import random
+import shlex
 import sys
 import traceback
 import types
@@ -27,6 +28,12 @@ def base_dir_of(environment: Mapping[str, str] = os.environ) -> Path:
     return Path(environment.get("NANOCHAT_BASE_DIR") or os.path.expanduser("~/.cache/nanochat_fp4"))
 
 
+def base_dir_variable(base_dir: Path) -> str:
+    """Returns NANOCHAT_BASE_DIR=... and a space, for the front of a command that is about this folder. Returns nothing
+    if it is the default. The shell that types the command may not have the variable."""
+    return "" if base_dir == base_dir_of({}) else f"NANOCHAT_BASE_DIR={shlex.quote(str(base_dir))} "
+
+
 def get_base_dir() -> str:
     """Returns base_dir_of(), and makes the folder. Raises UserError if it cannot be made."""
     base_dir = str(base_dir_of())
@@ -42,9 +49,8 @@ def get_base_dir() -> str:
 def resolve_method(flag: str | None, environment: Mapping[str, str] = os.environ) -> str:
     """Returns the name of the QAT method: that of --method, else QAT_METHOD, else clover. An alias becomes the name
     of its method. Raises UserError, which lists the methods."""
-    name = flag or environment.get("QAT_METHOD") or "clover"
     try:
-        return get_recipe(name).name
+        return get_recipe(flag or environment.get("QAT_METHOD") or "clover").name
     except ValueError as e:
         raise UserError(f"--method: {e}" if flag else f"QAT_METHOD: {e}".replace("--recipes=", "RECIPES=")) from None
 

@@ -144,9 +144,8 @@ def layer_problem(device: torch.device, method: str | Recipe, layer: tuple[int, 
         return torch.randn(shape, generator=generator).bfloat16().float()
 
     x, w, e = normal(tokens, in_features), normal(out_features, in_features), normal(tokens, out_features)
-    devices = [device] if device.type == "cuda" else []
     try:
-        with torch.random.fork_rng(devices=devices), torch.enable_grad():
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.enable_grad():
             torch.manual_seed(1234)
             layer = QuantLinear(in_features, out_features, method=recipe, device=device)
             layer.weight.data.copy_(w)

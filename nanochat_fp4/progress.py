@@ -61,8 +61,7 @@ class Progress(tqdm):
         elif self.n != self.shown:
             self.shown = self.n
             self.bar_format = LINE if self.total and self.n <= self.total else LINE_WITHOUT_TOTAL
-            line = str(self).replace(f"{self.unit}/s", f" {self.unit}/s")
-            print_safely(line, file=sys.stderr, flush=True)
+            print_safely(str(self).replace(f"{self.unit}/s", f" {self.unit}/s"), file=sys.stderr, flush=True)
 
     def write(self, text: str) -> None:
         """Writes a line of text without breaking the bar."""

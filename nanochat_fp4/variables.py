@@ -83,15 +83,15 @@ def problem(names: set[str], script: str = "speedrun") -> str | None:
     for name in sorted(names - set(known) - (set(MEASURE) - MEANT.keys())):
         if name.upper() in of_this:
             return f"{name} is set, and names of variables are in capitals; set {name.upper()}, and unset {name}"
-        if script == "measure" and (name in RUN or name.removesuffix("S") in (*RUN, "METHOD")):
+        meant = MEANT.get(name)
+        alike = {name, name.removesuffix("S"), meant}
+        if script == "measure" and not alike & {*known} and (meant or alike & {*RUN}):
             has = f"dev/measure.sh, which has {' '.join(MEASURE)}, does not take it: it measures the card that is here"
             return f"{name} is set, and {has}; unset {name} (python -m lab.bench steps --help has more)"
         near = difflib.get_close_matches(name, known, n=1, cutoff=0.85)
-        alike = near + [k for k in known if sorted(k) == sorted(name) or k.startswith(f"{name}_")]
-        meant = MEANT.get(name) if script != "measure" else None
-        if meant or alike:
-            mean = f"there is no such variable here; did you mean {meant or alike[0]}?"
-            return f"{name} is set, and {mean} Unset {name} if not"
+        near += [k for k in known if sorted(k) == sorted(name) or k.startswith(f"{name}_")]
+        if meant or near:
+            return f"{name} is set, and there is no such variable; did you mean {meant or near[0]}? Unset {name} if not"
     return None
 
 

@@ -29,7 +29,7 @@ import torch
 
 import nanochat_fp4 as nf
 from nanochat_fp4.cli import INSTALLED, STAGE, ArgumentParser, UserError, amount, did_you_mean, run_main, switched_on
-from nanochat_fp4.common import base_dir_of, load_recipes, resolve_method, set_cpu_threads
+from nanochat_fp4.common import base_dir_of, base_dir_variable, load_recipes, resolve_method, set_cpu_threads
 from nanochat_fp4.data import dataset
 from nanochat_fp4.data.sources import hub_url, look_for, url_problem
 from nanochat_fp4.data.tokenizer import RustBPETokenizer
@@ -594,9 +594,9 @@ class Plan:
     def find_text(self) -> None:
         """Where the text comes from, the shards of FineWeb-Edu that are here, and the words about all that. Raises
         UserError for text that cannot be trained on, and for another one than that of a model to go on with."""
-        s, self.shards, tokens, guess = self.s, 0, 0.0, ""
+        s, shards, self.shards, tokens, guess = self.s, int(self.s.values["NUM_SHARDS"]), 0, 0.0, ""
         folder = s.data_dir or (dataset.found_data() if s.here else None)
-        why = "built before; for FineWeb-Edu: python -m nanochat_fp4.data.dataset -n 8"
+        why = f"built before; for FineWeb-Edu: {base_dir_variable(s.base_dir)}python -m nanochat_fp4.data.dataset -n 8"
         if s.here and not folder:
             url = hub_url(dataset.DATASET, dataset.index_to_filename(0))
             why = f"FineWeb-Edu: {problem}" if (problem := url_problem(url)) else ""
@@ -617,10 +617,10 @@ class Plan:
         elif s.here and why and not (folder and Path(folder).name == "base_data"):
             self.text, self.about_text = "embedded", [f"the embedded corpus, which is small ({why})"]
         else:
-            self.text, self.shards = "hub", len(dataset.survey(folder).train) if folder else 0
-            shards, here = int(s.values["NUM_SHARDS"]), f"{self.shards} of them here" if self.shards else "from the hub"
+            self.text, self.shards = "hub", min(shards, len(dataset.survey(folder).train)) if folder else 0
+            here = f"{self.shards} of them here" if self.shards else "from the hub"
             self.about_text = [f"FineWeb-Edu, {shards} shard{'s' * (shards > 1)}, {here}"]
-            if size := max(0, shards - self.shards) * dataset.SHARD_BYTES:
+            if size := (shards - self.shards) * dataset.SHARD_BYTES:
                 long = duration(*[size / MBIT_100 / 3600] * 2)
                 self.about_text[0] += f": {size / 1e9:.3g} GB to download, {long} at 100 Mbit/s"
             tokens = shards * SHARD_TOKENS
@@ -836,7 +836,7 @@ def how_long(plan: Plan) -> Iterator[str]:
     if len(whole) > 1:
         yield f"both: {duration(*map(sum, zip(*whole)))}"
     besides = ", ".join(kind for kind in ("core", "mid", "sft") if kind in left)
-    yield from dict.fromkeys(said + [f"besides: {besides} (docs/one_card.md has a bound)"] * bool(besides))
+    yield from dict.fromkeys(said + [f"besides: {besides} (docs/one_card.md bounds mid and sft)"] * bool(besides))
 
 
 def minutes(plan: Plan) -> Iterator[str]:

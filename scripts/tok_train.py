@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from nanochat_fp4.cli import ArgumentParser, UserError, format_seconds, run_main
-from nanochat_fp4.common import get_base_dir, print0
+from nanochat_fp4.common import base_dir_variable, get_base_dir, print0
 from nanochat_fp4.data.dataset import Survey, add_data_arguments, ensure_data, parquets_iter_batched
 from nanochat_fp4.data.tokenizer import (
     FILE_NAME,
@@ -73,10 +73,10 @@ def check_own(tokenizer_dir: str | os.PathLike) -> None:
     """Raises UserError if a folder holds the tokenizer of nanochat, whose bits per byte would be wrong with another
     token_bytes.pt. The plan calls this function, too."""
     if Path(tokenizer_dir, PICKLE_NAME).exists():
-        convert = "python -m nanochat_fp4.data.tokenizer --allow-pickle, then set VOCAB_SIZE to what it prints"
+        convert = f"{base_dir_variable(Path(tokenizer_dir).parent)}python -m nanochat_fp4.data.tokenizer --allow-pickle"
         raise UserError(
-            f"{tokenizer_dir} holds nanochat's tokenizer, and another one would replace files of it; unset "
-            f"NANOCHAT_BASE_DIR or set another folder, or train with this tokenizer: {convert}"
+            f"{tokenizer_dir} holds nanochat's tokenizer, and another one would replace files of it; set another "
+            f"NANOCHAT_BASE_DIR, or train with this one: {convert}, then set VOCAB_SIZE to what it prints"
         )
 
 

@@ -50,7 +50,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from nanochat_fp4.cli import ArgumentParser, UserError, format_bytes, one_line, parse_finite, run_main
-from nanochat_fp4.common import base_dir_of, get_base_dir, of_all_ranks, print0, say_once
+from nanochat_fp4.common import base_dir_of, base_dir_variable, get_base_dir, of_all_ranks, print0, say_once
 from nanochat_fp4.data.sources import BLOCK, CONVERT, KINDS, first_foreign, hub_url, kind_of, rows_of, url_problem
 from nanochat_fp4.files import atomic_write
 from nanochat_fp4.locks import locked
@@ -693,7 +693,8 @@ def ensure_data(data_dir: str | None = None, *, column: str = "", num_shards: in
                 what = f"the embedded corpus; {one_line(e).removesuffix(f'; {NO_NETWORK_HINT}')}"
                 folder = build_embedded_corpus()
         elif Path(folder).suffix:
-            what = "the embedded corpus; for FineWeb-Edu: python -m nanochat_fp4.data.dataset -n 8"
+            variable = base_dir_variable(base_dir_of())
+            what = f"the embedded corpus; for FineWeb-Edu: {variable}python -m nanochat_fp4.data.dataset -n 8"
     found = survey(folder)
     if len(texts := set(of_all_ranks(str(found)))) > 1:
         raise UserError(f"the processes have different text ({' | '.join(sorted(texts))}); give all nodes the same")

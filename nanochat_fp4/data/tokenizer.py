@@ -23,7 +23,7 @@ import tiktoken
 import torch
 
 from nanochat_fp4.cli import STAGE, ArgumentParser, UserError, one_line, run_main
-from nanochat_fp4.common import get_base_dir, print0
+from nanochat_fp4.common import base_dir_variable, get_base_dir, print0
 from nanochat_fp4.data.sources import within
 from nanochat_fp4.files import atomic_open, atomic_write
 from nanochat_fp4.locks import locked
@@ -67,8 +67,7 @@ FORMAT = "nanochat_fp4 tokenizer, version 1"
 
 def digest_of(pattern: str, ranks: list[bytes], special_tokens: dict[str, int]) -> str:
     """Returns the SHA-256, in hex, of everything that decides which ids a text becomes."""
-    parts = [pattern, sorted(special_tokens.items(), key=lambda kv: kv[1])]
-    digest = hashlib.sha256(json.dumps(parts).encode())
+    digest = hashlib.sha256(json.dumps([pattern, sorted(special_tokens.items(), key=lambda kv: kv[1])]).encode())
     for token in ranks:
         digest.update(len(token).to_bytes(4, "little") + token)
     return digest.hexdigest()
@@ -145,14 +144,15 @@ class RustBPETokenizer:
         this only for a file that you made yourself.
         """
         path, pickle_path = Path(tokenizer_dir) / FILE_NAME, Path(tokenizer_dir) / PICKLE_NAME
+        variable = base_dir_variable(Path(tokenizer_dir).parent)
         if not path.exists() and pickle_path.is_file():
             if not allow_pickle:
                 problem = f"{tokenizer_dir} holds only nanochat's {PICKLE_NAME}, and loading a pickle can run code"
-                remedy = "convert it, if you made this file: python -m nanochat_fp4.data.tokenizer --allow-pickle"
-                raise UserError(f"{problem} that somebody put into it; {remedy}")
+                convert = f"{variable}python -m nanochat_fp4.data.tokenizer --allow-pickle"
+                raise UserError(f"{problem} that somebody put into it; convert it, if you made this file: {convert}")
             path = pickle_path
         if not path.is_file():
-            remedy = f"put the one there that the model was trained with, or make one: {STAGE}tok_train"
+            remedy = f"put the one there that the model was trained with, or make one: {variable}{STAGE}tok_train"
             raise UserError(f"there is no tokenizer in {tokenizer_dir}; {remedy}")
         try:
             with path.open("rb") as f:
@@ -162,7 +162,7 @@ class RustBPETokenizer:
         except BaseException as e:
             # Damaged input raises nearly anything, and a panic of tiktoken's Rust code is not an Exception.
             problem = f"{path} is not a tokenizer ({type(e).__name__}: {one_line(e)[:150]})"
-            raise UserError(f"{problem}; train it again ({STAGE}tok_train) or copy it again") from e
+            raise UserError(f"{problem}; train it again ({variable}{STAGE}tok_train) or copy it again") from e
 
     @classmethod
     def _of_json(cls, data: dict[str, Any]) -> "RustBPETokenizer":
@@ -173,8 +173,7 @@ class RustBPETokenizer:
             raise ValueError("it differs from its own checksum, so it was altered or damaged")
         if data["pattern"] not in KNOWN_PATTERNS:
             raise ValueError("it splits text by another pattern than nanochat's, which may lose text")
-        ranks = {token: rank for rank, token in enumerate(tokens)}
-        return cls.from_parts(data["pattern"], ranks, special)
+        return cls.from_parts(data["pattern"], {token: rank for rank, token in enumerate(tokens)}, special)
 
     @classmethod
     def _of_pickle(cls, file: BinaryIO) -> "RustBPETokenizer":
@@ -222,8 +221,7 @@ class RustBPETokenizer:
         try:  # tiktoken's download has no time limit of its own.
             enc = within(deadline, lambda: tiktoken.get_encoding(tiktoken_name))
         except Exception as e:  # Several libraries raise errors of the network, and tiktoken for an unknown name.
-            problem = f"the tokenizer {tiktoken_name} cannot be had ({one_line(e)[:100]})"
-            raise UserError(f"{problem}; check the network") from e
+            raise UserError(f"tokenizer {tiktoken_name} cannot be had ({one_line(e)[:100]}); check the network") from e
         return cls(enc, "<|endoftext|>")
 
     # ------------------------------------------------------------------------------------------------------------------
@@ -258,8 +256,7 @@ class RustBPETokenizer:
         """
         special = self.get_special_tokens()
         strings = [self.enc.decode([i]) for i in range(self.get_vocab_size())]
-        lengths = [0 if s in special else len(s.encode("utf-8")) for s in strings]
-        return torch.tensor(lengths, dtype=torch.int32)
+        return torch.tensor([0 if s in special else len(s.encode("utf-8")) for s in strings], dtype=torch.int32)
 
     # ------------------------------------------------------------------------------------------------------------------
     # Text to ids and back
@@ -415,6 +412,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--allow-pickle", action="store_true", help=text)
     args = parser.parse_args(argv)
     tokenizer_dir = get_tokenizer_dir()
+    if args.allow_pickle and not os.path.isfile(os.path.join(tokenizer_dir, PICKLE_NAME)):
+        raise UserError(f"{tokenizer_dir} has no {PICKLE_NAME} to convert; copy it there, or set NANOCHAT_BASE_DIR")
     tokenizer = get_tokenizer(allow_pickle=args.allow_pickle)
     if not os.path.exists(os.path.join(tokenizer_dir, FILE_NAME)):
         tokenizer.save(tokenizer_dir)

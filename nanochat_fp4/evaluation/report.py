@@ -16,7 +16,6 @@ tokens.
 import json
 import os
 import re
-import shlex
 import sys
 import time
 from collections.abc import Iterable, Mapping
@@ -24,7 +23,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from nanochat_fp4.cli import STAGE, ArgumentParser, UserError, format_seconds, run_main
-from nanochat_fp4.common import base_dir_of, get_base_dir, get_dist_info
+from nanochat_fp4.common import base_dir_variable, get_base_dir, get_dist_info
 from nanochat_fp4.evaluation import plots
 from nanochat_fp4.evaluation.metrics import USUAL_TOKENS, read_jsonl
 from nanochat_fp4.files import atomic_write
@@ -276,8 +275,7 @@ SCATTER = "; of one seed: clover's of nine seeds lie 0.3 points apart at d6 (160
 def summary(runs: list[dict], base_dir: Path) -> list[str]:
     """Returns lines about each run that has ended: where it is, and how to use it."""
     lines = []
-    # The shell that types the command may not have the variable.
-    variable = "" if base_dir == base_dir_of({}) else f"NANOCHAT_BASE_DIR={shlex.quote(str(base_dir))} "
+    variable = base_dir_variable(base_dir)
     for r in (r for r in runs if r["finished"]):
         tag, stages = r["model_tag"], r["stages"]
         there = [s for s in FOLDERS if any((base_dir / FOLDERS[s] / tag).rglob("model_*"))]

@@ -204,12 +204,20 @@ def pickled(tok, base_dir):
 
 
 def test_a_pickle_is_converted_if_asked(pickled, tok, capsys):
-    with pytest.raises(UserError, match="--allow-pickle"):
+    with pytest.raises(UserError, match=f"NANOCHAT_BASE_DIR={pickled.parents[1]} python -m .* --allow-pickle$"):
         tokenizer_module.main([])
     tokenizer_module.main(["--allow-pickle"])
     assert tok.fingerprint() in capsys.readouterr().out
     assert get_tokenizer().fingerprint() == tok.fingerprint()
     assert torch.equal(get_token_bytes(), tok.token_bytes())
+
+
+def test_a_pickle_that_is_not_there_is_not_converted(pickled):
+    """A user may have forgotten NANOCHAT_BASE_DIR, and the default folder has a tokenizer of its own."""
+    tokenizer_module.main(["--allow-pickle"])
+    pickled.unlink()
+    with pytest.raises(UserError, match="has no tokenizer.pkl to convert; .* NANOCHAT_BASE_DIR"):
+        tokenizer_module.main(["--allow-pickle"])
 
 
 class Evil:

@@ -47,6 +47,9 @@ def test_a_plan_runs_nothing_and_what_a_stranger_runs_ends_within_20_minutes(tmp
     said, limits = plan(tmp_path / "out", PARTS="all")
     assert list(limits) == ["doctor", "tests", "layers", "steps", "steps_32gib"] and limits["layers"] == 240
     assert "steps_nanochat  skipped: NANOCHAT is not set" in said
+    everything = plan(tmp_path / "out", PARTS="all", NANOCHAT=checkout_of_nanochat(tmp_path))[1]
+    named = re.search(r"PARTS=all: everything, (\d+) minutes", (ROOT / "dev/measure.sh").read_text())[1]
+    assert int(named) - 1 < sum(everything.values()) / 60 <= int(named)
     said, limits = plan(tmp_path / "out")
     assert "--methods" not in said.partition("steps,")[2]
     assert list(limits) == ["doctor", "layers", "steps"] and sum(limits.values()) <= 1200
@@ -207,12 +210,15 @@ def test_what_takes_too_long_is_cut_off(tmp_path):
         ({"LIMIT": "abc"}, "error: LIMIT=abc: expected whole seconds, such as LIMIT=60;"),
         ({"LIMIT": "0"}, "error: LIMIT=0: expected whole seconds"),
         ({"NANOCHAT": "/nope"}, "error: NANOCHAT=/nope is no checkout of karpathy/nanochat"),
-        ({"DRYRUN": "1"}, "error: DRYRUN is set, and there is no such variable here; did you mean DRY_RUN?"),
+        ({"DRYRUN": "1"}, "error: DRYRUN is set, and there is no such variable; did you mean DRY_RUN?"),
         ({"SEED": "12"}, "error: SEED is set, and dev/measure.sh, which has PARTS DRY_RUN DEPTH LIMIT "),
         ({"DEPTH": "d12"}, "error: DEPTH=d12: expected whole layers"),
         ({"QAT_METHOD": "fp8"}, "error: QAT_METHOD is set, and dev/measure.sh"),
         ({"GPU": "rtx5090"}, "error: GPU is set, and dev/measure.sh"),
         ({"METHODS": "fp8"}, "error: METHODS is set, and dev/measure.sh"),
+        ({"MEMORY": "24"}, "error: MEMORY is set, and dev/measure.sh"),
+        ({"DEPTHS": "26"}, "error: DEPTHS is set, and there is no such variable; did you mean DEPTH?"),
+        ({"N_LAYER": "26"}, "error: N_LAYER is set, and there is no such variable; did you mean DEPTH?"),
         (
             {"parts": "layers"},
             "error: parts is set, and names of variables are in capitals; set PARTS, and unset parts",

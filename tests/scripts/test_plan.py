@@ -258,7 +258,7 @@ def test_each_method_has_its_own_memory_and_both_train_in_one_state(monkeypatch)
     )
     assert {"--state=lean", *clover.flags} <= set(said(plan)["memory"][1].split())
     besides = said(plan)["how long"][-1]
-    assert besides == "besides: core, mid, sft (docs/one_card.md has a bound)"
+    assert besides == "besides: core, mid, sft (docs/one_card.md bounds mid and sft)"
     assert "besides" not in " ".join(said(planned(GPU="rtx5090", STAGES="tok base"))["how long"])
 
 
@@ -999,6 +999,14 @@ def test_a_text_that_changed_after_the_training_is_said(trained, monkeypatch, tm
     shutil.rmtree(folder / "step_000002")
     with pytest.raises(UserError, match="step 1 .*NANOCHAT_BASE_DIR"):
         planned(**variables)
+
+
+def test_no_more_shards_are_here_than_are_asked_for(base_dir):
+    """As with the text of nanochat, which is linked and has more of them."""
+    (folder := base_dir / "base_data").mkdir(parents=True)
+    for number in (0, 1, 2, 1822):
+        write_shard(folder / f"shard_{number:05d}.parquet", ["One text.", "Another one."])
+    assert planned().about_text[0] == "FineWeb-Edu, 2 shards, 2 of them here"
 
 
 def test_fineweb_edu_grows_and_is_not_the_embedded_corpus(base_dir):

@@ -141,7 +141,7 @@ def test_no_file_of_nanochats_is_replaced(nanochats, data, base_dir, capsys):
         lambda: tok_train.main(["--vocab-size=300", f"--data-dir={data}"]),
         lambda: Plan("speedrun", variables),
     ):
-        with pytest.raises(UserError, match="NANOCHAT_BASE_DIR.*--allow-pickle"):
+        with pytest.raises(UserError, match=f": NANOCHAT_BASE_DIR={base_dir} python -m .* --allow-pickle, then"):
             attempt()
         assert kept() and not (base_dir / "stored_text").exists()
     with pytest.raises(UserError, match="--overwrite"):
