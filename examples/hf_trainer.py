@@ -25,7 +25,7 @@ class Progress(transformers.TrainerCallback):
 def main(folder: str = "trained", method: str = "clover", steps: int = 20):
     words = Tokenizer(models.BPE({chr(i): i for i in range(128)}, []))  # your tokenizer, and your data
     words.decoder = decoders.Fuse()
-    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=words)
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=words, eos_token=chr(0))
     rows = torch.tensor(tokenizer(open(__file__).read())["input_ids"][:512]).view(16, 32)
     config = transformers.LlamaConfig(vocab_size=128, hidden_size=64, intermediate_size=128, num_hidden_layers=2)
     model = nf.convert(transformers.LlamaForCausalLM(config), method)

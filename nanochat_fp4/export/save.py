@@ -81,9 +81,13 @@ def check_replaceable(out: Path, overwrite: bool, how: str = "overwrite=True") -
 # The model card
 
 
-def reading_lines(folder: Path, chat: bool) -> list[str]:
+EXPERTS = "transformers 5.24 reads experts wrong, without weight_global_scale; use nf.load_quantized"
+
+
+def reading_lines(folder: Path, chat: bool, notes: Sequence[str]) -> list[str]:
     """Returns the lines of Python that load an exported folder with transformers, as its config.json demands, and
-    generate with it if it holds a causal language model. `chat`: whether the tokenizer has a chat template."""
+    generate with it if it holds a causal language model. `chat`: whether the tokenizer has a chat template. What
+    transformers reads wrong, as `notes` say, is read by nf.load_quantized."""
     config = json.loads((folder / "config.json").read_bytes())
     remote = ", trust_remote_code=True" if "auto_map" in config else ""
     dtype = config["dtype"] if "quantization_config" in config else ""
@@ -93,6 +97,10 @@ def reading_lines(folder: Path, chat: bool) -> list[str]:
     name = "AutoModelForCausalLM" if causal else "AutoModel" if remote else name
     load = f"model = {name}.from_pretrained(folder{remote}){no_dtype}"
     lines = [f"from transformers import {name}", "", 'folder = "."  # where this file is', load]
+    if EXPERTS in notes:
+        name = config["architectures"][0]
+        load = f"model = nf.load_quantized({name}(AutoConfig.from_pretrained(folder)).eval(), folder)"
+        lines = ["import nanochat_fp4 as nf", f"from transformers import AutoConfig, {name}", *lines[1:3], load]
     if not causal:
         return lines
     prompt = 'tokenizer("The capital of France is", return_tensors="pt")'
@@ -101,7 +109,7 @@ def reading_lines(folder: Path, chat: bool) -> list[str]:
             'tokenizer.apply_chat_template([{"role": "user", "content": "Why is the sky blue?"}], '
             'add_generation_prompt=True, return_tensors="pt", return_dict=True)'
         )
-    lines[0] += ", AutoTokenizer"
+    lines[-4] += ", AutoTokenizer"
     generate = "print(tokenizer.decode(model.generate(**prompt, max_new_tokens=64)[0]))"
     return [*lines, f"tokenizer = AutoTokenizer.from_pretrained(folder{remote})", f"prompt = {prompt}", generate]
 
@@ -289,7 +297,7 @@ def _write(
     if left := sorted(set().union(*(stacks[name] for name in quantized)) - done):
         raise ValueError(f"save_quantized: {left[0]} is not in 4 bits, and others are; skip all of them or none")
     if any(f"{layer}.weight" in stacks[name] for name in quantized for layer in four_bits):
-        notes.append("transformers 5.24 reads experts wrong, without weight_global_scale; use nf.load_quantized")
+        notes.append(EXPERTS)
 
     # What the model's class keeps in FP32, and what it keeps out of files.
     in_fp32 = {*(getattr(model, "_keep_in_fp32_modules_strict", None) or ())}
@@ -324,7 +332,8 @@ def _write_card(model: nn.Module, folder: Path, notes: list[str], chat: bool) ->
     }
     named = " and ".join(kinds)
     made = f"Written by nanochat_fp4 (`nf.save_quantized`) as `compressed-tensors` in {named}."
-    card = model_card(f"{type(model).__name__} in {named}", made, kinds, rows, notes, reading_lines(folder, chat))
+    use = reading_lines(folder, chat, notes)
+    card = model_card(f"{type(model).__name__} in {named}", made, kinds, rows, notes, use)
     atomic_write(folder / "README.md", card)
 
 

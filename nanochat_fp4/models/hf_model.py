@@ -53,7 +53,7 @@ class HuggingFaceTokenizer:
         self.tokenizer = tokenizer
         bos = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
         if bos is None:
-            raise UserError("this tokenizer has neither a token that begins a document nor one that ends it")
+            raise UserError("the tokenizer has no eos_token to end a document with; set one and save it again")
         self.bos = bos
 
     def get_bos_token_id(self) -> int:
@@ -198,13 +198,6 @@ def load_hf_model(described: Described, device: torch.device) -> HuggingFaceMode
         own_code = "auto_map" in config
         remedy = "give a model that needs no code of its own, which is not run" if own_code else WHAT_TO_GIVE
         raise UserError(f"--hf-path={path}: transformers cannot load it ({_short(e)}); {remedy}") from e
-    for kind, names in found.items():
-        if names:
-            first = ", ".join(map(str, list(names)[:3]))
-            raise UserError(
-                f"--hf-path={path}: its weights do not fit its config.json ({kind.replace('_', ' ')}: {first[:200]}); "
-                "give a whole model"
-            )
     precision = "bf16" if device.type == "cuda" else "fp32"  # as models.gpt.autocast
     precision = str(stored.get("format") or stored.get("quant_method") or "quantized") if stored else precision
     stacked = any("experts" in name and p.dim() > 2 for name, p in model.named_parameters())
@@ -214,6 +207,13 @@ def load_hf_model(described: Described, device: torch.device) -> HuggingFaceMode
             f"{precision}; load the folder with nf.load_quantized into an unquantized model, and evaluate what its "
             "save_pretrained writes"
         )
+    for kind, names in found.items():
+        if names:
+            first = ", ".join(map(str, list(names)[:3]))
+            raise UserError(
+                f"--hf-path={path}: its weights do not fit its config.json ({kind.replace('_', ' ')}: {first[:200]}); "
+                "give a whole model"
+            )
     return HuggingFaceModel(model.to(device).eval(), precision)
 
 

@@ -25,14 +25,19 @@ def test_the_same_weights_in_several_forwards(tiny_base, tmp_path, capsys):
     assert [r["tag"].split("_")[1] for r in records] == ["bf16", "mine"]
     for record in records:
         bpb = record["bpb"]
-        assert record["eval_tokens"] == 256  # as the sweep, which refuses others
+        assert (record["eval_tokens"], record["rows"]) == (256, 4)  # as the sweep, which refuses other tokens
         assert list(bpb) == ["clover", "bf16"] and bpb["clover"] != bpb["bf16"]
     trained = json.loads((next((folder / "runs").glob("tiny_mine_*.json"))).read_text())
     # The run measured the same weights on the same tokens, in other batches: FP32 sums in another order.
     assert records[1]["bpb"]["clover"] == pytest.approx(trained["val_bpb"], rel=1e-4)
     assert records[1]["bpb"]["bf16"] == pytest.approx(trained["val_bpb_bf16"], rel=1e-4)
-    forwards.main(run)
-    assert records[1]["tag"] in capsys.readouterr().out
+    path = next((folder / "forwards").glob("tiny_mine_*.json"))
+    path.write_text(json.dumps(records[1] | {"bpb": {"bf16": 7.0}}))
+    forwards.main([*run, "--forwards=bf16,fp8"])  # adds what the record lacks
+    bpb = json.loads(path.read_text())["bpb"]
+    assert bpb["bf16"] == 7 and list(bpb) == ["bf16", "fp8"] and records[1]["tag"] in capsys.readouterr().out
+    forwards.main([*run, "--device-batch-size=2"])  # and measures again on other rows or tokens
+    assert (again := json.loads(path.read_text()))["rows"] == 2 and again["bpb"]["bf16"] < 7
     (tmp_path / "other.txt").write_text("\n\n".join(f"Of another text, paragraph {i}." for i in range(2000)))
     with pytest.raises(UserError, match="other.* is not the text of tiny_bf16_s1_.*; give the text"):
         forwards.main([*run, f"--data-dir={tmp_path / 'other.txt'}"])

@@ -128,5 +128,14 @@ def test_experts_in_nvfp4_are_refused(folder, tmp_path):
     nf.save_quantized(nf.convert(model, "fp8", verbose=False), tmp_path / "eight", tokenizer=tokenizer)
     load_hf_model(describe(str(tmp_path / "eight")), torch.device("cpu"))
     nf.save_quantized(nf.convert(model, "clover", verbose=False), tmp_path / "moe", tokenizer=tokenizer)
-    with pytest.raises(UserError, match="experts right in FP8 .* alone.*; load the folder with"):
-        load_hf_model(describe(str(tmp_path / "moe")), torch.device("cpu"))
+    rows = [torch.randint(300, (2, 8))]
+    nf.save_quantized(model, tmp_path / "inputs", tokenizer=tokenizer, calibration=rows)
+    for name in ("moe", "inputs"):
+        with pytest.raises(UserError, match="experts right in FP8 .* alone.*; load the folder with"):
+            load_hf_model(describe(str(tmp_path / name)), torch.device("cpu"))
+    card = (tmp_path / "moe/README.md").read_text()
+    code = "\n".join(line[4:] for line in card.partition("## Use")[2].splitlines() if line.startswith("    "))
+    spoken: dict = {}
+    exec(code.replace('"."', repr(str(tmp_path / "moe"))), spoken)
+    weights = [m.model.layers[0].mlp.experts.down_proj for m in (spoken["model"], model)]
+    assert torch.nn.functional.cosine_similarity(*(w.detach().flatten() for w in weights), dim=0) > 0.98
