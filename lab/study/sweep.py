@@ -47,6 +47,8 @@ from nanochat_fp4.files import atomic_write
 from nanochat_fp4.hardware import environment_info
 from scripts import base_train, tok_train
 
+METHODS = "bf16,nvidia,four_over_six,tetrajet_v2,clover,clover_search"
+
 
 def make_folder(folder: Path) -> None:
     """Makes a folder unless it exists. Raises UserError if it cannot be made."""
@@ -216,18 +218,19 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("--name", default="", help="of the table and its files (default: the study's, or sweep)")
     add("--again", default="", metavar="STUDY", help="train the runs of this study or group of lab.runs, as they were")
-    text = "names of nf.METHODS, of lab/recipes.py or of --recipes, with commas (default: %(default)s)"
-    add("--methods", default="bf16,nvidia,four_over_six,tetrajet_v2,clover,clover_search", help=text)
+    text = f"names of nf.METHODS, of lab/recipes.py or of --recipes, with commas (default: {METHODS})"
+    add("--methods", default="", help=text)
     add("--variant", action="append", default=[], help='"label: flags of base_train"; may be repeated')
     add("--keep", default="", help="methods whose checkpoints stay, with commas")
     add("--plan", action="store_true", help="list the runs and stop; no text is needed")
     add_sweep_arguments(parser)
     args = parser.parse_args(argv)
-    args.methods = [*filter(None, args.methods.split(",")), *args.variant]
     args.sizes = [s for s in args.sizes.split(",") if s]
     args.stored, args.texts = [], []
     if args.again:
-        if given := [name for name in ("sizes", "tokens", "ratio", "variant", "extra") if getattr(args, name)]:
+        fixed = "methods sizes seeds first_seed tokens ratio variant extra vary_data bf16_until share_until".split()
+        given = [name.replace("_", "-") for name in fixed if getattr(args, name) not in (parser.get_default(name), [])]
+        if given:
             raise UserError(f"--again trains the runs of {args.again} with the flags they had; leave out --{given[0]}")
         studies = [stored(study) for study in names_of(args.again)]
         args.texts = list(dict.fromkeys(content["data"] for content in studies))
@@ -240,6 +243,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         args.methods = list(dict.fromkeys(r["method"] for r in args.stored))
         args.sizes = list(dict.fromkeys(r["size"] for r in args.stored))
         args.vocab_size = args.vocab_size or args.stored[0].get("vocab_size", 0)
+    else:
+        args.methods = [*filter(None, (args.methods or METHODS).split(",")), *args.variant]
     args.name = args.name or Path(args.again).name.removesuffix(".json") or "sweep"  # --again may be a file
     if not args.sizes or not args.methods or min(args.seeds, args.jobs) < 1:
         raise UserError("--sizes, --methods, --seeds and --jobs must be at least one each")

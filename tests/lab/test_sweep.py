@@ -123,6 +123,12 @@ def own_study(tmp_path, tiny_base, monkeypatch):
     return write
 
 
+@pytest.mark.parametrize("flag", ["methods=clover", "sizes=d6", "seeds=2", "first-seed=50", "extra=--seed=3"])
+def test_again_takes_no_flags_of_runs(flag):
+    with pytest.raises(UserError, match=f"d6_public .*leave out --{flag.partition('=')[0]}$"):
+        sweep.parse_args(["--again=d6_public", f"--{flag}", "--plan"])
+
+
 @pytest.mark.parametrize("where", ["d6_public", "moved", "no key", "no text", "tokenizer", "vocab_size"])
 def test_a_study_is_not_trained_again_on_another_text_or_tokenizer(where, own_study, tmp_path, monkeypatch):
     """Its results would stand under the study's name. A refusal comes before a text is stored or a run is trained."""
@@ -410,10 +416,6 @@ def test_a_tiny_sweep_downloads_no_text(tmp_path, monkeypatch):
         ),
         ("--tokens=1M --extra='--total-batch-size 1024'", "--extra: '1024' stands apart"),
         ("--tokens=1M --name=a/b", "--name=a/b: .* a file without /"),
-        (
-            "--again=d6_work --extra=--seed=3",
-            "d6_work .*leave out --",
-        ),
         ("--tokens=1M --keep=bf61", "--keep: 'bf61' .*use one of b"),
         ("--tokens=1M --folder=/dev/null/x", "--folder=/dev/null/x "),
         ("", "--tokens=100M or --ratio=20"),
