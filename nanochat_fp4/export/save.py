@@ -84,7 +84,7 @@ def check_replaceable(out: Path, overwrite: bool, how: str = "overwrite=True") -
 EXPERTS = "transformers 5.24 reads experts wrong, without weight_global_scale; use nf.load_quantized"
 
 
-def reading_lines(folder: Path, chat: bool, notes: Sequence[str]) -> list[str]:
+def reading_lines(folder: Path, chat: bool, notes: Sequence[str] = ()) -> list[str]:
     """Returns the lines of Python that load an exported folder with transformers, as its config.json demands, and
     generate with it if it holds a causal language model. `chat`: whether the tokenizer has a chat template. What
     transformers reads wrong, as `notes` say, is read by nf.load_quantized."""
