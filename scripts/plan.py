@@ -170,7 +170,7 @@ class Settings:
         """What to type: `own` variables, those of these names that the user has set, and the script."""
         apart = {"PLAN_ONLY", "GPU", "GPU_MEMORY", "PYTHONPATH", *(["VENV"] if INSTALLED else [])}
         apart |= {name for name in names if self.environment.get(name, "") in ("", str(base_dir_of({})))}
-        variables = own | {name: self.environment[name] for name in names if name not in apart} | own
+        variables = own | {name: self.environment[name] for name in names if name not in {*apart, *own}}
         return " ".join([*(f"{name}={shlex.quote(str(value))}" for name, value in variables.items()), script])
 
     def argv(self, script: str) -> list[str]:

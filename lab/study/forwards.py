@@ -48,32 +48,34 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--forwards", default=FORWARDS, help="methods whose forward pass is taken")
     text = "the text that the sweep trained on (default: DATA_DIR, else the folder that the first run read)"
     add("--data-dir", default=None, help=text)
-    row = "rows of a batch, which have one tensor scale (default: those of the run)"
-    add("--device-batch-size", type=int, default=0, help=row)
+    text = "rows of a batch, which have one tensor scale (default: those of the run)"
+    add("--device-batch-size", type=int, default=0, help=text)
     add("--eval-tokens", type=int, default=0, help="tokens of the validation text (default: those of the run)")
     add("--device-type", default="", help="cuda|cpu|mps (empty = autodetect)")
     return parser.parse_args(argv)
 
 
-def evaluate(tag: str, args: argparse.Namespace, device: torch.device, text: Survey, before: dict) -> dict[str, Any]:
+def evaluate(run: Path, args: argparse.Namespace, device: torch.device, text: Survey, before: dict) -> dict[str, Any]:
     """Returns the record of a run: "bpb", the validation bits per byte of its newest checkpoint for each forward pass,
-    "eval_tokens", and "rows" of a batch. The checkpoint is that of the current base directory. `before` is an earlier
+    "eval_tokens", and "rows" of a batch. `run` is its folder in the current base directory. `before` is an earlier
     record, whose values are taken if it is of as many tokens and rows."""
-    model, tokenizer, meta = load_model("base", device, "eval", tag)
-    length = meta["model_config"]["sequence_len"]
-    config = meta["user_config"]
+    meta = read_meta(run, list_steps(run)[0])
+    length, config = meta["model_config"]["sequence_len"], meta["user_config"]
     wanted, _ = evaluation_rows(args.eval_tokens or config["eval_tokens"], 1, length, 1)
     # Batches of equal size end with the last row.
     rows = math.gcd(wanted, args.device_batch_size or config["device_batch_size"])
     how = {"eval_tokens": wanted * length, "rows": rows}
     results = dict(before["bpb"]) if how.items() <= before.items() else {}
-    for name in (name for name in args.forwards.split(",") if name not in results):
+    lacks = [name for name in args.forwards.split(",") if name not in results]
+    if lacks:
+        model, tokenizer, _ = load_model("base", device, "eval", run.name)
+    for name in lacks:
         nf.convert(model, name, backward=False, per_token_in_eval=False, verbose=False)
         model.lm_head.precision = default_head(name)
         batches = packed_rows(Documents(tokenizer, length, open_text("val", text)), rows, device)
         with autocast(device.type), torch.no_grad(), nf.quantize_weights_once(model):
             results[name] = evaluate_bpb(model, batches, wanted // rows, get_token_bytes(device=device))
-    return {"tag": tag, **how, "bpb": results, "environment": environment_info()}
+    return {"tag": run.name, **how, "bpb": results, "environment": environment_info()}
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -101,7 +103,9 @@ def main(argv: list[str] | None = None) -> None:
         for i, tag in enumerate(tags, 1):
             path = args.folder / "forwards" / f"{tag}.json"
             print0(f"run {i} of {len(tags)}: {tag}", flush=True)
-            record = evaluate(tag, args, device, text, json.loads(path.read_text()) if path.is_file() else {})
+            record = evaluate(
+                checkpoints / tag, args, device, text, json.loads(path.read_text()) if path.is_file() else {}
+            )
             atomic_write(path, json.dumps(record, indent=1) + "\n")
             rows.append([tag, *(f"{record['bpb'][name]:.5f}" for name in names)])
             print0(" ".join(rows[-1]))

@@ -108,7 +108,7 @@ def with_forwards(sweep: Sweep, runs: Sequence[Run]) -> tuple[list[dict], list[s
         except (OSError, ValueError, KeyError, TypeError, RecursionError):
             continue
         if tokens != (own := result.get("eval_tokens")):
-            mend = f"remove its file in forwards/ and run lab.study.forwards --eval-tokens={own}"
+            mend = f"run lab.study.forwards --eval-tokens={own}, which measures it again"
             notes.append(f"{run.tag}: evaluated on {own} tokens, by lab.study.forwards on {tokens}; {mend}")
             continue
         result["forwards"] = bpb
