@@ -20,6 +20,7 @@ from nanochat_fp4.cli import UserError
 from nanochat_fp4.common import print0
 
 LIST = ROOT / "lab/public_text.txt"
+PIECES = "a6d7c5d3eefb"  # The data_key of its pieces for rows of 1,024 tokens (docs/texts.md).
 LINE = re.compile(r"(\S+) --hash=sha256:([0-9a-f]{64})  # (.+?)(; validation)?")
 KINDS = frozenset(
     ".py .pyx .pxd .pyi .c .h .cc .cpp .hpp .rs .go .java .js .ts .sh .rb .lua .sql .rst .txt .md .tex .html".split()

@@ -146,7 +146,7 @@ def study(name: str) -> dict[str, Any]:
     first = rows[0]
     gpu = first["card"] if first["cards"] else None
     environment = {"gpu": gpu, "gpu_count": first["cards"], "cpu": first["card"], "torch": first["torch"]}
-    environment["commit"] = ", ".join(dict.fromkeys(r["commit"][:7] or "unknown" for r in rows))
+    environment["commit"] = ", ".join(dict.fromkeys(shown_commit(r["commit"]) for r in rows))
     return {"name": name, "data": first["text"], "environment": environment, "results": results}
 
 
@@ -158,14 +158,14 @@ def pooled(contents: Iterable[dict[str, Any]]) -> dict[str, Any]:
         of = content["environment"]
         machines.append(f"{of['gpu_count']} x {of['gpu']}" if of["gpu"] else of["cpu"])
         versions.append(of["torch"])
-        commits += [(r.get("commit") or of.get("commit") or "unknown")[:7] for r in content.get("results", [{}])]
+        commits += [shown_commit(r.get("commit") or of.get("commit")) for r in content.get("results", [{}])]
     every = {"machines": machines, "torch": versions, "commit": commits}
     return {name: ", ".join(dict.fromkeys(values)) for name, values in every.items()}
 
 
 def shown_commit(commit: str | None) -> str:
-    """Returns a run's commit, or several, with seven digits each."""
-    return re.sub(r"\b([0-9a-f]{7})[0-9a-f]+", r"\1", commit or "unknown")
+    """Returns a run's commit, or several, with eight digits each, as git shows them."""
+    return re.sub(r"\b([0-9a-f]{8})[0-9a-f]+", r"\1", commit or "not recorded")
 
 
 def names_of(text: str) -> list[str]:
@@ -189,8 +189,10 @@ def stored(name: str) -> dict[str, Any]:
         if content["results"] and content["data"]:
             _ = [content["environment"][key] for key in ("gpu", "gpu_count", "torch")]  # The line below a table.
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as e:
-        problem = f"{name} is not a file of lab.study.sweep ({type(e).__name__}: {one_line(e)[:80]})"
-        raise UserError(f"{problem}; give <folder>/<name>.json of a sweep, or a study of python -m lab.runs") from None
+        why = e.strerror if isinstance(e, OSError) else f"{type(e).__name__}: {one_line(e)[:80]}"
+        problem = "is not there" if isinstance(e, FileNotFoundError) else f"is not a file of lab.study.sweep ({why})"
+        mend = "give <folder>/<name>.json of a sweep, or a study of python -m lab.runs"
+        raise UserError(f"{name} {problem}; {mend}") from None
     if not content["results"] or not content["data"]:
         raise UserError(f"{name} holds no results; run its sweep first")
     runs = Counter((r["method"], r["size"], r["seed"]) for r in content["results"])
@@ -242,10 +244,8 @@ def listed(names: Iterable[str] = ()) -> str:
     if names:
         return table(header, lines)
     groups = [[name, ", ".join(of)] for name, of in GROUPS.items()]
-    unknown = f"again: the runs that sweep --again can train. commit unknown: none was stored. All runs are in {RUNS}"
-    return "\n\n".join(
-        [table(header, lines), unknown, table(["group of studies", "which tables take together"], groups)]
-    )
+    again = f"again: the runs that sweep --again can train. All runs are in {RUNS}"
+    return "\n\n".join([table(header, lines), again, table(["group of studies", "which tables take together"], groups)])
 
 
 def listed_runs(names: str) -> str:
@@ -253,11 +253,10 @@ def listed_runs(names: str) -> str:
     rows = []
     for name in names_of(names):
         content = stored(name)
-        of_study = content["environment"].get("commit") or "unknown"
         for r in content["results"]:
             bits = [f"{r[value]:.4f}" for value in ("val_bpb", "val_bpb_bf16")]
             rows.append([name, r["method"], r["size"], r["seed"], *bits, r.get("head") or "-"])
-            rows[-1].append(shown_commit(r.get("commit") or of_study))
+            rows[-1].append(shown_commit(r.get("commit") or content["environment"].get("commit")))
     header = ["study", "label", "size", "seed", "bits per byte", "BF16 forward", "head", "commit"]
     return f"{table(header, rows)}\n\nhead -: stored without its head, which is in BF16 unless the label says otherwise"
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from lab import table
 from lab.bench.layers import TOKENS
 from lab.cards import published
-from nanochat_fp4.cli import ArgumentParser, UserError
+from nanochat_fp4.cli import ArgumentParser, UserError, one_line
 from nanochat_fp4.files import atomic_write
 
 # (GPU, model) -> milliseconds of forward and backward of the layers of the paper's Table 6 in BF16 and NVFP4. The
@@ -53,7 +53,8 @@ def read(path: str) -> dict:
         content = json.loads(Path(path).read_text(encoding="utf-8"))
         _ = content["environment"]["gpu"], content["records"], content["benchmark"], content["settings"]
     except (OSError, ValueError, KeyError, TypeError) as e:
-        raise UserError(f"{path} is no JSON of lab.bench ({e}); make one with dev/measure.sh") from e
+        problem = "is not there" if isinstance(e, FileNotFoundError) else f"is no JSON of lab.bench ({one_line(e)})"
+        raise UserError(f"{path} {problem}; make one with dev/measure.sh") from e
     return content
 
 

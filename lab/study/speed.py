@@ -25,7 +25,7 @@ def benchmark(name: str) -> tuple[list[dict], dict]:
         content = kept[name] if name in kept else json.loads(Path(name).read_text(encoding="utf-8"))
         return content["records"], content["environment"]
     except (OSError, ValueError, KeyError, TypeError) as e:
-        problem = f"{name} is no file of lab.bench ({type(e).__name__})"
+        problem = f"{name} is {'not there' if isinstance(e, FileNotFoundError) else 'no file of lab.bench'}"
         raise UserError(f"{problem}; give its JSON, or a part of lab/results/bench.json: {', '.join(kept)}") from None
 
 

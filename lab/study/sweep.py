@@ -33,7 +33,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from lab import table
+from lab import public_text, table
 from lab.runs import names_of, shown_commit, stored
 from lab.statistics import gap
 from lab.study.sweep_results import LEGEND, data_name, difference_from_paper, of_one_seed, other_lengths, summary
@@ -41,7 +41,7 @@ from lab.study.sweep_runs import LEFT, Run, again, data_key, gives_its_tokens, l
 from lab.study.sweep_scheduler import Interrupted, Sweep, base_directory, visible_devices
 from nanochat_fp4.cli import ArgumentParser, UserError, format_seconds, run_main
 from nanochat_fp4.common import add_recipes_argument, get_base_dir, print0
-from nanochat_fp4.data.dataset import EMBEDDED_MB, build_embedded_corpus, ensure_data, found_data
+from nanochat_fp4.data.dataset import EMBEDDED_MB, build_embedded_corpus, ensure_data, found_data, survey
 from nanochat_fp4.data.tokenizer import get_tokenizer
 from nanochat_fp4.files import atomic_write
 from nanochat_fp4.hardware import environment_info
@@ -226,20 +226,22 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add_sweep_arguments(parser)
     args = parser.parse_args(argv)
     args.sizes = [s for s in args.sizes.split(",") if s]
-    args.stored, args.texts = [], []
+    args.stored, args.texts = [], {}
     if args.again:
         fixed = "methods sizes seeds first_seed tokens ratio variant extra vary_data bf16_until share_until".split()
         given = [name.replace("_", "-") for name in fixed if getattr(args, name) not in (parser.get_default(name), [])]
         if given:
             raise UserError(f"--again trains the runs of {args.again} with the flags they had; leave out --{given[0]}")
         studies = [stored(study) for study in names_of(args.again)]
-        args.texts = list(dict.fromkeys(content["data"] for content in studies))
+        args.texts = {content["data"]: text_of(content) for content in studies}
         args.stored = [run for content in studies for run in content["results"]]
         args.stored = without_left(args.again, args.stored)
         if lost := next((r for r in args.stored if not gives_its_tokens(r)), None):
             problem = f"the stored flags of {lost['method']} do not give its {lost['tokens']:,} tokens"
             mend = "none of its runs can be trained again; --methods, --sizes and --tokens train others"
             raise UserError(f"--again={args.again}: {problem}; {mend}")
+        if not any(r.get("tokenizer") for r in args.stored):
+            print0("the tokenizer of these runs is not recorded, so the text's tokens, and the losses, may differ")
         args.methods = list(dict.fromkeys(r["method"] for r in args.stored))
         args.sizes = list(dict.fromkeys(r["size"] for r in args.stored))
         args.vocab_size = args.vocab_size or args.stored[0].get("vocab_size", 0)
@@ -275,14 +277,23 @@ def without_left(study: str, results: list[dict]) -> list[dict]:
     return found
 
 
+def text_of(content: dict[str, Any]) -> str:
+    """Returns the text of a study with its key, and says who can make it, unless it is that of one's own sweep."""
+    text = content["data"] if content["data"].endswith(")") else f"{content['data']}, whose key is unknown"
+    if "study" not in content["results"][0]:
+        return text
+    if public_text.PIECES in text:
+        return f"{text}, which anyone can make (python -m lab.texts make --public; docs/texts.md)"
+    return f"{text}, which is private, while anyone can make that of d6_public (docs/texts.md)"
+
+
 def refuse_other_text(args: argparse.Namespace) -> None:
     """Raises UserError unless the command line gives the text that the studies of --again were trained on."""
     folder = args.data_dir or os.environ.get("DATA_DIR")
-    this = data_name(folder) if folder else "none"
-    for text in args.texts:
+    this = data_name(str(survey(folder).folder)) if folder else "none"
+    for text, known in args.texts.items():
         if not text.endswith(this.rpartition(" ")[2]):
-            known = text if text.endswith(")") else f"{text}, whose key is unknown"
-            mend = "make it as docs/texts.md says, and give --data-dir; other texts take the flags that --plan prints"
+            mend = "give its folder by --data-dir; other texts take the flags that --plan prints"
             raise UserError(f"--again={args.again} was trained on the text {known}, and this is {this}; {mend}")
 
 
@@ -320,9 +331,9 @@ def main(argv: list[str] | None = None) -> None:
         common = [flag for flag in flags[0].values() if all(flag in of.values() for of in flags)]
         print0("all runs:", *common)
         if args.stored:
-            print0("text:", *args.texts)
+            print0("text:", "; ".join(args.texts.values()))
             for name in ("vocab_size", "tokenizer"):
-                print0(f"{name}:", ", ".join({str(r.get(name) or "unknown")[:16]: 0 for r in args.stored}))
+                print0(f"{name}:", ", ".join({str(r.get(name) or "not recorded")[:16]: 0 for r in args.stored}))
             print0("commit:", ", ".join({shown_commit(r.get("commit")): 0 for r in args.stored}))
         for run, of in zip(runs, flags):
             own = [flag for flag in of.values() if flag not in common]

@@ -17,8 +17,8 @@ LEGEND = (
 
 def summary(results: Sequence[dict], methods: Sequence[str], sizes: Sequence[str]):
     """Returns (header, rows) of the table, with the bits per byte, the gap to bf16 and the difference to clover, both
-    paired by seed. The bits per byte are of the seeds that all rows of a size have, and "-" while there are none:
-    means over different seeds would compare seeds, not methods."""
+    paired by seed. The bits per byte are of the seeds that all rows of a size have, which are named while a row has
+    others, and "-" while there are none: means over different seeds would compare seeds, not methods."""
     header = ["size", "method", "seeds", "val BPB", "gap to bf16, %", "BF16 fwd", "minus clover"]
     rows = []
     for size in sizes:
@@ -29,6 +29,8 @@ def summary(results: Sequence[dict], methods: Sequence[str], sizes: Sequence[str
             if not bpb:
                 continue
             mean = f"{statistics.fmean(bpb[seed] for seed in common):.4f}" if common else "-"
+            if common and common != {*bpb}:
+                mean += f" (seed{'s' * (len(common) > 1)} {', '.join(map(str, sorted(common)))})"
             row = [size, method, len(bpb), mean]
             for value, missing in (
                 (gap(results, size, method), method == "bf16"),

@@ -67,7 +67,7 @@ VARIANTS: dict[str, tuple[str, ...]] = {
 # Flags of base_train and methods that stored runs have and this code lacks, and the last commit that has them. Of other
 # methods a run's own commit is named.
 FEEDBACK = "clover_feedback", "clover_feedback_late", "clover_search_feedback", "clover_refined", "clover_mixed"
-LEFT = {"oscillation": "c116c2a", "exact-relu-squared": "7172077", **dict.fromkeys(FEEDBACK, "857ae5f7")}
+LEFT = {"oscillation": "c116c2ad", "exact-relu-squared": "71720778", **dict.fromkeys(FEEDBACK, "857ae5f7")}
 
 
 def parse_number(text: str) -> int:

@@ -146,6 +146,8 @@ def test_a_card_without_its_folder_is_refused(tmp_path):
     (steps := tmp_path / "steps.json").write_text(json.dumps(content))
     with pytest.raises(UserError, match="no folder .*none"):
         compare.main([str(steps), f"--card={tmp_path / 'none' / 'c.json'}"])
+    with pytest.raises(UserError, match="layers.json is not there; make one with dev/measure.sh"):
+        compare.main([str(tmp_path / "layers.json")])
 
 
 def flags_of(program: str, capsys) -> set[str]:

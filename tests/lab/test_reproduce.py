@@ -49,11 +49,11 @@ TABLE = [
     ("law", "c fitted 0.6334", "0.10"),
     ("by_length", "30M clover", ""),
     # The studies of a table may be of several machines, which its last line names.
-    *((command, "1 x NVIDIA H100 80GB HBM3, 3 x NVIDIA H200; ", "commit 760df3f, f489032, 97e539a")
+    *((command, "1 x NVIDIA H100 80GB HBM3, 3 x NVIDIA H200; ", "commit 760df3fa, f489032a, 97e539ab")
       for command in ("methods", "break_even --results d6_mixed,d6_fp8_forward")),
     ("methods", "- public text: 1 x NVIDIA H200; d6, data public", ""),
-    ("ladder --results ladder_128_wide_12,moe", "1 x NVIDIA H100 80GB HBM3, 1 x NVIDIA H200; ", "9c3641a, unknown"),
-    ("effective --results ladder_*", "1 x NVIDIA H100 80GB HBM3; runs: ladder_*", "commit 9c3641a"),
+    ("ladder --results ladder_128_wide_12,moe", "1 x NVIDIA H100 80GB HBM3, 1 x NVIDIA H200", "9c3641ae, not recorded"),
+    ("effective --results ladder_*", "1 x NVIDIA H100 80GB HBM3; runs: ladder_*", "commit 9c3641ae"),
     ("measured", "1 x NVIDIA H200, 1 x NVIDIA H100 80GB HBM3; ", ""),
     ("table3", "30M", "6; 6"),
     ("table4", "weight decay", "0.1 0.1"),
@@ -184,7 +184,7 @@ REFUSED = [
     ("equal_time --results d4_once", "no seed of all of bf16, fp8, clover, clover_feedback, clover_feedback_late"),
     ("break_even --results d4_once", "d4_once has runs of fp8 and of clover_fp8_forward"),
     ("leaderboard --results d6_longer", "the leaderboard has d6_stored, d6_mixed, d2_embedded"),
-    ("fig6 --results bench_none", "bench_none is no file of lab.bench"),
+    ("fig6 --results bench_none", "bench_none is not there; give its JSON, or a part"),
     ("fig9 --results none", "lab/results/fig9.json has own_forward, both_forwards"),
 ]
 

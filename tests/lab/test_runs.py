@@ -48,7 +48,15 @@ def test_a_run_names_the_commit_that_made_it(store, capsys):
     runs.main(["add", write(store / "a.json", RUN | {"commit": "abcdef0" * 5}, RUN | {"seed": 2, "commit": None})])
     study = runs.stored("a")
     assert [r["commit"] for r in study["results"]] == ["abcdef0" * 5, "1234567"]
-    assert study["environment"]["commit"] == "abcdef0, 1234567" and "abcdef0, 1234567" in capsys.readouterr().out
+    assert study["environment"]["commit"] == "abcdef0a, 1234567" and "abcdef0a, 1234567" in capsys.readouterr().out
+
+
+def test_the_line_below_a_table_has_commits_as_the_lists_have_them():
+    """All of them, with eight digits, and whether the code was changed."""
+    commits = "abcdef0" * 5, "abcdef0" * 5 + "+changes", "1234567", "7654321" * 5 + " and 1234567", None
+    content = {"environment": ENVIRONMENT | {"commit": None}, "results": [RUN | {"commit": c} for c in commits]}
+    shown = "abcdef0a, abcdef0a+changes, 1234567, 76543217 and 1234567, not recorded"
+    assert runs.pooled([content])["commit"] == ", ".join(map(runs.shown_commit, commits)) == shown
 
 
 def test_names_are_groups_patterns_and_files():
@@ -71,7 +79,7 @@ def test_the_runs_of_a_study_a_group_and_a_file_are_listed(store, capsys):
         lines = [line.split() for line in capsys.readouterr().out.splitlines() if "mine" in line]
         assert [line[1:] for line in lines[:2]] == [
             ["mine", "tiny", "1", "1.5000", "1.2500", "fp8", "1234567"],
-            ["mine", "tiny", "2", "1.5000", "1.2500", "-", "abcdef0"],
+            ["mine", "tiny", "2", "1.5000", "1.2500", "-", "abcdef0a"],
         ]
         assert len(lines) == 2 * len(name.split(","))
     for wrong in ("b", "ad"):

@@ -58,10 +58,14 @@ def test_a_stored_study_is_trained_again_on_another_text(study):
 @pytest.mark.parametrize(
     "name, runs, left",
     [
-        ("d6_stored", 30, ["tetrajet_v2_full; oscillation .*c116c2a", "clover_feedback.*857ae5f7", "sparse.* unknown"]),
+        (
+            "d6_stored",
+            30,
+            ["tetrajet_v2_full; oscil.*c116c2a", "clover_feedback.*857ae5f7", "sparse.* not recorded$"],
+        ),
         ("d6_mixed", 18, ["clover_feedback, clover_feedback_late, clover_mixed; .*857ae5f7"]),
         ("d8_mixed", 9, ["mixed_8bit, .*760df3f", "clover_mixed.*857ae5f7"]),
-        ("d6_second_half", 31, ["clover_reset; .*c116c2a", "clover_hot.*304a43f$"]),
+        ("d6_second_half", 31, ["clover_reset; .*c116c2a", "clover_hot.*304a43fb$"]),
         ("d6_means_apart", 6, ["feedback_means_apart; means_apart .*769b438"]),
         ("d6_switches_second_half", 9, ["clover_exact_relu_squared; .*7172077"]),
         ("d6_shuffled", 9, ["857ae5f7"]),
@@ -74,14 +78,16 @@ def test_studies_and_groups_are_planned_without_what_left(name, runs, left, caps
     lines = capsys.readouterr().out.splitlines()
     said, planned = ([line for line in lines if word in line] for word in ("left out", ", seed "))
     assert len(planned) == runs and all(any(re.search(part, line) for line in said) for part in left)
-    common, *about = lines[len(said) : len(lines) - runs]
+    common, *about = lines[len(lines) - runs - 5 : len(lines) - runs]
     for line in planned:
         names = [word.partition("=")[0] for word in f"{common} {line}".split() if word.startswith("--")]
         assert len(names) == len(set(names)) and len(line) < 250
     assert [line.partition(":")[0] for line in about] == ["text", "vocab_size", "tokenizer", "commit"]
     (key,) = {r["text"] for study in kept_runs.names_of(name) for r in kept_runs.stored(study)["results"]}
-    assert key in about[0] and re.search("--depth=[68]", common)
-    assert all(len(commit) == 7 for commit in re.findall("[0-9a-f]{7,}", about[3]))
+    assert f"{key}, which is private, while" in about[0] and re.search("--depth=[68]", common)
+    assert all(len(commit) == 8 for commit in re.findall("[0-9a-f]{7,}", about[3]))
+    warns = [line for line in lines if line.startswith("the tokenizer of these runs is not recorded")]
+    assert len(warns) == (about[2] == "tokenizer: not recorded"), about
     assert "--eval-tokens=1048576" in common + planned[0] or name in ("d6_shuffled", "d6_mixed", "d8_mixed")
 
 
@@ -129,27 +135,43 @@ def test_again_takes_no_flags_of_runs(flag):
         sweep.parse_args(["--again=d6_public", f"--{flag}", "--plan"])
 
 
-@pytest.mark.parametrize("where", ["d6_public", "moved", "no key", "no text", "tokenizer", "vocab_size"])
-def test_a_study_is_not_trained_again_on_another_text_or_tokenizer(where, own_study, tmp_path, monkeypatch):
+WHERE = ["d6_public", "private", "moved", "no key", "no text", "no folder", "tokenizer", "vocab_size"]
+
+
+@pytest.mark.parametrize("where", WHERE)
+def test_a_study_is_not_trained_again_on_another_text_or_tokenizer(where, own_study, tmp_path, monkeypatch, capsys):
     """Its results would stand under the study's name. A refusal comes before a text is stored or a run is trained."""
     trained, data = [], sweep.data_name(str(tmp_path / "text"))
     monkeypatch.setattr(sweep, "run_sweep", lambda *args: trained.append(args))
     monkeypatch.setattr(sweep, "report", lambda *args: ("", []))
     argv = ["--name=again", f"--folder={tmp_path / 's'}"]
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("DATA_DIR", "~/text")
     sweep.main([own_study(data.replace("text", "elsewhere")), *argv, "--vocab-size=280"])
-    assert len(trained) == 1
+    assert len(trained) == 1 and "the tokenizer of these runs is not recorded" in capsys.readouterr().out
     again = {
         "d6_public": lambda: "--again=d6_public",
+        "private": lambda: "--again=d6_longer",
         "moved": lambda: own_study("text (0123456789ab)"),
         "no key": lambda: own_study("text"),
         "no text": lambda: own_study(data),
+        "no folder": lambda: own_study(data),
         "tokenizer": lambda: own_study(data, tokenizer="0123456789abcdef"),
         "vocab_size": lambda: own_study(data, vocab_size=281),
     }[where]()
     if where == "no text":
         monkeypatch.delenv("DATA_DIR")
-    message = {"d6_public": "a6d7c5d3eefb.*--data-dir", "no key": "unknown", "no text": "is none"}.get(where, "012345")
-    with pytest.raises(UserError, match="281" if where == "vocab_size" else message):
+    if where == "no folder":
+        monkeypatch.setenv("DATA_DIR", str(tmp_path / "nowhere"))
+    message = {
+        "d6_public": "a6d7c5d3eefb.*, which anyone can make .*--data-dir",
+        "private": "b02ca4613600.*, which is private, while anyone can make that of d6_public .*--data-dir",
+        "no key": "unknown",
+        "no text": r"text \(\w+\), and this is none",  # Nobody is asked to make the text of one's own sweep.
+        "no folder": "nowhere is not there",
+        "vocab_size": "281",
+    }.get(where, "012345")
+    with pytest.raises(UserError, match=message):
         sweep.main([again, *argv])
     assert len(trained) == 1
 
@@ -527,7 +549,7 @@ def test_means_are_of_the_seeds_that_all_methods_have():
     """Else a method whose harder seeds have not run yet would look better than one that has run them all."""
     bf16 = [result("bf16", 1, 1.0), result("bf16", 2, 2.0)]
     _, rows = summary([*bf16, result("clover", 1, 1.1)], ["bf16", "clover"], ["tiny"])
-    assert [row[2:5] for row in rows] == [[2, "1.0000", "-"], [1, "1.1000", "+10.00"]]
+    assert [row[2:5] for row in rows] == [[2, "1.0000 (seed 1)", "-"], [1, "1.1000", "+10.00"]]
     _, rows = summary([*bf16, result("clover", 3, 1.1)], ["bf16", "clover", "nvidia"], ["tiny"])
     assert [row[2:5] for row in rows] == [[2, "-", "-"], [1, "-", "-"]]
 
@@ -586,8 +608,10 @@ def test_damaged_runs_are_refused_by_what_is_wrong_with_them(tmp_path):
         path.write_text(text)
         with pytest.raises(UserError, match=no_file):
             kept_runs.stored(str(path))
-    with pytest.raises(UserError, match="nothing.json"):
+    with pytest.raises(UserError, match="nothing.json is not there; give <folder>/<name>.json of a sweep, or a study"):
         kept_runs.stored(str(tmp_path / "nothing.json"))
+    with pytest.raises(UserError, match=r"is not a file of lab.study.sweep \(Is a directory\); give"):
+        kept_runs.stored(f"{tmp_path}/")
 
 
 def test_failures_are_named_and_do_not_stop_the_others(trained):
