@@ -178,7 +178,7 @@ RUNS = {  # Tables that are made of training runs.
     ),
     "attribution": Item(
         "Where Clover's gap comes from: only this part is quantized", clover_apart,
-        ("BPB", "own: gap", "BF16: gap", "own: minus", "BF16: minus", "seeds"), beside="all",
+        ("BPB", "own: gap", "BF16: gap", "seeds", *SHARES), beside="all",
         quick=("bf16", "all", "forward-input", "forward-up", "all_but_up", "steps_75-100%"),
     ),
     "remedies": Item(

@@ -50,13 +50,14 @@ class Claim:
         return f"{agrees if difference.decided else 'undecided'} ({difference} points)"
 
 
-def corrected(claims: Sequence[Claim], runs: list[dict], size: str) -> list[str]:
-    """Says what Holm's correction for the number of claims decides. Their verdicts have an interval each."""
+def corrected(name: str, claims: Sequence[Claim], runs: list[dict], size: str) -> list[str]:
+    """Says what Holm's correction for a table's claims decides. Their verdicts have an interval each."""
     pairs = [stats.pairs(runs, size, claim.better, claim.worse) for claim in claims]
     p_values = stats.holm([stats.p_value([a - b for a, b in zip(*of)]) for of in pairs])
     said = [f"{claim.text} p = {p:.3f}{'' if p < 0.05 else ' (undecided)'}" for claim, p in zip(claims, p_values)]
     some = len(said) > 1 and not all(map(math.isnan, p_values))
-    return [f"corrected for {len(said)} claims (Holm): {', '.join(said)}"] if some else []
+    family = f"{len(said)} claims (Holm; all of {name} whose two methods are in these runs)"
+    return [f"corrected for {family}: {', '.join(said)}"] if some else []
 
 
 @dataclass(frozen=True)
@@ -451,7 +452,7 @@ def table(context: Context, name: str, item: Item) -> Outcome:
         said = [c for c in claims if {c.better, c.worse} <= methods]
         notes += [f"the paper: {c.text}. Here, {size}: {c.verdict(chosen, size)}" for c in said]
         # A correction is for all claims of the table, whichever rows are shown, and so is the best of the systems.
-        notes += [*corrected(claims, rows.runs, size), *reduction(rows)]
+        notes += [*corrected(name, claims, rows.runs, size), *reduction(rows)]
         notes += last_phase(chosen) if item.whole else []
         if differs := sweep_results.difference_from_paper(rows.runs[0], data):
             notes.append(f"{size} differs from the paper's runs: {differs}")

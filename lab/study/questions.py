@@ -437,18 +437,17 @@ def extra_steps(context: Context) -> Outcome:
     same steps."""
     runs, content = stored_runs(context)
     usual, (b, single) = steps_of(runs), scaling.exponent(runs)
-    base = {r["seed"]: r for r in runs if r["method"] == "bf16"}
-    rows, numbers = [], []
+    of, rows, numbers = gaps.Rows(runs, gaps.Item("")), [], []
     for method in ["bf16", *methods_of(runs)]:
-        mine = [r for r in runs if r["method"] == method and r["seed"] in base]
+        mine = of.of(method)
         steps = mine[0]["steps"]
         longer: dict[str, Any] = {"method": method, "steps": steps / usual}
         cells = [method, f"{100 * (steps / usual - 1):+.1f}%", gaps.gemm_work(mine, method, usual)]
         for name, value in VALUES.items():
-            gap = fmean(100 * (r[value] / base[r["seed"]][value] - 1) for r in mine)
-            alike = 100 * ((1 + gap / 100) * (steps / usual) ** b - 1)
+            gap = of.gap(method, value)
+            alike = 100 * ((1 + gap.mean / 100) * (steps / usual) ** b - 1)
             longer[name] = {"gap": gap, "same_steps": alike, "more_tokens": more_tokens(alike, b)}
-            cells += [f"{gap:+.2f}", f"{alike:+.2f}", f"{more_tokens(alike, b):+.0f}%"]
+            cells += [str(gap), f"{alike:+.2f}", f"{more_tokens(alike, b):+.0f}%"]
         rows.append([*cells, len(mine)])
         numbers.append(longer)
     shown = ", ".join(f"{name} {of:.3f}" for name, of in single.items())
@@ -457,9 +456,11 @@ def extra_steps(context: Context) -> Outcome:
     notes = [
         "gap: over bf16 of its usual length, percent; same steps: over a bf16 with as many steps as the method, whose "
         "loss is bf16's times (steps / usual)^-b, not measured",
-        "tokens: by how much longer the method must train than bf16 to be level, by the same b",
+        "tokens: by how much longer the method must train than bf16 to be level, by the same b; tokens and same steps "
+        "are of the mean gap, without an interval",
         f"b = {b:.3f}, of all methods with several lengths: {shown}",
         "runs of other lengths end on other text, and read more of it",
+        gaps.INTERVALS,
     ]
     numbers_of = {"exponent": b, "exponents": single, "methods": numbers}
     return outcome(runs, content, "Extra steps, and gaps as tokens", header, rows, notes, numbers_of)
