@@ -1,6 +1,6 @@
 """Writes the repository's address into the files that need it. It changes the checkout from which it is run.
 
-    python dev/links.py https://github.com/me/nanochat_fp4           once: where README and the notebook say OWNER
+    python dev/links.py https://github.com/me/nanochat_fp4           once: in each file that says OWNER
     python dev/links.py https://github.com/me/nanochat_fp4 v0.2.0    also README's links, and pyproject.toml
 
 A package index shows README outside of the repository, where its relative links and pictures lead nowhere. The workflow
@@ -11,13 +11,14 @@ import re
 import sys
 from pathlib import Path
 
-NOTEBOOK = "examples/nvfp4_in_ten_minutes.ipynb"
+# save.py writes the address into model cards.
+NAMING = ("README.md", "examples/nvfp4_in_ten_minutes.ipynb", "nanochat_fp4/export/save.py")
 # The relative target of a Markdown link, or of an attribute of HTML.
 TARGET = re.compile(r'(?P<before>\]\(\s*|\b(?:src|srcset|href)=")(?P<path>(?![a-z]+:|#)[^)"\s]+)')
 
 
 def named(text: str, repository: str) -> str:
-    """Returns README, or the notebook's JSON, with `repository` (https://HOST/OWNER/NAME) where one gets it."""
+    """Returns the text of a file of NAMING with `repository` (https://HOST/OWNER/NAME) where one gets it."""
     owner = "/".join(repository.split("/")[-2:])
     text = re.sub(r"(colab\.research\.google\.com/github/)[^/]+/[^/]+", rf"\g<1>{owner}", text)
     text = re.sub(r"git clone https://\S+", f"git clone {repository}", text)
@@ -39,7 +40,7 @@ def main(repository: str, ref: str = "") -> None:
     repository = repository.removesuffix("/").removesuffix(".git")
     if not re.fullmatch(r"https://[\w.-]+/[\w.-]+/[\w.-]+", repository):
         sys.exit(f"error: {repository} is no repository; expected https://HOST/OWNER/NAME")
-    changes = dict.fromkeys((NOTEBOOK, "README.md"), lambda text: named(text, repository))
+    changes = dict.fromkeys(NAMING, lambda text: named(text, repository))
     if ref:
         changes["README.md"] = lambda text: absolute_links(named(text, repository), repository, ref)
         url = f'[project.urls]\nSource = "{repository}"\n'

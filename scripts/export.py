@@ -226,9 +226,7 @@ class Export:
         """Writes the model card, which shows how to load the export."""
         args, meta = self.args, self.meta
         user, config = meta.get("user_config", {}), meta["model_config"]
-        text = Path(
-            user.get("data_dir") or meta.get("data_dir") or "see the run's report"
-        ).name  # no path of this machine
+        text = Path(user.get("data_dir") or meta.get("data_dir") or "see the run's report").name  # not its folder
         kinds = ["Q8_0" if self.gguf and kind == "FP8" else kind for kind in self.kinds]
         bpb, trained = meta.get("val_bpb"), user.get("method") or "bf16"
         rows = {

@@ -79,9 +79,9 @@ def test_links_of_a_package_index(tmp_path):
     """The workflow's step, on a copy: README has no relative link or picture left, and each leads to a file."""
     step = (ROOT / ".github" / "workflows" / "release.yml").read_text()
     assert 'run: python dev/links.py "$REPOSITORY" "$GITHUB_REF_NAME"' in step
-    notebook = "examples/nvfp4_in_ten_minutes.ipynb"
-    (tmp_path / "examples").mkdir()
-    for name in ("README.md", "pyproject.toml", notebook):
+    notebook, cards = "examples/nvfp4_in_ten_minutes.ipynb", "nanochat_fp4/export/save.py"
+    for name in ("README.md", "pyproject.toml", notebook, cards):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / name)
     repository = "https://github.com/me/nanochat_fp4"
 
@@ -95,6 +95,7 @@ def test_links_of_a_package_index(tmp_path):
     assert (tmp_path / "README.md").read_text() == readme and readme.count(f"git clone {repository}") == 1
     stored = (tmp_path / notebook).read_text()
     assert "OWNER" not in stored and stored.count("me/nanochat_fp4") == 2
+    assert f'nf  # pip install git+{repository}"\n' in (tmp_path / cards).read_text()
     assert json.loads(stored)["cells"][0]["source"][2].count("/github/me/nanochat_fp4/blob/main/" + notebook) == 1
 
     assert links(repository + ".git", "v9.9").returncode == 0

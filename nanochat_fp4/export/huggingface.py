@@ -276,7 +276,7 @@ def write(
         layer, ours = (n.removesuffix(".weight") for n in (theirs, name))
         if ours in weights:
             weight = rows_of(weights[ours], rows)
-            tensors |= compressed_tensors(layer, weight, input_scales[ours] if input_scales else None)
+            tensors |= compressed_tensors(layer, weight, (input_scales or {}).get(ours))
             layers[in_eight_bits(weight)] |= dict.fromkeys((layer,) if own else (layer, ours))
     for theirs, value in plain.items():
         layer, ours = theirs.removesuffix(".weight"), places[theirs][0].name if theirs in places else theirs

@@ -82,6 +82,7 @@ def check_replaceable(out: Path, overwrite: bool, how: str = "overwrite=True") -
 
 
 EXPERTS = "transformers 5.24 reads experts wrong, without weight_global_scale; use nf.load_quantized"
+IMPORT = "import nanochat_fp4 as nf  # pip install git+https://github.com/OWNER/nanochat_fp4"
 
 
 def reading_lines(folder: Path, chat: bool, notes: Sequence[str] = ()) -> list[str]:
@@ -100,7 +101,7 @@ def reading_lines(folder: Path, chat: bool, notes: Sequence[str] = ()) -> list[s
     if EXPERTS in notes:
         name = config["architectures"][0]
         load = f"model = nf.load_quantized({name}(AutoConfig.from_pretrained(folder)).eval(), folder)"
-        lines = ["import nanochat_fp4 as nf", f"from transformers import AutoConfig, {name}", *lines[1:3], load]
+        lines = [IMPORT, f"from transformers import AutoConfig, {name}", *lines[1:3], load]
     if not causal:
         return lines
     prompt = 'tokenizer("The capital of France is", return_tensors="pt")'
@@ -179,7 +180,7 @@ def save_quantized(
                  expert that no token reaches gets the input range of the other experts of its layer. Without
                  calibration only weights are in 4 bits, and servers compute with inputs in 16 bits, which a returned
                  line says. Layers in FP8 need no calibration, because servers give the inputs of these layers a scale
-                 for each token.
+                 for each token. If no layer is in 4 bits, a line says that calibration has no effect.
     dtype:       the dtype of all tensors that are not quantized: torch.bfloat16, torch.float16 or torch.float32. What
                  the model's class keeps in FP32 stays in FP32. In BF16 the embedding and the output head are rounded,
                  and 4-bit inputs amplify the difference. With torch.float32 and share_scales=False a model that
@@ -273,18 +274,17 @@ def _write(
     four_bits = {name for name, tensor in weights.items() if not in_eight_bits(tensor)}
     if not calibration and any(model.get_submodule(name).recipe.output.a.rounding for name in four_bits):
         notes.append(f"inputs of {len(four_bits)} layers stay in 16 bits, and training rounded them: pass calibration=")
-    if calibration:
+    if calibration and not four_bits:
+        notes.append("calibration= has no effect: no layer is in 4 bits, and FP8 inputs have a scale for each token")
+    elif calibration:
         read = calibrate(model, weights, calibration, share_scales)
         if not read:
             raise ValueError("save_quantized: no layer read anything of the calibration text; give other token ids")
-        input_scales = with_unread_experts(read, weights)
-        if guessed := sorted(set(input_scales) - set(read)):
-            notes.append(
-                f"{len(guessed)} experts read nothing of the calibration text, {guessed[0]} among them; they have the "
-                "input range of the experts beside them"
-            )
+        input_scales = with_unread_experts(read, four_bits)
+        if guessed := len(input_scales.keys() - read.keys()):
+            notes.append(f"{guessed} layers of experts read no calibration text; they have the range of the others")
         if unread := sorted(four_bits - set(input_scales)):
-            notes.append(f"{', '.join(unread[:4])} read nothing of the calibration text: {len(unread)} in {dtype}")
+            notes.append(f"layers that read no calibration text stay in {dtype}: {len(unread)}, such as {unread[0]}")
             weights = {name: t for name, t in weights.items() if name not in unread}
     places, stacks = huggingface.places_in(model), huggingface.stacked_experts(model)
     done = {f"{layer}.weight" for layer in weights}

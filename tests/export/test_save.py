@@ -72,6 +72,20 @@ def test_config_json_says_the_dtype_in_which_transformers_decodes(model, tmp_pat
 
 
 @pytest.mark.parametrize("mixed", [False, True])
+def test_calibration_is_for_4_bits_alone(model, tmp_path, monkeypatch, mixed):
+    """A model in FP8 is not run, and one line says that calibration= has no effect. An FP8 layer of a mixed model that
+    reads nothing needs no line."""
+    method = "clover" if mixed else "fp8"
+    model.more = nf.QuantLinear(32, 32, method="fp8")
+    nf.convert(model.layers, method, verbose=False)
+    if not mixed:
+        monkeypatch.setattr(Foreign, "forward", None)
+    notes = nf.save_quantized(model, tmp_path / "out", calibration=[torch.randint(50, (2, 16))])
+    assert [note[:29] for note in notes[:-1]] == ["calibration= has no effect: n"] * (not mixed)
+    assert ("layers.0.input_global_scale" in load_safetensors(tmp_path / "out")) == mixed
+
+
+@pytest.mark.parametrize("mixed", [False, True])
 def test_inputs_of_fp8_layers_have_a_scale_for_each_token_without_calibration(model, tmp_path, mixed):
     model.layers.append(nf.QuantLinear(32, 32, method="fp8"))
     if not mixed:
@@ -90,7 +104,7 @@ def test_a_layer_that_reads_nothing_stays_in_16_bits(model, tmp_path):
     model.more = nn.Linear(32, 32)
     nf.convert(model, "clover", verbose=False)
     notes = nf.save_quantized(model, tmp_path / "out", calibration=[torch.randint(50, (2, 16))])
-    assert len(notes) == 2 and notes[0].startswith("more read nothing")
+    assert len(notes) == 2 and notes[0].endswith("bfloat16: 1, such as more")
     tensors = load_safetensors(tmp_path / "out")
     assert tensors["more.weight"].dtype == torch.bfloat16 and "layers.0.weight_packed" in tensors
     config = json.loads((tmp_path / "out" / "config.json").read_text())
@@ -248,7 +262,7 @@ def test_an_expert_without_tokens_takes_its_neighbours_range(tmp_path, monkeypat
     with torch.no_grad():
         mixture.gate.bias = nn.Parameter(torch.tensor([100.0, 0.0]))  # all tokens go to the first expert
     notes = nf.save_quantized(mixture, tmp_path / "out", calibration=[torch.randint(50, (2, 8))])
-    assert len(notes) == 3 and "2 experts" in notes[0]
+    assert len(notes) == 3 and notes[0].startswith("2 layers of experts read no calibration text, ")
     tensors = load_safetensors(tmp_path / "out")
     for part in ("w1", "w2", "w3"):
         first, other = (tensors[f"experts.{e}.{part}.input_global_scale"] for e in range(2))

@@ -291,6 +291,7 @@ def test_transformers_reads_experts_without_their_global_scale(tmp_path, method,
     torch.manual_seed(0)
     notes = nf.save_quantized(nf.convert(t.MixtralForCausalLM(config), method, verbose=False), tmp_path)
     assert any("weight_global_scale" in note for note in notes) == wrong
+    assert ("nf  # pip install git+https://" in (tmp_path / "README.md").read_text()) == wrong
     ours = nf.load_quantized(t.MixtralForCausalLM(config), tmp_path).state_dict()
     config = t.AutoConfig.from_pretrained(tmp_path)
     config.quantization_config = {**config.quantization_config, "dequantize": True}
