@@ -96,6 +96,7 @@ def evaluate(args: argparse.Namespace, device: torch.device, rank: int, world_si
     forward = trained if args.hf_path and method == "bf16" else method  # This is the forward's name in the output.
     print0(f"Evaluating {name} on {survey.folder}")
 
+    exact = "BF16" if device.type == "cuda" else "FP32"  # as models.gpt.autocast
     num_rows, steps = evaluation_rows(args.split_tokens, args.device_batch_size, sequence_len, world_size)
 
     text = {split: open_text(split, survey, args.text_column) for split in ("train", "val")}
@@ -126,10 +127,10 @@ def evaluate(args: argparse.Namespace, device: torch.device, rank: int, world_si
             results[f"{split}_bpb_bf16"] = measured
         if method != "bf16" or (not args.hf_path and model.lm_head.quantizes):
             with nf.full_precision(model):
-                measured = kept.part(f"{split} bpb, BF16 forward", lambda: bpb(split, "BF16 forward"))  # noqa: B023
+                measured = kept.part(f"{split} bpb, {exact} forward", lambda: bpb(split, f"{exact} forward"))  # noqa: B023
             results[f"{split}_bpb_bf16"] = measured
         line = f"{split} bpb: {results[f'{split}_bpb']:.4f}"
-        line += f" ({method} forward), {results[f'{split}_bpb_bf16']:.4f} (BF16)" if method != "bf16" else ""
+        line += f" ({method} forward), {results[f'{split}_bpb_bf16']:.4f} ({exact})" if method != "bf16" else ""
         print0(line + f" on {TRAIN_ROWS}" * (split == "train"))
 
     samples = draw_samples(model, tokenizer) if rank == 0 and not args.hf_path else []

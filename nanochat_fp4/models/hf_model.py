@@ -178,15 +178,28 @@ def load_hf_model(described: Described, device: torch.device) -> HuggingFaceMode
 
     Raises UserError if the model needs code of its own, and if weights are missing, unused or of another shape.
     transformers would replace such weights by random ones. A package that reads them may not be installed.
-    Experts are refused unless they are in FP8, because transformers reads those in NVFP4 wrong.
+    Experts are refused unless they are in FP8, because transformers reads those in NVFP4 wrong. This is seen by the
+    shapes of the config's model, before weights are read.
     """
-    path, config, _ = described
-    stored = config.get("quantization_config")
+    path = described.path
+    stored = described.config.get("quantization_config")
     if stored and stored.get("quant_method") == "compressed-tensors":
         require("compressed_tensors")
-    from transformers import AutoModelForCausalLM
+    precision = "bf16" if device.type == "cuda" else "fp32"  # as models.gpt.autocast
+    precision = str(stored.get("format") or stored.get("quant_method") or "quantized") if stored else precision
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     try:
+        if stored and precision != "float-quantized":
+            with torch.device("meta"):
+                config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+                empty = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+            if any("experts" in name and p.dim() > 2 for name, p in empty.named_parameters()):
+                raise UserError(
+                    f"--hf-path={path}: transformers reads quantized experts right in FP8 (float-quantized) alone, not "
+                    f"in {precision}; load the folder with nf.load_quantized into an unquantized model, and evaluate "
+                    "what its save_pretrained writes"
+                )
         model, found = AutoModelForCausalLM.from_pretrained(
             path,
             dtype="auto" if stored else torch.float32,
@@ -195,18 +208,9 @@ def load_hf_model(described: Described, device: torch.device) -> HuggingFaceMode
             output_loading_info=True,
         )
     except _ERRORS as e:
-        own_code = "auto_map" in config
+        own_code = "auto_map" in described.config
         remedy = "give a model that needs no code of its own, which is not run" if own_code else WHAT_TO_GIVE
         raise UserError(f"--hf-path={path}: transformers cannot load it ({_short(e)}); {remedy}") from e
-    precision = "bf16" if device.type == "cuda" else "fp32"  # as models.gpt.autocast
-    precision = str(stored.get("format") or stored.get("quant_method") or "quantized") if stored else precision
-    stacked = any("experts" in name and p.dim() > 2 for name, p in model.named_parameters())
-    if stored and stacked and precision != "float-quantized":
-        raise UserError(
-            f"--hf-path={path}: transformers reads quantized experts right in FP8 (float-quantized) alone, not in "
-            f"{precision}; load the folder with nf.load_quantized into an unquantized model, and evaluate what its "
-            "save_pretrained writes"
-        )
     for kind, names in found.items():
         if names:
             first = ", ".join(map(str, list(names)[:3]))

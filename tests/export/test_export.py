@@ -173,7 +173,7 @@ def test_evaluations_make_weights_once(tiny_base, tmp_path, monkeypatch, capsys)
     }
     lines = {
         export: ("calibration: 2/2", "bits per byte, trained: clover: 2/2", "static scales: 2/2"),
-        base_loss: ("train bpb, clover: 2/2", "val bpb, BF16 forward: 2/2"),
+        base_loss: ("train bpb, clover: 2/2", "val bpb, FP32 forward: 2/2"),
         base_eval: ("CORE: 9/9",),
     }
     for script, argv in flags.items():

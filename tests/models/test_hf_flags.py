@@ -68,7 +68,9 @@ def folder(tmp_path, monkeypatch):
         return Causal(torch.bfloat16 if how["dtype"] == "auto" else how["dtype"]), {"missing_keys": []}
 
     transformers.PretrainedConfig = SimpleNamespace(get_config_dict=config_of)
-    transformers.AutoModelForCausalLM = SimpleNamespace(from_pretrained=model_of)
+    transformers.AutoConfig = SimpleNamespace(from_pretrained=lambda path, **_: path)
+    empty = {"from_config": lambda config, **_: Causal(torch.bfloat16)}
+    transformers.AutoModelForCausalLM = SimpleNamespace(from_pretrained=model_of, **empty)
     transformers.AutoTokenizer = SimpleNamespace(from_pretrained=lambda path, **_: Words())
     monkeypatch.setitem(__import__("sys").modules, "transformers", transformers)
     (tmp_path / "hf").mkdir()

@@ -117,7 +117,7 @@ def test_quantized_folder_is_evaluated(folder, tiny_base, tmp_path, capsys, meth
     assert bpb["four"] == pytest.approx(bpb["decoded"], rel=2e-3)  # BF16 against FP32
 
 
-def test_experts_in_nvfp4_are_refused(folder, tmp_path):
+def test_experts_in_nvfp4_are_refused_before_they_are_loaded(folder, tmp_path, monkeypatch):
     """transformers reads them without their weight_global_scale, and says nothing. It reads those in FP8 right."""
     pytest.importorskip("compressed_tensors")
     config = transformers.Qwen3MoeConfig(
@@ -130,6 +130,7 @@ def test_experts_in_nvfp4_are_refused(folder, tmp_path):
     nf.save_quantized(nf.convert(model, "clover", verbose=False), tmp_path / "moe", tokenizer=tokenizer)
     rows = [torch.randint(300, (2, 8))]
     nf.save_quantized(model, tmp_path / "inputs", tokenizer=tokenizer, calibration=rows)
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", lambda *_, **__: pytest.fail("too late"))
     for name in ("moe", "inputs"):
         with pytest.raises(UserError, match="experts right in FP8 .* alone.*; load the folder with"):
             load_hf_model(describe(str(tmp_path / name)), torch.device("cpu"))

@@ -612,6 +612,7 @@ def test_loss_stage_reports_both_forwards(tiny_base, capsys):
     assert err.count(" 2/2 (100%) batch") == 4
     train_line, val_line = (line for line in out.splitlines() if " bpb: " in line)
     assert "first rows" in train_line and "rows" not in val_line
+    assert val_line.endswith(" (FP32)")  # as a CPU computes what a GPU computes in BF16
     results = read_jsonl(tiny_base / "base_checkpoints" / "d1_clover" / "metrics.jsonl")[-1]
     assert results["event"] == "base_loss" and (results["step"], results["tokens"]) == (1, 128)
     assert results["bpb"] != results["bpb_bf16"] and results["bpb"] == pytest.approx(3.7, abs=0.5)
