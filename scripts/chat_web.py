@@ -58,9 +58,8 @@ def main(argv: list[str] | None = None) -> None:
 
     with joined_processes(args.device_type, alone="chat_web") as (_, _, device):
         worker, info = load(args, device)
-        codes = (
-            nf.quantize_weights_once(worker.engine.model) if "nvfp4" in worker.contexts else contextlib.nullcontext()
-        )
+        quantizes = "nvfp4" in worker.contexts
+        codes = nf.quantize_weights_once(worker.engine.model) if quantizes else contextlib.nullcontext()
         hosts = ["localhost", "127.0.0.1", "[::1]", args.host, *args.allow_host]
         if args.host in ("0.0.0.0", "::") and not args.allow_host:
             hosts = ["*"]
@@ -112,7 +111,8 @@ def load(args: argparse.Namespace, device: torch.device) -> tuple[Any, dict]:
     contexts = {"nvfp4": lambda: forward(True), "bf16": lambda: forward(False)}
     output = nf.get_recipe(method).final.output
     kinds = {"FP8" if r.fp8 else r.function or "NVFP4" for r in (output.a.rounding, output.b.rounding) if r}
-    precisions = {"nvfp4": f"{' and '.join(sorted(kinds)) or 'BF16'} ({method})", "bf16": "BF16"}
+    exact = "BF16" if dtype == torch.bfloat16 else "FP32"
+    precisions = {"nvfp4": f"{' and '.join(sorted(kinds)) or exact} ({method})", "bf16": exact}
     if args.precision != "both":
         contexts, precisions = ({args.precision: d[args.precision]} for d in (contexts, precisions))
     with forward("nvfp4" in contexts):

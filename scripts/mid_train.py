@@ -152,9 +152,7 @@ class MidTraining(LaterStage):
         check_flags(args, sequence_len, world_size)
         self.rows, self.num_rows, self.eval_steps = batch_sizes(args, sequence_len, world_size, pretrained_with or 32)
         if pretrained_with and self.rows > pretrained_with:
-            print0(
-                f"note: the base model was trained with --device-batch-size={pretrained_with}; {self.rows} may not fit"
-            )
+            print0(f"note: the base model trained with --device-batch-size={pretrained_with}; {self.rows} may not fit")
         self.seq_len, self.num_steps = args.max_seq_len or sequence_len, args.num_iterations
         self.step_tokens, self.eval_tokens = args.total_batch_size, self.num_rows * self.seq_len
         self.micro_batches = args.total_batch_size // (self.rows * self.seq_len * world_size)

@@ -143,9 +143,8 @@ class Settings:
         """The name of the run with this method: what differs from the defaults is in it."""
         # A name has the depth, and later stages make no other base model.
         same = {"DEPTH", "SPLIT_TOKENS", *ARGS} | {n for n, row in NUMBERS.items() if re.search(SAME_FLAG, row[0])}
-        changed = {name: v for name, v in self.changed.items() if name not in same}
-        names = (name.lower().replace("_", "-").replace("num-iterations", "steps") for name in changed)
-        parts = [f"_{name}{value}" for name, value in zip(names, changed.values())]
+        names = {name: name.lower().replace("_", "-").replace("num-iterations", "steps") for name in self.changed}
+        parts = [f"_{names[name]}{value}" for name, value in self.changed.items() if name not in same]
         if self.data_dir:
             path = os.path.realpath(Path(self.data_dir).expanduser())
             parts.append(f"_data-{Path(path).name[:20]}-{zlib.crc32(path.encode()) % 10**4:04d}")
@@ -301,6 +300,8 @@ class Base:
             asked = largest(model, s.memory, sizes, args.state, args.recompute, processes)
             self.ways = [asked] if self.is_fixed else choose(model, s.memory, sizes, states, processes)
             argv += [] if self.is_fixed else self.ways[0].flags
+        count = (self.ways and self.ways[0].rows) or sizes[0]  # What fits hardly has no way with rows.
+        self.rows = f"{count} row{'s' * (count > 1)}"
         fits = bool(card and self.ways) and self.ways[0].graphed_peak <= SHARE * s.memory
         self.graphed = fits if args.cuda_graph is None else args.cuda_graph
         done = list_steps(s.base_dir / FOLDERS["base"] / self.tag) if s.here else []
@@ -669,14 +670,15 @@ class Plan:
         return tokenizer
 
     def unfinished(self) -> Iterator[str]:
-        """The base trainings of this folder that are not done and with which the command does not go on, and the
-        command that goes on with each, the newest first."""
-        for folder, meta in self.runs.items():
+        """The newest base training of this folder that is not done and with which the command does not go on, if it
+        trains one, and the command that goes on with it."""
+        for folder, meta in self.runs.items() if "base" in self.s.stages else ():
             step, steps = meta.get("step", 0), meta.get("user_config", {}).get("num_iterations") or 0
             if step < steps and folder.name not in {base.tag for base in self.bases} and not running(folder):
                 file = self.s.base_dir / "report" / folder.name / COMMAND
                 command = file.read_text("utf-8") if file.is_file() else "the command that began it"
                 yield f"{folder.name}, step {step:,} of {steps:,}: {command} goes on with it"
+                return
 
     def look_back(self, stage: Stage) -> Stage:
         """The stage, without its section if it is made again: a measurement with other flags than the plan's, and a
@@ -706,7 +708,7 @@ class Plan:
     def text_stages(self) -> list[Stage]:
         """The stages of the text and the tokenizer. A tokenizer that is there is kept."""
         n, from_hub, module = self.s.values, self.text == "hub", "nanochat_fp4.data.dataset"
-        title, rest = f"text: {n['NUM_SHARDS']} shard(s)", [module, "-n", f"{n['NUM_SHARDS']}"]
+        title, rest = "text: FineWeb-Edu", [module, "-n", f"{n['NUM_SHARDS']}"]
         if self.tokenizer is not None:
             return [Stage("download", "", title, 1, rest)] if from_hub and self.shards < n["NUM_SHARDS"] else []
         first = ["--embedded"] if self.text == "embedded" else ["--ensure", "-n", f"{n['TOK_SHARDS']}"]
@@ -795,9 +797,9 @@ def facts(plan: Plan, numbers: bool) -> Iterator[tuple[str, str]]:
         unset = ", by default" * (base.method == s.method and not asked and card is not None)
         yield "run", f"{base.tag}{unset}: {size}{goes_on}"
     yield from (("at work", who) for who in plan.at_work)
-    yield from (("unfinished", line) for line in list(plan.unfinished())[: "base" in s.stages])
+    yield from (("unfinished", line) for line in plan.unfinished())
     yield "stages", " ".join(s.stages)
-    yield "folder", str(s.base_dir)
+    yield "folder", f"{s.base_dir}{'; what lies in it is not counted' * (not s.here)}"
     yield "disk", plan.disk + f"; {plan.free / 1e9:.0f} GB are free" * s.here
     yield from (("text", fact) for fact in (plan.about_text if {"tok", "base"} & set(s.stages) else ()))
     yield from (("kept", line) for line in plan.kept)
@@ -862,11 +864,9 @@ def of_memory(s: Settings, base: Base) -> Iterator[str]:
         yield "not counted for this family of models"
         return
     way = base.ways[0]
-    count = way.rows or (1 if base.args.device_batch_size == "auto" else base.args.device_batch_size)  # hardly fit
-    rows = f"{count} row{'s' * (count > 1)} of {base.args.max_seq_len:,} tokens"
     graphs, label = "with CUDA graphs, " * base.graphed, base.label * bool(s.card)
     how = f"{graphs}by count (docs/memory.md)" if s.card else "by estimate"
-    yield f"{label}{rows}: {taken(base)} of {s.memory / GIB:.3g} GiB, {how}"
+    yield f"{label}{base.rows} of {base.args.max_seq_len:,} tokens: {taken(base)} of {s.memory / GIB:.3g} GiB, {how}"
     if way.flags and not base.is_fixed:
         yield f"{label}the run sets {' '.join(way.flags)} for that; docs/memory.md has other ways for BASE_ARGS"
 
@@ -898,13 +898,13 @@ def which(plan: Plan) -> Generator[tuple[str, str], None, dict[str, str]]:
     for method in dict.fromkeys(("fp8", rival, "clover", *advised, *s.methods)):
         base = of_plan.get(method) or Base(s, method)
         found = hours(s, base)
-        long = f"{span(*found[:2])} hours" if found else "unknown hours"
+        long = f"{span(*found[:2])} h" if found else "unknown hours"
         long += ", interpolated" * ("interpolated" in str(found))
         fits = base.ways and (base.ways[0].rows or base.ways[0].peak <= s.memory)
         too_large += [method] * (bool(base.ways) and not fits)
-        needs = f"{taken(base)} GiB" if fits else "does not fit" if base.ways else "not counted"
-        gap = f"gap at d6 {gaps[method]}%" if method in gaps else "gap unknown"
-        yield "method", f"{method:18}  {gap:22}  {needs}  {long}"
+        needs = f"{base.rows}, {taken(base)} GiB" if fits else "does not fit" if base.ways else "not counted"
+        gap = f"d6 gap {gaps[method]}%" if method in gaps else "gap unknown"
+        yield "method", f"{method:18}  {gap:19}  {needs}  {long}"
     take = f"take {take}" if card["arch"] else "no method is advised: GPU names no card of cards.json"
     take += "".join(f"; {method} does not fit" for method in advised if method in too_large)
     advised = [method for method in advised if method not in too_large]
@@ -928,10 +928,10 @@ def main(argv: list[str] | None = None) -> None:
     plan = Plan(args.run, {**os.environ, **({} if args.calls else {"PLAN_ONLY": "1"})})
     print(page(plan, args.all))
     if args.calls:
-        args.calls.write_text(f"# {(command := typed(plan.s))}\n{calls(plan.stages)}")
+        args.calls.write_text(f"# {typed(plan.s)}\n{calls(plan.stages)}")
         for base in plan.bases if "base" in plan.s.stages else ():
-            (folder := args.calls.with_name(base.tag)).mkdir(exist_ok=True)
-            atomic_write(folder / COMMAND, command)
+            (args.calls.parent / base.tag).mkdir(exist_ok=True)
+            atomic_write(args.calls.parent / base.tag / COMMAND, typed(plan.s))
         atomic_write(args.calls.with_name("left_out.txt"), "".join(f"{line}\n" for line in plan.left_out))
 
 

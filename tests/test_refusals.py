@@ -111,8 +111,8 @@ REFUSED = [
     ("scripts.chat_eval -t -1", "--temperature"),
     ("scripts.chat_eval -b 0", "--batch-size"),
     ("scripts.chat_eval -a GSM8K --eval-dir=/nowhere", "--eval-dir"),
-    ("scripts.chat_cli -i sft", "there is a model of base and mid: python -m scripts.chat_cli -i mid"),
-    ("scripts.chat_cli -i sft", "NANOCHAT_BASE_DIR"),
+    ("scripts.chat_cli -i sft", " python -m scripts.chat_cli -i mid"),
+    ("scripts.chat_cli -i sft", "there is a model of base and mid: NANOCHAT_BASE_DIR="),
     ("scripts.chat_web -i sft", "chat_cli -i mid"),
     ("scripts.chat_cli -p ''", "prompt is empty"),
     ("scripts.chat_cli -p ' \n'", "prompt is empty"),
@@ -134,6 +134,7 @@ REFUSED = [
     ("scripts.tok_train --data-dir=/nowhere --overwrite", "/nowhere"),
     ("scripts.tok_train --vocab-size=290", "base_checkpoints/d2_clover"),  # it would replace their tokenizer
     ("nanochat_fp4.data.dataset --embedded --size-mb=0", "0.2 to 100"),
+    ("nanochat_fp4.data.dataset -n 1", "or say --embedded in place of -n"),
     ("nanochat_fp4.data.dataset -n 0", "1 to 1822"),
     ("nanochat_fp4.evaluation.report nothing", "generate"),
     ("nanochat_fp4.doctor --method=clever", "unknown method 'clever'"),

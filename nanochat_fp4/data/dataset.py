@@ -605,7 +605,7 @@ DATASET = "karpathy/fineweb-edu-100b-shuffle"
 MAX_SHARD = 1822  # This is the last shard. Its name sorts last, so it is the validation split.
 SHARD_BYTES = 100_000_000  # An estimate of the size of a shard.
 
-NO_NETWORK_HINT = "set DATA_DIR to a folder of text, or type python -m nanochat_fp4.data.dataset --embedded"
+NO_NETWORK_HINT = "set DATA_DIR to a folder of text, or say --embedded in place of -n"
 
 
 def index_to_filename(index: int) -> str:

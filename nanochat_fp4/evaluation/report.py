@@ -409,7 +409,7 @@ def generate(folder: Path, model_tag: str | None = None) -> Path:
         except (OSError, KeyError, TypeError, ValueError, AttributeError) as e:
             notes.append(f"a metrics.jsonl of {tag} cannot be read, so the run was left out ({type(e).__name__}: {e})")
     if not sections and not runs:
-        raise UserError(f"nothing to report in {folder}; run bash speedrun_fp4.sh first, or a stage of it")
+        raise UserError(f"nothing to report in {folder}; run {base_dir_variable(base_dir)}bash speedrun_fp4.sh first")
     add_gaps(runs)
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "report.md"

@@ -91,17 +91,16 @@ def reading_lines(folder: Path, chat: bool, notes: Sequence[str] = ()) -> list[s
     transformers reads wrong, as `notes` say, is read by nf.load_quantized."""
     config = json.loads((folder / "config.json").read_bytes())
     remote = ", trust_remote_code=True" if "auto_map" in config else ""
-    dtype = config["dtype"] if "quantization_config" in config else ""
-    no_dtype = f"  # Pass no dtype: quantized weights are decoded to {dtype}." if dtype else ""
-    name = config["architectures"][0]
-    causal = name.endswith("ForCausalLM")
-    name = "AutoModelForCausalLM" if causal else "AutoModel" if remote else name
+    decoded = f"  # Pass no dtype: quantized weights are decoded to {config['dtype']}."
+    no_dtype = decoded if "quantization_config" in config else ""
+    own = config["architectures"][0]
+    causal = own.endswith("ForCausalLM")
+    name = "AutoModelForCausalLM" if causal else "AutoModel" if remote else own
     load = f"model = {name}.from_pretrained(folder{remote}){no_dtype}"
     lines = [f"from transformers import {name}", "", 'folder = "."  # where this file is', load]
     if EXPERTS in notes:
-        name = config["architectures"][0]
-        load = f"model = nf.load_quantized({name}(AutoConfig.from_pretrained(folder)).eval(), folder)"
-        lines = [IMPORT, f"from transformers import AutoConfig, {name}", *lines[1:3], load]
+        load = f"model = nf.load_quantized({own}(AutoConfig.from_pretrained(folder)).eval(), folder)"
+        lines = [IMPORT, f"from transformers import AutoConfig, {own}", *lines[1:3], load]
     if not causal:
         return lines
     prompt = 'tokenizer("The capital of France is", return_tensors="pt")'

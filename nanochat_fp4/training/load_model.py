@@ -22,6 +22,7 @@ from torch import nn
 import nanochat_fp4 as nf
 from nanochat_fp4.cli import STAGE, UserError, did_you_mean, format_bytes, one_line
 from nanochat_fp4.common import (
+    base_dir_variable,
     fail_together,
     get_base_dir,
     get_dist_info,
@@ -209,19 +210,19 @@ def find_model_tag(source: str, model_tag: str | None) -> str:
     method comes before the bf16 baseline, and then the newest one. If there is no such model, the UserError names the
     command that makes one, and how to talk to one of another stage."""
     check_model_tag(model_tag)
-    folder, made_by = Path(get_base_dir()) / FOLDERS[source], f"{STAGE}{SCRIPTS[source]}"
+    folder, variable = Path(get_base_dir()) / FOLDERS[source], base_dir_variable(Path(get_base_dir()))
     tags = [path for path in sorted(folder.glob("*/")) if list_steps(path)]
     if model_tag is not None and (folder / model_tag).is_dir():
         return model_tag
     if model_tag is not None or not tags:
         there = f" (there is {', '.join(path.name for path in tags[:8])})" if tags else ""
         what = f"{source} checkpoint {model_tag or ''}".rstrip()
-        hint = f" --model-tag={model_tag}" if model_tag else ", or all stages with bash speedrun_fp4.sh"
+        hint = f" --model-tag={model_tag}" if model_tag else f", or all stages with {variable}bash speedrun_fp4.sh"
         hint += ", or set NANOCHAT_BASE_DIR, if your models are elsewhere"
         others = [s for s, place in FOLDERS.items() if any(map(list_steps, folder.parent.glob(f"{place}/*/")))]
         if not tags and others:
-            hint += f"; there is a model of {' and '.join(others)}: {STAGE}chat_cli -i {others[-1]}"
-        raise UserError(f"there is no {what} in {folder}{there}; make it with {made_by}{hint}")
+            hint += f"; there is a model of {' and '.join(others)}: {variable}{STAGE}chat_cli -i {others[-1]}"
+        raise UserError(f"there is no {what} in {folder}{there}; make it with {variable}{STAGE}{SCRIPTS[source]}{hint}")
 
     def rank(path: Path) -> tuple[int, bool, float]:
         method = read_meta(path, list_steps(path)[0]).get("user_config", {}).get("method")

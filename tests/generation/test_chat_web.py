@@ -542,7 +542,7 @@ def test_the_page_names_the_format_of_the_forward(monkeypatch, tokenizer, method
     monkeypatch.setattr("nanochat_fp4.training.load_model.load_model", lambda *_: (model, tokenizer, meta))
     worker, info = chat_web.load(chat_web.parse_args(["--device-type=cpu", "--dtype=float32"]), torch.device("cpu"))
     worker.thread.shutdown()
-    assert info["precisions"] == {"nvfp4": f"{label} ({method})", "bf16": "BF16"}
+    assert info["precisions"] == {"nvfp4": f"{label} ({method})", "bf16": "FP32"}  # on a CPU
 
 
 @pytest.mark.parametrize("host, says", [("127.0.0.1", False), ("0.0.0.0", True)])

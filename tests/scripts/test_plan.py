@@ -89,6 +89,7 @@ def test_the_defaults_are_nanochats_and_every_variable_reaches_its_stage():
     expected = {"DEPTH": 20, "SEQ_LEN": 2048, "VOCAB_SIZE": 65536, "TOTAL_BATCH": 524288, "DATA_RATIO": 20}
     assert expected.items() < two.s.values.items() and [base.tag for base in two.bases] == ["d20_clover", "d20_bf16"]
     assert commands(two)["report"][-1] == "--model-tag=d20_clover"  # The baseline was not asked for alone.
+    assert not any("(s)" in stage.title for stage in two.stages)
     assert {stage.processes for stage in two.stages if stage.source} == {2} and two.bases[0].parameters == 560_988_200
     assert [planned("run1000", **gpu).s.values["DEPTH"] for gpu in ({"GPU": "h100"}, {})] == [32, 4]
     plan = planned(GPU="rtx5090", DEPTH="12", MATRIX_LR="0.01", EVAL_EVERY="7", BASE_ARGS="--warmup-ratio=0.1")
@@ -431,16 +432,16 @@ def test_one_line_and_one_number_say_which_method_to_take(timed, monkeypatch, ba
     assert said(planned(QAT_METHOD="fp8"))["method"][0].startswith("fp8: the FP8 baseline")
 
 
-def test_each_method_to_choose_from_has_a_row_with_its_gap_memory_and_hours():
+def test_each_method_to_choose_from_has_a_row_with_its_gap_rows_memory_and_hours():
     """Those of the plan of this method. The one that the user has chosen has a row, too."""
     rows = [fact for fact in said(planned(GPU="rtx5090", QAT_METHOD="nvidia"))["method"][1:-1]]
     assert [row.split()[0] for row in rows] == ["fp8", "clover_fp8_forward", "clover", "nvidia"]
     assert "gap unknown" in rows[3] and "interpolated" in rows[1] and rows[0].count("%") == 1
     for row in rows:
         method, plan = row.split()[0], said(planned(GPU="rtx5090", QAT_METHOD=row.split()[0]))
-        peak = re.search(r"([\d.]+) of [\d.]+ GiB", plan["memory"][0])[1]
-        long = re.search(r": (.* hours)", plan["how long"][0])[1]
-        assert f"{peak} GiB" in row and long in row and f"with {method}:" in plan["how long"][0]
+        rows, peak = re.search(r"(\d+ rows?) of .* ([\d.]+) of [\d.]+ GiB", plan["memory"][0]).groups()
+        long = re.search(r": (.* h)ours", plan["how long"][0])[1]
+        assert f"{rows}, {peak} GiB" in row and long in row and f"with {method}:" in plan["how long"][0]
     few = said(planned(GPU="rtx5060", GPU_MEMORY="8", DEPTH="26", QAT_METHOD="clover"))["method"]
     assert "does not fit" in few[1] and "does not fit" not in few[3]
     assert "%" not in " ".join(said(planned())["method"]) and "keep" in said(planned())["method"][0]
@@ -865,10 +866,12 @@ def test_the_plan_of_an_interrupted_run_says_that_it_goes_on(h100, monkeypatch):
     assert "step 21,400 of 21,400" in end["run"][0] and "base training" not in " ".join(end["how long"])
 
 
-def test_text_of_another_machine_is_not_counted_and_says_so(tmp_path):
+def test_text_and_folder_of_another_machine_are_not_counted_and_it_is_said(tmp_path):
     (tmp_path / "a.txt").write_text("Some text." * 400)
     assert "not found here" in said(planned(GPU="rtx5090", DATA_DIR="/nowhere"))["text"][0]
     assert "1 thousand tokens" in said(planned(GPU="rtx5090", DATA_DIR=str(tmp_path)))["text"][1]
+    folders = [said(planned(**gpu))["folder"][0] for gpu in ({"GPU": "rtx5090"}, {})]
+    assert ["not counted" in folder for folder in folders] == [True, False]
 
 
 def test_numbers_are_printed_if_they_are_asked_for():
