@@ -217,7 +217,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = ArgumentParser(description=__doc__.split("\n")[0])
     add = parser.add_argument
     add("--name", default="", help="of the table and its files (default: the study's, or sweep)")
-    add("--again", default="", metavar="STUDY", help="train the runs of this study or group of lab.runs, as they were")
+    add("--again", default="", metavar="STUDY", help="train the runs of this study or group of lab.runs anew")
     text = f"names of nf.METHODS, of lab/recipes.py or of --recipes, with commas (default: {METHODS})"
     add("--methods", default="", help=text)
     add("--variant", action="append", default=[], help='"label: flags of base_train"; may be repeated')
@@ -270,7 +270,8 @@ def without_left(study: str, results: list[dict]) -> list[dict]:
             left.setdefault(LEFT.get(name) or shown_commit(r.get("commit")), []).append((r["method"], name))
     for commit, pairs in sorted(left.items()):
         labels, missing = (", ".join(sorted(set(of))) for of in zip(*pairs))
-        print0(f"left out: {labels}; {missing} left the code; the commit that had them: {commit}")
+        what = missing if labels == missing else f"{labels}; {missing}"
+        print0(f"left out: {what} left the code; the commit that had them: {commit}")
     found = [r for r, missing in zip(results, names) if not missing]
     if not found:
         raise UserError(f"--again={study}: no run is left to train; check out its commit ({', '.join(sorted(left))})")

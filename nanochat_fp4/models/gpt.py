@@ -424,10 +424,12 @@ class GPT(nn.Module):
         """
         Returns [AdamW for head, embedding and the layers' scalars, Muon for the matrices of the blocks].
 
-        AdamW's learning rates of head and embedding are given for a width of 768 and are multiplied by
-        (width / 768)^-0.5. The rate of resid_lambdas is a hundredth of scalar_lr, because their effects multiply over
-        the layers. weight_decay applies to Muon only. Each group stores its rate as "initial_lr" for the schedules. In
-        a process group of several ranks both optimizers average the gradients themselves.
+        AdamW's learning rates of head and embedding are given for a width of 768 and are multiplied by (width /
+        768)^-0.5. The rate of resid_lambdas is a hundredth of scalar_lr, because their effects multiply over the
+        layers. While c_proj is 0 the loss does not depend on resid_lambdas and x0_lambdas, so rounding decides the
+        signs of their first step (docs/results.md). weight_decay applies to Muon only. Each group stores its rate as
+        "initial_lr" for the schedules. In a process group of several ranks both optimizers average the gradients
+        themselves.
         """
         scale = (self.config.n_embd / 768) ** -0.5
         adam_groups = [

@@ -84,6 +84,20 @@ def test_init_weights_draws_in_nanochats_order():
     assert torch.equal(state["resid_lambdas"], torch.ones(5)) and not state["x0_lambdas"].any()
 
 
+def test_the_first_loss_does_not_depend_on_the_scalars_so_rounding_decides_the_signs_of_their_first_step():
+    model = GPT(GPTConfig(**TINY)).double()
+    model.init_weights()
+    ids = torch.arange(48).view(2, 24)
+    loss = model(ids, ids.roll(1))
+    loss.backward()
+    assert model.x0_lambdas.grad.abs().max() < 1e-7 < model.lm_head.weight.grad.abs().max()
+    with torch.no_grad():
+        model.x0_lambdas.fill_(0.5)
+        assert torch.allclose(model(ids, ids.roll(1)), loss, rtol=1e-6)
+        model.x0_lambdas.fill_(-0.5)  # The stream of five layers has the other sign.
+        assert not torch.allclose(model(ids, ids.roll(1)), loss, rtol=1e-5)
+
+
 def test_meta_device_then_memory_then_weights():
     with torch.device("meta"):
         model = GPT(GPTConfig(**TINY))
