@@ -469,6 +469,13 @@ def test_the_page_asks_streams_stops_and_asks_again(page):
     browser.wait("document.body?.dataset.ready === 'yes' && !document.querySelector('.message')")
 
 
+def test_an_answer_of_one_token_is_one(page):
+    _, browser = page("a")
+    browser.type("question")
+    browser.press("Enter")
+    browser.wait("/^1 token($|,)/.test(document.getElementById('status').textContent)")
+
+
 def test_a_message_that_is_not_taken_goes_back_into_the_box(page):
     _, browser = page("an answer")
     browser.run("document.getElementById('temperature').value = 9")
