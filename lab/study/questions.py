@@ -380,7 +380,8 @@ def forwards(context: Context) -> Outcome:
     (size,), methods = {r["size"] for r in runs}, methods_of(runs)
     evaluated = dict.fromkeys(name for r in runs for name in r.get("forwards", ()) if name != "bf16")
     if not evaluated:
-        raise UserError("no run of --results was evaluated in several forwards; run lab.study.forwards, then its sweep")
+        mend = "type python -m lab.study.forwards --folder FOLDER, and then the sweep's command again"
+        raise UserError(f"no run of --results was evaluated in several forwards; {mend}")
     shown = {column: name for column, name in IN_FORWARD.items() if name in evaluated}
     shown |= {name: name for name in evaluated if name not in shown.values()}
     values = {"own": "val_bpb", **shown, "BF16": "val_bpb_bf16"}

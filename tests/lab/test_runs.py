@@ -5,6 +5,7 @@ import json
 import pytest
 
 from lab import runs
+from lab.study.sweep_runs import computed, known, left_code, own_recipes
 from nanochat_fp4.cli import UserError
 
 RUN = {
@@ -90,3 +91,12 @@ def test_the_runs_of_a_study_a_group_and_a_file_are_listed(store, capsys):
 def test_the_list_has_the_studies_and_their_groups():
     first = [line.split()[0] for line in runs.listed().splitlines() if line.strip()]
     assert set(runs.studies()) | set(runs.GROUPS) <= set(first) and "runs.parquet" in runs.listed()
+
+
+def test_a_label_that_names_a_method_is_its_method_and_every_key_is_of_what_the_flags_compute_now():
+    """Otherwise --again would train another method under the label of a stored run, as it did for 25 runs."""
+    stored = [r for r in runs.read(runs.RUNS, runs.studies()) if not (left_code(r["flags"]) or own_recipes(r["flags"]))]
+    named = [r for r in stored if known(r["label"]) and r["flags"]]
+    assert len(named) > 300
+    assert not [r for r in named if r["method"] != r["label"] or f"--method={r['label']}" not in r["flags"]]
+    assert not {r["label"] for r in stored if computed(r["label"], r["flags"]) != r["computed"]}
