@@ -98,7 +98,7 @@ OTHER_SYSTEMS = (
 REMEDIES = (
     *FULL_METHODS, *OTHERS, "clover_search_forward", "clover_search_backward", "clover_weight_search",
     "clover_warmup", "clover_late_bf16", "clover_late_forward", "clover_late_backward", "clover_refined",
-    "clover_late_fp8", "clover_up_fp8", "clover_fp8_input", "clover_fp8_weight", "clover_fp8_forward",
+    "clover_late_mxfp8", "clover_up_mxfp8", "clover_fp8_input", "clover_fp8_weight", "clover_mxfp8_forward",
     "clover_less_decay", "clover_search_feedback", "clover_late_refined_bf16", "clover_feedback_late_bf16",
 )  # fmt: skip
 
