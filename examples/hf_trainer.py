@@ -15,8 +15,8 @@ from tokenizers import Tokenizer, decoders, models
 
 
 class Progress(transformers.TrainerCallback):
-    """A method that changes late in a run, as nvidia_full does, must know the run's progress. Others ignore the
-    call."""
+    """A method that changes late in a run, as nvidia_full does, must know the run's progress. Others ignore the call.
+    nvidia_full ends in BF16, so that trainer.save_model writes its model, and nf.save_quantized refuses it."""
 
     def on_step_begin(self, args, state, control, model, **kwargs):
         nf.set_progress(model, state.global_step / state.max_steps)
@@ -35,6 +35,7 @@ def main(folder: str = "trained", method: str = "clover", steps: int = 20):
     data = [{"input_ids": row, "labels": row} for row in rows]
     trainer = transformers.Trainer(model, args, train_dataset=data, callbacks=[Progress])
     trainer.train()
+    trainer.save_model(f"{folder}/unquantized")  # to train on from
     # It prints in what the folder differs from the model.
     nf.save_quantized(model, f"{folder}/nvfp4", tokenizer=tokenizer, calibration=[rows], overwrite=True)
     return trainer, transformers.AutoModelForCausalLM.from_pretrained(f"{folder}/nvfp4")

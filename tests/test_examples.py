@@ -115,6 +115,9 @@ def test_hf_trainer(tmp_path, caplog):
         assert 0.03 < (read.eval()(ids).logits.float() - want).norm() / want.norm() < 0.2  # its inputs are rounded, too
     late, _ = example.main(str(tmp_path), "clover_late", 4)
     assert {m.recipe.name for m in late.model.modules() if isinstance(m, nf.QuantLinear)} == {"clover_search"}
+    with pytest.raises(ValueError, match="nvidia_full ends.*model.save_pretrained"):
+        example.main(str(tmp_path / "bf16"), "nvidia_full", 8)
+    assert (tmp_path / "bf16/unquantized/model.safetensors").exists()  # what was trained is not lost
 
 
 @pytest.mark.slow

@@ -60,10 +60,14 @@ Places = Mapping[str, list[Rows]]  # the name of a file's tensor -> its parts
 
 
 def folder_of(function: str, model: nn.Module, folder: str | Path) -> Path:
-    """The folder that a public function was given after the model. Raises ValueError for arguments of other types."""
+    """The folder that a public function was given after the model. Raises ValueError for arguments of other types, and
+    for a model whose quantized weights transformers has read, which neither loads nor saves here."""
     if not isinstance(model, nn.Module) or not isinstance(folder, str | Path):
         got = f"{type(model).__name__} and {type(folder).__name__}"
         raise ValueError(f"{function}: got {got}, expected a model and then the folder; swap the two or name both")
+    if any(hasattr(layer, "quantization_scheme") for layer in model.modules()):
+        problem = f"{function}: compressed-tensors has read this model, so that it was not converted and cannot be"
+        raise ValueError(f"{problem}; build the model by from_config, and read the folder with nf.load_quantized")
     return Path(folder).expanduser()
 
 

@@ -57,8 +57,6 @@ def load_quantized(model: M, folder: str | Path, device: torch.device | str = "c
     folder = huggingface.folder_of("load_quantized", model, folder)
     if folder.is_file():
         raise ValueError(f"load_quantized: {folder} is a file; pass its folder, {folder.parent}")
-    if any(hasattr(layer, "quantization_scheme") for layer in model.modules()):
-        raise ValueError("compressed-tensors has read this model; build it without quantization_config (from_config)")
     own = isinstance(model, GPT | Llama)
     if hasattr(model, "tie_weights") and any(p.is_meta for p in model.parameters()):
         model.tie_weights()  # accelerate.init_empty_weights() gives two names of a parameter two parameters.

@@ -238,7 +238,6 @@ def _problems(model: nn.Module, batches: Sequence[Tensor]) -> Iterator[str]:
     """Yields what of a model, or of its calibration text, cannot be written in this format."""
     if not hasattr(getattr(model, "config", None), "to_json_string"):
         yield f"{type(model).__name__} is no model of transformers; scripts.export writes nanochat_fp4's"
-        return
     if conv1d := [n for n, m in model.named_modules() if isinstance(m, QuantConv1D) and m.quantizes]:
         yield f"{some(conv1d)}: no Conv1D in compressed-tensors; model.save_pretrained writes them, unquantized"
     embeddings = {id(m.weight): n for n, m in model.named_modules() if isinstance(m, nn.Embedding)}

@@ -84,13 +84,15 @@ def forward_weights(model: nn.Module, share_scales: bool = True) -> tuple[dict[s
     groups = [group for group in groups if group[0] not in shared] + together
     operands = [quantized_weight(group) for group in groups]
     if not groups or any(operand is None for operand in operands):
-        problem = "this model was not converted; convert it"
+        problem, method = "this model was not converted", "clover"
         if hasattr(model, "nf_report"):
-            recipe, problem = model.nf_report.recipe, "quantizes nothing, and model.save_pretrained writes its models"
-            if recipe.output.b.rounding:
-                problem = "has no codes that are the same in each pass"
-            problem = f"the forward pass of {recipe.name} {problem}; convert it to another method"
-        raise ValueError(f'{problem}, for example nf.convert(model, "clover")')
+            layers = [group[0] for group, operand in zip(groups, operands) if operand is None] or [*names]
+            began, recipe = model.nf_report.recipe, layers[0].recipe
+            ends = "" if recipe == began else f", with which {began.name} ends,"  # It has changed late in the run.
+            method = began.name if ends else method
+            why = "rounds anew in each pass" if recipe.output.random else "quantizes nothing"
+            problem = f"the forward pass of {recipe.name}{ends} {why}, and model.save_pretrained writes the model"
+        raise ValueError(f'{problem}; convert it, for example nf.convert(model, "{method}")')
     found = {}
     for layers, operand in zip(groups, operands):
         if operand.is_fp8 and operand.codes.dtype == torch.float8_e4m3fn:
@@ -139,10 +141,8 @@ def check_values(tensors: Mapping[str, Tensor], dtype: torch.dtype | None = None
         largest = torch.stack(torch.aminmax(value.detach().float() if value.element_size() == 1 else value.detach()))
         largest = largest.abs().max()  # NaN stays NaN
         if not bool(largest.isfinite()):
-            raise ValueError(
-                f"{name} has values that are not finite; take the weights of an earlier step, or download them again"
-            )
-        there = largest.to(dtype or value.dtype)
+            raise ValueError(f"{name} has values that are not finite; take an earlier step, or download it again")
+        there = largest.to(dtype or value.dtype).float()  # FP8 has no isfinite.
         if not bool(there.isfinite()) or (bool(largest > 0) and not bool(there > 0)):
             raise ValueError(
                 f"{name} has values up to {float(largest):.3g}, which {dtype} does not hold; use another dtype"

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
@@ -76,6 +77,17 @@ def random_forward() -> nf.Recipe:
     return nf.Recipe("mine", output=nf.Gemm(nf.Operand("sr"), nf.Operand("sr")))
 
 
+def late_bf16() -> nf.Recipe:
+    return replace(nf.get_recipe("clover"), name="mine", late=(0.5, nf.get_recipe("bf16")))
+
+
+def ended(method: str | nf.Recipe = "nvidia_full") -> nn.Module:
+    """A model at the end of its run, when the forward of nvidia_full is in BF16."""
+    model = nf.convert(Foreign(), method, verbose=False)
+    nf.set_progress(model, 1.0)
+    return model
+
+
 def divided() -> nn.Module:
     """As DeepSpeed's ZeRO-3 leaves weights between steps."""
     model = converted()
@@ -105,7 +117,9 @@ SAVES = [
     (lambda: nn.Linear(16, 16), {}, "Linear"),
     (Foreign, {}, "not converted.*nf.convert"),
     (lambda: nf.convert(Foreign(), "bf16", verbose=False), {}, "bf16 quantizes nothing.*model.save_pretrained"),
-    (lambda: nf.convert(Foreign(), random_forward(), verbose=False), {}, "mine"),
+    (lambda: nf.convert(Foreign(), random_forward(), verbose=False), {}, "mine rounds anew in each pass"),
+    (ended, {}, "nvidia_full ends, quantizes nothing, and model.save_pretrained .*convert.*nvidia_full"),
+    (lambda: ended(late_bf16()), {}, "bf16, with which mine ends, quantizes nothing"),
     (lambda: nf.convert(Mixture(), "clover", verbose=False), {}, "Mixture"),
     (with_adapter, {}, "merge_and_unload"),
     (with_tied_head_in_4_bits, {}, "layers.0 "),
@@ -127,6 +141,14 @@ def test_save_quantized_refuses(tmp_path, make, arguments, word):
     model = make()
     refused(lambda: nf.save_quantized(model, tmp_path / "out", **arguments), word)
     assert not list(tmp_path.iterdir())  # nor a lock
+
+
+@pytest.mark.parametrize("dtype", [F8, torch.float8_e5m2])
+def test_a_model_with_eight_bit_weights_was_not_converted(tmp_path, dtype):
+    """Some quantizers of transformers leave FP8 weights, for which torch has no isfinite."""
+    model = Foreign()
+    model.layers[0].weight = nn.Parameter(model.layers[0].weight.to(dtype), requires_grad=False)
+    refused(lambda: nf.save_quantized(model, tmp_path), "not converted")
 
 
 def test_a_folder_that_is_there_names_the_argument_that_replaces_it(tmp_path):
@@ -235,7 +257,8 @@ def test_a_model_that_transformers_read_in_few_bits_names_how_to_build_it(saved)
     """Its layers have codes in the place of weights, and in FP8 a scale beside them."""
     model = converted()
     model.layers[0].quantization_scheme = object()  # compressed-tensors sets it
-    refused(lambda: nf.load_quantized(model, saved), "compressed-tensors.*from_config")
+    for function in (nf.load_quantized, nf.save_quantized):
+        refused(lambda function=function: function(model, saved), "compressed-tensors.*from_config.*nf.load_quantized")
 
 
 @pytest.mark.parametrize("described", [True, False])
@@ -347,6 +370,7 @@ def test_a_folder_of_another_model_is_refused(tiny_base, tmp_path):
 SCRIPT = [
     (["--format=compressed-tensors", "--method=bf16"], "--method=clover"),
     (["--format=compressed-tensors", "--model-tag=nan"], "finite"),
+    (["--format=compressed-tensors", "--model-tag=full"], "nvidia_full_end has no quantized .*--format=safetensors"),
     (["--weights-only"], "--weights-only"),
     (["--model-tag=other"], "checkpoint other"),
     (["--out={}"], "is there already.*--overwrite"),
@@ -365,6 +389,8 @@ def test_a_gpt_has_no_gguf_which_is_said_before_it_is_loaded(tiny_base, tmp_path
 @pytest.mark.parametrize("flags, word", SCRIPT, ids=[word for _, word in SCRIPT])
 def test_the_script_refuses(tiny_base, tmp_path, flags, word):
     save_small(tiny_base, "gpt", "clover")
+    if "--model-tag=full" in flags:
+        save_small(tiny_base, "gpt", "nvidia_full", tag="full")
     if "--model-tag=nan" in flags:
         save_small(tiny_base, "gpt", "clover", tag="nan", poke=torch.nan)
     (tmp_path / "mine").touch()
