@@ -129,8 +129,8 @@ def evaluate(args: argparse.Namespace, device: torch.device, rank: int, world_si
             with nf.full_precision(model):
                 measured = kept.part(f"{split} bpb, {exact} forward", lambda: bpb(split, f"{exact} forward"))  # noqa: B023
             results[f"{split}_bpb_bf16"] = measured
-        line = f"{split} bpb: {results[f'{split}_bpb']:.4f}"
-        line += f" ({method} forward), {results[f'{split}_bpb_bf16']:.4f} ({exact})" if method != "bf16" else ""
+        line = f"{split} bpb: {results[f'{split}_bpb']:.4f} ({exact if forward == 'bf16' else forward + ' forward'})"
+        line += f", {results[f'{split}_bpb_bf16']:.4f} ({exact})" if method != "bf16" else ""
         print0(line + f" on {TRAIN_ROWS}" * (split == "train"))
 
     samples = draw_samples(model, tokenizer) if rank == 0 and not args.hf_path else []

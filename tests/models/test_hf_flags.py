@@ -3,6 +3,7 @@ folders, so these tests run where transformers is not installed."""
 
 import importlib.util
 import json
+import re
 from importlib.machinery import ModuleSpec
 from inspect import signature
 from types import ModuleType, SimpleNamespace
@@ -164,7 +165,8 @@ def test_bits_per_byte_convert_only_for_a_method(folder, tiny_base, monkeypatch,
     monkeypatch.setattr("nanochat_fp4.convert", lambda *_, **__: pytest.fail("nothing asked for another method"))
     base_loss.main(["--device-type=cpu", f"--hf-path={folder}", "--device-batch-size=2", "--split-tokens=128"])
     done = capsys.readouterr()
-    assert "val bpb: " in done.out and f"val bpb, {stored['format'] if stored else 'fp32'}" in done.err
+    said = stored["format"] if stored else "fp32"
+    assert re.search(rf"val bpb: [\d.]+ \({said} forward\)\n", done.out) and f"val bpb, {said}" in done.err
 
 
 def test_bits_per_byte_of_a_text_file_are_stored(folder, tiny_base, tmp_path, monkeypatch):
