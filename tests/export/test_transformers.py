@@ -7,6 +7,7 @@ import copy
 import json
 import re
 import shutil
+from itertools import islice
 from pathlib import Path
 
 import _models
@@ -14,6 +15,7 @@ import pytest
 import torch
 
 import nanochat_fp4 as nf
+from nanochat_fp4.data.dataset import embedded_documents
 from nanochat_fp4.export.huggingface import write_own
 from nanochat_fp4.export.load import load_safetensors
 from nanochat_fp4.export.weights import forward_weights
@@ -189,11 +191,10 @@ def rows_of(text: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("width, seeds, steps", [(128, 5, 0), (128, 1, 250), (512, 3, 0)])
 def test_how_far_logits_of_transformers_are(tmp_path, width, seeds, steps, method, most):
     """The numbers of docs/export.md, printed: differences in standard deviations, their median and range. Some models
-    are trained on the pages of docs/."""
+    are trained on the reference of Python."""
     pytest.importorskip("compressed_tensors")
     config = t.LlamaConfig(**{**SIZES, "hidden_size": width, "intermediate_size": 2 * width})
-    pages = "".join(page.read_text() for page in sorted((Path(__file__).parents[2] / "docs").glob("*.md")))
-    pages = torch.tensor([min(ord(letter), 127) for letter in pages])
+    reference = torch.tensor([min(ord(letter), 127) for letter in "".join(islice(embedded_documents(), 80))])
     found: dict[str, list[float]] = {
         "transformers from own forward": [],
         "transformers from load_quantized": [],
@@ -205,11 +206,11 @@ def test_how_far_logits_of_transformers_are(tmp_path, width, seeds, steps, metho
         model = nf.convert(t.LlamaForCausalLM(config), method, verbose=False)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         for _ in range(steps):
-            rows = rows_of(pages[:-10_000])
+            rows = rows_of(reference[:-10_000])
             model(rows, labels=rows).loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-        ids, text = (rows_of(pages[-10_000:]) if steps else torch.randint(128, (8, 64)) for _ in range(2))
+        ids, text = (rows_of(reference[-10_000:]) if steps else torch.randint(128, (8, 64)) for _ in range(2))
         nf.save_quantized(model.eval(), tmp_path, calibration=[text], overwrite=True)
         about = t.AutoConfig.from_pretrained(tmp_path)
         about.quantization_config = {**about.quantization_config, "dequantize": True}
