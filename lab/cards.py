@@ -102,8 +102,10 @@ def directly(card: dict[str, Any], key: str) -> Span | None:
 
 
 def widened(*spans: Span) -> float:
-    """The factor by which an end that is computed from these spans is uncertain: one of them may have a single step."""
-    return SINGLE_SOURCE if any(len(span.steps) == 1 for span in spans) else 1.0
+    """The factor by which an end that is computed from these spans is uncertain: one of them may have a single
+    source, which is a part of bench.json or a program of others."""
+    sources = [{step.get("part") or step["source"] for step in span.steps} for span in spans]
+    return SINGLE_SOURCE if any(len(of) == 1 for of in sources) else 1.0
 
 
 def gain(card: dict[str, Any], key: str, over: str = "bf16") -> Span | None:

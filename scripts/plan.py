@@ -812,7 +812,7 @@ def facts(plan: Plan, numbers: bool) -> Iterator[tuple[str, str]]:
     yield "numbers", every if numbers else "PLAN_ONLY=all prints those that can be set"
     own = yield from which(plan)
     yield "type", "after the end of what is at work: " * bool(plan.at_work) + typed(s, **own)
-    yield "type", "typed again it goes on where it stopped"
+    yield "type", f"its hours are in {own.get('QAT_METHOD')}'s line; " * bool(own) + "typed again it goes on"
 
 
 def typed(s: Settings, **own: Any) -> str:

@@ -50,8 +50,10 @@ def test_the_ends_of_a_speed():
     assert single["range"] == pytest.approx([9.3 / 1.4, 9.7 * 1.4], rel=1e-3) and "ONE SOURCE" in single["doubts"][0]
 
 
-def test_an_end_is_widened_where_one_step_alone_is_known():
-    """A speed or a gain; once, also if both have one step."""
+def test_an_end_is_widened_where_one_source_alone_is_known():
+    """A speed or a gain; once, also if both have one source. Three steps of one program are one source."""
+    eight_bits = cards.speed(BY_NAME["RTX 5090"], "fp8")
+    assert eight_bits["timed"] == 3 and eight_bits["doubts"][0] == "both ends widened by 1.4: ONE SOURCE"
     widened = {name: cards.speed(BY_NAME[name], "nvfp4")["doubts"][:1] for name in ("RTX PRO 4000", "RTX 5090", "GB10")}
     assert sum("source" in doubt.lower() for doubt in cards.speed(BY_NAME["RTX 5090"], "nvfp4")["doubts"]) == 1
     assert "the slow end" in widened["RTX PRO 4000"][0]  # five steps in NVFP4, one in BF16

@@ -481,9 +481,10 @@ def test_a_method_that_does_not_fit_is_not_typed():
 
 
 def test_a_run_that_was_begun_or_is_begun_now_is_the_one_to_type(h100, monkeypatch):
-    assert said(planned())["type"][0].startswith("QAT_METHOD=fp8 ")
+    command, after = said(planned())["type"]
+    assert command.startswith("QAT_METHOD=fp8 ") and after.startswith("its hours are in fp8's line; ")
     real = program.Plan("speedrun", {"NANOCHAT_BASE_DIR": os.environ["NANOCHAT_BASE_DIR"]})
-    assert "QAT_METHOD=" not in said(real)["type"][0]
+    assert "QAT_METHOD=" not in said(real)["type"][0] and "hours" not in said(real)["type"][1]
     monkeypatch.setattr(program, "list_steps", lambda folder: [5] if folder.name == "d20_clover" else [])
     assert "QAT_METHOD=" not in said(planned())["type"][0]
 
