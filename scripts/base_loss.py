@@ -6,8 +6,9 @@ repository:
     torchrun --standalone --nproc_per_node=8 -m scripts.base_loss
     python -m scripts.base_loss --hf-path openai-community/gpt2     # a causal model of transformers, on the same text
 
-The rows are the first ones of each text, as in nanochat. Both texts are evaluated twice: with the forward pass of the
-method that the model was trained with, and with the same weights in BF16 (FP32 on a CPU).
+The text is the run's, unless --data-dir or DATA_DIR names another. The rows are the first ones of each split, as in
+nanochat. Both splits are evaluated twice: with the forward pass of the method that the model was trained with, and with
+the same weights in BF16 (FP32 on a CPU).
 """
 
 import argparse
@@ -31,7 +32,8 @@ from nanochat_fp4.models.gpt import autocast
 from nanochat_fp4.models.hf_model import check_hf_flags, load_hf_model
 from nanochat_fp4.progress import Progress
 from nanochat_fp4.training.flags import add_model_arguments
-from nanochat_fp4.training.load_model import checkpoint_folder, choose_method, find_model_tag, load_model
+from nanochat_fp4.training.load_model import checkpoint_folder, choose_method, load_model
+from scripts.base_train import text_to_measure
 
 SPLIT_TOKENS = 40 * 524288
 # A CPU would need many minutes for as many tokens as a GPU evaluates, for a model of any size.
@@ -47,7 +49,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     default = f"{SPLIT_TOKENS:,} on a GPU, {SPLIT_TOKENS_CPU:,} elsewhere"
     add("--split-tokens", type=int, help=f"number of tokens to evaluate per split (default: {default})")
     add_model_arguments(parser)
-    add_data_arguments(parser, "what training used")
+    add_data_arguments(parser, "the run's, for --hf-path as in training")
     add("--hf-path", type=expanduser, help="HuggingFace model path (e.g. openai-community/gpt2), or a folder")
     return parser.parse_args(argv)
 
@@ -72,23 +74,19 @@ def main(argv: list[str] | None = None) -> None:
 
 def evaluate(args: argparse.Namespace, device: torch.device, rank: int, world_size: int) -> None:
     """Evaluates both splits with both forward passes, draws samples, and writes the report."""
-    # Cheap checks come before the download of text.
     if args.hf_path:
-        method, described = check_hf_flags(args)
-    else:
-        find_model_tag("base", args.model_tag)
-    survey = ensure_data(args.data_dir, column=args.text_column)
-    if args.hf_path:
+        method, described = check_hf_flags(args)  # A cheap check comes before the download of text.
+        survey, other = ensure_data(args.data_dir, column=args.text_column), ""
         model, tokenizer = load_hf_model(described, device), described.tokenizer
         sequence_len, token_bytes, model_tag = model.sequence_len, tokenizer.token_bytes(device), None
-        step, trained = 0, model.precision
-        name = args.hf_path
+        step, trained, name = 0, model.precision, args.hf_path
     else:
         model, tokenizer, meta = load_model("base", device, "eval", args.model_tag, args.step)
         sequence_len, token_bytes = meta["model_config"]["sequence_len"], get_token_bytes(device=device)
         step, trained = meta["step"], resolve_method(meta.get("user_config", {}).get("method", "bf16"))
         method = choose_method(model, meta, args.method)  # This is the method at the end of the run.
         model_tag = meta["model_tag"]
+        survey, other = text_to_measure(model_tag, args.data_dir, args.text_column)
         name = f"base model {model_tag} (step {step})"
     check_flags(args, sequence_len, world_size)
     if method != "bf16" or not args.hf_path:
@@ -141,10 +139,11 @@ def evaluate(args: argparse.Namespace, device: torch.device, rank: int, world_si
     lines |= {key.replace("_bpb_bf16", " BPB, BF16 forward").replace("_bpb", " BPB"): v for key, v in results.items()}
     section = "Base model loss"
     section += f" of {name}" if args.hf_path else f", {method} forward" if args.method else ""
+    section += f", on {survey.folder.name}" * bool(other)
     validated = {"val_text": validation_text(survey, args.text_column), "tokens": args.split_tokens}
     validated["val_text_tokens"] = count_tokens(text["val"], tokenizer)
-    # The report's val BPB of a run is that of its own forward pass.
-    event = "other_forward" if args.method else "base_loss"
+    # The report's val BPB of a run is that of its own forward pass and text.
+    event = "other_forward" if args.method or other else "base_loss"
     kept.finish(event, **{key.removeprefix("val_"): v for key, v in results.items()}, **validated, samples=samples)
     get_report(model_tag).log(section, [lines])
 

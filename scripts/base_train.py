@@ -38,14 +38,7 @@ from nanochat_fp4.cli import (
     parse_rate,
     run_main,
 )
-from nanochat_fp4.common import (
-    add_recipes_argument,
-    aligned,
-    print0,
-    resolve_method,
-    say_once,
-    set_cpu_threads,
-)
+from nanochat_fp4.common import add_recipes_argument, aligned, print0, resolve_method, say_once, set_cpu_threads
 from nanochat_fp4.data.dataloader import Batches, Documents, evaluation_rows, packed_rows
 from nanochat_fp4.data.dataset import (
     Survey,
@@ -73,13 +66,7 @@ from nanochat_fp4.nvfp4.methods import WHICH
 from nanochat_fp4.nvfp4.phases import MethodPlan
 from nanochat_fp4.parallel import unsharded
 from nanochat_fp4.training.checkpoint_manager import check_model_tag, list_steps, read_meta
-from nanochat_fp4.training.flags import (
-    METHODS,
-    add_compile_argument,
-    add_run_arguments,
-    changed_flags,
-    parse_steps,
-)
+from nanochat_fp4.training.flags import METHODS, add_compile_argument, add_run_arguments, changed_flags, parse_steps
 from nanochat_fp4.training.graphed import GraphedStep, graphs_problem
 from nanochat_fp4.training.load_model import (
     BRANCH_SETTINGS,
@@ -217,13 +204,13 @@ def run_settings(
     }
 
 
-def text_digest(data_dir: str | os.PathLike | Survey) -> str:
+def text_digest(data_dir: str | os.PathLike | Survey, column: str = "") -> str:
     """Returns 16 hex digits of a hash of a run's text, of its column and of how several files of own text are split.
     FineWeb-Edu goes by its validation shard, because other runs in the same folder download more of it."""
     found = survey(data_dir)
     files = found.val if found.folder.name == "base_data" else found.files
     split = ["by file"] * (len(found.files) > 1 and not found.val)  # Before, by document: dev/LOG.md, 2026-11-28.
-    return hashlib.sha256("".join([text_column(), *split, *map(digest_of, files)]).encode()).hexdigest()[:16]
+    return hashlib.sha256("".join([text_column(column), *split, *map(digest_of, files)]).encode()).hexdigest()[:16]
 
 
 def how_often(held: float, of_step: int, steps: int, guess: str = "") -> str:
@@ -250,6 +237,45 @@ def look_back(folder: Path, tokenizer: RustBPETokenizer | None = None, data_dir:
         if data_dir and meta.get("text") not in (None, text_digest(data_dir)):
             return f"the text, or its split, has changed since the {where}"
     return None
+
+
+def text_of_base(model_tag: str) -> tuple[str, str | None]:
+    """Returns the folder or file of text on which the base model of this tag was trained, and its text_digest, as the
+    newest checkpoint says. What is not known is an empty string, and None."""
+    folder = checkpoint_folder("base", model_tag)
+    meta = next(filter(None, (read_meta(folder, step) for step in list_steps(folder))), {})
+    return meta.get("user_config", {}).get("data_dir") or "", meta.get("text")
+
+
+def text_name(data_dir: str | os.PathLike) -> str:
+    """Returns the name of a text for a reader who does not know this machine's folders."""
+    return "FineWeb-Edu" if Path(data_dir).name == "base_data" else Path(data_dir).name
+
+
+def text_to_measure(model_tag: str, data_dir: str | None, column: str = "") -> tuple[Survey, str]:
+    """
+    Returns the text on which a model is measured. If that is known not to be the text of its base training, a sentence
+    says so, which is printed, too. Otherwise the sentence is empty.
+
+    The text is `data_dir`, the value of --data-dir, or else DATA_DIR, or else that of the base model of this tag.
+    FineWeb-Edu and the embedded corpus are found or made again if the base directory was moved. `column` is that of
+    text_column. All ranks must call this function together. Raises UserError if it needs the base model's text, and
+    the user's folder is not there any more.
+    """
+    own, trained_on = text_of_base(model_tag)
+    read = data_dir or os.environ.get("DATA_DIR") or own
+    if read and read == own and not Path(own).exists():
+        if not {"base_data", "embedded_data"} & {*Path(own).parts}:
+            raise UserError(f"{own}, the text of {model_tag}, is not there; give it or another with --data-dir=FOLDER")
+        read = None
+    found = ensure_data(read, column=column)
+    if own and trained_on in (None, text_digest(found, column)):
+        return found, ""
+    name, was = text_name(found.folder), text_name(own) or "a text that is not known"
+    was += " with other files, another split or another column" * (name == was)
+    other = f"This is measured on {name}, and {model_tag} was trained on {was}"
+    say_once(f"{other}; give the text of its training with --data-dir=FOLDER")
+    return found, other * bool(own)
 
 
 def comparison_key(settings: dict[str, Any]) -> str:

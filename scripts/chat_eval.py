@@ -59,15 +59,8 @@ LOCAL_TASKS: dict[str, Callable[[str | None], Task]] = {
 # The accuracy that guessing reaches. It is 0 for tasks that are not listed.
 GUESSING = {"ARC-Easy": 0.25, "ARC-Challenge": 0.25, "MMLU": 0.25, "Local-Choice": 0.25}
 RUNS_CODE = ("HumanEval", "Local-Code")
-SETTINGS = (
-    "batch_size",
-    "num_samples",
-    "max_new_tokens",
-    "temperature",
-    "top_k",
-    "max_problems",
-    "seed",
-)  # The arguments of run_task that are flags here.
+# The arguments of run_task that are flags here.
+SETTINGS = ("batch_size", "num_samples", "max_new_tokens", "temperature", "top_k", "max_problems", "seed")
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:

@@ -29,7 +29,7 @@ from nanochat_fp4.cli import ArgumentParser, UserError, parse_count, parse_posit
 from nanochat_fp4.common import joined_processes, print0
 from nanochat_fp4.data import tokenizer_files
 from nanochat_fp4.data.dataloader import Documents, packed_rows
-from nanochat_fp4.data.dataset import Survey, ensure_data, open_text
+from nanochat_fp4.data.dataset import Survey, open_text
 from nanochat_fp4.data.tokenizer import get_token_bytes
 from nanochat_fp4.evaluation.loss_eval import evaluate_bpb
 from nanochat_fp4.evaluation.report import FOLDERS
@@ -45,6 +45,7 @@ from nanochat_fp4.progress import Progress
 from nanochat_fp4.training.checkpoint_manager import list_steps, read_meta
 from nanochat_fp4.training.flags import add_model_arguments
 from nanochat_fp4.training.load_model import checkpoint_folder, find_model_tag, load_for_inference
+from scripts.base_train import text_name, text_of_base, text_to_measure
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 QUANTIZED = ("compressed-tensors", "gguf")
@@ -64,7 +65,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--weights-only", action="store_true", help="compressed-tensors with quantized weights and inputs in 16 bits")
     shared = "round layers that servers compute as one together, such as q, k and v; otherwise as in training"
     add("--share-scales", action=argparse.BooleanOptionalAction, default=True, help=shared)
-    add("--data-dir", default=None, help="text to calibrate and to measure on (default: $DATA_DIR, else as training)")
+    add("--data-dir", default=None, help="text to calibrate and to measure on (default: $DATA_DIR, else the run's)")
     text = "training tokens that give NVFP4's input scales"
     add("--calibration-tokens", type=parse_positive, default=32768, help=text)
     add("--eval-tokens", type=parse_count, default=65536, help="validation tokens for bits per byte; 0: none")
@@ -115,14 +116,14 @@ class Export:
         self.input_scales: dict[str, float] | None = None
 
     @functools.cached_property
-    def survey(self) -> Survey:
-        """The text, which is chosen when the export first reads some."""
-        return ensure_data(self.args.data_dir)
+    def text(self) -> tuple[Survey, str]:
+        """The text, and a sentence if it is not the model's. It is chosen when the export first reads some."""
+        return text_to_measure(self.meta["model_tag"], self.args.data_dir)
 
     def batches(self, split: str, tokens: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Returns batches of (inputs, targets) with about so many tokens, and at least one batch."""
         rows, length = self.args.device_batch_size, self.model.config.sequence_len
-        source = Documents(self.tokenizer, length, open_text(split, self.survey))
+        source = Documents(self.tokenizer, length, open_text(split, self.text[0]))
         loader = packed_rows(source, rows, self.device)
         return [(x, y) for (x, y, _), _ in zip(loader, range(max(1, round(tokens / (rows * length)))))]
 
@@ -206,8 +207,8 @@ class Export:
                     self.notes.append(f"{kinds} weights, {what}: logits move by {moved:.3f} of their deviation.")
                     print0(self.notes[-1])
         info = environment_info()
-        tokens = sum(y.numel() for _, y in batches)
-        return measured, f"Of {tokens:,} validation tokens, on {info['gpu'] or info['cpu']}, torch {info['torch']}."
+        read = f"{sum(y.numel() for _, y in batches):,} validation tokens of {text_name(self.text[0].folder)}"
+        return measured, f"Of {read}, on {info['gpu'] or info['cpu']}, torch {info['torch']}."
 
     def write_model(self, target: Path) -> None:
         """Writes the weights and the tokenizer in the chosen format."""
@@ -226,7 +227,8 @@ class Export:
         """Writes the model card, which shows how to load the export."""
         args, meta = self.args, self.meta
         user, config = meta.get("user_config", {}), meta["model_config"]
-        text = Path(user.get("data_dir") or meta.get("data_dir") or "see the run's report").name  # not its folder
+        later = args.source != "base"
+        other = [f"{self.text[1]}."] if "text" in vars(self) and self.text[1] else []  # vars has it if text was read.
         kinds = ["Q8_0" if self.gguf and kind == "FP8" else kind for kind in self.kinds]
         bpb, trained = meta.get("val_bpb"), user.get("method") or "bf16"
         rows = {
@@ -234,17 +236,16 @@ class Export:
             "steps": meta["step"],
             "QAT method trained with": trained,
             "forward pass exported": self.method if self.quantizes else f"not quantized, {args.dtype}",
-            "data": "FineWeb-Edu" if text == "base_data" else text,
+            "data" + " of the base training" * later: text_name(text_of_base(meta["model_tag"])[0]),
             "tokens a step": user.get("total_batch_size"),
             "sequence length": config.get("sequence_len"),
             "parameters": f"{sum(p.numel() for p in self.model.parameters()):,}",
-            "validation bits per byte, as training measured it": None if bpb is None else f"{bpb:.4f}",
+            "validation bits per byte, as training measured it" + " on conversations" * later: bpb and f"{bpb:.4f}",
         }
-        use = [f"llama-cli -m {gguf_file.FILE_NAME}"] if self.gguf else reading_lines(target, args.source != "base")
+        use = [f"llama-cli -m {gguf_file.FILE_NAME}"] if self.gguf else reading_lines(target, later)
         title = f"{meta.get('model_tag') or 'model'}: a language model trained with {trained}"
         made = f"Trained with nanochat_fp4, exported as `{args.format}` in {', '.join([*kinds, args.dtype])}."
-        tags = ["nanochat", *kinds]
-        card = model_card(title, made, tags, rows, self.notes, use, measured, measured_on)
+        card = model_card(title, made, ["nanochat", *kinds], rows, other + self.notes, use, measured, measured_on)
         atomic_write(target / "README.md", card)
 
     def write_tokenizer(self, target: Path, ids: dict[str, int], chat: bool) -> None:

@@ -83,7 +83,7 @@ def main(argv: list[str] | None = None) -> None:
     texts = {name: text.strip() for name, text in SAMPLES.items()}
     for split in ("train", "val"):  # The tokenizer was trained on the first of the two.
         batches = parquets_iter_batched(split, data_dir=survey, column=args.text_column)
-        texts[f"data-{split}"] = "\n".join(next(batches))
+        texts[f"data-{split} ({survey.folder.name})"] = "\n".join(next(batches))
     counts = {name: num_tokens(ours, text, name) for name, text in texts.items()}
     sizes = {name: len(text.encode("utf-8")) for name, text in texts.items()}
 

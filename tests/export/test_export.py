@@ -1,6 +1,7 @@
 """scripts.export: bytes as the formats have them, the tokenizer, what was measured, and what comes back."""
 
 import json
+import shutil
 from dataclasses import replace
 
 import jinja2
@@ -17,8 +18,11 @@ pytest.importorskip("safetensors")
 from safetensors.torch import load_file
 
 import nanochat_fp4 as nf
+from nanochat_fp4.cli import UserError
+from nanochat_fp4.data.dataset import build_embedded_corpus
 from nanochat_fp4.data.tokenizer import get_tokenizer
 from nanochat_fp4.data.tokenizer_files import CHAT_TEMPLATE, tokenizer_json
+from nanochat_fp4.evaluation.report import read_run
 from nanochat_fp4.export.weights import forward_weights, served, static_quantize
 from nanochat_fp4.models.gpt import GPT
 from nanochat_fp4.nvfp4.epilogue import groups_of
@@ -251,6 +255,62 @@ def test_the_card_names_what_is_in_the_folder(tiny_base, tmp_path, capsys, file_
         assert ("NVFP4 weights" in text) == (tags == "nvfp4") and ("FP8 weights" in text) == (tags == "fp8")
     assert "| data | 10_mb.jsonl |" in card and ("no dtype" in card) == bool(tags)
     assert ("| forward pass exported | not quantized" in card) != bool(tags) and "measured it | 1.5000 |" in card
+
+
+def test_a_model_is_measured_on_the_text_of_its_run(tiny_base, tmp_path, monkeypatch, capsys):
+    """Without DATA_DIR and --data-dir, also a model of a later stage. Any other text is named."""
+    mine, wiki = tmp_path / "mytexts", tmp_path / "wiki"
+    for folder, what in ((mine, "gold planets"), (wiki, "wrong dogs")):
+        folder.mkdir()
+        (folder / "a.txt").write_text("\n\n".join(f"Of {what}, paragraph {i}." for i in range(600)))
+    monkeypatch.delenv("DATA_DIR")
+    base_train.main([*BASE, "--model-tag=small", "--num-iterations=1", f"--data-dir={mine}"])
+    mid_train.main([*MID, "--model-tag=small", "--num-iterations=1"])
+    scores = ["--device-batch-size=2", "--split-tokens=64"]
+
+    def measured(*flags: str) -> str:
+        folder = run(tmp_path, "--format=compressed-tensors", "--eval-tokens=64", "--overwrite", *flags)
+        card = (folder / "README.md").read_text()
+        assert str(tmp_path) not in card and "not known" not in card
+        return card
+
+    capsys.readouterr()
+    for source, row in (("base", "| data | mytexts |"), ("mid", "| data of the base training | mytexts |")):
+        card = measured(f"--source={source}")
+        assert "validation tokens of mytexts, on" in card and row in card and "This is" not in card
+        assert ("measured it on conversations |" in card) == (source == "mid")
+    base_loss.main(scores)
+    assert f"on {mine}" in (out := capsys.readouterr().out) and "This is" not in out
+    before = read_run("small", tiny_base)["measured"]
+    other = "This is measured on wiki, and small was trained on mytexts"
+    assert f"- {other}.\n" in (card := measured(f"--data-dir={wiki}")) and "tokens of wiki, on" in card
+    assert f"\n{other}; give the text of its training with --data-dir" in capsys.readouterr().out
+    monkeypatch.setenv("DATA_DIR", str(wiki))
+    base_loss.main(scores)  # The report keeps the loss on the run's text.
+    assert read_run("small", tiny_base)["measured"] == before and before["event"] == "base_loss"
+    assert (tiny_base / "report/small/base-model-loss-on-wiki.json").is_file()
+    monkeypatch.delenv("DATA_DIR")
+    (mine / "b.txt").write_text("One more file.")
+    assert "trained on mytexts with other files, another split or" in measured()
+    shutil.rmtree(mine)
+    for script, flags in (
+        (run, [tmp_path, "--format=safetensors", "--eval-tokens=64", "--overwrite"]),
+        (base_loss.main, [scores]),
+    ):
+        with pytest.raises(
+            UserError, match="mytexts, the text of small, is not there; give it or another with --data-dir"
+        ):
+            script(*flags)
+    shutil.rmtree(tiny_base / "base_checkpoints")
+    run(tmp_path, "--source=mid", "--format=safetensors", "--eval-tokens=64", "--overwrite", f"--data-dir={wiki}")
+    assert "small was trained on a text that is not known" in capsys.readouterr().out
+
+
+def test_the_text_of_a_base_directory_that_was_moved_is_found_in_it(tiny_base, monkeypatch, capsys):
+    monkeypatch.delenv("DATA_DIR")
+    monkeypatch.setattr(base_train, "text_of_base", lambda tag: ("/gone/embedded_data/10_mb_of_python_3.jsonl", None))
+    corpus = build_embedded_corpus(0.2)
+    assert str(base_train.text_to_measure("small", None)[0].folder) == corpus
 
 
 def test_a_server_rounds_the_inputs_of_8_bit_layers_to_8_bits(tiny_base):

@@ -42,7 +42,7 @@ def test_the_script_replaces_an_export_and_nothing_else(tiny_base, tmp_path):
 @pytest.mark.parametrize("flags", [["--format=safetensors"], ["--format=compressed-tensors", "--weights-only"]])
 def test_an_export_that_measures_nothing_reads_no_text(tiny_base, tmp_path, monkeypatch, flags):
     save_small(tiny_base, "gpt", "clover")
-    monkeypatch.setattr(export, "ensure_data", None)
+    monkeypatch.setattr(export, "text_to_measure", None)
     export.main(["--source=base", f"--out={tmp_path / 'out'}", "--eval-tokens=0", *flags])
     assert "Bits per byte" not in (tmp_path / "out" / "README.md").read_text()
     with pytest.raises(TypeError):

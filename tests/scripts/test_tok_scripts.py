@@ -46,9 +46,10 @@ def test_train_then_eval(data, base_dir, capsys):
     tok_eval.main(["--no-compare", f"--data-dir={data}"])
     out = capsys.readouterr().out
     rows = {line.split("|")[1].strip(): line.split("|")[2:5] for line in out.splitlines() if line.startswith("| ")}
-    assert {"news", "korean", "code", "math", "science", "data-train", "data-val"} <= set(rows)
+    names = {f"data-{split} ({data.name})" for split in ("train", "val")}
+    assert {"news", "korean", "code", "math", "science"} | names <= set(rows)
     text = "\n".join(open_text("val", data)[0].read(0))
-    size, tokens, ratio = (field.strip().replace(",", "") for field in rows["data-val"])
+    size, tokens, ratio = (field.strip().replace(",", "") for field in rows[f"data-val ({data.name})"])
     assert int(size) == len(text) and int(tokens) == len(tokenizer.encode(text))
     assert float(ratio) == pytest.approx(len(text) / int(tokens), abs=0.006)
 
@@ -58,7 +59,7 @@ def test_train_then_eval(data, base_dir, capsys):
         sections[record["section"]] = json.dumps(record["data"])
     assert set(sections) == {"Tokenizer training", "Tokenizer evaluation"}
     assert tokenizer.fingerprint() in sections["Tokenizer training"]
-    assert "data-val" in sections["Tokenizer evaluation"]
+    assert f"data-val ({data.name})" in sections["Tokenizer evaluation"]
 
 
 def test_caps_are_obeyed(data, base_dir, monkeypatch):
