@@ -51,6 +51,7 @@ import pyarrow.parquet as pq
 
 from nanochat_fp4.cli import ArgumentParser, UserError, format_bytes, one_line, parse_finite, run_main
 from nanochat_fp4.common import base_dir_of, base_dir_variable, get_base_dir, of_all_ranks, print0, say_once
+from nanochat_fp4.data import sources
 from nanochat_fp4.data.sources import BLOCK, CONVERT, KINDS, first_foreign, hub_url, kind_of, rows_of, url_problem
 from nanochat_fp4.files import atomic_write
 from nanochat_fp4.locks import locked
@@ -204,16 +205,17 @@ class Shard:
     whole = False
 
     def __init__(self, path: str | os.PathLike, column: str = "text"):
-        self.path, self.name, self.column = str(path), os.path.basename(path), column
+        self.path, self.name = str(path), os.path.basename(path)
         with undamaged(path, "is not a readable parquet file"):
             self.version = version_of(self.path)
             # The time of a footer for each row group would grow with the square of the number of row groups.
             with pq.ParquetFile(path) as f:
                 schema, self.footer = f.schema_arrow, f.metadata
-        types = [f.type.value_type if isinstance(f.type, ENCODED) else f.type for f in schema if f.name == column]
+        self.column = sources.column_among(schema.names, column)
+        types = [f.type.value_type if isinstance(f.type, ENCODED) else f.type for f in schema if f.name == self.column]
         if [str(kind) in STRINGS for kind in types] != [True]:
             has = f"not one column of strings named {column} ({', '.join(map(str, types)) or schema.names[:10]})"
-            raise UserError(f"{path} has {has}; correct TEXT_COLUMN (--text-column), or convert the column")
+            raise UserError(f"{path} has {has}; correct TEXT_COLUMN (--text-column), or rename or convert it")
         self.rows = tuple(self.footer.row_group(i).num_rows for i in range(self.footer.num_row_groups))
 
     def read(self, index: int) -> list[str]:
@@ -360,13 +362,15 @@ def cut_text(text: str, longest: int) -> list[str]:
     return re.findall(rf"(?s).{{1,{longest}}}\Z|{some}\n\n+|{some}\n+|{some} |.{{1,{longest}}}", text)
 
 
-def no_column(path: Path, row: Any, column: str) -> str:
-    """What is wrong with a row without text in the column, and what to do."""
+def no_column(path: Path, row: Any, column: str, others: bool) -> str:
+    """What is wrong with a row without text in the column, and what to do. others: other rows have the column."""
     texts = {str(k): v for k, v in row.items() if isinstance(v, str)} if isinstance(row, dict) else {}
     names = [name[:40] + "..." * (len(name) > 40) for name in map(one_line, texts)]
     likely = max(texts, key=lambda name: len(texts[name]), default="NAME")  # that of the longest text
     likely = shlex.quote(likely) if len(likely) <= 40 else "NAME"
     remedy = f"name it, TEXT_COLUMN={likely} (--text-column={likely})"
+    if others:
+        remedy = f"others have it, so rename this one to {column!r}; or {remedy}, and rename it in those"
     if kind_of(path) in ("csv", "tsv"):
         header = f"add a header above it ({column}, or a name for each column), or save that column as .txt"
         remedy = f"if the first line is text, {header}; if not, {remedy}"
@@ -382,15 +386,16 @@ def own_pieces(found: Survey, column: str, held: Counter[Path], most: float = ma
     what is damaged or no text, and if there is too little for both splits."""
     longest = min(max(MIN_PIECE, size_of(found.files) // PIECES), MAX_PIECE)
     # Of each file its characters, and its pieces with text; and of each kind of problem its files and messages.
-    number, strange, refused, characters, filled, problems = 0, [], [], Counter(), Counter(), {}
+    number, strange, refused, characters, filled, problems, lacking = 0, [], [], Counter(), Counter(), {}, {}
     for place_of_file, path in enumerate(found.files):
         odd, share = {FOREIGN: 0, SPOILED: 0}, 1.0
         number += place_of_file > 0 and not found.val
         try:
             for place, row, share in rows_of(path, "surrogateescape", column):
-                text = row.get(column, 0) if isinstance(row, dict) else 0
+                text = row.get(sources.column_among(row, column), 0) if isinstance(row, dict) else 0
                 if not isinstance(text, str | None):
-                    raise UserError(f"{path}, {place}: {no_column(path, row, column)}")
+                    lacking[path] = place, row
+                    break
                 text = text or ""
                 characters[path] += len(text)
                 if ODD.search(text) or "~{" in text:
@@ -412,8 +417,10 @@ def own_pieces(found: Survey, column: str, held: Counter[Path], most: float = ma
             refused.append(f"{path} ({first_foreign(path) if odd[FOREIGN] else 'control characters'})")
         elif odd[SPOILED]:
             strange.append(str(path))
+    how = column, any(characters[path] for path in found.files if kind_of(path) not in ("txt", "md"))
+    lack = {path.name: f"{path}, {place}: {no_column(path, row, *how)}" for path, (place, row) in lacking.items()}
     said = [f"{len(refused)} file(s) are not UTF-8 text: {listed(refused)}; {CONVERT}"] * bool(refused)
-    for (_, first), *others in (of.items() for of in problems.values()):
+    for (_, first), *others in (of.items() for of in (lack, *problems.values()) if of):
         said.append(first + f" (also: {listed([name for name, _ in others])})" * bool(others))
     if said:
         raise UserError(". ".join(said))
@@ -476,8 +483,8 @@ def look_into(found: Survey) -> tuple[str, int]:
     """
     if found.are_shards:
         shards, _ = (open_text(split, found) for split in ("train", "val"))
-        groups = [(s.footer.row_group(k), s.footer.schema.names) for s in shards for k in range(len(s.rows))]
-        sizes = [group.column(names.index(text_column())).total_uncompressed_size for group, names in groups]
+        groups = [(s, s.footer.row_group(k)) for s in shards for k in range(len(s.rows))]
+        sizes = [g.column(s.footer.schema.names.index(s.column)).total_uncompressed_size for s, g in groups]
         return str(found), sum(sizes) // BYTES_PER_TOKEN
     held: Counter[Path] = Counter()
     of_all = own_pieces(found, text_column(), held, BLOCK)

@@ -20,7 +20,7 @@ import multiprocessing
 import os
 import re
 import urllib.request
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
@@ -76,6 +76,12 @@ def kind_of(path: Path) -> str:
     return kind if kind in KINDS else ""
 
 
+def column_among(names: Iterable[str], column: str) -> str:
+    """Returns the name that is the column: exactly, or else the only one that differs from it in capitals alone."""
+    alike = [name for name in names if name.casefold() == column.casefold()]
+    return alike[0] if len(alike) == 1 else column
+
+
 def rows_of(path: Path, errors: str = "strict", column: str | None = None) -> Iterator[tuple[str, Any, float]]:
     """
     Yields ("line 3", value, share) for the rows of a file, of which a share from 0 to 1 has been read by then. A row of
@@ -92,7 +98,8 @@ def rows_of(path: Path, errors: str = "strict", column: str | None = None) -> It
     try:
         if kind_of(path) == "parquet":
             f = pq.ParquetFile(path, page_checksum_verification=True)
-            batches = f.iter_batches(columns=[column] if column in f.schema_arrow.names else None)
+            name = column_among(f.schema_arrow.names, column or "")
+            batches = f.iter_batches(columns=[name] if name in f.schema_arrow.names else None)
             rows = ((f"row {i}", row) for i, row in enumerate(row for batch in batches for row in batch.to_pylist()))
             read, size = itertools.count(1).__next__, f.metadata.num_rows
         else:
@@ -319,6 +326,7 @@ class Source:
     - remote: the dataset of the hub, or the address of the file, that make() downloads. "" means that it does not.
     - remedy: what a user can do if it is missing
     - vital: the stage cannot do without it
+    - task: what make() has returned
     - missing: the reason why it was left out, or cannot be had
     """
 
@@ -336,7 +344,7 @@ class Source:
         if self.remote and not is_here(self.remote):
             return url_problem(self.remote if "://" in self.remote else hub_url(self.remote))
         try:
-            self.make()
+            self.task = self.make()
         except (UserError, ImportError) as e:
             return one_line(e)
         return None

@@ -71,6 +71,13 @@ TEXT = [  # what else is wrong is test_text's to say
     ({"a.csv": b"my id;my body\n1;a longer text, of words\n"}, "'text' .*TEXT_COLUMN='my body' "),
     ({"a.jsonl": lines({"id; ls": "a longer text", "n": 5})}, "TEXT_COLUMN='id; ls' "),
     ({"a.parquet": shard(n=[1], body=["a text"])}, "with texts: body.*TEXT_COLUMN=body"),
+    # To name the column would only move the fault to the other file, whichever of the two is read first.
+    *(
+        ({name: lines({"text": "a"}), "b.csv": b"Id;Body\n1;a text\n"}, f"b.csv, line 2: .*{remedy}")
+        for remedy in ("others have it, so rename this one to 'text'; or .*TEXT_COLUMN=Body .* rename it in those",)
+        for name in ("a.jsonl", "c.jsonl")
+    ),
+    ({"a.txt": b"a text", "b.csv": b"Id;Body\n1;a text\n"}, "if not, name it, TEXT_COLUMN=Body [^;]*$"),
     # Without a header the first line is text, of which the beginning is enough.
     ({"a.csv": b'7,"It was a night. And "\n' * 9}, "the first line is text, add a header above it .text, .*as .txt; "),
     (

@@ -450,7 +450,7 @@ def test_one_attempt_names_a_problem_of_each_kind(folder, look):
     with pytest.raises(UserError) as e:
         look(survey(folder))
     for problem in (
-        "a.csv, line 2: .*=body\\) \\(also: b.csv\\)\\. ",
+        "a.csv, line 2: .*=body\\), and rename it in those \\(also: b.csv\\)\\. ",
         "c.txt is text in UTF-16",
         "d.jsonl .*line 1 ",
         "e.txt .*cp1252",
@@ -625,6 +625,27 @@ def test_a_plan_counts_the_column_of_the_text_and_not_the_file(folder, name, doc
         (folder / name).write_bytes(content[name.partition(".")[2]])
     share = look_into(survey(folder))[1] / (sum(map(len, texts)) / 4)
     assert (0.6 if name.endswith(("GZ", "bz2")) else 0.95) < share < 1.1
+
+
+@pytest.mark.parametrize("named", ["text", "Text"])
+@pytest.mark.parametrize("shards", [False, True])
+def test_a_column_that_differs_in_capitals_alone_is_the_column(folder, monkeypatch, shards, named):
+    """An exact name counts first. Files may differ, as a table of Excel and a file of JSON lines do."""
+    monkeypatch.setenv("TEXT_COLUMN", named)
+    texts, both = [prose(i, 1) for i in range(40)], {"text": prose(98, 1), "Text": prose(99, 1)}
+    if shards:
+        for name, column in (("a", "Text"), ("b", "text"), ("c", "Text")):
+            pq.write_table(pa.table({"note": texts, column: texts}), folder / f"{name}.parquet")
+    else:
+        (folder / "a.csv").write_text("Id;Title;Text\n" + "".join(f"{i};x;{text}\n" for i, text in enumerate(texts)))
+        (folder / "b.jsonl").write_bytes(jsonl(*({"text": text, "n": 1} for text in texts), both))
+        pq.write_table(pa.table({"note": texts, "TEXT": texts}), folder / "c.parquet")
+    tokens = look_into(survey(folder))[1]
+    assert tokens / ((3 - shards) * sum(map(len, texts)) / 4) == pytest.approx(1, abs=0.1)
+    if shards:
+        assert texts_of(folder, "train") == 2 * texts and texts_of(folder, "val") == texts
+    else:
+        assert all_text(folder) == "".join([*texts, *texts, both[named], *texts])
 
 
 @pytest.mark.parametrize("suffix", ["parquet", "jsonl", "csv"])
