@@ -57,10 +57,8 @@ class LaterStage(Trainer):
             weights, self.parent = self.loaded.pop(0), self.trained.get("parent", {})
             before, now = self.parent.get("weights_sha256"), weights_digest(folder, self.parent.get("step"))
             if before is not None and now is not None and before != now:
-                raise UserError(
-                    f"the run in {self.folder} began with another {source} model than {self.model_tag} is now; start "
-                    "it over with --overwrite"
-                )
+                began = f"the run in {self.folder} began with another {source} model than {self.model_tag} is now"
+                raise UserError(f"{began}; start it over with --overwrite")
         where = f"checkpoint of step {self.trained['step']} in {self.source or folder}"
         self.model, self.tokenizer = model_of(weights, self.trained, where, self.device, "train")
         del weights

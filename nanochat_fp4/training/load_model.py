@@ -291,7 +291,9 @@ def find_resume_step(checkpoint_dir: Path, resume_from_step: int | str, overwrit
     if resume_from_step == "latest" or (resume_from_step == -1 and restarts):
         with contextlib.suppress(checkpoints.NoCheckpointError):
             return checkpoints.find_last_step(checkpoint_dir)
-        meant = did_you_mean(checkpoint_dir.name, [f.name for f in checkpoint_dir.parent.glob("*/") if list_steps(f)])
+        # The stages of a planned run have the plan's own tags, among which a new one is no slip.
+        others = [] if os.environ.get("NANOCHAT_BEGAN") else checkpoint_dir.parent.glob("*/")
+        meant = did_you_mean(checkpoint_dir.name, [folder.name for folder in others if list_steps(folder)])
         print0(f"{checkpoint_dir} has no checkpoint, so this run begins anew{meant and f'; {meant}'}")
         return None
     if resume_from_step != -1:

@@ -170,7 +170,7 @@ def test_overwrite_deletes_the_run_and_nothing_else(run, folder):
     assert [p.name for p in folder.glob("step_*")] == ["step_000001"]
 
 
-def test_latest_of_a_mistyped_tag_says_that_the_run_begins_anew(tiny_base, capsys):
+def test_latest_of_a_mistyped_tag_says_that_the_run_begins_anew(tiny_base, capsys, monkeypatch):
     for similar in (True, False):  # With a run beside it of a similar name, and without one.
         folder = tiny_base / "base_checkpoints"
         if similar:
@@ -178,4 +178,8 @@ def test_latest_of_a_mistyped_tag_says_that_the_run_begins_anew(tiny_base, capsy
         assert find_resume_step(folder / "d2_clovr", "latest", False) is None
         line = capsys.readouterr().out.splitlines()[-1]
         assert "d2_clovr has no checkpoint" in line and line.endswith("did you mean d2_clover?") == similar
+        monkeypatch.setenv("NANOCHAT_BEGAN", "1")  # The plan of a run has made the tag.
+        assert find_resume_step(folder / "d2_clovr", "latest", False) is None
+        assert "did you mean" not in capsys.readouterr().out
+        monkeypatch.delenv("NANOCHAT_BEGAN")
         shutil.rmtree(folder, ignore_errors=True)
