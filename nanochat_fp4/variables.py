@@ -68,6 +68,7 @@ ELSEWHERE = {  # What is meant -> names that other programs have for it.
     "CUDA_VISIBLE_DEVICES= (an empty list of GPUs, so that the CPU trains)": "DEVICE_TYPE",
     "PLAN_ONLY": "DRY_RUN",
     "STAGES": "PARTS",
+    "SFT_ARGS=--sft-dir=FOLDER": "SFT_DIR",
     "BASE_ARGS=--model-tag=NAME (by default a run's name says what differs from the defaults)": "MODEL_TAG",
 }
 MEANT = {name: meant for meant, names in ELSEWHERE.items() for name in names.split()}

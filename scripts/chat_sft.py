@@ -113,6 +113,13 @@ def check_flags(args: argparse.Namespace, sequence_len: int, processes: int) -> 
         raise UserError(f"{problem}; use at least 1, or --eval-metrics-every=-1")
 
 
+def steps_of(args: argparse.Namespace, conversations: int) -> int:
+    """Returns the number of steps with so many conversations, which the plan counts, too. Raises UserError if it is
+    0."""
+    per_step = "--target-examples-per-step", args.target_examples_per_step
+    return steps_of_epochs(args, conversations, "conversations", *per_step)
+
+
 def val_sources(args: argparse.Namespace) -> list[Source]:
     """Returns the conversations for the validation loss."""
     if args.data == "local" and not args.sft_dir:
@@ -147,9 +154,7 @@ class ChatSFT(LaterStage):
         self.metrics_sources = metric_sources(args) if args.eval_metrics_every > 0 else []
         chat_data.load_sources(self.metrics_sources, args.allow_missing, "metrics")
         self.sources, self.conversations = chat_data.describe_sources(train_parts), len(self.dataset)
-        self.num_steps = steps_of_epochs(
-            args, self.conversations, "conversations", "--target-examples-per-step", examples
-        )
+        self.num_steps = steps_of(args, self.conversations)
         batch = {"target_examples_per_step": examples, "device_batch_size": self.rows}
         self.finetune(batch, lambda progress: 1.0 - progress)
 

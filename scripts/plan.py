@@ -66,7 +66,8 @@ FAR = 2  # An estimate for a model that is so many times larger or smaller than 
 # A shard of FineWeb-Edu has 250M characters, and a token 4.8. Best-fit packing crops 35% of the text away. A tenth more
 # is downloaded than is needed. Of own text nothing is known before it is read; a token has some 4 bytes.
 SHARD_TOKENS, SPARE = 250e6 / 4.8 * 0.65, 1.1
-# On a CPU the later stages take as long as the base training and OTHER_STEPS steps of it (dev/LOG.md).
+# On a CPU the later stages take as long as the base training and OTHER_STEPS steps of it, and a step of SFT takes as
+# long as one of the base training (dev/LOG.md).
 OTHER_STEPS, PROBE_STEPS, PROBE_SECONDS = 60, 4, 20
 MBIT_100 = 100e6 / 8  # bytes a second
 CPU_SPEED = 12.9e9  # FLOP/s of clover's small models on two cores, with which the whole speedrun takes five minutes
@@ -99,6 +100,7 @@ class Settings:
             length = self.values["SEQ_LEN"]
             self.instead(DEVICE_BATCH=max(1, min(8, 2048 // max(1, length))) if isinstance(length, int) else 8)
         self.vocabulary = 0  # that of the tokenizer which is here
+        self.sft_steps, self.about_sft = 0, []  # 0 until its conversations have been counted
         self.base_dir = base_dir_of(environment)
         self.data_dir, self.plan_only = environment.get("DATA_DIR", ""), switched_on("PLAN_ONLY", environment)
         if environment.get("TEXT_COLUMN") not in (None, "", "text") and not self.data_dir:
@@ -437,13 +439,15 @@ def later_words(s: Settings) -> tuple[dict[str, list[str]], list[str]]:
             needs[kind] = script.needs(args[kind])
             if kind != "core":  # whose flags stand alone
                 script.check_flags(args[kind], int(s.values["SEQ_LEN"]), s.processes)
-    lost = look_for([need for of in needs.values() for need in of]) if s.here else []
+    if s.here:
+        look_for([need for of in needs.values() for need in of])
     for kind in s.later:
-        asked = {need.name: need for need in needs[kind]}
-        lacks = [need for need in asked.values() if need in lost]
-        if not lacks or "--allow-missing" in words[kind]:
-            continue
+        # Training and validation have sources of one name, of which either may be at fault.
+        lacks = list({need.name: need for need in needs[kind] if need.missing}.values())
+        there = {need.name for need in needs[kind] if not need.missing}
         own = [need for need in lacks if kind != "core" and need.vital and not need.remote]  # a folder that was named
+        if not lacks or ("--allow-missing" in words[kind] and not own):
+            continue
         reasons = {m.missing: [o.name for o in lacks if o.missing == m.missing] for m in own or lacks}
         named = {r: ", ".join([*of[:2], *([f"and {len(of) - 2} more"] if of[2:] else [])]) for r, of in reasons.items()}
         why = "; ".join(f"{names}: {reason}" for reason, names in named.items())
@@ -454,7 +458,7 @@ def later_words(s: Settings) -> tuple[dict[str, list[str]], list[str]]:
         if kind == "core":
             what = "is left out"
             del words[kind]
-        elif any(m.vital for m in lacks) or (kind == "eval" and {*asked} - {m.name for m in lacks} <= {"a sandbox"}):
+        elif any(m.vital for m in lacks) or (kind == "eval" and there <= {"a sandbox"}):
             what, of_eval = "has small embedded data", ["--task-name=local", "--max-new-tokens=64", "--allow-missing"]
             words[kind] += of_eval if kind == "eval" else ["--data=local"]
             if kind == "mid":
@@ -464,6 +468,21 @@ def later_words(s: Settings) -> tuple[dict[str, list[str]], list[str]]:
         else:
             words[kind].append("--allow-missing")
         left_out.append(f"{kind} {what}, because of {why}. {to_have}")
+    if "sft" in words:
+        now = chat_sft.parse_args(words["sft"])
+        parts = chat_sft.train_sources(now)
+        if now.sft_dir:
+            parts = needs["sft"][: len(parts)]  # which have been read
+        elif s.here:
+            look_for(parts)
+        count = sum(len(part.task or ()) for part in parts)
+        known = all(part.task or part.missing for part in parts)  # What is still to be downloaded is not.
+        with s.blamed("chat_sft", "SFT_ARGS"):
+            s.sft_steps = chat_sft.steps_of(now, count) if known else max(0, now.num_iterations)
+        if now.sft_dir and s.here:
+            own = sum(len(part.task) for part in parts if part.vital)
+            in_all = f" of {count:,}, {s.sft_steps:,} steps" * known
+            s.about_sft = [f"SFT: {own:,} conversations in {now.sft_dir}{in_all}"]
     return words, left_out
 
 
@@ -801,7 +820,8 @@ def facts(plan: Plan, numbers: bool) -> Iterator[tuple[str, str]]:
     yield "stages", " ".join(s.stages)
     yield "folder", f"{s.base_dir}{'; what lies in it is not counted' * (not s.here)}"
     yield "disk", plan.disk + f"; {plan.free / 1e9:.0f} GB are free" * s.here
-    yield from (("text", fact) for fact in (plan.about_text if {"tok", "base"} & set(s.stages) else ()))
+    about_text = plan.about_text if {"tok", "base"} & set(s.stages) else []
+    yield from (("text", fact) for fact in about_text + s.about_sft)
     yield from (("kept", line) for line in plan.kept)
     yield from (("without", line) for line in plan.left_out)
     yield from (("how long", fact) for fact in (how_long(plan) if card else minutes(plan)))
@@ -844,13 +864,17 @@ def how_long(plan: Plan) -> Iterator[str]:
 def minutes(plan: Plan) -> Iterator[str]:
     """The minutes that a CPU's run is made for, or those of another model, other steps or stages, or more methods."""
     base, methods, steps = plan.bases[0], len(plan.bases), 0
+    usual = chat_sft.parse_args(shlex.split(plan.s.defaults["SFT_ARGS"])).num_iterations
     each = plan.chosen.get("seconds_per_step", base.flops * base.args.total_batch_size / CPU_SPEED)
     for b, left in ((b, plan.left(b)) for b in plan.bases):
         # The later stages do not grow with the base training.
         later = min(b.steps, plan.s.usual_steps) if {"mid", "sft"} & left else 0
+        later += (plan.s.sft_steps - usual) * ("sft" in left and plan.s.sft_steps > 0)
         steps += (b.steps - b.done) * ("base" in left) + later + OTHER_STEPS * bool(left)
     how = f" with {methods} methods" * (methods > 1) + ", on two cores"
     yield f"{duration(*[steps * each / 3600] * 2)} for what is left to do{how}"
+    if "sft" in plan.s.stages and not plan.s.sft_steps:
+        yield f"with {usual} steps of SFT, which has more: its conversations are counted after their download"
     if plan.chosen:
         yield f"a step took {each:.2g} s in a probe, so there are {plan.chosen['steps']} (NUM_ITERATIONS)"
 

@@ -219,7 +219,7 @@ def test_what_a_stage_would_refuse_is_refused_by_the_plan(variables, word):
         ("NUM_ITERATION", "NUM_ITERATIONS"), ("DEPHT", "DEPTH"), ("NPROCS", "NPROC"), ("BATCH_SIZE", "DEVICE_BATCH"),
         ("LR", "MATRIX_LR"), ("VRAM", "GPU_MEMORY"), ("METHOD", "QAT_METHOD"), ("MODEL_TAG", "BASE_ARGS=--model-tag"),
         ("depth", "DEPTH"), ("PLAN", "PLAN_ONLY"), ("DRY_RUN", "PLAN_ONLY"), ("DEVICE_TYPE", "CUDA_VISIBLE_DEVICES="),
-        ("DATA", "DATA_DIR"),
+        ("DATA", "DATA_DIR"), ("SFT_DIR", "SFT_ARGS=--sft-dir"),
     ],
 )  # fmt: skip
 def test_a_variable_that_would_be_ignored_is_refused(name, meant):
@@ -826,6 +826,52 @@ def test_files_that_are_here_are_read_before_the_first_step(base_dir, tmp_path):
         "ARC-Easy": "train.jsonl",
     }.items():
         assert why in found[what]
+
+
+@pytest.fixture
+def talk(tmp_path):
+    """A folder of 300 conversations for training, and one for validation."""
+    row = json.dumps([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]) + "\n"
+    (tmp_path / "talk").mkdir()
+    for split, count in (("train", 300), ("test", 1)):
+        (tmp_path / f"talk/{split}.jsonl").write_text(row * count)
+    return tmp_path / "talk"
+
+
+@pytest.mark.parametrize("split, line", [("train", 301), ("test", 2)])
+@pytest.mark.parametrize("kind, words", [("SFT", "--data=local"), ("MID", "--data=local"), ("SFT", "--allow-missing")])
+def test_a_bad_conversation_of_the_users_own_is_refused_by_the_plan(talk, split, line, kind, words):
+    with (talk / f"{split}.jsonl").open("a") as file:
+        file.write('[{"role": "user", "content": "a"}]\n')
+    with pytest.raises(UserError, match=f"{split}.jsonl, line {line}: .*no message from the assistant"):
+        planned(**{f"{kind}_ARGS": f"{words} --sft-dir={talk}"})
+
+
+@pytest.mark.parametrize(
+    "words, says",
+    [
+        ("--data=local", " of 2,136, 66 steps"),
+        ("--data=local --num-iterations=7", " of 2,136, 7 steps"),
+        ("--target-examples-per-step=8", " of 300, 37 steps"),  # Nothing else can be had.
+    ],
+)
+def test_the_steps_of_sft_are_those_of_the_users_conversations(talk, words, says):
+    """Also in the minutes, to which an earlier version gave 20 steps."""
+    usual, own = planned(), planned(SFT_ARGS=f"{words} --sft-dir={talk}")
+    assert said(own)["text"][-1] == f"SFT: 300 conversations in {talk}{says}" and "SFT:" not in str(said(usual))
+    minutes = [float(said(plan)["how long"][0].split()[0]) for plan in (usual, own)]
+    more = (int(says.split()[-2]) - 20) / (2 * 120 + program.OTHER_STEPS)
+    assert minutes[1] / minutes[0] == pytest.approx(1 + more, abs=0.02)
+    if "local" not in words:
+        with pytest.raises(UserError, match="SFT_ARGS.* 300 conversations, .*=512 .* make no step"):
+            planned(SFT_ARGS=f"--target-examples-per-step=512 --device-batch-size=4 --sft-dir={talk}")
+
+
+def test_conversations_that_are_still_to_be_downloaded_are_not_counted(talk, monkeypatch):
+    monkeypatch.setattr(sources, "url_problem", lambda url: None)
+    facts = said(planned(SFT_ARGS=f"--sft-dir={talk}"))
+    assert facts["text"][-1] == f"SFT: 300 conversations in {talk}"
+    assert "conversations are counted after their download" in facts["how long"][1]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
