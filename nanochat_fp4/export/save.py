@@ -279,8 +279,8 @@ def _write(
         if not read:
             raise ValueError("save_quantized: no layer read anything of the calibration text; give other token ids")
         input_scales = with_unread_experts(read, four_bits)
-        if guessed := len(input_scales.keys() - read.keys()):
-            notes.append(f"{guessed} layers of experts read no calibration text; they have the range of the others")
+        if guessed := sorted(input_scales.keys() - read.keys()):
+            notes.append(f"experts without calibration text have the range of the others: {some(guessed)}")
         if unread := sorted(four_bits - set(input_scales)):
             notes.append(f"layers that read no calibration text stay in {dtype}: {len(unread)}, such as {unread[0]}")
             weights = {name: t for name, t in weights.items() if name not in unread}

@@ -92,7 +92,7 @@ def forward_weights(model: nn.Module, share_scales: bool = True) -> tuple[dict[s
             method = began.name if ends else method
             why = "rounds anew in each pass" if recipe.output.random else "quantizes nothing"
             problem = f"the forward pass of {recipe.name}{ends} {why}, and model.save_pretrained writes the model"
-        raise ValueError(f'{problem}; convert it, for example nf.convert(model, "{method}")')
+        raise ValueError(f'{problem}; convert it, for example nf.convert(model, "{method}"), which rounds it')
     found = {}
     for layers, operand in zip(groups, operands):
         if operand.is_fp8 and operand.codes.dtype == torch.float8_e4m3fn:

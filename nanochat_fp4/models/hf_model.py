@@ -198,7 +198,7 @@ def load_hf_model(described: Described, device: torch.device) -> HuggingFaceMode
                 raise UserError(
                     f"--hf-path={path}: transformers reads quantized experts right in FP8 (float-quantized) alone, not "
                     f"in {precision}; load the folder with nf.load_quantized into an unquantized model, and evaluate "
-                    "what its save_pretrained writes"
+                    "what its save_pretrained and its tokenizer's write"
                 )
         model, found = AutoModelForCausalLM.from_pretrained(
             path,

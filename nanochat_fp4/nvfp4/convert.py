@@ -127,7 +127,7 @@ def convert(
     if any(layer.weight.requires_grad and layer.weight.dtype.itemsize == 2 for layer in converted):
         report.notes.append("weights to train are in 16 bits: small updates are lost; load with dtype=torch.float32")
     if stacks := sum(bool(stacked_linears(module)) for module in model.modules()):
-        report.notes.append(f"experts of {stacks} layers: each computes its own GEMMs, one after the other")
+        report.notes.append(f"experts of {stacks} layer(s): each computes its own GEMMs, one after the other")
     if recipe.quantizes and any(isinstance(layer, QuantConv1D) for layer in converted):
         report.notes.append("nf.save_quantized cannot write Conv1D layers; model.save_pretrained does, unquantized")
     if recipe.quantizes and (slow := call_every_layer(model)):

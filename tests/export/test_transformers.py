@@ -175,7 +175,7 @@ def test_what_the_refusal_of_a_late_bf16_forward_advises_saves_the_codes_of_befo
     """nvidia_full ends in BF16, and keeps its last block there from the start."""
     model = nf.convert(CLASSES["Llama"](), "nvidia_full", verbose=False)
     nf.set_progress(model, 1.0)
-    with pytest.raises(ValueError, match=r'nf.convert\(model, "nvidia_full"\)$'):
+    with pytest.raises(ValueError, match=r'nf.convert\(model, "nvidia_full"\), which rounds it$'):
         nf.save_quantized(model, tmp_path)
     nf.save_quantized(nf.convert(model, "nvidia_full", verbose=False), tmp_path)
     packed = [name for name in load_safetensors(tmp_path) if name.endswith("weight_packed")]

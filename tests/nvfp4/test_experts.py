@@ -221,7 +221,7 @@ def test_the_model_stays_what_it_was():
     nf.convert(model, "clover", skip=["experts"], verbose=False)
     assert not any(layer.quantizes for some in stacked_linears(model.experts).values() for layer in some)
     model.experts.extra = nn.Parameter(torch.zeros(2, 16, 16))
-    assert "experts of 1 layers" in str(report)
+    assert "experts of 1 layer(s)" in str(report)
 
 
 class WithIdentity(Experts):
