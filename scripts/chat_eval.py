@@ -121,11 +121,11 @@ def needs(args: argparse.Namespace) -> list[Source]:
 
 
 def find_sandbox() -> None:
-    """Raises UserError if code cannot be run in a sandbox here."""
+    """Raises MissingDataError if code cannot be run in a sandbox here."""
     try:
         describe_sandbox()
     except SandboxError as e:
-        raise UserError(one_line(e)) from e
+        raise MissingDataError(one_line(e)) from e
 
 
 def check_flags(args: argparse.Namespace, sequence_len: int | None = None, processes: int = 1) -> None:

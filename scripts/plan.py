@@ -445,7 +445,8 @@ def later_words(s: Settings) -> tuple[dict[str, list[str]], list[str]]:
         # Training and validation have sources of one name, of which either may be at fault.
         lacks = list({need.name: need for need in needs[kind] if need.missing}.values())
         there = {need.name for need in needs[kind] if not need.missing}
-        own = [need for need in lacks if kind != "core" and need.vital and not need.remote]  # a folder that was named
+        # What lies here, a folder that was named or a damaged file, is nothing to go without.
+        own = [m for m in lacks if kind != "core" and (m.is_damaged or (m.vital and not m.remote))]
         if not lacks or ("--allow-missing" in words[kind] and not own):
             continue
         reasons = {m.missing: [o.name for o in lacks if o.missing == m.missing] for m in own or lacks}

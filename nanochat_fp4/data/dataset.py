@@ -370,7 +370,7 @@ def no_column(path: Path, row: Any, column: str, others: bool) -> str:
     likely = shlex.quote(likely) if len(likely) <= 40 else "NAME"
     remedy = f"name it, TEXT_COLUMN={likely} (--text-column={likely})"
     if others:
-        remedy = f"others have it, so rename this one to {column!r}; or {remedy}, and rename it in those"
+        remedy = f"other texts have it; rename this column to {column!r}, or {remedy}, and rename the others"
     if kind_of(path) in ("csv", "tsv"):
         header = f"add a header above it ({column}, or a name for each column), or save that column as .txt"
         remedy = f"if the first line is text, {header}; if not, {remedy}"

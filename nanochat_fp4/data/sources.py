@@ -328,6 +328,7 @@ class Source:
     - vital: the stage cannot do without it
     - task: what make() has returned
     - missing: the reason why it was left out, or cannot be had
+    - is_damaged: it is here, and no stage can read it, not even with --allow-missing
     """
 
     name: str
@@ -337,6 +338,7 @@ class Source:
     vital: bool = False
     task: Any = None
     missing: str | None = None
+    is_damaged: bool = False
 
     def problem(self) -> str | None:
         """Returns the reason why this cannot be had, or None. What is here is loaded as the stage will load it, because
@@ -346,6 +348,7 @@ class Source:
         try:
             self.task = self.make()
         except (UserError, ImportError) as e:
+            self.is_damaged = not isinstance(e, MissingDataError | ImportError)
             return one_line(e)
         return None
 

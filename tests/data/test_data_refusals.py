@@ -74,7 +74,7 @@ TEXT = [  # what else is wrong is test_text's to say
     # To name the column would only move the fault to the other file, whichever of the two is read first.
     *(
         ({name: lines({"text": "a"}), "b.csv": b"Id;Body\n1;a text\n"}, f"b.csv, line 2: .*{remedy}")
-        for remedy in ("others have it, so rename this one to 'text'; or .*TEXT_COLUMN=Body .* rename it in those",)
+        for remedy in ("rename this column to 'text', or name it, TEXT_COLUMN=Body .* rename the others",)
         for name in ("a.jsonl", "c.jsonl")
     ),
     ({"a.txt": b"a text", "b.csv": b"Id;Body\n1;a text\n"}, "if not, name it, TEXT_COLUMN=Body [^;]*$"),

@@ -450,7 +450,7 @@ def test_one_attempt_names_a_problem_of_each_kind(folder, look):
     with pytest.raises(UserError) as e:
         look(survey(folder))
     for problem in (
-        "a.csv, line 2: .*=body\\), and rename it in those \\(also: b.csv\\)\\. ",
+        "a.csv, line 2: .*=body\\), and rename the others \\(also: b.csv\\)\\. ",
         "c.txt is text in UTF-16",
         "d.jsonl .*line 1 ",
         "e.txt .*cp1252",

@@ -847,6 +847,21 @@ def test_a_bad_conversation_of_the_users_own_is_refused_by_the_plan(talk, split,
         planned(**{f"{kind}_ARGS": f"{words} --sft-dir={talk}"})
 
 
+@pytest.mark.parametrize("kind", ["mid", "sft", "eval"])
+@pytest.mark.parametrize("words", ["", " --allow-missing"])
+def test_a_damaged_benchmark_is_refused_and_not_left_out(tmp_path, kind, words):
+    """Its stage would end there. What is missing is left out."""
+    (folder := tmp_path / "openai/gsm8k/main").mkdir(parents=True)
+    for split in ("train", "test"):
+        (folder / f"{split}.jsonl").write_text('{"question": "1 + 1?", "answer": 2}\n')
+    arguments = f"--eval-dir={tmp_path}{words}"
+    with pytest.raises(UserError, match=f"{kind} needs GSM8K: .*jsonl, line 1: the field 'answer' is int"):
+        planned(**{f"{kind.upper()}_ARGS": arguments})
+    for split in ("train", "test"):
+        (folder / f"{split}.jsonl").unlink()
+    assert words or planned(**{f"{kind.upper()}_ARGS": arguments}).left_out
+
+
 @pytest.mark.parametrize(
     "words, says",
     [
