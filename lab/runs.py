@@ -48,7 +48,7 @@ import pyarrow.parquet as pq
 from lab import RESULTS, table
 from lab.study.sweep_runs import gives_its_tokens, left_code
 from nanochat_fp4.cli import ArgumentParser, UserError, did_you_mean, one_line, run_main
-from nanochat_fp4.common import print0
+from nanochat_fp4.common import add_recipes_argument, print0
 from nanochat_fp4.files import atomic_write
 
 # Groups of studies that tables take together. They have one text and one length, and differ in methods or seeds.
@@ -244,7 +244,8 @@ def listed(names: Iterable[str] = ()) -> str:
     if names:
         return table(header, lines)
     groups = [[name, ", ".join(of)] for name, of in GROUPS.items()]
-    again = f"again: the runs that sweep --again can train. All runs are in {RUNS}"
+    again = "again: the runs that sweep --again can train on their text; docs/texts.md: anyone can make d6_public's"
+    again += f". All runs are in {RUNS}"
     return "\n\n".join([table(header, lines), again, table(["group of studies", "which tables take together"], groups)])
 
 
@@ -266,6 +267,7 @@ def main(argv: list[str] | None = None) -> None:
     text = "list (the default): the studies; add: make studies of FILEs; or studies, groups or files whose runs are "
     parser.add_argument("what", nargs="?", default="list", help=text + "listed, with commas")
     parser.add_argument("files", nargs="*", metavar="FILE", help="for add: JSON files of lab.study.sweep")
+    add_recipes_argument(parser)
     args = parser.parse_args(argv)
     if bool(args.files) != (args.what == "add"):
         raise UserError("python -m lab.runs lists the studies, python -m lab.runs add FILE.json ... adds some")

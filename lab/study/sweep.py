@@ -271,7 +271,7 @@ def without_left(study: str, results: list[dict]) -> list[dict]:
     for commit, pairs in sorted(left.items()):
         labels, missing = (", ".join(sorted(set(of))) for of in zip(*pairs))
         what = missing if labels == missing else f"{labels}; {missing}"
-        print0(f"left out: {what} left the code; the commit that had them: {commit}")
+        print0(f"left out: {what} are neither here nor in RECIPES; the commit that had them: {commit}")
     found = [r for r, missing in zip(results, names) if not missing]
     if not found:
         raise UserError(f"--again={study}: no run is left to train; check out its commit ({', '.join(sorted(left))})")
@@ -285,7 +285,7 @@ def text_of(content: dict[str, Any]) -> str:
         return text
     if public_text.PIECES in text:
         return f"{text}, which anyone can make (python -m lab.texts make --public; docs/texts.md)"
-    return f"{text}, which is private, while anyone can make that of d6_public (docs/texts.md)"
+    return f"{text}, which is not published, while anyone can make that of d6_public (docs/texts.md)"
 
 
 def refuse_other_text(args: argparse.Namespace) -> None:

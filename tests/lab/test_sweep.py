@@ -63,7 +63,7 @@ def test_a_stored_study_is_trained_again_on_another_text(study):
             30,
             ["tetrajet_v2_full; oscil.*c116c2a", "clover_feedback.*857ae5f7", "sparse.* not recorded$"],
         ),
-        ("d6_mixed", 18, ["left out: clover_feedback, clover_feedback_late, clover_mixed left .*857ae5f7"]),
+        ("d6_mixed", 18, ["left out: clover_feedback, clover_feedback_late, clover_mixed are neither .*857ae5f7"]),
         ("d8_mixed", 9, ["mixed_8bit, .*760df3f", "clover_mixed.*857ae5f7"]),
         ("d6_second_half", 28, ["clover_reset; .*c116c2a", "clover_hot.*clover_mxfp8_forward.*304a43fb$"]),
         ("d6_means_apart", 6, ["feedback_means_apart; means_apart .*769b438"]),
@@ -84,7 +84,7 @@ def test_studies_and_groups_are_planned_without_what_left(name, runs, left, caps
         assert len(names) == len(set(names)) and len(line) < 250
     assert [line.partition(":")[0] for line in about] == ["text", "vocab_size", "tokenizer", "commit"]
     (key,) = {r["text"] for study in kept_runs.names_of(name) for r in kept_runs.stored(study)["results"]}
-    assert f"{key}, which is private, while" in about[0] and re.search("--depth=[68]", common)
+    assert f"{key}, which is not published, while" in about[0] and re.search("--depth=[68]", common)
     assert all(len(commit) == 8 for commit in re.findall("[0-9a-f]{7,}", about[3]))
     warns = [line for line in lines if line.startswith("the tokenizer of these runs is not recorded")]
     assert len(warns) == (about[2] == "tokenizer: not recorded"), about
@@ -165,7 +165,7 @@ def test_a_study_is_not_trained_again_on_another_text_or_tokenizer(where, own_st
         monkeypatch.setenv("DATA_DIR", str(tmp_path / "nowhere"))
     message = {
         "d6_public": "a6d7c5d3eefb.*, which anyone can make .*--data-dir",
-        "private": "b02ca4613600.*, which is private, while anyone can make that of d6_public .*--data-dir",
+        "private": "b02ca4613600.*, which is not published, while anyone can make that of d6_public .*--data-dir",
         "no key": "unknown",
         "no text": r"text \(\w+\), and this is none",  # Nobody is asked to make the text of one's own sweep.
         "no folder": "nowhere is not there",
