@@ -53,7 +53,7 @@ RUNS = {  # name -> (numbers on a GPU, numbers on a CPU, minutes of the whole ru
     "speedrun": ({}, {}, 5),
     "run1000": (RUN1000, {"DEPTH": 4, "ASPECT_RATIO": 32, "NUM_ITERATIONS": 160}, 10),
 }
-COMMAND = "command.txt"  # in a run's folder of the report: what goes on with its base training
+COMMAND = "command.txt"  # in a run's folder of the report until its script has ended well: what goes on with it
 STAGES = ("tok", "base", "loss", "core", "mid", "sft", "report")
 # The stage whose output it needs.
 BEFORE = {"base": "tok", "loss": "base", "core": "base", "mid": "base", "sft": "mid"}
@@ -690,14 +690,15 @@ class Plan:
         return tokenizer
 
     def unfinished(self) -> Iterator[str]:
-        """The newest base training of this folder that is not done and with which the command does not go on, if it
-        trains one, and the command that goes on with it."""
+        """The newest run of this folder that is not done and with which the command does not go on, if it trains one,
+        and the command that goes on with it."""
         for folder, meta in self.runs.items() if "base" in self.s.stages else ():
             step, steps = meta.get("step", 0), meta.get("user_config", {}).get("num_iterations") or 0
-            if step < steps and folder.name not in {base.tag for base in self.bases} and not running(folder):
-                file = self.s.base_dir / "report" / folder.name / COMMAND
-                command = file.read_text("utf-8") if file.is_file() else "the command that began it"
-                yield f"{folder.name}, step {step:,} of {steps:,}: {command} goes on with it"
+            file, at = self.s.base_dir / "report" / folder.name / COMMAND, f"step {step:,} of {steps:,}"
+            begun, done = file.is_file(), step >= steps
+            if (begun or not done) and folder.name not in {base.tag for base in self.bases} and not running(folder):
+                command = file.read_text("utf-8") if begun else "the command that began it"
+                yield f"{folder.name}, {'base training done' if done else at}: {command} goes on with it"
                 return
 
     def look_back(self, stage: Stage) -> Stage:
@@ -953,10 +954,12 @@ def main(argv: list[str] | None = None) -> None:
     plan = Plan(args.run, {**os.environ, **({} if args.calls else {"PLAN_ONLY": "1"})})
     print(page(plan, args.all))
     if args.calls:
-        args.calls.write_text(f"# {typed(plan.s)}\n{calls(plan.stages)}")
-        for base in plan.bases if "base" in plan.s.stages else ():
-            (args.calls.parent / base.tag).mkdir(exist_ok=True)
-            atomic_write(args.calls.parent / base.tag / COMMAND, typed(plan.s))
+        files = [args.calls.parent / base.tag / COMMAND for base in plan.bases if "base" in plan.s.stages]
+        done = f'[ "$STATUS" != 0 ] || {shlex.join(["rm", "-f", *map(str, files)])}\n' * bool(files)
+        args.calls.write_text(f"# {typed(plan.s)}\n{calls(plan.stages)}{done}")
+        for file in files:
+            file.parent.mkdir(exist_ok=True)
+            atomic_write(file, typed(plan.s))
         atomic_write(args.calls.with_name("left_out.txt"), "".join(f"{line}\n" for line in plan.left_out))
 
 

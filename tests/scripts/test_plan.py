@@ -1131,12 +1131,12 @@ def test_own_text_has_as_many_tokens_in_the_plan_as_in_the_log(trained):
     ],
 )
 def test_an_unfinished_run_that_a_command_does_not_go_on_with_is_in_its_plan(
-    trained, now, named, monkeypatch, base_dir
+    trained, now, named, monkeypatch, base_dir, tmp_path
 ):
     """With the command that trained it last, or without one if no script began it."""
     variables, _, folder, _ = trained
     assert "unfinished" not in said(planned(**variables, SEED="3"))  # It is done.
-    shutil.rmtree(folder / "step_000002")
+    kept = (folder / "step_000002").rename(tmp_path / "kept")
     facts = said(planned(**variables | now))
     assert named == ("unfinished" in facts)
     if named:
@@ -1150,6 +1150,13 @@ def test_an_unfinished_run_that_a_command_does_not_go_on_with_is_in_its_plan(
         *words, bash, script = shlex.split(line.removeprefix(head).removesuffix(tail))
         assert (bash, script) == ("bash", "speedrun_fp4.sh")
         assert planned(**dict(word.split("=", 1) for word in words)).bases[0].done == 1
+        kept.rename(folder / "step_000002")
+        (line,) = said(planned(**variables | now))["unfinished"]
+        assert line.startswith(f"{folder.name}, base training done: ")  # Later stages may be missing.
+        calls = (base_dir / "report/calls.sh").read_text().splitlines()
+        subprocess.run(["bash", "-c", f"STATUS=1; {calls[-1]}; STATUS=0; {calls[-1]}"], check=True)
+        assert "unfinished" not in said(planned(**variables | now))
+        shutil.rmtree(folder / "step_000002")
         with held_run(folder):  # It is at work.
             busy = said(planned(**variables | now))
             assert "unfinished" not in busy and folder.name in busy["at work"][0]
