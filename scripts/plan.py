@@ -472,8 +472,8 @@ def later_words(s: Settings) -> tuple[dict[str, list[str]], list[str]]:
     if "sft" in words:
         now = chat_sft.parse_args(words["sft"])
         parts = chat_sft.train_sources(now)
-        if now.sft_dir:
-            parts = needs["sft"][: len(parts)]  # which have been read
+        if now.data == args["sft"].data:
+            parts = needs["sft"][: len(parts)]  # which have been looked for
         elif s.here:
             look_for(parts)
         count = sum(len(part.task or ()) for part in parts)

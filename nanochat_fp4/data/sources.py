@@ -20,7 +20,7 @@ import multiprocessing
 import os
 import re
 import urllib.request
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
@@ -76,9 +76,10 @@ def kind_of(path: Path) -> str:
     return kind if kind in KINDS else ""
 
 
-def column_among(names: Iterable[str], column: str) -> str:
+def column_among(names: Collection[str], column: str) -> str:
     """Returns the name that is the column: exactly, or else the only one that differs from it in capitals alone."""
-    alike = [name for name in names if name.casefold() == column.casefold()]
+    # Most rows have it, of which a text may have millions.
+    alike = [] if column in names else [name for name in names if name.casefold() == column.casefold()]
     return alike[0] if len(alike) == 1 else column
 
 
